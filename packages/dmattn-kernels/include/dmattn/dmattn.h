@@ -1,0 +1,118 @@
+/* dmattn: masked and biased attention on CUDA, as a plain C interface.
+ *
+ *   logits[b,h,i,j] = softcap(softmax_scale * q[b,i,h,:] . k[b,j,h/G,:]) + bias[b,h',i,j]
+ *   keep[b,h,i,j]   = mask[b,h',i,j] and (not causal or j <= i + seqlen_k - seqlen_q)
+ *   out[b,i,h,:]    = sum_j softmax_j(logits | keep) v[b,j,h/G,:]
+ *   lse[b,h,i]      = log(sum_j exp(logits | keep)), natural logarithm
+ *
+ * with G = nheads / nheads_k and softcap(x) = c * tanh(x / c) for c > 0, else x. A row that keeps nothing
+ * has out = 0, lse = -inf and contributes nothing to any gradient.
+ *
+ * Every call validates its arguments before anything is launched, enqueues its work on the caller's stream,
+ * and neither synchronises nor allocates: all scratch memory is the `workspace` that the caller passes, of at
+ * least the size that the matching `..._workspace_size` call reports. Calls are re-entrant from many threads
+ * and may be captured in a CUDA graph. Errors come back as a status; dmattn_last_error() has the words.
+ */
+#ifndef DMATTN_DMATTN_H_
+#define DMATTN_DMATTN_H_
+
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(__GNUC__)
+#define DMATTN_API __attribute__((visibility("default")))
+#else
+#define DMATTN_API
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Rises when a struct or a meaning below changes incompatibly. Growing a params struct at its end does not. */
+#define DMATTN_ABI_VERSION 1
+
+typedef enum dmattn_status {
+  DMATTN_OK = 0,
+  DMATTN_ERROR_INVALID_VALUE = 1, /* a shape, stride, pointer or number is wrong */
+  DMATTN_ERROR_INVALID_DTYPE = 2, /* an element type is wrong */
+  DMATTN_ERROR_UNSUPPORTED = 3,   /* right in itself, but no kernel for it (an old GPU, a head_dim above 256) */
+  DMATTN_ERROR_NO_DEVICE = 4,     /* no NVIDIA driver, no GPU, or no such device number */
+  DMATTN_ERROR_CUDA = 5           /* the CUDA runtime reported an error */
+} dmattn_status;
+
+typedef enum dmattn_dtype {
+  DMATTN_FLOAT16 = 1,
+  DMATTN_BFLOAT16 = 2,
+  DMATTN_FLOAT32 = 3,
+  DMATTN_BOOL = 4 /* one byte, 0 = false, anything else = true */
+} dmattn_dtype;
+
+/* A strided view of device memory. data == NULL means that the tensor is absent, or that it has no elements. */
+typedef struct dmattn_tensor {
+  void* data;
+  int32_t dtype;     /* dmattn_dtype */
+  int32_t ndim;      /* 0 = absent; otherwise 3 or 4, as the field that holds it says */
+  int64_t shape[4];  /* in elements; entries at and past ndim are ignored */
+  int64_t stride[4]; /* in elements; 0 along a dimension repeats its elements and is read in place */
+} dmattn_tensor;
+
+typedef struct dmattn_fwd_params {
+  size_t struct_size; /* sizeof(dmattn_fwd_params) as the caller was compiled */
+  int32_t device;     /* CUDA device number that owns every pointer below and the stream */
+  int32_t is_causal;  /* 0 or 1; aligned to the bottom right corner */
+  float softmax_scale;
+  float softcap;           /* <= 0: none */
+  dmattn_tensor q;         /* [batch, seqlen_q, nheads, head_dim], f16 or bf16, unit last stride */
+  dmattn_tensor k;         /* [batch, seqlen_k, nheads_k, head_dim], dtype of q, unit last stride */
+  dmattn_tensor v;         /* as k */
+  dmattn_tensor mask;      /* optional bool [batch|1, nheads|nheads_k|1, seqlen_q|1, seqlen_k|1], any strides */
+  dmattn_tensor bias;      /* optional dtype of q or f32, shapes as mask, any strides */
+  dmattn_tensor out;       /* [batch, seqlen_q, nheads, head_dim], dtype of q, unit last stride */
+  dmattn_tensor softmax_lse; /* [batch, nheads, seqlen_q] f32, unit last stride */
+  int32_t num_splits;      /* parts into which the keys of a row block are split; 0 = chosen by the library */
+  int32_t reserved;        /* 0 */
+} dmattn_fwd_params;
+
+typedef struct dmattn_bwd_params {
+  size_t struct_size;
+  int32_t device;
+  int32_t is_causal;
+  float softmax_scale;
+  float softcap;
+  dmattn_tensor q, k, v, mask, bias; /* as given to dmattn_fwd */
+  dmattn_tensor out, softmax_lse;    /* as dmattn_fwd wrote them */
+  dmattn_tensor dout;                /* shape of out, dtype of q, unit last stride */
+  dmattn_tensor dsoftmax_lse;        /* optional, shape of softmax_lse, f32 */
+  dmattn_tensor dq, dk, dv;          /* each optional; shape and dtype of q, k, v; unit last stride */
+  dmattn_tensor dbias;               /* optional; shape and dtype of bias; contiguous */
+  int32_t deterministic;             /* 1: bitwise repeatable */
+  int32_t reserved;                  /* 0 */
+} dmattn_bwd_params;
+
+/* Bytes of device scratch that the call with these very params needs. The pointers need not be set yet for
+ * tensors whose ndim is set, but which tensors are present (ndim > 0) must be final. */
+DMATTN_API dmattn_status dmattn_fwd_workspace_size(const dmattn_fwd_params* params, size_t* bytes);
+DMATTN_API dmattn_status dmattn_bwd_workspace_size(const dmattn_bwd_params* params, size_t* bytes);
+
+/* workspace: device memory, 256-byte aligned, `bytes` long. stream: a cudaStream_t (NULL = default stream). */
+DMATTN_API dmattn_status dmattn_fwd(const dmattn_fwd_params* params, void* workspace, size_t bytes, void* stream);
+DMATTN_API dmattn_status dmattn_bwd(const dmattn_bwd_params* params, void* workspace, size_t bytes, void* stream);
+
+/* The last error of the calling thread: which argument, what it got, what it wanted. Never NULL. */
+DMATTN_API const char* dmattn_last_error(void);
+
+DMATTN_API int32_t dmattn_abi_version(void);
+DMATTN_API const char* dmattn_version(void);
+/* Version of the CUDA toolkit that compiled the library, 1000 * major + 10 * minor. */
+DMATTN_API int32_t dmattn_cuda_version(void);
+/* Comma separated, e.g. "sm_80,sm_89,compute_80": what the binary contains. */
+DMATTN_API const char* dmattn_architectures(void);
+/* Which kernel family ("sm80" or "sm89") serves this device; DMATTN_ARCH in the environment overrides it. */
+DMATTN_API dmattn_status dmattn_device_architecture(int32_t device, const char** name);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* DMATTN_DMATTN_H_ */

@@ -1,0 +1,168 @@
+// What the host hands to the kernels. Plain structs, no CUDA types beyond pointers, so that the host library
+// (src/api) and the device code (src/kernels) read one description. All strides are in elements.
+#pragma once
+
+#include <cstdint>
+
+namespace dmattn {
+
+enum class Dtype : int32_t { kNone = 0, kFloat16 = 1, kBFloat16 = 2, kFloat32 = 3, kBool = 4 };
+
+// (batch, seqlen, heads, head_dim) tensors: the last stride is 1.
+struct Strides3 {
+  int64_t batch = 0;
+  int64_t head = 0;
+  int64_t row = 0;
+};
+
+// How the bias reaches the scores.
+enum class BiasKind : int32_t {
+  kNone = 0,
+  kKey = 1,     // the same for every row: kBlockN values per key tile, staged in shared memory as fp32
+  kTile = 2,    // one value per (row, key), 16-bit, unit column stride: tiles copied to shared memory by cp.async
+  kDirect = 3,  // anything else (fp32 per (row, key), strided columns, gathered columns): element loads
+};
+
+// A bias (or mask) operand of shape (batch|1, nheads|nheads_k|1, seqlen_q|1, seqlen_k|1). Broadcast dimensions
+// have stride 0. The operand's head of query head h is h / head_ratio.
+struct BiasParams {
+  const void* ptr = nullptr;
+  Dtype dtype = Dtype::kNone;
+  BiasKind kind = BiasKind::kNone;
+  int64_t batch_stride = 0;
+  int64_t head_stride = 0;
+  int64_t row_stride = 0;
+  int64_t col_stride = 0;
+  int32_t head_ratio = 1;
+};
+
+// The boolean mask as the caller gave it: read only by the packing and compaction kernels.
+struct MaskSource {
+  const uint8_t* ptr = nullptr;
+  int64_t batch_stride = 0;  // 0 where broadcast
+  int64_t head_stride = 0;
+  int64_t row_stride = 0;
+  int64_t col_stride = 0;
+  int32_t batch = 1;  // extents of the operand itself: 1 where broadcast
+  int32_t heads = 1;
+  int32_t seqlen_q = 0;  // extents after broadcasting over rows and columns
+  int32_t seqlen_k = 0;
+};
+
+// Edge of the square cells whose state (empty, partial, full) the packing kernel records.
+constexpr int kMaskBand = 64;
+
+// A dense mask, packed once. Everything is indexed [mask batch][mask head] first.
+//   bits     [seqlen_q][words_per_row]       bit (j % 32) of word j / 32 keeps key j; bits past seqlen_k are 0
+//   any_rows [bands_q][words_k]              bit (c % 32) of word c / 32: cell (row band, c) keeps something
+//   all_rows [bands_q][words_k]              ... keeps everything inside seqlen_q x seqlen_k
+//   any_cols, all_cols [bands_k][words_q]    the same, transposed, for the backward
+struct MaskBits {
+  const uint32_t* bits = nullptr;
+  const uint32_t* any_rows = nullptr;
+  const uint32_t* all_rows = nullptr;
+  const uint32_t* any_cols = nullptr;
+  const uint32_t* all_cols = nullptr;
+  int32_t words_per_row = 0;  // a multiple of 4, so that rows start on 16 bytes
+  int32_t bands_q = 0, bands_k = 0;
+  int32_t words_q = 0, words_k = 0;  // ceil(bands / 32)
+  int32_t heads = 1;                 // mask heads
+  int32_t batch = 1;                 // mask batch
+  int32_t rows = 0;                  // seqlen_q
+  int32_t head_ratio = 1;            // query heads per mask head
+};
+
+// The keys that a key-only mask keeps, ascending, per (list batch, list head).
+struct KeyList {
+  const int32_t* idx = nullptr;    // [batch][heads][capacity]
+  const int32_t* count = nullptr;  // [batch][heads]
+  int32_t capacity = 0;            // seqlen_k rounded up to 128; entries at and past count are 0
+  int32_t batch = 1;               // 1 or the attention's batch
+  int32_t heads = 1;
+  int32_t head_ratio = 1;  // query heads per list head
+};
+
+struct FwdParams {
+  const void* q = nullptr;  // f16/bf16
+  const void* k = nullptr;
+  const void* v = nullptr;
+  void* out = nullptr;
+  float* lse = nullptr;  // natural log
+  Strides3 q_stride, k_stride, v_stride, out_stride, lse_stride;
+  // num_splits > 1: normalised partial results, fp32, combined by combine_splits().
+  float* out_accum = nullptr;  // [num_splits][batch][nheads][seqlen_q][head_dim]
+  float* lse_accum = nullptr;  // [num_splits][batch][nheads][seqlen_q]
+  int32_t batch = 0, seqlen_q = 0, seqlen_k = 0;
+  int32_t nheads = 0, nheads_k = 0, head_dim = 0;
+  int32_t head_ratio = 1;  // nheads / nheads_k
+  int32_t num_splits = 1;
+  float softmax_scale = 1.f;
+  float softcap = 0.f;  // 0: none
+  bool is_causal = false;
+  bool vec_q = true, vec_k = true, vec_v = true, vec_out = true;  // rows start on 16 bytes
+  BiasParams bias;
+  MaskBits mask;  // bits == nullptr: no dense mask
+  KeyList keys;   // idx == nullptr: not gathered
+};
+
+// Where dbias goes.
+enum class DbiasKind : int32_t {
+  kNone = 0,
+  kKey = 1,    // column sums, fp32, into dbias_cols [batch][nheads][seqlen_k] (zeroed before the launch)
+  kTile = 2,   // every (b, h, i, j) has its own entry: dscores stored straight to dbias in the bias's dtype
+  kAccum = 3,  // dense but shared between heads or batches: fp32 atomics into dbias_accum (zeroed before)
+};
+
+struct BwdParams {
+  const void* q = nullptr;
+  const void* k = nullptr;
+  const void* v = nullptr;
+  const void* dout = nullptr;
+  Strides3 q_stride, k_stride, v_stride, dout_stride;
+  // Written by bwd_preprocess: [batch][nheads][seqlen_q_rounded]; rows past seqlen_q and rows that keep nothing
+  // have lse = +inf, so that their probabilities come out as 0 without a test.
+  const float* lse = nullptr;
+  const float* delta = nullptr;  // rowsum(out * dout) - dlse
+  // fp32 dq in fragment order: [batch][nheads][m_blocks][kBlockM * kHeadDim], element (i, thread) of a tile at
+  // i * threads + thread, so that a warp's atomics fall on 128 consecutive bytes. nullptr: dq is not asked for.
+  float* dq_accum = nullptr;
+  void* dk = nullptr;  // nullptr: not asked for
+  void* dv = nullptr;
+  Strides3 dk_stride, dv_stride;
+  // num_splits > 1, or chosen on the device (schedule != nullptr): partial dk and dv,
+  // [slot][kBlockN][kHeadDim] fp32 each, slot = tile * num_splits + split, summed by reduce_dkv().
+  float* dk_slots = nullptr;
+  float* dv_slots = nullptr;
+  // Lists that differ between the query heads of one kv head: fp32 [batch][nheads_k][seqlen_k][head_dim], added to
+  // by one launch per head of the group (group_begin), then converted.
+  float* dk_accum = nullptr;
+  float* dv_accum = nullptr;
+  // Deterministic dq: [batch][nheads][m_blocks], zeroed; tiles add to dq in ascending or descending key order.
+  int32_t* dq_semaphore = nullptr;
+  // Gathered only, written by bwd_schedule(): [0] = num_splits, [1] = number of tiles, [2 + i] = first tile of
+  // list i (batch-major over (batch, nheads_k)), i <= batch * nheads_k.
+  const int32_t* schedule = nullptr;
+  int32_t batch = 0, seqlen_q = 0, seqlen_k = 0;
+  int32_t seqlen_q_rounded = 0;  // multiple of 128: row pitch of lse and delta
+  int32_t nheads = 0, nheads_k = 0, head_dim = 0;
+  int32_t head_ratio = 1;
+  int32_t group_begin = 0, group_end = 1;  // query heads of each kv head handled by this launch: [begin, end)
+  int32_t num_splits = 1;
+  // Gathered: blocks to launch, an upper bound on tiles * splits: max(batch * nheads_k * ceil(seqlen_k / kBlockN),
+  // the max_slots given to bwd_schedule).
+  int32_t max_work_items = 0;
+  float softmax_scale = 1.f;
+  float softcap = 0.f;
+  bool is_causal = false;
+  bool deterministic = false;  // splits then fall on whole heads
+  bool vec_q = true, vec_k = true, vec_v = true, vec_dout = true, vec_dk = true, vec_dv = true;
+  BiasParams bias;
+  MaskBits mask;
+  KeyList keys;
+  DbiasKind dbias_kind = DbiasKind::kNone;
+  float* dbias_cols = nullptr;   // kKey: column sums of dscores
+  void* dbias = nullptr;         // kTile: in bias.dtype; kAccum: float
+  int64_t dbias_batch_stride = 0, dbias_head_stride = 0, dbias_row_stride = 0;  // unit column stride
+};
+
+}  // namespace dmattn

@@ -1,0 +1,333 @@
+// Forward attention for sm80 and later: mma.sync, cp.async, one block per kBlockM query rows of one head.
+#pragma once
+
+#include <climits>
+
+#include "../common/mask_tiles.cuh"
+#include "../common/scores.cuh"
+#include "../common/softmax.cuh"
+#include "../common/work.cuh"
+#include "../tiles.h"
+#include "launch.cuh"
+
+namespace dmattn {
+
+template <class Element_, int kHeadDim_, int kBlockM_, int kBlockN_, int kWarps_, bool kGathered_, bool kGeneral_>
+struct FwdTraits {
+  using Element = Element_;
+  static constexpr int kHeadDim = kHeadDim_, kBlockM = kBlockM_, kBlockN = kBlockN_, kWarps = kWarps_;
+  static constexpr bool kGathered = kGathered_;  // keys come from a list of kept keys
+  static constexpr bool kGeneral = kGeneral_;    // softcap, bias or dense mask present (decided at run time which)
+  static constexpr int kThreads = 32 * kWarps;
+  static constexpr int MT = kBlockM / (16 * kWarps);
+  static constexpr int NT = kBlockN / 8;
+  static constexpr int OT = kHeadDim / 8;
+  // 128 threads of 255 registers: two blocks share the register file and hide each other's softmax.
+  static constexpr int kMinBlocks = kWarps == 4 ? 2 : 1;
+  static constexpr int kMaskWords = kBlockN / 32;
+
+  static constexpr uint32_t kQ = 0;
+  static constexpr uint32_t kK = kQ + kBlockM * kHeadDim * 2;
+  static constexpr uint32_t kV = kK + kBlockN * kHeadDim * 2;
+  static constexpr uint32_t kKeyIdx = kV + kBlockN * kHeadDim * 2;                      // int32 [2][kBlockN]
+  static constexpr uint32_t kKeyBias = kKeyIdx + (kGathered ? 2 * kBlockN * 4 : 0);     // float [2][kBlockN]
+  static constexpr uint32_t kMask = kKeyBias + (kGeneral ? 2 * kBlockN * 4 : 0);        // uint32 [kBlockM][kMaskWords]
+  static constexpr uint32_t kBias = kMask + (kGeneral && !kGathered ? kBlockM * kMaskWords * 4 : 0);
+  static constexpr uint32_t kBiasBytes = kGeneral && !kGathered ? kBlockM * kBlockN * 2 : 0;  // kTile only
+
+  static uint32_t smem_bytes(const FwdParams& p) { return kBias + (p.bias.kind == BiasKind::kTile ? kBiasBytes : 0); }
+};
+
+template <class T>
+struct FwdBlock {
+  using Element = typename T::Element;
+  static constexpr int kBlockM = T::kBlockM, kBlockN = T::kBlockN, kHeadDim = T::kHeadDim;
+
+  const FwdParams& p;
+  char* smem;
+  uint32_t smem_base;
+  int warp, lane;
+  int batch, head, m_block, split;
+  int row0;          // first query row of the block
+  int keys_total;    // keys, or entries of the list
+  int n_begin, n_end;  // key tiles of this block and split
+  const int32_t* list;
+  MaskTiles<kBlockM, kBlockN> tiles;
+
+  __device__ __forceinline__ FwdBlock(const FwdParams& params, char* smem_)
+      : p(params), smem(smem_), smem_base(smem_u32(smem_)), warp(threadIdx.x / 32), lane(threadIdx.x & 31) {
+    const int m_blocks = (p.seqlen_q + kBlockM - 1) / kBlockM;
+    int work = blockIdx.x;
+    // Causal rows at the end have the most keys: start them first, so that the last blocks to run are short.
+    m_block = m_blocks - 1 - work % m_blocks;
+    work /= m_blocks;
+    split = work % p.num_splits;
+    work /= p.num_splits;
+    head = work % p.nheads;
+    batch = work / p.nheads;
+    row0 = m_block * kBlockM;
+    find_key_range();
+  }
+
+  __device__ __forceinline__ int causal_offset() const { return p.seqlen_k - p.seqlen_q; }
+
+  __device__ __forceinline__ void find_key_range() {
+    keys_total = p.seqlen_k;
+    list = nullptr;
+    if constexpr (T::kGathered) {
+      const int64_t i = static_cast<int64_t>(p.keys.batch > 1 ? batch : 0) * p.keys.heads + head / p.keys.head_ratio;
+      list = p.keys.idx + i * p.keys.capacity;
+      keys_total = __ldg(p.keys.count + i);
+    }
+    int visible = keys_total;
+    if (p.is_causal) {
+      const int end = min(row0 + kBlockM, p.seqlen_q) + causal_offset();  // first position no row may see
+      visible = T::kGathered ? warp_lower_bound(list, keys_total, end, lane) : min(visible, max(end, 0));
+    }
+    n_end = (visible + kBlockN - 1) / kBlockN;
+    n_begin = 0;
+    if (p.num_splits > 1) {
+      const int per_split = (n_end + p.num_splits - 1) / p.num_splits;
+      n_begin = split * per_split;
+      n_end = min(n_end, n_begin + per_split);
+    }
+    if constexpr (T::kGeneral && !T::kGathered) {
+      if (p.mask.bits != nullptr) {
+        const int64_t i = mask_index();
+        tiles = MaskTiles<kBlockM, kBlockN>(p.mask.any_rows + i * p.mask.bands_q * p.mask.words_k,
+                                            p.mask.all_rows + i * p.mask.bands_q * p.mask.words_k, p.mask.words_k,
+                                            p.mask.bands_q, m_block);
+      }
+    }
+  }
+
+  __device__ __forceinline__ int64_t mask_index() const {
+    return static_cast<int64_t>(p.mask.batch > 1 ? batch : 0) * p.mask.heads + head / p.mask.head_ratio;
+  }
+  __device__ __forceinline__ int64_t bias_base() const {
+    return batch * p.bias.batch_stride + (head / p.bias.head_ratio) * p.bias.head_stride;
+  }
+  __device__ __forceinline__ int previous(int n) const {
+    if constexpr (T::kGeneral && !T::kGathered) return tiles.last_nonempty(n, n_begin);
+    return n;
+  }
+
+  // --- loads ---------------------------------------------------------------------------------------------------------
+
+  __device__ __forceinline__ const Element* head_ptr(const void* base, const Strides3& s, int h) const {
+    return static_cast<const Element*>(base) + batch * s.batch + h * s.head;
+  }
+  __device__ __forceinline__ void load_q() const {
+    const Element* src = head_ptr(p.q, p.q_stride, head) + row0 * p.q_stride.row;
+    load_tile<kBlockM, kHeadDim, T::kThreads>(smem_base + T::kQ, src, p.q_stride.row, p.seqlen_q - row0, p.head_dim,
+                                              p.vec_q, threadIdx.x, RowIdentity{});
+  }
+  __device__ __forceinline__ void load_kv(uint32_t dst, const void* base, const Strides3& s, bool vec, int n,
+                                          int buf) const {
+    const Element* src = head_ptr(base, s, head / p.head_ratio);
+    const int key0 = n * kBlockN;
+    if constexpr (T::kGathered) {
+      load_tile<kBlockN, kHeadDim, T::kThreads>(smem_base + dst, src, s.row, keys_total - key0, p.head_dim, vec,
+                                                threadIdx.x, RowGather{key_idx(buf)});
+    } else {
+      load_tile<kBlockN, kHeadDim, T::kThreads>(smem_base + dst, src + key0 * s.row, s.row, keys_total - key0,
+                                                p.head_dim, vec, threadIdx.x, RowIdentity{});
+    }
+  }
+  __device__ __forceinline__ int32_t* key_idx(int buf) const {
+    return reinterpret_cast<int32_t*>(smem + T::kKeyIdx) + buf * kBlockN;
+  }
+  __device__ __forceinline__ float* key_bias(int buf) const {
+    return reinterpret_cast<float*>(smem + T::kKeyBias) + buf * kBlockN;
+  }
+  // This thread's entry of the tile's key list / key bias (threads below kBlockN), loaded a tile ahead.
+  __device__ __forceinline__ int fetch_key_idx(int n) const {
+    return threadIdx.x < kBlockN ? __ldg(list + n * kBlockN + threadIdx.x) : 0;
+  }
+  __device__ __forceinline__ float fetch_key_bias(int n, int idx) const {
+    const int key = n * kBlockN + threadIdx.x;
+    if (threadIdx.x >= kBlockN || key >= keys_total) return 0.f;
+    constexpr bool kIsBf16 = std::is_same_v<Element, cutlass::bfloat16_t>;
+    return load_bias(p.bias, bias_base() + static_cast<int64_t>(T::kGathered ? idx : key) * p.bias.col_stride, kIsBf16);
+  }
+  __device__ __forceinline__ bool has_key_bias() const { return T::kGeneral && p.bias.kind == BiasKind::kKey; }
+
+  // What the score modification of tile n reads besides Q and K.
+  __device__ __forceinline__ void load_score_inputs(int n) const {
+    if constexpr (T::kGeneral && !T::kGathered) {
+      if (p.bias.kind == BiasKind::kTile) {
+        const uint16_t* src = static_cast<const uint16_t*>(p.bias.ptr) + bias_base() + row0 * p.bias.row_stride +
+                              n * kBlockN;
+        load_tile<kBlockM, kBlockN, T::kThreads>(smem_base + T::kBias, src, p.bias.row_stride, p.seqlen_q - row0,
+                                                 p.seqlen_k - n * kBlockN, bias_vec(), threadIdx.x, RowIdentity{});
+      }
+      if (p.mask.bits != nullptr) {
+        load_mask_words<kBlockM, T::kMaskWords, T::kThreads>(smem_base + T::kMask, p.mask, mask_index(), row0,
+                                                             n * T::kMaskWords);
+      }
+    }
+  }
+  __device__ __forceinline__ bool bias_vec() const {
+    return is_vec16(p.bias.ptr, p.bias.batch_stride, p.bias.head_stride, p.bias.row_stride) && p.seqlen_k % 8 == 0;
+  }
+
+  // --- compute -------------------------------------------------------------------------------------------------------
+
+  __device__ __forceinline__ void modify_scores(float (&acc_s)[T::MT][T::NT][4], int n, int buf) const {
+    const FragmentMap map(warp * 16 * T::MT, 0, lane);
+    ScoreInputs in;
+    in.key_idx = T::kGathered ? key_idx(buf) : nullptr;
+    in.key0 = n * kBlockN;
+    in.keys = keys_total - in.key0;
+    in.row0 = row0;
+    in.rows = p.seqlen_q - row0;
+    if constexpr (T::kGeneral) {
+      in.bias_tile = smem_base + T::kBias;
+      in.key_bias = key_bias(buf);
+      in.mask_words = reinterpret_cast<const uint32_t*>(smem + T::kMask);
+      scale_scores(acc_s, p.softmax_scale, p.softcap);
+      if (p.bias.kind != BiasKind::kNone) {
+        add_bias<Element, kBlockN, T::kGathered>(acc_s, p.bias, bias_base(), in, map);
+      }
+      if constexpr (!T::kGathered) {
+        if (p.mask.bits != nullptr && tiles.state(n) == TileState::kPartial) {
+          apply_mask_words<kBlockN>(acc_s, in, map);
+        }
+      }
+    }
+    // Only tiles on the diagonal or at the end have anything to cut.
+    const int last = T::kGathered ? in.key_idx[min(kBlockN, in.keys) - 1] : in.key0 + kBlockN - 1;
+    if (in.keys < kBlockN || (p.is_causal && last > row0 + causal_offset())) {
+      apply_limits<T::kGathered>(acc_s, in, map, p.is_causal, causal_offset());
+    }
+  }
+
+  __device__ __forceinline__ void run() {
+    float acc_o[T::MT][T::OT][4];
+    clear(acc_o);
+    OnlineSoftmax<T::MT> softmax;
+    const float scale_log2 = p.softmax_scale * kLog2e;
+    const Operand<kHeadDim, true, false> q(smem_base + T::kQ, warp * 16 * T::MT, lane);
+    const Operand<kHeadDim, false, false> k(smem_base + T::kK, 0, lane);
+    const Operand<kHeadDim, false, true> v(smem_base + T::kV, 0, lane);
+
+    int n = previous(n_end - 1);
+    int buf = 0;
+    if (n >= n_begin) {
+      int idx = 0;
+      if constexpr (T::kGathered) {
+        idx = fetch_key_idx(n);
+        if (threadIdx.x < kBlockN) key_idx(0)[threadIdx.x] = idx;
+        __syncthreads();
+      }
+      load_q();
+      load_kv(T::kK, p.k, p.k_stride, p.vec_k, n, 0);
+      load_score_inputs(n);
+      cp_async_fence();
+      if (has_key_bias() && threadIdx.x < kBlockN) key_bias(0)[threadIdx.x] = fetch_key_bias(n, idx);
+    }
+    while (n >= n_begin) {
+      const int n_next = previous(n - 1);
+      const bool more = n_next >= n_begin;
+      cp_async_wait<0>();
+      __syncthreads();  // K of this tile has landed; nobody reads V of the last one any more
+      load_kv(T::kV, p.v, p.v_stride, p.vec_v, n, buf);
+      cp_async_fence();
+      int idx_next = 0;
+      if constexpr (T::kGathered) {
+        if (more) idx_next = fetch_key_idx(n_next);
+      }
+
+      float acc_s[T::MT][T::NT][4];
+      clear(acc_s);
+      gemm_ss<Element, kHeadDim / 16>(acc_s, q, k);
+      modify_scores(acc_s, n, buf);
+
+      if constexpr (T::kGathered) {
+        if (threadIdx.x < kBlockN) key_idx(buf ^ 1)[threadIdx.x] = idx_next;
+      }
+      cp_async_wait<0>();
+      __syncthreads();  // V has landed; K, bias and mask of this tile are no longer read
+      float bias_next = 0.f;
+      if (more) {
+        load_kv(T::kK, p.k, p.k_stride, p.vec_k, n_next, buf ^ 1);
+        load_score_inputs(n_next);
+        if (has_key_bias()) bias_next = fetch_key_bias(n_next, idx_next);
+      }
+      cp_async_fence();
+      softmax.template step<!T::kGeneral>(acc_s, acc_o, scale_log2);
+      gemm_pv<Element>(acc_o, acc_s, v);
+      if (has_key_bias() && threadIdx.x < kBlockN) key_bias(buf ^ 1)[threadIdx.x] = bias_next;
+      n = n_next;
+      buf ^= 1;
+    }
+    store(acc_o, softmax);
+  }
+
+  // --- epilogue ------------------------------------------------------------------------------------------------------
+
+  __device__ __forceinline__ void store(float (&acc_o)[T::MT][T::OT][4], OnlineSoftmax<T::MT>& softmax) {
+    const int64_t accum_row = ((static_cast<int64_t>(split) * p.batch + batch) * p.nheads + head) * p.seqlen_q;
+#pragma unroll
+    for (int r = 0; r < 2 * T::MT; ++r) {
+      const int mt = r / 2, e0 = 2 * (r & 1);
+      float lse;
+      const float inv_sum = softmax.finish(r, T::kGeneral ? 1.f : p.softmax_scale, lse);
+#pragma unroll
+      for (int ot = 0; ot < T::OT; ++ot) {
+        acc_o[mt][ot][e0] *= inv_sum;
+        acc_o[mt][ot][e0 + 1] *= inv_sum;
+      }
+      const int row = row0 + warp * 16 * T::MT + mt * 16 + (r & 1) * 8 + lane / 4;
+      if ((lane & 3) == 0 && row < p.seqlen_q) {
+        if (p.num_splits > 1) {
+          p.lse_accum[accum_row + row] = lse;
+        } else {
+          p.lse[batch * p.lse_stride.batch + head * p.lse_stride.head + row * p.lse_stride.row] = lse;
+        }
+      }
+    }
+    if (p.num_splits > 1) {
+      store_accum(acc_o, accum_row);
+      return;
+    }
+    // Q was last read before the main loop's second barrier: its tile takes the rounded output on its way out.
+    store_acc<Element, kHeadDim>(smem_base + T::kQ, acc_o, warp * 16 * T::MT, 0, lane);
+    __syncthreads();
+    Element* out = static_cast<Element*>(p.out) + batch * p.out_stride.batch + head * p.out_stride.head +
+                   row0 * p.out_stride.row;
+    store_tile<kBlockM, kHeadDim, T::kThreads>(out, smem_base + T::kQ, p.out_stride.row, p.seqlen_q - row0, p.head_dim,
+                                               p.vec_out, threadIdx.x, RowIdentity{});
+  }
+
+  __device__ __forceinline__ void store_accum(const float (&acc_o)[T::MT][T::OT][4], int64_t accum_row) const {
+    const FragmentMap map(warp * 16 * T::MT, 0, lane);
+#pragma unroll
+    for (int mt = 0; mt < T::MT; ++mt)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = row0 + map.row(mt, 2 * half);
+        if (row >= p.seqlen_q) continue;
+        float* dst = p.out_accum + (accum_row + row) * p.head_dim;
+#pragma unroll
+        for (int ot = 0; ot < T::OT; ++ot) {
+          const int col = map.col(ot, 0);
+          if (col < p.head_dim) {
+            *reinterpret_cast<float2*>(dst + col) = {acc_o[mt][ot][2 * half], acc_o[mt][ot][2 * half + 1]};
+          }
+        }
+      }
+  }
+};
+
+template <class T, int kFamilyBits>
+__global__ void __launch_bounds__(T::kThreads, T::kMinBlocks) fwd_kernel(const __grid_constant__ FwdParams p) {
+  if constexpr (is_compiled_here<kFamilyBits>()) {
+    extern __shared__ __align__(1024) char smem[];
+    FwdBlock<T>(p, smem).run();
+  } else {
+    __trap();  // the host asked for another family's tiles
+  }
+}
+
+}  // namespace dmattn

@@ -1,0 +1,45 @@
+// The one table of tile shapes, read by the host (workspace layout, grid) and by the kernels.
+#pragma once
+
+#include <cstdint>
+
+namespace dmattn {
+
+// Kernel families. sm89 runs the sm80 code with tiles that fit 99 KB of shared memory a block.
+enum class Family : int32_t { kSm80 = 80, kSm89 = 89 };
+
+struct FwdTile {
+  int block_m, block_n, warps;
+};
+
+struct BwdTile {
+  int block_m, block_n, warps;
+  int warps_m_sdp;  // warps along the rows of S and dP (the others along the keys)
+  int warps_n_dkv;  // warps along the keys of dK and dV (the others along head_dim)
+  int warps_m_dq;   // warps along the rows of dQ (the others along head_dim)
+  int stages_q;     // shared-memory stages of Q
+};
+
+// Head dimensions are rounded up to one of these.
+constexpr int kHeadDimTiles[] = {64, 128, 256};
+constexpr int head_dim_tile(int head_dim) { return head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : 256; }
+
+// A warp of the forward owns block_m / warps rows; 32 of them halve the shared-memory reads of K and V per matrix
+// instruction against 16, and fit the register file up to head_dim 128 (acc_o 128 + acc_s 64 registers).
+constexpr FwdTile fwd_tile(Family family, int d) {
+  return d <= 64    ? FwdTile{128, 128, 4}  // 48 KB: 2 blocks an SM by registers
+         : d <= 128 ? FwdTile{128, 64, 4}   // 64 KB: 2 blocks an SM
+         : family == Family::kSm89 ? FwdTile{64, 32, 4}    // 64 KB: 128 KB would not fit
+                                   : FwdTile{128, 64, 8};  // 128 KB: 1 block an SM
+}
+
+constexpr BwdTile bwd_tile(Family family, int d) {
+  return d <= 64 ? (family == Family::kSm89 ? BwdTile{64, 128, 8, 2, 4, 2, 2}     // 96 KB
+                                            : BwdTile{128, 128, 8, 4, 4, 4, 2})   // 144 KB
+         : d <= 128 ? (family == Family::kSm89 ? BwdTile{64, 64, 8, 2, 2, 2, 1}   // 80 KB
+                                               : BwdTile{64, 128, 8, 2, 4, 2, 2}) // 144 KB
+                    : (family == Family::kSm89 ? BwdTile{32, 32, 4, 2, 2, 2, 1}   // 68 KB
+                                               : BwdTile{64, 64, 8, 4, 2, 2, 1}); // 144 KB
+}
+
+}  // namespace dmattn
