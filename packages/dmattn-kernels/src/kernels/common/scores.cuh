@@ -63,7 +63,7 @@ __device__ __forceinline__ void scale_scores(float (&acc)[MT][NT][4], float scal
 }
 
 // acc += bias, in natural units: a bias of finfo.min may not overflow, as it would after a multiplication by log2(e).
-template <class Element, int kBlockN, bool kGathered, int MT, int NT>
+template <class Element, int kBlockN, bool kGathered, bool kElementLoads, int MT, int NT>
 __device__ __forceinline__ void add_bias(float (&acc)[MT][NT][4], const BiasParams& bias, int64_t bias_base,
                                          const ScoreInputs& in, const FragmentMap& map) {
   constexpr bool kIsBf16 = std::is_same_v<Element, cutlass::bfloat16_t>;
@@ -92,7 +92,7 @@ __device__ __forceinline__ void add_bias(float (&acc)[MT][NT][4], const BiasPara
           acc[mt][nt][2 * half + 1] += b.y;
         }
     }
-  } else if (bias.kind == BiasKind::kDirect) {
+  } else if (kElementLoads && bias.kind == BiasKind::kDirect) {
 #pragma unroll
     for (int mt = 0; mt < MT; ++mt)
 #pragma unroll

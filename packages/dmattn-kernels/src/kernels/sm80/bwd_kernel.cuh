@@ -12,15 +12,15 @@
 
 namespace dmattn {
 
-template <class Element_, int kHeadDim_, Family kFamily, bool kGathered_, bool kGeneral_>
+template <class Element_, int kHeadDim_, Family kFamily, bool kGathered_, Level kLevel>
 struct BwdTraits {
   using Element = Element_;
   static constexpr BwdTile kTile = bwd_tile(kFamily, kHeadDim_);
   static constexpr int kHeadDim = kHeadDim_, kBlockM = kTile.block_m, kBlockN = kTile.block_n, kWarps = kTile.warps;
   static constexpr bool kGathered = kGathered_;
-  // Bias, dense mask, softcap, a gradient that is not wanted, or a deterministic dq: decided at run time. The plain
-  // kernel has none of these branches, so that its last three products are one block of code to schedule.
-  static constexpr bool kGeneral = kGeneral_;
+  // The plain kernel has no branches on what is wanted, so that its last three products are one block to schedule.
+  static constexpr bool kGeneral = kLevel != Level::kPlain;
+  static constexpr bool kFull = kLevel == Level::kFull;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kStagesQ = kTile.stages_q;
   static constexpr int kMaskWords = kBlockN / 32;
@@ -300,9 +300,9 @@ struct BwdBlock {
       in.bias_tile = smem_base + T::kdS;
       in.key_bias = key_bias(buf);
       in.mask_words = reinterpret_cast<const uint32_t*>(smem + T::kMask);
-      scale_scores(s, p.softmax_scale, p.softcap);
+      scale_scores(s, p.softmax_scale, T::kFull ? p.softcap : 0.f);
       if (p.bias.kind != BiasKind::kNone) {
-        add_bias<Element, kBlockN, T::kGathered>(s, p.bias, bias_base(step.head), in, map);
+        add_bias<Element, kBlockN, T::kGathered, T::kFull>(s, p.bias, bias_base(step.head), in, map);
       }
       if constexpr (!T::kGathered) {
         if (p.mask.bits != nullptr) apply_mask_words<kBlockN>(s, in, map);
@@ -430,16 +430,18 @@ struct BwdBlock {
         }
       }
   }
-  // 16-bit dbias of the tile is dS itself: copied from shared memory in 16-byte pieces where rows allow it.
+  // 16-bit dbias of the tile is dS itself: copied from shared memory.
   __device__ __forceinline__ bool dbias_from_smem() const {
-    return T::kGeneral && !T::kGathered && p.dbias_kind == DbiasKind::kTile && p.bias.dtype != Dtype::kFloat32 &&
-           !(p.softcap > 0.f) && is_vec16(p.dbias, p.dbias_batch_stride, p.dbias_head_stride, p.dbias_row_stride);
+    return T::kGeneral && !T::kFull && !T::kGathered && p.dbias_kind == DbiasKind::kTile;
   }
   __device__ __forceinline__ void copy_dbias(const Step& s) const {
     Element* dst = static_cast<Element*>(p.dbias) + dbias_base(s) +
                    static_cast<int64_t>(s.m) * kBlockM * p.dbias_row_stride + key0;
     store_tile<kBlockM, kBlockN, T::kThreads>(dst, smem_base + T::kdS, p.dbias_row_stride,
-                                              p.seqlen_q - s.m * kBlockM, keys, true, threadIdx.x, RowIdentity{});
+                                              p.seqlen_q - s.m * kBlockM, keys,
+                                              is_vec16(p.dbias, p.dbias_batch_stride, p.dbias_head_stride,
+                                                       p.dbias_row_stride),
+                                              threadIdx.x, RowIdentity{});
   }
 
   // --- the loop ------------------------------------------------------------------------------------------------------
@@ -581,7 +583,7 @@ struct BwdBlock {
   // From the two raw products to P and dS in shared memory, and what dbias takes from dS on the way.
   __device__ __forceinline__ void middle(Scores& s, Scores& dp, const Step& step, int buf, const ScoreMap& map,
                                          float (&column_sums)[T::NTs][2]) {
-    if (T::kGeneral && p.softcap > 0.f) {
+    if (T::kFull && p.softcap > 0.f) {
       // The derivative of softcap needs the raw products, which the probabilities overwrite: P first, into shared
       // memory, and the derivative from the products kept aside.
       Scores raw;
@@ -607,7 +609,7 @@ struct BwdBlock {
     if constexpr (T::kGeneral) {
       if (p.dbias_kind == DbiasKind::kKey) {
         add_column_sums(column_sums, ds);
-      } else if (p.dbias_kind != DbiasKind::kNone && !dbias_from_smem()) {
+      } else if (T::kFull && p.dbias_kind != DbiasKind::kNone) {
         store_dbias(ds, step, map);
       }
     }

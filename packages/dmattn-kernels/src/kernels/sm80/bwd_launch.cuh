@@ -5,10 +5,10 @@
 
 namespace dmattn {
 
-template <class Element, int kHeadDim, bool kGathered, bool kGeneral, Family kFamily>
+template <class Element, int kHeadDim, bool kGathered, Level kLevel, Family kFamily>
 cudaError_t launch_bwd_kernel(const BwdParams& p, cudaStream_t stream) {
   constexpr BwdTile tile = bwd_tile(kFamily, kHeadDim);
-  using T = BwdTraits<Element, kHeadDim, kFamily, kGathered, kGeneral>;
+  using T = BwdTraits<Element, kHeadDim, kFamily, kGathered, kLevel>;
   const int64_t tiles = static_cast<int64_t>((p.seqlen_k + tile.block_n - 1) / tile.block_n) * p.nheads_k * p.batch;
   const int64_t blocks = kGathered ? p.max_work_items : tiles * p.num_splits;
   static std::atomic<uint64_t> devices_ready{0};
@@ -16,18 +16,35 @@ cudaError_t launch_bwd_kernel(const BwdParams& p, cudaStream_t stream) {
                 T::kSmemBytes, devices_ready, p, stream);
 }
 
-template <class Element, int kHeadDim, bool kGathered>
-cudaError_t launch_bwd(Family family, const BwdParams& p, cudaStream_t stream) {
+template <class Element, int kHeadDim, bool kGathered, Family kFamily>
+cudaError_t launch_bwd_level(Level level, const BwdParams& p, cudaStream_t stream) {
+  switch (level) {
+    case Level::kPlain:
+      return launch_bwd_kernel<Element, kHeadDim, kGathered, Level::kPlain, kFamily>(p, stream);
+    case Level::kGeneral:
+      return launch_bwd_kernel<Element, kHeadDim, kGathered, Level::kGeneral, kFamily>(p, stream);
+    default:
+      return launch_bwd_kernel<Element, kHeadDim, kGathered, Level::kFull, kFamily>(p, stream);
+  }
+}
+
+inline Level bwd_level(const BwdParams& p, bool gathered) {
+  const bool dbias_registers =
+      p.dbias_kind == DbiasKind::kAccum ||
+      (p.dbias_kind == DbiasKind::kTile && (gathered || p.bias.dtype == Dtype::kFloat32));
+  if (p.bias.kind == BiasKind::kDirect || p.softcap > 0.f || dbias_registers) return Level::kFull;
   const bool all_wanted = p.dq_accum != nullptr && (p.dk != nullptr || p.dk_accum != nullptr) &&
                           (p.dv != nullptr || p.dv_accum != nullptr);
-  const bool general = p.softcap > 0.f || p.bias.kind != BiasKind::kNone || p.mask.bits != nullptr ||
-                       p.dbias_kind != DbiasKind::kNone || p.dq_semaphore != nullptr || !all_wanted;
-  if (family == Family::kSm89) {
-    return general ? launch_bwd_kernel<Element, kHeadDim, kGathered, true, Family::kSm89>(p, stream)
-                   : launch_bwd_kernel<Element, kHeadDim, kGathered, false, Family::kSm89>(p, stream);
-  }
-  return general ? launch_bwd_kernel<Element, kHeadDim, kGathered, true, Family::kSm80>(p, stream)
-                 : launch_bwd_kernel<Element, kHeadDim, kGathered, false, Family::kSm80>(p, stream);
+  const bool general = p.bias.kind != BiasKind::kNone || p.mask.bits != nullptr || p.dq_semaphore != nullptr ||
+                       p.dbias_kind != DbiasKind::kNone || !all_wanted;
+  return general ? Level::kGeneral : Level::kPlain;
+}
+
+template <class Element, int kHeadDim, bool kGathered>
+cudaError_t launch_bwd(Family family, const BwdParams& p, cudaStream_t stream) {
+  const Level level = bwd_level(p, kGathered);
+  return family == Family::kSm89 ? launch_bwd_level<Element, kHeadDim, kGathered, Family::kSm89>(level, p, stream)
+                                 : launch_bwd_level<Element, kHeadDim, kGathered, Family::kSm80>(level, p, stream);
 }
 
 }  // namespace dmattn

@@ -12,18 +12,19 @@
 
 namespace dmattn {
 
-template <class Element_, int kHeadDim_, int kBlockM_, int kBlockN_, int kWarps_, bool kGathered_, bool kGeneral_>
+template <class Element_, int kHeadDim_, int kBlockM_, int kBlockN_, int kWarps_, bool kGathered_, Level kLevel>
 struct FwdTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_, kBlockM = kBlockM_, kBlockN = kBlockN_, kWarps = kWarps_;
   static constexpr bool kGathered = kGathered_;  // keys come from a list of kept keys
-  static constexpr bool kGeneral = kGeneral_;    // softcap, bias or dense mask present (decided at run time which)
+  static constexpr bool kGeneral = kLevel != Level::kPlain;
+  static constexpr bool kFull = kLevel == Level::kFull;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int MT = kBlockM / (16 * kWarps);
   static constexpr int NT = kBlockN / 8;
   static constexpr int OT = kHeadDim / 8;
-  // 128 threads of 255 registers: two blocks share the register file and hide each other's softmax.
-  static constexpr int kMinBlocks = kWarps == 4 ? 2 : 1;
+  // Two blocks of 128 threads share the register file at 255 registers, three at 168, and hide each other's softmax.
+  static constexpr int kMinBlocks = kWarps != 4 ? 1 : kHeadDim == 64 && !kGeneral ? 3 : 2;
   static constexpr int kMaskWords = kBlockN / 32;
 
   static constexpr uint32_t kQ = 0;
@@ -187,7 +188,7 @@ struct FwdBlock {
       in.mask_words = reinterpret_cast<const uint32_t*>(smem + T::kMask);
       scale_scores(acc_s, p.softmax_scale, p.softcap);
       if (p.bias.kind != BiasKind::kNone) {
-        add_bias<Element, kBlockN, T::kGathered>(acc_s, p.bias, bias_base(), in, map);
+        add_bias<Element, kBlockN, T::kGathered, T::kFull>(acc_s, p.bias, bias_base(), in, map);
       }
       if constexpr (!T::kGathered) {
         if (p.mask.bits != nullptr && tiles.state(n) == TileState::kPartial) {

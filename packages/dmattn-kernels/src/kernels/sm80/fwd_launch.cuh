@@ -6,12 +6,12 @@
 
 namespace dmattn {
 
-template <class Element, int kHeadDim, bool kGathered, bool kGeneral, Family kFamily>
+template <class Element, int kHeadDim, bool kGathered, Level kLevel, Family kFamily>
 cudaError_t launch_fwd_kernel(const FwdParams& p, cudaStream_t stream) {
   constexpr FwdTile tile = fwd_tile(kFamily, kHeadDim);
   constexpr FwdTile other = fwd_tile(other_family(kFamily), kHeadDim);
   constexpr bool kShared = tile.block_m == other.block_m && tile.block_n == other.block_n && tile.warps == other.warps;
-  using T = FwdTraits<Element, kHeadDim, tile.block_m, tile.block_n, tile.warps, kGathered, kGeneral>;
+  using T = FwdTraits<Element, kHeadDim, tile.block_m, tile.block_n, tile.warps, kGathered, kLevel>;
   const int64_t m_blocks = (p.seqlen_q + tile.block_m - 1) / tile.block_m;
   const int64_t blocks = m_blocks * p.num_splits * p.nheads * p.batch;
   static std::atomic<uint64_t> devices_ready{0};
@@ -19,17 +19,31 @@ cudaError_t launch_fwd_kernel(const FwdParams& p, cudaStream_t stream) {
                 T::kBias + T::kBiasBytes, devices_ready, p, stream);
 }
 
-template <class Element, int kHeadDim, bool kGathered>
-cudaError_t launch_fwd(Family family, const FwdParams& p, cudaStream_t stream) {
-  // The plain path takes the maximum of the raw products, which needs a positive scale; the general one scales first.
+template <class Element, int kHeadDim, bool kGathered, Family kFamily>
+cudaError_t launch_fwd_level(Level level, const FwdParams& p, cudaStream_t stream) {
+  switch (level) {
+    case Level::kPlain:
+      return launch_fwd_kernel<Element, kHeadDim, kGathered, Level::kPlain, kFamily>(p, stream);
+    case Level::kGeneral:
+      return launch_fwd_kernel<Element, kHeadDim, kGathered, Level::kGeneral, kFamily>(p, stream);
+    default:
+      return launch_fwd_kernel<Element, kHeadDim, kGathered, Level::kFull, kFamily>(p, stream);
+  }
+}
+
+inline Level fwd_level(const FwdParams& p) {
+  if (p.bias.kind == BiasKind::kDirect) return Level::kFull;
+  // The plain path takes the maximum of the raw products, which needs a positive scale; the others scale first.
   const bool general =
       p.softcap > 0.f || p.bias.kind != BiasKind::kNone || p.mask.bits != nullptr || !(p.softmax_scale > 0.f);
-  if (family == Family::kSm89) {
-    return general ? launch_fwd_kernel<Element, kHeadDim, kGathered, true, Family::kSm89>(p, stream)
-                   : launch_fwd_kernel<Element, kHeadDim, kGathered, false, Family::kSm89>(p, stream);
-  }
-  return general ? launch_fwd_kernel<Element, kHeadDim, kGathered, true, Family::kSm80>(p, stream)
-                 : launch_fwd_kernel<Element, kHeadDim, kGathered, false, Family::kSm80>(p, stream);
+  return general ? Level::kGeneral : Level::kPlain;
+}
+
+template <class Element, int kHeadDim, bool kGathered>
+cudaError_t launch_fwd(Family family, const FwdParams& p, cudaStream_t stream) {
+  return family == Family::kSm89
+             ? launch_fwd_level<Element, kHeadDim, kGathered, Family::kSm89>(fwd_level(p), p, stream)
+             : launch_fwd_level<Element, kHeadDim, kGathered, Family::kSm80>(fwd_level(p), p, stream);
 }
 
 }  // namespace dmattn
