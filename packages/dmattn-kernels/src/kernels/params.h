@@ -72,14 +72,22 @@ struct MaskBits {
   int32_t head_ratio = 1;            // query heads per mask head
 };
 
-// The keys that a key-only mask keeps, ascending, per (list batch, list head).
+// The kept keys, per (list batch, list head).
+//   block_rows == 0  one list for all rows: what a key-only mask keeps, ascending. Causality is checked on top.
+//   block_rows > 0   a list for each block of block_rows query rows: the keys that any of its rows keeps, the ones that
+//                    all of them keep first. Key j is kept by the rows whose position r = row + seqlen_k - seqlen_q has
+//                    j <= r < end[j] (causality included); only entries at and past `full` need the test.
 struct KeyList {
-  const int32_t* idx = nullptr;    // [batch][heads][capacity]
-  const int32_t* count = nullptr;  // [batch][heads]
-  int32_t capacity = 0;            // seqlen_k rounded up to 128; entries at and past count are 0
+  const int32_t* idx = nullptr;    // [batch][heads][blocks][capacity]; entries at and past count are 0
+  const int32_t* count = nullptr;  // [batch][heads][blocks]
+  int32_t capacity = 0;            // a multiple of 128
   int32_t batch = 1;               // 1 or the attention's batch
   int32_t heads = 1;
-  int32_t head_ratio = 1;  // query heads per list head
+  int32_t head_ratio = 1;         // query heads per list head
+  int32_t block_rows = 0;         // 0 or a multiple of 128
+  int32_t blocks = 1;             // ceil(seqlen_q / block_rows), or 1
+  const int32_t* full = nullptr;  // [batch][heads][blocks]
+  const int32_t* end = nullptr;   // [batch][heads][seqlen_k]
 };
 
 struct FwdParams {
@@ -133,13 +141,14 @@ struct BwdParams {
   // [slot][kBlockN][kHeadDim] fp32 each, slot = tile * num_splits + split, summed by reduce_dkv().
   float* dk_slots = nullptr;
   float* dv_slots = nullptr;
-  // Lists that differ between the query heads of one kv head: fp32 [batch][nheads_k][seqlen_k][head_dim], added to
-  // by one launch per head of the group (group_begin), then converted.
+  // fp32 [batch][nheads_k][seqlen_k][head_dim], zeroed before and converted after: for lists that differ between the
+  // query heads of one kv head (added to by one launch per head of the group, see group_begin) and for interval lists
+  // (a key lies in the lists of many row blocks; added to by atomics).
   float* dk_accum = nullptr;
   float* dv_accum = nullptr;
   // Deterministic dq: [batch][nheads][m_blocks], zeroed; tiles add to dq in ascending or descending key order.
   int32_t* dq_semaphore = nullptr;
-  // Gathered only, written by bwd_schedule(): [0] = num_splits, [1] = number of tiles, [2 + i] = first tile of
+  // Gathered by a key-only mask, written by bwd_schedule(): [0] = num_splits, [1] = number of tiles, [2 + i] = first tile of
   // list i (batch-major over (batch, nheads_k)), i <= batch * nheads_k.
   const int32_t* schedule = nullptr;
   int32_t batch = 0, seqlen_q = 0, seqlen_k = 0;
@@ -148,8 +157,8 @@ struct BwdParams {
   int32_t head_ratio = 1;
   int32_t group_begin = 0, group_end = 1;  // query heads of each kv head handled by this launch: [begin, end)
   int32_t num_splits = 1;
-  // Gathered: blocks to launch, an upper bound on tiles * splits: max(batch * nheads_k * ceil(seqlen_k / kBlockN),
-  // the max_slots given to bwd_schedule).
+  // Gathered by a key-only mask: blocks to launch, an upper bound on tiles * splits: max(batch * nheads_k *
+  // ceil(seqlen_k / kBlockN), the max_slots given to bwd_schedule).
   int32_t max_work_items = 0;
   float softmax_scale = 1.f;
   float softcap = 0.f;

@@ -34,6 +34,7 @@ struct ScoreInputs {
   const float* key_bias = nullptr;   // kKey: shared, one fp32 per key of the tile
   const uint32_t* mask_words = nullptr;  // partial dense mask: shared, kBlockN / 32 words a row (at least 1)
   const int32_t* key_idx = nullptr;  // gathered: shared, position of each key of the tile
+  uint32_t key_intervals = 0;        // interval lists: shared address, a KeyInterval per key (length 0 past the end)
   int key0 = 0;                      // position (or list index, when gathered) of the tile's first key
   int keys = 0;                      // keys of the tile that exist
   int row0 = 0;                      // first row of the tile
@@ -152,6 +153,32 @@ __device__ __forceinline__ void apply_limits(float (&acc)[MT][NT][4], const Scor
           if (position > limit) acc[mt][nt][2 * half + c] = -INFINITY;
         }
     }
+}
+
+// The positions that keep a key of an interval list: begin <= r < begin + length.
+struct KeyInterval {
+  int32_t begin, length;
+};
+
+// acc = -inf for rows outside a key's interval.
+template <int MT, int NT>
+__device__ __forceinline__ void apply_intervals(float (&acc)[MT][NT][4], const ScoreInputs& in, const FragmentMap& map,
+                                                int causal_offset) {
+  const int position = in.row0 + map.row0 + causal_offset;
+#pragma unroll
+  for (int nt = 0; nt < NT; ++nt) {
+    // Keeps the compiler from loading all intervals first, which spills where the accumulators fill the registers.
+    __syncwarp();
+    const uint4 pair = ld_shared_v4(in.key_intervals + map.col(nt, 0) * sizeof(KeyInterval));
+#pragma unroll
+    for (int mt = 0; mt < MT; ++mt)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint32_t r = position + 16 * mt + 8 * half;
+        if (r - pair.x >= pair.y) acc[mt][nt][2 * half] = -INFINITY;
+        if (r - pair.z >= pair.w) acc[mt][nt][2 * half + 1] = -INFINITY;
+      }
+  }
 }
 
 }  // namespace dmattn

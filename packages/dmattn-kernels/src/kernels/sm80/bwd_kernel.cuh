@@ -39,7 +39,7 @@ struct BwdTraits {
   static constexpr uint32_t kQ = kV + kTileK;
   static constexpr uint32_t kdO = kQ + kStagesQ * kTileQ;
   // A second stage of dO saves the barrier between dV's product and the next load of dO, where it fits.
-  static constexpr uint32_t kSmallBytes = 4 * kBlockM * 4 + (kGathered ? kBlockN * 4 : 0) +
+  static constexpr uint32_t kSmallBytes = 4 * kBlockM * 4 + (kGathered ? 3 * kBlockN * 4 : 0) +
                                           (kGeneral ? 2 * kBlockN * 4 : 0) +
                                           (kGeneral && !kGathered ? kBlockM * kMaskWords * 4 : 0);
   static constexpr uint32_t kSmemLimit = (kFamily == Family::kSm89 ? 99 : 163) * 1024;
@@ -49,7 +49,8 @@ struct BwdTraits {
   static constexpr uint32_t kLse = kdS + kBlockM * kBlockN * 2;     // float [2][kBlockM]
   static constexpr uint32_t kDelta = kLse + 2 * kBlockM * 4;        // float [2][kBlockM]
   static constexpr uint32_t kKeyIdx = kDelta + 2 * kBlockM * 4;     // int32 [kBlockN]
-  static constexpr uint32_t kKeyBias = kKeyIdx + (kGathered ? kBlockN * 4 : 0);  // float [2][kBlockN]
+  static constexpr uint32_t kInterval = kKeyIdx + (kGathered ? kBlockN * 4 : 0);   // KeyInterval [kBlockN]
+  static constexpr uint32_t kKeyBias = kInterval + (kGathered ? kBlockN * 8 : 0);  // float [2][kBlockN]
   static constexpr uint32_t kMask = kKeyBias + (kGeneral ? 2 * kBlockN * 4 : 0);
   static constexpr uint32_t kSmemBytes = kMask + (kGeneral && !kGathered ? kBlockM * kMaskWords * 4 : 0);
   static_assert(kSmemBytes <= kSmemLimit);
@@ -79,7 +80,9 @@ struct BwdBlock {
   int num_splits;
   int key0, keys;     // first key (or list entry) and number of keys of the tile
   const int32_t* list;
-  int m_begin, m_blocks;
+  int keys_full;      // interval lists: keys of the tile that every row of the block keeps
+  int row_block;      // interval lists: block of query rows that the list belongs to
+  int m_begin, m_end; // row blocks that may see the tile
   Step first;
   MaskTiles<kBlockN, kBlockM> tiles;
   bool active;
@@ -92,11 +95,13 @@ struct BwdBlock {
   }
 
   __device__ __forceinline__ int causal_offset() const { return p.seqlen_k - p.seqlen_q; }
+  __device__ __forceinline__ int m_blocks() const { return (p.seqlen_q + kBlockM - 1) / kBlockM; }
 
   // Which keys: blockIdx.x -> (batch, kv head, tile, split). False when this block has nothing to do.
   __device__ __forceinline__ bool find_tile() {
     slot = blockIdx.x;
     int keys_total = p.seqlen_k;
+    if (has_intervals()) return find_interval_tile();
     if constexpr (T::kGathered) {
       num_splits = __ldg(p.schedule);
       const int tile = slot / num_splits;
@@ -106,11 +111,8 @@ struct BwdBlock {
       n_block = tile - __ldg(first_tile + i);
       head_k = i % p.nheads_k;
       batch = i / p.nheads_k;
-      const int head = head_k * p.head_ratio + p.group_begin;
-      const int64_t list_i = static_cast<int64_t>(p.keys.batch > 1 ? batch : 0) * p.keys.heads +
-                             head / p.keys.head_ratio;
-      list = p.keys.idx + list_i * p.keys.capacity;
-      keys_total = __ldg(p.keys.count + list_i);
+      list = p.keys.idx + list_index() * p.keys.capacity;
+      keys_total = __ldg(p.keys.count + list_index());
     } else {
       num_splits = p.num_splits;
       const int n_blocks = (p.seqlen_k + kBlockN - 1) / kBlockN;
@@ -124,16 +126,41 @@ struct BwdBlock {
     return true;
   }
 
+  __device__ __forceinline__ bool has_intervals() const { return T::kGathered && p.keys.block_rows > 0; }
+  __device__ __forceinline__ int64_t list_index() const {
+    const int head = head_k * p.head_ratio + p.group_begin;
+    return static_cast<int64_t>(p.keys.batch > 1 ? batch : 0) * p.keys.heads + head / p.keys.head_ratio;
+  }
+  // Interval lists: blockIdx.x -> (batch, kv head, row block, tile of its list). Nearly all lists fill their capacity.
+  __device__ __forceinline__ bool find_interval_tile() {
+    num_splits = 1;
+    const int tiles_per_list = (p.keys.capacity + kBlockN - 1) / kBlockN;
+    n_block = slot % tiles_per_list;
+    const int i = slot / tiles_per_list;
+    row_block = i % p.keys.blocks;
+    head_k = i / p.keys.blocks % p.nheads_k;
+    batch = i / p.keys.blocks / p.nheads_k;
+    const int64_t list_i = list_index() * p.keys.blocks + row_block;
+    list = p.keys.idx + list_i * p.keys.capacity;
+    key0 = n_block * kBlockN;
+    keys = min(kBlockN, __ldg(p.keys.count + list_i) - key0);
+    keys_full = __ldg(p.keys.full + list_i) - key0;
+    return keys > 0;
+  }
+
   // Which rows: the (head, row block) pairs that see the tile, split evenly; whole heads when deterministic, so that
   // the column sums of a head come from one block.
   __device__ __forceinline__ void find_steps() {
-    m_blocks = (p.seqlen_q + kBlockM - 1) / kBlockM;
+    m_end = m_blocks();
     m_begin = 0;
-    if (p.is_causal) {
+    if (has_intervals()) {
+      m_begin = row_block * p.keys.block_rows / kBlockM;
+      m_end = min(m_end, (row_block + 1) * p.keys.block_rows / kBlockM);
+    } else if (p.is_causal) {
       const int first_position = T::kGathered ? __ldg(list + key0) : key0;
-      m_begin = min(max(0, first_position - causal_offset()) / kBlockM, m_blocks);
+      m_begin = min(max(0, first_position - causal_offset()) / kBlockM, m_end);
     }
-    const int per_head = m_blocks - m_begin;
+    const int per_head = m_end - m_begin;
     const int group = p.group_end - p.group_begin;
     const int split = slot % num_splits;
     int begin, end;
@@ -147,7 +174,7 @@ struct BwdBlock {
     first.left = end - begin;
     const int g = per_head > 0 ? begin / per_head : 0;
     first.head = head_k * p.head_ratio + p.group_begin + g;
-    first.m = m_blocks - 1 - (begin - g * per_head);
+    first.m = m_end - 1 - (begin - g * per_head);
     if constexpr (T::kGeneral && !T::kGathered) {
       set_mask_tiles(first.head);
     }
@@ -169,7 +196,7 @@ struct BwdBlock {
   __device__ __forceinline__ Step next(Step s) {
     if (--s.left <= 0) return {0, 0, 0};
     if (--s.m < m_begin) {
-      s.m = m_blocks - 1;
+      s.m = m_end - 1;
       ++s.head;
       if constexpr (T::kGeneral && !T::kGathered) set_mask_tiles(s.head);
     }
@@ -194,7 +221,7 @@ struct BwdBlock {
   // --- deterministic dq ----------------------------------------------------------------------------------------------
 
   __device__ __forceinline__ int32_t* semaphore(const Step& s) const {
-    return p.dq_semaphore + (static_cast<int64_t>(batch) * p.nheads + s.head) * m_blocks + s.m;
+    return p.dq_semaphore + (static_cast<int64_t>(batch) * p.nheads + s.head) * m_blocks() + s.m;
   }
   // Key tiles add to a row block in ascending order. Blocks start in ascending order too, so the one that is waited
   // for is running.
@@ -292,6 +319,7 @@ struct BwdBlock {
   __device__ __forceinline__ void probabilities(Scores& s, const Step& step, int buf, const ScoreMap& map) {
     ScoreInputs in;
     in.key_idx = T::kGathered ? key_idx() : nullptr;
+    in.key_intervals = smem_base + T::kInterval;
     in.key0 = key0;
     in.keys = keys;
     in.row0 = step.m * kBlockM;
@@ -308,9 +336,13 @@ struct BwdBlock {
         if (p.mask.bits != nullptr) apply_mask_words<kBlockN>(s, in, map);
       }
     }
-    const int last = T::kGathered ? in.key_idx[keys - 1] : key0 + kBlockN - 1;
-    if (keys < kBlockN || (p.is_causal && last > in.row0 + causal_offset())) {
-      apply_limits<T::kGathered>(s, in, map, p.is_causal, causal_offset());
+    if (has_intervals()) {
+      if (keys_full < kBlockN) apply_intervals(s, in, map, causal_offset());
+    } else {
+      const int last = T::kGathered ? in.key_idx[keys - 1] : key0 + kBlockN - 1;
+      if (keys < kBlockN || (p.is_causal && last > in.row0 + causal_offset())) {
+        apply_limits<T::kGathered>(s, in, map, p.is_causal, causal_offset());
+      }
     }
     const float* lse = reinterpret_cast<const float*>(smem + T::kLse) + buf * kBlockM;
     const float scale_log2 = p.softmax_scale * kLog2e;
@@ -448,7 +480,7 @@ struct BwdBlock {
 
   __device__ __forceinline__ void add_dq(const float (&acc)[T::MTq][T::NTq][4], const Step& s) const {
     float* dst = p.dq_accum +
-                 ((static_cast<int64_t>(batch) * p.nheads + s.head) * m_blocks + s.m) * (kBlockM * kHeadDim) +
+                 ((static_cast<int64_t>(batch) * p.nheads + s.head) * m_blocks() + s.m) * (kBlockM * kHeadDim) +
                  threadIdx.x;
     const float scale = T::kGeneral ? p.softmax_scale : 1.f;
     if (T::kGeneral && p.dq_semaphore != nullptr) wait_for_turn(s);
@@ -472,10 +504,21 @@ struct BwdBlock {
     store_dkv(acc_dk, acc_dv);
   }
 
+  __device__ __forceinline__ void load_key_idx() const {
+    if (threadIdx.x < kBlockN) {
+      const int idx = __ldg(list + key0 + threadIdx.x);
+      key_idx()[threadIdx.x] = idx;
+      if (has_intervals()) {
+        const int length = static_cast<int>(threadIdx.x) < keys ? __ldg(p.keys.end + list_index() * p.seqlen_k + idx) - idx : 0;
+        reinterpret_cast<KeyInterval*>(smem + T::kInterval)[threadIdx.x] = {idx, length};
+      }
+    }
+    __syncthreads();
+  }
+
   __device__ __forceinline__ void prologue(const Step& s) const {
     if constexpr (T::kGathered) {
-      if (threadIdx.x < kBlockN) key_idx()[threadIdx.x] = __ldg(list + key0 + threadIdx.x);
-      __syncthreads();
+      load_key_idx();
     }
     load_kv(T::kK, p.k, p.k_stride, p.vec_k);
     load_kv(T::kV, p.v, p.v_stride, p.vec_v);
@@ -667,7 +710,7 @@ struct BwdBlock {
       __syncthreads();
       Element* dst = static_cast<Element*>(out) + batch * stride.batch + head_k * stride.head;
       if constexpr (T::kGathered) {
-        if (first.left <= 0) load_key_idx();
+        if (first.left <= 0) load_key_idx();  // the prologue, which loads the indices, was skipped
         store_tile<kBlockN, kHeadDim, T::kThreads>(dst, smem_base + tile, stride.row, keys, p.head_dim, vec,
                                                    threadIdx.x, RowGather{key_idx()});
       } else {
@@ -675,11 +718,6 @@ struct BwdBlock {
                                                    p.head_dim, vec, threadIdx.x, RowIdentity{});
       }
     }
-  }
-  // A tile that no row sees skipped the prologue, which loads the indices.
-  __device__ __forceinline__ void load_key_idx() const {
-    if (threadIdx.x < kBlockN) key_idx()[threadIdx.x] = __ldg(list + key0 + threadIdx.x);
-    __syncthreads();
   }
   __device__ __forceinline__ void store_fp32_row(const float (&acc)[T::NTkv][4], int half, int row,
                                                  const FragmentMap& map, float* slots, float* accum) const {
@@ -695,8 +733,13 @@ struct BwdBlock {
       const int col = map.col(nt, 0);
       float2 x = {acc[nt][2 * half], acc[nt][2 * half + 1]};
       if (accum != nullptr) {
-        // Launches for the heads of a group follow one another and a key belongs to one block of each.
         if (col >= p.head_dim) continue;
+        if (has_intervals()) {
+          atomicAdd(dst + col, x.x);
+          atomicAdd(dst + col + 1, x.y);
+          continue;
+        }
+        // Launches for the heads of a group follow one another and a key belongs to one block of each.
         const float2 old = *reinterpret_cast<const float2*>(dst + col);
         x.x += old.x;
         x.y += old.y;

@@ -10,7 +10,11 @@ cudaError_t launch_bwd_kernel(const BwdParams& p, cudaStream_t stream) {
   constexpr BwdTile tile = bwd_tile(kFamily, kHeadDim);
   using T = BwdTraits<Element, kHeadDim, kFamily, kGathered, kLevel>;
   const int64_t tiles = static_cast<int64_t>((p.seqlen_k + tile.block_n - 1) / tile.block_n) * p.nheads_k * p.batch;
-  const int64_t blocks = kGathered ? p.max_work_items : tiles * p.num_splits;
+  const int64_t interval_tiles = static_cast<int64_t>((p.keys.capacity + tile.block_n - 1) / tile.block_n) *
+                                 p.keys.blocks * p.nheads_k * p.batch;
+  const int64_t blocks = !kGathered                ? tiles * p.num_splits
+                         : p.keys.block_rows > 0 ? interval_tiles
+                                                 : p.max_work_items;
   static std::atomic<uint64_t> devices_ready{0};
   return launch(bwd_kernel<T, family_bits(kFamily, /*shared=*/false)>, blocks, T::kThreads, T::kSmemBytes,
                 T::kSmemBytes, devices_ready, p, stream);

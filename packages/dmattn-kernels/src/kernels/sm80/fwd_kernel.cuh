@@ -24,14 +24,15 @@ struct FwdTraits {
   static constexpr int NT = kBlockN / 8;
   static constexpr int OT = kHeadDim / 8;
   // Two blocks of 128 threads share the register file at 255 registers, three at 168, and hide each other's softmax.
-  static constexpr int kMinBlocks = kWarps != 4 ? 1 : kHeadDim == 64 && !kGeneral ? 3 : 2;
+  static constexpr int kMinBlocks = kWarps != 4 ? 1 : kHeadDim == 64 && !kGeneral && !kGathered ? 3 : 2;
   static constexpr int kMaskWords = kBlockN / 32;
 
   static constexpr uint32_t kQ = 0;
   static constexpr uint32_t kK = kQ + kBlockM * kHeadDim * 2;
   static constexpr uint32_t kV = kK + kBlockN * kHeadDim * 2;
   static constexpr uint32_t kKeyIdx = kV + kBlockN * kHeadDim * 2;                      // int32 [2][kBlockN]
-  static constexpr uint32_t kKeyBias = kKeyIdx + (kGathered ? 2 * kBlockN * 4 : 0);     // float [2][kBlockN]
+  static constexpr uint32_t kInterval = kKeyIdx + (kGathered ? 2 * kBlockN * 4 : 0);    // KeyInterval [2][kBlockN]
+  static constexpr uint32_t kKeyBias = kInterval + (kGathered ? 2 * kBlockN * 8 : 0);   // float [2][kBlockN]
   static constexpr uint32_t kMask = kKeyBias + (kGeneral ? 2 * kBlockN * 4 : 0);        // uint32 [kBlockM][kMaskWords]
   static constexpr uint32_t kBias = kMask + (kGeneral && !kGathered ? kBlockM * kMaskWords * 4 : 0);
   static constexpr uint32_t kBiasBytes = kGeneral && !kGathered ? kBlockM * kBlockN * 2 : 0;  // kTile only
@@ -51,6 +52,7 @@ struct FwdBlock {
   int batch, head, m_block, split;
   int row0;          // first query row of the block
   int keys_total;    // keys, or entries of the list
+  int keys_full;     // interval lists: leading entries that every row keeps
   int n_begin, n_end;  // key tiles of this block and split
   const int32_t* list;
   MaskTiles<kBlockM, kBlockN> tiles;
@@ -76,12 +78,16 @@ struct FwdBlock {
     keys_total = p.seqlen_k;
     list = nullptr;
     if constexpr (T::kGathered) {
-      const int64_t i = static_cast<int64_t>(p.keys.batch > 1 ? batch : 0) * p.keys.heads + head / p.keys.head_ratio;
+      int64_t i = list_index();
+      if (has_intervals()) {
+        i = i * p.keys.blocks + row0 / p.keys.block_rows;
+        keys_full = __ldg(p.keys.full + i);
+      }
       list = p.keys.idx + i * p.keys.capacity;
       keys_total = __ldg(p.keys.count + i);
     }
     int visible = keys_total;
-    if (p.is_causal) {
+    if (p.is_causal && !has_intervals()) {
       const int end = min(row0 + kBlockM, p.seqlen_q) + causal_offset();  // first position no row may see
       visible = T::kGathered ? warp_lower_bound(list, keys_total, end, lane) : min(visible, max(end, 0));
     }
@@ -102,6 +108,10 @@ struct FwdBlock {
     }
   }
 
+  __device__ __forceinline__ bool has_intervals() const { return T::kGathered && p.keys.block_rows > 0; }
+  __device__ __forceinline__ int64_t list_index() const {
+    return static_cast<int64_t>(p.keys.batch > 1 ? batch : 0) * p.keys.heads + head / p.keys.head_ratio;
+  }
   __device__ __forceinline__ int64_t mask_index() const {
     return static_cast<int64_t>(p.mask.batch > 1 ? batch : 0) * p.mask.heads + head / p.mask.head_ratio;
   }
@@ -137,6 +147,15 @@ struct FwdBlock {
   }
   __device__ __forceinline__ int32_t* key_idx(int buf) const {
     return reinterpret_cast<int32_t*>(smem + T::kKeyIdx) + buf * kBlockN;
+  }
+  __device__ __forceinline__ KeyInterval* key_interval(int buf) const {
+    return reinterpret_cast<KeyInterval*>(smem + T::kInterval) + buf * kBlockN;
+  }
+  // Length of a key's interval, 0 past the end of the list. Tiles of keys that every row keeps do not need it.
+  __device__ __forceinline__ int fetch_interval_length(int n, int idx) const {
+    const int entry = n * kBlockN + threadIdx.x;
+    if ((n + 1) * kBlockN <= keys_full || threadIdx.x >= kBlockN || entry >= keys_total) return 0;
+    return __ldg(p.keys.end + list_index() * p.seqlen_k + idx) - idx;
   }
   __device__ __forceinline__ float* key_bias(int buf) const {
     return reinterpret_cast<float*>(smem + T::kKeyBias) + buf * kBlockN;
@@ -178,6 +197,7 @@ struct FwdBlock {
     const FragmentMap map(warp * 16 * T::MT, 0, lane);
     ScoreInputs in;
     in.key_idx = T::kGathered ? key_idx(buf) : nullptr;
+    in.key_intervals = smem_base + T::kInterval + buf * kBlockN * sizeof(KeyInterval);
     in.key0 = n * kBlockN;
     in.keys = keys_total - in.key0;
     in.row0 = row0;
@@ -195,6 +215,10 @@ struct FwdBlock {
           apply_mask_words<kBlockN>(acc_s, in, map);
         }
       }
+    }
+    if (has_intervals()) {
+      if (in.key0 + kBlockN > keys_full) apply_intervals(acc_s, in, map, causal_offset());
+      return;
     }
     // Only tiles on the diagonal or at the end have anything to cut.
     const int last = T::kGathered ? in.key_idx[min(kBlockN, in.keys) - 1] : in.key0 + kBlockN - 1;
@@ -226,6 +250,7 @@ struct FwdBlock {
       load_score_inputs(n);
       cp_async_fence();
       if (has_key_bias() && threadIdx.x < kBlockN) key_bias(0)[threadIdx.x] = fetch_key_bias(n, idx);
+      if (has_intervals() && threadIdx.x < kBlockN) key_interval(0)[threadIdx.x] = {idx, fetch_interval_length(n, idx)};
     }
     while (n >= n_begin) {
       const int n_next = previous(n - 1);
@@ -250,15 +275,18 @@ struct FwdBlock {
       cp_async_wait<0>();
       __syncthreads();  // V has landed; K, bias and mask of this tile are no longer read
       float bias_next = 0.f;
+      int length_next = 0;
       if (more) {
         load_kv(T::kK, p.k, p.k_stride, p.vec_k, n_next, buf ^ 1);
         load_score_inputs(n_next);
         if (has_key_bias()) bias_next = fetch_key_bias(n_next, idx_next);
+        if (has_intervals()) length_next = fetch_interval_length(n_next, idx_next);
       }
       cp_async_fence();
       softmax.template step<!T::kGeneral>(acc_s, acc_o, scale_log2);
       gemm_pv<Element>(acc_o, acc_s, v);
       if (has_key_bias() && threadIdx.x < kBlockN) key_bias(buf ^ 1)[threadIdx.x] = bias_next;
+      if (has_intervals() && threadIdx.x < kBlockN) key_interval(buf ^ 1)[threadIdx.x] = {idx_next, length_next};
       n = n_next;
       buf ^= 1;
     }

@@ -1,0 +1,196 @@
+// Around the backward kernel's key side: dk and dv from partial results, zeros.
+#include <algorithm>
+
+#include "prep.h"
+#include "prep_common.cuh"
+
+namespace dmattn {
+namespace {
+
+using namespace prep;
+
+constexpr int kThreads = 256;
+
+// dk or dv, 16-bit (batch, seqlen_k, nheads_k, head_dim), and the fp32 it is made of.
+struct GradOut {
+  const float* src;
+  uint16_t* dst;
+  Strides3 stride;
+  bool vec;
+};
+struct GradPair {
+  GradOut grad[2];
+};
+
+// Those of dk and dv that are asked for, from these sources; returns how many.
+int grad_outs(const BwdParams& p, const float* dk_src, const float* dv_src, GradPair& outs) {
+  int n = 0;
+  if (p.dk != nullptr) outs.grad[n++] = {dk_src, static_cast<uint16_t*>(p.dk), p.dk_stride, p.vec_dk};
+  if (p.dv != nullptr) outs.grad[n++] = {dv_src, static_cast<uint16_t*>(p.dv), p.dv_stride, p.vec_dv};
+  return n;
+}
+
+// --- sums over splits ----------------------------------------------------------------------------------------------
+
+struct ReduceDkvParams {
+  GradPair outs;
+  KeyList keys;
+  const int32_t* schedule;  // nullptr: tiled
+  int32_t num_outs, num_splits, batch, nheads_k, head_ratio, seqlen_k, head_dim, block_n, head_dim_tile;
+};
+
+// Where the rows of a tile of keys go.
+struct DkvTile {
+  int b, hk, pos0, count;  // count: positions of the whole list (tiled: keys)
+  const int32_t* idx;      // position -> key; nullptr: the same
+};
+
+__device__ __forceinline__ DkvTile find_tile(const ReduceDkvParams& p, int tile) {
+  if (p.schedule == nullptr) {
+    const int n_blocks = ceil_div(p.seqlen_k, p.block_n);
+    const int list = tile / n_blocks;
+    return {list / p.nheads_k, list % p.nheads_k, tile % n_blocks * p.block_n, p.seqlen_k, nullptr};
+  }
+  // The last list whose first tile is not past this one; lists without tiles share their successor's first.
+  const int32_t* first_tile = p.schedule + 2;
+  int low = 0, high = p.batch * p.nheads_k;
+  while (high - low > 1) {
+    const int mid = low + (high - low) / 2;
+    (__ldg(first_tile + mid) <= tile ? low : high) = mid;
+  }
+  const int b = low / p.nheads_k, hk = low % p.nheads_k;
+  const int64_t list =
+      static_cast<int64_t>(p.keys.batch == 1 ? 0 : b) * p.keys.heads + hk * p.head_ratio / p.keys.head_ratio;
+  return {b, hk, (tile - __ldg(first_tile + low)) * p.block_n, __ldg(p.keys.count + list),
+          p.keys.idx + list * p.keys.capacity};
+}
+
+// Eight columns a thread; a block takes kThreads of a tile's chunks at a time, blocks stride over all of them (the
+// number of gathered tiles is known on the device only).
+template <class Element>
+__global__ void __launch_bounds__(kThreads)
+    reduce_dkv_kernel(const __grid_constant__ ReduceDkvParams p, int64_t work_items) {
+  const int chunks_per_row = p.head_dim_tile / 8;
+  const int parts = ceil_div(p.block_n * chunks_per_row, kThreads);
+  int num_splits = p.num_splits;
+  if (p.schedule != nullptr) {
+    num_splits = __ldg(p.schedule);
+    if (num_splits == 1) return;  // the attention kernel has written dk and dv
+    work_items = static_cast<int64_t>(__ldg(p.schedule + 1)) * p.num_outs * parts;
+  }
+  const int64_t slot_size = static_cast<int64_t>(p.block_n) * p.head_dim_tile;
+  for (int64_t item = blockIdx.x; item < work_items; item += gridDim.x) {
+    const int tile = static_cast<int>(item / parts / p.num_outs);
+    const GradOut& out = p.outs.grad[item / parts % p.num_outs];
+    const int chunk = static_cast<int>(item % parts) * kThreads + threadIdx.x;
+    const int row = chunk / chunks_per_row, col = chunk % chunks_per_row * 8;
+    if (row >= p.block_n || col >= p.head_dim) continue;
+    const DkvTile t = find_tile(p, tile);
+    if (t.pos0 + row >= t.count) continue;
+    const float* src = out.src + static_cast<int64_t>(tile) * num_splits * slot_size + row * p.head_dim_tile + col;
+    float acc[8] = {};
+#pragma unroll 4
+    for (int split = 0; split < num_splits; ++split) accumulate8(acc, src + split * slot_size, 1.f);
+    const int key = t.idx == nullptr ? t.pos0 + row : __ldg(t.idx + t.pos0 + row);
+    store_chunk(out.dst + row_offset(out.stride, t.b, t.hk, key) + col, pack_chunk<Element>(acc), out.vec);
+  }
+}
+
+// --- row tiles -----------------------------------------------------------------------------------------------------
+
+constexpr int kRows = 64;  // rows of one (batch, head) a block
+
+// Calls f(b, h, row, first column) for every chunk of eight columns of the block's rows.
+template <class F>
+__device__ __forceinline__ void for_each_chunk(int64_t tile, int nheads, int seqlen, int head_dim, F&& f) {
+  const int tiles = ceil_div(seqlen, kRows);
+  const int h = static_cast<int>(tile % nheads);
+  const int row0 = static_cast<int>(tile / nheads % tiles) * kRows;
+  const int b = static_cast<int>(tile / nheads / tiles);
+  const int chunks = ceil_div(head_dim, 8);
+  const int work = min(kRows, seqlen - row0) * chunks;
+  for (int i = threadIdx.x; i < work; i += kThreads) f(b, h, row0 + i / chunks, i % chunks * 8);
+}
+int64_t row_tiles(int batch, int nheads, int seqlen) {
+  return static_cast<int64_t>(batch) * nheads * ceil_div(seqlen, kRows);
+}
+
+template <class Element>
+__global__ void __launch_bounds__(kThreads)
+    convert_dkv_kernel(const __grid_constant__ GradPair outs, int num_outs, int nheads_k, int seqlen_k, int head_dim) {
+  const GradOut& out = outs.grad[blockIdx.x % num_outs];
+  for_each_chunk(blockIdx.x / num_outs, nheads_k, seqlen_k, head_dim, [&](int b, int hk, int row, int col) {
+    const int64_t src = ((static_cast<int64_t>(b) * nheads_k + hk) * seqlen_k + row) * head_dim + col;
+    float acc[8] = {};
+    accumulate8(acc, out.src + src, 1.f);
+    store_chunk(out.dst + row_offset(out.stride, b, hk, row) + col, pack_chunk<Element>(acc), out.vec);
+  });
+}
+
+__global__ void __launch_bounds__(kThreads)
+    fill_zero_kernel(uint16_t* dst, Strides3 stride, bool vec, int seqlen, int nheads, int head_dim) {
+  for_each_chunk(blockIdx.x, nheads, seqlen, head_dim, [&](int b, int h, int row, int col) {
+    uint16_t* chunk = dst + row_offset(stride, b, h, row) + col;
+    if (head_dim - col >= 8) {
+      store_chunk(chunk, make_uint4(0, 0, 0, 0), vec);
+    } else {
+      for (int i = 0; i < head_dim - col; ++i) chunk[i] = 0;
+    }
+  });
+}
+
+// Whether the rows fill one range of memory without a gap; strides of extents of 1 do not matter.
+bool is_contiguous(const Strides3& s, int64_t batch, int64_t seqlen, int64_t nheads, int64_t head_dim) {
+  return (nheads == 1 || s.head == head_dim) && (seqlen == 1 || s.row == nheads * head_dim) &&
+         (batch == 1 || s.batch == seqlen * nheads * head_dim);
+}
+bool rows_start_on_16_bytes(const void* ptr, const Strides3& s) {
+  return reinterpret_cast<uintptr_t>(ptr) % 16 == 0 && s.batch % 8 == 0 && s.head % 8 == 0 && s.row % 8 == 0;
+}
+
+}  // namespace
+
+cudaError_t reduce_dkv(const BwdParams& p, Dtype dtype, int block_n, int head_dim_tile, cudaStream_t stream) {
+  ReduceDkvParams r = {};
+  r.num_outs = grad_outs(p, p.dk_slots, p.dv_slots, r.outs);
+  r.keys = p.keys;
+  r.schedule = p.schedule;
+  r.num_splits = p.num_splits;
+  r.batch = p.batch;
+  r.nheads_k = p.nheads_k;
+  r.head_ratio = p.head_ratio;
+  r.seqlen_k = p.seqlen_k;
+  r.head_dim = p.head_dim;
+  r.block_n = block_n;
+  r.head_dim_tile = head_dim_tile;
+  const int64_t tiles = static_cast<int64_t>(p.batch) * p.nheads_k * ceil_div(p.seqlen_k, block_n);
+  const int64_t items = tiles * r.num_outs * ceil_div(block_n * head_dim_tile / 8, kThreads);
+  // Gathered tiles are usually far fewer than `tiles`: no more blocks than a few waves, which stride.
+  const int64_t blocks = p.schedule != nullptr ? std::min<int64_t>(items, 2048) : std::min<int64_t>(items, INT32_MAX);
+  return with_half_type(dtype, [&](auto element) {
+    return launch(reduce_dkv_kernel<decltype(element)>, blocks, kThreads, 0, stream, r, items);
+  });
+}
+
+cudaError_t convert_dkv(const BwdParams& p, Dtype dtype, cudaStream_t stream) {
+  GradPair outs = {};
+  const int num_outs = grad_outs(p, p.dk_accum, p.dv_accum, outs);
+  const int64_t blocks = row_tiles(p.batch, p.nheads_k, p.seqlen_k) * num_outs;
+  return with_half_type(dtype, [&](auto element) {
+    return launch(convert_dkv_kernel<decltype(element)>, blocks, kThreads, 0, stream, outs, num_outs, p.nheads_k,
+                  p.seqlen_k, p.head_dim);
+  });
+}
+
+cudaError_t fill_zero(void* ptr, Strides3 stride, int batch, int seqlen, int nheads, int head_dim,
+                      cudaStream_t stream) {
+  const int64_t elements = static_cast<int64_t>(batch) * seqlen * nheads * head_dim;
+  if (elements == 0) return cudaSuccess;
+  if (is_contiguous(stride, batch, seqlen, nheads, head_dim)) {
+    return cudaMemsetAsync(ptr, 0, static_cast<size_t>(elements) * sizeof(uint16_t), stream);
+  }
+  return launch(fill_zero_kernel, row_tiles(batch, nheads, seqlen), kThreads, 0, stream, static_cast<uint16_t*>(ptr),
+                stride, rows_start_on_16_bytes(ptr, stride), seqlen, nheads, head_dim);
+}
+
+}  // namespace dmattn

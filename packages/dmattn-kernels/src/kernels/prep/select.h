@@ -1,0 +1,46 @@
+// Selection of keys by score: running top-w (causal) and top-w of all keys. Architecture independent, no host
+// synchronisation, nothing allocated.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+
+#include "../params.h"
+
+namespace dmattn {
+
+// Query rows that share a key list.
+constexpr int kSelectBlockRows = 128;
+
+// Total order of keys: higher score first, among equal scores the later key first. A key whose score is NaN or -inf, or
+// that key_mask forbids, is never selected.
+struct SelectParams {
+  const void* scores = nullptr;  // [score_batch][score_heads][seqlen_k], strides in elements, 0 where broadcast
+  Dtype dtype = Dtype::kFloat32;  // f16, bf16 or f32
+  int64_t score_batch_stride = 0, score_head_stride = 0, score_col_stride = 1;
+  const uint8_t* key_mask = nullptr;  // optional, nonzero = allowed
+  int64_t mask_batch_stride = 0, mask_head_stride = 0, mask_col_stride = 0;
+  int32_t mask_head_ratio = 1;  // selection heads per mask head
+  int32_t batch = 1, heads = 1;  // of the selection: the broadcast of scores and mask
+  int32_t score_head_ratio = 1;  // selection heads per score head
+  int32_t seqlen_q = 0, seqlen_k = 0;  // seqlen_q <= seqlen_k when causal
+  int32_t window = 0;                  // w >= 1
+  bool is_causal = true;
+};
+
+// Causal: row i, at position r = i + seqlen_k - seqlen_q, keeps the min(r + 1, w) best keys among 0..r (fewer when keys
+// are forbidden). end[j]: first position > j at which key j is no longer kept; j when no query row ever sees it;
+// seqlen_k when it stays to the end. The lists: see KeyList with block_rows = kSelectBlockRows; capacity =
+// select_capacity().
+// Not causal: one list (block_rows 0) of the w best keys, ascending; end[j] = seqlen_k for those and 0 for the others.
+int32_t select_capacity(const SelectParams& p);
+size_t select_workspace_size(const SelectParams& p);
+// `keys`: idx, count, full and end are written (full not when !is_causal).
+cudaError_t select_keys(const SelectParams& p, const KeyList& keys, void* workspace, cudaStream_t stream);
+
+// Lists from given intervals (`end` as above, causal): sliding windows, packed documents, a reused selection. Every
+// block's list must fit `capacity`; entries beyond it are dropped. Reads end O(seqlen_k^2 / block_rows / 2) times.
+cudaError_t build_interval_lists(const KeyList& keys, int32_t seqlen_q, int32_t seqlen_k, cudaStream_t stream);
+
+}  // namespace dmattn
