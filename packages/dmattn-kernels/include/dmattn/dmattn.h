@@ -45,7 +45,8 @@ typedef enum dmattn_dtype {
   DMATTN_FLOAT16 = 1,
   DMATTN_BFLOAT16 = 2,
   DMATTN_FLOAT32 = 3,
-  DMATTN_BOOL = 4 /* one byte, 0 = false, anything else = true */
+  DMATTN_BOOL = 4,  /* one byte, 0 = false, anything else = true */
+  DMATTN_INT32 = 5
 } dmattn_dtype;
 
 /* A strided view of device memory. data == NULL means that the tensor is absent, or that it has no elements. */
@@ -56,6 +57,17 @@ typedef struct dmattn_tensor {
   int64_t shape[4];  /* in elements; entries at and past ndim are ignored */
   int64_t stride[4]; /* in elements; 0 along a dimension repeats its elements and is read in place */
 } dmattn_tensor;
+
+/* The keys that a selection keeps. Causal (running top-w and other key intervals): query row i stands at position
+ * r = i + seqlen_k - seqlen_q and keeps the keys j with j <= r < end[j]; a list for each block of 128 query rows holds
+ * the keys that any of its rows keeps, those that all of them keep first. Not causal: one list of the kept keys.
+ * Written by dmattn_select_keys, read by dmattn_fwd and dmattn_bwd; it may serve many calls with equal lengths. */
+typedef struct dmattn_key_selection {
+  dmattn_tensor end;   /* int32 [batch|1, heads, seqlen_k], contiguous; heads = nheads, nheads_k or 1 */
+  dmattn_tensor idx;   /* int32 [batch|1, heads, blocks, capacity], contiguous */
+  dmattn_tensor count; /* int32 [batch|1, heads, blocks], contiguous: entries of each list */
+  dmattn_tensor full;  /* int32, as count: leading entries that every row of the block keeps; absent when not causal */
+} dmattn_key_selection;
 
 typedef struct dmattn_fwd_params {
   size_t struct_size; /* sizeof(dmattn_fwd_params) as the caller was compiled */
@@ -70,8 +82,13 @@ typedef struct dmattn_fwd_params {
   dmattn_tensor bias;      /* optional dtype of q or f32, shapes as mask, any strides */
   dmattn_tensor out;       /* [batch, seqlen_q, nheads, head_dim], dtype of q, unit last stride */
   dmattn_tensor softmax_lse; /* [batch, nheads, seqlen_q] f32, unit last stride */
-  int32_t num_splits;      /* parts into which the keys of a row block are split; 0 = chosen by the library */
+  int32_t num_splits;        /* parts into which the keys of a row block are split; 0 = chosen by the library */
   int32_t reserved;        /* 0 */
+  dmattn_key_selection selection; /* optional (idx.ndim == 0: none); excludes mask. Its kind (causal or not) must be
+                                     is_causal's. */
+  dmattn_tensor softmax_lse_rest; /* optional output, as softmax_lse: the part of the log-sum-exp that its rounding to
+                                     f32 dropped. Gives dmattn_bwd exact probabilities where logits are huge (a row
+                                     whose every bias is the lowest finite number). */
 } dmattn_fwd_params;
 
 typedef struct dmattn_bwd_params {
@@ -88,16 +105,60 @@ typedef struct dmattn_bwd_params {
   dmattn_tensor dbias;               /* optional; shape and dtype of bias; contiguous */
   int32_t deterministic;             /* 1: bitwise repeatable */
   int32_t reserved;                  /* 0 */
+  dmattn_key_selection selection;    /* as given to dmattn_fwd */
+  dmattn_tensor softmax_lse_rest;    /* optional, as dmattn_fwd wrote it */
 } dmattn_bwd_params;
+
+/* Selection of keys by score. Order: higher score first, among equal scores the later key first; a key whose score is
+ * NaN or -inf, or that key_mask forbids, is never selected.
+ *   causal      row at position r keeps the `window` best keys among 0..r (all of them while there are fewer)
+ *   not causal  every row keeps the `window` best of all keys */
+typedef struct dmattn_select_params {
+  size_t struct_size;
+  int32_t device;
+  int32_t is_causal;
+  int32_t window;    /* w >= 1 */
+  int32_t reserved;  /* 0 */
+  int64_t seqlen_q;  /* query rows, aligned to the end of the keys; <= seqlen_k when causal */
+  dmattn_tensor scores;   /* f16, bf16 or f32 [batch|1, heads|1, seqlen_k], any strides */
+  dmattn_tensor key_mask; /* optional bool [batch|1, heads|1, seqlen_k], any strides */
+  dmattn_key_selection selection; /* outputs; capacity from dmattn_select_capacity, blocks = ceil(seqlen_q / 128), or 1
+                                     when not causal; heads and batch the broadcast of scores' and key_mask's */
+} dmattn_select_params;
+
+/* Replaces, for each new token in turn, the lowest entry of a cache of the `capacity` best keys when the token's score
+ * is not lower (so that among equal scores the later key stays). Empty entries have score -inf and position -1. */
+typedef struct dmattn_cache_append_params {
+  size_t struct_size;
+  int32_t device;
+  int32_t reserved;
+  dmattn_tensor k_new, v_new;     /* [batch, tokens, nheads_k, head_dim], f16 or bf16, unit last stride */
+  dmattn_tensor score_new;        /* [batch, nheads_k, tokens], dtype of score */
+  dmattn_tensor position_new;     /* int32 [batch, tokens]; a negative position skips the token (ragged batches) */
+  dmattn_tensor k_cache, v_cache; /* [batch, capacity, nheads_k, head_dim], dtype of k_new, unit last stride */
+  dmattn_tensor score;            /* [batch, nheads_k, capacity], f32 or the dtype of k_cache, contiguous */
+  dmattn_tensor position;         /* int32 [batch, nheads_k, capacity], contiguous */
+} dmattn_cache_append_params;
 
 /* Bytes of device scratch that the call with these very params needs. The pointers need not be set yet for
  * tensors whose ndim is set, but which tensors are present (ndim > 0) must be final. */
 DMATTN_API dmattn_status dmattn_fwd_workspace_size(const dmattn_fwd_params* params, size_t* bytes);
 DMATTN_API dmattn_status dmattn_bwd_workspace_size(const dmattn_bwd_params* params, size_t* bytes);
 
+DMATTN_API dmattn_status dmattn_select_workspace_size(const dmattn_select_params* params, size_t* bytes);
+DMATTN_API dmattn_status dmattn_cache_append_workspace_size(const dmattn_cache_append_params* params, size_t* bytes);
+
+/* Entries that each list of a selection needs room for. */
+DMATTN_API int64_t dmattn_select_capacity(int64_t window, int64_t seqlen_k, int32_t is_causal);
+
 /* workspace: device memory, 256-byte aligned, `bytes` long. stream: a cudaStream_t (NULL = default stream). */
 DMATTN_API dmattn_status dmattn_fwd(const dmattn_fwd_params* params, void* workspace, size_t bytes, void* stream);
 DMATTN_API dmattn_status dmattn_bwd(const dmattn_bwd_params* params, void* workspace, size_t bytes, void* stream);
+
+DMATTN_API dmattn_status dmattn_select_keys(const dmattn_select_params* params, void* workspace, size_t bytes,
+                                            void* stream);
+DMATTN_API dmattn_status dmattn_cache_append(const dmattn_cache_append_params* params, void* workspace, size_t bytes,
+                                             void* stream);
 
 /* The last error of the calling thread: which argument, what it got, what it wanted. Never NULL. */
 DMATTN_API const char* dmattn_last_error(void);

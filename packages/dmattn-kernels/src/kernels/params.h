@@ -96,10 +96,11 @@ struct FwdParams {
   const void* v = nullptr;
   void* out = nullptr;
   float* lse = nullptr;  // natural log
+  float* lse_rest = nullptr;  // optional, strides of lse: log-sum-exp minus its rounding to fp32 in lse
   Strides3 q_stride, k_stride, v_stride, out_stride, lse_stride;
   // num_splits > 1: normalised partial results, fp32, combined by combine_splits().
   float* out_accum = nullptr;  // [num_splits][batch][nheads][seqlen_q][head_dim]
-  float* lse_accum = nullptr;  // [num_splits][batch][nheads][seqlen_q]
+  float* lse_accum = nullptr;  // [2][num_splits][batch][nheads][seqlen_q]: lse, then its rest
   int32_t batch = 0, seqlen_q = 0, seqlen_k = 0;
   int32_t nheads = 0, nheads_k = 0, head_dim = 0;
   int32_t head_ratio = 1;  // nheads / nheads_k
@@ -130,6 +131,7 @@ struct BwdParams {
   // Written by bwd_preprocess: [batch][nheads][seqlen_q_rounded]; rows past seqlen_q and rows that keep nothing
   // have lse = +inf, so that their probabilities come out as 0 without a test.
   const float* lse = nullptr;
+  const float* lse_rest = nullptr;  // optional, as lse: see FwdParams (0 in the padding)
   const float* delta = nullptr;  // rowsum(out * dout) - dlse
   // fp32 dq in fragment order: [batch][nheads][m_blocks][kBlockM * kHeadDim], element (i, thread) of a tile at
   // i * threads + thread, so that a warp's atomics fall on 128 consecutive bytes. nullptr: dq is not asked for.

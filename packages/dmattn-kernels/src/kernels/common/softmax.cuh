@@ -66,13 +66,17 @@ struct OnlineSoftmax {
     }
   }
 
-  // Sums over the quad; returns 1 / sum (0 for a row that kept nothing) and its log-sum-exp in natural units.
-  __device__ __forceinline__ float finish(int r, float scale, float& lse) {
+  // Sums over the quad; returns 1 / sum (0 for a row that kept nothing) and its log-sum-exp in natural units. rest is
+  // what rounding to fp32 dropped from lse: nothing to speak of for usual logits, all of log(sum) in a row whose every
+  // bias is finfo.min.
+  __device__ __forceinline__ float finish(int r, float scale, float& lse, float& rest) {
     float sum = row_sum[r];
     sum += __shfl_xor_sync(0xffffffffu, sum, 1);
     sum += __shfl_xor_sync(0xffffffffu, sum, 2);
     const bool empty = !(sum > 0.f);
-    lse = empty ? -INFINITY : row_max[r] * scale + logf(sum);
+    const float max = row_max[r] * scale, log_sum = logf(sum);
+    lse = empty ? -INFINITY : max + log_sum;
+    rest = empty ? 0.f : (max - lse) + log_sum;
     return empty ? 0.f : 1.f / sum;
   }
 };

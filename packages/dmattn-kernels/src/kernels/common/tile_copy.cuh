@@ -14,7 +14,7 @@ __device__ __forceinline__ uint4 load_chunk_unaligned(const uint16_t* src, int v
   const uint16_t* base = src - shift;
 #pragma unroll
   for (int i = 0; i < 5; ++i) {
-    int left = valid + shift - 2 * i;  // elements from the start of word i
+    const int left = valid > 0 ? valid + shift - 2 * i : 0;  // elements from the start of word i
     w[i] = 0;
     if (left >= 2 && (i < 4 || shift)) {
       w[i] = __ldg(reinterpret_cast<const uint32_t*>(base) + i);

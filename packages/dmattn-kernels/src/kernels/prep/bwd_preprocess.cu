@@ -65,6 +65,9 @@ __global__ void __launch_bounds__(kThreads) preprocess_kernel(const BwdPreproces
   }
   const int64_t dst = (static_cast<int64_t>(b) * p.nheads + h) * p.seqlen_q_rounded + row;
   p.lse_rounded[dst] = lse;
+  if (p.lse_rest != nullptr) {
+    p.rest_rounded[dst] = row < p.seqlen_q ? __ldg(p.lse_rest + row_offset(p.lse_stride, b, h, row)) : 0.f;
+  }
   p.delta[dst] = delta;
 }
 

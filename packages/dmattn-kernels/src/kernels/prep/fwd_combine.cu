@@ -22,13 +22,17 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const FwdParams p, in
   const int64_t row = static_cast<int64_t>(blockIdx.x) * rows_per_block + group / parts;
   const bool row_valid = row < rows, valid = row_valid && lane * 8 < p.head_dim;
 
+  // A part's log-sum-exp is lse + rest: rounding lse may have dropped the sum (see FwdParams::lse_rest).
   const float* lse_accum = p.lse_accum + (row_valid ? row : 0);
+  const float* rest_accum = lse_accum + p.num_splits * rows;
   float max = -INFINITY;
   for (int s = lane; s < p.num_splits; s += kLanes) max = fmaxf(max, __ldg(lse_accum + s * rows));
   max = lanes_max<kLanes>(max);
   if (max == -INFINITY) max = 0.f;  // no split keeps a key: all weights are then exp(-inf) = 0
   float sum = 0.f;
-  for (int s = lane; s < p.num_splits; s += kLanes) sum += expf(__ldg(lse_accum + s * rows) - max);
+  for (int s = lane; s < p.num_splits; s += kLanes) {
+    sum += expf(__ldg(lse_accum + s * rows) - max + __ldg(rest_accum + s * rows));
+  }
   sum = lanes_sum<kLanes>(sum);
   const float scale = sum == 0.f ? 0.f : 1.f / sum;
 
@@ -37,7 +41,7 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const FwdParams p, in
     const float* src = p.out_accum + row * p.head_dim + lane * 8;
 #pragma unroll 4
     for (int s = part; s < p.num_splits; s += parts) {
-      const float weight = expf(__ldg(lse_accum + s * rows) - max) * scale;
+      const float weight = expf(__ldg(lse_accum + s * rows) - max + __ldg(rest_accum + s * rows)) * scale;
       accumulate8(acc, src + s * rows * p.head_dim, weight);
     }
   }
@@ -57,7 +61,12 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const FwdParams p, in
   const int b = static_cast<int>(row / p.seqlen_q / p.nheads);
   uint16_t* out = static_cast<uint16_t*>(p.out) + row_offset(p.out_stride, b, h, m) + lane * 8;
   store_chunk(out, pack_chunk<Element>(acc), p.vec_out);
-  if (lane == 0) p.lse[row_offset(p.lse_stride, b, h, m)] = max + logf(sum);
+  if (lane != 0) return;
+  const float log_sum = logf(sum), lse = max + log_sum;
+  p.lse[row_offset(p.lse_stride, b, h, m)] = lse;
+  if (p.lse_rest != nullptr) {
+    p.lse_rest[row_offset(p.lse_stride, b, h, m)] = sum == 0.f ? 0.f : (max - lse) + log_sum;
+  }
 }
 
 template <class Element, int kLanes>

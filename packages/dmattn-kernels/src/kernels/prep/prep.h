@@ -37,7 +37,9 @@ struct BwdPreprocessParams {
   Strides3 lse_stride;
   const float* dlse = nullptr;  // nullptr: none
   Strides3 dlse_stride;
-  float* lse_rounded = nullptr;  // [batch][nheads][seqlen_q_rounded]
+  const float* lse_rest = nullptr;  // optional, strides of lse
+  float* lse_rounded = nullptr;     // [batch][nheads][seqlen_q_rounded]
+  float* rest_rounded = nullptr;    // likewise; written when lse_rest is given
   float* delta = nullptr;        // [batch][nheads][seqlen_q_rounded]
   int32_t batch = 0, seqlen_q = 0, seqlen_q_rounded = 0, nheads = 0, head_dim = 0;
   bool vec_out = true, vec_dout = true;  // rows start on 16 bytes

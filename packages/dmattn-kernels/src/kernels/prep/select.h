@@ -12,6 +12,8 @@ namespace dmattn {
 
 // Query rows that share a key list.
 constexpr int kSelectBlockRows = 128;
+// The longest sequence (positions and lengths are rounded up in int32).
+constexpr int32_t kMaxSelectKeys = INT32_MAX / 2;
 
 // Total order of keys: higher score first, among equal scores the later key first. A key whose score is NaN or -inf, or
 // that key_mask forbids, is never selected.
@@ -31,16 +33,22 @@ struct SelectParams {
 
 // Causal: row i, at position r = i + seqlen_k - seqlen_q, keeps the min(r + 1, w) best keys among 0..r (fewer when keys
 // are forbidden). end[j]: first position > j at which key j is no longer kept; j when no query row ever sees it;
-// seqlen_k when it stays to the end. The lists: see KeyList with block_rows = kSelectBlockRows; capacity =
-// select_capacity().
+// seqlen_k when it stays to the end. The lists: see KeyList with block_rows = kSelectBlockRows and blocks =
+// ceil(seqlen_q / block_rows). Order of a list: the keys that no row of the block can lose, ascending; the others that
+// all its rows keep, ascending; the partial ones, ascending.
 // Not causal: one list (block_rows 0) of the w best keys, ascending; end[j] = seqlen_k for those and 0 for the others.
+// seqlen_q is not looked at.
 int32_t select_capacity(const SelectParams& p);
 size_t select_workspace_size(const SelectParams& p);
-// `keys`: idx, count, full and end are written (full not when !is_causal).
+// `keys`: idx, count, full and end are written (full not when !is_causal; end not when it is null), for batch x heads
+// of `p`. capacity at least select_capacity(). Entries of idx from count up to the next multiple of 128 are 0; what lies
+// behind is left as it was. The workspace starts on 16 bytes. The result is the same bit by bit in every run.
+// cudaErrorInvalidValue: window < 1, seqlen_q > seqlen_k when causal, lengths out of range, lists of another layout.
 cudaError_t select_keys(const SelectParams& p, const KeyList& keys, void* workspace, cudaStream_t stream);
 
 // Lists from given intervals (`end` as above, causal): sliding windows, packed documents, a reused selection. Every
-// block's list must fit `capacity`; entries beyond it are dropped. Reads end O(seqlen_k^2 / block_rows / 2) times.
+// block's list must fit `capacity`; entries beyond it are dropped. Any block_rows > 0. Both sections ascending, zeros as
+// above. Reads end O(seqlen_k^2 / block_rows / 2) times.
 cudaError_t build_interval_lists(const KeyList& keys, int32_t seqlen_q, int32_t seqlen_k, cudaStream_t stream);
 
 }  // namespace dmattn

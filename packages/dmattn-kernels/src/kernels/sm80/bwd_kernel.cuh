@@ -315,6 +315,11 @@ struct BwdBlock {
 
   // --- the elementwise middle ----------------------------------------------------------------------------------------
 
+  __device__ __forceinline__ float rest(const Step& step, int row) const {
+    if (p.lse_rest == nullptr) return 0.f;
+    return __ldg(p.lse_rest + (static_cast<int64_t>(batch) * p.nheads + step.head) * p.seqlen_q_rounded +
+                 step.m * kBlockM + row);
+  }
   // s: raw products -> probabilities.
   __device__ __forceinline__ void probabilities(Scores& s, const Step& step, int buf, const ScoreMap& map) {
     ScoreInputs in;
@@ -351,12 +356,12 @@ struct BwdBlock {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float row_lse = lse[map.row(mt, 2 * half)];
-        const float row_lse_log2 = row_lse * kLog2e;
+        const float row_lse_log2 = (T::kGeneral ? rest(step, map.row(mt, 2 * half)) : row_lse) * kLog2e;
 #pragma unroll
         for (int nt = 0; nt < T::NTs; ++nt)
 #pragma unroll
           for (int e = 2 * half; e < 2 * half + 2; ++e) {
-            s[mt][nt][e] = T::kGeneral ? exp2_approx((s[mt][nt][e] - row_lse) * kLog2e)
+            s[mt][nt][e] = T::kGeneral ? exp2_approx(__fmaf_rn(s[mt][nt][e] - row_lse, kLog2e, -row_lse_log2))
                                        : exp2_approx(__fmaf_rn(s[mt][nt][e], scale_log2, -row_lse_log2));
           }
       }

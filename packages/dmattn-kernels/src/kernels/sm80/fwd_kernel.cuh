@@ -300,8 +300,8 @@ struct FwdBlock {
 #pragma unroll
     for (int r = 0; r < 2 * T::MT; ++r) {
       const int mt = r / 2, e0 = 2 * (r & 1);
-      float lse;
-      const float inv_sum = softmax.finish(r, T::kGeneral ? 1.f : p.softmax_scale, lse);
+      float lse, rest;
+      const float inv_sum = softmax.finish(r, T::kGeneral ? 1.f : p.softmax_scale, lse, rest);
 #pragma unroll
       for (int ot = 0; ot < T::OT; ++ot) {
         acc_o[mt][ot][e0] *= inv_sum;
@@ -310,9 +310,13 @@ struct FwdBlock {
       const int row = row0 + warp * 16 * T::MT + mt * 16 + (r & 1) * 8 + lane / 4;
       if ((lane & 3) == 0 && row < p.seqlen_q) {
         if (p.num_splits > 1) {
+          const int64_t rows = static_cast<int64_t>(p.num_splits) * p.batch * p.nheads * p.seqlen_q;
           p.lse_accum[accum_row + row] = lse;
+          p.lse_accum[rows + accum_row + row] = rest;
         } else {
-          p.lse[batch * p.lse_stride.batch + head * p.lse_stride.head + row * p.lse_stride.row] = lse;
+          const int64_t i = batch * p.lse_stride.batch + head * p.lse_stride.head + row * p.lse_stride.row;
+          p.lse[i] = lse;
+          if (p.lse_rest != nullptr) p.lse_rest[i] = rest;
         }
       }
     }

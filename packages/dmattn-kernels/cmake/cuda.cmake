@@ -1,0 +1,70 @@
+# The CUDA compiler, its flags, and the CUTLASS headers. Sets DMATTN_NVCC_FLAGS, DMATTN_CODE_NAMES, DMATTN_CUTLASS.
+#
+# find_package(CUDAToolkit) is not used: it does not know the layout of the compiler from PyPI, and all that is needed
+# of the toolkit comes with the language.
+if(NOT CMAKE_CUDA_COMPILER AND NOT DEFINED ENV{CUDACXX})
+  find_program(DMATTN_NVCC nvcc HINTS /usr/local/cuda/bin)
+  if(NOT DMATTN_NVCC)
+    message(FATAL_ERROR "no nvcc: set CUDACXX to one, or run `pip install \"cuda-toolkit[nvcc,cccl]==13.0.*\"`")
+  endif()
+  set(CMAKE_CUDA_COMPILER "${DMATTN_NVCC}")
+endif()
+set(CMAKE_CUDA_ARCHITECTURES OFF)
+enable_language(CUDA)
+
+if(DMATTN_TEST_SM90)
+  set(DMATTN_CUDA_ARCHS sm_90)
+  set(DMATTN_ALL_TILES ON)
+endif()
+
+# Each name becomes the virtual architecture that it is compiled from. Everything comes from compute_80, the PTX that
+# newer chips run, except for chips with 99 KB of shared memory a block: they need the other tile shapes, which the
+# kernels recognise by compute_89. (8.6 is such a chip too, but older than that: it gets all shapes.)
+set(DMATTN_CODE_NAMES)
+set(gencodes)
+set(virtual_codes)
+foreach(name IN LISTS DMATTN_CUDA_ARCHS)
+  if(name MATCHES "^[0-9]+$")
+    set(name "sm_${name}")
+  elseif(NOT name MATCHES "^(sm|compute)_[0-9]+$")
+    message(FATAL_ERROR "DMATTN_CUDA_ARCHS holds '${name}'; wanted sm_XX, XX or compute_XX")
+  endif()
+  if(name MATCHES "^(sm|compute)_(89|120|121)$")
+    set(virtual compute_89)
+  elseif(name MATCHES "^sm_86$")
+    set(virtual compute_80)
+    set(DMATTN_ALL_TILES ON)
+  else()
+    set(virtual compute_80)
+  endif()
+  list(APPEND DMATTN_CODE_NAMES "${name}")
+  # Codes of one virtual architecture share its compilation.
+  list(APPEND codes_${virtual} "${name}")
+  list(APPEND virtual_codes "${virtual}")
+endforeach()
+list(REMOVE_DUPLICATES virtual_codes)
+foreach(virtual IN LISTS virtual_codes)
+  list(JOIN codes_${virtual} "," codes)
+  list(APPEND gencodes "-gencode=arch=${virtual},code=[${codes}]")
+endforeach()
+
+set(DMATTN_NVCC_FLAGS ${gencodes} -O3 --expt-relaxed-constexpr -Xptxas=-v -Xcompiler=-Wall,-Wextra
+                      # Template code of CUTLASS and of ours in branches that an instantiation does not take.
+                      -diag-suppress=177)
+if(DMATTN_LINEINFO)
+  list(APPEND DMATTN_NVCC_FLAGS -lineinfo)
+endif()
+
+set(DMATTN_CUTLASS_INCLUDE "" CACHE PATH "Where cute/ and cutlass/ lie; empty: the PyPI package, fetched if need be")
+set(DMATTN_CUTLASS "${DMATTN_CUTLASS_INCLUDE}")
+if(NOT DMATTN_CUTLASS)
+  execute_process(
+    COMMAND "${Python_EXECUTABLE}" "${CMAKE_CURRENT_LIST_DIR}/find_cutlass.py" "${CMAKE_BINARY_DIR}/cutlass"
+    OUTPUT_VARIABLE DMATTN_CUTLASS
+    OUTPUT_STRIP_TRAILING_WHITESPACE
+    RESULT_VARIABLE failed)
+  if(failed)
+    message(FATAL_ERROR "no CUTLASS headers; set DMATTN_CUTLASS_INCLUDE to the folder that holds cute/ and cutlass/")
+  endif()
+endif()
+message(STATUS "CUDA ${CMAKE_CUDA_COMPILER_VERSION}, ${DMATTN_CODE_NAMES}; CUTLASS in ${DMATTN_CUTLASS}")

@@ -1,0 +1,95 @@
+// The C interface with C++ manners: errors as exceptions, parameters that start zeroed. Header only.
+#ifndef DMATTN_DMATTN_HPP_
+#define DMATTN_DMATTN_HPP_
+
+#include <cstddef>
+#include <cstdint>
+#include <initializer_list>
+#include <stdexcept>
+#include <string>
+
+#include "dmattn/dmattn.h"
+
+namespace dmattn {
+
+class Error : public std::runtime_error {
+ public:
+  Error(dmattn_status status, const std::string& message) : std::runtime_error(message), status_(status) {}
+  dmattn_status status() const noexcept { return status_; }
+
+ private:
+  dmattn_status status_;
+};
+
+// Throws Error with the calling thread's last message unless status is DMATTN_OK.
+inline void check(dmattn_status status) {
+  if (status != DMATTN_OK) throw Error(status, dmattn_last_error());
+}
+
+// Parameters with every field zero (every tensor absent) and their size set.
+template <class Params>
+Params make_params() {
+  Params params{};
+  params.struct_size = sizeof(Params);
+  return params;
+}
+
+// A view of device memory; shape and stride in elements, equally long, at most 4 entries each.
+inline dmattn_tensor make_tensor(void* data, dmattn_dtype dtype, std::initializer_list<int64_t> shape,
+                                 std::initializer_list<int64_t> stride) {
+  if (shape.size() > 4 || shape.size() != stride.size()) {
+    throw Error(DMATTN_ERROR_INVALID_VALUE, "shape has " + std::to_string(shape.size()) + " and stride " +
+                                                std::to_string(stride.size()) + " entries; wanted equally many, up to 4");
+  }
+  dmattn_tensor tensor{};
+  tensor.data = data;
+  tensor.dtype = dtype;
+  tensor.ndim = static_cast<int32_t>(shape.size());
+  for (size_t i = 0; i < shape.size(); ++i) {
+    tensor.shape[i] = shape.begin()[i];
+    tensor.stride[i] = stride.begin()[i];
+  }
+  return tensor;
+}
+
+// The same, contiguous.
+inline dmattn_tensor make_tensor(void* data, dmattn_dtype dtype, std::initializer_list<int64_t> shape) {
+  if (shape.size() > 4) {
+    throw Error(DMATTN_ERROR_INVALID_VALUE, "shape has " + std::to_string(shape.size()) + " entries; wanted up to 4");
+  }
+  dmattn_tensor tensor{};
+  tensor.data = data;
+  tensor.dtype = dtype;
+  tensor.ndim = static_cast<int32_t>(shape.size());
+  int64_t stride = 1;
+  for (size_t i = shape.size(); i-- > 0;) {
+    tensor.shape[i] = shape.begin()[i];
+    tensor.stride[i] = stride;
+    stride *= tensor.shape[i];
+  }
+  return tensor;
+}
+
+// Bytes of device scratch that launch() with these parameters needs.
+inline size_t workspace_size(const dmattn_fwd_params& params) {
+  size_t bytes = 0;
+  check(dmattn_fwd_workspace_size(&params, &bytes));
+  return bytes;
+}
+inline size_t workspace_size(const dmattn_bwd_params& params) {
+  size_t bytes = 0;
+  check(dmattn_bwd_workspace_size(&params, &bytes));
+  return bytes;
+}
+
+// Enqueues the forward or the backward on stream, a cudaStream_t.
+inline void launch(const dmattn_fwd_params& params, void* workspace, size_t bytes, void* stream) {
+  check(dmattn_fwd(&params, workspace, bytes, stream));
+}
+inline void launch(const dmattn_bwd_params& params, void* workspace, size_t bytes, void* stream) {
+  check(dmattn_bwd(&params, workspace, bytes, stream));
+}
+
+}  // namespace dmattn
+
+#endif  // DMATTN_DMATTN_HPP_

@@ -1,0 +1,130 @@
+// Backward: validate, look the device up, plan, launch.
+#include <initializer_list>
+
+#include "api/error.h"
+#include "api/operands.h"
+#include "api/plan.h"
+#include "api/units.h"
+#include "api/validate.h"
+
+namespace dmattn {
+namespace {
+
+size_t element_bytes(int32_t dtype) { return dtype == DMATTN_FLOAT32 ? 4 : 2; }
+
+// No query or no key: nothing contributes to any gradient.
+void write_zeros(const BwdPlan& plan, const dmattn_bwd_params& p, cudaStream_t stream) {
+  const auto clear = [&](const dmattn_tensor& t) {
+    if (!is_present(t)) return;
+    check_cuda(fill_zero(t.data, read_strides(t), static_cast<int>(t.shape[0]), static_cast<int>(t.shape[1]),
+                         static_cast<int>(t.shape[2]), static_cast<int>(t.shape[3]), stream),
+               "clearing a gradient");
+  };
+  clear(p.dq);
+  clear(p.dk);
+  clear(p.dv);
+  if (plan.dbias_elements > 0) {
+    const size_t bytes = static_cast<size_t>(plan.dbias_elements) * element_bytes(p.dbias.dtype);
+    check_cuda(cudaMemsetAsync(p.dbias.data, 0, bytes, stream), "clearing dbias");
+  }
+}
+
+void prepare(const BwdPlan& plan, const dmattn_bwd_params& p, cudaStream_t stream) {
+  const BwdParams& kernel = plan.kernel;
+  check_cuda(bwd_preprocess(plan.preprocess, plan.dtype, stream), "preparing lse and delta");
+  if (plan.scratch_zero_bytes > 0) {
+    check_cuda(cudaMemsetAsync(plan.scratch_zeros, 0, plan.scratch_zero_bytes, stream), "clearing the accumulators");
+  }
+  if (plan.dbias_zero_bytes > 0) {
+    check_cuda(cudaMemsetAsync(p.dbias.data, 0, plan.dbias_zero_bytes, stream), "clearing dbias");
+  }
+  if (!plan.launches) return;
+  if (plan.gathered) {
+    check_cuda(compact_keys(plan.mask, kernel.keys, stream), "listing the keys of the mask");
+    // Gathered tiles write the rows of the keys that are kept.
+    for (const dmattn_tensor* grad : {&p.dk, &p.dv}) {
+      if (!is_present(*grad) || plan.sequence.per_group) continue;
+      check_cuda(fill_zero(grad->data, read_strides(*grad), kernel.batch, kernel.seqlen_k, kernel.nheads_k,
+                           kernel.head_dim, stream),
+                 "clearing dk and dv");
+    }
+  } else if (has_mask(plan.mask)) {
+    check_cuda(pack_mask(plan.mask, kernel.mask, stream), "packing the mask");
+  }
+}
+
+void launch_kernels(const BwdPlan& plan, cudaStream_t stream) {
+  const BwdLauncher unit = bwd_unit(plan.dtype, plan.dim_tile, plan.gathered);
+  const BwdSequence& sequence = plan.sequence;
+  const int32_t batches = sequence.per_batch ? plan.kernel.batch : 1;
+  const int32_t heads_k = sequence.per_head_k ? plan.kernel.nheads_k : 1;
+  const int32_t groups = sequence.per_group ? plan.kernel.head_ratio : 1;
+  for (int32_t b = 0; b < batches; ++b) {
+    for (int32_t hk = 0; hk < heads_k; ++hk) {
+      for (int32_t g = 0; g < groups; ++g) {
+        const BwdParams p = bwd_launch_params(plan, b, hk, g);
+        if (plan.gathered) {
+          check_cuda(bwd_schedule(bwd_schedule_lists(p), p.batch, p.nheads_k, p.head_ratio, plan.tile.block_n,
+                                  plan.max_slots, plan.max_splits, plan.schedule, stream),
+                     "scheduling the lists of keys");
+        }
+        check_cuda(unit(plan.family, p, stream), "launching the backward kernel");
+      }
+    }
+  }
+}
+
+void finish(const BwdPlan& plan, const dmattn_bwd_params& p, cudaStream_t stream) {
+  const BwdParams& kernel = plan.kernel;
+  if (kernel.dk_slots != nullptr || kernel.dv_slots != nullptr) {
+    check_cuda(reduce_dkv(kernel, plan.dtype, plan.tile.block_n, plan.dim_tile, stream), "summing dk and dv");
+  }
+  if (kernel.dk_accum != nullptr || kernel.dv_accum != nullptr) {
+    check_cuda(convert_dkv(kernel, plan.dtype, stream), "rounding dk and dv");
+  }
+  if (kernel.dq_accum != nullptr) check_cuda(convert_dq(plan.convert_dq, plan.dtype, stream), "rounding dq");
+  if (plan.dbias_cols) check_cuda(reduce_dbias_cols(plan.reduce_dbias, stream), "summing dbias");
+  if (plan.dbias_rows) check_cuda(reduce_dbias_rows(plan.reduce_dbias, stream), "summing dbias");
+  if (plan.dbias_accum != nullptr) {
+    check_cuda(convert_f32(plan.dbias_accum, p.dbias.data, static_cast<Dtype>(p.dbias.dtype), plan.dbias_elements,
+                           stream),
+               "rounding dbias");
+  }
+}
+
+void launch(const BwdPlan& plan, const dmattn_bwd_params& p, cudaStream_t stream) {
+  if (plan.zeros) {
+    write_zeros(plan, p, stream);
+    return;
+  }
+  if (!plan.launches && !plan.dbias_rows) return;
+  prepare(plan, p, stream);
+  if (plan.launches) launch_kernels(plan, stream);
+  finish(plan, p, stream);
+}
+
+}  // namespace
+}  // namespace dmattn
+
+extern "C" dmattn_status dmattn_bwd_workspace_size(const dmattn_bwd_params* params, size_t* bytes) {
+  using namespace dmattn;
+  return at_boundary([&] {
+    const dmattn_bwd_params p = read_params(params, "dmattn_bwd_params");
+    if (bytes == nullptr) fail(DMATTN_ERROR_INVALID_VALUE, "bytes is null; wanted where to put the size");
+    validate(p, Pointers::kOptional);
+    *bytes = plan_bwd(p, find_device(p.device), nullptr).workspace_bytes;
+  });
+}
+
+extern "C" dmattn_status dmattn_bwd(const dmattn_bwd_params* params, void* workspace, size_t bytes, void* stream) {
+  using namespace dmattn;
+  return at_boundary([&] {
+    const dmattn_bwd_params p = read_params(params, "dmattn_bwd_params");
+    validate(p, Pointers::kRequired);
+    const Device& device = find_device(p.device);
+    const BwdPlan plan = plan_bwd(p, device, workspace);
+    validate_workspace(workspace, bytes, plan.workspace_bytes);
+    const DeviceGuard guard(p.device);
+    launch(plan, p, static_cast<cudaStream_t>(stream));
+  });
+}

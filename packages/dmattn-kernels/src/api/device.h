@@ -1,0 +1,34 @@
+// The GPU that a call names, looked up on first use: loading the library touches no driver.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/tiles.h"
+
+namespace dmattn {
+
+struct Device {
+  Family family = Family::kSm80;
+  int32_t num_sms = 108;
+};
+
+const char* family_name(Family family);
+
+// Fails with DMATTN_ERROR_NO_DEVICE (no driver, no GPU, no such number) or DMATTN_ERROR_UNSUPPORTED (no kernels for
+// it). What is found is kept for the life of the process; so is DMATTN_ARCH.
+const Device& find_device(int32_t device);
+
+// Makes a device current, and the former one again at the end.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int32_t device);
+  ~DeviceGuard();
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+ private:
+  int former_;
+  bool switched_;
+};
+
+}  // namespace dmattn

@@ -1,0 +1,70 @@
+#include "api/operands.h"
+
+#include "api/validate.h"
+
+namespace dmattn {
+namespace {
+
+int64_t stride_of(const dmattn_tensor& t, int dim) { return t.shape[dim] == 1 ? 0 : t.stride[dim]; }
+
+}  // namespace
+
+Strides3 read_strides(const dmattn_tensor& t) {
+  Strides3 s;
+  s.batch = stride_of(t, 0);
+  s.row = stride_of(t, 1);
+  s.head = stride_of(t, 2);
+  return s;
+}
+
+Strides3 read_lse_strides(const dmattn_tensor& t) {
+  Strides3 s;
+  s.batch = stride_of(t, 0);
+  s.head = stride_of(t, 1);
+  s.row = stride_of(t, 2);
+  return s;
+}
+
+bool is_vec16(const void* ptr, const Strides3& stride) {
+  return reinterpret_cast<uintptr_t>(ptr) % 16 == 0 && stride.batch % 8 == 0 && stride.head % 8 == 0 &&
+         stride.row % 8 == 0;
+}
+
+MaskSource read_mask(const dmattn_tensor& t, const Problem& x) {
+  MaskSource mask;
+  mask.batch = 0;
+  if (!is_present(t)) return mask;
+  mask.ptr = static_cast<const uint8_t*>(t.data);
+  mask.batch_stride = stride_of(t, 0);
+  mask.head_stride = stride_of(t, 1);
+  mask.row_stride = stride_of(t, 2);
+  mask.col_stride = stride_of(t, 3);
+  mask.batch = mask.batch_stride == 0 ? 1 : static_cast<int32_t>(t.shape[0]);
+  mask.heads = mask.head_stride == 0 ? 1 : static_cast<int32_t>(t.shape[1]);
+  mask.seqlen_q = x.seqlen_q;
+  mask.seqlen_k = x.seqlen_k;
+  return mask;
+}
+
+BiasParams read_bias(const dmattn_tensor& t, const Problem& x, bool gathered) {
+  BiasParams bias;
+  if (!is_present(t)) return bias;
+  bias.ptr = t.data;
+  bias.dtype = static_cast<Dtype>(t.dtype);
+  bias.batch_stride = stride_of(t, 0);
+  bias.head_stride = stride_of(t, 1);
+  bias.row_stride = stride_of(t, 2);
+  bias.col_stride = stride_of(t, 3);
+  // By shape even where expanded: dbias has an entry for each of these heads.
+  bias.head_ratio = x.nheads / static_cast<int32_t>(t.shape[1]);
+  bias.kind = choose_bias_kind(bias, gathered);
+  return bias;
+}
+
+BiasKind choose_bias_kind(const BiasParams& bias, bool gathered) {
+  if (bias.row_stride == 0) return BiasKind::kKey;
+  const bool is_tile = bias.dtype != Dtype::kFloat32 && bias.col_stride == 1 && !gathered;
+  return is_tile ? BiasKind::kTile : BiasKind::kDirect;
+}
+
+}  // namespace dmattn

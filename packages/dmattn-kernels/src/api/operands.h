@@ -1,0 +1,68 @@
+// From the caller's tensor views to what kernels read.
+#pragma once
+
+#include <cstdint>
+
+#include "dmattn/dmattn.h"
+#include "kernels/params.h"
+#include "kernels/tiles.h"
+
+namespace dmattn {
+
+template <class Int>
+constexpr Int ceil_div(Int a, Int b) {
+  return (a + b - 1) / b;
+}
+template <class Int>
+constexpr Int round_up(Int a, Int b) {
+  return ceil_div(a, b) * b;
+}
+
+// The extents of one call.
+struct Problem {
+  Dtype dtype;
+  int32_t batch, seqlen_q, seqlen_k, nheads, nheads_k, head_dim;
+  int32_t head_ratio;  // query heads per kv head
+  int32_t dim_tile;    // head_dim rounded up to a tile
+};
+
+template <class Params>
+Problem read_problem(const Params& p) {
+  const auto extent = [](int64_t x) { return static_cast<int32_t>(x); };
+  const int32_t nheads = extent(p.q.shape[2]), nheads_k = extent(p.k.shape[2]), head_dim = extent(p.q.shape[3]);
+  return {static_cast<Dtype>(p.q.dtype), extent(p.q.shape[0]), extent(p.q.shape[1]), extent(p.k.shape[1]), nheads,
+          nheads_k, head_dim, nheads_k > 0 ? nheads / nheads_k : 0, head_dim_tile(head_dim)};
+}
+
+// Fields that the forward and the backward kernels share.
+template <class KernelParams>
+void set_problem(KernelParams& kernel, const Problem& x) {
+  kernel.batch = x.batch;
+  kernel.seqlen_q = x.seqlen_q;
+  kernel.seqlen_k = x.seqlen_k;
+  kernel.nheads = x.nheads;
+  kernel.nheads_k = x.nheads_k;
+  kernel.head_dim = x.head_dim;
+  kernel.head_ratio = x.head_ratio;
+}
+
+// Strides of a (batch, seqlen, heads, head_dim) tensor; 0 where an extent is 1, so that they do not spoil alignment.
+Strides3 read_strides(const dmattn_tensor& t);
+// Strides of a (batch, heads, seqlen) tensor.
+Strides3 read_lse_strides(const dmattn_tensor& t);
+// Whether every row starts on 16 bytes (16-bit elements).
+bool is_vec16(const void* ptr, const Strides3& stride);
+
+// ptr == nullptr and batch == 0 when there is no mask. Dimensions expanded by a stride of 0 count as broadcast, so
+// that an expanded mask is read once.
+MaskSource read_mask(const dmattn_tensor& mask, const Problem& x);
+inline bool has_mask(const MaskSource& mask) { return mask.batch > 0; }
+// The same keys for every row: such a mask becomes a list of keys.
+inline bool is_key_only(const MaskSource& mask) { return mask.row_stride == 0; }
+
+// kind is left kNone where there is no bias.
+BiasParams read_bias(const dmattn_tensor& bias, const Problem& x, bool gathered);
+// How the kernel gets at a bias with these strides.
+BiasKind choose_bias_kind(const BiasParams& bias, bool gathered);
+
+}  // namespace dmattn

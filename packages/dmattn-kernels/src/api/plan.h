@@ -1,0 +1,77 @@
+// What a call will do: every decision, and where everything lies in the workspace. Pure functions of the parameters
+// and the device's properties; nothing here touches a GPU.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "api/device.h"
+#include "dmattn/dmattn.h"
+#include "kernels/params.h"
+#include "kernels/prep/prep.h"
+#include "kernels/tiles.h"
+
+namespace dmattn {
+
+struct FwdPlan {
+  Dtype dtype = Dtype::kNone;
+  Family family = Family::kSm80;
+  int32_t dim_tile = 0;
+  bool is_empty = false;  // there is no output at all
+  bool no_keys = false;   // out = 0, lse = -inf
+  bool gathered = false;  // the mask becomes kernel.keys, otherwise kernel.mask
+  MaskSource mask;        // see has_mask()
+  FwdParams kernel;
+  size_t workspace_bytes = 0;
+};
+
+FwdPlan plan_fwd(const dmattn_fwd_params& p, const Device& device, void* workspace);
+
+// Parts into which the keys of a row block are split, so that `blocks` blocks of work fill `resident` places evenly.
+int32_t choose_num_splits(int64_t blocks, int64_t resident, int32_t key_tiles);
+
+// The launches of one backward call. Usually one; one per batch, kv head or head of the group
+//  - where each query head has its own list of keys (per_group): a block then serves one list, and
+//  - where a deterministic dbias is shared between heads or batches: a launch adds to each entry at most once, and
+//    launches follow one another.
+struct BwdSequence {
+  bool per_batch = false, per_head_k = false, per_group = false;
+  bool is_single() const { return !per_batch && !per_head_k && !per_group; }
+};
+
+struct BwdPlan {
+  Dtype dtype = Dtype::kNone;
+  Family family = Family::kSm80;
+  int32_t dim_tile = 0;
+  BwdTile tile = {};
+  bool zeros = false;     // no query or no key: every gradient is 0
+  bool launches = false;  // the attention kernel has something to do
+  bool gathered = false;
+  MaskSource mask;
+  BwdPreprocessParams preprocess;
+  BwdParams kernel;
+  BwdSequence sequence;
+  // Gathered: see bwd_schedule().
+  int32_t max_slots = 0, max_splits = 1;
+  int32_t* schedule = nullptr;
+  void* scratch_zeros = nullptr;  // part of the workspace that has to start as zeros
+  size_t scratch_zero_bytes = 0;
+  ConvertDqParams convert_dq;
+  // dbias: `reduce` from column sums or dlse; or `dbias_elements` from the accumulator; or direct.
+  bool dbias_cols = false, dbias_rows = false;
+  ReduceDbiasParams reduce_dbias;
+  float* dbias_accum = nullptr;
+  int64_t dbias_elements = 0;     // of dbias itself
+  size_t dbias_zero_bytes = 0;    // of dbias itself, zeroed before the launch
+  size_t workspace_bytes = 0;
+};
+
+BwdPlan plan_bwd(const dmattn_bwd_params& p, const Device& device, void* workspace);
+
+// The kernel parameters of the launch for batch b, kv head hk and head g of its group, as far as the sequence tells
+// these apart (0 where it does not).
+BwdParams bwd_launch_params(const BwdPlan& plan, int32_t b, int32_t hk, int32_t g);
+// The lists of that launch with entry (b, hk) for every kv head, for bwd_schedule().
+KeyList bwd_schedule_lists(const BwdParams& launch);
+
+}  // namespace dmattn

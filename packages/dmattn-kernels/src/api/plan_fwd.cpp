@@ -1,0 +1,139 @@
+#include <algorithm>
+
+#include "api/operands.h"
+#include "api/plan.h"
+#include "api/validate.h"
+#include "api/workspace.h"
+
+namespace dmattn {
+namespace {
+
+constexpr int32_t kMaxSplits = 128;
+// A split with fewer key tiles than this costs more to set up and to combine than it gains.
+constexpr int32_t kMinTilesPerSplit = 4;
+
+// One query row a head and several heads a kv head (decoding): the group's heads become the rows of one block, which
+// reads K and V once for all of them. The one row is aligned to the last key, so causality has nothing to cut.
+void pack_group_as_rows(FwdParams& p) {
+  const int32_t group = p.head_ratio;
+  const auto pack = [group](Strides3& s) {
+    s.row = s.head;
+    s.head *= group;
+  };
+  pack(p.q_stride);
+  pack(p.out_stride);
+  pack(p.lse_stride);
+  if (p.bias.kind != BiasKind::kNone) {
+    const bool per_query_head = p.bias.head_ratio == 1;
+    p.bias.row_stride = per_query_head ? p.bias.head_stride : 0;
+    if (per_query_head) p.bias.head_stride *= group;
+    p.bias.head_ratio = per_query_head ? 1 : p.bias.head_ratio / group;
+  }
+  p.seqlen_q = group;
+  p.nheads = p.nheads_k;
+  p.head_ratio = 1;
+}
+
+void set_tensors(FwdParams& kernel, const dmattn_fwd_params& p, const Problem& x) {
+  set_problem(kernel, x);
+  kernel.q = p.q.data;
+  kernel.k = p.k.data;
+  kernel.v = p.v.data;
+  kernel.out = p.out.data;
+  kernel.lse = static_cast<float*>(p.softmax_lse.data);
+  kernel.q_stride = read_strides(p.q);
+  kernel.k_stride = read_strides(p.k);
+  kernel.v_stride = read_strides(p.v);
+  kernel.out_stride = read_strides(p.out);
+  kernel.lse_stride = read_lse_strides(p.softmax_lse);
+  kernel.softmax_scale = p.softmax_scale;
+  kernel.softcap = std::max(p.softcap, 0.f);
+  kernel.is_causal = p.is_causal != 0 && x.seqlen_q > 1;
+  kernel.vec_q = is_vec16(kernel.q, kernel.q_stride);
+  kernel.vec_k = is_vec16(kernel.k, kernel.k_stride);
+  kernel.vec_v = is_vec16(kernel.v, kernel.v_stride);
+  kernel.vec_out = is_vec16(kernel.out, kernel.out_stride);
+}
+
+void place_mask(FwdPlan& plan, Workspace& workspace) {
+  if (!has_mask(plan.mask)) return;
+  size_t bytes = 0;
+  if (plan.gathered) {
+    layout_key_list(plan.mask, nullptr, &bytes);
+    plan.kernel.keys = layout_key_list(plan.mask, workspace.take_bytes(bytes), &bytes);
+    plan.kernel.keys.head_ratio = plan.kernel.nheads / plan.mask.heads;
+  } else {
+    layout_mask_bits(plan.mask, nullptr, &bytes);
+    plan.kernel.mask = layout_mask_bits(plan.mask, workspace.take_bytes(bytes), &bytes);
+    plan.kernel.mask.head_ratio = plan.kernel.nheads / plan.mask.heads;
+  }
+}
+
+void place_splits(FwdPlan& plan, int32_t wanted, const Device& device, Workspace& workspace) {
+  FwdParams& p = plan.kernel;
+  const FwdTile tile = fwd_tile(plan.family, plan.dim_tile);
+  const int32_t key_tiles = ceil_div(p.seqlen_k, tile.block_n);
+  const int64_t blocks = static_cast<int64_t>(p.batch) * p.nheads * ceil_div(p.seqlen_q, tile.block_m);
+  // Blocks of four warps fit an SM twice.
+  const int64_t resident = static_cast<int64_t>(device.num_sms) * (tile.warps == 4 ? 2 : 1);
+  p.num_splits = wanted > 0 ? std::min(wanted, key_tiles) : choose_num_splits(blocks, resident, key_tiles);
+  if (p.num_splits == 1) return;
+  const int64_t rows = static_cast<int64_t>(p.num_splits) * p.batch * p.nheads * p.seqlen_q;
+  p.out_accum = workspace.take<float>(rows * p.head_dim);
+  p.lse_accum = workspace.take<float>(2 * rows);
+}
+
+}  // namespace
+
+int32_t choose_num_splits(int64_t blocks, int64_t resident, int32_t key_tiles) {
+  const int32_t most = std::min(kMaxSplits, key_tiles / kMinTilesPerSplit);
+  if (most <= 1 || 10 * blocks >= 8 * resident) return 1;
+  // Share of the places that work, averaged over the waves.
+  const auto fill = [&](int32_t splits) {
+    const int64_t work = blocks * splits;
+    return static_cast<double>(work) / static_cast<double>(ceil_div(work, resident) * resident);
+  };
+  // A count that leaves the longest split as long as with fewer splits gains nothing.
+  const auto is_useful = [&](int32_t splits) {
+    return splits == 1 || ceil_div(key_tiles, splits) < ceil_div(key_tiles, splits - 1);
+  };
+  double best = 0;
+  for (int32_t splits = 1; splits <= most; ++splits) {
+    if (is_useful(splits)) best = std::max(best, fill(splits));
+  }
+  for (int32_t splits = 1; splits <= most; ++splits) {
+    if (is_useful(splits) && fill(splits) >= 0.85 * best) return splits;
+  }
+  return 1;
+}
+
+FwdPlan plan_fwd(const dmattn_fwd_params& p, const Device& device, void* base) {
+  const Problem x = read_problem(p);
+  FwdPlan plan;
+  plan.dtype = x.dtype;
+  plan.family = device.family;
+  plan.dim_tile = x.dim_tile;
+  plan.is_empty = x.batch == 0 || x.seqlen_q == 0 || x.nheads == 0;
+  plan.no_keys = x.seqlen_k == 0;
+  set_tensors(plan.kernel, p, x);
+  if (plan.is_empty || plan.no_keys) return plan;
+
+  Workspace workspace(base);
+  plan.mask = read_mask(p.mask, x);
+  plan.gathered = has_mask(plan.mask) && is_key_only(plan.mask);
+  plan.kernel.bias = read_bias(p.bias, x, plan.gathered);
+  // A mask of each query head's own gives the rows of a packed block different keys.
+  const bool packable = !has_mask(plan.mask) || plan.mask.heads == 1 || plan.mask.heads == x.nheads_k;
+  if (x.seqlen_q == 1 && x.head_ratio > 1 && packable) {
+    pack_group_as_rows(plan.kernel);
+    if (plan.kernel.bias.kind != BiasKind::kNone) {
+      plan.kernel.bias.kind = choose_bias_kind(plan.kernel.bias, plan.gathered);
+    }
+  }
+  place_mask(plan, workspace);
+  place_splits(plan, p.num_splits, device, workspace);
+  plan.workspace_bytes = workspace.bytes();
+  return plan;
+}
+
+}  // namespace dmattn

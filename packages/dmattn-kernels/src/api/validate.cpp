@@ -1,0 +1,322 @@
+#include "api/validate.h"
+
+#include <cmath>
+#include <initializer_list>
+#include <string>
+
+namespace dmattn {
+namespace {
+
+// Extents stay below 2^30, so that an extent rounded up to a tile is an int32, and products below 2^46, so that sizes
+// in bytes are far from overflowing 64 bits.
+constexpr int64_t kMaxExtent = int64_t{1} << 30;
+constexpr int64_t kMaxElements = int64_t{1} << 46;
+constexpr int64_t kMaxHeadDim = 256;
+constexpr int32_t kMaxSplits = 128;
+
+const char* dtype_name(int32_t dtype) {
+  switch (dtype) {
+    case DMATTN_FLOAT16: return "float16";
+    case DMATTN_BFLOAT16: return "bfloat16";
+    case DMATTN_FLOAT32: return "float32";
+    case DMATTN_BOOL: return "bool";
+    default: return "unknown";
+  }
+}
+
+int64_t element_bytes(int32_t dtype) { return dtype == DMATTN_FLOAT32 ? 4 : dtype == DMATTN_BOOL ? 1 : 2; }
+
+std::string text(const int64_t* values, int n) {
+  std::string s = "(";
+  for (int i = 0; i < n; ++i) s += (i > 0 ? ", " : "") + std::to_string(values[i]);
+  return s + ")";
+}
+
+int64_t num_elements(const dmattn_tensor& t) {
+  int64_t n = 1;
+  for (int i = 0; i < t.ndim; ++i) n *= t.shape[i];
+  return n;
+}
+
+// --- one tensor ----------------------------------------------------------------------------------------------------
+
+void check_rank(const char* name, const dmattn_tensor& t, int ndim) {
+  if (!is_present(t)) fail(DMATTN_ERROR_INVALID_VALUE, "%s is absent; wanted a tensor of %d dimensions", name, ndim);
+  if (t.ndim != ndim) fail(DMATTN_ERROR_INVALID_VALUE, "%s has %d dimensions; wanted %d", name, t.ndim, ndim);
+  double elements = 1;
+  for (int i = 0; i < ndim; ++i) {
+    if (t.shape[i] < 0 || t.shape[i] > kMaxExtent) {
+      fail(DMATTN_ERROR_INVALID_VALUE, "%s has shape %s; wanted extents from 0 to %lld", name,
+           text(t.shape, ndim).c_str(), static_cast<long long>(kMaxExtent));
+    }
+    elements *= static_cast<double>(t.shape[i]);
+  }
+  if (elements > static_cast<double>(kMaxElements)) {
+    fail(DMATTN_ERROR_INVALID_VALUE, "%s has shape %s; wanted at most 2^46 elements", name,
+         text(t.shape, ndim).c_str());
+  }
+}
+
+void check_dtype(const char* name, const dmattn_tensor& t, std::initializer_list<int32_t> allowed) {
+  std::string wanted;
+  for (int32_t dtype : allowed) {
+    if (t.dtype == dtype) return;
+    if (wanted.find(dtype_name(dtype)) == std::string::npos) {
+      wanted += (wanted.empty() ? "" : " or ") + std::string(dtype_name(dtype));
+    }
+  }
+  fail(DMATTN_ERROR_INVALID_DTYPE, "%s has dtype %s (%d); wanted %s", name, dtype_name(t.dtype), t.dtype,
+       wanted.c_str());
+}
+
+// `meaning` says where the wanted shape comes from.
+void check_shape(const char* name, const dmattn_tensor& t, std::initializer_list<int64_t> shape, const char* meaning) {
+  const int ndim = static_cast<int>(shape.size());
+  check_rank(name, t, ndim);
+  for (int i = 0; i < ndim; ++i) {
+    if (t.shape[i] != shape.begin()[i]) {
+      fail(DMATTN_ERROR_INVALID_VALUE, "%s has shape %s; wanted %s, %s", name, text(t.shape, ndim).c_str(),
+           text(shape.begin(), ndim).c_str(), meaning);
+    }
+  }
+}
+
+void check_unit_last_stride(const char* name, const dmattn_tensor& t) {
+  if (num_elements(t) == 0) return;
+  const int last = t.ndim - 1;
+  if (t.shape[last] > 1 && t.stride[last] != 1) {
+    fail(DMATTN_ERROR_INVALID_VALUE, "%s has strides %s; wanted 1 along its last dimension", name,
+         text(t.stride, t.ndim).c_str());
+  }
+}
+
+// Two threads may not write one element.
+void check_writable(const char* name, const dmattn_tensor& t) {
+  if (num_elements(t) == 0) return;
+  for (int i = 0; i < t.ndim; ++i) {
+    if (t.shape[i] > 1 && t.stride[i] == 0) {
+      fail(DMATTN_ERROR_INVALID_VALUE, "%s has strides %s for shape %s; wanted no 0, because it is written", name,
+           text(t.stride, t.ndim).c_str(), text(t.shape, t.ndim).c_str());
+    }
+  }
+}
+
+void check_contiguous(const char* name, const dmattn_tensor& t) {
+  if (num_elements(t) == 0) return;
+  int64_t stride = 1;
+  for (int i = t.ndim - 1; i >= 0; --i) {
+    if (t.shape[i] > 1 && t.stride[i] != stride) {
+      fail(DMATTN_ERROR_INVALID_VALUE, "%s has strides %s for shape %s; wanted a contiguous tensor", name,
+           text(t.stride, t.ndim).c_str(), text(t.shape, t.ndim).c_str());
+    }
+    stride *= t.shape[i];
+  }
+}
+
+void check_pointer(const char* name, const dmattn_tensor& t, Pointers pointers) {
+  if (pointers == Pointers::kOptional || !is_present(t) || num_elements(t) == 0) return;
+  if (t.data == nullptr) {
+    fail(DMATTN_ERROR_INVALID_VALUE, "%s has a null data pointer; wanted device memory for shape %s", name,
+         text(t.shape, t.ndim).c_str());
+  }
+  if (reinterpret_cast<uintptr_t>(t.data) % element_bytes(t.dtype) != 0) {
+    fail(DMATTN_ERROR_INVALID_VALUE, "%s has data pointer %p; wanted a multiple of its element size, %d", name, t.data,
+         static_cast<int>(element_bytes(t.dtype)));
+  }
+}
+
+// --- the attention problem -----------------------------------------------------------------------------------------
+
+struct Extents {
+  int64_t batch, seqlen_q, seqlen_k, nheads, nheads_k, head_dim;
+};
+
+void check_head_dim(int64_t head_dim) {
+  const auto got = static_cast<long long>(head_dim);
+  if (head_dim < 1) fail(DMATTN_ERROR_INVALID_VALUE, "q has head_dim %lld; wanted at least 8", got);
+  if (head_dim > kMaxHeadDim) {
+    fail(DMATTN_ERROR_UNSUPPORTED, "q has head_dim %lld; wanted at most %lld", got,
+         static_cast<long long>(kMaxHeadDim));
+  }
+  if (head_dim % 8 != 0) fail(DMATTN_ERROR_UNSUPPORTED, "q has head_dim %lld; wanted a multiple of 8", got);
+}
+
+Extents check_qkv(const dmattn_tensor& q, const dmattn_tensor& k, const dmattn_tensor& v) {
+  check_rank("q", q, 4);
+  check_rank("k", k, 4);
+  const Extents e = {q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2], q.shape[3]};
+  check_dtype("q", q, {DMATTN_FLOAT16, DMATTN_BFLOAT16});
+  check_dtype("k", k, {q.dtype});
+  check_shape("k", k, {e.batch, e.seqlen_k, e.nheads_k, e.head_dim}, "batch and head_dim of q");
+  check_shape("v", v, {e.batch, e.seqlen_k, e.nheads_k, e.head_dim}, "the shape of k");
+  check_dtype("v", v, {q.dtype});
+  check_head_dim(e.head_dim);
+  if (e.nheads > 0 && (e.nheads_k == 0 || e.nheads % e.nheads_k != 0)) {
+    fail(DMATTN_ERROR_INVALID_VALUE, "k has %lld heads; wanted a divisor of the %lld heads of q",
+         static_cast<long long>(e.nheads_k), static_cast<long long>(e.nheads));
+  }
+  check_unit_last_stride("q", q);
+  check_unit_last_stride("k", k);
+  check_unit_last_stride("v", v);
+  return e;
+}
+
+// mask or bias.
+void check_broadcastable(const char* name, const dmattn_tensor& t, const Extents& e) {
+  check_rank(name, t, 4);
+  const bool ok = (t.shape[0] == 1 || t.shape[0] == e.batch) &&
+                  (t.shape[1] == 1 || t.shape[1] == e.nheads_k || t.shape[1] == e.nheads) &&
+                  (t.shape[2] == 1 || t.shape[2] == e.seqlen_q) && (t.shape[3] == 1 || t.shape[3] == e.seqlen_k);
+  if (ok) return;
+  fail(DMATTN_ERROR_INVALID_VALUE,
+       "%s has shape %s; wanted (%lld or 1, %lld or %lld or 1, %lld or 1, %lld or 1), broadcastable to (batch, nheads "
+       "or nheads_k, seqlen_q, seqlen_k)",
+       name, text(t.shape, 4).c_str(), static_cast<long long>(e.batch), static_cast<long long>(e.nheads),
+       static_cast<long long>(e.nheads_k), static_cast<long long>(e.seqlen_q), static_cast<long long>(e.seqlen_k));
+}
+
+void check_mask_and_bias(const dmattn_tensor& mask, const dmattn_tensor& bias, int32_t dtype, const Extents& e) {
+  if (is_present(mask)) {
+    check_dtype("mask", mask, {DMATTN_BOOL});
+    check_broadcastable("mask", mask, e);
+  }
+  if (is_present(bias)) {
+    check_dtype("bias", bias, {dtype, DMATTN_FLOAT32});
+    check_broadcastable("bias", bias, e);
+  }
+}
+
+// A tensor that has a twin: out for q, dk for k, ...
+void check_like(const char* name, const dmattn_tensor& t, const dmattn_tensor& twin, const char* meaning) {
+  check_dtype(name, t, {twin.dtype});
+  check_shape(name, t, {twin.shape[0], twin.shape[1], twin.shape[2], twin.shape[3]}, meaning);
+  check_unit_last_stride(name, t);
+}
+
+void check_lse(const char* name, const dmattn_tensor& lse, const Extents& e) {
+  check_dtype(name, lse, {DMATTN_FLOAT32});
+  check_shape(name, lse, {e.batch, e.nheads, e.seqlen_q}, "(batch, nheads, seqlen_q)");
+}
+
+void check_flag(const char* name, int32_t value) {
+  if (value != 0 && value != 1) fail(DMATTN_ERROR_INVALID_VALUE, "%s is %d; wanted 0 or 1", name, value);
+}
+
+template <class Params>
+void check_numbers(const Params& p) {
+  if (p.device < 0) fail(DMATTN_ERROR_INVALID_VALUE, "device is %d; wanted a device number from 0", p.device);
+  check_flag("is_causal", p.is_causal);
+  if (!std::isfinite(p.softmax_scale)) {
+    fail(DMATTN_ERROR_INVALID_VALUE, "softmax_scale is %g; wanted a finite number", p.softmax_scale);
+  }
+  if (!std::isfinite(p.softcap)) fail(DMATTN_ERROR_INVALID_VALUE, "softcap is %g; wanted a finite number", p.softcap);
+  if (p.reserved != 0) fail(DMATTN_ERROR_INVALID_VALUE, "reserved is %d; wanted 0", p.reserved);
+}
+
+}  // namespace
+
+void validate(const dmattn_fwd_params& p, Pointers pointers) {
+  check_numbers(p);
+  if (p.num_splits < 0 || p.num_splits > kMaxSplits) {
+    fail(DMATTN_ERROR_INVALID_VALUE, "num_splits is %d; wanted 0 to %d", p.num_splits, kMaxSplits);
+  }
+  const Extents e = check_qkv(p.q, p.k, p.v);
+  check_mask_and_bias(p.mask, p.bias, p.q.dtype, e);
+  check_like("out", p.out, p.q, "the shape of q");
+  check_writable("out", p.out);
+  check_lse("softmax_lse", p.softmax_lse, e);
+  check_unit_last_stride("softmax_lse", p.softmax_lse);
+  check_writable("softmax_lse", p.softmax_lse);
+
+  check_pointer("q", p.q, pointers);
+  check_pointer("k", p.k, pointers);
+  check_pointer("v", p.v, pointers);
+  check_pointer("mask", p.mask, pointers);
+  check_pointer("bias", p.bias, pointers);
+  check_pointer("out", p.out, pointers);
+  check_pointer("softmax_lse", p.softmax_lse, pointers);
+}
+
+namespace {
+
+struct Gradient {
+  const char* name;
+  const dmattn_tensor& gradient;
+  const dmattn_tensor& of;
+  const char* meaning;
+};
+
+void check_gradient(const Gradient& g, Pointers pointers) {
+  if (!is_present(g.gradient)) return;
+  check_like(g.name, g.gradient, g.of, g.meaning);
+  check_writable(g.name, g.gradient);
+  check_pointer(g.name, g.gradient, pointers);
+}
+
+void check_dbias(const dmattn_bwd_params& p, Pointers pointers) {
+  if (!is_present(p.dbias)) return;
+  if (!is_present(p.bias)) fail(DMATTN_ERROR_INVALID_VALUE, "dbias is given but bias is absent; wanted both or neither");
+  check_dtype("dbias", p.dbias, {p.bias.dtype});
+  const int64_t* shape = p.bias.shape;
+  check_shape("dbias", p.dbias, {shape[0], shape[1], shape[2], shape[3]}, "the shape of bias");
+  check_contiguous("dbias", p.dbias);
+  check_pointer("dbias", p.dbias, pointers);
+}
+
+}  // namespace
+
+void validate(const dmattn_bwd_params& p, Pointers pointers) {
+  check_numbers(p);
+  check_flag("deterministic", p.deterministic);
+  const Extents e = check_qkv(p.q, p.k, p.v);
+  check_mask_and_bias(p.mask, p.bias, p.q.dtype, e);
+  check_like("out", p.out, p.q, "the shape of q");
+  check_like("dout", p.dout, p.q, "the shape of q");
+  check_lse("softmax_lse", p.softmax_lse, e);
+  check_unit_last_stride("softmax_lse", p.softmax_lse);
+  if (is_present(p.dsoftmax_lse)) check_lse("dsoftmax_lse", p.dsoftmax_lse, e);
+
+  check_pointer("q", p.q, pointers);
+  check_pointer("k", p.k, pointers);
+  check_pointer("v", p.v, pointers);
+  check_pointer("mask", p.mask, pointers);
+  check_pointer("bias", p.bias, pointers);
+  check_pointer("out", p.out, pointers);
+  check_pointer("softmax_lse", p.softmax_lse, pointers);
+  check_pointer("dout", p.dout, pointers);
+  check_pointer("dsoftmax_lse", p.dsoftmax_lse, pointers);
+  check_gradient({"dq", p.dq, p.q, "the shape of q"}, pointers);
+  check_gradient({"dk", p.dk, p.k, "the shape of k"}, pointers);
+  check_gradient({"dv", p.dv, p.v, "the shape of v"}, pointers);
+  check_dbias(p, pointers);
+}
+
+void validate_workspace(const void* workspace, size_t bytes, size_t wanted) {
+  if (bytes < wanted) {
+    fail(DMATTN_ERROR_INVALID_VALUE, "workspace has %zu bytes; wanted at least %zu", bytes, wanted);
+  }
+  if (wanted > 0 && (workspace == nullptr || reinterpret_cast<uintptr_t>(workspace) % 256 != 0)) {
+    fail(DMATTN_ERROR_INVALID_VALUE, "workspace is at %p; wanted device memory that starts on 256 bytes", workspace);
+  }
+}
+
+void copy_params(const void* given, size_t known, const char* type, void* to) {
+  if (given == nullptr) fail(DMATTN_ERROR_INVALID_VALUE, "params is null; wanted a %s", type);
+  size_t size;
+  std::memcpy(&size, given, sizeof(size));
+  if (size < sizeof(size)) {
+    fail(DMATTN_ERROR_INVALID_VALUE, "struct_size is %zu; wanted sizeof(%s), %zu", size, type, known);
+  }
+  const auto* bytes = static_cast<const unsigned char*>(given);
+  for (size_t i = known; i < size; ++i) {
+    if (bytes[i] != 0) {
+      fail(DMATTN_ERROR_INVALID_VALUE,
+           "struct_size is %zu and byte %zu of the %s is set; this library knows the first %zu bytes, wanted zeros "
+           "after them",
+           size, i, type, known);
+    }
+  }
+  std::memcpy(to, given, size < known ? size : known);
+}
+
+}  // namespace dmattn

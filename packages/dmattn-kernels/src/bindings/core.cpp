@@ -1,0 +1,182 @@
+// The Python module dmattn_kernels._core: parameter structs filled from plain tuples, and launches.
+//
+// A tensor arrives as (data_ptr, dtype, shape, stride) or None. The tuples are taken apart with the raw C API: a
+// generic conversion costs several microseconds a call, more than the launch.
+#include <pybind11/pybind11.h>
+
+#include <sstream>
+#include <string>
+
+#include "dmattn/dmattn.hpp"
+
+namespace py = pybind11;
+
+namespace {
+
+// --- from Python ---------------------------------------------------------------------------------------------------
+
+int64_t to_int64(PyObject* object) {
+  const long long value = PyLong_AsLongLong(object);
+  if (value == -1 && PyErr_Occurred() != nullptr) throw py::error_already_set();
+  return value;
+}
+
+// Shape or stride; torch.Size is a tuple too.
+void read_extents(PyObject* extents, int64_t (&to)[4], int32_t ndim, const char* name, const char* what) {
+  if (!PyTuple_Check(extents) || PyTuple_GET_SIZE(extents) != ndim) {
+    throw py::type_error(std::string(name) + ": " + what + " must be a tuple of " + std::to_string(ndim) + " integers");
+  }
+  for (int32_t i = 0; i < ndim; ++i) to[i] = to_int64(PyTuple_GET_ITEM(extents, i));
+}
+
+void read_tensor(py::handle handle, dmattn_tensor& tensor, const char* name) {
+  PyObject* object = handle.ptr();
+  if (object == Py_None) return;  // params start zeroed: absent
+  if (!PyTuple_Check(object) || PyTuple_GET_SIZE(object) != 4 || !PyTuple_Check(PyTuple_GET_ITEM(object, 2))) {
+    throw py::type_error(std::string(name) + " is a " + Py_TYPE(object)->tp_name +
+                         "; wanted None or a tuple (data_ptr, dtype, shape, stride)");
+  }
+  PyObject* shape = PyTuple_GET_ITEM(object, 2);
+  const Py_ssize_t ndim = PyTuple_GET_SIZE(shape);
+  if (ndim < 1 || ndim > 4) {
+    throw py::value_error(std::string(name) + " has " + std::to_string(ndim) + " dimensions; wanted 1 to 4");
+  }
+  tensor.data = PyLong_AsVoidPtr(PyTuple_GET_ITEM(object, 0));
+  if (tensor.data == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
+  tensor.dtype = static_cast<int32_t>(to_int64(PyTuple_GET_ITEM(object, 1)));
+  tensor.ndim = static_cast<int32_t>(ndim);
+  read_extents(shape, tensor.shape, tensor.ndim, name, "shape");
+  read_extents(PyTuple_GET_ITEM(object, 3), tensor.stride, tensor.ndim, name, "stride");
+}
+
+// --- errors --------------------------------------------------------------------------------------------------------
+
+void check_python(dmattn_status status) {
+  if (status == DMATTN_OK) return;
+  const char* message = dmattn_last_error();
+  if (status == DMATTN_ERROR_INVALID_VALUE) throw py::value_error(message);
+  if (status == DMATTN_ERROR_INVALID_DTYPE) throw py::type_error(message);
+  throw std::runtime_error(message);
+}
+
+// --- parameters ----------------------------------------------------------------------------------------------------
+
+dmattn_fwd_params make_fwd(int32_t device, py::handle q, py::handle k, py::handle v, py::handle mask, py::handle bias,
+                           py::handle out, py::handle lse, float softmax_scale, float softcap, bool is_causal,
+                           int32_t num_splits) {
+  auto p = dmattn::make_params<dmattn_fwd_params>();
+  p.device = device;
+  read_tensor(q, p.q, "q");
+  read_tensor(k, p.k, "k");
+  read_tensor(v, p.v, "v");
+  read_tensor(mask, p.mask, "mask");
+  read_tensor(bias, p.bias, "bias");
+  read_tensor(out, p.out, "out");
+  read_tensor(lse, p.softmax_lse, "softmax_lse");
+  p.softmax_scale = softmax_scale;
+  p.softcap = softcap;
+  p.is_causal = is_causal ? 1 : 0;
+  p.num_splits = num_splits;
+  return p;
+}
+
+dmattn_bwd_params make_bwd(int32_t device, py::handle q, py::handle k, py::handle v, py::handle mask, py::handle bias,
+                           py::handle out, py::handle lse, py::handle dout, py::handle dlse, py::handle dq,
+                           py::handle dk, py::handle dv, py::handle dbias, float softmax_scale, float softcap,
+                           bool is_causal, bool deterministic) {
+  auto p = dmattn::make_params<dmattn_bwd_params>();
+  p.device = device;
+  read_tensor(q, p.q, "q");
+  read_tensor(k, p.k, "k");
+  read_tensor(v, p.v, "v");
+  read_tensor(mask, p.mask, "mask");
+  read_tensor(bias, p.bias, "bias");
+  read_tensor(out, p.out, "out");
+  read_tensor(lse, p.softmax_lse, "softmax_lse");
+  read_tensor(dout, p.dout, "dout");
+  read_tensor(dlse, p.dsoftmax_lse, "dsoftmax_lse");
+  read_tensor(dq, p.dq, "dq");
+  read_tensor(dk, p.dk, "dk");
+  read_tensor(dv, p.dv, "dv");
+  read_tensor(dbias, p.dbias, "dbias");
+  p.softmax_scale = softmax_scale;
+  p.softcap = softcap;
+  p.is_causal = is_causal ? 1 : 0;
+  p.deterministic = deterministic ? 1 : 0;
+  return p;
+}
+
+dmattn_status call_workspace_size(const dmattn_fwd_params& p, size_t* bytes) {
+  return dmattn_fwd_workspace_size(&p, bytes);
+}
+dmattn_status call_workspace_size(const dmattn_bwd_params& p, size_t* bytes) {
+  return dmattn_bwd_workspace_size(&p, bytes);
+}
+dmattn_status call_launch(const dmattn_fwd_params& p, void* workspace, size_t bytes, void* stream) {
+  return dmattn_fwd(&p, workspace, bytes, stream);
+}
+dmattn_status call_launch(const dmattn_bwd_params& p, void* workspace, size_t bytes, void* stream) {
+  return dmattn_bwd(&p, workspace, bytes, stream);
+}
+
+template <class Params>
+size_t workspace_size(const Params& p) {
+  size_t bytes = 0;
+  check_python(call_workspace_size(p, &bytes));
+  return bytes;
+}
+
+template <class Params>
+void launch(const Params& p, uintptr_t workspace, size_t bytes, uintptr_t stream) {
+  dmattn_status status;
+  {
+    const py::gil_scoped_release release;
+    status = call_launch(p, reinterpret_cast<void*>(workspace), bytes, reinterpret_cast<void*>(stream));
+  }
+  check_python(status);
+}
+
+// --- information ---------------------------------------------------------------------------------------------------
+
+py::list architectures() {
+  py::list names;
+  std::istringstream all(dmattn_architectures());
+  for (std::string name; std::getline(all, name, ',');) names.append(py::str(name));
+  return names;
+}
+
+std::string device_architecture(int32_t device) {
+  const char* name = nullptr;
+  check_python(dmattn_device_architecture(device, &name));
+  return name;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_core, m) {
+  using namespace pybind11::literals;
+  m.doc() = "Masked and biased attention on CUDA: parameters and launches.";
+  m.attr("FLOAT16") = static_cast<int>(DMATTN_FLOAT16);
+  m.attr("BFLOAT16") = static_cast<int>(DMATTN_BFLOAT16);
+  m.attr("FLOAT32") = static_cast<int>(DMATTN_FLOAT32);
+  m.attr("BOOL") = static_cast<int>(DMATTN_BOOL);
+  m.attr("HEADER_ABI_VERSION") = DMATTN_ABI_VERSION;
+
+  py::class_<dmattn_fwd_params>(m, "FwdParams")
+      .def(py::init(&make_fwd), "device"_a, "q"_a, "k"_a, "v"_a, "mask"_a, "bias"_a, "out"_a, "lse"_a,
+           "softmax_scale"_a, "softcap"_a, "is_causal"_a, "num_splits"_a = 0)
+      .def("workspace_size", &workspace_size<dmattn_fwd_params>)
+      .def("launch", &launch<dmattn_fwd_params>, "workspace"_a, "bytes"_a, "stream"_a);
+  py::class_<dmattn_bwd_params>(m, "BwdParams")
+      .def(py::init(&make_bwd), "device"_a, "q"_a, "k"_a, "v"_a, "mask"_a, "bias"_a, "out"_a, "lse"_a, "dout"_a,
+           "dlse"_a, "dq"_a, "dk"_a, "dv"_a, "dbias"_a, "softmax_scale"_a, "softcap"_a, "is_causal"_a,
+           "deterministic"_a)
+      .def("workspace_size", &workspace_size<dmattn_bwd_params>)
+      .def("launch", &launch<dmattn_bwd_params>, "workspace"_a, "bytes"_a, "stream"_a);
+
+  m.def("abi_version", &dmattn_abi_version);
+  m.def("version", &dmattn_version);
+  m.def("cuda_version", &dmattn_cuda_version);
+  m.def("architectures", &architectures);
+  m.def("device_architecture", &device_architecture, "device"_a);
+}

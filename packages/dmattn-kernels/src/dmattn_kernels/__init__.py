@@ -1,0 +1,53 @@
+"""CUDA kernels for masked and biased attention, behind a C ABI.
+
+Importing this package needs no GPU and no driver. `FwdParams` and `BwdParams` describe one call; their
+`launch` enqueues it on a CUDA stream. C and C++ programs use `include_dir()` and `library_path()`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dmattn_kernels._core import (
+    BFLOAT16,
+    BOOL,
+    FLOAT16,
+    FLOAT32,
+    HEADER_ABI_VERSION,
+    BwdParams,
+    FwdParams,
+    abi_version,
+    architectures,
+    cuda_version,
+    device_architecture,
+    version,
+)
+
+__version__ = version()
+
+__all__ = [
+    "BFLOAT16",
+    "BOOL",
+    "FLOAT16",
+    "FLOAT32",
+    "HEADER_ABI_VERSION",
+    "BwdParams",
+    "FwdParams",
+    "abi_version",
+    "architectures",
+    "cuda_version",
+    "device_architecture",
+    "include_dir",
+    "library_path",
+    "version",
+]
+
+
+def include_dir() -> Path:
+    """The folder to pass to a compiler with -I; it holds dmattn/dmattn.h and dmattn/dmattn.hpp."""
+    return Path(__file__).parent / "include"
+
+
+def library_path() -> Path:
+    """The shared library that implements dmattn/dmattn.h."""
+    return Path(__file__).parent / "libdmattn.so"

@@ -1,0 +1,90 @@
+"""Types of the compiled module."""
+
+from typing import Final, TypeAlias
+
+# (data_ptr, dtype, shape, stride): device address, one of the dtype codes below, extents and strides
+# in elements. None is an absent tensor.
+_Tensor: TypeAlias = tuple[int, int, tuple[int, ...], tuple[int, ...]]
+
+FLOAT16: Final[int]
+BFLOAT16: Final[int]
+FLOAT32: Final[int]
+BOOL: Final[int]
+HEADER_ABI_VERSION: Final[int]  # of the header that this module was compiled against
+
+class FwdParams:
+    """One forward call. Shapes and dtypes as in dmattn_fwd_params of dmattn/dmattn.h.
+
+    Raises TypeError for an argument that is not such a tuple. What the tuples hold is checked by
+    the two methods.
+    """
+
+    def __init__(
+        self,
+        device: int,
+        q: _Tensor,
+        k: _Tensor,
+        v: _Tensor,
+        mask: _Tensor | None,
+        bias: _Tensor | None,
+        out: _Tensor,
+        lse: _Tensor,
+        softmax_scale: float,
+        softcap: float,
+        is_causal: bool,
+        num_splits: int = 0,
+    ) -> None: ...
+    def workspace_size(self) -> int:
+        """Bytes of device scratch that `launch` needs.
+
+        Raises ValueError, TypeError (a dtype) or RuntimeError (no GPU, no kernel for it).
+        """
+    def launch(self, workspace: int, bytes: int, stream: int) -> None:
+        """Enqueues the call on `stream` (a cudaStream_t) without waiting for it.
+
+        `workspace` is the device address of `bytes` bytes, a multiple of 256. Releases the GIL.
+        Raises as `workspace_size`, and RuntimeError for an error of the CUDA runtime.
+        """
+
+class BwdParams:
+    """One backward call, as `FwdParams`; each of dq, dk, dv and dbias only where it is wanted."""
+
+    def __init__(
+        self,
+        device: int,
+        q: _Tensor,
+        k: _Tensor,
+        v: _Tensor,
+        mask: _Tensor | None,
+        bias: _Tensor | None,
+        out: _Tensor,
+        lse: _Tensor,
+        dout: _Tensor,
+        dlse: _Tensor | None,
+        dq: _Tensor | None,
+        dk: _Tensor | None,
+        dv: _Tensor | None,
+        dbias: _Tensor | None,
+        softmax_scale: float,
+        softcap: float,
+        is_causal: bool,
+        deterministic: bool,
+    ) -> None: ...
+    def workspace_size(self) -> int:
+        """See `FwdParams.workspace_size`."""
+    def launch(self, workspace: int, bytes: int, stream: int) -> None:
+        """See `FwdParams.launch`."""
+
+def abi_version() -> int: ...
+def version() -> str: ...
+def cuda_version() -> int:
+    """1000 * major + 10 * minor of the CUDA toolkit that compiled the library."""
+
+def architectures() -> list[str]:
+    """What the library contains, such as ["sm_80", "sm_89", "compute_80"]."""
+
+def device_architecture(device: int) -> str:
+    """The kernel family that serves this GPU, "sm80" or "sm89".
+
+    Raises RuntimeError where there is no such GPU or no kernel for it.
+    """

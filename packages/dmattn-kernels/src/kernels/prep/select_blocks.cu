@@ -1,0 +1,234 @@
+// Selection by one thread block each: running top-w, block of query rows by block, where each finds the best keys in front
+// of it by itself and follows the few that can change while its rows go by; for long sequences the sets from which that
+// search starts; and single lists.
+#include "select_common.cuh"
+
+namespace dmattn {
+namespace prep {
+namespace {
+
+__device__ __forceinline__ int64_t set_index(const SelectPlan& p, int row, int set, int buffer) {
+  return (static_cast<int64_t>(buffer) * p.rows + row) * p.sets + set;
+}
+
+// --- sets ----------------------------------------------------------------------------------------------------------
+
+constexpr int kSetThreads = 512;
+
+// step < 0: set i = the best keys of the piece that ends at its position. step >= 0, for the sets whose bit `step` is
+// 1: merged with the last set before the enclosing group of 2^step sets, which already holds everything before it. That
+// one has bit `step` 0, so that no set is both read by others and replaced in one launch.
+__global__ void __launch_bounds__(kSetThreads) set_kernel(const SelectPlan p, int step) {
+  __shared__ SelectSmem s;
+  __shared__ CompactSmem<kSetThreads / 32> compact_smem;
+  const int row = blockIdx.x / p.sets, set = blockIdx.x % p.sets;
+  Candidates c;
+  int64_t dst;
+  if (step < 0) {
+    const int piece = set + p.first_set - 1;
+    if (piece < 0) return;  // what lies before set_origin is found by the grid
+    c.second_base = p.set_origin + piece * p.super_keys;
+    c.second_ord = p.ord + row * p.ord_pitch + c.second_base;
+    c.second_count = p.super_keys;
+    dst = set_index(p, row, set, 0);
+  } else {
+    if ((set >> step & 1) == 0) return;
+    const int other = (set >> step << step) - 1;
+    const int merges = __popc(set & ((1 << step) - 1));
+    const int64_t a = set_index(p, row, other, step & 1), b = set_index(p, row, set, merges & 1);
+    c.first_ord = p.set_ord + a * p.set_capacity;
+    c.first_key = p.set_key + a * p.set_capacity;
+    c.first_count = p.set_count[a];
+    c.second_ord = p.set_ord + b * p.set_capacity;
+    c.second_key = p.set_key + b * p.set_capacity;
+    c.second_count = p.set_count[b];
+    dst = set_index(p, row, set, (merges + 1) & 1);
+  }
+  const Selected sel = select<kSetThreads>(c, p.digits, p.window, 0, s);
+  uint32_t* ord = p.set_ord + dst * p.set_capacity;
+  int32_t* key = p.set_key + dst * p.set_capacity;
+  compact<kSetThreads>(c, sel, false, compact_smem, [&](int item, uint32_t x, bool, bool, int rank, int) {
+    ord[rank] = x;
+    key[rank] = c.key(item);
+  });
+  if (threadIdx.x < round_up(sel.kept, 4) - sel.kept) ord[sel.kept + threadIdx.x] = 0;
+  if (threadIdx.x == 0) p.set_count[dst] = sel.kept;
+}
+
+// --- blocks --------------------------------------------------------------------------------------------------------
+
+constexpr int kBlockThreads = 2 * kSelectBlockRows;
+
+// A key with its score in the upper half: greater = better.
+using Rank = uint64_t;
+__device__ __forceinline__ Rank make_rank(uint32_t ord, int key) {
+  return static_cast<Rank>(ord) << 32 | static_cast<uint32_t>(key);
+}
+
+// What can change inside the block.
+struct ActiveKeys {
+  alignas(16) Rank leaving[kSelectBlockRows];  // the worst of the kept keys, in key order
+  alignas(16) Rank joining[kSelectBlockRows];  // those of the block's own keys that may be kept, in key order
+  int32_t joining_row[kSelectBlockRows];       // their rows, counted from the block's first
+  int32_t warp_joining[kSelectBlockRows / 32];
+};
+
+// The first row of the block at which `window` keys are better than `rank`, `rows` when there is none. (When they are
+// there from the start, the row of the first joining key.) `core` better keys are there in any case.
+__device__ __forceinline__ int first_row_out(const ActiveKeys& active, Rank rank, int core, int leaving, int joining,
+                                             int window, int rows) {
+  int better = core;
+#pragma unroll 8
+  for (int i = 0; i < leaving; ++i) better += active.leaving[i] > rank;
+  int survived = 0;
+#pragma unroll 8
+  for (int i = 0; i < joining; ++i) {
+    better += active.joining[i] > rank;
+    survived += better < window;
+  }
+  return survived < joining ? active.joining_row[survived] : rows;
+}
+
+// What a block reads: the last set before its first row, and the keys from there on.
+__device__ __forceinline__ Candidates block_candidates(const SelectPlan& p, int row, int row0) {
+  Candidates c;
+  const int super = (row0 - p.set_origin) / p.super_keys;
+  if (super >= p.first_set) {
+    const int set = super - p.first_set;
+    const int64_t i = set_index(p, row, set, __popc(set) & 1);
+    c.first_ord = p.set_ord + i * p.set_capacity;
+    c.first_key = p.set_key + i * p.set_capacity;
+    c.first_count = __ldg(p.set_count + i);
+  }
+  c.second_base = p.set_origin + super * p.super_keys;
+  c.second_ord = p.ord + row * p.ord_pitch + c.second_base;
+  c.second_count = row0 - c.second_base;
+  return c;
+}
+
+__global__ void __launch_bounds__(kBlockThreads, 3) block_kernel(const SelectPlan p, const KeyList keys) {
+  __shared__ SelectSmem s;
+  __shared__ CompactSmem<kBlockThreads / 32> compact_smem;
+  __shared__ ActiveKeys active;
+  const int tid = threadIdx.x;
+  // Blocks with most keys before them first.
+  const int row = blockIdx.x % p.rows, block = keys.blocks - 1 - blockIdx.x / p.rows;
+  const int row0 = p.offset + block * kSelectBlockRows;
+  const int rows = min(kSelectBlockRows, p.seqlen_k - row0);
+  const int64_t list = static_cast<int64_t>(row) * keys.blocks + block;
+  int32_t* idx = const_cast<int32_t*>(keys.idx) + list * keys.capacity;
+  int32_t* end = nullptr;
+  if (keys.end != nullptr) end = const_cast<int32_t*>(keys.end) + static_cast<int64_t>(row) * p.seqlen_k;
+
+  const Candidates c = block_candidates(p, row, row0);
+  const Selected sel = select<kBlockThreads>(c, p.digits, p.window, rows, s);
+  const int core = sel.core, leaving = sel.kept - sel.core;
+
+  // The upper half of the threads stand for the block's own keys. One that is worse than all kept keys changes nothing.
+  const bool is_new = tid >= kSelectBlockRows;
+  const int i = tid % kSelectBlockRows;
+  const uint32_t new_ord = is_new && i < rows ? __ldg(p.ord + row * p.ord_pitch + row0 + i) : 0u;
+  const bool joins = new_ord > sel.kept_cut.value ||
+                     (new_ord == sel.kept_cut.value && sel.kept_cut.skip != INT_MAX);
+  const uint32_t joins_warp = __ballot_sync(kFullWarp, joins);
+  if (is_new && i % 32 == 0) active.warp_joining[i / 32] = __popc(joins_warp);
+
+  // Keys that are gone before the first row have no block that sees them leave.
+  const bool visit_all = block == 0 && end != nullptr;
+  compact<kBlockThreads>(c, sel, visit_all, compact_smem,
+                         [&](int item, uint32_t x, bool in_core, bool in_kept, int core_rank, int rest_rank) {
+    if (in_core) {
+      idx[core_rank] = c.key(item);
+    } else if (in_kept) {
+      active.leaving[rest_rank] = make_rank(x, c.key(item));
+    } else if (c.exists(item)) {
+      end[c.key(item)] = c.key(item);
+    }
+  });
+  int joining = 0;
+#pragma unroll
+  for (int w = 0; w < kSelectBlockRows / 32; ++w) {
+    if (joins && w == i / 32) {
+      const int slot = joining + __popc(joins_warp & ((1u << i % 32) - 1));
+      active.joining[slot] = make_rank(new_ord, row0 + i);
+      active.joining_row[slot] = i;
+    }
+    joining += active.warp_joining[w];
+  }
+  __syncthreads();
+
+  const bool exists = is_new ? joins : i < leaving;
+  const Rank rank = is_new ? make_rank(new_ord, row0 + i) : exists ? active.leaving[i] : 0;
+  const int key = static_cast<int>(rank & UINT32_MAX);
+  const int first = is_new ? i : 0;  // row of the block from which on the key can be kept
+  int last = exists ? rows : 0;      // ... and up to which it is, exclusive
+  if (exists && sel.kept + joining > p.window) {
+    last = first_row_out(active, rank, core, leaving, joining, p.window, rows);
+  }
+  const bool present = last > first;
+  const bool full = present && first == 0 && last == rows;
+  if (end != nullptr && (is_new ? i < rows : exists) && last < rows) {
+    // A kept key that the very first position displaces was seen by the block before, if there is one.
+    end[key] = present || (!is_new && block > 0) ? row0 + last : key;
+  }
+
+  int total;
+  const int before = block_exclusive_scan<kBlockThreads>((full ? 1 : 0) + (present && !full ? 1 << 16 : 0),
+                                                         s.warp_sums, total);
+  const int full_count = core + (total & 0xffff), count = full_count + (total >> 16);
+  if (present) idx[full ? core + (before & 0xffff) : full_count + (before >> 16)] = key;
+  if (tid < round_up(count, 128) - count) idx[count + tid] = 0;
+  if (tid == 0) {
+    const_cast<int32_t*>(keys.count)[list] = count;
+    const_cast<int32_t*>(keys.full)[list] = full_count;
+  }
+}
+
+// --- one list ------------------------------------------------------------------------------------------------------
+
+__global__ void __launch_bounds__(kSetThreads) single_kernel(const SelectPlan p, const KeyList keys) {
+  __shared__ SelectSmem s;
+  __shared__ CompactSmem<kSetThreads / 32> compact_smem;
+  const int row = blockIdx.x;
+  int32_t* idx = const_cast<int32_t*>(keys.idx) + static_cast<int64_t>(row) * keys.capacity;
+  int32_t* end = nullptr;
+  if (keys.end != nullptr) end = const_cast<int32_t*>(keys.end) + static_cast<int64_t>(row) * p.seqlen_k;
+  Candidates c;
+  c.second_ord = p.ord + row * p.ord_pitch;
+  c.second_count = p.seqlen_k;
+  const Selected sel = select<kSetThreads>(c, p.digits, p.window, 0, s);
+  compact<kSetThreads>(c, sel, end != nullptr, compact_smem,
+                       [&](int key, uint32_t, bool, bool in_kept, int rank, int) {
+    if (in_kept) idx[rank] = key;
+    if (end != nullptr && key < p.seqlen_k) end[key] = in_kept ? p.seqlen_k : p.is_causal ? key : 0;
+  });
+  if (threadIdx.x < round_up(sel.kept, 128) - sel.kept) idx[sel.kept + threadIdx.x] = 0;
+  if (threadIdx.x == 0) {
+    const_cast<int32_t*>(keys.count)[row] = sel.kept;
+    if (p.is_causal) const_cast<int32_t*>(keys.full)[row] = sel.kept;
+  }
+}
+
+}  // namespace
+
+cudaError_t select_sets(const SelectPlan& plan, cudaStream_t stream) {
+  const int pieces = plan.sets - (1 - plan.first_set);
+  if (pieces <= 0) return cudaSuccess;
+  const int64_t blocks = static_cast<int64_t>(plan.rows) * plan.sets;
+  cudaError_t status = launch(set_kernel, blocks, kSetThreads, 0, stream, plan, -1);
+  for (int step = 0; status == cudaSuccess && (1 << step) < plan.sets; ++step) {
+    status = launch(set_kernel, blocks, kSetThreads, 0, stream, plan, step);
+  }
+  return status;
+}
+
+cudaError_t select_single(const SelectPlan& plan, const KeyList& keys, cudaStream_t stream) {
+  return launch(single_kernel, plan.rows, kSetThreads, 0, stream, plan, keys);
+}
+
+cudaError_t select_blocks(const SelectPlan& plan, const KeyList& keys, cudaStream_t stream) {
+  return launch(block_kernel, static_cast<int64_t>(plan.rows) * keys.blocks, kBlockThreads, 0, stream, plan, keys);
+}
+
+}  // namespace prep
+}  // namespace dmattn
