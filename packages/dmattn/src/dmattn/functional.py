@@ -1,0 +1,274 @@
+"""The public attention function."""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+import dmattn.ops.library  # noqa: F401 - registers the operators
+from dmattn.backends import BACKENDS, why_unavailable
+from dmattn.ops import cpu, cuda
+from dmattn.ops.shapes import check_inputs, lse_dtype
+from dmattn.reference import reference_attention
+from dmattn.utils.mask import check_window_size, top_window_mask
+
+
+@overload
+def flash_dmattn_func(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    softmax_scale: float | None = None,
+    is_causal: bool = False,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    window_size: int | None = None,
+    return_lse: Literal[False] = False,
+    backend: str | None = None,
+    *,
+    return_attn_probs: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def flash_dmattn_func(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    softmax_scale: float | None = None,
+    is_causal: bool = False,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    window_size: int | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+    *,
+    return_attn_probs: bool = False,
+) -> Any: ...  # Tensor, or tuple of two or three
+
+
+def flash_dmattn_func(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    softmax_scale: float | None = None,
+    is_causal: bool = False,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    window_size: int | None = None,
+    return_lse: bool = False,
+    backend: str | None = None,
+    *,
+    return_attn_probs: bool = False,
+) -> Any:
+    """Softmax attention with a mask, a bias, or both, neither expanded nor padded.
+
+        logits[b,h,i,j] = softcap(softmax_scale * query[b,i,h] . key[b,j,h//G]) + attn_bias[b,h,i,j]
+        out[b,i,h]      = sum over kept j of softmax_j(logits) * value[b,j,h//G]
+
+    A query row that keeps no key gives out = 0 and lse = -inf, and adds nothing to any gradient.
+    Letters: B batch, Sq/Sk query/key length, H query heads, HK key/value heads, G = H / HK, D head
+    dimension. Gradients reach query, key, value and attn_bias, each computed only if required.
+
+    Args:
+        query: (B, Sq, H, D) with D at most 256; float16 or bfloat16 on CUDA, on the CPU also
+            float32 or float64. Query, key and value may be any view whose last dimension is
+            contiguous (on the CPU, any view at all).
+        key, value: (B, Sk, HK, D) in the dtype of query; HK divides H.
+        attn_mask: bool ({B|1}, {H|HK|1}, {Sq|1}, {Sk|1}), True = attend. One that is alike for all
+            queries (Sq dimension 1) makes the cost follow the number of kept keys.
+        attn_bias: the dtype of query, or float32; shapes as attn_mask. -inf masks. Its gradient is
+            summed in float32 or wider and rounded once.
+        softmax_scale: D ** -0.5 when None.
+        is_causal: query i sees keys 0 .. i + Sk - Sq, so that the last query sees the last key.
+        softcap: c > 0 turns the scaled dot product x into c * tanh(x / c).
+        deterministic: bitwise repeatable gradients, at some cost. Also on while
+            torch.use_deterministic_algorithms is.
+        window_size: each query keeps only this many keys: of those that it may see (by attn_mask,
+            and by causality when is_causal) the ones with the highest attn_bias, the later of two
+            equal ones. attn_bias must then be ({B|1}, {H|HK|1}, 1, Sk) or ({B|1}, {H|HK|1}, Sk).
+            The choice is not differentiated, the bias of the kept keys is. With is_causal it goes
+            through a dense bool mask of (B, heads, Sq, Sk), which is slow and large: right, but
+            meant for short sequences.
+        return_lse: also return the log-sum-exp of each row.
+        backend: "cuda" or "cpu" to insist on it, None to go by the device of the tensors.
+        return_attn_probs: also return the probabilities, for testing. They are computed apart, in
+            float64 and with memory of Sq * Sk per head, and carry no gradient.
+
+    Returns:
+        out (B, Sq, H, D), contiguous, in the dtype of query. With return_lse or return_attn_probs
+        a tuple of out and what was asked for, in this order: lse (B, H, Sq) with the natural
+        logarithm, differentiable, and probabilities (B, H, Sq, Sk); both float32, or float64 for
+        float64 inputs.
+
+    Raises:
+        TypeError: an argument has the wrong type or dtype.
+        ValueError: a shape, stride, device or number does not fit.
+        RuntimeError: the compiled kernels are missing or of another version, or the GPU is older
+            than sm_80.
+    """
+    scale = _softmax_scale(softmax_scale, query)
+    if not -math.inf < softcap < math.inf:
+        raise ValueError(f"softcap: got {softcap}, wanted a finite number (0 = none)")
+    if backend is not None:
+        _check_backend(backend, query)
+    if window_size is not None:
+        attn_mask, attn_bias = _apply_window(
+            query, key, value, attn_mask, attn_bias, is_causal, window_size
+        )
+    if _is_plain_call(query, key, value, attn_mask, attn_bias):
+        forward = cuda.forward if query.is_cuda else cpu.forward
+        out, lse = forward(query, key, value, attn_mask, attn_bias, scale, is_causal, softcap)
+    else:
+        check_inputs(query, key, value, attn_mask, attn_bias)
+        _refuse_forward_mode(query, key, value, attn_bias)
+        out, lse = torch.ops.dmattn.fwd(
+            query,
+            key,
+            value,
+            attn_mask,
+            attn_bias,
+            scale,
+            is_causal,
+            softcap,
+            deterministic or torch.are_deterministic_algorithms_enabled(),
+        )
+    if not (return_lse or return_attn_probs):
+        return out
+    result: tuple[Tensor, ...] = (out, lse) if return_lse else (out,)
+    if return_attn_probs:
+        with torch.no_grad():
+            exact = reference_attention(
+                query, key, value, attn_mask, attn_bias, scale, is_causal, softcap
+            )
+        result = (*result, exact.probs.to(lse_dtype(query.dtype)))
+    return result
+
+
+def flash_dmattn_func_auto(backend: str | None = None) -> Callable[..., Any]:
+    """`flash_dmattn_func`, bound to a backend.
+
+    Args:
+        backend: "cuda", "cpu", or None to go by the device of the tensors of each call.
+
+    Returns:
+        A callable with the signature of `flash_dmattn_func`.
+
+    Raises:
+        ValueError: there is no such backend.
+        RuntimeError: that backend cannot run on this machine; says why.
+    """
+    if backend is None:
+        return flash_dmattn_func
+    reason = why_unavailable(backend)
+    if reason is not None:
+        raise RuntimeError(f"backend: got {backend!r}, which cannot run here: {reason}")
+    return functools.partial(flash_dmattn_func, backend=backend)
+
+
+def _softmax_scale(softmax_scale: Any, query: Any) -> Any:
+    if softmax_scale is None:
+        if isinstance(query, Tensor) and query.dim() > 0 and query.shape[-1] > 0:
+            return query.shape[-1] ** -0.5
+        return 1.0  # the shape is wrong, and the checks will say so
+    if not isinstance(softmax_scale, (int, float, torch.SymFloat, torch.SymInt)):
+        kind = type(softmax_scale).__name__
+        raise TypeError(f"softmax_scale: got {kind}, wanted a float or None")
+    if not -math.inf < softmax_scale < math.inf:
+        raise ValueError(f"softmax_scale: got {softmax_scale}, wanted a finite number")
+    return softmax_scale
+
+
+def _check_backend(backend: str, query: Tensor) -> None:
+    if backend not in BACKENDS:
+        why_unavailable(backend)
+    device = query.device.type
+    if backend != device:
+        raise ValueError(f"backend: got {backend!r}, wanted {device!r} or None for tensors there")
+
+
+def _apply_window(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    attn_bias: Tensor | None,
+    is_causal: bool,
+    window_size: int,
+) -> tuple[Tensor | None, Tensor]:
+    """The mask that `window_size` amounts to, and the bias in four dimensions."""
+    check_window_size(window_size)
+    if attn_bias is None:
+        raise ValueError(
+            "attn_bias: got None, wanted one score per key, by which window_size chooses"
+        )
+    given = tuple(attn_bias.shape)
+    bias = attn_bias.unsqueeze(2) if attn_bias.dim() == 3 else attn_bias
+    dims = check_inputs(query, key, value, attn_mask, bias)
+    if bias.shape[2] != 1 or bias.shape[3] != dims.seqlen_k:
+        raise ValueError(
+            f"attn_bias: got shape {given}, wanted (batch|1, nheads|nheads_k|1, 1, "
+            f"{dims.seqlen_k}) or (batch, nheads|nheads_k, {dims.seqlen_k}) with window_size"
+        )
+    if dims.seqlen_k <= window_size:
+        return attn_mask, bias
+    scores, mask = bias.detach(), attn_mask
+    if mask is not None and 1 not in (mask.shape[1], scores.shape[1]):
+        heads = max(mask.shape[1], scores.shape[1])
+        mask = mask.repeat_interleave(heads // mask.shape[1], dim=1)
+        scores = scores.repeat_interleave(heads // scores.shape[1], dim=1)
+    return top_window_mask(scores, window_size, dims.seqlen_q, is_causal, mask), bias
+
+
+def _refuse_forward_mode(*tensors: Tensor | None) -> None:
+    """Without this, torch would drop the tangents of a registered operator silently."""
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return
+    unpack: Callable[[Tensor], Any] = forward_ad.unpack_dual
+    if any(t is not None and unpack(t).tangent is not None for t in tensors):
+        raise RuntimeError("forward-mode derivatives of dmattn attention are not available")
+
+
+def _is_plain_call(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None
+) -> bool:
+    """Whether the dispatcher would do nothing but call the CPU or CUDA implementation.
+
+    Then calling that directly saves a third of the host time of a small call.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    if (
+        torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._functorch.maybe_current_level() is not None
+        or torch._C._get_tracing_state() is not None
+        or forward_ad._current_level >= 0
+    ):
+        return False
+    grad = torch.is_grad_enabled()
+    return (
+        _is_plain(q, grad)
+        and _is_plain(k, grad)
+        and _is_plain(v, grad)
+        and (mask is None or _is_plain(mask, grad))
+        and (bias is None or _is_plain(bias, grad))
+        and (q.is_cuda or q.is_cpu)
+    )
+
+
+def _is_plain(t: Tensor, grad: bool) -> bool:
+    kind = type(t)
+    if kind is not Tensor and kind is not torch.nn.Parameter:
+        return False
+    return not (grad and t.requires_grad) and not t.is_neg()

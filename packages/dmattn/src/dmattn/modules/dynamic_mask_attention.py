@@ -1,0 +1,305 @@
+"""Dynamic mask attention as a layer: every key gets a score, and each query keeps the best w.
+
+    score[b, h, j] = exp(A[h] * softplus(dt_proj(v[b, j]))[h])
+
+The score does two things. It is added to the attention logits as a key-only bias, which is how it
+learns; and it selects: query i attends to the `window_size` highest-scored keys among 0..i. The
+parameter names and shapes are those of the Doge models, so their attention weights load as they
+are.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dmattn.functional import flash_dmattn_func
+from dmattn.modules.rotary import apply_rotary, rotary_embedding
+
+# exp(80) is 5.5e34. A score above it would drown every logit anyway; without the limit the score,
+# and with it the attention output, would overflow to INF while the parameters are still finite.
+_MAX_EXPONENT = 80.0
+
+
+class DynamicMaskAttention(nn.Module):
+    """Multi-head self-attention over the keys that a learned score keeps.
+
+    Letters: B batch, S sequence length, H query heads, HK key/value heads, HS score heads
+    (HK or H), D head dimension.
+
+    Parameters and their shapes: `q_proj` (H*D, hidden), `k_proj` and `v_proj` (HK*D, hidden),
+    `dt_proj` (HS, HK*D), `A` (HS,), `o_proj` (hidden, H*D); `q_norm` and `k_norm` (D,) when
+    `qk_norm`. The linear layers have biases when `bias`.
+
+    Numerics: scores are always computed in float32 (float64 for a float64 layer), also under
+    autocast and in a bfloat16 layer, and are handed to the attention in that dtype. Rounded to
+    bfloat16 they would be full of ties, and ties decide which keys are kept. Rotary angles and the
+    rotation are float32 too. Queries, keys and values are in the dtype that `v_proj` returns: the
+    layer's own, or the autocast dtype.
+
+    Selection is not differentiated; the scores of the kept keys are. `A` starts at zero, so every
+    score starts equal; of equal scores the later key wins, so training starts from a plain sliding
+    window of the last `window_size` keys.
+
+    Args:
+        hidden_size: width of the input and the output.
+        num_heads: H.
+        num_kv_heads: HK, a divisor of H; H when None.
+        head_dim: D; hidden_size / num_heads when None.
+        window_size: keys kept by each query, or None to keep all of them (the scores then only
+            weigh keys, and mask nothing).
+        bias: give the linear layers biases.
+        qk_norm: RMSNorm over D on queries and keys, before the rotation.
+        norm_eps: epsilon of these norms.
+        rope_theta: base of the rotary embedding; None leaves queries and keys unrotated.
+        exp_score: True for the score above, False for the same without exp. Published checkpoints
+            differ in this.
+        num_score_heads: HS: num_kv_heads (the default, and current checkpoints), one score per key
+            and key/value head; or num_heads (the first checkpoints), one per query head.
+        is_causal: query i sees keys 0..i. False: all keys, and the same kept keys for every query.
+        softcap: bound c of the tanh soft cap on the scaled dot products, 0 for none.
+        init_std: standard deviation of the initial weights of the linear layers.
+        device, dtype: of the parameters.
+
+    Raises:
+        ValueError: a size is not positive, sizes do not divide, `head_dim` is odd while rotary
+            embedding is on, or num_score_heads is neither num_kv_heads nor num_heads.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        *,
+        window_size: int | None = 2048,
+        bias: bool = False,
+        qk_norm: bool = True,
+        norm_eps: float = 1e-6,
+        rope_theta: float | None = 10000.0,
+        exp_score: bool = True,
+        num_score_heads: int | None = None,
+        is_causal: bool = True,
+        softcap: float = 0.0,
+        init_std: float = 0.02,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        _require_positive("hidden_size", hidden_size)
+        _require_positive("num_heads", num_heads)
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        _require_positive("num_kv_heads", num_kv_heads)
+        if num_heads % num_kv_heads:
+            raise ValueError(
+                f"num_kv_heads: got {num_kv_heads}, wanted a divisor of num_heads = {num_heads}"
+            )
+        if head_dim is None:
+            if hidden_size % num_heads:
+                raise ValueError(
+                    f"hidden_size: got {hidden_size}, wanted a multiple of num_heads = {num_heads} "
+                    "when head_dim is not given"
+                )
+            head_dim = hidden_size // num_heads
+        _require_positive("head_dim", head_dim)
+        num_score_heads = num_kv_heads if num_score_heads is None else num_score_heads
+        if num_score_heads not in (num_kv_heads, num_heads):
+            raise ValueError(
+                f"num_score_heads: got {num_score_heads}, wanted num_kv_heads = {num_kv_heads} or "
+                f"num_heads = {num_heads}"
+            )
+        if window_size is not None:
+            _require_positive("window_size", window_size)
+        if rope_theta is not None and not rope_theta > 0:
+            raise ValueError(f"rope_theta: got {rope_theta}, wanted a positive number or None")
+        if rope_theta is not None and head_dim % 2:
+            raise ValueError(
+                f"head_dim: got {head_dim}, wanted an even number for rotary embedding"
+            )
+        if not softcap >= 0:
+            raise ValueError(f"softcap: got {softcap}, wanted a number >= 0")
+
+        self.hidden_size = hidden_size
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.has_bias = bias
+        self.num_score_heads = num_score_heads
+        self.window_size = window_size
+        self.rope_theta = rope_theta
+        self.exp_score = exp_score
+        self.is_causal = is_causal
+        self.softcap = softcap
+        self.init_std = init_std
+
+        def linear(inputs: int, outputs: int) -> nn.Linear:
+            return nn.Linear(inputs, outputs, bias=bias, device=device, dtype=dtype)
+
+        def norm() -> nn.Module:
+            if not qk_norm:
+                return nn.Identity()
+            return nn.RMSNorm(head_dim, eps=norm_eps, device=device, dtype=dtype)
+
+        self.q_proj = linear(hidden_size, num_heads * head_dim)
+        self.k_proj = linear(hidden_size, num_kv_heads * head_dim)
+        self.v_proj = linear(hidden_size, num_kv_heads * head_dim)
+        self.dt_proj = linear(num_kv_heads * head_dim, num_score_heads)
+        self.A = nn.Parameter(torch.zeros(num_score_heads, device=device, dtype=dtype))
+        self.o_proj = linear(num_heads * head_dim, hidden_size)
+        self.q_norm = norm()
+        self.k_norm = norm()
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Linear weights from N(0, init_std**2), biases and `A` zero, norm weights one."""
+        for layer in (self.q_proj, self.k_proj, self.v_proj, self.dt_proj, self.o_proj):
+            layer.weight.normal_(0.0, self.init_std)
+            if self.has_bias:
+                layer.bias.zero_()
+        self.A.zero_()
+        for norm in (self.q_norm, self.k_norm):
+            if isinstance(norm, nn.RMSNorm):
+                norm.reset_parameters()
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        positions: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        """Attend within each sequence.
+
+        Args:
+            hidden_states: floating (B, S, hidden_size).
+            positions: int64 or int32, (S,) or (B, S): rotary positions; 0..S-1 when None.
+                They turn queries and keys, and do not change which keys are visible.
+            attention_mask: bool (B, S), False at padding. Padded keys are never attended to nor
+                counted among the kept. Outputs at padded positions are finite and meaningless.
+            position_embeddings: (cos, sin) from `rotary_embedding`, to share them between layers;
+                in place of positions.
+
+        Returns:
+            (B, S, hidden_size), in the dtype that `o_proj` returns: the layer's own, or autocast's.
+
+        Raises:
+            TypeError: attention_mask is not bool, or positions not integer.
+            ValueError: a shape does not fit, positions and position_embeddings are both given, or
+                either is given to a layer without rotary embedding.
+        """
+        self._check_inputs(hidden_states, positions, attention_mask, position_embeddings)
+        value = self._split_heads(self.v_proj(hidden_states))
+        query = _normalize(self.q_norm, self._split_heads(self.q_proj(hidden_states)))
+        key = _normalize(self.k_norm, self._split_heads(self.k_proj(hidden_states)))
+        if self.rope_theta is not None:
+            if position_embeddings is None:
+                if positions is None:
+                    positions = torch.arange(hidden_states.shape[1], device=hidden_states.device)
+                position_embeddings = rotary_embedding(positions, self.head_dim, self.rope_theta)
+            cos, sin = position_embeddings
+            query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
+
+        out = flash_dmattn_func(
+            query.to(value.dtype),
+            key.to(value.dtype),
+            value,
+            attn_mask=None if attention_mask is None else attention_mask[:, None, None, :],
+            attn_bias=self._score(value)[:, :, None, :],
+            is_causal=self.is_causal,
+            softcap=self.softcap,
+            window_size=self.window_size,
+        )
+        projected: Tensor = self.o_proj(out.flatten(2))
+        return projected
+
+    def key_scores(self, hidden_states: Tensor) -> Tensor:
+        """The scores by which keys are kept, for looking at them.
+
+        Args:
+            hidden_states: floating (B, S, hidden_size), as for `forward`.
+
+        Returns:
+            (B, HS, S), float32, or float64 when the values are.
+
+        Raises:
+            ValueError: hidden_states has another shape.
+        """
+        self._check_inputs(hidden_states, None, None, None)
+        return self._score(self._split_heads(self.v_proj(hidden_states)))
+
+    def _split_heads(self, x: Tensor) -> Tensor:
+        """(B, S, heads*D) -> (B, S, heads, D)."""
+        return x.view(*x.shape[:2], x.shape[2] // self.head_dim, self.head_dim)
+
+    def _score(self, value: Tensor) -> Tensor:
+        """(B, S, HK, D) values -> (B, HS, S) scores, in float32 or wider."""
+        dtype = torch.promote_types(value.dtype, torch.float32)
+        with torch.autocast(value.device.type, enabled=False):
+            step = F.softplus(
+                F.linear(
+                    value.flatten(2).to(dtype),
+                    self.dt_proj.weight.to(dtype),
+                    self.dt_proj.bias.to(dtype) if self.has_bias else None,
+                )
+            )
+            score = self.A.to(dtype) * step
+            if self.exp_score:
+                score = score.clamp(max=_MAX_EXPONENT).exp()
+        return score.transpose(1, 2).contiguous()  # unit stride along keys
+
+    def _check_inputs(
+        self,
+        hidden_states: Tensor,
+        positions: Tensor | None,
+        attention_mask: Tensor | None,
+        position_embeddings: tuple[Tensor, Tensor] | None,
+    ) -> None:
+        shape = tuple(hidden_states.shape)
+        if len(shape) != 3 or shape[2] != self.hidden_size:
+            raise ValueError(
+                f"hidden_states: got shape {shape}, wanted (batch, seqlen, {self.hidden_size})"
+            )
+        if attention_mask is not None:
+            if attention_mask.dtype != torch.bool:
+                raise TypeError(
+                    f"attention_mask: got dtype {attention_mask.dtype}, wanted torch.bool "
+                    "(True = attend)"
+                )
+            if attention_mask.shape != shape[:2]:
+                raise ValueError(
+                    f"attention_mask: got shape {tuple(attention_mask.shape)}, wanted {shape[:2]}"
+                )
+        for name, given in (
+            ("positions", positions),
+            ("position_embeddings", position_embeddings),
+        ):
+            if given is not None and self.rope_theta is None:
+                raise ValueError(f"{name}: got a value, wanted None as rope_theta is None")
+        if positions is not None:
+            if position_embeddings is not None:
+                raise ValueError("positions: got a value beside position_embeddings, wanted one")
+            if positions.shape not in (shape[1:2], shape[:2]):
+                raise ValueError(
+                    f"positions: got shape {tuple(positions.shape)}, wanted {shape[1:2]} or "
+                    f"{shape[:2]}"
+                )
+
+    def extra_repr(self) -> str:
+        return (
+            f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, "
+            f"num_score_heads={self.num_score_heads}, head_dim={self.head_dim}, "
+            f"window_size={self.window_size}, rope_theta={self.rope_theta}, "
+            f"exp_score={self.exp_score}, is_causal={self.is_causal}, softcap={self.softcap}"
+        )
+
+
+def _normalize(norm: nn.Module, x: Tensor) -> Tensor:
+    """norm(x), in the dtype of the norm's weight: under autocast the two differ."""
+    y: Tensor = norm(x.to(norm.weight.dtype)) if isinstance(norm, nn.RMSNorm) else norm(x)
+    return y
+
+
+def _require_positive(name: str, value: int) -> None:
+    if value <= 0:
+        raise ValueError(f"{name}: got {value}, wanted a positive number")

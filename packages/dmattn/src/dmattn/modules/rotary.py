@@ -1,0 +1,67 @@
+"""Rotary position embedding (RoPE): pairs of channels turned by an angle that grows with position.
+
+The pairing is the half-split one of the Llama and Doge families: channel i turns with channel
+i + D/2. Angles, cosines, sines and the rotation are computed in float32 whatever the dtype of the
+input: a bfloat16 angle is off by whole radians a few hundred positions in.
+"""
+
+import torch
+from torch import Tensor
+
+
+def rotary_embedding(
+    positions: Tensor, head_dim: int, theta: float = 10000.0
+) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of the rotary angles at `positions`.
+
+    Args:
+        positions: integer tensor of any shape (...); usually (S,) or (B, S).
+        head_dim: D, even and positive.
+        theta: base of the wavelengths, > 0. Pair i turns by position * theta ** (-2 i / D).
+
+    Returns:
+        (cos, sin), each float32 of shape (..., D/2).
+
+    Raises:
+        TypeError: positions is not an integer tensor.
+        ValueError: head_dim is not even and positive, or theta is not positive.
+    """
+    if positions.dtype not in (torch.int32, torch.int64):
+        raise TypeError(
+            f"positions: got dtype {positions.dtype}, wanted torch.int64 or torch.int32"
+        )
+    if head_dim <= 0 or head_dim % 2:
+        raise ValueError(f"head_dim: got {head_dim}, wanted an even positive number")
+    if not theta > 0:
+        raise ValueError(f"theta: got {theta}, wanted a positive number")
+    pair = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device)
+    frequencies = theta ** (-pair / head_dim)
+    # An outer product written as a multiplication: autocast would run a matmul in bfloat16.
+    angles = positions.to(torch.float32)[..., None] * frequencies
+    return angles.cos(), angles.sin()
+
+
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the channel pairs of x by the given angles.
+
+    Args:
+        x: floating tensor (B, S, H, D).
+        cos, sin: (S, D/2) or (B, S, D/2), from `rotary_embedding`.
+
+    Returns:
+        (B, S, H, D) in the wider of x.dtype and the dtype of cos, so float32 for half inputs;
+        the caller rounds it, once.
+
+    Raises:
+        ValueError: shapes do not fit together.
+    """
+    batch, seqlen, _, head_dim = x.shape
+    for name, table in (("cos", cos), ("sin", sin)):
+        if table.shape not in ((seqlen, head_dim // 2), (batch, seqlen, head_dim // 2)):
+            raise ValueError(
+                f"{name}: got shape {tuple(table.shape)}, wanted {(seqlen, head_dim // 2)} or "
+                f"{(batch, seqlen, head_dim // 2)} for x of shape {tuple(x.shape)}"
+            )
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # one table for all heads
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)

@@ -1,0 +1,1 @@
+"""The torch operators dmattn::fwd and dmattn::bwd, and their CPU and CUDA implementations."""

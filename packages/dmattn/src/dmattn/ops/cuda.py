@@ -1,0 +1,221 @@
+"""Attention on NVIDIA GPUs: memory from torch, work by the kernels of dmattn_kernels.
+
+This is the path of every training step and decoded token, so the host work per call is kept small.
+"""
+
+import functools
+import importlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dmattn.ops.shapes import (
+    HEAD_DIM_MULTIPLE,
+    check_backward_inputs,
+    check_inputs,
+    empty_backward_outputs,
+)
+
+ABI_VERSION = 1
+_MIN_CAPABILITY = (8, 0)
+
+# A tensor as the kernels take it: data pointer, dtype code, shape, strides in elements.
+_View = tuple[int, int, torch.Size, tuple[int, ...]]
+
+_checked_devices: set[int] = set()
+
+
+class Kernels(NamedTuple):
+    """The compiled module, and its numbers for the dtypes."""
+
+    core: Any
+    dtype_codes: dict[torch.dtype, int]
+
+
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    softmax_scale: float,
+    is_causal: bool,
+    softcap: float,
+) -> tuple[Tensor, Tensor]:
+    """The CUDA implementation of dmattn::fwd: out (B, Sq, H, D) and lse (B, H, Sq), float32.
+
+    Raises:
+        TypeError, ValueError: as `shapes.check_inputs`.
+        RuntimeError: no usable kernels, or a GPU that they do not serve.
+    """
+    batch, seqlen_q, seqlen_k, nheads, _, head_dim = check_inputs(q, k, v, mask, bias)
+    device = q.get_device()
+    if device not in _checked_devices:
+        check_device(device)
+    if head_dim % HEAD_DIM_MULTIPLE:
+        q, k, v = _pad(q), _pad(k), _pad(v)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    lse = q.new_empty((batch, nheads, seqlen_q), dtype=torch.float32)
+    if seqlen_k == 0:
+        return out.zero_()[..., :head_dim].contiguous(), lse.fill_(float("-inf"))
+    if batch > 0 and seqlen_q > 0:
+        core, codes = load_kernels()
+        params = core.FwdParams(
+            device,
+            _view(q, codes),
+            _view(k, codes),
+            _view(v, codes),
+            None if mask is None else _view(mask, codes),
+            None if bias is None else _view(bias, codes),
+            _view(out, codes),
+            _view(lse, codes),
+            softmax_scale,
+            softcap,
+            is_causal,
+        )
+        _launch(params, q, device)
+    if head_dim % HEAD_DIM_MULTIPLE:
+        out = out[..., :head_dim].contiguous()
+    return out, lse
+
+
+def backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    softmax_scale: float,
+    is_causal: bool,
+    softcap: float,
+    deterministic: bool,
+    needs: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The CUDA implementation of dmattn::bwd: dq, dk, dv, dbias, each only where `needs` says so.
+
+    Raises:
+        TypeError, ValueError: as `shapes.check_inputs` and `shapes.check_backward_inputs`.
+        RuntimeError: no usable kernels, or a GPU that they do not serve.
+    """
+    dims = check_inputs(q, k, v, mask, bias)
+    device = q.get_device()
+    check_device(device)
+    check_backward_inputs(dout, dlse, q, out, lse, needs)
+    if dims.batch == 0 or dims.seqlen_q == 0 or dims.seqlen_k == 0:
+        grads = empty_backward_outputs(q, k, v, bias, needs)
+        for grad in grads:
+            grad.zero_()
+        return grads
+    head_dim = dims.head_dim
+    padded = head_dim % HEAD_DIM_MULTIPLE != 0
+    if padded:
+        q, k, v, out, dout = _pad(q), _pad(k), _pad(v), _pad(out), _pad(dout)
+    elif dout.stride(3) != 1:
+        dout = dout.contiguous()  # such as the expanded gradient of a sum
+    out, lse = out.contiguous(), lse.contiguous()  # as forward made them, unless a compiler moved
+    if dlse is not None:
+        dlse = dlse.contiguous()
+    dq, dk, dv, dbias = empty_backward_outputs(q, k, v, bias, needs)
+    core, codes = load_kernels()
+    params = core.BwdParams(
+        device,
+        _view(q, codes),
+        _view(k, codes),
+        _view(v, codes),
+        None if mask is None else _view(mask, codes),
+        None if bias is None else _view(bias, codes),
+        _view(out, codes),
+        _view(lse, codes),
+        _view(dout, codes),
+        None if dlse is None else _view(dlse, codes),
+        _view(dq, codes) if needs[0] else None,
+        _view(dk, codes) if needs[1] else None,
+        _view(dv, codes) if needs[2] else None,
+        _view(dbias, codes) if needs[3] and bias is not None else None,
+        softmax_scale,
+        softcap,
+        is_causal,
+        deterministic,
+    )
+    _launch(params, q, device)
+    if padded:
+        dq, dk, dv = (
+            g[..., :head_dim].contiguous() if need else g
+            for g, need in zip((dq, dk, dv), needs, strict=False)
+        )
+    return dq, dk, dv, dbias
+
+
+@functools.cache
+def load_kernels() -> Kernels:
+    """The compiled module dmattn_kernels._core, imported at the first call.
+
+    Raises:
+        RuntimeError: it is not installed, cannot be loaded, or speaks another ABI version.
+    """
+    try:
+        core: Any = importlib.import_module("dmattn_kernels._core")
+    except ImportError as error:
+        raise RuntimeError(
+            "dmattn-kernels: got none that can be loaded, wanted it for tensors on CUDA; "
+            f"pip install dmattn-kernels ({error})"
+        ) from error
+    found = core.abi_version()
+    if found != ABI_VERSION:
+        raise RuntimeError(
+            f"dmattn-kernels: got ABI version {found}, wanted {ABI_VERSION}; "
+            "install the dmattn-kernels release that this dmattn asks for"
+        )
+    codes = {
+        torch.float16: core.FLOAT16,
+        torch.bfloat16: core.BFLOAT16,
+        torch.float32: core.FLOAT32,
+        torch.bool: core.BOOL,
+    }
+    return Kernels(core, codes)
+
+
+def check_device(device: int) -> None:
+    """Make sure that the kernels serve CUDA device number `device`.
+
+    Raises:
+        RuntimeError: the kernels cannot be loaded, or the GPU is older than sm_80.
+    """
+    if device in _checked_devices:
+        return
+    load_kernels()
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _MIN_CAPABILITY:
+        raise RuntimeError(
+            f"query: got a tensor on cuda:{device} ({torch.cuda.get_device_name(device)}, "
+            f"sm_{capability[0]}{capability[1]}), wanted a GPU of sm_80 (Ampere) or later"
+        )
+    _checked_devices.add(device)
+
+
+def _view(t: Tensor, codes: dict[torch.dtype, int]) -> _View:
+    return t.data_ptr(), codes[t.dtype], t.shape, t.stride()
+
+
+def _pad(t: Tensor) -> Tensor:
+    """A contiguous copy with zeros up to the next multiple of 8 along head_dim."""
+    batch, seqlen, nheads, head_dim = t.shape
+    padded = t.new_zeros((batch, seqlen, nheads, head_dim + -head_dim % HEAD_DIM_MULTIPLE))
+    padded[..., :head_dim] = t
+    return padded
+
+
+def _launch(params: Any, q: Tensor, device: int) -> None:
+    size = params.workspace_size()
+    pointer = 0
+    if size > 0:
+        # Freed on return: the caching allocator reuses it only for later work of the same stream.
+        workspace = q.new_empty(size, dtype=torch.uint8)
+        pointer = workspace.data_ptr()
+    params.launch(pointer, size, torch._C._cuda_getCurrentRawStream(device))

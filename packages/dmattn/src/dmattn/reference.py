@@ -1,0 +1,162 @@
+"""The definition of dmattn attention, transcribed in plain PyTorch: the oracle of the tests.
+
+It forms everything of size Sq x Sk, expands what is broadcast, and leaves gradients to autograd. It
+shares no code with the operators. Letters: B batch, Sq/Sk lengths, H query heads, HK key/value
+heads, D head dimension.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Reference(NamedTuple):
+    """Results of `reference_attention`, all in its compute dtype."""
+
+    out: Tensor  # (B, Sq, H, D)
+    lse: Tensor  # (B, H, Sq), natural logarithm
+    probs: Tensor  # (B, H, Sq, Sk)
+
+
+class ReferenceGradients(NamedTuple):
+    """Results of `reference_gradients`; each gradient in the shape of its input."""
+
+    out: Tensor
+    lse: Tensor
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dbias: Tensor | None
+
+
+def reference_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    softmax_scale: float | None = None,
+    is_causal: bool = False,
+    softcap: float = 0.0,
+    *,
+    compute_dtype: torch.dtype = torch.float64,
+) -> Reference:
+    """Attention by definition, every step in `compute_dtype`. Differentiable.
+
+    Args:
+        query: (B, Sq, H, D), floating.
+        key, value: (B, Sk, HK, D).
+        attn_mask: bool ({B|1}, {H|HK|1}, {Sq|1}, {Sk|1}) or None.
+        attn_bias: floating, shapes as attn_mask, or None.
+        softmax_scale: D ** -0.5 when None.
+        is_causal: row i sees keys 0..i + Sk - Sq.
+        softcap: c in c * tanh(x / c) for c > 0.
+        compute_dtype: float64 for the oracle; a lower precision gives the plain computation against
+            which errors are measured.
+    """
+    with torch.autocast(query.device.type, enabled=False):
+        return _attend(
+            query,
+            key,
+            value,
+            attn_mask,
+            attn_bias,
+            query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
+            is_causal,
+            softcap,
+            compute_dtype,
+        )
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    attn_bias: Tensor | None,
+    scale: float,
+    is_causal: bool,
+    softcap: float,
+    compute_dtype: torch.dtype,
+) -> Reference:
+    batch, seqlen_q, nheads, _ = query.shape
+    seqlen_k = key.shape[1]
+    full = (batch, nheads, seqlen_q, seqlen_k)
+
+    q, k, v = (t.to(compute_dtype).transpose(1, 2) for t in (query, key, value))
+    k, v = _per_query_head(k, nheads), _per_query_head(v, nheads)
+    logits = scale * (q @ k.transpose(2, 3))
+    if softcap > 0:
+        logits = softcap * torch.tanh(logits / softcap)
+    keep = torch.ones(full, dtype=torch.bool, device=query.device)
+    if attn_bias is not None:
+        bias = _per_query_head(attn_bias, nheads).to(compute_dtype).expand(full)
+        logits = logits + bias
+        keep = keep & (bias != -math.inf)
+    if attn_mask is not None:
+        keep = keep & _per_query_head(attn_mask, nheads)
+    if is_causal:
+        keep = keep.tril(seqlen_k - seqlen_q)
+
+    empty = ~keep.any(-1, keepdim=True)
+    logits = logits.masked_fill(~keep, -math.inf)
+    # A row of -inf has no softmax; give it any finite one and then erase it.
+    probs = logits.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
+    lse = logits.masked_fill(empty, 0.0).logsumexp(-1).masked_fill(empty[..., 0], -math.inf)
+    out = (probs @ v).transpose(1, 2)
+    return Reference(out, lse, probs)
+
+
+def reference_gradients(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    softmax_scale: float | None = None,
+    is_causal: bool = False,
+    softcap: float = 0.0,
+    *,
+    dout: Tensor,
+    dlse: Tensor | None = None,
+    compute_dtype: torch.dtype = torch.float64,
+) -> ReferenceGradients:
+    """`reference_attention` and the gradients of (out * dout).sum() + (lse * dlse).sum().
+
+    Args:
+        dout: (B, Sq, H, D).
+        dlse: (B, H, Sq) or None; entries of empty rows do not count.
+        others: as `reference_attention`.
+    """
+    leaves = [t.detach().to(compute_dtype).requires_grad_() for t in (query, key, value)]
+    bias = None
+    if attn_bias is not None:
+        bias = attn_bias.detach().to(compute_dtype).requires_grad_()
+        leaves.append(bias)
+    with torch.enable_grad():
+        out, lse, _ = reference_attention(
+            leaves[0],
+            leaves[1],
+            leaves[2],
+            attn_mask,
+            bias,
+            softmax_scale,
+            is_causal,
+            softcap,
+            compute_dtype=compute_dtype,
+        )
+        objective = (out * dout.to(compute_dtype)).sum()
+        if dlse is not None:
+            weighted = lse * dlse.to(compute_dtype)
+            objective = objective + weighted.masked_fill(lse == -math.inf, 0.0).sum()
+        grads = torch.autograd.grad(objective, leaves, materialize_grads=True)
+    dq, dk, dv = grads[:3]
+    dbias = None if bias is None else grads[3]
+    return ReferenceGradients(out.detach(), lse.detach(), dq, dk, dv, dbias)
+
+
+def _per_query_head(t: Tensor, nheads: int) -> Tensor:
+    """Repeat dimension 1 so that each query head finds the key head of its group; 1 stays 1."""
+    return t if t.shape[1] in (1, nheads) else t.repeat_interleave(nheads // t.shape[1], dim=1)

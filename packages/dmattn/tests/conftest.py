@@ -1,0 +1,19 @@
+"""Settings of the whole suite: few threads, and the same examples in every run."""
+
+import os
+
+import torch
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "fixed",
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+# More examples, other ones each time: HYPOTHESIS_PROFILE=search pytest ...
+settings.register_profile("search", parent=settings.get_profile("fixed"), derandomize=False)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
+
+torch.set_num_threads(1)

@@ -1,0 +1,199 @@
+"""What the CUDA path hands to the kernels, seen by a recorder in their place, without a GPU.
+
+The tensors are on the CPU; only `dmattn.ops.cuda` is called, which does not look at device types.
+"""
+
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dmattn.ops import cuda
+
+FLOAT16, BFLOAT16, FLOAT32, BOOL = 1, 2, 3, 4
+WORKSPACE = 4096
+# In the order of the constructors.
+FWD_FIELDS = "device q k v mask bias out lse softmax_scale softcap is_causal"
+BWD_FIELDS = (
+    "device q k v mask bias out lse dout dlse dq dk dv dbias softmax_scale softcap is_causal "
+    "deterministic"
+)
+
+
+class Recorder(ModuleType):
+    """Stands in for dmattn_kernels._core: keeps the arguments and fills the outputs with ones."""
+
+    def __init__(self, abi: int = cuda.ABI_VERSION) -> None:
+        super().__init__("dmattn_kernels._core")
+        self.FLOAT16, self.BFLOAT16, self.FLOAT32, self.BOOL = FLOAT16, BFLOAT16, FLOAT32, BOOL
+        self.abi = abi
+        self.calls: list[dict[str, Any]] = []
+        self.launches: list[tuple[int, int, int]] = []
+
+    def abi_version(self) -> int:
+        return self.abi
+
+    def FwdParams(self, *arguments: Any) -> "Recorder":
+        return self._record(FWD_FIELDS, arguments)
+
+    def BwdParams(self, *arguments: Any) -> "Recorder":
+        return self._record(BWD_FIELDS, arguments)
+
+    def _record(self, names: str, arguments: tuple[Any, ...]) -> "Recorder":
+        self.calls.append(dict(zip(names.split(), arguments, strict=True)))
+        return self
+
+    def workspace_size(self) -> int:
+        return WORKSPACE
+
+    def launch(self, workspace: int, size: int, stream: int) -> None:
+        self.launches.append((workspace, size, stream))
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
+    core = Recorder()
+    yield install(core, monkeypatch)
+    cuda.load_kernels.cache_clear()
+
+
+def install(core: Recorder, monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    package = ModuleType("dmattn_kernels")
+    package.__path__ = []
+    monkeypatch.setitem(sys.modules, "dmattn_kernels", package)
+    monkeypatch.setitem(sys.modules, "dmattn_kernels._core", core)
+    monkeypatch.setattr(cuda, "_checked_devices", {-1})  # the number torch gives to the CPU
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 77, raising=False)
+    cuda.load_kernels.cache_clear()
+    return core
+
+
+# Without the types of their arguments, for calls with unpacked lists.
+run_forward: Any = cuda.forward
+run_backward: Any = cuda.backward
+
+
+def half(*shape: int) -> Tensor:
+    return torch.randn(shape).to(torch.bfloat16)
+
+
+def view(t: Tensor) -> tuple[int, int, torch.Size, tuple[int, ...]]:
+    codes = {torch.bfloat16: BFLOAT16, torch.float32: FLOAT32, torch.bool: BOOL}
+    return t.data_ptr(), codes[t.dtype], t.shape, t.stride()
+
+
+def test_views_are_passed_by_stride(recorder: Recorder) -> None:
+    """Transposed, sliced and expanded inputs: the pointers and strides of the caller's tensors."""
+    q = half(2, 4, 5, 64).transpose(1, 2)
+    k = half(2, 7, 1, 64).expand(2, 7, 2, 64)
+    v = half(2, 7, 4, 64)[:, :, ::2]
+    mask = torch.ones(1, 1, 1, 7, dtype=torch.bool).expand(2, 4, 5, 7)
+    bias = torch.randn(7, 4).t()[None, :, None, :]
+    out, lse = run_forward(q, k, v, mask, bias, 0.25, True, 3.0)
+    (call,) = recorder.calls
+    for name, t in (("q", q), ("k", k), ("v", v), ("mask", mask), ("bias", bias)):
+        assert call[name] == view(t), name
+    assert call["out"] == view(out) and out.is_contiguous() and out.shape == q.shape
+    assert call["lse"] == view(lse) and lse.is_contiguous() and lse.shape == (2, 4, 5)
+    settings = (call["device"], call["softmax_scale"], call["softcap"], call["is_causal"])
+    assert settings == (-1, 0.25, 3.0, True)
+    ((workspace, size, stream),) = recorder.launches
+    assert workspace != 0 and (size, stream) == (WORKSPACE, 77)
+
+
+def backward(recorder: Recorder, needs: list[bool], **given: Any) -> tuple[Tensor, ...]:
+    q, k, v = half(2, 5, 4, 64), half(2, 7, 2, 64), half(2, 7, 2, 64)
+    t: dict[str, Any] = {"q": q, "k": k, "v": v, "mask": None, "bias": None, "dlse": None}
+    t |= {"out": half(2, 5, 4, 64), "lse": torch.randn(2, 4, 5), "dout": half(2, 5, 4, 64)}
+    t |= given
+    inputs = [t[name] for name in ("dout", "dlse", "q", "k", "v", "mask", "bias", "out", "lse")]
+    grads: tuple[Tensor, ...] = run_backward(*inputs, 0.25, False, 0.0, True, needs)
+    return grads
+
+
+@pytest.mark.parametrize(
+    "needs", [[True] * 4, [False, True, False, True], [True, False, True, False], [False] * 4]
+)
+def test_gradients_are_allocated_as_needed(recorder: Recorder, needs: list[bool]) -> None:
+    base = torch.randn(4, 7)
+    bias = base.expand(2, 5, 4, 7).transpose(1, 2)
+    grads = backward(recorder, needs, bias=bias)
+    (call,) = recorder.calls
+    assert call["bias"] == view(bias)
+    shapes = [(2, 5, 4, 64), (2, 7, 2, 64), (2, 7, 2, 64), (2, 4, 5, 7)]
+    for name, grad, need, shape in zip(
+        ("dq", "dk", "dv", "dbias"), grads, needs, shapes, strict=True
+    ):
+        assert call[name] == (view(grad) if need else None)
+        assert tuple(grad.shape) == (shape if need else (0,)) and grad.is_contiguous()
+    assert grads[3].dtype == torch.float32
+    assert call["deterministic"] is True
+
+
+def test_no_dbias_without_a_bias(recorder: Recorder) -> None:
+    grads = backward(recorder, [True] * 4)
+    assert recorder.calls[0]["dbias"] is None and grads[3].shape == (0,)
+
+
+def test_gradient_of_a_sum_is_made_readable(recorder: Recorder) -> None:
+    """Its last stride is 0, and the kernels read vectors along head_dim."""
+    dout = torch.ones((), dtype=torch.bfloat16).expand(2, 5, 4, 64)
+    dlse = torch.ones(()).expand(2, 4, 5)
+    backward(recorder, [True] * 4, dout=dout, dlse=dlse)
+    assert recorder.calls[0]["dout"][3] == (1280, 256, 64, 1)
+    assert recorder.calls[0]["dlse"][3] == (20, 5, 1)
+
+
+def test_other_head_dims_are_padded(recorder: Recorder) -> None:
+    q, k, v = half(2, 5, 4, 20), half(2, 7, 2, 20), half(20, 2, 2, 7).permute(1, 3, 2, 0)
+    out, lse = run_forward(q, k, v, None, None, 0.25, False, 0.0)
+    assert out.shape == q.shape and out.is_contiguous()
+    call = recorder.calls[0]
+    assert call["q"][2:] == ((2, 5, 4, 24), (480, 96, 24, 1))
+    assert call["v"][2:] == ((2, 7, 2, 24), (336, 48, 24, 1))
+    given = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "dout": half(2, 5, 4, 20)}
+    grads = backward(recorder, [True, True, False, False], **given)
+    call = recorder.calls[1]
+    for name in ("q", "k", "v", "out", "dout", "dq", "dk"):
+        assert call[name][2][3] == 24, name
+    assert [tuple(g.shape) for g in grads] == [(2, 5, 4, 20), (2, 7, 2, 20), (0,), (0,)]
+    assert grads[0].is_contiguous()
+
+
+def test_nothing_to_do_launches_nothing(recorder: Recorder) -> None:
+    out, lse = run_forward(half(2, 5, 4, 20), *[half(2, 0, 2, 20)] * 2, None, None, 1.0, True, 0.0)
+    assert not out.any() and out.shape == (2, 5, 4, 20) and (lse == -torch.inf).all()
+    out, lse = run_forward(half(2, 0, 4, 64), *[half(2, 7, 2, 64)] * 2, None, None, 1.0, True, 0.0)
+    assert out.shape == (2, 0, 4, 64) and lse.shape == (2, 4, 0)
+    nothing = {"q": half(2, 0, 4, 64), "out": out, "dout": out, "lse": lse}
+    bias = torch.randn(1, 1, 1, 7)
+    grads = backward(recorder, [True, True, False, True], **nothing, bias=bias)
+    assert [tuple(g.shape) for g in grads] == [(2, 0, 4, 64), (2, 7, 2, 64), (0,), (1, 1, 1, 7)]
+    assert not any(g.any() for g in grads)
+    assert not recorder.calls and not recorder.launches
+
+
+def test_kernels_of_another_abi_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(Recorder(abi=9), monkeypatch)
+    with pytest.raises(RuntimeError, match="dmattn-kernels: got ABI version 9, wanted 1"):
+        run_forward(*[half(1, 2, 1, 8)] * 3, None, None, 1.0, False, 0.0)
+
+
+def test_missing_kernels_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda.load_kernels.cache_clear()
+    monkeypatch.setitem(sys.modules, "dmattn_kernels", None)
+    with pytest.raises(RuntimeError, match="pip install dmattn-kernels"):
+        cuda.check_device(0)
+
+
+def test_old_gpu_is_refused(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "an older GPU")
+    with pytest.raises(
+        RuntimeError, match=r"cuda:3 \(an older GPU, sm_75\), wanted a GPU of sm_80"
+    ):
+        cuda.check_device(3)

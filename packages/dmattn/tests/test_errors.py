@@ -1,0 +1,185 @@
+"""Bad input: the error raised, which names the argument, what came and what was wanted."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dmattn import flash_dmattn_func
+from dmattn.ops import shapes
+
+
+def inputs(**changes: Any) -> dict[str, Any]:
+    good: dict[str, Any] = {
+        "query": torch.randn(2, 5, 4, 8),
+        "key": torch.randn(2, 6, 2, 8),
+        "value": torch.randn(2, 6, 2, 8),
+    }
+    return {**good, **changes}
+
+
+def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.zeros(shape, dtype=dtype)
+
+
+BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"query": [1.0]}, TypeError, "query: got list, wanted a torch.Tensor"),
+    ({"value": None}, TypeError, "value: got NoneType, wanted a torch.Tensor"),
+    ({"attn_mask": True}, TypeError, "attn_mask: got bool, wanted a torch.Tensor or None"),
+    ({"query": zeros()}, ValueError, r"query: got shape \(\), wanted 4 dimensions"),
+    ({"query": zeros(5, 4, 8)}, ValueError, r"query: got shape \(5, 4, 8\), wanted 4 dimensions"),
+    ({"key": zeros(2, 6, 8)}, ValueError, r"key: got shape \(2, 6, 8\), wanted 4 dimensions"),
+    ({"query": zeros(2, 5, 4, 0)}, ValueError, "query: got head_dim 0, wanted 1 to 256"),
+    ({"query": zeros(2, 5, 4, 257)}, ValueError, "query: got head_dim 257, wanted 1 to 256"),
+    ({"query": zeros(2, 5, 0, 8)}, ValueError, "query: got 0 heads, wanted at least 1"),
+    ({"key": zeros(3, 6, 2, 8)}, ValueError, r"key: got shape .*, wanted \(2, seqlen_k, "),
+    ({"key": zeros(2, 6, 2, 9)}, ValueError, r"key: got shape .*, wanted \(2, seqlen_k, .*, 8\)"),
+    ({"value": zeros(2, 7, 2, 8)}, ValueError, r"value: got shape .*, wanted \(2, 6, 2, 8\)"),
+    ({"query": zeros(2, 5, 3, 8)}, ValueError, "key: got 2 heads, wanted a divisor of the 3"),
+    (
+        {"key": zeros(2, 6, 0, 8), "value": zeros(2, 6, 0, 8)},
+        ValueError,
+        "key: got 0 heads, wanted a divisor",
+    ),
+    (
+        {"query": zeros(2, 5, 4, 8, dtype=torch.int32)},
+        TypeError,
+        "query: got dtype torch.int32, wanted torch.float16, torch.bfloat16, .* on the CPU",
+    ),
+    (
+        {"key": zeros(2, 6, 2, 8, dtype=torch.float64)},
+        TypeError,
+        "key: got dtype torch.float64, wanted torch.float32 as query",
+    ),
+    (
+        {"attn_mask": zeros(2, 4, 5, 6)},
+        TypeError,
+        "attn_mask: got dtype torch.float32, wanted torch.bool .*attn_bias",
+    ),
+    (
+        {"attn_mask": zeros(5, 6, dtype=torch.bool)},
+        ValueError,
+        r"attn_mask: got shape \(5, 6\), wanted \(2\|1, 4\|2\|1, 5\|1, 6\|1\)",
+    ),
+    (
+        {"attn_mask": zeros(2, 3, 5, 6, dtype=torch.bool)},
+        ValueError,
+        r"attn_mask: got shape \(2, 3, 5, 6\), wanted",
+    ),
+    ({"attn_bias": zeros(2, 4, 5, 7)}, ValueError, r"attn_bias: got shape \(2, 4, 5, 7\), wanted"),
+    ({"attn_bias": zeros(2, 4, 6)}, ValueError, r"attn_bias: got shape \(2, 4, 6\), wanted"),
+    (
+        {"attn_bias": zeros(2, 4, 5, 6, dtype=torch.bfloat16)},
+        TypeError,
+        "attn_bias: got dtype torch.bfloat16, wanted torch.float32",
+    ),
+    (
+        {"attn_bias": zeros(2, 4, 5, 6, dtype=torch.bool)},
+        TypeError,
+        "attn_bias: got dtype torch.bool, wanted torch.float32",
+    ),
+    (
+        {"key": torch.empty(2, 6, 2, 8, device="meta")},
+        ValueError,
+        "key: got device meta, wanted cpu as query",
+    ),
+    (
+        {"attn_mask": torch.empty(1, 1, 1, 6, dtype=torch.bool, device="meta")},
+        ValueError,
+        "attn_mask: got device meta, wanted cpu as query",
+    ),
+    ({"softmax_scale": "1"}, TypeError, "softmax_scale: got str, wanted a float"),
+    ({"softmax_scale": float("nan")}, ValueError, "softmax_scale: got nan, wanted a finite"),
+    ({"softcap": float("inf")}, ValueError, "softcap: got inf, wanted a finite"),
+    ({"backend": "flex"}, ValueError, "backend: got 'flex', wanted one of 'cuda', 'cpu'"),
+    ({"backend": "cuda"}, ValueError, "backend: got 'cuda', wanted 'cpu' or None"),
+    ({"window_size": 2}, ValueError, "attn_bias: got None, wanted one score per key"),
+]
+
+
+@pytest.mark.parametrize(
+    "changes, error, message", BAD, ids=[f"{i}-{'-'.join(c)}" for i, (c, _, _) in enumerate(BAD)]
+)
+@pytest.mark.parametrize("grad", [False, True], ids=["plain", "grad"])
+def test_bad_input(
+    changes: dict[str, Any], error: type[Exception], message: str, grad: bool
+) -> None:
+    given = inputs(**changes)
+    if grad and isinstance(given["query"], Tensor) and given["query"].is_floating_point():
+        given["query"].requires_grad_()
+    with pytest.raises(error, match=message):
+        flash_dmattn_func(**given)
+
+
+BAD_WINDOWS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"window_size": 0}, ValueError, "window_size: got 0, wanted at least 1"),
+    ({"window_size": 2.0}, TypeError, r"window_size: got 2.0 \(float\), wanted an int"),
+    ({"window_size": True}, TypeError, r"window_size: got True \(bool\), wanted an int"),
+    (
+        {"window_size": 2, "attn_bias": zeros(1, 4, 5, 6)},
+        ValueError,
+        r"attn_bias: got shape \(1, 4, 5, 6\), wanted \(batch\|1, nheads\|nheads_k\|1, 1, 6\)",
+    ),
+    (
+        {"window_size": 2, "attn_bias": zeros(1, 4, 1, 1)},
+        ValueError,
+        r"attn_bias: got shape \(1, 4, 1, 1\), wanted",
+    ),
+    ({"window_size": 2, "attn_bias": zeros(2, 3, 6)}, ValueError, "attn_bias: got shape"),
+    (
+        {"window_size": 2, "attn_bias": zeros(1, 1, 1, 6, dtype=torch.int64)},
+        TypeError,
+        "attn_bias: got dtype torch.int64, wanted",
+    ),
+]
+
+
+@pytest.mark.parametrize("changes, error, message", BAD_WINDOWS)
+def test_bad_window(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        flash_dmattn_func(**inputs(**{"attn_bias": zeros(1, 4, 1, 6), **changes}))
+
+
+def test_double_accepts_a_float_bias_and_names_both() -> None:
+    given = {name: t.double() for name, t in inputs().items()}
+    flash_dmattn_func(**given, attn_bias=zeros(1, 1, 1, 6))
+    with pytest.raises(TypeError, match=r"wanted torch.float64 or torch.float32"):
+        flash_dmattn_func(**given, attn_bias=zeros(1, 1, 1, 6, dtype=torch.float16))
+
+
+def _backward_arguments() -> list[Any]:
+    t = inputs()
+    out, lse = torch.ops.dmattn.fwd(t["query"], t["key"], t["value"], None, None, 1.0, False, 0.0)
+    dlse = torch.zeros_like(lse)
+    return [torch.zeros_like(out), dlse, *t.values(), None, None, out, lse, 1.0, False, 0.0, False]
+
+
+@pytest.mark.parametrize(
+    "position, change, error, message",
+    [
+        (0, lambda t: t.half(), TypeError, "dout: got dtype torch.float16, wanted torch.float32"),
+        (0, lambda t: t[:, 1:], ValueError, r"dout: got shape \(2, 4, 4, 8\), wanted"),
+        (1, lambda t: t.double(), TypeError, "dlse: got dtype torch.float64"),
+        (7, lambda t: t[..., 1:], ValueError, "out: got shape"),
+        (8, lambda t: t.mT, ValueError, r"lse: got shape \(2, 5, 4\), wanted \(2, 4, 5\)"),
+        (8, lambda t: t.to("meta"), ValueError, "lse: got device meta, wanted cpu as query"),
+    ],
+)
+def test_bad_backward_input(
+    position: int, change: Callable[[Tensor], Tensor], error: type[Exception], message: str
+) -> None:
+    arguments = _backward_arguments()
+    arguments[position] = change(arguments[position])
+    dout, dlse, query = arguments[:3]
+    out, lse = arguments[7:9]
+    with pytest.raises(error, match=message):
+        shapes.check_backward_inputs(dout, dlse, query, out, lse, [True] * 4)
+
+
+def test_fakes_refuse_the_same() -> None:
+    """The meta device runs the fakes: same checks, same words."""
+    given = {name: t.to("meta") for name, t in inputs(query=zeros(2, 5, 3, 8)).items()}
+    with pytest.raises(ValueError, match="key: got 2 heads, wanted a divisor of the 3"):
+        flash_dmattn_func(**given)

@@ -1,0 +1,124 @@
+"""Backends, what is returned, and the package as imported, on the CPU."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from attention_cases import random_case
+
+import dmattn
+from dmattn import backends, flash_dmattn_func, flash_dmattn_func_auto, get_available_backends
+from dmattn.ops import cuda
+
+
+def test_return_values() -> None:
+    case = random_case(dtype=torch.bfloat16, mask_shape=(2, 1, 9, 11))
+    out = flash_dmattn_func(*case.inputs)
+    assert isinstance(out, torch.Tensor)
+    with_lse = flash_dmattn_func(*case.inputs, return_lse=True)
+    with_probs = flash_dmattn_func(*case.inputs, return_attn_probs=True)
+    both = flash_dmattn_func(*case.inputs, return_lse=True, return_attn_probs=True)
+    assert [len(r) for r in (with_lse, with_probs, both)] == [2, 2, 3]
+    assert torch.equal(both[0], out) and torch.equal(both[1], with_lse[1])
+    assert torch.equal(both[2], with_probs[1])
+    assert (both[1].dtype, both[1].shape) == (torch.float32, (2, 4, 9))
+    assert (both[2].dtype, both[2].shape) == (torch.float32, (2, 4, 9, 11))
+
+
+def test_probabilities_are_those_of_the_output() -> None:
+    case = random_case(mask_shape=(2, 4, 9, 11), bias_shape=(1, 2, 9, 11)).requiring_grad()
+    out, lse, probs = flash_dmattn_func(
+        *case.inputs, is_causal=True, softcap=2.0, return_lse=True, return_attn_probs=True
+    )
+    assert out.requires_grad and lse.requires_grad and not probs.requires_grad
+    values = case.value.repeat_interleave(2, dim=2)
+    torch.testing.assert_close(torch.einsum("bhij,bjhd->bihd", probs, values), out)
+    sums = probs.sum(-1)
+    torch.testing.assert_close(sums, torch.isfinite(lse).to(sums.dtype))
+
+
+def test_keywords_and_defaults() -> None:
+    case = random_case()
+    named = flash_dmattn_func(
+        query=case.query,
+        key=case.key,
+        value=case.value,
+        attn_mask=None,
+        attn_bias=None,
+        softmax_scale=8**-0.5,
+        is_causal=False,
+        softcap=0.0,
+        deterministic=False,
+        window_size=None,
+        return_lse=False,
+        backend="cpu",
+    )
+    assert torch.equal(named, flash_dmattn_func(*case.inputs))
+
+
+def test_deterministic_algorithms_reach_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    operator = torch.ops.dmattn.fwd
+
+    def forward(*arguments: Any) -> Any:
+        asked.append(arguments[-1])
+        return operator(*arguments)
+
+    monkeypatch.setattr(torch.ops.dmattn, "fwd", forward)
+    case = random_case().requiring_grad()
+    flash_dmattn_func(*case.inputs)
+    flash_dmattn_func(*case.inputs, deterministic=True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        flash_dmattn_func(*case.inputs)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert asked == [False, True, True]
+
+
+def test_auto_returns_the_function() -> None:
+    case = random_case()
+    expected = flash_dmattn_func(*case.inputs, is_causal=True)
+    for backend in (None, "cpu"):
+        attend = flash_dmattn_func_auto(backend=backend)
+        assert torch.equal(attend(*case.inputs, is_causal=True), expected)
+
+
+def test_unknown_and_unusable_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="backend: got 'triton', wanted one of 'cuda', 'cpu'"):
+        flash_dmattn_func_auto("triton")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RuntimeError, match="'cuda', which cannot run here: torch sees no CUDA"):
+        flash_dmattn_func_auto("cuda")
+    assert get_available_backends() == ["cpu"]
+
+
+def test_cuda_backend_needs_one_usable_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    def check(device: int) -> None:
+        if device < usable:
+            raise RuntimeError("too old")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(cuda, "check_device", check)
+    usable = 1
+    assert get_available_backends() == ["cuda", "cpu"]
+    usable = 2
+    assert get_available_backends() == ["cpu"]
+    assert backends.why_unavailable("cuda") == "too old"
+
+
+def test_import_needs_neither_gpu_nor_kernels() -> None:
+    code = (
+        "import sys; sys.modules['dmattn_kernels'] = None; import torch, dmattn; "
+        "assert not torch.cuda.is_initialized(); "
+        "dmattn.flash_dmattn_func(*[torch.ones(1, 2, 1, 4)] * 3); print(dmattn.__version__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == dmattn.__version__
+
+
+def test_everything_exported_exists() -> None:
+    assert all(hasattr(dmattn, name) for name in dmattn.__all__)

@@ -1,0 +1,190 @@
+"""What is differentiated, when, and what it costs, on the CPU."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from attention_cases import Case, random_case
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dmattn import flash_dmattn_func
+from dmattn.ops import cpu
+
+
+class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the operators that run, and the largest tensor that any of them makes."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[tuple[str, tuple[object, ...]]] = []
+        self.largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        self.calls.append((func.name(), args))
+        if not func.is_view:
+            made = result if isinstance(result, (tuple, list)) else (result,)
+            sizes = [t.numel() for t in made if isinstance(t, Tensor)]
+            self.largest = max([self.largest, *sizes])
+        return result
+
+
+def needs_of(watch: Watch) -> Sequence[bool]:
+    (args,) = [args for name, args in watch.calls if name == "dmattn::bwd"]
+    needs = args[-1]
+    assert isinstance(needs, (list, tuple))
+    return list(needs)
+
+
+@pytest.mark.parametrize(
+    "wanted", [(0,), (1,), (2,), (3,), (0, 1, 2), (0, 2), (1, 3), (0, 1, 2, 3)]
+)
+@pytest.mark.parametrize("bias_shape", [(2, 4, 9, 11), (1, 2, 1, 11)])
+def test_each_gradient_only_when_asked_for(
+    wanted: tuple[int, ...], bias_shape: tuple[int, ...]
+) -> None:
+    """Frozen bias, bias-only training and all between: the same numbers, and nothing else."""
+    case = random_case(bias_shape=bias_shape, mask_shape=(2, 1, 1, 11), softcap=2.0)
+    oracle = case.reference()
+    expected = (oracle.dq, oracle.dk, oracle.dv, oracle.dbias)
+    given = [case.query, case.key, case.value, case.attn_bias]
+    leaves = [
+        t if t is None else t.clone().requires_grad_(i in wanted) for i, t in enumerate(given)
+    ]
+    q, k, v, bias = leaves
+    assert q is not None and k is not None and v is not None
+    out, lse = flash_dmattn_func(q, k, v, case.attn_mask, bias, softcap=2.0, return_lse=True)
+    with Watch() as watch:
+        torch.autograd.backward((out, lse), (case.dout, case.dlse))
+    assert needs_of(watch) == [i in wanted for i in range(4)]
+    for i, leaf in enumerate(leaves):
+        assert leaf is not None
+        assert (leaf.grad is not None) == (i in wanted)
+        if leaf.grad is not None:
+            torch.testing.assert_close(leaf.grad, expected[i], rtol=0, atol=1e-13)
+
+
+def test_unneeded_gradients_are_empty() -> None:
+    case = random_case(bias_shape=(2, 4, 9, 11))
+    out, lse = cpu.forward(*case.inputs, 0.3, False, 0.0)
+    grads = cpu.backward(
+        case.dout, None, *case.inputs, out, lse, 0.3, False, 0.0, False, [False] * 4
+    )
+    assert [tuple(g.shape) for g in grads] == [(0,)] * 4
+
+
+def test_only_lse_is_used() -> None:
+    case = random_case(bias_shape=(1, 4, 1, 11))
+    leaves = case.requiring_grad()
+    _, lse = flash_dmattn_func(*leaves.inputs, return_lse=True)
+    assert leaves.attn_bias is not None
+    torch.autograd.backward(lse, case.dlse)
+    case.dout = torch.zeros_like(case.dout)
+    oracle = case.reference()
+    assert oracle.dbias is not None
+    for leaf, expected in (
+        (leaves.query, oracle.dq),
+        (leaves.key, oracle.dk),
+        (leaves.value, oracle.dv),
+        (leaves.attn_bias, oracle.dbias),
+    ):
+        assert leaf.grad is not None
+        torch.testing.assert_close(leaf.grad, expected, rtol=0, atol=1e-13)
+
+
+def test_gradient_reaches_what_a_view_was_made_of() -> None:
+    """An expanded bias, and keys shared by all heads, as a model writes them."""
+    case = random_case()
+    base_bias = torch.randn(11, dtype=torch.float64, requires_grad=True)
+    base_key = torch.randn(2, 11, 1, 8, dtype=torch.float64, requires_grad=True)
+
+    def attend(key: Tensor, bias: Tensor) -> Tensor:
+        return flash_dmattn_func(case.query, key, case.value, attn_bias=bias)
+
+    viewed = attend(base_key.expand(2, 11, 2, 8), base_bias.expand(2, 4, 9, 11))
+    grads = torch.autograd.grad(viewed, [base_key, base_bias], case.dout)
+    copied = attend(base_key.repeat(1, 1, 2, 1), base_bias.repeat(2, 4, 9, 1))
+    expected = torch.autograd.grad(copied, [base_key, base_bias], case.dout)
+    for grad, other in zip(grads, expected, strict=True):
+        torch.testing.assert_close(grad, other, rtol=0, atol=1e-13)
+
+
+def test_gradcheck() -> None:
+    case = random_case(1, 3, 4, 2, 1, 2, mask_shape=(1, 2, 3, 4), bias_shape=(1, 1, 3, 4))
+    leaves = case.requiring_grad()
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse = flash_dmattn_func(q, k, v, case.attn_mask, bias, softcap=2.0, return_lse=True)
+        return out, lse.masked_fill(lse.isinf(), 0.0)
+
+    inputs: Any = (leaves.query, leaves.key, leaves.value, leaves.attn_bias)
+    assert torch.autograd.gradcheck(attend, inputs)
+
+
+def test_second_derivatives_are_refused() -> None:
+    leaves = random_case().requiring_grad()
+    out = flash_dmattn_func(*leaves.inputs)
+    (dq,) = torch.autograd.grad(out.square().sum(), leaves.query, create_graph=True)
+    with pytest.raises(RuntimeError, match="first derivatives only"):
+        torch.autograd.grad(dq.sum(), leaves.query)
+
+
+@pytest.mark.parametrize("bias_shape", [(1, 1, 1, 1), (2, 4, 1, 11), (1, 2, 9, 11)])
+def test_gradients_repeat_bit_by_bit(bias_shape: tuple[int, ...]) -> None:
+    case = random_case(dtype=torch.float32, bias_shape=bias_shape)
+    runs = []
+    for _ in range(3):
+        leaves = case.requiring_grad()
+        out = flash_dmattn_func(*leaves.inputs, deterministic=True)
+        assert leaves.attn_bias is not None
+        wanted = [leaves.query, leaves.key, leaves.value, leaves.attn_bias]
+        runs.append(torch.autograd.grad(out, wanted, case.dout))
+    for run in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(runs[0], run, strict=True))
+
+
+def test_dbias_is_rounded_once() -> None:
+    """A bfloat16 bias shared by all rows: partial sums in bfloat16 would stand still at 256."""
+    case = random_case(1, 2000, 2, 1, 1, 8, dtype=torch.bfloat16, bias_shape=(1, 1, 1, 2))
+    case.value = torch.ones_like(case.value)
+    case.value[:, 1] = -1
+    case.dout = torch.ones_like(case.dout)
+    case.dlse = torch.zeros_like(case.dlse)
+    leaves = case.requiring_grad()
+    assert leaves.attn_bias is not None
+    (dbias,) = torch.autograd.grad(flash_dmattn_func(*leaves.inputs), leaves.attn_bias, case.dout)
+    oracle = case.reference().dbias
+    assert oracle is not None and oracle.abs().max() > 1000
+    torch.testing.assert_close(dbias.double(), oracle, rtol=0.01, atol=0)
+
+
+def long_case(seqlen: int) -> Case:
+    return random_case(1, seqlen, seqlen, 2, 1, 8, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["none", "key mask", "key bias", "causal"])
+def test_memory_is_linear_in_the_lengths(kind: str) -> None:
+    seqlen = 3000
+    case = long_case(seqlen)
+    if kind == "key mask":
+        case.attn_mask = torch.rand(1, 2, 1, seqlen) < 0.9
+    if kind == "key bias":
+        case.attn_bias = torch.randn(1, 1, 1, seqlen)
+    settings = (0.3, kind == "causal", 0.0)
+    with Watch() as watch:
+        out, lse = cpu.forward(*case.inputs, *settings)
+        cpu.backward(case.dout, case.dlse, *case.inputs, out, lse, *settings, False, [True] * 4)
+    assert watch.largest <= cpu._BLOCK_ELEMENTS < seqlen * seqlen / 4
+
+
+def test_dropped_keys_cost_nothing() -> None:
+    """A key-only mask shortens the matrix products to the keys that some row of the head keeps."""
+    case = long_case(1000)
+    case.attn_mask = torch.zeros(1, 1, 1, 1000, dtype=torch.bool)
+    case.attn_mask[..., ::50] = True
+    with Watch() as watch:
+        out, lse = cpu.forward(*case.inputs, 0.3, True, 0.0)
+        cpu.backward(case.dout, None, *case.inputs, out, lse, 0.3, True, 0.0, False, [True] * 4)
+    assert watch.largest == 2 * 1000 * 20

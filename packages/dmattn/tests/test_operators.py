@@ -1,0 +1,179 @@
+"""The torch.library operators: schemas, fakes, autograd and compilers, on the CPU."""
+
+from typing import Any
+
+import pytest
+import torch
+from attention_cases import Case, random_case
+from torch import Tensor
+from torch.library import opcheck
+
+from dmattn import flash_dmattn_func, maybe_create_mask
+
+
+@pytest.fixture(autouse=True)
+def _forget_compilations() -> None:
+    torch._dynamo.reset()
+
+
+SHAPES: list[dict[str, Any]] = [
+    {},
+    {"mask_shape": (2, 1, 1, 11), "is_causal": True},
+    {"bias_shape": (1, 2, 9, 1), "softcap": 2.0},
+    {"mask_shape": (1, 4, 9, 11), "bias_shape": (2, 4, 9, 11), "is_causal": True},
+    {"seqlen_k": 0},
+    {"seqlen_q": 0, "bias_shape": (1, 1, 1, 11)},
+]
+
+
+def forward_arguments(case: Case) -> tuple[Any, ...]:
+    options = case.options
+    return (
+        *case.inputs,
+        0.3,
+        bool(options.get("is_causal", False)),
+        float(options.get("softcap") or 0.0),
+    )
+
+
+@pytest.mark.parametrize("options", SHAPES)
+@pytest.mark.parametrize("grad", [False, True])
+def test_forward_operator(options: dict[str, Any], grad: bool) -> None:
+    case = random_case(dtype=torch.float32, **options)
+    opcheck(torch.ops.dmattn.fwd, forward_arguments(case.requiring_grad() if grad else case))
+
+
+@pytest.mark.parametrize("options", SHAPES)
+@pytest.mark.parametrize("needs", [[True] * 4, [False, True, False, False], [False] * 4])
+def test_backward_operator(options: dict[str, Any], needs: list[bool]) -> None:
+    case = random_case(dtype=torch.float32, **options)
+    arguments = forward_arguments(case)
+    out, lse = torch.ops.dmattn.fwd(*arguments)
+    *inputs, scale, causal, softcap = arguments
+    for dlse in (None, case.dlse):
+        opcheck(
+            torch.ops.dmattn.bwd,
+            (case.dout, dlse, *inputs, out, lse, scale, causal, softcap, False, needs),
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_fake_and_real_agree(dtype: torch.dtype) -> None:
+    """Shape, stride and dtype of every result, for inputs that are not contiguous."""
+    case = random_case(dtype=dtype, bias_shape=(1, 4, 9, 1))
+    case.query = case.query.transpose(1, 2).contiguous().transpose(1, 2)
+    case.dout = torch.ones((), dtype=dtype).expand(case.dout.shape)
+    arguments = forward_arguments(case)
+    real = torch.ops.dmattn.fwd(*arguments)
+    fake = torch.ops.dmattn.fwd(*_to_meta(arguments))
+    more = (case.dout, case.dlse, *arguments[:5], *real, *arguments[5:], True, [True] * 4)
+    real += torch.ops.dmattn.bwd(*more)
+    fake += torch.ops.dmattn.bwd(*_to_meta(more))
+    for a, b in zip(real, fake, strict=True):
+        assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+
+
+def _to_meta(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(a.to("meta") if isinstance(a, Tensor) else a for a in arguments)
+
+
+@pytest.mark.parametrize("window_size", [None, 4])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiles_without_graph_breaks(backend: str, window_size: int | None) -> None:
+    case = random_case(mask_shape=(2, 1, 1, 11), bias_shape=(2, 4, 1, 11), is_causal=True)
+
+    def step(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, bias: Tensor) -> Tensor:
+        out, lse = flash_dmattn_func(
+            q, k, v, mask, bias, is_causal=True, window_size=window_size, return_lse=True
+        )
+        result: Tensor = out.sum(-1).mT * lse.masked_fill(lse.isinf(), 0.0)
+        return result
+
+    compiled = torch.compile(step, fullgraph=True, backend=backend)
+    results = []
+    for function in (step, compiled):
+        leaves = case.requiring_grad()
+        result = function(*leaves.inputs)
+        wanted: list[Any] = [leaves.query, leaves.key, leaves.value, leaves.attn_bias]
+        results.append([result, *torch.autograd.grad(result.sum(), wanted)])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+def test_compiles_with_changing_lengths() -> None:
+    compiled = torch.compile(flash_dmattn_func, fullgraph=True, backend="aot_eager", dynamic=True)
+    for seqlen in (5, 9, 16, 31):
+        case = random_case(seqlen_q=seqlen, seqlen_k=seqlen, mask_shape=(1, 1, 1, seqlen))
+        expected = flash_dmattn_func(*case.inputs, is_causal=True)
+        torch.testing.assert_close(compiled(*case.inputs, is_causal=True), expected)
+
+
+@pytest.mark.parametrize("window_size", [None, 4, 40])
+@pytest.mark.parametrize("mask_shape", [None, (2, 11), (2, 9), (2, 1, 1, 11)])
+def test_mask_utilities_compile(
+    window_size: int | None, mask_shape: tuple[int, ...] | None
+) -> None:
+    bias = torch.randn(2, 4, 1, 11)
+    mask = None if mask_shape is None else torch.rand(mask_shape) < 0.7
+    compiled = torch.compile(maybe_create_mask, fullgraph=True, backend="aot_eager")
+    got = compiled(bias, mask, 2, 9, 11, window_size)
+    expected = maybe_create_mask(bias, mask, 2, 9, 11, window_size)
+    assert (got is None) == (expected is None)
+    if got is not None and expected is not None:
+        assert torch.equal(got, expected)
+
+
+def test_export() -> None:
+    class Attend(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return flash_dmattn_func(q, k, v, is_causal=True)
+
+    case = random_case()
+    exported = torch.export.export(Attend(), case.inputs[:3])
+    assert any("dmattn.fwd" in str(node.target) for node in exported.graph.nodes)
+    torch.testing.assert_close(
+        exported.module()(*case.inputs[:3]), flash_dmattn_func(*case.inputs[:3], is_causal=True)
+    )
+
+
+def test_direct_call_equals_the_operator() -> None:
+    """Without gradients and modes the dispatcher is left out; the numbers are the same."""
+    case = random_case(mask_shape=(2, 1, 9, 11), bias_shape=(1, 1, 1, 11))
+    direct = flash_dmattn_func(*case.inputs, return_lse=True)
+    through = torch.ops.dmattn.fwd(*case.inputs, 8**-0.5, False, 0.0)
+    assert all(torch.equal(a, b) for a, b in zip(direct, through, strict=True))
+
+
+def test_autocast_does_not_lower_the_arithmetic() -> None:
+    case = random_case(dtype=torch.float32, bias_shape=(2, 4, 9, 11)).requiring_grad()
+    results = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            out = flash_dmattn_func(*case.inputs)
+            grads = torch.autograd.grad(out.sum(), [case.query, case.key])
+            results.append([out, *grads])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_negative_view() -> None:
+    case = random_case()
+    negative = torch.view_as_complex(torch.stack([case.query] * 2, -1)).conj().imag
+    assert negative.is_neg()
+    expected = flash_dmattn_func(-case.query, case.key, case.value)
+    torch.testing.assert_close(flash_dmattn_func(negative, case.key, case.value), expected)
+
+
+def test_transforms_that_operators_do_not_support_are_refused() -> None:
+    """An error rather than a gradient that is silently zero."""
+    case = random_case()
+
+    def loss(q: Tensor) -> Tensor:
+        return flash_dmattn_func(q, case.key, case.value).sum()
+
+    with pytest.raises(RuntimeError):
+        torch.func.grad(loss)(case.query)
+    make_dual: Any = torch.autograd.forward_ad.make_dual
+    with torch.autograd.forward_ad.dual_level():
+        dual = make_dual(case.query, case.dout)
+        with pytest.raises(RuntimeError, match="forward-mode derivatives"):
+            loss(dual)
