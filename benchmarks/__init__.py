@@ -1,0 +1,1 @@
+"""Timings of the whole job, next to PyTorch's own attention backends, in one run."""

@@ -1,0 +1,258 @@
+"""The contenders: ours and PyTorch's own, each doing the whole job of a case, masks included."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import dmattn
+from benchmarks.cases import Case
+from benchmarks.timing import Call
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """Random tensors of a case: q (B, Sq, H, D), k and v (B, Sk, HK, D), bias as in cases.py."""
+
+    case: Case
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    bias: Tensor | None
+    mask: Tensor | None  # bool (B, HK, 1, Sk)
+    dout: Tensor
+
+    def heads_first(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Views of q, k and v as (B, H, S, D), the layout of PyTorch's own attention."""
+        return self.q.transpose(1, 2), self.k.transpose(1, 2), self.v.transpose(1, 2)
+
+    def wanted(self) -> list[Tensor]:
+        return [x for x in (self.q, self.k, self.v, self.bias) if x is not None and x.requires_grad]
+
+
+def make_data(case: Case, device: torch.device) -> Data:
+    generator = torch.Generator(device)
+    generator.manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        values = torch.empty(shape, dtype=torch.bfloat16, device=device)
+        return values.normal_(generator=generator).requires_grad_(case.backward)
+
+    q = normal(case.batch, case.seqlen_q, case.nheads, case.head_dim)
+    k, v = (normal(case.batch, case.seqlen_k, case.nheads_k, case.head_dim) for _ in range(2))
+    bias = mask = None
+    if case.bias == "dense":
+        bias = normal(case.batch, case.nheads, case.seqlen_q, case.seqlen_k)
+    elif case.bias == "key":
+        bias = normal(case.batch, case.nheads_k, 1, case.seqlen_k)
+    if case.group.startswith("key mask"):
+        assert case.kept is not None
+        chosen = torch.rand(
+            case.batch, case.nheads_k, 1, case.seqlen_k, generator=generator, device=device
+        )
+        mask = torch.zeros(chosen.shape, dtype=torch.bool, device=device)
+        mask.scatter_(3, chosen.topk(case.kept, dim=3).indices, True)
+    data = Data(case, q, k, v, bias, mask, torch.randn_like(q.detach()))
+    if case.group == "running top-w":
+        data = dataclasses.replace(data, mask=running_top_mask(data))
+    return data
+
+
+# --- ours -----------------------------------------------------------------------------------------
+
+
+def dmattn_plain(data: Data) -> Tensor:
+    return dmattn.flash_dmattn_func(
+        data.q, data.k, data.v, attn_bias=data.bias, is_causal=data.case.causal
+    )
+
+
+def dmattn_masked(data: Data) -> Tensor:
+    return dmattn.flash_dmattn_func(
+        data.q, data.k, data.v, attn_mask=data.mask, attn_bias=data.bias, is_causal=data.case.causal
+    )
+
+
+def dmattn_window(data: Data) -> Tensor:
+    """Through a dense mask made on the way: a stand-in until kernels select keys themselves."""
+    return dmattn.flash_dmattn_func(
+        data.q, data.k, data.v, attn_bias=data.bias, is_causal=True, window_size=data.case.kept
+    )
+
+
+def dmattn_top_keys(data: Data) -> Tensor:
+    """Decoding over the keys with the highest bias: top-k, key mask, attention."""
+    case = data.case
+    assert data.bias is not None and case.kept is not None
+    mask = dmattn.create_mask(data.bias, None, case.batch, case.seqlen_q, case.seqlen_k, case.kept)
+    return dmattn.flash_dmattn_func(data.q, data.k, data.v, attn_mask=mask, attn_bias=data.bias)
+
+
+def running_top_mask(data: Data) -> Tensor:
+    """bool (B, HK, Sq, Sk) by torch.topk: what those without a kernel for it materialise."""
+    case = data.case
+    assert data.bias is not None and case.kept is not None
+    seen = torch.ones(case.seqlen_q, case.seqlen_k, dtype=torch.bool, device=data.q.device).tril()
+    scores = data.bias.detach().masked_fill(~seen, float("-inf"))
+    top = scores.topk(case.kept, dim=3, sorted=False)
+    mask = torch.zeros(scores.shape, dtype=torch.bool, device=scores.device)
+    return mask.scatter_(3, top.indices, top.values > float("-inf"))
+
+
+# --- PyTorch's ------------------------------------------------------------------------------------
+
+
+def _sdpa(
+    data: Data, backend: SDPBackend, bias: Tensor | None = None, causal: bool = False
+) -> Tensor:
+    q, k, v = data.heads_first()
+    grouped = data.case.nheads != data.case.nheads_k
+    if grouped and backend is SDPBackend.EFFICIENT_ATTENTION:  # it has no grouped heads
+        ratio = data.case.nheads // data.case.nheads_k
+        k, v, grouped = k.repeat_interleave(ratio, 1), v.repeat_interleave(ratio, 1), False
+    with sdpa_kernel(backend):
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=bias, is_causal=causal, enable_gqa=grouped
+        )
+    return out.transpose(1, 2)
+
+
+def sdpa_flash(data: Data) -> Tensor:
+    return _sdpa(data, SDPBackend.FLASH_ATTENTION, causal=data.case.causal)
+
+
+def sdpa_cudnn(data: Data) -> Tensor:
+    return _sdpa(data, SDPBackend.CUDNN_ATTENTION, causal=data.case.causal)
+
+
+def sdpa_efficient(data: Data) -> Tensor:
+    bias = data.bias
+    if bias is not None and bias.shape[3] % 8:
+        # It wants rows of the bias to start on 16 bytes: a padded copy, as PyTorch's users make
+        # one.
+        bias = F.pad(bias, (0, 8 - bias.shape[3] % 8))[..., : bias.shape[3]]
+    return _sdpa(data, SDPBackend.EFFICIENT_ATTENTION, bias, causal=data.case.causal)
+
+
+def sdpa_cudnn_no_dbias(data: Data) -> Tensor:
+    assert data.bias is not None
+    return _sdpa(data, SDPBackend.CUDNN_ATTENTION, data.bias.detach())
+
+
+def _materialised(data: Data, mask: Tensor) -> Tensor:
+    """Mask and key bias as one additive (B, H, Sq, Sk), without a gradient for the bias."""
+    case = data.case
+    assert data.bias is not None
+    added = data.bias.detach().masked_fill(~mask, float("-inf"))
+    return added.repeat_interleave(case.nheads // case.nheads_k, dim=1)
+
+
+def sdpa_efficient_key_mask(data: Data) -> Tensor:
+    assert data.mask is not None
+    case, mask = data.case, data.mask
+    if case.causal:
+        mask = mask & mask.new_ones(case.seqlen_q, case.seqlen_k).tril()
+    added = _materialised(data, mask).expand(-1, -1, case.seqlen_q, -1)
+    return _sdpa(data, SDPBackend.EFFICIENT_ATTENTION, added)
+
+
+def sdpa_efficient_window(data: Data) -> Tensor:
+    return _sdpa(data, SDPBackend.EFFICIENT_ATTENTION, _materialised(data, running_top_mask(data)))
+
+
+def _gathered(data: Data, index: Tensor) -> Data:
+    """k and v reduced to the keys at index (B, HK, w)."""
+    where = index.transpose(1, 2)[..., None].expand(-1, -1, -1, data.case.head_dim)
+    return dataclasses.replace(data, k=data.k.gather(1, where), v=data.v.gather(1, where))
+
+
+def gather_sdpa_flash(data: Data) -> Tensor:
+    """Kept keys gathered by torch, then flash over them: no bias at all, since flash takes none."""
+    assert data.mask is not None and data.case.kept is not None
+    index = data.mask[:, :, 0].to(torch.uint8).topk(data.case.kept, dim=2, sorted=False).indices
+    return _sdpa(_gathered(data, index), SDPBackend.FLASH_ATTENTION)
+
+
+def topk_gather_sdpa(data: Data) -> Tensor:
+    """Decoding: the best keys by torch.topk, gathered, flash over them; no bias."""
+    assert data.bias is not None and data.case.kept is not None
+    index = data.bias[:, :, 0].topk(data.case.kept, dim=2, sorted=False).indices
+    return _sdpa(_gathered(data, index), SDPBackend.FLASH_ATTENTION)
+
+
+@functools.cache
+def _compiled_flex() -> Callable[..., Tensor]:
+    import torch._functorch.config as functorch_config
+    from torch.nn.attention.flex_attention import flex_attention
+
+    functorch_config.donated_buffer = False  # the timed backward runs more than once
+    return torch.compile(flex_attention, dynamic=False)
+
+
+def flex(data: Data) -> Tensor:
+    bias = data.bias
+    assert bias is not None
+
+    def add_bias(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return score + bias[b, h, i, j]
+
+    return _compiled_flex()(*data.heads_first(), score_mod=add_bias).transpose(1, 2)
+
+
+CONTENDERS: dict[str, tuple[str, Callable[[Data], Tensor]]] = {
+    "dmattn": ("dmattn", dmattn_plain),
+    "dmattn_masked": ("dmattn", dmattn_masked),
+    "dmattn_given_mask": ("dmattn, dense mask given", dmattn_masked),
+    "dmattn_window": ("dmattn, window through a dense mask (stand-in)", dmattn_window),
+    "dmattn_top_keys": ("dmattn, top-k included", dmattn_top_keys),
+    "sdpa_flash": ("SDPA flash", sdpa_flash),
+    "sdpa_cudnn": ("SDPA cuDNN", sdpa_cudnn),
+    "sdpa_efficient": ("SDPA efficient", sdpa_efficient),
+    "sdpa_cudnn_no_dbias": ("SDPA cuDNN, no dbias", sdpa_cudnn_no_dbias),
+    "sdpa_efficient_key_mask": (
+        "SDPA efficient, materialised mask, no dbias",
+        sdpa_efficient_key_mask,
+    ),
+    "sdpa_efficient_window": ("torch.topk mask + SDPA efficient, no dbias", sdpa_efficient_window),
+    "gather_sdpa_flash": ("torch gather + SDPA flash, no bias", gather_sdpa_flash),
+    "topk_gather_sdpa": ("torch.topk + gather + SDPA flash, no bias", topk_gather_sdpa),
+    "flex": ("FlexAttention", flex),
+}
+
+
+def calls(name: str, data: Data) -> dict[str, Call]:
+    """What to time for one contender: "forward", and "backward" where the case has one."""
+    compute = CONTENDERS[name][1]
+    if not data.case.backward:
+        return {"forward": lambda: compute(data)}
+
+    def forward() -> None:
+        with torch.no_grad():
+            compute(data)
+
+    out = compute(data)
+    wanted = [x for x in data.wanted() if _reaches(out, x)]
+    return {
+        "forward": forward,
+        "backward": lambda: torch.autograd.grad(out, wanted, data.dout, retain_graph=True),
+    }
+
+
+def _reaches(out: Tensor, leaf: Tensor) -> bool:
+    """Whether the contender's result has a gradient for this input at all."""
+    seen, nodes = set(), [out.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if getattr(node, "variable", None) is leaf:
+            return True
+        nodes += [parent for parent, _ in node.next_functions]
+    return False

@@ -1,0 +1,281 @@
+"""Makes the page and the plots of docs/ from recorded results.
+
+python benchmarks/render.py [benchmarks/results/h200.json] [--markdown docs/benchmarks.md] [--plots
+docs/assets]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.cases import CASES, HOST_TIME_TARGET_US, PEAK_MEMORY_TARGET, TARGETS, Target  # noqa: E402
+
+Row = dict[str, Any]
+PHASES = ("forward", "backward")
+OURS = "#b5179e"
+COLORS = ("#4361ee", "#4cc9f0", "#8d99ae", "#2b9348", "#f4a261")
+
+
+def lines_of(rows: list[Row]) -> str:
+    """A few short lines for the terminal while the run goes on."""
+    return "\n".join(
+        f"{row['group']}: {row['case']:34} {row['label']:44} {row['phase']:9}"
+        + (
+            f"{row['ms']:9.3f} ms {row['tflops']:7.1f} TF"
+            if "ms" in row
+            else f"  {row['error'][:80]}"
+        )
+        for row in rows
+    )
+
+
+# --- targets --------------------------------------------------------------------------------------
+
+
+def _milliseconds(results: Row, group: str, case: str, contender: str, phase: str) -> float | None:
+    for row in results["rows"]:
+        found = (row["group"], row["case"], row["contender"], row["phase"])
+        if found == (group, case, contender, phase) and "ms" in row:
+            return float(row["ms"])
+    return None
+
+
+def judge(results: Row, target: Target) -> float | None:
+    """The measured ratio (or milliseconds) of a target; None where it was not timed."""
+    ours = _milliseconds(results, *target.case, target.contender, target.phase)
+    if isinstance(target.against, float):
+        return ours
+    other = _milliseconds(results, *target.against, target.phase)
+    return None if ours is None or other is None else ours / other
+
+
+def targets(results: Row) -> list[tuple[str, str, float, float]]:
+    """(what, phase, got, at most) for every target that was timed."""
+    found = [(t.name, t.phase, judge(results, t), t.wanted) for t in TARGETS]
+    for row in results["rows"]:
+        if row["contender"] == "dmattn" and row["group"] == "host time":
+            found.append(
+                ("host time of a small call, us", "forward", row["us"], HOST_TIME_TARGET_US)
+            )
+        if row["contender"] == "dmattn" and row["group"] == "peak memory":
+            words = "peak memory over q + k + v"
+            found.append((words, row["phase"], row["ratio"], PEAK_MEMORY_TARGET))
+    return [(what, phase, got, limit) for what, phase, got, limit in found if got is not None]
+
+
+def targets_text(results: Row) -> str:
+    lines = [f"{'target':48}{'phase':20}{'got':>8}{'at most':>9}"]
+    for what, phase, got, limit in targets(results):
+        verdict = "" if got <= limit else "  MISSED"
+        lines.append(f"{what:48}{phase:20}{got:8.3f}{limit:9.3f}{verdict}")
+    return "\n".join(lines)
+
+
+# --- the page -------------------------------------------------------------------------------------
+
+
+def markdown(results: Row, plots: str | None) -> str:
+    """The whole page; `plots` is the folder of the pictures, seen from the page; None for none."""
+    ceilings = results["ceilings"]
+    parts = [
+        "# Benchmarks",
+        "",
+        "<!-- Written by benchmarks/render.py from recorded results: change those instead. -->",
+        "",
+        f"Measured on one {results['gpu']} on {results['date']}: torch {results['torch']}, cuDNN "
+        f"{results['cudnn']}, dmattn {results['dmattn']} (kernels of the {results['family']} "
+        f"family), {results['dtype']}. Medians of CUDA-event timings from a cold L2 cache, "
+        "contenders in turn in one run, whole jobs: whatever mask a contender needs is made inside "
+        "its timing, unless its name says otherwise. TF counts unmasked work only, and the "
+        "backward as 2.5 times the forward. The same chip "
+        f"copies {ceilings['copy_tb_s']:.2f} TB/s and multiplies 8192 x 8192 bf16 matrices at "
+        f"{ceilings['matmul_tflops']:.0f} TF.",
+        "",
+        "Reproduce: `./dev bench`. Ratios are times over dmattn's: above 1, dmattn is faster.",
+        "",
+        "## Targets",
+        "",
+        "| what | phase | got | at most | |",
+        "|---|---|---:|---:|---|",
+    ]
+    for what, phase, got, limit in targets(results):
+        verdict = "met" if got <= limit else "**missed**"
+        parts.append(f"| {what} | {phase} | {got:.3g} | {limit:.3g} | {verdict} |")
+    groups = list(dict.fromkeys(case.group for case in CASES))
+    for group in groups:
+        rows = [row for row in results["rows"] if row["group"] == group]
+        if rows:
+            parts += ["", f"## {group[0].upper()}{group[1:]}", ""]
+            if plots is not None and any("ms" in row for row in rows):
+                parts += [f"![{group}]({plots}/{plot_name(group)})", ""]
+            parts += _table(rows)
+    parts += [
+        "",
+        "## Host time and memory",
+        "",
+        "| what | contender | measured |",
+        "|---|---|---:|",
+    ]
+    for row in results["rows"]:
+        if "us" in row:
+            words = f"host time of one call, {row['case']}"
+            parts.append(f"| {words} | {row['label']} | {row['us']:.1f} us |")
+        if "ratio" in row:
+            words = f"peak memory beside inputs, outputs and gradients, {row['case']}"
+            parts.append(f"| {words} | {row['label']} | {row['ratio']:.2f} x (q + k + v) |")
+    return "\n".join([*parts, ""])
+
+
+def _table(rows: list[Row]) -> list[str]:
+    """One line per shape and contender, forward and backward side by side."""
+    timed_backward = any(row["phase"] == "backward" for row in rows)
+    head = "| shape | contender | forward ms | TF | ratio |" + (
+        " backward ms | TF | ratio |" if timed_backward else ""
+    )
+    lines = [head, "|---|---|" + "---:|" * (head.count("|") - 3)]
+    pairs = list(dict.fromkeys((row["case"], row["contender"]) for row in rows))
+    pairs.sort(key=lambda pair: [row["case"] for row in rows].index(pair[0]))
+    ours = {
+        case: contender for case, contender in reversed(pairs) if contender.startswith("dmattn")
+    }
+    for case, contender in pairs:
+        found = {
+            row["phase"]: row
+            for row in rows
+            if (row["case"], row["contender"]) == (case, contender)
+        }
+        label = next(iter(found.values()))["label"]
+        cells = [case, f"**{label}**" if contender.startswith("dmattn") else label]
+        for phase in PHASES[: 2 if timed_backward else 1]:
+            base = next(
+                (
+                    r["ms"]
+                    for r in rows
+                    if (r["case"], r["contender"], r["phase"]) == (case, ours.get(case), phase)
+                    and "ms" in r
+                ),
+                None,
+            )
+            cells += _cells(found.get(phase), base, contender == ours.get(case))
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def _cells(row: Row | None, base: float | None, is_base: bool) -> list[str]:
+    if row is None:
+        return ["", "", ""]
+    if "ms" not in row:
+        return ["cannot run", "", ""]
+    ratio = "" if base is None or is_base else f"{row['ms'] / base:.2f}"
+    return [f"{row['ms']:.3f}", f"{row['tflops']:.0f}", ratio]
+
+
+def write_markdown(results: Row, path: Path, plots: Path | None) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    folder = None if plots is None else Path(os.path.relpath(plots, path.parent)).as_posix()
+    path.write_text(markdown(results, folder))
+
+
+# --- plots ----------------------------------------------------------------------------------------
+
+
+def plot_name(group: str) -> str:
+    return "bench_" + "".join(c if c.isalnum() else "_" for c in group) + ".png"
+
+
+def write_plots(results: Row, folder: Path) -> None:
+    """One picture per group: bars for forward and backward, ours in front."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    folder.mkdir(parents=True, exist_ok=True)
+    for group in dict.fromkeys(row["group"] for row in results["rows"]):
+        rows = [row for row in results["rows"] if row["group"] == group and "ms" in row]
+        if rows:
+            _plot_group(rows, group, str(results["gpu"]), folder / plot_name(group))
+
+
+def _plot_group(rows: list[Row], group: str, gpu: str, path: Path) -> None:
+    import matplotlib.pyplot as plt
+    from matplotlib.patches import Patch
+
+    phases = [phase for phase in PHASES if any(row["phase"] == phase for row in rows)]
+    cases = list(dict.fromkeys(row["case"] for row in rows))
+    labels = list(dict.fromkeys(row["label"] for row in rows))
+    colors = {
+        label: OURS if label == "dmattn" else COLORS[i % len(COLORS)]
+        for i, label in enumerate(labels)
+    }
+    figure, axes = plt.subplots(
+        1,
+        len(phases),
+        figsize=(6.2 * len(phases), 0.9 + 0.24 * len(cases) * (len(labels) + 1)),
+        squeeze=False,
+    )
+    for axis, phase in zip(axes[0], phases, strict=True):
+        ticks, position = [], 0.0
+        for case in cases:
+            start = position
+            for label in labels:
+                found = [
+                    r for r in rows if (r["case"], r["phase"], r["label"]) == (case, phase, label)
+                ]
+                if found:
+                    axis.barh(position, found[0]["ms"], 0.85, color=colors[label])
+                    axis.annotate(
+                        f" {found[0]['ms']:.3g}",
+                        (found[0]["ms"], position),
+                        va="center",
+                        fontsize=7,
+                    )
+                    position += 1
+            ticks.append((start + position - 1) / 2)
+            position += 0.8
+        axis.set_yticks(ticks, cases, fontsize=8)
+        axis.invert_yaxis()
+        axis.set_xlabel("ms, less is better", fontsize=8)
+        axis.set_title(phase, fontsize=9)
+        axis.margins(x=0.14)
+        axis.spines[["top", "right"]].set_visible(False)
+    handles = [Patch(color=colors[label]) for label in labels]
+    figure.suptitle(f"{group}, {gpu}, bf16", fontsize=10)
+    figure.tight_layout()
+    figure.legend(
+        handles,
+        labels,
+        loc="upper center",
+        bbox_to_anchor=(0.5, 0.02),
+        ncols=3,
+        fontsize=8,
+        frameon=False,
+    )
+    figure.savefig(path, dpi=130, bbox_inches="tight")
+    plt.close(figure)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    default = ROOT / "benchmarks" / "results" / "h200.json"
+    parser.add_argument("results", type=Path, nargs="?", default=default)
+    parser.add_argument("--markdown", type=Path, default=ROOT / "docs" / "benchmarks.md")
+    parser.add_argument("--plots", type=Path, default=ROOT / "docs" / "assets")
+    arguments = parser.parse_args()
+    results: Row = json.loads(arguments.results.read_text())
+    write_markdown(results, arguments.markdown, arguments.plots)
+    write_plots(results, arguments.plots)
+    print(targets_text(results))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

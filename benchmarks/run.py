@@ -1,0 +1,206 @@
+"""Times dmattn and PyTorch's own attention backends on this machine's GPU, in one run.
+
+    python benchmarks/run.py [--quick] [--cases WORD ...] [--json OUT] [--markdown OUT] [--plots
+    DIR]
+
+Without --json the results go to benchmarks/results/<gpu>.json. `render.py` makes the table and the
+plots from such a file later, on any machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import functools
+import gc
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+import dmattn
+from benchmarks import render
+from benchmarks.cases import CASES, Case
+from benchmarks.peers import CONTENDERS, Data, calls, make_data, sdpa_flash
+from benchmarks.timing import Call, Clock, graphed, host_microseconds, peak_bytes_beside
+
+Row = dict[str, Any]
+
+
+def time_case(case: Case, clock: Clock, device: torch.device, budget_s: float) -> list[Row]:
+    """One row per contender and phase; those that cannot run the case say why."""
+    data = make_data(case, device)
+    phases: dict[str, dict[str, Call]] = {"forward": {}, "backward": {}}
+    rows: list[Row] = []
+    for name in case.contenders:
+        try:
+            for phase, call in calls(name, data).items():
+                call()
+                phases[phase][name] = graphed(call) if case.graphed else call
+            torch.cuda.synchronize()
+        except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+            for group in phases.values():
+                group.pop(name, None)
+            words = str(error).strip().splitlines()
+            rows.append(
+                _row(case, name, "forward") | {"error": (words or [type(error).__name__])[0][:200]}
+            )
+    for phase, contenders in phases.items():
+        if not contenders:
+            continue
+        for name, timing in clock.race(contenders, budget_s / 2, fewest=3, most=60).items():
+            flops = case.flops * (2.5 if phase == "backward" else 1.0)
+            rows.append(
+                _row(case, name, phase)
+                | {"ms": timing.median, "low_ms": timing.low, "high_ms": timing.high}
+                | {"count": timing.count, "tflops": flops / timing.median / 1e9}
+            )
+    return rows
+
+
+def _row(case: Case, name: str, phase: str) -> Row:
+    label = CONTENDERS[name][0]
+    return {
+        "group": case.group,
+        "case": case.name,
+        "contender": name,
+        "label": label,
+        "phase": phase,
+    }
+
+
+def host_time(device: torch.device) -> list[Row]:
+    """Host microseconds of one small forward call, eager, without gradients."""
+    small = Case("host time", "B1 S64 H4 D64", (), 1, 64, 64, 4, 4, 64, backward=False)
+    data = make_data(small, device)
+    rows = []
+    with torch.no_grad():
+        for name in ("dmattn", "sdpa_flash"):
+            microseconds = host_microseconds(functools.partial(CONTENDERS[name][1], data))
+            rows.append(_row(small, name, "forward") | {"us": microseconds})
+    return rows
+
+
+def peak_memory(device: torch.device) -> list[Row]:
+    """Memory of a step beside inputs, outputs and gradients, over the size of q + k + v."""
+    shape = Case(
+        "peak memory", "B1 S16384 H16/4 D128, key bias", (), nheads_k=4, bias="key", causal=True
+    )
+    rows = []
+    for name, compute in (("dmattn", CONTENDERS["dmattn"][1]), ("sdpa_flash", sdpa_flash)):
+        data = make_data(shape, device)
+        wanted = [data.q, data.k, data.v]
+        if name == "dmattn" and data.bias is not None:
+            wanted.append(data.bias)
+
+        beside = peak_bytes_beside(functools.partial(_step, compute, data, wanted))
+        qkv = sum(x.numel() * x.element_size() for x in (data.q, data.k, data.v))
+        rows.append(
+            _row(shape, name, "forward + backward") | {"ratio": beside / qkv, "bytes": beside}
+        )
+    return rows
+
+
+def _step(
+    compute: Callable[[Data], torch.Tensor], data: Data, wanted: list[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    out = compute(data)
+    return (out, *torch.autograd.grad(out, wanted, data.dout))
+
+
+def ceilings(clock: Clock, device: torch.device) -> Row:
+    """What this very chip gives: copy bandwidth and bf16 matrix product."""
+    source = torch.empty(2**31, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    a, b = (torch.randn(8192, 8192, device=device).bfloat16() for _ in range(2))
+    found = clock.race({"copy": lambda: target.copy_(source), "matmul": lambda: a @ b}, 1.0, 5, 20)
+    return {
+        "copy_tb_s": 2 * source.numel() / found["copy"].median / 1e9,
+        "matmul_tflops": 2 * 8192**3 / found["matmul"].median / 1e9,
+    }
+
+
+def environment() -> Row:
+    import dmattn_kernels
+
+    return {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "gpu": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "cudnn": torch.backends.cudnn.version(),  # type: ignore[no-untyped-call]
+        "dmattn": dmattn.__version__,
+        "architectures": dmattn_kernels.architectures(),
+        "family": dmattn_kernels.device_architecture(0),
+        "dtype": "bfloat16",
+    }
+
+
+def main() -> int:
+    arguments = parse()
+    if not torch.cuda.is_available():
+        print("no CUDA device: nothing to time", file=sys.stderr)
+        return 1
+    start, device = time.monotonic(), torch.device("cuda")
+    chosen = [case for case in CASES if case.quick or not arguments.quick]
+    if arguments.cases:
+        chosen = [c for c in chosen if any(w in f"{c.group}: {c.name}" for w in arguments.cases)]
+    clock = Clock(device)
+    results: Row = {**environment(), "ceilings": ceilings(clock, device), "rows": [], "not_run": []}
+    if not arguments.cases:
+        results["rows"] += host_time(device) + peak_memory(device)
+    for case in chosen:
+        left = arguments.time_limit - (time.monotonic() - start)
+        if left < 5:
+            results["not_run"].append(f"{case.group}: {case.name}")
+            continue
+        rows = time_case(case, clock, device, arguments.budget)
+        results["rows"] += rows
+        gc.collect()
+        torch.cuda.empty_cache()
+        print(render.lines_of(rows), flush=True)
+    results["seconds"] = round(time.monotonic() - start)
+    write(results, arguments)
+    print(render.targets_text(results))
+    return 0
+
+
+def write(results: Row, arguments: argparse.Namespace) -> None:
+    name = results["gpu"].lower().replace("nvidia", "").strip().replace(" ", "-")
+    path = arguments.json or Path(__file__).parent / "results" / f"{name}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(results, indent=1) + "\n")
+    if arguments.markdown is not None:
+        render.write_markdown(results, arguments.markdown, arguments.plots)
+    if arguments.plots is not None:
+        render.write_plots(results, arguments.plots)
+    print(f"results: {path}")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument(
+        "--cases", nargs="+", help="only cases whose 'group: name' contains one of these"
+    )
+    parser.add_argument("--quick", action="store_true", help="the few cases that say the most")
+    parser.add_argument("--budget", type=float, default=1.2, help="seconds of timing for one case")
+    parser.add_argument(
+        "--time-limit", type=float, default=170.0, help="no further case after so many seconds"
+    )
+    parser.add_argument("--json", type=Path, help="where the results go")
+    parser.add_argument("--markdown", type=Path, help="also write the table as Markdown")
+    parser.add_argument(
+        "--plots", type=Path, help="also write plots into this folder (needs matplotlib)"
+    )
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+"""The structs of dmattn/dmattn.h for ctypes, and shorthand for filling them."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import TypeVar
+
+OK, INVALID_VALUE, INVALID_DTYPE, UNSUPPORTED, NO_DEVICE, CUDA = range(6)
+FLOAT16, BFLOAT16, FLOAT32, BOOL = range(1, 5)
+
+# An address that nothing reads: 256-byte aligned, so that it passes for any tensor and for a workspace.
+SOME_ADDRESS = 1 << 40
+
+
+class Tensor(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("dtype", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("shape", ctypes.c_int64 * 4),
+        ("stride", ctypes.c_int64 * 4),
+    ]
+
+
+def _fields(names: str, kind: type) -> list[tuple[str, type]]:
+    return [(name, kind) for name in names.split()]
+
+
+_HEAD = [
+    ("struct_size", ctypes.c_size_t),
+    *_fields("device is_causal", ctypes.c_int32),
+    *_fields("softmax_scale softcap", ctypes.c_float),
+]
+
+
+class FwdParams(ctypes.Structure):
+    _fields_ = [
+        *_HEAD,
+        *_fields("q k v mask bias out softmax_lse", Tensor),
+        *_fields("num_splits reserved", ctypes.c_int32),
+    ]
+
+
+class BwdParams(ctypes.Structure):
+    _fields_ = [
+        *_HEAD,
+        *_fields("q k v mask bias out softmax_lse dout dsoftmax_lse dq dk dv dbias", Tensor),
+        *_fields("deterministic reserved", ctypes.c_int32),
+    ]
+
+
+Params = FwdParams | BwdParams
+P = TypeVar("P", FwdParams, BwdParams)
+
+
+def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for extent in reversed(shape):
+        strides.append(step)
+        step *= extent
+    return tuple(reversed(strides))
+
+
+def tensor(
+    shape: Sequence[int],
+    dtype: int = BFLOAT16,
+    stride: Sequence[int] | None = None,
+    data: int | None = SOME_ADDRESS,
+) -> Tensor:
+    stride = contiguous(shape) if stride is None else stride
+    view = Tensor(data=data, dtype=dtype, ndim=len(shape))
+    view.shape[: len(shape)] = list(shape)
+    view.stride[: len(stride)] = list(stride)
+    return view
+
+
+def fwd_params(
+    batch: int = 2,
+    seqlen_q: int = 128,
+    seqlen_k: int = 128,
+    nheads: int = 4,
+    nheads_k: int = 2,
+    head_dim: int = 64,
+    dtype: int = BFLOAT16,
+    **fields: object,
+) -> FwdParams:
+    """A valid forward call of these extents; `fields` replaces or adds to what it holds."""
+    q = tensor((batch, seqlen_q, nheads, head_dim), dtype)
+    k = tensor((batch, seqlen_k, nheads_k, head_dim), dtype)
+    params = FwdParams(struct_size=ctypes.sizeof(FwdParams), softmax_scale=0.125, q=q, k=k, v=k)
+    params.out = q
+    params.softmax_lse = tensor((batch, nheads, seqlen_q), FLOAT32)
+    return replace(params, fields)
+
+
+def bwd_params(gradients: str = "dq dk dv", **arguments: object) -> BwdParams:
+    """A valid backward call, arguments as for `fwd_params`, with these gradients asked for."""
+    names = {name for name, _ in BwdParams._fields_}
+    forward = {k: v for k, v in arguments.items() if k not in names}
+    fields = {k: v for k, v in arguments.items() if k in names}
+    like = fwd_params(**forward)  # type: ignore[arg-type]
+    params = BwdParams(struct_size=ctypes.sizeof(BwdParams), softmax_scale=0.125)
+    for name in ("q", "k", "v", "out", "softmax_lse"):
+        setattr(params, name, getattr(like, name))
+    params.dout = like.q
+    replace(params, fields)
+    for name in gradients.split():
+        source = getattr(params, name[1:])
+        setattr(params, name, tensor(source.shape[: source.ndim], source.dtype))
+    return params
+
+
+def replace(params: P, fields: dict[str, object]) -> P:
+    for name, value in fields.items():
+        setattr(params, name, value)
+    return params
+
+
+def declare(library: ctypes.CDLL) -> ctypes.CDLL:
+    """Argument and result types of every exported function."""
+    size = ctypes.POINTER(ctypes.c_size_t)
+    for direction, params in (("fwd", FwdParams), ("bwd", BwdParams)):
+        pointer = ctypes.POINTER(params)
+        getattr(library, f"dmattn_{direction}_workspace_size").argtypes = [pointer, size]
+        launch = getattr(library, f"dmattn_{direction}")
+        launch.argtypes = [pointer, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+    library.dmattn_device_architecture.argtypes = [
+        ctypes.c_int32,
+        ctypes.POINTER(ctypes.c_char_p),
+    ]
+    for name in ("last_error", "version", "architectures"):
+        getattr(library, f"dmattn_{name}").restype = ctypes.c_char_p
+    return library

@@ -1,0 +1,100 @@
+"""Runs a problem through the public API on poisoned buffers and judges the results."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+import dmattn
+from gpu.cases import Case, build
+from gpu.oracle import Deviation, Problem, Results, deviations, solve
+from gpu.poison import poisoned
+
+
+def run(problem: Problem, deterministic: bool = False) -> Results:
+    """One forward and, if any gradient is wanted, one backward of `dmattn.flash_dmattn_func`."""
+    leaves = {"dq": problem.q, "dk": problem.k, "dv": problem.v, "dbias": problem.bias}
+    tracked = {
+        name: x.detach().requires_grad_(name[1] in problem.wants)
+        for name, x in leaves.items()
+        if x is not None
+    }
+    wanted = {name: x for name, x in tracked.items() if x.requires_grad}
+    problem = problem.with_(**{name[1:]: x for name, x in tracked.items()})
+    with poisoned():
+        out, lse = call(problem, deterministic)
+        grads: tuple[Tensor, ...] = ()
+        if wanted:
+            outputs, cotangents = [out], [problem.dout]
+            if problem.dlse is not None:
+                outputs.append(lse)
+                cotangents.append(problem.dlse)
+            grads = torch.autograd.grad(outputs, list(wanted.values()), cotangents)
+    return Results(out.detach(), lse.detach(), **dict(zip(wanted, grads, strict=True)))
+
+
+def call(problem: Problem, deterministic: bool = False) -> tuple[Tensor, Tensor]:
+    """out and lse, with gradients tracked for those tensors of the problem that ask for them."""
+    out, lse = dmattn.flash_dmattn_func(
+        problem.q,
+        problem.k,
+        problem.v,
+        attn_mask=problem.mask,
+        attn_bias=problem.bias,
+        softmax_scale=problem.softmax_scale,
+        is_causal=problem.is_causal,
+        softcap=problem.softcap,
+        deterministic=deterministic,
+        return_lse=True,
+    )
+    return out, lse
+
+
+def check(case: Case) -> Results:
+    """Builds, runs and judges one case; an AssertionError names every tensor too far off."""
+    problem = build(case)
+    found = run(problem, case.deterministic)
+    for (name, value), operand in zip(found.items(), _expected_like(problem, found), strict=True):
+        assert value.shape == operand.shape, f"{name} has shape {tuple(value.shape)}"
+        wanted_dtype = torch.float32 if name == "lse" else operand.dtype
+        assert value.dtype == wanted_dtype, f"{name} has dtype {value.dtype}"
+    assert_close(problem, found)
+    return found
+
+
+def _expected_like(problem: Problem, found: Results) -> list[Tensor]:
+    lse_like = problem.q[..., 0].transpose(1, 2)
+    operands = {
+        "out": problem.q,
+        "lse": lse_like,
+        "dq": problem.q,
+        "dk": problem.k,
+        "dv": problem.v,
+    }
+    if problem.bias is not None:
+        operands["dbias"] = problem.bias
+    return [operands[name] for name, _ in found.items()]
+
+
+def assert_close(problem: Problem, found: Results) -> None:
+    rows = deviations(problem, found)
+    if all(row.ok for row in rows):
+        return
+    exact = dict(solve(problem, torch.float64).items())
+    lines = []
+    for row, (name, value) in zip(rows, found.items(), strict=True):
+        lines.append(str(row) + ("" if row.ok else "  <-- " + _where(value, exact[name], row)))
+    raise AssertionError("too far from the oracle\n" + "\n".join(lines))
+
+
+def _where(value: Tensor, exact: Tensor, row: Deviation) -> str:
+    difference = torch.where(value.double() == exact, 0.0, (value.double() - exact).abs())
+    difference = difference.nan_to_num(float("inf"))
+    bad = difference > row.allowed
+    worst = torch.unravel_index(difference.argmax(), difference.shape)
+    index = tuple(int(i) for i in worst)
+    return (
+        f"{int(bad.sum())} of {bad.numel()} wrong ({int(value.isnan().sum())} NaN), first at "
+        f"{tuple(int(i) for i in bad.nonzero()[0])}, worst at {index}: "
+        f"{float(value[index]):.6g} instead of {float(exact[index]):.6g}"
+    )

@@ -1,0 +1,81 @@
+"""Child processes with logs and time limits, a few at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+
+@dataclasses.dataclass
+class Job:
+    """One command. `again(job)` may hand back a job to run in its place once it has ended."""
+
+    name: str
+    command: list[str]
+    log: Path
+    env: dict[str, str] = dataclasses.field(default_factory=dict)
+    limit: float = 300.0  # seconds
+    again: Callable[[Job], Job | None] = lambda job: None
+    returncode: int | None = None
+    timed_out: bool = False
+    seconds: float = 0.0
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
+
+
+class Pool:
+    """Starts jobs in the order given, at most `width` at once, and ends what outruns its limit."""
+
+    def __init__(self, width: int, deadline: float) -> None:
+        self._width, self._deadline = width, deadline
+
+    def run(self, jobs: list[Job]) -> list[Job]:
+        waiting, ended = list(jobs), list[Job]()
+        running: list[tuple[Job, subprocess.Popen[bytes], float]] = []
+        while waiting or running:
+            while waiting and len(running) < self._width:
+                job = waiting.pop(0)
+                running.append((job, self._start(job), time.monotonic()))
+            time.sleep(0.1)
+            still = []
+            for job, process, start in running:
+                if not self._ended(job, process, start):
+                    still.append((job, process, start))
+                    continue
+                ended.append(job)
+                follower = None if time.monotonic() > self._deadline else job.again(job)
+                if follower is not None:
+                    waiting.insert(0, follower)
+            running = still
+        return ended
+
+    @staticmethod
+    def _start(job: Job) -> subprocess.Popen[bytes]:
+        with job.log.open("ab") as stream:
+            return subprocess.Popen(
+                job.command,
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **job.env},
+                start_new_session=True,
+            )
+
+    def _ended(self, job: Job, process: subprocess.Popen[bytes], start: float) -> bool:
+        job.seconds = time.monotonic() - start
+        job.returncode = process.poll()
+        if job.returncode is not None:
+            return True
+        if job.seconds < job.limit and time.monotonic() < self._deadline:
+            return False
+        job.timed_out = True
+        os.killpg(process.pid, signal.SIGKILL)  # the job's own session: itself and its children
+        job.returncode = process.wait()
+        return True

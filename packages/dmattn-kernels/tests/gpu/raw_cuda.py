@@ -1,0 +1,124 @@
+"""Device memory through the driver alone, and kernel calls through `dmattn_kernels` alone.
+
+No torch in the process: nothing but the library's own kernels runs, so every finding of
+compute-sanitizer is about them, and initcheck sees each byte that the host wrote.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+
+import numpy as np
+import numpy.typing as npt
+
+import dmattn_kernels as kernels
+
+Array = npt.NDArray[np.generic]
+
+# Element types: numpy has no bfloat16, so those arrays hold its bits.
+CODES = {
+    "f16": kernels.FLOAT16,
+    "bf16": kernels.BFLOAT16,
+    "f32": kernels.FLOAT32,
+    "bool": kernels.BOOL,
+}
+
+
+def to_bits(x: Array, dtype: str) -> Array:
+    """float32 or bool values as an array of the bytes that the device wants."""
+    if dtype == "bf16":
+        bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+    return np.asarray(x).astype({"f16": np.float16, "f32": np.float32, "bool": np.bool_}[dtype])
+
+
+def from_bits(x: Array, dtype: str) -> npt.NDArray[np.float64]:
+    if dtype == "bf16":
+        return (x.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    return x.astype(np.float64)
+
+
+@dataclasses.dataclass(frozen=True)
+class Buffer:
+    """A strided device tensor; `view` is what the binding takes."""
+
+    address: int
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def view(self) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
+        return self.address, CODES[self.dtype], self.shape, self.stride
+
+
+class Gpu:
+    """The primary context of device 0 and the memory taken from it."""
+
+    def __init__(self) -> None:
+        self._driver = ctypes.CDLL("libcuda.so.1")
+        context, device = ctypes.c_void_p(), ctypes.c_int()
+        self._call("cuInit", 0)
+        self._call("cuDeviceGet", ctypes.byref(device), 0)
+        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+        self._call("cuCtxSetCurrent", context)
+        self._taken: list[int] = []
+
+    def _call(self, name: str, *args: object) -> None:
+        status = getattr(self._driver, name)(*args)
+        if status:
+            raise RuntimeError(f"{name} failed with CUDA error {status}")
+
+    def allocate(self, size: int, fill: int | None = None) -> int:
+        """`size` bytes; `fill` sets each, None leaves them unwritten for initcheck."""
+        address = ctypes.c_uint64()
+        self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(max(size, 1)))
+        self._taken.append(address.value)
+        if fill is not None:
+            self._call(
+                "cuMemsetD8_v2", address, ctypes.c_ubyte(fill), ctypes.c_size_t(max(size, 1))
+            )
+        return address.value
+
+    def upload(self, values: Array, dtype: str, skip: int = 0) -> Buffer:
+        """A contiguous tensor; `skip` puts it that many elements into its allocation."""
+        bits = to_bits(values, dtype)
+        padded = np.concatenate((np.zeros(skip, bits.dtype), bits.ravel()))
+        address = self.allocate(padded.nbytes)
+        if padded.nbytes:
+            source = padded.ctypes.data_as(ctypes.c_void_p)
+            self._call(
+                "cuMemcpyHtoD_v2", ctypes.c_uint64(address), source, ctypes.c_size_t(padded.nbytes)
+            )
+        strides = tuple(s // bits.itemsize for s in np.empty(bits.shape, bits.dtype).strides)
+        broadcast = tuple(0 if n == 1 else s for n, s in zip(bits.shape, strides, strict=True))
+        return Buffer(
+            address + skip * bits.itemsize, dtype, bits.shape, (*broadcast[:-1], strides[-1])
+        )
+
+    def output(self, shape: tuple[int, ...], dtype: str, fill: int | None) -> Buffer:
+        like = np.empty(shape, {"f32": np.float32}.get(dtype, np.uint16))
+        strides = tuple(s // like.itemsize for s in like.strides)
+        return Buffer(self.allocate(like.nbytes, fill), dtype, shape, strides)
+
+    def download(self, buffer: Buffer) -> npt.NDArray[np.float64]:
+        kind = {"f16": np.float16, "bf16": np.uint16, "f32": np.float32}[buffer.dtype]
+        host = np.empty(buffer.shape, kind)
+        self._call("cuCtxSynchronize")
+        if host.nbytes:
+            target = host.ctypes.data_as(ctypes.c_void_p)
+            self._call(
+                "cuMemcpyDtoH_v2",
+                target,
+                ctypes.c_uint64(buffer.address),
+                ctypes.c_size_t(host.nbytes),
+            )
+        return from_bits(host, buffer.dtype)
+
+    def release(self) -> None:
+        """Frees everything: later accesses to it are errors that memcheck sees."""
+        self._call("cuCtxSynchronize")
+        for address in self._taken:
+            self._call("cuMemFree_v2", ctypes.c_uint64(address))
+        self._taken.clear()

@@ -1,0 +1,158 @@
+"""What the suite found, as JSON for the repository and as a table for the reader."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import importlib
+import platform
+import re
+import subprocess
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from gpu.sanitize import TOOLS, Finding
+from source_hash import source_hash
+
+OUTCOMES = ("passed", "failed", "crashed", "skipped", "not run")
+SLOWEST = 10
+
+
+def environment() -> dict[str, Any]:
+    """GPU, driver and versions; whatever cannot be found out is null."""
+    found: dict[str, Any] = {"gpu": None, "driver": None, "python": platform.python_version()}
+    torch = importlib.import_module("torch")
+    found |= {"torch": torch.__version__, "torch_cuda": torch.version.cuda}
+    if torch.cuda.is_available():
+        major, minor = torch.cuda.get_device_capability()
+        found |= {"gpu": torch.cuda.get_device_name(), "capability": f"{major}.{minor}"}
+        found["driver"] = _driver_version()
+    try:
+        kernels = importlib.import_module("dmattn_kernels")
+    except ImportError as error:
+        return found | {"kernels": f"not importable: {error}"}
+    return found | {
+        "kernels": kernels.version(),
+        "kernels_cuda": kernels.cuda_version(),
+        "architectures": kernels.architectures(),
+        "abi_version": kernels.abi_version(),
+        "source_hash": built_from(kernels.library_path()),
+    }
+
+
+def built_from(library: Path) -> str | None:
+    """The hash of the sources that a library was built from, which it carries inside."""
+    found = re.search(rb"dmattn-source-hash:([0-9a-f]{64})", library.read_bytes())
+    return None if found is None else found[1].decode()
+
+
+def _driver_version() -> str | None:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.splitlines()[0].strip()
+
+
+def compose(
+    outcomes: dict[str, list[dict[str, Any]]],
+    findings: list[Finding],
+    complete: bool,
+    seconds: float,
+) -> dict[str, Any]:
+    """The report; `ok` when the run was complete, nothing failed and every tool bit."""
+    counts = {name: _counts(lines) for name, lines in outcomes.items()}
+    failed = [
+        {"family": name, **line}
+        for name, lines in outcomes.items()
+        for line in lines
+        if line["outcome"] in ("failed", "crashed")
+    ]
+    skipped = Counter(
+        str(line["reason"])
+        for lines in outcomes.values()
+        for line in lines
+        if line["outcome"] == "skipped"
+    )
+    passed = not failed and all(x["passed"] > 0 and not x["not run"] for x in counts.values())
+    bitten = {
+        finding.name.split()[0] for finding in findings if finding.ok and "planted" in finding.name
+    }
+    sanitized = bool(findings) and all(finding.ok for finding in findings) and bitten == set(TOOLS)
+    found = environment()
+    if found.get("source_hash") != source_hash():
+        found["note"] = "the library was not built from the sources in this tree"
+    return {
+        "ok": complete and passed and sanitized and "note" not in found,
+        "complete": complete,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "source_hash": None,
+        **found,
+        "seconds": round(seconds),
+        "tests": counts,
+        "failed_tests": [{**line, "reason": line["reason"][-1500:]} for line in failed],
+        "skipped_reasons": dict(skipped),
+        "slowest": _slowest(outcomes),
+        "sanitizer": [dataclasses.asdict(finding) for finding in findings],
+    }
+
+
+def _counts(lines: list[dict[str, Any]]) -> dict[str, int]:
+    found = Counter(line["outcome"] for line in lines)
+    return {outcome: found[outcome] for outcome in OUTCOMES}
+
+
+def _slowest(outcomes: dict[str, list[dict[str, Any]]]) -> list[str]:
+    lines = [
+        (line["seconds"], name, line["test"]) for name, found in outcomes.items() for line in found
+    ]
+    ranked = sorted(lines, reverse=True)[:SLOWEST]
+    return [f"{seconds:.1f} s {name} {test.rsplit('/', 1)[-1]}" for seconds, name, test in ranked]
+
+
+def table(found: dict[str, Any]) -> str:
+    """The summary that the run prints last."""
+    lines = ["", f"GPU {found['gpu']}, driver {found['driver']}, torch {found['torch']}"]
+    lines.append(
+        f"kernels {found['kernels']} for {found.get('architectures')}, took {found['seconds']} s"
+    )
+    if "note" in found:
+        lines.append(f"NOTE: {found['note']}")
+    lines += ["", *(f"slow: {line}" for line in found["slowest"][:5]), ""]
+    by_file = Counter(
+        (line["family"], line["test"].split("::")[0].rsplit("/", 1)[-1])
+        for line in found["failed_tests"]
+    )
+    lines += [
+        f"failed: {count:4d} in {name} ({family})"
+        for (family, name), count in by_file.most_common()
+    ]
+    for line in found["failed_tests"][:25]:
+        reason = [x for x in line["reason"].splitlines() if x.startswith("E ")] or [
+            line["reason"][-150:]
+        ]
+        lines.append(
+            f"  {line['family']} {line['test'].rsplit('/', 1)[-1]}: " + " | ".join(reason)[:400]
+        )
+    lines.append("")
+    lines.append(f"{'family':10}" + "".join(f"{outcome:>10}" for outcome in OUTCOMES))
+    for name, counts in found["tests"].items():
+        lines.append(f"{name:10}" + "".join(f"{counts[outcome]:10d}" for outcome in OUTCOMES))
+    lines += ["", f"{'compute-sanitizer':32}{'':8}{'errors':>8}{'launches':>10}{'seconds':>9}"]
+    for entry in found["sanitizer"]:
+        verdict, errors = "ok" if entry["ok"] else "FAILED", entry["errors"]
+        lines.append(
+            f"{entry['name']:32}{verdict:8}{'-' if errors is None else errors:>8}"
+            f"{entry['launches'] or '':>10}{entry['seconds']:>9}  {entry['words'][:150]}"
+        )
+    if not found["sanitizer"]:
+        lines.append("not run")
+    lines += [
+        "",
+        "ALL PASSED"
+        if found["ok"]
+        else "NOT OK" + ("" if found["complete"] else " (not a complete run)"),
+    ]
+    return "\n".join(lines)

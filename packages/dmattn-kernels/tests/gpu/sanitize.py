@@ -1,0 +1,143 @@
+"""compute-sanitizer on our kernels, and on planted faults to see that each tool bites."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from gpu.device import FAMILY_VARIABLE
+from gpu.jobs import Job
+
+HERE = Path(__file__).parent
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+# Processes that share each tool's launches; racecheck is the slow one.
+SHARDS = {"memcheck": 1, "racecheck": 3, "initcheck": 1, "synccheck": 1}
+FOUND = 66  # exit code that asks to be told apart from the program's own
+OPTIONS = {
+    # Padding between allocations, so that small overruns do not land in a neighbour.
+    "memcheck": ["--padding", "4096"],
+    "racecheck": ["--racecheck-report", "all"],
+    "initcheck": [],
+    "synccheck": [],
+}
+
+
+def find_tool(name: str) -> str | None:
+    """A program of the CUDA toolkit, on PATH or where toolkits live."""
+    found = shutil.which(name)
+    if found is not None:
+        return found
+    roots = [os.environ.get("CUDA_HOME", ""), "/usr/local/cuda"]
+    places = [
+        Path(root) / folder / name
+        for root in roots
+        if root
+        for folder in ("bin", "compute-sanitizer")
+    ]
+    return next((str(place) for place in places if place.is_file()), None)
+
+
+def kernel_jobs(folder: Path, families: list[str], limit: float) -> list[Job]:
+    """One job per tool, family and shard; poisoned buffers except where initcheck watches them."""
+    sanitizer = find_tool("compute-sanitizer")
+    if sanitizer is None:
+        return []
+    jobs = []
+    for tool in sorted(TOOLS, key=lambda tool: -SHARDS[tool]):
+        for family in families:
+            for shard in range(SHARDS[tool]):
+                name = f"{tool} {family} {shard + 1}/{SHARDS[tool]}"
+                program = [
+                    sys.executable,
+                    str(HERE / "sanitizer_cases.py"),
+                    "--shard",
+                    f"{shard}/{SHARDS[tool]}",
+                ]
+                if tool != "initcheck":
+                    program.append("--poison")
+                command = [
+                    sanitizer,
+                    "--tool",
+                    tool,
+                    "--error-exitcode",
+                    str(FOUND),
+                    *OPTIONS[tool],
+                    *program,
+                ]
+                log = folder / f"{name.replace(' ', '-').replace('/', '-of-')}.log"
+                jobs.append(Job(name, command, log, {FAMILY_VARIABLE: family}, limit))
+    return jobs
+
+
+def planted_jobs(folder: Path, limit: float) -> list[Job]:
+    """Compiles the planted faults and runs each tool with its own fault and without any."""
+    sanitizer, nvcc = find_tool("compute-sanitizer"), find_tool("nvcc")
+    if sanitizer is None or nvcc is None:
+        return []
+    program = folder / "planted_faults"
+    source = str(HERE / "planted_faults.cu")
+    subprocess.run([nvcc, "-arch=native", "-lineinfo", "-o", str(program), source], check=True)
+    jobs = []
+    for tool in TOOLS:
+        for fault in (tool, "none"):
+            name = f"{tool} planted {fault}"
+            command = [
+                sanitizer,
+                "--tool",
+                tool,
+                "--error-exitcode",
+                str(FOUND),
+                str(program),
+                fault,
+            ]
+            jobs.append(Job(name, command, folder / f"{name.replace(' ', '-')}.log", {}, limit))
+    return jobs
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """What one run amounts to; `ok`: no errors, or errors where a fault was planted."""
+
+    name: str
+    ok: bool
+    errors: int | None
+    launches: int | None
+    seconds: float
+    words: str
+
+
+_SUMMARY = re.compile(r"(?:ERROR SUMMARY: (\d+) error|RACECHECK SUMMARY: (\d+) hazards? displayed)")
+
+
+def judge(job: Job) -> Finding:
+    output = job.output
+    counts = [int(a or b) for a, b in _SUMMARY.findall(output)]
+    errors = sum(counts) if counts else None
+    finished = re.search(r"finished (\d+) launches, (\d+) wrong", output)
+    launches = int(finished[1]) if finished else None
+    planted = " planted " in job.name
+    if job.timed_out:
+        ok, words = False, "ran past its time limit"
+    elif planted and not job.name.endswith("none"):
+        ok = job.returncode == FOUND and bool(errors)
+        words = "found the planted fault" if ok else "missed the planted fault"
+    elif planted:
+        ok = job.returncode == 0 and errors == 0
+        words = "clean without a fault" if ok else "complained about a program without a fault"
+    else:
+        ok = job.returncode == 0 and errors == 0 and finished is not None and finished[2] == "0"
+        words = "no errors" if ok else _first_complaint(output, job.returncode)
+    return Finding(job.name, ok, errors, launches, round(job.seconds, 1), words)
+
+
+def _first_complaint(output: str, returncode: int | None) -> str:
+    kinds = "Invalid|Error|Warning|Uninitialized|Barrier|Program hit|Race"
+    pattern = rf"={{9}} ((?:{kinds}).*)|^(.*(?:error|Error):.*)$"
+    lines = [next(filter(None, found)) for found in re.findall(pattern, output, re.MULTILINE)]
+    wrong = [line for line in output.splitlines() if re.search(r": (out|lse|d\w+): error", line)]
+    return f"exit code {returncode}: " + ("; ".join((lines + wrong)[:3]) or output[-300:].strip())

@@ -1,0 +1,277 @@
+"""Small launches that between them run every kernel of the library, for compute-sanitizer to watch.
+
+    compute-sanitizer --tool memcheck python sanitizer_cases.py [--shard I/N] [--poison]
+
+Results are compared with a float64 computation in numpy, so that a launch which did nothing is
+noticed too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+import dmattn_kernels as kernels
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from gpu.raw_cuda import Array, Gpu, from_bits, to_bits
+
+Float = npt.NDArray[np.float64]
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """One forward, and one backward unless `wants` is empty. Operand shapes as in cases.py."""
+
+    name: str
+    seqlen_q: int = 70
+    seqlen_k: int = 133
+    batch: int = 1
+    nheads: int = 2
+    nheads_k: int = 1
+    causal: bool = False
+    softcap: float = 0.0
+    mask: str = ""
+    kept: float = 0.5
+    bias: str = ""
+    bias_f32: bool = False
+    skip: int = 0  # elements by which every operand is shifted off its alignment
+    splits: int = 0
+    wants: str = "qkvb"
+    deterministic: bool = False
+    dlse: bool = False
+
+
+LAUNCHES = (
+    Launch("plain"),
+    Launch("causal", 133, 133, causal=True, dlse=True),
+    Launch("causal, rows without keys", 150, 40, causal=True, softcap=3.0),
+    Launch("deterministic", 140, 200, deterministic=True, bias="1hqk", causal=True),
+    Launch("element loads", skip=1, bias="bhqk", mask="bhqk"),
+    Launch("element loads, gathered", skip=1, bias="bk1k", mask="bk1k"),
+    Launch("dense mask and bias", 130, 140, 2, 4, 2, mask="bhqk", bias="bhqk", causal=True),
+    Launch(
+        "shared dense mask and bias",
+        130,
+        140,
+        2,
+        4,
+        2,
+        mask="11qk",
+        bias="11qk",
+        deterministic=True,
+    ),
+    Launch("shared dense mask and bias, atomics", 65, 140, 2, 4, 2, mask="1kqk", bias="1kqk"),
+    Launch("fp32 bias", bias="bhqk", bias_f32=True, softcap=4.0),
+    Launch("fp32 bias, shared", batch=2, bias="1hqk", bias_f32=True),
+    Launch("key bias", 130, 200, 2, 4, 2, bias="bk1k", causal=True, dlse=True),
+    Launch("key bias, fp32, shared", batch=2, bias="111k", bias_f32=True, deterministic=True),
+    Launch("row bias", batch=2, bias="b1q1", dlse=True),
+    Launch("scalar bias", bias="1111"),
+    Launch("row mask", mask="bhq1"),
+    Launch("key mask", 130, 300, 2, 4, 2, mask="bk1k", bias="bk1k", causal=True),
+    Launch(
+        "key mask, deterministic", 70, 300, 1, 4, 2, mask="bk1k", bias="bk1k", deterministic=True
+    ),
+    Launch("key mask of query heads", 70, 200, 1, 4, 2, mask="bh1k", bias="bh1k"),
+    Launch(
+        "key mask of query heads, deterministic", 70, 200, 1, 4, 2, mask="bh1k", deterministic=True
+    ),
+    Launch("key mask, dense bias", 70, 200, mask="b11k", bias="bhqk"),
+    Launch("key mask, fp32 bias, deterministic", 70, 200, mask="b11k", bias="1hqk", bias_f32=True),
+    Launch("key mask that keeps nothing", mask="b11k", kept=0.0, bias="bk1k"),
+    Launch("dense mask that keeps nothing", mask="b1qk", kept=0.0, bias="bhqk"),
+    Launch("one query", 1, 700, 1, 4, 2, wants="", bias="bk1k"),
+    Launch("one query in parts", 1, 700, 1, 4, 2, wants="", splits=4, mask="bk1k"),
+    Launch("three queries in parts", 3, 700, 2, 2, 1, splits=3, mask="bhqk", bias="bhqk"),
+    Launch("no keys", 20, 0, bias="bk1k", mask="b11k"),
+    Launch("no queries", 0, 20, bias="bk1k"),
+    Launch("only dq", wants="q", bias="bk1k"),
+    Launch("only dk", wants="k", bias="bk1k", mask="bk1k"),
+    Launch("only dv", wants="v", causal=True),
+    Launch("only dbias", wants="b", bias="bk1k"),
+    Launch("only a dense dbias", wants="b", bias="11qk"),
+    Launch("only dbias, gathered", wants="b", bias="bk1k", mask="bk1k"),
+)
+# Every launch above for these; the head dimensions between the tiles only change the tails.
+MAIN = (("bf16", 64), ("bf16", 128), ("bf16", 256))
+OTHERS = (("f16", 64), ("f16", 128), ("f16", 256), ("f16", 40), ("bf16", 72), ("f16", 136))
+OTHER_LAUNCHES = (
+    "causal",
+    "deterministic",
+    "dense mask and bias",
+    "key mask",
+    "key bias",
+    "one query in parts",
+    "key mask of query heads",
+    "shared dense mask and bias, atomics",
+)
+
+
+def all_launches() -> list[tuple[str, int, Launch]]:
+    some = [launch for launch in LAUNCHES if launch.name in OTHER_LAUNCHES]
+    found = [(dtype, head_dim, launch) for launch in LAUNCHES for dtype, head_dim in MAIN]
+    return found + [(dtype, head_dim, launch) for launch in some for dtype, head_dim in OTHERS]
+
+
+def operand_shape(launch: Launch, letters: str) -> tuple[int, ...]:
+    heads = {"h": launch.nheads, "k": launch.nheads_k, "1": 1}[letters[1]]
+    return (
+        launch.batch if letters[0] == "b" else 1,
+        heads,
+        launch.seqlen_q if letters[2] == "q" else 1,
+        launch.seqlen_k if letters[3] == "k" else 1,
+    )
+
+
+def reference(values: dict[str, Float], launch: Launch, scale: float) -> dict[str, Float]:
+    """out, lse and the gradients, straight from the definition."""
+    ratio = launch.nheads // launch.nheads_k
+    q, dout = values["q"], values["dout"]
+    k, v = (np.repeat(values[x], ratio, axis=2) for x in "kv")
+    raw = scale * np.einsum("bihd,bjhd->bhij", q, k)
+    tanh = np.tanh(raw / launch.softcap) if launch.softcap else None
+    logits = raw if tanh is None else launch.softcap * tanh
+
+    def heads(x: Float) -> Float:
+        return x if x.shape[1] in (1, launch.nheads) else np.repeat(x, ratio, axis=1)
+
+    if launch.bias:
+        logits = logits + heads(values["bias"])
+    if launch.mask:
+        logits = np.where(heads(values["mask"]) != 0, logits, -np.inf)
+    if launch.causal:
+        rows, cols = np.arange(launch.seqlen_q)[:, None], np.arange(launch.seqlen_k)[None, :]
+        logits = np.where(cols > rows + launch.seqlen_k - launch.seqlen_q, -np.inf, logits)
+    top = logits.max(axis=-1, keepdims=True, initial=-np.inf)
+    weights = np.exp(logits - np.where(np.isinf(top), 0.0, top))
+    total = weights.sum(-1, keepdims=True)
+    probs = weights / np.where(total == 0, 1.0, total)
+    with np.errstate(divide="ignore"):
+        lse = (np.where(np.isinf(top), 0.0, top) + np.log(total))[..., 0]
+    dprobs = np.einsum("bihd,bjhd->bhij", dout, v)
+    dlogits = probs * (dprobs - (probs * dprobs).sum(-1, keepdims=True))
+    if launch.dlse:
+        dlogits += probs * values["dlse"][..., None]
+    draw = scale * (dlogits if tanh is None else dlogits * (1 - tanh**2))
+    grouped = (launch.batch, launch.seqlen_k, launch.nheads_k, ratio, -1)
+    width = q.shape[3]
+    found = {
+        "out": np.einsum("bhij,bjhd->bihd", probs, v),
+        "lse": lse,
+        "dq": np.einsum("bhij,bjhd->bihd", draw, k),
+        "dk": np.einsum("bhij,bihd->bjhd", draw, q).reshape(*grouped[:4], width).sum(3),
+        "dv": np.einsum("bhij,bihd->bjhd", probs, dout).reshape(*grouped[:4], width).sum(3),
+    }
+    if launch.bias:
+        shape = values["bias"].shape
+        heads_of_bias = (shape[1], launch.nheads // shape[1])
+        by_head = dlogits.reshape(launch.batch, *heads_of_bias, *dlogits.shape[2:]).sum(2)
+        summed = tuple(axis for axis in range(4) if shape[axis] == 1 and by_head.shape[axis] != 1)
+        found["dbias"] = by_head.sum(axis=summed, keepdims=True)
+    return found
+
+
+def run_launch(gpu: Gpu, dtype: str, head_dim: int, launch: Launch, fill: int | None) -> list[str]:
+    """Runs it; what is wrong with the results, if anything."""
+    draw = np.random.default_rng(len(launch.name) + head_dim)
+    q_shape = (launch.batch, launch.seqlen_q, launch.nheads, head_dim)
+    k_shape = (launch.batch, launch.seqlen_k, launch.nheads_k, head_dim)
+    row_shape = (launch.batch, launch.nheads, launch.seqlen_q)
+    raw: dict[str, tuple[Array, str]] = {
+        "q": (draw.standard_normal(q_shape), dtype),
+        "k": (draw.standard_normal(k_shape), dtype),
+        "v": (draw.standard_normal(k_shape), dtype),
+        "dout": (draw.standard_normal(q_shape), dtype),
+    }
+    if launch.mask:
+        raw["mask"] = (draw.random(operand_shape(launch, launch.mask)) < launch.kept, "bool")
+    if launch.bias:
+        kind = "f32" if launch.bias_f32 else dtype
+        raw["bias"] = (draw.standard_normal(operand_shape(launch, launch.bias)), kind)
+    if launch.dlse:
+        raw["dlse"] = (draw.standard_normal(row_shape), "f32")
+    inputs = {
+        name: gpu.upload(x, kind, 0 if name == "dlse" else launch.skip)
+        for name, (x, kind) in raw.items()
+    }
+    values = {name: from_bits(to_bits(x, kind), kind) for name, (x, kind) in raw.items()}
+    scale = head_dim**-0.5
+    outputs = {"out": gpu.output(q_shape, dtype, fill), "lse": gpu.output(row_shape, "f32", fill)}
+
+    def views(*names: str) -> dict[str, Any]:
+        buffers = {name: inputs.get(name) or outputs.get(name) for name in names}
+        return {name: None if x is None else x.view for name, x in buffers.items()}
+
+    call: dict[str, Any] = views("q", "k", "v", "mask", "bias", "out", "lse")
+    call |= {"softmax_scale": scale, "softcap": launch.softcap, "is_causal": launch.causal}
+    enqueue(gpu, kernels.FwdParams(0, **call, num_splits=launch.splits), fill)
+    if launch.wants:
+        for letter, gradient in (("q", "dq"), ("k", "dk"), ("v", "dv"), ("b", "dbias")):
+            source = {"b": "bias"}.get(letter, letter)
+            if letter in launch.wants and source in inputs:
+                like = inputs[source]
+                outputs[gradient] = gpu.output(like.shape, like.dtype, fill)
+        call |= views("dout", "dlse", "dq", "dk", "dv", "dbias")
+        enqueue(gpu, kernels.BwdParams(0, **call, deterministic=launch.deterministic), fill)
+    wanted = reference(values, launch, scale)
+    return [
+        problem
+        for name, buffer in outputs.items()
+        if (problem := compare(name, gpu.download(buffer), wanted[name]))
+    ]
+
+
+def enqueue(gpu: Gpu, params: kernels.FwdParams | kernels.BwdParams, fill: int | None) -> None:
+    size = params.workspace_size()
+    params.launch(gpu.allocate(size, fill), size, 0)
+
+
+def compare(name: str, found: Float, wanted: Float) -> str | None:
+    """A coarse comparison: the finer one is pytest's."""
+    same = found == wanted
+    with np.errstate(invalid="ignore"):
+        error = np.where(same, 0.0, np.abs(found - wanted))
+    finite = np.abs(wanted[np.isfinite(wanted)])
+    limit = 0.03 * float(finite.max(initial=1.0))
+    if found.size == 0 or bool((error <= limit).all()):
+        return None
+    return f"{name}: error {float(np.nan_to_num(error, nan=np.inf).max()):.3g}, allowed {limit:.3g}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--shard", default="0/1", help="run the I-th of N parts")
+    parser.add_argument(
+        "--poison", action="store_true", help="fill outputs and workspaces with 0xFF first"
+    )
+    arguments = parser.parse_args()
+    index, count = map(int, arguments.shard.split("/"))
+    gpu, failures, chosen = Gpu(), 0, all_launches()[index::count]
+    print("architecture", kernels.device_architecture(0), flush=True)
+    for dtype, head_dim, launch in chosen:
+        start = time.perf_counter()
+        problems = run_launch(gpu, dtype, head_dim, launch, 0xFF if arguments.poison else None)
+        gpu.release()
+        failures += bool(problems)
+        seconds = time.perf_counter() - start
+        print(
+            f"{dtype} {head_dim} {launch.name}: {'; '.join(problems) or 'ok'} ({seconds:.2f} s)",
+            flush=True,
+        )
+    print(f"finished {len(chosen)} launches, {failures} wrong", flush=True)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,47 @@
+"""The PTX in the binary, compiled by the driver for a chip without machine code there."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.cuda, pytest.mark.slow]
+
+# Another build's folder, holding a dmattn_kernels package with PTX and without code for this very
+# chip.
+LIBRARY_VARIABLE = "DMATTN_PTX_LIBRARY"
+
+PROGRAM = """
+import sys
+import torch
+import dmattn_kernels
+from gpu.cases import Case
+from gpu.harness import check
+major, minor = torch.cuda.get_device_capability()
+held = dmattn_kernels.architectures()
+if f"sm_{major}{minor}" in held or "compute_80" not in held:
+    print("this library holds", *held)
+    sys.exit(5)
+print(dmattn_kernels.library_path(), *held)
+check(Case(130, 150, causal=True, bias="bk1k"))
+check(Case(130, 150, head_dim=128, mask="bk1k", bias="bk1k", wants=""))
+"""
+
+
+def test_ptx_path() -> None:
+    env = dict(os.environ)
+    folders = [str(Path(__file__).parents[1])]
+    if LIBRARY_VARIABLE in env:
+        folders.insert(0, env[LIBRARY_VARIABLE])
+    env["PYTHONPATH"] = os.pathsep.join([*folders, env.get("PYTHONPATH", "")])
+    command = [sys.executable, "-c", PROGRAM]
+    done = subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=280, check=False
+    )
+    if done.returncode == 5:
+        pytest.skip(f"{done.stdout.strip()}; set {LIBRARY_VARIABLE} to a build with PTX only")
+    assert done.returncode == 0, done.stdout + done.stderr

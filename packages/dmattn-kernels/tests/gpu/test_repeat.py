@@ -1,0 +1,71 @@
+"""Running the same thing again: what must be bitwise equal is, and nothing drifts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from gpu.cases import Case, build, case_id
+from gpu.harness import call, run
+from gpu.oracle import Results
+
+pytestmark = [pytest.mark.each_family, pytest.mark.slow]
+
+SHAPES = [
+    Case(777, 777, 2, 8, 2, 64, causal=True, bias="bk1k"),
+    Case(513, 1025, 1, 8, 2, 128, bias="1hqk", mask="b1qk"),
+    Case(700, 1500, 2, 4, 2, 128, bias="bk1k", mask="bk1k", dtype="f16"),
+    Case(700, 900, 1, 8, 4, 64, bias="1k1k", mask="bh1k", causal=True),
+    Case(300, 700, 1, 4, 2, 256, bias="11qk", causal=True),
+    Case(300, 700, 1, 4, 1, 256, bias="b11k", mask="b11k"),
+    Case(5, 3000, 2, 8, 2, 128, bias="bk1k", mask="bk1k"),
+]
+
+
+@pytest.mark.parametrize("case", SHAPES, ids=case_id)
+def test_deterministic_backward(case: Case) -> None:
+    """50 backward passes, bit for bit the same, dbias included."""
+    problem = build(case)
+    want = run(problem, deterministic=True)
+    for _ in range(49):
+        _assert_equal(run(problem, deterministic=True), want)
+
+
+@pytest.mark.parametrize("case", SHAPES, ids=case_id)
+def test_forward_races(case: Case) -> None:
+    """250 forward passes, bit for bit the same: the forward adds nothing in an open order."""
+    problem = build(case)
+    want_out, want_lse = call(problem)
+    wrong = torch.zeros((), dtype=torch.int64, device=problem.q.device)
+    for _ in range(249):
+        out, lse = call(problem)
+        wrong += (out != want_out).sum() + (lse != want_lse).sum()
+    assert int(wrong) == 0
+
+
+@pytest.mark.parametrize("case", SHAPES, ids=case_id)
+def test_backward_races(case: Case) -> None:
+    """100 backward passes whose order of summation is open stay within rounding of each other."""
+    problem = build(case)
+    want = run(problem)
+    for _ in range(100):
+        for (name, a), (_, b) in zip(run(problem).items(), want.items(), strict=True):
+            limit = 2 * torch.finfo(a.dtype).eps * float(b.abs().amax()) + 1e-4
+            error = float((a.float() - b.float()).abs().amax())
+            assert error <= limit, f"{name} moved by {error}"
+
+
+def _assert_equal(found: Results, want: Results) -> None:
+    for (name, a), (_, b) in zip(found.items(), want.items(), strict=True):
+        assert torch.equal(a, b), f"{name} differs in {int((a != b).sum())} entries"
+
+
+def test_results_do_not_depend_on_neighbours() -> None:
+    """A batch element's results are the same alone and among others."""
+    problem = build(Case(300, 310, 3, 4, 2, 64, causal=True, bias="bkqk"))
+    whole = run(problem, deterministic=True)
+    for b in range(3):
+        part = {x: getattr(problem, x)[b : b + 1] for x in ("q", "k", "v", "bias", "dout")}
+        alone = run(problem.with_(**part), deterministic=True)
+        for (name, a), (_, full) in zip(alone.items(), whole.items(), strict=True):
+            torch.testing.assert_close(a, full[b : b + 1], atol=2e-2, rtol=2e-2, msg=name)

@@ -1,0 +1,195 @@
+// The decisions of src/api/plan_*.cpp as JSON, for test_wheel_plan.py. Compiled with the host sources alone.
+#include <cstring>
+#include <sstream>
+#include <string>
+
+#include "api/plan.h"
+#include "api/validate.h"
+
+namespace dmattn {
+
+// The layouts belong to the kernels around attention; here any size and any place inside it will do.
+MaskBits layout_mask_bits(const MaskSource& mask, void* base, size_t* bytes) {
+  MaskBits bits;
+  bits.words_per_row = (mask.seqlen_k + 127) / 128 * 4;
+  bits.rows = mask.seqlen_q;
+  bits.batch = mask.batch;
+  bits.heads = mask.heads;
+  bits.bands_q = (mask.seqlen_q + kMaskBand - 1) / kMaskBand;
+  bits.bands_k = (mask.seqlen_k + kMaskBand - 1) / kMaskBand;
+  bits.words_q = bits.words_k = 1;
+  bits.bits = bits.any_rows = bits.all_rows = bits.any_cols = bits.all_cols = static_cast<const uint32_t*>(base);
+  *bytes = size_t{4} * mask.batch * mask.heads * mask.seqlen_q * bits.words_per_row;
+  return bits;
+}
+
+KeyList layout_key_list(const MaskSource& mask, void* base, size_t* bytes) {
+  KeyList keys;
+  keys.capacity = (mask.seqlen_k + 127) / 128 * 128;
+  keys.batch = mask.batch;
+  keys.heads = mask.heads;
+  keys.idx = keys.count = static_cast<const int32_t*>(base);
+  *bytes = size_t{4} * mask.batch * mask.heads * (keys.capacity + 1);
+  return keys;
+}
+
+namespace {
+
+class Json {
+ public:
+  template <class T>
+  void put(const char* name, T value) {
+    out_ << (out_.tellp() == 0 ? "{\"" : ", \"") << name << "\": " << +value;
+  }
+  void put_address(const char* name, const void* value) { put(name, reinterpret_cast<uintptr_t>(value)); }
+  void put_strides(const std::string& name, const Strides3& s) {
+    put((name + ".batch").c_str(), s.batch);
+    put((name + ".head").c_str(), s.head);
+    put((name + ".row").c_str(), s.row);
+  }
+  std::string text() const { return out_.str() + "}"; }
+
+ private:
+  std::ostringstream out_;
+};
+
+void put_bias(Json& json, const BiasParams& bias) {
+  json.put("bias.kind", static_cast<int>(bias.kind));
+  json.put("bias.head_ratio", bias.head_ratio);
+  json.put("bias.batch_stride", bias.batch_stride);
+  json.put("bias.head_stride", bias.head_stride);
+  json.put("bias.row_stride", bias.row_stride);
+  json.put("bias.col_stride", bias.col_stride);
+  json.put_address("bias.ptr", bias.ptr);
+}
+
+template <class Kernel>
+void put_kernel(Json& json, const Kernel& p) {
+  json.put("batch", p.batch);
+  json.put("seqlen_q", p.seqlen_q);
+  json.put("nheads", p.nheads);
+  json.put("nheads_k", p.nheads_k);
+  json.put("head_ratio", p.head_ratio);
+  json.put("num_splits", p.num_splits);
+  json.put("is_causal", p.is_causal);
+  json.put("vec_q", p.vec_q);
+  json.put("vec_k", p.vec_k);
+  json.put("mask.head_ratio", p.mask.head_ratio);
+  json.put("mask.batch", p.mask.batch);
+  json.put("keys.heads", p.keys.heads);
+  json.put("keys.batch", p.keys.batch);
+  json.put("keys.head_ratio", p.keys.head_ratio);
+  json.put_address("mask.bits", p.mask.bits);
+  json.put_address("keys.idx", p.keys.idx);
+  json.put_address("q", p.q);
+  json.put_address("k", p.k);
+  json.put_strides("q_stride", p.q_stride);
+  put_bias(json, p.bias);
+}
+
+Device device_of(int family, int num_sms) {
+  Device device;
+  device.family = static_cast<Family>(family);
+  device.num_sms = num_sms;
+  return device;
+}
+
+std::string describe(const FwdPlan& plan) {
+  Json json;
+  const FwdTile tile = fwd_tile(plan.family, plan.dim_tile);
+  json.put("block_m", tile.block_m);
+  json.put("block_n", tile.block_n);
+  json.put("dim_tile", plan.dim_tile);
+  json.put("is_empty", plan.is_empty);
+  json.put("no_keys", plan.no_keys);
+  json.put("gathered", plan.gathered);
+  json.put("workspace_bytes", plan.workspace_bytes);
+  put_kernel(json, plan.kernel);
+  json.put_strides("out_stride", plan.kernel.out_stride);
+  json.put_strides("lse_stride", plan.kernel.lse_stride);
+  json.put_address("out_accum", plan.kernel.out_accum);
+  json.put_address("lse_accum", plan.kernel.lse_accum);
+  return json.text();
+}
+
+std::string describe(const BwdPlan& plan, const BwdParams& p) {
+  Json json;
+  json.put("block_m", plan.tile.block_m);
+  json.put("block_n", plan.tile.block_n);
+  json.put("dim_tile", plan.dim_tile);
+  json.put("zeros", plan.zeros);
+  json.put("launches", plan.launches);
+  json.put("gathered", plan.gathered);
+  json.put("per_batch", plan.sequence.per_batch);
+  json.put("per_head_k", plan.sequence.per_head_k);
+  json.put("per_group", plan.sequence.per_group);
+  json.put("max_slots", plan.max_slots);
+  json.put("max_splits", plan.max_splits);
+  json.put("workspace_bytes", plan.workspace_bytes);
+  json.put("scratch_zero_bytes", plan.scratch_zero_bytes);
+  json.put_address("scratch_zeros", plan.scratch_zeros);
+  json.put("dbias_cols_reduced", plan.dbias_cols);
+  json.put("dbias_rows_reduced", plan.dbias_rows);
+  json.put("dbias_elements", plan.dbias_elements);
+  json.put("dbias_zero_bytes", plan.dbias_zero_bytes);
+  put_kernel(json, p);
+  json.put("group_begin", p.group_begin);
+  json.put("group_end", p.group_end);
+  json.put("max_work_items", p.max_work_items);
+  json.put("seqlen_q_rounded", p.seqlen_q_rounded);
+  json.put("dbias_kind", static_cast<int>(p.dbias_kind));
+  json.put("dbias_batch_stride", p.dbias_batch_stride);
+  json.put("dbias_head_stride", p.dbias_head_stride);
+  json.put("dbias_row_stride", p.dbias_row_stride);
+  json.put_address("lse", p.lse);
+  json.put_address("delta", p.delta);
+  json.put_address("dq_accum", p.dq_accum);
+  json.put_address("dq_semaphore", p.dq_semaphore);
+  json.put_address("dk_slots", p.dk_slots);
+  json.put_address("dv_slots", p.dv_slots);
+  json.put_address("dk_accum", p.dk_accum);
+  json.put_address("dv_accum", p.dv_accum);
+  json.put_address("dbias_cols", p.dbias_cols);
+  json.put_address("dbias", p.dbias);
+  json.put_address("schedule", p.schedule);
+  json.put_address("keys.count", plan.gathered ? bwd_schedule_lists(p).count : nullptr);
+  return json.text();
+}
+
+// Writes the text and returns the status.
+template <class Body>
+int answer(char* to, size_t size, Body&& body) {
+  std::string text;
+  const dmattn_status status = at_boundary([&] { text = body(); });
+  std::strncpy(to, status == DMATTN_OK ? text.c_str() : last_error(), size - 1);
+  to[size - 1] = '\0';
+  return status;
+}
+
+}  // namespace
+}  // namespace dmattn
+
+extern "C" int probe_fwd(const dmattn_fwd_params* params, int family, int num_sms, void* base, char* to, size_t size) {
+  using namespace dmattn;
+  return answer(to, size, [&] {
+    const dmattn_fwd_params p = read_params(params, "dmattn_fwd_params");
+    validate(p, Pointers::kRequired);
+    return describe(plan_fwd(p, device_of(family, num_sms), base));
+  });
+}
+
+// The launch for batch b, kv head hk, head g of its group.
+extern "C" int probe_bwd(const dmattn_bwd_params* params, int family, int num_sms, void* base, int b, int hk, int g,
+                         char* to, size_t size) {
+  using namespace dmattn;
+  return answer(to, size, [&] {
+    const dmattn_bwd_params p = read_params(params, "dmattn_bwd_params");
+    validate(p, Pointers::kRequired);
+    const BwdPlan plan = plan_bwd(p, device_of(family, num_sms), base);
+    return describe(plan, bwd_launch_params(plan, b, hk, g));
+  });
+}
+
+extern "C" int probe_num_splits(int64_t blocks, int64_t resident, int key_tiles) {
+  return dmattn::choose_num_splits(blocks, resident, key_tiles);
+}

@@ -1,0 +1,242 @@
+"""Wrong arguments through the C interface and the Python module: all found before a device is looked for."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+
+import pytest
+
+import abi
+import dmattn_kernels
+from abi import BOOL, FLOAT16, FLOAT32, SOME_ADDRESS, bwd_params, fwd_params, tensor
+
+Q = (2, 128, 4, 64)
+K = (2, 128, 2, 64)
+LSE = (2, 4, 128)
+
+
+def call(library: ctypes.CDLL, params: abi.Params) -> tuple[int, str]:
+    """Status and message of a launch with more workspace than any call here needs."""
+    name = "dmattn_fwd" if isinstance(params, abi.FwdParams) else "dmattn_bwd"
+    status = getattr(library, name)(ctypes.byref(params), SOME_ADDRESS, 1 << 50, None)
+    return status, library.dmattn_last_error().decode()
+
+
+def size(library: ctypes.CDLL, params: abi.Params) -> tuple[int, str]:
+    name = "dmattn_fwd" if isinstance(params, abi.FwdParams) else "dmattn_bwd"
+    bytes_needed = ctypes.c_size_t()
+    function = getattr(library, f"{name}_workspace_size")
+    status = function(ctypes.byref(params), ctypes.byref(bytes_needed))
+    return status, library.dmattn_last_error().decode()
+
+
+WRONG_FORWARD: list[tuple[dict[str, object], int, str]] = [
+    ({"q": tensor((2, 128, 64))}, abi.INVALID_VALUE, "q has 3 dimensions; wanted 4"),
+    ({"q": abi.Tensor()}, abi.INVALID_VALUE, "q is absent"),
+    ({"q": tensor(Q, FLOAT32)}, abi.INVALID_DTYPE, "q has dtype float32 (3); wanted float16 or"),
+    ({"q": tensor(Q, 77)}, abi.INVALID_DTYPE, "q has dtype unknown (77)"),
+    ({"k": tensor(K, FLOAT16)}, abi.INVALID_DTYPE, "k has dtype float16 (1); wanted bfloat16"),
+    ({"v": tensor(K, FLOAT16)}, abi.INVALID_DTYPE, "v has dtype"),
+    ({"k": tensor((3, 128, 2, 64))}, abi.INVALID_VALUE, "k has shape (3, 128, 2, 64); wanted (2,"),
+    ({"k": tensor((2, 128, 2, 32))}, abi.INVALID_VALUE, "k has shape"),
+    ({"v": tensor((2, 127, 2, 64))}, abi.INVALID_VALUE, "v has shape"),
+    ({"k": tensor((2, 128, 3, 64)), "v": tensor((2, 128, 3, 64))}, abi.INVALID_VALUE, "3 heads"),
+    ({"q": tensor(Q, stride=(1 << 16, 512, 128, 2))}, abi.INVALID_VALUE, "q has strides"),
+    ({"q": tensor((2, -1, 4, 64))}, abi.INVALID_VALUE, "q has shape (2, -1, 4, 64)"),
+    ({"mask": tensor((2, 4, 128, 128))}, abi.INVALID_DTYPE, "mask has dtype bfloat16 (2); wanted"),
+    ({"mask": tensor((2, 3, 128, 128), BOOL)}, abi.INVALID_VALUE, "mask has shape (2, 3, 128, 128)"),
+    ({"mask": tensor((128, 128), BOOL)}, abi.INVALID_VALUE, "mask has 2 dimensions; wanted 4"),
+    ({"bias": tensor((2, 4, 128, 128), FLOAT16)}, abi.INVALID_DTYPE, "bias has dtype float16"),
+    ({"bias": tensor((2, 4, 64, 128))}, abi.INVALID_VALUE, "bias has shape (2, 4, 64, 128)"),
+    ({"out": tensor(K)}, abi.INVALID_VALUE, "out has shape (2, 128, 2, 64); wanted (2, 128, 4, 64)"),
+    ({"out": tensor(Q, stride=(0, 256, 64, 1))}, abi.INVALID_VALUE, "out has strides (0, 256"),
+    ({"softmax_lse": tensor((2, 128, 4), FLOAT32)}, abi.INVALID_VALUE, "softmax_lse has shape"),
+    ({"softmax_lse": tensor(LSE)}, abi.INVALID_DTYPE, "softmax_lse has dtype bfloat16"),
+    ({"q": tensor(Q, data=None)}, abi.INVALID_VALUE, "q has a null data pointer"),
+    ({"k": tensor(K, data=SOME_ADDRESS + 1)}, abi.INVALID_VALUE, "k has data pointer"),
+    ({"softmax_scale": float("nan")}, abi.INVALID_VALUE, "softmax_scale is nan"),
+    ({"softcap": float("inf")}, abi.INVALID_VALUE, "softcap is inf"),
+    ({"is_causal": 2}, abi.INVALID_VALUE, "is_causal is 2; wanted 0 or 1"),
+    ({"device": -1}, abi.INVALID_VALUE, "device is -1"),
+    ({"num_splits": 129}, abi.INVALID_VALUE, "num_splits is 129; wanted 0 to 128"),
+    ({"reserved": 1}, abi.INVALID_VALUE, "reserved is 1"),
+    ({"struct_size": 0}, abi.INVALID_VALUE, "struct_size is 0; wanted sizeof(dmattn_fwd_params)"),
+]
+
+
+@pytest.mark.parametrize("fields, status, words", WRONG_FORWARD, ids=[w for _, _, w in WRONG_FORWARD])
+def test_forward(
+    library: ctypes.CDLL, fields: dict[str, object], status: int, words: str
+) -> None:
+    found, message = call(library, fwd_params(**fields))  # type: ignore[arg-type]
+    assert words in message
+    assert found == status
+
+
+@pytest.mark.parametrize("head_dim, words", [(264, "at most 256"), (60, "multiple of 8")])
+def test_head_dim_without_kernel(library: ctypes.CDLL, head_dim: int, words: str) -> None:
+    status, message = call(library, fwd_params(head_dim=head_dim))
+    assert status == abi.UNSUPPORTED
+    assert f"head_dim {head_dim}" in message and words in message
+
+
+WRONG_BACKWARD: list[tuple[dict[str, object], int, str]] = [
+    ({"dout": tensor(K)}, abi.INVALID_VALUE, "dout has shape"),
+    ({"dout": tensor(Q, FLOAT16)}, abi.INVALID_DTYPE, "dout has dtype"),
+    ({"dq": tensor(K)}, abi.INVALID_VALUE, "dq has shape"),
+    ({"dk": tensor(Q)}, abi.INVALID_VALUE, "dk has shape (2, 128, 4, 64); wanted (2, 128, 2, 64)"),
+    ({"dv": tensor(K, stride=(1 << 14, 128, 0, 1))}, abi.INVALID_VALUE, "dv has strides"),
+    ({"dsoftmax_lse": tensor(LSE)}, abi.INVALID_DTYPE, "dsoftmax_lse has dtype"),
+    ({"dbias": tensor((1, 1, 1, 128))}, abi.INVALID_VALUE, "dbias is given but bias is absent"),
+    (
+        {"bias": tensor((1, 1, 1, 128)), "dbias": tensor((1, 1, 128, 128))},
+        abi.INVALID_VALUE,
+        "dbias has shape (1, 1, 128, 128); wanted (1, 1, 1, 128), the shape of bias",
+    ),
+    (
+        {"bias": tensor((2, 1, 1, 128)), "dbias": tensor((2, 1, 1, 128), stride=(256, 1, 1, 2))},
+        abi.INVALID_VALUE,
+        "wanted a contiguous tensor",
+    ),
+    ({"deterministic": 7}, abi.INVALID_VALUE, "deterministic is 7; wanted 0 or 1"),
+]
+
+
+@pytest.mark.parametrize(
+    "fields, status, words", WRONG_BACKWARD, ids=[w for _, _, w in WRONG_BACKWARD]
+)
+def test_backward(
+    library: ctypes.CDLL, fields: dict[str, object], status: int, words: str
+) -> None:
+    params = bwd_params()
+    abi.replace(params, fields)
+    found, message = call(library, params)
+    assert words in message
+    assert found == status
+
+
+def test_null_arguments(library: ctypes.CDLL) -> None:
+    assert library.dmattn_fwd(None, None, 0, None) == abi.INVALID_VALUE
+    assert b"params is null" in library.dmattn_last_error()
+    assert library.dmattn_bwd_workspace_size(None, None) == abi.INVALID_VALUE
+    assert (
+        library.dmattn_fwd_workspace_size(ctypes.byref(fwd_params()), None) == abi.INVALID_VALUE
+    )
+    assert b"bytes is null" in library.dmattn_last_error()
+
+
+def test_size_needs_no_pointers(library: ctypes.CDLL) -> None:
+    without = {
+        name: tensor(shape, dtype, data=None)
+        for name, shape, dtype in [
+            ("q", Q, abi.BFLOAT16),
+            ("k", K, abi.BFLOAT16),
+            ("v", K, abi.BFLOAT16),
+            ("out", Q, abi.BFLOAT16),
+            ("softmax_lse", LSE, FLOAT32),
+        ]
+    }
+    status, message = size(library, fwd_params(**without))  # type: ignore[arg-type]
+    assert status in (abi.OK, abi.NO_DEVICE), message
+
+
+class _Longer(ctypes.Structure):
+    _fields_ = [("known", abi.FwdParams), ("unknown", ctypes.c_int64 * 2)]
+
+
+def test_structs_of_other_versions(library: ctypes.CDLL) -> None:
+    longer = _Longer(known=fwd_params())
+    longer.known.struct_size = ctypes.sizeof(_Longer)
+    pointer = ctypes.cast(ctypes.byref(longer), ctypes.POINTER(abi.FwdParams))
+    longer.known.num_splits = 500  # reached only when the tail of zeros was accepted
+    assert library.dmattn_fwd(pointer, None, 0, None) == abi.INVALID_VALUE
+    assert b"num_splits is 500" in library.dmattn_last_error()
+    longer.unknown[1] = 1
+    assert library.dmattn_fwd(pointer, None, 0, None) == abi.INVALID_VALUE
+    assert b"this library knows the first" in library.dmattn_last_error()
+
+    shorter = fwd_params(num_splits=500)
+    shorter.struct_size = abi.FwdParams.num_splits.offset
+    status, message = size(library, shorter)
+    assert status in (abi.OK, abi.NO_DEVICE), message
+
+
+def test_messages_belong_to_their_thread(library: ctypes.CDLL) -> None:
+    messages: dict[int, str] = {}
+
+    def fail(num_splits: int) -> None:
+        for _ in range(200):
+            _, messages[num_splits] = call(library, fwd_params(num_splits=num_splits))
+
+    threads = [threading.Thread(target=fail, args=(n,)) for n in (501, 502, 503)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(f"num_splits is {n};" in message for n, message in messages.items())
+
+
+# --- the Python module --------------------------------------------------------------------------------
+
+
+def view(value: abi.Tensor) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
+    n = value.ndim
+    return value.data or 0, value.dtype, tuple(value.shape[:n]), tuple(value.stride[:n])
+
+
+def module_params(**replaced: object) -> dmattn_kernels.FwdParams:
+    values: dict[str, object] = {
+        "device": 0,
+        "q": view(tensor(Q)),
+        "k": view(tensor(K)),
+        "v": view(tensor(K)),
+        "mask": None,
+        "bias": None,
+        "out": view(tensor(Q)),
+        "lse": view(tensor(LSE, FLOAT32)),
+        "softmax_scale": 0.125,
+        "softcap": 0.0,
+        "is_causal": False,
+    }
+    return dmattn_kernels.FwdParams(**(values | replaced))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("method", [lambda p: p.workspace_size(), lambda p: p.launch(0, 0, 0)])
+@pytest.mark.parametrize(
+    "replaced, error, words",
+    [
+        ({"v": view(tensor((2, 5, 2, 64)))}, ValueError, "v has shape"),
+        ({"k": view(tensor(K, FLOAT16))}, TypeError, "k has dtype"),
+        ({"q": view(tensor((2, 128, 4, 512)))}, ValueError, "k has shape"),
+    ],
+)
+def test_module_maps_statuses(
+    method: Callable[[dmattn_kernels.FwdParams], object],
+    replaced: dict[str, object],
+    error: type[Exception],
+    words: str,
+) -> None:
+    params = module_params(**replaced)
+    with pytest.raises(error, match=words):
+        method(params)
+
+
+@pytest.mark.parametrize(
+    "value, words",
+    [
+        (3, "q is a int; wanted None or a tuple"),
+        ((1, 2, 3), "q is a tuple; wanted None or a tuple"),
+        ((1, 2, (1, 2), (1,)), "q: stride must be a tuple of 2 integers"),
+        ((1, "x", (1, 2), (2, 1)), "int"),
+    ],
+)
+def test_module_wants_tuples(value: object, words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        module_params(q=value)
+
+
+def test_module_rejects_five_dimensions() -> None:
+    with pytest.raises(ValueError, match="q has 5 dimensions"):
+        module_params(q=(1, 2, (1,) * 5, (1,) * 5))
