@@ -197,8 +197,6 @@ def install_kernels_for_this_gpu(
     capability = gpu_capability()
     assert capability is not None
     arch = f"sm_{capability[0]}{capability[1]}"
-    if capability >= (12, 0):  # the chips that need the smaller tiles of 8.9, and are not 8.9
-        defines["DMATTN_ALL_TILES"] = "ON"
     place = ROOT / "build" / f"{arch}-{session.name}"
     wheel = build_kernels(session, place, environment, DMATTN_CUDA_ARCHS=arch, **defines)
     install_wheel(session, wheel)

@@ -20,7 +20,7 @@ from benchmarks.cases import CASES, HOST_TIME_TARGET_US, PEAK_MEMORY_TARGET, TAR
 
 Row = dict[str, Any]
 PHASES = ("forward", "backward")
-OURS = "#b5179e"
+OURS = ("#b5179e", "#f06bc8", "#f7b5e2")
 COLORS = ("#4361ee", "#4cc9f0", "#8d99ae", "#2b9348", "#f4a261")
 
 
@@ -131,6 +131,8 @@ def markdown(results: Row, plots: str | None) -> str:
         if "ratio" in row:
             words = f"peak memory beside inputs, outputs and gradients, {row['case']}"
             parts.append(f"| {words} | {row['label']} | {row['ratio']:.2f} x (q + k + v) |")
+    if results["not_run"]:
+        parts += ["", "Left out for want of time: " + "; ".join(results["not_run"]) + "."]
     return "\n".join([*parts, ""])
 
 
@@ -210,10 +212,9 @@ def _plot_group(rows: list[Row], group: str, gpu: str, path: Path) -> None:
     phases = [phase for phase in PHASES if any(row["phase"] == phase for row in rows)]
     cases = list(dict.fromkeys(row["case"] for row in rows))
     labels = list(dict.fromkeys(row["label"] for row in rows))
-    colors = {
-        label: OURS if label == "dmattn" else COLORS[i % len(COLORS)]
-        for i, label in enumerate(labels)
-    }
+    ours = [label for label in labels if label.startswith("dmattn")]
+    others = [label for label in labels if label not in ours]
+    colors = dict(zip(ours, OURS, strict=False)) | dict(zip(others, COLORS, strict=False))
     figure, axes = plt.subplots(
         1,
         len(phases),

@@ -52,10 +52,10 @@ class Config:
     width: int = 128
     heads: int = 4
     kv_heads: int = 2
-    length: int = 512  # context, in bytes
+    length: int = 256  # context, in bytes
     window: int = 64  # keys that each query keeps
     batch: int = 8
-    steps: int = 300
+    steps: int = 700
     lr: float = 4e-3
     seed: int = 0
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 OK, INVALID_VALUE, INVALID_DTYPE, UNSUPPORTED, NO_DEVICE, CUDA = range(6)
-FLOAT16, BFLOAT16, FLOAT32, BOOL = range(1, 5)
+FLOAT16, BFLOAT16, FLOAT32, BOOL, INT32 = range(1, 6)
 
 # An address that nothing reads: 256-byte aligned, so that it passes for any tensor and for a workspace.
 SOME_ADDRESS = 1 << 40
@@ -34,11 +34,17 @@ _HEAD = [
 ]
 
 
+class Selection(ctypes.Structure):
+    _fields_ = _fields("end idx count full", Tensor)
+
+
 class FwdParams(ctypes.Structure):
     _fields_ = [
         *_HEAD,
         *_fields("q k v mask bias out softmax_lse", Tensor),
         *_fields("num_splits reserved", ctypes.c_int32),
+        ("selection", Selection),
+        ("softmax_lse_rest", Tensor),
     ]
 
 
@@ -47,11 +53,37 @@ class BwdParams(ctypes.Structure):
         *_HEAD,
         *_fields("q k v mask bias out softmax_lse dout dsoftmax_lse dq dk dv dbias", Tensor),
         *_fields("deterministic reserved", ctypes.c_int32),
+        ("selection", Selection),
+        ("softmax_lse_rest", Tensor),
     ]
 
 
-Params = FwdParams | BwdParams
-P = TypeVar("P", FwdParams, BwdParams)
+class SelectParams(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", ctypes.c_size_t),
+        *_fields("device is_causal window reserved", ctypes.c_int32),
+        ("seqlen_q", ctypes.c_int64),
+        *_fields("scores key_mask", Tensor),
+        ("selection", Selection),
+    ]
+
+
+class CacheAppendParams(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", ctypes.c_size_t),
+        *_fields("device reserved", ctypes.c_int32),
+        *_fields("k_new v_new score_new position_new k_cache v_cache score position", Tensor),
+    ]
+
+
+Params = FwdParams | BwdParams | SelectParams | CacheAppendParams
+P = TypeVar("P", FwdParams, BwdParams, SelectParams, CacheAppendParams)
+CALLS: dict[type[Params], tuple[str, str]] = {
+    FwdParams: ("dmattn_fwd_workspace_size", "dmattn_fwd"),
+    BwdParams: ("dmattn_bwd_workspace_size", "dmattn_bwd"),
+    SelectParams: ("dmattn_select_workspace_size", "dmattn_select_keys"),
+    CacheAppendParams: ("dmattn_cache_append_workspace_size", "dmattn_cache_append"),
+}
 
 
 def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
@@ -111,6 +143,51 @@ def bwd_params(gradients: str = "dq dk dv", **arguments: object) -> BwdParams:
     return params
 
 
+def selection(
+    seqlen_q: int, seqlen_k: int, capacity: int, batch: int = 1, heads: int = 1, causal: bool = True
+) -> Selection:
+    """A selection whose arrays have the shapes that these lengths ask for."""
+    lists = (batch, heads, -(-seqlen_q // 128) if causal else 1)
+    found = Selection(
+        end=tensor((batch, heads, seqlen_k), INT32),
+        idx=tensor((*lists, capacity), INT32),
+        count=tensor(lists, INT32),
+    )
+    if causal:
+        found.full = tensor(lists, INT32)
+    return found
+
+
+def select_params(**fields: object) -> SelectParams:
+    """A valid selection of the best 100 of 1000 keys for 300 rows; `fields` replaces."""
+    params = SelectParams(
+        struct_size=ctypes.sizeof(SelectParams),
+        is_causal=1,
+        window=100,
+        seqlen_q=300,
+        scores=tensor((2, 4, 1000), FLOAT32),
+        selection=selection(300, 1000, 256, batch=2, heads=4),
+    )
+    return replace(params, fields)
+
+
+def cache_append_params(**fields: object) -> CacheAppendParams:
+    """A valid call for 3 tokens and a cache of 64 entries; `fields` replaces."""
+    params = CacheAppendParams(struct_size=ctypes.sizeof(CacheAppendParams))
+    for name, shape, dtype in (
+        ("k_new", (2, 3, 4, 64), BFLOAT16),
+        ("v_new", (2, 3, 4, 64), BFLOAT16),
+        ("score_new", (2, 4, 3), FLOAT32),
+        ("position_new", (2, 3), INT32),
+        ("k_cache", (2, 64, 4, 64), BFLOAT16),
+        ("v_cache", (2, 64, 4, 64), BFLOAT16),
+        ("score", (2, 4, 64), FLOAT32),
+        ("position", (2, 4, 64), INT32),
+    ):
+        setattr(params, name, tensor(shape, dtype))
+    return replace(params, fields)
+
+
 def replace(params: P, fields: dict[str, object]) -> P:
     for name, value in fields.items():
         setattr(params, name, value)
@@ -120,11 +197,13 @@ def replace(params: P, fields: dict[str, object]) -> P:
 def declare(library: ctypes.CDLL) -> ctypes.CDLL:
     """Argument and result types of every exported function."""
     size = ctypes.POINTER(ctypes.c_size_t)
-    for direction, params in (("fwd", FwdParams), ("bwd", BwdParams)):
+    for params, (size_name, launch_name) in CALLS.items():
         pointer = ctypes.POINTER(params)
-        getattr(library, f"dmattn_{direction}_workspace_size").argtypes = [pointer, size]
-        launch = getattr(library, f"dmattn_{direction}")
+        getattr(library, size_name).argtypes = [pointer, size]
+        launch = getattr(library, launch_name)
         launch.argtypes = [pointer, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+    library.dmattn_select_capacity.argtypes = [ctypes.c_int64, ctypes.c_int64, ctypes.c_int32]
+    library.dmattn_select_capacity.restype = ctypes.c_int64
     library.dmattn_device_architecture.argtypes = [
         ctypes.c_int32,
         ctypes.POINTER(ctypes.c_char_p),

@@ -39,7 +39,7 @@ def probe(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """tests/plan_probe.cpp: what a call would do, without a GPU and without CUDA."""
     output = tmp_path_factory.mktemp("probe") / "libplan_probe.so"
     api = PACKAGE / "src" / "api"
-    sources = [api / f"{name}.cpp" for name in ("error", "validate", "operands", "plan_fwd", "plan_bwd")]
+    sources = [api / f"{name}.cpp" for name in ("error", "checks", "validate", "operands", "plan_fwd", "plan_bwd")]
     includes = [PACKAGE / "include", PACKAGE / "src", PACKAGE / "tests" / "seams"]
     subprocess.run(
         [compiler(), "-std=c++17", "-O1", "-g", "-shared", "-fPIC", "-Wall", "-Wextra"]

@@ -79,8 +79,12 @@ void put_kernel(Json& json, const Kernel& p) {
   json.put("keys.heads", p.keys.heads);
   json.put("keys.batch", p.keys.batch);
   json.put("keys.head_ratio", p.keys.head_ratio);
+  json.put("keys.block_rows", p.keys.block_rows);
   json.put_address("mask.bits", p.mask.bits);
   json.put_address("keys.idx", p.keys.idx);
+  json.put_address("keys.full", p.keys.full);
+  json.put_address("keys.end", p.keys.end);
+  json.put_address("lse_rest", p.lse_rest);
   json.put_address("q", p.q);
   json.put_address("k", p.k);
   json.put_strides("q_stride", p.q_stride);
@@ -103,6 +107,7 @@ std::string describe(const FwdPlan& plan) {
   json.put("is_empty", plan.is_empty);
   json.put("no_keys", plan.no_keys);
   json.put("gathered", plan.gathered);
+  json.put("selected", plan.selected);
   json.put("workspace_bytes", plan.workspace_bytes);
   put_kernel(json, plan.kernel);
   json.put_strides("out_stride", plan.kernel.out_stride);
@@ -120,6 +125,8 @@ std::string describe(const BwdPlan& plan, const BwdParams& p) {
   json.put("zeros", plan.zeros);
   json.put("launches", plan.launches);
   json.put("gathered", plan.gathered);
+  json.put("selected", plan.selected);
+  json.put("intervals", plan.intervals);
   json.put("per_batch", plan.sequence.per_batch);
   json.put("per_head_k", plan.sequence.per_head_k);
   json.put("per_group", plan.sequence.per_group);
@@ -145,6 +152,7 @@ std::string describe(const BwdPlan& plan, const BwdParams& p) {
   json.put_address("delta", p.delta);
   json.put_address("dq_accum", p.dq_accum);
   json.put_address("dq_semaphore", p.dq_semaphore);
+  json.put_address("dkv_semaphore", p.dkv_semaphore);
   json.put_address("dk_slots", p.dk_slots);
   json.put_address("dv_slots", p.dv_slots);
   json.put_address("dk_accum", p.dk_accum);

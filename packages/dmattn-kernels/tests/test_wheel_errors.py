@@ -19,16 +19,15 @@ LSE = (2, 4, 128)
 
 def call(library: ctypes.CDLL, params: abi.Params) -> tuple[int, str]:
     """Status and message of a launch with more workspace than any call here needs."""
-    name = "dmattn_fwd" if isinstance(params, abi.FwdParams) else "dmattn_bwd"
+    _, name = abi.CALLS[type(params)]
     status = getattr(library, name)(ctypes.byref(params), SOME_ADDRESS, 1 << 50, None)
     return status, library.dmattn_last_error().decode()
 
 
 def size(library: ctypes.CDLL, params: abi.Params) -> tuple[int, str]:
-    name = "dmattn_fwd" if isinstance(params, abi.FwdParams) else "dmattn_bwd"
+    name, _ = abi.CALLS[type(params)]
     bytes_needed = ctypes.c_size_t()
-    function = getattr(library, f"{name}_workspace_size")
-    status = function(ctypes.byref(params), ctypes.byref(bytes_needed))
+    status = getattr(library, name)(ctypes.byref(params), ctypes.byref(bytes_needed))
     return status, library.dmattn_last_error().decode()
 
 
@@ -115,6 +114,120 @@ def test_backward(
     found, message = call(library, params)
     assert words in message
     assert found == status
+
+
+REST = tensor(LSE, FLOAT32, stride=(512, 1, 4))
+
+WRONG_SELECTION: list[tuple[dict[str, object], int, str]] = [
+    ({"selection": abi.selection(128, 128, 128)}, abi.INVALID_VALUE, "selection.full is given but"),
+    (
+        {"selection": abi.selection(128, 128, 128, causal=False), "is_causal": 1},
+        abi.INVALID_VALUE,
+        "selection.full",
+    ),
+    (
+        {"selection": abi.selection(128, 128, 128, causal=False), "mask": tensor((1, 1, 1, 1), BOOL)},
+        abi.INVALID_VALUE,
+        "mask is given with a selection",
+    ),
+    (
+        {"selection": abi.selection(128, 128, 100, causal=False)},
+        abi.INVALID_VALUE,
+        "capacity 100; wanted a multiple of 128",
+    ),
+    (
+        {"selection": abi.selection(128, 128, 128, heads=3, causal=False)},
+        abi.INVALID_VALUE,
+        "selection.idx has shape (1, 3, 1, 128)",
+    ),
+    (
+        {"selection": abi.selection(128, 127, 128, causal=False)},
+        abi.INVALID_VALUE,
+        "selection.end has shape (1, 1, 127); wanted (1, 1, 128)",
+    ),
+    ({"softmax_lse_rest": REST}, abi.INVALID_VALUE, "wanted those of softmax_lse"),
+]
+
+
+@pytest.mark.parametrize("fields, status, words", WRONG_SELECTION)
+@pytest.mark.parametrize("make", [fwd_params, bwd_params])
+def test_selection_of_attention(
+    library: ctypes.CDLL,
+    make: Callable[..., abi.Params],
+    fields: dict[str, object],
+    status: int,
+    words: str,
+) -> None:
+    found, message = call(library, make(**fields))
+    assert words in message
+    assert found == status
+
+
+WRONG_SELECT: list[tuple[dict[str, object], int, str]] = [
+    ({"window": 0}, abi.INVALID_VALUE, "window is 0; wanted at least 1"),
+    ({"seqlen_q": 1001}, abi.INVALID_VALUE, "seqlen_q is 1001"),
+    ({"scores": tensor((2, 4, 1000), BOOL)}, abi.INVALID_DTYPE, "scores has dtype bool"),
+    ({"key_mask": tensor((2, 4, 1000), FLOAT32)}, abi.INVALID_DTYPE, "key_mask has dtype float32"),
+    ({"key_mask": tensor((3, 1, 1000), BOOL)}, abi.INVALID_VALUE, "key_mask has shape (3, 1, 1000)"),
+    (
+        {"selection": abi.selection(300, 1000, 128, batch=2, heads=4)},
+        abi.INVALID_VALUE,
+        "capacity 128; wanted at least 256",
+    ),
+    (
+        {"selection": abi.selection(300, 1000, 256, batch=1, heads=4)},
+        abi.INVALID_VALUE,
+        "selection.idx has shape (1, 4, 3, 256); wanted (2, 4, 3, 256)",
+    ),
+]
+
+
+@pytest.mark.parametrize("fields, status, words", WRONG_SELECT)
+def test_select(
+    library: ctypes.CDLL, fields: dict[str, object], status: int, words: str
+) -> None:
+    found, message = call(library, abi.select_params(**fields))
+    assert words in message
+    assert found == status
+
+
+@pytest.mark.parametrize(
+    "window, seqlen_k, causal, capacity",
+    [(100, 1000, 1, 256), (100, 1000, 0, 128), (100, 50, 1, 128), (1 << 40, 300, 1, 384)]
+    + [(0, 1000, 1, 0), (5, 0, 1, 0)],
+)
+def test_select_capacity(
+    library: ctypes.CDLL, window: int, seqlen_k: int, causal: int, capacity: int
+) -> None:
+    assert library.dmattn_select_capacity(window, seqlen_k, causal) == capacity
+
+
+WRONG_APPEND: list[tuple[dict[str, object], int, str]] = [
+    ({"v_new": tensor((2, 4, 4, 64))}, abi.INVALID_VALUE, "v_new has shape (2, 4, 4, 64)"),
+    ({"k_cache": tensor((2, 64, 4, 64), FLOAT32)}, abi.INVALID_DTYPE, "k_cache has dtype float32"),
+    ({"score_new": tensor((2, 4, 3))}, abi.INVALID_DTYPE, "score_new has dtype bfloat16"),
+    ({"position_new": tensor((2, 4), abi.INT32)}, abi.INVALID_VALUE, "position_new has shape (2, 4)"),
+    ({"position": tensor((2, 4, 64), FLOAT32)}, abi.INVALID_DTYPE, "position has dtype float32"),
+    ({"v_cache": tensor((2, 64, 4, 64), stride=(0, 256, 64, 1))}, abi.INVALID_VALUE, "v_cache has"),
+    ({"score": tensor((2, 4, 64), FLOAT32, data=None)}, abi.INVALID_VALUE, "score has a null data"),
+]
+
+
+@pytest.mark.parametrize("fields, status, words", WRONG_APPEND)
+def test_cache_append(
+    library: ctypes.CDLL, fields: dict[str, object], status: int, words: str
+) -> None:
+    found, message = call(library, abi.cache_append_params(**fields))
+    assert words in message
+    assert found == status
+
+
+@pytest.mark.parametrize("make", [fwd_params, bwd_params, abi.select_params, abi.cache_append_params])
+def test_valid_calls_get_as_far_as_the_device(
+    library: ctypes.CDLL, make: Callable[..., abi.Params]
+) -> None:
+    status, message = size(library, make(device=63))
+    assert (status, "device is 63" in message) == (abi.NO_DEVICE, True), message
 
 
 def test_null_arguments(library: ctypes.CDLL) -> None:

@@ -236,6 +236,45 @@ def test_split_count(probe: ctypes.CDLL, blocks: int, tiles: int) -> None:
         assert fills[splits - 1] >= 0.84 * max(fills)
 
 
+@pytest.mark.parametrize("causal", [0, 1])
+def test_selection_is_used_as_it_is(plan: Probe, causal: int) -> None:
+    lists = abi.selection(128, 512, 256, heads=2, causal=bool(causal))
+    arguments: dict[str, Any] = {"seqlen_k": 512, "selection": lists, "is_causal": causal}
+    for found in (plan.fwd(**arguments), plan.bwd(**arguments)):
+        assert found["gathered"] and found["selected"]
+        assert found["keys.idx"] == SOME_ADDRESS
+        assert (found["keys.block_rows"], found["keys.head_ratio"]) == (128 * causal, 2)
+    assert plan.fwd(**arguments)["workspace_bytes"] == 0
+
+
+def test_selection_for_one_row_is_a_plain_list(plan: Probe) -> None:
+    lists = abi.selection(1, 512, 256, heads=2)
+    found = plan.fwd(seqlen_q=1, seqlen_k=512, nheads=8, selection=lists, is_causal=1)
+    assert (found["keys.block_rows"], found["is_causal"]) == (0, 0)
+    assert (found["seqlen_q"], found["nheads"], found["keys.head_ratio"]) == (4, 2, 1)
+
+
+def test_splits_count_the_entries_of_a_list(plan: Probe) -> None:
+    lists = abi.selection(1, 1 << 20, 256)
+    found = plan.fwd(batch=1, seqlen_q=1, seqlen_k=1 << 20, selection=lists, is_causal=1)
+    assert found["num_splits"] == 1  # 256 entries are 4 tiles
+
+
+def test_interval_lists_accumulate(plan: Probe) -> None:
+    arguments: dict[str, Any] = {"nheads": 8, "nheads_k": 2, "is_causal": 1, "seqlen_k": 512}
+    arguments["selection"] = abi.selection(128, 512, 256, heads=2)
+    found = plan.bwd(**arguments)
+    assert found["intervals"] and not found["per_group"]
+    assert found["dk_accum"] and found["dv_accum"]
+    assert found["schedule"] == found["dk_slots"] == found["dkv_semaphore"] == 0
+    ordered = plan.bwd(deterministic=1, **arguments)
+    assert ordered["dkv_semaphore"] and not ordered["per_group"]
+    with_dbias = plan.bwd(
+        gradients="dk dbias", bias=tensor((1, 2, 1, 512)), deterministic=1, **arguments
+    )
+    assert with_dbias["per_group"]
+
+
 # --- backward -----------------------------------------------------------------------------------------
 
 
@@ -256,8 +295,8 @@ def test_only_wanted_gradients_take_memory(plan: Probe) -> None:
     assert plan.bwd(gradients="dv", deterministic=1)["dq_semaphore"] == 0
 
 
-ARRAYS = ("lse", "delta", "dq_accum", "dq_semaphore", "dk_slots", "dv_slots", "dk_accum")
-ARRAYS += ("dv_accum", "dbias_cols", "schedule", "mask.bits", "keys.idx")
+ARRAYS = ("lse", "lse_rest", "delta", "dq_accum", "dq_semaphore", "dkv_semaphore", "dk_slots")
+ARRAYS += ("dv_slots", "dk_accum", "dv_accum", "dbias_cols", "schedule", "mask.bits", "keys.idx")
 
 
 def array_bytes(found: Plan, shape: dict[str, int], lists: int) -> dict[str, int]:
@@ -270,6 +309,8 @@ def array_bytes(found: Plan, shape: dict[str, int], lists: int) -> dict[str, int
     kv = shape["batch"] * shape["nheads_k"] * shape["seqlen_k"] * shape["head_dim"] * 4
     return {
         "lse": rows * found["seqlen_q_rounded"] * 4,
+        "lse_rest": rows * found["seqlen_q_rounded"] * 4,
+        "dkv_semaphore": shape["batch"] * shape["nheads_k"] * 4,
         "delta": rows * found["seqlen_q_rounded"] * 4,
         "dq_accum": rows * blocks_q * found["block_m"] * found["dim_tile"] * 4,
         "dq_semaphore": rows * blocks_q * 4,
@@ -293,27 +334,38 @@ SHAPES = [
 
 @pytest.mark.parametrize("family", [SM80, SM89])
 @pytest.mark.parametrize("deterministic", [0, 1])
-@pytest.mark.parametrize("kind", ["none", "key", "key per head", "dense"])
+@pytest.mark.parametrize("kind", ["none", "key", "key per head", "dense", "selection"])
 @pytest.mark.parametrize("shape", SHAPES, ids=["gqa", "mha", "mqa"])
 def test_arrays_do_not_overlap(
     plan: Probe, shape: dict[str, int], kind: str, deterministic: int, family: int
 ) -> None:
-    heads = {"none": 0, "key": 1, "key per head": shape["nheads"], "dense": shape["nheads_k"]}[kind]
+    per_kind = {"key": 1, "key per head": shape["nheads"], "dense": shape["nheads_k"]}
+    heads = per_kind.get(kind, 0)
     arguments: dict[str, Any] = dict(shape, deterministic=deterministic, family=family)
     arguments["bias"] = tensor((1, shape["nheads_k"], 1, shape["seqlen_k"]))
-    if kind != "none":
+    if kind == "selection":
+        if shape["seqlen_q"] > shape["seqlen_k"]:
+            pytest.skip("a causal selection has no more rows than keys")
+        arguments["is_causal"] = 1
+        arguments["selection"] = abi.selection(shape["seqlen_q"], shape["seqlen_k"], 256)
+        arguments["softmax_lse_rest"] = tensor(
+            (shape["batch"], shape["nheads"], shape["seqlen_q"]), FLOAT32
+        )
+    elif kind != "none":
         rows = shape["seqlen_q"] if kind == "dense" else 1
         arguments["mask"] = mask(1, heads, rows, shape["seqlen_k"])
     found = plan.bwd(gradients="dq dk dv dbias", **arguments)
     sizes = array_bytes(found, shape, heads)
-    spans = sorted((found[name], found[name] + sizes[name], name) for name in ARRAYS if found[name])
+    # The lists of a selection are the caller's.
+    arrays = [name for name in ARRAYS if found[name] >= WORKSPACE]
+    spans = sorted((found[name], found[name] + sizes[name], name) for name in arrays)
     assert spans[0][0] >= WORKSPACE
     assert spans[-1][1] <= WORKSPACE + found["workspace_bytes"]
     for (_, end, name), (begin, _, following) in itertools.pairwise(spans):
         assert end <= begin, f"{name} reaches into {following}"
     assert all(begin % 256 == 0 for begin, _, _ in spans)
     # What starts as zeros is in the cleared part, and nothing else.
-    cleared = {"dq_accum", "dq_semaphore", "dk_accum", "dv_accum", "dbias_cols"}
+    cleared = {"dq_accum", "dq_semaphore", "dkv_semaphore", "dk_accum", "dv_accum", "dbias_cols"}
     first, last = found["scratch_zeros"], found["scratch_zeros"] + found["scratch_zero_bytes"]
     for begin, end, name in spans:
         assert (first <= begin and end <= last) == (name in cleared), name

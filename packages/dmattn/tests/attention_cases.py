@@ -16,8 +16,8 @@ from dmattn.reference import ReferenceGradients, reference_gradients
 _TINY = {
     torch.float16: 2e-3,
     torch.bfloat16: 1.6e-2,
-    torch.float32: 5e-6,
-    torch.float64: 2e-14,
+    torch.float32: 1e-5,
+    torch.float64: 4e-14,
 }
 _LENGTHS = (0, 1, 2, 7, 31, 33, 127, 128, 129)
 
@@ -155,9 +155,17 @@ def _views(draw: st.DrawFn, shape: tuple[int, int, int, int], dtype: torch.dtype
 
 
 def assert_close_to_oracle(
-    name: str, got: Tensor, oracle: Tensor, plain: Tensor, dtype: torch.dtype
+    name: str,
+    got: Tensor,
+    oracle: Tensor,
+    plain: Tensor,
+    dtype: torch.dtype,
+    summed_rows: int = 1,
 ) -> None:
-    """At most twice the error of the plain computation in `dtype`, plus a tiny term."""
+    """At most twice the error of the plain computation in `dtype`, plus a tiny term.
+
+    A bias shared by rows gathers the roundings of all of them, which add up as noise does.
+    """
     assert got.shape == oracle.shape, f"{name}: shape {tuple(got.shape)}"
     if got.numel() == 0:
         return
@@ -169,6 +177,6 @@ def assert_close_to_oracle(
     assert torch.isfinite(got).all(), f"{name}: not finite"
     plain_error = float((plain - oracle).abs().max())
     assert math.isfinite(plain_error), f"{name}: the plain computation overflows, so shows nothing"
-    limit = 2 * plain_error + tiny * max(1.0, float(oracle.abs().max()))
+    limit = 2 * plain_error + tiny * max(summed_rows**0.5, float(oracle.abs().max()))
     error = float((got - oracle).abs().max())
     assert error <= limit, f"{name}: error {error:.3g}, allowed {limit:.3g}"

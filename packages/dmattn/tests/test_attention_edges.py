@@ -1,6 +1,7 @@
 """Lengths, magnitudes and masks at the edges of what attention means, on the CPU."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -72,6 +73,22 @@ def test_rows_without_keys(how: str, dtype: torch.dtype) -> None:
         if how not in ("causal", "no keys"):
             assert not grad[0].any() and grad[1].any()
     check_against_oracle(case)
+
+
+def test_rows_without_keys_ignore_what_is_sent_back() -> None:
+    """Their gradients are zero even for the NaN that arithmetic with lse = -inf sends back."""
+    case = random_case(mask_shape=(2, 1, 9, 11), bias_shape=(2, 4, 9, 11))
+    assert case.attn_mask is not None
+    case.attn_mask[0, :, :5] = False
+    leaves = case.requiring_grad()
+    out, lse = flash_dmattn_func(*leaves.inputs, return_lse=True)
+    wanted: list[Any] = [leaves.query, leaves.key, leaves.value, leaves.attn_bias]
+    results = []
+    for junk in (0.0, math.nan):
+        dout, dlse = case.dout.clone(), case.dlse.clone()
+        dout[0, :5], dlse[0, :, :5] = junk, junk
+        results.append(torch.autograd.grad((out, lse), wanted, (dout, dlse), retain_graph=True))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 @pytest.mark.parametrize("mask_heads", [1, 2, 4])

@@ -93,6 +93,13 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"softmax_scale": "1"}, TypeError, "softmax_scale: got str, wanted a float"),
     ({"softmax_scale": float("nan")}, ValueError, "softmax_scale: got nan, wanted a finite"),
     ({"softcap": float("inf")}, ValueError, "softcap: got inf, wanted a finite"),
+    ({"softcap": None}, TypeError, "softcap: got NoneType, wanted a float"),
+    ({"query": None, "backend": "cpu"}, TypeError, "query: got NoneType, wanted a torch.Tensor"),
+    (
+        {"attn_bias": [1.0], "window_size": 2},
+        TypeError,
+        "attn_bias: got list, wanted a torch.Tensor or None",
+    ),
     ({"backend": "flex"}, ValueError, "backend: got 'flex', wanted one of 'cuda', 'cpu'"),
     ({"backend": "cuda"}, ValueError, "backend: got 'cuda', wanted 'cpu' or None"),
     ({"window_size": 2}, ValueError, "attn_bias: got None, wanted one score per key"),

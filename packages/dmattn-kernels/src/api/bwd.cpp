@@ -40,10 +40,10 @@ void prepare(const BwdPlan& plan, const dmattn_bwd_params& p, cudaStream_t strea
   }
   if (!plan.launches) return;
   if (plan.gathered) {
-    check_cuda(compact_keys(plan.mask, kernel.keys, stream), "listing the keys of the mask");
+    if (!plan.selected) check_cuda(compact_keys(plan.mask, kernel.keys, stream), "listing the keys of the mask");
     // Gathered tiles write the rows of the keys that are kept.
     for (const dmattn_tensor* grad : {&p.dk, &p.dv}) {
-      if (!is_present(*grad) || plan.sequence.per_group) continue;
+      if (!is_present(*grad) || plan.sequence.per_group || plan.intervals) continue;
       check_cuda(fill_zero(grad->data, read_strides(*grad), kernel.batch, kernel.seqlen_k, kernel.nheads_k,
                            kernel.head_dim, stream),
                  "clearing dk and dv");
@@ -51,6 +51,15 @@ void prepare(const BwdPlan& plan, const dmattn_bwd_params& p, cudaStream_t strea
   } else if (has_mask(plan.mask)) {
     check_cuda(pack_mask(plan.mask, kernel.mask, stream), "packing the mask");
   }
+}
+
+void launch_kernel(const BwdPlan& plan, const BwdParams& p, BwdLauncher unit, cudaStream_t stream) {
+  if (plan.schedule != nullptr) {
+    check_cuda(bwd_schedule(bwd_schedule_lists(p), p.batch, p.nheads_k, p.head_ratio, plan.tile.block_n,
+                            plan.max_slots, plan.max_splits, plan.schedule, stream),
+               "scheduling the lists of keys");
+  }
+  check_cuda(unit(plan.family, p, stream), "launching the backward kernel");
 }
 
 void launch_kernels(const BwdPlan& plan, cudaStream_t stream) {
@@ -62,13 +71,7 @@ void launch_kernels(const BwdPlan& plan, cudaStream_t stream) {
   for (int32_t b = 0; b < batches; ++b) {
     for (int32_t hk = 0; hk < heads_k; ++hk) {
       for (int32_t g = 0; g < groups; ++g) {
-        const BwdParams p = bwd_launch_params(plan, b, hk, g);
-        if (plan.gathered) {
-          check_cuda(bwd_schedule(bwd_schedule_lists(p), p.batch, p.nheads_k, p.head_ratio, plan.tile.block_n,
-                                  plan.max_slots, plan.max_splits, plan.schedule, stream),
-                     "scheduling the lists of keys");
-        }
-        check_cuda(unit(plan.family, p, stream), "launching the backward kernel");
+        launch_kernel(plan, bwd_launch_params(plan, b, hk, g), unit, stream);
       }
     }
   }

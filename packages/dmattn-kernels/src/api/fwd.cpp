@@ -15,7 +15,7 @@ void launch(const FwdPlan& plan, cudaStream_t stream) {
     return;
   }
   const FwdLauncher unit = fwd_unit(plan.dtype, plan.dim_tile, plan.gathered);
-  if (plan.gathered) {
+  if (plan.gathered && !plan.selected) {
     check_cuda(compact_keys(plan.mask, plan.kernel.keys, stream), "listing the keys of the mask");
   } else if (has_mask(plan.mask)) {
     check_cuda(pack_mask(plan.mask, plan.kernel.mask, stream), "packing the mask");

@@ -1,6 +1,7 @@
 #include "api/operands.h"
 
 #include "api/validate.h"
+#include "kernels/prep/select.h"
 
 namespace dmattn {
 namespace {
@@ -44,6 +45,29 @@ MaskSource read_mask(const dmattn_tensor& t, const Problem& x) {
   mask.seqlen_q = x.seqlen_q;
   mask.seqlen_k = x.seqlen_k;
   return mask;
+}
+
+KeyList read_lists(const dmattn_key_selection& selection) {
+  KeyList keys;
+  keys.idx = static_cast<const int32_t*>(selection.idx.data);
+  keys.count = static_cast<const int32_t*>(selection.count.data);
+  keys.end = static_cast<const int32_t*>(selection.end.data);
+  keys.batch = static_cast<int32_t>(selection.idx.shape[0]);
+  keys.heads = static_cast<int32_t>(selection.idx.shape[1]);
+  keys.blocks = static_cast<int32_t>(selection.idx.shape[2]);
+  keys.capacity = static_cast<int32_t>(selection.idx.shape[3]);
+  if (is_present(selection.full)) {  // causal
+    keys.full = static_cast<const int32_t*>(selection.full.data);
+    keys.block_rows = kSelectBlockRows;
+  }
+  return keys;
+}
+
+KeyList read_selection(const dmattn_key_selection& selection, const Problem& x) {
+  KeyList keys = read_lists(selection);
+  if (x.seqlen_q == 1) keys.block_rows = 0;
+  keys.head_ratio = x.nheads / keys.heads;
+  return keys;
 }
 
 BiasParams read_bias(const dmattn_tensor& t, const Problem& x, bool gathered) {

@@ -60,6 +60,11 @@ inline bool has_mask(const MaskSource& mask) { return mask.batch > 0; }
 // The same keys for every row: such a mask becomes a list of keys.
 inline bool is_key_only(const MaskSource& mask) { return mask.row_stride == 0; }
 
+// The lists of a selection as they are written; head_ratio is left for the caller to set.
+KeyList read_lists(const dmattn_key_selection& selection);
+// The same as attention reads them: all keys of a single query row's list are kept, and nothing is left to test.
+KeyList read_selection(const dmattn_key_selection& selection, const Problem& x);
+
 // kind is left kNone where there is no bias.
 BiasParams read_bias(const dmattn_tensor& bias, const Problem& x, bool gathered);
 // How the kernel gets at a bias with these strides.

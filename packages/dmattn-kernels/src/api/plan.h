@@ -19,7 +19,8 @@ struct FwdPlan {
   int32_t dim_tile = 0;
   bool is_empty = false;  // there is no output at all
   bool no_keys = false;   // out = 0, lse = -inf
-  bool gathered = false;  // the mask becomes kernel.keys, otherwise kernel.mask
+  bool gathered = false;  // by kernel.keys; otherwise the mask, if any, becomes kernel.mask
+  bool selected = false;  // kernel.keys comes from the caller
   MaskSource mask;        // see has_mask()
   FwdParams kernel;
   size_t workspace_bytes = 0;
@@ -31,9 +32,10 @@ FwdPlan plan_fwd(const dmattn_fwd_params& p, const Device& device, void* workspa
 int32_t choose_num_splits(int64_t blocks, int64_t resident, int32_t key_tiles);
 
 // The launches of one backward call. Usually one; one per batch, kv head or head of the group
-//  - where each query head has its own list of keys (per_group): a block then serves one list, and
+//  - where each query head has its own list of keys (per_group): a block then serves one list,
 //  - where a deterministic dbias is shared between heads or batches: a launch adds to each entry at most once, and
-//    launches follow one another.
+//    launches follow one another, and
+//  - where a deterministic key dbias comes from lists of row blocks (per_group): blocks add to it in turn, at their end.
 struct BwdSequence {
   bool per_batch = false, per_head_k = false, per_group = false;
   bool is_single() const { return !per_batch && !per_head_k && !per_group; }
@@ -47,13 +49,15 @@ struct BwdPlan {
   bool zeros = false;     // no query or no key: every gradient is 0
   bool launches = false;  // the attention kernel has something to do
   bool gathered = false;
+  bool selected = false;   // kernel.keys comes from the caller
+  bool intervals = false;  // ... with a list per block of rows
   MaskSource mask;
   BwdPreprocessParams preprocess;
   BwdParams kernel;
   BwdSequence sequence;
   // Gathered: see bwd_schedule().
   int32_t max_slots = 0, max_splits = 1;
-  int32_t* schedule = nullptr;
+  int32_t* schedule = nullptr;  // nullptr: lists of row blocks, which need none
   void* scratch_zeros = nullptr;  // part of the workspace that has to start as zeros
   size_t scratch_zero_bytes = 0;
   ConvertDqParams convert_dq;

@@ -89,9 +89,14 @@ void set_preprocess(BwdPlan& plan, const dmattn_bwd_params& p, Workspace& worksp
   pre.head_dim = kernel.head_dim;
   pre.vec_out = is_vec16(pre.out, pre.out_stride);
   pre.vec_dout = kernel.vec_dout;
+  if (is_present(p.softmax_lse_rest)) {
+    pre.lse_rest = static_cast<const float*>(p.softmax_lse_rest.data);
+    pre.rest_rounded = workspace.take<float>(rows_of(kernel) * kernel.seqlen_q_rounded);
+  }
   pre.lse_rounded = workspace.take<float>(rows_of(kernel) * kernel.seqlen_q_rounded);
   pre.delta = workspace.take<float>(rows_of(kernel) * kernel.seqlen_q_rounded);
   kernel.lse = pre.lse_rounded;
+  kernel.lse_rest = pre.rest_rounded;
   kernel.delta = pre.delta;
 }
 
@@ -120,7 +125,11 @@ void choose_sequence(BwdPlan& plan, const dmattn_bwd_params& p) {
   const BwdParams& kernel = plan.kernel;
   BwdSequence& sequence = plan.sequence;
   const bool has_groups = kernel.head_ratio > 1;
-  if (plan.gathered && has_groups && plan.mask.heads > kernel.nheads_k) sequence.per_group = true;
+  const int32_t lists = plan.selected ? kernel.keys.heads : plan.mask.heads;
+  if (plan.gathered && has_groups && lists > kernel.nheads_k) sequence.per_group = true;
+  // A block then has the column sums of one head, to be added in its turn at its end.
+  const bool dbias_turns = plan.intervals && kernel.dbias_kind == DbiasKind::kKey;
+  if (kernel.deterministic && has_groups && dbias_turns) sequence.per_group = true;
   if (!kernel.deterministic || kernel.dbias_kind != DbiasKind::kAccum) return;
   const int64_t bias_batch = p.bias.shape[0], bias_heads = p.bias.shape[1];
   if (has_groups && bias_heads < kernel.nheads) sequence.per_group = true;
@@ -146,7 +155,10 @@ void place_zeroed(BwdPlan& plan, const dmattn_bwd_params& p, Workspace& workspac
   if (kernel.dbias_kind == DbiasKind::kAccum && p.dbias.dtype != DMATTN_FLOAT32) {
     plan.dbias_accum = workspace.take<float>(plan.dbias_elements);
   }
-  if (plan.sequence.per_group) {
+  if (kernel.deterministic && plan.intervals) {
+    kernel.dkv_semaphore = workspace.take<int32_t>(static_cast<int64_t>(kernel.batch) * kernel.nheads_k);
+  }
+  if (plan.sequence.per_group || plan.intervals) {
     const int64_t elements = static_cast<int64_t>(kernel.batch) * kernel.nheads_k * kernel.seqlen_k * kernel.head_dim;
     if (is_present(p.dk)) kernel.dk_accum = workspace.take<float>(elements);
     if (is_present(p.dv)) kernel.dv_accum = workspace.take<float>(elements);
@@ -179,27 +191,27 @@ void place_dbias(BwdPlan& plan, const dmattn_bwd_params& p) {
   const bool own_accum = kernel.dbias_kind == DbiasKind::kAccum && p.dbias.dtype == DMATTN_FLOAT32;
   kernel.dbias = kernel.dbias_kind == DbiasKind::kTile || own_accum ? p.dbias.data : plan.dbias_accum;
   // The kernel stores whole tiles; only those that no row sees are left out.
-  const bool visits_all = !has_mask(plan.mask) && !kernel.is_causal;
+  const bool visits_all = !plan.gathered && !has_mask(plan.mask) && !kernel.is_causal;
   if (own_accum || (kernel.dbias_kind == DbiasKind::kTile && !visits_all)) {
     plan.dbias_zero_bytes = static_cast<size_t>(plan.dbias_elements) * (p.dbias.dtype == DMATTN_FLOAT32 ? 4 : 2);
   }
 }
 
 void place_mask(BwdPlan& plan, Workspace& workspace) {
-  if (!has_mask(plan.mask)) return;
   BwdParams& kernel = plan.kernel;
-  const int32_t head_ratio = kernel.nheads / plan.mask.heads;
   size_t bytes = 0;
-  if (plan.gathered) {
+  if (has_mask(plan.mask) && plan.gathered) {
     layout_key_list(plan.mask, nullptr, &bytes);
     kernel.keys = layout_key_list(plan.mask, workspace.take_bytes(bytes), &bytes);
-    kernel.keys.head_ratio = head_ratio;
-    plan.schedule = workspace.take<int32_t>(static_cast<int64_t>(kernel.batch) * kernel.nheads_k + 3);
-    kernel.schedule = plan.schedule;
-  } else {
+    kernel.keys.head_ratio = kernel.nheads / plan.mask.heads;
+  } else if (has_mask(plan.mask)) {
     layout_mask_bits(plan.mask, nullptr, &bytes);
     kernel.mask = layout_mask_bits(plan.mask, workspace.take_bytes(bytes), &bytes);
-    kernel.mask.head_ratio = head_ratio;
+    kernel.mask.head_ratio = kernel.nheads / plan.mask.heads;
+  }
+  if (plan.gathered && !plan.intervals) {
+    plan.schedule = workspace.take<int32_t>(static_cast<int64_t>(kernel.batch) * kernel.nheads_k + 3);
+    kernel.schedule = plan.schedule;
   }
 }
 
@@ -224,7 +236,8 @@ void place_splits(BwdPlan& plan, const dmattn_bwd_params& p, const Device& devic
   // A deterministic column sum of a head has to come from one block.
   const int64_t most = kernel.deterministic ? kernel.head_ratio : kernel.head_ratio * m_blocks;
   // How many of the tiles a list fills is known on the device only, so that it may always turn out to be few.
-  if (most <= 1 || !plan.sequence.is_single() || (!plan.gathered && tiles >= device.num_sms)) return;
+  const bool enough = plan.intervals || (!plan.gathered && tiles >= device.num_sms);
+  if (most <= 1 || enough || !plan.sequence.is_single()) return;
 
   const int64_t slot_size = static_cast<int64_t>(plan.tile.block_n) * plan.dim_tile;
   const int num_grads = (is_present(p.dk) ? 1 : 0) + (is_present(p.dv) ? 1 : 0);
@@ -269,10 +282,12 @@ void offset_tensors(BwdParams& p, int64_t b, int64_t h, int64_t hk, int64_t bloc
   offset_half(p.dv, p.dv_stride, b, hk);
   const int64_t row = b * p.nheads + h;
   const int64_t m_blocks = ceil_div<int64_t>(p.seqlen_q, block_m);
+  p.lse_rest = offset_by(p.lse_rest, row * p.seqlen_q_rounded);
   p.lse = offset_by(p.lse, row * p.seqlen_q_rounded);
   p.delta = offset_by(p.delta, row * p.seqlen_q_rounded);
   p.dq_accum = offset_by(p.dq_accum, row * m_blocks * block_m * dim_tile);
   p.dq_semaphore = offset_by(p.dq_semaphore, row * m_blocks);
+  p.dkv_semaphore = offset_by(p.dkv_semaphore, b * p.nheads_k + hk);
   const int64_t kv_elements = (b * p.nheads_k + hk) * p.seqlen_k * p.head_dim;
   p.dk_accum = offset_by(p.dk_accum, kv_elements);
   p.dv_accum = offset_by(p.dv_accum, kv_elements);
@@ -297,8 +312,10 @@ void offset_mask(BwdParams& p, int64_t b, int64_t h) {
   }
   if (p.keys.idx != nullptr) {
     const int64_t i = (p.keys.batch > 1 ? b : 0) * p.keys.heads + h / p.keys.head_ratio;
-    p.keys.idx += i * p.keys.capacity;
-    p.keys.count += i;
+    p.keys.idx += i * p.keys.blocks * p.keys.capacity;
+    p.keys.count += i * p.keys.blocks;
+    p.keys.full = offset_by(p.keys.full, i * p.keys.blocks);
+    p.keys.end = offset_by(p.keys.end, i * p.seqlen_k);
   }
 }
 
@@ -319,7 +336,10 @@ BwdPlan plan_bwd(const dmattn_bwd_params& p, const Device& device, void* base) {
 
   Workspace workspace(base);
   plan.mask = read_mask(p.mask, x);
-  plan.gathered = has_mask(plan.mask) && is_key_only(plan.mask);
+  plan.selected = is_present(p.selection.idx);
+  plan.gathered = plan.selected || (has_mask(plan.mask) && is_key_only(plan.mask));
+  if (plan.selected) plan.kernel.keys = read_selection(p.selection, x);
+  plan.intervals = plan.kernel.keys.block_rows > 0;
   plan.kernel.bias = read_bias(p.bias, x, plan.gathered);
   plan.launches = is_present(p.dq) || is_present(p.dk) || is_present(p.dv) ||
                   plan.kernel.dbias_kind != DbiasKind::kNone;

@@ -46,6 +46,7 @@ void set_tensors(FwdParams& kernel, const dmattn_fwd_params& p, const Problem& x
   kernel.v_stride = read_strides(p.v);
   kernel.out_stride = read_strides(p.out);
   kernel.lse_stride = read_lse_strides(p.softmax_lse);
+  kernel.lse_rest = static_cast<float*>(p.softmax_lse_rest.data);
   kernel.softmax_scale = p.softmax_scale;
   kernel.softcap = std::max(p.softcap, 0.f);
   kernel.is_causal = p.is_causal != 0 && x.seqlen_q > 1;
@@ -61,7 +62,6 @@ void place_mask(FwdPlan& plan, Workspace& workspace) {
   if (plan.gathered) {
     layout_key_list(plan.mask, nullptr, &bytes);
     plan.kernel.keys = layout_key_list(plan.mask, workspace.take_bytes(bytes), &bytes);
-    plan.kernel.keys.head_ratio = plan.kernel.nheads / plan.mask.heads;
   } else {
     layout_mask_bits(plan.mask, nullptr, &bytes);
     plan.kernel.mask = layout_mask_bits(plan.mask, workspace.take_bytes(bytes), &bytes);
@@ -72,7 +72,8 @@ void place_mask(FwdPlan& plan, Workspace& workspace) {
 void place_splits(FwdPlan& plan, int32_t wanted, const Device& device, Workspace& workspace) {
   FwdParams& p = plan.kernel;
   const FwdTile tile = fwd_tile(plan.family, plan.dim_tile);
-  const int32_t key_tiles = ceil_div(p.seqlen_k, tile.block_n);
+  const int32_t keys = plan.selected ? std::min(p.seqlen_k, p.keys.capacity) : p.seqlen_k;
+  const int32_t key_tiles = std::max(1, ceil_div(keys, tile.block_n));
   const int64_t blocks = static_cast<int64_t>(p.batch) * p.nheads * ceil_div(p.seqlen_q, tile.block_m);
   // Blocks of four warps fit an SM twice.
   const int64_t resident = static_cast<int64_t>(device.num_sms) * (tile.warps == 4 ? 2 : 1);
@@ -120,17 +121,20 @@ FwdPlan plan_fwd(const dmattn_fwd_params& p, const Device& device, void* base) {
 
   Workspace workspace(base);
   plan.mask = read_mask(p.mask, x);
-  plan.gathered = has_mask(plan.mask) && is_key_only(plan.mask);
+  plan.selected = has_selection(p.selection);
+  plan.gathered = plan.selected || (has_mask(plan.mask) && is_key_only(plan.mask));
+  if (plan.selected) plan.kernel.keys = read_selection(p.selection, x);
   plan.kernel.bias = read_bias(p.bias, x, plan.gathered);
-  // A mask of each query head's own gives the rows of a packed block different keys.
-  const bool packable = !has_mask(plan.mask) || plan.mask.heads == 1 || plan.mask.heads == x.nheads_k;
-  if (x.seqlen_q == 1 && x.head_ratio > 1 && packable) {
+  // A mask or a list of each query head's own gives the rows of a packed block different keys.
+  const int32_t mask_heads = plan.selected ? plan.kernel.keys.heads : has_mask(plan.mask) ? plan.mask.heads : 1;
+  if (x.seqlen_q == 1 && x.head_ratio > 1 && (mask_heads == 1 || mask_heads == x.nheads_k)) {
     pack_group_as_rows(plan.kernel);
     if (plan.kernel.bias.kind != BiasKind::kNone) {
       plan.kernel.bias.kind = choose_bias_kind(plan.kernel.bias, plan.gathered);
     }
   }
   place_mask(plan, workspace);
+  if (plan.gathered) plan.kernel.keys.head_ratio = plan.kernel.nheads / plan.kernel.keys.heads;
   place_splits(plan, p.num_splits, device, workspace);
   plan.workspace_bytes = workspace.bytes();
   return plan;

@@ -1,129 +1,14 @@
 #include "api/validate.h"
 
 #include <cmath>
-#include <initializer_list>
-#include <string>
+
+#include "api/checks.h"
 
 namespace dmattn {
 namespace {
 
-// Extents stay below 2^30, so that an extent rounded up to a tile is an int32, and products below 2^46, so that sizes
-// in bytes are far from overflowing 64 bits.
-constexpr int64_t kMaxExtent = int64_t{1} << 30;
-constexpr int64_t kMaxElements = int64_t{1} << 46;
 constexpr int64_t kMaxHeadDim = 256;
 constexpr int32_t kMaxSplits = 128;
-
-const char* dtype_name(int32_t dtype) {
-  switch (dtype) {
-    case DMATTN_FLOAT16: return "float16";
-    case DMATTN_BFLOAT16: return "bfloat16";
-    case DMATTN_FLOAT32: return "float32";
-    case DMATTN_BOOL: return "bool";
-    default: return "unknown";
-  }
-}
-
-int64_t element_bytes(int32_t dtype) { return dtype == DMATTN_FLOAT32 ? 4 : dtype == DMATTN_BOOL ? 1 : 2; }
-
-std::string text(const int64_t* values, int n) {
-  std::string s = "(";
-  for (int i = 0; i < n; ++i) s += (i > 0 ? ", " : "") + std::to_string(values[i]);
-  return s + ")";
-}
-
-int64_t num_elements(const dmattn_tensor& t) {
-  int64_t n = 1;
-  for (int i = 0; i < t.ndim; ++i) n *= t.shape[i];
-  return n;
-}
-
-// --- one tensor ----------------------------------------------------------------------------------------------------
-
-void check_rank(const char* name, const dmattn_tensor& t, int ndim) {
-  if (!is_present(t)) fail(DMATTN_ERROR_INVALID_VALUE, "%s is absent; wanted a tensor of %d dimensions", name, ndim);
-  if (t.ndim != ndim) fail(DMATTN_ERROR_INVALID_VALUE, "%s has %d dimensions; wanted %d", name, t.ndim, ndim);
-  double elements = 1;
-  for (int i = 0; i < ndim; ++i) {
-    if (t.shape[i] < 0 || t.shape[i] > kMaxExtent) {
-      fail(DMATTN_ERROR_INVALID_VALUE, "%s has shape %s; wanted extents from 0 to %lld", name,
-           text(t.shape, ndim).c_str(), static_cast<long long>(kMaxExtent));
-    }
-    elements *= static_cast<double>(t.shape[i]);
-  }
-  if (elements > static_cast<double>(kMaxElements)) {
-    fail(DMATTN_ERROR_INVALID_VALUE, "%s has shape %s; wanted at most 2^46 elements", name,
-         text(t.shape, ndim).c_str());
-  }
-}
-
-void check_dtype(const char* name, const dmattn_tensor& t, std::initializer_list<int32_t> allowed) {
-  std::string wanted;
-  for (int32_t dtype : allowed) {
-    if (t.dtype == dtype) return;
-    if (wanted.find(dtype_name(dtype)) == std::string::npos) {
-      wanted += (wanted.empty() ? "" : " or ") + std::string(dtype_name(dtype));
-    }
-  }
-  fail(DMATTN_ERROR_INVALID_DTYPE, "%s has dtype %s (%d); wanted %s", name, dtype_name(t.dtype), t.dtype,
-       wanted.c_str());
-}
-
-// `meaning` says where the wanted shape comes from.
-void check_shape(const char* name, const dmattn_tensor& t, std::initializer_list<int64_t> shape, const char* meaning) {
-  const int ndim = static_cast<int>(shape.size());
-  check_rank(name, t, ndim);
-  for (int i = 0; i < ndim; ++i) {
-    if (t.shape[i] != shape.begin()[i]) {
-      fail(DMATTN_ERROR_INVALID_VALUE, "%s has shape %s; wanted %s, %s", name, text(t.shape, ndim).c_str(),
-           text(shape.begin(), ndim).c_str(), meaning);
-    }
-  }
-}
-
-void check_unit_last_stride(const char* name, const dmattn_tensor& t) {
-  if (num_elements(t) == 0) return;
-  const int last = t.ndim - 1;
-  if (t.shape[last] > 1 && t.stride[last] != 1) {
-    fail(DMATTN_ERROR_INVALID_VALUE, "%s has strides %s; wanted 1 along its last dimension", name,
-         text(t.stride, t.ndim).c_str());
-  }
-}
-
-// Two threads may not write one element.
-void check_writable(const char* name, const dmattn_tensor& t) {
-  if (num_elements(t) == 0) return;
-  for (int i = 0; i < t.ndim; ++i) {
-    if (t.shape[i] > 1 && t.stride[i] == 0) {
-      fail(DMATTN_ERROR_INVALID_VALUE, "%s has strides %s for shape %s; wanted no 0, because it is written", name,
-           text(t.stride, t.ndim).c_str(), text(t.shape, t.ndim).c_str());
-    }
-  }
-}
-
-void check_contiguous(const char* name, const dmattn_tensor& t) {
-  if (num_elements(t) == 0) return;
-  int64_t stride = 1;
-  for (int i = t.ndim - 1; i >= 0; --i) {
-    if (t.shape[i] > 1 && t.stride[i] != stride) {
-      fail(DMATTN_ERROR_INVALID_VALUE, "%s has strides %s for shape %s; wanted a contiguous tensor", name,
-           text(t.stride, t.ndim).c_str(), text(t.shape, t.ndim).c_str());
-    }
-    stride *= t.shape[i];
-  }
-}
-
-void check_pointer(const char* name, const dmattn_tensor& t, Pointers pointers) {
-  if (pointers == Pointers::kOptional || !is_present(t) || num_elements(t) == 0) return;
-  if (t.data == nullptr) {
-    fail(DMATTN_ERROR_INVALID_VALUE, "%s has a null data pointer; wanted device memory for shape %s", name,
-         text(t.shape, t.ndim).c_str());
-  }
-  if (reinterpret_cast<uintptr_t>(t.data) % element_bytes(t.dtype) != 0) {
-    fail(DMATTN_ERROR_INVALID_VALUE, "%s has data pointer %p; wanted a multiple of its element size, %d", name, t.data,
-         static_cast<int>(element_bytes(t.dtype)));
-  }
-}
 
 // --- the attention problem -----------------------------------------------------------------------------------------
 
@@ -186,6 +71,25 @@ void check_mask_and_bias(const dmattn_tensor& mask, const dmattn_tensor& bias, i
   }
 }
 
+void check_attention_selection(const dmattn_key_selection& s, const dmattn_tensor& mask, bool is_causal,
+                               const Extents& e, Pointers pointers) {
+  if (!is_present(s.idx)) return;
+  if (is_present(mask)) fail(DMATTN_ERROR_INVALID_VALUE, "mask is given with a selection; wanted at most one of them");
+  check_rank("selection.idx", s.idx, 4);
+  const int64_t batch = s.idx.shape[0], heads = s.idx.shape[1];
+  if ((batch != 1 && batch != e.batch) || (heads != 1 && heads != e.nheads_k && heads != e.nheads)) {
+    fail(DMATTN_ERROR_INVALID_VALUE, "selection.idx has shape %s; wanted (%lld or 1, %lld or %lld or 1, blocks, capacity)",
+         text(s.idx.shape, 4).c_str(), static_cast<long long>(e.batch), static_cast<long long>(e.nheads),
+         static_cast<long long>(e.nheads_k));
+  }
+  if (is_causal && e.seqlen_q > e.seqlen_k) {
+    fail(DMATTN_ERROR_INVALID_VALUE, "q has %lld rows for %lld keys; wanted no more rows than keys with a selection",
+         static_cast<long long>(e.seqlen_q), static_cast<long long>(e.seqlen_k));
+  }
+  check_selection(s, {batch, heads, selection_blocks(e.seqlen_q, is_causal), s.idx.shape[3], e.seqlen_k}, is_causal,
+                  pointers);
+}
+
 // A tensor that has a twin: out for q, dk for k, ...
 void check_like(const char* name, const dmattn_tensor& t, const dmattn_tensor& twin, const char* meaning) {
   check_dtype(name, t, {twin.dtype});
@@ -198,19 +102,28 @@ void check_lse(const char* name, const dmattn_tensor& lse, const Extents& e) {
   check_shape(name, lse, {e.batch, e.nheads, e.seqlen_q}, "(batch, nheads, seqlen_q)");
 }
 
-void check_flag(const char* name, int32_t value) {
-  if (value != 0 && value != 1) fail(DMATTN_ERROR_INVALID_VALUE, "%s is %d; wanted 0 or 1", name, value);
+// Optional; read and written with the strides of lse.
+void check_lse_rest(const dmattn_tensor& rest, const dmattn_tensor& lse, const Extents& e, Pointers pointers) {
+  if (!is_present(rest)) return;
+  check_lse("softmax_lse_rest", rest, e);
+  for (int i = 0; i < 3; ++i) {
+    if (rest.shape[i] > 1 && rest.stride[i] != lse.stride[i]) {
+      fail(DMATTN_ERROR_INVALID_VALUE, "softmax_lse_rest has strides %s; wanted those of softmax_lse, %s",
+           text(rest.stride, 3).c_str(), text(lse.stride, 3).c_str());
+    }
+  }
+  check_pointer("softmax_lse_rest", rest, pointers);
 }
 
 template <class Params>
 void check_numbers(const Params& p) {
-  if (p.device < 0) fail(DMATTN_ERROR_INVALID_VALUE, "device is %d; wanted a device number from 0", p.device);
+  check_device_number(p.device);
   check_flag("is_causal", p.is_causal);
   if (!std::isfinite(p.softmax_scale)) {
     fail(DMATTN_ERROR_INVALID_VALUE, "softmax_scale is %g; wanted a finite number", p.softmax_scale);
   }
   if (!std::isfinite(p.softcap)) fail(DMATTN_ERROR_INVALID_VALUE, "softcap is %g; wanted a finite number", p.softcap);
-  if (p.reserved != 0) fail(DMATTN_ERROR_INVALID_VALUE, "reserved is %d; wanted 0", p.reserved);
+  check_reserved(p.reserved);
 }
 
 }  // namespace
@@ -227,6 +140,8 @@ void validate(const dmattn_fwd_params& p, Pointers pointers) {
   check_lse("softmax_lse", p.softmax_lse, e);
   check_unit_last_stride("softmax_lse", p.softmax_lse);
   check_writable("softmax_lse", p.softmax_lse);
+  check_lse_rest(p.softmax_lse_rest, p.softmax_lse, e, pointers);
+  check_attention_selection(p.selection, p.mask, p.is_causal != 0, e, pointers);
 
   check_pointer("q", p.q, pointers);
   check_pointer("k", p.k, pointers);
@@ -274,6 +189,8 @@ void validate(const dmattn_bwd_params& p, Pointers pointers) {
   check_like("dout", p.dout, p.q, "the shape of q");
   check_lse("softmax_lse", p.softmax_lse, e);
   check_unit_last_stride("softmax_lse", p.softmax_lse);
+  check_lse_rest(p.softmax_lse_rest, p.softmax_lse, e, pointers);
+  check_attention_selection(p.selection, p.mask, p.is_causal != 0, e, pointers);
   if (is_present(p.dsoftmax_lse)) check_lse("dsoftmax_lse", p.dsoftmax_lse, e);
 
   check_pointer("q", p.q, pointers);

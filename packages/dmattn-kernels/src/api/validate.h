@@ -14,9 +14,12 @@ enum class Pointers { kOptional, kRequired };
 // Fail with DMATTN_ERROR_INVALID_VALUE, _INVALID_DTYPE or _UNSUPPORTED.
 void validate(const dmattn_fwd_params& p, Pointers pointers);
 void validate(const dmattn_bwd_params& p, Pointers pointers);
+void validate(const dmattn_select_params& p, Pointers pointers);
+void validate(const dmattn_cache_append_params& p, Pointers pointers);
 void validate_workspace(const void* workspace, size_t bytes, size_t wanted);
 
 inline bool is_present(const dmattn_tensor& t) { return t.ndim > 0; }
+inline bool has_selection(const dmattn_key_selection& s) { return is_present(s.idx); }
 
 // Copies `size` bytes of a caller's struct over the `known` zeroed bytes of `to`: see read_params.
 void copy_params(const void* given, size_t known, const char* type, void* to);

@@ -49,6 +49,20 @@ void read_tensor(py::handle handle, dmattn_tensor& tensor, const char* name) {
   read_extents(PyTuple_GET_ITEM(object, 3), tensor.stride, tensor.ndim, name, "stride");
 }
 
+// A selection arrives as (end, idx, count, full or None), or None.
+void read_selection(py::handle handle, dmattn_key_selection& selection) {
+  PyObject* object = handle.ptr();
+  if (object == Py_None) return;
+  if (!PyTuple_Check(object) || PyTuple_GET_SIZE(object) != 4) {
+    throw py::type_error(std::string("selection is a ") + Py_TYPE(object)->tp_name +
+                         "; wanted None or a tuple (end, idx, count, full)");
+  }
+  read_tensor(PyTuple_GET_ITEM(object, 0), selection.end, "selection.end");
+  read_tensor(PyTuple_GET_ITEM(object, 1), selection.idx, "selection.idx");
+  read_tensor(PyTuple_GET_ITEM(object, 2), selection.count, "selection.count");
+  read_tensor(PyTuple_GET_ITEM(object, 3), selection.full, "selection.full");
+}
+
 // --- errors --------------------------------------------------------------------------------------------------------
 
 void check_python(dmattn_status status) {
@@ -63,7 +77,7 @@ void check_python(dmattn_status status) {
 
 dmattn_fwd_params make_fwd(int32_t device, py::handle q, py::handle k, py::handle v, py::handle mask, py::handle bias,
                            py::handle out, py::handle lse, float softmax_scale, float softcap, bool is_causal,
-                           int32_t num_splits) {
+                           int32_t num_splits, py::handle selection, py::handle lse_rest) {
   auto p = dmattn::make_params<dmattn_fwd_params>();
   p.device = device;
   read_tensor(q, p.q, "q");
@@ -77,13 +91,15 @@ dmattn_fwd_params make_fwd(int32_t device, py::handle q, py::handle k, py::handl
   p.softcap = softcap;
   p.is_causal = is_causal ? 1 : 0;
   p.num_splits = num_splits;
+  read_selection(selection, p.selection);
+  read_tensor(lse_rest, p.softmax_lse_rest, "softmax_lse_rest");
   return p;
 }
 
 dmattn_bwd_params make_bwd(int32_t device, py::handle q, py::handle k, py::handle v, py::handle mask, py::handle bias,
                            py::handle out, py::handle lse, py::handle dout, py::handle dlse, py::handle dq,
                            py::handle dk, py::handle dv, py::handle dbias, float softmax_scale, float softcap,
-                           bool is_causal, bool deterministic) {
+                           bool is_causal, bool deterministic, py::handle selection, py::handle lse_rest) {
   auto p = dmattn::make_params<dmattn_bwd_params>();
   p.device = device;
   read_tensor(q, p.q, "q");
@@ -103,6 +119,37 @@ dmattn_bwd_params make_bwd(int32_t device, py::handle q, py::handle k, py::handl
   p.softcap = softcap;
   p.is_causal = is_causal ? 1 : 0;
   p.deterministic = deterministic ? 1 : 0;
+  read_selection(selection, p.selection);
+  read_tensor(lse_rest, p.softmax_lse_rest, "softmax_lse_rest");
+  return p;
+}
+
+dmattn_select_params make_select(int32_t device, py::handle scores, py::handle key_mask, py::handle selection,
+                                 int32_t window, int64_t seqlen_q, bool is_causal) {
+  auto p = dmattn::make_params<dmattn_select_params>();
+  p.device = device;
+  read_tensor(scores, p.scores, "scores");
+  read_tensor(key_mask, p.key_mask, "key_mask");
+  read_selection(selection, p.selection);
+  p.window = window;
+  p.seqlen_q = seqlen_q;
+  p.is_causal = is_causal ? 1 : 0;
+  return p;
+}
+
+dmattn_cache_append_params make_cache_append(int32_t device, py::handle k_new, py::handle v_new, py::handle score_new,
+                                             py::handle position_new, py::handle k_cache, py::handle v_cache,
+                                             py::handle score, py::handle position) {
+  auto p = dmattn::make_params<dmattn_cache_append_params>();
+  p.device = device;
+  read_tensor(k_new, p.k_new, "k_new");
+  read_tensor(v_new, p.v_new, "v_new");
+  read_tensor(score_new, p.score_new, "score_new");
+  read_tensor(position_new, p.position_new, "position_new");
+  read_tensor(k_cache, p.k_cache, "k_cache");
+  read_tensor(v_cache, p.v_cache, "v_cache");
+  read_tensor(score, p.score, "score");
+  read_tensor(position, p.position, "position");
   return p;
 }
 
@@ -111,6 +158,18 @@ dmattn_status call_workspace_size(const dmattn_fwd_params& p, size_t* bytes) {
 }
 dmattn_status call_workspace_size(const dmattn_bwd_params& p, size_t* bytes) {
   return dmattn_bwd_workspace_size(&p, bytes);
+}
+dmattn_status call_workspace_size(const dmattn_select_params& p, size_t* bytes) {
+  return dmattn_select_workspace_size(&p, bytes);
+}
+dmattn_status call_workspace_size(const dmattn_cache_append_params& p, size_t* bytes) {
+  return dmattn_cache_append_workspace_size(&p, bytes);
+}
+dmattn_status call_launch(const dmattn_select_params& p, void* workspace, size_t bytes, void* stream) {
+  return dmattn_select_keys(&p, workspace, bytes, stream);
+}
+dmattn_status call_launch(const dmattn_cache_append_params& p, void* workspace, size_t bytes, void* stream) {
+  return dmattn_cache_append(&p, workspace, bytes, stream);
 }
 dmattn_status call_launch(const dmattn_fwd_params& p, void* workspace, size_t bytes, void* stream) {
   return dmattn_fwd(&p, workspace, bytes, stream);
@@ -160,20 +219,34 @@ PYBIND11_MODULE(_core, m) {
   m.attr("BFLOAT16") = static_cast<int>(DMATTN_BFLOAT16);
   m.attr("FLOAT32") = static_cast<int>(DMATTN_FLOAT32);
   m.attr("BOOL") = static_cast<int>(DMATTN_BOOL);
+  m.attr("INT32") = static_cast<int>(DMATTN_INT32);
   m.attr("HEADER_ABI_VERSION") = DMATTN_ABI_VERSION;
 
   py::class_<dmattn_fwd_params>(m, "FwdParams")
       .def(py::init(&make_fwd), "device"_a, "q"_a, "k"_a, "v"_a, "mask"_a, "bias"_a, "out"_a, "lse"_a,
-           "softmax_scale"_a, "softcap"_a, "is_causal"_a, "num_splits"_a = 0)
+           "softmax_scale"_a, "softcap"_a, "is_causal"_a, "num_splits"_a = 0, "selection"_a = py::none(),
+           "lse_rest"_a = py::none())
       .def("workspace_size", &workspace_size<dmattn_fwd_params>)
       .def("launch", &launch<dmattn_fwd_params>, "workspace"_a, "bytes"_a, "stream"_a);
   py::class_<dmattn_bwd_params>(m, "BwdParams")
       .def(py::init(&make_bwd), "device"_a, "q"_a, "k"_a, "v"_a, "mask"_a, "bias"_a, "out"_a, "lse"_a, "dout"_a,
            "dlse"_a, "dq"_a, "dk"_a, "dv"_a, "dbias"_a, "softmax_scale"_a, "softcap"_a, "is_causal"_a,
-           "deterministic"_a)
+           "deterministic"_a, "selection"_a = py::none(), "lse_rest"_a = py::none())
       .def("workspace_size", &workspace_size<dmattn_bwd_params>)
       .def("launch", &launch<dmattn_bwd_params>, "workspace"_a, "bytes"_a, "stream"_a);
 
+  py::class_<dmattn_select_params>(m, "SelectParams")
+      .def(py::init(&make_select), "device"_a, "scores"_a, "key_mask"_a, "selection"_a, "window"_a, "seqlen_q"_a,
+           "is_causal"_a)
+      .def("workspace_size", &workspace_size<dmattn_select_params>)
+      .def("launch", &launch<dmattn_select_params>, "workspace"_a, "bytes"_a, "stream"_a);
+  py::class_<dmattn_cache_append_params>(m, "CacheAppendParams")
+      .def(py::init(&make_cache_append), "device"_a, "k_new"_a, "v_new"_a, "score_new"_a, "position_new"_a,
+           "k_cache"_a, "v_cache"_a, "score"_a, "position"_a)
+      .def("workspace_size", &workspace_size<dmattn_cache_append_params>)
+      .def("launch", &launch<dmattn_cache_append_params>, "workspace"_a, "bytes"_a, "stream"_a);
+
+  m.def("select_capacity", &dmattn_select_capacity, "window"_a, "seqlen_k"_a, "is_causal"_a);
   m.def("abi_version", &dmattn_abi_version);
   m.def("version", &dmattn_version);
   m.def("cuda_version", &dmattn_cuda_version);

@@ -1,7 +1,8 @@
 """CUDA kernels for masked and biased attention, behind a C ABI.
 
-Importing this package needs no GPU and no driver. `FwdParams` and `BwdParams` describe one call; their
-`launch` enqueues it on a CUDA stream. C and C++ programs use `include_dir()` and `library_path()`.
+Importing this package needs no GPU and no driver. `FwdParams`, `BwdParams`, `SelectParams` and
+`CacheAppendParams` describe one call each; their `launch` enqueues it on a CUDA stream. C and C++
+programs use `include_dir()` and `library_path()`.
 """
 
 from __future__ import annotations
@@ -14,12 +15,16 @@ from dmattn_kernels._core import (
     FLOAT16,
     FLOAT32,
     HEADER_ABI_VERSION,
+    INT32,
     BwdParams,
+    CacheAppendParams,
     FwdParams,
+    SelectParams,
     abi_version,
     architectures,
     cuda_version,
     device_architecture,
+    select_capacity,
     version,
 )
 
@@ -31,14 +36,18 @@ __all__ = [
     "FLOAT16",
     "FLOAT32",
     "HEADER_ABI_VERSION",
+    "INT32",
     "BwdParams",
+    "CacheAppendParams",
     "FwdParams",
+    "SelectParams",
     "abi_version",
     "architectures",
     "cuda_version",
     "device_architecture",
     "include_dir",
     "library_path",
+    "select_capacity",
     "version",
 ]
 

@@ -5,11 +5,14 @@ from typing import Final, TypeAlias
 # (data_ptr, dtype, shape, stride): device address, one of the dtype codes below, extents and strides
 # in elements. None is an absent tensor.
 _Tensor: TypeAlias = tuple[int, int, tuple[int, ...], tuple[int, ...]]
+# (end, idx, count, full) of dmattn_key_selection; full is None when the selection is not causal.
+_Selection: TypeAlias = tuple[_Tensor, _Tensor, _Tensor, _Tensor | None]
 
 FLOAT16: Final[int]
 BFLOAT16: Final[int]
 FLOAT32: Final[int]
 BOOL: Final[int]
+INT32: Final[int]
 HEADER_ABI_VERSION: Final[int]  # of the header that this module was compiled against
 
 class FwdParams:
@@ -33,6 +36,8 @@ class FwdParams:
         softcap: float,
         is_causal: bool,
         num_splits: int = 0,
+        selection: _Selection | None = None,
+        lse_rest: _Tensor | None = None,
     ) -> None: ...
     def workspace_size(self) -> int:
         """Bytes of device scratch that `launch` needs.
@@ -69,11 +74,60 @@ class BwdParams:
         softcap: float,
         is_causal: bool,
         deterministic: bool,
+        selection: _Selection | None = None,
+        lse_rest: _Tensor | None = None,
     ) -> None: ...
     def workspace_size(self) -> int:
         """See `FwdParams.workspace_size`."""
     def launch(self, workspace: int, bytes: int, stream: int) -> None:
         """See `FwdParams.launch`."""
+
+class SelectParams:
+    """One selection of keys by score. Shapes and dtypes as in dmattn_select_params of dmattn/dmattn.h.
+
+    The arrays of `selection` are written.
+    """
+
+    def __init__(
+        self,
+        device: int,
+        scores: _Tensor,
+        key_mask: _Tensor | None,
+        selection: _Selection,
+        window: int,
+        seqlen_q: int,
+        is_causal: bool,
+    ) -> None: ...
+    def workspace_size(self) -> int:
+        """See `FwdParams.workspace_size`."""
+    def launch(self, workspace: int, bytes: int, stream: int) -> None:
+        """See `FwdParams.launch`."""
+
+class CacheAppendParams:
+    """New tokens for a cache of the best keys, as dmattn_cache_append_params of dmattn/dmattn.h.
+
+    The last four tensors are the cache and are changed in place.
+    """
+
+    def __init__(
+        self,
+        device: int,
+        k_new: _Tensor,
+        v_new: _Tensor,
+        score_new: _Tensor,
+        position_new: _Tensor,
+        k_cache: _Tensor,
+        v_cache: _Tensor,
+        score: _Tensor,
+        position: _Tensor,
+    ) -> None: ...
+    def workspace_size(self) -> int:
+        """See `FwdParams.workspace_size`."""
+    def launch(self, workspace: int, bytes: int, stream: int) -> None:
+        """See `FwdParams.launch`."""
+
+def select_capacity(window: int, seqlen_k: int, is_causal: bool) -> int:
+    """Entries that each list of a selection needs room for; 0 for a window below 1."""
 
 def abi_version() -> int: ...
 def version() -> str: ...

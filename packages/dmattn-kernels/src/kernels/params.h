@@ -150,6 +150,9 @@ struct BwdParams {
   float* dv_accum = nullptr;
   // Deterministic dq: [batch][nheads][m_blocks], zeroed; tiles add to dq in ascending or descending key order.
   int32_t* dq_semaphore = nullptr;
+  // Deterministic sums over interval lists: [batch][nheads_k], zeroed. Blocks of one kv head add to dk, dv and dbias_cols
+  // in the order of their numbers.
+  int32_t* dkv_semaphore = nullptr;
   // Gathered by a key-only mask, written by bwd_schedule(): [0] = num_splits, [1] = number of tiles, [2 + i] = first tile of
   // list i (batch-major over (batch, nheads_k)), i <= batch * nheads_k.
   const int32_t* schedule = nullptr;

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +19,8 @@ if device() is None:
     collect_ignore_glob = ["test_*.py"]
 
 GPU_LOST = 77  # exit code of a worker whose CUDA context an earlier kernel has destroyed
+GPU_HUNG = 78  # ... and of one whose test ran past its limit
+SECONDS, SLOW_SECONDS = 60, 300  # limits of a test, and of one that is marked slow
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -123,7 +128,12 @@ def _skip_reason(reports: list[pytest.TestReport]) -> str:
 def _survive(request: pytest.FixtureRequest) -> Iterator[None]:
     """Ends this worker when the CUDA context is gone: every later test would fail for that."""
     torch.manual_seed(0)
+    limit = SLOW_SECONDS if request.node.get_closest_marker("slow") else SECONDS
+    watch = threading.Timer(limit, _give_up, (request.node.nodeid, limit))
+    if on_cuda():
+        watch.start()
     yield
+    watch.cancel()
     if not on_cuda():
         return
     try:
@@ -132,6 +142,16 @@ def _survive(request: pytest.FixtureRequest) -> Iterator[None]:
         request.node.session.shouldstop = f"the CUDA context is lost: {error}"
         request.config.gpu_lost = True  # type: ignore[attr-defined]
         raise
+
+
+def _give_up(nodeid: str, limit: int) -> None:
+    """A kernel that hangs cannot be interrupted: only the end of its process stops it."""
+    for results in _results:
+        line = {"test": nodeid, "outcome": "crashed", "seconds": limit, "reason": "hung"}
+        with results.open("a") as stream:
+            stream.write(json.dumps(line) + "\n")
+    faulthandler.dump_traceback(sys.__stderr__ or sys.stderr)
+    os._exit(GPU_HUNG)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

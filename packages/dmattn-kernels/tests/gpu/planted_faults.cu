@@ -16,13 +16,26 @@ __global__ void race(int* out) {
   out[threadIdx.x] = shared[(threadIdx.x + 32) % 128];
 }
 
-// Half of the second warp never reaches the barrier that the other half waits at.
-__global__ void divergent_barrier(int* out) {
+// The two halves of the second warp wait at different barriers.
+__global__ void divergent_barriers(int* out) {
   __shared__ volatile int shared[64];
-  shared[threadIdx.x] = 1;
-  if (threadIdx.x < 48) {
+  const int i = static_cast<int>(threadIdx.x);
+  if (i < 48) {
+    shared[i] = i;
     __syncthreads();
-    out[threadIdx.x] = shared[63 - threadIdx.x];
+    out[i] = shared[(i + 7) % 48];
+  } else {
+    shared[i] = 3 * i;
+    __syncthreads();
+    out[i] = shared[48 + (i + 5) % 16] + 1;
+  }
+}
+
+// Half of a warp waits for the other half, which never comes.
+__global__ void lonely_half_warp(int* out) {
+  if (threadIdx.x < 16) {
+    __syncwarp(0xffffffffu);
+    out[threadIdx.x] = 1;
   }
 }
 
@@ -37,7 +50,8 @@ int main(int argc, char** argv) {
   if (std::strcmp(fault, "racecheck") == 0) {
     race<<<1, kCount>>>(out);
   } else if (std::strcmp(fault, "synccheck") == 0) {
-    divergent_barrier<<<1, 64>>>(out);
+    divergent_barriers<<<1, 64>>>(out);
+    lonely_half_warp<<<1, 32>>>(out);
   } else {
     const bool beyond = std::strcmp(fault, "memcheck") == 0;
     copy<<<1, beyond ? 2 * kCount : kCount>>>(in, out, beyond ? 2 * kCount : kCount);

@@ -17,6 +17,7 @@ from source_hash import source_hash
 
 OUTCOMES = ("passed", "failed", "crashed", "skipped", "not run")
 SLOWEST = 10
+REASONS = 60  # failures whose words are kept
 
 
 def environment() -> dict[str, Any]:
@@ -92,7 +93,10 @@ def compose(
         **found,
         "seconds": round(seconds),
         "tests": counts,
-        "failed_tests": [{**line, "reason": line["reason"][-1500:]} for line in failed],
+        "failed_tests": [
+            {**line, "reason": line["reason"][-1500:] if i < REASONS else ""}
+            for i, line in enumerate(failed)
+        ],
         "skipped_reasons": dict(skipped),
         "slowest": _slowest(outcomes),
         "sanitizer": [dataclasses.asdict(finding) for finding in findings],
@@ -129,7 +133,7 @@ def table(found: dict[str, Any]) -> str:
         f"failed: {count:4d} in {name} ({family})"
         for (family, name), count in by_file.most_common()
     ]
-    for line in found["failed_tests"][:25]:
+    for line in found["failed_tests"][:16]:
         reason = [x for x in line["reason"].splitlines() if x.startswith("E ")] or [
             line["reason"][-150:]
         ]

@@ -29,7 +29,6 @@ from gpu.device import FAMILY_VARIABLE  # noqa: E402
 from gpu.jobs import Job, Pool  # noqa: E402
 from gpu.sanitize import Finding, judge, kernel_jobs, planted_jobs  # noqa: E402
 
-GPU_LOST = 77  # as in conftest.py
 RESTARTS = 25  # workers started again after a lost context or a crash, per family
 # Started while compute-sanitizer runs: enough to keep the GPU busy, few enough for 16 cores.
 WORKERS = {"sm80": 6, "sm89": 3}

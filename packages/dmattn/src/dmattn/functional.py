@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 import dmattn.ops.library  # noqa: F401 - registers the operators
 from dmattn.backends import BACKENDS, why_unavailable
 from dmattn.ops import cpu, cuda
-from dmattn.ops.shapes import check_inputs, lse_dtype
+from dmattn.ops.shapes import check_inputs, check_tensors, lse_dtype
 from dmattn.reference import reference_attention
 from dmattn.utils.mask import check_window_size, top_window_mask
 
@@ -117,9 +117,11 @@ def flash_dmattn_func(
         RuntimeError: the compiled kernels are missing or of another version, or the GPU is older
             than sm_80.
     """
-    scale = _softmax_scale(softmax_scale, query)
-    if not -math.inf < softcap < math.inf:
-        raise ValueError(f"softcap: got {softcap}, wanted a finite number (0 = none)")
+    _check_number("softcap", softcap)
+    if softmax_scale is None:
+        softmax_scale = _default_scale(query)
+    else:
+        _check_number("softmax_scale", softmax_scale)
     if backend is not None:
         _check_backend(backend, query)
     if window_size is not None:
@@ -128,7 +130,9 @@ def flash_dmattn_func(
         )
     if _is_plain_call(query, key, value, attn_mask, attn_bias):
         forward = cuda.forward if query.is_cuda else cpu.forward
-        out, lse = forward(query, key, value, attn_mask, attn_bias, scale, is_causal, softcap)
+        out, lse = forward(
+            query, key, value, attn_mask, attn_bias, softmax_scale, is_causal, softcap
+        )
     else:
         check_inputs(query, key, value, attn_mask, attn_bias)
         _refuse_forward_mode(query, key, value, attn_bias)
@@ -138,7 +142,7 @@ def flash_dmattn_func(
             value,
             attn_mask,
             attn_bias,
-            scale,
+            softmax_scale,
             is_causal,
             softcap,
             deterministic or torch.are_deterministic_algorithms_enabled(),
@@ -149,7 +153,7 @@ def flash_dmattn_func(
     if return_attn_probs:
         with torch.no_grad():
             exact = reference_attention(
-                query, key, value, attn_mask, attn_bias, scale, is_causal, softcap
+                query, key, value, attn_mask, attn_bias, softmax_scale, is_causal, softcap
             )
         result = (*result, exact.probs.to(lse_dtype(query.dtype)))
     return result
@@ -176,22 +180,23 @@ def flash_dmattn_func_auto(backend: str | None = None) -> Callable[..., Any]:
     return functools.partial(flash_dmattn_func, backend=backend)
 
 
-def _softmax_scale(softmax_scale: Any, query: Any) -> Any:
-    if softmax_scale is None:
-        if isinstance(query, Tensor) and query.dim() > 0 and query.shape[-1] > 0:
-            return query.shape[-1] ** -0.5
-        return 1.0  # the shape is wrong, and the checks will say so
-    if not isinstance(softmax_scale, (int, float, torch.SymFloat, torch.SymInt)):
-        kind = type(softmax_scale).__name__
-        raise TypeError(f"softmax_scale: got {kind}, wanted a float or None")
-    if not -math.inf < softmax_scale < math.inf:
-        raise ValueError(f"softmax_scale: got {softmax_scale}, wanted a finite number")
-    return softmax_scale
+def _default_scale(query: Any) -> Any:
+    if isinstance(query, Tensor) and query.dim() > 0 and query.shape[-1] > 0:
+        return query.shape[-1] ** -0.5
+    return 1.0  # the shape is wrong, and the checks to come will say so
+
+
+def _check_number(name: str, value: Any) -> None:
+    if not isinstance(value, (int, float, torch.SymFloat, torch.SymInt)):
+        raise TypeError(f"{name}: got {type(value).__name__}, wanted a float")
+    if not -math.inf < value < math.inf:
+        raise ValueError(f"{name}: got {value}, wanted a finite number")
 
 
 def _check_backend(backend: str, query: Tensor) -> None:
     if backend not in BACKENDS:
         why_unavailable(backend)
+    check_tensors(query, query, query, None, None)
     device = query.device.type
     if backend != device:
         raise ValueError(f"backend: got {backend!r}, wanted {device!r} or None for tensors there")
@@ -212,6 +217,7 @@ def _apply_window(
         raise ValueError(
             "attn_bias: got None, wanted one score per key, by which window_size chooses"
         )
+    check_tensors(query, key, value, attn_mask, attn_bias)
     given = tuple(attn_bias.shape)
     bias = attn_bias.unsqueeze(2) if attn_bias.dim() == 3 else attn_bias
     dims = check_inputs(query, key, value, attn_mask, bias)

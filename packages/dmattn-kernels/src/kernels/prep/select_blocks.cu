@@ -15,44 +15,55 @@ __device__ __forceinline__ int64_t set_index(const SelectPlan& p, int row, int s
 
 constexpr int kSetThreads = 512;
 
-// step < 0: set i = the best keys of the piece that ends at its position. step >= 0, for the sets whose bit `step` is
-// 1: merged with the last set before the enclosing group of 2^step sets, which already holds everything before it. That
-// one has bit `step` 0, so that no set is both read by others and replaced in one launch.
-__global__ void __launch_bounds__(kSetThreads) set_kernel(const SelectPlan p, int step) {
-  __shared__ SelectSmem s;
-  __shared__ CompactSmem<kSetThreads / 32> compact_smem;
-  const int row = blockIdx.x / p.sets, set = blockIdx.x % p.sets;
-  Candidates c;
-  int64_t dst;
+// What set i is made from, and its index in the arrays; none when this launch leaves it alone.
+// step < 0: the keys of the piece that ends at its position. step >= 0, for the sets whose bit `step` is 1: itself and
+// the last set before the enclosing group of 2^step sets, which already holds everything before it. That one has bit
+// `step` 0, so that no set is both read by others and replaced in one launch.
+__device__ __forceinline__ bool set_candidates(const SelectPlan& p, int row, int set, int step, Candidates& c,
+                                               int64_t& dst) {
+  c = Candidates{};
   if (step < 0) {
     const int piece = set + p.first_set - 1;
-    if (piece < 0) return;  // what lies before set_origin is found by the grid
+    if (piece < 0) return false;  // what lies before set_origin is found by the grid
     c.second_base = p.set_origin + piece * p.super_keys;
     c.second_ord = p.ord + row * p.ord_pitch + c.second_base;
     c.second_count = p.super_keys;
     dst = set_index(p, row, set, 0);
-  } else {
-    if ((set >> step & 1) == 0) return;
-    const int other = (set >> step << step) - 1;
-    const int merges = __popc(set & ((1 << step) - 1));
-    const int64_t a = set_index(p, row, other, step & 1), b = set_index(p, row, set, merges & 1);
-    c.first_ord = p.set_ord + a * p.set_capacity;
-    c.first_key = p.set_key + a * p.set_capacity;
-    c.first_count = p.set_count[a];
-    c.second_ord = p.set_ord + b * p.set_capacity;
-    c.second_key = p.set_key + b * p.set_capacity;
-    c.second_count = p.set_count[b];
-    dst = set_index(p, row, set, (merges + 1) & 1);
+    return true;
   }
-  const Selected sel = select<kSetThreads>(c, p.digits, p.window, 0, s);
+  if ((set >> step & 1) == 0) return false;
+  const int other = (set >> step << step) - 1;
+  const int merges = __popc(set & ((1 << step) - 1));
+  const int64_t a = set_index(p, row, other, step & 1), b = set_index(p, row, set, merges & 1);
+  c.first_ord = p.set_ord + a * p.set_capacity;
+  c.first_key = p.set_key + a * p.set_capacity;
+  c.first_count = p.set_count[a];
+  c.second_ord = p.set_ord + b * p.set_capacity;
+  c.second_key = p.set_key + b * p.set_capacity;
+  c.second_count = p.set_count[b];
+  dst = set_index(p, row, set, (merges + 1) & 1);
+  return true;
+}
+
+__global__ void __launch_bounds__(kSetThreads) set_kernel(const SelectPlan p, int step) {
+  __shared__ SelectSmem s;
+  __shared__ int64_t dst;  // set to take; -1: none
+  if (threadIdx.x == 0) {
+    int64_t to;
+    dst = set_candidates(p, blockIdx.x / p.sets, blockIdx.x % p.sets, step, s.candidates, to) ? to : -1;
+  }
+  __syncthreads();
+  if (dst < 0) return;
+  select<kSetThreads>(s, p.digits, p.window, 0);
   uint32_t* ord = p.set_ord + dst * p.set_capacity;
   int32_t* key = p.set_key + dst * p.set_capacity;
-  compact<kSetThreads>(c, sel, false, compact_smem, [&](int item, uint32_t x, bool, bool, int rank, int) {
+  compact<kSetThreads>(s, false, [&](int item, uint32_t x, bool, bool, int rank, int) {
     ord[rank] = x;
-    key[rank] = c.key(item);
+    key[rank] = s.candidates.key(item);
   });
-  if (threadIdx.x < round_up(sel.kept, 4) - sel.kept) ord[sel.kept + threadIdx.x] = 0;
-  if (threadIdx.x == 0) p.set_count[dst] = sel.kept;
+  const int count = s.selected.kept;
+  if (threadIdx.x < round_up(count, 4) - count) ord[count + threadIdx.x] = 0;
+  if (threadIdx.x == 0) p.set_count[dst] = count;
 }
 
 // --- blocks --------------------------------------------------------------------------------------------------------
@@ -91,7 +102,7 @@ __device__ __forceinline__ int first_row_out(const ActiveKeys& active, Rank rank
 
 // What a block reads: the last set before its first row, and the keys from there on.
 __device__ __forceinline__ Candidates block_candidates(const SelectPlan& p, int row, int row0) {
-  Candidates c;
+  Candidates c{};
   const int super = (row0 - p.set_origin) / p.super_keys;
   if (super >= p.first_set) {
     const int set = super - p.first_set;
@@ -108,34 +119,25 @@ __device__ __forceinline__ Candidates block_candidates(const SelectPlan& p, int 
 
 __global__ void __launch_bounds__(kBlockThreads, 3) block_kernel(const SelectPlan p, const KeyList keys) {
   __shared__ SelectSmem s;
-  __shared__ CompactSmem<kBlockThreads / 32> compact_smem;
   __shared__ ActiveKeys active;
   const int tid = threadIdx.x;
   // Blocks with most keys before them first.
   const int row = blockIdx.x % p.rows, block = keys.blocks - 1 - blockIdx.x / p.rows;
   const int row0 = p.offset + block * kSelectBlockRows;
   const int rows = min(kSelectBlockRows, p.seqlen_k - row0);
+
+  if (tid == 0) s.candidates = block_candidates(p, row, row0);
+  select<kBlockThreads>(s, p.digits, p.window, rows);
+  const Candidates& c = s.candidates;
+  const Selected& sel = s.selected;
   const int64_t list = static_cast<int64_t>(row) * keys.blocks + block;
   int32_t* idx = const_cast<int32_t*>(keys.idx) + list * keys.capacity;
   int32_t* end = nullptr;
   if (keys.end != nullptr) end = const_cast<int32_t*>(keys.end) + static_cast<int64_t>(row) * p.seqlen_k;
 
-  const Candidates c = block_candidates(p, row, row0);
-  const Selected sel = select<kBlockThreads>(c, p.digits, p.window, rows, s);
-  const int core = sel.core, leaving = sel.kept - sel.core;
-
-  // The upper half of the threads stand for the block's own keys. One that is worse than all kept keys changes nothing.
-  const bool is_new = tid >= kSelectBlockRows;
-  const int i = tid % kSelectBlockRows;
-  const uint32_t new_ord = is_new && i < rows ? __ldg(p.ord + row * p.ord_pitch + row0 + i) : 0u;
-  const bool joins = new_ord > sel.kept_cut.value ||
-                     (new_ord == sel.kept_cut.value && sel.kept_cut.skip != INT_MAX);
-  const uint32_t joins_warp = __ballot_sync(kFullWarp, joins);
-  if (is_new && i % 32 == 0) active.warp_joining[i / 32] = __popc(joins_warp);
-
   // Keys that are gone before the first row have no block that sees them leave.
   const bool visit_all = block == 0 && end != nullptr;
-  compact<kBlockThreads>(c, sel, visit_all, compact_smem,
+  compact<kBlockThreads>(s, visit_all,
                          [&](int item, uint32_t x, bool in_core, bool in_kept, int core_rank, int rest_rank) {
     if (in_core) {
       idx[core_rank] = c.key(item);
@@ -145,6 +147,16 @@ __global__ void __launch_bounds__(kBlockThreads, 3) block_kernel(const SelectPla
       end[c.key(item)] = c.key(item);
     }
   });
+
+  // The upper half of the threads stand for the block's own keys. One that is worse than all kept keys changes nothing.
+  const bool is_new = tid >= kSelectBlockRows;
+  const int i = tid % kSelectBlockRows;
+  const uint32_t new_ord = is_new && i < rows ? __ldg(p.ord + row * p.ord_pitch + row0 + i) : 0u;
+  const bool joins = new_ord > sel.kept_cut.value ||
+                     (new_ord == sel.kept_cut.value && sel.kept_cut.skip != INT_MAX);
+  const uint32_t joins_warp = __ballot_sync(kFullWarp, joins);
+  if (is_new && i % 32 == 0) active.warp_joining[i / 32] = __popc(joins_warp);
+  __syncthreads();
   int joining = 0;
 #pragma unroll
   for (int w = 0; w < kSelectBlockRows / 32; ++w) {
@@ -157,6 +169,7 @@ __global__ void __launch_bounds__(kBlockThreads, 3) block_kernel(const SelectPla
   }
   __syncthreads();
 
+  const int core = sel.core, leaving = sel.kept - core;
   const bool exists = is_new ? joins : i < leaving;
   const Rank rank = is_new ? make_rank(new_ord, row0 + i) : exists ? active.leaving[i] : 0;
   const int key = static_cast<int>(rank & UINT32_MAX);
@@ -188,24 +201,25 @@ __global__ void __launch_bounds__(kBlockThreads, 3) block_kernel(const SelectPla
 
 __global__ void __launch_bounds__(kSetThreads) single_kernel(const SelectPlan p, const KeyList keys) {
   __shared__ SelectSmem s;
-  __shared__ CompactSmem<kSetThreads / 32> compact_smem;
   const int row = blockIdx.x;
+  if (threadIdx.x == 0) {
+    s.candidates = Candidates{};
+    s.candidates.second_ord = p.ord + row * p.ord_pitch;
+    s.candidates.second_count = p.seqlen_k;
+  }
+  select<kSetThreads>(s, p.digits, p.window, 0);
   int32_t* idx = const_cast<int32_t*>(keys.idx) + static_cast<int64_t>(row) * keys.capacity;
   int32_t* end = nullptr;
   if (keys.end != nullptr) end = const_cast<int32_t*>(keys.end) + static_cast<int64_t>(row) * p.seqlen_k;
-  Candidates c;
-  c.second_ord = p.ord + row * p.ord_pitch;
-  c.second_count = p.seqlen_k;
-  const Selected sel = select<kSetThreads>(c, p.digits, p.window, 0, s);
-  compact<kSetThreads>(c, sel, end != nullptr, compact_smem,
-                       [&](int key, uint32_t, bool, bool in_kept, int rank, int) {
+  compact<kSetThreads>(s, end != nullptr, [&](int key, uint32_t, bool, bool in_kept, int rank, int) {
     if (in_kept) idx[rank] = key;
     if (end != nullptr && key < p.seqlen_k) end[key] = in_kept ? p.seqlen_k : p.is_causal ? key : 0;
   });
-  if (threadIdx.x < round_up(sel.kept, 128) - sel.kept) idx[sel.kept + threadIdx.x] = 0;
+  const int count = s.selected.kept;
+  if (threadIdx.x < round_up(count, 128) - count) idx[count + threadIdx.x] = 0;
   if (threadIdx.x == 0) {
-    const_cast<int32_t*>(keys.count)[row] = sel.kept;
-    if (p.is_causal) const_cast<int32_t*>(keys.full)[row] = sel.kept;
+    const_cast<int32_t*>(keys.count)[row] = count;
+    if (p.is_causal) const_cast<int32_t*>(keys.full)[row] = count;
   }
 }
 

@@ -77,13 +77,13 @@ struct BinCounts {
 // Up to two runs of keys, all keys of the first before those of the second, read four at a time. Items are numbered
 // through both runs; the first run is padded to a multiple of four.
 struct Candidates {
-  const uint32_t* first_ord = nullptr;  // 16-byte aligned, zeros up to the next multiple of four
-  const int32_t* first_key = nullptr;
-  int32_t first_count = 0;
-  const uint32_t* second_ord = nullptr;  // 16-byte aligned, readable up to the next multiple of four
-  const int32_t* second_key = nullptr;   // nullptr: second_base + i
-  int32_t second_base = 0;
-  int32_t second_count = 0;
+  const uint32_t* first_ord;  // 16-byte aligned, zeros up to the next multiple of four
+  const int32_t* first_key;
+  int32_t first_count;
+  const uint32_t* second_ord;  // 16-byte aligned, readable up to the next multiple of four
+  const int32_t* second_key;   // nullptr: second_base + i
+  int32_t second_base;
+  int32_t second_count;
 
   __device__ __forceinline__ int first_quads() const { return ceil_div(first_count, 4); }
   __device__ __forceinline__ int quads() const { return first_quads() + ceil_div(second_count, 4); }
@@ -137,20 +137,24 @@ __device__ __forceinline__ void for_each_ord(const Candidates& c, F&& f) {
 // A bound between the keys that are taken and the others: those above `value`, and of those equal to it all but the
 // first `skip` in key order, so that ties go to the later keys.
 struct Cut {
-  uint32_t value = 0;
-  int32_t skip = INT_MAX;
+  uint32_t value;
+  int32_t skip;
 };
 
 // The best `kept` candidates, and among them the best `core`.
 struct Selected {
   Cut core_cut, kept_cut;
-  int32_t core = 0, kept = 0;
+  int32_t core, kept;
 };
 
+// What the threads of a selecting block share. The uniform values among it are here for the sake of registers.
 struct SelectSmem {
   alignas(16) uint32_t hist[2][kBins];
+  int4 warp_tally[32];  // core above, core equal, kept above, kept equal
   int32_t warp_sums[32];
   FoundBin found[2];
+  Candidates candidates;  // filled by one thread before select()
+  Selected selected;      // by select()
 };
 
 template <int kThreads>
@@ -169,47 +173,52 @@ struct Search {
   __device__ __forceinline__ void start(int wanted, int total, Cut& cut) {
     need = wanted;
     open = wanted > 0 && wanted < total;
-    cut.value = wanted == 0 && total > 0 ? UINT32_MAX : 0u;
+    cut = Cut{wanted == 0 && total > 0 ? UINT32_MAX : 0u, INT_MAX};
   }
-  __device__ __forceinline__ void advance(const FoundBin& found, int digit, int digits, Cut& cut) {
+  __device__ __forceinline__ void advance(const FoundBin& found, int digit, bool is_last, Cut& cut) {
     prefix = append_digit(prefix, digit, found.bin);
     need = found.need;
     const uint32_t lowest = prefix << digit_shift(digit);
     if (found.count == found.need) {
       cut.value = lowest - 1;
       open = false;
-    } else if (digit + 1 == digits) {
+    } else if (is_last) {
       cut.value = lowest;
       cut.skip = found.count - found.need;
+      open = false;
     }
   }
 };
 
 // kept = the best min(window, number of valid candidates); core = those of them that stay among the best `window` when
-// any `added` keys join. Starts and ends with the threads in step as far as `s` is concerned.
+// any `added` keys join. Starts and ends with a barrier.
 template <int kThreads>
-__device__ __forceinline__ Selected select(const Candidates& c, int digits, int window, int added, SelectSmem& s) {
+__device__ __forceinline__ void select(SelectSmem& s, int digits, int window, int added) {
+  const Candidates& c = s.candidates;
   Selected result;
   Search core, kept;
-  BinCounts<kThreads> bins;
   clear_bins<kThreads>(s.hist[0], kBins);
   __syncthreads();
   for_each_ord<kThreads>(c, [&](uint32_t x) {
     if (x != 0) atomicAdd(&s.hist[0][x >> digit_shift(0)], 1u);
   });
   __syncthreads();
-  const int total = bins.load(s.hist[0], s.warp_sums);
-  result.kept = min(window, total);
-  result.core = result.kept - min(max(result.kept - window + added, 0), result.kept);
-  core.start(result.core, total, result.core_cut);
-  kept.start(result.kept, total, result.kept_cut);
-
-  for (int digit = 0;; ++digit) {
-    // Both bounds usually share all digits but the last ones: then one histogram serves both.
-    const bool shared = core.prefix == kept.prefix;
+  {
+    BinCounts<kThreads> bins;
+    const int total = bins.load(s.hist[0], s.warp_sums);
+    result.kept = min(window, total);
+    result.core = result.kept - min(max(result.kept - window + added, 0), result.kept);
+    core.start(result.core, total, result.core_cut);
+    kept.start(result.kept, total, result.kept_cut);
+    if (core.open) bins.locate(core.need, &s.found[0]);
+    if (kept.open) bins.locate(kept.need, &s.found[1]);
+  }
+#pragma unroll 1
+  for (int digit = 0; core.open || kept.open; ++digit) {
     if (digit > 0) {
       clear_bins<kThreads>(s.hist[0], 2 * kBins);
       __syncthreads();
+      // While both bounds share their digits, the second histogram serves both.
       const uint32_t core_prefix = core.open ? core.prefix : UINT32_MAX;
       const uint32_t kept_prefix = kept.open ? kept.prefix : UINT32_MAX;
       for_each_ord<kThreads>(c, [&](uint32_t x) {
@@ -218,24 +227,25 @@ __device__ __forceinline__ Selected select(const Candidates& c, int digits, int 
         if (in_kept || prefix == core_prefix) atomicAdd(&s.hist[in_kept ? 1 : 0][digit_of(x, digit)], 1u);
       });
       __syncthreads();
-    }
-    const int kept_hist = digit > 0 ? 1 : 0;
-    if (kept.open) {
-      if (digit > 0) bins.load(s.hist[kept_hist], s.warp_sums);
-      bins.locate(kept.need, &s.found[1]);
-      if (core.open && shared) bins.locate(core.need, &s.found[0]);
+#pragma unroll 1
+      for (int h = 0; h < 2; ++h) {
+        const bool for_core = core.open && (core_prefix == kept_prefix ? 1 : 0) == h, for_kept = kept.open && h == 1;
+        if (!for_core && !for_kept) continue;
+        BinCounts<kThreads> bins;
+        bins.load(s.hist[h], s.warp_sums);
+        if (for_core) bins.locate(core.need, &s.found[0]);
+        if (for_kept) bins.locate(kept.need, &s.found[1]);
+        __syncthreads();
+      }
+    } else {
       __syncthreads();
     }
-    if (core.open && !(kept.open && shared)) {
-      if (digit > 0) bins.load(s.hist[0], s.warp_sums);
-      bins.locate(core.need, &s.found[0]);
-      __syncthreads();
-    }
-    if (core.open) core.advance(s.found[0], digit, digits, result.core_cut);
-    if (kept.open) kept.advance(s.found[1], digit, digits, result.kept_cut);
-    if ((!core.open && !kept.open) || digit + 1 == digits) break;
+    const bool is_last = digit + 1 == digits;
+    if (core.open) core.advance(s.found[0], digit, is_last, result.core_cut);
+    if (kept.open) kept.advance(s.found[1], digit, is_last, result.kept_cut);
   }
-  return result;
+  if (threadIdx.x == 0) s.selected = result;
+  __syncthreads();
 }
 
 // --- ordered compaction --------------------------------------------------------------------------------------------
@@ -257,17 +267,26 @@ __device__ __forceinline__ int warp_sum(int x) {
   return x;
 }
 
-// Items above a cut and equal to it.
+// Items above a cut and equal to it, counted in key order.
 struct Tally {
-  int32_t above = 0, equal = 0;
+  int32_t above, equal;
 
+  // The counts in the lower two bytes of a word added.
+  __device__ __forceinline__ Tally plus_bytes(uint32_t bytes) const {
+    return {above + static_cast<int32_t>(bytes & 255), equal + static_cast<int32_t>(bytes >> 8 & 255)};
+  }
+  // How many of the items counted the cut takes, and whether it takes the next one.
   __device__ __forceinline__ int taken(const Cut& cut) const { return above + max(equal - cut.skip, 0); }
+  __device__ __forceinline__ bool takes(uint32_t ord, const Cut& cut) const {
+    return ord > cut.value || (ord == cut.value && equal >= cut.skip);
+  }
 };
 
-template <int kWarps>
-struct CompactSmem {
-  int4 tally[kWarps];  // core.above, core.equal, kept.above, kept.equal
-};
+// One item in the four bytes of a word: above the core's cut, equal to it, above the other cut, equal to it.
+__device__ __forceinline__ uint32_t count_bytes(uint32_t ord, uint32_t core, uint32_t kept) {
+  return (ord > core ? 1u : 0u) + (ord == core ? 1u << 8 : 0u) + (ord > kept ? 1u << 16 : 0u) +
+         (ord == kept ? 1u << 24 : 0u);
+}
 
 // Which contiguous quads a warp handles: whole steps of 32.
 struct WarpQuads {
@@ -281,85 +300,70 @@ struct WarpQuads {
   }
 };
 
-// Calls sink(item, ord, in_core, in_kept, core_rank, rest_rank) for every kept item, and, if `visit_all`, for every other
-// one too, padding included. The ranks number the core items and the other kept ones in key order. A warp takes
-// contiguous items, so that one barrier is enough.
+// After select(): calls sink(item, ord, in_core, in_kept, core_rank, rest_rank) for every kept item, and, if `visit_all`,
+// for every other one too, padding included. The ranks number the core items and the other kept ones in key order. A
+// warp takes contiguous items, so that one barrier is enough.
 template <int kThreads, class Sink>
-__device__ __forceinline__ void compact(const Candidates& c, const Selected& sel, bool visit_all,
-                                        CompactSmem<kThreads / 32>& s, Sink&& sink) {
-  constexpr int kUnroll = 4;
+__device__ __forceinline__ void compact(SelectSmem& s, bool visit_all, Sink&& sink) {
+  const Candidates& c = s.candidates;
+  const Cut core_cut = s.selected.core_cut, kept_cut = s.selected.kept_cut;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const WarpQuads mine = WarpQuads::of<kThreads / 32>(c.quads());
-  const auto load_steps = [&](uint4(&x)[kUnroll], int q0) {
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      const int q = q0 + u * 32 + lane;
-      x[u] = q < mine.end ? c.load(q) : make_uint4(0, 0, 0, 0);
-    }
-  };
+  const auto load = [&](int q) { return q < mine.end ? c.load(q) : make_uint4(0, 0, 0, 0); };
 
-  Tally core, kept;
-  for (int q0 = mine.begin; q0 < mine.end; q0 += 32 * kUnroll) {
-    uint4 x[kUnroll];
-    load_steps(x, q0);
+  Tally core{0, 0}, kept{0, 0};
+#pragma unroll 4
+  for (int q = mine.begin + lane; q < mine.end; q += 32) {
+    const uint4 x = c.load(q);
+    const uint32_t ord[4] = {x.x, x.y, x.z, x.w};
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      const uint32_t ord[4] = {x[u].x, x[u].y, x[u].z, x[u].w};
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        core.above += ord[i] > sel.core_cut.value;
-        core.equal += ord[i] == sel.core_cut.value;
-        kept.above += ord[i] > sel.kept_cut.value;
-        kept.equal += ord[i] == sel.kept_cut.value;
-      }
+    for (int i = 0; i < 4; ++i) {
+      core.above += ord[i] > core_cut.value;
+      core.equal += ord[i] == core_cut.value;
+      kept.above += ord[i] > kept_cut.value;
+      kept.equal += ord[i] == kept_cut.value;
     }
   }
   const int4 own_tally = make_int4(warp_sum(core.above), warp_sum(core.equal), warp_sum(kept.above),
                                    warp_sum(kept.equal));
-  if (lane == 0) s.tally[warp] = own_tally;
+  if (lane == 0) s.warp_tally[warp] = own_tally;
   __syncthreads();
-  core = kept = Tally{};
+  core = kept = Tally{0, 0};
   for (int i = 0; i < warp; ++i) {
-    const int4 x = s.tally[i];
+    const int4 x = s.warp_tally[i];
     core.above += x.x, core.equal += x.y;
     kept.above += x.z, kept.equal += x.w;
   }
 
-  for (int q0 = mine.begin; q0 < mine.end; q0 += 32 * kUnroll) {
-    uint4 x[kUnroll];
-    load_steps(x, q0);
+  uint4 x = load(mine.begin + lane);
+#pragma unroll 1
+  for (int q = mine.begin + lane; q - lane < mine.end; q += 32) {
+    const uint32_t ord[4] = {x.x, x.y, x.z, x.w};
+    x = load(q + 32);
+    // The four counts of a step as the bytes of one word: at most 128 each.
+    uint32_t own = 0;
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      const uint32_t ord[4] = {x[u].x, x[u].y, x[u].z, x[u].w};
-      // The four counts of a step as the bytes of one word: at most 128 each.
-      uint32_t own = 0;
+    for (int i = 0; i < 4; ++i) own += count_bytes(ord[i], core_cut.value, kept_cut.value);
+    // Behind a set, most steps keep nothing.
+    if (!visit_all && __ballot_sync(kFullWarp, own >> 16 != 0) == 0) continue;
+    const uint32_t inclusive = warp_inclusive_scan(own);
+    const uint32_t step = __shfl_sync(kFullWarp, inclusive, 31);
+    uint32_t before = inclusive - own;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        own += (ord[i] > sel.core_cut.value ? 1u : 0u) + (ord[i] == sel.core_cut.value ? 1u << 8 : 0u) +
-               (ord[i] > sel.kept_cut.value ? 1u << 16 : 0u) + (ord[i] == sel.kept_cut.value ? 1u << 24 : 0u);
+    for (int i = 0; i < 4; ++i) {
+      if (visit_all || ord[i] >= kept_cut.value) {
+        const Tally core_at = core.plus_bytes(before), kept_at = kept.plus_bytes(before >> 16);
+        const int core_rank = core_at.taken(core_cut);
+        const bool in_kept = kept_at.takes(ord[i], kept_cut);
+        if (in_kept || (visit_all && q < mine.end)) {
+          sink(4 * q + i, ord[i], core_at.takes(ord[i], core_cut), in_kept, core_rank,
+               kept_at.taken(kept_cut) - core_rank);
+        }
       }
-      // Behind a set, most steps keep nothing.
-      if (!visit_all && __ballot_sync(kFullWarp, own >> 16 != 0) == 0) continue;
-      const uint32_t inclusive = warp_inclusive_scan(own);
-      const uint32_t step = __shfl_sync(kFullWarp, inclusive, 31);
-      const uint32_t before = inclusive - own;
-      Tally core_at{core.above + static_cast<int>(before & 255), core.equal + static_cast<int>(before >> 8 & 255)};
-      Tally kept_at{kept.above + static_cast<int>(before >> 16 & 255), kept.equal + static_cast<int>(before >> 24)};
-      const int q = q0 + u * 32 + lane;
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const bool core_equal = ord[i] == sel.core_cut.value, kept_equal = ord[i] == sel.kept_cut.value;
-        const bool core_above = ord[i] > sel.core_cut.value, kept_above = ord[i] > sel.kept_cut.value;
-        const bool in_core = core_above || (core_equal && core_at.equal >= sel.core_cut.skip);
-        const bool in_kept = kept_above || (kept_equal && kept_at.equal >= sel.kept_cut.skip);
-        const int core_rank = core_at.taken(sel.core_cut);
-        if (in_kept || (visit_all && q < mine.end)) sink(4 * q + i, ord[i], in_core, in_kept, core_rank, kept_at.taken(sel.kept_cut) - core_rank);
-        core_at.above += core_above, core_at.equal += core_equal;
-        kept_at.above += kept_above, kept_at.equal += kept_equal;
-      }
-      core.above += step & 255, core.equal += step >> 8 & 255;
-      kept.above += step >> 16 & 255, kept.equal += step >> 24;
+      before += count_bytes(ord[i], core_cut.value, kept_cut.value);
     }
+    core = core.plus_bytes(step);
+    kept = kept.plus_bytes(step >> 16);
   }
 }
 

@@ -226,17 +226,37 @@ struct BwdBlock {
   // Key tiles add to a row block in ascending order. Blocks start in ascending order too, so the one that is waited
   // for is running.
   __device__ __forceinline__ void wait_for_turn(const Step& s) const {
+    wait_until(semaphore(s), n_block);
+  }
+  __device__ __forceinline__ void pass_turn(const Step& s) const { increment(semaphore(s)); }
+
+  // --- deterministic dk, dv and dbias of interval lists --------------------------------------------------------------
+
+  // Lists of different row blocks hold the same keys: their sums are added in the order of the blocks' numbers.
+  __device__ __forceinline__ bool takes_turns_dkv() const { return T::kGeneral && p.dkv_semaphore != nullptr; }
+  __device__ __forceinline__ void wait_for_turn_dkv() const {
+    const int per_head = (p.keys.capacity + kBlockN - 1) / kBlockN * p.keys.blocks;
+    // One launch per head of the group: the count goes on from the last launch.
+    const int launch = p.group_end - p.group_begin == 1 ? p.group_begin : 0;
+    wait_until(p.dkv_semaphore + slot / per_head, launch * per_head + slot % per_head);
+  }
+  __device__ __forceinline__ void pass_turn_dkv() const {
+    const int per_head = (p.keys.capacity + kBlockN - 1) / kBlockN * p.keys.blocks;
+    increment(p.dkv_semaphore + slot / per_head);
+  }
+
+  static __device__ __forceinline__ void wait_until(const int32_t* counter, int value) {
     if (threadIdx.x == 0) {
-      const volatile int32_t* turn = semaphore(s);
-      while (*turn != n_block) __nanosleep(64);
+      const volatile int32_t* turn = counter;
+      while (*turn != value) __nanosleep(64);
       __threadfence();
     }
     __syncthreads();
   }
-  __device__ __forceinline__ void pass_turn(const Step& s) const {
+  static __device__ __forceinline__ void increment(int32_t* counter) {
     __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) atomicAdd(semaphore(s), 1);
+    if (threadIdx.x == 0) atomicAdd(counter, 1);
   }
 
   // --- loads ---------------------------------------------------------------------------------------------------------
@@ -413,6 +433,7 @@ struct BwdBlock {
   // The head's column sums over this block's rows, through P's tile (free between two barriers), in a fixed order.
   __device__ __forceinline__ void flush_column_sums(float (&sums)[T::NTs][2], int head, const ScoreMap& map) const {
     float* scratch = reinterpret_cast<float*>(smem + T::kP);  // [kWarpsMSdP][kBlockN]
+    if (takes_turns_dkv()) wait_for_turn_dkv();
     __syncthreads();
 #pragma unroll
     for (int nt = 0; nt < T::NTs; ++nt)
@@ -501,7 +522,13 @@ struct BwdBlock {
   }
 
   __device__ __forceinline__ void run() {
-    if (!active) return;
+    if (!active) {
+      if (takes_turns_dkv()) {
+        wait_for_turn_dkv();
+        pass_turn_dkv();
+      }
+      return;
+    }
     float acc_dk[T::MTkv][T::NTkv][4], acc_dv[T::MTkv][T::NTkv][4];
     clear(acc_dk);
     clear(acc_dv);
@@ -694,8 +721,10 @@ struct BwdBlock {
     }
     cp_async_wait<0>();
     __syncthreads();
+    if (takes_turns_dkv()) wait_for_turn_dkv();
     store_one(acc_dk, p.dk, p.dk_stride, p.vec_dk, p.dk_slots, p.dk_accum, T::kK);
     store_one(acc_dv, p.dv, p.dv_stride, p.vec_dv, p.dv_slots, p.dv_accum, T::kV);
+    if (takes_turns_dkv()) pass_turn_dkv();
   }
   __device__ __forceinline__ void store_one(const AccKV& acc, void* out, const Strides3& stride, bool vec, float* slots,
                                             float* accum, uint32_t tile) const {

@@ -39,7 +39,7 @@ inline Level bwd_level(const BwdParams& p, bool gathered) {
   if (p.bias.kind == BiasKind::kDirect || p.softcap > 0.f || dbias_registers) return Level::kFull;
   const bool all_wanted = p.dq_accum != nullptr && (p.dk != nullptr || p.dk_accum != nullptr) &&
                           (p.dv != nullptr || p.dv_accum != nullptr);
-  const bool general = p.bias.kind != BiasKind::kNone || p.mask.bits != nullptr || p.dq_semaphore != nullptr ||
+  const bool general = p.bias.kind != BiasKind::kNone || p.mask.bits != nullptr || p.deterministic ||
                        p.dbias_kind != DbiasKind::kNone || !all_wanted;
   return general ? Level::kGeneral : Level::kPlain;
 }

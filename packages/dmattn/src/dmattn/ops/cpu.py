@@ -101,12 +101,7 @@ def backward(
     dq_rows = layout.rows_of(dq) if need_q else None
     with torch.autocast("cpu", enabled=False):
         for rows in _row_blocks(layout):
-            given = _Given(
-                dout=layout.fold_rows(dout, rows),
-                out=layout.fold_rows(out, rows),
-                lse=layout.fold_lse(lse, rows),
-                dlse=None if dlse is None else layout.fold_lse(dlse, rows),
-            )
+            given = _given_rows(layout, rows, dout, dlse, out, lse)
             block_dq = _backward_rows(layout, rows, given, sums, need_q)
             if dq_rows is not None and block_dq is not None:
                 dq_rows[..., rows, :] = layout.unfold_rows(block_dq)
@@ -134,6 +129,20 @@ class _Given(NamedTuple):
     out: Tensor  # (B*HK, G*M, D)
     lse: Tensor  # (B*HK, G*M, 1)
     dlse: Tensor | None  # (B*HK, G*M, 1)
+
+
+def _given_rows(
+    layout: Layout, rows: slice, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
+) -> _Given:
+    """Rows that keep nothing get zero gradients: what came may be NaN, as from -inf - -inf."""
+    row_lse = layout.fold_lse(lse, rows)
+    empty = row_lse == -math.inf
+    return _Given(
+        dout=layout.fold_rows(dout, rows).masked_fill(empty, 0.0),
+        out=layout.fold_rows(out, rows),
+        lse=row_lse,
+        dlse=None if dlse is None else layout.fold_lse(dlse, rows).masked_fill(empty, 0.0),
+    )
 
 
 def _row_blocks(layout: Layout) -> Iterator[slice]:
