@@ -20,17 +20,22 @@ class Case:
     head_dim: int = 128
     causal: bool = False
     kept: int | None = None  # keys that the key mask or the window keeps
+    running: bool = False  # each row keeps the `kept` best keys up to its own
     bias: str = ""  # "key": (B, HK, 1, Sk); "dense": (B, H, Sq, Sk)
     backward: bool = True
     graphed: bool = False  # time replays of a CUDA graph: what a decoding loop runs
     quick: bool = False  # part of --quick
+    budget_s: float | None = None  # seconds of timing, if not what --budget says
+    memory: bool = False  # also measure the memory that the forward takes
+    attends: bool = True  # False: no matrix products to count
+    steps_cache: bool = False  # a token goes into a cache of `kept` keys and attends to it
 
     @property
     def pairs(self) -> int:
         """Query-key pairs that count as work, per batch and query head."""
         if self.kept is not None:
             rows, window = self.seqlen_q, self.kept
-            if self.group == "running top-w":
+            if self.running:
                 full = max(rows - window, 0)
                 return full * window + min(rows, window) * (min(rows, window) + 1) // 2
             pairs = rows * window
@@ -42,7 +47,7 @@ class Case:
     @property
     def flops(self) -> float:
         """Of the forward's two matrix products; the backward's five count as 2.5 times that."""
-        return 4.0 * self.batch * self.nheads * self.head_dim * self.pairs
+        return 4.0 * self.batch * self.nheads * self.head_dim * self.pairs * self.attends
 
 
 def _dense_causal() -> list[Case]:
@@ -128,40 +133,120 @@ def _odd_lengths() -> list[Case]:
     return cases
 
 
-def _running_top() -> list[Case]:
-    peers = ("dmattn_window", "dmattn_given_mask", "sdpa_efficient_window")
-    shape = Case("running top-w", "S16384 H16/4 D128 w1024", peers, nheads_k=4, bias="key")
-    return [dataclasses.replace(shape, causal=True, kept=1024)]
-
-
 def _decode() -> list[Case]:
     step = Case("decode", "", (), seqlen_q=1, backward=False, graphed=True, quick=True)
     dense = ("dmattn", "sdpa_flash", "sdpa_cudnn")
-    window = ("dmattn_top_keys", "topk_gather_sdpa")
     large = dataclasses.replace(step, batch=8, seqlen_k=32768, nheads=32, nheads_k=8)
     long = dataclasses.replace(step, seqlen_k=524288, nheads=2, nheads_k=1)
     small = dataclasses.replace(large, seqlen_k=2048)
     return [
-        dataclasses.replace(large, name="B8 S32768 H32/8 D128, all keys", contenders=dense),
+        dataclasses.replace(large, name="B8 S32768 H32/8 D128", contenders=dense),
+        dataclasses.replace(long, name="B1 S524288 H2/1 D128", contenders=dense),
+        dataclasses.replace(small, name="B8 S2048 H32/8 D128", contenders=dense),
+    ]
+
+
+TOP = "running top-w"
+SELECTION = f"{TOP}, selection alone"
+TOKEN = f"{TOP}, decoding"
+OVER_LENGTH, OVER_WINDOW = f"{TOP}, time against S", f"{TOP}, time against w"
+
+
+def _top(
+    group: str,
+    name: str,
+    contenders: tuple[str, ...],
+    seqlen: int,
+    kept: int,
+    small: bool = False,
+) -> Case:
+    """Running top-w over `seqlen` rows and keys: H16/4 D128, or H2/1 D64 when small."""
+    shape = Case(group, name, contenders, seqlen_q=seqlen, seqlen_k=seqlen, nheads_k=4)
+    if small:
+        shape = dataclasses.replace(shape, nheads=2, nheads_k=1, head_dim=64)
+    return dataclasses.replace(shape, causal=True, kept=kept, running=True, bias="key")
+
+
+def _running_top() -> list[Case]:
+    ours, peer = "dmattn_window", "sdpa_efficient_window"
+    main = _top(TOP, "B1 S16384 H16/4 D128 w1024", (ours, "dmattn_given_mask", peer), 16384, 1024)
+    long = (ours, peer, "sdpa_flash_all_keys")
+    longest = _top(TOP, "B1 S1048576 H8/2 D128 w2048", (ours,), 1 << 20, 2048)
+    return [
+        dataclasses.replace(main, quick=True),
+        _top(TOP, "B1 S32768 H2/1 D64 w1024", (ours, peer), 32768, 1024, small=True),
+        _top(TOP, "B1 S131072 H16/4 D128 w2048", long, 131072, 2048),
+        dataclasses.replace(longest, nheads=8, nheads_k=2, backward=False, memory=True),
+    ]
+
+
+def _selection() -> list[Case]:
+    both, ours = ("dmattn_select", "torch_top_mask"), ("dmattn_select",)
+    cases = []
+    for seqlen, kept, heads, contenders in (
+        (16384, 1024, 4, both),
+        (131072, 2048, 4, ours),
+        (1 << 20, 2048, 2, ours),
+    ):
+        case = _top(SELECTION, f"B1 S{seqlen} HK{heads} w{kept}", contenders, seqlen, kept)
+        case = dataclasses.replace(case, nheads=heads, nheads_k=heads, head_dim=8)
+        cases.append(dataclasses.replace(case, backward=False, attends=False))
+    return cases
+
+
+def _sweeps() -> list[Case]:
+    """Time should grow with S and with w, not with S * S."""
+    cases = []
+    for power in range(12, 21):
+        # Attention over all keys soon takes longer than all the rest of the run.
+        names = ("dmattn_window", "sdpa_flash_all_keys")[: 2 if power <= 18 else 1]
+        name = f"S{1 << power} H2/1 D64 w1024"
+        cases.append(_top(OVER_LENGTH, name, names, 1 << power, 1024, small=True))
+    for power in range(8, 14):
+        name = f"S32768 H2/1 D64 w{1 << power}"
+        cases.append(_top(OVER_WINDOW, name, ("dmattn_window",), 32768, 1 << power, small=True))
+    return [dataclasses.replace(case, budget_s=0.4) for case in cases]
+
+
+def _one_token() -> list[Case]:
+    step = Case(TOKEN, "", (), seqlen_q=1, backward=False, graphed=True, quick=True, bias="key")
+    cache = dataclasses.replace(step, batch=8, seqlen_k=2048, nheads=32, nheads_k=8, kept=2048)
+    full = dataclasses.replace(step, seqlen_k=524288, nheads=2, nheads_k=1, kept=1024)
+    many = dataclasses.replace(cache, seqlen_k=32768)
+    peers = ("dmattn_window", "topk_gather_sdpa", "sdpa_flash_all_keys")
+    return [
         dataclasses.replace(
-            large, name="B8 S32768 H32/8 D128, top 2048", contenders=window, kept=2048, bias="key"
+            cache,
+            name="B8 H32/8 D128, cache of 2048 keys",
+            contenders=("dmattn_cache_step", "torch_cache_step"),
+            steps_cache=True,
         ),
-        dataclasses.replace(long, name="B1 S524288 H2/1 D128, all keys", contenders=dense),
-        dataclasses.replace(
-            long, name="B1 S524288 H2/1 D128, top 1024", contenders=window, kept=1024, bias="key"
-        ),
-        dataclasses.replace(small, name="B8 S2048 H32/8 D128, a w-key cache", contenders=dense),
+        dataclasses.replace(full, name="B1 S524288 H2/1 D128, top 1024", contenders=peers),
+        dataclasses.replace(many, name="B8 S32768 H32/8 D128, top 2048", contenders=peers),
     ]
 
 
 CASES: tuple[Case, ...] = (
+    *_running_top(),
+    *_selection(),
+    *_one_token(),
+    *_sweeps(),
     *_dense_causal(),
     *_key_masks(),
     *_dense_bias(),
     *_odd_lengths(),
     *_decode(),
-    *_running_top(),
 )
+NOTES = {
+    TOP: "Each query keeps the w keys with the highest score so far. The forward includes the "
+    "selection; the backward gives dq, dk, dv and dbias.",
+    SELECTION: "Interval ends and lists of keys from scores; the peer makes the boolean mask "
+    "(B, HK, S, S).",
+    TOKEN: "One step of decoding, replayed from a CUDA graph. A cache of w keys takes the token in "
+    "the place of its lowest entry and attends to the rest; over a full cache the step selects its "
+    "keys first.",
+    OVER_LENGTH: "The work of running top-w grows with S * w; that of all keys with S * S.",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,6 +287,27 @@ def _targets() -> list[Target]:
     return found
 
 
-TARGETS = tuple(_targets())
+def _top_targets() -> list[Target]:
+    ours = "dmattn_window"
+    first, second = (TOP, "B1 S16384 H16/4 D128 w1024"), (TOP, "B1 S32768 H2/1 D64 w1024")
+    long = (TOP, "B1 S131072 H16/4 D128 w2048")
+    words = f"{TOP}: S131072 w2048 over S16384 w1024, 16 times the work"
+    found = []
+    for phase, limits in (("forward", (0.9, 0.35)), ("backward", (2.5, 1.2))):
+        for case, limit in zip((first, second), limits, strict=True):
+            found.append(Target(f"{TOP}, {case[1]}, ms", limit, case, ours, phase, 1.0))
+        found.append(Target(words, 1.3 * 16, long, ours, phase, (*first, ours)))
+    for group, name, contender, limit in (
+        (SELECTION, "B1 S16384 HK4 w1024", "dmattn_select", 0.20),
+        (TOKEN, "B8 H32/8 D128, cache of 2048 keys", "dmattn_cache_step", 0.045),
+        (TOKEN, "B1 S524288 H2/1 D128, top 1024", ours, 0.040),
+    ):
+        words = f"{group.removeprefix(f'{TOP}, ')}, {name}, ms"
+        found.append(Target(words, limit, (group, name), contender, "forward", 1.0))
+    return found
+
+
+TARGETS = (*_top_targets(), *_targets())
 HOST_TIME_TARGET_US = 25.0
-PEAK_MEMORY_TARGET = 1.5  # times the size of q + k + v
+# Memory beside inputs, outputs and gradients, over the size of what `over` in the row says.
+PEAK_MEMORY_TARGETS = {"q + k + v": 1.5, "k + v": 1.0}

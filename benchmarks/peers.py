@@ -25,8 +25,10 @@ class Data:
     k: Tensor
     v: Tensor
     bias: Tensor | None
-    mask: Tensor | None  # bool (B, HK, 1, Sk)
+    mask: Tensor | None  # bool (B, HK, 1, Sk), or (B, HK, Sq, Sk) for running top-w
     dout: Tensor
+    cache: dmattn.DynamicMaskCache | None = None  # full, for the cases that step one
+    new_score: Tensor | None = None  # of the token that goes into it
 
     def heads_first(self) -> tuple[Tensor, Tensor, Tensor]:
         """Views of q, k and v as (B, H, S, D), the layout of PyTorch's own attention."""
@@ -59,9 +61,25 @@ def make_data(case: Case, device: torch.device) -> Data:
         mask = torch.zeros(chosen.shape, dtype=torch.bool, device=device)
         mask.scatter_(3, chosen.topk(case.kept, dim=3).indices, True)
     data = Data(case, q, k, v, bias, mask, torch.randn_like(q.detach()))
-    if case.group == "running top-w":
+    if "dmattn_given_mask" in case.contenders:
         data = dataclasses.replace(data, mask=running_top_mask(data))
+    if case.steps_cache:
+        cache = full_cache(data)
+        # High enough to be kept each time.
+        score = cache.score.new_ones(case.batch, case.nheads_k, 1)
+        data = dataclasses.replace(data, cache=cache, new_score=score)
     return data
+
+
+def full_cache(data: Data) -> dmattn.DynamicMaskCache:
+    """A cache of `kept` keys with as many in it."""
+    case = data.case
+    assert case.kept == case.seqlen_k and data.bias is not None
+    cache = dmattn.DynamicMaskCache(
+        case.batch, case.kept, case.nheads_k, case.head_dim, data.k.dtype, data.k.device
+    )
+    cache.prefill(data.k, data.v, data.bias[:, :, 0].float())
+    return cache
 
 
 # --- ours -----------------------------------------------------------------------------------------
@@ -80,25 +98,32 @@ def dmattn_masked(data: Data) -> Tensor:
 
 
 def dmattn_window(data: Data) -> Tensor:
-    """Through a dense mask made on the way: a stand-in until kernels select keys themselves."""
+    """Selection and attention; for one query row both kinds of selection are the same."""
     return dmattn.flash_dmattn_func(
-        data.q, data.k, data.v, attn_bias=data.bias, is_causal=True, window_size=data.case.kept
+        data.q,
+        data.k,
+        data.v,
+        attn_bias=data.bias,
+        is_causal=data.case.causal,
+        window_size=data.case.kept,
     )
 
 
-def dmattn_top_keys(data: Data) -> Tensor:
-    """Decoding over the keys with the highest bias: top-k, key mask, attention."""
-    case = data.case
-    assert data.bias is not None and case.kept is not None
-    mask = dmattn.create_mask(data.bias, None, case.batch, case.seqlen_q, case.seqlen_k, case.kept)
-    return dmattn.flash_dmattn_func(data.q, data.k, data.v, attn_mask=mask, attn_bias=data.bias)
+def dmattn_select(data: Data) -> Tensor:
+    assert data.bias is not None and data.case.kept is not None
+    return dmattn.select_keys(data.bias, data.case.kept).end
+
+
+def dmattn_cache_step(data: Data) -> Tensor:
+    assert data.cache is not None and data.new_score is not None
+    return data.cache.append_and_attend(data.q, data.k[:, :1], data.v[:, :1], data.new_score)
 
 
 def running_top_mask(data: Data) -> Tensor:
     """bool (B, HK, Sq, Sk) by torch.topk: what those without a kernel for it materialise."""
     case = data.case
     assert data.bias is not None and case.kept is not None
-    seen = torch.ones(case.seqlen_q, case.seqlen_k, dtype=torch.bool, device=data.q.device).tril()
+    seen = torch.ones(case.seqlen_q, case.seqlen_k, dtype=torch.bool, device=data.q.device).tril_()
     scores = data.bias.detach().masked_fill(~seen, float("-inf"))
     top = scores.topk(case.kept, dim=3, sorted=False)
     mask = torch.zeros(scores.shape, dtype=torch.bool, device=scores.device)
@@ -186,6 +211,18 @@ def topk_gather_sdpa(data: Data) -> Tensor:
     return _sdpa(_gathered(data, index), SDPBackend.FLASH_ATTENTION)
 
 
+def torch_cache_step(data: Data) -> Tensor:
+    """Decoding from a cache of w keys: the lowest replaced by torch, then flash; no bias."""
+    cache = data.cache
+    assert cache is not None and data.new_score is not None
+    slot = cache.score.argmin(dim=2, keepdim=True)
+    cache.score.scatter_(2, slot, data.new_score)
+    where = slot.transpose(1, 2)[..., None].expand(-1, -1, -1, data.case.head_dim)
+    cache.k.scatter_(1, where, data.k[:, :1])
+    cache.v.scatter_(1, where, data.v[:, :1])
+    return _sdpa(dataclasses.replace(data, k=cache.k, v=cache.v), SDPBackend.FLASH_ATTENTION)
+
+
 @functools.cache
 def _compiled_flex() -> Callable[..., Tensor]:
     import torch._functorch.config as functorch_config
@@ -209,9 +246,11 @@ CONTENDERS: dict[str, tuple[str, Callable[[Data], Tensor]]] = {
     "dmattn": ("dmattn", dmattn_plain),
     "dmattn_masked": ("dmattn", dmattn_masked),
     "dmattn_given_mask": ("dmattn, dense mask given", dmattn_masked),
-    "dmattn_window": ("dmattn, window through a dense mask (stand-in)", dmattn_window),
-    "dmattn_top_keys": ("dmattn, top-k included", dmattn_top_keys),
+    "dmattn_window": ("dmattn, selection included", dmattn_window),
+    "dmattn_select": ("dmattn.select_keys", dmattn_select),
+    "dmattn_cache_step": ("dmattn.DynamicMaskCache", dmattn_cache_step),
     "sdpa_flash": ("SDPA flash", sdpa_flash),
+    "sdpa_flash_all_keys": ("SDPA flash over all keys, no bias", sdpa_flash),
     "sdpa_cudnn": ("SDPA cuDNN", sdpa_cudnn),
     "sdpa_efficient": ("SDPA efficient", sdpa_efficient),
     "sdpa_cudnn_no_dbias": ("SDPA cuDNN, no dbias", sdpa_cudnn_no_dbias),
@@ -221,6 +260,8 @@ CONTENDERS: dict[str, tuple[str, Callable[[Data], Tensor]]] = {
     ),
     "sdpa_efficient_window": ("torch.topk mask + SDPA efficient, no dbias", sdpa_efficient_window),
     "gather_sdpa_flash": ("torch gather + SDPA flash, no bias", gather_sdpa_flash),
+    "torch_top_mask": ("torch.topk mask", running_top_mask),
+    "torch_cache_step": ("torch argmin + scatter + SDPA flash, no bias", torch_cache_step),
     "topk_gather_sdpa": ("torch.topk + gather + SDPA flash, no bias", topk_gather_sdpa),
     "flex": ("FlexAttention", flex),
 }

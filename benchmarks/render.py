@@ -16,7 +16,17 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.cases import CASES, HOST_TIME_TARGET_US, PEAK_MEMORY_TARGET, TARGETS, Target  # noqa: E402
+from benchmarks.cases import (  # noqa: E402
+    CASES,
+    HOST_TIME_TARGET_US,
+    NOTES,
+    OVER_LENGTH,
+    OVER_WINDOW,
+    PEAK_MEMORY_TARGETS,
+    TARGETS,
+    TOP,
+    Target,
+)
 
 Row = dict[str, Any]
 PHASES = ("forward", "backward")
@@ -26,13 +36,14 @@ COLORS = ("#4361ee", "#4cc9f0", "#8d99ae", "#2b9348", "#f4a261")
 
 def lines_of(rows: list[Row]) -> str:
     """A few short lines for the terminal while the run goes on."""
+
+    def measured(row: Row) -> str:
+        if "ms" in row:
+            return f"{row['ms']:9.3f} ms {row['tflops']:7.1f} TF"
+        return f"  {row['ratio']:.2f} x ({row['over']})" if "ratio" in row else row["error"][:80]
+
     return "\n".join(
-        f"{row['group']}: {row['case']:34} {row['label']:44} {row['phase']:9}"
-        + (
-            f"{row['ms']:9.3f} ms {row['tflops']:7.1f} TF"
-            if "ms" in row
-            else f"  {row['error'][:80]}"
-        )
+        f"{row['group']}: {row['case']:34} {row['label']:44} {row['phase']:9}{measured(row)}"
         for row in rows
     )
 
@@ -65,17 +76,17 @@ def targets(results: Row) -> list[tuple[str, str, float, float]]:
             found.append(
                 ("host time of a small call, us", "forward", row["us"], HOST_TIME_TARGET_US)
             )
-        if row["contender"] == "dmattn" and row["group"] == "peak memory":
-            words = "peak memory over q + k + v"
-            found.append((words, row["phase"], row["ratio"], PEAK_MEMORY_TARGET))
+        if row["contender"].startswith("dmattn") and "ratio" in row:
+            words = f"peak memory over {row['over']}, {row['case']}"
+            found.append((words, row["phase"], row["ratio"], PEAK_MEMORY_TARGETS[row["over"]]))
     return [(what, phase, got, limit) for what, phase, got, limit in found if got is not None]
 
 
 def targets_text(results: Row) -> str:
-    lines = [f"{'target':48}{'phase':20}{'got':>8}{'at most':>9}"]
+    lines = [f"{'target':72}{'phase':20}{'got':>8}{'at most':>9}"]
     for what, phase, got, limit in targets(results):
         verdict = "" if got <= limit else "  MISSED"
-        lines.append(f"{what:48}{phase:20}{got:8.3f}{limit:9.3f}{verdict}")
+        lines.append(f"{what:72}{phase:20}{got:8.3f}{limit:9.3f}{verdict}")
     return "\n".join(lines)
 
 
@@ -111,11 +122,13 @@ def markdown(results: Row, plots: str | None) -> str:
         parts.append(f"| {what} | {phase} | {got:.3g} | {limit:.3g} | {verdict} |")
     groups = list(dict.fromkeys(case.group for case in CASES))
     for group in groups:
-        rows = [row for row in results["rows"] if row["group"] == group]
+        rows = [row for row in results["rows"] if row["group"] == group and "ratio" not in row]
         if rows:
             parts += ["", f"## {group[0].upper()}{group[1:]}", ""]
-            if plots is not None and any("ms" in row for row in rows):
-                parts += [f"![{group}]({plots}/{plot_name(group)})", ""]
+            parts += [NOTES[group], ""] if group in NOTES else []
+            picture = "" if group == OVER_WINDOW else plot_name(group)  # shares OVER_LENGTH's
+            if picture and plots is not None and any("ms" in row for row in rows):
+                parts += [f"![{group}]({plots}/{picture})", ""]
             parts += _table(rows)
     parts += [
         "",
@@ -129,8 +142,9 @@ def markdown(results: Row, plots: str | None) -> str:
             words = f"host time of one call, {row['case']}"
             parts.append(f"| {words} | {row['label']} | {row['us']:.1f} us |")
         if "ratio" in row:
-            words = f"peak memory beside inputs, outputs and gradients, {row['case']}"
-            parts.append(f"| {words} | {row['label']} | {row['ratio']:.2f} x (q + k + v) |")
+            beside = "inputs, outputs and gradients" if "back" in row["phase"] else "inputs and out"
+            words = f"peak memory of {row['phase']} beside {beside}, {row['case']}"
+            parts.append(f"| {words} | {row['label']} | {row['ratio']:.2f} x ({row['over']}) |")
     if results["not_run"]:
         parts += ["", "Left out for want of time: " + "; ".join(results["not_run"]) + "."]
     return "\n".join([*parts, ""])
@@ -177,7 +191,7 @@ def _cells(row: Row | None, base: float | None, is_base: bool) -> list[str]:
     if "ms" not in row:
         return ["cannot run", "", ""]
     ratio = "" if base is None or is_base else f"{row['ms'] / base:.2f}"
-    return [f"{row['ms']:.3f}", f"{row['tflops']:.0f}", ratio]
+    return [f"{row['ms']:.3f}", f"{row['tflops']:.0f}" if row["tflops"] else "", ratio]
 
 
 def write_markdown(results: Row, path: Path, plots: Path | None) -> None:
@@ -190,19 +204,88 @@ def write_markdown(results: Row, path: Path, plots: Path | None) -> None:
 
 
 def plot_name(group: str) -> str:
+    if group in (OVER_LENGTH, OVER_WINDOW):
+        return "bench_topw_sweep.png"
     return "bench_" + "".join(c if c.isalnum() else "_" for c in group) + ".png"
 
 
 def write_plots(results: Row, folder: Path) -> None:
-    """One picture per group: bars for forward and backward, ours in front."""
+    """One picture per group: bars for forward and backward, ours in front; curves for sweeps."""
     import matplotlib
 
     matplotlib.use("Agg")
     folder.mkdir(parents=True, exist_ok=True)
     for group in dict.fromkeys(row["group"] for row in results["rows"]):
         rows = [row for row in results["rows"] if row["group"] == group and "ms" in row]
-        if rows:
+        if rows and group not in (OVER_LENGTH, OVER_WINDOW):
             _plot_group(rows, group, str(results["gpu"]), folder / plot_name(group))
+    sweeps = [row for row in results["rows"] if row["group"] in (OVER_LENGTH, OVER_WINDOW)]
+    if any("ms" in row for row in sweeps):
+        _plot_sweeps(sweeps, str(results["gpu"]), folder / plot_name(OVER_LENGTH))
+
+
+def _plot_sweeps(rows: list[Row], gpu: str, path: Path) -> None:
+    """Time against S on the left and against w on the right, beside what linear growth is."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.4))
+    for axis, group in zip(axes, (OVER_LENGTH, OVER_WINDOW), strict=True):
+        _plot_curves(axis, [row for row in rows if row["group"] == group and "ms" in row])
+    axes[0].set_xlabel("sequence length S, at w = 1024", fontsize=9)
+    axes[1].set_xlabel("keys kept w, at S = 32768", fontsize=9)
+    figure.suptitle(f"{TOP}, selection included, B1 H2/1 D64, {gpu}, bf16", fontsize=10)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130, bbox_inches="tight")
+    plt.close(figure)
+
+
+def _plot_curves(axis: Any, rows: list[Row]) -> None:
+    """One curve for each contender and phase of one sweep."""
+    from matplotlib.ticker import FuncFormatter, NullLocator
+
+    extents = {
+        (case.group, case.name): case.seqlen_k if case.group == OVER_LENGTH else case.kept
+        for case in CASES
+    }
+    for label, phase in dict.fromkeys((row["label"], row["phase"]) for row in rows):
+        points = {
+            extents[row["group"], row["case"]] or 0: row["ms"]
+            for row in rows
+            if (row["label"], row["phase"]) == (label, phase)
+        }
+        where, times = sorted(points), [points[x] for x in sorted(points)]
+        mine = label.startswith("dmattn")
+        color = (OURS if mine else COLORS)[phase == "backward"]
+        axis.plot(
+            where, times, "o-" if mine else "s--", color=color, ms=4, label=f"{label}, {phase}"
+        )
+        if mine:  # a line of slope one through the last point
+            axis.set_xticks(where)
+            line = [times[-1] * x / where[-1] for x in where]
+            axis.plot(where, line, ":", color="#999999", lw=1)
+    axis.plot([], [], ":", color="#999999", lw=1, label="linear growth")
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    axis.xaxis.set_minor_locator(NullLocator())
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: _short(int(x))))
+    axis.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+    axis.set_ylabel("ms", fontsize=9)
+    axis.grid(alpha=0.25)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.legend(fontsize=8, frameon=False)
+
+
+def _short(extent: int) -> str:
+    for unit, letter in ((1 << 20, "M"), (1 << 10, "k")):
+        if extent >= unit:
+            return f"{extent / unit:g}{letter}"
+    return str(extent)
+
+
+def _slots(rows: list[Row]) -> int:
+    """Bars of the forward and the gaps between its shapes."""
+    bars = {(row["case"], row["label"]) for row in rows}
+    return len(bars) + len({case for case, _ in bars}) + 1
 
 
 def _plot_group(rows: list[Row], group: str, gpu: str, path: Path) -> None:
@@ -210,7 +293,6 @@ def _plot_group(rows: list[Row], group: str, gpu: str, path: Path) -> None:
     from matplotlib.patches import Patch
 
     phases = [phase for phase in PHASES if any(row["phase"] == phase for row in rows)]
-    cases = list(dict.fromkeys(row["case"] for row in rows))
     labels = list(dict.fromkeys(row["label"] for row in rows))
     ours = [label for label in labels if label.startswith("dmattn")]
     others = [label for label in labels if label not in ours]
@@ -218,10 +300,11 @@ def _plot_group(rows: list[Row], group: str, gpu: str, path: Path) -> None:
     figure, axes = plt.subplots(
         1,
         len(phases),
-        figsize=(6.2 * len(phases), 0.9 + 0.24 * len(cases) * (len(labels) + 1)),
+        figsize=(6.2 * len(phases), 0.9 + 0.24 * _slots(rows)),
         squeeze=False,
     )
     for axis, phase in zip(axes[0], phases, strict=True):
+        cases = list(dict.fromkeys(row["case"] for row in rows if row["phase"] == phase))
         ticks, position = [], 0.0
         for case in cases:
             start = position
@@ -242,7 +325,10 @@ def _plot_group(rows: list[Row], group: str, gpu: str, path: Path) -> None:
             position += 0.8
         axis.set_yticks(ticks, cases, fontsize=8)
         axis.invert_yaxis()
-        axis.set_xlabel("ms, less is better", fontsize=8)
+        times = [row["ms"] for row in rows if row["phase"] == phase]
+        if max(times) > 60 * min(times):
+            axis.set_xscale("log")
+        axis.set_xlabel(f"ms ({axis.get_xscale()} scale), less is better", fontsize=8)
         axis.set_title(phase, fontsize=9)
         axis.margins(x=0.14)
         axis.spines[["top", "right"]].set_visible(False)

@@ -1,10 +1,11 @@
 """Times dmattn and PyTorch's own attention backends on this machine's GPU, in one run.
 
-    python benchmarks/run.py [--quick] [--cases WORD ...] [--json OUT] [--markdown OUT] [--plots
-    DIR]
+    python benchmarks/run.py [--quick] [--cases WORD ...] [--skip WORD ...] [--json OUT]
+        [--markdown OUT] [--plots DIR]
 
-Without --json the results go to benchmarks/results/<gpu>.json. `render.py` makes the table and the
-plots from such a file later, on any machine.
+`--cases "running top-w"` times the selection of keys and what comes with it, `--skip "running
+top-w"` all the rest. Without --json the results go to benchmarks/results/<gpu>.json. `render.py`
+makes the table and the plots from such a file later, on any machine.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ Row = dict[str, Any]
 
 def time_case(case: Case, clock: Clock, device: torch.device, budget_s: float) -> list[Row]:
     """One row per contender and phase; those that cannot run the case say why."""
+    if case.budget_s is not None:
+        budget_s = min(budget_s, case.budget_s)
     data = make_data(case, device)
     phases: dict[str, dict[str, Call]] = {"forward": {}, "backward": {}}
     rows: list[Row] = []
@@ -51,6 +54,7 @@ def time_case(case: Case, clock: Clock, device: torch.device, budget_s: float) -
             rows.append(
                 _row(case, name, "forward") | {"error": (words or [type(error).__name__])[0][:200]}
             )
+    torch.cuda.empty_cache()  # of contenders that ran out of memory
     for phase, contenders in phases.items():
         if not contenders:
             continue
@@ -61,6 +65,19 @@ def time_case(case: Case, clock: Clock, device: torch.device, budget_s: float) -
                 | {"ms": timing.median, "low_ms": timing.low, "high_ms": timing.high}
                 | {"count": timing.count, "tflops": flops / timing.median / 1e9}
             )
+    if case.memory:
+        rows += forward_memory(case, data)
+    return rows
+
+
+def forward_memory(case: Case, data: Data) -> list[Row]:
+    """Memory of a forward beside inputs and output, over the size of k + v; one row a contender."""
+    rows = []
+    for name in case.contenders:
+        beside = peak_bytes_beside(functools.partial(_forward, CONTENDERS[name][1], data))
+        size = sum(x.numel() * x.element_size() for x in (data.k, data.v))
+        ratio = {"ratio": beside / size, "bytes": beside, "over": "k + v"}
+        rows.append(_row(case, name, "forward") | ratio)
     return rows
 
 
@@ -102,9 +119,14 @@ def peak_memory(device: torch.device) -> list[Row]:
         beside = peak_bytes_beside(functools.partial(_step, compute, data, wanted))
         qkv = sum(x.numel() * x.element_size() for x in (data.q, data.k, data.v))
         rows.append(
-            _row(shape, name, "forward + backward") | {"ratio": beside / qkv, "bytes": beside}
+            _row(shape, name, "forward + backward")
+            | {"ratio": beside / qkv, "bytes": beside, "over": "q + k + v"}
         )
     return rows
+
+
+def _forward(compute: Callable[[Data], torch.Tensor], data: Data) -> tuple[torch.Tensor, ...]:
+    return (compute(data),)
 
 
 def _step(
@@ -147,9 +169,7 @@ def main() -> int:
         print("no CUDA device: nothing to time", file=sys.stderr)
         return 1
     start, device = time.monotonic(), torch.device("cuda")
-    chosen = [case for case in CASES if case.quick or not arguments.quick]
-    if arguments.cases:
-        chosen = [c for c in chosen if any(w in f"{c.group}: {c.name}" for w in arguments.cases)]
+    chosen = choose(arguments)
     clock = Clock(device)
     results: Row = {**environment(), "ceilings": ceilings(clock, device), "rows": [], "not_run": []}
     if not arguments.cases:
@@ -168,6 +188,16 @@ def main() -> int:
     write(results, arguments)
     print(render.targets_text(results))
     return 0
+
+
+def choose(arguments: argparse.Namespace) -> list[Case]:
+    def named(case: Case, words: list[str]) -> bool:
+        return any(word in f"{case.group}: {case.name}" for word in words)
+
+    chosen = [case for case in CASES if case.quick or not arguments.quick]
+    if arguments.cases:
+        chosen = [case for case in chosen if named(case, arguments.cases)]
+    return [case for case in chosen if not named(case, arguments.skip)]
 
 
 def write(results: Row, arguments: argparse.Namespace) -> None:
@@ -189,10 +219,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--cases", nargs="+", help="only cases whose 'group: name' contains one of these"
     )
+    parser.add_argument(
+        "--skip", nargs="+", default=[], help="no case whose 'group: name' contains one of these"
+    )
     parser.add_argument("--quick", action="store_true", help="the few cases that say the most")
     parser.add_argument("--budget", type=float, default=1.2, help="seconds of timing for one case")
     parser.add_argument(
-        "--time-limit", type=float, default=170.0, help="no further case after so many seconds"
+        "--time-limit", type=float, default=240.0, help="no further case after so many seconds"
     )
     parser.add_argument("--json", type=Path, help="where the results go")
     parser.add_argument("--markdown", type=Path, help="also write the table as Markdown")

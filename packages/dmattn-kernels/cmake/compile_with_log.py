@@ -1,6 +1,6 @@
 """Runs the CUDA compiler and keeps what ptxas reports, next to the object, in <object>.ptxas.
 
-CMake puts this in front of every CUDA compilation. Everything that is not such a report is passed on.
+CMake puts this in front of every CUDA compilation. All that is not such a report is passed on.
 """
 
 from __future__ import annotations
@@ -15,8 +15,11 @@ REPORT = re.compile(r"^ptxas info|^\s+\d+ bytes stack frame|^\s*(Function proper
 
 def main() -> int:
     command = sys.argv[1:]
-    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    reports, rest = [], []
+    result = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
+    reports: list[str] = []
+    rest: list[str] = []
     for line in result.stdout.splitlines():
         (reports if REPORT.match(line) else rest).append(line)
     if rest:

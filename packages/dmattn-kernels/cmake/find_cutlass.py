@@ -1,7 +1,7 @@
 """Prints the folder that holds cute/ and cutlass/ of the CUTLASS release that the kernels use.
 
-It comes from the PyPI package, installed or fetched. Fetched without its dependencies: they serve the
-Python tools in the package, and are many and large.
+It comes from the PyPI package, installed or fetched. Fetched without its dependencies: they serve
+the Python tools in the package, and are many and large.
 """
 
 from __future__ import annotations
@@ -35,8 +35,11 @@ def fetch(place: Path) -> Path:
         return folder
     with tempfile.TemporaryDirectory() as temporary:
         subprocess.run(
-            [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check"]
-            + ["--quiet", "--dest", temporary, f"nvidia-cutlass=={VERSION}"],
+            [
+                *(sys.executable, "-m", "pip", "download", "--no-deps", "--quiet"),
+                *("--disable-pip-version-check", "--dest", temporary),
+                f"nvidia-cutlass=={VERSION}",
+            ],
             check=True,
             stdout=sys.stderr,
         )

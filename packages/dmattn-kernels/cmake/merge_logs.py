@@ -1,4 +1,4 @@
-"""Turns the ptxas reports beside the objects into one JSON file: registers and spills of every kernel."""
+"""Turns the ptxas reports beside the objects into one JSON file: registers and spills by kernel."""
 
 from __future__ import annotations
 

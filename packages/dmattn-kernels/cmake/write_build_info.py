@@ -9,7 +9,7 @@ from pathlib import Path
 # The one definition of what counts as a source, which the report of the GPU tests uses too.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
-from source_hash import source_hash  # noqa: E402
+from source_hash import source_hash
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from typing import TypeVar
 OK, INVALID_VALUE, INVALID_DTYPE, UNSUPPORTED, NO_DEVICE, CUDA = range(6)
 FLOAT16, BFLOAT16, FLOAT32, BOOL, INT32 = range(1, 6)
 
-# An address that nothing reads: 256-byte aligned, so that it passes for any tensor and for a workspace.
+# An address that nothing reads, aligned well enough for any tensor and for a workspace.
 SOME_ADDRESS = 1 << 40
 
 
@@ -128,7 +128,7 @@ def fwd_params(
 
 def bwd_params(gradients: str = "dq dk dv", **arguments: object) -> BwdParams:
     """A valid backward call, arguments as for `fwd_params`, with these gradients asked for."""
-    names = {name for name, _ in BwdParams._fields_}
+    names = {field[0] for field in BwdParams._fields_}
     forward = {k: v for k, v in arguments.items() if k not in names}
     fields = {k: v for k, v in arguments.items() if k in names}
     like = fwd_params(**forward)  # type: ignore[arg-type]

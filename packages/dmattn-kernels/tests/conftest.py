@@ -26,7 +26,8 @@ def compiler() -> str:
 def library_path() -> Path:
     import dmattn_kernels
 
-    return dmattn_kernels.library_path()
+    path: Path = dmattn_kernels.library_path()
+    return path
 
 
 @pytest.fixture(scope="session")
@@ -39,7 +40,10 @@ def probe(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """tests/plan_probe.cpp: what a call would do, without a GPU and without CUDA."""
     output = tmp_path_factory.mktemp("probe") / "libplan_probe.so"
     api = PACKAGE / "src" / "api"
-    sources = [api / f"{name}.cpp" for name in ("error", "checks", "validate", "operands", "plan_fwd", "plan_bwd")]
+    sources = [
+        api / f"{name}.cpp"
+        for name in ("error", "checks", "validate", "operands", "plan_fwd", "plan_bwd")
+    ]
     includes = [PACKAGE / "include", PACKAGE / "src", PACKAGE / "tests" / "seams"]
     subprocess.run(
         [compiler(), "-std=c++17", "-O1", "-g", "-shared", "-fPIC", "-Wall", "-Wextra"]

@@ -1,4 +1,4 @@
-"""Reads what the tests need out of a shared library: exported names, needed libraries, CUDA code."""
+"""Reads out of a shared library what the tests ask: exported names, needed libraries, GPU code."""
 
 from __future__ import annotations
 
@@ -29,7 +29,9 @@ class Library:
         assert self.data[:6] == b"\x7fELF\x02\x01", f"{path} is not a 64-bit little-endian ELF file"
         (offset,) = struct.unpack_from("<Q", self.data, 0x28)
         size, count, names = struct.unpack_from("<HHH", self.data, 0x3A)
-        headers = [struct.unpack_from("<IIQQQQI", self.data, offset + i * size) for i in range(count)]
+        headers = [
+            struct.unpack_from("<IIQQQQI", self.data, offset + i * size) for i in range(count)
+        ]
         strings = headers[names][4]
         self.sections = [
             Section(self._text(strings + name), kind, at, length, link)

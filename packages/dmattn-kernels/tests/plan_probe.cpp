@@ -130,7 +130,8 @@ std::string describe(const BwdPlan& plan, const BwdParams& p) {
   json.put("per_batch", plan.sequence.per_batch);
   json.put("per_head_k", plan.sequence.per_head_k);
   json.put("per_group", plan.sequence.per_group);
-  json.put("max_slots", plan.max_slots);
+  json.put("max_work", plan.max_work);
+  json.put("max_tiles", plan.max_tiles);
   json.put("max_splits", plan.max_splits);
   json.put("workspace_bytes", plan.workspace_bytes);
   json.put("scratch_zero_bytes", plan.scratch_zero_bytes);
@@ -140,6 +141,7 @@ std::string describe(const BwdPlan& plan, const BwdParams& p) {
   json.put("dbias_elements", plan.dbias_elements);
   json.put("dbias_zero_bytes", plan.dbias_zero_bytes);
   put_kernel(json, p);
+  json.put("deterministic", p.deterministic);
   json.put("group_begin", p.group_begin);
   json.put("group_end", p.group_end);
   json.put("max_work_items", p.max_work_items);

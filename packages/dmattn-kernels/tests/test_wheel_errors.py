@@ -1,4 +1,4 @@
-"""Wrong arguments through the C interface and the Python module: all found before a device is looked for."""
+"""Wrong arguments, through C and through Python: all found before a device is looked for."""
 
 from __future__ import annotations
 
@@ -45,11 +45,19 @@ WRONG_FORWARD: list[tuple[dict[str, object], int, str]] = [
     ({"q": tensor(Q, stride=(1 << 16, 512, 128, 2))}, abi.INVALID_VALUE, "q has strides"),
     ({"q": tensor((2, -1, 4, 64))}, abi.INVALID_VALUE, "q has shape (2, -1, 4, 64)"),
     ({"mask": tensor((2, 4, 128, 128))}, abi.INVALID_DTYPE, "mask has dtype bfloat16 (2); wanted"),
-    ({"mask": tensor((2, 3, 128, 128), BOOL)}, abi.INVALID_VALUE, "mask has shape (2, 3, 128, 128)"),
+    (
+        {"mask": tensor((2, 3, 128, 128), BOOL)},
+        abi.INVALID_VALUE,
+        "mask has shape (2, 3, 128, 128)",
+    ),
     ({"mask": tensor((128, 128), BOOL)}, abi.INVALID_VALUE, "mask has 2 dimensions; wanted 4"),
     ({"bias": tensor((2, 4, 128, 128), FLOAT16)}, abi.INVALID_DTYPE, "bias has dtype float16"),
     ({"bias": tensor((2, 4, 64, 128))}, abi.INVALID_VALUE, "bias has shape (2, 4, 64, 128)"),
-    ({"out": tensor(K)}, abi.INVALID_VALUE, "out has shape (2, 128, 2, 64); wanted (2, 128, 4, 64)"),
+    (
+        {"out": tensor(K)},
+        abi.INVALID_VALUE,
+        "out has shape (2, 128, 2, 64); wanted (2, 128, 4, 64)",
+    ),
     ({"out": tensor(Q, stride=(0, 256, 64, 1))}, abi.INVALID_VALUE, "out has strides (0, 256"),
     ({"softmax_lse": tensor((2, 128, 4), FLOAT32)}, abi.INVALID_VALUE, "softmax_lse has shape"),
     ({"softmax_lse": tensor(LSE)}, abi.INVALID_DTYPE, "softmax_lse has dtype bfloat16"),
@@ -65,10 +73,10 @@ WRONG_FORWARD: list[tuple[dict[str, object], int, str]] = [
 ]
 
 
-@pytest.mark.parametrize("fields, status, words", WRONG_FORWARD, ids=[w for _, _, w in WRONG_FORWARD])
-def test_forward(
-    library: ctypes.CDLL, fields: dict[str, object], status: int, words: str
-) -> None:
+@pytest.mark.parametrize(
+    "fields, status, words", WRONG_FORWARD, ids=[w for _, _, w in WRONG_FORWARD]
+)
+def test_forward(library: ctypes.CDLL, fields: dict[str, object], status: int, words: str) -> None:
     found, message = call(library, fwd_params(**fields))  # type: ignore[arg-type]
     assert words in message
     assert found == status
@@ -106,9 +114,7 @@ WRONG_BACKWARD: list[tuple[dict[str, object], int, str]] = [
 @pytest.mark.parametrize(
     "fields, status, words", WRONG_BACKWARD, ids=[w for _, _, w in WRONG_BACKWARD]
 )
-def test_backward(
-    library: ctypes.CDLL, fields: dict[str, object], status: int, words: str
-) -> None:
+def test_backward(library: ctypes.CDLL, fields: dict[str, object], status: int, words: str) -> None:
     params = bwd_params()
     abi.replace(params, fields)
     found, message = call(library, params)
@@ -126,7 +132,10 @@ WRONG_SELECTION: list[tuple[dict[str, object], int, str]] = [
         "selection.full",
     ),
     (
-        {"selection": abi.selection(128, 128, 128, causal=False), "mask": tensor((1, 1, 1, 1), BOOL)},
+        {
+            "selection": abi.selection(128, 128, 128, causal=False),
+            "mask": tensor((1, 1, 1, 1), BOOL),
+        },
         abi.INVALID_VALUE,
         "mask is given with a selection",
     ),
@@ -168,7 +177,11 @@ WRONG_SELECT: list[tuple[dict[str, object], int, str]] = [
     ({"seqlen_q": 1001}, abi.INVALID_VALUE, "seqlen_q is 1001"),
     ({"scores": tensor((2, 4, 1000), BOOL)}, abi.INVALID_DTYPE, "scores has dtype bool"),
     ({"key_mask": tensor((2, 4, 1000), FLOAT32)}, abi.INVALID_DTYPE, "key_mask has dtype float32"),
-    ({"key_mask": tensor((3, 1, 1000), BOOL)}, abi.INVALID_VALUE, "key_mask has shape (3, 1, 1000)"),
+    (
+        {"key_mask": tensor((3, 1, 1000), BOOL)},
+        abi.INVALID_VALUE,
+        "key_mask has shape (3, 1, 1000)",
+    ),
     (
         {"selection": abi.selection(300, 1000, 128, batch=2, heads=4)},
         abi.INVALID_VALUE,
@@ -183,9 +196,7 @@ WRONG_SELECT: list[tuple[dict[str, object], int, str]] = [
 
 
 @pytest.mark.parametrize("fields, status, words", WRONG_SELECT)
-def test_select(
-    library: ctypes.CDLL, fields: dict[str, object], status: int, words: str
-) -> None:
+def test_select(library: ctypes.CDLL, fields: dict[str, object], status: int, words: str) -> None:
     found, message = call(library, abi.select_params(**fields))
     assert words in message
     assert found == status
@@ -193,8 +204,14 @@ def test_select(
 
 @pytest.mark.parametrize(
     "window, seqlen_k, causal, capacity",
-    [(100, 1000, 1, 256), (100, 1000, 0, 128), (100, 50, 1, 128), (1 << 40, 300, 1, 384)]
-    + [(0, 1000, 1, 0), (5, 0, 1, 0)],
+    [
+        (100, 1000, 1, 256),
+        (100, 1000, 0, 128),
+        (100, 50, 1, 128),
+        (1 << 40, 300, 1, 384),
+        (0, 1000, 1, 0),
+        (5, 0, 1, 0),
+    ],
 )
 def test_select_capacity(
     library: ctypes.CDLL, window: int, seqlen_k: int, causal: int, capacity: int
@@ -206,7 +223,11 @@ WRONG_APPEND: list[tuple[dict[str, object], int, str]] = [
     ({"v_new": tensor((2, 4, 4, 64))}, abi.INVALID_VALUE, "v_new has shape (2, 4, 4, 64)"),
     ({"k_cache": tensor((2, 64, 4, 64), FLOAT32)}, abi.INVALID_DTYPE, "k_cache has dtype float32"),
     ({"score_new": tensor((2, 4, 3))}, abi.INVALID_DTYPE, "score_new has dtype bfloat16"),
-    ({"position_new": tensor((2, 4), abi.INT32)}, abi.INVALID_VALUE, "position_new has shape (2, 4)"),
+    (
+        {"position_new": tensor((2, 4), abi.INT32)},
+        abi.INVALID_VALUE,
+        "position_new has shape (2, 4)",
+    ),
     ({"position": tensor((2, 4, 64), FLOAT32)}, abi.INVALID_DTYPE, "position has dtype float32"),
     ({"v_cache": tensor((2, 64, 4, 64), stride=(0, 256, 64, 1))}, abi.INVALID_VALUE, "v_cache has"),
     ({"score": tensor((2, 4, 64), FLOAT32, data=None)}, abi.INVALID_VALUE, "score has a null data"),
@@ -222,7 +243,9 @@ def test_cache_append(
     assert found == status
 
 
-@pytest.mark.parametrize("make", [fwd_params, bwd_params, abi.select_params, abi.cache_append_params])
+@pytest.mark.parametrize(
+    "make", [fwd_params, bwd_params, abi.select_params, abi.cache_append_params]
+)
 def test_valid_calls_get_as_far_as_the_device(
     library: ctypes.CDLL, make: Callable[..., abi.Params]
 ) -> None:
@@ -234,9 +257,7 @@ def test_null_arguments(library: ctypes.CDLL) -> None:
     assert library.dmattn_fwd(None, None, 0, None) == abi.INVALID_VALUE
     assert b"params is null" in library.dmattn_last_error()
     assert library.dmattn_bwd_workspace_size(None, None) == abi.INVALID_VALUE
-    assert (
-        library.dmattn_fwd_workspace_size(ctypes.byref(fwd_params()), None) == abi.INVALID_VALUE
-    )
+    assert library.dmattn_fwd_workspace_size(ctypes.byref(fwd_params()), None) == abi.INVALID_VALUE
     assert b"bytes is null" in library.dmattn_last_error()
 
 
@@ -291,7 +312,7 @@ def test_messages_belong_to_their_thread(library: ctypes.CDLL) -> None:
     assert all(f"num_splits is {n};" in message for n, message in messages.items())
 
 
-# --- the Python module --------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------ the Python module
 
 
 def view(value: abi.Tensor) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:

@@ -126,7 +126,9 @@ def test_no_spills_but_the_allowed(library_path: Path) -> None:
             and all(re.search(part, str(kernel["kernel"])) for part in entry["kernel"])
         ]
         if spilled > max(limits, default=0):
-            offenders.append(f"{kernel['unit']} {kernel['arch']} {spilled} bytes: {kernel['kernel']}")
+            offenders.append(
+                f"{kernel['unit']} {kernel['arch']} {spilled} bytes: {kernel['kernel']}"
+            )
     assert not offenders, "\n".join(offenders)
 
 
@@ -159,9 +161,12 @@ def test_programs_use_the_headers(
     (tmp_path / "main").write_text(source)
     standard = "c99" if language == "c" else "c++17"
     subprocess.run(
-        [compiler(), "-x", language, f"-std={standard}", "-Wall", "-Wextra", "-Werror", "-pedantic"]
-        + [f"-I{dmattn_kernels.include_dir()}", str(tmp_path / "main"), "-x", "none"]
-        + [str(library_path), f"-Wl,-rpath,{library_path.parent}", "-o", str(tmp_path / "program")],
+        [
+            *(compiler(), "-x", language, f"-std={standard}", "-Wall", "-Wextra", "-Werror"),
+            *("-pedantic", f"-I{dmattn_kernels.include_dir()}", str(tmp_path / "main")),
+            *("-x", "none", str(library_path), f"-Wl,-rpath,{library_path.parent}"),
+            *("-o", str(tmp_path / "program")),
+        ],
         check=True,
     )
     subprocess.run([str(tmp_path / "program")], check=True)

@@ -68,7 +68,7 @@ def mask(*shape: int, stride: tuple[int, ...] | None = None) -> abi.Tensor:
     return tensor(shape, BOOL, stride)
 
 
-# --- forward ------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------- forward
 
 
 def test_nothing_to_do(plan: Probe) -> None:
@@ -232,7 +232,9 @@ def test_split_count(probe: ctypes.CDLL, blocks: int, tiles: int) -> None:
     if blocks >= 0.8 * 264 or tiles < 8:
         assert splits == 1
     elif tiles >= 256:
-        fills = [n * blocks / (-(-n * blocks // 264) * 264) for n in range(1, min(128, tiles // 4) + 1)]
+        fills = [
+            n * blocks / (-(-n * blocks // 264) * 264) for n in range(1, min(128, tiles // 4) + 1)
+        ]
         assert fills[splits - 1] >= 0.84 * max(fills)
 
 
@@ -275,11 +277,12 @@ def test_interval_lists_accumulate(plan: Probe) -> None:
     assert with_dbias["per_group"]
 
 
-# --- backward -----------------------------------------------------------------------------------------
+# --------------------------------------------------------------------------------------- backward
 
 
 def test_gradients_of_nothing_are_zero(plan: Probe) -> None:
-    for arguments in ({"batch": 0}, {"seqlen_q": 0}, {"seqlen_k": 0}):
+    for extent in ("batch", "seqlen_q", "seqlen_k"):
+        arguments: dict[str, Any] = {extent: 0}
         found = plan.bwd(**arguments)
         assert found["zeros"] and found["workspace_bytes"] == 0
 
@@ -295,8 +298,11 @@ def test_only_wanted_gradients_take_memory(plan: Probe) -> None:
     assert plan.bwd(gradients="dv", deterministic=1)["dq_semaphore"] == 0
 
 
-ARRAYS = ("lse", "lse_rest", "delta", "dq_accum", "dq_semaphore", "dkv_semaphore", "dk_slots")
-ARRAYS += ("dv_slots", "dk_accum", "dv_accum", "dbias_cols", "schedule", "mask.bits", "keys.idx")
+ARRAYS = (
+    *("lse", "lse_rest", "delta", "dq_accum", "dq_semaphore", "dkv_semaphore"),
+    *("dk_slots", "dv_slots", "dk_accum", "dv_accum"),
+    *("dbias_cols", "schedule", "mask.bits", "keys.idx"),
+)
 
 
 def array_bytes(found: Plan, shape: dict[str, int], lists: int) -> dict[str, int]:
@@ -304,7 +310,8 @@ def array_bytes(found: Plan, shape: dict[str, int], lists: int) -> dict[str, int
     rows = shape["batch"] * shape["nheads"]
     blocks_q = -(-shape["seqlen_q"] // found["block_m"])
     tiles = shape["batch"] * shape["nheads_k"] * -(-shape["seqlen_k"] // found["block_n"])
-    slots = max(found["max_slots"], tiles * found["num_splits"] if not found["gathered"] else 0)
+    splits = found["num_splits"] if found["deterministic"] else min(found["num_splits"] - 1, 1)
+    slots = found["max_tiles"] if found["gathered"] else tiles * splits
     slot = slots * found["block_n"] * found["dim_tile"] * 4
     kv = shape["batch"] * shape["nheads_k"] * shape["seqlen_k"] * shape["head_dim"] * 4
     return {
@@ -398,7 +405,7 @@ def test_dbias_kind(plan: Probe, shape: tuple[int, ...], dtype: int, kind: int) 
 
 @pytest.mark.parametrize("arguments, cleared", [({}, False), ({"is_causal": 1}, True)])
 def test_dbias_is_cleared_where_tiles_are_skipped(
-    plan: Probe, arguments: dict[str, int], cleared: bool
+    plan: Probe, arguments: dict[str, Any], cleared: bool
 ) -> None:
     found = plan.bwd(gradients="dbias", bias=tensor((2, 4, 128, 128)), **arguments)
     assert found["dbias_zero_bytes"] == (2 * found["dbias_elements"] if cleared else 0)
@@ -412,25 +419,24 @@ def test_dbias_of_an_expanded_bias_has_its_shape(plan: Probe) -> None:
 
 
 def test_few_tiles_are_split(plan: Probe) -> None:
-    found = plan.bwd(batch=1, seqlen_q=8192, seqlen_k=512, nheads=8, nheads_k=2)
-    tiles = 2 * -(-512 // found["block_n"])
-    assert 100 < tiles * found["num_splits"] <= 264
+    found = plan.bwd(batch=1, seqlen_q=8192, seqlen_k=128, nheads=8, nheads_k=2)
+    tiles = 2 * -(-128 // found["block_n"])
+    assert found["num_splits"] > 4 and tiles * found["num_splits"] <= 4 * 132
     assert found["dk_slots"] and found["dv_slots"]
     assert plan.bwd(batch=8, seqlen_q=4096, seqlen_k=4096, nheads=8)["num_splits"] == 1
 
 
 def test_deterministic_splits_are_whole_heads(plan: Probe) -> None:
-    arguments: dict[str, Any] = {"batch": 1, "seqlen_q": 8192, "seqlen_k": 512, "nheads": 8}
+    arguments: dict[str, Any] = {"batch": 1, "seqlen_q": 8192, "seqlen_k": 128, "nheads": 8}
+    arguments["gradients"] = "dk dv"  # no dq_accum, so that the memory for four is there
     assert plan.bwd(deterministic=1, **arguments)["num_splits"] == 4
-    lists = mask(1, 1, 1, 512)
+    lists = mask(1, 1, 1, 128)
     assert plan.bwd(deterministic=1, mask=lists, **arguments)["max_splits"] == 4
 
 
 @pytest.mark.parametrize("nheads_k", [4, 16])
 @pytest.mark.parametrize("kind", ["none", "key"])
-def test_workspace_stays_below_one_and_a_half_inputs(
-    plan: Probe, nheads_k: int, kind: str
-) -> None:
+def test_workspace_stays_below_one_and_a_half_inputs(plan: Probe, nheads_k: int, kind: str) -> None:
     """Training with a key-only bias: the scratch beside inputs, outputs and gradients."""
     shape = {"batch": 1, "seqlen_q": 16384, "seqlen_k": 16384, "nheads": 16, "head_dim": 128}
     arguments: dict[str, Any] = dict(shape, nheads_k=nheads_k, is_causal=1)
@@ -440,7 +446,7 @@ def test_workspace_stays_below_one_and_a_half_inputs(
     found = plan.bwd(gradients="dq dk dv dbias", **arguments)
     inputs = 2 * 16384 * 128 * (16 + 2 * nheads_k)
     assert found["workspace_bytes"] <= 1.5 * inputs
-    assert kind == "none" or found["max_slots"] >= 64
+    assert kind == "none" or found["max_tiles"] >= 32  # the tiles of 1024 kept keys
 
 
 def test_one_list_per_query_head_takes_a_launch_each(plan: Probe) -> None:
@@ -504,10 +510,8 @@ def test_deterministic_shared_dbias_is_written_once_a_launch(
     assert seen == set(itertools.product(range(2), range(8)))
 
 
-def pairs_of(
-    launch: Plan, first: Plan, bias: abi.Tensor
-) -> list[tuple[tuple[int, int], int]]:
-    """((batch, query head), index of its 128 x 128 entries in dbias) of all that a launch covers."""
+def pairs_of(launch: Plan, first: Plan, bias: abi.Tensor) -> list[tuple[tuple[int, int], int]]:
+    """((batch, query head), index of its 128 x 128 entries in dbias) for all that a launch does."""
     found = []
     for b, hk in itertools.product(range(launch["batch"]), range(launch["nheads_k"])):
         for g in range(launch["group_begin"], launch["group_end"]):

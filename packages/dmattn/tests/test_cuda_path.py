@@ -12,16 +12,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from dmattn.ops import cuda
+from dmattn import DynamicMaskCache, select_keys
+from dmattn.ops import cache, cuda
 
-FLOAT16, BFLOAT16, FLOAT32, BOOL = 1, 2, 3, 4
+FLOAT16, BFLOAT16, FLOAT32, BOOL, INT32 = 1, 2, 3, 4, 5
 WORKSPACE = 4096
 # In the order of the constructors.
-FWD_FIELDS = "device q k v mask bias out lse softmax_scale softcap is_causal"
+FWD_FIELDS = (
+    "device q k v mask bias out lse softmax_scale softcap is_causal num_splits selection lse_rest"
+)
 BWD_FIELDS = (
     "device q k v mask bias out lse dout dlse dq dk dv dbias softmax_scale softcap is_causal "
-    "deterministic"
+    "deterministic selection lse_rest"
 )
+SELECT_FIELDS = "device scores key_mask selection window seqlen_q is_causal"
+APPEND_FIELDS = "device k_new v_new score_new position_new k v score position"
 
 
 class Recorder(ModuleType):
@@ -30,6 +35,7 @@ class Recorder(ModuleType):
     def __init__(self, abi: int = cuda.ABI_VERSION) -> None:
         super().__init__("dmattn_kernels._core")
         self.FLOAT16, self.BFLOAT16, self.FLOAT32, self.BOOL = FLOAT16, BFLOAT16, FLOAT32, BOOL
+        self.INT32 = INT32
         self.abi = abi
         self.calls: list[dict[str, Any]] = []
         self.launches: list[tuple[int, int, int]] = []
@@ -42,6 +48,12 @@ class Recorder(ModuleType):
 
     def BwdParams(self, *arguments: Any) -> "Recorder":
         return self._record(BWD_FIELDS, arguments)
+
+    def SelectParams(self, *arguments: Any) -> "Recorder":
+        return self._record(SELECT_FIELDS, arguments)
+
+    def CacheAppendParams(self, *arguments: Any) -> "Recorder":
+        return self._record(APPEND_FIELDS, arguments)
 
     def _record(self, names: str, arguments: tuple[Any, ...]) -> "Recorder":
         self.calls.append(dict(zip(names.split(), arguments, strict=True)))
@@ -83,6 +95,7 @@ def half(*shape: int) -> Tensor:
 
 def view(t: Tensor) -> tuple[int, int, torch.Size, tuple[int, ...]]:
     codes = {torch.bfloat16: BFLOAT16, torch.float32: FLOAT32, torch.bool: BOOL}
+    codes[torch.int32] = INT32
     return t.data_ptr(), codes[t.dtype], t.shape, t.stride()
 
 
@@ -197,3 +210,39 @@ def test_old_gpu_is_refused(recorder: Recorder, monkeypatch: pytest.MonkeyPatch)
         RuntimeError, match=r"cuda:3 \(an older GPU, sm_75\), wanted a GPU of sm_80"
     ):
         cuda.check_device(3)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_selection_travels_with_its_lists(recorder: Recorder, causal: bool) -> None:
+    q, k, v, bias = half(2, 5, 4, 64), half(2, 7, 2, 64), half(2, 7, 2, 64), torch.randn(2, 2, 1, 7)
+    lists = select_keys(bias, 3, causal, query_len=5).lists
+    want = (*(view(t) for t in lists[:3]), view(lists.full) if causal else None)
+    cuda.select(bias[:, :, 0], None, 3, 5, causal, lists)
+    rest = torch.empty(2, 4, 5)
+    out, lse = run_forward(q, k, v, None, bias, 0.25, causal, 0.0, lists, rest)
+    saved = (half(2, 5, 4, 64), None, q, k, v, None, bias, out, lse)
+    run_backward(*saved, 0.25, causal, 0.0, True, [True] * 4, lists, rest)
+    for call in recorder.calls:
+        assert call["selection"] == want
+    assert recorder.calls[0]["scores"] == view(bias[:, :, 0])
+    assert [call["lse_rest"] for call in recorder.calls[1:]] == [view(rest)] * 2
+    with pytest.raises(ValueError, match="attn_mask: got a mask beside a selection"):
+        run_forward(q, k, v, torch.ones(1, 1, 1, 7).bool(), bias, 0.25, causal, 0.0, lists)
+
+
+def test_a_decoding_step_appends_then_attends(recorder: Recorder) -> None:
+    """Token by token, reading the caller's tensors and the cache in place."""
+    q, k, v, score = half(2, 3, 4, 64), half(2, 3, 2, 64), half(2, 3, 2, 64), torch.randn(2, 2, 3)
+    held = DynamicMaskCache(2, 6, 2, 64, torch.bfloat16, "cpu")
+    state = (held.k, held.v, held.score, held.position, held.seen)
+    out = cache._cuda(q, k, v, score, None, *state, 0.25, 0.0)
+    assert out.shape == q.shape and held.seen.tolist() == [3, 3]
+    assert len(recorder.calls) == 6
+    for t in range(3):
+        append, attend = recorder.calls[2 * t : 2 * t + 2]
+        assert append["k_new"] == view(k[:, t : t + 1])
+        assert append["score_new"] == view(score[:, :, t : t + 1])
+        for name, entries in (("k", held.k), ("v", held.v), ("score", held.score)):
+            assert append[name] == view(entries)
+        assert attend["q"] == view(q[:, t : t + 1]) and attend["k"] == view(held.k)
+        assert attend["bias"] == view(held.score[:, :, None]) and not attend["is_causal"]

@@ -158,7 +158,9 @@ def test_double_accepts_a_float_bias_and_names_both() -> None:
 
 def _backward_arguments() -> list[Any]:
     t = inputs()
-    out, lse = torch.ops.dmattn.fwd(t["query"], t["key"], t["value"], None, None, 1.0, False, 0.0)
+    out, lse, _ = torch.ops.dmattn.fwd(
+        t["query"], t["key"], t["value"], None, None, 1.0, False, 0.0
+    )
     dlse = torch.zeros_like(lse)
     return [torch.zeros_like(out), dlse, *t.values(), None, None, out, lse, 1.0, False, 0.0, False]
 

@@ -78,6 +78,15 @@ def test_constant_score_is_a_sliding_window() -> None:
     assert torch.equal(keep[0, 0], every.tril() & every.triu(-3))
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("rows", [None, 1, 6])
+def test_nan_and_minus_infinity_are_never_chosen(rows: int | None, is_causal: bool) -> None:
+    scores = torch.tensor([1.0, torch.nan, -torch.inf, 3.0, -torch.inf, 2.0]).reshape(1, 1, 1, 6)
+    mask = None if rows is None else torch.ones(1, 1, rows, 6, dtype=torch.bool)
+    keep = top_window_mask(scores, 4, 6, is_causal, mask)
+    assert keep[0, 0, -1].tolist() == [True, False, False, True, False, True]
+
+
 def test_without_causality_one_row_serves_all() -> None:
     keep = top_window_mask(torch.randn(2, 3, 1, 12), 5, 7, False)
     assert keep.shape == (2, 3, 1, 12) and keep.sum(-1).eq(5).all()
@@ -86,7 +95,7 @@ def test_without_causality_one_row_serves_all() -> None:
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("bias_heads", [1, 2, 4])
 @pytest.mark.parametrize("bias_batch", [1, 2])
-@pytest.mark.parametrize("mask_shape", [None, (2, 1, 1, 12), (2, 4, 1, 12), (1, 2, 12, 12)])
+@pytest.mark.parametrize("mask_shape", [None, (2, 1, 1, 12), (2, 4, 1, 12), (1, 2, 1, 12)])
 def test_attention_equals_the_oracle_under_the_selected_mask(
     bias_batch: int, bias_heads: int, mask_shape: tuple[int, ...] | None, is_causal: bool
 ) -> None:

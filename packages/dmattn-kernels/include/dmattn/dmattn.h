@@ -45,7 +45,7 @@ typedef enum dmattn_dtype {
   DMATTN_FLOAT16 = 1,
   DMATTN_BFLOAT16 = 2,
   DMATTN_FLOAT32 = 3,
-  DMATTN_BOOL = 4,  /* one byte, 0 = false, anything else = true */
+  DMATTN_BOOL = 4, /* one byte, 0 = false, anything else = true */
   DMATTN_INT32 = 5
 } dmattn_dtype;
 
@@ -74,16 +74,16 @@ typedef struct dmattn_fwd_params {
   int32_t device;     /* CUDA device number that owns every pointer below and the stream */
   int32_t is_causal;  /* 0 or 1; aligned to the bottom right corner */
   float softmax_scale;
-  float softcap;           /* <= 0: none */
-  dmattn_tensor q;         /* [batch, seqlen_q, nheads, head_dim], f16 or bf16, unit last stride */
-  dmattn_tensor k;         /* [batch, seqlen_k, nheads_k, head_dim], dtype of q, unit last stride */
-  dmattn_tensor v;         /* as k */
-  dmattn_tensor mask;      /* optional bool [batch|1, nheads|nheads_k|1, seqlen_q|1, seqlen_k|1], any strides */
-  dmattn_tensor bias;      /* optional dtype of q or f32, shapes as mask, any strides */
-  dmattn_tensor out;       /* [batch, seqlen_q, nheads, head_dim], dtype of q, unit last stride */
-  dmattn_tensor softmax_lse; /* [batch, nheads, seqlen_q] f32, unit last stride */
-  int32_t num_splits;        /* parts into which the keys of a row block are split; 0 = chosen by the library */
-  int32_t reserved;        /* 0 */
+  float softcap;                  /* <= 0: none */
+  dmattn_tensor q;                /* [batch, seqlen_q, nheads, head_dim], f16 or bf16, unit last stride */
+  dmattn_tensor k;                /* [batch, seqlen_k, nheads_k, head_dim], dtype of q, unit last stride */
+  dmattn_tensor v;                /* as k */
+  dmattn_tensor mask;             /* optional bool [batch|1, nheads|nheads_k|1, seqlen_q|1, seqlen_k|1], any strides */
+  dmattn_tensor bias;             /* optional dtype of q or f32, shapes as mask, any strides */
+  dmattn_tensor out;              /* [batch, seqlen_q, nheads, head_dim], dtype of q, unit last stride */
+  dmattn_tensor softmax_lse;      /* [batch, nheads, seqlen_q] f32, unit last stride */
+  int32_t num_splits;             /* parts into which the keys of a row block are split; 0 = chosen by the library */
+  int32_t reserved;               /* 0 */
   dmattn_key_selection selection; /* optional (idx.ndim == 0: none); excludes mask. Its kind (causal or not) must be
                                      is_causal's. */
   dmattn_tensor softmax_lse_rest; /* optional output, as softmax_lse: the part of the log-sum-exp that its rounding to
@@ -117,11 +117,11 @@ typedef struct dmattn_select_params {
   size_t struct_size;
   int32_t device;
   int32_t is_causal;
-  int32_t window;    /* w >= 1 */
-  int32_t reserved;  /* 0 */
-  int64_t seqlen_q;  /* query rows, aligned to the end of the keys; <= seqlen_k when causal */
-  dmattn_tensor scores;   /* f16, bf16 or f32 [batch|1, heads|1, seqlen_k], any strides */
-  dmattn_tensor key_mask; /* optional bool [batch|1, heads|1, seqlen_k], any strides */
+  int32_t window;                 /* w >= 1 */
+  int32_t reserved;               /* 0 */
+  int64_t seqlen_q;               /* query rows, aligned to the end of the keys; <= seqlen_k when causal */
+  dmattn_tensor scores;           /* f16, bf16 or f32 [batch|1, heads|1, seqlen_k], any strides */
+  dmattn_tensor key_mask;         /* optional bool [batch|1, heads|1, seqlen_k], any strides */
   dmattn_key_selection selection; /* outputs; capacity from dmattn_select_capacity, blocks = ceil(seqlen_q / 128), or 1
                                      when not causal; heads and batch the broadcast of scores' and key_mask's */
 } dmattn_select_params;

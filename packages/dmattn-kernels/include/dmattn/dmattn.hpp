@@ -39,7 +39,8 @@ inline dmattn_tensor make_tensor(void* data, dmattn_dtype dtype, std::initialize
                                  std::initializer_list<int64_t> stride) {
   if (shape.size() > 4 || shape.size() != stride.size()) {
     throw Error(DMATTN_ERROR_INVALID_VALUE, "shape has " + std::to_string(shape.size()) + " and stride " +
-                                                std::to_string(stride.size()) + " entries; wanted equally many, up to 4");
+                                                std::to_string(stride.size()) +
+                                                " entries; wanted equally many, up to 4");
   }
   dmattn_tensor tensor{};
   tensor.data = data;

@@ -35,6 +35,9 @@ void prepare(const BwdPlan& plan, const dmattn_bwd_params& p, cudaStream_t strea
   if (plan.scratch_zero_bytes > 0) {
     check_cuda(cudaMemsetAsync(plan.scratch_zeros, 0, plan.scratch_zero_bytes, stream), "clearing the accumulators");
   }
+  if (plan.slot_zero_bytes > 0) {
+    check_cuda(cudaMemsetAsync(plan.slot_zeros, 0, plan.slot_zero_bytes, stream), "clearing the sums of dk and dv");
+  }
   if (plan.dbias_zero_bytes > 0) {
     check_cuda(cudaMemsetAsync(p.dbias.data, 0, plan.dbias_zero_bytes, stream), "clearing dbias");
   }
@@ -55,8 +58,8 @@ void prepare(const BwdPlan& plan, const dmattn_bwd_params& p, cudaStream_t strea
 
 void launch_kernel(const BwdPlan& plan, const BwdParams& p, BwdLauncher unit, cudaStream_t stream) {
   if (plan.schedule != nullptr) {
-    check_cuda(bwd_schedule(bwd_schedule_lists(p), p.batch, p.nheads_k, p.head_ratio, plan.tile.block_n,
-                            plan.max_slots, plan.max_splits, plan.schedule, stream),
+    check_cuda(bwd_schedule(bwd_schedule_lists(p), p.batch, p.nheads_k, p.head_ratio, plan.tile.block_n, plan.max_work,
+                            plan.max_tiles, plan.max_splits, plan.schedule, stream),
                "scheduling the lists of keys");
   }
   check_cuda(unit(plan.family, p, stream), "launching the backward kernel");
@@ -89,9 +92,9 @@ void finish(const BwdPlan& plan, const dmattn_bwd_params& p, cudaStream_t stream
   if (plan.dbias_cols) check_cuda(reduce_dbias_cols(plan.reduce_dbias, stream), "summing dbias");
   if (plan.dbias_rows) check_cuda(reduce_dbias_rows(plan.reduce_dbias, stream), "summing dbias");
   if (plan.dbias_accum != nullptr) {
-    check_cuda(convert_f32(plan.dbias_accum, p.dbias.data, static_cast<Dtype>(p.dbias.dtype), plan.dbias_elements,
-                           stream),
-               "rounding dbias");
+    check_cuda(
+        convert_f32(plan.dbias_accum, p.dbias.data, static_cast<Dtype>(p.dbias.dtype), plan.dbias_elements, stream),
+        "rounding dbias");
   }
 }
 

@@ -14,12 +14,18 @@ constexpr int64_t kMaxElements = int64_t{1} << 46;
 
 const char* dtype_name(int32_t dtype) {
   switch (dtype) {
-    case DMATTN_FLOAT16: return "float16";
-    case DMATTN_BFLOAT16: return "bfloat16";
-    case DMATTN_FLOAT32: return "float32";
-    case DMATTN_BOOL: return "bool";
-    case DMATTN_INT32: return "int32";
-    default: return "unknown";
+    case DMATTN_FLOAT16:
+      return "float16";
+    case DMATTN_BFLOAT16:
+      return "bfloat16";
+    case DMATTN_FLOAT32:
+      return "float32";
+    case DMATTN_BOOL:
+      return "bool";
+    case DMATTN_INT32:
+      return "int32";
+    default:
+      return "unknown";
   }
 }
 
@@ -142,11 +148,14 @@ void check_selection(const dmattn_key_selection& s, const SelectionExtents& e, b
   if (is_causal) {
     check("selection.full", s.full, {e.batch, e.heads, e.blocks}, "(batch, heads, blocks)");
   } else if (is_present(s.full)) {
-    fail(DMATTN_ERROR_INVALID_VALUE, "selection.full is given but is_causal is 0; wanted a selection that is not causal");
+    fail(DMATTN_ERROR_INVALID_VALUE,
+         "selection.full is given but is_causal is 0; wanted a selection that is not causal");
   }
 }
 
-int64_t selection_blocks(int64_t seqlen_q, bool is_causal) { return is_causal ? ceil_div<int64_t>(seqlen_q, kSelectBlockRows) : 1; }
+int64_t selection_blocks(int64_t seqlen_q, bool is_causal) {
+  return is_causal ? ceil_div<int64_t>(seqlen_q, kSelectBlockRows) : 1;
+}
 
 void check_flag(const char* name, int32_t value) {
   if (value != 0 && value != 1) fail(DMATTN_ERROR_INVALID_VALUE, "%s is %d; wanted 0 or 1", name, value);

@@ -82,9 +82,10 @@ void check_exists(int32_t device) {
   if (error != cudaSuccess || count == 0) {
     (void)cudaGetLastError();  // said here, and not by whatever asks next
     // The runtime calls a driver that is not there an insufficient one.
-    const char* why = error == cudaErrorInsufficientDriver ? "there is no NVIDIA driver, or it is too old for this build"
-                      : error == cudaSuccess               ? cudaGetErrorString(cudaErrorNoDevice)
-                                                           : cudaGetErrorString(error);
+    const char* why = error == cudaErrorInsufficientDriver
+                          ? "there is no NVIDIA driver, or it is too old for this build"
+                      : error == cudaSuccess ? cudaGetErrorString(cudaErrorNoDevice)
+                                             : cudaGetErrorString(error);
     fail(DMATTN_ERROR_NO_DEVICE, "device is %d, but no NVIDIA GPU can be used here: %s", device, why);
   }
   if (device < 0 || device >= count || device >= kMaxDevices) {

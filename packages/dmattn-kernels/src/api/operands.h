@@ -30,8 +30,15 @@ template <class Params>
 Problem read_problem(const Params& p) {
   const auto extent = [](int64_t x) { return static_cast<int32_t>(x); };
   const int32_t nheads = extent(p.q.shape[2]), nheads_k = extent(p.k.shape[2]), head_dim = extent(p.q.shape[3]);
-  return {static_cast<Dtype>(p.q.dtype), extent(p.q.shape[0]), extent(p.q.shape[1]), extent(p.k.shape[1]), nheads,
-          nheads_k, head_dim, nheads_k > 0 ? nheads / nheads_k : 0, head_dim_tile(head_dim)};
+  return {static_cast<Dtype>(p.q.dtype),
+          extent(p.q.shape[0]),
+          extent(p.q.shape[1]),
+          extent(p.k.shape[1]),
+          nheads,
+          nheads_k,
+          head_dim,
+          nheads_k > 0 ? nheads / nheads_k : 0,
+          head_dim_tile(head_dim)};
 }
 
 // Fields that the forward and the backward kernels share.

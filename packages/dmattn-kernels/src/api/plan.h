@@ -35,7 +35,8 @@ int32_t choose_num_splits(int64_t blocks, int64_t resident, int32_t key_tiles);
 //  - where each query head has its own list of keys (per_group): a block then serves one list,
 //  - where a deterministic dbias is shared between heads or batches: a launch adds to each entry at most once, and
 //    launches follow one another, and
-//  - where a deterministic key dbias comes from lists of row blocks (per_group): blocks add to it in turn, at their end.
+//  - where a deterministic key dbias comes from lists of row blocks (per_group): blocks add to it in turn, at their
+//  end.
 struct BwdSequence {
   bool per_batch = false, per_head_k = false, per_group = false;
   bool is_single() const { return !per_batch && !per_head_k && !per_group; }
@@ -56,17 +57,19 @@ struct BwdPlan {
   BwdParams kernel;
   BwdSequence sequence;
   // Gathered: see bwd_schedule().
-  int32_t max_slots = 0, max_splits = 1;
-  int32_t* schedule = nullptr;  // nullptr: lists of row blocks, which need none
+  int32_t max_work = 0, max_tiles = 0, max_splits = 1;
+  int32_t* schedule = nullptr;    // nullptr: lists of row blocks, which need none
   void* scratch_zeros = nullptr;  // part of the workspace that has to start as zeros
   size_t scratch_zero_bytes = 0;
+  void* slot_zeros = nullptr;  // accumulators of dk and dv, likewise
+  size_t slot_zero_bytes = 0;
   ConvertDqParams convert_dq;
   // dbias: `reduce` from column sums or dlse; or `dbias_elements` from the accumulator; or direct.
   bool dbias_cols = false, dbias_rows = false;
   ReduceDbiasParams reduce_dbias;
   float* dbias_accum = nullptr;
-  int64_t dbias_elements = 0;     // of dbias itself
-  size_t dbias_zero_bytes = 0;    // of dbias itself, zeroed before the launch
+  int64_t dbias_elements = 0;   // of dbias itself
+  size_t dbias_zero_bytes = 0;  // of dbias itself, zeroed before the launch
   size_t workspace_bytes = 0;
 };
 

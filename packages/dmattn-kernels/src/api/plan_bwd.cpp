@@ -13,7 +13,7 @@ namespace {
 constexpr int32_t kRowPitch = 128;
 // Partial dk and dv may always take this much, and beyond it only what keeps the whole workspace below 1.5 times the
 // bytes of q, k and v.
-constexpr int64_t kSlotBytesFloor = int64_t{1} << 20;
+constexpr int64_t kSlotBytesFloor = int64_t{256} << 10;
 
 int64_t rows_of(const BwdParams& p) { return static_cast<int64_t>(p.batch) * p.nheads; }
 
@@ -215,22 +215,23 @@ void place_mask(BwdPlan& plan, Workspace& workspace) {
   }
 }
 
-// Partial sums of dk and dv for `slots` blocks, no more of them than the memory allowed for; returns how many.
+// Sums of dk and dv for `slots` blocks, no more of them than the memory allowed for; returns how many.
 int64_t affordable_slots(const BwdPlan& plan, int64_t slots, int64_t slot_bytes, size_t workspace_bytes) {
   const BwdParams& p = plan.kernel;
   const int64_t row_bytes = int64_t{2} * p.batch * p.head_dim;
-  const int64_t qkv_bytes = row_bytes * (static_cast<int64_t>(p.seqlen_q) * p.nheads +
-                                         int64_t{2} * p.seqlen_k * p.nheads_k);
-  const int64_t spare = std::min(qkv_bytes / 2, qkv_bytes * 3 / 2 - static_cast<int64_t>(workspace_bytes));
-  return std::min(slots, std::max(spare, kSlotBytesFloor) / slot_bytes);
+  const int64_t qkv_bytes =
+      row_bytes * (static_cast<int64_t>(p.seqlen_q) * p.nheads + int64_t{2} * p.seqlen_k * p.nheads_k);
+  const int64_t spare = std::min(qkv_bytes / 2, qkv_bytes * 23 / 16 - static_cast<int64_t>(workspace_bytes));
+  return slot_bytes == 0 ? slots : std::min(slots, std::max(spare, kSlotBytesFloor) / slot_bytes);
 }
 
 // Few key tiles leave most of the GPU idle: their rows (and the heads of the group) are then split between blocks,
-// whose partial dk and dv are summed afterwards. In place last, because what is spare depends on all the rest.
+// which add to one accumulator for each tile or, when deterministic, have one each that are summed afterwards. In
+// place last, because what is spare depends on all the rest.
 void place_splits(BwdPlan& plan, const dmattn_bwd_params& p, const Device& device, Workspace& workspace) {
   BwdParams& kernel = plan.kernel;
-  const int64_t tiles = static_cast<int64_t>(kernel.batch) * kernel.nheads_k *
-                        ceil_div(kernel.seqlen_k, plan.tile.block_n);
+  const int64_t tiles =
+      static_cast<int64_t>(kernel.batch) * kernel.nheads_k * ceil_div(kernel.seqlen_k, plan.tile.block_n);
   kernel.max_work_items = static_cast<int32_t>(std::min<int64_t>(tiles, INT32_MAX));
   const int64_t m_blocks = ceil_div(kernel.seqlen_q, plan.tile.block_m);
   // A deterministic column sum of a head has to come from one block.
@@ -241,21 +242,29 @@ void place_splits(BwdPlan& plan, const dmattn_bwd_params& p, const Device& devic
 
   const int64_t slot_size = static_cast<int64_t>(plan.tile.block_n) * plan.dim_tile;
   const int num_grads = (is_present(p.dk) ? 1 : 0) + (is_present(p.dv) ? 1 : 0);
-  const int64_t slot_bytes = std::max(num_grads, 1) * slot_size * static_cast<int64_t>(sizeof(float));
-  int64_t slots = 2 * static_cast<int64_t>(device.num_sms);
-  if (num_grads > 0) slots = affordable_slots(plan, slots, slot_bytes, workspace.bytes());
+  const int64_t slot_bytes = num_grads * slot_size * static_cast<int64_t>(sizeof(float));
+  // Blocks take unequal times when causal: four for each SM even that out.
+  const int64_t work = (kernel.deterministic ? 2 : 4) * static_cast<int64_t>(device.num_sms);
+  const int64_t wanted = kernel.deterministic ? work : std::min<int64_t>(tiles, work);
+  int64_t slots = affordable_slots(plan, wanted, slot_bytes, workspace.bytes());
   if (plan.gathered) {
-    plan.max_slots = static_cast<int32_t>(slots);
-    plan.max_splits = slots == 0 ? 1 : static_cast<int32_t>(std::min<int64_t>(most, slots));
-    kernel.max_work_items = std::max(kernel.max_work_items, plan.max_slots);
+    plan.max_work = static_cast<int32_t>(kernel.deterministic ? slots : work);
+    plan.max_tiles = static_cast<int32_t>(slots);
+    plan.max_splits = slots == 0 ? 1 : static_cast<int32_t>(std::min<int64_t>(most, plan.max_work));
+    kernel.max_work_items = std::max(kernel.max_work_items, plan.max_work);
     if (plan.max_splits == 1) return;
   } else {
-    kernel.num_splits = static_cast<int32_t>(std::max<int64_t>(1, std::min(slots / tiles, most)));
-    slots = tiles * kernel.num_splits;
+    if (slots < tiles) return;
+    const int64_t splits = std::min((kernel.deterministic ? slots : work) / tiles, most);
+    kernel.num_splits = static_cast<int32_t>(std::max<int64_t>(1, splits));
     if (kernel.num_splits == 1) return;
+    slots = kernel.deterministic ? tiles * kernel.num_splits : tiles;
   }
+  const size_t begin = workspace.bytes();
+  plan.slot_zeros = workspace.here();
   if (is_present(p.dk)) kernel.dk_slots = workspace.take<float>(slots * slot_size);
   if (is_present(p.dv)) kernel.dv_slots = workspace.take<float>(slots * slot_size);
+  if (!kernel.deterministic) plan.slot_zero_bytes = workspace.bytes() - begin;
 }
 
 template <class T>
@@ -341,8 +350,8 @@ BwdPlan plan_bwd(const dmattn_bwd_params& p, const Device& device, void* base) {
   if (plan.selected) plan.kernel.keys = read_selection(p.selection, x);
   plan.intervals = plan.kernel.keys.block_rows > 0;
   plan.kernel.bias = read_bias(p.bias, x, plan.gathered);
-  plan.launches = is_present(p.dq) || is_present(p.dk) || is_present(p.dv) ||
-                  plan.kernel.dbias_kind != DbiasKind::kNone;
+  plan.launches =
+      is_present(p.dq) || is_present(p.dk) || is_present(p.dv) || plan.kernel.dbias_kind != DbiasKind::kNone;
   if (!plan.launches && !plan.dbias_rows) return plan;
   set_preprocess(plan, p, workspace);
   choose_sequence(plan, p);

@@ -78,7 +78,8 @@ void check_attention_selection(const dmattn_key_selection& s, const dmattn_tenso
   check_rank("selection.idx", s.idx, 4);
   const int64_t batch = s.idx.shape[0], heads = s.idx.shape[1];
   if ((batch != 1 && batch != e.batch) || (heads != 1 && heads != e.nheads_k && heads != e.nheads)) {
-    fail(DMATTN_ERROR_INVALID_VALUE, "selection.idx has shape %s; wanted (%lld or 1, %lld or %lld or 1, blocks, capacity)",
+    fail(DMATTN_ERROR_INVALID_VALUE,
+         "selection.idx has shape %s; wanted (%lld or 1, %lld or %lld or 1, blocks, capacity)",
          text(s.idx.shape, 4).c_str(), static_cast<long long>(e.batch), static_cast<long long>(e.nheads),
          static_cast<long long>(e.nheads_k));
   }
@@ -170,7 +171,8 @@ void check_gradient(const Gradient& g, Pointers pointers) {
 
 void check_dbias(const dmattn_bwd_params& p, Pointers pointers) {
   if (!is_present(p.dbias)) return;
-  if (!is_present(p.bias)) fail(DMATTN_ERROR_INVALID_VALUE, "dbias is given but bias is absent; wanted both or neither");
+  if (!is_present(p.bias))
+    fail(DMATTN_ERROR_INVALID_VALUE, "dbias is given but bias is absent; wanted both or neither");
   check_dtype("dbias", p.dbias, {p.bias.dtype});
   const int64_t* shape = p.bias.shape;
   check_shape("dbias", p.dbias, {shape[0], shape[1], shape[2], shape[3]}, "the shape of bias");

@@ -39,8 +39,8 @@ void validate(const dmattn_select_params& p, Pointers pointers) {
   }
   const bool is_causal = p.is_causal != 0;
   check_selection(p.selection,
-                  {batch, heads, selection_blocks(p.seqlen_q, is_causal), p.selection.idx.shape[3], seqlen_k}, is_causal,
-                  pointers);
+                  {batch, heads, selection_blocks(p.seqlen_q, is_causal), p.selection.idx.shape[3], seqlen_k},
+                  is_causal, pointers);
   check_pointer("scores", p.scores, pointers);
   check_pointer("key_mask", p.key_mask, pointers);
 }

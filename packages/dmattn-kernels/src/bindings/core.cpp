@@ -241,8 +241,8 @@ PYBIND11_MODULE(_core, m) {
       .def("workspace_size", &workspace_size<dmattn_select_params>)
       .def("launch", &launch<dmattn_select_params>, "workspace"_a, "bytes"_a, "stream"_a);
   py::class_<dmattn_cache_append_params>(m, "CacheAppendParams")
-      .def(py::init(&make_cache_append), "device"_a, "k_new"_a, "v_new"_a, "score_new"_a, "position_new"_a,
-           "k_cache"_a, "v_cache"_a, "score"_a, "position"_a)
+      .def(py::init(&make_cache_append), "device"_a, "k_new"_a, "v_new"_a, "score_new"_a, "position_new"_a, "k_cache"_a,
+           "v_cache"_a, "score"_a, "position"_a)
       .def("workspace_size", &workspace_size<dmattn_cache_append_params>)
       .def("launch", &launch<dmattn_cache_append_params>, "workspace"_a, "bytes"_a, "stream"_a);
 

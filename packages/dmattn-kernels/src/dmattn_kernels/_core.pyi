@@ -2,8 +2,8 @@
 
 from typing import Final, TypeAlias
 
-# (data_ptr, dtype, shape, stride): device address, one of the dtype codes below, extents and strides
-# in elements. None is an absent tensor.
+# (data_ptr, dtype, shape, stride): device address, one of the dtype codes below, extents and
+# strides in elements. None is an absent tensor.
 _Tensor: TypeAlias = tuple[int, int, tuple[int, ...], tuple[int, ...]]
 # (end, idx, count, full) of dmattn_key_selection; full is None when the selection is not causal.
 _Selection: TypeAlias = tuple[_Tensor, _Tensor, _Tensor, _Tensor | None]
@@ -83,7 +83,7 @@ class BwdParams:
         """See `FwdParams.launch`."""
 
 class SelectParams:
-    """One selection of keys by score. Shapes and dtypes as in dmattn_select_params of dmattn/dmattn.h.
+    """One selection of keys by score, as dmattn_select_params of dmattn/dmattn.h.
 
     The arrays of `selection` are written.
     """

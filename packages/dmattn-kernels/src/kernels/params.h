@@ -78,7 +78,7 @@ struct MaskBits {
 //                    all of them keep first. Key j is kept by the rows whose position r = row + seqlen_k - seqlen_q has
 //                    j <= r < end[j] (causality included); only entries at and past `full` need the test.
 struct KeyList {
-  const int32_t* idx = nullptr;    // [batch][heads][blocks][capacity]; entries at and past count are 0
+  const int32_t* idx = nullptr;    // [batch][heads][blocks][capacity]; zeros from count up to the next multiple of 128
   const int32_t* count = nullptr;  // [batch][heads][blocks]
   int32_t capacity = 0;            // a multiple of 128
   int32_t batch = 1;               // 1 or the attention's batch
@@ -95,7 +95,7 @@ struct FwdParams {
   const void* k = nullptr;
   const void* v = nullptr;
   void* out = nullptr;
-  float* lse = nullptr;  // natural log
+  float* lse = nullptr;       // natural log
   float* lse_rest = nullptr;  // optional, strides of lse: log-sum-exp minus its rounding to fp32 in lse
   Strides3 q_stride, k_stride, v_stride, out_stride, lse_stride;
   // num_splits > 1: normalised partial results, fp32, combined by combine_splits().
@@ -132,15 +132,16 @@ struct BwdParams {
   // have lse = +inf, so that their probabilities come out as 0 without a test.
   const float* lse = nullptr;
   const float* lse_rest = nullptr;  // optional, as lse: see FwdParams (0 in the padding)
-  const float* delta = nullptr;  // rowsum(out * dout) - dlse
+  const float* delta = nullptr;     // rowsum(out * dout) - dlse
   // fp32 dq in fragment order: [batch][nheads][m_blocks][kBlockM * kHeadDim], element (i, thread) of a tile at
   // i * threads + thread, so that a warp's atomics fall on 128 consecutive bytes. nullptr: dq is not asked for.
   float* dq_accum = nullptr;
   void* dk = nullptr;  // nullptr: not asked for
   void* dv = nullptr;
   Strides3 dk_stride, dv_stride;
-  // num_splits > 1, or chosen on the device (schedule != nullptr): partial dk and dv,
-  // [slot][kBlockN][kHeadDim] fp32 each, slot = tile * num_splits + split, summed by reduce_dkv().
+  // num_splits > 1, or chosen on the device (schedule != nullptr): dk and dv of a tile come from several blocks, as
+  // fp32 [slot][kBlockN][kHeadDim] each, rounded by reduce_dkv(). slot = tile, zeroed before and added to by atomics;
+  // when deterministic, slot = tile * num_splits + split, summed by reduce_dkv().
   float* dk_slots = nullptr;
   float* dv_slots = nullptr;
   // fp32 [batch][nheads_k][seqlen_k][head_dim], zeroed before and converted after: for lists that differ between the
@@ -150,11 +151,11 @@ struct BwdParams {
   float* dv_accum = nullptr;
   // Deterministic dq: [batch][nheads][m_blocks], zeroed; tiles add to dq in ascending or descending key order.
   int32_t* dq_semaphore = nullptr;
-  // Deterministic sums over interval lists: [batch][nheads_k], zeroed. Blocks of one kv head add to dk, dv and dbias_cols
-  // in the order of their numbers.
+  // Deterministic sums over interval lists: [batch][nheads_k], zeroed. Blocks of one kv head add to dk, dv and
+  // dbias_cols in the order of their numbers.
   int32_t* dkv_semaphore = nullptr;
-  // Gathered by a key-only mask, written by bwd_schedule(): [0] = num_splits, [1] = number of tiles, [2 + i] = first tile of
-  // list i (batch-major over (batch, nheads_k)), i <= batch * nheads_k.
+  // Gathered by a key-only mask, written by bwd_schedule(): [0] = num_splits, [1] = number of tiles, [2 + i] = first
+  // tile of list i (batch-major over (batch, nheads_k)), i <= batch * nheads_k.
   const int32_t* schedule = nullptr;
   int32_t batch = 0, seqlen_q = 0, seqlen_k = 0;
   int32_t seqlen_q_rounded = 0;  // multiple of 128: row pitch of lse and delta
@@ -163,7 +164,7 @@ struct BwdParams {
   int32_t group_begin = 0, group_end = 1;  // query heads of each kv head handled by this launch: [begin, end)
   int32_t num_splits = 1;
   // Gathered by a key-only mask: blocks to launch, an upper bound on tiles * splits: max(batch * nheads_k *
-  // ceil(seqlen_k / kBlockN), the max_slots given to bwd_schedule).
+  // ceil(seqlen_k / kBlockN), the max_work given to bwd_schedule).
   int32_t max_work_items = 0;
   float softmax_scale = 1.f;
   float softcap = 0.f;
@@ -174,8 +175,8 @@ struct BwdParams {
   MaskBits mask;
   KeyList keys;
   DbiasKind dbias_kind = DbiasKind::kNone;
-  float* dbias_cols = nullptr;   // kKey: column sums of dscores
-  void* dbias = nullptr;         // kTile: in bias.dtype; kAccum: float
+  float* dbias_cols = nullptr;                                                  // kKey: column sums of dscores
+  void* dbias = nullptr;                                                        // kTile: in bias.dtype; kAccum: float
   int64_t dbias_batch_stride = 0, dbias_head_stride = 0, dbias_row_stride = 0;  // unit column stride
 };
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from _pytest.runner import runtestprotocol
 
 from gpu.device import FAMILY_VARIABLE, device, on_cuda
 
@@ -69,7 +70,11 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
         return True
     os.write(descriptor, item.nodeid.encode())
     os.close(descriptor)
-    return None
+    # Which test comes next depends on the other workers, so every fixture is torn down here.
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    runtestprotocol(item, nextitem=None)
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True
 
 
 @pytest.hookimpl(trylast=True)

@@ -15,6 +15,8 @@ import numpy.typing as npt
 import dmattn_kernels as kernels
 
 Array = npt.NDArray[np.generic]
+# Address, element type, shape and strides: a tensor as the binding takes it.
+View = tuple[int, int, tuple[int, ...], tuple[int, ...]]
 
 # Element types: numpy has no bfloat16, so those arrays hold its bits.
 CODES = {
@@ -22,15 +24,17 @@ CODES = {
     "bf16": kernels.BFLOAT16,
     "f32": kernels.FLOAT32,
     "bool": kernels.BOOL,
+    "i32": kernels.INT32,
 }
+_HOST = {"f16": np.float16, "f32": np.float32, "bool": np.bool_, "i32": np.int32}
 
 
 def to_bits(x: Array, dtype: str) -> Array:
-    """float32 or bool values as an array of the bytes that the device wants."""
+    """Numbers or bool values as an array of the bytes that the device wants."""
     if dtype == "bf16":
         bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
         return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
-    return np.asarray(x).astype({"f16": np.float16, "f32": np.float32, "bool": np.bool_}[dtype])
+    return np.asarray(x).astype(_HOST[dtype])
 
 
 def from_bits(x: Array, dtype: str) -> npt.NDArray[np.float64]:
@@ -49,8 +53,18 @@ class Buffer:
     stride: tuple[int, ...]
 
     @property
-    def view(self) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
+    def view(self) -> View:
         return self.address, CODES[self.dtype], self.shape, self.stride
+
+    def swapped(self) -> Buffer:
+        """A view with the last two dimensions exchanged."""
+        shape, stride = self.shape, self.stride
+        return Buffer(
+            self.address,
+            self.dtype,
+            (*shape[:-2], shape[-1], shape[-2]),
+            (*stride[:-2], stride[-1], stride[-2]),
+        )
 
 
 class Gpu:
@@ -98,20 +112,22 @@ class Gpu:
         )
 
     def output(self, shape: tuple[int, ...], dtype: str, fill: int | None) -> Buffer:
-        like = np.empty(shape, {"f32": np.float32}.get(dtype, np.uint16))
+        like: Array = np.empty(shape, _HOST.get(dtype, np.uint16))
         strides = tuple(s // like.itemsize for s in like.strides)
         return Buffer(self.allocate(like.nbytes, fill), dtype, shape, strides)
 
-    def download(self, buffer: Buffer) -> npt.NDArray[np.float64]:
-        kind = {"f16": np.float16, "bf16": np.uint16, "f32": np.float32}[buffer.dtype]
-        host = np.empty(buffer.shape, kind)
+    def download(
+        self, buffer: Buffer, first: int = 0, count: int | None = None
+    ) -> npt.NDArray[np.float64]:
+        """All of a contiguous tensor, or `count` of its elements from `first` on, flat."""
+        shape = buffer.shape if count is None else (count,)
+        host: Array = np.empty(shape, _HOST.get(buffer.dtype, np.uint16))
         self._call("cuCtxSynchronize")
         if host.nbytes:
-            target = host.ctypes.data_as(ctypes.c_void_p)
             self._call(
                 "cuMemcpyDtoH_v2",
-                target,
-                ctypes.c_uint64(buffer.address),
+                host.ctypes.data_as(ctypes.c_void_p),
+                ctypes.c_uint64(buffer.address + first * host.itemsize),
                 ctypes.c_size_t(host.nbytes),
             )
         return from_bits(host, buffer.dtype)

@@ -16,7 +16,7 @@ from gpu.jobs import Job
 HERE = Path(__file__).parent
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 # Processes that share each tool's launches; racecheck is the slow one.
-SHARDS = {"memcheck": 1, "racecheck": 3, "initcheck": 1, "synccheck": 1}
+SHARDS = {"memcheck": 1, "racecheck": 5, "initcheck": 1, "synccheck": 1}
 FOUND = 66  # exit code that asks to be told apart from the program's own
 OPTIONS = {
     # Padding between allocations, so that small overruns do not land in a neighbour.
@@ -139,5 +139,9 @@ def _first_complaint(output: str, returncode: int | None) -> str:
     kinds = "Invalid|Error|Warning|Uninitialized|Barrier|Program hit|Race"
     pattern = rf"={{9}} ((?:{kinds}).*)|^(.*(?:error|Error):.*)$"
     lines = [next(filter(None, found)) for found in re.findall(pattern, output, re.MULTILINE)]
-    wrong = [line for line in output.splitlines() if re.search(r": (out|lse|d\w+): error", line)]
+    wrong = [
+        line
+        for line in output.splitlines()
+        if re.search(r": (out|lse|d\w+): error|: differs|: list \d+: ", line)
+    ]
     return f"exit code {returncode}: " + ("; ".join((lines + wrong)[:3]) or output[-300:].strip())

@@ -22,7 +22,17 @@ import dmattn_kernels as kernels
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from gpu.raw_cuda import Array, Gpu, from_bits, to_bits
+from gpu.raw_cuda import Array, Buffer, Gpu, from_bits, to_bits
+from gpu.sanitizer_selection import (
+    Append,
+    Selecting,
+    check_selection,
+    draw_scores,
+    keep_mask,
+    run_append,
+    select,
+    wanted_end,
+)
 
 Float = npt.NDArray[np.float64]
 
@@ -48,6 +58,11 @@ class Launch:
     wants: str = "qkvb"
     deterministic: bool = False
     dlse: bool = False
+    mask_by_rows: bool = (
+        False  # the rows of the mask are next to each other in memory, not the keys
+    )
+    select: Selecting | None = None  # keys by score, instead of the mask, which forbids keys to it
+    attend: bool = True
 
 
 LAUNCHES = (
@@ -85,6 +100,7 @@ LAUNCHES = (
     Launch(
         "key mask of query heads, deterministic", 70, 200, 1, 4, 2, mask="bh1k", deterministic=True
     ),
+    Launch("key mask, no bias", 130, 200, 1, 4, 2, mask="bk1k", causal=True),
     Launch("key mask, dense bias", 70, 200, mask="b11k", bias="bhqk"),
     Launch("key mask, fp32 bias, deterministic", 70, 200, mask="b11k", bias="1hqk", bias_f32=True),
     Launch("key mask that keeps nothing", mask="b11k", kept=0.0, bias="bk1k"),
@@ -101,25 +117,153 @@ LAUNCHES = (
     Launch("only a dense dbias", wants="b", bias="11qk"),
     Launch("only dbias, gathered", wants="b", bias="bk1k", mask="bk1k"),
 )
-# Every launch above for these; the head dimensions between the tiles only change the tails.
+# Keys chosen by score inside the library: running top-w (causal), or one list for all rows.
+SELECTED = (
+    Launch("running top-w", 300, 300, 2, 4, 2, bias="bk1k", causal=True, select=Selecting(100)),
+    Launch(
+        "running top-w, offset, ties, deterministic",
+        *(140, 333, 1, 4, 2),
+        bias="bk1k",
+        causal=True,
+        deterministic=True,
+        dlse=True,
+        select=Selecting(60, fill="ties", own_dtype=True),
+    ),
+    Launch(
+        "running top-w, key mask, no bias",
+        *(200, 260, 2, 4, 2),
+        mask="b11k",
+        causal=True,
+        select=Selecting(70, fill="odd"),
+    ),
+    Launch(
+        "running top-w of query heads, deterministic",
+        *(130, 200, 1, 4, 2),
+        bias="bh1k",
+        causal=True,
+        deterministic=True,
+        select=Selecting(40, "bh"),
+    ),
+    Launch(
+        "running top-w for all heads",
+        *(130, 200, 2, 4, 2),
+        bias="1k1k",
+        bias_f32=True,
+        causal=True,
+        softcap=3.0,
+        select=Selecting(1, "11"),
+    ),
+    Launch(
+        "running top-w, element loads",
+        *(129, 257),
+        skip=1,
+        bias="bk1k",
+        causal=True,
+        select=Selecting(64),
+    ),
+    Launch("window beyond the keys", 150, 150, bias="bk1k", causal=True, select=Selecting(500)),
+    Launch("running top-w, only dk", 130, 200, causal=True, wants="k", select=Selecting(50)),
+    Launch(
+        "top-w of all keys",
+        *(90, 300, 2, 4, 2),
+        bias="bk1k",
+        select=Selecting(100, own_dtype=True),
+    ),
+    Launch(
+        "top-w of all keys, deterministic",
+        *(90, 300, 1, 4, 2),
+        mask="bk1k",
+        deterministic=True,
+        select=Selecting(100, "11", "ties", own_dtype=True),
+    ),
+    Launch(
+        "one query, top-w",
+        *(1, 700, 1, 4, 2),
+        bias="bk1k",
+        causal=True,
+        wants="",
+        select=Selecting(64),
+    ),
+    Launch(
+        "one query in parts, top-w",
+        *(1, 700, 1, 4, 2),
+        bias="bk1k",
+        wants="",
+        splits=3,
+        select=Selecting(400),
+    ),
+)
+# Once: long rows, for which several thread blocks select together, and rare layouts.
+ONCE = (
+    Launch("dense mask by rows", 130, 140, mask="bhqk", mask_by_rows=True, causal=True),
+    Launch("top-w of many keys", 1, 40000, bias="bk1k", wants="", select=Selecting(300)),
+    Launch(
+        "running top-w behind many keys",
+        *(200, 40000, 1, 2, 2),
+        causal=True,
+        attend=False,
+        select=Selecting(200),
+    ),
+    Launch(
+        "running top-w of many keys",
+        *(33000, 33000),
+        causal=True,
+        attend=False,
+        select=Selecting(40, fill="ties", own_dtype=True),
+    ),
+)
+APPENDS = (
+    ("f16", 64, Append("cache append", "f16")),
+    ("bf16", 128, Append("cache append", "bf16")),
+    ("bf16", 72, Append("cache append, fp32 scores", "f32", capacity=300, held=290)),
+)
+# Each kernel is compiled for two dtypes, three head dimensions and three levels of generality,
+# tiled and gathered (tiles.h). OTHER_LAUNCHES are enough to run all of those.
 MAIN = (("bf16", 64), ("bf16", 128), ("bf16", 256))
-OTHERS = (("f16", 64), ("f16", 128), ("f16", 256), ("f16", 40), ("bf16", 72), ("f16", 136))
+OTHERS = (("f16", 64), ("f16", 128), ("f16", 256))
 OTHER_LAUNCHES = (
     "causal",
     "deterministic",
+    "element loads",
     "dense mask and bias",
+    "fp32 bias",
     "key mask",
+    "key mask, no bias",
+    "key mask, dense bias",
     "key bias",
     "one query in parts",
     "key mask of query heads",
     "shared dense mask and bias, atomics",
+    "running top-w",
+    "running top-w, key mask, no bias",
+    "running top-w for all heads",
+    "top-w of all keys",
+)
+# Head dimensions between the tiles only change the tails.
+BETWEEN = (("f16", 40), ("bf16", 72), ("f16", 136))
+BETWEEN_LAUNCHES = (
+    "causal",
+    "deterministic",
+    "dense mask and bias",
+    "key mask",
+    "one query in parts",
+    "running top-w",
 )
 
 
-def all_launches() -> list[tuple[str, int, Launch]]:
-    some = [launch for launch in LAUNCHES if launch.name in OTHER_LAUNCHES]
-    found = [(dtype, head_dim, launch) for launch in LAUNCHES for dtype, head_dim in MAIN]
-    return found + [(dtype, head_dim, launch) for launch in some for dtype, head_dim in OTHERS]
+def all_launches() -> list[tuple[str, int, Launch | Append]]:
+    every = (*LAUNCHES, *SELECTED)
+    # One selection is much like the next at the largest head dimension, where each takes longest.
+    main = [
+        (kind, launch)
+        for launch in every
+        for kind in MAIN
+        if kind[1] < 256 or launch.select is None or launch.name in OTHER_LAUNCHES
+    ]
+    main += [(kind, x) for x in every if x.name in OTHER_LAUNCHES for kind in OTHERS]
+    main += [(kind, x) for x in every if x.name in BETWEEN_LAUNCHES for kind in BETWEEN]
+    main += [(MAIN[0], launch) for launch in ONCE]
+    return [*((*kind, launch) for kind, launch in main), *APPENDS]
 
 
 def operand_shape(launch: Launch, letters: str) -> tuple[int, ...]:
@@ -146,8 +290,8 @@ def reference(values: dict[str, Float], launch: Launch, scale: float) -> dict[st
 
     if launch.bias:
         logits = logits + heads(values["bias"])
-    if launch.mask:
-        logits = np.where(heads(values["mask"]) != 0, logits, -np.inf)
+    if "keep" in values:
+        logits = np.where(heads(values["keep"]) != 0, logits, -np.inf)
     if launch.causal:
         rows, cols = np.arange(launch.seqlen_q)[:, None], np.arange(launch.seqlen_k)[None, :]
         logits = np.where(cols > rows + launch.seqlen_k - launch.seqlen_q, -np.inf, logits)
@@ -180,39 +324,112 @@ def reference(values: dict[str, Float], launch: Launch, scale: float) -> dict[st
     return found
 
 
-def run_launch(gpu: Gpu, dtype: str, head_dim: int, launch: Launch, fill: int | None) -> list[str]:
-    """Runs it; what is wrong with the results, if anything."""
-    draw = np.random.default_rng(len(launch.name) + head_dim)
+def draw_inputs(
+    launch: Launch, dtype: str, head_dim: int, draw: np.random.Generator
+) -> dict[str, tuple[Array, str]]:
+    """Values and element types of what the launch takes."""
     q_shape = (launch.batch, launch.seqlen_q, launch.nheads, head_dim)
     k_shape = (launch.batch, launch.seqlen_k, launch.nheads_k, head_dim)
-    row_shape = (launch.batch, launch.nheads, launch.seqlen_q)
-    raw: dict[str, tuple[Array, str]] = {
+    found: dict[str, tuple[Array, str]] = {
         "q": (draw.standard_normal(q_shape), dtype),
         "k": (draw.standard_normal(k_shape), dtype),
         "v": (draw.standard_normal(k_shape), dtype),
         "dout": (draw.standard_normal(q_shape), dtype),
     }
+    if not launch.attend:
+        found.clear()
     if launch.mask:
-        raw["mask"] = (draw.random(operand_shape(launch, launch.mask)) < launch.kept, "bool")
+        found["mask"] = (draw.random(operand_shape(launch, launch.mask)) < launch.kept, "bool")
     if launch.bias:
         kind = "f32" if launch.bias_f32 else dtype
-        raw["bias"] = (draw.standard_normal(operand_shape(launch, launch.bias)), kind)
+        found["bias"] = (draw.standard_normal(operand_shape(launch, launch.bias)), kind)
+    if launch.select:
+        batch, heads, _, keys = operand_shape(launch, launch.select.heads + "1k")
+        kind = dtype if launch.select.own_dtype else "f32"
+        found["scores"] = (draw_scores(launch.select, (batch, heads, keys), draw), kind)
+        if launch.mask:  # the selection's key mask has no rows
+            found["mask"] = (found["mask"][0][:, :, 0], "bool")
     if launch.dlse:
-        raw["dlse"] = (draw.standard_normal(row_shape), "f32")
+        found["dlse"] = (draw.standard_normal((*q_shape[:1], launch.nheads, q_shape[1])), "f32")
+    return found
+
+
+def run_launch(
+    gpu: Gpu, dtype: str, head_dim: int, launch: Launch | Append, fill: int | None
+) -> list[str]:
+    """Runs it; what is wrong with the results, if anything."""
+    if isinstance(launch, Append):
+        return run_append(gpu, dtype, head_dim, launch)
+    draw = np.random.default_rng(len(launch.name) + head_dim)
+    raw = draw_inputs(launch, dtype, head_dim, draw)
     inputs = {
         name: gpu.upload(x, kind, 0 if name == "dlse" else launch.skip)
         for name, (x, kind) in raw.items()
     }
+    if launch.mask_by_rows:
+        inputs["mask"] = gpu.upload(np.swapaxes(raw["mask"][0], 2, 3), "bool").swapped()
     values = {name: from_bits(to_bits(x, kind), kind) for name, (x, kind) in raw.items()}
-    scale = head_dim**-0.5
-    outputs = {"out": gpu.output(q_shape, dtype, fill), "lse": gpu.output(row_shape, "f32", fill)}
+    if "mask" in values:
+        values["keep"] = values["mask"]
+    call: dict[str, Any] = {}
+    problems: list[str] = []
+    if launch.select:
+        call["selection"], values["keep"], problems = run_selection(
+            gpu, launch, launch.select, inputs, values, fill
+        )
+        inputs.pop("mask", None)
+    if launch.attend:
+        problems += attend(gpu, launch, inputs, values, call, fill)
+    return problems
+
+
+def run_selection(
+    gpu: Gpu,
+    launch: Launch,
+    how: Selecting,
+    inputs: dict[str, Buffer],
+    values: dict[str, Float],
+    fill: int | None,
+) -> tuple[Any, Float, list[str]]:
+    """The selection as the kernels take it, its mask (for launches that attend), and problems."""
+    rows, causal = launch.seqlen_q, launch.causal
+    selection = select(gpu, inputs["scores"], inputs.get("mask"), how.window, rows, causal, fill)
+    allowed = values["mask"] != 0 if "mask" in values else np.bool_(True)
+    scores = np.where(allowed, values["scores"], -np.inf)
+    end = np.stack([wanted_end(entry, how.window, rows, causal) for entry in scores])
+    keep = keep_mask(end, rows, causal) if launch.attend else np.zeros(0)
+    return (
+        selection.views,
+        keep.astype(np.float64),
+        check_selection(gpu, selection, end, rows, causal),
+    )
+
+
+def attend(
+    gpu: Gpu,
+    launch: Launch,
+    inputs: dict[str, Buffer],
+    values: dict[str, Float],
+    call: dict[str, Any],
+    fill: int | None,
+) -> list[str]:
+    """Forward and backward; what differs from the reference."""
+    q = inputs["q"]
+    scale = q.shape[3] ** -0.5
+    row_shape = (launch.batch, launch.nheads, launch.seqlen_q)
+    outputs = {
+        "out": gpu.output(q.shape, q.dtype, fill),
+        "lse": gpu.output(row_shape, "f32", fill),
+    }
 
     def views(*names: str) -> dict[str, Any]:
         buffers = {name: inputs.get(name) or outputs.get(name) for name in names}
         return {name: None if x is None else x.view for name, x in buffers.items()}
 
-    call: dict[str, Any] = views("q", "k", "v", "mask", "bias", "out", "lse")
+    call |= views("q", "k", "v", "mask", "bias", "out", "lse")
     call |= {"softmax_scale": scale, "softcap": launch.softcap, "is_causal": launch.causal}
+    if launch.select:
+        call["lse_rest"] = gpu.output(row_shape, "f32", fill).view
     enqueue(gpu, kernels.FwdParams(0, **call, num_splits=launch.splits), fill)
     if launch.wants:
         for letter, gradient in (("q", "dq"), ("k", "dk"), ("v", "dv"), ("b", "dbias")):

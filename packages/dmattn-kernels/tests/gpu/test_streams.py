@@ -58,9 +58,7 @@ def test_graph_replay(name: str) -> None:
     problem = build(CASES[name])
     other = build(CASES[name].with_(seed=1))
     want = run(other, deterministic=True)
-    tensors = {
-        f"d{x}": getattr(problem, x).clone().requires_grad_() for x in ("q", "k", "v", "bias")
-    }
+    tensors = {x: getattr(problem, x).clone().requires_grad_() for x in ("q", "k", "v", "bias")}
     dout = problem.dout.clone()
     mask = None if problem.mask is None else problem.mask.clone()
     problem = problem.with_(mask=mask, **tensors)
@@ -130,7 +128,7 @@ def _forward_backward(problem: Problem) -> list[torch.Tensor]:
     """Through the operators themselves: autograd would move the backward to a thread of its own."""
     args = (problem.q, problem.k, problem.v, problem.mask, problem.bias)
     numbers = (problem.softmax_scale, problem.is_causal, problem.softcap)
-    out, lse = torch.ops.dmattn.fwd(*args, *numbers)
+    out, lse, _ = torch.ops.dmattn.fwd(*args, *numbers)
     needs = [True] * 4
     grads = torch.ops.dmattn.bwd(problem.dout, None, *args, out, lse, *numbers, True, needs)
     return [out, lse, *grads]

@@ -1,18 +1,25 @@
 """Dynamic mask attention for PyTorch: masked and biased attention on CUDA and on the CPU."""
 
 from dmattn.backends import get_available_backends
+from dmattn.cache import DynamicMaskCache
 from dmattn.functional import flash_dmattn_func, flash_dmattn_func_auto
 from dmattn.modules import DynamicMaskAttention
+from dmattn.selection import KeySelection, packed_documents, select_keys, sliding_window
 from dmattn.utils.mask import create_mask, dynamic_mask, maybe_create_mask
 
 __version__ = "0.1.0"
 
 __all__ = [
     "DynamicMaskAttention",
+    "DynamicMaskCache",
+    "KeySelection",
     "create_mask",
     "dynamic_mask",
     "flash_dmattn_func",
     "flash_dmattn_func_auto",
     "get_available_backends",
     "maybe_create_mask",
+    "packed_documents",
+    "select_keys",
+    "sliding_window",
 ]

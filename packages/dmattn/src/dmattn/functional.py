@@ -12,9 +12,11 @@ from torch.autograd import forward_ad
 import dmattn.ops.library  # noqa: F401 - registers the operators
 from dmattn.backends import BACKENDS, why_unavailable
 from dmattn.ops import cpu, cuda
-from dmattn.ops.shapes import check_inputs, check_tensors, lse_dtype
+from dmattn.ops.lists import Selection
+from dmattn.ops.shapes import check_inputs, check_selected_bias, check_tensors, lse_dtype
 from dmattn.reference import reference_attention
-from dmattn.utils.mask import check_window_size, top_window_mask
+from dmattn.selection import KeySelection, key_only_mask, select_keys
+from dmattn.utils.mask import check_window_size
 
 
 @overload
@@ -32,6 +34,7 @@ def flash_dmattn_func(
     return_lse: Literal[False] = False,
     backend: str | None = None,
     *,
+    selection: KeySelection | None = None,
     return_attn_probs: Literal[False] = False,
 ) -> Tensor: ...
 
@@ -51,6 +54,7 @@ def flash_dmattn_func(
     return_lse: bool = False,
     backend: str | None = None,
     *,
+    selection: KeySelection | None = None,
     return_attn_probs: bool = False,
 ) -> Any: ...  # Tensor, or tuple of two or three
 
@@ -69,6 +73,7 @@ def flash_dmattn_func(
     return_lse: bool = False,
     backend: str | None = None,
     *,
+    selection: KeySelection | None = None,
     return_attn_probs: bool = False,
 ) -> Any:
     """Softmax attention with a mask, a bias, or both, neither expanded nor padded.
@@ -96,12 +101,16 @@ def flash_dmattn_func(
             torch.use_deterministic_algorithms is.
         window_size: each query keeps only this many keys: of those that it may see (by attn_mask,
             and by causality when is_causal) the ones with the highest attn_bias, the later of two
-            equal ones. attn_bias must then be ({B|1}, {H|HK|1}, 1, Sk) or ({B|1}, {H|HK|1}, Sk).
-            The choice is not differentiated, the bias of the kept keys is. With is_causal it goes
-            through a dense bool mask of (B, heads, Sq, Sk), which is slow and large: right, but
-            meant for short sequences.
+            equal ones, never one of NaN or -inf. attn_bias must then be ({B|1}, {H|HK|1}, 1, Sk)
+            or ({B|1}, {H|HK|1}, Sk), and attn_mask alike for all query rows. The choice is not
+            differentiated, the bias of the kept keys is. Time grows with Sq * window_size, and
+            nothing of size Sq * Sk is formed. With Sk <= window_size there is nothing to choose.
         return_lse: also return the log-sum-exp of each row.
         backend: "cuda" or "cpu" to insist on it, None to go by the device of the tensors.
+        selection: which keys each row keeps, instead of window_size and attn_mask: from
+            `select_keys`, to share one choice among calls, or from `KeySelection.from_intervals`.
+            attn_bias may then be ({B|1}, {H|HK|1}, Sk) as well, or have rows of its own if it
+            requires no gradient.
         return_attn_probs: also return the probabilities, for testing. They are computed apart, in
             float64 and with memory of Sq * Sk per head, and carry no gradient.
 
@@ -124,19 +133,18 @@ def flash_dmattn_func(
         _check_number("softmax_scale", softmax_scale)
     if backend is not None:
         _check_backend(backend, query)
-    if window_size is not None:
-        attn_mask, attn_bias = _apply_window(
+    if selection is not None:
+        if window_size is not None:
+            raise ValueError("window_size: got a value beside selection, wanted one of them")
+        _check_selection(selection, query, is_causal)
+        if isinstance(attn_bias, Tensor) and attn_bias.dim() == 3:
+            attn_bias = attn_bias.unsqueeze(2)
+    elif window_size is not None:
+        attn_mask, attn_bias, selection = _select(
             query, key, value, attn_mask, attn_bias, is_causal, window_size
         )
-    if _is_plain_call(query, key, value, attn_mask, attn_bias):
-        forward = cuda.forward if query.is_cuda else cpu.forward
-        out, lse = forward(
-            query, key, value, attn_mask, attn_bias, softmax_scale, is_causal, softcap
-        )
-    else:
-        check_inputs(query, key, value, attn_mask, attn_bias)
-        _refuse_forward_mode(query, key, value, attn_bias)
-        out, lse = torch.ops.dmattn.fwd(
+    if selection is None:
+        out, lse = _attend(
             query,
             key,
             value,
@@ -145,12 +153,27 @@ def flash_dmattn_func(
             softmax_scale,
             is_causal,
             softcap,
-            deterministic or torch.are_deterministic_algorithms_enabled(),
+            deterministic,
+        )
+    else:
+        out, lse = _attend_selected(
+            query,
+            key,
+            value,
+            attn_mask,
+            attn_bias,
+            softmax_scale,
+            is_causal,
+            softcap,
+            deterministic,
+            selection,
         )
     if not (return_lse or return_attn_probs):
         return out
     result: tuple[Tensor, ...] = (out, lse) if return_lse else (out,)
     if return_attn_probs:
+        if selection is not None:
+            attn_mask = selection.to_mask()
         with torch.no_grad():
             exact = reference_attention(
                 query, key, value, attn_mask, attn_bias, softmax_scale, is_causal, softcap
@@ -180,6 +203,70 @@ def flash_dmattn_func_auto(backend: str | None = None) -> Callable[..., Any]:
     return functools.partial(flash_dmattn_func, backend=backend)
 
 
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    attn_bias: Tensor | None,
+    softmax_scale: float,
+    is_causal: bool,
+    softcap: float,
+    deterministic: bool,
+    lists: Selection | None = None,
+) -> tuple[Tensor, Tensor]:
+    """out and lse, past the dispatcher where it has nothing to do."""
+    if _is_plain_call(query, key, value, attn_mask, attn_bias):
+        forward = cuda.forward if query.is_cuda else cpu.forward
+        return forward(
+            query, key, value, attn_mask, attn_bias, softmax_scale, is_causal, softcap, lists
+        )
+    check_inputs(query, key, value, attn_mask, attn_bias)
+    _refuse_forward_mode(query, key, value, attn_bias)
+    out, lse, _ = torch.ops.dmattn.fwd(
+        query,
+        key,
+        value,
+        attn_mask,
+        attn_bias,
+        softmax_scale,
+        is_causal,
+        softcap,
+        deterministic or torch.are_deterministic_algorithms_enabled(),
+        *(() if lists is None else lists),
+    )
+    return out, lse
+
+
+def _attend_selected(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None,
+    attn_bias: Tensor | None,
+    softmax_scale: float,
+    is_causal: bool,
+    softcap: float,
+    deterministic: bool,
+    selection: KeySelection,
+) -> tuple[Tensor, Tensor]:
+    """`_attend`, for which rows in front of the first key, which keep nothing, are left out."""
+    check_inputs(query, key, value, attn_mask, attn_bias)
+    grad = attn_bias is not None and attn_bias.requires_grad and torch.is_grad_enabled()
+    check_selected_bias(selection.lists, attn_bias, grad)
+    skip = max(0, query.shape[1] - key.shape[1]) if is_causal else 0
+    if skip > 0:
+        query = query[:, skip:]
+        if attn_bias is not None and attn_bias.shape[2] > 1:
+            attn_bias = attn_bias[:, :, skip:]
+    numbers = (softmax_scale, is_causal, softcap, deterministic)
+    out, lse = _attend(query, key, value, attn_mask, attn_bias, *numbers, selection.lists)
+    if skip > 0:
+        out = torch.nn.functional.pad(out, (0, 0, 0, 0, skip, 0))
+        lse = torch.nn.functional.pad(lse, (skip, 0), value=-math.inf)
+    return out, lse
+
+
 def _default_scale(query: Any) -> Any:
     if isinstance(query, Tensor) and query.dim() > 0 and query.shape[-1] > 0:
         return query.shape[-1] ** -0.5
@@ -202,7 +289,7 @@ def _check_backend(backend: str, query: Tensor) -> None:
         raise ValueError(f"backend: got {backend!r}, wanted {device!r} or None for tensors there")
 
 
-def _apply_window(
+def _select(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -210,8 +297,11 @@ def _apply_window(
     attn_bias: Tensor | None,
     is_causal: bool,
     window_size: int,
-) -> tuple[Tensor | None, Tensor]:
-    """The mask that `window_size` amounts to, and the bias in four dimensions."""
+) -> tuple[Tensor | None, Tensor, KeySelection | None]:
+    """What `window_size` amounts to: the mask left to apply, the bias in 4-D, and a selection.
+
+    There is no selection where every key is within the window.
+    """
     check_window_size(window_size)
     if attn_bias is None:
         raise ValueError(
@@ -226,14 +316,30 @@ def _apply_window(
             f"attn_bias: got shape {given}, wanted (batch|1, nheads|nheads_k|1, 1, "
             f"{dims.seqlen_k}) or (batch, nheads|nheads_k, {dims.seqlen_k}) with window_size"
         )
+    if attn_mask is not None:
+        attn_mask = key_only_mask(attn_mask, dims.seqlen_k)[:, :, None]
     if dims.seqlen_k <= window_size:
-        return attn_mask, bias
-    scores, mask = bias.detach(), attn_mask
-    if mask is not None and 1 not in (mask.shape[1], scores.shape[1]):
-        heads = max(mask.shape[1], scores.shape[1])
-        mask = mask.repeat_interleave(heads // mask.shape[1], dim=1)
-        scores = scores.repeat_interleave(heads // scores.shape[1], dim=1)
-    return top_window_mask(scores, window_size, dims.seqlen_q, is_causal, mask), bias
+        return attn_mask, bias, None
+    selection = select_keys(
+        bias, window_size, is_causal, attn_mask=attn_mask, query_len=dims.seqlen_q
+    )
+    return None, bias, selection
+
+
+def _check_selection(selection: Any, query: Tensor, is_causal: bool) -> None:
+    """Raise unless the selection was made for this many query rows and this causality."""
+    if not isinstance(selection, KeySelection):
+        kind = type(selection).__name__
+        raise TypeError(f"selection: got {kind}, wanted a dmattn.KeySelection or None")
+    check_tensors(query, query, query, None, None)
+    if selection.is_causal != is_causal:
+        raise ValueError(
+            f"selection: got one with is_causal={selection.is_causal}, wanted {is_causal}"
+        )
+    if query.dim() == 4 and selection.query_len != query.shape[1]:
+        raise ValueError(
+            f"selection: got one for {selection.query_len} query rows, wanted {query.shape[1]}"
+        )
 
 
 def _refuse_forward_mode(*tensors: Tensor | None) -> None:

@@ -26,9 +26,7 @@ struct ElementTraits<cutlass::half_t> {
   }
   static __device__ __forceinline__ float2 unpack(uint32_t x) {
     float2 r;
-    asm("{.reg .f16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h;}"
-        : "=f"(r.x), "=f"(r.y)
-        : "r"(x));
+    asm("{.reg .f16 l, h; mov.b32 {l, h}, %2; cvt.f32.f16 %0, l; cvt.f32.f16 %1, h;}" : "=f"(r.x), "=f"(r.y) : "r"(x));
     return r;
   }
 };
@@ -61,9 +59,7 @@ struct SmemTile {
   static constexpr int kRowBytes = kCols * 2;
   static_assert(kChunks >= 4 && (kChunks & (kChunks - 1)) == 0);
 
-  static __device__ __forceinline__ uint32_t swizzle(int row) {
-    return kChunks >= 8 ? row & 7 : (row >> 1) & 3;
-  }
+  static __device__ __forceinline__ uint32_t swizzle(int row) { return kChunks >= 8 ? row & 7 : (row >> 1) & 3; }
   static __device__ __forceinline__ uint32_t offset(int row, int chunk) {
     return row * kRowBytes + ((chunk ^ swizzle(row)) << 4);
   }
@@ -96,18 +92,24 @@ __device__ __forceinline__ uint32_t ld_shared(uint32_t addr) {
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(r) : "r"(addr));
   return r;
 }
+__device__ __forceinline__ uint32_t ld_shared_u16(uint32_t addr) {
+  uint32_t r;
+  asm volatile("{.reg .u16 h; ld.shared.u16 h, [%1]; cvt.u32.u16 %0, h;}" : "=r"(r) : "r"(addr));
+  return r;
+}
 __device__ __forceinline__ uint4 ld_shared_v4(uint32_t addr) {
   uint4 r;
-  asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w)
-               : "r"(addr));
+  asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(r.x), "=r"(r.y), "=r"(r.z), "=r"(r.w) : "r"(addr));
   return r;
 }
 
+// 16 bytes of shared memory: the first `bytes` (0 to 16) from global memory, zeros after them.
+__device__ __forceinline__ void cp_async16_bytes(uint32_t dst, const void* src, int bytes) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes));
+}
 // 16 bytes from global to shared memory; zeros instead when !valid (nothing is read then).
 __device__ __forceinline__ void cp_async16(uint32_t dst, const void* src, bool valid) {
-  int bytes = valid ? 16 : 0;
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes));
+  cp_async16_bytes(dst, src, valid ? 16 : 0);
 }
 using cute::cp_async_fence;
 using cute::cp_async_wait;
@@ -157,9 +159,9 @@ __device__ __forceinline__ void gemm_ss(float (&acc)[MT][NT][4], const OperandA&
       for (int mt = 0; mt < MT; ++mt) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          float(&c)[4] = acc[mt][2 * np + half];
-          Mma::fma(c[0], c[1], c[2], c[3], frag_a[mt][0], frag_a[mt][1], frag_a[mt][2], frag_a[mt][3],
-                   frag_b[2 * half], frag_b[2 * half + 1], c[0], c[1], c[2], c[3]);
+          float (&c)[4] = acc[mt][2 * np + half];
+          Mma::fma(c[0], c[1], c[2], c[3], frag_a[mt][0], frag_a[mt][1], frag_a[mt][2], frag_a[mt][3], frag_b[2 * half],
+                   frag_b[2 * half + 1], c[0], c[1], c[2], c[3]);
         }
       }
     }

@@ -30,16 +30,16 @@ struct FragmentMap {
 
 // Per-tile inputs of the score modification.
 struct ScoreInputs {
-  uint32_t bias_tile = 0;            // kTile: shared address of a SmemTile<kBlockN> of 16-bit bias
-  const float* key_bias = nullptr;   // kKey: shared, one fp32 per key of the tile
+  uint32_t bias_tile = 0;                // kTile: shared address of a SmemTile<kBlockN> of 16-bit bias
+  const float* key_bias = nullptr;       // kKey: shared, one fp32 per key of the tile
   const uint32_t* mask_words = nullptr;  // partial dense mask: shared, kBlockN / 32 words a row (at least 1)
-  const int32_t* key_idx = nullptr;  // gathered: shared, position of each key of the tile
-  uint32_t key_intervals = 0;        // interval lists: shared address, a KeyInterval per key (length 0 past the end)
-  int key0 = 0;                      // position (or list index, when gathered) of the tile's first key
-  int keys = 0;                      // keys of the tile that exist
-  int row0 = 0;                      // first row of the tile
-  int rows = 0;                      // rows that exist, counted from row0
-  int bit0 = 0;                      // first bit of the tile inside its mask words (tiles of 32 keys)
+  const int32_t* key_idx = nullptr;      // gathered: shared, position of each key of the tile
+  uint32_t key_intervals = 0;  // interval lists: shared address, a KeyInterval per key (length 0 past the end)
+  int key0 = 0;                // position (or list index, when gathered) of the tile's first key
+  int keys = 0;                // keys of the tile that exist
+  int row0 = 0;                // first row of the tile
+  int rows = 0;                // rows that exist, counted from row0
+  int bit0 = 0;                // first bit of the tile inside its mask words (tiles of 32 keys)
 };
 
 // acc = scale * acc, softcapped. Leaves tanh in place of nothing: the backward recomputes its derivative itself.
@@ -87,8 +87,8 @@ __device__ __forceinline__ void add_bias(float (&acc)[MT][NT][4], const BiasPara
       for (int mt = 0; mt < MT; ++mt)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const float2 b = ElementTraits<Element>::unpack(
-              ld_shared(base + chunk + (16 * mt + 8 * half) * Tile::kRowBytes));
+          const float2 b =
+              ElementTraits<Element>::unpack(ld_shared(base + chunk + (16 * mt + 8 * half) * Tile::kRowBytes));
           acc[mt][nt][2 * half] += b.x;
           acc[mt][nt][2 * half + 1] += b.y;
         }
@@ -112,6 +112,57 @@ __device__ __forceinline__ void add_bias(float (&acc)[MT][NT][4], const BiasPara
           }
       }
   }
+}
+
+// The forward's bias tile: rows of kCols + 8 elements at any alignment, copied by cp.async from the 16 bytes around
+// their start. Element (row, col) then lies 2 col bytes behind the row's own offset into those 16 bytes.
+template <int kCols>
+struct ShiftedTile {
+  static constexpr int kPitch = (kCols + 8) * 2;  // 16 (mod 128) bytes or 80: eight rows fall on different banks
+  const uint16_t* src;                            // element (0, 0)
+  int64_t row_stride;
+
+  __device__ __forceinline__ uint32_t shift(int row) const {
+    return static_cast<uint32_t>(reinterpret_cast<uintptr_t>(src + row * row_stride)) & 15;
+  }
+  template <int kRows, int kThreads>
+  __device__ __forceinline__ void load(uint32_t dst, int rows, int cols, int thread) const {
+    constexpr int kChunks = kPitch / 16;
+#pragma unroll
+    for (int i = 0; i < (kRows * kChunks + kThreads - 1) / kThreads; ++i) {
+      if (kRows * kChunks % kThreads != 0 && thread + i * kThreads >= kRows * kChunks) break;
+      const int chunk = (thread + i * kThreads) % kChunks, row = (thread + i * kThreads) / kChunks;
+      const int skipped = shift(row);
+      const int bytes = row < rows ? 2 * min(cols, kCols) + skipped - 16 * chunk : 0;
+      const char* from = reinterpret_cast<const char*>(src + row * row_stride) - skipped + 16 * chunk;
+      cp_async16_bytes(dst + row * kPitch + chunk * 16, from, max(0, min(bytes, 16)));
+    }
+  }
+  // Elements (row, col) and (row, col + 1), col even.
+  __device__ __forceinline__ uint32_t pair(uint32_t tile, int row, uint32_t row_shift, int col) const {
+    const uint32_t addr = tile + row * kPitch + row_shift + col * 2;
+    if ((row_shift & 2) == 0) return ld_shared(addr);
+    return __funnelshift_r(ld_shared(addr - 2), ld_shared(addr + 2), 16);
+  }
+};
+
+// acc += bias from a ShiftedTile.
+template <class Element, int kBlockN, int MT, int NT>
+__device__ __forceinline__ void add_shifted_bias(float (&acc)[MT][NT][4], const ShiftedTile<kBlockN>& bias,
+                                                 uint32_t tile, const FragmentMap& map) {
+#pragma unroll
+  for (int mt = 0; mt < MT; ++mt)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = map.row(mt, 2 * half);
+      const uint32_t row_shift = bias.shift(row);
+#pragma unroll
+      for (int nt = 0; nt < NT; ++nt) {
+        const float2 b = ElementTraits<Element>::unpack(bias.pair(tile, row, row_shift, map.col(nt, 0)));
+        acc[mt][nt][2 * half] += b.x;
+        acc[mt][nt][2 * half + 1] += b.y;
+      }
+    }
 }
 
 // acc = -inf where the packed mask has a 0.

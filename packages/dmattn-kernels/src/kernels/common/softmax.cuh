@@ -32,8 +32,8 @@ struct OnlineSoftmax {
       m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 1));
       m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 2));
       const float m_used = m == -INFINITY ? 0.f : m;  // nothing kept yet: exp(-inf - 0) = 0, not NaN
-      const float alpha = kScaled ? exp2_approx((row_max[r] - m_used) * scale_log2)
-                                  : exp2_approx((row_max[r] - m_used) * kLog2e);
+      const float alpha =
+          kScaled ? exp2_approx((row_max[r] - m_used) * scale_log2) : exp2_approx((row_max[r] - m_used) * kLog2e);
       row_max[r] = m;
       float sum = 0.f;
       if constexpr (kScaled) {
@@ -103,7 +103,7 @@ __device__ __forceinline__ void gemm_pv(float (&acc_o)[MT][OT][4], const float (
       for (int mt = 0; mt < MT; ++mt)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          float(&c)[4] = acc_o[mt][2 * op + half];
+          float (&c)[4] = acc_o[mt][2 * op + half];
           Traits::Mma::fma(c[0], c[1], c[2], c[3], frag_p[mt][0], frag_p[mt][1], frag_p[mt][2], frag_p[mt][3],
                            frag_v[2 * half], frag_v[2 * half + 1], c[0], c[1], c[2], c[3]);
         }

@@ -5,29 +5,59 @@
 
 namespace dmattn {
 
-// Eight 16-bit elements from an address that is only 2-byte aligned; elements at and past `valid` are 0. Reads whole
-// aligned words (the word around the first element lies inside the tensor's storage) and never past the last
-// valid element.
-__device__ __forceinline__ uint4 load_chunk_unaligned(const uint16_t* src, int valid) {
-  uint32_t w[5];
-  int shift = (reinterpret_cast<uintptr_t>(src) >> 1) & 1;
-  const uint16_t* base = src - shift;
+struct RowIdentity {
+  __device__ __forceinline__ int64_t operator()(int row) const { return row; }
+};
+// Rows picked by a list of key indices in shared memory.
+struct RowGather {
+  const int32_t* idx;
+  __device__ __forceinline__ int64_t operator()(int row) const { return idx[row]; }
+};
+
+// The aligned word at ptr, `left` of whose elements (from its first) may be read; the others count as 0.
+__device__ __forceinline__ uint32_t load_word(const uint16_t* ptr, int left) {
+  if (left >= 2) return __ldg(reinterpret_cast<const uint32_t*>(ptr));
+  return left == 1 ? __ldg(ptr) : 0;
+}
+
+// load_tile for rows that start anywhere: a warp takes whole rows, in aligned words. Rows on odd elements are put
+// together from two words each; the word around a row's first element lies inside the tensor's storage.
+template <int kRows, int kCols, int kThreads, class RowIndex>
+__device__ __forceinline__ void load_tile_words(uint32_t dst, const uint16_t* src, int64_t row_stride, int rows,
+                                                int cols, int thread, RowIndex row_index) {
+  using Tile = SmemTile<kCols>;
+  constexpr int kWords = kCols >= 64 ? kCols / 64 : 1;  // of a lane
+  constexpr int kBatch = kWords <= 2 ? 4 : 2;           // rows in flight
+  constexpr int kSweep = kThreads / 32 * kBatch;
+  static_assert(kRows % kSweep == 0);
+  const int warp = thread / 32, lane = thread & 31;
+  if (kCols < 64 && lane >= kCols / 2) return;
+#pragma unroll 1
+  for (int row0 = warp * kBatch; row0 < kRows; row0 += kSweep) {
+    uint32_t low[kBatch][kWords], high[kBatch][kWords];
+    int shift[kBatch];
 #pragma unroll
-  for (int i = 0; i < 5; ++i) {
-    const int left = valid > 0 ? valid + shift - 2 * i : 0;  // elements from the start of word i
-    w[i] = 0;
-    if (left >= 2 && (i < 4 || shift)) {
-      w[i] = __ldg(reinterpret_cast<const uint32_t*>(base) + i);
-    } else if (left == 1 && (i < 4 || shift)) {
-      w[i] = __ldg(base + 2 * i);
+    for (int i = 0; i < kBatch; ++i) {
+      const int row = row0 + i;
+      const uint16_t* ptr = src + (row < rows ? row_index(row) * row_stride : 0);
+      shift[i] = static_cast<int>(reinterpret_cast<uintptr_t>(ptr) >> 1) & 1;
+#pragma unroll
+      for (int j = 0; j < kWords; ++j) {
+        const int e = 2 * (lane + 32 * j) - shift[i];  // first element of the low word
+        const int left = row < rows ? cols - e : 0;
+        low[i][j] = load_word(ptr + e, left);
+        high[i][j] = shift[i] ? load_word(ptr + e + 2, left - 2) : 0;
+      }
     }
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i)
+#pragma unroll
+      for (int j = 0; j < kWords; ++j) {
+        const int word = lane + 32 * j;
+        st_shared(dst + Tile::offset(row0 + i, word / 4) + (word & 3) * 4,
+                  __funnelshift_r(low[i][j], high[i][j], 16 * shift[i]));
+      }
   }
-  uint4 r;
-  r.x = __funnelshift_r(w[0], w[1], 16 * shift);
-  r.y = __funnelshift_r(w[1], w[2], 16 * shift);
-  r.z = __funnelshift_r(w[2], w[3], 16 * shift);
-  r.w = __funnelshift_r(w[3], w[4], 16 * shift);
-  return r;
 }
 
 // Copies kRows x kCols 16-bit elements into a SmemTile<kCols>. Row r of the tile comes from src + row_index(r) *
@@ -45,55 +75,65 @@ __device__ __forceinline__ void load_tile(uint32_t dst, const void* src, int64_t
   const uint16_t* base = static_cast<const uint16_t*>(src) + chunk * 8;
   if (vec) {
     const bool col_valid = chunk * 8 < cols;
+    // Stepping the pointer keeps the compiler from holding an address for every pass across the main loop.
+    const uint16_t* ptr = base + row0 * row_stride;
+    const int64_t step = kRowsPerPass * row_stride;
 #pragma unroll
-    for (int i = 0; i < kPasses; ++i) {
+    for (int i = 0; i < kPasses; ++i, ptr += step) {
       const int row = row0 + i * kRowsPerPass;
-      cp_async16(dst + Tile::offset(row, chunk), base + row_index(row) * row_stride, col_valid && row < rows);
+      const uint16_t* from = std::is_same_v<RowIndex, RowIdentity> ? ptr : base + row_index(row) * row_stride;
+      cp_async16(dst + Tile::offset(row, chunk), from, col_valid && row < rows);
     }
   } else {
+    load_tile_words<kRows, kCols, kThreads>(dst, static_cast<const uint16_t*>(src), row_stride, rows, cols, thread,
+                                            row_index);
+  }
+}
+
+// store_tile for rows that start anywhere: a warp takes whole rows, in aligned words, single elements at the ends.
+template <int kRows, int kCols, int kThreads, class RowIndex>
+__device__ __forceinline__ void store_tile_words(uint16_t* dst, uint32_t src, int64_t row_stride, int rows, int cols,
+                                                 int thread, RowIndex row_index) {
+  using Tile = SmemTile<kCols>;
+  const auto element = [&](int row, int col) {
+    return ld_shared_u16(src + Tile::offset(row, col / 8) + (col & 7) * 2);
+  };
 #pragma unroll 2
-    for (int i = 0; i < kPasses; ++i) {
-      const int row = row0 + i * kRowsPerPass;
-      const int valid = row < rows ? cols - chunk * 8 : 0;
-      st_shared(dst + Tile::offset(row, chunk), load_chunk_unaligned(base + row_index(row) * row_stride, valid));
+  for (int row = thread / 32; row < min(kRows, rows); row += kThreads / 32) {
+    uint16_t* out = dst + row_index(row) * row_stride;
+    const int shift = static_cast<int>(reinterpret_cast<uintptr_t>(out) >> 1) & 1;
+    for (int first = 2 * (thread & 31) - shift; first < cols; first += 64) {
+      if (first >= 0 && first + 1 < cols) {
+        *reinterpret_cast<uint32_t*>(out + first) = element(row, first) | element(row, first + 1) << 16;
+      } else {
+        const int col = max(first, 0);  // the word sticks out at one end
+        out[col] = static_cast<uint16_t>(element(row, col));
+      }
     }
   }
 }
 
-struct RowIdentity {
-  __device__ __forceinline__ int64_t operator()(int row) const { return row; }
-};
-// Rows picked by a list of key indices in shared memory.
-struct RowGather {
-  const int32_t* idx;
-  __device__ __forceinline__ int64_t operator()(int row) const { return idx[row]; }
-};
-
-// Writes a SmemTile's first `rows` rows and `cols` columns to global memory.
+// Writes a SmemTile's first `rows` rows and `cols` columns to global memory. vec: rows start on 16 bytes and cols is a
+// multiple of 8.
 template <int kRows, int kCols, int kThreads, class RowIndex>
 __device__ __forceinline__ void store_tile(void* dst, uint32_t src, int64_t row_stride, int rows, int cols, bool vec,
                                            int thread, RowIndex row_index) {
   using Tile = SmemTile<kCols>;
   constexpr int kRowsPerPass = kThreads / Tile::kChunks;
   static_assert(kRows % kRowsPerPass == 0);
+  if (!vec) {
+    store_tile_words<kRows, kCols, kThreads>(static_cast<uint16_t*>(dst), src, row_stride, rows, cols, thread,
+                                             row_index);
+    return;
+  }
   const int chunk = thread % Tile::kChunks;
-  const int valid = cols - chunk * 8;
-  if (valid <= 0) return;
+  if (chunk * 8 >= cols) return;
 #pragma unroll
   for (int i = 0; i < kRows / kRowsPerPass; ++i) {
     const int row = thread / Tile::kChunks + i * kRowsPerPass;
     if (row >= rows) continue;
-    const uint4 x = ld_shared_v4(src + Tile::offset(row, chunk));
     uint16_t* out = static_cast<uint16_t*>(dst) + row_index(row) * row_stride + chunk * 8;
-    if (vec && valid >= 8) {
-      *reinterpret_cast<uint4*>(out) = x;
-    } else {
-      const uint32_t w[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-      for (int e = 0; e < 8; ++e) {
-        if (e < valid) out[e] = static_cast<uint16_t>(w[e / 2] >> (16 * (e & 1)));
-      }
-    }
+    *reinterpret_cast<uint4*>(out) = ld_shared_v4(src + Tile::offset(row, chunk));
   }
 }
 

@@ -1,8 +1,8 @@
 // Small pieces of block-level plumbing shared by the forward and the backward.
 #pragma once
 
-#include "atoms.cuh"
 #include "../params.h"
+#include "atoms.cuh"
 
 namespace dmattn {
 
@@ -31,7 +31,8 @@ __device__ __forceinline__ bool is_vec16(const void* ptr, int64_t stride_a, int6
 
 // The packed mask bits of a tile: kRows x kWords words, columns from word0 on.
 template <int kRows, int kWords, int kThreads>
-__device__ __forceinline__ void load_mask_words(uint32_t dst, const MaskBits& mask, int64_t index, int row0, int word0) {
+__device__ __forceinline__ void load_mask_words(uint32_t dst, const MaskBits& mask, int64_t index, int row0,
+                                                int word0) {
   for (int row = threadIdx.x; row < kRows; row += kThreads) {
     if (row0 + row < mask.rows) {
       const uint32_t* src = mask.bits + (index * mask.rows + row0 + row) * mask.words_per_row + word0;

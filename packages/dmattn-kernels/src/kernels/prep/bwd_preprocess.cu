@@ -84,8 +84,8 @@ cudaError_t launch_preprocess(const BwdPreprocessParams& p, cudaStream_t stream)
 constexpr int kScheduleThreads = 1024;
 
 __global__ void __launch_bounds__(kScheduleThreads)
-    schedule_kernel(const KeyList keys, int lists, int nheads_k, int head_ratio, int block_n, int max_slots,
-                    int max_splits, int32_t* schedule) {
+    schedule_kernel(const KeyList keys, int lists, int nheads_k, int head_ratio, int block_n, int max_work,
+                    int max_tiles, int max_splits, int32_t* schedule) {
   __shared__ int warp_sums[32];
   int tiles = 0;
   for (int list0 = 0; list0 < lists; list0 += kScheduleThreads) {
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(kScheduleThreads)
     __syncthreads();
   }
   if (threadIdx.x == 0) {
-    schedule[0] = tiles == 0 ? 1 : max(1, min(max_slots / tiles, max_splits));
+    schedule[0] = tiles == 0 || tiles > max_tiles ? 1 : max(1, min(max_work / tiles, max_splits));
     schedule[1] = tiles;
     schedule[2 + lists] = tiles;
   }
@@ -179,10 +179,10 @@ cudaError_t bwd_preprocess(const BwdPreprocessParams& p, Dtype dtype, cudaStream
   });
 }
 
-cudaError_t bwd_schedule(const KeyList& keys, int batch, int nheads_k, int head_ratio, int block_n, int max_slots,
-                         int max_splits, int32_t* schedule, cudaStream_t stream) {
+cudaError_t bwd_schedule(const KeyList& keys, int batch, int nheads_k, int head_ratio, int block_n, int max_work,
+                         int max_tiles, int max_splits, int32_t* schedule, cudaStream_t stream) {
   return launch(schedule_kernel, 1, kScheduleThreads, 0, stream, keys, batch * nheads_k, nheads_k, head_ratio, block_n,
-                max_slots, max_splits, schedule);
+                max_work, max_tiles, max_splits, schedule);
 }
 
 cudaError_t convert_dq(const ConvertDqParams& p, Dtype dtype, cudaStream_t stream) {

@@ -36,6 +36,7 @@ struct ReduceDkvParams {
   GradPair outs;
   KeyList keys;
   const int32_t* schedule;  // nullptr: tiled
+  bool is_summed;           // one slot a tile; otherwise one for each of its splits
   int32_t num_outs, num_splits, batch, nheads_k, head_ratio, seqlen_k, head_dim, block_n, head_dim_tile;
 };
 
@@ -78,6 +79,7 @@ __global__ void __launch_bounds__(kThreads)
     if (num_splits == 1) return;  // the attention kernel has written dk and dv
     work_items = static_cast<int64_t>(__ldg(p.schedule + 1)) * p.num_outs * parts;
   }
+  if (p.is_summed) num_splits = 1;
   const int64_t slot_size = static_cast<int64_t>(p.block_n) * p.head_dim_tile;
   for (int64_t item = blockIdx.x; item < work_items; item += gridDim.x) {
     const int tile = static_cast<int>(item / parts / p.num_outs);
@@ -156,6 +158,7 @@ cudaError_t reduce_dkv(const BwdParams& p, Dtype dtype, int block_n, int head_di
   r.keys = p.keys;
   r.schedule = p.schedule;
   r.num_splits = p.num_splits;
+  r.is_summed = !p.deterministic;
   r.batch = p.batch;
   r.nheads_k = p.nheads_k;
   r.head_ratio = p.head_ratio;

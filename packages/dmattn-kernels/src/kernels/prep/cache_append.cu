@@ -29,7 +29,8 @@ __device__ __forceinline__ Entry lower(const Entry& a, const Entry& b) { return 
 __device__ __forceinline__ Entry warp_lowest(Entry e) {
 #pragma unroll
   for (int offset = 16; offset > 0; offset /= 2) {
-    const Entry other = {__shfl_xor_sync(0xffffffffu, e.score, offset), __shfl_xor_sync(0xffffffffu, e.position, offset),
+    const Entry other = {__shfl_xor_sync(0xffffffffu, e.score, offset),
+                         __shfl_xor_sync(0xffffffffu, e.position, offset),
                          __shfl_xor_sync(0xffffffffu, e.slot, offset)};
     e = lower(e, other);
   }

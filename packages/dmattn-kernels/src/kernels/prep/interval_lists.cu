@@ -37,8 +37,7 @@ struct RowRange {
   }
 };
 
-__global__ void __launch_bounds__(kThreads)
-    interval_kernel(const KeyList lists, int seqlen_q, int seqlen_k, bool vec) {
+__global__ void __launch_bounds__(kThreads) interval_kernel(const KeyList lists, int seqlen_q, int seqlen_k, bool vec) {
   __shared__ int2 warp_sums[kWarps];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   // Blocks with most keys before them first.

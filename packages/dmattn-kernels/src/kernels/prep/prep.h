@@ -40,17 +40,17 @@ struct BwdPreprocessParams {
   const float* lse_rest = nullptr;  // optional, strides of lse
   float* lse_rounded = nullptr;     // [batch][nheads][seqlen_q_rounded]
   float* rest_rounded = nullptr;    // likewise; written when lse_rest is given
-  float* delta = nullptr;        // [batch][nheads][seqlen_q_rounded]
+  float* delta = nullptr;           // [batch][nheads][seqlen_q_rounded]
   int32_t batch = 0, seqlen_q = 0, seqlen_q_rounded = 0, nheads = 0, head_dim = 0;
   bool vec_out = true, vec_dout = true;  // rows start on 16 bytes
 };
 // delta = rowsum(out * dout) - dlse; lse copied with +inf for rows that keep nothing or lie past seqlen_q.
 cudaError_t bwd_preprocess(const BwdPreprocessParams& p, Dtype dtype, cudaStream_t stream);
 
-// Fills `schedule` (see BwdParams) for gathered lists: as many splits as keep tiles * splits <= max_slots, at least 1,
-// at most max_splits (whole heads when deterministic: max_splits is then the group size).
-cudaError_t bwd_schedule(const KeyList& keys, int batch, int nheads_k, int head_ratio, int block_n, int max_slots,
-                         int max_splits, int32_t* schedule, cudaStream_t stream);
+// Fills `schedule` (see BwdParams) for gathered lists: as many splits as keep tiles * splits <= max_work, at least 1,
+// at most max_splits, and only 1 when there are more than max_tiles tiles (accumulators).
+cudaError_t bwd_schedule(const KeyList& keys, int batch, int nheads_k, int head_ratio, int block_n, int max_work,
+                         int max_tiles, int max_splits, int32_t* schedule, cudaStream_t stream);
 
 // The accumulator layout of the backward kernel's dq tiles, so that the conversion reads what the kernel wrote.
 struct DqTileLayout {

@@ -18,14 +18,14 @@ constexpr int32_t kMaxSelectKeys = INT32_MAX / 2;
 // Total order of keys: higher score first, among equal scores the later key first. A key whose score is NaN or -inf, or
 // that key_mask forbids, is never selected.
 struct SelectParams {
-  const void* scores = nullptr;  // [score_batch][score_heads][seqlen_k], strides in elements, 0 where broadcast
+  const void* scores = nullptr;   // [score_batch][score_heads][seqlen_k], strides in elements, 0 where broadcast
   Dtype dtype = Dtype::kFloat32;  // f16, bf16 or f32
   int64_t score_batch_stride = 0, score_head_stride = 0, score_col_stride = 1;
   const uint8_t* key_mask = nullptr;  // optional, nonzero = allowed
   int64_t mask_batch_stride = 0, mask_head_stride = 0, mask_col_stride = 0;
-  int32_t mask_head_ratio = 1;  // selection heads per mask head
-  int32_t batch = 1, heads = 1;  // of the selection: the broadcast of scores and mask
-  int32_t score_head_ratio = 1;  // selection heads per score head
+  int32_t mask_head_ratio = 1;         // selection heads per mask head
+  int32_t batch = 1, heads = 1;        // of the selection: the broadcast of scores and mask
+  int32_t score_head_ratio = 1;        // selection heads per score head
   int32_t seqlen_q = 0, seqlen_k = 0;  // seqlen_q <= seqlen_k when causal
   int32_t window = 0;                  // w >= 1
   bool is_causal = true;
@@ -41,14 +41,14 @@ struct SelectParams {
 int32_t select_capacity(const SelectParams& p);
 size_t select_workspace_size(const SelectParams& p);
 // `keys`: idx, count, full and end are written (full not when !is_causal; end not when it is null), for batch x heads
-// of `p`. capacity at least select_capacity(). Entries of idx from count up to the next multiple of 128 are 0; what lies
-// behind is left as it was. The workspace starts on 16 bytes. The result is the same bit by bit in every run.
+// of `p`. capacity at least select_capacity(). Entries of idx from count up to the next multiple of 128 are 0; what
+// lies behind is left as it was. The workspace starts on 16 bytes. The result is the same bit by bit in every run.
 // cudaErrorInvalidValue: window < 1, seqlen_q > seqlen_k when causal, lengths out of range, lists of another layout.
 cudaError_t select_keys(const SelectParams& p, const KeyList& keys, void* workspace, cudaStream_t stream);
 
 // Lists from given intervals (`end` as above, causal): sliding windows, packed documents, a reused selection. Every
-// block's list must fit `capacity`; entries beyond it are dropped. Any block_rows > 0. Both sections ascending, zeros as
-// above. Reads end O(seqlen_k^2 / block_rows / 2) times.
+// block's list must fit `capacity`; entries beyond it are dropped. Any block_rows > 0. Both sections ascending, zeros
+// as above. Reads end O(seqlen_k^2 / block_rows / 2) times.
 cudaError_t build_interval_lists(const KeyList& keys, int32_t seqlen_q, int32_t seqlen_k, cudaStream_t stream);
 
 }  // namespace dmattn

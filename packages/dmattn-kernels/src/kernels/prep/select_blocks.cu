@@ -1,6 +1,6 @@
-// Selection by one thread block each: running top-w, block of query rows by block, where each finds the best keys in front
-// of it by itself and follows the few that can change while its rows go by; for long sequences the sets from which that
-// search starts; and single lists.
+// Selection by one thread block each: running top-w, block of query rows by block, where each finds the best keys in
+// front of it by itself and follows the few that can change while its rows go by; for long sequences the sets from
+// which that search starts; and single lists.
 #include "select_common.cuh"
 
 namespace dmattn {
@@ -139,21 +139,20 @@ __global__ void __launch_bounds__(kBlockThreads, 3) block_kernel(const SelectPla
   const bool visit_all = block == 0 && end != nullptr;
   compact<kBlockThreads>(s, visit_all,
                          [&](int item, uint32_t x, bool in_core, bool in_kept, int core_rank, int rest_rank) {
-    if (in_core) {
-      idx[core_rank] = c.key(item);
-    } else if (in_kept) {
-      active.leaving[rest_rank] = make_rank(x, c.key(item));
-    } else if (c.exists(item)) {
-      end[c.key(item)] = c.key(item);
-    }
-  });
+                           if (in_core) {
+                             idx[core_rank] = c.key(item);
+                           } else if (in_kept) {
+                             active.leaving[rest_rank] = make_rank(x, c.key(item));
+                           } else if (c.exists(item)) {
+                             end[c.key(item)] = c.key(item);
+                           }
+                         });
 
   // The upper half of the threads stand for the block's own keys. One that is worse than all kept keys changes nothing.
   const bool is_new = tid >= kSelectBlockRows;
   const int i = tid % kSelectBlockRows;
   const uint32_t new_ord = is_new && i < rows ? __ldg(p.ord + row * p.ord_pitch + row0 + i) : 0u;
-  const bool joins = new_ord > sel.kept_cut.value ||
-                     (new_ord == sel.kept_cut.value && sel.kept_cut.skip != INT_MAX);
+  const bool joins = new_ord > sel.kept_cut.value || (new_ord == sel.kept_cut.value && sel.kept_cut.skip != INT_MAX);
   const uint32_t joins_warp = __ballot_sync(kFullWarp, joins);
   if (is_new && i % 32 == 0) active.warp_joining[i / 32] = __popc(joins_warp);
   __syncthreads();
@@ -186,8 +185,8 @@ __global__ void __launch_bounds__(kBlockThreads, 3) block_kernel(const SelectPla
   }
 
   int total;
-  const int before = block_exclusive_scan<kBlockThreads>((full ? 1 : 0) + (present && !full ? 1 << 16 : 0),
-                                                         s.warp_sums, total);
+  const int before =
+      block_exclusive_scan<kBlockThreads>((full ? 1 : 0) + (present && !full ? 1 << 16 : 0), s.warp_sums, total);
   const int full_count = core + (total & 0xffff), count = full_count + (total >> 16);
   if (present) idx[full ? core + (before & 0xffff) : full_count + (before >> 16)] = key;
   if (tid < round_up(count, 128) - count) idx[count + tid] = 0;

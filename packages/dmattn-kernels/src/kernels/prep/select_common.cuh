@@ -1,5 +1,5 @@
-// Device side of the selection: radix select of one thread block over its candidates, and the ordered compaction of what
-// was selected.
+// Device side of the selection: radix select of one thread block over its candidates, and the ordered compaction of
+// what was selected.
 #pragma once
 
 #include <climits>
@@ -300,9 +300,9 @@ struct WarpQuads {
   }
 };
 
-// After select(): calls sink(item, ord, in_core, in_kept, core_rank, rest_rank) for every kept item, and, if `visit_all`,
-// for every other one too, padding included. The ranks number the core items and the other kept ones in key order. A
-// warp takes contiguous items, so that one barrier is enough.
+// After select(): calls sink(item, ord, in_core, in_kept, core_rank, rest_rank) for every kept item, and, if
+// `visit_all`, for every other one too, padding included. The ranks number the core items and the other kept ones in
+// key order. A warp takes contiguous items, so that one barrier is enough.
 template <int kThreads, class Sink>
 __device__ __forceinline__ void compact(SelectSmem& s, bool visit_all, Sink&& sink) {
   const Candidates& c = s.candidates;
@@ -324,8 +324,8 @@ __device__ __forceinline__ void compact(SelectSmem& s, bool visit_all, Sink&& si
       kept.equal += ord[i] == kept_cut.value;
     }
   }
-  const int4 own_tally = make_int4(warp_sum(core.above), warp_sum(core.equal), warp_sum(kept.above),
-                                   warp_sum(kept.equal));
+  const int4 own_tally =
+      make_int4(warp_sum(core.above), warp_sum(core.equal), warp_sum(kept.above), warp_sum(kept.equal));
   if (lane == 0) s.warp_tally[warp] = own_tally;
   __syncthreads();
   core = kept = Tally{0, 0};

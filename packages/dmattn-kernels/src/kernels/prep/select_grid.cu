@@ -1,6 +1,6 @@
-// The best keys of a long row, found by many thread blocks: a histogram launch for each digit of the ordered scores, then
-// an ordered compaction. A launch works out for itself, in every block, what the histogram before it says: no block waits
-// for another.
+// The best keys of a long row, found by many thread blocks: a histogram launch for each digit of the ordered scores,
+// then an ordered compaction. A launch works out for itself, in every block, what the histogram before it says: no
+// block waits for another.
 #include "select_common.cuh"
 
 namespace dmattn {
@@ -93,8 +93,8 @@ __global__ void __launch_bounds__(kGridThreads) digit_kernel(const SelectPlan p,
   const int64_t chunk_index = static_cast<int64_t>(row) * p.chunks + chunk;
   BinCounts<kGridThreads> bins;
   bins.load(s.hist, s.warp_sums);
-  uint4* suffix = reinterpret_cast<uint4*>(p.chunk_suffix + (chunk_index + 1) * kBins) -
-                  (threadIdx.x + 1) * (bins.kPerThread / 4);
+  uint4* suffix =
+      reinterpret_cast<uint4*>(p.chunk_suffix + (chunk_index + 1) * kBins) - (threadIdx.x + 1) * (bins.kPerThread / 4);
   uint32_t running[bins.kPerThread];
 #pragma unroll
   for (int i = 0, sum = bins.above; i < bins.kPerThread; ++i) running[i] = sum += bins.count[i];
@@ -133,8 +133,8 @@ __device__ __forceinline__ GridOutput grid_output(const SelectPlan& p, const Key
   return out;
 }
 
-// Keys selected in the chunks before `chunk` (x), and how many of the chunk's own keys that equal the cut come too early
-// to be selected (y).
+// Keys selected in the chunks before `chunk` (x), and how many of the chunk's own keys that equal the cut come too
+// early to be selected (y).
 __device__ __forceinline__ int2 place_chunk(const SelectPlan& p, int row, int chunk, uint32_t bin, int need,
                                             GridSmem& s) {
   int above = 0, later_equal = 0, own_equal = 0;

@@ -1,8 +1,7 @@
 // Selection of keys by score: the plan, ordered scores, and the order of the launches.
-#include "select.h"
-
 #include <algorithm>
 
+#include "select.h"
 #include "select_common.cuh"
 
 namespace dmattn {
@@ -43,11 +42,11 @@ __global__ void __launch_bounds__(kOrderThreads)
   const int row = blockIdx.x / chunks;
   const int chunk0 = blockIdx.x % chunks * kChunkKeys;
   const int b = row / p.heads, h = row % p.heads;
-  const Score* scores = static_cast<const Score*>(p.scores) + b * p.score_batch_stride +
-                        h / p.score_head_ratio * p.score_head_stride;
-  const uint8_t* mask = p.key_mask == nullptr ? nullptr
-                                              : p.key_mask + b * p.mask_batch_stride +
-                                                    h / p.mask_head_ratio * p.mask_head_stride;
+  const Score* scores =
+      static_cast<const Score*>(p.scores) + b * p.score_batch_stride + h / p.score_head_ratio * p.score_head_stride;
+  const uint8_t* mask = p.key_mask == nullptr
+                            ? nullptr
+                            : p.key_mask + b * p.mask_batch_stride + h / p.mask_head_ratio * p.mask_head_stride;
   const bool counted = chunk0 < plan.grid_keys;
   if (counted) {
     clear_bins<kOrderThreads>(hist, kBins);
@@ -170,7 +169,9 @@ cudaError_t select_order(const SelectParams& p, const SelectPlan& plan, int32_t*
   const int chunks = std::max(1, ceil_div(p.seqlen_k, kChunkKeys));
   const int64_t blocks = static_cast<int64_t>(plan.rows) * chunks;
   int32_t* start = plan.single_list ? nullptr : end;
-  const auto run = [&](auto kernel) { return launch(kernel, blocks, kOrderThreads, 0, stream, p, plan, chunks, start); };
+  const auto run = [&](auto kernel) {
+    return launch(kernel, blocks, kOrderThreads, 0, stream, p, plan, chunks, start);
+  };
   if (p.dtype == Dtype::kFloat32) return run(order_kernel<float>);
   if (p.dtype == Dtype::kFloat16) return run(order_kernel<__half>);
   if (p.dtype == Dtype::kBFloat16) return run(order_kernel<__nv_bfloat16>);

@@ -34,10 +34,10 @@ struct SelectPlan {
 
   // Selection by the whole grid: the best keys among 0 .. grid_keys - 1 of every row. Used for a long single list, and
   // for the keys in front of the first row when there are many of them.
-  int32_t grid_keys = 0;  // 0: not used
-  int32_t chunks = 0;             // of kChunkKeys, covering grid_keys
-  uint32_t* hist = nullptr;       // [rows][kMaxDigits][kBins], zeroed before the first kernel
-  uint2* digit_state = nullptr;   // [rows][kMaxDigits]: (prefix, keys still wanted) before that digit is looked at
+  int32_t grid_keys = 0;             // 0: not used
+  int32_t chunks = 0;                // of kChunkKeys, covering grid_keys
+  uint32_t* hist = nullptr;          // [rows][kMaxDigits][kBins], zeroed before the first kernel
+  uint2* digit_state = nullptr;      // [rows][kMaxDigits]: (prefix, keys still wanted) before that digit is looked at
   int32_t* chunk_above = nullptr;    // [rows][chunks]: keys whose prefix lies above that of the last digit
   uint32_t* chunk_suffix = nullptr;  // [rows][chunks][kBins]: keys of the prefix with last digit >= bin
 
@@ -49,9 +49,9 @@ struct SelectPlan {
   int32_t super_keys = 0;  // a multiple of 128
   int32_t first_set = 0;   // 1 when there is nothing before set_origin
   int32_t sets = 0;
-  int32_t set_capacity = 0;     // a multiple of 4
-  uint32_t* set_ord = nullptr;  // [2][rows][sets][set_capacity], zeros up to the next multiple of 4
-  int32_t* set_key = nullptr;   // the same shape, ascending
+  int32_t set_capacity = 0;      // a multiple of 4
+  uint32_t* set_ord = nullptr;   // [2][rows][sets][set_capacity], zeros up to the next multiple of 4
+  int32_t* set_key = nullptr;    // the same shape, ascending
   int32_t* set_count = nullptr;  // [2][rows][sets]
 };
 

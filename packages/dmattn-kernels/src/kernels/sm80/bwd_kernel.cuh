@@ -45,10 +45,10 @@ struct BwdTraits {
   static constexpr uint32_t kSmemLimit = (kFamily == Family::kSm89 ? 99 : 163) * 1024;
   static constexpr int kStagesdO = kdO + 2 * kTileQ + 2 * kBlockM * kBlockN * 2 + kSmallBytes <= kSmemLimit ? 2 : 1;
   static constexpr uint32_t kP = kdO + kStagesdO * kTileQ;
-  static constexpr uint32_t kdS = kP + kBlockM * kBlockN * 2;  // holds the bias tile until dS replaces it
-  static constexpr uint32_t kLse = kdS + kBlockM * kBlockN * 2;     // float [2][kBlockM]
-  static constexpr uint32_t kDelta = kLse + 2 * kBlockM * 4;        // float [2][kBlockM]
-  static constexpr uint32_t kKeyIdx = kDelta + 2 * kBlockM * 4;     // int32 [kBlockN]
+  static constexpr uint32_t kdS = kP + kBlockM * kBlockN * 2;    // holds the bias tile until dS replaces it
+  static constexpr uint32_t kLse = kdS + kBlockM * kBlockN * 2;  // float [2][kBlockM]
+  static constexpr uint32_t kDelta = kLse + 2 * kBlockM * 4;     // float [2][kBlockM]
+  static constexpr uint32_t kKeyIdx = kDelta + 2 * kBlockM * 4;  // int32 [kBlockN]
   static constexpr uint32_t kInterval = kKeyIdx + (kGathered ? kBlockN * 4 : 0);   // KeyInterval [kBlockN]
   static constexpr uint32_t kKeyBias = kInterval + (kGathered ? kBlockN * 8 : 0);  // float [2][kBlockN]
   static constexpr uint32_t kMask = kKeyBias + (kGeneral ? 2 * kBlockN * 4 : 0);
@@ -76,13 +76,13 @@ struct BwdBlock {
   uint32_t smem_base;
   int warp, lane;
   int batch, head_k, n_block;
-  int slot;           // of dk_slots, dv_slots
+  int slot;  // of dk_slots, dv_slots
   int num_splits;
-  int key0, keys;     // first key (or list entry) and number of keys of the tile
+  int key0, keys;  // first key (or list entry) and number of keys of the tile
   const int32_t* list;
-  int keys_full;      // interval lists: keys of the tile that every row of the block keeps
-  int row_block;      // interval lists: block of query rows that the list belongs to
-  int m_begin, m_end; // row blocks that may see the tile
+  int keys_full;       // interval lists: keys of the tile that every row of the block keeps
+  int row_block;       // interval lists: block of query rows that the list belongs to
+  int m_begin, m_end;  // row blocks that may see the tile
   Step first;
   MaskTiles<kBlockN, kBlockM> tiles;
   bool active;
@@ -174,7 +174,8 @@ struct BwdBlock {
     first.left = end - begin;
     const int g = per_head > 0 ? begin / per_head : 0;
     first.head = head_k * p.head_ratio + p.group_begin + g;
-    first.m = m_end - 1 - (begin - g * per_head);
+    const int done = begin - g * per_head;  // blocks of the first head that other splits have
+    first.m = m_end - 1 - done;
     if constexpr (T::kGeneral && !T::kGathered) {
       set_mask_tiles(first.head);
     }
@@ -187,12 +188,13 @@ struct BwdBlock {
   __device__ __forceinline__ void set_mask_tiles(int head) {
     if (p.mask.bits == nullptr) return;
     const int64_t i = mask_index(head) * p.mask.bands_k * p.mask.words_q;
-    tiles = MaskTiles<kBlockN, kBlockM>(p.mask.any_cols + i, p.mask.all_cols + i, p.mask.words_q, p.mask.bands_k,
-                                        n_block);
+    tiles =
+        MaskTiles<kBlockN, kBlockM>(p.mask.any_cols + i, p.mask.all_cols + i, p.mask.words_q, p.mask.bands_k, n_block);
   }
 
   // Rows are taken from the last block down, so that when causal every block starts on rows that all keys see and a
-  // deterministic dq is passed from block to block without waiting.
+  // deterministic dq is passed from block to block without waiting. (Starting on different rows, so that the atomics on
+  // dq do not meet, was measured to gain nothing.)
   __device__ __forceinline__ Step next(Step s) {
     if (--s.left <= 0) return {0, 0, 0};
     if (--s.m < m_begin) {
@@ -225,9 +227,7 @@ struct BwdBlock {
   }
   // Key tiles add to a row block in ascending order. Blocks start in ascending order too, so the one that is waited
   // for is running.
-  __device__ __forceinline__ void wait_for_turn(const Step& s) const {
-    wait_until(semaphore(s), n_block);
-  }
+  __device__ __forceinline__ void wait_for_turn(const Step& s) const { wait_until(semaphore(s), n_block); }
   __device__ __forceinline__ void pass_turn(const Step& s) const { increment(semaphore(s)); }
 
   // --- deterministic dk, dv and dbias of interval lists --------------------------------------------------------------
@@ -264,7 +264,8 @@ struct BwdBlock {
   __device__ __forceinline__ const Element* head_ptr(const void* base, const Strides3& s, int head) const {
     return static_cast<const Element*>(base) + batch * s.batch + head * s.head;
   }
-  __device__ __forceinline__ void load_kv(uint32_t dst, const void* base, const Strides3& s, bool vec) const {
+  __device__ __forceinline__ void load_kv(uint32_t dst, const void* base, const Strides3& s, bool vec_given) const {
+    const bool vec = !T::kGeneral || vec_given;
     const Element* src = head_ptr(base, s, head_k);
     if constexpr (T::kGathered) {
       load_tile<kBlockN, kHeadDim, T::kThreads>(smem_base + dst, src, s.row, keys, p.head_dim, vec, threadIdx.x,
@@ -278,7 +279,8 @@ struct BwdBlock {
                                             const Step& step) const {
     const int row0 = step.m * kBlockM;
     load_tile<kBlockM, kHeadDim, T::kThreads>(smem_base + dst, head_ptr(base, s, step.head) + row0 * s.row, s.row,
-                                              p.seqlen_q - row0, p.head_dim, vec, threadIdx.x, RowIdentity{});
+                                              p.seqlen_q - row0, p.head_dim, !T::kGeneral || vec, threadIdx.x,
+                                              RowIdentity{});
   }
   __device__ __forceinline__ void load_q(const Step& s, int stage) const {
     load_rows(T::kQ + stage * T::kTileQ, p.q, p.q_stride, p.vec_q, s);
@@ -302,18 +304,29 @@ struct BwdBlock {
     if constexpr (T::kGeneral && !T::kGathered) {
       if (p.bias.kind == BiasKind::kTile) {
         const int row0 = s.m * kBlockM;
-        const uint16_t* src = static_cast<const uint16_t*>(p.bias.ptr) + bias_base(s.head) +
-                              row0 * p.bias.row_stride + key0;
-        const bool vec = is_vec16(p.bias.ptr, p.bias.batch_stride, p.bias.head_stride, p.bias.row_stride) &&
-                         p.seqlen_k % 8 == 0;
-        load_tile<kBlockM, kBlockN, T::kThreads>(smem_base + T::kdS, src, p.bias.row_stride, p.seqlen_q - row0, keys,
-                                                 vec, threadIdx.x, RowIdentity{});
+        const ShiftedTile<kBlockN> tile = bias_tile(s);
+        if (bias_is_shifted()) {
+          tile.template load<kBlockM, T::kThreads>(smem_base + T::kP, p.seqlen_q - row0, keys, threadIdx.x);
+        } else {
+          load_tile<kBlockM, kBlockN, T::kThreads>(smem_base + T::kdS, tile.src, p.bias.row_stride, p.seqlen_q - row0,
+                                                   keys, true, threadIdx.x, RowIdentity{});
+        }
       }
       if (p.mask.bits != nullptr) {
         load_mask_words<kBlockM, T::kMaskWords, T::kThreads>(smem_base + T::kMask, p.mask, mask_index(s.head),
                                                              s.m * kBlockM, n_block * T::kMaskWords);
       }
     }
+  }
+  __device__ __forceinline__ ShiftedTile<kBlockN> bias_tile(const Step& s) const {
+    return {static_cast<const uint16_t*>(p.bias.ptr) + bias_base(s.head) +
+                static_cast<int64_t>(s.m) * kBlockM * p.bias.row_stride + key0,
+            p.bias.row_stride};
+  }
+  // Rows of the bias that do not start on 16 bytes: their tile is wider than dS's and lies over P and dS instead.
+  __device__ __forceinline__ bool bias_is_shifted() const {
+    return T::kGeneral && !T::kGathered && p.bias.kind == BiasKind::kTile &&
+           !(is_vec16(p.bias.ptr, p.bias.batch_stride, p.bias.head_stride, p.bias.row_stride) && p.seqlen_k % 8 == 0);
   }
   __device__ __forceinline__ bool has_score_tiles() const {
     return T::kGeneral && !T::kGathered && (p.bias.kind == BiasKind::kTile || p.mask.bits != nullptr);
@@ -354,7 +367,10 @@ struct BwdBlock {
       in.key_bias = key_bias(buf);
       in.mask_words = reinterpret_cast<const uint32_t*>(smem + T::kMask);
       scale_scores(s, p.softmax_scale, T::kFull ? p.softcap : 0.f);
-      if (p.bias.kind != BiasKind::kNone) {
+      if (bias_is_shifted()) {
+        add_shifted_bias<Element>(s, bias_tile(step), smem_base + T::kP, map);
+        __syncthreads();  // P and dS go where other threads' bias was
+      } else if (p.bias.kind != BiasKind::kNone) {
         add_bias<Element, kBlockN, T::kGathered, T::kFull>(s, p.bias, bias_base(step.head), in, map);
       }
       if constexpr (!T::kGathered) {
@@ -495,11 +511,10 @@ struct BwdBlock {
   __device__ __forceinline__ void copy_dbias(const Step& s) const {
     Element* dst = static_cast<Element*>(p.dbias) + dbias_base(s) +
                    static_cast<int64_t>(s.m) * kBlockM * p.dbias_row_stride + key0;
-    store_tile<kBlockM, kBlockN, T::kThreads>(dst, smem_base + T::kdS, p.dbias_row_stride,
-                                              p.seqlen_q - s.m * kBlockM, keys,
-                                              is_vec16(p.dbias, p.dbias_batch_stride, p.dbias_head_stride,
-                                                       p.dbias_row_stride),
-                                              threadIdx.x, RowIdentity{});
+    store_tile<kBlockM, kBlockN, T::kThreads>(
+        dst, smem_base + T::kdS, p.dbias_row_stride, p.seqlen_q - s.m * kBlockM, keys,
+        is_vec16(p.dbias, p.dbias_batch_stride, p.dbias_head_stride, p.dbias_row_stride) && keys % 8 == 0, threadIdx.x,
+        RowIdentity{});
   }
 
   // --- the loop ------------------------------------------------------------------------------------------------------
@@ -541,7 +556,8 @@ struct BwdBlock {
       const int idx = __ldg(list + key0 + threadIdx.x);
       key_idx()[threadIdx.x] = idx;
       if (has_intervals()) {
-        const int length = static_cast<int>(threadIdx.x) < keys ? __ldg(p.keys.end + list_index() * p.seqlen_k + idx) - idx : 0;
+        const int length =
+            static_cast<int>(threadIdx.x) < keys ? __ldg(p.keys.end + list_index() * p.seqlen_k + idx) - idx : 0;
         reinterpret_cast<KeyInterval*>(smem + T::kInterval)[threadIdx.x] = {idx, length};
       }
     }
@@ -569,11 +585,15 @@ struct BwdBlock {
     const int row_q = (warp % T::kWarpsMdQ) * 16 * T::MTq, dim_q = (warp / T::kWarpsMdQ) * 8 * T::NTq;
     const ScoreMap map(row_s, col_s, lane);
     // S = Q K^T, dP = dO V^T
-    const Operand<kHeadDim, true, false> q_rows(smem_base + T::kQ, row_s, lane), do_rows(smem_base + T::kdO, row_s, lane);
-    const Operand<kHeadDim, false, false> k_rows(smem_base + T::kK, col_s, lane), v_rows(smem_base + T::kV, col_s, lane);
+    const Operand<kHeadDim, true, false> q_rows(smem_base + T::kQ, row_s, lane),
+        do_rows(smem_base + T::kdO, row_s, lane);
+    const Operand<kHeadDim, false, false> k_rows(smem_base + T::kK, col_s, lane),
+        v_rows(smem_base + T::kV, col_s, lane);
     // dV = P^T dO, dK = dS^T Q
-    const Operand<kBlockN, true, true> p_cols(smem_base + T::kP, key_kv, lane), ds_cols(smem_base + T::kdS, key_kv, lane);
-    const Operand<kHeadDim, false, true> do_cols(smem_base + T::kdO, dim_kv, lane), q_cols(smem_base + T::kQ, dim_kv, lane);
+    const Operand<kBlockN, true, true> p_cols(smem_base + T::kP, key_kv, lane),
+        ds_cols(smem_base + T::kdS, key_kv, lane);
+    const Operand<kHeadDim, false, true> do_cols(smem_base + T::kdO, dim_kv, lane),
+        q_cols(smem_base + T::kQ, dim_kv, lane);
     // dQ = dS K
     const Operand<kBlockN, true, false> ds_rows(smem_base + T::kdS, row_q, lane);
     const Operand<kHeadDim, false, true> k_cols(smem_base + T::kK, dim_q, lane);
@@ -760,19 +780,19 @@ struct BwdBlock {
       const int64_t key = T::kGathered ? __ldg(list + key0 + row) : key0 + row;
       dst = accum + ((static_cast<int64_t>(batch) * p.nheads_k + head_k) * p.seqlen_k + key) * p.head_dim;
     } else {
-      dst = slots + (static_cast<int64_t>(slot) * kBlockN + row) * kHeadDim;
+      dst = slots + (static_cast<int64_t>(p.deterministic ? slot : slot / num_splits) * kBlockN + row) * kHeadDim;
     }
 #pragma unroll
     for (int nt = 0; nt < T::NTkv; ++nt) {
       const int col = map.col(nt, 0);
       float2 x = {acc[nt][2 * half], acc[nt][2 * half + 1]};
+      if (accum != nullptr && col >= p.head_dim) continue;
+      if (accum != nullptr ? has_intervals() : !p.deterministic) {
+        atomicAdd(dst + col, x.x);
+        atomicAdd(dst + col + 1, x.y);
+        continue;
+      }
       if (accum != nullptr) {
-        if (col >= p.head_dim) continue;
-        if (has_intervals()) {
-          atomicAdd(dst + col, x.x);
-          atomicAdd(dst + col + 1, x.y);
-          continue;
-        }
         // Launches for the heads of a group follow one another and a key belongs to one block of each.
         const float2 old = *reinterpret_cast<const float2*>(dst + col);
         x.x += old.x;

@@ -23,19 +23,20 @@ struct FwdTraits {
   static constexpr int MT = kBlockM / (16 * kWarps);
   static constexpr int NT = kBlockN / 8;
   static constexpr int OT = kHeadDim / 8;
-  // Two blocks of 128 threads share the register file at 255 registers, three at 168, and hide each other's softmax.
-  static constexpr int kMinBlocks = kWarps != 4 ? 1 : kHeadDim == 64 && !kGeneral && !kGathered ? 3 : 2;
+  // Two blocks of 128 threads share the register file at 255 registers and hide each other's softmax.
+  static constexpr int kMinBlocks = kWarps == 4 ? 2 : 1;
   static constexpr int kMaskWords = kBlockN / 32;
 
   static constexpr uint32_t kQ = 0;
   static constexpr uint32_t kK = kQ + kBlockM * kHeadDim * 2;
   static constexpr uint32_t kV = kK + kBlockN * kHeadDim * 2;
-  static constexpr uint32_t kKeyIdx = kV + kBlockN * kHeadDim * 2;                      // int32 [2][kBlockN]
-  static constexpr uint32_t kInterval = kKeyIdx + (kGathered ? 2 * kBlockN * 4 : 0);    // KeyInterval [2][kBlockN]
-  static constexpr uint32_t kKeyBias = kInterval + (kGathered ? 2 * kBlockN * 8 : 0);   // float [2][kBlockN]
-  static constexpr uint32_t kMask = kKeyBias + (kGeneral ? 2 * kBlockN * 4 : 0);        // uint32 [kBlockM][kMaskWords]
+  static constexpr uint32_t kKeyIdx = kV + kBlockN * kHeadDim * 2;                     // int32 [2][kBlockN]
+  static constexpr uint32_t kInterval = kKeyIdx + (kGathered ? 2 * kBlockN * 4 : 0);   // KeyInterval [2][kBlockN]
+  static constexpr uint32_t kKeyBias = kInterval + (kGathered ? 2 * kBlockN * 8 : 0);  // float [2][kBlockN]
+  static constexpr uint32_t kMask = kKeyBias + (kGeneral ? 2 * kBlockN * 4 : 0);       // uint32 [kBlockM][kMaskWords]
   static constexpr uint32_t kBias = kMask + (kGeneral && !kGathered ? kBlockM * kMaskWords * 4 : 0);
-  static constexpr uint32_t kBiasBytes = kGeneral && !kGathered ? kBlockM * kBlockN * 2 : 0;  // kTile only
+  static constexpr uint32_t kBiasBytes =
+      kGeneral && !kGathered ? kBlockM * ShiftedTile<kBlockN>::kPitch : 0;  // kTile only
 
   static uint32_t smem_bytes(const FwdParams& p) { return kBias + (p.bias.kind == BiasKind::kTile ? kBiasBytes : 0); }
 };
@@ -50,9 +51,9 @@ struct FwdBlock {
   uint32_t smem_base;
   int warp, lane;
   int batch, head, m_block, split;
-  int row0;          // first query row of the block
-  int keys_total;    // keys, or entries of the list
-  int keys_full;     // interval lists: leading entries that every row keeps
+  int row0;            // first query row of the block
+  int keys_total;      // keys, or entries of the list
+  int keys_full;       // interval lists: leading entries that every row keeps
   int n_begin, n_end;  // key tiles of this block and split
   const int32_t* list;
   MaskTiles<kBlockM, kBlockN> tiles;
@@ -128,6 +129,8 @@ struct FwdBlock {
   __device__ __forceinline__ const Element* head_ptr(const void* base, const Strides3& s, int h) const {
     return static_cast<const Element*>(base) + batch * s.batch + h * s.head;
   }
+  // vec_* is tested at run time even in the plain kernel, where it is always true: the branch keeps the compiler from
+  // moving the copies into the matrix products around them, which made the forward 15% slower.
   __device__ __forceinline__ void load_q() const {
     const Element* src = head_ptr(p.q, p.q_stride, head) + row0 * p.q_stride.row;
     load_tile<kBlockM, kHeadDim, T::kThreads>(smem_base + T::kQ, src, p.q_stride.row, p.seqlen_q - row0, p.head_dim,
@@ -176,10 +179,8 @@ struct FwdBlock {
   __device__ __forceinline__ void load_score_inputs(int n) const {
     if constexpr (T::kGeneral && !T::kGathered) {
       if (p.bias.kind == BiasKind::kTile) {
-        const uint16_t* src = static_cast<const uint16_t*>(p.bias.ptr) + bias_base() + row0 * p.bias.row_stride +
-                              n * kBlockN;
-        load_tile<kBlockM, kBlockN, T::kThreads>(smem_base + T::kBias, src, p.bias.row_stride, p.seqlen_q - row0,
-                                                 p.seqlen_k - n * kBlockN, bias_vec(), threadIdx.x, RowIdentity{});
+        bias_tile(n).template load<kBlockM, T::kThreads>(smem_base + T::kBias, p.seqlen_q - row0,
+                                                         p.seqlen_k - n * kBlockN, threadIdx.x);
       }
       if (p.mask.bits != nullptr) {
         load_mask_words<kBlockM, T::kMaskWords, T::kThreads>(smem_base + T::kMask, p.mask, mask_index(), row0,
@@ -187,8 +188,9 @@ struct FwdBlock {
       }
     }
   }
-  __device__ __forceinline__ bool bias_vec() const {
-    return is_vec16(p.bias.ptr, p.bias.batch_stride, p.bias.head_stride, p.bias.row_stride) && p.seqlen_k % 8 == 0;
+  __device__ __forceinline__ ShiftedTile<kBlockN> bias_tile(int n) const {
+    return {static_cast<const uint16_t*>(p.bias.ptr) + bias_base() + row0 * p.bias.row_stride + n * kBlockN,
+            p.bias.row_stride};
   }
 
   // --- compute -------------------------------------------------------------------------------------------------------
@@ -203,11 +205,12 @@ struct FwdBlock {
     in.row0 = row0;
     in.rows = p.seqlen_q - row0;
     if constexpr (T::kGeneral) {
-      in.bias_tile = smem_base + T::kBias;
       in.key_bias = key_bias(buf);
       in.mask_words = reinterpret_cast<const uint32_t*>(smem + T::kMask);
       scale_scores(acc_s, p.softmax_scale, p.softcap);
-      if (p.bias.kind != BiasKind::kNone) {
+      if (!T::kGathered && p.bias.kind == BiasKind::kTile) {
+        add_shifted_bias<Element>(acc_s, bias_tile(n), smem_base + T::kBias, map);
+      } else if (p.bias.kind != BiasKind::kNone) {
         add_bias<Element, kBlockN, T::kGathered, T::kFull>(acc_s, p.bias, bias_base(), in, map);
       }
       if constexpr (!T::kGathered) {
@@ -327,10 +330,10 @@ struct FwdBlock {
     // Q was last read before the main loop's second barrier: its tile takes the rounded output on its way out.
     store_acc<Element, kHeadDim>(smem_base + T::kQ, acc_o, warp * 16 * T::MT, 0, lane);
     __syncthreads();
-    Element* out = static_cast<Element*>(p.out) + batch * p.out_stride.batch + head * p.out_stride.head +
-                   row0 * p.out_stride.row;
+    Element* out =
+        static_cast<Element*>(p.out) + batch * p.out_stride.batch + head * p.out_stride.head + row0 * p.out_stride.row;
     store_tile<kBlockM, kHeadDim, T::kThreads>(out, smem_base + T::kQ, p.out_stride.row, p.seqlen_q - row0, p.head_dim,
-                                               p.vec_out, threadIdx.x, RowIdentity{});
+                                               !T::kGeneral || p.vec_out, threadIdx.x, RowIdentity{});
   }
 
   __device__ __forceinline__ void store_accum(const float (&acc_o)[T::MT][T::OT][4], int64_t accum_row) const {

@@ -8,8 +8,10 @@ namespace dmattn {
 
 template <class Element, int kHeadDim, bool kGathered, Level kLevel, Family kFamily>
 cudaError_t launch_fwd_kernel(const FwdParams& p, cudaStream_t stream) {
-  constexpr FwdTile tile = fwd_tile(kFamily, kHeadDim);
-  constexpr FwdTile other = fwd_tile(other_family(kFamily), kHeadDim);
+  constexpr bool kPlain = kLevel == Level::kPlain && !kGathered;
+  constexpr Family kOther = other_family(kFamily);
+  constexpr FwdTile tile = kPlain ? fwd_tile_plain(kFamily, kHeadDim) : fwd_tile(kFamily, kHeadDim);
+  constexpr FwdTile other = kPlain ? fwd_tile_plain(kOther, kHeadDim) : fwd_tile(kOther, kHeadDim);
   constexpr bool kShared = tile.block_m == other.block_m && tile.block_n == other.block_n && tile.warps == other.warps;
   using T = FwdTraits<Element, kHeadDim, tile.block_m, tile.block_n, tile.warps, kGathered, kLevel>;
   const int64_t m_blocks = (p.seqlen_q + tile.block_m - 1) / tile.block_m;
@@ -34,8 +36,8 @@ cudaError_t launch_fwd_level(Level level, const FwdParams& p, cudaStream_t strea
 inline Level fwd_level(const FwdParams& p) {
   if (p.bias.kind == BiasKind::kDirect) return Level::kFull;
   // The plain path takes the maximum of the raw products, which needs a positive scale; the others scale first.
-  const bool general =
-      p.softcap > 0.f || p.bias.kind != BiasKind::kNone || p.mask.bits != nullptr || !(p.softmax_scale > 0.f);
+  const bool general = p.softcap > 0.f || p.bias.kind != BiasKind::kNone || p.mask.bits != nullptr ||
+                       !(p.softmax_scale > 0.f) || !(p.vec_q && p.vec_k && p.vec_v && p.vec_out);
   return general ? Level::kGeneral : Level::kPlain;
 }
 

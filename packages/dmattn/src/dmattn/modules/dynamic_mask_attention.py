@@ -12,8 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dmattn.cache import DynamicMaskCache
 from dmattn.functional import flash_dmattn_func
 from dmattn.modules.rotary import apply_rotary, rotary_embedding
+from dmattn.selection import select_keys
 
 # exp(80) is 5.5e34. A score above it would drown every logit anyway; without the limit the score,
 # and with it the attention output, would overflow to INF while the parameters are still finite.
@@ -168,50 +170,88 @@ class DynamicMaskAttention(nn.Module):
         positions: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
+        cache: DynamicMaskCache | None = None,
     ) -> Tensor:
         """Attend within each sequence.
 
         Args:
             hidden_states: floating (B, S, hidden_size).
-            positions: int64 or int32, (S,) or (B, S): rotary positions; 0..S-1 when None.
-                They turn queries and keys, and do not change which keys are visible.
+            positions: int64 or int32, (S,) or (B, S): rotary positions; 0..S-1 when None, and with
+                a cache the number of tokens before, padding not counted. They turn queries and
+                keys, and do not change which keys are visible.
             attention_mask: bool (B, S), False at padding. Padded keys are never attended to nor
                 counted among the kept. Outputs at padded positions are finite and meaningless.
             position_embeddings: (cos, sin) from `rotary_embedding`, to share them between layers;
                 in place of positions.
+            cache: for generating text, from `make_cache`, of this layer alone. While it is empty
+                hidden_states is a prompt, which fills it; after that, the next tokens, one or a
+                few. Tokens at padding are not put in. Under torch.no_grad only.
 
         Returns:
             (B, S, hidden_size), in the dtype that `o_proj` returns: the layer's own, or autocast's.
 
         Raises:
             TypeError: attention_mask is not bool, or positions not integer.
-            ValueError: a shape does not fit, positions and position_embeddings are both given, or
-                either is given to a layer without rotary embedding.
+            ValueError: a shape does not fit, positions and position_embeddings are both given,
+                either is given to a layer without rotary embedding, or the layer cannot decode
+                from the cache.
+            RuntimeError: a cache is given where gradients would be needed.
         """
         self._check_inputs(hidden_states, positions, attention_mask, position_embeddings)
+        if cache is not None:
+            self._check_cache(cache, hidden_states.shape[0])
         value = self._split_heads(self.v_proj(hidden_states))
         query = _normalize(self.q_norm, self._split_heads(self.q_proj(hidden_states)))
         key = _normalize(self.k_norm, self._split_heads(self.k_proj(hidden_states)))
         if self.rope_theta is not None:
             if position_embeddings is None:
                 if positions is None:
-                    positions = torch.arange(hidden_states.shape[1], device=hidden_states.device)
+                    positions = _next_positions(hidden_states, attention_mask, cache)
                 position_embeddings = rotary_embedding(positions, self.head_dim, self.rope_theta)
             cos, sin = position_embeddings
             query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
 
-        out = flash_dmattn_func(
-            query.to(value.dtype),
-            key.to(value.dtype),
-            value,
-            attn_mask=None if attention_mask is None else attention_mask[:, None, None, :],
-            attn_bias=self._score(value)[:, :, None, :],
-            is_causal=self.is_causal,
-            softcap=self.softcap,
-            window_size=self.window_size,
-        )
+        query, key, score = query.to(value.dtype), key.to(value.dtype), self._score(value)
+        if cache is None:
+            out = self._attend(query, key, value, score, attention_mask)
+        else:
+            out = self._decode(query, key, value, score, attention_mask, cache)
         projected: Tensor = self.o_proj(out.flatten(2))
         return projected
+
+    def make_cache(
+        self, batch: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+    ) -> DynamicMaskCache:
+        """An empty cache of `window_size` keys per key/value head, to generate text with.
+
+        Args:
+            batch: sequences.
+            dtype, device: of keys and values: what `v_proj` returns. Those of its weight when None.
+
+        Raises:
+            ValueError: the layer is not causal, has no window, or scores per query head.
+        """
+        weight = self.v_proj.weight
+        dtype = weight.dtype if dtype is None else dtype
+        if self.window_size is None or not self.is_causal:
+            raise ValueError(
+                f"window_size: got {self.window_size} with is_causal={self.is_causal}, wanted a "
+                "causal layer with a window to decode from a cache"
+            )
+        if self.num_score_heads != self.num_kv_heads:
+            raise ValueError(
+                f"num_score_heads: got {self.num_score_heads}, wanted num_kv_heads = "
+                f"{self.num_kv_heads} to decode from a cache"
+            )
+        return DynamicMaskCache(
+            batch,
+            self.window_size,
+            self.num_kv_heads,
+            self.head_dim,
+            dtype,
+            weight.device if device is None else device,
+            score_dtype=torch.promote_types(dtype, torch.float32),
+        )
 
     def key_scores(self, hidden_states: Tensor) -> Tensor:
         """The scores by which keys are kept, for looking at them.
@@ -227,6 +267,59 @@ class DynamicMaskAttention(nn.Module):
         """
         self._check_inputs(hidden_states, None, None, None)
         return self._score(self._split_heads(self.v_proj(hidden_states)))
+
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, score: Tensor, mask: Tensor | None
+    ) -> Tensor:
+        return flash_dmattn_func(
+            query,
+            key,
+            value,
+            attn_mask=None if mask is None else mask[:, None, None, :],
+            attn_bias=score[:, :, None, :],
+            is_causal=self.is_causal,
+            softcap=self.softcap,
+            window_size=self.window_size,
+        )
+
+    def _decode(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        score: Tensor,
+        mask: Tensor | None,
+        cache: DynamicMaskCache,
+    ) -> Tensor:
+        if torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value, score)):
+            raise RuntimeError("cache: got one with gradients enabled, wanted torch.no_grad()")
+        if not cache.is_empty:
+            return cache.append_and_attend(
+                query, key, value, score, softcap=self.softcap, active=mask
+            )
+        if self.window_size is None or key.shape[1] <= self.window_size:
+            cache.prefill(key, value, score, attn_mask=mask)
+            return self._attend(query, key, value, score, mask)
+        selection = select_keys(score, self.window_size, attn_mask=mask)
+        cache.prefill(key, value, score, selection, attn_mask=mask)
+        return flash_dmattn_func(
+            query,
+            key,
+            value,
+            attn_bias=score[:, :, None, :],
+            is_causal=True,
+            softcap=self.softcap,
+            selection=selection,
+        )
+
+    def _check_cache(self, cache: DynamicMaskCache, batch: int) -> None:
+        wanted = (batch, self.window_size, self.num_kv_heads, self.head_dim)
+        found = (cache.k.shape[0], cache.window_size, cache.k.shape[2], cache.k.shape[3])
+        if found != wanted or not self.is_causal or self.num_score_heads != self.num_kv_heads:
+            raise ValueError(
+                f"cache: got one of (batch, window_size, nheads_k, head_dim) {found}, wanted "
+                f"{wanted} and a causal layer with a score per key/value head; see make_cache"
+            )
 
     def _split_heads(self, x: Tensor) -> Tensor:
         """(B, S, heads*D) -> (B, S, heads, D)."""
@@ -292,6 +385,18 @@ class DynamicMaskAttention(nn.Module):
             f"window_size={self.window_size}, rope_theta={self.rope_theta}, "
             f"exp_score={self.exp_score}, is_causal={self.is_causal}, softcap={self.softcap}"
         )
+
+
+def _next_positions(
+    hidden_states: Tensor, attention_mask: Tensor | None, cache: DynamicMaskCache | None
+) -> Tensor:
+    """(S,) or (B, S): counted on from the tokens that the cache has seen."""
+    positions = torch.arange(hidden_states.shape[1], device=hidden_states.device)
+    if cache is None:
+        return positions
+    if attention_mask is not None:
+        positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
+    return positions + cache.seen[:, None]
 
 
 def _normalize(norm: nn.Module, x: Tensor) -> Tensor:

@@ -12,10 +12,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dmattn.ops import cpu_selected
 from dmattn.ops.cpu_layout import Layout, make_layout
+from dmattn.ops.lists import Selection
 from dmattn.ops.shapes import (
     check_backward_inputs,
     check_inputs,
+    check_selected_bias,
+    check_selection,
     empty_backward_outputs,
     empty_forward_outputs,
 )
@@ -45,13 +49,19 @@ def forward(
     softmax_scale: float,
     is_causal: bool,
     softcap: float,
+    selection: Selection | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The CPU implementation of dmattn::fwd: out (B, Sq, H, D) and lse (B, H, Sq).
 
     Raises:
-        TypeError, ValueError: as `shapes.check_inputs`.
+        TypeError, ValueError: as `shapes.check_inputs` and `shapes.check_selection`.
     """
     dims = check_inputs(q, k, v, mask, bias)
+    if selection is not None:
+        check_selection(selection, mask, dims, is_causal, q.device)
+        return cpu_selected.forward(
+            dims, q, k, v, bias, softmax_scale, is_causal, softcap, selection
+        )
     out, lse = empty_forward_outputs(q)
     layout = make_layout(dims, q, k, v, mask, bias, softmax_scale, is_causal, softcap)
     out_rows, lse_rows = layout.rows_of(out), layout.per_row(lse)
@@ -78,16 +88,36 @@ def backward(
     softcap: float,
     deterministic: bool,
     needs: Sequence[bool],
+    selection: Selection | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The CPU implementation of dmattn::bwd: dq, dk, dv, dbias, each only where `needs` says so.
 
     The order of every sum is fixed, so the result is repeatable whatever `deterministic` says.
 
     Raises:
-        TypeError, ValueError: as `shapes.check_inputs` and `shapes.check_backward_inputs`.
+        TypeError, ValueError: as `shapes.check_inputs`, `shapes.check_backward_inputs` and
+            `shapes.check_selection`; a bias with rows has no gradient with a selection.
     """
     dims = check_inputs(q, k, v, mask, bias)
     check_backward_inputs(dout, dlse, q, out, lse, needs)
+    if selection is not None:
+        check_selection(selection, mask, dims, is_causal, q.device)
+        check_selected_bias(selection, bias, needs[3])
+        return cpu_selected.backward(
+            dims,
+            dout,
+            dlse,
+            q,
+            k,
+            v,
+            bias,
+            out,
+            softmax_scale,
+            is_causal,
+            softcap,
+            needs,
+            selection,
+        )
     dq, dk, dv, dbias = empty_backward_outputs(q, k, v, bias, needs)
     need_q, need_k, need_v, need_bias = needs
     layout = make_layout(dims, q, k, v, mask, bias, softmax_scale, is_causal, softcap)

@@ -11,10 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from dmattn.ops.lists import Selection
 from dmattn.ops.shapes import (
     HEAD_DIM_MULTIPLE,
     check_backward_inputs,
     check_inputs,
+    check_selected_bias,
+    check_selection,
     empty_backward_outputs,
 )
 
@@ -43,14 +46,21 @@ def forward(
     softmax_scale: float,
     is_causal: bool,
     softcap: float,
+    selection: Selection | None = None,
+    lse_rest: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The CUDA implementation of dmattn::fwd: out (B, Sq, H, D) and lse (B, H, Sq), float32.
 
+    `lse_rest`, as lse, is written where given; see `shapes.empty_lse_rest`.
+
     Raises:
-        TypeError, ValueError: as `shapes.check_inputs`.
+        TypeError, ValueError: as `shapes.check_inputs` and `shapes.check_selection`.
         RuntimeError: no usable kernels, or a GPU that they do not serve.
     """
-    batch, seqlen_q, seqlen_k, nheads, _, head_dim = check_inputs(q, k, v, mask, bias)
+    dims = check_inputs(q, k, v, mask, bias)
+    batch, seqlen_q, seqlen_k, nheads, _, head_dim = dims
+    if selection is not None:
+        check_selection(selection, mask, dims, is_causal, q.device)
     device = q.get_device()
     if device not in _checked_devices:
         check_device(device)
@@ -59,6 +69,8 @@ def forward(
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = q.new_empty((batch, nheads, seqlen_q), dtype=torch.float32)
     if seqlen_k == 0:
+        if lse_rest is not None:
+            lse_rest.zero_()
         return out.zero_()[..., :head_dim].contiguous(), lse.fill_(float("-inf"))
     if batch > 0 and seqlen_q > 0:
         core, codes = load_kernels()
@@ -74,6 +86,9 @@ def forward(
             softmax_scale,
             softcap,
             is_causal,
+            0,
+            None if selection is None else _views(selection, codes),
+            None if lse_rest is None else _view(lse_rest, codes),
         )
         _launch(params, q, device)
     if head_dim % HEAD_DIM_MULTIPLE:
@@ -96,14 +111,19 @@ def backward(
     softcap: float,
     deterministic: bool,
     needs: Sequence[bool],
+    selection: Selection | None = None,
+    lse_rest: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The CUDA implementation of dmattn::bwd: dq, dk, dv, dbias, each only where `needs` says so.
 
     Raises:
-        TypeError, ValueError: as `shapes.check_inputs` and `shapes.check_backward_inputs`.
+        TypeError, ValueError: as `shapes.check_inputs`, `shapes.check_backward_inputs` and
+            `shapes.check_selection`; a bias with rows has no gradient with a selection.
         RuntimeError: no usable kernels, or a GPU that they do not serve.
     """
     dims = check_inputs(q, k, v, mask, bias)
+    check_selection(selection, mask, dims, is_causal, q.device)
+    check_selected_bias(selection, bias, needs[3])
     device = q.get_device()
     check_device(device)
     check_backward_inputs(dout, dlse, q, out, lse, needs)
@@ -121,6 +141,8 @@ def backward(
     out, lse = out.contiguous(), lse.contiguous()  # as forward made them, unless a compiler moved
     if dlse is not None:
         dlse = dlse.contiguous()
+    if lse_rest is not None:
+        lse_rest = lse_rest.contiguous()
     dq, dk, dv, dbias = empty_backward_outputs(q, k, v, bias, needs)
     core, codes = load_kernels()
     params = core.BwdParams(
@@ -142,6 +164,8 @@ def backward(
         softcap,
         is_causal,
         deterministic,
+        None if selection is None else _views(selection, codes),
+        None if lse_rest is None else _view(lse_rest, codes),
     )
     _launch(params, q, device)
     if padded:
@@ -150,6 +174,58 @@ def backward(
             for g, need in zip((dq, dk, dv), needs, strict=False)
         )
     return dq, dk, dv, dbias
+
+
+def select(
+    scores: Tensor,
+    key_mask: Tensor | None,
+    window: int,
+    seqlen_q: int,
+    is_causal: bool,
+    selection: Selection,
+) -> None:
+    """The CUDA implementation of dmattn::select_keys: fills `selection`, which has keys and rows.
+
+    Raises:
+        RuntimeError: no usable kernels, or a GPU that they do not serve.
+    """
+    device = scores.get_device()
+    check_device(device)
+    core, codes = load_kernels()
+    params = core.SelectParams(
+        device,
+        _view(scores, codes),
+        None if key_mask is None else _view(key_mask, codes),
+        _views(selection, codes),
+        min(window, scores.shape[2]),
+        seqlen_q,
+        is_causal,
+    )
+    _launch(params, scores, device)
+
+
+def append_to_cache(
+    k_new: Tensor,
+    v_new: Tensor,
+    score_new: Tensor,
+    position_new: Tensor,
+    k: Tensor,
+    v: Tensor,
+    score: Tensor,
+    position: Tensor,
+) -> None:
+    """Put tokens into a cache of the best keys, in the place of its lowest entries.
+
+    Shapes: `cache.append_and_attend`; position_new int32 (B, T), negative for a token to skip.
+
+    Raises:
+        RuntimeError: no usable kernels, or a GPU that they do not serve.
+    """
+    device = k.get_device()
+    check_device(device)
+    core, codes = load_kernels()
+    given = (k_new, v_new, score_new, position_new, k, v, score, position)
+    _launch(core.CacheAppendParams(device, *(_view(t, codes) for t in given)), k, device)
 
 
 @functools.cache
@@ -177,6 +253,7 @@ def load_kernels() -> Kernels:
         torch.bfloat16: core.BFLOAT16,
         torch.float32: core.FLOAT32,
         torch.bool: core.BOOL,
+        torch.int32: core.INT32,
     }
     return Kernels(core, codes)
 
@@ -201,6 +278,14 @@ def check_device(device: int) -> None:
 
 def _view(t: Tensor, codes: dict[torch.dtype, int]) -> _View:
     return t.data_ptr(), codes[t.dtype], t.shape, t.stride()
+
+
+def _views(
+    selection: Selection, codes: dict[torch.dtype, int]
+) -> tuple[_View, _View, _View, _View | None]:
+    end, idx, count, full = selection
+    last = _view(full, codes) if full.dim() == 3 else None
+    return _view(end, codes), _view(idx, codes), _view(count, codes), last
 
 
 def _pad(t: Tensor) -> Tensor:

@@ -9,6 +9,8 @@ from typing import NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
+from dmattn.ops.lists import Selection, num_blocks
+
 MAX_HEAD_DIM = 256
 # The kernels read vectors of 8 half-precision elements along head_dim.
 HEAD_DIM_MULTIPLE = 8
@@ -60,6 +62,63 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Ten
     return dims
 
 
+def check_selection(
+    selection: Selection | None, mask: Tensor | None, dims: Dims, is_causal: bool, device: object
+) -> None:
+    """Validate a selection for an attention call of these sizes; None is fine.
+
+    Raises:
+        TypeError: one of its tensors is not int32.
+        ValueError: a shape or device does not fit, there are more query rows than keys under
+            causality, or there is a mask as well.
+    """
+    if selection is None:
+        return
+    if mask is not None:
+        raise ValueError("attn_mask: got a mask beside a selection, wanted it in the selection")
+    if is_causal and dims.seqlen_q > dims.seqlen_k:
+        raise ValueError(
+            f"query: got {dims.seqlen_q} rows for {dims.seqlen_k} keys, wanted no more rows than "
+            "keys with a causal selection"
+        )
+    if selection.idx.dim() != 4:
+        raise ValueError(f"selection: got idx of shape {tuple(selection.idx.shape)}, wanted 4-D")
+    batch, heads, _, capacity = selection.idx.shape
+    if batch not in (1, dims.batch) or heads not in (1, dims.nheads_k, dims.nheads):
+        raise ValueError(
+            f"selection: got batch {batch} and {heads} heads, wanted batch {dims.batch} or 1 and "
+            f"{dims.nheads}, {dims.nheads_k} or 1 heads"
+        )
+    blocks = num_blocks(dims.seqlen_q, is_causal)
+    full = (batch, heads, blocks) if is_causal else (0,)
+    wanted: tuple[tuple[int, ...], ...] = (
+        (batch, heads, dims.seqlen_k),
+        (batch, heads, blocks, capacity),
+        (batch, heads, blocks),
+        full,
+    )
+    for name, t, shape in zip(Selection._fields, selection, wanted, strict=True):
+        if t.dtype != torch.int32:
+            raise TypeError(f"selection: got {name} of dtype {t.dtype}, wanted torch.int32")
+        if tuple(t.shape) != shape:
+            raise ValueError(
+                f"selection: got {name} of shape {tuple(t.shape)}, wanted {shape}, of "
+                f"{dims.seqlen_q} query rows and {dims.seqlen_k} keys"
+            )
+        if t.device != device:
+            raise ValueError(f"selection: got device {t.device}, wanted {device} as query")
+
+
+def check_selected_bias(selection: Selection | None, bias: Tensor | None, needed: bool) -> None:
+    """Raise ValueError for a gradient that the kernels over a selection do not compute."""
+    if selection is None or bias is None or not needed or bias.shape[2] == 1:
+        return
+    raise ValueError(
+        f"attn_bias: got shape {tuple(bias.shape)} that requires a gradient, wanted one row "
+        "(batch|1, nheads|nheads_k|1, 1, seqlen_k) with a selection"
+    )
+
+
 def check_backward_inputs(
     dout: Tensor, dlse: Tensor | None, q: Tensor, out: Tensor, lse: Tensor, needs: Sequence[bool]
 ) -> None:
@@ -96,6 +155,17 @@ def empty_forward_outputs(q: Tensor) -> tuple[Tensor, Tensor]:
     batch, seqlen_q, nheads, _ = q.shape
     out = q.new_empty(q.shape)
     return out, q.new_empty((batch, nheads, seqlen_q), dtype=lse_dtype(q.dtype))
+
+
+def empty_lse_rest(q: Tensor, bias: Tensor | None) -> Tensor:
+    """Uninitialised lse_rest: (B, H, Sq) float32 where the backward reads it, else (0,).
+
+    It is what the rounding of lse to float32 dropped. The CUDA backward starts from lse, and only a
+    bias makes logits so large that the difference shows; the CPU backward is exact without it.
+    """
+    batch, seqlen_q, nheads, _ = q.shape
+    shape = (batch, nheads, seqlen_q) if q.is_cuda and bias is not None else (0,)
+    return q.new_empty(shape, dtype=torch.float32)
 
 
 def empty_backward_outputs(

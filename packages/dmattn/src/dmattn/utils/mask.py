@@ -152,7 +152,7 @@ def top_window_mask(
 
     Row i chooses the `window_size` highest-scored among the keys that it may see: those that the
     mask allows and, when causal, those up to position i + Sk - Sq. Of equal scores the later key is
-    kept, so a constant score gives a sliding window.
+    kept, so a constant score gives a sliding window. A score of NaN or -inf is never chosen.
 
     Args:
         scores: floating ({B|1}, heads, 1, Sk). Not changed, and no gradient flows.
@@ -165,7 +165,8 @@ def top_window_mask(
         bool ({B|1}, heads, {Sq|1}, Sk), True where a key is kept, causality included. It has one
         row when not causal and the mask has one row.
     """
-    rank = _rank(scores.detach())
+    scores = scores.detach()
+    rank = _rank(scores).where(scores > -math.inf, -1)  # NaN is not above anything either
     key_only = attention_mask is None or attention_mask.shape[2] == 1
     if attention_mask is not None:
         rank = rank.where(attention_mask, -1)

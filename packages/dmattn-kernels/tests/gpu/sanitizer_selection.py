@@ -1,0 +1,248 @@
+"""Selections of keys and appends to the cache for sanitizer_cases.py, checked against numpy."""
+
+from __future__ import annotations
+
+import dataclasses
+import heapq
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+import dmattn_kernels as kernels
+from gpu.raw_cuda import Array, Buffer, Gpu, View, from_bits, to_bits
+
+Float = npt.NDArray[np.float64]
+Int = npt.NDArray[np.int64]
+BLOCK_ROWS = 128  # query rows that share a list of keys
+
+
+@dataclasses.dataclass(frozen=True)
+class Selecting:
+    """Which selection a launch makes."""
+
+    window: int
+    heads: str = "bk"  # of the scores: batch (b|1), then query heads, kv heads or one (h|k|1)
+    fill: str = "random"  # a key of FILLS
+    own_dtype: bool = False  # scores in the dtype of q, instead of float32
+
+
+def _with_odd(x: Float, draw: np.random.Generator) -> Float:
+    odd = draw.random(x.shape)
+    return np.where(odd < 0.1, np.nan, np.where(odd < 0.2, -np.inf, np.where(odd < 0.25, 0.0, x)))
+
+
+FILLS = {
+    "random": lambda x, draw: x,
+    "ties": lambda x, draw: np.round(x),
+    "odd": _with_odd,
+}
+
+
+def draw_scores(
+    selecting: Selecting, shape: tuple[int, ...], draw: np.random.Generator
+) -> npt.NDArray[np.float64]:
+    values: Float = FILLS[selecting.fill](draw.standard_normal(shape), draw)
+    return values
+
+
+# --- what is wanted -------------------------------------------------------------------------------
+
+
+def wanted_end(scores: Float, window: int, seqlen_q: int, causal: bool) -> Int:
+    """int (heads, Sk) from scores (heads, Sk): 0 where no query row sees the key."""
+    return np.stack([_end_of_row(row, window, seqlen_q, causal) for row in scores])
+
+
+def _end_of_row(scores: Float, window: int, seqlen_q: int, causal: bool) -> Int:
+    """Keys come one after the other; the lowest leaves once there are too many."""
+    seqlen_k = len(scores)
+    end = np.zeros(seqlen_k, np.int64)
+    kept: list[tuple[float, int]] = []
+    for key, score in enumerate(scores.tolist()):
+        if not score > -np.inf:
+            continue
+        heapq.heappush(kept, (score, key))
+        if len(kept) > window:
+            end[heapq.heappop(kept)[1]] = key if causal else 0
+    for _, key in kept:
+        end[key] = seqlen_k
+    return visible(end, seqlen_q) if causal else end
+
+
+def visible(end: Int, seqlen_q: int) -> Int:
+    """`end` with 0 for every key that has left before a query row could see it."""
+    seqlen_k = end.shape[-1]
+    start = np.maximum(np.arange(seqlen_k), seqlen_k - seqlen_q)
+    return np.where(end > start, end, 0)
+
+
+def keep_mask(end: Int, seqlen_q: int, causal: bool) -> npt.NDArray[np.bool_]:
+    """bool (..., Sq, Sk) from end (..., Sk)."""
+    seqlen_k = end.shape[-1]
+    if not causal:
+        return np.broadcast_to((end > 0)[..., None, :], (*end.shape[:-1], seqlen_q, seqlen_k))
+    row = np.arange(seqlen_q)[:, None] + seqlen_k - seqlen_q
+    kept: npt.NDArray[np.bool_] = (np.arange(seqlen_k) <= row) & (row < end[..., None, :])
+    return kept
+
+
+def _wanted_lists(end: Int, seqlen_q: int, causal: bool) -> Iterator[tuple[Int, Int]]:
+    """For each block of rows, the keys that all its rows keep and those that only some keep."""
+    seqlen_k = len(end)
+    key = np.arange(seqlen_k)
+    if not causal:
+        yield np.flatnonzero(end > 0), np.zeros(0, np.int64)
+        return
+    for first in range(seqlen_k - seqlen_q, seqlen_k, BLOCK_ROWS):
+        last = min(first + BLOCK_ROWS, seqlen_k) - 1
+        listed = (key <= last) & (end > np.maximum(key, first))
+        full = listed & (key <= first) & (end > last)
+        yield np.flatnonzero(full), np.flatnonzero(listed & ~full)
+
+
+# --- the launches ---------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    """The device arrays of one selection, each (batch|1, heads, ...)."""
+
+    end: Buffer
+    idx: Buffer
+    count: Buffer
+    full: Buffer | None
+
+    @property
+    def views(self) -> tuple[View, View, View, View | None]:
+        full = None if self.full is None else self.full.view
+        return self.end.view, self.idx.view, self.count.view, full
+
+
+def select(
+    gpu: Gpu,
+    scores: Buffer,
+    key_mask: Buffer | None,
+    window: int,
+    seqlen_q: int,
+    causal: bool,
+    fill: int | None,
+) -> Selection:
+    """Enqueues the selection by scores (batch|1, heads|1, Sk)."""
+    shapes = [x.shape for x in (scores, key_mask) if x is not None]
+    batch, heads = (max(shape[axis] for shape in shapes) for axis in (0, 1))
+    seqlen_k = scores.shape[2]
+    capacity = kernels.select_capacity(window, seqlen_k, causal)
+    blocks = -(-seqlen_q // BLOCK_ROWS) if causal else 1
+    selection = Selection(
+        gpu.output((batch, heads, seqlen_k), "i32", fill),
+        gpu.output((batch, heads, blocks, capacity), "i32", fill),
+        gpu.output((batch, heads, blocks), "i32", fill),
+        gpu.output((batch, heads, blocks), "i32", fill) if causal else None,
+    )
+    mask = None if key_mask is None else key_mask.view
+    params = kernels.SelectParams(0, scores.view, mask, selection.views, window, seqlen_q, causal)
+    size = params.workspace_size()
+    params.launch(gpu.allocate(size, fill), size, 0)
+    return selection
+
+
+def check_selection(
+    gpu: Gpu, selection: Selection, end: Int, seqlen_q: int, causal: bool
+) -> list[str]:
+    """What differs from `end` (batch|1, heads, Sk), the wanted one."""
+    found = gpu.download(selection.end).astype(np.int64)
+    found = visible(found, seqlen_q) if causal else found
+    problems = [] if np.array_equal(found, end) else ["end: differs"]
+    counts = gpu.download(selection.count).astype(np.int64).ravel()
+    full = counts
+    if selection.full is not None:
+        full = gpu.download(selection.full).astype(np.int64).ravel()
+    lists = [
+        x for row in end.reshape(-1, end.shape[2]) for x in _wanted_lists(row, seqlen_q, causal)
+    ]
+    capacity = selection.idx.shape[3]
+    for i, (every, some) in enumerate(lists):
+        if (counts[i], full[i]) != (len(every) + len(some), len(every)):
+            problems.append(f"list {i}: {counts[i]} keys, {full[i]} of them full")
+            continue
+        # What lies behind the rounded count is not written.
+        rounded = min(-(-int(counts[i]) // 128) * 128, capacity)
+        keys = gpu.download(selection.idx, i * capacity, rounded)
+        split = np.split(keys, [len(every), counts[i]])
+        if not (
+            np.array_equal(np.sort(split[0]), every)
+            and np.array_equal(np.sort(split[1]), some)
+            and not split[2].any()
+        ):
+            problems.append(f"list {i}: wrong keys")
+    return problems[:3]
+
+
+# --- the cache ------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Append:
+    """New tokens for a cache that starts with `held` entries."""
+
+    name: str
+    score_dtype: str
+    tokens: int = 20
+    held: int = 5
+    capacity: int = 12
+    batch: int = 2
+    nheads_k: int = 2
+
+
+def run_append(gpu: Gpu, dtype: str, head_dim: int, launch: Append) -> list[str]:
+    """Runs it; what is wrong with the cache afterwards, if anything."""
+    draw = np.random.default_rng(head_dim)
+    batch, heads, capacity, tokens = launch.batch, launch.nheads_k, launch.capacity, launch.tokens
+    used = np.arange(capacity) < launch.held
+    # Ties are many; the scores of some tokens are NaN or -inf.
+    score = np.where(used, np.round(draw.standard_normal((batch, heads, capacity))), -np.inf)
+    arrays: dict[str, tuple[Array, str]] = {
+        "k_new": (draw.standard_normal((batch, tokens, heads, head_dim)), dtype),
+        "v_new": (draw.standard_normal((batch, tokens, heads, head_dim)), dtype),
+        "score_new": (
+            _with_odd(np.round(draw.standard_normal((batch, heads, tokens))), draw),
+            launch.score_dtype,
+        ),
+        # Some tokens are skipped.
+        "position_new": (
+            np.where(draw.random((batch, tokens)) < 0.2, -1, 10 + np.arange(tokens)),
+            "i32",
+        ),
+        "k_cache": (draw.standard_normal((batch, capacity, heads, head_dim)), dtype),
+        "v_cache": (draw.standard_normal((batch, capacity, heads, head_dim)), dtype),
+        "score": (score, launch.score_dtype),
+        "position": (
+            np.broadcast_to(np.where(used, np.arange(capacity), -1), score.shape).copy(),
+            "i32",
+        ),
+    }
+    buffers = {name: gpu.upload(x, kind) for name, (x, kind) in arrays.items()}
+    views = {name: buffer.view for name, buffer in buffers.items()}
+    kernels.CacheAppendParams(0, **views).launch(0, 0, 0)
+    wanted = {name: from_bits(to_bits(x, kind), kind) for name, (x, kind) in arrays.items()}
+    _append(wanted)
+    return [
+        f"{name}: differs"
+        for name in ("k_cache", "v_cache", "score", "position")
+        if not np.array_equal(gpu.download(buffers[name]), wanted[name])
+    ]
+
+
+def _append(cache: dict[str, Float]) -> None:
+    """One token after the other in the place of the lowest entry, the earliest of equal ones."""
+    score, position = cache["score"], cache["position"]
+    batch, heads, tokens = cache["score_new"].shape
+    for b, h, t in np.ndindex(batch, heads, tokens):
+        new, place = cache["score_new"][b, h, t], cache["position_new"][b, t]
+        slot = np.lexsort((position[b, h], score[b, h]))[0]
+        if place < 0 or not new > -np.inf or new < score[b, h, slot]:
+            continue
+        score[b, h, slot], position[b, h, slot] = new, place
+        cache["k_cache"][b, slot, h] = cache["k_new"][b, t, h]
+        cache["v_cache"][b, slot, h] = cache["v_new"][b, t, h]

@@ -1,0 +1,452 @@
+"""Running top-w: selection, attention over key intervals, decoding from the kept keys."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+import dmattn
+from gpu.cases import Case, build, case_id
+from gpu.device import on_cuda, require_device
+from gpu.harness import assert_close
+from gpu.oracle import Problem, Results
+from gpu.poison import poisoned
+
+pytestmark = pytest.mark.each_family
+
+KINDS = ("random", "constant", "rising", "falling", "tied", "minus_inf", "nan", "inf", "zeros")
+
+
+def make_scores(kind: str, *shape: int) -> Tensor:
+    generator = torch.Generator(require_device()).manual_seed(len(kind) + shape[-1])
+    scores = torch.randn(shape, generator=generator, device=require_device())
+    chance = torch.rand(shape, generator=generator, device=require_device())
+    if kind == "constant":
+        return torch.zeros_like(scores)
+    if kind in ("rising", "falling"):
+        return scores.sort(-1, descending=kind == "falling").values
+    if kind == "tied":
+        return torch.round(scores)
+    if kind == "zeros":
+        return torch.where(chance < 0.5, 0.0, -0.0)  # equal, so the later one wins
+    fill = {"minus_inf": -math.inf, "nan": math.nan, "inf": math.inf}.get(kind)
+    return scores if fill is None else scores.masked_fill(chance < 0.3, fill)
+
+
+def brute_force(
+    scores: Tensor, window: int, seqlen_q: int, causal: bool, key_mask: Tensor | None = None
+) -> Tensor:
+    """scores (B, heads, Sk) -> bool (B, heads, Sq, Sk): all keys, all rows."""
+    seqlen_k = scores.shape[2]
+    scores = scores.float()
+    allowed = scores > -math.inf
+    if key_mask is not None:
+        allowed = allowed & key_mask
+    key = torch.arange(seqlen_k, device=scores.device)
+    other, own = scores[:, :, None, :], scores[:, :, :, None]
+    better = (other > own) | ((other == own) & (key > key[:, None]))
+    better = (better & allowed[:, :, None, :]).float()
+    seen = torch.ones(seqlen_q, seqlen_k, device=scores.device)
+    if causal:
+        seen = seen.tril(seqlen_k - seqlen_q)
+    rank = (better @ seen.T).mT
+    return (rank < window) & allowed[:, :, None] & seen.bool()
+
+
+def assert_lists(selection: dmattn.KeySelection, keep: Tensor) -> None:
+    """Each block's list holds each key that any of its rows keeps, once, the full ones first."""
+    blocks, capacity = selection.idx.shape[2:]
+    slot = torch.arange(capacity, device=keep.device)
+    for block in range(blocks):
+        rows = keep[:, :, block * 128 : (block + 1) * 128] if selection.is_causal else keep
+        idx = selection.idx[:, :, block].long()
+        listed = slot < selection.count[:, :, block, None]
+        times = torch.zeros(rows[:, :, 0].shape, dtype=torch.int32, device=keep.device)
+        times.scatter_add_(2, idx, listed.int())
+        assert torch.equal(times, rows.any(2).int())
+        if selection.is_causal:
+            leading = slot < selection.full[:, :, block, None]
+            times.zero_().scatter_add_(2, idx, (listed & leading).int())
+            assert torch.equal(times, rows.all(2).int())
+
+
+SHAPES = [
+    (1, 1, 1),
+    (13, 13, 1),
+    (127, 127, 14),
+    (128, 128, 128),
+    (129, 129, 130),
+    (300, 700, 100),
+    (1, 1000, 64),
+    (1025, 1025, 1),
+    (1500, 1500, 257),
+    (700, 1100, 900),
+]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("seqlen_q,seqlen_k,window", SHAPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_selection(kind: str, seqlen_q: int, seqlen_k: int, window: int, causal: bool) -> None:
+    for dtype, heads, masked in (
+        (torch.float32, 2, False),
+        (torch.bfloat16, 2, True),
+        (torch.float16, 1, True),
+    ):
+        scores = make_scores(kind, 2, heads, seqlen_k).to(dtype)
+        mask = make_scores("random", 2, 1, 1, seqlen_k) < 0.8 if masked else None
+        with poisoned():
+            selection = dmattn.select_keys(
+                scores, window, causal, attn_mask=mask, query_len=seqlen_q
+            )
+        keep = brute_force(
+            scores, window, seqlen_q, causal, None if mask is None else mask[:, :, 0]
+        )
+        assert torch.equal(selection.to_mask(), keep)
+        assert_lists(selection, keep)
+
+
+@pytest.mark.parametrize("kind", ["random", "tied"])
+def test_selection_at_every_window(kind: str) -> None:
+    for window in range(1, 151, 7):
+        for causal in (True, False):
+            scores = make_scores(kind, 1, 2, 150)
+            keep = brute_force(scores, window, 150, causal)
+            assert torch.equal(dmattn.select_keys(scores, window, causal).to_mask(), keep)
+
+
+@pytest.mark.slow
+@pytest.mark.cuda
+@pytest.mark.parametrize("seqlen,window", [(40_000, 1024), (65_537, 2048)])
+def test_long_selection(seqlen: int, window: int) -> None:
+    """Through the sets in front of blocks; rows drawn at random against torch.topk."""
+    scores = make_scores("random", 1, 2, seqlen)
+    selection = dmattn.select_keys(scores, window)
+    key = torch.arange(seqlen, device=scores.device)
+    for row in torch.randint(0, seqlen, (40,)).tolist():
+        kept = (key <= row) & (row < selection.end)
+        assert bool((kept.sum(-1) == min(row + 1, window)).all())
+        best = scores[..., : row + 1].topk(min(row + 1, window), sorted=False).indices
+        assert bool(kept.gather(-1, best).all())
+
+
+ATTENTION = [
+    Case(300, 300, 2, 4, 2, 64, causal=True, bias="bk1k"),
+    Case(512, 700, 1, 4, 1, 128, causal=True, bias="bk1k", dlse=True),
+    Case(257, 257, 2, 2, 1, 128, causal=True, bias="bh1k", dtype="f16"),
+    Case(513, 513, 1, 4, 4, 256, causal=True, bias="1k1k", bias_f32=True),
+    Case(5, 700, 1, 4, 2, 64, causal=True, bias="bk1k"),
+    Case(1, 700, 2, 8, 2, 128, causal=True, bias="bk1k"),
+    Case(300, 400, 1, 4, 2, 128, bias="bk1k"),
+    Case(400, 400, 1, 4, 2, 128, causal=True, bias="bh1k", softcap=8.0, bias_f32=True),
+    Case(200, 260, 2, 4, 2, 72, causal=True, bias="b11k", bias_f32=True, bias_fill="lowest_rows"),
+    Case(300, 300, 1, 4, 2, 96, causal=True, bias="bk1k", bias_fill="some_minus_inf"),
+    Case(300, 300, 1, 4, 2, 64, causal=True, bias="bk1k", bias_fill="zero", layout="heads_first"),
+    Case(900, 900, 1, 8, 2, 128, causal=True, bias="bk1k", wants="b"),
+]
+
+
+def attend(problem: Problem, window: int, deterministic: bool) -> Results:
+    leaves = {"dq": problem.q, "dk": problem.k, "dv": problem.v, "dbias": problem.bias}
+    tracked = {
+        name: x.detach().requires_grad_(name[1] in problem.wants)
+        for name, x in leaves.items()
+        if x is not None
+    }
+    wanted = {name: x for name, x in tracked.items() if x.requires_grad}
+    with poisoned():
+        out, lse = dmattn.flash_dmattn_func(
+            tracked["dq"],
+            tracked["dk"],
+            tracked["dv"],
+            attn_bias=tracked["dbias"],
+            softmax_scale=problem.softmax_scale,
+            is_causal=problem.is_causal,
+            softcap=problem.softcap,
+            deterministic=deterministic,
+            window_size=window,
+            return_lse=True,
+        )
+        outputs, cotangents = [out], [problem.dout]
+        if problem.dlse is not None:
+            outputs.append(lse)
+            cotangents.append(problem.dlse)
+        grads = torch.autograd.grad(outputs, list(wanted.values()), cotangents)
+    return Results(out.detach(), lse.detach(), **dict(zip(wanted, grads, strict=True)))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("window", [1, 40, 128, 200])
+@pytest.mark.parametrize("case", ATTENTION, ids=case_id)
+def test_attention(case: Case, window: int, deterministic: bool) -> None:
+    problem = build(case)
+    assert problem.bias is not None
+    keep = brute_force(problem.bias[:, :, 0], window, case.seqlen_q, case.causal)
+    found = attend(problem, window, deterministic)
+    assert_close(problem.with_(mask=keep), found)
+
+
+def test_lowest_scores_have_exact_gradients() -> None:
+    """Rows whose every bias is the lowest finite float: their lse says nothing of their keys."""
+    problem = build(Case(300, 300, 1, 4, 2, 64, causal=True, bias="bk1k", bias_f32=True))
+    lowest = torch.full_like(problem.bias, torch.finfo(torch.float32).min)
+    low, zero = (
+        attend(problem.with_(bias=bias, wants="qkv"), 50, True)
+        for bias in (lowest, torch.zeros_like(lowest))
+    )
+    # The lowest float swallows q.k: every kept key weighs the same, as it would without q.
+    flat = attend(
+        problem.with_(bias=torch.zeros_like(lowest), softmax_scale=0.0, wants="qkv"), 50, True
+    )
+    torch.testing.assert_close(low.dv, flat.dv, atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(low.out, flat.out, atol=1e-2, rtol=1e-2)
+    assert low.dv is not None and zero.dv is not None and bool(low.dv.isfinite().all())
+
+
+def test_more_rows_than_keys() -> None:
+    problem = build(Case(300, 130, 2, 4, 2, 64, causal=True, bias="bk1k"))
+    assert problem.bias is not None
+    keep = brute_force(problem.bias[:, :, 0], 20, 300, True)
+    assert_close(problem.with_(mask=keep), attend(problem, 20, True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ATTENTION[:4], ids=case_id)
+def test_deterministic_repeat(case: Case) -> None:
+    problem = build(case)
+    want = attend(problem, 60, True)
+    for _ in range(25):
+        for (name, a), (_, b) in zip(attend(problem, 60, True).items(), want.items(), strict=True):
+            assert torch.equal(a, b), name
+
+
+def test_one_selection_serves_many_layers() -> None:
+    """Other queries, keys, values and bias; sliding windows and documents in the same way."""
+    scores = make_scores("random", 2, 2, 1, 400)
+    selections = [
+        dmattn.select_keys(scores, 50),
+        dmattn.sliding_window(400, 50, device=require_device()),
+        dmattn.packed_documents([0, 100, 101, 350, 400], device=require_device()),
+        dmattn.select_keys(scores, 50, cu_seqlens=[0, 130, 400]),
+    ]
+    for selection in selections:
+        keep = selection.to_mask()
+        for seed in range(2):
+            problem = build(Case(400, 400, 2, 4, 2, 64, causal=True, bias="bk1k", seed=seed))
+            tracked = [
+                x.detach().requires_grad_()
+                for x in (problem.q, problem.k, problem.v, problem.bias)
+                if x is not None
+            ]
+            with poisoned():
+                out, lse = dmattn.flash_dmattn_func(
+                    *tracked[:3],
+                    attn_bias=tracked[3],
+                    softmax_scale=problem.softmax_scale,
+                    is_causal=True,
+                    selection=selection,
+                    return_lse=True,
+                )
+                grads = torch.autograd.grad(out, tracked, problem.dout)
+            assert_close(problem.with_(mask=keep), Results(out.detach(), lse.detach(), *grads))
+
+
+# --- decoding -------------------------------------------------------------------------------------
+
+B, H, HK, D = 2, 8, 2, 64
+
+
+def sequence(length: int, kind: str = "random") -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    device = require_device()
+    generator = torch.Generator(device).manual_seed(length)
+    q, k, v = (
+        torch.randn(B, length, n, D, generator=generator, device=device).bfloat16()
+        for n in (H, HK, HK)
+    )
+    return q, k, v, make_scores(kind, B, HK, length)
+
+
+def new_cache(window: int, capacity: int | None = None) -> dmattn.DynamicMaskCache:
+    return dmattn.DynamicMaskCache(
+        B,
+        window,
+        HK,
+        D,
+        torch.bfloat16,
+        require_device(),
+        evict=capacity is None,
+        capacity=capacity,
+    )
+
+
+def assert_decoded(got: Tensor, whole: tuple[Tensor, ...], window: int, start: int) -> None:
+    """Every step within the tolerance: of the plain computation in bfloat16, on every row."""
+    q, k, v, score = whole
+    stop = start + got.shape[1]
+    keep = brute_force(score, window, q.shape[1], True)
+    dout = torch.zeros_like(q)
+    problem = Problem(q, k, v, keep, score[:, :, None], dout, None, D**-0.5, True, 0.0, "")
+    rows = slice(start, stop)
+    tail = problem.with_(
+        q=q[:, rows], k=k[:, :stop], v=v[:, :stop], bias=score[:, :, None, :stop]
+    ).with_(mask=keep[:, :, rows, :stop], dout=dout[:, rows])
+    _, lse = dmattn.flash_dmattn_func(
+        tail.q, tail.k, tail.v, tail.mask, tail.bias, is_causal=True, return_lse=True
+    )
+    assert_close(tail, Results(got, lse))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["random", "tied"])
+@pytest.mark.parametrize("evict", [True, False])
+def test_2000_steps(evict: bool, kind: str) -> None:
+    total = 2100 if on_cuda() else 150
+    whole = q, k, v, score = sequence(total, kind)
+    cache = new_cache(128, None if evict else total)
+    prompt = total - (2000 if on_cuda() else 100)
+    cache.prefill(k[:, :prompt], v[:, :prompt], score[..., :prompt])
+    outs = []
+    for t in range(prompt, total):
+        now = slice(t, t + 1)
+        outs.append(cache.append_and_attend(q[:, now], k[:, now], v[:, now], score[..., now]))
+    assert_decoded(torch.cat(outs, 1), whole, 128, prompt)
+    assert cache.seen.tolist() == [total, total]
+
+
+def test_few_tokens_at_once_and_ragged() -> None:
+    whole = q, k, v, score = sequence(300, "tied")
+    cache, one = new_cache(40), new_cache(40)
+    outs, singles = [], []
+    for t in range(0, 300, 3):
+        now = slice(t, t + 3)
+        outs.append(cache.append_and_attend(q[:, now], k[:, now], v[:, now], score[..., now]))
+        for i in range(t, t + 3):
+            now = slice(i, i + 1)
+            step = (q[:, now], k[:, now], v[:, now], score[..., now])
+            for b in range(B):  # one sequence at a time
+                active = torch.arange(B, device=q.device) == b
+                out = one.append_and_attend(*step, active=active)
+                singles.append(out[b : b + 1])
+    assert_decoded(torch.cat(outs, 1), whole, 40, 0)
+    rows = [torch.cat(singles[b::B], 1) for b in range(B)]
+    assert torch.equal(torch.cat(rows), torch.cat(outs, 1))
+    for name in ("k", "v", "score", "position", "seen"):
+        assert torch.equal(getattr(cache, name), getattr(one, name)), name
+
+
+def test_reordered_beams() -> None:
+    whole = q, k, v, score = sequence(120)
+    cache = new_cache(30)
+    cache.prefill(k[:, :80], v[:, :80], score[..., :80], dmattn.select_keys(score[..., :80], 30))
+    cache.reorder(torch.tensor([1, 0], device=q.device))
+    flipped = tuple(x.flip(0) for x in whole)
+    outs = []
+    for t in range(80, 120):
+        now = slice(t, t + 1)
+        step = [x[:, now] for x in flipped[:3]]
+        outs.append(cache.append_and_attend(*step, flipped[3][..., now]))
+    assert_decoded(torch.cat(outs, 1).flip(0), whole, 30, 80)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("evict", [True, False])
+def test_graph_of_a_step(evict: bool) -> None:
+    """Captured once, replayed for every token: positions are counted on the device."""
+    whole = q, k, v, score = sequence(260)
+    cache = new_cache(64, None if evict else 256)
+    now = [x[:, :1].clone() for x in (q, k, v)] + [score[..., :1].clone()]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        cache.append_and_attend(*now)
+    torch.cuda.current_stream().wait_stream(side)
+    cache.reset()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = cache.append_and_attend(*now)
+    cache.reset()
+    outs = []
+    for t in range(250):
+        for x, source in zip(now, (q, k, v), strict=False):
+            x.copy_(source[:, t : t + 1])
+        now[3].copy_(score[..., t : t + 1])
+        graph.replay()
+        outs.append(out.clone())
+    assert_decoded(
+        torch.cat(outs, 1),
+        tuple(x[:, :250] if x.dim() == 4 else x[..., :250] for x in whole),
+        64,
+        0,
+    )
+    if not evict:  # a graph knows no counter on the host: what does not fit is left out
+        before = cache.k.clone()
+        for _ in range(10):
+            graph.replay()
+        assert cache.seen.tolist() == [256, 256]
+        assert torch.equal(cache.k[:, :250], before[:, :250])
+
+
+@pytest.mark.cuda
+def test_graph_of_selection_and_attention() -> None:
+    problem = build(Case(400, 400, 2, 4, 2, 64, causal=True, bias="bk1k", wants=""))
+    want = attend_plain(problem)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        attend_plain(problem)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = attend_plain(problem)
+    out.fill_(math.nan)
+    graph.replay()
+    assert torch.equal(out, want)
+
+
+def attend_plain(problem: Problem) -> Tensor:
+    out: Tensor = dmattn.flash_dmattn_func(
+        problem.q, problem.k, problem.v, attn_bias=problem.bias, is_causal=True, window_size=60
+    )
+    return out
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_operators_pass_opcheck(causal: bool) -> None:
+    problem = build(Case(40, 60, bias="bk1k", causal=causal))
+    assert problem.bias is not None
+    scores = problem.bias[:, :, 0]
+    torch.library.opcheck(torch.ops.dmattn.select_keys.default, (scores, None, 9, 40, causal))
+    lists = dmattn.select_keys(scores, 9, causal, query_len=40).lists
+    numbers = (problem.softmax_scale, causal, 0.0)
+    args = (problem.q, problem.k, problem.v, None, problem.bias)
+    torch.library.opcheck(torch.ops.dmattn.fwd.default, (*args, *numbers, False, *lists))
+    out, lse, rest = torch.ops.dmattn.fwd(*args, *numbers, False, *lists)
+    backward = (problem.dout, None, *args, out, lse, *numbers, True, [True] * 4, *lists, rest)
+    torch.library.opcheck(torch.ops.dmattn.bwd.default, backward)
+    q, k, v, score = sequence(2)
+    cache = new_cache(16)
+    state = (cache.k, cache.v, cache.score, cache.position, cache.seen)
+    torch.library.opcheck(
+        torch.ops.dmattn.cache_append_and_attend.default, (q, k, v, score, None, *state, 0.1, 0.0)
+    )
+
+
+@pytest.mark.cuda
+@pytest.mark.slow
+def test_memory_of_long_contexts() -> None:
+    """A million keys: beside inputs and outputs, less than k and v together."""
+    seqlen, window = 1 << 20, 2048
+    device = require_device()
+    q = torch.randn(1, seqlen, 8, 128, device=device, dtype=torch.bfloat16)
+    k, v = torch.randn(2, 1, seqlen, 2, 128, device=device, dtype=torch.bfloat16).unbind()
+    score = torch.randn(1, 2, 1, seqlen, device=device)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    out = dmattn.flash_dmattn_func(q, k, v, attn_bias=score, is_causal=True, window_size=window)
+    torch.cuda.synchronize()
+    beside = torch.cuda.max_memory_allocated() - before - out.numel() * out.element_size()
+    assert beside < 2 * k.numel() * k.element_size(), f"{beside / 2**20:.0f} MB"

@@ -1,0 +1,371 @@
+"""DynamicMaskCache: every decoded token equals the full computation."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.library import opcheck
+
+from dmattn import DynamicMaskAttention, DynamicMaskCache, flash_dmattn_func, select_keys
+
+B, H, HK, D, N, W = 2, 4, 2, 8, 230, 16
+
+
+def sequence(kind: str = "tied", length: int = N, dtype: torch.dtype = torch.float32) -> Any:
+    """query, key, value (B, N, heads, D) and score (B, HK, N)."""
+    torch.manual_seed(0)
+    q = torch.randn(B, length, H, D).to(dtype)
+    k, v = torch.randn(2, B, length, HK, D).to(dtype).unbind()
+    score = torch.randn(B, HK, length)
+    if kind == "tied":
+        score = torch.round(score * 2)
+    elif kind == "constant":
+        score = torch.zeros_like(score)
+    elif kind == "rising":
+        score = score.sort(-1).values
+    elif kind == "holes":
+        score = score.masked_fill(torch.rand(score.shape) < 0.3, -math.inf)
+        score[..., :3] = -math.inf
+    return q, k, v, score
+
+
+def make(evict: bool = True, window: int = W, dtype: torch.dtype = torch.float32) -> Any:
+    capacity = None if evict else N
+    return DynamicMaskCache(B, window, HK, D, dtype, "cpu", evict=evict, capacity=capacity)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, score: Tensor, window: int = W) -> Tensor:
+    out: Tensor = flash_dmattn_func(q, k, v, None, score, is_causal=True, window_size=window)
+    return out
+
+
+def decode(cache: DynamicMaskCache, whole: Any, start: int, stop: int, step: int = 1) -> Tensor:
+    q, k, v, score = whole
+    outs = []
+    for t in range(start, stop, step):
+        now = slice(t, min(t + step, stop))
+        outs.append(cache.append_and_attend(q[:, now], k[:, now], v[:, now], score[..., now]))
+    return torch.cat(outs, 1)
+
+
+def assert_near(got: Tensor, want: Tensor) -> None:
+    torch.testing.assert_close(got, want, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("evict", [True, False])
+@pytest.mark.parametrize("kind", ["random", "tied", "constant", "rising", "holes"])
+@pytest.mark.parametrize("prompt, step", [(0, 1), (0, 3), (7, 1), (W, 2), (100, 1), (N - 1, 4)])
+def test_equals_the_full_computation(evict: bool, kind: str, prompt: int, step: int) -> None:
+    whole = q, k, v, score = sequence(kind)
+    cache = make(evict)
+    cache.prefill(k[:, :prompt], v[:, :prompt], score[..., :prompt])
+    assert_near(decode(cache, whole, prompt, N, step), attend(q, k, v, score)[:, prompt:])
+    assert cache.seen.tolist() == [N, N] and not cache.is_empty
+
+
+@pytest.mark.parametrize("window", [1, N - 1, N, N + 40])
+def test_windows_at_the_edges(window: int) -> None:
+    whole = q, k, v, score = sequence()
+    for evict in (True, False):
+        assert_near(decode(make(evict, window), whole, 0, N), attend(q, k, v, score, window))
+
+
+def test_entries_are_the_selected_keys() -> None:
+    whole = _, k, _, score = sequence()
+    cache = make()
+    decode(cache, whole, 0, N)
+    keep = select_keys(score, W, query_len=1).to_mask()[:, :, 0]
+    for b in range(B):
+        for h in range(HK):
+            kept = cache.position[b, h].sort()
+            assert torch.equal(kept.values.long(), keep[b, h].nonzero()[:, 0])
+            assert torch.equal(cache.score[b, h], score[b, h, cache.position[b, h]])
+            assert torch.equal(cache.k[b, :, h], k[b, cache.position[b, h], h])
+
+
+@pytest.mark.parametrize("kind", ["tied", "holes"])
+def test_prefill_from_the_selection_of_the_prompt(kind: str) -> None:
+    _, k, v, score = sequence(kind)
+    plain, shared = make(), make()
+    plain.prefill(k, v, score)
+    shared.prefill(k, v, score, selection=select_keys(score, W))
+    for name in ("k", "v", "score", "position", "seen"):
+        assert torch.equal(getattr(plain, name), getattr(shared, name)), name
+    assert (plain.position[plain.score == -math.inf] == -1).all()
+
+
+def test_prefill_replaces() -> None:
+    whole = q, k, v, score = sequence()
+    cache = make()
+    decode(cache, whole, 0, 50)
+    cache.prefill(k[:, :30], v[:, :30], score[..., :30])
+    assert_near(decode(cache, whole, 30, 60), attend(q, k, v, score)[:, 30:60])
+
+
+def ragged_reference(whole: Any, lengths: list[int], more: int) -> list[Tensor]:
+    q, k, v, score = whole
+    return [
+        attend(*(x[b : b + 1, : n + more] for x in (q, k, v)), score[b : b + 1, :, : n + more])
+        for b, n in enumerate(lengths)
+    ]
+
+
+@pytest.mark.parametrize("evict", [True, False])
+@pytest.mark.parametrize("side", ["right", "left"])
+def test_ragged_prompts(evict: bool, side: str) -> None:
+    whole = sequence()
+    lengths, longest, more = [60, 25], 60, 40
+    cache = make(evict)
+    if side == "right":
+        prompt = [x[:, :longest] for x in whole[1:3]] + [whole[3][..., :longest]]
+        cache.prefill(*prompt, lengths=torch.tensor(lengths))
+    else:
+        shift = [longest - n for n in lengths]
+        rows = [
+            torch.stack([x[b].roll(s, 0) for b, s in enumerate(shift)])[:, :longest]
+            for x in (whole[1], whole[2], whole[3].mT)
+        ]
+        real = torch.arange(longest) >= torch.tensor(shift)[:, None]
+        cache.prefill(rows[0], rows[1], rows[2].mT, attn_mask=real)
+    assert cache.seen.tolist() == lengths
+    want = ragged_reference(whole, lengths, more)
+    for t in range(more):
+        at = [torch.stack([x[b, n + t] for b, n in enumerate(lengths)])[:, None] for x in whole[:3]]
+        score = torch.stack([whole[3][b, :, n + t] for b, n in enumerate(lengths)])[..., None]
+        out = cache.append_and_attend(*at, score)
+        for b, n in enumerate(lengths):
+            assert_near(out[b, 0], want[b][0, n + t])
+
+
+@pytest.mark.parametrize("evict", [True, False])
+def test_ragged_steps(evict: bool) -> None:
+    """Each sequence takes the tokens that are its own, at its own pace."""
+    q, k, v, score = sequence()
+    want, cache = attend(q, k, v, score), make(evict)
+    done = [0, 0]
+    for step in range(60):
+        active = torch.rand(B, 3) < (0.5 if step % 4 else 0.0)
+        place = torch.zeros(B, 3, dtype=torch.int64)
+        for b in range(B):
+            place[b] = done[b] + active[b].cumsum(0) - 1
+        index = place.clamp(min=0)
+        rows = torch.arange(B)[:, None]
+        new_score = score.mT[rows, index].mT
+        out = cache.append_and_attend(
+            q[rows, index], k[rows, index], v[rows, index], new_score, active=active
+        )
+        assert torch.isfinite(out).all()
+        for b in range(B):
+            assert_near(out[b, active[b]], want[b, place[b, active[b]]])
+            done[b] += int(active[b].sum())
+        assert cache.seen.tolist() == done
+    first = (x[:, :1] for x in (q, k, v))
+    cache.append_and_attend(*first, score[..., :1], active=torch.tensor([True, False]))
+    assert cache.seen.tolist() == [done[0] + 1, done[1]]
+
+
+def test_reorder_reset_and_clone() -> None:
+    whole = q, k, v, score = sequence()
+    cache = make()
+    decode(cache, whole, 0, 40)
+    swapped, pointer = cache.clone(), cache.k.data_ptr()
+    swapped.reorder(torch.tensor([1, 0]))
+    want = attend(q, k, v, score)[:, 40:80]
+    assert_near(decode(swapped, [x.flip(0) for x in whole], 40, 80).flip(0), want)
+    assert_near(decode(cache, whole, 40, 80), want)
+    cache.reorder(torch.tensor([1, 1]))
+    assert torch.equal(cache.k[0], cache.k[1]) and torch.equal(cache.score[0], cache.score[1])
+    cache.reset()
+    assert cache.is_empty and cache.k.data_ptr() == pointer
+    assert_near(decode(cache, whole, 0, 30), attend(q, k, v, score)[:, :30])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_dtypes(dtype: torch.dtype) -> None:
+    whole = q, k, v, score = sequence("random", dtype=dtype)
+    got = decode(make(dtype=dtype), whole, 0, 60)
+    assert got.dtype == dtype
+    torch.testing.assert_close(got, attend(q, k, v, score)[:, :60], rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("bad", [math.nan, -math.inf])
+def test_scores_that_are_never_kept(bad: float) -> None:
+    whole = q, k, v, score = sequence("random")
+    score[..., ::3] = bad
+    for evict in (True, False):
+        cache = make(evict)
+        cache.prefill(k[:, :20], v[:, :20], score[..., :20])
+        got = decode(cache, whole, 20, 80)
+        assert_near(got, attend(q, k, v, score)[:, 20:80])
+        if evict:
+            assert torch.isfinite(cache.score).all()
+
+
+def test_nothing_kept_gives_zero() -> None:
+    q, k, v, score = sequence()
+    out = make().append_and_attend(
+        q[:, :1], k[:, :1], v[:, :1], torch.full_like(score[..., :1], -math.inf)
+    )
+    assert not out.any()
+
+
+def test_soft_cap_and_scale_reach_the_attention() -> None:
+    q, k, v, score = sequence()
+    cache = make()
+    options: dict[str, Any] = {"softmax_scale": 0.9, "softcap": 2.0}
+    cache.prefill(k[:, :50], v[:, :50], score[..., :50])
+    now = slice(50, 51)
+    out = cache.append_and_attend(q[:, now], k[:, now], v[:, now], score[..., now], **options)
+    seen = (x[:, :51] for x in (q, k, v))
+    want = flash_dmattn_func(*seen, None, score[..., :51], is_causal=True, window_size=W, **options)
+    assert_near(out, want[:, 50:])
+
+
+@pytest.mark.parametrize("active", [None, "some"])
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_operator(active: str | None, tokens: int) -> None:
+    q, k, v, score = (x[..., :tokens] if x.dim() == 3 else x[:, :tokens] for x in sequence())
+    cache = make()
+    mask = None if active is None else torch.rand(B, tokens) < 0.5
+    tensors = (cache.k, cache.v, cache.score, cache.position, cache.seen)
+    opcheck(
+        torch.ops.dmattn.cache_append_and_attend,
+        (q, k, v, score, mask, *tensors, 0.3, 0.0),
+    )
+
+
+@pytest.mark.parametrize("evict", [True, False])
+def test_bad_steps_leave_the_cache_unchanged(evict: bool) -> None:
+    whole = sequence()
+    cache = make(evict)
+    decode(cache, whole, 0, 20)
+    before = cache.clone()
+    q, k, v, score = (x[..., :1] if x.dim() == 3 else x[:, :1] for x in whole)
+    bad: list[tuple[list[Any], dict[str, Any], type[Exception], str]] = [
+        ([q[..., :4], k, v, score], {}, ValueError, r"query: got shape \(2, 1, 4, 4\), wanted"),
+        ([q[:, :, :3], k, v, score], {}, ValueError, "query: got 3 heads, wanted a multiple of 2"),
+        ([q[:1], k, v, score], {}, ValueError, "query: got shape"),
+        ([q, k[:, :, :1], v, score], {}, ValueError, r"key: got shape .*, wanted \(2, 1, 2, 8\)"),
+        ([q, k, v.double(), score], {}, TypeError, "value: got dtype torch.float64, wanted"),
+        ([q, k, v, score.half()], {}, TypeError, "score: got dtype torch.float16, wanted"),
+        ([q, k, v, score[:, :1]], {}, ValueError, "score: got shape"),
+        ([q.to("meta"), k, v, score], {}, ValueError, "query: got device meta, wanted cpu"),
+        ([None, k, v, score], {}, TypeError, "query: got NoneType, wanted a torch.Tensor"),
+        ([q, None, v, score], {}, TypeError, "key: got NoneType, wanted a torch.Tensor"),
+        ([q, k, v, score], {"active": torch.ones(3).bool()}, ValueError, "active: got shape"),
+        ([q, k, v, score], {"active": torch.ones(2)}, TypeError, "active: got dtype"),
+        ([q.requires_grad_(), k, v, score], {}, RuntimeError, "require gradients"),
+    ]
+    for given, options, error, message in bad:
+        with pytest.raises(error, match=message):
+            cache.append_and_attend(*given, **options)
+    prompts: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"lengths": torch.ones(3).int()}, ValueError, "lengths: got shape"),
+        ({"lengths": torch.ones(2)}, TypeError, "lengths: got dtype"),
+        ({"attn_mask": torch.ones(2, 2).bool()}, ValueError, "attn_mask: got shape"),
+    ]
+    if evict:
+        other = select_keys(score, W + 1)
+        prompts.append(({"selection": other}, ValueError, "selection: got window_size 17"))
+    for options, error, message in prompts:
+        with pytest.raises(error, match=message):
+            cache.prefill(k, v, score, **options)
+    with pytest.raises(TypeError, match="beam_idx: got dtype"):
+        cache.reorder(torch.ones(2))
+    for name in ("k", "v", "score", "position", "seen"):
+        assert torch.equal(getattr(cache, name), getattr(before, name)), name
+
+
+def test_capacity() -> None:
+    whole = q, k, v, score = sequence()
+    cache = make(evict=False)
+    cache.prefill(k[:, :-2], v[:, :-2], score[..., :-2])
+    before = cache.clone()
+    with pytest.raises(ValueError, match=r"key: got 3 tokens after 228, wanted .* capacity of 230"):
+        cache.append_and_attend(q[:, :3], k[:, :3], v[:, :3], score[..., :3])
+    longer = [torch.cat([x, x], 1) for x in (k, v)]
+    with pytest.raises(ValueError, match="key: got 460 tokens after 0"):
+        cache.prefill(*longer, torch.cat([score, score], -1))
+    assert torch.equal(cache.k, before.k) and torch.equal(cache.seen, before.seen)
+    assert_near(decode(cache, whole, N - 2, N), attend(q, k, v, score)[:, -2:])
+
+
+@pytest.mark.parametrize(
+    "changes, error, message",
+    [
+        ({"window_size": 0}, ValueError, "window_size: got 0"),
+        ({"batch": -1}, ValueError, "batch: got -1, wanted an int of at least 0"),
+        ({"nheads_k": 0}, ValueError, "nheads_k: got 0, wanted an int of at least 1"),
+        ({"head_dim": 2.5}, ValueError, "head_dim: got 2.5"),
+        ({"evict": False}, ValueError, "capacity: got None, wanted an int, with evict=False"),
+        ({"capacity": 9}, ValueError, "capacity: got 9, wanted None"),
+        ({"evict": False, "capacity": 0}, ValueError, "capacity: got 0, wanted at least 1"),
+        ({"dtype": torch.int32}, TypeError, "dtype: got torch.int32, wanted a floating"),
+        ({"score_dtype": torch.float16}, TypeError, "score_dtype: got torch.float16, wanted"),
+    ],
+)
+def test_bad_caches(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    good: dict[str, Any] = {"batch": 2, "window_size": 4, "nheads_k": 2, "head_dim": 8}
+    good |= {"dtype": torch.float32, "device": "cpu"}
+    with pytest.raises(error, match=message):
+        DynamicMaskCache(**(good | changes))
+    assert "window_size=4" in repr(DynamicMaskCache(**good))
+
+
+def layer(**options: Any) -> DynamicMaskAttention:
+    torch.manual_seed(1)
+    made = DynamicMaskAttention(32, 4, 2, window_size=6, init_std=0.3, **options)
+    torch.nn.init.normal_(made.A)
+    return made
+
+
+@pytest.mark.parametrize("prompt", [1, 4, 20])
+@pytest.mark.parametrize("step", [1, 3])
+@torch.no_grad()
+def test_layer_generates_what_it_was_trained_on(prompt: int, step: int) -> None:
+    attention, x = layer(softcap=5.0), torch.randn(B, 31, 32)
+    whole = attention(x)
+    cache = attention.make_cache(B)
+    outs = [attention(x[:, :prompt], cache=cache)]
+    for t in range(prompt, 31, step):
+        outs.append(attention(x[:, t : t + step], cache=cache))
+    torch.testing.assert_close(torch.cat(outs, 1), whole, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@torch.no_grad()
+def test_layer_with_padded_prompts(side: str) -> None:
+    attention, x, lengths = layer(), torch.randn(B, 40, 32), [20, 9]
+    mask = torch.arange(20) < torch.tensor(lengths)[:, None]
+    prompt = x[:, :20]
+    if side == "left":
+        mask = mask.flip(1)
+        prompt = torch.stack([x[b].roll(20 - n, 0)[:20] for b, n in enumerate(lengths)])
+    cache = attention.make_cache(B)
+    attention(prompt, attention_mask=mask, cache=cache)
+    for t in range(10):
+        now = torch.stack([x[b, n + t] for b, n in enumerate(lengths)])[:, None]
+        out = attention(now, cache=cache)
+        for b, n in enumerate(lengths):
+            want = attention(x[b : b + 1, : n + t + 1])[0, -1]
+            torch.testing.assert_close(out[b, 0], want, rtol=0, atol=1e-5)
+
+
+def test_layer_refuses_caches_that_do_not_fit() -> None:
+    attention, x = layer(), torch.randn(B, 3, 32)
+    with pytest.raises(RuntimeError, match="cache: got one with gradients enabled"):
+        attention(x, cache=attention.make_cache(B))
+    with torch.no_grad():
+        with pytest.raises(
+            ValueError, match=r"cache: got one of .*\(2, 16, 2, 8\), wanted \(2, 6, 2, 8\)"
+        ):
+            attention(x, cache=make())
+        with pytest.raises(
+            ValueError, match=r"cache: got one of .*\(2, 6, 2, 8\), wanted \(1, 6, 2, 8\)"
+        ):
+            attention(x[:1], cache=attention.make_cache(B))
+    for options in ({"is_causal": False}, {"num_score_heads": 4}):
+        with pytest.raises(ValueError, match="wanted"):
+            layer(**options).make_cache(B)
