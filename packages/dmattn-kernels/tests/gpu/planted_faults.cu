@@ -31,12 +31,10 @@ __global__ void divergent_barriers(int* out) {
   }
 }
 
-// Half of a warp waits for the other half, which never comes.
-__global__ void lonely_half_warp(int* out) {
-  if (threadIdx.x < 16) {
-    __syncwarp(0xffffffffu);
-    out[threadIdx.x] = 1;
-  }
+// Half of a warp names only the other half in its barrier.
+__global__ void wrong_mask(int* out) {
+  __syncwarp(0x0000ffffu);
+  out[threadIdx.x] = 1;
 }
 
 int main(int argc, char** argv) {
@@ -51,7 +49,7 @@ int main(int argc, char** argv) {
     race<<<1, kCount>>>(out);
   } else if (std::strcmp(fault, "synccheck") == 0) {
     divergent_barriers<<<1, 64>>>(out);
-    lonely_half_warp<<<1, 32>>>(out);
+    wrong_mask<<<1, 32>>>(out);
   } else {
     const bool beyond = std::strcmp(fault, "memcheck") == 0;
     copy<<<1, beyond ? 2 * kCount : kCount>>>(in, out, beyond ? 2 * kCount : kCount);

@@ -87,6 +87,9 @@ __device__ __forceinline__ void st_shared(uint32_t addr, uint32_t x) {
 __device__ __forceinline__ void st_shared(uint32_t addr, uint4 x) {
   asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(addr), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w));
 }
+__device__ __forceinline__ void st_shared_u16(uint32_t addr, uint16_t x) {
+  asm volatile("st.shared.u16 [%0], %1;" ::"r"(addr), "h"(x));
+}
 __device__ __forceinline__ uint32_t ld_shared(uint32_t addr) {
   uint32_t r;
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(r) : "r"(addr));
@@ -103,13 +106,9 @@ __device__ __forceinline__ uint4 ld_shared_v4(uint32_t addr) {
   return r;
 }
 
-// 16 bytes of shared memory: the first `bytes` (0 to 16) from global memory, zeros after them.
-__device__ __forceinline__ void cp_async16_bytes(uint32_t dst, const void* src, int bytes) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes));
-}
 // 16 bytes from global to shared memory; zeros instead when !valid (nothing is read then).
 __device__ __forceinline__ void cp_async16(uint32_t dst, const void* src, bool valid) {
-  cp_async16_bytes(dst, src, valid ? 16 : 0);
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(valid ? 16 : 0));
 }
 using cute::cp_async_fence;
 using cute::cp_async_wait;

@@ -135,7 +135,14 @@ struct ShiftedTile {
       const int skipped = shift(row);
       const int bytes = row < rows ? 2 * min(cols, kCols) + skipped - 16 * chunk : 0;
       const char* from = reinterpret_cast<const char*>(src + row * row_stride) - skipped + 16 * chunk;
-      cp_async16_bytes(dst + row * kPitch + chunk * 16, from, max(0, min(bytes, 16)));
+      const uint32_t to = dst + row * kPitch + chunk * 16;
+      if (bytes > 0 && bytes < 16) {  // the end of the row, perhaps of the allocation: nothing past it is touched
+        for (int e = 0; e < 8; ++e) {
+          st_shared_u16(to + 2 * e, 2 * e < bytes ? __ldg(reinterpret_cast<const uint16_t*>(from) + e) : uint16_t{0});
+        }
+      } else {
+        cp_async16(to, from, bytes >= 16);
+      }
     }
   }
   // Elements (row, col) and (row, col + 1), col even.

@@ -19,7 +19,7 @@ _CUDA_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 def _empty_selection(
     scores: Tensor, key_mask: Tensor | None, window: int, seqlen_q: int, is_causal: bool
 ) -> Selection:
-    """Uninitialised results; raises for inputs that do not fit together."""
+    """Results to be filled, idx with zeros; raises for inputs that do not fit together."""
     if scores.dim() != 3:
         raise ValueError(
             f"scores: got shape {tuple(scores.shape)}, wanted (batch|1, heads|1, seqlen_k)"
@@ -56,7 +56,7 @@ def _empty_selection(
 
     return Selection(
         empty(batch, heads, seqlen_k),
-        empty(batch, heads, blocks, capacity),
+        scores.new_zeros((batch, heads, blocks, capacity), dtype=torch.int32),
         empty(batch, heads, blocks),
         empty(batch, heads, blocks) if is_causal else empty(0),
     )
