@@ -16,21 +16,6 @@ __global__ void race(int* out) {
   out[threadIdx.x] = shared[(threadIdx.x + 32) % 128];
 }
 
-// The two halves of the second warp wait at different barriers.
-__global__ void divergent_barriers(int* out) {
-  __shared__ volatile int shared[64];
-  const int i = static_cast<int>(threadIdx.x);
-  if (i < 48) {
-    shared[i] = i;
-    __syncthreads();
-    out[i] = shared[(i + 7) % 48];
-  } else {
-    shared[i] = 3 * i;
-    __syncthreads();
-    out[i] = shared[48 + (i + 5) % 16] + 1;
-  }
-}
-
 // Half of a warp names only the other half in its barrier.
 __global__ void wrong_mask(int* out) {
   __syncwarp(0x0000ffffu);
@@ -48,7 +33,6 @@ int main(int argc, char** argv) {
   if (std::strcmp(fault, "racecheck") == 0) {
     race<<<1, kCount>>>(out);
   } else if (std::strcmp(fault, "synccheck") == 0) {
-    divergent_barriers<<<1, 64>>>(out);
     wrong_mask<<<1, 32>>>(out);
   } else {
     const bool beyond = std::strcmp(fault, "memcheck") == 0;

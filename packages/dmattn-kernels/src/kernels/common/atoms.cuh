@@ -106,9 +106,13 @@ __device__ __forceinline__ uint4 ld_shared_v4(uint32_t addr) {
   return r;
 }
 
+// 16 bytes of shared memory: the first `bytes` (0 to 16) from global memory, zeros after them.
+__device__ __forceinline__ void cp_async16_bytes(uint32_t dst, const void* src, int bytes) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes));
+}
 // 16 bytes from global to shared memory; zeros instead when !valid (nothing is read then).
 __device__ __forceinline__ void cp_async16(uint32_t dst, const void* src, bool valid) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(valid ? 16 : 0));
+  cp_async16_bytes(dst, src, valid ? 16 : 0);
 }
 using cute::cp_async_fence;
 using cute::cp_async_wait;

@@ -135,14 +135,18 @@ struct ShiftedTile {
       const int skipped = shift(row);
       const int bytes = row < rows ? 2 * min(cols, kCols) + skipped - 16 * chunk : 0;
       const char* from = reinterpret_cast<const char*>(src + row * row_stride) - skipped + 16 * chunk;
-      const uint32_t to = dst + row * kPitch + chunk * 16;
-      if (bytes > 0 && bytes < 16) {  // the end of the row, perhaps of the allocation: nothing past it is touched
-        for (int e = 0; e < 8; ++e) {
-          st_shared_u16(to + 2 * e, 2 * e < bytes ? __ldg(reinterpret_cast<const uint16_t*>(from) + e) : uint16_t{0});
-        }
-      } else {
-        cp_async16(to, from, bytes >= 16);
+      if (row + 1 != rows || bytes <= 0 || bytes >= 16) {
+        cp_async16_bytes(dst + row * kPitch + chunk * 16, from, max(0, min(bytes, 16)));
       }
+    }
+    if (rows <= kRows && thread < 8) load_end(dst, rows - 1, 2 * min(cols, kCols), thread);
+  }
+  // The last 16 bytes of the last row, where the memory of the bias may end: element by element, nothing past the end.
+  __device__ __forceinline__ void load_end(uint32_t dst, int row, int row_bytes, int element) const {
+    const int skipped = shift(row), chunk = (row_bytes + skipped) / 16, bytes = (row_bytes + skipped) % 16;
+    const uint16_t* from = src + row * row_stride + (8 * chunk - skipped / 2) + element;
+    if (bytes > 0) {
+      st_shared_u16(dst + row * kPitch + chunk * 16 + 2 * element, 2 * element < bytes ? __ldg(from) : uint16_t{0});
     }
   }
   // Elements (row, col) and (row, col + 1), col even.
