@@ -202,12 +202,17 @@ class BytesLM(nn.Module):
         return F.linear(self.norm(x), self.embedding.weight)  # the head is the embedding
 
 
+def half_precision(device: torch.device) -> torch.autocast:
+    """On a GPU the arithmetic is bfloat16 by autocast; weights and their updates stay float32."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda")
+
+
 def loss_nats(model: nn.Module, windows: Tensor) -> Tensor:
     """Mean cross entropy, in nats per byte, of (B, S + 1) windows.
 
     On a GPU the arithmetic is bfloat16 by autocast; weights and their updates stay float32.
     """
-    with torch.autocast(windows.device.type, torch.bfloat16, enabled=windows.is_cuda):
+    with half_precision(windows.device):
         logits = model(windows[:, :-1])
     return F.cross_entropy(logits.float().flatten(0, 1), windows[:, 1:].flatten())
 
@@ -228,7 +233,7 @@ def continue_text(model: nn.Module, prompt: Tensor, count: int, temperature: flo
     tokens = prompt.long()[None]
     generator = torch.Generator().manual_seed(0)
     for _ in range(count):
-        with torch.autocast(tokens.device.type, torch.bfloat16, enabled=tokens.is_cuda):
+        with half_precision(tokens.device):
             logits = model(tokens)[:, -1]
         probabilities = (logits.float() / temperature).softmax(-1).cpu()
         drawn = torch.multinomial(probabilities, 1, generator=generator)
@@ -400,7 +405,8 @@ def choose_head(model: BytesLM, tokens: Tensor) -> tuple[int, int, Tensor]:
                 lambda module, args: seen.append(module.key_scores(args[0])[0])
             )
         )
-    model(tokens[None])
+    with half_precision(tokens.device):
+        model(tokens[None])
     for hook in hooks:
         hook.remove()
     age = torch.arange(len(tokens), device=tokens.device)
@@ -567,7 +573,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     final = history.heldout[-1][1]
     title = f"{size / 1e6:.2g} M parameters, context {config.length}, {device_name(device)}"
     plot_loss(output / "loss_curve.png", history, config, entropy, title)
-    passage = choose_passage(text.heldout, config.length).to(device)
+    passage = choose_passage(text.heldout, min(config.length, 2048)).to(device)
     plot_mask(output / "mask.png", model, passage, config)
     metrics = {
         "config": asdict(config),
