@@ -31,7 +31,6 @@ CUDA_RELEASES = ("13.0", "13.1", "13.2", "13.3")
 DEFAULT_CUDA = "13.0"
 OLDEST_NVCC = (12, 0)
 OLDEST_GPU = (8, 0)
-CPU_TORCH_INDEX = "https://download.pytorch.org/whl/cpu"
 CPP_SUFFIXES = {".h", ".hpp", ".cpp", ".cu", ".cuh"}
 
 nox.needs_version = ">=2024.10.9"
@@ -113,10 +112,13 @@ def install_cpu_torch(session: nox.Session) -> None:
         return
     session.log(f"installing torch {wanted}, about 200 MB")
     command = ["python", "-m", "pip", "install", "--disable-pip-version-check", f"torch=={wanted}"]
-    # First where pip looks by itself, for the sake of mirrors; then at PyTorch's own index.
     session.run(*command, silent=True, success_codes=[0, 1])
     if installed_torch(session) != wanted:
-        session.run(*command, "--extra-index-url", CPU_TORCH_INDEX)
+        session.warn(
+            "pip finds no torch made for the CPU alone: installing the one with CUDA, several GB. "
+            "PIP_EXTRA_INDEX_URL=<PyTorch's CPU index> avoids that."
+        )
+        session.run(*command[:-1], f"torch=={wanted.partition('+')[0]}")
 
 
 def install_gpu_torch(session: nox.Session) -> bool:
