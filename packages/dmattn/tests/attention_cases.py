@@ -11,8 +11,8 @@ from torch import Tensor
 from dmattn.reference import ReferenceGradients, reference_gradients
 
 # What the comparison allows beside twice the plain computation's error, relative to the largest
-# value of the oracle (or to 1). In half precision it is two roundings, 2 * 2^-11 and 2 * 2^-8: with one key, or two, the
-# plain computation may be exact where dout . out of a rounded out is not.
+# value of the oracle (or to 1). In half precision it is two roundings, 2 * 2^-11 and 2 * 2^-8: with
+# one key, or two, the plain computation may be exact where dout . out of a rounded out is not.
 _TINY = {
     torch.float16: 1e-3,
     torch.bfloat16: 8e-3,
