@@ -1,6 +1,6 @@
 # The kernel units, and the only place that lists them: direction x dtype x head-dim tile x {tiled, gathered}. Each
 # becomes a source file in the build folder and a row of the table behind kernels/units.h. Sets DMATTN_UNIT_SOURCES.
-set(DMATTN_DIRECTIONS fwd bwd)
+set(DMATTN_DIRECTIONS fwd bwd decode)
 set(DMATTN_WALKS tiled gathered)
 set(element_f16 cutlass::half_t)
 set(element_bf16 cutlass::bfloat16_t)
@@ -8,6 +8,7 @@ set(dtype_f16 kFloat16)
 set(dtype_bf16 kBFloat16)
 set(params_fwd FwdParams)
 set(params_bwd BwdParams)
+set(params_decode DecodeParams)
 
 set(DMATTN_UNIT_SOURCES)
 set(UNIT_DECLARATIONS)

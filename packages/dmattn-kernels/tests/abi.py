@@ -71,8 +71,9 @@ class SelectParams(ctypes.Structure):
 class CacheAppendParams(ctypes.Structure):
     _fields_ = [
         ("struct_size", ctypes.c_size_t),
-        *_fields("device reserved", ctypes.c_int32),
-        *_fields("k_new v_new score_new position_new k_cache v_cache score position", Tensor),
+        *_fields("device evict", ctypes.c_int32),
+        *_fields("softmax_scale softcap", ctypes.c_float),
+        *_fields("k_new v_new score_new active k_cache v_cache score position seen q out", Tensor),
     ]
 
 
@@ -173,16 +174,19 @@ def select_params(**fields: object) -> SelectParams:
 
 def cache_append_params(**fields: object) -> CacheAppendParams:
     """A valid call for 3 tokens and a cache of 64 entries; `fields` replaces."""
-    params = CacheAppendParams(struct_size=ctypes.sizeof(CacheAppendParams))
+    params = CacheAppendParams(struct_size=ctypes.sizeof(CacheAppendParams), evict=1)
     for name, shape, dtype in (
         ("k_new", (2, 3, 4, 64), BFLOAT16),
         ("v_new", (2, 3, 4, 64), BFLOAT16),
         ("score_new", (2, 4, 3), FLOAT32),
-        ("position_new", (2, 3), INT32),
+        ("active", (2, 3), BOOL),
         ("k_cache", (2, 64, 4, 64), BFLOAT16),
         ("v_cache", (2, 64, 4, 64), BFLOAT16),
         ("score", (2, 4, 64), FLOAT32),
         ("position", (2, 4, 64), INT32),
+        ("seen", (2,), INT32),
+        ("q", (2, 3, 8, 64), BFLOAT16),
+        ("out", (2, 3, 8, 64), BFLOAT16),
     ):
         setattr(params, name, tensor(shape, dtype))
     return replace(params, fields)

@@ -108,6 +108,7 @@ std::string describe(const FwdPlan& plan) {
   json.put("no_keys", plan.no_keys);
   json.put("gathered", plan.gathered);
   json.put("selected", plan.selected);
+  json.put("decode", plan.decode);
   json.put("workspace_bytes", plan.workspace_bytes);
   put_kernel(json, plan.kernel);
   json.put_strides("out_stride", plan.kernel.out_stride);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
 from collections.abc import Callable
 
@@ -223,11 +224,19 @@ WRONG_APPEND: list[tuple[dict[str, object], int, str]] = [
     ({"v_new": tensor((2, 4, 4, 64))}, abi.INVALID_VALUE, "v_new has shape (2, 4, 4, 64)"),
     ({"k_cache": tensor((2, 64, 4, 64), FLOAT32)}, abi.INVALID_DTYPE, "k_cache has dtype float32"),
     ({"score_new": tensor((2, 4, 3))}, abi.INVALID_DTYPE, "score_new has dtype bfloat16"),
-    (
-        {"position_new": tensor((2, 4), abi.INT32)},
-        abi.INVALID_VALUE,
-        "position_new has shape (2, 4)",
-    ),
+    ({"active": tensor((2, 4), abi.BOOL)}, abi.INVALID_VALUE, "active has shape (2, 4)"),
+    ({"active": tensor((2, 3), abi.INT32)}, abi.INVALID_DTYPE, "active has dtype int32"),
+    ({"seen": tensor((2, 1), abi.INT32)}, abi.INVALID_VALUE, "seen has 2 dimensions"),
+    ({"seen": tensor((3,), abi.INT32)}, abi.INVALID_VALUE, "seen has shape (3)"),
+    ({"evict": 2}, abi.INVALID_VALUE, "evict is 2; wanted 0 or 1"),
+    ({"evict": 0}, abi.INVALID_VALUE, "evict is 0 with q; wanted 1, or no q"),
+    ({"q": tensor((2, 3, 6, 64))}, abi.INVALID_VALUE, "q has 6 heads; wanted a multiple of the 4"),
+    ({"q": tensor((2, 2, 8, 64))}, abi.INVALID_VALUE, "q has shape (2, 2, 8, 64)"),
+    ({"q": abi.Tensor()}, abi.INVALID_VALUE, "out is given but q is absent"),
+    ({"out": abi.Tensor()}, abi.INVALID_VALUE, "out is absent"),
+    ({"out": tensor((2, 3, 8, 64), FLOAT32)}, abi.INVALID_DTYPE, "out has dtype float32"),
+    ({"softmax_scale": math.nan}, abi.INVALID_VALUE, "softmax_scale is nan"),
+    ({"softcap": math.inf}, abi.INVALID_VALUE, "softcap is inf"),
     ({"position": tensor((2, 4, 64), FLOAT32)}, abi.INVALID_DTYPE, "position has dtype float32"),
     ({"v_cache": tensor((2, 64, 4, 64), stride=(0, 256, 64, 1))}, abi.INVALID_VALUE, "v_cache has"),
     ({"score": tensor((2, 4, 64), FLOAT32, data=None)}, abi.INVALID_VALUE, "score has a null data"),

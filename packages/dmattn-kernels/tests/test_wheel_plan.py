@@ -203,12 +203,14 @@ def test_bias_follows_the_rows(plan: Probe, heads: int, dtype: int) -> None:
 def test_multi_head_decoding_is_left_alone(plan: Probe) -> None:
     found = plan.fwd(seqlen_q=1, nheads=2, is_causal=1)
     assert (found["seqlen_q"], found["nheads"]) == (1, 2)
-    assert not found["is_causal"]  # the one row sees every key
+    assert found["decode"] and not found["is_causal"]  # the one row sees every key
+    assert not plan.fwd(seqlen_q=2, nheads=2)["decode"]
 
 
 def test_few_blocks_are_split(plan: Probe) -> None:
     found = plan.fwd(batch=1, seqlen_q=1, seqlen_k=16384, nheads=8)
-    assert found["num_splits"] == 16384 // found["block_n"] // 4  # no fewer than 4 tiles each
+    # A block of four warps takes 64 keys a turn, and two turns at least.
+    assert found["decode"] and found["num_splits"] == 16384 // 64 // 2
     rows = found["num_splits"] * 2 * 4
     assert found["lse_accum"] - found["out_accum"] >= rows * 64 * 4
     assert WORKSPACE + found["workspace_bytes"] - found["lse_accum"] >= 2 * rows * 4
@@ -259,7 +261,7 @@ def test_selection_for_one_row_is_a_plain_list(plan: Probe) -> None:
 def test_splits_count_the_entries_of_a_list(plan: Probe) -> None:
     lists = abi.selection(1, 1 << 20, 256)
     found = plan.fwd(batch=1, seqlen_q=1, seqlen_k=1 << 20, selection=lists, is_causal=1)
-    assert found["num_splits"] == 1  # 256 entries are 4 tiles
+    assert found["num_splits"] == 2  # 256 entries are 4 turns of 64
 
 
 def test_interval_lists_accumulate(plan: Probe) -> None:

@@ -26,7 +26,9 @@ BWD_FIELDS = (
     "deterministic selection lse_rest"
 )
 SELECT_FIELDS = "device scores key_mask selection window seqlen_q is_causal"
-APPEND_FIELDS = "device k_new v_new score_new position_new k v score position"
+APPEND_FIELDS = (
+    "device k_new v_new score_new active k v score position seen evict q out softmax_scale softcap"
+)
 
 
 class Recorder(ModuleType):
@@ -231,18 +233,26 @@ def test_a_selection_travels_with_its_lists(recorder: Recorder, causal: bool) ->
 
 
 def test_a_decoding_step_appends_then_attends(recorder: Recorder) -> None:
-    """Token by token, reading the caller's tensors and the cache in place."""
+    """One call for all tokens, reading the caller's tensors and the cache in place."""
     q, k, v, score = half(2, 3, 4, 64), half(2, 3, 2, 64), half(2, 3, 2, 64), torch.randn(2, 2, 3)
     held = DynamicMaskCache(2, 6, 2, 64, torch.bfloat16, "cpu")
     state = (held.k, held.v, held.score, held.position, held.seen)
-    out = cache._cuda(q, k, v, score, None, *state, 0.25, 0.0)
-    assert out.shape == q.shape and held.seen.tolist() == [3, 3]
-    assert len(recorder.calls) == 6
-    for t in range(3):
-        append, attend = recorder.calls[2 * t : 2 * t + 2]
-        assert append["k_new"] == view(k[:, t : t + 1])
-        assert append["score_new"] == view(score[:, :, t : t + 1])
-        for name, entries in (("k", held.k), ("v", held.v), ("score", held.score)):
-            assert append[name] == view(entries)
-        assert attend["q"] == view(q[:, t : t + 1]) and attend["k"] == view(held.k)
-        assert attend["bias"] == view(held.score[:, :, None]) and not attend["is_causal"]
+    out = cache._attend_cuda(q, k, v, score, None, *state, 0.25, 0.0)
+    (call,) = recorder.calls
+    given = dict(zip(["q", "k_new", "v_new", "score_new"], (q, k, v, score), strict=True))
+    given |= dict(zip(["k", "v", "score", "position", "seen"], state, strict=True))
+    for name, t in given.items():
+        assert call[name] == view(t)
+    assert call["out"] == view(out) and out.shape == q.shape
+    assert call["active"] is None and call["evict"] and call["softmax_scale"] == 0.25
+
+
+def test_a_cache_that_keeps_all_is_only_appended_to(recorder: Recorder) -> None:
+    k, v, score = half(2, 1, 2, 64), half(2, 1, 2, 64), torch.randn(2, 2, 1)
+    held = DynamicMaskCache(2, 6, 2, 64, torch.bfloat16, "cpu", evict=False, capacity=9)
+    state = (held.k, held.v, held.score, held.position, held.seen)
+    active = torch.tensor([[True], [False]])
+    cache._append_cuda(k, v, score, active, *state, False)
+    (call,) = recorder.calls
+    assert call["active"] == view(active) and not call["evict"]
+    assert call["q"] is None and call["out"] is None

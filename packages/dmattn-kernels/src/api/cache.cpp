@@ -1,40 +1,25 @@
-// Appending to a cache of the best keys: validate, look the device up, launch.
+// Appending to a cache of keys, and attending to it: validate, look the device up, plan, launch.
 #include "kernels/prep/cache.h"
 
-#include "api/device.h"
 #include "api/error.h"
-#include "api/operands.h"
+#include "api/plan.h"
+#include "api/units.h"
 #include "api/validate.h"
 
 namespace dmattn {
 namespace {
 
-CacheAppendParams read_append(const dmattn_cache_append_params& p) {
-  CacheAppendParams append;
-  append.k_new = p.k_new.data;
-  append.v_new = p.v_new.data;
-  append.k_new_stride = read_strides(p.k_new);
-  append.v_new_stride = read_strides(p.v_new);
-  append.score_new = p.score_new.data;
-  append.score_batch_stride = p.score_new.stride[0];
-  append.score_head_stride = p.score_new.stride[1];
-  append.score_token_stride = p.score_new.stride[2];
-  append.position_new = static_cast<const int32_t*>(p.position_new.data);
-  append.position_batch_stride = p.position_new.stride[0];
-  append.position_token_stride = p.position_new.stride[1];
-  append.k_cache = p.k_cache.data;
-  append.v_cache = p.v_cache.data;
-  append.k_stride = read_strides(p.k_cache);
-  append.v_stride = read_strides(p.v_cache);
-  append.score = p.score.data;
-  append.position = static_cast<int32_t*>(p.position.data);
-  append.score_dtype = static_cast<Dtype>(p.score.dtype);
-  append.batch = static_cast<int32_t>(p.k_new.shape[0]);
-  append.tokens = static_cast<int32_t>(p.k_new.shape[1]);
-  append.nheads_k = static_cast<int32_t>(p.k_new.shape[2]);
-  append.head_dim = static_cast<int32_t>(p.k_new.shape[3]);
-  append.capacity = static_cast<int32_t>(p.k_cache.shape[1]);
-  return append;
+void launch(const CachePlan& plan, cudaStream_t stream) {
+  if (!plan.attends) {
+    check_cuda(cache_append(plan.append, stream), "appending to the cache of keys");
+    return;
+  }
+  const DecodeLauncher unit = decode_unit(plan.dtype, plan.dim_tile, /*gathered=*/false);
+  for (int32_t t = 0; t < plan.append.tokens; ++t) {
+    const DecodeParams decode = token_params(plan, t);
+    check_cuda(unit(plan.family, decode, stream), "launching the decode kernel");
+    check_cuda(cache_commit(plan.append, t, decode, plan.dtype, stream), "putting a token into the cache of keys");
+  }
 }
 
 }  // namespace
@@ -46,18 +31,19 @@ extern "C" dmattn_status dmattn_cache_append_workspace_size(const dmattn_cache_a
     const dmattn_cache_append_params p = read_params(params, "dmattn_cache_append_params");
     if (bytes == nullptr) fail(DMATTN_ERROR_INVALID_VALUE, "bytes is null; wanted where to put the size");
     validate(p, Pointers::kOptional);
-    find_device(p.device);
-    *bytes = 0;
+    *bytes = plan_cache_append(p, find_device(p.device), nullptr).workspace_bytes;
   });
 }
 
-extern "C" dmattn_status dmattn_cache_append(const dmattn_cache_append_params* params, void*, size_t, void* stream) {
+extern "C" dmattn_status dmattn_cache_append(const dmattn_cache_append_params* params, void* workspace, size_t bytes,
+                                             void* stream) {
   using namespace dmattn;
   return at_boundary([&] {
     const dmattn_cache_append_params p = read_params(params, "dmattn_cache_append_params");
     validate(p, Pointers::kRequired);
-    find_device(p.device);
+    const CachePlan plan = plan_cache_append(p, find_device(p.device), workspace);
+    validate_workspace(workspace, bytes, plan.workspace_bytes);
     const DeviceGuard guard(p.device);
-    check_cuda(cache_append(read_append(p), static_cast<cudaStream_t>(stream)), "appending to the cache of keys");
+    launch(plan, static_cast<cudaStream_t>(stream));
   });
 }

@@ -1,5 +1,7 @@
 #include "api/checks.h"
 
+#include <cmath>
+
 #include "api/error.h"
 #include "api/operands.h"
 #include "kernels/prep/select.h"
@@ -11,6 +13,7 @@ namespace {
 // in bytes are far from overflowing 64 bits.
 constexpr int64_t kMaxExtent = int64_t{1} << 30;
 constexpr int64_t kMaxElements = int64_t{1} << 46;
+constexpr int64_t kMaxHeadDim = 256;
 
 const char* dtype_name(int32_t dtype) {
   switch (dtype) {
@@ -155,6 +158,20 @@ void check_selection(const dmattn_key_selection& s, const SelectionExtents& e, b
 
 int64_t selection_blocks(int64_t seqlen_q, bool is_causal) {
   return is_causal ? ceil_div<int64_t>(seqlen_q, kSelectBlockRows) : 1;
+}
+
+void check_head_dim(const char* name, int64_t head_dim) {
+  const auto got = static_cast<long long>(head_dim);
+  if (head_dim < 1) fail(DMATTN_ERROR_INVALID_VALUE, "%s has head_dim %lld; wanted at least 8", name, got);
+  if (head_dim > kMaxHeadDim) {
+    fail(DMATTN_ERROR_UNSUPPORTED, "%s has head_dim %lld; wanted at most %lld", name, got,
+         static_cast<long long>(kMaxHeadDim));
+  }
+  if (head_dim % 8 != 0) fail(DMATTN_ERROR_UNSUPPORTED, "%s has head_dim %lld; wanted a multiple of 8", name, got);
+}
+
+void check_finite(const char* name, float value) {
+  if (!std::isfinite(value)) fail(DMATTN_ERROR_INVALID_VALUE, "%s is %g; wanted a finite number", name, value);
 }
 
 void check_flag(const char* name, int32_t value) {

@@ -34,6 +34,8 @@ struct SelectionExtents {
 int64_t selection_blocks(int64_t seqlen_q, bool is_causal);
 void check_selection(const dmattn_key_selection& s, const SelectionExtents& e, bool is_causal, Pointers pointers);
 
+void check_head_dim(const char* name, int64_t head_dim);
+void check_finite(const char* name, float value);
 void check_flag(const char* name, int32_t value);
 void check_device_number(int32_t device);
 void check_reserved(int32_t value);

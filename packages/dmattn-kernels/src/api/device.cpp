@@ -60,6 +60,7 @@ Device inspect(int32_t device) {
   const int shared_memory = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   Device found;
   found.num_sms = attribute(cudaDevAttrMultiProcessorCount, device);
+  found.smem_per_sm = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
   found.family = choose_family(shared_memory);
   const bool is_sm89 = found.family == Family::kSm89;
   if (is_sm89 && !has_sm89_tiles(major, minor)) {

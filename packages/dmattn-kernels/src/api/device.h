@@ -10,6 +10,7 @@ namespace dmattn {
 struct Device {
   Family family = Family::kSm80;
   int32_t num_sms = 108;
+  int32_t smem_per_sm = 164 * 1024;  // bytes of shared memory that the blocks of an SM have together
 };
 
 const char* family_name(Family family);

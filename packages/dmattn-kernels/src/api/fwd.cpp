@@ -14,13 +14,20 @@ void launch(const FwdPlan& plan, cudaStream_t stream) {
     check_cuda(fill_empty_fwd(plan.kernel, plan.dtype, stream), "filling the results of no keys");
     return;
   }
-  const FwdLauncher unit = fwd_unit(plan.dtype, plan.dim_tile, plan.gathered);
   if (plan.gathered && !plan.selected) {
     check_cuda(compact_keys(plan.mask, plan.kernel.keys, stream), "listing the keys of the mask");
   } else if (has_mask(plan.mask)) {
     check_cuda(pack_mask(plan.mask, plan.kernel.mask, stream), "packing the mask");
   }
-  check_cuda(unit(plan.family, plan.kernel, stream), "launching the forward kernel");
+  if (plan.decode) {
+    DecodeParams decode;
+    static_cast<FwdParams&>(decode) = plan.kernel;
+    const DecodeLauncher unit = decode_unit(plan.dtype, plan.dim_tile, plan.gathered);
+    check_cuda(unit(plan.family, decode, stream), "launching the decode kernel");
+  } else {
+    const FwdLauncher unit = fwd_unit(plan.dtype, plan.dim_tile, plan.gathered);
+    check_cuda(unit(plan.family, plan.kernel, stream), "launching the forward kernel");
+  }
   if (plan.kernel.num_splits > 1) {
     check_cuda(combine_splits(plan.kernel, plan.dtype, stream), "combining the splits");
   }

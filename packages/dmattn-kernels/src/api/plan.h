@@ -6,8 +6,10 @@
 #include <cstdint>
 
 #include "api/device.h"
+#include "api/workspace.h"
 #include "dmattn/dmattn.h"
 #include "kernels/params.h"
+#include "kernels/prep/cache.h"
 #include "kernels/prep/prep.h"
 #include "kernels/tiles.h"
 
@@ -21,6 +23,7 @@ struct FwdPlan {
   bool no_keys = false;   // out = 0, lse = -inf
   bool gathered = false;  // by kernel.keys; otherwise the mask, if any, becomes kernel.mask
   bool selected = false;  // kernel.keys comes from the caller
+  bool decode = false;    // one query row a head: the decode kernel's work
   MaskSource mask;        // see has_mask()
   FwdParams kernel;
   size_t workspace_bytes = 0;
@@ -28,8 +31,33 @@ struct FwdPlan {
 
 FwdPlan plan_fwd(const dmattn_fwd_params& p, const Device& device, void* workspace);
 
+// A split with fewer key tiles than this costs more to set up and to combine than it gains.
+constexpr int32_t kMinTilesPerSplit = 4;
 // Parts into which the keys of a row block are split, so that `blocks` blocks of work fill `resident` places evenly.
-int32_t choose_num_splits(int64_t blocks, int64_t resident, int32_t key_tiles);
+int32_t choose_num_splits(int64_t blocks, int64_t resident, int32_t key_tiles, int32_t min_tiles = kMinTilesPerSplit);
+
+// Splits of the decode kernel over so many keys. wanted = 0: as many as the device has places for.
+int32_t choose_decode_splits(const FwdParams& p, int32_t keys, int32_t dim_tile, int32_t wanted, const Device& device);
+// One query row a head and several heads a kv head: the group's heads become the rows of one block, which reads K and V
+// once for all of them. The one row is aligned to the last key, so causality has nothing to cut.
+void pack_group_as_rows(FwdParams& p);
+// Room for the partial results of p.num_splits parts.
+void place_partials(FwdParams& p, Workspace& workspace);
+
+// Appending to a cache, and the attention of the tokens' queries.
+struct CachePlan {
+  Dtype dtype = Dtype::kNone;
+  Family family = Family::kSm80;
+  int32_t dim_tile = 0;
+  bool attends = false;
+  CacheAppendParams append;            // of all tokens
+  DecodeParams decode;                 // of the first token; see token_params()
+  int64_t q_token = 0, out_token = 0;  // elements between the queries and outputs of two tokens
+  size_t workspace_bytes = 0;
+};
+CachePlan plan_cache_append(const dmattn_cache_append_params& p, const Device& device, void* workspace);
+// What the launches for token t read.
+DecodeParams token_params(const CachePlan& plan, int32_t t);
 
 // The launches of one backward call. Usually one; one per batch, kv head or head of the group
 //  - where each query head has its own list of keys (per_group): a block then serves one list,

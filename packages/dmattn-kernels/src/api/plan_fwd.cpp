@@ -9,31 +9,6 @@ namespace dmattn {
 namespace {
 
 constexpr int32_t kMaxSplits = 128;
-// A split with fewer key tiles than this costs more to set up and to combine than it gains.
-constexpr int32_t kMinTilesPerSplit = 4;
-
-// One query row a head and several heads a kv head (decoding): the group's heads become the rows of one block, which
-// reads K and V once for all of them. The one row is aligned to the last key, so causality has nothing to cut.
-void pack_group_as_rows(FwdParams& p) {
-  const int32_t group = p.head_ratio;
-  const auto pack = [group](Strides3& s) {
-    s.row = s.head;
-    s.head *= group;
-  };
-  pack(p.q_stride);
-  pack(p.out_stride);
-  pack(p.lse_stride);
-  if (p.bias.kind != BiasKind::kNone) {
-    const bool per_query_head = p.bias.head_ratio == 1;
-    p.bias.row_stride = per_query_head ? p.bias.head_stride : 0;
-    if (per_query_head) p.bias.head_stride *= group;
-    p.bias.head_ratio = per_query_head ? 1 : p.bias.head_ratio / group;
-  }
-  p.seqlen_q = group;
-  p.nheads = p.nheads_k;
-  p.head_ratio = 1;
-}
-
 void set_tensors(FwdParams& kernel, const dmattn_fwd_params& p, const Problem& x) {
   set_problem(kernel, x);
   kernel.q = p.q.data;
@@ -71,23 +46,24 @@ void place_mask(FwdPlan& plan, Workspace& workspace) {
 
 void place_splits(FwdPlan& plan, int32_t wanted, const Device& device, Workspace& workspace) {
   FwdParams& p = plan.kernel;
-  const FwdTile tile = fwd_tile(plan.family, plan.dim_tile);
   const int32_t keys = plan.selected ? std::min(p.seqlen_k, p.keys.capacity) : p.seqlen_k;
-  const int32_t key_tiles = std::max(1, ceil_div(keys, tile.block_n));
-  const int64_t blocks = static_cast<int64_t>(p.batch) * p.nheads * ceil_div(p.seqlen_q, tile.block_m);
-  // Blocks of four warps fit an SM twice.
-  const int64_t resident = static_cast<int64_t>(device.num_sms) * (tile.warps == 4 ? 2 : 1);
-  p.num_splits = wanted > 0 ? std::min(wanted, key_tiles) : choose_num_splits(blocks, resident, key_tiles);
-  if (p.num_splits == 1) return;
-  const int64_t rows = static_cast<int64_t>(p.num_splits) * p.batch * p.nheads * p.seqlen_q;
-  p.out_accum = workspace.take<float>(rows * p.head_dim);
-  p.lse_accum = workspace.take<float>(2 * rows);
+  if (plan.decode) {
+    p.num_splits = choose_decode_splits(p, keys, plan.dim_tile, wanted, device);
+  } else {
+    const FwdTile tile = fwd_tile(plan.family, plan.dim_tile);
+    const int32_t key_tiles = std::max(1, ceil_div(keys, tile.block_n));
+    const int64_t blocks = static_cast<int64_t>(p.batch) * p.nheads * ceil_div(p.seqlen_q, tile.block_m);
+    // Blocks of four warps fit an SM twice.
+    const int64_t resident = static_cast<int64_t>(device.num_sms) * (tile.warps == 4 ? 2 : 1);
+    p.num_splits = wanted > 0 ? std::min(wanted, key_tiles) : choose_num_splits(blocks, resident, key_tiles);
+  }
+  if (p.num_splits > 1) place_partials(p, workspace);
 }
 
 }  // namespace
 
-int32_t choose_num_splits(int64_t blocks, int64_t resident, int32_t key_tiles) {
-  const int32_t most = std::min(kMaxSplits, key_tiles / kMinTilesPerSplit);
+int32_t choose_num_splits(int64_t blocks, int64_t resident, int32_t key_tiles, int32_t min_tiles) {
+  const int32_t most = std::min(kMaxSplits, key_tiles / min_tiles);
   if (most <= 1 || 10 * blocks >= 8 * resident) return 1;
   // Share of the places that work, averaged over the waves.
   const auto fill = [&](int32_t splits) {
@@ -127,7 +103,8 @@ FwdPlan plan_fwd(const dmattn_fwd_params& p, const Device& device, void* base) {
   plan.kernel.bias = read_bias(p.bias, x, plan.gathered);
   // A mask or a list of each query head's own gives the rows of a packed block different keys.
   const int32_t mask_heads = plan.selected ? plan.kernel.keys.heads : has_mask(plan.mask) ? plan.mask.heads : 1;
-  if (x.seqlen_q == 1 && x.head_ratio > 1 && (mask_heads == 1 || mask_heads == x.nheads_k)) {
+  plan.decode = x.seqlen_q == 1;
+  if (plan.decode && x.head_ratio > 1 && (mask_heads == 1 || mask_heads == x.nheads_k)) {
     pack_group_as_rows(plan.kernel);
     if (plan.kernel.bias.kind != BiasKind::kNone) {
       plan.kernel.bias.kind = choose_bias_kind(plan.kernel.bias, plan.gathered);

@@ -21,5 +21,8 @@ inline FwdLauncher fwd_unit(Dtype dtype, int32_t dim_tile, bool gathered) {
 inline BwdLauncher bwd_unit(Dtype dtype, int32_t dim_tile, bool gathered) {
   return require_unit(find_bwd_unit(dtype, dim_tile, gathered), dtype, dim_tile, gathered, "backward");
 }
+inline DecodeLauncher decode_unit(Dtype dtype, int32_t dim_tile, bool gathered) {
+  return require_unit(find_decode_unit(dtype, dim_tile, gathered), dtype, dim_tile, gathered, "decode");
+}
 
 }  // namespace dmattn

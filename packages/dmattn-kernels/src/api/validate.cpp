@@ -1,13 +1,12 @@
 #include "api/validate.h"
 
-#include <cmath>
+#include <cstring>
 
 #include "api/checks.h"
 
 namespace dmattn {
 namespace {
 
-constexpr int64_t kMaxHeadDim = 256;
 constexpr int32_t kMaxSplits = 128;
 
 // --- the attention problem -----------------------------------------------------------------------------------------
@@ -15,16 +14,6 @@ constexpr int32_t kMaxSplits = 128;
 struct Extents {
   int64_t batch, seqlen_q, seqlen_k, nheads, nheads_k, head_dim;
 };
-
-void check_head_dim(int64_t head_dim) {
-  const auto got = static_cast<long long>(head_dim);
-  if (head_dim < 1) fail(DMATTN_ERROR_INVALID_VALUE, "q has head_dim %lld; wanted at least 8", got);
-  if (head_dim > kMaxHeadDim) {
-    fail(DMATTN_ERROR_UNSUPPORTED, "q has head_dim %lld; wanted at most %lld", got,
-         static_cast<long long>(kMaxHeadDim));
-  }
-  if (head_dim % 8 != 0) fail(DMATTN_ERROR_UNSUPPORTED, "q has head_dim %lld; wanted a multiple of 8", got);
-}
 
 Extents check_qkv(const dmattn_tensor& q, const dmattn_tensor& k, const dmattn_tensor& v) {
   check_rank("q", q, 4);
@@ -35,7 +24,7 @@ Extents check_qkv(const dmattn_tensor& q, const dmattn_tensor& k, const dmattn_t
   check_shape("k", k, {e.batch, e.seqlen_k, e.nheads_k, e.head_dim}, "batch and head_dim of q");
   check_shape("v", v, {e.batch, e.seqlen_k, e.nheads_k, e.head_dim}, "the shape of k");
   check_dtype("v", v, {q.dtype});
-  check_head_dim(e.head_dim);
+  check_head_dim("q", e.head_dim);
   if (e.nheads > 0 && (e.nheads_k == 0 || e.nheads % e.nheads_k != 0)) {
     fail(DMATTN_ERROR_INVALID_VALUE, "k has %lld heads; wanted a divisor of the %lld heads of q",
          static_cast<long long>(e.nheads_k), static_cast<long long>(e.nheads));
@@ -120,10 +109,8 @@ template <class Params>
 void check_numbers(const Params& p) {
   check_device_number(p.device);
   check_flag("is_causal", p.is_causal);
-  if (!std::isfinite(p.softmax_scale)) {
-    fail(DMATTN_ERROR_INVALID_VALUE, "softmax_scale is %g; wanted a finite number", p.softmax_scale);
-  }
-  if (!std::isfinite(p.softcap)) fail(DMATTN_ERROR_INVALID_VALUE, "softcap is %g; wanted a finite number", p.softcap);
+  check_finite("softmax_scale", p.softmax_scale);
+  check_finite("softcap", p.softcap);
   check_reserved(p.reserved);
 }
 

@@ -138,18 +138,25 @@ dmattn_select_params make_select(int32_t device, py::handle scores, py::handle k
 }
 
 dmattn_cache_append_params make_cache_append(int32_t device, py::handle k_new, py::handle v_new, py::handle score_new,
-                                             py::handle position_new, py::handle k_cache, py::handle v_cache,
-                                             py::handle score, py::handle position) {
+                                             py::handle active, py::handle k_cache, py::handle v_cache,
+                                             py::handle score, py::handle position, py::handle seen, bool evict,
+                                             py::handle q, py::handle out, float softmax_scale, float softcap) {
   auto p = dmattn::make_params<dmattn_cache_append_params>();
   p.device = device;
+  p.evict = evict ? 1 : 0;
+  p.softmax_scale = softmax_scale;
+  p.softcap = softcap;
   read_tensor(k_new, p.k_new, "k_new");
   read_tensor(v_new, p.v_new, "v_new");
   read_tensor(score_new, p.score_new, "score_new");
-  read_tensor(position_new, p.position_new, "position_new");
+  read_tensor(active, p.active, "active");
   read_tensor(k_cache, p.k_cache, "k_cache");
   read_tensor(v_cache, p.v_cache, "v_cache");
   read_tensor(score, p.score, "score");
   read_tensor(position, p.position, "position");
+  read_tensor(seen, p.seen, "seen");
+  read_tensor(q, p.q, "q");
+  read_tensor(out, p.out, "out");
   return p;
 }
 
@@ -241,8 +248,9 @@ PYBIND11_MODULE(_core, m) {
       .def("workspace_size", &workspace_size<dmattn_select_params>)
       .def("launch", &launch<dmattn_select_params>, "workspace"_a, "bytes"_a, "stream"_a);
   py::class_<dmattn_cache_append_params>(m, "CacheAppendParams")
-      .def(py::init(&make_cache_append), "device"_a, "k_new"_a, "v_new"_a, "score_new"_a, "position_new"_a, "k_cache"_a,
-           "v_cache"_a, "score"_a, "position"_a)
+      .def(py::init(&make_cache_append), "device"_a, "k_new"_a, "v_new"_a, "score_new"_a, "active"_a, "k_cache"_a,
+           "v_cache"_a, "score"_a, "position"_a, "seen"_a, "evict"_a, "q"_a = py::none(), "out"_a = py::none(),
+           "softmax_scale"_a = 1.f, "softcap"_a = 0.f)
       .def("workspace_size", &workspace_size<dmattn_cache_append_params>)
       .def("launch", &launch<dmattn_cache_append_params>, "workspace"_a, "bytes"_a, "stream"_a);
 

@@ -104,9 +104,10 @@ class SelectParams:
         """See `FwdParams.launch`."""
 
 class CacheAppendParams:
-    """New tokens for a cache of the best keys, as dmattn_cache_append_params of dmattn/dmattn.h.
+    """New tokens for a cache of keys, as dmattn_cache_append_params of dmattn/dmattn.h.
 
-    The last four tensors are the cache and are changed in place.
+    The cache, `k_cache` to `seen`, is changed in place. With `q`, which needs `evict`, each token's
+    queries attend to what the cache holds after it, into `out`.
     """
 
     def __init__(
@@ -115,11 +116,17 @@ class CacheAppendParams:
         k_new: _Tensor,
         v_new: _Tensor,
         score_new: _Tensor,
-        position_new: _Tensor,
+        active: _Tensor | None,
         k_cache: _Tensor,
         v_cache: _Tensor,
         score: _Tensor,
         position: _Tensor,
+        seen: _Tensor,
+        evict: bool,
+        q: _Tensor | None = None,
+        out: _Tensor | None = None,
+        softmax_scale: float = 1.0,
+        softcap: float = 0.0,
     ) -> None: ...
     def workspace_size(self) -> int:
         """See `FwdParams.workspace_size`."""

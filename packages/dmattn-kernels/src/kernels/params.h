@@ -114,6 +114,29 @@ struct FwdParams {
   KeyList keys;   // idx == nullptr: not gathered
 };
 
+// The token that a cache of the best keys takes in before its queries attend (see prep/cache.h).
+struct CacheToken {
+  const void* k = nullptr;  // 16-bit [batch][nheads_k][head_dim]; nullptr: there is no token
+  const void* v = nullptr;
+  Strides3 k_stride, v_stride;  // row is not used
+  const void* score = nullptr;  // [batch][nheads_k], dtype of the entries' scores
+  int64_t score_batch_stride = 0, score_head_stride = 0;
+  const int32_t* seen = nullptr;    // [batch]: the token's position
+  const uint8_t* active = nullptr;  // [batch]: 0 where the token is none; nullptr: all are
+  int64_t active_stride = 0;
+  const int32_t* entry_position = nullptr;  // [batch][nheads_k][seqlen_k], contiguous; the scores are FwdParams::bias
+  // [batch][nheads_k][2], out: the entry that makes room, or -1; the token's position, or -1 where it is none.
+  int32_t* place = nullptr;
+  bool vec = true;  // k and v rows start on 16 bytes
+};
+
+// Few query rows (one a head, or the heads of a group as rows) over any number of keys: decoding. Of FwdParams, `mask`
+// is not read, and neither causality nor key intervals cut anything. With a token, the keys are the cache's entries and
+// the token, less the one of them that leaves, and the results are partial ones whatever num_splits.
+struct DecodeParams : FwdParams {
+  CacheToken token;
+};
+
 // Where dbias goes.
 enum class DbiasKind : int32_t {
   kNone = 0,

@@ -56,4 +56,22 @@ constexpr BwdTile bwd_tile(Family family, int d) {
                                                : BwdTile{64, 64, 8, 4, 2, 2, 1});   // 144 KB
 }
 
+// Decoding: a block of `warps` warps, each of which walks keys of its own, kDecodeKeys at a time, with `stages` of them
+// on their way. All rows of a block share the 16 of one matrix instruction.
+struct DecodeTile {
+  int warps, stages;
+};
+constexpr int kDecodeRows = 16;
+constexpr int kDecodeKeys = 16;
+
+// What counts is bytes on their way: about 32 KB an SM hide the latency of an H200's memory. Within 99 KB a block.
+constexpr DecodeTile decode_tile(int d) {
+  return d <= 64    ? DecodeTile{4, 4}   // 64 KB
+         : d <= 128 ? DecodeTile{4, 3}   // 96 KB
+                    : DecodeTile{2, 3};  // 96 KB
+}
+constexpr int decode_smem_bytes(int d) {
+  return decode_tile(d).warps * decode_tile(d).stages * 2 * kDecodeKeys * head_dim_tile(d) * 2;
+}
+
 }  // namespace dmattn

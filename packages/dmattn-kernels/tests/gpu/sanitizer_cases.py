@@ -23,13 +23,12 @@ import dmattn_kernels as kernels
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from gpu.raw_cuda import Array, Buffer, Gpu, from_bits, to_bits
+from gpu.sanitizer_cache import Append, run_append
 from gpu.sanitizer_selection import (
-    Append,
     Selecting,
     check_selection,
     draw_scores,
     keep_mask,
-    run_append,
     select,
     wanted_end,
 )
@@ -216,6 +215,13 @@ APPENDS = (
     ("f16", 64, Append("cache append", "f16")),
     ("bf16", 128, Append("cache append", "bf16")),
     ("bf16", 72, Append("cache append, fp32 scores", "f32", capacity=300, held=290)),
+    ("bf16", 64, Append("cache that keeps all", "f32", evict=False)),
+    *(
+        (dtype, head_dim, Append("cache step", dtype, queries=4, tokens=6, capacity=200, held=190))
+        for dtype, head_dim in (("bf16", 64), ("bf16", 128), ("bf16", 256), ("f16", 72))
+    ),
+    ("f16", 128, Append("cache step, many heads", "f32", queries=20, tokens=3, capacity=9)),
+    ("f16", 64, Append("cache step, one head", "f32", queries=1, tokens=15, held=0)),
 )
 # Each kernel is compiled for two dtypes, three head dimensions and three levels of generality,
 # tiled and gathered (tiles.h). OTHER_LAUNCHES are enough to run all of those.
@@ -359,7 +365,12 @@ def run_launch(
 ) -> list[str]:
     """Runs it; what is wrong with the results, if anything."""
     if isinstance(launch, Append):
-        return run_append(gpu, dtype, head_dim, launch)
+        problems, found, wanted = run_append(gpu, dtype, head_dim, launch, fill)
+        if launch.queries:
+            skipped = (wanted == 0).all(-1, keepdims=True)
+            problem = compare("out", np.where(skipped, 0, found), wanted)
+            problems += [problem] if problem else []
+        return problems
     draw = np.random.default_rng(len(launch.name) + head_dim)
     raw = draw_inputs(launch, dtype, head_dim, draw)
     inputs = {

@@ -1,4 +1,4 @@
-"""Selections of keys and appends to the cache for sanitizer_cases.py, checked against numpy."""
+"""Selections of keys for sanitizer_cases.py, checked against numpy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 import dmattn_kernels as kernels
-from gpu.raw_cuda import Array, Buffer, Gpu, View, from_bits, to_bits
+from gpu.raw_cuda import Buffer, Gpu, View
 
 Float = npt.NDArray[np.float64]
 Int = npt.NDArray[np.int64]
@@ -27,7 +27,7 @@ class Selecting:
     own_dtype: bool = False  # scores in the dtype of q, instead of float32
 
 
-def _with_odd(x: Float, draw: np.random.Generator) -> Float:
+def with_odd(x: Float, draw: np.random.Generator) -> Float:
     odd = draw.random(x.shape)
     return np.where(odd < 0.1, np.nan, np.where(odd < 0.2, -np.inf, np.where(odd < 0.25, 0.0, x)))
 
@@ -35,7 +35,7 @@ def _with_odd(x: Float, draw: np.random.Generator) -> Float:
 FILLS = {
     "random": lambda x, draw: x,
     "ties": lambda x, draw: np.round(x),
-    "odd": _with_odd,
+    "odd": with_odd,
 }
 
 
@@ -177,72 +177,3 @@ def check_selection(
         ):
             problems.append(f"list {i}: wrong keys")
     return problems[:3]
-
-
-# --- the cache ------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Append:
-    """New tokens for a cache that starts with `held` entries."""
-
-    name: str
-    score_dtype: str
-    tokens: int = 20
-    held: int = 5
-    capacity: int = 12
-    batch: int = 2
-    nheads_k: int = 2
-
-
-def run_append(gpu: Gpu, dtype: str, head_dim: int, launch: Append) -> list[str]:
-    """Runs it; what is wrong with the cache afterwards, if anything."""
-    draw = np.random.default_rng(head_dim)
-    batch, heads, capacity, tokens = launch.batch, launch.nheads_k, launch.capacity, launch.tokens
-    used = np.arange(capacity) < launch.held
-    # Ties are many; the scores of some tokens are NaN or -inf.
-    score = np.where(used, np.round(draw.standard_normal((batch, heads, capacity))), -np.inf)
-    arrays: dict[str, tuple[Array, str]] = {
-        "k_new": (draw.standard_normal((batch, tokens, heads, head_dim)), dtype),
-        "v_new": (draw.standard_normal((batch, tokens, heads, head_dim)), dtype),
-        "score_new": (
-            _with_odd(np.round(draw.standard_normal((batch, heads, tokens))), draw),
-            launch.score_dtype,
-        ),
-        # Some tokens are skipped.
-        "position_new": (
-            np.where(draw.random((batch, tokens)) < 0.2, -1, 10 + np.arange(tokens)),
-            "i32",
-        ),
-        "k_cache": (draw.standard_normal((batch, capacity, heads, head_dim)), dtype),
-        "v_cache": (draw.standard_normal((batch, capacity, heads, head_dim)), dtype),
-        "score": (score, launch.score_dtype),
-        "position": (
-            np.broadcast_to(np.where(used, np.arange(capacity), -1), score.shape).copy(),
-            "i32",
-        ),
-    }
-    buffers = {name: gpu.upload(x, kind) for name, (x, kind) in arrays.items()}
-    views = {name: buffer.view for name, buffer in buffers.items()}
-    kernels.CacheAppendParams(0, **views).launch(0, 0, 0)
-    wanted = {name: from_bits(to_bits(x, kind), kind) for name, (x, kind) in arrays.items()}
-    _append(wanted)
-    return [
-        f"{name}: differs"
-        for name in ("k_cache", "v_cache", "score", "position")
-        if not np.array_equal(gpu.download(buffers[name]), wanted[name])
-    ]
-
-
-def _append(cache: dict[str, Float]) -> None:
-    """One token after the other in the place of the lowest entry, the earliest of equal ones."""
-    score, position = cache["score"], cache["position"]
-    batch, heads, tokens = cache["score_new"].shape
-    for b, h, t in np.ndindex(batch, heads, tokens):
-        new, place = cache["score_new"][b, h, t], cache["position_new"][b, t]
-        slot = np.lexsort((position[b, h], score[b, h]))[0]
-        if place < 0 or not new > -np.inf or new < score[b, h, slot]:
-            continue
-        score[b, h, slot], position[b, h, slot] = new, place
-        cache["k_cache"][b, slot, h] = cache["k_new"][b, t, h]
-        cache["v_cache"][b, slot, h] = cache["v_new"][b, t, h]

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 import dmattn.ops.cache  # noqa: F401 - registers the operator
-from dmattn.ops.cache import count_tokens
 from dmattn.ops.select import select_keys
 from dmattn.ops.shapes import HEAD_DIM_MULTIPLE
 from dmattn.selection import KeySelection
@@ -208,11 +207,7 @@ class DynamicMaskCache:
             value,
             score,
             active,
-            self.k,
-            self.v,
-            self.score,
-            self.position,
-            self.seen,
+            *self._tensors(),
             scale,
             softcap,
         )
@@ -308,17 +303,24 @@ class DynamicMaskCache:
         active: Tensor | None,
     ) -> Tensor:
         """Append to a cache that keeps everything; each token attends to its best keys."""
-        places, _ = count_tokens(self.seen, active, query.shape[1])
         outs = []
         for t in range(query.shape[1]):
-            self._put(key[:, t], value[:, t], score[:, :, t].detach(), places[:, t])
+            now = slice(t, t + 1)
+            torch.ops.dmattn.cache_append(
+                key[:, now],
+                value[:, now],
+                score[:, :, now].detach(),
+                None if active is None else active[:, now],
+                *self._tensors(),
+                False,
+            )
             self._host_count += 1
             k, v, scores = self._held()
             lists: tuple[Any, ...] = ()
             if scores.shape[2] > self.window_size:
                 lists = tuple(select_keys(scores, None, self.window_size, 1, False))
             out, *_ = torch.ops.dmattn.fwd(
-                query[:, t : t + 1],
+                query[:, now],
                 k,
                 v,
                 None,
@@ -331,19 +333,6 @@ class DynamicMaskCache:
             )
             outs.append(out)
         return torch.cat(outs, dim=1) if len(outs) != 1 else outs[0]
-
-    def _put(self, key: Tensor, value: Tensor, score: Tensor, place: Tensor) -> None:
-        """Write one token at `place` (B,); not where that is negative, or past the end."""
-        # A replayed CUDA graph goes past the counter on the host, hence the look at the device's.
-        fits = ((place >= 0) & (place < self.capacity))[:, None]
-        batch = torch.arange(len(place), device=place.device)
-        at = place.clamp(0, self.capacity - 1).long()
-        score = score.masked_fill(~(score > -math.inf), -math.inf)
-        self.k[batch, at] = torch.where(fits[..., None], key, self.k[batch, at])
-        self.v[batch, at] = torch.where(fits[..., None], value, self.v[batch, at])
-        self.score[batch, :, at] = torch.where(fits, score, self.score[batch, :, at])
-        self.position[batch, :, at] = torch.where(fits, place[:, None], self.position[batch, :, at])
-        self.seen.add_(fits[:, 0].to(torch.int32))
 
     def _held(self) -> tuple[Tensor, Tensor, Tensor]:
         """k, v and score up to the longest sequence; all of them in a CUDA graph."""

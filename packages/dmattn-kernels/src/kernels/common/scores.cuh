@@ -2,6 +2,7 @@
 // One authority for the forward and the backward.
 #pragma once
 
+#include "../params.h"
 #include "atoms.cuh"
 #include "tile_copy.cuh"
 

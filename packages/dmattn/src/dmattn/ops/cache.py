@@ -1,7 +1,10 @@
-"""The operator dmattn::cache_append_and_attend: decoding from the best keys alone.
+"""The operators of DynamicMaskCache.
 
-Letters: B batch, T new tokens, H query heads, HK key/value heads, W entries of the cache, D head
-dimension. A cache entry without a key has score -inf and position -1.
+    dmattn::cache_append              put tokens into a cache
+    dmattn::cache_append_and_attend   the same, and let each attend to what is then held
+
+Letters: B batch, T new tokens, H query heads, HK key/value heads, D head dimension. A cache entry
+without a key has score -inf and position -1.
 """
 
 import math
@@ -10,16 +13,66 @@ import torch
 from torch import Tensor
 
 from dmattn.ops import cpu, cuda
+from dmattn.ops.cuda import CacheTensors, CacheTokens
 
-_NAME = "dmattn::cache_append_and_attend"
-_SCHEMA = (
-    "(Tensor q, Tensor k_new, Tensor v_new, Tensor score_new, Tensor? active, Tensor(a!) k, "
-    "Tensor(b!) v, Tensor(c!) score, Tensor(d!) position, Tensor(e!) seen, float softmax_scale, "
-    "float softcap) -> Tensor"
-)
+_APPEND = "dmattn::cache_append"
+_ATTEND = "dmattn::cache_append_and_attend"
+_STATE = "Tensor(a!) k, Tensor(b!) v, Tensor(c!) score, Tensor(d!) position, Tensor(e!) seen"
+_TOKENS = "Tensor k_new, Tensor v_new, Tensor score_new, Tensor? active"
+_APPEND_SCHEMA = f"({_TOKENS}, {_STATE}, bool evict) -> ()"
+_ATTEND_SCHEMA = f"(Tensor q, {_TOKENS}, {_STATE}, float softmax_scale, float softcap) -> Tensor"
 
 
-def _cuda(
+def _append_cuda(
+    k_new: Tensor,
+    v_new: Tensor,
+    score_new: Tensor,
+    active: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    score: Tensor,
+    position: Tensor,
+    seen: Tensor,
+    evict: bool,
+) -> None:
+    tokens = CacheTokens(k_new, v_new, score_new, active)
+    cuda.append_to_cache(tokens, CacheTensors(k, v, score, position, seen), evict)
+
+
+def _append_cpu(
+    k_new: Tensor,
+    v_new: Tensor,
+    score_new: Tensor,
+    active: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    score: Tensor,
+    position: Tensor,
+    seen: Tensor,
+    evict: bool,
+) -> None:
+    tokens = CacheTokens(k_new, v_new, score_new, active)
+    cache = CacheTensors(k, v, score, position, seen)
+    for t in range(k_new.shape[1]):
+        (_replace_lowest if evict else _put_last)(tokens, t, cache)
+
+
+def _append_fake(
+    k_new: Tensor,
+    v_new: Tensor,
+    score_new: Tensor,
+    active: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    score: Tensor,
+    position: Tensor,
+    seen: Tensor,
+    evict: bool,
+) -> None:
+    return
+
+
+def _attend_cuda(
     q: Tensor,
     k_new: Tensor,
     v_new: Tensor,
@@ -33,55 +86,39 @@ def _cuda(
     softmax_scale: float,
     softcap: float,
 ) -> Tensor:
-    position_new, total = count_tokens(seen, active, q.shape[1])
-    outs = []
+    tokens = CacheTokens(k_new, v_new, score_new, active)
+    cache = CacheTensors(k, v, score, position, seen)
+    out = cuda.append_to_cache(tokens, cache, True, q, softmax_scale, softcap)
+    assert out is not None  # as q was given
+    return out
+
+
+def _attend_cpu(
+    q: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    score_new: Tensor,
+    active: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    score: Tensor,
+    position: Tensor,
+    seen: Tensor,
+    softmax_scale: float,
+    softcap: float,
+) -> Tensor:
+    tokens = CacheTokens(k_new, v_new, score_new, active)
+    cache = CacheTensors(k, v, score, position, seen)
+    out = q.new_empty(q.shape)
     for t in range(q.shape[1]):
         now = slice(t, t + 1)
-        cuda.append_to_cache(
-            k_new[:, now],
-            v_new[:, now],
-            score_new[:, :, now],
-            position_new[:, now],
-            k,
-            v,
-            score,
-            position,
-        )
+        _replace_lowest(tokens, t, cache)
         bias = score.unsqueeze(2)
-        out, _ = cuda.forward(q[:, now], k, v, None, bias, softmax_scale, False, softcap)
-        outs.append(out)
-    seen.add_(total)
-    return _joined(outs, q)
+        out[:, now], _ = cpu.forward(q[:, now], k, v, None, bias, softmax_scale, False, softcap)
+    return out
 
 
-def _cpu(
-    q: Tensor,
-    k_new: Tensor,
-    v_new: Tensor,
-    score_new: Tensor,
-    active: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    score: Tensor,
-    position: Tensor,
-    seen: Tensor,
-    softmax_scale: float,
-    softcap: float,
-) -> Tensor:
-    position_new, total = count_tokens(seen, active, q.shape[1])
-    outs = []
-    for t in range(q.shape[1]):
-        _append_on_cpu(
-            k_new[:, t], v_new[:, t], score_new[:, :, t], position_new[:, t], k, v, score, position
-        )
-        bias = score.unsqueeze(2)
-        out, _ = cpu.forward(q[:, t : t + 1], k, v, None, bias, softmax_scale, False, softcap)
-        outs.append(out)
-    seen.add_(total)
-    return _joined(outs, q)
-
-
-def _fake(
+def _attend_fake(
     q: Tensor,
     k_new: Tensor,
     v_new: Tensor,
@@ -98,55 +135,59 @@ def _fake(
     return q.new_empty(q.shape)
 
 
-def count_tokens(seen: Tensor, active: Tensor | None, tokens: int) -> tuple[Tensor, Tensor | int]:
-    """Positions int32 (B, T) of the new tokens, -1 where not active, and how many are."""
-    if active is None:
-        if tokens == 1:
-            return seen[:, None], 1
-        return seen[:, None] + torch.arange(tokens, dtype=torch.int32, device=seen.device), tokens
-    running = active.cumsum(1, dtype=torch.int32)
-    return (seen[:, None] + running - 1).masked_fill(~active, -1), running[:, -1]
+def _is_active(tokens: CacheTokens, t: int, cache: CacheTensors) -> Tensor:
+    """bool (B,)."""
+    if tokens.active is None:
+        return torch.ones_like(cache.seen, dtype=torch.bool)
+    return tokens.active[:, t]
 
 
-def _append_on_cpu(
-    k_new: Tensor,
-    v_new: Tensor,
-    score_new: Tensor,
-    position_new: Tensor,
-    k: Tensor,
-    v: Tensor,
-    score: Tensor,
-    position: Tensor,
-) -> None:
-    """One token: k_new, v_new (B, HK, D), score_new (B, HK), position_new (B,)."""
-    lowest = score.amin(-1, keepdim=True)
-    age = position.masked_fill(score != lowest, torch.iinfo(torch.int32).max)
-    slot = age.argmin(-1, keepdim=True)  # (B, HK, 1): of the lowest entries, the earliest key
-    takes = (score_new > -math.inf) & (score_new >= lowest[..., 0]) & (position_new >= 0)[:, None]
-    takes = takes[..., None]
-    for entries, new in (
-        (score, score_new),
-        (position, position_new[:, None].expand(takes[..., 0].shape)),
-    ):
-        old = entries.gather(-1, slot)
-        entries.scatter_(-1, slot, torch.where(takes, new[..., None].to(entries.dtype), old))
-    for rows, new in ((k, k_new), (v, v_new)):
-        at = slot.mT[..., None].expand(-1, 1, -1, rows.shape[3])  # (B, 1, HK, D)
-        fresh = torch.where(takes[:, None], new[:, None], rows.gather(1, at))
+def _replace_lowest(tokens: CacheTokens, t: int, cache: CacheTensors) -> None:
+    """Token t in the place of the lowest entry, if its score is not lower."""
+    active = _is_active(tokens, t, cache)
+    lowest = cache.score.amin(-1, keepdim=True)
+    age = cache.position.masked_fill(cache.score != lowest, torch.iinfo(torch.int32).max)
+    slot = age.argmin(-1)  # (B, HK): of the lowest entries, the earliest key
+    score = tokens.score[:, :, t]
+    takes = (score > -math.inf) & (score >= lowest[..., 0]) & active[:, None]
+    _write(tokens, t, cache, slot, takes)
+    cache.seen.add_(active.to(torch.int32))
+
+
+def _put_last(tokens: CacheTokens, t: int, cache: CacheTensors) -> None:
+    """Token t in the entry of its position, if there is one."""
+    capacity = cache.k.shape[1]
+    fits = _is_active(tokens, t, cache) & (cache.seen < capacity)
+    slot = cache.seen.clamp(max=capacity - 1).long()[:, None].expand(cache.score.shape[:2])
+    _write(tokens, t, cache, slot, fits[:, None].expand(slot.shape))
+    cache.seen.add_(fits.to(torch.int32))
+
+
+def _write(tokens: CacheTokens, t: int, cache: CacheTensors, slot: Tensor, takes: Tensor) -> None:
+    """Token t to entry slot (B, HK) of the heads where takes (B, HK) says so."""
+    score = tokens.score[:, :, t]
+    score = score.masked_fill(~(score > -math.inf), -math.inf)
+    place = cache.seen[:, None].expand(slot.shape)
+    for entries, new in ((cache.score, score), (cache.position, place)):
+        old = entries.gather(-1, slot[..., None])
+        fresh = torch.where(takes[..., None], new[..., None].to(entries.dtype), old)
+        entries.scatter_(-1, slot[..., None], fresh)
+    for rows, new in ((cache.k, tokens.k[:, t]), (cache.v, tokens.v[:, t])):
+        at = slot[:, None, :, None].expand(-1, 1, -1, rows.shape[3])  # (B, 1, HK, D)
+        fresh = torch.where(takes[:, None, :, None], new[:, None], rows.gather(1, at))
         rows.scatter_(1, at, fresh)
 
 
-def _joined(outs: list[Tensor], q: Tensor) -> Tensor:
-    if not outs:
-        return q.new_empty(q.shape)
-    return outs[0] if len(outs) == 1 else torch.cat(outs, dim=1)
-
-
 def _register() -> None:
-    torch.library.define(_NAME, _SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
-    torch.library.impl(_NAME, "cpu", _cpu)
-    torch.library.impl(_NAME, "cuda", _cuda)
-    torch.library.register_fake(_NAME, _fake)
+    operators = (
+        (_APPEND, _APPEND_SCHEMA, _append_cpu, _append_cuda, _append_fake),
+        (_ATTEND, _ATTEND_SCHEMA, _attend_cpu, _attend_cuda, _attend_fake),
+    )
+    for name, schema, on_cpu, on_cuda, fake in operators:
+        torch.library.define(name, schema, tags=(torch.Tag.pt2_compliant_tag,))
+        torch.library.impl(name, "cpu", on_cpu)
+        torch.library.impl(name, "cuda", on_cuda)
+        torch.library.register_fake(name, fake)
 
 
 _register()

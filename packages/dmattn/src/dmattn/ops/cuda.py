@@ -37,6 +37,25 @@ class Kernels(NamedTuple):
     dtype_codes: dict[torch.dtype, int]
 
 
+class CacheTensors(NamedTuple):
+    """The state of a cache, all contiguous."""
+
+    k: Tensor  # (B, entries, HK, D)
+    v: Tensor  # as k
+    score: Tensor  # (B, HK, entries), -inf where there is no key
+    position: Tensor  # int32 (B, HK, entries), -1 where there is no key
+    seen: Tensor  # int32 (B,): tokens so far
+
+
+class CacheTokens(NamedTuple):
+    """What is put into a cache."""
+
+    k: Tensor  # (B, T, HK, D)
+    v: Tensor  # as k
+    score: Tensor  # (B, HK, T)
+    active: Tensor | None  # bool (B, T), False for a token to skip
+
+
 def forward(
     q: Tensor,
     k: Tensor,
@@ -205,27 +224,42 @@ def select(
 
 
 def append_to_cache(
-    k_new: Tensor,
-    v_new: Tensor,
-    score_new: Tensor,
-    position_new: Tensor,
-    k: Tensor,
-    v: Tensor,
-    score: Tensor,
-    position: Tensor,
-) -> None:
-    """Put tokens into a cache of the best keys, in the place of its lowest entries.
+    new: CacheTokens,
+    cache: CacheTensors,
+    evict: bool,
+    q: Tensor | None = None,
+    softmax_scale: float = 1.0,
+    softcap: float = 0.0,
+) -> Tensor | None:
+    """Put tokens into a cache; with q (B, T, H, D), the attention of each to what is then held.
 
-    Shapes: `cache.append_and_attend`; position_new int32 (B, T), negative for a token to skip.
+    Attention needs evict.
 
     Raises:
         RuntimeError: no usable kernels, or a GPU that they do not serve.
     """
-    device = k.get_device()
-    check_device(device)
+    device = cache.k.get_device()
+    if device not in _checked_devices:
+        check_device(device)
     core, codes = load_kernels()
-    given = (k_new, v_new, score_new, position_new, k, v, score, position)
-    _launch(core.CacheAppendParams(device, *(_view(t, codes) for t in given)), k, device)
+    out = None if q is None else torch.empty_like(q, memory_format=torch.contiguous_format)
+    if new.k.shape[0] == 0 or new.k.shape[1] == 0:
+        return out
+    params = core.CacheAppendParams(
+        device,
+        _view(new.k, codes),
+        _view(new.v, codes),
+        _view(new.score, codes),
+        None if new.active is None else _view(new.active, codes),
+        *(_view(t, codes) for t in cache),
+        evict,
+        None if q is None else _view(q, codes),
+        None if out is None else _view(out, codes),
+        softmax_scale,
+        softcap,
+    )
+    _launch(params, cache.k, device)
+    return out
 
 
 @functools.cache
