@@ -14,8 +14,9 @@ namespace {
 // Stride along a dimension, 0 where there is one entry for all.
 int64_t broadcast_stride(const dmattn_tensor& t, int dim) { return t.shape[dim] == 1 ? 0 : t.stride[dim]; }
 
-SelectParams read_select(const dmattn_select_params& p) {
+SelectParams read_select(const dmattn_select_params& p, const Device& device) {
   SelectParams select;
+  select.num_sms = device.num_sms;
   select.batch = static_cast<int32_t>(p.selection.idx.shape[0]);
   select.heads = static_cast<int32_t>(p.selection.idx.shape[1]);
   select.seqlen_q = static_cast<int32_t>(p.seqlen_q);
@@ -54,8 +55,7 @@ extern "C" dmattn_status dmattn_select_workspace_size(const dmattn_select_params
     const dmattn_select_params p = read_params(params, "dmattn_select_params");
     if (bytes == nullptr) fail(DMATTN_ERROR_INVALID_VALUE, "bytes is null; wanted where to put the size");
     validate(p, Pointers::kOptional);
-    find_device(p.device);
-    *bytes = select_workspace_size(read_select(p));
+    *bytes = select_workspace_size(read_select(p, find_device(p.device)));
   });
 }
 
@@ -65,8 +65,7 @@ extern "C" dmattn_status dmattn_select_keys(const dmattn_select_params* params, 
   return at_boundary([&] {
     const dmattn_select_params p = read_params(params, "dmattn_select_params");
     validate(p, Pointers::kRequired);
-    find_device(p.device);
-    const SelectParams select = read_select(p);
+    const SelectParams select = read_select(p, find_device(p.device));
     validate_workspace(workspace, bytes, select_workspace_size(select));
     const DeviceGuard guard(p.device);
     check_cuda(select_keys(select, read_lists(p.selection), workspace, static_cast<cudaStream_t>(stream)),

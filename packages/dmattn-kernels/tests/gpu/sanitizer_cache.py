@@ -118,6 +118,8 @@ def put(cache: dict[str, Float], b: int, t: int, launch: Append) -> None:
 def attend(cache: dict[str, Float], b: int, t: int, h: int, ratio: int, scale: float) -> Float:
     k, v = (cache[name][b, :, h // ratio] for name in ("k_cache", "v_cache"))
     logits = scale * (k @ cache["q"][b, t, h]) + cache["score"][b, h // ratio]
+    if logits.max() == -np.inf:  # no key yet
+        return np.zeros(v.shape[1])
     weights = np.exp(logits - logits.max())
     found: Float = weights @ v / weights.sum()
     return found

@@ -29,6 +29,7 @@ struct SelectParams {
   int32_t seqlen_q = 0, seqlen_k = 0;  // seqlen_q <= seqlen_k when causal
   int32_t window = 0;                  // w >= 1
   bool is_causal = true;
+  int32_t num_sms = 0;  // of the device; 0: not known, a long single list then takes more launches
 };
 
 // Causal: row i, at position r = i + seqlen_k - seqlen_q, keeps the min(r + 1, w) best keys among 0..r (fewer when keys

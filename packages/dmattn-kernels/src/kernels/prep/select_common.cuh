@@ -72,6 +72,44 @@ struct BinCounts {
   }
 };
 
+// --- ordered scores ------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ float to_float(float x) { return x; }
+__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
+__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+
+// Grows with the score; 0 for NaN and -inf. Every other score gives at least 0x00800000. 16-bit scores differ in the
+// upper 22 bits; the others are cleared, so that two digits tell them apart.
+template <class Score>
+__device__ __forceinline__ uint32_t ordered(Score score) {
+  uint32_t u = __float_as_uint(to_float(score));
+  if ((u & 0x7fffffffu) > 0x7f800000u || u == 0xff800000u) return 0;
+  if (u == 0x80000000u) u = 0;  // -0 == +0
+  u = u >> 31 ? ~u : u | 0x80000000u;
+  return sizeof(Score) == 2 ? u & ~1023u : u;
+}
+
+// The scores and the mask of a row of the selection.
+template <class Score>
+struct ScoreRow {
+  const Score* scores;
+  const uint8_t* mask;  // nullptr: every key is allowed
+  int64_t score_stride, mask_stride;
+
+  __device__ __forceinline__ ScoreRow(const SelectParams& p, int row)
+      : score_stride(p.score_col_stride), mask_stride(p.mask_col_stride) {
+    const int b = row / p.heads, h = row % p.heads;
+    scores =
+        static_cast<const Score*>(p.scores) + b * p.score_batch_stride + h / p.score_head_ratio * p.score_head_stride;
+    mask = p.key_mask == nullptr ? nullptr
+                                 : p.key_mask + b * p.mask_batch_stride + h / p.mask_head_ratio * p.mask_head_stride;
+  }
+  __device__ __forceinline__ uint32_t load(int key) const { return ordered(__ldg(scores + key * score_stride)); }
+  __device__ __forceinline__ bool allows(int key) const {
+    return mask == nullptr || __ldg(mask + key * mask_stride) != 0;
+  }
+};
+
 // --- candidates ----------------------------------------------------------------------------------------------------
 
 // Up to two runs of keys, all keys of the first before those of the second, read four at a time. Items are numbered

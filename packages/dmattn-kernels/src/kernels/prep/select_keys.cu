@@ -15,21 +15,6 @@ constexpr int kSuperKeys = 8192;
 
 // --- ordered scores ------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ float to_float(float x) { return x; }
-__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
-__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
-
-// Grows with the score; 0 for NaN and -inf. Every other score gives at least 0x00800000. 16-bit scores differ in the
-// upper 22 bits; the others are cleared, so that two digits tell them apart.
-template <class Score>
-__device__ __forceinline__ uint32_t ordered(Score score) {
-  uint32_t u = __float_as_uint(to_float(score));
-  if ((u & 0x7fffffffu) > 0x7f800000u || u == 0xff800000u) return 0;
-  if (u == 0x80000000u) u = 0;  // -0 == +0
-  u = u >> 31 ? ~u : u | 0x80000000u;
-  return sizeof(Score) == 2 ? u & ~1023u : u;
-}
-
 constexpr int kOrderThreads = 512;
 
 // Ordered scores, the starting values of end, and the histogram of the first digit of the keys that the grid selects
@@ -41,12 +26,7 @@ __global__ void __launch_bounds__(kOrderThreads)
   __shared__ __align__(16) uint32_t hist[kBins];
   const int row = blockIdx.x / chunks;
   const int chunk0 = blockIdx.x % chunks * kChunkKeys;
-  const int b = row / p.heads, h = row % p.heads;
-  const Score* scores =
-      static_cast<const Score*>(p.scores) + b * p.score_batch_stride + h / p.score_head_ratio * p.score_head_stride;
-  const uint8_t* mask = p.key_mask == nullptr
-                            ? nullptr
-                            : p.key_mask + b * p.mask_batch_stride + h / p.mask_head_ratio * p.mask_head_stride;
+  const ScoreRow<Score> scores(p, row);
   const bool counted = chunk0 < plan.grid_keys;
   if (counted) {
     clear_bins<kOrderThreads>(hist, kBins);
@@ -56,14 +36,12 @@ __global__ void __launch_bounds__(kOrderThreads)
 #pragma unroll
   for (int i = 0; i < kPerThread; ++i) {
     const int key = chunk0 + i * kOrderThreads + threadIdx.x;
-    x[i] = key < p.seqlen_k ? ordered(scores[key * p.score_col_stride]) : 0u;
+    x[i] = key < p.seqlen_k ? scores.load(key) : 0u;
   }
-  if (mask != nullptr) {
 #pragma unroll
-    for (int i = 0; i < kPerThread; ++i) {
-      const int key = chunk0 + i * kOrderThreads + threadIdx.x;
-      if (key < p.seqlen_k && __ldg(mask + key * p.mask_col_stride) == 0) x[i] = 0;
-    }
+  for (int i = 0; i < kPerThread; ++i) {
+    const int key = chunk0 + i * kOrderThreads + threadIdx.x;
+    if (key < p.seqlen_k && !scores.allows(key)) x[i] = 0;
   }
 #pragma unroll
   for (int i = 0; i < kPerThread; ++i) {
@@ -101,12 +79,14 @@ class Arena {
 };
 
 // Which keys the grid selects from, and where the sets lie.
-void plan_work(SelectPlan& plan) {
+void plan_work(SelectPlan& plan, int num_sms) {
   plan.first_set = 1;
   plan.super_keys = round_up(INT32_MAX / 2, 128);
   plan.single_list = !plan.is_causal || plan.seqlen_q == 1;
   if (plan.single_list) {
     if (plan.seqlen_k > kOneBlockKeys) plan.grid_keys = plan.seqlen_k;
+    plan.one_launch =
+        plan.grid_keys > 0 && static_cast<int64_t>(plan.rows) * ceil_div(plan.grid_keys, kChunkKeys) <= num_sms;
     return;
   }
   if (plan.seqlen_q == 0 || plan.seqlen_k <= kOneBlockKeys) return;
@@ -134,15 +114,25 @@ SelectPlan make_plan(const SelectParams& p, void* workspace, size_t* bytes) {
   plan.offset = p.is_causal ? p.seqlen_k - p.seqlen_q : 0;
   plan.digits = p.dtype == Dtype::kFloat32 ? 3 : 2;
   plan.ord_pitch = round_up(static_cast<int64_t>(p.seqlen_k), int64_t{128});
-  plan_work(plan);
+  plan_work(plan, p.num_sms);
   plan.chunks = ceil_div(plan.grid_keys, kChunkKeys);
   if (plan.sets > 0) plan.set_capacity = round_up(std::min(p.window, p.seqlen_k), 4);
 
   Arena arena(workspace);
   const int64_t rows = plan.rows, chunks = plan.chunks, sets = plan.sets;
+  if (plan.one_launch) {
+    arena.take(plan.hist, rows * kMaxDigits * kBins);
+    arena.take(plan.arrived, rows);
+    plan.zero_bytes = arena.bytes();
+    arena.take(plan.chunk_counts, rows * chunks);
+    *bytes = arena.bytes();
+    return plan;
+  }
   arena.take(plan.ord, rows * plan.ord_pitch);
   if (plan.chunks > 0) {
+    const size_t before = arena.bytes();
     arena.take(plan.hist, rows * kMaxDigits * kBins);
+    plan.zero_bytes = arena.bytes() - before;
     arena.take(plan.digit_state, rows * kMaxDigits);
     arena.take(plan.chunk_above, rows * chunks);
     arena.take(plan.chunk_suffix, rows * chunks * kBins);
@@ -200,10 +190,8 @@ cudaError_t select_keys(const SelectParams& p, const KeyList& keys, void* worksp
   const SelectPlan plan = make_plan(p, workspace, &bytes);
   int32_t* end = const_cast<int32_t*>(keys.end);
   cudaError_t status = cudaSuccess;
-  if (plan.chunks > 0) {
-    const size_t hist_bytes = sizeof(uint32_t) * kBins * kMaxDigits * plan.rows;
-    status = cudaMemsetAsync(plan.hist, 0, hist_bytes, stream);
-  }
+  if (plan.zero_bytes > 0) status = cudaMemsetAsync(plan.hist, 0, plan.zero_bytes, stream);
+  if (plan.one_launch) return status == cudaSuccess ? select_in_one_launch(p, plan, keys, stream) : status;
   if (status == cudaSuccess) status = select_order(p, plan, end, stream);
   if (status == cudaSuccess && plan.chunks > 0) status = select_by_grid(plan, keys, stream);
   if (plan.single_list) {

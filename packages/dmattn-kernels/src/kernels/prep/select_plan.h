@@ -36,10 +36,15 @@ struct SelectPlan {
   // for the keys in front of the first row when there are many of them.
   int32_t grid_keys = 0;             // 0: not used
   int32_t chunks = 0;                // of kChunkKeys, covering grid_keys
+  bool one_launch = false;           // a single list, and all its chunks fit the GPU at once
   uint32_t* hist = nullptr;          // [rows][kMaxDigits][kBins], zeroed before the first kernel
   uint2* digit_state = nullptr;      // [rows][kMaxDigits]: (prefix, keys still wanted) before that digit is looked at
   int32_t* chunk_above = nullptr;    // [rows][chunks]: keys whose prefix lies above that of the last digit
   uint32_t* chunk_suffix = nullptr;  // [rows][chunks][kBins]: keys of the prefix with last digit >= bin
+
+  size_t zero_bytes = 0;         // from hist on
+  int32_t* arrived = nullptr;    // one_launch: [rows], zeroed: blocks that have come to a barrier
+  int2* chunk_counts = nullptr;  // one_launch: [rows][chunks]: keys above the cut, keys equal to it
 
   // Sets: the best keys in front of certain positions, so that no block has to look at all keys before it. Set i is
   // that of position set_origin + (i + first_set) * super_keys. Sets are found in parallel: first the best of each
@@ -59,6 +64,8 @@ struct SelectPlan {
 // all blocks, after the keys in front of the first row (by the grid) and the sets, where the plan has them.
 cudaError_t select_order(const SelectParams& p, const SelectPlan& plan, int32_t* end, cudaStream_t stream);
 cudaError_t select_single(const SelectPlan& plan, const KeyList& keys, cudaStream_t stream);
+cudaError_t select_in_one_launch(const SelectParams& p, const SelectPlan& plan, const KeyList& keys,
+                                 cudaStream_t stream);
 cudaError_t select_by_grid(const SelectPlan& plan, const KeyList& keys, cudaStream_t stream);
 cudaError_t select_sets(const SelectPlan& plan, cudaStream_t stream);
 cudaError_t select_blocks(const SelectPlan& plan, const KeyList& keys, cudaStream_t stream);

@@ -52,7 +52,7 @@ struct DecodeBlock {
   int batch, head, row0, split;
   int rows;          // of this block
   int keys;          // keys, entries of the list, or entries of the cache
-  int begin, end;    // steps of this warp: begin, begin + kWarps, ... below end
+  int begin, end;    // steps of this warp
   int dropped = -1;  // entry that is not attended to; `keys` for the token
   const int32_t* list = nullptr;
 
@@ -78,12 +78,11 @@ struct DecodeBlock {
       list = p.keys.idx + i * p.keys.capacity;
       keys = __ldg(p.keys.count + i);
     }
-    // The token is a step of its own, behind those of the cache's entries.
-    const int steps = (keys + T::kKeys - 1) / T::kKeys + (has_token() ? 1 : 0);
-    const int turns = (steps + T::kWarps - 1) / T::kWarps;
-    const int turns_of_split = (turns + p.num_splits - 1) / p.num_splits;
-    begin = split * turns_of_split * T::kWarps + warp;
-    end = min(steps, (split + 1) * turns_of_split * T::kWarps);
+    // The token is a step of its own, behind those of the cache's entries. All warps of all splits share evenly.
+    const int64_t steps = (keys + T::kKeys - 1) / T::kKeys + (has_token() ? 1 : 0);
+    const int share = split * T::kWarps + warp, shares = p.num_splits * T::kWarps;
+    begin = static_cast<int>(steps * share / shares);
+    end = static_cast<int>(steps * (share + 1) / shares);
   }
 
   __device__ __forceinline__ bool has_token() const { return !T::kGathered && p.token.k != nullptr; }
@@ -166,18 +165,20 @@ struct DecodeBlock {
     score.dtype = p.bias.dtype;
     return load_bias(score, batch * p.token.score_batch_stride + head * p.token.score_head_stride, T::kIsBf16);
   }
+  __device__ __forceinline__ bool is_active() const {
+    return p.token.active == nullptr || p.token.active[batch * p.token.active_stride] != 0;
+  }
   // Which entry makes room: the lowest, if the token's score is not lower; else the token is the one not attended to.
   // Every block of a head comes to the same answer, the first one leaves it for cache_commit().
-  __device__ __forceinline__ void place_token(const LowestEntry<T::kThreads>& search) {
-    const bool active = p.token.active == nullptr || p.token.active[batch * p.token.active_stride] != 0;
-    const float score = token_score();
+  // `score` is -inf where there is no token.
+  __device__ __forceinline__ void place_token(const LowestEntry<T::kThreads>& search, float score) {
     const CacheEntry low = search.find([&](int i) { return entry_score(i); }, entry_positions(), keys, shared.low);
-    const bool taken = active && score > -INFINITY && score >= low.score;
+    const bool taken = score > -INFINITY && score >= low.score;
     dropped = taken ? low.slot : keys;
     if (split == 0 && row0 == 0 && threadIdx.x == 0) {
       int32_t* place = p.token.place + 2 * (static_cast<int64_t>(batch) * p.nheads + head);
       place[0] = taken ? low.slot : -1;
-      place[1] = active ? p.token.seen[batch] : -1;
+      place[1] = is_active() ? p.token.seen[batch] : -1;
     }
   }
   __device__ __forceinline__ float entry_score(int slot) const {
@@ -249,24 +250,27 @@ struct DecodeBlock {
 
   __device__ __forceinline__ void run() {
     LowestEntry<T::kThreads> search;
-    // First in line: behind the keys it would come late.
-    if (has_token()) search.load([&](int i) { return entry_score(i); }, entry_positions(), keys);
+    float new_score = -INFINITY;
+    if (has_token()) {  // first in line: behind the keys it would come late
+      search.load([&](int i) { return entry_score(i); }, entry_positions(), keys);
+      if (is_active()) new_score = token_score();
+    }
     fill_ring();
     uint32_t q[kHeadDim / 16][4];
     load_q(q);
     float bias = fetch_key_bias(begin, 0);
-    if (has_token()) place_token(search);
+    if (has_token()) place_token(search, new_score);
 
     float acc_o[1][T::OT][4];
     clear(acc_o);
     OnlineSoftmax<1> softmax;
     int stage = 0;
 #pragma unroll 1
-    for (int step = begin; step < end; step += T::kWarps) {
+    for (int step = begin; step < end; ++step) {
       const int next_stage = stage + 1 == T::kStages ? 0 : stage + 1;
-      const int refill = step + T::kStages * T::kWarps;  // takes the place of this step
+      const int refill = step + T::kStages;  // takes the place of this step
       if (lane < T::kKeys) shared.key_bias[warp][lane] = bias;
-      bias = fetch_key_bias(step + T::kWarps, next_stage);
+      bias = fetch_key_bias(step + 1, next_stage);
       int idx_refill = 0;
       if constexpr (T::kGathered) idx_refill = fetch_idx(refill);
 
@@ -300,7 +304,7 @@ struct DecodeBlock {
     if constexpr (T::kGathered) {
       int ahead[T::kStages];
 #pragma unroll
-      for (int i = 0; i < T::kStages; ++i) ahead[i] = fetch_idx(begin + i * T::kWarps);
+      for (int i = 0; i < T::kStages; ++i) ahead[i] = fetch_idx(begin + i);
 #pragma unroll
       for (int i = 0; i < T::kStages; ++i) {
         if (lane < T::kKeys) idx(i)[lane] = ahead[i];
@@ -309,8 +313,8 @@ struct DecodeBlock {
     }
 #pragma unroll 1
     for (int i = 0; i < T::kStages; ++i) {
-      load(begin + i * T::kWarps, i, 0);
-      load(begin + i * T::kWarps, i, 1);
+      load(begin + i, i, 0);
+      load(begin + i, i, 1);
     }
   }
 
