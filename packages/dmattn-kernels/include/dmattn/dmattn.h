@@ -53,7 +53,7 @@ typedef enum dmattn_dtype {
 typedef struct dmattn_tensor {
   void* data;
   int32_t dtype;     /* dmattn_dtype */
-  int32_t ndim;      /* 0 = absent; otherwise 3 or 4, as the field that holds it says */
+  int32_t ndim;      /* 0 = absent; otherwise 1 to 4, as the field that holds it says */
   int64_t shape[4];  /* in elements; entries at and past ndim are ignored */
   int64_t stride[4]; /* in elements; 0 along a dimension repeats its elements and is read in place */
 } dmattn_tensor;
