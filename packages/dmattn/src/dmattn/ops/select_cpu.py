@@ -41,8 +41,10 @@ def _document_stops(cu_seqlens: Tensor | None, seqlen_k: int) -> list[int]:
         return [seqlen_k] * seqlen_k
     bounds = torch.cat((cu_seqlens, cu_seqlens.new_tensor([seqlen_k])))
     key = torch.arange(seqlen_k, dtype=cu_seqlens.dtype)
-    stops: list[int] = bounds[torch.searchsorted(cu_seqlens, key, right=True)].tolist()
-    return stops
+    stops = bounds[torch.searchsorted(cu_seqlens, key, right=True)]
+    # Whatever the boundaries are, a key is seen by its own row, and by none that is not there.
+    in_range: list[int] = stops.clamp(max=seqlen_k).maximum(key + 1).tolist()
+    return in_range
 
 
 def _running_top(scores: list[float], window: int, stops: list[int]) -> list[int]:
