@@ -65,6 +65,17 @@ class SelectParams(ctypes.Structure):
         ("seqlen_q", ctypes.c_int64),
         *_fields("scores key_mask", Tensor),
         ("selection", Selection),
+        ("cu_seqlens", Tensor),
+    ]
+
+
+class BuildKeyListsParams(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", ctypes.c_size_t),
+        *_fields("device reserved", ctypes.c_int32),
+        *_fields("seqlen_q reach", ctypes.c_int64),
+        ("selection", Selection),
+        ("needed", Tensor),
     ]
 
 
@@ -77,12 +88,13 @@ class CacheAppendParams(ctypes.Structure):
     ]
 
 
-Params = FwdParams | BwdParams | SelectParams | CacheAppendParams
-P = TypeVar("P", FwdParams, BwdParams, SelectParams, CacheAppendParams)
+Params = FwdParams | BwdParams | SelectParams | BuildKeyListsParams | CacheAppendParams
+P = TypeVar("P", FwdParams, BwdParams, SelectParams, BuildKeyListsParams, CacheAppendParams)
 CALLS: dict[type[Params], tuple[str, str]] = {
     FwdParams: ("dmattn_fwd_workspace_size", "dmattn_fwd"),
     BwdParams: ("dmattn_bwd_workspace_size", "dmattn_bwd"),
     SelectParams: ("dmattn_select_workspace_size", "dmattn_select_keys"),
+    BuildKeyListsParams: ("dmattn_build_key_lists_workspace_size", "dmattn_build_key_lists"),
     CacheAppendParams: ("dmattn_cache_append_workspace_size", "dmattn_cache_append"),
 }
 
@@ -167,6 +179,16 @@ def select_params(**fields: object) -> SelectParams:
         window=100,
         seqlen_q=300,
         scores=tensor((2, 4, 1000), FLOAT32),
+        selection=selection(300, 1000, 256, batch=2, heads=4),
+    )
+    return replace(params, fields)
+
+
+def build_key_lists_params(**fields: object) -> BuildKeyListsParams:
+    """Valid lists of 256 of 1000 keys for 300 rows; `fields` replaces."""
+    params = BuildKeyListsParams(
+        struct_size=ctypes.sizeof(BuildKeyListsParams),
+        seqlen_q=300,
         selection=selection(300, 1000, 256, batch=2, heads=4),
     )
     return replace(params, fields)

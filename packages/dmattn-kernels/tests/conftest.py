@@ -42,7 +42,15 @@ def probe(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     api = PACKAGE / "src" / "api"
     sources = [
         api / f"{name}.cpp"
-        for name in ("error", "checks", "validate", "operands", "plan_fwd", "plan_bwd", "plan_decode")
+        for name in (
+            "error",
+            "checks",
+            "validate",
+            "operands",
+            "plan_fwd",
+            "plan_bwd",
+            "plan_decode",
+        )
     ]
     includes = [PACKAGE / "include", PACKAGE / "src", PACKAGE / "tests" / "seams"]
     subprocess.run(

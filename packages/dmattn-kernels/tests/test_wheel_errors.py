@@ -173,6 +173,12 @@ def test_selection_of_attention(
     assert found == status
 
 
+BOUNDS = tensor((4,), abi.INT32)
+PACKED: dict[str, object] = {
+    "seqlen_q": 1000,
+    "selection": abi.selection(1000, 1000, 256, batch=2, heads=4),
+}
+
 WRONG_SELECT: list[tuple[dict[str, object], int, str]] = [
     ({"window": 0}, abi.INVALID_VALUE, "window is 0; wanted at least 1"),
     ({"seqlen_q": 1001}, abi.INVALID_VALUE, "seqlen_q is 1001"),
@@ -192,6 +198,37 @@ WRONG_SELECT: list[tuple[dict[str, object], int, str]] = [
         {"selection": abi.selection(300, 1000, 256, batch=1, heads=4)},
         abi.INVALID_VALUE,
         "selection.idx has shape (1, 4, 3, 256); wanted (2, 4, 3, 256)",
+    ),
+    (
+        {"cu_seqlens": BOUNDS},
+        abi.INVALID_VALUE,
+        "seqlen_q is 300; wanted the 1000 keys of scores with cu_seqlens",
+    ),
+    (
+        {
+            "cu_seqlens": BOUNDS,
+            "is_causal": 0,
+            "selection": abi.selection(300, 1000, 128, batch=2, heads=4, causal=False),
+        },
+        abi.INVALID_VALUE,
+        "cu_seqlens is given but is_causal is 0; wanted 1",
+    ),
+    (PACKED | {"cu_seqlens": tensor((4,), FLOAT32)}, abi.INVALID_DTYPE, "cu_seqlens has dtype"),
+    (PACKED | {"cu_seqlens": tensor((1, 4), abi.INT32)}, abi.INVALID_VALUE, "wanted 1"),
+    (
+        PACKED | {"cu_seqlens": tensor((0,), abi.INT32)},
+        abi.INVALID_VALUE,
+        "cu_seqlens has shape (0); wanted (documents + 1)",
+    ),
+    (
+        PACKED | {"cu_seqlens": tensor((4,), abi.INT32, stride=(2,))},
+        abi.INVALID_VALUE,
+        "cu_seqlens has strides (2) for shape (4)",
+    ),
+    (
+        PACKED | {"cu_seqlens": tensor((4,), abi.INT32, data=None)},
+        abi.INVALID_VALUE,
+        "cu_seqlens has a null data pointer",
     ),
 ]
 
@@ -218,6 +255,44 @@ def test_select_capacity(
     library: ctypes.CDLL, window: int, seqlen_k: int, causal: int, capacity: int
 ) -> None:
     assert library.dmattn_select_capacity(window, seqlen_k, causal) == capacity
+
+
+WRONG_LISTS: list[tuple[dict[str, object], int, str]] = [
+    ({"seqlen_q": 1001}, abi.INVALID_VALUE, "seqlen_q is 1001; wanted 0 to the 1000 keys"),
+    ({"seqlen_q": 200}, abi.INVALID_VALUE, "selection.idx has shape (2, 4, 3, 256); wanted (2, 4,"),
+    ({"reach": -1}, abi.INVALID_VALUE, "reach is -1; wanted the largest end[j] - j, or 0"),
+    ({"reserved": 1}, abi.INVALID_VALUE, "reserved is 1"),
+    (
+        {"selection": abi.selection(300, 1000, 100, batch=2, heads=4)},
+        abi.INVALID_VALUE,
+        "capacity 100; wanted a multiple of 128",
+    ),
+    (
+        {"selection": abi.selection(300, 1000, 256, batch=2, heads=4, causal=False)},
+        abi.INVALID_VALUE,
+        "selection.idx has shape (2, 4, 1, 256); wanted (2, 4, 3, 256)",
+    ),
+    ({"needed": tensor((2, 4, 3), FLOAT32)}, abi.INVALID_DTYPE, "needed has dtype float32"),
+    (
+        {"needed": tensor((2, 4, 4), abi.INT32)},
+        abi.INVALID_VALUE,
+        "needed has shape (2, 4, 4); wanted (2, 4, 3), the shape of selection.count",
+    ),
+    (
+        {"needed": tensor((2, 4, 3), abi.INT32, data=None)},
+        abi.INVALID_VALUE,
+        "needed has a null data pointer",
+    ),
+]
+
+
+@pytest.mark.parametrize("fields, status, words", WRONG_LISTS)
+def test_build_key_lists(
+    library: ctypes.CDLL, fields: dict[str, object], status: int, words: str
+) -> None:
+    found, message = call(library, abi.build_key_lists_params(**fields))
+    assert words in message
+    assert found == status
 
 
 WRONG_APPEND: list[tuple[dict[str, object], int, str]] = [
@@ -253,12 +328,25 @@ def test_cache_append(
 
 
 @pytest.mark.parametrize(
-    "make", [fwd_params, bwd_params, abi.select_params, abi.cache_append_params]
+    "make, fields",
+    [
+        (fwd_params, {}),
+        (bwd_params, {}),
+        (abi.select_params, {}),
+        (abi.select_params, PACKED | {"cu_seqlens": BOUNDS}),
+        (abi.build_key_lists_params, {}),
+        (
+            abi.build_key_lists_params,
+            {"reach": 1 << 40, "selection": abi.selection(300, 1000, 0, batch=2, heads=4)},
+        ),
+        (abi.build_key_lists_params, {"needed": tensor((2, 4, 3), abi.INT32)}),
+        (abi.cache_append_params, {}),
+    ],
 )
 def test_valid_calls_get_as_far_as_the_device(
-    library: ctypes.CDLL, make: Callable[..., abi.Params]
+    library: ctypes.CDLL, make: Callable[..., abi.Params], fields: dict[str, object]
 ) -> None:
-    status, message = size(library, make(device=63))
+    status, message = size(library, make(**fields, device=63))
     assert (status, "device is 63" in message) == (abi.NO_DEVICE, True), message
 
 
@@ -304,6 +392,15 @@ def test_structs_of_other_versions(library: ctypes.CDLL) -> None:
     shorter.struct_size = abi.FwdParams.num_splits.offset
     status, message = size(library, shorter)
     assert status in (abi.OK, abi.NO_DEVICE), message
+
+
+def test_selections_of_callers_that_know_no_documents(library: ctypes.CDLL) -> None:
+    """What lies behind their struct is not read."""
+    older = abi.select_params(cu_seqlens=tensor((0,), FLOAT32), device=63)
+    assert size(library, older)[0] == abi.INVALID_DTYPE
+    older.struct_size = abi.SelectParams.cu_seqlens.offset
+    status, message = size(library, older)
+    assert (status, "device is 63" in message) == (abi.NO_DEVICE, True), message
 
 
 def test_messages_belong_to_their_thread(library: ctypes.CDLL) -> None:

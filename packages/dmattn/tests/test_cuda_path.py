@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from dmattn import DynamicMaskCache, select_keys
-from dmattn.ops import cache, cuda
+from dmattn.ops import cache, cuda, key_lists
+from dmattn.ops import select as ops_select
 
 FLOAT16, BFLOAT16, FLOAT32, BOOL, INT32 = 1, 2, 3, 4, 5
 WORKSPACE = 4096
@@ -25,7 +26,8 @@ BWD_FIELDS = (
     "device q k v mask bias out lse dout dlse dq dk dv dbias softmax_scale softcap is_causal "
     "deterministic selection lse_rest"
 )
-SELECT_FIELDS = "device scores key_mask selection window seqlen_q is_causal"
+SELECT_FIELDS = "device scores key_mask selection window seqlen_q is_causal cu_seqlens"
+LISTS_FIELDS = "device selection seqlen_q reach needed"
 APPEND_FIELDS = (
     "device k_new v_new score_new active k v score position seen evict q out softmax_scale softcap"
 )
@@ -53,6 +55,9 @@ class Recorder(ModuleType):
 
     def SelectParams(self, *arguments: Any) -> "Recorder":
         return self._record(SELECT_FIELDS, arguments)
+
+    def BuildKeyListsParams(self, *arguments: Any) -> "Recorder":
+        return self._record(LISTS_FIELDS, arguments)
 
     def CacheAppendParams(self, *arguments: Any) -> "Recorder":
         return self._record(APPEND_FIELDS, arguments)
@@ -230,6 +235,34 @@ def test_a_selection_travels_with_its_lists(recorder: Recorder, causal: bool) ->
     assert [call["lse_rest"] for call in recorder.calls[1:]] == [view(rest)] * 2
     with pytest.raises(ValueError, match="attn_mask: got a mask beside a selection"):
         run_forward(q, k, v, torch.ones(1, 1, 1, 7).bool(), bias, 0.25, causal, 0.0, lists)
+
+
+def test_documents_travel_with_the_scores(recorder: Recorder) -> None:
+    scores, bounds = torch.randn(2, 2, 7), torch.tensor([9, 0, 9, 3, 9, 7, 9]).int()[1::2]
+    ops_select._select_cuda(scores, None, 3, 7, True, bounds)
+    (call,) = recorder.calls
+    dtype, shape, strides = call["cu_seqlens"][1:]
+    assert (dtype, shape, strides) == (INT32, (3,), (1,))
+    assert call["scores"] == view(scores) and call["seqlen_q"] == 7
+
+
+@pytest.mark.parametrize("reach, capacity", [(0, 0), (0, 256), (60, 128)])
+def test_lists_of_intervals_are_built_in_place(
+    recorder: Recorder, reach: int, capacity: int
+) -> None:
+    end = torch.arange(1, 301, dtype=torch.int32).repeat(2, 3, 1)
+    idx, count, full, needed = key_lists._build_cuda(end.mT.contiguous().mT, 290, capacity, reach)
+    (call,) = recorder.calls
+    assert call["selection"][1:] == (view(idx), view(count), view(full))
+    assert call["selection"][0][1:] == view(end)[1:]
+    assert call["needed"] == view(needed) and (call["seqlen_q"], call["reach"]) == (290, reach)
+    assert idx.shape == (2, 3, 3, capacity) and not idx.any()
+    assert count.shape == full.shape == needed.shape == (2, 3, 3)
+
+
+def test_no_lists_launch_nothing(recorder: Recorder) -> None:
+    lists = key_lists._build_cuda(torch.zeros(2, 3, 50, dtype=torch.int32), 0, 128, 0)
+    assert lists[0].shape == (2, 3, 0, 128) and not recorder.launches
 
 
 def test_a_decoding_step_appends_then_attends(recorder: Recorder) -> None:

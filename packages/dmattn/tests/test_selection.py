@@ -1,7 +1,6 @@
 """Selections of keys: against brute force, in attention, and built from intervals."""
 
 import math
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from attention_cases import assert_close_to_oracle, random_case
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from selection_cases import KINDS, brute_force, check_lists, make_scores
 from torch import Tensor
 from torch.library import opcheck
 from torch.utils import _pytree as pytree
@@ -22,66 +22,6 @@ from dmattn import (
     select_keys,
     sliding_window,
 )
-from dmattn.ops.lists import BLOCK_ROWS
-
-KINDS = ("random", "constant", "rising", "falling", "tied", "minus_inf", "nan", "inf")
-
-
-def make_scores(kind: str, batch: int, heads: int, key_len: int) -> Tensor:
-    scores = torch.randn(batch, heads, key_len)
-    match kind:
-        case "constant":
-            return torch.zeros_like(scores)
-        case "rising":
-            return scores.sort(-1).values
-        case "falling":
-            return scores.sort(-1, descending=True).values
-        case "tied":
-            return torch.round(scores)
-        case "minus_inf":
-            return scores.masked_fill(torch.rand(scores.shape) < 0.4, -math.inf)
-        case "nan":
-            return scores.masked_fill(torch.rand(scores.shape) < 0.4, math.nan)
-        case "inf":
-            return scores.masked_fill(torch.rand(scores.shape) < 0.1, math.inf)
-    return scores
-
-
-def brute_force(
-    scores: Tensor, window: int, query_len: int, is_causal: bool, key_mask: Tensor | None = None
-) -> Tensor:
-    """scores (B, H, Sk) -> bool (B, H, Sq, Sk), by counting the better keys of each key."""
-    key_len = scores.shape[2]
-    allowed = scores > -math.inf
-    if key_mask is not None:
-        allowed = allowed & key_mask
-    key = torch.arange(key_len)
-    other, own = scores[:, :, None, :], scores[:, :, :, None]  # [j, i]
-    better = (other > own) | ((other == own) & (key > key[:, None]))
-    better = (better & allowed[:, :, None, :]).float()
-    seen = torch.ones(query_len, key_len)
-    if is_causal:
-        seen = seen.tril(key_len - query_len)
-    rank = (better @ seen.T).transpose(-1, -2)  # [row, j]: better keys that the row sees
-    return (rank < window) & allowed[:, :, None] & seen.bool()
-
-
-def check_lists(selection: KeySelection, keep: Tensor) -> None:
-    """The list of each block: what any row keeps, what all rows keep in front, zeros behind."""
-    assert selection.idx.shape[3] % BLOCK_ROWS == 0
-    for b in range(keep.shape[0]):
-        for h in range(keep.shape[1]):
-            for block in range(selection.idx.shape[2]):
-                rows = keep[b, h]
-                if selection.is_causal:
-                    rows = rows[block * BLOCK_ROWS : (block + 1) * BLOCK_ROWS]
-                count = int(selection.count[b, h, block])
-                listed = selection.idx[b, h, block, :count].tolist()
-                assert sorted(listed) == rows.any(0).nonzero().flatten().tolist()
-                assert not selection.idx[b, h, block, count:].any()
-                if selection.is_causal:
-                    full = listed[: int(selection.full[b, h, block])]
-                    assert full == rows.all(0).nonzero().flatten().tolist()
 
 
 def assert_selects(scores: Tensor, window: int, query_len: int, causal: bool, **more: Any) -> None:
@@ -284,21 +224,6 @@ def test_packed_documents(bounds: list[int], window: int | None) -> None:
     torch.testing.assert_close(got, want, rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("window", [1, 30, 200])
-def test_selection_within_documents(window: int, masked: bool) -> None:
-    bounds = [0, 7, 140, 141, 300]
-    scores = make_scores("tied", 2, 2, 300)
-    mask = torch.rand(2, 300) < 0.7 if masked else None
-    selection = select_keys(scores, window, attn_mask=mask, cu_seqlens=bounds)
-    keep = torch.zeros(2, 2, 300, 300, dtype=torch.bool)
-    for a, b in pairwise(bounds):
-        part = None if mask is None else mask[:, None, a:b]
-        keep[:, :, a:b, a:b] = brute_force(scores[..., a:b], window, b - a, True, part)
-    assert torch.equal(selection.to_mask(), keep)
-    check_lists(selection, keep)
-
-
 @pytest.mark.parametrize("reach", [None, 60])
 def test_arbitrary_intervals(reach: int | None) -> None:
     end = torch.arange(400) + torch.randint(0, 61, (2, 3, 400))
@@ -384,11 +309,6 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"attn_mask": torch.ones(2, 3, 1, 6).bool()}, ValueError, "attn_mask: got 3 heads"),
     ({"query_len": -1}, ValueError, "query_len: got -1, wanted at least 0"),
     ({"query_len": 2.0}, TypeError, "query_len: got 2.0, wanted an int"),
-    ({"cu_seqlens": [0, 4]}, ValueError, r"cu_seqlens: got .*, wanted rising from 0 to 6"),
-    ({"cu_seqlens": [0, 4, 2, 6]}, ValueError, "cu_seqlens: got"),
-    ({"cu_seqlens": [0.0, 6.0]}, TypeError, "cu_seqlens: wanted"),
-    ({"cu_seqlens": [0, 6], "is_causal": False}, ValueError, "cu_seqlens: got boundaries"),
-    ({"cu_seqlens": [0, 6], "query_len": 5}, ValueError, "query_len: got 5, wanted 6"),
 ]
 
 

@@ -141,6 +141,37 @@ def test_wide_window_chooses_nothing(window_size: int, mask_shape: tuple[int, ..
         assert torch.equal(windowed, flash_dmattn_func(*case.inputs, is_causal=causal))
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_unusable_scores_at_every_window(masked: bool, causal: bool, dtype: torch.dtype) -> None:
+    """NaN and -inf: never attended to, and no gradient, however wide the window is."""
+    shape = (2, 1, 1, 11) if masked else None
+    case = random_case(bias_shape=(2, 2, 1, 11), mask_shape=shape, dtype=dtype)
+    bias = case.attn_bias
+    assert bias is not None
+    bias[:, :, :, [1, 6]] = torch.nan
+    bias[:, :, :, 4] = -torch.inf
+    bias[0, 1] = torch.nan  # nothing left
+    usable = bias > -torch.inf
+    leaves = case.requiring_grad()
+    q, k, v, mask, scores = leaves.inputs
+    keep = usable if mask is None else usable & mask
+    finite = torch.where(usable, bias, 0.0).requires_grad_()
+    tolerance = {"rtol": 0, "atol": 1e-12 if dtype == torch.float64 else 2e-2}
+    for window in (9, 10, 11, 12):  # eight keys are usable
+        results = [
+            flash_dmattn_func(*inputs, is_causal=causal, return_lse=True, window_size=w)
+            for inputs, w in (((q, k, v, mask, scores), window), ((q, k, v, keep, finite), None))
+        ]
+        grads = [
+            torch.autograd.grad(x[0], (q, k, v, b), case.dout)
+            for x, b in zip(results, (scores, finite), strict=True)
+        ]
+        for got, want in zip((*results[0], *grads[0]), (*results[1], *grads[1]), strict=True):
+            torch.testing.assert_close(got, want, **tolerance)
+
+
 def test_decoding_agrees_with_training() -> None:
     """The last row alone, over the same keys, equals the last row of the whole."""
     case = random_case(seqlen_q=11, bias_shape=(2, 2, 1, 11))

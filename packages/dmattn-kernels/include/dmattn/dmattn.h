@@ -53,7 +53,7 @@ typedef enum dmattn_dtype {
 typedef struct dmattn_tensor {
   void* data;
   int32_t dtype;     /* dmattn_dtype */
-  int32_t ndim;      /* 0 = absent; otherwise 3 or 4, as the field that holds it says */
+  int32_t ndim;      /* 0 = absent; otherwise 1 to 4, as the field that holds it says */
   int64_t shape[4];  /* in elements; entries at and past ndim are ignored */
   int64_t stride[4]; /* in elements; 0 along a dimension repeats its elements and is read in place */
 } dmattn_tensor;
@@ -61,7 +61,8 @@ typedef struct dmattn_tensor {
 /* The keys that a selection keeps. Causal (running top-w and other key intervals): query row i stands at position
  * r = i + seqlen_k - seqlen_q and keeps the keys j with j <= r < end[j]; a list for each block of 128 query rows holds
  * the keys that any of its rows keeps, those that all of them keep first. Not causal: one list of the kept keys.
- * Written by dmattn_select_keys, read by dmattn_fwd and dmattn_bwd; it may serve many calls with equal lengths. */
+ * Written by dmattn_select_keys or dmattn_build_key_lists, read by dmattn_fwd and dmattn_bwd; it may serve many calls
+ * with equal lengths. */
 typedef struct dmattn_key_selection {
   dmattn_tensor end;   /* int32 [batch|1, heads, seqlen_k], contiguous; heads = nheads, nheads_k or 1 */
   dmattn_tensor idx;   /* int32 [batch|1, heads, blocks, capacity], contiguous */
@@ -124,7 +125,28 @@ typedef struct dmattn_select_params {
   dmattn_tensor key_mask;         /* optional bool [batch|1, heads|1, seqlen_k], any strides */
   dmattn_key_selection selection; /* outputs; capacity from dmattn_select_capacity, blocks = ceil(seqlen_q / 128), or 1
                                      when not causal; heads and batch the broadcast of scores' and key_mask's */
+  dmattn_tensor cu_seqlens;       /* optional int32 [documents + 1], contiguous, rising from 0 to seqlen_k: documents
+                                     packed one behind the other, the same in every batch and head. Keys compete
+                                     within their document, and only its rows see them. Causal, seqlen_q ==
+                                     seqlen_k. Its values are the caller's responsibility: others give another
+                                     selection, but no access out of bounds; keys behind the last boundary count
+                                     as one more document. */
 } dmattn_select_params;
+
+/* Key lists from intervals of one's own: sliding windows, packed documents, any causal selection whose `end` is known.
+ * Reads selection.end, writes selection.idx, count and full, both parts of a list ascending. A list that does not fit
+ * the capacity, which may be 0, is left empty (count = full = 0: its rows keep nothing); `needed` tells. */
+typedef struct dmattn_build_key_lists_params {
+  size_t struct_size;
+  int32_t device;
+  int32_t reserved;               /* 0 */
+  int64_t seqlen_q;               /* query rows, aligned to the end of the keys; <= seqlen_k */
+  int64_t reach;                  /* the largest end[j] - j: keys further than that before the first row of a block are
+                                     not looked for, which saves time. 0 = unknown */
+  dmattn_key_selection selection; /* end is read, the others are written; blocks = ceil(seqlen_q / 128). Lists of at
+                                     most reach + 127 entries come of intervals within `reach`. */
+  dmattn_tensor needed;           /* optional output, as selection.count: entries of each list, fitting or not */
+} dmattn_build_key_lists_params;
 
 /* Puts new tokens, one after the other, into a cache of keys. Empty entries have score -inf and position -1.
  *   evict      the lowest entry makes room when the token's score is not lower (so that among equal scores the later key
@@ -154,6 +176,8 @@ DMATTN_API dmattn_status dmattn_fwd_workspace_size(const dmattn_fwd_params* para
 DMATTN_API dmattn_status dmattn_bwd_workspace_size(const dmattn_bwd_params* params, size_t* bytes);
 
 DMATTN_API dmattn_status dmattn_select_workspace_size(const dmattn_select_params* params, size_t* bytes);
+DMATTN_API dmattn_status dmattn_build_key_lists_workspace_size(const dmattn_build_key_lists_params* params,
+                                                               size_t* bytes);
 DMATTN_API dmattn_status dmattn_cache_append_workspace_size(const dmattn_cache_append_params* params, size_t* bytes);
 
 /* Entries that each list of a selection needs room for. */
@@ -165,6 +189,8 @@ DMATTN_API dmattn_status dmattn_bwd(const dmattn_bwd_params* params, void* works
 
 DMATTN_API dmattn_status dmattn_select_keys(const dmattn_select_params* params, void* workspace, size_t bytes,
                                             void* stream);
+DMATTN_API dmattn_status dmattn_build_key_lists(const dmattn_build_key_lists_params* params, void* workspace,
+                                                size_t bytes, void* stream);
 DMATTN_API dmattn_status dmattn_cache_append(const dmattn_cache_append_params* params, void* workspace, size_t bytes,
                                              void* stream);
 

@@ -1,4 +1,4 @@
-// Selection of keys by score: validate, look the device up, launch.
+// Selection of keys, by score and by given intervals: validate, look the device up, launch.
 #include "kernels/prep/select.h"
 
 #include <algorithm>
@@ -34,7 +34,21 @@ SelectParams read_select(const dmattn_select_params& p, const Device& device) {
     select.mask_head_stride = broadcast_stride(p.key_mask, 1);
     select.mask_col_stride = p.key_mask.stride[2];
   }
+  if (is_present(p.cu_seqlens)) {
+    select.cu_seqlens = static_cast<const int32_t*>(p.cu_seqlens.data);
+    select.documents = static_cast<int32_t>(p.cu_seqlens.shape[0]) - 1;
+  }
   return select;
+}
+
+IntervalParams read_intervals(const dmattn_build_key_lists_params& p) {
+  IntervalParams intervals;
+  intervals.seqlen_q = static_cast<int32_t>(p.seqlen_q);
+  const int64_t seqlen_k = p.selection.end.shape[2];
+  intervals.seqlen_k = static_cast<int32_t>(seqlen_k);
+  intervals.reach = static_cast<int32_t>(p.reach == 0 ? seqlen_k : std::min(p.reach, seqlen_k));
+  intervals.needed = static_cast<int32_t*>(p.needed.data);
+  return intervals;
 }
 
 }  // namespace
@@ -70,5 +84,33 @@ extern "C" dmattn_status dmattn_select_keys(const dmattn_select_params* params, 
     const DeviceGuard guard(p.device);
     check_cuda(select_keys(select, read_lists(p.selection), workspace, static_cast<cudaStream_t>(stream)),
                "selecting keys");
+  });
+}
+
+extern "C" dmattn_status dmattn_build_key_lists_workspace_size(const dmattn_build_key_lists_params* params,
+                                                               size_t* bytes) {
+  using namespace dmattn;
+  return at_boundary([&] {
+    const dmattn_build_key_lists_params p = read_params(params, "dmattn_build_key_lists_params");
+    if (bytes == nullptr) fail(DMATTN_ERROR_INVALID_VALUE, "bytes is null; wanted where to put the size");
+    validate(p, Pointers::kOptional);
+    find_device(p.device);
+    *bytes = interval_workspace_size(read_intervals(p), read_lists(p.selection));
+  });
+}
+
+extern "C" dmattn_status dmattn_build_key_lists(const dmattn_build_key_lists_params* params, void* workspace,
+                                                size_t bytes, void* stream) {
+  using namespace dmattn;
+  return at_boundary([&] {
+    const dmattn_build_key_lists_params p = read_params(params, "dmattn_build_key_lists_params");
+    validate(p, Pointers::kRequired);
+    find_device(p.device);
+    const IntervalParams intervals = read_intervals(p);
+    const KeyList lists = read_lists(p.selection);
+    validate_workspace(workspace, bytes, interval_workspace_size(intervals, lists));
+    const DeviceGuard guard(p.device);
+    check_cuda(build_interval_lists(intervals, lists, workspace, static_cast<cudaStream_t>(stream)),
+               "building key lists");
   });
 }

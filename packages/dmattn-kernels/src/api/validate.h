@@ -15,6 +15,7 @@ enum class Pointers { kOptional, kRequired };
 void validate(const dmattn_fwd_params& p, Pointers pointers);
 void validate(const dmattn_bwd_params& p, Pointers pointers);
 void validate(const dmattn_select_params& p, Pointers pointers);
+void validate(const dmattn_build_key_lists_params& p, Pointers pointers);
 void validate(const dmattn_cache_append_params& p, Pointers pointers);
 void validate_workspace(const void* workspace, size_t bytes, size_t wanted);
 

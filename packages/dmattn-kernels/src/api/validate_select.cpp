@@ -4,6 +4,24 @@
 #include "api/validate.h"
 
 namespace dmattn {
+namespace {
+
+void check_documents(const dmattn_select_params& p, int64_t seqlen_k, Pointers pointers) {
+  check_rank("cu_seqlens", p.cu_seqlens, 1);
+  check_dtype("cu_seqlens", p.cu_seqlens, {DMATTN_INT32});
+  if (p.cu_seqlens.shape[0] < 1) {
+    fail(DMATTN_ERROR_INVALID_VALUE, "cu_seqlens has shape (0); wanted (documents + 1)");
+  }
+  check_contiguous("cu_seqlens", p.cu_seqlens);
+  if (!p.is_causal) fail(DMATTN_ERROR_INVALID_VALUE, "cu_seqlens is given but is_causal is 0; wanted 1");
+  if (p.seqlen_q != seqlen_k) {
+    fail(DMATTN_ERROR_INVALID_VALUE, "seqlen_q is %lld; wanted the %lld keys of scores with cu_seqlens",
+         static_cast<long long>(p.seqlen_q), static_cast<long long>(seqlen_k));
+  }
+  check_pointer("cu_seqlens", p.cu_seqlens, pointers);
+}
+
+}  // namespace
 
 void validate(const dmattn_select_params& p, Pointers pointers) {
   check_device_number(p.device);
@@ -41,8 +59,33 @@ void validate(const dmattn_select_params& p, Pointers pointers) {
   check_selection(p.selection,
                   {batch, heads, selection_blocks(p.seqlen_q, is_causal), p.selection.idx.shape[3], seqlen_k},
                   is_causal, pointers);
+  if (is_present(p.cu_seqlens)) check_documents(p, seqlen_k, pointers);
   check_pointer("scores", p.scores, pointers);
   check_pointer("key_mask", p.key_mask, pointers);
+}
+
+void validate(const dmattn_build_key_lists_params& p, Pointers pointers) {
+  check_device_number(p.device);
+  check_reserved(p.reserved);
+  check_rank("selection.end", p.selection.end, 3);
+  const int64_t* shape = p.selection.end.shape;
+  if (p.seqlen_q < 0 || p.seqlen_q > shape[2]) {
+    fail(DMATTN_ERROR_INVALID_VALUE, "seqlen_q is %lld; wanted 0 to the %lld keys of selection.end",
+         static_cast<long long>(p.seqlen_q), static_cast<long long>(shape[2]));
+  }
+  if (p.reach < 0) {
+    fail(DMATTN_ERROR_INVALID_VALUE, "reach is %lld; wanted the largest end[j] - j, or 0 where that is unknown",
+         static_cast<long long>(p.reach));
+  }
+  check_rank("selection.idx", p.selection.idx, 4);
+  const int64_t blocks = selection_blocks(p.seqlen_q, true);
+  check_selection(p.selection, {shape[0], shape[1], blocks, p.selection.idx.shape[3], shape[2]}, true, pointers);
+  if (is_present(p.needed)) {
+    check_shape("needed", p.needed, {shape[0], shape[1], blocks}, "the shape of selection.count");
+    check_dtype("needed", p.needed, {DMATTN_INT32});
+    check_contiguous("needed", p.needed);
+    check_pointer("needed", p.needed, pointers);
+  }
 }
 
 namespace {

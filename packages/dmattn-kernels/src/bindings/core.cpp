@@ -125,7 +125,7 @@ dmattn_bwd_params make_bwd(int32_t device, py::handle q, py::handle k, py::handl
 }
 
 dmattn_select_params make_select(int32_t device, py::handle scores, py::handle key_mask, py::handle selection,
-                                 int32_t window, int64_t seqlen_q, bool is_causal) {
+                                 int32_t window, int64_t seqlen_q, bool is_causal, py::handle cu_seqlens) {
   auto p = dmattn::make_params<dmattn_select_params>();
   p.device = device;
   read_tensor(scores, p.scores, "scores");
@@ -134,6 +134,18 @@ dmattn_select_params make_select(int32_t device, py::handle scores, py::handle k
   p.window = window;
   p.seqlen_q = seqlen_q;
   p.is_causal = is_causal ? 1 : 0;
+  read_tensor(cu_seqlens, p.cu_seqlens, "cu_seqlens");
+  return p;
+}
+
+dmattn_build_key_lists_params make_build_key_lists(int32_t device, py::handle selection, int64_t seqlen_q,
+                                                   int64_t reach, py::handle needed) {
+  auto p = dmattn::make_params<dmattn_build_key_lists_params>();
+  p.device = device;
+  read_selection(selection, p.selection);
+  p.seqlen_q = seqlen_q;
+  p.reach = reach;
+  read_tensor(needed, p.needed, "needed");
   return p;
 }
 
@@ -169,11 +181,17 @@ dmattn_status call_workspace_size(const dmattn_bwd_params& p, size_t* bytes) {
 dmattn_status call_workspace_size(const dmattn_select_params& p, size_t* bytes) {
   return dmattn_select_workspace_size(&p, bytes);
 }
+dmattn_status call_workspace_size(const dmattn_build_key_lists_params& p, size_t* bytes) {
+  return dmattn_build_key_lists_workspace_size(&p, bytes);
+}
 dmattn_status call_workspace_size(const dmattn_cache_append_params& p, size_t* bytes) {
   return dmattn_cache_append_workspace_size(&p, bytes);
 }
 dmattn_status call_launch(const dmattn_select_params& p, void* workspace, size_t bytes, void* stream) {
   return dmattn_select_keys(&p, workspace, bytes, stream);
+}
+dmattn_status call_launch(const dmattn_build_key_lists_params& p, void* workspace, size_t bytes, void* stream) {
+  return dmattn_build_key_lists(&p, workspace, bytes, stream);
 }
 dmattn_status call_launch(const dmattn_cache_append_params& p, void* workspace, size_t bytes, void* stream) {
   return dmattn_cache_append(&p, workspace, bytes, stream);
@@ -244,9 +262,14 @@ PYBIND11_MODULE(_core, m) {
 
   py::class_<dmattn_select_params>(m, "SelectParams")
       .def(py::init(&make_select), "device"_a, "scores"_a, "key_mask"_a, "selection"_a, "window"_a, "seqlen_q"_a,
-           "is_causal"_a)
+           "is_causal"_a, "cu_seqlens"_a = py::none())
       .def("workspace_size", &workspace_size<dmattn_select_params>)
       .def("launch", &launch<dmattn_select_params>, "workspace"_a, "bytes"_a, "stream"_a);
+  py::class_<dmattn_build_key_lists_params>(m, "BuildKeyListsParams")
+      .def(py::init(&make_build_key_lists), "device"_a, "selection"_a, "seqlen_q"_a, "reach"_a = 0,
+           "needed"_a = py::none())
+      .def("workspace_size", &workspace_size<dmattn_build_key_lists_params>)
+      .def("launch", &launch<dmattn_build_key_lists_params>, "workspace"_a, "bytes"_a, "stream"_a);
   py::class_<dmattn_cache_append_params>(m, "CacheAppendParams")
       .def(py::init(&make_cache_append), "device"_a, "k_new"_a, "v_new"_a, "score_new"_a, "active"_a, "k_cache"_a,
            "v_cache"_a, "score"_a, "position"_a, "seen"_a, "evict"_a, "q"_a = py::none(), "out"_a = py::none(),

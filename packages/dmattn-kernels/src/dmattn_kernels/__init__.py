@@ -1,8 +1,8 @@
 """CUDA kernels for masked and biased attention, behind a C ABI.
 
-Importing this package needs no GPU and no driver. `FwdParams`, `BwdParams`, `SelectParams` and
-`CacheAppendParams` describe one call each; their `launch` enqueues it on a CUDA stream. C and C++
-programs use `include_dir()` and `library_path()`.
+Importing this package needs no GPU and no driver. `FwdParams`, `BwdParams`, `SelectParams`,
+`BuildKeyListsParams` and `CacheAppendParams` describe one call each; their `launch` enqueues it on
+a CUDA stream. C and C++ programs use `include_dir()` and `library_path()`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dmattn_kernels._core import (
     FLOAT32,
     HEADER_ABI_VERSION,
     INT32,
+    BuildKeyListsParams,
     BwdParams,
     CacheAppendParams,
     FwdParams,
@@ -37,6 +38,7 @@ __all__ = [
     "FLOAT32",
     "HEADER_ABI_VERSION",
     "INT32",
+    "BuildKeyListsParams",
     "BwdParams",
     "CacheAppendParams",
     "FwdParams",

@@ -97,6 +97,26 @@ class SelectParams:
         window: int,
         seqlen_q: int,
         is_causal: bool,
+        cu_seqlens: _Tensor | None = None,
+    ) -> None: ...
+    def workspace_size(self) -> int:
+        """See `FwdParams.workspace_size`."""
+    def launch(self, workspace: int, bytes: int, stream: int) -> None:
+        """See `FwdParams.launch`."""
+
+class BuildKeyListsParams:
+    """Key lists from given intervals, as dmattn_build_key_lists_params of dmattn/dmattn.h.
+
+    Of `selection`, end is read, and idx, count and full are written; so is `needed`.
+    """
+
+    def __init__(
+        self,
+        device: int,
+        selection: _Selection,
+        seqlen_q: int,
+        reach: int = 0,
+        needed: _Tensor | None = None,
     ) -> None: ...
     def workspace_size(self) -> int:
         """See `FwdParams.workspace_size`."""

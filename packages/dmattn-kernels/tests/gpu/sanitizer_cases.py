@@ -25,10 +25,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from gpu.raw_cuda import Array, Buffer, Gpu, from_bits, to_bits
 from gpu.sanitizer_cache import Append, run_append
 from gpu.sanitizer_selection import (
+    Lists,
     Selecting,
     check_selection,
     draw_scores,
     keep_mask,
+    run_lists,
     select,
     wanted_end,
 )
@@ -163,6 +165,21 @@ SELECTED = (
     Launch("window beyond the keys", 150, 150, bias="bk1k", causal=True, select=Selecting(500)),
     Launch("running top-w, only dk", 130, 200, causal=True, wants="k", select=Selecting(50)),
     Launch(
+        "running top-w within documents",
+        *(300, 300, 2, 4, 2),
+        bias="bk1k",
+        causal=True,
+        select=Selecting(50, bounds=(0, 3, 3, 130, 256, 300)),
+    ),
+    Launch(
+        "running top-w within documents, key mask, deterministic",
+        *(259, 259, 1, 4, 2),
+        mask="b11k",
+        causal=True,
+        deterministic=True,
+        select=Selecting(200, fill="odd", own_dtype=True, bounds=(0, 258, 259)),
+    ),
+    Launch(
         "top-w of all keys",
         *(90, 300, 2, 4, 2),
         bias="bk1k",
@@ -210,6 +227,20 @@ ONCE = (
         attend=False,
         select=Selecting(40, fill="ties", own_dtype=True),
     ),
+    Launch(
+        "running top-w within long documents",
+        *(33000, 33000),
+        causal=True,
+        attend=False,
+        select=Selecting(40, bounds=(0, 8192, 8195, 24577, 32999, 33000)),
+    ),
+)
+LISTS = (
+    Lists("lists of intervals", 300, 333),
+    Lists("lists within reach", 300, 300, 40, 256),
+    Lists("lists that do not fit", 500, 500, 0, 128),
+    Lists("lengths of lists", 200, 300, 0, 0),
+    Lists("lists of long intervals", 4200, 4300, capacity=512, batch=1),
 )
 APPENDS = (
     ("f16", 64, Append("cache append", "f16")),
@@ -257,7 +288,7 @@ BETWEEN_LAUNCHES = (
 )
 
 
-def all_launches() -> list[tuple[str, int, Launch | Append]]:
+def all_launches() -> list[tuple[str, int, Launch | Lists | Append]]:
     every = (*LAUNCHES, *SELECTED)
     # One selection is much like the next at the largest head dimension, where each takes longest.
     main = [
@@ -269,7 +300,8 @@ def all_launches() -> list[tuple[str, int, Launch | Append]]:
     main += [(kind, x) for x in every if x.name in OTHER_LAUNCHES for kind in OTHERS]
     main += [(kind, x) for x in every if x.name in BETWEEN_LAUNCHES for kind in BETWEEN]
     main += [(MAIN[0], launch) for launch in ONCE]
-    return [*((*kind, launch) for kind, launch in main), *APPENDS]
+    lists = [(*MAIN[0], launch) for launch in LISTS]
+    return [*((*kind, launch) for kind, launch in main), *lists, *APPENDS]
 
 
 def operand_shape(launch: Launch, letters: str) -> tuple[int, ...]:
@@ -361,9 +393,11 @@ def draw_inputs(
 
 
 def run_launch(
-    gpu: Gpu, dtype: str, head_dim: int, launch: Launch | Append, fill: int | None
+    gpu: Gpu, dtype: str, head_dim: int, launch: Launch | Lists | Append, fill: int | None
 ) -> list[str]:
     """Runs it; what is wrong with the results, if anything."""
+    if isinstance(launch, Lists):
+        return run_lists(gpu, launch, fill)
     if isinstance(launch, Append):
         problems, found, wanted = run_append(gpu, dtype, head_dim, launch, fill)
         if launch.queries:
@@ -404,10 +438,11 @@ def run_selection(
 ) -> tuple[Any, Float, list[str]]:
     """The selection as the kernels take it, its mask (for launches that attend), and problems."""
     rows, causal = launch.seqlen_q, launch.causal
-    selection = select(gpu, inputs["scores"], inputs.get("mask"), how.window, rows, causal, fill)
+    scores_and_mask = inputs["scores"], inputs.get("mask")
+    selection = select(gpu, *scores_and_mask, how.window, rows, causal, fill, how.bounds)
     allowed = values["mask"] != 0 if "mask" in values else np.bool_(True)
     scores = np.where(allowed, values["scores"], -np.inf)
-    end = np.stack([wanted_end(entry, how.window, rows, causal) for entry in scores])
+    end = np.stack([wanted_end(entry, how.window, rows, causal, how.bounds) for entry in scores])
     keep = keep_mask(end, rows, causal) if launch.attend else np.zeros(0)
     return (
         selection.views,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import itertools
 from collections.abc import Iterator
 
 import numpy as np
@@ -25,6 +26,7 @@ class Selecting:
     heads: str = "bk"  # of the scores: batch (b|1), then query heads, kv heads or one (h|k|1)
     fill: str = "random"  # a key of FILLS
     own_dtype: bool = False  # scores in the dtype of q, instead of float32
+    bounds: tuple[int, ...] = ()  # of packed documents
 
 
 def with_odd(x: Float, draw: np.random.Generator) -> Float:
@@ -49,9 +51,18 @@ def draw_scores(
 # --- what is wanted -------------------------------------------------------------------------------
 
 
-def wanted_end(scores: Float, window: int, seqlen_q: int, causal: bool) -> Int:
+def wanted_end(
+    scores: Float, window: int, seqlen_q: int, causal: bool, bounds: tuple[int, ...] = ()
+) -> Int:
     """int (heads, Sk) from scores (heads, Sk): 0 where no query row sees the key."""
-    return np.stack([_end_of_row(row, window, seqlen_q, causal) for row in scores])
+    if not bounds:
+        return np.stack([_end_of_row(row, window, seqlen_q, causal) for row in scores])
+    found = np.zeros(scores.shape, np.int64)
+    for start, stop in itertools.pairwise(bounds):
+        for row, end in zip(scores, found, strict=True):
+            alone = _end_of_row(row[start:stop], window, stop - start, causal)
+            end[start:stop] = np.where(alone > 0, alone + start, 0)
+    return found
 
 
 def _end_of_row(scores: Float, window: int, seqlen_q: int, causal: bool) -> Int:
@@ -127,6 +138,7 @@ def select(
     seqlen_q: int,
     causal: bool,
     fill: int | None,
+    bounds: tuple[int, ...] = (),
 ) -> Selection:
     """Enqueues the selection by scores (batch|1, heads|1, Sk)."""
     shapes = [x.shape for x in (scores, key_mask) if x is not None]
@@ -141,7 +153,10 @@ def select(
         gpu.output((batch, heads, blocks), "i32", fill) if causal else None,
     )
     mask = None if key_mask is None else key_mask.view
-    params = kernels.SelectParams(0, scores.view, mask, selection.views, window, seqlen_q, causal)
+    documents = gpu.upload(np.array(bounds), "i32").view if bounds else None
+    params = kernels.SelectParams(
+        0, scores.view, mask, selection.views, window, seqlen_q, causal, documents
+    )
     size = params.workspace_size()
     params.launch(gpu.allocate(size, fill), size, 0)
     return selection
@@ -176,4 +191,61 @@ def check_selection(
             and not split[2].any()
         ):
             problems.append(f"list {i}: wrong keys")
+    return problems[:3]
+
+
+@dataclasses.dataclass(frozen=True)
+class Lists:
+    """Key lists of given intervals: some of a few keys, some up to the last."""
+
+    name: str
+    seqlen_q: int
+    seqlen_k: int
+    reach: int = 0  # 0: unknown, and a few intervals last to the end
+    capacity: int | None = None  # None: all keys
+    batch: int = 2
+    heads: int = 2
+
+
+def run_lists(gpu: Gpu, launch: Lists, fill: int | None) -> list[str]:
+    """Builds them; what is wrong with them, if anything."""
+    draw = np.random.default_rng(launch.seqlen_k)
+    shape = (launch.batch, launch.heads, launch.seqlen_k)
+    end = np.arange(launch.seqlen_k) + draw.integers(-2, (launch.reach or 40) + 1, shape)
+    if launch.reach == 0:
+        end = np.where(draw.random(shape) < 0.03, launch.seqlen_k, end)
+    lists = (*shape[:2], -(-launch.seqlen_q // BLOCK_ROWS))
+    capacity = launch.capacity
+    if capacity is None:
+        capacity = -(-launch.seqlen_k // BLOCK_ROWS) * BLOCK_ROWS
+    given = gpu.upload(end, "i32")
+    idx = gpu.output((*lists, capacity), "i32", fill)
+    count, full, needed = (gpu.output(lists, "i32", fill) for _ in range(3))
+    views = (given.view, idx.view, count.view, full.view)
+    params = kernels.BuildKeyListsParams(0, views, launch.seqlen_q, launch.reach, needed.view)
+    size = params.workspace_size()
+    params.launch(gpu.allocate(size, fill), size, 0)
+    wanted = [
+        (*split, len(split[0]) + len(split[1]))
+        for row in end.reshape(-1, launch.seqlen_k)
+        for split in _wanted_lists(row, launch.seqlen_q, True)
+    ]
+    lengths = np.array([n for *_, n in wanted])
+    kept = np.where(lengths <= capacity, lengths, 0)
+    leading = np.where(lengths <= capacity, [len(every) for every, *_ in wanted], 0)
+    problems = [
+        f"{name}: differs"
+        for name, buffer, values in (
+            ("needed", needed, lengths),
+            ("count", count, kept),
+            ("full", full, leading),
+        )
+        if not np.array_equal(gpu.download(buffer).ravel(), values)
+    ]
+    for i, (every, some, n) in enumerate(wanted):
+        if 0 < n <= capacity:
+            rounded = -(-n // BLOCK_ROWS) * BLOCK_ROWS  # what lies behind is not written
+            keys = np.concatenate([every, some, np.zeros(rounded - n)])
+            if not np.array_equal(gpu.download(idx, i * capacity, rounded), keys):
+                problems.append(f"list {i}: wrong keys")
     return problems[:3]

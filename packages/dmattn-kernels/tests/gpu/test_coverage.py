@@ -18,11 +18,8 @@ from gpu.sanitize import find_tool
 
 pytestmark = [pytest.mark.cuda, pytest.mark.slow]
 
-# Kernels that no operation of this ABI version launches: lists from given intervals, and the sum of
-# dbias over keys (where dbias has one entry for all keys, that is taken from the rows).
+# Kernels that no operation of this ABI version launches.
 NOT_REACHABLE = (
-    "interval_kernel",
-    "sum_all_kernel<dmattn::{anon}::ColumnSource>",
     "fill_zero_kernel",  # gradients with gaps: torch's are contiguous and cleared by a memset
 )
 

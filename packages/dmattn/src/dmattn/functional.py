@@ -104,7 +104,8 @@ def flash_dmattn_func(
             equal ones, never one of NaN or -inf. attn_bias must then be ({B|1}, {H|HK|1}, 1, Sk)
             or ({B|1}, {H|HK|1}, Sk), and attn_mask alike for all query rows. The choice is not
             differentiated, the bias of the kept keys is. Time grows with Sq * window_size, and
-            nothing of size Sq * Sk is formed. With Sk <= window_size there is nothing to choose.
+            nothing of size Sq * Sk is formed. With Sk <= window_size nothing is chosen: all keys
+            count but those of NaN or -inf.
         return_lse: also return the log-sum-exp of each row.
         backend: "cuda" or "cpu" to insist on it, None to go by the device of the tensors.
         selection: which keys each row keeps, instead of window_size and attn_mask: from
@@ -300,7 +301,8 @@ def _select(
 ) -> tuple[Tensor | None, Tensor, KeySelection | None]:
     """What `window_size` amounts to: the mask left to apply, the bias in 4-D, and a selection.
 
-    There is no selection where every key is within the window.
+    There is no selection where every key is within the window: a bias of -inf then keeps out the
+    keys that would not be selected.
     """
     check_window_size(window_size)
     if attn_bias is None:
@@ -319,7 +321,8 @@ def _select(
     if attn_mask is not None:
         attn_mask = key_only_mask(attn_mask, dims.seqlen_k)[:, :, None]
     if dims.seqlen_k <= window_size:
-        return attn_mask, bias, None
+        usable = torch.nan_to_num(bias, nan=-math.inf, posinf=math.inf, neginf=-math.inf)
+        return attn_mask, usable, None
     selection = select_keys(
         bias, window_size, is_causal, attn_mask=attn_mask, query_len=dims.seqlen_q
     )

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from dmattn.ops.lists import BLOCK_ROWS, Selection, capacity_for, interval_lists
+from dmattn.ops.key_lists import build_key_lists
+from dmattn.ops.lists import BLOCK_ROWS, Selection, capacity_for
 from dmattn.ops.select import select_keys as select
 from dmattn.utils.mask import check_window_size
 
@@ -167,10 +168,12 @@ def select_keys(
         is_causal: choose row by row among the past, rather than once among all keys.
         attn_mask: bool, True where a key may be chosen: (B, Sk), or ({B|1}, {H|HK|1}, 1, Sk), or a
             view of that expanded over the rows.
-        cu_seqlens: for documents packed one behind the other in every row of the batch: their
-            boundaries, int (documents + 1,), from 0 to Sk. Keys are chosen within each document,
-            and no row sees another document's. The host reads it. Causal only, and for
-            query_len = Sk.
+        cu_seqlens: for documents packed one behind the other, alike in every row of the batch:
+            their boundaries, (documents + 1,), rising from 0 to Sk. Keys are chosen within each
+            document, and no row sees another document's. Causal only, and for query_len = Sk.
+            A tensor, int32 or int64, on the CUDA device of attn_bias is taken as it is, since the
+            host would have to wait for its values: wrong ones give a wrong selection. Anything
+            else, a sequence of ints or a tensor elsewhere, the host reads and checks.
         query_len: Sq; Sk when None. Causal rows are aligned to the end of the keys: the ones in
             front of the first key, if Sq > Sk, keep nothing.
 
@@ -184,10 +187,15 @@ def select_keys(
     query_len = _check_query_len(query_len, key_len)
     key_mask = None if attn_mask is None else key_only_mask(attn_mask, key_len)
     scores, key_mask = _same_heads(scores, key_mask)
+    documents = None
     if cu_seqlens is not None:
-        return _select_documents(scores, key_mask, window_size, is_causal, cu_seqlens, query_len)
+        if not is_causal:
+            raise ValueError("cu_seqlens: got boundaries with is_causal=False, wanted True")
+        if query_len != key_len:
+            raise ValueError(f"query_len: got {query_len}, wanted {key_len} with cu_seqlens")
+        documents = _document_bounds(cu_seqlens, key_len, scores.device)
     rows = min(query_len, key_len) if is_causal else query_len
-    lists = select(scores, key_mask, window_size, rows, is_causal)
+    lists = select(scores, key_mask, window_size, rows, is_causal, documents)
     return KeySelection(*lists, window_size, is_causal, query_len)
 
 
@@ -309,29 +317,15 @@ def _same_heads(scores: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor
     return scores.repeat_interleave(heads // a, 1), key_mask.repeat_interleave(heads // b, 1)
 
 
-def _select_documents(
-    scores: Tensor,
-    key_mask: Tensor | None,
-    window_size: int,
-    is_causal: bool,
-    cu_seqlens: Tensor | Sequence[int],
-    query_len: int,
-) -> KeySelection:
-    key_len = scores.shape[2]
-    if not is_causal:
-        raise ValueError("cu_seqlens: got boundaries with is_causal=False, wanted is_causal=True")
-    if query_len != key_len:
-        raise ValueError(f"query_len: got {query_len}, wanted {key_len} with cu_seqlens")
-    bounds = _boundaries(cu_seqlens, key_len)
-    ends, reach = [], 1
-    for start, stop in pairwise(bounds):
-        part = None if key_mask is None else key_mask[..., start:stop]
-        found = select(scores[..., start:stop], part, window_size, stop - start, True)
-        ends.append(found.end + start)
-        reach = max(reach, stop - start)
-    end = torch.cat(ends, dim=-1) if ends else scores.new_zeros(scores.shape, dtype=torch.int32)
-    capacity = capacity_for(window_size + BLOCK_ROWS, key_len)
-    return _of_intervals(end, None, capacity, reach, window_size)
+def _document_bounds(
+    cu_seqlens: Tensor | Sequence[int], key_len: int, device: torch.device
+) -> Tensor:
+    """int32 (documents + 1,) on `device`, checked unless the host would have to wait for it."""
+    if isinstance(cu_seqlens, Tensor) and cu_seqlens.is_cuda and cu_seqlens.device == device:
+        _check_boundary_tensor(cu_seqlens)
+        return cu_seqlens.to(torch.int32)
+    bounds = torch.tensor(_boundaries(cu_seqlens, key_len), dtype=torch.int32)
+    return bounds.to(device, non_blocking=True)
 
 
 def _of_intervals(
@@ -344,15 +338,25 @@ def _of_intervals(
     key_len = end.shape[2]
     query_len = _check_query_len(query_len, key_len)
     end = end.to(torch.int32).contiguous()
-    lists = interval_lists(end, min(query_len, key_len), capacity, reach)
-    return KeySelection(*lists, window_size, True, query_len)
+    rows = min(query_len, key_len)
+    if capacity is None:
+        needed = build_key_lists(end, rows, 0, reach).needed
+        capacity = capacity_for(int(needed.max()) if needed.numel() > 0 else 0, key_len)
+    lists = build_key_lists(end, rows, capacity, reach)
+    return KeySelection(end, lists.idx, lists.count, lists.full, window_size, True, query_len)
 
 
 def _boundaries(cu_seqlens: Tensor | Sequence[int], key_len: int | None) -> list[int]:
     """cu_seqlens on the host, checked."""
-    bounds = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
-    if not bounds or any(not isinstance(x, int) for x in bounds):
-        raise TypeError("cu_seqlens: wanted a list or one-dimensional tensor of integers")
+    if isinstance(cu_seqlens, Tensor):
+        _check_boundary_tensor(cu_seqlens)
+        bounds = cu_seqlens.tolist()
+    else:
+        bounds = list(cu_seqlens)
+        if any(not isinstance(x, int) for x in bounds):
+            raise TypeError(f"cu_seqlens: got {bounds[:3]}.., wanted ints")
+        if not bounds:
+            raise ValueError("cu_seqlens: got no boundary, wanted (documents + 1,)")
     rising = all(a <= b for a, b in pairwise(bounds))
     if bounds[0] != 0 or not rising or key_len not in (None, bounds[-1]):
         last = "the number of keys" if key_len is None else key_len
@@ -360,6 +364,15 @@ def _boundaries(cu_seqlens: Tensor | Sequence[int], key_len: int | None) -> list
             f"cu_seqlens: got {bounds[:3]}..{bounds[-1]}, wanted rising from 0 to {last}"
         )
     return bounds
+
+
+def _check_boundary_tensor(cu_seqlens: Tensor) -> None:
+    """Raise unless its dtype and shape are right; its values are not looked at."""
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"cu_seqlens: got {cu_seqlens.dtype}, wanted torch.int32 or torch.int64")
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
+        shape = tuple(cu_seqlens.shape)
+        raise ValueError(f"cu_seqlens: got shape {shape}, wanted (documents + 1,)")
 
 
 def _check_query_len(query_len: int | None, key_len: int) -> int:

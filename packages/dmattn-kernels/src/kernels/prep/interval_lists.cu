@@ -9,56 +9,90 @@ using namespace prep;
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
+// Keys that a warp looks at together. `latest` holds the largest end of each such chunk: a block passes over those that
+// its first row is behind.
+constexpr int kChunk = 32;
+// Chunks that a warp loads before it looks at the first of them.
+constexpr int kAtOnce = 4;
+// Up to this reach, looking at all keys costs less than another launch would.
+constexpr int kShortReach = 4096;
 
-// The ends of four keys from `key`; keys at and past `keys` get an end that no row keeps.
-__device__ __forceinline__ int4 load_ends(const int32_t* end, int key, int keys, bool vec) {
-  if (vec && key + 3 < keys) return __ldg(reinterpret_cast<const int4*>(end + key));
-  int e[4];
+__global__ void __launch_bounds__(kThreads)
+    latest_end_kernel(const int32_t* end, int32_t* latest, int seqlen_k, int chunks, int64_t rows) {
+  const int64_t at = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
+  if (at >= rows * chunks) return;
+  const int64_t row = at / chunks;
+  const int key = static_cast<int>(at % chunks) * kChunk + threadIdx.x % 32;
+  int most = key < seqlen_k ? __ldg(end + row * seqlen_k + key) : INT_MIN;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) e[i] = key + i < keys ? __ldg(end + key + i) : INT_MIN;
-  return make_int4(e[0], e[1], e[2], e[3]);
+  for (int i = 16; i > 0; i /= 2) most = max(most, __shfl_xor_sync(kFullWarp, most, i));
+  if (threadIdx.x % 32 == 0) latest[at] = most;
 }
 
-// The positions of a block's rows, and how a key stands to them.
-struct RowRange {
-  int first, last;
+// The rows of a block, and the keys that they can keep.
+struct BlockView {
+  const int32_t* end;
+  const int32_t* latest;  // nullptr: look at every chunk
+  int first, last;        // positions of the first and the last row
+  int lowest;             // first key within reach
 
-  __device__ __forceinline__ bool kept_by_any(int key, int end) const { return end > max(key, first); }
-  __device__ __forceinline__ bool kept_by_all(int key, int end) const { return key <= first && end > last; }
-  // A lane's four keys: those kept by all rows in the lower half, the others in the upper half.
-  __device__ __forceinline__ uint32_t tally(int key, int4 end) const {
-    const int e[4] = {end.x, end.y, end.z, end.w};
-    uint32_t sum = 0;
+  __device__ __forceinline__ bool kept_by_any(int key, int until) const { return until > max(key, first); }
+  __device__ __forceinline__ bool kept_by_all(int key, int until) const { return key <= first && until > last; }
+  // Calls f(kept by all, kept by some, key) in every lane for its key of each chunk from `begin` on that may hold kept
+  // keys, in key order.
+  template <class F>
+  __device__ __forceinline__ void for_each_key(int begin, int stop, F&& f) const {
+    const int lane = threadIdx.x % 32;
+    const auto may_keep = [&](int chunk) {
+      return chunk < stop && (latest == nullptr || __ldg(latest + chunk) > first);
+    };
+    bool next = may_keep(begin + lane);
+    for (int chunk0 = begin; chunk0 < stop; chunk0 += 32) {
+      uint32_t left = __ballot_sync(kFullWarp, next);
+      next = may_keep(chunk0 + 32 + lane);
+      while (left != 0) {
+        int key[kAtOnce], until[kAtOnce];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (kept_by_any(key + i, e[i])) sum += kept_by_all(key + i, e[i]) ? 1u : 1u << 16;
+        for (int i = 0; i < kAtOnce; ++i) {
+          key[i] = left != 0 ? (chunk0 + __ffs(left) - 1) * kChunk + lane : -1;
+          left &= left - 1;
+          until[i] = key[i] >= lowest && key[i] <= last ? __ldg(end + key[i]) : INT_MIN;
+        }
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          const bool any = kept_by_any(key[i], until[i]), all = any && kept_by_all(key[i], until[i]);
+          f(all, any && !all, key[i]);
+        }
+      }
     }
-    return sum;
   }
 };
 
-__global__ void __launch_bounds__(kThreads) interval_kernel(const KeyList lists, int seqlen_q, int seqlen_k, bool vec) {
+__global__ void __launch_bounds__(kThreads)
+    interval_kernel(const IntervalParams p, const KeyList lists, const int32_t* latest, int chunks) {
   __shared__ int2 warp_sums[kWarps];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   // Blocks with most keys before them first.
   const int rows = lists.batch * lists.heads;
   const int row = blockIdx.x % rows, block = lists.blocks - 1 - blockIdx.x / rows;
-  const int64_t first = static_cast<int64_t>(block) * lists.block_rows + (seqlen_k - seqlen_q);
-  const RowRange range{static_cast<int>(first), static_cast<int>(min(first + lists.block_rows, int64_t{seqlen_k}) - 1)};
-  const int keys = range.last + 1;
-  const int32_t* end = lists.end + static_cast<int64_t>(row) * seqlen_k;
   const int64_t list = static_cast<int64_t>(row) * lists.blocks + block;
   int32_t* idx = const_cast<int32_t*>(lists.idx) + list * lists.capacity;
-  const WarpQuads mine = WarpQuads::of<kWarps>(ceil_div(keys, 4));
+  BlockView view;
+  view.end = lists.end + static_cast<int64_t>(row) * p.seqlen_k;
+  view.latest = latest == nullptr ? nullptr : latest + static_cast<int64_t>(row) * chunks;
+  view.first = block * lists.block_rows + (p.seqlen_k - p.seqlen_q);
+  view.last = static_cast<int>(min(static_cast<int64_t>(view.first) + lists.block_rows, int64_t{p.seqlen_k}) - 1);
+  view.lowest = max(view.first - p.reach + 1, 0);
+  // Each warp takes neighbouring chunks.
+  const int chunk0 = view.lowest / kChunk, chunk1 = view.last / kChunk + 1;
+  const int each = ceil_div(chunk1 - chunk0, kWarps);
+  const int begin = min(chunk0 + warp * each, chunk1), stop = min(begin + each, chunk1);
 
   int2 sum = make_int2(0, 0);  // kept by all rows, by some
-#pragma unroll 4
-  for (int q = mine.begin + lane; q < mine.end; q += 32) {
-    const uint32_t own = range.tally(4 * q, load_ends(end, 4 * q, keys, vec));
-    sum.x += own & 0xffff;
-    sum.y += own >> 16;
-  }
-  sum = make_int2(warp_sum(sum.x), warp_sum(sum.y));
+  view.for_each_key(begin, stop, [&](bool all, bool some, int) {
+    sum.x += __popc(__ballot_sync(kFullWarp, all));
+    sum.y += __popc(__ballot_sync(kFullWarp, some));
+  });
   if (lane == 0) warp_sums[warp] = sum;
   __syncthreads();
   int2 at = make_int2(0, 0), total = make_int2(0, 0);
@@ -67,47 +101,53 @@ __global__ void __launch_bounds__(kThreads) interval_kernel(const KeyList lists,
     if (i < warp) at.x += warp_sums[i].x, at.y += warp_sums[i].y;
     total.x += warp_sums[i].x, total.y += warp_sums[i].y;
   }
-  at.y += total.x;
-
-#pragma unroll 4
-  for (int q0 = mine.begin; q0 < mine.end; q0 += 32) {
-    const int q = q0 + lane;
-    const int4 ends = q < mine.end ? load_ends(end, 4 * q, keys, vec) : make_int4(INT_MIN, INT_MIN, INT_MIN, INT_MIN);
-    const uint32_t own = range.tally(4 * q, ends);
-    if (__ballot_sync(kFullWarp, own != 0) == 0) continue;
-    const uint32_t inclusive = warp_inclusive_scan(own);
-    const uint32_t step = __shfl_sync(kFullWarp, inclusive, 31);
-    int full_at = at.x + static_cast<int>((inclusive - own) & 0xffff);
-    int part_at = at.y + static_cast<int>((inclusive - own) >> 16);
-    const int e[4] = {ends.x, ends.y, ends.z, ends.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int key = 4 * q + i;
-      if (!range.kept_by_any(key, e[i])) continue;
-      const int to = range.kept_by_all(key, e[i]) ? full_at++ : part_at++;
-      if (to < lists.capacity) idx[to] = key;
-    }
-    at.x += static_cast<int>(step & 0xffff);
-    at.y += static_cast<int>(step >> 16);
-  }
-  const int count = min(total.x + total.y, lists.capacity);
-  if (threadIdx.x < round_up(count, 128) - count) idx[count + threadIdx.x] = 0;
+  const int needed = total.x + total.y;
+  const bool fits = needed <= lists.capacity;
   if (threadIdx.x == 0) {
-    const_cast<int32_t*>(lists.count)[list] = count;
-    const_cast<int32_t*>(lists.full)[list] = min(total.x, count);
+    const_cast<int32_t*>(lists.count)[list] = fits ? needed : 0;
+    const_cast<int32_t*>(lists.full)[list] = fits ? total.x : 0;
+    if (p.needed != nullptr) p.needed[list] = needed;
   }
+  if (!fits) return;
+  if (threadIdx.x < round_up(needed, 128) - needed) idx[needed + threadIdx.x] = 0;
+
+  at.y += total.x;
+  const uint32_t lower_lanes = (1u << lane) - 1;
+  view.for_each_key(begin, stop, [&](bool all, bool some, int key) {
+    const uint32_t all_warp = __ballot_sync(kFullWarp, all), some_warp = __ballot_sync(kFullWarp, some);
+    if (all) idx[at.x + __popc(all_warp & lower_lanes)] = key;
+    if (some) idx[at.y + __popc(some_warp & lower_lanes)] = key;
+    at.x += __popc(all_warp);
+    at.y += __popc(some_warp);
+  });
 }
+
+int chunks_of(const IntervalParams& p) { return ceil_div(p.seqlen_k, kChunk); }
+bool is_short(const IntervalParams& p) { return p.reach <= kShortReach || p.seqlen_k <= kShortReach; }
 
 }  // namespace
 
-cudaError_t build_interval_lists(const KeyList& keys, int32_t seqlen_q, int32_t seqlen_k, cudaStream_t stream) {
-  if (seqlen_q < 0 || seqlen_q > seqlen_k || seqlen_k > kMaxSelectKeys || keys.block_rows <= 0 ||
-      keys.blocks != ceil_div(seqlen_q, keys.block_rows) || keys.capacity % 128 != 0) {
+size_t interval_workspace_size(const IntervalParams& p, const KeyList& keys) {
+  if (is_short(p)) return 0;
+  return sizeof(int32_t) * static_cast<size_t>(keys.batch) * keys.heads * chunks_of(p);
+}
+
+cudaError_t build_interval_lists(const IntervalParams& p, const KeyList& keys, void* workspace, cudaStream_t stream) {
+  if (p.seqlen_q < 0 || p.seqlen_q > p.seqlen_k || p.seqlen_k > kMaxSelectKeys || p.reach < 0 || keys.block_rows <= 0 ||
+      keys.blocks != ceil_div(p.seqlen_q, keys.block_rows) || keys.capacity % 128 != 0) {
     return cudaErrorInvalidValue;
   }
-  const bool vec = seqlen_k % 4 == 0 && reinterpret_cast<uintptr_t>(keys.end) % 16 == 0;
-  const int64_t blocks = static_cast<int64_t>(keys.batch) * keys.heads * keys.blocks;
-  return launch(interval_kernel, blocks, kThreads, 0, stream, keys, seqlen_q, seqlen_k, vec);
+  const int64_t rows = static_cast<int64_t>(keys.batch) * keys.heads;
+  if (rows * keys.blocks == 0) return cudaSuccess;
+  const int chunks = chunks_of(p);
+  int32_t* latest = is_short(p) ? nullptr : static_cast<int32_t*>(workspace);
+  cudaError_t status = cudaSuccess;
+  if (latest != nullptr) {
+    status = launch(latest_end_kernel, ceil_div<int64_t>(rows * chunks, kWarps), kThreads, 0, stream, keys.end, latest,
+                    p.seqlen_k, chunks, rows);
+  }
+  if (status != cudaSuccess) return status;
+  return launch(interval_kernel, rows * keys.blocks, kThreads, 0, stream, p, keys, latest, chunks);
 }
 
 }  // namespace dmattn

@@ -93,7 +93,8 @@ struct ReduceDbiasParams {
   Dtype dtype = Dtype::kNone;
   int32_t out_batch = 1, out_heads = 1, out_rows = 1, out_cols = 1;
 };
-// Key bias: dbias = src summed over what the bias was broadcast over. Fixed order: bitwise repeatable.
+// Key bias (out_rows == 1, out_cols == seqlen_k): dbias = src summed over what the bias was broadcast over. Fixed
+// order: bitwise repeatable.
 cudaError_t reduce_dbias_cols(const ReduceDbiasParams& p, cudaStream_t stream);
 // Row bias (out_cols == 1, out_rows == seqlen_q).
 cudaError_t reduce_dbias_rows(const ReduceDbiasParams& p, cudaStream_t stream);

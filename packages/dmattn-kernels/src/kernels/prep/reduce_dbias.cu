@@ -136,7 +136,9 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 cudaError_t reduce_dbias_cols(const ReduceDbiasParams& p, cudaStream_t stream) {
-  return reduce<ColumnSource>(p, p.seqlen_k, p.out_cols == p.seqlen_k, p.src == nullptr, stream);
+  const int64_t outs = static_cast<int64_t>(p.out_batch) * p.out_heads;
+  return launch(sum_terms_kernel<ColumnSource>, outs * ceil_div(p.seqlen_k, 32), kThreads, 0, stream, p, p.seqlen_k,
+                p.src == nullptr);
 }
 
 cudaError_t reduce_dbias_rows(const ReduceDbiasParams& p, cudaStream_t stream) {

@@ -15,19 +15,23 @@ __device__ __forceinline__ int64_t set_index(const SelectPlan& p, int row, int s
 
 constexpr int kSetThreads = 512;
 
+__device__ __forceinline__ int set_position(const SelectPlan& p, int set) {
+  return p.set_origin + (set + p.first_set) * p.super_keys;
+}
+
 // What set i is made from, and its index in the arrays; none when this launch leaves it alone.
 // step < 0: the keys of the piece that ends at its position. step >= 0, for the sets whose bit `step` is 1: itself and
 // the last set before the enclosing group of 2^step sets, which already holds everything before it. That one has bit
-// `step` 0, so that no set is both read by others and replaced in one launch.
+// `step` 0, so that no set is both read by others and replaced in one launch. It counts only if this set's document
+// starts before its position: then it is of the same document.
 __device__ __forceinline__ bool set_candidates(const SelectPlan& p, int row, int set, int step, Candidates& c,
                                                int64_t& dst) {
   c = Candidates{};
   if (step < 0) {
-    const int piece = set + p.first_set - 1;
-    if (piece < 0) return false;  // what lies before set_origin is found by the grid
-    c.second_base = p.set_origin + piece * p.super_keys;
-    c.second_ord = p.ord + row * p.ord_pitch + c.second_base;
-    c.second_count = p.super_keys;
+    if (set + p.first_set == 0) return false;  // what lies before set_origin is found by the grid
+    const int position = set_position(p, set);
+    const int first = max(position - p.super_keys, document_of(p, position).x);
+    c.set_range(p.ord + row * p.ord_pitch, first, position);
     dst = set_index(p, row, set, 0);
     return true;
   }
@@ -35,9 +39,11 @@ __device__ __forceinline__ bool set_candidates(const SelectPlan& p, int row, int
   const int other = (set >> step << step) - 1;
   const int merges = __popc(set & ((1 << step) - 1));
   const int64_t a = set_index(p, row, other, step & 1), b = set_index(p, row, set, merges & 1);
-  c.first_ord = p.set_ord + a * p.set_capacity;
-  c.first_key = p.set_key + a * p.set_capacity;
-  c.first_count = p.set_count[a];
+  if (document_of(p, set_position(p, set)).x < set_position(p, other)) {
+    c.first_ord = p.set_ord + a * p.set_capacity;
+    c.first_key = p.set_key + a * p.set_capacity;
+    c.first_count = p.set_count[a];
+  }
   c.second_ord = p.set_ord + b * p.set_capacity;
   c.second_key = p.set_key + b * p.set_capacity;
   c.second_count = p.set_count[b];
@@ -70,22 +76,27 @@ __global__ void __launch_bounds__(kSetThreads) set_kernel(const SelectPlan p, in
 
 constexpr int kBlockThreads = 2 * kSelectBlockRows;
 
-// A key with its score in the upper half: greater = better.
+// Greater = better. A key of a later document is better than all earlier ones, which are out of sight with its row;
+// then the score decides, then the place among the keys that can change. `start`: the row of the block at which the
+// key's document starts, 0 for the document of the first row.
 using Rank = uint64_t;
-__device__ __forceinline__ Rank make_rank(uint32_t ord, int key) {
-  return static_cast<Rank>(ord) << 32 | static_cast<uint32_t>(key);
+__device__ __forceinline__ Rank make_rank(int start, uint32_t ord, int place) {
+  static_assert(2 * kSelectBlockRows <= 256, "a place takes 8 bits");
+  return static_cast<Rank>(start) << 40 | static_cast<Rank>(ord) << 8 | static_cast<uint32_t>(place);
 }
 
 // What can change inside the block.
 struct ActiveKeys {
   alignas(16) Rank leaving[kSelectBlockRows];  // the worst of the kept keys, in key order
   alignas(16) Rank joining[kSelectBlockRows];  // those of the block's own keys that may be kept, in key order
-  int32_t joining_row[kSelectBlockRows];       // their rows, counted from the block's first
+  int32_t leaving_key[kSelectBlockRows];
+  int32_t joining_row[kSelectBlockRows];  // their rows, counted from the block's first
   int32_t warp_joining[kSelectBlockRows / 32];
 };
 
 // The first row of the block at which `window` keys are better than `rank`, `rows` when there is none. (When they are
-// there from the start, the row of the first joining key.) `core` better keys are there in any case.
+// there from the start, the row of the first joining key.) `core` better keys are there in any case. Those of later
+// documents count as well, but only at rows where `rank` is out of sight.
 __device__ __forceinline__ int first_row_out(const ActiveKeys& active, Rank rank, int core, int leaving, int joining,
                                              int window, int rows) {
   int better = core;
@@ -100,20 +111,20 @@ __device__ __forceinline__ int first_row_out(const ActiveKeys& active, Rank rank
   return survived < joining ? active.joining_row[survived] : rows;
 }
 
-// What a block reads: the last set before its first row, and the keys from there on.
-__device__ __forceinline__ Candidates block_candidates(const SelectPlan& p, int row, int row0) {
+// What a block reads, of the document that starts at `start`: the last set before its first row, and the keys from
+// there on.
+__device__ __forceinline__ Candidates block_candidates(const SelectPlan& p, int row, int row0, int start) {
   Candidates c{};
   const int super = (row0 - p.set_origin) / p.super_keys;
-  if (super >= p.first_set) {
+  const int position = p.set_origin + super * p.super_keys;
+  if (super >= p.first_set && start < position) {
     const int set = super - p.first_set;
     const int64_t i = set_index(p, row, set, __popc(set) & 1);
     c.first_ord = p.set_ord + i * p.set_capacity;
     c.first_key = p.set_key + i * p.set_capacity;
     c.first_count = __ldg(p.set_count + i);
   }
-  c.second_base = p.set_origin + super * p.super_keys;
-  c.second_ord = p.ord + row * p.ord_pitch + c.second_base;
-  c.second_count = row0 - c.second_base;
+  c.set_range(p.ord + row * p.ord_pitch, max(position, start), row0);
   return c;
 }
 
@@ -126,7 +137,10 @@ __global__ void __launch_bounds__(kBlockThreads, 3) block_kernel(const SelectPla
   const int row0 = p.offset + block * kSelectBlockRows;
   const int rows = min(kSelectBlockRows, p.seqlen_k - row0);
 
-  if (tid == 0) s.candidates = block_candidates(p, row, row0);
+  const int2 document = document_of(p, row0);
+  const int document_rows = min(document.y - row0, rows);  // of the document of the first row
+
+  if (tid == 0) s.candidates = block_candidates(p, row, row0, document.x);
   select<kBlockThreads>(s, p.digits, p.window, rows);
   const Candidates& c = s.candidates;
   const Selected& sel = s.selected;
@@ -142,17 +156,26 @@ __global__ void __launch_bounds__(kBlockThreads, 3) block_kernel(const SelectPla
                            if (in_core) {
                              idx[core_rank] = c.key(item);
                            } else if (in_kept) {
-                             active.leaving[rest_rank] = make_rank(x, c.key(item));
+                             active.leaving[rest_rank] = make_rank(0, x, rest_rank);
+                             active.leaving_key[rest_rank] = c.key(item);
                            } else if (c.exists(item)) {
                              end[c.key(item)] = c.key(item);
                            }
                          });
 
-  // The upper half of the threads stand for the block's own keys. One that is worse than all kept keys changes nothing.
+  // The upper half of the threads stand for the block's own keys. One that is worse than all kept keys of its document
+  // changes nothing.
   const bool is_new = tid >= kSelectBlockRows;
   const int i = tid % kSelectBlockRows;
   const uint32_t new_ord = is_new && i < rows ? __ldg(p.ord + row * p.ord_pitch + row0 + i) : 0u;
-  const bool joins = new_ord > sel.kept_cut.value || (new_ord == sel.kept_cut.value && sel.kept_cut.skip != INT_MAX);
+  int start = 0, stop = document_rows;  // rows of the block at which the key's document starts and stops
+  if (p.document != nullptr && is_new && i < rows) {
+    const int2 own = document_of(p, row0 + i);
+    start = max(own.x - row0, 0);
+    stop = min(own.y - row0, rows);
+  }
+  const bool joins = new_ord > sel.kept_cut.value || (new_ord == sel.kept_cut.value && sel.kept_cut.skip != INT_MAX) ||
+                     (start > 0 && new_ord != 0);
   const uint32_t joins_warp = __ballot_sync(kFullWarp, joins);
   if (is_new && i % 32 == 0) active.warp_joining[i / 32] = __popc(joins_warp);
   __syncthreads();
@@ -161,7 +184,7 @@ __global__ void __launch_bounds__(kBlockThreads, 3) block_kernel(const SelectPla
   for (int w = 0; w < kSelectBlockRows / 32; ++w) {
     if (joins && w == i / 32) {
       const int slot = joining + __popc(joins_warp & ((1u << i % 32) - 1));
-      active.joining[slot] = make_rank(new_ord, row0 + i);
+      active.joining[slot] = make_rank(start, new_ord, kSelectBlockRows + i);
       active.joining_row[slot] = i;
     }
     joining += active.warp_joining[w];
@@ -170,12 +193,12 @@ __global__ void __launch_bounds__(kBlockThreads, 3) block_kernel(const SelectPla
 
   const int core = sel.core, leaving = sel.kept - core;
   const bool exists = is_new ? joins : i < leaving;
-  const Rank rank = is_new ? make_rank(new_ord, row0 + i) : exists ? active.leaving[i] : 0;
-  const int key = static_cast<int>(rank & UINT32_MAX);
+  const Rank rank = is_new ? make_rank(start, new_ord, kSelectBlockRows + i) : exists ? active.leaving[i] : 0;
+  const int key = is_new ? row0 + i : exists ? active.leaving_key[i] : 0;
   const int first = is_new ? i : 0;  // row of the block from which on the key can be kept
-  int last = exists ? rows : 0;      // ... and up to which it is, exclusive
+  int last = exists ? stop : 0;      // ... and up to which it is, exclusive
   if (exists && sel.kept + joining > p.window) {
-    last = first_row_out(active, rank, core, leaving, joining, p.window, rows);
+    last = min(last, first_row_out(active, rank, start == 0 ? core : 0, leaving, joining, p.window, rows));
   }
   const bool present = last > first;
   const bool full = present && first == 0 && last == rows;
@@ -187,8 +210,10 @@ __global__ void __launch_bounds__(kBlockThreads, 3) block_kernel(const SelectPla
   int total;
   const int before =
       block_exclusive_scan<kBlockThreads>((full ? 1 : 0) + (present && !full ? 1 << 16 : 0), s.warp_sums, total);
-  const int full_count = core + (total & 0xffff), count = full_count + (total >> 16);
-  if (present) idx[full ? core + (before & 0xffff) : full_count + (before >> 16)] = key;
+  const int steady = core + (total & 0xffff), count = steady + (total >> 16);
+  // Where a document ends inside the block, no key is kept by all rows.
+  const int full_count = document_rows == rows ? steady : 0;
+  if (present) idx[full ? core + (before & 0xffff) : steady + (before >> 16)] = key;
   if (tid < round_up(count, 128) - count) idx[count + tid] = 0;
   if (tid == 0) {
     const_cast<int32_t*>(keys.count)[list] = count;

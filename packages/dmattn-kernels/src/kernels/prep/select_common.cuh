@@ -110,6 +110,13 @@ struct ScoreRow {
   }
 };
 
+// --- documents -----------------------------------------------------------------------------------------------------
+
+// First key of the document that `key` lies in, and the first one behind it.
+__device__ __forceinline__ int2 document_of(const SelectPlan& p, int key) {
+  return p.document == nullptr ? make_int2(0, p.seqlen_k) : __ldg(p.document + key);
+}
+
 // --- candidates ----------------------------------------------------------------------------------------------------
 
 // Up to two runs of keys, all keys of the first before those of the second, read four at a time. Items are numbered
@@ -121,8 +128,16 @@ struct Candidates {
   const uint32_t* second_ord;  // 16-byte aligned, readable up to the next multiple of four
   const int32_t* second_key;   // nullptr: second_base + i
   int32_t second_base;
+  int32_t second_skip;  // its first items, at most 3, that are no candidates: it starts on 16 bytes
   int32_t second_count;
 
+  // The second run becomes the keys first .. last - 1 of a row.
+  __device__ __forceinline__ void set_range(const uint32_t* ord, int first, int last) {
+    second_base = first / 4 * 4;
+    second_skip = first % 4;
+    second_ord = ord + second_base;
+    second_count = first < last ? last - second_base : 0;
+  }
   __device__ __forceinline__ int first_quads() const { return ceil_div(first_count, 4); }
   __device__ __forceinline__ int quads() const { return first_quads() + ceil_div(second_count, 4); }
   __device__ __forceinline__ uint4 load(int quad) const {
@@ -135,11 +150,16 @@ struct Candidates {
       if (left < 3) x.z = 0;
       if (left < 2) x.y = 0;
     }
+    if (q == 0 && second_skip > 0) {
+      x.x = 0;
+      if (second_skip > 1) x.y = 0;
+      if (second_skip > 2) x.z = 0;
+    }
     return x;
   }
   __device__ __forceinline__ bool exists(int item) const {
     const int i = item - 4 * first_quads();
-    return i < 0 ? item < first_count : i < second_count;
+    return i < 0 ? item < first_count : i >= second_skip && i < second_count;
   }
   __device__ __forceinline__ int key(int item) const {
     const int i = item - 4 * first_quads();

@@ -15,10 +15,28 @@ constexpr int kSuperKeys = 8192;
 
 // --- ordered scores ------------------------------------------------------------------------------------------------
 
+// The document of a key: the last boundary at or before it, and the next one. Keys behind the last boundary are one
+// more document.
+__device__ __forceinline__ int2 find_document(const SelectParams& p, int key) {
+  if (p.documents == 0) return make_int2(0, p.seqlen_k);
+  int before = 0, behind = p.documents + 1;  // boundaries before `before` are <= key, those from `behind` on > key
+  while (before < behind) {
+    const int middle = (before + behind) / 2;
+    if (__ldg(p.cu_seqlens + middle) <= key) {
+      before = middle + 1;
+    } else {
+      behind = middle;
+    }
+  }
+  const int start = before > 0 ? __ldg(p.cu_seqlens + before - 1) : 0;
+  const int stop = before <= p.documents ? __ldg(p.cu_seqlens + before) : p.seqlen_k;
+  return make_int2(max(start, 0), min(stop, p.seqlen_k));
+}
+
 constexpr int kOrderThreads = 512;
 
-// Ordered scores, the starting values of end, and the histogram of the first digit of the keys that the grid selects
-// from. One block a chunk of kChunkKeys.
+// Ordered scores, the documents, the starting values of end, and the histogram of the first digit of the keys that the
+// grid selects from. One block a chunk of kChunkKeys.
 template <class Score>
 __global__ void __launch_bounds__(kOrderThreads)
     order_kernel(const SelectParams p, const SelectPlan plan, int chunks, int32_t* end) {
@@ -48,7 +66,9 @@ __global__ void __launch_bounds__(kOrderThreads)
     const int key = chunk0 + i * kOrderThreads + threadIdx.x;
     if (key < plan.ord_pitch) plan.ord[row * plan.ord_pitch + key] = x[i];
     if (key < p.seqlen_k && end != nullptr) {
-      end[static_cast<int64_t>(row) * p.seqlen_k + key] = p.seqlen_q > 0 ? p.seqlen_k : key;
+      const int2 document = find_document(p, key);
+      end[static_cast<int64_t>(row) * p.seqlen_k + key] = p.seqlen_q > 0 ? document.y : key;
+      if (plan.document != nullptr && row == 0) plan.document[key] = document;
     }
     if (key < plan.grid_keys && x[i] != 0) atomicAdd(&hist[x[i] >> digit_shift(0)], 1u);
   }
@@ -129,6 +149,7 @@ SelectPlan make_plan(const SelectParams& p, void* workspace, size_t* bytes) {
     return plan;
   }
   arena.take(plan.ord, rows * plan.ord_pitch);
+  if (p.documents > 0) arena.take(plan.document, p.seqlen_k);
   if (plan.chunks > 0) {
     const size_t before = arena.bytes();
     arena.take(plan.hist, rows * kMaxDigits * kBins);
@@ -148,6 +169,7 @@ bool is_valid(const SelectParams& p, const KeyList& keys) {
   if (p.batch < 0 || p.heads < 0 || p.seqlen_q < 0 || p.seqlen_k < 0 || p.seqlen_k > kMaxSelectKeys) return false;
   if (static_cast<int64_t>(p.batch) * p.heads > INT32_MAX || p.window < 1) return false;
   if (keys.capacity < select_capacity(p)) return false;
+  if (p.documents != 0 && (p.documents < 0 || !p.is_causal || p.seqlen_q != p.seqlen_k)) return false;
   if (!p.is_causal) return true;
   return p.seqlen_q <= p.seqlen_k && keys.block_rows == kSelectBlockRows &&
          keys.blocks == ceil_div(p.seqlen_q, kSelectBlockRows);

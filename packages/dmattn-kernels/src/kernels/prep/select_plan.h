@@ -29,6 +29,8 @@ struct SelectPlan {
   uint32_t* ord = nullptr;  // [rows][ord_pitch]
   int64_t ord_pitch = 0;    // a multiple of 128; ordered scores from seqlen_k on are 0
 
+  int2* document = nullptr;  // [seqlen_k]: start and stop of each key's document; nullptr: all keys are one
+
   // One list of the best of all keys is all that is wanted: not causal, or a single query row.
   bool single_list = false;
 
@@ -47,9 +49,9 @@ struct SelectPlan {
   int2* chunk_counts = nullptr;  // one_launch: [rows][chunks]: keys above the cut, keys equal to it
 
   // Sets: the best keys in front of certain positions, so that no block has to look at all keys before it. Set i is
-  // that of position set_origin + (i + first_set) * super_keys. Sets are found in parallel: first the best of each
-  // piece between positions, then a prefix scan whose operation is "the best of both". Ping-pong buffers: a set that
-  // has taken part in n merges lies in buffer n % 2.
+  // that of position set_origin + (i + first_set) * super_keys, and of the document that this position lies in. Sets
+  // are found in parallel: first the best of each piece between positions, then a prefix scan whose operation is "the
+  // best of both". Ping-pong buffers: a set that has taken part in n merges lies in buffer n % 2.
   int32_t set_origin = 0;  // a multiple of 128, at most offset
   int32_t super_keys = 0;  // a multiple of 128
   int32_t first_set = 0;   // 1 when there is nothing before set_origin

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dmattn.ops.lists import Selection
+from dmattn.ops.lists import KeyLists, Selection
 from dmattn.ops.shapes import (
     HEAD_DIM_MULTIPLE,
     check_backward_inputs,
@@ -202,8 +202,11 @@ def select(
     seqlen_q: int,
     is_causal: bool,
     selection: Selection,
+    cu_seqlens: Tensor | None = None,
 ) -> None:
     """The CUDA implementation of dmattn::select_keys: fills `selection`, which has keys and rows.
+
+    `cu_seqlens`: int32, contiguous.
 
     Raises:
         RuntimeError: no usable kernels, or a GPU that they do not serve.
@@ -219,8 +222,27 @@ def select(
         min(window, scores.shape[2]),
         seqlen_q,
         is_causal,
+        None if cu_seqlens is None else _view(cu_seqlens, codes),
     )
     _launch(params, scores, device)
+
+
+def build_key_lists(end: Tensor, seqlen_q: int, reach: int, lists: KeyLists) -> None:
+    """The CUDA implementation of dmattn::build_key_lists: fills `lists`, of which there are some.
+
+    `end`: int32 ({B|1}, heads, Sk), contiguous. `reach`: 0 where it is unknown.
+
+    Raises:
+        RuntimeError: no usable kernels, or a GPU that they do not serve.
+    """
+    device = end.get_device()
+    check_device(device)
+    core, codes = load_kernels()
+    selection = Selection(end, lists.idx, lists.count, lists.full)
+    params = core.BuildKeyListsParams(
+        device, _views(selection, codes), seqlen_q, reach, _view(lists.needed, codes)
+    )
+    _launch(params, end, device)
 
 
 def append_to_cache(

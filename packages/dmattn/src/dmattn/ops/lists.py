@@ -25,6 +25,15 @@ class Selection(NamedTuple):
     full: Tensor  # as counts: the leading entries that every row keeps; (0,) when not causal
 
 
+class KeyLists(NamedTuple):
+    """What `interval_lists` makes: the lists of a `Selection`, and how long they have to be."""
+
+    idx: Tensor
+    count: Tensor
+    full: Tensor
+    needed: Tensor  # int32, as count: entries of each list, whether it fits or not
+
+
 class _Step(NamedTuple):
     blocks: slice
     key: Tensor  # (n, width) int64: candidates of each block
@@ -51,37 +60,37 @@ def capacity_for(most: int, seqlen_k: int) -> int:
     return (min(most, seqlen_k) + BLOCK_ROWS - 1) // BLOCK_ROWS * BLOCK_ROWS
 
 
-def interval_lists(
-    end: Tensor, seqlen_q: int, capacity: int | None = None, reach: int | None = None
-) -> Selection:
-    """The lists that belong to `end`, by torch operations on its device.
+def interval_lists(end: Tensor, seqlen_q: int, capacity: int, reach: int | None = None) -> KeyLists:
+    """The lists that belong to `end`, by torch operations.
 
     Args:
         end: int32 (B, heads, Sk), contiguous.
         seqlen_q: Sq <= Sk; row i stands at position i + Sk - Sq.
-        capacity: room of each list, a multiple of 128 that the longest list fits. None: as much as
-            it needs, which the host has to wait for.
-        reach: a bound on end[j] - j, which limits the work; None for Sk.
+        capacity: room of each list, a multiple of 128. A list that does not fit is left empty.
+        reach: keys further than that before the first row of a block are not looked for; the
+            largest end[j] - j, or None for Sk.
     """
-    batch, heads, seqlen_k = end.shape
-    if capacity is None:
-        longest = [int(s.listed.sum(-1).max()) for s in _steps(end, seqlen_q, reach)]
-        capacity = capacity_for(max(longest, default=0), seqlen_k)
+    batch, heads, _ = end.shape
     blocks = num_blocks(seqlen_q, True)
     idx = end.new_zeros((batch, heads, blocks, capacity))
-    counts = end.new_zeros((batch, heads, blocks))
-    full = torch.zeros_like(counts)
+    full = end.new_zeros((batch, heads, blocks))
+    needed = torch.zeros_like(full)
     for step in _steps(end, seqlen_q, reach):
         leading = step.every.sum(-1)
+        needed[:, :, step.blocks] = step.listed.sum(-1)
+        full[:, :, step.blocks] = leading
+        if capacity == 0:
+            continue
         behind = leading[..., None] + (step.listed & ~step.every).cumsum(-1)
         slot = torch.where(step.every, step.every.cumsum(-1), behind) - 1
-        slot = slot.masked_fill(~step.listed, capacity)  # an entry that is cut off below
+        # Entries that are cut off below: of keys that are not listed, or beyond the capacity.
+        slot = slot.masked_fill(~step.listed, capacity).clamp(max=capacity)
         rows = end.new_zeros((*slot.shape[:-1], capacity + 1))
         rows.scatter_(-1, slot, step.key.to(torch.int32).expand(slot.shape))
         idx[:, :, step.blocks] = rows[..., :capacity]
-        counts[:, :, step.blocks] = step.listed.sum(-1)
-        full[:, :, step.blocks] = leading
-    return Selection(end, idx, counts, full)
+    too_long = needed > capacity
+    idx.masked_fill_(too_long[..., None], 0)
+    return KeyLists(idx, needed.masked_fill(too_long, 0), full.masked_fill(too_long, 0), needed)
 
 
 def _steps(end: Tensor, seqlen_q: int, reach: int | None) -> Iterator[_Step]:

@@ -10,14 +10,20 @@ from dmattn.ops.lists import BLOCK_ROWS, Selection, capacity_for, num_blocks
 
 _NAME = "dmattn::select_keys"
 _SCHEMA = (
-    "(Tensor scores, Tensor? key_mask, int window, int seqlen_q, bool is_causal) "
+    "(Tensor scores, Tensor? key_mask, int window, int seqlen_q, bool is_causal, "
+    "Tensor? cu_seqlens=None) "
     "-> (Tensor end, Tensor idx, Tensor count, Tensor full)"
 )
 _CUDA_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def _empty_selection(
-    scores: Tensor, key_mask: Tensor | None, window: int, seqlen_q: int, is_causal: bool
+    scores: Tensor,
+    key_mask: Tensor | None,
+    window: int,
+    seqlen_q: int,
+    is_causal: bool,
+    cu_seqlens: Tensor | None = None,
 ) -> Selection:
     """Results to be filled, idx with zeros; raises for inputs that do not fit together."""
     if scores.dim() != 3:
@@ -33,6 +39,8 @@ def _empty_selection(
     batch, heads, seqlen_k = scores.shape
     if seqlen_q < 0 or (is_causal and seqlen_q > seqlen_k):
         raise ValueError(f"seqlen_q: got {seqlen_q}, wanted 0 to {seqlen_k}, the number of keys")
+    if cu_seqlens is not None:
+        _check_documents(cu_seqlens, scores, seqlen_q, is_causal)
     if key_mask is not None:
         if key_mask.dtype != torch.bool:
             raise TypeError(f"key_mask: got dtype {key_mask.dtype}, wanted torch.bool")
@@ -62,36 +70,60 @@ def _empty_selection(
     )
 
 
-def _select_fake(
-    scores: Tensor, key_mask: Tensor | None, window: int, seqlen_q: int, is_causal: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _empty_selection(scores, key_mask, window, seqlen_q, is_causal)
+def _check_documents(cu_seqlens: Tensor, scores: Tensor, seqlen_q: int, is_causal: bool) -> None:
+    if cu_seqlens.dtype != torch.int32:
+        raise TypeError(f"cu_seqlens: got dtype {cu_seqlens.dtype}, wanted torch.int32")
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
+        raise ValueError(f"cu_seqlens: got shape {tuple(cu_seqlens.shape)}, wanted (documents + 1)")
+    if cu_seqlens.device != scores.device:
+        raise ValueError(f"cu_seqlens: got device {cu_seqlens.device}, wanted {scores.device}")
+    if not is_causal:
+        raise ValueError("cu_seqlens: got boundaries with is_causal=False, wanted is_causal=True")
+    if seqlen_q != scores.shape[2]:
+        raise ValueError(f"seqlen_q: got {seqlen_q}, wanted {scores.shape[2]} with cu_seqlens")
 
 
 def _select_cpu(
-    scores: Tensor, key_mask: Tensor | None, window: int, seqlen_q: int, is_causal: bool
+    scores: Tensor,
+    key_mask: Tensor | None,
+    window: int,
+    seqlen_q: int,
+    is_causal: bool,
+    cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    shaped = _empty_selection(scores, key_mask, window, seqlen_q, is_causal)
+    shaped = _empty_selection(scores, key_mask, window, seqlen_q, is_causal, cu_seqlens)
     if key_mask is not None:
         scores = torch.where(key_mask, scores, -math.inf)
     capacity = shaped.idx.shape[3]
-    return select_cpu.select(scores, window, seqlen_q, is_causal, capacity)
+    return select_cpu.select(scores, window, seqlen_q, is_causal, capacity, cu_seqlens)
 
 
 def _select_cuda(
-    scores: Tensor, key_mask: Tensor | None, window: int, seqlen_q: int, is_causal: bool
+    scores: Tensor,
+    key_mask: Tensor | None,
+    window: int,
+    seqlen_q: int,
+    is_causal: bool,
+    cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    selection = _empty_selection(scores, key_mask, window, seqlen_q, is_causal)
+    selection = _empty_selection(scores, key_mask, window, seqlen_q, is_causal, cu_seqlens)
     if selection.end.numel() == 0 or selection.idx.numel() == 0:
         for t in selection:
             t.zero_()
     else:
-        cuda.select(scores, key_mask, window, seqlen_q, is_causal, selection)
+        if cu_seqlens is not None:
+            cu_seqlens = cu_seqlens.contiguous()
+        cuda.select(scores, key_mask, window, seqlen_q, is_causal, selection, cu_seqlens)
     return selection
 
 
 def select_keys(
-    scores: Tensor, key_mask: Tensor | None, window: int, seqlen_q: int, is_causal: bool
+    scores: Tensor,
+    key_mask: Tensor | None,
+    window: int,
+    seqlen_q: int,
+    is_causal: bool,
+    cu_seqlens: Tensor | None = None,
 ) -> Selection:
     """Call the operator.
 
@@ -102,21 +134,23 @@ def select_keys(
         seqlen_q: Sq, at most Sk when causal; row i stands at position i + Sk - Sq.
         is_causal: each row keeps the best of the keys up to its position, or all rows the best of
             all keys.
+        cu_seqlens: int32 (documents + 1,), rising from 0 to Sk: boundaries of documents packed one
+            behind the other. Keys compete, and are seen, within their document. Causal, Sq = Sk.
+            The values are trusted; wrong ones give another selection, not an invalid one.
 
     Raises:
         TypeError: a dtype is wrong.
         ValueError: a shape, device or number does not fit.
     """
-    return Selection(
-        *torch.ops.dmattn.select_keys(scores.detach(), key_mask, window, seqlen_q, is_causal)
-    )
+    arguments = (scores.detach(), key_mask, window, seqlen_q, is_causal, cu_seqlens)
+    return Selection(*torch.ops.dmattn.select_keys(*arguments))
 
 
 def _register() -> None:
     torch.library.define(_NAME, _SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
     torch.library.impl(_NAME, "cpu", _select_cpu)
     torch.library.impl(_NAME, "cuda", _select_cuda)
-    torch.library.register_fake(_NAME, _select_fake)
+    torch.library.register_fake(_NAME, _empty_selection)
 
 
 _register()

@@ -12,21 +12,53 @@ from torch import Tensor
 from dmattn.ops.lists import Selection, interval_lists
 
 
-def select(scores: Tensor, window: int, seqlen_q: int, is_causal: bool, capacity: int) -> Selection:
-    """Keys to keep by `scores` ({B|1}, heads, Sk), any floating dtype, masked keys at -inf."""
+def select(
+    scores: Tensor,
+    window: int,
+    seqlen_q: int,
+    is_causal: bool,
+    capacity: int,
+    cu_seqlens: Tensor | None = None,
+) -> Selection:
+    """Keys to keep by `scores` ({B|1}, heads, Sk), any floating dtype, masked keys at -inf.
+
+    `cu_seqlens`, int32 (documents + 1,): boundaries of documents, causal only. Keys behind the
+    last one count as one more document.
+    """
     if not is_causal:
         return _best_of_all(scores, window, capacity)
+    stops = _document_stops(cu_seqlens, scores.shape[2])
     rows = scores.flatten(0, 1).tolist()
-    ends = [_running_top(row, window) for row in rows]
+    ends = [_running_top(row, window, stops) for row in rows]
     end = torch.tensor(ends, dtype=torch.int32).view(scores.shape)
-    return interval_lists(end, seqlen_q, capacity)
+    lists = interval_lists(end, seqlen_q, capacity)
+    return Selection(end, lists.idx, lists.count, lists.full)
 
 
-def _running_top(scores: list[float], window: int) -> list[int]:
-    """For each key the first position past its own at which `window` better ones are known."""
+def _document_stops(cu_seqlens: Tensor | None, seqlen_k: int) -> list[int]:
+    """For each key the first one behind its document."""
+    if cu_seqlens is None:
+        return [seqlen_k] * seqlen_k
+    bounds = torch.cat((cu_seqlens, cu_seqlens.new_tensor([seqlen_k])))
+    key = torch.arange(seqlen_k, dtype=cu_seqlens.dtype)
+    stops = bounds[torch.searchsorted(cu_seqlens, key, right=True)]
+    # Whatever the boundaries are, a key is seen by its own row, and by none that is not there.
+    in_range: list[int] = stops.clamp(max=seqlen_k).maximum(key + 1).tolist()
+    return in_range
+
+
+def _running_top(scores: list[float], window: int, stops: list[int]) -> list[int]:
+    """For each key the first position past its own at which `window` better ones are known.
+
+    Or at which its document stops, if that comes first.
+    """
     heap: list[tuple[float, int]] = []
-    end = [len(scores)] * len(scores)
+    end = stops.copy()
+    stop = 0
     for j, score in enumerate(scores):
+        if j == stop:
+            heap.clear()
+            stop = stops[j]
         if not score > -math.inf:
             end[j] = j
         elif len(heap) < window:
