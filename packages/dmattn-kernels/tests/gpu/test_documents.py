@@ -100,8 +100,8 @@ def test_long_selection(bounds: list[int], window: int) -> None:
             assert torch.equal(selection.end[..., a:b] - a, alone.end)
     # The lists hold the same keys as those made from the intervals, which are tested below.
     built = build_key_lists(selection.end, seqlen, selection.idx.shape[3], None)
-    assert torch.equal(built.count, selection.count) and torch.equal(built.full, selection.full)
-    behind = torch.arange(built.idx.shape[3], device=key.device) >= built.count[..., None]
+    assert torch.equal(built.counts, selection.count) and torch.equal(built.full, selection.full)
+    behind = torch.arange(built.idx.shape[3], device=key.device) >= built.counts[..., None]
     mine, others = (
         x.masked_fill(behind, seqlen).sort(-1).values for x in (selection.idx, built.idx)
     )
@@ -278,11 +278,11 @@ def test_lists_that_do_not_fit_are_empty() -> None:
     needed = [128, 256, 384, 400]
     assert (lists.needed == torch.tensor(needed, device=end.device)).all()
     assert torch.equal(lengths.needed, lists.needed)
-    assert lists.count[1, 2].tolist() == [128, 256, 0, 0]
+    assert lists.counts[1, 2].tolist() == [128, 256, 0, 0]
     assert lists.full[1, 2].tolist() == [1, 129, 0, 0]
     assert lists.idx[1, 2, 1].tolist() == list(range(256))
     assert not bool(lists.idx[:, :, 2:].any())
-    assert not bool(lengths.count.any()) and not bool(lengths.full.any())
+    assert not bool(lengths.counts.any()) and not bool(lengths.full.any())
 
 
 @pytest.mark.parametrize("window", [1, 100, 5000])

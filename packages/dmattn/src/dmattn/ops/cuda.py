@@ -238,7 +238,7 @@ def build_key_lists(end: Tensor, seqlen_q: int, reach: int, lists: KeyLists) -> 
     device = end.get_device()
     check_device(device)
     core, codes = load_kernels()
-    selection = Selection(end, lists.idx, lists.count, lists.full)
+    selection = Selection(end, lists.idx, lists.counts, lists.full)
     params = core.BuildKeyListsParams(
         device, _views(selection, codes), seqlen_q, reach, _view(lists.needed, codes)
     )

@@ -29,9 +29,9 @@ class KeyLists(NamedTuple):
     """What `interval_lists` makes: the lists of a `Selection`, and how long they have to be."""
 
     idx: Tensor
-    count: Tensor
+    counts: Tensor
     full: Tensor
-    needed: Tensor  # int32, as count: entries of each list, whether it fits or not
+    needed: Tensor  # int32, as counts: entries of each list, whether it fits or not
 
 
 class _Step(NamedTuple):
