@@ -78,6 +78,40 @@ def test_long_selection(seqlen: int, window: int) -> None:
         assert bool(kept.gather(-1, best).all())
 
 
+@pytest.mark.slow
+@pytest.mark.cuda
+@pytest.mark.parametrize("kind", ["random", "tied", "nan"])
+@pytest.mark.parametrize("batch,seqlen", [(1, 32_769), (1, 200_704), (3, 90_001), (40, 33_000)])
+def test_one_row_of_many_keys(batch: int, seqlen: int, kind: str) -> None:
+    """By the whole GPU at once, or (40 rows are too many for that) launch by launch."""
+    for dtype, window, causal in (
+        (torch.float32, 1000, False),
+        (torch.float32, 1, True),
+        (torch.bfloat16, 4097, True),
+        (torch.float16, seqlen - 5, False),
+    ):
+        scores = make_scores(kind, batch, 1, seqlen).to(dtype)
+        mask = make_scores("random", batch, 1, 1, seqlen) < 0.9
+        with poisoned():
+            found = dmattn.select_keys(scores, window, causal, attn_mask=mask, query_len=1)
+        keep = best_keys(scores.masked_fill(~mask[:, :, 0], -math.inf), window)
+        assert torch.equal(found.to_mask()[:, :, 0], keep)
+        count = keep.sum(-1)
+        assert torch.equal(found.count[..., 0].long(), count)
+        for b in range(batch):
+            keys = found.idx[b, 0, 0, : int(count[b, 0])]
+            assert torch.equal(keys.long(), keep[b, 0].nonzero()[:, 0])
+
+
+def best_keys(scores: Tensor, window: int) -> Tensor:
+    """bool, as scores: the best `window` keys, the later of equal ones; never NaN or -inf."""
+    scores = scores.double().nan_to_num(nan=-math.inf)
+    order = scores.flip(-1).sort(-1, descending=True, stable=True).indices[..., :window]
+    keep = torch.zeros_like(scores, dtype=torch.bool)
+    keep.scatter_(-1, scores.shape[-1] - 1 - order, True)
+    return keep & (scores > -math.inf)
+
+
 ATTENTION = [
     Case(300, 300, 2, 4, 2, 64, causal=True, bias="bk1k"),
     Case(512, 700, 1, 4, 1, 128, causal=True, bias="bk1k", dlse=True),

@@ -390,7 +390,9 @@ struct BwdBlock {
 
   __device__ __forceinline__ void add_dq(const float (&acc)[T::MTq][T::NTq][4], const Step& s) const;
   __device__ __forceinline__ void run();
-  __device__ __forceinline__ void load_key_idx() const;
+  // This thread's key (threads below kBlockN); ends with a barrier.
+  __device__ __forceinline__ int load_key_idx() const;
+  __device__ __forceinline__ void load_interval(int idx) const;
   __device__ __forceinline__ void prologue(const Step& s) const;
   __device__ __forceinline__ void loop(float (&acc_dk)[T::MTkv][T::NTkv][4], float (&acc_dv)[T::MTkv][T::NTkv][4]);
   __device__ __forceinline__ bool wants_dq() const { return !T::kGeneral || p.dq_accum != nullptr; }
@@ -411,8 +413,10 @@ struct BwdBlock {
   __device__ __forceinline__ void store_dkv(AccKV& acc_dk, AccKV& acc_dv) const;
   __device__ __forceinline__ void store_one(const AccKV& acc, void* out, const Strides3& stride, bool vec, float* slots,
                                             float* accum, uint32_t tile) const;
-  __device__ __forceinline__ void store_fp32_row(const float (&acc)[T::NTkv][4], int half, int row,
-                                                 const FragmentMap& map, float* slots, float* accum) const;
+  __device__ __forceinline__ float* fp32_row(int row, float* slots, float* accum) const;
+  __device__ __forceinline__ void add_fp32_rows(const AccKV& acc, int row0, int col0, float* slots, float* accum) const;
+  __device__ __forceinline__ void store_fp32_rows(const AccKV& acc, const FragmentMap& map, float* slots,
+                                                  float* accum) const;
 };
 
 }  // namespace dmattn

@@ -28,15 +28,11 @@ __device__ __forceinline__ void BwdBlock<T>::store_one(const AccKV& acc, void* o
                                                        float* slots, float* accum, uint32_t tile) const {
   const int row0 = (warp % T::kWarpsNdKV) * 16 * T::MTkv, col0 = (warp / T::kWarpsNdKV) * 8 * T::NTkv;
   if (accum != nullptr || (num_splits > 1 && slots != nullptr)) {
-    const FragmentMap map(row0, col0, lane);
-#pragma unroll
-    for (int mt = 0; mt < T::MTkv; ++mt)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = map.row(mt, 2 * half);
-        if (row >= keys) continue;
-        store_fp32_row(acc[mt], half, row, map, slots, accum);
-      }
+    if (accum != nullptr ? has_intervals() : !p.deterministic) {
+      add_fp32_rows(acc, row0, col0, slots, accum);
+    } else {
+      store_fp32_rows(acc, FragmentMap(row0, col0, lane), slots, accum);
+    }
   } else if (out != nullptr) {
     store_acc<Element, kHeadDim>(smem_base + tile, acc, row0, col0, lane);
     __syncthreads();
@@ -52,34 +48,66 @@ __device__ __forceinline__ void BwdBlock<T>::store_one(const AccKV& acc, void* o
   }
 }
 
+// Row `row` of the tile among the fp32 sums.
 template <class T>
-__device__ __forceinline__ void BwdBlock<T>::store_fp32_row(const float (&acc)[T::NTkv][4], int half, int row,
-                                                            const FragmentMap& map, float* slots, float* accum) const {
-  float* dst;
-  if (accum != nullptr) {
-    const int64_t key = T::kGathered ? __ldg(list + key0 + row) : key0 + row;
-    dst = accum + ((static_cast<int64_t>(batch) * p.nheads_k + head_k) * p.seqlen_k + key) * p.head_dim;
-  } else {
-    dst = slots + (static_cast<int64_t>(p.deterministic ? slot : slot / num_splits) * kBlockN + row) * kHeadDim;
+__device__ __forceinline__ float* BwdBlock<T>::fp32_row(int row, float* slots, float* accum) const {
+  if (accum == nullptr) {
+    return slots + (static_cast<int64_t>(p.deterministic ? slot : slot / num_splits) * kBlockN + row) * kHeadDim;
   }
+  const int64_t key = T::kGathered ? __ldg(list + key0 + row) : key0 + row;
+  return accum + ((static_cast<int64_t>(batch) * p.nheads_k + head_k) * p.seqlen_k + key) * p.head_dim;
+}
+
+// By atomics. Lanes exchange halves first, so that each instruction adds to whole 32-byte sectors: of a fragment's rows
+// r and r + 4 it takes all eight columns of row r, then all of row r + 4.
+template <class T>
+__device__ __forceinline__ void BwdBlock<T>::add_fp32_rows(const AccKV& acc, int row0, int col0, float* slots,
+                                                           float* accum) const {
+  const bool is_upper = (lane & 16) != 0;
+  const int width = accum != nullptr ? p.head_dim : kHeadDim;
 #pragma unroll
-  for (int nt = 0; nt < T::NTkv; ++nt) {
-    const int col = map.col(nt, 0);
-    float2 x = {acc[nt][2 * half], acc[nt][2 * half + 1]};
-    if (accum != nullptr && col >= p.head_dim) continue;
-    if (accum != nullptr ? has_intervals() : !p.deterministic) {
-      atomicAdd(dst + col, x.x);
-      atomicAdd(dst + col + 1, x.y);
-      continue;
+  for (int mt = 0; mt < T::MTkv; ++mt)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = row0 + 16 * mt + 8 * half + (lane / 4 & 3), col = col0 + 2 * (lane & 3) + (is_upper ? 1 : 0);
+      float* const first = row < keys ? fp32_row(row, slots, accum) + col : nullptr;
+      float* const second = row + 4 < keys ? fp32_row(row + 4, slots, accum) + col : nullptr;
+#pragma unroll
+      for (int nt = 0; nt < T::NTkv; ++nt) {
+        const float x = acc[mt][nt][2 * half], y = acc[mt][nt][2 * half + 1];
+        const float other = __shfl_xor_sync(0xffffffffu, is_upper ? x : y, 16);
+        if (col0 + 8 * nt >= width) continue;
+        if (first != nullptr) atomicAdd(first + 8 * nt, is_upper ? other : x);
+        if (second != nullptr) atomicAdd(second + 8 * nt, is_upper ? y : other);
+      }
     }
-    if (accum != nullptr) {
-      // Launches for the heads of a group follow one another and a key belongs to one block of each.
-      const float2 old = *reinterpret_cast<const float2*>(dst + col);
-      x.x += old.x;
-      x.y += old.y;
+}
+
+// By the only block that has the row: a slot of its own, or a sum that launches for the heads of a group, which follow
+// one another, add to.
+template <class T>
+__device__ __forceinline__ void BwdBlock<T>::store_fp32_rows(const AccKV& acc, const FragmentMap& map, float* slots,
+                                                             float* accum) const {
+#pragma unroll
+  for (int mt = 0; mt < T::MTkv; ++mt)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = map.row(mt, 2 * half);
+      if (row >= keys) continue;
+      float* const dst = fp32_row(row, slots, accum);
+#pragma unroll
+      for (int nt = 0; nt < T::NTkv; ++nt) {
+        const int col = map.col(nt, 0);
+        float2 x = {acc[mt][nt][2 * half], acc[mt][nt][2 * half + 1]};
+        if (accum != nullptr) {
+          if (col >= p.head_dim) continue;
+          const float2 old = *reinterpret_cast<const float2*>(dst + col);
+          x.x += old.x;
+          x.y += old.y;
+        }
+        *reinterpret_cast<float2*>(dst + col) = x;
+      }
     }
-    *reinterpret_cast<float2*>(dst + col) = x;
-  }
 }
 
 }  // namespace dmattn

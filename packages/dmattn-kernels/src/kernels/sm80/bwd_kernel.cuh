@@ -43,30 +43,37 @@ __device__ __forceinline__ void BwdBlock<T>::run() {
 }
 
 template <class T>
-__device__ __forceinline__ void BwdBlock<T>::load_key_idx() const {
+__device__ __forceinline__ int BwdBlock<T>::load_key_idx() const {
+  int idx = 0;
   if (threadIdx.x < kBlockN) {
-    const int idx = __ldg(list + key0 + threadIdx.x);
+    idx = __ldg(list + key0 + threadIdx.x);
     key_idx()[threadIdx.x] = idx;
-    if (has_intervals()) {
-      const int length =
-          static_cast<int>(threadIdx.x) < keys ? __ldg(p.keys.end + list_index() * p.seqlen_k + idx) - idx : 0;
-      reinterpret_cast<KeyInterval*>(smem + T::kInterval)[threadIdx.x] = {idx, length};
-    }
   }
   __syncthreads();
+  return idx;
+}
+
+template <class T>
+__device__ __forceinline__ void BwdBlock<T>::load_interval(int idx) const {
+  if (!has_intervals() || threadIdx.x >= kBlockN) return;
+  const bool exists = static_cast<int>(threadIdx.x) < keys;
+  const int length = exists ? __ldg(p.keys.end + list_index() * p.seqlen_k + idx) - idx : 0;
+  reinterpret_cast<KeyInterval*>(smem + T::kInterval)[threadIdx.x] = {idx, length};
 }
 
 template <class T>
 __device__ __forceinline__ void BwdBlock<T>::prologue(const Step& s) const {
-  if constexpr (T::kGathered) {
-    load_key_idx();
-  }
-  load_kv(T::kK, p.k, p.k_stride, p.vec_k);
-  load_kv(T::kV, p.v, p.v_stride, p.vec_v);
+  // A block of an interval list has few steps: its first loads follow each other as closely as they can. The rows do
+  // not wait for the list, and K and V not for the intervals.
   load_q(s, 0);
   load_dout(s, 0);
   load_row_stats(s, 0);
+  int idx = 0;
+  if constexpr (T::kGathered) idx = load_key_idx();
+  load_kv(T::kK, p.k, p.k_stride, p.vec_k);
+  load_kv(T::kV, p.v, p.v_stride, p.vec_v);
   cp_async_fence();
+  if constexpr (T::kGathered) load_interval(idx);
   load_bias_and_mask(s);
   cp_async_fence();
   if (has_key_bias() && threadIdx.x < kBlockN) key_bias(0)[threadIdx.x] = fetch_key_bias(s);

@@ -26,17 +26,22 @@ struct DecodeTraits {
   static constexpr uint32_t kWarpBytes = 2 * kStages * kTile;  // [stage][K, V]
   static constexpr uint32_t kSmemBytes = kWarps * kWarpBytes;
   static_assert(kSmemBytes == decode_smem_bytes(kHeadDim));
+  // Indices and bias come for several steps at once, one chunk ahead: on their way behind the K and V of a step they
+  // would arrive only with those.
+  static constexpr int kChunkSteps = 4, kChunkKeys = kChunkSteps * kKeys;
+  static_assert(kStages <= kChunkSteps);  // a step and the one that takes its place: neighbouring chunks
   // The merge takes the place of the rings. Rows start on different banks.
   static constexpr int kMergePitch = kHeadDim + 8;
-  static_assert(kWarps * kRows * kMergePitch * 4 <= kSmemBytes);
+  static constexpr int kMergeFloats = kWarps * kRows * kMergePitch;
+  // Static arrays beside the rings, in a family whose blocks have 99 KB.
+  static_assert(kSmemBytes + 3 * 1024 <= 99 * 1024);
+  static_assert((kMergeFloats + 2 * kWarps * kRows) * 4 <= kSmemBytes);
 };
 
 template <class T>
 struct DecodeShared {
-  CacheEntry low[T::kWarps];
-  int32_t idx[T::kWarps][T::kGathered ? T::kStages : 1][T::kKeys];
-  float key_bias[T::kWarps][T::kKeys];
-  float max[T::kWarps][T::kRows], sum[T::kWarps][T::kRows];
+  float bias[T::kWarps][T::kChunkKeys];
+  int32_t idx[T::kGathered ? T::kWarps : 1][2][T::kGathered ? T::kChunkKeys : 1];  // of even and odd chunks
 };
 
 template <class T>
@@ -93,12 +98,31 @@ struct DecodeBlock {
 
   // --- loads ---------------------------------------------------------------------------------------------------------
 
-  // Entry of the list for this lane (lanes beyond kKeys repeat), where gathered.
-  __device__ __forceinline__ int fetch_idx(int step) const {
-    const int entry = step * T::kKeys + lane % T::kKeys;
-    return step < end && entry < keys ? __ldg(list + entry) : 0;
+  // Entries of the list for a chunk: this lane's are keys lane and lane + 32 of it.
+  struct LaneKeys {
+    int idx[T::kChunkKeys / 32];
+  };
+  __device__ __forceinline__ int chunk_entry(int chunk, int i) const {
+    return (begin + chunk * T::kChunkSteps) * T::kKeys + lane + 32 * i;
   }
-  __device__ __forceinline__ int32_t* idx(int stage) const { return shared.idx[warp][stage]; }
+  __device__ __forceinline__ LaneKeys fetch_idx(int chunk) const {
+    LaneKeys found;
+#pragma unroll
+    for (int i = 0; i < T::kChunkKeys / 32; ++i) {
+      const int entry = chunk_entry(chunk, i);
+      found.idx[i] = T::kGathered && entry < min(keys, end * T::kKeys) ? __ldg(list + entry) : 0;
+    }
+    return found;
+  }
+  __device__ __forceinline__ void keep_idx(int chunk, const LaneKeys& x) const {
+#pragma unroll
+    for (int i = 0; i < T::kChunkKeys / 32; ++i) shared.idx[warp][chunk & 1][lane + 32 * i] = x.idx[i];
+  }
+  // Those of a step.
+  __device__ __forceinline__ const int32_t* idx(int step) const {
+    const int at = step - begin;
+    return shared.idx[warp][at / T::kChunkSteps & 1] + at % T::kChunkSteps * T::kKeys;
+  }
 
   // K (which = 0) or V (1) of a step; one group of copies, empty behind the last step.
   __device__ __forceinline__ void load(int step, int stage, int which) const {
@@ -111,7 +135,7 @@ struct DecodeBlock {
       const bool vec = token ? p.token.vec : which == 0 ? p.vec_k : p.vec_v;
       const uint32_t dst = tile(stage, which);
       if constexpr (T::kGathered) {
-        load_tile<T::kKeys, kHeadDim, 32>(dst, src, s.row, keys_of(step), p.head_dim, vec, lane, RowGather{idx(stage)});
+        load_tile<T::kKeys, kHeadDim, 32>(dst, src, s.row, keys_of(step), p.head_dim, vec, lane, RowGather{idx(step)});
       } else {
         const int64_t row = token ? 0 : static_cast<int64_t>(step) * T::kKeys;
         load_tile<T::kKeys, kHeadDim, 32>(dst, src + row * s.row, s.row, keys_of(step), p.head_dim, vec, lane,
@@ -123,38 +147,53 @@ struct DecodeBlock {
   __device__ __forceinline__ uint32_t tile(int stage, int which) const { return ring + (2 * stage + which) * T::kTile; }
 
   // The rows as the left operand of the first product, for all of head_dim.
-  __device__ __forceinline__ void load_q(uint32_t (&q)[kHeadDim / 16][4]) const {
-    const Element* src =
-        static_cast<const Element*>(p.q) + batch * p.q_stride.batch + head * p.q_stride.head + row0 * p.q_stride.row;
+  using Queries = uint32_t[kHeadDim / 16][4];
+  __device__ __forceinline__ void load_q(Queries& q) const {
+    const auto at = [&](int i, int k) {
+      return static_cast<const uint16_t*>(p.q) + batch * p.q_stride.batch + head * p.q_stride.head +
+             (row0 + lane / 4 + 8 * (i & 1)) * p.q_stride.row + 16 * k + 8 * (i / 2) + 2 * (lane & 3);
+    };
+    const auto exists = [&](int i, int k) {
+      return lane / 4 + 8 * (i & 1) < rows && 16 * k + 8 * (i / 2) < p.head_dim;
+    };
+    if (p.vec_q) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int row = lane / 4 + 8 * (i & 1);
-      const Element* at = src + row * p.q_stride.row;
+      for (int k = 0; k < kHeadDim / 16; ++k)
 #pragma unroll
-      for (int k = 0; k < kHeadDim / 16; ++k) {
-        const int col = 16 * k + 8 * (i / 2) + 2 * (lane & 3);
-        q[k][i] = row < rows && col < p.head_dim ? load_pair(at + col) : 0;
-      }
+        for (int i = 0; i < 4; ++i) q[k][i] = exists(i, k) ? __ldg(reinterpret_cast<const uint32_t*>(at(i, k))) : 0;
+    } else {
+#pragma unroll
+      for (int k = 0; k < kHeadDim / 16; ++k)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          q[k][i] = exists(i, k) ? __ldg(at(i, k)) | static_cast<uint32_t>(__ldg(at(i, k) + 1)) << 16 : 0;
+        }
     }
-  }
-  __device__ __forceinline__ uint32_t load_pair(const Element* at) const {
-    if (p.vec_q) return __ldg(reinterpret_cast<const uint32_t*>(at));
-    const uint16_t* halves = reinterpret_cast<const uint16_t*>(at);
-    return __ldg(halves) | static_cast<uint32_t>(__ldg(halves + 1)) << 16;
   }
 
   __device__ __forceinline__ int64_t bias_base() const {
     return batch * p.bias.batch_stride + (head / p.bias.head_ratio) * p.bias.head_stride;
   }
-  __device__ __forceinline__ int64_t key_of(int step, int stage, int col) const {
-    return T::kGathered ? idx(stage)[col] : step * T::kKeys + col;
+  // A bias that is alike for all rows, for a chunk; `x`: its keys, where gathered.
+  struct LaneBias {
+    float value[T::kChunkKeys / 32];
+  };
+  __device__ __forceinline__ LaneBias fetch_bias(int chunk, const LaneKeys& x) const {
+    LaneBias found;
+#pragma unroll
+    for (int i = 0; i < T::kChunkKeys / 32; ++i) {
+      const int entry = chunk_entry(chunk, i);
+      found.value[i] = 0.f;
+      if (p.bias.kind == BiasKind::kKey && entry < min(keys, end * T::kKeys)) {
+        const int64_t key = T::kGathered ? x.idx[i] : entry;
+        found.value[i] = load_bias(p.bias, bias_base() + key * p.bias.col_stride, T::kIsBf16);
+      }
+    }
+    return found;
   }
-  // A bias that is alike for all rows: that of this lane's key of the step (lanes beyond kKeys repeat).
-  __device__ __forceinline__ float fetch_key_bias(int step, int stage) const {
-    const int col = lane % T::kKeys;
-    if (p.bias.kind != BiasKind::kKey || step >= end || col >= keys_of(step)) return 0.f;
-    if (is_token(step)) return token_score();
-    return load_bias(p.bias, bias_base() + key_of(step, stage, col) * p.bias.col_stride, T::kIsBf16);
+  __device__ __forceinline__ void keep_bias(const LaneBias& x) const {
+#pragma unroll
+    for (int i = 0; i < T::kChunkKeys / 32; ++i) shared.bias[warp][lane + 32 * i] = x.value[i];
   }
 
   // --- the token of a cache ------------------------------------------------------------------------------------------
@@ -172,7 +211,8 @@ struct DecodeBlock {
   // Every block of a head comes to the same answer, the first one leaves it for cache_commit().
   // `score` is -inf where there is no token.
   __device__ __forceinline__ void place_token(const LowestEntry<T::kThreads>& search, float score) {
-    const CacheEntry low = search.find([&](int i) { return entry_score(i); }, entry_positions(), keys, shared.low);
+    __shared__ CacheEntry warp_low[T::kWarps];
+    const CacheEntry low = search.find([&](int i) { return entry_score(i); }, entry_positions(), keys, warp_low);
     const bool taken = score > -INFINITY && score >= low.score;
     dropped = taken ? low.slot : keys;
     if (split == 0 && row0 == 0 && threadIdx.x == 0) {
@@ -207,12 +247,12 @@ struct DecodeBlock {
       }
     }
   }
-  __device__ __forceinline__ void modify_scores(float (&acc)[1][T::NT][4], int step, int stage) const {
+  __device__ __forceinline__ void modify_scores(float (&acc)[1][T::NT][4], int step, float new_score) const {
     const FragmentMap map(0, 0, lane);
     const int count = keys_of(step);
     const int out = dropped - (is_token(step) ? keys : step * T::kKeys);
     scale_scores(acc, p.softmax_scale, p.softcap);
-    add_bias(acc, step, stage, map);
+    add_bias(acc, step, new_score, map);
 #pragma unroll
     for (int nt = 0; nt < T::NT; ++nt)
 #pragma unroll
@@ -221,12 +261,14 @@ struct DecodeBlock {
         if (col >= count || col == out) acc[0][nt][e] = -INFINITY;
       }
   }
-  __device__ __forceinline__ void add_bias(float (&acc)[1][T::NT][4], int step, int stage,
+  __device__ __forceinline__ void add_bias(float (&acc)[1][T::NT][4], int step, float new_score,
                                            const FragmentMap& map) const {
     if (p.bias.kind == BiasKind::kKey) {
+      const float* bias = shared.bias[warp] + (step - begin) % T::kChunkSteps * T::kKeys;
 #pragma unroll
       for (int nt = 0; nt < T::NT; ++nt) {
-        const float2 b = *reinterpret_cast<const float2*>(shared.key_bias[warp] + map.col(nt, 0));
+        float2 b = *reinterpret_cast<const float2*>(bias + map.col(nt, 0));
+        if (is_token(step)) b.x = new_score;  // of its only key
 #pragma unroll
         for (int e = 0; e < 4; ++e) acc[0][nt][e] += (e & 1) ? b.y : b.x;
       }
@@ -239,9 +281,9 @@ struct DecodeBlock {
         for (int e = 0; e < 4; ++e) {
           const int row = map.row(0, e), col = map.col(nt, e);
           if (row >= rows || col >= count) continue;
-          acc[0][nt][e] += load_bias(
-              p.bias, bias_base() + (row0 + row) * p.bias.row_stride + key_of(step, stage, col) * p.bias.col_stride,
-              T::kIsBf16);
+          const int64_t key = T::kGathered ? idx(step)[col] : step * T::kKeys + col;
+          acc[0][nt][e] +=
+              load_bias(p.bias, bias_base() + (row0 + row) * p.bias.row_stride + key * p.bias.col_stride, T::kIsBf16);
         }
     }
   }
@@ -251,15 +293,26 @@ struct DecodeBlock {
   __device__ __forceinline__ void run() {
     LowestEntry<T::kThreads> search;
     float new_score = -INFINITY;
-    if (has_token()) {  // first in line: behind the keys it would come late
+    // In front of K and V, as all of this would wait for them to arrive.
+    if (has_token()) {
       search.load([&](int i) { return entry_score(i); }, entry_positions(), keys);
       if (is_active()) new_score = token_score();
     }
-    fill_ring();
-    uint32_t q[kHeadDim / 16][4];
+    LaneKeys idx_next = fetch_idx(0);
+    LaneBias bias_next = fetch_bias(0, idx_next);
+    if constexpr (T::kGathered) keep_idx(0, idx_next);
+    idx_next = fetch_idx(1);
+    Queries q;
     load_q(q);
-    float bias = fetch_key_bias(begin, 0);
-    if (has_token()) place_token(search, new_score);
+    __syncwarp();
+#pragma unroll 1
+    for (int i = 0; i < T::kStages; ++i) {
+      load(begin + i, i, 0);
+      load(begin + i, i, 1);
+    }
+    if constexpr (!T::kGathered) {
+      if (has_token()) place_token(search, new_score);
+    }
 
     float acc_o[1][T::OT][4];
     clear(acc_o);
@@ -267,32 +320,28 @@ struct DecodeBlock {
     int stage = 0;
 #pragma unroll 1
     for (int step = begin; step < end; ++step) {
-      const int next_stage = stage + 1 == T::kStages ? 0 : stage + 1;
-      const int refill = step + T::kStages;  // takes the place of this step
-      if (lane < T::kKeys) shared.key_bias[warp][lane] = bias;
-      bias = fetch_key_bias(step + 1, next_stage);
-      int idx_refill = 0;
-      if constexpr (T::kGathered) idx_refill = fetch_idx(refill);
-
+      if ((step - begin) % T::kChunkSteps == 0) {
+        const int chunk = (step - begin) / T::kChunkSteps;
+        keep_bias(bias_next);
+        if constexpr (T::kGathered) keep_idx(chunk + 1, idx_next);
+        bias_next = fetch_bias(chunk + 1, idx_next);
+        idx_next = fetch_idx(chunk + 2);
+      }
       cp_async_wait<2 * T::kStages - 1>();
-      __syncwarp();  // K of this step has landed
+      __syncwarp();  // K of this step has landed, and the chunk is there
       float acc_s[1][T::NT][4];
       scores_of(acc_s, q, stage);
-      modify_scores(acc_s, step, stage);
-      __syncwarp();  // K, the indices and the bias of this step are no longer read
-      if constexpr (T::kGathered) {
-        if (lane < T::kKeys) idx(stage)[lane] = idx_refill;
-        __syncwarp();
-      }
-      load(refill, stage, 0);
+      modify_scores(acc_s, step, new_score);
+      __syncwarp();  // K of this step and, at its end, the chunk are no longer read
+      load(step + T::kStages, stage, 0);
 
       softmax.template step<false>(acc_s, acc_o, 0.f);
       cp_async_wait<2 * T::kStages - 1>();
       __syncwarp();  // V of this step has landed
       gemm_pv<Element>(acc_o, acc_s, Operand<kHeadDim, false, true>(tile(stage, 1), 0, lane));
       __syncwarp();
-      load(refill, stage, 1);
-      stage = next_stage;
+      load(step + T::kStages, stage, 1);
+      stage = stage + 1 == T::kStages ? 0 : stage + 1;
     }
     cp_async_wait<0>();
     __syncthreads();  // the rings are free
@@ -300,28 +349,15 @@ struct DecodeBlock {
     __syncthreads();
     merge();
   }
-  __device__ __forceinline__ void fill_ring() const {
-    if constexpr (T::kGathered) {
-      int ahead[T::kStages];
-#pragma unroll
-      for (int i = 0; i < T::kStages; ++i) ahead[i] = fetch_idx(begin + i);
-#pragma unroll
-      for (int i = 0; i < T::kStages; ++i) {
-        if (lane < T::kKeys) idx(i)[lane] = ahead[i];
-      }
-      __syncwarp();
-    }
-#pragma unroll 1
-    for (int i = 0; i < T::kStages; ++i) {
-      load(begin + i, i, 0);
-      load(begin + i, i, 1);
-    }
-  }
 
   // --- merge ---------------------------------------------------------------------------------------------------------
 
   __device__ __forceinline__ float* merge_row(int w, int row) const {
     return reinterpret_cast<float*>(smem) + (w * T::kRows + row) * T::kMergePitch;
+  }
+  // Maximum (0) or sum (1) of a row.
+  __device__ __forceinline__ float& merge_stats(int which, int w, int row) const {
+    return reinterpret_cast<float*>(smem)[T::kMergeFloats + (which * T::kWarps + w) * T::kRows + row];
   }
   // What this warp has found, for the others.
   __device__ __forceinline__ void leave(const float (&acc_o)[1][T::OT][4], const OnlineSoftmax<1>& softmax) const {
@@ -333,8 +369,8 @@ struct DecodeBlock {
       sum += __shfl_xor_sync(0xffffffffu, sum, 2);
       if (row >= rows) continue;
       if ((lane & 3) == 0) {
-        shared.max[warp][row] = softmax.row_max[half];
-        shared.sum[warp][row] = sum;
+        merge_stats(0, warp, row) = softmax.row_max[half];
+        merge_stats(1, warp, row) = sum;
       }
       float* dst = merge_row(warp, row) + 2 * (lane & 3);
 #pragma unroll
@@ -350,15 +386,15 @@ struct DecodeBlock {
       const int row = i / kPairs, col = i % kPairs * 2;
       float max = -INFINITY;
 #pragma unroll
-      for (int w = 0; w < T::kWarps; ++w) max = fmaxf(max, shared.max[w][row]);
+      for (int w = 0; w < T::kWarps; ++w) max = fmaxf(max, merge_stats(0, w, row));
       const float shift = max == -INFINITY ? 0.f : max;  // nothing kept: all weights are exp(-inf) = 0
       float sum = 0.f;
       float2 out = {0.f, 0.f};
 #pragma unroll
       for (int w = 0; w < T::kWarps; ++w) {
-        const float weight = exp2_approx((shared.max[w][row] - shift) * kLog2e);
+        const float weight = exp2_approx((merge_stats(0, w, row) - shift) * kLog2e);
         const float2 x = *reinterpret_cast<const float2*>(merge_row(w, row) + col);
-        sum += weight * shared.sum[w][row];
+        sum += weight * merge_stats(1, w, row);
         out.x += weight * x.x;
         out.y += weight * x.y;
       }
