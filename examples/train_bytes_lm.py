@@ -82,7 +82,13 @@ def choose_config(arguments: argparse.Namespace, device: torch.device) -> Config
     if device.type == "cuda" and torch.cuda.get_device_properties(device).total_memory < 40e9:
         config = replace(config, batch=2)
     given = {field.name: getattr(arguments, field.name) for field in fields(Config)}
-    return replace(config, **{name: value for name, value in given.items() if value is not None})
+    config = replace(config, **{name: value for name, value in given.items() if value is not None})
+    if arguments.mask_path != "window" and config.window >= config.length:
+        raise SystemExit(
+            f"--mask-path {arguments.mask_path}: got a window of {config.window} for a context of "
+            f"{config.length}, wanted a smaller one: nothing would be masked"
+        )
+    return config
 
 
 def describe(text: Text, entropy: float, config: Config, device: torch.device) -> None:

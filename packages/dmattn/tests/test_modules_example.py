@@ -99,6 +99,13 @@ def test_mask_paths_side_by_side(
     assert dense["train_bits"] == runs["dense"]["train_bits"]
 
 
+@pytest.mark.parametrize("path", ["dense", "both"])
+def test_no_mask_to_compare(example: ModuleType, tmp_path: Path, path: str) -> None:
+    arguments = [*SMALL, "--length=32", "--window=32", f"--output-dir={tmp_path}"]
+    with pytest.raises(SystemExit, match="got a window of 32 for a context of 32"):
+        example.main([*arguments, f"--mask-path={path}"])
+
+
 @pytest.fixture
 def _float64() -> Iterator[None]:
     torch.set_default_dtype(torch.float64)
