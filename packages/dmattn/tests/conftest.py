@@ -1,6 +1,7 @@
 """Settings of the whole suite: few threads, and the same examples in every run."""
 
 import os
+from pathlib import Path
 
 import torch
 from hypothesis import HealthCheck, settings
@@ -17,3 +18,7 @@ settings.register_profile("search", parent=settings.get_profile("fixed"), derand
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 torch.set_num_threads(1)
+
+# The source distribution of the package comes without the repository's example.
+if not (Path(__file__).parents[3] / "examples").is_dir():
+    collect_ignore = ["test_modules_example.py", "test_modules_generation.py"]

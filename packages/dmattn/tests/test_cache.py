@@ -353,6 +353,22 @@ def test_layer_with_padded_prompts(side: str) -> None:
             torch.testing.assert_close(out[b, 0], want, rtol=0, atol=1e-5)
 
 
+@torch.no_grad()
+def test_cache_of_a_layer_has_the_dtype_of_its_values() -> None:
+    assert layer().make_cache(B).k.dtype == torch.float32
+    assert layer(dtype=torch.bfloat16).make_cache(B).k.dtype == torch.bfloat16
+    attention, x = layer(), torch.randn(B, 31, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        whole, cache = attention(x), attention.make_cache(B)
+        assert cache.k.dtype == torch.bfloat16
+        assert cache.score.dtype == torch.float32
+        outs = [attention(x[:, :20], cache=cache)]
+        outs += [attention(x[:, t : t + 1], cache=cache) for t in range(20, 31)]
+        assert layer(dtype=torch.float64).make_cache(B).k.dtype == torch.float64
+        assert attention.make_cache(B, torch.float32).k.dtype == torch.float32
+    torch.testing.assert_close(torch.cat(outs, 1), whole, rtol=0, atol=0.02)
+
+
 def test_layer_refuses_caches_that_do_not_fit() -> None:
     attention, x = layer(), torch.randn(B, 3, 32)
     with pytest.raises(RuntimeError, match="cache: got one with gradients enabled"):

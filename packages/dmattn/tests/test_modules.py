@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dmattn import flash_dmattn_func
 from dmattn.modules import DynamicMaskAttention, apply_rotary, rotary_embedding
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 32, 4, 2, 8
@@ -117,9 +118,16 @@ def test_initial_values() -> None:
 @pytest.mark.parametrize("exp_score", [True, False])
 @pytest.mark.parametrize("num_score_heads", [KV_HEADS, HEADS])
 @pytest.mark.parametrize("window", [1, 3, 12, 50, None])
-def test_equals_plain_attention(exp_score: bool, num_score_heads: int, window: int | None) -> None:
+@pytest.mark.parametrize("dense_mask", [False, True])
+def test_equals_plain_attention(
+    exp_score: bool, num_score_heads: int, window: int | None, dense_mask: bool
+) -> None:
     layer = make_layer(
-        window_size=window, exp_score=exp_score, num_score_heads=num_score_heads, bias=True
+        window_size=window,
+        exp_score=exp_score,
+        num_score_heads=num_score_heads,
+        bias=True,
+        dense_mask=dense_mask,
     )
     x = inputs()
     scores = layer.key_scores(x)
@@ -151,8 +159,9 @@ def test_zero_score_is_a_sliding_window() -> None:
     torch.testing.assert_close(layer(x), expected)
 
 
-def test_not_causal() -> None:
-    layer = make_layer(window_size=4, is_causal=False)
+@pytest.mark.parametrize("dense_mask", [False, True])
+def test_not_causal(dense_mask: bool) -> None:
+    layer = make_layer(window_size=4, is_causal=False, dense_mask=dense_mask)
     x = inputs()
     scores = layer.key_scores(x)
     keep = torch.zeros(2, KV_HEADS, 12, dtype=torch.bool)
@@ -160,6 +169,38 @@ def test_not_causal() -> None:
     keep = keep[:, :, None].expand(-1, -1, 12, -1).repeat_interleave(2, 1)
     bias = scores[:, :, None].repeat_interleave(2, 1)
     torch.testing.assert_close(layer(x), plain_attention(layer, x, keep, bias))
+
+
+@pytest.mark.parametrize("options", [{}, {"num_score_heads": HEADS}, {"softcap": 2.0}])
+def test_dense_mask_has_the_gradients_of_the_selection(options: dict[str, Any]) -> None:
+    layer, x = make_layer(window_size=4, **options), inputs(20).requires_grad_()
+    padding = torch.ones(2, 20, dtype=torch.bool)
+    padding[0, :7] = False
+    leaves = [x, *layer.parameters()]
+    grads = []
+    for dense_mask in (False, True):
+        layer.dense_mask = dense_mask
+        out = layer(x, attention_mask=padding)
+        grads.append(torch.autograd.grad(out[:, 7:].square().sum(), leaves))
+    for selected, dense in zip(*grads, strict=True):
+        torch.testing.assert_close(dense, selected, rtol=0, atol=1e-9)
+        assert dense.abs().amax() > 1e-3
+
+
+def test_dense_mask_is_what_attention_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[dict[str, Any]] = []
+
+    def note(*tensors: Tensor, **options: Any) -> Tensor:
+        given.append(options)
+        return flash_dmattn_func(*tensors, **options)
+
+    monkeypatch.setattr("dmattn.modules.dynamic_mask_attention.flash_dmattn_func", note)
+    layer, x = make_layer(window_size=4, dense_mask=True), inputs(12)
+    layer(x)
+    assert given[0]["window_size"] is None
+    assert torch.equal(given[0]["attn_mask"], top_window(layer.key_scores(x), 4))
+    layer(x[:, :4])  # nothing to choose: no mask
+    assert given[1]["attn_mask"] is None
 
 
 def test_score_formula() -> None:

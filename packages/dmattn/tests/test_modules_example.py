@@ -1,6 +1,6 @@
 """The training example, small: it runs to its end, its loss falls, and its files are there."""
 
-import importlib.util
+import importlib
 import json
 import sys
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 import torch
 
-EXAMPLE = Path(__file__).parents[3] / "examples" / "train_bytes_lm.py"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 SMALL = ["--device=cpu", "--no-progress", "--layers=1", "--width=32", "--heads=2", "--kv-heads=1"]
 
 
@@ -26,13 +26,8 @@ def _quiet_machine() -> Iterator[None]:
 def example() -> ModuleType:
     for needed in ("matplotlib", "tqdm"):
         pytest.importorskip(needed)
-    spec = importlib.util.spec_from_file_location("train_bytes_lm", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
-    return module
+    sys.path.insert(0, str(EXAMPLES))
+    return importlib.import_module("train_bytes_lm")
 
 
 def test_trains_and_leaves_its_files(
@@ -54,6 +49,9 @@ def test_trains_and_leaves_its_files(
     printed = capsys.readouterr().out
     assert "loss_curve.png" in printed
     assert "verdict" in printed
+    assert written["generated"]["bytes_per_second"] > 0
+    assert written["generated"]["text"] in printed
+    assert not (tmp_path / "loss_paths.png").exists()
 
 
 def test_same_seed_same_losses(example: ModuleType, tmp_path: Path) -> None:
@@ -67,6 +65,90 @@ def test_window_wider_than_the_context(example: ModuleType, tmp_path: Path) -> N
     arguments = [*SMALL, "--steps=2", "--length=32", "--window=100", f"--output-dir={tmp_path}"]
     assert len(example.main(arguments)["train_bits"]) == 2
     assert (tmp_path / "mask.png").exists()
+
+
+def test_prompt_and_length_of_the_text(example: ModuleType, tmp_path: Path) -> None:
+    arguments = [*SMALL, "--steps=1", "--length=32", "--window=8", f"--output-dir={tmp_path}"]
+    written = example.main([*arguments, "--prompt=d\u00e9f", "--generate=7"])["generated"]
+    assert written["prompt"] == "d\u00e9f"
+    assert 1 <= len(written["text"]) <= 7  # bytes that are no UTF-8 become one character or more
+    assert "generated" not in example.main([*arguments, "--generate=0"])
+
+
+def test_mask_paths_side_by_side(
+    example: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [*SMALL, "--steps=6", "--length=48", "--window=8", f"--output-dir={tmp_path}"]
+    metrics = example.main([*arguments, "--mask-path=both"])
+    runs = metrics["mask_paths"]
+    assert list(runs) == ["window", "dense", "nudged"]
+    assert runs["window"]["max_difference_bits"] == 0
+    for name in ("dense", "nudged"):
+        gaps = [
+            abs(a - b) for a, b in zip(runs[name]["train_bits"], metrics["train_bits"], strict=True)
+        ]
+        assert runs[name]["max_difference_bits"] == max(gaps)
+        assert runs[name]["mean_difference_bits"] == pytest.approx(sum(gaps) / 6)
+        assert gaps[0] < 1e-5
+        assert max(gaps) < 0.05
+        assert runs[name]["heldout_bits"][0][1] == pytest.approx(metrics["heldout_bits"][0][1])
+    assert runs["nudged"]["train_bits"] != metrics["train_bits"]
+    assert (tmp_path / "loss_paths.png").read_bytes().startswith(b"\x89PNG")
+    assert "loss_paths.png" in capsys.readouterr().out
+    dense = example.main([*arguments, "--mask-path=dense"])
+    assert dense["train_bits"] == runs["dense"]["train_bits"]
+
+
+@pytest.mark.parametrize("path", ["dense", "both"])
+def test_no_mask_to_compare(example: ModuleType, tmp_path: Path, path: str) -> None:
+    arguments = [*SMALL, "--length=32", "--window=32", f"--output-dir={tmp_path}"]
+    with pytest.raises(SystemExit, match="got a window of 32 for a context of 32"):
+        example.main([*arguments, f"--mask-path={path}"])
+
+
+@pytest.fixture
+def _float64() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.usefixtures("_float64")
+def test_mask_paths_train_alike(example: ModuleType) -> None:
+    """In float64, and on random bytes, where no two scores are equal but for rounding."""
+    config = example.Config(
+        layers=2, width=32, heads=4, kv_heads=2, length=64, window=12, batch=4, steps=20
+    )
+    chances = torch.rand(256) ** 4
+    streams = [
+        torch.multinomial(chances, 100_000, replacement=True).to(torch.uint8) for _ in range(2)
+    ]
+    text, cpu = example.Text(*streams, 1, 1), torch.device("cpu")
+
+    def losses(path: str, window: int) -> list[float]:
+        model = example.make_model(config, path, cpu)
+        for layer in model.attention_layers():
+            layer.window_size = window
+        curve: list[float] = example.train(model, text, config, cpu, progress=False).train
+        assert all(layer.A.any() for layer in model.attention_layers())  # no sliding window now
+        return curve
+
+    expected = losses("window", 12)
+    assert expected[-1] < expected[0] - 0.3
+    assert losses("dense", 12) == pytest.approx(expected, abs=1e-12)
+    assert losses("dense", 11) != pytest.approx(expected, abs=1e-6)  # one key is seen
+
+
+def test_nudged_weights(example: ModuleType) -> None:
+    config, cpu = example.Config(layers=1, width=32, heads=2, kv_heads=1), torch.device("cpu")
+    plain, nudged = (
+        dict(example.make_model(config, path, cpu).named_parameters())
+        for path in ("window", "nudged")
+    )
+    for name, parameter in plain.items():
+        moved = (nudged[name] - parameter).abs()
+        assert ((moved > 0) == (parameter != 0)).all(), name
+        assert (moved <= parameter.abs() * 2**-23).all(), name
 
 
 def test_split_is_by_file(example: ModuleType, tmp_path: Path) -> None:
@@ -98,14 +180,27 @@ def test_unigram_entropy(example: ModuleType) -> None:
 
 
 def test_kept_keys(example: ModuleType) -> None:
+    pictures = importlib.import_module("bytes_lm.pictures")
     torch.manual_seed(0)
     scores = torch.randint(5, (20,)).float()
-    keep = example.kept_keys(scores, 4)
+    keep = pictures.kept_keys(scores, 4)
     for query in range(20):
         best = sorted(range(query + 1), key=lambda j: (scores[j].item(), j))[-4:]
         assert keep[query].nonzero().flatten().tolist() == sorted(best)
 
 
-def test_unknown_option(example: ModuleType) -> None:
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--no-such-option", "unrecognized arguments"),
+        ("--mask-path=triangle", "invalid choice"),
+        ("--generate=-1", "--generate: got -1, wanted 0 or more"),
+        ("--prompt=", "--prompt: got nothing"),
+    ],
+)
+def test_bad_options(
+    example: ModuleType, option: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
-        example.main(["--no-such-option"])
+        example.main([option])
+    assert message in capsys.readouterr().err

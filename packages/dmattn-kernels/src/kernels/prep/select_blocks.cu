@@ -95,8 +95,9 @@ struct ActiveKeys {
 };
 
 // The first row of the block at which `window` keys are better than `rank`, `rows` when there is none. (When they are
-// there from the start, the row of the first joining key.) `core` better keys are there in any case. Those of later
-// documents count as well, but only at rows where `rank` is out of sight.
+// there from the start, the row of the first joining key.) `core` better keys are there in any case: at most `window` -
+// `rows`, so that for a key of a later document, which they are not better than, they decide nothing. Keys of documents
+// later than that of `rank` count at rows where it is out of sight.
 __device__ __forceinline__ int first_row_out(const ActiveKeys& active, Rank rank, int core, int leaving, int joining,
                                              int window, int rows) {
   int better = core;
@@ -198,7 +199,7 @@ __global__ void __launch_bounds__(kBlockThreads, 3) block_kernel(const SelectPla
   const int first = is_new ? i : 0;  // row of the block from which on the key can be kept
   int last = exists ? stop : 0;      // ... and up to which it is, exclusive
   if (exists && sel.kept + joining > p.window) {
-    last = min(last, first_row_out(active, rank, start == 0 ? core : 0, leaving, joining, p.window, rows));
+    last = min(last, first_row_out(active, rank, core, leaving, joining, p.window, rows));
   }
   const bool present = last > first;
   const bool full = present && first == 0 && last == rows;

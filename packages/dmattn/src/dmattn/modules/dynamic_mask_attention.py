@@ -16,6 +16,7 @@ from dmattn.cache import DynamicMaskCache
 from dmattn.functional import flash_dmattn_func
 from dmattn.modules.rotary import apply_rotary, rotary_embedding
 from dmattn.selection import select_keys
+from dmattn.utils.mask import top_window_mask
 
 # exp(80) is 5.5e34. A score above it would drown every logit anyway; without the limit the score,
 # and with it the attention output, would overflow to INF while the parameters are still finite.
@@ -59,6 +60,10 @@ class DynamicMaskAttention(nn.Module):
             and key/value head; or num_heads (the first checkpoints), one per query head.
         is_causal: query i sees keys 0..i. False: all keys, and the same kept keys for every query.
         softcap: bound c of the tanh soft cap on the scaled dot products, 0 for none.
+        dense_mask: form the boolean mask (B, HS, S, S) and attend through that, instead of
+            selecting inside the attention. The function is the same; time and memory grow with the
+            square of the length. To compare the two, also in a trained layer: it is read at every
+            call. Decoding from a cache has no such mask.
         init_std: standard deviation of the initial weights of the linear layers.
         device, dtype: of the parameters.
 
@@ -83,6 +88,7 @@ class DynamicMaskAttention(nn.Module):
         num_score_heads: int | None = None,
         is_causal: bool = True,
         softcap: float = 0.0,
+        dense_mask: bool = False,
         init_std: float = 0.02,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -132,6 +138,7 @@ class DynamicMaskAttention(nn.Module):
         self.exp_score = exp_score
         self.is_causal = is_causal
         self.softcap = softcap
+        self.dense_mask = dense_mask
         self.init_std = init_std
 
         def linear(inputs: int, outputs: int) -> nn.Linear:
@@ -226,13 +233,16 @@ class DynamicMaskAttention(nn.Module):
 
         Args:
             batch: sequences.
-            dtype, device: of keys and values: what `v_proj` returns. Those of its weight when None.
+            dtype: of keys and values. What `v_proj` returns when None: the dtype of its weight, or
+                autocast's where that is on, as it has to be in the calls of `forward` then.
+            device: of the cache; that of the weight of `v_proj` when None.
 
         Raises:
             ValueError: the layer is not causal, has no window, or scores per query head.
         """
         weight = self.v_proj.weight
-        dtype = weight.dtype if dtype is None else dtype
+        device = weight.device if device is None else torch.device(device)
+        dtype = self._value_dtype(device) if dtype is None else dtype
         if self.window_size is None or not self.is_causal:
             raise ValueError(
                 f"window_size: got {self.window_size} with is_causal={self.is_causal}, wanted a "
@@ -249,7 +259,7 @@ class DynamicMaskAttention(nn.Module):
             self.num_kv_heads,
             self.head_dim,
             dtype,
-            weight.device if device is None else device,
+            device,
             score_dtype=torch.promote_types(dtype, torch.float32),
         )
 
@@ -271,15 +281,20 @@ class DynamicMaskAttention(nn.Module):
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, score: Tensor, mask: Tensor | None
     ) -> Tensor:
+        keep = None if mask is None else mask[:, None, None, :]
+        bias, window, seqlen = score[:, :, None, :], self.window_size, key.shape[1]
+        if self.dense_mask and window is not None and seqlen > window:
+            keep = top_window_mask(bias, window, seqlen, self.is_causal, keep)
+            window = None
         return flash_dmattn_func(
             query,
             key,
             value,
-            attn_mask=None if mask is None else mask[:, None, None, :],
-            attn_bias=score[:, :, None, :],
+            attn_mask=keep,
+            attn_bias=bias,
             is_causal=self.is_causal,
             softcap=self.softcap,
-            window_size=self.window_size,
+            window_size=window,
         )
 
     def _decode(
@@ -324,6 +339,13 @@ class DynamicMaskAttention(nn.Module):
     def _split_heads(self, x: Tensor) -> Tensor:
         """(B, S, heads*D) -> (B, S, heads, D)."""
         return x.view(*x.shape[:2], x.shape[2] // self.head_dim, self.head_dim)
+
+    def _value_dtype(self, device: torch.device) -> torch.dtype:
+        """The dtype that `v_proj` returns on this device; autocast leaves float64 alone."""
+        dtype = self.v_proj.weight.dtype
+        if torch.is_autocast_enabled(device.type) and dtype != torch.float64:
+            return torch.get_autocast_dtype(device.type)
+        return dtype
 
     def _score(self, value: Tensor) -> Tensor:
         """(B, S, HK, D) values -> (B, HS, S) scores, in float32 or wider."""
@@ -383,7 +405,8 @@ class DynamicMaskAttention(nn.Module):
             f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, "
             f"num_score_heads={self.num_score_heads}, head_dim={self.head_dim}, "
             f"window_size={self.window_size}, rope_theta={self.rope_theta}, "
-            f"exp_score={self.exp_score}, is_causal={self.is_causal}, softcap={self.softcap}"
+            f"exp_score={self.exp_score}, is_causal={self.is_causal}, softcap={self.softcap}, "
+            f"dense_mask={self.dense_mask}"
         )
 
 
