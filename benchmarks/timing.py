@@ -12,7 +12,7 @@ import torch
 Call = Callable[[], object]
 
 _FLUSH_BYTES = 256 << 20  # several times the L2 cache of any chip we know
-_HEAD_START_CYCLES = 400_000  # about 0.2 ms in which the host enqueues the call
+_HEAD_START_CYCLES = 2_000_000  # about 1 ms in which the host enqueues the call
 
 
 @dataclasses.dataclass(frozen=True)

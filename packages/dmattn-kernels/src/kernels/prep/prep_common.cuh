@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "../common/chunk.cuh"
 #include "../params.h"
 
 namespace dmattn {
@@ -76,14 +77,7 @@ cudaError_t with_half_type(Dtype dtype, F&& f) {
   return cudaErrorInvalidValue;
 }
 
-// Eight 16-bit elements: one 16-byte access when vec, element accesses otherwise.
-__device__ __forceinline__ uint4 load_chunk(const uint16_t* src, bool vec) {
-  if (vec) return __ldg(reinterpret_cast<const uint4*>(src));
-  uint32_t w[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) w[i] = __ldg(src + 2 * i) | static_cast<uint32_t>(__ldg(src + 2 * i + 1)) << 16;
-  return make_uint4(w[0], w[1], w[2], w[3]);
-}
+// As load_chunk().
 __device__ __forceinline__ void store_chunk(uint16_t* dst, uint4 x, bool vec) {
   if (vec) {
     *reinterpret_cast<uint4*>(dst) = x;

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "../common/cache_entry.cuh"
+#include "../common/chunk.cuh"
 #include "../common/scores.cuh"
 #include "../common/softmax.cuh"
 #include "../tiles.h"
@@ -55,10 +56,10 @@ struct DecodeBlock {
   uint32_t ring;  // of this warp
   int warp, lane;
   int batch, head, row0, split;
-  int rows;          // of this block
-  int keys;          // keys, entries of the list, or entries of the cache
-  int begin, end;    // steps of this warp
-  int dropped = -1;  // entry that is not attended to; `keys` for the token
+  int rows;           // of this block
+  int keys;           // keys, entries of the list, or entries of the cache
+  int begin, end;     // steps of this warp
+  int replaced = -1;  // entry of the cache whose place the token takes
   const int32_t* list = nullptr;
 
   __device__ __forceinline__ DecodeBlock(const DecodeParams& params, char* smem_, DecodeShared<T>& shared_)
@@ -83,18 +84,15 @@ struct DecodeBlock {
       list = p.keys.idx + i * p.keys.capacity;
       keys = __ldg(p.keys.count + i);
     }
-    // The token is a step of its own, behind those of the cache's entries. All warps of all splits share evenly.
-    const int64_t steps = (keys + T::kKeys - 1) / T::kKeys + (has_token() ? 1 : 0);
+    // All warps of all splits share evenly.
+    const int64_t steps = (keys + T::kKeys - 1) / T::kKeys;
     const int share = split * T::kWarps + warp, shares = p.num_splits * T::kWarps;
     begin = static_cast<int>(steps * share / shares);
     end = static_cast<int>(steps * (share + 1) / shares);
   }
 
   __device__ __forceinline__ bool has_token() const { return !T::kGathered && p.token.k != nullptr; }
-  __device__ __forceinline__ bool is_token(int step) const { return has_token() && step * T::kKeys >= keys; }
-  __device__ __forceinline__ int keys_of(int step) const {
-    return is_token(step) ? 1 : min(T::kKeys, keys - step * T::kKeys);
-  }
+  __device__ __forceinline__ int keys_of(int step) const { return min(T::kKeys, keys - step * T::kKeys); }
 
   // --- loads ---------------------------------------------------------------------------------------------------------
 
@@ -127,19 +125,16 @@ struct DecodeBlock {
   // K (which = 0) or V (1) of a step; one group of copies, empty behind the last step.
   __device__ __forceinline__ void load(int step, int stage, int which) const {
     if (step < end) {
-      const bool token = is_token(step);
-      const Strides3& s =
-          which == 0 ? (token ? p.token.k_stride : p.k_stride) : (token ? p.token.v_stride : p.v_stride);
-      const void* base = which == 0 ? (token ? p.token.k : p.k) : (token ? p.token.v : p.v);
-      const Element* src = static_cast<const Element*>(base) + batch * s.batch + (head / p.head_ratio) * s.head;
-      const bool vec = token ? p.token.vec : which == 0 ? p.vec_k : p.vec_v;
-      const uint32_t dst = tile(stage, which);
+      const Strides3& s = which == 0 ? p.k_stride : p.v_stride;
+      const Element* src =
+          static_cast<const Element*>(which == 0 ? p.k : p.v) + batch * s.batch + (head / p.head_ratio) * s.head;
+      const bool vec = which == 0 ? p.vec_k : p.vec_v;
       if constexpr (T::kGathered) {
-        load_tile<T::kKeys, kHeadDim, 32>(dst, src, s.row, keys_of(step), p.head_dim, vec, lane, RowGather{idx(step)});
+        load_tile<T::kKeys, kHeadDim, 32>(tile(stage, which), src, s.row, keys_of(step), p.head_dim, vec, lane,
+                                          RowGather{idx(step)});
       } else {
-        const int64_t row = token ? 0 : static_cast<int64_t>(step) * T::kKeys;
-        load_tile<T::kKeys, kHeadDim, 32>(dst, src + row * s.row, s.row, keys_of(step), p.head_dim, vec, lane,
-                                          RowIdentity{});
+        load_tile<T::kKeys, kHeadDim, 32>(tile(stage, which), src + static_cast<int64_t>(step) * T::kKeys * s.row,
+                                          s.row, keys_of(step), p.head_dim, vec, lane, RowIdentity{});
       }
     }
     cp_async_fence();
@@ -198,27 +193,55 @@ struct DecodeBlock {
 
   // --- the token of a cache ------------------------------------------------------------------------------------------
 
-  __device__ __forceinline__ float token_score() const {
-    BiasParams score;
-    score.ptr = p.token.score;
-    score.dtype = p.bias.dtype;
-    return load_bias(score, batch * p.token.score_batch_stride + head * p.token.score_head_stride, T::kIsBf16);
+  // It takes the place of an entry in the tile that the entry has been loaded into; every warp holds it, in chunks of
+  // eight elements, those of K before those of V.
+  struct Token {
+    static constexpr int kChunks = kHeadDim / 8, kOwn = (2 * kChunks + 31) / 32;
+    uint4 chunk[kOwn];
+    float score;  // -inf: there is none
+  };
+  __device__ __forceinline__ Token load_token() const {
+    Token found;
+    const bool active = p.token.active == nullptr || p.token.active[batch * p.token.active_stride] != 0;
+    found.score = -INFINITY;
+    if (active) {
+      BiasParams score;
+      score.ptr = p.token.score;
+      score.dtype = p.bias.dtype;
+      found.score = load_bias(score, batch * p.token.score_batch_stride + head * p.token.score_head_stride, T::kIsBf16);
+    }
+#pragma unroll
+    for (int i = 0; i < Token::kOwn; ++i) {
+      const int own = lane + 32 * i, which = own / Token::kChunks, col = own % Token::kChunks * 8;
+      const Strides3& s = which == 0 ? p.token.k_stride : p.token.v_stride;
+      const uint16_t* src =
+          static_cast<const uint16_t*>(which == 0 ? p.token.k : p.token.v) + batch * s.batch + head * s.head + col;
+      found.chunk[i] = which < 2 && col < p.head_dim ? load_chunk(src, p.token.vec) : make_uint4(0, 0, 0, 0);
+    }
+    return found;
   }
-  __device__ __forceinline__ bool is_active() const {
-    return p.token.active == nullptr || p.token.active[batch * p.token.active_stride] != 0;
+  // K (which = 0) or V (1) of the token into its row of a tile.
+  __device__ __forceinline__ void put_token(const Token& token, int stage, int which) const {
+#pragma unroll
+    for (int i = 0; i < Token::kOwn; ++i) {
+      const int own = lane + 32 * i;
+      if (own / Token::kChunks != which) continue;
+      st_shared(tile(stage, which) + SmemTile<kHeadDim>::offset(replaced % T::kKeys, own % Token::kChunks),
+                token.chunk[i]);
+    }
+    __syncwarp();
   }
-  // Which entry makes room: the lowest, if the token's score is not lower; else the token is the one not attended to.
-  // Every block of a head comes to the same answer, the first one leaves it for cache_commit().
-  // `score` is -inf where there is no token.
+  // Which entry makes room: the lowest, if the token's score is not lower. Every block of a head comes to the same
+  // answer, the first one leaves it for cache_commit().
   __device__ __forceinline__ void place_token(const LowestEntry<T::kThreads>& search, float score) {
     __shared__ CacheEntry warp_low[T::kWarps];
     const CacheEntry low = search.find([&](int i) { return entry_score(i); }, entry_positions(), keys, warp_low);
-    const bool taken = score > -INFINITY && score >= low.score;
-    dropped = taken ? low.slot : keys;
+    if (score > -INFINITY && score >= low.score) replaced = low.slot;
     if (split == 0 && row0 == 0 && threadIdx.x == 0) {
+      const bool active = p.token.active == nullptr || p.token.active[batch * p.token.active_stride] != 0;
       int32_t* place = p.token.place + 2 * (static_cast<int64_t>(batch) * p.nheads + head);
-      place[0] = taken ? low.slot : -1;
-      place[1] = is_active() ? p.token.seen[batch] : -1;
+      place[0] = replaced;
+      place[1] = active ? p.token.seen[batch] : -1;
     }
   }
   __device__ __forceinline__ float entry_score(int slot) const {
@@ -226,6 +249,9 @@ struct DecodeBlock {
   }
   __device__ __forceinline__ const int32_t* entry_positions() const {
     return p.token.entry_position + (static_cast<int64_t>(batch) * p.nheads + head) * p.seqlen_k;
+  }
+  __device__ __forceinline__ bool holds_token(int step) const {
+    return !T::kGathered && replaced >= step * T::kKeys && replaced < (step + 1) * T::kKeys;
   }
 
   // --- compute -------------------------------------------------------------------------------------------------------
@@ -247,28 +273,25 @@ struct DecodeBlock {
       }
     }
   }
-  __device__ __forceinline__ void modify_scores(float (&acc)[1][T::NT][4], int step, float new_score) const {
+  __device__ __forceinline__ void modify_scores(float (&acc)[1][T::NT][4], int step) const {
     const FragmentMap map(0, 0, lane);
     const int count = keys_of(step);
-    const int out = dropped - (is_token(step) ? keys : step * T::kKeys);
     scale_scores(acc, p.softmax_scale, p.softcap);
-    add_bias(acc, step, new_score, map);
+    add_bias(acc, step, map);
 #pragma unroll
     for (int nt = 0; nt < T::NT; ++nt)
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int col = map.col(nt, e);
-        if (col >= count || col == out) acc[0][nt][e] = -INFINITY;
+        if (col >= count) acc[0][nt][e] = -INFINITY;
       }
   }
-  __device__ __forceinline__ void add_bias(float (&acc)[1][T::NT][4], int step, float new_score,
-                                           const FragmentMap& map) const {
+  __device__ __forceinline__ void add_bias(float (&acc)[1][T::NT][4], int step, const FragmentMap& map) const {
     if (p.bias.kind == BiasKind::kKey) {
       const float* bias = shared.bias[warp] + (step - begin) % T::kChunkSteps * T::kKeys;
 #pragma unroll
       for (int nt = 0; nt < T::NT; ++nt) {
-        float2 b = *reinterpret_cast<const float2*>(bias + map.col(nt, 0));
-        if (is_token(step)) b.x = new_score;  // of its only key
+        const float2 b = *reinterpret_cast<const float2*>(bias + map.col(nt, 0));
 #pragma unroll
         for (int e = 0; e < 4; ++e) acc[0][nt][e] += (e & 1) ? b.y : b.x;
       }
@@ -292,11 +315,11 @@ struct DecodeBlock {
 
   __device__ __forceinline__ void run() {
     LowestEntry<T::kThreads> search;
-    float new_score = -INFINITY;
+    Token token;
     // In front of K and V, as all of this would wait for them to arrive.
     if (has_token()) {
       search.load([&](int i) { return entry_score(i); }, entry_positions(), keys);
-      if (is_active()) new_score = token_score();
+      token = load_token();
     }
     LaneKeys idx_next = fetch_idx(0);
     LaneBias bias_next = fetch_bias(0, idx_next);
@@ -311,7 +334,7 @@ struct DecodeBlock {
       load(begin + i, i, 1);
     }
     if constexpr (!T::kGathered) {
-      if (has_token()) place_token(search, new_score);
+      if (has_token()) place_token(search, token.score);
     }
 
     float acc_o[1][T::OT][4];
@@ -329,15 +352,20 @@ struct DecodeBlock {
       }
       cp_async_wait<2 * T::kStages - 1>();
       __syncwarp();  // K of this step has landed, and the chunk is there
+      if (holds_token(step)) {
+        if (lane == 0) shared.bias[warp][(replaced - begin * T::kKeys) % T::kChunkKeys] = token.score;
+        put_token(token, stage, 0);
+      }
       float acc_s[1][T::NT][4];
       scores_of(acc_s, q, stage);
-      modify_scores(acc_s, step, new_score);
+      modify_scores(acc_s, step);
       __syncwarp();  // K of this step and, at its end, the chunk are no longer read
       load(step + T::kStages, stage, 0);
 
       softmax.template step<false>(acc_s, acc_o, 0.f);
       cp_async_wait<2 * T::kStages - 1>();
       __syncwarp();  // V of this step has landed
+      if (holds_token(step)) put_token(token, stage, 1);
       gemm_pv<Element>(acc_o, acc_s, Operand<kHeadDim, false, true>(tile(stage, 1), 0, lane));
       __syncwarp();
       load(step + T::kStages, stage, 1);
