@@ -1,809 +1,229 @@
-// Backward attention for sm80 and later: one block per kBlockN keys of one kv head, looping over the query rows (and
-// the query heads of the group) that see them. dk and dv stay in registers, dq is added to global memory in fp32.
+// Backward attention for sm80 and later: the loop over query rows, and the kernel.
 #pragma once
 
-#include <climits>
-
-#include "../common/mask_tiles.cuh"
-#include "../common/scores.cuh"
-#include "../common/work.cuh"
-#include "../tiles.h"
-#include "launch.cuh"
+#include "bwd_block.cuh"
+#include "bwd_dbias.cuh"
+#include "bwd_epilogue.cuh"
+#include "bwd_loads.cuh"
 
 namespace dmattn {
 
-template <class Element_, int kHeadDim_, Family kFamily, bool kGathered_, Level kLevel>
-struct BwdTraits {
-  using Element = Element_;
-  static constexpr BwdTile kTile = bwd_tile(kFamily, kHeadDim_);
-  static constexpr int kHeadDim = kHeadDim_, kBlockM = kTile.block_m, kBlockN = kTile.block_n, kWarps = kTile.warps;
-  static constexpr bool kGathered = kGathered_;
-  // The plain kernel has no branches on what is wanted, so that its last three products are one block to schedule.
-  static constexpr bool kGeneral = kLevel != Level::kPlain;
-  static constexpr bool kFull = kLevel == Level::kFull;
-  static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kStagesQ = kTile.stages_q;
-  static constexpr int kMaskWords = kBlockN / 32;
-
-  // S, dP: rows x keys.  dK, dV: keys x head_dim.  dQ: rows x head_dim.
-  static constexpr int kWarpsMSdP = kTile.warps_m_sdp, kWarpsNSdP = kWarps / kWarpsMSdP;
-  static constexpr int kWarpsNdKV = kTile.warps_n_dkv, kWarpsDdKV = kWarps / kWarpsNdKV;
-  static constexpr int kWarpsMdQ = kTile.warps_m_dq, kWarpsDdQ = kWarps / kWarpsMdQ;
-  static constexpr int MTs = kBlockM / (16 * kWarpsMSdP), NTs = kBlockN / (8 * kWarpsNSdP);
-  static constexpr int MTkv = kBlockN / (16 * kWarpsNdKV), NTkv = kHeadDim / (8 * kWarpsDdKV);
-  static constexpr int MTq = kBlockM / (16 * kWarpsMdQ), NTq = kHeadDim / (8 * kWarpsDdQ);
-
-  static constexpr uint32_t kTileQ = kBlockM * kHeadDim * 2, kTileK = kBlockN * kHeadDim * 2;
-  static constexpr uint32_t kK = 0;
-  static constexpr uint32_t kV = kK + kTileK;
-  static constexpr uint32_t kQ = kV + kTileK;
-  static constexpr uint32_t kdO = kQ + kStagesQ * kTileQ;
-  // A second stage of dO saves the barrier between dV's product and the next load of dO, where it fits.
-  static constexpr uint32_t kSmallBytes = 4 * kBlockM * 4 + (kGathered ? 3 * kBlockN * 4 : 0) +
-                                          (kGeneral ? 2 * kBlockN * 4 : 0) +
-                                          (kGeneral && !kGathered ? kBlockM * kMaskWords * 4 : 0);
-  static constexpr uint32_t kSmemLimit = (kFamily == Family::kSm89 ? 99 : 163) * 1024;
-  static constexpr int kStagesdO = kdO + 2 * kTileQ + 2 * kBlockM * kBlockN * 2 + kSmallBytes <= kSmemLimit ? 2 : 1;
-  static constexpr uint32_t kP = kdO + kStagesdO * kTileQ;
-  static constexpr uint32_t kdS = kP + kBlockM * kBlockN * 2;    // holds the bias tile until dS replaces it
-  static constexpr uint32_t kLse = kdS + kBlockM * kBlockN * 2;  // float [2][kBlockM]
-  static constexpr uint32_t kDelta = kLse + 2 * kBlockM * 4;     // float [2][kBlockM]
-  static constexpr uint32_t kKeyIdx = kDelta + 2 * kBlockM * 4;  // int32 [kBlockN]
-  static constexpr uint32_t kInterval = kKeyIdx + (kGathered ? kBlockN * 4 : 0);   // KeyInterval [kBlockN]
-  static constexpr uint32_t kKeyBias = kInterval + (kGathered ? kBlockN * 8 : 0);  // float [2][kBlockN]
-  static constexpr uint32_t kMask = kKeyBias + (kGeneral ? 2 * kBlockN * 4 : 0);
-  static constexpr uint32_t kSmemBytes = kMask + (kGeneral && !kGathered ? kBlockM * kMaskWords * 4 : 0);
-  static_assert(kSmemBytes <= kSmemLimit);
-};
+template <class T>
+__device__ __forceinline__ void BwdBlock<T>::add_dq(const float (&acc)[T::MTq][T::NTq][4], const Step& s) const {
+  float* dst = p.dq_accum +
+               ((static_cast<int64_t>(batch) * p.nheads + s.head) * m_blocks() + s.m) * (kBlockM * kHeadDim) +
+               threadIdx.x;
+  const float scale = T::kGeneral ? p.softmax_scale : 1.f;
+  if (T::kGeneral && p.dq_semaphore != nullptr) wait_for_turn(s);
+#pragma unroll
+  for (int mt = 0; mt < T::MTq; ++mt)
+#pragma unroll
+    for (int nt = 0; nt < T::NTq; ++nt)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        atomicAdd(dst + ((mt * T::NTq + nt) * 4 + e) * T::kThreads, acc[mt][nt][e] * scale);
+      }
+  if (T::kGeneral && p.dq_semaphore != nullptr) pass_turn(s);
+}
 
 template <class T>
-struct BwdBlock {
-  using Element = typename T::Element;
-  static constexpr int kBlockM = T::kBlockM, kBlockN = T::kBlockN, kHeadDim = T::kHeadDim;
-  // Scores are only scaled and cut in the plain kernel; the general one adds bias, mask words and softcap.
-  using Scores = float[T::MTs][T::NTs][4];
-  using ScoreMap = FragmentMap;
-
-  // One step of the loop: a query head and a block of its rows.
-  struct Step {
-    int head;
-    int m;
-    int left;  // steps that remain, this one included; 0: done
-  };
-
-  const BwdParams& p;
-  char* smem;
-  uint32_t smem_base;
-  int warp, lane;
-  int batch, head_k, n_block;
-  int slot;  // of dk_slots, dv_slots
-  int num_splits;
-  int key0, keys;  // first key (or list entry) and number of keys of the tile
-  const int32_t* list;
-  int keys_full;       // interval lists: keys of the tile that every row of the block keeps
-  int row_block;       // interval lists: block of query rows that the list belongs to
-  int m_begin, m_end;  // row blocks that may see the tile
-  Step first;
-  MaskTiles<kBlockN, kBlockM> tiles;
-  bool active;
-
-  __device__ __forceinline__ BwdBlock(const BwdParams& params, char* smem_)
-      : p(params), smem(smem_), smem_base(smem_u32(smem_)), warp(threadIdx.x / 32), lane(threadIdx.x & 31) {
-    list = nullptr;
-    active = find_tile();
-    if (active) find_steps();
-  }
-
-  __device__ __forceinline__ int causal_offset() const { return p.seqlen_k - p.seqlen_q; }
-  __device__ __forceinline__ int m_blocks() const { return (p.seqlen_q + kBlockM - 1) / kBlockM; }
-
-  // Which keys: blockIdx.x -> (batch, kv head, tile, split). False when this block has nothing to do.
-  __device__ __forceinline__ bool find_tile() {
-    slot = blockIdx.x;
-    int keys_total = p.seqlen_k;
-    if (has_intervals()) return find_interval_tile();
-    if constexpr (T::kGathered) {
-      num_splits = __ldg(p.schedule);
-      const int tile = slot / num_splits;
-      if (tile >= __ldg(p.schedule + 1)) return false;
-      const int32_t* first_tile = p.schedule + 2;
-      const int i = warp_lower_bound(first_tile, p.batch * p.nheads_k + 1, tile + 1, lane) - 1;
-      n_block = tile - __ldg(first_tile + i);
-      head_k = i % p.nheads_k;
-      batch = i / p.nheads_k;
-      list = p.keys.idx + list_index() * p.keys.capacity;
-      keys_total = __ldg(p.keys.count + list_index());
-    } else {
-      num_splits = p.num_splits;
-      const int n_blocks = (p.seqlen_k + kBlockN - 1) / kBlockN;
-      const int tile = slot / num_splits;
-      n_block = tile % n_blocks;
-      head_k = tile / n_blocks % p.nheads_k;
-      batch = tile / n_blocks / p.nheads_k;
+__device__ __forceinline__ void BwdBlock<T>::run() {
+  if (!active) {
+    if (takes_turns_dkv()) {
+      wait_for_turn_dkv();
+      pass_turn_dkv();
     }
-    key0 = n_block * kBlockN;
-    keys = min(kBlockN, keys_total - key0);
-    return true;
+    return;
   }
+  float acc_dk[T::MTkv][T::NTkv][4], acc_dv[T::MTkv][T::NTkv][4];
+  clear(acc_dk);
+  clear(acc_dv);
+  if (first.left > 0) loop(acc_dk, acc_dv);
+  store_dkv(acc_dk, acc_dv);
+}
 
-  __device__ __forceinline__ bool has_intervals() const { return T::kGathered && p.keys.block_rows > 0; }
-  __device__ __forceinline__ int64_t list_index() const {
-    const int head = head_k * p.head_ratio + p.group_begin;
-    return static_cast<int64_t>(p.keys.batch > 1 ? batch : 0) * p.keys.heads + head / p.keys.head_ratio;
-  }
-  // Interval lists: blockIdx.x -> (batch, kv head, row block, tile of its list). Nearly all lists fill their capacity.
-  __device__ __forceinline__ bool find_interval_tile() {
-    num_splits = 1;
-    const int tiles_per_list = (p.keys.capacity + kBlockN - 1) / kBlockN;
-    n_block = slot % tiles_per_list;
-    const int i = slot / tiles_per_list;
-    row_block = i % p.keys.blocks;
-    head_k = i / p.keys.blocks % p.nheads_k;
-    batch = i / p.keys.blocks / p.nheads_k;
-    const int64_t list_i = list_index() * p.keys.blocks + row_block;
-    list = p.keys.idx + list_i * p.keys.capacity;
-    key0 = n_block * kBlockN;
-    keys = min(kBlockN, __ldg(p.keys.count + list_i) - key0);
-    keys_full = __ldg(p.keys.full + list_i) - key0;
-    return keys > 0;
-  }
-
-  // Which rows: the (head, row block) pairs that see the tile, split evenly; whole heads when deterministic, so that
-  // the column sums of a head come from one block.
-  __device__ __forceinline__ void find_steps() {
-    m_end = m_blocks();
-    m_begin = 0;
+template <class T>
+__device__ __forceinline__ void BwdBlock<T>::load_key_idx() const {
+  if (threadIdx.x < kBlockN) {
+    const int idx = __ldg(list + key0 + threadIdx.x);
+    key_idx()[threadIdx.x] = idx;
     if (has_intervals()) {
-      m_begin = row_block * p.keys.block_rows / kBlockM;
-      m_end = min(m_end, (row_block + 1) * p.keys.block_rows / kBlockM);
-    } else if (p.is_causal) {
-      const int first_position = T::kGathered ? __ldg(list + key0) : key0;
-      m_begin = min(max(0, first_position - causal_offset()) / kBlockM, m_end);
-    }
-    const int per_head = m_end - m_begin;
-    const int group = p.group_end - p.group_begin;
-    const int split = slot % num_splits;
-    int begin, end;
-    if (p.deterministic) {
-      begin = group * split / num_splits * per_head;
-      end = group * (split + 1) / num_splits * per_head;
-    } else {
-      begin = static_cast<int>(static_cast<int64_t>(group) * per_head * split / num_splits);
-      end = static_cast<int>(static_cast<int64_t>(group) * per_head * (split + 1) / num_splits);
-    }
-    first.left = end - begin;
-    const int g = per_head > 0 ? begin / per_head : 0;
-    first.head = head_k * p.head_ratio + p.group_begin + g;
-    const int done = begin - g * per_head;  // blocks of the first head that other splits have
-    first.m = m_end - 1 - done;
-    if constexpr (T::kGeneral && !T::kGathered) {
-      set_mask_tiles(first.head);
-    }
-    first = skip_empty(first);
-  }
-
-  __device__ __forceinline__ int64_t mask_index(int head) const {
-    return static_cast<int64_t>(p.mask.batch > 1 ? batch : 0) * p.mask.heads + head / p.mask.head_ratio;
-  }
-  __device__ __forceinline__ void set_mask_tiles(int head) {
-    if (p.mask.bits == nullptr) return;
-    const int64_t i = mask_index(head) * p.mask.bands_k * p.mask.words_q;
-    tiles =
-        MaskTiles<kBlockN, kBlockM>(p.mask.any_cols + i, p.mask.all_cols + i, p.mask.words_q, p.mask.bands_k, n_block);
-  }
-
-  // Rows are taken from the last block down, so that when causal every block starts on rows that all keys see and a
-  // deterministic dq is passed from block to block without waiting. (Starting on different rows, so that the atomics on
-  // dq do not meet, was measured to gain nothing.)
-  __device__ __forceinline__ Step next(Step s) {
-    if (--s.left <= 0) return {0, 0, 0};
-    if (--s.m < m_begin) {
-      s.m = m_end - 1;
-      ++s.head;
-      if constexpr (T::kGeneral && !T::kGathered) set_mask_tiles(s.head);
-    }
-    return s;
-  }
-  // The first step from s on whose tile keeps anything. Skipped tiles still take their turn in a deterministic dq.
-  __device__ __forceinline__ Step skip_empty(Step s) {
-    if constexpr (T::kGeneral && !T::kGathered) {
-      if (p.mask.bits != nullptr) {
-        while (s.left > 0 && tiles.state(s.m) == TileState::kEmpty) {
-          if (p.dq_semaphore != nullptr) {  // general kernels only
-            wait_for_turn(s);
-            pass_turn(s);
-          }
-          s = next(s);
-        }
-      }
-    }
-    return s;
-  }
-
-  // --- deterministic dq ----------------------------------------------------------------------------------------------
-
-  __device__ __forceinline__ int32_t* semaphore(const Step& s) const {
-    return p.dq_semaphore + (static_cast<int64_t>(batch) * p.nheads + s.head) * m_blocks() + s.m;
-  }
-  // Key tiles add to a row block in ascending order. Blocks start in ascending order too, so the one that is waited
-  // for is running.
-  __device__ __forceinline__ void wait_for_turn(const Step& s) const { wait_until(semaphore(s), n_block); }
-  __device__ __forceinline__ void pass_turn(const Step& s) const { increment(semaphore(s)); }
-
-  // --- deterministic dk, dv and dbias of interval lists --------------------------------------------------------------
-
-  // Lists of different row blocks hold the same keys: their sums are added in the order of the blocks' numbers.
-  __device__ __forceinline__ bool takes_turns_dkv() const { return T::kGeneral && p.dkv_semaphore != nullptr; }
-  __device__ __forceinline__ void wait_for_turn_dkv() const {
-    const int per_head = (p.keys.capacity + kBlockN - 1) / kBlockN * p.keys.blocks;
-    // One launch per head of the group: the count goes on from the last launch.
-    const int launch = p.group_end - p.group_begin == 1 ? p.group_begin : 0;
-    wait_until(p.dkv_semaphore + slot / per_head, launch * per_head + slot % per_head);
-  }
-  __device__ __forceinline__ void pass_turn_dkv() const {
-    const int per_head = (p.keys.capacity + kBlockN - 1) / kBlockN * p.keys.blocks;
-    increment(p.dkv_semaphore + slot / per_head);
-  }
-
-  static __device__ __forceinline__ void wait_until(const int32_t* counter, int value) {
-    if (threadIdx.x == 0) {
-      const volatile int32_t* turn = counter;
-      while (*turn != value) __nanosleep(64);
-      __threadfence();
-    }
-    __syncthreads();
-  }
-  static __device__ __forceinline__ void increment(int32_t* counter) {
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) atomicAdd(counter, 1);
-  }
-
-  // --- loads ---------------------------------------------------------------------------------------------------------
-
-  __device__ __forceinline__ const Element* head_ptr(const void* base, const Strides3& s, int head) const {
-    return static_cast<const Element*>(base) + batch * s.batch + head * s.head;
-  }
-  __device__ __forceinline__ void load_kv(uint32_t dst, const void* base, const Strides3& s, bool vec_given) const {
-    const bool vec = !T::kGeneral || vec_given;
-    const Element* src = head_ptr(base, s, head_k);
-    if constexpr (T::kGathered) {
-      load_tile<kBlockN, kHeadDim, T::kThreads>(smem_base + dst, src, s.row, keys, p.head_dim, vec, threadIdx.x,
-                                                RowGather{key_idx()});
-    } else {
-      load_tile<kBlockN, kHeadDim, T::kThreads>(smem_base + dst, src + key0 * s.row, s.row, keys, p.head_dim, vec,
-                                                threadIdx.x, RowIdentity{});
+      const int length =
+          static_cast<int>(threadIdx.x) < keys ? __ldg(p.keys.end + list_index() * p.seqlen_k + idx) - idx : 0;
+      reinterpret_cast<KeyInterval*>(smem + T::kInterval)[threadIdx.x] = {idx, length};
     }
   }
-  __device__ __forceinline__ void load_rows(uint32_t dst, const void* base, const Strides3& s, bool vec,
-                                            const Step& step) const {
-    const int row0 = step.m * kBlockM;
-    load_tile<kBlockM, kHeadDim, T::kThreads>(smem_base + dst, head_ptr(base, s, step.head) + row0 * s.row, s.row,
-                                              p.seqlen_q - row0, p.head_dim, !T::kGeneral || vec, threadIdx.x,
-                                              RowIdentity{});
+  __syncthreads();
+}
+
+template <class T>
+__device__ __forceinline__ void BwdBlock<T>::prologue(const Step& s) const {
+  if constexpr (T::kGathered) {
+    load_key_idx();
   }
-  __device__ __forceinline__ void load_q(const Step& s, int stage) const {
-    load_rows(T::kQ + stage * T::kTileQ, p.q, p.q_stride, p.vec_q, s);
-  }
-  __device__ __forceinline__ void load_dout(const Step& s, int stage) const {
-    load_rows(T::kdO + stage * T::kTileQ, p.dout, p.dout_stride, p.vec_dout, s);
-  }
-  // lse and delta of the step's rows (padded with harmless values past seqlen_q), and its mask words.
-  __device__ __forceinline__ void load_row_stats(const Step& s, int buf) const {
-    constexpr int kChunks = kBlockM / 4;
-    if (threadIdx.x < 2 * kChunks) {
-      const int chunk = threadIdx.x % kChunks;
-      const bool is_lse = threadIdx.x < kChunks;
-      const float* src = (is_lse ? p.lse : p.delta) +
-                         (static_cast<int64_t>(batch) * p.nheads + s.head) * p.seqlen_q_rounded + s.m * kBlockM;
-      const uint32_t dst = smem_base + (is_lse ? T::kLse : T::kDelta) + buf * kBlockM * 4;
-      cp_async16(dst + chunk * 16, src + chunk * 4, true);
+  load_kv(T::kK, p.k, p.k_stride, p.vec_k);
+  load_kv(T::kV, p.v, p.v_stride, p.vec_v);
+  load_q(s, 0);
+  load_dout(s, 0);
+  load_row_stats(s, 0);
+  cp_async_fence();
+  load_bias_and_mask(s);
+  cp_async_fence();
+  if (has_key_bias() && threadIdx.x < kBlockN) key_bias(0)[threadIdx.x] = fetch_key_bias(s);
+}
+
+template <class T>
+__device__ __forceinline__ void BwdBlock<T>::loop(float (&acc_dk)[T::MTkv][T::NTkv][4],
+                                                  float (&acc_dv)[T::MTkv][T::NTkv][4]) {
+  const int row_s = (warp % T::kWarpsMSdP) * 16 * T::MTs, col_s = (warp / T::kWarpsMSdP) * 8 * T::NTs;
+  const int key_kv = (warp % T::kWarpsNdKV) * 16 * T::MTkv, dim_kv = (warp / T::kWarpsNdKV) * 8 * T::NTkv;
+  const int row_q = (warp % T::kWarpsMdQ) * 16 * T::MTq, dim_q = (warp / T::kWarpsMdQ) * 8 * T::NTq;
+  const ScoreMap map(row_s, col_s, lane);
+  // S = Q K^T, dP = dO V^T
+  const Operand<kHeadDim, true, false> q_rows(smem_base + T::kQ, row_s, lane), do_rows(smem_base + T::kdO, row_s, lane);
+  const Operand<kHeadDim, false, false> k_rows(smem_base + T::kK, col_s, lane), v_rows(smem_base + T::kV, col_s, lane);
+  // dV = P^T dO, dK = dS^T Q
+  const Operand<kBlockN, true, true> p_cols(smem_base + T::kP, key_kv, lane), ds_cols(smem_base + T::kdS, key_kv, lane);
+  const Operand<kHeadDim, false, true> do_cols(smem_base + T::kdO, dim_kv, lane),
+      q_cols(smem_base + T::kQ, dim_kv, lane);
+  // dQ = dS K
+  const Operand<kBlockN, true, false> ds_rows(smem_base + T::kdS, row_q, lane);
+  const Operand<kHeadDim, false, true> k_cols(smem_base + T::kK, dim_q, lane);
+
+  float column_sums[T::NTs][2];
+#pragma unroll
+  for (int nt = 0; nt < T::NTs; ++nt) column_sums[nt][0] = column_sums[nt][1] = 0.f;
+
+  Step step = first;
+  prologue(step);
+  int buf = 0;
+  while (step.left > 0) {
+    // The newest group in flight is this step's bias and mask, needed only after the two products below.
+    cp_async_wait<1>();
+    __syncthreads();  // Q, dO of this step have landed; the last step's reads of P, dS and the other stages are over
+    const Step following = skip_empty(next(step));
+    const bool more = following.left > 0;
+    if (more) {
+      if constexpr (T::kStagesQ == 2) load_q(following, buf ^ 1);
+      if constexpr (T::kStagesdO == 2) load_dout(following, buf ^ 1);
+      load_row_stats(following, buf ^ 1);
     }
-  }
-  __device__ __forceinline__ void load_bias_and_mask(const Step& s) const {
-    if constexpr (T::kGeneral && !T::kGathered) {
-      if (p.bias.kind == BiasKind::kTile) {
-        const int row0 = s.m * kBlockM;
-        const ShiftedTile<kBlockN> tile = bias_tile(s);
-        if (bias_is_shifted()) {
-          tile.template load<kBlockM, T::kThreads>(smem_base + T::kP, p.seqlen_q - row0, keys, threadIdx.x);
-        } else {
-          load_tile<kBlockM, kBlockN, T::kThreads>(smem_base + T::kdS, tile.src, p.bias.row_stride, p.seqlen_q - row0,
-                                                   keys, true, threadIdx.x, RowIdentity{});
-        }
-      }
-      if (p.mask.bits != nullptr) {
-        load_mask_words<kBlockM, T::kMaskWords, T::kThreads>(smem_base + T::kMask, p.mask, mask_index(s.head),
-                                                             s.m * kBlockM, n_block * T::kMaskWords);
-      }
-    }
-  }
-  __device__ __forceinline__ ShiftedTile<kBlockN> bias_tile(const Step& s) const {
-    return {static_cast<const uint16_t*>(p.bias.ptr) + bias_base(s.head) +
-                static_cast<int64_t>(s.m) * kBlockM * p.bias.row_stride + key0,
-            p.bias.row_stride};
-  }
-  // Rows of the bias that do not start on 16 bytes: their tile is wider than dS's and lies over P and dS instead.
-  __device__ __forceinline__ bool bias_is_shifted() const {
-    return T::kGeneral && !T::kGathered && p.bias.kind == BiasKind::kTile &&
-           !(is_vec16(p.bias.ptr, p.bias.batch_stride, p.bias.head_stride, p.bias.row_stride) && p.seqlen_k % 8 == 0);
-  }
-  __device__ __forceinline__ bool has_score_tiles() const {
-    return T::kGeneral && !T::kGathered && (p.bias.kind == BiasKind::kTile || p.mask.bits != nullptr);
-  }
-  __device__ __forceinline__ int64_t bias_base(int head) const {
-    return batch * p.bias.batch_stride + (head / p.bias.head_ratio) * p.bias.head_stride;
-  }
-  __device__ __forceinline__ bool has_key_bias() const { return T::kGeneral && p.bias.kind == BiasKind::kKey; }
-  __device__ __forceinline__ float fetch_key_bias(const Step& s) const {
-    if (static_cast<int>(threadIdx.x) >= keys) return 0.f;
-    const int64_t key = T::kGathered ? key_idx()[threadIdx.x] : key0 + static_cast<int>(threadIdx.x);
-    constexpr bool kIsBf16 = std::is_same_v<Element, cutlass::bfloat16_t>;
-    return load_bias(p.bias, bias_base(s.head) + key * p.bias.col_stride, kIsBf16);
-  }
-  __device__ __forceinline__ int32_t* key_idx() const { return reinterpret_cast<int32_t*>(smem + T::kKeyIdx); }
-  __device__ __forceinline__ float* key_bias(int buf) const {
-    return reinterpret_cast<float*>(smem + T::kKeyBias) + buf * kBlockN;
-  }
-
-  // --- the elementwise middle ----------------------------------------------------------------------------------------
-
-  // What rounding dropped from a row's lse. Below 2^14 that is less than 2^-11, no more than fp16 resolves; looking it
-  // up for every row cost 15% of the time.
-  __device__ __forceinline__ float rest(const Step& step, int row, float row_lse) const {
-    if (fabsf(row_lse) < 16384.f || p.lse_rest == nullptr) return 0.f;
-    return __ldg(p.lse_rest + (static_cast<int64_t>(batch) * p.nheads + step.head) * p.seqlen_q_rounded +
-                 step.m * kBlockM + row);
-  }
-  // s: raw products -> probabilities.
-  __device__ __forceinline__ void probabilities(Scores& s, const Step& step, int buf, const ScoreMap& map) {
-    ScoreInputs in;
-    in.key_idx = T::kGathered ? key_idx() : nullptr;
-    in.key_intervals = smem_base + T::kInterval;
-    in.key0 = key0;
-    in.keys = keys;
-    in.row0 = step.m * kBlockM;
-    in.rows = p.seqlen_q - in.row0;
-    if constexpr (T::kGeneral) {
-      in.bias_tile = smem_base + T::kdS;
-      in.key_bias = key_bias(buf);
-      in.mask_words = reinterpret_cast<const uint32_t*>(smem + T::kMask);
-      scale_scores(s, p.softmax_scale, T::kFull ? p.softcap : 0.f);
-      if (bias_is_shifted()) {
-        add_shifted_bias<Element>(s, bias_tile(step), smem_base + T::kP, map);
-        __syncthreads();  // P and dS go where other threads' bias was
-      } else if (p.bias.kind != BiasKind::kNone) {
-        add_bias<Element, kBlockN, T::kGathered, T::kFull>(s, p.bias, bias_base(step.head), in, map);
-      }
-      if constexpr (!T::kGathered) {
-        if (p.mask.bits != nullptr) apply_mask_words<kBlockN>(s, in, map);
-      }
-    }
-    if (has_intervals()) {
-      if (keys_full < kBlockN) apply_intervals(s, in, map, causal_offset());
-    } else {
-      const int last = T::kGathered ? in.key_idx[keys - 1] : key0 + kBlockN - 1;
-      if (keys < kBlockN || (p.is_causal && last > in.row0 + causal_offset())) {
-        apply_limits<T::kGathered>(s, in, map, p.is_causal, causal_offset());
-      }
-    }
-    const float* lse = reinterpret_cast<const float*>(smem + T::kLse) + buf * kBlockM;
-    const float scale_log2 = p.softmax_scale * kLog2e;
-#pragma unroll
-    for (int mt = 0; mt < T::MTs; ++mt)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float row_lse = lse[map.row(mt, 2 * half)];
-        const float row_lse_log2 = (T::kGeneral ? rest(step, map.row(mt, 2 * half), row_lse) : row_lse) * kLog2e;
-#pragma unroll
-        for (int nt = 0; nt < T::NTs; ++nt)
-#pragma unroll
-          for (int e = 2 * half; e < 2 * half + 2; ++e) {
-            s[mt][nt][e] = T::kGeneral ? exp2_approx(__fmaf_rn(s[mt][nt][e] - row_lse, kLog2e, -row_lse_log2))
-                                       : exp2_approx(__fmaf_rn(s[mt][nt][e], scale_log2, -row_lse_log2));
-          }
-      }
-  }
-
-  // dp = prob * (dp - delta); the plain kernel folds softmax_scale in, one FFMA for the FADD, so that neither dq nor
-  // dk has to be scaled. The general one cannot: dbias takes the unscaled value.
-  __device__ __forceinline__ void logit_gradients(Scores& dp, const Scores& prob, int buf, const ScoreMap& map) const {
-    const float* delta = reinterpret_cast<const float*>(smem + T::kDelta) + buf * kBlockM;
-#pragma unroll
-    for (int mt = 0; mt < T::MTs; ++mt)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float row_delta = delta[map.row(mt, 2 * half)] * (T::kGeneral ? 1.f : p.softmax_scale);
-#pragma unroll
-        for (int nt = 0; nt < T::NTs; ++nt)
-#pragma unroll
-          for (int e = 2 * half; e < 2 * half + 2; ++e) {
-            dp[mt][nt][e] = prob[mt][nt][e] * (T::kGeneral ? dp[mt][nt][e] - row_delta
-                                                           : __fmaf_rn(dp[mt][nt][e], p.softmax_scale, -row_delta));
-          }
-      }
-  }
-
-  // s = 1 - tanh^2 of the raw products: what softcap multiplies the gradient by.
-  __device__ __forceinline__ void softcap_gradient(Scores& s) const {
-    const float inner = p.softmax_scale / p.softcap;
-#pragma unroll
-    for (int mt = 0; mt < T::MTs; ++mt)
-#pragma unroll
-      for (int nt = 0; nt < T::NTs; ++nt)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const float t = tanh_fast(s[mt][nt][e] * inner);
-          s[mt][nt][e] = 1.f - t * t;
-        }
-  }
-
-  // --- dbias ---------------------------------------------------------------------------------------------------------
-
-  __device__ __forceinline__ void add_column_sums(float (&sums)[T::NTs][2], const Scores& ds) const {
-#pragma unroll
-    for (int nt = 0; nt < T::NTs; ++nt)
-#pragma unroll
-      for (int mt = 0; mt < T::MTs; ++mt)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) sums[nt][e & 1] += ds[mt][nt][e];
-  }
-  // The head's column sums over this block's rows, through P's tile (free between two barriers), in a fixed order.
-  __device__ __forceinline__ void flush_column_sums(float (&sums)[T::NTs][2], int head, const ScoreMap& map) const {
-    float* scratch = reinterpret_cast<float*>(smem + T::kP);  // [kWarpsMSdP][kBlockN]
-    if (takes_turns_dkv()) wait_for_turn_dkv();
-    __syncthreads();
-#pragma unroll
-    for (int nt = 0; nt < T::NTs; ++nt)
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        float x = sums[nt][c];
-        x += __shfl_xor_sync(0xffffffffu, x, 4);
-        x += __shfl_xor_sync(0xffffffffu, x, 8);
-        x += __shfl_xor_sync(0xffffffffu, x, 16);
-        if (lane < 4) scratch[(warp % T::kWarpsMSdP) * kBlockN + map.col(nt, c)] = x;
-        sums[nt][c] = 0.f;
-      }
-    __syncthreads();
-    if (static_cast<int>(threadIdx.x) < keys) {
-      float x = 0.f;
-#pragma unroll
-      for (int w = 0; w < T::kWarpsMSdP; ++w) x += scratch[w * kBlockN + threadIdx.x];
-      const int64_t key = T::kGathered ? key_idx()[threadIdx.x] : key0 + static_cast<int>(threadIdx.x);
-      // Alone on its entry when deterministic; otherwise the splits of a head meet here.
-      atomicAdd(p.dbias_cols + (static_cast<int64_t>(batch) * p.nheads + head) * p.seqlen_k + key, x);
-    }
-  }
-  __device__ __forceinline__ int64_t dbias_base(const Step& s) const {
-    return batch * p.dbias_batch_stride + (s.head / p.bias.head_ratio) * p.dbias_head_stride;
-  }
-  // dbias entries of the tile from registers: any alignment, fp32 too.
-  __device__ __forceinline__ void store_dbias(const Scores& ds, const Step& s, const ScoreMap& map) const {
-    const bool is_f32 = p.bias.dtype == Dtype::kFloat32;
-#pragma unroll
-    for (int mt = 0; mt < T::MTs; ++mt)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = s.m * kBlockM + map.row(mt, 2 * half);
-        if (row >= p.seqlen_q) continue;
-        const int64_t row_base = dbias_base(s) + row * p.dbias_row_stride;
-#pragma unroll
-        for (int nt = 0; nt < T::NTs; ++nt) {
-          const uint32_t pair = ElementTraits<Element>::pack(ds[mt][nt][2 * half], ds[mt][nt][2 * half + 1]);
-#pragma unroll
-          for (int c = 0; c < 2; ++c) {
-            const int col = map.col(nt, c);
-            if (col >= keys) continue;
-            const int64_t key = T::kGathered ? key_idx()[col] : key0 + col;
-            if (p.dbias_kind == DbiasKind::kAccum) {
-              atomicAdd(static_cast<float*>(p.dbias) + row_base + key, ds[mt][nt][2 * half + c]);
-            } else if (is_f32) {
-              static_cast<float*>(p.dbias)[row_base + key] = ds[mt][nt][2 * half + c];
-            } else {
-              static_cast<uint16_t*>(p.dbias)[row_base + key] = static_cast<uint16_t>(pair >> (16 * c));
-            }
-          }
-        }
-      }
-  }
-  // 16-bit dbias of the tile is dS itself: copied from shared memory.
-  __device__ __forceinline__ bool dbias_from_smem() const {
-    return T::kGeneral && !T::kFull && !T::kGathered && p.dbias_kind == DbiasKind::kTile;
-  }
-  __device__ __forceinline__ void copy_dbias(const Step& s) const {
-    Element* dst = static_cast<Element*>(p.dbias) + dbias_base(s) +
-                   static_cast<int64_t>(s.m) * kBlockM * p.dbias_row_stride + key0;
-    store_tile<kBlockM, kBlockN, T::kThreads>(
-        dst, smem_base + T::kdS, p.dbias_row_stride, p.seqlen_q - s.m * kBlockM, keys,
-        is_vec16(p.dbias, p.dbias_batch_stride, p.dbias_head_stride, p.dbias_row_stride) && keys % 8 == 0, threadIdx.x,
-        RowIdentity{});
-  }
-
-  // --- the loop ------------------------------------------------------------------------------------------------------
-
-  __device__ __forceinline__ void add_dq(const float (&acc)[T::MTq][T::NTq][4], const Step& s) const {
-    float* dst = p.dq_accum +
-                 ((static_cast<int64_t>(batch) * p.nheads + s.head) * m_blocks() + s.m) * (kBlockM * kHeadDim) +
-                 threadIdx.x;
-    const float scale = T::kGeneral ? p.softmax_scale : 1.f;
-    if (T::kGeneral && p.dq_semaphore != nullptr) wait_for_turn(s);
-#pragma unroll
-    for (int mt = 0; mt < T::MTq; ++mt)
-#pragma unroll
-      for (int nt = 0; nt < T::NTq; ++nt)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          atomicAdd(dst + ((mt * T::NTq + nt) * 4 + e) * T::kThreads, acc[mt][nt][e] * scale);
-        }
-    if (T::kGeneral && p.dq_semaphore != nullptr) pass_turn(s);
-  }
-
-  __device__ __forceinline__ void run() {
-    if (!active) {
-      if (takes_turns_dkv()) {
-        wait_for_turn_dkv();
-        pass_turn_dkv();
-      }
-      return;
-    }
-    float acc_dk[T::MTkv][T::NTkv][4], acc_dv[T::MTkv][T::NTkv][4];
-    clear(acc_dk);
-    clear(acc_dv);
-    if (first.left > 0) loop(acc_dk, acc_dv);
-    store_dkv(acc_dk, acc_dv);
-  }
-
-  __device__ __forceinline__ void load_key_idx() const {
-    if (threadIdx.x < kBlockN) {
-      const int idx = __ldg(list + key0 + threadIdx.x);
-      key_idx()[threadIdx.x] = idx;
-      if (has_intervals()) {
-        const int length =
-            static_cast<int>(threadIdx.x) < keys ? __ldg(p.keys.end + list_index() * p.seqlen_k + idx) - idx : 0;
-        reinterpret_cast<KeyInterval*>(smem + T::kInterval)[threadIdx.x] = {idx, length};
-      }
-    }
-    __syncthreads();
-  }
-
-  __device__ __forceinline__ void prologue(const Step& s) const {
-    if constexpr (T::kGathered) {
-      load_key_idx();
-    }
-    load_kv(T::kK, p.k, p.k_stride, p.vec_k);
-    load_kv(T::kV, p.v, p.v_stride, p.vec_v);
-    load_q(s, 0);
-    load_dout(s, 0);
-    load_row_stats(s, 0);
     cp_async_fence();
-    load_bias_and_mask(s);
-    cp_async_fence();
-    if (has_key_bias() && threadIdx.x < kBlockN) key_bias(0)[threadIdx.x] = fetch_key_bias(s);
-  }
+    float bias_next = 0.f;
+    if (more && has_key_bias()) bias_next = fetch_key_bias(following);
+    const uint32_t q_offset = T::kStagesQ == 2 ? buf * T::kTileQ : 0;
+    const uint32_t do_offset = T::kStagesdO == 2 ? buf * T::kTileQ : 0;
 
-  __device__ __forceinline__ void loop(float (&acc_dk)[T::MTkv][T::NTkv][4], float (&acc_dv)[T::MTkv][T::NTkv][4]) {
-    const int row_s = (warp % T::kWarpsMSdP) * 16 * T::MTs, col_s = (warp / T::kWarpsMSdP) * 8 * T::NTs;
-    const int key_kv = (warp % T::kWarpsNdKV) * 16 * T::MTkv, dim_kv = (warp / T::kWarpsNdKV) * 8 * T::NTkv;
-    const int row_q = (warp % T::kWarpsMdQ) * 16 * T::MTq, dim_q = (warp / T::kWarpsMdQ) * 8 * T::NTq;
-    const ScoreMap map(row_s, col_s, lane);
-    // S = Q K^T, dP = dO V^T
-    const Operand<kHeadDim, true, false> q_rows(smem_base + T::kQ, row_s, lane),
-        do_rows(smem_base + T::kdO, row_s, lane);
-    const Operand<kHeadDim, false, false> k_rows(smem_base + T::kK, col_s, lane),
-        v_rows(smem_base + T::kV, col_s, lane);
-    // dV = P^T dO, dK = dS^T Q
-    const Operand<kBlockN, true, true> p_cols(smem_base + T::kP, key_kv, lane),
-        ds_cols(smem_base + T::kdS, key_kv, lane);
-    const Operand<kHeadDim, false, true> do_cols(smem_base + T::kdO, dim_kv, lane),
-        q_cols(smem_base + T::kQ, dim_kv, lane);
-    // dQ = dS K
-    const Operand<kBlockN, true, false> ds_rows(smem_base + T::kdS, row_q, lane);
-    const Operand<kHeadDim, false, true> k_cols(smem_base + T::kK, dim_q, lane);
-
-    float column_sums[T::NTs][2];
-#pragma unroll
-    for (int nt = 0; nt < T::NTs; ++nt) column_sums[nt][0] = column_sums[nt][1] = 0.f;
-
-    Step step = first;
-    prologue(step);
-    int buf = 0;
-    while (step.left > 0) {
-      // The newest group in flight is this step's bias and mask, needed only after the two products below.
+    Scores s, dp;
+    clear(s);
+    gemm_ss<Element, kHeadDim / 16>(s, q_rows, k_rows, q_offset, 0);
+    clear(dp);
+    gemm_ss<Element, kHeadDim / 16>(dp, do_rows, v_rows, do_offset, 0);
+    if (has_score_tiles()) {
       cp_async_wait<1>();
-      __syncthreads();  // Q, dO of this step have landed; the last step's reads of P, dS and the other stages are over
-      const Step following = skip_empty(next(step));
-      const bool more = following.left > 0;
-      if (more) {
-        if constexpr (T::kStagesQ == 2) load_q(following, buf ^ 1);
-        if constexpr (T::kStagesdO == 2) load_dout(following, buf ^ 1);
-        load_row_stats(following, buf ^ 1);
-      }
-      cp_async_fence();
-      float bias_next = 0.f;
-      if (more && has_key_bias()) bias_next = fetch_key_bias(following);
-      const uint32_t q_offset = T::kStagesQ == 2 ? buf * T::kTileQ : 0;
-      const uint32_t do_offset = T::kStagesdO == 2 ? buf * T::kTileQ : 0;
-
-      Scores s, dp;
-      clear(s);
-      gemm_ss<Element, kHeadDim / 16>(s, q_rows, k_rows, q_offset, 0);
-      clear(dp);
-      gemm_ss<Element, kHeadDim / 16>(dp, do_rows, v_rows, do_offset, 0);
-      if (has_score_tiles()) {
-        cp_async_wait<1>();
-        __syncthreads();
-      }
-      middle(s, dp, step, buf, map, column_sums);
-      __syncthreads();  // P and dS are complete
-
-      if (wants_dv()) gemm_ss<Element, kBlockM / 16>(acc_dv, p_cols, do_cols, 0, do_offset);
-      if (dbias_from_smem()) copy_dbias(step);
-      if constexpr (T::kStagesdO == 1) {
-        __syncthreads();  // dO is free
-        if (more) load_dout(following, 0);
-        cp_async_fence();
-      }
-      if (wants_dq()) {
-        float acc_dq[T::MTq][T::NTq][4];
-        clear(acc_dq);
-        gemm_ss<Element, kBlockN / 16>(acc_dq, ds_rows, k_cols);
-        add_dq(acc_dq, step);
-      }
-      if (wants_dk()) gemm_ss<Element, kBlockM / 16>(acc_dk, ds_cols, q_cols, 0, q_offset);
-      if (T::kGeneral && p.dbias_kind == DbiasKind::kKey && (!more || following.head != step.head)) {
-        flush_column_sums(column_sums, step.head, map);
-      }
-      if constexpr (T::kStagesQ == 1) {
-        __syncthreads();  // Q is free
-        if (more) load_q(following, 0);
-        cp_async_fence();
-      }
-      if (has_score_tiles()) {
-        if constexpr (T::kStagesQ == 2) __syncthreads();  // dS is free
-        if (more) load_bias_and_mask(following);
-      }
-      cp_async_fence();
-      if (has_key_bias() && threadIdx.x < kBlockN) key_bias(buf ^ 1)[threadIdx.x] = bias_next;
-      step = following;
-      buf ^= 1;
-    }
-  }
-
-  __device__ __forceinline__ bool wants_dq() const { return !T::kGeneral || p.dq_accum != nullptr; }
-  __device__ __forceinline__ bool wants_dk() const {
-    return !T::kGeneral || p.dk != nullptr || p.dk_slots != nullptr || p.dk_accum != nullptr;
-  }
-  __device__ __forceinline__ bool wants_dv() const {
-    return !T::kGeneral || p.dv != nullptr || p.dv_slots != nullptr || p.dv_accum != nullptr;
-  }
-
-  // From the two raw products to P and dS in shared memory, and what dbias takes from dS on the way.
-  __device__ __forceinline__ void middle(Scores& s, Scores& dp, const Step& step, int buf, const ScoreMap& map,
-                                         float (&column_sums)[T::NTs][2]) {
-    if (T::kFull && p.softcap > 0.f) {
-      // The derivative of softcap needs the raw products, which the probabilities overwrite: P first, into shared
-      // memory, and the derivative from the products kept aside.
-      Scores raw;
-      copy(raw, s);
-      probabilities(s, step, buf, map);
-      logit_gradients(dp, s, buf, map);
-      store_acc<Element, kBlockN>(smem_base + T::kP, s, map_row0(), map_col0(), lane);
-      take_dbias(dp, step, map, column_sums);
-      softcap_gradient(raw);
-      multiply(dp, raw);
-    } else {
-      probabilities(s, step, buf, map);
-      store_acc<Element, kBlockN>(smem_base + T::kP, s, map_row0(), map_col0(), lane);
-      logit_gradients(dp, s, buf, map);
-      take_dbias(dp, step, map, column_sums);
-    }
-    store_acc<Element, kBlockN>(smem_base + T::kdS, dp, map_row0(), map_col0(), lane);
-  }
-  __device__ __forceinline__ int map_row0() const { return (warp % T::kWarpsMSdP) * 16 * T::MTs; }
-  __device__ __forceinline__ int map_col0() const { return (warp / T::kWarpsMSdP) * 8 * T::NTs; }
-  __device__ __forceinline__ void take_dbias(const Scores& ds, const Step& step, const ScoreMap& map,
-                                             float (&column_sums)[T::NTs][2]) const {
-    if constexpr (T::kGeneral) {
-      if (p.dbias_kind == DbiasKind::kKey) {
-        add_column_sums(column_sums, ds);
-      } else if (T::kFull && p.dbias_kind != DbiasKind::kNone) {
-        store_dbias(ds, step, map);
-      }
-    }
-  }
-  static __device__ __forceinline__ void copy(Scores& dst, const Scores& src) {
-#pragma unroll
-    for (int mt = 0; mt < T::MTs; ++mt)
-#pragma unroll
-      for (int nt = 0; nt < T::NTs; ++nt)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) dst[mt][nt][e] = src[mt][nt][e];
-  }
-  static __device__ __forceinline__ void multiply(Scores& dst, const Scores& factor) {
-#pragma unroll
-    for (int mt = 0; mt < T::MTs; ++mt)
-#pragma unroll
-      for (int nt = 0; nt < T::NTs; ++nt)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) dst[mt][nt][e] *= factor[mt][nt][e];
-  }
-
-  // --- epilogue ------------------------------------------------------------------------------------------------------
-
-  using AccKV = float[T::MTkv][T::NTkv][4];
-
-  __device__ __forceinline__ void store_dkv(AccKV& acc_dk, AccKV& acc_dv) const {
-    if constexpr (T::kGeneral) {
-#pragma unroll
-      for (int mt = 0; mt < T::MTkv; ++mt)
-#pragma unroll
-        for (int nt = 0; nt < T::NTkv; ++nt)
-#pragma unroll
-          for (int e = 0; e < 4; ++e) acc_dk[mt][nt][e] *= p.softmax_scale;
-    }
-    cp_async_wait<0>();
-    __syncthreads();
-    if (takes_turns_dkv()) wait_for_turn_dkv();
-    store_one(acc_dk, p.dk, p.dk_stride, p.vec_dk, p.dk_slots, p.dk_accum, T::kK);
-    store_one(acc_dv, p.dv, p.dv_stride, p.vec_dv, p.dv_slots, p.dv_accum, T::kV);
-    if (takes_turns_dkv()) pass_turn_dkv();
-  }
-  __device__ __forceinline__ void store_one(const AccKV& acc, void* out, const Strides3& stride, bool vec, float* slots,
-                                            float* accum, uint32_t tile) const {
-    const int row0 = (warp % T::kWarpsNdKV) * 16 * T::MTkv, col0 = (warp / T::kWarpsNdKV) * 8 * T::NTkv;
-    if (accum != nullptr || (num_splits > 1 && slots != nullptr)) {
-      const FragmentMap map(row0, col0, lane);
-#pragma unroll
-      for (int mt = 0; mt < T::MTkv; ++mt)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int row = map.row(mt, 2 * half);
-          if (row >= keys) continue;
-          store_fp32_row(acc[mt], half, row, map, slots, accum);
-        }
-    } else if (out != nullptr) {
-      store_acc<Element, kHeadDim>(smem_base + tile, acc, row0, col0, lane);
       __syncthreads();
-      Element* dst = static_cast<Element*>(out) + batch * stride.batch + head_k * stride.head;
-      if constexpr (T::kGathered) {
-        if (first.left <= 0) load_key_idx();  // the prologue, which loads the indices, was skipped
-        store_tile<kBlockN, kHeadDim, T::kThreads>(dst, smem_base + tile, stride.row, keys, p.head_dim, vec,
-                                                   threadIdx.x, RowGather{key_idx()});
-      } else {
-        store_tile<kBlockN, kHeadDim, T::kThreads>(dst + key0 * stride.row, smem_base + tile, stride.row, keys,
-                                                   p.head_dim, vec, threadIdx.x, RowIdentity{});
-      }
+    }
+    middle(s, dp, step, buf, map, column_sums);
+    __syncthreads();  // P and dS are complete
+
+    if (wants_dv()) gemm_ss<Element, kBlockM / 16>(acc_dv, p_cols, do_cols, 0, do_offset);
+    if (dbias_from_smem()) copy_dbias(step);
+    if constexpr (T::kStagesdO == 1) {
+      __syncthreads();  // dO is free
+      if (more) load_dout(following, 0);
+      cp_async_fence();
+    }
+    if (wants_dq()) {
+      float acc_dq[T::MTq][T::NTq][4];
+      clear(acc_dq);
+      gemm_ss<Element, kBlockN / 16>(acc_dq, ds_rows, k_cols);
+      add_dq(acc_dq, step);
+    }
+    if (wants_dk()) gemm_ss<Element, kBlockM / 16>(acc_dk, ds_cols, q_cols, 0, q_offset);
+    if (T::kGeneral && p.dbias_kind == DbiasKind::kKey && (!more || following.head != step.head)) {
+      flush_column_sums(column_sums, step.head, map);
+    }
+    if constexpr (T::kStagesQ == 1) {
+      __syncthreads();  // Q is free
+      if (more) load_q(following, 0);
+      cp_async_fence();
+    }
+    if (has_score_tiles()) {
+      if constexpr (T::kStagesQ == 2) __syncthreads();  // dS is free
+      if (more) load_bias_and_mask(following);
+    }
+    cp_async_fence();
+    if (has_key_bias() && threadIdx.x < kBlockN) key_bias(buf ^ 1)[threadIdx.x] = bias_next;
+    step = following;
+    buf ^= 1;
+  }
+}
+
+template <class T>
+__device__ __forceinline__ bool BwdBlock<T>::wants_dk() const {
+  return !T::kGeneral || p.dk != nullptr || p.dk_slots != nullptr || p.dk_accum != nullptr;
+}
+
+template <class T>
+__device__ __forceinline__ bool BwdBlock<T>::wants_dv() const {
+  return !T::kGeneral || p.dv != nullptr || p.dv_slots != nullptr || p.dv_accum != nullptr;
+}
+
+// From the two raw products to P and dS in shared memory, and what dbias takes from dS on the way.
+template <class T>
+__device__ __forceinline__ void BwdBlock<T>::middle(Scores& s, Scores& dp, const Step& step, int buf,
+                                                    const ScoreMap& map, float (&column_sums)[T::NTs][2]) {
+  if (T::kFull && p.softcap > 0.f) {
+    // The derivative of softcap needs the raw products, which the probabilities overwrite: P first, into shared
+    // memory, and the derivative from the products kept aside.
+    Scores raw;
+    copy(raw, s);
+    probabilities(s, step, buf, map);
+    logit_gradients(dp, s, buf, map);
+    store_acc<Element, kBlockN>(smem_base + T::kP, s, map_row0(), map_col0(), lane);
+    take_dbias(dp, step, map, column_sums);
+    softcap_gradient(raw);
+    multiply(dp, raw);
+  } else {
+    probabilities(s, step, buf, map);
+    store_acc<Element, kBlockN>(smem_base + T::kP, s, map_row0(), map_col0(), lane);
+    logit_gradients(dp, s, buf, map);
+    take_dbias(dp, step, map, column_sums);
+  }
+  store_acc<Element, kBlockN>(smem_base + T::kdS, dp, map_row0(), map_col0(), lane);
+}
+
+template <class T>
+__device__ __forceinline__ void BwdBlock<T>::take_dbias(const Scores& ds, const Step& step, const ScoreMap& map,
+                                                        float (&column_sums)[T::NTs][2]) const {
+  if constexpr (T::kGeneral) {
+    if (p.dbias_kind == DbiasKind::kKey) {
+      add_column_sums(column_sums, ds);
+    } else if (T::kFull && p.dbias_kind != DbiasKind::kNone) {
+      store_dbias(ds, step, map);
     }
   }
-  __device__ __forceinline__ void store_fp32_row(const float (&acc)[T::NTkv][4], int half, int row,
-                                                 const FragmentMap& map, float* slots, float* accum) const {
-    float* dst;
-    if (accum != nullptr) {
-      const int64_t key = T::kGathered ? __ldg(list + key0 + row) : key0 + row;
-      dst = accum + ((static_cast<int64_t>(batch) * p.nheads_k + head_k) * p.seqlen_k + key) * p.head_dim;
-    } else {
-      dst = slots + (static_cast<int64_t>(p.deterministic ? slot : slot / num_splits) * kBlockN + row) * kHeadDim;
-    }
+}
+
+template <class T>
+__device__ __forceinline__ void BwdBlock<T>::copy(Scores& dst, const Scores& src) {
 #pragma unroll
-    for (int nt = 0; nt < T::NTkv; ++nt) {
-      const int col = map.col(nt, 0);
-      float2 x = {acc[nt][2 * half], acc[nt][2 * half + 1]};
-      if (accum != nullptr && col >= p.head_dim) continue;
-      if (accum != nullptr ? has_intervals() : !p.deterministic) {
-        atomicAdd(dst + col, x.x);
-        atomicAdd(dst + col + 1, x.y);
-        continue;
-      }
-      if (accum != nullptr) {
-        // Launches for the heads of a group follow one another and a key belongs to one block of each.
-        const float2 old = *reinterpret_cast<const float2*>(dst + col);
-        x.x += old.x;
-        x.y += old.y;
-      }
-      *reinterpret_cast<float2*>(dst + col) = x;
-    }
-  }
-};
+  for (int mt = 0; mt < T::MTs; ++mt)
+#pragma unroll
+    for (int nt = 0; nt < T::NTs; ++nt)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) dst[mt][nt][e] = src[mt][nt][e];
+}
+
+template <class T>
+__device__ __forceinline__ void BwdBlock<T>::multiply(Scores& dst, const Scores& factor) {
+#pragma unroll
+  for (int mt = 0; mt < T::MTs; ++mt)
+#pragma unroll
+    for (int nt = 0; nt < T::NTs; ++nt)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) dst[mt][nt][e] *= factor[mt][nt][e];
+}
 
 template <class T, int kFamilyBits>
 __global__ void __launch_bounds__(T::kThreads, 1) bwd_kernel(const __grid_constant__ BwdParams p) {
