@@ -26,7 +26,7 @@ struct FwdPlan {
   size_t workspace_bytes = 0;
 };
 
-FwdPlan plan_fwd(const dmattn_fwd_params& p, const Device& device, void* workspace);
+FwdPlan plan_fwd(const dmattn_fwd_params& given, const Device& device, void* workspace);
 
 // Parts into which the keys of a row block are split, so that `blocks` blocks of work fill `resident` places evenly.
 int32_t choose_num_splits(int64_t blocks, int64_t resident, int32_t key_tiles);
@@ -73,7 +73,7 @@ struct BwdPlan {
   size_t workspace_bytes = 0;
 };
 
-BwdPlan plan_bwd(const dmattn_bwd_params& p, const Device& device, void* workspace);
+BwdPlan plan_bwd(const dmattn_bwd_params& given, const Device& device, void* workspace);
 
 // The kernel parameters of the launch for batch b, kv head hk and head g of its group, as far as the sequence tells
 // these apart (0 where it does not).

@@ -40,7 +40,7 @@ __device__ __forceinline__ void BwdBlock<T>::store_one(const AccKV& acc, void* o
   } else if (out != nullptr) {
     store_acc<Element, kHeadDim>(smem_base + tile, acc, row0, col0, lane);
     __syncthreads();
-    Element* dst = static_cast<Element*>(out) + batch * stride.batch + head_k * stride.head;
+    Element* dst = static_cast<Element*>(out) + batch * stride.batch + head_k * stride.head + first_key() * stride.row;
     if constexpr (T::kGathered) {
       if (first.left <= 0) load_key_idx();  // the prologue, which loads the indices, was skipped
       store_tile<kBlockN, kHeadDim, T::kThreads>(dst, smem_base + tile, stride.row, keys, p.head_dim, vec, threadIdx.x,
@@ -58,7 +58,7 @@ __device__ __forceinline__ void BwdBlock<T>::store_fp32_row(const float (&acc)[T
   float* dst;
   if (accum != nullptr) {
     const int64_t key = T::kGathered ? __ldg(list + key0 + row) : key0 + row;
-    dst = accum + ((static_cast<int64_t>(batch) * p.nheads_k + head_k) * p.seqlen_k + key) * p.head_dim;
+    dst = accum + key_row(p.nheads_k, head_k, key) * p.head_dim;
   } else {
     dst = slots + (static_cast<int64_t>(p.deterministic ? slot : slot / num_splits) * kBlockN + row) * kHeadDim;
   }
