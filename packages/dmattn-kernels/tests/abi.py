@@ -168,10 +168,15 @@ def packed_fields(
     k = tensor((total_k, nheads_k, head_dim), dtype)
     cu_seqlens = tensor((sequences + 1,), INT32)
     return {
-        **{"q": q, "k": k, "v": k, "out": q},
+        "q": q,
+        "k": k,
+        "v": k,
+        "out": q,
         "softmax_lse": tensor((nheads, total_q), FLOAT32),
-        **{"cu_seqlens_q": cu_seqlens, "cu_seqlens_k": cu_seqlens},
-        **{"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k},
+        "cu_seqlens_q": cu_seqlens,
+        "cu_seqlens_k": cu_seqlens,
+        "max_seqlen_q": max_seqlen_q,
+        "max_seqlen_k": max_seqlen_k,
     }
 
 

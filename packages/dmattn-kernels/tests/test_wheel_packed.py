@@ -139,7 +139,7 @@ def test_few_long_sequences_are_not_split(plan: Probe) -> None:
 
 
 def test_one_row_a_sequence_keeps_its_heads_apart(plan: Probe) -> None:
-    """Rows of a packed block would be heads of one sequence, and their first row that of another."""
+    """Rows of other sequences follow, so that heads cannot become the rows of one block."""
     found = plan.fwd(packed=True, total_q=3, max_seqlen_q=1)
     assert (found["nheads"], found["head_ratio"], found["seqlen_q"]) == (4, 2, 1)
 
@@ -205,10 +205,13 @@ def array_bytes(found: Plan, heads: int) -> dict[str, int]:
     tiles = found["nheads"] * (total_q // block_m + sequences)
     kv = found["nheads_k"] * total_k * found["dim_tile"] * 4
     return {
-        **{"lse": stats, "lse_rest": stats, "delta": stats},
+        "lse": stats,
+        "lse_rest": stats,
+        "delta": stats,
         "dq_accum": tiles * block_m * found["dim_tile"] * 4,
         "dq_semaphore": tiles * 4,
-        **{"dk_accum": kv, "dv_accum": kv},
+        "dk_accum": kv,
+        "dv_accum": kv,
         "dbias_cols": found["nheads"] * total_k * 4,
         "schedule": (sequences * found["nheads_k"] + 3) * 4,
         "mask.bits": heads * total_q * found["seqlen_k"] // 8,

@@ -104,6 +104,11 @@ KeyList read_selection(const dmattn_key_selection& selection, const Problem& x);
 
 // kind is left kNone where there is no bias.
 BiasParams read_bias(const dmattn_tensor& bias, const Problem& x, bool gathered);
+// Packing::bias_col_stride. A bias per key counts its columns through all sequences, one per row from the sequence's
+// first key; the kernels count keys from there too, or (gathered) through all sequences.
+inline int64_t packed_bias_stride(const BiasParams& bias, bool per_key, bool gathered) {
+  return bias.col_stride * ((per_key ? 1 : 0) - (gathered ? 1 : 0));
+}
 // How the kernel gets at a bias with these strides.
 BiasKind choose_bias_kind(const BiasParams& bias, bool gathered);
 

@@ -369,7 +369,7 @@ BwdPlan plan_bwd(const dmattn_bwd_params& given, const Device& device, void* bas
   if (plan.selected) plan.kernel.keys = read_selection(p.selection, x);
   plan.intervals = plan.kernel.keys.block_rows > 0;
   plan.kernel.bias = read_bias(p.bias, x, plan.gathered);
-  if (is_per_key(given.bias)) plan.kernel.packing.bias_col_stride = plan.kernel.bias.col_stride;
+  plan.kernel.packing.bias_col_stride = packed_bias_stride(plan.kernel.bias, is_per_key(given.bias), plan.gathered);
   plan.launches =
       is_present(p.dq) || is_present(p.dk) || is_present(p.dv) || plan.kernel.dbias_kind != DbiasKind::kNone;
   if (!plan.launches && !plan.dbias_rows) return plan;

@@ -129,7 +129,7 @@ FwdPlan plan_fwd(const dmattn_fwd_params& given, const Device& device, void* bas
   plan.gathered = plan.selected || (has_mask(plan.mask) && is_key_only(plan.mask));
   if (plan.selected) plan.kernel.keys = read_selection(p.selection, x);
   plan.kernel.bias = read_bias(p.bias, x, plan.gathered);
-  if (is_per_key(given.bias)) plan.kernel.packing.bias_col_stride = plan.kernel.bias.col_stride;
+  plan.kernel.packing.bias_col_stride = packed_bias_stride(plan.kernel.bias, is_per_key(given.bias), plan.gathered);
   // A mask or a list of each query head's own gives the rows of a packed block different keys.
   const int32_t mask_heads = plan.selected ? plan.kernel.keys.heads : has_mask(plan.mask) ? plan.mask.heads : 1;
   if (!is_packed(p) && x.seqlen_q == 1 && x.head_ratio > 1 && (mask_heads == 1 || mask_heads == x.nheads_k)) {

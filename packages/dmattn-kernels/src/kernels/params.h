@@ -26,7 +26,8 @@ struct Packing {
   int32_t sequences = 0;
   int32_t total_q = 0, total_k = 0;  // rows and keys of all sequences
   int32_t m_blocks = 0;              // backward: packed_blocks() of block_m query rows
-  // Of a bias per key, whose keys are counted through all sequences. 0: columns count from the sequence's first key.
+  // Columns of the bias that the keys in front of a sequence move its own by, times the stride: see
+  // packed_bias_stride() in api/operands.h.
   int64_t bias_col_stride = 0;
 
   constexpr bool is_active() const { return sequences > 0; }
@@ -128,7 +129,7 @@ struct KeyList {
   const int32_t* end = nullptr;   // [batch][heads][seqlen_k]
 };
 // Packed sequences have lists with block_rows == 0: count is [batch][heads], idx [heads][capacity] with the list of
-// sequence b from the first_packed_block() of kListBlock keys on, its keys counted from the sequence's first.
+// sequence b from the first_packed_block() of kListBlock keys on. Keys are numbered through all sequences.
 
 struct FwdParams {
   const void* q = nullptr;  // f16/bf16

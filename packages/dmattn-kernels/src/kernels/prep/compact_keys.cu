@@ -35,6 +35,7 @@ __device__ __forceinline__ uint32_t load_keys(const uint8_t* src, int64_t stride
 struct List {
   const uint8_t* src;
   int keys;
+  int first;  // number of the first of them
   int32_t* idx;
   int capacity;
 };
@@ -42,11 +43,11 @@ __device__ __forceinline__ List find_list(const MaskSource& mask, const KeyList&
   const int64_t b = list / mask.heads, head = list % mask.heads;
   const uint8_t* src = mask.ptr + b * mask.batch_stride + head * mask.head_stride;
   int32_t* idx = const_cast<int32_t*>(keys.idx);
-  if (!mask.packing.is_active()) return {src, mask.seqlen_k, idx + list * keys.capacity, keys.capacity};
+  if (!mask.packing.is_active()) return {src, mask.seqlen_k, 0, idx + list * keys.capacity, keys.capacity};
   const int before = __ldg(mask.packing.cu_seqlens_k + b);
   const int count = min(__ldg(mask.packing.cu_seqlens_k + b + 1) - before, mask.seqlen_k);
   const int64_t first = static_cast<int64_t>(first_packed_block(before, static_cast<int>(b), kListBlock)) * kListBlock;
-  return {src + (mask.per_key ? before * mask.col_stride : 0), count, idx + head * keys.capacity + first,
+  return {src + (mask.per_key ? before * mask.col_stride : 0), count, before, idx + head * keys.capacity + first,
           round_up(count, kListBlock)};
 }
 
@@ -73,7 +74,8 @@ __global__ void __launch_bounds__(kThreads) compact_kernel(const MaskSource mask
       const uint32_t group = group_bits[key / 16];
       const int bit = key % 16;
       if (group >> bit & 1) {
-        list.idx[group_begin[key / 16] + __popc(group & ((1u << bit) - 1))] = static_cast<int32_t>(pass0 + key);
+        list.idx[group_begin[key / 16] + __popc(group & ((1u << bit) - 1))] =
+            list.first + static_cast<int32_t>(pass0 + key);
       }
     }
     count += pass_count;

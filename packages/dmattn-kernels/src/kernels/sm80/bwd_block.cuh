@@ -96,17 +96,22 @@ struct BwdBlock {
   }
 
   __device__ __forceinline__ bool is_packed() const { return T::kGeneral && p.packing.is_active(); }
-  // Of the block's sequence, where sequences are packed: the rows and keys in front of it, and its lengths. Read again
+  // Of the block's sequence, where sequences are packed: the rows and keys in front of it, its lengths. Read again
   // (from the L1 cache) after each barrier: kept in registers through the loop, they spilled others.
   __device__ __forceinline__ int first_row() const { return is_packed() ? p.packing.cu_seqlens_q[batch] : 0; }
-  __device__ __forceinline__ int first_key() const { return is_packed() ? p.packing.cu_seqlens_k[batch] : 0; }
+  __device__ __forceinline__ int keys_before() const { return is_packed() ? p.packing.cu_seqlens_k[batch] : 0; }
   __device__ __forceinline__ int seqlen_q() const {
     return is_packed() ? p.packing.cu_seqlens_q[batch + 1] - first_row() : p.seqlen_q;
   }
   __device__ __forceinline__ int seqlen_k() const {
-    return is_packed() ? p.packing.cu_seqlens_k[batch + 1] - first_key() : p.seqlen_k;
+    return is_packed() ? p.packing.cu_seqlens_k[batch + 1] - keys_before() : p.seqlen_k;
   }
-  __device__ __forceinline__ int causal_offset() const { return seqlen_k() - seqlen_q(); }
+  // Where a tile's keys count from: in their sequence, or, listed, in all sequences.
+  __device__ __forceinline__ int first_key() const { return T::kGathered ? 0 : keys_before(); }
+  // Row i sees the keys up to i + causal_offset(), as tiles count them.
+  __device__ __forceinline__ int causal_offset() const {
+    return (T::kGathered && is_packed() ? p.packing.cu_seqlens_k[batch + 1] : seqlen_k()) - seqlen_q();
+  }
   __device__ __forceinline__ int m_blocks() const { return (seqlen_q() + kBlockM - 1) / kBlockM; }
 
   // Where things lie in arrays of the workspace, which have no batch when sequences are packed.
@@ -168,7 +173,7 @@ struct BwdBlock {
   __device__ __forceinline__ int64_t packed_list() const {
     const int head = head_k * p.head_ratio + p.group_begin;
     return static_cast<int64_t>(head / p.keys.head_ratio) * p.keys.capacity +
-           static_cast<int64_t>(first_packed_block(first_key(), batch, kListBlock)) * kListBlock;
+           static_cast<int64_t>(first_packed_block(keys_before(), batch, kListBlock)) * kListBlock;
   }
   // Interval lists: blockIdx.x -> (batch, kv head, row block, tile of its list). Nearly all lists fill their capacity.
   __device__ __forceinline__ bool find_interval_tile() {

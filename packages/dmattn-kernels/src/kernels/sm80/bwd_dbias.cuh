@@ -47,7 +47,7 @@ __device__ __forceinline__ void BwdBlock<T>::flush_column_sums(float (&sums)[T::
 template <class T>
 __device__ __forceinline__ int64_t BwdBlock<T>::dbias_base(const Step& s) const {
   return batch * p.dbias_batch_stride + (s.head / p.bias.head_ratio) * p.dbias_head_stride +
-         first_row() * p.dbias_row_stride;
+         first_row() * p.dbias_row_stride - (T::kGathered ? keys_before() : 0);
 }
 
 // dbias entries of the tile from registers: any alignment, fp32 too.

@@ -86,7 +86,7 @@ __device__ __forceinline__ bool BwdBlock<T>::has_score_tiles() const {
 template <class T>
 __device__ __forceinline__ int64_t BwdBlock<T>::bias_base(int head) const {
   return batch * p.bias.batch_stride + (head / p.bias.head_ratio) * p.bias.head_stride +
-         first_row() * p.bias.row_stride + first_key() * p.packing.bias_col_stride;
+         first_row() * p.bias.row_stride + keys_before() * p.packing.bias_col_stride;
 }
 
 template <class T>

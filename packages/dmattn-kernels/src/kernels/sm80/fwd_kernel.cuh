@@ -51,10 +51,8 @@ struct FwdBlock {
   uint32_t smem_base;
   int warp, lane;
   int batch, head, m_block, split;
-  int row0;  // first query row of the block
-  // The block's sequence, where sequences are packed: its lengths, and the rows and keys in front of it. Otherwise the
-  // lengths of the call and 0. Not of the plain kernel, for which these are constants.
-  int own_seqlen_q, own_seqlen_k, rows_before, keys_before;
+  int row0;            // first query row of the block
+  int list_offset;     // causal_offset() in the numbers of listed keys; read again instead, ptxas spilled 500 bytes
   int keys_total;      // keys, or entries of the list
   int keys_full;       // interval lists: leading entries that every row keeps
   int n_begin, n_end;  // key tiles of this block and split
@@ -73,26 +71,29 @@ struct FwdBlock {
     head = work % p.nheads;
     batch = work / p.nheads;
     row0 = m_block * kBlockM;
-    if constexpr (T::kGeneral) find_sequence();
+    if constexpr (T::kGathered && T::kGeneral) {
+      list_offset = (is_packed() ? p.packing.cu_seqlens_k[batch + 1] : p.seqlen_k) - seqlen_q();
+    }
     find_key_range();
   }
 
   __device__ __forceinline__ bool is_packed() const { return T::kGeneral && p.packing.is_active(); }
-  __device__ __forceinline__ void find_sequence() {
-    own_seqlen_q = p.seqlen_q;
-    own_seqlen_k = p.seqlen_k;
-    rows_before = keys_before = 0;
-    if (!is_packed()) return;
-    rows_before = __ldg(p.packing.cu_seqlens_q + batch);
-    keys_before = __ldg(p.packing.cu_seqlens_k + batch);
-    own_seqlen_q = __ldg(p.packing.cu_seqlens_q + batch + 1) - rows_before;
-    own_seqlen_k = __ldg(p.packing.cu_seqlens_k + batch + 1) - keys_before;
+  // Of the block's sequence, where sequences are packed: the rows and keys in front of it, its lengths. Read again
+  // (from the L1 cache) after each barrier: kept in registers through the loop, they spilled others.
+  __device__ __forceinline__ int first_row() const { return is_packed() ? p.packing.cu_seqlens_q[batch] : 0; }
+  __device__ __forceinline__ int keys_before() const { return is_packed() ? p.packing.cu_seqlens_k[batch] : 0; }
+  __device__ __forceinline__ int seqlen_q() const {
+    return is_packed() ? p.packing.cu_seqlens_q[batch + 1] - first_row() : p.seqlen_q;
   }
-  __device__ __forceinline__ int seqlen_q() const { return T::kGeneral ? own_seqlen_q : p.seqlen_q; }
-  __device__ __forceinline__ int seqlen_k() const { return T::kGeneral ? own_seqlen_k : p.seqlen_k; }
-  __device__ __forceinline__ int first_row() const { return T::kGeneral ? rows_before : 0; }
-  __device__ __forceinline__ int first_key() const { return T::kGeneral ? keys_before : 0; }
-  __device__ __forceinline__ int causal_offset() const { return seqlen_k() - seqlen_q(); }
+  __device__ __forceinline__ int seqlen_k() const {
+    return is_packed() ? p.packing.cu_seqlens_k[batch + 1] - keys_before() : p.seqlen_k;
+  }
+  // Where a tile's keys count from: in their sequence, or, listed, in all sequences.
+  __device__ __forceinline__ int first_key() const { return T::kGathered ? 0 : keys_before(); }
+  // Row i sees the keys up to i + causal_offset(), as tiles count them.
+  __device__ __forceinline__ int causal_offset() const {
+    return T::kGathered && T::kGeneral ? list_offset : seqlen_k() - seqlen_q();
+  }
 
   __device__ __forceinline__ void find_key_range() {
     keys_total = seqlen_k();
@@ -120,7 +121,7 @@ struct FwdBlock {
     }
     if constexpr (T::kGeneral && !T::kGathered) {
       if (p.mask.bits != nullptr) {
-        const int band = is_packed() ? 32 * first_packed_block(rows_before, batch, kMaskWordRows) : 0;
+        const int band = is_packed() ? 32 * first_packed_block(first_row(), batch, kMaskWordRows) : 0;
         const int64_t i = (mask_index() * p.mask.bands_q + band) * p.mask.words_k;
         tiles = MaskTiles<kBlockM, kBlockN>(p.mask.any_rows + i, p.mask.all_rows + i, p.mask.words_k,
                                             (seqlen_q() + kMaskBand - 1) / kMaskBand, m_block);
@@ -134,14 +135,14 @@ struct FwdBlock {
   }
   __device__ __forceinline__ int64_t packed_list() const {
     return static_cast<int64_t>(head / p.keys.head_ratio) * p.keys.capacity +
-           static_cast<int64_t>(first_packed_block(keys_before, batch, kListBlock)) * kListBlock;
+           static_cast<int64_t>(first_packed_block(keys_before(), batch, kListBlock)) * kListBlock;
   }
   __device__ __forceinline__ int64_t mask_index() const {
     return static_cast<int64_t>(p.mask.batch > 1 ? batch : 0) * p.mask.heads + head / p.mask.head_ratio;
   }
   __device__ __forceinline__ int64_t bias_base() const {
     return batch * p.bias.batch_stride + (head / p.bias.head_ratio) * p.bias.head_stride +
-           rows_before * p.bias.row_stride + keys_before * p.packing.bias_col_stride;
+           first_row() * p.bias.row_stride + keys_before() * p.packing.bias_col_stride;
   }
   __device__ __forceinline__ int previous(int n) const {
     if constexpr (T::kGeneral && !T::kGathered) return tiles.last_nonempty(n, n_begin);
@@ -208,7 +209,7 @@ struct FwdBlock {
       }
       if (p.mask.bits != nullptr) {
         load_mask_words<kBlockM, T::kMaskWords, T::kThreads>(smem_base + T::kMask, p.mask, mask_index(),
-                                                             rows_before + row0, n * T::kMaskWords);
+                                                             first_row() + row0, n * T::kMaskWords);
       }
     }
   }
@@ -255,7 +256,7 @@ struct FwdBlock {
   }
 
   __device__ __forceinline__ void run() {
-    if (is_packed() && row0 >= own_seqlen_q) return;  // the longest sequence has more blocks than this one
+    if (is_packed() && row0 >= seqlen_q()) return;  // the longest sequence has more blocks than this one
     float acc_o[T::MT][T::OT][4];
     clear(acc_o);
     OnlineSoftmax<T::MT> softmax;
