@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import inspect
 from collections.abc import Sequence
 from typing import TypeVar
 
@@ -38,6 +39,12 @@ class Selection(ctypes.Structure):
     _fields_ = _fields("end idx count full", Tensor)
 
 
+_PACKING = [
+    *_fields("cu_seqlens_q cu_seqlens_k", Tensor),
+    *_fields("max_seqlen_q max_seqlen_k", ctypes.c_int32),
+]
+
+
 class FwdParams(ctypes.Structure):
     _fields_ = [
         *_HEAD,
@@ -45,6 +52,7 @@ class FwdParams(ctypes.Structure):
         *_fields("num_splits reserved", ctypes.c_int32),
         ("selection", Selection),
         ("softmax_lse_rest", Tensor),
+        *_PACKING,
     ]
 
 
@@ -55,6 +63,7 @@ class BwdParams(ctypes.Structure):
         *_fields("deterministic reserved", ctypes.c_int32),
         ("selection", Selection),
         ("softmax_lse_rest", Tensor),
+        *_PACKING,
     ]
 
 
@@ -154,6 +163,52 @@ def bwd_params(gradients: str = "dq dk dv", **arguments: object) -> BwdParams:
         source = getattr(params, name[1:])
         setattr(params, name, tensor(source.shape[: source.ndim], source.dtype))
     return params
+
+
+def packed_fields(
+    sequences: int = 3,
+    total_q: int = 500,
+    total_k: int = 700,
+    max_seqlen_q: int = 300,
+    max_seqlen_k: int = 400,
+    nheads: int = 4,
+    nheads_k: int = 2,
+    head_dim: int = 64,
+    dtype: int = BFLOAT16,
+) -> dict[str, object]:
+    """What makes a valid call of `fwd_params` one over packed sequences."""
+    q = tensor((total_q, nheads, head_dim), dtype)
+    k = tensor((total_k, nheads_k, head_dim), dtype)
+    cu_seqlens = tensor((sequences + 1,), INT32)
+    return {
+        "q": q,
+        "k": k,
+        "v": k,
+        "out": q,
+        "softmax_lse": tensor((nheads, total_q), FLOAT32),
+        "cu_seqlens_q": cu_seqlens,
+        "cu_seqlens_k": cu_seqlens,
+        "max_seqlen_q": max_seqlen_q,
+        "max_seqlen_k": max_seqlen_k,
+    }
+
+
+def packed_fwd_params(**arguments: object) -> FwdParams:
+    """A valid forward call over three sequences: sizes as for `packed_fields`, then fields."""
+    return fwd_params(**_packed(arguments))  # type: ignore[arg-type]
+
+
+def packed_bwd_params(gradients: str = "dq dk dv", **arguments: object) -> BwdParams:
+    """The backward of `packed_fwd_params`, with these gradients asked for."""
+    fields = _packed(arguments)
+    return bwd_params(gradients, **({"dout": fields["q"]} | fields))
+
+
+def _packed(arguments: dict[str, object]) -> dict[str, object]:
+    names = inspect.signature(packed_fields).parameters
+    sizes = {k: v for k, v in arguments.items() if k in names}
+    fields = {k: v for k, v in arguments.items() if k not in names}
+    return packed_fields(**sizes) | fields  # type: ignore[arg-type]
 
 
 def selection(

@@ -18,6 +18,10 @@ MaskBits layout_mask_bits(const MaskSource& mask, void* base, size_t* bytes) {
   bits.bands_q = (mask.seqlen_q + kMaskBand - 1) / kMaskBand;
   bits.bands_k = (mask.seqlen_k + kMaskBand - 1) / kMaskBand;
   bits.words_q = bits.words_k = 1;
+  if (mask.packing.is_active()) {
+    bits.words_q = packed_blocks(mask.seqlen_q, mask.packing.sequences, kMaskWordRows);
+    bits.bands_q = 32 * bits.words_q;
+  }
   bits.bits = bits.any_rows = bits.all_rows = bits.any_cols = bits.all_cols = static_cast<const uint32_t*>(base);
   *bytes = size_t{4} * mask.batch * mask.heads * mask.seqlen_q * bits.words_per_row;
   return bits;
@@ -29,6 +33,12 @@ KeyList layout_key_list(const MaskSource& mask, void* base, size_t* bytes) {
   keys.batch = mask.batch;
   keys.heads = mask.heads;
   keys.idx = keys.count = static_cast<const int32_t*>(base);
+  if (mask.packing.is_active()) {
+    keys.batch = mask.packing.sequences;
+    keys.capacity = packed_blocks(mask.packing.total_k, keys.batch, kListBlock) * kListBlock;
+    *bytes = size_t{4} * mask.heads * (keys.capacity + keys.batch);
+    return keys;
+  }
   *bytes = size_t{4} * mask.batch * mask.heads * (keys.capacity + 1);
   return keys;
 }
@@ -85,6 +95,14 @@ void put_kernel(Json& json, const Kernel& p) {
   json.put_address("keys.full", p.keys.full);
   json.put_address("keys.end", p.keys.end);
   json.put_address("lse_rest", p.lse_rest);
+  json.put("seqlen_k", p.seqlen_k);
+  json.put("packing.sequences", p.packing.sequences);
+  json.put("packing.total_q", p.packing.total_q);
+  json.put("packing.total_k", p.packing.total_k);
+  json.put("packing.m_blocks", p.packing.m_blocks);
+  json.put("packing.bias_col_stride", p.packing.bias_col_stride);
+  json.put_address("packing.cu_seqlens_k", p.packing.cu_seqlens_k);
+  json.put("keys.capacity", p.keys.capacity);
   json.put_address("q", p.q);
   json.put_address("k", p.k);
   json.put_strides("q_stride", p.q_stride);

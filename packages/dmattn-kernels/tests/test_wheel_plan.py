@@ -27,9 +27,11 @@ class Probe:
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
 
-    def fwd(self, family: int = SM80, sms: int = 132, **arguments: Any) -> Plan:
+    def fwd(
+        self, family: int = SM80, sms: int = 132, packed: bool = False, **arguments: Any
+    ) -> Plan:
         text = ctypes.create_string_buffer(1 << 14)
-        params = fwd_params(**arguments)
+        params = abi.packed_fwd_params(**arguments) if packed else fwd_params(**arguments)
         status = self.library.probe_fwd(
             *(ctypes.byref(params), family, sms, ctypes.c_void_p(WORKSPACE)),
             *(text, ctypes.c_size_t(len(text))),
@@ -41,10 +43,11 @@ class Probe:
         family: int = SM80,
         sms: int = 132,
         launch: tuple[int, int, int] = (0, 0, 0),
+        packed: bool = False,
         **arguments: Any,
     ) -> Plan:
         text = ctypes.create_string_buffer(1 << 14)
-        params = bwd_params(**arguments)
+        params = abi.packed_bwd_params(**arguments) if packed else bwd_params(**arguments)
         status = self.library.probe_bwd(
             *(ctypes.byref(params), family, sms, ctypes.c_void_p(WORKSPACE), *launch),
             *(text, ctypes.c_size_t(len(text))),

@@ -19,12 +19,14 @@ from dmattn.ops import select as ops_select
 FLOAT16, BFLOAT16, FLOAT32, BOOL, INT32 = 1, 2, 3, 4, 5
 WORKSPACE = 4096
 # In the order of the constructors.
+PACKING_FIELDS = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
 FWD_FIELDS = (
-    "device q k v mask bias out lse softmax_scale softcap is_causal num_splits selection lse_rest"
+    "device q k v mask bias out lse softmax_scale softcap is_causal num_splits selection lse_rest "
+    f"{PACKING_FIELDS}"
 )
 BWD_FIELDS = (
     "device q k v mask bias out lse dout dlse dq dk dv dbias softmax_scale softcap is_causal "
-    "deterministic selection lse_rest"
+    f"deterministic selection lse_rest {PACKING_FIELDS}"
 )
 SELECT_FIELDS = "device scores key_mask selection window seqlen_q is_causal cu_seqlens"
 LISTS_FIELDS = "device selection seqlen_q reach needed"
@@ -63,7 +65,10 @@ class Recorder(ModuleType):
         return self._record(APPEND_FIELDS, arguments)
 
     def _record(self, names: str, arguments: tuple[Any, ...]) -> "Recorder":
-        self.calls.append(dict(zip(names.split(), arguments, strict=True)))
+        fields = names.split()
+        if len(arguments) < len(fields):  # packed sequences are optional, and at the end
+            fields = fields[: -len(PACKING_FIELDS.split())]
+        self.calls.append(dict(zip(fields, arguments, strict=True)))
         return self
 
     def workspace_size(self) -> int:

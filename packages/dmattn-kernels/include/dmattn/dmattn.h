@@ -8,6 +8,9 @@
  * with G = nheads / nheads_k and softcap(x) = c * tanh(x / c) for c > 0, else x. A row that keeps nothing
  * has out = 0, lse = -inf and contributes nothing to any gradient.
  *
+ * Sequences of unequal lengths may be packed one behind the other (cu_seqlens_q, cu_seqlens_k below): every tensor then
+ * lacks its batch dimension, and b, i and j above count within each sequence.
+ *
  * Every call validates its arguments before anything is launched, enqueues its work on the caller's stream,
  * and neither synchronises nor allocates: all scratch memory is the `workspace` that the caller passes, of at
  * least the size that the matching `..._workspace_size` call reports. Calls are re-entrant from many threads
@@ -90,6 +93,18 @@ typedef struct dmattn_fwd_params {
   dmattn_tensor softmax_lse_rest; /* optional output, as softmax_lse: the part of the log-sum-exp that its rounding to
                                      f32 dropped. Gives dmattn_bwd exact probabilities where logits are huge (a row
                                      whose every bias is the lowest finite number). */
+  /* Packed sequences, instead of a batch of equal lengths (cu_seqlens_q.ndim == 0: none). Sequence b has the query rows
+   * cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1 and the keys cu_seqlens_k[b] to cu_seqlens_k[b + 1] - 1; causality is
+   * aligned to the bottom right corner of each. Both arrays rise from 0 to total_q and total_k. They are read on the
+   * device only, so that neither they nor the bounds below can be checked: rows that they do not cover are not written,
+   * and other wrong numbers make kernels read and write outside the tensors. Then:
+   *   q, out        [total_q, nheads, head_dim]            k, v   [total_k, nheads_k, head_dim]
+   *   softmax_lse, softmax_lse_rest   [nheads, total_q]
+   *   mask, bias    [nheads|nheads_k|1, total_k], the same for all rows of a sequence, or
+   *                 [nheads|nheads_k|1, total_q, max_seqlen_k], columns counted from the first key of the row's
+   * sequence num_splits is 0 or 1, and there is no selection. */
+  dmattn_tensor cu_seqlens_q, cu_seqlens_k; /* int32 [sequences + 1], contiguous */
+  int32_t max_seqlen_q, max_seqlen_k;       /* bounds of the lengths of the sequences */
 } dmattn_fwd_params;
 
 typedef struct dmattn_bwd_params {
@@ -108,6 +123,10 @@ typedef struct dmattn_bwd_params {
   int32_t reserved;                  /* 0 */
   dmattn_key_selection selection;    /* as given to dmattn_fwd */
   dmattn_tensor softmax_lse_rest;    /* optional, as dmattn_fwd wrote it */
+  /* As given to dmattn_fwd, with its shapes. Where dbias has an entry for every row, those beyond the keys of the row's
+   * sequence become 0. */
+  dmattn_tensor cu_seqlens_q, cu_seqlens_k;
+  int32_t max_seqlen_q, max_seqlen_k;
 } dmattn_bwd_params;
 
 /* Selection of keys by score. Order: higher score first, among equal scores the later key first; a key whose score is

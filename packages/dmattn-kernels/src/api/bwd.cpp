@@ -47,8 +47,8 @@ void prepare(const BwdPlan& plan, const dmattn_bwd_params& p, cudaStream_t strea
     // Gathered tiles write the rows of the keys that are kept.
     for (const dmattn_tensor* grad : {&p.dk, &p.dv}) {
       if (!is_present(*grad) || plan.sequence.per_group || plan.intervals) continue;
-      check_cuda(fill_zero(grad->data, read_strides(*grad), kernel.batch, kernel.seqlen_k, kernel.nheads_k,
-                           kernel.head_dim, stream),
+      check_cuda(fill_zero(grad->data, read_strides(*grad), kernel.packing.slabs(kernel.batch),
+                           kernel.packing.rows_k(kernel.seqlen_k), kernel.nheads_k, kernel.head_dim, stream),
                  "clearing dk and dv");
     }
   } else if (has_mask(plan.mask)) {
@@ -131,6 +131,6 @@ extern "C" dmattn_status dmattn_bwd(const dmattn_bwd_params* params, void* works
     const BwdPlan plan = plan_bwd(p, device, workspace);
     validate_workspace(workspace, bytes, plan.workspace_bytes);
     const DeviceGuard guard(p.device);
-    launch(plan, p, static_cast<cudaStream_t>(stream));
+    launch(plan, with_batch(p), static_cast<cudaStream_t>(stream));
   });
 }

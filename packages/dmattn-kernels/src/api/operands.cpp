@@ -1,5 +1,7 @@
 #include "api/operands.h"
 
+#include <initializer_list>
+
 #include "api/validate.h"
 #include "kernels/prep/select.h"
 
@@ -8,7 +10,52 @@ namespace {
 
 int64_t stride_of(const dmattn_tensor& t, int dim) { return t.shape[dim] == 1 ? 0 : t.stride[dim]; }
 
+// (a, b, ...) -> (1, a, b, ...)
+dmattn_tensor in_front(dmattn_tensor t) {
+  if (!is_present(t)) return t;
+  for (int i = t.ndim; i > 0; --i) {
+    t.shape[i] = t.shape[i - 1];
+    t.stride[i] = t.stride[i - 1];
+  }
+  t.shape[0] = 1;
+  t.stride[0] = 0;
+  ++t.ndim;
+  return t;
+}
+
+// (heads, keys) -> (1, heads, 1, keys), (heads, rows, keys) -> (1, heads, rows, keys)
+dmattn_tensor operand_in_front(const dmattn_tensor& given) {
+  dmattn_tensor t = in_front(given);
+  if (!is_per_key(given)) return t;
+  t.shape[3] = t.shape[2];
+  t.stride[3] = t.stride[2];
+  t.shape[2] = 1;
+  t.stride[2] = 0;
+  t.ndim = 4;
+  return t;
+}
+
+template <class Params>
+void put_batch_in_front(Params& p) {
+  for (dmattn_tensor* t : {&p.q, &p.k, &p.v, &p.out, &p.softmax_lse, &p.softmax_lse_rest}) *t = in_front(*t);
+  p.mask = operand_in_front(p.mask);
+  p.bias = operand_in_front(p.bias);
+}
+
 }  // namespace
+
+dmattn_fwd_params with_batch(dmattn_fwd_params p) {
+  if (is_packed(p)) put_batch_in_front(p);
+  return p;
+}
+
+dmattn_bwd_params with_batch(dmattn_bwd_params p) {
+  if (!is_packed(p)) return p;
+  put_batch_in_front(p);
+  for (dmattn_tensor* t : {&p.dout, &p.dsoftmax_lse, &p.dq, &p.dk, &p.dv}) *t = in_front(*t);
+  p.dbias = operand_in_front(p.dbias);
+  return p;
+}
 
 Strides3 read_strides(const dmattn_tensor& t) {
   Strides3 s;
@@ -31,7 +78,7 @@ bool is_vec16(const void* ptr, const Strides3& stride) {
          stride.row % 8 == 0;
 }
 
-MaskSource read_mask(const dmattn_tensor& t, const Problem& x) {
+MaskSource read_mask(const dmattn_tensor& t, const Problem& x, bool per_key) {
   MaskSource mask;
   mask.batch = 0;
   if (!is_present(t)) return mask;
@@ -42,8 +89,10 @@ MaskSource read_mask(const dmattn_tensor& t, const Problem& x) {
   mask.col_stride = stride_of(t, 3);
   mask.batch = mask.batch_stride == 0 ? 1 : static_cast<int32_t>(t.shape[0]);
   mask.heads = mask.head_stride == 0 ? 1 : static_cast<int32_t>(t.shape[1]);
-  mask.seqlen_q = x.seqlen_q;
+  mask.seqlen_q = x.rows_q;
   mask.seqlen_k = x.seqlen_k;
+  mask.packing = x.packing;
+  mask.per_key = per_key;
   return mask;
 }
 

@@ -29,7 +29,7 @@ struct FwdPlan {
   size_t workspace_bytes = 0;
 };
 
-FwdPlan plan_fwd(const dmattn_fwd_params& p, const Device& device, void* workspace);
+FwdPlan plan_fwd(const dmattn_fwd_params& given, const Device& device, void* workspace);
 
 // A split with fewer key tiles than this costs more to set up and to combine than it gains.
 constexpr int32_t kMinTilesPerSplit = 4;
@@ -101,7 +101,7 @@ struct BwdPlan {
   size_t workspace_bytes = 0;
 };
 
-BwdPlan plan_bwd(const dmattn_bwd_params& p, const Device& device, void* workspace);
+BwdPlan plan_bwd(const dmattn_bwd_params& given, const Device& device, void* workspace);
 
 // The kernel parameters of the launch for batch b, kv head hk and head g of its group, as far as the sequence tells
 // these apart (0 where it does not).

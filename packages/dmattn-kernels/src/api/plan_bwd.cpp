@@ -9,13 +9,23 @@
 namespace dmattn {
 namespace {
 
-// Row pitch of lse and delta: a multiple of every block_m.
-constexpr int32_t kRowPitch = 128;
 // Partial dk and dv may always take this much, and beyond it only what keeps the whole workspace below 1.5 times the
 // bytes of q, k and v.
 constexpr int64_t kSlotBytesFloor = int64_t{256} << 10;
 
-int64_t rows_of(const BwdParams& p) { return static_cast<int64_t>(p.batch) * p.nheads; }
+// The (batch, head) pairs of arrays in the workspace.
+int64_t rows_of(const BwdParams& p) { return static_cast<int64_t>(p.packing.slabs(p.batch)) * p.nheads; }
+int64_t kv_rows_of(const BwdParams& p) { return static_cast<int64_t>(p.packing.slabs(p.batch)) * p.nheads_k; }
+// Row blocks of dq for each of them.
+int64_t m_blocks_of(const BwdParams& p, int64_t block_m) {
+  return p.packing.is_active() ? p.packing.m_blocks : ceil_div<int64_t>(p.seqlen_q, block_m);
+}
+// Key tiles that a launch has to provide blocks for.
+int64_t key_tiles_of(const BwdParams& p, int32_t block_n) {
+  const int64_t tiles = p.packing.is_active() ? packed_blocks(p.packing.total_k, p.packing.sequences, block_n)
+                                              : int64_t{p.batch} * ceil_div(p.seqlen_k, block_n);
+  return tiles * p.nheads_k;
+}
 
 void set_inputs(BwdPlan& plan, const dmattn_bwd_params& p, const Problem& x) {
   BwdParams& kernel = plan.kernel;
@@ -37,6 +47,10 @@ void set_inputs(BwdPlan& plan, const dmattn_bwd_params& p, const Problem& x) {
   kernel.is_causal = p.is_causal != 0 && x.seqlen_q > 1;
   kernel.deterministic = p.deterministic != 0;
   kernel.seqlen_q_rounded = round_up(x.seqlen_q, kRowPitch);
+  if (x.packing.is_active()) {
+    kernel.seqlen_q_rounded = packed_blocks(x.rows_q, x.batch, kRowPitch) * kRowPitch;
+    kernel.packing.m_blocks = packed_blocks(x.rows_q, x.batch, plan.tile.block_m);
+  }
   kernel.group_begin = 0;
   kernel.group_end = x.head_ratio;
 }
@@ -58,8 +72,9 @@ void set_gradients(BwdPlan& plan, const dmattn_bwd_params& p) {
     dq.dq = p.dq.data;
     dq.dq_stride = read_strides(p.dq);
     dq.vec_dq = is_vec16(dq.dq, dq.dq_stride);
-    dq.batch = kernel.batch;
+    dq.batch = kernel.packing.slabs(kernel.batch);
     dq.seqlen_q = kernel.seqlen_q;
+    dq.packing = kernel.packing;
     dq.nheads = kernel.nheads;
     dq.head_dim = kernel.head_dim;
     dq.layout.block_m = plan.tile.block_m;
@@ -82,8 +97,9 @@ void set_preprocess(BwdPlan& plan, const dmattn_bwd_params& p, Workspace& worksp
     pre.dlse = static_cast<const float*>(p.dsoftmax_lse.data);
     pre.dlse_stride = read_lse_strides(p.dsoftmax_lse);
   }
-  pre.batch = kernel.batch;
+  pre.batch = kernel.packing.slabs(kernel.batch);
   pre.seqlen_q = kernel.seqlen_q;
+  pre.packing = kernel.packing;
   pre.seqlen_q_rounded = kernel.seqlen_q_rounded;
   pre.nheads = kernel.nheads;
   pre.head_dim = kernel.head_dim;
@@ -102,18 +118,19 @@ void set_preprocess(BwdPlan& plan, const dmattn_bwd_params& p, Workspace& worksp
 
 // Which of the ways dbias takes: nothing from the kernel (constant along the keys), column sums (the same for every
 // row), its own entry for every score, or an fp32 accumulator shared between heads or batches.
-void choose_dbias(BwdPlan& plan, const dmattn_bwd_params& p) {
+void choose_dbias(BwdPlan& plan, const dmattn_bwd_params& p, bool per_key) {
   if (!is_present(p.dbias)) return;
   BwdParams& kernel = plan.kernel;
   const int64_t* shape = p.dbias.shape;
   plan.dbias_elements = shape[0] * shape[1] * shape[2] * shape[3];
-  if (shape[3] == 1) {
+  const bool is_packed = kernel.packing.is_active();
+  if (!is_packed && shape[3] == 1) {
     plan.dbias_rows = true;
-  } else if (shape[2] == 1) {
+  } else if (is_packed ? per_key : shape[2] == 1) {
     plan.dbias_cols = true;
     kernel.dbias_kind = DbiasKind::kKey;
   } else {
-    const bool own_entry = shape[0] == kernel.batch && shape[1] == kernel.nheads;
+    const bool own_entry = shape[0] == kernel.packing.slabs(kernel.batch) && shape[1] == kernel.nheads;
     kernel.dbias_kind = own_entry ? DbiasKind::kTile : DbiasKind::kAccum;
     kernel.dbias_row_stride = shape[3];
     kernel.dbias_head_stride = shape[1] == 1 ? 0 : shape[2] * shape[3];
@@ -135,13 +152,13 @@ void choose_sequence(BwdPlan& plan, const dmattn_bwd_params& p) {
   if (has_groups && bias_heads < kernel.nheads) sequence.per_group = true;
   sequence.per_head_k = bias_heads < kernel.nheads_k;
   // One kv head cannot be told from the others in arrays of several batches.
-  sequence.per_batch = kernel.batch > 1 && (bias_batch == 1 || sequence.per_head_k);
+  sequence.per_batch = kernel.packing.slabs(kernel.batch) > 1 && (bias_batch == 1 || sequence.per_head_k);
 }
 
 // Arrays that start as zeros, next to each other so that one memset does it.
 void place_zeroed(BwdPlan& plan, const dmattn_bwd_params& p, Workspace& workspace) {
   BwdParams& kernel = plan.kernel;
-  const int64_t m_blocks = ceil_div(kernel.seqlen_q, plan.tile.block_m);
+  const int64_t m_blocks = m_blocks_of(kernel, plan.tile.block_m);
   const size_t begin = workspace.bytes();
   plan.scratch_zeros = workspace.here();
   if (is_present(p.dq)) {
@@ -150,7 +167,7 @@ void place_zeroed(BwdPlan& plan, const dmattn_bwd_params& p, Workspace& workspac
     if (kernel.deterministic) kernel.dq_semaphore = workspace.take<int32_t>(rows_of(kernel) * m_blocks);
   }
   if (kernel.dbias_kind == DbiasKind::kKey) {
-    kernel.dbias_cols = workspace.take<float>(rows_of(kernel) * kernel.seqlen_k);
+    kernel.dbias_cols = workspace.take<float>(rows_of(kernel) * kernel.packing.rows_k(kernel.seqlen_k));
   }
   if (kernel.dbias_kind == DbiasKind::kAccum && p.dbias.dtype != DMATTN_FLOAT32) {
     plan.dbias_accum = workspace.take<float>(plan.dbias_elements);
@@ -159,7 +176,7 @@ void place_zeroed(BwdPlan& plan, const dmattn_bwd_params& p, Workspace& workspac
     kernel.dkv_semaphore = workspace.take<int32_t>(static_cast<int64_t>(kernel.batch) * kernel.nheads_k);
   }
   if (plan.sequence.per_group || plan.intervals) {
-    const int64_t elements = static_cast<int64_t>(kernel.batch) * kernel.nheads_k * kernel.seqlen_k * kernel.head_dim;
+    const int64_t elements = kv_rows_of(kernel) * kernel.packing.rows_k(kernel.seqlen_k) * kernel.head_dim;
     if (is_present(p.dk)) kernel.dk_accum = workspace.take<float>(elements);
     if (is_present(p.dv)) kernel.dv_accum = workspace.take<float>(elements);
   }
@@ -172,10 +189,10 @@ void place_dbias(BwdPlan& plan, const dmattn_bwd_params& p) {
   if (plan.dbias_cols || plan.dbias_rows) {
     ReduceDbiasParams& reduce = plan.reduce_dbias;
     reduce.src = kernel.dbias_cols;
-    reduce.batch = kernel.batch;
+    reduce.batch = kernel.packing.slabs(kernel.batch);
     reduce.nheads = kernel.nheads;
     reduce.seqlen_q = kernel.seqlen_q;
-    reduce.seqlen_k = kernel.seqlen_k;
+    reduce.seqlen_k = kernel.packing.rows_k(kernel.seqlen_k);
     reduce.dlse = plan.preprocess.dlse;
     reduce.dlse_stride = plan.preprocess.dlse_stride;
     reduce.lse_rounded = plan.preprocess.lse_rounded;
@@ -190,8 +207,8 @@ void place_dbias(BwdPlan& plan, const dmattn_bwd_params& p) {
   }
   const bool own_accum = kernel.dbias_kind == DbiasKind::kAccum && p.dbias.dtype == DMATTN_FLOAT32;
   kernel.dbias = kernel.dbias_kind == DbiasKind::kTile || own_accum ? p.dbias.data : plan.dbias_accum;
-  // The kernel stores whole tiles; only those that no row sees are left out.
-  const bool visits_all = !plan.gathered && !has_mask(plan.mask) && !kernel.is_causal;
+  // The kernel stores whole tiles; only those that no row sees are left out, and columns behind a packed sequence.
+  const bool visits_all = !plan.gathered && !has_mask(plan.mask) && !kernel.is_causal && !kernel.packing.is_active();
   if (own_accum || (kernel.dbias_kind == DbiasKind::kTile && !visits_all)) {
     plan.dbias_zero_bytes = static_cast<size_t>(plan.dbias_elements) * (p.dbias.dtype == DMATTN_FLOAT32 ? 4 : 2);
   }
@@ -230,9 +247,10 @@ int64_t affordable_slots(const BwdPlan& plan, int64_t slots, int64_t slot_bytes,
 // place last, because what is spare depends on all the rest.
 void place_splits(BwdPlan& plan, const dmattn_bwd_params& p, const Device& device, Workspace& workspace) {
   BwdParams& kernel = plan.kernel;
-  const int64_t tiles =
-      static_cast<int64_t>(kernel.batch) * kernel.nheads_k * ceil_div(kernel.seqlen_k, plan.tile.block_n);
+  const int64_t tiles = key_tiles_of(kernel, plan.tile.block_n);
   kernel.max_work_items = static_cast<int32_t>(std::min<int64_t>(tiles, INT32_MAX));
+  // The lengths of packed sequences are known on the device only: so is whether splitting any of them would pay.
+  if (kernel.packing.is_active()) return;
   const int64_t m_blocks = ceil_div(kernel.seqlen_q, plan.tile.block_m);
   // A deterministic column sum of a head has to come from one block.
   const int64_t most = kernel.deterministic ? kernel.head_ratio : kernel.head_ratio * m_blocks;
@@ -290,14 +308,14 @@ void offset_tensors(BwdParams& p, int64_t b, int64_t h, int64_t hk, int64_t bloc
   offset_half(p.dk, p.dk_stride, b, hk);
   offset_half(p.dv, p.dv_stride, b, hk);
   const int64_t row = b * p.nheads + h;
-  const int64_t m_blocks = ceil_div<int64_t>(p.seqlen_q, block_m);
+  const int64_t m_blocks = m_blocks_of(p, block_m);
   p.lse_rest = offset_by(p.lse_rest, row * p.seqlen_q_rounded);
   p.lse = offset_by(p.lse, row * p.seqlen_q_rounded);
   p.delta = offset_by(p.delta, row * p.seqlen_q_rounded);
   p.dq_accum = offset_by(p.dq_accum, row * m_blocks * block_m * dim_tile);
   p.dq_semaphore = offset_by(p.dq_semaphore, row * m_blocks);
   p.dkv_semaphore = offset_by(p.dkv_semaphore, b * p.nheads_k + hk);
-  const int64_t kv_elements = (b * p.nheads_k + hk) * p.seqlen_k * p.head_dim;
+  const int64_t kv_elements = (b * p.nheads_k + hk) * p.packing.rows_k(p.seqlen_k) * p.head_dim;
   p.dk_accum = offset_by(p.dk_accum, kv_elements);
   p.dv_accum = offset_by(p.dv_accum, kv_elements);
   if (p.bias.kind != BiasKind::kNone) {
@@ -330,26 +348,28 @@ void offset_mask(BwdParams& p, int64_t b, int64_t h) {
 
 }  // namespace
 
-BwdPlan plan_bwd(const dmattn_bwd_params& p, const Device& device, void* base) {
+BwdPlan plan_bwd(const dmattn_bwd_params& given, const Device& device, void* base) {
+  const dmattn_bwd_params p = with_batch(given);
   const Problem x = read_problem(p);
   BwdPlan plan;
   plan.dtype = x.dtype;
   plan.family = device.family;
   plan.dim_tile = x.dim_tile;
   plan.tile = bwd_tile(plan.family, plan.dim_tile);
-  plan.zeros = x.batch == 0 || x.nheads == 0 || x.seqlen_q == 0 || x.seqlen_k == 0;
+  plan.zeros = x.batch == 0 || x.nheads == 0 || x.rows_q == 0 || x.rows_k == 0;
   set_inputs(plan, p, x);
   set_gradients(plan, p);
-  choose_dbias(plan, p);
+  choose_dbias(plan, p, is_per_key(given.bias));
   if (plan.zeros) return plan;
 
   Workspace workspace(base);
-  plan.mask = read_mask(p.mask, x);
+  plan.mask = read_mask(p.mask, x, is_per_key(given.mask));
   plan.selected = is_present(p.selection.idx);
   plan.gathered = plan.selected || (has_mask(plan.mask) && is_key_only(plan.mask));
   if (plan.selected) plan.kernel.keys = read_selection(p.selection, x);
   plan.intervals = plan.kernel.keys.block_rows > 0;
   plan.kernel.bias = read_bias(p.bias, x, plan.gathered);
+  plan.kernel.packing.bias_col_stride = packed_bias_stride(plan.kernel.bias, is_per_key(given.bias), plan.gathered);
   plan.launches =
       is_present(p.dq) || is_present(p.dk) || is_present(p.dv) || plan.kernel.dbias_kind != DbiasKind::kNone;
   if (!plan.launches && !plan.dbias_rows) return plan;
@@ -385,8 +405,7 @@ BwdParams bwd_launch_params(const BwdPlan& plan, int32_t b, int32_t hk, int32_t 
     p.group_begin = g;
     p.group_end = g + 1;
   }
-  const int64_t tiles = static_cast<int64_t>(p.batch) * p.nheads_k * ceil_div(p.seqlen_k, plan.tile.block_n);
-  p.max_work_items = static_cast<int32_t>(std::min<int64_t>(tiles, INT32_MAX));
+  p.max_work_items = static_cast<int32_t>(std::min<int64_t>(key_tiles_of(p, plan.tile.block_n), INT32_MAX));
   return p;
 }
 

@@ -46,6 +46,9 @@ void place_mask(FwdPlan& plan, Workspace& workspace) {
 
 void place_splits(FwdPlan& plan, int32_t wanted, const Device& device, Workspace& workspace) {
   FwdParams& p = plan.kernel;
+  // How many key tiles a sequence has is known on the device only: splits chosen for the longest would leave the others
+  // with parts too short to be worth combining, in memory for batch * max_seqlen_q rows of each.
+  if (p.packing.is_active()) return;
   const int32_t keys = plan.selected ? std::min(p.seqlen_k, p.keys.capacity) : p.seqlen_k;
   if (plan.decode) {
     p.num_splits = choose_decode_splits(p, keys, plan.dim_tile, wanted, device);
@@ -84,26 +87,28 @@ int32_t choose_num_splits(int64_t blocks, int64_t resident, int32_t key_tiles, i
   return 1;
 }
 
-FwdPlan plan_fwd(const dmattn_fwd_params& p, const Device& device, void* base) {
+FwdPlan plan_fwd(const dmattn_fwd_params& given, const Device& device, void* base) {
+  const dmattn_fwd_params p = with_batch(given);
   const Problem x = read_problem(p);
   FwdPlan plan;
   plan.dtype = x.dtype;
   plan.family = device.family;
   plan.dim_tile = x.dim_tile;
-  plan.is_empty = x.batch == 0 || x.seqlen_q == 0 || x.nheads == 0;
-  plan.no_keys = x.seqlen_k == 0;
+  plan.is_empty = x.batch == 0 || x.rows_q == 0 || x.nheads == 0;
+  plan.no_keys = x.rows_k == 0;
   set_tensors(plan.kernel, p, x);
   if (plan.is_empty || plan.no_keys) return plan;
 
   Workspace workspace(base);
-  plan.mask = read_mask(p.mask, x);
+  plan.mask = read_mask(p.mask, x, is_per_key(given.mask));
   plan.selected = has_selection(p.selection);
   plan.gathered = plan.selected || (has_mask(plan.mask) && is_key_only(plan.mask));
   if (plan.selected) plan.kernel.keys = read_selection(p.selection, x);
   plan.kernel.bias = read_bias(p.bias, x, plan.gathered);
+  plan.kernel.packing.bias_col_stride = packed_bias_stride(plan.kernel.bias, is_per_key(given.bias), plan.gathered);
   // A mask or a list of each query head's own gives the rows of a packed block different keys.
   const int32_t mask_heads = plan.selected ? plan.kernel.keys.heads : has_mask(plan.mask) ? plan.mask.heads : 1;
-  plan.decode = x.seqlen_q == 1;
+  plan.decode = x.seqlen_q == 1 && !is_packed(p);
   if (plan.decode && x.head_ratio > 1 && (mask_heads == 1 || mask_heads == x.nheads_k)) {
     pack_group_as_rows(plan.kernel);
     if (plan.kernel.bias.kind != BiasKind::kNone) {

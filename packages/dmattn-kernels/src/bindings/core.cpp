@@ -75,9 +75,19 @@ void check_python(dmattn_status status) {
 
 // --- parameters ----------------------------------------------------------------------------------------------------
 
+template <class Params>
+void read_packing(Params& p, py::handle cu_seqlens_q, py::handle cu_seqlens_k, int32_t max_seqlen_q,
+                  int32_t max_seqlen_k) {
+  read_tensor(cu_seqlens_q, p.cu_seqlens_q, "cu_seqlens_q");
+  read_tensor(cu_seqlens_k, p.cu_seqlens_k, "cu_seqlens_k");
+  p.max_seqlen_q = max_seqlen_q;
+  p.max_seqlen_k = max_seqlen_k;
+}
+
 dmattn_fwd_params make_fwd(int32_t device, py::handle q, py::handle k, py::handle v, py::handle mask, py::handle bias,
                            py::handle out, py::handle lse, float softmax_scale, float softcap, bool is_causal,
-                           int32_t num_splits, py::handle selection, py::handle lse_rest) {
+                           int32_t num_splits, py::handle selection, py::handle lse_rest, py::handle cu_seqlens_q,
+                           py::handle cu_seqlens_k, int32_t max_seqlen_q, int32_t max_seqlen_k) {
   auto p = dmattn::make_params<dmattn_fwd_params>();
   p.device = device;
   read_tensor(q, p.q, "q");
@@ -93,13 +103,16 @@ dmattn_fwd_params make_fwd(int32_t device, py::handle q, py::handle k, py::handl
   p.num_splits = num_splits;
   read_selection(selection, p.selection);
   read_tensor(lse_rest, p.softmax_lse_rest, "softmax_lse_rest");
+  read_packing(p, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k);
   return p;
 }
 
 dmattn_bwd_params make_bwd(int32_t device, py::handle q, py::handle k, py::handle v, py::handle mask, py::handle bias,
                            py::handle out, py::handle lse, py::handle dout, py::handle dlse, py::handle dq,
                            py::handle dk, py::handle dv, py::handle dbias, float softmax_scale, float softcap,
-                           bool is_causal, bool deterministic, py::handle selection, py::handle lse_rest) {
+                           bool is_causal, bool deterministic, py::handle selection, py::handle lse_rest,
+                           py::handle cu_seqlens_q, py::handle cu_seqlens_k, int32_t max_seqlen_q,
+                           int32_t max_seqlen_k) {
   auto p = dmattn::make_params<dmattn_bwd_params>();
   p.device = device;
   read_tensor(q, p.q, "q");
@@ -121,6 +134,7 @@ dmattn_bwd_params make_bwd(int32_t device, py::handle q, py::handle k, py::handl
   p.deterministic = deterministic ? 1 : 0;
   read_selection(selection, p.selection);
   read_tensor(lse_rest, p.softmax_lse_rest, "softmax_lse_rest");
+  read_packing(p, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k);
   return p;
 }
 
@@ -250,13 +264,15 @@ PYBIND11_MODULE(_core, m) {
   py::class_<dmattn_fwd_params>(m, "FwdParams")
       .def(py::init(&make_fwd), "device"_a, "q"_a, "k"_a, "v"_a, "mask"_a, "bias"_a, "out"_a, "lse"_a,
            "softmax_scale"_a, "softcap"_a, "is_causal"_a, "num_splits"_a = 0, "selection"_a = py::none(),
-           "lse_rest"_a = py::none())
+           "lse_rest"_a = py::none(), "cu_seqlens_q"_a = py::none(), "cu_seqlens_k"_a = py::none(),
+           "max_seqlen_q"_a = 0, "max_seqlen_k"_a = 0)
       .def("workspace_size", &workspace_size<dmattn_fwd_params>)
       .def("launch", &launch<dmattn_fwd_params>, "workspace"_a, "bytes"_a, "stream"_a);
   py::class_<dmattn_bwd_params>(m, "BwdParams")
       .def(py::init(&make_bwd), "device"_a, "q"_a, "k"_a, "v"_a, "mask"_a, "bias"_a, "out"_a, "lse"_a, "dout"_a,
            "dlse"_a, "dq"_a, "dk"_a, "dv"_a, "dbias"_a, "softmax_scale"_a, "softcap"_a, "is_causal"_a,
-           "deterministic"_a, "selection"_a = py::none(), "lse_rest"_a = py::none())
+           "deterministic"_a, "selection"_a = py::none(), "lse_rest"_a = py::none(), "cu_seqlens_q"_a = py::none(),
+           "cu_seqlens_k"_a = py::none(), "max_seqlen_q"_a = 0, "max_seqlen_k"_a = 0)
       .def("workspace_size", &workspace_size<dmattn_bwd_params>)
       .def("launch", &launch<dmattn_bwd_params>, "workspace"_a, "bytes"_a, "stream"_a);
 

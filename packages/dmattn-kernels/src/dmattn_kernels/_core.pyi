@@ -38,6 +38,10 @@ class FwdParams:
         num_splits: int = 0,
         selection: _Selection | None = None,
         lse_rest: _Tensor | None = None,
+        cu_seqlens_q: _Tensor | None = None,
+        cu_seqlens_k: _Tensor | None = None,
+        max_seqlen_q: int = 0,
+        max_seqlen_k: int = 0,
     ) -> None: ...
     def workspace_size(self) -> int:
         """Bytes of device scratch that `launch` needs.
@@ -76,6 +80,10 @@ class BwdParams:
         deterministic: bool,
         selection: _Selection | None = None,
         lse_rest: _Tensor | None = None,
+        cu_seqlens_q: _Tensor | None = None,
+        cu_seqlens_k: _Tensor | None = None,
+        max_seqlen_q: int = 0,
+        max_seqlen_k: int = 0,
     ) -> None: ...
     def workspace_size(self) -> int:
         """See `FwdParams.workspace_size`."""

@@ -15,6 +15,34 @@ struct Strides3 {
   int64_t row = 0;
 };
 
+// Sequences of unequal lengths, packed one behind the other; none: a batch of equal lengths.
+// When packed, `batch` counts sequences, seqlen_q and seqlen_k bound their lengths, and the tensors have no batch:
+// their batch strides are 0, and sequence b has the rows from cu_seqlens_q[b] and the keys from cu_seqlens_k[b] up to
+// those of b + 1. What is [batch][heads][seqlen] in the workspace is [heads][total] then, unless its own comment says
+// otherwise.
+struct Packing {
+  const int32_t* cu_seqlens_q = nullptr;  // [sequences + 1]
+  const int32_t* cu_seqlens_k = nullptr;  // [sequences + 1]
+  int32_t sequences = 0;
+  int32_t total_q = 0, total_k = 0;  // rows and keys of all sequences
+  int32_t m_blocks = 0;              // backward: packed_blocks() of block_m query rows
+  // Columns of the bias that the keys in front of a sequence move its own by, times the stride: see
+  // packed_bias_stride() in api/operands.h.
+  int64_t bias_col_stride = 0;
+
+  constexpr bool is_active() const { return sequences > 0; }
+  // Batch and lengths of the tensors, given those of the problem.
+  constexpr int32_t slabs(int32_t batch) const { return is_active() ? 1 : batch; }
+  constexpr int32_t rows_q(int32_t seqlen_q) const { return is_active() ? total_q : seqlen_q; }
+  constexpr int32_t rows_k(int32_t seqlen_k) const { return is_active() ? total_k : seqlen_k; }
+};
+
+// Arrays in blocks of `block` rows that no two sequences share: the first block of sequence b, which has `before` rows
+// in front of it, and the number of blocks in all. No sum over the sequences before b is needed, and each gets enough:
+// ceil((after - before) / block) <= after / block + 1 - before / block.
+constexpr int32_t first_packed_block(int32_t before, int32_t b, int32_t block) { return before / block + b; }
+constexpr int32_t packed_blocks(int32_t total, int32_t batch, int32_t block) { return total / block + batch; }
+
 // How the bias reaches the scores.
 enum class BiasKind : int32_t {
   kNone = 0,
@@ -47,16 +75,27 @@ struct MaskSource {
   int32_t heads = 1;
   int32_t seqlen_q = 0;  // extents after broadcasting over rows and columns
   int32_t seqlen_k = 0;
+  // Packed sequences: seqlen_q is total_q; seqlen_k bounds the columns of a row.
+  Packing packing;
+  bool per_key = false;  // packed: columns are the keys of all sequences, not of the row's own
 };
 
 // Edge of the square cells whose state (empty, partial, full) the packing kernel records.
 constexpr int kMaskBand = 64;
+// Rows of the bands that share a word of any_cols and all_cols: packed sequences start with a word of their own.
+constexpr int kMaskWordRows = 32 * kMaskBand;
+// Packed sequences: each starts its list of keys at a multiple of this.
+constexpr int kListBlock = 128;
+// Pitch of lse and delta between heads, and between packed sequences: a multiple of every block_m.
+constexpr int kRowPitch = 128;
 
 // A dense mask, packed once. Everything is indexed [mask batch][mask head] first.
 //   bits     [seqlen_q][words_per_row]       bit (j % 32) of word j / 32 keeps key j; bits past seqlen_k are 0
 //   any_rows [bands_q][words_k]              bit (c % 32) of word c / 32: cell (row band, c) keeps something
 //   all_rows [bands_q][words_k]              ... keeps everything inside seqlen_q x seqlen_k
 //   any_cols, all_cols [bands_k][words_q]    the same, transposed, for the backward
+// Packed sequences: bits has the rows of all of them, words_q are packed_blocks() of kMaskWordRows rows, and there are
+// 32 bands_q to each. Columns count from the first key of the row's own sequence.
 struct MaskBits {
   const uint32_t* bits = nullptr;
   const uint32_t* any_rows = nullptr;
@@ -89,6 +128,8 @@ struct KeyList {
   const int32_t* full = nullptr;  // [batch][heads][blocks]
   const int32_t* end = nullptr;   // [batch][heads][seqlen_k]
 };
+// Packed sequences have lists with block_rows == 0: count is [batch][heads], idx [heads][capacity] with the list of
+// sequence b from the first_packed_block() of kListBlock keys on. Keys are numbered through all sequences.
 
 struct FwdParams {
   const void* q = nullptr;  // f16/bf16
@@ -110,8 +151,9 @@ struct FwdParams {
   bool is_causal = false;
   bool vec_q = true, vec_k = true, vec_v = true, vec_out = true;  // rows start on 16 bytes
   BiasParams bias;
-  MaskBits mask;  // bits == nullptr: no dense mask
-  KeyList keys;   // idx == nullptr: not gathered
+  MaskBits mask;    // bits == nullptr: no dense mask
+  KeyList keys;     // idx == nullptr: not gathered
+  Packing packing;  // num_splits is 1 then
 };
 
 // The token that a cache of the best keys takes in before its queries attend (see prep/cache.h).
@@ -152,12 +194,14 @@ struct BwdParams {
   const void* dout = nullptr;
   Strides3 q_stride, k_stride, v_stride, dout_stride;
   // Written by bwd_preprocess: [batch][nheads][seqlen_q_rounded]; rows past seqlen_q and rows that keep nothing
-  // have lse = +inf, so that their probabilities come out as 0 without a test.
+  // have lse = +inf, so that their probabilities come out as 0 without a test. Packed sequences: [nheads] and
+  // packed_blocks() of kRowPitch rows.
   const float* lse = nullptr;
   const float* lse_rest = nullptr;  // optional, as lse: see FwdParams (0 in the padding)
   const float* delta = nullptr;     // rowsum(out * dout) - dlse
   // fp32 dq in fragment order: [batch][nheads][m_blocks][kBlockM * kHeadDim], element (i, thread) of a tile at
-  // i * threads + thread, so that a warp's atomics fall on 128 consecutive bytes. nullptr: dq is not asked for.
+  // i * threads + thread, so that a warp's atomics fall on 128 consecutive bytes. nullptr: dq is not asked for. Packed
+  // sequences: [nheads][packing.m_blocks], and dq_semaphore too.
   float* dq_accum = nullptr;
   void* dk = nullptr;  // nullptr: not asked for
   void* dv = nullptr;
@@ -181,7 +225,7 @@ struct BwdParams {
   // tile of list i (batch-major over (batch, nheads_k)), i <= batch * nheads_k.
   const int32_t* schedule = nullptr;
   int32_t batch = 0, seqlen_q = 0, seqlen_k = 0;
-  int32_t seqlen_q_rounded = 0;  // multiple of 128: row pitch of lse and delta
+  int32_t seqlen_q_rounded = 0;  // multiple of kRowPitch: head pitch of lse and delta
   int32_t nheads = 0, nheads_k = 0, head_dim = 0;
   int32_t head_ratio = 1;
   int32_t group_begin = 0, group_end = 1;  // query heads of each kv head handled by this launch: [begin, end)
@@ -201,6 +245,7 @@ struct BwdParams {
   float* dbias_cols = nullptr;                                                  // kKey: column sums of dscores
   void* dbias = nullptr;                                                        // kTile: in bias.dtype; kAccum: float
   int64_t dbias_batch_stride = 0, dbias_head_stride = 0, dbias_row_stride = 0;  // unit column stride
+  Packing packing;                                                              // num_splits is 1 then
 };
 
 }  // namespace dmattn

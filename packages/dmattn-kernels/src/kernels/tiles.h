@@ -13,7 +13,7 @@ enum class Family : int32_t { kSm80 = 80, kSm89 = 89 };
 //   kPlain    lengths and causality only, rows that start on 16 bytes; in the backward all three gradients
 //   kGeneral  decided at run time: any alignment, key bias, 16-bit bias tiles, dense mask, softcap (forward), key
 //   dbias, 16-bit dbias
-//             tiles, any subset of gradients, deterministic dq
+//             tiles, any subset of gradients, deterministic dq, packed sequences
 //   kFull     also element loads of the bias (fp32, strided or gathered columns), dbias from registers (fp32, shared
 //             between heads), softcap in the backward. These kernels may spill.
 enum class Level : int32_t { kPlain = 0, kGeneral = 1, kFull = 2 };

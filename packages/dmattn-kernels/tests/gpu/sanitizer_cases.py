@@ -22,6 +22,7 @@ import dmattn_kernels as kernels
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from gpu import sanitizer_packed
 from gpu.raw_cuda import Array, Buffer, Gpu, from_bits, to_bits
 from gpu.sanitizer_cache import Append, run_append
 from gpu.sanitizer_selection import (
@@ -64,6 +65,7 @@ class Launch:
     )
     select: Selecting | None = None  # keys by score, instead of the mask, which forbids keys to it
     attend: bool = True
+    packed: sanitizer_packed.Lengths = ()  # of sequences, in place of the batch and its lengths
 
 
 LAUNCHES = (
@@ -209,6 +211,36 @@ SELECTED = (
         select=Selecting(400),
     ),
 )
+# Sequences packed one behind the other: tile edges, no rows, no keys, nothing at all.
+LENGTHS = ((70, 133), (0, 5), (129, 64), (1, 1), (0, 0), (3, 0), (40, 130))
+PACKED = (
+    Launch("packed", nheads=4, nheads_k=2, causal=True, dlse=True, packed=LENGTHS),
+    Launch(
+        "packed, key bias, deterministic",
+        nheads=4,
+        nheads_k=2,
+        bias="1k1k",
+        causal=True,
+        deterministic=True,
+        packed=LENGTHS,
+    ),
+    Launch("packed, dense mask and bias", mask="1hqk", bias="1hqk", packed=LENGTHS),
+    Launch("packed, key mask", nheads=4, nheads_k=2, mask="1k1k", bias="1k1k", packed=LENGTHS),
+    Launch(
+        "packed, key mask of query heads, dense bias, deterministic",
+        nheads=4,
+        nheads_k=2,
+        mask="1h1k",
+        bias="11qk",
+        causal=True,
+        deterministic=True,
+        packed=LENGTHS,
+    ),
+    Launch(
+        "packed, element loads", skip=1, bias="11qk", bias_f32=True, softcap=3.0, packed=LENGTHS
+    ),
+    Launch("packed, no keys", bias="1h1k", packed=((20, 0), (5, 0))),
+)
 # Once: long rows, for which several thread blocks select together, and rare layouts.
 ONCE = (
     Launch("dense mask by rows", 130, 140, mask="bhqk", mask_by_rows=True, causal=True),
@@ -275,6 +307,8 @@ OTHER_LAUNCHES = (
     "running top-w, key mask, no bias",
     "running top-w for all heads",
     "top-w of all keys",
+    "packed",
+    "packed, key mask",
 )
 # Head dimensions between the tiles only change the tails.
 BETWEEN = (("f16", 40), ("bf16", 72), ("f16", 136))
@@ -289,13 +323,13 @@ BETWEEN_LAUNCHES = (
 
 
 def all_launches() -> list[tuple[str, int, Launch | Lists | Append]]:
-    every = (*LAUNCHES, *SELECTED)
+    every = (*LAUNCHES, *SELECTED, *PACKED)
     # One selection is much like the next at the largest head dimension, where each takes longest.
     main = [
         (kind, launch)
         for launch in every
         for kind in MAIN
-        if kind[1] < 256 or launch.select is None or launch.name in OTHER_LAUNCHES
+        if kind[1] < 256 or not (launch.select or launch.packed) or launch.name in OTHER_LAUNCHES
     ]
     main += [(kind, x) for x in every if x.name in OTHER_LAUNCHES for kind in OTHERS]
     main += [(kind, x) for x in every if x.name in BETWEEN_LAUNCHES for kind in BETWEEN]
@@ -406,6 +440,8 @@ def run_launch(
             problems += [problem] if problem else []
         return problems
     draw = np.random.default_rng(len(launch.name) + head_dim)
+    if launch.packed:
+        return run_packed(gpu, dtype, head_dim, launch, draw, fill)
     raw = draw_inputs(launch, dtype, head_dim, draw)
     inputs = {
         name: gpu.upload(x, kind, 0 if name == "dlse" else launch.skip)
@@ -425,6 +461,38 @@ def run_launch(
         inputs.pop("mask", None)
     if launch.attend:
         problems += attend(gpu, launch, inputs, values, call, fill)
+    return problems
+
+
+def run_packed(
+    gpu: Gpu,
+    dtype: str,
+    head_dim: int,
+    launch: Launch,
+    draw: np.random.Generator,
+    fill: int | None,
+) -> list[str]:
+    """One call for all sequences; what differs from the references of each."""
+    alone = [dataclasses.replace(launch, batch=1, seqlen_q=m, seqlen_k=n) for m, n in launch.packed]
+    raw = [draw_inputs(part, dtype, head_dim, draw) for part in alone]
+    joined = sanitizer_packed.join(raw)
+    inputs = {
+        name: gpu.upload(x, kind, 0 if name == "dlse" else launch.skip)
+        for name, (x, kind) in joined.items()
+    }
+    row_shape = (launch.nheads, joined["q"][0].shape[0])
+    call = sanitizer_packed.arguments(gpu, launch.packed)
+    outputs = enqueue_both(gpu, launch, inputs, row_shape, call, fill)
+    found = {name: gpu.download(buffer) for name, buffer in outputs.items()}
+    problems = []
+    for b, part in enumerate(sanitizer_packed.split(found, launch.packed)):
+        values = {name: from_bits(to_bits(x, kind), kind) for name, (x, kind) in raw[b].items()}
+        if "mask" in values:
+            values["keep"] = values["mask"]
+        wanted = reference(values, alone[b], head_dim**-0.5)
+        for name, value in part.items():
+            if problem := compare(name, value, wanted[name]):
+                problems.append(f"sequence {b}: {problem}")
     return problems
 
 
@@ -460,9 +528,27 @@ def attend(
     fill: int | None,
 ) -> list[str]:
     """Forward and backward; what differs from the reference."""
-    q = inputs["q"]
-    scale = q.shape[3] ** -0.5
     row_shape = (launch.batch, launch.nheads, launch.seqlen_q)
+    outputs = enqueue_both(gpu, launch, inputs, row_shape, call, fill)
+    wanted = reference(values, launch, inputs["q"].shape[3] ** -0.5)
+    return [
+        problem
+        for name, buffer in outputs.items()
+        if (problem := compare(name, gpu.download(buffer), wanted[name]))
+    ]
+
+
+def enqueue_both(
+    gpu: Gpu,
+    launch: Launch,
+    inputs: dict[str, Buffer],
+    row_shape: tuple[int, ...],
+    call: dict[str, Any],
+    fill: int | None,
+) -> dict[str, Buffer]:
+    """Launches the forward and, if it is wanted, the backward; what they write."""
+    q = inputs["q"]
+    scale = q.shape[-1] ** -0.5
     outputs = {
         "out": gpu.output(q.shape, q.dtype, fill),
         "lse": gpu.output(row_shape, "f32", fill),
@@ -485,12 +571,7 @@ def attend(
                 outputs[gradient] = gpu.output(like.shape, like.dtype, fill)
         call |= views("dout", "dlse", "dq", "dk", "dv", "dbias")
         enqueue(gpu, kernels.BwdParams(0, **call, deterministic=launch.deterministic), fill)
-    wanted = reference(values, launch, scale)
-    return [
-        problem
-        for name, buffer in outputs.items()
-        if (problem := compare(name, gpu.download(buffer), wanted[name]))
-    ]
+    return outputs
 
 
 def enqueue(gpu: Gpu, params: kernels.FwdParams | kernels.BwdParams, fill: int | None) -> None:

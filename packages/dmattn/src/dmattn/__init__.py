@@ -6,6 +6,7 @@ from dmattn.functional import flash_dmattn_func, flash_dmattn_func_auto
 from dmattn.modules import DynamicMaskAttention
 from dmattn.selection import KeySelection, packed_documents, select_keys, sliding_window
 from dmattn.utils.mask import create_mask, dynamic_mask, maybe_create_mask
+from dmattn.varlen import flash_dmattn_varlen_func
 
 __version__ = "0.1.0"
 
@@ -17,6 +18,7 @@ __all__ = [
     "dynamic_mask",
     "flash_dmattn_func",
     "flash_dmattn_func_auto",
+    "flash_dmattn_varlen_func",
     "get_available_backends",
     "maybe_create_mask",
     "packed_documents",

@@ -12,6 +12,17 @@ using namespace prep;
 constexpr int kThreads = 256;
 constexpr int kRows = 64;  // rows of one (batch, head) a block
 
+// The rows of the tensors that kRows entries of the results from row0 on stand for: the others are padding.
+struct Rows {
+  int first, count;
+};
+__device__ __forceinline__ Rows find_rows(const BwdPreprocessParams& p, int row0) {
+  if (!p.packing.is_active()) return {row0, p.seqlen_q - row0};
+  const PackedRows found = find_packed_rows(p.packing.cu_seqlens_q, p.packing.sequences, kRowPitch, row0 / kRowPitch);
+  const int skipped = row0 % kRowPitch;
+  return {found.before + found.row0 + skipped, found.rows - skipped};
+}
+
 // kLanes lanes hold a row, eight columns each. Heads are the fastest block index: in the usual (b, s, h, d) layout
 // the blocks in flight together then read one contiguous range.
 template <class Element, int kLanes, bool kVec>
@@ -24,9 +35,10 @@ __global__ void __launch_bounds__(kThreads) preprocess_kernel(const BwdPreproces
   const int h = blockIdx.x % p.nheads;
   const int row0 = blockIdx.x / p.nheads % tiles * kRows;
   const int b = blockIdx.x / p.nheads / tiles;
+  const Rows own = find_rows(p, row0);
   const int lane = threadIdx.x % kLanes, group = threadIdx.x / kLanes;
-  const uint16_t* out = static_cast<const uint16_t*>(p.out) + row_offset(p.out_stride, b, h, row0) + lane * 8;
-  const uint16_t* dout = static_cast<const uint16_t*>(p.dout) + row_offset(p.dout_stride, b, h, row0) + lane * 8;
+  const uint16_t* out = static_cast<const uint16_t*>(p.out) + row_offset(p.out_stride, b, h, own.first) + lane * 8;
+  const uint16_t* dout = static_cast<const uint16_t*>(p.dout) + row_offset(p.dout_stride, b, h, own.first) + lane * 8;
 
 #pragma unroll
   for (int pass0 = 0; pass0 < kPasses; pass0 += kBatch) {
@@ -35,7 +47,7 @@ __global__ void __launch_bounds__(kThreads) preprocess_kernel(const BwdPreproces
     for (int i = 0; i < kBatch; ++i) {
       const int row = (pass0 + i) * kRowsPerPass + group;
       x[i] = dx[i] = make_uint4(0, 0, 0, 0);
-      if (row0 + row < p.seqlen_q && lane * 8 < p.head_dim) {
+      if (row < own.count && lane * 8 < p.head_dim) {
         x[i] = load_chunk(out + row * p.out_stride.row, kVec);
         dx[i] = load_chunk(dout + row * p.dout_stride.row, kVec);
       }
@@ -52,21 +64,21 @@ __global__ void __launch_bounds__(kThreads) preprocess_kernel(const BwdPreproces
     }
   }
   __syncthreads();
-  const int row = row0 + threadIdx.x;
-  if (threadIdx.x >= kRows || row >= p.seqlen_q_rounded) return;
+  const int row = threadIdx.x;
+  if (row >= kRows || row0 + row >= p.seqlen_q_rounded) return;
   float lse = -INFINITY;
-  if (row < p.seqlen_q) lse = __ldg(p.lse + row_offset(p.lse_stride, b, h, row));
+  if (row < own.count) lse = __ldg(p.lse + row_offset(p.lse_stride, b, h, own.first + row));
   float delta = 0.f;
   if (lse == -INFINITY) {  // keeps nothing: exp(score - inf) is 0
     lse = INFINITY;
   } else {
-    delta = dots[threadIdx.x];
-    if (p.dlse != nullptr) delta -= __ldg(p.dlse + row_offset(p.dlse_stride, b, h, row));
+    delta = dots[row];
+    if (p.dlse != nullptr) delta -= __ldg(p.dlse + row_offset(p.dlse_stride, b, h, own.first + row));
   }
-  const int64_t dst = (static_cast<int64_t>(b) * p.nheads + h) * p.seqlen_q_rounded + row;
+  const int64_t dst = (static_cast<int64_t>(b) * p.nheads + h) * p.seqlen_q_rounded + row0 + row;
   p.lse_rounded[dst] = lse;
   if (p.lse_rest != nullptr) {
-    p.rest_rounded[dst] = row < p.seqlen_q ? __ldg(p.lse_rest + row_offset(p.lse_stride, b, h, row)) : 0.f;
+    p.rest_rounded[dst] = row < own.count ? __ldg(p.lse_rest + row_offset(p.lse_stride, b, h, own.first + row)) : 0.f;
   }
   p.delta[dst] = delta;
 }
@@ -114,6 +126,10 @@ __global__ void __launch_bounds__(kScheduleThreads)
 // Columns added to a row of the tile in shared memory, so that the eight rows of a fragment fall on different banks.
 constexpr int kDqPad = 8;
 
+__host__ __device__ inline int dq_blocks(const ConvertDqParams& p) {
+  return !p.packing.is_active() ? ceil_div(p.seqlen_q, p.layout.block_m) : p.packing.m_blocks;
+}
+
 // Reads the tile as the backward kernel's threads wrote it (layout.threads threads, four registers of each m16n8
 // fragment at a time) and puts it, rounded, into a row-major tile.
 template <class Element>
@@ -141,15 +157,21 @@ template <class Element>
 __global__ void __launch_bounds__(1024) convert_dq_kernel(const ConvertDqParams p) {
   extern __shared__ __align__(16) uint32_t smem[];
   const int block_m = p.layout.block_m;
-  const int m_blocks = ceil_div(p.seqlen_q, block_m);
+  const int m_blocks = dq_blocks(p);
   const int64_t tile = blockIdx.x;
+  const int m_block = static_cast<int>(tile % m_blocks);
+  const int h = static_cast<int>(tile / m_blocks % p.nheads), b = static_cast<int>(tile / m_blocks / p.nheads);
+  int64_t m0 = static_cast<int64_t>(m_block) * block_m;
+  int rows = static_cast<int>(min(static_cast<int64_t>(block_m), p.seqlen_q - m0));
+  if (p.packing.is_active()) {
+    const PackedRows own = find_packed_rows(p.packing.cu_seqlens_q, p.packing.sequences, block_m, m_block);
+    if (own.rows <= 0) return;
+    m0 = static_cast<int64_t>(own.before) + own.row0;
+    rows = min(block_m, own.rows);
+  }
   load_dq_fragments<Element>(p, tile, smem);
   __syncthreads();
 
-  const int m_block = static_cast<int>(tile % m_blocks);
-  const int h = static_cast<int>(tile / m_blocks % p.nheads), b = static_cast<int>(tile / m_blocks / p.nheads);
-  const int64_t m0 = static_cast<int64_t>(m_block) * block_m;
-  const int rows = static_cast<int>(min(static_cast<int64_t>(block_m), p.seqlen_q - m0));
   const int pitch = p.layout.head_dim_tile + kDqPad;
   const uint16_t* tile_rows = reinterpret_cast<const uint16_t*>(smem);
   uint16_t* dq = static_cast<uint16_t*>(p.dq) + row_offset(p.dq_stride, b, h, m0);
@@ -187,7 +209,7 @@ cudaError_t bwd_schedule(const KeyList& keys, int batch, int nheads_k, int head_
 
 cudaError_t convert_dq(const ConvertDqParams& p, Dtype dtype, cudaStream_t stream) {
   const DqTileLayout& t = p.layout;
-  const int64_t blocks = static_cast<int64_t>(p.batch) * p.nheads * ceil_div(p.seqlen_q, t.block_m);
+  const int64_t blocks = static_cast<int64_t>(p.batch) * p.nheads * dq_blocks(p);
   const size_t smem = static_cast<size_t>(t.block_m) * (t.head_dim_tile + kDqPad) * sizeof(uint16_t);
   return with_half_type(dtype, [&](auto element) {
     return launch(convert_dq_kernel<decltype(element)>, blocks, t.threads, smem, stream, p);

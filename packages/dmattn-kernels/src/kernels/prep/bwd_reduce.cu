@@ -178,10 +178,11 @@ cudaError_t reduce_dkv(const BwdParams& p, Dtype dtype, int block_n, int head_di
 cudaError_t convert_dkv(const BwdParams& p, Dtype dtype, cudaStream_t stream) {
   GradPair outs = {};
   const int num_outs = grad_outs(p, p.dk_accum, p.dv_accum, outs);
-  const int64_t blocks = row_tiles(p.batch, p.nheads_k, p.seqlen_k) * num_outs;
+  const int32_t batch = p.packing.slabs(p.batch), seqlen_k = p.packing.rows_k(p.seqlen_k);
+  const int64_t blocks = row_tiles(batch, p.nheads_k, seqlen_k) * num_outs;
   return with_half_type(dtype, [&](auto element) {
     return launch(convert_dkv_kernel<decltype(element)>, blocks, kThreads, 0, stream, outs, num_outs, p.nheads_k,
-                  p.seqlen_k, p.head_dim);
+                  seqlen_k, p.head_dim);
   });
 }
 

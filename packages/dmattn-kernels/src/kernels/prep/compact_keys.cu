@@ -12,10 +12,10 @@ constexpr int kThreads = 1024;
 constexpr int kPassKeys = kThreads * 16;
 
 // Keep bits of this thread's sixteen keys from `key0`.
-__device__ __forceinline__ uint32_t load_keys(const MaskSource& mask, const uint8_t* src, int64_t pass0) {
+__device__ __forceinline__ uint32_t load_keys(const uint8_t* src, int64_t stride, int keys, int64_t pass0) {
   const int lane = threadIdx.x % 32;
-  if (mask.col_stride == 1) {
-    const MaskRow row(src, mask.seqlen_k);
+  if (stride == 1) {
+    const MaskRow row(src, keys);
     const int64_t warp0 = pass0 + (threadIdx.x - lane) * 16;
     const uintptr_t chunk = lane_chunk(row, warp0, lane);
     return align_lane_bits(row, warp0, lane, mask_chunk_bits(row, chunk, load_mask_chunk(row, chunk)));
@@ -24,30 +24,48 @@ __device__ __forceinline__ uint32_t load_keys(const MaskSource& mask, const uint
   const int64_t key0 = pass0 + threadIdx.x * 16;
 #pragma unroll
   for (int i = 0; i < 16; ++i) {
-    if (key0 + i < mask.seqlen_k) {
-      bits |= static_cast<uint32_t>(__ldg(src + (key0 + i) * mask.col_stride) != 0) << i;
+    if (key0 + i < keys) {
+      bits |= static_cast<uint32_t>(__ldg(src + (key0 + i) * stride) != 0) << i;
     }
   }
   return bits;
+}
+
+// What a list is made of, and where it goes.
+struct List {
+  const uint8_t* src;
+  int keys;
+  int first;  // number of the first of them
+  int32_t* idx;
+  int capacity;
+};
+__device__ __forceinline__ List find_list(const MaskSource& mask, const KeyList& keys, int64_t list) {
+  const int64_t b = list / mask.heads, head = list % mask.heads;
+  const uint8_t* src = mask.ptr + b * mask.batch_stride + head * mask.head_stride;
+  int32_t* idx = const_cast<int32_t*>(keys.idx);
+  if (!mask.packing.is_active()) return {src, mask.seqlen_k, 0, idx + list * keys.capacity, keys.capacity};
+  const int before = __ldg(mask.packing.cu_seqlens_k + b);
+  const int count = min(__ldg(mask.packing.cu_seqlens_k + b + 1) - before, mask.seqlen_k);
+  const int64_t first = static_cast<int64_t>(first_packed_block(before, static_cast<int>(b), kListBlock)) * kListBlock;
+  return {src + (mask.per_key ? before * mask.col_stride : 0), count, before, idx + head * keys.capacity + first,
+          round_up(count, kListBlock)};
 }
 
 __global__ void __launch_bounds__(kThreads) compact_kernel(const MaskSource mask, const KeyList keys) {
   __shared__ int warp_sums[32];
   __shared__ uint16_t group_bits[kThreads];
   __shared__ int group_begin[kThreads];
-  const int64_t list = blockIdx.x;
-  const uint8_t* src = mask.ptr + list / mask.heads * mask.batch_stride + list % mask.heads * mask.head_stride;
-  int32_t* idx = const_cast<int32_t*>(keys.idx) + list * keys.capacity;
+  const List list = find_list(mask, keys, blockIdx.x);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 
   int count = 0;
-  uint32_t bits = load_keys(mask, src, 0);
-  for (int64_t pass0 = 0; pass0 < mask.seqlen_k; pass0 += kPassKeys) {
+  uint32_t bits = load_keys(list.src, mask.col_stride, list.keys, 0);
+  for (int64_t pass0 = 0; pass0 < list.keys; pass0 += kPassKeys) {
     int pass_count;
     const int before = block_exclusive_scan<kThreads>(__popc(bits), warp_sums, pass_count);
     group_bits[threadIdx.x] = static_cast<uint16_t>(bits);
     group_begin[threadIdx.x] = count + before;
-    if (pass0 + kPassKeys < mask.seqlen_k) bits = load_keys(mask, src, pass0 + kPassKeys);
+    if (pass0 + kPassKeys < list.keys) bits = load_keys(list.src, mask.col_stride, list.keys, pass0 + kPassKeys);
     __syncthreads();
     // A lane a key: the kept ones of a warp fall on consecutive entries.
 #pragma unroll 4
@@ -56,25 +74,32 @@ __global__ void __launch_bounds__(kThreads) compact_kernel(const MaskSource mask
       const uint32_t group = group_bits[key / 16];
       const int bit = key % 16;
       if (group >> bit & 1) {
-        idx[group_begin[key / 16] + __popc(group & ((1u << bit) - 1))] = static_cast<int32_t>(pass0 + key);
+        list.idx[group_begin[key / 16] + __popc(group & ((1u << bit) - 1))] =
+            list.first + static_cast<int32_t>(pass0 + key);
       }
     }
     count += pass_count;
     __syncthreads();
   }
-  for (int i = count + threadIdx.x; i < keys.capacity; i += kThreads) idx[i] = 0;
-  if (threadIdx.x == 0) const_cast<int32_t*>(keys.count)[list] = count;
+  for (int i = count + threadIdx.x; i < list.capacity; i += kThreads) list.idx[i] = 0;
+  if (threadIdx.x == 0) const_cast<int32_t*>(keys.count)[blockIdx.x] = count;
 }
 
 }  // namespace
 
 KeyList layout_key_list(const MaskSource& mask, void* base, size_t* bytes) {
   KeyList keys;
-  keys.capacity = round_up(mask.seqlen_k, 128);
+  keys.capacity = round_up(mask.seqlen_k, kListBlock);
   keys.batch = mask.batch;
   keys.heads = mask.heads;
-  const int64_t lists = static_cast<int64_t>(mask.batch) * mask.heads;
-  const size_t idx_bytes = static_cast<size_t>(lists * keys.capacity) * sizeof(int32_t);
+  int64_t rows = static_cast<int64_t>(mask.batch) * mask.heads;  // of idx
+  if (mask.packing.is_active()) {
+    keys.capacity = packed_blocks(mask.packing.total_k, mask.packing.sequences, kListBlock) * kListBlock;
+    keys.batch = mask.packing.sequences;
+    rows = mask.heads;
+  }
+  const int64_t lists = static_cast<int64_t>(keys.batch) * keys.heads;
+  const size_t idx_bytes = static_cast<size_t>(rows * keys.capacity) * sizeof(int32_t);
   if (base != nullptr) {
     keys.idx = static_cast<const int32_t*>(base);
     keys.count = reinterpret_cast<const int32_t*>(static_cast<const char*>(base) + idx_bytes);
@@ -84,7 +109,7 @@ KeyList layout_key_list(const MaskSource& mask, void* base, size_t* bytes) {
 }
 
 cudaError_t compact_keys(const MaskSource& mask, const KeyList& keys, cudaStream_t stream) {
-  const int64_t lists = static_cast<int64_t>(mask.batch) * mask.heads;
+  const int64_t lists = static_cast<int64_t>(keys.batch) * keys.heads;
   return launch(compact_kernel, lists, kThreads, 0, stream, mask, keys);
 }
 

@@ -35,11 +35,12 @@ cudaError_t combine_splits(const FwdParams& p, Dtype dtype, cudaStream_t stream)
 
 // Zero has the same bits in every 16-bit type.
 cudaError_t fill_empty_fwd(const FwdParams& p, Dtype, cudaStream_t stream) {
-  const cudaError_t status = fill_zero(p.out, p.out_stride, p.batch, p.seqlen_q, p.nheads, p.head_dim, stream);
+  const int32_t batch = p.packing.slabs(p.batch), seqlen_q = p.packing.rows_q(p.seqlen_q);
+  const cudaError_t status = fill_zero(p.out, p.out_stride, batch, seqlen_q, p.nheads, p.head_dim, stream);
   if (status != cudaSuccess || p.lse == nullptr) return status;
-  const int64_t rows = static_cast<int64_t>(p.batch) * p.nheads * p.seqlen_q;
+  const int64_t rows = static_cast<int64_t>(batch) * p.nheads * seqlen_q;
   return launch(fill_lse_kernel, ceil_div<int64_t>(rows, kThreads), kThreads, 0, stream, p.lse, p.lse_stride, rows,
-                p.seqlen_q, p.nheads);
+                seqlen_q, p.nheads);
 }
 
 }  // namespace dmattn

@@ -27,7 +27,7 @@ enum class Access {
 };
 
 struct Group {
-  const uint8_t* ptr;  // (row0, column 0) of the operand
+  const uint8_t* ptr;  // (row0, column 0) of the operand; row0 counts through packed sequences
   int row0, rows;      // rows: how many of the band lie inside the mask
   int col0, cols;      // cols: columns of the mask from column 0
 };
@@ -113,6 +113,23 @@ __device__ __forceinline__ void store_group(const MaskBits& bits, const Group& g
   lacking = static_cast<uint32_t>(lacking0) << 2 * quad | static_cast<uint32_t>(lacking1) << (2 * quad + 1);
 }
 
+// Band `band` of mask (batch, head) bh, from column col0 on.
+__device__ __forceinline__ Group find_group(const MaskSource& mask, int64_t bh, int band, int col0) {
+  int row0 = band * kMaskBand, rows = mask.seqlen_q - row0, cols = mask.seqlen_k;
+  if (mask.packing.is_active()) {
+    constexpr int kBandsPerWord = kMaskWordRows / kMaskBand;
+    const PackedRows own =
+        find_packed_rows(mask.packing.cu_seqlens_q, mask.packing.sequences, kMaskWordRows, band / kBandsPerWord);
+    const int skipped = band % kBandsPerWord * kMaskBand;
+    row0 = own.before + own.row0 + skipped;
+    rows = max(own.rows - skipped, 0);
+    const int32_t* keys = mask.packing.cu_seqlens_k + own.b;
+    cols = min(cols, __ldg(keys + 1) - __ldg(keys));
+  }
+  return {mask.ptr + bh / mask.heads * mask.batch_stride + bh % mask.heads * mask.head_stride + row0 * mask.row_stride,
+          row0, min(kMaskBand, rows), col0, cols};
+}
+
 template <Access kAccess>
 __global__ void __launch_bounds__(kThreads) pack_kernel(const MaskSource mask, const MaskBits bits) {
   __shared__ __align__(16) uint32_t words[kMaskBand * kPitch];
@@ -121,10 +138,7 @@ __global__ void __launch_bounds__(kThreads) pack_kernel(const MaskSource mask, c
   const int group = blockIdx.x % groups;
   const int band = blockIdx.x / groups % bits.bands_q;
   const int64_t bh = blockIdx.x / groups / bits.bands_q;
-  const int row0 = band * kMaskBand;
-  const Group g = {
-      mask.ptr + bh / mask.heads * mask.batch_stride + bh % mask.heads * mask.head_stride + row0 * mask.row_stride,
-      row0, min(kMaskBand, mask.seqlen_q - row0), group * kGroupCols, mask.seqlen_k};
+  const Group g = find_group(mask, bh, band, group * kGroupCols);
   if (threadIdx.x < 2) cells[threadIdx.x] = 0;
   if (g.col0 < g.cols) {  // else: the group only pads the last word of any_rows and all_rows
     if constexpr (kAccess == Access::kBytes16) {
@@ -192,6 +206,10 @@ MaskBits layout_mask_bits(const MaskSource& mask, void* base, size_t* bytes) {
   m.bands_q = ceil_div(mask.seqlen_q, kMaskBand);
   m.bands_k = ceil_div(mask.seqlen_k, kMaskBand);
   m.words_q = ceil_div(m.bands_q, 32);
+  if (mask.packing.is_active()) {
+    m.words_q = packed_blocks(mask.seqlen_q, mask.packing.sequences, kMaskWordRows);
+    m.bands_q = 32 * m.words_q;
+  }
   m.words_k = ceil_div(m.bands_k, 32);
   m.heads = mask.heads;
   m.batch = mask.batch;

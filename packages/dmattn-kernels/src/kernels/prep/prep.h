@@ -43,6 +43,7 @@ struct BwdPreprocessParams {
   float* delta = nullptr;           // [batch][nheads][seqlen_q_rounded]
   int32_t batch = 0, seqlen_q = 0, seqlen_q_rounded = 0, nheads = 0, head_dim = 0;
   bool vec_out = true, vec_dout = true;  // rows start on 16 bytes
+  Packing packing;                       // results as in BwdParams
 };
 // delta = rowsum(out * dout) - dlse; lse copied with +inf for rows that keep nothing or lie past seqlen_q.
 cudaError_t bwd_preprocess(const BwdPreprocessParams& p, Dtype dtype, cudaStream_t stream);
@@ -66,6 +67,7 @@ struct ConvertDqParams {
   int32_t batch = 0, seqlen_q = 0, nheads = 0, head_dim = 0;
   bool vec_dq = true;
   DqTileLayout layout;
+  Packing packing;
 };
 // dq = dq_accum rounded (the kernel has applied softmax_scale).
 cudaError_t convert_dq(const ConvertDqParams& p, Dtype dtype, cudaStream_t stream);

@@ -95,13 +95,50 @@ struct BwdBlock {
     if (active) find_steps();
   }
 
-  __device__ __forceinline__ int causal_offset() const { return p.seqlen_k - p.seqlen_q; }
-  __device__ __forceinline__ int m_blocks() const { return (p.seqlen_q + kBlockM - 1) / kBlockM; }
+  __device__ __forceinline__ bool is_packed() const { return T::kGeneral && p.packing.is_active(); }
+  // Of the block's sequence, where sequences are packed: the rows and keys in front of it, its lengths. Read again
+  // (from the L1 cache) after each barrier: kept in registers through the loop, they spilled others.
+  __device__ __forceinline__ int first_row() const { return is_packed() ? p.packing.cu_seqlens_q[batch] : 0; }
+  __device__ __forceinline__ int keys_before() const { return is_packed() ? p.packing.cu_seqlens_k[batch] : 0; }
+  __device__ __forceinline__ int seqlen_q() const {
+    return is_packed() ? p.packing.cu_seqlens_q[batch + 1] - first_row() : p.seqlen_q;
+  }
+  __device__ __forceinline__ int seqlen_k() const {
+    return is_packed() ? p.packing.cu_seqlens_k[batch + 1] - keys_before() : p.seqlen_k;
+  }
+  // Where a tile's keys count from: in their sequence, or, listed, in all sequences.
+  __device__ __forceinline__ int first_key() const { return T::kGathered ? 0 : keys_before(); }
+  // Row i sees the keys up to i + causal_offset(), as tiles count them.
+  __device__ __forceinline__ int causal_offset() const {
+    return (T::kGathered && is_packed() ? p.packing.cu_seqlens_k[batch + 1] : seqlen_k()) - seqlen_q();
+  }
+  __device__ __forceinline__ int m_blocks() const { return (seqlen_q() + kBlockM - 1) / kBlockM; }
+
+  // Where things lie in arrays of the workspace, which have no batch when sequences are packed.
+  __device__ __forceinline__ int64_t slab(int heads, int head) const {
+    return static_cast<int64_t>(is_packed() ? 0 : batch) * heads + head;
+  }
+  // Of lse, its rest and delta: the first row of a step.
+  __device__ __forceinline__ int64_t row_stats(const Step& s) const {
+    const int first = is_packed() ? first_packed_block(first_row(), batch, kRowPitch) : 0;
+    return slab(p.nheads, s.head) * p.seqlen_q_rounded + static_cast<int64_t>(first) * kRowPitch + s.m * kBlockM;
+  }
+  // Of dq_accum and dq_semaphore: the row block of a step.
+  __device__ __forceinline__ int64_t dq_block(const Step& s) const {
+    if (is_packed()) {
+      return slab(p.nheads, s.head) * p.packing.m_blocks + first_packed_block(first_row(), batch, kBlockM) + s.m;
+    }
+    return slab(p.nheads, s.head) * m_blocks() + s.m;
+  }
+  // Of dbias_cols, dk_accum and dv_accum: a key of the block's sequence.
+  __device__ __forceinline__ int64_t key_row(int heads, int head, int64_t key) const {
+    return slab(heads, head) * (is_packed() ? p.packing.total_k : p.seqlen_k) + first_key() + key;
+  }
 
   // Which keys: blockIdx.x -> (batch, kv head, tile, split). False when this block has nothing to do.
   __device__ __forceinline__ bool find_tile() {
     slot = blockIdx.x;
-    int keys_total = p.seqlen_k;
+    int keys_total;
     if (has_intervals()) return find_interval_tile();
     if constexpr (T::kGathered) {
       num_splits = __ldg(p.schedule);
@@ -112,7 +149,7 @@ struct BwdBlock {
       n_block = tile - __ldg(first_tile + i);
       head_k = i % p.nheads_k;
       batch = i / p.nheads_k;
-      list = p.keys.idx + list_index() * p.keys.capacity;
+      list = p.keys.idx + (is_packed() ? packed_list() : list_index() * p.keys.capacity);
       keys_total = __ldg(p.keys.count + list_index());
     } else {
       num_splits = p.num_splits;
@@ -121,16 +158,22 @@ struct BwdBlock {
       n_block = tile % n_blocks;
       head_k = tile / n_blocks % p.nheads_k;
       batch = tile / n_blocks / p.nheads_k;
+      keys_total = seqlen_k();
     }
     key0 = n_block * kBlockN;
     keys = min(kBlockN, keys_total - key0);
-    return true;
+    return !is_packed() || keys > 0;  // the longest sequence has more tiles than this one
   }
 
   __device__ __forceinline__ bool has_intervals() const { return T::kGathered && p.keys.block_rows > 0; }
   __device__ __forceinline__ int64_t list_index() const {
     const int head = head_k * p.head_ratio + p.group_begin;
     return static_cast<int64_t>(p.keys.batch > 1 ? batch : 0) * p.keys.heads + head / p.keys.head_ratio;
+  }
+  __device__ __forceinline__ int64_t packed_list() const {
+    const int head = head_k * p.head_ratio + p.group_begin;
+    return static_cast<int64_t>(head / p.keys.head_ratio) * p.keys.capacity +
+           static_cast<int64_t>(first_packed_block(keys_before(), batch, kListBlock)) * kListBlock;
   }
   // Interval lists: blockIdx.x -> (batch, kv head, row block, tile of its list). Nearly all lists fill their capacity.
   __device__ __forceinline__ bool find_interval_tile() {
@@ -188,7 +231,8 @@ struct BwdBlock {
   }
   __device__ __forceinline__ void set_mask_tiles(int head) {
     if (p.mask.bits == nullptr) return;
-    const int64_t i = mask_index(head) * p.mask.bands_k * p.mask.words_q;
+    const int word = is_packed() ? first_packed_block(first_row(), batch, kMaskWordRows) : 0;
+    const int64_t i = mask_index(head) * p.mask.bands_k * p.mask.words_q + word;
     tiles =
         MaskTiles<kBlockN, kBlockM>(p.mask.any_cols + i, p.mask.all_cols + i, p.mask.words_q, p.mask.bands_k, n_block);
   }
@@ -223,9 +267,7 @@ struct BwdBlock {
 
   // --- deterministic dq ----------------------------------------------------------------------------------------------
 
-  __device__ __forceinline__ int32_t* semaphore(const Step& s) const {
-    return p.dq_semaphore + (static_cast<int64_t>(batch) * p.nheads + s.head) * m_blocks() + s.m;
-  }
+  __device__ __forceinline__ int32_t* semaphore(const Step& s) const { return p.dq_semaphore + dq_block(s); }
   // Key tiles add to a row block in ascending order. Blocks start in ascending order too, so the one that is waited
   // for is running.
   __device__ __forceinline__ void wait_for_turn(const Step& s) const { wait_until(semaphore(s), n_block); }
@@ -291,8 +333,7 @@ struct BwdBlock {
   // up for every row cost 15% of the time.
   __device__ __forceinline__ float rest(const Step& step, int row, float row_lse) const {
     if (fabsf(row_lse) < 16384.f || p.lse_rest == nullptr) return 0.f;
-    return __ldg(p.lse_rest + (static_cast<int64_t>(batch) * p.nheads + step.head) * p.seqlen_q_rounded +
-                 step.m * kBlockM + row);
+    return __ldg(p.lse_rest + row_stats(step) + row);
   }
   // s: raw products -> probabilities.
   __device__ __forceinline__ void probabilities(Scores& s, const Step& step, int buf, const ScoreMap& map) {
@@ -302,7 +343,7 @@ struct BwdBlock {
     in.key0 = key0;
     in.keys = keys;
     in.row0 = step.m * kBlockM;
-    in.rows = p.seqlen_q - in.row0;
+    in.rows = seqlen_q() - in.row0;
     if constexpr (T::kGeneral) {
       in.bias_tile = smem_base + T::kdS;
       in.key_bias = key_bias(buf);

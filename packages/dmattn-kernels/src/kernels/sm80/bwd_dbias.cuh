@@ -40,13 +40,14 @@ __device__ __forceinline__ void BwdBlock<T>::flush_column_sums(float (&sums)[T::
     for (int w = 0; w < T::kWarpsMSdP; ++w) x += scratch[w * kBlockN + threadIdx.x];
     const int64_t key = T::kGathered ? key_idx()[threadIdx.x] : key0 + static_cast<int>(threadIdx.x);
     // Alone on its entry when deterministic; otherwise the splits of a head meet here.
-    atomicAdd(p.dbias_cols + (static_cast<int64_t>(batch) * p.nheads + head) * p.seqlen_k + key, x);
+    atomicAdd(p.dbias_cols + key_row(p.nheads, head, key), x);
   }
 }
 
 template <class T>
 __device__ __forceinline__ int64_t BwdBlock<T>::dbias_base(const Step& s) const {
-  return batch * p.dbias_batch_stride + (s.head / p.bias.head_ratio) * p.dbias_head_stride;
+  return batch * p.dbias_batch_stride + (s.head / p.bias.head_ratio) * p.dbias_head_stride +
+         first_row() * p.dbias_row_stride - (T::kGathered ? keys_before() : 0);
 }
 
 // dbias entries of the tile from registers: any alignment, fp32 too.
@@ -58,7 +59,7 @@ __device__ __forceinline__ void BwdBlock<T>::store_dbias(const Scores& ds, const
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = s.m * kBlockM + map.row(mt, 2 * half);
-      if (row >= p.seqlen_q) continue;
+      if (row >= seqlen_q()) continue;
       const int64_t row_base = dbias_base(s) + row * p.dbias_row_stride;
 #pragma unroll
       for (int nt = 0; nt < T::NTs; ++nt) {
@@ -91,7 +92,7 @@ __device__ __forceinline__ void BwdBlock<T>::copy_dbias(const Step& s) const {
   Element* dst =
       static_cast<Element*>(p.dbias) + dbias_base(s) + static_cast<int64_t>(s.m) * kBlockM * p.dbias_row_stride + key0;
   store_tile<kBlockM, kBlockN, T::kThreads>(
-      dst, smem_base + T::kdS, p.dbias_row_stride, p.seqlen_q - s.m * kBlockM, keys,
+      dst, smem_base + T::kdS, p.dbias_row_stride, seqlen_q() - s.m * kBlockM, keys,
       is_vec16(p.dbias, p.dbias_batch_stride, p.dbias_head_stride, p.dbias_row_stride) && keys % 8 == 0, threadIdx.x,
       RowIdentity{});
 }

@@ -36,7 +36,7 @@ __device__ __forceinline__ void BwdBlock<T>::store_one(const AccKV& acc, void* o
   } else if (out != nullptr) {
     store_acc<Element, kHeadDim>(smem_base + tile, acc, row0, col0, lane);
     __syncthreads();
-    Element* dst = static_cast<Element*>(out) + batch * stride.batch + head_k * stride.head;
+    Element* dst = static_cast<Element*>(out) + batch * stride.batch + head_k * stride.head + first_key() * stride.row;
     if constexpr (T::kGathered) {
       if (first.left <= 0) load_key_idx();  // the prologue, which loads the indices, was skipped
       store_tile<kBlockN, kHeadDim, T::kThreads>(dst, smem_base + tile, stride.row, keys, p.head_dim, vec, threadIdx.x,
@@ -55,7 +55,7 @@ __device__ __forceinline__ float* BwdBlock<T>::fp32_row(int row, float* slots, f
     return slots + (static_cast<int64_t>(p.deterministic ? slot : slot / num_splits) * kBlockN + row) * kHeadDim;
   }
   const int64_t key = T::kGathered ? __ldg(list + key0 + row) : key0 + row;
-  return accum + ((static_cast<int64_t>(batch) * p.nheads_k + head_k) * p.seqlen_k + key) * p.head_dim;
+  return accum + key_row(p.nheads_k, head_k, key) * p.head_dim;
 }
 
 // By atomics. Lanes exchange halves first, so that each instruction adds to whole 32-byte sectors: of a fragment's rows

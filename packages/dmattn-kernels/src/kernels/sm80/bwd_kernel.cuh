@@ -10,9 +10,7 @@ namespace dmattn {
 
 template <class T>
 __device__ __forceinline__ void BwdBlock<T>::add_dq(const float (&acc)[T::MTq][T::NTq][4], const Step& s) const {
-  float* dst = p.dq_accum +
-               ((static_cast<int64_t>(batch) * p.nheads + s.head) * m_blocks() + s.m) * (kBlockM * kHeadDim) +
-               threadIdx.x;
+  float* dst = p.dq_accum + dq_block(s) * (kBlockM * kHeadDim) + threadIdx.x;
   const float scale = T::kGeneral ? p.softmax_scale : 1.f;
   if (T::kGeneral && p.dq_semaphore != nullptr) wait_for_turn(s);
 #pragma unroll

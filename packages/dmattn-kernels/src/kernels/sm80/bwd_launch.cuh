@@ -39,7 +39,8 @@ inline Level bwd_level(const BwdParams& p, bool gathered) {
   const bool all_aligned = p.vec_q && p.vec_k && p.vec_v && p.vec_dout;
   // The plain kernel scales cut scores of -inf: by a scale that is not positive they would not stay -inf.
   const bool general = !(p.softmax_scale > 0.f) || p.bias.kind != BiasKind::kNone || p.mask.bits != nullptr ||
-                       p.deterministic || p.dbias_kind != DbiasKind::kNone || !all_wanted || !all_aligned;
+                       p.packing.is_active() || p.deterministic || p.dbias_kind != DbiasKind::kNone || !all_wanted ||
+                       !all_aligned;
   return general ? Level::kGeneral : Level::kPlain;
 }
 

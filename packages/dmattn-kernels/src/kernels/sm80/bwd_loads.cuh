@@ -9,7 +9,7 @@ template <class T>
 __device__ __forceinline__ void BwdBlock<T>::load_kv(uint32_t dst, const void* base, const Strides3& s,
                                                      bool vec_given) const {
   const bool vec = !T::kGeneral || vec_given;
-  const Element* src = head_ptr(base, s, head_k);
+  const Element* src = head_ptr(base, s, head_k) + first_key() * s.row;
   if constexpr (T::kGathered) {
     load_tile<kBlockN, kHeadDim, T::kThreads>(smem_base + dst, src, s.row, keys, p.head_dim, vec, threadIdx.x,
                                               RowGather{key_idx()});
@@ -23,9 +23,9 @@ template <class T>
 __device__ __forceinline__ void BwdBlock<T>::load_rows(uint32_t dst, const void* base, const Strides3& s, bool vec,
                                                        const Step& step) const {
   const int row0 = step.m * kBlockM;
-  load_tile<kBlockM, kHeadDim, T::kThreads>(smem_base + dst, head_ptr(base, s, step.head) + row0 * s.row, s.row,
-                                            p.seqlen_q - row0, p.head_dim, !T::kGeneral || vec, threadIdx.x,
-                                            RowIdentity{});
+  load_tile<kBlockM, kHeadDim, T::kThreads>(
+      smem_base + dst, head_ptr(base, s, step.head) + (first_row() + row0) * s.row, s.row, seqlen_q() - row0,
+      p.head_dim, !T::kGeneral || vec, threadIdx.x, RowIdentity{});
 }
 
 template <class T>
@@ -45,8 +45,7 @@ __device__ __forceinline__ void BwdBlock<T>::load_row_stats(const Step& s, int b
   if (threadIdx.x < 2 * kChunks) {
     const int chunk = threadIdx.x % kChunks;
     const bool is_lse = threadIdx.x < kChunks;
-    const float* src = (is_lse ? p.lse : p.delta) +
-                       (static_cast<int64_t>(batch) * p.nheads + s.head) * p.seqlen_q_rounded + s.m * kBlockM;
+    const float* src = (is_lse ? p.lse : p.delta) + row_stats(s);
     const uint32_t dst = smem_base + (is_lse ? T::kLse : T::kDelta) + buf * kBlockM * 4;
     cp_async16(dst + chunk * 16, src + chunk * 4, true);
   }
@@ -59,15 +58,15 @@ __device__ __forceinline__ void BwdBlock<T>::load_bias_and_mask(const Step& s) c
       const int row0 = s.m * kBlockM;
       const ShiftedTile<kBlockN> tile = bias_tile(s);
       if (bias_is_shifted()) {
-        tile.template load<kBlockM, T::kThreads>(smem_base + T::kP, p.seqlen_q - row0, keys, threadIdx.x);
+        tile.template load<kBlockM, T::kThreads>(smem_base + T::kP, seqlen_q() - row0, keys, threadIdx.x);
       } else {
-        load_tile<kBlockM, kBlockN, T::kThreads>(smem_base + T::kdS, tile.src, p.bias.row_stride, p.seqlen_q - row0,
+        load_tile<kBlockM, kBlockN, T::kThreads>(smem_base + T::kdS, tile.src, p.bias.row_stride, seqlen_q() - row0,
                                                  keys, true, threadIdx.x, RowIdentity{});
       }
     }
     if (p.mask.bits != nullptr) {
       load_mask_words<kBlockM, T::kMaskWords, T::kThreads>(smem_base + T::kMask, p.mask, mask_index(s.head),
-                                                           s.m * kBlockM, n_block * T::kMaskWords);
+                                                           first_row() + s.m * kBlockM, n_block * T::kMaskWords);
     }
   }
 }
@@ -86,7 +85,8 @@ __device__ __forceinline__ bool BwdBlock<T>::has_score_tiles() const {
 
 template <class T>
 __device__ __forceinline__ int64_t BwdBlock<T>::bias_base(int head) const {
-  return batch * p.bias.batch_stride + (head / p.bias.head_ratio) * p.bias.head_stride;
+  return batch * p.bias.batch_stride + (head / p.bias.head_ratio) * p.bias.head_stride +
+         first_row() * p.bias.row_stride + keys_before() * p.packing.bias_col_stride;
 }
 
 template <class T>

@@ -52,6 +52,7 @@ struct FwdBlock {
   int warp, lane;
   int batch, head, m_block, split;
   int row0;            // first query row of the block
+  int list_offset;     // causal_offset() in the numbers of listed keys; read again instead, ptxas spilled 500 bytes
   int keys_total;      // keys, or entries of the list
   int keys_full;       // interval lists: leading entries that every row keeps
   int n_begin, n_end;  // key tiles of this block and split
@@ -70,13 +71,32 @@ struct FwdBlock {
     head = work % p.nheads;
     batch = work / p.nheads;
     row0 = m_block * kBlockM;
+    if constexpr (T::kGathered && T::kGeneral) {
+      list_offset = (is_packed() ? p.packing.cu_seqlens_k[batch + 1] : p.seqlen_k) - seqlen_q();
+    }
     find_key_range();
   }
 
-  __device__ __forceinline__ int causal_offset() const { return p.seqlen_k - p.seqlen_q; }
+  __device__ __forceinline__ bool is_packed() const { return T::kGeneral && p.packing.is_active(); }
+  // Of the block's sequence, where sequences are packed: the rows and keys in front of it, its lengths. Read again
+  // (from the L1 cache) after each barrier: kept in registers through the loop, they spilled others.
+  __device__ __forceinline__ int first_row() const { return is_packed() ? p.packing.cu_seqlens_q[batch] : 0; }
+  __device__ __forceinline__ int keys_before() const { return is_packed() ? p.packing.cu_seqlens_k[batch] : 0; }
+  __device__ __forceinline__ int seqlen_q() const {
+    return is_packed() ? p.packing.cu_seqlens_q[batch + 1] - first_row() : p.seqlen_q;
+  }
+  __device__ __forceinline__ int seqlen_k() const {
+    return is_packed() ? p.packing.cu_seqlens_k[batch + 1] - keys_before() : p.seqlen_k;
+  }
+  // Where a tile's keys count from: in their sequence, or, listed, in all sequences.
+  __device__ __forceinline__ int first_key() const { return T::kGathered ? 0 : keys_before(); }
+  // Row i sees the keys up to i + causal_offset(), as tiles count them.
+  __device__ __forceinline__ int causal_offset() const {
+    return T::kGathered && T::kGeneral ? list_offset : seqlen_k() - seqlen_q();
+  }
 
   __device__ __forceinline__ void find_key_range() {
-    keys_total = p.seqlen_k;
+    keys_total = seqlen_k();
     list = nullptr;
     if constexpr (T::kGathered) {
       int64_t i = list_index();
@@ -84,12 +104,12 @@ struct FwdBlock {
         i = i * p.keys.blocks + row0 / p.keys.block_rows;
         keys_full = __ldg(p.keys.full + i);
       }
-      list = p.keys.idx + i * p.keys.capacity;
+      list = p.keys.idx + (is_packed() ? packed_list() : i * p.keys.capacity);
       keys_total = __ldg(p.keys.count + i);
     }
     int visible = keys_total;
     if (p.is_causal && !has_intervals()) {
-      const int end = min(row0 + kBlockM, p.seqlen_q) + causal_offset();  // first position no row may see
+      const int end = min(row0 + kBlockM, seqlen_q()) + causal_offset();  // first position no row may see
       visible = T::kGathered ? warp_lower_bound(list, keys_total, end, lane) : min(visible, max(end, 0));
     }
     n_end = (visible + kBlockN - 1) / kBlockN;
@@ -101,10 +121,10 @@ struct FwdBlock {
     }
     if constexpr (T::kGeneral && !T::kGathered) {
       if (p.mask.bits != nullptr) {
-        const int64_t i = mask_index();
-        tiles = MaskTiles<kBlockM, kBlockN>(p.mask.any_rows + i * p.mask.bands_q * p.mask.words_k,
-                                            p.mask.all_rows + i * p.mask.bands_q * p.mask.words_k, p.mask.words_k,
-                                            p.mask.bands_q, m_block);
+        const int band = is_packed() ? 32 * first_packed_block(first_row(), batch, kMaskWordRows) : 0;
+        const int64_t i = (mask_index() * p.mask.bands_q + band) * p.mask.words_k;
+        tiles = MaskTiles<kBlockM, kBlockN>(p.mask.any_rows + i, p.mask.all_rows + i, p.mask.words_k,
+                                            (seqlen_q() + kMaskBand - 1) / kMaskBand, m_block);
       }
     }
   }
@@ -113,11 +133,16 @@ struct FwdBlock {
   __device__ __forceinline__ int64_t list_index() const {
     return static_cast<int64_t>(p.keys.batch > 1 ? batch : 0) * p.keys.heads + head / p.keys.head_ratio;
   }
+  __device__ __forceinline__ int64_t packed_list() const {
+    return static_cast<int64_t>(head / p.keys.head_ratio) * p.keys.capacity +
+           static_cast<int64_t>(first_packed_block(keys_before(), batch, kListBlock)) * kListBlock;
+  }
   __device__ __forceinline__ int64_t mask_index() const {
     return static_cast<int64_t>(p.mask.batch > 1 ? batch : 0) * p.mask.heads + head / p.mask.head_ratio;
   }
   __device__ __forceinline__ int64_t bias_base() const {
-    return batch * p.bias.batch_stride + (head / p.bias.head_ratio) * p.bias.head_stride;
+    return batch * p.bias.batch_stride + (head / p.bias.head_ratio) * p.bias.head_stride +
+           first_row() * p.bias.row_stride + keys_before() * p.packing.bias_col_stride;
   }
   __device__ __forceinline__ int previous(int n) const {
     if constexpr (T::kGeneral && !T::kGathered) return tiles.last_nonempty(n, n_begin);
@@ -132,13 +157,13 @@ struct FwdBlock {
   // vec_* is tested at run time even in the plain kernel, where it is always true: the branch keeps the compiler from
   // moving the copies into the matrix products around them, which made the forward 15% slower.
   __device__ __forceinline__ void load_q() const {
-    const Element* src = head_ptr(p.q, p.q_stride, head) + row0 * p.q_stride.row;
-    load_tile<kBlockM, kHeadDim, T::kThreads>(smem_base + T::kQ, src, p.q_stride.row, p.seqlen_q - row0, p.head_dim,
+    const Element* src = head_ptr(p.q, p.q_stride, head) + (first_row() + row0) * p.q_stride.row;
+    load_tile<kBlockM, kHeadDim, T::kThreads>(smem_base + T::kQ, src, p.q_stride.row, seqlen_q() - row0, p.head_dim,
                                               p.vec_q, threadIdx.x, RowIdentity{});
   }
   __device__ __forceinline__ void load_kv(uint32_t dst, const void* base, const Strides3& s, bool vec, int n,
                                           int buf) const {
-    const Element* src = head_ptr(base, s, head / p.head_ratio);
+    const Element* src = head_ptr(base, s, head / p.head_ratio) + first_key() * s.row;
     const int key0 = n * kBlockN;
     if constexpr (T::kGathered) {
       load_tile<kBlockN, kHeadDim, T::kThreads>(smem_base + dst, src, s.row, keys_total - key0, p.head_dim, vec,
@@ -179,12 +204,12 @@ struct FwdBlock {
   __device__ __forceinline__ void load_score_inputs(int n) const {
     if constexpr (T::kGeneral && !T::kGathered) {
       if (p.bias.kind == BiasKind::kTile) {
-        bias_tile(n).template load<kBlockM, T::kThreads>(smem_base + T::kBias, p.seqlen_q - row0,
-                                                         p.seqlen_k - n * kBlockN, threadIdx.x);
+        bias_tile(n).template load<kBlockM, T::kThreads>(smem_base + T::kBias, seqlen_q() - row0,
+                                                         seqlen_k() - n * kBlockN, threadIdx.x);
       }
       if (p.mask.bits != nullptr) {
-        load_mask_words<kBlockM, T::kMaskWords, T::kThreads>(smem_base + T::kMask, p.mask, mask_index(), row0,
-                                                             n * T::kMaskWords);
+        load_mask_words<kBlockM, T::kMaskWords, T::kThreads>(smem_base + T::kMask, p.mask, mask_index(),
+                                                             first_row() + row0, n * T::kMaskWords);
       }
     }
   }
@@ -203,7 +228,7 @@ struct FwdBlock {
     in.key0 = n * kBlockN;
     in.keys = keys_total - in.key0;
     in.row0 = row0;
-    in.rows = p.seqlen_q - row0;
+    in.rows = seqlen_q() - row0;
     if constexpr (T::kGeneral) {
       in.key_bias = key_bias(buf);
       in.mask_words = reinterpret_cast<const uint32_t*>(smem + T::kMask);
@@ -231,6 +256,7 @@ struct FwdBlock {
   }
 
   __device__ __forceinline__ void run() {
+    if (is_packed() && row0 >= seqlen_q()) return;  // the longest sequence has more blocks than this one
     float acc_o[T::MT][T::OT][4];
     clear(acc_o);
     OnlineSoftmax<T::MT> softmax;
@@ -311,13 +337,14 @@ struct FwdBlock {
         acc_o[mt][ot][e0 + 1] *= inv_sum;
       }
       const int row = row0 + warp * 16 * T::MT + mt * 16 + (r & 1) * 8 + lane / 4;
-      if ((lane & 3) == 0 && row < p.seqlen_q) {
+      if ((lane & 3) == 0 && row < seqlen_q()) {
         if (p.num_splits > 1) {
           const int64_t rows = static_cast<int64_t>(p.num_splits) * p.batch * p.nheads * p.seqlen_q;
           p.lse_accum[accum_row + row] = lse;
           p.lse_accum[rows + accum_row + row] = rest;
         } else {
-          const int64_t i = batch * p.lse_stride.batch + head * p.lse_stride.head + row * p.lse_stride.row;
+          const int64_t i =
+              batch * p.lse_stride.batch + head * p.lse_stride.head + (first_row() + row) * p.lse_stride.row;
           p.lse[i] = lse;
           if (p.lse_rest != nullptr) p.lse_rest[i] = rest;
         }
@@ -330,9 +357,9 @@ struct FwdBlock {
     // Q was last read before the main loop's second barrier: its tile takes the rounded output on its way out.
     store_acc<Element, kHeadDim>(smem_base + T::kQ, acc_o, warp * 16 * T::MT, 0, lane);
     __syncthreads();
-    Element* out =
-        static_cast<Element*>(p.out) + batch * p.out_stride.batch + head * p.out_stride.head + row0 * p.out_stride.row;
-    store_tile<kBlockM, kHeadDim, T::kThreads>(out, smem_base + T::kQ, p.out_stride.row, p.seqlen_q - row0, p.head_dim,
+    Element* out = static_cast<Element*>(p.out) + batch * p.out_stride.batch + head * p.out_stride.head +
+                   (first_row() + row0) * p.out_stride.row;
+    store_tile<kBlockM, kHeadDim, T::kThreads>(out, smem_base + T::kQ, p.out_stride.row, seqlen_q() - row0, p.head_dim,
                                                !T::kGeneral || p.vec_out, threadIdx.x, RowIdentity{});
   }
 

@@ -37,7 +37,8 @@ inline Level fwd_level(const FwdParams& p) {
   if (p.bias.kind == BiasKind::kDirect) return Level::kFull;
   // The plain path takes the maximum of the raw products, which needs a positive scale; the others scale first.
   const bool general = p.softcap > 0.f || p.bias.kind != BiasKind::kNone || p.mask.bits != nullptr ||
-                       !(p.softmax_scale > 0.f) || !(p.vec_q && p.vec_k && p.vec_v && p.vec_out);
+                       p.packing.is_active() || !(p.softmax_scale > 0.f) ||
+                       !(p.vec_q && p.vec_k && p.vec_v && p.vec_out);
   return general ? Level::kGeneral : Level::kPlain;
 }
 

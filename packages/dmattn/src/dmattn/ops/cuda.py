@@ -19,7 +19,9 @@ from dmattn.ops.shapes import (
     check_selected_bias,
     check_selection,
     empty_backward_outputs,
+    lse_shape,
 )
+from dmattn.ops.varlen_shapes import Packing, check_packed_inputs
 
 ABI_VERSION = 1
 _MIN_CAPABILITY = (8, 0)
@@ -195,6 +197,141 @@ def backward(
     return dq, dk, dv, dbias
 
 
+def varlen_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    packing: Packing,
+    softmax_scale: float,
+    is_causal: bool,
+    softcap: float,
+    lse_rest: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The CUDA implementation of dmattn::varlen_fwd: out (Tq, H, D) and lse (H, Tq), float32.
+
+    `lse_rest`, as lse, is written where given; see `shapes.empty_lse_rest`.
+
+    Raises:
+        TypeError, ValueError: as `varlen_shapes.check_packed_inputs`.
+        RuntimeError: no usable kernels, or a GPU that they do not serve.
+    """
+    dims = check_packed_inputs(q, k, v, mask, bias, packing)
+    packing = _contiguous(packing)
+    device, head_dim = q.get_device(), dims.head_dim
+    check_device(device)
+    if head_dim % HEAD_DIM_MULTIPLE:
+        q, k, v = _pad(q), _pad(k), _pad(v)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    lse = q.new_empty(lse_shape(q), dtype=torch.float32)
+    if dims.total_k == 0:
+        if lse_rest is not None:
+            lse_rest.zero_()
+        return out.zero_()[..., :head_dim].contiguous(), lse.fill_(float("-inf"))
+    if dims.total_q > 0:
+        core, codes = load_kernels()
+        params = core.FwdParams(
+            device,
+            _view(q, codes),
+            _view(k, codes),
+            _view(v, codes),
+            None if mask is None else _view(mask, codes),
+            None if bias is None else _view(bias, codes),
+            _view(out, codes),
+            _view(lse, codes),
+            softmax_scale,
+            softcap,
+            is_causal,
+            0,
+            None,
+            None if lse_rest is None else _view(lse_rest, codes),
+            *_packing_views(packing, codes),
+        )
+        _launch(params, q, device)
+    if head_dim % HEAD_DIM_MULTIPLE:
+        out = out[..., :head_dim].contiguous()
+    return out, lse
+
+
+def varlen_backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    packing: Packing,
+    out: Tensor,
+    lse: Tensor,
+    softmax_scale: float,
+    is_causal: bool,
+    softcap: float,
+    deterministic: bool,
+    needs: Sequence[bool],
+    lse_rest: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The CUDA implementation of dmattn::varlen_bwd: dq, dk, dv, dbias, each only where needed.
+
+    Raises:
+        TypeError, ValueError: as `varlen_shapes.check_packed_inputs` and
+            `shapes.check_backward_inputs`.
+        RuntimeError: no usable kernels, or a GPU that they do not serve.
+    """
+    dims = check_packed_inputs(q, k, v, mask, bias, packing)
+    check_backward_inputs(dout, dlse, q, out, lse, needs)
+    packing = _contiguous(packing)
+    device = q.get_device()
+    check_device(device)
+    if dims.total_q == 0 or dims.total_k == 0:
+        grads = empty_backward_outputs(q, k, v, bias, needs)
+        for grad in grads:
+            grad.zero_()
+        return grads
+    head_dim = dims.head_dim
+    padded = head_dim % HEAD_DIM_MULTIPLE != 0
+    if padded:
+        q, k, v, out, dout = _pad(q), _pad(k), _pad(v), _pad(out), _pad(dout)
+    elif dout.stride(2) != 1:
+        dout = dout.contiguous()
+    out, lse = out.contiguous(), lse.contiguous()
+    dlse = None if dlse is None else dlse.contiguous()
+    lse_rest = None if lse_rest is None else lse_rest.contiguous()
+    dq, dk, dv, dbias = empty_backward_outputs(q, k, v, bias, needs)
+    core, codes = load_kernels()
+    params = core.BwdParams(
+        device,
+        _view(q, codes),
+        _view(k, codes),
+        _view(v, codes),
+        None if mask is None else _view(mask, codes),
+        None if bias is None else _view(bias, codes),
+        _view(out, codes),
+        _view(lse, codes),
+        _view(dout, codes),
+        None if dlse is None else _view(dlse, codes),
+        _view(dq, codes) if needs[0] else None,
+        _view(dk, codes) if needs[1] else None,
+        _view(dv, codes) if needs[2] else None,
+        _view(dbias, codes) if needs[3] and bias is not None else None,
+        softmax_scale,
+        softcap,
+        is_causal,
+        deterministic,
+        None,
+        None if lse_rest is None else _view(lse_rest, codes),
+        *_packing_views(packing, codes),
+    )
+    _launch(params, q, device)
+    if padded:
+        dq, dk, dv = (
+            g[..., :head_dim].contiguous() if need else g
+            for g, need in zip((dq, dk, dv), needs, strict=False)
+        )
+    return dq, dk, dv, dbias
+
+
 def select(
     scores: Tensor,
     key_mask: Tensor | None,
@@ -344,10 +481,24 @@ def _views(
     return _view(end, codes), _view(idx, codes), _view(count, codes), last
 
 
+def _contiguous(packing: Packing) -> Packing:
+    """The caller holds on to it until the launch: a copy's memory would serve the workspace."""
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = packing
+    return Packing(cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), max_seqlen_q, max_seqlen_k)
+
+
+def _packing_views(
+    packing: Packing, codes: dict[torch.dtype, int]
+) -> tuple[_View, _View, int, int]:
+    """The last arguments of the parameter structs."""
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = packing
+    return _view(cu_seqlens_q, codes), _view(cu_seqlens_k, codes), max_seqlen_q, max_seqlen_k
+
+
 def _pad(t: Tensor) -> Tensor:
     """A contiguous copy with zeros up to the next multiple of 8 along head_dim."""
-    batch, seqlen, nheads, head_dim = t.shape
-    padded = t.new_zeros((batch, seqlen, nheads, head_dim + -head_dim % HEAD_DIM_MULTIPLE))
+    head_dim = t.shape[-1]
+    padded = t.new_zeros((*t.shape[:-1], head_dim + -head_dim % HEAD_DIM_MULTIPLE))
     padded[..., :head_dim] = t
     return padded
 

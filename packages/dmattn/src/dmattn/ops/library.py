@@ -39,7 +39,7 @@ _BWD_SCHEMA = (
 )
 # Strides decide what is read in place, so a compiler may not choose others. Older releases of torch
 # know only the weaker promise to keep the order of the strides.
-_TAGS = (
+TAGS = (
     torch.Tag.pt2_compliant_tag,
     getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order),
 )
@@ -231,8 +231,8 @@ def _no_double_backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
 
 
 def _register() -> None:
-    torch.library.define(_FWD, _FWD_SCHEMA, tags=_TAGS)
-    torch.library.define(_BWD, _BWD_SCHEMA, tags=_TAGS)
+    torch.library.define(_FWD, _FWD_SCHEMA, tags=TAGS)
+    torch.library.define(_BWD, _BWD_SCHEMA, tags=TAGS)
     torch.library.impl(_FWD, "cpu", _cpu_fwd)
     torch.library.impl(_FWD, "cuda", _cuda_fwd)
     torch.library.impl(_BWD, "cpu", _cpu_bwd)

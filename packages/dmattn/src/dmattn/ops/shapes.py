@@ -35,6 +35,11 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def lse_shape(q: Tensor) -> tuple[int, ...]:
+    """(B, H, Sq) for q of shape (B, Sq, H, D), (H, Tq) for packed sequences (Tq, H, D)."""
+    return (*q.shape[:-3], q.shape[-2], q.shape[-3])
+
+
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None) -> Dims:
     """Validate the inputs of an attention call.
 
@@ -49,8 +54,8 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Ten
         ValueError: a rank, shape, device or stride is wrong.
     """
     check_tensors(q, k, v, mask, bias)
-    _check_dtypes(q, k, v, mask, bias)
-    _check_devices(q, k, v, mask, bias)
+    check_dtypes(q, k, v, mask, bias)
+    check_devices(q, k, v, mask, bias)
     dims = _check_shapes(q, k, v)
     if mask is not None:
         _check_broadcast("attn_mask", mask, dims)
@@ -58,7 +63,7 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Ten
         _check_broadcast("attn_bias", bias, dims)
     if q.is_cuda and dims.head_dim % HEAD_DIM_MULTIPLE == 0:
         # Any other head_dim is padded, hence copied, and its strides do not matter.
-        _check_last_stride(q, k, v)
+        check_last_stride(q, k, v)
     return dims
 
 
@@ -122,14 +127,13 @@ def check_selected_bias(selection: Selection | None, bias: Tensor | None, needed
 def check_backward_inputs(
     dout: Tensor, dlse: Tensor | None, q: Tensor, out: Tensor, lse: Tensor, needs: Sequence[bool]
 ) -> None:
-    """Validate what the backward operator takes beyond the forward's inputs.
+    """Validate what the backward operators take beyond the forward's inputs.
 
     Raises:
         TypeError: a dtype differs from the forward's.
         ValueError: a shape or device differs from the forward's, or `needs` has not 4 entries.
     """
-    batch, seqlen_q, nheads, _ = q.shape
-    row_shape = (batch, nheads, seqlen_q)
+    row_shape = lse_shape(q)
     row_dtype = lse_dtype(q.dtype)
     wanted = (
         ("dout", dout, tuple(q.shape), q.dtype),
@@ -151,20 +155,18 @@ def check_backward_inputs(
 
 
 def empty_forward_outputs(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Uninitialised out (B, Sq, H, D) in the dtype of q, and lse (B, H, Sq)."""
-    batch, seqlen_q, nheads, _ = q.shape
+    """Uninitialised out, as q and contiguous, and lse."""
     out = q.new_empty(q.shape)
-    return out, q.new_empty((batch, nheads, seqlen_q), dtype=lse_dtype(q.dtype))
+    return out, q.new_empty(lse_shape(q), dtype=lse_dtype(q.dtype))
 
 
 def empty_lse_rest(q: Tensor, bias: Tensor | None) -> Tensor:
-    """Uninitialised lse_rest: (B, H, Sq) float32 where the backward reads it, else (0,).
+    """Uninitialised lse_rest: float32, as lse, where the backward reads it, else (0,).
 
     It is what the rounding of lse to float32 dropped. The CUDA backward starts from lse, and only a
     bias makes logits so large that the difference shows; the CPU backward is exact without it.
     """
-    batch, seqlen_q, nheads, _ = q.shape
-    shape = (batch, nheads, seqlen_q) if q.is_cuda and bias is not None else (0,)
+    shape = lse_shape(q) if q.is_cuda and bias is not None else (0,)
     return q.new_empty(shape, dtype=torch.float32)
 
 
@@ -207,9 +209,14 @@ def check_tensors(
 # name what is wrong only then.
 
 
-def _check_dtypes(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None
-) -> None:
+def check_head_dim(head_dim: int) -> None:
+    """Raise ValueError unless there are kernels for it."""
+    if not 1 <= head_dim <= MAX_HEAD_DIM:
+        raise ValueError(f"query: got head_dim {head_dim}, wanted 1 to {MAX_HEAD_DIM}")
+
+
+def check_dtypes(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None) -> None:
+    """Raise TypeError for a dtype that attention does not take on the device of q."""
     dtype = q.dtype
     allowed = _CUDA_DTYPES if q.is_cuda else _CPU_DTYPES
     if dtype not in allowed:
@@ -228,9 +235,10 @@ def _check_dtypes(
         raise TypeError(f"attn_bias: got dtype {bias.dtype}, wanted {wanted}")
 
 
-def _check_devices(
+def check_devices(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None
 ) -> None:
+    """Raise ValueError unless all are on one device, one that there is an implementation for."""
     device = q.device
     if (
         device.type in ("cuda", "cpu", "meta")
@@ -253,8 +261,7 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor) -> Dims:
         _raise_rank(q, k, v)
     batch, seqlen_q, nheads, head_dim = q_shape
     k_batch, seqlen_k, nheads_k, k_head_dim = k_shape
-    if not 1 <= head_dim <= MAX_HEAD_DIM:
-        raise ValueError(f"query: got head_dim {head_dim}, wanted 1 to {MAX_HEAD_DIM}")
+    check_head_dim(head_dim)
     if k_batch != batch or k_head_dim != head_dim:
         raise ValueError(
             f"key: got shape {tuple(k_shape)}, wanted ({batch}, seqlen_k, nheads_k, {head_dim}) "
@@ -303,13 +310,14 @@ def _check_broadcast(name: str, t: Tensor, dims: Dims) -> None:
     )
 
 
-def _check_last_stride(q: Tensor, k: Tensor, v: Tensor) -> None:
-    if q.stride(3) == 1 and k.stride(3) == 1 and v.stride(3) == 1:
+def check_last_stride(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise ValueError unless the kernels can read vectors along head_dim."""
+    if q.stride(-1) == 1 and k.stride(-1) == 1 and v.stride(-1) == 1:
         return
     for name, t in (("query", q), ("key", k), ("value", v)):
-        if t.stride(3) != 1 and t.numel() > 0:
+        if t.stride(-1) != 1 and t.numel() > 0:
             raise ValueError(
-                f"{name}: got stride {t.stride(3)} along head_dim, wanted 1 on CUDA; "
+                f"{name}: got stride {t.stride(-1)} along head_dim, wanted 1 on CUDA; "
                 f"pass {name}.contiguous()"
             )
 

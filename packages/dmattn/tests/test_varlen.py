@@ -1,0 +1,498 @@
+"""flash_dmattn_varlen_func against the oracle, sequence by sequence, on the CPU."""
+
+import math
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from attention_cases import assert_close_to_oracle
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.library import opcheck
+
+from dmattn import flash_dmattn_func, flash_dmattn_varlen_func
+from dmattn.ops import cuda
+from dmattn.reference import reference_gradients
+
+NAMES = ("dq", "dk", "dv", "dbias")
+LENGTHS = (0, 1, 2, 7, 33, 127, 128, 129)
+
+
+@dataclass(repr=False)
+class Packed:
+    """Inputs of one call over packed sequences, with the gradients to send back."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    lengths_q: list[int]
+    lengths_k: list[int]
+    attn_mask: Tensor | None = None
+    attn_bias: Tensor | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    dout: Tensor = field(init=False)
+    dlse: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        total, nheads, _ = self.query.shape
+        row_dtype = torch.promote_types(self.query.dtype, torch.float32)
+        self.dout = torch.randn(self.query.shape).to(self.query.dtype)
+        self.dlse = torch.randn((nheads, total), dtype=row_dtype)
+
+    def __repr__(self) -> str:
+        tensors = (self.query, self.key, self.attn_mask, self.attn_bias)
+        shapes = [None if t is None else (str(t.dtype), *t.shape) for t in tensors]
+        return f"Packed({self.lengths_q}, {self.lengths_k}, {shapes}, {self.options})"
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(repr(self))
+
+    @property
+    def cu_seqlens(self) -> tuple[Tensor, Tensor]:
+        return boundaries(self.lengths_q), boundaries(self.lengths_k)
+
+    def call(self, **more: Any) -> tuple[Tensor, Tensor]:
+        longest = max(self.lengths_q, default=0), max(self.lengths_k, default=0)
+        inputs = (self.query, self.key, self.value, *self.cu_seqlens, *longest)
+        operands = (self.attn_mask, self.attn_bias)
+        options = self.options | more
+        result: tuple[Tensor, Tensor] = flash_dmattn_varlen_func(
+            *inputs, *operands, return_lse=True, **options
+        )
+        return result
+
+    def requiring_grad(self) -> "Packed":
+        q, k, v = (t.detach().requires_grad_() for t in (self.query, self.key, self.value))
+        bias = None if self.attn_bias is None else self.attn_bias.detach().requires_grad_()
+        case = replace(self, query=q, key=k, value=v, attn_bias=bias)
+        case.dout, case.dlse = self.dout, self.dlse
+        return case
+
+    def leaves(self) -> list[Tensor]:
+        given = (self.query, self.key, self.value, self.attn_bias)
+        return [t for t in given if t is not None]
+
+    def reference(self, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+        """Each sequence alone; what no sequence covers stays 0."""
+        found = {
+            "out": torch.zeros_like(self.query, dtype=dtype),
+            "lse": torch.zeros_like(self.dlse, dtype=dtype),
+            "dq": torch.zeros_like(self.query, dtype=dtype),
+            "dk": torch.zeros_like(self.key, dtype=dtype),
+            "dv": torch.zeros_like(self.value, dtype=dtype),
+        }
+        if self.attn_bias is not None:
+            found["dbias"] = torch.zeros_like(self.attn_bias, dtype=dtype)
+        bounds_q, bounds_k = (t.tolist() for t in self.cu_seqlens)
+        for (q0, q1), (k0, k1) in zip(pairwise(bounds_q), pairwise(bounds_k), strict=True):
+
+            def own(t: Tensor | None, row: int = q0, row_end: int = q1, key: int = k0,
+                    key_end: int = k1) -> Tensor | None:  # fmt: skip
+                if t is None:
+                    return None
+                if t.dim() == 2:
+                    return t[key:key_end].t()[None, :, None]
+                return t[row:row_end, :, : key_end - key].transpose(0, 1)[None]
+
+            part = reference_gradients(
+                self.query[None, q0:q1],
+                self.key[None, k0:k1],
+                self.value[None, k0:k1],
+                own(self.attn_mask),
+                own(self.attn_bias),
+                **self.options,
+                dout=self.dout[None, q0:q1],
+                dlse=self.dlse[None, :, q0:q1],
+                compute_dtype=dtype,
+            )
+            found["out"][q0:q1], found["lse"][:, q0:q1] = part.out[0], part.lse[0]
+            found["dq"][q0:q1] = part.dq[0]
+            found["dk"][k0:k1], found["dv"][k0:k1] = part.dk[0], part.dv[0]
+            if part.dbias is not None:
+                target = own(found["dbias"])
+                assert target is not None
+                target.copy_(part.dbias)
+        return found
+
+
+def boundaries(lengths: list[int]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+def packed(
+    lengths_q: list[int],
+    lengths_k: list[int] | None = None,
+    nheads: int = 4,
+    nheads_k: int = 2,
+    head_dim: int = 8,
+    dtype: torch.dtype = torch.float64,
+    mask: tuple[str, int] | None = None,  # ("key" or "row", heads)
+    bias: tuple[str, int] | None = None,
+    seed: int = 0,
+    **options: Any,
+) -> Packed:
+    torch.manual_seed(seed)
+    lengths_k = lengths_q if lengths_k is None else lengths_k
+    total_q, total_k = sum(lengths_q), sum(lengths_k)
+
+    def shape(kind: str, heads: int) -> tuple[int, ...]:
+        if kind == "key":
+            return total_k, heads
+        return total_q, heads, max(lengths_k, default=0)
+
+    return Packed(
+        torch.randn(total_q, nheads, head_dim).to(dtype),
+        torch.randn(total_k, nheads_k, head_dim).to(dtype),
+        torch.randn(total_k, nheads_k, head_dim).to(dtype),
+        lengths_q,
+        lengths_k,
+        None if mask is None else torch.rand(shape(*mask)) < 0.67,
+        None if bias is None else torch.randn(shape(*bias)).to(dtype),
+        options,
+    )
+
+
+@st.composite
+def packings(draw: st.DrawFn) -> Packed:
+    nheads_k, group = draw(st.tuples(*[st.integers(1, 3)] * 2))
+    lengths = st.lists(st.sampled_from(LENGTHS), min_size=0, max_size=5)
+    lengths_q = draw(lengths)
+    lengths_k = [draw(st.sampled_from((n, *LENGTHS))) for n in lengths_q]
+    operands = st.none() | st.tuples(
+        st.sampled_from(("key", "row")), st.sampled_from((1, nheads_k, nheads_k * group))
+    )
+    case = packed(
+        lengths_q,
+        lengths_k,
+        nheads_k * group,
+        nheads_k,
+        draw(st.sampled_from((1, 8, 24))),
+        draw(st.sampled_from((torch.float16, torch.bfloat16, torch.float32, torch.float64))),
+        draw(operands),
+        draw(operands),
+        draw(st.integers(0, 2**31)),
+        is_causal=draw(st.booleans()),
+        softcap=draw(st.sampled_from((0.0, 3.0))),
+        softmax_scale=draw(st.sampled_from((None, 0.5))),
+    )
+    if case.attn_bias is not None and draw(st.booleans()):
+        hidden = torch.rand(case.attn_bias.shape) < 0.3
+        case.attn_bias = case.attn_bias.masked_fill(hidden, -math.inf)
+    return case
+
+
+@given(case=packings())
+@settings(max_examples=200)
+def test_random_problems(case: Packed) -> None:
+    dtype = case.query.dtype
+    oracle, plain = case.reference(), case.reference(dtype)
+    leaves = case.requiring_grad()
+    out, lse = leaves.call()
+    assert out.dtype == dtype and out.is_contiguous()
+    assert_close_to_oracle("out", out.detach(), oracle["out"], plain["out"], dtype)
+    assert_close_to_oracle("lse", lse.detach(), oracle["lse"], plain["lse"], dtype)
+    grads = torch.autograd.grad((out, lse), leaves.leaves(), (case.dout, case.dlse))
+    for name, leaf, grad in zip(NAMES, leaves.leaves(), grads, strict=False):
+        assert grad.dtype == leaf.dtype
+        rows = 1
+        if name == "dbias" and grad.dim() == 2 and grad.numel() > 0:
+            rows = max(1, max(case.lengths_q) * case.query.shape[1] // grad.shape[1])
+        assert_close_to_oracle(name, grad, oracle[name], plain[name], dtype, rows)
+
+
+def test_equal_lengths_are_a_batch() -> None:
+    case = packed([9, 9, 9], [11, 11, 11], bias=("row", 2), mask=("row", 4), is_causal=True)
+    out, lse = case.call()
+    q, k, v, mask, bias = (
+        t.unflatten(0, (3, -1))
+        for t in (case.query, case.key, case.value, case.attn_mask, case.attn_bias)
+        if t is not None
+    )
+    wide = flash_dmattn_func(
+        q, k, v, mask.transpose(1, 2), bias.transpose(1, 2), is_causal=True, return_lse=True
+    )
+    assert torch.equal(out, wide[0].flatten(0, 1))
+    assert torch.equal(lse, wide[1].transpose(0, 1).flatten(1))
+
+
+def test_columns_behind_a_sequence_do_not_count() -> None:
+    """Neither what stands there nor a gradient."""
+    case = packed([3, 5], [2, 6], bias=("row", 4), mask=("row", 1))
+    leaves = case.requiring_grad()
+    out, _ = leaves.call()
+    assert leaves.attn_bias is not None
+    (dbias,) = torch.autograd.grad(out, leaves.attn_bias, case.dout)
+    assert not dbias[:3, :, 2:].any() and dbias[:3, :, :2].any()
+    assert case.attn_bias is not None and case.attn_mask is not None
+    case.attn_bias[:3, :, 2:] = math.nan
+    case.attn_mask[:3, :, 2:] ^= True
+    assert torch.equal(case.call()[0], out)
+
+
+def test_rows_without_keys() -> None:
+    case = packed([4, 3, 2], [0, 3, 0], bias=("key", 4))
+    leaves = case.requiring_grad()
+    out, lse = leaves.call()
+    assert not out[:4].any() and not out[7:].any() and out[4:7].any()
+    assert (lse[:, :4] == -math.inf).all() and (lse[:, 7:] == -math.inf).all()
+    dq, *_ = torch.autograd.grad((out, lse), leaves.leaves(), (case.dout, case.dlse))
+    assert not dq[:4].any() and dq[4:7].any()
+
+
+@pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0]])
+def test_no_tokens_at_all(lengths: list[int]) -> None:
+    case = packed(lengths, bias=("key", 1)).requiring_grad()
+    out, lse = case.call()
+    assert out.shape == (0, 4, 8) and lse.shape == (4, 0)
+    grads = torch.autograd.grad(out.sum() + lse.sum(), case.leaves())
+    assert [g.shape for g in grads] == [t.shape for t in case.leaves()]
+
+
+def test_bounds_may_be_generous() -> None:
+    case = packed([5, 3], [4, 6], mask=("key", 2), is_causal=True)
+    inputs = (case.query, case.key, case.value, *case.cu_seqlens)
+    wide = flash_dmattn_varlen_func(*inputs, 100, 1000, case.attn_mask, is_causal=True)
+    assert torch.equal(wide, case.call()[0])
+
+
+# ---------------------------------------------------------------------------------------- windows
+
+
+def kept_keys(
+    scores: Tensor, allowed: Tensor | None, lengths: list[int], window: int, is_causal: bool
+) -> Tensor:
+    """bool (total, heads, longest), row by row: the mask that a window amounts to."""
+    if allowed is not None:
+        group = max(scores.shape[1], allowed.shape[1])
+        scores = scores.repeat_interleave(group // scores.shape[1], 1)
+        allowed = allowed.repeat_interleave(group // allowed.shape[1], 1)
+        scores = scores.masked_fill(~allowed, -math.inf)
+    keep = torch.zeros(sum(lengths), scores.shape[1], max(lengths), dtype=torch.bool)
+    for start, stop in pairwise([0, *torch.tensor(lengths).cumsum(0).tolist()]):
+        for row in range(start, stop):
+            end = row + 1 if is_causal else stop
+            for head in range(scores.shape[1]):
+                best = [(float(scores[j, head]), j) for j in range(start, end)]
+                best = sorted(x for x in best if x[0] > -math.inf)[-window:]
+                for _, j in best:
+                    keep[row, head, j - start] = True
+    return keep
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("bias_heads", [1, 2, 4])
+@pytest.mark.parametrize("mask", [None, ("key", 1), ("key", 4)])
+@pytest.mark.parametrize("fill", ["normal", "ties", "odd"])
+def test_window_equals_the_oracle_under_its_mask(
+    fill: str, mask: tuple[str, int] | None, bias_heads: int, is_causal: bool
+) -> None:
+    lengths = [0, 1, 12, 4, 0, 9]
+    case = packed(lengths, bias=("key", bias_heads), mask=mask)
+    assert case.attn_bias is not None
+    if fill == "ties":
+        case.attn_bias = case.attn_bias.round()
+    if fill == "odd":
+        case.attn_bias[::5] = -math.inf
+    leaves = case.requiring_grad()
+    cu = case.cu_seqlens[0]
+    out, lse = flash_dmattn_varlen_func(
+        *(leaves.query, leaves.key, leaves.value, cu, cu, 12, 12),
+        *(leaves.attn_mask, leaves.attn_bias),
+        is_causal=is_causal,
+        window_size=4,
+        return_lse=True,
+    )
+    grads = torch.autograd.grad((out, lse), leaves.leaves(), (case.dout, case.dlse))
+    keep = kept_keys(case.attn_bias, case.attn_mask, lengths, 4, is_causal)
+    oracle = replace(case, attn_mask=keep, options={})
+    oracle.dout, oracle.dlse = case.dout, case.dlse
+    wanted = oracle.reference()
+    found = {"out": out, "lse": lse, **dict(zip(NAMES, grads, strict=True))}
+    for name, value in found.items():
+        assert_close_to_oracle(name, value.detach(), wanted[name], wanted[name], torch.float64, 25)
+
+
+def test_nan_is_never_chosen() -> None:
+    case = packed([6, 5], bias=("key", 1))
+    assert case.attn_bias is not None
+    case.attn_bias[[1, 7]] = math.nan
+    hidden = replace(case, attn_bias=case.attn_bias.nan_to_num(nan=-math.inf))
+    assert torch.equal(case.call(window_size=3)[0], hidden.call(window_size=3)[0])
+
+
+def test_one_row_a_sequence_sees_its_whole_past() -> None:
+    """Decoding: causality hides nothing, whatever the tensors are."""
+    case = packed([1, 1, 0, 1], [9, 5, 3, 12], bias=("key", 2))
+    causal, _ = case.call(window_size=4, is_causal=True)
+    assert torch.equal(causal, case.call(window_size=4)[0])
+
+
+def test_wide_window_chooses_nothing() -> None:
+    case = packed([3, 5], [4, 6], bias=("key", 2), mask=("key", 1), is_causal=True)
+    assert torch.equal(case.call(window_size=6)[0], case.call()[0])
+
+
+# ----------------------------------------------------------------------------------------- errors
+
+
+def test_errors() -> None:
+    case = packed([3, 5], [4, 6], bias=("key", 2))
+    cu_q, cu_k = case.cu_seqlens
+    good: dict[str, Any] = {
+        "query": case.query,
+        "key": case.key,
+        "value": case.value,
+        "cu_seqlens_q": cu_q,
+        "cu_seqlens_k": cu_k,
+        "max_seqlen_q": 5,
+        "max_seqlen_k": 6,
+        "attn_bias": case.attn_bias,
+    }
+    row_bias = torch.randn(8, 2, 6).double()
+    wrong: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"query": case.query[None]}, ValueError, r"query: got shape \(1, 8, 4, 8\), wanted 3"),
+        ({"key": case.key[:, :, :4]}, ValueError, r"key: got shape \(10, 2, 4\)"),
+        ({"value": case.value[:9]}, ValueError, r"value: got shape \(9, 2, 8\), wanted \(10, 2"),
+        ({"cu_seqlens_q": cu_q.long()}, TypeError, "cu_seqlens_q: got dtype torch.int64"),
+        ({"cu_seqlens_q": [0, 3, 8]}, TypeError, "cu_seqlens_q: got list"),
+        ({"cu_seqlens_k": cu_k[:2]}, ValueError, r"cu_seqlens_k: got shape \(2,\), wanted \(3,\)"),
+        ({"cu_seqlens_k": cu_k.flip(0)}, ValueError, "cu_seqlens_k: got .10, 4, 0., wanted ris"),
+        ({"cu_seqlens_q": cu_q - 1}, ValueError, "cu_seqlens_q: got"),
+        ({"max_seqlen_q": 3}, ValueError, "max_seqlen_q: got 3, wanted the length of the longest"),
+        ({"max_seqlen_k": 5}, ValueError, "max_seqlen_k: got 5, wanted at least 6"),
+        ({"max_seqlen_k": 6.0}, TypeError, "max_seqlen_k: got float"),
+        ({"attn_bias": row_bias[:, :, :5]}, ValueError, r"attn_bias: got shape \(8, 2, 5\), want"),
+        ({"attn_bias": row_bias[:, :1, 0]}, ValueError, r"attn_bias: got shape \(8, 1\), wanted"),
+        ({"attn_mask": row_bias}, TypeError, "attn_mask: got dtype torch.float64"),
+        ({"attn_bias": None, "window_size": 2}, ValueError, "attn_bias: got None, wanted one sc"),
+        ({"attn_bias": row_bias, "window_size": 2}, ValueError, r"attn_bias: got shape \(8, 2, 6"),
+        (
+            {"attn_mask": row_bias > 0, "window_size": 2},
+            ValueError,
+            r"attn_mask: got shape \(8, 2, 6\), wanted \(total_k, heads\)",
+        ),
+        ({"window_size": 2, "is_causal": True}, ValueError, "cu_seqlens_q: got another tensor"),
+        ({"window_size": 0}, ValueError, "window_size"),
+        ({"backend": "cuda"}, ValueError, "backend: got 'cuda', wanted 'cpu'"),
+        ({"softcap": math.inf}, ValueError, "softcap: got inf"),
+    ]
+    flash_dmattn_varlen_func(**good)
+    for change, kind, words in wrong:
+        with pytest.raises(kind, match=words):
+            flash_dmattn_varlen_func(**(good | change))
+
+
+# -------------------------------------------------------------------------------------- operators
+
+SHAPES: list[dict[str, Any]] = [
+    {},
+    {"mask": ("key", 2), "bias": ("row", 4)},
+    {"mask": ("row", 1), "bias": ("key", 1)},
+]
+
+
+def arguments(case: Packed) -> tuple[Any, ...]:
+    mask, bias = (
+        None if t is None else t.transpose(0, 1) for t in (case.attn_mask, case.attn_bias)
+    )
+    longest = max(case.lengths_q), max(case.lengths_k)
+    return case.query, case.key, case.value, mask, bias, *case.cu_seqlens, *longest
+
+
+@pytest.mark.parametrize("options", SHAPES)
+@pytest.mark.parametrize("grad", [False, True])
+def test_forward_operator(options: dict[str, Any], grad: bool) -> None:
+    case = packed([3, 0, 5], [4, 2, 6], dtype=torch.float32, **options)
+    case = case.requiring_grad() if grad else case
+    opcheck(torch.ops.dmattn.varlen_fwd, (*arguments(case), 0.3, True, 2.0))
+
+
+@pytest.mark.parametrize("options", SHAPES)
+@pytest.mark.parametrize("needs", [[True] * 4, [False, True, False, False], [False] * 4])
+def test_backward_operator(options: dict[str, Any], needs: list[bool]) -> None:
+    case = packed([3, 0, 5], [4, 2, 6], dtype=torch.float32, **options)
+    given = arguments(case)
+    out, lse, rest = torch.ops.dmattn.varlen_fwd(*given, 0.3, True, 2.0)
+    for dlse in (None, case.dlse):
+        args = (case.dout, dlse, *given, out, lse, 0.3, True, 2.0, False, needs)
+        opcheck(torch.ops.dmattn.varlen_bwd, args, {"lse_rest": rest})
+
+
+@pytest.mark.parametrize("window_size", [None, 4])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_compiles(is_causal: bool, window_size: int | None) -> None:
+    torch._dynamo.reset()
+    case = packed([7, 0, 9, 5], bias=("key", 2))
+    cu = case.cu_seqlens[0]
+
+    def step(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        return flash_dmattn_varlen_func(
+            *(q, k, v, cu, cu, 9, 9), attn_bias=bias, is_causal=is_causal, window_size=window_size
+        )
+
+    # The host reads cu_seqlens of a packed selection on the CPU: that may break the graph.
+    whole = window_size is None or not is_causal
+    compiled = torch.compile(step, fullgraph=whole, backend="aot_eager")
+    results = []
+    for function in (step, compiled):
+        leaves = case.requiring_grad().leaves()
+        out = function(*leaves)
+        results.append([out, *torch.autograd.grad(out, leaves, case.dout)])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+def test_second_derivatives_are_refused() -> None:
+    case = packed([3, 2]).requiring_grad()
+    out, _ = case.call()
+    (dq,) = torch.autograd.grad(out.sum(), case.query, create_graph=True)
+    with pytest.raises(RuntimeError, match="varlen_bwd is not differentiable"):
+        torch.autograd.grad(dq.sum(), case.query)
+
+
+def test_gradcheck() -> None:
+    case = packed([3, 0, 2], [2, 1, 4], bias=("row", 2), is_causal=True).requiring_grad()
+
+    def attend(*leaves: Tensor) -> Tensor:
+        q, k, v, bias = leaves
+        return replace(case, query=q, key=k, value=v, attn_bias=bias).call()[0]
+
+    assert torch.autograd.gradcheck(attend, case.leaves())
+
+
+# ------------------------------------------------------------------- what the kernels are handed
+
+
+def test_the_kernels_get_the_callers_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Views by stride, and cu_seqlens by address: nothing is copied, padded or read."""
+    from test_cuda_path import FWD_FIELDS, Recorder, install, view
+
+    recorder = install(Recorder(), monkeypatch)
+    q = torch.randn(8, 4, 16).bfloat16()
+    k, v = torch.randn(2, 2, 10, 16).bfloat16().transpose(1, 2).unbind(0)
+    cu_q, cu_k = boundaries([3, 5]), boundaries([4, 6])
+    mask, bias = torch.rand(10, 1).t() < 0.5, torch.randn(8, 4, 6).transpose(0, 1)
+    packing = cuda.Packing(cu_q, cu_k, 5, 6)
+    rest = torch.empty(4, 8)
+    out, lse = cuda.varlen_forward(q, k, v, mask, bias, packing, 0.25, True, 1.0, rest)
+    dout = torch.ones((), dtype=torch.bfloat16).expand(8, 4, 16)
+    given: Any = (dout, None, q, k, v, mask, bias, packing, out, lse)
+    grads = cuda.varlen_backward(*given, 0.25, True, 1.0, True, [True] * 4, rest)
+    assert "cu_seqlens_q" in FWD_FIELDS
+    forward, backward = recorder.calls
+    for call in (forward, backward):
+        for name, t in (("q", q), ("k", k), ("v", v), ("mask", mask), ("bias", bias)):
+            assert call[name] == view(t), name
+        assert call["out"] == view(out) and call["lse"] == view(lse)
+        assert call["cu_seqlens_q"] == view(cu_q) and call["cu_seqlens_k"] == view(cu_k)
+        assert (call["max_seqlen_q"], call["max_seqlen_k"]) == (5, 6)
+        assert call["selection"] is None and call["lse_rest"] == view(rest)
+    assert out.shape == q.shape and lse.shape == (4, 8)
+    assert forward["num_splits"] == 0 and backward["deterministic"] is True
+    assert backward["dout"][3] == (64, 16, 1)
+    for name, grad in zip(NAMES, grads, strict=True):
+        assert backward[name] == view(grad) and grad.is_contiguous()
+    cuda.load_kernels.cache_clear()
