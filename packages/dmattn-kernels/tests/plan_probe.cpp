@@ -222,3 +222,10 @@ extern "C" int probe_bwd(const dmattn_bwd_params* params, int family, int num_sm
 extern "C" int probe_num_splits(int64_t blocks, int64_t resident, int key_tiles) {
   return dmattn::choose_num_splits(blocks, resident, key_tiles);
 }
+
+extern "C" int probe_first_packed_block(int before, int b, int block) {
+  return dmattn::first_packed_block(before, b, block);
+}
+extern "C" int probe_packed_blocks(int total, int sequences, int block) {
+  return dmattn::packed_blocks(total, sequences, block);
+}

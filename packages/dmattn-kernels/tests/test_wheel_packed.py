@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import random
 from typing import Any
 
 import pytest
@@ -171,6 +172,35 @@ def test_bias_kind(plan: Probe, bias: abi.Tensor, kind: int, col_stride: int) ->
         assert found["bias.kind"] == kind
         assert found["packing.bias_col_stride"] == col_stride
         assert found["bias.head_ratio"] == 4 // bias.shape[0]
+
+
+@pytest.mark.parametrize(
+    "bias, col_stride",
+    [(tensor((4, 700)), 0), (tensor((4, 500, 400)), -1), (tensor((4, 500, 400), FLOAT32), -1)],
+)
+def test_listed_keys_count_through_all_sequences(
+    plan: Probe, bias: abi.Tensor, col_stride: int
+) -> None:
+    """So does a bias per key; the columns of one per row are moved back."""
+    for found in (
+        plan.fwd(packed=True, bias=bias, mask=KEY_MASK),
+        plan.bwd(packed=True, bias=bias, mask=KEY_MASK),
+    ):
+        assert found["packing.bias_col_stride"] == col_stride
+
+
+@pytest.mark.parametrize("block", [32, 64, 128, 2048])
+def test_every_sequence_gets_blocks_enough_of_its_own(probe: ctypes.CDLL, block: int) -> None:
+    draw = random.Random(block)
+    for _ in range(200):
+        edges = (0, 0, 1, block - 1, block, block + 1, draw.randint(0, 5 * block))
+        lengths = [draw.choice(edges) for _ in range(draw.randint(1, 20))]
+        bounds = [0, *itertools.accumulate(lengths)]
+        first = [probe.probe_first_packed_block(x, b, block) for b, x in enumerate(bounds)]
+        for length, (begin, end) in zip(lengths, itertools.pairwise(first), strict=True):
+            assert begin + -(-length // block) <= end
+        assert first[0] == 0
+        assert first[-1] == probe.probe_packed_blocks(bounds[-1], len(lengths), block)
 
 
 def test_one_row_in_all_is_no_bias_per_key(plan: Probe) -> None:
