@@ -82,13 +82,37 @@ inline size_t workspace_size(const dmattn_bwd_params& params) {
   check(dmattn_bwd_workspace_size(&params, &bytes));
   return bytes;
 }
+inline size_t workspace_size(const dmattn_select_params& params) {
+  size_t bytes = 0;
+  check(dmattn_select_workspace_size(&params, &bytes));
+  return bytes;
+}
+inline size_t workspace_size(const dmattn_build_key_lists_params& params) {
+  size_t bytes = 0;
+  check(dmattn_build_key_lists_workspace_size(&params, &bytes));
+  return bytes;
+}
+inline size_t workspace_size(const dmattn_cache_append_params& params) {
+  size_t bytes = 0;
+  check(dmattn_cache_append_workspace_size(&params, &bytes));
+  return bytes;
+}
 
-// Enqueues the forward or the backward on stream, a cudaStream_t.
+// Enqueues the operation on stream, a cudaStream_t.
 inline void launch(const dmattn_fwd_params& params, void* workspace, size_t bytes, void* stream) {
   check(dmattn_fwd(&params, workspace, bytes, stream));
 }
 inline void launch(const dmattn_bwd_params& params, void* workspace, size_t bytes, void* stream) {
   check(dmattn_bwd(&params, workspace, bytes, stream));
+}
+inline void launch(const dmattn_select_params& params, void* workspace, size_t bytes, void* stream) {
+  check(dmattn_select_keys(&params, workspace, bytes, stream));
+}
+inline void launch(const dmattn_build_key_lists_params& params, void* workspace, size_t bytes, void* stream) {
+  check(dmattn_build_key_lists(&params, workspace, bytes, stream));
+}
+inline void launch(const dmattn_cache_append_params& params, void* workspace, size_t bytes, void* stream) {
+  check(dmattn_cache_append(&params, workspace, bytes, stream));
 }
 
 }  // namespace dmattn

@@ -280,9 +280,12 @@ APPENDS = (
     ("bf16", 72, Append("cache append, fp32 scores", "f32", capacity=300, held=290)),
     ("bf16", 64, Append("cache that keeps all", "f32", evict=False)),
     *(
-        (dtype, head_dim, Append("cache step", dtype, queries=4, tokens=6, capacity=200, held=190))
-        for dtype, head_dim in (("bf16", 64), ("bf16", 128), ("bf16", 256), ("f16", 72))
+        (dtype, d, Append("cache step", kind, queries=4, tokens=4, capacity=200, held=198))
+        for dtype in ("bf16", "f16")
+        for kind in (dtype, "f32")
+        for d in (64, 128, 256)
     ),
+    ("f16", 72, Append("cache step", "f16", queries=4, tokens=6, capacity=200, held=190)),
     ("f16", 128, Append("cache step, many heads", "f32", queries=20, tokens=3, capacity=9)),
     ("f16", 64, Append("cache step, one head", "f32", queries=1, tokens=15, held=0)),
 )

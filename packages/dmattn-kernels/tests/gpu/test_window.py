@@ -105,7 +105,7 @@ def test_one_row_of_many_keys(batch: int, seqlen: int, kind: str) -> None:
 
 def best_keys(scores: Tensor, window: int) -> Tensor:
     """bool, as scores: the best `window` keys, the later of equal ones; never NaN or -inf."""
-    scores = scores.double().nan_to_num(nan=-math.inf)
+    scores = torch.where(scores.isnan(), -math.inf, scores.double())
     order = scores.flip(-1).sort(dim=-1, descending=True, stable=True).indices[..., :window]
     keep = torch.zeros_like(scores, dtype=torch.bool)
     keep.scatter_(-1, scores.shape[-1] - 1 - order, True)
