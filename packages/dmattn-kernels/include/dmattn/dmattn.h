@@ -168,19 +168,19 @@ typedef struct dmattn_build_key_lists_params {
 } dmattn_build_key_lists_params;
 
 /* Puts new tokens, one after the other, into a cache of keys. Empty entries have score -inf and position -1.
- *   evict      the lowest entry makes room when the token's score is not lower (so that among equal scores the later key
- *              stays): the cache holds the `capacity` best keys. A token of score NaN or -inf is never kept.
- *   not evict  a token goes to the entry of its position; where there is none it is skipped.
- * With q, each token's queries attend to what the cache holds after it, with the scores as bias. */
+ *   evict      the lowest entry makes room when the token's score is not lower (so that among equal scores the later
+ * key stays): the cache holds the `capacity` best keys. A token of score NaN or -inf is never kept. not evict  a token
+ * goes to the entry of its position; where there is none it is skipped. With q, each token's queries attend to what the
+ * cache holds after it, with the scores as bias. */
 typedef struct dmattn_cache_append_params {
   size_t struct_size;
   int32_t device;
-  int32_t evict;              /* 0 or 1 */
-  float softmax_scale;        /* read when q is present, as softcap */
-  float softcap;              /* <= 0: none */
-  dmattn_tensor k_new, v_new; /* [batch, tokens, nheads_k, head_dim], f16 or bf16, unit last stride */
-  dmattn_tensor score_new;    /* [batch, nheads_k, tokens], dtype of score */
-  dmattn_tensor active;       /* optional bool [batch, tokens]; false skips the token (ragged batches) */
+  int32_t evict;                  /* 0 or 1 */
+  float softmax_scale;            /* read when q is present, as softcap */
+  float softcap;                  /* <= 0: none */
+  dmattn_tensor k_new, v_new;     /* [batch, tokens, nheads_k, head_dim], f16 or bf16, unit last stride */
+  dmattn_tensor score_new;        /* [batch, nheads_k, tokens], dtype of score */
+  dmattn_tensor active;           /* optional bool [batch, tokens]; false skips the token (ragged batches) */
   dmattn_tensor k_cache, v_cache; /* [batch, capacity, nheads_k, head_dim], dtype of k_new, unit last stride */
   dmattn_tensor score;            /* [batch, nheads_k, capacity], f32 or the dtype of k_cache, contiguous */
   dmattn_tensor position;         /* int32 [batch, nheads_k, capacity], contiguous */
