@@ -241,10 +241,18 @@ PACKED = (
     ),
     Launch("packed, no keys", bias="1h1k", packed=((20, 0), (5, 0))),
 )
+BY_OWN_SCORES = Launch(
+    "top-w of many keys, 16-bit scores",
+    *(1, 40000),
+    bias="bk1k",
+    wants="",
+    select=Selecting(300, own_dtype=True),
+)
 # Once: long rows, for which several thread blocks select together, and rare layouts.
 ONCE = (
     Launch("dense mask by rows", 130, 140, mask="bhqk", mask_by_rows=True, causal=True),
     Launch("top-w of many keys", 1, 40000, bias="bk1k", wants="", select=Selecting(300)),
+    BY_OWN_SCORES,
     Launch(
         "running top-w behind many keys",
         *(200, 40000, 1, 2, 2),
@@ -337,6 +345,7 @@ def all_launches() -> list[tuple[str, int, Launch | Lists | Append]]:
     main += [(kind, x) for x in every if x.name in OTHER_LAUNCHES for kind in OTHERS]
     main += [(kind, x) for x in every if x.name in BETWEEN_LAUNCHES for kind in BETWEEN]
     main += [(MAIN[0], launch) for launch in ONCE]
+    main += [(OTHERS[0], BY_OWN_SCORES)]
     lists = [(*MAIN[0], launch) for launch in LISTS]
     return [*((*kind, launch) for kind, launch in main), *lists, *APPENDS]
 
