@@ -145,6 +145,8 @@ def markdown(results: Row, plots: str | None) -> str:
             beside = "inputs, outputs and gradients" if "back" in row["phase"] else "inputs and out"
             words = f"peak memory of {row['phase']} beside {beside}, {row['case']}"
             parts.append(f"| {words} | {row['label']} | {row['ratio']:.2f} x ({row['over']}) |")
+    for run in results.get("further_runs", []):
+        parts += ["", f"From a run of their own, on {run['date']}: {', '.join(run['groups'])}."]
     if results["not_run"]:
         parts += ["", "Left out for want of time: " + "; ".join(results["not_run"]) + "."]
     return "\n".join([*parts, ""])

@@ -1,10 +1,11 @@
 """Times dmattn and PyTorch's own attention backends on this machine's GPU, in one run.
 
     python benchmarks/run.py [--quick] [--cases WORD ...] [--skip WORD ...] [--json OUT]
-        [--markdown OUT] [--plots DIR]
+        [--append] [--markdown OUT] [--plots DIR]
 
 `--cases "running top-w"` times the selection of keys and what comes with it, `--skip "running
-top-w"` all the rest. Without --json the results go to benchmarks/results/<gpu>.json. `render.py`
+top-w"` all the rest. Without --json the results go to benchmarks/results/<gpu>.json; with --append
+groups that are timed replace those there, and the others stay. `render.py`
 makes the table and the plots from such a file later, on any machine.
 """
 
@@ -204,12 +205,30 @@ def write(results: Row, arguments: argparse.Namespace) -> None:
     name = results["gpu"].lower().replace("nvidia", "").strip().replace(" ", "-")
     path = arguments.json or Path(__file__).parent / "results" / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
+    if arguments.append and path.is_file():
+        results = append(json.loads(path.read_text()), results)
     path.write_text(json.dumps(results, indent=1) + "\n")
     if arguments.markdown is not None:
         render.write_markdown(results, arguments.markdown, arguments.plots)
     if arguments.plots is not None:
         render.write_plots(results, arguments.plots)
     print(f"results: {path}")
+
+
+def append(earlier: Row, results: Row) -> Row:
+    """`earlier`, with the groups of `results` in the place of its own.
+
+    Contenders are only ever compared within a group. The page names the groups of further runs.
+    """
+    groups = {row["group"] for row in results["rows"]}
+    kept = [row for row in earlier["rows"] if row["group"] not in groups]
+    missing = [x for x in earlier["not_run"] if x.partition(":")[0] not in groups]
+    further = earlier.get("further_runs", [])
+    return earlier | {
+        "rows": kept + results["rows"],
+        "not_run": missing + results["not_run"],
+        "further_runs": [*further, {"date": results["date"], "groups": sorted(groups)}],
+    }
 
 
 def parse() -> argparse.Namespace:
@@ -228,6 +247,9 @@ def parse() -> argparse.Namespace:
         "--time-limit", type=float, default=240.0, help="no further case after so many seconds"
     )
     parser.add_argument("--json", type=Path, help="where the results go")
+    parser.add_argument(
+        "--append", action="store_true", help="keep the results there for groups not timed now"
+    )
     parser.add_argument("--markdown", type=Path, help="also write the table as Markdown")
     parser.add_argument(
         "--plots", type=Path, help="also write plots into this folder (needs matplotlib)"

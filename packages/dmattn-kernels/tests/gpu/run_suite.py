@@ -31,7 +31,9 @@ from gpu.sanitize import Finding, judge, kernel_jobs, planted_jobs  # noqa: E402
 
 RESTARTS = 25  # workers started again after a lost context or a crash, per family
 # Started while compute-sanitizer runs: enough to keep the GPU busy, few enough for 16 cores.
-WORKERS = {"sm80": 6, "sm89": 3}
+WORKERS = {"sm80": 6, "sm89": 4}
+# A worker whose family is done takes the place of one more of a family with so many tests left.
+WORTH_A_WORKER = 40
 
 
 class Family:
@@ -45,11 +47,16 @@ class Family:
         self._arguments = arguments
         self._restarts = RESTARTS
         self._lock = threading.Lock()
+        self._started = 0
+        self.others: list[Family] = []
 
     def jobs(self) -> list[Job]:
-        return [self._worker(i) for i in range(self._arguments.workers or WORKERS[self.name])]
+        return [self._worker() for _ in range(self._arguments.workers or WORKERS[self.name])]
 
-    def _worker(self, index: int) -> Job:
+    def _worker(self) -> Job:
+        with self._lock:
+            index = self._started
+            self._started += 1
         results = self._folder / f"results-{index}.jsonl"
         command = [
             sys.executable,
@@ -77,16 +84,26 @@ class Family:
             log,
             env,
             limit,
-            lambda job: self._again(index, job),
+            self._again,
         )
 
-    def _again(self, index: int, job: Job) -> Job | None:
-        """A new worker for one that a crash or a lost CUDA context has ended."""
-        if job.returncode in (0, 1, 5) or job.timed_out:
+    def _again(self, job: Job) -> Job | None:
+        """A new worker for one that a crash or a lost CUDA context has ended, or for a family that
+        still has much to do."""
+        if job.timed_out:
             return None
-        with self._lock:
-            self._restarts -= 1
-            return self._worker(index) if self._restarts > 0 else None
+        if job.returncode in (0, 1, 5):
+            slow = [other for other in self.others if other.unclaimed() >= WORTH_A_WORKER]
+            return slow[0]._worker() if slow else None
+        self._restarts -= 1
+        return self._worker() if self._restarts > 0 else None
+
+    def unclaimed(self) -> int:
+        """Tests that no worker has begun."""
+        collected = self._folder / "collected"
+        if not collected.is_file():
+            return 0
+        return int(collected.read_text()) - len(list(self._claims.iterdir()))
 
     def outcomes(self) -> list[dict[str, Any]]:
         """One entry per test; "crashed" for those never ended, "not run" for those never begun."""
@@ -120,6 +137,8 @@ def main() -> int:
     start = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="dmattn-gpu-suite-"))
     families = [Family(name, folder, arguments) for name in arguments.families]
+    for family in families:
+        family.others = [other for other in families if other is not family]
     pytest_jobs = [job for family in families for job in family.jobs()]
     findings: list[Finding] = []
     deadline = start + arguments.time_limit

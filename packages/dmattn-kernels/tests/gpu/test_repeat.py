@@ -7,7 +7,6 @@ import torch
 
 from gpu.cases import Case, build, case_id
 from gpu.harness import call, run
-from gpu.oracle import Results
 
 pytestmark = [pytest.mark.each_family, pytest.mark.slow]
 
@@ -27,8 +26,14 @@ def test_deterministic_backward(case: Case) -> None:
     """50 backward passes, bit for bit the same, dbias included."""
     problem = build(case)
     want = run(problem, deterministic=True)
+    wrong = {name: torch.zeros((), dtype=torch.int64, device=a.device) for name, a in want.items()}
     for _ in range(49):
-        _assert_equal(run(problem, deterministic=True), want)
+        for (name, a), (_, b) in zip(
+            run(problem, deterministic=True).items(), want.items(), strict=True
+        ):
+            # Not `a != b`, which holds for NaN.
+            wrong[name] += (a.view(torch.uint8) != b.view(torch.uint8)).sum()
+    assert {name: int(count) for name, count in wrong.items()} == dict.fromkeys(wrong, 0)
 
 
 @pytest.mark.parametrize("case", SHAPES, ids=case_id)
@@ -48,16 +53,14 @@ def test_backward_races(case: Case) -> None:
     """100 backward passes whose order of summation is open stay within rounding of each other."""
     problem = build(case)
     want = run(problem)
+    # Looked at once, at the end: each look makes the host wait for a GPU that many share.
+    worst = {name: torch.zeros((), device=a.device) for name, a in want.items()}
     for _ in range(100):
         for (name, a), (_, b) in zip(run(problem).items(), want.items(), strict=True):
-            limit = 2 * torch.finfo(a.dtype).eps * float(b.abs().amax()) + 1e-4
-            error = float((a.float() - b.float()).abs().amax())
-            assert error <= limit, f"{name} moved by {error}"
-
-
-def _assert_equal(found: Results, want: Results) -> None:
-    for (name, a), (_, b) in zip(found.items(), want.items(), strict=True):
-        assert torch.equal(a, b), f"{name} differs in {int((a != b).sum())} entries"
+            worst[name] = torch.maximum(worst[name], (a.float() - b.float()).abs().amax())
+    for name, b in want.items():
+        limit = 2 * torch.finfo(b.dtype).eps * float(b.abs().amax()) + 1e-4
+        assert float(worst[name]) <= limit, f"{name} moved by {float(worst[name])}"
 
 
 def test_results_do_not_depend_on_neighbours() -> None:

@@ -29,12 +29,13 @@ __device__ __forceinline__ bool is_vec16(const void* ptr, int64_t stride_a, int6
   return ((reinterpret_cast<uintptr_t>(ptr) & 15) | ((stride_a | stride_b | stride_c) & 7)) == 0;
 }
 
-// The packed mask bits of a tile: kRows x kWords words, columns from word0 on.
+// The packed mask bits of a tile: kRows x kWords words, columns from word0 on. Of its rows only the first `rows` are
+// read: those behind may belong to a packed sequence of fewer keys, whose rows of bits end earlier.
 template <int kRows, int kWords, int kThreads>
-__device__ __forceinline__ void load_mask_words(uint32_t dst, const MaskBits& mask, int64_t index, int row0,
+__device__ __forceinline__ void load_mask_words(uint32_t dst, const MaskBits& mask, int64_t index, int row0, int rows,
                                                 int word0) {
   for (int row = threadIdx.x; row < kRows; row += kThreads) {
-    if (row0 + row < mask.rows) {
+    if (row < rows) {
       const uint32_t* src = mask.bits + (index * mask.rows + row0 + row) * mask.words_per_row + word0;
       asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(dst + row * kWords * 4), "l"(src),
                    "n"(kWords * 4));

@@ -66,7 +66,8 @@ __device__ __forceinline__ void BwdBlock<T>::load_bias_and_mask(const Step& s) c
     }
     if (p.mask.bits != nullptr) {
       load_mask_words<kBlockM, T::kMaskWords, T::kThreads>(smem_base + T::kMask, p.mask, mask_index(s.head),
-                                                           first_row() + s.m * kBlockM, n_block * T::kMaskWords);
+                                                           first_row() + s.m * kBlockM, seqlen_q() - s.m * kBlockM,
+                                                           n_block * T::kMaskWords);
     }
   }
 }

@@ -209,7 +209,7 @@ struct FwdBlock {
       }
       if (p.mask.bits != nullptr) {
         load_mask_words<kBlockM, T::kMaskWords, T::kThreads>(smem_base + T::kMask, p.mask, mask_index(),
-                                                             first_row() + row0, n * T::kMaskWords);
+                                                             first_row() + row0, seqlen_q() - row0, n * T::kMaskWords);
       }
     }
   }
