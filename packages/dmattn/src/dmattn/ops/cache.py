@@ -8,6 +8,7 @@ without a key has score -inf and position -1.
 """
 
 import math
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,115 +24,91 @@ _APPEND_SCHEMA = f"({_TOKENS}, {_STATE}, bool evict) -> ()"
 _ATTEND_SCHEMA = f"(Tensor q, {_TOKENS}, {_STATE}, float softmax_scale, float softcap) -> Tensor"
 
 
-def _append_cuda(
-    k_new: Tensor,
-    v_new: Tensor,
-    score_new: Tensor,
-    active: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    score: Tensor,
-    position: Tensor,
-    seen: Tensor,
-    evict: bool,
-) -> None:
-    tokens = CacheTokens(k_new, v_new, score_new, active)
-    cuda.append_to_cache(tokens, CacheTensors(k, v, score, position, seen), evict)
+class AppendCall(NamedTuple):
+    """The arguments of dmattn::cache_append, named and ordered as in its schema."""
+
+    k_new: Tensor
+    v_new: Tensor
+    score_new: Tensor
+    active: Tensor | None
+    k: Tensor
+    v: Tensor
+    score: Tensor
+    position: Tensor
+    seen: Tensor
+    evict: bool
+
+    @property
+    def tokens(self) -> CacheTokens:
+        return CacheTokens(*self[:4])
+
+    @property
+    def cache(self) -> CacheTensors:
+        return CacheTensors(*self[4:9])
 
 
-def _append_cpu(
-    k_new: Tensor,
-    v_new: Tensor,
-    score_new: Tensor,
-    active: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    score: Tensor,
-    position: Tensor,
-    seen: Tensor,
-    evict: bool,
-) -> None:
-    tokens = CacheTokens(k_new, v_new, score_new, active)
-    cache = CacheTensors(k, v, score, position, seen)
-    for t in range(k_new.shape[1]):
-        (_replace_lowest if evict else _put_last)(tokens, t, cache)
+class AttendCall(NamedTuple):
+    """The arguments of dmattn::cache_append_and_attend, named and ordered as in its schema."""
+
+    q: Tensor
+    k_new: Tensor
+    v_new: Tensor
+    score_new: Tensor
+    active: Tensor | None
+    k: Tensor
+    v: Tensor
+    score: Tensor
+    position: Tensor
+    seen: Tensor
+    softmax_scale: float
+    softcap: float
+
+    @property
+    def tokens(self) -> CacheTokens:
+        return CacheTokens(*self[1:5])
+
+    @property
+    def cache(self) -> CacheTensors:
+        return CacheTensors(*self[5:10])
 
 
-def _append_fake(
-    k_new: Tensor,
-    v_new: Tensor,
-    score_new: Tensor,
-    active: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    score: Tensor,
-    position: Tensor,
-    seen: Tensor,
-    evict: bool,
-) -> None:
+def _append_cuda(*given: Any, **named: Any) -> None:
+    call = AppendCall(*given, **named)
+    cuda.append_to_cache(call.tokens, call.cache, call.evict)
+
+
+def _append_cpu(*given: Any, **named: Any) -> None:
+    call = AppendCall(*given, **named)
+    put = _replace_lowest if call.evict else _put_last
+    for t in range(call.k_new.shape[1]):
+        put(call.tokens, t, call.cache)
+
+
+def _append_fake(*given: Any, **named: Any) -> None:
     return
 
 
-def _attend_cuda(
-    q: Tensor,
-    k_new: Tensor,
-    v_new: Tensor,
-    score_new: Tensor,
-    active: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    score: Tensor,
-    position: Tensor,
-    seen: Tensor,
-    softmax_scale: float,
-    softcap: float,
-) -> Tensor:
-    tokens = CacheTokens(k_new, v_new, score_new, active)
-    cache = CacheTensors(k, v, score, position, seen)
-    out = cuda.append_to_cache(tokens, cache, True, q, softmax_scale, softcap)
+def _attend_cuda(*given: Any, **named: Any) -> Tensor:
+    call = AttendCall(*given, **named)
+    numbers = (call.softmax_scale, call.softcap)
+    out = cuda.append_to_cache(call.tokens, call.cache, True, call.q, *numbers)
     assert out is not None  # as q was given
     return out
 
 
-def _attend_cpu(
-    q: Tensor,
-    k_new: Tensor,
-    v_new: Tensor,
-    score_new: Tensor,
-    active: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    score: Tensor,
-    position: Tensor,
-    seen: Tensor,
-    softmax_scale: float,
-    softcap: float,
-) -> Tensor:
-    tokens = CacheTokens(k_new, v_new, score_new, active)
-    cache = CacheTensors(k, v, score, position, seen)
-    out = q.new_empty(q.shape)
-    for t in range(q.shape[1]):
-        now = slice(t, t + 1)
-        _replace_lowest(tokens, t, cache)
-        bias = score.unsqueeze(2)
-        out[:, now], _ = cpu.forward(q[:, now], k, v, None, bias, softmax_scale, False, softcap)
+def _attend_cpu(*given: Any, **named: Any) -> Tensor:
+    call = AttendCall(*given, **named)
+    cache, out = call.cache, call.q.new_empty(call.q.shape)
+    for t in range(call.q.shape[1]):
+        _replace_lowest(call.tokens, t, cache)
+        now, bias = slice(t, t + 1), cache.score.unsqueeze(2)
+        operands = (call.q[:, now], cache.k, cache.v, None, bias)
+        out[:, now], _ = cpu.forward(*operands, call.softmax_scale, False, call.softcap)
     return out
 
 
-def _attend_fake(
-    q: Tensor,
-    k_new: Tensor,
-    v_new: Tensor,
-    score_new: Tensor,
-    active: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    score: Tensor,
-    position: Tensor,
-    seen: Tensor,
-    softmax_scale: float,
-    softcap: float,
-) -> Tensor:
+def _attend_fake(*given: Any, **named: Any) -> Tensor:
+    q: Tensor = AttendCall(*given, **named).q
     return q.new_empty(q.shape)
 
 

@@ -85,36 +85,10 @@ def forward(
     device = q.get_device()
     if device not in _checked_devices:
         check_device(device)
-    if head_dim % HEAD_DIM_MULTIPLE:
-        q, k, v = _pad(q), _pad(k), _pad(v)
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    lse = q.new_empty((batch, nheads, seqlen_q), dtype=torch.float32)
-    if seqlen_k == 0:
-        if lse_rest is not None:
-            lse_rest.zero_()
-        return out.zero_()[..., :head_dim].contiguous(), lse.fill_(float("-inf"))
-    if batch > 0 and seqlen_q > 0:
-        core, codes = load_kernels()
-        params = core.FwdParams(
-            device,
-            _view(q, codes),
-            _view(k, codes),
-            _view(v, codes),
-            None if mask is None else _view(mask, codes),
-            None if bias is None else _view(bias, codes),
-            _view(out, codes),
-            _view(lse, codes),
-            softmax_scale,
-            softcap,
-            is_causal,
-            0,
-            None if selection is None else _views(selection, codes),
-            None if lse_rest is None else _view(lse_rest, codes),
-        )
-        _launch(params, q, device)
-    if head_dim % HEAD_DIM_MULTIPLE:
-        out = out[..., :head_dim].contiguous()
-    return out, lse
+    operands = (q, k, v, mask, bias)
+    numbers = (softmax_scale, softcap, is_causal)
+    rows = (batch, nheads, seqlen_q)
+    return _forward(operands, numbers, head_dim, rows, seqlen_k > 0, selection, lse_rest, ())
 
 
 def backward(
@@ -149,52 +123,10 @@ def backward(
     check_device(device)
     check_backward_inputs(dout, dlse, q, out, lse, needs)
     if dims.batch == 0 or dims.seqlen_q == 0 or dims.seqlen_k == 0:
-        grads = empty_backward_outputs(q, k, v, bias, needs)
-        for grad in grads:
-            grad.zero_()
-        return grads
-    head_dim = dims.head_dim
-    padded = head_dim % HEAD_DIM_MULTIPLE != 0
-    if padded:
-        q, k, v, out, dout = _pad(q), _pad(k), _pad(v), _pad(out), _pad(dout)
-    elif dout.stride(3) != 1:
-        dout = dout.contiguous()  # such as the expanded gradient of a sum
-    out, lse = out.contiguous(), lse.contiguous()  # as forward made them, unless a compiler moved
-    if dlse is not None:
-        dlse = dlse.contiguous()
-    if lse_rest is not None:
-        lse_rest = lse_rest.contiguous()
-    dq, dk, dv, dbias = empty_backward_outputs(q, k, v, bias, needs)
-    core, codes = load_kernels()
-    params = core.BwdParams(
-        device,
-        _view(q, codes),
-        _view(k, codes),
-        _view(v, codes),
-        None if mask is None else _view(mask, codes),
-        None if bias is None else _view(bias, codes),
-        _view(out, codes),
-        _view(lse, codes),
-        _view(dout, codes),
-        None if dlse is None else _view(dlse, codes),
-        _view(dq, codes) if needs[0] else None,
-        _view(dk, codes) if needs[1] else None,
-        _view(dv, codes) if needs[2] else None,
-        _view(dbias, codes) if needs[3] and bias is not None else None,
-        softmax_scale,
-        softcap,
-        is_causal,
-        deterministic,
-        None if selection is None else _views(selection, codes),
-        None if lse_rest is None else _view(lse_rest, codes),
-    )
-    _launch(params, q, device)
-    if padded:
-        dq, dk, dv = (
-            g[..., :head_dim].contiguous() if need else g
-            for g, need in zip((dq, dk, dv), needs, strict=False)
-        )
-    return dq, dk, dv, dbias
+        return _zero_gradients(q, k, v, bias, needs)
+    operands, results = (q, k, v, mask, bias), (out, lse, dout, dlse, lse_rest)
+    numbers = (softmax_scale, softcap, is_causal, deterministic)
+    return _backward(operands, results, numbers, dims.head_dim, needs, selection, ())
 
 
 def varlen_forward(
@@ -218,40 +150,12 @@ def varlen_forward(
         RuntimeError: no usable kernels, or a GPU that they do not serve.
     """
     dims = check_packed_inputs(q, k, v, mask, bias, packing)
+    check_device(q.get_device())
     packing = _contiguous(packing)
-    device, head_dim = q.get_device(), dims.head_dim
-    check_device(device)
-    if head_dim % HEAD_DIM_MULTIPLE:
-        q, k, v = _pad(q), _pad(k), _pad(v)
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    lse = q.new_empty(lse_shape(q), dtype=torch.float32)
-    if dims.total_k == 0:
-        if lse_rest is not None:
-            lse_rest.zero_()
-        return out.zero_()[..., :head_dim].contiguous(), lse.fill_(float("-inf"))
-    if dims.total_q > 0:
-        core, codes = load_kernels()
-        params = core.FwdParams(
-            device,
-            _view(q, codes),
-            _view(k, codes),
-            _view(v, codes),
-            None if mask is None else _view(mask, codes),
-            None if bias is None else _view(bias, codes),
-            _view(out, codes),
-            _view(lse, codes),
-            softmax_scale,
-            softcap,
-            is_causal,
-            0,
-            None,
-            None if lse_rest is None else _view(lse_rest, codes),
-            *_packing_views(packing, codes),
-        )
-        _launch(params, q, device)
-    if head_dim % HEAD_DIM_MULTIPLE:
-        out = out[..., :head_dim].contiguous()
-    return out, lse
+    operands = (q, k, v, mask, bias)
+    numbers = (softmax_scale, softcap, is_causal)
+    rows, has_keys = lse_shape(q), dims.total_k > 0
+    return _forward(operands, numbers, dims.head_dim, rows, has_keys, None, lse_rest, packing)
 
 
 def varlen_backward(
@@ -282,24 +186,94 @@ def varlen_backward(
     dims = check_packed_inputs(q, k, v, mask, bias, packing)
     check_backward_inputs(dout, dlse, q, out, lse, needs)
     packing = _contiguous(packing)
-    device = q.get_device()
-    check_device(device)
+    check_device(q.get_device())
     if dims.total_q == 0 or dims.total_k == 0:
-        grads = empty_backward_outputs(q, k, v, bias, needs)
-        for grad in grads:
-            grad.zero_()
-        return grads
-    head_dim = dims.head_dim
+        return _zero_gradients(q, k, v, bias, needs)
+    operands, results = (q, k, v, mask, bias), (out, lse, dout, dlse, lse_rest)
+    numbers = (softmax_scale, softcap, is_causal, deterministic)
+    return _backward(operands, results, numbers, dims.head_dim, needs, None, packing)
+
+
+# Query, key, value, mask, bias.
+_Operands = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
+# out, lse, dout, dlse, lse_rest.
+_Results = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
+
+
+def _forward(
+    operands: _Operands,
+    numbers: tuple[float, float, bool],
+    head_dim: int,
+    rows: tuple[int, ...],
+    has_keys: bool,
+    selection: Selection | None,
+    lse_rest: Tensor | None,
+    packing: Packing | tuple[()],
+) -> tuple[Tensor, Tensor]:
+    """What both forwards do once they have looked at their arguments.
+
+    `numbers`: softmax_scale, softcap, is_causal. `rows`: the shape of lse. `packing`: of packed
+    sequences, contiguous.
+    """
+    q, k, v, mask, bias = operands
+    if head_dim % HEAD_DIM_MULTIPLE:
+        q, k, v = _pad(q), _pad(k), _pad(v)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    lse = q.new_empty(rows, dtype=torch.float32)
+    if not has_keys:
+        if lse_rest is not None:
+            lse_rest.zero_()
+        return out.zero_()[..., :head_dim].contiguous(), lse.fill_(float("-inf"))
+    if 0 not in rows:
+        core, codes = load_kernels()
+        device = q.get_device()
+        params = core.FwdParams(
+            device,
+            _view(q, codes),
+            _view(k, codes),
+            _view(v, codes),
+            None if mask is None else _view(mask, codes),
+            None if bias is None else _view(bias, codes),
+            _view(out, codes),
+            _view(lse, codes),
+            *numbers,
+            0,
+            None if selection is None else _views(selection, codes),
+            None if lse_rest is None else _view(lse_rest, codes),
+            *(_packing_views(packing, codes) if packing else ()),
+        )
+        _launch(params, q, device)
+    if head_dim % HEAD_DIM_MULTIPLE:
+        out = out[..., :head_dim].contiguous()
+    return out, lse
+
+
+def _backward(
+    operands: _Operands,
+    results: _Results,
+    numbers: tuple[float, float, bool, bool],
+    head_dim: int,
+    needs: Sequence[bool],
+    selection: Selection | None,
+    packing: Packing | tuple[()],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What both backwards do once they have looked at their arguments, where there is work.
+
+    `numbers`: softmax_scale, softcap, is_causal, deterministic.
+    """
+    q, k, v, mask, bias = operands
+    out, lse, dout, dlse, lse_rest = results
     padded = head_dim % HEAD_DIM_MULTIPLE != 0
     if padded:
         q, k, v, out, dout = _pad(q), _pad(k), _pad(v), _pad(out), _pad(dout)
-    elif dout.stride(2) != 1:
-        dout = dout.contiguous()
-    out, lse = out.contiguous(), lse.contiguous()
+    elif dout.stride(-1) != 1:
+        dout = dout.contiguous()  # such as the expanded gradient of a sum
+    out, lse = out.contiguous(), lse.contiguous()  # as forward made them, unless a compiler moved
     dlse = None if dlse is None else dlse.contiguous()
     lse_rest = None if lse_rest is None else lse_rest.contiguous()
     dq, dk, dv, dbias = empty_backward_outputs(q, k, v, bias, needs)
     core, codes = load_kernels()
+    device = q.get_device()
     params = core.BwdParams(
         device,
         _view(q, codes),
@@ -315,13 +289,10 @@ def varlen_backward(
         _view(dk, codes) if needs[1] else None,
         _view(dv, codes) if needs[2] else None,
         _view(dbias, codes) if needs[3] and bias is not None else None,
-        softmax_scale,
-        softcap,
-        is_causal,
-        deterministic,
-        None,
+        *numbers,
+        None if selection is None else _views(selection, codes),
         None if lse_rest is None else _view(lse_rest, codes),
-        *_packing_views(packing, codes),
+        *(_packing_views(packing, codes) if packing else ()),
     )
     _launch(params, q, device)
     if padded:
@@ -330,6 +301,15 @@ def varlen_backward(
             for g, need in zip((dq, dk, dv), needs, strict=False)
         )
     return dq, dk, dv, dbias
+
+
+def _zero_gradients(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, needs: Sequence[bool]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    grads = empty_backward_outputs(q, k, v, bias, needs)
+    for grad in grads:
+        grad.zero_()
+    return grads
 
 
 def select(

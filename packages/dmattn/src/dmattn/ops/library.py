@@ -1,13 +1,13 @@
 """The operators dmattn::fwd and dmattn::bwd: schemas, implementations, fakes and gradients."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dmattn.ops import cpu, cuda
-from dmattn.ops.lists import as_selection
+from dmattn.ops.lists import Selection, as_selection
 from dmattn.ops.shapes import (
     check_backward_inputs,
     check_inputs,
@@ -18,8 +18,6 @@ from dmattn.ops.shapes import (
     empty_lse_rest,
 )
 
-_FWD = "dmattn::fwd"
-_BWD = "dmattn::bwd"
 # `deterministic` changes nothing forward; autograd hands it on to the backward operator. The four
 # tensors of a selection (`lists.Selection`) are given all or none. `lse_rest` is for the backward
 # operator; see `shapes.empty_lse_rest`.
@@ -45,166 +43,114 @@ TAGS = (
 )
 
 
-def _cpu_fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    softmax_scale: float,
-    is_causal: bool,
-    softcap: float,
-    deterministic: bool = False,
-    sel_end: Tensor | None = None,
-    sel_idx: Tensor | None = None,
-    sel_count: Tensor | None = None,
-    sel_full: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    selection = as_selection(sel_end, sel_idx, sel_count, sel_full)
-    out, lse = cpu.forward(q, k, v, mask, bias, softmax_scale, is_causal, softcap, selection)
-    return out, lse, empty_lse_rest(q, bias)
+class FwdCall(NamedTuple):
+    """The arguments of dmattn::fwd, named and ordered as in its schema."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    bias: Tensor | None
+    softmax_scale: float
+    is_causal: bool
+    softcap: float
+    deterministic: bool = False
+    sel_end: Tensor | None = None
+    sel_idx: Tensor | None = None
+    sel_count: Tensor | None = None
+    sel_full: Tensor | None = None
+
+    @property
+    def operands(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+        return self.q, self.k, self.v, self.mask, self.bias
+
+    @property
+    def numbers(self) -> tuple[float, bool, float]:
+        return self.softmax_scale, self.is_causal, self.softcap
+
+    @property
+    def selection(self) -> Selection | None:
+        return as_selection(self.sel_end, self.sel_idx, self.sel_count, self.sel_full)
 
 
-def _cuda_fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    softmax_scale: float,
-    is_causal: bool,
-    softcap: float,
-    deterministic: bool = False,
-    sel_end: Tensor | None = None,
-    sel_idx: Tensor | None = None,
-    sel_count: Tensor | None = None,
-    sel_full: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    selection = as_selection(sel_end, sel_idx, sel_count, sel_full)
-    rest = empty_lse_rest(q, bias)
-    out, lse = cuda.forward(
-        q,
-        k,
-        v,
-        mask,
-        bias,
-        softmax_scale,
-        is_causal,
-        softcap,
-        selection,
-        rest if rest.dim() == 3 else None,
-    )
+class BwdCall(NamedTuple):
+    """The arguments of dmattn::bwd, named and ordered as in its schema."""
+
+    dout: Tensor
+    dlse: Tensor | None
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    bias: Tensor | None
+    out: Tensor
+    lse: Tensor
+    softmax_scale: float
+    is_causal: bool
+    softcap: float
+    deterministic: bool
+    needs: Sequence[bool]
+    sel_end: Tensor | None = None
+    sel_idx: Tensor | None = None
+    sel_count: Tensor | None = None
+    sel_full: Tensor | None = None
+    lse_rest: Tensor | None = None
+
+    @property
+    def selection(self) -> Selection | None:
+        return as_selection(self.sel_end, self.sel_idx, self.sel_count, self.sel_full)
+
+
+Forward = tuple[Tensor, Tensor, Tensor]
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def written_rest(rest: Tensor | None, lse: Tensor) -> Tensor | None:
+    """lse_rest as the kernels take it: what stands in for none has another shape."""
+    return rest if rest is not None and rest.dim() == lse.dim() else None
+
+
+def _cpu_fwd(*given: Any, **named: Any) -> Forward:
+    call = FwdCall(*given, **named)
+    out, lse = cpu.forward(*call.operands, *call.numbers, call.selection)
+    return out, lse, empty_lse_rest(call.q, call.bias)
+
+
+def _cuda_fwd(*given: Any, **named: Any) -> Forward:
+    call = FwdCall(*given, **named)
+    rest = empty_lse_rest(call.q, call.bias)
+    kept = rest if rest.dim() == 3 else None
+    out, lse = cuda.forward(*call.operands, *call.numbers, call.selection, kept)
     return out, lse, rest
 
 
-def _fake_fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    softmax_scale: float,
-    is_causal: bool,
-    softcap: float,
-    deterministic: bool = False,
-    sel_end: Tensor | None = None,
-    sel_idx: Tensor | None = None,
-    sel_count: Tensor | None = None,
-    sel_full: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    dims = check_inputs(q, k, v, mask, bias)
-    selection = as_selection(sel_end, sel_idx, sel_count, sel_full)
-    check_selection(selection, mask, dims, is_causal, q.device)
-    return (*empty_forward_outputs(q), empty_lse_rest(q, bias))
+def _fake_fwd(*given: Any, **named: Any) -> Forward:
+    call = FwdCall(*given, **named)
+    dims = check_inputs(*call.operands)
+    check_selection(call.selection, call.mask, dims, call.is_causal, call.q.device)
+    return (*empty_forward_outputs(call.q), empty_lse_rest(call.q, call.bias))
 
 
-def _cpu_bwd(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    softmax_scale: float,
-    is_causal: bool,
-    softcap: float,
-    deterministic: bool,
-    needs: Sequence[bool],
-    sel_end: Tensor | None = None,
-    sel_idx: Tensor | None = None,
-    sel_count: Tensor | None = None,
-    sel_full: Tensor | None = None,
-    lse_rest: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    selection = as_selection(sel_end, sel_idx, sel_count, sel_full)
-    given = (dout, dlse, q, k, v, mask, bias, out, lse)
-    return cpu.backward(*given, softmax_scale, is_causal, softcap, deterministic, needs, selection)
+def _cpu_bwd(*given: Any, **named: Any) -> Gradients:
+    call = BwdCall(*given, **named)
+    return cpu.backward(*call[:14], call.selection)
 
 
-def _cuda_bwd(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    softmax_scale: float,
-    is_causal: bool,
-    softcap: float,
-    deterministic: bool,
-    needs: Sequence[bool],
-    sel_end: Tensor | None = None,
-    sel_idx: Tensor | None = None,
-    sel_count: Tensor | None = None,
-    sel_full: Tensor | None = None,
-    lse_rest: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    selection = as_selection(sel_end, sel_idx, sel_count, sel_full)
-    rest = lse_rest if lse_rest is not None and lse_rest.dim() == 3 else None
-    given = (dout, dlse, q, k, v, mask, bias, out, lse)
-    return cuda.backward(
-        *given, softmax_scale, is_causal, softcap, deterministic, needs, selection, rest
-    )
+def _cuda_bwd(*given: Any, **named: Any) -> Gradients:
+    call = BwdCall(*given, **named)
+    return cuda.backward(*call[:14], call.selection, written_rest(call.lse_rest, call.lse))
 
 
-def _fake_bwd(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    softmax_scale: float,
-    is_causal: bool,
-    softcap: float,
-    deterministic: bool,
-    needs: Sequence[bool],
-    sel_end: Tensor | None = None,
-    sel_idx: Tensor | None = None,
-    sel_count: Tensor | None = None,
-    sel_full: Tensor | None = None,
-    lse_rest: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dims = check_inputs(q, k, v, mask, bias)
-    selection = as_selection(sel_end, sel_idx, sel_count, sel_full)
-    check_selection(selection, mask, dims, is_causal, q.device)
-    check_selected_bias(selection, bias, needs[3])
-    check_backward_inputs(dout, dlse, q, out, lse, needs)
-    return empty_backward_outputs(q, k, v, bias, needs)
+def _fake_bwd(*given: Any, **named: Any) -> Gradients:
+    call = BwdCall(*given, **named)
+    dims = check_inputs(call.q, call.k, call.v, call.mask, call.bias)
+    check_selection(call.selection, call.mask, dims, call.is_causal, call.q.device)
+    check_selected_bias(call.selection, call.bias, call.needs[3])
+    check_backward_inputs(call.dout, call.dlse, call.q, call.out, call.lse, call.needs)
+    return empty_backward_outputs(call.q, call.k, call.v, call.bias, call.needs)
 
 
-def _setup_context(
-    ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]
-) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Forward) -> None:
     ctx.set_materialize_grads(False)  # a missing dlse is then None, and costs nothing
     ctx.mark_non_differentiable(output[2])
     ctx.save_for_backward(*inputs[:5], *output, *inputs[9:])
@@ -224,23 +170,41 @@ def _backward(
     return dq, dk, dv, None, dbias, *[None] * 8
 
 
-def _no_double_backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
-    raise RuntimeError(
-        "dmattn::bwd is not differentiable: dmattn attention has first derivatives only"
-    )
+class Operator(NamedTuple):
+    """A function and what it needs as a registered operator."""
+
+    name: str
+    schema: str
+    cpu: Callable[..., Any]
+    cuda: Callable[..., Any]
+    fake: Callable[..., Any]
 
 
-def _register() -> None:
-    torch.library.define(_FWD, _FWD_SCHEMA, tags=TAGS)
-    torch.library.define(_BWD, _BWD_SCHEMA, tags=TAGS)
-    torch.library.impl(_FWD, "cpu", _cpu_fwd)
-    torch.library.impl(_FWD, "cuda", _cuda_fwd)
-    torch.library.impl(_BWD, "cpu", _cpu_bwd)
-    torch.library.impl(_BWD, "cuda", _cuda_bwd)
-    torch.library.register_fake(_FWD, _fake_fwd)
-    torch.library.register_fake(_BWD, _fake_bwd)
-    torch.library.register_autograd(_FWD, _backward, setup_context=_setup_context)
-    torch.library.register_autograd(_BWD, _no_double_backward)
+def register(
+    forward: Operator,
+    backward: Operator,
+    gradients: Callable[..., Any],
+    setup_context: Callable[..., Any],
+) -> None:
+    """Register a forward and its backward, which has no derivative of its own."""
+
+    def no_double_backward(ctx: Any, *grads: Tensor | None) -> None:
+        raise RuntimeError(
+            f"{backward.name} is not differentiable: dmattn attention has first derivatives only"
+        )
+
+    for operator in (forward, backward):
+        torch.library.define(operator.name, operator.schema, tags=TAGS)
+        torch.library.impl(operator.name, "cpu", operator.cpu)
+        torch.library.impl(operator.name, "cuda", operator.cuda)
+        torch.library.register_fake(operator.name, operator.fake)
+    torch.library.register_autograd(forward.name, gradients, setup_context=setup_context)
+    torch.library.register_autograd(backward.name, no_double_backward)
 
 
-_register()
+register(
+    Operator("dmattn::fwd", _FWD_SCHEMA, _cpu_fwd, _cuda_fwd, _fake_fwd),
+    Operator("dmattn::bwd", _BWD_SCHEMA, _cpu_bwd, _cuda_bwd, _fake_bwd),
+    _backward,
+    _setup_context,
+)

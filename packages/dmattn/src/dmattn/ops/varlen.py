@@ -5,13 +5,13 @@ As `ops.library`, for tensors without a batch. Masks and biases are (heads, Tk) 
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dmattn.ops import cuda, varlen_cpu
-from dmattn.ops.library import TAGS
+from dmattn.ops.library import Forward, Gradients, Operator, register, written_rest
 from dmattn.ops.shapes import (
     check_backward_inputs,
     empty_backward_outputs,
@@ -20,8 +20,6 @@ from dmattn.ops.shapes import (
 )
 from dmattn.ops.varlen_shapes import Packing, check_packed_inputs
 
-_FWD = "dmattn::varlen_fwd"
-_BWD = "dmattn::varlen_bwd"
 _PACKED = (
     "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias, Tensor cu_seqlens_q, "
     "Tensor cu_seqlens_k, SymInt max_seqlen_q, SymInt max_seqlen_k"
@@ -37,163 +35,102 @@ _BWD_SCHEMA = (
 )
 
 
-def _cpu_fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    softmax_scale: float,
-    is_causal: bool,
-    softcap: float,
-    deterministic: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    out, lse = varlen_cpu.forward(q, k, v, mask, bias, packing, softmax_scale, is_causal, softcap)
-    return out, lse, empty_lse_rest(q, bias)
+class FwdCall(NamedTuple):
+    """The arguments of dmattn::varlen_fwd, named and ordered as in its schema."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    bias: Tensor | None
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    softmax_scale: float
+    is_causal: bool
+    softcap: float
+    deterministic: bool = False
+
+    @property
+    def packed(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Packing]:
+        return (*self[:5], Packing(*self[5:9]))
+
+    @property
+    def numbers(self) -> tuple[float, bool, float]:
+        return self.softmax_scale, self.is_causal, self.softcap
 
 
-def _cuda_fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    softmax_scale: float,
-    is_causal: bool,
-    softcap: float,
-    deterministic: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    rest = empty_lse_rest(q, bias)
-    out, lse = cuda.varlen_forward(
-        q,
-        k,
-        v,
-        mask,
-        bias,
-        packing,
-        softmax_scale,
-        is_causal,
-        softcap,
-        rest if rest.dim() == 2 else None,
-    )
+class BwdCall(NamedTuple):
+    """The arguments of dmattn::varlen_bwd, named and ordered as in its schema."""
+
+    dout: Tensor
+    dlse: Tensor | None
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    bias: Tensor | None
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
+    out: Tensor
+    lse: Tensor
+    softmax_scale: float
+    is_causal: bool
+    softcap: float
+    deterministic: bool
+    needs: Sequence[bool]
+    lse_rest: Tensor | None = None
+
+    @property
+    def packed(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Packing]:
+        return (*self[2:7], Packing(*self[7:11]))
+
+    @property
+    def results(self) -> tuple[Tensor, Tensor, float, bool, float, bool]:
+        return self[11:17]
+
+
+def _cpu_fwd(*given: Any, **named: Any) -> Forward:
+    call = FwdCall(*given, **named)
+    out, lse = varlen_cpu.forward(*call.packed, *call.numbers)
+    return out, lse, empty_lse_rest(call.q, call.bias)
+
+
+def _cuda_fwd(*given: Any, **named: Any) -> Forward:
+    call = FwdCall(*given, **named)
+    rest = empty_lse_rest(call.q, call.bias)
+    out, lse = cuda.varlen_forward(*call.packed, *call.numbers, rest if rest.dim() == 2 else None)
     return out, lse, rest
 
 
-def _fake_fwd(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    softmax_scale: float,
-    is_causal: bool,
-    softcap: float,
-    deterministic: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    check_packed_inputs(q, k, v, mask, bias, packing)
-    return (*empty_forward_outputs(q), empty_lse_rest(q, bias))
+def _fake_fwd(*given: Any, **named: Any) -> Forward:
+    call = FwdCall(*given, **named)
+    check_packed_inputs(*call.packed)
+    return (*empty_forward_outputs(call.q), empty_lse_rest(call.q, call.bias))
 
 
-def _cpu_bwd(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    out: Tensor,
-    lse: Tensor,
-    softmax_scale: float,
-    is_causal: bool,
-    softcap: float,
-    deterministic: bool,
-    needs: Sequence[bool],
-    lse_rest: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    given = (dout, dlse, q, k, v, mask, bias, packing, out, lse)
-    return varlen_cpu.backward(*given, softmax_scale, is_causal, softcap, deterministic, needs)
+def _cpu_bwd(*given: Any, **named: Any) -> Gradients:
+    call = BwdCall(*given, **named)
+    return varlen_cpu.backward(call.dout, call.dlse, *call.packed, *call.results, call.needs)
 
 
-def _cuda_bwd(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    out: Tensor,
-    lse: Tensor,
-    softmax_scale: float,
-    is_causal: bool,
-    softcap: float,
-    deterministic: bool,
-    needs: Sequence[bool],
-    lse_rest: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    rest = lse_rest if lse_rest is not None and lse_rest.dim() == 2 else None
-    given = (dout, dlse, q, k, v, mask, bias, packing, out, lse)
-    return cuda.varlen_backward(
-        *given, softmax_scale, is_causal, softcap, deterministic, needs, rest
-    )
+def _cuda_bwd(*given: Any, **named: Any) -> Gradients:
+    call = BwdCall(*given, **named)
+    rest = written_rest(call.lse_rest, call.lse)
+    return cuda.varlen_backward(call.dout, call.dlse, *call.packed, *call.results, call.needs, rest)
 
 
-def _fake_bwd(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    out: Tensor,
-    lse: Tensor,
-    softmax_scale: float,
-    is_causal: bool,
-    softcap: float,
-    deterministic: bool,
-    needs: Sequence[bool],
-    lse_rest: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    check_packed_inputs(q, k, v, mask, bias, packing)
-    check_backward_inputs(dout, dlse, q, out, lse, needs)
-    return empty_backward_outputs(q, k, v, bias, needs)
+def _fake_bwd(*given: Any, **named: Any) -> Gradients:
+    call = BwdCall(*given, **named)
+    check_packed_inputs(*call.packed)
+    check_backward_inputs(call.dout, call.dlse, call.q, call.out, call.lse, call.needs)
+    return empty_backward_outputs(call.q, call.k, call.v, call.bias, call.needs)
 
 
-def _setup_context(
-    ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]
-) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Forward) -> None:
     ctx.set_materialize_grads(False)  # a missing dlse is then None, and costs nothing
     ctx.mark_non_differentiable(output[2])
     ctx.save_for_backward(*inputs[:7], *output)
@@ -214,23 +151,9 @@ def _backward(
     return dq, dk, dv, None, dbias, *[None] * 8
 
 
-def _no_double_backward(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
-    raise RuntimeError(
-        "dmattn::varlen_bwd is not differentiable: dmattn attention has first derivatives only"
-    )
-
-
-def _register() -> None:
-    torch.library.define(_FWD, _FWD_SCHEMA, tags=TAGS)
-    torch.library.define(_BWD, _BWD_SCHEMA, tags=TAGS)
-    torch.library.impl(_FWD, "cpu", _cpu_fwd)
-    torch.library.impl(_FWD, "cuda", _cuda_fwd)
-    torch.library.impl(_BWD, "cpu", _cpu_bwd)
-    torch.library.impl(_BWD, "cuda", _cuda_bwd)
-    torch.library.register_fake(_FWD, _fake_fwd)
-    torch.library.register_fake(_BWD, _fake_bwd)
-    torch.library.register_autograd(_FWD, _backward, setup_context=_setup_context)
-    torch.library.register_autograd(_BWD, _no_double_backward)
-
-
-_register()
+register(
+    Operator("dmattn::varlen_fwd", _FWD_SCHEMA, _cpu_fwd, _cuda_fwd, _fake_fwd),
+    Operator("dmattn::varlen_bwd", _BWD_SCHEMA, _cpu_bwd, _cuda_bwd, _fake_bwd),
+    _backward,
+    _setup_context,
+)
