@@ -295,6 +295,40 @@ def test_2000_steps(evict: bool, kind: str) -> None:
     assert cache.seen.tolist() == [total, total]
 
 
+@pytest.mark.parametrize("head_dim", [40, 64, 96, 128, 256])
+@pytest.mark.parametrize("group", [1, 3, 17])
+@pytest.mark.parametrize("score_dtype", [torch.float32, torch.bfloat16])
+def test_steps_of_each_shape_and_stride(
+    head_dim: int, group: int, score_dtype: torch.dtype
+) -> None:
+    """Many tokens through a small cache, of tensors that start anywhere, against the oracle."""
+    device, heads, window, tokens = require_device(), 2, 70, 100
+    generator = torch.Generator(device).manual_seed(head_dim + group)
+
+    def odd_rows(count: int) -> Tensor:
+        """Views with heads first, whose rows start on odd elements."""
+        shape = (B, count, tokens, head_dim + 1)
+        base = torch.randn(shape, generator=generator, device=device).bfloat16()
+        return base[..., 1:].transpose(1, 2)
+
+    q, k, v = odd_rows(heads * group), odd_rows(heads), odd_rows(heads)
+    score = make_scores("random", B, heads, tokens).to(score_dtype)
+    numbers = (B, window, heads, head_dim, torch.bfloat16, device, score_dtype)
+    cache, even = dmattn.DynamicMaskCache(*numbers), dmattn.DynamicMaskCache(*numbers)
+    with poisoned():
+        got = cache.append_and_attend(q, k, v, score, softmax_scale=0.2, softcap=5.0)
+    assert torch.equal(
+        got, even.append_and_attend(*(x.contiguous() for x in (q, k, v)), score, 0.2, 5.0)
+    )
+    keep = brute_force(score, window, tokens, True)
+    bias, dout = score[:, :, None], torch.zeros_like(q)
+    problem = Problem(q, k, v, keep, bias, dout, None, 0.2, True, 5.0, "")
+    _, lse = dmattn.flash_dmattn_func(
+        q, k, v, keep, bias, 0.2, is_causal=True, softcap=5.0, return_lse=True
+    )
+    assert_close(problem, Results(got, lse))
+
+
 def test_few_tokens_at_once_and_ragged() -> None:
     whole = q, k, v, score = sequence(300, "tied")
     cache, one = new_cache(40), new_cache(40)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import dmattn.ops.cache  # noqa: F401 - registers the operator
 from dmattn.ops.select import select_keys
-from dmattn.ops.shapes import HEAD_DIM_MULTIPLE
+from dmattn.ops.shapes import HEAD_DIM_MULTIPLE, check_last_stride
 from dmattn.selection import KeySelection
 from dmattn.utils.mask import check_window_size
 
@@ -185,6 +185,8 @@ class DynamicMaskCache:
         self._check("key", key, (batch, tokens, nheads_k, head_dim), self.k.dtype)
         self._check("value", value, (batch, tokens, nheads_k, head_dim), self.k.dtype)
         self._check("score", score, (batch, nheads_k, tokens), self.score.dtype)
+        if query.is_cuda:
+            check_last_stride(query, key, value)
         if nheads < 1 or nheads % nheads_k:
             raise ValueError(f"query: got {nheads} heads, wanted a multiple of {nheads_k}")
         if active is not None:
