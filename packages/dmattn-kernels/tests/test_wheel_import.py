@@ -41,7 +41,7 @@ def test_clear_error_without_gpu() -> None:
     assert "RuntimeError: device is 0, but no NVIDIA GPU can be used here: " in result.stderr
 
 
-@pytest.mark.parametrize("method", ["workspace_size()", "launch(0, 0, 0)"])
+@pytest.mark.parametrize("method", ["workspace_size()", "enqueue(0)", "launch(0, 0, 0)"])
 def test_clear_error_for_a_call_without_gpu(method: str) -> None:
     folder = os.path.dirname(__file__)
     code = (

@@ -234,6 +234,21 @@ void launch(const Params& p, uintptr_t workspace, size_t bytes, uintptr_t stream
   check_python(status);
 }
 
+// Launches at once what needs no workspace. Returns the bytes it needs; unless 0, nothing has been launched. One call
+// instead of two saves a microsecond where small calls count it.
+template <class Params>
+size_t enqueue(const Params& p, uintptr_t stream) {
+  size_t bytes = 0;
+  dmattn_status status;
+  {
+    const py::gil_scoped_release release;
+    status = call_workspace_size(p, &bytes);
+    if (status == DMATTN_OK && bytes == 0) status = call_launch(p, nullptr, 0, reinterpret_cast<void*>(stream));
+  }
+  check_python(status);
+  return bytes;
+}
+
 // --- information ---------------------------------------------------------------------------------------------------
 
 py::list architectures() {
@@ -267,6 +282,7 @@ PYBIND11_MODULE(_core, m) {
            "lse_rest"_a = py::none(), "cu_seqlens_q"_a = py::none(), "cu_seqlens_k"_a = py::none(),
            "max_seqlen_q"_a = 0, "max_seqlen_k"_a = 0)
       .def("workspace_size", &workspace_size<dmattn_fwd_params>)
+      .def("enqueue", &enqueue<dmattn_fwd_params>, "stream"_a)
       .def("launch", &launch<dmattn_fwd_params>, "workspace"_a, "bytes"_a, "stream"_a);
   py::class_<dmattn_bwd_params>(m, "BwdParams")
       .def(py::init(&make_bwd), "device"_a, "q"_a, "k"_a, "v"_a, "mask"_a, "bias"_a, "out"_a, "lse"_a, "dout"_a,
@@ -274,23 +290,27 @@ PYBIND11_MODULE(_core, m) {
            "deterministic"_a, "selection"_a = py::none(), "lse_rest"_a = py::none(), "cu_seqlens_q"_a = py::none(),
            "cu_seqlens_k"_a = py::none(), "max_seqlen_q"_a = 0, "max_seqlen_k"_a = 0)
       .def("workspace_size", &workspace_size<dmattn_bwd_params>)
+      .def("enqueue", &enqueue<dmattn_bwd_params>, "stream"_a)
       .def("launch", &launch<dmattn_bwd_params>, "workspace"_a, "bytes"_a, "stream"_a);
 
   py::class_<dmattn_select_params>(m, "SelectParams")
       .def(py::init(&make_select), "device"_a, "scores"_a, "key_mask"_a, "selection"_a, "window"_a, "seqlen_q"_a,
            "is_causal"_a, "cu_seqlens"_a = py::none())
       .def("workspace_size", &workspace_size<dmattn_select_params>)
+      .def("enqueue", &enqueue<dmattn_select_params>, "stream"_a)
       .def("launch", &launch<dmattn_select_params>, "workspace"_a, "bytes"_a, "stream"_a);
   py::class_<dmattn_build_key_lists_params>(m, "BuildKeyListsParams")
       .def(py::init(&make_build_key_lists), "device"_a, "selection"_a, "seqlen_q"_a, "reach"_a = 0,
            "needed"_a = py::none())
       .def("workspace_size", &workspace_size<dmattn_build_key_lists_params>)
+      .def("enqueue", &enqueue<dmattn_build_key_lists_params>, "stream"_a)
       .def("launch", &launch<dmattn_build_key_lists_params>, "workspace"_a, "bytes"_a, "stream"_a);
   py::class_<dmattn_cache_append_params>(m, "CacheAppendParams")
       .def(py::init(&make_cache_append), "device"_a, "k_new"_a, "v_new"_a, "score_new"_a, "active"_a, "k_cache"_a,
            "v_cache"_a, "score"_a, "position"_a, "seen"_a, "evict"_a, "q"_a = py::none(), "out"_a = py::none(),
            "softmax_scale"_a = 1.f, "softcap"_a = 0.f)
       .def("workspace_size", &workspace_size<dmattn_cache_append_params>)
+      .def("enqueue", &enqueue<dmattn_cache_append_params>, "stream"_a)
       .def("launch", &launch<dmattn_cache_append_params>, "workspace"_a, "bytes"_a, "stream"_a);
 
   m.def("select_capacity", &dmattn_select_capacity, "window"_a, "seqlen_k"_a, "is_causal"_a);

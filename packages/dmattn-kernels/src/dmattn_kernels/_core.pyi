@@ -48,6 +48,11 @@ class FwdParams:
 
         Raises ValueError, TypeError (a dtype) or RuntimeError (no GPU, no kernel for it).
         """
+    def enqueue(self, stream: int) -> int:
+        """Launches at once what needs no scratch; returns the bytes that it needs.
+
+        Unless that is 0 nothing has been launched: call `launch` then. Raises as both.
+        """
     def launch(self, workspace: int, bytes: int, stream: int) -> None:
         """Enqueues the call on `stream` (a cudaStream_t) without waiting for it.
 
@@ -87,6 +92,8 @@ class BwdParams:
     ) -> None: ...
     def workspace_size(self) -> int:
         """See `FwdParams.workspace_size`."""
+    def enqueue(self, stream: int) -> int:
+        """See `FwdParams.enqueue`."""
     def launch(self, workspace: int, bytes: int, stream: int) -> None:
         """See `FwdParams.launch`."""
 
@@ -109,6 +116,8 @@ class SelectParams:
     ) -> None: ...
     def workspace_size(self) -> int:
         """See `FwdParams.workspace_size`."""
+    def enqueue(self, stream: int) -> int:
+        """See `FwdParams.enqueue`."""
     def launch(self, workspace: int, bytes: int, stream: int) -> None:
         """See `FwdParams.launch`."""
 
@@ -128,6 +137,8 @@ class BuildKeyListsParams:
     ) -> None: ...
     def workspace_size(self) -> int:
         """See `FwdParams.workspace_size`."""
+    def enqueue(self, stream: int) -> int:
+        """See `FwdParams.enqueue`."""
     def launch(self, workspace: int, bytes: int, stream: int) -> None:
         """See `FwdParams.launch`."""
 
@@ -158,6 +169,8 @@ class CacheAppendParams:
     ) -> None: ...
     def workspace_size(self) -> int:
         """See `FwdParams.workspace_size`."""
+    def enqueue(self, stream: int) -> int:
+        """See `FwdParams.enqueue`."""
     def launch(self, workspace: int, bytes: int, stream: int) -> None:
         """See `FwdParams.launch`."""
 

@@ -182,7 +182,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--every", type=int, default=1, help="only every n-th test")
     parser.add_argument(
-        "--time-limit", type=float, default=400.0, help="seconds after which all is stopped"
+        "--time-limit", type=float, default=1200.0, help="seconds after which all is stopped"
     )
     parser.add_argument("--workers", type=int, default=0, help="pytest processes per family")
     parser.add_argument("--families", nargs="+", default=list(WORKERS), choices=list(WORKERS))

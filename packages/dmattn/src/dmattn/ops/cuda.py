@@ -484,10 +484,9 @@ def _pad(t: Tensor) -> Tensor:
 
 
 def _launch(params: Any, q: Tensor, device: int) -> None:
-    size = params.workspace_size()
-    pointer = 0
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    size = params.enqueue(stream)
     if size > 0:
         # Freed on return: the caching allocator reuses it only for later work of the same stream.
         workspace = q.new_empty(size, dtype=torch.uint8)
-        pointer = workspace.data_ptr()
-    params.launch(pointer, size, torch._C._cuda_getCurrentRawStream(device))
+        params.launch(workspace.data_ptr(), size, stream)
