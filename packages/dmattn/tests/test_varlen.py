@@ -52,7 +52,9 @@ class Packed:
 
     @property
     def cu_seqlens(self) -> tuple[Tensor, Tensor]:
-        return boundaries(self.lengths_q), boundaries(self.lengths_k)
+        bounds = boundaries(self.lengths_q)
+        # One tensor where it is the same: a causal window asks for that.
+        return bounds, bounds if self.lengths_k == self.lengths_q else boundaries(self.lengths_k)
 
     def call(self, **more: Any) -> tuple[Tensor, Tensor]:
         longest = max(self.lengths_q, default=0), max(self.lengths_k, default=0)
@@ -315,12 +317,16 @@ def test_window_equals_the_oracle_under_its_mask(
         assert_close_to_oracle(name, value.detach(), wanted[name], wanted[name], torch.float64, 25)
 
 
-def test_nan_is_never_chosen() -> None:
-    case = packed([6, 5], bias=("key", 1))
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("window", [3, 6])  # 6: every sequence fits the window
+def test_nan_is_never_chosen(window: int, is_causal: bool) -> None:
+    case = packed([6, 5], bias=("key", 1), is_causal=is_causal)
     assert case.attn_bias is not None
     case.attn_bias[[1, 7]] = math.nan
     hidden = replace(case, attn_bias=case.attn_bias.nan_to_num(nan=-math.inf))
-    assert torch.equal(case.call(window_size=3)[0], hidden.call(window_size=3)[0])
+    found = case.call(window_size=window)[0]
+    assert bool(found.isfinite().all())
+    assert torch.equal(found, hidden.call(window_size=window)[0])
 
 
 def test_one_row_a_sequence_sees_its_whole_past() -> None:

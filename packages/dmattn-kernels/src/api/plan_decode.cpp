@@ -10,8 +10,9 @@ namespace {
 
 // Turns of all warps of a block. Fewer of them would not even fill its ring.
 constexpr int32_t kMinTurnsPerSplit = 2;
-// What a block takes of an SM's shared memory beside its ring: its own small arrays, and what the system keeps.
-constexpr int32_t kBlockOverhead = 2048;
+// What a block takes of an SM's shared memory beside its rings, at most: static arrays (see DecodeTraits), and what the
+// system keeps.
+constexpr int32_t kBlockOverhead = (3 + 1) * 1024;
 
 CacheAppendParams read_append(const dmattn_cache_append_params& p) {
   CacheAppendParams append;

@@ -65,12 +65,17 @@ void read_selection(py::handle handle, dmattn_key_selection& selection) {
 
 // --- errors --------------------------------------------------------------------------------------------------------
 
-void check_python(dmattn_status status) {
-  if (status == DMATTN_OK) return;
-  const char* message = dmattn_last_error();
-  if (status == DMATTN_ERROR_INVALID_VALUE) throw py::value_error(message);
-  if (status == DMATTN_ERROR_INVALID_DTYPE) throw py::type_error(message);
-  throw std::runtime_error(message);
+// Runs f with the GIL released; what dmattn.hpp throws becomes the exception that Python knows for it.
+template <class F>
+auto without_gil(F&& f) {
+  try {
+    const py::gil_scoped_release release;
+    return f();
+  } catch (const dmattn::Error& error) {
+    if (error.status() == DMATTN_ERROR_INVALID_VALUE) throw py::value_error(error.what());
+    if (error.status() == DMATTN_ERROR_INVALID_DTYPE) throw py::type_error(error.what());
+    throw;  // a std::runtime_error
+  }
 }
 
 // --- parameters ----------------------------------------------------------------------------------------------------
@@ -186,67 +191,27 @@ dmattn_cache_append_params make_cache_append(int32_t device, py::handle k_new, p
   return p;
 }
 
-dmattn_status call_workspace_size(const dmattn_fwd_params& p, size_t* bytes) {
-  return dmattn_fwd_workspace_size(&p, bytes);
-}
-dmattn_status call_workspace_size(const dmattn_bwd_params& p, size_t* bytes) {
-  return dmattn_bwd_workspace_size(&p, bytes);
-}
-dmattn_status call_workspace_size(const dmattn_select_params& p, size_t* bytes) {
-  return dmattn_select_workspace_size(&p, bytes);
-}
-dmattn_status call_workspace_size(const dmattn_build_key_lists_params& p, size_t* bytes) {
-  return dmattn_build_key_lists_workspace_size(&p, bytes);
-}
-dmattn_status call_workspace_size(const dmattn_cache_append_params& p, size_t* bytes) {
-  return dmattn_cache_append_workspace_size(&p, bytes);
-}
-dmattn_status call_launch(const dmattn_select_params& p, void* workspace, size_t bytes, void* stream) {
-  return dmattn_select_keys(&p, workspace, bytes, stream);
-}
-dmattn_status call_launch(const dmattn_build_key_lists_params& p, void* workspace, size_t bytes, void* stream) {
-  return dmattn_build_key_lists(&p, workspace, bytes, stream);
-}
-dmattn_status call_launch(const dmattn_cache_append_params& p, void* workspace, size_t bytes, void* stream) {
-  return dmattn_cache_append(&p, workspace, bytes, stream);
-}
-dmattn_status call_launch(const dmattn_fwd_params& p, void* workspace, size_t bytes, void* stream) {
-  return dmattn_fwd(&p, workspace, bytes, stream);
-}
-dmattn_status call_launch(const dmattn_bwd_params& p, void* workspace, size_t bytes, void* stream) {
-  return dmattn_bwd(&p, workspace, bytes, stream);
-}
+// --- calls ----------------------------------------------------------------------------------------------------------
 
 template <class Params>
 size_t workspace_size(const Params& p) {
-  size_t bytes = 0;
-  check_python(call_workspace_size(p, &bytes));
-  return bytes;
+  return without_gil([&] { return dmattn::workspace_size(p); });
 }
 
 template <class Params>
 void launch(const Params& p, uintptr_t workspace, size_t bytes, uintptr_t stream) {
-  dmattn_status status;
-  {
-    const py::gil_scoped_release release;
-    status = call_launch(p, reinterpret_cast<void*>(workspace), bytes, reinterpret_cast<void*>(stream));
-  }
-  check_python(status);
+  without_gil([&] { dmattn::launch(p, reinterpret_cast<void*>(workspace), bytes, reinterpret_cast<void*>(stream)); });
 }
 
 // Launches at once what needs no workspace. Returns the bytes it needs; unless 0, nothing has been launched. One call
 // instead of two saves a microsecond where small calls count it.
 template <class Params>
 size_t enqueue(const Params& p, uintptr_t stream) {
-  size_t bytes = 0;
-  dmattn_status status;
-  {
-    const py::gil_scoped_release release;
-    status = call_workspace_size(p, &bytes);
-    if (status == DMATTN_OK && bytes == 0) status = call_launch(p, nullptr, 0, reinterpret_cast<void*>(stream));
-  }
-  check_python(status);
-  return bytes;
+  return without_gil([&] {
+    const size_t bytes = dmattn::workspace_size(p);
+    if (bytes == 0) dmattn::launch(p, nullptr, 0, reinterpret_cast<void*>(stream));
+    return bytes;
+  });
 }
 
 // --- information ---------------------------------------------------------------------------------------------------
@@ -259,9 +224,11 @@ py::list architectures() {
 }
 
 std::string device_architecture(int32_t device) {
-  const char* name = nullptr;
-  check_python(dmattn_device_architecture(device, &name));
-  return name;
+  return without_gil([&] {
+    const char* name = nullptr;
+    dmattn::check(dmattn_device_architecture(device, &name));
+    return std::string(name);
+  });
 }
 
 }  // namespace

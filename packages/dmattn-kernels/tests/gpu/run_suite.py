@@ -46,7 +46,6 @@ class Family:
         self._claims.mkdir(parents=True)
         self._arguments = arguments
         self._restarts = RESTARTS
-        self._lock = threading.Lock()
         self._started = 0
         self.others: list[Family] = []
 
@@ -54,9 +53,8 @@ class Family:
         return [self._worker() for _ in range(self._arguments.workers or WORKERS[self.name])]
 
     def _worker(self) -> Job:
-        with self._lock:
-            index = self._started
-            self._started += 1
+        index = self._started
+        self._started += 1
         results = self._folder / f"results-{index}.jsonl"
         command = [
             sys.executable,

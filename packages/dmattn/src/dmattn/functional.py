@@ -7,11 +7,18 @@ from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 import dmattn.ops.library  # noqa: F401 - registers the operators
-from dmattn.backends import BACKENDS, why_unavailable
+from dmattn.backends import why_unavailable
 from dmattn.ops import cpu, cuda
+from dmattn.ops.calls import (
+    check_backend,
+    check_number,
+    default_scale,
+    is_plain_call,
+    refuse_forward_mode,
+    without_nan,
+)
 from dmattn.ops.lists import Selection
 from dmattn.ops.shapes import check_inputs, check_selected_bias, check_tensors, lse_dtype
 from dmattn.reference import reference_attention
@@ -127,13 +134,13 @@ def flash_dmattn_func(
         RuntimeError: the compiled kernels are missing or of another version, or the GPU is older
             than sm_80.
     """
-    _check_number("softcap", softcap)
+    check_number("softcap", softcap)
     if softmax_scale is None:
-        softmax_scale = _default_scale(query)
+        softmax_scale = default_scale(query)
     else:
-        _check_number("softmax_scale", softmax_scale)
+        check_number("softmax_scale", softmax_scale)
     if backend is not None:
-        _check_backend(backend, query)
+        check_backend(backend, query)
     if selection is not None:
         if window_size is not None:
             raise ValueError("window_size: got a value beside selection, wanted one of them")
@@ -217,13 +224,13 @@ def _attend(
     lists: Selection | None = None,
 ) -> tuple[Tensor, Tensor]:
     """out and lse, past the dispatcher where it has nothing to do."""
-    if _is_plain_call(query, key, value, attn_mask, attn_bias):
+    if is_plain_call(query, key, value, attn_mask, attn_bias):
         forward = cuda.forward if query.is_cuda else cpu.forward
         return forward(
             query, key, value, attn_mask, attn_bias, softmax_scale, is_causal, softcap, lists
         )
     check_inputs(query, key, value, attn_mask, attn_bias)
-    _refuse_forward_mode(query, key, value, attn_bias)
+    refuse_forward_mode(query, key, value, attn_bias)
     out, lse, _ = torch.ops.dmattn.fwd(
         query,
         key,
@@ -268,28 +275,6 @@ def _attend_selected(
     return out, lse
 
 
-def _default_scale(query: Any) -> Any:
-    if isinstance(query, Tensor) and query.dim() > 0 and query.shape[-1] > 0:
-        return query.shape[-1] ** -0.5
-    return 1.0  # the shape is wrong, and the checks to come will say so
-
-
-def _check_number(name: str, value: Any) -> None:
-    if not isinstance(value, (int, float, torch.SymFloat, torch.SymInt)):
-        raise TypeError(f"{name}: got {type(value).__name__}, wanted a float")
-    if not -math.inf < value < math.inf:
-        raise ValueError(f"{name}: got {value}, wanted a finite number")
-
-
-def _check_backend(backend: str, query: Tensor) -> None:
-    if backend not in BACKENDS:
-        why_unavailable(backend)
-    check_tensors(query, query, query, None, None)
-    device = query.device.type
-    if backend != device:
-        raise ValueError(f"backend: got {backend!r}, wanted {device!r} or None for tensors there")
-
-
 def _select(
     query: Tensor,
     key: Tensor,
@@ -321,8 +306,7 @@ def _select(
     if attn_mask is not None:
         attn_mask = key_only_mask(attn_mask, dims.seqlen_k)[:, :, None]
     if dims.seqlen_k <= window_size:
-        usable = torch.nan_to_num(bias, nan=-math.inf, posinf=math.inf, neginf=-math.inf)
-        return attn_mask, usable, None
+        return attn_mask, without_nan(bias), None
     selection = select_keys(
         bias, window_size, is_causal, attn_mask=attn_mask, query_len=dims.seqlen_q
     )
@@ -343,47 +327,3 @@ def _check_selection(selection: Any, query: Tensor, is_causal: bool) -> None:
         raise ValueError(
             f"selection: got one for {selection.query_len} query rows, wanted {query.shape[1]}"
         )
-
-
-def _refuse_forward_mode(*tensors: Tensor | None) -> None:
-    """Without this, torch would drop the tangents of a registered operator silently."""
-    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
-        return
-    unpack: Callable[[Tensor], Any] = forward_ad.unpack_dual
-    if any(t is not None and unpack(t).tangent is not None for t in tensors):
-        raise RuntimeError("forward-mode derivatives of dmattn attention are not available")
-
-
-def _is_plain_call(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None
-) -> bool:
-    """Whether the dispatcher would do nothing but call the CPU or CUDA implementation.
-
-    Then calling that directly saves a third of the host time of a small call.
-    """
-    if torch.compiler.is_compiling():
-        return False
-    if (
-        torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
-        or torch._C._functorch.maybe_current_level() is not None
-        or torch._C._get_tracing_state() is not None
-        or forward_ad._current_level >= 0
-    ):
-        return False
-    grad = torch.is_grad_enabled()
-    return (
-        _is_plain(q, grad)
-        and _is_plain(k, grad)
-        and _is_plain(v, grad)
-        and (mask is None or _is_plain(mask, grad))
-        and (bias is None or _is_plain(bias, grad))
-        and (q.is_cuda or q.is_cpu)
-    )
-
-
-def _is_plain(t: Tensor, grad: bool) -> bool:
-    kind = type(t)
-    if kind is not Tensor and kind is not torch.nn.Parameter:
-        return False
-    return not (grad and t.requires_grad) and not t.is_neg()

@@ -186,7 +186,7 @@ def select_keys(
     key_len = scores.shape[2]
     query_len = _check_query_len(query_len, key_len)
     key_mask = None if attn_mask is None else key_only_mask(attn_mask, key_len)
-    scores, key_mask = _same_heads(scores, key_mask)
+    scores, key_mask = same_heads(scores, key_mask)
     documents = None
     if cu_seqlens is not None:
         if not is_causal:
@@ -301,7 +301,7 @@ def _key_scores(attn_bias: Tensor) -> Tensor:
     return attn_bias.detach()
 
 
-def _same_heads(scores: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+def same_heads(scores: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """Both with the same number of heads (or 1), where one has HK and the other H of them."""
     if key_mask is None:
         return scores, None

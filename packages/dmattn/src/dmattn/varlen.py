@@ -7,18 +7,19 @@ import torch
 from torch import Tensor
 
 import dmattn.ops.varlen  # noqa: F401 - registers the operators
-from dmattn.functional import (
-    _check_backend,
-    _check_number,
-    _default_scale,
-    _is_plain_call,
-    _refuse_forward_mode,
-    flash_dmattn_func,
-)
+from dmattn.functional import flash_dmattn_func
 from dmattn.ops import cuda, varlen_cpu
+from dmattn.ops.calls import (
+    check_backend,
+    check_number,
+    default_scale,
+    is_plain_call,
+    refuse_forward_mode,
+    without_nan,
+)
 from dmattn.ops.shapes import check_tensors
 from dmattn.ops.varlen_shapes import Packing, check_packed_inputs, is_per_key
-from dmattn.selection import _same_heads, select_keys
+from dmattn.selection import same_heads, select_keys
 from dmattn.utils.mask import check_window_size
 
 
@@ -124,13 +125,13 @@ def flash_dmattn_varlen_func(
         RuntimeError: the compiled kernels are missing or of another version, or the GPU is older
             than sm_80.
     """
-    _check_number("softcap", softcap)
+    check_number("softcap", softcap)
     if softmax_scale is None:
-        softmax_scale = _default_scale(query)
+        softmax_scale = default_scale(query)
     else:
-        _check_number("softmax_scale", softmax_scale)
+        check_number("softmax_scale", softmax_scale)
     if backend is not None:
-        _check_backend(backend, query)
+        check_backend(backend, query)
     packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     numbers = (softmax_scale, is_causal, softcap, deterministic)
     check_tensors(query, key, value, attn_mask, attn_bias)
@@ -162,11 +163,11 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """out and lse, past the dispatcher where it has nothing to do."""
     softmax_scale, is_causal, softcap, deterministic = numbers
-    if _is_plain_call(q, k, v, mask, bias):
+    if is_plain_call(q, k, v, mask, bias):
         forward = cuda.varlen_forward if q.is_cuda else varlen_cpu.forward
         return forward(q, k, v, mask, bias, packing, softmax_scale, is_causal, softcap)
     check_packed_inputs(q, k, v, mask, bias, packing)
-    _refuse_forward_mode(q, k, v, bias)
+    refuse_forward_mode(q, k, v, bias)
     out, lse, _ = torch.ops.dmattn.varlen_fwd(
         q,
         k,
@@ -198,7 +199,7 @@ def _attend_in_window(
     if mask is not None:
         _scores("attn_mask", mask)
     if packing.max_seqlen_k <= window_size:
-        return _attend(q, k, v, mask, bias, packing, numbers)
+        return _attend(q, k, v, mask, without_nan(bias), packing, numbers)
     softmax_scale, is_causal, softcap, deterministic = numbers
     if not is_causal or packing.max_seqlen_q <= 1:  # the only row of a sequence sees all its keys
         keep = _best_keys(bias.detach(), mask, packing.cu_seqlens_k, window_size)
@@ -250,8 +251,8 @@ def _best_keys(
 
     By sorting, so that nothing has to be known on the host.
     """
-    given, key_mask = _same_heads(scores[None], None if allowed is None else allowed[None])
-    scores = given[0].masked_fill(given[0].isnan(), -math.inf)
+    given, key_mask = same_heads(scores[None], None if allowed is None else allowed[None])
+    scores = without_nan(given[0])
     if key_mask is not None:
         scores = torch.where(key_mask[0], scores, -math.inf)
     total = scores.shape[1]

@@ -1,6 +1,8 @@
 // Partial results of a split key range put together, by the forward and by a step of decoding from a cache.
 #pragma once
 
+#include <type_traits>
+
 #include "prep_common.cuh"
 
 namespace dmattn {

@@ -200,11 +200,13 @@ struct DecodeBlock {
     uint4 chunk[kOwn];
     float score;  // -inf: there is none
   };
+  __device__ __forceinline__ bool is_active() const {
+    return p.token.active == nullptr || p.token.active[batch * p.token.active_stride] != 0;
+  }
   __device__ __forceinline__ Token load_token() const {
     Token found;
-    const bool active = p.token.active == nullptr || p.token.active[batch * p.token.active_stride] != 0;
     found.score = -INFINITY;
-    if (active) {
+    if (is_active()) {
       BiasParams score;
       score.ptr = p.token.score;
       score.dtype = p.bias.dtype;
@@ -238,10 +240,9 @@ struct DecodeBlock {
     const CacheEntry low = search.find([&](int i) { return entry_score(i); }, entry_positions(), keys, warp_low);
     if (score > -INFINITY && score >= low.score) replaced = low.slot;
     if (split == 0 && row0 == 0 && threadIdx.x == 0) {
-      const bool active = p.token.active == nullptr || p.token.active[batch * p.token.active_stride] != 0;
       int32_t* place = p.token.place + 2 * (static_cast<int64_t>(batch) * p.nheads + head);
       place[0] = replaced;
-      place[1] = active ? p.token.seen[batch] : -1;
+      place[1] = is_active() ? p.token.seen[batch] : -1;
     }
   }
   __device__ __forceinline__ float entry_score(int slot) const {
