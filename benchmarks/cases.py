@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import random
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,10 +30,13 @@ class Case:
     memory: bool = False  # also measure the memory that the forward takes
     attends: bool = True  # False: no matrix products to count
     steps_cache: bool = False  # a token goes into a cache of `kept` keys and attends to it
+    lengths: tuple[int, ...] = ()  # of the sequences packed into the one row of the batch
 
     @property
     def pairs(self) -> int:
         """Query-key pairs that count as work, per batch and query head."""
+        if self.lengths:
+            return sum(n * (n + 1) // 2 if self.causal else n * n for n in self.lengths)
         if self.kept is not None:
             rows, window = self.seqlen_q, self.kept
             if self.running:
@@ -51,22 +55,28 @@ class Case:
 
 
 def _dense_causal() -> list[Case]:
-    shapes = ((1, 16384, 16, 128), (4, 4096, 16, 128), (1, 16384, 32, 64), (1, 16384, 8, 256))
+    shapes = (
+        ("B1 S16384 H16 D128", 1, 16384, 16, 16, 128),
+        ("B4 S4096 H16 D128", 4, 4096, 16, 16, 128),
+        ("B1 S16384 H32 D64", 1, 16384, 32, 32, 64),
+        ("B1 S16384 H8 D256", 1, 16384, 8, 8, 256),
+        ("B1 S16384 H16/1 D128", 1, 16384, 16, 1, 128),
+    )
     return [
         Case(
             "dense causal",
-            f"B{batch} S{seqlen} H{nheads} D{head_dim}",
+            name,
             ("dmattn", "sdpa_flash", "sdpa_cudnn"),
             batch,
             seqlen,
             seqlen,
             nheads,
-            nheads,
+            nheads_k,
             head_dim,
             causal=True,
             quick=head_dim == 128,
         )
-        for batch, seqlen, nheads, head_dim in shapes
+        for name, batch, seqlen, nheads, nheads_k, head_dim in shapes
     ]
 
 
@@ -131,6 +141,39 @@ def _odd_lengths() -> list[Case]:
                 )
             )
     return cases
+
+
+PACKED = "packed sequences"
+
+
+def _drawn(count: int, shortest: int, longest: int) -> tuple[int, ...]:
+    """Lengths of which every one is as likely; the same in each run, so that runs compare."""
+    generator = random.Random(1)
+    return tuple(generator.randint(shortest, longest) for _ in range(count))
+
+
+LONG, SHORT = _drawn(16, 512, 8192), _drawn(256, 64, 512)
+
+
+def _packed() -> list[Case]:
+    return [
+        Case(
+            PACKED,
+            name,
+            ("dmattn_varlen", "dmattn_padded_batch", "torch_varlen"),
+            seqlen_q=sum(lengths),
+            seqlen_k=sum(lengths),
+            nheads_k=nheads_k,
+            causal=True,
+            quick=lengths is LONG,
+            lengths=lengths,
+        )
+        for name, lengths, nheads_k in (
+            ("B16 S512..8192 H16 D128", LONG, 16),
+            ("B16 S512..8192 H16/4 D128", LONG, 4),
+            ("B256 S64..512 H16 D128", SHORT, 16),
+        )
+    ]
 
 
 def _decode() -> list[Case]:
@@ -235,6 +278,7 @@ CASES: tuple[Case, ...] = (
     *_key_masks(),
     *_dense_bias(),
     *_odd_lengths(),
+    *_packed(),
     *_decode(),
 )
 NOTES = {
@@ -246,6 +290,10 @@ NOTES = {
     "the place of its lowest entry and attends to the rest; over a full cache the step selects its "
     "keys first.",
     OVER_LENGTH: "The work of running top-w grows with S * w; that of all keys with S * S.",
+    PACKED: f"Causal, sequences of unequal lengths drawn once: {sum(LONG)} rows in {len(LONG)} "
+    f"sequences, the longest {max(LONG)}, and {sum(SHORT)} in {len(SHORT)}, the longest "
+    f"{max(SHORT)}. Packed ones lie one behind the other. The padded batch is made before the "
+    "timing, gradients stay padded; the mask of its keys is made inside.",
 }
 
 

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils.rnn import pad_sequence
 
 import dmattn
 from benchmarks.cases import Case
@@ -18,7 +21,10 @@ from benchmarks.timing import Call
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """Random tensors of a case: q (B, Sq, H, D), k and v (B, Sk, HK, D), bias as in cases.py."""
+    """Random tensors of a case: q (B, Sq, H, D), k and v (B, Sk, HK, D), bias as in cases.py.
+
+    Packed sequences are a batch of 1.
+    """
 
     case: Case
     q: Tensor
@@ -29,10 +35,15 @@ class Data:
     dout: Tensor
     cache: dmattn.DynamicMaskCache | None = None  # full, for the cases that step one
     new_score: Tensor | None = None  # of the token that goes into it
+    bounds: Tensor | None = None  # int32 (n + 1,): where the n packed sequences begin and end
 
     def heads_first(self) -> tuple[Tensor, Tensor, Tensor]:
         """Views of q, k and v as (B, H, S, D), the layout of PyTorch's own attention."""
         return self.q.transpose(1, 2), self.k.transpose(1, 2), self.v.transpose(1, 2)
+
+    def packed(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Views of q, k and v as (T, H, D). Indexing them instead would copy in the backward."""
+        return self.q.squeeze(0), self.k.squeeze(0), self.v.squeeze(0)
 
     def wanted(self) -> list[Tensor]:
         return [x for x in (self.q, self.k, self.v, self.bias) if x is not None and x.requires_grad]
@@ -68,7 +79,21 @@ def make_data(case: Case, device: torch.device) -> Data:
         # High enough to be kept each time.
         score = cache.score.new_ones(case.batch, case.nheads_k, 1)
         data = dataclasses.replace(data, cache=cache, new_score=score)
+    if case.lengths:
+        bounds = torch.tensor((0, *case.lengths)).cumsum(0).to(device, torch.int32)
+        data = dataclasses.replace(data, bounds=bounds)
     return data
+
+
+def padded_batch(data: Data) -> Data:
+    """The packed sequences as a batch, with zeros behind those shorter than the longest."""
+
+    def padded(packed: Tensor) -> Tensor:
+        sequences = list(packed.detach().squeeze(0).split_with_sizes(data.case.lengths))
+        return pad_sequence(sequences, batch_first=True).requires_grad_(packed.requires_grad)
+
+    q, k, v, dout = (padded(x) for x in (data.q, data.k, data.v, data.dout))
+    return dataclasses.replace(data, q=q, k=k, v=v, dout=dout)
 
 
 def full_cache(data: Data) -> dmattn.DynamicMaskCache:
@@ -117,6 +142,26 @@ def dmattn_select(data: Data) -> Tensor:
 def dmattn_cache_step(data: Data) -> Tensor:
     assert data.cache is not None and data.new_score is not None
     return data.cache.append_and_attend(data.q, data.k[:, :1], data.v[:, :1], data.new_score)
+
+
+def dmattn_varlen(data: Data) -> Tensor:
+    assert data.bounds is not None
+    q, k, v = data.packed()
+    bounds, longest = data.bounds, max(data.case.lengths)
+    out = dmattn.flash_dmattn_varlen_func(
+        q, k, v, bounds, bounds, longest, longest, is_causal=data.case.causal
+    )
+    return out.unsqueeze(0)
+
+
+def dmattn_padded_batch(data: Data) -> Tensor:
+    """Of what `padded_batch` made."""
+    assert data.bounds is not None
+    places = torch.arange(data.k.shape[1], device=data.k.device)
+    mask = places < data.bounds.diff()[:, None]
+    return dmattn.flash_dmattn_func(
+        data.q, data.k, data.v, attn_mask=mask[:, None, None], is_causal=data.case.causal
+    )
 
 
 def running_top_mask(data: Data) -> Tensor:
@@ -224,6 +269,30 @@ def torch_cache_step(data: Data) -> Tensor:
 
 
 @functools.cache
+def _torch_varlen(causal: bool, grouped: bool) -> Callable[..., Any]:
+    """varlen_attn as this torch wants it called; its arguments differ between releases."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError as error:
+        raise NotImplementedError(f"torch {torch.__version__} has no varlen_attn") from error
+    known = inspect.signature(varlen_attn).parameters
+    options: dict[str, Any] = {}
+    if causal:
+        options = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+    if grouped and "enable_gqa" in known:  # before 2.12 grouped heads need no word
+        options["enable_gqa"] = True
+    return functools.partial(varlen_attn, **options)
+
+
+def torch_varlen(data: Data) -> Tensor:
+    assert data.bounds is not None
+    case, bounds, longest = data.case, data.bounds, max(data.case.lengths)
+    attend = _torch_varlen(case.causal, case.nheads != case.nheads_k)
+    out: Tensor = attend(*data.packed(), bounds, bounds, longest, longest)
+    return out.unsqueeze(0)
+
+
+@functools.cache
 def _compiled_flex() -> Callable[..., Tensor]:
     import torch._functorch.config as functorch_config
     from torch.nn.attention.flex_attention import flex_attention
@@ -249,6 +318,8 @@ CONTENDERS: dict[str, tuple[str, Callable[[Data], Tensor]]] = {
     "dmattn_window": ("dmattn, selection included", dmattn_window),
     "dmattn_select": ("dmattn.select_keys", dmattn_select),
     "dmattn_cache_step": ("dmattn.DynamicMaskCache", dmattn_cache_step),
+    "dmattn_varlen": ("dmattn, packed", dmattn_varlen),
+    "dmattn_padded_batch": ("dmattn, padded batch given", dmattn_padded_batch),
     "sdpa_flash": ("SDPA flash", sdpa_flash),
     "sdpa_flash_all_keys": ("SDPA flash over all keys, no bias", sdpa_flash),
     "sdpa_cudnn": ("SDPA cuDNN", sdpa_cudnn),
@@ -263,6 +334,7 @@ CONTENDERS: dict[str, tuple[str, Callable[[Data], Tensor]]] = {
     "torch_top_mask": ("torch.topk mask", running_top_mask),
     "torch_cache_step": ("torch argmin + scatter + SDPA flash, no bias", torch_cache_step),
     "topk_gather_sdpa": ("torch.topk + gather + SDPA flash, no bias", topk_gather_sdpa),
+    "torch_varlen": ("torch varlen_attn, packed", torch_varlen),
     "flex": ("FlexAttention", flex),
 }
 
@@ -270,6 +342,8 @@ CONTENDERS: dict[str, tuple[str, Callable[[Data], Tensor]]] = {
 def calls(name: str, data: Data) -> dict[str, Call]:
     """What to time for one contender: "forward", and "backward" where the case has one."""
     compute = CONTENDERS[name][1]
+    if name == "dmattn_padded_batch":  # ahead of the timing, as its label says
+        data = padded_batch(data)
     if not data.case.backward:
         return {"forward": lambda: compute(data)}
 

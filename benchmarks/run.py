@@ -29,7 +29,7 @@ import torch
 import dmattn
 from benchmarks import render
 from benchmarks.cases import CASES, Case
-from benchmarks.peers import CONTENDERS, Data, calls, make_data, sdpa_flash
+from benchmarks.peers import CONTENDERS, Data, calls, make_data
 from benchmarks.timing import Call, Clock, graphed, host_microseconds, peak_bytes_beside
 
 Row = dict[str, Any]
@@ -107,23 +107,34 @@ def host_time(device: torch.device) -> list[Row]:
 
 def peak_memory(device: torch.device) -> list[Row]:
     """Memory of a step beside inputs, outputs and gradients, over the size of q + k + v."""
-    shape = Case(
-        "peak memory", "B1 S16384 H16/4 D128, key bias", (), nheads_k=4, bias="key", causal=True
-    )
     rows = []
-    for name, compute in (("dmattn", CONTENDERS["dmattn"][1]), ("sdpa_flash", sdpa_flash)):
-        data = make_data(shape, device)
-        wanted = [data.q, data.k, data.v]
-        if name == "dmattn" and data.bias is not None:
-            wanted.append(data.bias)
-
-        beside = peak_bytes_beside(functools.partial(_step, compute, data, wanted))
-        qkv = sum(x.numel() * x.element_size() for x in (data.q, data.k, data.v))
-        rows.append(
-            _row(shape, name, "forward + backward")
-            | {"ratio": beside / qkv, "bytes": beside, "over": "q + k + v"}
+    for words, contender, nheads_k, kept in (
+        ("H16/4 D128, key bias", "dmattn", 4, None),
+        ("H16/1 D128, key bias", "dmattn", 1, None),
+        ("H16/4 D128 w1024", "dmattn_window", 4, 1024),
+    ):
+        shape = Case(
+            *("peak memory", f"B1 S16384 {words}", ()),
+            nheads_k=nheads_k,
+            bias="key",
+            causal=True,
+            kept=kept,
+            running=kept is not None,
         )
+        contenders = [contender] if kept else [contender, "sdpa_flash"]
+        rows += [_step_memory(shape, name, device) for name in contenders]
     return rows
+
+
+def _step_memory(shape: Case, name: str, device: torch.device) -> Row:
+    data = make_data(shape, device)
+    wanted = [data.q, data.k, data.v]
+    if name != "sdpa_flash" and data.bias is not None:
+        wanted.append(data.bias)
+    beside = peak_bytes_beside(functools.partial(_step, CONTENDERS[name][1], data, wanted))
+    qkv = sum(x.numel() * x.element_size() for x in (data.q, data.k, data.v))
+    ratio = {"ratio": beside / qkv, "bytes": beside, "over": "q + k + v"}
+    return _row(shape, name, "forward + backward") | ratio
 
 
 def _forward(compute: Callable[[Data], torch.Tensor], data: Data) -> tuple[torch.Tensor, ...]:

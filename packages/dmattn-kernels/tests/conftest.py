@@ -49,6 +49,8 @@ def probe(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
             "operands",
             "plan_fwd",
             "plan_bwd",
+            "plan_bwd_sums",
+            "bwd_launches",
             "plan_decode",
         )
     ]

@@ -136,8 +136,26 @@ std::string describe(const FwdPlan& plan) {
   return json.text();
 }
 
-std::string describe(const BwdPlan& plan, const BwdParams& p) {
+std::string describe(const BwdPlan& plan, const BwdChunk& chunk, const BwdParams& p) {
   Json json;
+  int chunks = 0;
+  for_each_chunk(plan, [&](const BwdChunk&) { ++chunks; });
+  json.put("chunks", chunks);
+  json.put("chunk.batch", chunk.batch);
+  json.put("chunk.batches", chunk.batches);
+  json.put("chunk.head_k", chunk.head_k);
+  json.put("chunk.heads_k", chunk.heads_k);
+  json.put("chunk.group", chunk.group);
+  json.put("chunk.groups", chunk.groups);
+  json.put("chunk.row_block", chunk.row_block);
+  json.put("chunk.row_blocks", chunk.row_blocks);
+  json.put("completes_dkv", completes_dkv(plan, chunk));
+  const ConvertDqParams dq = bwd_chunk_dq(plan, chunk);
+  json.put_address("dq.dq", dq.dq);
+  json.put("dq.batch", dq.batch);
+  json.put("dq.nheads", dq.nheads);
+  json.put("dq.seqlen_q", dq.seqlen_q);
+  json.put("dq.dq_blocks", dq.dq_blocks);
   json.put("block_m", plan.tile.block_m);
   json.put("block_n", plan.tile.block_n);
   json.put("dim_tile", plan.dim_tile);
@@ -153,7 +171,9 @@ std::string describe(const BwdPlan& plan, const BwdParams& p) {
   json.put("max_tiles", plan.max_tiles);
   json.put("max_splits", plan.max_splits);
   json.put("workspace_bytes", plan.workspace_bytes);
-  json.put("scratch_zero_bytes", plan.scratch_zero_bytes);
+  json.put("once_zero_bytes", plan.once_zero_bytes);
+  json.put("chunk_zero_bytes", plan.chunk_zero_bytes);
+  json.put("dkv_zero_bytes", plan.dkv_zero_bytes);
   json.put_address("scratch_zeros", plan.scratch_zeros);
   json.put("dbias_cols_reduced", plan.dbias_cols);
   json.put("dbias_rows_reduced", plan.dbias_rows);
@@ -172,6 +192,10 @@ std::string describe(const BwdPlan& plan, const BwdParams& p) {
   json.put_address("lse", p.lse);
   json.put_address("delta", p.delta);
   json.put_address("dq_accum", p.dq_accum);
+  json.put("dq_blocks", p.dq_blocks);
+  json.put("row_block_begin", p.row_block_begin);
+  json.put("row_blocks", p.row_blocks);
+  json.put_address("dk", p.dk);
   json.put_address("dq_semaphore", p.dq_semaphore);
   json.put_address("dkv_semaphore", p.dkv_semaphore);
   json.put_address("dk_slots", p.dk_slots);
@@ -207,15 +231,20 @@ extern "C" int probe_fwd(const dmattn_fwd_params* params, int family, int num_sm
   });
 }
 
-// The launch for batch b, kv head hk, head g of its group.
-extern "C" int probe_bwd(const dmattn_bwd_params* params, int family, int num_sms, void* base, int b, int hk, int g,
-                         char* to, size_t size) {
+// Of chunk number `chunk`, the launch for its batch b, kv head hk, head g of its group.
+extern "C" int probe_bwd(const dmattn_bwd_params* params, int family, int num_sms, void* base, int chunk, int b, int hk,
+                         int g, char* to, size_t size) {
   using namespace dmattn;
   return answer(to, size, [&] {
     const dmattn_bwd_params p = read_params(params, "dmattn_bwd_params");
     validate(p, Pointers::kRequired);
     const BwdPlan plan = plan_bwd(p, device_of(family, num_sms), base);
-    return describe(plan, bwd_launch_params(plan, b, hk, g));
+    BwdChunk chosen;
+    int i = 0;
+    for_each_chunk(plan, [&](const BwdChunk& each) {
+      if (i++ == chunk) chosen = each;
+    });
+    return describe(plan, chosen, bwd_launch_params(plan, bwd_chunk_params(plan, chosen), b, hk, g));
   });
 }
 

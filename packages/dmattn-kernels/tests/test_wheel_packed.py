@@ -25,6 +25,7 @@ from test_wheel_plan import (
     WORKSPACE,
     Plan,
     Probe,
+    zeroed_bytes,
 )
 
 KEY_MASK, ROW_MASK = tensor((2, 700), BOOL), tensor((2, 500, 400), BOOL)
@@ -227,13 +228,13 @@ SHAPES: list[dict[str, Any]] = [
 ]
 
 
-def array_bytes(found: Plan, heads: int) -> dict[str, int]:
+def array_bytes(found: Plan, heads: int, nheads: int) -> dict[str, int]:
     """What each array has to hold at least, the longest length times the sequences nowhere."""
     sequences, total_q = found["packing.sequences"], found["packing.total_q"]
     total_k, block_m = found["packing.total_k"], found["block_m"]
-    stats = found["nheads"] * (total_q // 128 + sequences) * 128 * 4
-    tiles = found["nheads"] * (total_q // block_m + sequences)
-    kv = found["nheads_k"] * total_k * found["dim_tile"] * 4
+    stats = nheads * (total_q // 128 + sequences) * 128 * 4
+    tiles = found["chunk.heads_k"] * found["chunk.groups"] * (total_q // block_m + sequences)
+    kv = found["chunk.heads_k"] * total_k * found["dim_tile"] * 4
     return {
         "lse": stats,
         "lse_rest": stats,
@@ -242,7 +243,7 @@ def array_bytes(found: Plan, heads: int) -> dict[str, int]:
         "dq_semaphore": tiles * 4,
         "dk_accum": kv,
         "dv_accum": kv,
-        "dbias_cols": found["nheads"] * total_k * 4,
+        "dbias_cols": nheads * total_k * 4,
         "schedule": (sequences * found["nheads_k"] + 3) * 4,
         "mask.bits": heads * total_q * found["seqlen_k"] // 8,
         "keys.idx": heads * ((total_k // 128 + sequences) * 128 + sequences) * 4,
@@ -267,7 +268,7 @@ def test_arrays_do_not_overlap(
     elif kind != "none":
         arguments["mask"] = tensor((heads, full["total_k"]), BOOL)
     found = plan.bwd(packed=True, gradients="dq dk dv dbias", **arguments)
-    needed = array_bytes(found, heads)
+    needed = array_bytes(found, heads, full["nheads"])
     arrays = [name for name in ARRAYS if found[name] >= WORKSPACE]
     spans = sorted((found[name], found[name] + needed[name], name) for name in arrays)
     assert {"lse", "lse_rest", "delta", "dq_accum", "dbias_cols"} <= set(arrays)
@@ -275,7 +276,7 @@ def test_arrays_do_not_overlap(
     for (_, end, name), (begin, _, following) in itertools.pairwise(spans):
         assert end <= begin, f"{name} reaches into {following}"
     cleared = {"dq_accum", "dq_semaphore", "dk_accum", "dv_accum", "dbias_cols"}
-    first, last = found["scratch_zeros"], found["scratch_zeros"] + found["scratch_zero_bytes"]
+    first, last = found["scratch_zeros"], found["scratch_zeros"] + zeroed_bytes(found)
     for begin, end, name in spans:
         assert (first <= begin and end <= last) == (name in cleared), name
 

@@ -42,6 +42,7 @@ class Probe:
         self,
         family: int = SM80,
         sms: int = 132,
+        chunk: int = 0,
         launch: tuple[int, int, int] = (0, 0, 0),
         packed: bool = False,
         **arguments: Any,
@@ -49,7 +50,7 @@ class Probe:
         text = ctypes.create_string_buffer(1 << 14)
         params = abi.packed_bwd_params(**arguments) if packed else bwd_params(**arguments)
         status = self.library.probe_bwd(
-            *(ctypes.byref(params), family, sms, ctypes.c_void_p(WORKSPACE), *launch),
+            *(ctypes.byref(params), family, sms, ctypes.c_void_p(WORKSPACE), chunk, *launch),
             *(text, ctypes.c_size_t(len(text))),
         )
         return self._read(status, text)
@@ -310,22 +311,32 @@ ARRAYS = (
 )
 
 
+def zeroed_bytes(found: Plan) -> int:
+    """Of the part of the workspace that starts as zeros in the first chunk."""
+    names = ("once_zero_bytes", "chunk_zero_bytes", "dkv_zero_bytes")
+    return sum(int(found[name]) for name in names)
+
+
 def array_bytes(found: Plan, shape: dict[str, int], lists: int) -> dict[str, int]:
     """What each array has to hold at least."""
     rows = shape["batch"] * shape["nheads"]
+    chunk_kv_rows = found["chunk.batches"] * found["chunk.heads_k"]
+    chunk_rows = chunk_kv_rows * found["chunk.groups"]
     blocks_q = -(-shape["seqlen_q"] // found["block_m"])
-    tiles = shape["batch"] * shape["nheads_k"] * -(-shape["seqlen_k"] // found["block_n"])
+    if found["chunk.row_blocks"] * found["keys.block_rows"] < shape["seqlen_q"]:
+        blocks_q = -(-found["chunk.row_blocks"] * found["keys.block_rows"] // found["block_m"])
+    tiles = chunk_kv_rows * -(-shape["seqlen_k"] // found["block_n"])
     splits = found["num_splits"] if found["deterministic"] else min(found["num_splits"] - 1, 1)
     slots = found["max_tiles"] if found["gathered"] else tiles * splits
     slot = slots * found["block_n"] * found["dim_tile"] * 4
-    kv = shape["batch"] * shape["nheads_k"] * shape["seqlen_k"] * shape["head_dim"] * 4
+    kv = chunk_kv_rows * shape["seqlen_k"] * shape["head_dim"] * 4
     return {
         "lse": rows * found["seqlen_q_rounded"] * 4,
         "lse_rest": rows * found["seqlen_q_rounded"] * 4,
-        "dkv_semaphore": shape["batch"] * shape["nheads_k"] * 4,
+        "dkv_semaphore": chunk_kv_rows * 4,
         "delta": rows * found["seqlen_q_rounded"] * 4,
-        "dq_accum": rows * blocks_q * found["block_m"] * found["dim_tile"] * 4,
-        "dq_semaphore": rows * blocks_q * 4,
+        "dq_accum": chunk_rows * blocks_q * found["block_m"] * found["dim_tile"] * 4,
+        "dq_semaphore": chunk_rows * blocks_q * 4,
         "dk_slots": slot,
         "dv_slots": slot,
         "dk_accum": kv,
@@ -341,13 +352,14 @@ SHAPES = [
     {"batch": 1, "seqlen_q": 1000, "seqlen_k": 777, "nheads": 4, "nheads_k": 2, "head_dim": 72},
     {"batch": 3, "seqlen_q": 65, "seqlen_k": 4095, "nheads": 6, "nheads_k": 6, "head_dim": 64},
     {"batch": 2, "seqlen_q": 4096, "seqlen_k": 64, "nheads": 8, "nheads_k": 1, "head_dim": 256},
+    {"batch": 1, "seqlen_q": 9999, "seqlen_k": 9999, "nheads": 8, "nheads_k": 1, "head_dim": 128},
 ]
 
 
 @pytest.mark.parametrize("family", [SM80, SM89])
 @pytest.mark.parametrize("deterministic", [0, 1])
 @pytest.mark.parametrize("kind", ["none", "key", "key per head", "dense", "selection"])
-@pytest.mark.parametrize("shape", SHAPES, ids=["gqa", "mha", "mqa"])
+@pytest.mark.parametrize("shape", SHAPES, ids=["gqa", "mha", "mqa", "long mqa"])
 def test_arrays_do_not_overlap(
     plan: Probe, shape: dict[str, int], kind: str, deterministic: int, family: int
 ) -> None:
@@ -359,7 +371,7 @@ def test_arrays_do_not_overlap(
         if shape["seqlen_q"] > shape["seqlen_k"]:
             pytest.skip("a causal selection has no more rows than keys")
         arguments["is_causal"] = 1
-        arguments["selection"] = abi.selection(shape["seqlen_q"], shape["seqlen_k"], 256)
+        arguments["selection"] = abi.selection(shape["seqlen_q"], shape["seqlen_k"], 2048)
         arguments["softmax_lse_rest"] = tensor(
             (shape["batch"], shape["nheads"], shape["seqlen_q"]), FLOAT32
         )
@@ -378,7 +390,9 @@ def test_arrays_do_not_overlap(
     assert all(begin % 256 == 0 for begin, _, _ in spans)
     # What starts as zeros is in the cleared part, and nothing else.
     cleared = {"dq_accum", "dq_semaphore", "dkv_semaphore", "dk_accum", "dv_accum", "dbias_cols"}
-    first, last = found["scratch_zeros"], found["scratch_zeros"] + found["scratch_zero_bytes"]
+    if not deterministic:
+        cleared |= {"dk_slots", "dv_slots"}
+    first, last = found["scratch_zeros"], found["scratch_zeros"] + zeroed_bytes(found)
     for begin, end, name in spans:
         assert (first <= begin and end <= last) == (name in cleared), name
 
@@ -437,21 +451,6 @@ def test_deterministic_splits_are_whole_heads(plan: Probe) -> None:
     assert plan.bwd(deterministic=1, **arguments)["num_splits"] == 4
     lists = mask(1, 1, 1, 128)
     assert plan.bwd(deterministic=1, mask=lists, **arguments)["max_splits"] == 4
-
-
-@pytest.mark.parametrize("nheads_k", [4, 16])
-@pytest.mark.parametrize("kind", ["none", "key"])
-def test_workspace_stays_below_one_and_a_half_inputs(plan: Probe, nheads_k: int, kind: str) -> None:
-    """Training with a key-only bias: the scratch beside inputs, outputs and gradients."""
-    shape = {"batch": 1, "seqlen_q": 16384, "seqlen_k": 16384, "nheads": 16, "head_dim": 128}
-    arguments: dict[str, Any] = dict(shape, nheads_k=nheads_k, is_causal=1)
-    arguments["bias"] = tensor((1, nheads_k, 1, 16384))
-    if kind == "key":
-        arguments["mask"] = mask(1, 1, 1, 16384)
-    found = plan.bwd(gradients="dq dk dv dbias", **arguments)
-    inputs = 2 * 16384 * 128 * (16 + 2 * nheads_k)
-    assert found["workspace_bytes"] <= 1.5 * inputs
-    assert kind == "none" or found["max_tiles"] >= 32  # the tiles of 1024 kept keys
 
 
 def test_one_list_per_query_head_takes_a_launch_each(plan: Probe) -> None:

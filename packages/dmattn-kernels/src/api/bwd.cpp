@@ -32,12 +32,6 @@ void write_zeros(const BwdPlan& plan, const dmattn_bwd_params& p, cudaStream_t s
 void prepare(const BwdPlan& plan, const dmattn_bwd_params& p, cudaStream_t stream) {
   const BwdParams& kernel = plan.kernel;
   check_cuda(bwd_preprocess(plan.preprocess, plan.dtype, stream), "preparing lse and delta");
-  if (plan.scratch_zero_bytes > 0) {
-    check_cuda(cudaMemsetAsync(plan.scratch_zeros, 0, plan.scratch_zero_bytes, stream), "clearing the accumulators");
-  }
-  if (plan.slot_zero_bytes > 0) {
-    check_cuda(cudaMemsetAsync(plan.slot_zeros, 0, plan.slot_zero_bytes, stream), "clearing the sums of dk and dv");
-  }
   if (plan.dbias_zero_bytes > 0) {
     check_cuda(cudaMemsetAsync(p.dbias.data, 0, plan.dbias_zero_bytes, stream), "clearing dbias");
   }
@@ -45,8 +39,9 @@ void prepare(const BwdPlan& plan, const dmattn_bwd_params& p, cudaStream_t strea
   if (plan.gathered) {
     if (!plan.selected) check_cuda(compact_keys(plan.mask, kernel.keys, stream), "listing the keys of the mask");
     // Gathered tiles write the rows of the keys that are kept.
+    const bool has_sums = kernel.dk_accum != nullptr || kernel.dv_accum != nullptr;
     for (const dmattn_tensor* grad : {&p.dk, &p.dv}) {
-      if (!is_present(*grad) || plan.sequence.per_group || plan.intervals) continue;
+      if (!is_present(*grad) || has_sums) continue;
       check_cuda(fill_zero(grad->data, read_strides(*grad), kernel.packing.slabs(kernel.batch),
                            kernel.packing.rows_k(kernel.seqlen_k), kernel.nheads_k, kernel.head_dim, stream),
                  "clearing dk and dv");
@@ -54,6 +49,14 @@ void prepare(const BwdPlan& plan, const dmattn_bwd_params& p, cudaStream_t strea
   } else if (has_mask(plan.mask)) {
     check_cuda(pack_mask(plan.mask, kernel.mask, stream), "packing the mask");
   }
+}
+
+void clear_sums(const BwdPlan& plan, const BwdChunk& chunk, bool is_first, cudaStream_t stream) {
+  const size_t begin = is_first ? 0 : plan.once_zero_bytes;
+  const size_t end = plan.once_zero_bytes + plan.chunk_zero_bytes + (chunk.continues() ? 0 : plan.dkv_zero_bytes);
+  if (begin == end) return;
+  check_cuda(cudaMemsetAsync(static_cast<char*>(plan.scratch_zeros) + begin, 0, end - begin, stream),
+             "clearing the accumulators");
 }
 
 void launch_kernel(const BwdPlan& plan, const BwdParams& p, BwdLauncher unit, cudaStream_t stream) {
@@ -65,30 +68,47 @@ void launch_kernel(const BwdPlan& plan, const BwdParams& p, BwdLauncher unit, cu
   check_cuda(unit(plan.family, p, stream), "launching the backward kernel");
 }
 
-void launch_kernels(const BwdPlan& plan, cudaStream_t stream) {
+void launch_kernels(const BwdPlan& plan, const BwdParams& chunk, cudaStream_t stream) {
   const BwdLauncher unit = bwd_unit(plan.dtype, plan.dim_tile, plan.gathered);
   const BwdSequence& sequence = plan.sequence;
-  const int32_t batches = sequence.per_batch ? plan.kernel.batch : 1;
-  const int32_t heads_k = sequence.per_head_k ? plan.kernel.nheads_k : 1;
-  const int32_t groups = sequence.per_group ? plan.kernel.head_ratio : 1;
+  const int32_t batches = sequence.per_batch ? chunk.batch : 1;
+  const int32_t heads_k = sequence.per_head_k ? chunk.nheads_k : 1;
+  const int32_t groups_end = sequence.per_group ? chunk.group_end : chunk.group_begin + 1;
   for (int32_t b = 0; b < batches; ++b) {
     for (int32_t hk = 0; hk < heads_k; ++hk) {
-      for (int32_t g = 0; g < groups; ++g) {
-        launch_kernel(plan, bwd_launch_params(plan, b, hk, g), unit, stream);
+      for (int32_t g = chunk.group_begin; g < groups_end; ++g) {
+        launch_kernel(plan, bwd_launch_params(plan, chunk, b, hk, g), unit, stream);
       }
     }
   }
 }
 
-void finish(const BwdPlan& plan, const dmattn_bwd_params& p, cudaStream_t stream) {
-  const BwdParams& kernel = plan.kernel;
-  if (kernel.dk_slots != nullptr || kernel.dv_slots != nullptr) {
+// dq, dk and dv of a chunk from their sums.
+void round_sums(const BwdPlan& plan, const BwdChunk& chunk, const BwdParams& kernel, cudaStream_t stream) {
+  const bool completes = completes_dkv(plan, chunk);
+  if ((kernel.dk_slots != nullptr || kernel.dv_slots != nullptr) && completes) {
     check_cuda(reduce_dkv(kernel, plan.dtype, plan.tile.block_n, plan.dim_tile, stream), "summing dk and dv");
   }
-  if (kernel.dk_accum != nullptr || kernel.dv_accum != nullptr) {
+  if ((kernel.dk_accum != nullptr || kernel.dv_accum != nullptr) && completes) {
     check_cuda(convert_dkv(kernel, plan.dtype, stream), "rounding dk and dv");
   }
-  if (kernel.dq_accum != nullptr) check_cuda(convert_dq(plan.convert_dq, plan.dtype, stream), "rounding dq");
+  if (kernel.dq_accum != nullptr) {
+    check_cuda(convert_dq(bwd_chunk_dq(plan, chunk), plan.dtype, stream), "rounding dq");
+  }
+}
+
+void launch_chunks(const BwdPlan& plan, cudaStream_t stream) {
+  bool is_first = true;
+  for_each_chunk(plan, [&](const BwdChunk& chunk) {
+    clear_sums(plan, chunk, is_first, stream);
+    is_first = false;
+    const BwdParams kernel = bwd_chunk_params(plan, chunk);
+    launch_kernels(plan, kernel, stream);
+    round_sums(plan, chunk, kernel, stream);
+  });
+}
+
+void finish_dbias(const BwdPlan& plan, const dmattn_bwd_params& p, cudaStream_t stream) {
   if (plan.dbias_cols) check_cuda(reduce_dbias_cols(plan.reduce_dbias, stream), "summing dbias");
   if (plan.dbias_rows) check_cuda(reduce_dbias_rows(plan.reduce_dbias, stream), "summing dbias");
   if (plan.dbias_accum != nullptr) {
@@ -105,8 +125,8 @@ void launch(const BwdPlan& plan, const dmattn_bwd_params& p, cudaStream_t stream
   }
   if (!plan.launches && !plan.dbias_rows) return;
   prepare(plan, p, stream);
-  if (plan.launches) launch_kernels(plan, stream);
-  finish(plan, p, stream);
+  if (plan.launches) launch_chunks(plan, stream);
+  finish_dbias(plan, p, stream);
 }
 
 }  // namespace

@@ -70,6 +70,18 @@ struct BwdSequence {
   bool is_single() const { return !per_batch && !per_head_k && !per_group; }
 };
 
+// What one round of launches covers: all of the call, or, where its fp32 sums would be large beside q, k and v, a share
+// of it. Rounds then follow one another and use the same workspace. Shares are of batches, then of kv heads; where one
+// kv head alone is too much, of its query heads (tiled or gathered by a mask) or of the row blocks (interval lists),
+// and dk and dv then go on from the round before.
+struct BwdChunk {
+  int32_t batch = 0, batches = 0;
+  int32_t head_k = 0, heads_k = 0;
+  int32_t group = 0, groups = 0;
+  int32_t row_block = 0, row_blocks = 0;
+  bool continues() const { return group > 0 || row_block > 0; }
+};
+
 struct BwdPlan {
   Dtype dtype = Dtype::kNone;
   Family family = Family::kSm80;
@@ -86,11 +98,12 @@ struct BwdPlan {
   BwdSequence sequence;
   // Gathered: see bwd_schedule().
   int32_t max_work = 0, max_tiles = 0, max_splits = 1;
-  int32_t* schedule = nullptr;    // nullptr: lists of row blocks, which need none
-  void* scratch_zeros = nullptr;  // part of the workspace that has to start as zeros
-  size_t scratch_zero_bytes = 0;
-  void* slot_zeros = nullptr;  // accumulators of dk and dv, likewise
-  size_t slot_zero_bytes = 0;
+  int32_t* schedule = nullptr;  // nullptr: lists of row blocks, which need none
+  BwdChunk whole, chunk;        // all of it, and as much of that as a round covers
+  // Parts of the workspace that have to start as zeros, one behind the other: once, for each chunk, and for each chunk
+  // that does not continue dk and dv.
+  void* scratch_zeros = nullptr;
+  size_t once_zero_bytes = 0, chunk_zero_bytes = 0, dkv_zero_bytes = 0;
   ConvertDqParams convert_dq;
   // dbias: `reduce` from column sums or dlse; or `dbias_elements` from the accumulator; or direct.
   bool dbias_cols = false, dbias_rows = false;
@@ -103,9 +116,38 @@ struct BwdPlan {
 
 BwdPlan plan_bwd(const dmattn_bwd_params& given, const Device& device, void* workspace);
 
-// The kernel parameters of the launch for batch b, kv head hk and head g of its group, as far as the sequence tells
-// these apart (0 where it does not).
-BwdParams bwd_launch_params(const BwdPlan& plan, int32_t b, int32_t hk, int32_t g);
+// Calls f(chunk) for every round, in order.
+template <class F>
+void for_each_chunk(const BwdPlan& plan, F&& f) {
+  const BwdChunk &all = plan.whole, &most = plan.chunk;
+  const auto extent = [](int32_t begin, int32_t most_of, int32_t end) {
+    return most_of < end - begin ? most_of : end - begin;
+  };
+  for (int32_t b = 0; b < all.batches; b += most.batches)
+    for (int32_t hk = 0; hk < all.heads_k; hk += most.heads_k)
+      for (int32_t g = 0; g < all.groups; g += most.groups)
+        for (int32_t r = 0; r < all.row_blocks; r += most.row_blocks) {
+          BwdChunk c;
+          c.batch = b;
+          c.batches = extent(b, most.batches, all.batches);
+          c.head_k = hk;
+          c.heads_k = extent(hk, most.heads_k, all.heads_k);
+          c.group = g;
+          c.groups = extent(g, most.groups, all.groups);
+          c.row_block = r;
+          c.row_blocks = extent(r, most.row_blocks, all.row_blocks);
+          f(c);
+        }
+}
+// Whether dk and dv of the chunk's keys are complete after it.
+bool completes_dkv(const BwdPlan& plan, const BwdChunk& chunk);
+
+// The kernel parameters of a chunk; its launches have those of bwd_launch_params().
+BwdParams bwd_chunk_params(const BwdPlan& plan, const BwdChunk& chunk);
+ConvertDqParams bwd_chunk_dq(const BwdPlan& plan, const BwdChunk& chunk);
+// Of the launch for the chunk's batch b, kv head hk and head g of its group, as far as the sequence tells these apart
+// (0 where it does not).
+BwdParams bwd_launch_params(const BwdPlan& plan, const BwdParams& chunk, int32_t b, int32_t hk, int32_t g);
 // The lists of that launch with entry (b, hk) for every kv head, for bwd_schedule().
 KeyList bwd_schedule_lists(const BwdParams& launch);
 

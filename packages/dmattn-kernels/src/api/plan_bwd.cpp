@@ -1,5 +1,6 @@
+#include "api/plan_bwd.h"
+
 #include <algorithm>
-#include <type_traits>
 
 #include "api/operands.h"
 #include "api/plan.h"
@@ -8,24 +9,6 @@
 
 namespace dmattn {
 namespace {
-
-// Partial dk and dv may always take this much, and beyond it only what keeps the whole workspace below 1.5 times the
-// bytes of q, k and v.
-constexpr int64_t kSlotBytesFloor = int64_t{256} << 10;
-
-// The (batch, head) pairs of arrays in the workspace.
-int64_t rows_of(const BwdParams& p) { return static_cast<int64_t>(p.packing.slabs(p.batch)) * p.nheads; }
-int64_t kv_rows_of(const BwdParams& p) { return static_cast<int64_t>(p.packing.slabs(p.batch)) * p.nheads_k; }
-// Row blocks of dq for each of them.
-int64_t m_blocks_of(const BwdParams& p, int64_t block_m) {
-  return p.packing.is_active() ? p.packing.m_blocks : ceil_div<int64_t>(p.seqlen_q, block_m);
-}
-// Key tiles that a launch has to provide blocks for.
-int64_t key_tiles_of(const BwdParams& p, int32_t block_n) {
-  const int64_t tiles = p.packing.is_active() ? packed_blocks(p.packing.total_k, p.packing.sequences, block_n)
-                                              : int64_t{p.batch} * ceil_div(p.seqlen_k, block_n);
-  return tiles * p.nheads_k;
-}
 
 void set_inputs(BwdPlan& plan, const dmattn_bwd_params& p, const Problem& x) {
   BwdParams& kernel = plan.kernel;
@@ -51,6 +34,7 @@ void set_inputs(BwdPlan& plan, const dmattn_bwd_params& p, const Problem& x) {
     kernel.seqlen_q_rounded = packed_blocks(x.rows_q, x.batch, kRowPitch) * kRowPitch;
     kernel.packing.m_blocks = packed_blocks(x.rows_q, x.batch, plan.tile.block_m);
   }
+  kernel.dq_blocks = x.packing.is_active() ? kernel.packing.m_blocks : ceil_div(x.seqlen_q, plan.tile.block_m);
   kernel.group_begin = 0;
   kernel.group_end = x.head_ratio;
 }
@@ -155,32 +139,18 @@ void choose_sequence(BwdPlan& plan, const dmattn_bwd_params& p) {
   sequence.per_batch = kernel.packing.slabs(kernel.batch) > 1 && (bias_batch == 1 || sequence.per_head_k);
 }
 
-// Arrays that start as zeros, next to each other so that one memset does it.
-void place_zeroed(BwdPlan& plan, const dmattn_bwd_params& p, Workspace& workspace) {
+// Of dbias: sums that start as zeros.
+void place_dbias_sums(BwdPlan& plan, const dmattn_bwd_params& p, Workspace& workspace) {
   BwdParams& kernel = plan.kernel;
-  const int64_t m_blocks = m_blocks_of(kernel, plan.tile.block_m);
-  const size_t begin = workspace.bytes();
   plan.scratch_zeros = workspace.here();
-  if (is_present(p.dq)) {
-    kernel.dq_accum = workspace.take<float>(rows_of(kernel) * m_blocks * plan.tile.block_m * plan.dim_tile);
-    plan.convert_dq.dq_accum = kernel.dq_accum;
-    if (kernel.deterministic) kernel.dq_semaphore = workspace.take<int32_t>(rows_of(kernel) * m_blocks);
-  }
+  const size_t begin = workspace.bytes();
   if (kernel.dbias_kind == DbiasKind::kKey) {
     kernel.dbias_cols = workspace.take<float>(rows_of(kernel) * kernel.packing.rows_k(kernel.seqlen_k));
   }
   if (kernel.dbias_kind == DbiasKind::kAccum && p.dbias.dtype != DMATTN_FLOAT32) {
     plan.dbias_accum = workspace.take<float>(plan.dbias_elements);
   }
-  if (kernel.deterministic && plan.intervals) {
-    kernel.dkv_semaphore = workspace.take<int32_t>(static_cast<int64_t>(kernel.batch) * kernel.nheads_k);
-  }
-  if (plan.sequence.per_group || plan.intervals) {
-    const int64_t elements = kv_rows_of(kernel) * kernel.packing.rows_k(kernel.seqlen_k) * kernel.head_dim;
-    if (is_present(p.dk)) kernel.dk_accum = workspace.take<float>(elements);
-    if (is_present(p.dv)) kernel.dv_accum = workspace.take<float>(elements);
-  }
-  plan.scratch_zero_bytes = workspace.bytes() - begin;
+  plan.once_zero_bytes = workspace.bytes() - begin;
 }
 
 void place_dbias(BwdPlan& plan, const dmattn_bwd_params& p) {
@@ -232,120 +202,6 @@ void place_mask(BwdPlan& plan, Workspace& workspace) {
   }
 }
 
-// Sums of dk and dv for `slots` blocks, no more of them than the memory allowed for; returns how many.
-int64_t affordable_slots(const BwdPlan& plan, int64_t slots, int64_t slot_bytes, size_t workspace_bytes) {
-  const BwdParams& p = plan.kernel;
-  const int64_t row_bytes = int64_t{2} * p.batch * p.head_dim;
-  const int64_t qkv_bytes =
-      row_bytes * (static_cast<int64_t>(p.seqlen_q) * p.nheads + int64_t{2} * p.seqlen_k * p.nheads_k);
-  const int64_t spare = std::min(qkv_bytes / 2, qkv_bytes * 23 / 16 - static_cast<int64_t>(workspace_bytes));
-  return slot_bytes == 0 ? slots : std::min(slots, std::max(spare, kSlotBytesFloor) / slot_bytes);
-}
-
-// Few key tiles leave most of the GPU idle: their rows (and the heads of the group) are then split between blocks,
-// which add to one accumulator for each tile or, when deterministic, have one each that are summed afterwards. In
-// place last, because what is spare depends on all the rest.
-void place_splits(BwdPlan& plan, const dmattn_bwd_params& p, const Device& device, Workspace& workspace) {
-  BwdParams& kernel = plan.kernel;
-  const int64_t tiles = key_tiles_of(kernel, plan.tile.block_n);
-  kernel.max_work_items = static_cast<int32_t>(std::min<int64_t>(tiles, INT32_MAX));
-  // The lengths of packed sequences are known on the device only: so is whether splitting any of them would pay.
-  if (kernel.packing.is_active()) return;
-  const int64_t m_blocks = ceil_div(kernel.seqlen_q, plan.tile.block_m);
-  // A deterministic column sum of a head has to come from one block.
-  const int64_t most = kernel.deterministic ? kernel.head_ratio : kernel.head_ratio * m_blocks;
-  // How many of the tiles a list fills is known on the device only, so that it may always turn out to be few.
-  const bool enough = plan.intervals || (!plan.gathered && tiles >= device.num_sms);
-  if (most <= 1 || enough || !plan.sequence.is_single()) return;
-
-  const int64_t slot_size = static_cast<int64_t>(plan.tile.block_n) * plan.dim_tile;
-  const int num_grads = (is_present(p.dk) ? 1 : 0) + (is_present(p.dv) ? 1 : 0);
-  const int64_t slot_bytes = num_grads * slot_size * static_cast<int64_t>(sizeof(float));
-  // Blocks take unequal times when causal: four for each SM even that out.
-  const int64_t work = (kernel.deterministic ? 2 : 4) * static_cast<int64_t>(device.num_sms);
-  const int64_t wanted = kernel.deterministic ? work : std::min<int64_t>(tiles, work);
-  int64_t slots = affordable_slots(plan, wanted, slot_bytes, workspace.bytes());
-  if (plan.gathered) {
-    plan.max_work = static_cast<int32_t>(kernel.deterministic ? slots : work);
-    plan.max_tiles = static_cast<int32_t>(slots);
-    plan.max_splits = slots == 0 ? 1 : static_cast<int32_t>(std::min<int64_t>(most, plan.max_work));
-    kernel.max_work_items = std::max(kernel.max_work_items, plan.max_work);
-    if (plan.max_splits == 1) return;
-  } else {
-    if (slots < tiles) return;
-    const int64_t splits = std::min((kernel.deterministic ? slots : work) / tiles, most);
-    kernel.num_splits = static_cast<int32_t>(std::max<int64_t>(1, splits));
-    if (kernel.num_splits == 1) return;
-    slots = kernel.deterministic ? tiles * kernel.num_splits : tiles;
-  }
-  const size_t begin = workspace.bytes();
-  plan.slot_zeros = workspace.here();
-  if (is_present(p.dk)) kernel.dk_slots = workspace.take<float>(slots * slot_size);
-  if (is_present(p.dv)) kernel.dv_slots = workspace.take<float>(slots * slot_size);
-  if (!kernel.deterministic) plan.slot_zero_bytes = workspace.bytes() - begin;
-}
-
-template <class T>
-T* offset_by(T* ptr, int64_t n) {
-  return ptr == nullptr ? nullptr : ptr + n;
-}
-template <class Pointer>
-void offset_bytes(Pointer*& ptr, int64_t bytes) {
-  using Byte = std::conditional_t<std::is_const_v<Pointer>, const char, char>;
-  ptr = static_cast<Pointer*>(offset_by(static_cast<Byte*>(ptr), bytes));
-}
-template <class Pointer>
-void offset_half(Pointer*& ptr, const Strides3& stride, int64_t b, int64_t h) {
-  offset_bytes(ptr, 2 * (b * stride.batch + h * stride.head));
-}
-
-// Moves every pointer of p to batch b and to head h (kv head hk).
-void offset_tensors(BwdParams& p, int64_t b, int64_t h, int64_t hk, int64_t block_m, int64_t dim_tile) {
-  offset_half(p.q, p.q_stride, b, h);
-  offset_half(p.dout, p.dout_stride, b, h);
-  offset_half(p.k, p.k_stride, b, hk);
-  offset_half(p.v, p.v_stride, b, hk);
-  offset_half(p.dk, p.dk_stride, b, hk);
-  offset_half(p.dv, p.dv_stride, b, hk);
-  const int64_t row = b * p.nheads + h;
-  const int64_t m_blocks = m_blocks_of(p, block_m);
-  p.lse_rest = offset_by(p.lse_rest, row * p.seqlen_q_rounded);
-  p.lse = offset_by(p.lse, row * p.seqlen_q_rounded);
-  p.delta = offset_by(p.delta, row * p.seqlen_q_rounded);
-  p.dq_accum = offset_by(p.dq_accum, row * m_blocks * block_m * dim_tile);
-  p.dq_semaphore = offset_by(p.dq_semaphore, row * m_blocks);
-  p.dkv_semaphore = offset_by(p.dkv_semaphore, b * p.nheads_k + hk);
-  const int64_t kv_elements = (b * p.nheads_k + hk) * p.packing.rows_k(p.seqlen_k) * p.head_dim;
-  p.dk_accum = offset_by(p.dk_accum, kv_elements);
-  p.dv_accum = offset_by(p.dv_accum, kv_elements);
-  if (p.bias.kind != BiasKind::kNone) {
-    const int64_t bias_head = h / p.bias.head_ratio;
-    const int64_t bias_bytes = p.bias.dtype == Dtype::kFloat32 ? 4 : 2;
-    offset_bytes(p.bias.ptr, bias_bytes * (b * p.bias.batch_stride + bias_head * p.bias.head_stride));
-    // Only accumulators, which are fp32, are shared between launches.
-    offset_bytes(p.dbias, 4 * (b * p.dbias_batch_stride + bias_head * p.dbias_head_stride));
-  }
-}
-
-void offset_mask(BwdParams& p, int64_t b, int64_t h) {
-  if (p.mask.bits != nullptr) {
-    MaskBits& m = p.mask;
-    const int64_t i = (m.batch > 1 ? b : 0) * m.heads + h / m.head_ratio;
-    m.bits += i * m.rows * m.words_per_row;
-    m.any_rows += i * m.bands_q * m.words_k;
-    m.all_rows += i * m.bands_q * m.words_k;
-    m.any_cols += i * m.bands_k * m.words_q;
-    m.all_cols += i * m.bands_k * m.words_q;
-  }
-  if (p.keys.idx != nullptr) {
-    const int64_t i = (p.keys.batch > 1 ? b : 0) * p.keys.heads + h / p.keys.head_ratio;
-    p.keys.idx += i * p.keys.blocks * p.keys.capacity;
-    p.keys.count += i * p.keys.blocks;
-    p.keys.full = offset_by(p.keys.full, i * p.keys.blocks);
-    p.keys.end = offset_by(p.keys.end, i * p.seqlen_k);
-  }
-}
-
 }  // namespace
 
 BwdPlan plan_bwd(const dmattn_bwd_params& given, const Device& device, void* base) {
@@ -367,6 +223,9 @@ BwdPlan plan_bwd(const dmattn_bwd_params& given, const Device& device, void* bas
   plan.selected = is_present(p.selection.idx);
   plan.gathered = plan.selected || (has_mask(plan.mask) && is_key_only(plan.mask));
   if (plan.selected) plan.kernel.keys = read_selection(p.selection, x);
+  plan.kernel.row_blocks = plan.kernel.keys.blocks;
+  plan.whole = {0, x.batch, 0, x.nheads_k, 0, x.head_ratio, 0, plan.kernel.row_blocks};
+  plan.chunk = plan.whole;
   plan.intervals = plan.kernel.keys.block_rows > 0;
   plan.kernel.bias = read_bias(p.bias, x, plan.gathered);
   plan.kernel.packing.bias_col_stride = packed_bias_stride(plan.kernel.bias, is_per_key(given.bias), plan.gathered);
@@ -375,46 +234,12 @@ BwdPlan plan_bwd(const dmattn_bwd_params& given, const Device& device, void* bas
   if (!plan.launches && !plan.dbias_rows) return plan;
   set_preprocess(plan, p, workspace);
   choose_sequence(plan, p);
-  place_zeroed(plan, p, workspace);
+  if (plan.launches) place_mask(plan, workspace);
+  place_dbias_sums(plan, p, workspace);
   place_dbias(plan, p);
-  if (plan.launches) {
-    place_mask(plan, workspace);
-    place_splits(plan, p, device, workspace);
-  }
+  if (plan.launches) place_sums(plan, p, device, workspace);
   plan.workspace_bytes = workspace.bytes();
   return plan;
-}
-
-BwdParams bwd_launch_params(const BwdPlan& plan, int32_t b, int32_t hk, int32_t g) {
-  BwdParams p = plan.kernel;
-  const BwdSequence& sequence = plan.sequence;
-  if (sequence.is_single()) return p;
-  const int64_t h = static_cast<int64_t>(hk) * p.head_ratio;
-  offset_tensors(p, b, h, hk, plan.tile.block_m, plan.dim_tile);
-  offset_mask(p, b, h);
-  if (sequence.per_batch) {
-    p.batch = 1;
-    p.mask.batch = 1;
-    p.keys.batch = 1;
-  }
-  if (sequence.per_head_k) {
-    p.nheads = p.head_ratio;
-    p.nheads_k = 1;
-  }
-  if (sequence.per_group) {
-    p.group_begin = g;
-    p.group_end = g + 1;
-  }
-  p.max_work_items = static_cast<int32_t>(std::min<int64_t>(key_tiles_of(p, plan.tile.block_n), INT32_MAX));
-  return p;
-}
-
-KeyList bwd_schedule_lists(const BwdParams& launch) {
-  KeyList lists = launch.keys;
-  const int32_t list = launch.group_begin / lists.head_ratio;  // 0 unless every query head has its own
-  lists.idx += static_cast<int64_t>(list) * lists.capacity;
-  lists.count += list;
-  return lists;
 }
 
 }  // namespace dmattn

@@ -199,11 +199,13 @@ struct BwdParams {
   const float* lse = nullptr;
   const float* lse_rest = nullptr;  // optional, as lse: see FwdParams (0 in the padding)
   const float* delta = nullptr;     // rowsum(out * dout) - dlse
-  // fp32 dq in fragment order: [batch][nheads][m_blocks][kBlockM * kHeadDim], element (i, thread) of a tile at
+  // fp32 dq in fragment order: [batch][nheads][dq_blocks][kBlockM * kHeadDim], element (i, thread) of a tile at
   // i * threads + thread, so that a warp's atomics fall on 128 consecutive bytes. nullptr: dq is not asked for. Packed
-  // sequences: [nheads][packing.m_blocks], and dq_semaphore too.
+  // sequences: [nheads][packing.m_blocks], and dq_semaphore too. A launch for some of the group's heads or of the row
+  // blocks has room for those only, and the pointers to where the first of all would be.
   float* dq_accum = nullptr;
-  void* dk = nullptr;  // nullptr: not asked for
+  int32_t dq_blocks = 0;  // row blocks a head; fewer than there are only for interval lists
+  void* dk = nullptr;     // nullptr: not asked for
   void* dv = nullptr;
   Strides3 dk_stride, dv_stride;
   // num_splits > 1, or chosen on the device (schedule != nullptr): dk and dv of a tile come from several blocks, as
@@ -211,12 +213,12 @@ struct BwdParams {
   // when deterministic, slot = tile * num_splits + split, summed by reduce_dkv().
   float* dk_slots = nullptr;
   float* dv_slots = nullptr;
-  // fp32 [batch][nheads_k][seqlen_k][head_dim], zeroed before and converted after: for lists that differ between the
-  // query heads of one kv head (added to by one launch per head of the group, see group_begin) and for interval lists
-  // (a key lies in the lists of many row blocks; added to by atomics).
+  // fp32 [batch][nheads_k][seqlen_k][head_dim], zeroed before and converted after: for launches that follow one another
+  // with heads of one group (see group_begin), and for interval lists (a key lies in the lists of many row blocks).
+  // Added to by atomics where several blocks of a launch have the same key.
   float* dk_accum = nullptr;
   float* dv_accum = nullptr;
-  // Deterministic dq: [batch][nheads][m_blocks], zeroed; tiles add to dq in ascending or descending key order.
+  // Deterministic dq: one for each row block of dq_accum, zeroed; tiles add to dq in ascending or descending key order.
   int32_t* dq_semaphore = nullptr;
   // Deterministic sums over interval lists: [batch][nheads_k], zeroed. Blocks of one kv head add to dk, dv and
   // dbias_cols in the order of their numbers.
@@ -228,7 +230,8 @@ struct BwdParams {
   int32_t seqlen_q_rounded = 0;  // multiple of kRowPitch: head pitch of lse and delta
   int32_t nheads = 0, nheads_k = 0, head_dim = 0;
   int32_t head_ratio = 1;
-  int32_t group_begin = 0, group_end = 1;  // query heads of each kv head handled by this launch: [begin, end)
+  int32_t group_begin = 0, group_end = 1;       // query heads of each kv head handled by this launch: [begin, end)
+  int32_t row_block_begin = 0, row_blocks = 1;  // interval lists: the row blocks handled by this launch
   int32_t num_splits = 1;
   // Gathered by a key-only mask: blocks to launch, an upper bound on tiles * splits: max(batch * nheads_k *
   // ceil(seqlen_k / kBlockN), the max_work given to bwd_schedule).

@@ -8,15 +8,17 @@ namespace dmattn {
 // Kernel families. sm89 runs the sm80 code with tiles that fit 99 KB of shared memory a block.
 enum class Family : int32_t { kSm80 = 80, kSm89 = 89 };
 
-// Each kernel is compiled for three levels of generality, because what a level can do costs registers even where it is
-// not used:
+// Each kernel is compiled for several levels of generality, because what a level can do costs registers even where it
+// is not used:
 //   kPlain    lengths and causality only, rows that start on 16 bytes; in the backward all three gradients
+//   kPacked   the same over packed sequences (tiled only)
 //   kGeneral  decided at run time: any alignment, key bias, 16-bit bias tiles, dense mask, softcap (forward), key
-//   dbias, 16-bit dbias
-//             tiles, any subset of gradients, deterministic dq, packed sequences
+//   dbias,
+//             16-bit dbias tiles, any subset of gradients, deterministic dq, packed sequences
 //   kFull     also element loads of the bias (fp32, strided or gathered columns), dbias from registers (fp32, shared
 //             between heads), softcap in the backward. These kernels may spill.
-enum class Level : int32_t { kPlain = 0, kGeneral = 1, kFull = 2 };
+enum class Level : int32_t { kPlain = 0, kGeneral = 1, kFull = 2, kPacked = 3 };
+constexpr bool is_general(Level level) { return level == Level::kGeneral || level == Level::kFull; }
 
 struct FwdTile {
   int block_m, block_n, warps;
@@ -43,8 +45,8 @@ constexpr FwdTile fwd_tile(Family family, int d) {
                                    : FwdTile{128, 64, 8};  // 128 KB: 1 block an SM
 }
 
-// Of the plain kernel over contiguous keys, which has the registers for more of them: 308 against 278 TFLOP/s for
-// head_dim 64 on an H200.
+// Of the plain kernels (packed or not) over contiguous keys, which has the registers for more of them: 308 against 278
+// TFLOP/s for head_dim 64 on an H200.
 constexpr FwdTile fwd_tile_plain(Family family, int d) { return d <= 64 ? FwdTile{128, 128, 4} : fwd_tile(family, d); }
 
 constexpr BwdTile bwd_tile(Family family, int d) {

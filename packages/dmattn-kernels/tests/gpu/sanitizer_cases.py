@@ -248,8 +248,13 @@ BY_OWN_SCORES = Launch(
     wants="",
     select=Selecting(300, own_dtype=True),
 )
-# Once: long rows, for which several thread blocks select together, and rare layouts.
+# Once: long rows, for which several thread blocks select together, rare layouts, and so many heads
+# that the backward takes several rounds.
 ONCE = (
+    Launch("rounds of kv heads", batch=2, nheads=300, nheads_k=3, bias="bk1k", causal=True),
+    Launch("rounds of one group", nheads=600, bias="1k1k", causal=True),
+    Launch("rounds of one group, key mask", nheads=600, mask="1k1k", bias="1k1k"),
+    Launch("rounds of one group, deterministic", nheads=600, mask="1h1k", deterministic=True),
     Launch("dense mask by rows", 130, 140, mask="bhqk", mask_by_rows=True, causal=True),
     Launch("top-w of many keys", 1, 40000, bias="bk1k", wants="", select=Selecting(300)),
     BY_OWN_SCORES,
@@ -297,7 +302,7 @@ APPENDS = (
     ("f16", 128, Append("cache step, many heads", "f32", queries=20, tokens=3, capacity=9)),
     ("f16", 64, Append("cache step, one head", "f32", queries=1, tokens=15, held=0)),
 )
-# Each kernel is compiled for two dtypes, three head dimensions and three levels of generality,
+# Each kernel is compiled for two dtypes, three head dimensions and up to four levels of generality,
 # tiled and gathered (tiles.h). OTHER_LAUNCHES are enough to run all of those.
 MAIN = (("bf16", 64), ("bf16", 128), ("bf16", 256))
 OTHERS = (("f16", 64), ("f16", 128), ("f16", 256))

@@ -126,10 +126,6 @@ __global__ void __launch_bounds__(kScheduleThreads)
 // Columns added to a row of the tile in shared memory, so that the eight rows of a fragment fall on different banks.
 constexpr int kDqPad = 8;
 
-__host__ __device__ inline int dq_blocks(const ConvertDqParams& p) {
-  return !p.packing.is_active() ? ceil_div(p.seqlen_q, p.layout.block_m) : p.packing.m_blocks;
-}
-
 // Reads the tile as the backward kernel's threads wrote it (layout.threads threads, four registers of each m16n8
 // fragment at a time) and puts it, rounded, into a row-major tile.
 template <class Element>
@@ -157,18 +153,17 @@ template <class Element>
 __global__ void __launch_bounds__(1024) convert_dq_kernel(const ConvertDqParams p) {
   extern __shared__ __align__(16) uint32_t smem[];
   const int block_m = p.layout.block_m;
-  const int m_blocks = dq_blocks(p);
   const int64_t tile = blockIdx.x;
-  const int m_block = static_cast<int>(tile % m_blocks);
-  const int h = static_cast<int>(tile / m_blocks % p.nheads), b = static_cast<int>(tile / m_blocks / p.nheads);
+  const int m_block = static_cast<int>(tile % p.dq_blocks);
+  const int h = static_cast<int>(tile / p.dq_blocks % p.nheads), b = static_cast<int>(tile / p.dq_blocks / p.nheads);
   int64_t m0 = static_cast<int64_t>(m_block) * block_m;
   int rows = static_cast<int>(min(static_cast<int64_t>(block_m), p.seqlen_q - m0));
   if (p.packing.is_active()) {
     const PackedRows own = find_packed_rows(p.packing.cu_seqlens_q, p.packing.sequences, block_m, m_block);
-    if (own.rows <= 0) return;
     m0 = static_cast<int64_t>(own.before) + own.row0;
     rows = min(block_m, own.rows);
   }
+  if (rows <= 0) return;  // the last chunk of rows may be the smallest
   load_dq_fragments<Element>(p, tile, smem);
   __syncthreads();
 
@@ -209,7 +204,7 @@ cudaError_t bwd_schedule(const KeyList& keys, int batch, int nheads_k, int head_
 
 cudaError_t convert_dq(const ConvertDqParams& p, Dtype dtype, cudaStream_t stream) {
   const DqTileLayout& t = p.layout;
-  const int64_t blocks = static_cast<int64_t>(p.batch) * p.nheads * dq_blocks(p);
+  const int64_t blocks = static_cast<int64_t>(p.batch) * p.nheads * p.dq_blocks;
   const size_t smem = static_cast<size_t>(t.block_m) * (t.head_dim_tile + kDqPad) * sizeof(uint16_t);
   return with_half_type(dtype, [&](auto element) {
     return launch(convert_dq_kernel<decltype(element)>, blocks, t.threads, smem, stream, p);

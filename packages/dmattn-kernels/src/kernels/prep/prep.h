@@ -65,6 +65,7 @@ struct ConvertDqParams {
   void* dq = nullptr;
   Strides3 dq_stride;
   int32_t batch = 0, seqlen_q = 0, nheads = 0, head_dim = 0;
+  int32_t dq_blocks = 0;  // row blocks a head in dq_accum
   bool vec_dq = true;
   DqTileLayout layout;
   Packing packing;

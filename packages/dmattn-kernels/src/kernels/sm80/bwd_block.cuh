@@ -20,7 +20,8 @@ struct BwdTraits {
   static constexpr int kHeadDim = kHeadDim_, kBlockM = kTile.block_m, kBlockN = kTile.block_n, kWarps = kTile.warps;
   static constexpr bool kGathered = kGathered_;
   // The plain kernel has no branches on what is wanted, so that its last three products are one block to schedule.
-  static constexpr bool kGeneral = kLevel != Level::kPlain;
+  static constexpr bool kGeneral = is_general(kLevel);
+  static constexpr bool kPacked = kLevel == Level::kPacked;
   static constexpr bool kFull = kLevel == Level::kFull;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kStagesQ = kTile.stages_q;
@@ -95,7 +96,7 @@ struct BwdBlock {
     if (active) find_steps();
   }
 
-  __device__ __forceinline__ bool is_packed() const { return T::kGeneral && p.packing.is_active(); }
+  __device__ __forceinline__ bool is_packed() const { return T::kPacked || (T::kGeneral && p.packing.is_active()); }
   // Of the block's sequence, where sequences are packed: the rows and keys in front of it, its lengths. Read again
   // (from the L1 cache) after each barrier: kept in registers through the loop, they spilled others.
   __device__ __forceinline__ int first_row() const { return is_packed() ? p.packing.cu_seqlens_q[batch] : 0; }
@@ -128,7 +129,7 @@ struct BwdBlock {
     if (is_packed()) {
       return slab(p.nheads, s.head) * p.packing.m_blocks + first_packed_block(first_row(), batch, kBlockM) + s.m;
     }
-    return slab(p.nheads, s.head) * m_blocks() + s.m;
+    return slab(p.nheads, s.head) * (T::kGathered ? p.dq_blocks : m_blocks()) + s.m;
   }
   // Of dbias_cols, dk_accum and dv_accum: a key of the block's sequence.
   __device__ __forceinline__ int64_t key_row(int heads, int head, int64_t key) const {
@@ -181,9 +182,9 @@ struct BwdBlock {
     const int tiles_per_list = (p.keys.capacity + kBlockN - 1) / kBlockN;
     n_block = slot % tiles_per_list;
     const int i = slot / tiles_per_list;
-    row_block = i % p.keys.blocks;
-    head_k = i / p.keys.blocks % p.nheads_k;
-    batch = i / p.keys.blocks / p.nheads_k;
+    row_block = p.row_block_begin + i % p.row_blocks;
+    head_k = i / p.row_blocks % p.nheads_k;
+    batch = i / p.row_blocks / p.nheads_k;
     const int64_t list_i = list_index() * p.keys.blocks + row_block;
     list = p.keys.idx + list_i * p.keys.capacity;
     key0 = n_block * kBlockN;
@@ -278,13 +279,13 @@ struct BwdBlock {
   // Lists of different row blocks hold the same keys: their sums are added in the order of the blocks' numbers.
   __device__ __forceinline__ bool takes_turns_dkv() const { return T::kGeneral && p.dkv_semaphore != nullptr; }
   __device__ __forceinline__ void wait_for_turn_dkv() const {
-    const int per_head = (p.keys.capacity + kBlockN - 1) / kBlockN * p.keys.blocks;
+    const int per_head = (p.keys.capacity + kBlockN - 1) / kBlockN * p.row_blocks;
     // One launch per head of the group: the count goes on from the last launch.
     const int launch = p.group_end - p.group_begin == 1 ? p.group_begin : 0;
     wait_until(p.dkv_semaphore + slot / per_head, launch * per_head + slot % per_head);
   }
   __device__ __forceinline__ void pass_turn_dkv() const {
-    const int per_head = (p.keys.capacity + kBlockN - 1) / kBlockN * p.keys.blocks;
+    const int per_head = (p.keys.capacity + kBlockN - 1) / kBlockN * p.row_blocks;
     increment(p.dkv_semaphore + slot / per_head);
   }
 

@@ -28,7 +28,10 @@ __device__ __forceinline__ void BwdBlock<T>::store_one(const AccKV& acc, void* o
                                                        float* slots, float* accum, uint32_t tile) const {
   const int row0 = (warp % T::kWarpsNdKV) * 16 * T::MTkv, col0 = (warp / T::kWarpsNdKV) * 8 * T::NTkv;
   if (accum != nullptr || (num_splits > 1 && slots != nullptr)) {
-    if (accum != nullptr ? has_intervals() : !p.deterministic) {
+    // Deterministic sums of several blocks have a slot each, or (interval lists) are added in turns. Tiled splits
+    // always have slots.
+    const bool shares_rows = has_intervals() || (T::kGathered && num_splits > 1);
+    if (accum != nullptr ? shares_rows : !p.deterministic) {
       add_fp32_rows(acc, row0, col0, slots, accum);
     } else {
       store_fp32_rows(acc, FragmentMap(row0, col0, lane), slots, accum);
@@ -83,8 +86,8 @@ __device__ __forceinline__ void BwdBlock<T>::add_fp32_rows(const AccKV& acc, int
     }
 }
 
-// By the only block that has the row: a slot of its own, or a sum that launches for the heads of a group, which follow
-// one another, add to.
+// By the only block of the launch that has the row: a slot of its own, or a sum that launches for the heads of a group,
+// which follow one another, add to.
 template <class T>
 __device__ __forceinline__ void BwdBlock<T>::store_fp32_rows(const AccKV& acc, const FragmentMap& map, float* slots,
                                                              float* accum) const {

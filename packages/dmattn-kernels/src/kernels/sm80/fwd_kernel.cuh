@@ -17,7 +17,8 @@ struct FwdTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_, kBlockM = kBlockM_, kBlockN = kBlockN_, kWarps = kWarps_;
   static constexpr bool kGathered = kGathered_;  // keys come from a list of kept keys
-  static constexpr bool kGeneral = kLevel != Level::kPlain;
+  static constexpr bool kGeneral = is_general(kLevel);
+  static constexpr bool kPacked = kLevel == Level::kPacked;
   static constexpr bool kFull = kLevel == Level::kFull;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int MT = kBlockM / (16 * kWarps);
@@ -77,7 +78,7 @@ struct FwdBlock {
     find_key_range();
   }
 
-  __device__ __forceinline__ bool is_packed() const { return T::kGeneral && p.packing.is_active(); }
+  __device__ __forceinline__ bool is_packed() const { return T::kPacked || (T::kGeneral && p.packing.is_active()); }
   // Of the block's sequence, where sequences are packed: the rows and keys in front of it, its lengths. Read again
   // (from the L1 cache) after each barrier: kept in registers through the loop, they spilled others.
   __device__ __forceinline__ int first_row() const { return is_packed() ? p.packing.cu_seqlens_q[batch] : 0; }

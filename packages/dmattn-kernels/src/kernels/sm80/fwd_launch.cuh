@@ -8,7 +8,7 @@ namespace dmattn {
 
 template <class Element, int kHeadDim, bool kGathered, Level kLevel, Family kFamily>
 cudaError_t launch_fwd_kernel(const FwdParams& p, cudaStream_t stream) {
-  constexpr bool kPlain = kLevel == Level::kPlain && !kGathered;
+  constexpr bool kPlain = !is_general(kLevel) && !kGathered;
   constexpr Family kOther = other_family(kFamily);
   constexpr FwdTile tile = kPlain ? fwd_tile_plain(kFamily, kHeadDim) : fwd_tile(kFamily, kHeadDim);
   constexpr FwdTile other = kPlain ? fwd_tile_plain(kOther, kHeadDim) : fwd_tile(kOther, kHeadDim);
@@ -26,6 +26,11 @@ cudaError_t launch_fwd_level(Level level, const FwdParams& p, cudaStream_t strea
   switch (level) {
     case Level::kPlain:
       return launch_fwd_kernel<Element, kHeadDim, kGathered, Level::kPlain, kFamily>(p, stream);
+    case Level::kPacked:
+      if constexpr (!kGathered) {
+        return launch_fwd_kernel<Element, kHeadDim, kGathered, Level::kPacked, kFamily>(p, stream);
+      }
+      [[fallthrough]];  // gathered: general
     case Level::kGeneral:
       return launch_fwd_kernel<Element, kHeadDim, kGathered, Level::kGeneral, kFamily>(p, stream);
     default:
@@ -37,9 +42,8 @@ inline Level fwd_level(const FwdParams& p) {
   if (p.bias.kind == BiasKind::kDirect) return Level::kFull;
   // The plain path takes the maximum of the raw products, which needs a positive scale; the others scale first.
   const bool general = p.softcap > 0.f || p.bias.kind != BiasKind::kNone || p.mask.bits != nullptr ||
-                       p.packing.is_active() || !(p.softmax_scale > 0.f) ||
-                       !(p.vec_q && p.vec_k && p.vec_v && p.vec_out);
-  return general ? Level::kGeneral : Level::kPlain;
+                       !(p.softmax_scale > 0.f) || !(p.vec_q && p.vec_k && p.vec_v && p.vec_out);
+  return general ? Level::kGeneral : p.packing.is_active() ? Level::kPacked : Level::kPlain;
 }
 
 template <class Element, int kHeadDim, bool kGathered>
