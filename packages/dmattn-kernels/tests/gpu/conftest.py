@@ -21,6 +21,7 @@ if device() is None:
 
 GPU_LOST = 77  # exit code of a worker whose CUDA context an earlier kernel has destroyed
 GPU_HUNG = 78  # ... and of one whose test ran past its limit
+CACHED_BYTES = 1 << 30  # that a worker may keep between tests
 SECONDS, SLOW_SECONDS = 60, 300  # limits of a test, and of one that is marked slow
 
 
@@ -55,6 +56,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("cuda"):
                 item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _leave_memory_to_others() -> Iterator[None]:
+    """Many workers share the GPU: what a large test has taken goes back at its end."""
+    yield
+    if on_cuda() and torch.cuda.memory_reserved() > CACHED_BYTES:
+        torch.cuda.empty_cache()
 
 
 @pytest.hookimpl(tryfirst=True)
