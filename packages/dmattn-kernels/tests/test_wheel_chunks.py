@@ -125,6 +125,25 @@ def test_packed_sequences_share_out_their_heads(
     assert first["workspace_bytes"] <= 1.5 * inputs
 
 
+@pytest.mark.parametrize("bias_heads", [1, 16])
+def test_dense_operands_do_not_count(plan: Probe, bias_heads: int) -> None:
+    """A packed mask may be larger than q, k and v: rounds would not make it smaller."""
+    shape = LONG | {"nheads_k": 16, "seqlen_q": 8192, "seqlen_k": 8192}
+    arguments: dict[str, Any] = dict(shape, mask=mask(1, 16, 8192, 8192))
+    arguments["bias"] = tensor((1, bias_heads, 8192, 8192))
+    found = plan.bwd(gradients="dq dk dv dbias", **arguments)
+    assert found["chunks"] == 1
+    assert found["workspace_bytes"] > 2 * 2 * 8192 * 128 * 48
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 3, 70])
+@pytest.mark.parametrize("nheads_k", [1, 8])
+def test_many_short_sequences_take_few_rounds(plan: Probe, seqlen_q: int, nheads_k: int) -> None:
+    """Their rows are rounded up to whole blocks, which no number of rounds undoes."""
+    found = plan.bwd(batch=9000, seqlen_q=seqlen_q, seqlen_k=50, nheads=8, nheads_k=nheads_k)
+    assert 1 < found["chunks"] <= 8
+
+
 CHUNKED = [
     {"batch": 3, "nheads": 16, "nheads_k": 2},
     {"batch": 1, "nheads": 24, "nheads_k": 3},

@@ -112,6 +112,7 @@ struct BwdPlan {
   int64_t dbias_elements = 0;   // of dbias itself
   size_t dbias_zero_bytes = 0;  // of dbias itself, zeroed before the launch
   size_t workspace_bytes = 0;
+  size_t dense_bytes = 0;  // of these, what grows with seqlen_q x seqlen_k because the mask or the bias does
 };
 
 BwdPlan plan_bwd(const dmattn_bwd_params& given, const Device& device, void* workspace);

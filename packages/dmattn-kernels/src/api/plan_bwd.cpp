@@ -149,6 +149,7 @@ void place_dbias_sums(BwdPlan& plan, const dmattn_bwd_params& p, Workspace& work
   }
   if (kernel.dbias_kind == DbiasKind::kAccum && p.dbias.dtype != DMATTN_FLOAT32) {
     plan.dbias_accum = workspace.take<float>(plan.dbias_elements);
+    plan.dense_bytes += static_cast<size_t>(plan.dbias_elements) * sizeof(float);
   }
   plan.once_zero_bytes = workspace.bytes() - begin;
 }
@@ -195,6 +196,7 @@ void place_mask(BwdPlan& plan, Workspace& workspace) {
     layout_mask_bits(plan.mask, nullptr, &bytes);
     kernel.mask = layout_mask_bits(plan.mask, workspace.take_bytes(bytes), &bytes);
     kernel.mask.head_ratio = kernel.nheads / plan.mask.heads;
+    plan.dense_bytes += bytes;
   }
   if (plan.gathered && !plan.intervals) {
     plan.schedule = workspace.take<int32_t>(static_cast<int64_t>(kernel.batch) * kernel.nheads_k + 3);

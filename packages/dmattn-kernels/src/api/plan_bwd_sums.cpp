@@ -14,9 +14,11 @@ constexpr int64_t kSlotBytesFloor = int64_t{256} << 10;
 constexpr int64_t kScratchFloor = int64_t{8} << 20;
 constexpr int64_t kIntervalScratchFloor = int64_t{64} << 20;
 constexpr int64_t kIntervalBlocksPerSm = 8;
+// What rounding rows up to whole blocks adds to many short sequences is not worth any number of rounds.
+constexpr int64_t kMostRounds = 8;
 
-// What the whole workspace should keep to: with the log-sum-exp and its rest that the forward leaves for the backward,
-// 1.5 times the bytes of q, k and v, less a little.
+// What the whole workspace, but for dense_bytes, should keep to: with the log-sum-exp and its rest that the forward
+// leaves for the backward, 1.5 times the bytes of q, k and v, less a little.
 int64_t scratch_limit(const BwdParams& p) {
   const int64_t rows_q = rows_of(p) * p.packing.rows_q(p.seqlen_q);
   const int64_t rows_k = int64_t{2} * p.packing.slabs(p.batch) * p.nheads_k * p.packing.rows_k(p.seqlen_k);
@@ -107,7 +109,8 @@ void place_accumulators(BwdPlan& plan, const dmattn_bwd_params& p, const Splits&
 // Slots no more than the rest of the workspace leaves memory for.
 int64_t affordable_slots(const BwdPlan& plan, const Splits& splits, size_t workspace_bytes) {
   if (splits.slot_bytes == 0) return splits.slots;
-  const int64_t spare = std::max(scratch_limit(plan.kernel), kScratchFloor) - static_cast<int64_t>(workspace_bytes);
+  const int64_t taken = static_cast<int64_t>(workspace_bytes - plan.dense_bytes);
+  const int64_t spare = std::max(scratch_limit(plan.kernel), kScratchFloor) - taken;
   return std::min(splits.slots, std::max(spare, kSlotBytesFloor) / splits.slot_bytes);
 }
 
@@ -153,8 +156,9 @@ BwdChunk chunk_of_pairs(const BwdChunk& whole, int64_t share, bool is_packed) {
 class ChunkChoice {
  public:
   ChunkChoice(BwdPlan& plan, const dmattn_bwd_params& p, const Device& device, size_t bytes_before)
-      : plan_(plan), p_(p), device_(device), before_(static_cast<int64_t>(bytes_before)) {
-    limit_ = std::max(scratch_limit(plan.kernel), plan.intervals ? kIntervalScratchFloor : kScratchFloor);
+      : plan_(plan), p_(p), device_(device) {
+    const int64_t rest = scratch_limit(plan.kernel) - static_cast<int64_t>(bytes_before - plan.dense_bytes);
+    limit_ = std::max(rest, plan.intervals ? kIntervalScratchFloor : kScratchFloor);
   }
 
   // Leaves the largest chunk that fits in plan.chunk, or the smallest that keeps the GPU busy.
@@ -162,14 +166,14 @@ class ChunkChoice {
     if (fits(plan_.whole)) return;
     const bool is_packed = plan_.kernel.packing.is_active();
     const int64_t pairs = int64_t{is_packed ? 1 : plan_.whole.batches} * plan_.whole.heads_k;
-    for (int64_t chunks = 2; chunks < 2 * pairs; chunks += 1 + chunks / 8) {
-      if (try_chunk(chunk_of_pairs(plan_.whole, ceil_div(pairs, std::min(chunks, pairs)), is_packed))) return;
+    for (int64_t rounds = 2; rounds <= std::min(pairs, kMostRounds); ++rounds) {
+      if (try_chunk(chunk_of_pairs(plan_.whole, ceil_div(pairs, rounds), is_packed))) return;
     }
     const BwdChunk pair = plan_.chunk;
     const int32_t extent = plan_.intervals ? pair.row_blocks : pair.groups;
-    for (int32_t chunks = 2; chunks < 2 * extent; chunks += 1 + chunks / 8) {
+    for (int32_t parts = 2; parts <= extent && parts * pairs <= kMostRounds; ++parts) {
       BwdChunk chunk = pair;
-      (plan_.intervals ? chunk.row_blocks : chunk.groups) = ceil_div(extent, std::min(chunks, extent));
+      (plan_.intervals ? chunk.row_blocks : chunk.groups) = ceil_div(extent, parts);
       if (try_chunk(chunk)) return;
     }
   }
@@ -191,7 +195,7 @@ class ChunkChoice {
     place_accumulators(trial, p_, splits, sums);
     // Those of a list are cut down to what fits; a tiled kernel has them all or none.
     const int64_t slots = plan_.gathered ? 0 : splits.slots * splits.slot_bytes;
-    return before_ + static_cast<int64_t>(sums.bytes()) + slots <= limit_;
+    return static_cast<int64_t>(sums.bytes()) + slots <= limit_;
   }
 
   bool keeps_busy(const BwdChunk& chunk) const {
@@ -203,7 +207,7 @@ class ChunkChoice {
   BwdPlan& plan_;
   const dmattn_bwd_params& p_;
   const Device& device_;
-  int64_t before_, limit_;
+  int64_t limit_;  // of the sums
 };
 
 }  // namespace
