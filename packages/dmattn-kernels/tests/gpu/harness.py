@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
 import torch
 from torch import Tensor
 
@@ -10,9 +13,25 @@ from gpu.cases import Case, build
 from gpu.oracle import Deviation, Problem, Results, deviations, solve
 from gpu.poison import poisoned
 
+if TYPE_CHECKING:
+    from gpu.packed import PackedProblem
 
-def run(problem: Problem, deterministic: bool = False) -> Results:
-    """One forward and, if any gradient is wanted, one backward of `dmattn.flash_dmattn_func`."""
+
+def run(problem: Problem, deterministic: bool = False, **options: Any) -> Results:
+    """One forward and, if any gradient is wanted, one backward of `dmattn.flash_dmattn_func`.
+
+    `options`: further ones, such as window_size and selection.
+    """
+    return Results(**differentiate(problem, lambda p: call(p, deterministic, **options)))
+
+
+AnyProblem = TypeVar("AnyProblem", Problem, "PackedProblem")
+
+
+def differentiate(
+    problem: AnyProblem, forward: Callable[[AnyProblem], tuple[Tensor, Tensor]]
+) -> dict[str, Tensor]:
+    """out, lse and the gradients that are wanted, on poisoned buffers."""
     leaves = {"dq": problem.q, "dk": problem.k, "dv": problem.v, "dbias": problem.bias}
     tracked = {
         name: x.detach().requires_grad_(name[1] in problem.wants)
@@ -22,7 +41,7 @@ def run(problem: Problem, deterministic: bool = False) -> Results:
     wanted = {name: x for name, x in tracked.items() if x.requires_grad}
     problem = problem.with_(**{name[1:]: x for name, x in tracked.items()})
     with poisoned():
-        out, lse = call(problem, deterministic)
+        out, lse = forward(problem)
         grads: tuple[Tensor, ...] = ()
         if wanted:
             outputs, cotangents = [out], [problem.dout]
@@ -30,10 +49,11 @@ def run(problem: Problem, deterministic: bool = False) -> Results:
                 outputs.append(lse)
                 cotangents.append(problem.dlse)
             grads = torch.autograd.grad(outputs, list(wanted.values()), cotangents)
-    return Results(out.detach(), lse.detach(), **dict(zip(wanted, grads, strict=True)))
+    found = dict(zip(wanted, grads, strict=True))
+    return {"out": out.detach(), "lse": lse.detach(), **found}
 
 
-def call(problem: Problem, deterministic: bool = False) -> tuple[Tensor, Tensor]:
+def call(problem: Problem, deterministic: bool = False, **options: Any) -> tuple[Tensor, Tensor]:
     """out and lse, with gradients tracked for those tensors of the problem that ask for them."""
     out, lse = dmattn.flash_dmattn_func(
         problem.q,
@@ -46,8 +66,24 @@ def call(problem: Problem, deterministic: bool = False) -> tuple[Tensor, Tensor]
         softcap=problem.softcap,
         deterministic=deterministic,
         return_lse=True,
+        **options,
     )
     return out, lse
+
+
+def bytes_of(*tensors: Tensor) -> int:
+    return sum(x.numel() * x.element_size() for x in tensors)
+
+
+def peak_bytes_beside(step: Callable[[], tuple[Tensor, ...]]) -> int:
+    """The highest memory that a step takes beside what was there before and what it returns."""
+    step()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    results = step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before - bytes_of(*results)
 
 
 def check(case: Case) -> Results:

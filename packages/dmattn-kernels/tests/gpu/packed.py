@@ -15,8 +15,8 @@ from torch import Tensor
 
 import dmattn
 from gpu.cases import LAYOUTS, OPERAND_LAYOUTS, Case, build
+from gpu.harness import differentiate
 from gpu.oracle import Deviation, Problem, Results, deviations
-from gpu.poison import poisoned
 
 Lengths = Sequence[tuple[int, int]]
 
@@ -120,25 +120,7 @@ def call_packed(problem: PackedProblem, **more: Any) -> tuple[Tensor, Tensor]:
 
 def run_packed(problem: PackedProblem, **more: Any) -> dict[str, Tensor]:
     """Forward and backward on poisoned buffers: out, lse and the gradients that are wanted."""
-    leaves = {"dq": problem.q, "dk": problem.k, "dv": problem.v, "dbias": problem.bias}
-    tracked = {
-        name: x.detach().requires_grad_(name[1] in problem.wants)
-        for name, x in leaves.items()
-        if x is not None
-    }
-    wanted = {name: x for name, x in tracked.items() if x.requires_grad}
-    problem = problem.with_(**{name[1:]: x for name, x in tracked.items()})
-    with poisoned():
-        out, lse = call_packed(problem, **more)
-        grads: tuple[Tensor, ...] = ()
-        if wanted:
-            outputs, cotangents = [out], [problem.dout]
-            if problem.dlse is not None:
-                outputs.append(lse)
-                cotangents.append(problem.dlse)
-            grads = torch.autograd.grad(outputs, list(wanted.values()), cotangents)
-    found = dict(zip(wanted, grads, strict=True))
-    return {"out": out.detach(), "lse": lse.detach(), **found}
+    return differentiate(problem, lambda p: call_packed(p, **more))
 
 
 def split_results(problem: PackedProblem, found: dict[str, Tensor]) -> list[Results]:

@@ -12,7 +12,6 @@ from gpu.harness import assert_close, check, run
 from gpu.oracle import Problem
 from gpu.packed import check_packed
 from gpu.selection_cases import brute_force
-from gpu.test_window import attend
 
 pytestmark = [pytest.mark.cuda, pytest.mark.each_family, pytest.mark.slow]
 
@@ -87,17 +86,17 @@ def test_window(case: Case, deterministic: bool) -> None:
     problem = build(case)
     assert problem.bias is not None
     keep = brute_force(problem.bias[:, :, 0], 768, case.seqlen_q, True)
-    assert_close(problem.with_(mask=keep), attend(problem, 768, deterministic))
+    assert_close(problem.with_(mask=keep), run(problem, deterministic, window_size=768))
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_rows_of_one_kv_head(deterministic: bool) -> None:
     """Too long for the oracle: against calls for some of the gradients, which need no rounds."""
     problem = build(Case(20_000, 20_000, 1, 12, 1, 128, causal=True, bias="bk1k"))
-    whole = attend(problem, 2048, deterministic)
-    wanted = attend(problem.with_(wants="kvb"), 2048, deterministic)
+    whole = run(problem, deterministic, window_size=2048)
+    wanted = run(problem.with_(wants="kvb"), deterministic, window_size=2048)
     pairs = [
-        attend(_heads(problem, slice(first, first + 4)), 2048, deterministic)
+        run(_heads(problem, slice(first, first + 4)), deterministic, window_size=2048)
         for first in range(0, 12, 4)
     ]
     dq = torch.cat([pair.dq for pair in pairs if pair.dq is not None], dim=2)
@@ -107,7 +106,7 @@ def test_rows_of_one_kv_head(deterministic: bool) -> None:
         error = (found.double() - other.double()).abs().amax() / other.double().abs().amax()
         assert float(error) <= 2**-7, f"{name}: {float(error)}"
     if deterministic:
-        again = attend(problem, 2048, deterministic)
+        again = run(problem, deterministic, window_size=2048)
         for (name, a), (_, b) in zip(again.items(), whole.items(), strict=True):
             assert torch.equal(a, b), name
 

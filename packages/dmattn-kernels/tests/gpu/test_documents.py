@@ -14,8 +14,7 @@ from dmattn.ops.key_lists import build_key_lists
 from dmattn.ops.select import select_keys as select
 from gpu.cases import Case, build, case_id
 from gpu.device import require_device
-from gpu.harness import assert_close
-from gpu.oracle import Results
+from gpu.harness import assert_close, run
 from gpu.poison import poisoned
 from gpu.selection_cases import KINDS, assert_lists, brute_force, make_scores
 
@@ -150,21 +149,11 @@ def test_attention(case: Case, window: int, deterministic: bool) -> None:
     problem = build(case)
     assert problem.bias is not None
     bounds = [0, 100, 101, 229, case.seqlen_k]
-    tracked = [x.detach().requires_grad_() for x in (problem.q, problem.k, problem.v, problem.bias)]
     with poisoned():
         selection = dmattn.select_keys(problem.bias, window, cu_seqlens=bounds_tensor(bounds))
-        out, lse = dmattn.flash_dmattn_func(
-            *tracked[:3],
-            attn_bias=tracked[3],
-            softmax_scale=problem.softmax_scale,
-            is_causal=True,
-            deterministic=deterministic,
-            selection=selection,
-            return_lse=True,
-        )
-        grads = torch.autograd.grad(out, tracked, problem.dout)
+    found = run(problem, deterministic, selection=selection)
     keep = keep_within(problem.bias[:, :, 0], window, bounds)
-    assert_close(problem.with_(mask=keep), Results(out.detach(), lse.detach(), *grads))
+    assert_close(problem.with_(mask=keep), found)
 
 
 @pytest.mark.cuda
@@ -314,16 +303,7 @@ def test_unusable_scores_at_every_window() -> None:
     bias[0, 0, :, :150] = math.nan  # rows without keys
     usable = bias > -math.inf
     for window in (150, 200, 500):
-        leaves = [x.detach().requires_grad_() for x in (problem.q, problem.k, problem.v, bias)]
-        out, lse = dmattn.flash_dmattn_func(
-            *leaves[:3],
-            attn_bias=leaves[3],
-            softmax_scale=problem.softmax_scale,
-            is_causal=True,
-            window_size=window,
-            return_lse=True,
-        )
-        grads = torch.autograd.grad(out, leaves, problem.dout)
+        found = run(problem.with_(bias=bias), window_size=window)
         keep = brute_force(bias[:, :, 0], window, 200, True)
         exact = problem.with_(mask=keep, bias=torch.where(usable, bias, 0.0))
-        assert_close(exact, Results(out.detach(), lse.detach(), *grads))
+        assert_close(exact, found)

@@ -310,39 +310,3 @@ def test_call_does_not_synchronise(window: int | None) -> None:
     call_packed(problem, window_size=window)
     assert not done.query()
     torch.cuda.synchronize()
-
-
-@pytest.mark.cuda
-@pytest.mark.slow
-def test_memory_follows_the_total() -> None:
-    """One long sequence among many short ones: far from what padding all to its length takes."""
-    lengths = ((8000, 8000), *((16, 16) for _ in range(250)))
-    total = sum(m for m, _ in lengths)
-    device = torch.device("cuda")
-    q = torch.randn(total, 8, 64, device=device).bfloat16().requires_grad_()
-    k, v = (torch.randn(total, 2, 64, device=device).bfloat16().requires_grad_() for _ in "kv")
-    bias = torch.randn(total, 2, device=device).bfloat16().requires_grad_()
-    rows = [0]
-    for m, _ in lengths:
-        rows.append(rows[-1] + m)
-    cu = torch.tensor(rows, dtype=torch.int32, device=device)
-    dout = torch.randn_like(q)
-    keep = torch.rand(total, 2, device=device) < 0.5
-
-    def step() -> tuple[Tensor, ...]:
-        out = dmattn.flash_dmattn_varlen_func(
-            *(q, k, v, cu, cu, 8000, 8000), attn_mask=keep, attn_bias=bias, is_causal=True
-        )
-        return (out, *torch.autograd.grad(out, (q, k, v, bias), dout))
-
-    step()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    results = step()
-    torch.cuda.synchronize()
-    beside = torch.cuda.max_memory_allocated() - before
-    beside -= sum(x.numel() * x.element_size() for x in results)
-    # Each sequence may start a block of 128 rows of its own.
-    padded_rows = total + 128 * len(lengths)
-    assert beside <= 1.5 * padded_rows * (8 + 2 + 2) * 64 * 2

@@ -11,7 +11,7 @@ from torch import Tensor
 import dmattn
 from gpu.cases import Case, build, case_id
 from gpu.device import on_cuda, require_device
-from gpu.harness import assert_close
+from gpu.harness import assert_close, run
 from gpu.oracle import Problem, Results
 from gpu.poison import poisoned
 from gpu.selection_cases import KINDS, assert_lists, brute_force, make_scores
@@ -128,35 +128,6 @@ ATTENTION = [
 ]
 
 
-def attend(problem: Problem, window: int, deterministic: bool) -> Results:
-    leaves = {"dq": problem.q, "dk": problem.k, "dv": problem.v, "dbias": problem.bias}
-    tracked = {
-        name: x.detach().requires_grad_(name[1] in problem.wants)
-        for name, x in leaves.items()
-        if x is not None
-    }
-    wanted = {name: x for name, x in tracked.items() if x.requires_grad}
-    with poisoned():
-        out, lse = dmattn.flash_dmattn_func(
-            tracked["dq"],
-            tracked["dk"],
-            tracked["dv"],
-            attn_bias=tracked["dbias"],
-            softmax_scale=problem.softmax_scale,
-            is_causal=problem.is_causal,
-            softcap=problem.softcap,
-            deterministic=deterministic,
-            window_size=window,
-            return_lse=True,
-        )
-        outputs, cotangents = [out], [problem.dout]
-        if problem.dlse is not None:
-            outputs.append(lse)
-            cotangents.append(problem.dlse)
-        grads = torch.autograd.grad(outputs, list(wanted.values()), cotangents)
-    return Results(out.detach(), lse.detach(), **dict(zip(wanted, grads, strict=True)))
-
-
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("window", [1, 40, 128, 200])
 @pytest.mark.parametrize("case", ATTENTION, ids=case_id)
@@ -164,7 +135,7 @@ def test_attention(case: Case, window: int, deterministic: bool) -> None:
     problem = build(case)
     assert problem.bias is not None
     keep = brute_force(problem.bias[:, :, 0], window, case.seqlen_q, case.causal)
-    found = attend(problem, window, deterministic)
+    found = run(problem, deterministic, window_size=window)
     assert_close(problem.with_(mask=keep), found)
 
 
@@ -173,12 +144,14 @@ def test_lowest_scores_have_exact_gradients() -> None:
     problem = build(Case(300, 300, 1, 4, 2, 64, causal=True, bias="bk1k", bias_f32=True))
     lowest = torch.full_like(problem.bias, torch.finfo(torch.float32).min)
     low, zero = (
-        attend(problem.with_(bias=bias, wants="qkv"), 50, True)
+        run(problem.with_(bias=bias, wants="qkv"), True, window_size=50)
         for bias in (lowest, torch.zeros_like(lowest))
     )
     # The lowest float swallows q.k: every kept key weighs the same, as it would without q.
-    flat = attend(
-        problem.with_(bias=torch.zeros_like(lowest), softmax_scale=0.0, wants="qkv"), 50, True
+    flat = run(
+        problem.with_(bias=torch.zeros_like(lowest), softmax_scale=0.0, wants="qkv"),
+        True,
+        window_size=50,
     )
     torch.testing.assert_close(low.dv, flat.dv, atol=2e-2, rtol=2e-2)
     torch.testing.assert_close(low.out, flat.out, atol=1e-2, rtol=1e-2)
@@ -189,16 +162,18 @@ def test_more_rows_than_keys() -> None:
     problem = build(Case(300, 130, 2, 4, 2, 64, causal=True, bias="bk1k"))
     assert problem.bias is not None
     keep = brute_force(problem.bias[:, :, 0], 20, 300, True)
-    assert_close(problem.with_(mask=keep), attend(problem, 20, True))
+    assert_close(problem.with_(mask=keep), run(problem, True, window_size=20))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ATTENTION[:4], ids=case_id)
 def test_deterministic_repeat(case: Case) -> None:
     problem = build(case)
-    want = attend(problem, 60, True)
+    want = run(problem, True, window_size=60)
     for _ in range(25):
-        for (name, a), (_, b) in zip(attend(problem, 60, True).items(), want.items(), strict=True):
+        for (name, a), (_, b) in zip(
+            run(problem, True, window_size=60).items(), want.items(), strict=True
+        ):
             assert torch.equal(a, b), name
 
 
@@ -215,22 +190,7 @@ def test_one_selection_serves_many_layers() -> None:
         keep = selection.to_mask()
         for seed in range(2):
             problem = build(Case(400, 400, 2, 4, 2, 64, causal=True, bias="bk1k", seed=seed))
-            tracked = [
-                x.detach().requires_grad_()
-                for x in (problem.q, problem.k, problem.v, problem.bias)
-                if x is not None
-            ]
-            with poisoned():
-                out, lse = dmattn.flash_dmattn_func(
-                    *tracked[:3],
-                    attn_bias=tracked[3],
-                    softmax_scale=problem.softmax_scale,
-                    is_causal=True,
-                    selection=selection,
-                    return_lse=True,
-                )
-                grads = torch.autograd.grad(out, tracked, problem.dout)
-            assert_close(problem.with_(mask=keep), Results(out.detach(), lse.detach(), *grads))
+            assert_close(problem.with_(mask=keep), run(problem, selection=selection))
 
 
 # --- decoding -------------------------------------------------------------------------------------
@@ -445,21 +405,3 @@ def test_operators_pass_opcheck(causal: bool) -> None:
     torch.library.opcheck(
         torch.ops.dmattn.cache_append_and_attend.default, (q, k, v, score, None, *state, 0.1, 0.0)
     )
-
-
-@pytest.mark.cuda
-@pytest.mark.slow
-def test_memory_of_long_contexts() -> None:
-    """A million keys: beside inputs and outputs, less than k and v together."""
-    seqlen, window = 1 << 20, 2048
-    device = require_device()
-    q = torch.randn(1, seqlen, 8, 128, device=device, dtype=torch.bfloat16)
-    k, v = torch.randn(2, 1, seqlen, 2, 128, device=device, dtype=torch.bfloat16).unbind()
-    score = torch.randn(1, 2, 1, seqlen, device=device)
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    out = dmattn.flash_dmattn_func(q, k, v, attn_bias=score, is_causal=True, window_size=window)
-    torch.cuda.synchronize()
-    beside = torch.cuda.max_memory_allocated() - before - out.numel() * out.element_size()
-    assert beside < 2 * k.numel() * k.element_size(), f"{beside / 2**20:.0f} MB"
