@@ -1,18 +1,12 @@
 // Moving row tiles between global and shared memory: vectors where rows start on 16 bytes, element loads where not.
 #pragma once
 
+#include <type_traits>
+
 #include "atoms.cuh"
+#include "key_source.cuh"
 
 namespace dmattn {
-
-struct RowIdentity {
-  __device__ __forceinline__ int64_t operator()(int row) const { return row; }
-};
-// Rows picked by a list of key indices in shared memory.
-struct RowGather {
-  const int32_t* idx;
-  __device__ __forceinline__ int64_t operator()(int row) const { return idx[row]; }
-};
 
 // The aligned word at ptr, `left` of whose elements (from its first) may be read; the others count as 0.
 __device__ __forceinline__ uint32_t load_word(const uint16_t* ptr, int left) {

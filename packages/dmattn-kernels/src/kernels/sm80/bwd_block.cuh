@@ -3,11 +3,11 @@
 // added to global memory in fp32.
 #pragma once
 
-#include <climits>
-
+#include "../common/attention_block.cuh"
 #include "../common/mask_tiles.cuh"
 #include "../common/scores.cuh"
 #include "../common/work.cuh"
+#include "../common/work_index.cuh"
 #include "../tiles.h"
 #include "launch.cuh"
 
@@ -21,7 +21,7 @@ struct BwdTraits {
   static constexpr bool kGathered = kGathered_;
   // The plain kernel has no branches on what is wanted, so that its last three products are one block to schedule.
   static constexpr bool kGeneral = is_general(kLevel);
-  static constexpr bool kPacked = kLevel == Level::kPacked;
+  static constexpr bool kPacked = kLevel == Level::kPacked, kMayBePacked = kGeneral;
   static constexpr bool kFull = kLevel == Level::kFull;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kStagesQ = kTile.stages_q;
@@ -41,7 +41,8 @@ struct BwdTraits {
   static constexpr uint32_t kQ = kV + kTileK;
   static constexpr uint32_t kdO = kQ + kStagesQ * kTileQ;
   // A second stage of dO saves the barrier between dV's product and the next load of dO, where it fits.
-  static constexpr uint32_t kSmallBytes = 4 * kBlockM * 4 + (kGathered ? 3 * kBlockN * 4 : 0) +
+  static constexpr uint32_t kSeqlenBytes = kPacked || kMayBePacked ? sizeof(SeqlenInfo) : 0;
+  static constexpr uint32_t kSmallBytes = 4 * kBlockM * 4 + (kGathered ? 3 * kBlockN * 4 : 0) + kSeqlenBytes +
                                           (kGeneral ? 2 * kBlockN * 4 : 0) +
                                           (kGeneral && !kGathered ? kBlockM * kMaskWords * 4 : 0);
   static constexpr uint32_t kSmemLimit = (kFamily == Family::kSm89 ? 99 : 163) * 1024;
@@ -54,17 +55,21 @@ struct BwdTraits {
   static constexpr uint32_t kInterval = kKeyIdx + (kGathered ? kBlockN * 4 : 0);   // KeyInterval [kBlockN]
   static constexpr uint32_t kKeyBias = kInterval + (kGathered ? kBlockN * 8 : 0);  // float [2][kBlockN]
   static constexpr uint32_t kMask = kKeyBias + (kGeneral ? 2 * kBlockN * 4 : 0);
-  static constexpr uint32_t kSmemBytes = kMask + (kGeneral && !kGathered ? kBlockM * kMaskWords * 4 : 0);
+  static constexpr uint32_t kSeqlens = kMask + (kGeneral && !kGathered ? kBlockM * kMaskWords * 4 : 0);  // SeqlenInfo
+  static constexpr uint32_t kSmemBytes = kSeqlens + kSeqlenBytes;
   static_assert(kSmemBytes <= kSmemLimit);
 };
 
 template <class T>
-struct BwdBlock {
+struct BwdBlock : AttentionBlock<T, BwdParams> {
+  using Base = AttentionBlock<T, BwdParams>;
   using Element = typename T::Element;
+  using Base::batch, Base::lane, Base::p, Base::smem, Base::warp;
+  using Base::causal_offset, Base::first_key, Base::first_row, Base::has_intervals, Base::is_packed;
+  using Base::keys_before, Base::seqlen_k, Base::seqlen_q;
   static constexpr int kBlockM = T::kBlockM, kBlockN = T::kBlockN, kHeadDim = T::kHeadDim;
   // Scores are only scaled and cut in the plain kernel; the general one adds bias, mask words and softcap.
   using Scores = float[T::MTs][T::NTs][4];
-  using ScoreMap = FragmentMap;
 
   // One step of the loop: a query head and a block of its rows.
   struct Step {
@@ -73,11 +78,8 @@ struct BwdBlock {
     int left;  // steps that remain, this one included; 0: done
   };
 
-  const BwdParams& p;
-  char* smem;
   uint32_t smem_base;
-  int warp, lane;
-  int batch, head_k, n_block;
+  int head_k, n_block;
   int slot;  // of dk_slots, dv_slots
   int num_splits;
   int key0, keys;  // first key (or list entry) and number of keys of the tile
@@ -90,29 +92,12 @@ struct BwdBlock {
   bool active;
 
   __device__ __forceinline__ BwdBlock(const BwdParams& params, char* smem_)
-      : p(params), smem(smem_), smem_base(smem_u32(smem_)), warp(threadIdx.x / 32), lane(threadIdx.x & 31) {
+      : Base(params, smem_), smem_base(smem_u32(smem_)) {
     list = nullptr;
     active = find_tile();
     if (active) find_steps();
   }
 
-  __device__ __forceinline__ bool is_packed() const { return T::kPacked || (T::kGeneral && p.packing.is_active()); }
-  // Of the block's sequence, where sequences are packed: the rows and keys in front of it, its lengths. Read again
-  // (from the L1 cache) after each barrier: kept in registers through the loop, they spilled others.
-  __device__ __forceinline__ int first_row() const { return is_packed() ? p.packing.cu_seqlens_q[batch] : 0; }
-  __device__ __forceinline__ int keys_before() const { return is_packed() ? p.packing.cu_seqlens_k[batch] : 0; }
-  __device__ __forceinline__ int seqlen_q() const {
-    return is_packed() ? p.packing.cu_seqlens_q[batch + 1] - first_row() : p.seqlen_q;
-  }
-  __device__ __forceinline__ int seqlen_k() const {
-    return is_packed() ? p.packing.cu_seqlens_k[batch + 1] - keys_before() : p.seqlen_k;
-  }
-  // Where a tile's keys count from: in their sequence, or, listed, in all sequences.
-  __device__ __forceinline__ int first_key() const { return T::kGathered ? 0 : keys_before(); }
-  // Row i sees the keys up to i + causal_offset(), as tiles count them.
-  __device__ __forceinline__ int causal_offset() const {
-    return (T::kGathered && is_packed() ? p.packing.cu_seqlens_k[batch + 1] : seqlen_k()) - seqlen_q();
-  }
   __device__ __forceinline__ int m_blocks() const { return (seqlen_q() + kBlockM - 1) / kBlockM; }
 
   // Where things lie in arrays of the workspace, which have no batch when sequences are packed.
@@ -150,46 +135,56 @@ struct BwdBlock {
       n_block = tile - __ldg(first_tile + i);
       head_k = i % p.nheads_k;
       batch = i / p.nheads_k;
-      list = p.keys.idx + (is_packed() ? packed_list() : list_index() * p.keys.capacity);
-      keys_total = __ldg(p.keys.count + list_index());
+      Base::find_sequence();
+      list = Base::list_of(list_head(), list_index());
+      keys_total = read_list_count(p.keys, list_index());
     } else {
       num_splits = p.num_splits;
-      const int n_blocks = (p.seqlen_k + kBlockN - 1) / kBlockN;
-      const int tile = slot / num_splits;
-      n_block = tile % n_blocks;
-      head_k = tile / n_blocks % p.nheads_k;
-      batch = tile / n_blocks / p.nheads_k;
+      WorkIndex work(slot / num_splits);
+      n_block = work.take((p.seqlen_k + kBlockN - 1) / kBlockN);
+      head_k = work.take(p.nheads_k);
+      batch = work.rest;
+      Base::find_sequence();
       keys_total = seqlen_k();
     }
     key0 = n_block * kBlockN;
     keys = min(kBlockN, keys_total - key0);
-    return !is_packed() || keys > 0;  // the longest sequence has more tiles than this one
+    if (!is_packed()) return true;
+    return keys > 0 && list_ascends();  // the longest sequence has more tiles than this one
+  }
+  // The list of a packed sequence is ascending unless other sequences wrote over it, which wrong cu_seqlens lead to. A
+  // tile then could wait for a turn of dq that a lower one, whose keys come later, never takes (see wait_for_turn): no
+  // tile from the first one out of order on may take part. Deterministic causal calls only; a few loads a lane.
+  __device__ __forceinline__ bool list_ascends() const {
+    if (!(T::kGathered && T::kGeneral) || p.dq_semaphore == nullptr || !p.is_causal) return true;
+    bool ascends = true;
+    for (int tile = lane; tile < n_block; tile += 32) {
+      ascends &= __ldg(list + tile * kBlockN) <= __ldg(list + (tile + 1) * kBlockN);
+    }
+    return __all_sync(0xffffffffu, ascends);
   }
 
-  __device__ __forceinline__ bool has_intervals() const { return T::kGathered && p.keys.block_rows > 0; }
-  __device__ __forceinline__ int64_t list_index() const {
-    const int head = head_k * p.head_ratio + p.group_begin;
-    return static_cast<int64_t>(p.keys.batch > 1 ? batch : 0) * p.keys.heads + head / p.keys.head_ratio;
-  }
-  __device__ __forceinline__ int64_t packed_list() const {
-    const int head = head_k * p.head_ratio + p.group_begin;
-    return static_cast<int64_t>(head / p.keys.head_ratio) * p.keys.capacity +
-           static_cast<int64_t>(first_packed_block(keys_before(), batch, kListBlock)) * kListBlock;
+  // All query heads of a launch have the list of the first.
+  __device__ __forceinline__ int list_head() const { return head_k * p.head_ratio + p.group_begin; }
+  __device__ __forceinline__ int64_t list_index() const { return Base::list_index(list_head()); }
+  // The position that entry `entry` of the tile names.
+  __device__ __forceinline__ int read_position(int entry) const {
+    return Base::key_limits().position(__ldg(list + key0 + entry));
   }
   // Interval lists: blockIdx.x -> (batch, kv head, row block, tile of its list). Nearly all lists fill their capacity.
   __device__ __forceinline__ bool find_interval_tile() {
     num_splits = 1;
-    const int tiles_per_list = (p.keys.capacity + kBlockN - 1) / kBlockN;
-    n_block = slot % tiles_per_list;
-    const int i = slot / tiles_per_list;
-    row_block = p.row_block_begin + i % p.row_blocks;
-    head_k = i / p.row_blocks % p.nheads_k;
-    batch = i / p.row_blocks / p.nheads_k;
+    WorkIndex work(slot);
+    n_block = work.take((p.keys.capacity + kBlockN - 1) / kBlockN);
+    row_block = p.row_block_begin + work.take(p.row_blocks);
+    head_k = work.take(p.nheads_k);
+    batch = work.rest;
     const int64_t list_i = list_index() * p.keys.blocks + row_block;
     list = p.keys.idx + list_i * p.keys.capacity;
     key0 = n_block * kBlockN;
-    keys = min(kBlockN, __ldg(p.keys.count + list_i) - key0);
-    keys_full = __ldg(p.keys.full + list_i) - key0;
+    const int count = read_list_count(p.keys, list_i);
+    keys = min(kBlockN, count - key0);
+    keys_full = read_list_full(p.keys, list_i, count) - key0;
     return keys > 0;
   }
 
@@ -202,7 +197,7 @@ struct BwdBlock {
       m_begin = row_block * p.keys.block_rows / kBlockM;
       m_end = min(m_end, (row_block + 1) * p.keys.block_rows / kBlockM);
     } else if (p.is_causal) {
-      const int first_position = T::kGathered ? __ldg(list + key0) : key0;
+      const int first_position = T::kGathered ? read_position(0) : key0;
       m_begin = min(max(0, first_position - causal_offset()) / kBlockM, m_end);
     }
     const int per_head = m_end - m_begin;
@@ -227,13 +222,10 @@ struct BwdBlock {
     first = skip_empty(first);
   }
 
-  __device__ __forceinline__ int64_t mask_index(int head) const {
-    return static_cast<int64_t>(p.mask.batch > 1 ? batch : 0) * p.mask.heads + head / p.mask.head_ratio;
-  }
   __device__ __forceinline__ void set_mask_tiles(int head) {
     if (p.mask.bits == nullptr) return;
     const int word = is_packed() ? first_packed_block(first_row(), batch, kMaskWordRows) : 0;
-    const int64_t i = mask_index(head) * p.mask.bands_k * p.mask.words_q + word;
+    const int64_t i = Base::mask_index(head) * p.mask.bands_k * p.mask.words_q + word;
     tiles =
         MaskTiles<kBlockN, kBlockM>(p.mask.any_cols + i, p.mask.all_cols + i, p.mask.words_q, p.mask.bands_k, n_block);
   }
@@ -269,8 +261,9 @@ struct BwdBlock {
   // --- deterministic dq ----------------------------------------------------------------------------------------------
 
   __device__ __forceinline__ int32_t* semaphore(const Step& s) const { return p.dq_semaphore + dq_block(s); }
-  // Key tiles add to a row block in ascending order. Blocks start in ascending order too, so the one that is waited
-  // for is running.
+  // Key tiles add to a row block in ascending order, each after as many turns as there are tiles before it. Blocks
+  // start in ascending order too, so the one that is waited for is running. All lower tiles of a sequence take a turn
+  // at every row block that this one visits: find_steps() begins no later for them.
   __device__ __forceinline__ void wait_for_turn(const Step& s) const { wait_until(semaphore(s), n_block); }
   __device__ __forceinline__ void pass_turn(const Step& s) const { increment(semaphore(s)); }
 
@@ -292,7 +285,8 @@ struct BwdBlock {
   static __device__ __forceinline__ void wait_until(const int32_t* counter, int value) {
     if (threadIdx.x == 0) {
       const volatile int32_t* turn = counter;
-      while (*turn != value) __nanosleep(64);
+      // Not "equal": where wrong cu_seqlens make sequences overlap, both raise the counter.
+      while (*turn < value) __nanosleep(64);
       __threadfence();
     }
     __syncthreads();
@@ -306,7 +300,7 @@ struct BwdBlock {
   // --- loads: bwd_loads.cuh -----------------------------------------------------------------------------------------
 
   __device__ __forceinline__ const Element* head_ptr(const void* base, const Strides3& s, int head) const {
-    return static_cast<const Element*>(base) + batch * s.batch + head * s.head;
+    return Base::template head_ptr<Element>(base, s, head);
   }
   __device__ __forceinline__ void load_kv(uint32_t dst, const void* base, const Strides3& s, bool vec_given) const;
   __device__ __forceinline__ void load_rows(uint32_t dst, const void* base, const Strides3& s, bool vec,
@@ -316,13 +310,12 @@ struct BwdBlock {
   __device__ __forceinline__ void load_row_stats(const Step& s, int buf) const;
   __device__ __forceinline__ void load_bias_and_mask(const Step& s) const;
   __device__ __forceinline__ ShiftedTile<kBlockN> bias_tile(const Step& s) const {
-    return {static_cast<const uint16_t*>(p.bias.ptr) + bias_base(s.head) +
+    return {static_cast<const uint16_t*>(p.bias.ptr) + Base::bias_base(s.head) +
                 static_cast<int64_t>(s.m) * kBlockM * p.bias.row_stride + key0,
             p.bias.row_stride};
   }
   __device__ __forceinline__ bool bias_is_shifted() const;
   __device__ __forceinline__ bool has_score_tiles() const;
-  __device__ __forceinline__ int64_t bias_base(int head) const;
   __device__ __forceinline__ bool has_key_bias() const { return T::kGeneral && p.bias.kind == BiasKind::kKey; }
   __device__ __forceinline__ float fetch_key_bias(const Step& s) const;
   __device__ __forceinline__ int32_t* key_idx() const { return reinterpret_cast<int32_t*>(smem + T::kKeyIdx); }
@@ -337,7 +330,7 @@ struct BwdBlock {
     return __ldg(p.lse_rest + row_stats(step) + row);
   }
   // s: raw products -> probabilities.
-  __device__ __forceinline__ void probabilities(Scores& s, const Step& step, int buf, const ScoreMap& map) {
+  __device__ __forceinline__ void probabilities(Scores& s, const Step& step, int buf, const FragmentMap& map) {
     ScoreInputs in;
     in.key_idx = T::kGathered ? key_idx() : nullptr;
     in.key_intervals = smem_base + T::kInterval;
@@ -354,7 +347,7 @@ struct BwdBlock {
         add_shifted_bias<Element>(s, bias_tile(step), smem_base + T::kP, map);
         __syncthreads();  // P and dS go where other threads' bias was
       } else if (p.bias.kind != BiasKind::kNone) {
-        add_bias<Element, kBlockN, T::kGathered, T::kFull>(s, p.bias, bias_base(step.head), in, map);
+        add_bias<Element, kBlockN, T::kGathered, T::kFull>(s, p.bias, Base::bias_base(step.head), in, map);
       }
       if constexpr (!T::kGathered) {
         if (p.mask.bits != nullptr) apply_mask_words<kBlockN>(s, in, map);
@@ -388,7 +381,7 @@ struct BwdBlock {
 
   // dp = prob * (dp - delta); the plain kernel folds softmax_scale in, one FFMA for the FADD, so that neither dq nor
   // dk has to be scaled. The general one cannot: dbias takes the unscaled value.
-  __device__ __forceinline__ void logit_gradients(Scores& dp, const Scores& prob, int buf, const ScoreMap& map) const {
+  __device__ __forceinline__ void logit_gradients(Scores& dp, const Scores& prob, int buf, const FragmentMap& map) const {
     const float* delta = reinterpret_cast<const float*>(smem + T::kDelta) + buf * kBlockM;
 #pragma unroll
     for (int mt = 0; mt < T::MTs; ++mt)
@@ -422,9 +415,9 @@ struct BwdBlock {
   // --- dbias: bwd_dbias.cuh -----------------------------------------------------------------------------------------
 
   __device__ __forceinline__ void add_column_sums(float (&sums)[T::NTs][2], const Scores& ds) const;
-  __device__ __forceinline__ void flush_column_sums(float (&sums)[T::NTs][2], int head, const ScoreMap& map) const;
+  __device__ __forceinline__ void flush_column_sums(float (&sums)[T::NTs][2], int head, const FragmentMap& map) const;
   __device__ __forceinline__ int64_t dbias_base(const Step& s) const;
-  __device__ __forceinline__ void store_dbias(const Scores& ds, const Step& s, const ScoreMap& map) const;
+  __device__ __forceinline__ void store_dbias(const Scores& ds, const Step& s, const FragmentMap& map) const;
   __device__ __forceinline__ bool dbias_from_smem() const;
   __device__ __forceinline__ void copy_dbias(const Step& s) const;
 
@@ -440,11 +433,11 @@ struct BwdBlock {
   __device__ __forceinline__ bool wants_dq() const { return !T::kGeneral || p.dq_accum != nullptr; }
   __device__ __forceinline__ bool wants_dk() const;
   __device__ __forceinline__ bool wants_dv() const;
-  __device__ __forceinline__ void middle(Scores& s, Scores& dp, const Step& step, int buf, const ScoreMap& map,
+  __device__ __forceinline__ void middle(Scores& s, Scores& dp, const Step& step, int buf, const FragmentMap& map,
                                          float (&column_sums)[T::NTs][2]);
   __device__ __forceinline__ int map_row0() const { return (warp % T::kWarpsMSdP) * 16 * T::MTs; }
   __device__ __forceinline__ int map_col0() const { return (warp / T::kWarpsMSdP) * 8 * T::NTs; }
-  __device__ __forceinline__ void take_dbias(const Scores& ds, const Step& step, const ScoreMap& map,
+  __device__ __forceinline__ void take_dbias(const Scores& ds, const Step& step, const FragmentMap& map,
                                              float (&column_sums)[T::NTs][2]) const;
   static __device__ __forceinline__ void copy(Scores& dst, const Scores& src);
   static __device__ __forceinline__ void multiply(Scores& dst, const Scores& factor);

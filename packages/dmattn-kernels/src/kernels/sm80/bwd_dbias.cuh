@@ -18,7 +18,7 @@ __device__ __forceinline__ void BwdBlock<T>::add_column_sums(float (&sums)[T::NT
 // The head's column sums over this block's rows, through P's tile (free between two barriers), in a fixed order.
 template <class T>
 __device__ __forceinline__ void BwdBlock<T>::flush_column_sums(float (&sums)[T::NTs][2], int head,
-                                                               const ScoreMap& map) const {
+                                                               const FragmentMap& map) const {
   float* scratch = reinterpret_cast<float*>(smem + T::kP);  // [kWarpsMSdP][kBlockN]
   if (takes_turns_dkv()) wait_for_turn_dkv();
   __syncthreads();
@@ -52,7 +52,7 @@ __device__ __forceinline__ int64_t BwdBlock<T>::dbias_base(const Step& s) const 
 
 // dbias entries of the tile from registers: any alignment, fp32 too.
 template <class T>
-__device__ __forceinline__ void BwdBlock<T>::store_dbias(const Scores& ds, const Step& s, const ScoreMap& map) const {
+__device__ __forceinline__ void BwdBlock<T>::store_dbias(const Scores& ds, const Step& s, const FragmentMap& map) const {
   const bool is_f32 = p.bias.dtype == Dtype::kFloat32;
 #pragma unroll
   for (int mt = 0; mt < T::MTs; ++mt)

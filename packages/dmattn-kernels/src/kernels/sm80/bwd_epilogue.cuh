@@ -57,7 +57,7 @@ __device__ __forceinline__ float* BwdBlock<T>::fp32_row(int row, float* slots, f
   if (accum == nullptr) {
     return slots + (static_cast<int64_t>(p.deterministic ? slot : slot / num_splits) * kBlockN + row) * kHeadDim;
   }
-  const int64_t key = T::kGathered ? __ldg(list + key0 + row) : key0 + row;
+  const int64_t key = T::kGathered ? read_position(row) : key0 + row;
   return accum + key_row(p.nheads_k, head_k, key) * p.head_dim;
 }
 

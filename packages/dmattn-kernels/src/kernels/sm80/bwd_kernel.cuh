@@ -44,7 +44,7 @@ template <class T>
 __device__ __forceinline__ int BwdBlock<T>::load_key_idx() const {
   int idx = 0;
   if (threadIdx.x < kBlockN) {
-    idx = __ldg(list + key0 + threadIdx.x);
+    idx = read_position(threadIdx.x);
     key_idx()[threadIdx.x] = idx;
   }
   __syncthreads();
@@ -83,7 +83,7 @@ __device__ __forceinline__ void BwdBlock<T>::loop(float (&acc_dk)[T::MTkv][T::NT
   const int row_s = (warp % T::kWarpsMSdP) * 16 * T::MTs, col_s = (warp / T::kWarpsMSdP) * 8 * T::NTs;
   const int key_kv = (warp % T::kWarpsNdKV) * 16 * T::MTkv, dim_kv = (warp / T::kWarpsNdKV) * 8 * T::NTkv;
   const int row_q = (warp % T::kWarpsMdQ) * 16 * T::MTq, dim_q = (warp / T::kWarpsMdQ) * 8 * T::NTq;
-  const ScoreMap map(row_s, col_s, lane);
+  const FragmentMap map(row_s, col_s, lane);
   // S = Q K^T, dP = dO V^T
   const Operand<kHeadDim, true, false> q_rows(smem_base + T::kQ, row_s, lane), do_rows(smem_base + T::kdO, row_s, lane);
   const Operand<kHeadDim, false, false> k_rows(smem_base + T::kK, col_s, lane), v_rows(smem_base + T::kV, col_s, lane);
@@ -177,7 +177,7 @@ __device__ __forceinline__ bool BwdBlock<T>::wants_dv() const {
 // From the two raw products to P and dS in shared memory, and what dbias takes from dS on the way.
 template <class T>
 __device__ __forceinline__ void BwdBlock<T>::middle(Scores& s, Scores& dp, const Step& step, int buf,
-                                                    const ScoreMap& map, float (&column_sums)[T::NTs][2]) {
+                                                    const FragmentMap& map, float (&column_sums)[T::NTs][2]) {
   if (T::kFull && p.softcap > 0.f) {
     // The derivative of softcap needs the raw products, which the probabilities overwrite: P first, into shared
     // memory, and the derivative from the products kept aside.
@@ -199,7 +199,7 @@ __device__ __forceinline__ void BwdBlock<T>::middle(Scores& s, Scores& dp, const
 }
 
 template <class T>
-__device__ __forceinline__ void BwdBlock<T>::take_dbias(const Scores& ds, const Step& step, const ScoreMap& map,
+__device__ __forceinline__ void BwdBlock<T>::take_dbias(const Scores& ds, const Step& step, const FragmentMap& map,
                                                         float (&column_sums)[T::NTs][2]) const {
   if constexpr (T::kGeneral) {
     if (p.dbias_kind == DbiasKind::kKey) {

@@ -65,7 +65,7 @@ __device__ __forceinline__ void BwdBlock<T>::load_bias_and_mask(const Step& s) c
       }
     }
     if (p.mask.bits != nullptr) {
-      load_mask_words<kBlockM, T::kMaskWords, T::kThreads>(smem_base + T::kMask, p.mask, mask_index(s.head),
+      load_mask_words<kBlockM, T::kMaskWords, T::kThreads>(smem_base + T::kMask, p.mask, Base::mask_index(s.head),
                                                            first_row() + s.m * kBlockM, seqlen_q() - s.m * kBlockM,
                                                            n_block * T::kMaskWords);
     }
@@ -85,17 +85,11 @@ __device__ __forceinline__ bool BwdBlock<T>::has_score_tiles() const {
 }
 
 template <class T>
-__device__ __forceinline__ int64_t BwdBlock<T>::bias_base(int head) const {
-  return batch * p.bias.batch_stride + (head / p.bias.head_ratio) * p.bias.head_stride +
-         first_row() * p.bias.row_stride + keys_before() * p.packing.bias_col_stride;
-}
-
-template <class T>
 __device__ __forceinline__ float BwdBlock<T>::fetch_key_bias(const Step& s) const {
   if (static_cast<int>(threadIdx.x) >= keys) return 0.f;
   const int64_t key = T::kGathered ? key_idx()[threadIdx.x] : key0 + static_cast<int>(threadIdx.x);
   constexpr bool kIsBf16 = std::is_same_v<Element, cutlass::bfloat16_t>;
-  return load_bias(p.bias, bias_base(s.head) + key * p.bias.col_stride, kIsBf16);
+  return load_bias(p.bias, Base::bias_base(s.head) + key * p.bias.col_stride, kIsBf16);
 }
 
 template <class T>

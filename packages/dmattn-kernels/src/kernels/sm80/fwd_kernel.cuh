@@ -1,12 +1,12 @@
 // Forward attention for sm80 and later: mma.sync, cp.async, one block per kBlockM query rows of one head.
 #pragma once
 
-#include <climits>
-
+#include "../common/attention_block.cuh"
 #include "../common/mask_tiles.cuh"
 #include "../common/scores.cuh"
 #include "../common/softmax.cuh"
 #include "../common/work.cuh"
+#include "../common/work_index.cuh"
 #include "../tiles.h"
 #include "launch.cuh"
 
@@ -18,7 +18,7 @@ struct FwdTraits {
   static constexpr int kHeadDim = kHeadDim_, kBlockM = kBlockM_, kBlockN = kBlockN_, kWarps = kWarps_;
   static constexpr bool kGathered = kGathered_;  // keys come from a list of kept keys
   static constexpr bool kGeneral = is_general(kLevel);
-  static constexpr bool kPacked = kLevel == Level::kPacked;
+  static constexpr bool kPacked = kLevel == Level::kPacked, kMayBePacked = kGeneral;
   static constexpr bool kFull = kLevel == Level::kFull;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int MT = kBlockM / (16 * kWarps);
@@ -35,7 +35,8 @@ struct FwdTraits {
   static constexpr uint32_t kInterval = kKeyIdx + (kGathered ? 2 * kBlockN * 4 : 0);   // KeyInterval [2][kBlockN]
   static constexpr uint32_t kKeyBias = kInterval + (kGathered ? 2 * kBlockN * 8 : 0);  // float [2][kBlockN]
   static constexpr uint32_t kMask = kKeyBias + (kGeneral ? 2 * kBlockN * 4 : 0);       // uint32 [kBlockM][kMaskWords]
-  static constexpr uint32_t kBias = kMask + (kGeneral && !kGathered ? kBlockM * kMaskWords * 4 : 0);
+  static constexpr uint32_t kSeqlens = kMask + (kGeneral && !kGathered ? kBlockM * kMaskWords * 4 : 0);  // SeqlenInfo
+  static constexpr uint32_t kBias = kSeqlens + (kPacked || kMayBePacked ? sizeof(SeqlenInfo) : 0);
   static constexpr uint32_t kBiasBytes =
       kGeneral && !kGathered ? kBlockM * ShiftedTile<kBlockN>::kPitch : 0;  // kTile only
 
@@ -43,17 +44,19 @@ struct FwdTraits {
 };
 
 template <class T>
-struct FwdBlock {
+struct FwdBlock : AttentionBlock<T, FwdParams> {
+  using Base = AttentionBlock<T, FwdParams>;
   using Element = typename T::Element;
+  using Base::batch, Base::lane, Base::p, Base::smem, Base::warp;
+  using Base::first_key, Base::first_row, Base::has_intervals, Base::is_packed, Base::seqlen_k, Base::seqlen_q;
   static constexpr int kBlockM = T::kBlockM, kBlockN = T::kBlockN, kHeadDim = T::kHeadDim;
 
-  const FwdParams& p;
-  char* smem;
   uint32_t smem_base;
-  int warp, lane;
-  int batch, head, m_block, split;
-  int row0;            // first query row of the block
-  int list_offset;     // causal_offset() in the numbers of listed keys; read again instead, ptxas spilled 500 bytes
+  int head, m_block, split;
+  int row0;  // first query row of the block
+  // causal_offset() of listed keys, which may be packed: kept in a register, as reading the sequence's lengths again
+  // made ptxas spill 500 bytes here.
+  int list_offset;
   int keys_total;      // keys, or entries of the list
   int keys_full;       // interval lists: leading entries that every row keeps
   int n_begin, n_end;  // key tiles of this block and split
@@ -61,52 +64,33 @@ struct FwdBlock {
   MaskTiles<kBlockM, kBlockN> tiles;
 
   __device__ __forceinline__ FwdBlock(const FwdParams& params, char* smem_)
-      : p(params), smem(smem_), smem_base(smem_u32(smem_)), warp(threadIdx.x / 32), lane(threadIdx.x & 31) {
+      : Base(params, smem_), smem_base(smem_u32(smem_)) {
     const int m_blocks = (p.seqlen_q + kBlockM - 1) / kBlockM;
-    int work = blockIdx.x;
+    WorkIndex work(blockIdx.x);
     // Causal rows at the end have the most keys: start them first, so that the last blocks to run are short.
-    m_block = m_blocks - 1 - work % m_blocks;
-    work /= m_blocks;
-    split = work % p.num_splits;
-    work /= p.num_splits;
-    head = work % p.nheads;
-    batch = work / p.nheads;
+    m_block = m_blocks - 1 - work.take(m_blocks);
+    split = work.take(p.num_splits);
+    head = work.take(p.nheads);
+    batch = work.rest;
     row0 = m_block * kBlockM;
-    if constexpr (T::kGathered && T::kGeneral) {
-      list_offset = (is_packed() ? p.packing.cu_seqlens_k[batch + 1] : p.seqlen_k) - seqlen_q();
-    }
+    Base::find_sequence();
+    if constexpr (T::kGathered && T::kGeneral) list_offset = Base::causal_offset();
     find_key_range();
   }
 
-  __device__ __forceinline__ bool is_packed() const { return T::kPacked || (T::kGeneral && p.packing.is_active()); }
-  // Of the block's sequence, where sequences are packed: the rows and keys in front of it, its lengths. Read again
-  // (from the L1 cache) after each barrier: kept in registers through the loop, they spilled others.
-  __device__ __forceinline__ int first_row() const { return is_packed() ? p.packing.cu_seqlens_q[batch] : 0; }
-  __device__ __forceinline__ int keys_before() const { return is_packed() ? p.packing.cu_seqlens_k[batch] : 0; }
-  __device__ __forceinline__ int seqlen_q() const {
-    return is_packed() ? p.packing.cu_seqlens_q[batch + 1] - first_row() : p.seqlen_q;
-  }
-  __device__ __forceinline__ int seqlen_k() const {
-    return is_packed() ? p.packing.cu_seqlens_k[batch + 1] - keys_before() : p.seqlen_k;
-  }
-  // Where a tile's keys count from: in their sequence, or, listed, in all sequences.
-  __device__ __forceinline__ int first_key() const { return T::kGathered ? 0 : keys_before(); }
-  // Row i sees the keys up to i + causal_offset(), as tiles count them.
   __device__ __forceinline__ int causal_offset() const {
-    return T::kGathered && T::kGeneral ? list_offset : seqlen_k() - seqlen_q();
+    return T::kGathered && T::kGeneral ? list_offset : Base::causal_offset();
   }
 
   __device__ __forceinline__ void find_key_range() {
     keys_total = seqlen_k();
     list = nullptr;
     if constexpr (T::kGathered) {
-      int64_t i = list_index();
-      if (has_intervals()) {
-        i = i * p.keys.blocks + row0 / p.keys.block_rows;
-        keys_full = __ldg(p.keys.full + i);
-      }
-      list = p.keys.idx + (is_packed() ? packed_list() : i * p.keys.capacity);
-      keys_total = __ldg(p.keys.count + i);
+      int64_t i = Base::list_index(head);
+      if (has_intervals()) i = i * p.keys.blocks + row0 / p.keys.block_rows;
+      list = Base::list_of(head, i);
+      keys_total = read_list_count(p.keys, i);
+      if (has_intervals()) keys_full = read_list_full(p.keys, i, keys_total);
     }
     int visible = keys_total;
     if (p.is_causal && !has_intervals()) {
@@ -123,28 +107,13 @@ struct FwdBlock {
     if constexpr (T::kGeneral && !T::kGathered) {
       if (p.mask.bits != nullptr) {
         const int band = is_packed() ? 32 * first_packed_block(first_row(), batch, kMaskWordRows) : 0;
-        const int64_t i = (mask_index() * p.mask.bands_q + band) * p.mask.words_k;
+        const int64_t i = (Base::mask_index(head) * p.mask.bands_q + band) * p.mask.words_k;
         tiles = MaskTiles<kBlockM, kBlockN>(p.mask.any_rows + i, p.mask.all_rows + i, p.mask.words_k,
                                             (seqlen_q() + kMaskBand - 1) / kMaskBand, m_block);
       }
     }
   }
 
-  __device__ __forceinline__ bool has_intervals() const { return T::kGathered && p.keys.block_rows > 0; }
-  __device__ __forceinline__ int64_t list_index() const {
-    return static_cast<int64_t>(p.keys.batch > 1 ? batch : 0) * p.keys.heads + head / p.keys.head_ratio;
-  }
-  __device__ __forceinline__ int64_t packed_list() const {
-    return static_cast<int64_t>(head / p.keys.head_ratio) * p.keys.capacity +
-           static_cast<int64_t>(first_packed_block(keys_before(), batch, kListBlock)) * kListBlock;
-  }
-  __device__ __forceinline__ int64_t mask_index() const {
-    return static_cast<int64_t>(p.mask.batch > 1 ? batch : 0) * p.mask.heads + head / p.mask.head_ratio;
-  }
-  __device__ __forceinline__ int64_t bias_base() const {
-    return batch * p.bias.batch_stride + (head / p.bias.head_ratio) * p.bias.head_stride +
-           first_row() * p.bias.row_stride + keys_before() * p.packing.bias_col_stride;
-  }
   __device__ __forceinline__ int previous(int n) const {
     if constexpr (T::kGeneral && !T::kGathered) return tiles.last_nonempty(n, n_begin);
     return n;
@@ -153,8 +122,9 @@ struct FwdBlock {
   // --- loads ---------------------------------------------------------------------------------------------------------
 
   __device__ __forceinline__ const Element* head_ptr(const void* base, const Strides3& s, int h) const {
-    return static_cast<const Element*>(base) + batch * s.batch + h * s.head;
+    return Base::template head_ptr<Element>(base, s, h);
   }
+  __device__ __forceinline__ int64_t bias_base() const { return Base::bias_base(head); }
   // vec_* is tested at run time even in the plain kernel, where it is always true: the branch keeps the compiler from
   // moving the copies into the matrix products around them, which made the forward 15% slower.
   __device__ __forceinline__ void load_q() const {
@@ -184,12 +154,13 @@ struct FwdBlock {
   __device__ __forceinline__ int fetch_interval_length(int n, int idx) const {
     const int entry = n * kBlockN + threadIdx.x;
     if ((n + 1) * kBlockN <= keys_full || threadIdx.x >= kBlockN || entry >= keys_total) return 0;
-    return __ldg(p.keys.end + list_index() * p.seqlen_k + idx) - idx;
+    return __ldg(p.keys.end + Base::list_index(head) * p.seqlen_k + idx) - idx;
   }
   __device__ __forceinline__ float* key_bias(int buf) const {
     return reinterpret_cast<float*>(smem + T::kKeyBias) + buf * kBlockN;
   }
-  // This thread's entry of the tile's key list / key bias (threads below kBlockN), loaded a tile ahead.
+  // This thread's entry of the tile's key list / key bias (threads below kBlockN), loaded a tile ahead. The entry is as
+  // it was read: key_limits() makes a position of it once it has arrived.
   __device__ __forceinline__ int fetch_key_idx(int n) const {
     return threadIdx.x < kBlockN ? __ldg(list + n * kBlockN + threadIdx.x) : 0;
   }
@@ -209,7 +180,7 @@ struct FwdBlock {
                                                          seqlen_k() - n * kBlockN, threadIdx.x);
       }
       if (p.mask.bits != nullptr) {
-        load_mask_words<kBlockM, T::kMaskWords, T::kThreads>(smem_base + T::kMask, p.mask, mask_index(),
+        load_mask_words<kBlockM, T::kMaskWords, T::kThreads>(smem_base + T::kMask, p.mask, Base::mask_index(head),
                                                              first_row() + row0, seqlen_q() - row0, n * T::kMaskWords);
       }
     }
@@ -271,7 +242,7 @@ struct FwdBlock {
     if (n >= n_begin) {
       int idx = 0;
       if constexpr (T::kGathered) {
-        idx = fetch_key_idx(n);
+        idx = Base::key_limits().position(fetch_key_idx(n));
         if (threadIdx.x < kBlockN) key_idx(0)[threadIdx.x] = idx;
         __syncthreads();
       }
@@ -300,6 +271,7 @@ struct FwdBlock {
       modify_scores(acc_s, n, buf);
 
       if constexpr (T::kGathered) {
+        idx_next = Base::key_limits().position(idx_next);
         if (threadIdx.x < kBlockN) key_idx(buf ^ 1)[threadIdx.x] = idx_next;
       }
       cp_async_wait<0>();
