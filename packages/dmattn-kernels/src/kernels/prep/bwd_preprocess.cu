@@ -1,4 +1,7 @@
 // Around the backward kernel's query side: delta and lse before it, the schedule of gathered work, dq after it.
+#include "../common/key_source.cuh"
+#include "../common/seqlen.cuh"
+#include "../common/work_index.cuh"
 #include "prep.h"
 #include "prep_common.cuh"
 
@@ -18,9 +21,9 @@ struct Rows {
 };
 __device__ __forceinline__ Rows find_rows(const BwdPreprocessParams& p, int row0) {
   if (!p.packing.is_active()) return {row0, p.seqlen_q - row0};
-  const PackedRows found = find_packed_rows(p.packing.cu_seqlens_q, p.packing.sequences, kRowPitch, row0 / kRowPitch);
+  const PackedRows found = find_packed_rows(p.packing, kRowPitch, row0 / kRowPitch);
   const int skipped = row0 % kRowPitch;
-  return {found.before + found.row0 + skipped, found.rows - skipped};
+  return {found.first + skipped, found.rows - skipped};
 }
 
 // kLanes lanes hold a row, eight columns each. Heads are the fastest block index: in the usual (b, s, h, d) layout
@@ -31,10 +34,10 @@ __global__ void __launch_bounds__(kThreads) preprocess_kernel(const BwdPreproces
   constexpr int kPasses = kRows / kRowsPerPass;
   constexpr int kBatch = kPasses < 4 ? kPasses : 4;  // loads in flight: 2 * kBatch * 16 bytes a thread
   __shared__ float dots[kRows];
-  const int tiles = ceil_div(p.seqlen_q_rounded, kRows);
-  const int h = blockIdx.x % p.nheads;
-  const int row0 = blockIdx.x / p.nheads % tiles * kRows;
-  const int b = blockIdx.x / p.nheads / tiles;
+  WorkIndex work(blockIdx.x);
+  const int h = work.take(p.nheads);
+  const int row0 = work.take(ceil_div(p.seqlen_q_rounded, kRows)) * kRows;
+  const int b = work.rest;
   const Rows own = find_rows(p, row0);
   const int lane = threadIdx.x % kLanes, group = threadIdx.x / kLanes;
   const uint16_t* out = static_cast<const uint16_t*>(p.out) + row_offset(p.out_stride, b, h, own.first) + lane * 8;
@@ -106,7 +109,7 @@ __global__ void __launch_bounds__(kScheduleThreads)
     if (list < lists) {
       const int b = keys.batch == 1 ? 0 : list / nheads_k;
       const int head = list % nheads_k * head_ratio / keys.head_ratio;
-      list_tiles = ceil_div(__ldg(keys.count + static_cast<int64_t>(b) * keys.heads + head), block_n);
+      list_tiles = ceil_div(read_list_count(keys, static_cast<int64_t>(b) * keys.heads + head), block_n);
     }
     int pass_tiles;
     const int before = block_exclusive_scan<kScheduleThreads>(list_tiles, warp_sums, pass_tiles);
@@ -159,11 +162,11 @@ __global__ void __launch_bounds__(1024) convert_dq_kernel(const ConvertDqParams 
   int64_t m0 = static_cast<int64_t>(m_block) * block_m;
   int rows = static_cast<int>(min(static_cast<int64_t>(block_m), p.seqlen_q - m0));
   if (p.packing.is_active()) {
-    const PackedRows own = find_packed_rows(p.packing.cu_seqlens_q, p.packing.sequences, block_m, m_block);
-    m0 = static_cast<int64_t>(own.before) + own.row0;
+    const PackedRows own = find_packed_rows(p.packing, block_m, m_block);
+    m0 = own.first;
     rows = min(block_m, own.rows);
   }
-  if (rows <= 0) return;  // the last chunk of rows may be the smallest
+  if (rows <= 0) return;  // the last round may have fewer row blocks than dq_accum has room for
   load_dq_fragments<Element>(p, tile, smem);
   __syncthreads();
 

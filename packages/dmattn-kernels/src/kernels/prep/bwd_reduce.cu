@@ -1,6 +1,7 @@
 // Around the backward kernel's key side: dk and dv from partial results, zeros.
 #include <algorithm>
 
+#include "../common/key_source.cuh"
 #include "prep.h"
 #include "prep_common.cuh"
 
@@ -62,7 +63,7 @@ __device__ __forceinline__ DkvTile find_tile(const ReduceDkvParams& p, int tile)
   const int b = low / p.nheads_k, hk = low % p.nheads_k;
   const int64_t list =
       static_cast<int64_t>(p.keys.batch == 1 ? 0 : b) * p.keys.heads + hk * p.head_ratio / p.keys.head_ratio;
-  return {b, hk, (tile - __ldg(first_tile + low)) * p.block_n, __ldg(p.keys.count + list),
+  return {b, hk, (tile - __ldg(first_tile + low)) * p.block_n, read_list_count(p.keys, list),
           p.keys.idx + list * p.keys.capacity};
 }
 
@@ -93,7 +94,8 @@ __global__ void __launch_bounds__(kThreads)
     float acc[8] = {};
 #pragma unroll 4
     for (int split = 0; split < num_splits; ++split) accumulate8(acc, src + split * slot_size, 1.f);
-    const int key = t.idx == nullptr ? t.pos0 + row : __ldg(t.idx + t.pos0 + row);
+    const KeyLimits limits = {0, p.seqlen_k - 1};
+    const int key = t.idx == nullptr ? t.pos0 + row : limits.position(__ldg(t.idx + t.pos0 + row));
     store_chunk(out.dst + row_offset(out.stride, t.b, t.hk, key) + col, pack_chunk<Element>(acc), out.vec);
   }
 }

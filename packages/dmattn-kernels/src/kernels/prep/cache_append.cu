@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kThreads) append_kernel(const CacheAppendParam
   __shared__ CacheEntry warp_low[kThreads / 32];
   const int h = blockIdx.x % p.nheads_k, b = blockIdx.x / p.nheads_k;
   const int64_t entries = static_cast<int64_t>(blockIdx.x) * p.capacity;
-  int position = p.seen[b];
+  int position = next_cache_position(p.seen[b], p.tokens);
   for (int t = 0; t < p.tokens; ++t) {
     if (!is_active(p, b, t)) continue;  // the same for the whole block
     int slot = position;
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kThreads) append_kernel(const CacheAppendParam
 __global__ void advance_kernel(const CacheAppendParams p) {
   const int b = blockIdx.x * blockDim.x + threadIdx.x;
   if (b >= p.batch) return;
-  int position = p.seen[b];
+  int position = next_cache_position(p.seen[b], p.tokens);
   for (int t = 0; t < p.tokens; ++t) {
     if (is_active(p, b, t) && (p.evict || position < p.capacity)) ++position;
   }

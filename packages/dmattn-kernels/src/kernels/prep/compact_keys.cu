@@ -1,4 +1,5 @@
 // A key-only mask as the ascending list of the keys it keeps.
+#include "../common/seqlen.cuh"
 #include "mask_row.cuh"
 #include "prep.h"
 
@@ -44,11 +45,12 @@ __device__ __forceinline__ List find_list(const MaskSource& mask, const KeyList&
   const uint8_t* src = mask.ptr + b * mask.batch_stride + head * mask.head_stride;
   int32_t* idx = const_cast<int32_t*>(keys.idx);
   if (!mask.packing.is_active()) return {src, mask.seqlen_k, 0, idx + list * keys.capacity, keys.capacity};
-  const int before = __ldg(mask.packing.cu_seqlens_k + b);
-  const int count = min(__ldg(mask.packing.cu_seqlens_k + b + 1) - before, mask.seqlen_k);
-  const int64_t first = static_cast<int64_t>(first_packed_block(before, static_cast<int>(b), kListBlock)) * kListBlock;
-  return {src + (mask.per_key ? before * mask.col_stride : 0), count, before, idx + head * keys.capacity + first,
-          round_up(count, kListBlock)};
+  const Packing& packing = mask.packing;
+  const SeqRange own =
+      read_packed_range(packing.cu_seqlens_k, static_cast<int>(b), packing.total_k, mask.seqlen_k);
+  const int64_t first = static_cast<int64_t>(first_packed_block(own.first, static_cast<int>(b), kListBlock)) * kListBlock;
+  return {src + (mask.per_key ? own.first * mask.col_stride : 0), own.length, own.first,
+          idx + head * keys.capacity + first, round_up(own.length, kListBlock)};
 }
 
 __global__ void __launch_bounds__(kThreads) compact_kernel(const MaskSource mask, const KeyList keys) {

@@ -1,6 +1,7 @@
 // A dense boolean mask, read once: a bit per entry, and the state of every 64 x 64 cell.
 #include <cstdlib>
 
+#include "../common/seqlen.cuh"
 #include "mask_row.cuh"
 #include "prep.h"
 
@@ -118,13 +119,11 @@ __device__ __forceinline__ Group find_group(const MaskSource& mask, int64_t bh, 
   int row0 = band * kMaskBand, rows = mask.seqlen_q - row0, cols = mask.seqlen_k;
   if (mask.packing.is_active()) {
     constexpr int kBandsPerWord = kMaskWordRows / kMaskBand;
-    const PackedRows own =
-        find_packed_rows(mask.packing.cu_seqlens_q, mask.packing.sequences, kMaskWordRows, band / kBandsPerWord);
+    const PackedRows own = find_packed_rows(mask.packing, kMaskWordRows, band / kBandsPerWord);
     const int skipped = band % kBandsPerWord * kMaskBand;
-    row0 = own.before + own.row0 + skipped;
+    row0 = own.first + skipped;
     rows = max(own.rows - skipped, 0);
-    const int32_t* keys = mask.packing.cu_seqlens_k + own.b;
-    cols = min(cols, __ldg(keys + 1) - __ldg(keys));
+    cols = read_packed_range(mask.packing.cu_seqlens_k, own.sequence, mask.packing.total_k, cols).length;
   }
   return {mask.ptr + bh / mask.heads * mask.batch_stride + bh % mask.heads * mask.head_stride + row0 * mask.row_stride,
           row0, min(kMaskBand, rows), col0, cols};

@@ -118,27 +118,6 @@ __host__ __device__ __forceinline__ int64_t row_offset(const Strides3& s, int b,
   return b * s.batch + h * s.head + row * s.row;
 }
 
-// --- packed sequences -----------------------------------------------------------------------------------------------
-
-// Rows that a block of an array laid out by first_packed_block() stands for.
-struct PackedRows {
-  int b;       // the sequence
-  int before;  // rows in front of the sequence
-  int row0;    // first row of the block, in its sequence
-  int rows;    // of the sequence from row0 on; 0 or less for a block that is left over
-};
-
-__device__ __forceinline__ PackedRows find_packed_rows(const int32_t* cu_seqlens, int sequences, int block, int slot) {
-  int low = 0, high = sequences;
-  while (high - low > 1) {
-    const int mid = low + (high - low) / 2;
-    (first_packed_block(__ldg(cu_seqlens + mid), mid, block) <= slot ? low : high) = mid;
-  }
-  const int before = __ldg(cu_seqlens + low);
-  const int row0 = (slot - first_packed_block(before, low, block)) * block;
-  return {low, before, row0, __ldg(cu_seqlens + low + 1) - before - row0};
-}
-
 // --- reductions ----------------------------------------------------------------------------------------------------
 
 // Over groups of kLanes neighbouring lanes; every lane gets the result.

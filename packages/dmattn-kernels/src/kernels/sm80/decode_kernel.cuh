@@ -4,10 +4,12 @@
 // loads.
 #pragma once
 
+#include "../common/attention_block.cuh"
 #include "../common/cache_entry.cuh"
 #include "../common/chunk.cuh"
 #include "../common/scores.cuh"
 #include "../common/softmax.cuh"
+#include "../common/work_index.cuh"
 #include "../tiles.h"
 #include "launch.cuh"
 
@@ -19,6 +21,8 @@ struct DecodeTraits {
   static constexpr bool kIsBf16 = std::is_same_v<Element, cutlass::bfloat16_t>;
   static constexpr int kHeadDim = kHeadDim_, kRows = kDecodeRows, kKeys = kDecodeKeys;
   static constexpr bool kGathered = kGathered_;  // keys come from a list of kept keys
+  static constexpr bool kPacked = false, kMayBePacked = false;
+  static constexpr uint32_t kSeqlens = 0;  // not used
   static constexpr int kWarps = decode_tile(kHeadDim).warps, kStages = decode_tile(kHeadDim).stages;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int OT = kHeadDim / 8, NT = kKeys / 8;
@@ -27,8 +31,8 @@ struct DecodeTraits {
   static constexpr uint32_t kWarpBytes = 2 * kStages * kTile;  // [stage][K, V]
   static constexpr uint32_t kSmemBytes = kWarps * kWarpBytes;
   static_assert(kSmemBytes == decode_smem_bytes(kHeadDim));
-  // Indices and bias come for several steps at once, one chunk ahead: on their way behind the K and V of a step they
-  // would arrive only with those.
+  // Indices and bias are fetched for several steps at once, one chunk ahead: loads issued after the copies of K and V of
+  // a step would have to wait for those.
   static constexpr int kChunkSteps = 4, kChunkKeys = kChunkSteps * kKeys;
   static_assert(kStages <= kChunkSteps);  // a step and the one that takes its place: neighbouring chunks
   // The merge takes the place of the rings. Rows start on different banks.
@@ -46,16 +50,15 @@ struct DecodeShared {
 };
 
 template <class T>
-struct DecodeBlock {
+struct DecodeBlock : AttentionBlock<T, DecodeParams> {
+  using Base = AttentionBlock<T, DecodeParams>;
   using Element = typename T::Element;
+  using Base::batch, Base::lane, Base::p, Base::smem, Base::warp;
   static constexpr int kHeadDim = T::kHeadDim;
 
-  const DecodeParams& p;
   DecodeShared<T>& shared;
-  char* smem;
   uint32_t ring;  // of this warp
-  int warp, lane;
-  int batch, head, row0, split;
+  int head, row0, split;
   int rows;           // of this block
   int keys;           // keys, entries of the list, or entries of the cache
   int begin, end;     // steps of this warp
@@ -63,26 +66,18 @@ struct DecodeBlock {
   const int32_t* list = nullptr;
 
   __device__ __forceinline__ DecodeBlock(const DecodeParams& params, char* smem_, DecodeShared<T>& shared_)
-      : p(params),
-        shared(shared_),
-        smem(smem_),
-        ring(smem_u32(smem_) + threadIdx.x / 32 * T::kWarpBytes),
-        warp(threadIdx.x / 32),
-        lane(threadIdx.x & 31) {
-    const int row_blocks = (p.seqlen_q + T::kRows - 1) / T::kRows;
-    int work = blockIdx.x;
-    split = work % p.num_splits;
-    work /= p.num_splits;
-    row0 = work % row_blocks * T::kRows;
-    work /= row_blocks;
-    head = work % p.nheads;
-    batch = work / p.nheads;
+      : Base(params, smem_), shared(shared_), ring(smem_u32(smem_) + threadIdx.x / 32 * T::kWarpBytes) {
+    WorkIndex work(blockIdx.x);
+    split = work.take(p.num_splits);
+    row0 = work.take((p.seqlen_q + T::kRows - 1) / T::kRows) * T::kRows;
+    head = work.take(p.nheads);
+    batch = work.rest;
     rows = min(T::kRows, p.seqlen_q - row0);
     keys = p.seqlen_k;
     if constexpr (T::kGathered) {
-      const int64_t i = static_cast<int64_t>(p.keys.batch > 1 ? batch : 0) * p.keys.heads + head / p.keys.head_ratio;
-      list = p.keys.idx + i * p.keys.capacity;
-      keys = __ldg(p.keys.count + i);
+      const int64_t i = Base::list_index(head);
+      list = Base::list_of(head, i);
+      keys = read_list_count(p.keys, i);
     }
     // All warps of all splits share evenly.
     const int64_t steps = (keys + T::kKeys - 1) / T::kKeys;
@@ -96,7 +91,8 @@ struct DecodeBlock {
 
   // --- loads ---------------------------------------------------------------------------------------------------------
 
-  // Entries of the list for a chunk: this lane's are keys lane and lane + 32 of it.
+  // Entries of the list for a chunk: this lane's are keys lane and lane + 32 of it. As they were read, until
+  // to_positions() once they have arrived.
   struct LaneKeys {
     int idx[T::kChunkKeys / 32];
   };
@@ -112,6 +108,12 @@ struct DecodeBlock {
     }
     return found;
   }
+  __device__ __forceinline__ void to_positions(LaneKeys& x) const {
+    if constexpr (T::kGathered) {
+#pragma unroll
+      for (int i = 0; i < T::kChunkKeys / 32; ++i) x.idx[i] = Base::key_limits().position(x.idx[i]);
+    }
+  }
   __device__ __forceinline__ void keep_idx(int chunk, const LaneKeys& x) const {
 #pragma unroll
     for (int i = 0; i < T::kChunkKeys / 32; ++i) shared.idx[warp][chunk & 1][lane + 32 * i] = x.idx[i];
@@ -122,12 +124,11 @@ struct DecodeBlock {
     return shared.idx[warp][at / T::kChunkSteps & 1] + at % T::kChunkSteps * T::kKeys;
   }
 
-  // K (which = 0) or V (1) of a step; one group of copies, empty behind the last step.
+  // K (which = 0) or V (1) of a step; one group of copies, which is empty after the last step.
   __device__ __forceinline__ void load(int step, int stage, int which) const {
     if (step < end) {
       const Strides3& s = which == 0 ? p.k_stride : p.v_stride;
-      const Element* src =
-          static_cast<const Element*>(which == 0 ? p.k : p.v) + batch * s.batch + (head / p.head_ratio) * s.head;
+      const Element* src = Base::template head_ptr<Element>(which == 0 ? p.k : p.v, s, head / p.head_ratio);
       const bool vec = which == 0 ? p.vec_k : p.vec_v;
       if constexpr (T::kGathered) {
         load_tile<T::kKeys, kHeadDim, 32>(tile(stage, which), src, s.row, keys_of(step), p.head_dim, vec, lane,
@@ -166,9 +167,7 @@ struct DecodeBlock {
     }
   }
 
-  __device__ __forceinline__ int64_t bias_base() const {
-    return batch * p.bias.batch_stride + (head / p.bias.head_ratio) * p.bias.head_stride;
-  }
+  __device__ __forceinline__ int64_t bias_base() const { return Base::bias_base(head); }
   // A bias that is alike for all rows, for a chunk; `x`: its keys, where gathered.
   struct LaneBias {
     float value[T::kChunkKeys / 32];
@@ -238,11 +237,12 @@ struct DecodeBlock {
   __device__ __forceinline__ void place_token(const LowestEntry<T::kThreads>& search, float score) {
     __shared__ CacheEntry warp_low[T::kWarps];
     const CacheEntry low = search.find([&](int i) { return entry_score(i); }, entry_positions(), keys, warp_low);
-    if (score > -INFINITY && score >= low.score) replaced = low.slot;
+    // There is no lowest entry where every score is NaN.
+    if (score > -INFINITY && score >= low.score && low.slot < keys) replaced = low.slot;
     if (split == 0 && row0 == 0 && threadIdx.x == 0) {
       int32_t* place = p.token.place + 2 * (static_cast<int64_t>(batch) * p.nheads + head);
       place[0] = replaced;
-      place[1] = is_active() ? p.token.seen[batch] : -1;
+      place[1] = is_active() ? next_cache_position(p.token.seen[batch], 1) : -1;
     }
   }
   __device__ __forceinline__ float entry_score(int slot) const {
@@ -317,12 +317,13 @@ struct DecodeBlock {
   __device__ __forceinline__ void run() {
     LowestEntry<T::kThreads> search;
     Token token;
-    // In front of K and V, as all of this would wait for them to arrive.
+    // Issued before the copies of K and V, for which all of these loads would wait otherwise.
     if (has_token()) {
       search.load([&](int i) { return entry_score(i); }, entry_positions(), keys);
       token = load_token();
     }
     LaneKeys idx_next = fetch_idx(0);
+    to_positions(idx_next);
     LaneBias bias_next = fetch_bias(0, idx_next);
     if constexpr (T::kGathered) keep_idx(0, idx_next);
     idx_next = fetch_idx(1);
@@ -347,6 +348,7 @@ struct DecodeBlock {
       if ((step - begin) % T::kChunkSteps == 0) {
         const int chunk = (step - begin) / T::kChunkSteps;
         keep_bias(bias_next);
+        to_positions(idx_next);
         if constexpr (T::kGathered) keep_idx(chunk + 1, idx_next);
         bias_next = fetch_bias(chunk + 1, idx_next);
         idx_next = fetch_idx(chunk + 2);
