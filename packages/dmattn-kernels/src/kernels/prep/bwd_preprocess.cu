@@ -34,9 +34,10 @@ __global__ void __launch_bounds__(kThreads) preprocess_kernel(const BwdPreproces
   constexpr int kPasses = kRows / kRowsPerPass;
   constexpr int kBatch = kPasses < 4 ? kPasses : 4;  // loads in flight: 2 * kBatch * 16 bytes a thread
   __shared__ float dots[kRows];
+  const int tiles = ceil_div(p.seqlen_q_rounded, kRows);
   WorkIndex work(blockIdx.x);
   const int h = work.take(p.nheads);
-  const int row0 = work.take(ceil_div(p.seqlen_q_rounded, kRows)) * kRows;
+  const int row0 = work.take(tiles) * kRows;
   const int b = work.rest;
   const Rows own = find_rows(p, row0);
   const int lane = threadIdx.x % kLanes, group = threadIdx.x / kLanes;

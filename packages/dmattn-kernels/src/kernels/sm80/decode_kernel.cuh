@@ -67,7 +67,7 @@ struct DecodeBlock : AttentionBlock<T, DecodeParams> {
 
   __device__ __forceinline__ DecodeBlock(const DecodeParams& params, char* smem_, DecodeShared<T>& shared_)
       : Base(params, smem_), shared(shared_), ring(smem_u32(smem_) + threadIdx.x / 32 * T::kWarpBytes) {
-    WorkIndex work(blockIdx.x);
+    WorkIndex work(static_cast<int>(blockIdx.x));
     split = work.take(p.num_splits);
     row0 = work.take((p.seqlen_q + T::kRows - 1) / T::kRows) * T::kRows;
     head = work.take(p.nheads);

@@ -66,7 +66,7 @@ struct FwdBlock : AttentionBlock<T, FwdParams> {
   __device__ __forceinline__ FwdBlock(const FwdParams& params, char* smem_)
       : Base(params, smem_), smem_base(smem_u32(smem_)) {
     const int m_blocks = (p.seqlen_q + kBlockM - 1) / kBlockM;
-    WorkIndex work(blockIdx.x);
+    WorkIndex work(static_cast<int>(blockIdx.x));
     // Causal rows at the end have the most keys: start them first, so that the last blocks to run are short.
     m_block = m_blocks - 1 - work.take(m_blocks);
     split = work.take(p.num_splits);
