@@ -279,9 +279,7 @@ DETERMINISTIC = (
 def cases() -> Iterator[Case]:
     for launch in (*PACKED, *DETERMINISTIC):
         for dtype, head_dim in (("bf16", 64), ("f16", 128)):
-            yield Case(
-                f"{dtype} {head_dim} {launch.name}", attend_packed(launch, dtype, head_dim)
-            )
+            yield Case(f"{dtype} {head_dim} {launch.name}", attend_packed(launch, dtype, head_dim))
     for name in ("packed", "packed, key mask", "packed, dense mask and bias"):
         launch = next(x for x in PACKED if x.name == name)
         yield Case(f"bf16 256 {name}", attend_packed(launch, "bf16", 256))

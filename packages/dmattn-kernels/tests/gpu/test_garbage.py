@@ -14,7 +14,7 @@ from gpu.device import require_device
 
 pytest.importorskip("dmattn_kernels")
 
-from gpu.sanitizer_garbage import (  # noqa: E402
+from gpu.sanitizer_garbage import (
     GUARD,
     SEEDS,
     Case,
@@ -39,9 +39,7 @@ def test_nothing_is_damaged(case: Case, seed: int) -> None:
 @pytest.mark.parametrize("seed", range(SEEDS))
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("window", [None, 20])
-def test_packed_sequences_through_torch(
-    window: int | None, deterministic: bool, seed: int
-) -> None:
+def test_packed_sequences_through_torch(window: int | None, deterministic: bool, seed: int) -> None:
     """Wrong cu_seqlens in the public function, forward and backward; other tensors stay alone."""
     device, draw = require_device(), np.random.default_rng(seed)
     total, sequences, longest = 400, 6, 130

@@ -21,9 +21,7 @@ struct AttentionBlock {
 
   // --- the sequence --------------------------------------------------------------------------------------------------
 
-  __device__ __forceinline__ bool is_packed() const {
-    return T::kPacked || (T::kMayBePacked && p.packing.is_active());
-  }
+  __device__ __forceinline__ bool is_packed() const { return T::kPacked || (T::kMayBePacked && p.packing.is_active()); }
   // Once, by all threads, as soon as `batch` is known and before any of the functions below. Packed lengths are read
   // from shared memory again after each barrier: kept in registers through the loop, they spilled others.
   __device__ __forceinline__ void find_sequence() {
@@ -46,9 +44,7 @@ struct AttentionBlock {
     return (T::kGathered ? keys_before() : 0) + seqlen_k() - seqlen_q();
   }
   // Of listed keys.
-  __device__ __forceinline__ KeyLimits key_limits() const {
-    return {keys_before(), keys_before() + seqlen_k() - 1};
-  }
+  __device__ __forceinline__ KeyLimits key_limits() const { return {keys_before(), keys_before() + seqlen_k() - 1}; }
 
   // --- operands ------------------------------------------------------------------------------------------------------
 

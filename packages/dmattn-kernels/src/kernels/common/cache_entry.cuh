@@ -14,9 +14,7 @@ struct CacheEntry {
 
 // The position of the next of `tokens` tokens, given the cache's `seen`, which is the caller's and may hold any number:
 // neither it nor the positions after it leave the range of int32.
-__device__ __forceinline__ int next_cache_position(int seen, int tokens) {
-  return min(max(seen, 0), INT_MAX - tokens);
-}
+__device__ __forceinline__ int next_cache_position(int seen, int tokens) { return min(max(seen, 0), INT_MAX - tokens); }
 
 // Higher than every entry.
 __device__ __forceinline__ CacheEntry no_cache_entry() { return {INFINITY, INT_MAX, INT_MAX}; }

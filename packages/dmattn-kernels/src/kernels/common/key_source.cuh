@@ -1,6 +1,6 @@
 // Which keys a block attends to, and where they are: a key has a position, which causality, intervals, bias and dbias
-// count in, and a row of K, V, dK and dV. Contiguous keys have neither in memory; listed keys have their position in the
-// list. The only code that reads lists of keys.
+// count in, and a row of K, V, dK and dV. Contiguous keys have neither in memory; listed keys have their position in
+// the list. The only code that reads lists of keys.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -46,9 +46,9 @@ __device__ __forceinline__ List find_list(const MaskSource& mask, const KeyList&
   int32_t* idx = const_cast<int32_t*>(keys.idx);
   if (!mask.packing.is_active()) return {src, mask.seqlen_k, 0, idx + list * keys.capacity, keys.capacity};
   const Packing& packing = mask.packing;
-  const SeqRange own =
-      read_packed_range(packing.cu_seqlens_k, static_cast<int>(b), packing.total_k, mask.seqlen_k);
-  const int64_t first = static_cast<int64_t>(first_packed_block(own.first, static_cast<int>(b), kListBlock)) * kListBlock;
+  const SeqRange own = read_packed_range(packing.cu_seqlens_k, static_cast<int>(b), packing.total_k, mask.seqlen_k);
+  const int64_t first =
+      static_cast<int64_t>(first_packed_block(own.first, static_cast<int>(b), kListBlock)) * kListBlock;
   return {src + (mask.per_key ? own.first * mask.col_stride : 0), own.length, own.first,
           idx + head * keys.capacity + first, round_up(own.length, kListBlock)};
 }

@@ -381,7 +381,8 @@ struct BwdBlock : AttentionBlock<T, BwdParams> {
 
   // dp = prob * (dp - delta); the plain kernel folds softmax_scale in, one FFMA for the FADD, so that neither dq nor
   // dk has to be scaled. The general one cannot: dbias takes the unscaled value.
-  __device__ __forceinline__ void logit_gradients(Scores& dp, const Scores& prob, int buf, const FragmentMap& map) const {
+  __device__ __forceinline__ void logit_gradients(Scores& dp, const Scores& prob, int buf,
+                                                  const FragmentMap& map) const {
     const float* delta = reinterpret_cast<const float*>(smem + T::kDelta) + buf * kBlockM;
 #pragma unroll
     for (int mt = 0; mt < T::MTs; ++mt)

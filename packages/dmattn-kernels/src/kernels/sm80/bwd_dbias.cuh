@@ -52,7 +52,8 @@ __device__ __forceinline__ int64_t BwdBlock<T>::dbias_base(const Step& s) const 
 
 // dbias entries of the tile from registers: any alignment, fp32 too.
 template <class T>
-__device__ __forceinline__ void BwdBlock<T>::store_dbias(const Scores& ds, const Step& s, const FragmentMap& map) const {
+__device__ __forceinline__ void BwdBlock<T>::store_dbias(const Scores& ds, const Step& s,
+                                                         const FragmentMap& map) const {
   const bool is_f32 = p.bias.dtype == Dtype::kFloat32;
 #pragma unroll
   for (int mt = 0; mt < T::MTs; ++mt)

@@ -31,8 +31,8 @@ struct DecodeTraits {
   static constexpr uint32_t kWarpBytes = 2 * kStages * kTile;  // [stage][K, V]
   static constexpr uint32_t kSmemBytes = kWarps * kWarpBytes;
   static_assert(kSmemBytes == decode_smem_bytes(kHeadDim));
-  // Indices and bias are fetched for several steps at once, one chunk ahead: loads issued after the copies of K and V of
-  // a step would have to wait for those.
+  // Indices and bias are fetched for several steps at once, one chunk ahead: loads issued after the copies of K and V
+  // of a step would have to wait for those.
   static constexpr int kChunkSteps = 4, kChunkKeys = kChunkSteps * kKeys;
   static_assert(kStages <= kChunkSteps);  // a step and the one that takes its place: neighbouring chunks
   // The merge takes the place of the rings. Rows start on different banks.
