@@ -2,7 +2,8 @@
 #include "host/plan/fwd.h"
 
 #include "api/operation.h"
-#include "kernels/prep/prep.h"
+#include "kernels/forward/forward.h"
+#include "kernels/masks/masks.h"
 #include "kernels/units.h"
 
 namespace dmattn {

@@ -1,7 +1,7 @@
 // Lists of keys from given intervals.
 #include "api/operation.h"
 #include "host/plan/select.h"
-#include "kernels/prep/select.h"
+#include "kernels/selection/intervals.h"
 
 namespace dmattn {
 

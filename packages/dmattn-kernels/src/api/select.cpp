@@ -2,7 +2,7 @@
 #include "host/plan/select.h"
 
 #include "api/operation.h"
-#include "kernels/prep/select_plan.h"
+#include "kernels/selection/select.h"
 
 namespace dmattn {
 
