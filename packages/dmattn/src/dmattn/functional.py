@@ -21,7 +21,14 @@ from dmattn.dispatch import (
     without_nan,
 )
 from dmattn.key_lists import Selection
-from dmattn.checks import check_inputs, check_selected_bias, check_tensors, lse_dtype
+from dmattn.checks import (
+    check_inputs,
+    check_selected_bias,
+    check_selection,
+    check_tensors,
+    lse_dtype,
+)
+from dmattn.problem import Problem
 from dmattn.reference import reference_attention
 from dmattn.selection import KeySelection, key_only_mask, select_keys
 from dmattn.utils.mask import check_window_size
@@ -226,10 +233,12 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """out and lse, past the dispatcher where it has nothing to do."""
     if is_plain_call(query, key, value, attn_mask, attn_bias):
-        forward = cuda.forward if query.is_cuda else cpu.forward
-        return forward(
-            query, key, value, attn_mask, attn_bias, softmax_scale, is_causal, softcap, lists
-        )
+        given = (query, key, value, attn_mask, attn_bias)
+        if query.is_cuda:
+            return cuda.forward(*given, softmax_scale, is_causal, softcap, lists)
+        check_selection(lists, attn_mask, check_inputs(*given), is_causal, query.device)
+        numbers = (softmax_scale, is_causal, softcap, deterministic)
+        return cpu.forward(Problem(*given, *numbers, key_lists=lists))[:2]
     check_inputs(query, key, value, attn_mask, attn_bias)
     refuse_forward_mode(query, key, value, attn_bias)
     out, lse, _ = torch.ops.dmattn.fwd(

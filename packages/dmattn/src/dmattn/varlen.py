@@ -8,7 +8,8 @@ from torch import Tensor
 
 import dmattn.ops.varlen  # noqa: F401 - registers the operators
 from dmattn.functional import flash_dmattn_func
-from dmattn.backends.cpu import packed as packed_cpu
+from dmattn import problem
+from dmattn.backends.cpu import attention as cpu
 from dmattn.backends.cuda import attention as cuda
 from dmattn.dispatch import (
     check_backend,
@@ -165,8 +166,12 @@ def _attend(
     """out and lse, past the dispatcher where it has nothing to do."""
     softmax_scale, is_causal, softcap, deterministic = numbers
     if is_plain_call(q, k, v, mask, bias):
-        forward = cuda.varlen_forward if q.is_cuda else packed_cpu.forward
-        return forward(q, k, v, mask, bias, packing, softmax_scale, is_causal, softcap)
+        given = (q, k, v, mask, bias)
+        if q.is_cuda:
+            return cuda.varlen_forward(*given, packing, softmax_scale, is_causal, softcap)
+        check_packed_inputs(*given, packing)
+        packed = problem.Packing(*packing)
+        return cpu.forward(problem.Problem(*given, *numbers, packing=packed))[:2]
     check_packed_inputs(q, k, v, mask, bias, packing)
     refuse_forward_mode(q, k, v, bias)
     out, lse, _ = torch.ops.dmattn.varlen_fwd(

@@ -18,6 +18,7 @@ from dmattn.checks import (
     empty_forward_outputs,
     empty_lse_rest,
 )
+from dmattn.problem import Problem, Results, as_needs
 
 # `deterministic` changes nothing forward; autograd hands it on to the backward operator. The four
 # tensors of a selection (`lists.Selection`) are given all or none. `lse_rest` is for the backward
@@ -113,8 +114,9 @@ def written_rest(rest: Tensor | None, lse: Tensor) -> Tensor | None:
 
 def _cpu_fwd(*given: Any, **named: Any) -> Forward:
     call = FwdCall(*given, **named)
-    out, lse = cpu.forward(*call.operands, *call.numbers, call.selection)
-    return out, lse, empty_lse_rest(call.q, call.bias)
+    dims = check_inputs(*call.operands)
+    check_selection(call.selection, call.mask, dims, call.is_causal, call.q.device)
+    return cpu.forward(Problem(*call[:9], key_lists=call.selection))
 
 
 def _cuda_fwd(*given: Any, **named: Any) -> Forward:
@@ -134,7 +136,13 @@ def _fake_fwd(*given: Any, **named: Any) -> Forward:
 
 def _cpu_bwd(*given: Any, **named: Any) -> Gradients:
     call = BwdCall(*given, **named)
-    return cpu.backward(*call[:14], call.selection)
+    dims = check_inputs(call.q, call.k, call.v, call.mask, call.bias)
+    check_selection(call.selection, call.mask, dims, call.is_causal, call.q.device)
+    check_selected_bias(call.selection, call.bias, call.needs[3])
+    check_backward_inputs(call.dout, call.dlse, call.q, call.out, call.lse, call.needs)
+    problem = Problem(*call[2:7], *call[9:13], key_lists=call.selection)
+    results = Results(call.out, call.lse, call.lse.new_empty(0))
+    return cpu.backward(problem, results, call.dout, call.dlse, as_needs(call.needs))
 
 
 def _cuda_bwd(*given: Any, **named: Any) -> Gradients:

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dmattn.backends.cpu import packed as packed_cpu
+from dmattn import problem
+from dmattn.backends.cpu import attention as cpu
 from dmattn.backends.cuda import attention as cuda
 from dmattn.ops.attention import Forward, Gradients, Operator, register, written_rest
 from dmattn.checks import (
@@ -20,6 +21,7 @@ from dmattn.checks import (
     empty_lse_rest,
 )
 from dmattn.packed_checks import Packing, check_packed_inputs
+from dmattn.problem import Problem, Results, as_needs
 
 _PACKED = (
     "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias, Tensor cu_seqlens_q, "
@@ -96,8 +98,8 @@ class BwdCall(NamedTuple):
 
 def _cpu_fwd(*given: Any, **named: Any) -> Forward:
     call = FwdCall(*given, **named)
-    out, lse = packed_cpu.forward(*call.packed, *call.numbers)
-    return out, lse, empty_lse_rest(call.q, call.bias)
+    check_packed_inputs(*call.packed)
+    return cpu.forward(Problem(*call[:5], *call[9:13], packing=problem.Packing(*call[5:9])))
 
 
 def _cuda_fwd(*given: Any, **named: Any) -> Forward:
@@ -115,7 +117,11 @@ def _fake_fwd(*given: Any, **named: Any) -> Forward:
 
 def _cpu_bwd(*given: Any, **named: Any) -> Gradients:
     call = BwdCall(*given, **named)
-    return packed_cpu.backward(call.dout, call.dlse, *call.packed, *call.results, call.needs)
+    check_packed_inputs(*call.packed)
+    check_backward_inputs(call.dout, call.dlse, call.q, call.out, call.lse, call.needs)
+    given = Problem(*call[2:7], *call[13:17], packing=problem.Packing(*call[7:11]))
+    results = Results(call.out, call.lse, call.lse.new_empty(0))
+    return cpu.backward(given, results, call.dout, call.dlse, as_needs(call.needs))
 
 
 def _cuda_bwd(*given: Any, **named: Any) -> Gradients:
