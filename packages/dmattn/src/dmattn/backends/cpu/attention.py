@@ -6,23 +6,16 @@ Letters: B batch, HK key heads, G = H / HK, M rows of a block, N keys of a block
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dmattn.backends.cpu import gathered
+from dmattn.backends.cpu import gathered, packed
 from dmattn.backends.cpu.layout import Layout, make_layout
-from dmattn.key_lists import Selection
-from dmattn.checks import (
-    check_backward_inputs,
-    check_inputs,
-    check_selected_bias,
-    check_selection,
-    empty_backward_outputs,
-    empty_forward_outputs,
-)
+from dmattn.checks import Dims
+from dmattn.problem import Gradients, Needs, Problem, Results, lse_dtype, lse_shape
 
 _KEYS_PER_BLOCK = 512
 _MIN_ROWS_PER_BLOCK = 16
@@ -40,108 +33,137 @@ class _Block(NamedTuple):
     cut: bool
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    softmax_scale: float,
-    is_causal: bool,
-    softcap: float,
-    selection: Selection | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The CPU implementation of dmattn::fwd: out (B, Sq, H, D) and lse (B, H, Sq).
+def forward(problem: Problem) -> Results:
+    """out and lse of a checked problem: dense, packed, or over key lists.
 
     Raises:
-        TypeError, ValueError: as `shapes.check_inputs` and `shapes.check_selection`.
+        ValueError: cu_seqlens do not rise from 0 to the number of tokens, or a sequence is longer
+            than the bound given for it.
     """
-    dims = check_inputs(q, k, v, mask, bias)
-    if selection is not None:
-        check_selection(selection, mask, dims, is_causal, q.device)
-        return gathered.forward(
-            dims, q, k, v, bias, softmax_scale, is_causal, softcap, selection
-        )
-    out, lse = empty_forward_outputs(q)
-    layout = make_layout(dims, q, k, v, mask, bias, softmax_scale, is_causal, softcap)
-    out_rows, lse_rows = layout.rows_of(out), layout.per_row(lse)
+    out, lse = _empty_results(problem)
     with torch.autocast("cpu", enabled=False):  # it would run the products below in bfloat16
-        for rows in _row_blocks(layout):
-            block_out, block_lse = _forward_rows(layout, rows)
-            out_rows[..., rows, :] = block_out
-            lse_rows[..., rows] = block_lse
-    return out, lse
+        if problem.packing is None:
+            _forward(problem, out, lse)
+        else:
+            for part in packed.sequences(problem):
+                _forward(part.problem, part.rows_of(out), part.lse_of(lse))
+    return Results(out, lse, out.new_empty((0,), dtype=torch.float32))
 
 
 def backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    softmax_scale: float,
-    is_causal: bool,
-    softcap: float,
-    deterministic: bool,
-    needs: Sequence[bool],
-    selection: Selection | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The CPU implementation of dmattn::bwd: dq, dk, dv, dbias, each only where `needs` says so.
+    problem: Problem, results: Results, dout: Tensor, dlse: Tensor | None, needs: Needs
+) -> Gradients:
+    """The gradients of a checked problem from what `forward` returned, (0,) where not needed.
 
     The order of every sum is fixed, so the result is repeatable whatever `deterministic` says.
 
     Raises:
-        TypeError, ValueError: as `shapes.check_inputs`, `shapes.check_backward_inputs` and
-            `shapes.check_selection`; a bias with rows has no gradient with a selection.
+        ValueError: as `forward`.
     """
-    dims = check_inputs(q, k, v, mask, bias)
-    check_backward_inputs(dout, dlse, q, out, lse, needs)
-    if selection is not None:
-        check_selection(selection, mask, dims, is_causal, q.device)
-        check_selected_bias(selection, bias, needs[3])
-        return gathered.backward(
-            dims,
+    out, lse = results.out, results.lse
+    grads = _empty_gradients(problem, needs)
+    with torch.autocast("cpu", enabled=False):
+        if problem.packing is None:
+            _backward(problem, out, lse, dout, dlse, grads, needs)
+            return grads
+        grads.bias.zero_()  # columns after the keys of a row's sequence stay so
+        for part in packed.sequences(problem):
+            _backward(
+                part.problem,
+                part.rows_of(out),
+                part.lse_of(lse),
+                part.rows_of(dout),
+                None if dlse is None else part.lse_of(dlse),
+                part.gradients_of(grads, needs),
+                needs,
+            )
+    return grads
+
+
+def _empty_results(problem: Problem) -> tuple[Tensor, Tensor]:
+    q = problem.q
+    return q.new_empty(q.shape), q.new_empty(lse_shape(q), dtype=lse_dtype(q.dtype))
+
+
+def _empty_gradients(problem: Problem, needs: Needs) -> Gradients:
+    operands = (problem.q, problem.k, problem.v, problem.bias)
+    return Gradients(
+        *(
+            problem.q.new_empty((0,)) if t is None else t.new_empty(t.shape if need else (0,))
+            for t, need in zip(operands, needs, strict=True)
+        )
+    )
+
+
+def _dims(problem: Problem) -> Dims:
+    batch, seqlen_q, nheads, head_dim = problem.q.shape
+    return Dims(batch, seqlen_q, problem.k.shape[1], nheads, problem.k.shape[2], head_dim)
+
+
+def _forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
+    """Write out (B, Sq, H, D) and lse (B, H, Sq) of a problem without packing."""
+    numbers = (problem.softmax_scale, problem.is_causal, problem.softcap)
+    operands = (_dims(problem), problem.q, problem.k, problem.v)
+    if problem.key_lists is not None:
+        found = gathered.forward(*operands, problem.bias, *numbers, problem.key_lists)
+        out.copy_(found[0])
+        lse.copy_(found[1])
+        return
+    layout = make_layout(*operands, problem.mask, problem.bias, *numbers)
+    out_rows, lse_rows = layout.rows_of(out), layout.per_row(lse)
+    for rows in _row_blocks(layout):
+        block_out, block_lse = _forward_rows(layout, rows)
+        out_rows[..., rows, :] = block_out
+        lse_rows[..., rows] = block_lse
+
+
+def _backward(
+    problem: Problem,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    grads: Gradients,
+    needs: Needs,
+) -> None:
+    """Write the gradients of a problem without packing."""
+    numbers = (problem.softmax_scale, problem.is_causal, problem.softcap)
+    operands = (problem.q, problem.k, problem.v)
+    if problem.key_lists is not None:
+        found = gathered.backward(
+            _dims(problem),
             dout,
             dlse,
-            q,
-            k,
-            v,
-            bias,
+            *operands,
+            problem.bias,
             out,
-            softmax_scale,
-            is_causal,
-            softcap,
+            *numbers,
             needs,
-            selection,
+            problem.key_lists,
         )
-    dq, dk, dv, dbias = empty_backward_outputs(q, k, v, bias, needs)
-    need_q, need_k, need_v, need_bias = needs
-    layout = make_layout(dims, q, k, v, mask, bias, softmax_scale, is_causal, softcap)
+        for grad, value in zip(grads, found, strict=True):
+            grad.copy_(value)
+        return
+    layout = make_layout(_dims(problem), *operands, problem.mask, problem.bias, *numbers)
     sums = _Sums(
-        dk=torch.zeros_like(layout.k) if need_k else None,
-        dv=torch.zeros_like(layout.v) if need_v else None,
+        dk=torch.zeros_like(layout.k) if needs.k else None,
+        dv=torch.zeros_like(layout.v) if needs.v else None,
         dbias=None
-        if layout.bias is None or not need_bias
+        if layout.bias is None or not needs.bias
         else layout.bias.new_zeros(layout.bias.shape, dtype=layout.dtype),
     )
-    dq_rows = layout.rows_of(dq) if need_q else None
-    with torch.autocast("cpu", enabled=False):
-        for rows in _row_blocks(layout):
-            given = _given_rows(layout, rows, dout, dlse, out, lse)
-            block_dq = _backward_rows(layout, rows, given, sums, need_q)
-            if dq_rows is not None and block_dq is not None:
-                dq_rows[..., rows, :] = layout.unfold_rows(block_dq)
+    dq_rows = layout.rows_of(grads.q) if needs.q else None
+    for rows in _row_blocks(layout):
+        given = _given_rows(layout, rows, dout, dlse, out, lse)
+        block_dq = _backward_rows(layout, rows, given, sums, needs.q)
+        if dq_rows is not None and block_dq is not None:
+            dq_rows[..., rows, :] = layout.unfold_rows(block_dq)
     if sums.dk is not None:
-        layout.keys_to_input(sums.dk, dk)
+        layout.keys_to_input(sums.dk, grads.k)
     if sums.dv is not None:
-        layout.keys_to_input(sums.dv, dv)
+        layout.keys_to_input(sums.dv, grads.v)
     if sums.dbias is not None:
-        layout.bias_to_input(sums.dbias, dbias)
-    return dq, dk, dv, dbias
+        layout.bias_to_input(sums.dbias, grads.bias)
 
 
 class _Sums(NamedTuple):
