@@ -16,6 +16,8 @@ from dmattn.problem import Needs, Packing, Problem, Results, is_per_key, lse_dty
 from dmattn.validation import check_int, check_optional_tensor, check_tensor, is_one_or, one_of
 
 MAX_HEAD_DIM = 256
+# The CUDA kernels read vectors of 8 half-precision elements along head_dim.
+HEAD_DIM_MULTIPLE = 8
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Those that there is an implementation for; the meta device and fakes run the checks alone.
@@ -77,6 +79,26 @@ def check_head_dim(head_dim: int, name: str = "query") -> None:
     """Raise ValueError unless attention serves this head_dim."""
     if not 1 <= head_dim <= MAX_HEAD_DIM:
         raise ValueError(f"{name}: got head_dim {head_dim}, wanted 1 to {MAX_HEAD_DIM}")
+
+
+def wrong_strides(q: Tensor, k: Tensor, v: Tensor) -> list[Exception]:
+    """An error for each operand of which CUDA kernels cannot read vectors along head_dim."""
+    if q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
+        return []
+    return [
+        ValueError(
+            f"{name}: got stride {t.stride(-1)} along head_dim, wanted 1 on CUDA; "
+            f"pass {name}.contiguous()"
+        )
+        for name, t in (("query", q), ("key", k), ("value", v))
+        if t.stride(-1) != 1 and t.numel() > 0
+    ]
+
+
+def check_last_stride(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Raise ValueError unless the CUDA kernels can read vectors along head_dim."""
+    for error in wrong_strides(q, k, v):
+        raise error
 
 
 def check_listed_bias(problem: Problem, needed: bool) -> None:

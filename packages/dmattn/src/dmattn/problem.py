@@ -6,8 +6,7 @@ together, H query heads, HK key/value heads, D head dimension.
 """
 
 import dataclasses
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -76,7 +75,7 @@ class Problem:
         """All fields one after the other, in the order of `FLAT_NAMES`."""
         return (
             *(self.q, self.k, self.v, self.mask, self.bias),
-            *_settings(self),
+            *[getattr(self, name) for name in SETTINGS],
             *(self.key_lists or _NO_LISTS),
             *(self.packing or _NO_PACKING),
         )
@@ -114,7 +113,6 @@ FLAT_NAMES = (
     *(f"sel_{name}" for name in Selection._fields),
     *Packing._fields,
 )
-_settings: Callable[[Problem], tuple[Any, ...]] = operator.attrgetter(*SETTINGS)
 # Where things are among the flat values.
 _LISTS = slice(5 + len(SETTINGS), 5 + len(SETTINGS) + len(Selection._fields))
 _PACKING = slice(_LISTS.stop, _LISTS.stop + len(Packing._fields))

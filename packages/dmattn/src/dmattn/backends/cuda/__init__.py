@@ -5,6 +5,7 @@ from torch import Tensor
 
 from dmattn.backends.base import Backend
 from dmattn.backends.cuda import attention, kernels
+from dmattn.checks import HEAD_DIM_MULTIPLE, wrong_strides
 from dmattn.problem import Gradients, Needs, Problem, Results
 from dmattn.validation import one_of
 
@@ -31,17 +32,15 @@ class CudaBackend(Backend):
         return reason
 
     def unsupported(self, problem: Problem) -> list[Exception]:
-        q, k, v = problem.q, problem.k, problem.v
-        if q.dtype in _DTYPES and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
-            return []
+        q = problem.q
         reasons: list[Exception] = []
         if q.dtype not in _DTYPES:
             reasons.append(
                 TypeError(f"query: got dtype {q.dtype}, wanted {one_of(_DTYPES)} on CUDA")
             )
         # Any other head_dim is padded, hence copied, and its strides do not matter.
-        if q.shape[-1] % attention.HEAD_DIM_MULTIPLE == 0:
-            reasons += _wrong_strides(q, k, v)
+        if q.shape[-1] % HEAD_DIM_MULTIPLE == 0:
+            reasons += wrong_strides(q, problem.k, problem.v)
         return reasons
 
     def forward(self, problem: Problem, for_backward: bool = True) -> Results:
@@ -51,15 +50,3 @@ class CudaBackend(Backend):
         self, problem: Problem, results: Results, dout: Tensor, dlse: Tensor | None, needs: Needs
     ) -> Gradients:
         return attention.backward(problem, results, dout, dlse, needs)
-
-
-def _wrong_strides(q: Tensor, k: Tensor, v: Tensor) -> list[Exception]:
-    """An error for each operand of which the kernels cannot read vectors along head_dim."""
-    return [
-        ValueError(
-            f"{name}: got stride {t.stride(-1)} along head_dim, wanted 1 on CUDA; "
-            f"pass {name}.contiguous()"
-        )
-        for name, t in (("query", q), ("key", k), ("value", v))
-        if t.stride(-1) != 1 and t.numel() > 0
-    ]

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dmattn.backends.cuda.kernels import check_device, launch, load_kernels, view, views
+from dmattn.checks import HEAD_DIM_MULTIPLE
 from dmattn.problem import (
     Gradients,
     Needs,
@@ -19,9 +20,6 @@ from dmattn.problem import (
     empty_gradients,
     lse_shape,
 )
-
-# The kernels read vectors of 8 half-precision elements along head_dim.
-HEAD_DIM_MULTIPLE = 8
 
 
 def forward(problem: Problem, for_backward: bool = True) -> Results:
