@@ -14,6 +14,7 @@ from dmattn.validation import (
     check_number,
     check_optional_tensor,
     check_tensor,
+    is_one_or,
 )
 
 # Devices whose autocast applies to attention.
@@ -138,7 +139,7 @@ def _four_dimensions(mask: Tensor, query: Tensor, key: Any) -> Tensor:
         return mask  # the checks to come will say so
     batch, rows, keys = query.shape[0], query.shape[1], key.shape[1]
     first, last = mask.shape
-    if last != keys or not (first == 1 or first == batch or first == rows):
+    if last != keys or not (is_one_or(first, batch) or first == rows):
         raise ValueError(
             f"attn_mask: got shape {tuple(mask.shape)}, wanted (batch, seqlen_k) = "
             f"({batch}, {keys}), (seqlen_q, seqlen_k) = ({rows}, {keys}), or four dimensions "

@@ -6,13 +6,25 @@ Each check looks for what is right at once, and takes its time to name what is w
 is on the path of every call. What a single backend cannot do, the backend says itself.
 """
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dmattn.key_lists import Selection, num_blocks
-from dmattn.problem import Needs, Packing, Problem, Results, is_per_key, lse_dtype, lse_shape
+from dmattn.problem import (
+    Gradients,
+    Needs,
+    Packing,
+    Problem,
+    Results,
+    empty_gradients,
+    empty_results,
+    is_per_key,
+    lse_shape,
+)
+from dmattn.problem import lse_dtype as lse_dtype
 from dmattn.validation import check_int, check_optional_tensor, check_tensor, is_one_or, one_of
 
 MAX_HEAD_DIM = 256
@@ -318,10 +330,11 @@ def check_key_lists(lists: Selection, problem: Problem) -> None:
 
 def empty_forward_outputs(q: Tensor) -> tuple[Tensor, Tensor]:
     """Uninitialised out, as q and contiguous, and lse."""
-    return q.new_empty(q.shape), q.new_empty(lse_shape(q), dtype=lse_dtype(q.dtype))
+    return empty_results(Problem(q, q, q))[:2]
 
 
-def empty_backward_outputs(q, k, v, bias, needs):  # type: ignore
-    from dmattn.problem import empty_gradients
-
+def empty_backward_outputs(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, needs: Sequence[bool]
+) -> Gradients:
+    """Uninitialised dq, dk, dv, dbias; see `empty_gradients`."""
     return empty_gradients(Problem(q, k, v, bias=bias), Needs(*needs))

@@ -147,6 +147,10 @@ class _Transformed(torch.autograd.Function):
         grads = Gradients(*_TransformedBackward.apply(*given))  # type: ignore[no-untyped-call]
         return ops.input_gradients(grads, needs)
 
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> None:
+        raise _no_forward_mode()
+
 
 class _TransformedBackward(torch.autograd.Function):
     """dmattn::bwd for functorch, which wants a graph of every backward, if only to refuse it."""
@@ -165,6 +169,10 @@ class _TransformedBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> None:
         ops.no_double_backward(ctx, *grads)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> None:
+        raise _no_forward_mode()
 
 
 def _in_functorch() -> bool:
@@ -204,7 +212,11 @@ def _refuse_forward_mode(*tensors: Tensor | None) -> None:
         return
     unpack: Callable[[Tensor], Any] = forward_ad.unpack_dual
     if any(t is not None and unpack(t).tangent is not None for t in tensors):
-        raise RuntimeError("forward-mode derivatives of dmattn attention are not available")
+        raise _no_forward_mode()
+
+
+def _no_forward_mode() -> RuntimeError:
+    return RuntimeError("forward-mode derivatives of dmattn attention are not available")
 
 
 def is_same_tensor(a: Tensor, b: Tensor) -> bool:

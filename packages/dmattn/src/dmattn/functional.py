@@ -136,8 +136,8 @@ def flash_dmattn_func(
     if selection is not None:
         _check_selection(selection, attn_mask)
     given = attn_bias
-    if (window is not None or selection is not None) and _is_three_dimensional(attn_bias):
-        attn_bias = attn_bias.unsqueeze(2)
+    if window is not None or selection is not None:
+        attn_bias = _four_dimensional(attn_bias)
     problem = checked_problem(
         query,
         key,
@@ -184,11 +184,12 @@ def flash_dmattn_func_auto(backend: str | None = None) -> Callable[..., Any]:
     return functools.partial(flash_dmattn_func, backend=backend)
 
 
-def _is_three_dimensional(operand: Any) -> bool:
-    return isinstance(operand, Tensor) and operand.dim() == 3
+def _four_dimensional(bias: Any) -> Any:
+    """A bias ({B|1}, {H|HK|1}, Sk) with its dimension of rows; others as they are."""
+    return bias.unsqueeze(2) if isinstance(bias, Tensor) and bias.dim() == 3 else bias
 
 
-def _select(problem: Problem, window_size: int, given: Tensor) -> Problem:
+def _select(problem: Problem, window_size: int, given: Any) -> Problem:
     """The problem with the key lists of a window, or with a mask per key where all keys fit it.
 
     Where every key is within the window, a bias of -inf keeps out the keys that would not be

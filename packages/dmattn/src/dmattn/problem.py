@@ -84,11 +84,11 @@ class Problem:
     def from_flat(values: Sequence[Any]) -> "Problem":
         """The problem of which these are the `flat` values."""
         lists, packing = values[_LISTS], Packing(*values[_PACKING])
-        return Problem(
-            *values[:_LISTS.start],
+        parts = (
             None if packing.cu_seqlens_q is None else packing,
             None if lists[0] is None else Selection(*lists),
         )
+        return Problem(*values[: _LISTS.start], *parts)
 
     def split(self) -> tuple[tuple[Tensor | None, ...], tuple[Any, ...]]:
         """The tensors, and all else: autograd has to save the tensors itself."""
@@ -188,7 +188,5 @@ def empty_gradients(problem: Problem, needs: Needs) -> Gradients:
         q.new_empty(q.shape if needs.q else (0,)),
         k.new_empty(k.shape if needs.k else (0,)),
         v.new_empty(v.shape if needs.v else (0,)),
-        q.new_empty((0,))
-        if bias is None
-        else bias.new_empty(bias.shape if needs.bias else (0,)),
+        q.new_empty((0,)) if bias is None else bias.new_empty(bias.shape if needs.bias else (0,)),
     )

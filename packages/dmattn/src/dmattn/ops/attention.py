@@ -57,7 +57,9 @@ _FWD_NAMES = (*FLAT_NAMES, "backend")
 _BWD_NAMES = ("dout", "dlse", "out", "lse", "lse_rest", "needs", *_FWD_NAMES)
 _FWD_DEFAULTS = {name: FIELDS[name].default for name in ("mask", "bias", *SETTINGS)} | {
     **dict.fromkeys(FLAT_NAMES[5 + len(SETTINGS) :]),
-    **{"max_seqlen_q": 0, "max_seqlen_k": 0, "backend": None},
+    "max_seqlen_q": 0,
+    "max_seqlen_k": 0,
+    "backend": None,
 }
 
 

@@ -41,7 +41,9 @@ def forward(problem: Problem, for_backward: bool = True) -> Results:
     with_rest = for_backward and bias is not None
     rest = q.new_empty(rows if with_rest else (0,), dtype=torch.float32)
     if not problem.has_keys:
-        return Results(out.zero_()[..., :head_dim].contiguous(), lse.fill_(-torch.inf), rest.zero_())
+        return Results(
+            out.zero_()[..., :head_dim].contiguous(), lse.fill_(-torch.inf), rest.zero_()
+        )
     if problem.has_rows:
         core, codes = load_kernels()
         packing = _contiguous(problem.packing)
