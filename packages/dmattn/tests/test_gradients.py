@@ -35,7 +35,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def needs_of(watch: Watch) -> Sequence[bool]:
     (args,) = [args for name, args in watch.calls if name == "dmattn::bwd"]
-    needs = args[13]
+    needs = args[5]
     assert isinstance(needs, (list, tuple))
     return list(needs)
 
