@@ -208,9 +208,9 @@ def test_lists_of_intervals(lengths: tuple[int, int], reach: int | None) -> None
     end = some_intervals(key_len, reach or 500)
     capacity = -(-min((reach or 500) + 127, key_len) // 128) * 128
     lists = build_key_lists(end, query_len, capacity, reach)
-    selection = KeySelection(end, lists.idx, lists.counts, lists.full, None, True, query_len)
+    selection = KeySelection(end, lists.idx, lists.count, lists.full, None, True, query_len)
     check_lists(selection, keep_of(end, query_len))
-    assert torch.equal(lists.needed, lists.counts)
+    assert torch.equal(lists.needed, lists.count)
 
 
 def test_lists_that_do_not_fit_are_empty() -> None:
@@ -220,7 +220,7 @@ def test_lists_that_do_not_fit_are_empty() -> None:
     assert needed.tolist() == [[[128, 256, 300], [85, 170, 200]]]
     lists = build_key_lists(end, 300, 128, None)
     assert torch.equal(lists.needed, needed)
-    assert lists.counts.tolist() == [[[128, 0, 0], [85, 0, 0]]]
+    assert lists.count.tolist() == [[[128, 0, 0], [85, 0, 0]]]
     assert lists.full.tolist() == [[[1, 0, 0], [0, 0, 0]]]
     assert lists.idx[0, 0, 0].tolist() == list(range(128))
     assert not lists.idx[:, :, 1:].any()
@@ -229,7 +229,7 @@ def test_lists_that_do_not_fit_are_empty() -> None:
 def test_keys_beyond_reach_are_not_looked_for() -> None:
     end = torch.full((1, 1, 400), 400, dtype=torch.int32)
     lists = build_key_lists(end, 400, 256, 50)
-    assert lists.counts.tolist() == [[[128, 177, 177, 65]]]
+    assert lists.count.tolist() == [[[128, 177, 177, 65]]]
     assert sorted(lists.idx[0, 0, 1, :177].tolist()) == list(range(79, 256))
 
 

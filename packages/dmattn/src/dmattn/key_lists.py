@@ -21,17 +21,18 @@ class Selection(NamedTuple):
 
     end: Tensor  # ({B|1}, heads, Sk)
     idx: Tensor  # ({B|1}, heads, blocks, capacity); zeros past its count
-    counts: Tensor  # ({B|1}, heads, blocks)
-    full: Tensor  # as counts: the leading entries that every row keeps; (0,) when not causal
+    # Hides tuple.count. ({B|1}, heads, blocks)
+    count: Tensor  # type: ignore[assignment]
+    full: Tensor  # as count: the leading entries that every row keeps; (0,) when not causal
 
 
 class KeyLists(NamedTuple):
     """What `interval_lists` makes: the lists of a `Selection`, and how long they have to be."""
 
     idx: Tensor
-    counts: Tensor
+    count: Tensor  # type: ignore[assignment]
     full: Tensor
-    needed: Tensor  # int32, as counts: entries of each list, whether it fits or not
+    needed: Tensor  # int32, as count: entries of each list, whether it fits or not
 
 
 class _Step(NamedTuple):

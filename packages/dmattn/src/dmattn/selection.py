@@ -343,7 +343,7 @@ def _of_intervals(
         needed = build_key_lists(end, rows, 0, reach).needed
         capacity = capacity_for(int(needed.max()) if needed.numel() > 0 else 0, key_len)
     lists = build_key_lists(end, rows, capacity, reach)
-    return KeySelection(end, lists.idx, lists.counts, lists.full, window_size, True, query_len)
+    return KeySelection(end, lists.idx, lists.count, lists.full, window_size, True, query_len)
 
 
 def _boundaries(cu_seqlens: Tensor | Sequence[int], key_len: int | None) -> list[int]:

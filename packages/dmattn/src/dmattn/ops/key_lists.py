@@ -46,7 +46,7 @@ def _build_cuda(
     end: Tensor, seqlen_q: int, capacity: int, reach: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     lists = _empty_lists(end, seqlen_q, capacity, reach)
-    if lists.counts.numel() > 0:
+    if lists.count.numel() > 0:
         cuda.build_key_lists(end.contiguous(), seqlen_q, reach, lists)
     return lists
 

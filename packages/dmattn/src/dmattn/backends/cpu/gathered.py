@@ -143,9 +143,9 @@ def _arrange(
     k, v = (t.transpose(1, 2).to(dtype) for t in (k, v))
     if heads != dims.nheads_k:
         k, v = (t.repeat_interleave(heads // dims.nheads_k, dim=1) for t in (k, v))
-    end, idx, counts = (
+    end, idx, count = (
         t.expand(dims.batch, heads, *t.shape[2:])
-        for t in (selection.end, selection.idx, selection.counts)
+        for t in (selection.end, selection.idx, selection.count)
     )
     if bias is not None:
         if bias.shape[1] not in (1, dims.nheads):
@@ -158,7 +158,7 @@ def _arrange(
         k=k,
         v=v,
         bias=bias,
-        selection=Selection(end, idx, counts, selection.full),
+        selection=Selection(end, idx, count, selection.full),
         softmax_scale=softmax_scale,
         softcap=softcap,
         is_causal=is_causal,
@@ -172,7 +172,7 @@ def _blocks(problem: _Problem) -> Iterator[_Block]:
 
 
 def _block(problem: _Problem, rows: slice, number: int) -> _Block:
-    count = problem.selection.counts[:, :, number]
+    count = problem.selection.count[:, :, number]
     longest = int(count.max()) if count.numel() else 0
     index = problem.selection.idx[:, :, number, :longest].long()
     k = problem.k.take_along_dim(index[..., None], 2)

@@ -32,7 +32,7 @@ def select(
     ends = [_running_top(row, window, stops) for row in rows]
     end = torch.tensor(ends, dtype=torch.int32).view(scores.shape)
     lists = interval_lists(end, seqlen_q, capacity)
-    return Selection(end, lists.idx, lists.counts, lists.full)
+    return Selection(end, lists.idx, lists.count, lists.full)
 
 
 def _document_stops(cu_seqlens: Tensor | None, seqlen_k: int) -> list[int]:

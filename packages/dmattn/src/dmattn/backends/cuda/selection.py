@@ -49,7 +49,7 @@ def build_key_lists(end: Tensor, seqlen_q: int, reach: int, lists: KeyLists) -> 
     device = end.get_device()
     check_device(device)
     core, codes = load_kernels()
-    selection = Selection(end, lists.idx, lists.counts, lists.full)
+    selection = Selection(end, lists.idx, lists.count, lists.full)
     params = core.BuildKeyListsParams(
         device, views(selection, codes), seqlen_q, reach, view(lists.needed, codes)
     )
