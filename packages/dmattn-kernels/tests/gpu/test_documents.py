@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import dmattn
-from dmattn.ops.key_lists import build_key_lists
+from dmattn.ops.selection import build_key_lists
 from dmattn.ops.selection import select_keys as select
 from gpu.cases import Case, build, case_id
 from gpu.device import require_device
