@@ -252,8 +252,8 @@ def test_bad_steps_leave_the_cache_unchanged(evict: bool) -> None:
         ([q, k, v, score.half()], {}, TypeError, "score: got dtype torch.float16, wanted"),
         ([q, k, v, score[:, :1]], {}, ValueError, "score: got shape"),
         ([q.to("meta"), k, v, score], {}, ValueError, "query: got device meta, wanted cpu"),
-        ([None, k, v, score], {}, TypeError, "query: got NoneType, wanted a torch.Tensor"),
-        ([q, None, v, score], {}, TypeError, "key: got NoneType, wanted a torch.Tensor"),
+        ([None, k, v, score], {}, TypeError, "query: got None, wanted a torch.Tensor"),
+        ([q, None, v, score], {}, TypeError, "key: got None, wanted a torch.Tensor"),
         ([q, k, v, score], {"active": torch.ones(3).bool()}, ValueError, "active: got shape"),
         ([q, k, v, score], {"active": torch.ones(2)}, TypeError, "active: got dtype"),
         ([q.requires_grad_(), k, v, score], {}, RuntimeError, "require gradients"),
@@ -298,12 +298,21 @@ def test_capacity() -> None:
         ({"window_size": 0}, ValueError, "window_size: got 0"),
         ({"batch": -1}, ValueError, "batch: got -1, wanted an int of at least 0"),
         ({"nheads_k": 0}, ValueError, "nheads_k: got 0, wanted an int of at least 1"),
-        ({"head_dim": 2.5}, ValueError, "head_dim: got 2.5"),
+        ({"head_dim": 2.5}, TypeError, "head_dim: got 2.5"),
+        ({"head_dim": 300}, ValueError, "head_dim: got 300, wanted 1 to 256"),
+        ({"window_size": 2.5}, TypeError, "window_size: got 2.5"),
+        ({"window_size": True}, TypeError, "window_size: got True"),
+        ({"evict": "no"}, TypeError, "evict: got 'no' .*, wanted True or False"),
+        ({"evict": False, "capacity": 5.5}, TypeError, "capacity: got 5.5"),
+        ({"dtype": torch.float8_e4m3fn}, TypeError, "dtype: got torch.float8_e4m3fn, wanted"),
+        ({"dtype": "float32"}, TypeError, "dtype: got 'float32' .*, wanted a torch.dtype"),
+        ({"device": None}, TypeError, "device: got None, wanted a torch.device"),
+        ({"device": "xpu"}, ValueError, "device: got xpu, wanted"),
         ({"evict": False}, ValueError, "capacity: got None, wanted an int, with evict=False"),
-        ({"capacity": 9}, ValueError, "capacity: got 9, wanted None"),
-        ({"evict": False, "capacity": 0}, ValueError, "capacity: got 0, wanted at least 1"),
-        ({"dtype": torch.int32}, TypeError, "dtype: got torch.int32, wanted a floating"),
-        ({"score_dtype": torch.float16}, TypeError, "score_dtype: got torch.float16, wanted"),
+        ({"capacity": 9}, ValueError, "capacity: got 9 .*, wanted None"),
+        ({"evict": False, "capacity": 0}, ValueError, "capacity: got 0, wanted an int of at least 1"),
+        ({"dtype": torch.int32}, TypeError, "dtype: got torch.int32, wanted torch.float16"),
+        ({"score_dtype": torch.float16}, TypeError, "wanted torch.float32$"),
     ],
 )
 def test_bad_caches(changes: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -316,7 +325,7 @@ def test_bad_caches(changes: dict[str, Any], error: type[Exception], message: st
 
 def layer(**options: Any) -> DynamicMaskAttention:
     torch.manual_seed(1)
-    made = DynamicMaskAttention(32, 4, 2, window_size=6, init_std=0.3, **options)
+    made = DynamicMaskAttention(32, 4, 2, **{"window_size": 6, "init_std": 0.3, **options})
     torch.nn.init.normal_(made.A)
     return made
 
@@ -382,6 +391,9 @@ def test_layer_refuses_caches_that_do_not_fit() -> None:
             ValueError, match=r"cache: got one of .*\(2, 6, 2, 8\), wanted \(1, 6, 2, 8\)"
         ):
             attention(x[:1], cache=attention.make_cache(B))
-    for options in ({"is_causal": False}, {"num_score_heads": 4}):
-        with pytest.raises(ValueError, match="wanted"):
-            layer(**options).make_cache(B)
+    with pytest.raises(ValueError, match="is_causal: got False, wanted a causal layer"):
+        layer(is_causal=False).make_cache(B)
+    with pytest.raises(ValueError, match="window_size: got None, wanted a window .* evict=False"):
+        layer(window_size=None).make_cache(B)
+    with torch.no_grad(), pytest.raises(TypeError, match="cache: got 5 .*, wanted a Dynamic"):
+        attention(x, cache=5)
