@@ -169,7 +169,7 @@ class DynamicMaskCache:
         most = self._check_prompt_room(seqlen, real)
         fill = self._chosen(key, value, score, real, self._prompt_keys(score, selection, real))
 
-        self.reset()
+        self._clear()
         for entry, new in zip((self.k, self.v), fill[:2], strict=True):
             entry[:, : new.shape[1]] = new
         for entry, new in zip((self.score, self.position), fill[2:], strict=True):
@@ -284,13 +284,7 @@ class DynamicMaskCache:
 
     def reset(self) -> None:
         """Forget everything."""
-        self.k.zero_()
-        self.v.zero_()
-        self.score.fill_(-math.inf)
-        self.position.fill_(-1)
-        self.seen.zero_()
-        self._most_seen = 0
-        self._is_empty = True
+        self._clear()
         self._layer = None
 
     def clone(self) -> "DynamicMaskCache":
@@ -324,6 +318,15 @@ class DynamicMaskCache:
             )
         if other is None:
             self._layer = weakref.ref(layer)
+
+    def _clear(self) -> None:
+        self.k.zero_()
+        self.v.zero_()
+        self.score.fill_(-math.inf)
+        self.position.fill_(-1)
+        self.seen.zero_()
+        self._most_seen = 0
+        self._is_empty = True
 
     def _tensors(self) -> CacheTensors:
         return CacheTensors(self.k, self.v, self.score, self.position, self.seen)
