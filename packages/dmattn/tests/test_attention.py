@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dmattn import flash_dmattn_func
-from dmattn.ops import cpu
+from dmattn.backends.cpu import attention as cpu
 
 NAMES = ("dq", "dk", "dv", "dbias")
 

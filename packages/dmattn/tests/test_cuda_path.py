@@ -1,6 +1,6 @@
 """What the CUDA path hands to the kernels, seen by a recorder in their place, without a GPU.
 
-The tensors are on the CPU; only `dmattn.ops.cuda` is called, which does not look at device types.
+The tensors are on the CPU; only `dmattn.backends.cuda` is called, which does not look at device types.
 """
 
 import sys
@@ -13,8 +13,11 @@ import torch
 from torch import Tensor
 
 from dmattn import DynamicMaskCache, select_keys
-from dmattn.ops import cache, cuda, key_lists
-from dmattn.ops import select as ops_select
+from dmattn.backends.cuda import attention as cuda
+from dmattn.backends.cuda import kernels
+from dmattn.backends.cuda import selection as cuda_selection
+from dmattn.ops import cache, key_lists
+from dmattn.ops import selection as ops_select
 
 FLOAT16, BFLOAT16, FLOAT32, BOOL, INT32 = 1, 2, 3, 4, 5
 WORKSPACE = 4096
@@ -38,7 +41,7 @@ APPEND_FIELDS = (
 class Recorder(ModuleType):
     """Stands in for dmattn_kernels._core: keeps the arguments and fills the outputs with ones."""
 
-    def __init__(self, abi: int = cuda.ABI_VERSION) -> None:
+    def __init__(self, abi: int = kernels.ABI_VERSION) -> None:
         super().__init__("dmattn_kernels._core")
         self.FLOAT16, self.BFLOAT16, self.FLOAT32, self.BOOL = FLOAT16, BFLOAT16, FLOAT32, BOOL
         self.INT32 = INT32
@@ -85,7 +88,7 @@ class Recorder(ModuleType):
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     core = Recorder()
     yield install(core, monkeypatch)
-    cuda.load_kernels.cache_clear()
+    kernels.load_kernels.cache_clear()
 
 
 def install(core: Recorder, monkeypatch: pytest.MonkeyPatch) -> Recorder:
@@ -93,9 +96,9 @@ def install(core: Recorder, monkeypatch: pytest.MonkeyPatch) -> Recorder:
     package.__path__ = []
     monkeypatch.setitem(sys.modules, "dmattn_kernels", package)
     monkeypatch.setitem(sys.modules, "dmattn_kernels._core", core)
-    monkeypatch.setattr(cuda, "_checked_devices", {-1})  # the number torch gives to the CPU
+    monkeypatch.setattr(kernels, "checked_devices", {-1})  # the number torch gives to the CPU
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 77, raising=False)
-    cuda.load_kernels.cache_clear()
+    kernels.load_kernels.cache_clear()
     return core
 
 
@@ -219,10 +222,10 @@ def test_kernels_of_another_abi_are_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_missing_kernels_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda.load_kernels.cache_clear()
+    kernels.load_kernels.cache_clear()
     monkeypatch.setitem(sys.modules, "dmattn_kernels", None)
     with pytest.raises(RuntimeError, match="pip install dmattn-kernels"):
-        cuda.check_device(0)
+        kernels.check_device(0)
 
 
 def test_old_gpu_is_refused(recorder: Recorder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,7 +234,7 @@ def test_old_gpu_is_refused(recorder: Recorder, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(
         RuntimeError, match=r"cuda:3 \(an older GPU, sm_75\), wanted a GPU of sm_80"
     ):
-        cuda.check_device(3)
+        kernels.check_device(3)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -239,7 +242,7 @@ def test_a_selection_travels_with_its_lists(recorder: Recorder, causal: bool) ->
     q, k, v, bias = half(2, 5, 4, 64), half(2, 7, 2, 64), half(2, 7, 2, 64), torch.randn(2, 2, 1, 7)
     lists = select_keys(bias, 3, causal, query_len=5).lists
     want = (*(view(t) for t in lists[:3]), view(lists.full) if causal else None)
-    cuda.select(bias[:, :, 0], None, 3, 5, causal, lists)
+    cuda_selection.select(bias[:, :, 0], None, 3, 5, causal, lists)
     rest = torch.empty(2, 4, 5)
     out, lse = run_forward(q, k, v, None, bias, 0.25, causal, 0.0, lists, rest)
     saved = (half(2, 5, 4, 64), None, q, k, v, None, bias, out, lse)

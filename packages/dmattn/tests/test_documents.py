@@ -14,7 +14,7 @@ from torch.library import opcheck
 
 from dmattn import KeySelection, flash_dmattn_func, packed_documents, select_keys
 from dmattn.ops.key_lists import build_key_lists
-from dmattn.ops.select import select_keys as select
+from dmattn.ops.selection import select_keys as select
 
 
 def keep_within(

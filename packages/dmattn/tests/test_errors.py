@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dmattn import flash_dmattn_func
-from dmattn.ops import shapes
+from dmattn import checks as shapes
 
 
 def inputs(**changes: Any) -> dict[str, Any]:

@@ -9,8 +9,9 @@ import torch
 from attention_cases import random_case
 
 import dmattn
-from dmattn import backends, flash_dmattn_func, flash_dmattn_func_auto, get_available_backends
-from dmattn.ops import cuda
+from dmattn import flash_dmattn_func, flash_dmattn_func_auto, get_available_backends
+from dmattn.backends import registry as backends
+from dmattn.backends.cuda import kernels as cuda
 
 
 def test_return_values() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dmattn import flash_dmattn_func
-from dmattn.ops import cpu
+from dmattn.backends.cpu import attention as cpu
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -82,7 +82,7 @@ def test_every_window(kind: str, window: int) -> None:
 
 @pytest.mark.parametrize("window", [1, 60, 128, 129, 300])
 def test_more_blocks_than_one_step_builds(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dmattn.ops.lists._STEP_ELEMENTS", 1)
+    monkeypatch.setattr("dmattn.key_lists._STEP_ELEMENTS", 1)
     assert_selects(torch.randn(1, 2, 700), window, 650, True)
 
 

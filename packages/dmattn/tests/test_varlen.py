@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.library import opcheck
 
 from dmattn import flash_dmattn_func, flash_dmattn_varlen_func
-from dmattn.ops import cuda
+from dmattn.backends.cuda import attention as cuda
+from dmattn.backends.cuda import kernels
 from dmattn.reference import reference_gradients
 
 NAMES = ("dq", "dk", "dv", "dbias")
@@ -501,4 +502,4 @@ def test_the_kernels_get_the_callers_tensors(monkeypatch: pytest.MonkeyPatch) ->
     assert backward["dout"][3] == (64, 16, 1)
     for name, grad in zip(NAMES, grads, strict=True):
         assert backward[name] == view(grad) and grad.is_contiguous()
-    cuda.load_kernels.cache_clear()
+    kernels.load_kernels.cache_clear()

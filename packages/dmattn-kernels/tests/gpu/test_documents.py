@@ -11,7 +11,7 @@ from torch import Tensor
 
 import dmattn
 from dmattn.ops.key_lists import build_key_lists
-from dmattn.ops.select import select_keys as select
+from dmattn.ops.selection import select_keys as select
 from gpu.cases import Case, build, case_id
 from gpu.device import require_device
 from gpu.harness import assert_close, run

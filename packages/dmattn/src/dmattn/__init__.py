@@ -1,6 +1,6 @@
 """Dynamic mask attention for PyTorch: masked and biased attention on CUDA and on the CPU."""
 
-from dmattn.backends import get_available_backends
+from dmattn.backends.registry import get_available_backends
 from dmattn.cache import DynamicMaskCache
 from dmattn.functional import flash_dmattn_func, flash_dmattn_func_auto
 from dmattn.modules import DynamicMaskAttention

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 import dmattn.ops.cache  # noqa: F401 - registers the operator
-from dmattn.ops.select import select_keys
-from dmattn.ops.shapes import HEAD_DIM_MULTIPLE, check_last_stride
+from dmattn.ops.selection import select_keys
+from dmattn.checks import HEAD_DIM_MULTIPLE, check_last_stride
 from dmattn.selection import KeySelection
 from dmattn.utils.mask import check_window_size
 

@@ -8,10 +8,11 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-import dmattn.ops.library  # noqa: F401 - registers the operators
-from dmattn.backends import why_unavailable
-from dmattn.ops import cpu, cuda
-from dmattn.ops.calls import (
+import dmattn.ops.attention  # noqa: F401 - registers the operators
+from dmattn.backends.cpu import attention as cpu
+from dmattn.backends.cuda import attention as cuda
+from dmattn.backends.registry import why_unavailable
+from dmattn.dispatch import (
     check_backend,
     check_number,
     default_scale,
@@ -19,8 +20,8 @@ from dmattn.ops.calls import (
     refuse_forward_mode,
     without_nan,
 )
-from dmattn.ops.lists import Selection
-from dmattn.ops.shapes import check_inputs, check_selected_bias, check_tensors, lse_dtype
+from dmattn.key_lists import Selection
+from dmattn.checks import check_inputs, check_selected_bias, check_tensors, lse_dtype
 from dmattn.reference import reference_attention
 from dmattn.selection import KeySelection, key_only_mask, select_keys
 from dmattn.utils.mask import check_window_size

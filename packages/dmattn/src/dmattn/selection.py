@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dmattn.ops.key_lists import build_key_lists
-from dmattn.ops.lists import BLOCK_ROWS, Selection, capacity_for
-from dmattn.ops.select import select_keys as select
+from dmattn.key_lists import BLOCK_ROWS, Selection, capacity_for
+from dmattn.ops.selection import select_keys as select
 from dmattn.utils.mask import check_window_size
 
 

@@ -8,8 +8,9 @@ from torch import Tensor
 
 import dmattn.ops.varlen  # noqa: F401 - registers the operators
 from dmattn.functional import flash_dmattn_func
-from dmattn.ops import cuda, varlen_cpu
-from dmattn.ops.calls import (
+from dmattn.backends.cpu import packed as packed_cpu
+from dmattn.backends.cuda import attention as cuda
+from dmattn.dispatch import (
     check_backend,
     check_number,
     default_scale,
@@ -17,8 +18,8 @@ from dmattn.ops.calls import (
     refuse_forward_mode,
     without_nan,
 )
-from dmattn.ops.shapes import check_tensors
-from dmattn.ops.varlen_shapes import Packing, check_packed_inputs, is_per_key
+from dmattn.checks import check_tensors
+from dmattn.packed_checks import Packing, check_packed_inputs, is_per_key
 from dmattn.selection import same_heads, select_keys
 from dmattn.utils.mask import check_window_size
 
@@ -164,7 +165,7 @@ def _attend(
     """out and lse, past the dispatcher where it has nothing to do."""
     softmax_scale, is_causal, softcap, deterministic = numbers
     if is_plain_call(q, k, v, mask, bias):
-        forward = cuda.varlen_forward if q.is_cuda else varlen_cpu.forward
+        forward = cuda.varlen_forward if q.is_cuda else packed_cpu.forward
         return forward(q, k, v, mask, bias, packing, softmax_scale, is_causal, softcap)
     check_packed_inputs(q, k, v, mask, bias, packing)
     refuse_forward_mode(q, k, v, bias)

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dmattn.ops import cpu, cuda
-from dmattn.ops.cuda import CacheTensors, CacheTokens
+from dmattn.backends.cpu import attention as cpu
+from dmattn.backends.cuda import cache as cuda
+from dmattn.backends.cuda.cache import CacheTensors, CacheTokens
 
 _APPEND = "dmattn::cache_append"
 _ATTEND = "dmattn::cache_append_and_attend"

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from dmattn.ops import cuda
-from dmattn.ops.lists import BLOCK_ROWS, KeyLists, interval_lists, num_blocks
+from dmattn.backends.cuda import selection as cuda
+from dmattn.key_lists import BLOCK_ROWS, KeyLists, interval_lists, num_blocks
 
 _NAME = "dmattn::build_key_lists"
 _SCHEMA = (

@@ -10,15 +10,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dmattn.ops import cuda, varlen_cpu
-from dmattn.ops.library import Forward, Gradients, Operator, register, written_rest
-from dmattn.ops.shapes import (
+from dmattn.backends.cpu import packed as packed_cpu
+from dmattn.backends.cuda import attention as cuda
+from dmattn.ops.attention import Forward, Gradients, Operator, register, written_rest
+from dmattn.checks import (
     check_backward_inputs,
     empty_backward_outputs,
     empty_forward_outputs,
     empty_lse_rest,
 )
-from dmattn.ops.varlen_shapes import Packing, check_packed_inputs
+from dmattn.packed_checks import Packing, check_packed_inputs
 
 _PACKED = (
     "Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias, Tensor cu_seqlens_q, "
@@ -95,7 +96,7 @@ class BwdCall(NamedTuple):
 
 def _cpu_fwd(*given: Any, **named: Any) -> Forward:
     call = FwdCall(*given, **named)
-    out, lse = varlen_cpu.forward(*call.packed, *call.numbers)
+    out, lse = packed_cpu.forward(*call.packed, *call.numbers)
     return out, lse, empty_lse_rest(call.q, call.bias)
 
 
@@ -114,7 +115,7 @@ def _fake_fwd(*given: Any, **named: Any) -> Forward:
 
 def _cpu_bwd(*given: Any, **named: Any) -> Gradients:
     call = BwdCall(*given, **named)
-    return varlen_cpu.backward(call.dout, call.dlse, *call.packed, *call.results, call.needs)
+    return packed_cpu.backward(call.dout, call.dlse, *call.packed, *call.results, call.needs)
 
 
 def _cuda_bwd(*given: Any, **named: Any) -> Gradients:

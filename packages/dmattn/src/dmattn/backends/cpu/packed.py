@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from dmattn.ops import cpu
-from dmattn.ops.shapes import (
+from dmattn.backends.cpu import attention as cpu
+from dmattn.checks import (
     check_backward_inputs,
     empty_backward_outputs,
     empty_forward_outputs,
 )
-from dmattn.ops.varlen_shapes import Packing, check_packed_inputs, is_per_key
+from dmattn.packed_checks import Packing, check_packed_inputs, is_per_key
 
 
 class _Span(NamedTuple):

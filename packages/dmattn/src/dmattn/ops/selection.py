@@ -5,8 +5,9 @@ import math
 import torch
 from torch import Tensor
 
-from dmattn.ops import cuda, select_cpu
-from dmattn.ops.lists import BLOCK_ROWS, Selection, capacity_for, num_blocks
+from dmattn.backends.cpu import selection as cpu
+from dmattn.backends.cuda import selection as cuda
+from dmattn.key_lists import BLOCK_ROWS, Selection, capacity_for, num_blocks
 
 _NAME = "dmattn::select_keys"
 _SCHEMA = (
@@ -95,7 +96,7 @@ def _select_cpu(
     if key_mask is not None:
         scores = torch.where(key_mask, scores, -math.inf)
     capacity = shaped.idx.shape[3]
-    return select_cpu.select(scores, window, seqlen_q, is_causal, capacity, cu_seqlens)
+    return cpu.select(scores, window, seqlen_q, is_causal, capacity, cu_seqlens)
 
 
 def _select_cuda(

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dmattn.ops.lists import BLOCK_ROWS, Selection
-from dmattn.ops.shapes import Dims, empty_backward_outputs, empty_forward_outputs, lse_dtype
+from dmattn.key_lists import BLOCK_ROWS, Selection
+from dmattn.checks import Dims, empty_backward_outputs, empty_forward_outputs, lse_dtype
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dmattn.ops.shapes import Dims, lse_dtype
+from dmattn.checks import Dims, lse_dtype
 
 # Compaction copies the kept keys and values, which pays once a good part of the keys falls away.
 _COMPACT_BELOW = 0.75

@@ -9,7 +9,7 @@ from typing import NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from dmattn.ops.lists import Selection, num_blocks
+from dmattn.key_lists import Selection, num_blocks
 
 MAX_HEAD_DIM = 256
 # The kernels read vectors of 8 half-precision elements along head_dim.

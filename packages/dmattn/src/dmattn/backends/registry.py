@@ -2,7 +2,7 @@
 
 import torch
 
-from dmattn.ops import cuda
+from dmattn.backends.cuda import kernels
 
 BACKENDS = ("cuda", "cpu")
 
@@ -32,7 +32,7 @@ def why_unavailable(backend: str) -> str | None:
     reason = "torch sees no CUDA device"
     for device in range(torch.cuda.device_count()):
         try:
-            cuda.check_device(device)
+            kernels.check_device(device)
         except RuntimeError as error:
             reason = str(error)
         else:

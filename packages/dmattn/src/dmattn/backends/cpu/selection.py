@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from dmattn.ops.lists import Selection, interval_lists
+from dmattn.key_lists import Selection, interval_lists
 
 
 def select(

@@ -12,10 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dmattn.ops import cpu_selected
-from dmattn.ops.cpu_layout import Layout, make_layout
-from dmattn.ops.lists import Selection
-from dmattn.ops.shapes import (
+from dmattn.backends.cpu import gathered
+from dmattn.backends.cpu.layout import Layout, make_layout
+from dmattn.key_lists import Selection
+from dmattn.checks import (
     check_backward_inputs,
     check_inputs,
     check_selected_bias,
@@ -59,7 +59,7 @@ def forward(
     dims = check_inputs(q, k, v, mask, bias)
     if selection is not None:
         check_selection(selection, mask, dims, is_causal, q.device)
-        return cpu_selected.forward(
+        return gathered.forward(
             dims, q, k, v, bias, softmax_scale, is_causal, softcap, selection
         )
     out, lse = empty_forward_outputs(q)
@@ -103,7 +103,7 @@ def backward(
     if selection is not None:
         check_selection(selection, mask, dims, is_causal, q.device)
         check_selected_bias(selection, bias, needs[3])
-        return cpu_selected.backward(
+        return gathered.backward(
             dims,
             dout,
             dlse,

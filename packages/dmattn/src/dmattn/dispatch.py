@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from dmattn.backends import BACKENDS, why_unavailable
-from dmattn.ops.shapes import check_tensors
+from dmattn.backends.registry import BACKENDS, why_unavailable
+from dmattn.checks import check_tensors
 
 
 def without_nan(scores: Tensor) -> Tensor:

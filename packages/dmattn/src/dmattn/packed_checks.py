@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dmattn.ops.shapes import (
+from dmattn.checks import (
     HEAD_DIM_MULTIPLE,
     check_devices,
     check_dtypes,

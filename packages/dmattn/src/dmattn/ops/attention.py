@@ -6,9 +6,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dmattn.ops import cpu, cuda
-from dmattn.ops.lists import Selection, as_selection
-from dmattn.ops.shapes import (
+from dmattn.backends.cpu import attention as cpu
+from dmattn.backends.cuda import attention as cuda
+from dmattn.key_lists import Selection, as_selection
+from dmattn.checks import (
     check_backward_inputs,
     check_inputs,
     check_selected_bias,

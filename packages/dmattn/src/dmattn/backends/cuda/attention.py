@@ -3,16 +3,13 @@
 This is the path of every training step and decoded token, so the host work per call is kept small.
 """
 
-import functools
-import importlib
 from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dmattn.ops.lists import KeyLists, Selection
-from dmattn.ops.shapes import (
+from dmattn.key_lists import Selection
+from dmattn.checks import (
     HEAD_DIM_MULTIPLE,
     check_backward_inputs,
     check_inputs,
@@ -21,42 +18,8 @@ from dmattn.ops.shapes import (
     empty_backward_outputs,
     lse_shape,
 )
-from dmattn.ops.varlen_shapes import Packing, check_packed_inputs
-
-ABI_VERSION = 1
-_MIN_CAPABILITY = (8, 0)
-
-# A tensor as the kernels take it: data pointer, dtype code, shape, strides in elements.
-_View = tuple[int, int, torch.Size, tuple[int, ...]]
-
-_checked_devices: set[int] = set()
-
-
-class Kernels(NamedTuple):
-    """The compiled module, and its numbers for the dtypes."""
-
-    core: Any
-    dtype_codes: dict[torch.dtype, int]
-
-
-class CacheTensors(NamedTuple):
-    """The state of a cache, all contiguous."""
-
-    k: Tensor  # (B, entries, HK, D)
-    v: Tensor  # as k
-    score: Tensor  # (B, HK, entries), -inf where there is no key
-    position: Tensor  # int32 (B, HK, entries), -1 where there is no key
-    seen: Tensor  # int32 (B,): tokens so far
-
-
-class CacheTokens(NamedTuple):
-    """What is put into a cache."""
-
-    k: Tensor  # (B, T, HK, D)
-    v: Tensor  # as k
-    score: Tensor  # (B, HK, T)
-    active: Tensor | None  # bool (B, T), False for a token to skip
-
+from dmattn.packed_checks import Packing, check_packed_inputs
+from dmattn.backends.cuda.kernels import View, check_device, launch, load_kernels, view, views
 
 def forward(
     q: Tensor,
@@ -83,8 +46,7 @@ def forward(
     if selection is not None:
         check_selection(selection, mask, dims, is_causal, q.device)
     device = q.get_device()
-    if device not in _checked_devices:
-        check_device(device)
+    check_device(device)
     operands = (q, k, v, mask, bias)
     numbers = (softmax_scale, softcap, is_causal)
     rows = (batch, nheads, seqlen_q)
@@ -229,20 +191,20 @@ def _forward(
         device = q.get_device()
         params = core.FwdParams(
             device,
-            _view(q, codes),
-            _view(k, codes),
-            _view(v, codes),
-            None if mask is None else _view(mask, codes),
-            None if bias is None else _view(bias, codes),
-            _view(out, codes),
-            _view(lse, codes),
+            view(q, codes),
+            view(k, codes),
+            view(v, codes),
+            None if mask is None else view(mask, codes),
+            None if bias is None else view(bias, codes),
+            view(out, codes),
+            view(lse, codes),
             *numbers,
             0,
-            None if selection is None else _views(selection, codes),
-            None if lse_rest is None else _view(lse_rest, codes),
+            None if selection is None else views(selection, codes),
+            None if lse_rest is None else view(lse_rest, codes),
             *(_packing_views(packing, codes) if packing else ()),
         )
-        _launch(params, q, device)
+        launch(params, q, device)
     if head_dim % HEAD_DIM_MULTIPLE:
         out = out[..., :head_dim].contiguous()
     return out, lse
@@ -276,25 +238,25 @@ def _backward(
     device = q.get_device()
     params = core.BwdParams(
         device,
-        _view(q, codes),
-        _view(k, codes),
-        _view(v, codes),
-        None if mask is None else _view(mask, codes),
-        None if bias is None else _view(bias, codes),
-        _view(out, codes),
-        _view(lse, codes),
-        _view(dout, codes),
-        None if dlse is None else _view(dlse, codes),
-        _view(dq, codes) if needs[0] else None,
-        _view(dk, codes) if needs[1] else None,
-        _view(dv, codes) if needs[2] else None,
-        _view(dbias, codes) if needs[3] and bias is not None else None,
+        view(q, codes),
+        view(k, codes),
+        view(v, codes),
+        None if mask is None else view(mask, codes),
+        None if bias is None else view(bias, codes),
+        view(out, codes),
+        view(lse, codes),
+        view(dout, codes),
+        None if dlse is None else view(dlse, codes),
+        view(dq, codes) if needs[0] else None,
+        view(dk, codes) if needs[1] else None,
+        view(dv, codes) if needs[2] else None,
+        view(dbias, codes) if needs[3] and bias is not None else None,
         *numbers,
-        None if selection is None else _views(selection, codes),
-        None if lse_rest is None else _view(lse_rest, codes),
+        None if selection is None else views(selection, codes),
+        None if lse_rest is None else view(lse_rest, codes),
         *(_packing_views(packing, codes) if packing else ()),
     )
-    _launch(params, q, device)
+    launch(params, q, device)
     if padded:
         dq, dk, dv = (
             g[..., :head_dim].contiguous() if need else g
@@ -312,155 +274,6 @@ def _zero_gradients(
     return grads
 
 
-def select(
-    scores: Tensor,
-    key_mask: Tensor | None,
-    window: int,
-    seqlen_q: int,
-    is_causal: bool,
-    selection: Selection,
-    cu_seqlens: Tensor | None = None,
-) -> None:
-    """The CUDA implementation of dmattn::select_keys: fills `selection`, which has keys and rows.
-
-    `cu_seqlens`: int32, contiguous.
-
-    Raises:
-        RuntimeError: no usable kernels, or a GPU that they do not serve.
-    """
-    device = scores.get_device()
-    check_device(device)
-    core, codes = load_kernels()
-    params = core.SelectParams(
-        device,
-        _view(scores, codes),
-        None if key_mask is None else _view(key_mask, codes),
-        _views(selection, codes),
-        min(window, scores.shape[2]),
-        seqlen_q,
-        is_causal,
-        None if cu_seqlens is None else _view(cu_seqlens, codes),
-    )
-    _launch(params, scores, device)
-
-
-def build_key_lists(end: Tensor, seqlen_q: int, reach: int, lists: KeyLists) -> None:
-    """The CUDA implementation of dmattn::build_key_lists: fills `lists`, of which there are some.
-
-    `end`: int32 ({B|1}, heads, Sk), contiguous. `reach`: 0 where it is unknown.
-
-    Raises:
-        RuntimeError: no usable kernels, or a GPU that they do not serve.
-    """
-    device = end.get_device()
-    check_device(device)
-    core, codes = load_kernels()
-    selection = Selection(end, lists.idx, lists.counts, lists.full)
-    params = core.BuildKeyListsParams(
-        device, _views(selection, codes), seqlen_q, reach, _view(lists.needed, codes)
-    )
-    _launch(params, end, device)
-
-
-def append_to_cache(
-    new: CacheTokens,
-    cache: CacheTensors,
-    evict: bool,
-    q: Tensor | None = None,
-    softmax_scale: float = 1.0,
-    softcap: float = 0.0,
-) -> Tensor | None:
-    """Put tokens into a cache; with q (B, T, H, D), the attention of each to what is then held.
-
-    Attention needs evict.
-
-    Raises:
-        RuntimeError: no usable kernels, or a GPU that they do not serve.
-    """
-    device = cache.k.get_device()
-    if device not in _checked_devices:
-        check_device(device)
-    core, codes = load_kernels()
-    out = None if q is None else torch.empty_like(q, memory_format=torch.contiguous_format)
-    if new.k.shape[0] == 0 or new.k.shape[1] == 0:
-        return out
-    params = core.CacheAppendParams(
-        device,
-        _view(new.k, codes),
-        _view(new.v, codes),
-        _view(new.score, codes),
-        None if new.active is None else _view(new.active, codes),
-        *(_view(t, codes) for t in cache),
-        evict,
-        None if q is None else _view(q, codes),
-        None if out is None else _view(out, codes),
-        softmax_scale,
-        softcap,
-    )
-    _launch(params, cache.k, device)
-    return out
-
-
-@functools.cache
-def load_kernels() -> Kernels:
-    """The compiled module dmattn_kernels._core, imported at the first call.
-
-    Raises:
-        RuntimeError: it is not installed, cannot be loaded, or speaks another ABI version.
-    """
-    try:
-        core: Any = importlib.import_module("dmattn_kernels._core")
-    except ImportError as error:
-        raise RuntimeError(
-            "dmattn-kernels: got none that can be loaded, wanted it for tensors on CUDA; "
-            f"pip install dmattn-kernels ({error})"
-        ) from error
-    found = core.abi_version()
-    if found != ABI_VERSION:
-        raise RuntimeError(
-            f"dmattn-kernels: got ABI version {found}, wanted {ABI_VERSION}; "
-            "install the dmattn-kernels release that this dmattn asks for"
-        )
-    codes = {
-        torch.float16: core.FLOAT16,
-        torch.bfloat16: core.BFLOAT16,
-        torch.float32: core.FLOAT32,
-        torch.bool: core.BOOL,
-        torch.int32: core.INT32,
-    }
-    return Kernels(core, codes)
-
-
-def check_device(device: int) -> None:
-    """Make sure that the kernels serve CUDA device number `device`.
-
-    Raises:
-        RuntimeError: the kernels cannot be loaded, or the GPU is older than sm_80.
-    """
-    if device in _checked_devices:
-        return
-    load_kernels()
-    capability = torch.cuda.get_device_capability(device)
-    if capability < _MIN_CAPABILITY:
-        raise RuntimeError(
-            f"query: got a tensor on cuda:{device} ({torch.cuda.get_device_name(device)}, "
-            f"sm_{capability[0]}{capability[1]}), wanted a GPU of sm_80 (Ampere) or later"
-        )
-    _checked_devices.add(device)
-
-
-def _view(t: Tensor, codes: dict[torch.dtype, int]) -> _View:
-    return t.data_ptr(), codes[t.dtype], t.shape, t.stride()
-
-
-def _views(
-    selection: Selection, codes: dict[torch.dtype, int]
-) -> tuple[_View, _View, _View, _View | None]:
-    end, idx, count, full = selection
-    last = _view(full, codes) if full.dim() == 3 else None
-    return _view(end, codes), _view(idx, codes), _view(count, codes), last
-
-
 def _contiguous(packing: Packing) -> Packing:
     """The caller holds on to it until the launch: a copy's memory would serve the workspace."""
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = packing
@@ -469,10 +282,10 @@ def _contiguous(packing: Packing) -> Packing:
 
 def _packing_views(
     packing: Packing, codes: dict[torch.dtype, int]
-) -> tuple[_View, _View, int, int]:
+) -> tuple[View, View, int, int]:
     """The last arguments of the parameter structs."""
     cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k = packing
-    return _view(cu_seqlens_q, codes), _view(cu_seqlens_k, codes), max_seqlen_q, max_seqlen_k
+    return view(cu_seqlens_q, codes), view(cu_seqlens_k, codes), max_seqlen_q, max_seqlen_k
 
 
 def _pad(t: Tensor) -> Tensor:
@@ -483,10 +296,3 @@ def _pad(t: Tensor) -> Tensor:
     return padded
 
 
-def _launch(params: Any, q: Tensor, device: int) -> None:
-    stream = torch._C._cuda_getCurrentRawStream(device)
-    size = params.enqueue(stream)
-    if size > 0:
-        # Freed on return: the caching allocator reuses it only for later work of the same stream.
-        workspace = q.new_empty(size, dtype=torch.uint8)
-        params.launch(workspace.data_ptr(), size, stream)

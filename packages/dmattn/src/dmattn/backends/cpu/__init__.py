@@ -1,0 +1,1 @@
+"""Attention on the CPU, in torch operations, with memory linear in both lengths."""

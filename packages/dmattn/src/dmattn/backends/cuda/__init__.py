@@ -1,0 +1,1 @@
+"""Attention on NVIDIA GPUs, by the kernels of dmattn_kernels."""
