@@ -1,19 +1,9 @@
 // The backward.
-#include "host/plan/bwd.h"
-
 #include "api/operation.h"
 #include "kernels/prep/prep.h"
 #include "kernels/units.h"
 
 namespace dmattn {
-
-template <>
-struct Operation<dmattn_bwd_params> {
-  static constexpr const char* kParams = "dmattn_bwd_params";
-  using Plan = BwdPlan;
-  static Plan plan(const dmattn_bwd_params& p, const Device& device) { return plan_bwd(p, device); }
-};
-
 namespace {
 
 // No query or no key: nothing contributes to any gradient.
