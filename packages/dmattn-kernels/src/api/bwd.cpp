@@ -1,6 +1,4 @@
 // The backward.
-#include "host/plan/bwd.h"
-
 #include "api/operation.h"
 #include "kernels/backward/backward.h"
 #include "kernels/masks/masks.h"
@@ -8,14 +6,6 @@
 #include "kernels/units.h"
 
 namespace dmattn {
-
-template <>
-struct Operation<dmattn_bwd_params> {
-  static constexpr const char* kParams = "dmattn_bwd_params";
-  using Plan = BwdPlan;
-  static Plan plan(const dmattn_bwd_params& p, const Device& device) { return plan_bwd(p, device); }
-};
-
 namespace {
 
 // No query or no key: nothing contributes to any gradient.

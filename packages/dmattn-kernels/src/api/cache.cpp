@@ -2,18 +2,9 @@
 #include "kernels/cache/cache.h"
 
 #include "api/operation.h"
-#include "host/plan/decode.h"
 #include "kernels/units.h"
 
 namespace dmattn {
-
-template <>
-struct Operation<dmattn_cache_append_params> {
-  static constexpr const char* kParams = "dmattn_cache_append_params";
-  using Plan = CachePlan;
-  static Plan plan(const dmattn_cache_append_params& p, const Device& device) { return plan_cache_append(p, device); }
-};
-
 namespace {
 
 void launch(const CachePlan& plan, cudaStream_t stream) {

@@ -1,20 +1,10 @@
 // The forward.
-#include "host/plan/fwd.h"
-
 #include "api/operation.h"
 #include "kernels/forward/forward.h"
 #include "kernels/masks/masks.h"
 #include "kernels/units.h"
 
 namespace dmattn {
-
-template <>
-struct Operation<dmattn_fwd_params> {
-  static constexpr const char* kParams = "dmattn_fwd_params";
-  using Plan = FwdPlan;
-  static Plan plan(const dmattn_fwd_params& p, const Device& device) { return plan_fwd(p, device); }
-};
-
 namespace {
 
 void launch(const FwdPlan& plan, cudaStream_t stream) {

@@ -1,17 +1,8 @@
 // Lists of keys from given intervals.
 #include "api/operation.h"
-#include "host/plan/select.h"
 #include "kernels/selection/intervals.h"
 
 namespace dmattn {
-
-template <>
-struct Operation<dmattn_build_key_lists_params> {
-  static constexpr const char* kParams = "dmattn_build_key_lists_params";
-  using Plan = KeyListsPlan;
-  static Plan plan(const dmattn_build_key_lists_params& p, const Device&) { return plan_build_key_lists(p); }
-};
-
 namespace {
 
 void launch(const KeyListsPlan& plan, cudaStream_t stream) {

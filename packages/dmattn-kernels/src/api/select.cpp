@@ -1,18 +1,8 @@
 // Selection of keys by score.
-#include "host/plan/select.h"
-
 #include "api/operation.h"
 #include "kernels/selection/select.h"
 
 namespace dmattn {
-
-template <>
-struct Operation<dmattn_select_params> {
-  static constexpr const char* kParams = "dmattn_select_params";
-  using Plan = SelectionPlan;
-  static Plan plan(const dmattn_select_params& p, const Device& device) { return plan_select(p, device.num_sms); }
-};
-
 namespace {
 
 void launch(const SelectionPlan& plan, cudaStream_t stream) {

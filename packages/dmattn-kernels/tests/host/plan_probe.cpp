@@ -1,4 +1,5 @@
 // The decisions of src/host/plan as JSON, for the tests in this folder. Compiled with src/host alone.
+#include <chrono>
 #include <cstring>
 #include <exception>
 #include <sstream>
@@ -6,10 +7,8 @@
 
 #include "host/arch.h"
 #include "host/checks/validate.h"
-#include "host/plan/bwd.h"
-#include "host/plan/decode.h"
-#include "host/plan/fwd.h"
-#include "host/plan/select.h"
+#include "host/operations.h"
+#include "host/planned_call.h"
 
 namespace dmattn {
 
@@ -199,12 +198,16 @@ int answer(char* to, size_t size, Body&& body) {
   return status;
 }
 
+// The plan in a workspace at `base`, after it has been in another: where it lay before leaves nothing behind.
 template <class Params>
-Params valid(const Params* given, const char* type) {
-  const Params p = read_params(given, type);
+typename Operation<Params>::Plan placed_plan(const Params* given, const Device& device, void* base) {
+  const Params p = read_params(given, Operation<Params>::kParams);
   PointerCheck pointers{/*required=*/true};
   validate(p, pointers);
-  return p;
+  typename Operation<Params>::Plan plan = Operation<Params>::plan(p, device);
+  place(plan, static_cast<char*>(base) + (size_t{1} << 42));
+  place(plan, base);
+  return plan;
 }
 
 }  // namespace
@@ -213,11 +216,7 @@ Params valid(const Params* given, const char* type) {
 extern "C" int probe_fwd(const dmattn_fwd_params* params, const char* kernels, int num_sms, void* base, char* to,
                          size_t size) {
   using namespace dmattn;
-  return answer(to, size, [&] {
-    FwdPlan plan = plan_fwd(valid(params, "dmattn_fwd_params"), device_of(kernels, num_sms));
-    place(plan, base);
-    return describe(plan);
-  });
+  return answer(to, size, [&] { return describe(placed_plan(params, device_of(kernels, num_sms), base)); });
 }
 
 // Of round number `round`, the launch for its batch b, kv head hk, head g of its group.
@@ -225,8 +224,7 @@ extern "C" int probe_bwd(const dmattn_bwd_params* params, const char* kernels, i
                          int b, int hk, int g, char* to, size_t size) {
   using namespace dmattn;
   return answer(to, size, [&] {
-    BwdPlan plan = plan_bwd(valid(params, "dmattn_bwd_params"), device_of(kernels, num_sms));
-    place(plan, base);
+    const BwdPlan plan = placed_plan(params, device_of(kernels, num_sms), base);
     if (!plan.launches) return describe(plan, {}, plan.kernel);
     BwdRound chosen;
     int i = 0;
@@ -246,4 +244,39 @@ extern "C" int probe_first_packed_block(int before, int b, int block) {
 }
 extern "C" int probe_packed_blocks(int total, int sequences, int block) {
   return dmattn::packed_blocks(total, sequences, block);
+}
+
+namespace dmattn {
+namespace {
+
+// How often a plan was made, on any thread.
+int plans_made = 0;
+
+const Device& counted_device(int32_t) {
+  static const Device device = device_of("sm80", 132);
+  ++plans_made;
+  return device;
+}
+
+}  // namespace
+}  // namespace dmattn
+
+// A question for the workspace of a forward call, or its launch as far as there is none to launch on: the status, and
+// what has become of the number of plans.
+extern "C" int probe_planned_call(const dmattn_fwd_params* params, int for_launch, int* plans, char* to, size_t size) {
+  using namespace dmattn;
+  const int status = answer(to, size, [&] {
+    return std::to_string(planned_call(params, for_launch != 0, counted_device).plan.workspace_bytes);
+  });
+  *plans = plans_made;
+  return status;
+}
+
+// Nanoseconds that a launch spends on finding its plan and placing it, after the question for the workspace.
+extern "C" double probe_planned_nanoseconds(const dmattn_bwd_params* params, void* base, int calls) {
+  using namespace dmattn;
+  planned_call(params, /*for_launch=*/true, counted_device);
+  const auto start = std::chrono::steady_clock::now();
+  for (int i = 0; i < calls; ++i) place(planned_call(params, /*for_launch=*/true, counted_device).plan, base);
+  return std::chrono::duration<double, std::nano>(std::chrono::steady_clock::now() - start).count() / calls;
 }

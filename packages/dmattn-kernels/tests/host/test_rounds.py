@@ -144,6 +144,28 @@ def test_many_short_sequences_take_few_rounds(plan: Probe, seqlen_q: int, nheads
     assert 1 < found["rounds"] <= 8
 
 
+@pytest.mark.parametrize("deterministic", [0, 1])
+@pytest.mark.parametrize("nheads, nheads_k", [(16, 4), (8, 2), (4, 1)])
+def test_lists_take_rounds_where_tiles_could_not_be_split(
+    plan: Probe, nheads: int, nheads_k: int, deterministic: int
+) -> None:
+    """Four query heads a kv head: one round would fit, but leave no room to split tiles."""
+    arguments = LONG | {"nheads": nheads, "nheads_k": nheads_k, "deterministic": deterministic}
+    arguments["mask"] = mask(1, 1, 1, 16384)
+    found = plan.bwd(**arguments)
+    if nheads_k == 1 and deterministic:  # rounds of heads of a group would not be split either
+        assert found["rounds"] == 1
+        return
+    assert found["rounds"] == 2
+    # Split, whatever the mask keeps, until its tiles fill 132 SMs.
+    wanted = min(132, nheads_k * 16384 // found["block_n"] // 2)
+    assert found["max_tiles"] >= wanted and found["max_splits"] >= 4
+    assert found["workspace_bytes"] <= 1.5 * 2 * 16384 * 128 * (nheads + 2 * nheads_k)
+    # Not where rounds would cost more than they gain.
+    short = arguments | {"seqlen_q": 2048, "seqlen_k": 2048, "mask": mask(1, 1, 1, 2048)}
+    assert plan.bwd(**short)["rounds"] == 1
+
+
 IN_ROUNDS = [
     {"batch": 3, "nheads": 16, "nheads_k": 2},
     {"batch": 1, "nheads": 24, "nheads_k": 3},

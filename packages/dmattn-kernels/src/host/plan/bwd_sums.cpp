@@ -17,6 +17,8 @@ constexpr int64_t kIntervalScratchFloor = int64_t{64} << 20;
 constexpr int64_t kIntervalBlocksPerSm = 8;
 // Upper bound on rounds: with many short sequences the scratch is mostly padding, which more rounds cannot shrink.
 constexpr int64_t kMostRounds = 8;
+// Steps over row blocks that a block takes for an unsplit tile, from which on rounds pay that only make room for splits.
+constexpr int64_t kStepsWorthRounds = 512;
 
 bool has_row_block_lists(const BwdPlan& plan) { return plan.walk == KeyWalk::kRowBlockLists; }
 
@@ -183,45 +185,67 @@ BwdRound round_of_pairs(const BwdRound& whole, int64_t share, bool is_packed) {
 
 class RoundChoice {
  public:
-  RoundChoice(BwdPlan& plan, const Device& device, size_t bytes_before) : plan_(plan), device_(device) {
-    const int64_t rest = scratch_limit(plan.kernel) - static_cast<int64_t>(bytes_before - plan.dense_bytes);
+  // bytes_before: of the workspace, without dense_bytes.
+  RoundChoice(BwdPlan& plan, const Device& device, int64_t bytes_before)
+      : plan_(plan), device_(device), bytes_before_(bytes_before) {
+    const int64_t rest = scratch_limit(plan.kernel) - bytes_before;
     limit_ = std::max(rest, has_row_block_lists(plan) ? kIntervalScratchFloor : kScratchFloor);
   }
 
   // Leaves the largest round that fits in plan.round, or the smallest that keeps the GPU busy.
-  void make() { search(); }
+  void make() {
+    if (lacks_list_slots() && search(/*with_list_slots=*/true)) return;
+    plan_.round = plan_.whole;
+    search(/*with_list_slots=*/false);
+  }
 
  private:
-  bool search() {
-    if (fits(plan_.whole)) return true;
+  // The tiles of lists are split as far as there is memory for their sums. Where a single round leaves little, a list
+  // that fills a few tiles more takes as long as one that fills all SMs: with 2048 of 16384 kept keys and four query
+  // heads to a kv head, twice as long as in rounds that leave room for all the splits. Rounds cost some launches (about
+  // 12 us each), which is nothing beside tiles of so many steps over row blocks.
+  bool lacks_list_slots() const {
+    if (!is_gathered(plan_.walk)) return false;
+    const Splits splits = wanted_splits(plan_, plan_.whole, device_);
+    const int64_t steps = int64_t{plan_.whole.groups} * ceil_div(plan_.kernel.seqlen_q, plan_.tile.block_m);
+    const int64_t taken = bytes_before_ + accumulator_bytes(plan_, plan_.whole, splits);
+    const int64_t enough = std::min<int64_t>(splits.slots, device_.num_sms * 3 / 4);
+    return steps >= kStepsWorthRounds && affordable_slots(plan_, splits, taken) < enough;
+  }
+
+  // Whether plan.round fits. Deterministic lists are not split in rounds that go on with the sums of others: such rounds
+  // do nothing for them.
+  bool search(bool with_list_slots) {
+    if (fits(plan_.whole, with_list_slots)) return true;
     const bool is_packed = plan_.kernel.packing.is_active();
     const int64_t pairs = int64_t{is_packed ? 1 : plan_.whole.batches} * plan_.whole.heads_k;
     for (int64_t rounds = 2; rounds <= std::min(pairs, kMostRounds); ++rounds) {
-      if (try_round(round_of_pairs(plan_.whole, ceil_div(pairs, rounds), is_packed))) return true;
+      if (try_round(round_of_pairs(plan_.whole, ceil_div(pairs, rounds), is_packed), with_list_slots)) return true;
     }
+    if (with_list_slots && plan_.kernel.deterministic) return false;
     const BwdRound pair = plan_.round;
     const int32_t extent = has_row_block_lists(plan_) ? pair.row_blocks : pair.groups;
     for (int32_t parts = 2; parts <= extent && parts * pairs <= kMostRounds; ++parts) {
       BwdRound round = pair;
       (has_row_block_lists(plan_) ? round.row_blocks : round.groups) = ceil_div(extent, parts);
-      if (try_round(round)) return true;
+      if (try_round(round, with_list_slots)) return true;
     }
     return false;
   }
 
   // Whether the search ends: the round fits, or is too small to be of use.
-  bool try_round(const BwdRound& round) {
+  bool try_round(const BwdRound& round, bool with_list_slots) {
     if (!keeps_busy(round)) return true;
-    const bool ends = fits(round);
+    const bool ends = fits(round, with_list_slots);
     plan_.round = round;
     return ends;
   }
 
-  bool fits(const BwdRound& round) const {
+  bool fits(const BwdRound& round, bool with_list_slots) const {
     const Splits splits = wanted_splits(plan_, round, device_);
-    // Those of a list are cut down to what fits; a tiled kernel has them all or none.
-    const int64_t slots = is_gathered(plan_.walk) ? 0 : splits.slots * slot_bytes(plan_);
-    return accumulator_bytes(plan_, round, splits) + slots <= limit_;
+    int64_t slots = splits.slots;  // a tiled kernel has them all or none
+    if (is_gathered(plan_.walk)) slots = with_list_slots ? std::min(slots, tiles_that_fill(device_)) : 0;
+    return accumulator_bytes(plan_, round, splits) + slots * slot_bytes(plan_) <= limit_;
   }
 
   bool keeps_busy(const BwdRound& round) const {
@@ -232,6 +256,7 @@ class RoundChoice {
 
   BwdPlan& plan_;
   const Device& device_;
+  int64_t bytes_before_;
   int64_t limit_;  // of the sums
 };
 
@@ -244,12 +269,13 @@ int64_t key_tiles_of(const BwdParams& p, int32_t block_n) {
 }
 
 void choose_sums(BwdPlan& plan, const Device& device, size_t bytes_before) {
-  RoundChoice(plan, device, bytes_before).make();
+  const int64_t before = static_cast<int64_t>(bytes_before - plan.dense_bytes);
+  RoundChoice(plan, device, before).make();
   const Splits splits = wanted_splits(plan, plan.round, device);
   plan.has_dkv_accum = needs_dkv_accum(plan, plan.round, splits);
-  const int64_t taken = static_cast<int64_t>(bytes_before) + accumulator_bytes(plan, plan.round, splits);
+  const int64_t taken = before + accumulator_bytes(plan, plan.round, splits);
   plan.kernel.dq_blocks = dq_blocks_of(plan, plan.round);
-  choose_splits(plan, splits, taken - static_cast<int64_t>(plan.dense_bytes));
+  choose_splits(plan, splits, taken);
 }
 
 void place_sums(BwdPlan& plan, Workspace& workspace) {
