@@ -2,7 +2,7 @@
 
 `attention` is a transcription of the definition in ordinary differentiable PyTorch operations. In
 float64 it is the oracle; in the inputs' own precision it is the plain computation whose error sets
-the tolerance. It shares no code with the kernels or the torch layer.
+the tolerance. It shares no code with what it checks: not with the kernels, not with dmattn.
 """
 
 from __future__ import annotations
@@ -207,9 +207,13 @@ class Deviation:
 # The largest error among few entries is a matter of luck: below this many, the plain computation
 # gets five draws.
 FEW = 1000
-# Roundings of fp32 that a sum over keys, rows or head_dim may pile up, in units of its absolute
-# sum.
-FP32_ROUNDINGS = 8 * 2.0**-23
+# Roundings that a sum over keys, rows or head_dim may pile up, in units of its absolute sum.
+ROUNDINGS = 8
+
+
+def _sum_eps(problem: Problem) -> float:
+    """One rounding of what sums are kept in: float32, or float64 for float64 inputs."""
+    return torch.finfo(torch.promote_types(problem.q.dtype, torch.float32)).eps
 
 
 def deviations(problem: Problem, found: Results) -> list[Deviation]:
@@ -217,7 +221,7 @@ def deviations(problem: Problem, found: Results) -> list[Deviation]:
 
     Allowed: twice the largest error of the plain computation in the inputs' precision, plus half a
     unit in the last place of the largest value (the rounding to the result's own dtype, which
-    nobody can avoid), plus a few fp32 roundings of the terms behind it (`roundoff`). Infinities
+    nobody can avoid), plus a few roundings of the sums behind it (`roundoff`). Infinities
     must be where the oracle has them.
     """
     wanted, terms = dict(solve(problem, torch.float64).items()), roundoff(problem)
@@ -239,7 +243,8 @@ def deviations(problem: Problem, found: Results) -> list[Deviation]:
         if not math.isfinite(plain_error):
             plain_error = torch.finfo(problem.q.dtype).eps * max(largest, terms.get(name, 0.0))
         allowed = 2 * plain_error + torch.finfo(value.dtype).eps / 2 * largest
-        rows.append(Deviation(name, error, allowed + FP32_ROUNDINGS * (1 + terms.get(name, 0.0))))
+        allowed += ROUNDINGS * _sum_eps(problem) * (1 + terms.get(name, 0.0))
+        rows.append(Deviation(name, error, allowed))
     return rows
 
 

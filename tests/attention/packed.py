@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 import dmattn
-from gpu.cases import LAYOUTS, OPERAND_LAYOUTS, Case, build
-from gpu.harness import differentiate
-from gpu.oracle import Deviation, Problem, Results, deviations
+from attention.cases import LAYOUTS, OPERAND_LAYOUTS, Case, build
+from attention.driver import differentiate, skipped_when_refused
+from attention.oracle import Deviation, Problem, Results, deviations
+from attention.targets import target
 
 Lengths = Sequence[tuple[int, int]]
 
@@ -107,14 +108,15 @@ def build_packed(case: Case, lengths: Lengths) -> PackedProblem:
 
 
 def call_packed(problem: PackedProblem, **more: Any) -> tuple[Tensor, Tensor]:
-    out, lse = dmattn.flash_dmattn_varlen_func(
-        *(problem.q, problem.k, problem.v, problem.cu_seqlens_q, problem.cu_seqlens_k),
-        *problem.longest,
-        attn_mask=problem.mask,
-        attn_bias=problem.bias,
-        return_lse=True,
-        **(problem.numbers | more),
-    )
+    with skipped_when_refused():
+        out, lse = dmattn.flash_dmattn_varlen_func(
+            *(problem.q, problem.k, problem.v, problem.cu_seqlens_q, problem.cu_seqlens_k),
+            *problem.longest,
+            attn_mask=problem.mask,
+            attn_bias=problem.bias,
+            return_lse=True,
+            **(problem.numbers | target().options() | more),
+        )
     return out, lse
 
 

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 import dmattn
-from gpu.device import require_device
+from attention.targets import target_device
 
 KINDS = ("random", "constant", "rising", "falling", "tied", "minus_inf", "nan", "inf", "zeros")
 
 
 def make_scores(kind: str, *shape: int) -> Tensor:
-    generator = torch.Generator(require_device()).manual_seed(len(kind) + shape[-1])
-    scores = torch.randn(shape, generator=generator, device=require_device())
-    chance = torch.rand(shape, generator=generator, device=require_device())
+    generator = torch.Generator(target_device()).manual_seed(len(kind) + shape[-1])
+    scores = torch.randn(shape, generator=generator, device=target_device())
+    chance = torch.rand(shape, generator=generator, device=target_device())
     if kind == "constant":
         return torch.zeros_like(scores)
     if kind in ("rising", "falling"):

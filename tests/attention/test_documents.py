@@ -12,11 +12,11 @@ from torch import Tensor
 import dmattn
 from dmattn.ops.key_lists import build_key_lists
 from dmattn.ops.selection import select_keys as select
-from gpu.cases import Case, build, case_id
-from gpu.device import require_device
-from gpu.harness import assert_close, run
-from gpu.poison import poisoned
-from gpu.selection_cases import KINDS, assert_lists, brute_force, make_scores
+from attention.cases import Case, build, case_id
+from attention.targets import target_device
+from attention.driver import assert_close, run
+from attention.poison import poisoned
+from attention.selections import KINDS, assert_lists, brute_force, make_scores
 
 pytestmark = pytest.mark.each_family
 
@@ -33,7 +33,7 @@ BOUNDS = [
 
 
 def bounds_tensor(bounds: list[int], dtype: torch.dtype = torch.int32) -> Tensor:
-    return torch.tensor(bounds, dtype=dtype, device=require_device())
+    return torch.tensor(bounds, dtype=dtype, device=target_device())
 
 
 def keep_within(
@@ -196,7 +196,7 @@ def test_operators_pass_opcheck() -> None:
     torch.library.opcheck(
         torch.ops.dmattn.select_keys.default, (scores, None, 9, 140, True, bounds)
     )
-    end = dmattn.sliding_window(140, 20, device=require_device()).end
+    end = dmattn.sliding_window(140, 20, device=target_device()).end
     for capacity in (0, 128):
         torch.library.opcheck(torch.ops.dmattn.build_key_lists.default, (end, 130, capacity, 20))
 
@@ -205,7 +205,7 @@ def test_operators_pass_opcheck() -> None:
 
 
 def draw_end(kind: str, seqlen_k: int, reach: int | None) -> Tensor:
-    device = require_device()
+    device = target_device()
     shape, key = (2, 3, seqlen_k), torch.arange(seqlen_k, device=device)
     generator = torch.Generator(device).manual_seed(seqlen_k)
     chance = torch.rand(shape, generator=generator, device=device)
@@ -278,7 +278,7 @@ def test_lists_that_do_not_fit_are_empty() -> None:
 def test_ready_made_selections(window: int) -> None:
     """On the device as on the CPU, in every tensor."""
     bounds = [0, 100, 101, 3000, 3000, 4700]
-    device = require_device()
+    device = target_device()
     for here, there in (
         (
             dmattn.sliding_window(4700, window, device=device),

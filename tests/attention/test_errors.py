@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import dmattn
-from gpu.cases import Case, build
-from gpu.device import require_device
-from gpu.harness import run
+from attention.cases import Case, build
+from attention.targets import target_device
+from attention.driver import run
 
 pytestmark = pytest.mark.cuda
 
@@ -76,7 +76,7 @@ def test_bad_tensor(
 
 
 def test_head_dim_too_large() -> None:
-    q = torch.zeros(1, 4, 2, 264, dtype=torch.bfloat16, device=require_device())
+    q = torch.zeros(1, 4, 2, 264, dtype=torch.bfloat16, device=target_device())
     with pytest.raises((ValueError, RuntimeError), match="264"):
         dmattn.flash_dmattn_func(q, q, q)
 

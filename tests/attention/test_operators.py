@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import dmattn
-from gpu.cases import Case, build
-from gpu.harness import call, run
-from gpu.oracle import Problem
+from attention.cases import Case, build
+from attention.driver import call, run
+from attention.oracle import Problem
 
 SMALL = Case(24, 40, mask="bk1k", bias="1hqk", causal=True)
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 import dmattn
-from gpu.cases import BIAS_FILLS, MASK_FILLS, OPERAND_LAYOUTS, Case
-from gpu.packed import (
+from attention.cases import BIAS_FILLS, MASK_FILLS, OPERAND_LAYOUTS, Case
+from attention.driver import times
+from attention.packed import (
     PackedProblem,
     build_packed,
     call_packed,
@@ -123,7 +124,7 @@ def test_deterministic(shape: str, dtype: str, head_dim: int) -> None:
     case = case.with_(deterministic=True, bias=shape, mask="1k1k" if shape == "1h1k" else "")
     problem = check_packed(case, MIXED)
     want = run_packed(problem, deterministic=True)
-    for _ in range(5):
+    for _ in range(times(5)):
         for name, value in run_packed(problem, deterministic=True).items():
             assert torch.equal(value, want[name]), name
 
@@ -132,7 +133,7 @@ def test_deterministic(shape: str, dtype: str, head_dim: int) -> None:
 def test_forward_is_repeatable(mask: str) -> None:
     problem = build_packed(Case(mask=mask, bias="1k1k", causal=True), MIXED)
     want = call_packed(problem)
-    for _ in range(20):
+    for _ in range(times(20)):
         for a, b in zip(call_packed(problem), want, strict=True):
             assert torch.equal(a, b)
 
@@ -147,7 +148,7 @@ def test_random(seed: int) -> None:
         nheads=nheads_k * draw.choice((1, 2, 4)),
         nheads_k=nheads_k,
         head_dim=draw.choice((8, 32, 64, 72, 128, 160, 256)),
-        dtype=draw.choice(("f16", "bf16")),
+        dtype=draw.choice(target().dtypes),
         causal=draw.random() < 0.5,
         softcap=draw.choice((0.0, 0.0, 7.0)),
         scale=draw.choice((None, None, 0.3)),

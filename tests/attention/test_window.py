@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 import dmattn
-from gpu.cases import Case, build, case_id
-from gpu.device import on_cuda, require_device
-from gpu.harness import assert_close, run
-from gpu.oracle import Problem, Results
-from gpu.poison import poisoned
-from gpu.selection_cases import KINDS, assert_lists, brute_force, make_scores
+from attention.cases import Case, build, case_id
+from attention.targets import on_cuda, target_device
+from attention.driver import assert_close, run, times
+from attention.oracle import Problem, Results
+from attention.poison import poisoned
+from attention.selections import KINDS, assert_lists, brute_force, make_scores
 
 pytestmark = pytest.mark.each_family
 
@@ -170,7 +170,7 @@ def test_more_rows_than_keys() -> None:
 def test_deterministic_repeat(case: Case) -> None:
     problem = build(case)
     want = run(problem, True, window_size=60)
-    for _ in range(25):
+    for _ in range(times(25)):
         for (name, a), (_, b) in zip(
             run(problem, True, window_size=60).items(), want.items(), strict=True
         ):
@@ -182,8 +182,8 @@ def test_one_selection_serves_many_layers() -> None:
     scores = make_scores("random", 2, 2, 1, 400)
     selections = [
         dmattn.select_keys(scores, 50),
-        dmattn.sliding_window(400, 50, device=require_device()),
-        dmattn.packed_documents([0, 100, 101, 350, 400], device=require_device()),
+        dmattn.sliding_window(400, 50, device=target_device()),
+        dmattn.packed_documents([0, 100, 101, 350, 400], device=target_device()),
         dmattn.select_keys(scores, 50, cu_seqlens=[0, 130, 400]),
     ]
     for selection in selections:
@@ -199,7 +199,7 @@ B, H, HK, D = 2, 8, 2, 64
 
 
 def sequence(length: int, kind: str = "random") -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    device = require_device()
+    device = target_device()
     generator = torch.Generator(device).manual_seed(length)
     q, k, v = (
         torch.randn(B, length, n, D, generator=generator, device=device).bfloat16()
@@ -215,7 +215,7 @@ def new_cache(window: int, capacity: int | None = None) -> dmattn.DynamicMaskCac
         HK,
         D,
         torch.bfloat16,
-        require_device(),
+        target_device(),
         evict=capacity is None,
         capacity=capacity,
     )
@@ -262,7 +262,7 @@ def test_steps_of_each_shape_and_stride(
     head_dim: int, group: int, score_dtype: torch.dtype
 ) -> None:
     """Many tokens through a small cache, of tensors that start anywhere, against the oracle."""
-    device, heads, window, tokens = require_device(), 2, 70, 100
+    device, heads, window, tokens = target_device(), 2, 70, 100
     generator = torch.Generator(device).manual_seed(head_dim + group)
 
     def odd_rows(count: int) -> Tensor:
