@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -61,6 +60,5 @@ def _sample(items: list[pytest.Item], share: int) -> list[pytest.Item]:
 
 
 @pytest.fixture(autouse=True)
-def _same_numbers_each_time() -> Iterator[None]:
+def _same_numbers_each_time() -> None:
     torch.manual_seed(0)
-    yield

@@ -67,9 +67,7 @@ class Target:
 
 def _cuda(family: str, repeats: bool = False) -> Target:
     """The compiled kernels, whose tile shapes the variable DMATTN_ARCH chooses."""
-    return Target(
-        f"cuda-{family}", None, "cuda", family, {"DMATTN_ARCH": family}, repeats=repeats
-    )
+    return Target(f"cuda-{family}", None, "cuda", family, {"DMATTN_ARCH": family}, repeats=repeats)
 
 
 TARGETS = {

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 import dmattn
-from dmattn.ops.key_lists import build_key_lists
-from dmattn.ops.selection import select_keys as select
 from attention.cases import Case, build, case_id
-from attention.targets import target_device
 from attention.driver import assert_close, run
 from attention.poison import poisoned
 from attention.selections import KINDS, assert_lists, brute_force, make_scores
+from attention.targets import target_device
+from dmattn.ops.key_lists import build_key_lists
+from dmattn.ops.selection import select_keys as select
 
 pytestmark = pytest.mark.each_family
 

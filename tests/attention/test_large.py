@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from attention.cases import Case, build, case_id
-from attention.targets import target_device
 from attention.driver import assert_close, call, check, run
 from attention.oracle import Problem
+from attention.targets import target_device
 
 pytestmark = [pytest.mark.cuda, pytest.mark.slow]
 

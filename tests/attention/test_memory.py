@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import dmattn
-from attention.targets import target_device
 from attention.driver import bytes_of, peak_bytes_beside
+from attention.targets import target_device
 
 pytestmark = [pytest.mark.cuda, pytest.mark.slow]
 

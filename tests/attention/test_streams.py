@@ -9,9 +9,9 @@ import torch
 
 import dmattn
 from attention.cases import Case, build
-from attention.targets import target_device
 from attention.driver import assert_close, call, run
 from attention.oracle import Problem, Results
+from attention.targets import target_device
 
 pytestmark = [pytest.mark.cuda, pytest.mark.each_family]
 

@@ -20,6 +20,7 @@ from attention.packed import (
     judge_packed,
     run_packed,
 )
+from attention.targets import target
 
 pytestmark = pytest.mark.each_family
 

@@ -10,11 +10,11 @@ from torch import Tensor
 
 import dmattn
 from attention.cases import Case, build, case_id
-from attention.targets import on_cuda, target_device
 from attention.driver import assert_close, run, times
 from attention.oracle import Problem, Results
 from attention.poison import poisoned
 from attention.selections import KINDS, assert_lists, brute_force, make_scores
+from attention.targets import on_cuda, target_device
 
 pytestmark = pytest.mark.each_family
 
