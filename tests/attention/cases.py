@@ -254,14 +254,14 @@ MASK_FILLS = {
 def _with_entries(fraction: float, entry: float):  # type: ignore[no-untyped-def]
     def fill(make: _Maker, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         value = torch.finfo(dtype).min if math.isnan(entry) else entry
-        return make.normal(*shape).masked_fill(make.uniform(*shape) < fraction, value)
+        return make.normal(*shape).to(dtype).masked_fill(make.uniform(*shape) < fraction, value)
 
     return fill
 
 
 def _lowest_rows(make: _Maker, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Every third row (or head, for a key bias) is finfo.min throughout: finite, so keys stay."""
-    bias = make.normal(*shape)
+    bias = make.normal(*shape).to(dtype)
     target = bias[:, :, ::3] if shape[2] > 1 else bias[:, ::2]
     target.fill_(torch.finfo(dtype).min)
     return bias

@@ -32,9 +32,16 @@ def make_scores(kind: str, *shape: int) -> Tensor:
 def brute_force(
     scores: Tensor, window: int, seqlen_q: int, causal: bool, key_mask: Tensor | None = None
 ) -> Tensor:
-    """scores (B, heads, Sk) -> bool (B, heads, Sq, Sk): all keys, all rows."""
+    """scores (B, heads, Sk) -> bool (B, heads, Sq, Sk): all keys, all rows.
+
+    key_mask: bool ({B|1}, heads, Sk), either count of heads dividing the other.
+    """
+    if key_mask is not None:
+        heads = max(scores.shape[1], key_mask.shape[1])
+        scores = scores.repeat_interleave(heads // scores.shape[1], 1)
+        key_mask = key_mask.repeat_interleave(heads // key_mask.shape[1], 1)
     seqlen_k = scores.shape[2]
-    scores = scores.float()
+    scores = scores.double()
     allowed = scores > -math.inf
     if key_mask is not None:
         allowed = allowed & key_mask
