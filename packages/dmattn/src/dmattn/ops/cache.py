@@ -16,6 +16,7 @@ from torch import Tensor
 from dmattn.backends.cpu import attention as cpu
 from dmattn.backends.cuda import cache as cuda
 from dmattn.backends.cuda.cache import CacheTensors, CacheTokens
+from dmattn.problem import Problem
 
 _APPEND = "dmattn::cache_append"
 _ATTEND = "dmattn::cache_append_and_attend"
@@ -104,7 +105,8 @@ def _attend_cpu(*given: Any, **named: Any) -> Tensor:
         _replace_lowest(call.tokens, t, cache)
         now, bias = slice(t, t + 1), cache.score.unsqueeze(2)
         operands = (call.q[:, now], cache.k, cache.v, None, bias)
-        out[:, now], _ = cpu.forward(*operands, call.softmax_scale, False, call.softcap)
+        problem = Problem(*operands, call.softmax_scale, False, call.softcap)
+        out[:, now] = cpu.forward(problem).out
     return out
 
 
