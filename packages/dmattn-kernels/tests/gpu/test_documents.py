@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import dmattn
-from dmattn.ops.key_lists import build_key_lists
+from dmattn.ops.selection import build_key_lists
 from dmattn.ops.selection import select_keys as select
 from gpu.cases import Case, build, case_id
 from gpu.device import require_device
@@ -99,8 +99,8 @@ def test_long_selection(bounds: list[int], window: int) -> None:
             assert torch.equal(selection.end[..., a:b] - a, alone.end)
     # The lists hold the same keys as those made from the intervals, which are tested below.
     built = build_key_lists(selection.end, seqlen, selection.idx.shape[3], None)
-    assert torch.equal(built.counts, selection.count) and torch.equal(built.full, selection.full)
-    behind = torch.arange(built.idx.shape[3], device=key.device) >= built.counts[..., None]
+    assert torch.equal(built.count, selection.count) and torch.equal(built.full, selection.full)
+    behind = torch.arange(built.idx.shape[3], device=key.device) >= built.count[..., None]
     mine, others = (
         x.masked_fill(behind, seqlen).sort(-1).values for x in (selection.idx, built.idx)
     )
@@ -120,9 +120,9 @@ def test_any_boundaries_stay_inside() -> None:
         with poisoned():
             selection = select(scores, None, 130, 900, True, bounds_tensor(bounds))
         assert bool((selection.idx >= 0).all()) and bool((selection.idx < 900).all())
-        assert bool((selection.counts >= 0).all())
-        assert int(selection.counts.max()) <= selection.idx.shape[3]
-        assert bool((selection.full <= selection.counts).all())
+        assert bool((selection.count >= 0).all())
+        assert int(selection.count.max()) <= selection.idx.shape[3]
+        assert bool((selection.full <= selection.count).all())
 
 
 def test_keys_behind_the_last_boundary_are_one_more_document() -> None:
@@ -267,11 +267,11 @@ def test_lists_that_do_not_fit_are_empty() -> None:
     needed = [128, 256, 384, 400]
     assert (lists.needed == torch.tensor(needed, device=end.device)).all()
     assert torch.equal(lengths.needed, lists.needed)
-    assert lists.counts[1, 2].tolist() == [128, 256, 0, 0]
+    assert lists.count[1, 2].tolist() == [128, 256, 0, 0]
     assert lists.full[1, 2].tolist() == [1, 129, 0, 0]
     assert lists.idx[1, 2, 1].tolist() == list(range(256))
     assert not bool(lists.idx[:, :, 2:].any())
-    assert not bool(lengths.counts.any()) and not bool(lengths.full.any())
+    assert not bool(lengths.count.any()) and not bool(lengths.full.any())
 
 
 @pytest.mark.parametrize("window", [1, 100, 5000])

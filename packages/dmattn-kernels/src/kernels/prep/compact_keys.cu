@@ -87,27 +87,6 @@ __global__ void __launch_bounds__(kThreads) compact_kernel(const MaskSource mask
 
 }  // namespace
 
-KeyList layout_key_list(const MaskSource& mask, void* base, size_t* bytes) {
-  KeyList keys;
-  keys.capacity = round_up(mask.seqlen_k, kListBlock);
-  keys.batch = mask.batch;
-  keys.heads = mask.heads;
-  int64_t rows = static_cast<int64_t>(mask.batch) * mask.heads;  // of idx
-  if (mask.packing.is_active()) {
-    keys.capacity = packed_blocks(mask.packing.total_k, mask.packing.sequences, kListBlock) * kListBlock;
-    keys.batch = mask.packing.sequences;
-    rows = mask.heads;
-  }
-  const int64_t lists = static_cast<int64_t>(keys.batch) * keys.heads;
-  const size_t idx_bytes = static_cast<size_t>(rows * keys.capacity) * sizeof(int32_t);
-  if (base != nullptr) {
-    keys.idx = static_cast<const int32_t*>(base);
-    keys.count = reinterpret_cast<const int32_t*>(static_cast<const char*>(base) + idx_bytes);
-  }
-  *bytes = round_up(idx_bytes + static_cast<size_t>(lists) * sizeof(int32_t), size_t{16});
-  return keys;
-}
-
 cudaError_t compact_keys(const MaskSource& mask, const KeyList& keys, cudaStream_t stream) {
   const int64_t lists = static_cast<int64_t>(keys.batch) * keys.heads;
   return launch(compact_kernel, lists, kThreads, 0, stream, mask, keys);

@@ -11,11 +11,9 @@ constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 // Keys that a warp looks at together. `latest` holds the largest end of each such chunk: a block passes over those that
 // its first row is behind.
-constexpr int kChunk = 32;
+constexpr int kChunk = kIntervalChunk;
 // Chunks that a warp loads before it looks at the first of them.
 constexpr int kAtOnce = 4;
-// Up to this reach, looking at all keys costs less than another launch would.
-constexpr int kShortReach = 4096;
 
 __global__ void __launch_bounds__(kThreads)
     latest_end_kernel(const int32_t* end, int32_t* latest, int seqlen_k, int chunks, int64_t rows) {
@@ -68,8 +66,7 @@ struct BlockView {
   }
 };
 
-__global__ void __launch_bounds__(kThreads)
-    interval_kernel(const IntervalParams p, const KeyList lists, const int32_t* latest, int chunks) {
+__global__ void __launch_bounds__(kThreads) interval_kernel(const IntervalParams p, const KeyList lists) {
   __shared__ int2 warp_sums[kWarps];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   // Blocks with most keys before them first.
@@ -79,7 +76,7 @@ __global__ void __launch_bounds__(kThreads)
   int32_t* idx = const_cast<int32_t*>(lists.idx) + list * lists.capacity;
   BlockView view;
   view.end = lists.end + static_cast<int64_t>(row) * p.seqlen_k;
-  view.latest = latest == nullptr ? nullptr : latest + static_cast<int64_t>(row) * chunks;
+  view.latest = p.latest == nullptr ? nullptr : p.latest + static_cast<int64_t>(row) * p.chunks;
   view.first = block * lists.block_rows + (p.seqlen_k - p.seqlen_q);
   view.last = static_cast<int>(min(static_cast<int64_t>(view.first) + lists.block_rows, int64_t{p.seqlen_k}) - 1);
   view.lowest = max(view.first - p.reach + 1, 0);
@@ -122,32 +119,22 @@ __global__ void __launch_bounds__(kThreads)
   });
 }
 
-int chunks_of(const IntervalParams& p) { return ceil_div(p.seqlen_k, kChunk); }
-bool is_short(const IntervalParams& p) { return p.reach <= kShortReach || p.seqlen_k <= kShortReach; }
-
 }  // namespace
 
-size_t interval_workspace_size(const IntervalParams& p, const KeyList& keys) {
-  if (is_short(p)) return 0;
-  return sizeof(int32_t) * static_cast<size_t>(keys.batch) * keys.heads * chunks_of(p);
-}
-
-cudaError_t build_interval_lists(const IntervalParams& p, const KeyList& keys, void* workspace, cudaStream_t stream) {
+cudaError_t build_interval_lists(const IntervalParams& p, const KeyList& keys, cudaStream_t stream) {
   if (p.seqlen_q < 0 || p.seqlen_q > p.seqlen_k || p.seqlen_k > kMaxSelectKeys || p.reach < 0 || keys.block_rows <= 0 ||
       keys.blocks != ceil_div(p.seqlen_q, keys.block_rows) || keys.capacity % 128 != 0) {
     return cudaErrorInvalidValue;
   }
   const int64_t rows = static_cast<int64_t>(keys.batch) * keys.heads;
   if (rows * keys.blocks == 0) return cudaSuccess;
-  const int chunks = chunks_of(p);
-  int32_t* latest = is_short(p) ? nullptr : static_cast<int32_t*>(workspace);
   cudaError_t status = cudaSuccess;
-  if (latest != nullptr) {
-    status = launch(latest_end_kernel, ceil_div<int64_t>(rows * chunks, kWarps), kThreads, 0, stream, keys.end, latest,
-                    p.seqlen_k, chunks, rows);
+  if (p.latest != nullptr) {
+    status = launch(latest_end_kernel, ceil_div<int64_t>(rows * p.chunks, kWarps), kThreads, 0, stream, keys.end,
+                    p.latest, p.seqlen_k, p.chunks, rows);
   }
   if (status != cudaSuccess) return status;
-  return launch(interval_kernel, rows * keys.blocks, kThreads, 0, stream, p, keys, latest, chunks);
+  return launch(interval_kernel, rows * keys.blocks, kThreads, 0, stream, p, keys);
 }
 
 }  // namespace dmattn

@@ -200,37 +200,6 @@ __global__ void __launch_bounds__(kThreads) transpose_cells_kernel(const MaskBit
 
 }  // namespace
 
-MaskBits layout_mask_bits(const MaskSource& mask, void* base, size_t* bytes) {
-  MaskBits m;
-  m.words_per_row = round_up(ceil_div(mask.seqlen_k, 32), 4);
-  m.bands_q = ceil_div(mask.seqlen_q, kMaskBand);
-  m.bands_k = ceil_div(mask.seqlen_k, kMaskBand);
-  m.words_q = ceil_div(m.bands_q, 32);
-  if (mask.packing.is_active()) {
-    m.words_q = packed_blocks(mask.seqlen_q, mask.packing.sequences, kMaskWordRows);
-    m.bands_q = 32 * m.words_q;
-  }
-  m.words_k = ceil_div(m.bands_k, 32);
-  m.heads = mask.heads;
-  m.batch = mask.batch;
-  m.rows = mask.seqlen_q;
-
-  const int64_t bh = static_cast<int64_t>(mask.batch) * mask.heads;
-  size_t offset = 0;
-  auto take = [&](int64_t words) {
-    const size_t begin = offset;
-    offset = round_up(offset + static_cast<size_t>(words) * sizeof(uint32_t), size_t{16});
-    return base == nullptr ? nullptr : reinterpret_cast<const uint32_t*>(static_cast<const char*>(base) + begin);
-  };
-  m.bits = take(bh * m.rows * m.words_per_row);
-  m.any_rows = take(bh * m.bands_q * m.words_k);
-  m.all_rows = take(bh * m.bands_q * m.words_k);
-  m.any_cols = take(bh * m.bands_k * m.words_q);
-  m.all_cols = take(bh * m.bands_k * m.words_q);
-  *bytes = offset;
-  return m;
-}
-
 cudaError_t pack_mask(const MaskSource& mask, const MaskBits& bits, cudaStream_t stream) {
   const int64_t bh = static_cast<int64_t>(mask.batch) * mask.heads;
   const int64_t blocks = bh * bits.bands_q * bits.words_k * 4;

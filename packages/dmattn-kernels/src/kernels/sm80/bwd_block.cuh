@@ -13,10 +13,10 @@
 
 namespace dmattn {
 
-template <class Element_, int kHeadDim_, Family kFamily, bool kGathered_, Level kLevel>
+template <class Element_, int kHeadDim_, TileSet kTiles, bool kGathered_, Level kLevel>
 struct BwdTraits {
   using Element = Element_;
-  static constexpr BwdTile kTile = bwd_tile(kFamily, kHeadDim_);
+  static constexpr BwdTile kTile = bwd_tile(kTiles, kHeadDim_);
   static constexpr int kHeadDim = kHeadDim_, kBlockM = kTile.block_m, kBlockN = kTile.block_n, kWarps = kTile.warps;
   static constexpr bool kGathered = kGathered_;
   // The plain kernel has no branches on what is wanted, so that its last three products are one block to schedule.
@@ -44,7 +44,7 @@ struct BwdTraits {
   static constexpr uint32_t kSmallBytes = 4 * kBlockM * 4 + (kGathered ? 3 * kBlockN * 4 : 0) +
                                           (kGeneral ? 2 * kBlockN * 4 : 0) +
                                           (kGeneral && !kGathered ? kBlockM * kMaskWords * 4 : 0);
-  static constexpr uint32_t kSmemLimit = (kFamily == Family::kSm89 ? 99 : 163) * 1024;
+  static constexpr uint32_t kSmemLimit = smem_limit(kTiles);
   static constexpr int kStagesdO = kdO + 2 * kTileQ + 2 * kBlockM * kBlockN * 2 + kSmallBytes <= kSmemLimit ? 2 : 1;
   static constexpr uint32_t kP = kdO + kStagesdO * kTileQ;
   static constexpr uint32_t kdS = kP + kBlockM * kBlockN * 2;    // holds the bias tile until dS replaces it

@@ -230,13 +230,13 @@ __device__ __forceinline__ void BwdBlock<T>::multiply(Scores& dst, const Scores&
       for (int e = 0; e < 4; ++e) dst[mt][nt][e] *= factor[mt][nt][e];
 }
 
-template <class T, int kFamilyBits>
+template <class T, int kTileSetBits>
 __global__ void __launch_bounds__(T::kThreads, 1) bwd_kernel(const __grid_constant__ BwdParams p) {
-  if constexpr (is_compiled_here<kFamilyBits>()) {
+  if constexpr (is_compiled_here<kTileSetBits>()) {
     extern __shared__ __align__(1024) char smem[];
     BwdBlock<T>(p, smem).run();
   } else {
-    __trap();  // the host asked for another family's tiles
+    __trap();  // the host asked for another tile set
   }
 }
 

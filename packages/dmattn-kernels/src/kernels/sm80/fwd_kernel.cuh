@@ -384,13 +384,13 @@ struct FwdBlock {
   }
 };
 
-template <class T, int kFamilyBits>
+template <class T, int kTileSetBits>
 __global__ void __launch_bounds__(T::kThreads, T::kMinBlocks) fwd_kernel(const __grid_constant__ FwdParams p) {
-  if constexpr (is_compiled_here<kFamilyBits>()) {
+  if constexpr (is_compiled_here<kTileSetBits>()) {
     extern __shared__ __align__(1024) char smem[];
     FwdBlock<T>(p, smem).run();
   } else {
-    __trap();  // the host asked for another family's tiles
+    __trap();  // the host asked for another tile set
   }
 }
 

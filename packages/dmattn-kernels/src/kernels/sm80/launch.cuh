@@ -5,26 +5,53 @@
 
 #include <atomic>
 #include <cstdint>
+#include <type_traits>
 
 #include "../tiles.h"
 
 namespace dmattn {
 
-constexpr Family other_family(Family f) { return f == Family::kSm80 ? Family::kSm89 : Family::kSm80; }
+constexpr TileSet other_tiles(TileSet tiles) { return tiles == TileSet::kWide ? TileSet::kNarrow : TileSet::kWide; }
 
-// Families whose tile table gives a kernel its shape, as a bit set: kSm80 = 1, kSm89 = 2.
-constexpr int family_bits(Family f, bool shared) { return shared ? 3 : f == Family::kSm80 ? 1 : 2; }
+// Tile sets that give a kernel its shape, as a bit set: kWide = 1, kNarrow = 2.
+constexpr int tile_set_bits(TileSet tiles, bool shared) { return shared ? 3 : tiles == TileSet::kWide ? 1 : 2; }
 
-// Whether the code for this compilation pass holds the kernel's body. The unit is compiled for sm_80, sm_89 and as PTX
-// for newer chips; a shape that only one family uses would be dead weight in the other's binary. Test builds
-// (DMATTN_ALL_TILES) run both families' shapes on one chip.
-template <int kFamilyBits>
+// Whether the code for this compilation pass holds the kernel's body. The unit is compiled from compute_80 and, for
+// chips that need the narrow tiles, from compute_89; a shape that only the other tile set has would be dead weight in
+// the binary. Test builds (DMATTN_ALL_TILES) run all shapes on one chip.
+template <int kTileSetBits>
 constexpr bool is_compiled_here() {
 #if defined(__CUDA_ARCH__) && !defined(DMATTN_ALL_TILES)
-  return (kFamilyBits & (__CUDA_ARCH__ == 890 ? 2 : 1)) != 0;
+  return (kTileSetBits & (__CUDA_ARCH__ == 890 ? 2 : 1)) != 0;
 #else
   return true;
 #endif
+}
+
+template <Level kLevel>
+using LevelConstant = std::integral_constant<Level, kLevel>;
+template <TileSet kTiles>
+using TileSetConstant = std::integral_constant<TileSet, kTiles>;
+
+// Calls f(level, tiles) with the choice as compile-time constants. Lists have no packed kernels of their own.
+template <bool kGathered, class F>
+cudaError_t with_kernel(const KernelChoice& choice, F&& f) {
+  const auto with_tiles = [&](auto level) {
+    return choice.tiles == TileSet::kNarrow ? f(level, TileSetConstant<TileSet::kNarrow>{})
+                                            : f(level, TileSetConstant<TileSet::kWide>{});
+  };
+  switch (choice.level) {
+    case Level::kPlain:
+      return with_tiles(LevelConstant<Level::kPlain>{});
+    case Level::kPacked:
+      if constexpr (!kGathered) return with_tiles(LevelConstant<Level::kPacked>{});
+      return cudaErrorInvalidValue;
+    case Level::kGeneral:
+      return with_tiles(LevelConstant<Level::kGeneral>{});
+    case Level::kFull:
+      return with_tiles(LevelConstant<Level::kFull>{});
+  }
+  return cudaErrorInvalidValue;
 }
 
 // Raises the kernel's shared-memory limit once per device (a call per launch would cost a microsecond), then launches.

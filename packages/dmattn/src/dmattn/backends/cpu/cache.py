@@ -7,6 +7,7 @@ from torch import Tensor
 
 from dmattn.backends.cpu import attention
 from dmattn.cache_state import CacheTensors, CacheTokens
+from dmattn.problem import Problem
 
 
 def append_to_cache(
@@ -29,7 +30,8 @@ def append_to_cache(
         if q is not None and out is not None:
             now, bias = slice(t, t + 1), cache.score.unsqueeze(2)
             operands = (q[:, now], cache.k, cache.v, None, bias)
-            out[:, now], _ = attention.forward(*operands, softmax_scale, False, softcap)
+            problem = Problem(*operands, softmax_scale, False, softcap)
+            out[:, now] = attention.forward(problem).out
     return out
 
 
