@@ -1,6 +1,7 @@
 // The forward.
 #include "api/operation.h"
-#include "kernels/prep/prep.h"
+#include "kernels/forward/forward.h"
+#include "kernels/masks/masks.h"
 #include "kernels/units.h"
 
 namespace dmattn {
