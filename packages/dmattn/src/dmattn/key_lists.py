@@ -62,6 +62,15 @@ def num_lists(seqlen_q: int, is_causal: bool) -> int:
     return at_least_two
 
 
+def without_spare_lists(lists: Selection, seqlen_q: int, is_causal: bool) -> Selection:
+    """As many lists as blocks of rows, contiguous; where `num_lists` made more, a copy."""
+    blocks = num_blocks(seqlen_q, is_causal)
+    if lists.idx.shape[2] == blocks:
+        return lists
+    idx, count, full = (t.narrow(2, 0, blocks).contiguous() for t in lists[1:])
+    return Selection(lists.end, idx, count, full)
+
+
 def capacity_for(most: int, seqlen_k: int) -> int:
     """Room for lists of at most `most` of `seqlen_k` keys."""
     # sym_min, not min: the answer of min would tie a compiled graph to one side of the comparison.
