@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dmattn import flash_dmattn_func
 from dmattn.backends.cpu import attention as cpu
+from dmattn.backends.cpu import key_blocks
 from dmattn.problem import Needs, Problem
 
 
@@ -174,7 +175,7 @@ def test_memory_is_linear_in_the_lengths(kind: str) -> None:
     problem = Problem(*case.inputs, is_causal=kind == "causal")
     with Watch() as watch:
         cpu.backward(problem, cpu.forward(problem), case.dout, case.dlse, Needs(*[True] * 4))
-    assert watch.largest <= cpu._BLOCK_ELEMENTS < seqlen * seqlen / 4
+    assert watch.largest <= key_blocks._BLOCK_ELEMENTS < seqlen * seqlen / 4
 
 
 def test_dropped_keys_cost_nothing() -> None:
