@@ -206,6 +206,16 @@ def _are_plain(*tensors: Tensor | None) -> bool:
     return True
 
 
+def is_plain_call(*tensors: Tensor | None) -> bool:
+    """Whether the dispatcher of torch would do nothing but call the implementation.
+
+    For operators without gradients, which then may be called directly.
+    """
+    if torch.compiler.is_compiling() or not _nobody_intercepts() or not _are_plain(*tensors):
+        return False
+    return not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in tensors)
+
+
 def _refuse_forward_mode(*tensors: Tensor | None) -> None:
     """Without this, torch would drop the tangents of a registered operator silently."""
     if getattr(forward_ad, "_current_level", 0) < 0:
