@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 import dmattn
-from gpu.device import require_device
-from gpu.harness import bytes_of, peak_bytes_beside
+from attention.driver import bytes_of, peak_bytes_beside
+from attention.targets import target_device
 
 pytestmark = [pytest.mark.cuda, pytest.mark.slow]
 
 
 def normal(*shape: int) -> Tensor:
-    return torch.randn(shape, device=require_device(), dtype=torch.bfloat16).requires_grad_()
+    return torch.randn(shape, device=target_device(), dtype=torch.bfloat16).requires_grad_()
 
 
 def beside_training(forward: Callable[[], Tensor], inputs: tuple[Tensor, ...]) -> int:

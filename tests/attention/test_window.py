@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 import dmattn
-from gpu.cases import Case, build, case_id
-from gpu.device import on_cuda, require_device
-from gpu.harness import assert_close, run
-from gpu.oracle import Problem, Results
-from gpu.poison import poisoned
-from gpu.selection_cases import KINDS, assert_lists, brute_force, make_scores
+from attention.cases import Case, build, case_id
+from attention.driver import assert_close, call, run, times
+from attention.oracle import Problem, Results
+from attention.poison import poisoned
+from attention.selections import KINDS, assert_lists, brute_force, make_scores
+from attention.targets import on_cuda, target, target_device
 
 pytestmark = pytest.mark.each_family
 
@@ -32,6 +32,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.default_backend
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("seqlen_q,seqlen_k,window", SHAPES)
 @pytest.mark.parametrize("kind", KINDS)
@@ -54,6 +55,7 @@ def test_selection(kind: str, seqlen_q: int, seqlen_k: int, window: int, causal:
         assert_lists(selection, keep)
 
 
+@pytest.mark.default_backend
 @pytest.mark.parametrize("kind", ["random", "tied"])
 def test_selection_at_every_window(kind: str) -> None:
     for window in range(1, 151, 7):
@@ -63,6 +65,7 @@ def test_selection_at_every_window(kind: str) -> None:
             assert torch.equal(dmattn.select_keys(scores, window, causal).to_mask(), keep)
 
 
+@pytest.mark.default_backend
 @pytest.mark.slow
 @pytest.mark.cuda
 @pytest.mark.parametrize("seqlen,window", [(40_000, 1024), (65_537, 2048)])
@@ -78,6 +81,7 @@ def test_long_selection(seqlen: int, window: int) -> None:
         assert bool(kept.gather(-1, best).all())
 
 
+@pytest.mark.default_backend
 @pytest.mark.slow
 @pytest.mark.cuda
 @pytest.mark.parametrize("kind", ["random", "tied", "nan"])
@@ -139,6 +143,65 @@ def test_attention(case: Case, window: int, deterministic: bool) -> None:
     assert_close(problem.with_(mask=keep), found)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("bias", ["111k", "bk1k", "1h1k"])
+@pytest.mark.parametrize("mask", ["b11k", "bh1k", "1k1k"])
+def test_mask_beside_scores(mask: str, bias: str, causal: bool) -> None:
+    """Whichever of the two has more heads."""
+    problem = build(Case(200, 200, bias=bias, mask=mask, causal=causal))
+    assert problem.bias is not None and problem.mask is not None
+    scores = problem.bias[:, :, 0].expand(2, -1, -1)
+    keep = brute_force(scores, 40, 200, causal, problem.mask[:, :, 0])
+    assert_close(problem.with_(mask=keep), run(problem, window_size=40))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("mask", ["", "bk1k"])
+@pytest.mark.parametrize("dtype", target().dtypes)
+def test_unusable_scores_at_every_window(dtype: str, mask: str, causal: bool) -> None:
+    """NaN and -inf: never attended to, and no gradient, however wide the window is."""
+    case = Case(200, 200, bias="bk1k", bias_f32=True, mask=mask, causal=causal, dtype=dtype)
+    problem = build(case)
+    assert problem.bias is not None
+    bias = problem.bias.clone()
+    bias[..., 3::5] = math.nan
+    bias[..., 4::7] = -math.inf
+    bias[0, 0, :, :150] = math.nan  # rows without keys
+    usable = bias > -math.inf
+    key_mask = None if problem.mask is None else problem.mask[:, :, 0]
+    for window in (150, 200, 500):
+        found = run(problem.with_(bias=bias), window_size=window)
+        keep = brute_force(bias[:, :, 0], window, 200, causal, key_mask)
+        exact = problem.with_(mask=keep, bias=torch.where(usable, bias, 0.0))
+        assert_close(exact, found)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("mask", ["", "b11k"])
+def test_wide_window_chooses_nothing(mask: str, causal: bool) -> None:
+    problem = build(Case(100, 130, bias="1k1k", mask=mask, causal=causal))
+    for window in (130, 131, 10**9):
+        for a, b in zip(call(problem, window_size=window), call(problem), strict=True):
+            assert torch.equal(a, b)
+
+
+def test_three_dimensional_scores() -> None:
+    problem = build(Case(100, 130, bias="bk1k", causal=True))
+    assert problem.bias is not None
+    flat = run(problem.with_(bias=problem.bias[:, :, 0]), True, window_size=30)
+    for (name, a), (_, b) in zip(
+        flat.items(), run(problem, True, window_size=30).items(), strict=True
+    ):
+        assert torch.equal(a, b.view_as(a)), name
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_window_over_nothing(causal: bool) -> None:
+    for seqlen_q, seqlen_k in ((0, 5), (5, 0), (0, 0)):
+        problem = build(Case(seqlen_q, seqlen_k, bias="bk1k", causal=causal, dlse=True))
+        assert_close(problem, run(problem, window_size=2))
+
+
 def test_lowest_scores_have_exact_gradients() -> None:
     """Rows whose every bias is the lowest finite float: their lse says nothing of their keys."""
     problem = build(Case(300, 300, 1, 4, 2, 64, causal=True, bias="bk1k", bias_f32=True))
@@ -170,7 +233,7 @@ def test_more_rows_than_keys() -> None:
 def test_deterministic_repeat(case: Case) -> None:
     problem = build(case)
     want = run(problem, True, window_size=60)
-    for _ in range(25):
+    for _ in range(times(25)):
         for (name, a), (_, b) in zip(
             run(problem, True, window_size=60).items(), want.items(), strict=True
         ):
@@ -182,8 +245,8 @@ def test_one_selection_serves_many_layers() -> None:
     scores = make_scores("random", 2, 2, 1, 400)
     selections = [
         dmattn.select_keys(scores, 50),
-        dmattn.sliding_window(400, 50, device=require_device()),
-        dmattn.packed_documents([0, 100, 101, 350, 400], device=require_device()),
+        dmattn.sliding_window(400, 50, device=target_device()),
+        dmattn.packed_documents([0, 100, 101, 350, 400], device=target_device()),
         dmattn.select_keys(scores, 50, cu_seqlens=[0, 130, 400]),
     ]
     for selection in selections:
@@ -199,7 +262,7 @@ B, H, HK, D = 2, 8, 2, 64
 
 
 def sequence(length: int, kind: str = "random") -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    device = require_device()
+    device = target_device()
     generator = torch.Generator(device).manual_seed(length)
     q, k, v = (
         torch.randn(B, length, n, D, generator=generator, device=device).bfloat16()
@@ -215,7 +278,7 @@ def new_cache(window: int, capacity: int | None = None) -> dmattn.DynamicMaskCac
         HK,
         D,
         torch.bfloat16,
-        require_device(),
+        target_device(),
         evict=capacity is None,
         capacity=capacity,
     )
@@ -238,6 +301,7 @@ def assert_decoded(got: Tensor, whole: tuple[Tensor, ...], window: int, start: i
     assert_close(tail, Results(got, lse))
 
 
+@pytest.mark.default_backend
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["random", "tied"])
 @pytest.mark.parametrize("evict", [True, False])
@@ -255,6 +319,7 @@ def test_2000_steps(evict: bool, kind: str) -> None:
     assert cache.seen.tolist() == [total, total]
 
 
+@pytest.mark.default_backend
 @pytest.mark.parametrize("head_dim", [40, 64, 96, 128, 256])
 @pytest.mark.parametrize("group", [1, 3, 17])
 @pytest.mark.parametrize("score_dtype", [torch.float32, torch.bfloat16])
@@ -262,7 +327,7 @@ def test_steps_of_each_shape_and_stride(
     head_dim: int, group: int, score_dtype: torch.dtype
 ) -> None:
     """Many tokens through a small cache, of tensors that start anywhere, against the oracle."""
-    device, heads, window, tokens = require_device(), 2, 70, 100
+    device, heads, window, tokens = target_device(), 2, 70, 100
     generator = torch.Generator(device).manual_seed(head_dim + group)
 
     def odd_rows(count: int) -> Tensor:
@@ -289,6 +354,7 @@ def test_steps_of_each_shape_and_stride(
     assert_close(problem, Results(got, lse))
 
 
+@pytest.mark.default_backend
 def test_few_tokens_at_once_and_ragged() -> None:
     whole = q, k, v, score = sequence(300, "tied")
     cache, one = new_cache(40), new_cache(40)
@@ -310,6 +376,7 @@ def test_few_tokens_at_once_and_ragged() -> None:
         assert torch.equal(getattr(cache, name), getattr(one, name)), name
 
 
+@pytest.mark.default_backend
 def test_reordered_beams() -> None:
     whole = q, k, v, score = sequence(120)
     cache = new_cache(30)
@@ -324,6 +391,7 @@ def test_reordered_beams() -> None:
     assert_decoded(torch.cat(outs, 1).flip(0), whole, 30, 80)
 
 
+@pytest.mark.default_backend
 @pytest.mark.cuda
 @pytest.mark.parametrize("evict", [True, False])
 def test_graph_of_a_step(evict: bool) -> None:
@@ -386,6 +454,7 @@ def attend_plain(problem: Problem) -> Tensor:
     return out
 
 
+@pytest.mark.default_backend
 @pytest.mark.parametrize("causal", [True, False])
 def test_operators_pass_opcheck(causal: bool) -> None:
     problem = build(Case(40, 60, bias="bk1k", causal=causal))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpu.cases import BIAS_FILLS, OPERAND_LAYOUTS, OPERAND_SHAPES, Case, build
-from gpu.harness import check, run
+from attention.cases import BIAS_FILLS, OPERAND_LAYOUTS, OPERAND_SHAPES, Case, build
+from attention.driver import check, run
 
 pytestmark = pytest.mark.each_family
 

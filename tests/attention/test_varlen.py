@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 import dmattn
-from gpu.cases import BIAS_FILLS, MASK_FILLS, OPERAND_LAYOUTS, Case
-from gpu.packed import (
+from attention.cases import BIAS_FILLS, MASK_FILLS, OPERAND_LAYOUTS, Case
+from attention.driver import times
+from attention.packed import (
     PackedProblem,
     build_packed,
     call_packed,
@@ -19,6 +20,8 @@ from gpu.packed import (
     judge_packed,
     run_packed,
 )
+from attention.selections import brute_force
+from attention.targets import target
 
 pytestmark = pytest.mark.each_family
 
@@ -123,7 +126,7 @@ def test_deterministic(shape: str, dtype: str, head_dim: int) -> None:
     case = case.with_(deterministic=True, bias=shape, mask="1k1k" if shape == "1h1k" else "")
     problem = check_packed(case, MIXED)
     want = run_packed(problem, deterministic=True)
-    for _ in range(5):
+    for _ in range(times(5)):
         for name, value in run_packed(problem, deterministic=True).items():
             assert torch.equal(value, want[name]), name
 
@@ -132,7 +135,7 @@ def test_deterministic(shape: str, dtype: str, head_dim: int) -> None:
 def test_forward_is_repeatable(mask: str) -> None:
     problem = build_packed(Case(mask=mask, bias="1k1k", causal=True), MIXED)
     want = call_packed(problem)
-    for _ in range(20):
+    for _ in range(times(20)):
         for a, b in zip(call_packed(problem), want, strict=True):
             assert torch.equal(a, b)
 
@@ -147,7 +150,7 @@ def test_random(seed: int) -> None:
         nheads=nheads_k * draw.choice((1, 2, 4)),
         nheads_k=nheads_k,
         head_dim=draw.choice((8, 32, 64, 72, 128, 160, 256)),
-        dtype=draw.choice(("f16", "bf16")),
+        dtype=draw.choice(target().dtypes),
         causal=draw.random() < 0.5,
         softcap=draw.choice((0.0, 0.0, 7.0)),
         scale=draw.choice((None, None, 0.3)),
@@ -201,39 +204,56 @@ def test_nothing_to_do(lengths: list[tuple[int, int]], shape: str) -> None:
 # ---------------------------------------------------------------------------------------- windows
 
 
-def _kept(scores: Tensor, allowed: Tensor | None, window: int, causal: bool) -> Tensor:
-    """scores (heads, n) of one sequence -> bool (1, heads, n, n)."""
-    n = scores.shape[1]
-    valid = scores > -math.inf
-    if allowed is not None:
-        valid = valid & allowed
-    key = torch.arange(n, device=scores.device)
-    better = scores[:, None, :] > scores[:, :, None]
-    better |= (scores[:, None, :] == scores[:, :, None]) & (key > key[:, None])
-    seen = torch.ones(n, n, device=scores.device)
-    seen = seen.tril() if causal else seen
-    rank = ((better & valid[:, None]).float() @ seen.T).mT
-    return ((rank < window) & valid[:, None] & seen.bool())[None]
-
-
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("window", [1, 50, 200, 1000])
 @pytest.mark.parametrize("bias,mask", [("1k1k", ""), ("1h1k", "111k"), ("111k", "1h1k")])
 def test_window(bias: str, mask: str, window: int, causal: bool) -> None:
     problem = build_packed(Case(bias=bias, bias_f32=True, mask=mask, causal=causal), SELF)
+    check_window(problem, window)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", [40, 300])  # 300: every sequence fits the window
+@pytest.mark.parametrize("mask", ["", "1k1k"])
+def test_unusable_scores(mask: str, window: int, causal: bool) -> None:
+    """NaN and -inf are never attended to, and have no gradient, however wide the window is."""
+    case = Case(bias="1k1k", bias_f32=True, mask=mask, causal=causal)
+    problem = build_packed(case, ((129, 129), (0, 0), (1, 1), (300, 300)))
     assert problem.bias is not None
+    for part, (_, keys) in zip(problem.parts, problem.spans(), strict=True):
+        assert part.bias is not None
+        for scores in (problem.bias[keys].T, part.bias[0, :, 0]):
+            scores[:, 3::5], scores[:, 4::7] = math.nan, -math.inf
+    check_window(problem, window)
+
+
+def check_window(problem: PackedProblem, window: int) -> None:
+    """Against the oracle under the mask that the window amounts to, sequence by sequence."""
     problem = problem.with_(cu_seqlens_k=problem.cu_seqlens_q)
     found = run_packed(problem, window_size=window)
     parts = []
     for part in problem.parts:
         assert part.bias is not None
-        scores = part.bias[0, :, 0]
-        allowed = None if part.mask is None else part.mask[0, :, 0]
-        heads = max(scores.shape[0], 1 if allowed is None else allowed.shape[0])
-        scores = scores.repeat_interleave(heads // scores.shape[0], 0)
-        keep = _kept(scores, allowed, window, causal)
-        parts.append(part.with_(mask=keep, is_causal=False))
+        allowed = None if part.mask is None else part.mask[:, :, 0]
+        seqlen = part.q.shape[1]
+        keep = brute_force(part.bias[:, :, 0], window, seqlen, part.is_causal, allowed)
+        bias = torch.where(part.bias > -math.inf, part.bias, 0.0)
+        parts.append(part.with_(mask=keep, bias=bias, is_causal=False))
     judge_packed(problem.with_(parts=parts), found)
+
+
+def test_one_row_a_sequence_sees_its_whole_past() -> None:
+    """Decoding: causality hides nothing, whatever the tensors are."""
+    lengths = ((1, 200), (1, 70), (0, 3), (1, 129))
+    problem = build_packed(Case(bias="1k1k", causal=True), lengths)
+    causal = call_packed(problem, window_size=40)
+    other = call_packed(problem, window_size=40, is_causal=False)
+    assert torch.equal(causal[0], other[0]) and torch.equal(causal[1], other[1])
+
+
+def test_wide_window_chooses_nothing() -> None:
+    problem = build_packed(Case(bias="1k1k", mask="111k"), ((30, 40), (50, 300)))
+    assert torch.equal(call_packed(problem, window_size=300)[0], call_packed(problem)[0])
 
 
 # ------------------------------------------------------------------------------- inside of PyTorch
@@ -247,6 +267,7 @@ def _arguments(problem: PackedProblem) -> tuple[tuple[object, ...], dict[str, ob
     return (problem.q, problem.k, problem.v, mask, bias, 0.2, True, 0.0, True), bounds | longest
 
 
+@pytest.mark.default_backend
 @pytest.mark.parametrize("mask,bias", [("1k1k", "1hqk"), ("1hqk", "1k1k")])
 def test_opcheck(mask: str, bias: str) -> None:
     problem = build_packed(Case(mask=mask, bias=bias, causal=True), ((5, 9), (0, 3), (20, 17)))

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import dmattn
-from gpu.cases import Case, build
-from gpu.harness import check
+from attention.cases import Case, build
+from attention.driver import check
 
 pytestmark = pytest.mark.each_family
 
@@ -61,7 +61,7 @@ def test_lse_gradient_alone(mask: str) -> None:
     """A loss on lse only (a zero dout): dv is zero."""
     problem = build(Case(150, 160, mask=mask, bias="bk1k", dlse=True))
     problem = problem.with_(dout=torch.zeros_like(problem.dout))
-    from gpu.harness import assert_close, run
+    from attention.driver import assert_close, run
 
     found = run(problem)
     assert_close(problem, found)
@@ -72,7 +72,7 @@ def test_inputs_are_not_written() -> None:
     problem = build(Case(150, 160, mask="bhqk", bias="bhqk", dlse=True))
     names = ("q", "k", "v", "mask", "bias", "dout", "dlse")
     before = {name: getattr(problem, name).clone() for name in names}
-    from gpu.harness import run
+    from attention.driver import run
 
     run(problem)
     for name, value in before.items():

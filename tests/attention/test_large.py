@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpu.cases import Case, build, case_id
-from gpu.device import require_device
-from gpu.harness import assert_close, call, check, run
-from gpu.oracle import Problem
+from attention.cases import Case, build, case_id
+from attention.driver import assert_close, call, check, run
+from attention.oracle import Problem
+from attention.targets import target_device
 
 pytestmark = [pytest.mark.cuda, pytest.mark.slow]
 
@@ -37,7 +37,7 @@ def test_strides_beyond_32_bits(head_dim: int) -> None:
     if _free_gib() < 40:
         pytest.skip("needs 40 GiB of free GPU memory")
     problem = build(Case(70, 90, 2, 4, 2, head_dim, causal=True, bias="bhqk", mask="bhqk"))
-    far = torch.empty(2**31 + 2**27, dtype=problem.q.dtype, device=require_device())
+    far = torch.empty(2**31 + 2**27, dtype=problem.q.dtype, device=target_device())
 
     def spread(x: torch.Tensor, gap: int) -> torch.Tensor:
         """Batches `gap` elements apart."""
@@ -58,7 +58,7 @@ def test_more_than_2_31_elements() -> None:
     if _free_gib() < 50:
         pytest.skip("needs 50 GiB of free GPU memory")
     batch, rows, nheads, head_dim = 130, 4096, 32, 128  # 2.18e9 elements
-    device = require_device()
+    device = target_device()
     q = torch.empty(batch, rows, nheads, head_dim, dtype=torch.bfloat16, device=device).normal_()
     small = build(Case(rows, 96, 2, nheads, 4, head_dim, causal=False, bias="bk1k", mask="bk1k"))
     k, v = (x[:1].expand(batch, -1, -1, -1) for x in (small.k, small.v))
@@ -82,7 +82,7 @@ def test_long_keys() -> None:
     if _free_gib() < 30:
         pytest.skip("needs 30 GiB of free GPU memory")
     length, nheads_k, head_dim = 2**24 + 1000, 1, 128
-    device = require_device()
+    device = target_device()
     kv = torch.zeros(length, nheads_k, head_dim, dtype=torch.bfloat16, device=device)
     tail = torch.randn(2000, nheads_k, head_dim, device=device).to(kv.dtype)
     kv[-2000:] = tail

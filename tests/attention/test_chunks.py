@@ -7,11 +7,11 @@ import dataclasses
 import pytest
 import torch
 
-from gpu.cases import Case, build, case_id
-from gpu.harness import assert_close, check, run
-from gpu.oracle import Problem
-from gpu.packed import check_packed
-from gpu.selection_cases import brute_force
+from attention.cases import Case, build, case_id
+from attention.driver import assert_close, check, run
+from attention.oracle import Problem
+from attention.packed import check_packed
+from attention.selections import brute_force
 
 pytestmark = [pytest.mark.cuda, pytest.mark.each_family, pytest.mark.slow]
 

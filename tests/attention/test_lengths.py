@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from gpu.cases import Case, case_id
-from gpu.harness import check
+from attention.cases import Case, case_id
+from attention.driver import check
 
 pytestmark = pytest.mark.each_family
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpu.cases import OPERAND_SHAPES, Case, build, case_id
-from gpu.harness import check, run
+from attention.cases import OPERAND_SHAPES, Case, build, case_id
+from attention.driver import check, run
 
 pytestmark = pytest.mark.each_family
 

@@ -1,4 +1,4 @@
-"""Bad input on CUDA tensors: refused before any launch, with the argument's name."""
+"""Bad input: refused before anything is launched, with the argument's name."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ import torch
 from torch import Tensor
 
 import dmattn
-from gpu.cases import Case, build
-from gpu.device import require_device
-from gpu.harness import run
-
-pytestmark = pytest.mark.cuda
+from attention.cases import Case, build
+from attention.driver import run
+from attention.targets import on_cuda, synchronize, target, target_device
 
 
 def _tensors() -> dict[str, Any]:
@@ -40,12 +38,10 @@ BAD: list[tuple[str, str, Callable[[Tensor], object], type[Exception]]] = [
     ("another seqlen", "value", lambda x: x[:, :-1], ValueError),
     ("another batch", "key", lambda x: x[:1], ValueError),
     ("heads that do not divide", "key", lambda x: x[:, :, :1].expand(-1, -1, 3, -1), ValueError),
-    ("on the processor", "key", lambda x: x.cpu(), (ValueError, RuntimeError)),  # type: ignore[list-item]
     ("mask of bytes", "attn_mask", lambda x: x.to(torch.uint8), TypeError),
     ("mask of floats", "attn_mask", lambda x: x.float(), TypeError),
     ("mask too long", "attn_mask", lambda x: torch.cat((x, x), dim=3), ValueError),
     ("mask heads", "attn_mask", lambda x: x[:, :3], ValueError),
-    ("mask on the processor", "attn_mask", lambda x: x.cpu(), (ValueError, RuntimeError)),  # type: ignore[list-item]
     ("bias of bools", "attn_bias", lambda x: x > 0, TypeError),
     ("bias of float64", "attn_bias", lambda x: x.double(), TypeError),
     ("bias of the other half", "attn_bias", lambda x: x.half(), TypeError),
@@ -53,6 +49,11 @@ BAD: list[tuple[str, str, Callable[[Tensor], object], type[Exception]]] = [
     ("bias rank", "attn_bias", lambda x: x[0], ValueError),
     ("not a tensor", "query", lambda x: x.tolist(), TypeError),
 ]
+if on_cuda():
+    BAD += [
+        ("on the processor", "key", lambda x: x.cpu(), (ValueError, RuntimeError)),  # type: ignore[list-item]
+        ("mask on the processor", "attn_mask", lambda x: x.cpu(), (ValueError, RuntimeError)),  # type: ignore[list-item]
+    ]
 
 
 @pytest.mark.parametrize("what,name,spoil,error", BAD, ids=[f"{b[1]}: {b[0]}" for b in BAD])
@@ -64,7 +65,7 @@ def test_bad_tensor(
     assert isinstance(value, Tensor)
     tensors[name] = spoil(value)
     with pytest.raises(error) as caught:
-        dmattn.flash_dmattn_func(**tensors)
+        dmattn.flash_dmattn_func(**tensors, **target().options())
     message = str(caught.value)
     family = {
         "query": ("query", "key", "value"),
@@ -72,11 +73,12 @@ def test_bad_tensor(
         "value": ("value", "key"),
     }
     assert any(word in message for word in family.get(name, (name,))), message
-    torch.cuda.synchronize()
+    synchronize()
 
 
+@pytest.mark.cuda
 def test_head_dim_too_large() -> None:
-    q = torch.zeros(1, 4, 2, 264, dtype=torch.bfloat16, device=require_device())
+    q = torch.zeros(1, 4, 2, 264, dtype=torch.bfloat16, device=target_device())
     with pytest.raises((ValueError, RuntimeError), match="264"):
         dmattn.flash_dmattn_func(q, q, q)
 
@@ -91,29 +93,7 @@ def test_head_dim_too_large() -> None:
 )
 def test_bad_number(argument: str, value: Any) -> None:
     with pytest.raises((ValueError, TypeError), match=argument):
-        dmattn.flash_dmattn_func(**{**_tensors(), argument: value})
-
-
-def test_small_workspace_is_refused() -> None:
-    """Through the C interface's own binding: too few bytes raise and launch nothing."""
-    core = pytest.importorskip("dmattn_kernels")._core
-    problem = build(Case(64, 512, bias="bk1k", mask="bk1k"))
-    out = torch.full_like(problem.q, 7.0)
-    lse = torch.full((2, 4, 64), 7.0, device=out.device)
-
-    def view(x: Tensor | None) -> object:
-        codes = {torch.bfloat16: core.BFLOAT16, torch.float32: core.FLOAT32, torch.bool: core.BOOL}
-        return None if x is None else (x.data_ptr(), codes[x.dtype], x.shape, x.stride())
-
-    tensors = (problem.q, problem.k, problem.v, problem.mask, problem.bias, out, lse)
-    params = core.FwdParams(0, *map(view, tensors), 0.125, 0.0, False)
-    size = params.workspace_size()
-    assert size > 0
-    scratch = torch.empty(size, dtype=torch.uint8, device=out.device)
-    with pytest.raises(ValueError, match="workspace"):
-        params.launch(scratch.data_ptr(), size - 1, 0)
-    torch.cuda.synchronize()
-    assert bool((out == 7).all()) and bool((lse == 7).all())
+        dmattn.flash_dmattn_func(**{**_tensors(), argument: value}, **target().options())
 
 
 def test_good_call_after_bad_ones() -> None:

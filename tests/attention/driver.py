@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import pytest
 import torch
 from torch import Tensor
 
 import dmattn
-from gpu.cases import Case, build
-from gpu.oracle import Deviation, Problem, Results, deviations, solve
-from gpu.poison import poisoned
+from attention.cases import Case, build
+from attention.oracle import Deviation, Problem, Results, deviations, solve
+from attention.poison import poisoned
+from attention.targets import on_cuda, target
 
 if TYPE_CHECKING:
-    from gpu.packed import PackedProblem
+    from attention.packed import PackedProblem
 
 
 def run(problem: Problem, deterministic: bool = False, **options: Any) -> Results:
@@ -55,20 +58,41 @@ def differentiate(
 
 def call(problem: Problem, deterministic: bool = False, **options: Any) -> tuple[Tensor, Tensor]:
     """out and lse, with gradients tracked for those tensors of the problem that ask for them."""
-    out, lse = dmattn.flash_dmattn_func(
-        problem.q,
-        problem.k,
-        problem.v,
-        attn_mask=problem.mask,
-        attn_bias=problem.bias,
-        softmax_scale=problem.softmax_scale,
-        is_causal=problem.is_causal,
-        softcap=problem.softcap,
-        deterministic=deterministic,
-        return_lse=True,
-        **options,
-    )
+    with skipped_when_refused():
+        out, lse = dmattn.flash_dmattn_func(
+            problem.q,
+            problem.k,
+            problem.v,
+            attn_mask=problem.mask,
+            attn_bias=problem.bias,
+            softmax_scale=problem.softmax_scale,
+            is_causal=problem.is_causal,
+            softcap=problem.softcap,
+            deterministic=deterministic,
+            return_lse=True,
+            **target().options(),
+            **options,
+        )
     return out, lse
+
+
+@contextlib.contextmanager
+def skipped_when_refused() -> Iterator[None]:
+    """Skips the test when the backend that the target names refuses the problem, with its reason.
+
+    The device's own backend may refuse nothing that the suite asks for.
+    """
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if target().backend is None:
+            raise
+        pytest.skip(f"{target().backend} refuses: {error}")
+
+
+def times(count: int) -> int:
+    """How often to repeat what could differ from time to time: on the CPU, not often."""
+    return count if on_cuda() else min(count, 3)
 
 
 def bytes_of(*tensors: Tensor) -> int:
@@ -92,10 +116,14 @@ def check(case: Case) -> Results:
     found = run(problem, case.deterministic)
     for (name, value), operand in zip(found.items(), _expected_like(problem, found), strict=True):
         assert value.shape == operand.shape, f"{name} has shape {tuple(value.shape)}"
-        wanted_dtype = torch.float32 if name == "lse" else operand.dtype
+        wanted_dtype = lse_dtype(problem.q) if name == "lse" else operand.dtype
         assert value.dtype == wanted_dtype, f"{name} has dtype {value.dtype}"
     assert_close(problem, found)
     return found
+
+
+def lse_dtype(q: Tensor) -> torch.dtype:
+    return torch.promote_types(q.dtype, torch.float32)
 
 
 def _expected_like(problem: Problem, found: Results) -> list[Tensor]:

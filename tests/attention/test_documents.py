@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from itertools import pairwise
 
 import pytest
@@ -10,13 +9,13 @@ import torch
 from torch import Tensor
 
 import dmattn
+from attention.cases import Case, build, case_id
+from attention.driver import assert_close, run
+from attention.poison import poisoned
+from attention.selections import KINDS, assert_lists, brute_force, make_scores
+from attention.targets import target_device
 from dmattn.ops.selection import build_key_lists
 from dmattn.ops.selection import select_keys as select
-from gpu.cases import Case, build, case_id
-from gpu.device import require_device
-from gpu.harness import assert_close, run
-from gpu.poison import poisoned
-from gpu.selection_cases import KINDS, assert_lists, brute_force, make_scores
 
 pytestmark = pytest.mark.each_family
 
@@ -33,7 +32,7 @@ BOUNDS = [
 
 
 def bounds_tensor(bounds: list[int], dtype: torch.dtype = torch.int32) -> Tensor:
-    return torch.tensor(bounds, dtype=dtype, device=require_device())
+    return torch.tensor(bounds, dtype=dtype, device=target_device())
 
 
 def keep_within(
@@ -47,6 +46,7 @@ def keep_within(
     return keep
 
 
+@pytest.mark.default_backend
 @pytest.mark.parametrize("window", [1, 14, 100, 128, 257, 1000])
 @pytest.mark.parametrize("bounds", BOUNDS, ids=lambda x: f"{len(x) - 1}of{x[-1]}")
 @pytest.mark.parametrize("kind", KINDS)
@@ -67,6 +67,7 @@ def test_selection(kind: str, bounds: list[int], window: int) -> None:
         assert_lists(selection, keep)
 
 
+@pytest.mark.default_backend
 def test_one_document_is_no_document() -> None:
     scores = make_scores("tied", 2, 2, 900)
     plain = dmattn.select_keys(scores, 200)
@@ -84,6 +85,7 @@ LONG = [
 ]
 
 
+@pytest.mark.default_backend
 @pytest.mark.slow
 @pytest.mark.parametrize("window", [40, 1024, 9000])
 @pytest.mark.parametrize("bounds", LONG, ids=lambda x: f"{len(x) - 1}of{x[-1]}")
@@ -113,6 +115,7 @@ def test_long_selection(bounds: list[int], window: int) -> None:
         assert bool((kept.sum(-1) == min(row - start + 1, window)).all())
 
 
+@pytest.mark.default_backend
 def test_any_boundaries_stay_inside() -> None:
     """Values that are no boundaries give some selection; the margins of the outputs stay clean."""
     scores = make_scores("random", 1, 2, 900)
@@ -125,6 +128,7 @@ def test_any_boundaries_stay_inside() -> None:
         assert bool((selection.full <= selection.count).all())
 
 
+@pytest.mark.default_backend
 def test_keys_behind_the_last_boundary_are_one_more_document() -> None:
     scores = make_scores("random", 1, 2, 500)
     short, whole = (
@@ -156,6 +160,7 @@ def test_attention(case: Case, window: int, deterministic: bool) -> None:
     assert_close(problem.with_(mask=keep), found)
 
 
+@pytest.mark.default_backend
 @pytest.mark.cuda
 def test_graph_with_other_documents_at_each_replay() -> None:
     """The boundaries are read on the device, and nothing on the host."""
@@ -174,6 +179,7 @@ def test_graph_with_other_documents_at_each_replay() -> None:
         assert torch.equal(selection.to_mask(), keep_within(scores, 70, other))
 
 
+@pytest.mark.default_backend
 @pytest.mark.cuda
 def test_host_does_not_wait() -> None:
     """Work that the host waits for raises in this mode."""
@@ -190,13 +196,14 @@ def test_host_does_not_wait() -> None:
         torch.cuda.set_sync_debug_mode(mode)
 
 
+@pytest.mark.default_backend
 def test_operators_pass_opcheck() -> None:
     scores = make_scores("random", 1, 2, 140)
     bounds = bounds_tensor([0, 50, 51, 140])
     torch.library.opcheck(
         torch.ops.dmattn.select_keys.default, (scores, None, 9, 140, True, bounds)
     )
-    end = dmattn.sliding_window(140, 20, device=require_device()).end
+    end = dmattn.sliding_window(140, 20, device=target_device()).end
     for capacity in (0, 128):
         torch.library.opcheck(torch.ops.dmattn.build_key_lists.default, (end, 130, capacity, 20))
 
@@ -205,7 +212,7 @@ def test_operators_pass_opcheck() -> None:
 
 
 def draw_end(kind: str, seqlen_k: int, reach: int | None) -> Tensor:
-    device = require_device()
+    device = target_device()
     shape, key = (2, 3, seqlen_k), torch.arange(seqlen_k, device=device)
     generator = torch.Generator(device).manual_seed(seqlen_k)
     chance = torch.rand(shape, generator=generator, device=device)
@@ -222,6 +229,7 @@ def keep_of(end: Tensor, seqlen_q: int) -> Tensor:
     return (key <= row) & (row < end[:, :, None])
 
 
+@pytest.mark.default_backend
 @pytest.mark.parametrize(
     "seqlen_q,seqlen_k", [(1, 1), (33, 33), (128, 128), (129, 257), (700, 1100), (1500, 1500)]
 )
@@ -239,6 +247,7 @@ def test_lists(kind: str, reach: int | None, seqlen_q: int, seqlen_k: int) -> No
     assert not bool(selection.idx.masked_select(behind).any())
 
 
+@pytest.mark.default_backend
 @pytest.mark.parametrize("kind", ["random", "few long", "all"])
 @pytest.mark.parametrize("seqlen_k", [4097, 9001])
 def test_long_lists(kind: str, seqlen_k: int) -> None:
@@ -259,6 +268,7 @@ def test_long_lists(kind: str, seqlen_k: int) -> None:
             assert torch.equal(got.long(), torch.cat(want))
 
 
+@pytest.mark.default_backend
 def test_lists_that_do_not_fit_are_empty() -> None:
     end = draw_end("all", 400, None)
     with poisoned():
@@ -274,11 +284,12 @@ def test_lists_that_do_not_fit_are_empty() -> None:
     assert not bool(lengths.count.any()) and not bool(lengths.full.any())
 
 
+@pytest.mark.default_backend
 @pytest.mark.parametrize("window", [1, 100, 5000])
 def test_ready_made_selections(window: int) -> None:
     """On the device as on the CPU, in every tensor."""
     bounds = [0, 100, 101, 3000, 3000, 4700]
-    device = require_device()
+    device = target_device()
     for here, there in (
         (
             dmattn.sliding_window(4700, window, device=device),
@@ -291,19 +302,3 @@ def test_ready_made_selections(window: int) -> None:
     ):
         for a, b in zip(here.lists, there.lists, strict=True):
             assert torch.equal(a.cpu(), b)
-
-
-def test_unusable_scores_at_every_window() -> None:
-    """NaN and -inf: never attended to, and no gradient, however wide the window is."""
-    problem = build(Case(200, 200, 2, 4, 2, 64, causal=True, bias="bk1k", bias_f32=True))
-    assert problem.bias is not None
-    bias = problem.bias.clone()
-    bias[..., 3::5] = math.nan
-    bias[..., 4::7] = -math.inf
-    bias[0, 0, :, :150] = math.nan  # rows without keys
-    usable = bias > -math.inf
-    for window in (150, 200, 500):
-        found = run(problem.with_(bias=bias), window_size=window)
-        keep = brute_force(bias[:, :, 0], window, 200, True)
-        exact = problem.with_(mask=keep, bias=torch.where(usable, bias, 0.0))
-        assert_close(exact, found)

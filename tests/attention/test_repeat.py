@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpu.cases import Case, build, case_id
-from gpu.harness import call, run
+from attention.cases import Case, build, case_id
+from attention.driver import call, run, times
 
 pytestmark = [pytest.mark.each_family, pytest.mark.slow]
 
@@ -27,7 +27,7 @@ def test_deterministic_backward(case: Case) -> None:
     problem = build(case)
     want = run(problem, deterministic=True)
     wrong = {name: torch.zeros((), dtype=torch.int64, device=a.device) for name, a in want.items()}
-    for _ in range(49):
+    for _ in range(times(50) - 1):
         for (name, a), (_, b) in zip(
             run(problem, deterministic=True).items(), want.items(), strict=True
         ):
@@ -42,7 +42,7 @@ def test_forward_races(case: Case) -> None:
     problem = build(case)
     want_out, want_lse = call(problem)
     wrong = torch.zeros((), dtype=torch.int64, device=problem.q.device)
-    for _ in range(249):
+    for _ in range(times(250) - 1):
         out, lse = call(problem)
         wrong += (out != want_out).sum() + (lse != want_lse).sum()
     assert int(wrong) == 0
@@ -55,7 +55,7 @@ def test_backward_races(case: Case) -> None:
     want = run(problem)
     # Looked at once, at the end: each look makes the host wait for a GPU that many share.
     worst = {name: torch.zeros((), device=a.device) for name, a in want.items()}
-    for _ in range(100):
+    for _ in range(times(100)):
         for (name, a), (_, b) in zip(run(problem).items(), want.items(), strict=True):
             worst[name] = torch.maximum(worst[name], (a.float() - b.float()).abs().amax())
     for name, b in want.items():

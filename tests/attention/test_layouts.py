@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gpu.cases import LAYOUTS, Case, build
-from gpu.harness import assert_close, check, run
+from attention.cases import LAYOUTS, Case, build
+from attention.driver import assert_close, check, run
 
 pytestmark = pytest.mark.each_family
 

@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 import torch
 
-from gpu.cases import MASK_FILLS, OPERAND_LAYOUTS, OPERAND_SHAPES, Case, build, case_id
-from gpu.harness import check, run
+from attention.cases import MASK_FILLS, OPERAND_LAYOUTS, OPERAND_SHAPES, Case, build, case_id
+from attention.driver import check, run
 
 pytestmark = pytest.mark.each_family
 

@@ -8,15 +8,15 @@ import torch
 from torch import Tensor
 
 import dmattn
-from gpu.device import require_device
+from attention.targets import target_device
 
 KINDS = ("random", "constant", "rising", "falling", "tied", "minus_inf", "nan", "inf", "zeros")
 
 
 def make_scores(kind: str, *shape: int) -> Tensor:
-    generator = torch.Generator(require_device()).manual_seed(len(kind) + shape[-1])
-    scores = torch.randn(shape, generator=generator, device=require_device())
-    chance = torch.rand(shape, generator=generator, device=require_device())
+    generator = torch.Generator(target_device()).manual_seed(len(kind) + shape[-1])
+    scores = torch.randn(shape, generator=generator, device=target_device())
+    chance = torch.rand(shape, generator=generator, device=target_device())
     if kind == "constant":
         return torch.zeros_like(scores)
     if kind in ("rising", "falling"):
@@ -32,9 +32,16 @@ def make_scores(kind: str, *shape: int) -> Tensor:
 def brute_force(
     scores: Tensor, window: int, seqlen_q: int, causal: bool, key_mask: Tensor | None = None
 ) -> Tensor:
-    """scores (B, heads, Sk) -> bool (B, heads, Sq, Sk): all keys, all rows."""
+    """scores (B, heads, Sk) -> bool (B, heads, Sq, Sk): all keys, all rows.
+
+    key_mask: bool ({B|1}, heads, Sk), either count of heads dividing the other.
+    """
+    if key_mask is not None:
+        heads = max(scores.shape[1], key_mask.shape[1])
+        scores = scores.repeat_interleave(heads // scores.shape[1], 1)
+        key_mask = key_mask.repeat_interleave(heads // key_mask.shape[1], 1)
     seqlen_k = scores.shape[2]
-    scores = scores.float()
+    scores = scores.double()
     allowed = scores > -math.inf
     if key_mask is not None:
         allowed = allowed & key_mask

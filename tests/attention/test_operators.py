@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 import dmattn
-from gpu.cases import Case, build
-from gpu.harness import call, run
-from gpu.oracle import Problem
+from attention.cases import Case, build
+from attention.driver import call, run
+from attention.oracle import Problem
 
 SMALL = Case(24, 40, mask="bk1k", bias="1hqk", causal=True)
 
@@ -21,6 +21,7 @@ def _operands(problem: Problem) -> tuple[object, ...]:
     return (problem.q, problem.k, problem.v, problem.mask, problem.bias, *numbers)
 
 
+@pytest.mark.default_backend
 @pytest.mark.parametrize("tracked", [False, True])
 def test_opcheck_forward(tracked: bool) -> None:
     problem = build(SMALL)
@@ -30,6 +31,7 @@ def test_opcheck_forward(tracked: bool) -> None:
     torch.library.opcheck(torch.ops.dmattn.fwd.default, _operands(problem))
 
 
+@pytest.mark.default_backend
 def test_opcheck_backward() -> None:
     problem = build(SMALL)
     args = (problem.q, problem.k, problem.v, problem.mask, problem.bias)

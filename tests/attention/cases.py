@@ -15,10 +15,15 @@ import zlib
 import torch
 from torch import Tensor
 
-from gpu.device import require_device
-from gpu.oracle import Problem, masked_logits
+from attention.oracle import Problem, masked_logits
+from attention.targets import on_cuda, target, target_device
 
-DTYPES = {"f16": torch.float16, "bf16": torch.bfloat16}
+DTYPES = {
+    "f16": torch.float16,
+    "bf16": torch.bfloat16,
+    "f32": torch.float32,
+    "f64": torch.float64,
+}
 OPERAND_SHAPES = [b + h + q + k for b in "b1" for h in "hk1" for q in "q1" for k in "k1"]
 
 
@@ -75,7 +80,7 @@ class _Maker:
 
     def __init__(self, case: Case) -> None:
         self.case = case
-        self.device = require_device()
+        self.device = target_device()
         self.generator = torch.Generator(self.device)
         self.generator.manual_seed(zlib.crc32(str(case).encode()))
 
@@ -127,6 +132,10 @@ def _heads_shared(x: Tensor) -> Tensor:
     return x[:, :, :1].contiguous().expand(x.shape)
 
 
+def _last_outermost(x: Tensor) -> Tensor:
+    return x.permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0)
+
+
 LAYOUTS = {
     "plain": _plain,
     "heads_first": _heads_first,
@@ -136,12 +145,10 @@ LAYOUTS = {
     "batch_shared": _batch_shared,
     "heads_shared": _heads_shared,
 }
+if not on_cuda():  # where kernels want head_dim to be contiguous, which test_layouts asks for
+    LAYOUTS["head_dim_outermost"] = _last_outermost
 
 # --- mask and bias: four dimensions, each full or 1 -----------------------------------------------
-
-
-def _keys_outermost(x: Tensor) -> Tensor:
-    return x.permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0)
 
 
 def _transposed(x: Tensor) -> Tensor:
@@ -165,7 +172,7 @@ def _odd_pitch(x: Tensor) -> Tensor:
 OPERAND_LAYOUTS = {
     "plain": _plain,
     "transposed": _transposed,
-    "keys_outermost": _keys_outermost,
+    "keys_outermost": _last_outermost,
     "every_third_key": _every_third_key,
     "odd_pitch": _odd_pitch,
 }
@@ -247,14 +254,14 @@ MASK_FILLS = {
 def _with_entries(fraction: float, entry: float):  # type: ignore[no-untyped-def]
     def fill(make: _Maker, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         value = torch.finfo(dtype).min if math.isnan(entry) else entry
-        return make.normal(*shape).masked_fill(make.uniform(*shape) < fraction, value)
+        return make.normal(*shape).to(dtype).masked_fill(make.uniform(*shape) < fraction, value)
 
     return fill
 
 
 def _lowest_rows(make: _Maker, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Every third row (or head, for a key bias) is finfo.min throughout: finite, so keys stay."""
-    bias = make.normal(*shape)
+    bias = make.normal(*shape).to(dtype)
     target = bias[:, :, ::3] if shape[2] > 1 else bias[:, ::2]
     target.fill_(torch.finfo(dtype).min)
     return bias
@@ -295,6 +302,7 @@ def build(case: Case) -> Problem:
         bias = lay_operand(BIAS_FILLS[case.bias_fill](make, shape, bias_dtype).to(bias_dtype))
     if case.dlse:
         dlse = make.normal(case.batch, case.nheads, case.seqlen_q)
+        dlse = dlse.to(torch.promote_types(dtype, torch.float32))
     wants = case.wants if bias is not None else case.wants.replace("b", "")
     problem = Problem(q, k, v, mask, bias, dout, dlse, scale, case.causal, case.softcap, wants)
     return _silence_coarse_rows(problem) if "lowest" in case.bias_fill else problem
@@ -345,7 +353,7 @@ def random_case(seed: int) -> Case:
         nheads=nheads,
         nheads_k=nheads_k,
         head_dim=draw.choice((8, 32, 40, 64, 64, 72, 96, 128, 128, 136, 160, 192, 256)),
-        dtype=draw.choice(("f16", "bf16")),
+        dtype=draw.choice(target().dtypes),
         causal=draw.random() < 0.5,
         softcap=draw.choice((0.0, 0.0, 0.7, 15.0)),
         scale=draw.choice((None, None, None, 0.31, 0.02)),

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu.device import require_device, synchronize
+from attention.targets import synchronize, target_device
 
 MARGIN = 1024  # bytes on either side; a multiple of 256, to keep the alignment
 
@@ -29,7 +29,7 @@ class Guard:
 
     def empty(self, make: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         plain = make(*args, **kwargs)
-        if plain.device.type != require_device().type or plain.layout is not torch.strided:
+        if plain.device.type != target_device().type or plain.layout is not torch.strided:
             return plain
         extent = 0
         if plain.numel():

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
-from gpu.cases import random_case
-from gpu.device import FAMILY_VARIABLE
-from gpu.harness import check
+from attention.cases import random_case
+from attention.driver import check
+from attention.targets import target
 
 pytestmark = pytest.mark.each_family
 
 COUNT = 600
-FIRST = (
-    10_000 if os.environ.get(FAMILY_VARIABLE) == "sm89" else 0
-)  # other cases for the other family
+FIRST = 10_000 if target().repeats else 0  # other cases where a backend runs again
 
 
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + COUNT))

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import dmattn
-from gpu.cases import Case, build
-from gpu.device import require_device
-from gpu.harness import assert_close, call, run
-from gpu.oracle import Problem, Results
+from attention.cases import Case, build
+from attention.driver import assert_close, call, run
+from attention.oracle import Problem, Results
+from attention.targets import target_device
 
 pytestmark = [pytest.mark.cuda, pytest.mark.each_family]
 
@@ -164,7 +164,7 @@ def test_device_that_is_not_current(name: str) -> None:
     out, lse = call(second, deterministic=True)
     grads = torch.autograd.grad(out, leaves, second.dout)
     assert torch.cuda.current_device() == 0
-    returned = [x.detach().to(require_device()) for x in (out, lse, *grads)]
+    returned = [x.detach().to(target_device()) for x in (out, lse, *grads)]
     _assert_equal(Results(*returned), want)
 
 
