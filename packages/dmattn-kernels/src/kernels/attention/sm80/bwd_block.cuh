@@ -140,7 +140,7 @@ struct BwdBlock : AttentionBlock<T, BwdParams> {
       n_block = tile - __ldg(first_tile + i);
       head_k = i % p.nheads_k;
       batch = i / p.nheads_k;
-      Base::find_sequence();
+      if (!Base::find_sequence()) return false;
       list = Base::list_of(list_head(), list_index());
       keys_total = read_list_count(p.keys, list_index());
     } else {
@@ -149,7 +149,7 @@ struct BwdBlock : AttentionBlock<T, BwdParams> {
       n_block = work.take((p.seqlen_k + kBlockN - 1) / kBlockN);
       head_k = work.take(p.nheads_k);
       batch = work.rest;
-      Base::find_sequence();
+      if (!Base::find_sequence()) return false;
       keys_total = seqlen_k();
     }
     key0 = n_block * kBlockN;
