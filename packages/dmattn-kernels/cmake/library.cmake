@@ -4,7 +4,7 @@ include("${CMAKE_CURRENT_LIST_DIR}/units.cmake")
 
 set(root "${CMAKE_CURRENT_SOURCE_DIR}")
 file(GLOB_RECURSE host_sources CONFIGURE_DEPENDS "${root}/src/api/*.cpp" "${root}/src/host/*.cpp")
-file(GLOB prep_sources CONFIGURE_DEPENDS "${root}/src/kernels/prep/*.cu")
+file(GLOB_RECURSE helper_sources CONFIGURE_DEPENDS "${root}/src/kernels/*.cu")
 file(GLOB_RECURSE hashed_sources CONFIGURE_DEPENDS "${root}/include/*" "${root}/src/api/*"
      "${root}/src/host/*" "${root}/src/kernels/*" "${root}/cmake/*.cmake" "${root}/cmake/*.in" "${root}/cmake/*.txt")
 
@@ -25,8 +25,8 @@ string(REPLACE ";;" ";\n" symbol_lines "${exported_symbols}")
 set(version_script "${CMAKE_BINARY_DIR}/generated/libdmattn.version")
 file(CONFIGURE OUTPUT "${version_script}" CONTENT "{\n  global:\n@symbol_lines@\n  local: *;\n};\n" @ONLY)
 
-set_source_files_properties(${prep_sources} PROPERTIES COMPILE_OPTIONS "${DMATTN_GENERAL_GENCODES}")
-add_library(dmattn SHARED ${host_sources} ${prep_sources} ${DMATTN_UNIT_SOURCES} "${build_info}")
+set_source_files_properties(${helper_sources} PROPERTIES COMPILE_OPTIONS "${DMATTN_GENERAL_GENCODES}")
+add_library(dmattn SHARED ${host_sources} ${helper_sources} ${DMATTN_UNIT_SOURCES} "${build_info}")
 target_include_directories(dmattn PUBLIC "${root}/include" PRIVATE "${root}/src" "${CMAKE_BINARY_DIR}/generated")
 target_include_directories(dmattn SYSTEM PRIVATE "${DMATTN_CUTLASS}" ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
 target_compile_definitions(dmattn PRIVATE $<$<BOOL:${DMATTN_ALL_TILES}>:DMATTN_ALL_TILES>)

@@ -2,7 +2,7 @@
 # gathered}. Each becomes a source file in the build folder and a row of the table behind kernels/units.h. Sets
 # DMATTN_UNIT_SOURCES.
 #
-# For each architecture: the folder of its kernels in src/kernels, what its units are compiled for, and its directions.
+# For each architecture: the folder of its kernels in src/kernels/attention, what its units are compiled for, and its directions.
 # "general" is everything in DMATTN_CUDA_ARCHS but code that only one architecture runs (sm_90a); otherwise it is such a
 # code, and the architecture is left out unless DMATTN_CUDA_ARCHS has it. Directions may be missing: the row in
 # src/host/arch.cpp says whose units stand in.

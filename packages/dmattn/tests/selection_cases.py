@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dmattn import KeySelection
-from dmattn.ops.lists import BLOCK_ROWS
+from dmattn.key_lists import BLOCK_ROWS
 
 KINDS = ("random", "constant", "rising", "falling", "tied", "minus_inf", "nan", "inf")
 

@@ -1,6 +1,8 @@
 // The backward.
 #include "api/operation.h"
-#include "kernels/prep/prep.h"
+#include "kernels/backward/backward.h"
+#include "kernels/masks/masks.h"
+#include "kernels/shared/fill.h"
 #include "kernels/units.h"
 
 namespace dmattn {

@@ -1,5 +1,5 @@
 // Appending to a cache of keys, and attending to it.
-#include "kernels/prep/cache.h"
+#include "kernels/cache/cache.h"
 
 #include "api/operation.h"
 #include "kernels/units.h"

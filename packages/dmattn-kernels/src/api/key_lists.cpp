@@ -1,6 +1,6 @@
 // Lists of keys from given intervals.
 #include "api/operation.h"
-#include "kernels/prep/select.h"
+#include "kernels/selection/intervals.h"
 
 namespace dmattn {
 namespace {

@@ -1,6 +1,6 @@
 // Selection of keys by score.
 #include "api/operation.h"
-#include "kernels/prep/select_plan.h"
+#include "kernels/selection/select.h"
 
 namespace dmattn {
 namespace {

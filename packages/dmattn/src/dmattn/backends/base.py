@@ -1,0 +1,58 @@
+"""What an implementation of attention has to offer to be listed in the registry."""
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor
+
+from dmattn.problem import Gradients, Needs, Problem, Results
+
+
+class Backend(ABC):
+    """One implementation of attention, forward and backward.
+
+    Attributes:
+        name: what `backend=` and `get_available_backends` call it.
+        devices: the types of the devices whose tensors it takes, such as "cuda".
+    """
+
+    name: str
+    devices: tuple[str, ...]
+
+    @abstractmethod
+    def unavailable(self) -> str | None:
+        """Why it cannot run on this machine, in words for a user; None when it can."""
+
+    @abstractmethod
+    def unsupported(self, problem: Problem) -> list[Exception]:
+        """Why it cannot compute a checked problem on one of its devices; empty when it can.
+
+        Each reason is the error that a user gets who asks for this backend: a TypeError for a
+        dtype, a ValueError for all else, naming the argument, what it got and what is wanted.
+        """
+
+    @abstractmethod
+    def forward(self, problem: Problem, for_backward: bool = True) -> Results:
+        """Compute a checked problem that this backend supports.
+
+        Args:
+            problem: what to compute.
+            for_backward: whether the results are for a backward. If not, lse_rest may be (0,)
+                instead of having the shape that `empty_results` gives it.
+
+        Raises:
+            RuntimeError: it cannot run on this machine, or on the device of the problem.
+        """
+
+    @abstractmethod
+    def backward(
+        self, problem: Problem, results: Results, dout: Tensor, dlse: Tensor | None, needs: Needs
+    ) -> Gradients:
+        """The gradients of a problem from what its forward returned.
+
+        Args:
+            problem: as given to `forward`.
+            results: as `forward` returned them.
+            dout: the gradient of out, in its shape and dtype, any strides.
+            dlse: the gradient of lse, or None where it is zero.
+            needs: the gradients to compute; the others are returned with shape (0,).
+        """

@@ -1,0 +1,80 @@
+"""Packed sequences on the CPU: each is a problem of its own, of batch 1."""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from torch import Tensor
+
+from dmattn.problem import Gradients, Needs, Problem, is_per_key
+
+
+class Part(NamedTuple):
+    """One sequence of a packed problem, and where its rows and keys lie among those of all."""
+
+    problem: Problem
+    rows: slice
+    keys: slice
+
+    def rows_of(self, t: Tensor) -> Tensor:
+        """(Tq, H, D) -> (1, Sq, H, D), a view."""
+        return t[None, self.rows]
+
+    def lse_of(self, t: Tensor) -> Tensor:
+        """(H, Tq) -> (1, H, Sq), a view."""
+        return t[None, :, self.rows]
+
+    def gradients_of(self, grads: Gradients, needs: Needs) -> Gradients:
+        """The views that take the gradients of this sequence; (0,) stays where not needed."""
+        return Gradients(
+            grads.q[None, self.rows] if needs.q else grads.q,
+            grads.k[None, self.keys] if needs.k else grads.k,
+            grads.v[None, self.keys] if needs.v else grads.v,
+            _operand(grads.bias, self.rows, self.keys) if grads.bias.dim() > 1 else grads.bias,
+        )
+
+
+def sequences(problem: Problem) -> Iterator[Part]:
+    """The sequences of a packed problem.
+
+    Raises:
+        ValueError: cu_seqlens do not rise from 0 to the number of tokens, or a sequence is longer
+            than the bound given for it.
+    """
+    packing = problem.packing
+    assert packing is not None
+    total_q, total_k = problem.q.shape[0], problem.k.shape[0]
+    row_bounds = _boundaries("q", packing.cu_seqlens_q, packing.max_seqlen_q, total_q)
+    key_bounds = _boundaries("k", packing.cu_seqlens_k, packing.max_seqlen_k, total_k)
+    for row, key in zip(
+        itertools.pairwise(row_bounds), itertools.pairwise(key_bounds), strict=True
+    ):
+        rows, keys = slice(*row), slice(*key)
+        part = dataclasses.replace(
+            problem,
+            q=problem.q[None, rows],
+            k=problem.k[None, keys],
+            v=problem.v[None, keys],
+            mask=None if problem.mask is None else _operand(problem.mask, rows, keys),
+            bias=None if problem.bias is None else _operand(problem.bias, rows, keys),
+            packing=None,
+        )
+        yield Part(part, rows, keys)
+
+
+def _operand(t: Tensor, rows: slice, keys: slice) -> Tensor:
+    """A sequence's part of a mask, bias or dbias, as (1, heads, 1 or rows, keys), a view."""
+    if is_per_key(t):
+        return t[None, :, None, keys]
+    return t[None, :, rows, : keys.stop - keys.start]
+
+
+def _boundaries(name: str, cu_seqlens: Tensor, longest: int, total: int) -> list[int]:
+    bounds: list[int] = cu_seqlens.tolist()
+    lengths = [b - a for a, b in itertools.pairwise(bounds)]
+    if bounds[0] != 0 or bounds[-1] != total or any(n < 0 for n in lengths):
+        raise ValueError(f"cu_seqlens_{name}: got {bounds}, wanted rising from 0 to {total}")
+    if lengths and max(lengths) > longest:
+        raise ValueError(f"max_seqlen_{name}: got {longest}, wanted at least {max(lengths)}")
+    return bounds

@@ -1,0 +1,45 @@
+"""Appending to a cache, and the attention of the new tokens, by the CUDA kernels."""
+
+import torch
+from torch import Tensor
+
+from dmattn.backends.cuda.kernels import check_device, launch, load_kernels, view
+from dmattn.cache_state import CacheTensors, CacheTokens
+
+
+def append_to_cache(
+    new: CacheTokens,
+    cache: CacheTensors,
+    evict: bool,
+    q: Tensor | None = None,
+    softmax_scale: float = 1.0,
+    softcap: float = 0.0,
+) -> Tensor | None:
+    """Put tokens into a cache; with q (B, T, H, D), the attention of each to what is then held.
+
+    Attention needs evict.
+
+    Raises:
+        RuntimeError: no usable kernels, or a GPU that they do not serve.
+    """
+    device = cache.k.get_device()
+    check_device(device)
+    core, codes = load_kernels()
+    out = None if q is None else torch.empty_like(q, memory_format=torch.contiguous_format)
+    if new.k.shape[0] == 0 or new.k.shape[1] == 0:
+        return out
+    params = core.CacheAppendParams(
+        device,
+        view(new.k, codes),
+        view(new.v, codes),
+        view(new.score, codes),
+        None if new.active is None else view(new.active, codes),
+        *(view(t, codes) for t in cache),
+        evict,
+        None if q is None else view(q, codes),
+        None if out is None else view(out, codes),
+        softmax_scale,
+        softcap,
+    )
+    launch(params, cache.k, device)
+    return out

@@ -1,0 +1,66 @@
+"""Selection of keys, and lists from intervals, by the CUDA kernels."""
+
+import torch
+from torch import Tensor
+
+from dmattn.backends.cuda.kernels import check_device, launch, load_kernels, view, views
+from dmattn.key_lists import KeyLists, Selection
+
+
+def select(
+    scores: Tensor,
+    key_mask: Tensor | None,
+    window: int,
+    seqlen_q: int,
+    is_causal: bool,
+    selection: Selection,
+    cu_seqlens: Tensor | None = None,
+) -> None:
+    """The CUDA implementation of dmattn::select_keys: fills `selection`, which has keys and rows.
+
+    `cu_seqlens`: int32, contiguous.
+
+    Raises:
+        RuntimeError: no usable kernels, or a GPU that they do not serve.
+    """
+    device = scores.get_device()
+    check_device(device)
+    core, codes = load_kernels()
+    params = core.SelectParams(
+        device,
+        view(scores, codes),
+        None if key_mask is None else view(key_mask, codes),
+        views(selection, codes),
+        min(window, scores.shape[2]),
+        seqlen_q,
+        is_causal,
+        None if cu_seqlens is None else view(cu_seqlens, codes),
+    )
+    launch(params, scores, device)
+
+
+def build_key_lists(end: Tensor, seqlen_q: int, reach: int, lists: KeyLists) -> None:
+    """The CUDA implementation of dmattn::build_key_lists: fills `lists`, of which there are some.
+
+    `end`: int32 ({B|1}, heads, Sk), contiguous. `reach`: 0 where it is unknown.
+
+    Raises:
+        RuntimeError: no usable kernels, or a GPU that they do not serve.
+    """
+    device = end.get_device()
+    check_device(device)
+    core, codes = load_kernels()
+    selection = Selection(end, lists.idx, lists.count, lists.full)
+    params = core.BuildKeyListsParams(
+        device, views(selection, codes), seqlen_q, reach, view(lists.needed, codes)
+    )
+    launch(params, end, device)
+
+
+def document_ends(cu_seqlens: Tensor, seqlen_k: int) -> Tensor:
+    """The CUDA implementation of dmattn::document_ends; the host does not wait for the values."""
+    key = torch.arange(seqlen_k, dtype=torch.int32, device=cu_seqlens.device)
+    bounds = torch.cat((cu_seqlens, cu_seqlens.new_full((1,), seqlen_k)))
+    ends = bounds[torch.searchsorted(cu_seqlens, key, right=True)]
+    # Whatever the boundaries are, a key is seen by its own row, and by none that is not there.
+    return ends.clamp(max=seqlen_k).maximum(key + 1)

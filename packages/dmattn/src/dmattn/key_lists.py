@@ -1,0 +1,138 @@
+"""Kept keys as tensors: an interval of rows for each key, a list of keys for each block of rows.
+
+Key j is kept by the rows at positions j <= r < end[j]. The list of a block of rows holds the keys
+that any of its rows keeps: those that all of them keep first, then the others, both ascending.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# Query rows that share a list, and what the room for its entries is a multiple of.
+BLOCK_ROWS = 128
+
+
+class Selection(NamedTuple):
+    """The kept keys as the operators take them, all int32 and contiguous."""
+
+    end: Tensor  # ({B|1}, heads, Sk)
+    idx: Tensor  # ({B|1}, heads, blocks, capacity); zeros past its count
+    # Hides tuple.count. ({B|1}, heads, blocks)
+    count: Tensor  # type: ignore[assignment]
+    full: Tensor  # as count: the leading entries that every row keeps; (0,) when not causal
+
+
+class KeyLists(NamedTuple):
+    """The lists of a `Selection`, made from its intervals, and how long they have to be."""
+
+    idx: Tensor
+    count: Tensor  # type: ignore[assignment]
+    full: Tensor
+    needed: Tensor  # int32, as count: entries of each list, whether it fits or not
+
+
+def as_selection(
+    end: Tensor | None, idx: Tensor | None, count: Tensor | None, full: Tensor | None
+) -> Selection | None:
+    """The optional tensors of an operator as one thing."""
+    if end is None or idx is None or count is None or full is None:
+        return None
+    return Selection(end.contiguous(), idx.contiguous(), count.contiguous(), full.contiguous())
+
+
+def num_blocks(seqlen_q: int, is_causal: bool) -> int:
+    """Lists for `seqlen_q` rows; one serves all of them when not causal."""
+    return (seqlen_q + BLOCK_ROWS - 1) // BLOCK_ROWS if is_causal else 1
+
+
+def num_lists(seqlen_q: int, is_causal: bool) -> int:
+    """How many lists to make: as many as blocks; while torch compiles at least 2, if causal.
+
+    The second one is then empty where there are no more than 128 rows. Without it, a graph traced
+    for one number of blocks would not serve the others: torch takes a size that may be 1 for a
+    reason to compile again, and to refuse an export for all lengths.
+    """
+    blocks = num_blocks(seqlen_q, is_causal)
+    if not is_causal or not torch.compiler.is_compiling():
+        return blocks
+    at_least_two: int = torch.sym_max(2, blocks)
+    return at_least_two
+
+
+def without_spare_lists(lists: Selection, seqlen_q: int, is_causal: bool) -> Selection:
+    """As many lists as blocks of rows, contiguous; where `num_lists` made more, a copy."""
+    blocks = num_blocks(seqlen_q, is_causal)
+    if lists.idx.shape[2] == blocks:
+        return lists
+    idx, count, full = (t.narrow(2, 0, blocks).contiguous() for t in lists[1:])
+    return Selection(lists.end, idx, count, full)
+
+
+def capacity_for(most: int, seqlen_k: int) -> int:
+    """Room for lists of at most `most` of `seqlen_k` keys."""
+    # sym_min, not min: the answer of min would tie a compiled graph to one side of the comparison.
+    longest: int = torch.sym_min(most, seqlen_k)
+    return (longest + BLOCK_ROWS - 1) // BLOCK_ROWS * BLOCK_ROWS
+
+
+def best_keys(
+    scores: Tensor,
+    window_size: int,
+    allowed: Tensor | None = None,
+    sequence: Tensor | None = None,
+) -> Tensor:
+    """The keys with the highest scores, of equal scores the later; NaN and -inf are never chosen.
+
+    By one sort of the keys, so that nothing has to be known on the host, and rows that may choose
+    among different keys share it.
+
+    Args:
+        scores: floating (..., 1, Sk) or (..., Sk).
+        window_size: how many keys to choose, at least 1.
+        allowed: bool of a shape that broadcasts with scores, True where a key may be chosen; it may
+            have more rows than scores. None for all keys.
+        sequence: int64 (Sk,), never falling: the packed sequence that each key belongs to. The keys
+            of each sequence are then chosen by themselves. None where there is only one.
+
+    Returns:
+        bool, the shape of scores broadcast with that of allowed.
+    """
+    scores = scores.detach()
+    usable = scores > -torch.inf
+    if allowed is not None:
+        usable = usable & allowed
+    key_len = scores.shape[-1]
+    # Sorted backwards and stably, so that of equal scores the later key comes first.
+    order = key_len - 1 - scores.flip(-1).argsort(dim=-1, descending=True, stable=True)
+    if sequence is not None:
+        order = order.gather(-1, sequence[order].argsort(dim=-1, stable=True))
+    order = order.expand(usable.shape)
+    candidate = usable.gather(-1, order)
+    rank = candidate.cumsum(-1, dtype=torch.int32)
+    if sequence is not None:
+        # Sorted by sequence, each sequence still has its own places: count from its first one.
+        first = torch.searchsorted(sequence, sequence)
+        before = rank - candidate.to(torch.int32)
+        rank = rank - before.index_select(-1, first)
+    keep = candidate & (rank <= window_size)
+    return torch.zeros_like(usable).scatter(-1, order, keep)
+
+
+def check_boundaries(bounds: Sequence[int], seqlen_k: int | None) -> None:
+    """Raise ValueError unless the boundaries of packed documents rise from 0 to `seqlen_k`.
+
+    `seqlen_k`: None where the last boundary says how many keys there are.
+    """
+    if len(bounds) == 0:
+        raise ValueError("cu_seqlens: got no boundary, wanted (documents + 1,)")
+    rising = all(a <= b for a, b in pairwise(bounds))
+    last = bounds[-1]
+    fits = last < 2**31 if seqlen_k is None else last == seqlen_k
+    if bounds[0] != 0 or not rising or not fits:
+        wanted = "the number of keys, less than 2**31" if seqlen_k is None else seqlen_k
+        raise ValueError(
+            f"cu_seqlens: got {list(bounds[:3])}..{last}, wanted rising from 0 to {wanted}"
+        )

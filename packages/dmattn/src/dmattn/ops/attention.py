@@ -1,0 +1,177 @@
+"""The operators dmattn::fwd and dmattn::bwd: schemas, implementations, fakes and gradients.
+
+Their arguments are the fields of a `Problem`, those of its packing and key lists included, and the
+name of a backend or None:
+
+    dmattn::fwd(<problem>, backend) -> (out, lse, lse_rest)
+    dmattn::bwd(dout, dlse, out, lse, lse_rest, needs, <problem>, backend) -> (dq, dk, dv, dbias)
+"""
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dmattn.backends import registry
+from dmattn.checks import check, check_backward
+from dmattn.key_lists import Selection
+from dmattn.ops.register import Operator, register
+from dmattn.problem import (
+    FIELDS,
+    FLAT_NAMES,
+    SETTINGS,
+    Gradients,
+    Needs,
+    Packing,
+    Problem,
+    Results,
+    empty_gradients,
+    empty_results,
+)
+
+
+def _setting(name: str) -> str:
+    """The schema of one plain setting, such as "float softcap=0.0"."""
+    default = FIELDS[name].default
+    assert default is not dataclasses.MISSING
+    return f"{type(default).__name__} {name}={default}"
+
+
+_PROBLEM = ", ".join(
+    (
+        "Tensor q, Tensor k, Tensor v, Tensor? mask=None, Tensor? bias=None",
+        *(_setting(name) for name in SETTINGS),
+        *(f"Tensor? sel_{name}=None" for name in Selection._fields),
+        *(f"Tensor? {name}=None" for name in Packing._fields[:2]),
+        *(f"SymInt {name}=0" for name in Packing._fields[2:]),
+        "str? backend=None",
+    )
+)
+_FWD_SCHEMA = f"({_PROBLEM}) -> (Tensor out, Tensor lse, Tensor lse_rest)"
+_BWD_SCHEMA = (
+    "(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor lse_rest, bool[4] needs, "
+    f"{_PROBLEM}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)"
+)
+_FWD_NAMES = (*FLAT_NAMES, "backend")
+_BWD_NAMES = ("dout", "dlse", "out", "lse", "lse_rest", "needs", *_FWD_NAMES)
+_FWD_DEFAULTS = {name: FIELDS[name].default for name in ("mask", "bias", *SETTINGS)} | {
+    **dict.fromkeys(FLAT_NAMES[5 + len(SETTINGS) :]),
+    "max_seqlen_q": 0,
+    "max_seqlen_k": 0,
+    "backend": None,
+}
+
+
+def attend(problem: Problem, backend: str | None) -> tuple[Tensor, Tensor]:
+    """out and lse by the operator, differentiable."""
+    out, lse, _ = torch.ops.dmattn.fwd(*problem.flat(), backend)
+    return out, lse
+
+
+def differentiate(
+    problem: Problem,
+    results: Results,
+    dout: Tensor,
+    dlse: Tensor | None,
+    needs: Needs,
+    backend: str | None,
+) -> Gradients:
+    """The gradients by the operator."""
+    given = (dout, dlse, *results, needs, *problem.flat(), backend)
+    return Gradients(*torch.ops.dmattn.bwd(*given))
+
+
+def _problem(arguments: dict[str, Any]) -> Problem:
+    """The problem among the named arguments of an operator, checked."""
+    values = [arguments[name] for name in FLAT_NAMES]
+    problem = Problem.from_flat(values)
+    if problem.key_lists is not None:  # a compiler may have laid them out anew
+        lists = Selection(*(t.contiguous() for t in problem.key_lists))
+        problem = dataclasses.replace(problem, key_lists=lists)
+    check(problem)
+    return problem
+
+
+def _forward_arguments(given: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
+    return {**_FWD_DEFAULTS, **dict(zip(_FWD_NAMES, given, strict=False)), **named}
+
+
+def _forward(*given: Any, **named: Any) -> Results:
+    arguments = _forward_arguments(given, named)
+    problem = _problem(arguments)
+    return registry.choose(problem, arguments["backend"]).forward(problem)
+
+
+def _fake_forward(*given: Any, **named: Any) -> Results:
+    return empty_results(_problem(_forward_arguments(given, named)))
+
+
+def _backward_arguments(
+    given: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[tuple[Problem, Results, Tensor, Tensor | None, Needs], str | None]:
+    """Those of `Backend.backward`, checked, and the name of the backend."""
+    arguments = {**_FWD_DEFAULTS, **dict(zip(_BWD_NAMES, given, strict=False)), **named}
+    if len(arguments["needs"]) != 4:
+        wanted = "wanted 4 (dq, dk, dv, dbias)"
+        raise ValueError(f"needs: got {len(arguments['needs'])} entries, {wanted}")
+    problem, needs = _problem(arguments), Needs(*arguments["needs"])
+    results = Results(arguments["out"], arguments["lse"], arguments["lse_rest"])
+    grads = arguments["dout"], arguments["dlse"]
+    check_backward(problem, results, *grads, needs)
+    return (problem, results, *grads, needs), arguments["backend"]
+
+
+def _backward(*given: Any, **named: Any) -> Gradients:
+    arguments, backend = _backward_arguments(given, named)
+    return registry.choose(arguments[0], backend).backward(*arguments)
+
+
+def _fake_backward(*given: Any, **named: Any) -> Gradients:
+    (problem, *_, needs), _ = _backward_arguments(given, named)
+    return empty_gradients(problem, needs)
+
+
+def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    """Keep what `gradients` needs of a call of dmattn::fwd."""
+    *flat, ctx.backend = inputs
+    ctx.set_materialize_grads(False)  # a missing dlse is then None, and costs nothing
+    ctx.mark_non_differentiable(output[2])
+    tensors, ctx.rest = Problem.from_flat(flat).split()
+    ctx.save_for_backward(*tensors, *output)
+
+
+def saved_call(ctx: Any) -> tuple[Problem, Results, Needs]:
+    """What `setup_context` kept."""
+    *tensors, out, lse, rest = ctx.saved_tensors
+    needs = Needs(*(ctx.needs_input_grad[i] for i in (0, 1, 2, 4)))
+    return Problem.join(tensors, ctx.rest), Results(out, lse, rest), needs
+
+
+def input_gradients(grads: Gradients, needs: Needs) -> tuple[Tensor | None, ...]:
+    """One entry for each argument of dmattn::fwd."""
+    dq, dk, dv, dbias = (g if need else None for g, need in zip(grads, needs, strict=True))
+    return dq, dk, dv, None, dbias, *[None] * (len(_FWD_NAMES) - 5)
+
+
+def _gradients(
+    ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    problem, results, needs = saved_call(ctx)
+    if dout is None:
+        dout = torch.zeros_like(results.out)
+    grads = differentiate(problem, results, dout, dlse, needs, ctx.backend)
+    return input_gradients(grads, needs)
+
+
+def no_double_backward(ctx: Any, *grads: Tensor | None) -> None:
+    """The derivative of the backward: there is none."""
+    raise RuntimeError(
+        "dmattn::bwd is not differentiable: dmattn attention has first derivatives only"
+    )
+
+
+register(Operator("dmattn::fwd", _FWD_SCHEMA, _forward, _fake_forward))
+register(Operator("dmattn::bwd", _BWD_SCHEMA, _backward, _fake_backward))
+torch.library.register_autograd("dmattn::fwd", _gradients, setup_context=setup_context)
+torch.library.register_autograd("dmattn::bwd", no_double_backward)

@@ -1,0 +1,174 @@
+"""Checks of single arguments, shared by every public function and class.
+
+Each check returns the value in the form in which the code goes on with it, or raises an error that
+names the argument, what it got and what it wanted. Nothing here knows about attention; the rules
+that relate several arguments to each other are in `dmattn.checks`.
+"""
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def describe(value: object) -> str:
+    """What an error message calls a value: short, and never the contents of a tensor."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    text = repr(value)
+    short = text if len(text) <= 40 else text[:37] + "..."
+    return short if value is None else f"{short} ({type(value).__name__})"
+
+
+def check_bool(name: str, value: Any) -> bool:
+    """A Python or numpy bool, as a bool.
+
+    Raises:
+        TypeError: it is anything else; a string or a list would count as True by accident.
+    """
+    if isinstance(value, (bool, torch.SymBool)):
+        return value  # type: ignore[return-value]  # torch treats a SymBool as a bool
+    if type(value).__name__ in ("bool_", "bool") and hasattr(value, "dtype"):
+        return bool(value)
+    raise TypeError(f"{name}: got {describe(value)}, wanted True or False")
+
+
+def check_int(name: str, value: Any, least: int | None = None, wanted: str | None = None) -> int:
+    """Anything that Python takes as an index (numpy integers too), as an int.
+
+    Args:
+        name: the argument's public name.
+        value: what the caller gave.
+        least: the smallest value allowed, if there is one.
+        wanted: the end of the error message; "an int" or "an int of at least `least`" when None.
+
+    Raises:
+        TypeError: it is no integer, or a bool.
+        ValueError: it is smaller than `least`, or does not fit 64 bits.
+    """
+    if wanted is None:
+        wanted = "an int" if least is None else f"an int of at least {least}"
+    if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
+        if isinstance(value, (bool, Tensor)) or type(value).__name__ == "bool_":
+            raise TypeError(f"{name}: got {describe(value)}, wanted {wanted}")
+        try:
+            value = operator.index(value)
+        except TypeError:
+            raise TypeError(f"{name}: got {describe(value)}, wanted {wanted}") from None
+    if least is not None and value < least:
+        raise ValueError(f"{name}: got {value}, wanted {wanted}")
+    if value >= 2**63:
+        raise ValueError(f"{name}: got {describe(value)}, wanted {wanted} below 2**63")
+    return value
+
+
+def check_number(name: str, value: Any, least: float | None = None) -> float:
+    """A finite Python or numpy number, as a float.
+
+    Raises:
+        TypeError: it is no number, or a bool or a tensor.
+        ValueError: it is infinite, NaN or smaller than `least`.
+    """
+    wanted = "a finite number" if least is None else f"a finite number of at least {least:g}"
+    if not isinstance(value, (float, torch.SymFloat, torch.SymInt)):
+        if isinstance(value, (bool, str, Tensor)) or type(value).__name__ == "bool_":
+            raise TypeError(f"{name}: got {describe(value)}, wanted {wanted}")
+        try:
+            value = float(value)
+        except OverflowError:
+            raise ValueError(f"{name}: got {describe(value)}, wanted {wanted}") from None
+        except (TypeError, ValueError):
+            raise TypeError(f"{name}: got {describe(value)}, wanted {wanted}") from None
+    if not -math.inf < value < math.inf or (least is not None and value < least):
+        raise ValueError(f"{name}: got {value}, wanted {wanted}")
+    return value
+
+
+def check_tensor(name: str, value: Any, wanted: str = "a torch.Tensor") -> Tensor:
+    """A dense tensor.
+
+    Raises:
+        TypeError: it is no tensor.
+        ValueError: it is a sparse, mkldnn or nested tensor.
+    """
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: got {describe(value)}, wanted {wanted}")
+    if value.layout != torch.strided or value.is_nested:
+        kind = "nested" if value.is_nested else str(value.layout)
+        raise ValueError(f"{name}: got a tensor of layout {kind}, wanted torch.strided (dense)")
+    return value
+
+
+def check_optional_tensor(name: str, value: Any) -> Tensor | None:
+    """A dense tensor or None; errors as `check_tensor`."""
+    return None if value is None else check_tensor(name, value, "a torch.Tensor or None")
+
+
+def check_mask(name: str, value: Any) -> Tensor:
+    """A bool tensor, True = attend; or the (batch, seqlen) of integers that tokenizers make.
+
+    Integers mean True where they are not 0. Those of more dimensions are refused, as they may as
+    well be additive.
+
+    Raises:
+        TypeError: it is no tensor, or of another dtype.
+        ValueError: it is a sparse, mkldnn or nested tensor.
+    """
+    mask = check_tensor(name, value)
+    if mask.dtype == torch.bool:
+        return mask
+    if mask.dim() == 2 and is_integer(mask.dtype):
+        return mask != 0
+    hint = "; pass mask.bool()" if is_integer(mask.dtype) else ""
+    raise TypeError(f"{name}: got dtype {mask.dtype}, wanted torch.bool (True = attend){hint}")
+
+
+def is_integer(dtype: torch.dtype) -> bool:
+    """Whether a dtype is an integer one; bool is none."""
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+
+
+def check_tensor_dtype(
+    name: str, t: Tensor, allowed: Sequence[torch.dtype], hint: str = ""
+) -> None:
+    """Raise TypeError unless the tensor has one of these dtypes; `hint` ends the message."""
+    if t.dtype not in allowed:
+        raise TypeError(f"{name}: got dtype {t.dtype}, wanted {one_of(allowed)}{hint}")
+
+
+def check_dtype(name: str, value: Any) -> torch.dtype:
+    """A torch.dtype; raises TypeError for anything else, such as its name."""
+    if not isinstance(value, torch.dtype):
+        raise TypeError(f"{name}: got {describe(value)}, wanted a torch.dtype")
+    return value
+
+
+def check_same_device(name: str, t: Tensor, device: torch.device, owner: str) -> None:
+    """Raise ValueError unless the tensor is on the device of the argument called `owner`."""
+    if t.device != device:
+        raise ValueError(f"{name}: got device {t.device}, wanted {device} as {owner}")
+
+
+def check_shape(name: str, t: Tensor, wanted: Sequence[int]) -> None:
+    """Raise ValueError unless the tensor has exactly this shape."""
+    shape = t.shape
+    if len(shape) != len(wanted) or not all(n == m for n, m in zip(shape, wanted, strict=True)):
+        raise ValueError(f"{name}: got shape {tuple(shape)}, wanted {tuple(wanted)}")
+
+
+def is_one_or(size: int, n: int) -> bool:
+    """Whether a dimension of this size broadcasts to n.
+
+    Written as two comparisons: `size in (1, n)` is False under torch.compile when one of the two
+    is a fixed number and the other a dynamic length that happens to be equal.
+    """
+    return size == 1 or size == n
+
+
+def one_of(options: Sequence[object]) -> str:
+    """The options as words, such as "a, b or c"."""
+    names = [str(option) for option in options]
+    return names[0] if len(names) == 1 else ", ".join(names[:-1]) + " or " + names[-1]
