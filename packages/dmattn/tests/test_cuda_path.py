@@ -22,7 +22,7 @@ from dmattn.backends.cuda import attention as cuda
 from dmattn.backends.cuda import kernels
 from dmattn.backends.cuda import selection as cuda_selection
 from dmattn.checks import check
-from dmattn.ops import cache, key_lists
+from dmattn.ops import cache
 from dmattn.ops import selection as ops_select
 from dmattn.problem import Needs, Problem, empty_results
 
@@ -287,7 +287,7 @@ def test_lists_of_intervals_are_built_in_place(
     recorder: Recorder, reach: int, capacity: int
 ) -> None:
     end = torch.arange(1, 301, dtype=torch.int32).repeat(2, 3, 1)
-    idx, count, full, needed = key_lists._build_cuda(end.mT.contiguous().mT, 290, capacity, reach)
+    idx, count, full, needed = ops_select._build_cuda(end.mT.contiguous().mT, 290, capacity, reach)
     (call,) = recorder.calls
     assert call["selection"][1:] == (view(idx), view(count), view(full))
     assert call["selection"][0][1:] == view(end)[1:]
@@ -297,7 +297,7 @@ def test_lists_of_intervals_are_built_in_place(
 
 
 def test_no_lists_launch_nothing(recorder: Recorder) -> None:
-    lists = key_lists._build_cuda(torch.zeros(2, 3, 50, dtype=torch.int32), 0, 128, 0)
+    lists = ops_select._build_cuda(torch.zeros(2, 3, 50, dtype=torch.int32), 0, 128, 0)
     assert lists[0].shape == (2, 3, 0, 128) and not recorder.launches
 
 

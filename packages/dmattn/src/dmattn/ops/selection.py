@@ -1,4 +1,9 @@
-"""The operator dmattn::select_keys: which keys each query row keeps, by a score per key."""
+"""The operators that make selections.
+
+dmattn::select_keys chooses by a score per key which keys each query row keeps,
+dmattn::build_key_lists makes the lists that belong to given intervals, and dmattn::document_ends
+the intervals of packed documents.
+"""
 
 import math
 
@@ -7,115 +12,32 @@ from torch import Tensor
 
 from dmattn.backends.cpu import selection as cpu
 from dmattn.backends.cuda import selection as cuda
-from dmattn.key_lists import BLOCK_ROWS, Selection, capacity_for, num_blocks
+from dmattn.key_lists import (
+    BLOCK_ROWS,
+    KeyLists,
+    Selection,
+    capacity_for,
+    num_blocks,
+    num_lists,
+)
+from dmattn.validation import is_one_or
 
-_NAME = "dmattn::select_keys"
-_SCHEMA = (
-    "(Tensor scores, Tensor? key_mask, int window, int seqlen_q, bool is_causal, "
-    "Tensor? cu_seqlens=None) "
+# Sizes are SymInt, so that one compiled graph serves every length. `lists`: how many lists to make,
+# at least as many as blocks of rows (None: that many); those behind the blocks are empty.
+_SELECT = (
+    "(Tensor scores, Tensor? key_mask, SymInt window, SymInt seqlen_q, bool is_causal, "
+    "Tensor? cu_seqlens=None, SymInt? lists=None) "
     "-> (Tensor end, Tensor idx, Tensor count, Tensor full)"
 )
+_BUILD = (
+    "(Tensor end, SymInt seqlen_q, SymInt capacity, SymInt reach, SymInt? lists=None) "
+    "-> (Tensor idx, Tensor count, Tensor full, Tensor needed)"
+)
+_DOCUMENT_ENDS = "(Tensor cu_seqlens, SymInt seqlen_k) -> Tensor"
 _CUDA_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
-def _empty_selection(
-    scores: Tensor,
-    key_mask: Tensor | None,
-    window: int,
-    seqlen_q: int,
-    is_causal: bool,
-    cu_seqlens: Tensor | None = None,
-) -> Selection:
-    """Results to be filled, idx with zeros; raises for inputs that do not fit together."""
-    if scores.dim() != 3:
-        raise ValueError(
-            f"scores: got shape {tuple(scores.shape)}, wanted (batch|1, heads|1, seqlen_k)"
-        )
-    if not scores.is_floating_point():
-        raise TypeError(f"scores: got dtype {scores.dtype}, wanted a floating dtype")
-    if scores.is_cuda and scores.dtype not in _CUDA_DTYPES:
-        raise TypeError(f"scores: got dtype {scores.dtype}, wanted float16, bfloat16 or float32")
-    if window < 1:
-        raise ValueError(f"window: got {window}, wanted at least 1")
-    batch, heads, seqlen_k = scores.shape
-    if seqlen_q < 0 or (is_causal and seqlen_q > seqlen_k):
-        raise ValueError(f"seqlen_q: got {seqlen_q}, wanted 0 to {seqlen_k}, the number of keys")
-    if cu_seqlens is not None:
-        _check_documents(cu_seqlens, scores, seqlen_q, is_causal)
-    if key_mask is not None:
-        if key_mask.dtype != torch.bool:
-            raise TypeError(f"key_mask: got dtype {key_mask.dtype}, wanted torch.bool")
-        if key_mask.device != scores.device:
-            raise ValueError(f"key_mask: got device {key_mask.device}, wanted {scores.device}")
-        fits = key_mask.dim() == 3 and key_mask.shape[2] == seqlen_k
-        if not fits or not all(
-            1 in (n, m) or n == m for n, m in zip(key_mask.shape[:2], (batch, heads), strict=True)
-        ):
-            raise ValueError(
-                f"key_mask: got shape {tuple(key_mask.shape)}, wanted one that broadcasts with "
-                f"scores of shape {tuple(scores.shape)}"
-            )
-        batch = key_mask.shape[0] if batch == 1 else batch
-        heads = key_mask.shape[1] if heads == 1 else heads
-    blocks = num_blocks(seqlen_q, is_causal)
-    capacity = capacity_for(window + (BLOCK_ROWS if is_causal else 0), seqlen_k)
-
-    def empty(*shape: int) -> Tensor:
-        return scores.new_empty(shape, dtype=torch.int32)
-
-    return Selection(
-        empty(batch, heads, seqlen_k),
-        scores.new_zeros((batch, heads, blocks, capacity), dtype=torch.int32),
-        empty(batch, heads, blocks),
-        empty(batch, heads, blocks) if is_causal else empty(0),
-    )
-
-
-def _check_documents(cu_seqlens: Tensor, scores: Tensor, seqlen_q: int, is_causal: bool) -> None:
-    if cu_seqlens.dtype != torch.int32:
-        raise TypeError(f"cu_seqlens: got dtype {cu_seqlens.dtype}, wanted torch.int32")
-    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
-        raise ValueError(f"cu_seqlens: got shape {tuple(cu_seqlens.shape)}, wanted (documents + 1)")
-    if cu_seqlens.device != scores.device:
-        raise ValueError(f"cu_seqlens: got device {cu_seqlens.device}, wanted {scores.device}")
-    if not is_causal:
-        raise ValueError("cu_seqlens: got boundaries with is_causal=False, wanted is_causal=True")
-    if seqlen_q != scores.shape[2]:
-        raise ValueError(f"seqlen_q: got {seqlen_q}, wanted {scores.shape[2]} with cu_seqlens")
-
-
-def _select_cpu(
-    scores: Tensor,
-    key_mask: Tensor | None,
-    window: int,
-    seqlen_q: int,
-    is_causal: bool,
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    shaped = _empty_selection(scores, key_mask, window, seqlen_q, is_causal, cu_seqlens)
-    if key_mask is not None:
-        scores = torch.where(key_mask, scores, -math.inf)
-    capacity = shaped.idx.shape[3]
-    return cpu.select(scores, window, seqlen_q, is_causal, capacity, cu_seqlens)
-
-
-def _select_cuda(
-    scores: Tensor,
-    key_mask: Tensor | None,
-    window: int,
-    seqlen_q: int,
-    is_causal: bool,
-    cu_seqlens: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    selection = _empty_selection(scores, key_mask, window, seqlen_q, is_causal, cu_seqlens)
-    if selection.end.numel() == 0 or selection.idx.numel() == 0:
-        for t in selection:
-            t.zero_()
-    else:
-        if cu_seqlens is not None:
-            cu_seqlens = cu_seqlens.contiguous()
-        cuda.select(scores, key_mask, window, seqlen_q, is_causal, selection, cu_seqlens)
-    return selection
+# --- dmattn::select_keys --------------------------------------------------------------------------
 
 
 def select_keys(
@@ -137,21 +59,260 @@ def select_keys(
             all keys.
         cu_seqlens: int32 (documents + 1,), rising from 0 to Sk: boundaries of documents packed one
             behind the other. Keys compete, and are seen, within their document. Causal, Sq = Sk.
-            The values are trusted; wrong ones give another selection, not an invalid one.
+            On CUDA the values are trusted; wrong ones give another selection, not an invalid one.
 
     Raises:
         TypeError: a dtype is wrong.
-        ValueError: a shape, device or number does not fit.
+        ValueError: a shape, device or number does not fit; on the CPU also values of cu_seqlens.
     """
-    arguments = (scores.detach(), key_mask, window, seqlen_q, is_causal, cu_seqlens)
+    lists = num_lists(seqlen_q, is_causal)
+    arguments = (scores.detach(), key_mask, window, seqlen_q, is_causal, cu_seqlens, lists)
     return Selection(*torch.ops.dmattn.select_keys(*arguments))
 
 
+def _empty_selection(
+    scores: Tensor,
+    key_mask: Tensor | None,
+    window: int,
+    seqlen_q: int,
+    is_causal: bool,
+    cu_seqlens: Tensor | None = None,
+    lists: int | None = None,
+) -> Selection:
+    """Results to be filled, idx with zeros; raises for inputs that do not fit together."""
+    if scores.dim() != 3:
+        raise ValueError(
+            f"scores: got shape {tuple(scores.shape)}, wanted (batch|1, heads|1, seqlen_k)"
+        )
+    if not scores.is_floating_point():
+        raise TypeError(f"scores: got dtype {scores.dtype}, wanted a floating dtype")
+    if scores.is_cuda and scores.dtype not in _CUDA_DTYPES:
+        raise TypeError(f"scores: got dtype {scores.dtype}, wanted float16, bfloat16 or float32")
+    if window < 1:
+        raise ValueError(f"window: got {window}, wanted at least 1")
+    batch, heads, seqlen_k = scores.shape
+    if seqlen_q < 0 or (is_causal and seqlen_q > seqlen_k):
+        raise ValueError(f"seqlen_q: got {seqlen_q}, wanted 0 to {seqlen_k}, the number of keys")
+    if cu_seqlens is not None:
+        _check_documents(cu_seqlens, scores, seqlen_q, is_causal)
+    if key_mask is not None:
+        _check_key_mask(key_mask, scores)
+        batch = key_mask.shape[0] if batch == 1 else batch
+        heads = key_mask.shape[1] if heads == 1 else heads
+    if lists is None:
+        lists = num_blocks(seqlen_q, is_causal)
+    capacity = capacity_for(window + (BLOCK_ROWS if is_causal else 0), seqlen_k)
+
+    def empty(*shape: int) -> Tensor:
+        return scores.new_empty(shape, dtype=torch.int32)
+
+    return Selection(
+        empty(batch, heads, seqlen_k),
+        scores.new_zeros((batch, heads, lists, capacity), dtype=torch.int32),
+        empty(batch, heads, lists),
+        empty(batch, heads, lists) if is_causal else empty(0),
+    )
+
+
+def _check_key_mask(key_mask: Tensor, scores: Tensor) -> None:
+    if key_mask.dtype != torch.bool:
+        raise TypeError(f"key_mask: got dtype {key_mask.dtype}, wanted torch.bool")
+    if key_mask.device != scores.device:
+        raise ValueError(f"key_mask: got device {key_mask.device}, wanted {scores.device}")
+    fits = key_mask.dim() == 3 and key_mask.shape[2] == scores.shape[2]
+    if not fits or not all(
+        is_one_or(n, m) or m == 1 for n, m in zip(key_mask.shape[:2], scores.shape[:2], strict=True)
+    ):
+        raise ValueError(
+            f"key_mask: got shape {tuple(key_mask.shape)}, wanted one that broadcasts with "
+            f"scores of shape {tuple(scores.shape)}"
+        )
+
+
+def _check_documents(cu_seqlens: Tensor, scores: Tensor, seqlen_q: int, is_causal: bool) -> None:
+    _check_bounds(cu_seqlens)
+    if cu_seqlens.device != scores.device:
+        raise ValueError(f"cu_seqlens: got device {cu_seqlens.device}, wanted {scores.device}")
+    if not is_causal:
+        raise ValueError("cu_seqlens: got boundaries with is_causal=False, wanted is_causal=True")
+    if seqlen_q != scores.shape[2]:
+        raise ValueError(f"seqlen_q: got {seqlen_q}, wanted {scores.shape[2]} with cu_seqlens")
+
+
+def _check_bounds(cu_seqlens: Tensor) -> None:
+    if cu_seqlens.dtype != torch.int32:
+        raise TypeError(f"cu_seqlens: got dtype {cu_seqlens.dtype}, wanted torch.int32")
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
+        raise ValueError(f"cu_seqlens: got shape {tuple(cu_seqlens.shape)}, wanted (documents + 1)")
+
+
+def _select_cpu(
+    scores: Tensor,
+    key_mask: Tensor | None,
+    window: int,
+    seqlen_q: int,
+    is_causal: bool,
+    cu_seqlens: Tensor | None = None,
+    lists: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    shaped = _empty_selection(scores, key_mask, window, seqlen_q, is_causal, cu_seqlens)
+    if key_mask is not None:
+        scores = torch.where(key_mask, scores, -math.inf)
+    capacity = shaped.idx.shape[3]
+    selection = cpu.select(scores, window, seqlen_q, is_causal, capacity, cu_seqlens)
+    return Selection(selection.end, *_as_many(selection[1:], lists))
+
+
+def _select_cuda(
+    scores: Tensor,
+    key_mask: Tensor | None,
+    window: int,
+    seqlen_q: int,
+    is_causal: bool,
+    cu_seqlens: Tensor | None = None,
+    lists: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    selection = _empty_selection(scores, key_mask, window, seqlen_q, is_causal, cu_seqlens)
+    if selection.end.numel() == 0 or selection.idx.numel() == 0:
+        for t in selection:
+            t.zero_()
+    else:
+        if cu_seqlens is not None:
+            cu_seqlens = cu_seqlens.contiguous()
+        cuda.select(scores, key_mask, window, seqlen_q, is_causal, selection, cu_seqlens)
+    return Selection(selection.end, *_as_many(selection[1:], lists))
+
+
+def _as_many(tensors: tuple[Tensor, ...], lists: int | None) -> tuple[Tensor, ...]:
+    """idx, count, full and so on, with empty lists added at the end up to `lists` of them."""
+    blocks = tensors[0].shape[2]
+    if lists is None or lists == blocks:
+        return tensors
+    if lists < blocks:
+        raise ValueError(f"lists: got {lists}, wanted at least {blocks}")
+    more = lists - blocks
+    return tuple(
+        torch.nn.functional.pad(t, (0, 0, 0, more) if t.dim() == 4 else (0, more)) for t in tensors
+    )
+
+
+# --- dmattn::build_key_lists ----------------------------------------------------------------------
+
+
+def build_key_lists(end: Tensor, seqlen_q: int, capacity: int, reach: int | None) -> KeyLists:
+    """Call the operator.
+
+    Args:
+        end: int32 ({B|1}, heads, Sk): the rows at positions j <= r < end[j] keep key j.
+        seqlen_q: Sq <= Sk; row i stands at position i + Sk - Sq.
+        capacity: room of each list, a multiple of 128. A list that does not fit is left empty;
+            `needed` has its length. 0 asks for the lengths alone.
+        reach: keys further than that before the first row of a block are not looked for; the
+            largest end[j] - j, or None where that is unknown.
+
+    Raises:
+        TypeError: a dtype is wrong.
+        ValueError: a shape or number does not fit.
+    """
+    reach = 0 if reach is None else reach
+    arguments = (end, seqlen_q, capacity, reach, num_lists(seqlen_q, True))
+    return KeyLists(*torch.ops.dmattn.build_key_lists(*arguments))
+
+
+def _empty_lists(
+    end: Tensor, seqlen_q: int, capacity: int, reach: int, lists: int | None = None
+) -> KeyLists:
+    """Results to be filled, idx with zeros; raises for inputs that do not fit together."""
+    if end.dim() != 3:
+        raise ValueError(f"end: got shape {tuple(end.shape)}, wanted (batch|1, heads|1, seqlen_k)")
+    if end.dtype != torch.int32:
+        raise TypeError(f"end: got dtype {end.dtype}, wanted torch.int32")
+    batch, heads, seqlen_k = end.shape
+    if seqlen_q < 0 or seqlen_q > seqlen_k:
+        raise ValueError(f"seqlen_q: got {seqlen_q}, wanted 0 to {seqlen_k}, the number of keys")
+    if capacity < 0 or capacity % BLOCK_ROWS != 0:
+        raise ValueError(f"capacity: got {capacity}, wanted a multiple of {BLOCK_ROWS}")
+    if reach < 0:
+        raise ValueError(f"reach: got {reach}, wanted at least 1, or 0 where it is unknown")
+    shape = (batch, heads, num_blocks(seqlen_q, True) if lists is None else lists)
+    return KeyLists(
+        end.new_zeros((*shape, capacity)),
+        end.new_empty(shape),
+        end.new_empty(shape),
+        end.new_empty(shape),
+    )
+
+
+def _build_cpu(
+    end: Tensor, seqlen_q: int, capacity: int, reach: int, lists: int | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _empty_lists(end, seqlen_q, capacity, reach)
+    made = cpu.interval_lists(end.contiguous(), seqlen_q, capacity, reach or None)
+    return KeyLists(*_as_many(made, lists))
+
+
+def _build_cuda(
+    end: Tensor, seqlen_q: int, capacity: int, reach: int, lists: int | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    made = _empty_lists(end, seqlen_q, capacity, reach)
+    if made.count.numel() > 0:
+        cuda.build_key_lists(end.contiguous(), seqlen_q, reach, made)
+    return KeyLists(*_as_many(made, lists))
+
+
+# --- dmattn::document_ends ------------------------------------------------------------------------
+
+
+def document_ends(cu_seqlens: Tensor, seqlen_k: int) -> Tensor:
+    """Call the operator.
+
+    Args:
+        cu_seqlens: int32 (documents + 1,), rising from 0 to Sk: boundaries of documents packed one
+            behind the other. On CUDA the values are trusted; wrong ones give other documents.
+        seqlen_k: Sk.
+
+    Returns:
+        int32 (Sk,): for each key the first one behind its document.
+
+    Raises:
+        TypeError: cu_seqlens is not int32.
+        ValueError: its shape does not fit; on the CPU also its values.
+    """
+    ends: Tensor = torch.ops.dmattn.document_ends(cu_seqlens, seqlen_k)
+    return ends
+
+
+def _empty_ends(cu_seqlens: Tensor, seqlen_k: int) -> Tensor:
+    _check_bounds(cu_seqlens)
+    return cu_seqlens.new_empty((seqlen_k,))
+
+
+def _document_ends_cpu(cu_seqlens: Tensor, seqlen_k: int) -> Tensor:
+    _check_bounds(cu_seqlens)
+    return cpu.document_ends(cu_seqlens, seqlen_k)
+
+
+def _document_ends_cuda(cu_seqlens: Tensor, seqlen_k: int) -> Tensor:
+    _check_bounds(cu_seqlens)
+    return cuda.document_ends(cu_seqlens, seqlen_k)
+
+
 def _register() -> None:
-    torch.library.define(_NAME, _SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
-    torch.library.impl(_NAME, "cpu", _select_cpu)
-    torch.library.impl(_NAME, "cuda", _select_cuda)
-    torch.library.register_fake(_NAME, _empty_selection)
+    for name, schema, on_cpu, on_cuda, fake in (
+        ("dmattn::select_keys", _SELECT, _select_cpu, _select_cuda, _empty_selection),
+        ("dmattn::build_key_lists", _BUILD, _build_cpu, _build_cuda, _empty_lists),
+        (
+            "dmattn::document_ends",
+            _DOCUMENT_ENDS,
+            _document_ends_cpu,
+            _document_ends_cuda,
+            _empty_ends,
+        ),
+    ):
+        torch.library.define(name, schema, tags=(torch.Tag.pt2_compliant_tag,))
+        torch.library.impl(name, "cpu", on_cpu)
+        torch.library.impl(name, "cuda", on_cuda)
+        torch.library.register_fake(name, fake)
 
 
 _register()
