@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 from dmattn import flash_dmattn_func
 from dmattn.backends.cpu import key_blocks
 
+pytestmark = pytest.mark.usefixtures("each_backend")
+
 NAMES = ("dq", "dk", "dv", "dbias")
 
 

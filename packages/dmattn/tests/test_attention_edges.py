@@ -11,6 +11,8 @@ from torch import Tensor
 
 from dmattn import flash_dmattn_func
 
+pytestmark = pytest.mark.usefixtures("each_backend")
+
 LENGTHS = (0, 1, 127, 128, 129)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

@@ -188,6 +188,7 @@ def packings(draw: st.DrawFn) -> Packed:
     return case
 
 
+@pytest.mark.usefixtures("each_backend")
 @given(case=packings())
 @settings(max_examples=200)
 def test_random_problems(case: Packed) -> None:
@@ -286,6 +287,7 @@ def kept_keys(
     return keep
 
 
+@pytest.mark.usefixtures("each_backend")
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("bias_heads", [1, 2, 4])
 @pytest.mark.parametrize("mask", [None, ("key", 1), ("key", 4)])

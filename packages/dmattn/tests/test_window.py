@@ -87,6 +87,7 @@ def test_without_causality_one_row_serves_all() -> None:
     assert keep.shape == (2, 3, 1, 12) and keep.sum(-1).eq(5).all()
 
 
+@pytest.mark.usefixtures("each_backend")
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("bias_heads", [1, 2, 4])
 @pytest.mark.parametrize("bias_batch", [1, 2])

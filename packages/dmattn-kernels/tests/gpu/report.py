@@ -12,6 +12,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from attention.targets import Target
 from gpu.sanitize import TOOLS, Finding
 from source_hash import source_hash
 
@@ -58,15 +59,19 @@ def _driver_version() -> str | None:
 
 
 def compose(
-    outcomes: dict[str, list[dict[str, Any]]],
+    found_by: dict[Target, list[dict[str, Any]]],
     findings: list[Finding],
     complete: bool,
     seconds: float,
 ) -> dict[str, Any]:
     """The report; `ok` when the run was complete, nothing failed and every tool bit."""
+    outcomes = {target.name: lines for target, lines in found_by.items()}
     counts = {name: _counts(lines) for name, lines in outcomes.items()}
+    backends: dict[str, list[dict[str, Any]]] = {}
+    for target, lines in found_by.items():
+        backends.setdefault(target.backend_name, []).extend(lines)
     failed = [
-        {"family": name, **line}
+        {"target": name, **line}
         for name, lines in outcomes.items()
         for line in lines
         if line["outcome"] in ("failed", "crashed")
@@ -93,6 +98,7 @@ def compose(
         **found,
         "seconds": round(seconds),
         "tests": counts,
+        "backends": {name: _counts(lines) for name, lines in backends.items()},
         "failed_tests": [
             {**line, "reason": line["reason"][-1500:] if i < REASONS else ""}
             for i, line in enumerate(failed)
@@ -126,24 +132,25 @@ def table(found: dict[str, Any]) -> str:
         lines.append(f"NOTE: {found['note']}")
     lines += ["", *(f"slow: {line}" for line in found["slowest"][:5]), ""]
     by_file = Counter(
-        (line["family"], line["test"].split("::")[0].rsplit("/", 1)[-1])
+        (line["target"], line["test"].split("::")[0].rsplit("/", 1)[-1])
         for line in found["failed_tests"]
     )
     lines += [
-        f"failed: {count:4d} in {name} ({family})"
-        for (family, name), count in by_file.most_common()
+        f"failed: {count:4d} in {name} ({target})"
+        for (target, name), count in by_file.most_common()
     ]
     for line in found["failed_tests"][:16]:
         reason = [x for x in line["reason"].splitlines() if x.startswith("E ")] or [
             line["reason"][-150:]
         ]
         lines.append(
-            f"  {line['family']} {line['test'].rsplit('/', 1)[-1]}: " + " | ".join(reason)[:400]
+            f"  {line['target']} {line['test'].rsplit('/', 1)[-1]}: " + " | ".join(reason)[:400]
         )
     lines.append("")
-    lines.append(f"{'family':10}" + "".join(f"{outcome:>10}" for outcome in OUTCOMES))
-    for name, counts in found["tests"].items():
-        lines.append(f"{name:10}" + "".join(f"{counts[outcome]:10d}" for outcome in OUTCOMES))
+    for title, kind in (("target", "tests"), ("backend", "backends")):
+        lines.append(f"{title:12}" + "".join(f"{outcome:>10}" for outcome in OUTCOMES))
+        for name, counts in found[kind].items():
+            lines.append(f"{name:12}" + "".join(f"{counts[outcome]:10d}" for outcome in OUTCOMES))
     lines += ["", f"{'compute-sanitizer':32}{'':8}{'errors':>8}{'launches':>10}{'seconds':>9}"]
     for entry in found["sanitizer"]:
         verdict, errors = "ok" if entry["ok"] else "FAILED", entry["errors"]

@@ -2,10 +2,11 @@
 
     python packages/dmattn-kernels/tests/gpu/run_suite.py [--report PATH] [--quick] [--time-limit S]
 
-pytest runs in several processes that share the one GPU and claim the tests one by one, for the
-kernel family sm80 and again for sm89 (its tile configurations run on any newer chip), while
-compute-sanitizer watches small launches. `dmattn`, `dmattn_kernels`, torch, numpy and pytest must
-be importable. Exit code 0: everything passed.
+It runs the attention suite (tests/attention) and the tests of the kernels as such (this folder).
+pytest runs in several processes that share the one GPU and claim the tests one by one, for each
+target in tests/attention/targets.py that is on CUDA (any newer chip runs the tile shapes of sm89),
+while compute-sanitizer watches small launches. `dmattn`, `dmattn_kernels`, torch, numpy and pytest
+must be importable. Exit code 0: everything passed.
 """
 
 from __future__ import annotations
@@ -21,72 +22,65 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
+ROOT = HERE.parents[3]
+ATTENTION = ROOT / "tests" / "attention"
+IMPORTED_FROM = (str(ROOT / "tests"), str(HERE.parent))
+sys.path[:0] = IMPORTED_FROM
 
+from attention.targets import SHARE_VARIABLE, TARGET_VARIABLE, TARGETS, Target  # noqa: E402
 from check_report import REPORT  # noqa: E402
 from gpu import report  # noqa: E402
-from gpu.device import FAMILY_VARIABLE  # noqa: E402
 from gpu.jobs import Job, Pool  # noqa: E402
 from gpu.sanitize import Finding, judge, kernel_jobs, planted_jobs  # noqa: E402
 
-RESTARTS = 25  # workers started again after a lost context or a crash, per family
+RESTARTS = 25  # workers started again after a lost context or a crash, per target
 # Started while compute-sanitizer runs: enough to keep the GPU busy, few enough for 16 cores.
-WORKERS = {"sm80": 6, "sm89": 4}
-# A worker whose family is done takes the place of one more of a family with so many tests left.
+ALL_WORKERS = 10
+# A worker whose target is done takes the place of one more of a target with so many tests left.
 WORTH_A_WORKER = 40
+ON_GPU = [row.name for row in TARGETS.values() if row.device == "cuda"]
 
 
-class Family:
-    """The pytest workers of one kernel family and what they have found."""
+class Workers:
+    """The pytest workers of one target and what they have found."""
 
-    def __init__(self, name: str, folder: Path, arguments: argparse.Namespace) -> None:
-        self.name = name
-        self._folder = folder / name
+    def __init__(self, target: Target, folder: Path, arguments: argparse.Namespace) -> None:
+        self.target = target
+        self._folder = folder / target.name
         self._claims = self._folder / "claims"
         self._claims.mkdir(parents=True)
         self._arguments = arguments
         self._restarts = RESTARTS
         self._started = 0
-        self.others: list[Family] = []
+        self.others: list[Workers] = []
 
-    def jobs(self) -> list[Job]:
-        return [self._worker() for _ in range(self._arguments.workers or WORKERS[self.name])]
+    def jobs(self, count: int) -> list[Job]:
+        return [self._worker() for _ in range(count)]
 
     def _worker(self) -> Job:
         index = self._started
         self._started += 1
         results = self._folder / f"results-{index}.jsonl"
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            str(HERE),
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            "--tb=short",
-        ]
-        command += [
-            f"--claims={self._claims}",
-            f"--results={results}",
-            f"--every={self._arguments.every}",
-        ]
-        command += self._arguments.pytest
+        suites = [ATTENTION, HERE] if self.target.family else [ATTENTION]
+        command = [sys.executable, "-m", "pytest", *map(str, suites)]
+        command += ["-q", "--tb=short", "-p", "no:cacheprovider", "-p", "gpu.workers"]
+        command += [f"--claims={self._claims}", f"--results={results}", *self._arguments.pytest]
+        paths = [*IMPORTED_FROM, *filter(None, [os.environ.get("PYTHONPATH")])]
+        env = {
+            **self.target.env,
+            TARGET_VARIABLE: self.target.name,
+            SHARE_VARIABLE: str(self._arguments.every),
+            "PYTHONPATH": os.pathsep.join(paths),
+            # One thread each for host-side work: there are many workers.
+            "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
+        }
         log = self._folder / f"worker-{index}.log"
-        # One thread each for host-side work: there are many workers.
-        env = {FAMILY_VARIABLE: self.name, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        limit = self._arguments.time_limit
-        return Job(
-            f"{self.name} worker {index}",
-            command,
-            log,
-            env,
-            limit,
-            self._again,
-        )
+        name = f"{self.target.name} worker {index}"
+        return Job(name, command, log, env, self._arguments.time_limit, self._again)
 
     def _again(self, job: Job) -> Job | None:
-        """A new worker for one that a crash or a lost CUDA context has ended, or for a family that
+        """A new worker for one that a crash or a lost CUDA context has ended, or for a target that
         still has much to do."""
         if job.timed_out:
             return None
@@ -134,18 +128,19 @@ def main() -> int:
     arguments = parse()
     start = time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="dmattn-gpu-suite-"))
-    families = [Family(name, folder, arguments) for name in arguments.families]
-    for family in families:
-        family.others = [other for other in families if other is not family]
-    pytest_jobs = [job for family in families for job in family.jobs()]
+    every = [Workers(TARGETS[name], folder, arguments) for name in arguments.targets]
+    for workers in every:
+        workers.others = [other for other in every if other is not workers]
+    each = arguments.workers or max(2, ALL_WORKERS // len(every))
+    pytest_jobs = [job for workers in every for job in workers.jobs(each)]
     findings: list[Finding] = []
     deadline = start + arguments.time_limit
 
     def sanitize() -> None:
         jobs = [] if arguments.no_sanitizer else planted_jobs(folder, 60.0)
-        jobs = (
-            kernel_jobs(folder, arguments.families, arguments.time_limit) + jobs if jobs else jobs
-        )
+        if jobs:
+            families = [family for workers in every if (family := workers.target.family)]
+            jobs = kernel_jobs(folder, families, arguments.time_limit) + jobs
         findings.extend(judge(job) for job in Pool(arguments.sanitizer_width, deadline).run(jobs))
 
     beside = threading.Thread(target=sanitize)
@@ -153,18 +148,17 @@ def main() -> int:
     Pool(len(pytest_jobs), deadline).run(pytest_jobs)
     beside.join()
     found = report.compose(
-        {family.name: family.outcomes() for family in families},
+        {workers.target: workers.outcomes() for workers in every},
         sorted(findings, key=lambda finding: finding.name),
-        complete=not (
-            arguments.quick or arguments.no_sanitizer or arguments.pytest or arguments.every > 1
-        ),
+        complete=not (arguments.no_sanitizer or arguments.pytest or arguments.every > 1)
+        and set(ON_GPU) <= set(arguments.targets),
         seconds=time.monotonic() - start,
     )
     arguments.report.parent.mkdir(parents=True, exist_ok=True)
     arguments.report.write_text(json.dumps(found, indent=1) + "\n")
-    for family in families:
-        if complaint := family.complaint():
-            print(f"--- {family.name}: no test was run\n{complaint}")
+    for workers in every:
+        if complaint := workers.complaint():
+            print(f"--- {workers.target.name}: no test was run\n{complaint}")
     print(report.table(found))
     print(f"report: {arguments.report}; logs: {folder}")
     return 0 if found["ok"] else 1
@@ -182,8 +176,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--time-limit", type=float, default=1200.0, help="seconds after which all is stopped"
     )
-    parser.add_argument("--workers", type=int, default=0, help="pytest processes per family")
-    parser.add_argument("--families", nargs="+", default=list(WORKERS), choices=list(WORKERS))
+    parser.add_argument("--workers", type=int, default=0, help="pytest processes per target")
+    parser.add_argument("--targets", nargs="+", default=ON_GPU, choices=list(TARGETS))
     parser.add_argument("--no-sanitizer", action="store_true")
     parser.add_argument(
         "--sanitizer-width", type=int, default=max(2, min(8, (os.cpu_count() or 4) // 2))

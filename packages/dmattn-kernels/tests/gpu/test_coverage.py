@@ -16,7 +16,7 @@ import torch
 from gpu.device import FAMILY_VARIABLE
 from gpu.sanitize import find_tool
 
-pytestmark = [pytest.mark.cuda, pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 # Kernels that no operation of this ABI version launches.
 NOT_REACHABLE = (

@@ -175,6 +175,11 @@ class _TransformedBackward(torch.autograd.Function):
         raise _no_forward_mode()
 
 
+def is_plain_call(*tensors: Tensor | None) -> bool:
+    """Whether an operator without gradients may be left out for the backend's own function."""
+    return not torch.compiler.is_compiling() and _nobody_intercepts() and _are_plain(*tensors)
+
+
 def _in_functorch() -> bool:
     return _PROBES is not None and _PROBES[2]() is not None
 
@@ -204,6 +209,16 @@ def _are_plain(*tensors: Tensor | None) -> bool:
         if not (t.is_cuda or t.is_cpu):
             return False
     return True
+
+
+def is_plain_call(*tensors: Tensor | None) -> bool:
+    """Whether the dispatcher of torch would do nothing but call the implementation.
+
+    For operators without gradients, which then may be called directly.
+    """
+    if torch.compiler.is_compiling() or not _nobody_intercepts() or not _are_plain(*tensors):
+        return False
+    return not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in tensors)
 
 
 def _refuse_forward_mode(*tensors: Tensor | None) -> None:

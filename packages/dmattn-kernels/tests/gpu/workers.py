@@ -1,0 +1,154 @@
+"""A pytest plugin for the workers of run_suite.py, which loads it with `-p gpu.workers`.
+
+Workers claim tests one by one, append a line of JSON for each finished test, start the slow ones
+first, and end themselves when a kernel hangs or the CUDA context is lost.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from _pytest.runner import runtestprotocol
+
+ON_CUDA = torch.cuda.is_available()
+GPU_LOST = 77  # exit code of a worker whose CUDA context an earlier kernel has destroyed
+GPU_HUNG = 78  # ... and of one whose test ran past its limit
+CACHED_BYTES = 1 << 30  # that a worker may keep between tests
+SECONDS, SLOW_SECONDS = 60, 300  # limits of a test, and of one that is marked slow
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("dmattn GPU suite")
+    group.addoption(
+        "--claims", help="folder in which workers that share the tests claim them one by one"
+    )
+    group.addoption(
+        "--results", help="file to which each finished test is appended as a line of JSON"
+    )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+@pytest.fixture(autouse=True)
+def _leave_memory_to_others() -> Iterator[None]:
+    """Many workers share the GPU: what a large test has taken goes back at its end."""
+    yield
+    if ON_CUDA and torch.cuda.memory_reserved() > CACHED_BYTES:
+        torch.cuda.empty_cache()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
+    """Claims the test by creating a file; another worker's tests are passed over in silence."""
+    claims = item.config.getoption("claims", None)
+    if claims is None:
+        return None
+    name: str = item.claim  # type: ignore[attr-defined]
+    try:
+        descriptor = os.open(Path(claims) / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+    except FileExistsError:
+        return True
+    os.write(descriptor, item.nodeid.encode())
+    os.close(descriptor)
+    # Which test comes next depends on the other workers, so every fixture is torn down here.
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    runtestprotocol(item, nextitem=None)
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    for index, item in enumerate(session.items):
+        item.claim = f"{index:05d}"  # type: ignore[attr-defined]
+    claims = session.config.getoption("claims", None)
+    if claims is not None:
+        Path(claims).with_name("collected").write_text(str(len(session.items)))
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when == "call" or report.outcome != "passed":
+        _finished.append(report)
+
+
+_finished: list[pytest.TestReport] = []
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_logfinish(nodeid: str, location: object) -> None:
+    if not _finished:
+        return
+    reports = list(_finished)
+    _finished.clear()
+    outcomes = [r.outcome for r in reports]
+    outcome = next((o for o in ("failed", "skipped") if o in outcomes), "passed")
+    for results in _results:
+        text = "\n".join(r.longreprtext for r in reports if r.failed)
+        line = {
+            "test": nodeid,
+            "outcome": outcome,
+            "seconds": round(sum(r.duration for r in reports), 3),
+            "reason": _skip_reason(reports) if outcome == "skipped" else text[-4000:],
+        }
+        with results.open("a") as stream:
+            stream.write(json.dumps(line) + "\n")
+
+
+_results: list[Path] = []  # the --results file, if there is one
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    wanted = session.config.getoption("results", None)
+    _results[:] = [] if wanted is None else [Path(wanted)]
+
+
+def _skip_reason(reports: list[pytest.TestReport]) -> str:
+    for report in reports:
+        if report.skipped and isinstance(report.longrepr, tuple):
+            return str(report.longrepr[2])
+    return ""
+
+
+@pytest.fixture(autouse=True)
+def _survive(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Ends this worker when the CUDA context is gone: every later test would fail for that."""
+    limit = SLOW_SECONDS if request.node.get_closest_marker("slow") else SECONDS
+    watch = threading.Timer(limit, _give_up, (request.node.nodeid, limit))
+    if ON_CUDA:
+        watch.start()
+    yield
+    watch.cancel()
+    if not ON_CUDA:
+        return
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        request.node.session.shouldstop = f"the CUDA context is lost: {error}"
+        request.config.gpu_lost = True  # type: ignore[attr-defined]
+        raise
+
+
+def _give_up(nodeid: str, limit: int) -> None:
+    """A kernel that hangs cannot be interrupted: only the end of its process stops it."""
+    for results in _results:
+        line = {"test": nodeid, "outcome": "crashed", "seconds": limit, "reason": "hung"}
+        with results.open("a") as stream:
+            stream.write(json.dumps(line) + "\n")
+    faulthandler.dump_traceback(sys.__stderr__ or sys.stderr)
+    os._exit(GPU_HUNG)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if getattr(session.config, "gpu_lost", False):
+        session.exitstatus = GPU_LOST

@@ -1,0 +1,1 @@
+"""Attention by the public API, on every backend and device: one suite for all of them."""

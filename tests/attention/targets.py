@@ -1,0 +1,120 @@
+"""What the suite runs on: a row for each combination of backend, device and kernel family.
+
+One process tests one target, since the kernels read their family from the environment once. The
+environment variable DMATTN_TEST_TARGET names the target; without it, the first row that can run on
+this machine is taken. To put another backend through the suite, add a row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+TARGET_VARIABLE = "DMATTN_TEST_TARGET"
+SHARE_VARIABLE = "DMATTN_TEST_SHARE"
+HALF = ("f16", "bf16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """One row.
+
+    Attributes:
+        name: what DMATTN_TEST_TARGET and the report call it.
+        backend: given as `backend=` to the public functions; None leaves the choice to them.
+        device: the torch device that holds the tensors, "cpu" or "cuda".
+        family: which of the kernels' tile shapes run, for a report; None where there are none.
+        env: variables that must be set before the process starts.
+        dtypes: the dtypes of query, key and value that it takes.
+        share: every how many-th case runs, unless DMATTN_TEST_SHARE says otherwise.
+        repeats: whether an earlier row runs the same backend. Then only what the tests mark as
+            `each_family` runs again.
+        plugin: a module to import first, which registers the backend; None for those of dmattn.
+    """
+
+    name: str
+    backend: str | None
+    device: str
+    family: str | None = None
+    env: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    dtypes: tuple[str, ...] = HALF
+    share: int = 1
+    repeats: bool = False
+    plugin: str | None = None
+
+    @property
+    def backend_name(self) -> str:
+        """The backend that computes: for rows without one, the device's own."""
+        return self.device if self.backend is None else self.backend
+
+    def options(self) -> dict[str, Any]:
+        """Arguments that lead a call of the public functions to this target."""
+        return {} if self.backend is None else {"backend": self.backend}
+
+    def why_not(self) -> str | None:
+        """Why this machine or this process cannot test it; None when it can."""
+        if self.device == "cuda" and not torch.cuda.is_available():
+            return "torch sees no CUDA device"
+        wrong = {name: value for name, value in self.env.items() if os.environ.get(name) != value}
+        return f"the environment lacks {wrong}" if wrong else None
+
+
+def _cuda(family: str, repeats: bool = False) -> Target:
+    """The compiled kernels, whose tile shapes the variable DMATTN_ARCH chooses."""
+    return Target(f"cuda-{family}", None, "cuda", family, {"DMATTN_ARCH": family}, repeats=repeats)
+
+
+TARGETS = {
+    row.name: row
+    for row in (
+        _cuda("sm80"),
+        _cuda("sm89", repeats=True),
+        Target("cpu", None, "cpu", dtypes=(*HALF, "f32", "f64"), share=5),
+    )
+}
+
+
+@functools.cache
+def target() -> Target:
+    """The target of this process.
+
+    Raises:
+        RuntimeError: DMATTN_TEST_TARGET names none, or one that cannot run here.
+    """
+    wanted = os.environ.get(TARGET_VARIABLE)
+    if wanted is None:
+        on_cuda = torch.cuda.is_available()
+        row = TARGETS[f"cuda-{os.environ.get('DMATTN_ARCH', 'sm80')}" if on_cuda else "cpu"]
+        return dataclasses.replace(row, env={})
+    if wanted not in TARGETS:
+        raise RuntimeError(f"{TARGET_VARIABLE}: got {wanted!r}, wanted one of {list(TARGETS)}")
+    row = TARGETS[wanted]
+    if reason := row.why_not():
+        raise RuntimeError(f"{TARGET_VARIABLE}: got {wanted!r}, but {reason}")
+    if row.plugin is not None:
+        importlib.import_module(row.plugin)
+    return row
+
+
+def share() -> int:
+    """Every how many-th case runs."""
+    return int(os.environ.get(SHARE_VARIABLE, target().share))
+
+
+def target_device() -> torch.device:
+    return torch.device(target().device)
+
+
+def on_cuda() -> bool:
+    return target().device == "cuda"
+
+
+def synchronize() -> None:
+    if on_cuda():
+        torch.cuda.synchronize()

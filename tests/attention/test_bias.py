@@ -1,0 +1,83 @@
+"""Additive bias: every broadcast shape, dtype and layout, infinite and nearly infinite entries."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attention.cases import BIAS_FILLS, OPERAND_LAYOUTS, OPERAND_SHAPES, Case, build
+from attention.driver import check, run
+
+pytestmark = pytest.mark.each_family
+
+
+@pytest.mark.parametrize("head_dim,dtype", [(64, "bf16"), (128, "f16"), (256, "bf16")])
+@pytest.mark.parametrize("shape", OPERAND_SHAPES)
+@pytest.mark.parametrize("f32", [False, True])
+def test_broadcast(shape: str, head_dim: int, dtype: str, f32: bool) -> None:
+    check(
+        Case(
+            141, 205, bias=shape, bias_f32=f32, head_dim=head_dim, dtype=dtype, nheads=8, dlse=True
+        )
+    )
+
+
+@pytest.mark.parametrize("shape", OPERAND_SHAPES)
+def test_broadcast_with_masks(shape: str) -> None:
+    """Beside a dense mask, beside a key mask (gathered), causal both times."""
+    check(Case(210, 131, bias=shape, mask="b1qk", causal=True, head_dim=128))
+    check(Case(210, 331, bias=shape, mask="bk1k", causal=True, head_dim=128, dlse=True))
+
+
+@pytest.mark.parametrize("fill", BIAS_FILLS)
+@pytest.mark.parametrize("shape", ["bhqk", "bk1k", "1hq1"])
+@pytest.mark.parametrize("dtype,f32", [("bf16", False), ("f16", False), ("bf16", True)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_entries(fill: str, shape: str, dtype: str, f32: bool, causal: bool) -> None:
+    check(Case(133, 150, bias=shape, bias_fill=fill, bias_f32=f32, dtype=dtype, causal=causal))
+
+
+@pytest.mark.parametrize("fill", ["some_minus_inf", "lowest_rows", "all_lowest", "wide"])
+@pytest.mark.parametrize("mask", ["bk1k", "bhqk"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_entries_with_masks(fill: str, mask: str, head_dim: int) -> None:
+    bias = "bk1k" if mask == "bk1k" else "1hqk"
+    check(Case(133, 260, bias=bias, bias_fill=fill, mask=mask, head_dim=head_dim, softcap=9.0))
+
+
+@pytest.mark.parametrize("fill", ["lowest_rows", "all_lowest", "huge"])
+@pytest.mark.parametrize("shape", ["bhqk", "bk1k", "1hq1"])
+@pytest.mark.parametrize("f32", [False, True])
+def test_gradients_stay_finite(fill: str, shape: str, f32: bool) -> None:
+    """Rows of finfo.min with a gradient on them: see cases._silence_coarse_rows."""
+    problem = build(Case(133, 150, bias=shape, bias_fill=fill, bias_f32=f32, dlse=True))
+    problem = problem.with_(dout=torch.ones_like(problem.dout))
+    for name, value in run(problem).items():
+        assert bool(value.isfinite().all()), name
+
+
+@pytest.mark.parametrize("layout", OPERAND_LAYOUTS)
+@pytest.mark.parametrize("shape", ["bhqk", "1kqk", "bh1k", "11q1", "111k"])
+@pytest.mark.parametrize("f32", [False, True])
+def test_layout(layout: str, shape: str, f32: bool) -> None:
+    check(Case(150, 199, bias=shape, bias_f32=f32, operand_layout=layout, head_dim=64, causal=True))
+    check(
+        Case(150, 192, bias=shape, bias_f32=f32, operand_layout=layout, head_dim=128, mask="bk1k")
+    )
+
+
+@pytest.mark.parametrize("seqlen_k", [128, 136, 4096, 4095])
+@pytest.mark.parametrize("shape", ["bhqk", "11qk", "bh1k"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_odd_row_pitch(seqlen_k: int, shape: str, head_dim: int) -> None:
+    """Rows of an odd number of keys start on 2 bytes only."""
+    check(Case(200, seqlen_k, 1, 2, 1, bias=shape, head_dim=head_dim))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_dbias_sums_over_many_rows(head_dim: int, deterministic: bool) -> None:
+    """fp32 sums over 2 x 16 x 1500 rows, rounded once."""
+    case = Case(1500, 130, 2, 16, 2, head_dim, bias="111k", deterministic=deterministic)
+    check(case)
+    check(case.with_(bias="11qk", seqlen_q=300))

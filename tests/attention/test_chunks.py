@@ -1,0 +1,127 @@
+"""Backward calls whose fp32 sums are large beside q, k and v: in several rounds of launches."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from attention.cases import Case, build, case_id
+from attention.driver import assert_close, check, run
+from attention.oracle import Problem
+from attention.packed import check_packed
+from attention.selections import brute_force
+
+pytestmark = [pytest.mark.cuda, pytest.mark.each_family, pytest.mark.slow]
+
+BATCHES = Case(500, 500, 3, 16, 1, 128, causal=True, bias="bk1k")
+KV_HEADS = Case(600, 600, 1, 48, 3, 128, causal=True, bias="bk1k")
+GROUP = Case(520, 520, 1, 41, 1, 128, causal=True, bias="bk1k")
+
+CASES = [
+    *(
+        case.with_(**changes)
+        for case in (BATCHES, KV_HEADS, GROUP)
+        for changes in (
+            {},
+            {"mask": "bk1k"},
+            {"mask": "bh1k", "dtype": "f16"},
+            {"mask": "1hqk", "bias": "bhqk"},
+            {"mask": "11qk", "bias": "11qk", "bias_f32": True},
+        )
+    ),
+    BATCHES.with_(head_dim=72, layout="misaligned"),
+    KV_HEADS.with_(head_dim=80, layout="heads_first", dlse=True),
+    GROUP.with_(head_dim=200, nheads=24, causal=False),
+    GROUP.with_(bias="", wants="qkv"),
+    GROUP.with_(wants="qv", mask="b11k"),
+    GROUP.with_(wants="qb"),
+    KV_HEADS.with_(bias="", wants="qkv", layout="spaced"),
+    KV_HEADS.with_(bias="bhq1", causal=False, softcap=10.0),
+]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("case", CASES, ids=case_id)
+def test_gradients(case: Case, deterministic: bool) -> None:
+    check(case.with_(deterministic=deterministic))
+
+
+LENGTHS = ((300, 300), (0, 5), (129, 64), (1, 1), (270, 400), (3, 0))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("nheads,nheads_k", [(48, 3), (41, 1)])
+@pytest.mark.parametrize(
+    "operands",
+    [
+        {},
+        {"bias": "1k1k", "dlse": True},
+        {"mask": "1h1k", "bias": "1k1k"},
+        {"mask": "1k1k", "bias": "1h1k"},
+        {"mask": "1hqk", "bias": "1hqk"},
+        {"bias": "11qk", "bias_f32": True},
+    ],
+    ids=lambda operands: "-".join(operands) or "plain",
+)
+def test_packed(
+    operands: dict[str, object], nheads: int, nheads_k: int, deterministic: bool
+) -> None:
+    case = Case(nheads=nheads, nheads_k=nheads_k, head_dim=128, causal=True)
+    check_packed(case.with_(**operands, deterministic=deterministic), LENGTHS)
+
+
+# Interval lists: each round has at least eight blocks for each SM, and saves 64 MiB.
+WINDOWED = [
+    Case(1024, 1024, 2, 24, 24, 128, causal=True, bias="bk1k"),
+    Case(1000, 1000, 1, 48, 48, 128, causal=True, bias="bk1k", dlse=True),
+    Case(1000, 1000, 2, 40, 20, 128, causal=True, bias="bh1k", dtype="f16"),
+]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("case", WINDOWED, ids=case_id)
+def test_window(case: Case, deterministic: bool) -> None:
+    problem = build(case)
+    assert problem.bias is not None
+    keep = brute_force(problem.bias[:, :, 0], 768, case.seqlen_q, True)
+    assert_close(problem.with_(mask=keep), run(problem, deterministic, window_size=768))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_rows_of_one_kv_head(deterministic: bool) -> None:
+    """Too long for the oracle: against calls for some of the gradients, which need no rounds."""
+    problem = build(Case(20_000, 20_000, 1, 12, 1, 128, causal=True, bias="bk1k"))
+    whole = run(problem, deterministic, window_size=2048)
+    wanted = run(problem.with_(wants="kvb"), deterministic, window_size=2048)
+    pairs = [
+        run(_heads(problem, slice(first, first + 4)), deterministic, window_size=2048)
+        for first in range(0, 12, 4)
+    ]
+    dq = torch.cat([pair.dq for pair in pairs if pair.dq is not None], dim=2)
+    wanted = dataclasses.replace(wanted, dq=dq)
+    for (name, found), (_, other) in zip(whole.items(), wanted.items(), strict=True):
+        # Sums of the same products in another order, rounded once: a last place of bfloat16.
+        error = (found.double() - other.double()).abs().amax() / other.double().abs().amax()
+        assert float(error) <= 2**-7, f"{name}: {float(error)}"
+    if deterministic:
+        again = run(problem, deterministic, window_size=2048)
+        for (name, a), (_, b) in zip(again.items(), whole.items(), strict=True):
+            assert torch.equal(a, b), name
+
+
+def _heads(problem: Problem, heads: slice) -> Problem:
+    """dq alone, of these heads."""
+    return problem.with_(q=problem.q[:, :, heads], dout=problem.dout[:, :, heads], wants="q")
+
+
+@pytest.mark.parametrize("case", [BATCHES, KV_HEADS, GROUP], ids=case_id)
+def test_deterministic_repeat(case: Case) -> None:
+    problem = build(case)
+    want = run(problem, deterministic=True)
+    for _ in range(10):
+        for (name, a), (_, b) in zip(
+            run(problem, deterministic=True).items(), want.items(), strict=True
+        ):
+            assert torch.equal(a, b), name

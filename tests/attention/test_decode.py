@@ -1,0 +1,106 @@
+"""Few query rows over long caches: keys are split among thread blocks, results merged."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attention.cases import OPERAND_SHAPES, Case, build, case_id
+from attention.driver import check, run
+
+pytestmark = pytest.mark.each_family
+
+ROWS = [
+    Case(
+        seqlen_q,
+        seqlen_k,
+        batch,
+        nheads,
+        nheads_k,
+        head_dim,
+        dtype=dtype,
+        causal=seqlen_q > 1,
+        wants=wants,
+    )
+    for seqlen_q, seqlen_k in (
+        (1, 8192),
+        (1, 30_001),
+        (2, 4095),
+        (5, 10_000),
+        (16, 16_384),
+        (1, 100),
+        (3, 257),
+    )
+    for batch, nheads, nheads_k in ((1, 2, 1), (3, 8, 2), (1, 16, 16))
+    for head_dim, dtype, wants in ((64, "bf16", ""), (128, "f16", "qkvb"), (256, "bf16", ""))
+]
+
+
+@pytest.mark.parametrize("case", ROWS, ids=case_id)
+def test_few_rows(case: Case) -> None:
+    check(case)
+
+
+OPERANDS = [
+    Case(
+        seqlen_q,
+        9001,
+        2,
+        8,
+        2,
+        head_dim,
+        mask=mask,
+        mask_fill=fill,
+        bias=bias,
+        softcap=cap,
+        wants="",
+    )
+    for seqlen_q in (1, 7)
+    for head_dim in (64, 128, 256)
+    for mask, fill in (
+        ("bk1k", "half"),
+        ("bk1k", "percent"),
+        ("b11k", "prefix"),
+        ("bhqk", "half"),
+        ("bh1k", "none"),
+    )
+    for bias, cap in (("", 0.0), ("bk1k", 8.0), ("bhqk", 0.0))
+]
+
+
+@pytest.mark.parametrize("case", OPERANDS, ids=case_id)
+def test_few_rows_with_operands(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.parametrize("shape", OPERAND_SHAPES)
+@pytest.mark.parametrize("f32", [False, True])
+@pytest.mark.parametrize("mask", ["", "b11k", "bk1k", "bh1k", "bhqk"])
+def test_one_row_packs_its_heads(shape: str, f32: bool, mask: str) -> None:
+    """With one query a head, the heads of a group become the rows of one block."""
+    check(Case(1, 777, 2, 8, 2, 128, bias=shape, bias_f32=f32, mask=mask, causal=True, dlse=True))
+
+
+@pytest.mark.parametrize("mask_fill", ["one_key", "prefix", "suffix", "percent"])
+@pytest.mark.parametrize("shape", ["bh1k", "bhqk"])
+def test_parts_without_keys(mask_fill: str, shape: str) -> None:
+    """Most parts of the split keep nothing and must not disturb the merge."""
+    check(Case(1, 20_000, 2, 4, 2, 128, mask=shape, mask_fill=mask_fill, wants=""))
+    check(Case(4, 20_000, 1, 2, 1, 64, mask=shape, mask_fill=mask_fill, dlse=True))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_row_by_row_equals_whole(head_dim: int) -> None:
+    """Decoding token by token gives what one causal pass over the sequence gives."""
+    problem = build(Case(40, 40, 1, 4, 2, head_dim, causal=True, bias="bk1k", wants=""))
+    whole = run(problem).out
+    assert problem.bias is not None
+    for row in range(40):
+        seen = slice(0, row + 1)
+        step = problem.with_(
+            q=problem.q[:, row : row + 1],
+            k=problem.k[:, seen],
+            v=problem.v[:, seen],
+            bias=problem.bias[..., seen],
+        )
+        torch.testing.assert_close(run(step).out, whole[:, row : row + 1], atol=1e-2, rtol=1e-2)

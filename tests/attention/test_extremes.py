@@ -1,0 +1,84 @@
+"""The largest finite numbers, and constants that softmax does not see."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from attention.cases import DTYPES, Case, build
+from attention.driver import assert_close, run
+from attention.oracle import max_error
+from attention.targets import target
+
+pytestmark = pytest.mark.each_family
+
+
+@pytest.mark.parametrize("kind", ["lowest", "highest", "mixed"])
+@pytest.mark.parametrize("shape", ["bhqk", "111k", "1111"])
+@pytest.mark.parametrize("dtype", target().dtypes)
+def test_largest_finite_bias(dtype: str, shape: str, kind: str) -> None:
+    """It drowns the products, so that the probabilities of the highest keys are equal, exactly."""
+    seqlen_k = 600
+    case = Case(20, seqlen_k, dtype=dtype, bias=shape, bias_f32=dtype == "f16", dlse=False)
+    problem = build(case)
+    assert problem.bias is not None
+    limit = torch.finfo(problem.bias.dtype).max
+    problem.bias.fill_(limit if kind == "highest" else -limit)
+    winners = torch.ones(seqlen_k, dtype=torch.bool, device=problem.q.device)
+    if kind == "mixed" and shape[3] == "k":
+        winners = torch.arange(seqlen_k, device=problem.q.device) % 100 == 7
+        problem.bias[..., winners] = limit
+    found = run(problem)
+    for name, value in found.items():
+        assert bool(value.isfinite().all()), name
+    weights = winners.double() / winners.sum()
+    values = problem.v.double().repeat_interleave(2, dim=2)
+    out = torch.einsum("j,bjhd->bhd", weights, values)[:, None].expand(found.out.shape)
+    dout = problem.dout.double().unflatten(2, (2, 2))
+    dv = torch.einsum("j,bihgd->bjhd", weights, dout)
+    assert found.dv is not None
+    for name, value, exact in (("out", found.out, out), ("dv", found.dv, dv)):
+        # Probabilities and the result are rounded to the dtype, sums of 600 terms to float32.
+        allowed = (2 * torch.finfo(value.dtype).eps + 600 * 2**-24) * float(exact.abs().max())
+        assert max_error(value, exact) <= allowed + 1e-6, name
+
+
+@pytest.mark.parametrize("offset", [1e4, -1e4, 1e8])
+def test_constant_in_the_bias_changes_nothing(offset: float) -> None:
+    """Softmax does not see it; the backward must not see it through a rounded lse either."""
+    problem = build(Case(20, 700, bias="1111", bias_f32=True, wants="qkv"))
+    # Multiples of 1/16 and a scale of 1/4: their sums with 1e4 are exact in float32.
+    q, k = ((4 * x).round() / 4 for x in (problem.q, problem.k))
+    scale = 0.0 if abs(offset) > 1e5 else 0.25
+    assert problem.bias is not None
+    results = [
+        run(problem.with_(q=q, k=k, softmax_scale=scale, bias=torch.full_like(problem.bias, shift)))
+        for shift in (0.0, offset)
+    ]
+    for (name, a), (_, b) in zip(*(found.items() for found in results), strict=True):
+        if name != "lse":
+            room = 2 * torch.finfo(a.dtype).eps * float(a.abs().max())
+            torch.testing.assert_close(b, a, rtol=0, atol=max(room, 2e-3), msg=name)
+
+
+@pytest.mark.parametrize("dtype", target().dtypes)
+@pytest.mark.parametrize("shape", ["bhqk", "bk1k"])
+def test_bias_of_minus_infinity_is_a_mask(shape: str, dtype: str) -> None:
+    """Judged as the mask that it amounts to; its own gradient is zero there."""
+    problem = build(Case(70, 90, mask=shape, bias=shape, dtype=dtype, dlse=True))
+    assert problem.mask is not None and problem.bias is not None
+    hidden = problem.bias.masked_fill(~problem.mask, -math.inf)
+    found = run(problem.with_(mask=None, bias=hidden))
+    assert_close(problem, found)
+    assert found.dbias is not None and not found.dbias[~problem.mask].any()
+
+
+@pytest.mark.parametrize("dtype", target().dtypes)
+def test_tiny_and_huge_numbers(dtype: str) -> None:
+    """Entries of q and k as large as the dtype allows products of, or next to nothing."""
+    for size in (1e-4, 30.0, 200.0):
+        problem = build(Case(40, 150, scale=1.0, dtype=dtype))
+        problem = problem.with_(q=(problem.q * size).to(DTYPES[dtype]))
+        assert_close(problem, run(problem))

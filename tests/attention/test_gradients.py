@@ -1,0 +1,79 @@
+"""Gradients asked for in every combination, and what is not asked for staying None."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import dmattn
+from attention.cases import Case, build
+from attention.driver import check
+
+pytestmark = pytest.mark.each_family
+
+SUBSETS = [
+    "".join(x for x, on in zip("qkvb", bits, strict=True) if on)
+    for bits in itertools.product((0, 1), repeat=4)
+]
+
+
+@pytest.mark.parametrize("wants", SUBSETS)
+@pytest.mark.parametrize(
+    "bias,mask", [("bk1k", ""), ("bhqk", ""), ("1hqk", "bk1k"), ("bh1k", "bkqk")]
+)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_subset(wants: str, bias: str, mask: str, deterministic: bool) -> None:
+    check(
+        Case(
+            150,
+            180,
+            bias=bias,
+            mask=mask,
+            wants=wants,
+            causal=True,
+            dlse=True,
+            deterministic=deterministic,
+        )
+    )
+
+
+@pytest.mark.parametrize("wants", ["q", "k", "v", "b", "qk", "kv", "qb"])
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_subset_other_head_dims(wants: str, head_dim: int) -> None:
+    check(Case(150, 180, head_dim=head_dim, bias="bk1k", mask="bk1k", wants=wants, dtype="f16"))
+
+
+def test_unasked_stay_none() -> None:
+    problem = build(Case(64, 64, bias="bk1k"))
+    assert problem.bias is not None
+    q, k, v = problem.q.clone(), problem.k.clone(), problem.v.clone()
+    bias = problem.bias.clone().requires_grad_()
+    out = dmattn.flash_dmattn_func(q, k, v, attn_bias=bias)
+    torch.autograd.backward(out, problem.dout)
+    assert bias.grad is not None and bool(bias.grad.isfinite().all())
+    assert q.grad is None and k.grad is None and v.grad is None
+
+
+@pytest.mark.parametrize("mask", ["", "bk1k", "bhqk"])
+def test_lse_gradient_alone(mask: str) -> None:
+    """A loss on lse only (a zero dout): dv is zero."""
+    problem = build(Case(150, 160, mask=mask, bias="bk1k", dlse=True))
+    problem = problem.with_(dout=torch.zeros_like(problem.dout))
+    from attention.driver import assert_close, run
+
+    found = run(problem)
+    assert_close(problem, found)
+    assert found.dv is not None and not bool(found.dv.any())
+
+
+def test_inputs_are_not_written() -> None:
+    problem = build(Case(150, 160, mask="bhqk", bias="bhqk", dlse=True))
+    names = ("q", "k", "v", "mask", "bias", "dout", "dlse")
+    before = {name: getattr(problem, name).clone() for name in names}
+    from attention.driver import run
+
+    run(problem)
+    for name, value in before.items():
+        assert torch.equal(getattr(problem, name), value), name

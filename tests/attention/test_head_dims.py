@@ -1,0 +1,59 @@
+"""Head dimensions, head ratios and dtypes, each with the features that take other paths."""
+
+from __future__ import annotations
+
+import pytest
+
+from attention.cases import Case, case_id
+from attention.driver import check
+from attention.targets import target
+
+pytestmark = pytest.mark.each_family
+
+FEATURES = {
+    "plain": Case(),
+    "causal_softcap": Case(causal=True, softcap=5.0, dlse=True),
+    "dense_mask_bias": Case(mask="bhqk", bias="bhqk", causal=True),
+    "key_mask_bias": Case(mask="bk1k", bias="bk1k", causal=True),
+    "bias_f32": Case(bias="1hqk", bias_f32=True, softcap=20.0),
+}
+
+
+@pytest.mark.parametrize("dtype", target().dtypes)
+@pytest.mark.parametrize("head_dim", [8, 40, 64, 72, 96, 128, 160, 192, 256, 5, 20, 80])
+@pytest.mark.parametrize("feature", FEATURES)
+def test_head_dim(feature: str, head_dim: int, dtype: str) -> None:
+    """On CUDA 5 and 20 are padded before the kernels see them; the others they take as they are."""
+    check(FEATURES[feature].with_(seqlen_q=150, seqlen_k=197, head_dim=head_dim, dtype=dtype))
+
+
+@pytest.mark.parametrize(
+    "nheads,nheads_k", [(1, 1), (3, 3), (4, 2), (8, 2), (24, 3), (16, 1), (32, 4)]
+)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("feature", FEATURES)
+def test_head_ratio(feature: str, head_dim: int, nheads: int, nheads_k: int) -> None:
+    case = FEATURES[feature].with_(seqlen_q=100, seqlen_k=133, head_dim=head_dim)
+    check(case.with_(nheads=nheads, nheads_k=nheads_k))
+
+
+SCALES = [
+    Case(200, 170, scale=scale, softcap=softcap, causal=True, bias="b11k", head_dim=head_dim)
+    for scale in (1.0, 0.5, 0.0301, 0.0, -0.2)
+    for softcap in (0.0, 0.5, 50.0)
+    for head_dim in (64, 256)
+]
+
+
+@pytest.mark.parametrize("case", SCALES, ids=case_id)
+def test_scale_and_softcap(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.parametrize("logits", [1e-4, 30.0, 300.0, 3000.0])
+@pytest.mark.parametrize("dtype", target().dtypes)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("causal", [False, True])
+def test_logit_size(logits: float, dtype: str, head_dim: int, causal: bool) -> None:
+    """From a uniform softmax to one that picks a single key."""
+    check(Case(130, 140, logits=logits, dtype=dtype, head_dim=head_dim, causal=causal))

@@ -1,0 +1,49 @@
+"""Sequence lengths around every tile edge, crossed, with the causal corner in all its positions."""
+
+from __future__ import annotations
+
+import pytest
+
+from attention.cases import Case, case_id
+from attention.driver import check
+
+pytestmark = pytest.mark.each_family
+
+LENGTHS = (0, 1, 3, 63, 64, 65, 127, 128, 129, 255, 513, 1000, 2049, 4095)
+# One head dimension and dtype for each compiled tile; together they see every pair of lengths.
+ANCHORS = (("bf16", 64), ("f16", 128), ("bf16", 256))
+
+
+def _crossed() -> list[Case]:
+    cases = []
+    for i, seqlen_q in enumerate(LENGTHS):
+        for j, seqlen_k in enumerate(LENGTHS):
+            dtype, head_dim = ANCHORS[(i + 2 * j) % len(ANCHORS)]
+            large = seqlen_q * seqlen_k > 1_100_000
+            case = Case(seqlen_q, seqlen_k, dtype=dtype, head_dim=head_dim, dlse=(i + j) % 3 == 0)
+            case = case.with_(batch=1, nheads=2, nheads_k=1) if large else case
+            cases.append(case.with_(causal=(i + j) % 2 == 0))
+            if not large:
+                cases.append(
+                    case.with_(causal=(i + j) % 2 == 1, dtype="f16" if dtype == "bf16" else "bf16")
+                )
+    return cases
+
+
+@pytest.mark.parametrize("case", _crossed(), ids=case_id)
+def test_crossed(case: Case) -> None:
+    check(case)
+
+
+EDGES = (1, 31, 33, 63, 64, 65, 96, 127, 129, 192, 193)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("seqlen_k", EDGES)
+@pytest.mark.parametrize("rows_ahead", [-70, -1, 0, 1, 64, 130])
+def test_causal_corner(head_dim: int, seqlen_k: int, rows_ahead: int) -> None:
+    """Sq = Sk + rows_ahead: rows without keys above the corner, whole prefixes below it."""
+    seqlen_q = seqlen_k + rows_ahead
+    if seqlen_q < 1:
+        pytest.skip("no rows")
+    check(Case(seqlen_q, seqlen_k, batch=1, head_dim=head_dim, causal=True, dlse=True))

@@ -1,0 +1,95 @@
+"""Boolean masks: every broadcast shape, density and layout."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from attention.cases import MASK_FILLS, OPERAND_LAYOUTS, OPERAND_SHAPES, Case, build, case_id
+from attention.driver import check, run
+
+pytestmark = pytest.mark.each_family
+
+
+@pytest.mark.parametrize("head_dim,dtype", [(64, "bf16"), (128, "f16"), (256, "bf16")])
+@pytest.mark.parametrize("shape", OPERAND_SHAPES)
+@pytest.mark.parametrize("causal", [False, True])
+def test_broadcast(shape: str, head_dim: int, dtype: str, causal: bool) -> None:
+    check(Case(137, 203, mask=shape, head_dim=head_dim, dtype=dtype, causal=causal, nheads=8))
+
+
+@pytest.mark.parametrize("fill", MASK_FILLS)
+@pytest.mark.parametrize("shape", ["bhqk", "11qk", "bkqk"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("causal", [False, True])
+def test_dense_fill(fill: str, shape: str, head_dim: int, causal: bool) -> None:
+    check(Case(330, 321, mask=shape, mask_fill=fill, head_dim=head_dim, causal=causal, dlse=True))
+
+
+KEY_FILLS = ("none", "one_key", "percent", "half", "most", "all", "prefix", "suffix", "dead_heads")
+
+
+@pytest.mark.parametrize("fill", KEY_FILLS)
+@pytest.mark.parametrize("shape", ["b11k", "bk1k", "bh1k", "111k"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("causal", [False, True])
+def test_key_fill(fill: str, shape: str, head_dim: int, causal: bool) -> None:
+    """Key-only masks are compacted and gathered; each with a key bias half of the time."""
+    bias = "bk1k" if fill in ("half", "percent", "prefix") else ""
+    check(Case(260, 519, mask=shape, mask_fill=fill, bias=bias, head_dim=head_dim, causal=causal))
+
+
+LONG = [
+    Case(seqlen_q, seqlen_k, 1, 4, 2, head_dim, mask=mask, mask_fill=fill, bias=bias, causal=causal)
+    for seqlen_q, seqlen_k in ((700, 4095), (1000, 1000), (2000, 513))
+    for head_dim in (64, 128)
+    for mask, bias in (("bk1k", "bk1k"), ("bh1k", "11qk"), ("bhqk", "bk1k"))
+    for fill, causal in (("percent", False), ("half", True), ("blocks", True))
+]
+
+
+@pytest.mark.parametrize("case", LONG, ids=case_id)
+def test_many_tiles(case: Case) -> None:
+    check(case)
+
+
+@pytest.mark.parametrize("layout", OPERAND_LAYOUTS)
+@pytest.mark.parametrize("shape", ["bhqk", "1kqk", "bh1k", "b1q1", "111k"])
+def test_layout(layout: str, shape: str) -> None:
+    check(Case(150, 201, mask=shape, operand_layout=layout, head_dim=128, causal=True))
+
+
+@pytest.mark.parametrize("shape", ["1hqk", "b1qk", "bhqk", "bh1k"])
+def test_expanded_view(shape: str) -> None:
+    """A mask expanded by its owner (stride 0) gives bit for bit what the broadcast mask gives."""
+    problem = build(Case(140, 150, mask=shape, bias="bk1k", deterministic=True))
+    assert problem.mask is not None
+    expanded = problem.mask.expand(2, 4, 140, 150)
+    want = run(problem, deterministic=True)
+    found = run(problem.with_(mask=expanded), deterministic=True)
+    for (name, a), (_, b) in zip(want.items(), found.items(), strict=True):
+        if shape != "bh1k":  # a key-only mask is gathered, its expansion is not: other sums
+            assert torch.equal(a, b), name
+        else:
+            torch.testing.assert_close(a, b, atol=3e-2, rtol=3e-2)
+
+
+@pytest.mark.parametrize("value", [2, 255])
+def test_true_is_any_nonzero_byte(value: int) -> None:
+    """Masks viewed from bytes hold other values than 1 for True."""
+    problem = build(Case(100, 120, mask="bhqk", deterministic=True))
+    assert problem.mask is not None
+    odd = (problem.mask.to(torch.uint8) * value).view(torch.bool)
+    found = run(problem.with_(mask=odd), deterministic=True)
+    for (name, a), (_, b) in zip(run(problem, True).items(), found.items(), strict=True):
+        assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_all_true_mask_equals_none(head_dim: int) -> None:
+    with_mask = build(Case(200, 200, mask="b11k", mask_fill="all", causal=True, head_dim=head_dim))
+    without = dataclasses.replace(with_mask, mask=None)
+    for (name, a), (_, b) in zip(run(with_mask).items(), run(without).items(), strict=True):
+        torch.testing.assert_close(a, b, atol=2e-2, rtol=2e-2, msg=name)

@@ -1,0 +1,74 @@
+"""Running the same thing again: what must be bitwise equal is, and nothing drifts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attention.cases import Case, build, case_id
+from attention.driver import call, run, times
+
+pytestmark = [pytest.mark.each_family, pytest.mark.slow]
+
+SHAPES = [
+    Case(777, 777, 2, 8, 2, 64, causal=True, bias="bk1k"),
+    Case(513, 1025, 1, 8, 2, 128, bias="1hqk", mask="b1qk"),
+    Case(700, 1500, 2, 4, 2, 128, bias="bk1k", mask="bk1k", dtype="f16"),
+    Case(700, 900, 1, 8, 4, 64, bias="1k1k", mask="bh1k", causal=True),
+    Case(300, 700, 1, 4, 2, 256, bias="11qk", causal=True),
+    Case(300, 700, 1, 4, 1, 256, bias="b11k", mask="b11k"),
+    Case(5, 3000, 2, 8, 2, 128, bias="bk1k", mask="bk1k"),
+]
+
+
+@pytest.mark.parametrize("case", SHAPES, ids=case_id)
+def test_deterministic_backward(case: Case) -> None:
+    """50 backward passes, bit for bit the same, dbias included."""
+    problem = build(case)
+    want = run(problem, deterministic=True)
+    wrong = {name: torch.zeros((), dtype=torch.int64, device=a.device) for name, a in want.items()}
+    for _ in range(times(50) - 1):
+        for (name, a), (_, b) in zip(
+            run(problem, deterministic=True).items(), want.items(), strict=True
+        ):
+            # Not `a != b`, which holds for NaN.
+            wrong[name] += (a.view(torch.uint8) != b.view(torch.uint8)).sum()
+    assert {name: int(count) for name, count in wrong.items()} == dict.fromkeys(wrong, 0)
+
+
+@pytest.mark.parametrize("case", SHAPES, ids=case_id)
+def test_forward_races(case: Case) -> None:
+    """250 forward passes, bit for bit the same: the forward adds nothing in an open order."""
+    problem = build(case)
+    want_out, want_lse = call(problem)
+    wrong = torch.zeros((), dtype=torch.int64, device=problem.q.device)
+    for _ in range(times(250) - 1):
+        out, lse = call(problem)
+        wrong += (out != want_out).sum() + (lse != want_lse).sum()
+    assert int(wrong) == 0
+
+
+@pytest.mark.parametrize("case", SHAPES, ids=case_id)
+def test_backward_races(case: Case) -> None:
+    """100 backward passes whose order of summation is open stay within rounding of each other."""
+    problem = build(case)
+    want = run(problem)
+    # Looked at once, at the end: each look makes the host wait for a GPU that many share.
+    worst = {name: torch.zeros((), device=a.device) for name, a in want.items()}
+    for _ in range(times(100)):
+        for (name, a), (_, b) in zip(run(problem).items(), want.items(), strict=True):
+            worst[name] = torch.maximum(worst[name], (a.float() - b.float()).abs().amax())
+    for name, b in want.items():
+        limit = 2 * torch.finfo(b.dtype).eps * float(b.abs().amax()) + 1e-4
+        assert float(worst[name]) <= limit, f"{name} moved by {float(worst[name])}"
+
+
+def test_results_do_not_depend_on_neighbours() -> None:
+    """A batch element's results are the same alone and among others."""
+    problem = build(Case(300, 310, 3, 4, 2, 64, causal=True, bias="bkqk"))
+    whole = run(problem, deterministic=True)
+    for b in range(3):
+        part = {x: getattr(problem, x)[b : b + 1] for x in ("q", "k", "v", "bias", "dout")}
+        alone = run(problem.with_(**part), deterministic=True)
+        for (name, a), (_, full) in zip(alone.items(), whole.items(), strict=True):
+            torch.testing.assert_close(a, full[b : b + 1], atol=2e-2, rtol=2e-2, msg=name)
