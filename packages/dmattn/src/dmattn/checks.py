@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dmattn.key_lists import Selection, num_blocks
+from dmattn.key_lists import Selection, larger, num_blocks
 from dmattn.problem import (
     Gradients,
     Needs,
@@ -317,7 +317,7 @@ def check_key_lists(lists: Selection, problem: Problem) -> None:
             f"{dims.nheads}, {dims.nheads_k} or 1 heads"
         )
     # There may be more lists than blocks of rows, as `num_lists` says.
-    blocks = torch.sym_max(num_blocks(dims.seqlen_q, is_causal), lists.idx.shape[2])
+    blocks = larger(num_blocks(dims.seqlen_q, is_causal), lists.idx.shape[2])
     wanted: tuple[tuple[int, ...], ...] = (
         (batch, heads, dims.seqlen_k),
         (batch, heads, blocks, capacity),
