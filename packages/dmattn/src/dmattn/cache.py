@@ -158,7 +158,7 @@ class DynamicMaskCache:
         Raises:
             TypeError, ValueError: something does not fit the cache, which is then unchanged.
         """
-        batch, entries, nheads_k, head_dim = self.k.shape
+        batch, _, nheads_k, head_dim = self.k.shape
         seqlen = _size(key, 1)
         self._check("key", key, (batch, seqlen, nheads_k, head_dim), self.k.dtype)
         self._check("value", value, (batch, seqlen, nheads_k, head_dim), self.k.dtype)
