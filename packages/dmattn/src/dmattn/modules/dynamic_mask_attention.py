@@ -348,9 +348,10 @@ class DynamicMaskAttention(nn.Module):
     def _value_dtype(self, device: torch.device | str) -> torch.dtype:
         """The dtype that `v_proj` returns on this device; autocast leaves float64 alone."""
         weight = getattr(self.v_proj, "weight", None)
-        # A quantized layer has integers there, or a method; it returns the dtype of the others.
-        known = isinstance(weight, Tensor) and weight.is_floating_point()
-        dtype: torch.dtype = weight.dtype if known else self.A.dtype
+        dtype = self.A.dtype
+        # A quantized layer has integers there, or a method, and returns the dtype of the others.
+        if isinstance(weight, Tensor) and weight.is_floating_point():
+            dtype = weight.dtype
         kind = torch.device(device).type
         if kind != "meta" and torch.is_autocast_enabled(kind) and dtype != torch.float64:
             return torch.get_autocast_dtype(kind)
