@@ -1,8 +1,9 @@
 """Everything that can be run in this repository: `./dev` lists it, `./dev demo` runs the main job.
 
 Sessions for the CPU install the CPU build of torch that constraints.txt pins, and no compiler for
-CUDA. Sessions for a GPU see the packages of the Python that nox runs on, so that a torch for CUDA
-that is there already is used; they install one only where there is none.
+CUDA. Sessions for a GPU use a torch for CUDA that the machine has already, be it in the active
+environment or in the Python that nox runs on (tools/host_torch.py); they install one only where
+there is none.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from pathlib import Path
 import nox
 from nox.command import CommandFailed
 
+sys.path.insert(0, str(Path(__file__).parent))
+from tools import host_torch
+
 ROOT = Path(__file__).parent
 DMATTN = Path("packages/dmattn")
 KERNELS = Path("packages/dmattn-kernels")
@@ -32,6 +36,14 @@ DEFAULT_CUDA = "13.0"
 OLDEST_NVCC = (12, 0)
 OLDEST_GPU = (8, 0)
 CPP_SUFFIXES = {".h", ".hpp", ".cpp", ".cu", ".cuh"}
+
+# Tested beside the pinned torch, each in a session of its own: the oldest that dmattn allows, one
+# in between, and whatever is newest on the day of the run.
+OTHER_TORCHES = {"2.6": "2.6.0", "2.9": "2.9.1", "newest": None}
+
+# Idle threads wait by sleeping. By spinning, which is the default, they take the cores from the
+# threads that work as soon as anything else runs on the machine.
+TEST_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
 
 nox.needs_version = ">=2024.10.9"
 nox.options.default_venv_backend = "virtualenv"
@@ -103,11 +115,19 @@ def installed_torch(session: nox.Session) -> str:
     )
 
 
-def install_cpu_torch(session: nox.Session) -> None:
-    """The pinned torch without CUDA: the one on PyPI brings gigabytes of CUDA libraries."""
+def pinned_torch() -> str:
     found = re.search(r"^torch==(.*)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     assert found is not None
-    wanted = found[1] + ("+cpu" if sys.platform == "linux" else "")
+    return found[1]
+
+
+def install_cpu_torch(session: nox.Session, version: str | None = None) -> None:
+    """The pinned torch, or another version, without CUDA if pip finds such a build.
+
+    The build on PyPI for Linux on x86-64 brings gigabytes of CUDA libraries.
+    """
+    version = version or pinned_torch()
+    wanted = version + ("+cpu" if sys.platform == "linux" else "")
     if installed_torch(session) == wanted:
         return
     session.log(f"installing torch {wanted}, about 200 MB")
@@ -118,36 +138,71 @@ def install_cpu_torch(session: nox.Session) -> None:
             "pip finds no torch made for the CPU alone: installing the one with CUDA, several GB. "
             "PIP_EXTRA_INDEX_URL=<PyTorch's CPU index> avoids that."
         )
-        session.run(*command[:-1], f"torch=={wanted.partition('+')[0]}")
+        session.run(*command[:-1], f"torch=={version}")
 
 
-def install_gpu_torch(session: nox.Session) -> bool:
-    """A torch that can use this machine's GPU; False where none is to be had."""
-    probe = (
-        "try:\n import torch; print(torch.cuda.is_available())\nexcept ImportError: print(False)"
-    )
-    if ask(session, probe) == "True":
+def install_newest_torch(session: nox.Session) -> None:
+    """The newest torch that pip finds. Of equal versions pip takes the one made for the CPU."""
+    session.install("--disable-pip-version-check", "--upgrade", "torch")
+
+
+def use_gpu_torch(session: nox.Session) -> bool:
+    """Let the session use a torch for this machine's GPU; False where none is to be had.
+
+    The machine's own, if it has one that sees the GPU; else the session's, from PyPI.
+    """
+    packages = ask(session, "import sysconfig; print(sysconfig.get_paths()['purelib'])")
+    host_torch.show_packages(HOST_TORCH, Path(packages))
+    if gpu_torch_works(session):
         return True
+    session.log("no torch that can use the GPU was found on this machine:")
+    for reason in PASSED_OVER:
+        session.log(f"  {reason}")
     if driver_cuda() < 13000:
         session.warn(
             "PyPI's torch is made for CUDA 13, which this machine's driver is too old for. Update "
-            "the driver to 580 or newer, or install a torch for your driver next to nox."
+            "the driver to 580 or newer, or install a torch for your driver in an environment, "
+            "activate that, and run this again."
         )
         return False
+    session.log("installing torch with CUDA from PyPI, several GB")
     session.install("--disable-pip-version-check", "--ignore-installed", "torch")
-    return ask(session, probe) == "True"
+    return gpu_torch_works(session)
 
 
-def cuda_environment(session: nox.Session, release: str | None = None) -> dict[str, str]:
+def gpu_torch_works(session: nox.Session) -> bool:
+    """Whether the session's torch, if it has one, can use the GPU. Says which torch that is."""
+    words = ask(
+        session,
+        "try:\n"
+        "    import torch\n"
+        "    print(torch.cuda.is_available(), end=' ')\n"
+        "    print(f'torch {torch.__version__} in {torch.__path__[0]}')\n"
+        "except Exception as error:\n"
+        "    print(f'False no torch: {error}')",
+    ).splitlines()[-1]
+    usable, _, description = words.partition(" ")
+    if HOST_TORCH is not None and HOST_TORCH.environment.folder in description:
+        description += f" (from {HOST_TORCH.origin}: {HOST_TORCH.environment.prefix})"
+    if usable == "True":
+        session.log(f"using {description}")
+        return True
+    session.log(f"cannot use the GPU: {description}")
+    return False
+
+
+def cuda_environment(
+    session: nox.Session, release: str | None = None, sanitizer: bool = False
+) -> dict[str, str]:
     """Environment in which CMake and the GPU suite find nvcc and its toolkit.
 
     Without a release: the machine's nvcc, else that of DEFAULT_CUDA from PyPI. With a release: that
-    one from PyPI, whatever the machine has.
+    one from PyPI, whatever the machine has. From PyPI compute-sanitizer comes only when asked for.
     """
     environment = {"CMAKE_BUILD_PARALLEL_LEVEL": str(os.cpu_count() or 1)} | dict(os.environ)
     nvcc = machine_nvcc() if release is None else None
     if nvcc is None:
-        parts = "nvcc,cccl,sanitizer" if session.name == "gpu" else "nvcc,cccl"
+        parts = "nvcc,cccl,sanitizer" if sanitizer else "nvcc,cccl"
         toolkit = f"cuda-toolkit[{parts}]=={release or DEFAULT_CUDA}.*"
         session.install("--disable-pip-version-check", toolkit)
         packages = ask(session, "import sysconfig; print(sysconfig.get_paths()['purelib'])")
@@ -199,7 +254,9 @@ def install_kernels_for_this_gpu(
     capability = gpu_capability()
     assert capability is not None
     arch = f"sm_{capability[0]}{capability[1]}"
-    place = ROOT / "build" / f"{arch}-{session.name}"
+    # The objects kept there go with one Python: the folder is named like the environment.
+    environment_name = Path(ask(session, "import sys; print(sys.prefix)")).name
+    place = ROOT / "build" / f"{arch}-{environment_name}"
     wheel = build_kernels(session, place, environment, DMATTN_CUDA_ARCHS=arch, **defines)
     install_wheel(session, wheel)
 
@@ -237,14 +294,30 @@ def warn_if_report_is_stale(session: nox.Session) -> None:
 
 # -------------------------------------------------------------------------------- sessions
 
-SEE_SYSTEM_TORCH = ["--system-site-packages"] if gpu_capability() else []
+
+def find_host_torch() -> tuple[host_torch.Found | None, list[str]]:
+    """The machine's own torch for CUDA, and why it is not another one; neither without a GPU."""
+    if gpu_capability() is None:
+        return None, []
+    base_python = getattr(sys, "_base_executable", sys.executable)
+    return host_torch.find_torch(host_torch.candidates(os.environ, base_python))
 
 
-@nox.session(venv_params=SEE_SYSTEM_TORCH)
+HOST_TORCH, PASSED_OVER = find_host_torch()
+HOST_PYTHON = host_torch.interpreter_for(HOST_TORCH, sys.base_prefix)
+gpu_session = nox.session(
+    # A list gives each interpreter an environment of its own; a path alone would reuse whatever
+    # environment is there, made with another Python or not.
+    python=None if HOST_PYTHON is None else [HOST_PYTHON],
+    venv_params=["--system-site-packages"] if gpu_capability() else [],
+)
+
+
+@gpu_session
 def demo(session: nox.Session) -> None:
     """Train the example language model: on the GPU if there is one, else on the CPU."""
     capability = gpu_capability()
-    on_gpu = capability is not None and capability >= OLDEST_GPU and install_gpu_torch(session)
+    on_gpu = capability is not None and capability >= OLDEST_GPU and use_gpu_torch(session)
     if not on_gpu:
         install_cpu_torch(session)
     install(session, "matplotlib", "numpy", "tqdm")
@@ -260,10 +333,34 @@ def demo(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Everything that can be tested without a GPU and without compiling CUDA."""
     install_cpu_torch(session)
+    run_tests(session)
+    warn_if_report_is_stale(session)
+
+
+def run_tests(session: nox.Session) -> None:
+    """The tests on the CPU, with the torch that the session has."""
     install(session, "hypothesis", "matplotlib", "nox", "numpy", "pytest", "tqdm")
     install_dmattn(session)
-    session.run("python", "-m", "pytest", str(DMATTN / "tests"), "tests", *session.posargs)
-    warn_if_report_is_stale(session)
+    session.log(f"testing with torch {installed_torch(session)}")
+    folders = (str(DMATTN / "tests"), "tests")
+    session.run("python", "-m", "pytest", *folders, *session.posargs, env=TEST_ENVIRONMENT)
+
+
+def add_torch_session(name: str, version: str | None) -> None:
+    @nox.session(name=f"tests-torch-{name}")
+    def tests_with_torch(session: nox.Session) -> None:
+        if version is None:
+            install_newest_torch(session)
+        else:
+            install_cpu_torch(session, version)
+        run_tests(session)
+
+    which = "the newest torch" if version is None else f"torch {version}"
+    tests_with_torch.__doc__ = f"The tests on the CPU, with {which} in place of the pinned one."
+
+
+for torch_name, torch_version in OTHER_TORCHES.items():
+    add_torch_session(torch_name, torch_version)
 
 
 @nox.session
@@ -286,7 +383,7 @@ def test_wheel(session: nox.Session, wheel: Path) -> None:
             f"--ignore={KERNELS / 'tests' / 'gpu'}",
         ),
         *session.posargs,
-        env={"DMATTN_WHEEL": str(wheel)},
+        env={**TEST_ENVIRONMENT, "DMATTN_WHEEL": str(wheel)},
     )
 
 
@@ -321,20 +418,20 @@ for cuda_release in CUDA_RELEASES:
     add_release_session(cuda_release)
 
 
-@nox.session(venv_params=SEE_SYSTEM_TORCH)
+@gpu_session
 def gpu(session: nox.Session) -> None:
     """The GPU suite with compute-sanitizer; writes the report that is committed."""
     need_gpu(session)
     install(session, "numpy", "pytest")
     install_dmattn(session)
-    environment = cuda_environment(session)
+    environment = cuda_environment(session, sanitizer=True)
     install_kernels_for_this_gpu(session, environment, DMATTN_ALL_TILES="ON")
     environment["DMATTN_PTX_LIBRARY"] = str(unpack_ptx_library(session, environment))
     suite = str(KERNELS / "tests" / "gpu" / "run_suite.py")
     session.run("python", suite, *session.posargs, env=environment)
 
 
-@nox.session(venv_params=SEE_SYSTEM_TORCH)
+@gpu_session
 def bench(session: nox.Session) -> None:
     """Time this machine's GPU against torch's own attention backends."""
     need_gpu(session)
@@ -348,7 +445,7 @@ def need_gpu(session: nox.Session) -> None:
     capability = gpu_capability()
     if capability is None or capability < OLDEST_GPU:
         session.error(f"wanted an NVIDIA GPU of compute capability 8.0 or newer, got {capability}")
-    if not install_gpu_torch(session):
+    if not use_gpu_torch(session):
         session.error("no torch that can use this machine's GPU")
 
 

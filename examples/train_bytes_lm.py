@@ -23,6 +23,7 @@ On one GPU, with a context of 16384: --length 16384 --batch 2
 """
 
 import argparse
+import importlib.util
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -37,12 +38,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 from torch import Tensor
 
-from bytes_lm.config import GPU_CONFIG, Config
+from bytes_lm.config import GPU_CONFIG, Config, complaint
 from bytes_lm.device import choose_device, device_name
 from bytes_lm.generation import continue_text
 from bytes_lm.model import BytesLM, count_parameters
-from bytes_lm.pictures import choose_passage, plot_loss, plot_mask, plot_paths
-from bytes_lm.text import Text, load_text, unigram_entropy
+from bytes_lm.text import Text, choose_passage, load_text, unigram_entropy
 from bytes_lm.training import MASK_PATHS, History, differences, make_model, train
 
 
@@ -83,12 +83,36 @@ def choose_config(arguments: argparse.Namespace, device: torch.device) -> Config
         config = replace(config, batch=2)
     given = {field.name: getattr(arguments, field.name) for field in fields(Config)}
     config = replace(config, **{name: value for name, value in given.items() if value is not None})
+    wrong = complaint(config)
+    if wrong is not None:
+        raise SystemExit(wrong)
     if arguments.mask_path != "window" and config.window >= config.length:
         raise SystemExit(
             f"--mask-path {arguments.mask_path}: got a window of {config.window} for a context of "
             f"{config.length}, wanted a smaller one: nothing would be masked"
         )
     return config
+
+
+def make_folder(output: Path) -> None:
+    """Make the folder of the results, if they can be made."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise SystemExit("the pictures at the end need matplotlib: pip install matplotlib")
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SystemExit(f"--output-dir: got {output}, wanted a folder: {error}") from error
+
+
+def read_text(config: Config) -> Text:
+    """The corpus, if it is longer than one context."""
+    text = load_text()
+    longest = min(len(text.train), len(text.heldout)) - 1
+    if config.length > longest:
+        raise SystemExit(
+            f"--length: got {config.length}, wanted at most {longest}, the shorter of the two texts"
+        )
+    return text
 
 
 def describe(text: Text, entropy: float, config: Config, device: torch.device) -> None:
@@ -126,6 +150,9 @@ def draw(
     entropy: float,
 ) -> list[Path]:
     """Leave the pictures; their paths."""
+    # Not at the top: --help, and what is refused at once, need no matplotlib.
+    from bytes_lm.pictures import plot_loss, plot_mask, plot_paths
+
     size, device = count_parameters(config), device_name(passage.device)
     title = f"{size / 1e6:.2g} M parameters, context {config.length}, {device}"
     pictures = [output / "loss_curve.png", output / "mask.png"]
@@ -176,9 +203,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     device = choose_device(arguments.device)
     config = choose_config(arguments, device)
     output: Path = arguments.output_dir
-    output.mkdir(parents=True, exist_ok=True)
+    make_folder(output)
 
-    text = load_text()
+    text = read_text(config)
     entropy = unigram_entropy(text.heldout)
     describe(text, entropy, config, device)
     model, histories = train_paths(
@@ -210,7 +237,9 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     if arguments.generate > 0:
         prompt = passage[:64]
         if arguments.prompt is not None:
-            prompt = torch.tensor(list(arguments.prompt.encode()), dtype=torch.uint8, device=device)
+            # An argument that is no UTF-8 reaches Python with its bytes as surrogates.
+            given = arguments.prompt.encode(errors="surrogateescape")
+            prompt = torch.tensor(list(given), dtype=torch.uint8, device=device)
         metrics["generated"] = write_text(model, prompt, arguments.generate)
     (output / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n")
     print(

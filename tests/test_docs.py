@@ -63,7 +63,8 @@ def sessions() -> set[str]:
     pytest.importorskip("nox")
     command = [sys.executable, "-m", "nox", "--list", "--noxfile", str(ROOT / "noxfile.py")]
     listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return set(re.findall(r"^[-*] (\S+)", listing, re.MULTILINE))
+    # With an interpreter of its own, a session is listed as name-/path/of/the/interpreter.
+    return set(re.findall(r"^[-*] (\S+?)(?:-/\S+)?(?:\s|$)", listing, re.MULTILINE))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

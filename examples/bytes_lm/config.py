@@ -1,6 +1,21 @@
 """What to train, on a CPU and on a GPU."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import asdict, dataclass
+
+# Of one attention head, in dmattn.
+LARGEST_HEAD_DIM = 256
+LEAST = {
+    "layers": 1,
+    "width": 8,
+    "heads": 1,
+    "kv_heads": 1,
+    "length": 1,
+    "window": 1,
+    "batch": 1,
+    "steps": 0,
+    "seed": 0,
+}
 
 
 @dataclass(frozen=True)
@@ -30,3 +45,24 @@ GPU_CONFIG = Config(
     steps=1000,
     lr=1.5e-3,
 )
+
+
+def complaint(config: Config) -> str | None:
+    """What cannot be trained in this configuration, in terms of the options; None if all can."""
+    for name, least in LEAST.items():
+        got = asdict(config)[name]
+        if not least <= got < 2**63:
+            return f"--{name.replace('_', '-')}: got {got}, wanted a number from {least} up"
+    if not (math.isfinite(config.lr) and config.lr > 0):
+        return f"--lr: got {config.lr}, wanted a positive number"
+    if config.heads % config.kv_heads != 0:
+        return f"--heads: got {config.heads}, wanted a multiple of --kv-heads = {config.kv_heads}"
+    # The rotary embedding turns pairs of the numbers of a head.
+    if config.width % (2 * config.heads) != 0:
+        return f"--width: got {config.width}, wanted a multiple of 2 * --heads = {2 * config.heads}"
+    if config.width // config.heads > LARGEST_HEAD_DIM:
+        largest = LARGEST_HEAD_DIM * config.heads
+        return (
+            f"--width: got {config.width}, wanted at most {LARGEST_HEAD_DIM} * --heads = {largest}"
+        )
+    return None

@@ -58,7 +58,7 @@ def plot_loss(path: Path, history: History, config: Config, entropy: float, titl
     )
     ax.set(xlabel="training step", ylabel="loss, bits per byte", title=title)
     ax.set_ylim(0, 8.5)
-    ax.set_xlim(0, config.steps * 1.02)
+    ax.set_xlim(0, max(1, config.steps) * 1.02)
     ax.grid(alpha=0.25)
     ax.spines[["top", "right"]].set_visible(False)
     ax.legend(frameon=False, loc="upper right")
@@ -136,18 +136,6 @@ def choose_head(model: BytesLM, tokens: Tensor) -> tuple[int, int, Tensor]:
                 best = (reach, layer, head, row)
     assert best is not None
     return best[1:]
-
-
-def choose_passage(stream: Tensor, length: int) -> Tensor:
-    """(length,) bytes of readable text: from a class or function on, a third into the stream."""
-    data = stream.numpy().tobytes()
-    start = len(data) // 3
-    for _ in range(200):
-        start = data.find(b"\n\n\n", start + 1) + 3
-        passage = data[start : start + length]
-        if len(passage) == length and passage.isascii() and passage.startswith((b"def", b"class")):
-            return stream[start : start + length]
-    return stream[:length]
 
 
 def draw_mask(ax: Axes, keep: Tensor, window: int) -> None:

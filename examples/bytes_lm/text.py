@@ -71,3 +71,15 @@ def even_windows(stream: Tensor, count: int, length: int) -> Tensor:
     count = min(count, max(1, len(stream) // (length + 1)))
     start = torch.linspace(0, len(stream) - length - 1, count, dtype=torch.float64)
     return windows_at(stream, start.long().to(stream.device), length)
+
+
+def choose_passage(stream: Tensor, length: int) -> Tensor:
+    """(length,) bytes of readable text: from a class or function on, a third into the stream."""
+    data = stream.numpy().tobytes()
+    start = len(data) // 3
+    for _ in range(200):
+        start = data.find(b"\n\n\n", start + 1) + 3
+        passage = data[start : start + length]
+        if len(passage) == length and passage.isascii() and passage.startswith((b"def", b"class")):
+            return stream[start : start + length]
+    return stream[:length]

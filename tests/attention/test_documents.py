@@ -14,7 +14,7 @@ from attention.driver import assert_close, run
 from attention.poison import poisoned
 from attention.selections import KINDS, assert_lists, brute_force, make_scores
 from attention.targets import target_device
-from dmattn.ops.key_lists import build_key_lists
+from dmattn.ops.selection import build_key_lists
 from dmattn.ops.selection import select_keys as select
 
 pytestmark = pytest.mark.each_family
@@ -101,8 +101,8 @@ def test_long_selection(bounds: list[int], window: int) -> None:
             assert torch.equal(selection.end[..., a:b] - a, alone.end)
     # The lists hold the same keys as those made from the intervals, which are tested below.
     built = build_key_lists(selection.end, seqlen, selection.idx.shape[3], None)
-    assert torch.equal(built.counts, selection.count) and torch.equal(built.full, selection.full)
-    behind = torch.arange(built.idx.shape[3], device=key.device) >= built.counts[..., None]
+    assert torch.equal(built.count, selection.count) and torch.equal(built.full, selection.full)
+    behind = torch.arange(built.idx.shape[3], device=key.device) >= built.count[..., None]
     mine, others = (
         x.masked_fill(behind, seqlen).sort(-1).values for x in (selection.idx, built.idx)
     )
@@ -123,9 +123,9 @@ def test_any_boundaries_stay_inside() -> None:
         with poisoned():
             selection = select(scores, None, 130, 900, True, bounds_tensor(bounds))
         assert bool((selection.idx >= 0).all()) and bool((selection.idx < 900).all())
-        assert bool((selection.counts >= 0).all())
-        assert int(selection.counts.max()) <= selection.idx.shape[3]
-        assert bool((selection.full <= selection.counts).all())
+        assert bool((selection.count >= 0).all())
+        assert int(selection.count.max()) <= selection.idx.shape[3]
+        assert bool((selection.full <= selection.count).all())
 
 
 @pytest.mark.default_backend
@@ -277,11 +277,11 @@ def test_lists_that_do_not_fit_are_empty() -> None:
     needed = [128, 256, 384, 400]
     assert (lists.needed == torch.tensor(needed, device=end.device)).all()
     assert torch.equal(lengths.needed, lists.needed)
-    assert lists.counts[1, 2].tolist() == [128, 256, 0, 0]
+    assert lists.count[1, 2].tolist() == [128, 256, 0, 0]
     assert lists.full[1, 2].tolist() == [1, 129, 0, 0]
     assert lists.idx[1, 2, 1].tolist() == list(range(256))
     assert not bool(lists.idx[:, :, 2:].any())
-    assert not bool(lengths.counts.any()) and not bool(lengths.full.any())
+    assert not bool(lengths.count.any()) and not bool(lengths.full.any())
 
 
 @pytest.mark.default_backend

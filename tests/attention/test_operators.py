@@ -36,10 +36,10 @@ def test_opcheck_backward() -> None:
     problem = build(SMALL)
     args = (problem.q, problem.k, problem.v, problem.mask, problem.bias)
     numbers = (problem.softmax_scale, problem.is_causal, problem.softcap)
-    out, lse, rest = torch.ops.dmattn.fwd(*args, *numbers)
+    results = torch.ops.dmattn.fwd(*args, *numbers)
     for needs in ([True] * 4, [False, False, False, True], [True, False, True, False]):
-        backward = (problem.dout, None, *args, out, lse, *numbers, True, needs)
-        torch.library.opcheck(torch.ops.dmattn.bwd.default, backward, {"lse_rest": rest})
+        backward = (problem.dout, None, *results, needs, *args, *numbers, True)
+        torch.library.opcheck(torch.ops.dmattn.bwd.default, backward)
 
 
 @pytest.mark.parametrize("dynamic", [False, True])

@@ -259,22 +259,24 @@ def test_wide_window_chooses_nothing() -> None:
 # ------------------------------------------------------------------------------- inside of PyTorch
 
 
-def _arguments(problem: PackedProblem) -> tuple[object, ...]:
+def _arguments(problem: PackedProblem) -> tuple[tuple[object, ...], dict[str, object]]:
+    """Of dmattn::fwd: by position, and by name."""
     mask, bias = (None if x is None else x.transpose(0, 1) for x in (problem.mask, problem.bias))
-    bounds = (problem.cu_seqlens_q, problem.cu_seqlens_k, *problem.longest)
-    return problem.q, problem.k, problem.v, mask, bias, *bounds
+    bounds = {"cu_seqlens_q": problem.cu_seqlens_q, "cu_seqlens_k": problem.cu_seqlens_k}
+    longest = dict(zip(("max_seqlen_q", "max_seqlen_k"), problem.longest, strict=True))
+    return (problem.q, problem.k, problem.v, mask, bias, 0.2, True, 0.0, True), bounds | longest
 
 
 @pytest.mark.default_backend
 @pytest.mark.parametrize("mask,bias", [("1k1k", "1hqk"), ("1hqk", "1k1k")])
 def test_opcheck(mask: str, bias: str) -> None:
     problem = build_packed(Case(mask=mask, bias=bias, causal=True), ((5, 9), (0, 3), (20, 17)))
-    given, numbers = _arguments(problem), (0.2, True, 0.0)
-    torch.library.opcheck(torch.ops.dmattn.varlen_fwd.default, (*given, *numbers))
-    out, lse, rest = torch.ops.dmattn.varlen_fwd(*given, *numbers)
+    given, packing = _arguments(problem)
+    torch.library.opcheck(torch.ops.dmattn.fwd.default, given, packing)
+    results = torch.ops.dmattn.fwd(*given, **packing)
     for needs in ([True] * 4, [False, False, False, True]):
-        backward = (problem.dout, None, *given, out, lse, *numbers, True, needs)
-        torch.library.opcheck(torch.ops.dmattn.varlen_bwd.default, backward, {"lse_rest": rest})
+        backward = (problem.dout, None, *results, needs, *given)
+        torch.library.opcheck(torch.ops.dmattn.bwd.default, backward, packing)
 
 
 def test_fast_path_equals_dispatched_path() -> None:

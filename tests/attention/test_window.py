@@ -464,9 +464,10 @@ def test_operators_pass_opcheck(causal: bool) -> None:
     lists = dmattn.select_keys(scores, 9, causal, query_len=40).lists
     numbers = (problem.softmax_scale, causal, 0.0)
     args = (problem.q, problem.k, problem.v, None, problem.bias)
-    torch.library.opcheck(torch.ops.dmattn.fwd.default, (*args, *numbers, False, *lists))
-    out, lse, rest = torch.ops.dmattn.fwd(*args, *numbers, False, *lists)
-    backward = (problem.dout, None, *args, out, lse, *numbers, True, [True] * 4, *lists, rest)
+    given = (*args, *numbers, True, *lists)
+    torch.library.opcheck(torch.ops.dmattn.fwd.default, given)
+    results = torch.ops.dmattn.fwd(*given)
+    backward = (problem.dout, None, *results, [True] * 4, *given)
     torch.library.opcheck(torch.ops.dmattn.bwd.default, backward)
     q, k, v, score = sequence(2)
     cache = new_cache(16)

@@ -1,4 +1,6 @@
-# The CUDA compiler, its flags, and the CUTLASS headers. Sets DMATTN_NVCC_FLAGS, DMATTN_CODE_NAMES, DMATTN_CUTLASS.
+# The CUDA compiler, its flags, and the CUTLASS headers. Sets DMATTN_NVCC_FLAGS (of all sources), DMATTN_CODE_NAMES,
+# DMATTN_GENERAL_GENCODES (of all sources but the units of one architecture, which have DMATTN_GENCODE_<name>), and
+# DMATTN_CUTLASS.
 #
 # find_package(CUDAToolkit) is not used: it does not know the layout of the compiler from PyPI, and all that is needed
 # of the toolkit comes with the language.
@@ -12,22 +14,23 @@ endif()
 set(CMAKE_CUDA_ARCHITECTURES OFF)
 enable_language(CUDA)
 
-if(DMATTN_TEST_SM90)
-  set(DMATTN_CUDA_ARCHS sm_90)
-  set(DMATTN_ALL_TILES ON)
-endif()
-
 # Each name becomes the virtual architecture that it is compiled from. Everything comes from compute_80, the PTX that
 # newer chips run, except for chips with 99 KB of shared memory a block: they need the other tile shapes, which the
-# kernels recognise by compute_89. (8.6 is such a chip too, but older than that: it gets all shapes.)
+# kernels recognise by compute_89. (8.6 is such a chip too, but older than that: it gets all shapes.) Code that only one
+# architecture runs, sm_90a, is for the units of that architecture alone: see units.cmake.
 set(DMATTN_CODE_NAMES)
-set(gencodes)
+set(DMATTN_GENERAL_GENCODES)
 set(virtual_codes)
 foreach(name IN LISTS DMATTN_CUDA_ARCHS)
   if(name MATCHES "^[0-9]+$")
     set(name "sm_${name}")
-  elseif(NOT name MATCHES "^(sm|compute)_[0-9]+$")
-    message(FATAL_ERROR "DMATTN_CUDA_ARCHS holds '${name}'; wanted sm_XX, XX or compute_XX")
+  elseif(NOT name MATCHES "^(sm|compute)_[0-9]+$" AND NOT name MATCHES "^sm_[0-9]+a$")
+    message(FATAL_ERROR "DMATTN_CUDA_ARCHS holds '${name}'; wanted sm_XX, sm_XXa, XX or compute_XX")
+  endif()
+  list(APPEND DMATTN_CODE_NAMES "${name}")
+  if(name MATCHES "^sm_([0-9]+a)$")
+    set(DMATTN_GENCODE_${name} "-gencode=arch=compute_${CMAKE_MATCH_1},code=${name}")
+    continue()
   endif()
   if(name MATCHES "^(sm|compute)_(89|120|121)$")
     set(virtual compute_89)
@@ -37,7 +40,6 @@ foreach(name IN LISTS DMATTN_CUDA_ARCHS)
   else()
     set(virtual compute_80)
   endif()
-  list(APPEND DMATTN_CODE_NAMES "${name}")
   # Codes of one virtual architecture share its compilation.
   list(APPEND codes_${virtual} "${name}")
   list(APPEND virtual_codes "${virtual}")
@@ -45,10 +47,10 @@ endforeach()
 list(REMOVE_DUPLICATES virtual_codes)
 foreach(virtual IN LISTS virtual_codes)
   list(JOIN codes_${virtual} "," codes)
-  list(APPEND gencodes "-gencode=arch=${virtual},code=[${codes}]")
+  list(APPEND DMATTN_GENERAL_GENCODES "-gencode=arch=${virtual},code=[${codes}]")
 endforeach()
 
-set(DMATTN_NVCC_FLAGS ${gencodes} -O3 --expt-relaxed-constexpr -Xptxas=-v -Xcompiler=-Wall,-Wextra
+set(DMATTN_NVCC_FLAGS -O3 --expt-relaxed-constexpr -Xptxas=-v -Xcompiler=-Wall,-Wextra
                       # Template code of CUTLASS and of ours in branches that an instantiation does not take.
                       -diag-suppress=177)
 if(DMATTN_LINEINFO)

@@ -3,10 +3,10 @@ include("${CMAKE_CURRENT_LIST_DIR}/cuda.cmake")
 include("${CMAKE_CURRENT_LIST_DIR}/units.cmake")
 
 set(root "${CMAKE_CURRENT_SOURCE_DIR}")
-file(GLOB api_sources CONFIGURE_DEPENDS "${root}/src/api/*.cpp")
-file(GLOB prep_sources CONFIGURE_DEPENDS "${root}/src/kernels/prep/*.cu")
+file(GLOB_RECURSE host_sources CONFIGURE_DEPENDS "${root}/src/api/*.cpp" "${root}/src/host/*.cpp")
+file(GLOB_RECURSE helper_sources CONFIGURE_DEPENDS "${root}/src/kernels/*.cu")
 file(GLOB_RECURSE hashed_sources CONFIGURE_DEPENDS "${root}/include/*" "${root}/src/api/*"
-     "${root}/src/kernels/*" "${root}/cmake/*.cmake" "${root}/cmake/*.in" "${root}/cmake/*.txt")
+     "${root}/src/host/*" "${root}/src/kernels/*" "${root}/cmake/*.cmake" "${root}/cmake/*.in" "${root}/cmake/*.txt")
 
 # Which sources, which architectures: a header that changes with any source.
 set(build_info "${CMAKE_BINARY_DIR}/generated/build_info.h")
@@ -15,7 +15,7 @@ add_custom_command(
   OUTPUT "${build_info}"
   COMMAND "${Python_EXECUTABLE}" "${root}/cmake/write_build_info.py" "${build_info}" --version "${PROJECT_VERSION}"
           --architectures "${architectures}"
-  DEPENDS ${hashed_sources} "${root}/CMakeLists.txt" "${root}/cmake/write_build_info.py" "${root}/tests/source_hash.py"
+  DEPENDS ${hashed_sources} "${root}/CMakeLists.txt" "${root}/cmake/write_build_info.py" "${root}/cmake/source_hash.py"
   VERBATIM)
 
 # One list of exported names: the linker's whitelist here, and what the tests compare the library with.
@@ -25,7 +25,8 @@ string(REPLACE ";;" ";\n" symbol_lines "${exported_symbols}")
 set(version_script "${CMAKE_BINARY_DIR}/generated/libdmattn.version")
 file(CONFIGURE OUTPUT "${version_script}" CONTENT "{\n  global:\n@symbol_lines@\n  local: *;\n};\n" @ONLY)
 
-add_library(dmattn SHARED ${api_sources} ${prep_sources} ${DMATTN_UNIT_SOURCES} "${build_info}")
+set_source_files_properties(${helper_sources} PROPERTIES COMPILE_OPTIONS "${DMATTN_GENERAL_GENCODES}")
+add_library(dmattn SHARED ${host_sources} ${helper_sources} ${DMATTN_UNIT_SOURCES} "${build_info}")
 target_include_directories(dmattn PUBLIC "${root}/include" PRIVATE "${root}/src" "${CMAKE_BINARY_DIR}/generated")
 target_include_directories(dmattn SYSTEM PRIVATE "${DMATTN_CUTLASS}" ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
 target_compile_definitions(dmattn PRIVATE $<$<BOOL:${DMATTN_ALL_TILES}>:DMATTN_ALL_TILES>)

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
-
-# The one definition of what counts as a source, which the report of the GPU tests uses too.
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from source_hash import source_hash
 

@@ -6,6 +6,7 @@ import ctypes
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 import abi
 
 PACKAGE = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(PACKAGE / "cmake"))  # source_hash
 
 
 def compiler() -> str:
@@ -37,28 +39,15 @@ def library(library_path: Path) -> ctypes.CDLL:
 
 @pytest.fixture(scope="session")
 def probe(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """tests/plan_probe.cpp: what a call would do, without a GPU and without CUDA."""
+    """host/plan_probe.cpp: what a call would do, from src/host alone, which knows no CUDA."""
     output = tmp_path_factory.mktemp("probe") / "libplan_probe.so"
-    api = PACKAGE / "src" / "api"
-    sources = [
-        api / f"{name}.cpp"
-        for name in (
-            "error",
-            "checks",
-            "validate",
-            "operands",
-            "plan_fwd",
-            "plan_bwd",
-            "plan_bwd_sums",
-            "bwd_launches",
-            "plan_decode",
-        )
-    ]
-    includes = [PACKAGE / "include", PACKAGE / "src", PACKAGE / "tests" / "seams"]
+    sources = [PACKAGE / "tests" / "host" / "plan_probe.cpp"]
+    sources += sorted((PACKAGE / "src" / "host").rglob("*.cpp"))
+    includes = [PACKAGE / "include", PACKAGE / "src"]
     subprocess.run(
-        [compiler(), "-std=c++17", "-O1", "-g", "-shared", "-fPIC", "-Wall", "-Wextra"]
+        [compiler(), "-std=c++17", "-O1", "-g", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror"]
         + [f"-I{folder}" for folder in includes]
-        + [str(source) for source in [PACKAGE / "tests" / "plan_probe.cpp", *sources]]
+        + [str(source) for source in sources]
         + ["-o", str(output)],
         check=True,
     )

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dmattn import flash_dmattn_func
-from dmattn.backends.cpu import attention as cpu
+from dmattn.backends.cpu import key_blocks
 
 NAMES = ("dq", "dk", "dv", "dbias")
 
@@ -38,6 +38,7 @@ def check_against_oracle(case: Case) -> None:
 @settings(max_examples=500)
 def test_random_problems(case: Case, block: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu, "_KEYS_PER_BLOCK", block)
-        patch.setattr(cpu, "_BLOCK_ELEMENTS", block * 64)
+        patch.setattr(key_blocks, "_KEYS_PER_BLOCK", block)
+        patch.setattr(key_blocks, "_LISTED_KEYS_PER_BLOCK", block)
+        patch.setattr(key_blocks, "_BLOCK_ELEMENTS", block * 64)
         check_against_oracle(case)

@@ -1,5 +1,7 @@
 """DynamicMaskCache: every decoded token equals the full computation."""
 
+import copy
+import io
 import math
 from typing import Any
 
@@ -182,6 +184,65 @@ def test_reorder_reset_and_clone() -> None:
     assert_near(decode(cache, whole, 0, 30), attend(q, k, v, score)[:, :30])
 
 
+@pytest.mark.parametrize("evict", [True, False])
+def test_beams_widen_and_sequences_drop_out(evict: bool) -> None:
+    whole = q, k, v, score = sequence()
+    want = attend(q, k, v, score)[:, 40:60]
+    wide, picked, cache = make(evict), make(evict), make(evict)
+    for made in (wide, picked, cache):
+        decode(made, whole, 0, 40)
+    wide.batch_repeat_interleave(3)
+    three = [x.repeat_interleave(3, 0) for x in whole]
+    assert_near(decode(wide, three, 40, 60), want.repeat_interleave(3, 0))
+    beams = torch.tensor([1, 1, 0, 1])
+    picked.batch_select_indices(beams)
+    assert_near(decode(picked, [x[beams] for x in whole], 40, 60), want[beams])
+    cache.batch_select_indices(torch.tensor([1]).int())
+    assert_near(decode(cache, [x[1:] for x in whole], 40, 60), want[1:])
+    assert cache.seen.tolist() == [60] and wide.position.shape[0] == 6
+
+
+@pytest.mark.parametrize("evict", [True, False])
+@pytest.mark.parametrize("way", ["clone", "deepcopy", "save"])
+def test_copies_go_on_where_the_cache_was(evict: bool, way: str) -> None:
+    whole = q, k, v, score = sequence()
+    cache = make(evict)
+    decode(cache, whole, 0, 40)
+    if way == "save":
+        file = io.BytesIO()
+        torch.save([cache], file)
+        file.seek(0)
+        (other,) = torch.load(file, weights_only=True)
+    else:
+        other = cache.clone() if way == "clone" else copy.deepcopy(cache)
+    want = attend(q, k, v, score)[:, 40:80]
+    assert_near(decode(other, whole, 40, 80), want)
+    assert cache.seen.tolist() == [40, 40]
+    assert_near(decode(cache, whole, 40, 80), want)
+    assert repr(other) == repr(cache) and other.is_empty is False
+
+
+@torch.no_grad()
+def test_steps_compile_once() -> None:
+    """The host counts nothing that changes from step to step."""
+    whole = q, k, v, score = sequence()
+    cache, graphs = make(), 0
+
+    def count(module: torch.fx.GraphModule, _: Any) -> Any:
+        nonlocal graphs
+        graphs += 1
+        return module.forward
+
+    torch._dynamo.reset()
+    step = torch.compile(cache.append_and_attend, backend=count, fullgraph=True)
+    outs = [
+        step(q[:, t : t + 1], k[:, t : t + 1], v[:, t : t + 1], score[..., t : t + 1])
+        for t in range(40)
+    ]
+    assert_near(torch.cat(outs, 1), attend(q, k, v, score)[:, :40])
+    assert graphs <= 2
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_dtypes(dtype: torch.dtype) -> None:
     whole = q, k, v, score = sequence("random", dtype=dtype)
@@ -252,8 +313,8 @@ def test_bad_steps_leave_the_cache_unchanged(evict: bool) -> None:
         ([q, k, v, score.half()], {}, TypeError, "score: got dtype torch.float16, wanted"),
         ([q, k, v, score[:, :1]], {}, ValueError, "score: got shape"),
         ([q.to("meta"), k, v, score], {}, ValueError, "query: got device meta, wanted cpu"),
-        ([None, k, v, score], {}, TypeError, "query: got NoneType, wanted a torch.Tensor"),
-        ([q, None, v, score], {}, TypeError, "key: got NoneType, wanted a torch.Tensor"),
+        ([None, k, v, score], {}, TypeError, "query: got None, wanted a torch.Tensor"),
+        ([q, None, v, score], {}, TypeError, "key: got None, wanted a torch.Tensor"),
         ([q, k, v, score], {"active": torch.ones(3).bool()}, ValueError, "active: got shape"),
         ([q, k, v, score], {"active": torch.ones(2)}, TypeError, "active: got dtype"),
         ([q.requires_grad_(), k, v, score], {}, RuntimeError, "require gradients"),
@@ -298,12 +359,21 @@ def test_capacity() -> None:
         ({"window_size": 0}, ValueError, "window_size: got 0"),
         ({"batch": -1}, ValueError, "batch: got -1, wanted an int of at least 0"),
         ({"nheads_k": 0}, ValueError, "nheads_k: got 0, wanted an int of at least 1"),
-        ({"head_dim": 2.5}, ValueError, "head_dim: got 2.5"),
+        ({"head_dim": 2.5}, TypeError, "head_dim: got 2.5"),
+        ({"head_dim": 300}, ValueError, "head_dim: got 300, wanted 1 to 256"),
+        ({"window_size": 2.5}, TypeError, "window_size: got 2.5"),
+        ({"window_size": True}, TypeError, "window_size: got True"),
+        ({"evict": "no"}, TypeError, "evict: got 'no' .*, wanted True or False"),
+        ({"evict": False, "capacity": 5.5}, TypeError, "capacity: got 5.5"),
+        ({"dtype": torch.float8_e4m3fn}, TypeError, "dtype: got torch.float8_e4m3fn, wanted"),
+        ({"dtype": "float32"}, TypeError, "dtype: got 'float32' .*, wanted a torch.dtype"),
+        ({"device": None}, TypeError, "device: got None, wanted a torch.device"),
+        ({"device": "xpu"}, ValueError, "device: got xpu, wanted"),
         ({"evict": False}, ValueError, "capacity: got None, wanted an int, with evict=False"),
-        ({"capacity": 9}, ValueError, "capacity: got 9, wanted None"),
-        ({"evict": False, "capacity": 0}, ValueError, "capacity: got 0, wanted at least 1"),
-        ({"dtype": torch.int32}, TypeError, "dtype: got torch.int32, wanted a floating"),
-        ({"score_dtype": torch.float16}, TypeError, "score_dtype: got torch.float16, wanted"),
+        ({"capacity": 9}, ValueError, "capacity: got 9 .*, wanted None"),
+        ({"evict": False, "capacity": 0}, ValueError, "capacity: got 0, wanted an int of at least 1"),
+        ({"dtype": torch.int32}, TypeError, "dtype: got torch.int32, wanted torch.float16"),
+        ({"score_dtype": torch.float16}, TypeError, "wanted torch.float32$"),
     ],
 )
 def test_bad_caches(changes: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -316,7 +386,7 @@ def test_bad_caches(changes: dict[str, Any], error: type[Exception], message: st
 
 def layer(**options: Any) -> DynamicMaskAttention:
     torch.manual_seed(1)
-    made = DynamicMaskAttention(32, 4, 2, window_size=6, init_std=0.3, **options)
+    made = DynamicMaskAttention(32, 4, 2, **{"window_size": 6, "init_std": 0.3, **options})
     torch.nn.init.normal_(made.A)
     return made
 
@@ -369,6 +439,81 @@ def test_cache_of_a_layer_has_the_dtype_of_its_values() -> None:
     torch.testing.assert_close(torch.cat(outs, 1), whole, rtol=0, atol=0.02)
 
 
+@pytest.mark.parametrize(
+    "options, evict",
+    [
+        ({}, True),
+        ({}, False),
+        ({"num_score_heads": 4}, True),
+        ({"num_score_heads": 4}, False),
+        ({"window_size": None}, False),
+        ({"window_size": None, "num_score_heads": 4}, False),
+    ],
+)
+@pytest.mark.parametrize("prompt", [4, 20])
+@torch.no_grad()
+def test_layers_of_every_kind_decode(options: dict[str, Any], evict: bool, prompt: int) -> None:
+    attention, x = layer(**options), torch.randn(B, 26, 32)
+    mask = torch.ones(B, 26, dtype=torch.bool)
+    mask[0, :3] = False
+    whole = attention(x, (mask.cumsum(1) - 1).clamp(min=0), mask)
+    cache = attention.make_cache(B, evict=evict, capacity=None if evict else 26)
+    outs = [attention(x[:, :prompt], attention_mask=mask[:, :prompt], cache=cache)]
+    outs += [attention(x[:, t : t + 2], cache=cache) for t in range(prompt, 26, 2)]
+    got = torch.cat(outs, 1)
+    torch.testing.assert_close(got[1], whole[1], rtol=0, atol=1e-5)
+    torch.testing.assert_close(got[0, 3:], whole[0, 3:], rtol=0, atol=1e-5)
+
+
+@torch.no_grad()
+def test_layer_takes_the_masks_of_generation_loops() -> None:
+    """int64, and of all tokens so far: padding, prompt and what was generated."""
+    attention, x = layer(), torch.randn(B, 30, 32)
+    mask = torch.ones(B, 30, dtype=torch.int64)
+    mask[0, :7], mask[1, 24:] = 0, 0
+    caches = [attention.make_cache(B) for _ in range(2)]
+    for cache in caches:
+        attention(x[:, :20], attention_mask=mask[:, :20], cache=cache)
+    for t in range(20, 30, 2):
+        now = x[:, t : t + 2]
+        long = attention(now, attention_mask=mask[:, : t + 2], cache=caches[0])
+        short = attention(now, attention_mask=mask[:, t : t + 2].bool(), cache=caches[1])
+        assert torch.equal(long, short)
+    assert caches[0].seen.tolist() == [23, 24]
+    with pytest.raises(ValueError, match=r"got shape \(2, 1\), wanted \(2, 2\) or \(2, tokens bef"):
+        attention(now, attention_mask=mask[:, :1], cache=caches[0])
+    with pytest.raises(ValueError, match=r"attention_mask: got shape \(2, 9\), wanted \(2, 2\)$"):
+        attention(now, attention_mask=mask[:, :9], cache=attention.make_cache(B))
+
+
+@torch.no_grad()
+def test_layers_do_not_share_a_cache() -> None:
+    first, second, x = layer(), layer(), torch.randn(B, 3, 32)
+    cache = first.make_cache(B)
+    first(x, cache=cache)
+    before = cache.clone()
+    with pytest.raises(ValueError, match="cache: got one that holds the keys of another layer"):
+        second(x, cache=cache)
+    assert torch.equal(cache.seen, before.seen) and torch.equal(cache.k, before.k)
+    second(x, cache=before)  # a copy belongs to nobody
+    cache.reset()
+    second(x, cache=cache)
+
+
+@torch.no_grad()
+def test_layer_attends_before_it_fills_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    attention, x = layer(), torch.randn(B, 9, 32)
+    cache = attention.make_cache(B)
+
+    def fail(*_: Any, **__: Any) -> Tensor:
+        raise torch.OutOfMemoryError("none left")
+
+    monkeypatch.setattr("dmattn.scoring.flash_dmattn_func", fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        attention(x, cache=cache)
+    assert cache.is_empty and not cache.seen.any()
+
+
 def test_layer_refuses_caches_that_do_not_fit() -> None:
     attention, x = layer(), torch.randn(B, 3, 32)
     with pytest.raises(RuntimeError, match="cache: got one with gradients enabled"):
@@ -382,6 +527,9 @@ def test_layer_refuses_caches_that_do_not_fit() -> None:
             ValueError, match=r"cache: got one of .*\(2, 6, 2, 8\), wanted \(1, 6, 2, 8\)"
         ):
             attention(x[:1], cache=attention.make_cache(B))
-    for options in ({"is_causal": False}, {"num_score_heads": 4}):
-        with pytest.raises(ValueError, match="wanted"):
-            layer(**options).make_cache(B)
+    with pytest.raises(ValueError, match="is_causal: got False, wanted a causal layer"):
+        layer(is_causal=False).make_cache(B)
+    with pytest.raises(ValueError, match="window_size: got None, wanted a window .* evict=False"):
+        layer(window_size=None).make_cache(B)
+    with torch.no_grad(), pytest.raises(TypeError, match="cache: got 5 .*, wanted a Dynamic"):
+        attention(x, cache=5)

@@ -1,10 +1,15 @@
 """What the CUDA path hands to the kernels, seen by a recorder in their place, without a GPU.
 
-The tensors are on the CPU; only `dmattn.backends.cuda` is called, which does not look at device types.
+The tensors are on the CPU; only `dmattn.backends.cuda` is called, which does not look at device
+types.
 """
 
+import ast
+import dataclasses
+import functools
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -16,26 +21,34 @@ from dmattn import DynamicMaskCache, select_keys
 from dmattn.backends.cuda import attention as cuda
 from dmattn.backends.cuda import kernels
 from dmattn.backends.cuda import selection as cuda_selection
-from dmattn.ops import cache, key_lists
+from dmattn.checks import check
+from dmattn.ops import cache
 from dmattn.ops import selection as ops_select
+from dmattn.problem import Needs, Problem, empty_results
 
 FLOAT16, BFLOAT16, FLOAT32, BOOL, INT32 = 1, 2, 3, 4, 5
 WORKSPACE = 4096
 # In the order of the constructors.
-PACKING_FIELDS = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
-FWD_FIELDS = (
-    "device q k v mask bias out lse softmax_scale softcap is_causal num_splits selection lse_rest "
-    f"{PACKING_FIELDS}"
-)
-BWD_FIELDS = (
-    "device q k v mask bias out lse dout dlse dq dk dv dbias softmax_scale softcap is_causal "
-    f"deterministic selection lse_rest {PACKING_FIELDS}"
-)
 SELECT_FIELDS = "device scores key_mask selection window seqlen_q is_causal cu_seqlens"
 LISTS_FIELDS = "device selection seqlen_q reach needed"
 APPEND_FIELDS = (
     "device k_new v_new score_new active k v score position seen evict q out softmax_scale softcap"
 )
+
+
+# The types of the compiled module: what it calls its arguments.
+BINDING = Path(__file__).parents[2] / "dmattn-kernels/src/dmattn_kernels/_core.pyi"
+
+
+@functools.cache
+def binding_arguments(struct: str) -> dict[str, bool]:
+    """The arguments of a parameter struct's constructor, and whether each may be left out."""
+    tree = ast.parse(BINDING.read_text())
+    (cls,) = (x for x in tree.body if isinstance(x, ast.ClassDef) and x.name == struct)
+    (init,) = (x for x in cls.body if isinstance(x, ast.FunctionDef) and x.name == "__init__")
+    names = [argument.arg for argument in init.args.args[1:]]
+    required = len(names) - len(init.args.defaults)
+    return {name: i >= required for i, name in enumerate(names)}
 
 
 class Recorder(ModuleType):
@@ -53,11 +66,11 @@ class Recorder(ModuleType):
     def abi_version(self) -> int:
         return self.abi
 
-    def FwdParams(self, *arguments: Any) -> "Recorder":
-        return self._record(FWD_FIELDS, arguments)
+    def FwdParams(self, **arguments: Any) -> "Recorder":
+        return self._record_named("FwdParams", arguments)
 
-    def BwdParams(self, *arguments: Any) -> "Recorder":
-        return self._record(BWD_FIELDS, arguments)
+    def BwdParams(self, **arguments: Any) -> "Recorder":
+        return self._record_named("BwdParams", arguments)
 
     def SelectParams(self, *arguments: Any) -> "Recorder":
         return self._record(SELECT_FIELDS, arguments)
@@ -68,11 +81,17 @@ class Recorder(ModuleType):
     def CacheAppendParams(self, *arguments: Any) -> "Recorder":
         return self._record(APPEND_FIELDS, arguments)
 
+    def _record_named(self, struct: str, arguments: dict[str, Any]) -> "Recorder":
+        """As the compiled module takes them: its own names, all that have no default."""
+        names = binding_arguments(struct)
+        assert set(arguments) <= set(names), set(arguments) - set(names)
+        missing = [name for name, optional in names.items() if not optional]
+        assert set(missing) <= set(arguments), set(missing) - set(arguments)
+        self.calls.append({**dict.fromkeys(names), **arguments})
+        return self
+
     def _record(self, names: str, arguments: tuple[Any, ...]) -> "Recorder":
-        fields = names.split()
-        if len(arguments) < len(fields):  # packed sequences are optional, and at the end
-            fields = fields[: -len(PACKING_FIELDS.split())]
-        self.calls.append(dict(zip(fields, arguments, strict=True)))
+        self.calls.append(dict(zip(names.split(), arguments, strict=True)))
         return self
 
     def enqueue(self, stream: int) -> int:
@@ -102,9 +121,7 @@ def install(core: Recorder, monkeypatch: pytest.MonkeyPatch) -> Recorder:
     return core
 
 
-# Without the types of their arguments, for calls with unpacked lists.
-run_forward: Any = cuda.forward
-run_backward: Any = cuda.backward
+NOTHING, ALL = Needs(False, False, False, False), Needs(True, True, True, True)
 
 
 def half(*shape: int) -> Tensor:
@@ -124,7 +141,7 @@ def test_views_are_passed_by_stride(recorder: Recorder) -> None:
     v = half(2, 7, 4, 64)[:, :, ::2]
     mask = torch.ones(1, 1, 1, 7, dtype=torch.bool).expand(2, 4, 5, 7)
     bias = torch.randn(7, 4).t()[None, :, None, :]
-    out, lse = run_forward(q, k, v, mask, bias, 0.25, True, 3.0)
+    out, lse, _ = cuda.forward(Problem(q, k, v, mask, bias, 0.25, True, 3.0))
     (call,) = recorder.calls
     for name, t in (("q", q), ("k", k), ("v", v), ("mask", mask), ("bias", bias)):
         assert call[name] == view(t), name
@@ -139,27 +156,26 @@ def test_views_are_passed_by_stride(recorder: Recorder) -> None:
 def test_without_a_workspace_one_call_is_enough(recorder: Recorder) -> None:
     recorder.workspace = 0
     q = half(2, 5, 4, 64)
-    run_forward(q, q, q, None, None, 0.25, False, 0.0)
+    cuda.forward(Problem(q, q, q))
     assert recorder.launches == [(0, 0, 77)]
 
 
-def backward(recorder: Recorder, needs: list[bool], **given: Any) -> tuple[Tensor, ...]:
+def backward(
+    needs: Needs, dout: Tensor | None = None, dlse: Tensor | None = None, **operands: Any
+) -> tuple[Tensor, ...]:
     q, k, v = half(2, 5, 4, 64), half(2, 7, 2, 64), half(2, 7, 2, 64)
-    t: dict[str, Any] = {"q": q, "k": k, "v": v, "mask": None, "bias": None, "dlse": None}
-    t |= {"out": half(2, 5, 4, 64), "lse": torch.randn(2, 4, 5), "dout": half(2, 5, 4, 64)}
-    t |= given
-    inputs = [t[name] for name in ("dout", "dlse", "q", "k", "v", "mask", "bias", "out", "lse")]
-    grads: tuple[Tensor, ...] = run_backward(*inputs, 0.25, False, 0.0, True, needs)
-    return grads
+    problem = Problem(**{"q": q, "k": k, "v": v, "deterministic": True, **operands})
+    results = empty_results(problem)
+    return cuda.backward(problem, results, half(*q.shape) if dout is None else dout, dlse, needs)
 
 
 @pytest.mark.parametrize(
-    "needs", [[True] * 4, [False, True, False, True], [True, False, True, False], [False] * 4]
+    "needs", [ALL, Needs(False, True, False, True), Needs(True, False, True, False), NOTHING]
 )
-def test_gradients_are_allocated_as_needed(recorder: Recorder, needs: list[bool]) -> None:
+def test_gradients_are_allocated_as_needed(recorder: Recorder, needs: Needs) -> None:
     base = torch.randn(4, 7)
     bias = base.expand(2, 5, 4, 7).transpose(1, 2)
-    grads = backward(recorder, needs, bias=bias)
+    grads = backward(needs, bias=bias)
     (call,) = recorder.calls
     assert call["bias"] == view(bias)
     shapes = [(2, 5, 4, 64), (2, 7, 2, 64), (2, 7, 2, 64), (2, 4, 5, 7)]
@@ -173,7 +189,7 @@ def test_gradients_are_allocated_as_needed(recorder: Recorder, needs: list[bool]
 
 
 def test_no_dbias_without_a_bias(recorder: Recorder) -> None:
-    grads = backward(recorder, [True] * 4)
+    grads = backward(ALL)
     assert recorder.calls[0]["dbias"] is None and grads[3].shape == (0,)
 
 
@@ -181,20 +197,22 @@ def test_gradient_of_a_sum_is_made_readable(recorder: Recorder) -> None:
     """Its last stride is 0, and the kernels read vectors along head_dim."""
     dout = torch.ones((), dtype=torch.bfloat16).expand(2, 5, 4, 64)
     dlse = torch.ones(()).expand(2, 4, 5)
-    backward(recorder, [True] * 4, dout=dout, dlse=dlse)
+    backward(ALL, dout=dout, dlse=dlse)
     assert recorder.calls[0]["dout"][3] == (1280, 256, 64, 1)
     assert recorder.calls[0]["dlse"][3] == (20, 5, 1)
 
 
 def test_other_head_dims_are_padded(recorder: Recorder) -> None:
     q, k, v = half(2, 5, 4, 20), half(2, 7, 2, 20), half(20, 2, 2, 7).permute(1, 3, 2, 0)
-    out, lse = run_forward(q, k, v, None, None, 0.25, False, 0.0)
+    problem = Problem(q, k, v)
+    results = cuda.forward(problem)
+    out = results.out
     assert out.shape == q.shape and out.is_contiguous()
     call = recorder.calls[0]
     assert call["q"][2:] == ((2, 5, 4, 24), (480, 96, 24, 1))
     assert call["v"][2:] == ((2, 7, 2, 24), (336, 48, 24, 1))
-    given = {"q": q, "k": k, "v": v, "out": out, "lse": lse, "dout": half(2, 5, 4, 20)}
-    grads = backward(recorder, [True, True, False, False], **given)
+    needs = Needs(True, True, False, False)
+    grads = cuda.backward(problem, results, half(2, 5, 4, 20), None, needs)
     call = recorder.calls[1]
     for name in ("q", "k", "v", "out", "dout", "dq", "dk"):
         assert call[name][2][3] == 24, name
@@ -203,13 +221,13 @@ def test_other_head_dims_are_padded(recorder: Recorder) -> None:
 
 
 def test_nothing_to_do_launches_nothing(recorder: Recorder) -> None:
-    out, lse = run_forward(half(2, 5, 4, 20), *[half(2, 0, 2, 20)] * 2, None, None, 1.0, True, 0.0)
+    out, lse, _ = cuda.forward(Problem(half(2, 5, 4, 20), *[half(2, 0, 2, 20)] * 2))
     assert not out.any() and out.shape == (2, 5, 4, 20) and (lse == -torch.inf).all()
-    out, lse = run_forward(half(2, 0, 4, 64), *[half(2, 7, 2, 64)] * 2, None, None, 1.0, True, 0.0)
-    assert out.shape == (2, 0, 4, 64) and lse.shape == (2, 4, 0)
-    nothing = {"q": half(2, 0, 4, 64), "out": out, "dout": out, "lse": lse}
     bias = torch.randn(1, 1, 1, 7)
-    grads = backward(recorder, [True, True, False, True], **nothing, bias=bias)
+    problem = Problem(half(2, 0, 4, 64), *[half(2, 7, 2, 64)] * 2, bias=bias)
+    out, lse, _ = results = cuda.forward(problem)
+    assert out.shape == (2, 0, 4, 64) and lse.shape == (2, 4, 0)
+    grads = cuda.backward(problem, results, out, None, Needs(True, True, False, True))
     assert [tuple(g.shape) for g in grads] == [(2, 0, 4, 64), (2, 7, 2, 64), (0,), (1, 1, 1, 7)]
     assert not any(g.any() for g in grads)
     assert not recorder.calls and not recorder.launches
@@ -218,7 +236,7 @@ def test_nothing_to_do_launches_nothing(recorder: Recorder) -> None:
 def test_kernels_of_another_abi_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     install(Recorder(abi=9), monkeypatch)
     with pytest.raises(RuntimeError, match="dmattn-kernels: got ABI version 9, wanted 1"):
-        run_forward(*[half(1, 2, 1, 8)] * 3, None, None, 1.0, False, 0.0)
+        cuda.forward(Problem(*[half(1, 2, 1, 8)] * 3))
 
 
 def test_missing_kernels_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,16 +261,16 @@ def test_a_selection_travels_with_its_lists(recorder: Recorder, causal: bool) ->
     lists = select_keys(bias, 3, causal, query_len=5).lists
     want = (*(view(t) for t in lists[:3]), view(lists.full) if causal else None)
     cuda_selection.select(bias[:, :, 0], None, 3, 5, causal, lists)
-    rest = torch.empty(2, 4, 5)
-    out, lse = run_forward(q, k, v, None, bias, 0.25, causal, 0.0, lists, rest)
-    saved = (half(2, 5, 4, 64), None, q, k, v, None, bias, out, lse)
-    run_backward(*saved, 0.25, causal, 0.0, True, [True] * 4, lists, rest)
+    problem = Problem(q, k, v, None, bias, is_causal=causal, key_lists=lists)
+    results = cuda.forward(problem)
+    cuda.backward(problem, results, half(2, 5, 4, 64), None, ALL)
     for call in recorder.calls:
         assert call["selection"] == want
     assert recorder.calls[0]["scores"] == view(bias[:, :, 0])
-    assert [call["lse_rest"] for call in recorder.calls[1:]] == [view(rest)] * 2
+    assert [call["lse_rest"] for call in recorder.calls[1:]] == [view(results.lse_rest)] * 2
+    beside = dataclasses.replace(problem, mask=torch.ones(1, 1, 1, 7).bool())
     with pytest.raises(ValueError, match="attn_mask: got a mask beside a selection"):
-        run_forward(q, k, v, torch.ones(1, 1, 1, 7).bool(), bias, 0.25, causal, 0.0, lists)
+        check(beside)
 
 
 def test_documents_travel_with_the_scores(recorder: Recorder) -> None:
@@ -269,7 +287,7 @@ def test_lists_of_intervals_are_built_in_place(
     recorder: Recorder, reach: int, capacity: int
 ) -> None:
     end = torch.arange(1, 301, dtype=torch.int32).repeat(2, 3, 1)
-    idx, count, full, needed = key_lists._build_cuda(end.mT.contiguous().mT, 290, capacity, reach)
+    idx, count, full, needed = ops_select._build_cuda(end.mT.contiguous().mT, 290, capacity, reach)
     (call,) = recorder.calls
     assert call["selection"][1:] == (view(idx), view(count), view(full))
     assert call["selection"][0][1:] == view(end)[1:]
@@ -279,7 +297,7 @@ def test_lists_of_intervals_are_built_in_place(
 
 
 def test_no_lists_launch_nothing(recorder: Recorder) -> None:
-    lists = key_lists._build_cuda(torch.zeros(2, 3, 50, dtype=torch.int32), 0, 128, 0)
+    lists = ops_select._build_cuda(torch.zeros(2, 3, 50, dtype=torch.int32), 0, 128, 0)
     assert lists[0].shape == (2, 3, 0, 128) and not recorder.launches
 
 

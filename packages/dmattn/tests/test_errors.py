@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from dmattn import flash_dmattn_func
-from dmattn import checks as shapes
 
 
 def inputs(**changes: Any) -> dict[str, Any]:
@@ -25,9 +24,9 @@ def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"query": [1.0]}, TypeError, "query: got list, wanted a torch.Tensor"),
-    ({"value": None}, TypeError, "value: got NoneType, wanted a torch.Tensor"),
-    ({"attn_mask": True}, TypeError, "attn_mask: got bool, wanted a torch.Tensor or None"),
+    ({"query": [1.0]}, TypeError, "query: got .*list.*, wanted a torch.Tensor"),
+    ({"value": None}, TypeError, "value: got None, wanted a torch.Tensor"),
+    ({"attn_mask": True}, TypeError, "attn_mask: got True .bool., wanted a torch.Tensor or None"),
     ({"query": zeros()}, ValueError, r"query: got shape \(\), wanted 4 dimensions"),
     ({"query": zeros(5, 4, 8)}, ValueError, r"query: got shape \(5, 4, 8\), wanted 4 dimensions"),
     ({"key": zeros(2, 6, 8)}, ValueError, r"key: got shape \(2, 6, 8\), wanted 4 dimensions"),
@@ -46,7 +45,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     (
         {"query": zeros(2, 5, 4, 8, dtype=torch.int32)},
         TypeError,
-        "query: got dtype torch.int32, wanted torch.float16, torch.bfloat16, .* on the CPU",
+        "query: got dtype torch.int32, wanted torch.float16, torch.bfloat16, ",
     ),
     (
         {"key": zeros(2, 6, 2, 8, dtype=torch.float64)},
@@ -59,9 +58,9 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
         "attn_mask: got dtype torch.float32, wanted torch.bool .*attn_bias",
     ),
     (
-        {"attn_mask": zeros(5, 6, dtype=torch.bool)},
+        {"attn_mask": zeros(2, 5, 6, dtype=torch.bool)},
         ValueError,
-        r"attn_mask: got shape \(5, 6\), wanted \(2\|1, 4\|2\|1, 5\|1, 6\|1\)",
+        r"attn_mask: got shape \(2, 5, 6\), wanted \(2\|1, 4\|2\|1, 5\|1, 6\|1\)",
     ),
     (
         {"attn_mask": zeros(2, 3, 5, 6, dtype=torch.bool)},
@@ -90,18 +89,18 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
         ValueError,
         "attn_mask: got device meta, wanted cpu as query",
     ),
-    ({"softmax_scale": "1"}, TypeError, "softmax_scale: got str, wanted a float"),
+    ({"softmax_scale": "1"}, TypeError, "softmax_scale: got '1' .str., wanted a finite number"),
     ({"softmax_scale": float("nan")}, ValueError, "softmax_scale: got nan, wanted a finite"),
     ({"softcap": float("inf")}, ValueError, "softcap: got inf, wanted a finite"),
-    ({"softcap": None}, TypeError, "softcap: got NoneType, wanted a float"),
-    ({"query": None, "backend": "cpu"}, TypeError, "query: got NoneType, wanted a torch.Tensor"),
+    ({"softcap": None}, TypeError, "softcap: got None, wanted a finite number"),
+    ({"query": None, "backend": "cpu"}, TypeError, "query: got None, wanted a torch.Tensor"),
     (
         {"attn_bias": [1.0], "window_size": 2},
         TypeError,
-        "attn_bias: got list, wanted a torch.Tensor or None",
+        "attn_bias: got .1.0. .list., wanted a torch.Tensor or None",
     ),
     ({"backend": "flex"}, ValueError, "backend: got 'flex', wanted one of 'cuda', 'cpu'"),
-    ({"backend": "cuda"}, ValueError, "backend: got 'cuda', wanted 'cpu' or None"),
+    ({"backend": "cuda"}, ValueError, "query: got device cpu, wanted cuda for backend 'cuda'"),
     ({"window_size": 2}, ValueError, "attn_bias: got None, wanted one score per key"),
 ]
 
@@ -121,7 +120,7 @@ def test_bad_input(
 
 
 BAD_WINDOWS: list[tuple[dict[str, Any], type[Exception], str]] = [
-    ({"window_size": 0}, ValueError, "window_size: got 0, wanted at least 1"),
+    ({"window_size": 0}, ValueError, "window_size: got 0, wanted an int of at least 1"),
     ({"window_size": 2.0}, TypeError, r"window_size: got 2.0 \(float\), wanted an int"),
     ({"window_size": True}, TypeError, r"window_size: got True \(bool\), wanted an int"),
     (
@@ -157,12 +156,9 @@ def test_double_accepts_a_float_bias_and_names_both() -> None:
 
 
 def _backward_arguments() -> list[Any]:
-    t = inputs()
-    out, lse, _ = torch.ops.dmattn.fwd(
-        t["query"], t["key"], t["value"], None, None, 1.0, False, 0.0
-    )
-    dlse = torch.zeros_like(lse)
-    return [torch.zeros_like(out), dlse, *t.values(), None, None, out, lse, 1.0, False, 0.0, False]
+    operands = list(inputs().values())
+    results = torch.ops.dmattn.fwd(*operands)
+    return [*(torch.zeros_like(t) for t in results[:2]), *results, [True] * 4, *operands]
 
 
 @pytest.mark.parametrize(
@@ -171,9 +167,8 @@ def _backward_arguments() -> list[Any]:
         (0, lambda t: t.half(), TypeError, "dout: got dtype torch.float16, wanted torch.float32"),
         (0, lambda t: t[:, 1:], ValueError, r"dout: got shape \(2, 4, 4, 8\), wanted"),
         (1, lambda t: t.double(), TypeError, "dlse: got dtype torch.float64"),
-        (7, lambda t: t[..., 1:], ValueError, "out: got shape"),
-        (8, lambda t: t.mT, ValueError, r"lse: got shape \(2, 5, 4\), wanted \(2, 4, 5\)"),
-        (8, lambda t: t.to("meta"), ValueError, "lse: got device meta, wanted cpu as query"),
+        (2, lambda t: t[..., 1:], ValueError, "out: got shape"),
+        (3, lambda t: t.mT, ValueError, r"lse: got shape \(2, 5, 4\), wanted \(2, 4, 5\)"),
     ],
 )
 def test_bad_backward_input(
@@ -181,10 +176,8 @@ def test_bad_backward_input(
 ) -> None:
     arguments = _backward_arguments()
     arguments[position] = change(arguments[position])
-    dout, dlse, query = arguments[:3]
-    out, lse = arguments[7:9]
     with pytest.raises(error, match=message):
-        shapes.check_backward_inputs(dout, dlse, query, out, lse, [True] * 4)
+        torch.ops.dmattn.bwd(*arguments)
 
 
 def test_fakes_refuse_the_same() -> None:

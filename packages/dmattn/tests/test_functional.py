@@ -10,8 +10,10 @@ from attention_cases import random_case
 
 import dmattn
 from dmattn import flash_dmattn_func, flash_dmattn_func_auto, get_available_backends
-from dmattn.backends import registry as backends
+from dmattn.backends import registry
+from dmattn.backends.cpu import attention as cpu
 from dmattn.backends.cuda import kernels as cuda
+from dmattn.problem import Problem
 
 
 def test_return_values() -> None:
@@ -61,19 +63,19 @@ def test_keywords_and_defaults() -> None:
 
 def test_deterministic_algorithms_reach_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    operator = torch.ops.dmattn.fwd
+    backward = cpu.backward
 
-    def forward(*arguments: Any) -> Any:
-        asked.append(arguments[-1])
-        return operator(*arguments)
+    def watched(problem: Problem, *rest: Any) -> Any:
+        asked.append(problem.deterministic)
+        return backward(problem, *rest)
 
-    monkeypatch.setattr(torch.ops.dmattn, "fwd", forward)
+    monkeypatch.setattr(cpu, "backward", watched)
     case = random_case().requiring_grad()
-    flash_dmattn_func(*case.inputs)
-    flash_dmattn_func(*case.inputs, deterministic=True)
+    flash_dmattn_func(*case.inputs).sum().backward()
+    flash_dmattn_func(*case.inputs, deterministic=True).sum().backward()
     torch.use_deterministic_algorithms(True)
     try:
-        flash_dmattn_func(*case.inputs)
+        flash_dmattn_func(*case.inputs).sum().backward()
     finally:
         torch.use_deterministic_algorithms(False)
     assert asked == [False, True, True]
@@ -108,7 +110,7 @@ def test_cuda_backend_needs_one_usable_device(monkeypatch: pytest.MonkeyPatch) -
     assert get_available_backends() == ["cuda", "cpu"]
     usable = 2
     assert get_available_backends() == ["cpu"]
-    assert backends.why_unavailable("cuda") == "too old"
+    assert registry.named("cuda").unavailable() == "too old"
 
 
 def test_import_needs_neither_gpu_nor_kernels() -> None:

@@ -11,6 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dmattn import flash_dmattn_func
 from dmattn.backends.cpu import attention as cpu
+from dmattn.backends.cpu import key_blocks
+from dmattn.problem import Needs, Problem
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -33,7 +35,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def needs_of(watch: Watch) -> Sequence[bool]:
     (args,) = [args for name, args in watch.calls if name == "dmattn::bwd"]
-    needs = args[13]
+    needs = args[5]
     assert isinstance(needs, (list, tuple))
     return list(needs)
 
@@ -68,10 +70,8 @@ def test_each_gradient_only_when_asked_for(
 
 def test_unneeded_gradients_are_empty() -> None:
     case = random_case(bias_shape=(2, 4, 9, 11))
-    out, lse = cpu.forward(*case.inputs, 0.3, False, 0.0)
-    grads = cpu.backward(
-        case.dout, None, *case.inputs, out, lse, 0.3, False, 0.0, False, [False] * 4
-    )
+    problem = Problem(*case.inputs)
+    grads = cpu.backward(problem, cpu.forward(problem), case.dout, None, Needs(*[False] * 4))
     assert [tuple(g.shape) for g in grads] == [(0,)] * 4
 
 
@@ -172,11 +172,10 @@ def test_memory_is_linear_in_the_lengths(kind: str) -> None:
         case.attn_mask = torch.rand(1, 2, 1, seqlen) < 0.9
     if kind == "key bias":
         case.attn_bias = torch.randn(1, 1, 1, seqlen)
-    settings = (0.3, kind == "causal", 0.0)
+    problem = Problem(*case.inputs, is_causal=kind == "causal")
     with Watch() as watch:
-        out, lse = cpu.forward(*case.inputs, *settings)
-        cpu.backward(case.dout, case.dlse, *case.inputs, out, lse, *settings, False, [True] * 4)
-    assert watch.largest <= cpu._BLOCK_ELEMENTS < seqlen * seqlen / 4
+        cpu.backward(problem, cpu.forward(problem), case.dout, case.dlse, Needs(*[True] * 4))
+    assert watch.largest <= key_blocks._BLOCK_ELEMENTS < seqlen * seqlen / 4
 
 
 def test_dropped_keys_cost_nothing() -> None:
@@ -184,7 +183,7 @@ def test_dropped_keys_cost_nothing() -> None:
     case = long_case(1000)
     case.attn_mask = torch.zeros(1, 1, 1, 1000, dtype=torch.bool)
     case.attn_mask[..., ::50] = True
+    problem = Problem(*case.inputs, is_causal=True)
     with Watch() as watch:
-        out, lse = cpu.forward(*case.inputs, 0.3, True, 0.0)
-        cpu.backward(case.dout, None, *case.inputs, out, lse, 0.3, True, 0.0, False, [True] * 4)
+        cpu.backward(problem, cpu.forward(problem), case.dout, None, Needs(*[True] * 4))
     assert watch.largest == 2 * 1000 * 20

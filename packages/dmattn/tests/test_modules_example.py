@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -92,7 +93,8 @@ def test_mask_paths_side_by_side(
         assert gaps[0] < 1e-5
         assert max(gaps) < 0.05
         assert runs[name]["heldout_bits"][0][1] == pytest.approx(metrics["heldout_bits"][0][1])
-    assert runs["nudged"]["train_bits"] != metrics["train_bits"]
+    losses = {name: (run["train_bits"], run["heldout_bits"]) for name, run in runs.items()}
+    assert losses["nudged"] != losses["window"]
     assert (tmp_path / "loss_paths.png").read_bytes().startswith(b"\x89PNG")
     assert "loss_paths.png" in capsys.readouterr().out
     dense = example.main([*arguments, "--mask-path=dense"])
@@ -145,6 +147,9 @@ def test_nudged_weights(example: ModuleType) -> None:
         dict(example.make_model(config, path, cpu).named_parameters())
         for path in ("window", "nudged")
     )
+    bytes_read = torch.arange(64)[None]
+    logits = [example.make_model(config, path, cpu)(bytes_read) for path in ("window", "nudged")]
+    assert 0 < (logits[0] - logits[1]).abs().max() < 1e-4
     for name, parameter in plain.items():
         moved = (nudged[name] - parameter).abs()
         assert ((moved > 0) == (parameter != 0)).all(), name
@@ -204,3 +209,67 @@ def test_bad_options(
     with pytest.raises(SystemExit):
         example.main([option])
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--steps=-1"], "--steps: got -1, wanted a number from 0 up"),
+        (["--batch=0"], "--batch: got 0, wanted a number from 1 up"),
+        (["--length=0"], "--length: got 0, wanted a number from 1 up"),
+        (["--window=0"], "--window: got 0, wanted a number from 1 up"),
+        (["--layers=0"], "--layers: got 0, wanted a number from 1 up"),
+        (["--kv-heads=0"], "--kv-heads: got 0, wanted a number from 1 up"),
+        (["--seed=-1"], "--seed: got -1, wanted a number from 0 up"),
+        (["--lr=nan"], "--lr: got nan, wanted a positive number"),
+        (["--lr=inf"], "--lr: got inf, wanted a positive number"),
+        (["--lr=0"], "--lr: got 0.0, wanted a positive number"),
+        (["--heads=3"], "--heads: got 3, wanted a multiple of --kv-heads = 2"),
+        (["--width=130"], r"--width: got 130, wanted a multiple of 2 \* --heads = 8"),
+        (["--width=20"], r"--width: got 20, wanted a multiple of 2 \* --heads = 8"),
+        (["--width=2048"], r"--width: got 2048, wanted at most 256 \* --heads = 1024"),
+        (["--length=100000000"], "--length: got 100000000, wanted at most"),
+    ],
+)
+def test_refused_before_training(
+    example: ModuleType,
+    tmp_path: Path,
+    options: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def train(*_: object) -> None:
+        raise AssertionError("it trains")
+
+    monkeypatch.setattr(example, "train", train)
+    with pytest.raises(SystemExit, match=message):
+        example.main(["--device=cpu", "--no-progress", f"--output-dir={tmp_path}", *options])
+
+
+def test_output_that_is_no_folder(example: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "taken").touch()
+    with pytest.raises(SystemExit, match=r"--output-dir: got .*taken, wanted a folder"):
+        example.main([*SMALL, f"--output-dir={tmp_path / 'taken'}"])
+
+
+def test_no_steps(example: ModuleType, tmp_path: Path) -> None:
+    arguments = [*SMALL, "--steps=0", "--length=32", "--window=8", f"--output-dir={tmp_path}"]
+    metrics = example.main([*arguments, "--generate=0"])
+    assert metrics["train_bits"] == []
+    assert len(metrics["heldout_bits"]) == 1
+
+
+def test_without_matplotlib(tmp_path: Path) -> None:
+    """--help works; a run says at once what is missing, and not after it has trained."""
+    code = (
+        "import sys; sys.modules['matplotlib'] = None\n"
+        f"sys.path.insert(0, {str(EXAMPLES)!r})\n"
+        "import train_bytes_lm; train_bytes_lm.main(sys.argv[1:])"
+    )
+    command = [sys.executable, "-c", code]
+    result = subprocess.run([*command, "--help"], capture_output=True, text=True, check=True)
+    assert "--mask-path" in result.stdout
+    command += ["--device=cpu", f"--output-dir={tmp_path}"]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert result.stderr == "the pictures at the end need matplotlib: pip install matplotlib\n"

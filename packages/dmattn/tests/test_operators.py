@@ -48,14 +48,9 @@ def test_forward_operator(options: dict[str, Any], grad: bool) -> None:
 def test_backward_operator(options: dict[str, Any], needs: list[bool]) -> None:
     case = random_case(dtype=torch.float32, **options)
     arguments = forward_arguments(case)
-    out, lse, rest = torch.ops.dmattn.fwd(*arguments)
-    *inputs, scale, causal, softcap = arguments
+    results = torch.ops.dmattn.fwd(*arguments)
     for dlse in (None, case.dlse):
-        opcheck(
-            torch.ops.dmattn.bwd,
-            (case.dout, dlse, *inputs, out, lse, scale, causal, softcap, False, needs),
-            {"lse_rest": rest},
-        )
+        opcheck(torch.ops.dmattn.bwd, (case.dout, dlse, *results, needs, *arguments))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
@@ -67,8 +62,7 @@ def test_fake_and_real_agree(dtype: torch.dtype) -> None:
     arguments = forward_arguments(case)
     real = torch.ops.dmattn.fwd(*arguments)
     fake = torch.ops.dmattn.fwd(*_to_meta(arguments))
-    saved = (*arguments[:5], *real[:2], *arguments[5:])
-    more = (case.dout, case.dlse, *saved, True, [True] * 4)
+    more = (case.dout, case.dlse, *real, [True] * 4, *arguments)
     real += torch.ops.dmattn.bwd(*more)
     fake += torch.ops.dmattn.bwd(*_to_meta(more))
     for a, b in zip(real, fake, strict=True):
@@ -146,15 +140,28 @@ def test_direct_call_equals_the_operator() -> None:
     assert all(torch.equal(a, b) for a, b in zip(direct, through[:2], strict=True))
 
 
-def test_autocast_does_not_lower_the_arithmetic() -> None:
+def test_autocast_casts_as_sdpa_does() -> None:
+    """The operands become its dtype; a float32 bias stays, and so does the arithmetic."""
     case = random_case(dtype=torch.float32, bias_shape=(2, 4, 9, 11)).requiring_grad()
-    results = []
-    for enabled in (False, True):
-        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
-            out = flash_dmattn_func(*case.inputs)
-            grads = torch.autograd.grad(out.sum(), [case.query, case.key])
-            results.append([out, *grads])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    q, k, v, _, bias = case.inputs
+    low = [t.detach().bfloat16() for t in (q, k, v)]
+    for given, meant in ((bias, bias), (bias.half(), bias.half().bfloat16())):
+        expected = flash_dmattn_func(*low, attn_bias=meant)
+        with torch.autocast("cpu", torch.bfloat16):
+            out = flash_dmattn_func(q, k, v, attn_bias=given)
+            plain = torch.nn.functional.scaled_dot_product_attention(q, k[:, :9, :1], v[:, :9, :1])
+        assert out.dtype == plain.dtype == torch.bfloat16
+        assert torch.equal(out, expected)
+    grads = torch.autograd.grad(out.sum(), [q, k])
+    assert all(g.dtype == torch.float32 for g in grads)
+
+
+def test_autocast_mixes_dtypes_and_leaves_float64() -> None:
+    case = random_case(dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = flash_dmattn_func(case.query, case.key.bfloat16(), case.value)
+        wide = flash_dmattn_func(*(t.double() for t in case.inputs[:3]))
+    assert out.dtype == torch.bfloat16 and wide.dtype == torch.float64
 
 
 def test_negative_view() -> None:
@@ -165,17 +172,51 @@ def test_negative_view() -> None:
     torch.testing.assert_close(flash_dmattn_func(negative, case.key, case.value), expected)
 
 
-def test_transforms_that_operators_do_not_support_are_refused() -> None:
-    """An error rather than a gradient that is silently zero."""
+def test_functorch_transforms() -> None:
+    """grad, vjp and jacrev give autograd's numbers, and vmap a loop's."""
+    case = random_case(bias_shape=(1, 2, 9, 11), mask_shape=(2, 1, 1, 11), is_causal=True)
+    q, k, v, mask, bias = case.inputs
+
+    def attend(q: Tensor, bias: Tensor) -> Tensor:
+        return flash_dmattn_func(q, k, v, mask, bias, is_causal=True)
+
+    leaves = case.requiring_grad()
+    out = flash_dmattn_func(*leaves.inputs, is_causal=True)
+    assert leaves.attn_bias is not None
+    want = torch.autograd.grad(out, (leaves.query, leaves.attn_bias), case.dout)
+    got = torch.func.grad(lambda *x: (attend(*x) * case.dout).sum(), argnums=(0, 1))(q, bias)
+    _, pull = torch.func.vjp(attend, q, bias)
+    for found in (got, pull(case.dout)):
+        for a, b in zip(found, want, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-13)
+    jacobian = torch.func.jacrev(lambda q: attend(q, bias)[0, 5, 1])(q)
+    assert jacobian.shape == (8, *q.shape)
+    basis = torch.zeros_like(case.dout)
+    basis[0, 5, 1, 3] = 1
+    torch.testing.assert_close(jacobian[3], pull(basis)[0], rtol=0, atol=1e-13)
+    many = torch.stack([q, 2 * q])
+    looped = torch.stack([attend(x, bias) for x in many])
+    torch.testing.assert_close(torch.func.vmap(attend, (0, None))(many, bias), looped)
+    each = torch.func.vmap(torch.func.grad(lambda q: attend(q, bias).square().sum()))(many)
+    one = torch.func.grad(lambda q: attend(q, bias).square().sum())(2 * q)
+    torch.testing.assert_close(each[1], one, rtol=0, atol=1e-13)
+
+
+def test_derivatives_that_are_not_there_are_refused() -> None:
+    """An error that says so, rather than a gradient that is silently zero."""
     case = random_case()
 
     def loss(q: Tensor) -> Tensor:
-        return flash_dmattn_func(q, case.key, case.value).sum()
+        return flash_dmattn_func(q, case.key, case.value).square().sum()
 
-    with pytest.raises(RuntimeError):
-        torch.func.grad(loss)(case.query)
+    with pytest.raises(RuntimeError, match="forward-mode derivatives"):
+        torch.func.hessian(loss)(case.query)  # forward mode over reverse mode
+    with pytest.raises(RuntimeError, match="first derivatives only"):
+        torch.func.grad(lambda q: torch.func.grad(loss)(q).sum())(case.query)
     make_dual: Any = torch.autograd.forward_ad.make_dual
     with torch.autograd.forward_ad.dual_level():
         dual = make_dual(case.query, case.dout)
         with pytest.raises(RuntimeError, match="forward-mode derivatives"):
             loss(dual)
+    with pytest.raises(RuntimeError, match="forward-mode derivatives"):
+        torch.func.jvp(loss, (case.query,), (case.dout,))

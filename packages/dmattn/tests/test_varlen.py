@@ -16,6 +16,7 @@ from torch.library import opcheck
 from dmattn import flash_dmattn_func, flash_dmattn_varlen_func
 from dmattn.backends.cuda import attention as cuda
 from dmattn.backends.cuda import kernels
+from dmattn.problem import Needs, Packing, Problem
 from dmattn.reference import reference_gradients
 
 NAMES = ("dq", "dk", "dv", "dbias")
@@ -381,9 +382,8 @@ def test_errors() -> None:
             ValueError,
             r"attn_mask: got shape \(8, 2, 6\), wanted \(total_k, heads\)",
         ),
-        ({"window_size": 2, "is_causal": True}, ValueError, "cu_seqlens_q: got another tensor"),
         ({"window_size": 0}, ValueError, "window_size"),
-        ({"backend": "cuda"}, ValueError, "backend: got 'cuda', wanted 'cpu'"),
+        ({"backend": "cuda"}, ValueError, "query: got device cpu, wanted cuda for backend 'cuda'"),
         ({"softcap": math.inf}, ValueError, "softcap: got inf"),
     ]
     flash_dmattn_varlen_func(**good)
@@ -401,12 +401,13 @@ SHAPES: list[dict[str, Any]] = [
 ]
 
 
-def arguments(case: Packed) -> tuple[Any, ...]:
+def arguments(case: Packed) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Of dmattn::fwd: by position, and by name."""
     mask, bias = (
         None if t is None else t.transpose(0, 1) for t in (case.attn_mask, case.attn_bias)
     )
-    longest = max(case.lengths_q), max(case.lengths_k)
-    return case.query, case.key, case.value, mask, bias, *case.cu_seqlens, *longest
+    packing = Packing(*case.cu_seqlens, max(case.lengths_q), max(case.lengths_k))
+    return (case.query, case.key, case.value, mask, bias, 0.3, True, 2.0), packing._asdict()
 
 
 @pytest.mark.parametrize("options", SHAPES)
@@ -414,18 +415,17 @@ def arguments(case: Packed) -> tuple[Any, ...]:
 def test_forward_operator(options: dict[str, Any], grad: bool) -> None:
     case = packed([3, 0, 5], [4, 2, 6], dtype=torch.float32, **options)
     case = case.requiring_grad() if grad else case
-    opcheck(torch.ops.dmattn.varlen_fwd, (*arguments(case), 0.3, True, 2.0))
+    opcheck(torch.ops.dmattn.fwd, *arguments(case))
 
 
 @pytest.mark.parametrize("options", SHAPES)
 @pytest.mark.parametrize("needs", [[True] * 4, [False, True, False, False], [False] * 4])
 def test_backward_operator(options: dict[str, Any], needs: list[bool]) -> None:
     case = packed([3, 0, 5], [4, 2, 6], dtype=torch.float32, **options)
-    given = arguments(case)
-    out, lse, rest = torch.ops.dmattn.varlen_fwd(*given, 0.3, True, 2.0)
+    given, packing = arguments(case)
+    results = torch.ops.dmattn.fwd(*given, **packing)
     for dlse in (None, case.dlse):
-        args = (case.dout, dlse, *given, out, lse, 0.3, True, 2.0, False, needs)
-        opcheck(torch.ops.dmattn.varlen_bwd, args, {"lse_rest": rest})
+        opcheck(torch.ops.dmattn.bwd, (case.dout, dlse, *results, needs, *given), packing)
 
 
 @pytest.mark.parametrize("window_size", [None, 4])
@@ -456,7 +456,7 @@ def test_second_derivatives_are_refused() -> None:
     case = packed([3, 2]).requiring_grad()
     out, _ = case.call()
     (dq,) = torch.autograd.grad(out.sum(), case.query, create_graph=True)
-    with pytest.raises(RuntimeError, match="varlen_bwd is not differentiable"):
+    with pytest.raises(RuntimeError, match="dmattn::bwd is not differentiable"):
         torch.autograd.grad(dq.sum(), case.query)
 
 
@@ -475,20 +475,19 @@ def test_gradcheck() -> None:
 
 def test_the_kernels_get_the_callers_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Views by stride, and cu_seqlens by address: nothing is copied, padded or read."""
-    from test_cuda_path import FWD_FIELDS, Recorder, install, view
+    from test_cuda_path import Recorder, install, view
 
     recorder = install(Recorder(), monkeypatch)
     q = torch.randn(8, 4, 16).bfloat16()
     k, v = torch.randn(2, 2, 10, 16).bfloat16().transpose(1, 2).unbind(0)
     cu_q, cu_k = boundaries([3, 5]), boundaries([4, 6])
     mask, bias = torch.rand(10, 1).t() < 0.5, torch.randn(8, 4, 6).transpose(0, 1)
-    packing = cuda.Packing(cu_q, cu_k, 5, 6)
-    rest = torch.empty(4, 8)
-    out, lse = cuda.varlen_forward(q, k, v, mask, bias, packing, 0.25, True, 1.0, rest)
+    packing = Packing(cu_q, cu_k, 5, 6)
+    problem = Problem(q, k, v, mask, bias, 0.25, True, 1.0, True, packing)
+    results = cuda.forward(problem)
+    out, lse, rest = results
     dout = torch.ones((), dtype=torch.bfloat16).expand(8, 4, 16)
-    given: Any = (dout, None, q, k, v, mask, bias, packing, out, lse)
-    grads = cuda.varlen_backward(*given, 0.25, True, 1.0, True, [True] * 4, rest)
-    assert "cu_seqlens_q" in FWD_FIELDS
+    grads = cuda.backward(problem, results, dout, None, Needs(True, True, True, True))
     forward, backward = recorder.calls
     for call in (forward, backward):
         for name, t in (("q", q), ("k", k), ("v", v), ("mask", mask), ("bias", bias)):
@@ -498,7 +497,7 @@ def test_the_kernels_get_the_callers_tensors(monkeypatch: pytest.MonkeyPatch) ->
         assert (call["max_seqlen_q"], call["max_seqlen_k"]) == (5, 6)
         assert call["selection"] is None and call["lse_rest"] == view(rest)
     assert out.shape == q.shape and lse.shape == (4, 8)
-    assert forward["num_splits"] == 0 and backward["deterministic"] is True
+    assert backward["deterministic"] is True
     assert backward["dout"][3] == (64, 16, 1)
     for name, grad in zip(NAMES, grads, strict=True):
         assert backward[name] == view(grad) and grad.is_contiguous()

@@ -15,6 +15,13 @@
  * and neither synchronises nor allocates: all scratch memory is the `workspace` that the caller passes, of at
  * least the size that the matching `..._workspace_size` call reports. Calls are re-entrant from many threads
  * and may be captured in a CUDA graph. Errors come back as a status; dmattn_last_error() has the words.
+ *
+ * Each thread remembers the last parameters of each operation that it has checked, with what they lead to. Asking for
+ * the size of the workspace and then launching with the same bytes therefore checks and plans only once.
+ *
+ * Some values are read on the device only, so that no call can check them: cu_seqlens, the entries of key lists, the
+ * ends of key intervals, the positions and counters of a cache. Each is clamped where it is read. Wrong ones give wrong
+ * numbers, but no access outside the tensors of the call.
  */
 #ifndef DMATTN_DMATTN_H_
 #define DMATTN_DMATTN_H_
@@ -32,7 +39,8 @@
 extern "C" {
 #endif
 
-/* Rises when a struct or a meaning below changes incompatibly. Growing a params struct at its end does not. */
+/* Rises when a struct or a meaning below changes incompatibly. It does not rise when a params struct grows at its
+ * end. */
 #define DMATTN_ABI_VERSION 1
 
 typedef enum dmattn_status {
@@ -96,13 +104,14 @@ typedef struct dmattn_fwd_params {
   /* Packed sequences, instead of a batch of equal lengths (cu_seqlens_q.ndim == 0: none). Sequence b has the query rows
    * cu_seqlens_q[b] to cu_seqlens_q[b + 1] - 1 and the keys cu_seqlens_k[b] to cu_seqlens_k[b + 1] - 1; causality is
    * aligned to the bottom right corner of each. Both arrays rise from 0 to total_q and total_k. They are read on the
-   * device only, so that neither they nor the bounds below can be checked: rows that they do not cover are not written,
-   * and other wrong numbers make kernels read and write outside the tensors. Then:
+   * device only, so that neither they nor the bounds below can be checked: rows that they do not cover are not written.
+   * Then:
    *   q, out        [total_q, nheads, head_dim]            k, v   [total_k, nheads_k, head_dim]
    *   softmax_lse, softmax_lse_rest   [nheads, total_q]
    *   mask, bias    [nheads|nheads_k|1, total_k], the same for all rows of a sequence, or
-   *                 [nheads|nheads_k|1, total_q, max_seqlen_k], columns counted from the first key of the row's
-   * sequence num_splits is 0 or 1, and there is no selection. */
+   *                 [nheads|nheads_k|1, total_q, max_seqlen_k], columns counted from the first key of the row's own
+   *                 sequence
+   * num_splits must be 0 or 1, and selection absent. */
   dmattn_tensor cu_seqlens_q, cu_seqlens_k; /* int32 [sequences + 1], contiguous */
   int32_t max_seqlen_q, max_seqlen_k;       /* bounds of the lengths of the sequences */
 } dmattn_fwd_params;
@@ -147,9 +156,7 @@ typedef struct dmattn_select_params {
   dmattn_tensor cu_seqlens;       /* optional int32 [documents + 1], contiguous, rising from 0 to seqlen_k: documents
                                      packed one behind the other, the same in every batch and head. Keys compete
                                      within their document, and only its rows see them. Causal, seqlen_q ==
-                                     seqlen_k. Its values are the caller's responsibility: others give another
-                                     selection, but no access out of bounds; keys behind the last boundary count
-                                     as one more document. */
+                                     seqlen_k. Keys behind the last boundary count as one more document. */
 } dmattn_select_params;
 
 /* Key lists from intervals of one's own: sliding windows, packed documents, any causal selection whose `end` is known.
@@ -168,10 +175,11 @@ typedef struct dmattn_build_key_lists_params {
 } dmattn_build_key_lists_params;
 
 /* Puts new tokens, one after the other, into a cache of keys. Empty entries have score -inf and position -1.
- *   evict      the lowest entry makes room when the token's score is not lower (so that among equal scores the later
- * key stays): the cache holds the `capacity` best keys. A token of score NaN or -inf is never kept. not evict  a token
- * goes to the entry of its position; where there is none it is skipped. With q, each token's queries attend to what the
- * cache holds after it, with the scores as bias. */
+ *   evict      the entry of the lowest score makes room when the token's score is not lower (so that among equal scores
+ *              the later key stays): the cache holds the `capacity` best keys. A token of score NaN or -inf is never
+ *              kept.
+ *   not evict  a token goes to the entry of its position; where there is none it is skipped.
+ *   with q     each token's queries attend to what the cache holds after it, with the scores as bias. */
 typedef struct dmattn_cache_append_params {
   size_t struct_size;
   int32_t device;
@@ -189,8 +197,8 @@ typedef struct dmattn_cache_append_params {
   dmattn_tensor out;              /* as q; present when q is. A skipped token's is finite and means nothing */
 } dmattn_cache_append_params;
 
-/* Bytes of device scratch that the call with these very params needs. The pointers need not be set yet for
- * tensors whose ndim is set, but which tensors are present (ndim > 0) must be final. */
+/* Bytes of device scratch that the call with these params needs. Data pointers need not be set yet, but which tensors
+ * are present (ndim > 0) must be final. */
 DMATTN_API dmattn_status dmattn_fwd_workspace_size(const dmattn_fwd_params* params, size_t* bytes);
 DMATTN_API dmattn_status dmattn_bwd_workspace_size(const dmattn_bwd_params* params, size_t* bytes);
 
@@ -222,7 +230,8 @@ DMATTN_API const char* dmattn_version(void);
 DMATTN_API int32_t dmattn_cuda_version(void);
 /* Comma separated, e.g. "sm_80,sm_89,compute_80": what the binary contains. */
 DMATTN_API const char* dmattn_architectures(void);
-/* Which kernel family ("sm80" or "sm89") serves this device; DMATTN_ARCH in the environment overrides it. */
+/* Name of the set of kernels that serves this device, e.g. "sm80", or "sm89" for chips with less shared memory.
+ * DMATTN_ARCH in the environment overrides the choice. */
 DMATTN_API dmattn_status dmattn_device_architecture(int32_t device, const char** name);
 
 #ifdef __cplusplus

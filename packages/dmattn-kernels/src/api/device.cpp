@@ -3,46 +3,25 @@
 #include <cuda_runtime_api.h>
 
 #include <atomic>
-#include <cstdio>
 #include <cstdlib>
-#include <cstring>
 #include <mutex>
 
-#include "api/error.h"
-#include "dmattn/dmattn.h"
+#include "api/operation.h"
 
 namespace dmattn {
 namespace {
 
 constexpr int kMaxDevices = 64;
-constexpr int kSharedMemorySm80 = 163 * 1024;  // what the largest tiles of each family take of it, at most
-constexpr int kSharedMemorySm89 = 99 * 1024;
-
-// Whether the binary holds the sm89 tile shapes for a chip: those compiled from compute_89 (see cmake/cuda.cmake), and
-// every chip in test builds.
-bool has_sm89_tiles(int major, int minor) {
 #ifdef DMATTN_ALL_TILES
-  (void)major, (void)minor;
-  return true;
+constexpr bool kHasAllTiles = true;
 #else
-  if (major * 10 + minor != 89 && major != 12) return false;
-  char name[16];
-  std::snprintf(name, sizeof(name), "sm_%d%d", major, minor);
-  return std::strstr(dmattn_architectures(), name) != nullptr;
+constexpr bool kHasAllTiles = false;
 #endif
-}
 
-const char* forced_family() {
+// A set of kernels by its name, whatever the device; nullptr: chosen by the device.
+const char* forced_kernels() {
   static const char* const value = std::getenv("DMATTN_ARCH");
   return value != nullptr && value[0] != '\0' ? value : nullptr;
-}
-
-Family choose_family(int shared_memory) {
-  const char* forced = forced_family();
-  if (forced == nullptr) return shared_memory >= kSharedMemorySm80 ? Family::kSm80 : Family::kSm89;
-  if (std::strcmp(forced, "sm80") == 0) return Family::kSm80;
-  if (std::strcmp(forced, "sm89") == 0) return Family::kSm89;
-  fail(DMATTN_ERROR_INVALID_VALUE, "DMATTN_ARCH in the environment is '%s'; wanted sm80 or sm89", forced);
 }
 
 int attribute(cudaDeviceAttr which, int32_t device) {
@@ -52,28 +31,15 @@ int attribute(cudaDeviceAttr which, int32_t device) {
 }
 
 Device inspect(int32_t device) {
-  const int major = attribute(cudaDevAttrComputeCapabilityMajor, device);
-  const int minor = attribute(cudaDevAttrComputeCapabilityMinor, device);
-  if (major < 8) {
-    fail(DMATTN_ERROR_UNSUPPORTED, "device %d has compute capability %d.%d; wanted at least 8.0", device, major, minor);
-  }
-  const int shared_memory = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  Chip chip;
+  chip.device = device;
+  chip.capability =
+      10 * attribute(cudaDevAttrComputeCapabilityMajor, device) + attribute(cudaDevAttrComputeCapabilityMinor, device);
+  chip.smem_per_block = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   Device found;
+  found.kernels = &choose_kernel_set(chip, forced_kernels(), dmattn_architectures(), kHasAllTiles);
   found.num_sms = attribute(cudaDevAttrMultiProcessorCount, device);
   found.smem_per_sm = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device);
-  found.family = choose_family(shared_memory);
-  const bool is_sm89 = found.family == Family::kSm89;
-  if (is_sm89 && !has_sm89_tiles(major, minor)) {
-    fail(DMATTN_ERROR_UNSUPPORTED,
-         "device %d has compute capability %d.%d; this build (%s) lacks the sm89 kernels for it, which fit %d bytes of "
-         "shared memory a block",
-         device, major, minor, dmattn_architectures(), kSharedMemorySm89);
-  }
-  const int wanted = is_sm89 ? kSharedMemorySm89 : kSharedMemorySm80;
-  if (shared_memory < wanted) {
-    fail(DMATTN_ERROR_UNSUPPORTED, "device %d has %d bytes of shared memory a block; wanted %d for the %s kernels",
-         device, shared_memory, wanted, family_name(found.family));
-  }
   return found;
 }
 
@@ -81,7 +47,7 @@ void check_exists(int32_t device) {
   int count = 0;
   const cudaError_t error = cudaGetDeviceCount(&count);
   if (error != cudaSuccess || count == 0) {
-    (void)cudaGetLastError();  // said here, and not by whatever asks next
+    (void)cudaGetLastError();  // forgotten by the runtime: the failure below reports it
     // The runtime calls a driver that is not there an insufficient one.
     const char* why = error == cudaErrorInsufficientDriver
                           ? "there is no NVIDIA driver, or it is too old for this build"
@@ -95,8 +61,6 @@ void check_exists(int32_t device) {
 }
 
 }  // namespace
-
-const char* family_name(Family family) { return family == Family::kSm89 ? "sm89" : "sm80"; }
 
 const Device& find_device(int32_t device) {
   static std::atomic<bool> ready[kMaxDevices];
@@ -129,6 +93,6 @@ DeviceGuard::~DeviceGuard() {
 extern "C" dmattn_status dmattn_device_architecture(int32_t device, const char** name) {
   return dmattn::at_boundary([&] {
     if (name == nullptr) dmattn::fail(DMATTN_ERROR_INVALID_VALUE, "name is null; wanted where to put the name");
-    *name = dmattn::family_name(dmattn::find_device(device).family);
+    *name = dmattn::find_device(device).kernels->name;
   });
 }

@@ -1,19 +1,12 @@
-// The GPU that a call names, looked up on first use: loading the library touches no driver.
+// The GPU that a call names, looked up on first use: loading the library touches no driver. The only place that reads a
+// device; what chips get is in host/arch.cpp.
 #pragma once
 
 #include <cstdint>
 
-#include "kernels/tiles.h"
+#include "host/arch.h"
 
 namespace dmattn {
-
-struct Device {
-  Family family = Family::kSm80;
-  int32_t num_sms = 108;
-  int32_t smem_per_sm = 164 * 1024;  // bytes of shared memory that the blocks of an SM have together
-};
-
-const char* family_name(Family family);
 
 // Fails with DMATTN_ERROR_NO_DEVICE (no driver, no GPU, no such number) or DMATTN_ERROR_UNSUPPORTED (no kernels for
 // it). What is found is kept for the life of the process; so is DMATTN_ARCH.

@@ -3,6 +3,7 @@
 
 #include "build_info.h"  // written by cmake/write_build_info.py
 #include "dmattn/dmattn.h"
+#include "host/error.h"
 
 // Found by searching the binary: which sources it was built from.
 extern "C" __attribute__((used, visibility("hidden"))) const char dmattn_build_id[] =
@@ -12,3 +13,4 @@ extern "C" int32_t dmattn_abi_version(void) { return DMATTN_ABI_VERSION; }
 extern "C" const char* dmattn_version(void) { return DMATTN_VERSION; }
 extern "C" int32_t dmattn_cuda_version(void) { return CUDART_VERSION; }
 extern "C" const char* dmattn_architectures(void) { return DMATTN_ARCHITECTURES; }
+extern "C" const char* dmattn_last_error(void) { return dmattn::last_error(); }

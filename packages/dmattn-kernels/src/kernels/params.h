@@ -1,12 +1,12 @@
 // What the host hands to the kernels. Plain structs, no CUDA types beyond pointers, so that the host library
-// (src/api) and the device code (src/kernels) read one description. All strides are in elements.
+// (src/host) and the device code (src/kernels) read one description. All strides are in elements.
 #pragma once
 
 #include <cstdint>
 
 namespace dmattn {
 
-enum class Dtype : int32_t { kNone = 0, kFloat16 = 1, kBFloat16 = 2, kFloat32 = 3, kBool = 4 };
+enum class Dtype : int32_t { kNone = 0, kFloat16 = 1, kBFloat16 = 2, kFloat32 = 3 };
 
 // (batch, seqlen, heads, head_dim) tensors: the last stride is 1.
 struct Strides3 {
@@ -27,7 +27,7 @@ struct Packing {
   int32_t total_q = 0, total_k = 0;  // rows and keys of all sequences
   int32_t m_blocks = 0;              // backward: packed_blocks() of block_m query rows
   // Columns of the bias that the keys in front of a sequence move its own by, times the stride: see
-  // packed_bias_stride() in api/operands.h.
+  // packed_bias_stride() in host/problem.h.
   int64_t bias_col_stride = 0;
 
   constexpr bool is_active() const { return sequences > 0; }

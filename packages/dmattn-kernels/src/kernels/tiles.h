@@ -1,20 +1,24 @@
-// The one table of tile shapes, read by the host (workspace layout, grid) and by the kernels.
+// The tile shapes of the sm80 kernels: read by the host, which plans with them (src/host), and by the kernels.
 #pragma once
 
 #include <cstdint>
 
 namespace dmattn {
 
-// Kernel families. sm89 runs the sm80 code with tiles that fit 99 KB of shared memory a block.
-enum class Family : int32_t { kSm80 = 80, kSm89 = 89 };
+// Architectures that kernels are written for: each has a folder of that name here, and rows in cmake/units.cmake and
+// src/host/arch.cpp.
+enum class Arch : int32_t { kSm80 = 80 };
+
+// Sets of tile shapes of the sm80 kernels, by the shared memory that a thread block may have.
+enum class TileSet : int32_t { kWide = 0, kNarrow = 1 };
+constexpr int smem_limit(TileSet tiles) { return (tiles == TileSet::kNarrow ? 99 : 163) * 1024; }
 
 // Each kernel is compiled for several levels of generality, because what a level can do costs registers even where it
 // is not used:
 //   kPlain    lengths and causality only, rows that start on 16 bytes; in the backward all three gradients
 //   kPacked   the same over packed sequences (tiled only)
 //   kGeneral  decided at run time: any alignment, key bias, 16-bit bias tiles, dense mask, softcap (forward), key
-//   dbias,
-//             16-bit dbias tiles, any subset of gradients, deterministic dq, packed sequences
+//             dbias, 16-bit dbias tiles, any subset of gradients, deterministic dq, packed sequences
 //   kFull     also element loads of the bias (fp32, strided or gathered columns), dbias from registers (fp32, shared
 //             between heads), softcap in the backward. These kernels may spill.
 enum class Level : int32_t { kPlain = 0, kGeneral = 1, kFull = 2, kPacked = 3 };
@@ -22,6 +26,9 @@ constexpr bool is_general(Level level) { return level == Level::kGeneral || leve
 
 struct FwdTile {
   int block_m, block_n, warps;
+  constexpr bool operator==(const FwdTile& other) const {
+    return block_m == other.block_m && block_n == other.block_n && warps == other.warps;
+  }
 };
 
 struct BwdTile {
@@ -38,24 +45,23 @@ constexpr int head_dim_tile(int head_dim) { return head_dim <= 64 ? 64 : head_di
 
 // A warp of the forward owns block_m / warps rows; 32 of them halve the shared-memory reads of K and V per matrix
 // instruction against 16, and fit the register file up to head_dim 128 (acc_o 128 + acc_s 64 registers).
-constexpr FwdTile fwd_tile(Family family, int d) {
-  return d <= 64                   ? FwdTile{128, 64, 4}   // 32 KB; 128 keys would spill
-         : d <= 128                ? FwdTile{128, 64, 4}   // 64 KB: 2 blocks an SM
-         : family == Family::kSm89 ? FwdTile{64, 32, 4}    // 64 KB: 128 KB would not fit
-                                   : FwdTile{128, 64, 8};  // 128 KB: 1 block an SM
+// Plain kernels (packed or not) over contiguous keys have the registers for 128 keys at head_dim 64: 308 against 278
+// TFLOP/s on an H200. The others would spill.
+constexpr FwdTile fwd_tile(TileSet tiles, int d, Level level, bool gathered) {
+  return d <= 64                     ? (is_general(level) || gathered ? FwdTile{128, 64, 4}    // 32 KB
+                                                                      : FwdTile{128, 128, 4})  // 48 KB
+         : d <= 128                  ? FwdTile{128, 64, 4}                                     // 64 KB: 2 blocks an SM
+         : tiles == TileSet::kNarrow ? FwdTile{64, 32, 4}    // 64 KB: 128 KB would not fit
+                                     : FwdTile{128, 64, 8};  // 128 KB: 1 block an SM
 }
 
-// Of the plain kernels (packed or not) over contiguous keys, which has the registers for more of them: 308 against 278
-// TFLOP/s for head_dim 64 on an H200.
-constexpr FwdTile fwd_tile_plain(Family family, int d) { return d <= 64 ? FwdTile{128, 128, 4} : fwd_tile(family, d); }
-
-constexpr BwdTile bwd_tile(Family family, int d) {
-  return d <= 64    ? (family == Family::kSm89 ? BwdTile{64, 128, 8, 2, 4, 2, 2}    // 96 KB
-                                               : BwdTile{128, 128, 8, 4, 4, 4, 2})  // 144 KB
-         : d <= 128 ? (family == Family::kSm89 ? BwdTile{64, 64, 8, 2, 2, 2, 1}     // 80 KB
-                                               : BwdTile{64, 128, 8, 2, 4, 2, 2})   // 144 KB
-                    : (family == Family::kSm89 ? BwdTile{32, 32, 4, 2, 2, 2, 1}     // 68 KB
-                                               : BwdTile{64, 64, 8, 4, 2, 2, 1});   // 144 KB
+constexpr BwdTile bwd_tile(TileSet tiles, int d) {
+  return d <= 64    ? (tiles == TileSet::kNarrow ? BwdTile{64, 128, 8, 2, 4, 2, 2}    // 96 KB
+                                                 : BwdTile{128, 128, 8, 4, 4, 4, 2})  // 144 KB
+         : d <= 128 ? (tiles == TileSet::kNarrow ? BwdTile{64, 64, 8, 2, 2, 2, 1}     // 80 KB
+                                                 : BwdTile{64, 128, 8, 2, 4, 2, 2})   // 144 KB
+                    : (tiles == TileSet::kNarrow ? BwdTile{32, 32, 4, 2, 2, 2, 1}     // 68 KB
+                                                 : BwdTile{64, 64, 8, 4, 2, 2, 1});   // 144 KB
 }
 
 // Decoding: a block of `warps` warps, each of which walks keys of its own, kDecodeKeys at a time, with `stages` of them
@@ -66,7 +72,7 @@ struct DecodeTile {
 constexpr int kDecodeRows = 16;
 constexpr int kDecodeKeys = 16;
 
-// What counts is bytes on their way: about 32 KB an SM hide the latency of an H200's memory. Within 99 KB a block.
+// The bytes in flight decide the speed: about 32 KB an SM hide the latency of an H200's memory. Within 99 KB a block.
 constexpr DecodeTile decode_tile(int d) {
   return d <= 64    ? DecodeTile{4, 4}   // 64 KB
          : d <= 128 ? DecodeTile{4, 3}   // 96 KB
@@ -75,5 +81,12 @@ constexpr DecodeTile decode_tile(int d) {
 constexpr int decode_smem_bytes(int d) {
   return decode_tile(d).warps * decode_tile(d).stages * 2 * kDecodeKeys * head_dim_tile(d) * 2;
 }
+
+// Which of a unit's kernels a launch takes, and of how many thread blocks: decided by the plans in src/host/plan.
+struct KernelChoice {
+  TileSet tiles = TileSet::kWide;
+  Level level = Level::kPlain;
+  int64_t blocks = 0;
+};
 
 }  // namespace dmattn

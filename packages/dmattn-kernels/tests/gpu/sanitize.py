@@ -43,34 +43,41 @@ def find_tool(name: str) -> str | None:
 
 
 def kernel_jobs(folder: Path, families: list[str], limit: float) -> list[Job]:
-    """One job per tool, family and shard; poisoned buffers except where initcheck watches them."""
+    """One job per tool, family and shard; poisoned buffers except where initcheck watches them.
+
+    And one per family in which memcheck watches launches with wrong numbers.
+    """
     sanitizer = find_tool("compute-sanitizer")
     if sanitizer is None:
         return []
+
+    def job(name: str, tool: str, family: str, program: list[str]) -> Job:
+        command = [
+            sanitizer,
+            "--tool",
+            tool,
+            "--error-exitcode",
+            str(FOUND),
+            *OPTIONS[tool],
+            sys.executable,
+            *program,
+        ]
+        log = folder / f"{name.replace(' ', '-').replace('/', '-of-')}.log"
+        return Job(name, command, log, {FAMILY_VARIABLE: family}, limit)
+
     jobs = []
     for tool in sorted(TOOLS, key=lambda tool: -SHARDS[tool]):
         for family in families:
             for shard in range(SHARDS[tool]):
-                name = f"{tool} {family} {shard + 1}/{SHARDS[tool]}"
-                program = [
-                    sys.executable,
-                    str(HERE / "sanitizer_cases.py"),
-                    "--shard",
-                    f"{shard}/{SHARDS[tool]}",
-                ]
+                program = [str(HERE / "sanitizer_cases.py"), "--shard", f"{shard}/{SHARDS[tool]}"]
                 if tool != "initcheck":
                     program.append("--poison")
-                command = [
-                    sanitizer,
-                    "--tool",
-                    tool,
-                    "--error-exitcode",
-                    str(FOUND),
-                    *OPTIONS[tool],
-                    *program,
-                ]
-                log = folder / f"{name.replace(' ', '-').replace('/', '-of-')}.log"
-                jobs.append(Job(name, command, log, {FAMILY_VARIABLE: family}, limit))
+                name = f"{tool} {family} {shard + 1}/{SHARDS[tool]}"
+                jobs.append(job(name, tool, family, program))
+    # Launches with wrong numbers may read what nobody wrote, but nothing outside their memory.
+    for family in families:
+        program = [str(HERE / "sanitizer_garbage.py")]
+        jobs.append(job(f"memcheck {family} garbage", "memcheck", family, program))
     return jobs
 
 

@@ -5,7 +5,7 @@ from dmattn.cache import DynamicMaskCache
 from dmattn.functional import flash_dmattn_func, flash_dmattn_func_auto
 from dmattn.modules import DynamicMaskAttention
 from dmattn.selection import KeySelection, packed_documents, select_keys, sliding_window
-from dmattn.utils.mask import create_mask, dynamic_mask, maybe_create_mask
+from dmattn.utils.mask import create_mask, dynamic_mask, maybe_create_mask, top_window_mask
 from dmattn.varlen import flash_dmattn_varlen_func
 
 __version__ = "0.1.0"
@@ -24,4 +24,5 @@ __all__ = [
     "packed_documents",
     "select_keys",
     "sliding_window",
+    "top_window_mask",
 ]

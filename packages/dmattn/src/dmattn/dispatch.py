@@ -1,6 +1,16 @@
-"""What the public attention functions do before they call an operator."""
+"""How a checked problem reaches a backend: directly where that is right, else by the operators.
 
-import math
+A call of the operators dmattn::fwd and dmattn::bwd costs several times the host time of a direct
+call. So plain eager calls leave the dispatcher of torch out: without gradients the backend is
+called at once, with gradients by `torch.autograd.Function`. What somebody else has to see goes
+through the operators: torch.compile, torch.export, tracing, tensor subclasses, and modes that
+intercept calls. Functorch transforms (torch.func.grad, vmap and the like) take the operators too,
+by functions that tell them how to differentiate.
+
+This is the only module that uses private entry points of torch. In a torch that lacks one of them
+every call goes through the operators, which is slower and otherwise the same.
+"""
+
 from collections.abc import Callable
 from typing import Any
 
@@ -8,76 +18,229 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from dmattn.backends.registry import BACKENDS, why_unavailable
-from dmattn.checks import check_tensors
+from dmattn.backends import registry
+from dmattn.backends.base import Backend
+from dmattn.ops import attention as ops
+from dmattn.problem import Gradients, Needs, Problem, Results
+
+_Probe = Callable[[], Any]
 
 
-def without_nan(scores: Tensor) -> Tensor:
-    """Scores with -inf for NaN: a key that would not be selected, where nothing is selected."""
-    return torch.nan_to_num(scores, nan=-math.inf, posinf=math.inf, neginf=-math.inf)
+def _probes() -> tuple[_Probe, _Probe, _Probe, _Probe] | None:
+    """Who intercepts calls: dispatch modes, function modes, functorch, tracing. None: unknown."""
+    try:
+        return (
+            torch._C._len_torch_dispatch_stack,
+            torch._C._len_torch_function_stack,
+            torch._C._functorch.maybe_current_level,
+            torch._C._get_tracing_state,
+        )
+    except AttributeError:
+        return None
 
 
-def default_scale(query: Any) -> Any:
-    if isinstance(query, Tensor) and query.dim() > 0 and query.shape[-1] > 0:
-        return query.shape[-1] ** -0.5
-    return 1.0  # the shape is wrong, and the checks to come will say so
+_PROBES = _probes()
 
 
-def check_number(name: str, value: Any) -> None:
-    if not isinstance(value, (int, float, torch.SymFloat, torch.SymInt)):
-        raise TypeError(f"{name}: got {type(value).__name__}, wanted a float")
-    if not -math.inf < value < math.inf:
-        raise ValueError(f"{name}: got {value}, wanted a finite number")
+def attend(problem: Problem, backend: str | None = None) -> tuple[Tensor, Tensor]:
+    """out and lse of a checked problem, differentiable.
 
+    Args:
+        problem: what to compute.
+        backend: the name of the backend to insist on, or None.
 
-def check_backend(backend: str, query: Tensor) -> None:
-    if backend not in BACKENDS:
-        why_unavailable(backend)
-    check_tensors(query, query, query, None, None)
-    device = query.device.type
-    if backend != device:
-        raise ValueError(f"backend: got {backend!r}, wanted {device!r} or None for tensors there")
-
-
-def refuse_forward_mode(*tensors: Tensor | None) -> None:
-    """Without this, torch would drop the tangents of a registered operator silently."""
-    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
-        return
-    unpack: Callable[[Tensor], Any] = forward_ad.unpack_dual
-    if any(t is not None and unpack(t).tangent is not None for t in tensors):
-        raise RuntimeError("forward-mode derivatives of dmattn attention are not available")
-
-
-def is_plain_call(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None
-) -> bool:
-    """Whether the dispatcher would do nothing but call the CPU or CUDA implementation.
-
-    Then calling that directly saves a third of the host time of a small call.
+    Raises:
+        TypeError, ValueError, RuntimeError: as `dmattn.backends.registry.choose`.
+        RuntimeError: forward-mode derivatives are asked for.
     """
     if torch.compiler.is_compiling():
+        return ops.attend(problem, backend)
+    q, k, v, bias = problem.q, problem.k, problem.v, problem.bias
+    if _nobody_intercepts() and _are_plain(q, k, v, problem.mask, bias):
+        chosen = registry.choose(problem, backend)
+        if torch.is_grad_enabled() and (
+            q.requires_grad
+            or k.requires_grad
+            or v.requires_grad
+            or (bias is not None and bias.requires_grad)
+        ):
+            found: tuple[Tensor, Tensor] = _Eager.apply(q, k, v, bias, problem, chosen)  # type: ignore[no-untyped-call]
+            return found
+        results = chosen.forward(problem, False)
+        return results.out, results.lse
+    _refuse_forward_mode(q, k, v, bias)
+    if _in_functorch():
+        out, lse, _ = _Transformed.apply(*problem.flat(), backend)  # type: ignore[no-untyped-call]
+        return out, lse
+    return ops.attend(problem, backend)
+
+
+class _Eager(torch.autograd.Function):
+    """A direct call of a backend that remembers what its backward needs."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        problem: Problem,
+        backend: Backend,
+    ) -> tuple[Tensor, Tensor]:
+        results = backend.forward(problem)
+        ctx.set_materialize_grads(False)  # a missing dlse is then None, and costs nothing
+        tensors, ctx.rest = problem.split()
+        ctx.save_for_backward(*tensors, *results)
+        ctx.backend = backend
+        return results.out, results.lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        *tensors, out, lse, rest = ctx.saved_tensors
+        if dout is None:
+            dout = torch.zeros_like(out)
+        needs = Needs(*ctx.needs_input_grad[:4])
+        problem, results = Problem.join(tensors, ctx.rest), Results(out, lse, rest)
+        # With a graph of the backward, or gradients that are more than tensors of numbers (such as
+        # batches of them), the operator knows what to do, or what to say.
+        if (
+            torch.is_grad_enabled()
+            or torch.compiler.is_compiling()
+            or not _nobody_intercepts()
+            or not _are_plain(dout, dlse, out, problem.q)
+        ):
+            name = ctx.backend.name
+            grads = ops.differentiate(problem, results, dout, dlse, needs, name)
+        else:
+            grads = ctx.backend.backward(problem, results, dout, dlse, needs)
+        return (*(g if need else None for g, need in zip(grads, needs, strict=True)), None, None)
+
+
+class _Transformed(torch.autograd.Function):
+    """dmattn::fwd for functorch, which cannot use the gradients that the operator has registered.
+
+    Takes and returns what the operator does.
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        found: tuple[Tensor, Tensor, Tensor] = torch.ops.dmattn.fwd(*arguments)
+        return found
+
+    @staticmethod
+    def setup_context(
+        ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]
+    ) -> None:
+        ops.setup_context(ctx, inputs, output)
+
+    @staticmethod
+    def backward(
+        ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        problem, results, needs = ops.saved_call(ctx)
+        if dout is None:
+            dout = torch.zeros_like(results.out)
+        given = (dout, dlse, *results, list(needs), *problem.flat(), ctx.backend)
+        grads = Gradients(*_TransformedBackward.apply(*given))  # type: ignore[no-untyped-call]
+        return ops.input_gradients(grads, needs)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> None:
+        raise _no_forward_mode()
+
+
+class _TransformedBackward(torch.autograd.Function):
+    """dmattn::bwd for functorch, which wants a graph of every backward, if only to refuse it."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        found: tuple[Tensor, Tensor, Tensor, Tensor] = torch.ops.dmattn.bwd(*arguments)
+        return found
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> None:
+        ops.no_double_backward(ctx, *grads)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> None:
+        raise _no_forward_mode()
+
+
+def _in_functorch() -> bool:
+    return _PROBES is not None and _PROBES[2]() is not None
+
+
+def _nobody_intercepts() -> bool:
+    """Whether no mode, transform or tracer has to see this call."""
+    if _PROBES is None:
         return False
-    if (
-        torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
-        or torch._C._functorch.maybe_current_level() is not None
-        or torch._C._get_tracing_state() is not None
-        or forward_ad._current_level >= 0
-    ):
-        return False
-    grad = torch.is_grad_enabled()
+    dispatch_modes, function_modes, functorch_level, tracing = _PROBES
     return (
-        _is_plain(q, grad)
-        and _is_plain(k, grad)
-        and _is_plain(v, grad)
-        and (mask is None or _is_plain(mask, grad))
-        and (bias is None or _is_plain(bias, grad))
-        and (q.is_cuda or q.is_cpu)
+        not dispatch_modes()
+        and not function_modes()
+        and functorch_level() is None
+        and tracing() is None
+        and getattr(forward_ad, "_current_level", 0) < 0
     )
 
 
-def _is_plain(t: Tensor, grad: bool) -> bool:
-    kind = type(t)
-    if kind is not Tensor and kind is not torch.nn.Parameter:
+def _are_plain(*tensors: Tensor | None) -> bool:
+    """Whether all are ordinary tensors of numbers on a device that operators are registered for."""
+    for t in tensors:
+        if t is None:
+            continue
+        kind = type(t)
+        if (kind is not Tensor and kind is not torch.nn.Parameter) or t.is_neg():
+            return False
+        if not (t.is_cuda or t.is_cpu):
+            return False
+    return True
+
+
+def is_plain_call(*tensors: Tensor | None) -> bool:
+    """Whether the dispatcher of torch would do nothing but call the implementation.
+
+    For operators without gradients, which then may be called directly.
+    """
+    if torch.compiler.is_compiling() or not _nobody_intercepts() or not _are_plain(*tensors):
         return False
-    return not (grad and t.requires_grad) and not t.is_neg()
+    return not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in tensors)
+
+
+def _refuse_forward_mode(*tensors: Tensor | None) -> None:
+    """Without this, torch would drop the tangents of a registered operator silently."""
+    if getattr(forward_ad, "_current_level", 0) < 0:
+        return
+    unpack: Callable[[Tensor], Any] = forward_ad.unpack_dual
+    if any(t is not None and unpack(t).tangent is not None for t in tensors):
+        raise _no_forward_mode()
+
+
+def _no_forward_mode() -> RuntimeError:
+    return RuntimeError("forward-mode derivatives of dmattn attention are not available")
+
+
+def is_same_tensor(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are known to hold the same values without making the host wait.
+
+    On CUDA that is one object or one place in memory; on the CPU equal values will do. Under a
+    compiler or a transform only one object counts.
+    """
+    if a is b:
+        return True
+    if a.shape != b.shape or torch.compiler.is_compiling():
+        return False
+    if not (_nobody_intercepts() and _are_plain(a, b)):
+        return False
+    if a.is_cuda:
+        return a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.dtype == b.dtype
+    return torch.equal(a, b)

@@ -1,5 +1,6 @@
-"""The public attention function."""
+"""The public attention function for sequences of equal length."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -8,23 +9,14 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-import dmattn.ops.attention  # noqa: F401 - registers the operators
-from dmattn.backends.cpu import attention as cpu
-from dmattn.backends.cuda import attention as cuda
-from dmattn.backends.registry import why_unavailable
-from dmattn.dispatch import (
-    check_backend,
-    check_number,
-    default_scale,
-    is_plain_call,
-    refuse_forward_mode,
-    without_nan,
-)
-from dmattn.key_lists import Selection
-from dmattn.checks import check_inputs, check_selected_bias, check_tensors, lse_dtype
+from dmattn.arguments import check_scores, check_window_size, checked_problem, without_nan
+from dmattn.backends import registry
+from dmattn.checks import check_key_lists, check_listed_bias
+from dmattn.dispatch import attend
+from dmattn.ops.selection import select_keys
+from dmattn.problem import Problem, lse_dtype
 from dmattn.reference import reference_attention
-from dmattn.selection import KeySelection, key_only_mask, select_keys
-from dmattn.utils.mask import check_window_size
+from dmattn.selection import KeySelection, key_only_mask, same_heads
 
 
 @overload
@@ -135,59 +127,38 @@ def flash_dmattn_func(
         RuntimeError: the compiled kernels are missing or of another version, or the GPU is older
             than sm_80.
     """
-    check_number("softcap", softcap)
-    if softmax_scale is None:
-        softmax_scale = default_scale(query)
-    else:
-        check_number("softmax_scale", softmax_scale)
-    if backend is not None:
-        check_backend(backend, query)
-    if selection is not None:
-        if window_size is not None:
+    window = None
+    if window_size is not None:
+        if selection is not None:
             raise ValueError("window_size: got a value beside selection, wanted one of them")
-        _check_selection(selection, query, is_causal)
-        if isinstance(attn_bias, Tensor) and attn_bias.dim() == 3:
-            attn_bias = attn_bias.unsqueeze(2)
-    elif window_size is not None:
-        attn_mask, attn_bias, selection = _select(
-            query, key, value, attn_mask, attn_bias, is_causal, window_size
-        )
-    if selection is None:
-        out, lse = _attend(
-            query,
-            key,
-            value,
-            attn_mask,
-            attn_bias,
-            softmax_scale,
-            is_causal,
-            softcap,
-            deterministic,
-        )
-    else:
-        out, lse = _attend_selected(
-            query,
-            key,
-            value,
-            attn_mask,
-            attn_bias,
-            softmax_scale,
-            is_causal,
-            softcap,
-            deterministic,
-            selection,
-        )
+        window = check_window_size(window_size)
+        check_scores(attn_bias)
+    if selection is not None:
+        _check_selection(selection, attn_mask)
+    given = attn_bias
+    if window is not None or selection is not None:
+        attn_bias = _four_dimensional(attn_bias)
+    problem = checked_problem(
+        query,
+        key,
+        value,
+        attn_mask,
+        attn_bias,
+        softmax_scale,
+        is_causal,
+        softcap,
+        deterministic,
+    )
+    if window is not None:
+        problem = _select(problem, window, given)
+    elif selection is not None:
+        problem = _use_selection(problem, selection)
+    out, lse = _attend(problem, backend)
     if not (return_lse or return_attn_probs):
         return out
     result: tuple[Tensor, ...] = (out, lse) if return_lse else (out,)
     if return_attn_probs:
-        if selection is not None:
-            attn_mask = selection.to_mask()
-        with torch.no_grad():
-            exact = reference_attention(
-                query, key, value, attn_mask, attn_bias, softmax_scale, is_causal, softcap
-            )
-        result = (*result, exact.probs.to(lse_dtype(query.dtype)))
+        result = (*result, _probabilities(problem))
     return result
 
 
@@ -206,125 +177,112 @@ def flash_dmattn_func_auto(backend: str | None = None) -> Callable[..., Any]:
     """
     if backend is None:
         return flash_dmattn_func
-    reason = why_unavailable(backend)
+    chosen = registry.named(backend)
+    reason = chosen.unavailable()
     if reason is not None:
-        raise RuntimeError(f"backend: got {backend!r}, which cannot run here: {reason}")
+        raise registry.unusable(chosen, reason)
     return functools.partial(flash_dmattn_func, backend=backend)
 
 
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    attn_bias: Tensor | None,
-    softmax_scale: float,
-    is_causal: bool,
-    softcap: float,
-    deterministic: bool,
-    lists: Selection | None = None,
-) -> tuple[Tensor, Tensor]:
-    """out and lse, past the dispatcher where it has nothing to do."""
-    if is_plain_call(query, key, value, attn_mask, attn_bias):
-        forward = cuda.forward if query.is_cuda else cpu.forward
-        return forward(
-            query, key, value, attn_mask, attn_bias, softmax_scale, is_causal, softcap, lists
+def _four_dimensional(bias: Any) -> Any:
+    """A bias ({B|1}, {H|HK|1}, Sk) with its dimension of rows; others as they are."""
+    return bias.unsqueeze(2) if isinstance(bias, Tensor) and bias.dim() == 3 else bias
+
+
+def _select(problem: Problem, window_size: int, given: Any) -> Problem:
+    """The problem with the key lists of a window, or with a mask per key where all keys fit it.
+
+    Where every key is within the window, a bias of -inf keeps out the keys that would not be
+    selected.
+    """
+    bias, mask, seqlen_k = problem.bias, problem.mask, problem.k.shape[1]
+    assert bias is not None  # as `check_scores` has seen
+    if bias.shape[2] != 1 or bias.shape[3] != seqlen_k:
+        raise ValueError(
+            f"attn_bias: got shape {tuple(given.shape)}, wanted (batch|1, nheads|nheads_k|1, 1, "
+            f"{seqlen_k}) or (batch, nheads|nheads_k, {seqlen_k}) with window_size"
         )
-    check_inputs(query, key, value, attn_mask, attn_bias)
-    refuse_forward_mode(query, key, value, attn_bias)
-    out, lse, _ = torch.ops.dmattn.fwd(
-        query,
-        key,
-        value,
-        attn_mask,
-        attn_bias,
-        softmax_scale,
-        is_causal,
-        softcap,
-        deterministic or torch.are_deterministic_algorithms_enabled(),
-        *(() if lists is None else lists),
-    )
-    return out, lse
+    key_mask = None if mask is None else key_only_mask(mask, seqlen_k)
+    if seqlen_k <= window_size:
+        mask = None if key_mask is None else key_mask[:, :, None]
+        return dataclasses.replace(problem, mask=mask, bias=without_nan(bias))
+    scores, key_mask = same_heads(bias.detach()[:, :, 0], key_mask)
+    rows = problem.q.shape[1]
+    rows = min(rows, seqlen_k) if problem.is_causal else rows
+    lists = select_keys(scores, key_mask, window_size, rows, problem.is_causal)
+    return dataclasses.replace(problem, mask=None, key_lists=lists)
 
 
-def _attend_selected(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    attn_bias: Tensor | None,
-    softmax_scale: float,
-    is_causal: bool,
-    softcap: float,
-    deterministic: bool,
-    selection: KeySelection,
-) -> tuple[Tensor, Tensor]:
-    """`_attend`, for which rows in front of the first key, which keep nothing, are left out."""
-    check_inputs(query, key, value, attn_mask, attn_bias)
-    grad = attn_bias is not None and attn_bias.requires_grad and torch.is_grad_enabled()
-    check_selected_bias(selection.lists, attn_bias, grad)
-    skip = max(0, query.shape[1] - key.shape[1]) if is_causal else 0
-    if skip > 0:
-        query = query[:, skip:]
-        if attn_bias is not None and attn_bias.shape[2] > 1:
-            attn_bias = attn_bias[:, :, skip:]
-    numbers = (softmax_scale, is_causal, softcap, deterministic)
-    out, lse = _attend(query, key, value, attn_mask, attn_bias, *numbers, selection.lists)
+def _check_selection(selection: Any, attn_mask: Any) -> None:
+    if not isinstance(selection, KeySelection):
+        kind = type(selection).__name__
+        raise TypeError(f"selection: got {kind}, wanted a dmattn.KeySelection or None")
+    if attn_mask is not None:
+        raise ValueError(
+            "attn_mask: got a mask beside a selection, wanted None; pass the mask to what makes "
+            "the selection, such as dmattn.select_keys(..., attn_mask=...)"
+        )
+
+
+def _use_selection(problem: Problem, selection: KeySelection) -> Problem:
+    """The problem with the lists of a selection, if that was made for such a problem."""
+    if selection.is_causal != problem.is_causal:
+        raise ValueError(
+            f"selection: got one with is_causal={selection.is_causal}, wanted {problem.is_causal}"
+        )
+    if selection.query_len != problem.q.shape[1]:
+        raise ValueError(
+            f"selection: got one for {selection.query_len} query rows, wanted {problem.q.shape[1]}"
+        )
+    problem = dataclasses.replace(problem, key_lists=selection.lists)
+    check_key_lists(selection.lists, _without_leading_rows(problem))
+    return problem
+
+
+def _leading_rows(problem: Problem) -> int:
+    """How many rows stand in front of the first key of a causal problem over key lists."""
+    if problem.key_lists is None or not problem.is_causal:
+        return 0
+    return max(0, problem.q.shape[1] - problem.k.shape[1])
+
+
+def _without_leading_rows(problem: Problem) -> Problem:
+    skip, bias = _leading_rows(problem), problem.bias
+    if skip == 0:
+        return problem
+    if bias is not None and bias.shape[2] > 1:
+        bias = bias[:, :, skip:]
+    return dataclasses.replace(problem, q=problem.q[:, skip:], bias=bias)
+
+
+def _attend(problem: Problem, backend: str | None) -> tuple[Tensor, Tensor]:
+    """out and lse. Rows that stand in front of the first key of key lists keep nothing."""
+    bias = problem.bias
+    if problem.key_lists is None:
+        return attend(problem, backend)
+    check_listed_bias(problem, bias is not None and bias.requires_grad and torch.is_grad_enabled())
+    out, lse = attend(_without_leading_rows(problem), backend)
+    skip = _leading_rows(problem)
     if skip > 0:
         out = torch.nn.functional.pad(out, (0, 0, 0, 0, skip, 0))
         lse = torch.nn.functional.pad(lse, (skip, 0), value=-math.inf)
     return out, lse
 
 
-def _select(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None,
-    attn_bias: Tensor | None,
-    is_causal: bool,
-    window_size: int,
-) -> tuple[Tensor | None, Tensor, KeySelection | None]:
-    """What `window_size` amounts to: the mask left to apply, the bias in 4-D, and a selection.
-
-    There is no selection where every key is within the window: a bias of -inf then keeps out the
-    keys that would not be selected.
-    """
-    check_window_size(window_size)
-    if attn_bias is None:
-        raise ValueError(
-            "attn_bias: got None, wanted one score per key, by which window_size chooses"
-        )
-    check_tensors(query, key, value, attn_mask, attn_bias)
-    given = tuple(attn_bias.shape)
-    bias = attn_bias.unsqueeze(2) if attn_bias.dim() == 3 else attn_bias
-    dims = check_inputs(query, key, value, attn_mask, bias)
-    if bias.shape[2] != 1 or bias.shape[3] != dims.seqlen_k:
-        raise ValueError(
-            f"attn_bias: got shape {given}, wanted (batch|1, nheads|nheads_k|1, 1, "
-            f"{dims.seqlen_k}) or (batch, nheads|nheads_k, {dims.seqlen_k}) with window_size"
-        )
-    if attn_mask is not None:
-        attn_mask = key_only_mask(attn_mask, dims.seqlen_k)[:, :, None]
-    if dims.seqlen_k <= window_size:
-        return attn_mask, without_nan(bias), None
-    selection = select_keys(
-        bias, window_size, is_causal, attn_mask=attn_mask, query_len=dims.seqlen_q
+@torch.no_grad()
+def _probabilities(problem: Problem) -> Tensor:
+    """(B, H, Sq, Sk) by the definition, for looking at them."""
+    mask, rows = problem.mask, problem.q.shape[1]
+    if problem.key_lists is not None:
+        mask = KeySelection(*problem.key_lists, None, problem.is_causal, rows).to_mask()
+    exact = reference_attention(
+        problem.q,
+        problem.k,
+        problem.v,
+        mask,
+        problem.bias,
+        problem.softmax_scale,
+        problem.is_causal,
+        problem.softcap,
     )
-    return None, bias, selection
-
-
-def _check_selection(selection: Any, query: Tensor, is_causal: bool) -> None:
-    """Raise unless the selection was made for this many query rows and this causality."""
-    if not isinstance(selection, KeySelection):
-        kind = type(selection).__name__
-        raise TypeError(f"selection: got {kind}, wanted a dmattn.KeySelection or None")
-    check_tensors(query, query, query, None, None)
-    if selection.is_causal != is_causal:
-        raise ValueError(
-            f"selection: got one with is_causal={selection.is_causal}, wanted {is_causal}"
-        )
-    if query.dim() == 4 and selection.query_len != query.shape[1]:
-        raise ValueError(
-            f"selection: got one for {selection.query_len} query rows, wanted {query.shape[1]}"
-        )
+    return exact.probs.to(lse_dtype(problem.q.dtype))

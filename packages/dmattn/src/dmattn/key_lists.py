@@ -1,10 +1,11 @@
-"""Lists of kept keys, one for each block of query rows, from the interval of each key.
+"""Kept keys as tensors: an interval of rows for each key, a list of keys for each block of rows.
 
-Key j is kept by the rows at positions j <= r < end[j]. The list of a block holds the keys that any
-of its rows keeps: those that all of them keep first, then the others, both ascending.
+Key j is kept by the rows at positions j <= r < end[j]. The list of a block of rows holds the keys
+that any of its rows keeps: those that all of them keep first, then the others, both ascending.
 """
 
-from collections.abc import Iterator
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -12,8 +13,6 @@ from torch import Tensor
 
 # Query rows that share a list, and what the room for its entries is a multiple of.
 BLOCK_ROWS = 128
-# Elements of the largest intermediate array of a step.
-_STEP_ELEMENTS = 1 << 20
 
 
 class Selection(NamedTuple):
@@ -21,24 +20,18 @@ class Selection(NamedTuple):
 
     end: Tensor  # ({B|1}, heads, Sk)
     idx: Tensor  # ({B|1}, heads, blocks, capacity); zeros past its count
-    counts: Tensor  # ({B|1}, heads, blocks)
-    full: Tensor  # as counts: the leading entries that every row keeps; (0,) when not causal
+    # Hides tuple.count. ({B|1}, heads, blocks)
+    count: Tensor  # type: ignore[assignment]
+    full: Tensor  # as count: the leading entries that every row keeps; (0,) when not causal
 
 
 class KeyLists(NamedTuple):
-    """What `interval_lists` makes: the lists of a `Selection`, and how long they have to be."""
+    """The lists of a `Selection`, made from its intervals, and how long they have to be."""
 
     idx: Tensor
-    counts: Tensor
+    count: Tensor  # type: ignore[assignment]
     full: Tensor
-    needed: Tensor  # int32, as counts: entries of each list, whether it fits or not
-
-
-class _Step(NamedTuple):
-    blocks: slice
-    key: Tensor  # (n, width) int64: candidates of each block
-    listed: Tensor  # bool (B, heads, n, width): some row keeps the key
-    every: Tensor  # bool (B, heads, n, width): every row does
+    needed: Tensor  # int32, as count: entries of each list, whether it fits or not
 
 
 def as_selection(
@@ -57,55 +50,66 @@ def num_blocks(seqlen_q: int, is_causal: bool) -> int:
 
 def capacity_for(most: int, seqlen_k: int) -> int:
     """Room for lists of at most `most` of `seqlen_k` keys."""
-    return (min(most, seqlen_k) + BLOCK_ROWS - 1) // BLOCK_ROWS * BLOCK_ROWS
+    # sym_min, not min: the answer of min would tie a compiled graph to one side of the comparison.
+    longest: int = torch.sym_min(most, seqlen_k)
+    return (longest + BLOCK_ROWS - 1) // BLOCK_ROWS * BLOCK_ROWS
 
 
-def interval_lists(end: Tensor, seqlen_q: int, capacity: int, reach: int | None = None) -> KeyLists:
-    """The lists that belong to `end`, by torch operations.
+def best_keys(
+    scores: Tensor,
+    window_size: int,
+    allowed: Tensor | None = None,
+    sequence: Tensor | None = None,
+) -> Tensor:
+    """The keys with the highest scores, of equal scores the later; NaN and -inf are never chosen.
+
+    By one sort of the keys, so that nothing has to be known on the host, and rows that may choose
+    among different keys share it.
 
     Args:
-        end: int32 (B, heads, Sk), contiguous.
-        seqlen_q: Sq <= Sk; row i stands at position i + Sk - Sq.
-        capacity: room of each list, a multiple of 128. A list that does not fit is left empty.
-        reach: keys further than that before the first row of a block are not looked for; the
-            largest end[j] - j, or None for Sk.
+        scores: floating (..., 1, Sk) or (..., Sk).
+        window_size: how many keys to choose, at least 1.
+        allowed: bool of a shape that broadcasts with scores, True where a key may be chosen; it may
+            have more rows than scores. None for all keys.
+        sequence: int64 (Sk,), never falling: the packed sequence that each key belongs to. The keys
+            of each sequence are then chosen by themselves. None where there is only one.
+
+    Returns:
+        bool, the shape of scores broadcast with that of allowed.
     """
-    batch, heads, _ = end.shape
-    blocks = num_blocks(seqlen_q, True)
-    idx = end.new_zeros((batch, heads, blocks, capacity))
-    full = end.new_zeros((batch, heads, blocks))
-    needed = torch.zeros_like(full)
-    for step in _steps(end, seqlen_q, reach):
-        leading = step.every.sum(-1)
-        needed[:, :, step.blocks] = step.listed.sum(-1)
-        full[:, :, step.blocks] = leading
-        if capacity == 0:
-            continue
-        behind = leading[..., None] + (step.listed & ~step.every).cumsum(-1)
-        slot = torch.where(step.every, step.every.cumsum(-1), behind) - 1
-        # Entries that are cut off below: of keys that are not listed, or beyond the capacity.
-        slot = slot.masked_fill(~step.listed, capacity).clamp(max=capacity)
-        rows = end.new_zeros((*slot.shape[:-1], capacity + 1))
-        rows.scatter_(-1, slot, step.key.to(torch.int32).expand(slot.shape))
-        idx[:, :, step.blocks] = rows[..., :capacity]
-    too_long = needed > capacity
-    idx.masked_fill_(too_long[..., None], 0)
-    return KeyLists(idx, needed.masked_fill(too_long, 0), full.masked_fill(too_long, 0), needed)
+    scores = scores.detach()
+    usable = scores > -torch.inf
+    if allowed is not None:
+        usable = usable & allowed
+    key_len = scores.shape[-1]
+    # Sorted backwards and stably, so that of equal scores the later key comes first.
+    order = key_len - 1 - scores.flip(-1).argsort(dim=-1, descending=True, stable=True)
+    if sequence is not None:
+        order = order.gather(-1, sequence[order].argsort(dim=-1, stable=True))
+    order = order.expand(usable.shape)
+    candidate = usable.gather(-1, order)
+    rank = candidate.cumsum(-1, dtype=torch.int32)
+    if sequence is not None:
+        # Sorted by sequence, each sequence still has its own places: count from its first one.
+        first = torch.searchsorted(sequence, sequence)
+        before = rank - candidate.to(torch.int32)
+        rank = rank - before.index_select(-1, first)
+    keep = candidate & (rank <= window_size)
+    return torch.zeros_like(usable).scatter(-1, order, keep)
 
 
-def _steps(end: Tensor, seqlen_q: int, reach: int | None) -> Iterator[_Step]:
-    batch, heads, seqlen_k = end.shape
-    reach = seqlen_k if reach is None else max(1, min(reach, seqlen_k))
-    width = reach + BLOCK_ROWS - 1
-    blocks = num_blocks(seqlen_q, True)
-    stride = max(1, _STEP_ELEMENTS // max(1, batch * heads * width))
-    for start in range(0, blocks, stride):
-        stop = min(start + stride, blocks)
-        first = torch.arange(start, stop, device=end.device)[:, None] * BLOCK_ROWS
-        first = first + (seqlen_k - seqlen_q)
-        last = (first + BLOCK_ROWS - 1).clamp(max=seqlen_k - 1)
-        key = first - reach + 1 + torch.arange(width, device=end.device)
-        key_end = end[:, :, key.clamp(0, seqlen_k - 1)]
-        listed = (key >= 0) & (key <= last) & (key_end > torch.maximum(key, first))
-        every = listed & (key <= first) & (key_end > last)
-        yield _Step(slice(start, stop), key, listed, every)
+def check_boundaries(bounds: Sequence[int], seqlen_k: int | None) -> None:
+    """Raise ValueError unless the boundaries of packed documents rise from 0 to `seqlen_k`.
+
+    `seqlen_k`: None where the last boundary says how many keys there are.
+    """
+    if len(bounds) == 0:
+        raise ValueError("cu_seqlens: got no boundary, wanted (documents + 1,)")
+    rising = all(a <= b for a, b in pairwise(bounds))
+    last = bounds[-1]
+    fits = last < 2**31 if seqlen_k is None else last == seqlen_k
+    if bounds[0] != 0 or not rising or not fits:
+        wanted = "the number of keys, less than 2**31" if seqlen_k is None else seqlen_k
+        raise ValueError(
+            f"cu_seqlens: got {list(bounds[:3])}..{last}, wanted rising from 0 to {wanted}"
+        )

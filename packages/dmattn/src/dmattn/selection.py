@@ -16,18 +16,34 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from dmattn.ops.key_lists import build_key_lists
-from dmattn.key_lists import BLOCK_ROWS, Selection, capacity_for
+from dmattn.key_lists import BLOCK_ROWS, Selection, capacity_for, check_boundaries
+from dmattn.ops.selection import build_key_lists, document_ends
 from dmattn.ops.selection import select_keys as select
 from dmattn.utils.mask import check_window_size
+from dmattn.validation import (
+    check_bool,
+    check_int,
+    check_mask,
+    check_optional_tensor,
+    check_same_device,
+    check_tensor,
+    check_tensor_dtype,
+    describe,
+    is_integer,
+    is_one_or,
+)
+
+_INTEGERS = (torch.int32, torch.int64)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class KeySelection:
     """The keys that each query row keeps, for `flash_dmattn_func(..., selection=...)`.
 
     Made by `select_keys`, `from_intervals`, `sliding_window` or `packed_documents`. It serves any
-    number of calls with the same lengths and causality, forward and backward.
+    number of calls with the same lengths and causality, forward and backward. It can be pickled,
+    read by `torch.load` without leaving `weights_only`, and passed in and out of functions that
+    torch compiles or exports.
 
     Attributes:
         end: int32 ({B|1}, {H|HK|1}, Sk). Causal: the row at position r keeps key j when
@@ -38,6 +54,7 @@ class KeySelection:
         full: int32, as count: leading entries that all rows keep; (0,) when not causal.
         window_size: keys kept by each row, or None where the intervals were given.
         is_causal: whether row i stands at position i + Sk - Sq, or all rows keep the same keys.
+        first_row: Sk - Sq, the position of the first row; negative when Sq > Sk.
         query_len: Sq.
     """
 
@@ -47,7 +64,13 @@ class KeySelection:
     full: Tensor
     window_size: int | None
     is_causal: bool
-    query_len: int
+    # Not Sq itself: as many rows as keys is then the same number, 0, for every length, so that a
+    # program exported with one selection takes those of other lengths.
+    first_row: int
+
+    @property
+    def query_len(self) -> int:
+        return self.end.shape[2] - self.first_row
 
     @property
     def lists(self) -> Selection:
@@ -61,34 +84,58 @@ class KeySelection:
         """The causal selection in which key j is seen by the rows at positions j <= r < end[j].
 
         Args:
-            end: int32 or int64 ({B|1}, {H|HK|1}, Sk).
+            end: int32 or int64 ({B|1}, {H|HK|1}, Sk). Values outside 0 .. Sk mean 0 and Sk, so that
+                any large number stands for a key that never leaves.
             query_len: Sq; Sk when None. Row i stands at position i + Sk - Sq.
             reach: the largest end[j] - j, if known: the lists then take time and memory for that
-                many keys each. None: lists as long as the longest needs to be, for which the host
-                waits.
+                many keys each. A key is seen by `reach` rows at most, also where `end` says more.
+                None: lists as long as the longest needs to be, for which the host waits, and which
+                torch.compile cannot know.
 
         Raises:
-            TypeError: end is no int32 or int64 tensor, or reach no int.
+            TypeError: end is no int32 or int64 tensor, or query_len or reach no int.
             ValueError: end has not three dimensions, query_len is negative, or reach is below 1.
         """
-        if _dtype_of(end) not in (torch.int32, torch.int64):
-            raise TypeError(f"end: got {_dtype_of(end)}, wanted an int32 or int64 tensor")
+        check_tensor_dtype("end", check_tensor("end", end), _INTEGERS)
         if end.dim() != 3:
             raise ValueError(f"end: got shape {tuple(end.shape)}, wanted (batch|1, heads|1, Sk)")
-        capacity = None
         if reach is not None:
-            _check_int("reach", reach, 1)
-            capacity = capacity_for(reach + BLOCK_ROWS - 1, end.shape[2])
-        return _of_intervals(end, query_len, capacity, reach, None)
+            reach = check_int("reach", reach, 1)
+        return _of_intervals(end, query_len, reach, None)
+
+    def to(self, device: torch.device | str | int) -> "KeySelection":
+        """The same selection with its tensors on another device; itself if they are there."""
+        lists = tuple(t.to(device) for t in self.lists)
+        if all(a is b for a, b in zip(lists, self.lists, strict=True)):
+            return self
+        return KeySelection(*lists, self.window_size, self.is_causal, self.first_row)
+
+    def cpu(self) -> "KeySelection":
+        """The same selection with its tensors on the CPU."""
+        return self.to("cpu")
+
+    def cuda(self, device: torch.device | str | int = "cuda") -> "KeySelection":
+        """The same selection with its tensors on a GPU, the current one by default."""
+        return self.to(device)
+
+    def __repr__(self) -> str:
+        if not all(isinstance(t, Tensor) for t in self.lists):  # what a tree_map may leave here
+            return f"KeySelection({', '.join(map(describe, self.lists))})"
+        batch, heads, key_len = self.end.shape
+        return (
+            f"KeySelection(batch={batch}, heads={heads}, query_len={self.query_len}, "
+            f"key_len={key_len}, window_size={self.window_size}, is_causal={self.is_causal}, "
+            f"{self.idx.shape[2]} lists of at most {self.idx.shape[3]} keys, "
+            f"device={str(self.end.device)!r})"
+        )
 
     def to_mask(self) -> Tensor:
         """bool ({B|1}, {H|HK|1}, Sq, Sk), True where a key is kept; for looking at it."""
-        key_len = self.end.shape[2]
         end = self.end[:, :, None]
         if not self.is_causal:
             return (end > 0).expand(-1, -1, self.query_len, -1)
-        position = torch.arange(key_len, device=end.device)
-        row = torch.arange(self.query_len, device=end.device)[:, None] + (key_len - self.query_len)
+        position = torch.arange(self.end.shape[2], device=end.device)
+        row = torch.arange(self.query_len, device=end.device)[:, None] + self.first_row
         return (position <= row) & (row < end)
 
     def plot(
@@ -113,7 +160,7 @@ class KeySelection:
 
         end = self.end[batch, head].cpu()
         key = torch.arange(len(end))
-        first_row = len(end) - self.query_len
+        first_row = self.first_row
         start = key.clamp(min=first_row) if self.is_causal else key * 0
         stop = end if self.is_causal else (end > 0) * self.query_len
         lines = [
@@ -133,8 +180,16 @@ class KeySelection:
 
 
 def _flatten(selection: KeySelection) -> tuple[list[Tensor], tuple[Any, ...]]:
-    facts = (selection.window_size, selection.is_causal, selection.query_len)
+    facts = (selection.window_size, selection.is_causal, selection.first_row)
     return list(selection.lists), facts
+
+
+def _flatten_with_keys(
+    selection: KeySelection,
+) -> tuple[list[tuple[pytree.KeyEntry, Any]], tuple[Any, ...]]:
+    tensors, facts = _flatten(selection)
+    keys = [pytree.GetAttrKey(name) for name in Selection._fields]
+    return list(zip(keys, tensors, strict=True)), facts
 
 
 def _unflatten(tensors: Any, facts: tuple[Any, ...]) -> KeySelection:
@@ -143,8 +198,13 @@ def _unflatten(tensors: Any, facts: tuple[Any, ...]) -> KeySelection:
 
 
 pytree.register_pytree_node(
-    KeySelection, _flatten, _unflatten, serialized_type_name="dmattn.KeySelection"
+    KeySelection,
+    _flatten,
+    _unflatten,
+    serialized_type_name="dmattn.KeySelection",
+    flatten_with_keys_fn=_flatten_with_keys,
 )
+torch.serialization.add_safe_globals([KeySelection])
 
 
 def select_keys(
@@ -166,26 +226,30 @@ def select_keys(
             through the choice.
         window_size: at least 1.
         is_causal: choose row by row among the past, rather than once among all keys.
-        attn_mask: bool, True where a key may be chosen: (B, Sk), or ({B|1}, {H|HK|1}, 1, Sk), or a
-            view of that expanded over the rows.
+        attn_mask: True where a key may be chosen: bool or integer (B, Sk), or bool
+            ({B|1}, {H|HK|1}, 1, Sk), or a view of that expanded over the rows.
         cu_seqlens: for documents packed one behind the other, alike in every row of the batch:
             their boundaries, (documents + 1,), rising from 0 to Sk. Keys are chosen within each
             document, and no row sees another document's. Causal only, and for query_len = Sk.
             A tensor, int32 or int64, on the CUDA device of attn_bias is taken as it is, since the
             host would have to wait for its values: wrong ones give a wrong selection. Anything
-            else, a sequence of ints or a tensor elsewhere, the host reads and checks.
+            else, a sequence of ints or a tensor elsewhere, is checked.
         query_len: Sq; Sk when None. Causal rows are aligned to the end of the keys: the ones in
             front of the first key, if Sq > Sk, keep nothing.
 
     Raises:
         TypeError: a tensor or number has the wrong type or dtype.
-        ValueError: a shape or number does not fit, or attn_mask differs between query rows.
+        ValueError: a shape, device or number does not fit, or attn_mask differs between query rows.
     """
-    check_window_size(window_size)
+    window_size = check_window_size(window_size)
+    is_causal = check_bool("is_causal", is_causal)
     scores = _key_scores(attn_bias)
     key_len = scores.shape[2]
     query_len = _check_query_len(query_len, key_len)
-    key_mask = None if attn_mask is None else key_only_mask(attn_mask, key_len)
+    key_mask = None
+    if attn_mask is not None:
+        key_mask = key_only_mask(attn_mask, key_len)
+        check_same_device("attn_mask", key_mask, scores.device, "attn_bias")
     scores, key_mask = same_heads(scores, key_mask)
     documents = None
     if cu_seqlens is not None:
@@ -194,9 +258,9 @@ def select_keys(
         if query_len != key_len:
             raise ValueError(f"query_len: got {query_len}, wanted {key_len} with cu_seqlens")
         documents = _document_bounds(cu_seqlens, key_len, scores.device)
-    rows = min(query_len, key_len) if is_causal else query_len
+    rows: int = torch.sym_min(query_len, key_len) if is_causal else query_len
     lists = select(scores, key_mask, window_size, rows, is_causal, documents)
-    return KeySelection(*lists, window_size, is_causal, query_len)
+    return KeySelection(*lists, window_size, is_causal, key_len - query_len)
 
 
 def sliding_window(
@@ -204,6 +268,7 @@ def sliding_window(
     window_size: int,
     query_len: int | None = None,
     *,
+    attn_mask: Tensor | None = None,
     device: torch.device | str | None = None,
 ) -> KeySelection:
     """The selection in which each row keeps the `window_size` keys up to its own position.
@@ -212,66 +277,106 @@ def sliding_window(
         key_len: Sk.
         window_size: at least 1.
         query_len: Sq; Sk when None.
-        device: of its tensors, which are alike for all batches and heads.
+        attn_mask: True where a key may be seen: bool or integer (B, Sk), or bool
+            ({B|1}, {H|HK|1}, 1, Sk). A masked key takes up its place in the window all the same.
+        device: of the selection's tensors; that of attn_mask, or the default device, when None.
 
     Raises:
-        TypeError, ValueError: a number is no int or too small.
+        TypeError: a number is no int, or attn_mask is no mask.
+        ValueError: a number is too small, or attn_mask has the wrong shape or device.
     """
-    check_window_size(window_size)
-    _check_int("key_len", key_len, 0)
-    end = torch.arange(key_len, dtype=torch.int32, device=device) + min(window_size, key_len)
-    end = end.clamp(max=key_len)[None, None]
-    capacity = capacity_for(window_size + BLOCK_ROWS - 1, key_len)
-    return _of_intervals(end, query_len, capacity, window_size, window_size)
+    window_size = check_window_size(window_size)
+    key_len = check_int("key_len", key_len, 0)
+    if device is None and attn_mask is not None:
+        device = check_tensor("attn_mask", attn_mask).device
+    end = torch.full((1, 1, key_len), key_len, dtype=torch.int32, device=device)
+    return _of_intervals(_hide_masked(end, attn_mask), query_len, window_size, window_size)
 
 
 def packed_documents(
-    cu_seqlens: Tensor | Sequence[int],
+    cu_seqlens: Tensor | Sequence[int] | None = None,
     window_size: int | None = None,
     *,
+    document_ids: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    key_len: int | None = None,
+    max_seqlen: int | None = None,
     device: torch.device | str | None = None,
 ) -> KeySelection:
     """Causal attention within documents that are packed one behind the other.
 
+    Where the documents lie is said by `cu_seqlens`, alike for all rows of the batch, or by
+    `document_ids`, which may differ between them.
+
+    Each block of 128 rows has room for a list of as many keys as the longest document has (or the
+    window, if that is smaller), so one document of Sk keys takes Sk * Sk / 128 int32 entries: 134
+    MB for 65536 keys. For long documents without a window `flash_dmattn_varlen_func` is the better
+    choice, as it needs no lists.
+
     Args:
-        cu_seqlens: int (documents + 1,): their boundaries, from 0 to Sk. The host reads it.
+        cu_seqlens: int (documents + 1,): their boundaries, rising from 0 to Sk. The host reads and
+            checks them, except those of a CUDA tensor whose selection stays on its device when
+            `key_len` is given and `max_seqlen` or `window_size` as well; nothing then waits, and
+            wrong values give wrong documents. Under torch.compile tensors are never read by the
+            host, and need `key_len`.
         window_size: keep only the last keys of the document, this many; None for all of it.
-        device: of the selection's tensors; that of cu_seqlens, if it is a tensor, when None.
+        document_ids: integer (B, Sk): a new document starts where the number differs from the one
+            before it. Never read by the host.
+        attn_mask: True where a key may be seen: bool or integer (B, Sk), or bool
+            ({B|1}, {H|HK|1}, 1, Sk).
+        key_len: Sk; the last of cu_seqlens when None.
+        max_seqlen: the length of the longest document. A row sees this many keys at most, also
+            where its document is longer. None: what cu_seqlens says if the host reads it, else Sk.
+        device: of the selection's tensors; that of cu_seqlens, if it is a tensor, or of
+            document_ids or attn_mask when None.
 
     Raises:
-        TypeError, ValueError: cu_seqlens or window_size is none of that.
+        TypeError: an argument is none of that.
+        ValueError: both or none of cu_seqlens and document_ids are given; a shape, number, value or
+            device does not fit.
     """
-    if device is None and isinstance(cu_seqlens, Tensor):
-        device = cu_seqlens.device
-    bounds = _boundaries(cu_seqlens, None)
-    lengths = [b - a for a, b in pairwise(bounds)]
-    reach, key_len = max(lengths, default=0), bounds[-1]
-    stops, counts = (torch.tensor(x, dtype=torch.int64) for x in (bounds[1:], lengths))
-    end = torch.repeat_interleave(stops, counts)
     if window_size is not None:
-        check_window_size(window_size)
-        end = torch.minimum(end, torch.arange(key_len) + min(window_size, key_len))
-        reach = min(reach, window_size)
-    end = end.to(device=device, dtype=torch.int32)[None, None]
-    # A document that began before the block reaches into it with `reach` keys at most, and the
-    # block's own rows are as many keys again.
-    capacity = capacity_for(reach + BLOCK_ROWS - 1, key_len)
-    return _of_intervals(end, None, capacity, max(1, reach), window_size)
+        window_size = check_window_size(window_size)
+    if key_len is not None:
+        key_len = check_int("key_len", key_len, 0)
+    if max_seqlen is not None:
+        max_seqlen = check_int("max_seqlen", max_seqlen, 0)
+    check_optional_tensor("attn_mask", attn_mask)
+    if (cu_seqlens is None) == (document_ids is None):
+        got = "None" if document_ids is None else "boundaries beside document_ids"
+        raise ValueError(f"cu_seqlens: got {got}, wanted either cu_seqlens or document_ids")
+    if document_ids is not None:
+        end = _ends_by_ids(document_ids, key_len)
+        end = end if device is None else end.to(device)
+    else:
+        assert cu_seqlens is not None
+        if device is None and not isinstance(cu_seqlens, Tensor) and attn_mask is not None:
+            device = attn_mask.device
+        bounded = max_seqlen is not None or window_size is not None
+        bounds, key_len, longest = _documents(cu_seqlens, key_len, bounded, device)
+        if max_seqlen is not None and longest is not None and longest > max_seqlen:
+            raise ValueError(
+                f"max_seqlen: got {max_seqlen}, wanted at least {longest}, the longest document"
+            )
+        max_seqlen = longest if max_seqlen is None else max_seqlen
+        end = document_ends(bounds, key_len)[None, None]
+    reach = end.shape[2] if max_seqlen is None else max_seqlen
+    if window_size is not None:
+        reach = torch.sym_min(reach, window_size)
+    return _of_intervals(_hide_masked(end, attn_mask), None, reach, window_size)
 
 
 def key_only_mask(attn_mask: Tensor, key_len: int) -> Tensor:
-    """attn_mask as ({B|1}, heads, Sk).
+    """attn_mask as bool ({B|1}, heads, Sk).
 
     Raises:
-        TypeError: it is no bool tensor.
+        TypeError: it is no bool tensor, and no integer (B, Sk).
         ValueError: it does not speak of key_len keys, or differs between query rows.
     """
-    if _dtype_of(attn_mask) != torch.bool:
-        kind = _dtype_of(attn_mask)
-        raise TypeError(f"attn_mask: got {kind}, wanted a torch.bool tensor (True = attend)")
-    shape = tuple(attn_mask.shape)
-    mask = attn_mask[:, None, None] if attn_mask.dim() == 2 else attn_mask
-    if mask.dim() != 4 or mask.shape[3] not in (1, key_len):
+    given = check_mask("attn_mask", attn_mask)
+    shape = tuple(given.shape)
+    mask = given[:, None, None] if given.dim() == 2 else given
+    if mask.dim() != 4 or not is_one_or(mask.shape[3], key_len):
         raise ValueError(
             f"attn_mask: got shape {shape}, wanted (batch, {key_len}) or "
             f"(batch|1, heads|1, 1, {key_len})"
@@ -280,16 +385,33 @@ def key_only_mask(attn_mask: Tensor, key_len: int) -> Tensor:
         raise ValueError(
             f"attn_mask: got shape {shape} with rows of their own, wanted one that is alike for "
             "all query rows; which keys the rows keep is then no interval of rows for each key. "
-            "Build the whole mask with dmattn.create_mask and pass that, without window_size"
+            "Choose the keys of each row with dmattn.top_window_mask and pass what it returns as "
+            "attn_mask, without window_size"
         )
     return mask[:, :, 0].expand(-1, -1, key_len)
 
 
+def same_heads(scores: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Both with the same number of heads (or 1), where one has HK and the other H of them."""
+    if key_mask is None:
+        return scores, None
+    n, m = scores.shape[0], key_mask.shape[0]
+    if not (is_one_or(m, n) or n == 1):
+        raise ValueError(f"attn_mask: got batch {m}, wanted {n} or 1")
+    a, b = scores.shape[1], key_mask.shape[1]
+    if is_one_or(a, b) or b == 1:
+        return scores, key_mask
+    if a % b != 0 and b % a != 0:
+        raise ValueError(f"attn_mask: got {b} heads, wanted them to go with {a} of attn_bias")
+    heads = max(a, b)
+    return scores.repeat_interleave(heads // a, 1), key_mask.repeat_interleave(heads // b, 1)
+
+
 def _key_scores(attn_bias: Tensor) -> Tensor:
     """attn_bias as ({B|1}, heads, Sk), without gradient."""
-    kind = _dtype_of(attn_bias)
-    if not (isinstance(kind, torch.dtype) and kind.is_floating_point):
-        raise TypeError(f"attn_bias: got {kind}, wanted a floating tensor, a score per key")
+    wanted = "a floating tensor, a score per key"
+    if not check_tensor("attn_bias", attn_bias, wanted).is_floating_point():
+        raise TypeError(f"attn_bias: got dtype {attn_bias.dtype}, wanted {wanted}")
     shape = tuple(attn_bias.shape)
     if len(shape) == 4 and shape[2] == 1:
         return attn_bias.detach().squeeze(2)
@@ -301,94 +423,134 @@ def _key_scores(attn_bias: Tensor) -> Tensor:
     return attn_bias.detach()
 
 
-def same_heads(scores: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Both with the same number of heads (or 1), where one has HK and the other H of them."""
-    if key_mask is None:
-        return scores, None
-    batches = (scores.shape[0], key_mask.shape[0])
-    if 1 not in batches and batches[0] != batches[1]:
-        raise ValueError(f"attn_mask: got batch {batches[1]}, wanted {batches[0]} or 1")
-    a, b = scores.shape[1], key_mask.shape[1]
-    if 1 in (a, b) or a == b:
-        return scores, key_mask
-    if a % b and b % a:
-        raise ValueError(f"attn_mask: got {b} heads, wanted them to go with {a} of attn_bias")
-    heads = max(a, b)
-    return scores.repeat_interleave(heads // a, 1), key_mask.repeat_interleave(heads // b, 1)
+def _of_intervals(
+    end: Tensor, query_len: int | None, reach: int | None, window_size: int | None
+) -> KeySelection:
+    key_len = end.shape[2]
+    query_len = _check_query_len(query_len, key_len)
+    rows = torch.sym_min(query_len, key_len)
+    # Still in the dtype given: a large int64 would turn into any int32.
+    end = end.clamp(0, key_len).to(torch.int32)
+    if reach is None:
+        needed = build_key_lists(end.contiguous(), rows, 0, None).needed
+        capacity = capacity_for(int(needed.max()) if needed.numel() > 0 else 0, key_len)
+    else:
+        reach = torch.sym_max(1, torch.sym_min(reach, key_len))
+        key = torch.arange(key_len, dtype=torch.int32, device=end.device)
+        # What the lists have no room for must not be in the intervals either.
+        end = torch.minimum(end, key + reach)
+        # A key seen by the first row of a block began at most `reach` keys before it, and the rows
+        # of the block are as many keys again.
+        capacity = capacity_for(reach + BLOCK_ROWS - 1, key_len)
+    end = end.contiguous()
+    lists = build_key_lists(end, rows, capacity, reach)
+    return KeySelection(
+        end, lists.idx, lists.count, lists.full, window_size, True, key_len - query_len
+    )
+
+
+def _hide_masked(end: Tensor, attn_mask: Tensor | None) -> Tensor:
+    """The intervals, empty for masked keys."""
+    if attn_mask is None:
+        return end
+    keep = key_only_mask(attn_mask, end.shape[2])
+    check_same_device("attn_mask", keep, end.device, "the selection")
+    n, m = end.shape[0], keep.shape[0]
+    if not (is_one_or(m, n) or n == 1):
+        raise ValueError(f"attn_mask: got batch {m}, wanted {n} or 1 as document_ids")
+    return torch.where(keep, end, 0)
+
+
+def _ends_by_ids(document_ids: Tensor, key_len: int | None) -> Tensor:
+    """int32 (B, 1, Sk): for each key the first one behind its document."""
+    check_tensor("document_ids", document_ids)
+    if not is_integer(document_ids.dtype):
+        raise TypeError(f"document_ids: got dtype {document_ids.dtype}, wanted an integer dtype")
+    shape = tuple(document_ids.shape)
+    if len(shape) != 2 or (key_len is not None and shape[1] != key_len):
+        seqlen = "seqlen_k" if key_len is None else key_len
+        raise ValueError(f"document_ids: got shape {shape}, wanted (batch, {seqlen})")
+    seqlen = document_ids.shape[1]
+    key = torch.arange(seqlen, dtype=torch.int32, device=document_ids.device)
+    # The last key is compared with the first one, and Sk stands there in either case.
+    is_last = document_ids != document_ids.roll(-1, 1)
+    stop = torch.where(is_last, key + 1, seqlen)
+    return stop.flip(1).cummin(1).values.flip(1)[:, None]
+
+
+def _documents(
+    cu_seqlens: Tensor | Sequence[int],
+    key_len: int | None,
+    bounded: bool,
+    device: torch.device | str | None,
+) -> tuple[Tensor, int, int | None]:
+    """int32 boundaries, Sk, and the length of the longest document where the host knows it.
+
+    `bounded`: whether the reach of a key is limited without knowing that length.
+    """
+    if isinstance(cu_seqlens, Tensor):
+        device = cu_seqlens.device if device is None else torch.device(device)
+        stays = cu_seqlens.is_cuda and cu_seqlens.device == device
+        if torch.compiler.is_compiling() or (stays and bounded and key_len is not None):
+            _check_boundary_tensor(cu_seqlens)
+            if key_len is None:
+                raise ValueError(
+                    "key_len: got None, wanted the number of keys, as cu_seqlens is a tensor, "
+                    "which is not read under torch.compile"
+                )
+            return _to_int32(cu_seqlens, key_len).to(device), key_len, None
+    bounds = _read_boundaries(cu_seqlens, key_len)
+    longest = max((b - a for a, b in pairwise(bounds)), default=0)
+    return torch.tensor(bounds, dtype=torch.int32, device=device), bounds[-1], longest
 
 
 def _document_bounds(
     cu_seqlens: Tensor | Sequence[int], key_len: int, device: torch.device
 ) -> Tensor:
-    """int32 (documents + 1,) on `device`, checked unless the host would have to wait for it."""
-    if isinstance(cu_seqlens, Tensor) and cu_seqlens.is_cuda and cu_seqlens.device == device:
-        _check_boundary_tensor(cu_seqlens)
-        return cu_seqlens.to(torch.int32)
-    bounds = torch.tensor(_boundaries(cu_seqlens, key_len), dtype=torch.int32)
+    """int32 (documents + 1,) on `device`.
+
+    The host checks the values, unless it would have to wait for them or is compiling. The CPU
+    operator checks what it is given, and the CUDA kernels stay within the tensors.
+    """
+    if isinstance(cu_seqlens, Tensor):
+        stays = cu_seqlens.is_cuda and cu_seqlens.device == device
+        if stays or torch.compiler.is_compiling():
+            _check_boundary_tensor(cu_seqlens)
+            return _to_int32(cu_seqlens, key_len).to(device)
+    bounds = torch.tensor(_read_boundaries(cu_seqlens, key_len), dtype=torch.int32)
     return bounds.to(device, non_blocking=True)
 
 
-def _of_intervals(
-    end: Tensor,
-    query_len: int | None,
-    capacity: int | None,
-    reach: int | None,
-    window_size: int | None,
-) -> KeySelection:
-    key_len = end.shape[2]
-    query_len = _check_query_len(query_len, key_len)
-    end = end.to(torch.int32).contiguous()
-    rows = min(query_len, key_len)
-    if capacity is None:
-        needed = build_key_lists(end, rows, 0, reach).needed
-        capacity = capacity_for(int(needed.max()) if needed.numel() > 0 else 0, key_len)
-    lists = build_key_lists(end, rows, capacity, reach)
-    return KeySelection(end, lists.idx, lists.counts, lists.full, window_size, True, query_len)
-
-
-def _boundaries(cu_seqlens: Tensor | Sequence[int], key_len: int | None) -> list[int]:
+def _read_boundaries(cu_seqlens: Tensor | Sequence[int], key_len: int | None) -> list[int]:
     """cu_seqlens on the host, checked."""
     if isinstance(cu_seqlens, Tensor):
         _check_boundary_tensor(cu_seqlens)
         bounds = cu_seqlens.tolist()
     else:
-        bounds = list(cu_seqlens)
-        if any(not isinstance(x, int) for x in bounds):
-            raise TypeError(f"cu_seqlens: got {bounds[:3]}.., wanted ints")
-        if not bounds:
-            raise ValueError("cu_seqlens: got no boundary, wanted (documents + 1,)")
-    rising = all(a <= b for a, b in pairwise(bounds))
-    if bounds[0] != 0 or not rising or key_len not in (None, bounds[-1]):
-        last = "the number of keys" if key_len is None else key_len
-        raise ValueError(
-            f"cu_seqlens: got {bounds[:3]}..{bounds[-1]}, wanted rising from 0 to {last}"
-        )
+        wanted = "a sequence of ints or an int32 or int64 tensor"
+        try:
+            given = list(cu_seqlens)
+        except TypeError:
+            raise TypeError(f"cu_seqlens: got {describe(cu_seqlens)}, wanted {wanted}") from None
+        bounds = [check_int("cu_seqlens", x, wanted=wanted) for x in given]
+    check_boundaries(bounds, key_len)
     return bounds
 
 
 def _check_boundary_tensor(cu_seqlens: Tensor) -> None:
     """Raise unless its dtype and shape are right; its values are not looked at."""
-    if cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"cu_seqlens: got {cu_seqlens.dtype}, wanted torch.int32 or torch.int64")
+    check_tensor_dtype("cu_seqlens", check_tensor("cu_seqlens", cu_seqlens), _INTEGERS)
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
         shape = tuple(cu_seqlens.shape)
         raise ValueError(f"cu_seqlens: got shape {shape}, wanted (documents + 1,)")
 
 
+def _to_int32(cu_seqlens: Tensor, key_len: int) -> Tensor:
+    """The same boundaries; wrong ones stay wrong rather than turning into any int32."""
+    if cu_seqlens.dtype == torch.int32:
+        return cu_seqlens
+    return cu_seqlens.clamp(-1, key_len + 1).to(torch.int32)
+
+
 def _check_query_len(query_len: int | None, key_len: int) -> int:
-    if query_len is None:
-        return key_len
-    _check_int("query_len", query_len, 0)
-    return query_len
-
-
-def _check_int(name: str, value: Any, least: int) -> None:
-    if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
-        raise TypeError(f"{name}: got {value!r}, wanted an int")
-    if value < least:
-        raise ValueError(f"{name}: got {value}, wanted at least {least}")
-
-
-def _dtype_of(value: Any) -> Any:
-    """The dtype of a tensor; the name of the type of anything else."""
-    return value.dtype if isinstance(value, Tensor) else type(value).__name__
+    return key_len if query_len is None else check_int("query_len", query_len, 0)

@@ -36,9 +36,7 @@ def check_bool(name: str, value: Any) -> bool:
     raise TypeError(f"{name}: got {describe(value)}, wanted True or False")
 
 
-def check_int(
-    name: str, value: Any, least: int | None = None, wanted: str | None = None
-) -> int:
+def check_int(name: str, value: Any, least: int | None = None, wanted: str | None = None) -> int:
     """Anything that Python takes as an index (numpy integers too), as an int.
 
     Args:
@@ -109,7 +107,33 @@ def check_optional_tensor(name: str, value: Any) -> Tensor | None:
     return None if value is None else check_tensor(name, value, "a torch.Tensor or None")
 
 
-def check_tensor_dtype(name: str, t: Tensor, allowed: Sequence[torch.dtype], hint: str = "") -> None:
+def check_mask(name: str, value: Any) -> Tensor:
+    """A bool tensor, True = attend; or the (batch, seqlen) of integers that tokenizers make.
+
+    Integers mean True where they are not 0. Those of more dimensions are refused, as they may as
+    well be additive.
+
+    Raises:
+        TypeError: it is no tensor, or of another dtype.
+        ValueError: it is a sparse, mkldnn or nested tensor.
+    """
+    mask = check_tensor(name, value)
+    if mask.dtype == torch.bool:
+        return mask
+    if mask.dim() == 2 and is_integer(mask.dtype):
+        return mask != 0
+    hint = "; pass mask.bool()" if is_integer(mask.dtype) else ""
+    raise TypeError(f"{name}: got dtype {mask.dtype}, wanted torch.bool (True = attend){hint}")
+
+
+def is_integer(dtype: torch.dtype) -> bool:
+    """Whether a dtype is an integer one; bool is none."""
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+
+
+def check_tensor_dtype(
+    name: str, t: Tensor, allowed: Sequence[torch.dtype], hint: str = ""
+) -> None:
     """Raise TypeError unless the tensor has one of these dtypes; `hint` ends the message."""
     if t.dtype not in allowed:
         raise TypeError(f"{name}: got dtype {t.dtype}, wanted {one_of(allowed)}{hint}")

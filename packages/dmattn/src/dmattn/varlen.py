@@ -1,27 +1,17 @@
-"""Attention over sequences of unequal lengths that are packed one behind the other."""
+"""Attention over sequences of unequal lengths that are packed one after the other."""
 
+import dataclasses
 import math
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-import dmattn.ops.varlen  # noqa: F401 - registers the operators
-from dmattn.functional import flash_dmattn_func
-from dmattn.backends.cpu import packed as packed_cpu
-from dmattn.backends.cuda import attention as cuda
-from dmattn.dispatch import (
-    check_backend,
-    check_number,
-    default_scale,
-    is_plain_call,
-    refuse_forward_mode,
-    without_nan,
-)
-from dmattn.checks import check_tensors
-from dmattn.packed_checks import Packing, check_packed_inputs, is_per_key
-from dmattn.selection import same_heads, select_keys
-from dmattn.utils.mask import check_window_size
+from dmattn.arguments import check_scores, check_window_size, checked_problem, without_nan
+from dmattn.dispatch import attend, is_same_tensor
+from dmattn.ops.selection import select_keys
+from dmattn.problem import Packing, Problem, is_per_key
+from dmattn.selection import same_heads
 
 
 @overload
@@ -126,108 +116,87 @@ def flash_dmattn_varlen_func(
         RuntimeError: the compiled kernels are missing or of another version, or the GPU is older
             than sm_80.
     """
-    check_number("softcap", softcap)
-    if softmax_scale is None:
-        softmax_scale = default_scale(query)
-    else:
-        check_number("softmax_scale", softmax_scale)
-    if backend is not None:
-        check_backend(backend, query)
+    if cu_seqlens_k is None:
+        cu_seqlens_k = cu_seqlens_q
     packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    numbers = (softmax_scale, is_causal, softcap, deterministic)
-    check_tensors(query, key, value, attn_mask, attn_bias)
-    mask, bias = _heads_first(attn_mask), _heads_first(attn_bias)
+    window = None
     if window_size is not None:
-        check_packed_inputs(query, key, value, mask, bias, packing)
-        out, lse = _attend_in_window(query, key, value, mask, bias, packing, numbers, window_size)
-    else:
-        out, lse = _attend(query, key, value, mask, bias, packing, numbers)
-    return (out, lse) if return_lse else out
-
-
-_Numbers = tuple[float, bool, float, bool]  # softmax_scale, is_causal, softcap, deterministic
-
-
-def _heads_first(operand: Tensor | None) -> Tensor | None:
-    """(Tk, heads) or (Tq, heads, max_seqlen_k) as the operators take it, a view."""
-    return operand if operand is None or operand.dim() < 2 else operand.transpose(0, 1)
-
-
-def _attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    packing: Packing,
-    numbers: _Numbers,
-) -> tuple[Tensor, Tensor]:
-    """out and lse, past the dispatcher where it has nothing to do."""
-    softmax_scale, is_causal, softcap, deterministic = numbers
-    if is_plain_call(q, k, v, mask, bias):
-        forward = cuda.varlen_forward if q.is_cuda else packed_cpu.forward
-        return forward(q, k, v, mask, bias, packing, softmax_scale, is_causal, softcap)
-    check_packed_inputs(q, k, v, mask, bias, packing)
-    refuse_forward_mode(q, k, v, bias)
-    out, lse, _ = torch.ops.dmattn.varlen_fwd(
-        q,
-        k,
-        v,
-        mask,
-        bias,
-        *packing,
+        window = check_window_size(window_size)
+        check_scores(attn_bias)
+    problem = checked_problem(
+        query,
+        key,
+        value,
+        attn_mask,
+        attn_bias,
         softmax_scale,
         is_causal,
         softcap,
-        deterministic or torch.are_deterministic_algorithms_enabled(),
+        deterministic,
+        packing,
     )
-    return out, lse
+    if window is None:
+        out, lse = attend(problem, backend)
+    else:
+        out, lse = _attend_in_window(problem, packing, window, backend)
+    return (out, lse) if return_lse else out
 
 
 def _attend_in_window(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    packing: Packing,
-    numbers: _Numbers,
-    window_size: int,
+    problem: Problem, packing: Packing, window_size: int, backend: str | None
 ) -> tuple[Tensor, Tensor]:
-    """What `window_size` amounts to: a mask per key, or (causal) a selection for all."""
-    check_window_size(window_size)
-    bias = _scores("attn_bias", bias)
+    """What `window_size` amounts to: a mask per key, or (causal) key lists for all."""
+    bias, mask = _scores("attn_bias", problem.bias), problem.mask
     if mask is not None:
         _scores("attn_mask", mask)
     if packing.max_seqlen_k <= window_size:
-        return _attend(q, k, v, mask, without_nan(bias), packing, numbers)
-    softmax_scale, is_causal, softcap, deterministic = numbers
-    if not is_causal or packing.max_seqlen_q <= 1:  # the only row of a sequence sees all its keys
+        return attend(dataclasses.replace(problem, bias=without_nan(bias)), backend)
+    # The only row of a sequence sees all its keys.
+    if not problem.is_causal or packing.max_seqlen_q <= 1:
         keep = _best_keys(bias.detach(), mask, packing.cu_seqlens_k, window_size)
-        return _attend(q, k, v, keep, bias, packing, numbers)
-    if packing.cu_seqlens_q is not packing.cu_seqlens_k or q.shape[0] != k.shape[0]:
-        raise ValueError(
-            "cu_seqlens_q: got another tensor than cu_seqlens_k, wanted the same one with "
-            "window_size and is_causal: every key with the query row of its own position"
-        )
-    bias = bias[None, :, None]
-    key_mask = None if mask is None else mask[None, :, None]
-    chosen = select_keys(
-        bias, window_size, True, attn_mask=key_mask, cu_seqlens=packing.cu_seqlens_k
+        return attend(dataclasses.replace(problem, mask=keep), backend)
+    key_mask = None if mask is None else mask[None]
+    scores, key_mask = same_heads(bias.detach()[None], key_mask)
+    total_k = problem.k.shape[0]
+    lists = select_keys(scores, key_mask, window_size, total_k, True, packing.cu_seqlens_k)
+    rows_of_keys = _rows_of_keys(problem, packing)
+    q = problem.q
+    if rows_of_keys is not None:
+        q = q.new_zeros((total_k + 1, *q.shape[1:])).index_copy(0, rows_of_keys, q)[:total_k]
+    dense = dataclasses.replace(
+        problem,
+        q=q[None],
+        k=problem.k[None],
+        v=problem.v[None],
+        mask=None,
+        bias=bias[None, :, None],
+        packing=None,
+        key_lists=lists,
     )
-    out, lse = flash_dmattn_func(
-        q[None],
-        k[None],
-        v[None],
-        attn_bias=bias,
-        softmax_scale=softmax_scale,
-        is_causal=True,
-        softcap=softcap,
-        deterministic=deterministic,
-        selection=chosen,
-        return_lse=True,
-    )
-    return out[0], lse[0]
+    out, lse = (t[0] for t in attend(dense, backend))
+    if rows_of_keys is None:
+        return out, lse
+    out = torch.nn.functional.pad(out, (0, 0, 0, 0, 0, 1))[rows_of_keys]
+    lse = torch.nn.functional.pad(lse, (0, 1), value=-math.inf)[:, rows_of_keys]
+    return out, lse
+
+
+def _rows_of_keys(problem: Problem, packing: Packing) -> Tensor | None:
+    """int64 (Tq,): the key at whose position each row stands, Tk where there is none.
+
+    None where the rows are the keys' own, one by one. Otherwise rows have to be moved, which is
+    slower and right in any case, so not noticing that the boundaries are equal does no harm.
+    """
+    cu_seqlens_q, cu_seqlens_k = packing.cu_seqlens_q, packing.cu_seqlens_k
+    total_q, total_k = problem.q.shape[0], problem.k.shape[0]
+    if is_same_tensor(cu_seqlens_q, cu_seqlens_k) and total_q == total_k:
+        return None
+    row = torch.arange(total_q, device=cu_seqlens_q.device)
+    stops_q, stops_k = cu_seqlens_q[1:].long(), cu_seqlens_k[1:].long()
+    sequence = torch.searchsorted(stops_q, row, right=True).clamp(max=len(stops_q) - 1)
+    position = row + (stops_k - stops_q)[sequence]
+    in_sequence = (position >= cu_seqlens_k.long()[sequence]) & (position < total_k)
+    return torch.where(in_sequence, position, total_k)
 
 
 def _scores(name: str, operand: Tensor | None) -> Tensor:

@@ -12,21 +12,36 @@ class Backend(ABC):
 
     Attributes:
         name: what `backend=` and `get_available_backends` call it.
+        devices: the types of the devices whose tensors it takes, such as "cuda".
     """
 
     name: str
+    devices: tuple[str, ...]
 
     @abstractmethod
     def unavailable(self) -> str | None:
         """Why it cannot run on this machine, in words for a user; None when it can."""
 
     @abstractmethod
-    def unsupported(self, problem: Problem) -> list[str]:
-        """Why it cannot compute this problem, each reason naming an argument; empty when it can."""
+    def unsupported(self, problem: Problem) -> list[Exception]:
+        """Why it cannot compute a checked problem on one of its devices; empty when it can.
+
+        Each reason is the error that a user gets who asks for this backend: a TypeError for a
+        dtype, a ValueError for all else, naming the argument, what it got and what is wanted.
+        """
 
     @abstractmethod
-    def forward(self, problem: Problem) -> Results:
-        """Compute a checked problem that this backend supports."""
+    def forward(self, problem: Problem, for_backward: bool = True) -> Results:
+        """Compute a checked problem that this backend supports.
+
+        Args:
+            problem: what to compute.
+            for_backward: whether the results are for a backward. If not, lse_rest may be (0,)
+                instead of having the shape that `empty_results` gives it.
+
+        Raises:
+            RuntimeError: it cannot run on this machine, or on the device of the problem.
+        """
 
     @abstractmethod
     def backward(

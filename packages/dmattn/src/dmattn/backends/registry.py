@@ -1,40 +1,79 @@
-"""Which implementations can run here."""
+"""The list of backends, and the one place that chooses among them."""
 
-import torch
+from dmattn.backends.base import Backend
+from dmattn.backends.cpu import CpuBackend
+from dmattn.backends.cuda import CudaBackend
+from dmattn.problem import Problem
 
-from dmattn.backends.cuda import kernels
-
-BACKENDS = ("cuda", "cpu")
+# A row a backend; of those that can compute a problem the first one does.
+BACKENDS: list[Backend] = [CudaBackend(), CpuBackend()]
 
 
 def get_available_backends() -> list[str]:
-    """The backends that can run on this machine, the preferred one first.
+    """The names of the backends that can run on this machine, the preferred one first.
 
     "cuda" is listed when torch sees a GPU of sm_80 or later and the compiled kernels can be loaded;
     "cpu" always.
     """
-    return [name for name in BACKENDS if why_unavailable(name) is None]
+    return [backend.name for backend in BACKENDS if backend.unavailable() is None]
 
 
-def why_unavailable(backend: str) -> str | None:
-    """None when `backend` can run here, else the reason.
+def named(name: str) -> Backend:
+    """The backend of this name.
 
     Raises:
-        ValueError: there is no such backend.
+        ValueError: there is none.
     """
-    if backend not in BACKENDS:
-        wanted = ", ".join(repr(name) for name in BACKENDS)
-        raise ValueError(f"backend: got {backend!r}, wanted one of {wanted}, or None")
-    if backend == "cpu":
-        return None
-    if not torch.cuda.is_available():
-        return "torch sees no CUDA device"
-    reason = "torch sees no CUDA device"
-    for device in range(torch.cuda.device_count()):
-        try:
-            kernels.check_device(device)
-        except RuntimeError as error:
-            reason = str(error)
-        else:
-            return None
-    return reason
+    for backend in BACKENDS:
+        if backend.name == name:
+            return backend
+    names = ", ".join(repr(backend.name) for backend in BACKENDS)
+    raise ValueError(f"backend: got {name!r}, wanted one of {names}, or None")
+
+
+def why_not(backend: Backend, problem: Problem) -> list[Exception]:
+    """Why a backend cannot compute a checked problem; empty when it can."""
+    device = problem.q.device
+    if device.type not in backend.devices:
+        wanted = " or ".join(backend.devices)
+        text = f"query: got device {device}, wanted {wanted} for backend {backend.name!r}"
+        return [ValueError(text)]
+    return backend.unsupported(problem)
+
+
+def choose(problem: Problem, wanted: str | None = None) -> Backend:
+    """The backend that computes a checked problem.
+
+    Args:
+        problem: what to compute.
+        wanted: the name of a backend to insist on, or None for the first that can.
+
+    Raises:
+        TypeError, ValueError: no backend takes such a problem, or not the one that was asked for.
+        RuntimeError: the backend that was asked for cannot run on this machine.
+    """
+    if wanted is not None:
+        backend = named(wanted)
+        reasons = why_not(backend, problem)
+        if reasons:
+            raise reasons[0]
+        missing = backend.unavailable()
+        if missing is not None:
+            raise unusable(backend, missing)
+        return backend
+    device = problem.q.device.type
+    refusals: list[Exception] = []
+    for backend in BACKENDS:
+        if device in backend.devices:
+            reasons = backend.unsupported(problem)
+            if not reasons:
+                return backend
+            refusals += reasons
+    if not refusals:
+        raise ValueError(f"query: got device {problem.q.device}, wanted one that a backend serves")
+    raise refusals[0]
+
+
+def unusable(backend: Backend, reason: str) -> RuntimeError:
+    """The error for a backend that cannot run on this machine."""
+    return RuntimeError(f"backend: got {backend.name!r}, which cannot run here: {reason}")

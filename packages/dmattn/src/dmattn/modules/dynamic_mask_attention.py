@@ -8,19 +8,29 @@ parameter names and shapes are those of the Doge models, so their attention weig
 are.
 """
 
+from typing import Any
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dmattn.cache import DynamicMaskCache
+from dmattn.checks import MAX_HEAD_DIM
 from dmattn.functional import flash_dmattn_func
+from dmattn.modules.linear import Float32Linear
 from dmattn.modules.rotary import apply_rotary, rotary_embedding
-from dmattn.selection import select_keys
+from dmattn.scoring import attend_through_cache, key_scores
 from dmattn.utils.mask import top_window_mask
-
-# exp(80) is 5.5e34. A score above it would drown every logit anyway; without the limit the score,
-# and with it the attention output, would overflow to INF while the parameters are still finite.
-_MAX_EXPONENT = 80.0
+from dmattn.validation import (
+    check_bool,
+    check_dtype,
+    check_int,
+    check_number,
+    check_optional_tensor,
+    check_same_device,
+    check_tensor,
+    describe,
+    is_one_or,
+)
 
 
 class DynamicMaskAttention(nn.Module):
@@ -31,10 +41,11 @@ class DynamicMaskAttention(nn.Module):
 
     Parameters and their shapes: `q_proj` (H*D, hidden), `k_proj` and `v_proj` (HK*D, hidden),
     `dt_proj` (HS, HK*D), `A` (HS,), `o_proj` (hidden, H*D); `q_norm` and `k_norm` (D,) when
-    `qk_norm`. The linear layers have biases when `bias`.
+    `qk_norm`. The linear layers have biases when `bias`. Each is called as a module, so that hooks
+    run, and what adapters, quantization or sharding put in its place is used.
 
-    Numerics: scores are always computed in float32 (float64 for a float64 layer), also under
-    autocast and in a bfloat16 layer, and are handed to the attention in that dtype. Rounded to
+    Numerics: `dt_proj` and the scores are computed in float32 (float64 for a float64 layer), also
+    under autocast and in a bfloat16 layer, and the scores are handed to the attention in that dtype. Rounded to
     bfloat16 they would be full of ties, and ties decide which keys are kept. Rotary angles and the
     rotation are float32 too. Queries, keys and values are in the dtype that `v_proj` returns: the
     layer's own, or the autocast dtype.
@@ -47,7 +58,7 @@ class DynamicMaskAttention(nn.Module):
         hidden_size: width of the input and the output.
         num_heads: H.
         num_kv_heads: HK, a divisor of H; H when None.
-        head_dim: D; hidden_size / num_heads when None.
+        head_dim: D, at most 256; hidden_size / num_heads when None.
         window_size: keys kept by each query, or None to keep all of them (the scores then only
             weigh keys, and mask nothing).
         bias: give the linear layers biases.
@@ -68,8 +79,9 @@ class DynamicMaskAttention(nn.Module):
         device, dtype: of the parameters.
 
     Raises:
-        ValueError: a size is not positive, sizes do not divide, `head_dim` is odd while rotary
-            embedding is on, or num_score_heads is neither num_kv_heads nor num_heads.
+        TypeError: a size or number is none, or a flag is no bool.
+        ValueError: a size or number is out of range, sizes do not divide, `head_dim` is odd while
+            rotary embedding is on, or num_score_heads is neither num_kv_heads nor num_heads.
     """
 
     def __init__(
@@ -94,22 +106,23 @@ class DynamicMaskAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        _require_positive("hidden_size", hidden_size)
-        _require_positive("num_heads", num_heads)
-        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        _require_positive("num_kv_heads", num_kv_heads)
+        hidden_size = check_int("hidden_size", hidden_size, 1)
+        num_heads = check_int("num_heads", num_heads, 1)
+        if num_kv_heads is None:
+            num_kv_heads = num_heads
+        num_kv_heads = check_int("num_kv_heads", num_kv_heads, 1)
         if num_heads % num_kv_heads:
             raise ValueError(
                 f"num_kv_heads: got {num_kv_heads}, wanted a divisor of num_heads = {num_heads}"
             )
-        if head_dim is None:
-            if hidden_size % num_heads:
-                raise ValueError(
-                    f"hidden_size: got {hidden_size}, wanted a multiple of num_heads = {num_heads} "
-                    "when head_dim is not given"
-                )
-            head_dim = hidden_size // num_heads
-        _require_positive("head_dim", head_dim)
+        if head_dim is None and hidden_size % num_heads:
+            raise ValueError(
+                f"hidden_size: got {hidden_size}, wanted a multiple of num_heads = {num_heads} "
+                "when head_dim is not given"
+            )
+        rope_theta = _check_rope_theta(rope_theta)
+        head_dim = hidden_size // num_heads if head_dim is None else head_dim
+        head_dim = _check_head_dim(head_dim, rotary=rope_theta is not None)
         num_score_heads = num_kv_heads if num_score_heads is None else num_score_heads
         if num_score_heads not in (num_kv_heads, num_heads):
             raise ValueError(
@@ -117,15 +130,9 @@ class DynamicMaskAttention(nn.Module):
                 f"num_heads = {num_heads}"
             )
         if window_size is not None:
-            _require_positive("window_size", window_size)
-        if rope_theta is not None and not rope_theta > 0:
-            raise ValueError(f"rope_theta: got {rope_theta}, wanted a positive number or None")
-        if rope_theta is not None and head_dim % 2:
-            raise ValueError(
-                f"head_dim: got {head_dim}, wanted an even number for rotary embedding"
-            )
-        if not softcap >= 0:
-            raise ValueError(f"softcap: got {softcap}, wanted a number >= 0")
+            wanted = "an int of at least 1, or None"
+            window_size = check_int("window_size", window_size, 1, wanted)
+        bias, qk_norm = check_bool("bias", bias), check_bool("qk_norm", qk_norm)
 
         self.hidden_size = hidden_size
         self.num_heads = num_heads
@@ -135,14 +142,15 @@ class DynamicMaskAttention(nn.Module):
         self.num_score_heads = num_score_heads
         self.window_size = window_size
         self.rope_theta = rope_theta
-        self.exp_score = exp_score
-        self.is_causal = is_causal
-        self.softcap = softcap
-        self.dense_mask = dense_mask
-        self.init_std = init_std
+        self.exp_score = check_bool("exp_score", exp_score)
+        self.is_causal = check_bool("is_causal", is_causal)
+        self.softcap = check_number("softcap", softcap, 0)
+        self.dense_mask = check_bool("dense_mask", dense_mask)
+        self.init_std = check_number("init_std", init_std, 0)
+        norm_eps = check_number("norm_eps", norm_eps, 0)
 
-        def linear(inputs: int, outputs: int) -> nn.Linear:
-            return nn.Linear(inputs, outputs, bias=bias, device=device, dtype=dtype)
+        def linear(inputs: int, outputs: int, kind: type[nn.Linear] = nn.Linear) -> nn.Linear:
+            return kind(inputs, outputs, bias=bias, device=device, dtype=dtype)
 
         def norm() -> nn.Module:
             if not qk_norm:
@@ -152,7 +160,7 @@ class DynamicMaskAttention(nn.Module):
         self.q_proj = linear(hidden_size, num_heads * head_dim)
         self.k_proj = linear(hidden_size, num_kv_heads * head_dim)
         self.v_proj = linear(hidden_size, num_kv_heads * head_dim)
-        self.dt_proj = linear(num_kv_heads * head_dim, num_score_heads)
+        self.dt_proj = linear(num_kv_heads * head_dim, num_score_heads, Float32Linear)
         self.A = nn.Parameter(torch.zeros(num_score_heads, device=device, dtype=dtype))
         self.o_proj = linear(num_heads * head_dim, hidden_size)
         self.q_norm = norm()
@@ -183,11 +191,13 @@ class DynamicMaskAttention(nn.Module):
 
         Args:
             hidden_states: floating (B, S, hidden_size).
-            positions: int64 or int32, (S,) or (B, S): rotary positions; 0..S-1 when None, and with
+            positions: int64 or int32, (S,) or ({B|1}, S): rotary positions; 0..S-1 when None, and with
                 a cache the number of tokens before, padding not counted. They turn queries and
                 keys, and do not change which keys are visible.
-            attention_mask: bool (B, S), False at padding. Padded keys are never attended to nor
-                counted among the kept. Outputs at padded positions are finite and meaningless.
+            attention_mask: (B, S), bool with False at padding, or any integers with 0 there. Padded
+                keys are never attended to nor counted among the kept. Outputs at padded positions
+                are finite and meaningless. Beside a cache that holds tokens it may also speak of
+                them, (B, before + S): only its last S columns are read.
             position_embeddings: (cos, sin) from `rotary_embedding`, to share them between layers;
                 in place of positions.
             cache: for generating text, from `make_cache`, of this layer alone. While it is empty
@@ -198,15 +208,17 @@ class DynamicMaskAttention(nn.Module):
             (B, S, hidden_size), in the dtype that `o_proj` returns: the layer's own, or autocast's.
 
         Raises:
-            TypeError: attention_mask is not bool, or positions not integer.
-            ValueError: a shape does not fit, positions and position_embeddings are both given,
-                either is given to a layer without rotary embedding, or the layer cannot decode
-                from the cache.
+            TypeError: an argument is of the wrong kind or dtype.
+            ValueError: a shape or device does not fit, positions and position_embeddings are both
+                given, either is given to a layer without rotary embedding, or the layer cannot
+                decode from the cache.
             RuntimeError: a cache is given where gradients would be needed.
         """
-        self._check_inputs(hidden_states, positions, attention_mask, position_embeddings)
+        self._check_hidden_states(hidden_states)
         if cache is not None:
             self._check_cache(cache, hidden_states.shape[0])
+        attention_mask = _token_mask(attention_mask, hidden_states, cache)
+        self._check_positions(hidden_states, positions, position_embeddings)
         value = self._split_heads(self.v_proj(hidden_states))
         query = _normalize(self.q_norm, self._split_heads(self.q_proj(hidden_states)))
         key = _normalize(self.k_norm, self._split_heads(self.k_proj(hidden_states)))
@@ -222,46 +234,63 @@ class DynamicMaskAttention(nn.Module):
         if cache is None:
             out = self._attend(query, key, value, score, attention_mask)
         else:
-            out = self._decode(query, key, value, score, attention_mask, cache)
+            out = attend_through_cache(
+                query, key, value, score, cache, softcap=self.softcap, key_mask=attention_mask
+            )
         projected: Tensor = self.o_proj(out.flatten(2))
         return projected
 
     def make_cache(
-        self, batch: int, dtype: torch.dtype | None = None, device: torch.device | str | None = None
+        self,
+        batch: int,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        evict: bool = True,
+        capacity: int | None = None,
     ) -> DynamicMaskCache:
-        """An empty cache of `window_size` keys per key/value head, to generate text with.
+        """An empty cache for this layer, to generate text with.
+
+        It has a head for each of the layer's scores: with num_score_heads = num_heads, query heads
+        keep different keys, and the cache holds keys and values once per query head.
 
         Args:
             batch: sequences.
-            dtype: of keys and values. What `v_proj` returns when None: the dtype of its weight, or
+            dtype: of keys and values. What `v_proj` returns when None: the layer's own, or
                 autocast's where that is on, as it has to be in the calls of `forward` then.
-            device: of the cache; that of the weight of `v_proj` when None.
+            device: of the cache; the layer's when None.
+            evict: True: `window_size` keys per head, for texts of any length. False: every key of
+                at most `capacity` tokens, for any layer that is causal, with or without a window.
+            capacity: without evict, the most tokens per sequence.
 
         Raises:
-            ValueError: the layer is not causal, has no window, or scores per query head.
+            TypeError: an argument is of the wrong kind.
+            ValueError: the layer is not causal, has no window to evict by, or capacity does not go
+                with evict.
         """
-        weight = self.v_proj.weight
-        device = weight.device if device is None else torch.device(device)
-        dtype = self._value_dtype(device) if dtype is None else dtype
-        if self.window_size is None or not self.is_causal:
+        if not self.is_causal:
+            raise ValueError("is_causal: got False, wanted a causal layer to decode from a cache")
+        window = self.window_size
+        if window is None and evict:
             raise ValueError(
-                f"window_size: got {self.window_size} with is_causal={self.is_causal}, wanted a "
-                "causal layer with a window to decode from a cache"
+                "window_size: got None, wanted a window by which a cache can evict; "
+                "evict=False, capacity=... makes one that holds every key"
             )
-        if self.num_score_heads != self.num_kv_heads:
-            raise ValueError(
-                f"num_score_heads: got {self.num_score_heads}, wanted num_kv_heads = "
-                f"{self.num_kv_heads} to decode from a cache"
-            )
-        return DynamicMaskCache(
+        device = self.A.device if device is None else device
+        dtype = self._value_dtype(device) if dtype is None else check_dtype("dtype", dtype)
+        cache = DynamicMaskCache(
             batch,
-            self.window_size,
-            self.num_kv_heads,
+            1 if window is None else window,
+            self.num_score_heads,
             self.head_dim,
             dtype,
             device,
             score_dtype=torch.promote_types(dtype, torch.float32),
+            evict=evict,
+            capacity=capacity,
         )
+        if window is None:
+            cache.window_size = cache.capacity
+        return cache
 
     def key_scores(self, hidden_states: Tensor) -> Tensor:
         """The scores by which keys are kept, for looking at them.
@@ -273,9 +302,9 @@ class DynamicMaskAttention(nn.Module):
             (B, HS, S), float32, or float64 when the values are.
 
         Raises:
-            ValueError: hidden_states has another shape.
+            TypeError, ValueError: hidden_states is none of that.
         """
-        self._check_inputs(hidden_states, None, None, None)
+        self._check_hidden_states(hidden_states)
         return self._score(self._split_heads(self.v_proj(hidden_states)))
 
     def _attend(
@@ -297,108 +326,67 @@ class DynamicMaskAttention(nn.Module):
             window_size=window,
         )
 
-    def _decode(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        score: Tensor,
-        mask: Tensor | None,
-        cache: DynamicMaskCache,
-    ) -> Tensor:
-        if torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value, score)):
-            raise RuntimeError("cache: got one with gradients enabled, wanted torch.no_grad()")
-        if not cache.is_empty:
-            return cache.append_and_attend(
-                query, key, value, score, softcap=self.softcap, active=mask
-            )
-        if self.window_size is None or key.shape[1] <= self.window_size:
-            cache.prefill(key, value, score, attn_mask=mask)
-            return self._attend(query, key, value, score, mask)
-        selection = select_keys(score, self.window_size, attn_mask=mask)
-        cache.prefill(key, value, score, selection, attn_mask=mask)
-        return flash_dmattn_func(
-            query,
-            key,
-            value,
-            attn_bias=score[:, :, None, :],
-            is_causal=True,
-            softcap=self.softcap,
-            selection=selection,
-        )
-
-    def _check_cache(self, cache: DynamicMaskCache, batch: int) -> None:
-        wanted = (batch, self.window_size, self.num_kv_heads, self.head_dim)
+    def _check_cache(self, cache: Any, batch: int) -> None:
+        if not isinstance(cache, DynamicMaskCache):
+            raise TypeError(f"cache: got {describe(cache)}, wanted a DynamicMaskCache or None")
+        window = cache.capacity if self.window_size is None else self.window_size
+        wanted = (batch, window, self.num_score_heads, self.head_dim)
         found = (cache.k.shape[0], cache.window_size, cache.k.shape[2], cache.k.shape[3])
-        if found != wanted or not self.is_causal or self.num_score_heads != self.num_kv_heads:
+        fits = all(n == m for n, m in zip(found, wanted, strict=True)) and self.is_causal
+        if not fits or (self.window_size is None and cache.evict):
             raise ValueError(
                 f"cache: got one of (batch, window_size, nheads_k, head_dim) {found}, wanted "
-                f"{wanted} and a causal layer with a score per key/value head; see make_cache"
+                f"{wanted}, as make_cache makes it, and a causal layer"
             )
+        if not torch.compiler.is_compiling():
+            cache.check_layer(self)
 
     def _split_heads(self, x: Tensor) -> Tensor:
         """(B, S, heads*D) -> (B, S, heads, D)."""
         return x.view(*x.shape[:2], x.shape[2] // self.head_dim, self.head_dim)
 
-    def _value_dtype(self, device: torch.device) -> torch.dtype:
+    def _value_dtype(self, device: torch.device | str) -> torch.dtype:
         """The dtype that `v_proj` returns on this device; autocast leaves float64 alone."""
-        dtype = self.v_proj.weight.dtype
-        if torch.is_autocast_enabled(device.type) and dtype != torch.float64:
-            return torch.get_autocast_dtype(device.type)
+        weight = getattr(self.v_proj, "weight", None)
+        # A quantized layer has integers there, or a method; it returns the dtype of the others.
+        known = isinstance(weight, Tensor) and weight.is_floating_point()
+        dtype: torch.dtype = weight.dtype if known else self.A.dtype
+        kind = torch.device(device).type
+        if kind != "meta" and torch.is_autocast_enabled(kind) and dtype != torch.float64:
+            return torch.get_autocast_dtype(kind)
         return dtype
 
     def _score(self, value: Tensor) -> Tensor:
         """(B, S, HK, D) values -> (B, HS, S) scores, in float32 or wider."""
-        dtype = torch.promote_types(value.dtype, torch.float32)
-        with torch.autocast(value.device.type, enabled=False):
-            step = F.softplus(
-                F.linear(
-                    value.flatten(2).to(dtype),
-                    self.dt_proj.weight.to(dtype),
-                    self.dt_proj.bias.to(dtype) if self.has_bias else None,
-                )
-            )
-            score = self.A.to(dtype) * step
-            if self.exp_score:
-                score = score.clamp(max=_MAX_EXPONENT).exp()
-        return score.transpose(1, 2).contiguous()  # unit stride along keys
+        return key_scores(self.dt_proj(value.flatten(2)), self.A, self.exp_score)
 
-    def _check_inputs(
-        self,
-        hidden_states: Tensor,
-        positions: Tensor | None,
-        attention_mask: Tensor | None,
-        position_embeddings: tuple[Tensor, Tensor] | None,
-    ) -> None:
-        shape = tuple(hidden_states.shape)
+    def _check_hidden_states(self, hidden_states: Any) -> None:
+        shape = check_tensor("hidden_states", hidden_states).shape
+        if not hidden_states.is_floating_point():
+            raise TypeError(
+                f"hidden_states: got dtype {hidden_states.dtype}, wanted a floating dtype"
+            )
         if len(shape) != 3 or shape[2] != self.hidden_size:
             raise ValueError(
-                f"hidden_states: got shape {shape}, wanted (batch, seqlen, {self.hidden_size})"
+                f"hidden_states: got shape {tuple(shape)}, wanted (batch, seqlen, "
+                f"{self.hidden_size})"
             )
-        if attention_mask is not None:
-            if attention_mask.dtype != torch.bool:
-                raise TypeError(
-                    f"attention_mask: got dtype {attention_mask.dtype}, wanted torch.bool "
-                    "(True = attend)"
-                )
-            if attention_mask.shape != shape[:2]:
-                raise ValueError(
-                    f"attention_mask: got shape {tuple(attention_mask.shape)}, wanted {shape[:2]}"
-                )
+
+    def _check_positions(
+        self, hidden_states: Tensor, positions: Any, position_embeddings: Any
+    ) -> None:
         for name, given in (
             ("positions", positions),
             ("position_embeddings", position_embeddings),
         ):
             if given is not None and self.rope_theta is None:
                 raise ValueError(f"{name}: got a value, wanted None as rope_theta is None")
-        if positions is not None:
-            if position_embeddings is not None:
+        if position_embeddings is not None:
+            if positions is not None:
                 raise ValueError("positions: got a value beside position_embeddings, wanted one")
-            if positions.shape not in (shape[1:2], shape[:2]):
-                raise ValueError(
-                    f"positions: got shape {tuple(positions.shape)}, wanted {shape[1:2]} or "
-                    f"{shape[:2]}"
-                )
+            _check_tables(position_embeddings, hidden_states)
+        if positions is not None:
+            _check_position_shape(positions, hidden_states)
 
     def extra_repr(self) -> str:
         return (
@@ -428,6 +416,69 @@ def _normalize(norm: nn.Module, x: Tensor) -> Tensor:
     return y
 
 
-def _require_positive(name: str, value: int) -> None:
-    if value <= 0:
-        raise ValueError(f"{name}: got {value}, wanted a positive number")
+def _token_mask(
+    mask: Any, hidden_states: Tensor, cache: DynamicMaskCache | None
+) -> Tensor | None:
+    """bool (B, S): which of the tokens at hand are real, or None when all are."""
+    if check_optional_tensor("attention_mask", mask) is None:
+        return None
+    batch, seqlen, _ = hidden_states.shape
+    if mask.is_floating_point() or mask.is_complex():
+        raise TypeError(
+            f"attention_mask: got dtype {mask.dtype}, wanted torch.bool or integers "
+            "(True or 1 = attend)"
+        )
+    decoding = cache is not None and not cache.is_empty
+    fits = mask.dim() == 2 and mask.shape[0] == batch
+    if fits and decoding and mask.shape[1] > seqlen:
+        mask = mask[:, mask.shape[1] - seqlen :]
+    if not fits or mask.shape[1] != seqlen:
+        more = f" or ({batch}, tokens before + {seqlen})" if decoding else ""
+        raise ValueError(
+            f"attention_mask: got shape {tuple(mask.shape)}, wanted ({batch}, {seqlen}){more}"
+        )
+    check_same_device("attention_mask", mask, hidden_states.device, "hidden_states")
+    real: Tensor = mask.bool()
+    return real
+
+
+def _check_position_shape(positions: Any, hidden_states: Tensor) -> None:
+    """Raise unless positions are of a shape and device to go with (B, S, hidden_size)."""
+    batch, seqlen, _ = hidden_states.shape
+    shape = check_tensor("positions", positions).shape
+    fits = len(shape) in (1, 2) and shape[-1] == seqlen
+    if not fits or not (len(shape) == 1 or is_one_or(shape[0], batch)):
+        raise ValueError(
+            f"positions: got shape {tuple(shape)}, wanted ({seqlen},), (1, {seqlen}) or "
+            f"({batch}, {seqlen})"
+        )
+    check_same_device("positions", positions, hidden_states.device, "hidden_states")
+
+
+def _check_tables(position_embeddings: Any, hidden_states: Tensor) -> None:
+    """Raise unless they are two tensors on the right device; `apply_rotary` checks the shapes."""
+    if not isinstance(position_embeddings, (tuple, list)) or len(position_embeddings) != 2:
+        raise TypeError(
+            f"position_embeddings: got {describe(position_embeddings)}, wanted (cos, sin)"
+        )
+    for name, table in zip(("cos", "sin"), position_embeddings, strict=True):
+        check_tensor(name, table)
+        check_same_device(name, table, hidden_states.device, "hidden_states")
+
+
+def _check_head_dim(head_dim: Any, rotary: bool) -> int:
+    head_dim = check_int("head_dim", head_dim, 1)
+    if head_dim > MAX_HEAD_DIM:
+        raise ValueError(f"head_dim: got {head_dim}, wanted 1 to {MAX_HEAD_DIM}")
+    if rotary and head_dim % 2:
+        raise ValueError(f"head_dim: got {head_dim}, wanted an even number for rotary embedding")
+    return int(head_dim)
+
+
+def _check_rope_theta(rope_theta: Any) -> float | None:
+    if rope_theta is None:
+        return None
+    rope_theta = check_number("rope_theta", rope_theta)
+    if not rope_theta > 0:
+        raise ValueError(f"rope_theta: got {rope_theta}, wanted a positive number or None")
+    return float(rope_theta)

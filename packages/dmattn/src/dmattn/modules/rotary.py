@@ -8,6 +8,8 @@ input: a bfloat16 angle is off by whole radians a few hundred positions in.
 import torch
 from torch import Tensor
 
+from dmattn.validation import check_int, check_number, check_tensor, check_tensor_dtype, is_one_or
+
 
 def rotary_embedding(
     positions: Tensor, head_dim: int, theta: float = 10000.0
@@ -23,16 +25,15 @@ def rotary_embedding(
         (cos, sin), each float32 of shape (..., D/2).
 
     Raises:
-        TypeError: positions is not an integer tensor.
+        TypeError: positions is not an integer tensor, or head_dim or theta is no number.
         ValueError: head_dim is not even and positive, or theta is not positive.
     """
-    if positions.dtype not in (torch.int32, torch.int64):
-        raise TypeError(
-            f"positions: got dtype {positions.dtype}, wanted torch.int64 or torch.int32"
-        )
-    if head_dim <= 0 or head_dim % 2:
+    check_tensor("positions", positions)
+    check_tensor_dtype("positions", positions, (torch.int64, torch.int32))
+    head_dim = check_int("head_dim", head_dim, 2, "an even positive number")
+    if head_dim % 2:
         raise ValueError(f"head_dim: got {head_dim}, wanted an even positive number")
-    if not theta > 0:
+    if not check_number("theta", theta) > 0:
         raise ValueError(f"theta: got {theta}, wanted a positive number")
     pair = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device)
     frequencies = theta ** (-pair / head_dim)
@@ -46,20 +47,25 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     Args:
         x: floating tensor (B, S, H, D).
-        cos, sin: (S, D/2) or (B, S, D/2), from `rotary_embedding`.
+        cos, sin: (S, D/2) or ({B|1}, S, D/2), from `rotary_embedding`.
 
     Returns:
         (B, S, H, D) in the wider of x.dtype and the dtype of cos, so float32 for half inputs;
         the caller rounds it, once.
 
     Raises:
+        TypeError: an argument is no tensor.
         ValueError: shapes do not fit together.
     """
+    if check_tensor("x", x).dim() != 4:
+        raise ValueError(f"x: got shape {tuple(x.shape)}, wanted (batch, seqlen, heads, head_dim)")
     batch, seqlen, _, head_dim = x.shape
     for name, table in (("cos", cos), ("sin", sin)):
-        if table.shape not in ((seqlen, head_dim // 2), (batch, seqlen, head_dim // 2)):
+        shape = check_tensor(name, table).shape
+        fits = len(shape) in (2, 3) and shape[-2] == seqlen and shape[-1] == head_dim // 2
+        if not fits or not (len(shape) == 2 or is_one_or(shape[0], batch)):
             raise ValueError(
-                f"{name}: got shape {tuple(table.shape)}, wanted {(seqlen, head_dim // 2)} or "
+                f"{name}: got shape {tuple(shape)}, wanted {(seqlen, head_dim // 2)} or "
                 f"{(batch, seqlen, head_dim // 2)} for x of shape {tuple(x.shape)}"
             )
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # one table for all heads

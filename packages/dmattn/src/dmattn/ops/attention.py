@@ -1,211 +1,177 @@
-"""The operators dmattn::fwd and dmattn::bwd: schemas, implementations, fakes and gradients."""
+"""The operators dmattn::fwd and dmattn::bwd: schemas, implementations, fakes and gradients.
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+Their arguments are the fields of a `Problem`, those of its packing and key lists included, and the
+name of a backend or None:
+
+    dmattn::fwd(<problem>, backend) -> (out, lse, lse_rest)
+    dmattn::bwd(dout, dlse, out, lse, lse_rest, needs, <problem>, backend) -> (dq, dk, dv, dbias)
+"""
+
+import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from dmattn.backends.cpu import attention as cpu
-from dmattn.backends.cuda import attention as cuda
-from dmattn.key_lists import Selection, as_selection
-from dmattn.checks import (
-    check_backward_inputs,
-    check_inputs,
-    check_selected_bias,
-    check_selection,
-    empty_backward_outputs,
-    empty_forward_outputs,
-    empty_lse_rest,
+from dmattn.backends import registry
+from dmattn.checks import check, check_backward
+from dmattn.key_lists import Selection
+from dmattn.ops.register import Operator, register
+from dmattn.problem import (
+    FIELDS,
+    FLAT_NAMES,
+    SETTINGS,
+    Gradients,
+    Needs,
+    Packing,
+    Problem,
+    Results,
+    empty_gradients,
+    empty_results,
 )
 
-# `deterministic` changes nothing forward; autograd hands it on to the backward operator. The four
-# tensors of a selection (`lists.Selection`) are given all or none. `lse_rest` is for the backward
-# operator; see `shapes.empty_lse_rest`.
-_SELECTION = (
-    "Tensor? sel_end=None, Tensor? sel_idx=None, Tensor? sel_count=None, Tensor? sel_full=None"
+
+def _setting(name: str) -> str:
+    """The schema of one plain setting, such as "float softcap=0.0"."""
+    default = FIELDS[name].default
+    assert default is not dataclasses.MISSING
+    return f"{type(default).__name__} {name}={default}"
+
+
+_PROBLEM = ", ".join(
+    (
+        "Tensor q, Tensor k, Tensor v, Tensor? mask=None, Tensor? bias=None",
+        *(_setting(name) for name in SETTINGS),
+        *(f"Tensor? sel_{name}=None" for name in Selection._fields),
+        *(f"Tensor? {name}=None" for name in Packing._fields[:2]),
+        *(f"SymInt {name}=0" for name in Packing._fields[2:]),
+        "str? backend=None",
+    )
 )
-_FWD_SCHEMA = (
-    "(Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias, float softmax_scale, "
-    f"bool is_causal, float softcap, bool deterministic=False, {_SELECTION}) "
-    "-> (Tensor out, Tensor lse, Tensor lse_rest)"
-)
+_FWD_SCHEMA = f"({_PROBLEM}) -> (Tensor out, Tensor lse, Tensor lse_rest)"
 _BWD_SCHEMA = (
-    "(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor? mask, Tensor? bias, "
-    "Tensor out, Tensor lse, float softmax_scale, bool is_causal, float softcap, "
-    f"bool deterministic, bool[4] needs, {_SELECTION}, Tensor? lse_rest=None) "
-    "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)"
+    "(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor lse_rest, bool[4] needs, "
+    f"{_PROBLEM}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)"
 )
-# Strides decide what is read in place, so a compiler may not choose others. Older releases of torch
-# know only the weaker promise to keep the order of the strides.
-TAGS = (
-    torch.Tag.pt2_compliant_tag,
-    getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order),
-)
+_FWD_NAMES = (*FLAT_NAMES, "backend")
+_BWD_NAMES = ("dout", "dlse", "out", "lse", "lse_rest", "needs", *_FWD_NAMES)
+_FWD_DEFAULTS = {name: FIELDS[name].default for name in ("mask", "bias", *SETTINGS)} | {
+    **dict.fromkeys(FLAT_NAMES[5 + len(SETTINGS) :]),
+    "max_seqlen_q": 0,
+    "max_seqlen_k": 0,
+    "backend": None,
+}
 
 
-class FwdCall(NamedTuple):
-    """The arguments of dmattn::fwd, named and ordered as in its schema."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    mask: Tensor | None
-    bias: Tensor | None
-    softmax_scale: float
-    is_causal: bool
-    softcap: float
-    deterministic: bool = False
-    sel_end: Tensor | None = None
-    sel_idx: Tensor | None = None
-    sel_count: Tensor | None = None
-    sel_full: Tensor | None = None
-
-    @property
-    def operands(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-        return self.q, self.k, self.v, self.mask, self.bias
-
-    @property
-    def numbers(self) -> tuple[float, bool, float]:
-        return self.softmax_scale, self.is_causal, self.softcap
-
-    @property
-    def selection(self) -> Selection | None:
-        return as_selection(self.sel_end, self.sel_idx, self.sel_count, self.sel_full)
+def attend(problem: Problem, backend: str | None) -> tuple[Tensor, Tensor]:
+    """out and lse by the operator, differentiable."""
+    out, lse, _ = torch.ops.dmattn.fwd(*problem.flat(), backend)
+    return out, lse
 
 
-class BwdCall(NamedTuple):
-    """The arguments of dmattn::bwd, named and ordered as in its schema."""
-
-    dout: Tensor
-    dlse: Tensor | None
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    mask: Tensor | None
-    bias: Tensor | None
-    out: Tensor
-    lse: Tensor
-    softmax_scale: float
-    is_causal: bool
-    softcap: float
-    deterministic: bool
-    needs: Sequence[bool]
-    sel_end: Tensor | None = None
-    sel_idx: Tensor | None = None
-    sel_count: Tensor | None = None
-    sel_full: Tensor | None = None
-    lse_rest: Tensor | None = None
-
-    @property
-    def selection(self) -> Selection | None:
-        return as_selection(self.sel_end, self.sel_idx, self.sel_count, self.sel_full)
+def differentiate(
+    problem: Problem,
+    results: Results,
+    dout: Tensor,
+    dlse: Tensor | None,
+    needs: Needs,
+    backend: str | None,
+) -> Gradients:
+    """The gradients by the operator."""
+    given = (dout, dlse, *results, needs, *problem.flat(), backend)
+    return Gradients(*torch.ops.dmattn.bwd(*given))
 
 
-Forward = tuple[Tensor, Tensor, Tensor]
-Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
+def _problem(arguments: dict[str, Any]) -> Problem:
+    """The problem among the named arguments of an operator, checked."""
+    values = [arguments[name] for name in FLAT_NAMES]
+    problem = Problem.from_flat(values)
+    if problem.key_lists is not None:  # a compiler may have laid them out anew
+        lists = Selection(*(t.contiguous() for t in problem.key_lists))
+        problem = dataclasses.replace(problem, key_lists=lists)
+    check(problem)
+    return problem
 
 
-def written_rest(rest: Tensor | None, lse: Tensor) -> Tensor | None:
-    """lse_rest as the kernels take it: what stands in for none has another shape."""
-    return rest if rest is not None and rest.dim() == lse.dim() else None
+def _forward_arguments(given: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
+    return {**_FWD_DEFAULTS, **dict(zip(_FWD_NAMES, given, strict=False)), **named}
 
 
-def _cpu_fwd(*given: Any, **named: Any) -> Forward:
-    call = FwdCall(*given, **named)
-    out, lse = cpu.forward(*call.operands, *call.numbers, call.selection)
-    return out, lse, empty_lse_rest(call.q, call.bias)
+def _forward(*given: Any, **named: Any) -> Results:
+    arguments = _forward_arguments(given, named)
+    problem = _problem(arguments)
+    return registry.choose(problem, arguments["backend"]).forward(problem)
 
 
-def _cuda_fwd(*given: Any, **named: Any) -> Forward:
-    call = FwdCall(*given, **named)
-    rest = empty_lse_rest(call.q, call.bias)
-    kept = rest if rest.dim() == 3 else None
-    out, lse = cuda.forward(*call.operands, *call.numbers, call.selection, kept)
-    return out, lse, rest
+def _fake_forward(*given: Any, **named: Any) -> Results:
+    return empty_results(_problem(_forward_arguments(given, named)))
 
 
-def _fake_fwd(*given: Any, **named: Any) -> Forward:
-    call = FwdCall(*given, **named)
-    dims = check_inputs(*call.operands)
-    check_selection(call.selection, call.mask, dims, call.is_causal, call.q.device)
-    return (*empty_forward_outputs(call.q), empty_lse_rest(call.q, call.bias))
+def _backward_arguments(
+    given: tuple[Any, ...], named: dict[str, Any]
+) -> tuple[tuple[Problem, Results, Tensor, Tensor | None, Needs], str | None]:
+    """Those of `Backend.backward`, checked, and the name of the backend."""
+    arguments = {**_FWD_DEFAULTS, **dict(zip(_BWD_NAMES, given, strict=False)), **named}
+    if len(arguments["needs"]) != 4:
+        wanted = "wanted 4 (dq, dk, dv, dbias)"
+        raise ValueError(f"needs: got {len(arguments['needs'])} entries, {wanted}")
+    problem, needs = _problem(arguments), Needs(*arguments["needs"])
+    results = Results(arguments["out"], arguments["lse"], arguments["lse_rest"])
+    grads = arguments["dout"], arguments["dlse"]
+    check_backward(problem, results, *grads, needs)
+    return (problem, results, *grads, needs), arguments["backend"]
 
 
-def _cpu_bwd(*given: Any, **named: Any) -> Gradients:
-    call = BwdCall(*given, **named)
-    return cpu.backward(*call[:14], call.selection)
+def _backward(*given: Any, **named: Any) -> Gradients:
+    arguments, backend = _backward_arguments(given, named)
+    return registry.choose(arguments[0], backend).backward(*arguments)
 
 
-def _cuda_bwd(*given: Any, **named: Any) -> Gradients:
-    call = BwdCall(*given, **named)
-    return cuda.backward(*call[:14], call.selection, written_rest(call.lse_rest, call.lse))
+def _fake_backward(*given: Any, **named: Any) -> Gradients:
+    (problem, *_, needs), _ = _backward_arguments(given, named)
+    return empty_gradients(problem, needs)
 
 
-def _fake_bwd(*given: Any, **named: Any) -> Gradients:
-    call = BwdCall(*given, **named)
-    dims = check_inputs(call.q, call.k, call.v, call.mask, call.bias)
-    check_selection(call.selection, call.mask, dims, call.is_causal, call.q.device)
-    check_selected_bias(call.selection, call.bias, call.needs[3])
-    check_backward_inputs(call.dout, call.dlse, call.q, call.out, call.lse, call.needs)
-    return empty_backward_outputs(call.q, call.k, call.v, call.bias, call.needs)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Forward) -> None:
+def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    """Keep what `gradients` needs of a call of dmattn::fwd."""
+    *flat, ctx.backend = inputs
     ctx.set_materialize_grads(False)  # a missing dlse is then None, and costs nothing
     ctx.mark_non_differentiable(output[2])
-    ctx.save_for_backward(*inputs[:5], *output, *inputs[9:])
-    ctx.settings = inputs[5:9]
+    tensors, ctx.rest = Problem.from_flat(flat).split()
+    ctx.save_for_backward(*tensors, *output)
 
 
-def _backward(
+def saved_call(ctx: Any) -> tuple[Problem, Results, Needs]:
+    """What `setup_context` kept."""
+    *tensors, out, lse, rest = ctx.saved_tensors
+    needs = Needs(*(ctx.needs_input_grad[i] for i in (0, 1, 2, 4)))
+    return Problem.join(tensors, ctx.rest), Results(out, lse, rest), needs
+
+
+def input_gradients(grads: Gradients, needs: Needs) -> tuple[Tensor | None, ...]:
+    """One entry for each argument of dmattn::fwd."""
+    dq, dk, dv, dbias = (g if need else None for g, need in zip(grads, needs, strict=True))
+    return dq, dk, dv, None, dbias, *[None] * (len(_FWD_NAMES) - 5)
+
+
+def _gradients(
     ctx: Any, dout: Tensor | None, dlse: Tensor | None, _: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    q, k, v, mask, bias, out, lse, rest, *selection = ctx.saved_tensors
+    problem, results, needs = saved_call(ctx)
     if dout is None:
-        dout = torch.zeros_like(out)
-    needs = [ctx.needs_input_grad[i] for i in (0, 1, 2, 4)]
-    given = (dout, dlse, q, k, v, mask, bias, out, lse)
-    grads = torch.ops.dmattn.bwd(*given, *ctx.settings, needs, *selection, rest)
-    dq, dk, dv, dbias = (g if need else None for g, need in zip(grads, needs, strict=True))
-    return dq, dk, dv, None, dbias, *[None] * 8
+        dout = torch.zeros_like(results.out)
+    grads = differentiate(problem, results, dout, dlse, needs, ctx.backend)
+    return input_gradients(grads, needs)
 
 
-class Operator(NamedTuple):
-    """A function and what it needs as a registered operator."""
-
-    name: str
-    schema: str
-    cpu: Callable[..., Any]
-    cuda: Callable[..., Any]
-    fake: Callable[..., Any]
+def no_double_backward(ctx: Any, *grads: Tensor | None) -> None:
+    """The derivative of the backward: there is none."""
+    raise RuntimeError(
+        "dmattn::bwd is not differentiable: dmattn attention has first derivatives only"
+    )
 
 
-def register(
-    forward: Operator,
-    backward: Operator,
-    gradients: Callable[..., Any],
-    setup_context: Callable[..., Any],
-) -> None:
-    """Register a forward and its backward, which has no derivative of its own."""
-
-    def no_double_backward(ctx: Any, *grads: Tensor | None) -> None:
-        raise RuntimeError(
-            f"{backward.name} is not differentiable: dmattn attention has first derivatives only"
-        )
-
-    for operator in (forward, backward):
-        torch.library.define(operator.name, operator.schema, tags=TAGS)
-        torch.library.impl(operator.name, "cpu", operator.cpu)
-        torch.library.impl(operator.name, "cuda", operator.cuda)
-        torch.library.register_fake(operator.name, operator.fake)
-    torch.library.register_autograd(forward.name, gradients, setup_context=setup_context)
-    torch.library.register_autograd(backward.name, no_double_backward)
-
-
-register(
-    Operator("dmattn::fwd", _FWD_SCHEMA, _cpu_fwd, _cuda_fwd, _fake_fwd),
-    Operator("dmattn::bwd", _BWD_SCHEMA, _cpu_bwd, _cuda_bwd, _fake_bwd),
-    _backward,
-    _setup_context,
-)
+register(Operator("dmattn::fwd", _FWD_SCHEMA, _forward, _fake_forward))
+register(Operator("dmattn::bwd", _BWD_SCHEMA, _backward, _fake_backward))
+torch.library.register_autograd("dmattn::fwd", _gradients, setup_context=setup_context)
+torch.library.register_autograd("dmattn::bwd", no_double_backward)

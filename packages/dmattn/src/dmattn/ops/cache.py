@@ -7,15 +7,14 @@ Letters: B batch, T new tokens, H query heads, HK key/value heads, D head dimens
 without a key has score -inf and position -1.
 """
 
-import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dmattn.backends.cpu import attention as cpu
+from dmattn.backends.cpu import cache as cpu
 from dmattn.backends.cuda import cache as cuda
-from dmattn.backends.cuda.cache import CacheTensors, CacheTokens
+from dmattn.cache_state import CacheTensors, CacheTokens
 
 _APPEND = "dmattn::cache_append"
 _ATTEND = "dmattn::cache_append_and_attend"
@@ -72,88 +71,42 @@ class AttendCall(NamedTuple):
     def cache(self) -> CacheTensors:
         return CacheTensors(*self[5:10])
 
+    @property
+    def numbers(self) -> tuple[float, float]:
+        return self.softmax_scale, self.softcap
+
+
+def _append_cpu(*given: Any, **named: Any) -> None:
+    call = AppendCall(*given, **named)
+    cpu.append_to_cache(call.tokens, call.cache, call.evict)
+
 
 def _append_cuda(*given: Any, **named: Any) -> None:
     call = AppendCall(*given, **named)
     cuda.append_to_cache(call.tokens, call.cache, call.evict)
 
 
-def _append_cpu(*given: Any, **named: Any) -> None:
-    call = AppendCall(*given, **named)
-    put = _replace_lowest if call.evict else _put_last
-    for t in range(call.k_new.shape[1]):
-        put(call.tokens, t, call.cache)
-
-
 def _append_fake(*given: Any, **named: Any) -> None:
     return
 
 
-def _attend_cuda(*given: Any, **named: Any) -> Tensor:
+def _attend_cpu(*given: Any, **named: Any) -> Tensor:
     call = AttendCall(*given, **named)
-    numbers = (call.softmax_scale, call.softcap)
-    out = cuda.append_to_cache(call.tokens, call.cache, True, call.q, *numbers)
+    out = cpu.append_to_cache(call.tokens, call.cache, True, call.q, *call.numbers)
     assert out is not None  # as q was given
     return out
 
 
-def _attend_cpu(*given: Any, **named: Any) -> Tensor:
+def _attend_cuda(*given: Any, **named: Any) -> Tensor:
     call = AttendCall(*given, **named)
-    cache, out = call.cache, call.q.new_empty(call.q.shape)
-    for t in range(call.q.shape[1]):
-        _replace_lowest(call.tokens, t, cache)
-        now, bias = slice(t, t + 1), cache.score.unsqueeze(2)
-        operands = (call.q[:, now], cache.k, cache.v, None, bias)
-        out[:, now], _ = cpu.forward(*operands, call.softmax_scale, False, call.softcap)
+    out = cuda.append_to_cache(call.tokens, call.cache, True, call.q, *call.numbers)
+    assert out is not None  # as q was given
     return out
 
 
 def _attend_fake(*given: Any, **named: Any) -> Tensor:
     q: Tensor = AttendCall(*given, **named).q
     return q.new_empty(q.shape)
-
-
-def _is_active(tokens: CacheTokens, t: int, cache: CacheTensors) -> Tensor:
-    """bool (B,)."""
-    if tokens.active is None:
-        return torch.ones_like(cache.seen, dtype=torch.bool)
-    return tokens.active[:, t]
-
-
-def _replace_lowest(tokens: CacheTokens, t: int, cache: CacheTensors) -> None:
-    """Token t in the place of the lowest entry, if its score is not lower."""
-    active = _is_active(tokens, t, cache)
-    lowest = cache.score.amin(-1, keepdim=True)
-    age = cache.position.masked_fill(cache.score != lowest, torch.iinfo(torch.int32).max)
-    slot = age.argmin(-1)  # (B, HK): of the lowest entries, the earliest key
-    score = tokens.score[:, :, t]
-    takes = (score > -math.inf) & (score >= lowest[..., 0]) & active[:, None]
-    _write(tokens, t, cache, slot, takes)
-    cache.seen.add_(active.to(torch.int32))
-
-
-def _put_last(tokens: CacheTokens, t: int, cache: CacheTensors) -> None:
-    """Token t in the entry of its position, if there is one."""
-    capacity = cache.k.shape[1]
-    fits = _is_active(tokens, t, cache) & (cache.seen < capacity)
-    slot = cache.seen.clamp(max=capacity - 1).long()[:, None].expand(cache.score.shape[:2])
-    _write(tokens, t, cache, slot, fits[:, None].expand(slot.shape))
-    cache.seen.add_(fits.to(torch.int32))
-
-
-def _write(tokens: CacheTokens, t: int, cache: CacheTensors, slot: Tensor, takes: Tensor) -> None:
-    """Token t to entry slot (B, HK) of the heads where takes (B, HK) says so."""
-    score = tokens.score[:, :, t]
-    score = score.masked_fill(~(score > -math.inf), -math.inf)
-    place = cache.seen[:, None].expand(slot.shape)
-    for entries, new in ((cache.score, score), (cache.position, place)):
-        old = entries.gather(-1, slot[..., None])
-        fresh = torch.where(takes[..., None], new[..., None].to(entries.dtype), old)
-        entries.scatter_(-1, slot[..., None], fresh)
-    for rows, new in ((cache.k, tokens.k[:, t]), (cache.v, tokens.v[:, t])):
-        at = slot[:, None, :, None].expand(-1, 1, -1, rows.shape[3])  # (B, 1, HK, D)
-        fresh = torch.where(takes[:, None, :, None], new[:, None], rows.gather(1, at))
-        rows.scatter_(1, at, fresh)
 
 
 def _register() -> None:

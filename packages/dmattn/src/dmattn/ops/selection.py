@@ -1,4 +1,9 @@
-"""The operator dmattn::select_keys: which keys each query row keeps, by a score per key."""
+"""The operators that make selections.
+
+dmattn::select_keys chooses by a score per key which keys each query row keeps,
+dmattn::build_key_lists makes the lists that belong to given intervals, and dmattn::document_ends
+the intervals of packed documents.
+"""
 
 import math
 
@@ -7,15 +12,53 @@ from torch import Tensor
 
 from dmattn.backends.cpu import selection as cpu
 from dmattn.backends.cuda import selection as cuda
-from dmattn.key_lists import BLOCK_ROWS, Selection, capacity_for, num_blocks
+from dmattn.key_lists import BLOCK_ROWS, KeyLists, Selection, capacity_for, num_blocks
+from dmattn.validation import is_one_or
 
-_NAME = "dmattn::select_keys"
-_SCHEMA = (
-    "(Tensor scores, Tensor? key_mask, int window, int seqlen_q, bool is_causal, "
+# Sizes are SymInt, so that one compiled graph serves every length.
+_SELECT = (
+    "(Tensor scores, Tensor? key_mask, SymInt window, SymInt seqlen_q, bool is_causal, "
     "Tensor? cu_seqlens=None) "
     "-> (Tensor end, Tensor idx, Tensor count, Tensor full)"
 )
+_BUILD = (
+    "(Tensor end, SymInt seqlen_q, SymInt capacity, SymInt reach) "
+    "-> (Tensor idx, Tensor count, Tensor full, Tensor needed)"
+)
+_DOCUMENT_ENDS = "(Tensor cu_seqlens, SymInt seqlen_k) -> Tensor"
 _CUDA_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+# --- dmattn::select_keys --------------------------------------------------------------------------
+
+
+def select_keys(
+    scores: Tensor,
+    key_mask: Tensor | None,
+    window: int,
+    seqlen_q: int,
+    is_causal: bool,
+    cu_seqlens: Tensor | None = None,
+) -> Selection:
+    """Call the operator.
+
+    Args:
+        scores: floating ({B|1}, {heads|1}, Sk), any strides; on CUDA not float64. No gradient.
+        key_mask: bool ({B|1}, {heads|1}, Sk), True where a key may be kept, or None.
+        window: keys to keep, at least 1.
+        seqlen_q: Sq, at most Sk when causal; row i stands at position i + Sk - Sq.
+        is_causal: each row keeps the best of the keys up to its position, or all rows the best of
+            all keys.
+        cu_seqlens: int32 (documents + 1,), rising from 0 to Sk: boundaries of documents packed one
+            behind the other. Keys compete, and are seen, within their document. Causal, Sq = Sk.
+            On CUDA the values are trusted; wrong ones give another selection, not an invalid one.
+
+    Raises:
+        TypeError: a dtype is wrong.
+        ValueError: a shape, device or number does not fit; on the CPU also values of cu_seqlens.
+    """
+    arguments = (scores.detach(), key_mask, window, seqlen_q, is_causal, cu_seqlens)
+    return Selection(*torch.ops.dmattn.select_keys(*arguments))
 
 
 def _empty_selection(
@@ -43,18 +86,7 @@ def _empty_selection(
     if cu_seqlens is not None:
         _check_documents(cu_seqlens, scores, seqlen_q, is_causal)
     if key_mask is not None:
-        if key_mask.dtype != torch.bool:
-            raise TypeError(f"key_mask: got dtype {key_mask.dtype}, wanted torch.bool")
-        if key_mask.device != scores.device:
-            raise ValueError(f"key_mask: got device {key_mask.device}, wanted {scores.device}")
-        fits = key_mask.dim() == 3 and key_mask.shape[2] == seqlen_k
-        if not fits or not all(
-            1 in (n, m) or n == m for n, m in zip(key_mask.shape[:2], (batch, heads), strict=True)
-        ):
-            raise ValueError(
-                f"key_mask: got shape {tuple(key_mask.shape)}, wanted one that broadcasts with "
-                f"scores of shape {tuple(scores.shape)}"
-            )
+        _check_key_mask(key_mask, scores)
         batch = key_mask.shape[0] if batch == 1 else batch
         heads = key_mask.shape[1] if heads == 1 else heads
     blocks = num_blocks(seqlen_q, is_causal)
@@ -71,17 +103,36 @@ def _empty_selection(
     )
 
 
+def _check_key_mask(key_mask: Tensor, scores: Tensor) -> None:
+    if key_mask.dtype != torch.bool:
+        raise TypeError(f"key_mask: got dtype {key_mask.dtype}, wanted torch.bool")
+    if key_mask.device != scores.device:
+        raise ValueError(f"key_mask: got device {key_mask.device}, wanted {scores.device}")
+    fits = key_mask.dim() == 3 and key_mask.shape[2] == scores.shape[2]
+    if not fits or not all(
+        is_one_or(n, m) or m == 1 for n, m in zip(key_mask.shape[:2], scores.shape[:2], strict=True)
+    ):
+        raise ValueError(
+            f"key_mask: got shape {tuple(key_mask.shape)}, wanted one that broadcasts with "
+            f"scores of shape {tuple(scores.shape)}"
+        )
+
+
 def _check_documents(cu_seqlens: Tensor, scores: Tensor, seqlen_q: int, is_causal: bool) -> None:
-    if cu_seqlens.dtype != torch.int32:
-        raise TypeError(f"cu_seqlens: got dtype {cu_seqlens.dtype}, wanted torch.int32")
-    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
-        raise ValueError(f"cu_seqlens: got shape {tuple(cu_seqlens.shape)}, wanted (documents + 1)")
+    _check_bounds(cu_seqlens)
     if cu_seqlens.device != scores.device:
         raise ValueError(f"cu_seqlens: got device {cu_seqlens.device}, wanted {scores.device}")
     if not is_causal:
         raise ValueError("cu_seqlens: got boundaries with is_causal=False, wanted is_causal=True")
     if seqlen_q != scores.shape[2]:
         raise ValueError(f"seqlen_q: got {seqlen_q}, wanted {scores.shape[2]} with cu_seqlens")
+
+
+def _check_bounds(cu_seqlens: Tensor) -> None:
+    if cu_seqlens.dtype != torch.int32:
+        raise TypeError(f"cu_seqlens: got dtype {cu_seqlens.dtype}, wanted torch.int32")
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
+        raise ValueError(f"cu_seqlens: got shape {tuple(cu_seqlens.shape)}, wanted (documents + 1)")
 
 
 def _select_cpu(
@@ -118,40 +169,119 @@ def _select_cuda(
     return selection
 
 
-def select_keys(
-    scores: Tensor,
-    key_mask: Tensor | None,
-    window: int,
-    seqlen_q: int,
-    is_causal: bool,
-    cu_seqlens: Tensor | None = None,
-) -> Selection:
+# --- dmattn::build_key_lists ----------------------------------------------------------------------
+
+
+def build_key_lists(end: Tensor, seqlen_q: int, capacity: int, reach: int | None) -> KeyLists:
     """Call the operator.
 
     Args:
-        scores: floating ({B|1}, {heads|1}, Sk), any strides; on CUDA not float64. No gradient.
-        key_mask: bool ({B|1}, {heads|1}, Sk), True where a key may be kept, or None.
-        window: keys to keep, at least 1.
-        seqlen_q: Sq, at most Sk when causal; row i stands at position i + Sk - Sq.
-        is_causal: each row keeps the best of the keys up to its position, or all rows the best of
-            all keys.
-        cu_seqlens: int32 (documents + 1,), rising from 0 to Sk: boundaries of documents packed one
-            behind the other. Keys compete, and are seen, within their document. Causal, Sq = Sk.
-            The values are trusted; wrong ones give another selection, not an invalid one.
+        end: int32 ({B|1}, heads, Sk): the rows at positions j <= r < end[j] keep key j.
+        seqlen_q: Sq <= Sk; row i stands at position i + Sk - Sq.
+        capacity: room of each list, a multiple of 128. A list that does not fit is left empty;
+            `needed` has its length. 0 asks for the lengths alone.
+        reach: keys further than that before the first row of a block are not looked for; the
+            largest end[j] - j, or None where that is unknown.
 
     Raises:
         TypeError: a dtype is wrong.
-        ValueError: a shape, device or number does not fit.
+        ValueError: a shape or number does not fit.
     """
-    arguments = (scores.detach(), key_mask, window, seqlen_q, is_causal, cu_seqlens)
-    return Selection(*torch.ops.dmattn.select_keys(*arguments))
+    reach = 0 if reach is None else reach
+    return KeyLists(*torch.ops.dmattn.build_key_lists(end, seqlen_q, capacity, reach))
+
+
+def _empty_lists(end: Tensor, seqlen_q: int, capacity: int, reach: int) -> KeyLists:
+    """Results to be filled, idx with zeros; raises for inputs that do not fit together."""
+    if end.dim() != 3:
+        raise ValueError(f"end: got shape {tuple(end.shape)}, wanted (batch|1, heads|1, seqlen_k)")
+    if end.dtype != torch.int32:
+        raise TypeError(f"end: got dtype {end.dtype}, wanted torch.int32")
+    batch, heads, seqlen_k = end.shape
+    if seqlen_q < 0 or seqlen_q > seqlen_k:
+        raise ValueError(f"seqlen_q: got {seqlen_q}, wanted 0 to {seqlen_k}, the number of keys")
+    if capacity < 0 or capacity % BLOCK_ROWS != 0:
+        raise ValueError(f"capacity: got {capacity}, wanted a multiple of {BLOCK_ROWS}")
+    if reach < 0:
+        raise ValueError(f"reach: got {reach}, wanted at least 1, or 0 where it is unknown")
+    lists = (batch, heads, num_blocks(seqlen_q, True))
+    return KeyLists(
+        end.new_zeros((*lists, capacity)),
+        end.new_empty(lists),
+        end.new_empty(lists),
+        end.new_empty(lists),
+    )
+
+
+def _build_cpu(
+    end: Tensor, seqlen_q: int, capacity: int, reach: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _empty_lists(end, seqlen_q, capacity, reach)
+    return cpu.interval_lists(end.contiguous(), seqlen_q, capacity, reach or None)
+
+
+def _build_cuda(
+    end: Tensor, seqlen_q: int, capacity: int, reach: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    lists = _empty_lists(end, seqlen_q, capacity, reach)
+    if lists.count.numel() > 0:
+        cuda.build_key_lists(end.contiguous(), seqlen_q, reach, lists)
+    return lists
+
+
+# --- dmattn::document_ends ------------------------------------------------------------------------
+
+
+def document_ends(cu_seqlens: Tensor, seqlen_k: int) -> Tensor:
+    """Call the operator.
+
+    Args:
+        cu_seqlens: int32 (documents + 1,), rising from 0 to Sk: boundaries of documents packed one
+            behind the other. On CUDA the values are trusted; wrong ones give other documents.
+        seqlen_k: Sk.
+
+    Returns:
+        int32 (Sk,): for each key the first one behind its document.
+
+    Raises:
+        TypeError: cu_seqlens is not int32.
+        ValueError: its shape does not fit; on the CPU also its values.
+    """
+    ends: Tensor = torch.ops.dmattn.document_ends(cu_seqlens, seqlen_k)
+    return ends
+
+
+def _empty_ends(cu_seqlens: Tensor, seqlen_k: int) -> Tensor:
+    _check_bounds(cu_seqlens)
+    return cu_seqlens.new_empty((seqlen_k,))
+
+
+def _document_ends_cpu(cu_seqlens: Tensor, seqlen_k: int) -> Tensor:
+    _check_bounds(cu_seqlens)
+    return cpu.document_ends(cu_seqlens, seqlen_k)
+
+
+def _document_ends_cuda(cu_seqlens: Tensor, seqlen_k: int) -> Tensor:
+    _check_bounds(cu_seqlens)
+    return cuda.document_ends(cu_seqlens, seqlen_k)
 
 
 def _register() -> None:
-    torch.library.define(_NAME, _SCHEMA, tags=(torch.Tag.pt2_compliant_tag,))
-    torch.library.impl(_NAME, "cpu", _select_cpu)
-    torch.library.impl(_NAME, "cuda", _select_cuda)
-    torch.library.register_fake(_NAME, _empty_selection)
+    for name, schema, on_cpu, on_cuda, fake in (
+        ("dmattn::select_keys", _SELECT, _select_cpu, _select_cuda, _empty_selection),
+        ("dmattn::build_key_lists", _BUILD, _build_cpu, _build_cuda, _empty_lists),
+        (
+            "dmattn::document_ends",
+            _DOCUMENT_ENDS,
+            _document_ends_cpu,
+            _document_ends_cuda,
+            _empty_ends,
+        ),
+    ):
+        torch.library.define(name, schema, tags=(torch.Tag.pt2_compliant_tag,))
+        torch.library.impl(name, "cpu", on_cpu)
+        torch.library.impl(name, "cuda", on_cuda)
+        torch.library.register_fake(name, fake)
 
 
 _register()

@@ -1,11 +1,13 @@
 """Masks built from attention biases, and the way from padded batches to packed sequences."""
 
-from dmattn.utils.mask import create_mask, dynamic_mask, maybe_create_mask
+from dmattn.utils.mask import create_mask, dynamic_mask, maybe_create_mask, top_window_mask
 from dmattn.utils.padding import (
     get_unpad_data,
     index_first_axis,
+    index_put_first_axis,
     pad_input,
     unpad_input,
+    unpad_input_for_concatenated_sequences,
     upad_input,
 )
 
@@ -14,8 +16,11 @@ __all__ = [
     "dynamic_mask",
     "get_unpad_data",
     "index_first_axis",
+    "index_put_first_axis",
     "maybe_create_mask",
     "pad_input",
+    "top_window_mask",
     "unpad_input",
+    "unpad_input_for_concatenated_sequences",
     "upad_input",
 ]

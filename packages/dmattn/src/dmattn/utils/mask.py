@@ -10,8 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Elements of the comparison table that a step of the running selection holds at once.
-_TABLE_ELEMENTS = 1 << 24
+from dmattn.key_lists import best_keys
+from dmattn.validation import (
+    check_bool,
+    check_int,
+    check_mask,
+    check_number,
+    check_same_device,
+    check_tensor,
+    describe,
+    is_one_or,
+)
 
 
 def create_mask(
@@ -29,10 +38,11 @@ def create_mask(
 
     Args:
         attention_bias: floating ({B|1}, {H|HK|1}, {Sq|1}, Sk), or (B, H|HK, Sk). Not changed, and
-            no gradient flows through the choice.
+            no gradient flows through the choice. NaN is never chosen.
         attention_mask: bool, True where a key may be chosen, or None for all of them. Either of a
             shape that broadcasts to the bias's, or (B, Sk), or (B, Sq), which speaks of the last
-            Sq keys and allows those before them. Beside a bias without query rows, a mask with
+            Sq keys and allows those before them; the latter two may hold integers, 0 for padding.
+            Beside a bias without query rows, a mask with
             query rows allows a key that any row allows; the result cannot say more, so such a mask
             has to be applied to the attention as well.
         batch_size, query_len, key_len: B, Sq and Sk.
@@ -50,15 +60,22 @@ def create_mask(
         A new bool tensor of the bias's own shape, True where a key is kept.
 
     Raises:
-        TypeError: the bias is not floating, the mask is not bool, or window_size is not an int.
-        ValueError: a shape does not fit, window_size or block_size is below 1, or type is unknown.
+        TypeError: the bias is not floating, the mask is not bool, or a number is not one.
+        ValueError: a shape or device does not fit, window_size or block_size is below 1, or type is
+            unknown.
     """
     if type not in ("topk", "relu"):
-        raise ValueError(f"type: got {type!r}, wanted 'topk' or 'relu'")
+        raise ValueError(f"type: got {describe(type)}, wanted 'topk' or 'relu'")
+    batch_size = check_int("batch_size", batch_size, 0)
+    query_len = check_int("query_len", query_len, 0)
+    key_len = check_int("key_len", key_len, 0)
     _check_bias(attention_bias, key_len)
-    allowed = _normalize_mask(attention_mask, attention_bias, batch_size, query_len, key_len)
+    block_size = _check_block_size(block_size)
+    allowed = None
+    if attention_mask is not None:
+        allowed = _normalize_mask(attention_mask, attention_bias, batch_size, query_len, key_len)
     if type == "topk":
-        return dynamic_mask(attention_bias, allowed, window_size, min_dtype, block_size)
+        return _top(attention_bias, allowed, check_window_size(window_size), min_dtype, block_size)
     keep = attention_bias.detach() > max(0.0, _floor(min_dtype))
     if allowed is not None:
         keep &= allowed
@@ -89,9 +106,9 @@ def maybe_create_mask(
     """
     if window_size is None:
         return attention_mask
-    check_window_size(window_size)
+    window_size = check_window_size(window_size)
     _check_floating(attention_bias)
-    if key_len <= window_size:
+    if check_int("key_len", key_len, 0) <= window_size:
         return attention_mask
     return create_mask(
         attention_bias, attention_mask, batch_size, query_len, key_len, window_size, min_dtype
@@ -119,126 +136,142 @@ def dynamic_mask(
         TypeError: the bias is not floating, the mask is not bool, or window_size is not an int.
         ValueError: the mask does not broadcast to the bias; window_size or block_size is below 1.
     """
-    check_window_size(window_size)
+    window_size = check_window_size(window_size)
     _check_floating(attention_bias)
-    bias = attention_bias.detach()
     if attention_mask is not None:
-        _check_mask_dtype(attention_mask)
-        _check_broadcast(attention_mask, bias)
-        bias = bias.masked_fill(~attention_mask, -math.inf)
-    values, indices = bias.topk(min(window_size, bias.shape[-1]), dim=-1, sorted=False)
-    keep = torch.zeros(bias.shape, dtype=torch.bool, device=bias.device)
-    keep.scatter_(-1, indices, values > _floor(min_dtype))
-    return _decide_blocks(keep, attention_mask, block_size)
+        attention_mask = check_mask("attention_mask", attention_mask)
+        given = tuple(attention_mask.shape)
+        _check_allowed(attention_mask, attention_bias, given)
+    block_size = _check_block_size(block_size)
+    return _top(attention_bias, attention_mask, window_size, min_dtype, block_size)
 
 
-def check_window_size(window_size: Any) -> None:
+def check_window_size(window_size: Any) -> int:
     """Raise TypeError unless `window_size` is an int, and ValueError unless it is at least 1."""
-    if not isinstance(window_size, (int, torch.SymInt)) or isinstance(window_size, bool):
-        kind = window_size.__class__.__name__
-        raise TypeError(f"window_size: got {window_size!r} ({kind}), wanted an int or None")
-    if window_size < 1:
-        raise ValueError(f"window_size: got {window_size}, wanted at least 1, or None")
+    return check_int("window_size", window_size, 1, "an int of at least 1, or None")
 
 
 def top_window_mask(
-    scores: Tensor,
+    attention_bias: Tensor,
     window_size: int,
-    query_len: int,
-    is_causal: bool,
+    query_len: int | None = None,
+    is_causal: bool = True,
     attention_mask: Tensor | None = None,
 ) -> Tensor:
     """The keys that each query row keeps under `window_size`, as a dense mask.
 
-    Row i chooses the `window_size` highest-scored among the keys that it may see: those that the
-    mask allows and, when causal, those up to position i + Sk - Sq. Of equal scores the later key is
-    kept, so a constant score gives a sliding window. A score of NaN or -inf is never chosen.
+    Row i chooses the `window_size` keys with the highest bias among those that it may see: those
+    that the mask allows and, when causal, those up to position i + Sk - Sq. Of equal biases the
+    later key is kept, so a constant bias gives a sliding window. NaN or -inf is never chosen.
+
+    This is what `flash_dmattn_func(..., window_size=...)` attends to, for masks that it refuses,
+    too: those that differ between query rows. Pass the result as attn_mask, without window_size.
+    It takes memory for Sq * Sk keys.
 
     Args:
-        scores: floating ({B|1}, heads, 1, Sk). Not changed, and no gradient flows.
+        attention_bias: floating ({B|1}, {H|HK|1}, 1, Sk) or ({B|1}, {H|HK|1}, Sk). Not changed,
+            and no gradient flows.
         window_size: at least 1.
-        query_len: Sq.
+        query_len: Sq; Sk when None.
         is_causal: choose row by row among the past, rather than once among all keys.
-        attention_mask: bool ({B|1}, {heads|1}, {Sq|1}, {Sk|1}) or None.
+        attention_mask: True where a key may be seen: bool ({B|1}, {H|HK|1}, {Sq|1}, {Sk|1}), or
+            bool or integer (B, Sk), or None.
 
     Returns:
-        bool ({B|1}, heads, {Sq|1}, Sk), True where a key is kept, causality included. It has one
+        bool ({B|1}, {H|HK|1}, {Sq|1}, Sk), True where a key is kept, causality included. It has one
         row when not causal and the mask has one row.
+
+    Raises:
+        TypeError: the bias is not floating, the mask is not bool, or a number is not one.
+        ValueError: a shape or device does not fit, or a number is too small.
     """
-    scores = scores.detach()
-    rank = _rank(scores).where(scores > -math.inf, -1)  # NaN is not above anything either
-    key_only = attention_mask is None or attention_mask.shape[2] == 1
+    window_size = check_window_size(window_size)
+    is_causal = check_bool("is_causal", is_causal)
+    _check_floating(attention_bias)
+    bias = attention_bias.unsqueeze(2) if attention_bias.dim() == 3 else attention_bias
+    if bias.dim() != 4 or bias.shape[2] != 1:
+        raise ValueError(
+            f"attention_bias: got shape {tuple(attention_bias.shape)}, wanted "
+            "(batch|1, heads|1, 1, key_len) or (batch|1, heads|1, key_len)"
+        )
+    key_len = bias.shape[3]
+    query_len = key_len if query_len is None else check_int("query_len", query_len, 0)
+    allowed = None
     if attention_mask is not None:
-        rank = rank.where(attention_mask, -1)
-    if not is_causal:
-        return _top_of_rows(rank, window_size)
-    if key_only:
-        return _running_top(rank.squeeze(2), window_size, query_len)
-    seen = _causal_rows(query_len, scores.shape[-1], scores.device)
-    return _top_of_rows(rank.where(seen, -1), window_size)
+        allowed = _check_rows_mask(attention_mask, bias, query_len)
+        bias, allowed = _same_heads(bias, allowed)
+    if is_causal:
+        seen = _causal_rows(query_len, key_len, bias.device)
+        allowed = seen if allowed is None else allowed & seen
+    return best_keys(bias, window_size, allowed)
 
 
-def _rank(scores: Tensor) -> Tensor:
-    """int32 in 0..Sk-1, higher for a higher score; of equal scores the later key ranks higher."""
-    order = scores.argsort(dim=-1, stable=True)
-    index = torch.arange(scores.shape[-1], dtype=torch.int32, device=scores.device)
-    rank = torch.empty(scores.shape, dtype=torch.int32, device=scores.device)
-    return rank.scatter_(-1, order, index.expand(scores.shape))
-
-
-def _top_of_rows(rank: Tensor, window_size: int) -> Tensor:
-    """True at the highest `window_size` ranks of each row; a rank of -1 is never kept."""
-    lowest = rank.topk(min(window_size, rank.shape[-1]), dim=-1, sorted=False).values
-    return (rank >= lowest.amin(-1, keepdim=True)) & (rank >= 0)
-
-
-def _running_top(rank: Tensor, window_size: int, query_len: int) -> Tensor:
-    """rank (B, heads, Sk), -1 = never -> bool (B, heads, Sq, Sk).
-
-    A key enters at its own position and leaves for good once `window_size` higher-ranked keys have
-    come, so it is visible to one interval of positions: from its own up to `end`, exclusive.
-    """
-    key_len = rank.shape[-1]
-    step = max(1, _TABLE_ELEMENTS // max(1, rank.numel()))
-    ends = []
-    for start in range(0, key_len, step):
-        # [..., j, p]: how many higher-ranked keys there are up to position p.
-        higher = rank[..., None, :] > rank[..., start : start + step, None]
-        ends.append((higher.cumsum(-1, dtype=torch.int32) < window_size).sum(-1))
-    end = torch.cat(ends, dim=-1)
-    position = torch.arange(key_len - query_len, key_len, device=rank.device)[:, None]
-    entered = _causal_rows(query_len, key_len, rank.device)
-    return entered & (position < end[..., None, :]) & (rank >= 0)[..., None, :]
+def _top(
+    attention_bias: Tensor,
+    allowed: Tensor | None,
+    window_size: int,
+    min_dtype: float | None,
+    block_size: int | None,
+) -> Tensor:
+    """`dynamic_mask` of checked arguments."""
+    # topk takes NaN for the highest of all.
+    bias = attention_bias.detach().nan_to_num(-math.inf, math.inf, -math.inf)
+    if allowed is not None:
+        bias = bias.masked_fill(~allowed, -math.inf)
+    values, indices = bias.topk(torch.sym_min(window_size, bias.shape[-1]), dim=-1, sorted=False)
+    # zeros_like, which vmap batches as the bias, so that the scatter may write in place.
+    keep = torch.zeros_like(bias, dtype=torch.bool)
+    keep.scatter_(-1, indices, values > _floor(min_dtype))
+    return _decide_blocks(keep, allowed, block_size)
 
 
 def _causal_rows(query_len: int, key_len: int, device: torch.device) -> Tensor:
     """bool (Sq, Sk): the keys at or before each row's position, aligned to the bottom right."""
-    position = torch.arange(key_len - query_len, key_len, device=device)[:, None]
+    position = torch.arange(query_len, device=device)[:, None] + (key_len - query_len)
     return torch.arange(key_len, device=device) <= position
 
 
+def _check_rows_mask(attention_mask: Tensor, bias: Tensor, query_len: int) -> Tensor:
+    """The mask as bool ({B|1}, heads, {Sq|1}, {Sk|1})."""
+    mask = check_mask("attention_mask", attention_mask)
+    check_same_device("attention_mask", mask, bias.device, "attention_bias")
+    given, key_len = tuple(mask.shape), bias.shape[3]
+    mask = mask[:, None, None] if mask.dim() == 2 else mask
+    if (
+        mask.dim() == 4
+        and (is_one_or(mask.shape[0], bias.shape[0]) or bias.shape[0] == 1)
+        and is_one_or(mask.shape[2], query_len)
+        and is_one_or(mask.shape[3], key_len)
+    ):
+        return mask
+    batch = "batch" if bias.shape[0] == 1 else bias.shape[0]
+    raise ValueError(
+        f"attention_mask: got shape {given}, wanted ({batch}|1, heads|1, {query_len}|1, "
+        f"{key_len}|1) or ({batch}, {key_len})"
+    )
+
+
+def _same_heads(bias: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Both with the same number of heads (or 1), where one has HK and the other H of them."""
+    a, b = bias.shape[1], mask.shape[1]
+    if is_one_or(a, b) or b == 1:
+        return bias, mask
+    if a % b != 0 and b % a != 0:
+        raise ValueError(
+            f"attention_mask: got {b} heads, wanted them to go with {a} of attention_bias"
+        )
+    heads = max(a, b)
+    return bias.repeat_interleave(heads // a, 1), mask.repeat_interleave(heads // b, 1)
+
+
 def _normalize_mask(
-    mask: Tensor | None, bias: Tensor, batch_size: int, query_len: int, key_len: int
-) -> Tensor | None:
+    attention_mask: Tensor, bias: Tensor, batch_size: int, query_len: int, key_len: int
+) -> Tensor:
     """The mask in a shape that broadcasts to the bias's."""
-    if mask is None:
-        return None
-    _check_mask_dtype(mask)
+    mask = check_mask("attention_mask", attention_mask)
     given = tuple(mask.shape)
     if mask.dim() == 2:
-        if mask.shape[0] != batch_size or mask.shape[1] not in (key_len, query_len):
-            raise ValueError(
-                f"attention_mask: got shape {given}, wanted ({batch_size}, {key_len}) or "
-                f"({batch_size}, {query_len})"
-            )
-        if mask.shape[1] != key_len:
-            if query_len > key_len:
-                raise ValueError(
-                    f"attention_mask: got shape {given}, wanted ({batch_size}, {key_len}) as there "
-                    "are fewer keys than queries"
-                )
-            mask = torch.nn.functional.pad(mask, (key_len - query_len, 0), value=True)
-        mask = mask[:, None, None, :]
+        mask = _keys_mask(mask, batch_size, query_len, key_len)[:, None, None, :]
     if mask.dim() != 4 and mask.dim() != bias.dim():
         raise ValueError(
             f"attention_mask: got shape {given}, wanted 2 or 4 dimensions, or those of "
@@ -249,35 +282,58 @@ def _normalize_mask(
     elif mask.dim() == 4 and bias.shape[2] == 1 and mask.shape[2] != 1:
         mask = mask.any(2, keepdim=True)
     heads, mask_heads = bias.shape[1], mask.shape[1]
-    if mask_heads not in (1, heads) and heads % mask_heads == 0:
+    if mask_heads > 1 and heads != mask_heads and heads % mask_heads == 0:
         mask = mask.repeat_interleave(heads // mask_heads, dim=1)
+    _check_allowed(mask, bias, given)
     return mask
+
+
+def _keys_mask(mask: Tensor, batch_size: int, query_len: int, key_len: int) -> Tensor:
+    """A mask (B, Sk) as it is, one (B, Sq) with True in front."""
+    given = tuple(mask.shape)
+    if mask.shape[0] == batch_size and mask.shape[1] == key_len:
+        return mask
+    if mask.shape[0] != batch_size or mask.shape[1] != query_len:
+        raise ValueError(
+            f"attention_mask: got shape {given}, wanted ({batch_size}, {key_len}) or "
+            f"({batch_size}, {query_len})"
+        )
+    if query_len > key_len:
+        raise ValueError(
+            f"attention_mask: got shape {given}, wanted ({batch_size}, {key_len}) as there "
+            "are fewer keys than queries"
+        )
+    return torch.nn.functional.pad(mask, (key_len - query_len, 0), value=True)
 
 
 def _decide_blocks(keep: Tensor, allowed: Tensor | None, block_size: int | None) -> Tensor:
     """Make every run of `block_size` keys what the majority of its keys are."""
-    if block_size is None:
-        return keep
-    if block_size < 1:
-        raise ValueError(f"block_size: got {block_size}, wanted at least 1, or None")
-    if block_size == 1:
+    if block_size is None or block_size == 1:
         return keep
     key_len = keep.shape[-1]
-    whole = key_len - key_len % block_size
-    blocks = torch.unflatten(keep[..., :whole], -1, (whole // block_size, block_size))
-    majority = blocks.sum(-1, keepdim=True) * 2 > block_size
-    parts = [majority.expand(blocks.shape).flatten(-2)]
-    if whole < key_len:
-        tail = keep[..., whole:]
-        parts.append((tail.sum(-1, keepdim=True) * 2 > key_len - whole).expand(tail.shape))
-    decided = torch.cat(parts, dim=-1)
+    blocks = (key_len + block_size - 1) // block_size
+    padded = torch.nn.functional.pad(keep, (0, blocks * block_size - key_len))
+    by_block = torch.unflatten(padded, -1, (blocks, block_size))
+    start = torch.arange(blocks, device=keep.device)[:, None] * block_size
+    size = (key_len - start).clamp(max=block_size)  # the last one may be shorter
+    majority = by_block.sum(-1, keepdim=True) * 2 > size
+    decided = majority.expand(by_block.shape).flatten(-2)[..., :key_len]
     if allowed is not None:
-        decided &= allowed
+        decided = decided & allowed
     return decided
 
 
+def _check_block_size(block_size: int | None) -> int | None:
+    if block_size is None:
+        return None
+    return check_int("block_size", block_size, 1, "an int of at least 1, or None")
+
+
 def _floor(min_dtype: float | None) -> float:
-    return -math.inf if min_dtype is None else min_dtype
+    """The number that a bias must exceed to be chosen."""
+    if min_dtype is None or min_dtype == -math.inf:
+        return -math.inf
+    return check_number("min_dtype", min_dtype)
 
 
 def _check_bias(bias: Tensor, key_len: int) -> None:
@@ -290,26 +346,21 @@ def _check_bias(bias: Tensor, key_len: int) -> None:
 
 
 def _check_floating(bias: Tensor) -> None:
-    if not bias.is_floating_point():
+    if not check_tensor("attention_bias", bias).is_floating_point():
         raise TypeError(
             f"attention_bias: got dtype {bias.dtype}, wanted a floating dtype to select by"
         )
 
 
-def _check_mask_dtype(mask: Tensor) -> None:
-    if mask.dtype != torch.bool:
-        raise TypeError(
-            f"attention_mask: got dtype {mask.dtype}, wanted torch.bool (True = attend)"
-        )
-
-
-def _check_broadcast(mask: Tensor, bias: Tensor) -> None:
+def _check_allowed(mask: Tensor, bias: Tensor, given: tuple[int, ...]) -> None:
+    """Raise unless the mask, of shape `given` as the caller wrote it, broadcasts to the bias."""
+    check_same_device("attention_mask", mask, bias.device, "attention_bias")
     missing = bias.dim() - mask.dim()
     fits = missing >= 0 and all(
-        n in (1, size) for n, size in zip(mask.shape, bias.shape[missing:], strict=True)
+        is_one_or(n, size) for n, size in zip(mask.shape, bias.shape[missing:], strict=True)
     )
     if not fits:
         raise ValueError(
-            f"attention_mask: got shape {tuple(mask.shape)}, wanted one that broadcasts to the "
+            f"attention_mask: got shape {given}, wanted one that broadcasts to the "
             f"shape {tuple(bias.shape)} of attention_bias; expand the bias where the mask is larger"
         )

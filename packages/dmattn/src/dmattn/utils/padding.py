@@ -9,6 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dmattn.validation import (
+    check_int,
+    check_same_device,
+    check_tensor,
+    check_tensor_dtype,
+    is_integer,
+)
+
 
 def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
     """Rows of the first dimension, differentiable.
@@ -24,14 +32,41 @@ def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
         TypeError: indices are no int32 or int64 tensor.
         ValueError: indices are not one-dimensional, or input has no dimension.
     """
-    if indices.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"indices: got dtype {indices.dtype}, wanted torch.int32 or torch.int64")
+    check_tensor("input", input)
+    _check_indices(indices, input, "input")
     if indices.dim() != 1 or input.dim() < 1:
         raise ValueError(
             f"indices: got shape {tuple(indices.shape)} for input of shape {tuple(input.shape)}, "
             "wanted (n,) for (m, ...)"
         )
     return input.index_select(0, indices)
+
+
+def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
+    """Rows put to their places in the first dimension, with zeros elsewhere; differentiable.
+
+    Args:
+        values: (N, ...).
+        indices: int32 or int64 (N,), different values in 0 .. M - 1.
+        first_axis_dim: M.
+
+    Returns:
+        (M, ...).
+
+    Raises:
+        TypeError: indices are no int32 or int64 tensor, or first_axis_dim is no int.
+        ValueError: there is not one index for each row of values.
+    """
+    check_tensor("values", values)
+    first_axis_dim = check_int("first_axis_dim", first_axis_dim, 0)
+    _check_indices(indices, values, "values")
+    if values.dim() < 1 or indices.shape != values.shape[:1]:
+        raise ValueError(
+            f"indices: got shape {tuple(indices.shape)}, wanted {tuple(values.shape[:1])} as "
+            "values has rows"
+        )
+    zeros = values.new_zeros((first_axis_dim, *values.shape[1:]))
+    return zeros.index_copy(0, indices.long(), values)
 
 
 def unpad_input(
@@ -53,9 +88,10 @@ def unpad_input(
         seqused int32 (B,), how many tokens of each row attention_mask has.
 
     Raises:
-        TypeError: a mask is neither bool nor integer.
-        ValueError: shapes do not fit together.
+        TypeError: hidden_states is no tensor, or a mask is neither bool nor integer.
+        ValueError: shapes or devices do not fit together.
     """
+    check_tensor("hidden_states", hidden_states)
     _check_mask("attention_mask", attention_mask, hidden_states)
     every = attention_mask != 0
     if unused_mask is not None:
@@ -72,6 +108,48 @@ def unpad_input(
     )
 
 
+def unpad_input_for_concatenated_sequences(
+    hidden_states: Tensor, attention_mask_in_length: Tensor
+) -> tuple[Tensor, Tensor, Tensor, int]:
+    """Leave padding out where a row of the batch holds several sequences one after the other.
+
+    The host waits for the number of tokens.
+
+    Args:
+        hidden_states: (B, S, ...); the sequences of a row start at its first position, without
+            gaps, and padding follows them.
+        attention_mask_in_length: integer (B, S): the lengths of the sequences of each row, in
+            order, and zeros: [3, 2, 0, 0, 0, 0] for two sequences and one token of padding.
+
+    Returns:
+        hidden_states (N, ...); indices int64 (N,), where they come from in (B * S);
+        cu_seqlens int32 (sequences + 1,); the length of the longest sequence, an int.
+
+    Raises:
+        TypeError: hidden_states is no tensor, or attention_mask_in_length is not integer.
+        ValueError: shapes or devices do not fit together.
+    """
+    check_tensor("hidden_states", hidden_states)
+    lengths = check_tensor("attention_mask_in_length", attention_mask_in_length)
+    if not is_integer(lengths.dtype):
+        raise TypeError(
+            f"attention_mask_in_length: got dtype {lengths.dtype}, wanted an integer dtype"
+        )
+    _check_mask("attention_mask_in_length", lengths, hidden_states)
+    position = torch.arange(lengths.shape[1], device=lengths.device)
+    indices, _, _ = get_unpad_data(position < lengths.sum(-1, keepdim=True))
+    flat = lengths.flatten()
+    of_sequences = flat[flat != 0]
+    ends = of_sequences.cumsum(0, dtype=torch.int32)
+    longest = int(of_sequences.max()) if of_sequences.numel() else 0
+    return (
+        index_first_axis(hidden_states.flatten(0, 1), indices),
+        indices,
+        torch.nn.functional.pad(ends, (1, 0)),
+        longest,
+    )
+
+
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
     """Put tokens back where `unpad_input` took them from, with zeros in between.
 
@@ -84,15 +162,18 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
         (B, S, ...). Differentiable.
 
     Raises:
+        TypeError: a tensor or number is none.
         ValueError: there is not one index for each token.
     """
-    if indices.shape != hidden_states.shape[:1]:
+    check_tensor("hidden_states", hidden_states)
+    batch, seqlen = check_int("batch", batch, 0), check_int("seqlen", seqlen, 0)
+    _check_indices(indices, hidden_states, "hidden_states")
+    if hidden_states.dim() < 1 or indices.shape != hidden_states.shape[:1]:
         raise ValueError(
             f"indices: got shape {tuple(indices.shape)}, wanted {tuple(hidden_states.shape[:1])} "
             "as hidden_states has tokens"
         )
-    empty = hidden_states.new_zeros((batch * seqlen, *hidden_states.shape[1:]))
-    padded = empty.index_copy(0, indices.long(), hidden_states)
+    padded = index_put_first_axis(hidden_states, indices, batch * seqlen)
     return torch.unflatten(padded, 0, (batch, seqlen))
 
 
@@ -146,6 +227,13 @@ def upad_input(
         TypeError: attention_mask is neither bool nor integer.
         ValueError: shapes do not fit together.
     """
+    for name, t in (
+        ("query_layer", query_layer),
+        ("key_layer", key_layer),
+        ("value_layer", value_layer),
+    ):
+        check_tensor(name, t)
+    query_length = check_int("query_length", query_length, 0)
     _check_mask("attention_mask", attention_mask, key_layer)
     if value_layer.shape[:2] != key_layer.shape[:2]:
         got, wanted = tuple(value_layer.shape), tuple(key_layer.shape[:2])
@@ -175,14 +263,22 @@ def upad_input(
     return query, key, value, indices_q, bounds, longest
 
 
+def _check_indices(indices: Tensor, tokens: Tensor, owner: str) -> None:
+    check_tensor_dtype("indices", check_tensor("indices", indices), (torch.int32, torch.int64))
+    check_same_device("indices", indices, tokens.device, owner)
+
+
 def _check_mask(name: str, mask: Tensor, tokens: Tensor | None) -> None:
+    check_tensor(name, mask)
     if mask.is_floating_point() or mask.is_complex():
         raise TypeError(f"{name}: got dtype {mask.dtype}, wanted bool or an integer dtype")
     if tokens is None:
         if mask.dim() != 2:
             raise ValueError(f"{name}: got shape {tuple(mask.shape)}, wanted (batch, seqlen)")
-    elif mask.dim() != 2 or mask.shape != tokens.shape[:2]:
+        return
+    if mask.dim() != 2 or mask.shape != tokens.shape[:2]:
         raise ValueError(
             f"{name}: got shape {tuple(mask.shape)}, wanted {tuple(tokens.shape[:2])} as the "
             "tokens that it speaks of"
         )
+    check_same_device(name, mask, tokens.device, "the tokens")

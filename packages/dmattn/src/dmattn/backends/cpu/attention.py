@@ -2,146 +2,137 @@
 
 Arithmetic is in float32 (float64 for float64 inputs) and each result is rounded once. Query heads
 that share a key head are folded into the rows of one matrix product, so keys are never expanded.
-Letters: B batch, HK key heads, G = H / HK, M rows of a block, N keys of a block, D head dimension.
+
+A key that a row does not keep contributes nothing to that row, nor the row to the key, even where
+one of them is NaN or INF. A product with probability 0 does not give that, since 0 * NaN is NaN, so
+blocks that meet such values are computed by `_isolated_product` (`exact`); the others are not
+burdened with it.
+
+Letters: as in `layout`, and X = B*HL*L matrices of a block, GM = G*M rows of each.
 """
 
 import math
-from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from dmattn.backends.cpu import gathered
-from dmattn.backends.cpu.layout import Layout, make_layout
-from dmattn.key_lists import Selection
-from dmattn.checks import (
-    check_backward_inputs,
-    check_inputs,
-    check_selected_bias,
-    check_selection,
-    empty_backward_outputs,
-    empty_forward_outputs,
+from dmattn.backends.cpu import packed
+from dmattn.backends.cpu.key_blocks import KeyBlock, Lists, key_blocks, make_lists, row_blocks
+from dmattn.backends.cpu.layout import (
+    Layout,
+    RowBlock,
+    make_layout,
+    write_bias_gradient,
+    write_key_gradient,
 )
+from dmattn.problem import Gradients, Needs, Problem, Results, lse_dtype, lse_shape
 
-_KEYS_PER_BLOCK = 512
-_MIN_ROWS_PER_BLOCK = 16
-# Logits of one block, all batches and heads together: 4 MB in float32, about a second-level cache.
-_BLOCK_ELEMENTS = 1 << 20
 # Above this |lse|, exp(logits - lse) would inherit the rounding of lse: at 1e8 the logarithm of the
 # row sum has vanished from a float32 lse altogether. Such rows get their maximum and sum anew.
 _EXACT_LSE_LIMIT = 128.0
 
 
-class _Block(NamedTuple):
-    """A block of keys for the rows at hand; `cut` if causality hides some from some row."""
-
-    keys: slice
-    cut: bool
-
-
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    softmax_scale: float,
-    is_causal: bool,
-    softcap: float,
-    selection: Selection | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The CPU implementation of dmattn::fwd: out (B, Sq, H, D) and lse (B, H, Sq).
+def forward(problem: Problem) -> Results:
+    """out and lse of a checked problem: dense, packed, or over key lists.
 
     Raises:
-        TypeError, ValueError: as `shapes.check_inputs` and `shapes.check_selection`.
+        ValueError: cu_seqlens do not rise from 0 to the number of tokens, or a sequence is longer
+            than the bound given for it.
     """
-    dims = check_inputs(q, k, v, mask, bias)
-    if selection is not None:
-        check_selection(selection, mask, dims, is_causal, q.device)
-        return gathered.forward(
-            dims, q, k, v, bias, softmax_scale, is_causal, softcap, selection
-        )
-    out, lse = empty_forward_outputs(q)
-    layout = make_layout(dims, q, k, v, mask, bias, softmax_scale, is_causal, softcap)
-    out_rows, lse_rows = layout.rows_of(out), layout.per_row(lse)
+    out, lse = _empty_results(problem)
     with torch.autocast("cpu", enabled=False):  # it would run the products below in bfloat16
-        for rows in _row_blocks(layout):
-            block_out, block_lse = _forward_rows(layout, rows)
-            out_rows[..., rows, :] = block_out
-            lse_rows[..., rows] = block_lse
-    return out, lse
+        if problem.packing is None:
+            _forward(problem, out, lse)
+        else:
+            for part in packed.sequences(problem):
+                _forward(part.problem, part.rows_of(out), part.lse_of(lse))
+    return Results(out, lse, out.new_empty((0,), dtype=torch.float32))
 
 
 def backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    softmax_scale: float,
-    is_causal: bool,
-    softcap: float,
-    deterministic: bool,
-    needs: Sequence[bool],
-    selection: Selection | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The CPU implementation of dmattn::bwd: dq, dk, dv, dbias, each only where `needs` says so.
+    problem: Problem, results: Results, dout: Tensor, dlse: Tensor | None, needs: Needs
+) -> Gradients:
+    """The gradients of a checked problem from what `forward` returned, (0,) where not needed.
 
     The order of every sum is fixed, so the result is repeatable whatever `deterministic` says.
 
     Raises:
-        TypeError, ValueError: as `shapes.check_inputs`, `shapes.check_backward_inputs` and
-            `shapes.check_selection`; a bias with rows has no gradient with a selection.
+        ValueError: as `forward`.
     """
-    dims = check_inputs(q, k, v, mask, bias)
-    check_backward_inputs(dout, dlse, q, out, lse, needs)
-    if selection is not None:
-        check_selection(selection, mask, dims, is_causal, q.device)
-        check_selected_bias(selection, bias, needs[3])
-        return gathered.backward(
-            dims,
-            dout,
-            dlse,
-            q,
-            k,
-            v,
-            bias,
-            out,
-            softmax_scale,
-            is_causal,
-            softcap,
-            needs,
-            selection,
-        )
-    dq, dk, dv, dbias = empty_backward_outputs(q, k, v, bias, needs)
-    need_q, need_k, need_v, need_bias = needs
-    layout = make_layout(dims, q, k, v, mask, bias, softmax_scale, is_causal, softcap)
-    sums = _Sums(
-        dk=torch.zeros_like(layout.k) if need_k else None,
-        dv=torch.zeros_like(layout.v) if need_v else None,
-        dbias=None
-        if layout.bias is None or not need_bias
-        else layout.bias.new_zeros(layout.bias.shape, dtype=layout.dtype),
-    )
-    dq_rows = layout.rows_of(dq) if need_q else None
+    out, lse = results.out, results.lse
+    grads = _empty_gradients(problem, needs)
     with torch.autocast("cpu", enabled=False):
-        for rows in _row_blocks(layout):
-            given = _given_rows(layout, rows, dout, dlse, out, lse)
-            block_dq = _backward_rows(layout, rows, given, sums, need_q)
-            if dq_rows is not None and block_dq is not None:
-                dq_rows[..., rows, :] = layout.unfold_rows(block_dq)
+        if problem.packing is None:
+            _backward(problem, out, lse, dout, dlse, grads, needs)
+            return grads
+        grads.bias.zero_()  # columns after the keys of a row's sequence stay so
+        for part in packed.sequences(problem):
+            _backward(
+                part.problem,
+                part.rows_of(out),
+                part.lse_of(lse),
+                part.rows_of(dout),
+                None if dlse is None else part.lse_of(dlse),
+                part.gradients_of(grads, needs),
+                needs,
+            )
+    return grads
+
+
+def _empty_results(problem: Problem) -> tuple[Tensor, Tensor]:
+    q = problem.q
+    return q.new_empty(q.shape), q.new_empty(lse_shape(q), dtype=lse_dtype(q.dtype))
+
+
+def _empty_gradients(problem: Problem, needs: Needs) -> Gradients:
+    operands = (problem.q, problem.k, problem.v, problem.bias)
+    return Gradients(
+        *(
+            problem.q.new_empty((0,)) if t is None else t.new_empty(t.shape if need else (0,))
+            for t, need in zip(operands, needs, strict=True)
+        )
+    )
+
+
+def _forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
+    """Write out (B, Sq, H, D) and lse (B, H, Sq) of a problem without packing."""
+    layout, lists = make_lists(problem, make_layout(problem))
+    out_rows, lse_rows = layout.with_rows(out), layout.per_row(lse)
+    for block in row_blocks(layout, lists):
+        found = _forward_rows(layout, lists, block, exact=False)
+        if not _all_finite(found[0]):
+            found = _forward_rows(layout, lists, block, exact=True)
+        for target, rows in zip((out_rows, lse_rows), found, strict=True):
+            layout.block_of(target, block).copy_(layout.unfold(rows, block))
+
+
+def _backward(
+    problem: Problem,
+    out: Tensor,
+    lse: Tensor,
+    dout: Tensor,
+    dlse: Tensor | None,
+    grads: Gradients,
+    needs: Needs,
+) -> None:
+    """Write the gradients of a problem without packing."""
+    layout, lists = make_lists(problem, make_layout(problem))
+    sums = _empty_sums(layout, lists, needs)
+    finite_keys = _all_finite(layout.k, layout.v)
+    for block in row_blocks(layout, lists):
+        rows = _given_rows(layout, block, out, lse, dout, dlse)
+        exact = not (finite_keys and _all_finite(rows.q, rows.dout, rows.delta, rows.shift))
+        dq = _backward_rows(layout, lists, block, rows, sums, needs.q, exact)
+        if dq is not None:
+            target = layout.block_of(layout.with_rows(grads.q), block)
+            target.copy_(layout.unfold(dq, block))
     if sums.dk is not None:
-        layout.keys_to_input(sums.dk, dk)
+        write_key_gradient(sums.dk, grads.k)
     if sums.dv is not None:
-        layout.keys_to_input(sums.dv, dv)
+        write_key_gradient(sums.dv, grads.v)
     if sums.dbias is not None:
-        layout.bias_to_input(sums.dbias, dbias)
-    return dq, dk, dv, dbias
+        write_bias_gradient(sums.dbias, grads.bias)
 
 
 class _Sums(NamedTuple):
@@ -149,149 +140,231 @@ class _Sums(NamedTuple):
 
     dk: Tensor | None  # (B*HK, Sk, D)
     dv: Tensor | None  # (B*HK, Sk, D)
-    dbias: Tensor | None  # the shape of layout.bias
+    dbias: Tensor | None  # as layout.bias; with lists its first dimensions are B and HL
 
 
-class _Given(NamedTuple):
-    """What the backward pass is given for a block of rows, folded to (B*HK, G*M, ...)."""
+class _Rows(NamedTuple):
+    """What the backward pass knows of a block of rows."""
 
-    dout: Tensor  # (B*HK, G*M, D)
-    out: Tensor  # (B*HK, G*M, D)
-    lse: Tensor  # (B*HK, G*M, 1)
-    dlse: Tensor | None  # (B*HK, G*M, 1)
+    q: Tensor  # (X, GM, D), scaled
+    dout: Tensor  # (X, GM, D)
+    # dlogits = p * (dp - delta): dout . out, less dlse, since dlse/dlogits = p.
+    delta: Tensor  # (X, GM, 1)
+    shift: Tensor  # (X, GM, 1): lse, and 0 for rows that keep nothing
 
 
-def _given_rows(
-    layout: Layout, rows: slice, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor
-) -> _Given:
-    """Rows that keep nothing get zero gradients: what came may be NaN, as from -inf - -inf."""
-    row_lse = layout.fold_lse(lse, rows)
-    empty = row_lse == -math.inf
-    return _Given(
-        dout=layout.fold_rows(dout, rows).masked_fill(empty, 0.0),
-        out=layout.fold_rows(out, rows),
-        lse=row_lse,
-        dlse=None if dlse is None else layout.fold_lse(dlse, rows).masked_fill(empty, 0.0),
+def _empty_sums(layout: Layout, lists: Lists | None, needs: Needs) -> _Sums:
+    dbias = None
+    if layout.bias is not None and needs.bias:
+        shape = tuple(layout.bias.shape)
+        if lists is not None:  # which differ between batches and heads
+            shape = (layout.batch, layout.heads, *shape[2:])
+        dbias = layout.bias.new_zeros(shape, dtype=layout.dtype)
+    return _Sums(
+        dk=torch.zeros_like(layout.k) if needs.k else None,
+        dv=torch.zeros_like(layout.v) if needs.v else None,
+        dbias=dbias,
     )
 
 
-def _row_blocks(layout: Layout) -> Iterator[slice]:
-    keys = max(1, min(layout.seqlen_k, _KEYS_PER_BLOCK))
-    heads = max(1, layout.batch * layout.nheads_k * layout.group)
-    size = max(_MIN_ROWS_PER_BLOCK, _BLOCK_ELEMENTS // (keys * heads))
-    for start in range(0, layout.seqlen_q, size):
-        yield slice(start, min(start + size, layout.seqlen_q))
-
-
-def _key_blocks(layout: Layout, rows: slice) -> Iterator[_Block]:
-    """The blocks of which some row sees some key."""
-    for start in range(0, layout.seqlen_k, _KEYS_PER_BLOCK):
-        keys = slice(start, min(start + _KEYS_PER_BLOCK, layout.seqlen_k))
-        if not layout.is_causal:
-            yield _Block(keys, cut=False)
-            continue
-        first, last = layout.position_range(keys)
-        if first <= rows.stop - 1 + layout.causal_offset:
-            yield _Block(keys, cut=last > rows.start + layout.causal_offset)
+def _given_rows(
+    layout: Layout, block: RowBlock, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None
+) -> _Rows:
+    """Rows that keep nothing get zero gradients: what came may be NaN, as from -inf - -inf."""
+    row_lse = layout.fold(layout.per_row(lse), block)
+    empty = row_lse == -math.inf
+    row_dout = layout.fold(layout.with_rows(dout), block).masked_fill(empty, 0.0)
+    delta = (row_dout * layout.fold(layout.with_rows(out), block)).sum(-1, keepdim=True)
+    if dlse is not None:
+        delta -= layout.fold(layout.per_row(dlse), block).masked_fill(empty, 0.0)
+    q = layout.fold(layout.q, block) * layout.softmax_scale
+    return _Rows(q, row_dout, delta, row_lse.masked_fill(empty, 0.0))
 
 
 def _logits(
-    layout: Layout, rows: slice, block: _Block, scaled_q: Tensor
+    layout: Layout, block: RowBlock, keys: KeyBlock, scaled_q: Tensor, exact: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Logits (B*HK, G*M, N) in natural units, -inf where not kept, and tanh of the soft cap.
+    """Logits (X, GM, N) in natural units, -inf where not kept, and tanh of the soft cap.
 
     Multiplying by log2(e) first, for exp2, would overflow a bias near the largest float.
     """
-    s = torch.bmm(scaled_q, layout.k[:, block.keys].transpose(1, 2))
+    s = torch.bmm(scaled_q, keys.k.transpose(1, 2))
     tanh: Tensor | None = None
     if layout.softcap > 0:
         tanh = s.div_(layout.softcap).tanh_()
         s = tanh * layout.softcap
-    s5 = layout.unfold_rows(s)
+    apart = layout.unfold(s, block)
     if layout.bias is not None:
-        s5 += layout.block_of(layout.bias, rows, block.keys)
+        bias = layout.operand_of(layout.bias, block, keys.keys)
+        apart += bias
+        if exact:  # NaN + -inf would be NaN
+            apart.masked_fill_(bias == -math.inf, -math.inf)
     if layout.mask is not None:
-        s5.masked_fill_(~layout.block_of(layout.mask, rows, block.keys), -math.inf)
-    if block.cut:
-        s5.masked_fill_(layout.beyond_causal(rows, block.keys), -math.inf)
+        apart.masked_fill_(~layout.operand_of(layout.mask, block, keys.keys), -math.inf)
+    if keys.hidden is not None:
+        apart.masked_fill_(keys.hidden, -math.inf)
     return s, tanh
 
 
-def _forward_rows(layout: Layout, rows: slice) -> tuple[Tensor, Tensor]:
-    """out (B, HK, G, M, D) and lse (B, HK, G, M) of a block of rows, by a running softmax."""
-    scaled_q = layout.fold_rows(layout.q, rows) * layout.softmax_scale
-    row_max, row_sum = _empty_statistics(scaled_q)
+class _Softmax:
+    """A running softmax of rows: their maximum and the sum of exp(logits - maximum) so far."""
+
+    def __init__(self, scaled_q: Tensor) -> None:
+        shape = (*scaled_q.shape[:2], 1)
+        self.maximum = scaled_q.new_full(shape, -math.inf)
+        self.total = scaled_q.new_zeros(shape)
+
+    def add(self, s: Tensor) -> tuple[Tensor, Tensor]:
+        """Take logits (X, GM, N) in; exp(s - maximum), in their place, and old sums' factor."""
+        maximum = torch.maximum(self.maximum, s.amax(-1, keepdim=True))
+        shift = maximum.masked_fill(maximum == -math.inf, 0.0)
+        p = s.sub_(shift).exp_()
+        alpha = (self.maximum - shift).exp_()
+        self.maximum = maximum
+        self.total = self.total.mul_(alpha).add_(p.sum(-1, keepdim=True))
+        return p, alpha
+
+    def divisor(self) -> Tensor:
+        """The sum; 1 for rows that keep nothing."""
+        return self.total.masked_fill(self.total == 0, 1.0)
+
+
+def _forward_rows(
+    layout: Layout, lists: Lists | None, block: RowBlock, exact: bool
+) -> tuple[Tensor, Tensor]:
+    """out (X, GM, D) and lse (X, GM, 1) of a block of rows."""
+    scaled_q = layout.fold(layout.q, block) * layout.softmax_scale
+    softmax = _Softmax(scaled_q)
     acc = torch.zeros_like(scaled_q)
-    for block in _key_blocks(layout, rows):
-        s, _ = _logits(layout, rows, block, scaled_q)
-        row_max, row_sum, p, alpha = _accumulate(row_max, row_sum, s)
-        acc.mul_(alpha).baddbmm_(p, layout.v[:, block.keys])
-    # An empty row has acc = 0 and row_sum = 0: it gives out = 0 and lse = -inf.
-    out = acc.div_(row_sum.masked_fill(row_sum == 0, 1.0))
-    lse = row_max + row_sum.log()
-    return layout.unfold_rows(out), layout.unfold_rows(lse).squeeze(-1)
-
-
-def _empty_statistics(scaled_q: Tensor) -> tuple[Tensor, Tensor]:
-    shape = (*scaled_q.shape[:2], 1)
-    return scaled_q.new_full(shape, -math.inf), scaled_q.new_zeros(shape)
-
-
-def _accumulate(
-    row_max: Tensor, row_sum: Tensor, s: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """One step of the running softmax: new maximum and sum, exp(s - maximum), old sums' factor."""
-    new_max = torch.maximum(row_max, s.amax(-1, keepdim=True))
-    shift = new_max.masked_fill(new_max == -math.inf, 0.0)
-    p = s.sub_(shift).exp_()
-    alpha = (row_max - shift).exp_()
-    return new_max, row_sum * alpha + p.sum(-1, keepdim=True), p, alpha
+    for keys in key_blocks(layout, lists, block):
+        s, _ = _logits(layout, block, keys, scaled_q, exact)
+        kept = s != -math.inf if exact else None
+        p, alpha = softmax.add(s)
+        acc.mul_(alpha)
+        _add_product(acc, p, keys.v, kept)
+    # An empty row has acc = 0 and total = 0: it gives out = 0 and lse = -inf.
+    return acc.div_(softmax.divisor()), softmax.maximum + softmax.total.log()
 
 
 def _normalizer(
-    layout: Layout, rows: slice, scaled_q: Tensor, lse: Tensor
+    layout: Layout, lists: Lists | None, block: RowBlock, rows: _Rows, exact: bool
 ) -> tuple[Tensor, Tensor | None]:
     """(shift, factor) with probabilities = exp(logits - shift) * factor; None = factor 1."""
-    shift = lse.masked_fill(lse == -math.inf, 0.0)
-    if shift.numel() == 0 or float(shift.abs().amax()) <= _EXACT_LSE_LIMIT:
-        return shift, None
-    row_max, row_sum = _empty_statistics(scaled_q)
-    for block in _key_blocks(layout, rows):
-        s, _ = _logits(layout, rows, block, scaled_q)
-        row_max, row_sum, _, _ = _accumulate(row_max, row_sum, s)
-    shift = row_max.masked_fill(row_max == -math.inf, 0.0)
-    return shift, row_sum.masked_fill(row_sum == 0, 1.0).reciprocal()
+    if rows.shift.numel() == 0 or float(rows.shift.abs().amax()) <= _EXACT_LSE_LIMIT:
+        return rows.shift, None
+    softmax = _Softmax(rows.q)
+    for keys in key_blocks(layout, lists, block):
+        s, _ = _logits(layout, block, keys, rows.q, exact)
+        softmax.add(s)
+    shift = softmax.maximum.masked_fill(softmax.maximum == -math.inf, 0.0)
+    return shift, softmax.divisor().reciprocal()
 
 
 def _backward_rows(
-    layout: Layout, rows: slice, given: _Given, sums: _Sums, need_dq: bool
+    layout: Layout,
+    lists: Lists | None,
+    block: RowBlock,
+    rows: _Rows,
+    sums: _Sums,
+    need_dq: bool,
+    exact: bool,
 ) -> Tensor | None:
-    """Add a block of rows to `sums`; its dq (B*HK, G*M, D) when needed."""
-    scaled_q = layout.fold_rows(layout.q, rows) * layout.softmax_scale
-    shift, factor = _normalizer(layout, rows, scaled_q, given.lse)
-    # dlogits = p * (dp - delta), with dlse counting against delta since dlse/dlogits = p.
-    delta = (given.dout * given.out).sum(-1, keepdim=True)
-    if given.dlse is not None:
-        delta -= given.dlse
-    dq = torch.zeros_like(scaled_q) if need_dq else None
+    """Add a block of rows to `sums`; its dq (X, GM, D) when needed."""
+    shift, factor = _normalizer(layout, lists, block, rows, exact)
+    dq = torch.zeros_like(rows.q) if need_dq else None
     need_ds = need_dq or sums.dk is not None or sums.dbias is not None
-    for block in _key_blocks(layout, rows):
-        keys = block.keys
-        s, tanh = _logits(layout, rows, block, scaled_q)
+    for keys in key_blocks(layout, lists, block):
+        s, tanh = _logits(layout, block, keys, rows.q, exact)
+        kept = s != -math.inf if exact else None
         p = s.sub_(shift).exp_()
         if factor is not None:
             p *= factor
+        if kept is not None:
+            p.masked_fill_(~kept, 0.0)
         if sums.dv is not None:
-            sums.dv[:, keys].baddbmm_(p.transpose(1, 2), given.dout)
+            _add_to_keys(sums.dv, keys, p, rows.dout, kept)
         if not need_ds:
             continue
-        ds = torch.bmm(given.dout, layout.v[:, keys].transpose(1, 2)).sub_(delta).mul_(p)
+        ds = torch.bmm(rows.dout, keys.v.transpose(1, 2)).sub_(rows.delta).mul_(p)
+        if kept is not None:
+            ds.masked_fill_(~kept, 0.0)
         if sums.dbias is not None:
-            layout.add_to_bias(sums.dbias, ds, rows, keys)
+            _add_to_bias(layout, sums.dbias, block, keys, ds)
         if tanh is not None:
             ds *= 1.0 - tanh.square()
+            if kept is not None:
+                ds.masked_fill_(~kept, 0.0)
         if dq is not None:
-            dq.baddbmm_(ds, layout.k[:, keys])
+            _add_product(dq, ds, keys.k, kept)
         if sums.dk is not None:
-            sums.dk[:, keys].baddbmm_(ds.transpose(1, 2), scaled_q)
+            _add_to_keys(sums.dk, keys, ds, rows.q, kept)
     return None if dq is None else dq.mul_(layout.softmax_scale)
+
+
+def _add_product(acc: Tensor, weights: Tensor, values: Tensor, kept: Tensor | None) -> None:
+    """acc (X, I, D) += weights (X, I, J) @ values (X, J, D); see `_isolated_product` for kept."""
+    if kept is None:
+        acc.baddbmm_(weights, values)
+    else:
+        acc += _isolated_product(weights, values, kept)
+
+
+def _add_to_keys(
+    total: Tensor, keys: KeyBlock, weights: Tensor, values: Tensor, kept: Tensor | None
+) -> None:
+    """Add weights (X, GM, N) transposed @ values (X, GM, D) to the keys of dk or dv."""
+    if kept is not None:
+        product = _isolated_product(weights.mT, values, kept.mT)
+    elif isinstance(keys.keys, slice):
+        total[:, keys.keys].baddbmm_(weights.mT, values)
+        return
+    else:
+        product = torch.bmm(weights.mT, values)
+    keys.add_to_keys(total, product)
+
+
+def _add_to_bias(
+    layout: Layout, dbias: Tensor, block: RowBlock, keys: KeyBlock, ds: Tensor
+) -> None:
+    """Add ds (X, GM, N), summed over what the bias is broadcast over, to its part of dbias."""
+    apart = layout.unfold(ds, block)
+    if isinstance(keys.keys, slice) or dbias.shape[4] == 1:
+        target = layout.operand_of(dbias, block, slice(None))
+        if isinstance(keys.keys, slice) and dbias.shape[4] > 1:
+            target = target[..., keys.keys]
+        target += apart.sum_to_size(target.shape)
+        return
+    # A bias without rows, since the one of lists; (B, HL, G, L*N) in the order of the index.
+    by_key = apart.sum(4).sum_to_size((*apart.shape[:3], dbias.shape[2], apart.shape[5]))
+    by_key = by_key.transpose(2, 3).flatten(3)
+    index = keys.keys.flatten(2)[:, :, None].expand(by_key.shape)
+    dbias.select(3, 0).scatter_add_(3, index, by_key)
+
+
+def _isolated_product(weights: Tensor, values: Tensor, kept: Tensor) -> Tensor:
+    """weights (X, I, J) @ values (X, J, D) in which a pair that is not kept counts for nothing.
+
+    Elsewhere an INF or NaN among the values makes the result INF or NaN as usual.
+
+    Args:
+        weights: 0 where not kept, unless the whole row is NaN.
+        values: any numbers.
+        kept: bool (X, I, J).
+    """
+    finite = values.isfinite()
+    if finite.all():
+        return torch.bmm(weights, values)
+    total = torch.bmm(weights, values.where(finite, 0.0))
+    for infinity in (math.inf, -math.inf):  # NaN counts as both, and their sum is NaN
+        is_such = (values == infinity) | values.isnan()
+        met = torch.bmm(kept.to(values.dtype), is_such.to(values.dtype)) > 0
+        total += torch.zeros_like(total).masked_fill_(met, infinity)
+    return total
+
+
+def _all_finite(*tensors: Tensor) -> bool:
+    """Whether all entries are finite; False also where their sum overflows, which costs time only.
+
+    A sum is the cheapest pass over a tensor, and no later entry can undo an INF or NaN in it.
+    """
+    return all(math.isfinite(float(t.sum())) for t in tensors)

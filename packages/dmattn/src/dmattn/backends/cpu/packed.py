@@ -1,130 +1,73 @@
-"""Attention over packed sequences on the CPU: one sequence after another, by `ops.cpu`."""
+"""Packed sequences on the CPU: each is a problem of its own, of batch 1."""
 
+import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from torch import Tensor
 
-from dmattn.backends.cpu import attention as cpu
-from dmattn.checks import (
-    check_backward_inputs,
-    empty_backward_outputs,
-    empty_forward_outputs,
-)
-from dmattn.packed_checks import Packing, check_packed_inputs, is_per_key
+from dmattn.problem import Gradients, Needs, Problem
 
 
-class _Span(NamedTuple):
-    """One sequence: its rows and keys among those of all."""
+class Part(NamedTuple):
+    """One sequence of a packed problem, and where its rows and keys lie among those of all."""
 
+    problem: Problem
     rows: slice
     keys: slice
 
-    def operand(self, t: Tensor | None) -> Tensor | None:
-        """Its part of a mask, bias or dbias, as (1, heads, 1 or rows, keys), a view."""
-        if t is None:
-            return None
-        if is_per_key(t):
-            return t[None, :, None, self.keys]
-        return t[None, :, self.rows, : self.keys.stop - self.keys.start]
+    def rows_of(self, t: Tensor) -> Tensor:
+        """(Tq, H, D) -> (1, Sq, H, D), a view."""
+        return t[None, self.rows]
+
+    def lse_of(self, t: Tensor) -> Tensor:
+        """(H, Tq) -> (1, H, Sq), a view."""
+        return t[None, :, self.rows]
+
+    def gradients_of(self, grads: Gradients, needs: Needs) -> Gradients:
+        """The views that take the gradients of this sequence; (0,) stays where not needed."""
+        return Gradients(
+            grads.q[None, self.rows] if needs.q else grads.q,
+            grads.k[None, self.keys] if needs.k else grads.k,
+            grads.v[None, self.keys] if needs.v else grads.v,
+            _operand(grads.bias, self.rows, self.keys) if grads.bias.dim() > 1 else grads.bias,
+        )
 
 
-def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    packing: Packing,
-    softmax_scale: float,
-    is_causal: bool,
-    softcap: float,
-) -> tuple[Tensor, Tensor]:
-    """The CPU implementation of dmattn::varlen_fwd: out (Tq, H, D) and lse (H, Tq).
+def sequences(problem: Problem) -> Iterator[Part]:
+    """The sequences of a packed problem.
 
     Raises:
-        TypeError, ValueError: as `varlen_shapes.check_packed_inputs`; cu_seqlens do not rise from
-            0 to the number of tokens, or a sequence is longer than the bound given for it.
+        ValueError: cu_seqlens do not rise from 0 to the number of tokens, or a sequence is longer
+            than the bound given for it.
     """
-    check_packed_inputs(q, k, v, mask, bias, packing)
-    out, lse = empty_forward_outputs(q)
-    for span in _spans(packing, q.shape[0], k.shape[0]):
-        rows, keys = span
-        found = cpu.forward(
-            q[None, rows],
-            k[None, keys],
-            v[None, keys],
-            span.operand(mask),
-            span.operand(bias),
-            softmax_scale,
-            is_causal,
-            softcap,
-        )
-        out[rows], lse[:, rows] = found[0][0], found[1][0]
-    return out, lse
-
-
-def backward(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Tensor | None,
-    bias: Tensor | None,
-    packing: Packing,
-    out: Tensor,
-    lse: Tensor,
-    softmax_scale: float,
-    is_causal: bool,
-    softcap: float,
-    deterministic: bool,
-    needs: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The CPU implementation of dmattn::varlen_bwd: dq, dk, dv, dbias, each only where needed.
-
-    Raises:
-        TypeError, ValueError: as `forward` and `shapes.check_backward_inputs`.
-    """
-    check_packed_inputs(q, k, v, mask, bias, packing)
-    check_backward_inputs(dout, dlse, q, out, lse, needs)
-    grads = empty_backward_outputs(q, k, v, bias, needs)
-    dbias = grads[3].zero_()  # columns behind the keys of a row's sequence stay so
-    for span in _spans(packing, q.shape[0], k.shape[0]):
-        rows, keys = span
-        found = cpu.backward(
-            dout[None, rows],
-            None if dlse is None else dlse[None, :, rows],
-            q[None, rows],
-            k[None, keys],
-            v[None, keys],
-            span.operand(mask),
-            span.operand(bias),
-            out[None, rows],
-            lse[None, :, rows],
-            softmax_scale,
-            is_causal,
-            softcap,
-            deterministic,
-            needs,
-        )
-        for grad, part, need, where in zip(grads, found, needs, (rows, keys, keys), strict=False):
-            if need:
-                grad[where] = part[0]
-        target = span.operand(dbias) if needs[3] and bias is not None else None
-        if target is not None:
-            target.copy_(found[3])
-    return grads
-
-
-def _spans(packing: Packing, total_q: int, total_k: int) -> Iterator[_Span]:
-    rows = _boundaries("q", packing.cu_seqlens_q, packing.max_seqlen_q, total_q)
-    keys = _boundaries("k", packing.cu_seqlens_k, packing.max_seqlen_k, total_k)
-    for (row, row_end), (key, key_end) in zip(
-        itertools.pairwise(rows), itertools.pairwise(keys), strict=True
+    packing = problem.packing
+    assert packing is not None
+    total_q, total_k = problem.q.shape[0], problem.k.shape[0]
+    row_bounds = _boundaries("q", packing.cu_seqlens_q, packing.max_seqlen_q, total_q)
+    key_bounds = _boundaries("k", packing.cu_seqlens_k, packing.max_seqlen_k, total_k)
+    for row, key in zip(
+        itertools.pairwise(row_bounds), itertools.pairwise(key_bounds), strict=True
     ):
-        yield _Span(slice(row, row_end), slice(key, key_end))
+        rows, keys = slice(*row), slice(*key)
+        part = dataclasses.replace(
+            problem,
+            q=problem.q[None, rows],
+            k=problem.k[None, keys],
+            v=problem.v[None, keys],
+            mask=None if problem.mask is None else _operand(problem.mask, rows, keys),
+            bias=None if problem.bias is None else _operand(problem.bias, rows, keys),
+            packing=None,
+        )
+        yield Part(part, rows, keys)
+
+
+def _operand(t: Tensor, rows: slice, keys: slice) -> Tensor:
+    """A sequence's part of a mask, bias or dbias, as (1, heads, 1 or rows, keys), a view."""
+    if t.dim() == 2:
+        return t[None, :, None, keys]
+    return t[None, :, rows, : keys.stop - keys.start]
 
 
 def _boundaries(name: str, cu_seqlens: Tensor, longest: int, total: int) -> list[int]:

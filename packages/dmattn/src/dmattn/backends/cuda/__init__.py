@@ -1,1 +1,52 @@
 """Attention on NVIDIA GPUs, by the kernels of dmattn_kernels."""
+
+import torch
+from torch import Tensor
+
+from dmattn.backends.base import Backend
+from dmattn.backends.cuda import attention, kernels
+from dmattn.checks import HEAD_DIM_MULTIPLE, wrong_strides
+from dmattn.problem import Gradients, Needs, Problem, Results
+from dmattn.validation import one_of
+
+_DTYPES = (torch.float16, torch.bfloat16)
+
+
+class CudaBackend(Backend):
+    """Serves half-precision problems on GPUs of sm_80 or later."""
+
+    name = "cuda"
+    devices = ("cuda",)
+
+    def unavailable(self) -> str | None:
+        if not torch.cuda.is_available():
+            return "torch sees no CUDA device"
+        reason = "torch sees no CUDA device"
+        for device in range(torch.cuda.device_count()):
+            try:
+                kernels.check_device(device)
+            except RuntimeError as error:
+                reason = str(error)
+            else:
+                return None
+        return reason
+
+    def unsupported(self, problem: Problem) -> list[Exception]:
+        q = problem.q
+        reasons: list[Exception] = []
+        if q.dtype not in _DTYPES:
+            reasons.append(
+                TypeError(f"query: got dtype {q.dtype}, wanted {one_of(_DTYPES)} on CUDA")
+            )
+        # Any other head_dim is padded, hence copied, and its strides do not matter.
+        if q.shape[-1] % HEAD_DIM_MULTIPLE == 0:
+            reasons += wrong_strides(q, problem.k, problem.v)
+        return reasons
+
+    def forward(self, problem: Problem, for_backward: bool = True) -> Results:
+        return attention.forward(problem, for_backward)
+
+    def backward(
+        self, problem: Problem, results: Results, dout: Tensor, dlse: Tensor | None, needs: Needs
+    ) -> Gradients:
+        return attention.backward(problem, results, dout, dlse, needs)

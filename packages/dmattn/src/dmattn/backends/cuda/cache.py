@@ -1,30 +1,10 @@
 """Appending to a cache, and the attention of the new tokens, by the CUDA kernels."""
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from dmattn.backends.cuda.kernels import check_device, launch, load_kernels, view
-
-
-class CacheTensors(NamedTuple):
-    """The state of a cache, all contiguous."""
-
-    k: Tensor  # (B, entries, HK, D)
-    v: Tensor  # as k
-    score: Tensor  # (B, HK, entries), -inf where there is no key
-    position: Tensor  # int32 (B, HK, entries), -1 where there is no key
-    seen: Tensor  # int32 (B,): tokens so far
-
-
-class CacheTokens(NamedTuple):
-    """What is put into a cache."""
-
-    k: Tensor  # (B, T, HK, D)
-    v: Tensor  # as k
-    score: Tensor  # (B, HK, T)
-    active: Tensor | None  # bool (B, T), False for a token to skip
+from dmattn.cache_state import CacheTensors, CacheTokens
 
 
 def append_to_cache(

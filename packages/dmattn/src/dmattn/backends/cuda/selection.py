@@ -1,5 +1,6 @@
 """Selection of keys, and lists from intervals, by the CUDA kernels."""
 
+import torch
 from torch import Tensor
 
 from dmattn.backends.cuda.kernels import check_device, launch, load_kernels, view, views
@@ -49,8 +50,17 @@ def build_key_lists(end: Tensor, seqlen_q: int, reach: int, lists: KeyLists) -> 
     device = end.get_device()
     check_device(device)
     core, codes = load_kernels()
-    selection = Selection(end, lists.idx, lists.counts, lists.full)
+    selection = Selection(end, lists.idx, lists.count, lists.full)
     params = core.BuildKeyListsParams(
         device, views(selection, codes), seqlen_q, reach, view(lists.needed, codes)
     )
     launch(params, end, device)
+
+
+def document_ends(cu_seqlens: Tensor, seqlen_k: int) -> Tensor:
+    """The CUDA implementation of dmattn::document_ends; the host does not wait for the values."""
+    key = torch.arange(seqlen_k, dtype=torch.int32, device=cu_seqlens.device)
+    bounds = torch.cat((cu_seqlens, cu_seqlens.new_full((1,), seqlen_k)))
+    ends = bounds[torch.searchsorted(cu_seqlens, key, right=True)]
+    # Whatever the boundaries are, a key is seen by its own row, and by none that is not there.
+    return ends.clamp(max=seqlen_k).maximum(key + 1)

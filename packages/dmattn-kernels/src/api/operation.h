@@ -1,0 +1,54 @@
+// What every exported operation has in common.
+//
+//   dmattn_x_workspace_size   validate, look the device up, plan: the size of the workspace
+//   dmattn_x                  the same plan (see host/planned_call.h), put into the caller's workspace, launched
+#pragma once
+
+#include <cstddef>
+#include <exception>
+
+#include "api/cuda_error.h"
+#include "api/device.h"
+#include "dmattn/dmattn.h"
+#include "host/error.h"
+#include "host/planned_call.h"
+
+namespace dmattn {
+
+// Runs the body of an exported function: nothing it throws leaves the library.
+template <class Body>
+dmattn_status at_boundary(Body&& body) noexcept {
+  try {
+    body();
+    return DMATTN_OK;
+  } catch (const Failure& failure) {
+    return failure.status;
+  } catch (const std::exception& error) {
+    set_last_error(error.what());
+    return DMATTN_ERROR_CUDA;
+  }
+}
+
+template <class Params>
+dmattn_status report_workspace_size(const Params* params, size_t* bytes) {
+  return at_boundary([&] {
+    if (params != nullptr && bytes == nullptr) {
+      fail(DMATTN_ERROR_INVALID_VALUE, "bytes is null; wanted where to put the size");
+    }
+    *bytes = planned_call(params, /*for_launch=*/false, find_device).plan.workspace_bytes;
+  });
+}
+
+// launch(call, stream) enqueues what the plan says.
+template <class Params, class Launch>
+dmattn_status run(const Params* params, void* workspace, size_t bytes, void* stream, Launch&& launch) {
+  return at_boundary([&] {
+    PlannedCall<Params>& call = planned_call(params, /*for_launch=*/true, find_device);
+    validate_workspace(workspace, bytes, call.plan.workspace_bytes);
+    place(call.plan, workspace);
+    const DeviceGuard guard(call.params.device);
+    launch(call, static_cast<cudaStream_t>(stream));
+  });
+}
+
+}  // namespace dmattn

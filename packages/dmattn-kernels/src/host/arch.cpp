@@ -1,0 +1,113 @@
+#include "host/arch.h"
+
+#include <cstdio>
+#include <cstring>
+
+#include "host/dtype.h"
+#include "host/error.h"
+
+namespace dmattn {
+namespace {
+
+template <TileSet kTiles>
+FwdTile sm80_fwd_tile(int d, Level level, bool gathered) {
+  return fwd_tile(kTiles, d, level, gathered);
+}
+template <TileSet kTiles>
+BwdTile sm80_bwd_tile(int d) {
+  return bwd_tile(kTiles, d);
+}
+
+// Chips whose native code holds the narrow tiles: those compiled from compute_89.
+bool has_narrow_tiles(int32_t capability) { return capability == 89 || capability / 10 == 12; }
+
+constexpr int32_t kNewest = INT32_MAX;
+
+// The first row that fits a chip and its shared memory serves it. Newer architectures come before older ones.
+// sm89 is the sm80 code with tiles that fit 99 KB: chips of 8.6, 8.9 and 12.x have no more.
+constexpr KernelSet kKernelSets[] = {
+    {"sm80", Arch::kSm80, TileSet::kWide, 80, kNewest, smem_limit(TileSet::kWide), /*is_compiled_for=*/nullptr,
+     /*fallback=*/nullptr, sm80_fwd_tile<TileSet::kWide>, sm80_bwd_tile<TileSet::kWide>},
+    {"sm89", Arch::kSm80, TileSet::kNarrow, 80, kNewest, smem_limit(TileSet::kNarrow), has_narrow_tiles,
+     /*fallback=*/nullptr, sm80_fwd_tile<TileSet::kNarrow>, sm80_bwd_tile<TileSet::kNarrow>},
+};
+constexpr int32_t kOldestCapability = 80;
+
+bool fits(const KernelSet& set, const Chip& chip) {
+  return chip.capability >= set.min_capability && chip.capability <= set.max_capability &&
+         chip.smem_per_block >= set.smem_per_block;
+}
+
+const KernelSet& find_forced(const char* name) {
+  if (const KernelSet* found = find_kernel_set(name)) return *found;
+  char names[128] = "";
+  for (const KernelSet& set : kKernelSets) {
+    const size_t used = std::strlen(names);
+    std::snprintf(names + used, sizeof(names) - used, "%s%s", used == 0 ? "" : " or ", set.name);
+  }
+  fail(DMATTN_ERROR_INVALID_VALUE, "DMATTN_ARCH in the environment is '%s'; wanted %s", name, names);
+}
+
+// Whether a list like "sm_80,sm_89" has the code of a chip.
+bool has_native_code(const char* built_for, int32_t capability) {
+  char name[16];
+  std::snprintf(name, sizeof(name), "sm_%d", capability);
+  const size_t length = std::strlen(name);
+  for (const char* at = std::strstr(built_for, name); at != nullptr; at = std::strstr(at + 1, name)) {
+    const char after = at[length];
+    if (after == '\0' || after == ',' || after == 'a') return true;
+  }
+  return false;
+}
+
+}  // namespace
+
+const KernelSet* find_kernel_set(const char* name) {
+  for (const KernelSet& set : kKernelSets) {
+    if (std::strcmp(set.name, name) == 0) return &set;
+  }
+  return nullptr;
+}
+
+const KernelSet& choose_kernel_set(const Chip& chip, const char* forced, const char* built_for, bool has_all_tiles) {
+  const int major = chip.capability / 10, minor = chip.capability % 10;
+  if (chip.capability < kOldestCapability) {
+    fail(DMATTN_ERROR_UNSUPPORTED, "device %d has compute capability %d.%d; wanted at least %d.%d", chip.device, major,
+         minor, kOldestCapability / 10, kOldestCapability % 10);
+  }
+  const KernelSet* chosen = forced != nullptr ? &find_forced(forced) : nullptr;
+  const KernelSet* smallest = &kKernelSets[0];
+  for (const KernelSet& set : kKernelSets) {
+    if (chosen == nullptr && fits(set, chip)) chosen = &set;
+    if (set.smem_per_block < smallest->smem_per_block) smallest = &set;
+  }
+  if (chosen == nullptr) chosen = smallest;
+  const bool is_compiled = chosen->is_compiled_for == nullptr || has_all_tiles ||
+                           (chosen->is_compiled_for(chip.capability) && has_native_code(built_for, chip.capability));
+  if (!is_compiled) {
+    fail(DMATTN_ERROR_UNSUPPORTED,
+         "device %d has compute capability %d.%d; this build (%s) lacks the %s kernels for it, which fit %d bytes of "
+         "shared memory a block",
+         chip.device, major, minor, built_for, chosen->name, chosen->smem_per_block);
+  }
+  if (chip.smem_per_block < chosen->smem_per_block) {
+    fail(DMATTN_ERROR_UNSUPPORTED, "device %d has %d bytes of shared memory a block; wanted %d for the %s kernels",
+         chip.device, chip.smem_per_block, chosen->smem_per_block, chosen->name);
+  }
+  return *chosen;
+}
+
+const KernelSet& resolve_unit(const KernelSet& kernels, Unit& unit) {
+  for (const KernelSet* set = &kernels; set != nullptr;
+       set = set->fallback != nullptr ? find_kernel_set(set->fallback) : nullptr) {
+    unit.arch = set->arch;
+    if (has_unit(unit)) return *set;
+  }
+  const char* direction = unit.direction == Direction::kForward    ? "forward"
+                          : unit.direction == Direction::kBackward ? "backward"
+                                                                   : "decode";
+  fail(DMATTN_ERROR_UNSUPPORTED, "this build of the library has no %s kernel for %s, head_dim up to %d, %s keys",
+       direction, dtype_name(unit.dtype), unit.head_dim_tile, unit.gathered ? "gathered" : "dense");
+}
+
+}  // namespace dmattn

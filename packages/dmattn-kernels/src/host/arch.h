@@ -1,0 +1,53 @@
+// What each chip gets: one row for each set of kernels (the code of an architecture with a set of tile shapes).
+#pragma once
+
+#include <cstdint>
+
+#include "host/units.h"
+#include "kernels/tiles.h"
+
+namespace dmattn {
+
+struct KernelSet {
+  const char* name;  // as dmattn_device_architecture() and the variable DMATTN_ARCH have it
+  Arch arch;         // whose units run it
+  TileSet tiles;
+  // Chips that it is for, from min_capability to max_capability (10 * major + minor), where it is not forced.
+  int32_t min_capability, max_capability;
+  int32_t smem_per_block;  // bytes of shared memory that its largest tiles may take
+  // Where not nullptr: its tile shapes are left out of the PTX for newer chips, and are only in native code of the
+  // chips for which this is true (see cmake/cuda.cmake).
+  bool (*is_compiled_for)(int32_t capability);
+  // Name of the set whose units stand in where `arch` has none of its own; nullptr: none does.
+  const char* fallback;
+  FwdTile (*fwd_tile)(int head_dim_tile, Level level, bool gathered);
+  BwdTile (*bwd_tile)(int head_dim_tile);
+};
+
+// What is known of a GPU.
+struct Device {
+  const KernelSet* kernels = nullptr;
+  int32_t num_sms = 108;
+  int32_t smem_per_sm = 164 * 1024;  // bytes of shared memory that the blocks of an SM have together
+};
+
+// nullptr: there is none of that name.
+const KernelSet* find_kernel_set(const char* name);
+
+// What a driver says about a chip.
+struct Chip {
+  int32_t device = 0;      // its number, for messages
+  int32_t capability = 0;  // 10 * major + minor
+  int32_t smem_per_block = 0;
+};
+
+// The set for a chip, or the one named `forced` (nullptr: none is). `built_for` is what the binary holds native code
+// for, e.g. "sm_80,sm_89,compute_80", and has_all_tiles says that all of that code has every tile shape.
+// Fails with DMATTN_ERROR_UNSUPPORTED where nothing fits, and _INVALID_VALUE for a name that there is not.
+const KernelSet& choose_kernel_set(const Chip& chip, const char* forced, const char* built_for, bool has_all_tiles);
+
+// The set whose unit does this work: `kernels`, or the first of its fallbacks that has one. unit.arch is set to its
+// architecture. Fails with DMATTN_ERROR_UNSUPPORTED where this build has none.
+const KernelSet& resolve_unit(const KernelSet& kernels, Unit& unit);
+
+}  // namespace dmattn

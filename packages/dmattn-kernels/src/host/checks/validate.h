@@ -1,0 +1,42 @@
+// Checks on the caller's parameters, all of them before the device is looked at.
+#pragma once
+
+#include <cstring>
+
+#include "dmattn/dmattn.h"
+#include "host/error.h"
+
+namespace dmattn {
+
+// Whether data pointers have to be set and aligned: not yet when only the workspace size is asked for. `complete` then
+// says whether they are already, so that the launch need not check the same parameters again.
+struct PointerCheck {
+  bool required;
+  bool complete = true;
+};
+
+// Fail with DMATTN_ERROR_INVALID_VALUE, _INVALID_DTYPE or _UNSUPPORTED.
+void validate(const dmattn_fwd_params& p, PointerCheck& pointers);
+void validate(const dmattn_bwd_params& p, PointerCheck& pointers);
+void validate(const dmattn_select_params& p, PointerCheck& pointers);
+void validate(const dmattn_build_key_lists_params& p, PointerCheck& pointers);
+void validate(const dmattn_cache_append_params& p, PointerCheck& pointers);
+void validate_workspace(const void* workspace, size_t bytes, size_t wanted);
+
+inline bool is_present(const dmattn_tensor& t) { return t.ndim > 0; }
+inline bool has_selection(const dmattn_key_selection& s) { return is_present(s.idx); }
+
+// Copies `size` bytes of a caller's struct over the `known` zeroed bytes of `to`: see read_params.
+void copy_params(const void* given, size_t known, const char* type, void* to);
+
+// The parameters as this library knows them: fields that a caller compiled against an older header does not have are
+// zero; fields of a newer header that this library does not know must be zero.
+template <class Params>
+Params read_params(const Params* given, const char* type) {
+  Params p;
+  std::memset(&p, 0, sizeof(p));
+  copy_params(given, sizeof(p), type, &p);
+  return p;
+}
+
+}  // namespace dmattn

@@ -1,0 +1,47 @@
+// The operations of the library: what their parameters are called, and how their plans are made. Every plan has
+// workspace_bytes and place(plan, base).
+#pragma once
+
+#include "dmattn/dmattn.h"
+#include "host/plan/bwd.h"
+#include "host/plan/decode.h"
+#include "host/plan/fwd.h"
+#include "host/plan/select.h"
+
+namespace dmattn {
+
+template <class Params>
+struct Operation;
+
+template <>
+struct Operation<dmattn_fwd_params> {
+  static constexpr const char* kParams = "dmattn_fwd_params";
+  using Plan = FwdPlan;
+  static Plan plan(const dmattn_fwd_params& p, const Device& device) { return plan_fwd(p, device); }
+};
+template <>
+struct Operation<dmattn_bwd_params> {
+  static constexpr const char* kParams = "dmattn_bwd_params";
+  using Plan = BwdPlan;
+  static Plan plan(const dmattn_bwd_params& p, const Device& device) { return plan_bwd(p, device); }
+};
+template <>
+struct Operation<dmattn_select_params> {
+  static constexpr const char* kParams = "dmattn_select_params";
+  using Plan = SelectionPlan;
+  static Plan plan(const dmattn_select_params& p, const Device& device) { return plan_select(p, device.num_sms); }
+};
+template <>
+struct Operation<dmattn_build_key_lists_params> {
+  static constexpr const char* kParams = "dmattn_build_key_lists_params";
+  using Plan = KeyListsPlan;
+  static Plan plan(const dmattn_build_key_lists_params& p, const Device&) { return plan_build_key_lists(p); }
+};
+template <>
+struct Operation<dmattn_cache_append_params> {
+  static constexpr const char* kParams = "dmattn_cache_append_params";
+  using Plan = CachePlan;
+  static Plan plan(const dmattn_cache_append_params& p, const Device& device) { return plan_cache_append(p, device); }
+};
+
+}  // namespace dmattn

@@ -1,0 +1,302 @@
+#include "host/plan/bwd.h"
+
+#include <algorithm>
+
+#include "host/layouts/layouts.h"
+#include "host/plan/bwd_parts.h"
+
+namespace dmattn {
+namespace {
+
+void set_inputs(BwdPlan& plan, const dmattn_bwd_params& p, const Problem& x) {
+  BwdParams& kernel = plan.kernel;
+  set_problem(kernel, x);
+  kernel.q = p.q.data;
+  kernel.k = p.k.data;
+  kernel.v = p.v.data;
+  kernel.dout = p.dout.data;
+  kernel.q_stride = read_strides(p.q);
+  kernel.k_stride = read_strides(p.k);
+  kernel.v_stride = read_strides(p.v);
+  kernel.dout_stride = read_strides(p.dout);
+  kernel.vec_q = is_vec16(kernel.q, kernel.q_stride, x.dtype);
+  kernel.vec_k = is_vec16(kernel.k, kernel.k_stride, x.dtype);
+  kernel.vec_v = is_vec16(kernel.v, kernel.v_stride, x.dtype);
+  kernel.vec_dout = is_vec16(kernel.dout, kernel.dout_stride, x.dtype);
+  kernel.softmax_scale = p.softmax_scale;
+  kernel.softcap = std::max(p.softcap, 0.f);
+  kernel.is_causal = p.is_causal != 0 && x.seqlen_q > 1;
+  kernel.deterministic = p.deterministic != 0;
+  kernel.seqlen_q_rounded = round_up(x.seqlen_q, kRowPitch);
+  if (x.packing.is_active()) kernel.seqlen_q_rounded = packed_blocks(x.rows_q, x.batch, kRowPitch) * kRowPitch;
+  kernel.group_begin = 0;
+  kernel.group_end = x.head_ratio;
+}
+
+void set_gradients(BwdPlan& plan, const dmattn_bwd_params& p) {
+  BwdParams& kernel = plan.kernel;
+  plan.wants_dq = is_present(p.dq);
+  plan.wants_dk = is_present(p.dk);
+  plan.wants_dv = is_present(p.dv);
+  if (plan.wants_dk) {
+    kernel.dk = p.dk.data;
+    kernel.dk_stride = read_strides(p.dk);
+    kernel.vec_dk = is_vec16(kernel.dk, kernel.dk_stride, plan.unit.dtype);
+  }
+  if (plan.wants_dv) {
+    kernel.dv = p.dv.data;
+    kernel.dv_stride = read_strides(p.dv);
+    kernel.vec_dv = is_vec16(kernel.dv, kernel.dv_stride, plan.unit.dtype);
+  }
+  if (plan.wants_dq) {
+    ConvertDqParams& dq = plan.convert_dq;
+    dq.dq = p.dq.data;
+    dq.dq_stride = read_strides(p.dq);
+    dq.vec_dq = is_vec16(dq.dq, dq.dq_stride, plan.unit.dtype);
+    dq.batch = kernel.packing.slabs(kernel.batch);
+    dq.seqlen_q = kernel.seqlen_q;
+    dq.nheads = kernel.nheads;
+    dq.head_dim = kernel.head_dim;
+  }
+}
+
+// The unit, of its kernels the one that does the least beyond what is asked for, and what follows from its tile.
+void choose_kernel(BwdPlan& plan, const Device& device) {
+  const KernelSet& kernels = resolve_unit(*device.kernels, plan.unit);
+  plan.choice.tiles = kernels.tiles;
+  plan.choice.level = bwd_level(plan);
+  const BwdTile& tile = plan.tile = kernels.bwd_tile(plan.unit.head_dim_tile);
+  BwdParams& kernel = plan.kernel;
+  kernel.dq_blocks = ceil_div(kernel.seqlen_q, tile.block_m);
+  if (kernel.packing.is_active()) {
+    kernel.packing.m_blocks = packed_blocks(kernel.packing.total_q, kernel.batch, tile.block_m);
+    kernel.dq_blocks = kernel.packing.m_blocks;
+  }
+  plan.convert_dq.packing = kernel.packing;
+  plan.convert_dq.layout = {tile.block_m, plan.unit.head_dim_tile, 32 * tile.warps, tile.warps_m_dq};
+}
+
+void set_preprocess(BwdPlan& plan, const dmattn_bwd_params& p) {
+  BwdPreprocessParams& pre = plan.preprocess;
+  const BwdParams& kernel = plan.kernel;
+  pre.out = p.out.data;
+  pre.dout = p.dout.data;
+  pre.out_stride = read_strides(p.out);
+  pre.dout_stride = kernel.dout_stride;
+  pre.lse = static_cast<const float*>(p.softmax_lse.data);
+  pre.lse_stride = read_lse_strides(p.softmax_lse);
+  if (is_present(p.dsoftmax_lse)) {
+    pre.dlse = static_cast<const float*>(p.dsoftmax_lse.data);
+    pre.dlse_stride = read_lse_strides(p.dsoftmax_lse);
+  }
+  pre.batch = kernel.packing.slabs(kernel.batch);
+  pre.seqlen_q = kernel.seqlen_q;
+  pre.packing = kernel.packing;
+  pre.seqlen_q_rounded = kernel.seqlen_q_rounded;
+  pre.nheads = kernel.nheads;
+  pre.head_dim = kernel.head_dim;
+  pre.vec_out = is_vec16(pre.out, pre.out_stride, plan.unit.dtype);
+  pre.vec_dout = kernel.vec_dout;
+  pre.lse_rest = static_cast<const float*>(p.softmax_lse_rest.data);
+  plan.has_lse_rest = is_present(p.softmax_lse_rest);
+}
+
+// lse, its rest and delta, as the kernels read them.
+void place_statistics(BwdPlan& plan, Workspace& workspace) {
+  BwdPreprocessParams& pre = plan.preprocess;
+  BwdParams& kernel = plan.kernel;
+  if (plan.has_lse_rest) pre.rest_rounded = workspace.take<float>(rows_of(kernel) * kernel.seqlen_q_rounded);
+  pre.lse_rounded = workspace.take<float>(rows_of(kernel) * kernel.seqlen_q_rounded);
+  pre.delta = workspace.take<float>(rows_of(kernel) * kernel.seqlen_q_rounded);
+  kernel.lse = pre.lse_rounded;
+  kernel.lse_rest = pre.rest_rounded;
+  kernel.delta = pre.delta;
+}
+
+// Which of the ways dbias takes: nothing from the kernel (constant along the keys), column sums (the same for every
+// row), its own entry for every score, or an fp32 accumulator shared between heads or batches.
+void choose_dbias(BwdPlan& plan, const dmattn_bwd_params& p, bool per_key) {
+  if (!is_present(p.dbias)) return;
+  BwdParams& kernel = plan.kernel;
+  const int64_t* shape = p.dbias.shape;
+  plan.dbias = p.dbias.data;
+  plan.dbias_dtype = static_cast<Dtype>(p.dbias.dtype);
+  plan.dbias_elements = shape[0] * shape[1] * shape[2] * shape[3];
+  const bool is_packed = kernel.packing.is_active();
+  if (!is_packed && shape[3] == 1) {
+    plan.dbias_rows = true;
+  } else if (is_packed ? per_key : shape[2] == 1) {
+    plan.dbias_cols = true;
+    kernel.dbias_kind = DbiasKind::kKey;
+  } else {
+    const bool own_entry = shape[0] == kernel.packing.slabs(kernel.batch) && shape[1] == kernel.nheads;
+    kernel.dbias_kind = own_entry ? DbiasKind::kTile : DbiasKind::kAccum;
+    kernel.dbias_row_stride = shape[3];
+    kernel.dbias_head_stride = shape[1] == 1 ? 0 : shape[2] * shape[3];
+    kernel.dbias_batch_stride = shape[0] == 1 ? 0 : shape[1] * shape[2] * shape[3];
+  }
+}
+
+void choose_sequence(BwdPlan& plan, const dmattn_bwd_params& p) {
+  const BwdParams& kernel = plan.kernel;
+  BwdSequence& sequence = plan.sequence;
+  const bool has_groups = kernel.head_ratio > 1;
+  const int32_t lists = is_selection(plan.walk) ? kernel.keys.heads : plan.mask.heads;
+  if (is_gathered(plan.walk) && has_groups && lists > kernel.nheads_k) sequence.per_group = true;
+  // A block then has the column sums of one head, to be added in its turn at its end.
+  const bool dbias_turns = plan.walk == KeyWalk::kRowBlockLists && kernel.dbias_kind == DbiasKind::kKey;
+  if (kernel.deterministic && has_groups && dbias_turns) sequence.per_group = true;
+  if (!kernel.deterministic || kernel.dbias_kind != DbiasKind::kAccum) return;
+  const int64_t bias_batch = p.bias.shape[0], bias_heads = p.bias.shape[1];
+  if (has_groups && bias_heads < kernel.nheads) sequence.per_group = true;
+  sequence.per_head_k = bias_heads < kernel.nheads_k;
+  // One kv head cannot be told from the others in arrays of several batches.
+  sequence.per_batch = kernel.packing.slabs(kernel.batch) > 1 && (bias_batch == 1 || sequence.per_head_k);
+}
+
+bool has_fp32_dbias(const BwdPlan& plan) { return plan.dbias_dtype == Dtype::kFloat32; }
+
+// How dbias itself is written, in memory that place_dbias() finds.
+void set_dbias(BwdPlan& plan, const dmattn_bwd_params& p) {
+  if (!is_present(p.dbias)) return;
+  const BwdParams& kernel = plan.kernel;
+  if (plan.dbias_cols || plan.dbias_rows) {
+    ReduceDbiasParams& reduce = plan.reduce_dbias;
+    reduce.batch = kernel.packing.slabs(kernel.batch);
+    reduce.nheads = kernel.nheads;
+    reduce.seqlen_q = kernel.seqlen_q;
+    reduce.seqlen_k = kernel.packing.rows_k(kernel.seqlen_k);
+    reduce.dlse = plan.preprocess.dlse;
+    reduce.dlse_stride = plan.preprocess.dlse_stride;
+    reduce.seqlen_q_rounded = kernel.seqlen_q_rounded;
+    reduce.dbias = plan.dbias;
+    reduce.dtype = plan.dbias_dtype;
+    reduce.out_batch = static_cast<int32_t>(p.dbias.shape[0]);
+    reduce.out_heads = static_cast<int32_t>(p.dbias.shape[1]);
+    reduce.out_rows = static_cast<int32_t>(p.dbias.shape[2]);
+    reduce.out_cols = static_cast<int32_t>(p.dbias.shape[3]);
+    return;
+  }
+  // The kernel stores whole tiles; only those that no row sees are left out, and columns behind a packed sequence.
+  const bool visits_all =
+      plan.walk == KeyWalk::kTiled && !has_mask(plan.mask) && !kernel.is_causal && !kernel.packing.is_active();
+  const bool is_own_accum = kernel.dbias_kind == DbiasKind::kAccum && has_fp32_dbias(plan);
+  if (is_own_accum || (kernel.dbias_kind == DbiasKind::kTile && !visits_all)) {
+    plan.dbias_zero_bytes = static_cast<size_t>(plan.dbias_elements * element_bytes(plan.dbias_dtype));
+  }
+}
+
+// Sums of dbias that start as zeros once.
+void place_dbias(BwdPlan& plan, Workspace& workspace) {
+  BwdParams& kernel = plan.kernel;
+  plan.scratch_zeros = workspace.here();
+  const size_t begin = workspace.bytes();
+  if (kernel.dbias_kind == DbiasKind::kKey) {
+    kernel.dbias_cols = workspace.take<float>(rows_of(kernel) * kernel.packing.rows_k(kernel.seqlen_k));
+  }
+  if (kernel.dbias_kind == DbiasKind::kAccum && !has_fp32_dbias(plan)) {
+    plan.dbias_accum = workspace.take<float>(plan.dbias_elements);
+    plan.dense_bytes += static_cast<size_t>(plan.dbias_elements) * sizeof(float);
+  }
+  plan.once_zero_bytes = workspace.bytes() - begin;
+  plan.reduce_dbias.src = kernel.dbias_cols;
+  plan.reduce_dbias.lse_rounded = plan.preprocess.lse_rounded;
+  const bool is_accum = kernel.dbias_kind == DbiasKind::kAccum;
+  if (is_accum || kernel.dbias_kind == DbiasKind::kTile) {
+    kernel.dbias = is_accum && !has_fp32_dbias(plan) ? plan.dbias_accum : plan.dbias;
+  }
+}
+
+void place_keys(BwdPlan& plan, Workspace& workspace) {
+  BwdParams& kernel = plan.kernel;
+  if (plan.walk == KeyWalk::kMaskList) {
+    kernel.keys = layout_key_list(plan.mask, workspace);
+    kernel.keys.head_ratio = kernel.nheads / plan.mask.heads;
+  } else if (has_mask(plan.mask)) {
+    const size_t begin = workspace.bytes();
+    kernel.mask = layout_mask_bits(plan.mask, workspace);
+    kernel.mask.head_ratio = kernel.nheads / plan.mask.heads;
+    plan.dense_bytes += workspace.bytes() - begin;
+  }
+  if (plan.walk == KeyWalk::kMaskList || plan.walk == KeyWalk::kSelectionList) {
+    plan.schedule = workspace.take<int32_t>(int64_t{kernel.batch} * kernel.nheads_k + 3);
+    kernel.schedule = plan.schedule;
+  }
+}
+
+// All but the sums of dq, dk and dv.
+void place_before_sums(BwdPlan& plan, Workspace& workspace) {
+  plan.dense_bytes = 0;
+  place_statistics(plan, workspace);
+  if (plan.launches) place_keys(plan, workspace);
+  place_dbias(plan, workspace);
+}
+
+}  // namespace
+
+Level bwd_level(const BwdPlan& plan) {
+  const BwdParams& p = plan.kernel;
+  const bool gathered = is_gathered(plan.walk);
+  const bool dbias_registers = p.dbias_kind == DbiasKind::kAccum ||
+                               (p.dbias_kind == DbiasKind::kTile && (gathered || p.bias.dtype == Dtype::kFloat32));
+  if (p.bias.kind == BiasKind::kDirect || p.softcap > 0.f || dbias_registers) return Level::kFull;
+  const bool all_wanted = plan.wants_dq && plan.wants_dk && plan.wants_dv;
+  const bool all_aligned = p.vec_q && p.vec_k && p.vec_v && p.vec_dout;
+  const bool has_dense_mask = has_mask(plan.mask) && !gathered;
+  // The plain kernel scales cut scores of -inf: by a scale that is not positive they would not stay -inf.
+  const bool is_plain = p.softmax_scale > 0.f && p.bias.kind == BiasKind::kNone && !has_dense_mask &&
+                        !p.deterministic && p.dbias_kind == DbiasKind::kNone && all_wanted && all_aligned;
+  if (!is_plain) return Level::kGeneral;
+  if (!p.packing.is_active()) return Level::kPlain;
+  return gathered ? Level::kGeneral : Level::kPacked;
+}
+
+BwdPlan plan_bwd(const dmattn_bwd_params& given, const Device& device) {
+  const dmattn_bwd_params p = with_batch(given);
+  const Problem x = read_problem(p);
+  BwdPlan plan;
+  plan.unit.direction = Direction::kBackward;
+  plan.unit.dtype = x.dtype;
+  plan.unit.head_dim_tile = x.dim_tile;
+  plan.zeros = x.batch == 0 || x.nheads == 0 || x.rows_q == 0 || x.rows_k == 0;
+  set_inputs(plan, p, x);
+  set_gradients(plan, p);
+  choose_dbias(plan, p, is_per_key(given.bias));
+  if (plan.zeros) return plan;
+
+  BwdParams& kernel = plan.kernel;
+  plan.mask = read_mask(p.mask, x, is_per_key(given.mask));
+  const bool selected = has_selection(p.selection);
+  if (selected) kernel.keys = read_selection(p.selection, x);
+  plan.walk = choose_walk(plan.mask, kernel.keys, selected);
+  const bool gathered = plan.unit.gathered = is_gathered(plan.walk);
+  kernel.row_blocks = kernel.keys.blocks;
+  plan.whole = {0, x.batch, 0, x.nheads_k, 0, x.head_ratio, 0, kernel.row_blocks};
+  plan.round = plan.whole;
+  kernel.bias = read_bias(p.bias, x, gathered);
+  kernel.packing.bias_col_stride = packed_bias_stride(kernel.bias, is_per_key(given.bias), gathered);
+  plan.launches = plan.wants_dq || plan.wants_dk || plan.wants_dv || kernel.dbias_kind != DbiasKind::kNone;
+  if (plan.is_empty()) return plan;
+
+  if (plan.launches) choose_kernel(plan, device);
+  set_preprocess(plan, p);
+  set_dbias(plan, p);
+  choose_sequence(plan, p);
+  if (plan.launches) {
+    Workspace workspace(nullptr);
+    place_before_sums(plan, workspace);
+    choose_sums(plan, device, workspace.bytes());
+  }
+  place(plan, nullptr);
+  return plan;
+}
+
+void place(BwdPlan& plan, void* base) {
+  if (plan.zeros || plan.is_empty()) return;
+  Workspace workspace(base);
+  place_before_sums(plan, workspace);
+  if (plan.launches) place_sums(plan, workspace);
+  plan.workspace_bytes = workspace.bytes();
+}
+
+}  // namespace dmattn

@@ -1,0 +1,123 @@
+// What a backward call will do: every decision, and where everything lies in the workspace.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include "dmattn/dmattn.h"
+#include "host/arch.h"
+#include "host/problem.h"
+#include "host/workspace.h"
+#include "kernels/helper_params.h"
+#include "kernels/params.h"
+#include "kernels/tiles.h"
+
+namespace dmattn {
+
+// The launches of one backward call. Usually one; one per batch, kv head or head of the group
+//  - where each query head has its own list of keys (per_group): a block then serves one list,
+//  - where a deterministic dbias is shared between heads or batches: a launch adds to each entry at most once, and
+//    launches follow one another, and
+//  - where a deterministic key dbias comes from lists of row blocks (per_group): blocks add to it in turn, at their
+//    end.
+struct BwdSequence {
+  bool per_batch = false, per_head_k = false, per_group = false;
+  bool is_single() const { return !per_batch && !per_head_k && !per_group; }
+};
+
+// What one round of launches covers: all of the call, or, where its fp32 sums would be large beside q, k and v, a share
+// of it. Rounds then follow one another and use the same workspace. Shares are of batches, then of kv heads; where one
+// kv head alone is too much, of its query heads (tiled or gathered by a mask) or of the row blocks (interval lists),
+// and dk and dv then go on from the round before.
+struct BwdRound {
+  int32_t batch = 0, batches = 0;
+  int32_t head_k = 0, heads_k = 0;
+  int32_t group = 0, groups = 0;
+  int32_t row_block = 0, row_blocks = 0;
+  bool continues() const { return group > 0 || row_block > 0; }
+};
+
+struct BwdPlan {
+  bool zeros = false;     // no query or no key: every gradient is 0
+  bool launches = false;  // the attention kernel has something to do
+  bool wants_dq = false, wants_dk = false, wants_dv = false;
+  bool has_lse_rest = false;
+  KeyWalk walk = KeyWalk::kTiled;
+  Unit unit;
+  KernelChoice choice;  // blocks are those of each launch: see bwd_blocks()
+  BwdTile tile = {};
+  MaskSource mask;
+  BwdPreprocessParams preprocess;
+  BwdParams kernel;
+  BwdSequence sequence;
+  BwdRound whole, round;  // all of it, and as much of that as a round covers
+
+  // Splits of key tiles over blocks. Lists of keys, whose lengths the device knows: see bwd_schedule().
+  int32_t max_work = 0, max_tiles = 0, max_splits = 1;
+  int32_t* schedule = nullptr;  // nullptr: lists of row blocks, which need none
+  int64_t slots = 0;            // accumulators of split tiles
+  bool has_dkv_accum = false;   // dk and dv are added up by key
+
+  // Parts of the workspace that have to start as zeros, one behind the other: once, for each round, and for each round
+  // that does not continue dk and dv.
+  void* scratch_zeros = nullptr;
+  size_t once_zero_bytes = 0, round_zero_bytes = 0, dkv_zero_bytes = 0;
+  ConvertDqParams convert_dq;
+  // dbias: `reduce_dbias` from column sums or dlse; or `dbias_elements` from the accumulator; or direct.
+  bool dbias_cols = false, dbias_rows = false;
+  ReduceDbiasParams reduce_dbias;
+  void* dbias = nullptr;
+  Dtype dbias_dtype = Dtype::kNone;
+  float* dbias_accum = nullptr;
+  int64_t dbias_elements = 0;   // of dbias itself
+  size_t dbias_zero_bytes = 0;  // of dbias itself, zeroed before the launch
+  size_t workspace_bytes = 0;
+  size_t dense_bytes = 0;  // of these, what grows with seqlen_q x seqlen_k because the mask or the bias does
+
+  // Neither gradients nor a dbias: nothing happens at all.
+  bool is_empty() const { return !zeros && !launches && !dbias_rows; }
+};
+
+// `p` has been validated. The arrays in the workspace have no place yet: see place().
+BwdPlan plan_bwd(const dmattn_bwd_params& p, const Device& device);
+// Gives every array its place in a workspace that starts at `base`, or only counts the bytes where that is null.
+void place(BwdPlan& plan, void* base);
+
+// Calls f(round) for every round, in order.
+template <class F>
+void for_each_round(const BwdPlan& plan, F&& f) {
+  const BwdRound &all = plan.whole, &most = plan.round;
+  BwdRound r;
+  for (r.batch = 0; r.batch < all.batches; r.batch += most.batches) {
+    r.batches = std::min(most.batches, all.batches - r.batch);
+    for (r.head_k = 0; r.head_k < all.heads_k; r.head_k += most.heads_k) {
+      r.heads_k = std::min(most.heads_k, all.heads_k - r.head_k);
+      for (r.group = 0; r.group < all.groups; r.group += most.groups) {
+        r.groups = std::min(most.groups, all.groups - r.group);
+        for (r.row_block = 0; r.row_block < all.row_blocks; r.row_block += most.row_blocks) {
+          r.row_blocks = std::min(most.row_blocks, all.row_blocks - r.row_block);
+          f(r);
+        }
+      }
+    }
+  }
+}
+// Whether dk and dv of the round's keys are complete after it.
+bool completes_dkv(const BwdPlan& plan, const BwdRound& round);
+
+// The kernel parameters of a round; its launches have those of bwd_launch_params().
+BwdParams bwd_round_params(const BwdPlan& plan, const BwdRound& round);
+ConvertDqParams bwd_round_dq(const BwdPlan& plan, const BwdRound& round);
+// Of the launch for the round's batch b, kv head hk and head g of its group, as far as the sequence tells these apart
+// (0 where it does not).
+BwdParams bwd_launch_params(const BwdPlan& plan, const BwdParams& round, int32_t b, int32_t hk, int32_t g);
+// Thread blocks of that launch.
+int64_t bwd_blocks(const BwdPlan& plan, const BwdParams& launch);
+// The lists of that launch with entry (b, hk) for every kv head, for bwd_schedule().
+KeyList bwd_schedule_lists(const BwdParams& launch);
+
+// Of kernels that are given these parameters.
+Level bwd_level(const BwdPlan& plan);
+
+}  // namespace dmattn

@@ -1,0 +1,19 @@
+// Between the parts of the backward's planning.
+#pragma once
+
+#include "host/plan/bwd.h"
+
+namespace dmattn {
+
+// Decides into how many rounds the call falls for the sake of the fp32 sums, and into how many parts the rows of a key
+// tile. Comes last, because what the sums may take depends on all the rest: `bytes_before` of the workspace.
+void choose_sums(BwdPlan& plan, const Device& device, size_t bytes_before);
+// Lays out the sums that the backward kernels keep in fp32.
+void place_sums(BwdPlan& plan, Workspace& workspace);
+
+// The (batch, head) pairs of arrays in the workspace.
+inline int64_t rows_of(const BwdParams& p) { return int64_t{p.packing.slabs(p.batch)} * p.nheads; }
+// Key tiles that a launch has to provide blocks for.
+int64_t key_tiles_of(const BwdParams& p, int32_t block_n);
+
+}  // namespace dmattn

@@ -1,0 +1,295 @@
+// The fp32 sums of a backward call (dq, dk, dv), and what their size decides: rounds and splits.
+#include <algorithm>
+
+#include "host/arithmetic.h"
+#include "host/plan/bwd_parts.h"
+
+namespace dmattn {
+namespace {
+
+// Sums of dk and dv for parts of tiles may always take this much.
+constexpr int64_t kSlotBytesFloor = int64_t{256} << 10;
+// Scratch below this is never worth more rounds of launches: at 10 MB they cost 40%, at 200 MB nothing. Rounds over
+// interval lists have no splits to keep the GPU full with: they start later, and only while each has so many blocks for
+// each SM (3% at 200 MB, 1% at twice that).
+constexpr int64_t kScratchFloor = int64_t{8} << 20;
+constexpr int64_t kIntervalScratchFloor = int64_t{64} << 20;
+constexpr int64_t kIntervalBlocksPerSm = 8;
+// Upper bound on rounds: with many short sequences the scratch is mostly padding, which more rounds cannot shrink.
+constexpr int64_t kMostRounds = 8;
+// Steps over row blocks that a block takes for an unsplit tile, from which on rounds pay that only make room for splits.
+constexpr int64_t kStepsWorthRounds = 512;
+
+bool has_row_block_lists(const BwdPlan& plan) { return plan.walk == KeyWalk::kRowBlockLists; }
+
+// What the whole workspace, but for dense_bytes, should keep to: with the log-sum-exp and its rest that the forward
+// leaves for the backward, 1.5 times the bytes of q, k and v, less a little.
+int64_t scratch_limit(const BwdParams& p) {
+  const int64_t rows_q = rows_of(p) * p.packing.rows_q(p.seqlen_q);
+  const int64_t rows_k = int64_t{2} * p.packing.slabs(p.batch) * p.nheads_k * p.packing.rows_k(p.seqlen_k);
+  const int64_t qkv_bytes = 2 * p.head_dim * (rows_q + rows_k);
+  return qkv_bytes * 47 / 32 - int64_t{2 * sizeof(float)} * rows_q;
+}
+
+// The call as wide as one round is.
+BwdParams widest_round(const BwdPlan& plan, const BwdRound& round) {
+  BwdParams p = plan.kernel;
+  p.batch = round.batches;
+  p.nheads_k = round.heads_k;
+  p.nheads = p.nheads_k * p.head_ratio;
+  return p;
+}
+
+bool continues_dkv(const BwdPlan& plan, const BwdRound& round) {
+  return round.groups < plan.whole.groups || round.row_blocks < plan.whole.row_blocks;
+}
+
+// --- splits ----------------------------------------------------------------------------------------------------------
+
+// Few key tiles leave much of the GPU idle: their rows (and the heads of the group) are then split between blocks,
+// which add to one accumulator for each tile or, when deterministic, have one each that are summed afterwards.
+struct Splits {
+  int64_t tiles = 0;  // of a round
+  int64_t most = 1;   // parts that a tile can fall into
+  int64_t work = 0;   // blocks wanted
+  int64_t slots = 0;  // accumulators wanted
+};
+
+// From 1.7 tiles for each SM on, the unequal blocks of a causal call and the last round of an even one leave less than
+// 15% of the GPU idle.
+int64_t tiles_that_fill(const Device& device) { return ceil_div<int64_t>(17 * int64_t{device.num_sms}, 10); }
+
+// Elements of an accumulator of one gradient, and bytes of those of all that are asked for.
+int64_t slot_size(const BwdPlan& plan) { return int64_t{plan.tile.block_n} * plan.unit.head_dim_tile; }
+int64_t slot_bytes(const BwdPlan& plan) {
+  const int grads = (plan.wants_dk ? 1 : 0) + (plan.wants_dv ? 1 : 0);
+  return grads * slot_size(plan) * static_cast<int64_t>(sizeof(float));
+}
+
+Splits wanted_splits(const BwdPlan& plan, const BwdRound& round, const Device& device) {
+  const BwdParams p = widest_round(plan, round);
+  Splits splits;
+  splits.tiles = key_tiles_of(p, plan.tile.block_n);
+  // The lengths of packed sequences are known on the device only: so is whether splitting any of them would pay.
+  if (p.packing.is_active() || has_row_block_lists(plan) || !plan.sequence.is_single()) return splits;
+  const bool continues = continues_dkv(plan, round);
+  // Sums that go on through several launches are in a fixed order only if each launch has one block for each.
+  if (p.deterministic && continues) return splits;
+  // How many tiles a list fills is known on the device only, so that it may always be few.
+  const bool gathered = is_gathered(plan.walk);
+  if (!gathered && splits.tiles >= tiles_that_fill(device)) return splits;
+  const int64_t m_blocks = ceil_div(p.seqlen_q, plan.tile.block_m);
+  // A deterministic column sum of a head has to come from one block.
+  splits.most = p.deterministic ? round.groups : round.groups * m_blocks;
+  // Blocks take unequal times when causal: four for each SM even that out.
+  splits.work = (p.deterministic ? 2 : 4) * int64_t{device.num_sms};
+  // Whether lists are split is decided on the device: their sums have to do for both, if they go on.
+  if (gathered && continues) return splits;
+  const int64_t slots = p.deterministic ? splits.tiles * splits.most : splits.tiles;
+  splits.slots = splits.most <= 1 ? 0 : std::min(slots, splits.work);
+  return splits;
+}
+
+// --- accumulators ----------------------------------------------------------------------------------------------------
+
+// Row blocks a head in dq_accum.
+int32_t dq_blocks_of(const BwdPlan& plan, const BwdRound& round) {
+  if (round.row_blocks == plan.whole.row_blocks) return plan.kernel.dq_blocks;
+  return round.row_blocks * (plan.kernel.keys.block_rows / plan.tile.block_m);
+}
+
+// Whether dk and dv are added up by key: in launches that follow one another, or from lists of many row blocks.
+bool needs_dkv_accum(const BwdPlan& plan, const BwdRound& round, const Splits& splits) {
+  return plan.sequence.per_group || has_row_block_lists(plan) || (continues_dkv(plan, round) && splits.slots == 0);
+}
+
+// dq, and dk and dv where they are added up by key: with what starts as zeros once before. Sets all of it in `kernel`
+// but dq_blocks.
+struct Accumulators {
+  size_t round_zero_bytes = 0, dkv_zero_bytes = 0;
+};
+Accumulators place_accumulators(BwdParams& kernel, const BwdPlan& plan, const BwdRound& round, int32_t dq_blocks,
+                                bool has_dkv_accum, Workspace& workspace) {
+  const BwdParams wide = widest_round(plan, round);
+  const int64_t heads_k = int64_t{wide.packing.slabs(wide.batch)} * wide.nheads_k;
+  const int64_t blocks = heads_k * round.groups * dq_blocks;
+  const size_t begin = workspace.bytes();
+  if (plan.wants_dq) {
+    kernel.dq_accum = workspace.take<float>(blocks * plan.tile.block_m * plan.unit.head_dim_tile);
+    if (kernel.deterministic) kernel.dq_semaphore = workspace.take<int32_t>(blocks);
+  }
+  if (kernel.deterministic && has_row_block_lists(plan)) {
+    kernel.dkv_semaphore = workspace.take<int32_t>(int64_t{wide.batch} * wide.nheads_k);
+  }
+  Accumulators found;
+  found.round_zero_bytes = workspace.bytes() - begin;
+  if (has_dkv_accum) {
+    const int64_t rows = heads_k * wide.packing.rows_k(wide.seqlen_k);
+    if (plan.wants_dk) kernel.dk_accum = workspace.take<float>(rows * kernel.head_dim);
+    if (plan.wants_dv) kernel.dv_accum = workspace.take<float>(rows * kernel.head_dim);
+  }
+  found.dkv_zero_bytes = workspace.bytes() - begin - found.round_zero_bytes;
+  return found;
+}
+
+int64_t accumulator_bytes(const BwdPlan& plan, const BwdRound& round, const Splits& splits) {
+  BwdParams kernel = plan.kernel;
+  Workspace workspace(nullptr);
+  place_accumulators(kernel, plan, round, dq_blocks_of(plan, round), needs_dkv_accum(plan, round, splits), workspace);
+  return static_cast<int64_t>(workspace.bytes());
+}
+
+// Slots no more than the rest of the workspace leaves memory for.
+int64_t affordable_slots(const BwdPlan& plan, const Splits& splits, int64_t taken) {
+  const int64_t each = slot_bytes(plan);
+  if (each == 0) return splits.slots;
+  const int64_t spare = std::max(scratch_limit(plan.kernel), kScratchFloor) - taken;
+  return std::min(splits.slots, std::max(spare, kSlotBytesFloor) / each);
+}
+
+// `taken`: what the workspace holds beside the slots.
+void choose_splits(BwdPlan& plan, const Splits& splits, int64_t taken) {
+  BwdParams& kernel = plan.kernel;
+  kernel.max_work_items = static_cast<int32_t>(std::min<int64_t>(splits.tiles, INT32_MAX));
+  if (splits.most <= 1) return;
+  const bool continues = continues_dkv(plan, plan.round);
+  const int64_t slots = continues ? splits.tiles : affordable_slots(plan, splits, taken);
+  if (is_gathered(plan.walk)) {
+    plan.max_work = static_cast<int32_t>(kernel.deterministic ? slots : splits.work);
+    plan.max_tiles = static_cast<int32_t>(std::min<int64_t>(slots, INT32_MAX));
+    plan.max_splits = slots == 0 ? 1 : static_cast<int32_t>(std::min<int64_t>(splits.most, plan.max_work));
+    kernel.max_work_items = std::max(kernel.max_work_items, plan.max_work);
+    if (plan.max_splits > 1 && !continues) plan.slots = slots;
+    return;
+  }
+  if (slots < splits.tiles) return;
+  const int64_t wanted = std::min((kernel.deterministic ? slots : splits.work) / splits.tiles, splits.most);
+  kernel.num_splits = static_cast<int32_t>(std::max<int64_t>(1, wanted));
+  if (kernel.num_splits > 1) plan.slots = kernel.deterministic ? splits.tiles * kernel.num_splits : splits.tiles;
+}
+
+// --- rounds ----------------------------------------------------------------------------------------------------------
+
+// `share` of the call's (batch, kv head) pairs, evened out between the rounds. Packed sequences have no batches to
+// share out: their arrays go through all of them.
+BwdRound round_of_pairs(const BwdRound& whole, int64_t share, bool is_packed) {
+  const auto even = [](int32_t extent, int64_t most) {
+    const int32_t rounds = static_cast<int32_t>(ceil_div<int64_t>(extent, most));
+    return ceil_div(extent, rounds);
+  };
+  BwdRound round = whole;
+  if (!is_packed) round.batches = even(whole.batches, std::max<int64_t>(1, share / whole.heads_k));
+  if (share < whole.heads_k) round.heads_k = even(whole.heads_k, share);
+  return round;
+}
+
+class RoundChoice {
+ public:
+  // bytes_before: of the workspace, without dense_bytes.
+  RoundChoice(BwdPlan& plan, const Device& device, int64_t bytes_before)
+      : plan_(plan), device_(device), bytes_before_(bytes_before) {
+    const int64_t rest = scratch_limit(plan.kernel) - bytes_before;
+    limit_ = std::max(rest, has_row_block_lists(plan) ? kIntervalScratchFloor : kScratchFloor);
+  }
+
+  // Leaves the largest round that fits in plan.round, or the smallest that keeps the GPU busy.
+  void make() {
+    if (lacks_list_slots() && search(/*with_list_slots=*/true)) return;
+    plan_.round = plan_.whole;
+    search(/*with_list_slots=*/false);
+  }
+
+ private:
+  // The tiles of lists are split as far as there is memory for their sums. Where a single round leaves little, a list
+  // that fills a few tiles more takes as long as one that fills all SMs: with 2048 of 16384 kept keys and four query
+  // heads to a kv head, twice as long as in rounds that leave room for all the splits. Rounds cost some launches (about
+  // 12 us each), which is nothing beside tiles of so many steps over row blocks.
+  bool lacks_list_slots() const {
+    if (!is_gathered(plan_.walk)) return false;
+    const Splits splits = wanted_splits(plan_, plan_.whole, device_);
+    const int64_t steps = int64_t{plan_.whole.groups} * ceil_div(plan_.kernel.seqlen_q, plan_.tile.block_m);
+    const int64_t taken = bytes_before_ + accumulator_bytes(plan_, plan_.whole, splits);
+    const int64_t enough = std::min<int64_t>(splits.slots, device_.num_sms * 3 / 4);
+    return steps >= kStepsWorthRounds && affordable_slots(plan_, splits, taken) < enough;
+  }
+
+  // Whether plan.round fits. Deterministic lists are not split in rounds that go on with the sums of others: such rounds
+  // do nothing for them.
+  bool search(bool with_list_slots) {
+    if (fits(plan_.whole, with_list_slots)) return true;
+    const bool is_packed = plan_.kernel.packing.is_active();
+    const int64_t pairs = int64_t{is_packed ? 1 : plan_.whole.batches} * plan_.whole.heads_k;
+    for (int64_t rounds = 2; rounds <= std::min(pairs, kMostRounds); ++rounds) {
+      if (try_round(round_of_pairs(plan_.whole, ceil_div(pairs, rounds), is_packed), with_list_slots)) return true;
+    }
+    if (with_list_slots && plan_.kernel.deterministic) return false;
+    const BwdRound pair = plan_.round;
+    const int32_t extent = has_row_block_lists(plan_) ? pair.row_blocks : pair.groups;
+    for (int32_t parts = 2; parts <= extent && parts * pairs <= kMostRounds; ++parts) {
+      BwdRound round = pair;
+      (has_row_block_lists(plan_) ? round.row_blocks : round.groups) = ceil_div(extent, parts);
+      if (try_round(round, with_list_slots)) return true;
+    }
+    return false;
+  }
+
+  // Whether the search ends: the round fits, or is too small to be of use.
+  bool try_round(const BwdRound& round, bool with_list_slots) {
+    if (!keeps_busy(round)) return true;
+    const bool ends = fits(round, with_list_slots);
+    plan_.round = round;
+    return ends;
+  }
+
+  bool fits(const BwdRound& round, bool with_list_slots) const {
+    const Splits splits = wanted_splits(plan_, round, device_);
+    int64_t slots = splits.slots;  // a tiled kernel has them all or none
+    if (is_gathered(plan_.walk)) slots = with_list_slots ? std::min(slots, tiles_that_fill(device_)) : 0;
+    return accumulator_bytes(plan_, round, splits) + slots * slot_bytes(plan_) <= limit_;
+  }
+
+  bool keeps_busy(const BwdRound& round) const {
+    if (!has_row_block_lists(plan_)) return true;
+    const int64_t tiles = ceil_div(plan_.kernel.keys.capacity, plan_.tile.block_n);
+    return tiles * round.row_blocks * round.heads_k * round.batches >= kIntervalBlocksPerSm * device_.num_sms;
+  }
+
+  BwdPlan& plan_;
+  const Device& device_;
+  int64_t bytes_before_;
+  int64_t limit_;  // of the sums
+};
+
+}  // namespace
+
+int64_t key_tiles_of(const BwdParams& p, int32_t block_n) {
+  const int64_t tiles = p.packing.is_active() ? packed_blocks(p.packing.total_k, p.packing.sequences, block_n)
+                                              : int64_t{p.batch} * ceil_div(p.seqlen_k, block_n);
+  return tiles * p.nheads_k;
+}
+
+void choose_sums(BwdPlan& plan, const Device& device, size_t bytes_before) {
+  const int64_t before = static_cast<int64_t>(bytes_before - plan.dense_bytes);
+  RoundChoice(plan, device, before).make();
+  const Splits splits = wanted_splits(plan, plan.round, device);
+  plan.has_dkv_accum = needs_dkv_accum(plan, plan.round, splits);
+  const int64_t taken = before + accumulator_bytes(plan, plan.round, splits);
+  plan.kernel.dq_blocks = dq_blocks_of(plan, plan.round);
+  choose_splits(plan, splits, taken);
+}
+
+void place_sums(BwdPlan& plan, Workspace& workspace) {
+  BwdParams& kernel = plan.kernel;
+  const Accumulators placed =
+      place_accumulators(kernel, plan, plan.round, kernel.dq_blocks, plan.has_dkv_accum, workspace);
+  plan.convert_dq.dq_accum = kernel.dq_accum;
+  plan.round_zero_bytes = placed.round_zero_bytes;
+  plan.dkv_zero_bytes = placed.dkv_zero_bytes;
+  if (plan.slots == 0) return;
+  const size_t begin = workspace.bytes();
+  if (plan.wants_dk) kernel.dk_slots = workspace.take<float>(plan.slots * slot_size(plan));
+  if (plan.wants_dv) kernel.dv_slots = workspace.take<float>(plan.slots * slot_size(plan));
+  if (!kernel.deterministic) plan.dkv_zero_bytes += workspace.bytes() - begin;
+}
+
+}  // namespace dmattn

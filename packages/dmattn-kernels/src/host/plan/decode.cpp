@@ -1,0 +1,188 @@
+#include "host/plan/decode.h"
+
+#include <algorithm>
+
+#include "host/plan/fwd.h"
+#include "host/problem.h"
+
+namespace dmattn {
+namespace {
+
+// A turn is one step of every warp of a block. A split with fewer turns would not even fill the block's ring of stages.
+constexpr int32_t kMinTurnsPerSplit = 2;
+// Shared memory that a block takes beside its rings, at most: static arrays (see DecodeTraits), and 1 KB that the
+// system keeps.
+constexpr int32_t kBlockOverhead = (3 + 1) * 1024;
+
+CacheAppendParams read_append(const dmattn_cache_append_params& p) {
+  CacheAppendParams append;
+  append.k_new = p.k_new.data;
+  append.v_new = p.v_new.data;
+  append.k_new_stride = read_strides(p.k_new);
+  append.v_new_stride = read_strides(p.v_new);
+  append.score_new = p.score_new.data;
+  append.score_batch_stride = p.score_new.stride[0];
+  append.score_head_stride = p.score_new.stride[1];
+  append.score_token_stride = p.score_new.stride[2];
+  if (is_present(p.active)) {
+    append.active = static_cast<const uint8_t*>(p.active.data);
+    append.active_batch_stride = p.active.stride[0];
+    append.active_token_stride = p.active.stride[1];
+  }
+  append.k_cache = p.k_cache.data;
+  append.v_cache = p.v_cache.data;
+  append.k_stride = read_strides(p.k_cache);
+  append.v_stride = read_strides(p.v_cache);
+  append.score = p.score.data;
+  append.position = static_cast<int32_t*>(p.position.data);
+  append.seen = static_cast<int32_t*>(p.seen.data);
+  append.score_dtype = static_cast<Dtype>(p.score.dtype);
+  append.evict = p.evict != 0;
+  append.batch = static_cast<int32_t>(p.k_new.shape[0]);
+  append.tokens = static_cast<int32_t>(p.k_new.shape[1]);
+  append.nheads_k = static_cast<int32_t>(p.k_new.shape[2]);
+  append.head_dim = static_cast<int32_t>(p.k_new.shape[3]);
+  append.capacity = static_cast<int32_t>(p.k_cache.shape[1]);
+  return append;
+}
+
+// The cache's entries as keys, their scores as bias.
+void set_entries(DecodeParams& d, const dmattn_cache_append_params& p, const CacheAppendParams& append) {
+  d.k = append.k_cache;
+  d.v = append.v_cache;
+  d.k_stride = append.k_stride;
+  d.v_stride = append.v_stride;
+  const auto dtype = static_cast<Dtype>(p.k_cache.dtype);
+  d.vec_k = is_vec16(d.k, d.k_stride, dtype);
+  d.vec_v = is_vec16(d.v, d.v_stride, dtype);
+  d.batch = append.batch;
+  d.seqlen_q = 1;
+  d.seqlen_k = append.capacity;
+  d.nheads = static_cast<int32_t>(p.q.shape[2]);
+  d.nheads_k = append.nheads_k;
+  d.head_dim = append.head_dim;
+  d.head_ratio = d.nheads / d.nheads_k;
+  d.bias.ptr = append.score;
+  d.bias.dtype = append.score_dtype;
+  d.bias.kind = BiasKind::kKey;
+  d.bias.head_stride = append.capacity;
+  d.bias.batch_stride = static_cast<int64_t>(append.nheads_k) * append.capacity;
+  d.bias.col_stride = 1;
+  d.bias.head_ratio = d.head_ratio;
+}
+
+void set_queries(CachePlan& plan, const dmattn_cache_append_params& p) {
+  DecodeParams& d = plan.decode;
+  d.q = p.q.data;
+  d.out = p.out.data;
+  d.q_stride = read_strides(p.q);
+  d.out_stride = read_strides(p.out);
+  plan.q_token = d.q_stride.row;
+  plan.out_token = d.out_stride.row;
+  const auto dtype = static_cast<Dtype>(p.q.dtype);
+  d.vec_q = is_vec16(d.q, d.q_stride, dtype);
+  d.vec_out = is_vec16(d.out, d.out_stride, dtype);
+  d.softmax_scale = p.softmax_scale;
+  d.softcap = std::max(p.softcap, 0.f);
+}
+
+// `count` elements of this type further on; nullptr stays nullptr.
+const void* advance(const void* base, int64_t count, Dtype dtype) {
+  return base == nullptr ? nullptr : static_cast<const char*>(base) + count * element_bytes(dtype);
+}
+
+}  // namespace
+
+void pack_group_as_rows(FwdParams& p) {
+  const int32_t group = p.head_ratio;
+  const auto pack = [group](Strides3& s) {
+    s.row = s.head;
+    s.head *= group;
+  };
+  pack(p.q_stride);
+  pack(p.out_stride);
+  pack(p.lse_stride);
+  if (p.bias.kind != BiasKind::kNone) {
+    const bool per_query_head = p.bias.head_ratio == 1;
+    p.bias.row_stride = per_query_head ? p.bias.head_stride : 0;
+    if (per_query_head) p.bias.head_stride *= group;
+    p.bias.head_ratio = per_query_head ? 1 : p.bias.head_ratio / group;
+  }
+  p.seqlen_q = group;
+  p.nheads = p.nheads_k;
+  p.head_ratio = 1;
+}
+
+void place_partials(FwdParams& p, Workspace& workspace) {
+  const int64_t rows = static_cast<int64_t>(p.num_splits) * p.batch * p.nheads * p.seqlen_q;
+  p.out_accum = workspace.take<float>(rows * p.head_dim);
+  p.lse_accum = workspace.take<float>(2 * rows);
+}
+
+int32_t choose_decode_splits(const FwdParams& p, int32_t keys, int32_t dim_tile, int32_t wanted, const Device& device) {
+  const int32_t turns = std::max(1, ceil_div(keys, kDecodeKeys * decode_tile(dim_tile).warps));
+  if (wanted > 0) return std::min(wanted, turns);
+  const int64_t blocks = static_cast<int64_t>(p.batch) * p.nheads * ceil_div(p.seqlen_q, kDecodeRows);
+  const int64_t per_sm = std::max(1, device.smem_per_sm / (decode_smem_bytes(dim_tile) + kBlockOverhead));
+  return choose_num_splits(blocks, device.num_sms * per_sm, turns, kMinTurnsPerSplit);
+}
+
+int64_t decode_blocks(const FwdParams& p) {
+  return int64_t{ceil_div(p.seqlen_q, kDecodeRows)} * p.num_splits * p.nheads * p.batch;
+}
+
+CachePlan plan_cache_append(const dmattn_cache_append_params& p, const Device& device) {
+  CachePlan plan;
+  plan.append = read_append(p);
+  plan.attends = is_present(p.q) && plan.append.batch > 0 && plan.append.tokens > 0;
+  if (!plan.attends) return plan;
+  plan.unit.direction = Direction::kDecode;
+  plan.unit.dtype = static_cast<Dtype>(p.q.dtype);
+  plan.unit.head_dim_tile = head_dim_tile(plan.append.head_dim);
+  plan.choice.tiles = resolve_unit(*device.kernels, plan.unit).tiles;
+  DecodeParams& d = plan.decode;
+  set_entries(d, p, plan.append);
+  set_queries(plan, p);
+  if (d.head_ratio > 1) {
+    pack_group_as_rows(d);
+  } else {
+    d.q_stride.row = d.out_stride.row = 0;
+  }
+  d.num_splits = choose_decode_splits(d, d.seqlen_k + 1, plan.unit.head_dim_tile, 0, device);
+  plan.choice.blocks = decode_blocks(d);
+  place(plan, nullptr);
+  return plan;
+}
+
+void place(CachePlan& plan, void* base) {
+  if (!plan.attends) return;
+  DecodeParams& d = plan.decode;
+  Workspace workspace(base);
+  place_partials(d, workspace);
+  d.token.place = workspace.take<int32_t>(int64_t{2} * d.batch * d.nheads_k);
+  plan.workspace_bytes = workspace.bytes();
+}
+
+DecodeParams token_params(const CachePlan& plan, int32_t t) {
+  const CacheAppendParams& a = plan.append;
+  const Dtype dtype = plan.unit.dtype;
+  DecodeParams d = plan.decode;
+  d.q = advance(d.q, t * plan.q_token, dtype);
+  d.out = const_cast<void*>(advance(d.out, t * plan.out_token, dtype));
+  CacheToken& token = d.token;
+  token.k = advance(a.k_new, t * a.k_new_stride.row, dtype);
+  token.v = advance(a.v_new, t * a.v_new_stride.row, dtype);
+  token.k_stride = a.k_new_stride;
+  token.v_stride = a.v_new_stride;
+  token.vec = is_vec16(a.k_new, a.k_new_stride, dtype) && is_vec16(a.v_new, a.v_new_stride, dtype);
+  token.score = advance(a.score_new, t * a.score_token_stride, a.score_dtype);
+  token.score_batch_stride = a.score_batch_stride;
+  token.score_head_stride = a.score_head_stride;
+  token.seen = a.seen;
+  token.active = a.active == nullptr ? nullptr : a.active + t * a.active_token_stride;
+  token.active_stride = a.active_batch_stride;
+  token.entry_position = a.position;
+  return d;
+}
+
+}  // namespace dmattn

@@ -1,0 +1,38 @@
+// Decoding: one query row a head, over all keys, a list of them, or the entries of a cache.
+#pragma once
+
+#include "dmattn/dmattn.h"
+#include "host/arch.h"
+#include "host/workspace.h"
+#include "kernels/helper_params.h"
+#include "kernels/params.h"
+
+namespace dmattn {
+
+// Splits of the decode kernel over so many keys. wanted = 0: as many as the device has places for.
+int32_t choose_decode_splits(const FwdParams& p, int32_t keys, int32_t dim_tile, int32_t wanted, const Device& device);
+// Thread blocks of the decode kernel.
+int64_t decode_blocks(const FwdParams& p);
+// One query row a head and several heads a kv head: the group's heads become the rows of one block, which reads K and V
+// once for all of them. The one row is aligned to the last key, so causality has nothing to cut.
+void pack_group_as_rows(FwdParams& p);
+// Room for the partial results of p.num_splits parts.
+void place_partials(FwdParams& p, Workspace& workspace);
+
+// Appending to a cache, and the attention of the tokens' queries.
+struct CachePlan {
+  bool attends = false;
+  Unit unit;  // of the attention
+  KernelChoice choice;
+  CacheAppendParams append;            // of all tokens
+  DecodeParams decode;                 // of the first token; see token_params()
+  int64_t q_token = 0, out_token = 0;  // elements between the queries and outputs of two tokens
+  size_t workspace_bytes = 0;
+};
+CachePlan plan_cache_append(const dmattn_cache_append_params& p, const Device& device);
+// Gives every array its place in a workspace that starts at `base`, or only counts the bytes where that is null.
+void place(CachePlan& plan, void* base);
+// What the launches for token t read.
+DecodeParams token_params(const CachePlan& plan, int32_t t);
+
+}  // namespace dmattn

@@ -1,0 +1,150 @@
+#include "host/plan/fwd.h"
+
+#include <algorithm>
+
+#include "host/layouts/layouts.h"
+#include "host/plan/decode.h"
+
+namespace dmattn {
+namespace {
+
+void set_tensors(FwdParams& kernel, const dmattn_fwd_params& p, const Problem& x) {
+  set_problem(kernel, x);
+  kernel.q = p.q.data;
+  kernel.k = p.k.data;
+  kernel.v = p.v.data;
+  kernel.out = p.out.data;
+  kernel.lse = static_cast<float*>(p.softmax_lse.data);
+  kernel.q_stride = read_strides(p.q);
+  kernel.k_stride = read_strides(p.k);
+  kernel.v_stride = read_strides(p.v);
+  kernel.out_stride = read_strides(p.out);
+  kernel.lse_stride = read_lse_strides(p.softmax_lse);
+  kernel.lse_rest = static_cast<float*>(p.softmax_lse_rest.data);
+  kernel.softmax_scale = p.softmax_scale;
+  kernel.softcap = std::max(p.softcap, 0.f);
+  kernel.is_causal = p.is_causal != 0 && x.seqlen_q > 1;
+  kernel.vec_q = is_vec16(kernel.q, kernel.q_stride, x.dtype);
+  kernel.vec_k = is_vec16(kernel.k, kernel.k_stride, x.dtype);
+  kernel.vec_v = is_vec16(kernel.v, kernel.v_stride, x.dtype);
+  kernel.vec_out = is_vec16(kernel.out, kernel.out_stride, x.dtype);
+}
+
+// The unit, and of its kernels the one that does the least beyond what is asked for.
+void choose_kernel(FwdPlan& plan, const Device& device) {
+  const KernelSet& kernels = resolve_unit(*device.kernels, plan.unit);
+  plan.choice.tiles = kernels.tiles;
+  if (plan.is_decode()) return;
+  const bool gathered = is_gathered(plan.walk);
+  plan.choice.level = fwd_level(plan.kernel, has_mask(plan.mask) && !gathered, gathered);
+  plan.tile = kernels.fwd_tile(plan.unit.head_dim_tile, plan.choice.level, gathered);
+}
+
+// Into how many parts the keys are split, and the thread blocks for them.
+void choose_splits(FwdPlan& plan, int32_t wanted, const Device& device) {
+  FwdParams& p = plan.kernel;
+  const int32_t keys = is_selection(plan.walk) ? std::min(p.seqlen_k, p.keys.capacity) : p.seqlen_k;
+  if (plan.is_decode()) {
+    p.num_splits = choose_decode_splits(p, keys, plan.unit.head_dim_tile, wanted, device);
+    plan.choice.blocks = decode_blocks(p);
+    return;
+  }
+  const int64_t blocks = int64_t{p.batch} * p.nheads * ceil_div(p.seqlen_q, plan.tile.block_m);
+  // How many key tiles a packed sequence has is known on the device only: splits chosen for the longest would leave the
+  // others with parts too short to be worth combining, in memory for batch * max_seqlen_q rows of each.
+  if (!p.packing.is_active()) {
+    const int32_t key_tiles = std::max(1, ceil_div(keys, plan.tile.block_n));
+    // Blocks of four warps fit an SM twice.
+    const int64_t resident = int64_t{device.num_sms} * (plan.tile.warps == 4 ? 2 : 1);
+    p.num_splits = wanted > 0 ? std::min(wanted, key_tiles)
+                              : choose_num_splits(blocks, resident, key_tiles, min_tiles_per_split(plan.tile.block_n));
+  }
+  plan.choice.blocks = blocks * p.num_splits;
+}
+
+}  // namespace
+
+Level fwd_level(const FwdParams& p, bool has_dense_mask, bool gathered) {
+  if (p.bias.kind == BiasKind::kDirect) return Level::kFull;
+  // The plain path takes the maximum of the raw products, which needs a positive scale; the others scale first.
+  const bool is_plain = p.softcap == 0.f && p.bias.kind == BiasKind::kNone && !has_dense_mask &&
+                        p.softmax_scale > 0.f && p.vec_q && p.vec_k && p.vec_v && p.vec_out;
+  if (!is_plain) return Level::kGeneral;
+  if (!p.packing.is_active()) return Level::kPlain;
+  return gathered ? Level::kGeneral : Level::kPacked;
+}
+
+int32_t choose_num_splits(int64_t blocks, int64_t resident, int32_t key_tiles, int32_t min_tiles) {
+  const int32_t most = std::min(kMaxSplits, key_tiles / min_tiles);
+  if (most <= 1 || 10 * blocks >= 8 * resident) return 1;
+  // Share of the places that work, averaged over the waves.
+  const auto fill = [&](int32_t splits) {
+    const int64_t work = blocks * splits;
+    return static_cast<double>(work) / static_cast<double>(ceil_div(work, resident) * resident);
+  };
+  // A count that leaves the longest split as long as with fewer splits gains nothing.
+  const auto is_useful = [&](int32_t splits) {
+    return splits == 1 || ceil_div(key_tiles, splits) < ceil_div(key_tiles, splits - 1);
+  };
+  double best = 0;
+  for (int32_t splits = 1; splits <= most; ++splits) {
+    if (is_useful(splits)) best = std::max(best, fill(splits));
+  }
+  for (int32_t splits = 1; splits <= most; ++splits) {
+    if (is_useful(splits) && fill(splits) >= 0.85 * best) return splits;
+  }
+  return 1;
+}
+
+FwdPlan plan_fwd(const dmattn_fwd_params& given, const Device& device) {
+  const dmattn_fwd_params p = with_batch(given);
+  const Problem x = read_problem(p);
+  FwdPlan plan;
+  plan.unit.dtype = x.dtype;
+  plan.unit.head_dim_tile = x.dim_tile;
+  plan.is_empty = x.batch == 0 || x.rows_q == 0 || x.nheads == 0;
+  plan.no_keys = x.rows_k == 0;
+  set_tensors(plan.kernel, p, x);
+  if (plan.is_empty || plan.no_keys) return plan;
+
+  plan.mask = read_mask(p.mask, x, is_per_key(given.mask));
+  const bool selected = has_selection(p.selection);
+  if (selected) plan.kernel.keys = read_selection(p.selection, x);
+  plan.walk = choose_walk(plan.mask, plan.kernel.keys, selected);
+  const bool gathered = plan.unit.gathered = is_gathered(plan.walk);
+  plan.kernel.bias = read_bias(p.bias, x, gathered);
+  plan.kernel.packing.bias_col_stride = packed_bias_stride(plan.kernel.bias, is_per_key(given.bias), gathered);
+  // A mask or a list of each query head's own gives the rows of a packed block different keys.
+  const int32_t mask_heads = selected ? plan.kernel.keys.heads : has_mask(plan.mask) ? plan.mask.heads : 1;
+  if (x.seqlen_q == 1 && !is_packed(p)) {
+    plan.unit.direction = Direction::kDecode;
+    if (x.head_ratio > 1 && (mask_heads == 1 || mask_heads == x.nheads_k)) {
+      pack_group_as_rows(plan.kernel);
+      if (plan.kernel.bias.kind != BiasKind::kNone) {
+        plan.kernel.bias.kind = choose_bias_kind(plan.kernel.bias, gathered);
+      }
+    }
+  }
+  if (selected) plan.kernel.keys.head_ratio = plan.kernel.nheads / plan.kernel.keys.heads;
+  choose_kernel(plan, device);
+  choose_splits(plan, p.num_splits, device);
+  place(plan, nullptr);
+  return plan;
+}
+
+void place(FwdPlan& plan, void* base) {
+  if (plan.is_empty || plan.no_keys) return;
+  FwdParams& p = plan.kernel;
+  Workspace workspace(base);
+  if (plan.walk == KeyWalk::kMaskList) {
+    p.keys = layout_key_list(plan.mask, workspace);
+    p.keys.head_ratio = p.nheads / p.keys.heads;
+  } else if (has_mask(plan.mask)) {
+    p.mask = layout_mask_bits(plan.mask, workspace);
+    p.mask.head_ratio = p.nheads / p.mask.heads;
+  }
+  if (p.num_splits > 1) place_partials(p, workspace);
+  plan.workspace_bytes = workspace.bytes();
+}
+
+}  // namespace dmattn

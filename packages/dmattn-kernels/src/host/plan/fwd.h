@@ -1,0 +1,45 @@
+// What a forward call will do: every decision, and where everything lies in the workspace. Pure functions of the
+// parameters and the device's properties, like all of src/host: nothing here touches a GPU.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "dmattn/dmattn.h"
+#include "host/arch.h"
+#include "host/problem.h"
+#include "host/workspace.h"
+#include "kernels/params.h"
+#include "kernels/tiles.h"
+
+namespace dmattn {
+
+struct FwdPlan {
+  bool is_empty = false;  // there is no output at all
+  bool no_keys = false;   // out = 0, lse = -inf
+  KeyWalk walk = KeyWalk::kTiled;
+  MaskSource mask;  // see has_mask()
+  Unit unit;        // unit.direction: the decode kernel takes calls of one query row a head
+  KernelChoice choice;
+  FwdTile tile = {};  // of the forward kernel
+  FwdParams kernel;
+  size_t workspace_bytes = 0;
+
+  bool is_decode() const { return unit.direction == Direction::kDecode; }
+};
+
+// `p` has been validated. The arrays in the workspace have no place yet: see place().
+FwdPlan plan_fwd(const dmattn_fwd_params& p, const Device& device);
+// Gives every array its place in a workspace that starts at `base`, or only counts the bytes where that is null.
+void place(FwdPlan& plan, void* base);
+
+// Of the forward kernel, which sees this mask and this bias.
+Level fwd_level(const FwdParams& p, bool has_dense_mask, bool gathered);
+
+// A split with fewer keys than 256, or than four of the key tiles that the kernel takes at a time, costs more to set up
+// and to combine than it gains.
+constexpr int32_t min_tiles_per_split(int32_t block_n) { return block_n >= 128 ? 2 : 4; }
+// Parts into which the keys of a row block are split, so that `blocks` blocks of work fill `resident` places evenly.
+int32_t choose_num_splits(int64_t blocks, int64_t resident, int32_t key_tiles, int32_t min_tiles);
+
+}  // namespace dmattn

@@ -1,0 +1,163 @@
+#include "host/plan/select.h"
+
+#include <algorithm>
+
+#include "host/arithmetic.h"
+#include "host/problem.h"
+
+namespace dmattn {
+namespace {
+
+using prep::kBins;
+using prep::kChunkKeys;
+using prep::kMaxDigits;
+using prep::SelectPlan;
+
+// Up to here one thread block finds the best keys of a prefix by itself; the grid would spend longer on its launches.
+constexpr int kOneBlockKeys = 32768;
+// Keys between the positions of two sets (or `window`, when that is more): what a block reads on top of a set.
+constexpr int kSuperKeys = 8192;
+
+// Stride along a dimension, 0 where there is one entry for all.
+int64_t broadcast_stride(const dmattn_tensor& t, int dim) { return t.shape[dim] == 1 ? 0 : t.stride[dim]; }
+
+SelectParams read_select(const dmattn_select_params& p, int32_t num_sms) {
+  SelectParams select;
+  select.num_sms = num_sms;
+  select.batch = static_cast<int32_t>(p.selection.idx.shape[0]);
+  select.heads = static_cast<int32_t>(p.selection.idx.shape[1]);
+  select.seqlen_q = static_cast<int32_t>(p.seqlen_q);
+  select.seqlen_k = static_cast<int32_t>(p.scores.shape[2]);
+  select.window = p.window;
+  select.is_causal = p.is_causal != 0;
+  select.scores = p.scores.data;
+  select.dtype = static_cast<Dtype>(p.scores.dtype);
+  select.score_batch_stride = broadcast_stride(p.scores, 0);
+  select.score_head_stride = broadcast_stride(p.scores, 1);
+  select.score_col_stride = p.scores.stride[2];
+  if (is_present(p.key_mask)) {
+    select.key_mask = static_cast<const uint8_t*>(p.key_mask.data);
+    select.mask_batch_stride = broadcast_stride(p.key_mask, 0);
+    select.mask_head_stride = broadcast_stride(p.key_mask, 1);
+    select.mask_col_stride = p.key_mask.stride[2];
+  }
+  if (is_present(p.cu_seqlens)) {
+    select.cu_seqlens = static_cast<const int32_t*>(p.cu_seqlens.data);
+    select.documents = static_cast<int32_t>(p.cu_seqlens.shape[0]) - 1;
+  }
+  return select;
+}
+
+// Which keys the grid selects from, and where the sets lie.
+void plan_work(SelectPlan& plan, int num_sms) {
+  plan.first_set = 1;
+  plan.super_keys = round_up(INT32_MAX / 2, 128);
+  plan.single_list = !plan.is_causal || plan.seqlen_q == 1;
+  if (plan.single_list) {
+    if (plan.seqlen_k > kOneBlockKeys) plan.grid_keys = plan.seqlen_k;
+    plan.one_launch = plan.grid_keys > 0 && int64_t{plan.rows} * ceil_div(plan.grid_keys, kChunkKeys) <= num_sms;
+    return;
+  }
+  if (plan.seqlen_q == 0 || plan.seqlen_k <= kOneBlockKeys) return;
+  const int super_keys = std::max(kSuperKeys, round_up(std::min(plan.window, plan.seqlen_k), 128));
+  if (plan.offset >= kSuperKeys) {
+    plan.set_origin = plan.offset / 128 * 128;
+    plan.grid_keys = plan.set_origin;
+    plan.first_set = 0;
+    plan.sets = 1;
+  }
+  if (plan.seqlen_k - plan.set_origin > kOneBlockKeys) {
+    plan.super_keys = super_keys;
+    const int last_row0 = plan.offset + (plan.seqlen_q - 1) / kSelectBlockRows * kSelectBlockRows;
+    plan.sets = (last_row0 - plan.set_origin) / super_keys + 1 - plan.first_set;
+  }
+}
+
+// An array of CUDA's int2 or uint2, whose size this file does not know.
+template <class Pair>
+Pair* take_pairs(Workspace& workspace, int64_t count) {
+  return static_cast<Pair*>(workspace.take_bytes(static_cast<size_t>(count) * 2 * sizeof(int32_t)));
+}
+
+}  // namespace
+
+int64_t select_capacity(int64_t window, int64_t seqlen_k, bool is_causal) {
+  if (window < 1 || seqlen_k < 0 || seqlen_k > kMaxSelectKeys) return 0;
+  const int64_t most = std::min<int64_t>(window, kMaxSelectKeys) + (is_causal ? kSelectBlockRows : 0);
+  return round_up<int64_t>(std::min(most, seqlen_k), kListBlock);
+}
+
+SelectionPlan plan_select(const dmattn_select_params& p, int32_t num_sms) {
+  SelectionPlan plan;
+  plan.params = read_select(p, num_sms);
+  plan.lists = read_lists(p.selection);
+  const SelectParams& select = plan.params;
+  SelectPlan& steps = plan.steps;
+  steps.rows = select.batch * select.heads;
+  steps.seqlen_q = select.seqlen_q;
+  steps.seqlen_k = select.seqlen_k;
+  steps.window = select.window;
+  steps.is_causal = select.is_causal;
+  steps.offset = select.is_causal ? select.seqlen_k - select.seqlen_q : 0;
+  steps.digits = select.dtype == Dtype::kFloat32 ? 3 : 2;
+  steps.ord_pitch = round_up<int64_t>(select.seqlen_k, 128);
+  plan_work(steps, num_sms);
+  steps.chunks = ceil_div(steps.grid_keys, kChunkKeys);
+  if (steps.sets > 0) steps.set_capacity = round_up(std::min(select.window, select.seqlen_k), 4);
+  place(plan, nullptr);
+  return plan;
+}
+
+void place(SelectionPlan& plan, void* base) {
+  SelectPlan& steps = plan.steps;
+  Workspace workspace(base);
+  const int64_t rows = steps.rows, chunks = steps.chunks, sets = steps.sets;
+  if (steps.one_launch) {
+    steps.hist = workspace.take<uint32_t>(rows * kMaxDigits * kBins);
+    steps.arrived = workspace.take<int32_t>(rows);
+    steps.zero_bytes = workspace.bytes();
+    steps.chunk_counts = take_pairs<int2>(workspace, rows * chunks);
+    plan.workspace_bytes = workspace.bytes();
+    return;
+  }
+  steps.ord = workspace.take<uint32_t>(rows * steps.ord_pitch);
+  if (plan.params.documents > 0) steps.document = take_pairs<int2>(workspace, steps.seqlen_k);
+  if (steps.chunks > 0) {
+    const size_t before = workspace.bytes();
+    steps.hist = workspace.take<uint32_t>(rows * kMaxDigits * kBins);
+    steps.zero_bytes = workspace.bytes() - before;
+    steps.digit_state = take_pairs<uint2>(workspace, rows * kMaxDigits);
+    steps.chunk_above = workspace.take<int32_t>(rows * chunks);
+    steps.chunk_suffix = workspace.take<uint32_t>(rows * chunks * kBins);
+  }
+  steps.set_ord = workspace.take<uint32_t>(2 * rows * sets * steps.set_capacity);
+  steps.set_key = workspace.take<int32_t>(2 * rows * sets * steps.set_capacity);
+  steps.set_count = workspace.take<int32_t>(2 * rows * sets);
+  plan.workspace_bytes = workspace.bytes();
+}
+
+KeyListsPlan plan_build_key_lists(const dmattn_build_key_lists_params& p) {
+  KeyListsPlan plan;
+  plan.lists = read_lists(p.selection);
+  IntervalParams& intervals = plan.params;
+  intervals.seqlen_q = static_cast<int32_t>(p.seqlen_q);
+  const int64_t seqlen_k = p.selection.end.shape[2];
+  intervals.seqlen_k = static_cast<int32_t>(seqlen_k);
+  intervals.reach = static_cast<int32_t>(p.reach == 0 ? seqlen_k : std::min(p.reach, seqlen_k));
+  intervals.needed = static_cast<int32_t*>(p.needed.data);
+  intervals.chunks = ceil_div(intervals.seqlen_k, kIntervalChunk);
+  place(plan, nullptr);
+  return plan;
+}
+
+void place(KeyListsPlan& plan, void* base) {
+  Workspace workspace(base);
+  const IntervalParams& p = plan.params;
+  const bool is_short = p.reach <= kShortReach || p.seqlen_k <= kShortReach;
+  if (!is_short) {
+    plan.params.latest = workspace.take<int32_t>(int64_t{plan.lists.batch} * plan.lists.heads * p.chunks);
+  }
+  plan.workspace_bytes = workspace.bytes();
+}
+
+}  // namespace dmattn

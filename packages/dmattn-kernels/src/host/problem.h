@@ -1,0 +1,122 @@
+// From the caller's tensor views to what kernels read.
+#pragma once
+
+#include <cstdint>
+
+#include "dmattn/dmattn.h"
+#include "host/checks/validate.h"
+#include "host/dtype.h"
+#include "kernels/params.h"
+#include "kernels/tiles.h"
+
+namespace dmattn {
+
+// Parts into which the keys of a row block can be split.
+constexpr int32_t kMaxSplits = 128;
+
+// --- packed sequences -----------------------------------------------------------------------------------------------
+
+inline bool is_packed(const dmattn_fwd_params& p) { return is_present(p.cu_seqlens_q); }
+inline bool is_packed(const dmattn_bwd_params& p) { return is_present(p.cu_seqlens_q); }
+// A packed mask or bias with an entry per key, the same for all rows.
+inline bool is_per_key(const dmattn_tensor& packed) { return packed.ndim == 2; }
+
+// The same call with a batch of 1 in front of every shape, where there is none; a mask or bias per key gets a dimension
+// of 1 for its rows as well. Everything past validation takes its tensors in this form.
+dmattn_fwd_params with_batch(dmattn_fwd_params p);
+dmattn_bwd_params with_batch(dmattn_bwd_params p);
+
+// --- extents --------------------------------------------------------------------------------------------------------
+
+// The extents of one call. Packed, batch counts sequences and seqlen_q and seqlen_k bound their lengths.
+struct Problem {
+  Dtype dtype;
+  int32_t batch, seqlen_q, seqlen_k, nheads, nheads_k, head_dim;
+  int32_t head_ratio;      // query heads per kv head
+  int32_t dim_tile;        // head_dim rounded up to a tile
+  int32_t rows_q, rows_k;  // lengths as the tensors have them: total_q, total_k when packed
+  Packing packing;
+};
+
+// Of a call in the form of with_batch().
+template <class Params>
+Problem read_problem(const Params& p) {
+  const auto extent = [](int64_t x) { return static_cast<int32_t>(x); };
+  Problem x = {};
+  x.dtype = static_cast<Dtype>(p.q.dtype);
+  x.batch = extent(p.q.shape[0]);
+  x.rows_q = x.seqlen_q = extent(p.q.shape[1]);
+  x.rows_k = x.seqlen_k = extent(p.k.shape[1]);
+  x.nheads = extent(p.q.shape[2]);
+  x.nheads_k = extent(p.k.shape[2]);
+  x.head_dim = extent(p.q.shape[3]);
+  x.head_ratio = x.nheads_k > 0 ? x.nheads / x.nheads_k : 0;
+  x.dim_tile = head_dim_tile(x.head_dim);
+  if (is_packed(p)) {
+    x.batch = extent(p.cu_seqlens_q.shape[0] - 1);
+    x.seqlen_q = p.max_seqlen_q;
+    x.seqlen_k = p.max_seqlen_k;
+    x.packing.cu_seqlens_q = static_cast<const int32_t*>(p.cu_seqlens_q.data);
+    x.packing.cu_seqlens_k = static_cast<const int32_t*>(p.cu_seqlens_k.data);
+    x.packing.sequences = x.batch;
+    x.packing.total_q = x.rows_q;
+    x.packing.total_k = x.rows_k;
+  }
+  return x;
+}
+
+// Fields that the forward and the backward kernels share.
+template <class KernelParams>
+void set_problem(KernelParams& kernel, const Problem& x) {
+  kernel.batch = x.batch;
+  kernel.seqlen_q = x.seqlen_q;
+  kernel.seqlen_k = x.seqlen_k;
+  kernel.nheads = x.nheads;
+  kernel.nheads_k = x.nheads_k;
+  kernel.head_dim = x.head_dim;
+  kernel.head_ratio = x.head_ratio;
+  kernel.packing = x.packing;
+}
+
+// Strides of a (batch, seqlen, heads, head_dim) tensor; 0 where an extent is 1, so that they do not spoil alignment.
+Strides3 read_strides(const dmattn_tensor& t);
+// Strides of a (batch, heads, seqlen) tensor.
+Strides3 read_lse_strides(const dmattn_tensor& t);
+// Whether every row starts on 16 bytes.
+bool is_vec16(const void* ptr, const Strides3& stride, Dtype dtype);
+
+// batch == 0 when there is no mask. Dimensions expanded by a stride of 0 count as broadcast, so
+// that an expanded mask is read once.
+MaskSource read_mask(const dmattn_tensor& mask, const Problem& x, bool per_key);
+inline bool has_mask(const MaskSource& mask) { return mask.batch > 0; }
+// The same keys for every row: such a mask becomes a list of keys.
+inline bool is_key_only(const MaskSource& mask) { return mask.row_stride == 0; }
+
+// How the keys of a query row are found.
+enum class KeyWalk : int32_t {
+  kTiled,          // tile by tile, those that a dense mask or causality leaves out skipped
+  kMaskList,       // a list for all rows, made of a key-only mask
+  kSelectionList,  // the same, of a selection
+  kRowBlockLists,  // of a causal selection: a list for each block of rows
+};
+constexpr bool is_gathered(KeyWalk walk) { return walk != KeyWalk::kTiled; }
+constexpr bool is_selection(KeyWalk walk) { return walk == KeyWalk::kSelectionList || walk == KeyWalk::kRowBlockLists; }
+
+// The lists of a selection as they are written; head_ratio is left for the caller to set.
+KeyList read_lists(const dmattn_key_selection& selection);
+// The same as attention reads them: all keys of a single query row's list are kept, and nothing is left to test.
+KeyList read_selection(const dmattn_key_selection& selection, const Problem& x);
+// `selection`: what read_selection() gave, or an empty list where there is none.
+KeyWalk choose_walk(const MaskSource& mask, const KeyList& selection, bool has_selection);
+
+// kind is left kNone where there is no bias.
+BiasParams read_bias(const dmattn_tensor& bias, const Problem& x, bool gathered);
+// Packing::bias_col_stride. A bias per key counts its columns through all sequences, one per row from the sequence's
+// first key; the kernels count keys from there too, or (gathered) through all sequences.
+inline int64_t packed_bias_stride(const BiasParams& bias, bool per_key, bool gathered) {
+  return bias.col_stride * ((per_key ? 1 : 0) - (gathered ? 1 : 0));
+}
+// How the kernel gets at a bias with these strides.
+BiasKind choose_bias_kind(const BiasParams& bias, bool gathered);
+
+}  // namespace dmattn

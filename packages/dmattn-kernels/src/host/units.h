@@ -1,0 +1,29 @@
+// Which kernel units this build holds.
+#pragma once
+
+#include <cstdint>
+
+#include "kernels/params.h"
+#include "kernels/tiles.h"
+
+namespace dmattn {
+
+enum class Direction : int32_t { kForward, kBackward, kDecode };
+
+struct Unit {
+  Arch arch = Arch::kSm80;
+  Direction direction = Direction::kForward;
+  Dtype dtype = Dtype::kNone;
+  int32_t head_dim_tile = 0;  // one of kHeadDimTiles
+  bool gathered = false;      // the keys come from lists; otherwise they are walked tile by tile
+
+  constexpr bool operator==(const Unit& other) const {
+    return arch == other.arch && direction == other.direction && dtype == other.dtype &&
+           head_dim_tile == other.head_dim_tile && gathered == other.gathered;
+  }
+};
+
+// Generated with the table behind kernels/units.h.
+bool has_unit(const Unit& unit);
+
+}  // namespace dmattn

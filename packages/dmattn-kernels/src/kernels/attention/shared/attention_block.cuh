@@ -1,0 +1,76 @@
+// What a thread block of any attention kernel knows of the problem: its sequence, and where its lists, mask and bias
+// are. The forward, the backward and decoding derive from it.
+#pragma once
+
+#include "key_source.cuh"
+#include "seqlen.cuh"
+
+namespace dmattn {
+
+// T: kPacked (sequences are always packed), kMayBePacked (decided at run time), kGathered, and kSeqlens, the place of a
+// SeqlenInfo in shared memory, when either of the first two.
+template <class T, class Params>
+struct AttentionBlock {
+  const Params& p;
+  char* smem;
+  int warp, lane;
+  int batch;  // or sequence
+
+  __device__ __forceinline__ AttentionBlock(const Params& params, char* smem_)
+      : p(params), smem(smem_), warp(threadIdx.x / 32), lane(threadIdx.x & 31) {}
+
+  // --- the sequence --------------------------------------------------------------------------------------------------
+
+  __device__ __forceinline__ bool is_packed() const { return T::kPacked || (T::kMayBePacked && p.packing.is_active()); }
+  // Once, by all threads, as soon as `batch` is known and before any of the functions below. Packed lengths are read
+  // from shared memory again after each barrier: kept in registers through the loop, they spilled others.
+  __device__ __forceinline__ void find_sequence() {
+    if (!is_packed()) return;
+    if (threadIdx.x == 0) packed_seqlens() = read_packed_seqlens(p.packing, batch, p.seqlen_q, p.seqlen_k);
+    __syncthreads();
+  }
+  __device__ __forceinline__ SeqlenInfo& packed_seqlens() const {
+    return *reinterpret_cast<SeqlenInfo*>(smem + T::kSeqlens);
+  }
+  // Rows and keys of other sequences in front of this one, and its lengths.
+  __device__ __forceinline__ int first_row() const { return is_packed() ? packed_seqlens().first_row : 0; }
+  __device__ __forceinline__ int keys_before() const { return is_packed() ? packed_seqlens().first_key : 0; }
+  __device__ __forceinline__ int seqlen_q() const { return is_packed() ? packed_seqlens().seqlen_q : p.seqlen_q; }
+  __device__ __forceinline__ int seqlen_k() const { return is_packed() ? packed_seqlens().seqlen_k : p.seqlen_k; }
+  // Where a tile's keys count from: in their sequence, or, listed, in all sequences.
+  __device__ __forceinline__ int first_key() const { return T::kGathered ? 0 : keys_before(); }
+  // Row i sees the keys up to i + causal_offset(), as tiles count them.
+  __device__ __forceinline__ int causal_offset() const {
+    return (T::kGathered ? keys_before() : 0) + seqlen_k() - seqlen_q();
+  }
+  // Of listed keys.
+  __device__ __forceinline__ KeyLimits key_limits() const { return {keys_before(), keys_before() + seqlen_k() - 1}; }
+
+  // --- operands ------------------------------------------------------------------------------------------------------
+
+  template <class Element>
+  __device__ __forceinline__ const Element* head_ptr(const void* base, const Strides3& s, int head) const {
+    return static_cast<const Element*>(base) + batch * s.batch + head * s.head;
+  }
+  // Number of the list of a query head; with lists of row blocks, of those of the head.
+  __device__ __forceinline__ int64_t list_index(int head) const {
+    return static_cast<int64_t>(p.keys.batch > 1 ? batch : 0) * p.keys.heads + head / p.keys.head_ratio;
+  }
+  __device__ __forceinline__ bool has_intervals() const { return T::kGathered && p.keys.block_rows > 0; }
+  // First entry of the head's list: list i, or, packed, the part that is the sequence's.
+  __device__ __forceinline__ const int32_t* list_of(int head, int64_t i) const {
+    if (!is_packed()) return p.keys.idx + i * p.keys.capacity;
+    return p.keys.idx + static_cast<int64_t>(head / p.keys.head_ratio) * p.keys.capacity +
+           static_cast<int64_t>(first_packed_block(keys_before(), batch, kListBlock)) * kListBlock;
+  }
+  __device__ __forceinline__ int64_t mask_index(int head) const {
+    return static_cast<int64_t>(p.mask.batch > 1 ? batch : 0) * p.mask.heads + head / p.mask.head_ratio;
+  }
+  // Offset of the bias of row 0 and key 0, as tiles count them.
+  __device__ __forceinline__ int64_t bias_base(int head) const {
+    return batch * p.bias.batch_stride + (head / p.bias.head_ratio) * p.bias.head_stride +
+           first_row() * p.bias.row_stride + keys_before() * p.packing.bias_col_stride;
+  }
+};
+
+}  // namespace dmattn

@@ -1,0 +1,69 @@
+// Which tiles a dense mask leaves, from the cell states that pack_mask wrote (64 x 64 cells).
+#pragma once
+
+#include "../../params.h"
+
+namespace dmattn {
+
+enum class TileState { kEmpty, kPartial, kFull };
+
+// The states of the tiles along one band of blocks: fixed block of kBlockFixed rows (or keys), scanned in blocks of
+// kBlockScan keys (or rows). Used by the forward (rows fixed) and, transposed, by the backward (keys fixed).
+template <int kBlockFixed, int kBlockScan>
+struct MaskTiles {
+  const uint32_t* any = nullptr;  // bitmaps of the first fixed band; nullptr: no mask, every tile is full
+  const uint32_t* all = nullptr;
+  int words = 0;
+  int bands = 1;  // fixed bands in this block that exist
+
+  __device__ __forceinline__ MaskTiles() {}
+  __device__ __forceinline__ MaskTiles(const uint32_t* any_map, const uint32_t* all_map, int words_, int bands_total,
+                                       int fixed_block)
+      : words(words_) {
+    const int band0 = fixed_block * kBlockFixed / kMaskBand;
+    constexpr int kBands = kBlockFixed > kMaskBand ? kBlockFixed / kMaskBand : 1;
+    bands = min(kBands, bands_total - band0);
+    any = any_map + static_cast<int64_t>(band0) * words;
+    all = all_map + static_cast<int64_t>(band0) * words;
+  }
+
+  __device__ __forceinline__ TileState state(int scan_block) const {
+    if (any == nullptr) return TileState::kFull;
+    constexpr int kCells = kBlockScan > kMaskBand ? kBlockScan / kMaskBand : 1;
+    static_assert(kCells <= 2);
+    const int cell = scan_block * kBlockScan / kMaskBand;
+    const int shift = cell & 31;  // even when kCells == 2: both cells share a word
+    constexpr uint32_t kPick = (1u << kCells) - 1;
+    uint32_t some = 0, every = kPick;
+    for (int i = 0; i < bands; ++i) {
+      const int64_t word = static_cast<int64_t>(i) * words + cell / 32;
+      some |= __ldg(any + word) >> shift;
+      every &= __ldg(all + word) >> shift;
+    }
+    if ((some & kPick) == 0) return TileState::kEmpty;
+    // A cell past the edge of the mask is marked neither, which makes the last tile partial: always right, full is
+    // merely faster.
+    return (every & kPick) == kPick ? TileState::kFull : TileState::kPartial;
+  }
+
+  // The largest non-empty block <= block, or a value below `lowest`. Skips 32 cells at a time.
+  __device__ __forceinline__ int last_nonempty(int block, int lowest) const {
+    if (any == nullptr) return block;
+    while (block >= lowest) {
+      const int cell_hi = ((block + 1) * kBlockScan - 1) / kMaskBand;
+      const int word = cell_hi / 32;
+      uint32_t some = 0;
+      for (int i = 0; i < bands; ++i) some |= __ldg(any + static_cast<int64_t>(i) * words + word);
+      some &= 0xffffffffu >> (31 - (cell_hi & 31));
+      if (some != 0) {
+        const int cell = word * 32 + 31 - __clz(some);
+        // The highest block that overlaps the cell, but not above where we are.
+        return min(block, (cell * kMaskBand + kMaskBand - 1) / kBlockScan);
+      }
+      block = (word * 32 * kMaskBand) / kBlockScan - 1;
+    }
+    return block;
+  }
+};
+
+}  // namespace dmattn

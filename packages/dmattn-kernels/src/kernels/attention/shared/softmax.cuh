@@ -1,0 +1,84 @@
+// Online softmax over the rows that a thread holds (two per 16-row fragment).
+#pragma once
+
+#include "element.cuh"
+
+namespace dmattn {
+
+template <int MT>
+struct OnlineSoftmax {
+  float row_max[2 * MT];  // running maximum, in the units of the scores
+  float row_sum[2 * MT];  // this thread's part of the running sum; the quad is summed once, at the end
+
+  __device__ __forceinline__ OnlineSoftmax() {
+#pragma unroll
+    for (int r = 0; r < 2 * MT; ++r) {
+      row_max[r] = -INFINITY;
+      row_sum[r] = 0.f;
+    }
+  }
+
+  // acc_s becomes exp(scale * (acc_s - max)); acc_o and the sums are rescaled to the new maximum.
+  // kScaled: acc_s holds raw products, exp2(acc * scale_log2 - max * scale_log2) is one FFMA and one MUFU.
+  // Otherwise acc_s holds logits: the difference is taken first, so that huge finite logits cannot overflow.
+  template <bool kScaled, int NT, int OT>
+  __device__ __forceinline__ void step(float (&acc_s)[MT][NT][4], float (&acc_o)[MT][OT][4], float scale_log2) {
+#pragma unroll
+    for (int r = 0; r < 2 * MT; ++r) {
+      const int mt = r / 2, e0 = 2 * (r & 1);
+      float m = row_max[r];
+#pragma unroll
+      for (int nt = 0; nt < NT; ++nt) m = fmaxf(m, fmaxf(acc_s[mt][nt][e0], acc_s[mt][nt][e0 + 1]));
+      m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 1));
+      m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 2));
+      const float m_used = m == -INFINITY ? 0.f : m;  // nothing kept yet: exp(-inf - 0) = 0, not NaN
+      const float alpha =
+          kScaled ? exp2_approx((row_max[r] - m_used) * scale_log2) : exp2_approx((row_max[r] - m_used) * kLog2e);
+      row_max[r] = m;
+      float sum = 0.f;
+      if constexpr (kScaled) {
+        const float m_scaled = m_used * scale_log2;
+#pragma unroll
+        for (int nt = 0; nt < NT; ++nt)
+#pragma unroll
+          for (int e = e0; e < e0 + 2; ++e) {
+            acc_s[mt][nt][e] = exp2_approx(__fmaf_rn(acc_s[mt][nt][e], scale_log2, -m_scaled));
+            sum += acc_s[mt][nt][e];
+          }
+      } else {
+#pragma unroll
+        for (int nt = 0; nt < NT; ++nt)
+#pragma unroll
+          for (int e = e0; e < e0 + 2; ++e) {
+            acc_s[mt][nt][e] = exp2_approx((acc_s[mt][nt][e] - m_used) * kLog2e);
+            sum += acc_s[mt][nt][e];
+          }
+      }
+      row_sum[r] = row_sum[r] * alpha + sum;
+      // The maximum of most rows settles within a few tiles: skip the rescaling when no row of the warp moved.
+      if (__any_sync(0xffffffffu, alpha != 1.f)) {
+#pragma unroll
+        for (int ot = 0; ot < OT; ++ot) {
+          acc_o[mt][ot][e0] *= alpha;
+          acc_o[mt][ot][e0 + 1] *= alpha;
+        }
+      }
+    }
+  }
+
+  // Sums over the quad; returns 1 / sum (0 for a row that kept nothing) and its log-sum-exp in natural units. rest is
+  // what rounding to fp32 dropped from lse: nothing to speak of for usual logits, all of log(sum) in a row whose every
+  // bias is finfo.min.
+  __device__ __forceinline__ float finish(int r, float scale, float& lse, float& rest) {
+    float sum = row_sum[r];
+    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+    const bool empty = !(sum > 0.f);
+    const float max = row_max[r] * scale, log_sum = logf(sum);
+    lse = empty ? -INFINITY : max + log_sum;
+    rest = empty ? 0.f : (max - lse) + log_sum;
+    return empty ? 0.f : 1.f / sum;
+  }
+};
+
+}  // namespace dmattn

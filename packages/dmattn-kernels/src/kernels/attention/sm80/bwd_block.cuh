@@ -1,0 +1,459 @@
+// Backward attention for sm80 and later: what a thread block works on. One block per kBlockN keys of one kv head,
+// looping over the query rows (and the query heads of the group) that see them. dk and dv stay in registers, dq is
+// added to global memory in fp32.
+#pragma once
+
+#include "../../tiles.h"
+#include "../shared/attention_block.cuh"
+#include "../shared/mask_tiles.cuh"
+#include "../shared/scores.cuh"
+#include "../shared/work_index.cuh"
+#include "bias_tile.cuh"
+#include "copy.cuh"
+#include "launch.cuh"
+
+namespace dmattn {
+
+template <class Element_, int kHeadDim_, TileSet kTiles, bool kGathered_, Level kLevel>
+struct BwdTraits {
+  using Element = Element_;
+  static constexpr BwdTile kTile = bwd_tile(kTiles, kHeadDim_);
+  static constexpr int kHeadDim = kHeadDim_, kBlockM = kTile.block_m, kBlockN = kTile.block_n, kWarps = kTile.warps;
+  static constexpr bool kGathered = kGathered_;
+  // The plain kernel has no branches on what is wanted, so that its last three products are one block to schedule.
+  static constexpr bool kGeneral = is_general(kLevel);
+  static constexpr bool kPacked = kLevel == Level::kPacked, kMayBePacked = kGeneral;
+  static constexpr bool kFull = kLevel == Level::kFull;
+  static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kStagesQ = kTile.stages_q;
+  static constexpr int kMaskWords = kBlockN / 32;
+
+  // S, dP: rows x keys.  dK, dV: keys x head_dim.  dQ: rows x head_dim.
+  static constexpr int kWarpsMSdP = kTile.warps_m_sdp, kWarpsNSdP = kWarps / kWarpsMSdP;
+  static constexpr int kWarpsNdKV = kTile.warps_n_dkv, kWarpsDdKV = kWarps / kWarpsNdKV;
+  static constexpr int kWarpsMdQ = kTile.warps_m_dq, kWarpsDdQ = kWarps / kWarpsMdQ;
+  static constexpr int MTs = kBlockM / (16 * kWarpsMSdP), NTs = kBlockN / (8 * kWarpsNSdP);
+  static constexpr int MTkv = kBlockN / (16 * kWarpsNdKV), NTkv = kHeadDim / (8 * kWarpsDdKV);
+  static constexpr int MTq = kBlockM / (16 * kWarpsMdQ), NTq = kHeadDim / (8 * kWarpsDdQ);
+
+  static constexpr uint32_t kTileQ = kBlockM * kHeadDim * 2, kTileK = kBlockN * kHeadDim * 2;
+  static constexpr uint32_t kK = 0;
+  static constexpr uint32_t kV = kK + kTileK;
+  static constexpr uint32_t kQ = kV + kTileK;
+  static constexpr uint32_t kdO = kQ + kStagesQ * kTileQ;
+  // A second stage of dO saves the barrier between dV's product and the next load of dO, where it fits.
+  static constexpr uint32_t kSeqlenBytes = kPacked || kMayBePacked ? sizeof(SeqlenInfo) : 0;
+  static constexpr uint32_t kSmallBytes = 4 * kBlockM * 4 + (kGathered ? 3 * kBlockN * 4 : 0) + kSeqlenBytes +
+                                          (kGeneral ? 2 * kBlockN * 4 : 0) +
+                                          (kGeneral && !kGathered ? kBlockM * kMaskWords * 4 : 0);
+  static constexpr uint32_t kSmemLimit = smem_limit(kTiles);
+  static constexpr int kStagesdO = kdO + 2 * kTileQ + 2 * kBlockM * kBlockN * 2 + kSmallBytes <= kSmemLimit ? 2 : 1;
+  static constexpr uint32_t kP = kdO + kStagesdO * kTileQ;
+  static constexpr uint32_t kdS = kP + kBlockM * kBlockN * 2;    // holds the bias tile until dS replaces it
+  static constexpr uint32_t kLse = kdS + kBlockM * kBlockN * 2;  // float [2][kBlockM]
+  static constexpr uint32_t kDelta = kLse + 2 * kBlockM * 4;     // float [2][kBlockM]
+  static constexpr uint32_t kKeyIdx = kDelta + 2 * kBlockM * 4;  // int32 [kBlockN]
+  static constexpr uint32_t kInterval = kKeyIdx + (kGathered ? kBlockN * 4 : 0);   // KeyInterval [kBlockN]
+  static constexpr uint32_t kKeyBias = kInterval + (kGathered ? kBlockN * 8 : 0);  // float [2][kBlockN]
+  static constexpr uint32_t kMask = kKeyBias + (kGeneral ? 2 * kBlockN * 4 : 0);
+  static constexpr uint32_t kSeqlens = kMask + (kGeneral && !kGathered ? kBlockM * kMaskWords * 4 : 0);  // SeqlenInfo
+  static constexpr uint32_t kSmemBytes = kSeqlens + kSeqlenBytes;
+  static_assert(kSmemBytes <= kSmemLimit);
+};
+
+template <class T>
+struct BwdBlock : AttentionBlock<T, BwdParams> {
+  using Base = AttentionBlock<T, BwdParams>;
+  using Element = typename T::Element;
+  using Base::batch, Base::lane, Base::p, Base::smem, Base::warp;
+  using Base::causal_offset, Base::first_key, Base::first_row, Base::has_intervals, Base::is_packed;
+  using Base::keys_before, Base::seqlen_k, Base::seqlen_q;
+  static constexpr int kBlockM = T::kBlockM, kBlockN = T::kBlockN, kHeadDim = T::kHeadDim;
+  // Scores are only scaled and cut in the plain kernel; the general one adds bias, mask words and softcap.
+  using Scores = float[T::MTs][T::NTs][4];
+
+  // One step of the loop: a query head and a block of its rows.
+  struct Step {
+    int head;
+    int m;
+    int left;  // steps that remain, this one included; 0: done
+  };
+
+  uint32_t smem_base;
+  int head_k, n_block;
+  int slot;  // of dk_slots, dv_slots
+  int num_splits;
+  int key0, keys;  // first key (or list entry) and number of keys of the tile
+  const int32_t* list;
+  int keys_full;       // interval lists: keys of the tile that every row of the block keeps
+  int row_block;       // interval lists: block of query rows that the list belongs to
+  int m_begin, m_end;  // row blocks that may see the tile
+  Step first;
+  MaskTiles<kBlockN, kBlockM> tiles;
+  bool active;
+
+  __device__ __forceinline__ BwdBlock(const BwdParams& params, char* smem_)
+      : Base(params, smem_), smem_base(smem_u32(smem_)) {
+    list = nullptr;
+    active = find_tile();
+    if (active) find_steps();
+  }
+
+  __device__ __forceinline__ int m_blocks() const { return (seqlen_q() + kBlockM - 1) / kBlockM; }
+
+  // Where things lie in arrays of the workspace, which have no batch when sequences are packed.
+  __device__ __forceinline__ int64_t slab(int heads, int head) const {
+    return static_cast<int64_t>(is_packed() ? 0 : batch) * heads + head;
+  }
+  // Of lse, its rest and delta: the first row of a step.
+  __device__ __forceinline__ int64_t row_stats(const Step& s) const {
+    const int first = is_packed() ? first_packed_block(first_row(), batch, kRowPitch) : 0;
+    return slab(p.nheads, s.head) * p.seqlen_q_rounded + static_cast<int64_t>(first) * kRowPitch + s.m * kBlockM;
+  }
+  // Of dq_accum and dq_semaphore: the row block of a step.
+  __device__ __forceinline__ int64_t dq_block(const Step& s) const {
+    if (is_packed()) {
+      return slab(p.nheads, s.head) * p.packing.m_blocks + first_packed_block(first_row(), batch, kBlockM) + s.m;
+    }
+    return slab(p.nheads, s.head) * (T::kGathered ? p.dq_blocks : m_blocks()) + s.m;
+  }
+  // Of dbias_cols, dk_accum and dv_accum: a key of the block's sequence.
+  __device__ __forceinline__ int64_t key_row(int heads, int head, int64_t key) const {
+    return slab(heads, head) * (is_packed() ? p.packing.total_k : p.seqlen_k) + first_key() + key;
+  }
+
+  // Which keys: blockIdx.x -> (batch, kv head, tile, split). False when this block has nothing to do.
+  __device__ __forceinline__ bool find_tile() {
+    slot = blockIdx.x;
+    int keys_total;
+    if (has_intervals()) return find_interval_tile();
+    if constexpr (T::kGathered) {
+      num_splits = __ldg(p.schedule);
+      const int tile = slot / num_splits;
+      if (tile >= __ldg(p.schedule + 1)) return false;
+      const int32_t* first_tile = p.schedule + 2;
+      const int i = warp_lower_bound(first_tile, p.batch * p.nheads_k + 1, tile + 1, lane) - 1;
+      n_block = tile - __ldg(first_tile + i);
+      head_k = i % p.nheads_k;
+      batch = i / p.nheads_k;
+      Base::find_sequence();
+      list = Base::list_of(list_head(), list_index());
+      keys_total = read_list_count(p.keys, list_index());
+    } else {
+      num_splits = p.num_splits;
+      WorkIndex work(slot / num_splits);
+      n_block = work.take((p.seqlen_k + kBlockN - 1) / kBlockN);
+      head_k = work.take(p.nheads_k);
+      batch = work.rest;
+      Base::find_sequence();
+      keys_total = seqlen_k();
+    }
+    key0 = n_block * kBlockN;
+    keys = min(kBlockN, keys_total - key0);
+    if (!is_packed()) return true;
+    return keys > 0 && list_ascends();  // the longest sequence has more tiles than this one
+  }
+  // The list of a packed sequence is ascending unless other sequences wrote over it, which wrong cu_seqlens lead to. A
+  // tile then could wait for a turn of dq that a lower one, whose keys come later, never takes (see wait_for_turn): no
+  // tile from the first one out of order on may take part. Deterministic causal calls only; a few loads a lane.
+  __device__ __forceinline__ bool list_ascends() const {
+    if (!(T::kGathered && T::kGeneral) || p.dq_semaphore == nullptr || !p.is_causal) return true;
+    bool ascends = true;
+    for (int tile = lane; tile < n_block; tile += 32) {
+      ascends &= __ldg(list + tile * kBlockN) <= __ldg(list + (tile + 1) * kBlockN);
+    }
+    return __all_sync(0xffffffffu, ascends);
+  }
+
+  // All query heads of a launch have the list of the first.
+  __device__ __forceinline__ int list_head() const { return head_k * p.head_ratio + p.group_begin; }
+  __device__ __forceinline__ int64_t list_index() const { return Base::list_index(list_head()); }
+  // The position that entry `entry` of the tile names.
+  __device__ __forceinline__ int read_position(int entry) const {
+    return Base::key_limits().position(__ldg(list + key0 + entry));
+  }
+  // Interval lists: blockIdx.x -> (batch, kv head, row block, tile of its list). Nearly all lists fill their capacity.
+  __device__ __forceinline__ bool find_interval_tile() {
+    num_splits = 1;
+    WorkIndex work(slot);
+    n_block = work.take((p.keys.capacity + kBlockN - 1) / kBlockN);
+    row_block = p.row_block_begin + work.take(p.row_blocks);
+    head_k = work.take(p.nheads_k);
+    batch = work.rest;
+    const int64_t list_i = list_index() * p.keys.blocks + row_block;
+    list = p.keys.idx + list_i * p.keys.capacity;
+    key0 = n_block * kBlockN;
+    const int count = read_list_count(p.keys, list_i);
+    keys = min(kBlockN, count - key0);
+    keys_full = read_list_full(p.keys, list_i, count) - key0;
+    return keys > 0;
+  }
+
+  // Which rows: the (head, row block) pairs that see the tile, split evenly; whole heads when deterministic, so that
+  // the column sums of a head come from one block.
+  __device__ __forceinline__ void find_steps() {
+    m_end = m_blocks();
+    m_begin = 0;
+    if (has_intervals()) {
+      m_begin = row_block * p.keys.block_rows / kBlockM;
+      m_end = min(m_end, (row_block + 1) * p.keys.block_rows / kBlockM);
+    } else if (p.is_causal) {
+      const int first_position = T::kGathered ? read_position(0) : key0;
+      m_begin = min(max(0, first_position - causal_offset()) / kBlockM, m_end);
+    }
+    const int per_head = m_end - m_begin;
+    const int group = p.group_end - p.group_begin;
+    const int split = slot % num_splits;
+    int begin, end;
+    if (p.deterministic) {
+      begin = group * split / num_splits * per_head;
+      end = group * (split + 1) / num_splits * per_head;
+    } else {
+      begin = static_cast<int>(static_cast<int64_t>(group) * per_head * split / num_splits);
+      end = static_cast<int>(static_cast<int64_t>(group) * per_head * (split + 1) / num_splits);
+    }
+    first.left = end - begin;
+    const int g = per_head > 0 ? begin / per_head : 0;
+    first.head = head_k * p.head_ratio + p.group_begin + g;
+    const int done = begin - g * per_head;  // blocks of the first head that other splits have
+    first.m = m_end - 1 - done;
+    if constexpr (T::kGeneral && !T::kGathered) {
+      set_mask_tiles(first.head);
+    }
+    first = skip_empty(first);
+  }
+
+  __device__ __forceinline__ void set_mask_tiles(int head) {
+    if (p.mask.bits == nullptr) return;
+    const int word = is_packed() ? first_packed_block(first_row(), batch, kMaskWordRows) : 0;
+    const int64_t i = Base::mask_index(head) * p.mask.bands_k * p.mask.words_q + word;
+    tiles =
+        MaskTiles<kBlockN, kBlockM>(p.mask.any_cols + i, p.mask.all_cols + i, p.mask.words_q, p.mask.bands_k, n_block);
+  }
+
+  // Rows are taken from the last block down, so that when causal every block starts on rows that all keys see and a
+  // deterministic dq is passed from block to block without waiting. (Starting on different rows, so that the atomics on
+  // dq do not meet, was measured to gain nothing.)
+  __device__ __forceinline__ Step next(Step s) {
+    if (--s.left <= 0) return {0, 0, 0};
+    if (--s.m < m_begin) {
+      s.m = m_end - 1;
+      ++s.head;
+      if constexpr (T::kGeneral && !T::kGathered) set_mask_tiles(s.head);
+    }
+    return s;
+  }
+  // The first step from s on whose tile keeps anything. Skipped tiles still take their turn in a deterministic dq.
+  __device__ __forceinline__ Step skip_empty(Step s) {
+    if constexpr (T::kGeneral && !T::kGathered) {
+      if (p.mask.bits != nullptr) {
+        while (s.left > 0 && tiles.state(s.m) == TileState::kEmpty) {
+          if (p.dq_semaphore != nullptr) {  // general kernels only
+            wait_for_turn(s);
+            pass_turn(s);
+          }
+          s = next(s);
+        }
+      }
+    }
+    return s;
+  }
+
+  // --- deterministic dq ----------------------------------------------------------------------------------------------
+
+  __device__ __forceinline__ int32_t* semaphore(const Step& s) const { return p.dq_semaphore + dq_block(s); }
+  // Key tiles add to a row block in ascending order, each after as many turns as there are tiles before it. Blocks
+  // start in ascending order too, so the one that is waited for is running. All lower tiles of a sequence take a turn
+  // at every row block that this one visits: find_steps() begins no later for them.
+  __device__ __forceinline__ void wait_for_turn(const Step& s) const { wait_until(semaphore(s), n_block); }
+  __device__ __forceinline__ void pass_turn(const Step& s) const { increment(semaphore(s)); }
+
+  // --- deterministic dk, dv and dbias of interval lists --------------------------------------------------------------
+
+  // Lists of different row blocks hold the same keys: their sums are added in the order of the blocks' numbers.
+  __device__ __forceinline__ bool takes_turns_dkv() const { return T::kGeneral && p.dkv_semaphore != nullptr; }
+  __device__ __forceinline__ void wait_for_turn_dkv() const {
+    const int per_head = (p.keys.capacity + kBlockN - 1) / kBlockN * p.row_blocks;
+    // One launch per head of the group: the count goes on from the last launch.
+    const int launch = p.group_end - p.group_begin == 1 ? p.group_begin : 0;
+    wait_until(p.dkv_semaphore + slot / per_head, launch * per_head + slot % per_head);
+  }
+  __device__ __forceinline__ void pass_turn_dkv() const {
+    const int per_head = (p.keys.capacity + kBlockN - 1) / kBlockN * p.row_blocks;
+    increment(p.dkv_semaphore + slot / per_head);
+  }
+
+  static __device__ __forceinline__ void wait_until(const int32_t* counter, int value) {
+    if (threadIdx.x == 0) {
+      const volatile int32_t* turn = counter;
+      // Not "equal": where wrong cu_seqlens make sequences overlap, both raise the counter.
+      while (*turn < value) __nanosleep(64);
+      __threadfence();
+    }
+    __syncthreads();
+  }
+  static __device__ __forceinline__ void increment(int32_t* counter) {
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) atomicAdd(counter, 1);
+  }
+
+  // --- loads: bwd_loads.cuh -----------------------------------------------------------------------------------------
+
+  __device__ __forceinline__ const Element* head_ptr(const void* base, const Strides3& s, int head) const {
+    return Base::template head_ptr<Element>(base, s, head);
+  }
+  __device__ __forceinline__ void load_kv(uint32_t dst, const void* base, const Strides3& s, bool vec_given) const;
+  __device__ __forceinline__ void load_rows(uint32_t dst, const void* base, const Strides3& s, bool vec,
+                                            const Step& step) const;
+  __device__ __forceinline__ void load_q(const Step& s, int stage) const;
+  __device__ __forceinline__ void load_dout(const Step& s, int stage) const;
+  __device__ __forceinline__ void load_row_stats(const Step& s, int buf) const;
+  __device__ __forceinline__ void load_bias_and_mask(const Step& s) const;
+  __device__ __forceinline__ ShiftedTile<kBlockN> bias_tile(const Step& s) const {
+    return {static_cast<const uint16_t*>(p.bias.ptr) + Base::bias_base(s.head) +
+                static_cast<int64_t>(s.m) * kBlockM * p.bias.row_stride + key0,
+            p.bias.row_stride};
+  }
+  __device__ __forceinline__ bool bias_is_shifted() const;
+  __device__ __forceinline__ bool has_score_tiles() const;
+  __device__ __forceinline__ bool has_key_bias() const { return T::kGeneral && p.bias.kind == BiasKind::kKey; }
+  __device__ __forceinline__ float fetch_key_bias(const Step& s) const;
+  __device__ __forceinline__ int32_t* key_idx() const { return reinterpret_cast<int32_t*>(smem + T::kKeyIdx); }
+  __device__ __forceinline__ float* key_bias(int buf) const;
+
+  // --- the elementwise middle ----------------------------------------------------------------------------------------
+
+  // What rounding dropped from a row's lse. Below 2^14 that is less than 2^-11, no more than fp16 resolves; looking it
+  // up for every row cost 15% of the time.
+  __device__ __forceinline__ float rest(const Step& step, int row, float row_lse) const {
+    if (fabsf(row_lse) < 16384.f || p.lse_rest == nullptr) return 0.f;
+    return __ldg(p.lse_rest + row_stats(step) + row);
+  }
+  // s: raw products -> probabilities.
+  __device__ __forceinline__ void probabilities(Scores& s, const Step& step, int buf, const FragmentMap& map) {
+    ScoreInputs in;
+    in.key_idx = T::kGathered ? key_idx() : nullptr;
+    in.key_intervals = smem_base + T::kInterval;
+    in.key0 = key0;
+    in.keys = keys;
+    in.row0 = step.m * kBlockM;
+    in.rows = seqlen_q() - in.row0;
+    if constexpr (T::kGeneral) {
+      in.bias_tile = smem_base + T::kdS;
+      in.key_bias = key_bias(buf);
+      in.mask_words = reinterpret_cast<const uint32_t*>(smem + T::kMask);
+      scale_scores(s, p.softmax_scale, T::kFull ? p.softcap : 0.f);
+      if (bias_is_shifted()) {
+        add_shifted_bias<Element>(s, bias_tile(step), smem_base + T::kP, map);
+        __syncthreads();  // P and dS go where other threads' bias was
+      } else if (p.bias.kind != BiasKind::kNone) {
+        add_bias<Element, kBlockN, T::kGathered, T::kFull>(s, p.bias, Base::bias_base(step.head), in, map);
+      }
+      if constexpr (!T::kGathered) {
+        if (p.mask.bits != nullptr) apply_mask_words<kBlockN>(s, in, map);
+      }
+    }
+    if (has_intervals()) {
+      if (keys_full < kBlockN) apply_intervals(s, in, map, causal_offset());
+    } else {
+      const int last = T::kGathered ? in.key_idx[keys - 1] : key0 + kBlockN - 1;
+      if (keys < kBlockN || (p.is_causal && last > in.row0 + causal_offset())) {
+        apply_limits<T::kGathered>(s, in, map, p.is_causal, causal_offset());
+      }
+    }
+    const float* lse = reinterpret_cast<const float*>(smem + T::kLse) + buf * kBlockM;
+    const float scale_log2 = p.softmax_scale * kLog2e;
+#pragma unroll
+    for (int mt = 0; mt < T::MTs; ++mt)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float row_lse = lse[map.row(mt, 2 * half)];
+        const float row_lse_log2 = (T::kGeneral ? rest(step, map.row(mt, 2 * half), row_lse) : row_lse) * kLog2e;
+#pragma unroll
+        for (int nt = 0; nt < T::NTs; ++nt)
+#pragma unroll
+          for (int e = 2 * half; e < 2 * half + 2; ++e) {
+            s[mt][nt][e] = T::kGeneral ? exp2_approx(__fmaf_rn(s[mt][nt][e] - row_lse, kLog2e, -row_lse_log2))
+                                       : exp2_approx(__fmaf_rn(s[mt][nt][e], scale_log2, -row_lse_log2));
+          }
+      }
+  }
+
+  // dp = prob * (dp - delta); the plain kernel folds softmax_scale in, one FFMA for the FADD, so that neither dq nor
+  // dk has to be scaled. The general one cannot: dbias takes the unscaled value.
+  __device__ __forceinline__ void logit_gradients(Scores& dp, const Scores& prob, int buf,
+                                                  const FragmentMap& map) const {
+    const float* delta = reinterpret_cast<const float*>(smem + T::kDelta) + buf * kBlockM;
+#pragma unroll
+    for (int mt = 0; mt < T::MTs; ++mt)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float row_delta = delta[map.row(mt, 2 * half)] * (T::kGeneral ? 1.f : p.softmax_scale);
+#pragma unroll
+        for (int nt = 0; nt < T::NTs; ++nt)
+#pragma unroll
+          for (int e = 2 * half; e < 2 * half + 2; ++e) {
+            dp[mt][nt][e] = prob[mt][nt][e] * (T::kGeneral ? dp[mt][nt][e] - row_delta
+                                                           : __fmaf_rn(dp[mt][nt][e], p.softmax_scale, -row_delta));
+          }
+      }
+  }
+
+  // s = 1 - tanh^2 of the raw products: what softcap multiplies the gradient by.
+  __device__ __forceinline__ void softcap_gradient(Scores& s) const {
+    const float inner = p.softmax_scale / p.softcap;
+#pragma unroll
+    for (int mt = 0; mt < T::MTs; ++mt)
+#pragma unroll
+      for (int nt = 0; nt < T::NTs; ++nt)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const float t = tanh_fast(s[mt][nt][e] * inner);
+          s[mt][nt][e] = 1.f - t * t;
+        }
+  }
+
+  // --- dbias: bwd_dbias.cuh -----------------------------------------------------------------------------------------
+
+  __device__ __forceinline__ void add_column_sums(float (&sums)[T::NTs][2], const Scores& ds) const;
+  __device__ __forceinline__ void flush_column_sums(float (&sums)[T::NTs][2], int head, const FragmentMap& map) const;
+  __device__ __forceinline__ int64_t dbias_base(const Step& s) const;
+  __device__ __forceinline__ void store_dbias(const Scores& ds, const Step& s, const FragmentMap& map) const;
+  __device__ __forceinline__ bool dbias_from_smem() const;
+  __device__ __forceinline__ void copy_dbias(const Step& s) const;
+
+  // --- the loop: bwd_kernel.cuh -------------------------------------------------------------------------------------
+
+  __device__ __forceinline__ void add_dq(const float (&acc)[T::MTq][T::NTq][4], const Step& s) const;
+  __device__ __forceinline__ void run();
+  // This thread's key (threads below kBlockN); ends with a barrier.
+  __device__ __forceinline__ int load_key_idx() const;
+  __device__ __forceinline__ void load_interval(int idx) const;
+  __device__ __forceinline__ void prologue(const Step& s) const;
+  __device__ __forceinline__ void loop(float (&acc_dk)[T::MTkv][T::NTkv][4], float (&acc_dv)[T::MTkv][T::NTkv][4]);
+  __device__ __forceinline__ bool wants_dq() const { return !T::kGeneral || p.dq_accum != nullptr; }
+  __device__ __forceinline__ bool wants_dk() const;
+  __device__ __forceinline__ bool wants_dv() const;
+  __device__ __forceinline__ void middle(Scores& s, Scores& dp, const Step& step, int buf, const FragmentMap& map,
+                                         float (&column_sums)[T::NTs][2]);
+  __device__ __forceinline__ int map_row0() const { return (warp % T::kWarpsMSdP) * 16 * T::MTs; }
+  __device__ __forceinline__ int map_col0() const { return (warp / T::kWarpsMSdP) * 8 * T::NTs; }
+  __device__ __forceinline__ void take_dbias(const Scores& ds, const Step& step, const FragmentMap& map,
+                                             float (&column_sums)[T::NTs][2]) const;
+  static __device__ __forceinline__ void copy(Scores& dst, const Scores& src);
+  static __device__ __forceinline__ void multiply(Scores& dst, const Scores& factor);
+
+  // --- epilogue: bwd_epilogue.cuh -----------------------------------------------------------------------------------
+
+  using AccKV = float[T::MTkv][T::NTkv][4];
+  __device__ __forceinline__ void store_dkv(AccKV& acc_dk, AccKV& acc_dv) const;
+  __device__ __forceinline__ void store_one(const AccKV& acc, void* out, const Strides3& stride, bool vec, float* slots,
+                                            float* accum, uint32_t tile) const;
+  __device__ __forceinline__ float* fp32_row(int row, float* slots, float* accum) const;
+  __device__ __forceinline__ void add_fp32_rows(const AccKV& acc, int row0, int col0, float* slots, float* accum) const;
+  __device__ __forceinline__ void store_fp32_rows(const AccKV& acc, const FragmentMap& map, float* slots,
+                                                  float* accum) const;
+};
+
+}  // namespace dmattn

@@ -1,0 +1,76 @@
+// Launch plumbing shared by the forward and the backward units.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <atomic>
+#include <cstdint>
+#include <type_traits>
+
+#include "../../tiles.h"
+
+namespace dmattn {
+
+constexpr TileSet other_tiles(TileSet tiles) { return tiles == TileSet::kWide ? TileSet::kNarrow : TileSet::kWide; }
+
+// Tile sets that give a kernel its shape, as a bit set: kWide = 1, kNarrow = 2.
+constexpr int tile_set_bits(TileSet tiles, bool shared) { return shared ? 3 : tiles == TileSet::kWide ? 1 : 2; }
+
+// Whether the code for this compilation pass holds the kernel's body. The unit is compiled from compute_80 and, for
+// chips that need the narrow tiles, from compute_89; a shape that only the other tile set has would be dead weight in
+// the binary. Test builds (DMATTN_ALL_TILES) run all shapes on one chip.
+template <int kTileSetBits>
+constexpr bool is_compiled_here() {
+#if defined(__CUDA_ARCH__) && !defined(DMATTN_ALL_TILES)
+  return (kTileSetBits & (__CUDA_ARCH__ == 890 ? 2 : 1)) != 0;
+#else
+  return true;
+#endif
+}
+
+template <Level kLevel>
+using LevelConstant = std::integral_constant<Level, kLevel>;
+template <TileSet kTiles>
+using TileSetConstant = std::integral_constant<TileSet, kTiles>;
+
+// Calls f(level, tiles) with the choice as compile-time constants. Lists have no packed kernels of their own.
+template <bool kGathered, class F>
+cudaError_t with_kernel(const KernelChoice& choice, F&& f) {
+  const auto with_tiles = [&](auto level) {
+    return choice.tiles == TileSet::kNarrow ? f(level, TileSetConstant<TileSet::kNarrow>{})
+                                            : f(level, TileSetConstant<TileSet::kWide>{});
+  };
+  switch (choice.level) {
+    case Level::kPlain:
+      return with_tiles(LevelConstant<Level::kPlain>{});
+    case Level::kPacked:
+      if constexpr (!kGathered) return with_tiles(LevelConstant<Level::kPacked>{});
+      return cudaErrorInvalidValue;
+    case Level::kGeneral:
+      return with_tiles(LevelConstant<Level::kGeneral>{});
+    case Level::kFull:
+      return with_tiles(LevelConstant<Level::kFull>{});
+  }
+  return cudaErrorInvalidValue;
+}
+
+// Raises the kernel's shared-memory limit once per device (a call per launch would cost a microsecond), then launches.
+template <class Params>
+cudaError_t launch(void (*kernel)(Params), int64_t blocks, int threads, uint32_t smem_bytes, uint32_t smem_max,
+                   std::atomic<uint64_t>& devices_ready, const Params& params, cudaStream_t stream) {
+  if (blocks == 0) return cudaSuccess;
+  if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
+  int device = 0;
+  cudaError_t status = cudaGetDevice(&device);
+  if (status != cudaSuccess) return status;
+  const uint64_t bit = uint64_t{1} << (device & 63);
+  if (!(devices_ready.load(std::memory_order_acquire) & bit) || device > 63) {
+    status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(smem_max));
+    if (status != cudaSuccess) return status;
+    devices_ready.fetch_or(bit, std::memory_order_release);
+  }
+  kernel<<<static_cast<unsigned>(blocks), threads, smem_bytes, stream>>>(params);
+  return cudaGetLastError();
+}
+
+}  // namespace dmattn

@@ -1,0 +1,36 @@
+// What comes before and after the backward kernel. Each function enqueues on `stream`, allocates nothing and returns
+// the launch status.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "../helper_params.h"
+
+namespace dmattn {
+
+// delta = rowsum(out * dout) - dlse; lse copied with +inf for rows that keep nothing or lie past seqlen_q.
+cudaError_t bwd_preprocess(const BwdPreprocessParams& p, Dtype dtype, cudaStream_t stream);
+
+// Fills `schedule` (see BwdParams) for gathered lists: as many splits as keep tiles * splits <= max_work, at least 1,
+// at most max_splits, and only 1 when there are more than max_tiles tiles (accumulators).
+cudaError_t bwd_schedule(const KeyList& keys, int batch, int nheads_k, int head_ratio, int block_n, int max_work,
+                         int max_tiles, int max_splits, int32_t* schedule, cudaStream_t stream);
+
+// dq = dq_accum rounded (the kernel has applied softmax_scale).
+cudaError_t convert_dq(const ConvertDqParams& p, Dtype dtype, cudaStream_t stream);
+
+// dk, dv = sums over the splits of the slots that the backward kernel wrote (the kernel has applied softmax_scale to
+// dk). Tiled: p.num_splits; gathered: from p.schedule, rows scattered by p.keys. block_n, head_dim_tile: the kernel's.
+cudaError_t reduce_dkv(const BwdParams& p, Dtype dtype, int block_n, int head_dim_tile, cudaStream_t stream);
+// dk, dv = rounded p.dk_accum, p.dv_accum.
+cudaError_t convert_dkv(const BwdParams& p, Dtype dtype, cudaStream_t stream);
+
+// Key bias (out_rows == 1, out_cols == seqlen_k): dbias = src summed over what the bias was broadcast over. Fixed
+// order: bitwise repeatable.
+cudaError_t reduce_dbias_cols(const ReduceDbiasParams& p, cudaStream_t stream);
+// Row bias (out_cols == 1, out_rows == seqlen_q).
+cudaError_t reduce_dbias_rows(const ReduceDbiasParams& p, cudaStream_t stream);
+// dst[i] = src[i] rounded to dtype, n contiguous elements.
+cudaError_t convert_f32(const float* src, void* dst, Dtype dtype, int64_t n, cudaStream_t stream);
+
+}  // namespace dmattn

@@ -1,0 +1,84 @@
+// After the backward kernel: dq from its fp32 sums.
+#include "../attention/shared/seqlen.cuh"
+#include "../shared/helper.cuh"
+#include "backward.h"
+
+namespace dmattn {
+namespace {
+
+using namespace prep;
+
+// Columns added to a row of the tile in shared memory, so that the eight rows of a fragment fall on different banks.
+constexpr int kDqPad = 8;
+
+// Reads the tile as the backward kernel's threads wrote it (layout.threads threads, four registers of each m16n8
+// fragment at a time) and puts it, rounded, into a row-major tile.
+template <class Element>
+__device__ __forceinline__ void load_dq_fragments(const ConvertDqParams& p, int64_t tile, uint32_t* smem) {
+  const DqTileLayout& t = p.layout;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int warps_d = t.threads / 32 / t.warps_m;
+  const int m_tiles = t.block_m / (16 * t.warps_m), n_tiles = t.head_dim_tile / (8 * warps_d);
+  const int row0 = warp % t.warps_m * 16 * m_tiles + lane / 4;
+  const int col0 = warp / t.warps_m * 8 * n_tiles + 2 * (lane % 4);
+  const int pitch = (t.head_dim_tile + kDqPad) / 2;
+  const float* src = p.dq_accum + tile * t.block_m * t.head_dim_tile + threadIdx.x;
+  for (int mt = 0; mt < m_tiles; ++mt) {
+#pragma unroll 4
+    for (int nt = 0; nt < n_tiles; ++nt) {
+      const float* fragment = src + (mt * n_tiles + nt) * 4 * t.threads;
+      uint32_t* dst = smem + (row0 + 16 * mt) * pitch + (col0 + 8 * nt) / 2;
+      dst[0] = Half2<Element>::pack(__ldg(fragment), __ldg(fragment + t.threads));
+      dst[8 * pitch] = Half2<Element>::pack(__ldg(fragment + 2 * t.threads), __ldg(fragment + 3 * t.threads));
+    }
+  }
+}
+
+template <class Element>
+__global__ void __launch_bounds__(1024) convert_dq_kernel(const ConvertDqParams p) {
+  extern __shared__ __align__(16) uint32_t smem[];
+  const int block_m = p.layout.block_m;
+  const int64_t tile = blockIdx.x;
+  const int m_block = static_cast<int>(tile % p.dq_blocks);
+  const int h = static_cast<int>(tile / p.dq_blocks % p.nheads), b = static_cast<int>(tile / p.dq_blocks / p.nheads);
+  int64_t m0 = static_cast<int64_t>(m_block) * block_m;
+  int rows = static_cast<int>(min(static_cast<int64_t>(block_m), p.seqlen_q - m0));
+  if (p.packing.is_active()) {
+    const PackedRows own = find_packed_rows(p.packing, block_m, m_block);
+    m0 = own.first;
+    rows = min(block_m, own.rows);
+  }
+  if (rows <= 0) return;  // the last round may have fewer row blocks than dq_accum has room for
+  load_dq_fragments<Element>(p, tile, smem);
+  __syncthreads();
+
+  const int pitch = p.layout.head_dim_tile + kDqPad;
+  const uint16_t* tile_rows = reinterpret_cast<const uint16_t*>(smem);
+  uint16_t* dq = static_cast<uint16_t*>(p.dq) + row_offset(p.dq_stride, b, h, m0);
+  if (p.vec_dq) {
+    const int chunks = p.head_dim / 8;
+    for (int i = threadIdx.x; i < rows * chunks; i += blockDim.x) {
+      const int row = i / chunks, col = i % chunks * 8;
+      *reinterpret_cast<uint4*>(dq + row * p.dq_stride.row + col) =
+          *reinterpret_cast<const uint4*>(tile_rows + row * pitch + col);
+    }
+  } else {
+    for (int i = threadIdx.x; i < rows * p.head_dim; i += blockDim.x) {
+      const int row = i / p.head_dim, col = i % p.head_dim;
+      dq[row * p.dq_stride.row + col] = tile_rows[row * pitch + col];
+    }
+  }
+}
+
+}  // namespace
+
+cudaError_t convert_dq(const ConvertDqParams& p, Dtype dtype, cudaStream_t stream) {
+  const DqTileLayout& t = p.layout;
+  const int64_t blocks = static_cast<int64_t>(p.batch) * p.nheads * p.dq_blocks;
+  const size_t smem = static_cast<size_t>(t.block_m) * (t.head_dim_tile + kDqPad) * sizeof(uint16_t);
+  return with_half_type(dtype, [&](auto element) {
+    return launch(convert_dq_kernel<decltype(element)>, blocks, t.threads, smem, stream, p);
+  });
+}
+
+}  // namespace dmattn

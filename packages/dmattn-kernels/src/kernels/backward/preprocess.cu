@@ -1,0 +1,106 @@
+// Before the backward kernel: delta, and lse in the form that it reads.
+#include "../attention/shared/seqlen.cuh"
+#include "../attention/shared/work_index.cuh"
+#include "../shared/helper.cuh"
+#include "backward.h"
+
+namespace dmattn {
+namespace {
+
+using namespace prep;
+
+constexpr int kThreads = 256;
+constexpr int kRows = 64;  // rows of one (batch, head) a block
+
+// The rows of the tensors that kRows entries of the results from row0 on stand for: the others are padding.
+struct Rows {
+  int first, count;
+};
+__device__ __forceinline__ Rows find_rows(const BwdPreprocessParams& p, int row0) {
+  if (!p.packing.is_active()) return {row0, p.seqlen_q - row0};
+  const PackedRows found = find_packed_rows(p.packing, kRowPitch, row0 / kRowPitch);
+  const int skipped = row0 % kRowPitch;
+  return {found.first + skipped, found.rows - skipped};
+}
+
+// kLanes lanes hold a row, eight columns each. Heads are the fastest block index: in the usual (b, s, h, d) layout
+// the blocks in flight together then read one contiguous range.
+template <class Element, int kLanes, bool kVec>
+__global__ void __launch_bounds__(kThreads) preprocess_kernel(const BwdPreprocessParams p) {
+  constexpr int kRowsPerPass = kThreads / kLanes;
+  constexpr int kPasses = kRows / kRowsPerPass;
+  constexpr int kBatch = kPasses < 4 ? kPasses : 4;  // loads in flight: 2 * kBatch * 16 bytes a thread
+  __shared__ float dots[kRows];
+  const int tiles = ceil_div(p.seqlen_q_rounded, kRows);
+  WorkIndex work(blockIdx.x);
+  const int h = work.take(p.nheads);
+  const int row0 = work.take(tiles) * kRows;
+  const int b = work.rest;
+  const Rows own = find_rows(p, row0);
+  const int lane = threadIdx.x % kLanes, group = threadIdx.x / kLanes;
+  const uint16_t* out = static_cast<const uint16_t*>(p.out) + row_offset(p.out_stride, b, h, own.first) + lane * 8;
+  const uint16_t* dout = static_cast<const uint16_t*>(p.dout) + row_offset(p.dout_stride, b, h, own.first) + lane * 8;
+
+#pragma unroll
+  for (int pass0 = 0; pass0 < kPasses; pass0 += kBatch) {
+    uint4 x[kBatch], dx[kBatch];
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int row = (pass0 + i) * kRowsPerPass + group;
+      x[i] = dx[i] = make_uint4(0, 0, 0, 0);
+      if (row < own.count && lane * 8 < p.head_dim) {
+        x[i] = load_chunk(out + row * p.out_stride.row, kVec);
+        dx[i] = load_chunk(dout + row * p.dout_stride.row, kVec);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      float o[8], g[8], dot = 0.f;
+      unpack_chunk<Element>(x[i], o);
+      unpack_chunk<Element>(dx[i], g);
+#pragma unroll
+      for (int e = 0; e < 8; ++e) dot = fmaf(o[e], g[e], dot);
+      dot = lanes_sum<kLanes>(dot);
+      if (lane == 0) dots[(pass0 + i) * kRowsPerPass + group] = dot;
+    }
+  }
+  __syncthreads();
+  const int row = threadIdx.x;
+  if (row >= kRows || row0 + row >= p.seqlen_q_rounded) return;
+  float lse = -INFINITY;
+  if (row < own.count) lse = __ldg(p.lse + row_offset(p.lse_stride, b, h, own.first + row));
+  float delta = 0.f;
+  if (lse == -INFINITY) {  // keeps nothing: exp(score - inf) is 0
+    lse = INFINITY;
+  } else {
+    delta = dots[row];
+    if (p.dlse != nullptr) delta -= __ldg(p.dlse + row_offset(p.dlse_stride, b, h, own.first + row));
+  }
+  const int64_t dst = (static_cast<int64_t>(b) * p.nheads + h) * p.seqlen_q_rounded + row0 + row;
+  p.lse_rounded[dst] = lse;
+  if (p.lse_rest != nullptr) {
+    p.rest_rounded[dst] = row < own.count ? __ldg(p.lse_rest + row_offset(p.lse_stride, b, h, own.first + row)) : 0.f;
+  }
+  p.delta[dst] = delta;
+}
+
+template <class Element, int kLanes>
+cudaError_t launch_preprocess(const BwdPreprocessParams& p, cudaStream_t stream) {
+  const int64_t blocks = static_cast<int64_t>(p.batch) * p.nheads * ceil_div(p.seqlen_q_rounded, kRows);
+  const auto kernel =
+      p.vec_out && p.vec_dout ? preprocess_kernel<Element, kLanes, true> : preprocess_kernel<Element, kLanes, false>;
+  return launch(kernel, blocks, kThreads, 0, stream, p);
+}
+
+}  // namespace
+
+cudaError_t bwd_preprocess(const BwdPreprocessParams& p, Dtype dtype, cudaStream_t stream) {
+  return with_half_type(dtype, [&](auto element) {
+    using Element = decltype(element);
+    if (p.head_dim <= 64) return launch_preprocess<Element, 8>(p, stream);
+    if (p.head_dim <= 128) return launch_preprocess<Element, 16>(p, stream);
+    return launch_preprocess<Element, 32>(p, stream);
+  });
+}
+
+}  // namespace dmattn

@@ -1,0 +1,154 @@
+// After the backward kernel: dk and dv from sums over several blocks or launches.
+#include <algorithm>
+
+#include "../attention/shared/key_source.cuh"
+#include "../shared/helper.cuh"
+#include "../shared/row_chunks.cuh"
+#include "backward.h"
+
+namespace dmattn {
+namespace {
+
+using namespace prep;
+
+constexpr int kThreads = kRowChunkThreads;
+
+// dk or dv, 16-bit (batch, seqlen_k, nheads_k, head_dim), and the fp32 it is made of.
+struct GradOut {
+  const float* src;
+  uint16_t* dst;
+  Strides3 stride;
+  bool vec;
+};
+struct GradPair {
+  GradOut grad[2];
+};
+
+// Those of dk and dv that are asked for, from these sources; returns how many.
+int grad_outs(const BwdParams& p, const float* dk_src, const float* dv_src, GradPair& outs) {
+  int n = 0;
+  if (p.dk != nullptr) outs.grad[n++] = {dk_src, static_cast<uint16_t*>(p.dk), p.dk_stride, p.vec_dk};
+  if (p.dv != nullptr) outs.grad[n++] = {dv_src, static_cast<uint16_t*>(p.dv), p.dv_stride, p.vec_dv};
+  return n;
+}
+
+// --- sums over splits ----------------------------------------------------------------------------------------------
+
+struct ReduceDkvParams {
+  GradPair outs;
+  KeyList keys;
+  const int32_t* schedule;  // nullptr: tiled
+  bool is_summed;           // one slot a tile; otherwise one for each of its splits
+  int32_t num_outs, num_splits, batch, nheads_k, head_ratio, seqlen_k, head_dim, block_n, head_dim_tile;
+};
+
+// Where the rows of a tile of keys go.
+struct DkvTile {
+  int b, hk, pos0, count;  // count: positions of the whole list (tiled: keys)
+  const int32_t* idx;      // position -> key; nullptr: the same
+};
+
+__device__ __forceinline__ DkvTile find_tile(const ReduceDkvParams& p, int tile) {
+  if (p.schedule == nullptr) {
+    const int n_blocks = ceil_div(p.seqlen_k, p.block_n);
+    const int list = tile / n_blocks;
+    return {list / p.nheads_k, list % p.nheads_k, tile % n_blocks * p.block_n, p.seqlen_k, nullptr};
+  }
+  // The last list whose first tile is not past this one; lists without tiles share their successor's first.
+  const int32_t* first_tile = p.schedule + 2;
+  int low = 0, high = p.batch * p.nheads_k;
+  while (high - low > 1) {
+    const int mid = low + (high - low) / 2;
+    (__ldg(first_tile + mid) <= tile ? low : high) = mid;
+  }
+  const int b = low / p.nheads_k, hk = low % p.nheads_k;
+  const int64_t list =
+      static_cast<int64_t>(p.keys.batch == 1 ? 0 : b) * p.keys.heads + hk * p.head_ratio / p.keys.head_ratio;
+  return {b, hk, (tile - __ldg(first_tile + low)) * p.block_n, read_list_count(p.keys, list),
+          p.keys.idx + list * p.keys.capacity};
+}
+
+// Eight columns a thread; a block takes kThreads of a tile's chunks at a time, blocks stride over all of them (the
+// number of gathered tiles is known on the device only).
+template <class Element>
+__global__ void __launch_bounds__(kThreads)
+    reduce_dkv_kernel(const __grid_constant__ ReduceDkvParams p, int64_t work_items) {
+  const int chunks_per_row = p.head_dim_tile / 8;
+  const int parts = ceil_div(p.block_n * chunks_per_row, kThreads);
+  int num_splits = p.num_splits;
+  if (p.schedule != nullptr) {
+    num_splits = __ldg(p.schedule);
+    if (num_splits == 1) return;  // the attention kernel has written dk and dv
+    work_items = static_cast<int64_t>(__ldg(p.schedule + 1)) * p.num_outs * parts;
+  }
+  if (p.is_summed) num_splits = 1;
+  const int64_t slot_size = static_cast<int64_t>(p.block_n) * p.head_dim_tile;
+  for (int64_t item = blockIdx.x; item < work_items; item += gridDim.x) {
+    const int tile = static_cast<int>(item / parts / p.num_outs);
+    const GradOut& out = p.outs.grad[item / parts % p.num_outs];
+    const int chunk = static_cast<int>(item % parts) * kThreads + threadIdx.x;
+    const int row = chunk / chunks_per_row, col = chunk % chunks_per_row * 8;
+    if (row >= p.block_n || col >= p.head_dim) continue;
+    const DkvTile t = find_tile(p, tile);
+    if (t.pos0 + row >= t.count) continue;
+    const float* src = out.src + static_cast<int64_t>(tile) * num_splits * slot_size + row * p.head_dim_tile + col;
+    float acc[8] = {};
+#pragma unroll 4
+    for (int split = 0; split < num_splits; ++split) accumulate8(acc, src + split * slot_size, 1.f);
+    const KeyLimits limits = {0, p.seqlen_k - 1};
+    const int key = t.idx == nullptr ? t.pos0 + row : limits.position(__ldg(t.idx + t.pos0 + row));
+    store_chunk(out.dst + row_offset(out.stride, t.b, t.hk, key) + col, pack_chunk<Element>(acc), out.vec);
+  }
+}
+
+// --- sums of several launches --------------------------------------------------------------------------------------
+
+template <class Element>
+__global__ void __launch_bounds__(kThreads)
+    convert_dkv_kernel(const __grid_constant__ GradPair outs, int num_outs, int nheads_k, int seqlen_k, int head_dim) {
+  const GradOut& out = outs.grad[blockIdx.x % num_outs];
+  for_each_chunk(blockIdx.x / num_outs, nheads_k, seqlen_k, head_dim, [&](int b, int hk, int row, int col) {
+    const int64_t src = ((static_cast<int64_t>(b) * nheads_k + hk) * seqlen_k + row) * head_dim + col;
+    float acc[8] = {};
+    accumulate8(acc, out.src + src, 1.f);
+    store_chunk(out.dst + row_offset(out.stride, b, hk, row) + col, pack_chunk<Element>(acc), out.vec);
+  });
+}
+
+}  // namespace
+
+cudaError_t reduce_dkv(const BwdParams& p, Dtype dtype, int block_n, int head_dim_tile, cudaStream_t stream) {
+  ReduceDkvParams r = {};
+  r.num_outs = grad_outs(p, p.dk_slots, p.dv_slots, r.outs);
+  r.keys = p.keys;
+  r.schedule = p.schedule;
+  r.num_splits = p.num_splits;
+  r.is_summed = !p.deterministic;
+  r.batch = p.batch;
+  r.nheads_k = p.nheads_k;
+  r.head_ratio = p.head_ratio;
+  r.seqlen_k = p.seqlen_k;
+  r.head_dim = p.head_dim;
+  r.block_n = block_n;
+  r.head_dim_tile = head_dim_tile;
+  const int64_t tiles = static_cast<int64_t>(p.batch) * p.nheads_k * ceil_div(p.seqlen_k, block_n);
+  const int64_t items = tiles * r.num_outs * ceil_div(block_n * head_dim_tile / 8, kThreads);
+  // Gathered tiles are usually far fewer than `tiles`: no more blocks than a few waves, which stride.
+  const int64_t blocks = p.schedule != nullptr ? std::min<int64_t>(items, 2048) : std::min<int64_t>(items, INT32_MAX);
+  return with_half_type(dtype, [&](auto element) {
+    return launch(reduce_dkv_kernel<decltype(element)>, blocks, kThreads, 0, stream, r, items);
+  });
+}
+
+cudaError_t convert_dkv(const BwdParams& p, Dtype dtype, cudaStream_t stream) {
+  GradPair outs = {};
+  const int num_outs = grad_outs(p, p.dk_accum, p.dv_accum, outs);
+  const int32_t batch = p.packing.slabs(p.batch), seqlen_k = p.packing.rows_k(p.seqlen_k);
+  const int64_t blocks = row_tiles(batch, p.nheads_k, seqlen_k) * num_outs;
+  return with_half_type(dtype, [&](auto element) {
+    return launch(convert_dkv_kernel<decltype(element)>, blocks, kThreads, 0, stream, outs, num_outs, p.nheads_k,
+                  seqlen_k, p.head_dim);
+  });
+}
+
+}  // namespace dmattn

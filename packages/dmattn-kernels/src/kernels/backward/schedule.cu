@@ -1,0 +1,47 @@
+// Before the backward kernel over lists of keys: which tiles there are, and into how many parts they are split.
+#include "../attention/shared/key_source.cuh"
+#include "../shared/helper.cuh"
+#include "backward.h"
+
+namespace dmattn {
+namespace {
+
+using namespace prep;
+
+constexpr int kScheduleThreads = 1024;
+
+__global__ void __launch_bounds__(kScheduleThreads)
+    schedule_kernel(const KeyList keys, int lists, int nheads_k, int head_ratio, int block_n, int max_work,
+                    int max_tiles, int max_splits, int32_t* schedule) {
+  __shared__ int warp_sums[32];
+  int tiles = 0;
+  for (int list0 = 0; list0 < lists; list0 += kScheduleThreads) {
+    const int list = list0 + threadIdx.x;
+    int list_tiles = 0;
+    if (list < lists) {
+      const int b = keys.batch == 1 ? 0 : list / nheads_k;
+      const int head = list % nheads_k * head_ratio / keys.head_ratio;
+      list_tiles = ceil_div(read_list_count(keys, static_cast<int64_t>(b) * keys.heads + head), block_n);
+    }
+    int pass_tiles;
+    const int before = block_exclusive_scan<kScheduleThreads>(list_tiles, warp_sums, pass_tiles);
+    if (list < lists) schedule[2 + list] = tiles + before;
+    tiles += pass_tiles;
+    __syncthreads();
+  }
+  if (threadIdx.x == 0) {
+    schedule[0] = tiles == 0 || tiles > max_tiles ? 1 : max(1, min(max_work / tiles, max_splits));
+    schedule[1] = tiles;
+    schedule[2 + lists] = tiles;
+  }
+}
+
+}  // namespace
+
+cudaError_t bwd_schedule(const KeyList& keys, int batch, int nheads_k, int head_ratio, int block_n, int max_work,
+                         int max_tiles, int max_splits, int32_t* schedule, cudaStream_t stream) {
+  return launch(schedule_kernel, 1, kScheduleThreads, 0, stream, keys, batch * nheads_k, nheads_k, head_ratio, block_n,
+                max_work, max_tiles, max_splits, schedule);
+}
+
+}  // namespace dmattn

@@ -1,0 +1,141 @@
+// Tokens put into a cache: find the entry that makes room, write it; and what a step of decoding leaves to do.
+#include "../forward/combine.cuh"
+#include "cache.h"
+#include "entry.cuh"
+
+namespace dmattn {
+namespace {
+
+using namespace prep;
+
+constexpr int kThreads = 256;
+
+// The 16 bits or 32 of a score, and its value.
+template <class Score>
+__device__ __forceinline__ Score read_new_score(const CacheAppendParams& p, int b, int h, int t) {
+  return static_cast<const Score*>(
+      p.score_new)[b * p.score_batch_stride + h * p.score_head_stride + t * p.score_token_stride];
+}
+// A score that no query attends to is stored as -inf.
+template <class Score>
+__device__ __forceinline__ Score cleaned(Score score) {
+  return static_cast<float>(score) > -INFINITY ? score : static_cast<Score>(-INFINITY);
+}
+
+__device__ __forceinline__ bool is_active(const CacheAppendParams& p, int b, int t) {
+  return p.active == nullptr || p.active[b * p.active_batch_stride + t * p.active_token_stride] != 0;
+}
+
+__device__ __forceinline__ void copy_row(void* dst, const void* src, int head_dim) {
+  for (int i = threadIdx.x; i < head_dim; i += blockDim.x) {
+    static_cast<uint16_t*>(dst)[i] = static_cast<const uint16_t*>(src)[i];
+  }
+}
+
+// By all threads of a block.
+template <class Score>
+__device__ __forceinline__ void write_entry(const CacheAppendParams& p, int b, int h, int t, int slot, int position) {
+  const uint16_t* k = static_cast<const uint16_t*>(p.k_new) + row_offset(p.k_new_stride, b, h, t);
+  const uint16_t* v = static_cast<const uint16_t*>(p.v_new) + row_offset(p.v_new_stride, b, h, t);
+  copy_row(static_cast<uint16_t*>(p.k_cache) + row_offset(p.k_stride, b, h, slot), k, p.head_dim);
+  copy_row(static_cast<uint16_t*>(p.v_cache) + row_offset(p.v_stride, b, h, slot), v, p.head_dim);
+  if (threadIdx.x == 0) {
+    const int64_t entry = (static_cast<int64_t>(b) * p.nheads_k + h) * p.capacity + slot;
+    static_cast<Score*>(p.score)[entry] = cleaned(read_new_score<Score>(p, b, h, t));
+    p.position[entry] = position;
+  }
+}
+
+// One block per (batch, kv head); the tokens follow one another, as each may push out the one before.
+template <class Score>
+__global__ void __launch_bounds__(kThreads) append_kernel(const CacheAppendParams p) {
+  __shared__ CacheEntry warp_low[kThreads / 32];
+  const int h = blockIdx.x % p.nheads_k, b = blockIdx.x / p.nheads_k;
+  const int64_t entries = static_cast<int64_t>(blockIdx.x) * p.capacity;
+  int position = next_cache_position(p.seen[b], p.tokens);
+  for (int t = 0; t < p.tokens; ++t) {
+    if (!is_active(p, b, t)) continue;  // the same for the whole block
+    int slot = position;
+    bool taken = position < p.capacity;
+    if (p.evict) {
+      const float score = static_cast<float>(read_new_score<Score>(p, b, h, t));
+      const auto score_at = [&](int i) { return static_cast<float>(static_cast<const Score*>(p.score)[entries + i]); };
+      LowestEntry<kThreads> search;
+      search.load(score_at, p.position + entries, p.capacity);
+      const CacheEntry low = search.find(score_at, p.position + entries, p.capacity, warp_low);
+      taken = score > -INFINITY && score >= low.score && low.slot < p.capacity;
+      slot = low.slot;
+    }
+    if (taken) write_entry<Score>(p, b, h, t, slot, position);
+    if (p.evict || taken) ++position;
+    __syncthreads();  // the next token sees this one; warp_low may be overwritten
+  }
+}
+
+// After all blocks of append_kernel have read it.
+__global__ void advance_kernel(const CacheAppendParams p) {
+  const int b = blockIdx.x * blockDim.x + threadIdx.x;
+  if (b >= p.batch) return;
+  int position = next_cache_position(p.seen[b], p.tokens);
+  for (int t = 0; t < p.tokens; ++t) {
+    if (is_active(p, b, t) && (p.evict || position < p.capacity)) ++position;
+  }
+  p.seen[b] = position;
+}
+
+// The first blocks combine the splits of the token's attention; then one block per (batch, kv head) puts it in.
+template <class Element, class Score, int kLanes>
+__global__ void __launch_bounds__(kCombineThreads)
+    commit_kernel(const CacheAppendParams p, const FwdParams attention, const int32_t* place, int t, CombineGrid grid) {
+  if (blockIdx.x < grid.blocks) {
+    combine_rows<Element, kLanes>(attention, grid.parts, blockIdx.x);
+    return;
+  }
+  const int i = blockIdx.x - static_cast<int>(grid.blocks);
+  const int h = i % p.nheads_k, b = i / p.nheads_k;
+  const int slot = place[2 * i], position = place[2 * i + 1];
+  if (h == 0 && threadIdx.x == 0 && position >= 0) p.seen[b] = position + 1;
+  if (slot >= 0) write_entry<Score>(p, b, h, t, slot, position);
+}
+
+template <class Score>
+cudaError_t launch_append(const CacheAppendParams& p, cudaStream_t stream) {
+  const int64_t blocks = p.tokens > 0 ? static_cast<int64_t>(p.batch) * p.nheads_k : 0;
+  const cudaError_t status = launch(append_kernel<Score>, blocks, kThreads, 0, stream, p);
+  if (status != cudaSuccess || p.tokens == 0) return status;
+  return launch(advance_kernel, ceil_div<int64_t>(p.batch, 128), 128, 0, stream, p);
+}
+
+// Calls f(Score{}) for the type of the scores.
+template <class F>
+cudaError_t with_score_type(Dtype dtype, F&& f) {
+  return dtype == Dtype::kFloat32 ? f(float{}) : with_half_type(dtype, f);
+}
+
+template <class Element, class Score>
+cudaError_t launch_commit(const CacheAppendParams& p, int32_t t, const DecodeParams& decode, cudaStream_t stream) {
+  return with_combine_lanes(p.head_dim, [&](auto lanes) {
+    const CombineGrid grid = combine_grid<lanes>(decode);
+    const int64_t blocks = grid.blocks + static_cast<int64_t>(p.batch) * p.nheads_k;
+    return launch(commit_kernel<Element, Score, lanes>, blocks, kCombineThreads, 0, stream, p,
+                  static_cast<const FwdParams&>(decode), decode.token.place, t, grid);
+  });
+}
+
+}  // namespace
+
+cudaError_t cache_append(const CacheAppendParams& p, cudaStream_t stream) {
+  return with_score_type(p.score_dtype, [&](auto score) { return launch_append<decltype(score)>(p, stream); });
+}
+
+cudaError_t cache_commit(const CacheAppendParams& p, int32_t t, const DecodeParams& decode, Dtype dtype,
+                         cudaStream_t stream) {
+  return with_half_type(dtype, [&](auto element) {
+    using Element = decltype(element);
+    // Scores are fp32 or of the dtype of the keys.
+    return p.score_dtype == Dtype::kFloat32 ? launch_commit<Element, float>(p, t, decode, stream)
+                                            : launch_commit<Element, Element>(p, t, decode, stream);
+  });
+}
+
+}  // namespace dmattn

@@ -1,0 +1,82 @@
+// What the host hands to the kernels that run before, after and beside attention. Plain structs as in params.h.
+#pragma once
+
+#include "params.h"
+
+namespace dmattn {
+
+// --- backward ------------------------------------------------------------------------------------------------------
+
+struct BwdPreprocessParams {
+  const void* out = nullptr;
+  const void* dout = nullptr;
+  Strides3 out_stride, dout_stride;
+  const float* lse = nullptr;  // [batch, nheads, seqlen_q], strides below
+  Strides3 lse_stride;
+  const float* dlse = nullptr;  // nullptr: none
+  Strides3 dlse_stride;
+  const float* lse_rest = nullptr;  // optional, strides of lse
+  float* lse_rounded = nullptr;     // [batch][nheads][seqlen_q_rounded]
+  float* rest_rounded = nullptr;    // likewise; written when lse_rest is given
+  float* delta = nullptr;           // [batch][nheads][seqlen_q_rounded]
+  int32_t batch = 0, seqlen_q = 0, seqlen_q_rounded = 0, nheads = 0, head_dim = 0;
+  bool vec_out = true, vec_dout = true;  // rows start on 16 bytes
+  Packing packing;                       // results as in BwdParams
+};
+
+// The accumulator layout of the backward kernel's dq tiles, so that the conversion reads what the kernel wrote.
+struct DqTileLayout {
+  int32_t block_m = 64;
+  int32_t head_dim_tile = 128;
+  int32_t threads = 256;
+  int32_t warps_m = 2;  // warps along the rows of the tile; the others along head_dim
+};
+struct ConvertDqParams {
+  const float* dq_accum = nullptr;
+  void* dq = nullptr;
+  Strides3 dq_stride;
+  int32_t batch = 0, seqlen_q = 0, nheads = 0, head_dim = 0;
+  int32_t dq_blocks = 0;  // row blocks a head in dq_accum
+  bool vec_dq = true;
+  DqTileLayout layout;
+  Packing packing;
+};
+
+struct ReduceDbiasParams {
+  // Source: fp32 [batch][nheads][rows][cols] contiguous, rows == 1 (column sums) ...
+  const float* src = nullptr;
+  int32_t batch = 0, nheads = 0, seqlen_q = 0, seqlen_k = 0;
+  // ... or, for a bias that is constant along the keys, dlse: sum_j dscores_ij = dlse_i for every row that keeps a
+  // key, 0 for the others (softmax does not change when a constant is added to a row).
+  const float* dlse = nullptr;  // nullptr: all zeros
+  Strides3 dlse_stride;
+  const float* lse_rounded = nullptr;  // [batch][nheads][seqlen_q_rounded]: +inf marks rows without keys
+  int32_t seqlen_q_rounded = 0;
+  // Destination: contiguous [out_batch][out_heads][out_rows][out_cols], each 1 or the full extent.
+  void* dbias = nullptr;
+  Dtype dtype = Dtype::kNone;
+  int32_t out_batch = 1, out_heads = 1, out_rows = 1, out_cols = 1;
+};
+
+// --- cache of keys --------------------------------------------------------------------------------------------------
+
+struct CacheAppendParams {
+  const void* k_new = nullptr;  // [batch][tokens][nheads_k][head_dim], 16-bit
+  const void* v_new = nullptr;
+  Strides3 k_new_stride, v_new_stride;
+  const void* score_new = nullptr;  // [batch][nheads_k][tokens]
+  int64_t score_batch_stride = 0, score_head_stride = 0, score_token_stride = 1;
+  const uint8_t* active = nullptr;  // [batch][tokens], 0: the token is skipped; nullptr: all are put in
+  int64_t active_batch_stride = 0, active_token_stride = 0;
+  void* k_cache = nullptr;  // [batch][capacity][nheads_k][head_dim]
+  void* v_cache = nullptr;
+  Strides3 k_stride, v_stride;
+  void* score = nullptr;        // [batch][nheads_k][capacity]; -inf: empty
+  int32_t* position = nullptr;  // [batch][nheads_k][capacity]; -1: empty
+  int32_t* seen = nullptr;      // [batch]: tokens so far, the position of the next one
+  Dtype score_dtype = Dtype::kFloat32;
+  bool evict = true;
+  int32_t batch = 0, tokens = 0, nheads_k = 0, head_dim = 0, capacity = 0;
+};
+
+}  // namespace dmattn

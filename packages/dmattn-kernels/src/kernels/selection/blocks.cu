@@ -1,0 +1,273 @@
+// Selection by one thread block each: running top-w, block of query rows by block, where each finds the best keys in
+// front of it by itself and follows the few that can change while its rows go by; for long sequences the sets from
+// which that search starts; and single lists.
+#include "compact.cuh"
+
+namespace dmattn {
+namespace prep {
+namespace {
+
+__device__ __forceinline__ int64_t set_index(const SelectPlan& p, int row, int set, int buffer) {
+  return (static_cast<int64_t>(buffer) * p.rows + row) * p.sets + set;
+}
+
+// --- sets ----------------------------------------------------------------------------------------------------------
+
+constexpr int kSetThreads = 512;
+
+__device__ __forceinline__ int set_position(const SelectPlan& p, int set) {
+  return p.set_origin + (set + p.first_set) * p.super_keys;
+}
+
+// What set i is made from, and its index in the arrays; none when this launch leaves it alone.
+// step < 0: the keys of the piece that ends at its position. step >= 0, for the sets whose bit `step` is 1: itself and
+// the last set before the enclosing group of 2^step sets, which already holds everything before it. That one has bit
+// `step` 0, so that no set is both read by others and replaced in one launch. It counts only if this set's document
+// starts before its position: then it is of the same document.
+__device__ __forceinline__ bool set_candidates(const SelectPlan& p, int row, int set, int step, Candidates& c,
+                                               int64_t& dst) {
+  c = Candidates{};
+  if (step < 0) {
+    if (set + p.first_set == 0) return false;  // what lies before set_origin is found by the grid
+    const int position = set_position(p, set);
+    const int first = max(position - p.super_keys, document_of(p, position).x);
+    c.set_range(p.ord + row * p.ord_pitch, first, position);
+    dst = set_index(p, row, set, 0);
+    return true;
+  }
+  if ((set >> step & 1) == 0) return false;
+  const int other = (set >> step << step) - 1;
+  const int merges = __popc(set & ((1 << step) - 1));
+  const int64_t a = set_index(p, row, other, step & 1), b = set_index(p, row, set, merges & 1);
+  if (document_of(p, set_position(p, set)).x < set_position(p, other)) {
+    c.first_ord = p.set_ord + a * p.set_capacity;
+    c.first_key = p.set_key + a * p.set_capacity;
+    c.first_count = p.set_count[a];
+  }
+  c.second_ord = p.set_ord + b * p.set_capacity;
+  c.second_key = p.set_key + b * p.set_capacity;
+  c.second_count = p.set_count[b];
+  dst = set_index(p, row, set, (merges + 1) & 1);
+  return true;
+}
+
+__global__ void __launch_bounds__(kSetThreads) set_kernel(const SelectPlan p, int step) {
+  __shared__ SelectSmem s;
+  __shared__ int64_t dst;  // set to take; -1: none
+  if (threadIdx.x == 0) {
+    int64_t to;
+    dst = set_candidates(p, blockIdx.x / p.sets, blockIdx.x % p.sets, step, s.candidates, to) ? to : -1;
+  }
+  __syncthreads();
+  if (dst < 0) return;
+  select<kSetThreads>(s, p.digits, p.window, 0);
+  uint32_t* ord = p.set_ord + dst * p.set_capacity;
+  int32_t* key = p.set_key + dst * p.set_capacity;
+  compact<kSetThreads>(s, false, [&](int item, uint32_t x, bool, bool, int rank, int) {
+    ord[rank] = x;
+    key[rank] = s.candidates.key(item);
+  });
+  const int count = s.selected.kept;
+  if (threadIdx.x < round_up(count, 4) - count) ord[count + threadIdx.x] = 0;
+  if (threadIdx.x == 0) p.set_count[dst] = count;
+}
+
+// --- blocks --------------------------------------------------------------------------------------------------------
+
+constexpr int kBlockThreads = 2 * kSelectBlockRows;
+
+// Greater = better. A key of a later document is better than all earlier ones, which are out of sight with its row;
+// then the score decides, then the place among the keys that can change. `start`: the row of the block at which the
+// key's document starts, 0 for the document of the first row.
+using Rank = uint64_t;
+__device__ __forceinline__ Rank make_rank(int start, uint32_t ord, int place) {
+  static_assert(2 * kSelectBlockRows <= 256, "a place takes 8 bits");
+  return static_cast<Rank>(start) << 40 | static_cast<Rank>(ord) << 8 | static_cast<uint32_t>(place);
+}
+
+// What can change inside the block.
+struct ActiveKeys {
+  alignas(16) Rank leaving[kSelectBlockRows];  // the worst of the kept keys, in key order
+  alignas(16) Rank joining[kSelectBlockRows];  // those of the block's own keys that may be kept, in key order
+  int32_t leaving_key[kSelectBlockRows];
+  int32_t joining_row[kSelectBlockRows];  // their rows, counted from the block's first
+  int32_t warp_joining[kSelectBlockRows / 32];
+};
+
+// The first row of the block at which `window` keys are better than `rank`, `rows` when there is none. (When they are
+// there from the start, the row of the first joining key.) `core` better keys are there in any case: at most `window` -
+// `rows`, so that for a key of a later document, which they are not better than, they decide nothing. Keys of documents
+// later than that of `rank` count at rows where it is out of sight.
+__device__ __forceinline__ int first_row_out(const ActiveKeys& active, Rank rank, int core, int leaving, int joining,
+                                             int window, int rows) {
+  int better = core;
+#pragma unroll 8
+  for (int i = 0; i < leaving; ++i) better += active.leaving[i] > rank;
+  int survived = 0;
+#pragma unroll 8
+  for (int i = 0; i < joining; ++i) {
+    better += active.joining[i] > rank;
+    survived += better < window;
+  }
+  return survived < joining ? active.joining_row[survived] : rows;
+}
+
+// What a block reads, of the document that starts at `start`: the last set before its first row, and the keys from
+// there on.
+__device__ __forceinline__ Candidates block_candidates(const SelectPlan& p, int row, int row0, int start) {
+  Candidates c{};
+  const int super = (row0 - p.set_origin) / p.super_keys;
+  const int position = p.set_origin + super * p.super_keys;
+  if (super >= p.first_set && start < position) {
+    const int set = super - p.first_set;
+    const int64_t i = set_index(p, row, set, __popc(set) & 1);
+    c.first_ord = p.set_ord + i * p.set_capacity;
+    c.first_key = p.set_key + i * p.set_capacity;
+    c.first_count = __ldg(p.set_count + i);
+  }
+  c.set_range(p.ord + row * p.ord_pitch, max(position, start), row0);
+  return c;
+}
+
+__global__ void __launch_bounds__(kBlockThreads, 3) block_kernel(const SelectPlan p, const KeyList keys) {
+  __shared__ SelectSmem s;
+  __shared__ ActiveKeys active;
+  const int tid = threadIdx.x;
+  // Blocks with most keys before them first.
+  const int row = blockIdx.x % p.rows, block = keys.blocks - 1 - blockIdx.x / p.rows;
+  const int row0 = p.offset + block * kSelectBlockRows;
+  const int rows = min(kSelectBlockRows, p.seqlen_k - row0);
+
+  const int2 document = document_of(p, row0);
+  const int document_rows = min(document.y - row0, rows);  // of the document of the first row
+
+  if (tid == 0) s.candidates = block_candidates(p, row, row0, document.x);
+  select<kBlockThreads>(s, p.digits, p.window, rows);
+  const Candidates& c = s.candidates;
+  const Selected& sel = s.selected;
+  const int64_t list = static_cast<int64_t>(row) * keys.blocks + block;
+  int32_t* idx = const_cast<int32_t*>(keys.idx) + list * keys.capacity;
+  int32_t* end = nullptr;
+  if (keys.end != nullptr) end = const_cast<int32_t*>(keys.end) + static_cast<int64_t>(row) * p.seqlen_k;
+
+  // Keys that are gone before the first row have no block that sees them leave.
+  const bool visit_all = block == 0 && end != nullptr;
+  compact<kBlockThreads>(s, visit_all,
+                         [&](int item, uint32_t x, bool in_core, bool in_kept, int core_rank, int rest_rank) {
+                           if (in_core) {
+                             idx[core_rank] = c.key(item);
+                           } else if (in_kept) {
+                             active.leaving[rest_rank] = make_rank(0, x, rest_rank);
+                             active.leaving_key[rest_rank] = c.key(item);
+                           } else if (c.exists(item)) {
+                             end[c.key(item)] = c.key(item);
+                           }
+                         });
+
+  // The upper half of the threads stand for the block's own keys. One that is worse than all kept keys of its document
+  // changes nothing.
+  const bool is_new = tid >= kSelectBlockRows;
+  const int i = tid % kSelectBlockRows;
+  const uint32_t new_ord = is_new && i < rows ? __ldg(p.ord + row * p.ord_pitch + row0 + i) : 0u;
+  int start = 0, stop = document_rows;  // rows of the block at which the key's document starts and stops
+  if (p.document != nullptr && is_new && i < rows) {
+    const int2 own = document_of(p, row0 + i);
+    start = max(own.x - row0, 0);
+    stop = min(own.y - row0, rows);
+  }
+  const bool joins = new_ord > sel.kept_cut.value || (new_ord == sel.kept_cut.value && sel.kept_cut.skip != INT_MAX) ||
+                     (start > 0 && new_ord != 0);
+  const uint32_t joins_warp = __ballot_sync(kFullWarp, joins);
+  if (is_new && i % 32 == 0) active.warp_joining[i / 32] = __popc(joins_warp);
+  __syncthreads();
+  int joining = 0;
+#pragma unroll
+  for (int w = 0; w < kSelectBlockRows / 32; ++w) {
+    if (joins && w == i / 32) {
+      const int slot = joining + __popc(joins_warp & ((1u << i % 32) - 1));
+      active.joining[slot] = make_rank(start, new_ord, kSelectBlockRows + i);
+      active.joining_row[slot] = i;
+    }
+    joining += active.warp_joining[w];
+  }
+  __syncthreads();
+
+  const int core = sel.core, leaving = sel.kept - core;
+  const bool exists = is_new ? joins : i < leaving;
+  const Rank rank = is_new ? make_rank(start, new_ord, kSelectBlockRows + i) : exists ? active.leaving[i] : 0;
+  const int key = is_new ? row0 + i : exists ? active.leaving_key[i] : 0;
+  const int first = is_new ? i : 0;  // row of the block from which on the key can be kept
+  int last = exists ? stop : 0;      // ... and up to which it is, exclusive
+  if (exists && sel.kept + joining > p.window) {
+    last = min(last, first_row_out(active, rank, core, leaving, joining, p.window, rows));
+  }
+  const bool present = last > first;
+  const bool full = present && first == 0 && last == rows;
+  if (end != nullptr && (is_new ? i < rows : exists) && last < rows) {
+    // A kept key that the very first position displaces was seen by the block before, if there is one.
+    end[key] = present || (!is_new && block > 0) ? row0 + last : key;
+  }
+
+  int total;
+  const int before =
+      block_exclusive_scan<kBlockThreads>((full ? 1 : 0) + (present && !full ? 1 << 16 : 0), s.warp_sums, total);
+  const int steady = core + (total & 0xffff), count = steady + (total >> 16);
+  // Where a document ends inside the block, no key is kept by all rows.
+  const int full_count = document_rows == rows ? steady : 0;
+  if (present) idx[full ? core + (before & 0xffff) : steady + (before >> 16)] = key;
+  if (tid < round_up(count, 128) - count) idx[count + tid] = 0;
+  if (tid == 0) {
+    const_cast<int32_t*>(keys.count)[list] = count;
+    const_cast<int32_t*>(keys.full)[list] = full_count;
+  }
+}
+
+// --- one list ------------------------------------------------------------------------------------------------------
+
+__global__ void __launch_bounds__(kSetThreads) single_kernel(const SelectPlan p, const KeyList keys) {
+  __shared__ SelectSmem s;
+  const int row = blockIdx.x;
+  if (threadIdx.x == 0) {
+    s.candidates = Candidates{};
+    s.candidates.second_ord = p.ord + row * p.ord_pitch;
+    s.candidates.second_count = p.seqlen_k;
+  }
+  select<kSetThreads>(s, p.digits, p.window, 0);
+  int32_t* idx = const_cast<int32_t*>(keys.idx) + static_cast<int64_t>(row) * keys.capacity;
+  int32_t* end = nullptr;
+  if (keys.end != nullptr) end = const_cast<int32_t*>(keys.end) + static_cast<int64_t>(row) * p.seqlen_k;
+  compact<kSetThreads>(s, end != nullptr, [&](int key, uint32_t, bool, bool in_kept, int rank, int) {
+    if (in_kept) idx[rank] = key;
+    if (end != nullptr && key < p.seqlen_k) end[key] = in_kept ? p.seqlen_k : p.is_causal ? key : 0;
+  });
+  const int count = s.selected.kept;
+  if (threadIdx.x < round_up(count, 128) - count) idx[count + threadIdx.x] = 0;
+  if (threadIdx.x == 0) {
+    const_cast<int32_t*>(keys.count)[row] = count;
+    if (p.is_causal) const_cast<int32_t*>(keys.full)[row] = count;
+  }
+}
+
+}  // namespace
+
+cudaError_t select_sets(const SelectPlan& plan, cudaStream_t stream) {
+  const int pieces = plan.sets - (1 - plan.first_set);
+  if (pieces <= 0) return cudaSuccess;
+  const int64_t blocks = static_cast<int64_t>(plan.rows) * plan.sets;
+  cudaError_t status = launch(set_kernel, blocks, kSetThreads, 0, stream, plan, -1);
+  for (int step = 0; status == cudaSuccess && (1 << step) < plan.sets; ++step) {
+    status = launch(set_kernel, blocks, kSetThreads, 0, stream, plan, step);
+  }
+  return status;
+}
+
+cudaError_t select_single(const SelectPlan& plan, const KeyList& keys, cudaStream_t stream) {
+  return launch(single_kernel, plan.rows, kSetThreads, 0, stream, plan, keys);
+}
+
+cudaError_t select_blocks(const SelectPlan& plan, const KeyList& keys, cudaStream_t stream) {
+  return launch(block_kernel, static_cast<int64_t>(plan.rows) * keys.blocks, kBlockThreads, 0, stream, plan, keys);
+}
+
+}  // namespace prep
+}  // namespace dmattn

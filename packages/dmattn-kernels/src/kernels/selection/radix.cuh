@@ -1,0 +1,309 @@
+// Radix select: ordered scores, their digits, and the search of one thread block for the best of its candidates.
+#pragma once
+
+#include <climits>
+
+#include "../shared/helper.cuh"
+#include "select.h"
+
+namespace dmattn {
+namespace prep {
+
+// --- digits of an ordered score ------------------------------------------------------------------------------------
+
+__host__ __device__ __forceinline__ constexpr int digit_shift(int digit) {
+  return digit == 0 ? 21 : digit == 1 ? 10 : 0;
+}
+__device__ __forceinline__ uint32_t digit_of(uint32_t ord, int digit) {
+  return ord >> digit_shift(digit) & (digit == 2 ? 1023u : 2047u);
+}
+// The digits before `digit`.
+__device__ __forceinline__ uint32_t prefix_of(uint32_t ord, int digit) {
+  return digit == 0 ? 0u : ord >> digit_shift(digit - 1);
+}
+__device__ __forceinline__ uint32_t append_digit(uint32_t prefix, int digit, uint32_t bin) {
+  return prefix << (digit == 2 ? 10 : 11) | bin;
+}
+
+// Where the need-th best item of a histogram lies.
+struct FoundBin {
+  uint32_t bin;
+  int32_t need;   // items wanted out of this bin
+  int32_t count;  // items in it
+};
+
+// A histogram held by the whole thread block: neighbouring bins of each thread, best first.
+template <int kThreads>
+struct BinCounts {
+  static constexpr int kPerThread = kBins / kThreads;
+  static_assert(kPerThread % 4 == 0);
+  int count[kPerThread];
+  int above = 0;  // items in better bins of other threads
+  int sum = 0;
+
+  // Every thread takes part; one barrier. Returns the number of items.
+  __device__ __forceinline__ int load(const uint32_t* hist, int (&warp_sums)[32]) {
+    const uint4* src = reinterpret_cast<const uint4*>(hist + kBins - (threadIdx.x + 1) * kPerThread);
+    sum = 0;
+#pragma unroll
+    for (int i = 0; i < kPerThread / 4; ++i) {
+      const uint4 x = src[i];
+      int* dst = count + kPerThread - 4 * i - 4;
+      dst[3] = x.x, dst[2] = x.y, dst[1] = x.z, dst[0] = x.w;
+      sum += x.x + x.y + x.z + x.w;
+    }
+    int total;
+    above = block_exclusive_scan<kThreads>(sum, warp_sums, total);
+    return total;
+  }
+  // 1 <= need <= number of items: exactly one thread writes.
+  __device__ __forceinline__ void locate(int need, FoundBin* found) const {
+    if (need <= above || need > above + sum) return;
+    int before = above;
+#pragma unroll
+    for (int i = 0; i < kPerThread; ++i) {
+      if (need > before && need <= before + count[i]) {
+        const uint32_t bin = kBins - 1 - (threadIdx.x * kPerThread + i);
+        *found = FoundBin{bin, need - before, count[i]};
+      }
+      before += count[i];
+    }
+  }
+};
+
+// --- ordered scores ------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ float to_float(float x) { return x; }
+__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
+__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+
+// Grows with the score; 0 for NaN and -inf. Every other score gives at least 0x00800000. 16-bit scores differ in the
+// upper 22 bits; the others are cleared, so that two digits tell them apart.
+template <class Score>
+__device__ __forceinline__ uint32_t ordered(Score score) {
+  uint32_t u = __float_as_uint(to_float(score));
+  if ((u & 0x7fffffffu) > 0x7f800000u || u == 0xff800000u) return 0;
+  if (u == 0x80000000u) u = 0;  // -0 == +0
+  u = u >> 31 ? ~u : u | 0x80000000u;
+  return sizeof(Score) == 2 ? u & ~1023u : u;
+}
+
+// The scores and the mask of a row of the selection.
+template <class Score>
+struct ScoreRow {
+  const Score* scores;
+  const uint8_t* mask;  // nullptr: every key is allowed
+  int64_t score_stride, mask_stride;
+
+  __device__ __forceinline__ ScoreRow(const SelectParams& p, int row)
+      : score_stride(p.score_col_stride), mask_stride(p.mask_col_stride) {
+    const int b = row / p.heads, h = row % p.heads;
+    scores =
+        static_cast<const Score*>(p.scores) + b * p.score_batch_stride + h / p.score_head_ratio * p.score_head_stride;
+    mask = p.key_mask == nullptr ? nullptr
+                                 : p.key_mask + b * p.mask_batch_stride + h / p.mask_head_ratio * p.mask_head_stride;
+  }
+  __device__ __forceinline__ uint32_t load(int key) const { return ordered(__ldg(scores + key * score_stride)); }
+  __device__ __forceinline__ bool allows(int key) const {
+    return mask == nullptr || __ldg(mask + key * mask_stride) != 0;
+  }
+};
+
+// --- documents -----------------------------------------------------------------------------------------------------
+
+// First key of the document that `key` lies in, and the first one behind it.
+__device__ __forceinline__ int2 document_of(const SelectPlan& p, int key) {
+  return p.document == nullptr ? make_int2(0, p.seqlen_k) : __ldg(p.document + key);
+}
+
+// --- candidates ----------------------------------------------------------------------------------------------------
+
+// Up to two runs of keys, all keys of the first before those of the second, read four at a time. Items are numbered
+// through both runs; the first run is padded to a multiple of four.
+struct Candidates {
+  const uint32_t* first_ord;  // 16-byte aligned, zeros up to the next multiple of four
+  const int32_t* first_key;
+  int32_t first_count;
+  const uint32_t* second_ord;  // 16-byte aligned, readable up to the next multiple of four
+  const int32_t* second_key;   // nullptr: second_base + i
+  int32_t second_base;
+  int32_t second_skip;  // its first items, at most 3, that are no candidates: it starts on 16 bytes
+  int32_t second_count;
+
+  // The second run becomes the keys first .. last - 1 of a row.
+  __device__ __forceinline__ void set_range(const uint32_t* ord, int first, int last) {
+    second_base = first / 4 * 4;
+    second_skip = first % 4;
+    second_ord = ord + second_base;
+    second_count = first < last ? last - second_base : 0;
+  }
+  __device__ __forceinline__ int first_quads() const { return ceil_div(first_count, 4); }
+  __device__ __forceinline__ int quads() const { return first_quads() + ceil_div(second_count, 4); }
+  __device__ __forceinline__ uint4 load(int quad) const {
+    const int q = quad - first_quads();
+    if (q < 0) return __ldg(reinterpret_cast<const uint4*>(first_ord) + quad);
+    uint4 x = __ldg(reinterpret_cast<const uint4*>(second_ord) + q);
+    const int left = second_count - 4 * q;
+    if (left < 4) {
+      x.w = 0;
+      if (left < 3) x.z = 0;
+      if (left < 2) x.y = 0;
+    }
+    if (q == 0 && second_skip > 0) {
+      x.x = 0;
+      if (second_skip > 1) x.y = 0;
+      if (second_skip > 2) x.z = 0;
+    }
+    return x;
+  }
+  __device__ __forceinline__ bool exists(int item) const {
+    const int i = item - 4 * first_quads();
+    return i < 0 ? item < first_count : i >= second_skip && i < second_count;
+  }
+  __device__ __forceinline__ int key(int item) const {
+    const int i = item - 4 * first_quads();
+    if (i < 0) return __ldg(first_key + item);
+    return second_key != nullptr ? __ldg(second_key + i) : second_base + i;
+  }
+};
+
+// Calls f(ordered score) for every item, padding (0) included, in no particular order.
+template <int kThreads, class F>
+__device__ __forceinline__ void for_each_ord(const Candidates& c, F&& f) {
+  constexpr int kUnroll = 4;
+  const int quads = c.quads();
+  for (int q0 = threadIdx.x; q0 < quads; q0 += kUnroll * kThreads) {
+    uint4 x[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const int q = q0 + u * kThreads;
+      x[u] = q < quads ? c.load(q) : make_uint4(0, 0, 0, 0);
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      f(x[u].x);
+      f(x[u].y);
+      f(x[u].z);
+      f(x[u].w);
+    }
+  }
+}
+
+// --- selection -----------------------------------------------------------------------------------------------------
+
+// A bound between the keys that are taken and the others: those above `value`, and of those equal to it all but the
+// first `skip` in key order, so that ties go to the later keys.
+struct Cut {
+  uint32_t value;
+  int32_t skip;
+};
+
+// The best `kept` candidates, and among them the best `core`.
+struct Selected {
+  Cut core_cut, kept_cut;
+  int32_t core, kept;
+};
+
+// What the threads of a selecting block share. The uniform values among it are here for the sake of registers.
+struct SelectSmem {
+  alignas(16) uint32_t hist[2][kBins];
+  int4 warp_tally[32];  // core above, core equal, kept above, kept equal
+  int32_t warp_sums[32];
+  FoundBin found[2];
+  Candidates candidates;  // filled by one thread before select()
+  Selected selected;      // by select()
+};
+
+template <int kThreads>
+__device__ __forceinline__ void clear_bins(uint32_t* hist, int bins) {
+  for (int i = threadIdx.x; i < bins / 4; i += kThreads) {
+    reinterpret_cast<uint4*>(hist)[i] = make_uint4(0, 0, 0, 0);
+  }
+}
+
+// One of the two bounds that select() narrows down digit by digit.
+struct Search {
+  uint32_t prefix = 0;
+  int32_t need = 0;
+  bool open = false;
+
+  __device__ __forceinline__ void start(int wanted, int total, Cut& cut) {
+    need = wanted;
+    open = wanted > 0 && wanted < total;
+    cut = Cut{wanted == 0 && total > 0 ? UINT32_MAX : 0u, INT_MAX};
+  }
+  __device__ __forceinline__ void advance(const FoundBin& found, int digit, bool is_last, Cut& cut) {
+    prefix = append_digit(prefix, digit, found.bin);
+    need = found.need;
+    const uint32_t lowest = prefix << digit_shift(digit);
+    if (found.count == found.need) {
+      cut.value = lowest - 1;
+      open = false;
+    } else if (is_last) {
+      cut.value = lowest;
+      cut.skip = found.count - found.need;
+      open = false;
+    }
+  }
+};
+
+// kept = the best min(window, number of valid candidates); core = those of them that stay among the best `window` when
+// any `added` keys join. Starts and ends with a barrier.
+template <int kThreads>
+__device__ __forceinline__ void select(SelectSmem& s, int digits, int window, int added) {
+  const Candidates& c = s.candidates;
+  Selected result;
+  Search core, kept;
+  clear_bins<kThreads>(s.hist[0], kBins);
+  __syncthreads();
+  for_each_ord<kThreads>(c, [&](uint32_t x) {
+    if (x != 0) atomicAdd(&s.hist[0][x >> digit_shift(0)], 1u);
+  });
+  __syncthreads();
+  {
+    BinCounts<kThreads> bins;
+    const int total = bins.load(s.hist[0], s.warp_sums);
+    result.kept = min(window, total);
+    result.core = result.kept - min(max(result.kept - window + added, 0), result.kept);
+    core.start(result.core, total, result.core_cut);
+    kept.start(result.kept, total, result.kept_cut);
+    if (core.open) bins.locate(core.need, &s.found[0]);
+    if (kept.open) bins.locate(kept.need, &s.found[1]);
+  }
+#pragma unroll 1
+  for (int digit = 0; core.open || kept.open; ++digit) {
+    if (digit > 0) {
+      clear_bins<kThreads>(s.hist[0], 2 * kBins);
+      __syncthreads();
+      // While both bounds share their digits, the second histogram serves both.
+      const uint32_t core_prefix = core.open ? core.prefix : UINT32_MAX;
+      const uint32_t kept_prefix = kept.open ? kept.prefix : UINT32_MAX;
+      for_each_ord<kThreads>(c, [&](uint32_t x) {
+        const uint32_t prefix = prefix_of(x, digit);
+        const bool in_kept = prefix == kept_prefix;
+        if (in_kept || prefix == core_prefix) atomicAdd(&s.hist[in_kept ? 1 : 0][digit_of(x, digit)], 1u);
+      });
+      __syncthreads();
+#pragma unroll 1
+      for (int h = 0; h < 2; ++h) {
+        const bool for_core = core.open && (core_prefix == kept_prefix ? 1 : 0) == h, for_kept = kept.open && h == 1;
+        if (!for_core && !for_kept) continue;
+        BinCounts<kThreads> bins;
+        bins.load(s.hist[h], s.warp_sums);
+        if (for_core) bins.locate(core.need, &s.found[0]);
+        if (for_kept) bins.locate(kept.need, &s.found[1]);
+        __syncthreads();
+      }
+    } else {
+      __syncthreads();
+    }
+    const bool is_last = digit + 1 == digits;
+    if (core.open) core.advance(s.found[0], digit, is_last, result.core_cut);
+    if (kept.open) kept.advance(s.found[1], digit, is_last, result.kept_cut);
+  }
+  if (threadIdx.x == 0) s.selected = result;
+  __syncthreads();
+}
+
+}  // namespace prep
+}  // namespace dmattn

@@ -1,0 +1,13 @@
+// Writing constants. Enqueues on `stream`, allocates nothing and returns the launch status.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "../params.h"
+
+namespace dmattn {
+
+// Zeros in a strided (batch, seqlen, heads, head_dim) tensor of 16-bit elements.
+cudaError_t fill_zero(void* ptr, Strides3 stride, int batch, int seqlen, int nheads, int head_dim, cudaStream_t stream);
+
+}  // namespace dmattn

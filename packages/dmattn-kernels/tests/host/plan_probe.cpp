@@ -1,0 +1,282 @@
+// The decisions of src/host/plan as JSON, for the tests in this folder. Compiled with src/host alone.
+#include <chrono>
+#include <cstring>
+#include <exception>
+#include <sstream>
+#include <string>
+
+#include "host/arch.h"
+#include "host/checks/validate.h"
+#include "host/operations.h"
+#include "host/planned_call.h"
+
+namespace dmattn {
+
+// CMake generates this with the table of units; here every one of them is there.
+bool has_unit(const Unit&) { return true; }
+
+namespace {
+
+class Json {
+ public:
+  template <class T>
+  void put(const char* name, T value) {
+    out_ << (out_.tellp() == 0 ? "{\"" : ", \"") << name << "\": " << +value;
+  }
+  void put_address(const char* name, const void* value) { put(name, reinterpret_cast<uintptr_t>(value)); }
+  void put_strides(const std::string& name, const Strides3& s) {
+    put((name + ".batch").c_str(), s.batch);
+    put((name + ".head").c_str(), s.head);
+    put((name + ".row").c_str(), s.row);
+  }
+  std::string text() const { return out_.str() + "}"; }
+
+ private:
+  std::ostringstream out_;
+};
+
+void put_bias(Json& json, const BiasParams& bias) {
+  json.put("bias.kind", static_cast<int>(bias.kind));
+  json.put("bias.head_ratio", bias.head_ratio);
+  json.put("bias.batch_stride", bias.batch_stride);
+  json.put("bias.head_stride", bias.head_stride);
+  json.put("bias.row_stride", bias.row_stride);
+  json.put("bias.col_stride", bias.col_stride);
+  json.put_address("bias.ptr", bias.ptr);
+}
+
+template <class Kernel>
+void put_kernel(Json& json, const Kernel& p) {
+  json.put("batch", p.batch);
+  json.put("seqlen_q", p.seqlen_q);
+  json.put("nheads", p.nheads);
+  json.put("nheads_k", p.nheads_k);
+  json.put("head_ratio", p.head_ratio);
+  json.put("num_splits", p.num_splits);
+  json.put("is_causal", p.is_causal);
+  json.put("vec_q", p.vec_q);
+  json.put("vec_k", p.vec_k);
+  json.put("mask.head_ratio", p.mask.head_ratio);
+  json.put("mask.batch", p.mask.batch);
+  json.put("keys.heads", p.keys.heads);
+  json.put("keys.batch", p.keys.batch);
+  json.put("keys.head_ratio", p.keys.head_ratio);
+  json.put("keys.block_rows", p.keys.block_rows);
+  json.put_address("mask.bits", p.mask.bits);
+  json.put_address("keys.idx", p.keys.idx);
+  json.put_address("keys.full", p.keys.full);
+  json.put_address("keys.end", p.keys.end);
+  json.put_address("lse_rest", p.lse_rest);
+  json.put("seqlen_k", p.seqlen_k);
+  json.put("packing.sequences", p.packing.sequences);
+  json.put("packing.total_q", p.packing.total_q);
+  json.put("packing.total_k", p.packing.total_k);
+  json.put("packing.m_blocks", p.packing.m_blocks);
+  json.put("packing.bias_col_stride", p.packing.bias_col_stride);
+  json.put_address("packing.cu_seqlens_k", p.packing.cu_seqlens_k);
+  json.put("keys.capacity", p.keys.capacity);
+  json.put_address("q", p.q);
+  json.put_address("k", p.k);
+  json.put_strides("q_stride", p.q_stride);
+  put_bias(json, p.bias);
+}
+
+Device device_of(const char* kernels, int num_sms) {
+  Device device;
+  device.kernels = find_kernel_set(kernels);
+  device.num_sms = num_sms;
+  return device;
+}
+
+template <class Plan>
+void put_kernel_choice(Json& json, const Plan& plan) {
+  json.put("block_m", plan.tile.block_m);
+  json.put("block_n", plan.tile.block_n);
+  json.put("dim_tile", plan.unit.head_dim_tile);
+  json.put("level", static_cast<int>(plan.choice.level));
+  json.put("walk", static_cast<int>(plan.walk));
+  json.put("gathered", plan.unit.gathered);
+  json.put("workspace_bytes", plan.workspace_bytes);
+}
+
+std::string describe(const FwdPlan& plan) {
+  Json json;
+  put_kernel_choice(json, plan);
+  json.put("blocks", plan.choice.blocks);
+  json.put("is_empty", plan.is_empty);
+  json.put("no_keys", plan.no_keys);
+  json.put("decode", plan.is_decode());
+  put_kernel(json, plan.kernel);
+  json.put_strides("out_stride", plan.kernel.out_stride);
+  json.put_strides("lse_stride", plan.kernel.lse_stride);
+  json.put_address("out_accum", plan.kernel.out_accum);
+  json.put_address("lse_accum", plan.kernel.lse_accum);
+  return json.text();
+}
+
+std::string describe(const BwdPlan& plan, const BwdRound& round, const BwdParams& p) {
+  Json json;
+  int rounds = 0;
+  for_each_round(plan, [&](const BwdRound&) { ++rounds; });
+  json.put("rounds", rounds);
+  json.put("round.batch", round.batch);
+  json.put("round.batches", round.batches);
+  json.put("round.head_k", round.head_k);
+  json.put("round.heads_k", round.heads_k);
+  json.put("round.group", round.group);
+  json.put("round.groups", round.groups);
+  json.put("round.row_block", round.row_block);
+  json.put("round.row_blocks", round.row_blocks);
+  json.put("completes_dkv", completes_dkv(plan, round));
+  const ConvertDqParams dq = bwd_round_dq(plan, round);
+  json.put_address("dq.dq", dq.dq);
+  json.put("dq.batch", dq.batch);
+  json.put("dq.nheads", dq.nheads);
+  json.put("dq.seqlen_q", dq.seqlen_q);
+  json.put("dq.dq_blocks", dq.dq_blocks);
+  put_kernel_choice(json, plan);
+  json.put("blocks", plan.launches ? bwd_blocks(plan, p) : 0);
+  json.put("zeros", plan.zeros);
+  json.put("launches", plan.launches);
+  json.put("per_batch", plan.sequence.per_batch);
+  json.put("per_head_k", plan.sequence.per_head_k);
+  json.put("per_group", plan.sequence.per_group);
+  json.put("max_work", plan.max_work);
+  json.put("max_tiles", plan.max_tiles);
+  json.put("max_splits", plan.max_splits);
+  json.put("once_zero_bytes", plan.once_zero_bytes);
+  json.put("round_zero_bytes", plan.round_zero_bytes);
+  json.put("dkv_zero_bytes", plan.dkv_zero_bytes);
+  json.put_address("scratch_zeros", plan.scratch_zeros);
+  json.put("dbias_cols_reduced", plan.dbias_cols);
+  json.put("dbias_rows_reduced", plan.dbias_rows);
+  json.put("dbias_elements", plan.dbias_elements);
+  json.put("dbias_zero_bytes", plan.dbias_zero_bytes);
+  put_kernel(json, p);
+  json.put("deterministic", p.deterministic);
+  json.put("group_begin", p.group_begin);
+  json.put("group_end", p.group_end);
+  json.put("max_work_items", p.max_work_items);
+  json.put("seqlen_q_rounded", p.seqlen_q_rounded);
+  json.put("dbias_kind", static_cast<int>(p.dbias_kind));
+  json.put("dbias_batch_stride", p.dbias_batch_stride);
+  json.put("dbias_head_stride", p.dbias_head_stride);
+  json.put("dbias_row_stride", p.dbias_row_stride);
+  json.put_address("lse", p.lse);
+  json.put_address("delta", p.delta);
+  json.put_address("dq_accum", p.dq_accum);
+  json.put("dq_blocks", p.dq_blocks);
+  json.put("row_block_begin", p.row_block_begin);
+  json.put("row_blocks", p.row_blocks);
+  json.put_address("dk", p.dk);
+  json.put_address("dq_semaphore", p.dq_semaphore);
+  json.put_address("dkv_semaphore", p.dkv_semaphore);
+  json.put_address("dk_slots", p.dk_slots);
+  json.put_address("dv_slots", p.dv_slots);
+  json.put_address("dk_accum", p.dk_accum);
+  json.put_address("dv_accum", p.dv_accum);
+  json.put_address("dbias_cols", p.dbias_cols);
+  json.put_address("dbias", p.dbias);
+  json.put_address("schedule", p.schedule);
+  json.put_address("keys.count", plan.launches && plan.unit.gathered ? bwd_schedule_lists(p).count : nullptr);
+  return json.text();
+}
+
+// Writes the text and returns the status.
+template <class Body>
+int answer(char* to, size_t size, Body&& body) {
+  std::string text;
+  dmattn_status status = DMATTN_OK;
+  try {
+    text = body();
+  } catch (const Failure& failure) {
+    status = failure.status;
+    text = last_error();
+  }
+  std::strncpy(to, text.c_str(), size - 1);
+  to[size - 1] = '\0';
+  return status;
+}
+
+// The plan in a workspace at `base`, after it has been in another: where it lay before leaves nothing behind.
+template <class Params>
+typename Operation<Params>::Plan placed_plan(const Params* given, const Device& device, void* base) {
+  const Params p = read_params(given, Operation<Params>::kParams);
+  PointerCheck pointers{/*required=*/true};
+  validate(p, pointers);
+  typename Operation<Params>::Plan plan = Operation<Params>::plan(p, device);
+  place(plan, static_cast<char*>(base) + (size_t{1} << 42));
+  place(plan, base);
+  return plan;
+}
+
+}  // namespace
+}  // namespace dmattn
+
+extern "C" int probe_fwd(const dmattn_fwd_params* params, const char* kernels, int num_sms, void* base, char* to,
+                         size_t size) {
+  using namespace dmattn;
+  return answer(to, size, [&] { return describe(placed_plan(params, device_of(kernels, num_sms), base)); });
+}
+
+// Of round number `round`, the launch for its batch b, kv head hk, head g of its group.
+extern "C" int probe_bwd(const dmattn_bwd_params* params, const char* kernels, int num_sms, void* base, int round,
+                         int b, int hk, int g, char* to, size_t size) {
+  using namespace dmattn;
+  return answer(to, size, [&] {
+    const BwdPlan plan = placed_plan(params, device_of(kernels, num_sms), base);
+    if (!plan.launches) return describe(plan, {}, plan.kernel);
+    BwdRound chosen;
+    int i = 0;
+    for_each_round(plan, [&](const BwdRound& each) {
+      if (i++ == round) chosen = each;
+    });
+    return describe(plan, chosen, bwd_launch_params(plan, bwd_round_params(plan, chosen), b, hk, g));
+  });
+}
+
+extern "C" int probe_num_splits(int64_t blocks, int64_t resident, int key_tiles) {
+  return dmattn::choose_num_splits(blocks, resident, key_tiles, /*min_tiles=*/4);
+}
+
+extern "C" int probe_first_packed_block(int before, int b, int block) {
+  return dmattn::first_packed_block(before, b, block);
+}
+extern "C" int probe_packed_blocks(int total, int sequences, int block) {
+  return dmattn::packed_blocks(total, sequences, block);
+}
+
+namespace dmattn {
+namespace {
+
+// How often a plan was made, on any thread.
+int plans_made = 0;
+
+const Device& counted_device(int32_t) {
+  static const Device device = device_of("sm80", 132);
+  ++plans_made;
+  return device;
+}
+
+}  // namespace
+}  // namespace dmattn
+
+// A question for the workspace of a forward call, or its launch as far as there is none to launch on: the status, and
+// what has become of the number of plans.
+extern "C" int probe_planned_call(const dmattn_fwd_params* params, int for_launch, int* plans, char* to, size_t size) {
+  using namespace dmattn;
+  const int status = answer(to, size, [&] {
+    return std::to_string(planned_call(params, for_launch != 0, counted_device).plan.workspace_bytes);
+  });
+  *plans = plans_made;
+  return status;
+}
+
+// Nanoseconds that a launch spends on finding its plan and placing it, after the question for the workspace.
+extern "C" double probe_planned_nanoseconds(const dmattn_bwd_params* params, void* base, int calls) {
+  using namespace dmattn;
+  planned_call(params, /*for_launch=*/true, counted_device);
+  const auto start = std::chrono::steady_clock::now();
+  for (int i = 0; i < calls; ++i) place(planned_call(params, /*for_launch=*/true, counted_device).plan, base);
+  return std::chrono::duration<double, std::nano>(std::chrono::steady_clock::now() - start).count() / calls;
+}

@@ -1,0 +1,114 @@
+"""What a call would do: plan_probe.cpp as Python functions."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from typing import Any
+
+import abi
+from abi import BOOL, bwd_params, fwd_params, tensor
+
+SM80, SM89 = "sm80", "sm89"  # sets of kernels: names in src/host/arch.cpp
+TILED, MASK_LIST, SELECTION_LIST, ROW_BLOCK_LISTS = range(4)  # KeyWalk
+KEY, TILE, DIRECT = 1, 2, 3  # BiasKind
+DB_NONE, DB_KEY, DB_TILE, DB_ACCUM = 0, 1, 2, 3  # DbiasKind
+WORKSPACE = 1 << 44
+
+Plan = dict[str, Any]
+
+
+class Probe:
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self.library = library
+
+    def fwd(
+        self, kernels: str = SM80, sms: int = 132, packed: bool = False, **arguments: Any
+    ) -> Plan:
+        text = ctypes.create_string_buffer(1 << 14)
+        params = abi.packed_fwd_params(**arguments) if packed else fwd_params(**arguments)
+        status = self.library.probe_fwd(
+            *(ctypes.byref(params), kernels.encode(), sms, ctypes.c_void_p(WORKSPACE)),
+            *(text, ctypes.c_size_t(len(text))),
+        )
+        return self._read(status, text)
+
+    def bwd(
+        self,
+        kernels: str = SM80,
+        sms: int = 132,
+        round: int = 0,
+        launch: tuple[int, int, int] = (0, 0, 0),
+        packed: bool = False,
+        **arguments: Any,
+    ) -> Plan:
+        text = ctypes.create_string_buffer(1 << 14)
+        params = abi.packed_bwd_params(**arguments) if packed else bwd_params(**arguments)
+        status = self.library.probe_bwd(
+            *(
+                ctypes.byref(params),
+                kernels.encode(),
+                sms,
+                ctypes.c_void_p(WORKSPACE),
+                round,
+                *launch,
+            ),
+            *(text, ctypes.c_size_t(len(text))),
+        )
+        return self._read(status, text)
+
+    @staticmethod
+    def _read(status: int, text: ctypes.Array[ctypes.c_char]) -> Plan:
+        assert status == abi.OK, text.value.decode()
+        plan = json.loads(text.value)
+        assert isinstance(plan, dict)
+        return plan
+
+
+def mask(*shape: int, stride: tuple[int, ...] | None = None) -> abi.Tensor:
+    return tensor(shape, BOOL, stride)
+
+
+# What lies in the workspace of a backward call, by the name of its address.
+ARRAYS = (
+    *("lse", "lse_rest", "delta", "dq_accum", "dq_semaphore", "dkv_semaphore"),
+    *("dk_slots", "dv_slots", "dk_accum", "dv_accum"),
+    *("dbias_cols", "schedule", "mask.bits", "keys.idx"),
+)
+
+
+def zeroed_bytes(found: Plan) -> int:
+    """Of the part of the workspace that starts as zeros in the first round."""
+    names = ("once_zero_bytes", "round_zero_bytes", "dkv_zero_bytes")
+    return sum(int(found[name]) for name in names)
+
+
+def array_bytes(found: Plan, shape: dict[str, int], lists: int) -> dict[str, int]:
+    """What each array has to hold at least."""
+    rows = shape["batch"] * shape["nheads"]
+    round_kv_rows = found["round.batches"] * found["round.heads_k"]
+    round_rows = round_kv_rows * found["round.groups"]
+    blocks_q = -(-shape["seqlen_q"] // found["block_m"])
+    if found["round.row_blocks"] * found["keys.block_rows"] < shape["seqlen_q"]:
+        blocks_q = -(-found["round.row_blocks"] * found["keys.block_rows"] // found["block_m"])
+    tiles = round_kv_rows * -(-shape["seqlen_k"] // found["block_n"])
+    splits = found["num_splits"] if found["deterministic"] else min(found["num_splits"] - 1, 1)
+    slots = found["max_tiles"] if found["gathered"] else tiles * splits
+    slot = slots * found["block_n"] * found["dim_tile"] * 4
+    kv = round_kv_rows * shape["seqlen_k"] * shape["head_dim"] * 4
+    return {
+        "lse": rows * found["seqlen_q_rounded"] * 4,
+        "lse_rest": rows * found["seqlen_q_rounded"] * 4,
+        "dkv_semaphore": round_kv_rows * 4,
+        "delta": rows * found["seqlen_q_rounded"] * 4,
+        "dq_accum": round_rows * blocks_q * found["block_m"] * found["dim_tile"] * 4,
+        "dq_semaphore": round_rows * blocks_q * 4,
+        "dk_slots": slot,
+        "dv_slots": slot,
+        "dk_accum": kv,
+        "dv_accum": kv,
+        "dbias_cols": rows * shape["seqlen_k"] * 4,
+        "schedule": (shape["batch"] * shape["nheads_k"] + 3) * 4,
+        "mask.bits": lists * shape["seqlen_q"] * shape["seqlen_k"] // 8,
+        "keys.idx": lists * (shape["seqlen_k"] + 1) * 4,
+    }

@@ -1,0 +1,164 @@
+"""From the arguments of a public attention call to a checked `Problem`."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dmattn.checks import check
+from dmattn.problem import Packing, Problem
+from dmattn.validation import (
+    check_bool,
+    check_int,
+    check_number,
+    check_optional_tensor,
+    check_tensor,
+    is_one_or,
+)
+
+# Devices whose autocast applies to attention.
+_AUTOCAST_DEVICES = ("cuda", "cpu")
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def checked_problem(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any,
+    attn_bias: Any,
+    softmax_scale: Any,
+    is_causal: Any,
+    softcap: Any,
+    deterministic: Any,
+    packing: Packing | None = None,
+) -> Problem:
+    """The problem that the arguments of a public function mean.
+
+    Under torch.autocast the operands are cast as `flash_dmattn_func` says. A dense mask of two
+    dimensions is given four, and packed masks and biases their heads first.
+
+    Raises:
+        TypeError: an argument has the wrong type or dtype.
+        ValueError: a layout, shape, device or number does not fit, or a mask of two dimensions can
+            be read in two ways.
+    """
+    check_tensor("query", query)
+    if softmax_scale is None:
+        softmax_scale = _default_scale(query)
+    else:
+        softmax_scale = check_number("softmax_scale", softmax_scale)
+    if _is_autocast(query):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = (_cast(t, dtype) for t in (query, key, value))
+        if isinstance(attn_bias, Tensor) and attn_bias.dtype != torch.float32:
+            attn_bias = _cast(attn_bias, dtype)
+    if packing is None:
+        if isinstance(attn_mask, Tensor) and attn_mask.dim() == 2:
+            attn_mask = _four_dimensions(attn_mask, query, key)
+    else:
+        attn_mask, attn_bias = _heads_first(attn_mask), _heads_first(attn_bias)
+    problem = Problem(
+        query,
+        key,
+        value,
+        attn_mask,
+        attn_bias,
+        softmax_scale=softmax_scale,
+        is_causal=check_bool("is_causal", is_causal),
+        softcap=check_number("softcap", softcap, 0),
+        deterministic=check_bool("deterministic", deterministic)
+        or torch.are_deterministic_algorithms_enabled(),
+        packing=packing,
+    )
+    check(problem)
+    return problem
+
+
+def check_window_size(window_size: Any) -> int:
+    """window_size as an int of at least 1.
+
+    Raises:
+        TypeError: it is no integer, such as the pair of numbers that flash_attn takes.
+        ValueError: it is below 1, such as the -1 by which flash_attn means no window.
+    """
+    wanted = (
+        "an int of at least 1, the keys that each row keeps by score, or None; for a sliding "
+        "window pass selection=dmattn.sliding_window(key_len, window_size)"
+    )
+    return check_int("window_size", window_size, 1, wanted)
+
+
+def check_scores(attn_bias: Any) -> Tensor:
+    """attn_bias, if it is a tensor: what window_size needs.
+
+    Raises:
+        TypeError: it is anything else but None.
+        ValueError: it is None, or no dense tensor.
+    """
+    scores = check_optional_tensor("attn_bias", attn_bias)
+    if scores is None:
+        raise ValueError(
+            "attn_bias: got None, wanted one score per key, by which window_size chooses; for a "
+            "sliding window pass selection=dmattn.sliding_window(key_len, window_size)"
+        )
+    return scores
+
+
+def without_nan(scores: Tensor) -> Tensor:
+    """Scores with -inf for NaN.
+
+    For calls in which all keys fit the window: no selection runs that would leave NaN out.
+    """
+    return torch.nan_to_num(scores, nan=-math.inf, posinf=math.inf, neginf=-math.inf)
+
+
+def _default_scale(query: Tensor) -> float:
+    if query.dim() > 0 and query.shape[-1] > 0:
+        scale: float = query.shape[-1] ** -0.5
+        return scale
+    return 1.0  # the shape is wrong, and the checks to come will say so
+
+
+def _is_autocast(query: Tensor) -> bool:
+    device = query.device.type
+    return device in _AUTOCAST_DEVICES and torch.is_autocast_enabled(device)
+
+
+def _cast(t: Any, dtype: torch.dtype) -> Any:
+    """As autocast casts: floating tensors but those of float64."""
+    if isinstance(t, Tensor) and t.is_floating_point() and t.dtype != torch.float64:
+        return t.to(dtype)
+    return t
+
+
+def _four_dimensions(mask: Tensor, query: Tensor, key: Any) -> Tensor:
+    """A mask (B, Sk) or (Sq, Sk) as (B, 1, 1, Sk) or (1, 1, Sq, Sk); others as they are."""
+    if query.dim() != 4 or not isinstance(key, Tensor) or key.dim() != 4:
+        return mask  # the checks to come will say so
+    batch, rows, keys = query.shape[0], query.shape[1], key.shape[1]
+    first, last = mask.shape
+    if last != keys or not (is_one_or(first, batch) or first == rows):
+        raise ValueError(
+            f"attn_mask: got shape {tuple(mask.shape)}, wanted (batch, seqlen_k) = "
+            f"({batch}, {keys}), (seqlen_q, seqlen_k) = ({rows}, {keys}), or four dimensions "
+            "(batch|1, nheads|nheads_k|1, seqlen_q|1, seqlen_k|1)"
+        )
+    is_padding = first == batch
+    if first != 1 and is_padding and first == rows:
+        raise ValueError(
+            f"attn_mask: got shape {tuple(mask.shape)}, which is both (batch, seqlen_k) and "
+            "(seqlen_q, seqlen_k) here; wanted mask[:, None, None] for padding, or "
+            "mask[None, None] for rows of their own"
+        )
+    if mask.dtype in _INTEGERS and (is_padding or first == 1):
+        mask = mask != 0  # a padding mask of a tokenizer
+    return mask[:, None, None] if is_padding else mask[None, None]
+
+
+def _heads_first(operand: Any) -> Any:
+    """(Tk, heads) or (Tq, heads, max_seqlen_k) as the operators take it, a view."""
+    if isinstance(operand, Tensor) and operand.dim() >= 2:
+        return operand.transpose(0, 1)
+    return operand

@@ -1,0 +1,181 @@
+"""Which rows and keys the CPU backend computes together.
+
+Keys come in slices of all keys, or from lists: of a selection, or of the keys that a mask without
+rows keeps. A list serves a stretch of rows; listed keys are gathered for each block.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from dmattn.backends.cpu.layout import Layout, RowBlock
+from dmattn.key_lists import BLOCK_ROWS
+from dmattn.problem import Problem
+
+_KEYS_PER_BLOCK = 512
+# Lists up to this long are not divided.
+_LISTED_KEYS_PER_BLOCK = 768
+_MIN_ROWS_PER_BLOCK = 16
+# Logits of one block, all batches and heads together: 4 MB in float32, about a second-level cache.
+_BLOCK_ELEMENTS = 1 << 20
+# A mask without rows that keeps a larger part of the keys is applied to slices of keys instead.
+_LIST_BELOW = 0.75
+
+
+class Lists(NamedTuple):
+    """Lists of keys, each for a stretch of rows. Letters: R lists, C room of each."""
+
+    index: Tensor  # int64 ({B|1}, {HL|1}, R, C); any keys past the count
+    count: Tensor  # ({B|1}, {HL|1}, R)
+    end: Tensor | None  # ({B|1}, {HL|1}, Sk): rows at this position and later drop the key
+    rows_per_list: int
+
+
+class KeyBlock(NamedTuple):
+    """N keys that a block of rows meets."""
+
+    keys: slice | Tensor  # of Sk, or an index of shape ({B|1}, {HL|1}, L, N)
+    k: Tensor  # (B*HL*L, N, D)
+    v: Tensor  # (B*HL*L, N, D)
+    flat: Tensor | None  # of an index: int64 (B*HL*L*N,), of the rows of k as (B*HK*Sk, D)
+    # Pairs that position or list hide; bool, broadcasts to (B, HL, L, G, M, N). None = no pair.
+    hidden: Tensor | None
+
+    def add_to_keys(self, total: Tensor, weights: Tensor) -> None:
+        """Add weights (B*HL*L, N, D) to the rows of these keys in total (B*HK, Sk, D)."""
+        if isinstance(self.keys, slice):
+            total[:, self.keys] += weights
+        else:
+            assert self.flat is not None
+            total.flatten(0, 1).index_add_(0, self.flat, weights.flatten(0, 1))
+
+
+def make_lists(problem: Problem, layout: Layout) -> tuple[Layout, Lists | None]:
+    """The lists that a problem is to be computed with, None = slices of all keys.
+
+    The layout comes back without its mask where the lists say the same.
+    """
+    if problem.key_lists is not None:
+        end, index, count, _ = problem.key_lists
+        # A wrong entry finds another key, but none outside.
+        index = index.long().clamp_(0, max(0, layout.seqlen_k - 1))
+        if layout.is_causal:
+            return layout, Lists(index, count, end, BLOCK_ROWS)
+        return layout, Lists(index, count, None, layout.seqlen_q)
+    mask, bias = layout.mask, layout.bias
+    bias_has_rows = bias is not None and bias.shape[3] > 1
+    if mask is None or mask.shape[3] > 1 or mask.shape[4] == 1 or bias_has_rows:
+        return layout, None
+    kept = mask.any(2)  # by any query head of the group
+    count = kept.sum(-1)
+    longest = int(count.amax()) if count.numel() else 0
+    if longest > _LIST_BELOW * layout.seqlen_k:
+        return layout, None
+    # Kept keys first; past the count there are dropped ones.
+    index = kept.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)[..., :longest]
+    if mask.shape[2] == 1:
+        layout = dataclasses.replace(layout, mask=None)
+    return layout, Lists(index, count, None, layout.seqlen_q)
+
+
+def row_blocks(layout: Layout, lists: Lists | None) -> Iterator[RowBlock]:
+    """All query rows, in blocks whose logits take about `_BLOCK_ELEMENTS`."""
+    heads = max(1, layout.batch * layout.heads * layout.group)
+    if lists is None:
+        width = min(layout.seqlen_k, _KEYS_PER_BLOCK)
+    else:
+        width = min(lists.index.shape[3], _LISTED_KEYS_PER_BLOCK)
+    size = max(_MIN_ROWS_PER_BLOCK, _BLOCK_ELEMENTS // (max(1, width) * heads))
+    if lists is None or lists.rows_per_list >= layout.seqlen_q:
+        for start in range(0, layout.seqlen_q, size):
+            yield RowBlock(slice(start, min(start + size, layout.seqlen_q)), 1)
+        return
+    # Whole stretches together, and the shorter last one by itself.
+    length = lists.rows_per_list
+    whole = layout.seqlen_q - layout.seqlen_q % length
+    size = max(1, size // length) * length
+    for start in range(0, whole, size):
+        rows = slice(start, min(start + size, whole))
+        yield RowBlock(rows, (rows.stop - rows.start) // length)
+    if whole < layout.seqlen_q:
+        yield RowBlock(slice(whole, layout.seqlen_q), 1)
+
+
+def key_blocks(layout: Layout, lists: Lists | None, block: RowBlock) -> Iterator[KeyBlock]:
+    """The blocks of keys of which some row may see some key."""
+    if lists is None:
+        yield from _slices(layout, block)
+    else:
+        yield from _listed(layout, lists, block)
+
+
+def _slices(layout: Layout, block: RowBlock) -> Iterator[KeyBlock]:
+    seen = layout.seqlen_k
+    if layout.is_causal:
+        seen = min(seen, max(0, block.rows.stop + layout.causal_offset))
+    for start in range(0, seen, _KEYS_PER_BLOCK):
+        keys = slice(start, min(start + _KEYS_PER_BLOCK, layout.seqlen_k))
+        hidden = None
+        if layout.is_causal and keys.stop - 1 > block.rows.start + layout.causal_offset:
+            hidden = torch.arange(keys.start, keys.stop) > _positions(layout, block)
+        yield KeyBlock(keys, layout.k[:, keys], layout.v[:, keys], None, hidden)
+
+
+def _listed(layout: Layout, lists: Lists, block: RowBlock) -> Iterator[KeyBlock]:
+    first = block.rows.start // lists.rows_per_list
+    numbers = slice(first, first + block.stretches)
+    count = lists.count[:, :, numbers, None]
+    longest = int(count.amax()) if count.numel() else 0
+    parts = -(-longest // _LISTED_KEYS_PER_BLOCK)
+    for part in range(parts):
+        entries = slice(longest * part // parts, longest * (part + 1) // parts)
+        index = lists.index[:, :, numbers, entries]
+        # An entry that is not listed begins after all rows.
+        listed = torch.arange(entries.start, entries.stop) < count
+        begin = index.masked_fill(~listed, layout.seqlen_k)
+        if layout.is_causal and int(begin.amin()) >= block.rows.stop + layout.causal_offset:
+            continue
+        flat = _flat_index(layout, index)
+        shape = (flat.numel() // index.shape[3], index.shape[3], layout.k.shape[2])
+        k, v = (t.flatten(0, 1).index_select(0, flat).view(shape) for t in (layout.k, layout.v))
+        yield KeyBlock(index, k, v, flat, _hidden_entries(layout, lists, block, index, begin))
+
+
+def _hidden_entries(
+    layout: Layout, lists: Lists, block: RowBlock, index: Tensor, begin: Tensor
+) -> Tensor | None:
+    """The pairs that lists, causality and ends hide; see `KeyBlock.hidden`.
+
+    Args:
+        index: ({B|1}, {HL|1}, L, N).
+        begin: as index: the first position that sees the key, Sk for entries past the count.
+    """
+    everywhere = layout.seqlen_k - 1
+    first = block.rows.start + layout.causal_offset if layout.is_causal else everywhere
+    if lists.end is None and int(begin.amax()) <= first:
+        return None
+    begin = begin[:, :, :, None, None]
+    if not layout.is_causal:
+        return begin > everywhere
+    position = _positions(layout, block)
+    hidden = begin > position
+    if lists.end is not None:
+        end = lists.end[:, :, None].take_along_dim(index, 3)
+        hidden |= end[:, :, :, None, None] <= position
+    return hidden
+
+
+def _flat_index(layout: Layout, index: Tensor) -> Tensor:
+    """An index ({B|1}, {HL|1}, L, N) of keys as one of the rows of k, (B*HL*L*N,)."""
+    head = torch.arange(layout.heads) // (layout.heads // layout.nheads_k)
+    matrix = torch.arange(layout.batch)[:, None] * layout.nheads_k + head
+    return (index + matrix[..., None, None] * layout.seqlen_k).flatten()
+
+
+def _positions(layout: Layout, block: RowBlock) -> Tensor:
+    """int64 (L, 1, M, 1): where the rows stand among the keys."""
+    rows = torch.arange(block.rows.start, block.rows.stop) + layout.causal_offset
+    return rows.view(block.stretches, 1, block.length, 1)

@@ -1,0 +1,27 @@
+"""The tensors of a cache and what is put into it: what every stage down to the backends hands on.
+
+Letters: B batch, T new tokens, HK key/value heads, D head dimension.
+"""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class CacheTensors(NamedTuple):
+    """The state of a cache, all contiguous."""
+
+    k: Tensor  # (B, entries, HK, D)
+    v: Tensor  # as k
+    score: Tensor  # (B, HK, entries), -inf where there is no key
+    position: Tensor  # int32 (B, HK, entries), -1 where there is no key
+    seen: Tensor  # int32 (B,): tokens so far
+
+
+class CacheTokens(NamedTuple):
+    """What is put into a cache."""
+
+    k: Tensor  # (B, T, HK, D)
+    v: Tensor  # as k
+    score: Tensor  # (B, HK, T)
+    active: Tensor | None  # bool (B, T), False for a token to skip

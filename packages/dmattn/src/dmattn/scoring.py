@@ -1,0 +1,117 @@
+"""A learned score per key, and attention through it: what the layer and model integrations share.
+
+Letters: B batch, S sequence length, H query heads, HK key/value heads, HS score heads (HK or H),
+D head dimension.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from dmattn.cache import DynamicMaskCache
+from dmattn.functional import flash_dmattn_func
+from dmattn.selection import select_keys
+
+# exp(80) is 5.5e34. A score above it would drown every logit anyway; without the limit the score,
+# and with it the attention output, would overflow to INF while the parameters are still finite.
+MAX_EXPONENT = 80.0
+
+
+def key_scores(dt: Tensor, A: Tensor, exp_score: bool = True) -> Tensor:
+    """exp(A * softplus(dt)), in float32 also under autocast and for inputs in half precision.
+
+    Rounded to bfloat16 the scores would be full of ties, and ties decide which keys are kept.
+
+    Args:
+        dt: floating (B, S, HS), what the layer's `dt_proj` makes of the values.
+        A: floating (HS,).
+        exp_score: False for A * softplus(dt).
+
+    Returns:
+        (B, HS, S), contiguous, float32 or, for a float64 dt, float64. Finite for finite inputs:
+        the exponent is at most 80.
+    """
+    dtype = torch.promote_types(dt.dtype, torch.float32)
+    with without_autocast(dt.device.type):
+        score = A.to(dtype) * F.softplus(dt.to(dtype))
+        if exp_score:
+            score = score.clamp(max=MAX_EXPONENT).exp()
+    return score.transpose(1, 2).contiguous()  # the kernels want unit stride along keys
+
+
+def without_autocast(device_type: str) -> AbstractContextManager[None]:
+    """A context in which autocast changes no dtype; on a device without autocast, such as meta, none."""
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+        return nullcontext()
+    context: AbstractContextManager[None] = torch.autocast(device_type, enabled=False)
+    return context
+
+
+def attend_through_cache(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score: Tensor,
+    cache: DynamicMaskCache,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    key_mask: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of the next tokens of a text to what the cache keeps of it, and to themselves.
+
+    An empty cache takes the tokens as a prompt: all of them attend at once, by one selection that
+    the cache is then filled from. Later tokens go in one after the other.
+
+    Args:
+        query: (B, S, H, D).
+        key, value: (B, S, HK, D).
+        score: (B, HS, S), in the score dtype of the cache.
+        cache: with HS key/value heads, `window_size` keys of which a query attends to. With a score
+            per query head (HS = H > HK) the heads keep different keys of the same key/value head,
+            so the cache holds these once per query head.
+        softmax_scale, softcap: as in `flash_dmattn_func`.
+        key_mask: bool (B, S), False at padding, which is not put in.
+
+    Returns:
+        out (B, S, H, D). That of padding is finite and means nothing.
+
+    Raises:
+        TypeError, ValueError: something does not fit the cache, which is then unchanged.
+        RuntimeError: a gradient would be needed.
+    """
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value, score)):
+        raise RuntimeError("cache: got one with gradients enabled, wanted torch.no_grad()")
+    if not cache.is_empty:
+        held_key, held_value = (_per_score_head(t, score) for t in (key, value))
+        return cache.append_and_attend(
+            query, held_key, held_value, score, softmax_scale, softcap, active=key_mask
+        )
+    window: int | None = cache.window_size
+    mask = None if key_mask is None else key_mask[:, None, None]
+    selection = None
+    if key.shape[1] > cache.window_size:
+        selection = select_keys(score, cache.window_size, attn_mask=key_mask)
+        window, mask = None, None  # both are in the selection
+    out = flash_dmattn_func(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        attn_bias=score[:, :, None],
+        softmax_scale=softmax_scale,
+        is_causal=True,
+        softcap=softcap,
+        window_size=window,
+        selection=selection,
+    )
+    held_key, held_value = (_per_score_head(t, score) for t in (key, value))
+    cache.prefill(held_key, held_value, score, selection, attn_mask=key_mask)
+    return out
+
+
+def _per_score_head(t: Tensor, score: Tensor) -> Tensor:
+    """Keys or values (B, S, HK, D) repeated to the heads of score (B, HS, S)."""
+    heads, wanted = t.shape[2], score.shape[1]
+    return t if heads == wanted else t.repeat_interleave(wanted // heads, 2)
