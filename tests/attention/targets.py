@@ -77,7 +77,12 @@ TARGETS = {
         _cuda("sm89", repeats=True),
         Target("cpu", None, "cpu", dtypes=(*HALF, "f32", "f64"), share=10),
         Target(
-            "toy", "toy", "cpu", dtypes=("bf16", "f64"), share=80, plugin="attention.toy_backend"
+            name="plain",
+            backend="plain",
+            device="cpu",
+            dtypes=(*HALF, "f32", "f64"),
+            share=80,
+            plugin="attention.plain_backend",
         ),
     )
 }

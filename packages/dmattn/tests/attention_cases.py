@@ -1,13 +1,11 @@
-"""Small random attention problems for tests of operators, selection and gradients.
-
-What attention computes is tested in tests/attention of the repository.
-"""
+"""Random attention problems, and the rule by which results are compared with the oracle."""
 
 import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 from dmattn.reference import ReferenceGradients, reference_gradients
@@ -21,6 +19,7 @@ _TINY = {
     torch.float32: 1e-5,
     torch.float64: 4e-14,
 }
+_LENGTHS = (0, 1, 2, 7, 31, 33, 127, 128, 129)
 
 
 @dataclass(repr=False)
@@ -90,6 +89,69 @@ def random_case(
         None if bias_shape is None else torch.randn(bias_shape).to(dtype),
         options,
     )
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Problems of every dtype, shape, broadcast kind and view, with ordinary magnitudes."""
+    torch.manual_seed(draw(st.integers(0, 2**31)))
+    dtype = draw(st.sampled_from(list(_TINY)))
+    batch, nheads_k, group = draw(st.tuples(*[st.integers(1, 3)] * 3))
+    seqlen_q, seqlen_k = draw(st.sampled_from(_LENGTHS)), draw(st.sampled_from(_LENGTHS))
+    head_dim = draw(st.sampled_from((1, 5, 8, 24, 64)))
+    nheads = nheads_k * group
+    full = (batch, (nheads, nheads_k), seqlen_q, seqlen_k)
+    size = draw(st.sampled_from((0.01, 1.0, 4.0)))
+    mask = bias = None
+    if draw(st.booleans()):
+        mask = torch.rand(draw(_broadcast_shapes(full))) < draw(st.sampled_from((0.0, 0.2, 0.9)))
+    if draw(st.booleans()):
+        bias = size * torch.randn(draw(_broadcast_shapes(full)))
+        if draw(st.booleans()):
+            bias = bias.masked_fill(torch.rand(bias.shape) < 0.3, -math.inf)
+        bias = bias.to(draw(st.sampled_from((dtype, torch.float32))))
+    return Case(
+        size * draw(_views((batch, seqlen_q, nheads, head_dim), dtype)),
+        draw(_views((batch, seqlen_k, nheads_k, head_dim), dtype)),
+        draw(_views((batch, seqlen_k, nheads_k, head_dim), dtype)),
+        mask,
+        bias,
+        {
+            "is_causal": draw(st.booleans()),
+            "softcap": draw(st.sampled_from((0.0, 3.0))),
+            "softmax_scale": draw(st.sampled_from((None, 0.5))),
+        },
+    )
+
+
+@st.composite
+def _broadcast_shapes(
+    draw: st.DrawFn, full: tuple[int, tuple[int, int], int, int]
+) -> tuple[int, int, int, int]:
+    batch, (nheads, nheads_k), seqlen_q, seqlen_k = full
+    return (
+        draw(st.sampled_from((batch, 1))),
+        draw(st.sampled_from((nheads, nheads_k, 1))),
+        draw(st.sampled_from((seqlen_q, 1))),
+        draw(st.sampled_from((seqlen_k, 1))),
+    )
+
+
+@st.composite
+def _views(draw: st.DrawFn, shape: tuple[int, int, int, int], dtype: torch.dtype) -> Tensor:
+    """A (B, S, heads, D) tensor: contiguous, head-major, a slice, expanded, or D outermost."""
+    batch, seqlen, heads, dim = shape
+    match draw(st.sampled_from(("contiguous", "head-major", "slice", "expanded", "transposed"))):
+        case "head-major":
+            return torch.randn(batch, heads, seqlen, dim).to(dtype).transpose(1, 2)
+        case "slice":
+            return torch.randn(batch, seqlen, heads + 1, 2 * dim).to(dtype)[:, :, 1:, dim:]
+        case "expanded":
+            return torch.randn(1, seqlen, 1, dim).to(dtype).expand(shape)
+        case "transposed":
+            return torch.randn(dim, batch, heads, seqlen).to(dtype).permute(1, 3, 2, 0)
+        case _:
+            return torch.randn(shape).to(dtype)
 
 
 def assert_close_to_oracle(

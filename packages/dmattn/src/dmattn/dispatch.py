@@ -175,6 +175,11 @@ class _TransformedBackward(torch.autograd.Function):
         raise _no_forward_mode()
 
 
+def is_plain_call(*tensors: Tensor | None) -> bool:
+    """Whether an operator without gradients may be left out for the backend's own function."""
+    return not torch.compiler.is_compiling() and _nobody_intercepts() and _are_plain(*tensors)
+
+
 def _in_functorch() -> bool:
     return _PROBES is not None and _PROBES[2]() is not None
 

@@ -48,6 +48,29 @@ def num_blocks(seqlen_q: int, is_causal: bool) -> int:
     return (seqlen_q + BLOCK_ROWS - 1) // BLOCK_ROWS if is_causal else 1
 
 
+def num_lists(seqlen_q: int, is_causal: bool) -> int:
+    """How many lists to make: as many as blocks; while torch compiles at least 2, if causal.
+
+    The second one is then empty where there are no more than 128 rows. Without it, a graph traced
+    for one number of blocks would not serve the others: torch takes a size that may be 1 for a
+    reason to compile again, and to refuse an export for all lengths.
+    """
+    blocks = num_blocks(seqlen_q, is_causal)
+    if not is_causal or not torch.compiler.is_compiling():
+        return blocks
+    at_least_two: int = torch.sym_max(2, blocks)
+    return at_least_two
+
+
+def without_spare_lists(lists: Selection, seqlen_q: int, is_causal: bool) -> Selection:
+    """As many lists as blocks of rows, contiguous; where `num_lists` made more, a copy."""
+    blocks = num_blocks(seqlen_q, is_causal)
+    if lists.idx.shape[2] == blocks:
+        return lists
+    idx, count, full = (t.narrow(2, 0, blocks).contiguous() for t in lists[1:])
+    return Selection(lists.end, idx, count, full)
+
+
 def capacity_for(most: int, seqlen_k: int) -> int:
     """Room for lists of at most `most` of `seqlen_k` keys."""
     # sym_min, not min: the answer of min would tie a compiled graph to one side of the comparison.

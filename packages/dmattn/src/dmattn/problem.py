@@ -88,7 +88,7 @@ class Problem:
             None if packing.cu_seqlens_q is None else packing,
             None if lists[0] is None else Selection(*lists),
         )
-        return Problem(*values[: _LISTS.start], *parts)
+        return Problem(*values[: _LISTS.start], *parts)  # type: ignore[call-arg]  # by position
 
     def split(self) -> tuple[tuple[Tensor | None, ...], tuple[Any, ...]]:
         """The tensors, and all else: autograd has to save the tensors itself."""

@@ -54,6 +54,7 @@ class KeySelection:
         full: int32, as count: leading entries that all rows keep; (0,) when not causal.
         window_size: keys kept by each row, or None where the intervals were given.
         is_causal: whether row i stands at position i + Sk - Sq, or all rows keep the same keys.
+            The latter serve any number of rows.
         first_row: Sk - Sq, the position of the first row; negative when Sq > Sk.
         query_len: Sq.
     """

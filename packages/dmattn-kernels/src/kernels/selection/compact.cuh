@@ -1,4 +1,4 @@
-// The ordered compaction of what radix select found.
+// The candidates that radix select has taken, compacted in key order.
 #pragma once
 
 #include "radix.cuh"
@@ -100,7 +100,7 @@ __device__ __forceinline__ void compact(SelectSmem& s, bool visit_all, Sink&& si
     uint32_t own = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) own += count_bytes(ord[i], core_cut.value, kept_cut.value);
-    // Behind a set, most steps keep nothing.
+    // Candidates after a precomputed set are rarely kept: skip steps of 128 that keep none.
     if (!visit_all && __ballot_sync(kFullWarp, own >> 16 != 0) == 0) continue;
     const uint32_t inclusive = warp_inclusive_scan(own);
     const uint32_t step = __shfl_sync(kFullWarp, inclusive, 31);

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <cstring>
 
+#include "../../host/arithmetic.h"
 #include "../params.h"
 #include "chunk.cuh"
 
@@ -16,15 +17,6 @@ namespace dmattn {
 namespace prep {
 
 constexpr uint32_t kFullWarp = 0xffffffffu;
-
-template <class Int>
-__host__ __device__ constexpr Int ceil_div(Int a, Int b) {
-  return (a + b - 1) / b;
-}
-template <class Int>
-__host__ __device__ constexpr Int round_up(Int a, Int b) {
-  return ceil_div(a, b) * b;
-}
 
 // Every grid here is flattened to x (2^31 - 1 blocks; y and z end at 65535). An empty extent launches nothing.
 template <class... Params, class... Args>

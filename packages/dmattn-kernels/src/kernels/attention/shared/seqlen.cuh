@@ -18,8 +18,8 @@ struct SeqRange {
 // such range has enough.
 __device__ __forceinline__ SeqRange read_packed_range(const int32_t* cu_seqlens, int sequence, int total,
                                                       int max_length) {
-  const int first = min(max(__ldg(cu_seqlens + sequence), 0), total);
-  const int end = min(max(__ldg(cu_seqlens + sequence + 1), first), total);
+  const int first = min(max(cu_seqlens[sequence], 0), total);
+  const int end = min(max(cu_seqlens[sequence + 1], first), total);
   return {first, min(end - first, max_length)};
 }
 

@@ -20,7 +20,8 @@ struct BwdTraits {
   static constexpr BwdTile kTile = bwd_tile(kTiles, kHeadDim_);
   static constexpr int kHeadDim = kHeadDim_, kBlockM = kTile.block_m, kBlockN = kTile.block_n, kWarps = kTile.warps;
   static constexpr bool kGathered = kGathered_;
-  // The plain kernel has no branches on what is wanted, so that its last three products are one block to schedule.
+  // The plain kernel always computes all three gradients: without branches, the compiler schedules its last three
+  // products together.
   static constexpr bool kGeneral = is_general(kLevel);
   static constexpr bool kPacked = kLevel == Level::kPacked, kMayBePacked = kGeneral;
   static constexpr bool kFull = kLevel == Level::kFull;
@@ -36,28 +37,31 @@ struct BwdTraits {
   static constexpr int MTkv = kBlockN / (16 * kWarpsNdKV), NTkv = kHeadDim / (8 * kWarpsDdKV);
   static constexpr int MTq = kBlockM / (16 * kWarpsMdQ), NTq = kHeadDim / (8 * kWarpsDdQ);
 
-  static constexpr uint32_t kTileQ = kBlockM * kHeadDim * 2, kTileK = kBlockN * kHeadDim * 2;
+  static constexpr uint32_t kTileQ = kBlockM * kHeadDim * sizeof(Element),
+                            kTileK = kBlockN * kHeadDim * sizeof(Element);
+  static constexpr uint32_t kTileS = kBlockM * kBlockN * sizeof(Element);  // of P and of dS
   static constexpr uint32_t kK = 0;
   static constexpr uint32_t kV = kK + kTileK;
   static constexpr uint32_t kQ = kV + kTileK;
   static constexpr uint32_t kdO = kQ + kStagesQ * kTileQ;
   // A second stage of dO saves the barrier between dV's product and the next load of dO, where it fits.
-  static constexpr uint32_t kSeqlenBytes = kPacked || kMayBePacked ? sizeof(SeqlenInfo) : 0;
-  static constexpr uint32_t kSmallBytes = 4 * kBlockM * 4 + (kGathered ? 3 * kBlockN * 4 : 0) + kSeqlenBytes +
+  static constexpr uint32_t kSmallBytes = 4 * kBlockM * 4 + (kGathered ? 3 * kBlockN * 4 : 0) +
                                           (kGeneral ? 2 * kBlockN * 4 : 0) +
                                           (kGeneral && !kGathered ? kBlockM * kMaskWords * 4 : 0);
   static constexpr uint32_t kSmemLimit = smem_limit(kTiles);
-  static constexpr int kStagesdO = kdO + 2 * kTileQ + 2 * kBlockM * kBlockN * 2 + kSmallBytes <= kSmemLimit ? 2 : 1;
+  static constexpr int kStagesdO = kdO + 2 * kTileQ + 2 * kTileS + kSmallBytes <= kSmemLimit ? 2 : 1;
   static constexpr uint32_t kP = kdO + kStagesdO * kTileQ;
-  static constexpr uint32_t kdS = kP + kBlockM * kBlockN * 2;    // holds the bias tile until dS replaces it
-  static constexpr uint32_t kLse = kdS + kBlockM * kBlockN * 2;  // float [2][kBlockM]
+  static constexpr uint32_t kdS = kP + kTileS;                   // holds the bias tile until dS replaces it
+  static constexpr uint32_t kLse = kdS + kTileS;                 // float [2][kBlockM]
   static constexpr uint32_t kDelta = kLse + 2 * kBlockM * 4;     // float [2][kBlockM]
   static constexpr uint32_t kKeyIdx = kDelta + 2 * kBlockM * 4;  // int32 [kBlockN]
   static constexpr uint32_t kInterval = kKeyIdx + (kGathered ? kBlockN * 4 : 0);   // KeyInterval [kBlockN]
   static constexpr uint32_t kKeyBias = kInterval + (kGathered ? kBlockN * 8 : 0);  // float [2][kBlockN]
   static constexpr uint32_t kMask = kKeyBias + (kGeneral ? 2 * kBlockN * 4 : 0);
   static constexpr uint32_t kSeqlens = kMask + (kGeneral && !kGathered ? kBlockM * kMaskWords * 4 : 0);  // SeqlenInfo
-  static constexpr uint32_t kSmemBytes = kSeqlens + kSeqlenBytes;
+  // Two of the shapes fill the shared memory to the last byte.
+  static constexpr bool kKeepsSeqlens = (kPacked || kMayBePacked) && kSeqlens + sizeof(SeqlenInfo) <= kSmemLimit;
+  static constexpr uint32_t kSmemBytes = kSeqlens + (kKeepsSeqlens ? sizeof(SeqlenInfo) : 0);
   static_assert(kSmemBytes <= kSmemLimit);
 };
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dmattn.backends.cuda.kernels import check_device, launch, load_kernels, view, views
 from dmattn.checks import HEAD_DIM_MULTIPLE
+from dmattn.key_lists import Selection, without_spare_lists
 from dmattn.problem import (
     Gradients,
     Needs,
@@ -46,7 +47,7 @@ def forward(problem: Problem, for_backward: bool = True) -> Results:
         )
     if problem.has_rows:
         core, codes = load_kernels()
-        packing = _contiguous(problem.packing)
+        packing, lists = _contiguous(problem.packing), _lists(problem)
         params = core.FwdParams(
             device=device,
             q=view(q, codes),
@@ -59,7 +60,7 @@ def forward(problem: Problem, for_backward: bool = True) -> Results:
             softmax_scale=problem.softmax_scale,
             softcap=problem.softcap,
             is_causal=problem.is_causal,
-            selection=None if problem.key_lists is None else views(problem.key_lists, codes),
+            selection=None if lists is None else views(lists, codes),
             lse_rest=view(rest, codes) if with_rest else None,
             **_packing_views(packing, codes),
         )
@@ -99,7 +100,7 @@ def backward(
     dlse = None if dlse is None else dlse.contiguous()
     dq, dk, dv, dbias = empty_gradients(problem, needs)
     core, codes = load_kernels()
-    packing = _contiguous(problem.packing)
+    packing, lists = _contiguous(problem.packing), _lists(problem)
     params = core.BwdParams(
         device=device,
         q=view(q, codes),
@@ -119,7 +120,7 @@ def backward(
         softcap=problem.softcap,
         is_causal=problem.is_causal,
         deterministic=problem.deterministic,
-        selection=None if problem.key_lists is None else views(problem.key_lists, codes),
+        selection=None if lists is None else views(lists, codes),
         lse_rest=view(rest, codes) if with_rest else None,
         **_packing_views(packing, codes),
     )
@@ -130,6 +131,13 @@ def backward(
             for g, need in zip((dq, dk, dv), needs, strict=False)
         )
     return Gradients(dq, dk, dv, dbias)
+
+
+def _lists(problem: Problem) -> Selection | None:
+    """Keep the result referenced until after the launch, or its memory may become the workspace."""
+    if problem.key_lists is None:
+        return None
+    return without_spare_lists(problem.key_lists, problem.q.shape[1], problem.is_causal)
 
 
 def _contiguous(packing: Packing | None) -> Packing | None:
