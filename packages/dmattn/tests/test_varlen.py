@@ -345,6 +345,53 @@ def test_wide_window_chooses_nothing() -> None:
     assert torch.equal(case.call(window_size=6)[0], case.call()[0])
 
 
+@pytest.mark.parametrize("same", ["none", "clone"])
+def test_equal_boundaries_need_not_be_one_tensor(same: str) -> None:
+    case = packed([6, 5], bias=("key", 2))
+    cu = case.cu_seqlens[0]
+    results = []
+    for cu_k in (cu, None if same == "none" else cu.clone()):
+        leaves = case.requiring_grad()
+        q, k, v, bias = leaves.leaves()
+        out = flash_dmattn_varlen_func(
+            *(q, k, v, cu, cu_k, 6, 6), attn_bias=bias, is_causal=True, window_size=3
+        )
+        results.append([out, *torch.autograd.grad(out, leaves.leaves(), case.dout)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("lengths", [([2, 0, 5, 3], [9, 4, 5, 1]), ([0, 4], [0, 0]), ([4], [11])])
+@pytest.mark.parametrize("mask", [None, ("key", 4)])
+def test_window_over_other_rows_than_keys(
+    lengths: tuple[list[int], list[int]], mask: tuple[str, int] | None
+) -> None:
+    """Chunked prefill: the last rows of each sequence, against the rows of the whole."""
+    rows, keys = lengths
+    case = packed(rows, keys, bias=("key", 2), mask=mask)
+    assert case.attn_bias is not None
+    leaves = case.requiring_grad()
+    q, k, v, bias = leaves.leaves()
+    longest = max(*rows, 3), max(*keys, 5)
+    out, lse = flash_dmattn_varlen_func(
+        *(q, k, v, *case.cu_seqlens, *longest, case.attn_mask, bias),
+        is_causal=True,
+        window_size=3,
+        return_lse=True,
+    )
+    grads = torch.autograd.grad((out, lse), leaves.leaves(), (case.dout, case.dlse))
+    keep = kept_keys(case.attn_bias, case.attn_mask, keys, 3, True)
+    parts = []
+    for key_end, n_rows, n_keys in zip(case.cu_seqlens[1][1:].tolist(), rows, keys, strict=True):
+        own = keep[max(key_end - n_rows, key_end - n_keys) : key_end]
+        parts += [keep.new_zeros(max(0, n_rows - n_keys), *keep.shape[1:]), own]
+    oracle = replace(case, attn_mask=torch.cat(parts), options={})
+    oracle.dout, oracle.dlse = case.dout, case.dlse
+    wanted = oracle.reference()
+    found = {"out": out, "lse": lse, **dict(zip(NAMES, grads, strict=True))}
+    for name, value in found.items():
+        assert_close_to_oracle(name, value.detach(), wanted[name], wanted[name], torch.float64, 25)
+
+
 # ----------------------------------------------------------------------------------------- errors
 
 
@@ -446,9 +493,7 @@ def test_compiles(is_causal: bool, window_size: int | None) -> None:
             *(q, k, v, cu, cu, 9, 9), attn_bias=bias, is_causal=is_causal, window_size=window_size
         )
 
-    # The host reads cu_seqlens of a packed selection on the CPU: that may break the graph.
-    whole = window_size is None or not is_causal
-    compiled = torch.compile(step, fullgraph=whole, backend="aot_eager")
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     results = []
     for function in (step, compiled):
         leaves = case.requiring_grad().leaves()

@@ -21,6 +21,7 @@ from torch.autograd import forward_ad
 from dmattn.backends import registry
 from dmattn.backends.base import Backend
 from dmattn.ops import attention as ops
+from dmattn.ops.sharding import register_for
 from dmattn.problem import Gradients, Needs, Problem, Results
 
 _Probe = Callable[[], Any]
@@ -70,6 +71,7 @@ def attend(problem: Problem, backend: str | None = None) -> tuple[Tensor, Tensor
         results = chosen.forward(problem, False)
         return results.out, results.lse
     _refuse_forward_mode(q, k, v, bias)
+    register_for(q)
     if _in_functorch():
         out, lse, _ = _Transformed.apply(*problem.flat(), backend)  # type: ignore[no-untyped-call]
         return out, lse
@@ -110,6 +112,8 @@ class _Eager(torch.autograd.Function):
             or torch.compiler.is_compiling()
             or not _nobody_intercepts()
             or not _are_plain(dout, dlse, out, problem.q)
+            or _is_batch(dout)
+            or (dlse is not None and _is_batch(dlse))
         ):
             name = ctx.backend.name
             grads = ops.differentiate(problem, results, dout, dlse, needs, name)
@@ -121,7 +125,7 @@ class _Eager(torch.autograd.Function):
 def _direct_apply() -> Callable[..., Any]:
     """`_Eager.apply` without what it does for functorch, which never gets here."""
     try:
-        direct: Callable[..., Any] = super(torch.autograd.Function, _Eager).apply  # type: ignore[misc]
+        direct: Callable[..., Any] = super(torch.autograd.Function, _Eager).apply
     except AttributeError:
         return _Eager.apply
     return direct
@@ -226,6 +230,15 @@ def is_plain_call(*tensors: Tensor | None) -> bool:
     return not torch.is_grad_enabled() or not any(
         t is not None and t.requires_grad for t in tensors
     )
+
+
+def _is_batch(grad: Tensor) -> bool:
+    """Whether a gradient stands for many, as with is_grads_batched in torch.autograd.grad."""
+    try:
+        batch: bool = torch._C._functorch.is_legacy_batchedtensor(grad)
+    except AttributeError:
+        return True  # unknown, which is the slow right way
+    return batch
 
 
 def _refuse_forward_mode(*tensors: Tensor | None) -> None:
