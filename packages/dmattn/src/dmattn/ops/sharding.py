@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from dmattn.key_lists import Selection
-from dmattn.ops.attention import FLAT_NAMES
+from dmattn.problem import FLAT_NAMES
 
 _DTENSOR = "torch.distributed.tensor"
 # Of each tensor among the arguments, in which dimension its batch and its heads are.
@@ -36,8 +36,8 @@ def register_for(*tensors: object) -> None:
 def _register() -> None:
     from torch.distributed.tensor.experimental import register_sharding
 
-    register_sharding(torch.ops.dmattn.fwd.default)(_forward_rules)  # type: ignore[no-untyped-call]
-    register_sharding(torch.ops.dmattn.bwd.default)(_backward_rules)  # type: ignore[no-untyped-call]
+    register_sharding(torch.ops.dmattn.fwd.default)(_forward_rules)
+    register_sharding(torch.ops.dmattn.bwd.default)(_backward_rules)
 
 
 def _forward_rules(*arguments: Any) -> list[tuple[list[Any], list[Any]]]:
