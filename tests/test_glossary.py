@@ -13,8 +13,9 @@ ROW = re.compile(r"^\| (?P<word>[^|]+) \| [^|]+ \|(?P<names>[^|]*)\|$", re.MULTI
 
 @cache
 def sources() -> str:
-    """All sources of the packages, and their paths."""
+    """All sources of the packages and of the attention suite, and the paths below packages."""
     files = [p for p in (ROOT / "packages").glob("*/src/**/*") if p.suffix in SUFFIXES]
+    files += (ROOT / "tests" / "attention").glob("*.py")
     files += (ROOT / "packages").glob("*/include/**/*.h*")
     paths = [p.as_posix() for p in (ROOT / "packages").rglob("*") if "__pycache__" not in str(p)]
     return "\n".join([p.read_text() for p in files] + paths)

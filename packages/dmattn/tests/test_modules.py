@@ -1,7 +1,8 @@
 """DynamicMaskAttention and the rotary embedding, on the CPU."""
 
+import io
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -305,6 +306,94 @@ def test_left_padding_changes_nothing(window: int, is_causal: bool) -> None:
     torch.testing.assert_close(out[:, 5:], layer(x[:, 5:]))
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
+def test_padding_masks_of_integers(dtype: torch.dtype) -> None:
+    layer, x = make_layer(window_size=4), inputs(15)
+    mask = torch.ones(2, 15, dtype=torch.bool)
+    mask[0, :5] = False
+    want = layer(x, attention_mask=mask)
+    assert torch.equal(layer(x, attention_mask=mask.to(dtype)), want)
+    assert not torch.equal(layer(x)[0], want[0])
+
+
+@pytest.mark.parametrize("options", [{}, {"window_size": None}, {"num_score_heads": HEADS}])
+def test_meta_device(options: dict[str, Any]) -> None:
+    """Shapes without data, as for deferred initialisation and the inference of shapes."""
+    layer = DynamicMaskAttention(
+        HIDDEN, HEADS, KV_HEADS, **{"window_size": 4, "device": "meta", **options}
+    )
+    x = torch.empty(2, 12, HIDDEN, device="meta")
+    assert layer(x).shape == x.shape and layer(x).is_meta
+    with torch.no_grad():
+        full = {"evict": False, "capacity": 20} if layer.window_size is None else {}
+        cache = layer.make_cache(2, **full)
+        layer(x, cache=cache)
+        assert layer(x[:, :1], cache=cache).shape == (2, 1, HIDDEN)
+
+
+class InBuffers(torch.nn.Module):
+    """A layer whose padding and positions lie in buffers for the longest text."""
+
+    mask: Tensor
+    positions: Tensor
+
+    def __init__(self, batch: int | None, positions: Tensor) -> None:
+        super().__init__()
+        self.layer, self.batch = make_layer(window_size=5), batch
+        self.register_buffer("mask", torch.rand(2, 64) < 0.8)
+        self.register_buffer("positions", positions)
+
+    def forward(self, x: Tensor) -> Tensor:
+        seqlen = x.shape[1]
+        if self.batch is not None:
+            x = x.reshape(self.batch, seqlen, HIDDEN)
+        out: Tensor = self.layer(x, self.positions[..., :seqlen], self.mask[:, :seqlen])
+        return out
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: make_layer(window_size=5),
+        lambda: make_layer(window_size=None),
+        lambda: InBuffers(None, torch.arange(64)),
+        lambda: InBuffers(2, torch.arange(64)),
+        lambda: InBuffers(2, torch.arange(64).expand(2, -1)),
+        lambda: InBuffers(2, torch.arange(64)[None]),
+    ],
+)
+def test_one_graph_for_all_lengths(build: Callable[[], torch.nn.Module]) -> None:
+    graphs, module = 0, build()
+
+    def count(graph: torch.fx.GraphModule, _: Any) -> Any:
+        nonlocal graphs
+        graphs += 1
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(module, backend=count, dynamic=True, fullgraph=True)
+    for seqlen in range(9, 45, 3):  # 12 lengths, around twice the window and above
+        x = inputs(seqlen)
+        torch.testing.assert_close(compiled(x), module(x))
+    assert graphs == 1
+
+
+@pytest.mark.parametrize("window", [5, None])
+def test_exported_with_a_dynamic_length(window: int | None) -> None:
+    layer = make_layer(window_size=window)
+    seqlen = torch.export.Dim("seqlen", min=6)
+    program = torch.export.export(
+        layer, (inputs(20),), dynamic_shapes={"hidden_states": {1: seqlen}}
+    )
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    loaded = torch.export.load(file).module()
+    for length in (6, 20, 77, 300):
+        x = inputs(length)
+        torch.testing.assert_close(loaded(x), layer(x))
+
+
 def test_positions() -> None:
     layer = make_layer(window_size=4)
     x = inputs()
@@ -313,6 +402,9 @@ def test_positions() -> None:
     torch.testing.assert_close(layer(x, positions=steps), expected)
     shifted = layer(x, positions=steps.expand(2, -1) + 100)
     torch.testing.assert_close(shifted, expected, atol=1e-4, rtol=1e-4)  # float32 angles
+    torch.testing.assert_close(layer(x, positions=steps[None]), expected)
+    wide = rotary_embedding(steps[None], HEAD_DIM)
+    torch.testing.assert_close(layer(x, position_embeddings=wide), expected)
     shared = rotary_embedding(steps, HEAD_DIM)
     torch.testing.assert_close(layer(x, position_embeddings=shared), expected)
     assert not torch.allclose(layer(x, positions=steps * 3), expected)
@@ -381,11 +473,34 @@ def test_shortest_sequences(seqlen: int) -> None:
         ({"window_size": 0}, "window_size: got 0"),
         ({"rope_theta": -1.0}, "rope_theta: got -1.0"),
         ({"softcap": -1.0}, "softcap: got -1.0"),
+        ({"softcap": math.inf}, "softcap: got inf, wanted a finite number"),
+        ({"head_dim": 300}, "head_dim: got 300, wanted 1 to 256"),
+        ({"init_std": math.nan}, "init_std: got nan"),
     ],
 )
 def test_bad_options(options: dict[str, Any], message: str) -> None:
     good: dict[str, Any] = {"hidden_size": HIDDEN, "num_heads": HEADS, "num_kv_heads": KV_HEADS}
     with pytest.raises(ValueError, match=message):
+        DynamicMaskAttention(**{**good, **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"window_size": 2.5}, "window_size: got 2.5 .*, wanted an int of at least 1, or None"),
+        ({"window_size": True}, "window_size: got True"),
+        ({"head_dim": 8.0}, "head_dim: got 8.0"),
+        ({"num_heads": "4"}, "num_heads: got '4'"),
+        ({"softcap": None}, "softcap: got None, wanted a finite number"),
+        ({"rope_theta": "x"}, "rope_theta: got 'x'"),
+        ({"is_causal": "no"}, "is_causal: got 'no' .*, wanted True or False"),
+        ({"exp_score": 1}, "exp_score: got 1"),
+        ({"bias": None}, "bias: got None, wanted True or False"),
+    ],
+)
+def test_options_of_the_wrong_kind(options: dict[str, Any], message: str) -> None:
+    good: dict[str, Any] = {"hidden_size": HIDDEN, "num_heads": HEADS, "num_kv_heads": KV_HEADS}
+    with pytest.raises(TypeError, match=message):
         DynamicMaskAttention(**{**good, **options})
 
 
@@ -402,6 +517,34 @@ def test_bad_options(options: dict[str, Any], message: str) -> None:
         ),
         ({"positions": torch.arange(11)}, ValueError, "positions: got shape"),
         ({"positions": torch.arange(12.0)}, TypeError, "positions: got dtype"),
+        ({"positions": list(range(12))}, TypeError, "positions: got .*list.*, wanted a torch.Te"),
+        ({"positions": torch.zeros(3, 12).long()}, ValueError, "positions: got shape"),
+        (
+            {"positions": torch.zeros(12, device="meta").long()},
+            ValueError,
+            "positions: got device meta, wanted cpu as hidden_states",
+        ),
+        ({"hidden_states": [1.0]}, TypeError, "hidden_states: got .*list.*, wanted a torch.Te"),
+        ({"hidden_states": torch.zeros(2, 12, 32).long()}, TypeError, "hidden_states: got dtype"),
+        (
+            {"hidden_states": torch.zeros(2, 12, 32).to_sparse()},
+            ValueError,
+            "hidden_states: got a tensor of layout torch.sparse_coo",
+        ),
+        ({"attention_mask": [True]}, TypeError, "attention_mask: got .*list"),
+        (
+            {"attention_mask": torch.ones(2, 1, 1, 12).bool()},
+            ValueError,
+            "attention_mask: got shape",
+        ),
+        (
+            {"attention_mask": torch.ones(2, 12, device="meta").bool()},
+            ValueError,
+            "attention_mask: got device meta, wanted cpu as hidden_states",
+        ),
+        ({"cache": [1]}, TypeError, r"cache: got \[1\] \(list\), wanted a DynamicMaskCache"),
+        ({"position_embeddings": torch.zeros(12, 4)}, TypeError, "position_embeddings: got"),
+        ({"position_embeddings": (None, torch.zeros(12, 4))}, TypeError, "cos: got None"),
         (
             {"position_embeddings": (torch.zeros(12, 4), torch.zeros(12, 5))},
             ValueError,

@@ -10,7 +10,7 @@ namespace {
 void launch(const FwdPlan& plan, cudaStream_t stream) {
   if (plan.is_empty) return;
   if (plan.no_keys) {
-    check_cuda(fill_empty_fwd(plan.kernel, plan.unit.dtype, stream), "filling the results of no keys");
+    check_cuda(fill_empty_fwd(plan.kernel, stream), "filling the results of no keys");
     return;
   }
   if (plan.walk == KeyWalk::kMaskList) {

@@ -15,7 +15,7 @@ struct Strides3 {
   int64_t row = 0;
 };
 
-// Sequences of unequal lengths, packed one behind the other; none: a batch of equal lengths.
+// Sequences of unequal lengths, packed one after the other; inactive for a batch of equal lengths.
 // When packed, `batch` counts sequences, seqlen_q and seqlen_k bound their lengths, and the tensors have no batch:
 // their batch strides are 0, and sequence b has the rows from cu_seqlens_q[b] and the keys from cu_seqlens_k[b] up to
 // those of b + 1. What is [batch][heads][seqlen] in the workspace is [heads][total] then, unless its own comment says
@@ -26,8 +26,8 @@ struct Packing {
   int32_t sequences = 0;
   int32_t total_q = 0, total_k = 0;  // rows and keys of all sequences
   int32_t m_blocks = 0;              // backward: packed_blocks() of block_m query rows
-  // Columns of the bias that the keys in front of a sequence move its own by, times the stride: see
-  // packed_bias_stride() in host/problem.h.
+  // Added to the offset of the bias for each key before the sequence: +stride if the bias has columns for the keys of all
+  // sequences, -stride if the kernel's key numbers count through all of them (packed_bias_stride() in host/problem.h).
   int64_t bias_col_stride = 0;
 
   constexpr bool is_active() const { return sequences > 0; }
@@ -37,8 +37,9 @@ struct Packing {
   constexpr int32_t rows_k(int32_t seqlen_k) const { return is_active() ? total_k : seqlen_k; }
 };
 
-// Arrays in blocks of `block` rows that no two sequences share: the first block of sequence b, which has `before` rows
-// in front of it, and the number of blocks in all. No sum over the sequences before b is needed, and each gets enough:
+// Arrays in blocks of `block` rows that no two sequences share: the first block of sequence b, before which the other
+// sequences have `before` rows, and the number of blocks in all. This needs no sum over the blocks of the sequences
+// before b, and each sequence gets enough of them:
 // ceil((after - before) / block) <= after / block + 1 - before / block.
 constexpr int32_t first_packed_block(int32_t before, int32_t b, int32_t block) { return before / block + b; }
 constexpr int32_t packed_blocks(int32_t total, int32_t batch, int32_t block) { return total / block + batch; }
@@ -156,7 +157,7 @@ struct FwdParams {
   Packing packing;  // num_splits is 1 then
 };
 
-// The token that a cache of the best keys takes in before its queries attend (see prep/cache.h).
+// The token that a cache of the best keys takes in before its queries attend (see cache/cache.h).
 struct CacheToken {
   const void* k = nullptr;  // 16-bit [batch][nheads_k][head_dim]; nullptr: there is no token
   const void* v = nullptr;
@@ -174,7 +175,7 @@ struct CacheToken {
 
 // Few query rows (one a head, or the heads of a group as rows) over any number of keys: decoding. Of FwdParams, `mask`
 // is not read, and neither causality nor key intervals cut anything. With a token, the keys are the cache's entries and
-// the token, less the one of them that leaves, and the results are partial ones whatever num_splits.
+// the token, except for the one that leaves the cache; the results are partial ones even if num_splits is 1.
 struct DecodeParams : FwdParams {
   CacheToken token;
 };
@@ -221,7 +222,7 @@ struct BwdParams {
   // Deterministic dq: one for each row block of dq_accum, zeroed; tiles add to dq in ascending or descending key order.
   int32_t* dq_semaphore = nullptr;
   // Deterministic sums over interval lists: [batch][nheads_k], zeroed. Blocks of one kv head add to dk, dv and
-  // dbias_cols in the order of their numbers.
+  // dbias_cols in the order of their row blocks.
   int32_t* dkv_semaphore = nullptr;
   // Gathered by a key-only mask, written by bwd_schedule(): [0] = num_splits, [1] = number of tiles, [2 + i] = first
   // tile of list i (batch-major over (batch, nheads_k)), i <= batch * nheads_k.

@@ -25,13 +25,11 @@ struct SelectParams {
   int64_t score_batch_stride = 0, score_head_stride = 0, score_col_stride = 1;
   const uint8_t* key_mask = nullptr;  // optional, nonzero = allowed
   int64_t mask_batch_stride = 0, mask_head_stride = 0, mask_col_stride = 0;
-  int32_t mask_head_ratio = 1;         // selection heads per mask head
   int32_t batch = 1, heads = 1;        // of the selection: the broadcast of scores and mask
-  int32_t score_head_ratio = 1;        // selection heads per score head
   int32_t seqlen_q = 0, seqlen_k = 0;  // seqlen_q <= seqlen_k when causal
   int32_t window = 0;                  // w >= 1
   bool is_causal = true;
-  // Documents packed one behind the other, the same in every row: [documents + 1], rising from 0 to seqlen_k. Keys
+  // Documents packed one after the other, the same in every row: [documents + 1], rising from 0 to seqlen_k. Keys
   // compete, and are seen, within their document only. Causal, seqlen_q == seqlen_k. 0 documents: all keys are one.
   const int32_t* cu_seqlens = nullptr;
   int32_t documents = 0;
@@ -80,7 +78,7 @@ struct SelectPlan {
   bool single_list = false;
 
   // Selection by the whole grid: the best keys among 0 .. grid_keys - 1 of every row. Used for a long single list, and
-  // for the keys in front of the first row when there are many of them.
+  // for the keys before the first row when there are many of them.
   int32_t grid_keys = 0;             // 0: not used
   int32_t chunks = 0;                // of kChunkKeys, covering grid_keys
   bool one_launch = false;           // a single list, and all its chunks fit the GPU at once
@@ -93,7 +91,7 @@ struct SelectPlan {
   int32_t* arrived = nullptr;    // one_launch: [rows], zeroed: blocks that have come to a barrier
   int2* chunk_counts = nullptr;  // one_launch: [rows][chunks]: keys above the cut, keys equal to it
 
-  // Sets: the best keys in front of certain positions, so that no block has to look at all keys before it. Set i is
+  // Sets: the best keys before certain positions, so that no block has to look at all keys before it. Set i is
   // that of position set_origin + (i + first_set) * super_keys, and of the document that this position lies in. Sets
   // are found in parallel: first the best of each piece between positions, then a prefix scan whose operation is "the
   // best of both". Ping-pong buffers: a set that has taken part in n merges lies in buffer n % 2.

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dmattn.key_lists import Selection, num_blocks
+from dmattn.key_lists import Selection, larger, num_blocks
 from dmattn.problem import (
     Gradients,
     Needs,
@@ -316,7 +316,8 @@ def check_key_lists(lists: Selection, problem: Problem) -> None:
             f"selection: got batch {batch} and {heads} heads, wanted batch {dims.batch} or 1 and "
             f"{dims.nheads}, {dims.nheads_k} or 1 heads"
         )
-    blocks = num_blocks(dims.seqlen_q, is_causal)
+    # There may be more lists than blocks of rows, as `num_lists` says.
+    blocks = larger(num_blocks(dims.seqlen_q, is_causal), lists.idx.shape[2])
     wanted: tuple[tuple[int, ...], ...] = (
         (batch, heads, dims.seqlen_k),
         (batch, heads, blocks, capacity),

@@ -310,7 +310,7 @@ def _use_selection(problem: Problem, selection: KeySelection) -> Problem:
         raise ValueError(
             f"selection: got one with is_causal={selection.is_causal}, wanted {problem.is_causal}"
         )
-    if selection.query_len != problem.q.shape[1]:
+    if selection.is_causal and selection.query_len != problem.q.shape[1]:
         raise ValueError(
             f"selection: got one for {selection.query_len} query rows, wanted {problem.q.shape[1]}"
         )
@@ -352,9 +352,9 @@ def _attend(problem: Problem, backend: str | None) -> tuple[Tensor, Tensor]:
 @torch.no_grad()
 def _probabilities(problem: Problem) -> Tensor:
     """(B, H, Sq, Sk) by the definition, for looking at them."""
-    mask, rows = problem.mask, problem.q.shape[1]
+    mask, first_row = problem.mask, problem.k.shape[1] - problem.q.shape[1]
     if problem.key_lists is not None:
-        mask = KeySelection(*problem.key_lists, None, problem.is_causal, rows).to_mask()
+        mask = KeySelection(*problem.key_lists, None, problem.is_causal, first_row).to_mask()
     exact = reference_attention(
         problem.q,
         problem.k,

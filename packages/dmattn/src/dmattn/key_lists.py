@@ -43,16 +43,48 @@ def as_selection(
     return Selection(end.contiguous(), idx.contiguous(), count.contiguous(), full.contiguous())
 
 
+def smaller(a: int, b: int) -> int:
+    """The smaller of two sizes; min() would tie a compiled graph to the side that it finds."""
+    found: int = torch.sym_min(a, b)  # type: ignore[no-untyped-call]
+    return found
+
+
+def larger(a: int, b: int) -> int:
+    """The larger of two sizes, as `smaller`."""
+    found: int = torch.sym_max(a, b)  # type: ignore[no-untyped-call]
+    return found
+
+
 def num_blocks(seqlen_q: int, is_causal: bool) -> int:
     """Lists for `seqlen_q` rows; one serves all of them when not causal."""
     return (seqlen_q + BLOCK_ROWS - 1) // BLOCK_ROWS if is_causal else 1
 
 
+def num_lists(seqlen_q: int, is_causal: bool) -> int:
+    """How many lists to make: as many as blocks; while torch compiles at least 2, if causal.
+
+    The second one is then empty where there are no more than 128 rows. Without it, a graph traced
+    for one number of blocks would not serve the others: torch takes a size that may be 1 for a
+    reason to compile again, and to refuse an export for all lengths.
+    """
+    blocks = num_blocks(seqlen_q, is_causal)
+    if not is_causal or not torch.compiler.is_compiling():
+        return blocks
+    return larger(2, blocks)
+
+
+def without_spare_lists(lists: Selection, seqlen_q: int, is_causal: bool) -> Selection:
+    """As many lists as blocks of rows, contiguous; where `num_lists` made more, a copy."""
+    blocks = num_blocks(seqlen_q, is_causal)
+    if lists.idx.shape[2] == blocks:
+        return lists
+    idx, count, full = (t.narrow(2, 0, blocks).contiguous() for t in lists[1:])
+    return Selection(lists.end, idx, count, full)
+
+
 def capacity_for(most: int, seqlen_k: int) -> int:
     """Room for lists of at most `most` of `seqlen_k` keys."""
-    # sym_min, not min: the answer of min would tie a compiled graph to one side of the comparison.
-    longest: int = torch.sym_min(most, seqlen_k)
-    return (longest + BLOCK_ROWS - 1) // BLOCK_ROWS * BLOCK_ROWS
+    return (smaller(most, seqlen_k) + BLOCK_ROWS - 1) // BLOCK_ROWS * BLOCK_ROWS
 
 
 def best_keys(

@@ -104,8 +104,8 @@ def flash_dmattn_varlen_func(
 
     On CUDA cu_seqlens are read by the kernels alone, so that the host never waits for them, and
     cannot be checked: ones that do not rise from 0 to Tq and Tk, or a sequence longer than
-    max_seqlen says, give undefined results and may read or write outside the tensors. On the CPU
-    they raise ValueError.
+    max_seqlen says, give wrong results, but no access outside the tensors. On the CPU they raise
+    ValueError.
 
     Args:
         query: (Tq, H, D) with D at most 256; dtypes and views as for `flash_dmattn_func`.

@@ -17,7 +17,7 @@ struct CompensatedSum {
   __device__ __forceinline__ void add(float x) {
     const float y = __fsub_rn(x, error);
     const float t = __fadd_rn(sum, y);
-    // After an infinity or NaN the error term would be NaN; the sum alone says what is true.
+    // After an infinity or NaN the error term would be NaN; the sum itself is right.
     error = isfinite(t) ? __fsub_rn(__fsub_rn(t, sum), y) : 0.f;
     sum = t;
   }
@@ -118,7 +118,7 @@ cudaError_t reduce(const ReduceDbiasParams& p, int positions, bool per_position,
   return launch(sum_all_kernel<Source>, outs, kSumAllThreads, 0, stream, p, positions, zero);
 }
 
-// Eight elements a thread where both ends start on 16 bytes, one where not; `n` counts those units.
+// Eight elements a thread, for arrays that start on 16 bytes; `n` counts groups of eight.
 template <class Element>
 __global__ void __launch_bounds__(kThreads) convert_chunks_kernel(const float* src, uint16_t* dst, int64_t n) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;

@@ -24,7 +24,7 @@ struct GradPair {
   GradOut grad[2];
 };
 
-// Those of dk and dv that are asked for, from these sources; returns how many.
+// Fills `outs` with dk and dv, as far as they are asked for, and returns how many they are.
 int grad_outs(const BwdParams& p, const float* dk_src, const float* dv_src, GradPair& outs) {
   int n = 0;
   if (p.dk != nullptr) outs.grad[n++] = {dk_src, static_cast<uint16_t*>(p.dk), p.dk_stride, p.vec_dk};

@@ -1,4 +1,5 @@
-// Tokens put into a cache: find the entry that makes room, write it; and what a step of decoding leaves to do.
+// Putting tokens into a cache: find the entry that makes room, write the token there. After a step of decoding, which has
+// found the entry already: combine the splits of its attention and write the token.
 #include "../forward/combine.cuh"
 #include "cache.h"
 #include "entry.cuh"

@@ -23,7 +23,7 @@ __device__ __forceinline__ CacheEntry no_cache_entry() { return {INFINITY, INT_M
 __device__ __forceinline__ CacheEntry lower(const CacheEntry& a, const CacheEntry& b) {
   const bool b_first = b.score != a.score         ? b.score < a.score
                        : b.position != a.position ? b.position < a.position
-                                                  : b.slot < a.slot;  // empty entries are all alike
+                                                  : b.slot < a.slot;  // empty entries have the same score and position
   return b_first ? b : a;
 }
 
@@ -36,8 +36,8 @@ __device__ __forceinline__ CacheEntry warp_lowest(CacheEntry e) {
   return e;
 }
 
-// The search for the lowest of a cache's entries by a thread block: load(), whose reads are on their way while the
-// block does something else, then find().
+// The search of a thread block for the lowest of a cache's entries: load() starts the reads, find() uses them. Between
+// the two the block can do something else.
 template <int kThreads>
 struct LowestEntry {
   static constexpr int kAhead = 16;

@@ -35,7 +35,7 @@ cudaError_t combine_splits(const FwdParams& p, Dtype dtype, cudaStream_t stream)
 }
 
 // Zero has the same bits in every 16-bit type.
-cudaError_t fill_empty_fwd(const FwdParams& p, Dtype, cudaStream_t stream) {
+cudaError_t fill_empty_fwd(const FwdParams& p, cudaStream_t stream) {
   const int32_t batch = p.packing.slabs(p.batch), seqlen_q = p.packing.rows_q(p.seqlen_q);
   const cudaError_t status = fill_zero(p.out, p.out_stride, batch, seqlen_q, p.nheads, p.head_dim, stream);
   if (status != cudaSuccess || p.lse == nullptr) return status;

@@ -28,8 +28,8 @@ __device__ __forceinline__ uint32_t nonzero_bytes(uint4 x) {
 __device__ __forceinline__ uint4 load_mask_chunk(const MaskRow& row, uintptr_t chunk) {
   return row.covers(chunk) ? __ldg(reinterpret_cast<const uint4*>(chunk)) : make_uint4(0, 0, 0, 0);
 }
-// Bits of the aligned 16-byte chunk, bytes outside the row giving 0 and not being read. `x` is what load_mask_chunk
-// gave: apart, so that callers can have several loads in flight.
+// Bits of the aligned 16-byte chunk; bytes outside the row are not read and give 0. `x` is the result of
+// load_mask_chunk(), a function of its own so that callers can have several loads in flight.
 __device__ __forceinline__ uint32_t mask_chunk_bits(const MaskRow& row, uintptr_t chunk, uint4 x) {
   uint32_t bits = nonzero_bytes(x);
   if (!row.covers(chunk) && chunk < row.end && chunk + 16 > row.begin) {
@@ -44,12 +44,12 @@ __device__ __forceinline__ uint32_t mask_chunk_bits(const MaskRow& row, uintptr_
   return bits;
 }
 
-// The aligned chunk that holds the first of the lane's sixteen bytes: those of columns col0 + 16 * lane.
+// The aligned chunk that holds the first of the lane's sixteen bytes, which start at column col0 + 16 * lane.
 __device__ __forceinline__ uintptr_t lane_chunk(const MaskRow& row, int64_t col0, int lane) {
   return (row.begin + col0 + 16 * lane) & ~uintptr_t{15};
 }
-// Bits of columns col0 + 16 * lane + (0..15), given those of the lane's aligned chunk. All lanes have the same
-// misalignment, so it is mended among bits: each lane takes the rest from the next one. The whole warp calls this.
+// Bits of columns col0 + 16 * lane + (0..15), given the bits of the lane's aligned chunk. All lanes are misaligned by the
+// same number of bytes: each takes the bits that it lacks from the next lane. The whole warp calls this.
 __device__ __forceinline__ uint32_t align_lane_bits(const MaskRow& row, int64_t col0, int lane, uint32_t chunk_bits) {
   const int misaligned = static_cast<int>((row.begin + col0) & 15);
   if (misaligned == 0) return chunk_bits;

@@ -28,7 +28,7 @@ __device__ __forceinline__ bool set_candidates(const SelectPlan& p, int row, int
                                                int64_t& dst) {
   c = Candidates{};
   if (step < 0) {
-    if (set + p.first_set == 0) return false;  // what lies before set_origin is found by the grid
+    if (set + p.first_set == 0) return false;  // the grid has found the set at set_origin
     const int position = set_position(p, set);
     const int first = max(position - p.super_keys, document_of(p, position).x);
     c.set_range(p.ord + row * p.ord_pitch, first, position);
@@ -88,16 +88,16 @@ __device__ __forceinline__ Rank make_rank(int start, uint32_t ord, int place) {
 // What can change inside the block.
 struct ActiveKeys {
   alignas(16) Rank leaving[kSelectBlockRows];  // the worst of the kept keys, in key order
-  alignas(16) Rank joining[kSelectBlockRows];  // those of the block's own keys that may be kept, in key order
+  alignas(16) Rank joining[kSelectBlockRows];  // the block's own keys that may be kept, in key order
   int32_t leaving_key[kSelectBlockRows];
   int32_t joining_row[kSelectBlockRows];  // their rows, counted from the block's first
   int32_t warp_joining[kSelectBlockRows / 32];
 };
 
-// The first row of the block at which `window` keys are better than `rank`, `rows` when there is none. (When they are
-// there from the start, the row of the first joining key.) `core` better keys are there in any case: at most `window` -
-// `rows`, so that for a key of a later document, which they are not better than, they decide nothing. Keys of documents
-// later than that of `rank` count at rows where it is out of sight.
+// The first row of the block at which `window` keys are better than `rank`; `rows` if there is none, the row of the first
+// joining key if there are so many from the start. `core` keys are better from the start. (They are not better than a key
+// of a later document, but they are at most `window` - `rows` and change nothing then.) Keys of documents later than that
+// of `rank` count too: at their rows, `rank` is not seen any more.
 __device__ __forceinline__ int first_row_out(const ActiveKeys& active, Rank rank, int core, int leaving, int joining,
                                              int window, int rows) {
   int better = core;
@@ -215,11 +215,7 @@ __global__ void __launch_bounds__(kBlockThreads, 3) block_kernel(const SelectPla
   // Where a document ends inside the block, no key is kept by all rows.
   const int full_count = document_rows == rows ? steady : 0;
   if (present) idx[full ? core + (before & 0xffff) : steady + (before >> 16)] = key;
-  if (tid < round_up(count, 128) - count) idx[count + tid] = 0;
-  if (tid == 0) {
-    const_cast<int32_t*>(keys.count)[list] = count;
-    const_cast<int32_t*>(keys.full)[list] = full_count;
-  }
+  finish_list(keys, list, count, full_count);
 }
 
 // --- one list ------------------------------------------------------------------------------------------------------
@@ -240,12 +236,7 @@ __global__ void __launch_bounds__(kSetThreads) single_kernel(const SelectPlan p,
     if (in_kept) idx[rank] = key;
     if (end != nullptr && key < p.seqlen_k) end[key] = in_kept ? p.seqlen_k : p.is_causal ? key : 0;
   });
-  const int count = s.selected.kept;
-  if (threadIdx.x < round_up(count, 128) - count) idx[count + threadIdx.x] = 0;
-  if (threadIdx.x == 0) {
-    const_cast<int32_t*>(keys.count)[row] = count;
-    if (p.is_causal) const_cast<int32_t*>(keys.full)[row] = count;
-  }
+  finish_list(keys, row, s.selected.kept, s.selected.kept);
 }
 
 }  // namespace

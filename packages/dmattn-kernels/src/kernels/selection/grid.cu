@@ -1,5 +1,5 @@
 // The best keys of a long row, found by many thread blocks: a histogram launch for each digit of the ordered scores,
-// then an ordered compaction. A launch works out for itself, in every block, what the histogram before it says: no
+// then an ordered compaction. Every block of a launch evaluates the histogram of the launch before by itself: no
 // block waits for another.
 #include "compact.cuh"
 
@@ -106,7 +106,7 @@ __global__ void __launch_bounds__(kGridThreads) digit_kernel(const SelectPlan p,
   if (threadIdx.x == 0) p.chunk_above[chunk_index] = s.sums[0];
 }
 
-// Where the selected keys go: the final list, or the set in front of the first row.
+// Where the selected keys go: the final list, or the set of the keys before the first row.
 struct GridOutput {
   uint32_t* ord;
   int32_t* key;

@@ -9,8 +9,8 @@ using namespace prep;
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
-// Keys that a warp looks at together. `latest` holds the largest end of each such chunk: a block passes over those that
-// its first row is behind.
+// Keys that a warp looks at together. `latest` holds the largest end of each such chunk: a block skips the chunks whose
+// keys have all left before its first row.
 constexpr int kChunk = kIntervalChunk;
 // Chunks that a warp loads before it looks at the first of them.
 constexpr int kAtOnce = 4;

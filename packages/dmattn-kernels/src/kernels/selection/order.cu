@@ -9,17 +9,18 @@ namespace {
 
 // --- ordered scores ------------------------------------------------------------------------------------------------
 
-// The document of a key: the last boundary at or before it, and the next one. Keys behind the last boundary are one
-// more document.
+// The document of a key, from the last boundary at or before the key to the next one. Keys after the last boundary are
+// one more document. cu_seqlens may hold any numbers: the search compares them with the key alone, so that the start is
+// at most `key` and the stop above it, even where they are out of order.
 __device__ __forceinline__ int2 find_document(const SelectParams& p, int key) {
   if (p.documents == 0) return make_int2(0, p.seqlen_k);
-  int before = 0, behind = p.documents + 1;  // boundaries before `before` are <= key, those from `behind` on > key
-  while (before < behind) {
-    const int middle = (before + behind) / 2;
+  int before = 0, after = p.documents + 1;  // boundaries before `before` are <= key, those from `after` on are not
+  while (before < after) {
+    const int middle = (before + after) / 2;
     if (__ldg(p.cu_seqlens + middle) <= key) {
       before = middle + 1;
     } else {
-      behind = middle;
+      after = middle;
     }
   }
   const int start = before > 0 ? __ldg(p.cu_seqlens + before - 1) : 0;

@@ -98,10 +98,8 @@ struct ScoreRow {
   __device__ __forceinline__ ScoreRow(const SelectParams& p, int row)
       : score_stride(p.score_col_stride), mask_stride(p.mask_col_stride) {
     const int b = row / p.heads, h = row % p.heads;
-    scores =
-        static_cast<const Score*>(p.scores) + b * p.score_batch_stride + h / p.score_head_ratio * p.score_head_stride;
-    mask = p.key_mask == nullptr ? nullptr
-                                 : p.key_mask + b * p.mask_batch_stride + h / p.mask_head_ratio * p.mask_head_stride;
+    scores = static_cast<const Score*>(p.scores) + b * p.score_batch_stride + h * p.score_head_stride;
+    mask = p.key_mask == nullptr ? nullptr : p.key_mask + b * p.mask_batch_stride + h * p.mask_head_stride;
   }
   __device__ __forceinline__ uint32_t load(int key) const { return ordered(__ldg(scores + key * score_stride)); }
   __device__ __forceinline__ bool allows(int key) const {
@@ -111,7 +109,7 @@ struct ScoreRow {
 
 // --- documents -----------------------------------------------------------------------------------------------------
 
-// First key of the document that `key` lies in, and the first one behind it.
+// First key of the document that `key` is in, and the first key after it.
 __device__ __forceinline__ int2 document_of(const SelectPlan& p, int key) {
   return p.document == nullptr ? make_int2(0, p.seqlen_k) : __ldg(p.document + key);
 }

@@ -12,17 +12,25 @@ from torch import Tensor
 
 from dmattn.backends.cpu import selection as cpu
 from dmattn.backends.cuda import selection as cuda
-from dmattn.key_lists import BLOCK_ROWS, KeyLists, Selection, capacity_for, num_blocks
+from dmattn.key_lists import (
+    BLOCK_ROWS,
+    KeyLists,
+    Selection,
+    capacity_for,
+    num_blocks,
+    num_lists,
+)
 from dmattn.validation import is_one_or
 
-# Sizes are SymInt, so that one compiled graph serves every length.
+# Sizes are SymInt, so that one compiled graph serves every length. `lists`: how many lists to make,
+# at least as many as blocks of rows (None: that many); those behind the blocks are empty.
 _SELECT = (
     "(Tensor scores, Tensor? key_mask, SymInt window, SymInt seqlen_q, bool is_causal, "
-    "Tensor? cu_seqlens=None) "
+    "Tensor? cu_seqlens=None, SymInt? lists=None) "
     "-> (Tensor end, Tensor idx, Tensor count, Tensor full)"
 )
 _BUILD = (
-    "(Tensor end, SymInt seqlen_q, SymInt capacity, SymInt reach) "
+    "(Tensor end, SymInt seqlen_q, SymInt capacity, SymInt reach, SymInt? lists=None) "
     "-> (Tensor idx, Tensor count, Tensor full, Tensor needed)"
 )
 _DOCUMENT_ENDS = "(Tensor cu_seqlens, SymInt seqlen_k) -> Tensor"
@@ -57,7 +65,8 @@ def select_keys(
         TypeError: a dtype is wrong.
         ValueError: a shape, device or number does not fit; on the CPU also values of cu_seqlens.
     """
-    arguments = (scores.detach(), key_mask, window, seqlen_q, is_causal, cu_seqlens)
+    lists = num_lists(seqlen_q, is_causal)
+    arguments = (scores.detach(), key_mask, window, seqlen_q, is_causal, cu_seqlens, lists)
     return Selection(*torch.ops.dmattn.select_keys(*arguments))
 
 
@@ -68,6 +77,7 @@ def _empty_selection(
     seqlen_q: int,
     is_causal: bool,
     cu_seqlens: Tensor | None = None,
+    lists: int | None = None,
 ) -> Selection:
     """Results to be filled, idx with zeros; raises for inputs that do not fit together."""
     if scores.dim() != 3:
@@ -89,7 +99,8 @@ def _empty_selection(
         _check_key_mask(key_mask, scores)
         batch = key_mask.shape[0] if batch == 1 else batch
         heads = key_mask.shape[1] if heads == 1 else heads
-    blocks = num_blocks(seqlen_q, is_causal)
+    if lists is None:
+        lists = num_blocks(seqlen_q, is_causal)
     capacity = capacity_for(window + (BLOCK_ROWS if is_causal else 0), seqlen_k)
 
     def empty(*shape: int) -> Tensor:
@@ -97,9 +108,9 @@ def _empty_selection(
 
     return Selection(
         empty(batch, heads, seqlen_k),
-        scores.new_zeros((batch, heads, blocks, capacity), dtype=torch.int32),
-        empty(batch, heads, blocks),
-        empty(batch, heads, blocks) if is_causal else empty(0),
+        scores.new_zeros((batch, heads, lists, capacity), dtype=torch.int32),
+        empty(batch, heads, lists),
+        empty(batch, heads, lists) if is_causal else empty(0),
     )
 
 
@@ -142,12 +153,14 @@ def _select_cpu(
     seqlen_q: int,
     is_causal: bool,
     cu_seqlens: Tensor | None = None,
+    lists: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     shaped = _empty_selection(scores, key_mask, window, seqlen_q, is_causal, cu_seqlens)
     if key_mask is not None:
         scores = torch.where(key_mask, scores, -math.inf)
     capacity = shaped.idx.shape[3]
-    return cpu.select(scores, window, seqlen_q, is_causal, capacity, cu_seqlens)
+    selection = cpu.select(scores, window, seqlen_q, is_causal, capacity, cu_seqlens)
+    return Selection(selection.end, *_as_many(selection[1:], lists))
 
 
 def _select_cuda(
@@ -157,6 +170,7 @@ def _select_cuda(
     seqlen_q: int,
     is_causal: bool,
     cu_seqlens: Tensor | None = None,
+    lists: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     selection = _empty_selection(scores, key_mask, window, seqlen_q, is_causal, cu_seqlens)
     if selection.end.numel() == 0 or selection.idx.numel() == 0:
@@ -166,7 +180,20 @@ def _select_cuda(
         if cu_seqlens is not None:
             cu_seqlens = cu_seqlens.contiguous()
         cuda.select(scores, key_mask, window, seqlen_q, is_causal, selection, cu_seqlens)
-    return selection
+    return Selection(selection.end, *_as_many(selection[1:], lists))
+
+
+def _as_many(tensors: tuple[Tensor, ...], lists: int | None) -> tuple[Tensor, ...]:
+    """idx, count, full and so on, with empty lists added at the end up to `lists` of them."""
+    blocks = tensors[0].shape[2]
+    if lists is None or lists == blocks:
+        return tensors
+    if lists < blocks:
+        raise ValueError(f"lists: got {lists}, wanted at least {blocks}")
+    more = lists - blocks
+    return tuple(
+        torch.nn.functional.pad(t, (0, 0, 0, more) if t.dim() == 4 else (0, more)) for t in tensors
+    )
 
 
 # --- dmattn::build_key_lists ----------------------------------------------------------------------
@@ -188,10 +215,13 @@ def build_key_lists(end: Tensor, seqlen_q: int, capacity: int, reach: int | None
         ValueError: a shape or number does not fit.
     """
     reach = 0 if reach is None else reach
-    return KeyLists(*torch.ops.dmattn.build_key_lists(end, seqlen_q, capacity, reach))
+    arguments = (end, seqlen_q, capacity, reach, num_lists(seqlen_q, True))
+    return KeyLists(*torch.ops.dmattn.build_key_lists(*arguments))
 
 
-def _empty_lists(end: Tensor, seqlen_q: int, capacity: int, reach: int) -> KeyLists:
+def _empty_lists(
+    end: Tensor, seqlen_q: int, capacity: int, reach: int, lists: int | None = None
+) -> KeyLists:
     """Results to be filled, idx with zeros; raises for inputs that do not fit together."""
     if end.dim() != 3:
         raise ValueError(f"end: got shape {tuple(end.shape)}, wanted (batch|1, heads|1, seqlen_k)")
@@ -204,29 +234,30 @@ def _empty_lists(end: Tensor, seqlen_q: int, capacity: int, reach: int) -> KeyLi
         raise ValueError(f"capacity: got {capacity}, wanted a multiple of {BLOCK_ROWS}")
     if reach < 0:
         raise ValueError(f"reach: got {reach}, wanted at least 1, or 0 where it is unknown")
-    lists = (batch, heads, num_blocks(seqlen_q, True))
+    shape = (batch, heads, num_blocks(seqlen_q, True) if lists is None else lists)
     return KeyLists(
-        end.new_zeros((*lists, capacity)),
-        end.new_empty(lists),
-        end.new_empty(lists),
-        end.new_empty(lists),
+        end.new_zeros((*shape, capacity)),
+        end.new_empty(shape),
+        end.new_empty(shape),
+        end.new_empty(shape),
     )
 
 
 def _build_cpu(
-    end: Tensor, seqlen_q: int, capacity: int, reach: int
+    end: Tensor, seqlen_q: int, capacity: int, reach: int, lists: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _empty_lists(end, seqlen_q, capacity, reach)
-    return cpu.interval_lists(end.contiguous(), seqlen_q, capacity, reach or None)
+    made = cpu.interval_lists(end.contiguous(), seqlen_q, capacity, reach or None)
+    return KeyLists(*_as_many(made, lists))
 
 
 def _build_cuda(
-    end: Tensor, seqlen_q: int, capacity: int, reach: int
+    end: Tensor, seqlen_q: int, capacity: int, reach: int, lists: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    lists = _empty_lists(end, seqlen_q, capacity, reach)
-    if lists.count.numel() > 0:
-        cuda.build_key_lists(end.contiguous(), seqlen_q, reach, lists)
-    return lists
+    made = _empty_lists(end, seqlen_q, capacity, reach)
+    if made.count.numel() > 0:
+        cuda.build_key_lists(end.contiguous(), seqlen_q, reach, made)
+    return KeyLists(*_as_many(made, lists))
 
 
 # --- dmattn::document_ends ------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dmattn.key_lists import best_keys
+from dmattn.key_lists import best_keys, smaller
 from dmattn.validation import (
     check_bool,
     check_int,
@@ -218,10 +218,10 @@ def _top(
     bias = attention_bias.detach().nan_to_num(-math.inf, math.inf, -math.inf)
     if allowed is not None:
         bias = bias.masked_fill(~allowed, -math.inf)
-    values, indices = bias.topk(torch.sym_min(window_size, bias.shape[-1]), dim=-1, sorted=False)
-    # zeros_like, which vmap batches as the bias, so that the scatter may write in place.
-    keep = torch.zeros_like(bias, dtype=torch.bool)
-    keep.scatter_(-1, indices, values > _floor(min_dtype))
+    values, indices = bias.topk(smaller(window_size, bias.shape[-1]), dim=-1, sorted=False)
+    keep = torch.zeros(bias.shape, dtype=torch.bool, device=bias.device)
+    # Not in place, as torch.func.vmap cannot write a batch into what has none.
+    keep = keep.scatter(-1, indices, values > _floor(min_dtype))
     return _decide_blocks(keep, allowed, block_size)
 
 
@@ -311,13 +311,12 @@ def _decide_blocks(keep: Tensor, allowed: Tensor | None, block_size: int | None)
     if block_size is None or block_size == 1:
         return keep
     key_len = keep.shape[-1]
-    blocks = (key_len + block_size - 1) // block_size
-    padded = torch.nn.functional.pad(keep, (0, blocks * block_size - key_len))
-    by_block = torch.unflatten(padded, -1, (blocks, block_size))
-    start = torch.arange(blocks, device=keep.device)[:, None] * block_size
-    size = (key_len - start).clamp(max=block_size)  # the last one may be shorter
-    majority = by_block.sum(-1, keepdim=True) * 2 > size
-    decided = majority.expand(by_block.shape).flatten(-2)[..., :key_len]
+    key = torch.arange(key_len, device=keep.device)
+    start = key // block_size * block_size
+    stop = (start + block_size).clamp(max=key_len)  # the last run may be shorter
+    # [j]: how many keys are kept in front of key j.
+    before = torch.nn.functional.pad(keep.cumsum(-1, dtype=torch.int32), (1, 0))
+    decided = (before[..., stop] - before[..., start]) * 2 > stop - start
     if allowed is not None:
         decided = decided & allowed
     return decided

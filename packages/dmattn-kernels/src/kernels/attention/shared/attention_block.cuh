@@ -7,8 +7,8 @@
 
 namespace dmattn {
 
-// T: kPacked (sequences are always packed), kMayBePacked (decided at run time), kGathered, and kSeqlens, the place of a
-// SeqlenInfo in shared memory, when either of the first two.
+// T: kPacked (sequences are always packed), kMayBePacked (decided at run time), kGathered. kKeepsSeqlens: when packed, a
+// SeqlenInfo lies at kSeqlens in shared memory.
 template <class T, class Params>
 struct AttentionBlock {
   const Params& p;
@@ -22,15 +22,27 @@ struct AttentionBlock {
   // --- the sequence --------------------------------------------------------------------------------------------------
 
   __device__ __forceinline__ bool is_packed() const { return T::kPacked || (T::kMayBePacked && p.packing.is_active()); }
-  // Once, by all threads, as soon as `batch` is known and before any of the functions below. Packed lengths are read
-  // from shared memory again after each barrier: kept in registers through the loop, they spilled others.
-  __device__ __forceinline__ void find_sequence() {
-    if (!is_packed()) return;
-    if (threadIdx.x == 0) packed_seqlens() = read_packed_seqlens(p.packing, batch, p.seqlen_q, p.seqlen_k);
-    __syncthreads();
+  // Once, by all threads, as soon as `batch` is known and before any of the functions below. False: the block has to leave
+  // the sequence out.
+  __device__ __forceinline__ bool find_sequence() {
+    if (!is_packed()) return true;
+    const auto cut = [&] { return read_packed_seqlens(p.packing, batch, p.seqlen_q, p.seqlen_k); };
+    if constexpr (T::kKeepsSeqlens) {
+      if (threadIdx.x == 0) *kept_seqlens() = cut();
+      __syncthreads();
+      return true;
+    } else {
+      return fits(p.packing, batch, cut());
+    }
   }
-  __device__ __forceinline__ SeqlenInfo& packed_seqlens() const {
-    return *reinterpret_cast<SeqlenInfo*>(smem + T::kSeqlens);
+  // Packed lengths are read again after each barrier: kept in registers through the loop, they spilled others. Where
+  // shared memory has no room for them, cu_seqlens itself is read again, and wrong sequences are left out, because
+  // cutting them each time would take hundreds of instructions.
+  __device__ __forceinline__ SeqlenInfo packed_seqlens() const {
+    return T::kKeepsSeqlens ? *kept_seqlens() : given_packed_seqlens(p.packing, batch);
+  }
+  __device__ __forceinline__ SeqlenInfo* kept_seqlens() const {
+    return reinterpret_cast<SeqlenInfo*>(smem + T::kSeqlens);
   }
   // Rows and keys of other sequences in front of this one, and its lengths.
   __device__ __forceinline__ int first_row() const { return is_packed() ? packed_seqlens().first_row : 0; }
@@ -52,7 +64,7 @@ struct AttentionBlock {
   __device__ __forceinline__ const Element* head_ptr(const void* base, const Strides3& s, int head) const {
     return static_cast<const Element*>(base) + batch * s.batch + head * s.head;
   }
-  // Number of the list of a query head; with lists of row blocks, of those of the head.
+  // Number of a query head's list. With a list per row block: list_index() * blocks is that of its first row block.
   __device__ __forceinline__ int64_t list_index(int head) const {
     return static_cast<int64_t>(p.keys.batch > 1 ? batch : 0) * p.keys.heads + head / p.keys.head_ratio;
   }

@@ -18,8 +18,8 @@ struct SeqRange {
 // such range has enough.
 __device__ __forceinline__ SeqRange read_packed_range(const int32_t* cu_seqlens, int sequence, int total,
                                                       int max_length) {
-  const int first = min(max(__ldg(cu_seqlens + sequence), 0), total);
-  const int end = min(max(__ldg(cu_seqlens + sequence + 1), first), total);
+  const int first = min(max(cu_seqlens[sequence], 0), total);
+  const int end = min(max(cu_seqlens[sequence + 1], first), total);
   return {first, min(end - first, max_length)};
 }
 
@@ -33,6 +33,20 @@ __device__ __forceinline__ SeqlenInfo read_packed_seqlens(const Packing& packing
   const SeqRange q = read_packed_range(packing.cu_seqlens_q, sequence, packing.total_q, max_seqlen_q);
   const SeqRange k = read_packed_range(packing.cu_seqlens_k, sequence, packing.total_k, max_seqlen_k);
   return {q.first, q.length, k.first, k.length};
+}
+
+// The same without cutting anything: for sequences that fit.
+__device__ __forceinline__ SeqlenInfo given_packed_seqlens(const Packing& packing, int sequence) {
+  const int first_row = packing.cu_seqlens_q[sequence], first_key = packing.cu_seqlens_k[sequence];
+  return {first_row, packing.cu_seqlens_q[sequence + 1] - first_row, first_key,
+          packing.cu_seqlens_k[sequence + 1] - first_key};
+}
+// Whether nothing of the sequence is cut.
+__device__ __forceinline__ bool fits(const Packing& packing, int sequence, const SeqlenInfo& cut) {
+  return packing.cu_seqlens_q[sequence] == cut.first_row &&
+         packing.cu_seqlens_q[sequence + 1] == cut.first_row + cut.seqlen_q &&
+         packing.cu_seqlens_k[sequence] == cut.first_key &&
+         packing.cu_seqlens_k[sequence + 1] == cut.first_key + cut.seqlen_k;
 }
 
 // The rows that block `slot` of an array laid out by first_packed_block() stands for.

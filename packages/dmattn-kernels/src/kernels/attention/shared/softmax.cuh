@@ -67,7 +67,7 @@ struct OnlineSoftmax {
   }
 
   // Sums over the quad; returns 1 / sum (0 for a row that kept nothing) and its log-sum-exp in natural units. rest is
-  // what rounding to fp32 dropped from lse: nothing to speak of for usual logits, all of log(sum) in a row whose every
+  // what rounding to fp32 dropped from lse: hardly anything for usual logits, but all of log(sum) in a row whose every
   // bias is finfo.min.
   __device__ __forceinline__ float finish(int r, float scale, float& lse, float& rest) {
     float sum = row_sum[r];

@@ -7,7 +7,7 @@
 namespace dmattn {
 
 // The forward's bias tile: rows of kCols + 8 elements at any alignment, copied by cp.async from the 16 bytes around
-// their start. Element (row, col) then lies 2 col bytes behind the row's own offset into those 16 bytes.
+// their start. Element (row, col) then is 2 col bytes after the row's own offset into those 16 bytes.
 template <int kCols>
 struct ShiftedTile {
   static constexpr int kPitch = (kCols + 8) * 2;  // 16 (mod 128) bytes or 80: eight rows fall on different banks

@@ -86,8 +86,8 @@ __device__ __forceinline__ void BwdBlock<T>::add_fp32_rows(const AccKV& acc, int
     }
 }
 
-// By the only block of the launch that has the row: a slot of its own, or a sum that launches for the heads of a group,
-// which follow one another, add to.
+// For rows that only this block of the launch has: a slot of its own, or a sum to which the launches for the heads of a
+// group add one after the other.
 template <class T>
 __device__ __forceinline__ void BwdBlock<T>::store_fp32_rows(const AccKV& acc, const FragmentMap& map, float* slots,
                                                              float* accum) const {

@@ -174,7 +174,7 @@ __device__ __forceinline__ bool BwdBlock<T>::wants_dv() const {
   return !T::kGeneral || p.dv != nullptr || p.dv_slots != nullptr || p.dv_accum != nullptr;
 }
 
-// From the two raw products to P and dS in shared memory, and what dbias takes from dS on the way.
+// From the two raw products to P and dS in shared memory; dbias is taken from dS.
 template <class T>
 __device__ __forceinline__ void BwdBlock<T>::middle(Scores& s, Scores& dp, const Step& step, int buf,
                                                     const FragmentMap& map, float (&column_sums)[T::NTs][2]) {

@@ -38,7 +38,7 @@ __device__ __forceinline__ void BwdBlock<T>::load_dout(const Step& s, int stage)
   load_rows(T::kdO + stage * T::kTileQ, p.dout, p.dout_stride, p.vec_dout, s);
 }
 
-// lse and delta of the step's rows (padded with harmless values past seqlen_q), and its mask words.
+// lse and delta of the step's rows (padded with harmless values past seqlen_q).
 template <class T>
 __device__ __forceinline__ void BwdBlock<T>::load_row_stats(const Step& s, int buf) const {
   constexpr int kChunks = kBlockM / 4;

@@ -22,13 +22,13 @@ struct DecodeTraits {
   static constexpr bool kIsBf16 = std::is_same_v<Element, cutlass::bfloat16_t>;
   static constexpr int kHeadDim = kHeadDim_, kRows = kDecodeRows, kKeys = kDecodeKeys;
   static constexpr bool kGathered = kGathered_;  // keys come from a list of kept keys
-  static constexpr bool kPacked = false, kMayBePacked = false;
+  static constexpr bool kPacked = false, kMayBePacked = false, kKeepsSeqlens = false;
   static constexpr uint32_t kSeqlens = 0;  // not used
   static constexpr int kWarps = decode_tile(kHeadDim).warps, kStages = decode_tile(kHeadDim).stages;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int OT = kHeadDim / 8, NT = kKeys / 8;
 
-  static constexpr uint32_t kTile = kKeys * kHeadDim * 2;
+  static constexpr uint32_t kTile = kKeys * kHeadDim * sizeof(Element);
   static constexpr uint32_t kWarpBytes = 2 * kStages * kTile;  // [stage][K, V]
   static constexpr uint32_t kSmemBytes = kWarps * kWarpBytes;
   static_assert(kSmemBytes == decode_smem_bytes(kHeadDim));
@@ -119,7 +119,7 @@ struct DecodeBlock : AttentionBlock<T, DecodeParams> {
 #pragma unroll
     for (int i = 0; i < T::kChunkKeys / 32; ++i) shared.idx[warp][chunk & 1][lane + 32 * i] = x.idx[i];
   }
-  // Those of a step.
+  // The entries of a step.
   __device__ __forceinline__ const int32_t* idx(int step) const {
     const int at = step - begin;
     return shared.idx[warp][at / T::kChunkSteps & 1] + at % T::kChunkSteps * T::kKeys;
@@ -169,7 +169,7 @@ struct DecodeBlock : AttentionBlock<T, DecodeParams> {
   }
 
   __device__ __forceinline__ int64_t bias_base() const { return Base::bias_base(head); }
-  // A bias that is alike for all rows, for a chunk; `x`: its keys, where gathered.
+  // A bias that is the same for all rows, for the keys of a chunk; `x` holds their positions, where gathered.
   struct LaneBias {
     float value[T::kChunkKeys / 32];
   };
@@ -193,8 +193,8 @@ struct DecodeBlock : AttentionBlock<T, DecodeParams> {
 
   // --- the token of a cache ------------------------------------------------------------------------------------------
 
-  // It takes the place of an entry in the tile that the entry has been loaded into; every warp holds it, in chunks of
-  // eight elements, those of K before those of V.
+  // The token overwrites an entry in the tile that the entry has been loaded into. Every warp holds a copy of the token:
+  // chunks of eight elements, first of its key, then of its value.
   struct Token {
     static constexpr int kChunks = kHeadDim / 8, kOwn = (2 * kChunks + 31) / 32;
     uint4 chunk[kOwn];

@@ -30,14 +30,15 @@ struct FwdTraits {
   static constexpr int kMaskWords = kBlockN / 32;
 
   static constexpr uint32_t kQ = 0;
-  static constexpr uint32_t kK = kQ + kBlockM * kHeadDim * 2;
-  static constexpr uint32_t kV = kK + kBlockN * kHeadDim * 2;
-  static constexpr uint32_t kKeyIdx = kV + kBlockN * kHeadDim * 2;                     // int32 [2][kBlockN]
+  static constexpr uint32_t kK = kQ + kBlockM * kHeadDim * sizeof(Element);
+  static constexpr uint32_t kV = kK + kBlockN * kHeadDim * sizeof(Element);
+  static constexpr uint32_t kKeyIdx = kV + kBlockN * kHeadDim * sizeof(Element);       // int32 [2][kBlockN]
   static constexpr uint32_t kInterval = kKeyIdx + (kGathered ? 2 * kBlockN * 4 : 0);   // KeyInterval [2][kBlockN]
   static constexpr uint32_t kKeyBias = kInterval + (kGathered ? 2 * kBlockN * 8 : 0);  // float [2][kBlockN]
   static constexpr uint32_t kMask = kKeyBias + (kGeneral ? 2 * kBlockN * 4 : 0);       // uint32 [kBlockM][kMaskWords]
   static constexpr uint32_t kSeqlens = kMask + (kGeneral && !kGathered ? kBlockM * kMaskWords * 4 : 0);  // SeqlenInfo
-  static constexpr uint32_t kBias = kSeqlens + (kPacked || kMayBePacked ? sizeof(SeqlenInfo) : 0);
+  static constexpr bool kKeepsSeqlens = kPacked || kMayBePacked;
+  static constexpr uint32_t kBias = kSeqlens + (kKeepsSeqlens ? sizeof(SeqlenInfo) : 0);
   static constexpr uint32_t kBiasBytes =
       kGeneral && !kGathered ? kBlockM * ShiftedTile<kBlockN>::kPitch : 0;  // kTile only
 
@@ -328,7 +329,7 @@ struct FwdBlock : AttentionBlock<T, FwdParams> {
       store_accum(acc_o, accum_row);
       return;
     }
-    // Q was last read before the main loop's second barrier: its tile takes the rounded output on its way out.
+    // Q was last read before the main loop's second barrier: the rounded output goes through its tile.
     store_acc<Element, kHeadDim>(smem_base + T::kQ, acc_o, warp * 16 * T::MT, 0, lane);
     __syncthreads();
     Element* out = static_cast<Element*>(p.out) + batch * p.out_stride.batch + head * p.out_stride.head +

@@ -26,7 +26,7 @@ from dmattn.backends.cpu.layout import (
     write_bias_gradient,
     write_key_gradient,
 )
-from dmattn.problem import Gradients, Needs, Problem, Results, lse_dtype, lse_shape
+from dmattn.problem import Gradients, Needs, Problem, Results, empty_gradients, empty_results
 
 # Above this |lse|, exp(logits - lse) would inherit the rounding of lse: at 1e8 the logarithm of the
 # row sum has vanished from a float32 lse altogether. Such rows get their maximum and sum anew.
@@ -40,14 +40,15 @@ def forward(problem: Problem) -> Results:
         ValueError: cu_seqlens do not rise from 0 to the number of tokens, or a sequence is longer
             than the bound given for it.
     """
-    out, lse = _empty_results(problem)
+    results = empty_results(problem)
+    out, lse = results.out, results.lse
     with torch.autocast("cpu", enabled=False):  # it would run the products below in bfloat16
         if problem.packing is None:
             _forward(problem, out, lse)
         else:
             for part in packed.sequences(problem):
                 _forward(part.problem, part.rows_of(out), part.lse_of(lse))
-    return Results(out, lse, out.new_empty((0,), dtype=torch.float32))
+    return results
 
 
 def backward(
@@ -61,7 +62,7 @@ def backward(
         ValueError: as `forward`.
     """
     out, lse = results.out, results.lse
-    grads = _empty_gradients(problem, needs)
+    grads = empty_gradients(problem, needs)
     with torch.autocast("cpu", enabled=False):
         if problem.packing is None:
             _backward(problem, out, lse, dout, dlse, grads, needs)
@@ -78,21 +79,6 @@ def backward(
                 needs,
             )
     return grads
-
-
-def _empty_results(problem: Problem) -> tuple[Tensor, Tensor]:
-    q = problem.q
-    return q.new_empty(q.shape), q.new_empty(lse_shape(q), dtype=lse_dtype(q.dtype))
-
-
-def _empty_gradients(problem: Problem, needs: Needs) -> Gradients:
-    operands = (problem.q, problem.k, problem.v, problem.bias)
-    return Gradients(
-        *(
-            problem.q.new_empty((0,)) if t is None else t.new_empty(t.shape if need else (0,))
-            for t, need in zip(operands, needs, strict=True)
-        )
-    )
 
 
 def _forward(problem: Problem, out: Tensor, lse: Tensor) -> None:

@@ -28,8 +28,8 @@ _LIST_BELOW = 0.75
 class Lists(NamedTuple):
     """Lists of keys, each for a stretch of rows. Letters: R lists, C room of each."""
 
-    index: Tensor  # int64 ({B|1}, {HL|1}, R, C); any keys past the count
-    count: Tensor  # ({B|1}, {HL|1}, R)
+    idx: Tensor  # int64 ({B|1}, {HL|1}, R, C); any keys past the count
+    counts: Tensor  # ({B|1}, {HL|1}, R)
     end: Tensor | None  # ({B|1}, {HL|1}, Sk): rows at this position and later drop the key
     rows_per_list: int
 
@@ -61,7 +61,7 @@ def make_lists(problem: Problem, layout: Layout) -> tuple[Layout, Lists | None]:
     if problem.key_lists is not None:
         end, index, count, _ = problem.key_lists
         # A wrong entry finds another key, but none outside.
-        index = index.long().clamp_(0, max(0, layout.seqlen_k - 1))
+        index = index.long().clamp(0, max(0, layout.seqlen_k - 1))
         if layout.is_causal:
             return layout, Lists(index, count, end, BLOCK_ROWS)
         return layout, Lists(index, count, None, layout.seqlen_q)
@@ -87,7 +87,7 @@ def row_blocks(layout: Layout, lists: Lists | None) -> Iterator[RowBlock]:
     if lists is None:
         width = min(layout.seqlen_k, _KEYS_PER_BLOCK)
     else:
-        width = min(lists.index.shape[3], _LISTED_KEYS_PER_BLOCK)
+        width = min(lists.idx.shape[3], _LISTED_KEYS_PER_BLOCK)
     size = max(_MIN_ROWS_PER_BLOCK, _BLOCK_ELEMENTS // (max(1, width) * heads))
     if lists is None or lists.rows_per_list >= layout.seqlen_q:
         for start in range(0, layout.seqlen_q, size):
@@ -127,12 +127,12 @@ def _slices(layout: Layout, block: RowBlock) -> Iterator[KeyBlock]:
 def _listed(layout: Layout, lists: Lists, block: RowBlock) -> Iterator[KeyBlock]:
     first = block.rows.start // lists.rows_per_list
     numbers = slice(first, first + block.stretches)
-    count = lists.count[:, :, numbers, None]
+    count = lists.counts[:, :, numbers, None]
     longest = int(count.amax()) if count.numel() else 0
     parts = -(-longest // _LISTED_KEYS_PER_BLOCK)
     for part in range(parts):
         entries = slice(longest * part // parts, longest * (part + 1) // parts)
-        index = lists.index[:, :, numbers, entries]
+        index = lists.idx[:, :, numbers, entries]
         # An entry that is not listed begins after all rows.
         listed = torch.arange(entries.start, entries.stop) < count
         begin = index.masked_fill(~listed, layout.seqlen_k)

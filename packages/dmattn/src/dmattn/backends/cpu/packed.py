@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from dmattn.problem import Gradients, Needs, Problem
+from dmattn.problem import Gradients, Needs, Problem, is_per_key
 
 
 class Part(NamedTuple):
@@ -63,7 +63,7 @@ def sequences(problem: Problem) -> Iterator[Part]:
 
 def _operand(t: Tensor, rows: slice, keys: slice) -> Tensor:
     """A sequence's part of a mask, bias or dbias, as (1, heads, 1 or rows, keys), a view."""
-    if t.dim() == 2:
+    if is_per_key(t):
         return t[None, :, None, keys]
     return t[None, :, rows, : keys.stop - keys.start]
 

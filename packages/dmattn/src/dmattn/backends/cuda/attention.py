@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dmattn.backends.cuda.kernels import check_device, launch, load_kernels, view, views
 from dmattn.checks import HEAD_DIM_MULTIPLE
+from dmattn.key_lists import Selection, without_spare_lists
 from dmattn.problem import (
     Gradients,
     Needs,
@@ -41,6 +42,7 @@ def forward(problem: Problem, for_backward: bool = True) -> Results:
     if q.numel() > 0:
         core, codes = load_kernels()
         packing = problem.packing and _contiguous(problem.packing)
+        lists = _lists(problem)
         params = core.FwdParams(
             device=device,
             q=view(q, codes),
@@ -53,7 +55,7 @@ def forward(problem: Problem, for_backward: bool = True) -> Results:
             softmax_scale=problem.softmax_scale,
             softcap=problem.softcap,
             is_causal=problem.is_causal,
-            selection=None if problem.key_lists is None else views(problem.key_lists, codes),
+            selection=None if lists is None else views(lists, codes),
             lse_rest=None if rest is None else view(rest, codes),
             cu_seqlens_q=packing and view(packing.cu_seqlens_q, codes),
             cu_seqlens_k=packing and view(packing.cu_seqlens_k, codes),
@@ -97,6 +99,7 @@ def backward(
     dq, dk, dv, dbias = empty_gradients(problem, needs)
     core, codes = load_kernels()
     packing = problem.packing and _contiguous(problem.packing)
+    lists = _lists(problem)
     params = core.BwdParams(
         device=device,
         q=view(q, codes),
@@ -116,7 +119,7 @@ def backward(
         softcap=problem.softcap,
         is_causal=problem.is_causal,
         deterministic=problem.deterministic,
-        selection=None if problem.key_lists is None else views(problem.key_lists, codes),
+        selection=None if lists is None else views(lists, codes),
         lse_rest=None if rest is None else view(rest, codes),
         cu_seqlens_q=packing and view(packing.cu_seqlens_q, codes),
         cu_seqlens_k=packing and view(packing.cu_seqlens_k, codes),
@@ -130,6 +133,13 @@ def backward(
             for g, need in zip((dq, dk, dv), needs, strict=False)
         )
     return Gradients(dq, dk, dv, dbias)
+
+
+def _lists(problem: Problem) -> Selection | None:
+    """Keep the result referenced until after the launch, or its memory may become the workspace."""
+    if problem.key_lists is None:
+        return None
+    return without_spare_lists(problem.key_lists, problem.q.shape[1], problem.is_causal)
 
 
 def _contiguous(packing: Packing) -> Packing:

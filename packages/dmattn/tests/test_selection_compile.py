@@ -1,0 +1,199 @@
+"""Selections and masks under torch.compile and torch.export: one graph for all lengths."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.export import Dim
+
+from dmattn import (
+    KeySelection,
+    create_mask,
+    dynamic_mask,
+    flash_dmattn_func,
+    packed_documents,
+    select_keys,
+    sliding_window,
+    top_window_mask,
+)
+
+# Around the rows of a block, the room of a list, and the window.
+LENGTHS = (300, 20, 9, 40, 64, 127, 128, 129, 200, 256, 257, 411)
+
+
+def bias_of(length: int) -> Tensor:
+    return torch.randn(2, 2, 1, length)
+
+
+def mask_of(length: int) -> Tensor:
+    return torch.rand(2, length) < 0.8
+
+
+def bounds_of(length: int) -> Tensor:
+    return torch.tensor([0, 3, 7, length], dtype=torch.int32)
+
+
+def long_bounds_of(length: int) -> Tensor:
+    return bounds_of(length).long()
+
+
+def ends_of(length: int) -> Tensor:
+    return torch.arange(length)[None, None] + torch.randint(0, 99, (2, 1, length))
+
+
+def ids_of(length: int) -> Tensor:
+    return (torch.rand(2, length) < 0.1).long().cumsum(1)
+
+
+Makers = tuple[Callable[[int], Tensor], ...]
+CASES: dict[str, tuple[Callable[..., Any], Makers]] = {
+    "select_keys of all": (lambda b: select_keys(b, 40, is_causal=False), (bias_of,)),
+    "select_keys, mask": (lambda b, m: select_keys(b, 40, attn_mask=m), (bias_of, mask_of)),
+    "select_keys, long boundaries": (
+        lambda b, c: select_keys(b, 40, cu_seqlens=c),
+        (bias_of, long_bounds_of),
+    ),
+    "sliding_window, mask": (
+        lambda m: sliding_window(m.shape[-1], 40, attn_mask=m),
+        (mask_of,),
+    ),
+    "from_intervals": (lambda e: KeySelection.from_intervals(e, reach=60), (ends_of,)),
+    "packed_documents": (
+        lambda m, c: packed_documents(c, key_len=m.shape[1], attn_mask=m),
+        (mask_of, bounds_of),
+    ),
+    "packed_documents, ids": (
+        lambda i: packed_documents(document_ids=i, window_size=50, max_seqlen=70),
+        (ids_of,),
+    ),
+    "create_mask": (
+        lambda b, m: create_mask(b, m, b.shape[0], b.shape[-1], b.shape[-1], 8, block_size=4),
+        (bias_of, mask_of),
+    ),
+    "dynamic_mask": (lambda b, m: dynamic_mask(b, m[:, None, None], 8), (bias_of, mask_of)),
+    "top_window_mask": (
+        lambda b, m: top_window_mask(b, 8, attention_mask=m[:, None, :, None] | m[:, None, None]),
+        (bias_of, mask_of),
+    ),
+}
+
+
+def tensors_of(made: Tensor | KeySelection) -> tuple[Tensor, ...]:
+    """What is to be equal; compiled selections may have one more list, an empty one."""
+    if isinstance(made, Tensor):
+        return (made,)
+    kept = made.to_mask()
+    blocks = -(-made.query_len // 128) if made.is_causal else 1
+    assert not made.count[:, :, blocks:].any()
+    return (kept, made.end, made.idx[:, :, :blocks], made.count[:, :, :blocks])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_graph_for_all_lengths(name: str) -> None:
+    function, makers = CASES[name]
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(function, dynamic=True, fullgraph=True, backend=counter)
+    for length in LENGTHS:
+        arguments = [maker(length) for maker in makers]
+        found, wanted = compiled(*arguments), function(*arguments)
+        for a, b in zip(tensors_of(found), tensors_of(wanted), strict=True):
+            assert torch.equal(a, b)
+    assert counter.frame_count == 1
+
+
+def test_masks_of_fixed_size_in_buffers() -> None:
+    """A fixed size beside a dynamic one that happens to be equal to it."""
+
+    class Masks(nn.Module):
+        mask: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mask", torch.rand(2, 12) < 0.7)
+
+        def forward(self, bias: Tensor) -> tuple[Tensor, ...]:
+            key_len = bias.shape[-1]
+            return (
+                create_mask(bias, self.mask, 2, key_len, key_len, 3),
+                dynamic_mask(bias, self.mask[:, None, None], 3),
+                top_window_mask(bias, 3, attention_mask=self.mask),
+                select_keys(bias, 3, attn_mask=self.mask).end,
+                sliding_window(key_len, 3, attn_mask=self.mask).end,
+            )
+
+    torch._dynamo.reset()
+    module, bias = Masks(), torch.randn(2, 2, 1, 12)
+    compiled = torch.compile(module, dynamic=True, fullgraph=True, backend="aot_eager")
+    for a, b in zip(compiled(bias), module(bias), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_compiled_functions_refuse_wrong_boundaries_on_the_cpu() -> None:
+    torch._dynamo.reset()
+    select = torch.compile(
+        lambda b, c: select_keys(b, 3, cu_seqlens=c).end, fullgraph=True, backend="aot_eager"
+    )
+    pack = torch.compile(
+        lambda c: packed_documents(c, key_len=9).end, fullgraph=True, backend="aot_eager"
+    )
+    assert select(torch.randn(1, 1, 9), torch.tensor([0, 4, 9])).shape == (1, 1, 9)
+    for wrong in ([0, 4, 8], [0, 10, 9], [1, 4, 9], [0, 4, 2**40]):
+        bounds = torch.tensor(wrong)
+        with pytest.raises(ValueError, match=r"cu_seqlens: got .*, wanted rising from 0 to 9"):
+            select(torch.randn(1, 1, 9), bounds)
+        with pytest.raises(ValueError, match=r"cu_seqlens: got .*, wanted rising from 0 to 9"):
+            pack(bounds)
+
+
+def test_packed_documents_say_what_a_compiler_needs() -> None:
+    torch._dynamo.reset()
+    pack = torch.compile(lambda c: packed_documents(c).end, fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match="key_len: got None, wanted the number of keys"):
+        pack(torch.tensor([0, 4, 9]))
+
+
+class Attention(nn.Module):
+    """By a selection of its own, or one given."""
+
+    def forward(self, x: Tensor, bias: Tensor, selection: KeySelection | None = None) -> Tensor:
+        if selection is None:
+            selection = select_keys(bias, 40)
+        out: Tensor = flash_dmattn_func(
+            x, x, x, attn_bias=bias, is_causal=True, selection=selection
+        )
+        return out
+
+
+@pytest.mark.parametrize("traced", [20, 300])
+def test_export_for_all_lengths(traced: int) -> None:
+    def inputs(length: int) -> tuple[Tensor, Tensor]:
+        return torch.randn(1, length, 2, 8), torch.randn(1, 2, 1, length)
+
+    length = Dim("length", min=6)
+    shapes = ({1: length}, {3: length}, None)
+    program = torch.export.export(
+        Attention(), (*inputs(traced), None), dynamic_shapes=shapes
+    ).module()
+    for n in (6, 128, 129, 300):
+        given = inputs(n)
+        torch.testing.assert_close(program(*given, None), Attention()(*given))
+
+
+def test_a_selection_is_an_input_of_exported_programs() -> None:
+    def inputs(length: int) -> tuple[Any, ...]:
+        bias = torch.randn(1, 2, 1, length)
+        return torch.randn(1, length, 2, 8), bias, select_keys(bias, 40)
+
+    given = inputs(300)
+    fixed = torch.export.export(Attention(), given).module()
+    torch.testing.assert_close(fixed(*given), Attention()(*given))
+    auto = Dim.AUTO
+    shapes = ({1: auto}, {3: auto}, [{2: auto}, {2: auto, 3: auto}, {2: auto}, {2: auto}])
+    program = torch.export.export(Attention(), given, dynamic_shapes=shapes).module()
+    for n in (300, 200, 513):
+        given = inputs(n)
+        torch.testing.assert_close(program(*given), Attention()(*given))
