@@ -20,7 +20,9 @@ from torch.autograd import forward_ad
 
 from dmattn.backends import registry
 from dmattn.backends.base import Backend
+from dmattn.key_lists import Selection
 from dmattn.ops import attention as ops
+from dmattn.ops.selection import select_keys
 from dmattn.ops.sharding import register_for
 from dmattn.problem import Gradients, Needs, Problem, Results
 
@@ -252,6 +254,20 @@ def _refuse_forward_mode(*tensors: Tensor | None) -> None:
 
 def _no_forward_mode() -> RuntimeError:
     return RuntimeError("forward-mode derivatives of dmattn attention are not available")
+
+
+def select(
+    scores: Tensor,
+    key_mask: Tensor | None,
+    window: int,
+    seqlen_q: int,
+    is_causal: bool,
+    cu_seqlens: Tensor | None = None,
+) -> Selection:
+    """`dmattn.ops.selection.select_keys`, past the dispatcher of torch where that has no part."""
+    scores = scores.detach()
+    direct = is_plain_call(scores, key_mask, cu_seqlens)
+    return select_keys(scores, key_mask, window, seqlen_q, is_causal, cu_seqlens, direct)
 
 
 def is_same_tensor(a: Tensor, b: Tensor) -> bool:

@@ -12,8 +12,7 @@ from torch import Tensor
 from dmattn.arguments import check_scores, check_window_size, checked_problem, without_nan
 from dmattn.backends import registry
 from dmattn.checks import check_key_lists, check_listed_bias
-from dmattn.dispatch import attend
-from dmattn.ops.selection import select_keys
+from dmattn.dispatch import attend, select
 from dmattn.problem import Problem, lse_dtype
 from dmattn.reference import reference_attention
 from dmattn.selection import KeySelection, key_only_mask, same_heads
@@ -289,7 +288,7 @@ def _select(problem: Problem, window_size: int, given: Any) -> Problem:
     scores, key_mask = same_heads(bias.detach()[:, :, 0], key_mask)
     rows = problem.q.shape[1]
     rows = min(rows, seqlen_k) if problem.is_causal else rows
-    lists = select_keys(scores, key_mask, window_size, rows, problem.is_causal)
+    lists = select(scores, key_mask, window_size, rows, problem.is_causal)
     return problem._replace(mask=None, key_lists=lists)
 
 

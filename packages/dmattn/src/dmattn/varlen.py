@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from dmattn.arguments import check_scores, check_window_size, checked_problem, without_nan
-from dmattn.dispatch import attend, is_same_tensor
-from dmattn.ops.selection import select_keys
+from dmattn.dispatch import attend, is_same_tensor, select
 from dmattn.problem import Packing, Problem, is_per_key
 from dmattn.selection import same_heads
 
@@ -182,7 +181,7 @@ def _attend_in_window(
     key_mask = None if mask is None else mask[None]
     scores, key_mask = same_heads(bias.detach()[None], key_mask)
     total_k = problem.k.shape[0]
-    lists = select_keys(scores, key_mask, window_size, total_k, True, packing.cu_seqlens_k)
+    lists = select(scores, key_mask, window_size, total_k, True, packing.cu_seqlens_k)
     rows_of_keys = _rows_of_keys(problem, packing)
     q = problem.q
     if rows_of_keys is not None:
