@@ -1,13 +1,14 @@
 """A backend in one file: attention by plain torch in float64. It shows what a new backend needs.
 
-Beside this file it takes one row, `registry.BACKENDS`. The attention tests run with it in front, so
-that the same problems are computed by it and by the real backends.
+Beside this file it takes one row, in `registry.BACKENDS`. The attention tests run with it in front,
+so that the same problems are computed by it and by the real backends.
 """
 
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,30 +36,21 @@ class PlainBackend(Backend):
     def forward(self, problem: Problem, for_backward: bool = True) -> Results:
         self.calls += 1
         results = empty_results(problem)
-        out, lse = _attend(problem, _leaves(problem))
-        results.out.copy_(out)
-        results.lse.copy_(lse)
+        for part in _sequences(problem):
+            p, lse, _ = _probabilities(part)
+            _rows(part, results.out).copy_(p @ _per_head(part, part.v).transpose(1, 2))
+            _rows_of_lse(part, results.lse).copy_(lse)
         return results
 
     def backward(
         self, problem: Problem, results: Results, dout: Tensor, dlse: Tensor | None, needs: Needs
     ) -> Gradients:
-        leaves = _leaves(problem)
-        with torch.enable_grad():
-            out, lse = _attend(problem, leaves)
-            empty = lse == -math.inf
-            rows = empty.transpose(-1, -2)[..., None]
-            loss = (out * dout.double().masked_fill(rows, 0.0)).sum()
-            if dlse is not None:
-                finite = lse.masked_fill(empty, 0.0)
-                loss = loss + (finite * dlse.double().masked_fill(empty, 0.0)).sum()
-        wanted = [t for t in leaves if t is not None]
-        found = iter(torch.autograd.grad(loss, wanted, allow_unused=True))
         grads = empty_gradients(problem, needs)
-        for grad, leaf, need in zip(grads, leaves, needs, strict=True):
-            value = None if leaf is None else next(found)
-            if need and leaf is not None:
-                grad.zero_() if value is None else grad.copy_(value)
+        exact = Gradients(*(torch.zeros_like(g, dtype=torch.float64) for g in grads))
+        for part in _sequences(problem):
+            _add_gradients(part, results, dout, dlse, needs, exact)
+        for grad, total in zip(grads, exact, strict=True):
+            grad.copy_(total)
         return grads
 
 
@@ -72,62 +64,112 @@ def preferred(backend: Backend) -> Iterator[Backend]:
         registry.BACKENDS.remove(backend)
 
 
-def _leaves(problem: Problem) -> list[Tensor | None]:
-    operands = (problem.q, problem.k, problem.v, problem.bias)
-    return [None if t is None else t.detach().double().requires_grad_() for t in operands]
+class _Part(NamedTuple):
+    """One sequence of a problem, or a whole dense one, in float64."""
+
+    problem: Problem
+    rows: slice | None  # of a packed sequence, else None
+    keys: slice | None
+    q: Tensor  # (B, Sq, H, D)
+    k: Tensor  # (B, Sk, HK, D)
+    v: Tensor
 
 
-def _attend(problem: Problem, leaves: list[Tensor | None]) -> tuple[Tensor, Tensor]:
-    """out and lse in float64, of a dense problem or sequence by sequence."""
-    q, k, v, bias = leaves
-    assert q is not None and k is not None and v is not None
+def _sequences(problem: Problem) -> Iterator[_Part]:
+    q, k, v = (t.double() for t in problem[:3])
     if problem.packing is None:
-        return _dense(problem, q, k, v, problem.mask, bias)
-    outs, lses = [q[:0]], [q.new_zeros(q.shape[1], 0)]
+        yield _Part(problem, None, None, q, k, v)
+        return
     bounds = (t.tolist() for t in problem.packing[:2])
     for (row, row_end), (key, key_end) in zip(*map(pairwise, bounds), strict=True):
-
-        def own(t: Tensor | None, row: int = row, row_end: int = row_end, key: int = key,
-                key_end: int = key_end) -> Tensor | None:  # fmt: skip
-            if t is None or t.dim() == 2:
-                return None if t is None else t[None, :, None, key:key_end]
-            return t[None, :, row:row_end, : key_end - key]
-
-        part = (q[None, row:row_end], k[None, key:key_end], v[None, key:key_end])
-        out, lse = _dense(problem, *part, own(problem.mask), own(bias))
-        outs.append(out[0])
-        lses.append(lse[0])
-    return torch.cat(outs), torch.cat(lses, 1)
+        rows, keys = slice(row, row_end), slice(key, key_end)
+        yield _Part(problem, rows, keys, q[None, rows], k[None, keys], v[None, keys])
 
 
-def _dense(
-    problem: Problem, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    nheads, rows, keys = q.shape[2], q.shape[1], k.shape[1]
+def _rows(part: _Part, t: Tensor) -> Tensor:
+    """The part's rows of out, dout or dq as (B, H, Sq, D), a view."""
+    return (t if part.rows is None else t[None, part.rows]).transpose(1, 2)
 
-    def heads(t: Tensor) -> Tensor:  # dimension 1
-        return t if t.shape[1] in (1, nheads) else t.repeat_interleave(nheads // t.shape[1], 1)
 
-    logits = problem.softmax_scale * (q.transpose(1, 2) @ heads(k.transpose(1, 2)).mT)
+def _keys(part: _Part, t: Tensor) -> Tensor:
+    """The part's keys of dk or dv as (B, HK, Sk, D), a view."""
+    return (t if part.keys is None else t[None, part.keys]).transpose(1, 2)
+
+
+def _rows_of_lse(part: _Part, t: Tensor) -> Tensor:
+    return t if part.rows is None else t[None, :, part.rows]
+
+
+def _operand(part: _Part, t: Tensor) -> Tensor:
+    """The part of a mask, bias or dbias in four dimensions, a view."""
+    if part.rows is None or part.keys is None:
+        return t
+    if t.dim() == 2:
+        return t[None, :, None, part.keys]
+    return t[None, :, part.rows, : part.keys.stop - part.keys.start]
+
+
+def _per_head(part: _Part, t: Tensor, dim: int = 2) -> Tensor:
+    """With one entry for each query head, where `t` has one for each key head."""
+    nheads = part.q.shape[2]
+    return t if t.shape[dim] in (1, nheads) else t.repeat_interleave(nheads // t.shape[dim], dim)
+
+
+def _sum_heads(grad: Tensor, heads: int) -> Tensor:
+    """(B, H, ...) summed to that many heads."""
+    return grad if grad.shape[1] == heads else grad.unflatten(1, (heads, -1)).sum(2)
+
+
+def _probabilities(part: _Part) -> tuple[Tensor, Tensor, Tensor | None]:
+    """p (B, H, Sq, Sk), lse (B, H, Sq), and tanh of the soft cap, if there is one."""
+    problem, tanh = part.problem, None
+    rows, keys = part.q.shape[1], part.k.shape[1]
+    k = _per_head(part, part.k).transpose(1, 2)
+    logits = problem.softmax_scale * (part.q.transpose(1, 2) @ k.mT)
     if problem.softcap > 0:
-        logits = problem.softcap * torch.tanh(logits / problem.softcap)
-    if bias is not None:
-        logits = logits + heads(bias)
+        tanh = torch.tanh(logits / problem.softcap)
+        logits = problem.softcap * tanh
+    if problem.bias is not None:
+        logits = logits + _per_head(part, _operand(part, problem.bias), 1)
     keep = torch.ones(rows, keys, dtype=torch.bool)
     if problem.is_causal:
         keep = keep.tril(keys - rows)
-    if mask is not None:
-        keep = keep & heads(mask)
+    if problem.mask is not None:
+        keep = keep & _per_head(part, _operand(part, problem.mask), 1)
     if problem.key_lists is not None:
-        end = heads(problem.key_lists.end)[:, :, None]
-        keep = keep & (torch.arange(rows)[:, None] + (keys - rows) < end) if problem.is_causal else end > 0
+        position = torch.arange(rows)[:, None] + (keys - rows) if problem.is_causal else 0
+        keep = keep & (position < _per_head(part, problem.key_lists.end, 1)[:, :, None])
     logits = logits.masked_fill(~keep, -math.inf)
-    hidden = (logits == -math.inf).expand(logits.shape)
-    top = logits.detach().amax(-1, keepdim=True) if keys else logits.new_zeros(*logits.shape[:3], 1)
-    top = top.masked_fill(top == -math.inf, 0.0)
-    p = (logits.masked_fill(hidden, 0.0) - top).exp().masked_fill(hidden, 0.0)
-    total = p.sum(-1, keepdim=True)
-    nothing = total == 0
-    out = (p / total.masked_fill(nothing, 1.0)) @ heads(v.transpose(1, 2))
-    lse = (top + total.masked_fill(nothing, 1.0).log()).masked_fill(nothing, -math.inf)
-    return out.transpose(1, 2), lse[..., 0]
+    lse = logits.logsumexp(-1) if keys else logits.new_full(logits.shape[:3], -math.inf)
+    p = (logits - lse.masked_fill(lse == -math.inf, 0.0)[..., None]).exp()
+    return p, lse, tanh
+
+
+def _add_gradients(
+    part: _Part,
+    results: Results,
+    dout: Tensor,
+    dlse: Tensor | None,
+    needs: Needs,
+    grads: Gradients,
+) -> None:
+    problem, heads_k = part.problem, part.k.shape[2]
+    p, lse, tanh = _probabilities(part)
+    empty = (lse == -math.inf)[..., None]
+    do = _rows(part, dout).double().masked_fill(empty, 0.0)
+    delta = (do * _rows(part, results.out).double()).sum(-1, keepdim=True)
+    if dlse is not None:
+        delta = delta - _rows_of_lse(part, dlse).double()[..., None].masked_fill(empty, 0.0)
+    ds = p * (do @ _per_head(part, part.v).transpose(1, 2).mT - delta)
+    if needs.v:
+        _keys(part, grads.v).add_(_sum_heads(p.mT @ do, heads_k))
+    if needs.bias and problem.bias is not None:
+        target = _operand(part, grads.bias)
+        target.add_(_sum_heads(ds, max(target.shape[1], 1)).sum_to_size(target.shape))
+    if tanh is not None:
+        ds = ds * (1 - tanh.square())
+    ds = ds * problem.softmax_scale
+    if needs.q:
+        _rows(part, grads.q).add_(ds @ _per_head(part, part.k).transpose(1, 2))
+    if needs.k:
+        _keys(part, grads.k).add_(_sum_heads(ds.mT @ part.q.transpose(1, 2), heads_k))
