@@ -117,12 +117,9 @@ def test_long_selection(bounds: list[int], window: int) -> None:
 
 
 @pytest.mark.default_backend
-@pytest.mark.cuda
+@pytest.mark.cuda  # the CPU looks at the values and refuses them
 def test_any_boundaries_stay_inside() -> None:
-    """Values that are no boundaries give some selection; the margins of the outputs stay clean.
-
-    (On the CPU they are refused.)
-    """
+    """Values that are no boundaries give some selection; the margins of the outputs stay clean."""
     scores = make_scores("random", 1, 2, 900)
     for bounds in ([5, 3, 1], [-4, 2000], [900, 0], [0], [3, 3, 7], [1 << 30, -(1 << 30), 450]):
         with poisoned():
@@ -134,7 +131,7 @@ def test_any_boundaries_stay_inside() -> None:
 
 
 @pytest.mark.default_backend
-@pytest.mark.cuda
+@pytest.mark.cuda  # the CPU looks at the values and refuses them
 def test_keys_behind_the_last_boundary_are_one_more_document() -> None:
     scores = make_scores("random", 1, 2, 500)
     short, whole = (
