@@ -75,7 +75,15 @@ TARGETS = {
     for row in (
         _cuda("sm80"),
         _cuda("sm89", repeats=True),
-        Target("cpu", None, "cpu", dtypes=(*HALF, "f32", "f64"), share=5),
+        Target("cpu", None, "cpu", dtypes=(*HALF, "f32", "f64"), share=10),
+        Target(
+            name="plain",
+            backend="plain",
+            device="cpu",
+            dtypes=(*HALF, "f32", "f64"),
+            share=80,
+            plugin="attention.plain_backend",
+        ),
     )
 }
 

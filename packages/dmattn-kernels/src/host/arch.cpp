@@ -23,12 +23,13 @@ bool has_narrow_tiles(int32_t capability) { return capability == 89 || capabilit
 
 constexpr int32_t kNewest = INT32_MAX;
 
-// The first row that fits a chip and its shared memory serves it. Newer architectures come before older ones.
+// The first row that fits a chip and its shared memory, and that the binary has code for, serves the chip: newer
+// architectures come before older ones.
 // sm89 is the sm80 code with tiles that fit 99 KB: chips of 8.6, 8.9 and 12.x have no more.
 constexpr KernelSet kKernelSets[] = {
-    {"sm80", Arch::kSm80, TileSet::kWide, 80, kNewest, smem_limit(TileSet::kWide), /*is_compiled_for=*/nullptr,
+    {"sm80", Arch{80}, TileSet::kWide, 80, kNewest, smem_limit(TileSet::kWide), /*is_compiled_for=*/nullptr,
      /*fallback=*/nullptr, sm80_fwd_tile<TileSet::kWide>, sm80_bwd_tile<TileSet::kWide>},
-    {"sm89", Arch::kSm80, TileSet::kNarrow, 80, kNewest, smem_limit(TileSet::kNarrow), has_narrow_tiles,
+    {"sm89", Arch{80}, TileSet::kNarrow, 80, kNewest, smem_limit(TileSet::kNarrow), has_narrow_tiles,
      /*fallback=*/nullptr, sm80_fwd_tile<TileSet::kNarrow>, sm80_bwd_tile<TileSet::kNarrow>},
 };
 constexpr int32_t kOldestCapability = 80;
@@ -75,16 +76,22 @@ const KernelSet& choose_kernel_set(const Chip& chip, const char* forced, const c
     fail(DMATTN_ERROR_UNSUPPORTED, "device %d has compute capability %d.%d; wanted at least %d.%d", chip.device, major,
          minor, kOldestCapability / 10, kOldestCapability % 10);
   }
-  const KernelSet* chosen = forced != nullptr ? &find_forced(forced) : nullptr;
+  const auto is_compiled = [&](const KernelSet& set) {
+    return set.is_compiled_for == nullptr || has_all_tiles ||
+           (set.is_compiled_for(chip.capability) && has_native_code(built_for, chip.capability));
+  };
+  // The first that fits and is there; else, for the message, the first that fits, or the one that asks for least.
+  const KernelSet* chosen = nullptr;
+  const KernelSet* fitting = nullptr;
   const KernelSet* smallest = &kKernelSets[0];
   for (const KernelSet& set : kKernelSets) {
-    if (chosen == nullptr && fits(set, chip)) chosen = &set;
+    if (fitting == nullptr && fits(set, chip)) fitting = &set;
+    if (chosen == nullptr && fits(set, chip) && is_compiled(set)) chosen = &set;
     if (set.smem_per_block < smallest->smem_per_block) smallest = &set;
   }
-  if (chosen == nullptr) chosen = smallest;
-  const bool is_compiled = chosen->is_compiled_for == nullptr || has_all_tiles ||
-                           (chosen->is_compiled_for(chip.capability) && has_native_code(built_for, chip.capability));
-  if (!is_compiled) {
+  if (forced != nullptr) chosen = &find_forced(forced);
+  if (chosen == nullptr) chosen = fitting != nullptr ? fitting : smallest;
+  if (!is_compiled(*chosen)) {
     fail(DMATTN_ERROR_UNSUPPORTED,
          "device %d has compute capability %d.%d; this build (%s) lacks the %s kernels for it, which fit %d bytes of "
          "shared memory a block",

@@ -20,7 +20,10 @@ from torch.autograd import forward_ad
 
 from dmattn.backends import registry
 from dmattn.backends.base import Backend
+from dmattn.key_lists import Selection
 from dmattn.ops import attention as ops
+from dmattn.ops.selection import select_keys
+from dmattn.ops.sharding import register_for
 from dmattn.problem import Gradients, Needs, Problem, Results
 
 _Probe = Callable[[], Any]
@@ -40,6 +43,7 @@ def _probes() -> tuple[_Probe, _Probe, _Probe, _Probe] | None:
 
 
 _PROBES = _probes()
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
 def attend(problem: Problem, backend: str | None = None) -> tuple[Tensor, Tensor]:
@@ -55,8 +59,8 @@ def attend(problem: Problem, backend: str | None = None) -> tuple[Tensor, Tensor
     """
     if torch.compiler.is_compiling():
         return ops.attend(problem, backend)
-    q, k, v, bias = problem.q, problem.k, problem.v, problem.bias
-    if _nobody_intercepts() and _are_plain(q, k, v, problem.mask, bias):
+    q, k, v, mask, bias = problem[:5]
+    if _nobody_intercepts() and _are_plain(q, k, v, mask, bias):
         chosen = registry.choose(problem, backend)
         if torch.is_grad_enabled() and (
             q.requires_grad
@@ -64,11 +68,12 @@ def attend(problem: Problem, backend: str | None = None) -> tuple[Tensor, Tensor
             or v.requires_grad
             or (bias is not None and bias.requires_grad)
         ):
-            found: tuple[Tensor, Tensor] = _Eager.apply(q, k, v, bias, problem, chosen)  # type: ignore[no-untyped-call]
+            found: tuple[Tensor, Tensor] = _apply_eager(q, k, v, bias, problem, chosen)
             return found
         results = chosen.forward(problem, False)
         return results.out, results.lse
     _refuse_forward_mode(q, k, v, bias)
+    register_for(q)
     if _in_functorch():
         out, lse, _ = _Transformed.apply(*problem.flat(), backend)  # type: ignore[no-untyped-call]
         return out, lse
@@ -109,12 +114,26 @@ class _Eager(torch.autograd.Function):
             or torch.compiler.is_compiling()
             or not _nobody_intercepts()
             or not _are_plain(dout, dlse, out, problem.q)
+            or _is_batch(dout)
+            or (dlse is not None and _is_batch(dlse))
         ):
             name = ctx.backend.name
             grads = ops.differentiate(problem, results, dout, dlse, needs, name)
         else:
             grads = ctx.backend.backward(problem, results, dout, dlse, needs)
         return (*(g if need else None for g, need in zip(grads, needs, strict=True)), None, None)
+
+
+def _direct_apply() -> Callable[..., Any]:
+    """`_Eager.apply` without what it does for functorch, which never gets here."""
+    try:
+        direct: Callable[..., Any] = super(torch.autograd.Function, _Eager).apply
+    except AttributeError:
+        return _Eager.apply
+    return direct
+
+
+_apply_eager = _direct_apply()
 
 
 class _Transformed(torch.autograd.Function):
@@ -175,11 +194,6 @@ class _TransformedBackward(torch.autograd.Function):
         raise _no_forward_mode()
 
 
-def is_plain_call(*tensors: Tensor | None) -> bool:
-    """Whether an operator without gradients may be left out for the backend's own function."""
-    return not torch.compiler.is_compiling() and _nobody_intercepts() and _are_plain(*tensors)
-
-
 def _in_functorch() -> bool:
     return _PROBES is not None and _PROBES[2]() is not None
 
@@ -201,12 +215,9 @@ def _nobody_intercepts() -> bool:
 def _are_plain(*tensors: Tensor | None) -> bool:
     """Whether all are ordinary tensors of numbers on a device that operators are registered for."""
     for t in tensors:
-        if t is None:
-            continue
-        kind = type(t)
-        if (kind is not Tensor and kind is not torch.nn.Parameter) or t.is_neg():
-            return False
-        if not (t.is_cuda or t.is_cpu):
+        if t is not None and (
+            type(t) not in _PLAIN_TYPES or t.is_neg() or not (t.is_cuda or t.is_cpu)
+        ):
             return False
     return True
 
@@ -218,7 +229,18 @@ def is_plain_call(*tensors: Tensor | None) -> bool:
     """
     if torch.compiler.is_compiling() or not _nobody_intercepts() or not _are_plain(*tensors):
         return False
-    return not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in tensors)
+    return not torch.is_grad_enabled() or not any(
+        t is not None and t.requires_grad for t in tensors
+    )
+
+
+def _is_batch(grad: Tensor) -> bool:
+    """Whether a gradient stands for many, as with is_grads_batched in torch.autograd.grad."""
+    try:
+        batch: bool = torch._C._functorch.is_legacy_batchedtensor(grad)
+    except AttributeError:
+        return True  # unknown, which is the slow right way
+    return batch
 
 
 def _refuse_forward_mode(*tensors: Tensor | None) -> None:
@@ -232,6 +254,20 @@ def _refuse_forward_mode(*tensors: Tensor | None) -> None:
 
 def _no_forward_mode() -> RuntimeError:
     return RuntimeError("forward-mode derivatives of dmattn attention are not available")
+
+
+def select(
+    scores: Tensor,
+    key_mask: Tensor | None,
+    window: int,
+    seqlen_q: int,
+    is_causal: bool,
+    cu_seqlens: Tensor | None = None,
+) -> Selection:
+    """`dmattn.ops.selection.select_keys`, past the dispatcher of torch where that has no part."""
+    scores = scores.detach()
+    direct = is_plain_call(scores, key_mask, cu_seqlens)
+    return select_keys(scores, key_mask, window, seqlen_q, is_causal, cu_seqlens, direct)
 
 
 def is_same_tensor(a: Tensor, b: Tensor) -> bool:

@@ -7,7 +7,7 @@
 namespace dmattn {
 namespace {
 
-// Sums of dk and dv for parts of tiles may always take this much.
+// Sums of dk and dv for parts of tiles may always take this much, whatever the rest of the workspace takes.
 constexpr int64_t kSlotBytesFloor = int64_t{256} << 10;
 // Scratch below this is never worth more rounds of launches: at 10 MB they cost 40%, at 200 MB nothing. Rounds over
 // interval lists have no splits to keep the GPU full with: they start later, and only while each has so many blocks for
@@ -17,27 +17,20 @@ constexpr int64_t kIntervalScratchFloor = int64_t{64} << 20;
 constexpr int64_t kIntervalBlocksPerSm = 8;
 // Upper bound on rounds: with many short sequences the scratch is mostly padding, which more rounds cannot shrink.
 constexpr int64_t kMostRounds = 8;
-// Steps over row blocks that a block takes for an unsplit tile, from which on rounds pay that only make room for splits.
+// Rounds that only make room for splits are worth their launches where an unsplit tile takes so many steps over row
+// blocks.
 constexpr int64_t kStepsWorthRounds = 512;
 
 bool has_row_block_lists(const BwdPlan& plan) { return plan.walk == KeyWalk::kRowBlockLists; }
 
-// What the whole workspace, but for dense_bytes, should keep to: with the log-sum-exp and its rest that the forward
-// leaves for the backward, 1.5 times the bytes of q, k and v, less a little.
-int64_t scratch_limit(const BwdParams& p) {
+// Bytes that the whole workspace without dense_bytes should not exceed. Together with the log-sum-exp and its rest, which
+// the forward keeps for the backward, that is a little less than 1.5 times the bytes of q, k and v.
+int64_t scratch_limit(const BwdPlan& plan) {
+  const BwdParams& p = plan.kernel;
   const int64_t rows_q = rows_of(p) * p.packing.rows_q(p.seqlen_q);
   const int64_t rows_k = int64_t{2} * p.packing.slabs(p.batch) * p.nheads_k * p.packing.rows_k(p.seqlen_k);
-  const int64_t qkv_bytes = 2 * p.head_dim * (rows_q + rows_k);
+  const int64_t qkv_bytes = element_bytes(plan.unit.dtype) * p.head_dim * (rows_q + rows_k);
   return qkv_bytes * 47 / 32 - int64_t{2 * sizeof(float)} * rows_q;
-}
-
-// The call as wide as one round is.
-BwdParams widest_round(const BwdPlan& plan, const BwdRound& round) {
-  BwdParams p = plan.kernel;
-  p.batch = round.batches;
-  p.nheads_k = round.heads_k;
-  p.nheads = p.nheads_k * p.head_ratio;
-  return p;
 }
 
 bool continues_dkv(const BwdPlan& plan, const BwdRound& round) {
@@ -67,9 +60,9 @@ int64_t slot_bytes(const BwdPlan& plan) {
 }
 
 Splits wanted_splits(const BwdPlan& plan, const BwdRound& round, const Device& device) {
-  const BwdParams p = widest_round(plan, round);
+  const BwdParams& p = plan.kernel;
   Splits splits;
-  splits.tiles = key_tiles_of(p, plan.tile.block_n);
+  splits.tiles = key_tiles_of(p, round.batches, round.heads_k, plan.tile.block_n);
   // The lengths of packed sequences are known on the device only: so is whether splitting any of them would pay.
   if (p.packing.is_active() || has_row_block_lists(plan) || !plan.sequence.is_single()) return splits;
   const bool continues = continues_dkv(plan, round);
@@ -103,39 +96,43 @@ bool needs_dkv_accum(const BwdPlan& plan, const BwdRound& round, const Splits& s
   return plan.sequence.per_group || has_row_block_lists(plan) || (continues_dkv(plan, round) && splits.slots == 0);
 }
 
-// dq, and dk and dv where they are added up by key: with what starts as zeros once before. Sets all of it in `kernel`
-// but dq_blocks.
+// dq, and dk and dv where they are added up by key, with what orders deterministic sums.
 struct Accumulators {
+  float* dq = nullptr;
+  int32_t* dq_semaphore = nullptr;
+  int32_t* dkv_semaphore = nullptr;
+  float* dk = nullptr;
+  float* dv = nullptr;
   size_t round_zero_bytes = 0, dkv_zero_bytes = 0;
 };
-Accumulators place_accumulators(BwdParams& kernel, const BwdPlan& plan, const BwdRound& round, int32_t dq_blocks,
-                                bool has_dkv_accum, Workspace& workspace) {
-  const BwdParams wide = widest_round(plan, round);
-  const int64_t heads_k = int64_t{wide.packing.slabs(wide.batch)} * wide.nheads_k;
+
+Accumulators place_accumulators(const BwdPlan& plan, const BwdRound& round, int32_t dq_blocks, bool has_dkv_accum,
+                                Workspace& workspace) {
+  const BwdParams& kernel = plan.kernel;
+  const int64_t heads_k = int64_t{kernel.packing.slabs(round.batches)} * round.heads_k;
   const int64_t blocks = heads_k * round.groups * dq_blocks;
+  Accumulators sums;
   const size_t begin = workspace.bytes();
   if (plan.wants_dq) {
-    kernel.dq_accum = workspace.take<float>(blocks * plan.tile.block_m * plan.unit.head_dim_tile);
-    if (kernel.deterministic) kernel.dq_semaphore = workspace.take<int32_t>(blocks);
+    sums.dq = workspace.take<float>(blocks * plan.tile.block_m * plan.unit.head_dim_tile);
+    if (kernel.deterministic) sums.dq_semaphore = workspace.take<int32_t>(blocks);
   }
   if (kernel.deterministic && has_row_block_lists(plan)) {
-    kernel.dkv_semaphore = workspace.take<int32_t>(int64_t{wide.batch} * wide.nheads_k);
+    sums.dkv_semaphore = workspace.take<int32_t>(int64_t{round.batches} * round.heads_k);
   }
-  Accumulators found;
-  found.round_zero_bytes = workspace.bytes() - begin;
+  sums.round_zero_bytes = workspace.bytes() - begin;
   if (has_dkv_accum) {
-    const int64_t rows = heads_k * wide.packing.rows_k(wide.seqlen_k);
-    if (plan.wants_dk) kernel.dk_accum = workspace.take<float>(rows * kernel.head_dim);
-    if (plan.wants_dv) kernel.dv_accum = workspace.take<float>(rows * kernel.head_dim);
+    const int64_t rows = heads_k * kernel.packing.rows_k(kernel.seqlen_k);
+    if (plan.wants_dk) sums.dk = workspace.take<float>(rows * kernel.head_dim);
+    if (plan.wants_dv) sums.dv = workspace.take<float>(rows * kernel.head_dim);
   }
-  found.dkv_zero_bytes = workspace.bytes() - begin - found.round_zero_bytes;
-  return found;
+  sums.dkv_zero_bytes = workspace.bytes() - begin - sums.round_zero_bytes;
+  return sums;
 }
 
 int64_t accumulator_bytes(const BwdPlan& plan, const BwdRound& round, const Splits& splits) {
-  BwdParams kernel = plan.kernel;
   Workspace workspace(nullptr);
-  place_accumulators(kernel, plan, round, dq_blocks_of(plan, round), needs_dkv_accum(plan, round, splits), workspace);
+  place_accumulators(plan, round, dq_blocks_of(plan, round), needs_dkv_accum(plan, round, splits), workspace);
   return static_cast<int64_t>(workspace.bytes());
 }
 
@@ -143,7 +140,7 @@ int64_t accumulator_bytes(const BwdPlan& plan, const BwdRound& round, const Spli
 int64_t affordable_slots(const BwdPlan& plan, const Splits& splits, int64_t taken) {
   const int64_t each = slot_bytes(plan);
   if (each == 0) return splits.slots;
-  const int64_t spare = std::max(scratch_limit(plan.kernel), kScratchFloor) - taken;
+  const int64_t spare = std::max(scratch_limit(plan), kScratchFloor) - taken;
   return std::min(splits.slots, std::max(spare, kSlotBytesFloor) / each);
 }
 
@@ -188,7 +185,7 @@ class RoundChoice {
   // bytes_before: of the workspace, without dense_bytes.
   RoundChoice(BwdPlan& plan, const Device& device, int64_t bytes_before)
       : plan_(plan), device_(device), bytes_before_(bytes_before) {
-    const int64_t rest = scratch_limit(plan.kernel) - bytes_before;
+    const int64_t rest = scratch_limit(plan) - bytes_before;
     limit_ = std::max(rest, has_row_block_lists(plan) ? kIntervalScratchFloor : kScratchFloor);
   }
 
@@ -200,10 +197,10 @@ class RoundChoice {
   }
 
  private:
-  // The tiles of lists are split as far as there is memory for their sums. Where a single round leaves little, a list
-  // that fills a few tiles more takes as long as one that fills all SMs: with 2048 of 16384 kept keys and four query
-  // heads to a kv head, twice as long as in rounds that leave room for all the splits. Rounds cost some launches (about
-  // 12 us each), which is nothing beside tiles of so many steps over row blocks.
+  // The tiles of lists are split as far as there is memory for their sums. Where a single round leaves little, lists that
+  // fill a few tiles more than that are not split, and take as long as lists that fill every SM: with four query heads
+  // to a kv head, 2048 kept keys of 16384 took as long as 4096. Rounds cost some launches, which are short beside tiles
+  // of so many steps over row blocks.
   bool lacks_list_slots() const {
     if (!is_gathered(plan_.walk)) return false;
     const Splits splits = wanted_splits(plan_, plan_.whole, device_);
@@ -262,10 +259,10 @@ class RoundChoice {
 
 }  // namespace
 
-int64_t key_tiles_of(const BwdParams& p, int32_t block_n) {
+int64_t key_tiles_of(const BwdParams& p, int32_t batches, int32_t heads_k, int32_t block_n) {
   const int64_t tiles = p.packing.is_active() ? packed_blocks(p.packing.total_k, p.packing.sequences, block_n)
-                                              : int64_t{p.batch} * ceil_div(p.seqlen_k, block_n);
-  return tiles * p.nheads_k;
+                                              : int64_t{batches} * ceil_div(p.seqlen_k, block_n);
+  return tiles * heads_k;
 }
 
 void choose_sums(BwdPlan& plan, const Device& device, size_t bytes_before) {
@@ -280,11 +277,15 @@ void choose_sums(BwdPlan& plan, const Device& device, size_t bytes_before) {
 
 void place_sums(BwdPlan& plan, Workspace& workspace) {
   BwdParams& kernel = plan.kernel;
-  const Accumulators placed =
-      place_accumulators(kernel, plan, plan.round, kernel.dq_blocks, plan.has_dkv_accum, workspace);
-  plan.convert_dq.dq_accum = kernel.dq_accum;
-  plan.round_zero_bytes = placed.round_zero_bytes;
-  plan.dkv_zero_bytes = placed.dkv_zero_bytes;
+  const Accumulators sums = place_accumulators(plan, plan.round, kernel.dq_blocks, plan.has_dkv_accum, workspace);
+  kernel.dq_accum = sums.dq;
+  kernel.dq_semaphore = sums.dq_semaphore;
+  kernel.dkv_semaphore = sums.dkv_semaphore;
+  kernel.dk_accum = sums.dk;
+  kernel.dv_accum = sums.dv;
+  plan.convert_dq.dq_accum = sums.dq;
+  plan.round_zero_bytes = sums.round_zero_bytes;
+  plan.dkv_zero_bytes = sums.dkv_zero_bytes;
   if (plan.slots == 0) return;
   const size_t begin = workspace.bytes();
   if (plan.wants_dk) kernel.dk_slots = workspace.take<float>(plan.slots * slot_size(plan));

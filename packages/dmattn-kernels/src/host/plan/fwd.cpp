@@ -86,18 +86,22 @@ int32_t choose_num_splits(int64_t blocks, int64_t resident, int32_t key_tiles, i
   const auto is_useful = [&](int32_t splits) {
     return splits == 1 || ceil_div(key_tiles, splits) < ceil_div(key_tiles, splits - 1);
   };
+  double fills[kMaxSplits + 1] = {};  // 0 where useless
   double best = 0;
   for (int32_t splits = 1; splits <= most; ++splits) {
-    if (is_useful(splits)) best = std::max(best, fill(splits));
+    if (!is_useful(splits)) continue;
+    fills[splits] = fill(splits);
+    best = std::max(best, fills[splits]);
   }
-  for (int32_t splits = 1; splits <= most; ++splits) {
-    if (is_useful(splits) && fill(splits) >= 0.85 * best) return splits;
-  }
-  return 1;
+  int32_t splits = 1;
+  while (fills[splits] < 0.85 * best) ++splits;
+  return splits;
 }
 
-FwdPlan plan_fwd(const dmattn_fwd_params& given, const Device& device) {
-  const dmattn_fwd_params p = with_batch(given);
+namespace {
+
+// `p` in the form of with_batch().
+FwdPlan plan_batched_fwd(const dmattn_fwd_params& p, PerKey per_key, const Device& device) {
   const Problem x = read_problem(p);
   FwdPlan plan;
   plan.unit.dtype = x.dtype;
@@ -107,13 +111,13 @@ FwdPlan plan_fwd(const dmattn_fwd_params& given, const Device& device) {
   set_tensors(plan.kernel, p, x);
   if (plan.is_empty || plan.no_keys) return plan;
 
-  plan.mask = read_mask(p.mask, x, is_per_key(given.mask));
+  plan.mask = read_mask(p.mask, x, per_key.mask);
   const bool selected = has_selection(p.selection);
   if (selected) plan.kernel.keys = read_selection(p.selection, x);
   plan.walk = choose_walk(plan.mask, plan.kernel.keys, selected);
   const bool gathered = plan.unit.gathered = is_gathered(plan.walk);
   plan.kernel.bias = read_bias(p.bias, x, gathered);
-  plan.kernel.packing.bias_col_stride = packed_bias_stride(plan.kernel.bias, is_per_key(given.bias), gathered);
+  plan.kernel.packing.bias_col_stride = packed_bias_stride(plan.kernel.bias, per_key.bias, gathered);
   // A mask or a list of each query head's own gives the rows of a packed block different keys.
   const int32_t mask_heads = selected ? plan.kernel.keys.heads : has_mask(plan.mask) ? plan.mask.heads : 1;
   if (x.seqlen_q == 1 && !is_packed(p)) {
@@ -130,6 +134,13 @@ FwdPlan plan_fwd(const dmattn_fwd_params& given, const Device& device) {
   choose_splits(plan, p.num_splits, device);
   place(plan, nullptr);
   return plan;
+}
+
+}  // namespace
+
+FwdPlan plan_fwd(const dmattn_fwd_params& given, const Device& device) {
+  return in_batched_form(
+      given, [&](const dmattn_fwd_params& p, PerKey per_key) { return plan_batched_fwd(p, per_key, device); });
 }
 
 void place(FwdPlan& plan, void* base) {

@@ -30,14 +30,17 @@ class Backend(ABC):
         dtype, a ValueError for all else, naming the argument, what it got and what is wanted.
         """
 
+    def slow_paths(self, problem: Problem) -> list[str]:
+        """What makes this problem slower than one like it, each in a sentence for a user."""
+        return []
+
     @abstractmethod
     def forward(self, problem: Problem, for_backward: bool = True) -> Results:
         """Compute a checked problem that this backend supports.
 
         Args:
             problem: what to compute.
-            for_backward: whether the results are for a backward. If not, lse_rest may be (0,)
-                instead of having the shape that `empty_results` gives it.
+            for_backward: whether the results are for a backward; if not, lse_rest is None.
 
         Raises:
             RuntimeError: it cannot run on this machine, or on the device of the problem.

@@ -32,7 +32,9 @@ class CudaBackend(Backend):
         return reason
 
     def unsupported(self, problem: Problem) -> list[Exception]:
-        q = problem.q
+        q, k, v = problem.q, problem.k, problem.v
+        if q.dtype in _DTYPES and q.stride(-1) == 1 and k.stride(-1) == 1 and v.stride(-1) == 1:
+            return []
         reasons: list[Exception] = []
         if q.dtype not in _DTYPES:
             reasons.append(
@@ -40,8 +42,17 @@ class CudaBackend(Backend):
             )
         # Any other head_dim is padded, hence copied, and its strides do not matter.
         if q.shape[-1] % HEAD_DIM_MULTIPLE == 0:
-            reasons += wrong_strides(q, problem.k, problem.v)
+            reasons += wrong_strides(q, k, v)
         return reasons
+
+    def slow_paths(self, problem: Problem) -> list[str]:
+        head_dim = problem.q.shape[-1]
+        if head_dim % HEAD_DIM_MULTIPLE == 0:
+            return []
+        return [
+            f"head_dim {head_dim} is no multiple of {HEAD_DIM_MULTIPLE}, so query, key and value "
+            "are copied to be padded"
+        ]
 
     def forward(self, problem: Problem, for_backward: bool = True) -> Results:
         return attention.forward(problem, for_backward)
