@@ -37,7 +37,9 @@ struct FwdTraits {
   static constexpr uint32_t kKeyBias = kInterval + (kGathered ? 2 * kBlockN * 8 : 0);  // float [2][kBlockN]
   static constexpr uint32_t kMask = kKeyBias + (kGeneral ? 2 * kBlockN * 4 : 0);       // uint32 [kBlockM][kMaskWords]
   static constexpr uint32_t kSeqlens = kMask + (kGeneral && !kGathered ? kBlockM * kMaskWords * 4 : 0);  // SeqlenInfo
-  static constexpr bool kKeepsSeqlens = kPacked || kMayBePacked;
+  // Over lists, ptxas computes with lengths from global memory in uniform registers; with those from shared memory it
+  // spilled 64 bytes at head_dim 128.
+  static constexpr bool kKeepsSeqlens = (kPacked || kMayBePacked) && !kGathered;
   static constexpr uint32_t kBias = kSeqlens + (kKeepsSeqlens ? sizeof(SeqlenInfo) : 0);
   static constexpr uint32_t kBiasBytes =
       kGeneral && !kGathered ? kBlockM * ShiftedTile<kBlockN>::kPitch : 0;  // kTile only
@@ -55,7 +57,8 @@ struct FwdBlock : AttentionBlock<T, FwdParams> {
 
   uint32_t smem_base;
   int head, m_block, split;
-  int row0;  // first query row of the block
+  int row0;           // first query row of the block
+  bool has_sequence;  // see find_sequence()
   // causal_offset() of listed keys, which may be packed: kept in a register, as reading the sequence's lengths again
   // made ptxas spill 500 bytes here.
   int list_offset;
@@ -75,7 +78,7 @@ struct FwdBlock : AttentionBlock<T, FwdParams> {
     head = work.take(p.nheads);
     batch = work.rest;
     row0 = m_block * kBlockM;
-    Base::find_sequence();
+    has_sequence = Base::find_sequence();
     if constexpr (T::kGathered && T::kGeneral) list_offset = Base::causal_offset();
     find_key_range();
   }
@@ -91,7 +94,7 @@ struct FwdBlock : AttentionBlock<T, FwdParams> {
       int64_t i = Base::list_index(head);
       if (has_intervals()) i = i * p.keys.blocks + row0 / p.keys.block_rows;
       list = Base::list_of(head, i);
-      keys_total = read_list_count(p.keys, i);
+      keys_total = has_sequence ? read_list_count(p.keys, i) : 0;
       if (has_intervals()) keys_full = read_list_full(p.keys, i, keys_total);
     }
     int visible = keys_total;
@@ -230,7 +233,8 @@ struct FwdBlock : AttentionBlock<T, FwdParams> {
   }
 
   __device__ __forceinline__ void run() {
-    if (is_packed() && row0 >= seqlen_q()) return;  // the longest sequence has more blocks than this one
+    // The longest sequence has more blocks than this one.
+    if (is_packed() && (!has_sequence || row0 >= seqlen_q())) return;
     float acc_o[T::MT][T::OT][4];
     clear(acc_o);
     OnlineSoftmax<T::MT> softmax;
