@@ -57,6 +57,20 @@ class Probe:
         )
         return self._read(status, text)
 
+    def select(self, sms: int = 132, **fields: Any) -> Plan:
+        return self._describe("probe_select", abi.select_params(**fields), sms)
+
+    def key_lists(self, sms: int = 132, **fields: Any) -> Plan:
+        return self._describe("probe_key_lists", abi.build_key_lists_params(**fields), sms)
+
+    def _describe(self, function: str, params: abi.Params, sms: int) -> Plan:
+        text = ctypes.create_string_buffer(1 << 14)
+        status = getattr(self.library, function)(
+            *(ctypes.byref(params), SM80.encode(), sms, ctypes.c_void_p(WORKSPACE)),
+            *(text, ctypes.c_size_t(len(text))),
+        )
+        return self._read(status, text)
+
     @staticmethod
     def _read(status: int, text: ctypes.Array[ctypes.c_char]) -> Plan:
         assert status == abi.OK, text.value.decode()
