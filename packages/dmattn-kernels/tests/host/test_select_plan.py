@@ -92,6 +92,21 @@ def test_long_sequences_are_cut_by_sets(plan: Probe) -> None:
     assert found["first_set"] == 0 and found["sets"] == 1
 
 
+@pytest.mark.parametrize(
+    "batch, heads, keys, words",
+    [
+        (1, 1, 1 << 30, "scores has 1073741824 keys; wanted at most 1073741823"),
+        (1 << 16, 1 << 15, 1, "have 2147483648 rows together (batch x heads); wanted at most"),
+    ],
+)
+def test_more_than_positions_can_count(
+    plan: Probe, batch: int, heads: int, keys: int, words: str
+) -> None:
+    with pytest.raises(AssertionError) as error:
+        plan.select(**call(batch, heads, 1, keys, 1))
+    assert words in str(error.value)
+
+
 CALLS = [
     call(2, 4, 300, 1000, 100),
     call(2, 3, 65536, 65536, 1000),
