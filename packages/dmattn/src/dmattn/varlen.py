@@ -152,11 +152,11 @@ def flash_dmattn_varlen_func(
         value,
         attn_mask,
         attn_bias,
-        softmax_scale,
-        is_causal,
-        softcap,
-        deterministic,
         packing,
+        softmax_scale=softmax_scale,
+        is_causal=is_causal,
+        softcap=softcap,
+        deterministic=deterministic,
     )
     if window is None:
         out, lse = attend(problem, backend)
