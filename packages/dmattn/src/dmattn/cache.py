@@ -420,7 +420,11 @@ class DynamicMaskCache:
         now = slice(t, t + 1)
         active = None if new.active is None else new.active[:, now]
         token = CacheTokens(new.k[:, now], new.v[:, now], new.score[:, :, now].detach(), active)
-        torch.ops.dmattn.cache_append(*token, *self._tensors(), False)
+        if is_plain_call(*token):
+            append = cuda.append_to_cache if token.k.is_cuda else cpu.append_to_cache
+            append(token, self._tensors(), False)
+        else:
+            torch.ops.dmattn.cache_append(*token, *self._tensors(), False)
         self._most_seen += 1
 
     def _attend_to_best(self, query: Tensor, scale: float, softcap: float) -> Tensor:
