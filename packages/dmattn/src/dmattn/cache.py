@@ -400,20 +400,18 @@ class DynamicMaskCache:
         self._captured |= capturing
         if not capturing:
             self._check_room(new)
-        tokens = query.shape[1]
-        out = query.new_empty(query.shape)
-        before, done = (self._most_seen, self._is_empty), 0
+        before, done, outs = (self._most_seen, self._is_empty), 0, []
         try:
-            for t in range(tokens):
+            for t in range(query.shape[1]):
                 self._put_last(new, t)
                 done += 1
                 self._is_empty = False
-                out[:, t : t + 1] = self._attend_to_best(query[:, t : t + 1], scale, softcap)
+                outs.append(self._attend_to_best(query[:, t : t + 1], scale, softcap))
         except BaseException:
             self._take_back(new, done)
             self._most_seen, self._is_empty = before
             raise
-        return out
+        return torch.cat(outs, dim=1) if len(outs) > 1 else outs[0]
 
     def _put_last(self, new: CacheTokens, t: int) -> None:
         """Token t behind those that its sequence has."""
