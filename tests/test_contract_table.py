@@ -82,9 +82,9 @@ def test_every_point_of_what_is_computed_has_a_row() -> None:
 
 
 def test_a_wrong_row_is_noticed() -> None:
-    assert missing("test_attention.py::test_random_problems") is None
+    assert missing("attention/test_random.py::test_random") is None
     assert "more than one file" in str(missing("test_errors.py::test_bad_input"))
-    assert "no file" in str(missing("test_attention.py::test_of_nothing"))
+    assert "no file" in str(missing("test_lengths.py::test_of_nothing"))
     assert "test_row" not in str(missing("test_contract_table.py::test_row"))
     moved = str(missing("test_docs.py::test_row"))
     assert "tests/test_contract_table.py" in moved

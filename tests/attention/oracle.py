@@ -250,6 +250,29 @@ def all_allowances(problem: Problem, found: Results) -> list[Deviation]:
     return _against(problem, found, wanted, plain, roundoff(problem))
 
 
+def _doubt(problem: Problem) -> float:
+    """How far off the oracle itself may be, relative to its results.
+
+    For float64 inputs it is the plain computation as well, so its own roundings count: each logit
+    is rounded, and the probabilities change by as much. Beside a bias above 2^53 nothing is left
+    to round.
+    """
+    if problem.q.dtype != torch.float64:
+        return 0.0
+    logits = masked_logits(
+        problem.q,
+        problem.k,
+        None,
+        problem.bias,
+        problem.softmax_scale,
+        problem.is_causal,
+        problem.softcap,
+    ).abs()
+    sizes = logits[logits < 2.0**53]
+    largest = float(sizes.max()) if sizes.numel() else 0.0
+    return ROUNDINGS * torch.finfo(torch.float64).eps * (1 + largest)
+
+
 def _against(
     problem: Problem,
     found: Results,
@@ -257,7 +280,7 @@ def _against(
     plain: dict[str, float],
     terms: dict[str, float],
 ) -> list[Deviation]:
-    rows = []
+    rows, doubt = [], _doubt(problem)
     for name, value in found.items():
         plain_error = plain[name]
         # Where the plain computation overflows it sets no limit; then one rounding of its dtype
@@ -268,6 +291,7 @@ def _against(
             plain_error = torch.finfo(problem.q.dtype).eps * max(largest, terms.get(name, 0.0))
         allowed = 2 * plain_error + torch.finfo(value.dtype).eps / 2 * largest
         allowed += ROUNDINGS * _sum_eps(problem) * (1 + terms.get(name, 0.0))
+        allowed += doubt * max(1.0, largest)
         rows.append(Deviation(name, max_error(value, wanted[name]), allowed))
     return rows
 

@@ -116,6 +116,7 @@ def test_long_selection(bounds: list[int], window: int) -> None:
 
 
 @pytest.mark.default_backend
+@pytest.mark.cuda  # the CPU looks at the values and refuses them
 def test_any_boundaries_stay_inside() -> None:
     """Values that are no boundaries give some selection; the margins of the outputs stay clean."""
     scores = make_scores("random", 1, 2, 900)
@@ -129,6 +130,7 @@ def test_any_boundaries_stay_inside() -> None:
 
 
 @pytest.mark.default_backend
+@pytest.mark.cuda  # the CPU looks at the values and refuses them
 def test_keys_behind_the_last_boundary_are_one_more_document() -> None:
     scores = make_scores("random", 1, 2, 500)
     short, whole = (

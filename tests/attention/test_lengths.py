@@ -47,3 +47,11 @@ def test_causal_corner(head_dim: int, seqlen_k: int, rows_ahead: int) -> None:
     if seqlen_q < 1:
         pytest.skip("no rows")
     check(Case(seqlen_q, seqlen_k, batch=1, head_dim=head_dim, causal=True, dlse=True))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("seqlen_k", [0, 1, 127, 128, 129])
+@pytest.mark.parametrize("seqlen_q", [0, 1, 127, 128, 129])
+def test_with_operands(seqlen_q: int, seqlen_k: int, causal: bool) -> None:
+    """A key mask and a bias with rows, each of which takes paths of its own at the edges."""
+    check(Case(seqlen_q, seqlen_k, mask="b11k", bias="1hqk", causal=causal, dlse=True))

@@ -63,8 +63,9 @@ def cases(draw: st.DrawFn, shapes: list[str]) -> Case:
 def test_any_problem(case: Case, block: int) -> None:
     """With blocks so small that short sequences take many of them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dmattn.backends.cpu.attention._KEYS_PER_BLOCK", block)
-        patch.setattr("dmattn.backends.cpu.attention._BLOCK_ELEMENTS", block * 64)
+        for name in ("_KEYS_PER_BLOCK", "_LISTED_KEYS_PER_BLOCK"):
+            patch.setattr(f"dmattn.backends.cpu.key_blocks.{name}", block)
+        patch.setattr("dmattn.backends.cpu.key_blocks._BLOCK_ELEMENTS", block * 64)
         check(case)
 
 

@@ -1,14 +1,10 @@
 """Settings of the whole suite: few threads, and the same examples in every run."""
 
 import os
-from collections.abc import Iterator
-from contextlib import nullcontext
 from pathlib import Path
 
-import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from plain_backend import PlainBackend, preferred
 
 settings.register_profile(
     "fixed",
@@ -22,15 +18,6 @@ settings.register_profile("search", parent=settings.get_profile("fixed"), derand
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 torch.set_num_threads(1)
-
-
-@pytest.fixture(scope="module", params=["cpu", "plain"])
-def each_backend(request: pytest.FixtureRequest) -> Iterator[str]:
-    """A test that uses this runs once on each backend that computes on the CPU."""
-    plain = PlainBackend()
-    with preferred(plain) if request.param == "plain" else nullcontext():
-        yield request.param
-    assert plain.calls > 0 or request.param != "plain"
 
 # The source distribution of the package comes without the repository's example.
 if not (Path(__file__).parents[3] / "examples").is_dir():

@@ -27,9 +27,7 @@ WORLD = 2
 def train(rank: int, port: int) -> None:
     """One step, next to the same step of the plain layer."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group(
-        "gloo", rank=rank, world_size=WORLD, timeout=timedelta(seconds=60)
-    )
+    dist.init_process_group("gloo", rank=rank, world_size=WORLD, timeout=timedelta(seconds=60))
     torch.manual_seed(0)
     plain, x = DynamicMaskAttention(32, 4, 2, window_size=5), torch.randn(2, 12, 32)
     nn.init.normal_(plain.A)

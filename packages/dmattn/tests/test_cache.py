@@ -225,7 +225,7 @@ def test_copies_go_on_where_the_cache_was(evict: bool, way: str) -> None:
 @torch.no_grad()
 def test_steps_compile_once() -> None:
     """The host counts nothing that changes from step to step."""
-    whole = q, k, v, score = sequence()
+    q, k, v, score = sequence()
     cache, graphs = make(), 0
 
     def count(module: torch.fx.GraphModule, _: Any) -> Any:
@@ -371,7 +371,11 @@ def test_capacity() -> None:
         ({"device": "xpu"}, ValueError, "device: got xpu, wanted"),
         ({"evict": False}, ValueError, "capacity: got None, wanted an int, with evict=False"),
         ({"capacity": 9}, ValueError, "capacity: got 9 .*, wanted None"),
-        ({"evict": False, "capacity": 0}, ValueError, "capacity: got 0, wanted an int of at least 1"),
+        (
+            {"evict": False, "capacity": 0},
+            ValueError,
+            "capacity: got 0, wanted an int of at least 1",
+        ),
         ({"dtype": torch.int32}, TypeError, "dtype: got torch.int32, wanted torch.float16"),
         ({"score_dtype": torch.float16}, TypeError, "wanted torch.float32$"),
     ],
@@ -529,7 +533,7 @@ def test_layer_refuses_caches_that_do_not_fit() -> None:
             attention(x[:1], cache=attention.make_cache(B))
     with pytest.raises(ValueError, match="is_causal: got False, wanted a causal layer"):
         layer(is_causal=False).make_cache(B)
-    with pytest.raises(ValueError, match="window_size: got None, wanted a window .* evict=False"):
+    with pytest.raises(ValueError, match=r"window_size: got None, wanted a window .* evict=False"):
         layer(window_size=None).make_cache(B)
-    with torch.no_grad(), pytest.raises(TypeError, match="cache: got 5 .*, wanted a Dynamic"):
+    with torch.no_grad(), pytest.raises(TypeError, match=r"cache: got 5 .*, wanted a Dynamic"):
         attention(x, cache=5)

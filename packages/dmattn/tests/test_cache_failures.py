@@ -151,7 +151,7 @@ def test_a_padded_prompt_may_be_longer_than_the_capacity() -> None:
     with pytest.raises(ValueError, match="key: got 1 tokens after 12"):
         cache.append_and_attend(*tokens(1))
     real = torch.arange(30).expand(B, -1) % 2 == 0
-    with pytest.raises(ValueError, match="key: got 15 tokens after 0, wanted .* capacity of 12"):
+    with pytest.raises(ValueError, match=r"key: got 15 tokens after 0, wanted .* capacity of 12"):
         cache.prefill(*whole[1:], attn_mask=real)
     assert cache.seen.tolist() == [12, 12]
 
@@ -239,9 +239,9 @@ def test_impossible_counters_lead_nowhere(evict: bool, garbage: int) -> None:
 def test_autocast_is_named() -> None:
     q, k, v, score = tokens(1)
     half = [t.bfloat16() for t in (q, k, v)]
-    with torch.autocast("cpu", torch.bfloat16):
-        with pytest.raises(TypeError, match=r"query: got dtype torch.bfloat16, .*torch.autocast"):
-            make(True).append_and_attend(*half, score)
+    named = pytest.raises(TypeError, match=r"query: got dtype torch.bfloat16, .*torch.autocast")
+    with torch.autocast("cpu", torch.bfloat16), named:
+        make(True).append_and_attend(*half, score)
     made_there = make(True, dtype=torch.bfloat16)
     with pytest.raises(TypeError, match=r"query: got dtype torch.float32, .*torch.autocast"):
         made_there.append_and_attend(q, k, v, score)

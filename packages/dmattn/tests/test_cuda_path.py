@@ -5,7 +5,6 @@ types.
 """
 
 import ast
-import dataclasses
 import functools
 import sys
 from collections.abc import Iterator
@@ -268,7 +267,7 @@ def test_a_selection_travels_with_its_lists(recorder: Recorder, causal: bool) ->
         assert call["selection"] == want
     assert recorder.calls[0]["scores"] == view(bias[:, :, 0])
     assert [call["lse_rest"] for call in recorder.calls[1:]] == [view(results.lse_rest)] * 2
-    beside = dataclasses.replace(problem, mask=torch.ones(1, 1, 1, 7).bool())
+    beside = problem._replace(mask=torch.ones(1, 1, 1, 7).bool())
     with pytest.raises(ValueError, match="attn_mask: got a mask beside a selection"):
         check(beside)
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from attention_cases import random_case
+from plain_backend import PlainBackend, preferred
 
 import dmattn
 from dmattn import flash_dmattn_func, flash_dmattn_func_auto, get_available_backends
@@ -125,3 +126,42 @@ def test_import_needs_neither_gpu_nor_kernels() -> None:
 
 def test_everything_exported_exists() -> None:
     assert all(hasattr(dmattn, name) for name in dmattn.__all__)
+
+
+def test_a_backend_is_a_file_and_a_row() -> None:
+    """Once in the registry it is listed, found by name, preferred by its place, and computes."""
+    case = random_case(bias_shape=(1, 2, 1, 11), is_causal=True)
+    with preferred(PlainBackend()) as plain:
+        assert isinstance(plain, PlainBackend)
+        assert get_available_backends()[0] == "plain"
+        leaves = case.requiring_grad()
+        results = []
+        for backend in (None, "plain", "cpu"):
+            out = flash_dmattn_func(*leaves.inputs, is_causal=True, backend=backend)
+            results.append([out, *torch.autograd.grad(out, [leaves.query], case.dout)])
+        assert plain.calls == 2
+        direct = torch.ops.dmattn.fwd(*case.inputs, 8**-0.5, True, backend="plain")
+        assert plain.calls == 3 and torch.equal(direct[0], results[1][0])
+        compiled = torch.compile(flash_dmattn_func, fullgraph=True, backend="aot_eager")
+        compiled(*case.inputs, is_causal=True, backend="plain")
+        assert plain.calls == 4
+    for a, b in zip(results[1], results[2], strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-13)
+    assert get_available_backends() == ["cpu"]
+
+
+def test_a_backend_says_what_it_does_not_do() -> None:
+    class NoCausal(PlainBackend):
+        name = "no-causal"
+
+        def unsupported(self, problem: Problem) -> list[Exception]:
+            return [ValueError("is_causal: got True, wanted False")] if problem.is_causal else []
+
+    case = random_case()
+    with preferred(NoCausal()) as backend:
+        flash_dmattn_func(*case.inputs, is_causal=True)  # the next row serves that
+        assert isinstance(backend, NoCausal) and backend.calls == 0
+        flash_dmattn_func(*case.inputs)
+        assert backend.calls == 1
+        with pytest.raises(ValueError, match="is_causal: got True, wanted False"):
+            flash_dmattn_func(*case.inputs, is_causal=True, backend="no-causal")

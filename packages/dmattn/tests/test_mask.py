@@ -2,14 +2,21 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_gradients import Watch
 from torch import Tensor
 
-from dmattn import create_mask, dynamic_mask, maybe_create_mask
+from dmattn import (
+    create_mask,
+    dynamic_mask,
+    flash_dmattn_func,
+    maybe_create_mask,
+    top_window_mask,
+)
 
 B, H, SQ, SK = 2, 3, 5, 8
 
@@ -120,6 +127,94 @@ def test_bias_at_min_dtype_counts_as_masked() -> None:
     assert not create_mask(bias, None, 1, 1, 6, 6)[0, 0, 0, 0]
 
 
+def test_nan_takes_no_place() -> None:
+    bias = torch.tensor([[[[torch.nan, 3.0, 2.0, torch.nan, 1.0]]]])
+    for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+        for mask in (None, torch.tensor([[True, True, True, True, True]])):
+            keep = create_mask(bias.to(dtype), mask, 1, 1, 5, 2)
+            assert keep.flatten().tolist() == [False, True, True, False, False]
+            assert int(create_mask(bias.to(dtype), mask, 1, 1, 5, 4).sum()) == 3
+    assert torch.equal(create_mask(bias, None, 1, 1, 5, 1, type="relu"), bias > 0)
+
+
+@pytest.mark.filterwarnings("error")
+def test_vmap() -> None:
+    bias, mask = torch.randn(3, 2, 2, 1, 6), torch.rand(3, 2, 6) < 0.7
+
+    def make(b: Tensor, m: Tensor) -> tuple[Tensor, ...]:
+        return (
+            create_mask(b, m, 2, 6, 6, 2),
+            create_mask(b, None, 2, 6, 6, 4, block_size=4),
+            top_window_mask(b, 2, attention_mask=m),
+        )
+
+    together = torch.func.vmap(make)(bias, mask)
+    for i in range(3):
+        for got, want in zip(together, make(bias[i], mask[i]), strict=True):
+            assert torch.equal(got[i], want)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8])
+def test_padding_masks_of_integers(dtype: torch.dtype) -> None:
+    bias, mask = bias_of(B, H, 1, SK), torch.rand(B, SK) < 0.5
+    for function in (create_mask, maybe_create_mask):
+        keep = function(bias, mask.to(dtype), B, SQ, SK, 3)
+        assert keep is not None and torch.equal(keep, create_mask(bias, mask, B, SQ, SK, 3))
+
+
+def test_numbers_of_numpy() -> None:
+    bias = bias_of(B, H, 1, SK)
+    sizes: Any = [np.int64(n) for n in (B, SQ, SK, 3)]
+    keep = create_mask(bias, None, *sizes, np.float32(-1e9), np.int32(2))  # type: ignore[arg-type]
+    assert torch.equal(keep, create_mask(bias, None, B, SQ, SK, 3, -1e9, 2))
+
+
+def test_top_window_mask_is_what_window_size_means() -> None:
+    """Also for masks that window_size refuses: rows choose among the keys that they see."""
+    q, k, v = torch.randn(1, 6, 2, 8), torch.randn(1, 6, 2, 8), torch.randn(1, 6, 2, 8)
+    bias = torch.randn(1, 2, 1, 6)
+    lower = torch.ones(1, 1, 6, 6, dtype=torch.bool).tril()
+    keep = top_window_mask(bias, 2, attention_mask=lower)
+    got = flash_dmattn_func(q, k, v, keep, bias, is_causal=True)
+    want = flash_dmattn_func(q, k, v, attn_bias=bias, window_size=2, is_causal=True)
+    torch.testing.assert_close(got, want)
+
+
+@given(
+    seed=st.integers(0, 1000),
+    causal=st.booleans(),
+    heads=st.sampled_from(((1, 1), (2, 4), (4, 2), (2, 1), (1, 4))),
+    rows=st.sampled_from((1, 5, 8)),
+    padded=st.booleans(),
+    window=st.integers(1, 9),
+)
+@settings(max_examples=40)
+def test_top_window_mask_row_by_row(
+    seed: int, causal: bool, heads: tuple[int, int], rows: int, padded: bool, window: int
+) -> None:
+    torch.manual_seed(seed)
+    bias = torch.randn(B, heads[0], SK).round()
+    shape = (B, SK) if padded else (B, heads[1], rows, SK)
+    mask = torch.rand(shape) < 0.6
+    keep = top_window_mask(bias, window, rows, causal, mask)
+    wide = mask[:, None, None] if padded else mask
+    together = max(heads[0], wide.shape[1])
+    wide = wide.repeat_interleave(together // wide.shape[1], 1).expand(B, together, rows, SK)
+    given_ = bias.repeat_interleave(together // heads[0], 1)
+    for b, h, i in torch.cartesian_prod(*map(torch.arange, (B, together, rows))).tolist():
+        last = i + SK - rows if causal else SK - 1
+        seen = [j for j in range(SK) if j <= last and wide[b, h, i, j]]
+        best = sorted(seen, key=lambda j: (float(given_[b, h, j]), j))[-window:]
+        assert keep.expand(wide.shape)[b, h, i].nonzero().flatten().tolist() == sorted(best)
+
+
+def test_no_keys() -> None:
+    assert top_window_mask(torch.zeros(1, 2, 1, 0), 3).shape == (1, 2, 0, 0)
+    assert top_window_mask(torch.zeros(1, 2, 1, 0), 3, 5, False).shape == (1, 2, 1, 0)
+    assert top_window_mask(torch.zeros(1, 2, 0), 3, 4).shape == (1, 2, 4, 0)
+    assert create_mask(torch.zeros(1, 2, 1, 0), None, 1, 4, 0, 3).shape == (1, 2, 1, 0)
+
+
 def test_relu_keeps_what_is_above_zero() -> None:
     bias, mask = bias_of(B, H, SQ, SK), torch.rand(B, SK) < 0.5
     keep = create_mask(bias, mask, B, SQ, SK, 1, type="relu")
@@ -167,6 +262,22 @@ ERRORS = [
         ValueError,
         "broadcasts to the shape",
     ),
+    (
+        {"mask": torch.zeros(B, SK, dtype=torch.bool), "bias": torch.zeros(1, H, 1, SK)},
+        ValueError,
+        r"attention_mask: got shape \(2, 8\), wanted one",  # as it was given
+    ),
+    ({"bias": None}, TypeError, "attention_bias: got None, wanted a torch.Tensor"),
+    ({"bias": [0.0]}, TypeError, r"attention_bias: got \[0.0\] \(list\), wanted a torch.Tensor"),
+    ({"bias": torch.zeros(B, SK).to_sparse()}, ValueError, "attention_bias: got .*sparse"),
+    ({"mask": [True]}, TypeError, r"attention_mask: got \[True\] \(list\), wanted a torch.Tensor"),
+    ({"mask": torch.zeros(B, 1, 1, SK).int()}, TypeError, r"attention_mask: .*mask.bool\(\)"),
+    (
+        {"mask": torch.ones(B, SK, dtype=torch.bool, device="meta")},
+        ValueError,
+        "attention_mask: got device meta, wanted cpu as attention_bias",
+    ),
+    ({"window_size": 2**63}, ValueError, "window_size: got 9223372036854775808"),
     ({"window_size": 0}, ValueError, "window_size: got 0"),
     ({"window_size": 1.5}, TypeError, "window_size: got 1.5"),
 ]
@@ -188,6 +299,35 @@ def test_errors_of_options() -> None:
         create_mask(bias, None, B, SQ, SK, 3, type="best")
     with pytest.raises(ValueError, match="block_size: got 0, wanted an int of at least 1"):
         create_mask(bias, None, B, SQ, SK, 3, block_size=0)
+    with pytest.raises(TypeError, match=r"block_size: got 2.5 \(float\), wanted an int"):
+        create_mask(bias, None, B, SQ, SK, 3, block_size=2.5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"min_dtype: got 'x' \(str\), wanted a finite number"):
+        create_mask(bias, None, B, SQ, SK, 3, min_dtype="x")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"key_len: got 8.0 \(float\), wanted an int"):
+        create_mask(bias, None, B, SQ, 8.0, 3)  # type: ignore[arg-type]
     queries = torch.ones(B, SK + 1, dtype=torch.bool)
     with pytest.raises(ValueError, match="fewer keys than queries"):
         create_mask(bias, queries, B, SK + 1, SK, 3)
+
+
+BAD_WINDOW_MASKS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"attention_bias": None}, TypeError, "attention_bias: got None, wanted a torch.Tensor"),
+    ({"attention_bias": torch.zeros(2, 2, 3, 8)}, ValueError, "attention_bias: got shape"),
+    ({"attention_bias": torch.zeros(8)}, ValueError, r"attention_bias: got shape \(8,\), wanted"),
+    ({"attention_bias": torch.zeros(2, 2, 8).int()}, TypeError, "attention_bias: got dtype"),
+    ({"window_size": 0}, ValueError, "window_size: got 0"),
+    ({"query_len": -1}, ValueError, "query_len: got -1, wanted an int of at least 0"),
+    ({"is_causal": 1}, TypeError, r"is_causal: got 1 \(int\), wanted True or False"),
+    ({"attention_mask": torch.zeros(2, 8)}, TypeError, "attention_mask: got dtype torch.float32"),
+    ({"attention_mask": torch.zeros(3, 8).bool()}, ValueError, r"attention_mask: got shape \(3, 8"),
+    ({"attention_mask": torch.zeros(2, 1, 5, 8).bool()}, ValueError, "attention_mask: got shape"),
+    ({"attention_mask": torch.zeros(2, 3, 1, 8).bool()}, ValueError, "attention_mask: got 3 heads"),
+]
+
+
+@pytest.mark.parametrize("changes, error, message", BAD_WINDOW_MASKS)
+def test_errors_of_window_masks(
+    changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        top_window_mask(**({"attention_bias": torch.zeros(2, 2, 8), "window_size": 3} | changes))

@@ -12,8 +12,10 @@ from dmattn import flash_dmattn_func, flash_dmattn_varlen_func
 from dmattn.utils.padding import (
     get_unpad_data,
     index_first_axis,
+    index_put_first_axis,
     pad_input,
     unpad_input,
+    unpad_input_for_concatenated_sequences,
     upad_input,
 )
 
@@ -127,6 +129,77 @@ def test_another_unpad_function_is_used_for_queries() -> None:
     q, k = torch.randn(2, 3, 4, 8), torch.randn(2, 5, 2, 8)
     upad_input(q, k, k, torch.ones(2, 5, dtype=torch.bool), 3, unpad)
     assert calls == [(2, 3)]
+
+
+def test_index_put_first_axis() -> None:
+    values = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
+    for dtype in (torch.int32, torch.int64):
+        places = torch.tensor([4, 0, 2], dtype=dtype)
+        put = index_put_first_axis(values, places, 6)
+        assert put.shape == (6, 2) and not put[[1, 3, 5]].any()
+        assert torch.equal(index_first_axis(put, places), values)
+    assert torch.autograd.gradcheck(lambda x: index_put_first_axis(x, places, 6), values)
+
+
+@given(
+    rows=st.lists(st.lists(st.integers(1, 4), max_size=3), min_size=1, max_size=4),
+    dtype=st.sampled_from((torch.int32, torch.int64)),
+)
+def test_unpad_sequences_one_behind_the_other(rows: list[list[int]], dtype: torch.dtype) -> None:
+    seqlen = 12
+    lengths = torch.tensor([row + [0] * (seqlen - len(row)) for row in rows], dtype=dtype)
+    hidden = torch.randn(len(rows), seqlen, 3)
+    flat, indices, cu_seqlens, longest = unpad_input_for_concatenated_sequences(hidden, lengths)
+    assert torch.equal(flat, torch.cat([hidden[b, : sum(row)] for b, row in enumerate(rows)]))
+    assert torch.equal(index_first_axis(hidden.flatten(0, 1), indices), flat)
+    every = [n for row in rows for n in row]
+    assert cu_seqlens.tolist() == [sum(every[:i]) for i in range(len(every) + 1)]
+    assert cu_seqlens.dtype == torch.int32
+    assert longest == max(every, default=0) and isinstance(longest, int)
+
+
+BAD: list[tuple[Any, tuple[Any, ...], type[Exception], str]] = [
+    (unpad_input, (None, torch.ones(2, 5)), TypeError, "hidden_states: got None, wanted a torch"),
+    (unpad_input, (torch.ones(2, 5), [1]), TypeError, r"attention_mask: got \[1\] \(list\)"),
+    (
+        unpad_input,
+        (torch.ones(2, 5), torch.ones(2, 5, device="meta").bool()),
+        ValueError,
+        "attention_mask: got device meta, wanted cpu",
+    ),
+    (get_unpad_data, (None,), TypeError, "attention_mask: got None, wanted a torch.Tensor"),
+    (pad_input, (torch.ones(3), None, 1, 3), TypeError, "indices: got None, wanted a torch.Tens"),
+    (pad_input, (torch.ones(3), torch.arange(3), 1.5, 3), TypeError, "batch: got 1.5"),
+    (index_first_axis, ([1], torch.arange(1)), TypeError, r"input: got \[1\] \(list\), wanted"),
+    (index_put_first_axis, (torch.ones(3), torch.arange(2), 5), ValueError, r"indices: .* \(3,\)"),
+    (index_put_first_axis, (torch.ones(3), torch.arange(3), -1), ValueError, "first_axis_dim: got"),
+    (
+        unpad_input_for_concatenated_sequences,
+        (torch.ones(2, 5), torch.ones(2, 5).bool()),
+        TypeError,
+        "attention_mask_in_length: got dtype torch.bool, wanted an integer dtype",
+    ),
+    (
+        unpad_input_for_concatenated_sequences,
+        (torch.ones(2, 5), torch.ones(2, 4).int()),
+        ValueError,
+        r"attention_mask_in_length: got shape \(2, 4\), wanted \(2, 5\)",
+    ),
+    (
+        upad_input,
+        (torch.ones(2, 5, 1, 8), torch.ones(2, 5, 1, 8), None, torch.ones(2, 5).int(), 5),
+        TypeError,
+        "value_layer: got None, wanted a torch.Tensor",
+    ),
+]
+
+
+@pytest.mark.parametrize("function, arguments, error, message", BAD)
+def test_wrong_kinds_of_arguments(
+    function: Any, arguments: tuple[Any, ...], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        function(*arguments)
 
 
 def test_errors() -> None:

@@ -1,9 +1,12 @@
 """Selections of keys: against brute force, in attention, and built from intervals."""
 
+import copy
 import math
+import pickle
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from attention_cases import assert_close_to_oracle, random_case
@@ -13,6 +16,7 @@ from selection_cases import KINDS, brute_force, check_lists, make_scores
 from torch import Tensor
 from torch.library import opcheck
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dmattn import (
     KeySelection,
@@ -22,6 +26,7 @@ from dmattn import (
     select_keys,
     sliding_window,
 )
+from dmattn.backends.cpu import selection as cpu
 
 
 def assert_selects(scores: Tensor, window: int, query_len: int, causal: bool, **more: Any) -> None:
@@ -235,6 +240,35 @@ def test_arbitrary_intervals(reach: int | None) -> None:
     assert selection.window_size is None
 
 
+class Elements(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the elements of all tensors that are made."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.made = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            made = result if isinstance(result, (tuple, list)) else (result,)
+            self.made += sum(t.numel() for t in made if isinstance(t, Tensor))
+        return result
+
+
+def test_work_on_the_cpu_follows_the_length() -> None:
+    """Four times the keys take four times the work, not sixteen."""
+    made = []
+    for key_len in (4096, 16384):
+        with Elements() as elements:
+            cpu.select(torch.randn(1, 1, key_len), 100, key_len, True, 256)
+        made.append(elements.made)
+        with Elements() as elements:
+            end = torch.arange(key_len, dtype=torch.int32) + 100
+            cpu.interval_lists(end[None, None], key_len, 256)
+        made.append(elements.made)
+    assert made[2] < 4.5 * made[0] and made[3] < 4.5 * made[1]
+
+
 def test_memory_of_lists_follows_the_window() -> None:
     selection = sliding_window(20_000, 100)
     assert selection.idx.shape[3] == 256
@@ -280,6 +314,65 @@ def test_compiles_and_travels_through_trees() -> None:
     assert torch.equal(copied.to_mask(), selection.to_mask())
 
 
+def test_trees_know_the_names_of_the_tensors() -> None:
+    selection = sliding_window(6, 2)
+    names = pytree.tree_map_with_path(lambda path, t: pytree.keystr(path), selection)
+    assert names.lists == (".end", ".idx", ".count", ".full")
+    shapes = pytree.tree_map(lambda t: tuple(t.shape), selection)
+    assert shapes.end == (1, 1, 6) and "(1, 1, 6)" in repr(shapes)
+    assert pytree.tree_map(torch.clone, selection).query_len == 6
+
+
+def test_moves_between_devices() -> None:
+    selection = select_keys(torch.randn(2, 2, 20), 5, query_len=9)
+    assert selection.to("cpu") is selection and selection.cpu() is selection
+    moved = selection.to("meta")
+    assert all(t.is_meta for t in moved.lists)
+    assert (moved.window_size, moved.is_causal, moved.query_len) == (5, True, 9)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_saved_and_loaded(tmp_path: Path, causal: bool) -> None:
+    selection = select_keys(torch.randn(2, 2, 20), 5, causal, query_len=9)
+    torch.save({"kept": selection}, tmp_path / "selection.pt")
+    loaded = torch.load(tmp_path / "selection.pt", weights_only=True)["kept"]
+    for copied in (loaded, pickle.loads(pickle.dumps(selection)), copy.deepcopy(selection)):
+        assert all(map(torch.equal, copied.lists, selection.lists))
+        assert torch.equal(copied.to_mask(), selection.to_mask())
+
+
+def test_repr_says_facts() -> None:
+    text = repr(select_keys(torch.randn(2, 3, 300), 5, query_len=200))
+    assert text == (
+        "KeySelection(batch=2, heads=3, query_len=200, key_len=300, window_size=5, "
+        "is_causal=True, 2 lists of at most 256 keys, device='cpu')"
+    )
+
+
+def test_without_causality_a_selection_serves_any_number_of_rows() -> None:
+    case = random_case(bias_shape=(2, 2, 1, 11))
+    q, k, v, _, bias = case.inputs
+    selection = select_keys(bias, 4, is_causal=False)
+    for rows in (1, 5, q.shape[1]):
+        got = flash_dmattn_func(q[:, :rows], k, v, attn_bias=bias, selection=selection)
+        want = flash_dmattn_func(q[:, :rows], k, v, attn_bias=bias, window_size=4)
+        assert torch.equal(got, want)
+
+
+def test_integers_of_numpy_and_masks_of_tokenizers() -> None:
+    scores, padding = torch.randn(2, 2, 20), torch.rand(2, 20) < 0.6
+    wanted = select_keys(scores, 5, attn_mask=padding, query_len=9)
+    for dtype in (torch.int64, torch.int32, torch.uint8):
+        window, rows = np.int64(5), np.int32(9)
+        got = select_keys(
+            scores,
+            window,  # type: ignore[arg-type]
+            attn_mask=padding.to(dtype),
+            query_len=rows,  # type: ignore[arg-type]
+        )
+        assert torch.equal(got.end, wanted.end) and got.query_len == 9
+
+
 def test_plot(tmp_path: Path) -> None:
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.use("Agg")
@@ -290,6 +383,7 @@ def test_plot(tmp_path: Path) -> None:
 
 
 BIAS = torch.zeros(2, 2, 1, 6)
+NESTED = torch.nested.nested_tensor([torch.zeros(2, 6), torch.zeros(2, 5)], layout=torch.jagged)
 BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"window_size": 0}, ValueError, "window_size: got 0, wanted an int of at least 1"),
     ({"window_size": 1.0}, TypeError, "window_size: got 1.0"),
@@ -306,6 +400,19 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ),
     ({"attn_mask": torch.ones(3, 1, 1, 6).bool()}, ValueError, "attn_mask: got batch 3, wanted 2"),
     ({"attn_mask": torch.ones(2, 3, 1, 6).bool()}, ValueError, "attn_mask: got 3 heads"),
+    ({"attn_bias": [[[0.0]]]}, TypeError, r"attn_bias: got \[\[\[0.0\]\]\] \(list\), wanted a fl"),
+    ({"attn_bias": BIAS[:, :, 0].to_sparse()}, ValueError, "attn_bias: got .* torch.sparse_coo"),
+    ({"attn_bias": NESTED}, ValueError, "attn_bias: got a tensor of layout nested, wanted"),
+    ({"attn_mask": True}, TypeError, r"attn_mask: got True \(bool\), wanted a torch.Tensor"),
+    ({"attn_mask": torch.ones(2, 1, 1, 6).int()}, TypeError, r"attn_mask: got .* mask.bool\(\)"),
+    (
+        {"attn_mask": torch.ones(2, 6, dtype=torch.bool, device="meta")},
+        ValueError,
+        "attn_mask: got device meta, wanted cpu as attn_bias",
+    ),
+    ({"is_causal": "no"}, TypeError, r"is_causal: got 'no' \(str\), wanted True or False"),
+    ({"window_size": 2**63}, ValueError, "window_size: got 9223372036854775808"),
+    ({"cu_seqlens": 5}, TypeError, r"cu_seqlens: got 5 \(int\), wanted a sequence of ints"),
     ({"query_len": -1}, ValueError, "query_len: got -1, wanted an int of at least 0"),
     ({"query_len": 2.0}, TypeError, r"query_len: got 2.0 \(float\), wanted an int"),
 ]
@@ -318,7 +425,7 @@ def test_bad_selections(changes: dict[str, Any], error: type[Exception], message
 
 
 def test_bad_intervals() -> None:
-    with pytest.raises(TypeError, match="end: got dtype torch.float32, wanted torch.int32"):
+    with pytest.raises(TypeError, match=r"end: got dtype torch.float32, wanted torch.int32"):
         KeySelection.from_intervals(torch.zeros(1, 1, 4))
     with pytest.raises(ValueError, match=r"end: got shape \(4,\), wanted"):
         KeySelection.from_intervals(torch.zeros(4).int())

@@ -9,8 +9,7 @@ namespace dmattn {
 namespace {
 
 // No query or no key: nothing contributes to any gradient.
-void write_zeros(const BwdPlan& plan, const dmattn_bwd_params& given, cudaStream_t stream) {
-  const dmattn_bwd_params p = with_batch(given);
+void write_zeros(const BwdPlan& plan, const dmattn_bwd_params& p, cudaStream_t stream) {
   const auto clear = [&](const dmattn_tensor& t) {
     if (!is_present(t)) return;
     check_cuda(fill_zero(t.data, read_strides(t), static_cast<int>(t.shape[0]), static_cast<int>(t.shape[1]),
@@ -124,7 +123,7 @@ void finish_dbias(const BwdPlan& plan, cudaStream_t stream) {
 
 void launch(const BwdPlan& plan, const dmattn_bwd_params& p, cudaStream_t stream) {
   if (plan.zeros) {
-    write_zeros(plan, p, stream);
+    in_batched_form(p, [&](const dmattn_bwd_params& batched, PerKey) { write_zeros(plan, batched, stream); });
     return;
   }
   if (plan.is_empty()) return;

@@ -44,12 +44,11 @@ void put_batch_in_front(Params& p) {
 }  // namespace
 
 dmattn_fwd_params with_batch(dmattn_fwd_params p) {
-  if (is_packed(p)) put_batch_in_front(p);
+  put_batch_in_front(p);
   return p;
 }
 
 dmattn_bwd_params with_batch(dmattn_bwd_params p) {
-  if (!is_packed(p)) return p;
   put_batch_in_front(p);
   for (dmattn_tensor* t : {&p.dout, &p.dsoftmax_lse, &p.dq, &p.dk, &p.dv}) *t = in_front(*t);
   p.dbias = operand_in_front(p.dbias);
@@ -73,9 +72,8 @@ Strides3 read_lse_strides(const dmattn_tensor& t) {
 }
 
 bool is_vec16(const void* ptr, const Strides3& stride, Dtype dtype) {
-  const int64_t elements = 16 / element_bytes(dtype);
-  return reinterpret_cast<uintptr_t>(ptr) % 16 == 0 && stride.batch % elements == 0 && stride.head % elements == 0 &&
-         stride.row % elements == 0;
+  const int64_t low_bits = 16 / element_bytes(dtype) - 1;
+  return reinterpret_cast<uintptr_t>(ptr) % 16 == 0 && ((stride.batch | stride.head | stride.row) & low_bits) == 0;
 }
 
 MaskSource read_mask(const dmattn_tensor& t, const Problem& x, bool per_key) {

@@ -21,10 +21,22 @@ inline bool is_packed(const dmattn_bwd_params& p) { return is_present(p.cu_seqle
 // A packed mask or bias with an entry per key, the same for all rows.
 inline bool is_per_key(const dmattn_tensor& packed) { return packed.ndim == 2; }
 
-// The same call with a batch of 1 in front of every shape, where there is none; a mask or bias per key gets a dimension
-// of 1 for its rows as well. Everything past validation takes its tensors in this form.
+// Which operands are per key: no longer to be seen in the form of with_batch().
+struct PerKey {
+  bool mask = false, bias = false;
+};
+
+// A call over packed sequences with a batch of 1 in front of every shape; a mask or bias per key gets a dimension of 1
+// for its rows as well. Everything past validation takes its tensors in this form.
 dmattn_fwd_params with_batch(dmattn_fwd_params p);
 dmattn_bwd_params with_batch(dmattn_bwd_params p);
+
+// f(call in the form of with_batch(), per_key). Copies the parameters only where they change.
+template <class Params, class F>
+auto in_batched_form(const Params& given, F&& f) {
+  if (!is_packed(given)) return f(given, PerKey{});
+  return f(with_batch(given), PerKey{is_per_key(given.mask), is_per_key(given.bias)});
+}
 
 // --- extents --------------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ namespace dmattn {
 enum class Direction : int32_t { kForward, kBackward, kDecode };
 
 struct Unit {
-  Arch arch = Arch::kSm80;
+  Arch arch{};
   Direction direction = Direction::kForward;
   Dtype dtype = Dtype::kNone;
   int32_t head_dim_tile = 0;  // one of kHeadDimTiles

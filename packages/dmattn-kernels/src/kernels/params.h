@@ -224,7 +224,7 @@ struct BwdParams {
   // Deterministic dq: one for each row block of dq_accum, zeroed; tiles add to dq in ascending or descending key order.
   int32_t* dq_semaphore = nullptr;
   // Deterministic sums over interval lists: [batch][nheads_k], zeroed. Blocks of one kv head add to dk, dv and
-  // dbias_cols in the order of their numbers.
+  // dbias_cols in the order of their row blocks.
   int32_t* dkv_semaphore = nullptr;
   // Gathered by a key-only mask, written by bwd_schedule(): [0] = num_splits, [1] = number of tiles, [2 + i] = first
   // tile of list i (batch-major over (batch, nheads_k)), i <= batch * nheads_k.

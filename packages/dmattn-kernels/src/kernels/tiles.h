@@ -5,9 +5,9 @@
 
 namespace dmattn {
 
-// Architectures that kernels are written for: each has a folder of that name here, and rows in cmake/units.cmake and
-// src/host/arch.cpp.
-enum class Arch : int32_t { kSm80 = 80, kSm90 = 90 };
+// An architecture that kernels are written for, by its number: Arch{80} has its kernels in the folder sm80, its units in
+// cmake/units.cmake, and its row in src/host/arch.cpp.
+enum class Arch : int32_t {};
 
 // Sets of tile shapes of the sm80 kernels, by the shared memory that a thread block may have.
 enum class TileSet : int32_t { kWide = 0, kNarrow = 1 };

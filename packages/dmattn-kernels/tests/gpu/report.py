@@ -59,16 +59,16 @@ def _driver_version() -> str | None:
 
 
 def compose(
-    found_by: dict[Target, list[dict[str, Any]]],
+    found_by: list[tuple[Target, list[dict[str, Any]]]],
     findings: list[Finding],
     complete: bool,
     seconds: float,
 ) -> dict[str, Any]:
     """The report; `ok` when the run was complete, nothing failed and every tool bit."""
-    outcomes = {target.name: lines for target, lines in found_by.items()}
+    outcomes = {target.name: lines for target, lines in found_by}
     counts = {name: _counts(lines) for name, lines in outcomes.items()}
     backends: dict[str, list[dict[str, Any]]] = {}
-    for target, lines in found_by.items():
+    for target, lines in found_by:
         backends.setdefault(target.backend_name, []).extend(lines)
     failed = [
         {"target": name, **line}

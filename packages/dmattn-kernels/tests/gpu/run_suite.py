@@ -148,7 +148,7 @@ def main() -> int:
     Pool(len(pytest_jobs), deadline).run(pytest_jobs)
     beside.join()
     found = report.compose(
-        {workers.target: workers.outcomes() for workers in every},
+        [(workers.target, workers.outcomes()) for workers in every],
         sorted(findings, key=lambda finding: finding.name),
         complete=not (arguments.no_sanitizer or arguments.pytest or arguments.every > 1)
         and set(ON_GPU) <= set(arguments.targets),

@@ -12,8 +12,15 @@
 
 namespace dmattn {
 
-// CMake generates this with the table of units; here every one of them is there.
-bool has_unit(const Unit&) { return true; }
+namespace {
+int32_t missing_arch = 0;  // has no units
+}
+
+// CMake generates this with the table of units; here every one that cmake/units.cmake lists is there.
+bool has_unit(const Unit& unit) {
+  const bool is_listed = unit.arch == Arch{80} || (unit.direction == Direction::kForward && !unit.gathered);
+  return is_listed && static_cast<int32_t>(unit.arch) != missing_arch;
+}
 
 namespace {
 
@@ -93,6 +100,7 @@ void put_kernel_choice(Json& json, const Plan& plan) {
   json.put("block_m", plan.tile.block_m);
   json.put("block_n", plan.tile.block_n);
   json.put("dim_tile", plan.unit.head_dim_tile);
+  json.put("arch", static_cast<int>(plan.unit.arch));
   json.put("level", static_cast<int>(plan.choice.level));
   json.put("walk", static_cast<int>(plan.walk));
   json.put("gathered", plan.unit.gathered);
@@ -280,3 +288,15 @@ extern "C" double probe_planned_nanoseconds(const dmattn_bwd_params* params, voi
   for (int i = 0; i < calls; ++i) place(planned_call(params, /*for_launch=*/true, counted_device).plan, base);
   return std::chrono::duration<double, std::nano>(std::chrono::steady_clock::now() - start).count() / calls;
 }
+
+// Name of the set of kernels that a chip gets.
+extern "C" int probe_kernel_set(int capability, int smem_per_block, const char* forced, const char* built_for,
+                                int has_all_tiles, char* to, size_t size) {
+  using namespace dmattn;
+  return answer(to, size, [&] {
+    return std::string(choose_kernel_set({0, capability, smem_per_block}, forced, built_for, has_all_tiles != 0).name);
+  });
+}
+
+// Leaves the units of an architecture out; 0: none.
+extern "C" void probe_leave_out_units(int arch) { dmattn::missing_arch = arch; }

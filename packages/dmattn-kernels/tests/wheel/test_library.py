@@ -63,8 +63,10 @@ def test_module_finds_the_library_next_to_it(library_path: Path) -> None:
 def test_every_declared_architecture_is_present(elf: Library, architectures: list[str]) -> None:
     code = elf.cuda_code()
     assert {name for name, _ in code} == set(architectures)
-    # Each source file contributes one piece per architecture.
-    counts = {name: sum(found == name for found, _ in code) for name in architectures}
+    # Each source file contributes one piece per architecture, but code that only one architecture
+    # runs (sm_90a) comes from the units of that one alone.
+    general = [name for name in architectures if not name.endswith("a")]
+    counts = {name: sum(found == name for found, _ in code) for name in general}
     assert len(set(counts.values())) == 1, counts
 
 

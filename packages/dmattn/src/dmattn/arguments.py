@@ -17,8 +17,6 @@ from dmattn.validation import (
     is_one_or,
 )
 
-# Devices whose autocast applies to attention.
-_AUTOCAST_DEVICES = ("cuda", "cpu")
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -122,8 +120,9 @@ def _default_scale(query: Tensor) -> float:
 
 
 def _is_autocast(query: Tensor) -> bool:
-    device = query.device.type
-    return device in _AUTOCAST_DEVICES and torch.is_autocast_enabled(device)
+    if query.is_cuda:
+        return torch.is_autocast_enabled("cuda")
+    return query.is_cpu and torch.is_autocast_enabled("cpu")
 
 
 def _cast(t: Any, dtype: torch.dtype) -> Any:

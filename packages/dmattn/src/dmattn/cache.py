@@ -158,7 +158,7 @@ class DynamicMaskCache:
         Raises:
             TypeError, ValueError: something does not fit the cache, which is then unchanged.
         """
-        batch, entries, nheads_k, head_dim = self.k.shape
+        batch, _, nheads_k, head_dim = self.k.shape
         seqlen = _size(key, 1)
         self._check("key", key, (batch, seqlen, nheads_k, head_dim), self.k.dtype)
         self._check("value", value, (batch, seqlen, nheads_k, head_dim), self.k.dtype)
@@ -467,9 +467,9 @@ class DynamicMaskCache:
             check_last_stride(query, key, value)
         if nheads < 1 or nheads % nheads_k:
             raise ValueError(f"query: got {nheads} heads, wanted a multiple of {nheads_k}")
-        if check_optional_tensor("active", active) is not None:
-            per_sequence = active.dim() == 1  # type: ignore[union-attr]  # just checked
-            shape = (batch,) if per_sequence else (batch, tokens)
+        active = check_optional_tensor("active", active)
+        if active is not None:
+            shape = (batch,) if active.dim() == 1 else (batch, tokens)
             self._check("active", active, shape, torch.bool)
         if torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value, score)):
             raise RuntimeError(
@@ -522,9 +522,9 @@ class DynamicMaskCache:
             )
         check_same_device("selection", selection.end, self.k.device, "the cache")
 
-    def _check_indices(self, name: str, index: Any) -> Tensor:
+    def _check_indices(self, name: str, given: Any) -> Tensor:
         """Places in the batch, int (N,), of which none leads outside."""
-        check_tensor(name, index)
+        index = check_tensor(name, given)
         check_tensor_dtype(name, index, (torch.int64, torch.int32))
         check_same_device(name, index, self.k.device, "the cache")
         batch = len(self.seen)

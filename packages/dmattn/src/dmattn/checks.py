@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from dmattn.key_lists import Selection, num_blocks
+from dmattn.key_lists import Selection, larger, num_blocks
 from dmattn.problem import (
     Gradients,
     Needs,
@@ -68,12 +68,10 @@ def check(problem: Problem) -> None:
     _check_shapes(problem)
     if problem.packing is not None:
         _check_packing(problem.packing, problem)
-    for name, operand in (("attn_mask", problem.mask), ("attn_bias", problem.bias)):
-        if operand is not None:
-            if problem.packing is None:
-                _check_operand(name, operand, problem)
-            else:
-                _check_packed_operand(name, operand, problem, problem.packing)
+    if problem.mask is not None:
+        _check_operand("attn_mask", problem.mask, problem)
+    if problem.bias is not None:
+        _check_operand("attn_bias", problem.bias, problem)
     if problem.key_lists is not None:
         check_key_lists(problem.key_lists, problem)
 
@@ -83,8 +81,10 @@ def check_tensors(problem: Problem) -> None:
     check_tensor("query", problem.q)
     check_tensor("key", problem.k)
     check_tensor("value", problem.v)
-    check_optional_tensor("attn_mask", problem.mask)
-    check_optional_tensor("attn_bias", problem.bias)
+    if problem.mask is not None:
+        check_optional_tensor("attn_mask", problem.mask)
+    if problem.bias is not None:
+        check_optional_tensor("attn_bias", problem.bias)
 
 
 def check_head_dim(head_dim: int, name: str = "query") -> None:
@@ -154,7 +154,7 @@ def check_backward(
 
 
 def _check_dtypes(problem: Problem) -> None:
-    q, k, v, mask, bias = problem.q, problem.k, problem.v, problem.mask, problem.bias
+    q, k, v, mask, bias = problem[:5]
     dtype = q.dtype
     if dtype not in _DTYPES:
         raise TypeError(f"query: got dtype {dtype}, wanted {one_of(_DTYPES)}")
@@ -172,14 +172,16 @@ def _check_dtypes(problem: Problem) -> None:
 
 
 def _check_devices(problem: Problem) -> None:
+    _, k, v, mask, bias = problem[:5]
     device = problem.q.device
-    others = (
-        ("key", problem.k),
-        ("value", problem.v),
-        ("attn_mask", problem.mask),
-        ("attn_bias", problem.bias),
-    )
-    for name, t in others:
+    if (
+        k.device == device
+        and v.device == device
+        and (mask is None or mask.device == device)
+        and (bias is None or bias.device == device)
+    ):
+        return
+    for name, t in (("key", k), ("value", v), ("attn_mask", mask), ("attn_bias", bias)):
         if t is not None and t.device != device:
             raise ValueError(f"{name}: got device {t.device}, wanted {device} as query")
 
@@ -214,7 +216,14 @@ def _check_shapes(problem: Problem) -> None:
 
 
 def _check_operand(name: str, t: Tensor, problem: Problem) -> None:
-    """A mask or bias of a dense problem."""
+    """A mask or bias."""
+    if problem.packing is None:
+        _check_dense_operand(name, t, problem)
+    else:
+        _check_packed_operand(name, t, problem, problem.packing)
+
+
+def _check_dense_operand(name: str, t: Tensor, problem: Problem) -> None:
     shape = t.shape
     batch, seqlen_q, nheads, _ = problem.q.shape
     seqlen_k, nheads_k = problem.k.shape[1], problem.k.shape[2]
@@ -308,7 +317,7 @@ def check_key_lists(lists: Selection, problem: Problem) -> None:
             f"{dims.nheads}, {dims.nheads_k} or 1 heads"
         )
     # There may be more lists than blocks of rows, as `num_lists` says.
-    blocks = torch.sym_max(num_blocks(dims.seqlen_q, is_causal), lists.idx.shape[2])
+    blocks = larger(num_blocks(dims.seqlen_q, is_causal), lists.idx.shape[2])
     wanted: tuple[tuple[int, ...], ...] = (
         (batch, heads, dims.seqlen_k),
         (batch, heads, blocks, capacity),

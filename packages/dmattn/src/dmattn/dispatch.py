@@ -40,6 +40,7 @@ def _probes() -> tuple[_Probe, _Probe, _Probe, _Probe] | None:
 
 
 _PROBES = _probes()
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
 def attend(problem: Problem, backend: str | None = None) -> tuple[Tensor, Tensor]:
@@ -55,8 +56,8 @@ def attend(problem: Problem, backend: str | None = None) -> tuple[Tensor, Tensor
     """
     if torch.compiler.is_compiling():
         return ops.attend(problem, backend)
-    q, k, v, bias = problem.q, problem.k, problem.v, problem.bias
-    if _nobody_intercepts() and _are_plain(q, k, v, problem.mask, bias):
+    q, k, v, mask, bias = problem[:5]
+    if _nobody_intercepts() and _are_plain(q, k, v, mask, bias):
         chosen = registry.choose(problem, backend)
         if torch.is_grad_enabled() and (
             q.requires_grad
@@ -64,7 +65,7 @@ def attend(problem: Problem, backend: str | None = None) -> tuple[Tensor, Tensor
             or v.requires_grad
             or (bias is not None and bias.requires_grad)
         ):
-            found: tuple[Tensor, Tensor] = _Eager.apply(q, k, v, bias, problem, chosen)  # type: ignore[no-untyped-call]
+            found: tuple[Tensor, Tensor] = _apply_eager(q, k, v, bias, problem, chosen)
             return found
         results = chosen.forward(problem, False)
         return results.out, results.lse
@@ -115,6 +116,18 @@ class _Eager(torch.autograd.Function):
         else:
             grads = ctx.backend.backward(problem, results, dout, dlse, needs)
         return (*(g if need else None for g, need in zip(grads, needs, strict=True)), None, None)
+
+
+def _direct_apply() -> Callable[..., Any]:
+    """`_Eager.apply` without what it does for functorch, which never gets here."""
+    try:
+        direct: Callable[..., Any] = super(torch.autograd.Function, _Eager).apply  # type: ignore[misc]
+    except AttributeError:
+        return _Eager.apply
+    return direct
+
+
+_apply_eager = _direct_apply()
 
 
 class _Transformed(torch.autograd.Function):
@@ -175,11 +188,6 @@ class _TransformedBackward(torch.autograd.Function):
         raise _no_forward_mode()
 
 
-def is_plain_call(*tensors: Tensor | None) -> bool:
-    """Whether an operator without gradients may be left out for the backend's own function."""
-    return not torch.compiler.is_compiling() and _nobody_intercepts() and _are_plain(*tensors)
-
-
 def _in_functorch() -> bool:
     return _PROBES is not None and _PROBES[2]() is not None
 
@@ -201,12 +209,9 @@ def _nobody_intercepts() -> bool:
 def _are_plain(*tensors: Tensor | None) -> bool:
     """Whether all are ordinary tensors of numbers on a device that operators are registered for."""
     for t in tensors:
-        if t is None:
-            continue
-        kind = type(t)
-        if (kind is not Tensor and kind is not torch.nn.Parameter) or t.is_neg():
-            return False
-        if not (t.is_cuda or t.is_cpu):
+        if t is not None and (
+            type(t) not in _PLAIN_TYPES or t.is_neg() or not (t.is_cuda or t.is_cpu)
+        ):
             return False
     return True
 
@@ -218,7 +223,9 @@ def is_plain_call(*tensors: Tensor | None) -> bool:
     """
     if torch.compiler.is_compiling() or not _nobody_intercepts() or not _are_plain(*tensors):
         return False
-    return not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in tensors)
+    return not torch.is_grad_enabled() or not any(
+        t is not None and t.requires_grad for t in tensors
+    )
 
 
 def _refuse_forward_mode(*tensors: Tensor | None) -> None:

@@ -43,6 +43,18 @@ def as_selection(
     return Selection(end.contiguous(), idx.contiguous(), count.contiguous(), full.contiguous())
 
 
+def smaller(a: int, b: int) -> int:
+    """The smaller of two sizes; min() would tie a compiled graph to the side that it finds."""
+    found: int = torch.sym_min(a, b)  # type: ignore[no-untyped-call]
+    return found
+
+
+def larger(a: int, b: int) -> int:
+    """The larger of two sizes, as `smaller`."""
+    found: int = torch.sym_max(a, b)  # type: ignore[no-untyped-call]
+    return found
+
+
 def num_blocks(seqlen_q: int, is_causal: bool) -> int:
     """Lists for `seqlen_q` rows; one serves all of them when not causal."""
     return (seqlen_q + BLOCK_ROWS - 1) // BLOCK_ROWS if is_causal else 1
@@ -58,8 +70,7 @@ def num_lists(seqlen_q: int, is_causal: bool) -> int:
     blocks = num_blocks(seqlen_q, is_causal)
     if not is_causal or not torch.compiler.is_compiling():
         return blocks
-    at_least_two: int = torch.sym_max(2, blocks)
-    return at_least_two
+    return larger(2, blocks)
 
 
 def without_spare_lists(lists: Selection, seqlen_q: int, is_causal: bool) -> Selection:
@@ -73,9 +84,7 @@ def without_spare_lists(lists: Selection, seqlen_q: int, is_causal: bool) -> Sel
 
 def capacity_for(most: int, seqlen_k: int) -> int:
     """Room for lists of at most `most` of `seqlen_k` keys."""
-    # sym_min, not min: the answer of min would tie a compiled graph to one side of the comparison.
-    longest: int = torch.sym_min(most, seqlen_k)
-    return (longest + BLOCK_ROWS - 1) // BLOCK_ROWS * BLOCK_ROWS
+    return (smaller(most, seqlen_k) + BLOCK_ROWS - 1) // BLOCK_ROWS * BLOCK_ROWS
 
 
 def best_keys(

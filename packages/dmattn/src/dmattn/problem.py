@@ -5,9 +5,7 @@ trusts it. Letters: B batch, Sq/Sk query/key length, Tq/Tk rows/keys of all pack
 together, H query heads, HK key/value heads, D head dimension.
 """
 
-import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -28,12 +26,11 @@ class Packing(NamedTuple):
     max_seqlen_k: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Problem:
+class Problem(NamedTuple):
     """Operands and settings of one attention call.
 
-    The settings, from `softmax_scale` on to those before `packing`, are plain numbers and flags. A
-    setting that is added here with a default is an argument of the operators at once.
+    The settings, from `softmax_scale` to what stands before `packing`, are plain numbers and flags.
+    One that is added there, with a default, is an argument of the operators at once.
 
     Attributes:
         q: (B, Sq, H, D), or packed (Tq, H, D).
@@ -61,63 +58,45 @@ class Problem:
     packing: Packing | None = None
     key_lists: Selection | None = None
 
-    @property
-    def has_keys(self) -> bool:
-        """Whether there is any key for any row."""
-        return self.k.shape[-3] > 0
-
-    @property
-    def has_rows(self) -> bool:
-        """Whether there is any row to compute."""
-        return self.q.shape[-3] > 0 and self.q.shape[0] > 0
-
     def flat(self) -> tuple[Any, ...]:
         """All fields one after the other, in the order of `FLAT_NAMES`."""
-        return (
-            *(self.q, self.k, self.v, self.mask, self.bias),
-            *[getattr(self, name) for name in SETTINGS],
-            *(self.key_lists or _NO_LISTS),
-            *(self.packing or _NO_PACKING),
-        )
+        return (*self[:_SIMPLE], *(self.key_lists or _NO_LISTS), *(self.packing or _NO_PACKING))
 
     @staticmethod
     def from_flat(values: Sequence[Any]) -> "Problem":
         """The problem of which these are the `flat` values."""
-        lists, packing = values[_LISTS], Packing(*values[_PACKING])
+        lists, packing = values[_SIMPLE:_LISTED], values[_LISTED:]
         parts = (
-            None if packing.cu_seqlens_q is None else packing,
+            None if packing[0] is None else Packing(*packing),
             None if lists[0] is None else Selection(*lists),
         )
-        return Problem(*values[: _LISTS.start], *parts)  # type: ignore[call-arg]  # by position
+        return Problem._make((*values[:_SIMPLE], *parts))
 
     def split(self) -> tuple[tuple[Tensor | None, ...], tuple[Any, ...]]:
         """The tensors, and all else: autograd has to save the tensors itself."""
-        flat = self.flat()
-        return flat[:5] + flat[_SAVED], flat[5 : _LISTS.start] + flat[_BOUNDS]
+        lists, packing = self.key_lists or _NO_LISTS, self.packing or _NO_PACKING
+        return (*self[:_OPERANDS], *lists, *packing[:2]), (*self[_OPERANDS:_SIMPLE], *packing[2:])
 
     @staticmethod
     def join(tensors: Sequence[Tensor | None], rest: Sequence[Any]) -> "Problem":
         """The problem of which these are the parts that `split` made."""
-        return Problem.from_flat((*tensors[:5], *rest[:-2], *tensors[5:], *rest[-2:]))
+        return Problem.from_flat(
+            (*tensors[:_OPERANDS], *rest[:-2], *tensors[_OPERANDS:], *rest[-2:])
+        )
 
 
+_OPERANDS = 5  # fields that are operands: q, k, v, mask, bias
+_SIMPLE = len(Problem._fields) - 2  # and settings; packing and key_lists have parts of their own
+_LISTED = _SIMPLE + len(Selection._fields)
 _NO_LISTS = (None,) * len(Selection._fields)
 _NO_PACKING = (None, None, 0, 0)
 
-FIELDS = {field.name: field for field in dataclasses.fields(Problem)}
-# The plain settings: what stands between the operands and what may be packed or listed.
-SETTINGS = tuple(FIELDS)[5:-2]
+SETTINGS = Problem._fields[_OPERANDS:_SIMPLE]
 FLAT_NAMES = (
-    *tuple(FIELDS)[:5],
-    *SETTINGS,
+    *Problem._fields[:_SIMPLE],
     *(f"sel_{name}" for name in Selection._fields),
     *Packing._fields,
 )
-# Where things are among the flat values.
-_LISTS = slice(5 + len(SETTINGS), 5 + len(SETTINGS) + len(Selection._fields))
-_PACKING = slice(_LISTS.stop, _LISTS.stop + len(Packing._fields))
-_SAVED = slice(_LISTS.start, _LISTS.stop + 2)  # the lists and both cu_seqlens
-_BOUNDS = slice(_LISTS.stop + 2, _PACKING.stop)  # both max_seqlens
 
 
 class Needs(NamedTuple):
@@ -134,8 +113,9 @@ class Results(NamedTuple):
 
     out: Tensor  # as q, contiguous
     lse: Tensor  # (B, H, Sq), or packed (H, Tq): float32, or float64 for float64 inputs
-    # What the rounding of lse to float32 dropped, as lse; (0,) where the backward does not read it.
-    lse_rest: Tensor
+    # What the rounding of lse to float32 dropped, as lse; (0,) or None where the backward does not
+    # read it.
+    lse_rest: Tensor | None
 
 
 class Gradients(NamedTuple):
@@ -154,7 +134,8 @@ def lse_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def lse_shape(q: Tensor) -> tuple[int, ...]:
     """(B, H, Sq) for q of shape (B, Sq, H, D), (H, Tq) for packed sequences (Tq, H, D)."""
-    return (*q.shape[:-3], q.shape[-2], q.shape[-3])
+    *batch, rows, nheads, _ = q.shape
+    return (*batch, nheads, rows)
 
 
 def is_per_key(operand: Tensor) -> bool:
@@ -163,19 +144,21 @@ def is_per_key(operand: Tensor) -> bool:
 
 
 def empty_results(problem: Problem) -> Results:
-    """Uninitialised results in the shapes that every backend returns.
+    """Uninitialised results in the shapes of the operator's."""
+    q = problem.q
+    lse = q.new_empty(lse_shape(q), dtype=lse_dtype(q.dtype))
+    return Results(_empty_like(q), lse, empty_lse_rest(problem))
 
-    lse_rest has the shape of lse where the CUDA backward reads it, else (0,): that backward starts
-    from lse, and only a bias makes logits so large that the rounding of lse shows.
+
+def empty_lse_rest(problem: Problem) -> Tensor:
+    """Uninitialised lse_rest: in the shape of lse where the CUDA backward reads it, else (0,).
+
+    That backward starts from lse, and only a bias makes logits so large that the rounding of lse
+    shows.
     """
     q = problem.q
-    shape = lse_shape(q)
-    rest = shape if problem.bias is not None and q.is_cuda else (0,)
-    return Results(
-        q.new_empty(q.shape),
-        q.new_empty(shape, dtype=lse_dtype(q.dtype)),
-        q.new_empty(rest, dtype=torch.float32),
-    )
+    shape = lse_shape(q) if problem.bias is not None and q.is_cuda else (0,)
+    return q.new_empty(shape, dtype=torch.float32)
 
 
 def empty_gradients(problem: Problem, needs: Needs) -> Gradients:
@@ -183,10 +166,17 @@ def empty_gradients(problem: Problem, needs: Needs) -> Gradients:
 
     One that is not needed, or that of a bias that is not there, has shape (0,).
     """
-    q, k, v, bias = problem.q, problem.k, problem.v, problem.bias
+    q, k, v, _, bias = problem[:5]
     return Gradients(
-        q.new_empty(q.shape if needs.q else (0,)),
-        k.new_empty(k.shape if needs.k else (0,)),
-        v.new_empty(v.shape if needs.v else (0,)),
-        q.new_empty((0,)) if bias is None else bias.new_empty(bias.shape if needs.bias else (0,)),
+        _empty_like(q) if needs.q else q.new_empty(0),
+        _empty_like(k) if needs.k else q.new_empty(0),
+        _empty_like(v) if needs.v else q.new_empty(0),
+        (q if bias is None else bias).new_empty(0)
+        if bias is None or not needs.bias
+        else _empty_like(bias),
     )
+
+
+def _empty_like(t: Tensor) -> Tensor:
+    """Contiguous; takes half the time of new_empty with a shape."""
+    return torch.empty_like(t, memory_format=torch.contiguous_format)

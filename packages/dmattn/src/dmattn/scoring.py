@@ -42,7 +42,7 @@ def key_scores(dt: Tensor, A: Tensor, exp_score: bool = True) -> Tensor:
 
 
 def without_autocast(device_type: str) -> AbstractContextManager[None]:
-    """A context in which autocast changes no dtype; on a device without autocast, such as meta, none."""
+    """A context in which autocast is off. The meta device has no autocast to turn off."""
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return nullcontext()
     context: AbstractContextManager[None] = torch.autocast(device_type, enabled=False)
@@ -59,7 +59,7 @@ def attend_through_cache(
     softcap: float = 0.0,
     key_mask: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of the next tokens of a text to what the cache keeps of it, and to themselves.
+    """Causal attention of the next tokens of a text to themselves and to what the cache keeps.
 
     An empty cache takes the tokens as a prompt: all of them attend at once, by one selection that
     the cache is then filled from. Later tokens go in one after the other.

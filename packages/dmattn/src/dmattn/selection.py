@@ -16,7 +16,14 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from dmattn.key_lists import BLOCK_ROWS, Selection, capacity_for, check_boundaries
+from dmattn.key_lists import (
+    BLOCK_ROWS,
+    Selection,
+    capacity_for,
+    check_boundaries,
+    larger,
+    smaller,
+)
 from dmattn.ops.selection import build_key_lists, document_ends
 from dmattn.ops.selection import select_keys as select
 from dmattn.utils.mask import check_window_size
@@ -106,7 +113,7 @@ class KeySelection:
 
     def to(self, device: torch.device | str | int) -> "KeySelection":
         """The same selection with its tensors on another device; itself if they are there."""
-        lists = tuple(t.to(device) for t in self.lists)
+        lists = Selection(*[t.to(device) for t in self.lists])
         if all(a is b for a, b in zip(lists, self.lists, strict=True)):
             return self
         return KeySelection(*lists, self.window_size, self.is_causal, self.first_row)
@@ -259,7 +266,7 @@ def select_keys(
         if query_len != key_len:
             raise ValueError(f"query_len: got {query_len}, wanted {key_len} with cu_seqlens")
         documents = _document_bounds(cu_seqlens, key_len, scores.device)
-    rows: int = torch.sym_min(query_len, key_len) if is_causal else query_len
+    rows = smaller(query_len, key_len) if is_causal else query_len
     lists = select(scores, key_mask, window_size, rows, is_causal, documents)
     return KeySelection(*lists, window_size, is_causal, key_len - query_len)
 
@@ -363,7 +370,7 @@ def packed_documents(
         end = document_ends(bounds, key_len)[None, None]
     reach = end.shape[2] if max_seqlen is None else max_seqlen
     if window_size is not None:
-        reach = torch.sym_min(reach, window_size)
+        reach = smaller(reach, window_size)
     return _of_intervals(_hide_masked(end, attn_mask), None, reach, window_size)
 
 
@@ -429,14 +436,14 @@ def _of_intervals(
 ) -> KeySelection:
     key_len = end.shape[2]
     query_len = _check_query_len(query_len, key_len)
-    rows = torch.sym_min(query_len, key_len)
+    rows = smaller(query_len, key_len)
     # Still in the dtype given: a large int64 would turn into any int32.
     end = end.clamp(0, key_len).to(torch.int32)
     if reach is None:
         needed = build_key_lists(end.contiguous(), rows, 0, None).needed
         capacity = capacity_for(int(needed.max()) if needed.numel() > 0 else 0, key_len)
     else:
-        reach = torch.sym_max(1, torch.sym_min(reach, key_len))
+        reach = larger(1, smaller(reach, key_len))
         key = torch.arange(key_len, dtype=torch.int32, device=end.device)
         # What the lists have no room for must not be in the intervals either.
         end = torch.minimum(end, key + reach)

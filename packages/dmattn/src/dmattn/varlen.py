@@ -1,6 +1,5 @@
 """Attention over sequences of unequal lengths that are packed one after the other."""
 
-import dataclasses
 import math
 from typing import Any, Literal, overload
 
@@ -83,8 +82,8 @@ def flash_dmattn_varlen_func(
 
     On CUDA cu_seqlens are read by the kernels alone, so that the host never waits for them, and
     cannot be checked: ones that do not rise from 0 to Tq and Tk, or a sequence longer than
-    max_seqlen says, give undefined results and may read or write outside the tensors. On the CPU
-    they raise ValueError.
+    max_seqlen says, give wrong results, but no access outside the tensors. On the CPU they raise
+    ValueError.
 
     Args:
         query: (Tq, H, D) with D at most 256; dtypes and views as for `flash_dmattn_func`.
@@ -150,11 +149,11 @@ def _attend_in_window(
     if mask is not None:
         _scores("attn_mask", mask)
     if packing.max_seqlen_k <= window_size:
-        return attend(dataclasses.replace(problem, bias=without_nan(bias)), backend)
+        return attend(problem._replace(bias=without_nan(bias)), backend)
     # The only row of a sequence sees all its keys.
     if not problem.is_causal or packing.max_seqlen_q <= 1:
         keep = _best_keys(bias.detach(), mask, packing.cu_seqlens_k, window_size)
-        return attend(dataclasses.replace(problem, mask=keep), backend)
+        return attend(problem._replace(mask=keep), backend)
     key_mask = None if mask is None else mask[None]
     scores, key_mask = same_heads(bias.detach()[None], key_mask)
     total_k = problem.k.shape[0]
@@ -163,8 +162,7 @@ def _attend_in_window(
     q = problem.q
     if rows_of_keys is not None:
         q = q.new_zeros((total_k + 1, *q.shape[1:])).index_copy(0, rows_of_keys, q)[:total_k]
-    dense = dataclasses.replace(
-        problem,
+    dense = problem._replace(
         q=q[None],
         k=problem.k[None],
         v=problem.v[None],

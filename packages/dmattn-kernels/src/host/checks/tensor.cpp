@@ -46,9 +46,11 @@ void check_rank(const char* name, const dmattn_tensor& t, int ndim) {
 }
 
 void check_dtype(const char* name, const dmattn_tensor& t, std::initializer_list<int32_t> allowed) {
-  std::string wanted;
   for (int32_t dtype : allowed) {
     if (t.dtype == dtype) return;
+  }
+  std::string wanted;
+  for (int32_t dtype : allowed) {
     if (wanted.find(dtype_name(dtype)) == std::string::npos) {
       wanted += (wanted.empty() ? "" : " or ") + std::string(dtype_name(dtype));
     }
@@ -101,7 +103,8 @@ void check_contiguous(const char* name, const dmattn_tensor& t) {
 
 void check_pointer(const char* name, const dmattn_tensor& t, PointerCheck& pointers) {
   if (!is_present(t) || num_elements(t) == 0) return;
-  const bool is_set = t.data != nullptr && reinterpret_cast<uintptr_t>(t.data) % element_bytes(t.dtype) == 0;
+  const auto low_bits = static_cast<uintptr_t>(element_bytes(t.dtype)) - 1;
+  const bool is_set = t.data != nullptr && (reinterpret_cast<uintptr_t>(t.data) & low_bits) == 0;
   pointers.complete = pointers.complete && is_set;
   if (is_set || !pointers.required) return;
   if (t.data == nullptr) {

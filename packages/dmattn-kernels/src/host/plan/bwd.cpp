@@ -251,8 +251,10 @@ Level bwd_level(const BwdPlan& plan) {
   return gathered ? Level::kGeneral : Level::kPacked;
 }
 
-BwdPlan plan_bwd(const dmattn_bwd_params& given, const Device& device) {
-  const dmattn_bwd_params p = with_batch(given);
+namespace {
+
+// `p` in the form of with_batch().
+BwdPlan plan_batched_bwd(const dmattn_bwd_params& p, PerKey per_key, const Device& device) {
   const Problem x = read_problem(p);
   BwdPlan plan;
   plan.unit.direction = Direction::kBackward;
@@ -261,11 +263,11 @@ BwdPlan plan_bwd(const dmattn_bwd_params& given, const Device& device) {
   plan.zeros = x.batch == 0 || x.nheads == 0 || x.rows_q == 0 || x.rows_k == 0;
   set_inputs(plan, p, x);
   set_gradients(plan, p);
-  choose_dbias(plan, p, is_per_key(given.bias));
+  choose_dbias(plan, p, per_key.bias);
   if (plan.zeros) return plan;
 
   BwdParams& kernel = plan.kernel;
-  plan.mask = read_mask(p.mask, x, is_per_key(given.mask));
+  plan.mask = read_mask(p.mask, x, per_key.mask);
   const bool selected = has_selection(p.selection);
   if (selected) kernel.keys = read_selection(p.selection, x);
   plan.walk = choose_walk(plan.mask, kernel.keys, selected);
@@ -274,7 +276,7 @@ BwdPlan plan_bwd(const dmattn_bwd_params& given, const Device& device) {
   plan.whole = {0, x.batch, 0, x.nheads_k, 0, x.head_ratio, 0, kernel.row_blocks};
   plan.round = plan.whole;
   kernel.bias = read_bias(p.bias, x, gathered);
-  kernel.packing.bias_col_stride = packed_bias_stride(kernel.bias, is_per_key(given.bias), gathered);
+  kernel.packing.bias_col_stride = packed_bias_stride(kernel.bias, per_key.bias, gathered);
   plan.launches = plan.wants_dq || plan.wants_dk || plan.wants_dv || kernel.dbias_kind != DbiasKind::kNone;
   if (plan.is_empty()) return plan;
 
@@ -289,6 +291,13 @@ BwdPlan plan_bwd(const dmattn_bwd_params& given, const Device& device) {
   }
   place(plan, nullptr);
   return plan;
+}
+
+}  // namespace
+
+BwdPlan plan_bwd(const dmattn_bwd_params& given, const Device& device) {
+  return in_batched_form(
+      given, [&](const dmattn_bwd_params& p, PerKey per_key) { return plan_batched_bwd(p, per_key, device); });
 }
 
 void place(BwdPlan& plan, void* base) {

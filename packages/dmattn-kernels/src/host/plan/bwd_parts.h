@@ -14,6 +14,6 @@ void place_sums(BwdPlan& plan, Workspace& workspace);
 // The (batch, head) pairs of arrays in the workspace.
 inline int64_t rows_of(const BwdParams& p) { return int64_t{p.packing.slabs(p.batch)} * p.nheads; }
 // Key tiles that a launch has to provide blocks for.
-int64_t key_tiles_of(const BwdParams& p, int32_t block_n);
+int64_t key_tiles_of(const BwdParams& p, int32_t batches, int32_t heads_k, int32_t block_n);
 
 }  // namespace dmattn

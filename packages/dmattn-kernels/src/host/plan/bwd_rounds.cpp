@@ -85,7 +85,7 @@ void narrow_heads(BwdParams& p, int32_t heads_k) {
 
 // Blocks that a launch needs at least.
 int32_t work_items(const BwdPlan& plan, const BwdParams& p) {
-  const int64_t tiles = std::max<int64_t>(key_tiles_of(p, plan.tile.block_n), plan.max_work);
+  const int64_t tiles = std::max<int64_t>(key_tiles_of(p, p.batch, p.nheads_k, plan.tile.block_n), plan.max_work);
   return static_cast<int32_t>(std::min<int64_t>(tiles, INT32_MAX));
 }
 

@@ -31,15 +31,6 @@ int64_t scratch_limit(const BwdParams& p) {
   return qkv_bytes * 47 / 32 - int64_t{2 * sizeof(float)} * rows_q;
 }
 
-// The call as wide as one round is.
-BwdParams widest_round(const BwdPlan& plan, const BwdRound& round) {
-  BwdParams p = plan.kernel;
-  p.batch = round.batches;
-  p.nheads_k = round.heads_k;
-  p.nheads = p.nheads_k * p.head_ratio;
-  return p;
-}
-
 bool continues_dkv(const BwdPlan& plan, const BwdRound& round) {
   return round.groups < plan.whole.groups || round.row_blocks < plan.whole.row_blocks;
 }
@@ -67,9 +58,9 @@ int64_t slot_bytes(const BwdPlan& plan) {
 }
 
 Splits wanted_splits(const BwdPlan& plan, const BwdRound& round, const Device& device) {
-  const BwdParams p = widest_round(plan, round);
+  const BwdParams& p = plan.kernel;
   Splits splits;
-  splits.tiles = key_tiles_of(p, plan.tile.block_n);
+  splits.tiles = key_tiles_of(p, round.batches, round.heads_k, plan.tile.block_n);
   // The lengths of packed sequences are known on the device only: so is whether splitting any of them would pay.
   if (p.packing.is_active() || has_row_block_lists(plan) || !plan.sequence.is_single()) return splits;
   const bool continues = continues_dkv(plan, round);
@@ -103,39 +94,43 @@ bool needs_dkv_accum(const BwdPlan& plan, const BwdRound& round, const Splits& s
   return plan.sequence.per_group || has_row_block_lists(plan) || (continues_dkv(plan, round) && splits.slots == 0);
 }
 
-// dq, and dk and dv where they are added up by key: with what starts as zeros once before. Sets all of it in `kernel`
-// but dq_blocks.
+// dq, and dk and dv where they are added up by key, with what orders deterministic sums.
 struct Accumulators {
+  float* dq = nullptr;
+  int32_t* dq_semaphore = nullptr;
+  int32_t* dkv_semaphore = nullptr;
+  float* dk = nullptr;
+  float* dv = nullptr;
   size_t round_zero_bytes = 0, dkv_zero_bytes = 0;
 };
-Accumulators place_accumulators(BwdParams& kernel, const BwdPlan& plan, const BwdRound& round, int32_t dq_blocks,
-                                bool has_dkv_accum, Workspace& workspace) {
-  const BwdParams wide = widest_round(plan, round);
-  const int64_t heads_k = int64_t{wide.packing.slabs(wide.batch)} * wide.nheads_k;
+
+Accumulators place_accumulators(const BwdPlan& plan, const BwdRound& round, int32_t dq_blocks, bool has_dkv_accum,
+                                Workspace& workspace) {
+  const BwdParams& kernel = plan.kernel;
+  const int64_t heads_k = int64_t{kernel.packing.slabs(round.batches)} * round.heads_k;
   const int64_t blocks = heads_k * round.groups * dq_blocks;
+  Accumulators sums;
   const size_t begin = workspace.bytes();
   if (plan.wants_dq) {
-    kernel.dq_accum = workspace.take<float>(blocks * plan.tile.block_m * plan.unit.head_dim_tile);
-    if (kernel.deterministic) kernel.dq_semaphore = workspace.take<int32_t>(blocks);
+    sums.dq = workspace.take<float>(blocks * plan.tile.block_m * plan.unit.head_dim_tile);
+    if (kernel.deterministic) sums.dq_semaphore = workspace.take<int32_t>(blocks);
   }
   if (kernel.deterministic && has_row_block_lists(plan)) {
-    kernel.dkv_semaphore = workspace.take<int32_t>(int64_t{wide.batch} * wide.nheads_k);
+    sums.dkv_semaphore = workspace.take<int32_t>(int64_t{round.batches} * round.heads_k);
   }
-  Accumulators found;
-  found.round_zero_bytes = workspace.bytes() - begin;
+  sums.round_zero_bytes = workspace.bytes() - begin;
   if (has_dkv_accum) {
-    const int64_t rows = heads_k * wide.packing.rows_k(wide.seqlen_k);
-    if (plan.wants_dk) kernel.dk_accum = workspace.take<float>(rows * kernel.head_dim);
-    if (plan.wants_dv) kernel.dv_accum = workspace.take<float>(rows * kernel.head_dim);
+    const int64_t rows = heads_k * kernel.packing.rows_k(kernel.seqlen_k);
+    if (plan.wants_dk) sums.dk = workspace.take<float>(rows * kernel.head_dim);
+    if (plan.wants_dv) sums.dv = workspace.take<float>(rows * kernel.head_dim);
   }
-  found.dkv_zero_bytes = workspace.bytes() - begin - found.round_zero_bytes;
-  return found;
+  sums.dkv_zero_bytes = workspace.bytes() - begin - sums.round_zero_bytes;
+  return sums;
 }
 
 int64_t accumulator_bytes(const BwdPlan& plan, const BwdRound& round, const Splits& splits) {
-  BwdParams kernel = plan.kernel;
   Workspace workspace(nullptr);
-  place_accumulators(kernel, plan, round, dq_blocks_of(plan, round), needs_dkv_accum(plan, round, splits), workspace);
+  place_accumulators(plan, round, dq_blocks_of(plan, round), needs_dkv_accum(plan, round, splits), workspace);
   return static_cast<int64_t>(workspace.bytes());
 }
 
@@ -262,10 +257,10 @@ class RoundChoice {
 
 }  // namespace
 
-int64_t key_tiles_of(const BwdParams& p, int32_t block_n) {
+int64_t key_tiles_of(const BwdParams& p, int32_t batches, int32_t heads_k, int32_t block_n) {
   const int64_t tiles = p.packing.is_active() ? packed_blocks(p.packing.total_k, p.packing.sequences, block_n)
-                                              : int64_t{p.batch} * ceil_div(p.seqlen_k, block_n);
-  return tiles * p.nheads_k;
+                                              : int64_t{batches} * ceil_div(p.seqlen_k, block_n);
+  return tiles * heads_k;
 }
 
 void choose_sums(BwdPlan& plan, const Device& device, size_t bytes_before) {
@@ -280,11 +275,15 @@ void choose_sums(BwdPlan& plan, const Device& device, size_t bytes_before) {
 
 void place_sums(BwdPlan& plan, Workspace& workspace) {
   BwdParams& kernel = plan.kernel;
-  const Accumulators placed =
-      place_accumulators(kernel, plan, plan.round, kernel.dq_blocks, plan.has_dkv_accum, workspace);
-  plan.convert_dq.dq_accum = kernel.dq_accum;
-  plan.round_zero_bytes = placed.round_zero_bytes;
-  plan.dkv_zero_bytes = placed.dkv_zero_bytes;
+  const Accumulators sums = place_accumulators(plan, plan.round, kernel.dq_blocks, plan.has_dkv_accum, workspace);
+  kernel.dq_accum = sums.dq;
+  kernel.dq_semaphore = sums.dq_semaphore;
+  kernel.dkv_semaphore = sums.dkv_semaphore;
+  kernel.dk_accum = sums.dk;
+  kernel.dv_accum = sums.dv;
+  plan.convert_dq.dq_accum = sums.dq;
+  plan.round_zero_bytes = sums.round_zero_bytes;
+  plan.dkv_zero_bytes = sums.dkv_zero_bytes;
   if (plan.slots == 0) return;
   const size_t begin = workspace.bytes();
   if (plan.wants_dk) kernel.dk_slots = workspace.take<float>(plan.slots * slot_size(plan));

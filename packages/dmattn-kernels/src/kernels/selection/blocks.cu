@@ -215,11 +215,7 @@ __global__ void __launch_bounds__(kBlockThreads, 3) block_kernel(const SelectPla
   // Where a document ends inside the block, no key is kept by all rows.
   const int full_count = document_rows == rows ? steady : 0;
   if (present) idx[full ? core + (before & 0xffff) : steady + (before >> 16)] = key;
-  if (tid < round_up(count, 128) - count) idx[count + tid] = 0;
-  if (tid == 0) {
-    const_cast<int32_t*>(keys.count)[list] = count;
-    const_cast<int32_t*>(keys.full)[list] = full_count;
-  }
+  finish_list(keys, list, count, full_count);
 }
 
 // --- one list ------------------------------------------------------------------------------------------------------
@@ -240,12 +236,7 @@ __global__ void __launch_bounds__(kSetThreads) single_kernel(const SelectPlan p,
     if (in_kept) idx[rank] = key;
     if (end != nullptr && key < p.seqlen_k) end[key] = in_kept ? p.seqlen_k : p.is_causal ? key : 0;
   });
-  const int count = s.selected.kept;
-  if (threadIdx.x < round_up(count, 128) - count) idx[count + threadIdx.x] = 0;
-  if (threadIdx.x == 0) {
-    const_cast<int32_t*>(keys.count)[row] = count;
-    if (p.is_causal) const_cast<int32_t*>(keys.full)[row] = count;
-  }
+  finish_list(keys, row, s.selected.kept, s.selected.kept);
 }
 
 }  // namespace

@@ -6,17 +6,6 @@
 namespace dmattn {
 namespace prep {
 
-// Inclusive sums over the lanes of a warp.
-template <class Int>
-__device__ __forceinline__ Int warp_inclusive_scan(Int x) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int i = 1; i < 32; i *= 2) {
-    const Int y = __shfl_up_sync(kFullWarp, x, i);
-    if (lane >= i) x += y;
-  }
-  return x;
-}
 __device__ __forceinline__ int warp_sum(int x) {
 #pragma unroll
   for (int i = 16; i > 0; i /= 2) x += __shfl_xor_sync(kFullWarp, x, i);
@@ -121,6 +110,16 @@ __device__ __forceinline__ void compact(SelectSmem& s, bool visit_all, Sink&& si
     core = core.plus_bytes(step);
     kept = kept.plus_bytes(step >> 16);
   }
+}
+
+// The end of a list of `count` keys, of which `full` are kept by all rows: zeros up to the next multiple of 128, and the
+// counts. By all threads of a block, at least 128.
+__device__ __forceinline__ void finish_list(const KeyList& keys, int64_t list, int count, int full) {
+  int32_t* idx = const_cast<int32_t*>(keys.idx) + list * keys.capacity;
+  if (threadIdx.x < round_up(count, 128) - count) idx[count + threadIdx.x] = 0;
+  if (threadIdx.x != 0) return;
+  const_cast<int32_t*>(keys.count)[list] = count;
+  if (keys.full != nullptr) const_cast<int32_t*>(keys.full)[list] = full;
 }
 
 }  // namespace prep

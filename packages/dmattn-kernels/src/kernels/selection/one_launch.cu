@@ -146,11 +146,7 @@ __global__ void __launch_bounds__(kLaunchThreads)
   }
   if (chunk + 1 < p.chunks) return;
   const int count = place.x + all.taken(bound);
-  if (threadIdx.x < round_up(count, 128) - count) idx[count + threadIdx.x] = 0;
-  if (threadIdx.x == 0) {
-    const_cast<int32_t*>(keys.count)[row] = count;
-    if (p.is_causal) const_cast<int32_t*>(keys.full)[row] = count;
-  }
+  finish_list(keys, row, count, count);
 }
 
 }  // namespace

@@ -126,27 +126,29 @@ __device__ __forceinline__ float lanes_max(float x) {
   return x;
 }
 
+// Inclusive sums over the lanes of a warp.
+template <class Int>
+__device__ __forceinline__ Int warp_inclusive_scan(Int x) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 1; i < 32; i *= 2) {
+    const Int y = __shfl_up_sync(kFullWarp, x, i);
+    if (lane >= i) x += y;
+  }
+  return x;
+}
+
 // Sum of x over the threads before this one, and over all of them. Every thread of the block takes part; `warp_sums`
 // may be reused after the caller's next barrier.
 template <int kThreads>
 __device__ __forceinline__ int block_exclusive_scan(int x, int (&warp_sums)[32], int& total) {
   static_assert(kThreads % 32 == 0 && kThreads <= 1024);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  int inclusive = x;
-#pragma unroll
-  for (int i = 1; i < 32; i *= 2) {
-    const int y = __shfl_up_sync(kFullWarp, inclusive, i);
-    if (lane >= i) inclusive += y;
-  }
+  const int inclusive = warp_inclusive_scan(x);
   if (lane == 31) warp_sums[warp] = inclusive;
   __syncthreads();
   // Every warp scans the warp sums for itself: one barrier less than having the first one do it.
-  int warp_inclusive = lane < kThreads / 32 ? warp_sums[lane] : 0;
-#pragma unroll
-  for (int i = 1; i < 32; i *= 2) {
-    const int y = __shfl_up_sync(kFullWarp, warp_inclusive, i);
-    if (lane >= i) warp_inclusive += y;
-  }
+  const int warp_inclusive = warp_inclusive_scan(lane < kThreads / 32 ? warp_sums[lane] : 0);
   total = __shfl_sync(kFullWarp, warp_inclusive, 31);
   const int before = __shfl_sync(kFullWarp, warp_inclusive, warp == 0 ? 0 : warp - 1);
   return inclusive - x + (warp == 0 ? 0 : before);

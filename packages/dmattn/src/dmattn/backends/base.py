@@ -36,8 +36,7 @@ class Backend(ABC):
 
         Args:
             problem: what to compute.
-            for_backward: whether the results are for a backward. If not, lse_rest may be (0,)
-                instead of having the shape that `empty_results` gives it.
+            for_backward: whether the results are for a backward; if not, lse_rest is None.
 
         Raises:
             RuntimeError: it cannot run on this machine, or on the device of the problem.

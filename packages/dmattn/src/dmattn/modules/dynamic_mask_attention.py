@@ -45,10 +45,10 @@ class DynamicMaskAttention(nn.Module):
     run, and what adapters, quantization or sharding put in its place is used.
 
     Numerics: `dt_proj` and the scores are computed in float32 (float64 for a float64 layer), also
-    under autocast and in a bfloat16 layer, and the scores are handed to the attention in that dtype. Rounded to
-    bfloat16 they would be full of ties, and ties decide which keys are kept. Rotary angles and the
-    rotation are float32 too. Queries, keys and values are in the dtype that `v_proj` returns: the
-    layer's own, or the autocast dtype.
+    under autocast and in a bfloat16 layer, and the scores are handed to the attention in that
+    dtype. Rounded to bfloat16 they would be full of ties, and ties decide which keys are kept.
+    Rotary angles and the rotation are float32 too. Queries, keys and values are in the dtype that
+    `v_proj` returns: the layer's own, or the autocast dtype.
 
     Selection is not differentiated; the scores of the kept keys are. `A` starts at zero, so every
     score starts equal; of equal scores the later key wins, so training starts from a plain sliding
@@ -191,9 +191,9 @@ class DynamicMaskAttention(nn.Module):
 
         Args:
             hidden_states: floating (B, S, hidden_size).
-            positions: int64 or int32, (S,) or ({B|1}, S): rotary positions; 0..S-1 when None, and with
-                a cache the number of tokens before, padding not counted. They turn queries and
-                keys, and do not change which keys are visible.
+            positions: int64 or int32, (S,) or ({B|1}, S): rotary positions; 0..S-1 when None, and
+                with a cache counted on from the tokens before, padding not counted. They turn
+                queries and keys, and do not change which keys are visible.
             attention_mask: (B, S), bool with False at padding, or any integers with 0 there. Padded
                 keys are never attended to nor counted among the kept. Outputs at padded positions
                 are finite and meaningless. Beside a cache that holds tokens it may also speak of
@@ -348,9 +348,10 @@ class DynamicMaskAttention(nn.Module):
     def _value_dtype(self, device: torch.device | str) -> torch.dtype:
         """The dtype that `v_proj` returns on this device; autocast leaves float64 alone."""
         weight = getattr(self.v_proj, "weight", None)
-        # A quantized layer has integers there, or a method; it returns the dtype of the others.
-        known = isinstance(weight, Tensor) and weight.is_floating_point()
-        dtype: torch.dtype = weight.dtype if known else self.A.dtype
+        dtype = self.A.dtype
+        # A quantized layer has integers there, or a method, and returns the dtype of the others.
+        if isinstance(weight, Tensor) and weight.is_floating_point():
+            dtype = weight.dtype
         kind = torch.device(device).type
         if kind != "meta" and torch.is_autocast_enabled(kind) and dtype != torch.float64:
             return torch.get_autocast_dtype(kind)
@@ -416,9 +417,7 @@ def _normalize(norm: nn.Module, x: Tensor) -> Tensor:
     return y
 
 
-def _token_mask(
-    mask: Any, hidden_states: Tensor, cache: DynamicMaskCache | None
-) -> Tensor | None:
+def _token_mask(mask: Any, hidden_states: Tensor, cache: DynamicMaskCache | None) -> Tensor | None:
     """bool (B, S): which of the tokens at hand are real, or None when all are."""
     if check_optional_tensor("attention_mask", mask) is None:
         return None

@@ -7,7 +7,6 @@ name of a backend or None:
     dmattn::bwd(dout, dlse, out, lse, lse_rest, needs, <problem>, backend) -> (dq, dk, dv, dbias)
 """
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -18,7 +17,6 @@ from dmattn.checks import check, check_backward
 from dmattn.key_lists import Selection
 from dmattn.ops.register import Operator, register
 from dmattn.problem import (
-    FIELDS,
     FLAT_NAMES,
     SETTINGS,
     Gradients,
@@ -27,14 +25,14 @@ from dmattn.problem import (
     Problem,
     Results,
     empty_gradients,
+    empty_lse_rest,
     empty_results,
 )
 
 
 def _setting(name: str) -> str:
     """The schema of one plain setting, such as "float softcap=0.0"."""
-    default = FIELDS[name].default
-    assert default is not dataclasses.MISSING
+    default = Problem._field_defaults[name]
     return f"{type(default).__name__} {name}={default}"
 
 
@@ -55,11 +53,11 @@ _BWD_SCHEMA = (
 )
 _FWD_NAMES = (*FLAT_NAMES, "backend")
 _BWD_NAMES = ("dout", "dlse", "out", "lse", "lse_rest", "needs", *_FWD_NAMES)
-_FWD_DEFAULTS = {name: FIELDS[name].default for name in ("mask", "bias", *SETTINGS)} | {
-    **dict.fromkeys(FLAT_NAMES[5 + len(SETTINGS) :]),
+_FWD_DEFAULTS: dict[str, Any] = {
+    **dict.fromkeys(_FWD_NAMES),
+    **Problem._field_defaults,
     "max_seqlen_q": 0,
     "max_seqlen_k": 0,
-    "backend": None,
 }
 
 
@@ -88,7 +86,7 @@ def _problem(arguments: dict[str, Any]) -> Problem:
     problem = Problem.from_flat(values)
     if problem.key_lists is not None:  # a compiler may have laid them out anew
         lists = Selection(*(t.contiguous() for t in problem.key_lists))
-        problem = dataclasses.replace(problem, key_lists=lists)
+        problem = problem._replace(key_lists=lists)
     check(problem)
     return problem
 
@@ -100,7 +98,10 @@ def _forward_arguments(given: tuple[Any, ...], named: dict[str, Any]) -> dict[st
 def _forward(*given: Any, **named: Any) -> Results:
     arguments = _forward_arguments(given, named)
     problem = _problem(arguments)
-    return registry.choose(problem, arguments["backend"]).forward(problem)
+    results = registry.choose(problem, arguments["backend"]).forward(problem)
+    if results.lse_rest is None:
+        results = results._replace(lse_rest=empty_lse_rest(problem))
+    return results
 
 
 def _fake_forward(*given: Any, **named: Any) -> Results:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dmattn.key_lists import best_keys
+from dmattn.key_lists import best_keys, smaller
 from dmattn.validation import (
     check_bool,
     check_int,
@@ -218,7 +218,7 @@ def _top(
     bias = attention_bias.detach().nan_to_num(-math.inf, math.inf, -math.inf)
     if allowed is not None:
         bias = bias.masked_fill(~allowed, -math.inf)
-    values, indices = bias.topk(torch.sym_min(window_size, bias.shape[-1]), dim=-1, sorted=False)
+    values, indices = bias.topk(smaller(window_size, bias.shape[-1]), dim=-1, sorted=False)
     keep = torch.zeros(bias.shape, dtype=torch.bool, device=bias.device)
     # Not in place, as torch.func.vmap cannot write a batch into what has none.
     keep = keep.scatter(-1, indices, values > _floor(min_dtype))

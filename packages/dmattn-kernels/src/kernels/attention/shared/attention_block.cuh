@@ -22,22 +22,27 @@ struct AttentionBlock {
   // --- the sequence --------------------------------------------------------------------------------------------------
 
   __device__ __forceinline__ bool is_packed() const { return T::kPacked || (T::kMayBePacked && p.packing.is_active()); }
-  // Once, by all threads, as soon as `batch` is known and before any of the functions below.
-  __device__ __forceinline__ void find_sequence() {
-    if (!T::kKeepsSeqlens || !is_packed()) return;
-    if (threadIdx.x == 0) *kept_seqlens() = read_seqlens();
-    __syncthreads();
+  // Once, by all threads, as soon as `batch` is known and before any of the functions below. False: the block has to leave
+  // the sequence out.
+  __device__ __forceinline__ bool find_sequence() {
+    if (!is_packed()) return true;
+    const auto cut = [&] { return read_packed_seqlens(p.packing, batch, p.seqlen_q, p.seqlen_k); };
+    if constexpr (T::kKeepsSeqlens) {
+      if (threadIdx.x == 0) *kept_seqlens() = cut();
+      __syncthreads();
+      return true;
+    } else {
+      return fits(p.packing, batch, cut());
+    }
   }
-  // Packed lengths are read again after each barrier, from shared memory or, where that has no room, from global
-  // memory: kept in registers through the loop, they spilled others.
+  // Packed lengths are read again after each barrier: kept in registers through the loop, they spilled others. Where
+  // shared memory has no room for them, cu_seqlens itself is read again, and wrong sequences are left out, because
+  // cutting them each time would take hundreds of instructions.
   __device__ __forceinline__ SeqlenInfo packed_seqlens() const {
-    return T::kKeepsSeqlens ? *kept_seqlens() : read_seqlens();
+    return T::kKeepsSeqlens ? *kept_seqlens() : given_packed_seqlens(p.packing, batch);
   }
   __device__ __forceinline__ SeqlenInfo* kept_seqlens() const {
     return reinterpret_cast<SeqlenInfo*>(smem + T::kSeqlens);
-  }
-  __device__ __forceinline__ SeqlenInfo read_seqlens() const {
-    return read_packed_seqlens(p.packing, batch, p.seqlen_q, p.seqlen_k);
   }
   // Rows and keys of other sequences in front of this one, and its lengths.
   __device__ __forceinline__ int first_row() const { return is_packed() ? packed_seqlens().first_row : 0; }

@@ -35,6 +35,20 @@ __device__ __forceinline__ SeqlenInfo read_packed_seqlens(const Packing& packing
   return {q.first, q.length, k.first, k.length};
 }
 
+// The same without cutting anything: for sequences that fit.
+__device__ __forceinline__ SeqlenInfo given_packed_seqlens(const Packing& packing, int sequence) {
+  const int first_row = packing.cu_seqlens_q[sequence], first_key = packing.cu_seqlens_k[sequence];
+  return {first_row, packing.cu_seqlens_q[sequence + 1] - first_row, first_key,
+          packing.cu_seqlens_k[sequence + 1] - first_key};
+}
+// Whether nothing of the sequence is cut.
+__device__ __forceinline__ bool fits(const Packing& packing, int sequence, const SeqlenInfo& cut) {
+  return packing.cu_seqlens_q[sequence] == cut.first_row &&
+         packing.cu_seqlens_q[sequence + 1] == cut.first_row + cut.seqlen_q &&
+         packing.cu_seqlens_k[sequence] == cut.first_key &&
+         packing.cu_seqlens_k[sequence + 1] == cut.first_key + cut.seqlen_k;
+}
+
 // The rows that block `slot` of an array laid out by first_packed_block() stands for.
 struct PackedRows {
   int sequence;

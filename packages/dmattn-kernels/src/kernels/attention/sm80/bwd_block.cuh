@@ -140,7 +140,7 @@ struct BwdBlock : AttentionBlock<T, BwdParams> {
       n_block = tile - __ldg(first_tile + i);
       head_k = i % p.nheads_k;
       batch = i / p.nheads_k;
-      Base::find_sequence();
+      if (!Base::find_sequence()) return false;
       list = Base::list_of(list_head(), list_index());
       keys_total = read_list_count(p.keys, list_index());
     } else {
@@ -149,7 +149,7 @@ struct BwdBlock : AttentionBlock<T, BwdParams> {
       n_block = work.take((p.seqlen_k + kBlockN - 1) / kBlockN);
       head_k = work.take(p.nheads_k);
       batch = work.rest;
-      Base::find_sequence();
+      if (!Base::find_sequence()) return false;
       keys_total = seqlen_k();
     }
     key0 = n_block * kBlockN;
@@ -180,7 +180,7 @@ struct BwdBlock : AttentionBlock<T, BwdParams> {
   __device__ __forceinline__ bool find_interval_tile() {
     num_splits = 1;
     WorkIndex work(slot);
-    n_block = work.take((p.keys.capacity + kBlockN - 1) / kBlockN);
+    n_block = work.take(tiles_per_list());
     row_block = p.row_block_begin + work.take(p.row_blocks);
     head_k = work.take(p.nheads_k);
     batch = work.rest;
@@ -274,17 +274,20 @@ struct BwdBlock : AttentionBlock<T, BwdParams> {
 
   // --- deterministic dk, dv and dbias of interval lists --------------------------------------------------------------
 
-  // Lists of different row blocks hold the same keys: their sums are added in the order of the blocks' numbers.
+  // Lists of different row blocks hold the same keys: their sums are added in the order of the row blocks. The tiles of
+  // one list hold different keys and have their turn together, once all tiles of the lists before have passed theirs.
+  // (One tile after the other, 8192 rows took 165 ms instead of 2.4 without an order.)
   __device__ __forceinline__ bool takes_turns_dkv() const { return T::kGeneral && p.dkv_semaphore != nullptr; }
+  __device__ __forceinline__ int tiles_per_list() const { return (p.keys.capacity + kBlockN - 1) / kBlockN; }
   __device__ __forceinline__ void wait_for_turn_dkv() const {
-    const int per_head = (p.keys.capacity + kBlockN - 1) / kBlockN * p.row_blocks;
+    const int per_head = tiles_per_list() * p.row_blocks;
     // One launch per head of the group: the count goes on from the last launch.
     const int launch = p.group_end - p.group_begin == 1 ? p.group_begin : 0;
-    wait_until(p.dkv_semaphore + slot / per_head, launch * per_head + slot % per_head);
+    const int before = (row_block - p.row_block_begin) * tiles_per_list();
+    wait_until(p.dkv_semaphore + slot / per_head, launch * per_head + before);
   }
   __device__ __forceinline__ void pass_turn_dkv() const {
-    const int per_head = (p.keys.capacity + kBlockN - 1) / kBlockN * p.row_blocks;
-    increment(p.dkv_semaphore + slot / per_head);
+    increment(p.dkv_semaphore + slot / (tiles_per_list() * p.row_blocks));
   }
 
   static __device__ __forceinline__ void wait_until(const int32_t* counter, int value) {

@@ -61,7 +61,7 @@ def make_lists(problem: Problem, layout: Layout) -> tuple[Layout, Lists | None]:
     if problem.key_lists is not None:
         end, index, count, _ = problem.key_lists
         # A wrong entry finds another key, but none outside.
-        index = index.long().clamp_(0, max(0, layout.seqlen_k - 1))
+        index = index.long().clamp(0, max(0, layout.seqlen_k - 1))
         if layout.is_causal:
             return layout, Lists(index, count, end, BLOCK_ROWS)
         return layout, Lists(index, count, None, layout.seqlen_q)

@@ -1,6 +1,5 @@
 """Packed sequences on the CPU: each is a problem of its own, of batch 1."""
 
-import dataclasses
 import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -51,8 +50,7 @@ def sequences(problem: Problem) -> Iterator[Part]:
         itertools.pairwise(row_bounds), itertools.pairwise(key_bounds), strict=True
     ):
         rows, keys = slice(*row), slice(*key)
-        part = dataclasses.replace(
-            problem,
+        part = problem._replace(
             q=problem.q[None, rows],
             k=problem.k[None, keys],
             v=problem.v[None, keys],

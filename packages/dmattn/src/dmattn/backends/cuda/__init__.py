@@ -32,7 +32,9 @@ class CudaBackend(Backend):
         return reason
 
     def unsupported(self, problem: Problem) -> list[Exception]:
-        q = problem.q
+        q, k, v = problem.q, problem.k, problem.v
+        if q.dtype in _DTYPES and q.stride(-1) == 1 and k.stride(-1) == 1 and v.stride(-1) == 1:
+            return []
         reasons: list[Exception] = []
         if q.dtype not in _DTYPES:
             reasons.append(
@@ -40,7 +42,7 @@ class CudaBackend(Backend):
             )
         # Any other head_dim is padded, hence copied, and its strides do not matter.
         if q.shape[-1] % HEAD_DIM_MULTIPLE == 0:
-            reasons += wrong_strides(q, problem.k, problem.v)
+            reasons += wrong_strides(q, k, v)
         return reasons
 
     def forward(self, problem: Problem, for_backward: bool = True) -> Results:

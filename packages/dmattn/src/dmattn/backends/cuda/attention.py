@@ -3,9 +3,6 @@
 This is the path of every training step and decoded token, so the host work per call is kept small.
 """
 
-import dataclasses
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -29,7 +26,7 @@ def forward(problem: Problem, for_backward: bool = True) -> Results:
     Raises:
         RuntimeError: no usable kernels, or a GPU that they do not serve.
     """
-    q, k, v, mask, bias = problem.q, problem.k, problem.v, problem.mask, problem.bias
+    q, k, v, mask, bias = problem[:5]
     device = q.get_device()
     check_device(device)
     head_dim = q.shape[-1]
@@ -37,17 +34,15 @@ def forward(problem: Problem, for_backward: bool = True) -> Results:
     if padded:
         q, k, v = _pad(q), _pad(k), _pad(v)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    rows = lse_shape(q)
-    lse = q.new_empty(rows, dtype=torch.float32)
-    with_rest = for_backward and bias is not None
-    rest = q.new_empty(rows if with_rest else (0,), dtype=torch.float32)
-    if not problem.has_keys:
-        return Results(
-            out.zero_()[..., :head_dim].contiguous(), lse.fill_(-torch.inf), rest.zero_()
-        )
-    if problem.has_rows:
+    lse = q.new_empty(lse_shape(q), dtype=torch.float32)
+    rest = torch.empty_like(lse) if for_backward and bias is not None else None
+    if k.numel() == 0:
+        out = out.zero_()[..., :head_dim].contiguous()
+        return Results(out, lse.fill_(-torch.inf), None if rest is None else rest.zero_())
+    if q.numel() > 0:
         core, codes = load_kernels()
-        packing, lists = _contiguous(problem.packing), _lists(problem)
+        packing = problem.packing and _contiguous(problem.packing)
+        lists = _lists(problem)
         params = core.FwdParams(
             device=device,
             q=view(q, codes),
@@ -61,8 +56,11 @@ def forward(problem: Problem, for_backward: bool = True) -> Results:
             softcap=problem.softcap,
             is_causal=problem.is_causal,
             selection=None if lists is None else views(lists, codes),
-            lse_rest=view(rest, codes) if with_rest else None,
-            **_packing_views(packing, codes),
+            lse_rest=None if rest is None else view(rest, codes),
+            cu_seqlens_q=packing and view(packing.cu_seqlens_q, codes),
+            cu_seqlens_k=packing and view(packing.cu_seqlens_k, codes),
+            max_seqlen_q=packing.max_seqlen_q if packing else 0,
+            max_seqlen_k=packing.max_seqlen_k if packing else 0,
         )
         launch(params, q, device)
     if padded:
@@ -78,29 +76,30 @@ def backward(
     Raises:
         RuntimeError: no usable kernels, or a GPU that they do not serve.
     """
-    q, k, v, mask, bias = problem.q, problem.k, problem.v, problem.mask, problem.bias
+    q, k, v, mask, bias = problem[:5]
     device = q.get_device()
     check_device(device)
-    if not (problem.has_keys and problem.has_rows):
+    if q.numel() == 0 or k.numel() == 0:
         grads = empty_gradients(problem, needs)
         for grad in grads:
             grad.zero_()
         return grads
     # As forward made them, unless a compiler moved them.
     out, lse = results.out.contiguous(), results.lse.contiguous()
-    with_rest = results.lse_rest.dim() == lse.dim()
-    rest = results.lse_rest.contiguous()
+    rest = results.lse_rest
+    rest = None if rest is None or rest.dim() != lse.dim() else rest.contiguous()
     head_dim = q.shape[-1]
     padded = head_dim % HEAD_DIM_MULTIPLE != 0
     if padded:
         q, k, v, out, dout = _pad(q), _pad(k), _pad(v), _pad(out), _pad(dout)
-        problem = dataclasses.replace(problem, q=q, k=k, v=v)
+        problem = problem._replace(q=q, k=k, v=v)
     elif dout.stride(-1) != 1:
         dout = dout.contiguous()  # such as the expanded gradient of a sum
     dlse = None if dlse is None else dlse.contiguous()
     dq, dk, dv, dbias = empty_gradients(problem, needs)
     core, codes = load_kernels()
-    packing, lists = _contiguous(problem.packing), _lists(problem)
+    packing = problem.packing and _contiguous(problem.packing)
+    lists = _lists(problem)
     params = core.BwdParams(
         device=device,
         q=view(q, codes),
@@ -121,8 +120,11 @@ def backward(
         is_causal=problem.is_causal,
         deterministic=problem.deterministic,
         selection=None if lists is None else views(lists, codes),
-        lse_rest=view(rest, codes) if with_rest else None,
-        **_packing_views(packing, codes),
+        lse_rest=None if rest is None else view(rest, codes),
+        cu_seqlens_q=packing and view(packing.cu_seqlens_q, codes),
+        cu_seqlens_k=packing and view(packing.cu_seqlens_k, codes),
+        max_seqlen_q=packing.max_seqlen_q if packing else 0,
+        max_seqlen_k=packing.max_seqlen_k if packing else 0,
     )
     launch(params, q, device)
     if padded:
@@ -140,27 +142,10 @@ def _lists(problem: Problem) -> Selection | None:
     return without_spare_lists(problem.key_lists, problem.q.shape[1], problem.is_causal)
 
 
-def _contiguous(packing: Packing | None) -> Packing | None:
+def _contiguous(packing: Packing) -> Packing:
     """Keep the result referenced until after the launch, or its memory may become the workspace."""
-    if packing is None:
-        return None
     cu_seqlens_q, cu_seqlens_k, *longest = packing
     return Packing(cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), *longest)
-
-
-def _packing_views(packing: Packing | None, codes: dict[torch.dtype, int]) -> dict[str, Any]:
-    """The arguments of the parameter structs that packed sequences have beyond the others."""
-    if packing is None:
-        return _NO_PACKING
-    return {
-        "cu_seqlens_q": view(packing.cu_seqlens_q, codes),
-        "cu_seqlens_k": view(packing.cu_seqlens_k, codes),
-        "max_seqlen_q": packing.max_seqlen_q,
-        "max_seqlen_k": packing.max_seqlen_k,
-    }
-
-
-_NO_PACKING: dict[str, Any] = {}
 
 
 def _pad(t: Tensor) -> Tensor:

@@ -1,0 +1,111 @@
+"""Which kernels a chip gets: the table in src/host/arch.cpp."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+
+import pytest
+
+import abi
+from abi import fwd_params
+from probe import SM80, SM89, SM90, Probe
+
+RELEASE = "sm_80,sm_89,sm_90,sm_90a,compute_80"
+WIDE, NARROW = 227 << 10, 99 << 10  # bytes of shared memory a block
+
+
+def kernel_set(
+    probe: ctypes.CDLL,
+    capability: int,
+    smem: int,
+    forced: str | None = None,
+    built_for: str = RELEASE,
+    all_tiles: bool = False,
+) -> tuple[int, str]:
+    """Status, and the name of the set or the message."""
+    text = ctypes.create_string_buffer(1 << 10)
+    name = None if forced is None else forced.encode()
+    status = probe.probe_kernel_set(
+        *(capability, smem, name, built_for.encode(), int(all_tiles)),
+        *(text, ctypes.c_size_t(len(text))),
+    )
+    return status, text.value.decode()
+
+
+@pytest.mark.parametrize(
+    "capability, smem, name",
+    [(80, 163 << 10, SM80), (90, WIDE, SM90), (100, WIDE, SM80), (89, NARROW, SM89)],
+)
+def test_chips_of_a_release(probe: ctypes.CDLL, capability: int, smem: int, name: str) -> None:
+    assert kernel_set(probe, capability, smem) == (abi.OK, name)
+
+
+def test_hopper_code_is_for_hopper_alone(probe: ctypes.CDLL) -> None:
+    assert kernel_set(probe, 90, WIDE, built_for="sm_80,compute_80") == (abi.OK, SM80)
+    assert kernel_set(probe, 103, WIDE, built_for=RELEASE) == (abi.OK, SM80)
+
+
+@pytest.mark.parametrize("capability, native", [(86, False), (89, True), (120, True)])
+def test_narrow_tiles_need_code_made_for_them(
+    probe: ctypes.CDLL, capability: int, native: bool
+) -> None:
+    """PTX for newer chips leaves them out, and so does the code of other chips."""
+    built_for = f"sm_80,sm_{capability},compute_80"
+    status, text = kernel_set(probe, capability, NARROW, built_for=built_for)
+    assert (status, text == SM89) == ((abi.OK, True) if native else (abi.UNSUPPORTED, False))
+    status, text = kernel_set(probe, capability, NARROW, built_for="sm_80,sm_8,compute_80")
+    assert status == abi.UNSUPPORTED
+    assert "(sm_80,sm_8,compute_80) lacks the sm89 kernels" in text
+    assert kernel_set(probe, capability, NARROW, all_tiles=True) == (abi.OK, SM89)
+
+
+@pytest.mark.parametrize(
+    "forced, all_tiles, status, words",
+    [
+        (SM80, False, abi.OK, SM80),
+        (SM89, True, abi.OK, SM89),
+        (SM89, False, abi.UNSUPPORTED, "lacks the sm89 kernels"),
+        (
+            "sm70",
+            False,
+            abi.INVALID_VALUE,
+            "DMATTN_ARCH in the environment is 'sm70'; wanted sm90 or sm80 or sm89",
+        ),
+    ],
+)
+def test_a_forced_set(
+    probe: ctypes.CDLL, forced: str, all_tiles: bool, status: int, words: str
+) -> None:
+    found, text = kernel_set(probe, 90, WIDE, forced, "sm_90", all_tiles)
+    assert (found, words in text) == (status, True), text
+
+
+def test_chips_without_kernels(probe: ctypes.CDLL) -> None:
+    status, text = kernel_set(probe, 75, 64 << 10)
+    assert (status, "compute capability 7.5; wanted at least 8.0" in text) == (
+        abi.UNSUPPORTED,
+        True,
+    )
+    status, text = kernel_set(probe, 87, 98 << 10, all_tiles=True)
+    assert status == abi.UNSUPPORTED and "has 100352 bytes of shared memory" in text
+
+
+@pytest.fixture
+def without_units(probe: ctypes.CDLL) -> Iterator[None]:
+    probe.probe_leave_out_units(80)
+    yield
+    probe.probe_leave_out_units(0)
+
+
+@pytest.mark.usefixtures("without_units")
+def test_a_build_without_the_unit(probe: ctypes.CDLL) -> None:
+    """Said with the size of the workspace already: nothing has been launched."""
+    text = ctypes.create_string_buffer(1 << 10)
+    status = probe.probe_fwd(
+        *(ctypes.byref(fwd_params(head_dim=72)), b"sm80", 132, None),
+        *(text, ctypes.c_size_t(len(text))),
+    )
+    assert status == abi.UNSUPPORTED
+    assert b"no forward kernel for bfloat16, head_dim up to 128, dense keys" in text.value
+    assert Probe(probe).fwd(seqlen_k=0)["no_keys"]  # needs none
