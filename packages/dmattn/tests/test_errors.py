@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dmattn import flash_dmattn_func
+from dmattn import flash_dmattn_func, sliding_window
 
 
 def inputs(**changes: Any) -> dict[str, Any]:
@@ -117,6 +117,43 @@ def test_bad_input(
         given["query"].requires_grad_()
     with pytest.raises(error, match=message):
         flash_dmattn_func(**given)
+
+
+MORE_BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
+    ({"is_causal": "no"}, TypeError, r"is_causal: got 'no' \(str\), wanted True or False"),
+    ({"is_causal": 1.0}, TypeError, "is_causal: got 1.0"),
+    ({"deterministic": []}, TypeError, "deterministic: got"),
+    ({"softcap": -30.0}, ValueError, "softcap: got -30.0, wanted a finite number of at least 0"),
+    ({"softmax_scale": 10**400}, ValueError, "softmax_scale: got 1000.*, wanted a finite number"),
+    ({"query": torch.randn(5, 8).to_sparse()}, ValueError, "query: got .*sparse.*dense"),
+    ({"attn_mask": zeros(2, 3, dtype=torch.bool)}, ValueError, r"attn_mask: got shape \(2, 3\)"),
+    ({"attn_mask": zeros(5, 6, dtype=torch.int64)}, TypeError, "attn_mask: got dtype torch.int64"),
+    (
+        {"window_size": (256, 0)},
+        TypeError,
+        r"window_size: got \(256, 0\) \(tuple\), wanted an int .*sliding_window",
+    ),
+    ({"window_size": -1}, ValueError, "window_size: got -1, wanted an int .*sliding_window"),
+    ({"window_size": 4}, ValueError, "attn_bias: got None, wanted one score.*sliding_window"),
+    (
+        {"selection": sliding_window(6, 2, 5), "is_causal": True, "attn_mask": zeros(2, 6).bool()},
+        ValueError,
+        "attn_mask: got a mask beside a selection, .*select_keys",
+    ),
+    ({"selection": 3}, TypeError, "selection: got int, wanted a dmattn.KeySelection"),
+    ({"selection": sliding_window(6, 2, 5)}, ValueError, "selection: got one with is_causal=True"),
+    (
+        {"selection": sliding_window(6, 2, 4), "is_causal": True},
+        ValueError,
+        "selection: got one for 4 query rows, wanted 5",
+    ),
+]
+
+
+@pytest.mark.parametrize("changes, error, message", MORE_BAD)
+def test_more_bad_input(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        flash_dmattn_func(**inputs(**changes))
 
 
 BAD_WINDOWS: list[tuple[dict[str, Any], type[Exception], str]] = [

@@ -2,19 +2,30 @@
 
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from attention_cases import random_case
-from plain_backend import PlainBackend, preferred
 
 import dmattn
-from dmattn import flash_dmattn_func, flash_dmattn_func_auto, get_available_backends
+from dmattn import (
+    arguments,
+    dispatch,
+    explain,
+    flash_dmattn_func,
+    flash_dmattn_func_auto,
+    get_available_backends,
+)
 from dmattn.backends import registry
+from dmattn.backends.cpu import CpuBackend
 from dmattn.backends.cpu import attention as cpu
 from dmattn.backends.cuda import kernels as cuda
-from dmattn.problem import Problem
+from dmattn.ops import attention as ops_attention
+from dmattn.problem import Problem, Results
 
 
 def test_return_values() -> None:
@@ -128,11 +139,33 @@ def test_everything_exported_exists() -> None:
     assert all(hasattr(dmattn, name) for name in dmattn.__all__)
 
 
-def test_a_backend_is_a_file_and_a_row() -> None:
+class Counting(CpuBackend):
+    """The CPU backend under another name."""
+
+    name = "plain"
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def forward(self, problem: Problem, for_backward: bool = True) -> Results:
+        self.calls += 1
+        return super().forward(problem, for_backward)
+
+
+@contextmanager
+def preferred(backend: Counting) -> Iterator[Counting]:
+    """Within, the registry has this backend as its first row."""
+    registry.BACKENDS.insert(0, backend)
+    try:
+        yield backend
+    finally:
+        registry.BACKENDS.remove(backend)
+
+
+def test_a_backend_is_a_row() -> None:
     """Once in the registry it is listed, found by name, preferred by its place, and computes."""
     case = random_case(bias_shape=(1, 2, 1, 11), is_causal=True)
-    with preferred(PlainBackend()) as plain:
-        assert isinstance(plain, PlainBackend)
+    with preferred(Counting()) as plain:
         assert get_available_backends()[0] == "plain"
         leaves = case.requiring_grad()
         results = []
@@ -151,7 +184,7 @@ def test_a_backend_is_a_file_and_a_row() -> None:
 
 
 def test_a_backend_says_what_it_does_not_do() -> None:
-    class NoCausal(PlainBackend):
+    class NoCausal(Counting):
         name = "no-causal"
 
         def unsupported(self, problem: Problem) -> list[Exception]:
@@ -160,8 +193,98 @@ def test_a_backend_says_what_it_does_not_do() -> None:
     case = random_case()
     with preferred(NoCausal()) as backend:
         flash_dmattn_func(*case.inputs, is_causal=True)  # the next row serves that
-        assert isinstance(backend, NoCausal) and backend.calls == 0
+        assert backend.calls == 0
         flash_dmattn_func(*case.inputs)
         assert backend.calls == 1
         with pytest.raises(ValueError, match="is_causal: got True, wanted False"):
             flash_dmattn_func(*case.inputs, is_causal=True, backend="no-causal")
+
+
+def test_numpy_numbers() -> None:
+    case = random_case(bias_shape=(1, 2, 1, 11))
+    plain = flash_dmattn_func(
+        *case.inputs, softmax_scale=0.5, softcap=3.0, is_causal=True, window_size=4
+    )
+    given = flash_dmattn_func(
+        *case.inputs,
+        softmax_scale=np.float32(0.5),
+        softcap=np.float64(3),
+        is_causal=np.bool_(True),
+        window_size=np.int64(4),
+    )
+    assert torch.equal(plain, given)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.uint8])
+def test_padding_masks_of_two_dimensions(dtype: torch.dtype) -> None:
+    case = random_case(is_causal=True)
+    mask = torch.rand(2, 11) < 0.6
+    wide = flash_dmattn_func(*case.inputs[:3], mask[:, None, None], is_causal=True)
+    assert torch.equal(wide, flash_dmattn_func(*case.inputs[:3], mask.to(dtype), is_causal=True))
+
+
+def test_row_masks_of_two_dimensions() -> None:
+    case = random_case()
+    mask = torch.rand(9, 11) < 0.6
+    wide = flash_dmattn_func(*case.inputs[:3], mask[None, None])
+    assert torch.equal(wide, flash_dmattn_func(*case.inputs[:3], mask))
+    both = random_case(batch=2, seqlen_q=2)
+    with pytest.raises(ValueError, match=r"both \(batch, seqlen_k\) and"):
+        flash_dmattn_func(*both.inputs[:3], mask[:2])
+    one = random_case(batch=1, seqlen_q=1)  # both readings are the same
+    assert flash_dmattn_func(*one.inputs[:3], mask[:1]).shape == (1, 1, 4, 8)
+
+
+def test_explain() -> None:
+    case = random_case(bias_shape=(1, 2, 1, 11))
+    assert explain(*case.inputs) == (
+        "backend: cpu\n  not cuda: query: got device cpu, wanted cuda for backend 'cuda'; "
+        f"cannot run here: {registry.named('cuda').unavailable()}"
+    )
+    assert explain(*case.inputs, window_size=3, is_causal=True, backend="cpu") == "backend: cpu"
+    text = explain(*case.inputs, backend="cuda", return_lse=True)
+    assert text.startswith("backend: none\n  not cuda: query: got device cpu")
+    with preferred(Counting()):
+        assert "  not cpu: plain comes first" in explain(*case.inputs)
+    with pytest.raises(ValueError, match="softcap"):
+        explain(*case.inputs, softcap=-1.0)
+
+
+def test_a_torch_without_the_private_entry_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call then goes through the operators, with the same numbers."""
+    case = random_case(bias_shape=(1, 2, 1, 11), mask_shape=(2, 1, 1, 11))
+    results = []
+    for probes in (dispatch._PROBES, None):
+        monkeypatch.setattr(dispatch, "_PROBES", probes)
+        leaves = case.requiring_grad()
+        plain = flash_dmattn_func(*case.inputs, is_causal=True)
+        out = flash_dmattn_func(*leaves.inputs, is_causal=True)
+        name = type(out.grad_fn).__name__
+        assert ("Eager" in name) == (probes is not None), name
+        assert leaves.attn_bias is not None
+        wanted = [leaves.query, leaves.key, leaves.value, leaves.attn_bias]
+        results.append([plain, out, *torch.autograd.grad(out, wanted, case.dout)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_inputs_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A windowed call that is differentiated, eager: one look at the whole problem."""
+    checked = []
+    monkeypatch.setattr(arguments, "check", checked.append)
+    monkeypatch.setattr(ops_attention, "check", checked.append)
+    case = random_case(bias_shape=(1, 2, 1, 11)).requiring_grad()
+    flash_dmattn_func(*case.inputs, is_causal=True, window_size=4).sum().backward()
+    assert len(checked) == 1
+
+
+def test_gradients_of_gradients_in_batches() -> None:
+    """is_grads_batched hands batches to the backward of an eager call, which are no numbers."""
+    leaves = random_case(bias_shape=(1, 2, 1, 11)).requiring_grad()
+    out = flash_dmattn_func(*leaves.inputs)
+    douts = torch.randn(3, *out.shape, dtype=out.dtype)
+    (many,) = torch.autograd.grad(
+        out, leaves.query, douts, is_grads_batched=True, retain_graph=True
+    )
+    for dout, dq in zip(douts, many, strict=True):
+        (one,) = torch.autograd.grad(out, leaves.query, dout, retain_graph=True)
+        torch.testing.assert_close(dq, one, rtol=0, atol=1e-14)

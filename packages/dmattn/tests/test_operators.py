@@ -1,14 +1,18 @@
 """The torch.library operators: schemas, fakes, autograd and compilers, on the CPU."""
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from attention_cases import Case, random_case
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
 
-from dmattn import flash_dmattn_func, maybe_create_mask
+from dmattn import flash_dmattn_func, flash_dmattn_varlen_func, maybe_create_mask
 
 
 @pytest.fixture(autouse=True)
@@ -96,12 +100,57 @@ def test_compiles_without_graph_breaks(backend: str, window_size: int | None) ->
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
 
 
-def test_compiles_with_changing_lengths() -> None:
-    compiled = torch.compile(flash_dmattn_func, fullgraph=True, backend="aot_eager", dynamic=True)
-    for seqlen in (5, 9, 16, 31):
-        case = random_case(seqlen_q=seqlen, seqlen_k=seqlen, mask_shape=(1, 1, 1, seqlen))
-        expected = flash_dmattn_func(*case.inputs, is_causal=True)
-        torch.testing.assert_close(compiled(*case.inputs, is_causal=True), expected)
+class Dense(torch.nn.Module):
+    """Attention with its mask and bias in buffers, cut to the length at hand."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.register_buffer("mask", torch.rand(2, 1, 1, 300) < 0.8)
+        self.register_buffer("bias", torch.randn(1, 2, 1, 300))
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        n = q.shape[1]
+        mask = self.mask[..., :n] if "mask" in self.kind else None
+        bias = None if self.kind == "plain" else self.bias[..., :n]
+        window = 8 if "window" in self.kind else None
+        return flash_dmattn_func(q, k, v, mask, bias, is_causal=True, window_size=window)
+
+
+class PackedTokens(Dense):
+    """The same for packed sequences."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, cu: Tensor | None = None) -> Tensor:
+        n = q.shape[0]
+        assert cu is not None
+        mask = self.mask[0, 0, 0, :n, None] if "mask" in self.kind else None
+        bias = None if self.kind == "plain" else self.bias[0, :, 0, :n].t()
+        window = 8 if "window" in self.kind else None
+        return flash_dmattn_varlen_func(
+            *(q, k, v, cu, None, n, n, mask, bias), is_causal=True, window_size=window
+        )
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "mask and bias", "window", "window and mask"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_one_graph_serves_all_lengths(packed: bool, kind: str, grad: bool) -> None:
+    torch.manual_seed(0)
+    attend = PackedTokens(kind) if packed else Dense(kind)
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend=counter)
+    for n in range(20, 260, 20):
+        shape = (n,) if packed else (2, n)
+        inputs = [torch.randn(*shape, heads, 8, requires_grad=grad) for heads in (4, 2, 2)]
+        more = [torch.tensor([0, n // 3, n], dtype=torch.int32)] if packed else []
+        results = []
+        for function in (attend, compiled):
+            out = function(*inputs, *more)
+            found = torch.autograd.grad(out.square().sum(), inputs) if grad else ()
+            results.append((out, *found))
+        for a, b in zip(*results, strict=True):
+            torch.testing.assert_close(a, b)
+    assert counter.frame_count == 1
 
 
 @pytest.mark.parametrize("window_size", [None, 4, 40])
@@ -220,3 +269,13 @@ def test_derivatives_that_are_not_there_are_refused() -> None:
             loss(dual)
     with pytest.raises(RuntimeError, match="forward-mode derivatives"):
         torch.func.jvp(loss, (case.query,), (case.dout,))
+
+
+def test_dtensors_are_split_by_batch_and_by_heads() -> None:
+    """Over two processes: see the script."""
+    script = Path(__file__).with_name("sharded_attention.py")
+    done = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["equal", "equal"]

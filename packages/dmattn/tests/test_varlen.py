@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.library import opcheck
 
-from dmattn import flash_dmattn_varlen_func
+from dmattn import flash_dmattn_func, flash_dmattn_varlen_func
 from dmattn.backends.cuda import attention as cuda
 from dmattn.backends.cuda import kernels
 from dmattn.problem import Needs, Packing, Problem
@@ -123,6 +123,53 @@ def test_no_tokens_at_all(lengths: list[int]) -> None:
     assert [g.shape for g in grads] == [t.shape for t in case.leaves()]
 
 
+@pytest.mark.parametrize("same", ["none", "clone"])
+def test_equal_boundaries_need_not_be_one_tensor(same: str) -> None:
+    case = packed([6, 5], bias=("key", 2))
+    cu = case.cu_seqlens[0]
+    results = []
+    for cu_k in (cu, None if same == "none" else cu.clone()):
+        leaves = case.requiring_grad()
+        q, k, v, bias = leaves.leaves()
+        out = flash_dmattn_varlen_func(
+            *(q, k, v, cu, cu_k, 6, 6), attn_bias=bias, is_causal=True, window_size=3
+        )
+        results.append([out, *torch.autograd.grad(out, leaves.leaves(), case.dout)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("lengths", [([2, 0, 5, 3], [9, 4, 5, 1]), ([0, 4], [0, 0]), ([4], [11])])
+@pytest.mark.parametrize("mask", [None, ("key", 4)])
+def test_window_over_other_rows_than_keys(
+    lengths: tuple[list[int], list[int]], mask: tuple[str, int] | None
+) -> None:
+    """Chunked prefill: as each sequence alone, results and gradients."""
+    rows, keys = lengths
+    case = packed(rows, keys, bias=("key", 2), mask=mask).requiring_grad()
+    q, k, v, bias = case.leaves()
+    settings: dict[str, Any] = {"is_causal": True, "window_size": 3, "return_lse": True}
+    longest = max(*rows, 3), max(*keys, 5)
+    results = flash_dmattn_varlen_func(
+        *(q, k, v, *case.cu_seqlens, *longest, case.attn_mask, bias), **settings
+    )
+    alone = []
+    allowed = torch.ones(sum(keys), 1).bool() if case.attn_mask is None else case.attn_mask
+    for part in zip(*(t.split(rows) for t in (q,)), *(t.split(keys) for t in (k, v, allowed, bias)),
+                    strict=True):  # fmt: skip
+        q1, k1, v1, mask1, bias1 = part
+        wide = (t.t()[None, :, None] for t in (mask1, bias1))
+        alone.append(flash_dmattn_func(q1[None], k1[None], v1[None], *wide, **settings))
+    outs, lses = (
+        torch.cat(parts, 1 + (n == 1)) for n, parts in enumerate(zip(*alone, strict=True))
+    )
+    expected = (outs[0], lses[0])
+    sent = (case.dout, case.dlse)
+    found = torch.autograd.grad(results, case.leaves(), sent)
+    wanted = torch.autograd.grad(expected, case.leaves(), sent)
+    for a, b in zip((*results, *found), (*expected, *wanted), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-13)
+
+
 # ----------------------------------------------------------------------------------------- errors
 
 
@@ -224,9 +271,7 @@ def test_compiles(is_causal: bool, window_size: int | None) -> None:
             *(q, k, v, cu, cu, 9, 9), attn_bias=bias, is_causal=is_causal, window_size=window_size
         )
 
-    # The host reads cu_seqlens of a packed selection on the CPU: that may break the graph.
-    whole = window_size is None or not is_causal
-    compiled = torch.compile(step, fullgraph=whole, backend="aot_eager")
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     results = []
     for function in (step, compiled):
         leaves = case.requiring_grad().leaves()

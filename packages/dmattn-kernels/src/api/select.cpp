@@ -1,6 +1,7 @@
 // Selection of keys by score.
-#include "api/operation.h"
 #include "kernels/selection/select.h"
+
+#include "api/operation.h"
 
 namespace dmattn {
 namespace {

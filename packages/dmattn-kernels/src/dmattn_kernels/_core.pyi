@@ -49,9 +49,10 @@ class FwdParams:
         Raises ValueError, TypeError (a dtype) or RuntimeError (no GPU, no kernel for it).
         """
     def enqueue(self, stream: int) -> int:
-        """Launches at once what needs no scratch; returns the bytes that it needs.
+        """Launches at once what needs no scratch; returns the bytes of scratch that it needs.
 
-        Unless that is 0 nothing has been launched: call `launch` then. Raises as both.
+        Unless that is 0 nothing has been launched: call `launch` then, which does not check or plan
+        the call again. Raises as both.
         """
     def launch(self, workspace: int, bytes: int, stream: int) -> None:
         """Enqueues the call on `stream` (a cudaStream_t) without waiting for it.
@@ -186,7 +187,8 @@ def architectures() -> list[str]:
     """What the library contains, such as ["sm_80", "sm_89", "compute_80"]."""
 
 def device_architecture(device: int) -> str:
-    """The kernel family that serves this GPU, "sm80" or "sm89".
+    """The set of kernels that serves this GPU, "sm80" or "sm89".
 
-    Raises RuntimeError where there is no such GPU or no kernel for it.
+    DMATTN_ARCH in the environment overrides the choice. Raises RuntimeError where there is no such
+    GPU or no kernel for it.
     """

@@ -2,7 +2,7 @@
 
 from dmattn.backends.registry import get_available_backends
 from dmattn.cache import DynamicMaskCache
-from dmattn.functional import flash_dmattn_func, flash_dmattn_func_auto
+from dmattn.functional import explain, flash_dmattn_func, flash_dmattn_func_auto
 from dmattn.modules import DynamicMaskAttention
 from dmattn.selection import KeySelection, packed_documents, select_keys, sliding_window
 from dmattn.utils.mask import create_mask, dynamic_mask, maybe_create_mask, top_window_mask
@@ -16,6 +16,7 @@ __all__ = [
     "KeySelection",
     "create_mask",
     "dynamic_mask",
+    "explain",
     "flash_dmattn_func",
     "flash_dmattn_func_auto",
     "flash_dmattn_varlen_func",

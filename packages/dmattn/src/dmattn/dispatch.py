@@ -20,7 +20,10 @@ from torch.autograd import forward_ad
 
 from dmattn.backends import registry
 from dmattn.backends.base import Backend
+from dmattn.key_lists import Selection
 from dmattn.ops import attention as ops
+from dmattn.ops.selection import select_keys
+from dmattn.ops.sharding import register_for
 from dmattn.problem import Gradients, Needs, Problem, Results
 
 _Probe = Callable[[], Any]
@@ -70,6 +73,7 @@ def attend(problem: Problem, backend: str | None = None) -> tuple[Tensor, Tensor
         results = chosen.forward(problem, False)
         return results.out, results.lse
     _refuse_forward_mode(q, k, v, bias)
+    register_for(q)
     if _in_functorch():
         out, lse, _ = _Transformed.apply(*problem.flat(), backend)  # type: ignore[no-untyped-call]
         return out, lse
@@ -110,6 +114,8 @@ class _Eager(torch.autograd.Function):
             or torch.compiler.is_compiling()
             or not _nobody_intercepts()
             or not _are_plain(dout, dlse, out, problem.q)
+            or _is_batch(dout)
+            or (dlse is not None and _is_batch(dlse))
         ):
             name = ctx.backend.name
             grads = ops.differentiate(problem, results, dout, dlse, needs, name)
@@ -121,7 +127,7 @@ class _Eager(torch.autograd.Function):
 def _direct_apply() -> Callable[..., Any]:
     """`_Eager.apply` without what it does for functorch, which never gets here."""
     try:
-        direct: Callable[..., Any] = super(torch.autograd.Function, _Eager).apply  # type: ignore[misc]
+        direct: Callable[..., Any] = super(torch.autograd.Function, _Eager).apply
     except AttributeError:
         return _Eager.apply
     return direct
@@ -228,6 +234,15 @@ def is_plain_call(*tensors: Tensor | None) -> bool:
     )
 
 
+def _is_batch(grad: Tensor) -> bool:
+    """Whether a gradient stands for many, as with is_grads_batched in torch.autograd.grad."""
+    try:
+        batch: bool = torch._C._functorch.is_legacy_batchedtensor(grad)
+    except AttributeError:
+        return True  # unknown, which is the slow right way
+    return batch
+
+
 def _refuse_forward_mode(*tensors: Tensor | None) -> None:
     """Without this, torch would drop the tangents of a registered operator silently."""
     if getattr(forward_ad, "_current_level", 0) < 0:
@@ -239,6 +254,20 @@ def _refuse_forward_mode(*tensors: Tensor | None) -> None:
 
 def _no_forward_mode() -> RuntimeError:
     return RuntimeError("forward-mode derivatives of dmattn attention are not available")
+
+
+def select(
+    scores: Tensor,
+    key_mask: Tensor | None,
+    window: int,
+    seqlen_q: int,
+    is_causal: bool,
+    cu_seqlens: Tensor | None = None,
+) -> Selection:
+    """`dmattn.ops.selection.select_keys`, past the dispatcher of torch where that has no part."""
+    scores = scores.detach()
+    direct = is_plain_call(scores, key_mask, cu_seqlens)
+    return select_keys(scores, key_mask, window, seqlen_q, is_causal, cu_seqlens, direct)
 
 
 def is_same_tensor(a: Tensor, b: Tensor) -> bool:

@@ -1,6 +1,7 @@
 """The public attention function for sequences of equal length."""
 
 import functools
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any, Literal, overload
@@ -11,8 +12,7 @@ from torch import Tensor
 from dmattn.arguments import check_scores, check_window_size, checked_problem, without_nan
 from dmattn.backends import registry
 from dmattn.checks import check_key_lists, check_listed_bias
-from dmattn.dispatch import attend
-from dmattn.ops.selection import select_keys
+from dmattn.dispatch import attend, select
 from dmattn.problem import Problem, lse_dtype
 from dmattn.reference import reference_attention
 from dmattn.selection import KeySelection, key_only_mask, same_heads
@@ -36,6 +36,26 @@ def flash_dmattn_func(
     selection: KeySelection | None = None,
     return_attn_probs: Literal[False] = False,
 ) -> Tensor: ...
+
+
+@overload
+def flash_dmattn_func(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    softmax_scale: float | None = None,
+    is_causal: bool = False,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    window_size: int | None = None,
+    *,
+    return_lse: Literal[True],
+    backend: str | None = None,
+    selection: KeySelection | None = None,
+    return_attn_probs: Literal[False] = False,
+) -> tuple[Tensor, Tensor]: ...
 
 
 @overload
@@ -90,7 +110,10 @@ def flash_dmattn_func(
             contiguous (on the CPU, any view at all).
         key, value: (B, Sk, HK, D) in the dtype of query; HK divides H.
         attn_mask: bool ({B|1}, {H|HK|1}, {Sq|1}, {Sk|1}), True = attend. One that is alike for all
-            queries (Sq dimension 1) makes the cost follow the number of kept keys.
+            queries (Sq dimension 1) makes the cost follow the number of kept keys. Two dimensions
+            are taken as well: (B, Sk), padding, of bools or of integers as a tokenizer gives them
+            (0 = padding), or (Sq, Sk), of bools, as scaled_dot_product_attention takes them. Where
+            B = Sq > 1 such a mask can be read in both ways and is refused.
         attn_bias: the dtype of query, or float32; shapes as attn_mask. -inf masks. Its gradient is
             summed in float32 or wider and rounded once.
         softmax_scale: D ** -0.5 when None.
@@ -106,13 +129,18 @@ def flash_dmattn_func(
             nothing of size Sq * Sk is formed. With Sk <= window_size nothing is chosen: all keys
             count but those of NaN or -inf.
         return_lse: also return the log-sum-exp of each row.
-        backend: "cuda" or "cpu" to insist on it, None to go by the device of the tensors.
+        backend: the name of one of `get_available_backends` to insist on it, None for the first
+            that takes such tensors.
         selection: which keys each row keeps, instead of window_size and attn_mask: from
             `select_keys`, to share one choice among calls, or from `KeySelection.from_intervals`.
             attn_bias may then be ({B|1}, {H|HK|1}, Sk) as well, or have rows of its own if it
             requires no gradient.
         return_attn_probs: also return the probabilities, for testing. They are computed apart, in
             float64 and with memory of Sq * Sk per head, and carry no gradient.
+
+    Under torch.autocast for the device of query, query, key and value are cast to its dtype (but
+    those of float64), and so is attn_bias unless it is float32. The arithmetic stays in float32.
+    Finite operands may still give INF or NaN where their dot products exceed float32.
 
     Returns:
         out (B, Sq, H, D), contiguous, in the dtype of query. With return_lse or return_attn_probs
@@ -122,10 +150,90 @@ def flash_dmattn_func(
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
-        ValueError: a shape, stride, device or number does not fit.
-        RuntimeError: the compiled kernels are missing or of another version, or the GPU is older
-            than sm_80.
+        ValueError: a layout, shape, stride, device or number does not fit, there is no backend of
+            that name, or no backend takes such arguments.
+        RuntimeError: the backend cannot run on this machine (on CUDA: the compiled kernels are
+            missing or of another version, or the GPU is older than sm_80), or second or
+            forward-mode derivatives are asked for.
     """
+    problem = _checked_problem(
+        query,
+        key,
+        value,
+        attn_mask,
+        attn_bias,
+        softmax_scale,
+        is_causal,
+        softcap,
+        deterministic,
+        window_size,
+        selection,
+    )
+    out, lse = _attend(problem, backend)
+    if not (return_lse or return_attn_probs):
+        return out
+    result: tuple[Tensor, ...] = (out, lse) if return_lse else (out,)
+    if return_attn_probs:
+        result = (*result, _probabilities(problem))
+    return result
+
+
+def explain(*arguments: Any, **options: Any) -> str:
+    """Which backend `flash_dmattn_func` would use, why not the others, and what makes it slow.
+
+    Takes the arguments of that function. Nothing is computed but the choice of keys, if there is a
+    window_size.
+
+    Returns:
+        Some lines of text, for reading.
+
+    Raises:
+        TypeError, ValueError: as `flash_dmattn_func`, but for what single backends refuse.
+    """
+    given = inspect.signature(flash_dmattn_func).bind(*arguments, **options)
+    given.apply_defaults()
+    named = dict(given.arguments)
+    wanted = named.pop("backend")
+    del named["return_lse"], named["return_attn_probs"]
+    return registry.explain(_checked_problem(**named), wanted)
+
+
+def flash_dmattn_func_auto(backend: str | None = None) -> Callable[..., Any]:
+    """`flash_dmattn_func`, bound to a backend.
+
+    Args:
+        backend: one of `get_available_backends`, or None to go by the tensors of each call.
+
+    Returns:
+        A callable with the signature of `flash_dmattn_func`.
+
+    Raises:
+        ValueError: there is no such backend.
+        RuntimeError: that backend cannot run on this machine; says why.
+    """
+    if backend is None:
+        return flash_dmattn_func
+    chosen = registry.named(backend)
+    reason = chosen.unavailable()
+    if reason is not None:
+        raise registry.unusable(chosen, reason)
+    return functools.partial(flash_dmattn_func, backend=backend)
+
+
+def _checked_problem(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any,
+    attn_bias: Any,
+    softmax_scale: Any,
+    is_causal: Any,
+    softcap: Any,
+    deterministic: Any,
+    window_size: Any,
+    selection: Any,
+) -> Problem:
+    """What the arguments of `flash_dmattn_func` mean, keys chosen."""
     window = None
     if window_size is not None:
         if selection is not None:
@@ -152,35 +260,7 @@ def flash_dmattn_func(
         problem = _select(problem, window, given)
     elif selection is not None:
         problem = _use_selection(problem, selection)
-    out, lse = _attend(problem, backend)
-    if not (return_lse or return_attn_probs):
-        return out
-    result: tuple[Tensor, ...] = (out, lse) if return_lse else (out,)
-    if return_attn_probs:
-        result = (*result, _probabilities(problem))
-    return result
-
-
-def flash_dmattn_func_auto(backend: str | None = None) -> Callable[..., Any]:
-    """`flash_dmattn_func`, bound to a backend.
-
-    Args:
-        backend: "cuda", "cpu", or None to go by the device of the tensors of each call.
-
-    Returns:
-        A callable with the signature of `flash_dmattn_func`.
-
-    Raises:
-        ValueError: there is no such backend.
-        RuntimeError: that backend cannot run on this machine; says why.
-    """
-    if backend is None:
-        return flash_dmattn_func
-    chosen = registry.named(backend)
-    reason = chosen.unavailable()
-    if reason is not None:
-        raise registry.unusable(chosen, reason)
-    return functools.partial(flash_dmattn_func, backend=backend)
+    return problem
 
 
 def _four_dimensional(bias: Any) -> Any:
@@ -208,7 +288,7 @@ def _select(problem: Problem, window_size: int, given: Any) -> Problem:
     scores, key_mask = same_heads(bias.detach()[:, :, 0], key_mask)
     rows = problem.q.shape[1]
     rows = min(rows, seqlen_k) if problem.is_causal else rows
-    lists = select_keys(scores, key_mask, window_size, rows, problem.is_causal)
+    lists = select(scores, key_mask, window_size, rows, problem.is_causal)
     return problem._replace(mask=None, key_lists=lists)
 
 

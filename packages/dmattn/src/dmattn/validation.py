@@ -62,7 +62,8 @@ def check_int(name: str, value: Any, least: int | None = None, wanted: str | Non
         raise ValueError(f"{name}: got {value}, wanted {wanted}")
     if value >= 2**63:
         raise ValueError(f"{name}: got {describe(value)}, wanted {wanted} below 2**63")
-    return value
+    result: int = value
+    return result
 
 
 def check_number(name: str, value: Any, least: float | None = None) -> float:
@@ -84,7 +85,8 @@ def check_number(name: str, value: Any, least: float | None = None) -> float:
             raise TypeError(f"{name}: got {describe(value)}, wanted {wanted}") from None
     if not -math.inf < value < math.inf or (least is not None and value < least):
         raise ValueError(f"{name}: got {value}, wanted {wanted}")
-    return value
+    result: float = value
+    return result
 
 
 def check_tensor(name: str, value: Any, wanted: str = "a torch.Tensor") -> Tensor:

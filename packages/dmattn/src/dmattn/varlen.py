@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from dmattn.arguments import check_scores, check_window_size, checked_problem, without_nan
-from dmattn.dispatch import attend, is_same_tensor
-from dmattn.ops.selection import select_keys
+from dmattn.dispatch import attend, is_same_tensor, select
 from dmattn.problem import Packing, Problem, is_per_key
 from dmattn.selection import same_heads
 
@@ -19,7 +18,7 @@ def flash_dmattn_varlen_func(
     key: Tensor,
     value: Tensor,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_k: Tensor | None,
     max_seqlen_q: int,
     max_seqlen_k: int,
     attn_mask: Tensor | None = None,
@@ -40,7 +39,29 @@ def flash_dmattn_varlen_func(
     key: Tensor,
     value: Tensor,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    attn_mask: Tensor | None = None,
+    attn_bias: Tensor | None = None,
+    softmax_scale: float | None = None,
+    is_causal: bool = False,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    window_size: int | None = None,
+    *,
+    return_lse: Literal[True],
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def flash_dmattn_varlen_func(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None,
     max_seqlen_q: int,
     max_seqlen_k: int,
     attn_mask: Tensor | None = None,
@@ -60,7 +81,7 @@ def flash_dmattn_varlen_func(
     key: Tensor,
     value: Tensor,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_k: Tensor | None,
     max_seqlen_q: int,
     max_seqlen_k: int,
     attn_mask: Tensor | None = None,
@@ -88,7 +109,8 @@ def flash_dmattn_varlen_func(
     Args:
         query: (Tq, H, D) with D at most 256; dtypes and views as for `flash_dmattn_func`.
         key, value: (Tk, HK, D) in the dtype of query; HK divides H.
-        cu_seqlens_q, cu_seqlens_k: int32 (n + 1,), on the device of query.
+        cu_seqlens_q, cu_seqlens_k: int32 (n + 1,), on the device of query. None for cu_seqlens_k
+            means that it is the same as cu_seqlens_q.
         max_seqlen_q, max_seqlen_k: length of the longest sequence, or more.
         attn_mask: bool, True = attend: (Tk, {H|HK|1}), alike for all rows of a sequence, or
             (Tq, {H|HK|1}, max_seqlen_k), its columns counted from the first key of the row's own
@@ -101,8 +123,10 @@ def flash_dmattn_varlen_func(
         softcap, deterministic, backend: as for `flash_dmattn_func`.
         window_size: each row keeps only this many keys of its sequence, chosen as by
             `flash_dmattn_func`. attn_bias, and attn_mask if given, must then be (Tk, {H|HK|1}).
-            With is_causal the rows are the keys' own: cu_seqlens_k is the same object as
-            cu_seqlens_q, unless max_seqlen_q is 1.
+            With is_causal, row i of a sequence stands at its key i + keys - rows. Where rows and
+            keys have other boundaries (or the host cannot know that they have not: on CUDA two
+            tensors at different places, under torch.compile two objects), each row is first moved
+            to its key. That is a slow path: it takes time and memory for Tk rows.
         return_lse: also return the log-sum-exp of each row.
 
     Returns:
@@ -111,9 +135,9 @@ def flash_dmattn_varlen_func(
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
-        ValueError: a shape, stride, device or number does not fit.
-        RuntimeError: the compiled kernels are missing or of another version, or the GPU is older
-            than sm_80.
+        ValueError: a layout, shape, stride, device or number does not fit, or no backend takes such
+            arguments.
+        RuntimeError: as for `flash_dmattn_func`.
     """
     if cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q
@@ -157,7 +181,7 @@ def _attend_in_window(
     key_mask = None if mask is None else mask[None]
     scores, key_mask = same_heads(bias.detach()[None], key_mask)
     total_k = problem.k.shape[0]
-    lists = select_keys(scores, key_mask, window_size, total_k, True, packing.cu_seqlens_k)
+    lists = select(scores, key_mask, window_size, total_k, True, packing.cu_seqlens_k)
     rows_of_keys = _rows_of_keys(problem, packing)
     q = problem.q
     if rows_of_keys is not None:

@@ -7,7 +7,7 @@
 namespace dmattn {
 namespace {
 
-// Sums of dk and dv for parts of tiles may always take this much.
+// Sums of dk and dv for parts of tiles may always take this much, whatever the rest of the workspace takes.
 constexpr int64_t kSlotBytesFloor = int64_t{256} << 10;
 // Scratch below this is never worth more rounds of launches: at 10 MB they cost 40%, at 200 MB nothing. Rounds over
 // interval lists have no splits to keep the GPU full with: they start later, and only while each has so many blocks for
@@ -17,17 +17,19 @@ constexpr int64_t kIntervalScratchFloor = int64_t{64} << 20;
 constexpr int64_t kIntervalBlocksPerSm = 8;
 // Upper bound on rounds: with many short sequences the scratch is mostly padding, which more rounds cannot shrink.
 constexpr int64_t kMostRounds = 8;
-// Steps over row blocks that a block takes for an unsplit tile, from which on rounds pay that only make room for splits.
+// Rounds that only make room for splits are worth their launches where an unsplit tile takes so many steps over row
+// blocks.
 constexpr int64_t kStepsWorthRounds = 512;
 
 bool has_row_block_lists(const BwdPlan& plan) { return plan.walk == KeyWalk::kRowBlockLists; }
 
-// What the whole workspace, but for dense_bytes, should keep to: with the log-sum-exp and its rest that the forward
-// leaves for the backward, 1.5 times the bytes of q, k and v, less a little.
-int64_t scratch_limit(const BwdParams& p) {
+// Bytes that the whole workspace without dense_bytes should not exceed. Together with the log-sum-exp and its rest, which
+// the forward keeps for the backward, that is a little less than 1.5 times the bytes of q, k and v.
+int64_t scratch_limit(const BwdPlan& plan) {
+  const BwdParams& p = plan.kernel;
   const int64_t rows_q = rows_of(p) * p.packing.rows_q(p.seqlen_q);
   const int64_t rows_k = int64_t{2} * p.packing.slabs(p.batch) * p.nheads_k * p.packing.rows_k(p.seqlen_k);
-  const int64_t qkv_bytes = 2 * p.head_dim * (rows_q + rows_k);
+  const int64_t qkv_bytes = element_bytes(plan.unit.dtype) * p.head_dim * (rows_q + rows_k);
   return qkv_bytes * 47 / 32 - int64_t{2 * sizeof(float)} * rows_q;
 }
 
@@ -138,7 +140,7 @@ int64_t accumulator_bytes(const BwdPlan& plan, const BwdRound& round, const Spli
 int64_t affordable_slots(const BwdPlan& plan, const Splits& splits, int64_t taken) {
   const int64_t each = slot_bytes(plan);
   if (each == 0) return splits.slots;
-  const int64_t spare = std::max(scratch_limit(plan.kernel), kScratchFloor) - taken;
+  const int64_t spare = std::max(scratch_limit(plan), kScratchFloor) - taken;
   return std::min(splits.slots, std::max(spare, kSlotBytesFloor) / each);
 }
 
@@ -183,7 +185,7 @@ class RoundChoice {
   // bytes_before: of the workspace, without dense_bytes.
   RoundChoice(BwdPlan& plan, const Device& device, int64_t bytes_before)
       : plan_(plan), device_(device), bytes_before_(bytes_before) {
-    const int64_t rest = scratch_limit(plan.kernel) - bytes_before;
+    const int64_t rest = scratch_limit(plan) - bytes_before;
     limit_ = std::max(rest, has_row_block_lists(plan) ? kIntervalScratchFloor : kScratchFloor);
   }
 
@@ -195,10 +197,10 @@ class RoundChoice {
   }
 
  private:
-  // The tiles of lists are split as far as there is memory for their sums. Where a single round leaves little, a list
-  // that fills a few tiles more takes as long as one that fills all SMs: with 2048 of 16384 kept keys and four query
-  // heads to a kv head, twice as long as in rounds that leave room for all the splits. Rounds cost some launches (about
-  // 12 us each), which is nothing beside tiles of so many steps over row blocks.
+  // The tiles of lists are split as far as there is memory for their sums. Where a single round leaves little, lists that
+  // fill a few tiles more than that are not split, and take as long as lists that fill every SM: with four query heads
+  // to a kv head, 2048 kept keys of 16384 took as long as 4096. Rounds cost some launches, which are short beside tiles
+  // of so many steps over row blocks.
   bool lacks_list_slots() const {
     if (!is_gathered(plan_.walk)) return false;
     const Splits splits = wanted_splits(plan_, plan_.whole, device_);

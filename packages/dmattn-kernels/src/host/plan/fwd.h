@@ -37,8 +37,7 @@ void place(FwdPlan& plan, void* base);
 // Of the forward kernel, which sees this mask and this bias.
 Level fwd_level(const FwdParams& p, bool has_dense_mask, bool gathered);
 
-// A split with fewer keys than 256, or than four of the key tiles that the kernel takes at a time, costs more to set up
-// and to combine than it gains.
+// A split of fewer key tiles than this (256 keys of most kernels) costs more to set up and to combine than it gains.
 constexpr int32_t min_tiles_per_split(int32_t block_n) { return block_n >= 128 ? 2 : 4; }
 // Parts into which the keys of a row block are split, so that `blocks` blocks of work fill `resident` places evenly.
 int32_t choose_num_splits(int64_t blocks, int64_t resident, int32_t key_tiles, int32_t min_tiles);

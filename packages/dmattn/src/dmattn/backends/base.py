@@ -30,6 +30,10 @@ class Backend(ABC):
         dtype, a ValueError for all else, naming the argument, what it got and what is wanted.
         """
 
+    def slow_paths(self, problem: Problem) -> list[str]:
+        """What makes this problem slower than one like it, each in a sentence for a user."""
+        return []
+
     @abstractmethod
     def forward(self, problem: Problem, for_backward: bool = True) -> Results:
         """Compute a checked problem that this backend supports.

@@ -77,3 +77,31 @@ def choose(problem: Problem, wanted: str | None = None) -> Backend:
 def unusable(backend: Backend, reason: str) -> RuntimeError:
     """The error for a backend that cannot run on this machine."""
     return RuntimeError(f"backend: got {backend.name!r}, which cannot run here: {reason}")
+
+
+def explain(problem: Problem, wanted: str | None = None) -> str:
+    """Which backend computes a checked problem, why not the others, and what slows it down.
+
+    Args:
+        problem: what is to be computed.
+        wanted: the name of the backend that is insisted on, or None.
+
+    Raises:
+        ValueError: there is no backend of the name that is wanted.
+    """
+    rows = BACKENDS if wanted is None else [named(wanted)]
+    lines, chosen = [], None
+    for backend in rows:
+        reasons = [str(reason) for reason in why_not(backend, problem)]
+        missing = backend.unavailable()
+        if missing is not None:
+            reasons.append(f"cannot run here: {missing}")
+        if reasons:
+            lines.append(f"  not {backend.name}: {'; '.join(reasons)}")
+        elif chosen is None:
+            chosen = backend
+        else:
+            lines.append(f"  not {backend.name}: {chosen.name} comes first")
+    if chosen is not None:
+        lines += [f"  slow: {note}" for note in chosen.slow_paths(problem)]
+    return "\n".join([f"backend: {'none' if chosen is None else chosen.name}", *lines])

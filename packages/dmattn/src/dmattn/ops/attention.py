@@ -105,7 +105,10 @@ def _forward(*given: Any, **named: Any) -> Results:
 
 
 def _fake_forward(*given: Any, **named: Any) -> Results:
-    return empty_results(_problem(_forward_arguments(given, named)))
+    arguments = _forward_arguments(given, named)
+    if arguments["backend"] is not None:
+        registry.named(arguments["backend"])
+    return empty_results(_problem(arguments))
 
 
 def _backward_arguments(

@@ -47,6 +47,7 @@ def select_keys(
     seqlen_q: int,
     is_causal: bool,
     cu_seqlens: Tensor | None = None,
+    direct: bool = False,
 ) -> Selection:
     """Call the operator.
 
@@ -60,6 +61,7 @@ def select_keys(
         cu_seqlens: int32 (documents + 1,), rising from 0 to Sk: boundaries of documents packed one
             behind the other. Keys compete, and are seen, within their document. Causal, Sq = Sk.
             On CUDA the values are trusted; wrong ones give another selection, not an invalid one.
+        direct: leave the dispatcher of torch out, where it would do nothing but call this.
 
     Raises:
         TypeError: a dtype is wrong.
@@ -67,6 +69,8 @@ def select_keys(
     """
     lists = num_lists(seqlen_q, is_causal)
     arguments = (scores.detach(), key_mask, window, seqlen_q, is_causal, cu_seqlens, lists)
+    if direct:
+        return Selection(*(_select_cuda if scores.is_cuda else _select_cpu)(*arguments))
     return Selection(*torch.ops.dmattn.select_keys(*arguments))
 
 

@@ -45,6 +45,15 @@ class CudaBackend(Backend):
             reasons += wrong_strides(q, k, v)
         return reasons
 
+    def slow_paths(self, problem: Problem) -> list[str]:
+        head_dim = problem.q.shape[-1]
+        if head_dim % HEAD_DIM_MULTIPLE == 0:
+            return []
+        return [
+            f"head_dim {head_dim} is no multiple of {HEAD_DIM_MULTIPLE}, so query, key and value "
+            "are copied to be padded"
+        ]
+
     def forward(self, problem: Problem, for_backward: bool = True) -> Results:
         return attention.forward(problem, for_backward)
 

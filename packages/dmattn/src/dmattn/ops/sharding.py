@@ -1,0 +1,108 @@
+"""How DTensor may split a call of dmattn::fwd and dmattn::bwd over the ranks of a mesh.
+
+Attention is independent over batch entries and over heads, so either may be split; key/value heads
+stay with the query heads that they serve. Packed sequences are computed whole on every rank. The
+rules are registered when a DTensor is first seen, since importing DTensor takes a while.
+"""
+
+import functools
+import sys
+from typing import Any
+
+import torch
+
+from dmattn.key_lists import Selection
+from dmattn.problem import FLAT_NAMES
+
+_DTENSOR = "torch.distributed.tensor"
+# Of each tensor among the arguments, in which dimension its batch and its heads are.
+_OPERANDS = {"q": (0, 2), "k": (0, 2), "v": (0, 2), "mask": (0, 1), "bias": (0, 1)}
+_LISTS = {f"sel_{name}": (0, 1) for name in Selection._fields}
+_RESULTS = {"dout": (0, 2), "dlse": (0, 1), "out": (0, 2), "lse": (0, 1), "lse_rest": (0, 1)}
+_FORWARD_OUTPUTS = ("out", "lse", "lse_rest")
+_BACKWARD_ARGUMENTS = ("dout", "dlse", "out", "lse", "lse_rest", "needs")
+_BATCH, _HEADS = 0, 1
+
+
+def register_for(*tensors: object) -> None:
+    """Register the rules if one of these is a DTensor."""
+    module = sys.modules.get(_DTENSOR)
+    kind = getattr(module, "DTensor", None)
+    if kind is not None and any(isinstance(t, kind) for t in tensors):
+        _register()
+
+
+@functools.cache
+def _register() -> None:
+    from torch.distributed.tensor.experimental import register_sharding
+
+    register_sharding(torch.ops.dmattn.fwd.default)(_forward_rules)
+    register_sharding(torch.ops.dmattn.bwd.default)(_backward_rules)
+
+
+def _forward_rules(*arguments: Any) -> list[tuple[list[Any], list[Any]]]:
+    """The ways to place results and arguments on one dimension of a mesh."""
+    names = (*FLAT_NAMES, "backend")
+    rules = []
+    for split in _splits(dict(zip(names, arguments, strict=False))):
+        named = dict(zip(names, arguments, strict=False))
+        places = [_place(name, value, split) for name, value in named.items()]
+        with_rest = named.get("bias") is not None and named["q"].mesh.device_type == "cuda"
+        outputs = [_shard(_RESULTS[name], split) for name in _FORWARD_OUTPUTS]
+        if not with_rest:
+            outputs[2] = _shard(None, split)
+        rules.append((outputs, places))
+    return rules
+
+
+def _backward_rules(*arguments: Any) -> list[tuple[list[Any], list[Any]]]:
+    from torch.distributed.tensor import Partial
+
+    names = (*_BACKWARD_ARGUMENTS, *FLAT_NAMES, "backend")
+    named = dict(zip(names, arguments, strict=False))
+    rules = []
+    for split in _splits(named):
+        places = [_place(name, value, split) for name, value in named.items()]
+        outputs = []
+        for name, need in zip(("q", "k", "v", "bias"), named["needs"], strict=True):
+            operand = named.get(name)
+            if not need or operand is None:
+                outputs.append(_shard(None, split))
+                continue
+            place = _place(name, operand, split)
+            # Ranks add up the gradient of what they share.
+            shared = split is not None and place.is_replicate()
+            outputs.append(Partial() if shared else place)
+        rules.append((outputs, places))
+    return rules
+
+
+def _splits(named: dict[str, Any]) -> list[int | None]:
+    """None, no split at all, and what can be split into equal parts."""
+    if named.get("cu_seqlens_q") is not None:
+        return [None]
+    ranks = max(named["q"].mesh.shape)
+    splits: list[int | None] = [None]
+    if named["q"].shape[0] % ranks == 0:
+        splits.append(_BATCH)
+    if named["k"].shape[2] % ranks == 0:
+        splits.append(_HEADS)
+    return splits
+
+
+def _place(name: str, value: Any, split: int | None) -> Any:
+    """Where an argument goes: whole to all ranks where it has one entry for all parts."""
+    dims = (_OPERANDS | _LISTS | _RESULTS).get(name)
+    if value is None or name == "needs" or not hasattr(value, "shape"):
+        return None
+    if dims is None or split is None:
+        return _shard(None, split)
+    dim = dims[split]
+    whole = len(value.shape) < 3 or value.shape[dim] == 1  # fewer: stands for none
+    return _shard(None if whole else dims, split)
+
+
+def _shard(dims: tuple[int, int] | None, split: int | None) -> Any:
+    from torch.distributed.tensor import Replicate, Shard
+
+    return Replicate() if dims is None or split is None else Shard(dims[split])

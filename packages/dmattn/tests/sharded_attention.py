@@ -1,0 +1,56 @@
+"""Attention on DTensors over two processes: split by batch and by heads, against the whole.
+
+Prints "equal" for each way of splitting. Run by test_operators.py.
+"""
+
+import os
+import socket
+import sys
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+
+from dmattn import flash_dmattn_func
+
+WORLD = 2
+
+
+def work(rank: int, port: int) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo", rank=rank, world_size=WORLD)
+    mesh = init_device_mesh("cpu", (WORLD,))
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    q, k, v = torch.randn(2, 6, 4, 8), torch.randn(2, 7, 2, 8), torch.randn(2, 7, 2, 8)
+    bias, mask, dout = torch.randn(1, 2, 1, 7), torch.rand(2, 1, 1, 7) < 0.8, torch.randn_like(q)
+    leaves = [t.clone().requires_grad_() for t in (q, k, v, bias)]
+    out = flash_dmattn_func(*leaves[:3], mask, leaves[3], is_causal=True)
+    whole = [out, *torch.autograd.grad(out, leaves, dout)]
+
+    def split(t: Tensor, dim: int) -> DTensor:
+        return distribute_tensor(t, mesh, [Shard(dim) if t.shape[dim] > 1 else Replicate()])
+
+    for dim, operand_dim in ((0, 0), (2, 1)):
+        parts = [split(t, dim).requires_grad_() for t in (q, k, v)]
+        bias_part = split(bias, operand_dim).requires_grad_()
+        out = flash_dmattn_func(*parts, split(mask, operand_dim), bias_part, is_causal=True)
+        grads = torch.autograd.grad(out, [*parts, bias_part], split(dout, dim))
+        for t in (out, *grads[:3]):
+            assert isinstance(t, DTensor) and t.placements == (Shard(dim),), t.placements
+        for found, wanted in zip((out, *grads), whole, strict=True):
+            assert isinstance(found, DTensor)
+            torch.testing.assert_close(found.full_tensor(), wanted)
+        if rank == 0:
+            print("equal")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        number = free.getsockname()[1]
+    mp.spawn(work, args=(number,), nprocs=WORLD)
+    sys.exit(0)
