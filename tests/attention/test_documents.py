@@ -7,6 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import dmattn
 from attention.cases import Case, build, case_id
@@ -193,9 +194,59 @@ def test_host_does_not_wait() -> None:
         dmattn.select_keys(scores, 70, cu_seqlens=bounds)
         dmattn.select_keys(scores, 70, cu_seqlens=bounds.long())
         dmattn.sliding_window(600, 70, device=scores.device)
+        dmattn.sliding_window(600, 70, attn_mask=scores[:, 0] > 0)
+        dmattn.packed_documents(bounds, key_len=600, max_seqlen=250)
+        dmattn.packed_documents(bounds.long(), 70, key_len=600, attn_mask=scores[:, 0] > 0)
+        dmattn.packed_documents(document_ids=(scores[:, 0] > 2).long().cumsum(1))
         dmattn.KeySelection.from_intervals(end, reach=600)
     finally:
         torch.cuda.set_sync_debug_mode(mode)
+
+
+@pytest.mark.default_backend
+@pytest.mark.parametrize("window", [None, 40])
+def test_ready_made_documents(window: int | None) -> None:
+    """From boundaries, and from ids that differ between rows, with padding: as from a list."""
+    rows = [[0, 100, 350, 600], [0, 1, 128, 599, 600]]
+    lengths = [[b - a for a, b in pairwise(bounds)] for bounds in rows]
+    ids = torch.stack(
+        [torch.arange(len(x)).repeat_interleave(torch.tensor(x)) for x in lengths]
+    ).to(target_device())
+    padding = make_scores("random", 2, 1, 600)[:, 0] > -1
+    with poisoned():
+        by_ids = dmattn.packed_documents(None, window, document_ids=ids, attn_mask=padding)
+    for b, bounds in enumerate(rows):
+        want = dmattn.packed_documents(bounds, window).to_mask().to(ids.device)
+        assert torch.equal(by_ids.to_mask()[b], want[0] & padding[b])
+        known = {"key_len": 600, "max_seqlen": max(lengths[b])}
+        with poisoned():
+            here = dmattn.packed_documents(bounds_tensor(bounds), window, **known)
+        assert torch.equal(here.to_mask(), want)
+        assert_lists(here, want)
+
+
+@pytest.mark.default_backend
+@pytest.mark.cuda
+def test_a_compiled_graph_serves_all_lengths() -> None:
+    """Short ones too, for which it makes a list more than there are blocks of rows."""
+
+    def attend(q: Tensor, bias: Tensor) -> Tensor:
+        selection = dmattn.select_keys(bias, 40)
+        out: Tensor = dmattn.flash_dmattn_func(
+            q, q, q, attn_bias=bias, is_causal=True, selection=selection
+        )
+        return out
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(attend, dynamic=True, fullgraph=True, backend=counter)
+    graphs = 0
+    for length in (300, 90, 129, 600):
+        q = torch.randn(2, length, 2, 64, dtype=torch.float16, device=target_device())
+        bias = make_scores("random", 2, 2, 1, length).half()
+        assert torch.equal(compiled(q, bias), attend(q, bias))
+        graphs = counter.frame_count if length == 300 else graphs
+        assert counter.frame_count == graphs
 
 
 @pytest.mark.default_backend

@@ -21,6 +21,7 @@ from dmattn.backends.cuda import attention as cuda
 from dmattn.backends.cuda import kernels
 from dmattn.backends.cuda import selection as cuda_selection
 from dmattn.checks import check
+from dmattn.key_lists import Selection
 from dmattn.ops import cache
 from dmattn.ops import selection as ops_select
 from dmattn.problem import Needs, Problem, empty_results
@@ -293,6 +294,18 @@ def test_lists_of_intervals_are_built_in_place(
     assert call["needed"] == view(needed) and (call["seqlen_q"], call["reach"]) == (290, reach)
     assert idx.shape == (2, 3, 3, capacity) and not idx.any()
     assert count.shape == full.shape == needed.shape == (2, 3, 3)
+
+
+def test_spare_lists_of_a_compiled_graph_stay_behind(recorder: Recorder) -> None:
+    q, k, v, bias = half(2, 5, 4, 64), half(2, 9, 2, 64), half(2, 9, 2, 64), half(2, 2, 1, 9)
+    lists = select_keys(bias, 3, query_len=5).lists
+    spare = Selection(*torch.ops.dmattn.select_keys(bias[:, :, 0], None, 3, 5, True, None, 2))
+    assert spare.idx.shape[2] == 2
+    problem = Problem(q, k, v, None, bias, is_causal=True, key_lists=spare)
+    results = cuda.forward(problem)
+    cuda.backward(problem, results, torch.zeros_like(results.out), None, ALL)
+    for call in recorder.calls:
+        assert [t[1:] for t in call["selection"]] == [view(t)[1:] for t in lists]
 
 
 def test_no_lists_launch_nothing(recorder: Recorder) -> None:

@@ -13,7 +13,10 @@ from torch import Tensor
 from torch.library import opcheck
 
 from dmattn import KeySelection, flash_dmattn_func, packed_documents, select_keys
-from dmattn.ops.selection import build_key_lists
+from dmattn.backends.cpu import selection as cpu
+from dmattn.backends.cuda import selection as cuda
+from dmattn.key_lists import Selection, best_keys, without_spare_lists
+from dmattn.ops.selection import build_key_lists, document_ends
 from dmattn.ops.selection import select_keys as select
 
 
@@ -135,11 +138,58 @@ def test_attention_within_documents() -> None:
         torch.testing.assert_close(got[:, a:b], part, rtol=0, atol=1e-13)
 
 
+@given(
+    kind=st.sampled_from(KINDS),
+    lengths=st.lists(st.integers(0, 9), min_size=1, max_size=5),
+    window=st.integers(1, 10),
+    masked=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_best_keys_of_each_sequence(
+    kind: str, lengths: list[int], window: int, masked: bool, seed: int
+) -> None:
+    torch.manual_seed(seed)
+    bounds = [0, *accumulate(lengths)]
+    scores = make_scores(kind, 2, 2, bounds[-1])
+    mask = torch.rand(2, 1, bounds[-1]) < 0.7 if masked else None
+    sequence = torch.repeat_interleave(torch.tensor(lengths))
+    keep = best_keys(scores, window, mask, sequence)
+    for a, b in pairwise(bounds):
+        part = None if mask is None else mask[..., a:b]
+        want = brute_force(scores[..., a:b], window, 1, False, part)[:, :, 0]
+        assert torch.equal(keep[..., a:b], want)
+        assert torch.equal(best_keys(scores[..., a:b], window, part), want)
+
+
 @pytest.mark.parametrize("masked", [False, True])
 def test_operator(masked: bool) -> None:
     mask = torch.rand(2, 1, 140) < 0.5 if masked else None
     bounds = torch.tensor([0, 50, 51, 140], dtype=torch.int32)
     opcheck(torch.ops.dmattn.select_keys, (torch.randn(1, 2, 140), mask, 9, 140, True, bounds))
+
+
+def test_operator_that_ends_documents() -> None:
+    opcheck(torch.ops.dmattn.document_ends, (torch.tensor([0, 3, 3, 9], dtype=torch.int32), 9))
+
+
+@pytest.mark.parametrize("wrong", [[0, 5], [0, 7], [1, 6], [0, 4, 2, 6], [6], [-3, 6]])
+def test_operators_refuse_wrong_boundaries_on_the_cpu(wrong: list[int]) -> None:
+    bounds = torch.tensor(wrong, dtype=torch.int32)
+    message = r"cu_seqlens: got .*, wanted rising from 0 to 6"
+    with pytest.raises(ValueError, match=message):
+        select(SCORES, None, 2, 6, True, bounds)
+    with pytest.raises(ValueError, match=message):
+        document_ends(bounds, 6)
+
+
+@given(st.lists(st.integers(-5, 40), min_size=1, max_size=6))
+def test_ends_of_documents_without_waiting(bounds: list[int]) -> None:
+    """What runs on CUDA: no values are read, and wrong ones still give keys that are there."""
+    ends = cuda.document_ends(torch.tensor(bounds, dtype=torch.int32), 30)
+    assert ends.dtype == torch.int32
+    assert bool((ends > torch.arange(30)).all()) and int(ends.max()) <= 30
+    right = torch.tensor(sorted({0, 30, *(b for b in bounds if 0 < b < 30)}), dtype=torch.int32)
+    assert torch.equal(cuda.document_ends(right, 30), cpu.document_ends(right, 30))
 
 
 SCORES = torch.zeros(2, 2, 6)
@@ -228,6 +278,23 @@ def test_keys_beyond_reach_are_not_looked_for() -> None:
 def test_list_operator() -> None:
     for capacity, reach in ((0, 0), (128, 0), (256, 70)):
         opcheck(torch.ops.dmattn.build_key_lists, (some_intervals(200, 70), 150, capacity, reach))
+
+
+def test_more_lists_than_blocks() -> None:
+    """As a compiler asks for, that does not know the number of blocks: the others are empty."""
+    bias = torch.randn(2, 2, 90)
+    select_four = torch.ops.dmattn.select_keys
+    few, many = select(bias, None, 9, 90, True), select_four(bias, None, 9, 90, True, None, 4)
+    assert [t.shape[2] for t in many] == [90, 4, 4, 4]
+    assert not many[2][:, :, 1:].any() and not many[3][:, :, 1:].any()
+    for a, b in zip(few, without_spare_lists(Selection(*many), 90, True), strict=True):
+        assert torch.equal(a, b) and b.is_contiguous()
+    built = torch.ops.dmattn.build_key_lists(few.end, 90, 128, 9, 3)
+    assert [t.shape[2] for t in built] == [3] * 4 and torch.equal(built[1][:, :, :1], few.count)
+    with pytest.raises(ValueError, match="lists: got 1, wanted at least 2"):
+        select_four(torch.randn(1, 1, 200), None, 9, 200, True, None, 1)
+    opcheck(select_four, (bias, None, 9, 90, True, None, 4))
+    opcheck(torch.ops.dmattn.build_key_lists, (few.end, 90, 128, 9, 3))
 
 
 INT = torch.zeros(1, 1, 6, dtype=torch.int32)

@@ -123,7 +123,8 @@ def best_keys(
     rank = candidate.cumsum(-1, dtype=torch.int32)
     if sequence is not None:
         # Sorted by sequence, each sequence still has its own places: count from its first one.
-        first = torch.searchsorted(sequence, sequence)
+        # (Clamped for the sake of wrong boundaries, from which no order may have come.)
+        first = torch.searchsorted(sequence, sequence).clamp(max=key_len - 1)
         before = rank - candidate.to(torch.int32)
         rank = rank - before.index_select(-1, first)
     keep = candidate & (rank <= window_size)
