@@ -19,8 +19,8 @@ struct FwdTraits {
   static constexpr int kThreads = 128 * (kConsumers + 1);
   // Registers a thread: what the producer gives up goes to the consumers. 128 * (kConsumers * kConsumerRegisters +
   // kProducerRegisters) fits the 65536 of an SM.
-  static constexpr int kProducerRegisters = kConsumers == 2 ? 24 : 32;
-  static constexpr int kConsumerRegisters = kConsumers == 2 ? 240 : 160;
+  static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
+  static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
   // TMA copies panels as wide as the swizzle of shared memory: 128 bytes, or 64 where head_dim is no multiple of that.
   static constexpr int kPanelCols = kHeadDim % 64 == 0 ? 64 : 32;
   static constexpr int kPanels = kHeadDim / kPanelCols;
