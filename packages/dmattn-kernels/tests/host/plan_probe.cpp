@@ -16,8 +16,11 @@ namespace {
 int32_t missing_arch = 0;  // has no units
 }
 
-// CMake generates this with the table of units; here every one of them is there.
-bool has_unit(const Unit& unit) { return static_cast<int32_t>(unit.arch) != missing_arch; }
+// CMake generates this with the table of units; here every one that cmake/units.cmake lists is there.
+bool has_unit(const Unit& unit) {
+  const bool is_listed = unit.arch == Arch{80} || (unit.direction == Direction::kForward && !unit.gathered);
+  return is_listed && static_cast<int32_t>(unit.arch) != missing_arch;
+}
 
 namespace {
 
@@ -97,6 +100,7 @@ void put_kernel_choice(Json& json, const Plan& plan) {
   json.put("block_m", plan.tile.block_m);
   json.put("block_n", plan.tile.block_n);
   json.put("dim_tile", plan.unit.head_dim_tile);
+  json.put("arch", static_cast<int>(plan.unit.arch));
   json.put("level", static_cast<int>(plan.choice.level));
   json.put("walk", static_cast<int>(plan.walk));
   json.put("gathered", plan.unit.gathered);
