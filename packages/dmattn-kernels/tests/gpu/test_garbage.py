@@ -38,7 +38,10 @@ def test_nothing_is_damaged(case: Case, seed: int) -> None:
 @pytest.mark.parametrize("seed", range(SEEDS))
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("window", [None, 20])
-def test_packed_sequences_through_torch(window: int | None, deterministic: bool, seed: int) -> None:
+@pytest.mark.parametrize("same", [True, False], ids=["one tensor", "two tensors"])
+def test_packed_sequences_through_torch(
+    same: bool, window: int | None, deterministic: bool, seed: int
+) -> None:
     """Wrong cu_seqlens in the public function, forward and backward; other tensors stay alone."""
     device, draw = torch.device("cuda"), np.random.default_rng(seed)
     total, sequences, longest = 400, 6, 130
@@ -51,7 +54,7 @@ def test_packed_sequences_through_torch(window: int | None, deterministic: bool,
     cu_seqlens = torch.tensor(numbers, dtype=torch.int32, device=device)
     others = [torch.full((1 << 16,), 7, device=device, dtype=torch.int32) for _ in range(8)]
     out = dmattn.flash_dmattn_varlen_func(
-        *(q, k, v, cu_seqlens, cu_seqlens, longest, longest),
+        *(q, k, v, cu_seqlens, cu_seqlens if same else cu_seqlens.clone(), longest, longest),
         attn_bias=bias,
         is_causal=True,
         deterministic=deterministic,

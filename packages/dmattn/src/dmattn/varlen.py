@@ -152,11 +152,11 @@ def flash_dmattn_varlen_func(
         value,
         attn_mask,
         attn_bias,
-        softmax_scale,
-        is_causal,
-        softcap,
-        deterministic,
         packing,
+        softmax_scale=softmax_scale,
+        is_causal=is_causal,
+        softcap=softcap,
+        deterministic=deterministic,
     )
     if window is None:
         out, lse = attend(problem, backend)
@@ -217,7 +217,8 @@ def _rows_of_keys(problem: Problem, packing: Packing) -> Tensor | None:
     stops_q, stops_k = cu_seqlens_q[1:].long(), cu_seqlens_k[1:].long()
     sequence = torch.searchsorted(stops_q, row, right=True).clamp(max=len(stops_q) - 1)
     position = row + (stops_k - stops_q)[sequence]
-    in_sequence = (position >= cu_seqlens_k.long()[sequence]) & (position < total_k)
+    first = cu_seqlens_k.long()[sequence].clamp(min=0)  # wrong boundaries may be negative
+    in_sequence = (position >= first) & (position < total_k)
     return torch.where(in_sequence, position, total_k)
 
 

@@ -26,29 +26,38 @@ struct AttentionBlock {
   // the sequence out.
   __device__ __forceinline__ bool find_sequence() {
     if (!is_packed()) return true;
-    const auto cut = [&] { return read_packed_seqlens(p.packing, batch, p.seqlen_q, p.seqlen_k); };
     if constexpr (T::kKeepsSeqlens) {
-      if (threadIdx.x == 0) *kept_seqlens() = cut();
+      if (threadIdx.x == 0) *kept_seqlens() = read_packed_seqlens(p.packing, batch, p.seqlen_q, p.seqlen_k);
       __syncthreads();
       return true;
     } else {
-      return fits(p.packing, batch, cut());
+      return fits_packed_range(p.packing.cu_seqlens_q, batch, p.packing.total_q, p.seqlen_q) &&
+             fits_packed_range(p.packing.cu_seqlens_k, batch, p.packing.total_k, p.seqlen_k);
     }
   }
   // Packed lengths are read again after each barrier: kept in registers through the loop, they spilled others. Where
-  // shared memory has no room for them, cu_seqlens itself is read again, and wrong sequences are left out, because
-  // cutting them each time would take hundreds of instructions.
-  __device__ __forceinline__ SeqlenInfo packed_seqlens() const {
-    return T::kKeepsSeqlens ? *kept_seqlens() : given_packed_seqlens(p.packing, batch);
-  }
+  // shared memory has no room for them, cu_seqlens itself is read again, and wrong sequences are left out: cutting them
+  // at each use would take hundreds of instructions.
   __device__ __forceinline__ SeqlenInfo* kept_seqlens() const {
     return reinterpret_cast<SeqlenInfo*>(smem + T::kSeqlens);
   }
   // Rows and keys of other sequences in front of this one, and its lengths.
-  __device__ __forceinline__ int first_row() const { return is_packed() ? packed_seqlens().first_row : 0; }
-  __device__ __forceinline__ int keys_before() const { return is_packed() ? packed_seqlens().first_key : 0; }
-  __device__ __forceinline__ int seqlen_q() const { return is_packed() ? packed_seqlens().seqlen_q : p.seqlen_q; }
-  __device__ __forceinline__ int seqlen_k() const { return is_packed() ? packed_seqlens().seqlen_k : p.seqlen_k; }
+  __device__ __forceinline__ int first_row() const {
+    if (!is_packed()) return 0;
+    return T::kKeepsSeqlens ? kept_seqlens()->first_row : p.packing.cu_seqlens_q[batch];
+  }
+  __device__ __forceinline__ int keys_before() const {
+    if (!is_packed()) return 0;
+    return T::kKeepsSeqlens ? kept_seqlens()->first_key : p.packing.cu_seqlens_k[batch];
+  }
+  __device__ __forceinline__ int seqlen_q() const {
+    if (!is_packed()) return p.seqlen_q;
+    return T::kKeepsSeqlens ? kept_seqlens()->seqlen_q : p.packing.cu_seqlens_q[batch + 1] - first_row();
+  }
+  __device__ __forceinline__ int seqlen_k() const {
+    if (!is_packed()) return p.seqlen_k;
+    return T::kKeepsSeqlens ? kept_seqlens()->seqlen_k : p.packing.cu_seqlens_k[batch + 1] - keys_before();
+  }
   // Where a tile's keys count from: in their sequence, or, listed, in all sequences.
   __device__ __forceinline__ int first_key() const { return T::kGathered ? 0 : keys_before(); }
   // Row i sees the keys up to i + causal_offset(), as tiles count them.

@@ -35,18 +35,10 @@ __device__ __forceinline__ SeqlenInfo read_packed_seqlens(const Packing& packing
   return {q.first, q.length, k.first, k.length};
 }
 
-// The same without cutting anything: for sequences that fit.
-__device__ __forceinline__ SeqlenInfo given_packed_seqlens(const Packing& packing, int sequence) {
-  const int first_row = packing.cu_seqlens_q[sequence], first_key = packing.cu_seqlens_k[sequence];
-  return {first_row, packing.cu_seqlens_q[sequence + 1] - first_row, first_key,
-          packing.cu_seqlens_k[sequence + 1] - first_key};
-}
-// Whether nothing of the sequence is cut.
-__device__ __forceinline__ bool fits(const Packing& packing, int sequence, const SeqlenInfo& cut) {
-  return packing.cu_seqlens_q[sequence] == cut.first_row &&
-         packing.cu_seqlens_q[sequence + 1] == cut.first_row + cut.seqlen_q &&
-         packing.cu_seqlens_k[sequence] == cut.first_key &&
-         packing.cu_seqlens_k[sequence + 1] == cut.first_key + cut.seqlen_k;
+// Whether a sequence needs no cutting.
+__device__ __forceinline__ bool fits_packed_range(const int32_t* cu_seqlens, int sequence, int total, int max_length) {
+  const int first = cu_seqlens[sequence], end = cu_seqlens[sequence + 1];
+  return first >= 0 && first <= end && end <= total && end - first <= max_length;
 }
 
 // The rows that block `slot` of an array laid out by first_packed_block() stands for.

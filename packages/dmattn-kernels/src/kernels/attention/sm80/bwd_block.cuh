@@ -140,17 +140,17 @@ struct BwdBlock : AttentionBlock<T, BwdParams> {
       n_block = tile - __ldg(first_tile + i);
       head_k = i % p.nheads_k;
       batch = i / p.nheads_k;
-      if (!Base::find_sequence()) return false;
+      const bool fits = Base::find_sequence();
       list = Base::list_of(list_head(), list_index());
-      keys_total = read_list_count(p.keys, list_index());
+      keys_total = fits ? read_list_count(p.keys, list_index()) : 0;
     } else {
       num_splits = p.num_splits;
       WorkIndex work(slot / num_splits);
       n_block = work.take((p.seqlen_k + kBlockN - 1) / kBlockN);
       head_k = work.take(p.nheads_k);
       batch = work.rest;
-      if (!Base::find_sequence()) return false;
-      keys_total = seqlen_k();
+      const bool fits = Base::find_sequence();
+      keys_total = fits ? seqlen_k() : 0;  // returning here instead made the largest kernel spill
     }
     key0 = n_block * kBlockN;
     keys = min(kBlockN, keys_total - key0);
