@@ -235,6 +235,17 @@ def test_row_masks_of_two_dimensions() -> None:
     assert flash_dmattn_func(*one.inputs[:3], mask[:1]).shape == (1, 1, 4, 8)
 
 
+def test_devices_that_no_backend_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "BACKENDS", [registry.named("cuda")])
+    case = random_case()
+    for leaves in (case, case.requiring_grad()):
+        with pytest.raises(ValueError, match="query: got device cpu, wanted cuda"):
+            flash_dmattn_func(*leaves.inputs)
+    monkeypatch.setattr(dispatch, "_PROBES", None)
+    with pytest.raises(ValueError, match="query: got device cpu, wanted cuda"):
+        flash_dmattn_func(*case.inputs)
+
+
 def test_explain() -> None:
     case = random_case(bias_shape=(1, 2, 1, 11))
     assert explain(*case.inputs) == (
