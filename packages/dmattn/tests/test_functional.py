@@ -288,6 +288,25 @@ def test_inputs_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(checked) == 1
 
 
+def test_results_without_lse_rest_reach_the_operator() -> None:
+    """A backend may have none; a graph of the backward takes the operator, which has to take it."""
+
+    class NoRest(Counting):
+        def forward(self, problem: Problem, for_backward: bool = True) -> Results:
+            return super().forward(problem, for_backward)._replace(lse_rest=None)
+
+    case = random_case()
+    leaves = case.requiring_grad()
+    grads = []
+    for create_graph in (False, True):
+        with preferred(NoRest()):
+            out = flash_dmattn_func(*leaves.inputs)
+            grads += torch.autograd.grad(out, leaves.query, case.dout, create_graph=create_graph)
+            through = torch.ops.dmattn.fwd(*case.inputs)
+            assert through[2].shape == (0,)
+    assert torch.equal(*grads)
+
+
 def test_gradients_of_gradients_in_batches() -> None:
     """is_grads_batched hands batches to the backward of an eager call, which are no numbers."""
     leaves = random_case(bias_shape=(1, 2, 1, 11)).requiring_grad()
