@@ -193,6 +193,13 @@ def _sdpa(
     return out.transpose(1, 2)
 
 
+def sdpa_here(data: Data) -> Tensor:
+    """SDPA by the backend that the caller has chosen; without grouped heads."""
+    q, k, v = data.heads_first()
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=data.case.causal)
+    return out.transpose(1, 2)
+
+
 def sdpa_flash(data: Data) -> Tensor:
     return _sdpa(data, SDPBackend.FLASH_ATTENTION, causal=data.case.causal)
 

@@ -12,6 +12,7 @@ makes the table and the plots from such a file later, on any machine.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import datetime
 import functools
 import gc
@@ -25,11 +26,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import dmattn
 from benchmarks import render
 from benchmarks.cases import CASES, Case
-from benchmarks.peers import CONTENDERS, Data, calls, make_data
+from benchmarks.peers import CONTENDERS, Data, calls, make_data, sdpa_here
 from benchmarks.timing import Call, Clock, graphed, host_microseconds, peak_bytes_beside
 
 Row = dict[str, Any]
@@ -94,14 +96,29 @@ def _row(case: Case, name: str, phase: str) -> Row:
 
 
 def host_time(device: torch.device) -> list[Row]:
-    """Host microseconds of one small forward call, eager, without gradients."""
-    small = Case("host time", "B1 S64 H4 D64", (), 1, 64, 64, 4, 4, 64, backward=False)
-    data = make_data(small, device)
+    """Host microseconds of small eager calls: forward, forward and backward, forward with a window.
+
+    The window's row stands beside the forward of SDPA, which has none.
+    """
+    small = Case("host time", "B1 S64 H4 D64", (), 1, 64, 64, 4, 4, 64)
+    top = Case("host time", "B1 S256 H4 D64 w64", (), 1, 256, 256, 4, 4, 64, causal=True, kept=64)
+    top = dataclasses.replace(top, bias="key", running=True)
     rows = []
-    with torch.no_grad():
-        for name in ("dmattn", "sdpa_flash"):
-            microseconds = host_microseconds(functools.partial(CONTENDERS[name][1], data))
-            rows.append(_row(small, name, "forward") | {"us": microseconds})
+    for case, names in ((small, ("dmattn", "sdpa_flash")), (top, ("dmattn_window", "sdpa_flash"))):
+        data = make_data(case, device)
+        for name in names:
+            compute = CONTENDERS[name][1]
+            # Chosen once here: inside of each call the choice would count as SDPA's own time.
+            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+                if name == "sdpa_flash":
+                    compute = sdpa_here
+                with torch.no_grad():
+                    microseconds = host_microseconds(functools.partial(compute, data))
+                rows.append(_row(case, name, "forward") | {"us": microseconds})
+                if case is small:
+                    step = functools.partial(_step, compute, data, data.wanted())
+                    both = host_microseconds(step, rounds=15)
+                    rows.append(_row(case, name, "forward + backward") | {"us": both})
     return rows
 
 

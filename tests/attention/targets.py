@@ -73,7 +73,8 @@ def _cuda(family: str, repeats: bool = False) -> Target:
 TARGETS = {
     row.name: row
     for row in (
-        _cuda("sm80"),
+        _cuda("sm90"),
+        _cuda("sm80", repeats=True),
         _cuda("sm89", repeats=True),
         Target("cpu", None, "cpu", dtypes=(*HALF, "f32", "f64"), share=10),
         Target(
@@ -98,7 +99,7 @@ def target() -> Target:
     wanted = os.environ.get(TARGET_VARIABLE)
     if wanted is None:
         on_cuda = torch.cuda.is_available()
-        row = TARGETS[f"cuda-{os.environ.get('DMATTN_ARCH', 'sm80')}" if on_cuda else "cpu"]
+        row = TARGETS[f"cuda-{os.environ.get('DMATTN_ARCH', 'sm90')}" if on_cuda else "cpu"]
         return dataclasses.replace(row, env={})
     if wanted not in TARGETS:
         raise RuntimeError(f"{TARGET_VARIABLE}: got {wanted!r}, wanted one of {list(TARGETS)}")

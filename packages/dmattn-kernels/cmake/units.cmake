@@ -2,15 +2,18 @@
 # gathered}. Each becomes a source file in the build folder and a row of the table behind kernels/units.h. Sets
 # DMATTN_UNIT_SOURCES.
 #
-# For each architecture: the folder of its kernels in src/kernels/attention, what its units are compiled for, and its directions.
+# For each architecture: the folder of its kernels in src/kernels/attention, what its units are compiled for, its directions and walks.
 # "general" is everything in DMATTN_CUDA_ARCHS but code that only one architecture runs (sm_90a); otherwise it is such a
 # code, and the architecture is left out unless DMATTN_CUDA_ARCHS has it. Directions may be missing: the row in
 # src/host/arch.cpp says whose units stand in.
-set(DMATTN_UNIT_ARCHS sm80)
+set(DMATTN_UNIT_ARCHS sm80 sm90)
 set(code_sm80 general)
 set(directions_sm80 fwd bwd decode)
+set(walks_sm80 tiled gathered)
+set(code_sm90 sm_90a)
+set(directions_sm90 fwd)
+set(walks_sm90 tiled)
 
-set(DMATTN_WALKS tiled gathered)
 set(element_f16 cutlass::half_t)
 set(element_bf16 cutlass::bfloat16_t)
 set(dtype_f16 kFloat16)
@@ -69,7 +72,7 @@ foreach(arch IN LISTS DMATTN_UNIT_ARCHS)
   foreach(direction IN LISTS directions_${arch})
     foreach(dtype IN LISTS DMATTN_DTYPES)
       foreach(head_dim IN LISTS DMATTN_HEAD_DIMS)
-        foreach(walk IN LISTS DMATTN_WALKS)
+        foreach(walk IN LISTS walks_${arch})
           dmattn_add_unit("${arch}" "${direction}" "${dtype}" "${head_dim}" "${walk}" "${gencodes}")
         endforeach()
       endforeach()

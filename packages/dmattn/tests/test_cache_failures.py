@@ -182,6 +182,7 @@ def test_wrong_prompts(
     assert_equal(cache, before)
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("evict", [True, False])
 def test_wrong_tokens(evict: bool) -> None:
     cache = prefilled(evict, 3)

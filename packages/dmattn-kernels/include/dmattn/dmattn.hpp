@@ -71,48 +71,44 @@ inline dmattn_tensor make_tensor(void* data, dmattn_dtype dtype, std::initialize
   return tensor;
 }
 
+namespace detail {
+
+// The two functions of each operation.
+template <class Params>
+struct Functions {
+  dmattn_status (*workspace_size)(const Params*, size_t*);
+  dmattn_status (*launch)(const Params*, void*, size_t, void*);
+};
+inline Functions<dmattn_fwd_params> functions(const dmattn_fwd_params&) {
+  return {dmattn_fwd_workspace_size, dmattn_fwd};
+}
+inline Functions<dmattn_bwd_params> functions(const dmattn_bwd_params&) {
+  return {dmattn_bwd_workspace_size, dmattn_bwd};
+}
+inline Functions<dmattn_select_params> functions(const dmattn_select_params&) {
+  return {dmattn_select_workspace_size, dmattn_select_keys};
+}
+inline Functions<dmattn_build_key_lists_params> functions(const dmattn_build_key_lists_params&) {
+  return {dmattn_build_key_lists_workspace_size, dmattn_build_key_lists};
+}
+inline Functions<dmattn_cache_append_params> functions(const dmattn_cache_append_params&) {
+  return {dmattn_cache_append_workspace_size, dmattn_cache_append};
+}
+
+}  // namespace detail
+
 // Bytes of device scratch that launch() with these parameters needs.
-inline size_t workspace_size(const dmattn_fwd_params& params) {
+template <class Params>
+size_t workspace_size(const Params& params) {
   size_t bytes = 0;
-  check(dmattn_fwd_workspace_size(&params, &bytes));
-  return bytes;
-}
-inline size_t workspace_size(const dmattn_bwd_params& params) {
-  size_t bytes = 0;
-  check(dmattn_bwd_workspace_size(&params, &bytes));
-  return bytes;
-}
-inline size_t workspace_size(const dmattn_select_params& params) {
-  size_t bytes = 0;
-  check(dmattn_select_workspace_size(&params, &bytes));
-  return bytes;
-}
-inline size_t workspace_size(const dmattn_build_key_lists_params& params) {
-  size_t bytes = 0;
-  check(dmattn_build_key_lists_workspace_size(&params, &bytes));
-  return bytes;
-}
-inline size_t workspace_size(const dmattn_cache_append_params& params) {
-  size_t bytes = 0;
-  check(dmattn_cache_append_workspace_size(&params, &bytes));
+  check(detail::functions(params).workspace_size(&params, &bytes));
   return bytes;
 }
 
 // Enqueues the operation on stream, a cudaStream_t.
-inline void launch(const dmattn_fwd_params& params, void* workspace, size_t bytes, void* stream) {
-  check(dmattn_fwd(&params, workspace, bytes, stream));
-}
-inline void launch(const dmattn_bwd_params& params, void* workspace, size_t bytes, void* stream) {
-  check(dmattn_bwd(&params, workspace, bytes, stream));
-}
-inline void launch(const dmattn_select_params& params, void* workspace, size_t bytes, void* stream) {
-  check(dmattn_select_keys(&params, workspace, bytes, stream));
-}
-inline void launch(const dmattn_build_key_lists_params& params, void* workspace, size_t bytes, void* stream) {
-  check(dmattn_build_key_lists(&params, workspace, bytes, stream));
-}
-inline void launch(const dmattn_cache_append_params& params, void* workspace, size_t bytes, void* stream) {
-  check(dmattn_cache_append(&params, workspace, bytes, stream));
+template <class Params>
+void launch(const Params& params, void* workspace, size_t bytes, void* stream) {
+  check(detail::functions(params).launch(&params, workspace, bytes, stream));
 }
 
 }  // namespace dmattn

@@ -10,13 +10,33 @@ namespace dmattn {
 namespace {
 
 template <TileSet kTiles>
-FwdTile sm80_fwd_tile(int d, Level level, bool gathered) {
-  return fwd_tile(kTiles, d, level, gathered);
+FwdTile sm80_fwd_tile(const FwdParams& p, Level level, bool gathered) {
+  return fwd_tile(kTiles, head_dim_tile(p.head_dim), level, gathered);
 }
 template <TileSet kTiles>
 BwdTile sm80_bwd_tile(int d) {
   return bwd_tile(kTiles, d);
 }
+
+FwdTile sm90_fwd_tile_of(const FwdParams& p, Level, bool) {
+  const Sm90FwdTile tile = sm90_fwd_tile(sm90_fwd_head_dim(p.head_dim), sm90_fwd_is_short(p.seqlen_q));
+  return {tile.block_m(), tile.block_n, 4 * (tile.consumers + 1)};
+}
+// TMA takes strides of at most 2^40 bytes, and none of 0: an expanded view.
+bool has_tma_strides(const Strides3& stride, int32_t batch, int32_t rows, int32_t heads) {
+  constexpr int64_t kLimit = int64_t{1} << 39;  // in 16-bit elements
+  const auto fits = [](int64_t step, int32_t extent) { return extent == 1 || (step > 0 && step < kLimit); };
+  return fits(stride.batch, batch) && fits(stride.row, rows) && fits(stride.head, heads);
+}
+bool sm90_serves_fwd(const FwdParams& p, Level level) {
+  return level == Level::kPlain && has_tma_strides(p.q_stride, p.batch, p.seqlen_q, p.nheads) &&
+         has_tma_strides(p.k_stride, p.batch, p.seqlen_k, p.nheads_k) &&
+         has_tma_strides(p.v_stride, p.batch, p.seqlen_k, p.nheads_k) &&
+         has_tma_strides(p.out_stride, p.batch, p.seqlen_q, p.nheads);
+}
+
+// Hopper's own instructions are not in PTX that newer chips run: the code is for 9.0 alone.
+bool is_hopper(int32_t capability) { return capability == 90; }
 
 // Chips whose native code holds the narrow tiles: those compiled from compute_89.
 bool has_narrow_tiles(int32_t capability) { return capability == 89 || capability / 10 == 12; }
@@ -27,10 +47,14 @@ constexpr int32_t kNewest = INT32_MAX;
 // architectures come before older ones.
 // sm89 is the sm80 code with tiles that fit 99 KB: chips of 8.6, 8.9 and 12.x have no more.
 constexpr KernelSet kKernelSets[] = {
+    {"sm90", Arch{90}, TileSet::kWide, 90, 90, /*smem_per_block=*/227 * 1024, is_hopper, /*fallback=*/"sm80",
+     sm90_fwd_tile_of, /*bwd_tile=*/nullptr, sm90_serves_fwd, /*is_persistent=*/true},
     {"sm80", Arch{80}, TileSet::kWide, 80, kNewest, smem_limit(TileSet::kWide), /*is_compiled_for=*/nullptr,
-     /*fallback=*/nullptr, sm80_fwd_tile<TileSet::kWide>, sm80_bwd_tile<TileSet::kWide>},
+     /*fallback=*/nullptr, sm80_fwd_tile<TileSet::kWide>, sm80_bwd_tile<TileSet::kWide>,
+     /*serves_fwd=*/nullptr, /*is_persistent=*/false},
     {"sm89", Arch{80}, TileSet::kNarrow, 80, kNewest, smem_limit(TileSet::kNarrow), has_narrow_tiles,
-     /*fallback=*/nullptr, sm80_fwd_tile<TileSet::kNarrow>, sm80_bwd_tile<TileSet::kNarrow>},
+     /*fallback=*/nullptr, sm80_fwd_tile<TileSet::kNarrow>, sm80_bwd_tile<TileSet::kNarrow>,
+     /*serves_fwd=*/nullptr, /*is_persistent=*/false},
 };
 constexpr int32_t kOldestCapability = 80;
 
@@ -105,10 +129,15 @@ const KernelSet& choose_kernel_set(const Chip& chip, const char* forced, const c
 }
 
 const KernelSet& resolve_unit(const KernelSet& kernels, Unit& unit) {
+  return resolve_unit(kernels, unit, [](const KernelSet&) { return true; });
+}
+
+const KernelSet& resolve_unit(const KernelSet& kernels, Unit& unit,
+                              const std::function<bool(const KernelSet&)>& serves) {
   for (const KernelSet* set = &kernels; set != nullptr;
        set = set->fallback != nullptr ? find_kernel_set(set->fallback) : nullptr) {
     unit.arch = set->arch;
-    if (has_unit(unit)) return *set;
+    if (has_unit(unit) && serves(*set)) return *set;
   }
   const char* direction = unit.direction == Direction::kForward    ? "forward"
                           : unit.direction == Direction::kBackward ? "backward"

@@ -2,8 +2,10 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 
 #include "host/units.h"
+#include "kernels/params.h"
 #include "kernels/tiles.h"
 
 namespace dmattn {
@@ -20,8 +22,12 @@ struct KernelSet {
   bool (*is_compiled_for)(int32_t capability);
   // Name of the set whose units stand in where `arch` has none of its own; nullptr: none does.
   const char* fallback;
-  FwdTile (*fwd_tile)(int head_dim_tile, Level level, bool gathered);
+  FwdTile (*fwd_tile)(const FwdParams& p, Level level, bool gathered);
   BwdTile (*bwd_tile)(int head_dim_tile);
+  // Whether its forward units compute this problem; nullptr: every one that they are compiled for.
+  bool (*serves_fwd)(const FwdParams& p, Level level);
+  // Its forward kernels stay on an SM and take one row block after the other; they do not split the keys.
+  bool is_persistent;
 };
 
 // What is known of a GPU.
@@ -46,8 +52,9 @@ struct Chip {
 // Fails with DMATTN_ERROR_UNSUPPORTED where nothing fits, and _INVALID_VALUE for a name that there is not.
 const KernelSet& choose_kernel_set(const Chip& chip, const char* forced, const char* built_for, bool has_all_tiles);
 
-// The set whose unit does this work: `kernels`, or the first of its fallbacks that has one. unit.arch is set to its
-// architecture. Fails with DMATTN_ERROR_UNSUPPORTED where this build has none.
+// The set whose unit does this work: `kernels`, or the first of its fallbacks that has one and for which serves(set) is
+// true. unit.arch is set to its architecture. Fails with DMATTN_ERROR_UNSUPPORTED where this build has none.
+const KernelSet& resolve_unit(const KernelSet& kernels, Unit& unit, const std::function<bool(const KernelSet&)>& serves);
 const KernelSet& resolve_unit(const KernelSet& kernels, Unit& unit);
 
 }  // namespace dmattn

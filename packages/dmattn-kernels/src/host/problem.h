@@ -21,7 +21,8 @@ inline bool is_packed(const dmattn_bwd_params& p) { return is_present(p.cu_seqle
 // A packed mask or bias with an entry per key, the same for all rows.
 inline bool is_per_key(const dmattn_tensor& packed) { return packed.ndim == 2; }
 
-// Which operands are per key: no longer to be seen in the form of with_batch().
+// Which packed operands have an entry per key. with_batch() gives them four dimensions like all others, so that their
+// shapes no longer tell.
 struct PerKey {
   bool mask = false, bias = false;
 };
@@ -97,8 +98,8 @@ Strides3 read_lse_strides(const dmattn_tensor& t);
 // Whether every row starts on 16 bytes.
 bool is_vec16(const void* ptr, const Strides3& stride, Dtype dtype);
 
-// batch == 0 when there is no mask. Dimensions expanded by a stride of 0 count as broadcast, so
-// that an expanded mask is read once.
+// batch == 0 when there is no mask. Dimensions expanded by a stride of 0 count as broadcast, so that an expanded mask is
+// read once.
 MaskSource read_mask(const dmattn_tensor& mask, const Problem& x, bool per_key);
 inline bool has_mask(const MaskSource& mask) { return mask.batch > 0; }
 // The same keys for every row: such a mask becomes a list of keys.
@@ -116,7 +117,7 @@ constexpr bool is_selection(KeyWalk walk) { return walk == KeyWalk::kSelectionLi
 
 // The lists of a selection as they are written; head_ratio is left for the caller to set.
 KeyList read_lists(const dmattn_key_selection& selection);
-// The same as attention reads them: all keys of a single query row's list are kept, and nothing is left to test.
+// The same as attention reads them: a single query row keeps all keys of its list, which becomes a plain one.
 KeyList read_selection(const dmattn_key_selection& selection, const Problem& x);
 // `selection`: what read_selection() gave, or an empty list where there is none.
 KeyWalk choose_walk(const MaskSource& mask, const KeyList& selection, bool has_selection);

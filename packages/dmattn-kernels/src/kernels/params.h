@@ -155,6 +155,8 @@ struct FwdParams {
   MaskBits mask;    // bits == nullptr: no dense mask
   KeyList keys;     // idx == nullptr: not gathered
   Packing packing;  // num_splits is 1 then
+  // Hopper, where there are more row blocks than thread blocks: one number, which counts those that are taken.
+  int32_t* work_counter = nullptr;
 };
 
 // The token that a cache of the best keys takes in before its queries attend (see cache/cache.h).

@@ -1,4 +1,4 @@
-// The tile shapes of the sm80 kernels: read by the host, which plans with them (src/host), and by the kernels.
+// The tile shapes of the kernels: read by the host, which plans with them (src/host), and by the kernels.
 #pragma once
 
 #include <cstdint>
@@ -53,6 +53,27 @@ constexpr FwdTile fwd_tile(TileSet tiles, int d, Level level, bool gathered) {
          : d <= 128                  ? FwdTile{128, 64, 4}                                     // 64 KB: 2 blocks an SM
          : tiles == TileSet::kNarrow ? FwdTile{64, 32, 4}    // 64 KB: 128 KB would not fit
                                      : FwdTile{128, 64, 8};  // 128 KB: 1 block an SM
+}
+
+// The forward on Hopper: warpgroups of 64 rows each, and the keys of a tile. Two stages of K and of V fit the 227 KB of
+// a block beside Q.
+struct Sm90FwdTile {
+  int consumers, block_n;
+  constexpr int block_m() const { return 64 * consumers; }
+};
+// Head dimensions that have kernels of their own; others are rounded up to one of these.
+constexpr int sm90_fwd_head_dim(int head_dim) {
+  return head_dim <= 64 ? 64 : head_dim <= 96 ? 96 : head_dim <= 128 ? 128 : head_dim <= 192 ? 192 : 256;
+}
+// Tall tiles waste more of the work on short causal rows.
+constexpr bool sm90_fwd_is_short(int seqlen_q) { return seqlen_q <= 1024; }
+constexpr Sm90FwdTile sm90_fwd_tile(int d, bool is_short) {
+  return d <= 64    ? (is_short ? Sm90FwdTile{2, 128}    // 96 KB
+                                : Sm90FwdTile{3, 128})   // 112 KB: hides a softmax that takes as long as the products
+         : d <= 96  ? Sm90FwdTile{2, 128}                // 144 KB
+         : d <= 128 ? Sm90FwdTile{2, 128}                // 192 KB
+         : d <= 192 ? Sm90FwdTile{2, 112}                // 216 KB
+                    : Sm90FwdTile{2, 80};                // 224 KB
 }
 
 constexpr BwdTile bwd_tile(TileSet tiles, int d) {

@@ -32,4 +32,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _runs(item: pytest.Item) -> bool:
     if is_quick() and item.get_closest_marker("slow"):
         return False
-    return family() == "sm80" or item.get_closest_marker("each_family") is not None
+    return family() == "sm90" or item.get_closest_marker("each_family") is not None

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 
-FAMILY_VARIABLE = "DMATTN_ARCH"  # which tile shapes the kernels take
+FAMILY_VARIABLE = "DMATTN_ARCH"  # which kernels run
 SHARE_VARIABLE = "DMATTN_TEST_SHARE"  # every how many-th case a run takes
 
 
 def family() -> str:
-    return os.environ.get(FAMILY_VARIABLE, "sm80")
+    return os.environ.get(FAMILY_VARIABLE, "sm90")
 
 
 def is_quick() -> bool:

@@ -16,8 +16,11 @@ namespace {
 int32_t missing_arch = 0;  // has no units
 }
 
-// CMake generates this with the table of units; here every one of them is there.
-bool has_unit(const Unit& unit) { return static_cast<int32_t>(unit.arch) != missing_arch; }
+// CMake generates this with the table of units; here every one that cmake/units.cmake lists is there.
+bool has_unit(const Unit& unit) {
+  const bool is_listed = unit.arch == Arch{80} || (unit.direction == Direction::kForward && !unit.gathered);
+  return is_listed && static_cast<int32_t>(unit.arch) != missing_arch;
+}
 
 namespace {
 
@@ -97,6 +100,7 @@ void put_kernel_choice(Json& json, const Plan& plan) {
   json.put("block_m", plan.tile.block_m);
   json.put("block_n", plan.tile.block_n);
   json.put("dim_tile", plan.unit.head_dim_tile);
+  json.put("arch", static_cast<int>(plan.unit.arch));
   json.put("level", static_cast<int>(plan.choice.level));
   json.put("walk", static_cast<int>(plan.walk));
   json.put("gathered", plan.unit.gathered);
@@ -237,6 +241,69 @@ extern "C" int probe_bwd(const dmattn_bwd_params* params, const char* kernels, i
     });
     return describe(plan, chosen, bwd_launch_params(plan, bwd_round_params(plan, chosen), b, hk, g));
   });
+}
+
+namespace dmattn {
+namespace {
+
+std::string describe(const SelectionPlan& plan) {
+  const prep::SelectPlan& steps = plan.steps;
+  Json json;
+  json.put("workspace_bytes", plan.workspace_bytes);
+  json.put("rows", steps.rows);
+  json.put("offset", steps.offset);
+  json.put("digits", steps.digits);
+  json.put("single_list", steps.single_list);
+  json.put("one_launch", steps.one_launch);
+  json.put("grid_keys", steps.grid_keys);
+  json.put("chunks", steps.chunks);
+  json.put("sets", steps.sets);
+  json.put("first_set", steps.first_set);
+  json.put("set_origin", steps.set_origin);
+  json.put("super_keys", steps.super_keys);
+  json.put("set_capacity", steps.set_capacity);
+  json.put("ord_pitch", steps.ord_pitch);
+  json.put("zero_bytes", steps.zero_bytes);
+  json.put_address("ord", steps.ord);
+  json.put_address("document", steps.document);
+  json.put_address("hist", steps.hist);
+  json.put_address("arrived", steps.arrived);
+  json.put_address("digit_state", steps.digit_state);
+  json.put_address("chunk_above", steps.chunk_above);
+  json.put_address("chunk_suffix", steps.chunk_suffix);
+  json.put_address("chunk_counts", steps.chunk_counts);
+  json.put_address("set_ord", steps.set_ord);
+  json.put_address("set_key", steps.set_key);
+  json.put_address("set_count", steps.set_count);
+  return json.text();
+}
+
+std::string describe(const KeyListsPlan& plan) {
+  Json json;
+  json.put("workspace_bytes", plan.workspace_bytes);
+  json.put("reach", plan.params.reach);
+  json.put("chunks", plan.params.chunks);
+  json.put_address("latest", plan.params.latest);
+  return json.text();
+}
+
+}  // namespace
+}  // namespace dmattn
+
+extern "C" int probe_select(const dmattn_select_params* params, const char* kernels, int num_sms, void* base, char* to,
+                            size_t size) {
+  using namespace dmattn;
+  return answer(to, size, [&] { return describe(placed_plan(params, device_of(kernels, num_sms), base)); });
+}
+
+extern "C" int probe_key_lists(const dmattn_build_key_lists_params* params, const char* kernels, int num_sms,
+                               void* base, char* to, size_t size) {
+  using namespace dmattn;
+  return answer(to, size, [&] { return describe(placed_plan(params, device_of(kernels, num_sms), base)); });
+}
+
+extern "C" int64_t probe_select_capacity(int64_t window, int64_t seqlen_k, int is_causal) {
+  return dmattn::select_capacity(window, seqlen_k, is_causal != 0);
 }
 
 extern "C" int probe_num_splits(int64_t blocks, int64_t resident, int key_tiles) {

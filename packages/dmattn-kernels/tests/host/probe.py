@@ -9,7 +9,7 @@ from typing import Any
 import abi
 from abi import BOOL, bwd_params, fwd_params, tensor
 
-SM80, SM89 = "sm80", "sm89"  # sets of kernels: names in src/host/arch.cpp
+SM80, SM89, SM90 = "sm80", "sm89", "sm90"  # sets of kernels: names in src/host/arch.cpp
 TILED, MASK_LIST, SELECTION_LIST, ROW_BLOCK_LISTS = range(4)  # KeyWalk
 KEY, TILE, DIRECT = 1, 2, 3  # BiasKind
 DB_NONE, DB_KEY, DB_TILE, DB_ACCUM = 0, 1, 2, 3  # DbiasKind
@@ -53,6 +53,20 @@ class Probe:
                 round,
                 *launch,
             ),
+            *(text, ctypes.c_size_t(len(text))),
+        )
+        return self._read(status, text)
+
+    def select(self, sms: int = 132, **fields: Any) -> Plan:
+        return self._describe("probe_select", abi.select_params(**fields), sms)
+
+    def key_lists(self, sms: int = 132, **fields: Any) -> Plan:
+        return self._describe("probe_key_lists", abi.build_key_lists_params(**fields), sms)
+
+    def _describe(self, function: str, params: abi.Params, sms: int) -> Plan:
+        text = ctypes.create_string_buffer(1 << 14)
+        status = getattr(self.library, function)(
+            *(ctypes.byref(params), SM80.encode(), sms, ctypes.c_void_p(WORKSPACE)),
             *(text, ctypes.c_size_t(len(text))),
         )
         return self._read(status, text)

@@ -9,9 +9,9 @@ import pytest
 
 import abi
 from abi import fwd_params
-from probe import SM80, SM89, Probe
+from probe import SM80, SM89, SM90, Probe
 
-RELEASE = "sm_80,sm_89,compute_80"
+RELEASE = "sm_80,sm_89,sm_90,sm_90a,compute_80"
 WIDE, NARROW = 227 << 10, 99 << 10  # bytes of shared memory a block
 
 
@@ -35,10 +35,15 @@ def kernel_set(
 
 @pytest.mark.parametrize(
     "capability, smem, name",
-    [(80, 163 << 10, SM80), (90, WIDE, SM80), (100, WIDE, SM80), (89, NARROW, SM89)],
+    [(80, 163 << 10, SM80), (90, WIDE, SM90), (100, WIDE, SM80), (89, NARROW, SM89)],
 )
 def test_chips_of_a_release(probe: ctypes.CDLL, capability: int, smem: int, name: str) -> None:
     assert kernel_set(probe, capability, smem) == (abi.OK, name)
+
+
+def test_hopper_code_is_for_hopper_alone(probe: ctypes.CDLL) -> None:
+    assert kernel_set(probe, 90, WIDE, built_for="sm_80,compute_80") == (abi.OK, SM80)
+    assert kernel_set(probe, 103, WIDE, built_for=RELEASE) == (abi.OK, SM80)
 
 
 @pytest.mark.parametrize("capability, native", [(86, False), (89, True), (120, True)])
@@ -65,7 +70,7 @@ def test_narrow_tiles_need_code_made_for_them(
             "sm70",
             False,
             abi.INVALID_VALUE,
-            "DMATTN_ARCH in the environment is 'sm70'; wanted sm80",
+            "DMATTN_ARCH in the environment is 'sm70'; wanted sm90 or sm80 or sm89",
         ),
     ],
 )

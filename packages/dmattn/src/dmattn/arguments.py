@@ -26,11 +26,12 @@ def checked_problem(
     value: Any,
     attn_mask: Any,
     attn_bias: Any,
+    packing: Packing | None = None,
+    *,
     softmax_scale: Any,
     is_causal: Any,
     softcap: Any,
     deterministic: Any,
-    packing: Packing | None = None,
 ) -> Problem:
     """The problem that the arguments of a public function mean.
 

@@ -400,27 +400,29 @@ class DynamicMaskCache:
         self._captured |= capturing
         if not capturing:
             self._check_room(new)
-        tokens = query.shape[1]
-        out = query.new_empty(query.shape)
-        before, done = (self._most_seen, self._is_empty), 0
+        before, done, outs = (self._most_seen, self._is_empty), 0, []
         try:
-            for t in range(tokens):
+            for t in range(query.shape[1]):
                 self._put_last(new, t)
                 done += 1
                 self._is_empty = False
-                out[:, t : t + 1] = self._attend_to_best(query[:, t : t + 1], scale, softcap)
+                outs.append(self._attend_to_best(query[:, t : t + 1], scale, softcap))
         except BaseException:
             self._take_back(new, done)
             self._most_seen, self._is_empty = before
             raise
-        return out
+        return torch.cat(outs, dim=1) if len(outs) > 1 else outs[0]
 
     def _put_last(self, new: CacheTokens, t: int) -> None:
         """Token t behind those that its sequence has."""
         now = slice(t, t + 1)
         active = None if new.active is None else new.active[:, now]
         token = CacheTokens(new.k[:, now], new.v[:, now], new.score[:, :, now].detach(), active)
-        torch.ops.dmattn.cache_append(*token, *self._tensors(), False)
+        if is_plain_call(*token):
+            append = cuda.append_to_cache if token.k.is_cuda else cpu.append_to_cache
+            append(token, self._tensors(), False)
+        else:
+            torch.ops.dmattn.cache_append(*token, *self._tensors(), False)
         self._most_seen += 1
 
     def _attend_to_best(self, query: Tensor, scale: float, softcap: float) -> Tensor:

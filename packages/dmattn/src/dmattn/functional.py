@@ -162,12 +162,12 @@ def flash_dmattn_func(
         value,
         attn_mask,
         attn_bias,
-        softmax_scale,
-        is_causal,
-        softcap,
-        deterministic,
         window_size,
         selection,
+        softmax_scale=softmax_scale,
+        is_causal=is_causal,
+        softcap=softcap,
+        deterministic=deterministic,
     )
     out, lse = _attend(problem, backend)
     if not (return_lse or return_attn_probs):
@@ -226,12 +226,9 @@ def _checked_problem(
     value: Any,
     attn_mask: Any,
     attn_bias: Any,
-    softmax_scale: Any,
-    is_causal: Any,
-    softcap: Any,
-    deterministic: Any,
     window_size: Any,
     selection: Any,
+    **settings: Any,
 ) -> Problem:
     """What the arguments of `flash_dmattn_func` mean, keys chosen."""
     window = None
@@ -245,17 +242,7 @@ def _checked_problem(
     given = attn_bias
     if window is not None or selection is not None:
         attn_bias = _four_dimensional(attn_bias)
-    problem = checked_problem(
-        query,
-        key,
-        value,
-        attn_mask,
-        attn_bias,
-        softmax_scale,
-        is_causal,
-        softcap,
-        deterministic,
-    )
+    problem = checked_problem(query, key, value, attn_mask, attn_bias, **settings)
     if window is not None:
         problem = _select(problem, window, given)
     elif selection is not None:

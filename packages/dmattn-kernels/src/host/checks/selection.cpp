@@ -1,4 +1,6 @@
 // Checks on selections of keys.
+#include <cstdint>
+
 #include "host/arithmetic.h"
 #include "host/checks/tensor.h"
 #include "host/plan/select.h"
@@ -76,6 +78,14 @@ void validate(const dmattn_select_params& p, PointerCheck& pointers) {
     }
     if (batch == 1) batch = shape[0];
     if (heads == 1) heads = shape[1];
+  }
+  if (seqlen_k > kMaxSelectKeys) {
+    fail(DMATTN_ERROR_INVALID_VALUE, "scores has %lld keys; wanted at most %d", static_cast<long long>(seqlen_k),
+         kMaxSelectKeys);
+  }
+  if (batch * heads > INT32_MAX) {
+    fail(DMATTN_ERROR_INVALID_VALUE, "scores and key_mask have %lld rows together (batch x heads); wanted at most %d",
+         static_cast<long long>(batch * heads), INT32_MAX);
   }
   const int64_t capacity = select_capacity(p.window, seqlen_k, p.is_causal != 0);
   check_rank("selection.idx", p.selection.idx, 4);

@@ -30,36 +30,52 @@ void set_tensors(FwdParams& kernel, const dmattn_fwd_params& p, const Problem& x
   kernel.vec_out = is_vec16(kernel.out, kernel.out_stride, x.dtype);
 }
 
-// The unit, and of its kernels the one that does the least beyond what is asked for.
-void choose_kernel(FwdPlan& plan, const Device& device) {
-  const KernelSet& kernels = resolve_unit(*device.kernels, plan.unit);
-  plan.choice.tiles = kernels.tiles;
-  if (plan.is_decode()) return;
-  const bool gathered = is_gathered(plan.walk);
-  plan.choice.level = fwd_level(plan.kernel, has_mask(plan.mask) && !gathered, gathered);
-  plan.tile = kernels.fwd_tile(plan.unit.head_dim_tile, plan.choice.level, gathered);
+int64_t row_blocks(const FwdParams& p, const FwdTile& tile) {
+  return int64_t{p.batch} * p.nheads * ceil_div(p.seqlen_q, tile.block_m);
 }
 
-// Into how many parts the keys are split, and the thread blocks for them.
-void choose_splits(FwdPlan& plan, int32_t wanted, const Device& device) {
-  FwdParams& p = plan.kernel;
+// Parts into which a kernel with such tiles should split the keys. How many key tiles a packed sequence has is known on
+// the device only: splits chosen for the longest would leave the others with parts too short to be worth combining, in
+// memory for batch * max_seqlen_q rows of each.
+int32_t wanted_splits(const FwdPlan& plan, const FwdTile& tile, int32_t asked_for, const Device& device) {
+  const FwdParams& p = plan.kernel;
+  if (p.packing.is_active()) return 1;
   const int32_t keys = is_selection(plan.walk) ? std::min(p.seqlen_k, p.keys.capacity) : p.seqlen_k;
-  if (plan.is_decode()) {
-    p.num_splits = choose_decode_splits(p, keys, plan.unit.head_dim_tile, wanted, device);
-    plan.choice.blocks = decode_blocks(p);
+  const int32_t key_tiles = std::max(1, ceil_div(keys, tile.block_n));
+  if (asked_for > 0) return std::min(asked_for, key_tiles);
+  // Blocks of four warps fit an SM twice.
+  const int64_t resident = int64_t{device.num_sms} * (tile.warps == 4 ? 2 : 1);
+  return choose_num_splits(row_blocks(p, tile), resident, key_tiles, min_tiles_per_split(tile.block_n));
+}
+
+// The unit, and of its kernels the one that does the least beyond what is asked for; the splits and the thread blocks.
+void choose_kernel(FwdPlan& plan, int32_t asked_for, const Device& device) {
+  FwdParams& p = plan.kernel;
+  const bool gathered = is_gathered(plan.walk);
+  const Level level = fwd_level(p, has_mask(plan.mask) && !gathered, gathered);
+  const KernelSet& kernels = resolve_unit(*device.kernels, plan.unit, [&](const KernelSet& set) {
+    if (set.serves_fwd != nullptr && !set.serves_fwd(p, level)) return false;
+    return !set.is_persistent || wanted_splits(plan, set.fwd_tile(p, level, gathered), asked_for, device) == 1;
+  });
+  plan.choice.tiles = kernels.tiles;
+  plan.choice.level = level;
+  plan.tile = kernels.fwd_tile(p, level, gathered);
+  const int64_t blocks = row_blocks(p, plan.tile);
+  if (kernels.is_persistent) {
+    plan.choice.blocks = std::min<int64_t>(blocks, device.num_sms);
+    plan.counts_work = blocks > plan.choice.blocks;
     return;
   }
-  const int64_t blocks = int64_t{p.batch} * p.nheads * ceil_div(p.seqlen_q, plan.tile.block_m);
-  // How many key tiles a packed sequence has is known on the device only: splits chosen for the longest would leave the
-  // others with parts too short to be worth combining, in memory for batch * max_seqlen_q rows of each.
-  if (!p.packing.is_active()) {
-    const int32_t key_tiles = std::max(1, ceil_div(keys, plan.tile.block_n));
-    // Blocks of four warps fit an SM twice.
-    const int64_t resident = int64_t{device.num_sms} * (plan.tile.warps == 4 ? 2 : 1);
-    p.num_splits = wanted > 0 ? std::min(wanted, key_tiles)
-                              : choose_num_splits(blocks, resident, key_tiles, min_tiles_per_split(plan.tile.block_n));
-  }
+  p.num_splits = wanted_splits(plan, plan.tile, asked_for, device);
   plan.choice.blocks = blocks * p.num_splits;
+}
+
+void choose_decode_kernel(FwdPlan& plan, int32_t asked_for, const Device& device) {
+  FwdParams& p = plan.kernel;
+  const int32_t keys = is_selection(plan.walk) ? std::min(p.seqlen_k, p.keys.capacity) : p.seqlen_k;
+  plan.choice.tiles = resolve_unit(*device.kernels, plan.unit).tiles;
+  p.num_splits = choose_decode_splits(p, keys, plan.unit.head_dim_tile, asked_for, device);
+  plan.choice.blocks = decode_blocks(p);
 }
 
 }  // namespace
@@ -130,8 +146,11 @@ FwdPlan plan_batched_fwd(const dmattn_fwd_params& p, PerKey per_key, const Devic
     }
   }
   if (selected) plan.kernel.keys.head_ratio = plan.kernel.nheads / plan.kernel.keys.heads;
-  choose_kernel(plan, device);
-  choose_splits(plan, p.num_splits, device);
+  if (plan.is_decode()) {
+    choose_decode_kernel(plan, p.num_splits, device);
+  } else {
+    choose_kernel(plan, p.num_splits, device);
+  }
   place(plan, nullptr);
   return plan;
 }
@@ -155,6 +174,7 @@ void place(FwdPlan& plan, void* base) {
     p.mask.head_ratio = p.nheads / p.mask.heads;
   }
   if (p.num_splits > 1) place_partials(p, workspace);
+  if (plan.counts_work) p.work_counter = workspace.take<int32_t>(1);
   plan.workspace_bytes = workspace.bytes();
 }
 

@@ -21,7 +21,8 @@ struct FwdPlan {
   MaskSource mask;  // see has_mask()
   Unit unit;        // unit.direction: the decode kernel takes calls of one query row a head
   KernelChoice choice;
-  FwdTile tile = {};  // of the forward kernel
+  FwdTile tile = {};         // of the forward kernel
+  bool counts_work = false;  // it takes row blocks by kernel.work_counter
   FwdParams kernel;
   size_t workspace_bytes = 0;
 

@@ -18,43 +18,52 @@ struct OnlineSoftmax {
     }
   }
 
-  // acc_s becomes exp(scale * (acc_s - max)); acc_o and the sums are rescaled to the new maximum.
+  // One row of acc_s becomes exp(scale * (acc_s - max)), and the sum follows the new maximum. Returns what results so
+  // far are multiplied by, since the maximum has moved.
   // kScaled: acc_s holds raw products, exp2(acc * scale_log2 - max * scale_log2) is one FFMA and one MUFU.
   // Otherwise acc_s holds logits: the difference is taken first, so that huge finite logits cannot overflow.
+  template <bool kScaled, int NT>
+  __device__ __forceinline__ float step_row(int r, float (&acc_s)[MT][NT][4], float scale_log2) {
+    const int mt = r / 2, e0 = 2 * (r & 1);
+    float m = row_max[r];
+#pragma unroll
+    for (int nt = 0; nt < NT; ++nt) m = fmaxf(m, fmaxf(acc_s[mt][nt][e0], acc_s[mt][nt][e0 + 1]));
+    m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 1));
+    m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 2));
+    const float m_used = m == -INFINITY ? 0.f : m;  // nothing kept yet: exp(-inf - 0) = 0, not NaN
+    const float alpha =
+        kScaled ? exp2_approx((row_max[r] - m_used) * scale_log2) : exp2_approx((row_max[r] - m_used) * kLog2e);
+    row_max[r] = m;
+    float sum = 0.f;
+    if constexpr (kScaled) {
+      const float m_scaled = m_used * scale_log2;
+#pragma unroll
+      for (int nt = 0; nt < NT; ++nt)
+#pragma unroll
+        for (int e = e0; e < e0 + 2; ++e) {
+          acc_s[mt][nt][e] = exp2_approx(__fmaf_rn(acc_s[mt][nt][e], scale_log2, -m_scaled));
+          sum += acc_s[mt][nt][e];
+        }
+    } else {
+#pragma unroll
+      for (int nt = 0; nt < NT; ++nt)
+#pragma unroll
+        for (int e = e0; e < e0 + 2; ++e) {
+          acc_s[mt][nt][e] = exp2_approx((acc_s[mt][nt][e] - m_used) * kLog2e);
+          sum += acc_s[mt][nt][e];
+        }
+    }
+    row_sum[r] = row_sum[r] * alpha + sum;
+    return alpha;
+  }
+
+  // Of all rows; acc_o is rescaled to the new maximum.
   template <bool kScaled, int NT, int OT>
   __device__ __forceinline__ void step(float (&acc_s)[MT][NT][4], float (&acc_o)[MT][OT][4], float scale_log2) {
 #pragma unroll
     for (int r = 0; r < 2 * MT; ++r) {
       const int mt = r / 2, e0 = 2 * (r & 1);
-      float m = row_max[r];
-#pragma unroll
-      for (int nt = 0; nt < NT; ++nt) m = fmaxf(m, fmaxf(acc_s[mt][nt][e0], acc_s[mt][nt][e0 + 1]));
-      m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 1));
-      m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 2));
-      const float m_used = m == -INFINITY ? 0.f : m;  // nothing kept yet: exp(-inf - 0) = 0, not NaN
-      const float alpha =
-          kScaled ? exp2_approx((row_max[r] - m_used) * scale_log2) : exp2_approx((row_max[r] - m_used) * kLog2e);
-      row_max[r] = m;
-      float sum = 0.f;
-      if constexpr (kScaled) {
-        const float m_scaled = m_used * scale_log2;
-#pragma unroll
-        for (int nt = 0; nt < NT; ++nt)
-#pragma unroll
-          for (int e = e0; e < e0 + 2; ++e) {
-            acc_s[mt][nt][e] = exp2_approx(__fmaf_rn(acc_s[mt][nt][e], scale_log2, -m_scaled));
-            sum += acc_s[mt][nt][e];
-          }
-      } else {
-#pragma unroll
-        for (int nt = 0; nt < NT; ++nt)
-#pragma unroll
-          for (int e = e0; e < e0 + 2; ++e) {
-            acc_s[mt][nt][e] = exp2_approx((acc_s[mt][nt][e] - m_used) * kLog2e);
-            sum += acc_s[mt][nt][e];
-          }
-      }
-      row_sum[r] = row_sum[r] * alpha + sum;
+      const float alpha = step_row<kScaled>(r, acc_s, scale_log2);
       // The maximum of most rows settles within a few tiles: skip the rescaling when no row of the warp moved.
       if (__any_sync(0xffffffffu, alpha != 1.f)) {
 #pragma unroll
@@ -64,6 +73,23 @@ struct OnlineSoftmax {
         }
       }
     }
+  }
+
+  // The same in two parts, for kernels in which a product is still adding to acc_o.
+  template <bool kScaled, int NT>
+  __device__ __forceinline__ void probabilities(float (&acc_s)[MT][NT][4], float (&alpha)[2 * MT], float scale_log2) {
+#pragma unroll
+    for (int r = 0; r < 2 * MT; ++r) alpha[r] = step_row<kScaled>(r, acc_s, scale_log2);
+  }
+  template <int OT>
+  static __device__ __forceinline__ void rescale(float (&acc_o)[MT][OT][4], const float (&alpha)[2 * MT]) {
+#pragma unroll
+    for (int r = 0; r < 2 * MT; ++r)
+#pragma unroll
+      for (int ot = 0; ot < OT; ++ot) {
+        acc_o[r / 2][ot][2 * (r & 1)] *= alpha[r];
+        acc_o[r / 2][ot][2 * (r & 1) + 1] *= alpha[r];
+      }
   }
 
   // Sums over the quad; returns 1 / sum (0 for a row that kept nothing) and its log-sum-exp in natural units. rest is

@@ -1,0 +1,30 @@
+// Launching a kernel that needs much shared memory.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <atomic>
+#include <cstdint>
+
+namespace dmattn {
+
+// Raises the kernel's shared-memory limit once per device (a call per launch would cost a microsecond), then launches.
+template <class Params>
+cudaError_t launch(void (*kernel)(Params), int64_t blocks, int threads, uint32_t smem_bytes, uint32_t smem_max,
+                   std::atomic<uint64_t>& devices_ready, const Params& params, cudaStream_t stream) {
+  if (blocks == 0) return cudaSuccess;
+  if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
+  int device = 0;
+  cudaError_t status = cudaGetDevice(&device);
+  if (status != cudaSuccess) return status;
+  const uint64_t bit = uint64_t{1} << (device & 63);
+  if (!(devices_ready.load(std::memory_order_acquire) & bit) || device > 63) {
+    status = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(smem_max));
+    if (status != cudaSuccess) return status;
+    devices_ready.fetch_or(bit, std::memory_order_release);
+  }
+  kernel<<<static_cast<unsigned>(blocks), threads, smem_bytes, stream>>>(params);
+  return cudaGetLastError();
+}
+
+}  // namespace dmattn

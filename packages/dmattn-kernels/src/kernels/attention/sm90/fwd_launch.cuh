@@ -1,0 +1,82 @@
+// Enqueues the Hopper forward kernel: tensor maps, the work counter, the launch.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <atomic>
+
+#include "fwd_kernel.cuh"  // before what includes CuTe
+
+#include "../shared/launch.cuh"
+#include "tensor_map.h"
+
+namespace dmattn {
+namespace sm90 {
+
+// K and V of the heads in progress, with what else passes through, stay in half of the L2 of an H100 or H200.
+constexpr int64_t kSectionBytes = 32 << 20;
+
+template <class T>
+cudaError_t fill_arguments(FwdArguments& a, const FwdParams& p) {
+  const TensorMapper mapper(tensor_map_dtype<typename T::Element>(), T::kPanelCols);
+  const int32_t batch = p.batch, nheads = p.nheads, nheads_k = p.nheads_k, head_dim = p.head_dim;
+  cudaError_t status = mapper.map(a.q, p.q, p.q_stride, {batch, p.seqlen_q, nheads, head_dim}, T::kBlockM);
+  if (status == cudaSuccess) {
+    status = mapper.map(a.k, p.k, p.k_stride, {batch, p.seqlen_k, nheads_k, head_dim}, T::kBlockN);
+  }
+  if (status == cudaSuccess) {
+    status = mapper.map(a.v, p.v, p.v_stride, {batch, p.seqlen_k, nheads_k, head_dim}, T::kBlockN);
+  }
+  if (status == cudaSuccess) status = mapper.map(a.out, p.out, p.out_stride, {batch, p.seqlen_q, nheads, head_dim}, 64);
+  a.lse = p.lse;
+  a.lse_rest = p.lse_rest;
+  a.lse_stride = p.lse_stride;
+  a.seqlen_q = p.seqlen_q;
+  a.seqlen_k = p.seqlen_k;
+  a.nheads = nheads;
+  a.head_ratio = p.head_ratio;
+  a.m_blocks = (p.seqlen_q + T::kBlockM - 1) / T::kBlockM;
+  a.all_heads = batch * nheads;
+  a.items = a.m_blocks * a.all_heads;
+  const int64_t kv_bytes = int64_t{2} * p.seqlen_k * head_dim * static_cast<int64_t>(sizeof(typename T::Element));
+  const int64_t heads = std::max<int64_t>(1, kSectionBytes / kv_bytes) * p.head_ratio;
+  a.section_heads = static_cast<int32_t>(std::min<int64_t>(heads, a.all_heads));
+  a.softmax_scale = p.softmax_scale;
+  a.is_causal = p.is_causal;
+  a.work_counter = p.work_counter;
+  return status;
+}
+
+template <class T>
+cudaError_t launch_fwd_kernel(int64_t blocks, const FwdParams& p, cudaStream_t stream) {
+  FwdArguments arguments;
+  cudaError_t status = fill_arguments<T>(arguments, p);
+  if (status == cudaSuccess && p.work_counter != nullptr) {
+    status = cudaMemsetAsync(p.work_counter, 0, sizeof(int32_t), stream);
+  }
+  if (status != cudaSuccess) return status;
+  static std::atomic<uint64_t> devices_ready{0};
+  return launch(fwd_kernel<T>, blocks, T::kThreads, T::kSmemBytes, T::kSmemBytes, devices_ready, arguments, stream);
+}
+
+}  // namespace sm90
+
+// The unit of a head-dim tile has a kernel for each of Hopper's head dimensions in it.
+template <class Element, int kHeadDimTile, bool kGathered>
+cudaError_t launch_fwd(const KernelChoice& choice, const FwdParams& p, cudaStream_t stream) {
+  static_assert(!kGathered, "lists have no units for Hopper");
+  const auto go = [&](auto head_dim, auto is_short) {
+    constexpr Sm90FwdTile kTile = sm90_fwd_tile(head_dim, is_short);
+    using T = sm90::FwdTraits<Element, head_dim, kTile.consumers, kTile.block_n>;
+    return sm90::launch_fwd_kernel<T>(choice.blocks, p, stream);
+  };
+  constexpr int kSmaller = kHeadDimTile == 128 ? 96 : kHeadDimTile == 256 ? 192 : kHeadDimTile;
+  if constexpr (kHeadDimTile == 64) {
+    if (sm90_fwd_is_short(p.seqlen_q)) return go(cute::Int<64>{}, cute::true_type{});
+  }
+  if (sm90_fwd_head_dim(p.head_dim) == kSmaller) return go(cute::Int<kSmaller>{}, cute::false_type{});
+  return go(cute::Int<kHeadDimTile>{}, cute::false_type{});
+}
+
+}  // namespace dmattn

@@ -1,0 +1,73 @@
+// Shapes, layouts and the shared memory of the Hopper forward kernel.
+#pragma once
+
+#include "pipeline.cuh"  // first: it says which matrix instructions CuTe has
+
+#include <cutlass/gemm/collective/builders/sm90_common.inl>
+#include <cutlass/numeric_types.h>
+
+#include "../../tiles.h"
+
+namespace dmattn::sm90 {
+
+template <class Element_, int kHeadDim_, int kConsumers_, int kBlockN_>
+struct FwdTraits {
+  using Element = Element_;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kConsumers = kConsumers_, kBlockM = 64 * kConsumers, kBlockN = kBlockN_;
+  static constexpr int kStages = 2;  // of K, and of V
+  static constexpr int kThreads = 128 * (kConsumers + 1);
+  // Registers a thread: what the producer gives up goes to the consumers. 128 * (kConsumers * kConsumerRegisters +
+  // kProducerRegisters) fits the 65536 of an SM.
+  static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
+  static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
+  // TMA copies panels as wide as the swizzle of shared memory: 128 bytes, or 64 where head_dim is no multiple of that.
+  static constexpr int kPanelCols = kHeadDim % 64 == 0 ? 64 : 32;
+  static constexpr int kPanels = kHeadDim / kPanelCols;
+
+  template <cute::GMMA::Major kMajor>
+  using Atom = cute::conditional_t<
+      kMajor == cute::GMMA::Major::K,
+      cute::conditional_t<kPanelCols == 64, cute::GMMA::Layout_K_SW128_Atom<Element>,
+                          cute::GMMA::Layout_K_SW64_Atom<Element>>,
+      cute::conditional_t<kPanelCols == 64, cute::GMMA::Layout_MN_SW128_Atom<Element>,
+                          cute::GMMA::Layout_MN_SW64_Atom<Element>>>;
+  using LayoutQ = decltype(cute::tile_to_shape(Atom<cute::GMMA::Major::K>{}, cute::Shape<Int<kBlockM>, Int<kHeadDim>>{}));
+  using LayoutK = decltype(cute::tile_to_shape(Atom<cute::GMMA::Major::K>{},
+                                               cute::Shape<Int<kBlockN>, Int<kHeadDim>, Int<kStages>>{}));
+  // V as it lies in memory, seen as [head_dim][key].
+  using LayoutVt = decltype(cute::tile_to_shape(Atom<cute::GMMA::Major::MN>{},
+                                                cute::Shape<Int<kHeadDim>, Int<kBlockN>, Int<kStages>>{},
+                                                cute::Step<cute::_2, cute::_1, cute::_3>{}));
+
+  using Warpgroups = cute::Layout<cute::Shape<Int<kConsumers>, cute::_1, cute::_1>>;
+  using ScoreMma = decltype(cute::make_tiled_mma(
+      cute::GMMA::ss_op_selector<Element, Element, float, cute::Shape<Int<kBlockM>, Int<kBlockN>, Int<kHeadDim>>>(),
+      Warpgroups{}));
+  using OutMma = decltype(cute::make_tiled_mma(
+      cute::GMMA::rs_op_selector<Element, Element, float, cute::Shape<Int<kBlockM>, Int<kHeadDim>, Int<kBlockN>>,
+                                 cute::GMMA::Major::K, cute::GMMA::Major::MN>(),
+      Warpgroups{}));
+  // One instruction covers all keys of a tile: in several narrower ones the products take twice as long.
+  static_assert(cute::size<1>(typename ScoreMma::AtomShape_MNK{}) == kBlockN);
+
+  // Where there is room, the output has shared memory of its own on its way out, and the next Q can come in meanwhile.
+  static constexpr bool kOwnOut = kHeadDim <= 128;
+  static constexpr int kTileQ = kBlockM * kHeadDim, kTileK = kBlockN * kHeadDim;
+
+  struct Shared {
+    alignas(1024) Element q[kTileQ];
+    alignas(1024) Element k[kStages * kTileK];
+    alignas(1024) Element v[kStages * kTileK];
+    alignas(1024) Element own_out[kOwnOut ? kTileQ : 8];
+    Barrier q_full, q_empty;
+    Barrier k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
+    Barrier item_full[2], item_empty[2];
+    int32_t item[2];
+
+    __device__ __forceinline__ Element* out() { return kOwnOut ? own_out : q; }
+  };
+  static constexpr uint32_t kSmemBytes = sizeof(Shared) + 1024;  // the base need not be aligned as the tiles must be
+};
+
+}  // namespace dmattn::sm90

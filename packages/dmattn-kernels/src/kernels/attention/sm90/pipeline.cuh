@@ -1,0 +1,76 @@
+// Hopper's asynchronous parts: barriers in shared memory, TMA loads, matrix products of a warpgroup.
+#pragma once
+
+// Key tiles are not all a multiple of 64 wide.
+#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
+#include <cuda.h>
+#include <cutlass/arch/barrier.h>
+#include <cutlass/arch/reg_reconfig.h>
+
+#include <cstdint>
+#include <cute/arch/copy_sm90_tma.hpp>
+#include <cute/tensor.hpp>
+
+namespace dmattn::sm90 {
+
+using cute::Int;
+
+// A barrier in shared memory. Each wait names the phase it waits for: 0 first, then 1, then 0 again.
+struct Barrier {
+  uint64_t word;
+
+  __device__ __forceinline__ void init(int arrivals) { cutlass::arch::ClusterBarrier::init(&word, arrivals); }
+  __device__ __forceinline__ void wait(int phase) { cutlass::arch::ClusterBarrier::wait(&word, phase); }
+  __device__ __forceinline__ void arrive() { cutlass::arch::ClusterBarrier::arrive(&word); }
+  // Arrives, and lets the phase end only once so many bytes have been copied.
+  __device__ __forceinline__ void arrive_and_expect(uint32_t bytes) {
+    cutlass::arch::ClusterTransactionBarrier::arrive_and_expect_tx(&word, bytes);
+  }
+};
+
+// A place in a ring of kStages buffers, and the phase of its barriers.
+template <int kStages>
+struct RingPlace {
+  int stage = 0, phase = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) stage = 0, phase ^= 1;
+  }
+};
+
+// Copies a tile of kRows rows into shared memory, a panel of kPanelCols columns at a time. Rows and columns outside the
+// tensor become zeros.
+template <int kRows, int kPanels, int kPanelCols, class Element>
+__device__ __forceinline__ void load_tile(const CUtensorMap& map, Barrier& full, cute::TMA::CacheHintSm90 hint,
+                                          Element* tile, int row, int head, int batch) {
+#pragma unroll
+  for (int panel = 0; panel < kPanels; ++panel) {
+    cute::SM90_TMA_LOAD_4D::copy(&map, &full.word, static_cast<uint64_t>(hint), tile + panel * kRows * kPanelCols,
+                                 panel * kPanelCols, row, head, batch);
+  }
+}
+
+// Starts c = a * b (kClear) or c += a * b. The products run until warpgroup_wait() says that they are done; until then
+// nobody may touch c, or a where it lies in registers.
+template <bool kClear, class Mma, class A, class B, class C>
+__device__ __forceinline__ void start_product(Mma& mma, const A& a, const B& b, C& c) {
+  cute::warpgroup_fence_operand(c);
+  cute::warpgroup_arrive();
+  mma.accumulate_ = kClear ? cute::GMMA::ScaleOut::Zero : cute::GMMA::ScaleOut::One;
+#pragma unroll
+  for (int k = 0; k < cute::size<2>(a); ++k) {
+    cute::gemm(mma, a(cute::_, cute::_, k), b(cute::_, cute::_, k), c);
+    mma.accumulate_ = cute::GMMA::ScaleOut::One;
+  }
+  cute::warpgroup_commit_batch();
+  cute::warpgroup_fence_operand(c);
+}
+
+// Waits until all but the last kPending products that this warpgroup started are done.
+template <int kPending, class C>
+__device__ __forceinline__ void wait_for_product(C& c) {
+  cute::warpgroup_wait<kPending>();
+  cute::warpgroup_fence_operand(c);
+}
+
+}  // namespace dmattn::sm90

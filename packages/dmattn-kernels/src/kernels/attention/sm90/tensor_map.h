@@ -1,0 +1,66 @@
+// Descriptors of tensors for TMA, made on the host.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+#include <cutlass/numeric_types.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "../../params.h"
+
+namespace dmattn::sm90 {
+
+struct TensorExtents {
+  int32_t batch, seqlen, heads, head_dim;
+};
+
+template <class Element>
+constexpr CUtensorMapDataType tensor_map_dtype() {
+  return std::is_same_v<Element, cutlass::half_t> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+}
+
+// The driver's function, which the library does not link. nullptr where the driver has none.
+inline auto tensor_map_encoder() {
+  static const auto found = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
+    const cudaError_t status =
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result);
+    if (status != cudaSuccess || result != cudaDriverEntryPointSuccess) function = nullptr;
+    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
+  }();
+  return found;
+}
+
+// Makes maps for tiles of 16-bit elements that are copied `panel_cols` columns at a time.
+class TensorMapper {
+ public:
+  TensorMapper(CUtensorMapDataType dtype, int panel_cols) : dtype_(dtype), panel_cols_(panel_cols) {}
+
+  // A box is `rows` rows of one head. What lies outside the tensor is read as 0 and not written.
+  cudaError_t map(CUtensorMap& to, const void* tensor, const Strides3& stride, const TensorExtents& extents,
+                  int rows) const {
+    const auto encode = tensor_map_encoder();
+    if (encode == nullptr) return cudaErrorNotSupported;
+    const auto size = [](int32_t extent) { return static_cast<cuuint64_t>(extent); };
+    // In bytes. Of a dimension with one entry the stride is never used, but TMA wants one that it could use.
+    const auto step = [](int64_t elements) { return static_cast<cuuint64_t>(elements == 0 ? 16 : 2 * elements); };
+    const cuuint64_t sizes[] = {size(extents.head_dim), size(extents.seqlen), size(extents.heads), size(extents.batch)};
+    const cuuint64_t strides[] = {step(stride.row), step(stride.head), step(stride.batch)};
+    const cuuint32_t box[] = {static_cast<cuuint32_t>(panel_cols_), static_cast<cuuint32_t>(rows), 1, 1};
+    const cuuint32_t every[] = {1, 1, 1, 1};
+    const CUresult result =
+        encode(&to, dtype_, 4, const_cast<void*>(tensor), sizes, strides, box, every, CU_TENSOR_MAP_INTERLEAVE_NONE,
+               panel_cols_ == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+               CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+  }
+
+ private:
+  CUtensorMapDataType dtype_;
+  int panel_cols_;
+};
+
+}  // namespace dmattn::sm90

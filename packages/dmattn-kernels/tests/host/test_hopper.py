@@ -1,0 +1,54 @@
+"""Which forward calls the kernels for Hopper compute, and how they are launched."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import pytest
+
+from abi import FLOAT32, packed_fwd_params, tensor
+from probe import SM90, Probe, mask
+
+SMS = 132
+LONG: dict[str, Any] = {"seqlen_q": 4096, "seqlen_k": 4096, "nheads": 16, "nheads_k": 4}
+
+
+@pytest.mark.parametrize(
+    "head_dim, block_m, block_n",
+    [(40, 192, 128), (64, 192, 128), (72, 128, 128), (128, 128, 128), (192, 128, 112)],
+)
+def test_tiles(probe: ctypes.CDLL, head_dim: int, block_m: int, block_n: int) -> None:
+    plan = Probe(probe).fwd(SM90, SMS, head_dim=head_dim, **LONG)
+    assert (plan["arch"], plan["block_m"], plan["block_n"]) == (90, block_m, block_n)
+
+
+def test_blocks_stay_and_count_their_work(probe: ctypes.CDLL) -> None:
+    plan = Probe(probe).fwd(SM90, SMS, batch=1, head_dim=128, **LONG)
+    assert plan["blocks"] == SMS and plan["num_splits"] == 1
+    assert plan["workspace_bytes"] == 256  # the counter
+    few = Probe(probe).fwd(SM90, SMS, batch=1, head_dim=128, **(LONG | {"nheads": 4}))
+    assert few["arch"] == 90 and few["blocks"] == 4 * 32 and few["workspace_bytes"] == 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"bias": tensor((1, 1, 1, 4096), FLOAT32)},
+        {"mask": mask(1, 1, 4096, 4096)},
+        {"softcap": 30.0},
+        {"k": tensor((2, 4096, 4, 128), stride=(0, 512, 128, 1))},
+        {"q": tensor((2, 4096, 16, 128), stride=(4096 * 2052, 2052, 128, 1))},
+        {"num_splits": 2},
+        {"batch": 1, "seqlen_q": 64},
+    ],
+    ids=["bias", "mask", "softcap", "expanded", "unaligned", "split", "few rows"],
+)
+def test_what_others_compute(probe: ctypes.CDLL, arguments: dict[str, Any]) -> None:
+    plan = Probe(probe).fwd(SM90, SMS, **({"batch": 2, "head_dim": 128} | LONG | arguments))
+    assert plan["arch"] == 80
+
+
+def test_packed_sequences_are_for_others(probe: ctypes.CDLL) -> None:
+    assert Probe(probe).fwd(SM90, SMS, packed=True)["arch"] == 80
+    assert packed_fwd_params().cu_seqlens_q.ndim == 1

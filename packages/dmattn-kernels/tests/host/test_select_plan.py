@@ -1,0 +1,166 @@
+"""How a selection of keys is carried out, and where its arrays lie in the workspace."""
+
+from __future__ import annotations
+
+import ctypes
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+import abi
+from abi import BFLOAT16, FLOAT32, INT32, tensor
+from probe import WORKSPACE, Plan, Probe
+
+BINS, DIGITS = 2048, 3
+
+
+@pytest.fixture(scope="module")
+def plan(probe: ctypes.CDLL) -> Probe:
+    return Probe(probe)
+
+
+def call(
+    batch: int,
+    heads: int,
+    rows: int,
+    keys: int,
+    window: int,
+    causal: bool = True,
+    dtype: int = FLOAT32,
+    documents: int = 0,
+) -> dict[str, Any]:
+    capacity = -(-min(window + 128, keys) // 128) * 128
+    fields: dict[str, Any] = {
+        "is_causal": int(causal),
+        "window": window,
+        "seqlen_q": rows,
+        "scores": tensor((batch, heads, keys), dtype),
+        "selection": abi.selection(rows, keys, capacity, batch, heads, causal),
+    }
+    if documents:
+        fields["cu_seqlens"] = tensor((documents + 1,), INT32)
+    return fields
+
+
+@pytest.mark.parametrize(
+    "window, keys, causal, capacity",
+    [
+        (100, 1000, 1, 256),
+        (100, 1000, 0, 128),
+        (128, 1000, 0, 128),
+        (1000, 300, 1, 384),
+        (1, 0, 1, 0),
+        (0, 1000, 1, 0),
+        (100, -1, 1, 0),
+        (1 << 40, 1 << 29, 1, 1 << 29),
+    ],
+)
+def test_capacity(probe: ctypes.CDLL, window: int, keys: int, causal: int, capacity: int) -> None:
+    measure = probe.probe_select_capacity
+    measure.restype = ctypes.c_int64
+    assert measure(ctypes.c_int64(window), ctypes.c_int64(keys), causal) == capacity
+
+
+def test_short_sequences_take_neither_grid_nor_sets(plan: Probe) -> None:
+    found = plan.select(**call(2, 4, 8192, 8192, 1024))
+    assert (found["grid_keys"], found["sets"], found["single_list"]) == (0, 0, 0)
+    assert found["rows"] == 8 and found["digits"] == 3
+    assert plan.select(**call(2, 4, 8192, 8192, 1024, dtype=BFLOAT16))["digits"] == 2
+
+
+@pytest.mark.parametrize("rows, causal", [(1, True), (64, False)])
+def test_a_long_single_list_takes_one_launch_where_the_gpu_holds_it(
+    plan: Probe, rows: int, causal: bool
+) -> None:
+    arguments = call(1, 4, rows, 100_000, 1024, causal)
+    found = plan.select(**arguments)
+    assert found["single_list"] and found["grid_keys"] == 100_000 and found["chunks"] == 25
+    assert found["one_launch"] and not found["ord"]
+    assert not plan.select(sms=99, **arguments)["one_launch"]  # 4 x 25 blocks
+    assert plan.select(sms=100, **arguments)["one_launch"]
+    assert not plan.select(**call(1, 4, rows, 32768, 1024, causal))["grid_keys"]
+
+
+def test_long_sequences_are_cut_by_sets(plan: Probe) -> None:
+    found = plan.select(**call(1, 1, 65536, 65536, 1024))
+    assert found["super_keys"] == 8192 and found["first_set"] == 1 and found["set_origin"] == 0
+    assert found["sets"] == 7 and found["set_capacity"] == 1024 and not found["grid_keys"]
+    # Keys in front of the first row are selected by the grid: they are the first set.
+    found = plan.select(**call(1, 1, 1000, 65536, 1024))
+    assert found["grid_keys"] == found["set_origin"] == (65536 - 1000) // 128 * 128
+    assert found["first_set"] == 0 and found["sets"] == 1
+
+
+@pytest.mark.parametrize(
+    "batch, heads, keys, words",
+    [
+        (1, 1, 1 << 30, "scores has 1073741824 keys; wanted at most 1073741823"),
+        (1 << 16, 1 << 15, 1, "have 2147483648 rows together (batch x heads); wanted at most"),
+    ],
+)
+def test_more_than_positions_can_count(
+    plan: Probe, batch: int, heads: int, keys: int, words: str
+) -> None:
+    with pytest.raises(AssertionError) as error:
+        plan.select(**call(batch, heads, 1, keys, 1))
+    assert words in str(error.value)
+
+
+CALLS = [
+    call(2, 4, 300, 1000, 100),
+    call(2, 3, 65536, 65536, 1000),
+    call(2, 3, 65537, 65537, 100, documents=3),
+    call(1, 5, 1000, 50_001, 2000, dtype=BFLOAT16),
+    call(1, 4, 1, 100_000, 1024),
+    call(8, 8, 1, 100_000, 1024),
+    call(3, 2, 128, 40_000, 7, causal=False),
+]
+
+
+def array_bytes(found: Plan, keys: int) -> dict[str, int]:
+    rows, chunks = found["rows"], found["chunks"]
+    sets = 2 * rows * found["sets"]
+    return {
+        "ord": 4 * rows * found["ord_pitch"],
+        "document": 8 * keys,
+        "hist": 4 * rows * DIGITS * BINS,
+        "arrived": 4 * rows,
+        "digit_state": 8 * rows * DIGITS,
+        "chunk_above": 4 * rows * chunks,
+        "chunk_suffix": 4 * rows * chunks * BINS,
+        "chunk_counts": 8 * rows * chunks,
+        "set_ord": 4 * sets * found["set_capacity"],
+        "set_key": 4 * sets * found["set_capacity"],
+        "set_count": 4 * sets,
+    }
+
+
+@pytest.mark.parametrize("fields", CALLS, ids=range(len(CALLS)))
+def test_arrays_do_not_overlap(plan: Probe, fields: dict[str, Any]) -> None:
+    found = plan.select(**fields)
+    sizes = array_bytes(found, fields["scores"].shape[2])
+    placed = [name for name in sizes if found[name] and sizes[name]]
+    spans = sorted((found[name], found[name] + sizes[name]) for name in placed)
+    assert all(start % 256 == 0 for start, _ in spans)
+    assert all(end <= start for (_, end), (start, _) in pairwise(spans))
+    assert spans[0][0] >= WORKSPACE
+    assert spans[-1][1] <= WORKSPACE + found["workspace_bytes"]
+    # What starts as zeros: the histogram, and the barriers of the single launch behind it.
+    if found["grid_keys"]:
+        counted = "arrived" if found["one_launch"] else "hist"
+        end = found["hist"] + found["zero_bytes"]
+        assert found[counted] + sizes[counted] <= end
+        assert all(not found["hist"] < found[n] < end for n in placed if n not in ("hist", counted))
+
+
+@pytest.mark.parametrize("reach, bytes_a_key", [(0, 4 / 32), (4096, 0), (4097, 4 / 32)])
+def test_key_lists_of_a_long_reach_summarise_the_ends(
+    plan: Probe, reach: int, bytes_a_key: float
+) -> None:
+    """One number for 32 keys, where a list may have to look at many."""
+    lists = abi.selection(65536, 65536, 256, batch=2, heads=4)
+    found = plan.key_lists(seqlen_q=65536, reach=reach, selection=lists)
+    assert found["workspace_bytes"] == 8 * 65536 * bytes_a_key
+    assert (found["latest"] == WORKSPACE) == (bytes_a_key > 0)
+    assert found["reach"] == (reach or 65536)
