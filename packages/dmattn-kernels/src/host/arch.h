@@ -54,7 +54,8 @@ const KernelSet& choose_kernel_set(const Chip& chip, const char* forced, const c
 
 // The set whose unit does this work: `kernels`, or the first of its fallbacks that has one and for which serves(set) is
 // true. unit.arch is set to its architecture. Fails with DMATTN_ERROR_UNSUPPORTED where this build has none.
-const KernelSet& resolve_unit(const KernelSet& kernels, Unit& unit, const std::function<bool(const KernelSet&)>& serves);
+const KernelSet& resolve_unit(const KernelSet& kernels, Unit& unit,
+                              const std::function<bool(const KernelSet&)>& serves);
 const KernelSet& resolve_unit(const KernelSet& kernels, Unit& unit);
 
 }  // namespace dmattn

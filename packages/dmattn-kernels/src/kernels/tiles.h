@@ -68,12 +68,12 @@ constexpr int sm90_fwd_head_dim(int head_dim) {
 // Tall tiles waste more of the work on short causal rows.
 constexpr bool sm90_fwd_is_short(int seqlen_q) { return seqlen_q <= 1024; }
 constexpr Sm90FwdTile sm90_fwd_tile(int d, bool is_short) {
-  return d <= 64    ? (is_short ? Sm90FwdTile{2, 128}    // 96 KB
-                                : Sm90FwdTile{3, 128})   // 112 KB: hides a softmax that takes as long as the products
-         : d <= 96  ? Sm90FwdTile{2, 128}                // 144 KB
-         : d <= 128 ? Sm90FwdTile{2, 128}                // 192 KB
-         : d <= 192 ? Sm90FwdTile{2, 112}                // 216 KB
-                    : Sm90FwdTile{2, 80};                // 224 KB
+  return d <= 64    ? (is_short ? Sm90FwdTile{2, 128}   // 96 KB
+                                : Sm90FwdTile{3, 128})  // 112 KB: hides a softmax that takes as long as the products
+         : d <= 96  ? Sm90FwdTile{2, 128}               // 144 KB
+         : d <= 128 ? Sm90FwdTile{2, 128}               // 192 KB
+         : d <= 192 ? Sm90FwdTile{2, 112}               // 216 KB
+                    : Sm90FwdTile{2, 80};               // 224 KB
 }
 
 constexpr BwdTile bwd_tile(TileSet tiles, int d) {

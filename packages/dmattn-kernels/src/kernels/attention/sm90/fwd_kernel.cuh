@@ -7,11 +7,10 @@
 // beside the products of another.
 #pragma once
 
-#include "fwd_traits.cuh"  // first: see there
-
 #include "../shared/smem.cuh"
 #include "../shared/softmax.cuh"
 #include "fwd_params.h"
+#include "fwd_traits.cuh"
 
 namespace dmattn::sm90 {
 
@@ -184,7 +183,7 @@ struct FwdConsumer {
   template <int kFragments, class Accumulator>
   static __device__ __forceinline__ auto fragments(Accumulator& acc) -> float (&)[1][kFragments][4] {
     static_assert(cute::cosize_v<typename Accumulator::layout_type> == kFragments * 4);
-    return *reinterpret_cast<float(*)[1][kFragments][4]>(acc.data());
+    return *reinterpret_cast<float (*)[1][kFragments][4]>(acc.data());
   }
 
   __device__ __forceinline__ void attend(const FwdItem& item) {
@@ -309,7 +308,8 @@ struct FwdConsumer {
     auto rounded = cute::make_tensor_like<Element>(acc_o);
     auto packed = cute::recast<uint32_t>(rounded);
 #pragma unroll
-    for (int i = 0; i < cute::size(packed); ++i) packed(i) = ElementTraits<Element>::pack(acc_o(2 * i), acc_o(2 * i + 1));
+    for (int i = 0; i < cute::size(packed); ++i)
+      packed(i) = ElementTraits<Element>::pack(acc_o(2 * i), acc_o(2 * i + 1));
     const bool is_speaker = threadIdx.x % 128 == 0;
     if constexpr (T::kOwnOut) {
       // The store of the item before has read this memory.

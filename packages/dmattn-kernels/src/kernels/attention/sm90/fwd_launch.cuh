@@ -6,9 +6,8 @@
 #include <algorithm>
 #include <atomic>
 
-#include "fwd_kernel.cuh"  // before what includes CuTe
-
 #include "../shared/launch.cuh"
+#include "fwd_kernel.cuh"
 #include "tensor_map.h"
 
 namespace dmattn {

@@ -1,12 +1,12 @@
 // Shapes, layouts and the shared memory of the Hopper forward kernel.
 #pragma once
 
-#include "pipeline.cuh"  // first: it says which matrix instructions CuTe has
-
-#include <cutlass/gemm/collective/builders/sm90_common.inl>
 #include <cutlass/numeric_types.h>
 
+#include <cutlass/gemm/collective/builders/sm90_common.inl>
+
 #include "../../tiles.h"
+#include "pipeline.cuh"
 
 namespace dmattn::sm90 {
 
@@ -26,13 +26,13 @@ struct FwdTraits {
   static constexpr int kPanels = kHeadDim / kPanelCols;
 
   template <cute::GMMA::Major kMajor>
-  using Atom = cute::conditional_t<
-      kMajor == cute::GMMA::Major::K,
-      cute::conditional_t<kPanelCols == 64, cute::GMMA::Layout_K_SW128_Atom<Element>,
-                          cute::GMMA::Layout_K_SW64_Atom<Element>>,
-      cute::conditional_t<kPanelCols == 64, cute::GMMA::Layout_MN_SW128_Atom<Element>,
-                          cute::GMMA::Layout_MN_SW64_Atom<Element>>>;
-  using LayoutQ = decltype(cute::tile_to_shape(Atom<cute::GMMA::Major::K>{}, cute::Shape<Int<kBlockM>, Int<kHeadDim>>{}));
+  using Atom = cute::conditional_t<kMajor == cute::GMMA::Major::K,
+                                   cute::conditional_t<kPanelCols == 64, cute::GMMA::Layout_K_SW128_Atom<Element>,
+                                                       cute::GMMA::Layout_K_SW64_Atom<Element>>,
+                                   cute::conditional_t<kPanelCols == 64, cute::GMMA::Layout_MN_SW128_Atom<Element>,
+                                                       cute::GMMA::Layout_MN_SW64_Atom<Element>>>;
+  using LayoutQ =
+      decltype(cute::tile_to_shape(Atom<cute::GMMA::Major::K>{}, cute::Shape<Int<kBlockM>, Int<kHeadDim>>{}));
   using LayoutK = decltype(cute::tile_to_shape(Atom<cute::GMMA::Major::K>{},
                                                cute::Shape<Int<kBlockN>, Int<kHeadDim>, Int<kStages>>{}));
   // V as it lies in memory, seen as [head_dim][key].
@@ -48,7 +48,8 @@ struct FwdTraits {
       cute::GMMA::rs_op_selector<Element, Element, float, cute::Shape<Int<kBlockM>, Int<kHeadDim>, Int<kBlockN>>,
                                  cute::GMMA::Major::K, cute::GMMA::Major::MN>(),
       Warpgroups{}));
-  // One instruction covers all keys of a tile: in several narrower ones the products take twice as long.
+  // One instruction covers all keys of a tile: in several narrower ones the products take twice as long. CuTe
+  // offers those of every width where CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED is defined, as the build does.
   static_assert(cute::size<1>(typename ScoreMma::AtomShape_MNK{}) == kBlockN);
 
   // Where there is room, the output has shared memory of its own on its way out, and the next Q can come in meanwhile.

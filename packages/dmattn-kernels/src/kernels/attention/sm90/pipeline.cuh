@@ -1,8 +1,6 @@
 // Hopper's asynchronous parts: barriers in shared memory, TMA loads, matrix products of a warpgroup.
 #pragma once
 
-// Key tiles are not all a multiple of 64 wide.
-#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
 #include <cuda.h>
 #include <cutlass/arch/barrier.h>
 #include <cutlass/arch/reg_reconfig.h>
