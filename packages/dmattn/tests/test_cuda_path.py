@@ -66,11 +66,11 @@ class Recorder(ModuleType):
     def abi_version(self) -> int:
         return self.abi
 
-    def FwdParams(self, **arguments: Any) -> "Recorder":
-        return self._record_named("FwdParams", arguments)
+    def FwdParams(self, *arguments: Any) -> "Recorder":
+        return self._record_in_order("FwdParams", arguments)
 
-    def BwdParams(self, **arguments: Any) -> "Recorder":
-        return self._record_named("BwdParams", arguments)
+    def BwdParams(self, *arguments: Any) -> "Recorder":
+        return self._record_in_order("BwdParams", arguments)
 
     def SelectParams(self, *arguments: Any) -> "Recorder":
         return self._record(SELECT_FIELDS, arguments)
@@ -81,13 +81,12 @@ class Recorder(ModuleType):
     def CacheAppendParams(self, *arguments: Any) -> "Recorder":
         return self._record(APPEND_FIELDS, arguments)
 
-    def _record_named(self, struct: str, arguments: dict[str, Any]) -> "Recorder":
-        """As the compiled module takes them: its own names, all that have no default."""
+    def _record_in_order(self, struct: str, arguments: tuple[Any, ...]) -> "Recorder":
+        """As the compiled module takes them: in the order of its own stub."""
         names = binding_arguments(struct)
-        assert set(arguments) <= set(names), set(arguments) - set(names)
-        missing = [name for name, optional in names.items() if not optional]
-        assert set(missing) <= set(arguments), set(missing) - set(arguments)
-        self.calls.append({**dict.fromkeys(names), **arguments})
+        required = [name for name, optional in names.items() if not optional]
+        assert len(required) <= len(arguments) <= len(names)
+        self.calls.append({**dict.fromkeys(names), **dict(zip(names, arguments, strict=False))})
         return self
 
     def _record(self, names: str, arguments: tuple[Any, ...]) -> "Recorder":

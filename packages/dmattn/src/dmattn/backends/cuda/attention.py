@@ -26,7 +26,7 @@ def forward(problem: Problem, for_backward: bool = True) -> Results:
     Raises:
         RuntimeError: no usable kernels, or a GPU that they do not serve.
     """
-    q, k, v, mask, bias = problem[:5]
+    q, k, v, mask, bias = problem.q, problem.k, problem.v, problem.mask, problem.bias
     device = q.get_device()
     check_device(device)
     head_dim = q.shape[-1]
@@ -34,7 +34,7 @@ def forward(problem: Problem, for_backward: bool = True) -> Results:
     if padded:
         q, k, v = _pad(q), _pad(k), _pad(v)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    lse = q.new_empty(lse_shape(q), dtype=torch.float32)
+    lse = torch.empty(lse_shape(q), dtype=torch.float32, device=q.device)
     rest = torch.empty_like(lse) if for_backward and bias is not None else None
     if k.numel() == 0:
         out = out.zero_()[..., :head_dim].contiguous()
@@ -43,24 +43,26 @@ def forward(problem: Problem, for_backward: bool = True) -> Results:
         core, codes = load_kernels()
         packing = problem.packing and _contiguous(problem.packing)
         lists = _lists(problem)
+        # By position, in the order of _core.pyi: matching names would cost several microseconds.
         params = core.FwdParams(
-            device=device,
-            q=view(q, codes),
-            k=view(k, codes),
-            v=view(v, codes),
-            mask=None if mask is None else view(mask, codes),
-            bias=None if bias is None else view(bias, codes),
-            out=view(out, codes),
-            lse=view(lse, codes),
-            softmax_scale=problem.softmax_scale,
-            softcap=problem.softcap,
-            is_causal=problem.is_causal,
-            selection=None if lists is None else views(lists, codes),
-            lse_rest=None if rest is None else view(rest, codes),
-            cu_seqlens_q=packing and view(packing.cu_seqlens_q, codes),
-            cu_seqlens_k=packing and view(packing.cu_seqlens_k, codes),
-            max_seqlen_q=packing.max_seqlen_q if packing else 0,
-            max_seqlen_k=packing.max_seqlen_k if packing else 0,
+            device,
+            view(q, codes),
+            view(k, codes),
+            view(v, codes),
+            None if mask is None else view(mask, codes),
+            None if bias is None else view(bias, codes),
+            view(out, codes),
+            view(lse, codes),
+            problem.softmax_scale,
+            problem.softcap,
+            problem.is_causal,
+            0,  # splits: the library chooses
+            None if lists is None else views(lists, codes),
+            None if rest is None else view(rest, codes),
+            packing and view(packing.cu_seqlens_q, codes),
+            packing and view(packing.cu_seqlens_k, codes),
+            packing.max_seqlen_q if packing else 0,
+            packing.max_seqlen_k if packing else 0,
         )
         launch(params, q, device)
     if padded:
@@ -76,7 +78,7 @@ def backward(
     Raises:
         RuntimeError: no usable kernels, or a GPU that they do not serve.
     """
-    q, k, v, mask, bias = problem[:5]
+    q, k, v, mask, bias = problem.q, problem.k, problem.v, problem.mask, problem.bias
     device = q.get_device()
     check_device(device)
     if q.numel() == 0 or k.numel() == 0:
@@ -101,30 +103,30 @@ def backward(
     packing = problem.packing and _contiguous(problem.packing)
     lists = _lists(problem)
     params = core.BwdParams(
-        device=device,
-        q=view(q, codes),
-        k=view(k, codes),
-        v=view(v, codes),
-        mask=None if mask is None else view(mask, codes),
-        bias=None if bias is None else view(bias, codes),
-        out=view(out, codes),
-        lse=view(lse, codes),
-        dout=view(dout, codes),
-        dlse=None if dlse is None else view(dlse, codes),
-        dq=view(dq, codes) if needs.q else None,
-        dk=view(dk, codes) if needs.k else None,
-        dv=view(dv, codes) if needs.v else None,
-        dbias=view(dbias, codes) if needs.bias and bias is not None else None,
-        softmax_scale=problem.softmax_scale,
-        softcap=problem.softcap,
-        is_causal=problem.is_causal,
-        deterministic=problem.deterministic,
-        selection=None if lists is None else views(lists, codes),
-        lse_rest=None if rest is None else view(rest, codes),
-        cu_seqlens_q=packing and view(packing.cu_seqlens_q, codes),
-        cu_seqlens_k=packing and view(packing.cu_seqlens_k, codes),
-        max_seqlen_q=packing.max_seqlen_q if packing else 0,
-        max_seqlen_k=packing.max_seqlen_k if packing else 0,
+        device,
+        view(q, codes),
+        view(k, codes),
+        view(v, codes),
+        None if mask is None else view(mask, codes),
+        None if bias is None else view(bias, codes),
+        view(out, codes),
+        view(lse, codes),
+        view(dout, codes),
+        None if dlse is None else view(dlse, codes),
+        view(dq, codes) if needs.q else None,
+        view(dk, codes) if needs.k else None,
+        view(dv, codes) if needs.v else None,
+        view(dbias, codes) if needs.bias and bias is not None else None,
+        problem.softmax_scale,
+        problem.softcap,
+        problem.is_causal,
+        problem.deterministic,
+        None if lists is None else views(lists, codes),
+        None if rest is None else view(rest, codes),
+        packing and view(packing.cu_seqlens_q, codes),
+        packing and view(packing.cu_seqlens_k, codes),
+        packing.max_seqlen_q if packing else 0,
+        packing.max_seqlen_k if packing else 0,
     )
     launch(params, q, device)
     if padded:
