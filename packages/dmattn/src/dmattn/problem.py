@@ -166,7 +166,7 @@ def empty_gradients(problem: Problem, needs: Needs) -> Gradients:
 
     One that is not needed, or that of a bias that is not there, has shape (0,).
     """
-    q, k, v, _, bias = problem[:5]
+    q, k, v, bias = problem.q, problem.k, problem.v, problem.bias
     return Gradients(
         _empty_like(q) if needs.q else q.new_empty(0),
         _empty_like(k) if needs.k else q.new_empty(0),

@@ -26,7 +26,7 @@ def forward(problem: Problem, for_backward: bool = True) -> Results:
     Raises:
         RuntimeError: no usable kernels, or a GPU that they do not serve.
     """
-    q, k, v, mask, bias = problem[:5]
+    q, k, v, mask, bias = problem.q, problem.k, problem.v, problem.mask, problem.bias
     device = q.get_device()
     check_device(device)
     head_dim = q.shape[-1]
@@ -76,7 +76,7 @@ def backward(
     Raises:
         RuntimeError: no usable kernels, or a GPU that they do not serve.
     """
-    q, k, v, mask, bias = problem[:5]
+    q, k, v, mask, bias = problem.q, problem.k, problem.v, problem.mask, problem.bias
     device = q.get_device()
     check_device(device)
     if q.numel() == 0 or k.numel() == 0:
