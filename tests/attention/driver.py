@@ -63,17 +63,24 @@ def call(problem: Problem, deterministic: bool = False, **options: Any) -> tuple
             problem.q,
             problem.k,
             problem.v,
-            attn_mask=problem.mask,
             attn_bias=problem.bias,
-            softmax_scale=problem.softmax_scale,
-            is_causal=problem.is_causal,
-            softcap=problem.softcap,
             deterministic=deterministic,
             return_lse=True,
-            **target().options(),
+            **settings(problem),
             **options,
         )
     return out, lse
+
+
+def settings(problem: Problem) -> dict[str, Any]:
+    """Arguments of the call beside the tensors that may need a gradient."""
+    return {
+        "attn_mask": problem.mask,
+        "softmax_scale": problem.softmax_scale,
+        "is_causal": problem.is_causal,
+        "softcap": problem.softcap,
+        **target().options(),
+    }
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import dmattn
 from attention.cases import Case, build
-from attention.driver import call, run
+from attention.driver import call, run, settings
 from attention.oracle import Problem
 
 SMALL = Case(24, 40, mask="bk1k", bias="1hqk", causal=True)
@@ -42,13 +42,16 @@ def test_opcheck_backward() -> None:
         torch.library.opcheck(torch.ops.dmattn.bwd.default, backward)
 
 
+@pytest.mark.default_backend
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_compile_fullgraph(dynamic: bool) -> None:
     problem = build(SMALL.with_(deterministic=True))
     want = run(problem, deterministic=True)
+    options = settings(problem) | {"deterministic": True}
 
     def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
-        return call(problem.with_(q=q * 1, k=k, v=v, bias=bias), deterministic=True)[0]
+        out: Tensor = dmattn.flash_dmattn_func(q * 1, k, v, attn_bias=bias, **options)
+        return out
 
     compiled: Callable[..., Tensor] = torch.compile(
         attend, backend="aot_eager", fullgraph=True, dynamic=dynamic

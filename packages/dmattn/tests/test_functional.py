@@ -235,6 +235,17 @@ def test_row_masks_of_two_dimensions() -> None:
     assert flash_dmattn_func(*one.inputs[:3], mask[:1]).shape == (1, 1, 4, 8)
 
 
+def test_devices_that_no_backend_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "BACKENDS", [registry.named("cuda")])
+    case = random_case()
+    for leaves in (case, case.requiring_grad()):
+        with pytest.raises(ValueError, match="query: got device cpu, wanted cuda"):
+            flash_dmattn_func(*leaves.inputs)
+    monkeypatch.setattr(dispatch, "_PROBES", None)
+    with pytest.raises(ValueError, match="query: got device cpu, wanted cuda"):
+        flash_dmattn_func(*case.inputs)
+
+
 def test_explain() -> None:
     case = random_case(bias_shape=(1, 2, 1, 11))
     assert explain(*case.inputs) == (
@@ -275,6 +286,25 @@ def test_inputs_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     case = random_case(bias_shape=(1, 2, 1, 11)).requiring_grad()
     flash_dmattn_func(*case.inputs, is_causal=True, window_size=4).sum().backward()
     assert len(checked) == 1
+
+
+def test_results_without_lse_rest_reach_the_operator() -> None:
+    """A backend may have none; a graph of the backward takes the operator, which has to take it."""
+
+    class NoRest(Counting):
+        def forward(self, problem: Problem, for_backward: bool = True) -> Results:
+            return super().forward(problem, for_backward)._replace(lse_rest=None)
+
+    case = random_case()
+    leaves = case.requiring_grad()
+    grads = []
+    for create_graph in (False, True):
+        with preferred(NoRest()):
+            out = flash_dmattn_func(*leaves.inputs)
+            grads += torch.autograd.grad(out, leaves.query, case.dout, create_graph=create_graph)
+            through = torch.ops.dmattn.fwd(*case.inputs)
+            assert through[2].shape == (0,)
+    assert torch.equal(*grads)
 
 
 def test_gradients_of_gradients_in_batches() -> None:

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -121,6 +122,15 @@ def test_no_tokens_at_all(lengths: list[int]) -> None:
     assert out.shape == (0, 4, 8) and lse.shape == (4, 0)
     grads = torch.autograd.grad(out.sum() + lse.sum(), case.leaves())
     assert [g.shape for g in grads] == [t.shape for t in case.leaves()]
+
+
+def test_numpy_numbers() -> None:
+    case = packed([3, 5], bias=("key", 2))
+    given = (case.query, case.key, case.value, case.cu_seqlens[0], None)
+    plain = flash_dmattn_varlen_func(*given, 5, 5, None, case.attn_bias, window_size=2)
+    five, two = np.int64(5), np.int32(2)
+    found = flash_dmattn_varlen_func(*given, five, five, None, case.attn_bias, window_size=two)
+    assert torch.equal(plain, found)
 
 
 @pytest.mark.parametrize("same", ["none", "clone"])

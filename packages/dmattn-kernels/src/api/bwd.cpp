@@ -63,7 +63,7 @@ void clear_sums(const BwdPlan& plan, const BwdRound& round, bool is_first, cudaS
 void launch_kernel(const BwdPlan& plan, const BwdParams& p, BwdLauncher unit, cudaStream_t stream) {
   if (plan.schedule != nullptr) {
     check_cuda(bwd_schedule(bwd_schedule_lists(p), p.batch, p.nheads_k, p.head_ratio, plan.tile.block_n, plan.max_work,
-                            plan.max_tiles, plan.max_splits, plan.schedule, stream),
+                            plan.max_tiles, plan.max_splits, plan.even_blocks, plan.schedule, stream),
                "scheduling the lists of keys");
   }
   KernelChoice choice = plan.choice;

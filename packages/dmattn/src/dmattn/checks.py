@@ -6,52 +6,26 @@ Each check looks for what is right at once, and takes its time to name what is w
 is on the path of every call. What a single backend cannot do, the backend says itself.
 """
 
-from collections.abc import Sequence
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
 from dmattn.key_lists import Selection, larger, num_blocks
 from dmattn.problem import (
-    Gradients,
     Needs,
     Packing,
     Problem,
     Results,
-    empty_gradients,
-    empty_results,
     is_per_key,
+    lse_dtype,
     lse_shape,
 )
-from dmattn.problem import lse_dtype as lse_dtype
-from dmattn.validation import check_int, check_optional_tensor, check_tensor, is_one_or, one_of
+from dmattn.validation import check_optional_tensor, check_tensor, is_one_or, one_of
 
 MAX_HEAD_DIM = 256
 # The CUDA kernels read vectors of 8 half-precision elements along head_dim.
 HEAD_DIM_MULTIPLE = 8
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# Those that there is an implementation for; the meta device and fakes run the checks alone.
-_DEVICES = ("cuda", "cpu", "meta")
-
-
-class Dims(NamedTuple):
-    """Sizes of one attention problem; of packed sequences batch is 1, and lengths are totals."""
-
-    batch: int
-    seqlen_q: int
-    seqlen_k: int
-    nheads: int
-    nheads_k: int
-    head_dim: int
-
-
-def dims_of(problem: Problem) -> Dims:
-    """The sizes of a checked problem."""
-    q, k = problem.q.shape, problem.k.shape
-    batch = q[0] if problem.packing is None else 1
-    return Dims(batch, q[-3], k[-3], q[-2], k[-2], q[-1])
 
 
 def check(problem: Problem) -> None:
@@ -280,7 +254,6 @@ def _check_packing(packing: Packing, problem: Problem) -> None:
         ("max_seqlen_q", packing.max_seqlen_q, q.shape[0]),
         ("max_seqlen_k", packing.max_seqlen_k, problem.k.shape[0]),
     ):
-        check_int(name, longest)
         if longest < 0 or sequences * longest < total:
             raise ValueError(
                 f"{name}: got {longest}, wanted the length of the longest of {sequences} "
@@ -296,30 +269,30 @@ def check_key_lists(lists: Selection, problem: Problem) -> None:
         ValueError: a shape or device does not fit, there are more query rows than keys under
             causality, or there is a mask as well.
     """
-    dims, is_causal = dims_of(problem), problem.is_causal
     if problem.packing is not None:
         raise ValueError("selection: got one for packed sequences, wanted None")
+    nbatch, seqlen_q, nheads, _ = problem.q.shape
+    _, seqlen_k, nheads_k, _ = problem.k.shape
+    is_causal = problem.is_causal
     if problem.mask is not None:
         raise ValueError("attn_mask: got a mask beside a selection, wanted it in the selection")
-    if is_causal and dims.seqlen_q > dims.seqlen_k:
+    if is_causal and seqlen_q > seqlen_k:
         raise ValueError(
-            f"query: got {dims.seqlen_q} rows for {dims.seqlen_k} keys, wanted no more rows than "
+            f"query: got {seqlen_q} rows for {seqlen_k} keys, wanted no more rows than "
             "keys with a causal selection"
         )
     if lists.idx.dim() != 4:
         raise ValueError(f"selection: got idx of shape {tuple(lists.idx.shape)}, wanted 4-D")
     batch, heads, _, capacity = lists.idx.shape
-    if not is_one_or(batch, dims.batch) or not (
-        is_one_or(heads, dims.nheads) or heads == dims.nheads_k
-    ):
+    if not is_one_or(batch, nbatch) or not (is_one_or(heads, nheads) or heads == nheads_k):
         raise ValueError(
-            f"selection: got batch {batch} and {heads} heads, wanted batch {dims.batch} or 1 and "
-            f"{dims.nheads}, {dims.nheads_k} or 1 heads"
+            f"selection: got batch {batch} and {heads} heads, wanted batch {nbatch} or 1 and "
+            f"{nheads}, {nheads_k} or 1 heads"
         )
     # There may be more lists than blocks of rows, as `num_lists` says.
-    blocks = larger(num_blocks(dims.seqlen_q, is_causal), lists.idx.shape[2])
+    blocks = larger(num_blocks(seqlen_q, is_causal), lists.idx.shape[2])
     wanted: tuple[tuple[int, ...], ...] = (
-        (batch, heads, dims.seqlen_k),
+        (batch, heads, seqlen_k),
         (batch, heads, blocks, capacity),
         (batch, heads, blocks),
         (batch, heads, blocks) if is_causal else (0,),
@@ -330,21 +303,9 @@ def check_key_lists(lists: Selection, problem: Problem) -> None:
         if tuple(t.shape) != shape:
             raise ValueError(
                 f"selection: got {name} of shape {tuple(t.shape)}, wanted {shape}, of "
-                f"{dims.seqlen_q} query rows and {dims.seqlen_k} keys"
+                f"{seqlen_q} query rows and {seqlen_k} keys"
             )
         if t.device != problem.q.device:
             raise ValueError(
                 f"selection: got device {t.device}, wanted {problem.q.device} as query"
             )
-
-
-def empty_forward_outputs(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Uninitialised out, as q and contiguous, and lse."""
-    return empty_results(Problem(q, q, q))[:2]
-
-
-def empty_backward_outputs(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, needs: Sequence[bool]
-) -> Gradients:
-    """Uninitialised dq, dk, dv, dbias; see `empty_gradients`."""
-    return empty_gradients(Problem(q, k, v, bias=bias), Needs(*needs))

@@ -72,6 +72,8 @@ def attend(problem: Problem, backend: str | None = None) -> tuple[Tensor, Tensor
             return found
         results = chosen.forward(problem, False)
         return results.out, results.lse
+    if not q.is_meta:
+        registry.check_device(q.device)
     _refuse_forward_mode(q, k, v, bias)
     register_for(q)
     if _in_functorch():
@@ -265,7 +267,6 @@ def select(
     cu_seqlens: Tensor | None = None,
 ) -> Selection:
     """`dmattn.ops.selection.select_keys`, past the dispatcher of torch where that has no part."""
-    scores = scores.detach()
     direct = is_plain_call(scores, key_mask, cu_seqlens)
     return select_keys(scores, key_mask, window, seqlen_q, is_causal, cu_seqlens, direct)
 

@@ -10,6 +10,7 @@ from dmattn.arguments import check_scores, check_window_size, checked_problem, w
 from dmattn.dispatch import attend, is_same_tensor, select
 from dmattn.problem import Packing, Problem, is_per_key
 from dmattn.selection import same_heads
+from dmattn.validation import check_int
 
 
 @overload
@@ -141,7 +142,8 @@ def flash_dmattn_varlen_func(
     """
     if cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q
-    packing = Packing(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    longest = check_int("max_seqlen_q", max_seqlen_q), check_int("max_seqlen_k", max_seqlen_k)
+    packing = Packing(cu_seqlens_q, cu_seqlens_k, *longest)
     window = None
     if window_size is not None:
         window = check_window_size(window_size)

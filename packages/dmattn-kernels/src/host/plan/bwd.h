@@ -54,7 +54,7 @@ struct BwdPlan {
   BwdRound whole, round;  // all of it, and as much of that as a round covers
 
   // Splits of key tiles over blocks. Lists of keys, whose lengths the device knows: see bwd_schedule().
-  int32_t max_work = 0, max_tiles = 0, max_splits = 1;
+  int32_t max_work = 0, max_tiles = 0, max_splits = 1, even_blocks = 0;
   int32_t* schedule = nullptr;  // nullptr: lists of row blocks, which need none
   int64_t slots = 0;            // accumulators of split tiles
   bool has_dkv_accum = false;   // dk and dv are added up by key

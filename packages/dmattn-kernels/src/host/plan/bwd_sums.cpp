@@ -74,8 +74,10 @@ Splits wanted_splits(const BwdPlan& plan, const BwdRound& round, const Device& d
   const int64_t m_blocks = ceil_div(p.seqlen_q, plan.tile.block_m);
   // A deterministic column sum of a head has to come from one block.
   splits.most = p.deterministic ? round.groups : round.groups * m_blocks;
-  // Blocks take unequal times when causal: four for each SM even that out.
-  splits.work = (p.deterministic ? 2 : 4) * int64_t{device.num_sms};
+  // Blocks take unequal times when causal: four for each SM even that out. Each costs a prologue and sums of its own, so
+  // rounds, which share the work of one, have two.
+  const bool is_whole = round.batches == plan.whole.batches && round.heads_k == plan.whole.heads_k;
+  splits.work = (p.deterministic || !is_whole ? 2 : 4) * int64_t{device.num_sms};
   // Whether lists are split is decided on the device: their sums have to do for both, if they go on.
   if (gathered && continues) return splits;
   const int64_t slots = p.deterministic ? splits.tiles * splits.most : splits.tiles;
@@ -145,13 +147,14 @@ int64_t affordable_slots(const BwdPlan& plan, const Splits& splits, int64_t take
 }
 
 // `taken`: what the workspace holds beside the slots.
-void choose_splits(BwdPlan& plan, const Splits& splits, int64_t taken) {
+void choose_splits(BwdPlan& plan, const Splits& splits, int64_t taken, const Device& device) {
   BwdParams& kernel = plan.kernel;
   kernel.max_work_items = static_cast<int32_t>(std::min<int64_t>(splits.tiles, INT32_MAX));
   if (splits.most <= 1) return;
   const bool continues = continues_dkv(plan, plan.round);
   const int64_t slots = continues ? splits.tiles : affordable_slots(plan, splits, taken);
   if (is_gathered(plan.walk)) {
+    plan.even_blocks = kernel.is_causal ? 0 : device.num_sms;
     plan.max_work = static_cast<int32_t>(kernel.deterministic ? slots : splits.work);
     plan.max_tiles = static_cast<int32_t>(std::min<int64_t>(slots, INT32_MAX));
     plan.max_splits = slots == 0 ? 1 : static_cast<int32_t>(std::min<int64_t>(splits.most, plan.max_work));
@@ -272,7 +275,7 @@ void choose_sums(BwdPlan& plan, const Device& device, size_t bytes_before) {
   plan.has_dkv_accum = needs_dkv_accum(plan, plan.round, splits);
   const int64_t taken = before + accumulator_bytes(plan, plan.round, splits);
   plan.kernel.dq_blocks = dq_blocks_of(plan, plan.round);
-  choose_splits(plan, splits, taken);
+  choose_splits(plan, splits, taken, device);
 }
 
 void place_sums(BwdPlan& plan, Workspace& workspace) {

@@ -12,9 +12,11 @@ namespace dmattn {
 cudaError_t bwd_preprocess(const BwdPreprocessParams& p, Dtype dtype, cudaStream_t stream);
 
 // Fills `schedule` (see BwdParams) for gathered lists: as many splits as keep tiles * splits <= max_work, at least 1,
-// at most max_splits, and only 1 when there are more than max_tiles tiles (accumulators).
+// at most max_splits, and only 1 when there are more than max_tiles tiles (accumulators). even_blocks: how many thread
+// blocks work at once, where all take the same time; fewer splits are then taken if they fill the GPU as well, since each
+// costs a prologue and an epilogue. 0: they take unequal times.
 cudaError_t bwd_schedule(const KeyList& keys, int batch, int nheads_k, int head_ratio, int block_n, int max_work,
-                         int max_tiles, int max_splits, int32_t* schedule, cudaStream_t stream);
+                         int max_tiles, int max_splits, int even_blocks, int32_t* schedule, cudaStream_t stream);
 
 // dq = dq_accum rounded (the kernel has applied softmax_scale).
 cudaError_t convert_dq(const ConvertDqParams& p, Dtype dtype, cudaStream_t stream);

@@ -10,9 +10,23 @@ using namespace prep;
 
 constexpr int kScheduleThreads = 1024;
 
+// Share of the places that work, averaged over the waves of so many equal blocks.
+__device__ __forceinline__ float fill(int blocks, int places) {
+  return static_cast<float>(blocks) / static_cast<float>(ceil_div(blocks, places) * places);
+}
+
+// Of 1 to `most` splits, the fewest with which equal blocks fill the GPU nearly as well as with any other number.
+__device__ __forceinline__ int fewest_that_fill(int tiles, int most, int places) {
+  float best = 0.f;
+  for (int splits = 1; splits <= most; ++splits) best = fmaxf(best, fill(tiles * splits, places));
+  int splits = 1;
+  while (splits < most && fill(tiles * splits, places) < 0.96f * best) ++splits;
+  return splits;
+}
+
 __global__ void __launch_bounds__(kScheduleThreads)
     schedule_kernel(const KeyList keys, int lists, int nheads_k, int head_ratio, int block_n, int max_work,
-                    int max_tiles, int max_splits, int32_t* schedule) {
+                    int max_tiles, int max_splits, int even_blocks, int32_t* schedule) {
   __shared__ int warp_sums[32];
   int tiles = 0;
   for (int list0 = 0; list0 < lists; list0 += kScheduleThreads) {
@@ -30,7 +44,8 @@ __global__ void __launch_bounds__(kScheduleThreads)
     __syncthreads();
   }
   if (threadIdx.x == 0) {
-    schedule[0] = tiles == 0 || tiles > max_tiles ? 1 : max(1, min(max_work / tiles, max_splits));
+    const int most = tiles == 0 || tiles > max_tiles ? 1 : max(1, min(max_work / tiles, max_splits));
+    schedule[0] = even_blocks > 0 && most > 1 ? fewest_that_fill(tiles, most, even_blocks) : most;
     schedule[1] = tiles;
     schedule[2 + lists] = tiles;
   }
@@ -39,9 +54,9 @@ __global__ void __launch_bounds__(kScheduleThreads)
 }  // namespace
 
 cudaError_t bwd_schedule(const KeyList& keys, int batch, int nheads_k, int head_ratio, int block_n, int max_work,
-                         int max_tiles, int max_splits, int32_t* schedule, cudaStream_t stream) {
+                         int max_tiles, int max_splits, int even_blocks, int32_t* schedule, cudaStream_t stream) {
   return launch(schedule_kernel, 1, kScheduleThreads, 0, stream, keys, batch * nheads_k, nheads_k, head_ratio, block_n,
-                max_work, max_tiles, max_splits, schedule);
+                max_work, max_tiles, max_splits, even_blocks, schedule);
 }
 
 }  // namespace dmattn

@@ -1,9 +1,12 @@
 """The list of backends, and the one place that chooses among them."""
 
+import torch
+
 from dmattn.backends.base import Backend
 from dmattn.backends.cpu import CpuBackend
 from dmattn.backends.cuda import CudaBackend
 from dmattn.problem import Problem
+from dmattn.validation import one_of
 
 # A row a backend; of those that can compute a problem the first one does.
 BACKENDS: list[Backend] = [CudaBackend(), CpuBackend()]
@@ -70,8 +73,15 @@ def choose(problem: Problem, wanted: str | None = None) -> Backend:
                 return backend
             refusals += reasons
     if not refusals:
-        raise ValueError(f"query: got device {problem.q.device}, wanted one that a backend serves")
+        check_device(problem.q.device)
     raise refusals[0]
+
+
+def check_device(device: torch.device) -> None:
+    """Raise ValueError unless some backend takes tensors on such a device."""
+    served = dict.fromkeys(kind for backend in BACKENDS for kind in backend.devices)
+    if device.type not in served:
+        raise ValueError(f"query: got device {device}, wanted {one_of(tuple(served))}")
 
 
 def unusable(backend: Backend, reason: str) -> RuntimeError:

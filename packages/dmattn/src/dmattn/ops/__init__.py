@@ -1,1 +1,1 @@
-"""The torch operators dmattn::fwd and dmattn::bwd, and their CPU and CUDA implementations."""
+"""The operators that torch knows, for compilers, transforms and tensor subclasses."""

@@ -48,7 +48,7 @@ _PROBLEM = ", ".join(
 )
 _FWD_SCHEMA = f"({_PROBLEM}) -> (Tensor out, Tensor lse, Tensor lse_rest)"
 _BWD_SCHEMA = (
-    "(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor lse_rest, bool[4] needs, "
+    "(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor? lse_rest, bool[4] needs, "
     f"{_PROBLEM}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)"
 )
 _FWD_NAMES = (*FLAT_NAMES, "backend")
