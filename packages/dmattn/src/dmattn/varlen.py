@@ -176,21 +176,21 @@ def _attend_in_window(
     if mask is not None:
         _scores("attn_mask", mask)
     if packing.max_seqlen_k <= window_size:
-        return attend(problem._replace(bias=without_nan(bias)), backend)
+        return attend(problem.replace(bias=without_nan(bias)), backend)
     key_mask = None if mask is None else mask[None]
     scores, key_mask = same_heads(bias.detach()[None], key_mask)
     # The only row of a sequence sees all its keys.
     if not problem.is_causal or packing.max_seqlen_q <= 1:
         sequence = _sequence_of_keys(packing.cu_seqlens_k, scores.shape[2])
         keep = best_keys(scores, window_size, key_mask, sequence)
-        return attend(problem._replace(mask=keep[0]), backend)
+        return attend(problem.replace(mask=keep[0]), backend)
     total_k = problem.k.shape[0]
     lists = select(scores, key_mask, window_size, total_k, True, packing.cu_seqlens_k)
     rows_of_keys = _rows_of_keys(problem, packing)
     q = problem.q
     if rows_of_keys is not None:
         q = q.new_zeros((total_k + 1, *q.shape[1:])).index_copy(0, rows_of_keys, q)[:total_k]
-    dense = problem._replace(
+    dense = problem.replace(
         q=q[None],
         k=problem.k[None],
         v=problem.v[None],
