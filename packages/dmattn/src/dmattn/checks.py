@@ -128,7 +128,7 @@ def check_backward(
 
 
 def _check_dtypes(problem: Problem) -> None:
-    q, k, v, mask, bias = problem[:5]
+    q, k, v, mask, bias = problem.q, problem.k, problem.v, problem.mask, problem.bias
     dtype = q.dtype
     if dtype not in _DTYPES:
         raise TypeError(f"query: got dtype {dtype}, wanted {one_of(_DTYPES)}")
@@ -146,7 +146,7 @@ def _check_dtypes(problem: Problem) -> None:
 
 
 def _check_devices(problem: Problem) -> None:
-    _, k, v, mask, bias = problem[:5]
+    k, v, mask, bias = problem.k, problem.v, problem.mask, problem.bias
     device = problem.q.device
     if (
         k.device == device

@@ -59,7 +59,7 @@ def attend(problem: Problem, backend: str | None = None) -> tuple[Tensor, Tensor
     """
     if torch.compiler.is_compiling():
         return ops.attend(problem, backend)
-    q, k, v, mask, bias = problem[:5]
+    q, k, v, mask, bias = problem.q, problem.k, problem.v, problem.mask, problem.bias
     if _nobody_intercepts() and _are_plain(q, k, v, mask, bias):
         chosen = registry.choose(problem, backend)
         if torch.is_grad_enabled() and (

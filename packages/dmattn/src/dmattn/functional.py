@@ -271,12 +271,12 @@ def _select(problem: Problem, window_size: int, given: Any) -> Problem:
     key_mask = None if mask is None else key_only_mask(mask, seqlen_k)
     if seqlen_k <= window_size:
         mask = None if key_mask is None else key_mask[:, :, None]
-        return problem._replace(mask=mask, bias=without_nan(bias))
+        return problem.replace(mask=mask, bias=without_nan(bias))
     scores, key_mask = same_heads(bias.detach()[:, :, 0], key_mask)
     rows = problem.q.shape[1]
     rows = min(rows, seqlen_k) if problem.is_causal else rows
     lists = select(scores, key_mask, window_size, rows, problem.is_causal)
-    return problem._replace(mask=None, key_lists=lists)
+    return problem.replace(mask=None, key_lists=lists)
 
 
 def _check_selection(selection: Any, attn_mask: Any) -> None:
@@ -300,7 +300,7 @@ def _use_selection(problem: Problem, selection: KeySelection) -> Problem:
         raise ValueError(
             f"selection: got one for {selection.query_len} query rows, wanted {problem.q.shape[1]}"
         )
-    problem = problem._replace(key_lists=selection.lists)
+    problem = problem.replace(key_lists=selection.lists)
     check_key_lists(selection.lists, _without_leading_rows(problem))
     return problem
 
@@ -318,7 +318,7 @@ def _without_leading_rows(problem: Problem) -> Problem:
         return problem
     if bias is not None and bias.shape[2] > 1:
         bias = bias[:, :, skip:]
-    return problem._replace(q=problem.q[:, skip:], bias=bias)
+    return problem.replace(q=problem.q[:, skip:], bias=bias)
 
 
 def _attend(problem: Problem, backend: str | None) -> tuple[Tensor, Tensor]:

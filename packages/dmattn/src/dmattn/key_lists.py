@@ -44,14 +44,23 @@ def as_selection(
 
 
 def smaller(a: int, b: int) -> int:
-    """The smaller of two sizes; min() would tie a compiled graph to the side that it finds."""
-    found: int = torch.sym_min(a, b)  # type: ignore[no-untyped-call]
+    """The smaller of two sizes, which may be symbols.
+
+    Between symbols min() would decide for one side and so tie a traced graph to it. torch.compile
+    lets symbols pass for ints and writes its own min() of them into the graph; the oldest torch
+    that we support cannot compile sym_min.
+    """
+    if isinstance(a, int) and isinstance(b, int):
+        return min(a, b)
+    found: int = torch.sym_min(a, b)
     return found
 
 
 def larger(a: int, b: int) -> int:
     """The larger of two sizes, as `smaller`."""
-    found: int = torch.sym_max(a, b)  # type: ignore[no-untyped-call]
+    if isinstance(a, int) and isinstance(b, int):
+        return max(a, b)
+    found: int = torch.sym_max(a, b)
     return found
 
 
@@ -78,8 +87,12 @@ def without_spare_lists(lists: Selection, seqlen_q: int, is_causal: bool) -> Sel
     blocks = num_blocks(seqlen_q, is_causal)
     if lists.idx.shape[2] == blocks:
         return lists
-    idx, count, full = (t.narrow(2, 0, blocks).contiguous() for t in lists[1:])
-    return Selection(lists.end, idx, count, full)
+    return Selection(
+        lists.end,
+        lists.idx.narrow(2, 0, blocks).contiguous(),
+        lists.count.narrow(2, 0, blocks).contiguous(),
+        lists.full.narrow(2, 0, blocks).contiguous(),
+    )
 
 
 def capacity_for(most: int, seqlen_k: int) -> int:

@@ -58,9 +58,14 @@ class Problem(NamedTuple):
     packing: Packing | None = None
     key_lists: Selection | None = None
 
+    def replace(self, **changes: Any) -> "Problem":
+        """With other values in these fields; `_replace`, which older torch cannot compile."""
+        return Problem(**{**dict(zip(Problem._fields, self, strict=True)), **changes})
+
     def flat(self) -> tuple[Any, ...]:
         """All fields one after the other, in the order of `FLAT_NAMES`."""
-        return (*self[:_SIMPLE], *(self.key_lists or _NO_LISTS), *(self.packing or _NO_PACKING))
+        *simple, packing, lists = self
+        return (*simple, *(lists or _NO_LISTS), *(packing or _NO_PACKING))
 
     @staticmethod
     def from_flat(values: Sequence[Any]) -> "Problem":
@@ -166,7 +171,7 @@ def empty_gradients(problem: Problem, needs: Needs) -> Gradients:
 
     One that is not needed, or that of a bias that is not there, has shape (0,).
     """
-    q, k, v, _, bias = problem[:5]
+    q, k, v, bias = problem.q, problem.k, problem.v, problem.bias
     return Gradients(
         _empty_like(q) if needs.q else q.new_empty(0),
         _empty_like(k) if needs.k else q.new_empty(0),

@@ -26,7 +26,6 @@ from dmattn.key_lists import (
 )
 from dmattn.ops.selection import build_key_lists, document_ends
 from dmattn.ops.selection import select_keys as select
-from dmattn.utils.mask import check_window_size
 from dmattn.validation import (
     check_bool,
     check_int,
@@ -249,7 +248,7 @@ def select_keys(
         TypeError: a tensor or number has the wrong type or dtype.
         ValueError: a shape, device or number does not fit, or attn_mask differs between query rows.
     """
-    window_size = check_window_size(window_size)
+    window_size = check_int("window_size", window_size, 1)
     is_causal = check_bool("is_causal", is_causal)
     scores = _key_scores(attn_bias)
     key_len = scores.shape[2]
@@ -293,7 +292,7 @@ def sliding_window(
         TypeError: a number is no int, or attn_mask is no mask.
         ValueError: a number is too small, or attn_mask has the wrong shape or device.
     """
-    window_size = check_window_size(window_size)
+    window_size = check_int("window_size", window_size, 1)
     key_len = check_int("key_len", key_len, 0)
     if device is None and attn_mask is not None:
         device = check_tensor("attn_mask", attn_mask).device
@@ -344,7 +343,7 @@ def packed_documents(
             device does not fit.
     """
     if window_size is not None:
-        window_size = check_window_size(window_size)
+        window_size = check_int("window_size", window_size, 1)
     if key_len is not None:
         key_len = check_int("key_len", key_len, 0)
     if max_seqlen is not None:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from dmattn.arguments import check_scores, check_window_size, checked_problem, without_nan
 from dmattn.dispatch import attend, is_same_tensor, select
+from dmattn.key_lists import best_keys
 from dmattn.problem import Packing, Problem, is_per_key
 from dmattn.selection import same_heads
 from dmattn.validation import check_int
@@ -175,20 +176,21 @@ def _attend_in_window(
     if mask is not None:
         _scores("attn_mask", mask)
     if packing.max_seqlen_k <= window_size:
-        return attend(problem._replace(bias=without_nan(bias)), backend)
-    # The only row of a sequence sees all its keys.
-    if not problem.is_causal or packing.max_seqlen_q <= 1:
-        keep = _best_keys(bias.detach(), mask, packing.cu_seqlens_k, window_size)
-        return attend(problem._replace(mask=keep), backend)
+        return attend(problem.replace(bias=without_nan(bias)), backend)
     key_mask = None if mask is None else mask[None]
     scores, key_mask = same_heads(bias.detach()[None], key_mask)
+    # The only row of a sequence sees all its keys.
+    if not problem.is_causal or packing.max_seqlen_q <= 1:
+        sequence = _sequence_of_keys(packing.cu_seqlens_k, scores.shape[2])
+        keep = best_keys(scores, window_size, key_mask, sequence)
+        return attend(problem.replace(mask=keep[0]), backend)
     total_k = problem.k.shape[0]
     lists = select(scores, key_mask, window_size, total_k, True, packing.cu_seqlens_k)
     rows_of_keys = _rows_of_keys(problem, packing)
     q = problem.q
     if rows_of_keys is not None:
         q = q.new_zeros((total_k + 1, *q.shape[1:])).index_copy(0, rows_of_keys, q)[:total_k]
-    dense = problem._replace(
+    dense = problem.replace(
         q=q[None],
         k=problem.k[None],
         v=problem.v[None],
@@ -239,23 +241,7 @@ def _scores(name: str, operand: Tensor | None) -> Tensor:
     return operand
 
 
-def _best_keys(
-    scores: Tensor, allowed: Tensor | None, cu_seqlens: Tensor, window_size: int
-) -> Tensor:
-    """bool (heads, Tk): the `window_size` highest scores of each sequence, the later of equal ones.
-
-    By sorting, so that nothing has to be known on the host.
-    """
-    given, key_mask = same_heads(scores[None], None if allowed is None else allowed[None])
-    scores = without_nan(given[0])
-    if key_mask is not None:
-        scores = torch.where(key_mask[0], scores, -math.inf)
-    total = scores.shape[1]
-    position = torch.arange(total, device=scores.device)
-    sequence = torch.searchsorted(cu_seqlens.long(), position, right=True) - 1
-    # Backwards, so that of equal scores the later key comes first; then the sequences apart again.
-    order = total - 1 - scores.flip(1).argsort(dim=1, descending=True, stable=True)
-    order = order.gather(1, sequence[order].argsort(dim=1, stable=True))
-    rank = position - cu_seqlens.long()[sequence]
-    keep = (rank < window_size) & (scores.gather(1, order) != -math.inf)
-    return torch.zeros_like(scores, dtype=torch.bool).scatter(1, order, keep)
+def _sequence_of_keys(cu_seqlens: Tensor, total_k: int) -> Tensor:
+    """int64 (Tk,): the sequence that each key belongs to."""
+    key = torch.arange(total_k, device=cu_seqlens.device)
+    return torch.searchsorted(cu_seqlens[1:].long(), key, right=True)

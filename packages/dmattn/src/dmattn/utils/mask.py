@@ -5,7 +5,6 @@ also knows the causal rule, under which each row chooses among the keys up to it
 """
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,7 +74,8 @@ def create_mask(
     if attention_mask is not None:
         allowed = _normalize_mask(attention_mask, attention_bias, batch_size, query_len, key_len)
     if type == "topk":
-        return _top(attention_bias, allowed, check_window_size(window_size), min_dtype, block_size)
+        window_size = check_int("window_size", window_size, 1)
+        return _top(attention_bias, allowed, window_size, min_dtype, block_size)
     keep = attention_bias.detach() > max(0.0, _floor(min_dtype))
     if allowed is not None:
         keep &= allowed
@@ -106,7 +106,7 @@ def maybe_create_mask(
     """
     if window_size is None:
         return attention_mask
-    window_size = check_window_size(window_size)
+    window_size = check_int("window_size", window_size, 1)
     _check_floating(attention_bias)
     if check_int("key_len", key_len, 0) <= window_size:
         return attention_mask
@@ -136,7 +136,7 @@ def dynamic_mask(
         TypeError: the bias is not floating, the mask is not bool, or window_size is not an int.
         ValueError: the mask does not broadcast to the bias; window_size or block_size is below 1.
     """
-    window_size = check_window_size(window_size)
+    window_size = check_int("window_size", window_size, 1)
     _check_floating(attention_bias)
     if attention_mask is not None:
         attention_mask = check_mask("attention_mask", attention_mask)
@@ -144,11 +144,6 @@ def dynamic_mask(
         _check_allowed(attention_mask, attention_bias, given)
     block_size = _check_block_size(block_size)
     return _top(attention_bias, attention_mask, window_size, min_dtype, block_size)
-
-
-def check_window_size(window_size: Any) -> int:
-    """Raise TypeError unless `window_size` is an int, and ValueError unless it is at least 1."""
-    return check_int("window_size", window_size, 1, "an int of at least 1, or None")
 
 
 def top_window_mask(
@@ -185,7 +180,7 @@ def top_window_mask(
         TypeError: the bias is not floating, the mask is not bool, or a number is not one.
         ValueError: a shape or device does not fit, or a number is too small.
     """
-    window_size = check_window_size(window_size)
+    window_size = check_int("window_size", window_size, 1)
     is_causal = check_bool("is_causal", is_causal)
     _check_floating(attention_bias)
     bias = attention_bias.unsqueeze(2) if attention_bias.dim() == 3 else attention_bias
