@@ -341,7 +341,7 @@ BETWEEN_LAUNCHES = (
 # The forward of Hopper has kernels for more head dimensions, and one for few rows.
 HOPPER = (
     Launch("dense rows", 70, 133, wants=""),
-    Launch("dense long rows", 1100, 133, causal=True, wants=""),
+    Launch("dense rows, long", 1100, 133, causal=True, wants=""),
     Launch("dense rows, more than thread blocks", 133, 133, batch=70, causal=True, wants=""),
     Launch("dense rows without keys", 150, 40, causal=True, wants=""),
 )
