@@ -23,6 +23,7 @@ import dmattn_kernels as kernels
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from gpu import sanitizer_packed
+from gpu.device import family
 from gpu.raw_cuda import Array, Buffer, Gpu, from_bits, to_bits
 from gpu.sanitizer_cache import Append, run_append
 from gpu.sanitizer_selection import (
@@ -359,7 +360,8 @@ def all_launches() -> list[tuple[str, int, Launch | Lists | Append]]:
     ]
     main += [(kind, x) for x in every if x.name in OTHER_LAUNCHES for kind in OTHERS]
     main += [(kind, x) for x in every if x.name in BETWEEN_LAUNCHES for kind in BETWEEN]
-    main += [(kind, launch) for launch in HOPPER for kind in HOPPER_KINDS]
+    if family() == "sm90":
+        main += [(kind, launch) for launch in HOPPER for kind in HOPPER_KINDS]
     main += [(MAIN[0], launch) for launch in ONCE]
     main += [(OTHERS[0], BY_OWN_SCORES)]
     lists = [(*MAIN[0], launch) for launch in LISTS]
