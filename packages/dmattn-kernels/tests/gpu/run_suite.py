@@ -35,7 +35,7 @@ from gpu.sanitize import Finding, judge, kernel_jobs, planted_jobs  # noqa: E402
 
 RESTARTS = 25  # workers started again after a lost context or a crash, per target
 # Started while compute-sanitizer runs: enough to keep the GPU busy, few enough for 16 cores.
-ALL_WORKERS = 10
+ALL_WORKERS = 12
 # A worker whose target is done takes the place of one more of a target with so many tests left.
 WORTH_A_WORKER = 40
 ON_GPU = [row.name for row in TARGETS.values() if row.device == "cuda"]
@@ -69,7 +69,7 @@ class Workers:
         env = {
             **self.target.env,
             TARGET_VARIABLE: self.target.name,
-            SHARE_VARIABLE: str(self._arguments.every),
+            SHARE_VARIABLE: str(self._arguments.every * self.target.share),
             "PYTHONPATH": os.pathsep.join(paths),
             # One thread each for host-side work: there are many workers.
             "OMP_NUM_THREADS": "1",

@@ -23,6 +23,7 @@ import dmattn_kernels as kernels
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from gpu import sanitizer_packed
+from gpu.device import family
 from gpu.raw_cuda import Array, Buffer, Gpu, from_bits, to_bits
 from gpu.sanitizer_cache import Append, run_append
 from gpu.sanitizer_selection import (
@@ -338,6 +339,16 @@ BETWEEN_LAUNCHES = (
 )
 
 
+# The forward of Hopper has kernels for more head dimensions, and one for few rows.
+HOPPER = (
+    Launch("dense rows", 70, 133, wants=""),
+    Launch("dense rows, long", 1100, 133, causal=True, wants=""),
+    Launch("dense rows, more than thread blocks", 133, 133, batch=70, causal=True, wants=""),
+    Launch("dense rows without keys", 150, 40, causal=True, wants=""),
+)
+HOPPER_KINDS = [(dtype, head_dim) for dtype in ("bf16", "f16") for head_dim in (64, 96, 128, 192, 256)]
+
+
 def all_launches() -> list[tuple[str, int, Launch | Lists | Append]]:
     every = (*LAUNCHES, *SELECTED, *PACKED)
     # One selection is much like the next at the largest head dimension, where each takes longest.
@@ -349,6 +360,8 @@ def all_launches() -> list[tuple[str, int, Launch | Lists | Append]]:
     ]
     main += [(kind, x) for x in every if x.name in OTHER_LAUNCHES for kind in OTHERS]
     main += [(kind, x) for x in every if x.name in BETWEEN_LAUNCHES for kind in BETWEEN]
+    if family() == "sm90":
+        main += [(kind, launch) for launch in HOPPER for kind in HOPPER_KINDS]
     main += [(MAIN[0], launch) for launch in ONCE]
     main += [(OTHERS[0], BY_OWN_SCORES)]
     lists = [(*MAIN[0], launch) for launch in LISTS]
@@ -616,9 +629,11 @@ def main() -> int:
     parser.add_argument(
         "--poison", action="store_true", help="fill outputs and workspaces with 0xFF first"
     )
+    parser.add_argument("--only", default="", help="run launches whose name contains this")
     arguments = parser.parse_args()
     index, count = map(int, arguments.shard.split("/"))
-    gpu, failures, chosen = Gpu(), 0, all_launches()[index::count]
+    named = [launch for launch in all_launches() if arguments.only in launch[2].name]
+    gpu, failures, chosen = Gpu(), 0, named[index::count]
     print("architecture", kernels.device_architecture(0), flush=True)
     for dtype, head_dim, launch in chosen:
         start = time.perf_counter()
