@@ -43,7 +43,9 @@ def train(rank: int, port: int) -> None:
     for (name, got), expected in zip(layer.named_parameters(), plain.parameters(), strict=True):
         assert isinstance(got.grad, DTensor), name
         torch.testing.assert_close(got.grad.full_tensor(), expected.grad)
-    print("equal", flush=True)
+    # One write: the processes share a pipe, and their lines must not mix.
+    sys.stdout.write("equal\n")
+    sys.stdout.flush()
     dist.destroy_process_group()
 
 
