@@ -46,7 +46,6 @@ def serve() -> None:
     import torch
 
     from benchmarks.peers import CONTENDERS, calls, make_data
-    from benchmarks.run import Case as RunCase
     from benchmarks.timing import Clock, graphed, host_microseconds
 
     device = torch.device("cuda")
@@ -73,7 +72,7 @@ def serve() -> None:
             elif request["do"] == "time":
                 answer = [clock.once(ready[request["what"]]) for _ in range(CALLS)]
             elif request["do"] == "host":
-                small = RunCase("host time", "small", (), 1, 64, 64, 4, 4, 64, backward=False)
+                small = Case("host time", "small", (), 1, 64, 64, 4, 4, 64, backward=False)
                 data = make_data(small, device)
                 with torch.no_grad():
                     call = functools.partial(CONTENDERS["dmattn"][1], data)
@@ -137,17 +136,18 @@ def compare(versions: list[Version], index: int, rounds: int) -> list[Row]:
 def host_row(versions: list[Version], rounds: int) -> Row:
     times: list[list[float]] = [[], []]
     for _ in range(rounds):
-        for found, version in zip(times, versions, strict=True):
-            found += version.ask(do="host")
-    before, after = (statistics.median(found) / 1000 for found in times)
+        for samples, version in zip(times, versions, strict=True):
+            samples.extend(version.ask(do="host"))
+    before, after = (statistics.median(samples) / 1000 for samples in times)
     row = {"group": "host time", "case": "small forward", "what": "dmattn forward"}
     return row | {"before_ms": before, "after_ms": after, "ratio": after / before}
 
 
 def text(row: Row) -> str:
     slow = row["ratio"] > LIMIT and row["before_ms"] > SMALL_MS
+    mark = " <--" if slow else "    "
     return (
-        f"{row['before_ms']:10.4f} {row['after_ms']:10.4f} {row['ratio']:7.3f}{' <--' if slow else '    '}"
+        f"{row['before_ms']:10.4f} {row['after_ms']:10.4f} {row['ratio']:7.3f}{mark}"
         f" {row['group']}: {row['case']}: {row['what']}"
     )
 

@@ -19,6 +19,9 @@ _TINY = {
     torch.float32: 1e-5,
     torch.float64: 4e-14,
 }
+# Whether a graph may hold the minimum or maximum of two lengths. Older torch decides for the side
+# that it finds while it traces, so that other lengths need graphs of their own.
+TRACES_EXTREMES = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 9)
 _LENGTHS = (0, 1, 2, 7, 31, 33, 127, 128, 129)
 
 

@@ -346,7 +346,9 @@ HOPPER = (
     Launch("dense rows, more than thread blocks", 133, 133, batch=70, causal=True, wants=""),
     Launch("dense rows without keys", 150, 40, causal=True, wants=""),
 )
-HOPPER_KINDS = [(dtype, head_dim) for dtype in ("bf16", "f16") for head_dim in (64, 96, 128, 192, 256)]
+HOPPER_KINDS = [
+    (dtype, head_dim) for dtype in ("bf16", "f16") for head_dim in (64, 96, 128, 192, 256)
+]
 
 
 def all_launches() -> list[tuple[str, int, Launch | Lists | Append]]:

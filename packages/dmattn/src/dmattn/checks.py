@@ -297,7 +297,7 @@ def check_key_lists(lists: Selection, problem: Problem) -> None:
         (batch, heads, blocks),
         (batch, heads, blocks) if is_causal else (0,),
     )
-    for name, t, shape in zip(lists._fields, lists, wanted, strict=True):
+    for name, t, shape in zip(Selection._fields, lists, wanted, strict=True):
         if t.dtype != torch.int32:
             raise TypeError(f"selection: got {name} of dtype {t.dtype}, wanted torch.int32")
         if tuple(t.shape) != shape:

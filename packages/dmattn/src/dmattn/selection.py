@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx._pytree import register_pytree_flatten_spec
 from torch.utils import _pytree as pytree
 
 from dmattn.key_lists import (
@@ -204,6 +205,17 @@ def _unflatten(tensors: Any, facts: tuple[Any, ...]) -> KeySelection:
     return KeySelection(end, idx, count, full, *facts)
 
 
+def _flatten_as(selection: KeySelection, spec: pytree.TreeSpec) -> list[Any]:
+    """The tensors of an exported program's input; oldest torch compares no facts by itself."""
+    tensors, facts = _flatten(selection)
+    if facts != tuple(spec.context):  # a list once it has been saved
+        raise ValueError(
+            f"selection: got (window_size, is_causal, first_row) {facts}, wanted "
+            f"{tuple(spec.context)} as when the program was exported"
+        )
+    return list(tensors)
+
+
 pytree.register_pytree_node(
     KeySelection,
     _flatten,
@@ -211,6 +223,7 @@ pytree.register_pytree_node(
     serialized_type_name="dmattn.KeySelection",
     flatten_with_keys_fn=_flatten_with_keys,
 )
+register_pytree_flatten_spec(KeySelection, _flatten_as)
 torch.serialization.add_safe_globals([KeySelection])
 
 
