@@ -190,7 +190,9 @@ def test_generous_bounds() -> None:
     problem = build_packed(Case(bias="1k1k", mask="1k1k", causal=True), MIXED)
     inputs = (problem.q, problem.k, problem.v, problem.cu_seqlens_q, problem.cu_seqlens_k)
     out = dmattn.flash_dmattn_varlen_func(
-        *inputs, 2000, 3000, problem.mask, problem.bias, **problem.numbers
+        *(*inputs, 2000, 3000, problem.mask, problem.bias),
+        **problem.numbers,
+        **target().options(),
     )
     assert torch.equal(out, call_packed(problem)[0])
 
