@@ -87,7 +87,7 @@ TARGETS = {
             backend="plain",
             device="cpu",
             dtypes=(*HALF, "f32", "f64"),
-            share=80,
+            share=240,
             plugin="attention.plain_backend",
         ),
     )
