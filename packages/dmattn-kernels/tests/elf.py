@@ -10,6 +10,7 @@ SHT_DYNAMIC, SHT_DYNSYM = 6, 11
 DT_NEEDED, DT_RUNPATH = 1, 29
 FATBIN_MAGIC = 0xBA55ED50
 FATBIN_PTX, FATBIN_ELF = 1, 2
+ONE_ARCHITECTURE = 1 << 20  # flag of code that runs on no other chip: sm_90a
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ class Library:
         }
 
     def cuda_code(self) -> list[tuple[str, int]]:
-        """("sm_80" or "compute_80", bytes) of each piece of GPU code, one per compiled file."""
+        """("sm_80", "sm_90a" or "compute_80", bytes) of each piece of GPU code, one per compiled file."""
         return [
             code
             for section in self.sections
@@ -92,8 +93,10 @@ def _fatbin(data: bytes) -> list[tuple[str, int]]:
             kind, _, entry_header, entry_size = struct.unpack_from("<HHIQ", data, entry)
             (architecture,) = struct.unpack_from("<I", data, entry + 28)
             if kind in (FATBIN_PTX, FATBIN_ELF):
+                (flags,) = struct.unpack_from("<I", data, entry + 40)
                 prefix = "compute" if kind == FATBIN_PTX else "sm"
-                found.append((f"{prefix}_{architecture}", entry_size))
+                suffix = "a" if flags & ONE_ARCHITECTURE else ""
+                found.append((f"{prefix}_{architecture}{suffix}", entry_size))
             entry += entry_header + entry_size
         at = end
     return found
