@@ -146,7 +146,8 @@ def markdown(results: Row, plots: str | None) -> str:
             words = f"peak memory of {row['phase']} beside {beside}, {row['case']}"
             parts.append(f"| {words} | {row['label']} | {row['ratio']:.2f} x ({row['over']}) |")
     for run in results.get("further_runs", []):
-        parts += ["", f"From a run of their own, on {run['date']}: {', '.join(run['groups'])}."]
+        which = f"on {run['date']}, with the kernels of the {run['family']} family"
+        parts += ["", f"From a run of their own, {which}: {', '.join(run['groups'])}."]
     if results["not_run"]:
         parts += ["", "Left out for want of time: " + "; ".join(results["not_run"]) + "."]
     return "\n".join([*parts, ""])

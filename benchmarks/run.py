@@ -252,10 +252,11 @@ def append(earlier: Row, results: Row) -> Row:
     kept = [row for row in earlier["rows"] if row["group"] not in groups]
     missing = [x for x in earlier["not_run"] if x.partition(":")[0] not in groups]
     further = earlier.get("further_runs", [])
+    run = {name: results[name] for name in ("date", "family")}
     return earlier | {
         "rows": kept + results["rows"],
         "not_run": missing + results["not_run"],
-        "further_runs": [*further, {"date": results["date"], "groups": sorted(groups)}],
+        "further_runs": [*further, {**run, "groups": sorted(groups)}],
     }
 
 
