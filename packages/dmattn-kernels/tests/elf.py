@@ -71,7 +71,10 @@ class Library:
         }
 
     def cuda_code(self) -> list[tuple[str, int]]:
-        """("sm_80", "sm_90a" or "compute_80", bytes) of each piece of GPU code, one per compiled file."""
+        """(architecture, bytes) of each piece of GPU code, one per compiled file.
+
+        The architecture is written as "sm_80", "sm_90a" or "compute_80".
+        """
         return [
             code
             for section in self.sections

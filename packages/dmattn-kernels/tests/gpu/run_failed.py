@@ -57,7 +57,9 @@ def is_ok(found: dict[str, Any]) -> bool:
     return (
         found["complete"]
         and not found["failed_tests"]
-        and all(counts["passed"] > 0 and not counts["not run"] for counts in found["tests"].values())
+        and all(
+            counts["passed"] > 0 and not counts["not run"] for counts in found["tests"].values()
+        )
         and bool(found["sanitizer"])
         and all(finding["ok"] for finding in found["sanitizer"])
         and "note" not in found
