@@ -81,7 +81,7 @@ TARGETS = {
         # All that the row above runs too, but for the dense forward.
         _cuda("sm80", share=4, repeats=True),
         _cuda("sm89", repeats=True),
-        Target("cpu", None, "cpu", dtypes=(*HALF, "f32", "f64"), share=10),
+        Target("cpu", None, "cpu", dtypes=(*HALF, "f32", "f64"), share=20),
         Target(
             name="plain",
             backend="plain",
