@@ -72,8 +72,8 @@ def test_every_declared_architecture_is_present(elf: Library, architectures: lis
 
 def test_release_architectures(architectures: list[str]) -> None:
     """Native code for sm_80, sm_89 and Hopper, and PTX for newer chips, in what is released."""
-    if "DMATTN_WHEEL" not in os.environ or any(name == "sm_90" for name in architectures):
-        pytest.skip("not a wheel as released")
+    if "DMATTN_WHEEL" not in os.environ:
+        pytest.skip("DMATTN_WHEEL does not name a wheel")
     assert architectures == ["sm_80", "sm_89", "sm_90", "sm_90a", "compute_80"]
 
 
