@@ -16,6 +16,7 @@ struct BwdPreprocessParams {
   const float* dlse = nullptr;  // nullptr: none
   Strides3 dlse_stride;
   const float* lse_rest = nullptr;  // optional, strides of lse
+  float lse_scale = 1.f;            // of lse_rounded: log2(e) where the kernel takes powers of two
   float* lse_rounded = nullptr;     // [batch][nheads][seqlen_q_rounded]
   float* rest_rounded = nullptr;    // likewise; written when lse_rest is given
   float* delta = nullptr;           // [batch][nheads][seqlen_q_rounded]

@@ -252,6 +252,8 @@ struct BwdParams {
   void* dbias = nullptr;                                                        // kTile: in bias.dtype; kAccum: float
   int64_t dbias_batch_stride = 0, dbias_head_stride = 0, dbias_row_stride = 0;  // unit column stride
   Packing packing;                                                              // num_splits is 1 then
+  // Hopper, where there are more blocks of keys than thread blocks: one number, which counts those that are taken.
+  int32_t* work_counter = nullptr;
 };
 
 }  // namespace dmattn

@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kThreads) preprocess_kernel(const BwdPreproces
     if (p.dlse != nullptr) delta -= __ldg(p.dlse + row_offset(p.dlse_stride, b, h, own.first + row));
   }
   const int64_t dst = (static_cast<int64_t>(b) * p.nheads + h) * p.seqlen_q_rounded + row0 + row;
-  p.lse_rounded[dst] = lse;
+  p.lse_rounded[dst] = lse * p.lse_scale;
   if (p.lse_rest != nullptr) {
     p.rest_rounded[dst] = row < own.count ? __ldg(p.lse_rest + row_offset(p.lse_stride, b, h, own.first + row)) : 0.f;
   }

@@ -48,6 +48,22 @@ __device__ __forceinline__ void load_tile(const CUtensorMap& map, Barrier& full,
   }
 }
 
+// Waits until all bulk copies from shared memory that this thread has committed have been written.
+__device__ __forceinline__ void wait_for_bulk() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+// Adds fp32 numbers from shared memory to as many in global memory.
+__device__ __forceinline__ void add_bulk(float* to, uint32_t from, uint32_t bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to), "r"(from),
+               "r"(bytes)
+               : "memory");
+}
+// Adds a thread's four numbers to 16 aligned bytes.
+__device__ __forceinline__ void add_vector(float* to, const float (&x)[4]) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x[0]), "f"(x[1]), "f"(x[2]),
+               "f"(x[3])
+               : "memory");
+}
+
 // Starts c = a * b (kClear) or c += a * b. The products run until warpgroup_wait() says that they are done; until then
 // nobody may touch c, or a where it lies in registers.
 template <bool kClear, class Mma, class A, class B, class C>
@@ -62,6 +78,14 @@ __device__ __forceinline__ void start_product(Mma& mma, const A& a, const B& b, 
   }
   cute::warpgroup_commit_batch();
   cute::warpgroup_fence_operand(c);
+}
+
+// Says that nobody needs what is in c, so that its registers are free until the next product writes them. (That product
+// takes c as an input, even if it ignores it.)
+template <class C>
+__device__ __forceinline__ void discard(C& c) {
+#pragma unroll
+  for (int i = 0; i < cute::size(c); ++i) asm volatile("" : "=f"(c(i)));
 }
 
 // Waits until all but the last kPending products that this warpgroup started are done.

@@ -1,0 +1,625 @@
+// The backward on Hopper, for the plain level: lengths, causality and softcap only, tiles of consecutive keys.
+//
+// A thread block stays on its SM and takes blocks of keys (items) until none is left. One thread of the first
+// warpgroup, the producer, copies K and V once an item, then Q, dO, lse and delta of one block of rows after the other.
+// The other two warpgroups, the consumers, own 64 keys each. Their products have keys as rows: s^T = k q^T and
+// dp^T = v do^T leave p^T and ds^T in registers in the order that the first operand of dv += p^T do and
+// dk += ds^T q has. Only ds goes through shared memory, as both consumers' keys are needed for dq = ds k.
+//
+// The products of a step are queued so that the tensor cores have work while registers are being worked on:
+//   exp of the scores          beside  dk of the step before, dp
+//   ds                         beside  dv
+//   dq on its way to memory    beside  the next scores, dk
+// Bytes, registers and cycles of the tiles are counted in docs/kernels.md.
+#pragma once
+
+#include <climits>
+
+#include "../shared/element.cuh"
+#include "../shared/smem.cuh"
+#include "bwd_params.h"
+#include "bwd_traits.cuh"
+
+namespace dmattn::sm90 {
+
+// --- what both roles know -------------------------------------------------------------------------------------------
+
+struct BwdItem {
+  int n_block, head_k, split, batch;
+};
+
+// Items are numbered by sections; in each from the first blocks of keys, which the most rows see under causality, to
+// the last, the parts of the section side by side. A deterministic dq relies on lower blocks of keys coming first.
+__device__ __forceinline__ BwdItem find_item(const BwdArguments& p, int index) {
+  const int section = index / (p.section_parts * p.n_blocks);
+  const int first = section * p.section_parts;
+  const int parts = min(p.section_parts, p.all_parts - first);
+  const int in_section = index - first * p.n_blocks;
+  const int n_block = in_section / parts;
+  const int part = first + in_section - n_block * parts;
+  const int head = part / p.num_splits;
+  const int batch = head / p.nheads_k;
+  return {n_block, head - batch * p.nheads_k, part - head * p.num_splits, batch};
+}
+
+// The steps of an item: the query heads of its part, and of each the blocks of rows that see its keys, from the last to
+// the first.
+template <class T>
+struct BwdSteps {
+  int m_begin, m_end;
+  int head, m;
+  int left;
+
+  __device__ __forceinline__ BwdSteps(const BwdArguments& p, const BwdItem& item) {
+    m_end = p.m_blocks;
+    m_begin = 0;
+    if (p.is_causal) {
+      const int first_row = item.n_block * T::kBlockN - (p.seqlen_k - p.seqlen_q);
+      m_begin = min(max(first_row, 0) / T::kBlockM, m_end);
+    }
+    const int first = p.head_ratio * item.split / p.num_splits;
+    const int end = p.head_ratio * (item.split + 1) / p.num_splits;
+    head = item.head_k * p.head_ratio + first;
+    m = m_end - 1;
+    left = (end - first) * (m_end - m_begin);
+  }
+  __device__ __forceinline__ void advance() {
+    --left;
+    if (--m < m_begin) {
+      m = m_end - 1;
+      ++head;
+    }
+  }
+};
+
+template <class T>
+__device__ __forceinline__ void init_barriers(typename T::Shared& s) {
+  s.k_full.init(1);
+  s.v_full.init(1);
+  s.k_empty.init(T::kConsumers);
+  s.v_empty.init(T::kConsumers);
+  for (int i = 0; i < T::kStagesQ; ++i) {
+    s.q_full[i].init(1);
+    s.q_empty[i].init(T::kConsumers);
+  }
+  for (int i = 0; i < T::kStagesdO; ++i) {
+    s.dout_full[i].init(1);
+    s.dout_empty[i].init(T::kConsumers);
+  }
+  for (int i = 0; i < 2; ++i) {
+    s.item_full[i].init(1);
+    s.item_empty[i].init(4 * T::kConsumers);  // a warp each
+  }
+  cutlass::arch::fence_barrier_init();
+}
+
+// --- the producer: one thread -----------------------------------------------------------------------------------------
+
+template <class T>
+struct BwdProducer {
+  using Element = typename T::Element;
+  static constexpr uint32_t kStatBytes = T::kBlockM * sizeof(float);
+
+  const BwdArguments& p;
+  typename T::Shared& s;
+  RingPlace<T::kStagesQ> q_place;
+  RingPlace<T::kStagesdO> dout_place;
+  RingPlace<2> item_place;
+  int kv_phase = 0;
+
+  __device__ __forceinline__ void run() {
+    for (int index = blockIdx.x;;) {
+      announce(index);
+      if (index >= p.items) return;
+      // Asked for before the loads, so that the answer is there when they have been issued.
+      const int next = gridDim.x + (p.work_counter != nullptr ? atomicAdd(p.work_counter, 1) : p.items);
+      load_item(find_item(p, index));
+      index = next;
+    }
+  }
+
+  __device__ __forceinline__ void announce(int index) {
+    s.item_empty[item_place.stage].wait(item_place.phase ^ 1);
+    s.item[item_place.stage] = index;
+    s.item_full[item_place.stage].arrive();
+    item_place.advance();
+  }
+
+  __device__ __forceinline__ void load_item(const BwdItem& item) {
+    BwdSteps<T> steps(p, item);
+    if (steps.left == 0) return;
+    // Rows come in while the consumers still need the keys of the item before.
+    load_q(steps, item);
+    load_keys(p.k, s.k, s.k_full, s.k_empty, item);
+    load_dout(steps, item);
+    load_keys(p.v, s.v, s.v_full, s.v_empty, item);
+    kv_phase ^= 1;
+    steps.advance();
+#pragma unroll 1  // in the producer's few registers there is no room for more
+    for (; steps.left > 0; steps.advance()) {
+      load_q(steps, item);
+      load_dout(steps, item);
+    }
+  }
+
+  __device__ __forceinline__ void load_keys(const CUtensorMap& map, Element* tile, Barrier& full, Barrier& empty,
+                                            const BwdItem& item) {
+    empty.wait(kv_phase ^ 1);
+    full.arrive_and_expect(T::kTileK * sizeof(Element));
+    load_tile<T::kBlockN, T::kPanels, T::kPanelCols>(map, full, cute::TMA::CacheHintSm90::EVICT_FIRST, tile,
+                                                     item.n_block * T::kBlockN, item.head_k, item.batch);
+  }
+  __device__ __forceinline__ void load_q(const BwdSteps<T>& steps, const BwdItem& item) {
+    load_rows(p.q, p.lse, s.q + q_place.stage * T::kTileQ, s.lse[q_place.stage], s.q_full[q_place.stage],
+              s.q_empty[q_place.stage], q_place.phase, steps, item);
+    q_place.advance();
+  }
+  __device__ __forceinline__ void load_dout(const BwdSteps<T>& steps, const BwdItem& item) {
+    load_rows(p.dout, p.delta, s.dout + dout_place.stage * T::kTileQ, s.delta[dout_place.stage],
+              s.dout_full[dout_place.stage], s.dout_empty[dout_place.stage], dout_place.phase, steps, item);
+    dout_place.advance();
+  }
+  // A block of rows, and the number that each of them has.
+  __device__ __forceinline__ void load_rows(const CUtensorMap& map, const float* stats, Element* tile, float* stat,
+                                            Barrier& full, Barrier& empty, int phase, const BwdSteps<T>& steps,
+                                            const BwdItem& item) {
+    empty.wait(phase ^ 1);
+    full.arrive_and_expect(T::kTileQ * sizeof(Element) + kStatBytes);
+    load_tile<T::kBlockM, T::kPanels, T::kPanelCols>(map, full, cute::TMA::CacheHintSm90::EVICT_LAST, tile,
+                                                     steps.m * T::kBlockM, steps.head, item.batch);
+    const int64_t head = static_cast<int64_t>(item.batch) * p.nheads + steps.head;
+    cute::SM90_BULK_COPY_G2S::copy(stats + head * p.seqlen_q_rounded + steps.m * T::kBlockM, &full.word, stat,
+                                   kStatBytes);
+  }
+};
+
+// --- the consumers: a warpgroup each ----------------------------------------------------------------------------------
+
+template <class T>
+struct BwdConsumer {
+  using Element = typename T::Element;
+  using Dq = typename T::Dq;
+  static constexpr int kFragmentsM = T::kBlockM / 8, kFragmentsD = T::kHeadDim / 8;
+  // Names of barriers for some of the block's threads; 0 is __syncthreads().
+  static constexpr int kdSBarrier = 1, kOwnBarrier = 2;
+  // Of 64 keys and kBlockM rows: of fragment i, a thread has the keys 16 * warp + lane / 4 (registers 0 and 1) and 8 more
+  // (2 and 3), and the rows 8 * i + lane % 4 * 2 (registers 0 and 2) and the next one (1 and 3).
+  using Scores = float[kFragmentsM][4];
+  // Derivative of softcap, two fp16 a word: a number from 0 to 1 that multiplies what is rounded to 16 bits next.
+  using SoftcapFactors = uint32_t[T::kSoftcap ? 2 * kFragmentsM : 1];
+
+  const BwdArguments& p;
+  typename T::Shared& s;
+  const int consumer, thread, warp, lane;  // thread, warp: in the warpgroup
+  RingPlace<T::kStagesQ> q_next;           // of the rows whose scores are started next
+  RingPlace<T::kStagesdO> dout_place;
+  RingPlace<2> item_place;
+  int kv_phase = 0;
+  int ds_stage = 0;
+  int32_t* passed = nullptr;  // deterministic: the turn at dq that the warpgroup has had, but not passed on
+
+  __device__ __forceinline__ BwdConsumer(const BwdArguments& arguments, typename T::Shared& shared)
+      : p(arguments),
+        s(shared),
+        consumer(cutlass::canonical_warp_group_idx() - 1),
+        thread(threadIdx.x % 128),
+        warp(threadIdx.x / 32 % 4),
+        lane(threadIdx.x % 32) {}
+
+  __device__ __forceinline__ void run() {
+    while (true) {
+      const int index = next_item();
+      if (index >= p.items) return;
+      work(find_item(p, index));
+    }
+  }
+
+  __device__ __forceinline__ int next_item() {
+    s.item_full[item_place.stage].wait(item_place.phase);
+    const int index = __shfl_sync(0xffffffffu, s.item[item_place.stage], 0);
+    if (lane == 0) s.item_empty[item_place.stage].arrive();
+    item_place.advance();
+    return index;
+  }
+
+  __device__ __forceinline__ bool is_speaker() const { return thread == 0; }
+  // One thread a warpgroup says that the warpgroup is done with a buffer.
+  __device__ __forceinline__ void release(Barrier& empty) {
+    if (is_speaker()) empty.arrive();
+  }
+  __device__ __forceinline__ void sync_own() { cutlass::arch::NamedBarrier::sync(128, kOwnBarrier + consumer); }
+
+  template <int kFragments, class Accumulator>
+  static __device__ __forceinline__ auto fragments(Accumulator& acc) -> float (&)[kFragments][4] {
+    static_assert(cute::cosize_v<typename Accumulator::layout_type> == kFragments * 4);
+    return *reinterpret_cast<float (*)[kFragments][4]>(acc.data());
+  }
+  // Rounded, as the first operand of the next product: the registers in the same order, 16 rows at a time.
+  template <class Operand>
+  static __device__ __forceinline__ void to_operand(Operand& operand, const Scores& from) {
+    auto packed = cute::recast<uint32_t>(operand);
+#pragma unroll
+    for (int i = 0; i < kFragmentsM; ++i) {
+      packed(2 * i) = ElementTraits<Element>::pack(from[i][0], from[i][1]);
+      packed(2 * i + 1) = ElementTraits<Element>::pack(from[i][2], from[i][3]);
+    }
+  }
+
+  // Other registers for ds, those that p had until dv was done. So the scores come to lie where p, from which ds was
+  // made in place, has been: without this, the products in progress hold 16 registers more than there are. An addition
+  // of 0 that the compiler does not know to be 0, or it would take one set of registers for both.
+  template <class Operand>
+  __device__ __forceinline__ void move(Operand& to, const Operand& from) const {
+    auto to_words = cute::recast<uint32_t>(to);
+    const auto from_words = cute::recast<const uint32_t>(from);
+#pragma unroll
+    for (int i = 0; i < cute::size(to_words); ++i) {
+      asm volatile("xor.b32 %0, %1, %2;" : "=r"(to_words(i)) : "r"(from_words(i)), "r"(p.zero));
+    }
+  }
+
+  __device__ __forceinline__ void work(const BwdItem& item) {
+    using namespace cute;
+    typename T::ScoreMma score_mma;
+    typename T::GradMma grad_mma;
+    typename T::DqMma dq_mma;
+    const auto score_slice = score_mma.get_slice(consumer * 128);
+    const auto grad_slice = grad_mma.get_slice(consumer * 128);
+    const auto dq_slice = dq_mma.get_slice(consumer * 128);
+    const auto tile = [](Element* data, auto layout) { return make_tensor(make_smem_ptr(data), layout); };
+    const auto k = score_slice.partition_fragment_A(tile(s.k, typename T::LayoutK{}));
+    const auto v = score_slice.partition_fragment_A(tile(s.v, typename T::LayoutK{}));
+    const auto q = score_slice.partition_fragment_B(tile(s.q, typename T::LayoutQ{}));
+    const auto dout = score_slice.partition_fragment_B(tile(s.dout, typename T::LayoutdO{}));
+    const auto qt = grad_slice.partition_fragment_B(tile(s.q, typename T::LayoutQt{}));
+    const auto doutt = grad_slice.partition_fragment_B(tile(s.dout, typename T::LayoutdOt{}));
+    const auto dq_operands = [&] {
+      if constexpr (Dq::kTransposed) {
+        return make_tuple(dq_slice.partition_fragment_A(tile(s.k, typename T::LayoutKt{})),
+                          dq_slice.partition_fragment_B(tile(s.ds, typename T::LayoutdS{})));
+      } else {
+        return make_tuple(dq_slice.partition_fragment_B(tile(s.k, typename T::LayoutKt{})),
+                          dq_slice.partition_fragment_A(tile(s.ds, typename T::LayoutdS{})));
+      }
+    }();
+    const auto& kt = get<0>(dq_operands);
+    const auto& ds = get<1>(dq_operands);
+    auto acc_s = partition_fragment_C(score_mma, Shape<Int<T::kBlockN>, Int<T::kBlockM>>{});
+    auto acc_dp = partition_fragment_C(score_mma, Shape<Int<T::kBlockN>, Int<T::kBlockM>>{});
+    auto acc_dk = partition_fragment_C(grad_mma, Shape<Int<T::kBlockN>, Int<T::kHeadDim>>{});
+    auto acc_dv = partition_fragment_C(grad_mma, Shape<Int<T::kBlockN>, Int<T::kHeadDim>>{});
+    using Operand = Layout<Shape<Shape<_2, _2, _2>, _1, Int<T::kBlockM / 16>>>;
+    auto probabilities = make_tensor<Element>(Operand{});
+    auto gradients = make_tensor<Element>(Operand{});
+    auto moved_gradients = make_tensor<Element>(Operand{});
+    const Scores& scores = fragments<kFragmentsM>(acc_s);
+    const Scores& dp = fragments<kFragmentsM>(acc_dp);
+
+    clear(acc_dk);
+    clear(acc_dv);
+    // The zeros are in registers before any product starts: where they came later, all products would be serialized.
+    warpgroup_fence_operand(acc_dk);
+    warpgroup_fence_operand(acc_dv);
+    BwdSteps<T> steps(p, item);
+    if (steps.left > 0) {
+      RingPlace<T::kStagesQ> q_place = q_next;  // of the rows of this step
+      const auto start_scores = [&] {
+        s.q_full[q_next.stage].wait(q_next.phase);
+        discard(acc_s);
+        start_product<true>(score_mma, k, q(_, _, _, q_next.stage), acc_s);
+        q_next.advance();
+      };
+      const auto start_dp = [&] {
+        s.dout_full[dout_place.stage].wait(dout_place.phase);
+        discard(acc_dp);
+        start_product<true>(score_mma, v, dout(_, _, _, dout_place.stage), acc_dp);
+      };
+      const auto start_dq = [&](auto& acc_dq) {
+        discard(acc_dq);
+        if constexpr (Dq::kTransposed) {
+          start_product<true>(dq_mma, kt, ds(_, _, _, ds_stage), acc_dq);
+        } else {
+          start_product<true>(dq_mma, ds(_, _, _, ds_stage), kt, acc_dq);
+        }
+        ds_stage ^= 1;
+      };
+      const auto start_dk = [&] { start_product<false>(grad_mma, moved_gradients, qt(_, _, _, q_place.stage), acc_dk); };
+
+      // A step in two halves. Between them only dv is on its way, on all paths: where the compiler had to count products
+      // that it finds started on one path and not on another, it would run all of them one after the other.
+      int q_before = 0;  // stage of the rows of the step before
+      const auto front = [&](auto is_first) {
+        constexpr bool kIsFirst = decltype(is_first)::value;
+        // dp comes after the scores; if they were started early, dk of the step before in between.
+        wait_for_product<T::kEarlyScores && !kIsFirst ? 2 : 1>(acc_s);
+        SoftcapFactors factors;
+        Scores weights;
+        take_exp(scores, weights, factors, q_place.stage, steps.m, item.n_block);
+        wait_for_product<1>(acc_dk);
+        if constexpr (!kIsFirst) release(s.q_empty[q_before]);
+        to_operand(probabilities, weights);
+        start_product<false>(grad_mma, probabilities, doutt(_, _, _, dout_place.stage), acc_dv);
+        wait_for_product<1>(acc_dp);
+        take_ds(weights, dp, factors, dout_place.stage);
+        to_operand(gradients, weights);
+        store_ds(gradients);
+      };
+      const auto back = [&](auto is_last) {
+        constexpr bool kIsLast = decltype(is_last)::value, kStartsEarly = T::kEarlyScores && !kIsLast;
+        auto acc_dq = partition_fragment_C(dq_mma, Shape<Int<Dq::kRows>, Int<Dq::kCols>>{});
+        start_dq(acc_dq);
+        wait_for_product<1>(acc_dv);
+        release(s.dout_empty[dout_place.stage]);
+        dout_place.advance();
+        move(moved_gradients, gradients);
+        if constexpr (kStartsEarly) start_scores();
+        start_dk();
+        wait_for_product<kStartsEarly ? 2 : 1>(acc_dq);
+        add_dq(fragments<Dq::kFragments>(acc_dq), item, steps.head, steps.m);
+        if constexpr (!kIsLast) {
+          if constexpr (!kStartsEarly) start_scores();
+          start_dp();
+          q_before = q_place.stage;
+          q_place.advance();
+          steps.advance();
+        }
+      };
+
+      s.k_full.wait(kv_phase);
+      start_scores();
+      s.v_full.wait(kv_phase);
+      start_dp();
+      front(true_type{});
+#pragma unroll 1
+      while (steps.left > 1) {
+        back(false_type{});
+        front(false_type{});
+      }
+      back(true_type{});
+      wait_for_product<0>(acc_dk);
+      release(s.q_empty[q_place.stage]);
+      release(s.k_empty);
+      release(s.v_empty);
+      kv_phase ^= 1;
+      pass_last_turn();
+    }
+    store_grad(acc_dv, 1.f, p.dv, p.dv_slots, item);
+    store_grad(acc_dk, p.softmax_scale, p.dk, p.dk_slots, item);
+  }
+
+  // Probabilities of the scores. They have registers of their own: where a branch wrote those of the scores, which belong
+  // to a product, the compiler would run all products one after the other.
+  __device__ __forceinline__ void take_exp(const Scores& scores, Scores& probabilities, SoftcapFactors& factors,
+                                           int stage, int m, int n_block) {
+    const int last = (n_block + 1) * T::kBlockN - 1;
+    const bool is_cut = last >= p.seqlen_k || (p.is_causal && m * T::kBlockM < last - (p.seqlen_k - p.seqlen_q));
+    if (is_cut) {
+      take_exp<true>(scores, probabilities, factors, stage, m, n_block);
+    } else {
+      take_exp<false>(scores, probabilities, factors, stage, m, n_block);
+    }
+  }
+  template <bool kIsCut>
+  __device__ __forceinline__ void take_exp(const Scores& scores, Scores& probabilities, SoftcapFactors& factors,
+                                           int stage, int m, int n_block) {
+    const float scale_log2 = T::kSoftcap ? kLog2e : p.softmax_scale * kLog2e;
+    // Keys outside the sequence, and rows before a key is seen, have no part: from which fragment on the thread's keys do.
+    int first_row[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int key = n_block * T::kBlockN + 64 * consumer + 16 * warp + lane / 4 + 8 * half;
+      const int seen_from = p.is_causal ? key - (p.seqlen_k - p.seqlen_q) : INT_MIN / 2;
+      first_row[half] = (key >= p.seqlen_k ? INT_MAX / 2 : seen_from) - m * T::kBlockM - lane % 4 * 2;
+    }
+    const float* lse = s.lse[stage] + lane % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < kFragmentsM; ++i) {
+      const float2 row_lse = *reinterpret_cast<const float2*>(lse + 8 * i);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float x = scores[i][2 * half], y = scores[i][2 * half + 1];
+        if constexpr (T::kSoftcap) cap(x, y, factors[2 * i + half]);
+        if (kIsCut && 8 * i < first_row[half]) x = -INFINITY;
+        if (kIsCut && 8 * i + 1 < first_row[half]) y = -INFINITY;
+        probabilities[i][2 * half] = exp2_approx(__fmaf_rn(x, scale_log2, -row_lse.x));
+        probabilities[i][2 * half + 1] = exp2_approx(__fmaf_rn(y, scale_log2, -row_lse.y));
+      }
+    }
+  }
+  // Two products become logits, in units of 1.
+  __device__ __forceinline__ void cap(float& x, float& y, uint32_t& factors) {
+    const float inner = p.softmax_scale / p.softcap;
+    x = tanh_fast(x * inner);
+    y = tanh_fast(y * inner);
+    factors = ElementTraits<cutlass::half_t>::pack(__fmaf_rn(-x, x, 1.f), __fmaf_rn(-y, y, 1.f));
+    x *= p.softcap;
+    y *= p.softcap;
+  }
+
+  // Probabilities become gradients of the logits.
+  __device__ __forceinline__ void take_ds(Scores& probabilities, const Scores& dp, const SoftcapFactors& factors,
+                                          int stage) {
+    const float* delta = s.delta[stage] + lane % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < kFragmentsM; ++i) {
+      const float2 row_delta = *reinterpret_cast<const float2*>(delta + 8 * i);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float x = dp[i][2 * half] - row_delta.x, y = dp[i][2 * half + 1] - row_delta.y;
+        if constexpr (T::kSoftcap) {
+          const float2 factor = ElementTraits<cutlass::half_t>::unpack(factors[2 * i + half]);
+          x *= factor.x;
+          y *= factor.y;
+        }
+        probabilities[i][2 * half] *= x;
+        probabilities[i][2 * half + 1] *= y;
+      }
+    }
+  }
+
+  // The warpgroup's panel of ds as [row][key], for the product of both consumers' keys. Each consumer is done with the
+  // products from the stage's last use: it has waited for the one before this, and the barrier of the step between.
+  template <class Operand>
+  __device__ __forceinline__ void store_ds(const Operand& gradients) {
+    const auto packed = cute::recast<const uint32_t>(gradients);
+    // Lane l gives the address of row l % 8 of the l / 8-th of four 8 x 8 matrices: keys 0 and 8, then 8 rows on.
+    const int matrix = lane / 8, in_matrix = lane % 8;
+    const int row = matrix / 2 * 8 + in_matrix, chunk = 2 * warp + matrix % 2;
+    const uint32_t address = smem_u32(s.ds) + (ds_stage * T::kTiledS + consumer * T::kBlockM * 64) * 2 + row * 128 +
+                             ((chunk ^ in_matrix) << 4);
+#pragma unroll
+    for (int i = 0; i < T::kBlockM / 16; ++i) {
+      asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address + i * 2048),
+                   "r"(packed(4 * i)), "r"(packed(4 * i + 1)), "r"(packed(4 * i + 2)), "r"(packed(4 * i + 3))
+                   : "memory");
+    }
+    cutlass::arch::fence_view_async_shared();  // the tensor cores see what was written
+    cutlass::arch::NamedBarrier::sync(128 * T::kConsumers, kdSBarrier);
+  }
+
+  // --- dq leaves ------------------------------------------------------------------------------------------------------
+
+  __device__ __forceinline__ void add_dq(float (&acc)[Dq::kFragments][4], const BwdItem& item, int head, int m) {
+    const int64_t block = (static_cast<int64_t>(item.batch) * p.nheads + head) * p.m_blocks + m;
+    float* const to = p.dq_accum + block * (T::kBlockM * T::kHeadDim) + consumer * Dq::kPart;
+    int32_t* const turn = p.dq_semaphore + block * T::kConsumers + consumer;
+    if constexpr (T::kDqPath == DqPath::kVector) {
+      if constexpr (T::kDeterministic) {
+        __threadfence();  // this thread's additions of the step before
+        sync_own();
+        if (is_speaker()) take_turn(turn, item.n_block);
+        sync_own();
+      }
+#pragma unroll
+      for (int i = 0; i < Dq::kFragments; ++i) add_vector(to + (i * 128 + thread) * 4, acc[i]);
+    } else {
+      // Speaker: what the stage held is on its way out, and in a deterministic kernel has arrived.
+      if (is_speaker()) {
+        if constexpr (T::kDeterministic) {
+          wait_for_bulk();
+        } else {
+          cute::tma_store_wait<0>();
+        }
+      }
+      sync_own();
+      const uint32_t stage = smem_u32(s.out[consumer]) + thread * 16;
+#pragma unroll
+      for (int i = 0; i < Dq::kFragments; ++i) {
+        st_shared(stage + i * 2048, make_uint4(__float_as_uint(acc[i][0]), __float_as_uint(acc[i][1]),
+                                               __float_as_uint(acc[i][2]), __float_as_uint(acc[i][3])));
+      }
+      cutlass::arch::fence_view_async_shared();
+      sync_own();
+      if (is_speaker()) {
+        if constexpr (T::kDeterministic) take_turn(turn, item.n_block);
+        add_bulk(to, smem_u32(s.out[consumer]), Dq::kPart * sizeof(float));
+        cute::tma_store_arrive();
+      }
+    }
+    if constexpr (T::kDeterministic) passed = turn;
+  }
+
+  // Deterministic: blocks of keys add to a block of rows in ascending order, each after as many turns as there are
+  // blocks before it. Those have lower item numbers, so they have been taken, and thread blocks finish their items in
+  // order: who is waited for is running. The turn before is passed on first; its additions have long arrived by now,
+  // which passing it on right after them would have to wait for.
+  __device__ __forceinline__ void take_turn(int32_t* turn, int n_block) {
+    pass_turn();
+    int32_t now;
+    do {
+      asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
+    } while (now != n_block);
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+  }
+  __device__ __forceinline__ void pass_turn() {
+    if (passed == nullptr) return;
+    __threadfence();
+    asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(passed) : "memory");
+    passed = nullptr;
+  }
+  // At the end of an item.
+  __device__ __forceinline__ void pass_last_turn() {
+    if constexpr (T::kDeterministic) {
+      if constexpr (T::kDqPath == DqPath::kVector) {
+        __threadfence();
+        sync_own();
+      }
+      if (is_speaker()) {
+        if constexpr (T::kDqPath == DqPath::kBulk) wait_for_bulk();
+        pass_turn();
+      }
+      passed = nullptr;
+    }
+  }
+
+  // --- dk and dv leave ------------------------------------------------------------------------------------------------
+
+  template <class Accumulator>
+  __device__ __forceinline__ void store_grad(Accumulator& acc, float scale, const CUtensorMap& out, float* slots,
+                                             const BwdItem& item) {
+    if (p.num_splits > 1) {
+      store_partial(fragments<kFragmentsD>(acc), scale, slots, item);
+      return;
+    }
+    auto rounded = cute::make_tensor_like<Element>(acc);
+    auto packed = cute::recast<uint32_t>(rounded);
+#pragma unroll
+    for (int i = 0; i < cute::size(packed); ++i) {
+      packed(i) = ElementTraits<Element>::pack(acc(2 * i) * scale, acc(2 * i + 1) * scale);
+    }
+    Element* const stage = reinterpret_cast<Element*>(s.out[consumer]);
+    if (is_speaker()) cute::tma_store_wait<0>();  // what the stage held has been read
+    sync_own();
+    typename T::OneGradMma mma;
+    const auto copy = cute::make_tiled_copy_C(cute::Copy_Atom<cute::SM90_U32x4_STSM_N, Element>{}, mma);
+    const auto slice = copy.get_slice(thread);
+    auto tile = cute::make_tensor(cute::make_smem_ptr(stage), typename T::LayoutOut{});
+    cute::copy(copy, slice.retile_S(rounded), slice.partition_D(tile));
+    cutlass::arch::fence_view_async_shared();
+    sync_own();
+    if (is_speaker()) {
+#pragma unroll
+      for (int panel = 0; panel < T::kPanels; ++panel) {
+        cute::SM90_TMA_STORE_4D::copy(&out, stage + panel * 64 * T::kPanelCols, panel * T::kPanelCols,
+                                      item.n_block * T::kBlockN + consumer * 64, item.head_k, item.batch);
+      }
+      cute::tma_store_arrive();
+    }
+  }
+
+  __device__ __forceinline__ void store_partial(float (&acc)[kFragmentsD][4], float scale, float* slots,
+                                                const BwdItem& item) {
+    const int64_t tile = (static_cast<int64_t>(item.batch) * p.nheads_k + item.head_k) * p.n_blocks + item.n_block;
+    const int row = consumer * 64 + warp * 16 + lane / 4;
+    float* const to =
+        slots + ((tile * p.num_splits + item.split) * T::kBlockN + row) * T::kHeadDim + lane % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < kFragmentsD; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        *reinterpret_cast<float2*>(to + half * 8 * T::kHeadDim + 8 * i) =
+            make_float2(acc[i][2 * half] * scale, acc[i][2 * half + 1] * scale);
+      }
+  }
+};
+
+template <class T>
+__global__ void __launch_bounds__(T::kThreads, 1) bwd_kernel(const __grid_constant__ BwdArguments p) {
+  extern __shared__ char smem[];
+  const uint32_t base = smem_u32(smem);
+  auto& s = *reinterpret_cast<typename T::Shared*>(smem + ((base + 1023) / 1024 * 1024 - base));
+  if (threadIdx.x == 0) init_barriers<T>(s);
+  __syncthreads();
+  if (cutlass::canonical_warp_group_idx() == 0) {
+    cutlass::arch::warpgroup_reg_dealloc<T::kProducerRegisters>();
+    if (threadIdx.x == 0) BwdProducer<T>{p, s}.run();
+  } else {
+    cutlass::arch::warpgroup_reg_alloc<T::kConsumerRegisters>();
+    BwdConsumer<T> consumer(p, s);
+    consumer.run();
+    // What is being read from shared memory needs it to be there.
+    if (threadIdx.x % 128 == 0) cute::tma_store_wait<0>();
+  }
+}
+
+}  // namespace dmattn::sm90

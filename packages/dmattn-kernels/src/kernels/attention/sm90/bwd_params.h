@@ -1,0 +1,38 @@
+// What the Hopper backward kernel is given: BwdParams, with the tensors as TMA sees them.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "../../params.h"
+
+namespace dmattn::sm90 {
+
+struct BwdArguments {
+  CUtensorMap q, k, v, dout, dk, dv;  // dimensions (head_dim, seqlen, heads, batch)
+  const float* lse;                   // times log2(e); [batch][nheads][seqlen_q_rounded], +inf where there is no row
+  const float* delta;                 // likewise; 0 where there is no row
+  // fp32, zero before the launch, in units of 1 / softmax_scale: [batch][nheads][m_blocks][kBlockM * kHeadDim], each
+  // tile in the order of DqTile.
+  float* dq_accum;
+  int32_t* dq_semaphore;  // [batch][nheads][m_blocks][consumers], zero before the launch; deterministic kernels only
+  // num_splits > 1: fp32 [tile][num_splits][kBlockN][kHeadDim] instead of dk and dv.
+  float* dk_slots;
+  float* dv_slots;
+  int32_t seqlen_q, seqlen_k, seqlen_q_rounded, nheads, nheads_k, head_ratio;
+  int32_t m_blocks, n_blocks;  // blocks of rows and of keys of a head
+  int32_t num_splits;          // parts of a group of query heads, each an item of its own
+  int32_t items;               // n_blocks * batch * nheads_k * num_splits
+  // Parts of groups (of all batches) whose blocks of keys are done before the next ones begin, so that what they read
+  // and add to stays in L2; and how many there are.
+  int32_t section_parts, all_parts;
+  float softmax_scale, softcap;
+  bool is_causal;
+  // Number of items that thread blocks have taken beyond their first; zero before the launch. nullptr: there are no
+  // more items than thread blocks.
+  int32_t* work_counter;
+  uint32_t zero;  // 0, for BwdConsumer::move()
+};
+
+}  // namespace dmattn::sm90

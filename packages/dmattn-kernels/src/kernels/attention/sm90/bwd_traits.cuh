@@ -1,0 +1,153 @@
+// Shapes, layouts and the shared memory of the Hopper backward kernel.
+#pragma once
+
+#include <cutlass/numeric_types.h>
+
+#include <cute/atom/mma_atom.hpp>
+#include <cute/atom/mma_traits_sm90_gmma.hpp>
+#include <cute/tensor.hpp>
+
+#include "pipeline.cuh"
+
+namespace dmattn::sm90 {
+
+// How a tile of dq leaves the registers.
+enum class DqPath {
+  kVector,  // 16-byte reductions of each thread, straight to global memory
+  kBulk,    // through shared memory, by the bulk copy engine
+};
+
+// What differs between variants of the kernel of a head dimension.
+struct BwdTuningDefaults {
+  static constexpr int kBlockM = 64;
+  static constexpr int kStagesQ = 3, kStagesdO = 2;
+  static constexpr DqPath kDqPath = DqPath::kVector;
+  // Scores of the next rows are started before dq leaves the registers, at the price of registers for both.
+  static constexpr bool kEarlyScores = true;
+  static constexpr bool kDeterministic = false;
+  static constexpr bool kSoftcap = false;
+};
+
+// dq = ds * k by both consumers, each with 64 rows of the product. Where there are no 64 * n rows of queries, the
+// product is transposed; where there are 64 only, the consumers share the other dimension.
+template <int kBlockM, int kHeadDim, int kConsumers>
+struct DqTile {
+  static constexpr bool kTransposed = kBlockM % 64 != 0;
+  static constexpr int kRows = kTransposed ? kHeadDim : kBlockM, kCols = kTransposed ? kBlockM : kHeadDim;
+  static constexpr int kAtomsM = kRows / 64, kAtomsN = kConsumers / kAtomsM;
+  static constexpr int kColsOfOne = kCols / kAtomsN;
+  static_assert(kAtomsM * 64 == kRows && kAtomsM * kAtomsN == kConsumers && kColsOfOne % 8 == 0);
+  static constexpr int kFragments = kColsOfOne / 8;  // of 64 x 8; four registers a thread
+  static constexpr int kPart = 64 * kColsOfOne;      // elements of a consumer
+
+  // In memory: [consumer][fragment][thread of the warpgroup][register]. Which row and which column that is:
+  struct Place {
+    int row, col;
+  };
+  static constexpr __host__ __device__ Place place(int consumer, int fragment, int thread, int reg) {
+    const int row = consumer % kAtomsM * 64 + thread / 32 * 16 + reg / 2 * 8 + thread % 32 / 4;
+    const int col = consumer / kAtomsM * kColsOfOne + fragment * 8 + thread % 4 * 2 + reg % 2;
+    return kTransposed ? Place{col, row} : Place{row, col};
+  }
+};
+
+template <class Element_, int kHeadDim_, class Tuning>
+struct BwdTraits {
+  using Element = Element_;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kConsumers = 2;
+  static constexpr int kBlockM = Tuning::kBlockM, kBlockN = 64 * kConsumers;  // rows of queries; keys, 64 a consumer
+  static constexpr int kStagesQ = Tuning::kStagesQ, kStagesdO = Tuning::kStagesdO, kStagesdS = 2;
+  static constexpr DqPath kDqPath = Tuning::kDqPath;
+  static constexpr bool kEarlyScores = Tuning::kEarlyScores;
+  static constexpr bool kDeterministic = Tuning::kDeterministic, kSoftcap = Tuning::kSoftcap;
+  static_assert(kBlockM % 16 == 0 && kStagesQ >= 2 && kStagesdO >= 2);
+  static constexpr int kThreads = 128 * (kConsumers + 1);
+  // 128 * (2 * 240 + 24) = 64512 of the 65536 registers of an SM.
+  static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+  // TMA copies panels as wide as the swizzle of shared memory: 128 bytes, or 64 where head_dim is no multiple of that.
+  static constexpr int kPanelCols = kHeadDim % 64 == 0 ? 64 : 32;
+  static constexpr int kPanels = kHeadDim / kPanelCols;
+
+  template <cute::GMMA::Major kMajor>
+  using Atom = cute::conditional_t<kMajor == cute::GMMA::Major::K,
+                                   cute::conditional_t<kPanelCols == 64, cute::GMMA::Layout_K_SW128_Atom<Element>,
+                                                       cute::GMMA::Layout_K_SW64_Atom<Element>>,
+                                   cute::conditional_t<kPanelCols == 64, cute::GMMA::Layout_MN_SW128_Atom<Element>,
+                                                       cute::GMMA::Layout_MN_SW64_Atom<Element>>>;
+  // A tile of kRows rows as TMA writes it, kStages of them; and the same memory seen as [head_dim][row].
+  template <int kRows, int kStages>
+  using Rows = decltype(cute::tile_to_shape(Atom<cute::GMMA::Major::K>{},
+                                            cute::Shape<Int<kRows>, Int<kHeadDim>, Int<kStages>>{}));
+  template <int kRows, int kStages>
+  using Columns = decltype(cute::tile_to_shape(Atom<cute::GMMA::Major::MN>{},
+                                               cute::Shape<Int<kHeadDim>, Int<kRows>, Int<kStages>>{},
+                                               cute::Step<cute::_2, cute::_1, cute::_3>{}));
+  using LayoutK = decltype(cute::tile_to_shape(Atom<cute::GMMA::Major::K>{},
+                                               cute::Shape<Int<kBlockN>, Int<kHeadDim>>{}));
+  using LayoutKt = decltype(cute::tile_to_shape(Atom<cute::GMMA::Major::MN>{},
+                                                cute::Shape<Int<kHeadDim>, Int<kBlockN>>{},
+                                                cute::Step<cute::_2, cute::_1>{}));
+  using LayoutQ = Rows<kBlockM, kStagesQ>;
+  using LayoutQt = Columns<kBlockM, kStagesQ>;
+  using LayoutdO = Rows<kBlockM, kStagesdO>;
+  using LayoutdOt = Columns<kBlockM, kStagesdO>;
+  // ds lies as [row][key], a panel of 64 keys a consumer.
+  using LayoutdS = decltype(cute::tile_to_shape(cute::GMMA::Layout_K_SW128_Atom<Element>{},
+                                                cute::Shape<Int<kBlockM>, Int<kBlockN>, Int<kStagesdS>>{}));
+  using LayoutOut = decltype(cute::tile_to_shape(Atom<cute::GMMA::Major::K>{},
+                                                 cute::Shape<Int<64>, Int<kHeadDim>>{}));
+
+  static constexpr cute::GMMA::Major kK = cute::GMMA::Major::K, kMN = cute::GMMA::Major::MN;
+  using AlongKeys = cute::Layout<cute::Shape<Int<kConsumers>, cute::_1, cute::_1>>;
+  // [key][row] = k q^T and v do^T.
+  using ScoreMma = decltype(cute::make_tiled_mma(
+      cute::GMMA::ss_op_selector<Element, Element, float, cute::Shape<Int<kBlockN>, Int<kBlockM>, Int<kHeadDim>>>(),
+      AlongKeys{}));
+  // [key][head_dim] += p^T do and ds^T q, the first operand from registers.
+  using GradAtom = decltype(cute::GMMA::rs_op_selector<Element, Element, float,
+                                                       cute::Shape<Int<kBlockN>, Int<kHeadDim>, Int<kBlockM>>, kK,
+                                                       kMN>());
+  using GradMma = decltype(cute::make_tiled_mma(GradAtom{}, AlongKeys{}));
+  using OneGradMma = decltype(cute::make_tiled_mma(GradAtom{}));  // of one consumer
+  // [row][head_dim] = ds k, or [head_dim][row] = k^T ds^T.
+  using Dq = DqTile<kBlockM, kHeadDim, kConsumers>;
+  using DqShape = cute::Shape<Int<64>, Int<Dq::kColsOfOne>, Int<kBlockN>>;
+  using DqMma = decltype(cute::make_tiled_mma(
+      cute::conditional_return<Dq::kTransposed>(
+          cute::GMMA::ss_op_selector<Element, Element, float, DqShape, kMN, kK>(),
+          cute::GMMA::ss_op_selector<Element, Element, float, DqShape, kK, kMN>()),
+      cute::Layout<cute::Shape<Int<Dq::kAtomsM>, Int<Dq::kAtomsN>, cute::_1>>{}));
+  // One instruction covers a tile's width: see FwdTraits.
+  static_assert(cute::size<1>(typename ScoreMma::AtomShape_MNK{}) == kBlockM);
+  static_assert(cute::size<1>(typename GradMma::AtomShape_MNK{}) == kHeadDim);
+  static_assert(cute::size<1>(typename DqMma::AtomShape_MNK{}) == Dq::kColsOfOne);
+
+  static constexpr int kTileQ = kBlockM * kHeadDim, kTileK = kBlockN * kHeadDim, kTiledS = kBlockM * kBlockN;
+  // What a consumer puts together before it leaves by TMA: its 64 rows of dk or dv, or its part of dq.
+  static constexpr int kOutBytes = 64 * kHeadDim * 2;
+  static constexpr int kStageBytes =
+      kDqPath == DqPath::kBulk && Dq::kPart * 4 > kOutBytes ? Dq::kPart * 4 : kOutBytes;
+
+  struct Shared {
+    alignas(1024) Element k[kTileK];
+    alignas(1024) Element v[kTileK];
+    alignas(1024) Element q[kStagesQ * kTileQ];
+    alignas(1024) Element dout[kStagesdO * kTileQ];
+    alignas(1024) Element ds[kStagesdS * kTiledS];
+    alignas(1024) char out[kConsumers][kStageBytes];
+    alignas(128) float lse[kStagesQ][kBlockM];
+    alignas(128) float delta[kStagesdO][kBlockM];
+    Barrier k_full, v_full, k_empty, v_empty;
+    Barrier q_full[kStagesQ], q_empty[kStagesQ], dout_full[kStagesdO], dout_empty[kStagesdO];
+    Barrier item_full[2], item_empty[2];
+    int32_t item[2];
+  };
+  static constexpr uint32_t kSmemBytes = sizeof(Shared) + 1024;  // the base need not be aligned as the tiles must be
+  static_assert(kSmemBytes <= 227 * 1024);
+  // TMA and bulk copies go to addresses that the swizzle, or their own granularity, asks for.
+  static_assert(kTileQ * 2 % 1024 == 0 && kTileK * 2 % 1024 == 0 && kTiledS * 2 % 1024 == 0);
+  static_assert(kBlockM * kPanelCols * 2 % 512 == 0 && kStageBytes % 1024 == 0 && kBlockM * 4 % 16 == 0);
+};
+
+}  // namespace dmattn::sm90
