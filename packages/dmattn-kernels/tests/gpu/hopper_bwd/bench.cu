@@ -1,11 +1,12 @@
 // Checks and times the variants of the Hopper backward kernel: see build.sh.
-//   bench [part of a variant's name] [check|time|all]
+//   bench [a variant's name or a part of it] [list|check|time|all]
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <string>
+#include <vector>
 
 #include <cutlass/numeric_types.h>
 
@@ -84,8 +85,8 @@ struct Error {
 template <class Element>
 class Case {
  public:
-  Case(const Variant& v, const Shape& s)
-      : v_(v), s_(s), rows_(size_t(s.batch) * s.seqlen_q * s.nheads), keys_(size_t(s.batch) * s.seqlen_k * s.nheads_k),
+  Case(const Variant& variant, const Shape& s)
+      : v_(variant), s_(s), rows_(size_t(s.batch) * s.seqlen_q * s.nheads), keys_(size_t(s.batch) * s.seqlen_k * s.nheads_k),
         q(rows_ * s.head_dim), dout(rows_ * s.head_dim), out(rows_ * s.head_dim), dq(rows_ * s.head_dim),
         k(keys_ * s.head_dim), v(keys_ * s.head_dim), dk(keys_ * s.head_dim), dv(keys_ * s.head_dim), lse(rows_),
         dlse(s.has_dlse ? rows_ : 0), m_blocks_(ceil_div(s.seqlen_q, v_.block_m)),
@@ -368,12 +369,13 @@ void time_all(const Variant& v) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  const char* filter = argc > 1 ? argv[1] : "";
+  const std::string filter = argc > 1 ? argv[1] : "";
   const std::string what = argc > 2 ? argv[2] : "all";
-  bool good = true;
+  bool good = true, is_name = false;
+  for (const auto describe : variants()) is_name |= filter == describe().name;
   for (const auto describe : variants()) {
     const Variant v = describe();
-    if (std::strstr(v.name, filter) == nullptr) continue;
+    if (is_name ? filter != v.name : std::strstr(v.name, filter.c_str()) == nullptr) continue;
     std::printf("%s: %d registers at entry, %d bytes local, %d bytes shared\n", v.name, v.registers, v.local_bytes,
                 v.smem_bytes);
     if (what == "list") continue;
