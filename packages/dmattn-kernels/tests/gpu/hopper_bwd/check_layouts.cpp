@@ -1,4 +1,6 @@
 // Without a GPU: the index arithmetic of the Hopper backward kernel against CuTe's own description of the instructions.
+//   g++ -std=c++17 -O1 -w -DCUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED -I <cutlass>/include -I ../../../src \
+//       -I <cuda>/include -I <cuda>/include/cccl check_layouts.cpp -o check_layouts && ./check_layouts
 #include <cstdio>
 #include <cstdlib>
 #include <set>
@@ -64,8 +66,8 @@ void check() {
         EXPECT(get<0>(a(4 * i + e)) == key && get<1>(a(4 * i + e)) == row);
       }
     }
-    // stmatrix with .trans: lane l gives the address of the l % 8-th column of matrix l / 8, whose eight elements come
-    // from the lanes 4 * j + column / 2, register j' = matrix of the four, half column % 2.
+    // stmatrix with .trans: lane l gives the address of column l % 8 of matrix l / 8. Its element j comes from lane
+    // 4 * j + column / 2, of whose word of that matrix it is the low or the high half.
     for (int stage = 0; stage < T::kStagesdS; ++stage) {
       for (int group = 0; group < M / 16; ++group) {
         const int matrix = lane / 8, in_matrix = lane % 8;
@@ -74,8 +76,7 @@ void check() {
                           group * 2048;
         EXPECT(bytes % 16 == 0);
         for (int j = 0; j < 8; ++j) {
-          const int from = thread / 32 * 32 + 4 * j + in_matrix / 2, reg = 4 * (4 * group / 2 + 0) + 0;
-          (void)reg;
+          const int from = thread / 32 * 32 + 4 * j + in_matrix / 2;
           const auto source = score_mma.get_slice(from).partition_C(score_ids);
           // Word `matrix` of the group: words 2 * i and 2 * i + 1 are registers 0, 1 and 2, 3 of fragment i.
           const int fragment = 2 * group + matrix / 2, element = matrix % 2 * 2 + in_matrix % 2;
@@ -116,10 +117,9 @@ struct Tuning : BwdTuningDefaults {
 int main() {
   using Element = cutlass::bfloat16_t;
   check<BwdTraits<Element, 128, Tuning<64, 3>>>();
-  check<BwdTraits<Element, 64, Tuning<128, 3>>>();
   check<BwdTraits<Element, 64, Tuning<64, 3>>>();
+  check<BwdTraits<Element, 64, Tuning<96, 3>>>();
+  check<BwdTraits<Element, 64, Tuning<112, 3>>>();
   check<BwdTraits<Element, 96, Tuning<64, 3>>>();
-#ifdef CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED
   check<BwdTraits<Element, 128, Tuning<80, 2>>>();
-#endif
 }
