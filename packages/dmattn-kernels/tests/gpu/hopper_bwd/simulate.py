@@ -1,7 +1,9 @@
-"""The barriers of the Hopper backward kernel, in random orders of execution: no deadlock, no buffer written too early.
+"""The barriers of the Hopper backward kernel, in random orders of execution.
 
-The producer and the consumers are written down as in bwd_kernel.cuh, step by step; a product reads its buffers from its
-start to the wait that covers it. Each run takes random steps of random threads. Run it by `python simulate.py`.
+The producer and the consumers are written down as in bwd_kernel.cuh, step by step; a product reads
+its buffers from its start to the wait that covers it. Each run takes random steps of random
+threads, and fails on a deadlock, or where a buffer is written while it is read or read before it
+holds what it should. Run it by `python simulate.py`.
 """
 
 from __future__ import annotations
@@ -90,7 +92,12 @@ class Machine:
     def __post_init__(self) -> None:
         n = CONSUMERS
         self.k, self.v = Buffer(), Buffer()
-        self.k_full, self.v_full, self.k_empty, self.v_empty = Barrier(1), Barrier(1), Barrier(n), Barrier(n)
+        self.k_full, self.v_full, self.k_empty, self.v_empty = (
+            Barrier(1),
+            Barrier(1),
+            Barrier(n),
+            Barrier(n),
+        )
         self.q = [Buffer() for _ in range(self.stages_q)]
         self.q_full = [Barrier(1) for _ in self.q]
         self.q_empty = [Barrier(n) for _ in self.q]
@@ -139,92 +146,8 @@ class Machine:
                     self.copy(self.v, index, self.v_full)
                     kv_phase ^= 1
 
-    def consumer(self, me: int) -> Iterator[Wait]:
-        items, q_next, dout = Ring(2), Ring(self.stages_q), Ring(self.stages_dout)
-        kv_phase = ds_stage = 0
-        rounds = 0
-        products: list[list[Buffer]] = []
-
-        def start(*reads: tuple[Buffer, object]) -> None:
-            for buffer, what in reads:
-                buffer.start(what)
-            products.append([buffer for buffer, _ in reads])
-
-        def wait(pending: int) -> None:
-            while len(products) > pending:
-                for buffer in products.pop(0):
-                    buffer.finish()
-
-        while True:
-            yield self.item_full[items.stage].passed(items.phase)
-            index = self.item[items.stage].holds
-            assert isinstance(index, int)
-            self.item_empty[items.stage].arrive()
-            items.advance()
-            if index == len(self.items):
-                return
-            steps = self.items[index]
-            if steps == 0:
-                continue
-            q_place = Ring(self.stages_q, q_next.stage, q_next.phase)
-
-            def scores(step: int, index: int = index) -> Iterator[Wait]:
-                yield self.q_full[q_next.stage].passed(q_next.phase)
-                start((self.k, index), (self.q[q_next.stage], (index, step)))
-                q_next.advance()
-
-            def dp(step: int, index: int = index) -> Iterator[Wait]:
-                yield self.dout_full[dout.stage].passed(dout.phase)
-                start((self.v, index), (self.dout[dout.stage], (index, step)))
-
-            yield self.k_full.passed(kv_phase)
-            yield from scores(0)
-            yield self.v_full.passed(kv_phase)
-            yield from dp(0)
-            wait(1)
-            q_before = -1
-            for step in range(steps):
-                wait(2 if self.early_scores else 1)
-                lse = self.q[q_place.stage]
-                lse.start((index, step))
-                yield lambda: True
-                lse.finish()
-                wait(1)
-                if q_before >= 0:
-                    self.q_empty[q_before].arrive()
-                start((self.dout[dout.stage], (index, step)))
-                wait(1)
-                self.ds[ds_stage][me].write((index, step))
-                yield lambda: True
-                self.met += 1
-                rounds += 1
-                yield lambda: self.met >= CONSUMERS * rounds
-                start((self.k, index), *((self.ds[ds_stage][c], (index, step)) for c in range(CONSUMERS)))
-                ds_stage ^= 1
-                wait(1)
-                self.dout_empty[dout.stage].arrive()
-                dout.advance()
-                last = step + 1 == steps
-                if not last and self.early_scores:
-                    yield from scores(step + 1)
-                start((self.q[q_place.stage], (index, step)))
-                wait(2 if not last and self.early_scores else 1)
-                yield lambda: True  # dq leaves
-                if last:
-                    break
-                if not self.early_scores:
-                    yield from scores(step + 1)
-                yield from dp(step + 1)
-                q_before = q_place.stage
-                q_place.advance()
-            wait(0)
-            self.q_empty[q_place.stage].arrive()
-            self.k_empty.arrive()
-            self.v_empty.arrive()
-            kv_phase ^= 1
-
     def run(self) -> None:
-        threads = [self.producer(), *(self.consumer(i) for i in range(CONSUMERS))]
+        threads = [self.producer(), *(Consumer(self, i).run() for i in range(CONSUMERS))]
         waiting: dict[int, Wait] = {i: (lambda: True) for i in range(len(threads))}
         while waiting:
             ready = [i for i, condition in waiting.items() if condition()]
@@ -239,6 +162,107 @@ class Machine:
             except StopIteration:
                 del waiting[ready[pick]]
         assert not self.copies
+
+
+class Consumer:
+    """A warpgroup; the names are those of BwdConsumer."""
+
+    def __init__(self, machine: Machine, me: int) -> None:
+        self.m, self.me = machine, me
+        self.items, self.dout = Ring(2), Ring(machine.stages_dout)
+        self.q_next, self.q_place = Ring(machine.stages_q), Ring(machine.stages_q)
+        self.kv_phase = self.ds_stage = self.rounds = 0
+        self.q_before = -1
+        self.products: list[list[Buffer]] = []
+
+    def start(self, *reads: tuple[Buffer, object]) -> None:
+        for buffer, what in reads:
+            buffer.start(what)
+        self.products.append([buffer for buffer, _ in reads])
+
+    def wait(self, pending: int) -> None:
+        while len(self.products) > pending:
+            for buffer in self.products.pop(0):
+                buffer.finish()
+
+    def run(self) -> Iterator[Wait]:
+        m = self.m
+        while True:
+            yield m.item_full[self.items.stage].passed(self.items.phase)
+            index = m.item[self.items.stage].holds
+            assert isinstance(index, int)
+            m.item_empty[self.items.stage].arrive()
+            self.items.advance()
+            if index == len(m.items):
+                return
+            if m.items[index] > 0:
+                yield from self.work(index)
+
+    def work(self, index: int) -> Iterator[Wait]:
+        m, steps = self.m, self.m.items[index]
+        self.q_place = Ring(m.stages_q, self.q_next.stage, self.q_next.phase)
+        yield m.k_full.passed(self.kv_phase)
+        yield from self.start_scores(index, 0)
+        yield m.v_full.passed(self.kv_phase)
+        yield from self.start_dp(index, 0)
+        yield from self.front(index, 0)
+        for step in range(steps - 1):
+            yield from self.back(index, step, is_last=False)
+            yield from self.front(index, step + 1)
+        yield from self.back(index, steps - 1, is_last=True)
+        self.wait(0)
+        m.q_empty[self.q_place.stage].arrive()
+        m.k_empty.arrive()
+        m.v_empty.arrive()
+        self.kv_phase ^= 1
+
+    def start_scores(self, index: int, step: int) -> Iterator[Wait]:
+        yield self.m.q_full[self.q_next.stage].passed(self.q_next.phase)
+        self.start((self.m.k, index), (self.m.q[self.q_next.stage], (index, step)))
+        self.q_next.advance()
+
+    def start_dp(self, index: int, step: int) -> Iterator[Wait]:
+        yield self.m.dout_full[self.dout.stage].passed(self.dout.phase)
+        self.start((self.m.v, index), (self.m.dout[self.dout.stage], (index, step)))
+
+    def front(self, index: int, step: int) -> Iterator[Wait]:
+        m = self.m
+        self.wait(2 if m.early_scores and step > 0 else 1)
+        lse = m.q[self.q_place.stage]
+        lse.start((index, step))
+        yield lambda: True
+        lse.finish()
+        self.wait(1)
+        if step > 0:
+            m.q_empty[self.q_before].arrive()
+        self.start((m.dout[self.dout.stage], (index, step)))
+        self.wait(1)
+        m.ds[self.ds_stage][self.me].write((index, step))
+        yield lambda: True
+        m.met += 1
+        self.rounds += 1
+        yield lambda: m.met >= CONSUMERS * self.rounds
+
+    def back(self, index: int, step: int, is_last: bool) -> Iterator[Wait]:
+        m, what = self.m, (index, step)
+        self.start((m.k, index), *((part, what) for part in m.ds[self.ds_stage]))
+        self.ds_stage ^= 1
+        self.wait(1)
+        m.dout_empty[self.dout.stage].arrive()
+        self.dout.advance()
+        starts_early = m.early_scores and not is_last
+        if starts_early:
+            yield from self.start_scores(index, step + 1)
+        self.start((m.q[self.q_place.stage], what))
+        self.wait(2 if starts_early else 1)
+        yield lambda: True  # dq leaves
+        if is_last:
+            return
+        if not starts_early:
+            yield from self.start_scores(index, step + 1)
+        yield from self.start_dp(index, step + 1)
+        self.q_before = self.q_place.stage
+        self.q_place.advance()
 
 
 def main() -> None:
