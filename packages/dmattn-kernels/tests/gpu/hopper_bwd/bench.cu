@@ -1,5 +1,7 @@
 // Checks and times the variants of the Hopper backward kernel: see build.sh.
 //   bench [a variant's name or a part of it] [list|check|time|all]
+#include <cutlass/numeric_types.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -7,8 +9,6 @@
 #include <cstring>
 #include <string>
 #include <vector>
-
-#include <cutlass/numeric_types.h>
 
 #include "kernels/backward/backward.h"
 #include "kernels/tiles.h"
@@ -27,12 +27,12 @@ namespace {
 
 using namespace dmattn;
 
-#define CHECK(x)                                                                                   \
-  do {                                                                                             \
-    const cudaError_t status_ = (x);                                                               \
-    if (status_ != cudaSuccess) {                                                                  \
-      std::printf("%s: %s (line %d)\n", #x, cudaGetErrorString(status_), __LINE__), std::exit(1);  \
-    }                                                                                              \
+#define CHECK(x)                                                                                  \
+  do {                                                                                            \
+    const cudaError_t status_ = (x);                                                              \
+    if (status_ != cudaSuccess) {                                                                 \
+      std::printf("%s: %s (line %d)\n", #x, cudaGetErrorString(status_), __LINE__), std::exit(1); \
+    }                                                                                             \
   } while (0)
 
 template <class X>
@@ -86,12 +86,25 @@ template <class Element>
 class Case {
  public:
   Case(const Variant& variant, const Shape& s)
-      : v_(variant), s_(s), rows_(size_t(s.batch) * s.seqlen_q * s.nheads), keys_(size_t(s.batch) * s.seqlen_k * s.nheads_k),
-        q(rows_ * s.head_dim), dout(rows_ * s.head_dim), out(rows_ * s.head_dim), dq(rows_ * s.head_dim),
-        k(keys_ * s.head_dim), v(keys_ * s.head_dim), dk(keys_ * s.head_dim), dv(keys_ * s.head_dim), lse(rows_),
-        dlse(s.has_dlse ? rows_ : 0), m_blocks_(ceil_div(s.seqlen_q, v_.block_m)),
-        n_blocks_(ceil_div(s.seqlen_k, v_.block_n)), rounded_(m_blocks_ * v_.block_m),
-        lse_rounded(size_t(s.batch) * s.nheads * rounded_), delta(size_t(s.batch) * s.nheads * rounded_),
+      : v_(variant),
+        s_(s),
+        rows_(size_t(s.batch) * s.seqlen_q * s.nheads),
+        keys_(size_t(s.batch) * s.seqlen_k * s.nheads_k),
+        q(rows_ * s.head_dim),
+        dout(rows_ * s.head_dim),
+        out(rows_ * s.head_dim),
+        dq(rows_ * s.head_dim),
+        k(keys_ * s.head_dim),
+        v(keys_ * s.head_dim),
+        dk(keys_ * s.head_dim),
+        dv(keys_ * s.head_dim),
+        lse(rows_),
+        dlse(s.has_dlse ? rows_ : 0),
+        m_blocks_(ceil_div(s.seqlen_q, v_.block_m)),
+        n_blocks_(ceil_div(s.seqlen_k, v_.block_n)),
+        rounded_(m_blocks_ * v_.block_m),
+        lse_rounded(size_t(s.batch) * s.nheads * rounded_),
+        delta(size_t(s.batch) * s.nheads * rounded_),
         dq_accum(size_t(s.batch) * s.nheads * rounded_ * v_.head_dim),
         semaphore(size_t(s.batch) * s.nheads * m_blocks_ * v_.consumers),
         slots(s.splits > 1 ? size_t(2) * s.batch * s.nheads_k * n_blocks_ * s.splits * v_.block_n * v_.head_dim : 0),
@@ -247,8 +260,9 @@ class Case {
     p.is_causal = s_.is_causal, p.deterministic = true;  // a slot for each split
   }
   reference::Problem<Element> problem() const {
-    return {q.data, k.data, v.data, dout.data, out.data, lse.data, s_.has_dlse ? dlse.data : nullptr,
-            s_.seqlen_q, s_.seqlen_k, s_.nheads, s_.nheads_k, s_.head_dim, scale(), softcap(), s_.is_causal};
+    return {q.data,      k.data,      v.data,    dout.data,   out.data,    lse.data, s_.has_dlse ? dlse.data : nullptr,
+            s_.seqlen_q, s_.seqlen_k, s_.nheads, s_.nheads_k, s_.head_dim, scale(),  softcap(),
+            s_.is_causal};
   }
   std::string text() const {
     char line[96];
@@ -330,14 +344,13 @@ class Case {
 template <class Element>
 bool check_all(const Variant& v) {
   const int d = v.head_dim, odd = d - 8;  // fewer columns than the tile has
-  const Shape shapes[] = {
-      {1, 128, 128, 1, 1, d, false, false, 1},    {1, 1, 1, 1, 1, d, false, false, 1},
-      {1, 1, 300, 2, 2, d, true, false, 1},       {2, 127, 127, 2, 2, d, true, false, 1},
-      {1, 129, 129, 3, 3, d, true, true, 1},      {2, 257, 300, 4, 2, d, true, false, 1},
-      {2, 300, 257, 4, 2, d, true, true, 1},      {2, 300, 257, 4, 1, d, false, true, 1},
-      {1, 1000, 1000, 8, 2, d, true, false, 2},   {3, 333, 129, 6, 1, odd, true, false, 3},
-      {2, 1024, 1024, 40, 8, d, true, false, 1},  {1, 4095, 4095, 4, 4, d, true, false, 1},
-      {1, 4095, 1000, 4, 2, odd, false, false, 1}};
+  const Shape shapes[] = {{1, 128, 128, 1, 1, d, false, false, 1},    {1, 1, 1, 1, 1, d, false, false, 1},
+                          {1, 1, 300, 2, 2, d, true, false, 1},       {2, 127, 127, 2, 2, d, true, false, 1},
+                          {1, 129, 129, 3, 3, d, true, true, 1},      {2, 257, 300, 4, 2, d, true, false, 1},
+                          {2, 300, 257, 4, 2, d, true, true, 1},      {2, 300, 257, 4, 1, d, false, true, 1},
+                          {1, 1000, 1000, 8, 2, d, true, false, 2},   {3, 333, 129, 6, 1, odd, true, false, 3},
+                          {2, 1024, 1024, 40, 8, d, true, false, 1},  {1, 4095, 4095, 4, 4, d, true, false, 1},
+                          {1, 4095, 1000, 4, 2, odd, false, false, 1}};
   bool good = true;
   for (const Shape& s : shapes) {
     Case<Element> c(v, s);

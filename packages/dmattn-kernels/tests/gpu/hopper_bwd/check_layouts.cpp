@@ -72,8 +72,8 @@ void check() {
       for (int group = 0; group < M / 16; ++group) {
         const int matrix = lane / 8, in_matrix = lane % 8;
         const int tile_row = matrix / 2 * 8 + in_matrix, chunk = 2 * warp + matrix % 2;
-        const int bytes = (stage * T::kTiledS + consumer * M * 64) * 2 + tile_row * 128 + ((chunk ^ in_matrix) << 4) +
-                          group * 2048;
+        const int bytes =
+            (stage * T::kTiledS + consumer * M * 64) * 2 + tile_row * 128 + ((chunk ^ in_matrix) << 4) + group * 2048;
         EXPECT(bytes % 16 == 0);
         for (int j = 0; j < 8; ++j) {
           const int from = thread / 32 * 32 + 4 * j + in_matrix / 2;

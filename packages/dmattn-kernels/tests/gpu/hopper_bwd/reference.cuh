@@ -27,10 +27,10 @@ struct Problem {
   __device__ const Element* key(const Element* x, int b, int j, int h) const {
     return x + ((static_cast<int64_t>(b) * seqlen_k + j) * nheads_k + h / (nheads / nheads_k)) * head_dim;
   }
-  __device__ int64_t stat(int b, int h, int i) const {
-    return (static_cast<int64_t>(b) * nheads + h) * seqlen_q + i;
+  __device__ int64_t stat(int b, int h, int i) const { return (static_cast<int64_t>(b) * nheads + h) * seqlen_q + i; }
+  __device__ int keys_seen(int i) const {
+    return is_causal ? min(seqlen_k, max(0, i + 1 + seqlen_k - seqlen_q)) : seqlen_k;
   }
-  __device__ int keys_seen(int i) const { return is_causal ? min(seqlen_k, max(0, i + 1 + seqlen_k - seqlen_q)) : seqlen_k; }
   __device__ float dot(const Element* x, const Element* y) const {
     float sum = 0.f;
     for (int d = 0; d < head_dim; ++d) sum += float(x[d]) * float(y[d]);

@@ -1,7 +1,6 @@
 // One variant: build.sh names it and sets its parameters by macros.
-#include "variants.h"
-
 #include "kernels/attention/sm90/bwd_launch.cuh"
+#include "variants.h"
 
 namespace {
 

@@ -32,8 +32,8 @@ __global__ void __launch_bounds__(128 * T::kConsumers) convert_dq_kernel(const D
     const float4 x = __ldg(reinterpret_cast<const float4*>(from + i * 512));
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const uint32_t pair = Traits::pack((half == 0 ? x.x : x.z) * p.softmax_scale,
-                                         (half == 0 ? x.y : x.w) * p.softmax_scale);
+      const uint32_t pair =
+          Traits::pack((half == 0 ? x.x : x.z) * p.softmax_scale, (half == 0 ? x.y : x.w) * p.softmax_scale);
       const typename Dq::Place place = Dq::place(consumer, i, thread, 2 * half);
       uint16_t* const to = tile + place.row * kPitch + place.col;
       if constexpr (Dq::kTransposed) {
@@ -47,8 +47,8 @@ __global__ void __launch_bounds__(128 * T::kConsumers) convert_dq_kernel(const D
   __syncthreads();
 
   const int m0 = m_block * T::kBlockM, rows = min(T::kBlockM, p.seqlen_q - m0);
-  uint16_t* const dq = static_cast<uint16_t*>(p.dq) + batch * p.dq_stride.batch + head * p.dq_stride.head +
-                       m0 * p.dq_stride.row;
+  uint16_t* const dq =
+      static_cast<uint16_t*>(p.dq) + batch * p.dq_stride.batch + head * p.dq_stride.head + m0 * p.dq_stride.row;
   if (p.vec_dq) {
     const int chunks = p.head_dim / 8;
     for (int i = threadIdx.x; i < rows * chunks; i += blockDim.x) {

@@ -323,7 +323,9 @@ struct BwdConsumer {
         }
         ds_stage ^= 1;
       };
-      const auto start_dk = [&] { start_product<false>(grad_mma, moved_gradients, qt(_, _, _, q_place.stage), acc_dk); };
+      const auto start_dk = [&] {
+        start_product<false>(grad_mma, moved_gradients, qt(_, _, _, q_place.stage), acc_dk);
+      };
 
       // A step in two halves. Between them only dv is on its way, on all paths: where the compiler had to count products
       // that it finds started on one path and not on another, it would run all of them one after the other.
@@ -591,8 +593,7 @@ struct BwdConsumer {
                                                 const BwdItem& item) {
     const int64_t tile = (static_cast<int64_t>(item.batch) * p.nheads_k + item.head_k) * p.n_blocks + item.n_block;
     const int row = consumer * 64 + warp * 16 + lane / 4;
-    float* const to =
-        slots + ((tile * p.num_splits + item.split) * T::kBlockN + row) * T::kHeadDim + lane % 4 * 2;
+    float* const to = slots + ((tile * p.num_splits + item.split) * T::kBlockN + row) * T::kHeadDim + lane % 4 * 2;
 #pragma unroll
     for (int i = 0; i < kFragmentsD; ++i)
 #pragma unroll

@@ -83,11 +83,10 @@ struct BwdTraits {
   using Columns = decltype(cute::tile_to_shape(Atom<cute::GMMA::Major::MN>{},
                                                cute::Shape<Int<kHeadDim>, Int<kRows>, Int<kStages>>{},
                                                cute::Step<cute::_2, cute::_1, cute::_3>{}));
-  using LayoutK = decltype(cute::tile_to_shape(Atom<cute::GMMA::Major::K>{},
-                                               cute::Shape<Int<kBlockN>, Int<kHeadDim>>{}));
-  using LayoutKt = decltype(cute::tile_to_shape(Atom<cute::GMMA::Major::MN>{},
-                                                cute::Shape<Int<kHeadDim>, Int<kBlockN>>{},
-                                                cute::Step<cute::_2, cute::_1>{}));
+  using LayoutK =
+      decltype(cute::tile_to_shape(Atom<cute::GMMA::Major::K>{}, cute::Shape<Int<kBlockN>, Int<kHeadDim>>{}));
+  using LayoutKt = decltype(cute::tile_to_shape(
+      Atom<cute::GMMA::Major::MN>{}, cute::Shape<Int<kHeadDim>, Int<kBlockN>>{}, cute::Step<cute::_2, cute::_1>{}));
   using LayoutQ = Rows<kBlockM, kStagesQ>;
   using LayoutQt = Columns<kBlockM, kStagesQ>;
   using LayoutdO = Rows<kBlockM, kStagesdO>;
@@ -95,8 +94,7 @@ struct BwdTraits {
   // ds lies as [row][key], a panel of 64 keys a consumer.
   using LayoutdS = decltype(cute::tile_to_shape(cute::GMMA::Layout_K_SW128_Atom<Element>{},
                                                 cute::Shape<Int<kBlockM>, Int<kBlockN>, Int<kStagesdS>>{}));
-  using LayoutOut = decltype(cute::tile_to_shape(Atom<cute::GMMA::Major::K>{},
-                                                 cute::Shape<Int<64>, Int<kHeadDim>>{}));
+  using LayoutOut = decltype(cute::tile_to_shape(Atom<cute::GMMA::Major::K>{}, cute::Shape<Int<64>, Int<kHeadDim>>{}));
 
   static constexpr cute::GMMA::Major kK = cute::GMMA::Major::K, kMN = cute::GMMA::Major::MN;
   using AlongKeys = cute::Layout<cute::Shape<Int<kConsumers>, cute::_1, cute::_1>>;
@@ -105,19 +103,19 @@ struct BwdTraits {
       cute::GMMA::ss_op_selector<Element, Element, float, cute::Shape<Int<kBlockN>, Int<kBlockM>, Int<kHeadDim>>>(),
       AlongKeys{}));
   // [key][head_dim] += p^T do and ds^T q, the first operand from registers.
-  using GradAtom = decltype(cute::GMMA::rs_op_selector<Element, Element, float,
-                                                       cute::Shape<Int<kBlockN>, Int<kHeadDim>, Int<kBlockM>>, kK,
-                                                       kMN>());
+  using GradAtom =
+      decltype(cute::GMMA::rs_op_selector<Element, Element, float,
+                                          cute::Shape<Int<kBlockN>, Int<kHeadDim>, Int<kBlockM>>, kK, kMN>());
   using GradMma = decltype(cute::make_tiled_mma(GradAtom{}, AlongKeys{}));
   using OneGradMma = decltype(cute::make_tiled_mma(GradAtom{}));  // of one consumer
   // [row][head_dim] = ds k, or [head_dim][row] = k^T ds^T.
   using Dq = DqTile<kBlockM, kHeadDim, kConsumers>;
   using DqShape = cute::Shape<Int<64>, Int<Dq::kColsOfOne>, Int<kBlockN>>;
-  using DqMma = decltype(cute::make_tiled_mma(
-      cute::conditional_return<Dq::kTransposed>(
-          cute::GMMA::ss_op_selector<Element, Element, float, DqShape, kMN, kK>(),
-          cute::GMMA::ss_op_selector<Element, Element, float, DqShape, kK, kMN>()),
-      cute::Layout<cute::Shape<Int<Dq::kAtomsM>, Int<Dq::kAtomsN>, cute::_1>>{}));
+  using DqMma =
+      decltype(cute::make_tiled_mma(cute::conditional_return<Dq::kTransposed>(
+                                        cute::GMMA::ss_op_selector<Element, Element, float, DqShape, kMN, kK>(),
+                                        cute::GMMA::ss_op_selector<Element, Element, float, DqShape, kK, kMN>()),
+                                    cute::Layout<cute::Shape<Int<Dq::kAtomsM>, Int<Dq::kAtomsN>, cute::_1>>{}));
   // One instruction covers a tile's width: see FwdTraits.
   static_assert(cute::size<1>(typename ScoreMma::AtomShape_MNK{}) == kBlockM);
   static_assert(cute::size<1>(typename GradMma::AtomShape_MNK{}) == kHeadDim);
@@ -126,8 +124,7 @@ struct BwdTraits {
   static constexpr int kTileQ = kBlockM * kHeadDim, kTileK = kBlockN * kHeadDim, kTiledS = kBlockM * kBlockN;
   // What a consumer puts together before it leaves by TMA: its 64 rows of dk or dv, or its part of dq.
   static constexpr int kOutBytes = 64 * kHeadDim * 2;
-  static constexpr int kStageBytes =
-      kDqPath == DqPath::kBulk && Dq::kPart * 4 > kOutBytes ? Dq::kPart * 4 : kOutBytes;
+  static constexpr int kStageBytes = kDqPath == DqPath::kBulk && Dq::kPart * 4 > kOutBytes ? Dq::kPart * 4 : kOutBytes;
 
   struct Shared {
     alignas(1024) Element k[kTileK];
