@@ -1,6 +1,7 @@
 // After the Hopper backward kernel: dq from its fp32 sums.
 #pragma once
 
+#include "../../params.h"
 #include "../shared/element.cuh"
 #include "bwd_traits.cuh"
 
