@@ -15,7 +15,6 @@ from attention.cases import (
     MASK_FILLS,
     OPERAND_LAYOUTS,
     OPERAND_SHAPES,
-    SINK_FILLS,
     Case,
 )
 from attention.driver import check
@@ -56,9 +55,6 @@ def cases(draw: st.DrawFn, shapes: list[str]) -> Case:
         operand_layout=draw(st.sampled_from(list(OPERAND_LAYOUTS))),
         logits=draw(st.sampled_from((0.01, 1.0, 4.0))),
         dlse=draw(st.booleans()),
-        sinks=draw(st.sampled_from(("", "", *SINK_FILLS))),
-        sinks_f32=draw(st.booleans()),
-        value_dim=draw(st.sampled_from((0, 0, 5, 40))),
     )
 
 

@@ -243,7 +243,7 @@ def _normalizer(
         s, _ = _logits(layout, block, keys, rows.q, exact)
         softmax.add(s)
     if layout.sinks is not None:
-        softmax.add(layout.fold(layout.sinks, block))
+        softmax.add(layout.fold(layout.sinks, block).clone())
     shift = softmax.maximum.masked_fill(softmax.maximum == -math.inf, 0.0)
     return shift, softmax.divisor().reciprocal()
 
