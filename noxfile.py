@@ -381,10 +381,39 @@ def test_wheel(session: nox.Session, wheel: Path) -> None:
             "pytest",
             str(KERNELS / "tests"),
             f"--ignore={KERNELS / 'tests' / 'gpu'}",
+            f"--ignore={KERNELS / 'tests' / 'consumers'}",
         ),
         *session.posargs,
         env={**TEST_ENVIRONMENT, "DMATTN_WHEEL": str(wheel)},
     )
+
+
+def wheel_of_kernels_session(session: nox.Session) -> Path:
+    """The wheel named behind `--`, else the one that the session `kernels` left."""
+    named = [Path(word) for word in session.posargs if word.endswith(".whl")]
+    found = named or sorted((ROOT / "build" / "full" / "wheel").glob("*.whl"))
+    if len(found) != 1 or not found[0].is_file():
+        session.error(f"wanted one wheel from `./dev kernels` or behind --, got {found or 'none'}")
+    return found[0].resolve()
+
+
+@gpu_session
+def consumers(session: nox.Session) -> None:
+    """Programs in C++, CuPy and JAX that use the kernels wheel without torch: build, run, test.
+
+    Takes the wheel of `./dev kernels`, or `-- PATH.whl`; with a GPU it builds one for that GPU.
+    """
+    with_gpu = gpu_capability() is not None
+    install(session, "cmake", "jax[cuda13]" if with_gpu else "jax", "numpy", "pytest")
+    if with_gpu:
+        install(session, "cupy-cuda13x[ctk]")
+    if with_gpu and not session.posargs:
+        install_kernels_for_this_gpu(session, cuda_environment(session))
+    else:
+        install_wheel(session, wheel_of_kernels_session(session))
+    # Else XLA takes most of the GPU's memory for itself.
+    environment = {**TEST_ENVIRONMENT, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    session.run("python", "-m", "pytest", str(KERNELS / "tests" / "consumers"), env=environment)
 
 
 def refuse_stale_report(session: nox.Session) -> None:
@@ -475,7 +504,8 @@ def lint(session: nox.Session) -> None:
     install_cpu_torch(session)
     install(session, "clang-format", "hypothesis", "matplotlib", "mypy", "nox", "numpy")
     install(session, "pytest", "ruff", "types-tqdm")
-    sources = sorted(str(p) for p in KERNELS.rglob("*") if p.suffix in CPP_SUFFIXES)
+    files = [*KERNELS.rglob("*"), *Path("examples").rglob("*")]
+    sources = sorted(str(p) for p in files if p.suffix in CPP_SUFFIXES)
     checks = (
         ("ruff", "check", *(["--fix"] if fix else []), "."),
         ("ruff", "format", *([] if fix else ["--check"]), "."),
