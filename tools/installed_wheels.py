@@ -10,11 +10,11 @@ import sysconfig
 from importlib import metadata
 from pathlib import Path
 
-import dmattn_kernels
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 import dmattn
+import dmattn_kernels
 from dmattn.backends.cuda.kernels import load_kernels
 
 
