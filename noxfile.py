@@ -550,10 +550,12 @@ def need_gpu(session: nox.Session) -> None:
 def dist(session: nox.Session) -> None:
     """What is released besides the kernels wheels; refused on a stale GPU report."""
     refuse_stale_report(session)
-    install(session, "build")
+    install(session, "build", "twine")
     for package in (DMATTN, KERNELS):
         contents = ["--sdist"] if package == KERNELS else []
         session.run("python", "-m", "build", *contents, "--outdir", "dist", str(package))
+    made = sorted(str(path) for path in Path("dist").iterdir() if path.is_file())
+    session.run("twine", "check", "--strict", *made)
 
 
 @nox.session(venv_backend="none")

@@ -52,6 +52,15 @@ def test_lowers_for_cuda_anywhere(example: ModuleType) -> None:
         assert words in call
 
 
+def test_a_batch_of_calls_lowers(example: ModuleType) -> None:
+    """vmap makes a loop of calls, each with the shapes of one."""
+    q, k, v, _ = example.example_arrays()
+    batch = jax.jit(jax.vmap(lambda *x: example.attention(*(a[None] for a in x))[0][0]))
+    text = batch.trace(q, k, v).lower(lowering_platforms=("cuda",)).as_text()
+    assert "stablehlo.while" in text
+    assert "-> (tensor<1x100x4x64xbf16>, tensor<1x4x100xf32>)" in text
+
+
 WRONG: list[tuple[str, Any, type[Exception], str]] = [
     ("q", lambda x: x[0], ValueError, "q has 3 dimensions; wanted 4"),
     ("v", lambda x: x[:, 1:], ValueError, r"v has shape \(2, 129, 2, 64\); wanted \(2, 130"),
