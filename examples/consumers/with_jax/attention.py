@@ -8,9 +8,11 @@ Needs jax, dmattn_kernels and the library that CMakeLists.txt of this folder mak
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import functools
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,14 +29,32 @@ DTYPES = {
 _View = tuple[int, int, tuple[int, ...], tuple[int, ...]]
 
 
+@dataclasses.dataclass(frozen=True)
+class Numbers:
+    """What a call says beside its arrays."""
+
+    softmax_scale: float
+    softcap: float
+    is_causal: bool
+
+    def attributes(self, mask: jax.Array | None, bias: jax.Array | None) -> dict[str, Any]:
+        """As handlers.cpp reads them."""
+        return {
+            "softmax_scale": np.float32(self.softmax_scale),
+            "softcap": np.float32(self.softcap),
+            "is_causal": self.is_causal,
+            "has_mask": mask is not None,
+            "has_bias": bias is not None,
+        }
+
+
 def register(library: Path) -> None:
     """Make the handlers of the built library known to JAX; once per process."""
     handlers = ctypes.CDLL(str(library))
-    for platform, handler in (
-        ("CUDA", handlers.dmattn_jax_fwd),
-        ("cpu", handlers.dmattn_jax_refuse),
-    ):
-        jax.ffi.register_ffi_target("dmattn_fwd", jax.ffi.pycapsule(handler), platform=platform)
+    for name in ("fwd", "bwd"):
+        for platform in ("CUDA", "cpu"):
+            handler = jax.ffi.pycapsule(getattr(handlers, f"dmattn_jax_{name}_{platform}"))
+            jax.ffi.register_ffi_target(f"dmattn_{name}", handler, platform=platform)
 
 
 @functools.partial(jax.jit, static_argnames=("softmax_scale", "softcap", "is_causal"))
@@ -51,6 +71,8 @@ def attention(
 ) -> tuple[jax.Array, jax.Array]:
     """out (batch, seqlen_q, heads, head_dim) and the log-sum-exp (batch, heads, seqlen_q), float32.
 
+    Both have gradients with respect to q, k, v and bias.
+
     Args:
         q: (batch, seqlen_q, heads, head_dim), float16 or bfloat16.
         k, v: (batch, seqlen_k, heads_k, head_dim), dtype of q; heads a multiple of heads_k.
@@ -64,22 +86,57 @@ def attention(
         ValueError, TypeError: a shape, a dtype; when the call is traced.
     """
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    out, lse = differentiable(q, k, v, mask, bias, Numbers(scale, softcap, is_causal))
+    return out, lse
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def differentiable(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: jax.Array | None,
+    bias: jax.Array | None,
+    numbers: Numbers,
+) -> tuple[jax.Array, jax.Array]:
     batch, seqlen_q, heads = q.shape[:3]
     results = (
         jax.ShapeDtypeStruct(q.shape, q.dtype),
         jax.ShapeDtypeStruct((batch, heads, seqlen_q), jnp.float32),
     )
-    check(q, k, v, mask, bias, *results, scale, softcap, is_causal)
+    check(q, k, v, mask, bias, *results, numbers)
     call = jax.ffi.ffi_call("dmattn_fwd", results, vmap_method="sequential")
-    out, lse = call(
-        *(array for array in (q, k, v, mask, bias) if array is not None),
-        softmax_scale=np.float32(scale),
-        softcap=np.float32(softcap),
-        is_causal=is_causal,
-        has_mask=mask is not None,
-        has_bias=bias is not None,
-    )
+    out, lse = call(*present(q, k, v, mask, bias), **numbers.attributes(mask, bias))
     return out, lse
+
+
+def forward(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: jax.Array | None,
+    bias: jax.Array | None,
+    numbers: Numbers,
+) -> tuple[tuple[jax.Array, jax.Array], Any]:
+    out, lse = differentiable(q, k, v, mask, bias, numbers)
+    return (out, lse), (q, k, v, mask, bias, out, lse)
+
+
+def backward(numbers: Numbers, kept: Any, gradients: tuple[jax.Array, jax.Array]) -> Any:
+    """Gradients of q, k, v, of the mask (none) and of the bias."""
+    q, k, v, mask, bias, out, lse = kept
+    results = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in present(q, k, v, bias)]
+    call = jax.ffi.ffi_call("dmattn_bwd", results, vmap_method="sequential")
+    arrays = present(q, k, v, mask, bias, out, lse, *gradients)
+    dq, dk, dv, *dbias = call(*arrays, **numbers.attributes(mask, bias))
+    return dq, dk, dv, None, dbias[0] if dbias else None
+
+
+differentiable.defvjp(forward, backward)
+
+
+def present(*arrays: jax.Array | None) -> list[jax.Array]:
+    return [array for array in arrays if array is not None]
 
 
 def check(
@@ -90,9 +147,7 @@ def check(
     bias: jax.Array | None,
     out: jax.ShapeDtypeStruct,
     lse: jax.ShapeDtypeStruct,
-    softmax_scale: float,
-    softcap: float,
-    is_causal: bool,
+    numbers: Numbers,
 ) -> None:
     """Let the library check the shapes and dtypes, for which it needs no memory yet.
 
@@ -108,9 +163,9 @@ def check(
         bias=None if bias is None else view(bias),
         out=view(out),
         lse=view(lse),
-        softmax_scale=softmax_scale,
-        softcap=softcap,
-        is_causal=is_causal,
+        softmax_scale=numbers.softmax_scale,
+        softcap=numbers.softcap,
+        is_causal=numbers.is_causal,
     )
     try:
         params.workspace_size()
@@ -153,26 +208,46 @@ def example_arrays() -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     return q, k, v, bias
 
 
+def causal_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, bias: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    out, lse = attention(q, k, v, bias=bias, is_causal=True)
+    return out, lse
+
+
+def loss(function: Any, *arrays: jax.Array) -> jax.Array:
+    """A number that depends on every output of attention, by factors that differ."""
+    out, lse = function(*arrays)
+    return jnp.sum(jnp.sin(out.astype(jnp.float32))) + jnp.sum(jnp.sin(lse))
+
+
+gradients = jax.jit(jax.grad(loss, argnums=(1, 2, 3, 4)), static_argnums=0)
+
+
+def differences(found: Any, expected: Any) -> list[float]:
+    """The largest error of each array, in units of the largest number that is expected in it."""
+    pairs = [[z.astype(jnp.float32) for z in pair] for pair in zip(found, expected, strict=True)]
+    return [float(jnp.max(jnp.abs(x - y)) / jnp.max(jnp.abs(y))) for x, y in pairs]
+
+
 def main() -> None:
     register(Path(sys.argv[1]))
-    q, k, v, bias = example_arrays()
+    arrays = example_arrays()
     if jax.default_backend() != "gpu":
         print(f"JAX runs on {jax.default_backend()}: lowered for CUDA, not run")
-        lowered = attention.trace(q, k, v, bias=bias, is_causal=True).lower(
-            lowering_platforms=("cuda",)
-        )
-        print(
-            next(line for line in lowered.as_text().splitlines() if "@dmattn_fwd" in line).strip()
-        )
+        lowered = gradients.trace(causal_attention, *arrays).lower(lowering_platforms=("cuda",))
+        lines = lowered.as_text().splitlines()
+        print("\n".join(line.strip() for line in lines if "@dmattn_" in line))
         return
-    out, lse = attention(q, k, v, bias=bias, is_causal=True)
-    expected_out, expected_lse = plain_attention(q, k, v, bias)
-    out_error = float(jnp.max(jnp.abs(out.astype(jnp.float32) - expected_out)))
-    lse_error = float(jnp.max(jnp.abs(lse - expected_lse)))
-    print(f"largest difference from the definition: out {out_error:.2e}, lse {lse_error:.2e}")
-    # The values are below 1, where bfloat16 rounds by at most 2^-9: the probabilities, the result.
-    if not (out_error <= 2**-8 and lse_error <= 1e-4):
-        sys.exit("the kernels and the definition differ")
+    errors = differences(causal_attention(*arrays), plain_attention(*arrays))
+    errors += differences(gradients(causal_attention, *arrays), gradients(plain_attention, *arrays))
+    # bfloat16 rounds by 2^-9 of a number: the probabilities, the results, in the backward also the
+    # gradients of the logits, of which each result sums many.
+    limits = {"out": 2**-7, "lse": 1e-4, "dq": 2**-6, "dk": 2**-6, "dv": 2**-6, "dbias": 2**-6}
+    for (name, limit), error in zip(limits.items(), errors, strict=True):
+        print(f"{name}: largest relative difference from the definition {error:.2e}")
+        if not error <= limit:
+            sys.exit(f"{name} differs from the definition by more than {limit:.2e}")
 
 
 if __name__ == "__main__":

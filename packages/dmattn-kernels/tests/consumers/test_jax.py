@@ -52,6 +52,19 @@ def test_lowers_for_cuda_anywhere(example: ModuleType) -> None:
         assert words in call
 
 
+def test_gradients_lower(example: ModuleType) -> None:
+    """One call of each direction; the gradients have the shapes and dtypes of their arrays."""
+    arrays = example.example_arrays()
+    traced = example.gradients.trace(example.causal_attention, *arrays)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    (forward,) = [line for line in text.splitlines() if "@dmattn_fwd" in line]
+    (backward,) = [line for line in text.splitlines() if "@dmattn_bwd" in line]
+    settings = forward[forward.index("{has_bias") : forward.index("}, operand_layouts")]
+    assert settings in backward
+    results = "tensor<2x100x4x64xbf16>, tensor<2x130x2x64xbf16>, tensor<2x130x2x64xbf16>"
+    assert backward.endswith(f"-> ({results}, tensor<2x2x1x130xf32>)")
+
+
 def test_a_batch_of_calls_lowers(example: ModuleType) -> None:
     """vmap makes a loop of calls, each with the shapes of one."""
     q, k, v, _ = example.example_arrays()
@@ -80,35 +93,47 @@ def test_wrong_arrays_are_refused_when_traced(
         jax.eval_shape(example.attention, **arrays)
 
 
-def call_unchecked(example: ModuleType, *arrays: Any, **changed: Any) -> Any:
+def call_unchecked(target: str, arrays: Any, results: Any, **changed: Any) -> Any:
     """The handler on the CPU, which checks and then refuses, past the checks of attention.py."""
-    q = arrays[0]
-    results = (
-        jax.ShapeDtypeStruct(q.shape, q.dtype),
-        jax.ShapeDtypeStruct((q.shape[0], q.shape[2], q.shape[1]), jnp.float32),
-    )
     settings: dict[str, Any] = {"softmax_scale": np.float32(1), "softcap": np.float32(0)}
     settings |= {"is_causal": False, "has_mask": False, "has_bias": False}
-    call = jax.ffi.ffi_call("dmattn_fwd", results)
-    with jax.default_device(jax.devices("cpu")[0]):
-        arrays = tuple(jax.device_put(x, jax.devices("cpu")[0]) for x in arrays)
+    call = jax.ffi.ffi_call(target, [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results])
+    cpu = jax.devices("cpu")[0]
+    with jax.default_device(cpu):
+        arrays = [jax.device_put(x, cpu) for x in arrays]
         return jax.block_until_ready(call(*arrays, **(settings | changed)))
 
 
-def test_the_handler_hands_on_what_the_library_says(example: ModuleType) -> None:
+def test_the_forward_hands_on_what_the_library_says(example: ModuleType) -> None:
     q, k, v, bias = example.example_arrays()
-    mask = jnp.ones((1, 1, 1, 130), bool)
+    mask, lse = jnp.ones((1, 1, 1, 130), bool), jnp.zeros((2, 4, 100))
     for arrays, changed, words in (
         ((q, k, v[:, 1:]), {}, r"INVALID_ARGUMENT: v has shape \(2, 129, 2, 64\)"),
         ((q, k, v, bias), {"has_mask": True}, "INVALID_ARGUMENT: mask has dtype float32"),
         ((q, k, v, mask), {"has_bias": True}, "INVALID_ARGUMENT: bias has dtype bool"),
-        ((q, k, v, bias), {}, "INVALID_ARGUMENT: got 4 arrays; wanted 3"),
+        ((q, k, v, bias), {}, "INVALID_ARGUMENT: got 4 arrays and 2 results; wanted 3 and 2"),
         ((q, k, v), {"softmax_scale": np.float32("nan")}, "INVALID_ARGUMENT: softmax_scale"),
         ((q, k[:, :50], v[:, :50]), {"is_causal": True}, "FAILED_PRECONDITION"),
         ((q, k, v, mask, bias), {"has_mask": True, "has_bias": True}, "FAILED_PRECONDITION"),
     ):
         with pytest.raises(jax.errors.JaxRuntimeError, match=words):
-            call_unchecked(example, *arrays, **changed)
+            call_unchecked("dmattn_fwd", arrays, (q, lse), **changed)
+
+
+def test_the_backward_hands_on_what_the_library_says(example: ModuleType) -> None:
+    q, k, v, bias = example.example_arrays()
+    mask, lse = jnp.ones((1, 1, 1, 130), bool), jnp.zeros((2, 4, 100))
+    whole = {"has_mask": True, "has_bias": True}
+    for arrays, results, changed, words in (
+        ((q, k, v, q, lse, q[:, 1:], lse), (q, k, v), {}, "INVALID_ARGUMENT: dout has shape"),
+        ((q, k, v, q, lse, q, q), (q, k, v), {}, "INVALID_ARGUMENT: dsoftmax_lse has"),
+        ((q, k, v, q, lse, q, lse), (q, k, k[:, 1:]), {}, "INVALID_ARGUMENT: dv has shape"),
+        ((q, k, v, mask, bias, q, lse, q, lse), (q, k, v, mask), whole, "dbias has dtype bool"),
+        ((q, k, v, mask, bias, q, lse, q, lse), (q, k, v), whole, "wanted 9 and 4"),
+        ((q, k, v, mask, bias, q, lse, q, lse), (q, k, v, bias), whole, "FAILED_PRECONDITION"),
+    ):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=words):
+            call_unchecked("dmattn_bwd", arrays, results, **changed)
 
 
 def test_definitions_agree(example: ModuleType) -> None:
@@ -136,7 +161,7 @@ def test_program_without_a_gpu(library: Path) -> None:
 @pytest.mark.usefixtures("need_gpu")
 def test_program_on_a_gpu(library: Path) -> None:
     said = run(sys.executable, EXAMPLES / "with_jax" / "attention.py", library)
-    assert "largest difference from the definition: out " in said
+    assert "dbias: largest relative difference from the definition " in said
 
 
 @pytest.mark.usefixtures("need_gpu")
@@ -152,4 +177,4 @@ def test_vmap_and_a_mask_on_a_gpu(example: ModuleType) -> None:
         return example.attention(*arrays, mask=where, bias=bias[None], is_causal=True)[0][0]
 
     out = jax.vmap(one)(q, k, v, bias)
-    assert float(jnp.abs(out.astype(jnp.float32) - expected).max()) <= 2**-8
+    assert example.differences([out], [expected])[0] <= 2**-7
