@@ -413,20 +413,22 @@ def wheel_of_kernels_session(session: nox.Session) -> Path:
 def consumers(session: nox.Session) -> None:
     """Programs in C++, CuPy and JAX that use the kernels wheel without torch: build, run, test.
 
-    Takes the wheel of `./dev kernels`, or `-- PATH.whl`; with a GPU it builds one for that GPU.
+    Takes `-- PATH.whl`, else with a GPU builds a wheel for it, else takes that of `./dev kernels`.
     """
     compile_no_bytecode(session)
     with_gpu = gpu_capability() is not None
     install(session, "cmake", "jax[cuda13]" if with_gpu else "jax", "numpy", "pytest")
     if with_gpu:
         install(session, "cupy-cuda13x[ctk]")
-    if with_gpu and not session.posargs:
+    arguments = [word for word in session.posargs if not word.endswith(".whl")]
+    if with_gpu and arguments == session.posargs:
         install_kernels_for_this_gpu(session, cuda_environment(session))
     else:
         install_wheel(session, wheel_of_kernels_session(session))
     # Else XLA takes most of the GPU's memory for itself.
     environment = {**TEST_ENVIRONMENT, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    session.run("python", "-m", "pytest", str(KERNELS / "tests" / "consumers"), env=environment)
+    tests = str(KERNELS / "tests" / "consumers")
+    session.run("python", "-m", "pytest", tests, *arguments, env=environment)
 
 
 @nox.session

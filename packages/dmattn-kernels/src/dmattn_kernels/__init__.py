@@ -30,6 +30,13 @@ from dmattn_kernels._core import (
     version,
 )
 
+if abi_version() != HEADER_ABI_VERSION:
+    # The loader takes a library of the same name that is in the process already.
+    raise ImportError(
+        f"dmattn_kernels: got a libdmattn.so of ABI version {abi_version()}, wanted "
+        f"{HEADER_ABI_VERSION}; another copy of it was loaded into this process before"
+    )
+
 __version__ = version()
 
 __all__ = [
