@@ -280,7 +280,7 @@ def _checked_problem(
         return keep_window(problem, window, given)
     if selection is not None:
         return keep_selection(problem, selection)
-    return Kept(problem)
+    return problem, ()
 
 
 def _four_dimensional(bias: Any) -> Any:

@@ -5,7 +5,7 @@ alike for all rows. Where mask or bias differ between rows it cannot, and the pr
 of size Sq * Sk: a slow path, right in any case. Letters as in `dmattn.problem`.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,11 +24,8 @@ _DENSE = (
 )
 
 
-class Kept(NamedTuple):
-    """A problem with its keys chosen, and what is slow about the choice, in words for a user."""
-
-    problem: Problem
-    slow: tuple[str, ...] = ()
+# A problem with its keys chosen, and what is slow about the choice, in words for a user.
+Kept = tuple[Problem, tuple[str, ...]]
 
 
 def keep_window(problem: Problem, window_size: int, given: Any) -> Kept:
@@ -56,18 +53,18 @@ def keep_window(problem: Problem, window_size: int, given: Any) -> Kept:
     if seqlen_k <= window_size:
         if mask is not None and not has_rows:
             mask = key_only_mask(mask, seqlen_k)[:, :, None]
-        return Kept(problem.replace(mask=mask, bias=without_nan(bias)))
+        return problem.replace(mask=mask, bias=without_nan(bias)), ()
     rows, causal = problem.q.shape[1], problem.is_causal
     if has_rows or bias.shape[2] > 1:
         keep = top_window_mask(bias, window_size, rows, causal, mask)
         name = "attn_mask" if has_rows else "attn_bias"
         slow = f"{name} has rows of its own beside window_size, {_DENSE}"
-        return Kept(problem.replace(mask=keep), (slow,))
+        return problem.replace(mask=keep), (slow,)
     key_mask = None if mask is None else key_only_mask(mask, seqlen_k)
     scores, key_mask = same_heads(bias.detach()[:, :, 0], key_mask)
     rows = min(rows, seqlen_k) if causal else rows
     lists = select(scores, key_mask, window_size, rows, causal)
-    return Kept(problem.replace(mask=None, key_lists=lists))
+    return problem.replace(mask=None, key_lists=lists), ()
 
 
 def check_selection(selection: Any) -> None:
@@ -96,17 +93,17 @@ def keep_selection(problem: Problem, selection: KeySelection) -> Kept:
     check_key_lists(selection.lists, without_leading_rows(problem))
     if mask is not None and _has_rows(mask):
         slow = f"attn_mask has rows of its own beside a selection, {_DENSE}"
-        return Kept(_with_dense_mask(problem, selection, mask), (slow,))
+        return _with_dense_mask(problem, selection, mask), (slow,)
     if _learns(bias):
         slow = f"attn_bias has rows of its own and a gradient beside a selection, {_DENSE}"
-        return Kept(_with_dense_mask(problem, selection, mask), (slow,))
+        return _with_dense_mask(problem, selection, mask), (slow,)
     if mask is None:
-        return Kept(problem)
+        return problem, ()
     end, keep = same_heads(selection.end, key_only_mask(mask, problem.k.shape[1]))
     assert keep is not None
     if not selection.is_causal:
-        return Kept(problem.replace(mask=((end > 0) & keep)[:, :, None], key_lists=None))
-    return Kept(problem.replace(key_lists=without_keys(selection.lists, keep)))
+        return problem.replace(mask=((end > 0) & keep)[:, :, None], key_lists=None), ()
+    return problem.replace(key_lists=without_keys(selection.lists, keep)), ()
 
 
 def leading_rows(problem: Problem) -> int:
