@@ -130,3 +130,10 @@ def test_both_packages_have_one_version() -> None:
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)
 def test_each_package_carries_the_license(package: Path) -> None:
     assert (package / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+
+
+def test_the_kernels_name_what_is_compiled_into_them() -> None:
+    package = PACKAGES[1]
+    assert "NOTICE" in project(package)["license-files"]
+    notice = (package / "NOTICE").read_text()
+    assert "CUTLASS" in notice and "pybind11" in notice and notice.count("Copyright (c)") == 2
