@@ -29,6 +29,9 @@ Model = TypeVar("Model", bound=nn.Module)
 # The argument by which the model tells its layers what rows see.
 _SEEN = "dmattn_seen_keys"
 
+# On linear layers that take inputs which are wider than their weights.
+_IS_WIDE = "_dmattn_is_wide"
+
 
 def enable_doge(model: Model, use_dynamic_mask_cache: bool = False) -> Model:
     """Make the Doge models within `model` compute running top-w attention through dmattn.
@@ -248,7 +251,7 @@ def _check_call(layer: DogeAttention, kwargs: dict[str, Any]) -> None:
     if layer.training and layer.attention_dropout:
         raise ValueError(
             f"attention_dropout: got {layer.attention_dropout}, wanted 0, as dmattn has no dropout "
-            'of attention; set config.attention_dropout to 0, or the attention implementation "eager"'
+            'of attention; set config.attention_dropout to 0, or use the implementation "eager"'
         )
     if kwargs.get("output_attentions"):
         logger.warning_once(
@@ -276,7 +279,7 @@ def _compute_wide(projection: nn.Module) -> None:
     linear = _innermost(projection)
     if type(linear) is nn.Linear:  # what stands in for one, quantized, computes as it can
         _set_forward(linear, functools.partial(_wide_linear_forward, linear))
-        linear._dmattn_is_wide = True
+        linear.__dict__[_IS_WIDE] = True
 
 
 def _innermost(projection: nn.Module) -> nn.Module:
@@ -287,13 +290,16 @@ def _innermost(projection: nn.Module) -> nn.Module:
 
 
 def _is_wide(projection: nn.Module) -> bool:
-    return getattr(_innermost(projection), "_dmattn_is_wide", False)
+    return getattr(_innermost(projection), _IS_WIDE, False)
 
 
 def _wide_linear_forward(linear: nn.Linear, input: Tensor) -> Tensor:
     """`nn.Linear.forward`, in the dtype of an input that is wider than the weight."""
-    weight, bias = linear.weight, linear.bias
-    if input.dtype != weight.dtype and input.dtype == torch.promote_types(input.dtype, weight.dtype):
+    weight: Tensor = linear.weight
+    bias: Tensor | None = linear.bias
+    if input.dtype != weight.dtype and input.dtype == torch.promote_types(
+        input.dtype, weight.dtype
+    ):
         weight = weight.to(input.dtype)
         bias = None if bias is None else bias.to(input.dtype)
     return F.linear(input, weight, bias)

@@ -11,15 +11,15 @@ from dmattn import DynamicMaskCache, flash_dmattn_func, select_keys
 from dmattn.scoring import attend_through_cache
 
 
-class DogeCache(Cache):
+class DogeCache(Cache):  # type: ignore[misc]  # has no types
     """A cache for a model that `enable_doge` has enabled, of the same size for every context.
 
     It holds, for each layer and key/value head, the `keep_window_size` keys that the next token may
     attend to, with their scores. A key that has left never returns, so the model gives what it
-    gives with a cache of all keys. Pass it as `past_key_values` to the model or to `generate`, under
-    torch.no_grad(). It takes prompts at once or in chunks, padded on either side, further turns of
-    a dialogue, and the batch operations of generation, beams among them. It cannot be cropped, so
-    assisted generation refuses it.
+    gives with a cache of all keys. Pass it as `past_key_values` to the model or to `generate`,
+    under torch.no_grad(). It takes prompts at once or in chunks, padded on either side, further
+    turns of a dialogue, and the batch operations of generation, beams among them. It cannot be
+    cropped, so assisted generation refuses it.
 
     Args:
         config: of the model.
@@ -47,7 +47,7 @@ class DogeCache(Cache):
         super().__init__(layers=[DogeCacheLayer(window_size) for _ in layers])
 
 
-class DogeCacheLayer(CacheLayerMixin):
+class DogeCacheLayer(CacheLayerMixin):  # type: ignore[misc]  # has no types
     """The kept keys of one layer.
 
     Attributes:
@@ -111,7 +111,9 @@ class DogeCacheLayer(CacheLayerMixin):
         """Refused: what rows of an enabled model see is no mask over the keys held."""
         raise _not_enabled()
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> NoReturn:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> NoReturn:
         """Refused: a layer that is not enabled would take the kept keys for all keys."""
         raise _not_enabled()
 

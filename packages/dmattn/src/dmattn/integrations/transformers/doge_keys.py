@@ -142,7 +142,13 @@ def of_mask(keep: int, window: int | None, mask: Tensor) -> SeenKeys:
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, score: Tensor, keep: int, scale: float, seen: SeenKeys
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score: Tensor,
+    keep: int,
+    scale: float,
+    seen: SeenKeys,
 ) -> Tensor:
     """Attention of each row to the `keep` keys of the highest scores among those that it may see.
 
@@ -189,7 +195,13 @@ def attend(
 
 
 def _attend_to_selected(
-    query: Tensor, key: Tensor, value: Tensor, score: Tensor, keep: int, scale: float, seen: SeenKeys
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score: Tensor,
+    keep: int,
+    scale: float,
+    seen: SeenKeys,
 ) -> Tensor:
     """`attend`, where documents or a sliding window say what rows see."""
     if seen.cu_seqlens is None:
@@ -240,8 +252,8 @@ def _padding(mask: Tensor, batch: int, query_len: int, offset: int | Tensor) -> 
     needed = query_len if isinstance(offset, Tensor) else offset + query_len
     if mask.dim() != 2 or mask.shape[0] != batch or mask.shape[1] < needed:
         raise ValueError(
-            f"attention_mask: got shape {tuple(mask.shape)}, wanted ({batch}, {needed}), all tokens "
-            "up to the last one at hand, or four dimensions"
+            f"attention_mask: got shape {tuple(mask.shape)}, wanted ({batch}, {needed}), all "
+            "tokens up to the last one at hand, or four dimensions"
         )
     return mask.bool()
 
