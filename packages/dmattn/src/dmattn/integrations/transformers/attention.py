@@ -6,8 +6,9 @@ import torch
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from dmattn import KeySelection, flash_dmattn_func, sliding_window
-from dmattn.integrations.transformers.interval_mask import IntervalMask
+from dmattn import KeySelection, flash_dmattn_func, flash_dmattn_varlen_func
+from dmattn import sliding_window as select_window
+from dmattn.integrations.transformers.interval_mask import Documents, IntervalMask, VisibleKeys
 
 logger = logging.get_logger(__name__)
 
@@ -62,24 +63,30 @@ def attention_forward(
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     query, key, value = (t.transpose(1, 2) for t in _one_dtype(query, key, value))
-    seen = _seen_keys(attention_mask, query, key, is_causal, sliding_window)
-    bias = seen.bias
-    if position_bias is not None:
-        position_bias = position_bias[..., : seen.key_len]
-        bias = position_bias if bias is None else position_bias + bias
-    if bias is not None and bias.dtype != torch.float32:
-        bias = bias.to(query.dtype)
+    described = _description(attention_mask, query, key)
+    if described is not None:
+        seen = _as_described(described, position_bias is not None)
+    elif attention_mask is None or attention_mask.dim() == 2:
+        seen = _by_position(attention_mask, query, key, is_causal, sliding_window)
+    else:
+        seen = _by_mask(attention_mask, key.shape[1])
+    bias = _sum_of_biases(position_bias, seen, query.dtype)
+    settings: dict[str, Any] = {
+        "softmax_scale": scaling,
+        "is_causal": seen.is_causal,
+        "softcap": softcap or 0.0,
+        "deterministic": bool(kwargs.get("deterministic")),
+    }
+    if seen.documents is not None:
+        return _within_documents(query, key, value, seen.documents, settings), None
     out: Tensor = flash_dmattn_func(
         query,
         key[:, : seen.key_len],
         value[:, : seen.key_len],
         attn_mask=seen.mask,
         attn_bias=bias,
-        softmax_scale=scaling,
-        is_causal=seen.is_causal,
-        softcap=softcap or 0.0,
-        deterministic=bool(kwargs.get("deterministic")),
         selection=seen.selection,
+        **settings,
     )
     return out, None
 
@@ -98,29 +105,49 @@ def _check(dropout: float, kwargs: dict[str, Any]) -> None:
 
 
 class _SeenKeys(NamedTuple):
-    """What the rows of a call see, as `flash_dmattn_func` takes it."""
+    """What the rows of a call see, as functions of dmattn take it.
 
-    key_len: int  # keys behind these are the unused end of a cache
+    Attributes:
+        key_len: keys behind these are the unused end of a cache.
+        is_causal: whether rows see no later keys.
+        mask: bool ({B|1}, {H|1}, {Sq|1}, key_len), or None.
+        bias: the floating mask of a user, as mask.
+        documents: where documents lie, if rows see their own up to their own position, and there
+            is no bias.
+        selection: key lists that say all of it.
+    """
+
+    key_len: int
     is_causal: bool
     mask: Tensor | None = None
     bias: Tensor | None = None
+    documents: Documents | None = None
     selection: KeySelection | None = None
 
 
-def _seen_keys(
-    mask: Tensor | None, query: Tensor, key: Tensor, is_causal: bool, window: int | None
-) -> _SeenKeys:
-    """query and key: (B, S, heads, D)."""
-    query_len, key_len = query.shape[1], key.shape[1]
+def _description(mask: Tensor | None, query: Tensor, key: Tensor) -> VisibleKeys | None:
+    """That of a mask of dmattn, if it was made for calls of this shape: (B, S, heads, D)."""
+    if not isinstance(mask, IntervalMask):
+        return None
+    shape = (query.shape[0], 1, query.shape[1], key.shape[1])
+    return mask.visible if tuple(mask.shape) == shape else None
+
+
+def _as_described(visible: VisibleKeys, with_bias: bool) -> _SeenKeys:
+    key_len = visible.key_len
+    if not visible.needs_selection:
+        return _SeenKeys(key_len, True, visible.key_mask)
+    if visible.window is None and visible.padding is None and not with_bias:
+        documents = visible.documents
+        if documents is not None:
+            return _SeenKeys(key_len, True, documents=documents)
+    return _SeenKeys(key_len, True, selection=visible.selection)
+
+
+def _by_mask(mask: Tensor, key_len: int) -> _SeenKeys:
+    """A mask of four dimensions says all, causality included."""
     if isinstance(mask, IntervalMask):
-        visible = mask.visible
-        if tuple(mask.shape[2:]) == (query_len, key_len):
-            if visible.needs_selection:
-                return _SeenKeys(visible.key_len, True, selection=visible.selection)
-            return _SeenKeys(visible.key_len, True, visible.key_mask)
-        mask = mask.to_dense_mask()  # made for calls of other lengths
-    if mask is None or mask.dim() == 2:
-        return _by_position(mask, query, key, is_causal, window)
+        mask = mask.to_dense_mask()
     mask = mask[..., :key_len]
     if mask.shape[2] > 1 and mask.stride(2) == 0:
         mask = mask[:, :, :1]  # alike for all rows, which costs less
@@ -137,12 +164,40 @@ def _by_position(
     if padding is not None:
         padding = padding[:, -key_len:]
     if is_causal and window is not None and window < key_len:
-        selection = sliding_window(
+        selection = select_window(
             key_len, window, query_len, attn_mask=padding, device=query.device
         )
         return _SeenKeys(key_len, True, selection=selection)
     mask = None if padding is None else padding[:, None, None]
     return _SeenKeys(key_len, is_causal and query_len > 1, mask)
+
+
+def _sum_of_biases(
+    position_bias: Tensor | None, seen: _SeenKeys, dtype: torch.dtype
+) -> Tensor | None:
+    """Both biases in one, of a dtype that attention in `dtype` takes."""
+    bias = seen.bias
+    if position_bias is not None:
+        position_bias = position_bias[..., : seen.key_len]
+        bias = position_bias if bias is None else position_bias + bias
+    return bias if bias is None or bias.dtype == torch.float32 else bias.to(dtype)
+
+
+def _within_documents(
+    query: Tensor, key: Tensor, value: Tensor, documents: Documents, settings: dict[str, Any]
+) -> Tensor:
+    """Attention of the whole batch laid end to end, which needs no key lists."""
+    out: Tensor = flash_dmattn_varlen_func(
+        query.flatten(0, 1),
+        key.flatten(0, 1),
+        value.flatten(0, 1),
+        documents.cu_seqlens,
+        None,
+        documents.max_seqlen,
+        documents.max_seqlen,
+        **settings,
+    )
+    return out.view(*query.shape[:2], *out.shape[1:])
 
 
 def _one_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -8,13 +8,25 @@ mask.
 
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from dmattn import KeySelection, packed_documents, sliding_window
+
+
+class Documents(NamedTuple):
+    """Documents of a batch whose sequences are laid one behind the other.
+
+    Attributes:
+        cu_seqlens: int32 (documents + 1,), rising from 0 to B * Sk.
+        max_seqlen: the length of the longest.
+    """
+
+    cu_seqlens: Tensor
+    max_seqlen: int
 
 
 class VisibleKeys:
@@ -36,8 +48,8 @@ class VisibleKeys:
         window: None where it is no limit.
         chunk: None where it is no limit.
         left_padding: integer (B,), beside chunk.
-        document_ids: integer (B, key_len), never falling along a sequence; only with
-            query_len = key_len and without chunk.
+        document_ids: integer (B, key_len), rising from 0 along each sequence, by at most 1 a key;
+            only with query_len = key_len and without chunk.
         first_key: position of the first key, as chunks count.
         device: of the tensors.
     """
@@ -79,13 +91,28 @@ class VisibleKeys:
         return None if self.padding is None else self.padding[:, None, None]
 
     @cached_property
+    def documents(self) -> Documents | None:
+        """Where documents lie; None without any. The host waits for their number and lengths."""
+        if self.document_ids is None:
+            return None
+        batch_size, seqlen = self.document_ids.shape
+        # Documents end with their sequence: the last of one and the first of the next differ.
+        row = torch.arange(batch_size, device=self.device)[:, None]
+        ids = self.document_ids + row * (seqlen + 1)
+        lengths = torch.unique_consecutive(ids, return_counts=True)[1]
+        cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+        return Documents(cu_seqlens, int(lengths.max()))
+
+    @cached_property
     def selection(self) -> KeySelection | None:
         """All of it as key lists; None where `key_mask` and causality say it."""
         if not self.needs_selection:
             return None
         if self.document_ids is not None:
-            # The window bounds the lists; otherwise the host reads how long documents are.
-            longest = None if self.window is not None else _longest(self.document_ids)
+            # A window bounds the lists; otherwise the longest document does.
+            longest = None
+            if self.window is None and self.documents is not None:
+                longest = self.documents.max_seqlen
             return packed_documents(
                 document_ids=self.document_ids,
                 window_size=self.window,
@@ -134,14 +161,6 @@ class VisibleKeys:
                 device=device,
             )
         return self._copies[device]
-
-
-def _longest(document_ids: Tensor) -> int:
-    """The length of the longest document."""
-    row = torch.arange(document_ids.shape[0], device=document_ids.device)[:, None]
-    # Numbers rise from 0 by at most 1 a key, so that those of two rows cannot meet.
-    lengths = (document_ids + row * document_ids.shape[1]).flatten().bincount()
-    return int(lengths.max())
 
 
 class IntervalMask(Tensor):

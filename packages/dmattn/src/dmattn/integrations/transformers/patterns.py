@@ -23,8 +23,8 @@ class Pattern(NamedTuple):
         window: a row sees only the last `window` positions, its own included.
         chunk: positions are cut into chunks of `chunk` and a row sees only its own.
         left_padding: integer (B,), where the first chunk begins in each sequence; beside chunk.
-        document_ids: integer (B, S), a row sees only keys with its own number. The numbers never
-            fall along a sequence.
+        document_ids: integer (B, S), a row sees only keys with its own number. The numbers rise
+            from 0 along each sequence, by at most 1 a position.
     """
 
     is_causal: bool
@@ -72,12 +72,20 @@ def _in_documents(packed: MaskFunction, remapped: MaskFunction) -> dict[str, Any
     """Packed documents: equal numbers, and a condition on positions counted within documents.
 
     Positions rise by 1 within a document, so that causality and windows mean the same for them as
-    for the positions in the whole sequence. Chunks do not.
+    for the positions in the whole sequence. Chunks of documents are documents themselves.
     """
     inner = _conditions(_cells(remapped)["mask_function"])
-    if inner is None or "chunk" in inner or "document_ids" in inner:
+    if inner is None or "document_ids" in inner:
         return None
-    return inner | {"document_ids": _cells(packed)["packed_sequence_mask"]}
+    ids = _cells(packed)["packed_sequence_mask"]
+    chunk, left_padding = inner.pop("chunk", None), inner.pop("left_padding", None)
+    if chunk is not None:
+        position = _cells(remapped)["position_ids"] - left_padding[:, None]
+        starts = position % chunk == 0
+        starts[:, 1:] |= ids[:, 1:] != ids[:, :-1]
+        starts[:, 0] = False
+        ids = starts.cumsum(1)
+    return inner | {"document_ids": ids}
 
 
 def _cells(function: MaskFunction) -> dict[str, Any]:
