@@ -18,6 +18,7 @@ from torch import Tensor
 
 from dmattn import DynamicMaskCache, select_keys
 from dmattn.backends.cuda import attention as cuda
+from dmattn.backends.cuda import cache as cuda_cache
 from dmattn.backends.cuda import kernels
 from dmattn.backends.cuda import selection as cuda_selection
 from dmattn.checks import check
@@ -317,7 +318,7 @@ def test_a_decoding_step_appends_then_attends(recorder: Recorder) -> None:
     q, k, v, score = half(2, 3, 4, 64), half(2, 3, 2, 64), half(2, 3, 2, 64), torch.randn(2, 2, 3)
     held = DynamicMaskCache(2, 6, 2, 64, torch.bfloat16, "cpu")
     state = (held.k, held.v, held.score, held.position, held.seen)
-    out = cache._attend_cuda(q, k, v, score, None, *state, 0.25, 0.0)
+    out = cache._attend(cuda_cache, q, k, v, score, None, *state, 0.25, 0.0)
     (call,) = recorder.calls
     given = dict(zip(["q", "k_new", "v_new", "score_new"], (q, k, v, score), strict=True))
     given |= dict(zip(["k", "v", "score", "position", "seen"], state, strict=True))
@@ -332,7 +333,7 @@ def test_a_cache_that_keeps_all_is_only_appended_to(recorder: Recorder) -> None:
     held = DynamicMaskCache(2, 6, 2, 64, torch.bfloat16, "cpu", evict=False, capacity=9)
     state = (held.k, held.v, held.score, held.position, held.seen)
     active = torch.tensor([[True], [False]])
-    cache._append_cuda(k, v, score, active, *state, False)
+    cache._append(cuda_cache, k, v, score, active, *state, False)
     (call,) = recorder.calls
     assert call["active"] == view(active) and not call["evict"]
     assert call["q"] is None and call["out"] is None

@@ -175,7 +175,9 @@ def no_double_backward(ctx: Any, *grads: Tensor | None) -> None:
     )
 
 
-register(Operator("dmattn::fwd", _FWD_SCHEMA, _forward, _fake_forward))
-register(Operator("dmattn::bwd", _BWD_SCHEMA, _backward, _fake_backward))
+# Both devices get the same function, since the registry of backends looks at the device. Strides
+# decide what a backend reads in place.
+register(Operator("dmattn::fwd", _FWD_SCHEMA, _forward, _forward, _fake_forward, True))
+register(Operator("dmattn::bwd", _BWD_SCHEMA, _backward, _backward, _fake_backward, True))
 torch.library.register_autograd("dmattn::fwd", _gradients, setup_context=setup_context)
 torch.library.register_autograd("dmattn::bwd", no_double_backward)
