@@ -58,14 +58,13 @@ def attention_forward(
         TypeError: as `dmattn.flash_dmattn_func`, which has no kernel for float32 on CUDA.
     """
     _check(dropout, kwargs)
-    if s_aux is not None:
-        raise ValueError("s_aux: got attention sinks, wanted None")
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     query, key, value = (t.transpose(1, 2) for t in _one_dtype(query, key, value))
     described = _description(attention_mask, query, key)
-    if described is not None:
-        seen = _as_described(described, position_bias is not None)
+    # A bias with rows of its own is dense already: beside it, so may be the mask.
+    if described is not None and not (described.needs_selection and position_bias is not None):
+        seen = _as_described(described)
     elif attention_mask is None or attention_mask.dim() == 2:
         seen = _by_position(attention_mask, query, key, is_causal, sliding_window)
     else:
@@ -76,6 +75,7 @@ def attention_forward(
         "is_causal": seen.is_causal,
         "softcap": softcap or 0.0,
         "deterministic": bool(kwargs.get("deterministic")),
+        "sinks": s_aux,
     }
     if seen.documents is not None:
         return _within_documents(query, key, value, seen.documents, settings), None
@@ -112,8 +112,7 @@ class _SeenKeys(NamedTuple):
         is_causal: whether rows see no later keys.
         mask: bool ({B|1}, {H|1}, {Sq|1}, key_len), or None.
         bias: the floating mask of a user, as mask.
-        documents: where documents lie, if rows see their own up to their own position, and there
-            is no bias.
+        documents: where documents lie, if rows see their own up to their own position.
         selection: key lists that say all of it.
     """
 
@@ -133,14 +132,12 @@ def _description(mask: Tensor | None, query: Tensor, key: Tensor) -> VisibleKeys
     return mask.visible if tuple(mask.shape) == shape else None
 
 
-def _as_described(visible: VisibleKeys, with_bias: bool) -> _SeenKeys:
+def _as_described(visible: VisibleKeys) -> _SeenKeys:
     key_len = visible.key_len
     if not visible.needs_selection:
         return _SeenKeys(key_len, True, visible.key_mask)
-    if visible.window is None and visible.padding is None and not with_bias:
-        documents = visible.documents
-        if documents is not None:
-            return _SeenKeys(key_len, True, documents=documents)
+    if visible.window is None and visible.padding is None and visible.documents is not None:
+        return _SeenKeys(key_len, True, documents=visible.documents)
     return _SeenKeys(key_len, True, selection=visible.selection)
 
 
