@@ -7,7 +7,6 @@ mask.
 """
 
 from collections.abc import Callable
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -72,7 +71,11 @@ class VisibleKeys:
         self.padding, self.window, self.document_ids = padding, window, document_ids
         self.chunk, self.left_padding, self.first_key = chunk, left_padding, first_key
         self.device = torch.device(device)
+        # Made when first asked for. (Not by functools.cached_property: torch.compile cannot walk its
+        # lock, and a prompt's mask may have been made outside of a compiled forward.)
         self._copies: dict[torch.device, VisibleKeys] = {}
+        self._documents: Documents | None = None
+        self._selection: KeySelection | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -85,29 +88,26 @@ class VisibleKeys:
         limits = (self.window, self.chunk, self.document_ids)
         return any(limit is not None for limit in limits)
 
-    @cached_property
+    @property
     def key_mask(self) -> Tensor | None:
         """bool (B, 1, 1, key_len), True for keys that are no padding; None for no padding."""
         return None if self.padding is None else self.padding[:, None, None]
 
-    @cached_property
+    @property
     def documents(self) -> Documents | None:
         """Where documents lie; None without any. The host waits for their number and lengths."""
-        if self.document_ids is None:
-            return None
-        batch_size, seqlen = self.document_ids.shape
-        # Documents end with their sequence: the last of one and the first of the next differ.
-        row = torch.arange(batch_size, device=self.device)[:, None]
-        ids = self.document_ids + row * (seqlen + 1)
-        lengths = torch.unique_consecutive(ids, return_counts=True)[1]
-        cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-        return Documents(cu_seqlens, int(lengths.max()))
+        if self._documents is None and self.document_ids is not None:
+            self._documents = _find_documents(self.document_ids)
+        return self._documents
 
-    @cached_property
+    @property
     def selection(self) -> KeySelection | None:
         """All of it as key lists; None where `key_mask` and causality say it."""
-        if not self.needs_selection:
-            return None
+        if self._selection is None and self.needs_selection:
+            self._selection = self._select()
+        return self._selection
+
+    def _select(self) -> KeySelection:
         if self.document_ids is not None:
             # A window bounds the lists; otherwise the longest document does.
             longest = None
@@ -161,6 +161,16 @@ class VisibleKeys:
                 device=device,
             )
         return self._copies[device]
+
+
+def _find_documents(document_ids: Tensor) -> Documents:
+    batch_size, seqlen = document_ids.shape
+    # Documents end with their sequence: the last of one and the first of the next differ.
+    row = torch.arange(batch_size, device=document_ids.device)[:, None]
+    ids = document_ids + row * (seqlen + 1)
+    lengths = torch.unique_consecutive(ids, return_counts=True)[1]
+    cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+    return Documents(cu_seqlens, int(lengths.max()))
 
 
 class IntervalMask(Tensor):
