@@ -3,6 +3,7 @@
 import copy
 import functools
 import io
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import DogeForCausalLM, DynamicCache, StaticCache
 from transformers.masking_utils import create_causal_mask
 
+import dmattn.integrations.transformers as dmt
 from dmattn import top_window_mask
 from dmattn.integrations.transformers import DogeCache, enable_doge
 from dmattn.reference import reference_attention
@@ -315,7 +317,9 @@ def test_quantized_dt_proj_gets_what_it_takes() -> None:
 def test_gradient_checkpointing(reentrant: bool) -> None:
     model, ids = enable_doge(make_doge()), tokens()
     plain = outcome(model, ids)
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    # The second name is deprecated, and the only one of older releases.
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    (enable or model.gradient_checkpointing_enable)({"use_reentrant": reentrant})
     model.enable_input_require_grads()
     assert all(torch.equal(t, plain[name]) for name, t in outcome(model, ids).items())
 
@@ -333,6 +337,20 @@ def test_models_without_doge() -> None:
         enable_doge("model")
     with pytest.raises(TypeError, match="use_dynamic_mask_cache"):
         enable_doge(make_doge(), use_dynamic_mask_cache="yes")
+
+
+@pytest.mark.parametrize("name", ["enable_doge", "DogeCache"])
+def test_transformers_too_old_or_absent(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "version", lambda package: "5.17.2")
+    with pytest.raises(ImportError, match=r"transformers: got 5.17.2, wanted 5.18 .*pip install"):
+        getattr(dmt, name)
+
+    def no_version(package: str) -> str:
+        raise metadata.PackageNotFoundError
+
+    monkeypatch.setattr(metadata, "version", no_version)
+    with pytest.raises(ImportError, match=r"transformers: got none, wanted 5.18 .*pip install"):
+        getattr(dmt, name)
 
 
 def test_dropout_of_attention() -> None:

@@ -196,5 +196,5 @@ def test_bad_packed_arguments() -> None:
     bounds = torch.tensor([0, 12, S])
     with pytest.raises(ValueError, match=r"attention_bias: got shape \(1, 2, 37, 37\)"):
         forward(Layer(), query, key, value, None, bias + torch.zeros(S, 1), cu_seq_lens_q=bounds)
-    with pytest.raises(TypeError, match="cu_seq_lens_q: got .*list"):
+    with pytest.raises(TypeError, match=r"cu_seq_lens_q: got .*list"):
         forward(Layer(), query, key, value, None, bias, cu_seq_lens_q=[0, S])

@@ -219,9 +219,9 @@ def _append_many(
     seen = kept.seen + count[:, -1]
     kept.prefill(keys, values, scores, selection)
     # What it takes for the prompt is a part of the text: put the places in the whole text back.
-    column = kept.position
-    kept.position = torch.where(column < 0, -1, place.gather(-1, column.clamp(min=0).long()))
-    kept.seen = seen
+    column = kept.position.long()
+    kept.position.copy_(torch.where(column < 0, -1, place.gather(-1, column.clamp(min=0))))
+    kept.seen.copy_(seen)
     return out
 
 
