@@ -133,25 +133,39 @@ def test_scores_of_equal_keys_keep_the_later() -> None:
     assert close(found["out"].view(2, LENGTH, 4, 8), exact.out.float())
 
 
+def dtypes_of_projections(model: Any) -> list[torch.dtype]:
+    """To be filled by calls of the model: the dtype that each call of a dt_proj returns."""
+    found: list[torch.dtype] = []
+    for layer in model.model.layers:
+        layer.self_attn.dt_proj.register_forward_hook(
+            lambda module, inputs, out: found.append(out.dtype)
+        )
+    return found
+
+
 def test_half_precision_is_nearer_to_float32_than_eager() -> None:
     """Scores are float32 in a bfloat16 model as well, so that ties do not decide."""
     model = make_doge()
     ids = tokens(2, 200)
     half = copy.deepcopy(model).to(torch.bfloat16)
+    dtypes = dtypes_of_projections(half)
     eager = half(ids).logits.float()
     ours = enable_doge(half)(ids).logits.float()
     exact = enable_doge(model)(ids).logits
     assert (ours - exact).abs().mean() < (eager - exact).abs().mean()
+    assert dtypes == [torch.bfloat16] * 2 + [torch.float32] * 2
     assert half.model.layers[0].self_attn.dt_proj.weight.dtype == torch.bfloat16
 
 
 def test_autocast() -> None:
     model, ids = make_doge(), tokens()
     exact = enable_doge(copy.deepcopy(model))(ids).logits
+    dtypes = dtypes_of_projections(model)
     with torch.autocast("cpu", torch.bfloat16):
         eager = model(ids).logits.float()
         ours = outcome(enable_doge(model), ids)["logits"].float()
     assert (ours - exact).abs().mean() <= 2 * (eager - exact).abs().mean()
+    assert dtypes == [torch.bfloat16] * 2 + [torch.float32] * 2
 
 
 @pytest.mark.parametrize("name", [n for n in WINDOWS if n != "experts"])
