@@ -71,8 +71,8 @@ class VisibleKeys:
         self.padding, self.window, self.document_ids = padding, window, document_ids
         self.chunk, self.left_padding, self.first_key = chunk, left_padding, first_key
         self.device = torch.device(device)
-        # Made when first asked for. (Not by functools.cached_property: torch.compile cannot walk its
-        # lock, and a prompt's mask may have been made outside of a compiled forward.)
+        # Made when first asked for. (Not by functools.cached_property: torch.compile cannot trace
+        # its lock, and a prompt's mask may have been made outside of a compiled forward.)
         self._copies: dict[torch.device, VisibleKeys] = {}
         self._documents: Documents | None = None
         self._selection: KeySelection | None = None

@@ -42,6 +42,8 @@ def recognise(function: MaskFunction) -> Pattern | None:
     # A window or documents alone let rows see what comes after them.
     if conditions is None or not conditions.get("is_causal"):
         return None
+    if "chunk" in conditions and "document_ids" in conditions:
+        return None  # chunks that begin within documents
     return Pattern(**conditions)
 
 
@@ -54,6 +56,8 @@ def _conditions(function: MaskFunction) -> dict[str, Any] | None:
         return {"window": made_with["sliding_window"]}
     if _is_made_by(_CHUNKED, function):
         return {"chunk": made_with["chunk_size"], "left_padding": made_with["left_padding"]}
+    if _is_made_by(_PACKED, function):
+        return {"document_ids": made_with["packed_sequence_mask"]}
     if not _is_made_by(_AND, function):
         return None
     parts = made_with["mask_functions"]
@@ -110,4 +114,6 @@ _AND = _code(hf.and_masks(hf.causal_mask_function))
 _SLIDING_WINDOW = _code(hf.sliding_window_overlay(1))
 _CHUNKED = _code(hf.chunked_overlay(1, None))
 _PACKED = _code(hf.packed_sequence_mask_function(None))
-_REMAPPED = _code(hf.remap_positions_for_packed_sequence(hf.causal_mask_function, None))
+# Before it was there, positions within packed documents counted from the start of the sequence.
+_remap = getattr(hf, "remap_positions_for_packed_sequence", None)
+_REMAPPED = object() if _remap is None else _code(_remap(hf.causal_mask_function, None))
