@@ -244,7 +244,7 @@ def _seen_by(attention_mask: Tensor | None, layer: DogeAttention) -> SeenKeys:
     """What a mask of four dimensions says; without one, rows are the last of causal ones."""
     if attention_mask is None:
         return SeenKeys()
-    return of_mask(layer.keep_window_size, layer.config.sliding_window, attention_mask)
+    return of_mask(layer.keep_window_size, attention_mask)
 
 
 def _check_call(layer: DogeAttention, kwargs: dict[str, Any]) -> None:

@@ -96,7 +96,7 @@ def seen_keys(
             f"attention_mask: got {type(attention_mask).__name__}, wanted a torch.Tensor or None"
         )
     if attention_mask is not None and attention_mask.dim() == 4:
-        return of_mask(config.keep_window_size, config.sliding_window, attention_mask)
+        return of_mask(config.keep_window_size, attention_mask)
     first_key: int = 0
     offset: int | Tensor = 0
     key_len = query_len
@@ -123,8 +123,8 @@ def seen_keys(
     return _seen(call, padding, documents)
 
 
-def of_mask(keep: int, window: int | None, mask: Tensor) -> SeenKeys:
-    """What a mask of four dimensions says; keep and window as in the config of the model."""
+def of_mask(keep: int, mask: Tensor) -> SeenKeys:
+    """What a mask of four dimensions says, for rows that keep `keep` keys each."""
     if isinstance(mask, IntervalMask):
         batch, _, query_len, key_len = mask.shape
         visible = mask.visible
