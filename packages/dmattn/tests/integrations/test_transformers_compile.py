@@ -34,6 +34,17 @@ def test_few_whole_graphs(name: str) -> None:
     assert counter.frame_count <= 2
 
 
+def test_generate_with_a_compiled_forward() -> None:
+    """generate() makes masks for static caches itself, so that they come from outside the graph."""
+    torch._dynamo.reset()
+    model = with_attention(make_model("gemma3"), "dmattn").eval()
+    inputs = padded_inputs(40) | {"use_cache": True, "cache_implementation": "static"}
+    options = {"max_new_tokens": 3, "do_sample": False}
+    wanted = model.generate(**inputs, **options)
+    model.forward = torch.compile(model.forward, fullgraph=True, backend="eager")
+    assert torch.equal(model.generate(**inputs, **options), wanted)
+
+
 def test_training_step() -> None:
     torch._dynamo.reset()
     model = make_model("mistral")

@@ -22,6 +22,8 @@ from hf_models import (
 )
 from torch import Tensor
 
+from dmattn.integrations.transformers.interval_mask import IntervalMask
+
 LENGTH = 150  # more than one block of 128 rows, and longer than windows and chunks
 
 
@@ -99,6 +101,24 @@ def test_packed_documents(name: str) -> None:
     packed = model(ids, position_ids=positions, use_cache=False).logits
     alone = model(ids[:1, 43:44], use_cache=False).logits
     torch.testing.assert_close(packed[:1, 43:44], alone, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(reentrant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers that run again for the backward pass get the same mask, still not dense."""
+
+    def never(mask: IntervalMask) -> Tensor:
+        raise AssertionError(f"{mask} was made dense")
+
+    monkeypatch.setattr(IntervalMask, "to_dense_mask", never)
+    ids, real = tokens(), padding("left")
+    inputs = {"input_ids": ids, "attention_mask": real, "use_cache": False}
+    model = with_attention(make_model("gemma3"), "dmattn")
+    wanted = run(model, real, inputs)
+    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    for got, plain in zip(run(model, real, inputs), wanted, strict=True):
+        assert relative_error(got, plain) <= 4 * EPSILON
 
 
 @pytest.mark.parametrize("name", DECODERS)
