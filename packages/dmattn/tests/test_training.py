@@ -165,7 +165,8 @@ def test_layer_under_checkpoint(reentrant: bool) -> None:
     for run in (layer, functools.partial(checkpoint, layer, use_reentrant=reentrant)):
         layer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16):
-            run(x).float().square().sum().backward()
+            out = run(x)
+        out.float().square().sum().backward()
         results.append([p.grad.clone() for p in layer.parameters() if p.grad is not None])
     assert len(results[0]) == len(list(layer.parameters()))
     for a, b in zip(*results, strict=True):
