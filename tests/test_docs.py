@@ -11,6 +11,8 @@ import torch
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
 PAGES += sorted(ROOT.glob("packages/*/README.md"))
+TROUBLES = ROOT / "docs/troubleshooting.md"
+SOURCES = ROOT / "packages/dmattn/src/dmattn"
 # Where a path in the text may start.
 BASES = [ROOT, ROOT / "packages/dmattn-kernels", ROOT / "packages/dmattn/src"]
 PATH = re.compile(r"`((?:[\w.-]+/)+[\w.-]*|[\w-]+\.(?:py|md|txt|yml|toml|h|hpp|cpp|cu|cuh))`")
@@ -24,6 +26,8 @@ def name(path: Path) -> str:
 def code_blocks() -> list[tuple[str, str]]:
     found = []
     for page in PAGES:
+        if page == TROUBLES:
+            continue  # its blocks go together: test_troubleshooting runs them
         blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
         found += [(f"{name(page)}-{i}", b) for i, b in enumerate(blocks)]
     return [(label, block) for label, block in found if "dmattn_kernels" not in block]
@@ -37,6 +41,42 @@ def test_example_runs(block: str) -> None:
         exec(compile(block, "example", "exec"), {"__name__": "example"})
     finally:
         torch.set_num_threads(threads)
+
+
+def troubles() -> list[tuple[str, str]]:
+    """The Python blocks of the page on errors, each with the message below it, if there is one."""
+    blocks = re.findall(r"^```(\w+)\n(.*?)^```", TROUBLES.read_text(), re.MULTILINE | re.DOTALL)
+    followed = [*blocks[1:], ("", "")]
+    return [
+        (code, text.strip() if below == "pytb" else "")
+        for (language, code), (below, text) in zip(blocks, followed, strict=True)
+        if language == "python"
+    ]
+
+
+def test_troubleshooting() -> None:
+    """Each quoted message is what the code above it raises, and the other code runs."""
+    torch.manual_seed(0)
+    scope: dict[str, object] = {"__name__": "example"}
+    cases = troubles()
+    assert sum(message != "" for _, message in cases) > 20
+    for code, message in cases:
+        raised = ""
+        try:
+            exec(compile(code, "example", "exec"), scope)
+        except Exception as error:
+            raised = f"{type(error).__name__}: {error}"
+        wanted = ".*".join(re.escape(part) for part in message.split("..."))
+        assert re.fullmatch(wanted, raised, re.DOTALL), f"{code}\nraised {raised or 'nothing'}"
+
+
+def test_messages_of_the_machine_exist() -> None:
+    """Those that no test can provoke everywhere are at least in the sources, as quoted."""
+    quoted = re.findall(r"^\| `(.*)` \|", TROUBLES.read_text(), re.MULTILINE)
+    assert len(quoted) >= 4
+    sources = "".join(path.read_text() for path in SOURCES.rglob("*.py"))
+    for part in {part for message in quoted for part in re.split(r"'cuda'|: ", message)}:
+        assert part in sources, part
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

@@ -50,10 +50,7 @@ SELECTIONS = {
 
 def blocks(mask: Tensor, rows: Tensor, keys: Tensor) -> Tensor:
     """The mean of each block of a mask, one by one."""
-    means = [
-        [mask[a:b, c:d].double().mean() for c, d in pairwise(keys)]
-        for a, b in pairwise(rows)
-    ]
+    means = [[mask[a:b, c:d].double().mean() for c, d in pairwise(keys)] for a, b in pairwise(rows)]
     return torch.tensor(means, dtype=torch.float64)
 
 
