@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -34,11 +35,14 @@ def code_blocks() -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("block", [pytest.param(b, id=label) for label, b in code_blocks()])
-def test_example_runs(block: str) -> None:
+def test_example_runs(block: str, monkeypatch: pytest.MonkeyPatch) -> None:
     threads = torch.get_num_threads()
     torch.manual_seed(0)
+    module = types.ModuleType("example")
+    # torch.compile imports the module of a function that it compiles, by name.
+    monkeypatch.setitem(sys.modules, "example", module)
     try:
-        exec(compile(block, "example", "exec"), {"__name__": "example"})
+        exec(compile(block, "example", "exec"), vars(module))
     finally:
         torch.set_num_threads(threads)
 
