@@ -1,6 +1,7 @@
 """What the documentation says holds: examples run, named files, links and sessions exist."""
 
 import re
+import shutil
 import subprocess
 import sys
 import types
@@ -13,6 +14,8 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
 PAGES += sorted(ROOT.glob("packages/*/README.md"))
 TROUBLES = ROOT / "docs/troubleshooting.md"
+# Pages whose blocks go on where the ones before them ended.
+TOGETHER = [ROOT / "docs/tutorial.md", ROOT / "docs/serving.md"]
 SOURCES = ROOT / "packages/dmattn/src/dmattn"
 # Where a path in the text may start.
 BASES = [ROOT, ROOT / "packages/dmattn-kernels", ROOT / "packages/dmattn/src"]
@@ -30,6 +33,8 @@ def code_blocks() -> list[tuple[str, str]]:
         if page == TROUBLES:
             continue  # its blocks go together: test_troubleshooting runs them
         blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+        if page in TOGETHER:
+            blocks = ["\n".join(blocks)]
         found += [(f"{name(page)}-{i}", b) for i, b in enumerate(blocks)]
     return [(label, block) for label, block in found if "dmattn_kernels" not in block]
 
@@ -45,6 +50,52 @@ def test_example_runs(block: str, monkeypatch: pytest.MonkeyPatch) -> None:
         exec(compile(block, "example", "exec"), vars(module))
     finally:
         torch.set_num_threads(threads)
+
+
+# As much of the CUDA runtime as the C and C++ examples use, to check them without a toolkit.
+CUDA_STUB = """
+#include <stddef.h>
+#ifdef __cplusplus
+extern "C" {
+#endif
+typedef struct CUstream_st* cudaStream_t;
+int cudaMalloc(void** data, size_t bytes);
+int cudaFree(void* data);
+int cudaMallocAsync(void** data, size_t bytes, cudaStream_t stream);
+int cudaFreeAsync(void* data, cudaStream_t stream);
+int cudaStreamSynchronize(cudaStream_t stream);
+#ifdef __cplusplus
+}
+#endif
+"""
+
+
+@pytest.mark.parametrize(
+    "page,language,compiler",
+    [("docs/kernels.md", "c", ["cc", "-std=c11"]), ("docs/cpp.md", "cpp", ["c++", "-std=c++17"])],
+)
+def test_c_examples_compile(page: str, language: str, compiler: list[str], tmp_path: Path) -> None:
+    if shutil.which(compiler[0]) is None:
+        pytest.skip(f"no {compiler[0]}")
+    (tmp_path / "cuda_runtime_api.h").write_text(CUDA_STUB)
+    blocks = re.findall(
+        rf"^```{language}\n(.*?)^```", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL
+    )
+    assert blocks
+    for block in blocks:
+        source = tmp_path / f"example.{language}"
+        source.write_text(block)
+        folders = [f"-I{tmp_path}", f"-I{ROOT / 'packages/dmattn-kernels/include'}"]
+        command = [*compiler, "-Wall", "-Werror", "-fsyntax-only", *folders, str(source)]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stderr
+
+
+def test_measured_times_are_recorded_ones() -> None:
+    """The times that the page on masks quotes are those of the page made from the recorded runs."""
+    recorded = set(re.findall(r"\d+\.\d+", (ROOT / "docs/benchmarks.md").read_text()))
+    rows = re.findall(r"\| (\d+\.\d+) \| (\d+\.\d+) \|", (ROOT / "docs/masks.md").read_text())
+    assert rows and not {time for row in rows for time in row} - recorded
 
 
 def troubles() -> list[tuple[str, str]]:
