@@ -1,5 +1,7 @@
 """What the documentation says holds: examples run, named files, links and sessions exist."""
 
+import json
+import os
 import re
 import shutil
 import subprocess
@@ -50,6 +52,28 @@ def test_example_runs(block: str, monkeypatch: pytest.MonkeyPatch) -> None:
         exec(compile(block, "example", "exec"), vars(module))
     finally:
         torch.set_num_threads(threads)
+
+
+NOTEBOOK = ROOT / "docs/first_steps.ipynb"
+
+
+def test_notebook_runs() -> None:
+    """Its cells one after the other, in a Python of their own: a kernel would need Jupyter."""
+    cells = json.loads(NOTEBOOK.read_text())["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    program = "import matplotlib; matplotlib.use('Agg')\n\n" + "\n\n".join(code)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-W", "ignore::UserWarning", "-c", program]
+    result = subprocess.run(
+        command, capture_output=True, text=True, check=False, env=environment, timeout=500
+    )
+    assert result.returncode == 0, result.stderr
+    assert "questions answered right" in result.stdout
+
+
+def test_notebook_is_committed_without_outputs() -> None:
+    cells = json.loads(NOTEBOOK.read_text())["cells"]
+    assert not any(cell.get("outputs") or cell.get("execution_count") for cell in cells)
 
 
 # As much of the CUDA runtime as the C and C++ examples use, to check them without a toolkit.
