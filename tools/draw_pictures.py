@@ -73,6 +73,7 @@ def mask_kinds(path: Path) -> None:
 def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     mask_kinds(folder / "plot_kinds.png")
+    plot.mask(dmattn.select_keys(scores(200, 12), 32), path=folder / "plot_mask.png")
 
     long = dmattn.select_keys(scores(100_000, 2), 2048)
     plot.mask(long, path=folder / "plot_mask_long.png")
