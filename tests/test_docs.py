@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
+import dmattn
+
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
 PAGES += sorted(ROOT.glob("packages/*/README.md"))
@@ -20,7 +22,13 @@ TROUBLES = ROOT / "docs/troubleshooting.md"
 TOGETHER = [ROOT / "docs/tutorial.md", ROOT / "docs/serving.md"]
 SOURCES = ROOT / "packages/dmattn/src/dmattn"
 # Where a path in the text may start.
-BASES = [ROOT, ROOT / "packages/dmattn-kernels", ROOT / "packages/dmattn/src"]
+PACKAGES = ROOT / "packages"
+BASES = [
+    ROOT,
+    PACKAGES / "dmattn-kernels",
+    PACKAGES / "dmattn-kernels/include",
+    PACKAGES / "dmattn/src",
+]
 PATH = re.compile(r"`((?:[\w.-]+/)+[\w.-]*|[\w-]+\.(?:py|md|txt|yml|toml|h|hpp|cpp|cu|cuh))`")
 MADE_BY_RUNNING = ("build/", "runs/", "dist/", "packages/dmattn-kernels/tests/gpu-report.json")
 
@@ -156,6 +164,13 @@ def test_messages_of_the_machine_exist() -> None:
     sources = "".join(path.read_text() for path in SOURCES.rglob("*.py"))
     for part in {part for message in quoted for part in re.split(r"'cuda'|: ", message)}:
         assert part in sources, part
+
+
+def test_the_api_page_has_every_public_name() -> None:
+    shown = set(
+        re.findall(r"^::: dmattn\.(\w+)$", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
+    )
+    assert not set(dmattn.__all__) - shown
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)

@@ -16,6 +16,7 @@ matplotlib.use("Agg")
 
 import torch
 from matplotlib import pyplot as plt
+from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.patches import Rectangle
 from torch import Tensor
 
@@ -49,8 +50,8 @@ def mask_kinds(path: Path) -> None:
         ("selection=packed_documents(...)", dmattn.packed_documents([0, 20, 55, LENGTH]), True),
         ("window_size=16", dmattn.select_keys(scores(LENGTH, 12), 16), True),
     )
-    figure, axes = plt.subplots(2, 3, figsize=(10.5, 7.6), layout="constrained")
-    figure.get_layout_engine().set(h_pad=0.12)
+    layout = ConstrainedLayoutEngine(h_pad=0.12)  # room for the titles of the second row
+    figure, axes = plt.subplots(2, 3, figsize=(10.5, 7.6), layout=layout)
     for ax, (name, keep, is_causal) in zip(axes.flat, drawn, strict=True):
         plot.mask(keep, is_causal=is_causal, ax=ax)
         ax.set_title(name, loc="left", family="monospace", fontsize=10)

@@ -122,6 +122,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "window": {"attn_bias": scores(2, 2, 1, 50), "window_size": 8, "is_causal": True},
     "selection": {"selection": sliding_window(50, 8), "is_causal": True, "softcap": 5.0},
     "not causal": {"attn_bias": scores(1, 4, 1, 50), "window_size": 8},
+    "sinks": {"is_causal": True, "sinks": scores(4)},
     "dense": {
         "attn_mask": scores(2, 1, 50, 50) > 0.5,
         "attn_bias": scores(1, 4, 50, 50),

@@ -41,6 +41,7 @@ def attention(
     window_size: int | None = None,
     *,
     selection: KeySelection | None = None,
+    sinks: Tensor | None = None,
     head: int = 0,
     batch: int = 0,
     row: int | None = None,
@@ -50,7 +51,7 @@ def attention(
 ) -> Any:
     """Draw the attention probabilities of one head, with the keys that it keeps marked.
 
-    The arguments up to `selection` are those of `flash_dmattn_func`. The probabilities are computed
+    The arguments up to `sinks` are those of `flash_dmattn_func`. The probabilities are computed
     for the drawn rows of the one head only, in float64 on the CPU, a few rows at a time.
 
     Without `row` the picture has a row for each query (for one in several, evenly chosen, where
@@ -62,8 +63,8 @@ def attention(
     Args:
         query: (B, Sq, H, D), as flash_dmattn_func takes it.
         key: (B, Sk, HK, D).
-        attn_mask, attn_bias, softmax_scale, is_causal, softcap, window_size, selection: as
-            flash_dmattn_func takes them.
+        attn_mask, attn_bias, softmax_scale, is_causal, softcap, window_size, selection,
+            sinks: as flash_dmattn_func takes them.
         head: the query head, 0 to H - 1.
         batch: the batch entry.
         row: the query to draw by itself, 0 to Sq - 1; None to draw all.
@@ -93,6 +94,7 @@ def attention(
         is_causal=is_causal,
         softcap=softcap,
         deterministic=False,
+        sinks=sinks,
     )
     batch_size, query_len, nheads, _ = problem.q.shape
     batch = axes.check_entry("batch", batch, batch_size)
@@ -143,12 +145,13 @@ def _probabilities(problem: Problem, batch: int, head: int, rows: Tensor, keys: 
         problem.softmax_scale,
         False,
         problem.softcap,
+        sinks=None if problem.sinks is None else problem.sinks[head : head + 1].cpu(),
     )
     shape = (len(rows), key_len)
     probs = exact.probs.expand(1, 1, *shape)[0, 0]
     most = probs.sort(dim=-1, descending=True).values.cumsum(-1)
     return _Rows(
-        (most < 0.5).sum(-1) + 1,
+        (most < most[:, -1:] / 2).sum(-1) + 1,  # sinks leave less than 1 in all
         keep.expand(shape).sum(-1),
         sums(probs, keys),
         sums(keep.expand(shape).long(), keys) > 0,
