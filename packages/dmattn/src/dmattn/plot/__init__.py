@@ -14,9 +14,9 @@ stands for a block of rows and keys and shows the share of them that is kept. Th
 for people who see no difference between red and green.
 """
 
-from dmattn.plot.attention import attention
-from dmattn.plot.lifetimes import lifetimes
-from dmattn.plot.mask import mask
+from dmattn.plot.intervals import lifetimes
+from dmattn.plot.masks import mask
+from dmattn.plot.probabilities import attention
 from dmattn.plot.tokens import TokenScores, token_scores, token_scores_html
 
 __all__ = [
