@@ -178,6 +178,12 @@ BAD: list[tuple[Any, type[Exception], str]] = [
     (lambda: plot.mask(3), TypeError, "keep: got 3 (int), wanted a dmattn.KeySelection or a bool"),
     (lambda: plot.mask(torch.ones(4, 4)), TypeError, "keep: got dtype torch.float32"),
     (lambda: plot.mask(torch.ones(4) > 0), ValueError, "keep: got shape (4,), wanted (seqlen_q"),
+    (lambda: plot.mask(sliding_window(5, 1, query_len=0)), ValueError, "keep: got 0 queries and 5"),
+    (
+        lambda: plot.attention(torch.ones(1, 0, 1, 8), torch.ones(1, 0, 1, 8)),
+        ValueError,
+        "query: got 0 queries and 0 keys, wanted at least one of each",
+    ),
     (lambda: plot.mask(WINDOW(), head=2), IndexError, "head: got 2, wanted 0 to 1"),
     (lambda: plot.mask(WINDOW(), pixels=0), ValueError, "pixels: got 0"),
     (lambda: plot.lifetimes(WINDOW()), ValueError, "selection: got one with is_causal=False"),

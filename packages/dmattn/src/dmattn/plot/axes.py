@@ -55,6 +55,13 @@ def keys(n: int) -> str:
     return f"{thousands(n)} key" + ("" if n == 1 else "s")
 
 
+def check_not_empty(name: str, query_len: int, key_len: int) -> None:
+    """Raise ValueError where there is nothing to draw."""
+    if query_len == 0 or key_len == 0:
+        got = f"{query_len} queries and {key_len} keys"
+        raise ValueError(f"{name}: got {got}, wanted at least one of each")
+
+
 def check_entry(name: str, index: int, size: int) -> int:
     """An index into a dimension of this size; one that is broadcast serves every index.
 

@@ -84,6 +84,8 @@ def _title(selection: KeySelection, gone: Tensor, stay: int) -> str:
     first = "How long keys are kept" + (
         "" if window is None else f", window of {axes.keys(window)}"
     )
+    if len(gone) + stay == 0:
+        return f"{first}\nno key is kept"
     if len(gone) == 0:
         return f"{first}\nall {axes.keys(stay)} stay to the last query"
     return (

@@ -45,7 +45,7 @@ def mask(
     Raises:
         ImportError: matplotlib is not installed.
         TypeError: keep is neither a KeySelection nor a bool tensor.
-        ValueError: keep has a shape that is none of these.
+        ValueError: keep has a shape that is none of these, or no queries or keys.
         IndexError: there is no such head or batch entry.
     """
     most = check_int("pixels", pixels, 1)
@@ -66,6 +66,7 @@ def mask(
 
 
 def _of_selection(keep: KeySelection, batch: int, head: int, most: int) -> Pixels:
+    axes.check_not_empty("keep", keep.query_len, keep.end.shape[2])
     batch = axes.check_entry("batch", batch, keep.end.shape[0])
     head = axes.check_entry("head", head, keep.end.shape[1])
     return of_selection(keep, batch, head, most)
@@ -86,6 +87,7 @@ def _of_tensor(keep: Tensor, batch: int, head: int, is_causal: bool, most: int) 
             f"keep: got shape {tuple(keep.shape)}, wanted (seqlen_q, seqlen_k) or "
             "(batch|1, heads|1, seqlen_q|1, seqlen_k)"
         )
+    axes.check_not_empty("keep", *keep.shape)
     if keep.shape[0] == 1 and is_causal:
         keep = keep.expand(keep.shape[1], -1)
     return of_tensor(keep, is_causal, most)

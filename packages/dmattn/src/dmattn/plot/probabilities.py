@@ -78,7 +78,7 @@ def attention(
     Raises:
         ImportError: matplotlib is not installed.
         IndexError: there is no such head, batch entry or row.
-        TypeError, ValueError: as flash_dmattn_func.
+        TypeError, ValueError: as flash_dmattn_func; ValueError also for no queries or keys.
     """
     most = check_int("pixels", pixels, 1)
     # The value takes no part in the probabilities; the key stands in for it.
@@ -97,6 +97,7 @@ def attention(
         sinks=sinks,
     )
     batch_size, query_len, nheads, _ = problem.q.shape
+    axes.check_not_empty("query", query_len, problem.k.shape[1])
     batch = axes.check_entry("batch", batch, batch_size)
     head = axes.check_entry("head", head, nheads)
     keys = edges(problem.k.shape[1], most)
