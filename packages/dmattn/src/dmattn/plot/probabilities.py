@@ -82,7 +82,7 @@ def attention(
     """
     most = check_int("pixels", pixels, 1)
     # The value takes no part in the probabilities; the key stands in for it.
-    problem = _checked_problem(
+    problem, _ = _checked_problem(
         query,
         key,
         key,
