@@ -352,6 +352,7 @@ def tests(session: nox.Session) -> None:
 def run_tests(session: nox.Session) -> None:
     """The tests on the CPU, with the torch that the session has."""
     install(session, "hypothesis", "matplotlib", "nox", "numpy", "pytest", "pyyaml", "tqdm")
+    install(session, "transformers")
     install_dmattn(session)
     session.log(f"testing with torch {installed_torch(session)}")
     folders = (str(DMATTN / "tests"), "tests")
