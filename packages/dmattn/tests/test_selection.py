@@ -399,7 +399,7 @@ def test_plot(tmp_path: Path) -> None:
     axes = select_keys(torch.randn(1, 2, 50), 8).plot(tmp_path / "kept.png", head=1)
     assert (tmp_path / "kept.png").stat().st_size > 1000
     every = select_keys(torch.randn(1, 2, 50), 8, is_causal=False).plot(ax=axes)
-    assert every is axes and "8 keys" in axes.get_title()
+    assert every is axes and "8 keys" in axes.get_title("left")
 
 
 BIAS = torch.zeros(2, 2, 1, 6)
