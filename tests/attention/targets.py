@@ -90,6 +90,15 @@ TARGETS = {
             share=240,
             plugin="attention.plain_backend",
         ),
+        Target(
+            name="triton-cpu",
+            backend="triton",
+            device="cpu",
+            env={"TRITON_INTERPRET": "1"},
+            dtypes=(*HALF, "f32"),
+            share=240,
+        ),
+        Target("triton-cuda", "triton", "cuda", dtypes=(*HALF, "f32"), share=4),
     )
 }
 

@@ -25,8 +25,8 @@ from dmattn.problem import (
     Problem,
     Results,
     empty_gradients,
-    empty_lse_rest,
     empty_results,
+    zero_lse_rest,
 )
 
 
@@ -100,7 +100,7 @@ def _forward(*given: Any, **named: Any) -> Results:
     problem = _problem(arguments)
     results = registry.choose(problem, arguments["backend"]).forward(problem)
     if results.lse_rest is None:
-        results = results._replace(lse_rest=empty_lse_rest(problem))
+        results = results._replace(lse_rest=zero_lse_rest(problem))
     return results
 
 
@@ -175,7 +175,8 @@ def no_double_backward(ctx: Any, *grads: Tensor | None) -> None:
     )
 
 
-register(Operator("dmattn::fwd", _FWD_SCHEMA, _forward, _fake_forward))
-register(Operator("dmattn::bwd", _BWD_SCHEMA, _backward, _fake_backward))
+_DEVICES = ("cpu", "cuda", "xpu")
+register(Operator("dmattn::fwd", _FWD_SCHEMA, _forward, _fake_forward, _DEVICES))
+register(Operator("dmattn::bwd", _BWD_SCHEMA, _backward, _fake_backward, _DEVICES))
 torch.library.register_autograd("dmattn::fwd", _gradients, setup_context=setup_context)
 torch.library.register_autograd("dmattn::bwd", no_double_backward)

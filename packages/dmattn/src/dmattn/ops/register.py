@@ -18,13 +18,14 @@ class Operator(NamedTuple):
 
     name: str  # with its namespace
     schema: str
-    implementation: Callable[..., Any]  # for tensors on the CPU and on CUDA devices
+    implementation: Callable[..., Any]
     fake: Callable[..., Any]
+    devices: tuple[str, ...] = ("cpu", "cuda")  # whose tensors the implementation takes
 
 
 def register(operator: Operator) -> None:
     """Make an operator known to torch."""
     torch.library.define(operator.name, operator.schema, tags=TAGS)
-    for device in ("cpu", "cuda"):
+    for device in operator.devices:
         torch.library.impl(operator.name, device, operator.implementation)
     torch.library.register_fake(operator.name, operator.fake)

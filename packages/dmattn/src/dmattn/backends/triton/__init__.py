@@ -1,0 +1,69 @@
+"""Attention by kernels in triton, for devices that the compiled kernels do not serve."""
+
+import importlib.util
+
+import torch
+from torch import Tensor
+
+from dmattn.backends.base import Backend
+from dmattn.backends.triton.tiles import is_interpreted
+from dmattn.problem import Gradients, Needs, Problem, Results
+from dmattn.validation import one_of
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+_NO_BFLOAT16 = (torch.float16, torch.float32)
+
+
+class TritonBackend(Backend):
+    """Serves GPUs of any vendor that triton compiles for, in half precision and float32.
+
+    On the CPU it runs in triton's interpreter, which is slow and made for tests: only where
+    TRITON_INTERPRET=1 was set before triton was imported, and only when asked for by name.
+    """
+
+    name = "triton"
+    devices = ("cuda", "xpu", "cpu")
+    by_name_only = ("cpu",)
+
+    def unavailable(self) -> str | None:
+        if importlib.util.find_spec("triton") is None:
+            return "triton is not installed; pip install dmattn[triton]"
+        if is_interpreted() or torch.cuda.is_available() or torch.xpu.is_available():
+            return None
+        return (
+            "torch sees no GPU, and TRITON_INTERPRET=1, which runs the kernels on the CPU, is not "
+            "set"
+        )
+
+    def unsupported(self, problem: Problem) -> list[Exception]:
+        q = problem.q
+        if q.device.type == "cpu" and not is_interpreted():
+            text = "wanted a GPU, or TRITON_INTERPRET=1 in the environment, for backend 'triton'"
+            return [ValueError(f"query: got device {q.device}, {text}")]
+        wanted = _NO_BFLOAT16 if _lacks_bfloat16(q.device) else _DTYPES
+        if q.dtype not in wanted:
+            text = f"wanted {one_of(wanted)} for backend 'triton' on {q.device}"
+            return [TypeError(f"query: got dtype {q.dtype}, {text}")]
+        return []
+
+    def slow_paths(self, problem: Problem) -> list[str]:
+        return []
+
+    def forward(self, problem: Problem, for_backward: bool = True) -> Results:
+        from dmattn.backends.triton import attention
+
+        return attention.forward(problem, for_backward)
+
+    def backward(
+        self, problem: Problem, results: Results, dout: Tensor, dlse: Tensor | None, needs: Needs
+    ) -> Gradients:
+        from dmattn.backends.triton import attention
+
+        return attention.backward(problem, results, dout, dlse, needs)
+
+
+def _lacks_bfloat16(device: torch.device) -> bool:
+    """Whether it is an NVIDIA GPU older than sm_80, which has no arithmetic in bfloat16."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) < (8, 0)
