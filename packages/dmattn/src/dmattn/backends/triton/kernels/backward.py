@@ -108,15 +108,21 @@ def row_gradients(
     sums = tl.zeros([BM], tl.float32)
     for i in range(lo, hi, BN):
         n, exists = keys_at(keys, begin, i, hi, k_start, nkeys, LISTS, BN)
-        keep = kept(m, n, exists, rows, offset, mask, mask_m, mask_n, end, CAUSAL, LISTS)
+        keep = kept(
+            m[:, None], n[None, :], exists[None, :], rows, offset, mask, mask_m, mask_n, end,
+            CAUSAL, LISTS,
+        )  # fmt: skip
         if any_of(keep):
             keys_k = load_rows(k_rows, n, k_n, exists, d, k_d, D)
             keys_v = load_rows(v_rows, n, v_n, exists, d, v_d, D)
+            x = product(rows_q, tl.trans(keys_k)) * scale
             s, capped = logits(
-                rows_q, keys_k, m, n, keep, bias, bias_m, bias_n, scale, softcap, SOFTCAP
+                x, m[:, None], n[None, :], keep, bias, bias_m, bias_n, softcap, SOFTCAP
             )
             dp = product(do, tl.trans(keys_v))
-            _, ds, dx = gradient_of_logits(s, capped, dp, row_lse, row_rest, delta_m, SOFTCAP)
+            _, ds, dx = gradient_of_logits(
+                s, capped, dp, row_lse[:, None], row_rest[:, None], delta_m[:, None], SOFTCAP
+            )
             if dq is not None:
                 acc += product(rounded(dx, k.dtype.element_ty), keys_k)
             if dbias is not None:
@@ -150,6 +156,8 @@ def key_gradients(
     gradients. With a list for every block of rows (LISTS = 2) it adds the part of one list block
     to float32 gradients: to each key once in a launch for one list block and one head of a key
     head, which is repeatable, and in any order in one launch for all.
+
+    Tiles are (BN, BM) here: the operand that stays, keys, is then divided among the warps.
 
     Args:
         dk, dv: None where not needed.
@@ -209,22 +217,28 @@ def key_gradients(
         at = b.to(tl.int64) * lse_b + h.to(tl.int64) * lse_h + q_start
         for m0 in range(m_lo, m_hi, BM):
             m = m0 + tl.arange(0, BM)
-            keep = kept(m, n, exists, rows, offset, own_mask, mask_m, mask_n, end, CAUSAL, LISTS)
+            keep = kept(
+                m[None, :], n[:, None], exists[:, None], rows, offset, own_mask, mask_m, mask_n,
+                end, CAUSAL, LISTS,
+            )  # fmt: skip
             if any_of(keep):
                 row_lse, row_rest, delta_m, keeps = backward_rows(lse, lse_rest, delta, at, m, rows)
                 rows_q = load_rows(q_rows, m, q_m, m < rows, d, q_d, D)
                 do = load_rows(dout_rows, m, dout_m, keeps, d, dout_d, D)
+                x = product(keys_k, tl.trans(rows_q)) * scale
                 s, capped = logits(
-                    rows_q, keys_k, m, n, keep, own_bias, bias_m, bias_n, scale, softcap, SOFTCAP
+                    x, m[None, :], n[:, None], keep, own_bias, bias_m, bias_n, softcap, SOFTCAP
                 )
-                dp = product(do, tl.trans(keys_v))
-                p, ds, dx = gradient_of_logits(s, capped, dp, row_lse, row_rest, delta_m, SOFTCAP)
+                dp = product(keys_v, tl.trans(do))
+                p, ds, dx = gradient_of_logits(
+                    s, capped, dp, row_lse[None, :], row_rest[None, :], delta_m[None, :], SOFTCAP
+                )
                 if dv is not None:
-                    acc_v += product(tl.trans(rounded(p, v.dtype.element_ty)), do)
+                    acc_v += product(rounded(p, v.dtype.element_ty), do)
                 if dk is not None:
-                    acc_k += product(tl.trans(rounded(dx, q.dtype.element_ty)), rows_q)
+                    acc_k += product(rounded(dx, q.dtype.element_ty), rows_q)
                 if dbias is not None:
-                    sums += tl.sum(ds, 0)
+                    sums += tl.sum(ds, 1)
         if DBIAS_BY_HEAD:
             add_sums(dbias, b, h * dbias_h, dbias_b, k_start + n, exists, sums, LISTS)
             sums = tl.zeros([BN], tl.float32)
@@ -293,7 +307,10 @@ def bias_gradient(
         own_mask = operand_of(
             mask, b, h, q_start, k_start, mask_b, mask_h, mask_heads, mask_m, mask_k0
         )
-        keep = kept(m, n, exists, rows, offset, own_mask, mask_m, mask_n, None, CAUSAL, 0)
+        keep = kept(
+            m[:, None], n[None, :], exists[None, :], rows, offset, own_mask, mask_m, mask_n, None,
+            CAUSAL, 0,
+        )  # fmt: skip
         if any_of(keep):
             own_bias = operand_of(
                 bias, b, h, q_start, k_start, bias_b, bias_h, bias_heads, bias_m, bias_k0
@@ -308,13 +325,16 @@ def bias_gradient(
             row_lse, row_rest, delta_m, keeps = backward_rows(lse, lse_rest, delta, at, m, rows)
             rows_q = load_rows(q_rows, m, q_m, m < rows, d, q_d, D)
             keys_k = load_rows(k_rows, n, k_n, exists, d, k_d, D)
+            x = product(rows_q, tl.trans(keys_k)) * scale
             s, capped = logits(
-                rows_q, keys_k, m, n, keep, own_bias, bias_m, bias_n, scale, softcap, SOFTCAP
+                x, m[:, None], n[None, :], keep, own_bias, bias_m, bias_n, softcap, SOFTCAP
             )
             do = load_rows(dout_rows, m, dout_m, keeps, d, dout_d, D)
             keys_v = load_rows(v_rows, n, v_n, exists, d, v_d, D)
             dp = product(do, tl.trans(keys_v))
-            _, ds, _ = gradient_of_logits(s, capped, dp, row_lse, row_rest, delta_m, SOFTCAP)
+            _, ds, _ = gradient_of_logits(
+                s, capped, dp, row_lse[:, None], row_rest[:, None], delta_m[:, None], SOFTCAP
+            )
             total += ds
     place = dbias + bias_batch.to(tl.int64) * dbias_b + bias_head.to(tl.int64) * dbias_h
     row = q_start.to(tl.int64) + m

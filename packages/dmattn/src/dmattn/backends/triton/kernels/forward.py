@@ -66,10 +66,14 @@ def forward(
     total = tl.zeros([BM], tl.float32)
     for i in range(lo, hi, BN):
         n, exists = keys_at(keys, begin, i, hi, k_start, nkeys, LISTS, BN)
-        keep = kept(m, n, exists, rows, offset, mask, mask_m, mask_n, end, CAUSAL, LISTS)
+        keep = kept(
+            m[:, None], n[None, :], exists[None, :], rows, offset, mask, mask_m, mask_n, end,
+            CAUSAL, LISTS,
+        )  # fmt: skip
         if any_of(keep):
             keys_k = load_rows(k_rows, n, k_n, exists, d, k_d, D)
-            s, _ = logits(rows_q, keys_k, m, n, keep, bias, bias_m, bias_n, scale, softcap, SOFTCAP)
+            x = product(rows_q, tl.trans(keys_k)) * scale
+            s, _ = logits(x, m[:, None], n[None, :], keep, bias, bias_m, bias_n, softcap, SOFTCAP)
             higher = tl.maximum(highest, tl.max(s, 1))
             shift = tl.where(higher == float("-inf"), 0.0, higher)
             p = tl.exp(s - shift[:, None])

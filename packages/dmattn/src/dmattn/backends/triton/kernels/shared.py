@@ -151,29 +151,32 @@ def kept(
     m, n, exists, rows, offset, mask, mask_m, mask_n, end,
     CAUSAL: tl.constexpr, LISTS: tl.constexpr,
 ):  # fmt: skip
-    """bool (BM, BN): which keys the rows keep."""
-    keep = (m < rows)[:, None] & exists[None, :]
+    """Which keys the rows keep: a bool tile.
+
+    Rows m, keys n and their `exists` lie along different dimensions, (BM, 1) and (1, BN) or
+    (1, BM) and (BN, 1); so they do below.
+    """
+    keep = (m < rows) & exists
     if CAUSAL:
-        keep = keep & (n[None, :] <= m[:, None] + offset)
+        keep = keep & (n <= m + offset)
     if LISTS == 2:
-        last = tl.load(end + n, mask=exists, other=0)
-        keep = keep & (m[:, None] + offset < last[None, :])
+        keep = keep & (m + offset < tl.load(end + n, mask=exists, other=0))
     if mask is not None:
-        at = mask + m.to(tl.int64)[:, None] * mask_m + n.to(tl.int64)[None, :] * mask_n
+        at = mask + m.to(tl.int64) * mask_m + n.to(tl.int64) * mask_n
         keep = keep & (tl.load(at, mask=keep, other=0) != 0)
     return keep
 
 
 @device_function
-def logits(q, k, m, n, keep, bias, bias_m, bias_n, scale, softcap, SOFTCAP: tl.constexpr):
-    """(BM, BN) logits, -inf where not kept, and the tanh of the soft cap (else the logits)."""
-    s = product(q, tl.trans(k)) * scale
-    capped = s
+def logits(x, m, n, keep, bias, bias_m, bias_n, softcap, SOFTCAP: tl.constexpr):
+    """Logits of scaled products x, -inf where not kept, and the tanh of the soft cap (else x)."""
+    capped = x
+    s = x
     if SOFTCAP:
-        capped = tanh(s / softcap)
+        capped = tanh(x / softcap)
         s = capped * softcap
     if bias is not None:
-        at = bias + m.to(tl.int64)[:, None] * bias_m + n.to(tl.int64)[None, :] * bias_n
+        at = bias + m.to(tl.int64) * bias_m + n.to(tl.int64) * bias_n
         s += tl.load(at, mask=keep, other=0.0).to(tl.float32)
     return tl.where(keep, s, float("-inf")), capped
 
@@ -186,15 +189,15 @@ def any_of(keep):
 
 @device_function
 def gradient_of_logits(s, capped, dp, lse, rest, delta, SOFTCAP: tl.constexpr):
-    """Probabilities, dlogits, and the gradient of the scaled dot products, all (BM, BN).
+    """Probabilities, dlogits, and the gradient of the scaled dot products, all tiles.
 
     Args:
-        lse: (BM,), +inf for rows that keep nothing.
-        rest: (BM,), what rounding dropped from lse.
+        lse: +inf for rows that keep nothing.
+        rest: what rounding dropped from lse.
     """
-    p = tl.exp((s - lse[:, None]) - rest[:, None])
+    p = tl.exp((s - lse) - rest)
     # Where nothing is kept dp may be anything.
-    ds = tl.where(s == float("-inf"), 0.0, p * (dp - delta[:, None]))
+    ds = tl.where(s == float("-inf"), 0.0, p * (dp - delta))
     dx = ds
     if SOFTCAP:
         dx = ds * (1.0 - capped * capped)
@@ -203,7 +206,7 @@ def gradient_of_logits(s, capped, dp, lse, rest, delta, SOFTCAP: tl.constexpr):
 
 @device_function
 def backward_rows(lse, rest, delta, at, m, rows):
-    """lse, its rest and delta of rows as `gradient_of_logits` takes them; which rows keep keys."""
+    """lse, its rest and delta of rows m as `gradient_of_logits` takes them, and who keeps keys."""
     usable = m < rows
     row_lse = tl.load(lse + at + m, mask=usable, other=float("-inf"))
     row_delta = tl.load(delta + at + m, mask=usable, other=0.0)
