@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from dmattn.backends.base import Backend
-from dmattn.backends.triton.tiles import is_interpreted
+from dmattn.backends.triton.tiles import is_interpreted, is_old_nvidia
 from dmattn.problem import Gradients, Needs, Problem, Results
 from dmattn.validation import one_of
 
@@ -40,7 +40,7 @@ class TritonBackend(Backend):
         if q.device.type == "cpu" and not is_interpreted():
             text = "wanted a GPU, or TRITON_INTERPRET=1 in the environment, for backend 'triton'"
             return [ValueError(f"query: got device {q.device}, {text}")]
-        wanted = _NO_BFLOAT16 if _lacks_bfloat16(q.device) else _DTYPES
+        wanted = _NO_BFLOAT16 if is_old_nvidia(q.device) else _DTYPES
         if q.dtype not in wanted:
             text = f"wanted {one_of(wanted)} for backend 'triton' on {q.device}"
             return [TypeError(f"query: got dtype {q.dtype}, {text}")]
@@ -60,10 +60,3 @@ class TritonBackend(Backend):
         from dmattn.backends.triton import attention
 
         return attention.backward(problem, results, dout, dlse, needs)
-
-
-def _lacks_bfloat16(device: torch.device) -> bool:
-    """Whether it is an NVIDIA GPU older than sm_80, which has no arithmetic in bfloat16."""
-    if device.type != "cuda" or torch.version.hip is not None:
-        return False
-    return torch.cuda.get_device_capability(device) < (8, 0)

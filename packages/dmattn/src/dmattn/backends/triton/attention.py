@@ -18,7 +18,7 @@ from dmattn.backends.triton.operands import (
     given_rows,
     rows_of,
 )
-from dmattn.backends.triton.tiles import Tile, padded_head_dim, tiles_for
+from dmattn.backends.triton.tiles import Tile, Tiles, is_old_nvidia, padded_head_dim, tiles_for
 from dmattn.key_lists import num_blocks
 from dmattn.problem import (
     Gradients,
@@ -44,7 +44,7 @@ def forward(problem: Problem, for_backward: bool) -> Results:
             rest.zero_()
     if problem.q.numel() > 0 and problem.k.numel() > 0:
         operands = arrange(problem)
-        tile = tiles_for(problem.q.element_size(), problem.q.shape[-1]).forward
+        tile = _tiles(problem.q).forward
         blocks = _blocks(operands.seqlen_q, tile.rows)
         _launch(
             forward_kernels.forward,
@@ -146,7 +146,7 @@ def _given_rows(
     lse, rest = results.lse.contiguous(), results.lse_rest
     rest = None if problem.bias is None or rest is None else rest.contiguous()
     delta = torch.zeros_like(lse)
-    tile = tiles_for(problem.q.element_size(), problem.q.shape[-1]).row_gradients
+    tile = _tiles(problem.q).row_gradients
     blocks = _blocks(operands.seqlen_q, tile.rows)
     packing = problem.packing
     out = results.out.contiguous()
@@ -175,7 +175,7 @@ def _row_gradients(
     operands: Operands, rows: _GivenRows, dq: Tensor | None, dbias: _BiasGradient
 ) -> None:
     q = operands.problem.q
-    tile = tiles_for(q.element_size(), q.shape[-1]).row_gradients
+    tile = _tiles(q).row_gradients
     blocks = _blocks(operands.seqlen_q, tile.rows)
     _launch(
         backward_kernels.row_gradients,
@@ -199,7 +199,7 @@ def _key_gradients(
     result must be repeatable in one launch after the other, each of which meets no key twice.
     """
     problem, lists = operands.problem, operands.lists
-    tile = tiles_for(problem.q.element_size(), problem.q.shape[-1]).key_gradients
+    tile = _tiles(problem.q).key_gradients
     dk, dv = (grads.k if needs.k else None), (grads.v if needs.v else None)
     entries, list_blocks = operands.seqlen_k, 1
     if lists is not None:
@@ -252,7 +252,7 @@ def _dense_bias_gradient(operands: Operands, rows: _GivenRows, dbias: Tensor) ->
     problem = operands.problem
     packed = problem.packing is not None
     wide = dbias[None] if packed else dbias
-    tile = tiles_for(problem.q.element_size(), problem.q.shape[-1]).bias_gradient
+    tile = _tiles(problem.q).bias_gradient
     m_blocks = _blocks(operands.seqlen_q, tile.rows)
     n_blocks = _blocks(operands.seqlen_k, tile.keys)
     heads = wide.shape[1]
@@ -292,6 +292,10 @@ def _launch(kernel: Any, operands: Operands, tile: Tile, programs: int, **argume
             num_warps=tile.warps,
             num_stages=tile.stages,
         )
+
+
+def _tiles(q: Tensor) -> Tiles:
+    return tiles_for(q.dtype, q.shape[-1], is_old_nvidia(q.device))
 
 
 def _on(t: Tensor) -> contextlib.AbstractContextManager[Any]:
