@@ -37,7 +37,8 @@ def differentiate(
 ) -> dict[str, Tensor]:
     """out, lse and the gradients that are wanted, on poisoned buffers."""
     skip_if_too_large(problem.q, problem.k)
-    leaves = {"dq": problem.q, "dk": problem.k, "dv": problem.v, "dbias": problem.bias}
+    leaves = {"dq": problem.q, "dk": problem.k, "dv": problem.v}
+    leaves |= {"dbias": problem.bias, "dsinks": problem.sinks}
     tracked = {
         name: x.detach().requires_grad_(name[1] in problem.wants)
         for name, x in leaves.items()
@@ -66,6 +67,7 @@ def call(problem: Problem, deterministic: bool = False, **options: Any) -> tuple
             problem.k,
             problem.v,
             attn_bias=problem.bias,
+            sinks=problem.sinks,
             deterministic=deterministic,
             return_lse=True,
             **settings(problem),
@@ -147,7 +149,7 @@ def lse_dtype(q: Tensor) -> torch.dtype:
 def _expected_like(problem: Problem, found: Results) -> list[Tensor]:
     lse_like = problem.q[..., 0].transpose(1, 2)
     operands = {
-        "out": problem.q,
+        "out": problem.dout,
         "lse": lse_like,
         "dq": problem.q,
         "dk": problem.k,
@@ -155,6 +157,8 @@ def _expected_like(problem: Problem, found: Results) -> list[Tensor]:
     }
     if problem.bias is not None:
         operands["dbias"] = problem.bias
+    if problem.sinks is not None:
+        operands["dsinks"] = problem.sinks
     return [operands[name] for name, _ in found.items()]
 
 

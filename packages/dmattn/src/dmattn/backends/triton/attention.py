@@ -66,7 +66,7 @@ def backward(
     """The gradients of a checked problem, each only where `needs` says so."""
     grads = empty_gradients(problem, needs)
     if problem.packing is not None or problem.q.numel() == 0 or problem.k.numel() == 0:
-        for grad in grads:
+        for grad in grads[:4]:
             grad.zero_()  # what no sequence has stays so
     if problem.q.numel() == 0 or problem.k.numel() == 0:
         return grads
@@ -144,7 +144,8 @@ def _given_rows(
 ) -> _GivenRows:
     problem = operands.problem
     lse, rest = results.lse.contiguous(), results.lse_rest
-    rest = None if problem.bias is None or rest is None else rest.contiguous()
+    # Through the operator it has another shape where there is none.
+    rest = None if rest is None or rest.dim() != lse.dim() else rest.contiguous()
     delta = torch.zeros_like(lse)
     tile = _tiles(problem.q).row_gradients
     blocks = _blocks(operands.seqlen_q, tile.rows)
@@ -262,6 +263,7 @@ def _dense_bias_gradient(operands: Operands, rows: _GivenRows, dbias: Tensor) ->
         operands,
         tile,
         m_blocks * n_blocks * heads * batch,
+        **operands.mask_arguments(),
         **rows.arguments,
         dbias=dbias,
         dbias_b=0 if packed else wide.stride(0),
@@ -284,8 +286,7 @@ def _launch(kernel: Any, operands: Operands, tile: Tile, programs: int, **argume
         return
     with _on(operands.problem.q):
         kernel[(programs,)](
-            **operands.arguments(),
-            **arguments,
+            **{**operands.arguments(), **arguments},
             BM=tile.rows,
             BN=tile.keys,
             BD=padded_head_dim(operands.problem.q.shape[-1]),

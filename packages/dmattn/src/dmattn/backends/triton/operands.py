@@ -30,8 +30,9 @@ class Lists:
 class Operands:
     """What all kernels of a call have in common."""
 
-    problem: Problem  # a mask that is in `lists` is not there any more
+    problem: Problem
     lists: Lists | None
+    mask_is_listed: bool  # whether the lists say all that the mask says
     batch: int  # or the number of packed sequences
     seqlen_q: int  # of the longest sequence
     seqlen_k: int
@@ -64,7 +65,7 @@ class Operands:
             **_rows("q", "m", problem.q),
             **_rows("k", "n", problem.k),
             **_rows("v", "n", problem.v),
-            **self._operand("mask", problem.mask),
+            **self._operand("mask", None if self.mask_is_listed else problem.mask),
             **self._operand("bias", problem.bias),
             "cu_seqlens_q": None if packing is None else packing.cu_seqlens_q.contiguous(),
             "cu_seqlens_k": None if packing is None else packing.cu_seqlens_k.contiguous(),
@@ -80,6 +81,10 @@ class Operands:
             "CAUSAL": problem.is_causal,
             "SOFTCAP": problem.softcap > 0,
         }
+
+    def mask_arguments(self) -> dict[str, Any]:
+        """The mask for kernels that do not walk lists."""
+        return self._operand("mask", self.problem.mask)
 
     def list_arguments(self) -> dict[str, Any]:
         """Keyword arguments of the kernels that walk lists."""
@@ -153,34 +158,34 @@ def arrange(problem: Problem) -> Operands:
         total_q, total_k = q.shape[0], k.shape[0]
         longest = min(packing.max_seqlen_q, total_q), min(packing.max_seqlen_k, total_k)
         sizes = (packing.cu_seqlens_q.shape[0] - 1, *longest, total_q, total_k)
-    problem, lists = _find_lists(problem)
-    return Operands(problem, lists, *sizes)
+    problem, lists, mask_is_listed = _find_lists(problem)
+    return Operands(problem, lists, mask_is_listed, *sizes)
 
 
-def _find_lists(problem: Problem) -> tuple[Problem, Lists | None]:
-    """The lists of a problem, and the problem without the mask that became one."""
+def _find_lists(problem: Problem) -> tuple[Problem, Lists | None, bool]:
+    """The problem, perhaps with a mask in place of key lists; its lists; `mask_is_listed`."""
     mask = problem.mask
     if problem.key_lists is not None:
         end, idx, count, _ = problem.key_lists
         if problem.is_causal:
             lists = Lists(LIST_PER_BLOCK, idx.contiguous(), count.contiguous(), end.contiguous())
-            return problem, lists
+            return problem, lists, False
         mask = (end > 0)[:, :, None]
         problem = problem.replace(mask=mask, key_lists=None)
     if mask is None:
-        return problem, None
+        return problem, None, False
     if problem.packing is not None:
         if not is_per_key(mask):
-            return problem, None
+            return problem, None, False
         kept = mask[None]
     else:
         if mask.shape[2] > 1 or mask.shape[3] != problem.k.shape[1]:
-            return problem, None
+            return problem, None, False
         kept = mask[:, :, 0]
     nheads_k = problem.k.shape[-2]
     if kept.shape[1] not in (1, nheads_k):  # a list has the keys of all heads that share them
-        return problem, _one_list(torch.unflatten(kept, 1, (nheads_k, -1)).any(2))
-    return problem.replace(mask=None), _one_list(kept)
+        return problem, _one_list(torch.unflatten(kept, 1, (nheads_k, -1)).any(2)), False
+    return problem, _one_list(kept), True
 
 
 def _one_list(kept: Tensor) -> Lists:
