@@ -340,6 +340,8 @@ def tests(session: nox.Session) -> None:
 def run_tests(session: nox.Session) -> None:
     """The tests on the CPU, with the torch that the session has."""
     install(session, "hypothesis", "matplotlib", "nox", "numpy", "pytest", "tqdm")
+    if sys.platform == "linux":  # there are no wheels for others
+        install(session, "triton")
     install_dmattn(session)
     session.log(f"testing with torch {installed_torch(session)}")
     folders = (str(DMATTN / "tests"), "tests")

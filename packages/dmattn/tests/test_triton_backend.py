@@ -19,6 +19,7 @@ from dmattn.backends import triton as backend
 from dmattn.backends.base import Backend
 from dmattn.backends.cuda import kernels as compiled
 from dmattn.backends.triton.tiles import Tile, padded_head_dim, tiles_for
+from dmattn.key_lists import Selection
 from dmattn.problem import Gradients, Problem, Results
 
 TRITON = registry.named("triton")
@@ -83,6 +84,16 @@ def test_dtypes_that_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     (reason,) = TRITON.unsupported(problem(torch.bfloat16))
     assert isinstance(reason, TypeError)
     assert "query: got dtype torch.bfloat16, wanted torch.float16 or torch.float32" in str(reason)
+
+
+def test_it_says_what_is_slow() -> None:
+    bias = torch.zeros(1, 1, 4, 4, requires_grad=True)
+    notes = TRITON.slow_paths(problem()._replace(bias=bias))
+    assert ["float32" in notes[0], "attn_bias" in notes[1], len(notes)] == [True, True, 2]
+    assert not TRITON.slow_paths(problem(torch.float16)._replace(bias=bias.detach()))
+    lists = Selection(*[torch.zeros(1, 1, 1, 1, dtype=torch.int32)] * 4)
+    listed = problem(torch.float16)._replace(key_lists=lists, is_causal=True, deterministic=True)
+    assert "launch for every 128 rows" in TRITON.slow_paths(listed)[0]
 
 
 def test_compiled_kernels_leave_other_vendors_to_it(monkeypatch: pytest.MonkeyPatch) -> None:

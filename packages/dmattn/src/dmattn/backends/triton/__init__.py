@@ -1,13 +1,14 @@
 """Attention by kernels in triton, for devices that the compiled kernels do not serve."""
 
 import importlib.util
+import sys
 
 import torch
 from torch import Tensor
 
 from dmattn.backends.base import Backend
 from dmattn.backends.triton.tiles import is_interpreted, is_old_nvidia
-from dmattn.problem import Gradients, Needs, Problem, Results
+from dmattn.problem import Gradients, Needs, Problem, Results, is_per_key
 from dmattn.validation import one_of
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -35,6 +36,10 @@ class TritonBackend(Backend):
             "set"
         )
 
+    def unavailable_on(self, device: torch.device) -> str | None:
+        # Looking for a package at every call would take longer than a launch.
+        return None if "triton" in sys.modules else self.unavailable()
+
     def unsupported(self, problem: Problem) -> list[Exception]:
         q = problem.q
         if q.device.type == "cpu" and not is_interpreted():
@@ -47,7 +52,17 @@ class TritonBackend(Backend):
         return []
 
     def slow_paths(self, problem: Problem) -> list[str]:
-        return []
+        q, bias = problem.q, problem.bias
+        notes = []
+        if q.dtype == torch.float32:
+            notes.append("products of float32 use no matrix units")
+        elif is_old_nvidia(q.device):
+            notes.append("products on NVIDIA GPUs older than sm_80 use no matrix units")
+        if problem.deterministic and problem.is_causal and problem.key_lists is not None:
+            notes.append("a deterministic backward over a selection is a launch for every 128 rows")
+        if bias is not None and bias.requires_grad and _has_rows_and_keys(problem, bias):
+            notes.append("the gradient of an attn_bias with rows and keys takes a pass of its own")
+        return notes
 
     def forward(self, problem: Problem, for_backward: bool = True) -> Results:
         from dmattn.backends.triton import attention
@@ -60,3 +75,9 @@ class TritonBackend(Backend):
         from dmattn.backends.triton import attention
 
         return attention.backward(problem, results, dout, dlse, needs)
+
+
+def _has_rows_and_keys(problem: Problem, bias: Tensor) -> bool:
+    if problem.packing is not None:
+        return not is_per_key(bias)
+    return bias.shape[2] > 1 and bias.shape[3] > 1
