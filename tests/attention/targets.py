@@ -102,7 +102,8 @@ TARGETS = {
             share=240,
             most_tiles=48,  # about 50 ms each
         ),
-        Target("triton-cuda", "triton", "cuda", dtypes=(*HALF, "f32"), share=4),
+        # Each case compiles kernels of its own, for seconds.
+        Target("triton-cuda", "triton", "cuda", dtypes=(*HALF, "f32"), share=60),
     )
 }
 

@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from dmattn.backends.base import Backend
 from dmattn.backends.cuda import kernels as compiled
 from dmattn.backends.triton.tiles import Tile, padded_head_dim, tiles_for
 from dmattn.key_lists import Selection
-from dmattn.problem import Gradients, Problem, Results
+from dmattn.problem import Gradients, Needs, Problem, Results
 
 TRITON = registry.named("triton")
 needs_triton = pytest.mark.skipif(
@@ -147,6 +148,53 @@ COMPILED = [
     ("gfx90a", "bf16", 64, "key_gradients", False),
 ]
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+class Launches:
+    """In place of a kernel: takes its launches, and wants every argument of it and no other."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.arguments = set(kernel.arg_names)
+        self.grids: list[tuple[int, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        self.grids.append(grid)
+        return self.launch
+
+    def launch(self, **arguments: Any) -> None:
+        assert set(arguments) - {"num_warps", "num_stages"} == self.arguments
+
+
+@needs_triton
+def test_launches_give_every_argument(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The interpreter drops those that a kernel does not have, where a GPU's launch fails."""
+    from dmattn.backends.triton import attention
+    from dmattn.backends.triton.kernels import backward, forward
+
+    seen = {}
+    for module, names in (
+        (forward, ("forward",)),
+        (backward, ("row_delta", "row_gradients", "key_gradients", "bias_gradient")),
+    ):
+        for name in names:
+            seen[name] = Launches(getattr(module, name))
+            monkeypatch.setattr(module, name, seen[name])
+    lists = Selection(
+        torch.zeros(1, 2, 300, dtype=torch.int32),
+        torch.zeros(1, 2, 3, 128, dtype=torch.int32),
+        *[torch.zeros(1, 2, 3, dtype=torch.int32)] * 2,
+    )
+    long = Problem(*(torch.zeros(1, 300, 2, 8) for _ in range(3)), is_causal=True)
+    for given in (
+        problem()._replace(bias=torch.zeros(1, 1, 4, 4), mask=torch.ones(1, 1, 1, 4).bool()),
+        problem()._replace(bias=torch.zeros(1, 1, 4, 1)),
+        long._replace(bias=torch.zeros(1, 1, 1, 300), key_lists=lists),
+        long._replace(key_lists=lists, deterministic=True),
+    ):
+        results = attention.forward(given, True)
+        needs = Needs(True, True, True, given.bias is not None)
+        attention.backward(given, results, results.out, results.lse, needs)
+    assert [len(kernel.grids) for kernel in seen.values()] == [4, 4, 4, 1 + 1 + 1 + 3, 1]
 
 
 @needs_triton

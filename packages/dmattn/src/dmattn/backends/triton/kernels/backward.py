@@ -3,7 +3,6 @@
 The logits are computed anew in each of them.
 """
 
-import triton
 import triton.language as tl
 
 from dmattn.backends.triton.kernels.shared import (
@@ -12,6 +11,7 @@ from dmattn.backends.triton.kernels.shared import (
     device_function,
     gradient_of_logits,
     kept,
+    kernel,
     keys_at,
     listed_range,
     load_rows,
@@ -24,7 +24,7 @@ from dmattn.backends.triton.kernels.shared import (
 )
 
 
-@triton.jit
+@kernel
 def row_delta(
     out, out_b, out_m, out_h, dout, dout_b, dout_m, dout_h, dout_d, lse, dlse, delta, lse_b, lse_h,
     cu_seqlens_q, seqlen_q, total_q, nheads, m_blocks,
@@ -50,7 +50,7 @@ def row_delta(
     tl.store(delta + at, found, mask=m < rows)
 
 
-@triton.jit
+@kernel
 def row_gradients(
     q, k, v, q_b, q_m, q_h, q_d, k_b, k_n, k_h, k_d, v_b, v_n, v_h, v_d,
     mask, mask_b, mask_h, mask_heads, mask_m, mask_n, mask_k0,
@@ -135,7 +135,7 @@ def row_gradients(
         tl.store(dbias + at + m, sums, mask=m < rows)
 
 
-@triton.jit
+@kernel
 def key_gradients(
     q, k, v, q_b, q_m, q_h, q_d, k_b, k_n, k_h, k_d, v_b, v_n, v_h, v_d,
     mask, mask_b, mask_h, mask_heads, mask_m, mask_n, mask_k0,
@@ -271,7 +271,7 @@ def add_rows(base, place, n, stride, exists, d, x, LISTS: tl.constexpr, D: tl.co
             store_rows(base + place, n, stride, exists, d, 1, x, D)
 
 
-@triton.jit
+@kernel
 def bias_gradient(
     q, k, v, q_b, q_m, q_h, q_d, k_b, k_n, k_h, k_d, v_b, v_n, v_h, v_d,
     mask, mask_b, mask_h, mask_heads, mask_m, mask_n, mask_k0,

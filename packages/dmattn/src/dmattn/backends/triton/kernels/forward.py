@@ -1,11 +1,11 @@
 """The forward kernel: a block of rows of one query head walks the keys that it may keep."""
 
-import triton
 import triton.language as tl
 
 from dmattn.backends.triton.kernels.shared import (
     any_of,
     kept,
+    kernel,
     keys_at,
     listed_range,
     load_rows,
@@ -18,7 +18,7 @@ from dmattn.backends.triton.kernels.shared import (
 )
 
 
-@triton.jit
+@kernel
 def forward(
     q, k, v, q_b, q_m, q_h, q_d, k_b, k_n, k_h, k_d, v_b, v_n, v_h, v_d,
     mask, mask_b, mask_h, mask_heads, mask_m, mask_n, mask_k0,

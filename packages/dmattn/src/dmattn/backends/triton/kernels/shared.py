@@ -14,6 +14,17 @@ import triton.language as tl
 # The interpreter keeps bfloat16 as integers, multiplies those, and cuts off where a GPU rounds.
 INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
 
+# Triton compiles a kernel anew for arguments that are 1, or divisible by 16, where others were not.
+# That helps with strides, and not with these.
+kernel = triton.jit(
+    do_not_specialize=(
+        *("seqlen_q", "seqlen_k", "total_q", "total_k", "nheads", "group", "m_blocks", "n_blocks"),
+        *("mask_heads", "bias_heads", "list_b", "list_h", "list_heads", "width", "rank_width"),
+        *("list_blocks", "first_list_block", "first_head", "head_step", "heads_together"),
+        *("sum_heads", "sum_batch"),
+    )
+)
+
 
 def device_function(function):
     """A function that kernels call.
