@@ -5,6 +5,7 @@ The numbers are the business of the attention suite, which runs it in triton's i
 
 import importlib
 import importlib.util
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -129,6 +130,36 @@ def test_a_row_that_cannot_run_on_the_device_is_passed_over(
     monkeypatch.setattr(registry, "BACKENDS", [Absent()])
     with pytest.raises(RuntimeError, match="it is somewhere else"):
         registry.choose(problem())
+
+
+# Keys that a key mask or a selection leaves out are not visited: they may be anything.
+UNVISITED = """
+import torch
+from dmattn import flash_dmattn_func
+torch.manual_seed(0)
+q, k, v = (torch.randn(1, rows, 2, 16) for rows in (140, 200, 200))
+score = torch.randn(1, 2, 1, 200)
+kept = torch.rand(1, 2, 1, 200) < 0.3
+low = score.where(kept, float("nan"))
+for keys in (k, v):
+    keys[~kept[:, :, 0].transpose(1, 2)] = float("nan")
+for options in ({"attn_mask": kept}, {"window_size": 20}):
+    results = []
+    for tensors in ((q, k, v, low), tuple(t.nan_to_num(-3.0) for t in (q, k, v))):
+        leaves = [t.clone().requires_grad_() for t in (*tensors, low)[:4]]
+        out = flash_dmattn_func(
+            *leaves[:3], attn_bias=leaves[3], is_causal=True, backend="triton", **options
+        )
+        results.append([out, *torch.autograd.grad(out.sum(), leaves)])
+    assert all(torch.equal(a, b) for a, b in zip(*results)), options
+    assert not any(t.isnan().any() for t in results[0])
+"""
+
+
+@needs_triton
+def test_keys_that_no_row_keeps_are_not_visited() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, "-c", UNVISITED], check=True, env=environment)
 
 
 # --- compiling, which needs no GPU ----------------------------------------------------------------
