@@ -333,6 +333,8 @@ def demo(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Everything that can be tested without a GPU and without compiling CUDA."""
     install_cpu_torch(session)
+    if sys.platform == "linux":  # there are no wheels for others
+        install(session, "triton")  # beside the pinned torch alone: others want other versions
     run_tests(session)
     warn_if_report_is_stale(session)
 
@@ -340,8 +342,6 @@ def tests(session: nox.Session) -> None:
 def run_tests(session: nox.Session) -> None:
     """The tests on the CPU, with the torch that the session has."""
     install(session, "hypothesis", "matplotlib", "nox", "numpy", "pytest", "tqdm")
-    if sys.platform == "linux":  # there are no wheels for others
-        install(session, "triton")
     install_dmattn(session)
     session.log(f"testing with torch {installed_torch(session)}")
     folders = (str(DMATTN / "tests"), "tests")
