@@ -253,8 +253,8 @@ def test_explain() -> None:
     assert explain(*case.inputs) == (
         "backend: cpu\n  not cuda: query: got device cpu, wanted cuda for backend 'cuda'; "
         f"cannot run here: {registry.named('cuda').unavailable()}\n"
-        "  not triton: query: got device cpu, wanted a GPU, or TRITON_INTERPRET=1 in the "
-        "environment, for backend 'triton'; "
+        "  not triton: query: got device cpu, wanted a GPU, or TRITON_INTERPRET=1 set before "
+        "triton is imported, for backend 'triton'; "
         f"cannot run here: {registry.named('triton').unavailable()}"
     )
     assert explain(*case.inputs, window_size=3, is_causal=True, backend="cpu") == "backend: cpu"

@@ -30,11 +30,6 @@ needs_triton = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(autouse=True)
-def _not_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-
-
 def problem(dtype: torch.dtype = torch.float32) -> Problem:
     return Problem(*(torch.zeros(1, 4, 2, 8, dtype=dtype) for _ in range(3)))
 
@@ -59,7 +54,7 @@ def test_it_says_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert TRITON.unavailable() is None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(backend, "is_interpreted", lambda: True)
     assert TRITON.unavailable() is None
 
 
@@ -68,7 +63,7 @@ def test_on_the_cpu_only_in_the_interpreter_and_by_name(monkeypatch: pytest.Monk
     with pytest.raises(ValueError, match="query: got device cpu, wanted a GPU, or TRITON_INTERPR"):
         flash_dmattn_func(*given[:3], backend="triton")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(backend, "is_interpreted", lambda: True)
     assert registry.choose(given).name == "cpu"
     assert registry.choose(given, "triton") is TRITON
     text = explain(*given[:3])
@@ -77,7 +72,7 @@ def test_on_the_cpu_only_in_the_interpreter_and_by_name(monkeypatch: pytest.Monk
 
 
 def test_dtypes_that_it_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setattr(backend, "is_interpreted", lambda: True)
     assert not TRITON.unsupported(problem(torch.bfloat16))
     with pytest.raises(TypeError, match=r"query: got dtype torch\.float64, wanted "):
         flash_dmattn_func(*problem(torch.float64)[:3], backend="triton")
@@ -154,6 +149,24 @@ for options in ({"attn_mask": kept}, {"window_size": 20}):
     assert all(torch.equal(a, b) for a, b in zip(*results)), options
     assert not any(t.isnan().any() for t in results[0])
 """
+
+
+@needs_triton
+def test_the_import_of_triton_decides_about_the_interpreter() -> None:
+    code = (
+        "import os, triton; from dmattn.backends.triton.tiles import is_interpreted; "
+        "before = is_interpreted(); os.environ['TRITON_INTERPRET'] = {}; "
+        "print(before, is_interpreted())"
+    )
+    for value in "01":
+        done = subprocess.run(
+            [sys.executable, "-c", code.format(repr("10"[int(value)]))],
+            env={**os.environ, "TRITON_INTERPRET": value},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stdout.split() == [str(value == "1")] * 2
 
 
 @needs_triton

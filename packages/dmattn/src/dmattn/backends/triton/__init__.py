@@ -32,8 +32,8 @@ class TritonBackend(Backend):
         if is_interpreted() or torch.cuda.is_available() or torch.xpu.is_available():
             return None
         return (
-            "torch sees no GPU, and TRITON_INTERPRET=1, which runs the kernels on the CPU, is not "
-            "set"
+            "torch sees no GPU, and TRITON_INTERPRET=1, which runs the kernels on the CPU, was not "
+            "set before triton was imported"
         )
 
     def unavailable_on(self, device: torch.device) -> str | None:
@@ -43,7 +43,8 @@ class TritonBackend(Backend):
     def unsupported(self, problem: Problem) -> list[Exception]:
         q = problem.q
         if q.device.type == "cpu" and not is_interpreted():
-            text = "wanted a GPU, or TRITON_INTERPRET=1 in the environment, for backend 'triton'"
+            text = "wanted a GPU, or TRITON_INTERPRET=1 set before triton is imported, for backend "
+            text += "'triton'"
             return [ValueError(f"query: got device {q.device}, {text}")]
         wanted = _NO_BFLOAT16 if is_old_nvidia(q.device) else _DTYPES
         if q.dtype not in wanted:

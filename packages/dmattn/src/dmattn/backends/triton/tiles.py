@@ -6,6 +6,7 @@ tiles would suit the GPUs that the compiled kernels serve better.
 """
 
 import os
+import sys
 from typing import NamedTuple
 
 import torch
@@ -48,8 +49,11 @@ _INTERPRETED = Tiles(*[Tile(128, 128, 4, 1)] * 4)
 
 
 def is_interpreted() -> bool:
-    """Whether the kernels run in triton's interpreter."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
+    """Whether the kernels run in triton's interpreter, as its import decides."""
+    standard = sys.modules.get("triton.language.standard")
+    if standard is None:
+        return os.environ.get("TRITON_INTERPRET") == "1"
+    return type(standard.sum).__name__ == "InterpretedFunction"
 
 
 def padded_head_dim(head_dim: int) -> int:

@@ -6,13 +6,13 @@ Programs are numbered along one axis, since the other axes of a grid take 65535 
 Offsets of rows and keys are 64-bit: an operand may have more than 2^31 elements.
 """
 
-import os
-
 import triton
 import triton.language as tl
 
+from dmattn.backends.triton.tiles import is_interpreted
+
 # The interpreter keeps bfloat16 as integers, multiplies those, and cuts off where a GPU rounds.
-INTERPRETED = tl.constexpr(os.environ.get("TRITON_INTERPRET") == "1")
+INTERPRETED = tl.constexpr(is_interpreted())
 
 # Triton compiles a kernel anew for arguments that are 1, or divisible by 16, where others were not.
 # That helps with strides, and not with these.
