@@ -102,8 +102,8 @@ def test_auto_returns_the_function() -> None:
 
 
 def test_unknown_and_unusable_backends(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="backend: got 'triton', wanted one of 'cuda', 'cpu'"):
-        flash_dmattn_func_auto("triton")
+    with pytest.raises(ValueError, match="backend: got 'tpu', wanted one of 'cuda', 'triton', "):
+        flash_dmattn_func_auto("tpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(RuntimeError, match="'cuda', which cannot run here: torch sees no CUDA"):
         flash_dmattn_func_auto("cuda")
@@ -115,6 +115,8 @@ def test_cuda_backend_needs_one_usable_device(monkeypatch: pytest.MonkeyPatch) -
         if device < usable:
             raise RuntimeError("too old")
 
+    rows = [registry.named("cuda"), registry.named("cpu")]
+    monkeypatch.setattr(registry, "BACKENDS", rows)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(cuda, "check_device", check)
@@ -250,7 +252,10 @@ def test_explain() -> None:
     case = random_case(bias_shape=(1, 2, 1, 11))
     assert explain(*case.inputs) == (
         "backend: cpu\n  not cuda: query: got device cpu, wanted cuda for backend 'cuda'; "
-        f"cannot run here: {registry.named('cuda').unavailable()}"
+        f"cannot run here: {registry.named('cuda').unavailable()}\n"
+        "  not triton: query: got device cpu, wanted a GPU, or TRITON_INTERPRET=1 set before "
+        "triton is imported, for backend 'triton'; "
+        f"cannot run here: {registry.named('triton').unavailable()}"
     )
     assert explain(*case.inputs, window_size=3, is_causal=True, backend="cpu") == "backend: cpu"
     narrow = explain(*case.inputs[:2], case.value[..., :5], backend="cpu")

@@ -223,7 +223,7 @@ def _are_plain(*tensors: Tensor | None) -> bool:
     """Whether all are ordinary tensors of numbers on a device that operators are registered for."""
     for t in tensors:
         if t is not None and (
-            type(t) not in _PLAIN_TYPES or t.is_neg() or not (t.is_cuda or t.is_cpu)
+            type(t) not in _PLAIN_TYPES or t.is_neg() or not (t.is_cuda or t.is_cpu or t.is_xpu)
         ):
             return False
     return True

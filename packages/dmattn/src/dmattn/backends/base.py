@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 
+import torch
 from torch import Tensor
 
 from dmattn.problem import Gradients, Needs, Problem, Results
@@ -13,14 +14,20 @@ class Backend(ABC):
     Attributes:
         name: what `backend=` and `get_available_backends` call it.
         devices: the types of the devices whose tensors it takes, such as "cuda".
+        by_name_only: those of the devices on which it is never chosen, unless a call names it.
     """
 
     name: str
     devices: tuple[str, ...]
+    by_name_only: tuple[str, ...] = ()
 
     @abstractmethod
     def unavailable(self) -> str | None:
         """Why it cannot run on this machine, in words for a user; None when it can."""
+
+    def unavailable_on(self, device: torch.device) -> str | None:
+        """Why it cannot run on one of its devices; None when it can. Asked at every call."""
+        return self.unavailable()
 
     @abstractmethod
     def unsupported(self, problem: Problem) -> list[Exception]:

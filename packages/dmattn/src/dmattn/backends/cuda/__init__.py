@@ -31,6 +31,13 @@ class CudaBackend(Backend):
                 return None
         return reason
 
+    def unavailable_on(self, device: torch.device) -> str | None:
+        try:
+            kernels.check_device(device.index)
+        except RuntimeError as error:
+            return str(error)
+        return None
+
     def unsupported(self, problem: Problem) -> list[Exception]:
         q, k, v = problem.q, problem.k, problem.v
         if q.dtype in _DTYPES and q.stride(-1) == 1 and k.stride(-1) == 1 and v.stride(-1) == 1:

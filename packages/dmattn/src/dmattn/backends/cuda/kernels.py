@@ -59,10 +59,13 @@ def check_device(device: int) -> None:
     """Make sure that the kernels serve CUDA device number `device`.
 
     Raises:
-        RuntimeError: the kernels cannot be loaded, or the GPU is older than sm_80.
+        RuntimeError: the kernels cannot be loaded, or the GPU is not one of NVIDIA's from sm_80 on.
     """
     if device in checked_devices:
         return
+    if torch.version.hip is not None:
+        name = torch.cuda.get_device_name(device)
+        raise RuntimeError(f"query: got a tensor on cuda:{device} ({name}), wanted an NVIDIA GPU")
     load_kernels()
     capability = torch.cuda.get_device_capability(device)
     if capability < _MIN_CAPABILITY:
