@@ -90,6 +90,8 @@ TARGETS = {
             share=240,
             plugin="attention.plain_backend",
         ),
+        Target("flex-cpu", "flex", "cpu", dtypes=(*HALF, "f32", "f64"), share=120),
+        Target("flex-cuda", "flex", "cuda", dtypes=(*HALF, "f32"), share=40),
     )
 }
 

@@ -5,11 +5,12 @@ import torch
 from dmattn.backends.base import Backend
 from dmattn.backends.cpu import CpuBackend
 from dmattn.backends.cuda import CudaBackend
+from dmattn.backends.flex import FlexBackend
 from dmattn.problem import Problem
 from dmattn.validation import one_of
 
 # A row a backend; of those that can compute a problem the first one does.
-BACKENDS: list[Backend] = [CudaBackend(), CpuBackend()]
+BACKENDS: list[Backend] = [CudaBackend(), CpuBackend(), FlexBackend()]
 
 
 def get_available_backends() -> list[str]:
