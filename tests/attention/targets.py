@@ -36,8 +36,8 @@ class Target:
         repeats: whether an earlier row runs the same backend. Then only what the tests mark as
             `each_family` runs again.
         plugin: a module to import first, which registers the backend; None for those of dmattn.
-        poison: whether fresh buffers are filled with NaN and given margins, see poison.py. Not where
-            torch itself computes: it allocates by ways of its own, and asserts where buffers start.
+        poison: whether fresh buffers are filled with NaN and given margins, see poison.py. Not
+            where torch itself computes: it asserts that its buffers start where their memory does.
     """
 
     name: str
@@ -93,9 +93,7 @@ TARGETS = {
             share=240,
             plugin="attention.plain_backend",
         ),
-        Target(
-            *("flex-cpu", "flex", "cpu"), dtypes=(*HALF, "f32", "f64"), share=240, poison=False
-        ),
+        Target(*("flex-cpu", "flex", "cpu"), dtypes=(*HALF, "f32", "f64"), share=240, poison=False),
         Target(*("flex-cuda", "flex", "cuda"), dtypes=(*HALF, "f32"), share=40, poison=False),
     )
 }

@@ -28,11 +28,16 @@ class FlexBackend(Backend):
         if problem.q.is_cuda:
             if problem.q.dtype not in _CUDA_DTYPES:
                 wanted = one_of(_CUDA_DTYPES)
-                text = f"query: got dtype {problem.q.dtype}, wanted {wanted} for backend 'flex' on CUDA"
+                text = (
+                    f"query: got dtype {problem.q.dtype}, wanted {wanted} for backend 'flex' on "
+                    "CUDA"
+                )
                 reasons.append(TypeError(text))
             lack = _lack_of_compiler()
             if lack is not None:
-                text = f"query: got device {problem.q.device}, wanted cpu for backend 'flex': {lack}"
+                text = (
+                    f"query: got device {problem.q.device}, wanted cpu for backend 'flex': {lack}"
+                )
                 reasons.append(ValueError(text))
         if problem.deterministic and problem.bias is not None:
             text = (

@@ -11,6 +11,7 @@ from dmattn.backends.flex.operands import (
     Arranged,
     actual,
     arrange,
+    bias_gradient,
     operands,
     padded_head_dim,
 )
@@ -36,12 +37,12 @@ def forward(problem: Problem) -> Results:
     given = arrange(problem)
     table = block_table(given) if problem.q.is_cuda else None
     with torch.no_grad(), torch.autocast(problem.q.device.type, enabled=False):
-        out, lse = _attend(problem, given, table)
+        out, lse, _ = _attend(problem, given, table)
         # Logits that large come from a bias, hardly from dot products.
         if problem.bias is not None and bool((lse.abs() > _EXACT_LSE_LIMIT).any()):
             limit = torch.finfo(lse.dtype).max / 4
             shift = actual(lse, limit)
-            out, rest = _attend(problem, given, table, shift)
+            out, rest, _ = _attend(problem, given, table, shift)
             lse = shift + rest
     packed = problem.packing is not None
     out = out.transpose(1, 2)
@@ -65,34 +66,30 @@ def backward(
         return grads
     packed = problem.packing is not None
     lse = results.lse[None] if packed else results.lse
-    dout = (dout[None] if packed else dout).transpose(1, 2)
     empty = lse == -math.inf
-    leaves = [
-        None if t is None else t.detach().requires_grad_(need)
-        for t, need in zip(
-            (problem.q, problem.k, problem.v, problem.bias), needs, strict=True
-        )
-    ]
-    q, k, v, bias = leaves
-    assert q is not None and k is not None and v is not None
+    # A row that keeps nothing has no gradient: what came may be NaN, as from -inf - -inf.
+    dout = (dout[None] if packed else dout).transpose(1, 2).masked_fill(empty[..., None], 0.0)
+    if dlse is not None:
+        dlse = (dlse[None] if packed else dlse).masked_fill(empty, 0.0)
+    q, k, v = (t.detach().requires_grad_() for t in (problem.q, problem.k, problem.v))
     with torch.enable_grad(), torch.autocast(problem.q.device.type, enabled=False):
-        tracked = problem._replace(q=q, k=k, v=v, bias=bias)
-        given = arrange(tracked)
+        given = arrange(problem._replace(q=q, k=k, v=v))
         table = block_table(given) if problem.q.is_cuda else None
         shift = lse.detach().masked_fill(empty, 0.0)
-        out, rest = _attend(tracked, given, table, shift, needs)
-        outputs = [out]
-        # A row that keeps nothing has no gradient: what came may be NaN, as from -inf - -inf.
-        cotangents = [dout.to(out.dtype).masked_fill(empty[..., None], 0.0)]
+        out, rest, bias = _attend(problem, given, table, shift, needs.bias)
+        wanted = {"q": q, "k": k, "v": v, "bias": bias}
+        leaves = {
+            name: t
+            for name, t in wanted.items()
+            if t is not None and t.requires_grad and getattr(needs, name)
+        }
+        outputs, cotangents = [out], [dout.to(out.dtype)]
         if dlse is not None:
-            dlse = dlse[None] if packed else dlse
-            outputs.append(rest)
-            cotangents.append(dlse.to(rest.dtype).masked_fill(empty, 0.0))
-        wanted = [t for t in leaves if t is not None and t.requires_grad]
-        found = iter(torch.autograd.grad(outputs, wanted, cotangents))
-    for grad, leaf in zip(grads, leaves, strict=True):
-        if leaf is not None and leaf.requires_grad:
-            grad.copy_(next(found))
+            outputs, cotangents = [out, rest], [*cotangents, dlse.to(rest.dtype)]
+        found = torch.autograd.grad(outputs, list(leaves.values()), cotangents)
+    for name, grad in zip(leaves, found, strict=True):
+        target = getattr(grads, name)
+        target.copy_(bias_gradient(grad, target.shape) if name == "bias" else grad)
     return grads
 
 
@@ -101,22 +98,19 @@ def _attend(
     given: Arranged,
     table: BlockTable | None,
     shift: Tensor | None = None,
-    needs: Needs = Needs(False, False, False, False),
-) -> tuple[Tensor, Tensor]:
-    """out (B, H, Sq, D) and lse (B, H, Sq) with the scores shifted."""
+    needs_bias: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """out (B, H, Sq, D), lse (B, H, Sq) with the scores shifted, and the bias to differentiate."""
     head_dim = given.q.shape[-1]
     if given.q.is_cuda:
         size = kernel_head_dim(head_dim)
         q, k, v = (_readable(padded_head_dim(t, size)) for t in (given.q, given.k, given.v))
         given = given._replace(q=q, k=k, v=v)
-    any_of_qkv = needs.q or needs.k or needs.v
-    spec, tensors = operands(problem, given, shift, (any_of_qkv, needs.bias))
+    spec, tensors = operands(problem, given, shift, (given.q.requires_grad, needs_bias))
     out, lse = torch_flex.attend(spec, given.q, given.k, given.v, tensors, table)
-    return out[..., :head_dim], lse
+    return out[..., :head_dim], lse, tensors.bias
 
 
 def _readable(t: Tensor) -> Tensor:
     """With neighbouring entries along head_dim, which the kernels want."""
     return t if t.stride(-1) == 1 else t.contiguous()
-
-

@@ -81,7 +81,7 @@ def _bounds(t: Tensor, dim: int = -1) -> tuple[Tensor, Tensor]:
     extra = -t.shape[-1] % BLOCK
     if extra:  # repeats the last entry, which changes neither
         t = torch.cat([t, t[..., -1:].expand(*t.shape[:-1], extra)], -1)
-    blocks = t.unflatten(-1, (-1, BLOCK))
+    blocks = torch.unflatten(t, -1, (-1, BLOCK))
     if t.dtype == torch.bool:
         return blocks.all(-1).transpose(dim, -1), blocks.any(-1).transpose(dim, -1)
     return blocks.amin(-1).transpose(dim, -1), blocks.amax(-1).transpose(dim, -1)

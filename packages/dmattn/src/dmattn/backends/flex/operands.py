@@ -10,7 +10,6 @@ and the letters of those that are left say how the tensor is indexed: b batch, h
 head (of a group of query heads), q row, k key, c key counted from the first one of the row.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -69,24 +68,23 @@ class Arranged(NamedTuple):
 def arrange(problem: Problem) -> Arranged:
     """A checked problem with at least one row and one key."""
     q, k, v, mask, bias = problem.q, problem.k, problem.v, problem.mask, problem.bias
-    end = None
-    if problem.packing is None:
-        first = room = None
-        last = _causal_limits(q.shape[1], k.shape[1], q.device) if problem.is_causal else None
-        own = (False, False)
-    else:
+    first = last = room = end = None
+    own = (False, False)
+    if problem.packing is not None:
         own = (mask is not None and not is_per_key(mask), bias is not None and not is_per_key(bias))
-        first, last, room = _packed_limits(problem.packing, q.shape[0], k.shape[0], problem)
+        first, last, room = _packed_limits(problem, problem.packing)
         q, k, v = q[None], k[None], v[None]
         mask, bias = (None if t is None else _four_dimensions(t) for t in (mask, bias))
+    elif problem.is_causal:
+        seqlen_q, seqlen_k = q.shape[1], k.shape[1]
+        last = torch.arange(seqlen_k - seqlen_q, seqlen_k, dtype=torch.int32, device=q.device)
     if problem.key_lists is not None:
         end = problem.key_lists.end
         if not problem.is_causal:  # then all rows keep the same keys
             end, mask = None, (end > 0)[:, :, None]
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     mask = None if mask is None else _without_repeats(mask)
-    return Arranged(
-        *(t.transpose(1, 2) for t in (q, k, v)), mask, bias, end, first, last, room, own
-    )
+    return Arranged(q, k, v, mask, bias, end, first, last, room, own)
 
 
 def _without_repeats(mask: Tensor) -> Tensor:
@@ -102,19 +100,13 @@ def _four_dimensions(t: Tensor) -> Tensor:
     return t[None, :, None] if is_per_key(t) else t[None]
 
 
-def _causal_limits(seqlen_q: int, seqlen_k: int, device: torch.device) -> Tensor:
-    return torch.arange(seqlen_k - seqlen_q, seqlen_k, dtype=torch.int32, device=device)
-
-
-def _packed_limits(
-    packing: Packing, rows: int, keys: int, problem: Problem
-) -> tuple[Tensor, Tensor, Tensor]:
+def _packed_limits(problem: Problem, packing: Packing) -> tuple[Tensor, Tensor, Tensor]:
     """`first`, `last` and `room` of each row, from boundaries that stay on the device.
 
     Wrong boundaries give wrong intervals, of which FlexAttention reads no more than there are keys.
     """
     stops_q, stops_k = packing.cu_seqlens_q[1:], packing.cu_seqlens_k[1:]
-    row = torch.arange(rows, dtype=torch.int32, device=stops_q.device)
+    row = torch.arange(problem.q.shape[0], dtype=torch.int32, device=stops_q.device)
     if len(stops_q) == 0:
         return row, row - 1, torch.zeros_like(row)
     sequence = torch.searchsorted(stops_q, row, right=True).clamp(max=len(stops_q) - 1)
@@ -129,7 +121,10 @@ def _packed_limits(
 def operands(
     problem: Problem, given: Arranged, shift: Tensor | None, needs: tuple[bool, bool]
 ) -> tuple[Spec, Operands]:
-    """The tensors to index, without their dimensions of size 1, and how they are indexed."""
+    """The tensors to index, without their dimensions of size 1, and how they are indexed.
+
+    Of them only the bias requires a gradient, if it is needed: see `bias_gradient`.
+    """
     heads, heads_k = given.q.shape[1], given.k.shape[1]
     found: dict[str, tuple[str | None, Tensor | None]] = {}
     columns = dict(zip(("mask", "bias"), given.packed_rows, strict=True))
@@ -162,7 +157,9 @@ def operands(
         given.room if any(given.packed_rows) else None,
         found["end"][1],
         found["mask"][1],
-        None if bias is None else bias.to(dtype),
+        # A leaf of autograd: torch.compile loses the gradient of any other tensor that a score_mod
+        # reads, up to torch 2.13 at least.
+        None if bias is None else bias.detach().to(dtype).requires_grad_(needs[1]),
         shift,
     )
 
@@ -178,18 +175,15 @@ def _squeezed(t: Tensor, letters: str, heads: int, heads_k: int) -> tuple[str, T
     return "".join(letters[i] for i in kept), t.reshape(shape).contiguous()
 
 
-Mod = Callable[..., Tensor]
+def bias_gradient(found: Tensor, shape: torch.Size) -> Tensor:
+    """The gradient of a bias of this shape from that of the `Operands`."""
+    return (found.sum() if shape.numel() == 1 else found).reshape(shape)
 
 
-def score(
-    spec: Spec,
-    tensors: Operands,
-    x: Tensor,
-    b: Tensor,
-    h: Tensor,
-    row: Tensor,
-    key: Tensor,
-) -> Tensor:
+At = tuple[Tensor, Tensor, Tensor, Tensor]  # batch, query head, row and key of a score
+
+
+def score(spec: Spec, tensors: Operands, x: Tensor, at: At) -> Tensor:
     """The logit of a scaled dot product.
 
     FlexAttention goes on in base 2, where the largest numbers overflow. So what lies beyond `limit`
@@ -199,8 +193,9 @@ def score(
     if spec.softcap > 0:
         x = torch.tanh(x / spec.softcap) * spec.softcap
     if tensors.bias is not None:
-        x = x + _at(tensors.bias, spec.bias, spec, tensors, b, h, row, key)
+        x = x + _entry(tensors.bias, spec.bias, spec, tensors, at)
     if tensors.shift is not None:
+        b, h, row, _ = at
         x = x - tensors.shift[b, h, row]
     if tensors.bias is not None:
         near = x.clamp(-spec.limit, spec.limit) * 0.75 + x * 0.25
@@ -224,36 +219,27 @@ def actual(lse: Tensor, limit: float) -> Tensor:
     return found.masked_fill(lse == -torch.inf, 0.0)
 
 
-def keep(spec: Spec, tensors: Operands, b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
+def keep(spec: Spec, tensors: Operands, at: At) -> Tensor:
     """Whether a row keeps a key."""
-    kept: Tensor | None = None
+    _, _, row, key = at
+    kept = key >= 0
     if tensors.last is not None:
         kept = key <= tensors.last[row]
     if tensors.first is not None:
-        after = key >= tensors.first[row]
-        kept = after if kept is None else kept & after
+        kept = kept & (key >= tensors.first[row])
     if tensors.end is not None:
-        assert tensors.last is not None and kept is not None  # lists of intervals are causal
-        kept = kept & (tensors.last[row] < _at(tensors.end, spec.end, spec, tensors, b, h, row, key))
+        assert tensors.last is not None  # intervals of rows are causal
+        kept = kept & (tensors.last[row] < _entry(tensors.end, spec.end, spec, tensors, at))
     if tensors.mask is not None:
-        allowed = _at(tensors.mask, spec.mask, spec, tensors, b, h, row, key)
-        kept = allowed if kept is None else kept & allowed
-    return key >= 0 if kept is None else kept
+        kept = kept & _entry(tensors.mask, spec.mask, spec, tensors, at)
+    return kept
 
 
-def _at(
-    t: Tensor,
-    letters: str | None,
-    spec: Spec,
-    tensors: Operands,
-    b: Tensor,
-    h: Tensor,
-    row: Tensor,
-    key: Tensor,
-) -> Tensor:
-    assert letters is not None
+def _entry(t: Tensor, letters: str | None, spec: Spec, tensors: Operands, at: At) -> Tensor:
+    """Of a tensor whose dimensions have these letters."""
+    b, h, row, key = at
     index = []
-    for letter in letters:
+    for letter in letters or "":
         if letter == "b":
             index.append(b)
         elif letter == "h":

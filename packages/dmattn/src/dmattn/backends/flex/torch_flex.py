@@ -9,6 +9,7 @@ of the backend that uses them, and `missing` says what a version of torch lacks.
 
 import functools
 import importlib
+import itertools
 import math
 import types
 from collections.abc import Callable
@@ -63,10 +64,10 @@ def compiled(
     """By the kernel that torch.compile makes of FlexAttention."""
 
     def score_mod(x: Tensor, b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
-        return score(spec, tensors, x, b, h, row, key)
+        return score(spec, tensors, x, (b, h, row, key))
 
     def mask_mod(b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
-        return keep(spec, tensors, b, h, row, key)
+        return keep(spec, tensors, (b, h, row, key))
 
     block_mask = None
     if table is not None:
@@ -74,7 +75,8 @@ def compiled(
             *table, BLOCK_SIZE=BLOCK, mask_mod=mask_mod, seq_lengths=(q.shape[2], k.shape[2])
         )
     given = score_mod if changes_scores(spec) else None
-    out, lse = _kernel_of(spec, COMPILER)(q, k, v, given, block_mask, spec.softmax_scale)
+    with torch._dynamo.config.patch({_limit_name(): _MOST_COMPILATIONS}):
+        out, lse = _kernel_of(spec, COMPILER)(q, k, v, given, block_mask, spec.softmax_scale)
     return out, lse
 
 
@@ -82,12 +84,27 @@ def compiled(
 def _kernel_of(spec: Spec, compiler: str) -> Callable[..., tuple[Tensor, Tensor]]:
     """FlexAttention, compiled for one spec.
 
-    torch.compile counts compilations by code object and gives up after a few. So each spec has a
-    code object of its own. What is compiled again for one spec are lengths: once when a length
-    changes for the first time, and then never more.
+    torch.compile counts compilations by code object and gives up after a few; and by the name of
+    the function it remembers which numbers have changed, to take those for variables from then on.
+    So each spec has a function of its own. What is compiled again for one spec are lengths: once
+    when a length changes for the first time, and then never more.
     """
-    code = types.FunctionType(_call.__code__.replace(), _call.__globals__, _call.__name__)
-    return torch.compile(code, fullgraph=True, backend=compiler)
+    name = f"flex_attention_{next(_NUMBERS)}"
+    code = _call.__code__.replace(co_name=name)
+    function = types.FunctionType(code, _call.__globals__, name)
+    return torch.compile(function, fullgraph=True, backend=compiler)
+
+
+_NUMBERS = itertools.count()
+# Of one spec. Each length that changes for the first time, or is 1, takes one, so that torch's own
+# limit of 8, beyond which it raises an error, can be met.
+_MOST_COMPILATIONS = 64
+
+
+@functools.cache
+def _limit_name() -> str:
+    names = ("recompile_limit", "cache_size_limit")  # since torch 2.7, and before
+    return next(name for name in names if hasattr(torch._dynamo.config, name))
 
 
 def _call(
@@ -130,11 +147,11 @@ def by_formula(
         x: Tensor, b: Tensor, h: Tensor, row: Tensor, key: Tensor, *buffers: Tensor
     ) -> Tensor:
         with mode():
-            return score(spec, read(buffers), x, b, h, row, key)
+            return score(spec, read(buffers), x, (b, h, row, key))
 
     def mask_mod(b: Tensor, h: Tensor, row: Tensor, key: Tensor, *buffers: Tensor) -> Tensor:
         with mode():
-            return keep(spec, read(buffers), b, h, row, key)
+            return keep(spec, read(buffers), (b, h, row, key))
 
     wide = [t.to(torch.float64 if t.dtype == torch.float64 else torch.float32) for t in (q, k, v)]
     out, lse, *_ = operator(
