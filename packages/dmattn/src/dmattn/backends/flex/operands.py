@@ -78,10 +78,10 @@ def arrange(problem: Problem) -> Arranged:
     elif problem.is_causal:
         seqlen_q, seqlen_k = q.shape[1], k.shape[1]
         last = torch.arange(seqlen_k - seqlen_q, seqlen_k, dtype=torch.int32, device=q.device)
-    if problem.key_lists is not None:
+    if problem.key_lists is not None and problem.is_causal:
         end = problem.key_lists.end
-        if not problem.is_causal:  # then all rows keep the same keys
-            end, mask = None, (end > 0)[:, :, None]
+    elif problem.key_lists is not None:  # then all rows keep the same keys
+        mask = (problem.key_lists.end > 0)[:, :, None]
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     mask = None if mask is None else _without_repeats(mask)
     return Arranged(q, k, v, mask, bias, end, first, last, room, own)
