@@ -35,15 +35,15 @@ def forward(problem: Problem) -> Results:
     if problem.q.numel() == 0 or problem.k.numel() == 0:
         return results._replace(out=results.out.zero_(), lse=results.lse.fill_(-math.inf))
     given = arrange(problem)
-    table = block_table(given) if problem.q.is_cuda else None
+    table = block_table(given) if torch_flex.runs_compiled(problem.q) else None
     with torch.no_grad(), torch.autocast(problem.q.device.type, enabled=False):
         out, lse, _ = _attend(problem, given, table)
-        # Logits that large come from a bias, hardly from dot products.
-        if problem.bias is not None and bool((lse.abs() > _EXACT_LSE_LIMIT).any()):
-            limit = torch.finfo(lse.dtype).max / 4
-            shift = actual(lse, limit)
-            out, rest, _ = _attend(problem, given, table, shift)
-            lse = shift + rest
+        # Logits that large come from a bias, hardly from dot products. Looking makes the host wait.
+        if problem.bias is not None:
+            shift = actual(lse, torch.finfo(lse.dtype).max / 4)
+            if bool((shift.abs() > _EXACT_LSE_LIMIT).any()):
+                out, rest, _ = _attend(problem, given, table, shift)
+                lse = shift + rest
     packed = problem.packing is not None
     out = out.transpose(1, 2)
     results.out.copy_(out[0] if packed else out)
@@ -74,7 +74,7 @@ def backward(
     q, k, v = (t.detach().requires_grad_() for t in (problem.q, problem.k, problem.v))
     with torch.enable_grad(), torch.autocast(problem.q.device.type, enabled=False):
         given = arrange(problem._replace(q=q, k=k, v=v))
-        table = block_table(given) if problem.q.is_cuda else None
+        table = block_table(given) if torch_flex.runs_compiled(problem.q) else None
         shift = lse.detach().masked_fill(empty, 0.0)
         out, rest, bias = _attend(problem, given, table, shift, needs.bias)
         wanted = {"q": q, "k": k, "v": v, "bias": bias}
@@ -102,7 +102,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """out (B, H, Sq, D), lse (B, H, Sq) with the scores shifted, and the bias to differentiate."""
     head_dim = given.q.shape[-1]
-    if given.q.is_cuda:
+    if torch_flex.runs_compiled(given.q):
         size = kernel_head_dim(head_dim)
         q, k, v = (_readable(padded_head_dim(t, size)) for t in (given.q, given.k, given.v))
         given = given._replace(q=q, k=k, v=v)

@@ -32,7 +32,7 @@ _USED = (
 )
 
 # What compiles the calls on a GPU; tests look at the graphs without one.
-COMPILER = "inductor"
+COMPILER: Any = "inductor"
 
 
 @functools.cache
@@ -53,9 +53,14 @@ def attend(
 
     On a GPU the call is compiled at the first of its kind, which takes many seconds.
     """
-    if q.is_cuda:
+    if runs_compiled(q):
         return compiled(spec, q, k, v, tensors, table)
     return by_formula(spec, q, k, v, tensors)
+
+
+def runs_compiled(q: Tensor) -> bool:
+    """Whether a kernel computes a problem with this query, which wants a table of blocks."""
+    return q.is_cuda
 
 
 def compiled(
@@ -81,7 +86,7 @@ def compiled(
 
 
 @functools.cache
-def _kernel_of(spec: Spec, compiler: str) -> Callable[..., tuple[Tensor, Tensor]]:
+def _kernel_of(spec: Spec, compiler: Any) -> Callable[..., tuple[Tensor, Tensor]]:
     """FlexAttention, compiled for one spec.
 
     torch.compile counts compilations by code object and gives up after a few; and by the name of
