@@ -47,10 +47,13 @@ class Case:
     layout: str = "plain"  # a key of LAYOUTS, for q, k, v and dout
     operand_layout: str = "plain"  # a key of OPERAND_LAYOUTS, for mask and bias
     logits: float = 1.0  # q and k are scaled so that logits are about this large
-    wants: str = "qkvb"  # gradients asked for
+    wants: str = "qkvbs"  # gradients asked for
     dlse: bool = False
     deterministic: bool = False
     seed: int = 0
+    sinks: str = ""  # a key of SINK_FILLS; "" for none
+    sinks_f32: bool = False
+    value_dim: int = 0  # head dimension of the values; 0 for that of the keys
 
     def __str__(self) -> str:
         shape = f"{self.batch}x{self.seqlen_q}x{self.seqlen_k}"
@@ -68,7 +71,8 @@ class Case:
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
 
-_FILLS = {"mask_fill": "mask", "bias_fill": "bias"}
+# Fields that say nothing without another one.
+_FILLS = {"mask_fill": "mask", "bias_fill": "bias", "sinks_f32": "sinks"}
 
 
 def case_id(value: object) -> str | None:
@@ -280,6 +284,21 @@ BIAS_FILLS = {
 }
 
 
+def _some_minus_inf(make: _Maker, heads: int) -> Tensor:
+    return make.normal(heads).masked_fill(
+        torch.arange(heads, device=make.device) % 2 == 0, -math.inf
+    )
+
+
+SINK_FILLS = {
+    "normal": lambda make, heads: make.normal(heads),
+    "high": lambda make, heads: make.normal(heads) + 8,
+    "wide": lambda make, heads: make.normal(heads) * 300,
+    "minus_inf": lambda make, heads: make.normal(heads) - math.inf,
+    "some_minus_inf": _some_minus_inf,
+}
+
+
 def build(case: Case) -> Problem:
     """The tensors of a case, the same ones every time."""
     make, dtype = _Maker(case), DTYPES[case.dtype]
@@ -291,9 +310,11 @@ def build(case: Case) -> Problem:
     lay, lay_operand = LAYOUTS[case.layout], OPERAND_LAYOUTS[case.operand_layout]
     q_shape = (case.batch, case.seqlen_q, case.nheads, case.head_dim)
     k_shape = (case.batch, case.seqlen_k, case.nheads_k, case.head_dim)
+    value_dim = case.value_dim or case.head_dim
+    v_shape, out_shape = (*k_shape[:3], value_dim), (*q_shape[:3], value_dim)
     q, k = (lay((make.normal(*shape) * spread).to(dtype)) for shape in (q_shape, k_shape))
-    v, dout = (lay(make.normal(*shape).to(dtype)) for shape in (k_shape, q_shape))
-    mask = bias = dlse = None
+    v, dout = (lay(make.normal(*shape).to(dtype)) for shape in (v_shape, out_shape))
+    mask = bias = dlse = sinks = None
     if case.mask:
         mask = lay_operand(MASK_FILLS[case.mask_fill](make, _operand_shape(case, case.mask)))
     if case.bias:
@@ -303,8 +324,13 @@ def build(case: Case) -> Problem:
     if case.dlse:
         dlse = make.normal(case.batch, case.nheads, case.seqlen_q)
         dlse = dlse.to(torch.promote_types(dtype, torch.float32))
-    wants = case.wants if bias is not None else case.wants.replace("b", "")
-    problem = Problem(q, k, v, mask, bias, dout, dlse, scale, case.causal, case.softcap, wants)
+    if case.sinks:
+        sinks = SINK_FILLS[case.sinks](make, case.nheads)
+        sinks = sinks.to(torch.promote_types(dtype, torch.float32) if case.sinks_f32 else dtype)
+    absent = ("" if bias is not None else "b") + ("" if sinks is not None else "s")
+    wants = "".join(x for x in case.wants if x not in absent)
+    numbers = (scale, case.causal, case.softcap)
+    problem = Problem(q, k, v, mask, bias, dout, dlse, *numbers, wants, sinks)
     return _silence_coarse_rows(problem) if "lowest" in case.bias_fill else problem
 
 
@@ -346,7 +372,7 @@ def random_case(seed: int) -> Case:
     seqlen_q, seqlen_k = draw.choice(LENGTHS), draw.choice(LENGTHS)
     mask = draw.choice(("", *OPERAND_SHAPES)) if draw.random() < 0.7 else ""
     bias = draw.choice(("", *OPERAND_SHAPES)) if draw.random() < 0.7 else ""
-    return Case(
+    case = Case(
         seqlen_q,
         seqlen_q if draw.random() < 0.2 else seqlen_k,
         batch=draw.choice((1, 2, 3)),
@@ -365,8 +391,12 @@ def random_case(seed: int) -> Case:
         layout=draw.choice(("plain", "plain", *LAYOUTS)),
         operand_layout=draw.choice(("plain", "plain", *OPERAND_LAYOUTS)),
         logits=draw.choice((0.01, 1.0, 1.0, 4.0)),
-        wants="".join(x for x in "qkvb" if draw.random() < 0.8),
+        wants="".join(x for x in "qkvb" if draw.random() < 0.8) + "s",
         dlse=draw.random() < 0.4,
         deterministic=draw.random() < 0.5,
         seed=seed,
+        sinks=draw.choice(("", "", *SINK_FILLS)),
+        sinks_f32=draw.random() < 0.5,
+        value_dim=draw.choice((0, 0, 0, 8, 64, 72, 256)),
     )
+    return case if draw.random() < 0.8 else case.with_(wants=case.wants[:-1])

@@ -22,6 +22,7 @@ def pytest_configure(config: pytest.Config) -> None:
     for marker in (
         "each_family: also runs for targets that repeat a backend with other tile shapes",
         "default_backend: makes calls that take no backend=; left out for targets that name one",
+        "every_case: its cases have little in common, so that no share of them is left out",
         "cuda: speaks of a CUDA device, of its streams, memory or limits",
         "slow: takes seconds on a GPU; started first, and has more time",
     ):
@@ -31,7 +32,9 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Items of other folders stay as they are."""
     mine = [item for item in items if HERE in item.path.parents]
-    left_out = set(mine) - set(_sample([item for item in mine if _fits(item)], share()))
+    fit = [item for item in mine if _fits(item)]
+    whole = [item for item in fit if item.get_closest_marker("every_case")]
+    left_out = set(mine) - set(whole) - set(_sample(fit, share()))
     items[:] = [item for item in items if item not in left_out]
     if left_out:
         config.hook.pytest_deselected(items=list(left_out))

@@ -35,7 +35,8 @@ def differentiate(
     problem: AnyProblem, forward: Callable[[AnyProblem], tuple[Tensor, Tensor]]
 ) -> dict[str, Tensor]:
     """out, lse and the gradients that are wanted, on poisoned buffers."""
-    leaves = {"dq": problem.q, "dk": problem.k, "dv": problem.v, "dbias": problem.bias}
+    leaves = {"dq": problem.q, "dk": problem.k, "dv": problem.v}
+    leaves |= {"dbias": problem.bias, "dsinks": problem.sinks}
     tracked = {
         name: x.detach().requires_grad_(name[1] in problem.wants)
         for name, x in leaves.items()
@@ -64,6 +65,7 @@ def call(problem: Problem, deterministic: bool = False, **options: Any) -> tuple
             problem.k,
             problem.v,
             attn_bias=problem.bias,
+            sinks=problem.sinks,
             deterministic=deterministic,
             return_lse=True,
             **settings(problem),
@@ -136,7 +138,7 @@ def lse_dtype(q: Tensor) -> torch.dtype:
 def _expected_like(problem: Problem, found: Results) -> list[Tensor]:
     lse_like = problem.q[..., 0].transpose(1, 2)
     operands = {
-        "out": problem.q,
+        "out": problem.dout,
         "lse": lse_like,
         "dq": problem.q,
         "dk": problem.k,
@@ -144,6 +146,8 @@ def _expected_like(problem: Problem, found: Results) -> list[Tensor]:
     }
     if problem.bias is not None:
         operands["dbias"] = problem.bias
+    if problem.sinks is not None:
+        operands["dsinks"] = problem.sinks
     return [operands[name] for name, _ in found.items()]
 
 

@@ -54,22 +54,31 @@ def attention(
     softmax_scale: float,
     is_causal: bool,
     softcap: float,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """out (B, Sq, H, D) and lse (B, H, Sq), in the precision of q.
+    """out (B, Sq, H, Dv) and lse (B, H, Sq), in the precision of q.
 
-    q (B, Sq, H, D), k and v (B, Sk, HK, D); mask and bias ({B|1}, {H|HK|1}, {Sq|1}, {Sk|1}).
+    q (B, Sq, H, D), k (B, Sk, HK, D), v (B, Sk, HK, Dv); mask and bias ({B|1}, {H|HK|1}, {Sq|1},
+    {Sk|1}); sinks (H,), of each row one logit more, without a value.
     """
-    nheads, nheads_k = q.shape[2], k.shape[2]
+    nheads, nheads_k, seqlen_k = q.shape[2], k.shape[2], k.shape[1]
     logits = masked_logits(q, k, mask, bias, softmax_scale, is_causal, softcap)
+    if sinks is not None:
+        logits = _with_sinks(logits, sinks)
     # A row that keeps nothing is computed on zeros and then silenced, so that its gradients are
     # zeros, not NaN.
     row_keeps = (logits > float("-inf")).any(dim=-1, keepdim=True)
     logits = torch.where(row_keeps, logits, torch.zeros_like(logits))
-    probs = torch.softmax(logits, dim=-1) * row_keeps
+    probs = (torch.softmax(logits, dim=-1) * row_keeps)[..., :seqlen_k]
     lse = torch.logsumexp(logits, dim=-1).masked_fill(~row_keeps.squeeze(-1), float("-inf"))
-    probs = probs.to(v.dtype).reshape(len(q), nheads_k, nheads // nheads_k, q.shape[1], k.shape[1])
+    probs = probs.to(v.dtype).reshape(len(q), nheads_k, nheads // nheads_k, q.shape[1], seqlen_k)
     out = torch.matmul(probs, v.transpose(1, 2).unsqueeze(2)).flatten(1, 2)
     return out.transpose(1, 2), lse
+
+
+def _with_sinks(logits: Tensor, sinks: Tensor) -> Tensor:
+    column = _in_precision(sinks, logits.dtype)[:, None, None]
+    return torch.cat((logits, column.expand(*logits.shape[:3], 1)), dim=-1)
 
 
 def _all_heads(operand: Tensor, nheads: int) -> Tensor:
@@ -94,6 +103,7 @@ class Results:
     dk: Tensor | None = None
     dv: Tensor | None = None
     dbias: Tensor | None = None
+    dsinks: Tensor | None = None
 
     def items(self) -> list[tuple[str, Tensor]]:
         named = [(f.name, getattr(self, f.name)) for f in dataclasses.fields(self)]
@@ -102,7 +112,7 @@ class Results:
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One attention call with its output gradients; `wants` has a letter of "qkvb" per gradient."""
+    """One attention call, its output gradients, and in `wants` a letter of "qkvbs" per gradient."""
 
     q: Tensor
     k: Tensor
@@ -115,6 +125,7 @@ class Problem:
     is_causal: bool
     softcap: float
     wants: str
+    sinks: Tensor | None = None
 
     def with_(self, **changes: Any) -> Problem:
         return dataclasses.replace(self, **changes)
@@ -129,12 +140,12 @@ def solve(problem: Problem, dtype: torch.dtype | None = None) -> Results:
 
     q, k, v = leaf(problem.q, "q"), leaf(problem.k, "k"), leaf(problem.v, "v")
     bias = None if problem.bias is None else leaf(problem.bias, "b")
+    sinks = None if problem.sinks is None else leaf(problem.sinks, "s")
     with torch.enable_grad():
-        out, lse = attention(
-            q, k, v, problem.mask, bias, problem.softmax_scale, problem.is_causal, problem.softcap
-        )
-    leaves = {"dq": q, "dk": k, "dv": v} | ({} if bias is None else {"dbias": bias})
-    wanted = {name: x for name, x in leaves.items() if x.requires_grad}
+        numbers = (problem.softmax_scale, problem.is_causal, problem.softcap)
+        out, lse = attention(q, k, v, problem.mask, bias, *numbers, sinks)
+    leaves = {"dq": q, "dk": k, "dv": v, "dbias": bias, "dsinks": sinks}
+    wanted = {name: x for name, x in leaves.items() if x is not None and x.requires_grad}
     grads: tuple[Tensor | None, ...] = ()
     if wanted:
         outputs, cotangents = [out], [problem.dout.to(out.dtype)]
@@ -159,19 +170,23 @@ def roundoff(problem: Problem) -> dict[str, float]:
     q, k, v, dout = (x.double() for x in (problem.q, problem.k, problem.v, problem.dout))
     batch, seqlen_q, nheads, _ = q.shape
     seqlen_k, nheads_k = k.shape[1:3]
-    if q.numel() == 0 or k.numel() == 0:
-        return {}
+    if q.numel() == 0 or k.numel() == 0:  # nothing but the sinks' share of dlse
+        return {} if problem.dlse is None else {"dsinks": float(problem.dlse.abs().sum())}
     bias = None if problem.bias is None else problem.bias.double()
     ratio = nheads // nheads_k
     k_heads, v_heads = (x.abs().repeat_interleave(ratio, dim=2) for x in (k, v))
     logits = masked_logits(
         q, k, problem.mask, bias, problem.softmax_scale, problem.is_causal, problem.softcap
     )
+    if problem.sinks is not None:
+        logits = _with_sinks(logits, problem.sinks.double())
     probs = torch.softmax(logits, dim=-1).nan_to_num_(0.0)
+    sink_probs, probs = probs[..., seqlen_k:].sum(-1), probs[..., :seqlen_k]
     dprobs = torch.einsum("bihd,bjhd->bhij", dout.abs(), v_heads)
-    dlogits = probs * (dprobs + (probs * dprobs).sum(-1, keepdim=True))
+    row = (probs * dprobs).sum(-1)
     if problem.dlse is not None:
-        dlogits += probs * problem.dlse.double().abs()[..., None]
+        row += problem.dlse.double().abs()
+    dlogits = probs * (dprobs + row[..., None])
     scale = abs(problem.softmax_scale)
 
     def group(x: Tensor) -> Tensor:
@@ -185,6 +200,8 @@ def roundoff(problem: Problem) -> dict[str, float]:
     if bias is not None:
         by_head = dlogits.reshape(batch, bias.shape[1], nheads // bias.shape[1], seqlen_q, seqlen_k)
         sums["dbias"] = by_head.sum(2).sum_to_size(bias.shape)
+    if problem.sinks is not None:
+        sums["dsinks"] = (sink_probs * row).sum((0, 2))
     return {name: float(value.max()) for name, value in sums.items()}
 
 
@@ -211,7 +228,7 @@ FEW = 1000
 ROUNDINGS = 8
 
 
-def _sum_eps(problem: Problem) -> float:
+def sum_eps(problem: Problem) -> float:
     """One rounding of what sums are kept in: float32, or float64 for float64 inputs."""
     return torch.finfo(torch.promote_types(problem.q.dtype, torch.float32)).eps
 
@@ -290,7 +307,7 @@ def _against(
         if not math.isfinite(plain_error):
             plain_error = torch.finfo(problem.q.dtype).eps * max(largest, terms.get(name, 0.0))
         allowed = 2 * plain_error + torch.finfo(value.dtype).eps / 2 * largest
-        allowed += ROUNDINGS * _sum_eps(problem) * (1 + terms.get(name, 0.0))
+        allowed += ROUNDINGS * sum_eps(problem) * (1 + terms.get(name, 0.0))
         allowed += doubt * max(1.0, largest)
         rows.append(Deviation(name, max_error(value, wanted[name]), allowed))
     return rows

@@ -16,7 +16,18 @@ from torch import Tensor
 import dmattn
 from attention.cases import LAYOUTS, OPERAND_LAYOUTS, Case, build
 from attention.driver import differentiate, skipped_when_refused
-from attention.oracle import Deviation, Problem, Results, all_allowances, deviations
+from attention.oracle import (
+    ROUNDINGS,
+    Deviation,
+    Problem,
+    Results,
+    all_allowances,
+    deviations,
+    max_error,
+    roundoff,
+    solve,
+    sum_eps,
+)
 from attention.targets import target
 
 Lengths = Sequence[tuple[int, int]]
@@ -39,6 +50,7 @@ class PackedProblem:
     cu_seqlens_k: Tensor
     numbers: dict[str, Any]
     wants: str
+    sinks: Tensor | None
 
     @property
     def longest(self) -> tuple[int, int]:
@@ -65,6 +77,7 @@ def build_packed(case: Case, lengths: Lengths) -> PackedProblem:
         build(case.with_(batch=1, seqlen_q=m, seqlen_k=n, seed=case.seed + b))
         for b, (m, n) in enumerate(lengths)
     ]
+    parts = [part.with_(sinks=parts[0].sinks) for part in parts]
     device = parts[0].q.device
     lay, lay_operand = LAYOUTS[case.layout], OPERAND_LAYOUTS[case.operand_layout]
 
@@ -104,6 +117,7 @@ def build_packed(case: Case, lengths: Lengths) -> PackedProblem:
             "softcap": first.softcap,
         },
         first.wants,
+        first.sinks,
     )
 
 
@@ -114,6 +128,7 @@ def call_packed(problem: PackedProblem, **more: Any) -> tuple[Tensor, Tensor]:
             *problem.longest,
             attn_mask=problem.mask,
             attn_bias=problem.bias,
+            sinks=problem.sinks,
             return_lse=True,
             **(problem.numbers | target().options() | more),
         )
@@ -126,7 +141,7 @@ def run_packed(problem: PackedProblem, **more: Any) -> dict[str, Tensor]:
 
 
 def split_results(problem: PackedProblem, found: dict[str, Tensor]) -> list[Results]:
-    """Those of each sequence, shaped as if it had been alone."""
+    """Those of each sequence, shaped as if it had been alone; dsinks, their sum, is left out."""
     results = []
     for rows, keys in problem.spans():
         part = {
@@ -157,15 +172,34 @@ def check_packed(case: Case, lengths: Lengths, **more: Any) -> PackedProblem:
 
 
 def judge_packed(problem: PackedProblem, found: dict[str, Tensor]) -> None:
-    like = {"out": problem.q, "dq": problem.q, "dk": problem.k, "dv": problem.v}
+    like = {"out": problem.dout, "dq": problem.q, "dk": problem.k, "dv": problem.v}
     if problem.bias is not None:
         like["dbias"] = problem.bias
+    if problem.sinks is not None:
+        like["dsinks"] = problem.sinks
     for name, value in found.items():
         if name in like:
             assert (value.shape, value.dtype) == (like[name].shape, like[name].dtype), name
+    if "dsinks" in found:
+        _judge_sinks(problem, found["dsinks"])
     if _too_far(problem, found, deviations):
         wrong = _too_far(problem, found, all_allowances)
         assert not wrong, "too far from the oracle\n" + "\n".join(wrong)
+
+
+def _judge_sinks(problem: PackedProblem, dsinks: Tensor) -> None:
+    """Their gradient is the sum over all sequences, and so is what it may be off by."""
+    wanted, allowed = torch.zeros_like(dsinks, dtype=torch.float64), 0.0
+    for part in problem.parts:
+        exact, plain = solve(part, torch.float64).dsinks, solve(part).dsinks
+        assert exact is not None and plain is not None
+        wanted += exact
+        allowed += 2 * max_error(plain, exact) + ROUNDINGS * sum_eps(part) * (
+            1 + roundoff(part).get("dsinks", 0.0)
+        )
+    allowed += torch.finfo(dsinks.dtype).eps / 2 * float(wanted.abs().max())
+    error = max_error(dsinks, wanted)
+    assert error <= allowed, f"dsinks: {error:.3e} > {allowed:.3e}"
 
 
 def _too_far(
@@ -179,7 +213,7 @@ def _too_far(
     """
     rows: dict[str, list[Deviation]] = {}
     for part, results in zip(problem.parts, split_results(problem, found), strict=True):
-        for row in rule(part, results):
+        for row in rule(part.with_(wants=part.wants.replace("s", "")), results):
             rows.setdefault(row.name, []).append(row)
     wrong = []
     for name, each in rows.items():

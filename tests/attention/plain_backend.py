@@ -53,22 +53,22 @@ class PlainBackend(Backend):
         grads = empty_gradients(problem, needs)
         for grad, leaf, need in zip(grads, leaves, needs, strict=True):
             value = None if leaf is None else next(found)
-            if need and leaf is not None:
+            if need and leaf is not None and grad is not None:
                 grad.zero_() if value is None else grad.copy_(value)
         return grads
 
 
 def _leaves(problem: Problem) -> list[Tensor | None]:
-    operands = (problem.q, problem.k, problem.v, problem.bias)
+    operands = (problem.q, problem.k, problem.v, problem.bias, problem.sinks)
     return [None if t is None else t.detach().double().requires_grad_() for t in operands]
 
 
 def _attend(problem: Problem, leaves: list[Tensor | None]) -> tuple[Tensor, Tensor]:
     """out and lse in float64, of a dense problem or sequence by sequence."""
-    q, k, v, bias = leaves
+    q, k, v, bias, sinks = leaves
     assert q is not None and k is not None and v is not None
     if problem.packing is None:
-        return _dense(problem, q, k, v, problem.mask, bias)
+        return _dense(problem, q, k, v, problem.mask, bias, sinks)
     outs, lses = [q[:0]], [q.new_zeros(q.shape[1], 0)]
     bounds = (t.tolist() for t in problem.packing[:2])
     for (row, row_end), (key, key_end) in zip(*map(pairwise, bounds), strict=True):
@@ -80,14 +80,20 @@ def _attend(problem: Problem, leaves: list[Tensor | None]) -> tuple[Tensor, Tens
             return t[None, :, row:row_end, : key_end - key]
 
         part = (q[None, row:row_end], k[None, key:key_end], v[None, key:key_end])
-        out, lse = _dense(problem, *part, own(problem.mask), own(bias))
+        out, lse = _dense(problem, *part, own(problem.mask), own(bias), sinks)
         outs.append(out[0])
         lses.append(lse[0])
     return torch.cat(outs), torch.cat(lses, 1)
 
 
 def _dense(
-    problem: Problem, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None
+    problem: Problem,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     nheads, rows, keys = q.shape[2], q.shape[1], k.shape[1]
 
@@ -112,13 +118,20 @@ def _dense(
             else end > 0
         )
     logits = logits.masked_fill(~keep, -math.inf)
+    if sinks is not None:  # of a backward: one key more, whose value is 0
+        logits = torch.cat((logits, sinks[:, None, None].expand(*logits.shape[:3], 1)), -1)
     hidden = (logits == -math.inf).expand(logits.shape)
-    top = logits.detach().amax(-1, keepdim=True) if keys else logits.new_zeros(*logits.shape[:3], 1)
+    columns = logits.shape[3]
+    top = (
+        logits.detach().amax(-1, keepdim=True)
+        if columns
+        else logits.new_zeros(*logits.shape[:3], 1)
+    )
     top = top.masked_fill(top == -math.inf, 0.0)
     p = (logits.masked_fill(hidden, 0.0) - top).exp().masked_fill(hidden, 0.0)
     total = p.sum(-1, keepdim=True)
     nothing = total == 0
-    out = (p / total.masked_fill(nothing, 1.0)) @ heads(v.transpose(1, 2))
+    out = (p / total.masked_fill(nothing, 1.0))[..., :keys] @ heads(v.transpose(1, 2))
     lse = (top + total.masked_fill(nothing, 1.0).log()).masked_fill(nothing, -math.inf)
     return out.transpose(1, 2), lse[..., 0]
 

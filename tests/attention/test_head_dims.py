@@ -37,6 +37,15 @@ def test_head_ratio(feature: str, head_dim: int, nheads: int, nheads_k: int) -> 
     check(case.with_(nheads=nheads, nheads_k=nheads_k))
 
 
+@pytest.mark.parametrize("dtype", target().dtypes)
+@pytest.mark.parametrize("head_dim,value_dim", [(192, 128), (64, 256), (40, 5), (8, 20), (72, 64)])
+@pytest.mark.parametrize("feature", FEATURES)
+def test_value_dim(feature: str, head_dim: int, value_dim: int, dtype: str) -> None:
+    """Values of another head dimension than keys."""
+    case = FEATURES[feature].with_(seqlen_q=70, seqlen_k=97, head_dim=head_dim, dtype=dtype)
+    check(case.with_(value_dim=value_dim, layout="spaced"))
+
+
 SCALES = [
     Case(200, 170, scale=scale, softcap=softcap, causal=True, bias="b11k", head_dim=head_dim)
     for scale in (1.0, 0.5, 0.0301, 0.0, -0.2)

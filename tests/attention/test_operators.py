@@ -13,19 +13,20 @@ from attention.cases import Case, build
 from attention.driver import call, run, settings
 from attention.oracle import Problem
 
-SMALL = Case(24, 40, mask="bk1k", bias="1hqk", causal=True)
+SMALL = Case(24, 40, mask="bk1k", bias="1hqk", causal=True, sinks="normal")
 
 
 def _operands(problem: Problem) -> tuple[object, ...]:
     numbers = (problem.softmax_scale, problem.is_causal, problem.softcap)
-    return (problem.q, problem.k, problem.v, problem.mask, problem.bias, *numbers)
+    operands = (problem.q, problem.k, problem.v, problem.mask, problem.bias, problem.sinks)
+    return (*operands, *numbers)
 
 
 @pytest.mark.default_backend
 @pytest.mark.parametrize("tracked", [False, True])
 def test_opcheck_forward(tracked: bool) -> None:
     problem = build(SMALL)
-    for x in (problem.q, problem.k, problem.v, problem.bias):
+    for x in (problem.q, problem.k, problem.v, problem.bias, problem.sinks):
         assert x is not None
         x.requires_grad_(tracked)
     torch.library.opcheck(torch.ops.dmattn.fwd.default, _operands(problem))
@@ -34,10 +35,10 @@ def test_opcheck_forward(tracked: bool) -> None:
 @pytest.mark.default_backend
 def test_opcheck_backward() -> None:
     problem = build(SMALL)
-    args = (problem.q, problem.k, problem.v, problem.mask, problem.bias)
+    args = (problem.q, problem.k, problem.v, problem.mask, problem.bias, problem.sinks)
     numbers = (problem.softmax_scale, problem.is_causal, problem.softcap)
     results = torch.ops.dmattn.fwd(*args, *numbers)
-    for needs in ([True] * 4, [False, False, False, True], [True, False, True, False]):
+    for needs in ([True] * 5, [False, False, False, True, False], [True, False, True, False, True]):
         backward = (problem.dout, None, *results, needs, *args, *numbers, True)
         torch.library.opcheck(torch.ops.dmattn.bwd.default, backward)
 
@@ -49,8 +50,8 @@ def test_compile_fullgraph(dynamic: bool) -> None:
     want = run(problem, deterministic=True)
     options = settings(problem) | {"deterministic": True}
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
-        out: Tensor = dmattn.flash_dmattn_func(q * 1, k, v, attn_bias=bias, **options)
+    def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, sinks: Tensor) -> Tensor:
+        out: Tensor = dmattn.flash_dmattn_func(q * 1, k, v, attn_bias=bias, sinks=sinks, **options)
         return out
 
     compiled: Callable[..., Tensor] = torch.compile(
@@ -58,7 +59,7 @@ def test_compile_fullgraph(dynamic: bool) -> None:
     )
     leaves = [
         x.clone().requires_grad_()
-        for x in (problem.q, problem.k, problem.v, problem.bias)
+        for x in (problem.q, problem.k, problem.v, problem.bias, problem.sinks)
         if x is not None
     ]
     out = compiled(*leaves)

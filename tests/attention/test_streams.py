@@ -126,10 +126,10 @@ def test_many_threads() -> None:
 
 def _forward_backward(problem: Problem) -> list[torch.Tensor]:
     """Through the operators themselves: autograd would move the backward to a thread of its own."""
-    args = (problem.q, problem.k, problem.v, problem.mask, problem.bias)
+    args = (problem.q, problem.k, problem.v, problem.mask, problem.bias, problem.sinks)
     numbers = (problem.softmax_scale, problem.is_causal, problem.softcap)
     results = torch.ops.dmattn.fwd(*args, *numbers, True)
-    grads = torch.ops.dmattn.bwd(problem.dout, None, *results, [True] * 4, *args, *numbers, True)
+    grads = torch.ops.dmattn.bwd(problem.dout, None, *results, [True] * 5, *args, *numbers, True)
     return [*results[:2], *grads]
 
 

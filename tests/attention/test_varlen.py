@@ -266,7 +266,18 @@ def _arguments(problem: PackedProblem) -> tuple[tuple[object, ...], dict[str, ob
     mask, bias = (None if x is None else x.transpose(0, 1) for x in (problem.mask, problem.bias))
     bounds = {"cu_seqlens_q": problem.cu_seqlens_q, "cu_seqlens_k": problem.cu_seqlens_k}
     longest = dict(zip(("max_seqlen_q", "max_seqlen_k"), problem.longest, strict=True))
-    return (problem.q, problem.k, problem.v, mask, bias, 0.2, True, 0.0, True), bounds | longest
+    return (
+        problem.q,
+        problem.k,
+        problem.v,
+        mask,
+        bias,
+        None,
+        0.2,
+        True,
+        0.0,
+        True,
+    ), bounds | longest
 
 
 @pytest.mark.default_backend
@@ -276,7 +287,7 @@ def test_opcheck(mask: str, bias: str) -> None:
     given, packing = _arguments(problem)
     torch.library.opcheck(torch.ops.dmattn.fwd.default, given, packing)
     results = torch.ops.dmattn.fwd(*given, **packing)
-    for needs in ([True] * 4, [False, False, False, True]):
+    for needs in ([True] * 5, [False, False, False, True, False]):
         backward = (problem.dout, None, *results, needs, *given)
         torch.library.opcheck(torch.ops.dmattn.bwd.default, backward, packing)
 

@@ -463,11 +463,11 @@ def test_operators_pass_opcheck(causal: bool) -> None:
     torch.library.opcheck(torch.ops.dmattn.select_keys.default, (scores, None, 9, 40, causal))
     lists = dmattn.select_keys(scores, 9, causal, query_len=40).lists
     numbers = (problem.softmax_scale, causal, 0.0)
-    args = (problem.q, problem.k, problem.v, None, problem.bias)
+    args = (problem.q, problem.k, problem.v, None, problem.bias, problem.sinks)
     given = (*args, *numbers, True, *lists)
     torch.library.opcheck(torch.ops.dmattn.fwd.default, given)
     results = torch.ops.dmattn.fwd(*given)
-    backward = (problem.dout, None, *results, [True] * 4, *given)
+    backward = (problem.dout, None, *results, [True] * 5, *given)
     torch.library.opcheck(torch.ops.dmattn.bwd.default, backward)
     q, k, v, score = sequence(2)
     cache = new_cache(16)

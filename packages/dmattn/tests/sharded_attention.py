@@ -26,8 +26,9 @@ def work(rank: int, port: int) -> None:
     torch.set_num_threads(1)
     q, k, v = torch.randn(2, 6, 4, 8), torch.randn(2, 7, 2, 8), torch.randn(2, 7, 2, 8)
     bias, mask, dout = torch.randn(1, 2, 1, 7), torch.rand(2, 1, 1, 7) < 0.8, torch.randn_like(q)
-    leaves = [t.clone().requires_grad_() for t in (q, k, v, bias)]
-    out = flash_dmattn_func(*leaves[:3], mask, leaves[3], is_causal=True)
+    sinks = torch.randn(4)
+    leaves = [t.clone().requires_grad_() for t in (q, k, v, bias, sinks)]
+    out = flash_dmattn_func(*leaves[:3], mask, leaves[3], is_causal=True, sinks=leaves[4])
     whole = [out, *torch.autograd.grad(out, leaves, dout)]
 
     def split(t: Tensor, dim: int) -> DTensor:
@@ -36,8 +37,12 @@ def work(rank: int, port: int) -> None:
     for dim, operand_dim in ((0, 0), (2, 1)):
         parts = [split(t, dim).requires_grad_() for t in (q, k, v)]
         bias_part = split(bias, operand_dim).requires_grad_()
-        out = flash_dmattn_func(*parts, split(mask, operand_dim), bias_part, is_causal=True)
-        grads = torch.autograd.grad(out, [*parts, bias_part], split(dout, dim))
+        placed = [Shard(0) if dim == 2 else Replicate()]
+        sink_part = distribute_tensor(sinks, mesh, placed).requires_grad_()
+        out = flash_dmattn_func(
+            *parts, split(mask, operand_dim), bias_part, is_causal=True, sinks=sink_part
+        )
+        grads = torch.autograd.grad(out, [*parts, bias_part, sink_part], split(dout, dim))
         for t in (out, *grads[:3]):
             assert isinstance(t, DTensor) and t.placements == (Shard(dim),), t.placements
         for found, wanted in zip((out, *grads), whole, strict=True):

@@ -17,14 +17,16 @@ import torch
 from torch import Tensor
 
 from dmattn import DynamicMaskCache, select_keys
+from dmattn.backends import sinks
+from dmattn.backends.cuda import CudaBackend, kernels
 from dmattn.backends.cuda import attention as cuda
-from dmattn.backends.cuda import kernels
+from dmattn.backends.cuda import cache as cuda_cache
 from dmattn.backends.cuda import selection as cuda_selection
 from dmattn.checks import check
 from dmattn.key_lists import Selection
 from dmattn.ops import cache
 from dmattn.ops import selection as ops_select
-from dmattn.problem import Needs, Problem, empty_results
+from dmattn.problem import Needs, Problem, Results, empty_results
 
 FLOAT16, BFLOAT16, FLOAT32, BOOL, INT32 = 1, 2, 3, 4, 5
 WORKSPACE = 4096
@@ -140,7 +142,7 @@ def test_views_are_passed_by_stride(recorder: Recorder) -> None:
     v = half(2, 7, 4, 64)[:, :, ::2]
     mask = torch.ones(1, 1, 1, 7, dtype=torch.bool).expand(2, 4, 5, 7)
     bias = torch.randn(7, 4).t()[None, :, None, :]
-    out, lse, _ = cuda.forward(Problem(q, k, v, mask, bias, 0.25, True, 3.0))
+    out, lse, _ = cuda.forward(Problem(q, k, v, mask, bias, None, 0.25, True, 3.0))
     (call,) = recorder.calls
     for name, t in (("q", q), ("k", k), ("v", v), ("mask", mask), ("bias", bias)):
         assert call[name] == view(t), name
@@ -179,7 +181,7 @@ def test_gradients_are_allocated_as_needed(recorder: Recorder, needs: Needs) -> 
     assert call["bias"] == view(bias)
     shapes = [(2, 5, 4, 64), (2, 7, 2, 64), (2, 7, 2, 64), (2, 4, 5, 7)]
     for name, grad, need, shape in zip(
-        ("dq", "dk", "dv", "dbias"), grads, needs, shapes, strict=True
+        ("dq", "dk", "dv", "dbias"), grads, needs, shapes, strict=False
     ):
         assert call[name] == (view(grad) if need else None)
         assert tuple(grad.shape) == (shape if need else (0,)) and grad.is_contiguous()
@@ -215,7 +217,7 @@ def test_other_head_dims_are_padded(recorder: Recorder) -> None:
     call = recorder.calls[1]
     for name in ("q", "k", "v", "out", "dout", "dq", "dk"):
         assert call[name][2][3] == 24, name
-    assert [tuple(g.shape) for g in grads] == [(2, 5, 4, 20), (2, 7, 2, 20), (0,), (0,)]
+    assert [tuple(g.shape) for g in grads[:4]] == [(2, 5, 4, 20), (2, 7, 2, 20), (0,), (0,)]
     assert grads[0].is_contiguous()
 
 
@@ -227,8 +229,8 @@ def test_nothing_to_do_launches_nothing(recorder: Recorder) -> None:
     out, lse, _ = results = cuda.forward(problem)
     assert out.shape == (2, 0, 4, 64) and lse.shape == (2, 4, 0)
     grads = cuda.backward(problem, results, out, None, Needs(True, True, False, True))
-    assert [tuple(g.shape) for g in grads] == [(2, 0, 4, 64), (2, 7, 2, 64), (0,), (1, 1, 1, 7)]
-    assert not any(g.any() for g in grads)
+    assert [tuple(g.shape) for g in grads[:4]] == [(2, 0, 4, 64), (2, 7, 2, 64), (0,), (1, 1, 1, 7)]
+    assert not any(g.any() for g in grads[:4])
     assert not recorder.calls and not recorder.launches
 
 
@@ -252,6 +254,36 @@ def test_old_gpu_is_refused(recorder: Recorder, monkeypatch: pytest.MonkeyPatch)
         RuntimeError, match=r"cuda:3 \(an older GPU, sm_75\), wanted a GPU of sm_80"
     ):
         kernels.check_device(3)
+
+
+class Filled(CudaBackend):
+    """As if the kernels had found lse = 20000 + 3e-4, which float32 cannot hold, and out = 1."""
+
+    def forward(self, problem: Problem, for_backward: bool = True) -> Results:
+        results = super().forward(problem, for_backward)
+        assert results.lse_rest is not None
+        results.lse_rest.fill_(3e-4)
+        return results._replace(out=results.out.fill_(1), lse=results.lse.fill_(2e4))
+
+
+def test_sinks_change_what_the_kernels_return(recorder: Recorder) -> None:
+    """In float64, where the kernels say what the rounding of lse dropped."""
+    backend, q, bias = Filled(), half(2, 5, 4, 64), torch.randn(1, 1, 1, 7)
+    sink = torch.tensor([20000.5, -9.0, 3e4, -torch.inf])
+    problem = Problem(q, *[half(2, 7, 2, 64)] * 2, None, bias, sink)
+    out, lse, rest = results = sinks.forward(backend, problem)
+    assert rest is not None
+    exact = torch.log1p(torch.exp(sink.double() - (2e4 + 3e-4))) + (2e4 + 3e-4)
+    exact[2] = 3e4  # where exp overflows, and the keys weigh nothing
+    found = (lse.double() + rest)[0, :, 0]
+    torch.testing.assert_close(found, exact, rtol=0, atol=1e-8)
+    share = torch.sigmoid(2e4 + 3e-4 - sink.double()).bfloat16()
+    assert torch.equal(out[1, 2, :, 3], share)
+    grads = sinks.backward(backend, problem, results, half(2, 5, 4, 64), None, Needs(*[True] * 5))
+    assert grads.sinks is not None and grads.sinks.shape == (4,)
+    forward, backward = recorder.calls
+    assert backward["lse"] == view(lse) and backward["lse_rest"] == view(rest)
+    assert forward["out"] == backward["out"] == view(out)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -317,7 +349,7 @@ def test_a_decoding_step_appends_then_attends(recorder: Recorder) -> None:
     q, k, v, score = half(2, 3, 4, 64), half(2, 3, 2, 64), half(2, 3, 2, 64), torch.randn(2, 2, 3)
     held = DynamicMaskCache(2, 6, 2, 64, torch.bfloat16, "cpu")
     state = (held.k, held.v, held.score, held.position, held.seen)
-    out = cache._attend_cuda(q, k, v, score, None, *state, 0.25, 0.0)
+    out = cache._attend(cuda_cache, q, k, v, score, None, *state, 0.25, 0.0)
     (call,) = recorder.calls
     given = dict(zip(["q", "k_new", "v_new", "score_new"], (q, k, v, score), strict=True))
     given |= dict(zip(["k", "v", "score", "position", "seen"], state, strict=True))
@@ -332,7 +364,7 @@ def test_a_cache_that_keeps_all_is_only_appended_to(recorder: Recorder) -> None:
     held = DynamicMaskCache(2, 6, 2, 64, torch.bfloat16, "cpu", evict=False, capacity=9)
     state = (held.k, held.v, held.score, held.position, held.seen)
     active = torch.tensor([[True], [False]])
-    cache._append_cuda(k, v, score, active, *state, False)
+    cache._append(cuda_cache, k, v, score, active, *state, False)
     (call,) = recorder.calls
     assert call["active"] == view(active) and not call["evict"]
     assert call["q"] is None and call["out"] is None

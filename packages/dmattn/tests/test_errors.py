@@ -35,7 +35,22 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"query": zeros(2, 5, 0, 8)}, ValueError, "query: got 0 heads, wanted at least 1"),
     ({"key": zeros(3, 6, 2, 8)}, ValueError, r"key: got shape .*, wanted \(2, seqlen_k, "),
     ({"key": zeros(2, 6, 2, 9)}, ValueError, r"key: got shape .*, wanted \(2, seqlen_k, .*, 8\)"),
-    ({"value": zeros(2, 7, 2, 8)}, ValueError, r"value: got shape .*, wanted \(2, 6, 2, 8\)"),
+    ({"value": zeros(2, 7, 2, 8)}, ValueError, r"value: got shape .*, wanted \(2, 6, 2, head_dim"),
+    ({"value": zeros(2, 6, 2, 0)}, ValueError, "value: got head_dim 0, wanted 1 to 256"),
+    ({"value": zeros(2, 6, 2, 257)}, ValueError, "value: got head_dim 257, wanted 1 to 256"),
+    ({"sinks": 1.0}, TypeError, "sinks: got 1.0 .float., wanted a torch.Tensor or None"),
+    (
+        {"sinks": zeros(4, dtype=torch.int64)},
+        TypeError,
+        "sinks: got dtype torch.int64, wanted a floating one",
+    ),
+    ({"sinks": zeros(2)}, ValueError, r"sinks: got shape \(2,\), wanted \(4,\), one for each head"),
+    ({"sinks": zeros(4, 1)}, ValueError, r"sinks: got shape \(4, 1\), wanted \(4,\)"),
+    (
+        {"sinks": torch.empty(4, device="meta")},
+        ValueError,
+        "sinks: got device meta, wanted cpu as query",
+    ),
     ({"query": zeros(2, 5, 3, 8)}, ValueError, "key: got 2 heads, wanted a divisor of the 3"),
     (
         {"key": zeros(2, 6, 0, 8), "value": zeros(2, 6, 0, 8)},
@@ -195,7 +210,7 @@ def test_double_accepts_a_float_bias_and_names_both() -> None:
 def _backward_arguments() -> list[Any]:
     operands = list(inputs().values())
     results = torch.ops.dmattn.fwd(*operands)
-    return [*(torch.zeros_like(t) for t in results[:2]), *results, [True] * 4, *operands]
+    return [*(torch.zeros_like(t) for t in results[:2]), *results, [True] * 5, *operands]
 
 
 @pytest.mark.parametrize(

@@ -173,7 +173,7 @@ def test_a_backend_is_a_row() -> None:
             out = flash_dmattn_func(*leaves.inputs, is_causal=True, backend=backend)
             results.append([out, *torch.autograd.grad(out, [leaves.query], case.dout)])
         assert plain.calls == 2
-        direct = torch.ops.dmattn.fwd(*case.inputs, 8**-0.5, True, backend="plain")
+        direct = torch.ops.dmattn.fwd(*case.inputs, None, 8**-0.5, True, backend="plain")
         assert plain.calls == 3 and torch.equal(direct[0], results[1][0])
         compiled = torch.compile(flash_dmattn_func, fullgraph=True, backend="aot_eager")
         compiled(*case.inputs, is_causal=True, backend="plain")
@@ -253,6 +253,9 @@ def test_explain() -> None:
         f"cannot run here: {registry.named('cuda').unavailable()}"
     )
     assert explain(*case.inputs, window_size=3, is_causal=True, backend="cpu") == "backend: cpu"
+    narrow = explain(*case.inputs[:2], case.value[..., :5], backend="cpu")
+    note = "head_dim is 8 of key and 5 of value, so value is copied to be padded"
+    assert narrow == f"backend: cpu\n  slow: {note}"
     text = explain(*case.inputs, backend="cuda", return_lse=True)
     assert text.startswith("backend: none\n  not cuda: query: got device cpu")
     with preferred(Counting()):

@@ -34,6 +34,7 @@ def forward_arguments(case: Case) -> tuple[Any, ...]:
     options = case.options
     return (
         *case.inputs,
+        torch.tensor([0.5, -1.0, 2.0, -torch.inf]) if options.get("is_causal") else None,
         0.3,
         bool(options.get("is_causal", False)),
         float(options.get("softcap") or 0.0),
@@ -48,7 +49,7 @@ def test_forward_operator(options: dict[str, Any], grad: bool) -> None:
 
 
 @pytest.mark.parametrize("options", SHAPES)
-@pytest.mark.parametrize("needs", [[True] * 4, [False, True, False, False], [False] * 4])
+@pytest.mark.parametrize("needs", [[True] * 5, [False, True, False, False, True], [False] * 5])
 def test_backward_operator(options: dict[str, Any], needs: list[bool]) -> None:
     case = random_case(dtype=torch.float32, **options)
     arguments = forward_arguments(case)
@@ -66,7 +67,7 @@ def test_fake_and_real_agree(dtype: torch.dtype) -> None:
     arguments = forward_arguments(case)
     real = torch.ops.dmattn.fwd(*arguments)
     fake = torch.ops.dmattn.fwd(*_to_meta(arguments))
-    more = (case.dout, case.dlse, *real, [True] * 4, *arguments)
+    more = (case.dout, case.dlse, *real, [True] * 5, *arguments)
     real += torch.ops.dmattn.bwd(*more)
     fake += torch.ops.dmattn.bwd(*_to_meta(more))
     for a, b in zip(real, fake, strict=True):
@@ -186,7 +187,7 @@ def test_direct_call_equals_the_operator() -> None:
     """Without gradients and modes the dispatcher is left out; the numbers are the same."""
     case = random_case(mask_shape=(2, 1, 9, 11), bias_shape=(1, 1, 1, 11))
     direct = flash_dmattn_func(*case.inputs, return_lse=True)
-    through = torch.ops.dmattn.fwd(*case.inputs, 8**-0.5, False, 0.0)
+    through = torch.ops.dmattn.fwd(*case.inputs, None, 8**-0.5, False, 0.0)
     assert all(torch.equal(a, b) for a, b in zip(direct, through[:2], strict=True))
 
 

@@ -1,13 +1,14 @@
-"""Selections and masks under torch.compile and torch.export: one graph for all lengths."""
+"""Selections and masks under torch.compile and torch.export, on the CPU.
 
-from collections.abc import Callable
+That one graph serves all lengths is tested on every device, in tests/attention/test_one_graph.py.
+"""
+
 from typing import Any
 
 import pytest
 import torch
 from attention_cases import TRACES_EXTREMES
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.export import Dim
 
 from dmattn import (
@@ -20,90 +21,6 @@ from dmattn import (
     sliding_window,
     top_window_mask,
 )
-
-# Around the rows of a block, the room of a list, and the window.
-LENGTHS = (300, 20, 9, 40, 64, 127, 128, 129, 200, 256, 257, 411)
-
-
-def bias_of(length: int) -> Tensor:
-    return torch.randn(2, 2, 1, length)
-
-
-def mask_of(length: int) -> Tensor:
-    return torch.rand(2, length) < 0.8
-
-
-def bounds_of(length: int) -> Tensor:
-    return torch.tensor([0, 3, 7, length], dtype=torch.int32)
-
-
-def long_bounds_of(length: int) -> Tensor:
-    return bounds_of(length).long()
-
-
-def ends_of(length: int) -> Tensor:
-    return torch.arange(length)[None, None] + torch.randint(0, 99, (2, 1, length))
-
-
-def ids_of(length: int) -> Tensor:
-    return (torch.rand(2, length) < 0.1).long().cumsum(1)
-
-
-Makers = tuple[Callable[[int], Tensor], ...]
-CASES: dict[str, tuple[Callable[..., Any], Makers]] = {
-    "select_keys of all": (lambda b: select_keys(b, 40, is_causal=False), (bias_of,)),
-    "select_keys, mask": (lambda b, m: select_keys(b, 40, attn_mask=m), (bias_of, mask_of)),
-    "select_keys, long boundaries": (
-        lambda b, c: select_keys(b, 40, cu_seqlens=c),
-        (bias_of, long_bounds_of),
-    ),
-    "sliding_window, mask": (
-        lambda m: sliding_window(m.shape[-1], 40, attn_mask=m),
-        (mask_of,),
-    ),
-    "from_intervals": (lambda e: KeySelection.from_intervals(e, reach=60), (ends_of,)),
-    "packed_documents": (
-        lambda m, c: packed_documents(c, key_len=m.shape[1], attn_mask=m),
-        (mask_of, bounds_of),
-    ),
-    "packed_documents, ids": (
-        lambda i: packed_documents(document_ids=i, window_size=50, max_seqlen=70),
-        (ids_of,),
-    ),
-    "create_mask": (
-        lambda b, m: create_mask(b, m, b.shape[0], b.shape[-1], b.shape[-1], 8, block_size=4),
-        (bias_of, mask_of),
-    ),
-    "dynamic_mask": (lambda b, m: dynamic_mask(b, m[:, None, None], 8), (bias_of, mask_of)),
-    "top_window_mask": (
-        lambda b, m: top_window_mask(b, 8, attention_mask=m[:, None, :, None] | m[:, None, None]),
-        (bias_of, mask_of),
-    ),
-}
-
-
-def tensors_of(made: Tensor | KeySelection) -> tuple[Tensor, ...]:
-    """What is to be equal; compiled selections may have one more list, an empty one."""
-    if isinstance(made, Tensor):
-        return (made,)
-    kept = made.to_mask()
-    blocks = -(-made.query_len // 128) if made.is_causal else 1
-    assert not made.count[:, :, blocks:].any()
-    return (kept, made.end, made.idx[:, :, :blocks], made.count[:, :, :blocks])
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_one_graph_for_all_lengths(name: str) -> None:
-    function, makers = CASES[name]
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(function, dynamic=True, fullgraph=True, backend=counter)
-    for length in LENGTHS:
-        arguments = [maker(length) for maker in makers]
-        found, wanted = compiled(*arguments), function(*arguments)
-        for a, b in zip(tensors_of(found), tensors_of(wanted), strict=True):
-            assert torch.equal(a, b)
-    assert counter.frame_count <= (1 if TRACES_EXTREMES else 4)
 
 
 def test_masks_of_fixed_size_in_buffers() -> None:

@@ -46,6 +46,8 @@ def check(problem: Problem) -> None:
         _check_operand("attn_mask", problem.mask, problem)
     if problem.bias is not None:
         _check_operand("attn_bias", problem.bias, problem)
+    if problem.sinks is not None:
+        _check_sinks(problem.sinks, problem)
     if problem.key_lists is not None:
         check_key_lists(problem.key_lists, problem)
 
@@ -59,6 +61,8 @@ def check_tensors(problem: Problem) -> None:
         check_optional_tensor("attn_mask", problem.mask)
     if problem.bias is not None:
         check_optional_tensor("attn_bias", problem.bias)
+    if problem.sinks is not None:
+        check_optional_tensor("sinks", problem.sinks)
 
 
 def check_head_dim(head_dim: int, name: str = "query") -> None:
@@ -85,6 +89,13 @@ def check_last_stride(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise ValueError unless the CUDA kernels can read vectors along head_dim."""
     for error in wrong_strides(q, k, v):
         raise error
+
+
+def check_one_head_dim(problem: Problem) -> None:
+    """Raise ValueError unless values have the head_dim of keys, as operators and backends want."""
+    k, v = problem.k.shape, problem.v.shape
+    if k[-1] != v[-1]:
+        raise ValueError(f"value: got head_dim {v[-1]}, wanted {k[-1]} as key in an operator")
 
 
 def check_listed_bias(problem: Problem, needed: bool) -> None:
@@ -180,7 +191,10 @@ def _check_shapes(problem: Problem) -> None:
             f"{tuple(q)}"
         )
     if v != k:
-        raise ValueError(f"value: got shape {tuple(v)}, wanted {tuple(k)} as key")
+        if v[:-1] != k[:-1]:
+            wanted = ", ".join(str(n) for n in k[:-1])
+            raise ValueError(f"value: got shape {tuple(v)}, wanted ({wanted}, head_dim) as key")
+        check_head_dim(v[-1], "value")
     if nheads < 1:
         raise ValueError(f"query: got {nheads} heads, wanted at least 1")
     if nheads_k < 1 or nheads % nheads_k != 0:
@@ -234,6 +248,18 @@ def _check_packed_operand(name: str, t: Tensor, problem: Problem, packing: Packi
         f"{name}: got shape {got}, wanted ({total_k}, {some}) as (total_k, heads), or "
         f"({total_q}, {some}, {packing.max_seqlen_k}) as (total_q, heads, max_seqlen_k)"
     )
+
+
+def _check_sinks(sinks: Tensor, problem: Problem) -> None:
+    nheads = problem.q.shape[-2]
+    if not sinks.is_floating_point():
+        raise TypeError(f"sinks: got dtype {sinks.dtype}, wanted a floating one")
+    if sinks.dim() != 1 or sinks.shape[0] != nheads:
+        raise ValueError(
+            f"sinks: got shape {tuple(sinks.shape)}, wanted ({nheads},), one for each head of query"
+        )
+    if sinks.device != problem.q.device:
+        raise ValueError(f"sinks: got device {sinks.device}, wanted {problem.q.device} as query")
 
 
 def _check_packing(packing: Packing, problem: Problem) -> None:

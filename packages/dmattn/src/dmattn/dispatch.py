@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from dmattn.backends import registry
+from dmattn.backends import registry, sinks
 from dmattn.backends.base import Backend
 from dmattn.key_lists import Selection
 from dmattn.ops import attention as ops
 from dmattn.ops.selection import select_keys
 from dmattn.ops.sharding import register_for
-from dmattn.problem import Gradients, Needs, Problem, Results
+from dmattn.problem import Gradients, Needs, Problem, Results, with_one_head_dim
 
 _Probe = Callable[[], Any]
 
@@ -57,24 +57,28 @@ def attend(problem: Problem, backend: str | None = None) -> tuple[Tensor, Tensor
         TypeError, ValueError, RuntimeError: as `dmattn.backends.registry.choose`.
         RuntimeError: forward-mode derivatives are asked for.
     """
+    q, k, v, mask, bias, sink = problem[:6]
+    if v.shape[-1] != q.shape[-1]:
+        out, lse = attend(with_one_head_dim(problem), backend)
+        return out[..., : v.shape[-1]].contiguous(), lse
     if torch.compiler.is_compiling():
         return ops.attend(problem, backend)
-    q, k, v, mask, bias = problem.q, problem.k, problem.v, problem.mask, problem.bias
-    if _nobody_intercepts() and _are_plain(q, k, v, mask, bias):
+    if _nobody_intercepts() and _are_plain(q, k, v, mask, bias, sink):
         chosen = registry.choose(problem, backend)
         if torch.is_grad_enabled() and (
             q.requires_grad
             or k.requires_grad
             or v.requires_grad
             or (bias is not None and bias.requires_grad)
+            or (sink is not None and sink.requires_grad)
         ):
-            found: tuple[Tensor, Tensor] = _apply_eager(q, k, v, bias, problem, chosen)
+            found: tuple[Tensor, Tensor] = _apply_eager(q, k, v, bias, sink, problem, chosen)
             return found
-        results = chosen.forward(problem, False)
+        results = sinks.forward(chosen, problem, False)
         return results.out, results.lse
     if not q.is_meta:
         registry.check_device(q.device)
-    _refuse_forward_mode(q, k, v, bias)
+    _refuse_forward_mode(q, k, v, bias, sink)
     register_for(q)
     if _in_functorch():
         out, lse, _ = _Transformed.apply(*problem.flat(), backend)  # type: ignore[no-untyped-call]
@@ -92,10 +96,11 @@ class _Eager(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         bias: Tensor | None,
+        sink: Tensor | None,
         problem: Problem,
         backend: Backend,
     ) -> tuple[Tensor, Tensor]:
-        results = backend.forward(problem)
+        results = sinks.forward(backend, problem)
         ctx.set_materialize_grads(False)  # a missing dlse is then None, and costs nothing
         tensors, ctx.rest = problem.split()
         ctx.save_for_backward(*tensors, *results)
@@ -107,7 +112,7 @@ class _Eager(torch.autograd.Function):
         *tensors, out, lse, rest = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
-        needs = Needs(*ctx.needs_input_grad[:4])
+        needs = Needs(*ctx.needs_input_grad[: len(Needs._fields)])
         problem, results = Problem.join(tensors, ctx.rest), Results(out, lse, rest)
         # With a graph of the backward, or gradients that are more than tensors of numbers (such as
         # batches of them), the operator knows what to do, or what to say.
@@ -122,7 +127,7 @@ class _Eager(torch.autograd.Function):
             name = ctx.backend.name
             grads = ops.differentiate(problem, results, dout, dlse, needs, name)
         else:
-            grads = ctx.backend.backward(problem, results, dout, dlse, needs)
+            grads = sinks.backward(ctx.backend, problem, results, dout, dlse, needs)
         return (*(g if need else None for g, need in zip(grads, needs, strict=True)), None, None)
 
 
@@ -179,8 +184,8 @@ class _TransformedBackward(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        found: tuple[Tensor, Tensor, Tensor, Tensor] = torch.ops.dmattn.bwd(*arguments)
+    def forward(*arguments: Any) -> tuple[Tensor, ...]:
+        found: tuple[Tensor, ...] = torch.ops.dmattn.bwd(*arguments)
         return found
 
     @staticmethod

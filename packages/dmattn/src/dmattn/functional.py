@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import math
 from collections.abc import Callable
 from typing import Any, Literal, overload
 
@@ -13,7 +12,7 @@ from dmattn.arguments import check_scores, check_window_size, checked_problem, w
 from dmattn.backends import registry
 from dmattn.checks import check_key_lists, check_listed_bias
 from dmattn.dispatch import attend, select
-from dmattn.problem import Problem, lse_dtype
+from dmattn.problem import Problem, lse_dtype, lse_of_no_key, with_one_head_dim
 from dmattn.reference import reference_attention
 from dmattn.selection import KeySelection, key_only_mask, same_heads
 
@@ -34,6 +33,7 @@ def flash_dmattn_func(
     backend: str | None = None,
     *,
     selection: KeySelection | None = None,
+    sinks: Tensor | None = None,
     return_attn_probs: Literal[False] = False,
 ) -> Tensor: ...
 
@@ -54,6 +54,7 @@ def flash_dmattn_func(
     return_lse: Literal[True],
     backend: str | None = None,
     selection: KeySelection | None = None,
+    sinks: Tensor | None = None,
     return_attn_probs: Literal[False] = False,
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -74,6 +75,7 @@ def flash_dmattn_func(
     backend: str | None = None,
     *,
     selection: KeySelection | None = None,
+    sinks: Tensor | None = None,
     return_attn_probs: bool = False,
 ) -> Any: ...  # Tensor, or tuple of two or three
 
@@ -93,6 +95,7 @@ def flash_dmattn_func(
     backend: str | None = None,
     *,
     selection: KeySelection | None = None,
+    sinks: Tensor | None = None,
     return_attn_probs: bool = False,
 ) -> Any:
     """Softmax attention with a mask, a bias, or both, neither expanded nor padded.
@@ -101,14 +104,17 @@ def flash_dmattn_func(
         out[b,i,h]      = sum over kept j of softmax_j(logits) * value[b,j,h//G]
 
     A query row that keeps no key gives out = 0 and lse = -inf, and adds nothing to any gradient.
-    Letters: B batch, Sq/Sk query/key length, H query heads, HK key/value heads, G = H / HK, D head
-    dimension. Gradients reach query, key, value and attn_bias, each computed only if required.
+    Letters: B batch, Sq/Sk query/key length, H query heads, HK key/value heads, G = H / HK, D and
+    Dv head dimension of keys and of values. Gradients reach query, key, value, attn_bias and sinks,
+    each computed only if required.
 
     Args:
         query: (B, Sq, H, D) with D at most 256; float16 or bfloat16 on CUDA, on the CPU also
             float32 or float64. Query, key and value may be any view whose last dimension is
             contiguous (on the CPU, any view at all).
-        key, value: (B, Sk, HK, D) in the dtype of query; HK divides H.
+        key, value: (B, Sk, HK, D) and (B, Sk, HK, Dv) in the dtype of query; HK divides H. Dv is
+            at most 256, too. Another one than D is a slow path: query and key, or value, are copied
+            to append zeros.
         attn_mask: bool ({B|1}, {H|HK|1}, {Sq|1}, {Sk|1}), True = attend. One that is alike for all
             queries (Sq dimension 1) makes the cost follow the number of kept keys. Two dimensions
             are taken as well: (B, Sk), padding, of bools or of integers as a tokenizer gives them
@@ -135,15 +141,20 @@ def flash_dmattn_func(
             `select_keys`, to share one choice among calls, or from `KeySelection.from_intervals`.
             attn_bias may then be ({B|1}, {H|HK|1}, Sk) as well, or have rows of its own if it
             requires no gradient.
+        sinks: floating (H,), a learned logit of each query head that takes part in the softmax of
+            each row as if it were one more key, whose value is 0: out is multiplied by
+            sigmoid(lse - sinks), and lse becomes logaddexp(lse, sinks). A row that keeps no key
+            then has out = 0 and lse = sinks. -inf means none.
         return_attn_probs: also return the probabilities, for testing. They are computed apart, in
-            float64 and with memory of Sq * Sk per head, and carry no gradient.
+            float64 and with memory of Sq * Sk per head, and carry no gradient. Beside sinks they do
+            not add up to 1.
 
     Under torch.autocast for the device of query, query, key and value are cast to its dtype (but
     those of float64), and so is attn_bias unless it is float32. The arithmetic stays in float32.
     Finite operands may still give INF or NaN where their dot products exceed float32.
 
     Returns:
-        out (B, Sq, H, D), contiguous, in the dtype of query. With return_lse or return_attn_probs
+        out (B, Sq, H, Dv), contiguous, in the dtype of query. With return_lse or return_attn_probs
         a tuple of out and what was asked for, in this order: lse (B, H, Sq) with the natural
         logarithm, differentiable, and probabilities (B, H, Sq, Sk); both float32, or float64 for
         float64 inputs.
@@ -164,6 +175,7 @@ def flash_dmattn_func(
         attn_bias,
         window_size,
         selection,
+        sinks=sinks,
         softmax_scale=softmax_scale,
         is_causal=is_causal,
         softcap=softcap,
@@ -195,7 +207,19 @@ def explain(*arguments: Any, **options: Any) -> str:
     named = dict(given.arguments)
     wanted = named.pop("backend")
     del named["return_lse"], named["return_attn_probs"]
-    return registry.explain(_checked_problem(**named), wanted)
+    problem = _checked_problem(**named)
+    return registry.explain(with_one_head_dim(problem), wanted, _slow_paths(problem))
+
+
+def _slow_paths(problem: Problem) -> list[str]:
+    """What is slow about a problem before a backend sees it, each in a sentence for a user."""
+    head_dim, value_dim = problem.k.shape[-1], problem.v.shape[-1]
+    if head_dim == value_dim:
+        return []
+    copied = "value is" if value_dim < head_dim else "query and key are"
+    return [
+        f"head_dim is {head_dim} of key and {value_dim} of value, so {copied} copied to be padded"
+    ]
 
 
 def flash_dmattn_func_auto(backend: str | None = None) -> Callable[..., Any]:
@@ -331,7 +355,7 @@ def _attend(problem: Problem, backend: str | None) -> tuple[Tensor, Tensor]:
     skip = _leading_rows(problem)
     if skip > 0:
         out = torch.nn.functional.pad(out, (0, 0, 0, 0, skip, 0))
-        lse = torch.nn.functional.pad(lse, (skip, 0), value=-math.inf)
+        lse = torch.cat((lse_of_no_key(problem).expand(*lse.shape[:2], skip), lse), 2)
     return out, lse
 
 
@@ -350,5 +374,6 @@ def _probabilities(problem: Problem) -> Tensor:
         problem.softmax_scale,
         problem.is_causal,
         problem.softcap,
+        sinks=problem.sinks,
     )
     return exact.probs.to(lse_dtype(problem.q.dtype))

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from dmattn.key_lists import Selection
 
@@ -34,10 +35,13 @@ class Problem(NamedTuple):
 
     Attributes:
         q: (B, Sq, H, D), or packed (Tq, H, D).
-        k, v: (B, Sk, HK, D), or packed (Tk, HK, D), in the dtype of q.
+        k, v: (B, Sk, HK, D), or packed (Tk, HK, D), in the dtype of q. Of v, D may be another one;
+            operators and backends get problems with a single one.
         mask: bool ({B|1}, {H|HK|1}, {Sq|1}, {Sk|1}), or packed ({H|HK|1}, Tk) or
             ({H|HK|1}, Tq, max_seqlen_k); None = all keys.
         bias: the dtype of q, or float32; shapes as mask; None = 0.
+        sinks: floating (H,), a logit of each query head that takes part in the softmax of its rows
+            and has no value; None = none. `dmattn.backends.sinks` says who computes them.
         softmax_scale: factor of the dot products.
         is_causal: whether row i sees only the keys up to position i + Sk - Sq.
         softcap: c > 0 turns the scaled dot product x into c * tanh(x / c); 0 leaves it.
@@ -51,6 +55,7 @@ class Problem(NamedTuple):
     v: Tensor
     mask: Tensor | None = None
     bias: Tensor | None = None
+    sinks: Tensor | None = None
     softmax_scale: float = 1.0
     is_causal: bool = False
     softcap: float = 0.0
@@ -90,7 +95,7 @@ class Problem(NamedTuple):
         )
 
 
-_OPERANDS = 5  # fields that are operands: q, k, v, mask, bias
+_OPERANDS = 6  # fields that are operands: q, k, v, mask, bias, sinks
 _SIMPLE = len(Problem._fields) - 2  # and settings; packing and key_lists have parts of their own
 _LISTED = _SIMPLE + len(Selection._fields)
 _NO_LISTS = (None,) * len(Selection._fields)
@@ -111,6 +116,7 @@ class Needs(NamedTuple):
     k: bool
     v: bool
     bias: bool
+    sinks: bool = False
 
 
 class Results(NamedTuple):
@@ -124,12 +130,16 @@ class Results(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Gradients of the operands in their own shapes and dtypes; (0,) where not needed."""
+    """Gradients of the operands in their own shapes and dtypes; (0,) where not needed.
+
+    That of the sinks is no business of backends: None where it is not needed.
+    """
 
     q: Tensor
     k: Tensor
     v: Tensor
     bias: Tensor
+    sinks: Tensor | None = None
 
 
 def lse_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -141,6 +151,27 @@ def lse_shape(q: Tensor) -> tuple[int, ...]:
     """(B, H, Sq) for q of shape (B, Sq, H, D), (H, Tq) for packed sequences (Tq, H, D)."""
     *batch, rows, nheads, _ = q.shape
     return (*batch, nheads, rows)
+
+
+def lse_of_no_key(problem: Problem) -> Tensor:
+    """(H, 1): lse of a row that keeps no key, which is the sink, or -inf without sinks."""
+    q, sinks = problem.q, problem.sinks
+    dtype = lse_dtype(q.dtype)
+    if sinks is not None:
+        return sinks.to(dtype)[:, None]
+    return q.new_full((q.shape[-2], 1), -torch.inf, dtype=dtype)
+
+
+def with_one_head_dim(problem: Problem) -> Problem:
+    """The problem with zeros appended to q and k, or to v, whichever has the smaller head_dim.
+
+    Zeros change no dot product, and make further columns of out that are to be cut off.
+    """
+    q, k, v = problem.q, problem.k, problem.v
+    missing = v.shape[-1] - q.shape[-1]
+    if missing > 0:
+        return problem.replace(q=pad(q, (0, missing)), k=pad(k, (0, missing)))
+    return problem.replace(v=pad(v, (0, -missing))) if missing < 0 else problem
 
 
 def is_per_key(operand: Tensor) -> bool:
@@ -171,7 +202,7 @@ def empty_gradients(problem: Problem, needs: Needs) -> Gradients:
 
     One that is not needed, or that of a bias that is not there, has shape (0,).
     """
-    q, k, v, bias = problem.q, problem.k, problem.v, problem.bias
+    q, k, v, bias, sinks = problem.q, problem.k, problem.v, problem.bias, problem.sinks
     return Gradients(
         _empty_like(q) if needs.q else q.new_empty(0),
         _empty_like(k) if needs.k else q.new_empty(0),
@@ -179,6 +210,7 @@ def empty_gradients(problem: Problem, needs: Needs) -> Gradients:
         (q if bias is None else bias).new_empty(0)
         if bias is None or not needs.bias
         else _empty_like(bias),
+        None if sinks is None or not needs.sinks else _empty_like(sinks),
     )
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 class Reference(NamedTuple):
     """Results of `reference_attention`, all in its compute dtype."""
 
-    out: Tensor  # (B, Sq, H, D)
+    out: Tensor  # (B, Sq, H, head_dim of the values)
     lse: Tensor  # (B, H, Sq), natural logarithm
     probs: Tensor  # (B, H, Sq, Sk)
 
@@ -29,6 +29,7 @@ class ReferenceGradients(NamedTuple):
     dk: Tensor
     dv: Tensor
     dbias: Tensor | None
+    dsinks: Tensor | None = None
 
 
 def reference_attention(
@@ -41,18 +42,21 @@ def reference_attention(
     is_causal: bool = False,
     softcap: float = 0.0,
     *,
+    sinks: Tensor | None = None,
     compute_dtype: torch.dtype = torch.float64,
 ) -> Reference:
     """Attention by definition, every step in `compute_dtype`. Differentiable.
 
     Args:
         query: (B, Sq, H, D), floating.
-        key, value: (B, Sk, HK, D).
+        key: (B, Sk, HK, D).
+        value: (B, Sk, HK, any head_dim).
         attn_mask: bool ({B|1}, {H|HK|1}, {Sq|1}, {Sk|1}) or None.
         attn_bias: floating, shapes as attn_mask, or None.
         softmax_scale: D ** -0.5 when None.
         is_causal: row i sees keys 0..i + Sk - Sq.
         softcap: c in c * tanh(x / c) for c > 0.
+        sinks: floating (H,), a further logit of each row that has no value, or None.
         compute_dtype: float64 for the oracle; a lower precision gives the plain computation against
             which errors are measured.
     """
@@ -66,6 +70,7 @@ def reference_attention(
             query.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale,
             is_causal,
             softcap,
+            sinks,
             compute_dtype,
         )
 
@@ -79,6 +84,7 @@ def _attend(
     scale: float,
     is_causal: bool,
     softcap: float,
+    sinks: Tensor | None,
     compute_dtype: torch.dtype,
 ) -> Reference:
     batch, seqlen_q, nheads, _ = query.shape
@@ -100,10 +106,13 @@ def _attend(
     if is_causal:
         keep = keep.tril(seqlen_k - seqlen_q)
 
-    empty = ~keep.any(-1, keepdim=True)
     logits = logits.masked_fill(~keep, -math.inf)
+    if sinks is not None:  # as one key more
+        column = sinks.to(compute_dtype)[:, None, None].expand(batch, nheads, seqlen_q, 1)
+        logits = torch.cat((logits, column), -1)
     # A row of -inf has no softmax; give it any finite one and then erase it.
-    probs = logits.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)
+    empty = (logits == -math.inf).all(-1, keepdim=True)
+    probs = logits.masked_fill(empty, 0.0).softmax(-1).masked_fill(empty, 0.0)[..., :seqlen_k]
     lse = logits.masked_fill(empty, 0.0).logsumexp(-1).masked_fill(empty[..., 0], -math.inf)
     out = (probs @ v).transpose(1, 2)
     return Reference(out, lse, probs)
@@ -119,6 +128,7 @@ def reference_gradients(
     is_causal: bool = False,
     softcap: float = 0.0,
     *,
+    sinks: Tensor | None = None,
     dout: Tensor,
     dlse: Tensor | None = None,
     compute_dtype: torch.dtype = torch.float64,
@@ -126,15 +136,16 @@ def reference_gradients(
     """`reference_attention` and the gradients of (out * dout).sum() + (lse * dlse).sum().
 
     Args:
-        dout: (B, Sq, H, D).
+        dout: as out.
         dlse: (B, H, Sq) or None; entries of empty rows do not count.
         others: as `reference_attention`.
     """
     leaves = [t.detach().to(compute_dtype).requires_grad_() for t in (query, key, value)]
-    bias = None
-    if attn_bias is not None:
-        bias = attn_bias.detach().to(compute_dtype).requires_grad_()
-        leaves.append(bias)
+    bias, sink = (
+        None if t is None else t.detach().to(compute_dtype).requires_grad_()
+        for t in (attn_bias, sinks)
+    )
+    leaves += [t for t in (bias, sink) if t is not None]
     with torch.enable_grad():
         out, lse, _ = reference_attention(
             leaves[0],
@@ -145,6 +156,7 @@ def reference_gradients(
             softmax_scale,
             is_causal,
             softcap,
+            sinks=sink,
             compute_dtype=compute_dtype,
         )
         objective = (out * dout.to(compute_dtype)).sum()
@@ -154,7 +166,8 @@ def reference_gradients(
         grads = torch.autograd.grad(objective, leaves, materialize_grads=True)
     dq, dk, dv = grads[:3]
     dbias = None if bias is None else grads[3]
-    return ReferenceGradients(out.detach(), lse.detach(), dq, dk, dv, dbias)
+    dsinks = None if sink is None else grads[-1]
+    return ReferenceGradients(out.detach(), lse.detach(), dq, dk, dv, dbias, dsinks)
 
 
 def _per_query_head(t: Tensor, nheads: int) -> Tensor:

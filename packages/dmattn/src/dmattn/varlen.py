@@ -1,6 +1,5 @@
 """Attention over sequences of unequal lengths that are packed one after the other."""
 
-import math
 from typing import Any, Literal, overload
 
 import torch
@@ -9,7 +8,7 @@ from torch import Tensor
 from dmattn.arguments import check_scores, check_window_size, checked_problem, without_nan
 from dmattn.dispatch import attend, is_same_tensor, select
 from dmattn.key_lists import best_keys
-from dmattn.problem import Packing, Problem, is_per_key
+from dmattn.problem import Packing, Problem, is_per_key, lse_of_no_key
 from dmattn.selection import same_heads
 from dmattn.validation import check_int
 
@@ -32,6 +31,8 @@ def flash_dmattn_varlen_func(
     window_size: int | None = None,
     return_lse: Literal[False] = False,
     backend: str | None = None,
+    *,
+    sinks: Tensor | None = None,
 ) -> Tensor: ...
 
 
@@ -54,6 +55,7 @@ def flash_dmattn_varlen_func(
     *,
     return_lse: Literal[True],
     backend: str | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -75,6 +77,8 @@ def flash_dmattn_varlen_func(
     window_size: int | None = None,
     return_lse: bool = False,
     backend: str | None = None,
+    *,
+    sinks: Tensor | None = None,
 ) -> Any: ...  # Tensor, or tuple of two
 
 
@@ -95,13 +99,15 @@ def flash_dmattn_varlen_func(
     window_size: int | None = None,
     return_lse: bool = False,
     backend: str | None = None,
+    *,
+    sinks: Tensor | None = None,
 ) -> Any:
     """`flash_dmattn_func` for each of n sequences packed one behind the other, without padding.
 
     Sequence b has the query rows cu_seqlens_q[b] .. cu_seqlens_q[b + 1] - 1 and the keys
     cu_seqlens_k[b] .. cu_seqlens_k[b + 1] - 1; either may be none. Rows see keys of their own
     sequence only. Letters: Tq and Tk rows and keys of all sequences together, H query heads, HK
-    key/value heads, D head dimension.
+    key/value heads, D and Dv head dimension of keys and of values.
 
     On CUDA cu_seqlens are read by the kernels alone, so that the host never waits for them, and
     cannot be checked: ones that do not rise from 0 to Tq and Tk, or a sequence longer than
@@ -110,7 +116,8 @@ def flash_dmattn_varlen_func(
 
     Args:
         query: (Tq, H, D) with D at most 256; dtypes and views as for `flash_dmattn_func`.
-        key, value: (Tk, HK, D) in the dtype of query; HK divides H.
+        key, value: (Tk, HK, D) and (Tk, HK, Dv) in the dtype of query; HK divides H. Dv as for
+            `flash_dmattn_func`.
         cu_seqlens_q, cu_seqlens_k: int32 (n + 1,), on the device of query. None for cu_seqlens_k
             means that it is the same as cu_seqlens_q.
         max_seqlen_q, max_seqlen_k: length of the longest sequence, or more.
@@ -130,9 +137,10 @@ def flash_dmattn_varlen_func(
             tensors at different places, under torch.compile two objects), each row is first moved
             to its key. That is a slow path: it takes time and memory for Tk rows.
         return_lse: also return the log-sum-exp of each row.
+        sinks: (H,), as for `flash_dmattn_func`.
 
     Returns:
-        out (Tq, H, D), contiguous, in the dtype of query. With return_lse a tuple of that and lse
+        out (Tq, H, Dv), contiguous, in the dtype of query. With return_lse a tuple of that and lse
         (H, Tq) with the natural logarithm, float32 (float64 for float64 inputs), differentiable.
 
     Raises:
@@ -156,6 +164,7 @@ def flash_dmattn_varlen_func(
         attn_mask,
         attn_bias,
         packing,
+        sinks=sinks,
         softmax_scale=softmax_scale,
         is_causal=is_causal,
         softcap=softcap,
@@ -203,7 +212,7 @@ def _attend_in_window(
     if rows_of_keys is None:
         return out, lse
     out = torch.nn.functional.pad(out, (0, 0, 0, 0, 0, 1))[rows_of_keys]
-    lse = torch.nn.functional.pad(lse, (0, 1), value=-math.inf)[:, rows_of_keys]
+    lse = torch.cat((lse, lse_of_no_key(problem)), 1)[:, rows_of_keys]
     return out, lse
 
 

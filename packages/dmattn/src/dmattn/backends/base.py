@@ -39,7 +39,7 @@ class Backend(ABC):
         """Compute a checked problem that this backend supports.
 
         Args:
-            problem: what to compute.
+            problem: what to compute; without sinks, as `dmattn.backends.sinks` adds them.
             for_backward: whether the results are for a backward; if not, lse_rest is None.
 
         Raises:
@@ -53,9 +53,12 @@ class Backend(ABC):
         """The gradients of a problem from what its forward returned.
 
         Args:
-            problem: as given to `forward`.
-            results: as `forward` returned them.
+            problem: as given to `forward`, but with the sinks if there are any.
+            results: as `forward` returned them; with sinks, they are in out and lse. So nothing is
+                to be done about them where the probabilities are exp(logits - lse). A backend that
+                sums its rows again has to count them.
             dout: the gradient of out, in its shape and dtype, any strides.
             dlse: the gradient of lse, or None where it is zero.
-            needs: the gradients to compute; the others are returned with shape (0,).
+            needs: the gradients to compute; the others are returned with shape (0,), and that of
+                the sinks as None.
         """

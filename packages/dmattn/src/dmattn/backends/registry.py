@@ -1,5 +1,7 @@
 """The list of backends, and the one place that chooses among them."""
 
+from collections.abc import Sequence
+
 import torch
 
 from dmattn.backends.base import Backend
@@ -90,12 +92,13 @@ def unusable(backend: Backend, reason: str) -> RuntimeError:
     return RuntimeError(f"backend: got {backend.name!r}, which cannot run here: {reason}")
 
 
-def explain(problem: Problem, wanted: str | None = None) -> str:
+def explain(problem: Problem, wanted: str | None = None, slow: Sequence[str] = ()) -> str:
     """Which backend computes a checked problem, why not the others, and what slows it down.
 
     Args:
         problem: what is to be computed.
         wanted: the name of the backend that is insisted on, or None.
+        slow: what slows it down already before it reaches a backend.
 
     Raises:
         ValueError: there is no backend of the name that is wanted.
@@ -114,5 +117,5 @@ def explain(problem: Problem, wanted: str | None = None) -> str:
         else:
             lines.append(f"  not {backend.name}: {chosen.name} comes first")
     if chosen is not None:
-        lines += [f"  slow: {note}" for note in chosen.slow_paths(problem)]
+        lines += [f"  slow: {note}" for note in (*slow, *chosen.slow_paths(problem))]
     return "\n".join([f"backend: {'none' if chosen is None else chosen.name}", *lines])

@@ -4,7 +4,8 @@ Their arguments are the fields of a `Problem`, those of its packing and key list
 name of a backend or None:
 
     dmattn::fwd(<problem>, backend) -> (out, lse, lse_rest)
-    dmattn::bwd(dout, dlse, out, lse, lse_rest, needs, <problem>, backend) -> (dq, dk, dv, dbias)
+    dmattn::bwd(dout, dlse, out, lse, lse_rest, needs, <problem>, backend)
+        -> (dq, dk, dv, dbias, dsinks)
 """
 
 from typing import Any
@@ -12,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dmattn.backends import registry
-from dmattn.checks import check, check_backward
+from dmattn.backends import registry, sinks
+from dmattn.checks import check, check_backward, check_one_head_dim
 from dmattn.key_lists import Selection
 from dmattn.ops.register import Operator, register
 from dmattn.problem import (
@@ -28,6 +29,7 @@ from dmattn.problem import (
     empty_lse_rest,
     empty_results,
 )
+from dmattn.validation import one_of
 
 
 def _setting(name: str) -> str:
@@ -38,7 +40,7 @@ def _setting(name: str) -> str:
 
 _PROBLEM = ", ".join(
     (
-        "Tensor q, Tensor k, Tensor v, Tensor? mask=None, Tensor? bias=None",
+        "Tensor q, Tensor k, Tensor v, Tensor? mask=None, Tensor? bias=None, Tensor? sinks=None",
         *(_setting(name) for name in SETTINGS),
         *(f"Tensor? sel_{name}=None" for name in Selection._fields),
         *(f"Tensor? {name}=None" for name in Packing._fields[:2]),
@@ -48,11 +50,13 @@ _PROBLEM = ", ".join(
 )
 _FWD_SCHEMA = f"({_PROBLEM}) -> (Tensor out, Tensor lse, Tensor lse_rest)"
 _BWD_SCHEMA = (
-    "(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor? lse_rest, bool[4] needs, "
-    f"{_PROBLEM}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)"
+    "(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor? lse_rest, bool[5] needs, "
+    f"{_PROBLEM}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)"
 )
 _FWD_NAMES = (*FLAT_NAMES, "backend")
 _BWD_NAMES = ("dout", "dlse", "out", "lse", "lse_rest", "needs", *_FWD_NAMES)
+# Where the operands of `Needs` are among the arguments.
+_DIFFERENTIABLE = tuple(_FWD_NAMES.index(name) for name in Needs._fields)
 _FWD_DEFAULTS: dict[str, Any] = {
     **dict.fromkeys(_FWD_NAMES),
     **Problem._field_defaults,
@@ -88,6 +92,7 @@ def _problem(arguments: dict[str, Any]) -> Problem:
         lists = Selection(*(t.contiguous() for t in problem.key_lists))
         problem = problem._replace(key_lists=lists)
     check(problem)
+    check_one_head_dim(problem)
     return problem
 
 
@@ -98,7 +103,7 @@ def _forward_arguments(given: tuple[Any, ...], named: dict[str, Any]) -> dict[st
 def _forward(*given: Any, **named: Any) -> Results:
     arguments = _forward_arguments(given, named)
     problem = _problem(arguments)
-    results = registry.choose(problem, arguments["backend"]).forward(problem)
+    results = sinks.forward(registry.choose(problem, arguments["backend"]), problem)
     if results.lse_rest is None:
         results = results._replace(lse_rest=empty_lse_rest(problem))
     return results
@@ -116,8 +121,8 @@ def _backward_arguments(
 ) -> tuple[tuple[Problem, Results, Tensor, Tensor | None, Needs], str | None]:
     """Those of `Backend.backward`, checked, and the name of the backend."""
     arguments = {**_FWD_DEFAULTS, **dict(zip(_BWD_NAMES, given, strict=False)), **named}
-    if len(arguments["needs"]) != 4:
-        wanted = "wanted 4 (dq, dk, dv, dbias)"
+    if len(arguments["needs"]) != len(Needs._fields):
+        wanted = f"wanted {len(Needs._fields)}, one for each of {one_of(Needs._fields)}"
         raise ValueError(f"needs: got {len(arguments['needs'])} entries, {wanted}")
     problem, needs = _problem(arguments), Needs(*arguments["needs"])
     results = Results(arguments["out"], arguments["lse"], arguments["lse_rest"])
@@ -128,12 +133,18 @@ def _backward_arguments(
 
 def _backward(*given: Any, **named: Any) -> Gradients:
     arguments, backend = _backward_arguments(given, named)
-    return registry.choose(arguments[0], backend).backward(*arguments)
+    grads = sinks.backward(registry.choose(arguments[0], backend), *arguments)
+    return _all_tensors(grads, arguments[0])
 
 
 def _fake_backward(*given: Any, **named: Any) -> Gradients:
     (problem, *_, needs), _ = _backward_arguments(given, named)
-    return empty_gradients(problem, needs)
+    return _all_tensors(empty_gradients(problem, needs), problem)
+
+
+def _all_tensors(grads: Gradients, problem: Problem) -> Gradients:
+    """With (0,) in the place of None, as an operator returns tensors."""
+    return grads if grads.sinks is not None else grads._replace(sinks=problem.q.new_empty(0))
 
 
 def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
@@ -148,14 +159,16 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tenso
 def saved_call(ctx: Any) -> tuple[Problem, Results, Needs]:
     """What `setup_context` kept."""
     *tensors, out, lse, rest = ctx.saved_tensors
-    needs = Needs(*(ctx.needs_input_grad[i] for i in (0, 1, 2, 4)))
+    needs = Needs(*(ctx.needs_input_grad[i] for i in _DIFFERENTIABLE))
     return Problem.join(tensors, ctx.rest), Results(out, lse, rest), needs
 
 
 def input_gradients(grads: Gradients, needs: Needs) -> tuple[Tensor | None, ...]:
     """One entry for each argument of dmattn::fwd."""
-    dq, dk, dv, dbias = (g if need else None for g, need in zip(grads, needs, strict=True))
-    return dq, dk, dv, None, dbias, *[None] * (len(_FWD_NAMES) - 5)
+    found: list[Tensor | None] = [None] * len(_FWD_NAMES)
+    for place, grad, need in zip(_DIFFERENTIABLE, grads, needs, strict=True):
+        found[place] = grad if need else None
+    return tuple(found)
 
 
 def _gradients(
@@ -175,7 +188,9 @@ def no_double_backward(ctx: Any, *grads: Tensor | None) -> None:
     )
 
 
-register(Operator("dmattn::fwd", _FWD_SCHEMA, _forward, _fake_forward))
-register(Operator("dmattn::bwd", _BWD_SCHEMA, _backward, _fake_backward))
+# Both devices get the same function, since the registry of backends looks at the device. Strides
+# decide what a backend reads in place.
+register(Operator("dmattn::fwd", _FWD_SCHEMA, _forward, _forward, _fake_forward, True))
+register(Operator("dmattn::bwd", _BWD_SCHEMA, _backward, _backward, _fake_backward, True))
 torch.library.register_autograd("dmattn::fwd", _gradients, setup_context=setup_context)
 torch.library.register_autograd("dmattn::bwd", no_double_backward)

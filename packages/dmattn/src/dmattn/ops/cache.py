@@ -7,17 +7,17 @@ Letters: B batch, T new tokens, H query heads, HK key/value heads, D head dimens
 without a key has score -inf and position -1.
 """
 
+from functools import partial
+from types import ModuleType
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from dmattn.backends.cpu import cache as cpu
 from dmattn.backends.cuda import cache as cuda
 from dmattn.cache_state import CacheTensors, CacheTokens
+from dmattn.ops.register import Operator, register
 
-_APPEND = "dmattn::cache_append"
-_ATTEND = "dmattn::cache_append_and_attend"
 _STATE = "Tensor(a!) k, Tensor(b!) v, Tensor(c!) score, Tensor(d!) position, Tensor(e!) seen"
 _TOKENS = "Tensor k_new, Tensor v_new, Tensor score_new, Tensor? active"
 _APPEND_SCHEMA = f"({_TOKENS}, {_STATE}, bool evict) -> ()"
@@ -76,31 +76,20 @@ class AttendCall(NamedTuple):
         return self.softmax_scale, self.softcap
 
 
-def _append_cpu(*given: Any, **named: Any) -> None:
+def _append(device: ModuleType, *given: Any, **named: Any) -> None:
+    """dmattn::cache_append by the implementation for a device."""
     call = AppendCall(*given, **named)
-    cpu.append_to_cache(call.tokens, call.cache, call.evict)
-
-
-def _append_cuda(*given: Any, **named: Any) -> None:
-    call = AppendCall(*given, **named)
-    cuda.append_to_cache(call.tokens, call.cache, call.evict)
+    device.append_to_cache(call.tokens, call.cache, call.evict)
 
 
 def _append_fake(*given: Any, **named: Any) -> None:
     return
 
 
-def _attend_cpu(*given: Any, **named: Any) -> Tensor:
+def _attend(device: ModuleType, *given: Any, **named: Any) -> Tensor:
+    """dmattn::cache_append_and_attend by the implementation for a device."""
     call = AttendCall(*given, **named)
-    out = cpu.append_to_cache(call.tokens, call.cache, True, call.q, *call.numbers)
-    assert out is not None  # as q was given
-    return out
-
-
-def _attend_cuda(*given: Any, **named: Any) -> Tensor:
-    call = AttendCall(*given, **named)
-    out = cuda.append_to_cache(call.tokens, call.cache, True, call.q, *call.numbers)
-    assert out is not None  # as q was given
+    out: Tensor = device.append_to_cache(call.tokens, call.cache, True, call.q, *call.numbers)
     return out
 
 
@@ -109,16 +98,8 @@ def _attend_fake(*given: Any, **named: Any) -> Tensor:
     return q.new_empty(q.shape)
 
 
-def _register() -> None:
-    operators = (
-        (_APPEND, _APPEND_SCHEMA, _append_cpu, _append_cuda, _append_fake),
-        (_ATTEND, _ATTEND_SCHEMA, _attend_cpu, _attend_cuda, _attend_fake),
-    )
-    for name, schema, on_cpu, on_cuda, fake in operators:
-        torch.library.define(name, schema, tags=(torch.Tag.pt2_compliant_tag,))
-        torch.library.impl(name, "cpu", on_cpu)
-        torch.library.impl(name, "cuda", on_cuda)
-        torch.library.register_fake(name, fake)
-
-
-_register()
+for _name, _schema, _function, _fake in (
+    ("dmattn::cache_append", _APPEND_SCHEMA, _append, _append_fake),
+    ("dmattn::cache_append_and_attend", _ATTEND_SCHEMA, _attend, _attend_fake),
+):
+    register(Operator(_name, _schema, partial(_function, cpu), partial(_function, cuda), _fake))

@@ -5,26 +5,28 @@ from typing import Any, NamedTuple
 
 import torch
 
-# Strides decide what is read in place, so a compiler may not choose others. Older releases of torch
-# know only the weaker promise to keep the order of the strides.
-TAGS = (
-    torch.Tag.pt2_compliant_tag,
-    getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order),
-)
+_COMPILES = torch.Tag.pt2_compliant_tag
+# Older releases of torch know only the weaker promise to keep the order of the strides.
+_KEEPS_STRIDES = getattr(torch.Tag, "needs_exact_strides", torch.Tag.needs_fixed_stride_order)
 
 
 class Operator(NamedTuple):
-    """A function and what it needs as a registered operator."""
+    """What torch has to know of an operator."""
 
     name: str  # with its namespace
     schema: str
-    implementation: Callable[..., Any]  # for tensors on the CPU and on CUDA devices
+    on_cpu: Callable[..., Any]
+    on_cuda: Callable[..., Any]
     fake: Callable[..., Any]
+    # Whether a compiler has to hand over tensors with the strides that eager mode would have: where
+    # these decide what is read in place and what is copied.
+    exact_strides: bool = False
 
 
 def register(operator: Operator) -> None:
     """Make an operator known to torch."""
-    torch.library.define(operator.name, operator.schema, tags=TAGS)
-    for device in ("cpu", "cuda"):
-        torch.library.impl(operator.name, device, operator.implementation)
+    tags = (_COMPILES, _KEEPS_STRIDES) if operator.exact_strides else (_COMPILES,)
+    torch.library.define(operator.name, operator.schema, tags=tags)
+    torch.library.impl(operator.name, "cpu", operator.on_cpu)
+    torch.library.impl(operator.name, "cuda", operator.on_cuda)
     torch.library.register_fake(operator.name, operator.fake)

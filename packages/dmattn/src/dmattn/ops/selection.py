@@ -6,6 +6,8 @@ the intervals of packed documents.
 """
 
 import math
+from functools import partial
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -20,6 +22,7 @@ from dmattn.key_lists import (
     num_blocks,
     num_lists,
 )
+from dmattn.ops.register import Operator, register
 from dmattn.validation import is_one_or
 
 # Sizes are SymInt, so that one compiled graph serves every length. `lists`: how many lists to make,
@@ -291,32 +294,20 @@ def _empty_ends(cu_seqlens: Tensor, seqlen_k: int) -> Tensor:
     return cu_seqlens.new_empty((seqlen_k,))
 
 
-def _document_ends_cpu(cu_seqlens: Tensor, seqlen_k: int) -> Tensor:
+def _document_ends(device: ModuleType, cu_seqlens: Tensor, seqlen_k: int) -> Tensor:
     _check_bounds(cu_seqlens)
-    return cpu.document_ends(cu_seqlens, seqlen_k)
+    ends: Tensor = device.document_ends(cu_seqlens, seqlen_k)
+    return ends
 
 
-def _document_ends_cuda(cu_seqlens: Tensor, seqlen_k: int) -> Tensor:
-    _check_bounds(cu_seqlens)
-    return cuda.document_ends(cu_seqlens, seqlen_k)
-
-
-def _register() -> None:
-    for name, schema, on_cpu, on_cuda, fake in (
-        ("dmattn::select_keys", _SELECT, _select_cpu, _select_cuda, _empty_selection),
-        ("dmattn::build_key_lists", _BUILD, _build_cpu, _build_cuda, _empty_lists),
-        (
-            "dmattn::document_ends",
-            _DOCUMENT_ENDS,
-            _document_ends_cpu,
-            _document_ends_cuda,
-            _empty_ends,
-        ),
-    ):
-        torch.library.define(name, schema, tags=(torch.Tag.pt2_compliant_tag,))
-        torch.library.impl(name, "cpu", on_cpu)
-        torch.library.impl(name, "cuda", on_cuda)
-        torch.library.register_fake(name, fake)
-
-
-_register()
+register(Operator("dmattn::select_keys", _SELECT, _select_cpu, _select_cuda, _empty_selection))
+register(Operator("dmattn::build_key_lists", _BUILD, _build_cpu, _build_cuda, _empty_lists))
+register(
+    Operator(
+        "dmattn::document_ends",
+        _DOCUMENT_ENDS,
+        partial(_document_ends, cpu),
+        partial(_document_ends, cuda),
+        _empty_ends,
+    )
+)

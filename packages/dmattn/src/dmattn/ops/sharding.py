@@ -12,11 +12,19 @@ from typing import Any
 import torch
 
 from dmattn.key_lists import Selection
-from dmattn.problem import FLAT_NAMES
+from dmattn.problem import FLAT_NAMES, Needs
 
 _DTENSOR = "torch.distributed.tensor"
-# Of each tensor among the arguments, in which dimension its batch and its heads are.
-_OPERANDS = {"q": (0, 2), "k": (0, 2), "v": (0, 2), "mask": (0, 1), "bias": (0, 1)}
+# Of each tensor among the arguments, in which dimension its batch and its heads are; None: it has
+# no such dimension.
+_OPERANDS: dict[str, tuple[int | None, int]] = {
+    "q": (0, 2),
+    "k": (0, 2),
+    "v": (0, 2),
+    "mask": (0, 1),
+    "bias": (0, 1),
+    "sinks": (None, 0),
+}
 _LISTS = {f"sel_{name}": (0, 1) for name in Selection._fields}
 _RESULTS = {"dout": (0, 2), "dlse": (0, 1), "out": (0, 2), "lse": (0, 1), "lse_rest": (0, 1)}
 _FORWARD_OUTPUTS = ("out", "lse", "lse_rest")
@@ -64,7 +72,7 @@ def _backward_rules(*arguments: Any) -> list[tuple[list[Any], list[Any]]]:
     for split in _splits(named):
         places = [_place(name, value, split) for name, value in named.items()]
         outputs = []
-        for name, need in zip(("q", "k", "v", "bias"), named["needs"], strict=True):
+        for name, need in zip(Needs._fields, named["needs"], strict=True):
             operand = named.get(name)
             if not need or operand is None:
                 outputs.append(_shard(None, split))
@@ -98,11 +106,13 @@ def _place(name: str, value: Any, split: int | None) -> Any:
     if dims is None or split is None:
         return _shard(None, split)
     dim = dims[split]
-    whole = len(value.shape) < 3 or value.shape[dim] == 1  # fewer: stands for none
+    stands_for_none = name != "sinks" and len(value.shape) < 3
+    whole = dim is None or stands_for_none or value.shape[dim] == 1
     return _shard(None if whole else dims, split)
 
 
-def _shard(dims: tuple[int, int] | None, split: int | None) -> Any:
+def _shard(dims: tuple[int | None, int] | None, split: int | None) -> Any:
     from torch.distributed.tensor import Replicate, Shard
 
-    return Replicate() if dims is None or split is None else Shard(dims[split])
+    dim = None if dims is None or split is None else dims[split]
+    return Replicate() if dim is None else Shard(dim)

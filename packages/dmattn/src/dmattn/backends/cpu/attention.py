@@ -242,6 +242,8 @@ def _normalizer(
     for keys in key_blocks(layout, lists, block):
         s, _ = _logits(layout, block, keys, rows.q, exact)
         softmax.add(s)
+    if layout.sinks is not None:
+        softmax.add(layout.fold(layout.sinks, block).clone())
     shift = softmax.maximum.masked_fill(softmax.maximum == -math.inf, 0.0)
     return shift, softmax.divisor().reciprocal()
 

@@ -30,7 +30,7 @@ def append_to_cache(
         if q is not None and out is not None:
             now, bias = slice(t, t + 1), cache.score.unsqueeze(2)
             operands = (q[:, now], cache.k, cache.v, None, bias)
-            problem = Problem(*operands, softmax_scale, False, softcap)
+            problem = Problem(*operands, softmax_scale=softmax_scale, softcap=softcap)
             out[:, now] = attention.forward(problem).out
     return out
 

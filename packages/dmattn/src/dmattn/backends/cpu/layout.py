@@ -44,6 +44,7 @@ class Layout:
     v: Tensor  # (B*HK, Sk, D), contiguous, in `dtype`
     mask: Tensor | None  # bool ({B|1}, {HL|1}, {G|1}, {Sq|1}, {Sk|1})
     bias: Tensor | None  # shapes as mask, in its own dtype
+    sinks: Tensor | None  # (B, HL, G, Sq, 1), a view
     softmax_scale: float
     softcap: float
     is_causal: bool
@@ -97,6 +98,9 @@ def make_layout(problem: Problem) -> Layout:
         heads = nheads
     group = nheads // heads
     dtype = lse_dtype(q.dtype)
+    sinks = problem.sinks
+    if sinks is not None:
+        sinks = sinks.to(dtype).view(1, heads, group, 1, 1).expand(batch, -1, -1, seqlen_q, 1)
     return Layout(
         dtype=dtype,
         batch=batch,
@@ -110,6 +114,7 @@ def make_layout(problem: Problem) -> Layout:
         v=v.transpose(1, 2).to(dtype).contiguous().flatten(0, 1),
         mask=None if problem.mask is None else _by_group(problem.mask, heads, group),
         bias=None if problem.bias is None else _by_group(problem.bias, heads, group),
+        sinks=sinks,
         softmax_scale=problem.softmax_scale,
         softcap=problem.softcap,
         is_causal=problem.is_causal,

@@ -83,7 +83,7 @@ def backward(
     check_device(device)
     if q.numel() == 0 or k.numel() == 0:
         grads = empty_gradients(problem, needs)
-        for grad in grads:
+        for grad in grads[:4]:
             grad.zero_()
         return grads
     # As forward made them, unless a compiler moved them.
@@ -98,7 +98,7 @@ def backward(
     elif dout.stride(-1) != 1:
         dout = dout.contiguous()  # such as the expanded gradient of a sum
     dlse = None if dlse is None else dlse.contiguous()
-    dq, dk, dv, dbias = empty_gradients(problem, needs)
+    dq, dk, dv, dbias, _ = empty_gradients(problem, needs)
     core, codes = load_kernels()
     packing = problem.packing and _contiguous(problem.packing)
     lists = _lists(problem)
