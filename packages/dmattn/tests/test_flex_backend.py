@@ -30,7 +30,7 @@ def problem(seqlen_q: int = 300, seqlen_k: int = 420, batch: int = 2, **fields: 
 
 
 def documents(**fields: Any) -> Problem:
-    """Packed; the second sequence has no rows, the third no keys, the fifth fewer keys than rows."""
+    """Packed; the 2nd has no rows, the 3rd no keys, the 5th more rows than keys."""
     rows, keys = [70, 0, 9, 230, 200], [90, 40, 0, 300, 130]
     bounds = [
         torch.tensor([0, *torch.tensor(n).cumsum(0).tolist()], dtype=torch.int32)
