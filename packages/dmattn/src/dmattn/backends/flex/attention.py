@@ -68,7 +68,7 @@ def backward(
     """
     grads = empty_gradients(problem, needs)
     if problem.q.numel() == 0 or problem.k.numel() == 0:
-        for grad in grads:
+        for grad in grads[:4]:
             grad.zero_()
         return grads
     packed = problem.packing is not None
@@ -84,6 +84,8 @@ def backward(
         table = block_table(given) if torch_flex.runs_compiled(problem.q) else None
         shift = lse.detach().masked_fill(empty, 0.0)
         out, rest, bias = _attend(problem, given, table, shift, needs.bias)
+        if problem.sinks is not None:
+            out, rest = _beside_sinks(out, rest, problem.sinks.to(rest.dtype)[:, None] - shift)
         wanted = {"q": q, "k": k, "v": v, "bias": bias}
         leaves = {
             name: t
@@ -98,6 +100,13 @@ def backward(
         target = getattr(grads, name)
         target.copy_(bias_gradient(grad, target.shape) if name == "bias" else grad)
     return grads
+
+
+def _beside_sinks(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
+    """out (B, H, Sq, D) and lse (B, H, Sq) with one logit more in each row, without a value."""
+    lse = lse.masked_fill(lse == -math.inf, torch.finfo(lse.dtype).min / 4)
+    total = torch.logaddexp(lse, sink)
+    return out * (lse - total).exp().to(out.dtype)[..., None], total
 
 
 def _attend(
