@@ -208,20 +208,27 @@ def test_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
             self.dtype = dtype
 
     def reasons(dtype: torch.dtype) -> list[Exception]:
-        q: Any = OnCuda(dtype)
-        return backend.unsupported(problem()._replace(q=q))
+        return backend.unsupported(problem()._replace(q=OnCuda(dtype)))
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    flex._lack_of_compiler.cache_clear()
+    flex._has_triton.cache_clear()
     assert reasons(torch.float32) == []
     (wide,) = reasons(torch.float64)
     assert isinstance(wide, TypeError) and "got dtype torch.float64" in str(wide)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    flex._lack_of_compiler.cache_clear()
+    flex._has_triton.cache_clear()
     (lack,) = reasons(torch.float32)
-    assert "triton" in str(lack)
-    flex._lack_of_compiler.cache_clear()
+    for part in ("torch.float32", "backend 'flex'", "pip install triton"):
+        assert part in str(lack)
+    # What a user is told whom no backend serves: the dtype, who would serve it, and the way out.
     q: Any = OnCuda(torch.float32)
+    q.stride = lambda dim: 1
+    monkeypatch.setattr(registry, "BACKENDS", [registry.named("cuda"), backend])
+    with pytest.raises(TypeError) as error:
+        registry.choose(problem()._replace(q=q))
+    for part in ("got dtype torch.float32", "torch.autocast", "backend 'flex'", "pip install"):
+        assert part in str(error.value)
+    flex._has_triton.cache_clear()
     notes = backend.slow_paths(in_window(5)._replace(q=q, bias=torch.zeros(1, 1, 1, 420)))
     for part in ("compile", "padded to 64", "whole blocks of 128", "atomics"):
         assert any(part in note for note in notes), part

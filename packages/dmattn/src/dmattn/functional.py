@@ -15,6 +15,7 @@ from dmattn.dispatch import attend, select
 from dmattn.problem import Problem, lse_dtype, lse_of_no_key, with_one_head_dim
 from dmattn.reference import reference_attention
 from dmattn.selection import KeySelection, key_only_mask, same_heads
+from dmattn.slow_paths import slow_paths
 
 
 @overload
@@ -194,7 +195,7 @@ def explain(*arguments: Any, **options: Any) -> str:
     """Which backend `flash_dmattn_func` would use, why not the others, and what makes it slow.
 
     Takes the arguments of that function. Nothing is computed but the choice of keys, if there is a
-    window_size.
+    window_size. For packed sequences there is `explain_varlen`.
 
     Returns:
         Some lines of text, for reading.
@@ -208,18 +209,7 @@ def explain(*arguments: Any, **options: Any) -> str:
     wanted = named.pop("backend")
     del named["return_lse"], named["return_attn_probs"]
     problem = _checked_problem(**named)
-    return registry.explain(with_one_head_dim(problem), wanted, _slow_paths(problem))
-
-
-def _slow_paths(problem: Problem) -> list[str]:
-    """What is slow about a problem before a backend sees it, each in a sentence for a user."""
-    head_dim, value_dim = problem.k.shape[-1], problem.v.shape[-1]
-    if head_dim == value_dim:
-        return []
-    copied = "value is" if value_dim < head_dim else "query and key are"
-    return [
-        f"head_dim is {head_dim} of key and {value_dim} of value, so {copied} copied to be padded"
-    ]
+    return registry.explain(with_one_head_dim(problem), wanted, slow_paths(problem))
 
 
 def flash_dmattn_func_auto(backend: str | None = None) -> Callable[..., Any]:

@@ -74,10 +74,18 @@ def choose(problem: Problem, wanted: str | None = None) -> Backend:
             reasons = backend.unsupported(problem)
             if not reasons:
                 return backend
-            refusals += reasons
+            refusals.append(reasons[0])
     if not refusals:
         check_device(problem.q.device)
-    raise refusals[0]
+    raise _all_of(refusals)
+
+
+def _all_of(refusals: list[Exception]) -> Exception:
+    """The first backend's refusal, with what the others say: one of them may know a way out."""
+    first, *others = refusals
+    if not others:
+        return first
+    return type(first)(f"{first}; no other backend takes it: {'; '.join(map(str, others))}")
 
 
 def check_device(device: torch.device) -> None:

@@ -33,10 +33,10 @@ class FlexBackend(Backend):
                     "CUDA"
                 )
                 reasons.append(TypeError(text))
-            lack = _lack_of_compiler()
-            if lack is not None:
+            elif not _has_triton():
                 text = (
-                    f"query: got device {problem.q.device}, wanted cpu for backend 'flex': {lack}"
+                    f"query: got dtype {problem.q.dtype} on {problem.q.device}, which backend "
+                    "'flex' takes where triton is installed: pip install triton"
                 )
                 reasons.append(ValueError(text))
         if problem.deterministic and problem.bias is not None:
@@ -60,11 +60,9 @@ class FlexBackend(Backend):
 
 
 @functools.cache
-def _lack_of_compiler() -> str | None:
-    """Why torch.compile can make no kernels for a GPU; None when it can."""
-    if importlib.util.find_spec("triton") is None:
-        return "torch.compile needs the package triton for kernels on GPUs, which is not installed"
-    return None
+def _has_triton() -> bool:
+    """Whether torch.compile can make kernels for a GPU."""
+    return importlib.util.find_spec("triton") is not None
 
 
 _FORMULA = (
