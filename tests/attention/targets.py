@@ -94,7 +94,7 @@ TARGETS = {
             plugin="attention.plain_backend",
         ),
         Target(*("flex-cpu", "flex", "cpu"), dtypes=(*HALF, "f32", "f64"), share=240, poison=False),
-        Target(*("flex-cuda", "flex", "cuda"), dtypes=(*HALF, "f32"), share=40, poison=False),
+        Target(*("flex-cuda", "flex", "cuda"), dtypes=(*HALF, "f32"), share=240, poison=False),
     )
 }
 

@@ -1,5 +1,7 @@
 """`explain` and `explain_varlen` name every slow path that can be told from a call."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor

@@ -19,7 +19,7 @@ def get_available_backends() -> list[str]:
     """The names of the backends that can run on this machine, the preferred one first.
 
     "cuda" is listed when torch sees a GPU of sm_80 or later and the compiled kernels can be loaded;
-    "cpu" always.
+    "cpu" always; "flex" where torch has what it takes, by default only for what the others refuse.
     """
     return [backend.name for backend in BACKENDS if backend.unavailable() is None]
 

@@ -3,8 +3,9 @@
 `torch.nn.attention.flex_attention` is public; on a GPU nothing else of it is used. On the CPU it
 returns no lse when compiled and, in newer versions of torch, no gradients at all, so there the
 operator behind it is called, by which FlexAttention defines its results: it forms all scores. That
-operator, and the mode in which torch runs the two functions, are private. This is the only module
-of the backend that uses them, and `missing` says what a version of torch lacks.
+operator, the mode in which torch runs the two functions, and the limit on compilations are private.
+This is the only module of the backend that uses them, and `missing` says what a version of torch
+lacks.
 """
 
 import functools
@@ -43,6 +44,8 @@ def missing() -> str | None:
             getattr(importlib.import_module(module), name)
         except (ImportError, AttributeError):
             return f"torch {torch.__version__} has no {module}.{name}"
+    if _limit_name() is None:
+        return f"torch {torch.__version__} has no torch._dynamo.config.{_LIMIT_NAMES[0]}"
     return None
 
 
@@ -80,7 +83,7 @@ def compiled(
             *table, BLOCK_SIZE=BLOCK, mask_mod=mask_mod, seq_lengths=(q.shape[2], k.shape[2])
         )
     given = score_mod if changes_scores(spec) else None
-    with torch._dynamo.config.patch({_limit_name(): _MOST_COMPILATIONS}):
+    with torch._dynamo.config.patch({str(_limit_name()): _MOST_COMPILATIONS}):
         out, lse = _kernel_of(spec, COMPILER)(q, k, v, given, block_mask, spec.softmax_scale)
     return out, lse
 
@@ -106,10 +109,13 @@ _NUMBERS = itertools.count()
 _MOST_COMPILATIONS = 64
 
 
+_LIMIT_NAMES = ("recompile_limit", "cache_size_limit")  # since torch 2.7, and before
+
+
 @functools.cache
-def _limit_name() -> str:
-    names = ("recompile_limit", "cache_size_limit")  # since torch 2.7, and before
-    return next(name for name in names if hasattr(torch._dynamo.config, name))
+def _limit_name() -> str | None:
+    """Of the limit on compilations of one function; None in a torch that has neither."""
+    return next((name for name in _LIMIT_NAMES if hasattr(torch._dynamo.config, name)), None)
 
 
 def _call(
