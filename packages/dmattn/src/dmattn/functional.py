@@ -111,8 +111,8 @@ def flash_dmattn_func(
 
     Args:
         query: (B, Sq, H, D) with D at most 256; float16 or bfloat16 on CUDA (float32 by backends
-            other than "cuda"), on the CPU also float32 or float64. Query, key and value may be any view whose last dimension is
-            contiguous (on the CPU, any view at all).
+            other than "cuda"), on the CPU also float32 or float64. Query, key and value may be any
+            view whose last dimension is contiguous (on the CPU, any view at all).
         key, value: (B, Sk, HK, D) and (B, Sk, HK, Dv) in the dtype of query; HK divides H. Dv is
             at most 256, too. Another one than D is a slow path: query and key, or value, are copied
             to append zeros.
