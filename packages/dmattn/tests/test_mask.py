@@ -186,25 +186,33 @@ def test_top_window_mask_is_what_window_size_means() -> None:
     heads=st.sampled_from(((1, 1), (2, 4), (4, 2), (2, 1), (1, 4))),
     rows=st.sampled_from((1, 5, 8)),
     padded=st.booleans(),
+    by_pair=st.booleans(),
     window=st.integers(1, 9),
 )
-@settings(max_examples=40)
+@settings(max_examples=60)
 def test_top_window_mask_row_by_row(
-    seed: int, causal: bool, heads: tuple[int, int], rows: int, padded: bool, window: int
+    seed: int,
+    causal: bool,
+    heads: tuple[int, int],
+    rows: int,
+    padded: bool,
+    by_pair: bool,
+    window: int,
 ) -> None:
+    """Also with a bias for each row of its own."""
     torch.manual_seed(seed)
-    bias = torch.randn(B, heads[0], SK).round()
+    bias = torch.randn(B, heads[0], rows if by_pair else 1, SK).round()
     shape = (B, SK) if padded else (B, heads[1], rows, SK)
     mask = torch.rand(shape) < 0.6
     keep = top_window_mask(bias, window, rows, causal, mask)
     wide = mask[:, None, None] if padded else mask
     together = max(heads[0], wide.shape[1])
     wide = wide.repeat_interleave(together // wide.shape[1], 1).expand(B, together, rows, SK)
-    given_ = bias.repeat_interleave(together // heads[0], 1)
+    given_ = bias.repeat_interleave(together // heads[0], 1).expand(B, together, rows, SK)
     for b, h, i in torch.cartesian_prod(*map(torch.arange, (B, together, rows))).tolist():
         last = i + SK - rows if causal else SK - 1
         seen = [j for j in range(SK) if j <= last and wide[b, h, i, j]]
-        best = sorted(seen, key=lambda j: (float(given_[b, h, j]), j))[-window:]
+        best = sorted(seen, key=lambda j: (float(given_[b, h, i, j]), j))[-window:]
         assert keep.expand(wide.shape)[b, h, i].nonzero().flatten().tolist() == sorted(best)
 
 

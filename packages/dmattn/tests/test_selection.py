@@ -27,6 +27,7 @@ from dmattn import (
     sliding_window,
 )
 from dmattn.backends.cpu import selection as cpu
+from dmattn.key_lists import without_keys
 
 
 def assert_selects(scores: Tensor, window: int, query_len: int, causal: bool, **more: Any) -> None:
@@ -89,6 +90,25 @@ def test_every_window(kind: str, window: int) -> None:
 def test_more_blocks_than_one_step_builds(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dmattn.backends.cpu.selection._STEP_ENTRIES", 1)
     assert_selects(torch.randn(1, 2, 700), window, 650, True)
+
+
+@pytest.mark.parametrize("heads, mask_heads", [(2, 2), (2, 1), (1, 4), (2, 4), (4, 2)])
+@pytest.mark.parametrize("query_len", [300, 50])
+def test_lists_without_some_keys(heads: int, mask_heads: int, query_len: int) -> None:
+    """The lists that are made anew of the intervals which are left."""
+    lists = select_keys(torch.randn(1, heads, 300), 40, query_len=query_len).lists
+    keep = torch.rand(2, mask_heads, 300) < 0.6
+    found = without_keys(lists, keep)
+    most = max(heads, mask_heads)
+    end, wide = (
+        lists.end.repeat_interleave(most // heads, 1),
+        keep.repeat_interleave(most // mask_heads, 1),
+    )
+    anew = KeySelection.from_intervals(torch.where(wide, end, 0), query_len).lists
+    for name, a, b in zip(lists._fields, found, anew, strict=True):
+        assert a.is_contiguous() and a.dtype == torch.int32
+        room = b.shape[3] if name == "idx" else a.shape[-1]  # as much as the longest list needs
+        assert torch.equal(a[..., :room], b), name
 
 
 def test_one_head_of_mask_or_scores_serves_many() -> None:
@@ -449,14 +469,9 @@ def test_selections_that_do_not_fit_the_attention() -> None:
         attend(is_causal=False)
     with pytest.raises(ValueError, match="window_size: got a value beside selection"):
         attend(window_size=4, attn_bias=bias)
-    with pytest.raises(ValueError, match="attn_mask: got a mask beside a selection"):
-        attend(attn_mask=torch.ones(1, 1, 1, 11).bool())
     with pytest.raises(ValueError, match="selection: got one for 11 query rows, wanted 9"):
         attend(selection=select_keys(bias, 4))
     with pytest.raises(ValueError, match="selection: got end of shape"):
         attend(selection=select_keys(bias[..., :10], 4, query_len=9))
     with pytest.raises(ValueError, match="selection: got batch 2 and 3 heads"):
         attend(selection=select_keys(torch.zeros(2, 3, 11), 4, query_len=9))
-    dense = torch.zeros(1, 1, 9, 11, dtype=torch.float64, requires_grad=True)
-    with pytest.raises(ValueError, match=r"attn_bias: got shape .* requires a gradient"):
-        attend(attn_bias=dense)

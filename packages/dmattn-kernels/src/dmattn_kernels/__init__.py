@@ -2,7 +2,8 @@
 
 Importing this package needs no GPU and no driver. `FwdParams`, `BwdParams`, `SelectParams`,
 `BuildKeyListsParams` and `CacheAppendParams` describe one call each; their `launch` enqueues it on
-a CUDA stream. C and C++ programs use `include_dir()` and `library_path()`.
+a CUDA stream. C and C++ programs use `cmake_dir()` with CMake, or `include_dir()` and
+`library_path()`; `python -m dmattn_kernels` prints each of them.
 """
 
 from __future__ import annotations
@@ -29,6 +30,13 @@ from dmattn_kernels._core import (
     version,
 )
 
+if abi_version() != HEADER_ABI_VERSION:
+    # The loader takes a library of the same name that is in the process already.
+    raise ImportError(
+        f"dmattn_kernels: got a libdmattn.so of ABI version {abi_version()}, wanted "
+        f"{HEADER_ABI_VERSION}; another copy of it was loaded into this process before"
+    )
+
 __version__ = version()
 
 __all__ = [
@@ -45,6 +53,7 @@ __all__ = [
     "SelectParams",
     "abi_version",
     "architectures",
+    "cmake_dir",
     "cuda_version",
     "device_architecture",
     "include_dir",
@@ -52,6 +61,14 @@ __all__ = [
     "select_capacity",
     "version",
 ]
+
+
+def cmake_dir() -> Path:
+    """The folder with the CMake package: `cmake -Ddmattn_kernels_DIR=...`.
+
+    `find_package(dmattn_kernels)` then gives the target `dmattn_kernels::dmattn`.
+    """
+    return Path(__file__).parent / "cmake"
 
 
 def include_dir() -> Path:

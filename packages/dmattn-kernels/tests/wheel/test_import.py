@@ -12,6 +12,7 @@ import pytest
 
 import dmattn_kernels
 from calls import module_params
+from conftest import PACKAGE, compiler
 
 
 def run_without_gpu(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -67,6 +68,22 @@ def test_versions_agree() -> None:
     except importlib.metadata.PackageNotFoundError:
         pytest.skip("dmattn-kernels is not installed as a package")
     assert dmattn_kernels.version() == installed
+
+
+def test_another_library_of_the_same_name_is_refused(tmp_path: Path) -> None:
+    """One that the process has loaded already: the loader goes by the name."""
+    names = (PACKAGE / "cmake" / "exported_symbols.txt").read_text().split()
+    others = [name for name in names if name != "dmattn_abi_version"]
+    (tmp_path / "other.c").write_text(
+        "int dmattn_abi_version(void) { return 99; }\n"
+        + "".join(f'const char* {name}(void) {{ return "other"; }}\n' for name in others)
+    )
+    other = tmp_path / "libdmattn.so"
+    command = [compiler(), "-x", "c", "-shared", "-fPIC", str(tmp_path / "other.c")]
+    subprocess.run([*command, "-Wl,-soname,libdmattn.so", "-o", str(other)], check=True)
+    result = run_without_gpu("import dmattn_kernels", LD_PRELOAD=str(other))
+    wanted = dmattn_kernels.HEADER_ABI_VERSION
+    assert f"got a libdmattn.so of ABI version 99, wanted {wanted}; another copy" in result.stderr
 
 
 def test_paths_exist() -> None:

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from dmattn.checks import check
-from dmattn.problem import Packing, Problem
+from dmattn.problem import Packing, Problem, checked_settings
 from dmattn.validation import (
-    check_bool,
     check_int,
     check_number,
     check_optional_tensor,
@@ -30,12 +29,11 @@ def checked_problem(
     *,
     sinks: Any,
     softmax_scale: Any,
-    is_causal: Any,
-    softcap: Any,
-    deterministic: Any,
+    **settings: Any,
 ) -> Problem:
     """The problem that the arguments of a public function mean.
 
+    `settings` are those of `dmattn.problem.checked_settings`.
     Under torch.autocast the operands are cast as `flash_dmattn_func` says. A dense mask of two
     dimensions is given four, and packed masks and biases their heads first.
 
@@ -66,12 +64,9 @@ def checked_problem(
         attn_mask,
         attn_bias,
         sinks,
-        softmax_scale=softmax_scale,
-        is_causal=check_bool("is_causal", is_causal),
-        softcap=check_number("softcap", softcap, 0),
-        deterministic=check_bool("deterministic", deterministic)
-        or torch.are_deterministic_algorithms_enabled(),
-        packing=packing,
+        softmax_scale,
+        *checked_settings(**settings),
+        packing,
     )
     check(problem)
     return problem

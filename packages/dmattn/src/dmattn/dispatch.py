@@ -57,8 +57,8 @@ def attend(problem: Problem, backend: str | None = None) -> tuple[Tensor, Tensor
         TypeError, ValueError, RuntimeError: as `dmattn.backends.registry.choose`.
         RuntimeError: forward-mode derivatives are asked for.
     """
-    q, k, v, mask, bias, sink = problem[:6]
-    if v.shape[-1] != q.shape[-1]:
+    q, k, v, mask, bias, sink, *_ = problem
+    if v.size(-1) != q.size(-1):
         out, lse = attend(with_one_head_dim(problem), backend)
         return out[..., : v.shape[-1]].contiguous(), lse
     if torch.compiler.is_compiling():

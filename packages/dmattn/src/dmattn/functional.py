@@ -8,13 +8,20 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from dmattn.arguments import check_scores, check_window_size, checked_problem, without_nan
+from dmattn.arguments import check_scores, check_window_size, checked_problem
 from dmattn.backends import registry
-from dmattn.checks import check_key_lists, check_listed_bias
-from dmattn.dispatch import attend, select
+from dmattn.dispatch import attend
+from dmattn.kept_keys import (
+    Kept,
+    check_selection,
+    keep_selection,
+    keep_window,
+    leading_rows,
+    without_leading_rows,
+)
 from dmattn.problem import Problem, lse_dtype, lse_of_no_key, with_one_head_dim
 from dmattn.reference import reference_attention
-from dmattn.selection import KeySelection, key_only_mask, same_heads
+from dmattn.selection import KeySelection
 from dmattn.slow_paths import slow_paths
 
 
@@ -130,18 +137,20 @@ def flash_dmattn_func(
             torch.use_deterministic_algorithms is.
         window_size: each query keeps only this many keys: of those that it may see (by attn_mask,
             and by causality when is_causal) the ones with the highest attn_bias, the later of two
-            equal ones, never one of NaN or -inf. attn_bias must then be ({B|1}, {H|HK|1}, 1, Sk)
-            or ({B|1}, {H|HK|1}, Sk), and attn_mask alike for all query rows. The choice is not
+            equal ones, never one of NaN or -inf. attn_bias must then be
+            ({B|1}, {H|HK|1}, {Sq|1}, Sk) or ({B|1}, {H|HK|1}, Sk). The choice is not
             differentiated, the bias of the kept keys is. Time grows with Sq * window_size, and
-            nothing of size Sq * Sk is formed. With Sk <= window_size nothing is chosen: all keys
-            count but those of NaN or -inf.
+            nothing of size Sq * Sk is formed, unless attn_mask or attn_bias has rows of its own:
+            then a mask of that size is made, which is a slow path. With Sk <= window_size nothing
+            is chosen: all keys count but those of NaN or -inf.
         return_lse: also return the log-sum-exp of each row.
         backend: the name of one of `get_available_backends` to insist on it, None for the first
             that takes such tensors.
-        selection: which keys each row keeps, instead of window_size and attn_mask: from
-            `select_keys`, to share one choice among calls, or from `KeySelection.from_intervals`.
-            attn_bias may then be ({B|1}, {H|HK|1}, Sk) as well, or have rows of its own if it
-            requires no gradient.
+        selection: which keys each row keeps, instead of window_size: from `select_keys`, to share
+            one choice among calls, or from `KeySelection.from_intervals`. Keys that attn_mask hides
+            are then not attended to, though they keep their place in the selection. attn_bias may
+            be ({B|1}, {H|HK|1}, Sk) as well. An attn_mask with rows of its own, or an attn_bias
+            with rows that requires a gradient, is a slow path: a mask of size Sq * Sk is made.
         sinks: floating (H,), a learned logit of each query head that takes part in the softmax of
             each row as if it were one more key, whose value is 0: out is multiplied by
             sigmoid(lse - sinks), and lse becomes logaddexp(lse, sinks). A row that keeps no key
@@ -168,7 +177,7 @@ def flash_dmattn_func(
             missing or of another version, or the GPU is older than sm_80), or second or
             forward-mode derivatives are asked for.
     """
-    problem = _checked_problem(
+    problem, _ = _checked_problem(
         query,
         key,
         value,
@@ -208,8 +217,8 @@ def explain(*arguments: Any, **options: Any) -> str:
     named = dict(given.arguments)
     wanted = named.pop("backend")
     del named["return_lse"], named["return_attn_probs"]
-    problem = _checked_problem(**named)
-    return registry.explain(with_one_head_dim(problem), wanted, slow_paths(problem))
+    problem, slow = _checked_problem(**named)
+    return registry.explain(with_one_head_dim(problem), wanted, (*slow, *slow_paths(problem)))
 
 
 def flash_dmattn_func_auto(backend: str | None = None) -> Callable[..., Any]:
@@ -243,7 +252,7 @@ def _checked_problem(
     window_size: Any,
     selection: Any,
     **settings: Any,
-) -> Problem:
+) -> Kept:
     """What the arguments of `flash_dmattn_func` mean, keys chosen."""
     window = None
     if window_size is not None:
@@ -252,16 +261,16 @@ def _checked_problem(
         window = check_window_size(window_size)
         check_scores(attn_bias)
     if selection is not None:
-        _check_selection(selection, attn_mask)
+        check_selection(selection)
     given = attn_bias
     if window is not None or selection is not None:
         attn_bias = _four_dimensional(attn_bias)
     problem = checked_problem(query, key, value, attn_mask, attn_bias, **settings)
     if window is not None:
-        problem = _select(problem, window, given)
-    elif selection is not None:
-        problem = _use_selection(problem, selection)
-    return problem
+        return keep_window(problem, window, given)
+    if selection is not None:
+        return keep_selection(problem, selection)
+    return problem, ()
 
 
 def _four_dimensional(bias: Any) -> Any:
@@ -269,80 +278,12 @@ def _four_dimensional(bias: Any) -> Any:
     return bias.unsqueeze(2) if isinstance(bias, Tensor) and bias.dim() == 3 else bias
 
 
-def _select(problem: Problem, window_size: int, given: Any) -> Problem:
-    """The problem with the key lists of a window, or with a mask per key where all keys fit it.
-
-    Where every key is within the window, a bias of -inf keeps out the keys that would not be
-    selected.
-    """
-    bias, mask, seqlen_k = problem.bias, problem.mask, problem.k.shape[1]
-    assert bias is not None  # as `check_scores` has seen
-    if bias.shape[2] != 1 or bias.shape[3] != seqlen_k:
-        raise ValueError(
-            f"attn_bias: got shape {tuple(given.shape)}, wanted (batch|1, nheads|nheads_k|1, 1, "
-            f"{seqlen_k}) or (batch, nheads|nheads_k, {seqlen_k}) with window_size"
-        )
-    key_mask = None if mask is None else key_only_mask(mask, seqlen_k)
-    if seqlen_k <= window_size:
-        mask = None if key_mask is None else key_mask[:, :, None]
-        return problem.replace(mask=mask, bias=without_nan(bias))
-    scores, key_mask = same_heads(bias.detach()[:, :, 0], key_mask)
-    rows = problem.q.shape[1]
-    rows = min(rows, seqlen_k) if problem.is_causal else rows
-    lists = select(scores, key_mask, window_size, rows, problem.is_causal)
-    return problem.replace(mask=None, key_lists=lists)
-
-
-def _check_selection(selection: Any, attn_mask: Any) -> None:
-    if not isinstance(selection, KeySelection):
-        kind = type(selection).__name__
-        raise TypeError(f"selection: got {kind}, wanted a dmattn.KeySelection or None")
-    if attn_mask is not None:
-        raise ValueError(
-            "attn_mask: got a mask beside a selection, wanted None; pass the mask to what makes "
-            "the selection, such as dmattn.select_keys(..., attn_mask=...)"
-        )
-
-
-def _use_selection(problem: Problem, selection: KeySelection) -> Problem:
-    """The problem with the lists of a selection, if that was made for such a problem."""
-    if selection.is_causal != problem.is_causal:
-        raise ValueError(
-            f"selection: got one with is_causal={selection.is_causal}, wanted {problem.is_causal}"
-        )
-    if selection.is_causal and selection.query_len != problem.q.shape[1]:
-        raise ValueError(
-            f"selection: got one for {selection.query_len} query rows, wanted {problem.q.shape[1]}"
-        )
-    problem = problem.replace(key_lists=selection.lists)
-    check_key_lists(selection.lists, _without_leading_rows(problem))
-    return problem
-
-
-def _leading_rows(problem: Problem) -> int:
-    """How many rows stand in front of the first key of a causal problem over key lists."""
-    if problem.key_lists is None or not problem.is_causal:
-        return 0
-    return max(0, problem.q.shape[1] - problem.k.shape[1])
-
-
-def _without_leading_rows(problem: Problem) -> Problem:
-    skip, bias = _leading_rows(problem), problem.bias
-    if skip == 0:
-        return problem
-    if bias is not None and bias.shape[2] > 1:
-        bias = bias[:, :, skip:]
-    return problem.replace(q=problem.q[:, skip:], bias=bias)
-
-
 def _attend(problem: Problem, backend: str | None) -> tuple[Tensor, Tensor]:
     """out and lse. Rows that stand in front of the first key of key lists keep nothing."""
-    bias = problem.bias
     if problem.key_lists is None:
         return attend(problem, backend)
-    check_listed_bias(problem, bias is not None and bias.requires_grad and torch.is_grad_enabled())
-    out, lse = attend(_without_leading_rows(problem), backend)
-    skip = _leading_rows(problem)
+    out, lse = attend(without_leading_rows(problem), backend)
+    skip = leading_rows(problem)
     if skip > 0:
         out = torch.nn.functional.pad(out, (0, 0, 0, 0, skip, 0))
         lse = torch.cat((lse_of_no_key(problem).expand(*lse.shape[:2], skip), lse), 2)

@@ -95,6 +95,38 @@ def without_spare_lists(lists: Selection, seqlen_q: int, is_causal: bool) -> Sel
     )
 
 
+def without_keys(lists: Selection, keep: Tensor) -> Selection:
+    """The same lists without some keys, in time and memory for as many entries as they have.
+
+    Args:
+        lists: causal ones.
+        keep: bool ({B|1}, heads, Sk), False for the keys to leave out. Its heads are those of the
+            lists, or a multiple, or 1, or a divisor.
+    """
+    batch = keep.shape[0] if lists.end.shape[0] == 1 else lists.end.shape[0]
+    heads = max(lists.end.shape[1], keep.shape[1])
+    end, idx, count, full, keep = (_with_heads(t, batch, heads) for t in (*lists, keep))
+    entry = torch.arange(idx.shape[3], device=idx.device)
+    by_list = keep[:, :, None].expand(-1, -1, idx.shape[2], -1)
+    kept = by_list.gather(3, idx.long()) & (entry < count[..., None])
+    # Entries that stay close up; the others fall into a last one that is cut off.
+    place = torch.where(kept, kept.cumsum(3) - 1, idx.shape[3])
+    wide = torch.nn.functional.pad(torch.zeros_like(idx), (0, 1)).scatter(3, place, idx)
+    return Selection(
+        torch.where(keep, end, 0),
+        wide[..., :-1].contiguous(),
+        kept.sum(3, dtype=torch.int32),
+        (kept & (entry < full[..., None])).sum(3, dtype=torch.int32),
+    )
+
+
+def _with_heads(t: Tensor, batch: int, heads: int) -> Tensor:
+    """({B|1}, {H|HK|1}, ...) as (batch, heads, ...), where several heads may share an entry."""
+    if t.shape[1] not in (1, heads):
+        t = t.repeat_interleave(heads // t.shape[1], 1)
+    return t.expand(batch, heads, *t.shape[2:])
+
+
 def capacity_for(most: int, seqlen_k: int) -> int:
     """Room for lists of at most `most` of `seqlen_k` keys."""
     return (smaller(most, seqlen_k) + BLOCK_ROWS - 1) // BLOCK_ROWS * BLOCK_ROWS

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dmattn.key_lists import Selection
+from dmattn.validation import check_bool, check_number
 
 
 class Packing(NamedTuple):
@@ -31,7 +32,8 @@ class Problem(NamedTuple):
     """Operands and settings of one attention call.
 
     The settings, from `softmax_scale` to what stands before `packing`, are plain numbers and flags.
-    One that is added there, with a default, is an argument of the operators at once.
+    One that is added there, with a default, is an argument of the operators at once;
+    `kernel_settings` and `checked_settings` say how kernels and callers give it.
 
     Attributes:
         q: (B, Sq, H, D), or packed (Tq, H, D).
@@ -63,6 +65,11 @@ class Problem(NamedTuple):
     packing: Packing | None = None
     key_lists: Selection | None = None
 
+    @property
+    def kernel_settings(self) -> tuple[float, float, bool]:
+        """Those of forward and backward both, in the order in which compiled kernels take them."""
+        return self.softmax_scale, self.softcap, self.is_causal
+
     def replace(self, **changes: Any) -> "Problem":
         """With other values in these fields; `_replace`, which older torch cannot compile."""
         return Problem(**{**dict(zip(Problem._fields, self, strict=True)), **changes})
@@ -93,6 +100,20 @@ class Problem(NamedTuple):
         return Problem.from_flat(
             (*tensors[:_OPERANDS], *rest[:-2], *tensors[_OPERANDS:], *rest[-2:])
         )
+
+
+def checked_settings(is_causal: Any, softcap: Any, deterministic: Any) -> tuple[bool, float, bool]:
+    """What a caller gave for the settings behind `softmax_scale`, in the order of the fields.
+
+    Raises:
+        TypeError: a value has the wrong type.
+        ValueError: a number is out of range.
+    """
+    return (
+        check_bool("is_causal", is_causal),
+        check_number("softcap", softcap, 0),
+        check_bool("deterministic", deterministic) or torch.are_deterministic_algorithms_enabled(),
+    )
 
 
 _OPERANDS = 6  # fields that are operands: q, k, v, mask, bias, sinks

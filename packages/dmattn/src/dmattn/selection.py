@@ -405,8 +405,8 @@ def key_only_mask(attn_mask: Tensor, key_len: int) -> Tensor:
         raise ValueError(
             f"attn_mask: got shape {shape} with rows of their own, wanted one that is alike for "
             "all query rows; which keys the rows keep is then no interval of rows for each key. "
-            "Choose the keys of each row with dmattn.top_window_mask and pass what it returns as "
-            "attn_mask, without window_size"
+            "Pass it to flash_dmattn_func, beside the selection or window_size, or choose the keys "
+            "of each row with dmattn.top_window_mask"
         )
     return mask[:, :, 0].expand(-1, -1, key_len)
 

@@ -159,13 +159,12 @@ def top_window_mask(
     that the mask allows and, when causal, those up to position i + Sk - Sq. Of equal biases the
     later key is kept, so a constant bias gives a sliding window. NaN or -inf is never chosen.
 
-    This is what `flash_dmattn_func(..., window_size=...)` attends to, for masks that it refuses,
-    too: those that differ between query rows. Pass the result as attn_mask, without window_size.
-    It takes memory for Sq * Sk keys.
+    This is what `flash_dmattn_func(..., window_size=...)` attends to, and what it makes itself
+    where the mask or the bias differs between query rows. It takes memory for Sq * Sk keys.
 
     Args:
-        attention_bias: floating ({B|1}, {H|HK|1}, 1, Sk) or ({B|1}, {H|HK|1}, Sk). Not changed,
-            and no gradient flows.
+        attention_bias: floating ({B|1}, {H|HK|1}, {Sq|1}, Sk) or ({B|1}, {H|HK|1}, Sk). Not
+            changed, and no gradient flows.
         window_size: at least 1.
         query_len: Sq; Sk when None.
         is_causal: choose row by row among the past, rather than once among all keys.
@@ -174,7 +173,7 @@ def top_window_mask(
 
     Returns:
         bool ({B|1}, {H|HK|1}, {Sq|1}, Sk), True where a key is kept, causality included. It has one
-        row when not causal and the mask has one row.
+        row when not causal and both mask and bias have one row.
 
     Raises:
         TypeError: the bias is not floating, the mask is not bool, or a number is not one.
@@ -184,13 +183,13 @@ def top_window_mask(
     is_causal = check_bool("is_causal", is_causal)
     _check_floating(attention_bias)
     bias = attention_bias.unsqueeze(2) if attention_bias.dim() == 3 else attention_bias
-    if bias.dim() != 4 or bias.shape[2] != 1:
+    key_len = bias.shape[-1] if bias.dim() > 0 else 0
+    query_len = key_len if query_len is None else check_int("query_len", query_len, 0)
+    if bias.dim() != 4 or not is_one_or(bias.shape[2], query_len):
         raise ValueError(
             f"attention_bias: got shape {tuple(attention_bias.shape)}, wanted "
-            "(batch|1, heads|1, 1, key_len) or (batch|1, heads|1, key_len)"
+            f"(batch|1, heads|1, {query_len}|1, key_len) or (batch|1, heads|1, key_len)"
         )
-    key_len = bias.shape[3]
-    query_len = key_len if query_len is None else check_int("query_len", query_len, 0)
     allowed = None
     if attention_mask is not None:
         allowed = _check_rows_mask(attention_mask, bias, query_len)

@@ -163,7 +163,7 @@ def _given_rows(
     delta = (row_dout * layout.fold(layout.with_rows(out), block)).sum(-1, keepdim=True)
     if dlse is not None:
         delta -= layout.fold(layout.per_row(dlse), block).masked_fill(empty, 0.0)
-    q = layout.fold(layout.q, block) * layout.softmax_scale
+    q = layout.fold(layout.q, block) * layout.problem.softmax_scale
     return _Rows(q, row_dout, delta, row_lse.masked_fill(empty, 0.0))
 
 
@@ -176,9 +176,9 @@ def _logits(
     """
     s = torch.bmm(scaled_q, keys.k.transpose(1, 2))
     tanh: Tensor | None = None
-    if layout.softcap > 0:
-        tanh = s.div_(layout.softcap).tanh_()
-        s = tanh * layout.softcap
+    if layout.problem.softcap > 0:
+        tanh = s.div_(layout.problem.softcap).tanh_()
+        s = tanh * layout.problem.softcap
     apart = layout.unfold(s, block)
     if layout.bias is not None:
         bias = layout.operand_of(layout.bias, block, keys.keys)
@@ -219,7 +219,7 @@ def _forward_rows(
     layout: Layout, lists: Lists | None, block: RowBlock, exact: bool
 ) -> tuple[Tensor, Tensor]:
     """out (X, GM, D) and lse (X, GM, 1) of a block of rows."""
-    scaled_q = layout.fold(layout.q, block) * layout.softmax_scale
+    scaled_q = layout.fold(layout.q, block) * layout.problem.softmax_scale
     softmax = _Softmax(scaled_q)
     acc = torch.zeros_like(scaled_q)
     for keys in key_blocks(layout, lists, block):
@@ -286,7 +286,7 @@ def _backward_rows(
             _add_product(dq, ds, keys.k, kept)
         if sums.dk is not None:
             _add_to_keys(sums.dk, keys, ds, rows.q, kept)
-    return None if dq is None else dq.mul_(layout.softmax_scale)
+    return None if dq is None else dq.mul_(layout.problem.softmax_scale)
 
 
 def _add_product(acc: Tensor, weights: Tensor, values: Tensor, kept: Tensor | None) -> None:

@@ -62,7 +62,7 @@ def make_lists(problem: Problem, layout: Layout) -> tuple[Layout, Lists | None]:
         end, index, count, _ = problem.key_lists
         # A wrong entry finds another key, but none outside.
         index = index.long().clamp(0, max(0, layout.seqlen_k - 1))
-        if layout.is_causal:
+        if layout.problem.is_causal:
             return layout, Lists(index, count, end, BLOCK_ROWS)
         return layout, Lists(index, count, None, layout.seqlen_q)
     mask, bias = layout.mask, layout.bias
@@ -114,12 +114,12 @@ def key_blocks(layout: Layout, lists: Lists | None, block: RowBlock) -> Iterator
 
 def _slices(layout: Layout, block: RowBlock) -> Iterator[KeyBlock]:
     seen = layout.seqlen_k
-    if layout.is_causal:
+    if layout.problem.is_causal:
         seen = min(seen, max(0, block.rows.stop + layout.causal_offset))
     for start in range(0, seen, _KEYS_PER_BLOCK):
         keys = slice(start, min(start + _KEYS_PER_BLOCK, layout.seqlen_k))
         hidden = None
-        if layout.is_causal and keys.stop - 1 > block.rows.start + layout.causal_offset:
+        if layout.problem.is_causal and keys.stop - 1 > block.rows.start + layout.causal_offset:
             hidden = torch.arange(keys.start, keys.stop) > _positions(layout, block)
         yield KeyBlock(keys, layout.k[:, keys], layout.v[:, keys], None, hidden)
 
@@ -136,7 +136,7 @@ def _listed(layout: Layout, lists: Lists, block: RowBlock) -> Iterator[KeyBlock]
         # An entry that is not listed begins after all rows.
         listed = torch.arange(entries.start, entries.stop) < count
         begin = index.masked_fill(~listed, layout.seqlen_k)
-        if layout.is_causal and int(begin.amin()) >= block.rows.stop + layout.causal_offset:
+        if layout.problem.is_causal and int(begin.amin()) >= block.rows.stop + layout.causal_offset:
             continue
         flat = _flat_index(layout, index)
         shape = (flat.numel() // index.shape[3], index.shape[3], layout.k.shape[2])
@@ -154,11 +154,11 @@ def _hidden_entries(
         begin: as index: the first position that sees the key, Sk for entries past the count.
     """
     everywhere = layout.seqlen_k - 1
-    first = block.rows.start + layout.causal_offset if layout.is_causal else everywhere
+    first = block.rows.start + layout.causal_offset if layout.problem.is_causal else everywhere
     if lists.end is None and int(begin.amax()) <= first:
         return None
     begin = begin[:, :, :, None, None]
-    if not layout.is_causal:
+    if not layout.problem.is_causal:
         return begin > everywhere
     position = _positions(layout, block)
     hidden = begin > position

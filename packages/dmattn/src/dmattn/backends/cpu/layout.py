@@ -32,6 +32,7 @@ class RowBlock(NamedTuple):
 class Layout:
     """One problem without packing, arranged."""
 
+    problem: Problem  # which has the settings
     dtype: torch.dtype  # of all arithmetic
     batch: int
     nheads_k: int  # HK
@@ -45,9 +46,6 @@ class Layout:
     mask: Tensor | None  # bool ({B|1}, {HL|1}, {G|1}, {Sq|1}, {Sk|1})
     bias: Tensor | None  # shapes as mask, in its own dtype
     sinks: Tensor | None  # (B, HL, G, Sq, 1), a view
-    softmax_scale: float
-    softcap: float
-    is_causal: bool
 
     @property
     def causal_offset(self) -> int:
@@ -102,6 +100,7 @@ def make_layout(problem: Problem) -> Layout:
     if sinks is not None:
         sinks = sinks.to(dtype).view(1, heads, group, 1, 1).expand(batch, -1, -1, seqlen_q, 1)
     return Layout(
+        problem=problem,
         dtype=dtype,
         batch=batch,
         nheads_k=k.shape[2],
@@ -115,9 +114,6 @@ def make_layout(problem: Problem) -> Layout:
         mask=None if problem.mask is None else _by_group(problem.mask, heads, group),
         bias=None if problem.bias is None else _by_group(problem.bias, heads, group),
         sinks=sinks,
-        softmax_scale=problem.softmax_scale,
-        softcap=problem.softcap,
-        is_causal=problem.is_causal,
     )
 
 

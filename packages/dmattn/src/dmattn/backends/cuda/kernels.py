@@ -42,8 +42,8 @@ def load_kernels() -> Kernels:
     found = core.abi_version()
     if found != ABI_VERSION:
         raise RuntimeError(
-            f"dmattn-kernels: got ABI version {found}, wanted {ABI_VERSION}; "
-            "install the dmattn-kernels release that this dmattn asks for"
+            f"dmattn-kernels: got ABI version {found}, wanted {ABI_VERSION}; install the two "
+            "packages of one release: pip install --upgrade dmattn dmattn-kernels"
         )
     codes = {
         torch.float16: core.FLOAT16,

@@ -1,0 +1,202 @@
+"""The function that every attention layer of transformers calls."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers.utils import logging
+
+from dmattn import KeySelection, flash_dmattn_func, flash_dmattn_varlen_func
+from dmattn import sliding_window as select_window
+from dmattn.integrations.transformers.interval_mask import Documents, IntervalMask, VisibleKeys
+
+logger = logging.get_logger(__name__)
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The attention of one layer.
+
+    Letters: B batch, Sq/Sk query/key length, H query heads, HK key/value heads, D head dimension of
+    queries and keys, Dv of values.
+
+    Args:
+        module: the layer; its `is_causal` counts where the argument is None, True if it has none.
+        query: (B, H, Sq, D).
+        key: (B, HK, Sk, D).
+        value: (B, HK, Sk, Dv). Where the dtypes differ, query and key are cast to that of value.
+        attention_mask: what `make_mask` returned, or the user's own: bool (B|1, H|1, Sq, at least
+            Sk), True = attend, or floating, added to the logits. None: all keys, or those up to the
+            row's own position, the last row being at the last key.
+        dropout: must be 0.
+        scaling: D ** -0.5 when None.
+        sliding_window: each row sees this many keys, its own included. Counts where attention_mask
+            does not say what rows see: if it is None or (B, Sk).
+        softcap: c turns the scaled dot product x into c * tanh(x / c), before mask and biases.
+        is_causal: whether rows see no later keys, where attention_mask does not say what they see.
+        s_aux: (H,), a logit for each head that takes part in every row's softmax without a value.
+        position_bias: (B|1, H|1, Sq, at least Sk), added to the logits.
+
+    Returns:
+        (B, Sq, H, Dv), contiguous; None in place of attention weights, which are never formed.
+
+    Raises:
+        ValueError: dropout is not 0, or as `dmattn.flash_dmattn_func`.
+        TypeError: as `dmattn.flash_dmattn_func`, which has no kernel for float32 on CUDA.
+    """
+    _check(dropout, kwargs)
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    query, key, value = (t.transpose(1, 2) for t in _one_dtype(query, key, value))
+    described = _description(attention_mask, query, key)
+    # A bias with rows of its own is dense already: beside it, so may be the mask.
+    if described is not None and not (described.needs_selection and position_bias is not None):
+        seen = _as_described(described)
+    elif attention_mask is None or attention_mask.dim() == 2:
+        seen = _by_position(attention_mask, query, key, is_causal, sliding_window)
+    else:
+        seen = _by_mask(attention_mask, key.shape[1])
+    bias = _sum_of_biases(position_bias, seen, query.dtype)
+    settings: dict[str, Any] = {
+        "softmax_scale": scaling,
+        "is_causal": seen.is_causal,
+        "softcap": softcap or 0.0,
+        "deterministic": bool(kwargs.get("deterministic")),
+        "sinks": s_aux,
+    }
+    if seen.documents is not None:
+        return _within_documents(query, key, value, seen.documents, settings), None
+    out: Tensor = flash_dmattn_func(
+        query,
+        key[:, : seen.key_len],
+        value[:, : seen.key_len],
+        attn_mask=seen.mask,
+        attn_bias=bias,
+        selection=seen.selection,
+        **settings,
+    )
+    return out, None
+
+
+def _check(dropout: float, kwargs: dict[str, Any]) -> None:
+    if dropout > 0:
+        raise ValueError(
+            f"dropout: got {dropout}, wanted 0, as dmattn has no attention dropout; set the "
+            "attention dropout of the model's config to 0, or use model.eval()"
+        )
+    if kwargs.get("output_attentions"):
+        logger.warning_once(
+            "dmattn never forms attention weights, so output_attentions=True gives None for them; "
+            'attn_implementation="eager" returns them.'
+        )
+
+
+class _SeenKeys(NamedTuple):
+    """What the rows of a call see, as functions of dmattn take it.
+
+    Attributes:
+        key_len: keys behind these are the unused end of a cache.
+        is_causal: whether rows see no later keys.
+        mask: bool ({B|1}, {H|1}, {Sq|1}, key_len), or None.
+        bias: the floating mask of a user, as mask.
+        documents: where documents lie, if rows see their own up to their own position.
+        selection: key lists that say all of it.
+    """
+
+    key_len: int
+    is_causal: bool
+    mask: Tensor | None = None
+    bias: Tensor | None = None
+    documents: Documents | None = None
+    selection: KeySelection | None = None
+
+
+def _description(mask: Tensor | None, query: Tensor, key: Tensor) -> VisibleKeys | None:
+    """That of a mask of dmattn, if it was made for calls of this shape: (B, S, heads, D)."""
+    if not isinstance(mask, IntervalMask):
+        return None
+    shape = (query.shape[0], 1, query.shape[1], key.shape[1])
+    return mask.visible if tuple(mask.shape) == shape else None
+
+
+def _as_described(visible: VisibleKeys) -> _SeenKeys:
+    key_len = visible.key_len
+    if not visible.needs_selection:
+        return _SeenKeys(key_len, True, visible.key_mask)
+    if visible.window is None and visible.padding is None and visible.documents is not None:
+        return _SeenKeys(key_len, True, documents=visible.documents)
+    return _SeenKeys(key_len, True, selection=visible.selection)
+
+
+def _by_mask(mask: Tensor, key_len: int) -> _SeenKeys:
+    """A mask of four dimensions says all, causality included."""
+    if isinstance(mask, IntervalMask):
+        mask = mask.to_dense_mask()
+    mask = mask[..., :key_len]
+    if mask.shape[2] > 1 and mask.stride(2) == 0:
+        mask = mask[:, :, :1]  # alike for all rows, which costs less
+    if mask.is_floating_point():
+        return _SeenKeys(key_len, False, bias=mask)
+    return _SeenKeys(key_len, False, mask)
+
+
+def _by_position(
+    padding: Tensor | None, query: Tensor, key: Tensor, is_causal: bool, window: int | None
+) -> _SeenKeys:
+    """Causality, a window and the padding (B, Sk), where no mask says more."""
+    query_len, key_len = query.shape[1], key.shape[1]
+    if padding is not None:
+        padding = padding[:, -key_len:]
+    if is_causal and window is not None and window < key_len:
+        selection = select_window(
+            key_len, window, query_len, attn_mask=padding, device=query.device
+        )
+        return _SeenKeys(key_len, True, selection=selection)
+    mask = None if padding is None else padding[:, None, None]
+    return _SeenKeys(key_len, is_causal and query_len > 1, mask)
+
+
+def _sum_of_biases(
+    position_bias: Tensor | None, seen: _SeenKeys, dtype: torch.dtype
+) -> Tensor | None:
+    """Both biases in one, of a dtype that attention in `dtype` takes."""
+    bias = seen.bias
+    if position_bias is not None:
+        position_bias = position_bias[..., : seen.key_len]
+        bias = position_bias if bias is None else position_bias + bias
+    return bias if bias is None or bias.dtype == torch.float32 else bias.to(dtype)
+
+
+def _within_documents(
+    query: Tensor, key: Tensor, value: Tensor, documents: Documents, settings: dict[str, Any]
+) -> Tensor:
+    """Attention of the whole batch laid end to end, which needs no key lists."""
+    out: Tensor = flash_dmattn_varlen_func(
+        query.flatten(0, 1),
+        key.flatten(0, 1),
+        value.flatten(0, 1),
+        documents.cu_seqlens,
+        None,
+        documents.max_seqlen,
+        documents.max_seqlen,
+        **settings,
+    )
+    return out.view(*query.shape[:2], *out.shape[1:])
+
+
+def _one_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """All in the dtype of value: rotary embeddings and adapters may leave the others wider."""
+    return query.to(value.dtype), key.to(value.dtype), value

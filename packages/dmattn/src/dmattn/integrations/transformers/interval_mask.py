@@ -1,0 +1,241 @@
+"""A mask for the rows of one call that is described rather than stored.
+
+transformers makes a mask once per forward and hands it to every layer, through code that expects a
+tensor (B, 1, Sq, Sk). `IntervalMask` is such a tensor without storage. The attention function of
+this package reads its description, a `VisibleKeys`; anything else that touches it gets the dense
+mask.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from dmattn import KeySelection, packed_documents, sliding_window
+
+
+class Documents(NamedTuple):
+    """Documents of a batch whose sequences are laid one behind the other.
+
+    Attributes:
+        cu_seqlens: int32 (documents + 1,), rising from 0 to B * Sk.
+        max_seqlen: the length of the longest.
+    """
+
+    cu_seqlens: Tensor
+    max_seqlen: int
+
+
+class VisibleKeys:
+    """Which keys the rows of a causal call see: a description of O(Sk), shared by all layers.
+
+    Row i stands at position i + key_len - query_len among the first `key_len` keys; what lies
+    behind them is the unused end of a static cache. It sees key j <= its position that
+
+    * `padding` allows,
+    * is among the last `window` positions up to its own,
+    * lies in its own chunk: (j + first_key - left_padding) // chunk is the same number,
+    * lies in its own document.
+
+    Args:
+        batch_size: B.
+        query_len: Sq.
+        key_len: how many of the keys lie within the sequence, at least Sq.
+        padding: bool (B, key_len), False for padding; None for none.
+        window: None where it is no limit.
+        chunk: None where it is no limit.
+        left_padding: integer (B,), beside chunk.
+        document_ids: integer (B, key_len), rising from 0 along each sequence, by at most 1 a key;
+            only with query_len = key_len and without chunk.
+        first_key: position of the first key, as chunks count.
+        device: of the tensors.
+    """
+
+    def __init__(
+        self,
+        batch_size: int,
+        query_len: int,
+        key_len: int,
+        *,
+        padding: Tensor | None = None,
+        window: int | None = None,
+        chunk: int | None = None,
+        left_padding: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        first_key: int = 0,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.batch_size, self.query_len, self.key_len = batch_size, query_len, key_len
+        self.padding, self.window, self.document_ids = padding, window, document_ids
+        self.chunk, self.left_padding, self.first_key = chunk, left_padding, first_key
+        self.device = torch.device(device)
+        # Made when first asked for. (Not by functools.cached_property: torch.compile cannot trace
+        # its lock, and a prompt's mask may have been made outside of a compiled forward.)
+        self._copies: dict[torch.device, VisibleKeys] = {}
+        self._documents: Documents | None = None
+        self._selection: KeySelection | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether causality is all there is."""
+        return self.padding is None and not self.needs_selection
+
+    @property
+    def needs_selection(self) -> bool:
+        """Whether a mask per key beside causality cannot say it."""
+        limits = (self.window, self.chunk, self.document_ids)
+        return any(limit is not None for limit in limits)
+
+    @property
+    def key_mask(self) -> Tensor | None:
+        """bool (B, 1, 1, key_len), True for keys that are no padding; None for no padding."""
+        return None if self.padding is None else self.padding[:, None, None]
+
+    @property
+    def documents(self) -> Documents | None:
+        """Where documents lie; None without any. The host waits for their number and lengths."""
+        if self._documents is None and self.document_ids is not None:
+            self._documents = _find_documents(self.document_ids)
+        return self._documents
+
+    @property
+    def selection(self) -> KeySelection | None:
+        """All of it as key lists; None where `key_mask` and causality say it."""
+        if self._selection is None and self.needs_selection:
+            self._selection = self._select()
+        return self._selection
+
+    def _select(self) -> KeySelection:
+        if self.document_ids is not None:
+            # A window bounds the lists; otherwise the longest document does.
+            longest = None
+            if self.window is None and self.documents is not None:
+                longest = self.documents.max_seqlen
+            return packed_documents(
+                document_ids=self.document_ids,
+                window_size=self.window,
+                attn_mask=self.padding,
+                max_seqlen=longest,
+            )
+        if self.chunk is not None:
+            return self._chunks(self.chunk)
+        assert self.window is not None
+        return sliding_window(
+            self.key_len, self.window, self.query_len, attn_mask=self.padding, device=self.device
+        )
+
+    def _chunks(self, chunk: int) -> KeySelection:
+        key = torch.arange(self.key_len, device=self.device)
+        position = key[None] + self.first_key
+        if self.left_padding is not None:
+            position = position - self.left_padding[:, None]
+        end = key + chunk - position % chunk
+        if self.window is not None:
+            end = torch.minimum(end, key + self.window)
+        if self.padding is not None:
+            end = torch.where(self.padding, end, 0)
+        reach = chunk if self.window is None else min(chunk, self.window)
+        return KeySelection.from_intervals(end[:, None], self.query_len, reach=reach)
+
+    def to(self, device: torch.device) -> "VisibleKeys":
+        """The same on another device; asked again, the same object."""
+        if device == self.device:
+            return self
+        if device not in self._copies:
+
+            def moved(t: Tensor | None) -> Tensor | None:
+                return None if t is None else t.to(device)
+
+            self._copies[device] = VisibleKeys(
+                self.batch_size,
+                self.query_len,
+                self.key_len,
+                padding=moved(self.padding),
+                window=self.window,
+                chunk=self.chunk,
+                left_padding=moved(self.left_padding),
+                document_ids=moved(self.document_ids),
+                first_key=self.first_key,
+                device=device,
+            )
+        return self._copies[device]
+
+
+def _find_documents(document_ids: Tensor) -> Documents:
+    batch_size, seqlen = document_ids.shape
+    # Documents end with their sequence: the last of one and the first of the next differ.
+    row = torch.arange(batch_size, device=document_ids.device)[:, None]
+    ids = document_ids + row * (seqlen + 1)
+    lengths = torch.unique_consecutive(ids, return_counts=True)[1]
+    cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+    return Documents(cu_seqlens, int(lengths.max()))
+
+
+class IntervalMask(Tensor):
+    """A bool tensor (B, 1, Sq, Sk), True = attend, that is a description until it is touched.
+
+    Views of the whole (`detach`) and moves to another device keep the description. Every other
+    operation sees the dense mask, made anew for it.
+
+    Attributes:
+        visible: the description.
+        make_dense: makes the dense mask, bool (B, 1, Sq, Sk).
+    """
+
+    visible: VisibleKeys
+    make_dense: Callable[[], Tensor]
+
+    @staticmethod
+    def __new__(
+        cls: type["IntervalMask"],
+        visible: VisibleKeys,
+        kv_length: int,
+        make_dense: Callable[[], Tensor],
+    ) -> "IntervalMask":
+        shape = (visible.batch_size, 1, visible.query_len, kv_length)
+        mask: IntervalMask = Tensor._make_wrapper_subclass(
+            cls, shape, dtype=torch.bool, device=visible.device
+        )
+        mask.visible, mask.make_dense = visible, make_dense
+        return mask
+
+    def to_dense_mask(self) -> Tensor:
+        """The mask as an ordinary tensor."""
+        return self.make_dense().to(self.device)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"IntervalMask(shape={tuple(self.shape)}, device={str(self.device)!r})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in _WHOLE:
+            return args[0]._described(args[0].device)
+        if func is torch.ops.aten._to_copy.default and kwargs.get("dtype") in (None, torch.bool):
+            return args[0]._described(kwargs.get("device") or args[0].device)
+        _refuse_change(func, args, kwargs)
+        args, kwargs = tree_map_only(cls, cls.to_dense_mask, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _described(self, device: torch.device) -> "IntervalMask":
+        visible = self.visible.to(torch.device(device))
+        return IntervalMask(visible, self.shape[3], self.make_dense)
+
+
+_WHOLE = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+
+
+def _refuse_change(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise RuntimeError if the operation writes into a mask: it has no storage to write to."""
+    named = dict(zip([a.name for a in func._schema.arguments], args, strict=False)) | kwargs
+    for argument in func._schema.arguments:
+        written = argument.alias_info is not None and argument.alias_info.is_write
+        if written and isinstance(named.get(argument.name), IntervalMask):
+            raise RuntimeError(
+                f"attention_mask: got {func} on a mask of dmattn, which has no storage, wanted an "
+                "operation that makes a new tensor; mask.clone() is an ordinary mask"
+            )

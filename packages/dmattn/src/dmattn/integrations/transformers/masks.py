@@ -1,0 +1,159 @@
+"""The function that transformers calls once per forward to make the mask of all layers."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers.utils.import_utils import is_tracing
+
+from dmattn.integrations.transformers.interval_mask import IntervalMask, VisibleKeys
+from dmattn.integrations.transformers.patterns import MaskFunction, Pattern, recognise
+
+
+def make_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    kv_offset: int = 0,
+    mask_function: MaskFunction = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    config: Any = None,
+    **kwargs: Any,
+) -> Tensor | None:
+    """The mask of a forward, in the least form that says it.
+
+    Args:
+        batch_size, q_length, kv_length: B, Sq, Sk of the attention calls to come.
+        q_offset: position of the first query; a tensor of one element for static caches.
+        kv_offset: position of the first key.
+        mask_function: the pattern, as a function of indices.
+        attention_mask: bool (B, tokens seen so far), False for padding.
+        local_size: the size of a window or chunk.
+        allow_is_causal_skip: whether None may stand for a causal mask.
+        allow_is_bidirectional_skip: whether None may stand for no mask.
+        use_vmap: whether mask_function takes single indices only.
+        device: of the mask.
+        config: of the model.
+
+    Returns:
+        None: each row sees all keys up to its own position, the last row being at the last key; or
+        all keys, for a bidirectional pattern. An `IntervalMask` for other causal patterns that are
+        known. A bool (B, 1, Sq, Sk), alike for all rows and without storage of its own for each,
+        for a bidirectional pattern with padding; with storage for a single row and for patterns
+        that are not known. While torch compiles, the bool (B, Sk) of the padding where causality,
+        and the window that attention is told of, are all else there is.
+    """
+    padding = _padding(attention_mask, kv_length, kv_offset)
+    make_dense: Callable[[], Tensor] = partial(
+        sdpa_mask,
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        allow_is_causal_skip=False,
+        allow_is_bidirectional_skip=False,
+        use_vmap=use_vmap,
+        device=device,
+    )
+    if is_tracing(attention_mask) or is_tracing(q_offset):
+        # Neither closures nor values can be looked at. What is certain is what may be skipped.
+        if allow_is_bidirectional_skip and (local_size is None or kv_length < local_size):
+            return _for_all_rows(padding, batch_size, q_length, kv_length)
+        is_sure = allow_is_causal_skip and (local_size is None or _is_window(local_size, config))
+        if is_sure and q_length > 1 and _ends_together(q_length, kv_length, q_offset, kv_offset):
+            return padding
+        return make_dense()
+    pattern = None if use_vmap else recognise(mask_function)
+    if pattern is None:
+        return make_dense()
+    if not pattern.is_causal:
+        padding = _unless_full(padding)
+        if padding is None and not allow_is_bidirectional_skip:
+            padding = torch.ones((1, 1), dtype=torch.bool, device=device)
+        return _for_all_rows(padding, batch_size, q_length, kv_length)
+    if q_length == 1 and isinstance(q_offset, Tensor):
+        return make_dense()  # a single row costs less than reading the tensor
+    # Reading it once lets every layer leave out the unused end of a static cache.
+    key_len = int(q_offset) + q_length - kv_offset
+    if not q_length <= key_len <= kv_length:
+        return make_dense()
+    visible = _visible_keys(batch_size, q_length, key_len, pattern, padding, kv_offset, device)
+    if visible.is_plain and allow_is_causal_skip and key_len == kv_length:
+        return None
+    if q_length == 1:
+        return make_dense()
+    return IntervalMask(visible, kv_length, make_dense)
+
+
+def _visible_keys(
+    batch_size: int,
+    query_len: int,
+    key_len: int,
+    pattern: Pattern,
+    padding: Tensor | None,
+    first_key: int,
+    device: torch.device | str,
+) -> VisibleKeys:
+    """The description of a causal call, without limits that do not bind."""
+    window, chunk = pattern.window, pattern.chunk
+    if chunk is not None and first_key + key_len <= chunk:
+        chunk = None
+    return VisibleKeys(
+        batch_size,
+        query_len,
+        key_len,
+        padding=_unless_full(None if padding is None else padding[:, :key_len]),
+        window=window if window is not None and window < key_len else None,
+        chunk=chunk,
+        left_padding=None if chunk is None else pattern.left_padding,
+        document_ids=pattern.document_ids,
+        first_key=first_key,
+        device=device,
+    )
+
+
+def _padding(attention_mask: Tensor | None, kv_length: int, kv_offset: int) -> Tensor | None:
+    """The part of a padding mask that speaks of the keys of the call: bool (B, kv_length)."""
+    if attention_mask is None:
+        return None
+    missing = kv_offset + kv_length - attention_mask.shape[1]
+    if missing > 0:  # a static cache is longer than what has been seen
+        attention_mask = torch.nn.functional.pad(attention_mask, (0, missing))
+    return attention_mask[:, kv_offset : kv_offset + kv_length]
+
+
+def _unless_full(padding: Tensor | None) -> Tensor | None:
+    """None where nothing is padding. The host reads one number, as for transformers' sdpa."""
+    return None if padding is None or bool(padding.all()) else padding
+
+
+def _for_all_rows(
+    padding: Tensor | None, batch_size: int, q_length: int, kv_length: int
+) -> Tensor | None:
+    """A padding mask as bool (B, 1, Sq, Sk), a view."""
+    if padding is None:
+        return None
+    return padding[:, None, None].expand(batch_size, 1, q_length, kv_length)
+
+
+def _ends_together(q_length: int, kv_length: int, q_offset: int | Tensor, kv_offset: int) -> bool:
+    """Whether the last query surely stands at the last key."""
+    return not isinstance(q_offset, Tensor) and q_offset + q_length == kv_offset + kv_length
+
+
+def _is_window(local_size: int, config: Any) -> bool:
+    """Whether a local size is surely that of a sliding window, and not that of chunks."""
+    chunk = getattr(config, "attention_chunk_size", None)
+    return chunk is None and local_size == getattr(config, "sliding_window", None)

@@ -1,0 +1,119 @@
+"""Recognising which pattern one of transformers' mask functions stands for.
+
+transformers hands a mask over as a Python function of (batch, head, query, key) indices: closures
+made by the factories of `transformers.masking_utils`. Which factory made a closure shows in its
+code object, and what it was made with in its cells. Functions from anywhere else stay unknown.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from transformers import masking_utils as hf
+
+MaskFunction = Callable[..., Any]
+
+
+class Pattern(NamedTuple):
+    """What the rows of a call may see, besides padding.
+
+    Attributes:
+        is_causal: a row sees no key behind its own position. If False, every row sees every key,
+            and all other attributes are None.
+        window: a row sees only the last `window` positions, its own included.
+        chunk: positions are cut into chunks of `chunk` and a row sees only its own.
+        left_padding: integer (B,), where the first chunk begins in each sequence; beside chunk.
+        document_ids: integer (B, S), a row sees only keys with its own number. The numbers rise
+            from 0 along each sequence, by at most 1 a position.
+    """
+
+    is_causal: bool
+    window: int | None = None
+    chunk: int | None = None
+    left_padding: Tensor | None = None
+    document_ids: Tensor | None = None
+
+
+def recognise(function: MaskFunction) -> Pattern | None:
+    """The pattern of a mask function; None if it is not known."""
+    if function is hf.bidirectional_mask_function:
+        return Pattern(is_causal=False)
+    conditions = _conditions(function)
+    # A window or documents alone let rows see what comes after them.
+    if conditions is None or not conditions.get("is_causal"):
+        return None
+    if "chunk" in conditions and "document_ids" in conditions:
+        return None  # chunks that begin within documents
+    return Pattern(**conditions)
+
+
+def _conditions(function: MaskFunction) -> dict[str, Any] | None:
+    """The attributes of a `Pattern` that a mask function asks for."""
+    if function is hf.causal_mask_function:
+        return {"is_causal": True}
+    made_with = _cells(function)
+    if _is_made_by(_SLIDING_WINDOW, function):
+        return {"window": made_with["sliding_window"]}
+    if _is_made_by(_CHUNKED, function):
+        return {"chunk": made_with["chunk_size"], "left_padding": made_with["left_padding"]}
+    if _is_made_by(_PACKED, function):
+        return {"document_ids": made_with["packed_sequence_mask"]}
+    if not _is_made_by(_AND, function):
+        return None
+    parts = made_with["mask_functions"]
+    if len(parts) == 2 and _is_made_by(_PACKED, parts[0]) and _is_made_by(_REMAPPED, parts[1]):
+        return _in_documents(*parts)
+    together: dict[str, Any] = {}
+    for part in parts:
+        found = _conditions(part)
+        if found is None or not together.keys().isdisjoint(found):
+            return None
+        together |= found
+    return together
+
+
+def _in_documents(packed: MaskFunction, remapped: MaskFunction) -> dict[str, Any] | None:
+    """Packed documents: equal numbers, and a condition on positions counted within documents.
+
+    Positions rise by 1 within a document, so that causality and windows mean the same for them as
+    for the positions in the whole sequence. Chunks of documents are documents themselves.
+    """
+    inner = _conditions(_cells(remapped)["mask_function"])
+    if inner is None or "document_ids" in inner:
+        return None
+    ids = _cells(packed)["packed_sequence_mask"]
+    chunk, left_padding = inner.pop("chunk", None), inner.pop("left_padding", None)
+    if chunk is not None:
+        position = _cells(remapped)["position_ids"] - left_padding[:, None]
+        starts = position % chunk == 0
+        starts[:, 1:] |= ids[:, 1:] != ids[:, :-1]
+        starts[:, 0] = False
+        ids = starts.cumsum(1)
+    return inner | {"document_ids": ids}
+
+
+def _cells(function: MaskFunction) -> dict[str, Any]:
+    """The variables that a closure holds, by name."""
+    code = getattr(function, "__code__", None)
+    if code is None:
+        return {}
+    cells = function.__closure__ or ()
+    return {name: cell.cell_contents for name, cell in zip(code.co_freevars, cells, strict=True)}
+
+
+def _is_made_by(code: Any, function: MaskFunction) -> bool:
+    return getattr(function, "__code__", None) is code
+
+
+def _code(closure: Any) -> Any:
+    """What all closures of one factory have in common."""
+    return closure.__code__
+
+
+_AND = _code(hf.and_masks(hf.causal_mask_function))
+_SLIDING_WINDOW = _code(hf.sliding_window_overlay(1))
+_CHUNKED = _code(hf.chunked_overlay(1, None))
+_PACKED = _code(hf.packed_sequence_mask_function(None))
+# Before it was there, positions within packed documents counted from the start of the sequence.
+_remap = getattr(hf, "remap_positions_for_packed_sequence", None)
+_REMAPPED = object() if _remap is None else _code(_remap(hf.causal_mask_function, None))

@@ -1,0 +1,142 @@
+"""Which keys the rows of a problem keep: from `window_size`, `selection` and `attn_mask`.
+
+Where it can be said by an interval of rows for each key, the problem gets key lists, or a mask
+alike for all rows. Where mask or bias differ between rows it cannot, and the problem gets a mask
+of size Sq * Sk: a slow path, right in any case. Letters as in `dmattn.problem`.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dmattn.arguments import without_nan
+from dmattn.checks import check_key_lists
+from dmattn.dispatch import select
+from dmattn.key_lists import without_keys
+from dmattn.problem import Problem
+from dmattn.selection import KeySelection, key_only_mask, same_heads
+from dmattn.utils.mask import top_window_mask
+
+_DENSE = (
+    "so a mask of size seqlen_q * seqlen_k says which keys are kept, and time and memory grow "
+    "with that"
+)
+
+
+# A problem with its keys chosen, and what is slow about the choice, in words for a user.
+Kept = tuple[Problem, tuple[str, ...]]
+
+
+def keep_window(problem: Problem, window_size: int, given: Any) -> Kept:
+    """Of each row the keys with the highest bias.
+
+    Where every key is within the window, a bias of -inf keeps out the keys that would not be
+    selected.
+
+    Args:
+        problem: checked, with a bias.
+        window_size: at least 1.
+        given: the bias as the caller gave it.
+
+    Raises:
+        ValueError: the bias has not an entry for each key.
+    """
+    bias, mask, seqlen_k = problem.bias, problem.mask, problem.k.shape[1]
+    assert bias is not None  # as `check_scores` has seen
+    if bias.shape[3] != seqlen_k:
+        raise ValueError(
+            f"attn_bias: got shape {tuple(given.shape)}, wanted (batch|1, nheads|nheads_k|1, "
+            f"seqlen_q|1, {seqlen_k}) or (batch, nheads|nheads_k, {seqlen_k}) with window_size"
+        )
+    has_rows = mask is not None and _has_rows(mask)
+    if seqlen_k <= window_size:
+        if mask is not None and not has_rows:
+            mask = key_only_mask(mask, seqlen_k)[:, :, None]
+        return problem.replace(mask=mask, bias=without_nan(bias)), ()
+    rows, causal = problem.q.shape[1], problem.is_causal
+    if has_rows or bias.shape[2] > 1:
+        keep = top_window_mask(bias, window_size, rows, causal, mask)
+        name = "attn_mask" if has_rows else "attn_bias"
+        slow = f"{name} has rows of its own beside window_size, {_DENSE}"
+        return problem.replace(mask=keep), (slow,)
+    key_mask = None if mask is None else key_only_mask(mask, seqlen_k)
+    scores, key_mask = same_heads(bias.detach()[:, :, 0], key_mask)
+    rows = min(rows, seqlen_k) if causal else rows
+    lists = select(scores, key_mask, window_size, rows, causal)
+    return problem.replace(mask=None, key_lists=lists), ()
+
+
+def check_selection(selection: Any) -> None:
+    """Raise TypeError unless it is a KeySelection."""
+    if not isinstance(selection, KeySelection):
+        kind = type(selection).__name__
+        raise TypeError(f"selection: got {kind}, wanted a dmattn.KeySelection or None")
+
+
+def keep_selection(problem: Problem, selection: KeySelection) -> Kept:
+    """Of each row the keys of a selection, but those that the mask of the problem hides.
+
+    Raises:
+        ValueError: the selection was made for another kind of problem.
+    """
+    if selection.is_causal != problem.is_causal:
+        raise ValueError(
+            f"selection: got one with is_causal={selection.is_causal}, wanted {problem.is_causal}"
+        )
+    if selection.is_causal and selection.query_len != problem.q.shape[1]:
+        raise ValueError(
+            f"selection: got one for {selection.query_len} query rows, wanted {problem.q.shape[1]}"
+        )
+    mask, bias = problem.mask, problem.bias
+    problem = problem.replace(mask=None, key_lists=selection.lists)
+    check_key_lists(selection.lists, without_leading_rows(problem))
+    if mask is not None and _has_rows(mask):
+        slow = f"attn_mask has rows of its own beside a selection, {_DENSE}"
+        return _with_dense_mask(problem, selection, mask), (slow,)
+    if _learns(bias):
+        slow = f"attn_bias has rows of its own and a gradient beside a selection, {_DENSE}"
+        return _with_dense_mask(problem, selection, mask), (slow,)
+    if mask is None:
+        return problem, ()
+    end, keep = same_heads(selection.end, key_only_mask(mask, problem.k.shape[1]))
+    assert keep is not None
+    if not selection.is_causal:
+        return problem.replace(mask=((end > 0) & keep)[:, :, None], key_lists=None), ()
+    return problem.replace(key_lists=without_keys(selection.lists, keep)), ()
+
+
+def leading_rows(problem: Problem) -> int:
+    """How many rows stand in front of the first key of a causal problem over key lists."""
+    if problem.key_lists is None or not problem.is_causal:
+        return 0
+    return max(0, problem.q.shape[1] - problem.k.shape[1])
+
+
+def without_leading_rows(problem: Problem) -> Problem:
+    """The problem without those rows, which keep nothing."""
+    skip, bias = leading_rows(problem), problem.bias
+    if skip == 0:
+        return problem
+    if bias is not None and bias.shape[2] > 1:
+        bias = bias[:, :, skip:]
+    return problem.replace(q=problem.q[:, skip:], bias=bias)
+
+
+def _with_dense_mask(problem: Problem, selection: KeySelection, mask: Tensor | None) -> Problem:
+    # One that is not causal serves any number of rows, whatever it was made for.
+    keep = selection.to_mask() if selection.is_causal else (selection.end > 0)[:, :, None]
+    keep, mask = same_heads(keep, mask)
+    return problem.replace(mask=keep if mask is None else keep & mask, key_lists=None)
+
+
+def _has_rows(mask: Tensor) -> bool:
+    """Whether rows may differ; they do not in a view that was expanded over them."""
+    return mask.shape[2] != 1 and mask.stride(2) != 0
+
+
+def _learns(bias: Tensor | None) -> bool:
+    """Whether a bias needs a gradient for each row, which is not computed over key lists."""
+    if bias is None or bias.shape[2] == 1:
+        return False
+    return bias.requires_grad and torch.is_grad_enabled()

@@ -1,0 +1,67 @@
+"""Models under torch.compile: whole graphs, few of them, and the numbers of eager attention."""
+
+from typing import Any
+
+import pytest
+import torch
+from hf_models import VOCABULARY, make_model, relative_error, with_attention
+from torch import Tensor
+from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
+
+LENGTHS = (40, 131, 75, 140, 200)  # all longer than the window, or its layers are other graphs
+
+
+def padded_inputs(length: int) -> dict[str, Any]:
+    mask = torch.ones(2, length, dtype=torch.long)
+    mask[0, :7] = 0
+    ids = torch.randint(1, VOCABULARY, (2, length))
+    return {"input_ids": ids, "attention_mask": mask, "use_cache": False}
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
+def test_few_whole_graphs(name: str) -> None:
+    torch._dynamo.reset()
+    model = make_model(name).eval()
+    counter = CompileCounter()
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    for length in LENGTHS:
+        inputs = padded_inputs(length)
+        real = inputs["attention_mask"].bool()
+        with torch.no_grad():
+            wanted = with_attention(model, "eager")(**inputs).logits[real]
+            with_attention(model, "dmattn")
+            torch.testing.assert_close(compiled(**inputs).logits[real], wanted, rtol=0, atol=1e-4)
+    assert counter.frame_count <= 2
+
+
+def test_generate_with_a_compiled_forward() -> None:
+    """generate() makes masks for static caches itself, so that they come from outside the graph."""
+    torch._dynamo.reset()
+    model = with_attention(make_model("gemma3"), "dmattn").eval()
+    inputs = padded_inputs(40) | {"use_cache": True, "cache_implementation": "static"}
+    options = {"max_new_tokens": 3, "do_sample": False}
+    wanted = model.generate(**inputs, **options)
+    model.forward = torch.compile(model.forward, fullgraph=True, backend="eager")
+    assert torch.equal(model.generate(**inputs, **options), wanted)
+
+
+def test_training_step() -> None:
+    torch._dynamo.reset()
+    model = make_model("mistral")
+    model.model.layers = model.model.layers[:1]
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    for length in LENGTHS:
+        inputs = padded_inputs(length)
+        gradients = []
+        for implementation, run in (("eager", model), ("dmattn", compiled)):
+            with_attention(model, implementation)
+            model.zero_grad()
+            run(**inputs).logits[inputs["attention_mask"].bool()].square().mean().backward()
+            gradients.append(gradients_of(model))
+        assert relative_error(gradients[1], gradients[0]) < 1e-4
+    assert counter.frame_count <= 2
+
+
+def gradients_of(model: Any) -> dict[str, Tensor]:
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}

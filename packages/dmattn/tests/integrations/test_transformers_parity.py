@@ -1,0 +1,135 @@
+"""Logits and all gradients of models, against transformers' own eager attention.
+
+How far rounding leads is measured: all weights are changed by up to one rounding of float32, and
+eager attention is run again. dmattn, which adds up in another order, may be twice as far from eager
+attention as that, and 4 roundings more. (Eager attention in float64 is no reference: it
+still computes its softmax in float32, and gives NaN for rows of padding.)
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from hf_models import (
+    DECODERS,
+    EPSILON,
+    OTHERS,
+    VOCABULARY,
+    make_model,
+    relative_error,
+    with_attention,
+    with_rounded_weights,
+)
+from torch import Tensor
+
+from dmattn.integrations.transformers.interval_mask import IntervalMask
+
+LENGTH = 150  # more than one block of 128 rows, and longer than windows and chunks
+
+
+def tokens(batch: int = 2, length: int = LENGTH) -> Tensor:
+    generator = torch.Generator().manual_seed(7)
+    return torch.randint(1, VOCABULARY, (batch, length), generator=generator)
+
+
+def padding(side: str, batch: int = 2, length: int = LENGTH) -> Tensor:
+    """1 for tokens, 0 for the padding of the first sequence."""
+    mask = torch.ones(batch, length, dtype=torch.long)
+    mask[0, slice(0, 37) if side == "left" else slice(length - 37, length)] = 0
+    return mask
+
+
+def run(model: Any, real: Tensor, inputs: dict[str, Any]) -> tuple[dict[str, Tensor], Any]:
+    """Logits of the real tokens, and all gradients of a loss that they alone feel."""
+    model.zero_grad()
+    logits = model(**inputs).logits
+    logits = logits * real[..., None].to(logits.dtype)
+    weights = torch.linspace(-1, 1, logits.numel(), dtype=logits.dtype).view_as(logits)
+    (logits * weights).sum().backward()
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return {"logits": logits.detach()}, gradients
+
+
+def check_parity(model: Any, real: Tensor, **inputs: Any) -> None:
+    eager = run(with_attention(model, "eager"), real, inputs)
+    rounded = run(with_rounded_weights(model), real, inputs)
+    ours = run(with_attention(model, "dmattn"), real, inputs)
+    for got, other, wanted in zip(ours, rounded, eager, strict=True):
+        assert relative_error(got, wanted) <= 2 * relative_error(other, wanted) + 4 * EPSILON
+
+
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+@pytest.mark.parametrize("name", [n for n in (*DECODERS, *OTHERS) if n != "t5"])
+def test_padding(name: str, side: str) -> None:
+    ids = tokens()
+    if side == "none":
+        check_parity(make_model(name), torch.ones_like(ids), input_ids=ids)
+        return
+    real = padding(side)
+    check_parity(make_model(name), real, input_ids=ids, attention_mask=real)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_encoder_and_decoder(padded: bool) -> None:
+    """T5: a learned bias for each pair of positions, cross attention, no scale."""
+    ids = tokens()
+    real = padding("right") if padded else torch.ones_like(ids)
+    decoder_ids = tokens(length=140).flip(1)
+    real_decoder = padding("right", length=140) if padded else torch.ones_like(decoder_ids)
+    check_parity(
+        make_model("t5"),
+        real_decoder,
+        input_ids=ids,
+        attention_mask=real if padded else None,
+        decoder_input_ids=decoder_ids,
+        decoder_attention_mask=real_decoder if padded else None,
+    )
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_packed_documents(name: str) -> None:
+    """Documents said by positions that restart, other ones in each row of the batch."""
+    lengths = ((3, 40, 1, 70, 36), (90, 60))
+    positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
+    ids = tokens()
+    model = make_model(name)
+    check_parity(
+        model, torch.ones_like(ids), input_ids=ids, position_ids=positions, use_cache=False
+    )
+    if name == "gpt_oss":
+        return  # transformers does not tell its masks of positions: no packing in eager either
+    packed = model(ids, position_ids=positions, use_cache=False).logits
+    alone = model(ids[:1, 43:44], use_cache=False).logits
+    torch.testing.assert_close(packed[:1, 43:44], alone, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(reentrant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers that run again for the backward pass get the same mask, still not dense."""
+
+    def never(mask: IntervalMask) -> Tensor:
+        raise AssertionError(f"{mask} was made dense")
+
+    monkeypatch.setattr(IntervalMask, "to_dense_mask", never)
+    ids, real = tokens(), padding("left")
+    inputs = {"input_ids": ids, "attention_mask": real, "use_cache": False}
+    model = with_attention(make_model("gemma3"), "dmattn")
+    wanted = run(model, real, inputs)
+    model.activation_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    for got, plain in zip(run(model, real, inputs), wanted, strict=True):
+        assert relative_error(got, plain) <= 4 * EPSILON
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_future_tokens_change_nothing(name: str) -> None:
+    model = with_attention(make_model(name), "dmattn").eval()
+    ids = tokens()
+    changed = ids.clone()
+    changed[:, 80:] = ids[:, 80:].flip(1)
+    for inputs in ({}, {"attention_mask": padding("left")}):
+        with torch.no_grad():
+            a, b = (model(x, **inputs).logits for x in (ids, changed))
+        real = inputs.get("attention_mask", torch.ones_like(ids))[:, :80].bool()
+        torch.testing.assert_close(a[:, :80][real], b[:, :80][real], rtol=1e-5, atol=1e-5)
+        assert not torch.allclose(a[:, 80:], b[:, 80:], rtol=1e-2, atol=1e-2)
