@@ -38,6 +38,8 @@ class Target:
         plugin: a module to import first, which registers the backend; None for those of dmattn.
         most_tiles: problems of more tiles of 128 rows x 128 keys, over all heads, are left out;
             None for a target that is fast enough for all.
+        poison: whether fresh buffers are filled with NaN and given margins, see poison.py. Not
+            where torch itself computes: it asserts that its buffers start where their memory does.
     """
 
     name: str
@@ -50,6 +52,7 @@ class Target:
     repeats: bool = False
     plugin: str | None = None
     most_tiles: int | None = None
+    poison: bool = True
 
     @property
     def backend_name(self) -> str:
@@ -104,6 +107,8 @@ TARGETS = {
         ),
         # Each case compiles kernels of its own, for seconds.
         Target("triton-cuda", "triton", "cuda", dtypes=(*HALF, "f32"), share=60),
+        Target(*("flex-cpu", "flex", "cpu"), dtypes=(*HALF, "f32", "f64"), share=240, poison=False),
+        Target(*("flex-cuda", "flex", "cuda"), dtypes=(*HALF, "f32"), share=240, poison=False),
     )
 }
 

@@ -26,7 +26,11 @@ class Backend(ABC):
         """Why it cannot run on this machine, in words for a user; None when it can."""
 
     def unavailable_on(self, device: torch.device) -> str | None:
-        """Why it cannot run on one of its devices; None when it can. Asked at every call."""
+        """Why it leaves this one of its devices to other backends; None when it does not.
+
+        Asked at every call. What a user can put right, such as a package that is missing, is no
+        such reason: the forward raises it, so that nobody is served by a slower backend unasked.
+        """
         return self.unavailable()
 
     @abstractmethod

@@ -7,12 +7,13 @@ import torch
 from dmattn.backends.base import Backend
 from dmattn.backends.cpu import CpuBackend
 from dmattn.backends.cuda import CudaBackend
+from dmattn.backends.flex import FlexBackend
 from dmattn.backends.triton import TritonBackend
 from dmattn.problem import Problem
 from dmattn.validation import one_of
 
 # A row a backend; of those that can compute a problem the first one does.
-BACKENDS: list[Backend] = [CudaBackend(), TritonBackend(), CpuBackend()]
+BACKENDS: list[Backend] = [CudaBackend(), TritonBackend(), CpuBackend(), FlexBackend()]
 
 
 def get_available_backends() -> list[str]:
@@ -20,7 +21,7 @@ def get_available_backends() -> list[str]:
 
     "cuda" is listed when torch sees a GPU of sm_80 or later and the compiled kernels can be loaded;
     "triton" when triton is installed and torch sees a GPU, or TRITON_INTERPRET=1 is set; "cpu"
-    always.
+    always; "flex" where torch has what it takes, by default only for what the others refuse.
     """
     return [backend.name for backend in BACKENDS if backend.unavailable() is None]
 
@@ -79,10 +80,18 @@ def choose(problem: Problem, wanted: str | None = None) -> Backend:
                 if missing is None:
                     return backend
                 reasons = [RuntimeError(missing)]
-            refusals += reasons
+            refusals.append(reasons[0])
     if not refusals:
         check_device(device)
-    raise refusals[0]
+    raise _all_of(refusals)
+
+
+def _all_of(refusals: list[Exception]) -> Exception:
+    """The first backend's refusal, with what the others say: one of them may know a way out."""
+    first, *others = refusals
+    if not others:
+        return first
+    return type(first)(f"{first}; no other backend takes it: {'; '.join(map(str, others))}")
 
 
 def check_device(device: torch.device) -> None:

@@ -63,17 +63,27 @@ def check_device(device: int) -> None:
     """
     if device in checked_devices:
         return
-    if torch.version.hip is not None:
-        name = torch.cuda.get_device_name(device)
-        raise RuntimeError(f"query: got a tensor on cuda:{device} ({name}), wanted an NVIDIA GPU")
+    reason = unserved(device)
+    if reason is not None:
+        raise RuntimeError(reason)
     load_kernels()
-    capability = torch.cuda.get_device_capability(device)
-    if capability < _MIN_CAPABILITY:
-        raise RuntimeError(
-            f"query: got a tensor on cuda:{device} ({torch.cuda.get_device_name(device)}, "
-            f"sm_{capability[0]}{capability[1]}), wanted a GPU of sm_80 (Ampere) or later"
-        )
     checked_devices.add(device)
+
+
+def unserved(device: int) -> str | None:
+    """Why there are no kernels for such a GPU, installed or not; None where there are."""
+    if device in checked_devices:
+        return None
+    name = torch.cuda.get_device_name(device)
+    if torch.version.hip is not None:
+        return f"query: got a tensor on cuda:{device} ({name}), wanted an NVIDIA GPU"
+    major, minor = capability = torch.cuda.get_device_capability(device)
+    if capability >= _MIN_CAPABILITY:
+        return None
+    return (
+        f"query: got a tensor on cuda:{device} ({name}, sm_{major}{minor}), wanted a GPU of sm_80 "
+        "(Ampere) or later"
+    )
 
 
 def view(t: Tensor, codes: dict[torch.dtype, int]) -> View:
