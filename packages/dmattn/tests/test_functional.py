@@ -121,9 +121,9 @@ def test_cuda_backend_needs_one_usable_device(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(cuda, "check_device", check)
     usable = 1
-    assert get_available_backends() == ["cuda", "cpu", "flex"]
+    assert get_available_backends() == ["cuda", "cpu"]
     usable = 2
-    assert get_available_backends() == ["cpu", "flex"]
+    assert get_available_backends() == ["cpu"]
     assert registry.named("cuda").unavailable() == "too old"
 
 
