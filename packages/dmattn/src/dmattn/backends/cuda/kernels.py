@@ -63,10 +63,11 @@ def check_device(device: int) -> None:
     """
     if device in checked_devices:
         return
+    if torch.version.hip is None:  # what is missing there is no package
+        load_kernels()
     reason = unserved(device)
     if reason is not None:
         raise RuntimeError(reason)
-    load_kernels()
     checked_devices.add(device)
 
 
@@ -74,15 +75,15 @@ def unserved(device: int) -> str | None:
     """Why there are no kernels for such a GPU, installed or not; None where there are."""
     if device in checked_devices:
         return None
-    name = torch.cuda.get_device_name(device)
     if torch.version.hip is not None:
+        name = torch.cuda.get_device_name(device)
         return f"query: got a tensor on cuda:{device} ({name}), wanted an NVIDIA GPU"
-    major, minor = capability = torch.cuda.get_device_capability(device)
-    if capability >= _MIN_CAPABILITY:
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) >= _MIN_CAPABILITY:
         return None
     return (
-        f"query: got a tensor on cuda:{device} ({name}, sm_{major}{minor}), wanted a GPU of sm_80 "
-        "(Ampere) or later"
+        f"query: got a tensor on cuda:{device} ({torch.cuda.get_device_name(device)}, "
+        f"sm_{major}{minor}), wanted a GPU of sm_80 (Ampere) or later"
     )
 
 

@@ -29,7 +29,6 @@ _USED = (
     (_MODULE, "flex_attention"),
     (_MODULE, "BlockMask"),
     (_OPERATOR, "flex_attention"),
-    (_MODE, "TransformGetItemToIndex"),
 )
 
 # What compiles the calls on a GPU; tests look at the graphs without one.
@@ -38,15 +37,23 @@ COMPILER: Any = "inductor"
 
 @functools.cache
 def missing() -> str | None:
-    """What this version of torch lacks, in words for a user; None where all is there."""
+    """What this version of torch lacks, in words for a user; None where all is there.
+
+    Parts of torch._dynamo are looked at where they are used: importing it takes seconds, and
+    imports triton, which reads its settings then.
+    """
     for module, name in _USED:
         try:
             getattr(importlib.import_module(module), name)
         except (ImportError, AttributeError):
             return f"torch {torch.__version__} has no {module}.{name}"
-    if _limit_name() is None:
-        return f"torch {torch.__version__} has no torch._dynamo.config.{_LIMIT_NAMES[0]}"
     return None
+
+
+def _lacks(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"backend: got 'flex', which cannot run here: torch {torch.__version__} has no {name}"
+    )
 
 
 def attend(
@@ -83,7 +90,7 @@ def compiled(
             *table, BLOCK_SIZE=BLOCK, mask_mod=mask_mod, seq_lengths=(q.shape[2], k.shape[2])
         )
     given = score_mod if changes_scores(spec) else None
-    with torch._dynamo.config.patch({str(_limit_name()): _MOST_COMPILATIONS}):
+    with torch._dynamo.config.patch({_limit_name(): _MOST_COMPILATIONS}):
         out, lse = _kernel_of(spec, COMPILER)(q, k, v, given, block_mask, spec.softmax_scale)
     return out, lse
 
@@ -113,9 +120,12 @@ _LIMIT_NAMES = ("recompile_limit", "cache_size_limit")  # since torch 2.7, and b
 
 
 @functools.cache
-def _limit_name() -> str | None:
-    """Of the limit on compilations of one function; None in a torch that has neither."""
-    return next((name for name in _LIMIT_NAMES if hasattr(torch._dynamo.config, name)), None)
+def _limit_name() -> str:
+    """Of the limit on compilations of one function."""
+    for name in _LIMIT_NAMES:
+        if hasattr(torch._dynamo.config, name):
+            return name
+    raise _lacks(f"torch._dynamo.config.{_LIMIT_NAMES[0]}")
 
 
 def _call(
@@ -147,7 +157,7 @@ def by_formula(
 ) -> tuple[Tensor, Tensor]:
     """By torch's own definition of FlexAttention, in the dtype of lse; memory of Sq * Sk."""
     operator = importlib.import_module(_OPERATOR).flex_attention
-    mode = importlib.import_module(_MODE).TransformGetItemToIndex
+    mode = _mode()
     names = [name for name, t in zip(Operands._fields, tensors, strict=True) if t is not None]
     given = tuple(t for t in tensors if t is not None)
 
@@ -175,6 +185,15 @@ def by_formula(
         tuple(t.detach() for t in given),
     )
     return out, lse * math.log(2)
+
+
+@functools.cache
+def _mode() -> Any:
+    """The mode in which torch runs what reads a tensor by indices that are tensors."""
+    try:
+        return importlib.import_module(_MODE).TransformGetItemToIndex
+    except (ImportError, AttributeError):
+        raise _lacks(f"{_MODE}.TransformGetItemToIndex") from None
 
 
 def _no_blocks(seqlen_q: int, seqlen_k: int) -> tuple[Any, ...]:
