@@ -71,9 +71,10 @@ def choose(problem: Problem, wanted: str | None = None) -> Backend:
             raise unusable(backend, missing)
         return backend
     device = problem.q.device
+    kind = device.type
     refusals: list[Exception] = []
     for backend in BACKENDS:
-        if device.type in backend.devices and device.type not in backend.by_name_only:
+        if kind in backend.devices and kind not in backend.by_name_only:
             reasons = backend.unsupported(problem)
             if not reasons:
                 missing = backend.unavailable_on(device)
