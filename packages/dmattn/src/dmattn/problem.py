@@ -175,11 +175,14 @@ def lse_shape(q: Tensor) -> tuple[int, ...]:
 
 
 def lse_of_no_key(problem: Problem) -> Tensor:
-    """(H, 1): lse of a row that keeps no key, which is the sink, or -inf without sinks."""
+    """(H, 1): lse of a row that keeps no key, which is the sink, or -inf without sinks.
+
+    Differentiable by the sinks. One of -inf means none, and gets no gradient.
+    """
     q, sinks = problem.q, problem.sinks
     dtype = lse_dtype(q.dtype)
     if sinks is not None:
-        return sinks.to(dtype)[:, None]
+        return sinks.to(dtype).where(sinks != -torch.inf, -torch.inf)[:, None]
     return q.new_full((q.shape[-2], 1), -torch.inf, dtype=dtype)
 
 
