@@ -102,7 +102,7 @@ def attention(
     head = axes.check_entry("head", head, nheads)
     keys = edges(problem.k.shape[1], most)
     if row is not None:
-        row = axes.check_entry("row", check_int("row", row), query_len)
+        row = axes.check_entry("row", row, query_len)
         drawn = _rows_of_head(problem, batch, head, torch.tensor([row]), keys)
         ax = axes.axes_or_new(ax, 7.2, 3.8)
         _draw_row(ax, drawn, keys)
@@ -136,7 +136,8 @@ def _probabilities(problem: Problem, batch: int, head: int, rows: Tensor, keys: 
     keep, visible = _kept(problem, batch, head, rows)
     bias = problem.bias
     if bias is not None:
-        bias = _of_rows(_of_head(bias, batch, head, problem), rows)[None, None]
+        bias = _of_rows(_of_head(bias, batch, head, problem), rows)
+        keep, bias = keep & (bias != -torch.inf), bias[None, None]
     exact = reference_attention(
         batch_rows[None, :, None],
         problem.k[batch, :, key_head].cpu()[None, :, None],
