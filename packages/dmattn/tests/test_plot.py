@@ -146,6 +146,14 @@ def test_attention_shows_the_probabilities(kind: str) -> None:
     torch.testing.assert_close(torch.tensor(bars).float(), wanted[wanted > 0])
 
 
+def test_a_bias_of_minus_infinity_hides_keys_like_a_mask() -> None:
+    q, bias = scores(1, 8, 1, 16), torch.zeros(1, 1, 8, 8)
+    bias[..., 2:] = bias[..., 3, :] = -torch.inf
+    ax = plot.attention(q, q, attn_bias=bias)
+    assert "2 keys kept on average" in ax.get_title(loc="left")
+    assert "no key is kept" in plot.attention(q, q, attn_bias=bias, row=3).get_title(loc="left")
+
+
 def test_attention_of_many_rows_draws_some_of_them() -> None:
     q, k = scores(1, 300, 1, 8), scores(1, 300, 1, 8)
     ax = plot.attention(q, k, is_causal=True, pixels=20)
@@ -185,6 +193,8 @@ BAD: list[tuple[Any, type[Exception], str]] = [
         "query: got 0 queries and 0 keys, wanted at least one of each",
     ),
     (lambda: plot.mask(WINDOW(), head=2), IndexError, "head: got 2, wanted 0 to 1"),
+    (lambda: plot.mask(WINDOW(), head="0"), TypeError, "head: got '0' (str), wanted an int"),
+    (lambda: plot.lifetimes(sliding_window(5, 1), batch=None), TypeError, "batch: got None"),
     (lambda: plot.mask(WINDOW(), pixels=0), ValueError, "pixels: got 0"),
     (lambda: plot.lifetimes(WINDOW()), ValueError, "selection: got one with is_causal=False"),
     (lambda: plot.lifetimes(None), TypeError, "selection: got None"),

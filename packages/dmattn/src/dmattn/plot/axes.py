@@ -4,6 +4,8 @@ import importlib
 from pathlib import Path
 from typing import Any
 
+from dmattn.validation import check_int
+
 # Blue on grey, with orange beside it: told apart with every common kind of colour blindness, and
 # in black and white.
 KEPT = "#08519c"
@@ -66,8 +68,10 @@ def check_entry(name: str, index: int, size: int) -> int:
     """An index into a dimension of this size; one that is broadcast serves every index.
 
     Raises:
+        TypeError: it is no integer.
         IndexError: there is no such entry.
     """
+    index = check_int(name, index)
     if size == 1:
         return 0
     if not 0 <= index < size:
