@@ -164,6 +164,17 @@ def test_dialogue() -> None:
     assert torch.equal(generated(model, text, twin, **second), whole)
 
 
+@pytest.mark.parametrize("chunk", [1, 5])
+def test_a_prompt_under_inference_mode(chunk: int) -> None:
+    model, ids = enable_doge(make_doge()).eval(), tokens(length=WINDOW + 9)
+    cache = DogeCache(model.config)
+    with torch.inference_mode():
+        model(ids[:, :-chunk], past_key_values=cache)
+    with torch.no_grad():
+        logits = model(ids[:, -chunk:], past_key_values=cache).logits
+        assert close(logits, model(ids).logits[:, -chunk:])
+
+
 def test_batches_change() -> None:
     model, ids = enable_doge(make_doge()).eval(), tokens(4, 40)
     cache = DogeCache(model.config)
