@@ -178,9 +178,10 @@ class DogeCacheLayer(CacheLayerMixin):  # type: ignore[misc]  # has no types
             )
         # Tensors made under torch.inference_mode() cannot be changed outside of it. torch.compile
         # cannot ask for that.
-        if not (torch.compiler.is_compiling() or torch.is_inference_mode_enabled()):
-            if self.kept.k.is_inference():
-                self.kept = self.kept.clone()
+        if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+            return self.kept
+        if self.kept.k.is_inference():
+            self.kept = self.kept.clone()
         return self.kept
 
 
