@@ -95,14 +95,15 @@ def seen_keys(
         raise TypeError(
             f"attention_mask: got {type(attention_mask).__name__}, wanted a torch.Tensor or None"
         )
-    if attention_mask is not None and attention_mask.dim() == 4:
-        return of_mask(config.keep_window_size, attention_mask)
     first_key: int = 0
     offset: int | Tensor = 0
     key_len = query_len
     if cache is not None:
         offset = cache.get_query_offset()
         key_len, first_key = cache.get_mask_sizes(query_len, 0)
+    if attention_mask is not None and attention_mask.dim() == 4:
+        _check_mask(attention_mask, config, batch, query_len, key_len)
+        return of_mask(config.keep_window_size, attention_mask)
     padding = None
     if attention_mask is not None:
         padding = _padding(attention_mask, batch, query_len, offset)
@@ -245,6 +246,18 @@ def _attend_to_selected(
         selection=selection,
     )
     return out.view(query.shape)
+
+
+def _check_mask(mask: Tensor, config: Any, batch: int, query_len: int, key_len: int) -> None:
+    """Raise for a mask of four dimensions that does not fit, before the cache takes the tokens."""
+    heads = {1, config.num_key_value_heads, config.num_attention_heads}
+    n, mask_heads, rows, keys = mask.shape
+    fits = n in (1, batch) and mask_heads in heads and rows in (1, query_len)
+    if not fits or (keys != 1 and keys < key_len):
+        raise ValueError(
+            f"attention_mask: got shape {tuple(mask.shape)}, wanted ({batch}|1, heads|1, "
+            f"{query_len}|1, {key_len}), or more keys, as many as a cache has room for"
+        )
 
 
 def _padding(mask: Tensor, batch: int, query_len: int, offset: int | Tensor) -> Tensor:
