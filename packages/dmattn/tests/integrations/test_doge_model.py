@@ -381,10 +381,11 @@ def test_masks_of_wrong_shapes(shape: tuple[int, ...]) -> None:
         model(tokens(), attention_mask=torch.ones(shape))
 
 
-def test_masks_that_leave_out_what_the_cache_holds() -> None:
+@pytest.mark.parametrize("kind", [DynamicCache, StaticCache])
+def test_masks_that_leave_out_what_the_cache_holds(kind: Any) -> None:
     """transformers takes such a mask for one of the first tokens and hides the new ones."""
     model, ids = enable_doge(make_doge()).eval(), tokens()
-    cache = DynamicCache(config=model.config)
+    cache = kind(config=model.config, **({"max_cache_len": 60} if kind is StaticCache else {}))
     with torch.no_grad():
         model(ids[:, :40], past_key_values=cache)
         with pytest.raises(
@@ -404,3 +405,13 @@ def test_masks_of_four_dimensions_that_do_not_fit(shape: tuple[int, ...]) -> Non
         with pytest.raises(ValueError, match="attention_mask: got shape"):
             model(ids[:, 20:24], attention_mask=mask, past_key_values=cache)
     assert [layer.get_seq_length() for layer in cache.layers] == [20, 20]
+
+
+def test_another_batch_is_refused_before_a_cache_takes_tokens() -> None:
+    model, ids = enable_doge(make_doge()).eval(), tokens()
+    cache = StaticCache(config=model.config, max_cache_len=60)
+    with torch.no_grad():
+        model(ids[:, :20], past_key_values=cache)
+        with pytest.raises(ValueError, match="past_key_values: got a StaticCache of 2 sequences"):
+            model(ids[:1, 20:], past_key_values=cache)
+    assert [int(layer.get_seq_length()) for layer in cache.layers] == [20, 20]
