@@ -8,6 +8,8 @@ import torch
 import transformers as hf
 from hf_models import VOCABULARY, with_attention
 from transformers.masking_utils import create_causal_mask
+from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import MiniMaxM3VLTextConfig
+from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLTextModel
 
 import dmattn.integrations.transformers as dmt
 
@@ -42,6 +44,27 @@ def _pegasus_x() -> Any:
             vocab_size=VOCABULARY, d_model=32, num_global_tokens=4, block_size=8, **sides, **ends
         )
     )
+
+
+def _deepseek_sparse() -> Any:
+    """Layers that choose 8 keys a row."""
+    heads = {"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12, "kv_lora_rank": 8}
+    index = {"index_topk": 8, "index_n_heads": 2, "index_head_dim": 16}
+    sizes = heads | index | {"q_lora_rank": 8, "first_k_dense_replace": 2}
+    return hf.DeepseekV32ForCausalLM(
+        hf.DeepseekV32Config(**_SIZES, **sizes, num_key_value_heads=4, attention_dropout=0.0)
+    )
+
+
+def _minimax_sparse() -> Any:
+    """Layers that choose 3 blocks of 8 keys for a row and a key/value head."""
+    index = {"index_topk_blocks": 3, "index_block_size": 8, "index_n_heads": 2}
+    layers = {
+        "layer_types": ["minimax_m3_sparse", "full_attention"],
+        "mlp_layer_types": ["dense", "dense"],
+    }
+    sizes = index | layers | {"head_dim": 8, "num_key_value_heads": 2, "index_head_dim": 8}
+    return MiniMaxM3VLTextModel(MiniMaxM3VLTextConfig(**_SIZES, **sizes))
 
 
 def make_model(make: Callable[[], Any]) -> Any:
@@ -86,3 +109,15 @@ def test_layers_that_do_not_say_causality_while_compiling() -> None:
     compiled = torch.compile(mask, backend="eager", fullgraph=True)
     found = compiled(torch.empty(2, 9, 4), torch.ones(2, 9).long())
     assert torch.equal(found, torch.ones(2, 1, 9, 9, dtype=torch.bool).tril())
+
+
+@pytest.mark.parametrize("make", [_deepseek_sparse, _minimax_sparse])
+def test_layers_that_choose_keys(make: Callable[[], Any]) -> None:
+    model = make_model(make)
+    padding = torch.ones(2, LENGTH).long()
+    padding[0, :9] = 0
+    for inputs in ({}, {"attention_mask": padding}):
+        real = inputs.get("attention_mask", torch.ones(2, LENGTH)).bool()
+        wanted = outputs(model, "eager", tokens(), **inputs)[real]
+        found = outputs(model, "dmattn", tokens(), **inputs)[real]
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
