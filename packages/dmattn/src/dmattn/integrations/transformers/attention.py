@@ -37,7 +37,7 @@ def attention_forward(
 
     Args:
         module: the layer; its `is_causal` counts where the argument is None, True if it has none.
-        query: (B, H, Sq, D).
+        query: (B, H, Sq, D); here as for key and value, a batch of 1 serves any B.
         key: (B, HK, Sk, D).
         value: (B, HK, Sk, Dv). Where the dtypes differ, query and key are cast to that of value.
         attention_mask: what `make_mask` returned, or the user's own: bool (B|1, H|1, Sq, at least
@@ -51,7 +51,7 @@ def attention_forward(
         is_causal: whether rows see no later keys, where attention_mask does not say what they see.
         s_aux: (H,), a logit for each head that takes part in every row's softmax without a value.
         position_bias: (B|1, H|1, Sq, at least Sk), added to the logits.
-        indices: integer (B, Sq, chosen), the only keys that a row attends to, of those that it sees.
+        indices: integer (B, Sq, chosen), the only keys that a row attends to, of those it sees.
         block_indices: integer (B, HK, Sq, chosen), as indices, for blocks of
             `module.indexer.block_size` keys; -1 stands for none.
 
@@ -65,7 +65,8 @@ def attention_forward(
     _check(dropout, kwargs)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
-    query, key, value = (t.transpose(1, 2) for t in _one_dtype(query, key, value))
+    query, key, value = _one_batch_size(*_one_dtype(query, key, value))
+    query, key, value = (t.transpose(1, 2) for t in (query, key, value))
     chosen = _chosen_keys(module, indices, block_indices, query, key)
     described = _description(attention_mask, query, key)
     # What has rows of its own is dense already: beside it, so may be the mask.
@@ -237,3 +238,15 @@ def _within_documents(
 def _one_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """All in the dtype of value: rotary embeddings and adapters may leave the others wider."""
     return query.to(value.dtype), key.to(value.dtype), value
+
+
+def _one_batch_size(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """All for as many sequences: learned queries, for one, come as a batch of 1."""
+    if query.shape[0] == key.shape[0]:
+        return query, key, value
+    batch_size = torch.broadcast_shapes(query.shape[:1], key.shape[:1])[0]
+
+    def copied(t: Tensor) -> Tensor:
+        return t if t.shape[0] == batch_size else t.repeat(batch_size, 1, 1, 1)
+
+    return copied(query), copied(key), copied(value)
