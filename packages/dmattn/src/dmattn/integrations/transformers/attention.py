@@ -193,7 +193,8 @@ def _chosen_keys(
         return _are_among(indices, key_len)[:, None]
     if block_indices is None:
         return None
-    size: Any = module.indexer.block_size
+    indexer: Any = module.indexer
+    size = indexer.block_size
     blocks = -(-key_len // size)
     unused_to_the_end = block_indices.masked_fill(block_indices < 0, blocks)
     chosen = _are_among(unused_to_the_end, blocks + 1)[..., :blocks]
@@ -244,9 +245,9 @@ def _one_batch_size(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, 
     """All for as many sequences: learned queries, for one, come as a batch of 1."""
     if query.shape[0] == key.shape[0]:
         return query, key, value
-    batch_size = torch.broadcast_shapes(query.shape[:1], key.shape[:1])[0]
+    batch_size = max(query.shape[0], key.shape[0])
 
     def copied(t: Tensor) -> Tensor:
-        return t if t.shape[0] == batch_size else t.repeat(batch_size, 1, 1, 1)
+        return t.repeat(batch_size, 1, 1, 1) if t.shape[0] == 1 else t
 
     return copied(query), copied(key), copied(value)
