@@ -16,7 +16,7 @@ from doge_models import (
 )
 from hf_models import make_model
 from torch import Tensor
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache, GenerationConfig, StaticCache
 
 from dmattn.integrations.transformers import DogeCache, enable_doge
 
@@ -164,6 +164,17 @@ def test_dialogue() -> None:
     assert torch.equal(generated(model, text, twin, **second), whole)
 
 
+@pytest.mark.parametrize("chunk", [1, 5])
+def test_a_prompt_under_inference_mode(chunk: int) -> None:
+    model, ids = enable_doge(make_doge()).eval(), tokens(length=WINDOW + 9)
+    cache = DogeCache(model.config)
+    with torch.inference_mode():
+        model(ids[:, :-chunk], past_key_values=cache)
+    with torch.no_grad():
+        logits = model(ids[:, -chunk:], past_key_values=cache).logits
+        assert close(logits, model(ids).logits[:, -chunk:])
+
+
 def test_batches_change() -> None:
     model, ids = enable_doge(make_doge()).eval(), tokens(4, 40)
     cache = DogeCache(model.config)
@@ -204,6 +215,15 @@ def test_the_default_cache() -> None:
     assert isinstance(cache_of_generate(cache_implementation="static"), StaticCache)
     given = DynamicCache(config=model.config)
     assert cache_of_generate(past_key_values=given) is given
+    options = {"max_new_tokens": 3, "return_dict_in_generate": True}
+    in_second_place = GenerationConfig(prompt_lookup_num_tokens=2, **options)
+    found = model.generate(ids[:1], in_second_place)
+    assert isinstance(found.past_key_values, DynamicCache)
+    # What a given config leaves open, that of the model decides.
+    model.generation_config.cache_implementation = "static"
+    found = model.generate(ids[:1], generation_config=GenerationConfig(**options))
+    assert isinstance(found.past_key_values, StaticCache)
+    model.generation_config.cache_implementation = None
     enable_doge(model)
     assert isinstance(cache_of_generate(), DynamicCache)
 

@@ -381,13 +381,37 @@ def test_masks_of_wrong_shapes(shape: tuple[int, ...]) -> None:
         model(tokens(), attention_mask=torch.ones(shape))
 
 
-def test_masks_that_leave_out_what_the_cache_holds() -> None:
+@pytest.mark.parametrize("kind", [DynamicCache, StaticCache])
+def test_masks_that_leave_out_what_the_cache_holds(kind: Any) -> None:
     """transformers takes such a mask for one of the first tokens and hides the new ones."""
     model, ids = enable_doge(make_doge()).eval(), tokens()
-    cache = DynamicCache(config=model.config)
+    cache = kind(config=model.config, **({"max_cache_len": 60} if kind is StaticCache else {}))
     with torch.no_grad():
         model(ids[:, :40], past_key_values=cache)
         with pytest.raises(
             ValueError, match=r"attention_mask: got shape \(2, 10\), wanted \(2, 50\)"
         ):
             model(ids[:, 40:], past_key_values=cache, attention_mask=torch.ones(2, 10))
+
+
+@pytest.mark.parametrize("shape", [(3, 1, 4, 24), (2, 3, 4, 24), (2, 1, 3, 24), (2, 1, 4, 4)])
+def test_masks_of_four_dimensions_that_do_not_fit(shape: tuple[int, ...]) -> None:
+    """Refused before the cache takes the new tokens."""
+    model, ids = enable_doge(make_doge()).eval(), tokens()
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids[:, :20], past_key_values=cache)
+        mask = torch.ones(shape, dtype=torch.bool)
+        with pytest.raises(ValueError, match="attention_mask: got shape"):
+            model(ids[:, 20:24], attention_mask=mask, past_key_values=cache)
+    assert [layer.get_seq_length() for layer in cache.layers] == [20, 20]
+
+
+def test_another_batch_is_refused_before_a_cache_takes_tokens() -> None:
+    model, ids = enable_doge(make_doge()).eval(), tokens()
+    cache = StaticCache(config=model.config, max_cache_len=60)
+    with torch.no_grad():
+        model(ids[:, :20], past_key_values=cache)
+        with pytest.raises(ValueError, match="past_key_values: got a StaticCache of 2 sequences"):
+            model(ids[:1, 20:], past_key_values=cache)
+    assert [int(layer.get_seq_length()) for layer in cache.layers] == [20, 20]

@@ -181,7 +181,7 @@ def test_equal_scores_are_a_sliding_window() -> None:
             {"attention_bias": None, "attention_mask": torch.ones(B, 1, S, S, dtype=torch.bool)},
         ),
         (ValueError, "query: got batch 2", {"cu_seq_lens_q": torch.tensor([0, S])}),
-        (TypeError, "attn_mask: got dtype", {"attention_mask": torch.zeros(B, 1, 1, S)}),
+        (TypeError, "attention_mask: got dtype", {"attention_mask": torch.zeros(B, 1, 1, S)}),
     ],
 )
 def test_bad_arguments(error: type[Exception], words: str, arguments: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from dmattn.functional import flash_dmattn_func
 from dmattn.key_lists import best_keys
 from dmattn.utils.mask import top_window_mask
-from dmattn.validation import check_int, describe
+from dmattn.validation import check_int, check_mask, describe
 from dmattn.varlen import flash_dmattn_varlen_func
 
 
@@ -80,7 +80,7 @@ def flash_dynamic_mask_attention_forward(
         bias = bias.to(dtype)
     mask = _with_rows(attention_mask)
     if mask is not None:
-        mask = mask[..., : key.shape[1]]
+        mask = check_mask("attention_mask", mask)[..., : key.shape[1]]
     settings: dict[str, Any] = {
         "softmax_scale": scaling,
         "softcap": softcap or 0.0,

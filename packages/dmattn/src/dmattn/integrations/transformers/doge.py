@@ -6,6 +6,7 @@ the attention implementation is "dmattn", and leaves the work to its class if it
 """
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -320,11 +321,14 @@ def _set_generate(owner: PreTrainedModel, use_dynamic_mask_cache: bool) -> None:
 
 def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
     """`model.generate` with a DogeCache, where it would make a DynamicCache otherwise."""
-    settings = kwargs.get("generation_config") or model.generation_config
+    named = inspect.signature(type(model).generate).bind_partial(model, *args, **kwargs).arguments
+    named = named | kwargs
+    # Where a generation_config says nothing, that of the model counts.
+    configs = (named.get("generation_config"), model.generation_config)
 
     def setting(name: str) -> Any:
-        given = kwargs.get(name)
-        return getattr(settings, name, None) if given is None else given
+        found = (named.get(name), *(getattr(config, name, None) for config in configs))
+        return next((value for value in found if value is not None), None)
 
     # Assisted generation takes tokens back.
     assistance = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit")

@@ -176,6 +176,12 @@ class DogeCacheLayer(CacheLayerMixin):  # type: ignore[misc]  # has no types
                 "as many; batch_select_indices and batch_repeat_interleave change their number, "
                 "and reset() forgets them"
             )
+        # Tensors made under torch.inference_mode() cannot be changed outside of it. torch.compile
+        # cannot ask for that.
+        if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+            return self.kept
+        if self.kept.k.is_inference():
+            self.kept = self.kept.clone()
         return self.kept
 
 

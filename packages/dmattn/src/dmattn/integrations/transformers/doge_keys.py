@@ -88,30 +88,32 @@ def seen_keys(
 
     Raises:
         TypeError: attention_mask is no tensor.
-        ValueError: it has another shape.
+        ValueError: it has another shape, or the cache another batch.
     """
     batch, query_len = hidden_shape
     if attention_mask is not None and not isinstance(attention_mask, Tensor):
         raise TypeError(
             f"attention_mask: got {type(attention_mask).__name__}, wanted a torch.Tensor or None"
         )
-    if attention_mask is not None and attention_mask.dim() == 4:
-        return of_mask(config.keep_window_size, attention_mask)
     first_key: int = 0
     offset: int | Tensor = 0
     key_len = query_len
     if cache is not None:
+        _check_batch(cache, batch)
         offset = cache.get_query_offset()
         key_len, first_key = cache.get_mask_sizes(query_len, 0)
+    if attention_mask is not None and attention_mask.dim() == 4:
+        _check_mask(attention_mask, config, batch, query_len, key_len)
+        return of_mask(config.keep_window_size, attention_mask)
+    if isinstance(offset, Tensor):
+        offset = offset.to(device)
+        if query_len > 1 and not is_tracing(offset):
+            offset = int(offset)  # read once, so that the layers leave out the unused keys
     padding = None
     if attention_mask is not None:
         padding = _padding(attention_mask, batch, query_len, offset)
         padding = padding.to(device)[:, first_key : first_key + key_len]
         padding = torch.nn.functional.pad(padding, (0, key_len - padding.shape[1]))
-    if isinstance(offset, Tensor):
-        offset = offset.to(device)
-        if query_len > 1 and not is_tracing(offset):
-            offset = int(offset)  # read once, so that the layers leave out the unused keys
     documents = None
     if attention_mask is None and cache is None and position_ids is not None:
         documents = find_packed_sequence_indices(position_ids.expand(batch, -1))
@@ -245,6 +247,29 @@ def _attend_to_selected(
         selection=selection,
     )
     return out.view(query.shape)
+
+
+def _check_batch(cache: Cache, batch: int) -> None:
+    """Raise for a cache of another batch, before one of its layers counts the tokens in."""
+    for layer in getattr(cache, "layers", ())[:1]:
+        held = getattr(layer, "keys", None)
+        if isinstance(held, Tensor) and held.dim() == 4 and held.shape[0] != batch:
+            raise ValueError(
+                f"past_key_values: got a {type(cache).__name__} of {held.shape[0]} sequences for "
+                f"{batch}, wanted as many"
+            )
+
+
+def _check_mask(mask: Tensor, config: Any, batch: int, query_len: int, key_len: int) -> None:
+    """Raise for a mask of four dimensions that does not fit, before the cache takes the tokens."""
+    heads = {1, config.num_key_value_heads, config.num_attention_heads}
+    n, mask_heads, rows, keys = mask.shape
+    fits = n in (1, batch) and mask_heads in heads and rows in (1, query_len)
+    if not fits or (keys != 1 and keys < key_len):
+        raise ValueError(
+            f"attention_mask: got shape {tuple(mask.shape)}, wanted ({batch}|1, heads|1, "
+            f"{query_len}|1, {key_len}), or more keys, as many as a cache has room for"
+        )
 
 
 def _padding(mask: Tensor, batch: int, query_len: int, offset: int | Tensor) -> Tensor:
