@@ -7,8 +7,8 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
-from dmattn import DynamicMaskCache, flash_dmattn_func, select_keys
-from dmattn.scoring import attend_through_cache
+from dmattn import DynamicMaskCache
+from dmattn.scoring import append_stretch, attend_through_cache
 
 
 class DogeCache(Cache):  # type: ignore[misc]  # has no types
@@ -91,11 +91,10 @@ class DogeCacheLayer(CacheLayerMixin):  # type: ignore[misc]  # has no types
             TypeError, ValueError: the tensors do not fit what the cache holds, which is unchanged.
             RuntimeError: a gradient would be needed.
         """
-        kept = self._kept_for(key, score)
-        if kept.is_empty or query.shape[1] == 1:
-            out = attend_through_cache(query, key, value, score, kept, scale, key_mask=real)
-        else:
-            out = _append_many(kept, query, key, value, score, scale, real)
+        kept = self._kept_for(key)
+        at_once = query.shape[1] > 1 and not kept.is_empty
+        attend = append_stretch if at_once else attend_through_cache
+        out = attend(query, key, value, score, kept, scale, key_mask=real)
         self._seq_length += query.shape[1]
         return out
 
@@ -165,7 +164,7 @@ class DogeCacheLayer(CacheLayerMixin):  # type: ignore[misc]  # has no types
     def prefetch(self) -> None:
         """Stay where it is."""
 
-    def _kept_for(self, key: Tensor, score: Tensor) -> DynamicMaskCache:
+    def _kept_for(self, key: Tensor) -> DynamicMaskCache:
         if self.kept is None:
             self.lazy_initialization(key.transpose(1, 2), key)
         assert self.kept is not None
@@ -183,52 +182,6 @@ class DogeCacheLayer(CacheLayerMixin):  # type: ignore[misc]  # has no types
         if self.kept.k.is_inference():
             self.kept = self.kept.clone()
         return self.kept
-
-
-def _append_many(
-    kept: DynamicMaskCache,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    score: Tensor,
-    scale: float,
-    real: Tensor | None,
-) -> Tensor:
-    """Put a stretch of text behind what a cache holds, all at once; arguments as in `attend`.
-
-    The kept keys in order of position and the stretch behind them are a short text in which the
-    rows of the stretch choose what they would in the whole one: a key that is gone would not be
-    chosen, and of equal scores the later key still stands later.
-    """
-    order = kept.position.argsort(-1)  # (B, HK, entries); entries without a key come first
-    rows = order.mT[..., None]
-    keys = torch.cat([kept.k.take_along_dim(rows, 1), key], 1)
-    values = torch.cat([kept.v.take_along_dim(rows, 1), value], 1)
-    new_score = score if real is None else score.masked_fill(~real[:, None], -torch.inf)
-    scores = torch.cat([kept.score.gather(-1, order), new_score], -1)
-    tokens = query.shape[1]
-    selection = select_keys(scores, kept.window_size, query_len=tokens)
-    out = flash_dmattn_func(
-        query,
-        keys,
-        values,
-        attn_bias=scores[:, :, None],
-        softmax_scale=scale,
-        is_causal=True,
-        selection=selection,
-    )
-    if real is None:
-        real = torch.ones_like(score[:, 0], dtype=torch.bool)
-    count = real.cumsum(1, dtype=torch.int32)
-    place = (kept.seen[:, None] + count - 1)[:, None].expand(score.shape)
-    place = torch.cat([kept.position.gather(-1, order), place], -1)
-    seen = kept.seen + count[:, -1]
-    kept.prefill(keys, values, scores, selection)
-    # What it takes for the prompt is a part of the text: put the places in the whole text back.
-    column = kept.position.long()
-    kept.position.copy_(torch.where(column < 0, -1, place.gather(-1, column.clamp(min=0))))
-    kept.seen.copy_(seen)
-    return out
 
 
 def _not_enabled() -> RuntimeError:

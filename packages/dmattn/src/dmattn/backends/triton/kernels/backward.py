@@ -17,8 +17,11 @@ from dmattn.backends.triton.kernels.shared import (
     load_rows,
     logits,
     operand_of,
+    place_of,
     product,
+    program_of_rows,
     rounded,
+    seen_by,
     sequence,
     store_rows,
 )
@@ -31,19 +34,16 @@ def row_delta(
     D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """delta = dout . out - dlse, since dlse / dlogits = p; 0 for rows that keep nothing."""
-    number = tl.program_id(0)
-    m_block = number % m_blocks
-    h = number // m_blocks % nheads
-    b = number // m_blocks // nheads
+    m_block, h, b = program_of_rows(m_blocks, nheads)
     q_start, rows = sequence(cu_seqlens_q, b, seqlen_q, total_q)
     m = m_block * BM + tl.arange(0, BM)
     d = tl.arange(0, BD)
     at = b.to(tl.int64) * lse_b + h.to(tl.int64) * lse_h + q_start + m
     keeps = tl.load(lse + at, mask=m < rows, other=float("-inf")) > float("-inf")
-    out_rows = out + b.to(tl.int64) * out_b + h.to(tl.int64) * out_h
-    dout_rows = dout + b.to(tl.int64) * dout_b + h.to(tl.int64) * dout_h
-    o = load_rows(out_rows + q_start.to(tl.int64) * out_m, m, out_m, keeps, d, 1, D)
-    do = load_rows(dout_rows + q_start.to(tl.int64) * dout_m, m, dout_m, keeps, d, dout_d, D)
+    out_rows = place_of(out, b, out_b, h, out_h, q_start, out_m)
+    dout_rows = place_of(dout, b, dout_b, h, dout_h, q_start, dout_m)
+    o = load_rows(out_rows, m, out_m, keeps, d, 1, D)
+    do = load_rows(dout_rows, m, dout_m, keeps, d, dout_d, D)
     found = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
     if dlse is not None:
         found -= tl.load(dlse + at, mask=keeps, other=0.0)
@@ -69,10 +69,7 @@ def row_gradients(
         dq: None where not needed.
         dbias: float32, as lse: the sum of the dlogits of each row; None where not needed.
     """
-    number = tl.program_id(0)
-    m_block = number % m_blocks
-    h = number // m_blocks % nheads
-    b = number // m_blocks // nheads
+    m_block, h, b = program_of_rows(m_blocks, nheads)
     q_start, rows = sequence(cu_seqlens_q, b, seqlen_q, total_q)
     k_start, nkeys = sequence(cu_seqlens_k, b, seqlen_k, total_k)
     if m_block * BM >= rows:
@@ -80,21 +77,17 @@ def row_gradients(
     m = m_block * BM + tl.arange(0, BM)
     d = tl.arange(0, BD)
     offset = nkeys - rows
-    seen = nkeys
-    if CAUSAL:
-        last_row = tl.minimum(m_block * BM + BM, rows) - 1
-        seen = tl.minimum(tl.maximum(last_row + offset + 1, 0), nkeys)
+    seen = seen_by(m_block, rows, nkeys, CAUSAL, BM)
     number_of_list = b * list_b + h // list_heads * list_h
     begin, lo, hi = listed_range(
         rank, number_of_list, k_start, seen, width, rank_width, m_block * BM // LIST_ROWS,
         LISTS,
     )  # fmt: skip
-    q_rows = q + b.to(tl.int64) * q_b + h.to(tl.int64) * q_h + q_start.to(tl.int64) * q_m
-    hk = (h // group).to(tl.int64)
-    k_rows = k + b.to(tl.int64) * k_b + hk * k_h + k_start.to(tl.int64) * k_n
-    v_rows = v + b.to(tl.int64) * v_b + hk * v_h + k_start.to(tl.int64) * v_n
-    dout_rows = dout + b.to(tl.int64) * dout_b + h.to(tl.int64) * dout_h
-    dout_rows += q_start.to(tl.int64) * dout_m
+    q_rows = place_of(q, b, q_b, h, q_h, q_start, q_m)
+    hk = h // group
+    k_rows = place_of(k, b, k_b, hk, k_h, k_start, k_n)
+    v_rows = place_of(v, b, v_b, hk, v_h, k_start, v_n)
+    dout_rows = place_of(dout, b, dout_b, h, dout_h, q_start, dout_m)
     mask = operand_of(mask, b, h, q_start, k_start, mask_b, mask_h, mask_heads, mask_m, mask_k0)
     bias = operand_of(bias, b, h, q_start, k_start, bias_b, bias_h, bias_heads, bias_m, bias_k0)
     if LISTS == 2:
@@ -128,8 +121,7 @@ def row_gradients(
             if dbias is not None:
                 sums += tl.sum(ds, 1)
     if dq is not None:
-        dq_rows = dq + b.to(tl.int64) * dq_b + h.to(tl.int64) * dq_h
-        dq_rows += q_start.to(tl.int64) * dq_m
+        dq_rows = place_of(dq, b, dq_b, h, dq_h, q_start, dq_m)
         store_rows(dq_rows, m, dq_m, m < rows, d, 1, acc * scale, D)
     if dbias is not None:
         tl.store(dbias + at + m, sums, mask=m < rows)
@@ -194,9 +186,9 @@ def key_gradients(
     elif CAUSAL:
         first_key = tl.min(tl.where(exists, n, nkeys), 0)
         m_lo = tl.maximum(first_key - offset, 0) // BM * BM
-    hk = (h0 // group).to(tl.int64)
-    k_rows = k + b.to(tl.int64) * k_b + hk * k_h + k_start.to(tl.int64) * k_n
-    v_rows = v + b.to(tl.int64) * v_b + hk * v_h + k_start.to(tl.int64) * v_n
+    hk = h0 // group
+    k_rows = place_of(k, b, k_b, hk, k_h, k_start, k_n)
+    v_rows = place_of(v, b, v_b, hk, v_h, k_start, v_n)
     keys_k = load_rows(k_rows, n, k_n, exists, d, k_d, D)
     keys_v = load_rows(v_rows, n, v_n, exists, d, v_d, D)
 
@@ -205,9 +197,8 @@ def key_gradients(
     sums = tl.zeros([BN], tl.float32)
     for g in range(heads_together):
         h = h0 + g
-        q_rows = q + b.to(tl.int64) * q_b + h.to(tl.int64) * q_h + q_start.to(tl.int64) * q_m
-        dout_rows = dout + b.to(tl.int64) * dout_b + h.to(tl.int64) * dout_h
-        dout_rows += q_start.to(tl.int64) * dout_m
+        q_rows = place_of(q, b, q_b, h, q_h, q_start, q_m)
+        dout_rows = place_of(dout, b, dout_b, h, dout_h, q_start, dout_m)
         own_mask = operand_of(
             mask, b, h, q_start, k_start, mask_b, mask_h, mask_heads, mask_m, mask_k0
         )
@@ -240,20 +231,19 @@ def key_gradients(
                 if dbias is not None:
                     sums += tl.sum(ds, 1)
         if DBIAS_BY_HEAD:
-            add_sums(dbias, b, h * dbias_h, dbias_b, k_start + n, exists, sums, LISTS)
+            add_sums(dbias, b, h, dbias_b, dbias_h, k_start + n, exists, sums, LISTS)
             sums = tl.zeros([BN], tl.float32)
     if not DBIAS_BY_HEAD:
-        add_sums(dbias, b, hk * dbias_h, dbias_b, k_start + n, exists, sums, LISTS)
-    place = b.to(tl.int64) * dk_b + hk * dk_h + k_start.to(tl.int64) * dk_n
-    add_rows(dk, place, n, dk_n, exists, d, acc_k * scale, LISTS, D)
-    add_rows(dv, place, n, dk_n, exists, d, acc_v, LISTS, D)
+        add_sums(dbias, b, hk, dbias_b, dbias_h, k_start + n, exists, sums, LISTS)
+    add_rows(dk, b, dk_b, hk, dk_h, k_start, n, dk_n, exists, d, acc_k * scale, LISTS, D)
+    add_rows(dv, b, dk_b, hk, dk_h, k_start, n, dk_n, exists, d, acc_v, LISTS, D)
 
 
 @device_function
-def add_sums(dbias, b, head, stride_b, n, exists, sums, LISTS: tl.constexpr):
+def add_sums(dbias, b, h, stride_b, stride_h, n, exists, sums, LISTS: tl.constexpr):
     """Store a key's sum of dlogits, or add to it where other programs do so too."""
     if dbias is not None:
-        place = dbias + b.to(tl.int64) * stride_b + head + n
+        place = dbias + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h + n
         if LISTS == 2:
             tl.atomic_add(place, sums, mask=exists, sem="relaxed")
         else:
@@ -261,14 +251,18 @@ def add_sums(dbias, b, head, stride_b, n, exists, sums, LISTS: tl.constexpr):
 
 
 @device_function
-def add_rows(base, place, n, stride, exists, d, x, LISTS: tl.constexpr, D: tl.constexpr):
+def add_rows(
+    base, b, stride_b, h, stride_h, start, n, stride, exists, d, x,
+    LISTS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
     """Store the gradient of keys, or add to it where other programs do so too."""
     if base is not None:
+        place = place_of(base, b, stride_b, h, stride_h, start, stride)
         if LISTS == 2:
-            at = base + place + n.to(tl.int64)[:, None] * stride + d[None, :]
+            at = place + n.to(tl.int64)[:, None] * stride + d[None, :]
             tl.atomic_add(at, x, mask=exists[:, None] & (d < D)[None, :], sem="relaxed")
         else:
-            store_rows(base + place, n, stride, exists, d, 1, x, D)
+            store_rows(place, n, stride, exists, d, 1, x, D)
 
 
 @kernel
@@ -315,12 +309,11 @@ def bias_gradient(
             own_bias = operand_of(
                 bias, b, h, q_start, k_start, bias_b, bias_h, bias_heads, bias_m, bias_k0
             )
-            hk = (h // group).to(tl.int64)
-            q_rows = q + b.to(tl.int64) * q_b + h.to(tl.int64) * q_h + q_start.to(tl.int64) * q_m
-            k_rows = k + b.to(tl.int64) * k_b + hk * k_h + k_start.to(tl.int64) * k_n
-            v_rows = v + b.to(tl.int64) * v_b + hk * v_h + k_start.to(tl.int64) * v_n
-            dout_rows = dout + b.to(tl.int64) * dout_b + h.to(tl.int64) * dout_h
-            dout_rows += q_start.to(tl.int64) * dout_m
+            hk = h // group
+            q_rows = place_of(q, b, q_b, h, q_h, q_start, q_m)
+            k_rows = place_of(k, b, k_b, hk, k_h, k_start, k_n)
+            v_rows = place_of(v, b, v_b, hk, v_h, k_start, v_n)
+            dout_rows = place_of(dout, b, dout_b, h, dout_h, q_start, dout_m)
             at = b.to(tl.int64) * lse_b + h.to(tl.int64) * lse_h + q_start
             row_lse, row_rest, delta_m, keeps = backward_rows(lse, lse_rest, delta, at, m, rows)
             rows_q = load_rows(q_rows, m, q_m, m < rows, d, q_d, D)

@@ -11,8 +11,11 @@ from dmattn.backends.triton.kernels.shared import (
     load_rows,
     logits,
     operand_of,
+    place_of,
     product,
+    program_of_rows,
     rounded,
+    seen_by,
     sequence,
     store_rows,
 )
@@ -31,10 +34,7 @@ def forward(
     LIST_ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """out and lse of BM rows of one query head."""
-    number = tl.program_id(0)
-    m_block = number % m_blocks
-    h = number // m_blocks % nheads
-    b = number // m_blocks // nheads
+    m_block, h, b = program_of_rows(m_blocks, nheads)
     q_start, rows = sequence(cu_seqlens_q, b, seqlen_q, total_q)
     k_start, nkeys = sequence(cu_seqlens_k, b, seqlen_k, total_k)
     if m_block * BM >= rows:
@@ -42,19 +42,16 @@ def forward(
     m = m_block * BM + tl.arange(0, BM)
     d = tl.arange(0, BD)
     offset = nkeys - rows
-    seen = nkeys
-    if CAUSAL:
-        last_row = tl.minimum(m_block * BM + BM, rows) - 1
-        seen = tl.minimum(tl.maximum(last_row + offset + 1, 0), nkeys)
+    seen = seen_by(m_block, rows, nkeys, CAUSAL, BM)
     number_of_list = b * list_b + h // list_heads * list_h
     begin, lo, hi = listed_range(
         rank, number_of_list, k_start, seen, width, rank_width, m_block * BM // LIST_ROWS,
         LISTS,
     )  # fmt: skip
-    q_rows = q + b.to(tl.int64) * q_b + h.to(tl.int64) * q_h + q_start.to(tl.int64) * q_m
-    hk = (h // group).to(tl.int64)
-    k_rows = k + b.to(tl.int64) * k_b + hk * k_h + k_start.to(tl.int64) * k_n
-    v_rows = v + b.to(tl.int64) * v_b + hk * v_h + k_start.to(tl.int64) * v_n
+    q_rows = place_of(q, b, q_b, h, q_h, q_start, q_m)
+    hk = h // group
+    k_rows = place_of(k, b, k_b, hk, k_h, k_start, k_n)
+    v_rows = place_of(v, b, v_b, hk, v_h, k_start, v_n)
     mask = operand_of(mask, b, h, q_start, k_start, mask_b, mask_h, mask_heads, mask_m, mask_k0)
     bias = operand_of(bias, b, h, q_start, k_start, bias_b, bias_h, bias_heads, bias_m, bias_k0)
     if LISTS == 2:
@@ -85,8 +82,7 @@ def forward(
 
     empty = highest == float("-inf")
     divisor = tl.where(empty, 1.0, total)
-    out_rows = out + b.to(tl.int64) * out_b + h.to(tl.int64) * out_h
-    out_rows += q_start.to(tl.int64) * out_m
+    out_rows = place_of(out, b, out_b, h, out_h, q_start, out_m)
     store_rows(out_rows, m, out_m, m < rows, d, 1, acc / divisor[:, None], D)
     top = tl.where(empty, 0.0, highest)
     row_lse = top + tl.log(divisor)

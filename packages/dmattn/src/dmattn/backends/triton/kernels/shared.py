@@ -85,6 +85,30 @@ def sequence(cu_seqlens, b, length, total):
 
 
 @device_function
+def program_of_rows(m_blocks, nheads):
+    """The block of rows, query head and batch entry that this program works on."""
+    number = tl.program_id(0)
+    return number % m_blocks, number // m_blocks % nheads, number // m_blocks // nheads
+
+
+@device_function
+def seen_by(m_block, rows, nkeys, CAUSAL: tl.constexpr, BM: tl.constexpr):
+    """How many keys the last row of a block sees, causality alone counted."""
+    seen = nkeys
+    if CAUSAL:
+        last_row = tl.minimum(m_block * BM + BM, rows) - 1
+        seen = tl.minimum(tl.maximum(last_row + nkeys - rows + 1, 0), nkeys)
+    return seen
+
+
+@device_function
+def place_of(base, b, stride_b, h, stride_h, start, stride):
+    """Where the rows or keys from `start` on lie, of batch entry b and head h."""
+    place = base + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
+    return place + start.to(tl.int64) * stride
+
+
+@device_function
 def load_rows(base, row, stride_row, usable, d, stride_d, D: tl.constexpr):
     """(rows, BD) of a matrix; zeros where a row is not usable, and past D."""
     at = base + row.to(tl.int64)[:, None] * stride_row + d[None, :] * stride_d
