@@ -17,6 +17,7 @@ template <TileSet kTiles>
 BwdTile sm80_bwd_tile(int d) {
   return bwd_tile(kTiles, d);
 }
+DqOrder sm80_dq_order(const BwdTile&) { return DqOrder::kRegisters; }
 
 FwdTile sm90_fwd_tile_of(const FwdParams& p, Level, bool) {
   const Sm90FwdTile tile = sm90_fwd_tile(sm90_fwd_head_dim(p.head_dim), sm90_fwd_is_short(p.seqlen_q));
@@ -35,6 +36,19 @@ bool sm90_serves_fwd(const FwdParams& p, Level level) {
          has_tma_strides(p.out_stride, p.batch, p.seqlen_q, p.nheads);
 }
 
+BwdTile sm90_bwd_tile_of(int d) { return sm90_bwd_tile(d); }
+DqOrder sm90_dq_order(const BwdTile& tile) {
+  return tile.block_m % 64 == 0 ? DqOrder::kVectors : DqOrder::kTransposedVectors;
+}
+// Cut probabilities are powers of -inf times the scale, which must be positive.
+bool sm90_serves_bwd(const BwdParams& p) {
+  const bool is_aligned = p.vec_q && p.vec_k && p.vec_v && p.vec_dout && p.vec_dk && p.vec_dv;
+  const auto fits_rows = [&](const Strides3& s) { return has_tma_strides(s, p.batch, p.seqlen_q, p.nheads); };
+  const auto fits_keys = [&](const Strides3& s) { return has_tma_strides(s, p.batch, p.seqlen_k, p.nheads_k); };
+  return is_aligned && p.softmax_scale > 0.f && fits_rows(p.q_stride) && fits_rows(p.dout_stride) &&
+         fits_keys(p.k_stride) && fits_keys(p.v_stride) && fits_keys(p.dk_stride) && fits_keys(p.dv_stride);
+}
+
 // Hopper's own instructions are not in PTX that newer chips run: the code is for 9.0 alone.
 bool is_hopper(int32_t capability) { return capability == 90; }
 
@@ -48,13 +62,13 @@ constexpr int32_t kNewest = INT32_MAX;
 // sm89 is the sm80 code with tiles that fit 99 KB: chips of 8.6, 8.9 and 12.x have no more.
 constexpr KernelSet kKernelSets[] = {
     {"sm90", Arch{90}, TileSet::kWide, 90, 90, /*smem_per_block=*/227 * 1024, is_hopper, /*fallback=*/"sm80",
-     sm90_fwd_tile_of, /*bwd_tile=*/nullptr, sm90_serves_fwd, /*is_persistent=*/true},
+     sm90_fwd_tile_of, sm90_bwd_tile_of, sm90_dq_order, sm90_serves_fwd, sm90_serves_bwd, /*is_persistent=*/true},
     {"sm80", Arch{80}, TileSet::kWide, 80, kNewest, smem_limit(TileSet::kWide), /*is_compiled_for=*/nullptr,
-     /*fallback=*/nullptr, sm80_fwd_tile<TileSet::kWide>, sm80_bwd_tile<TileSet::kWide>,
-     /*serves_fwd=*/nullptr, /*is_persistent=*/false},
+     /*fallback=*/nullptr, sm80_fwd_tile<TileSet::kWide>, sm80_bwd_tile<TileSet::kWide>, sm80_dq_order,
+     /*serves_fwd=*/nullptr, /*serves_bwd=*/nullptr, /*is_persistent=*/false},
     {"sm89", Arch{80}, TileSet::kNarrow, 80, kNewest, smem_limit(TileSet::kNarrow), has_narrow_tiles,
-     /*fallback=*/nullptr, sm80_fwd_tile<TileSet::kNarrow>, sm80_bwd_tile<TileSet::kNarrow>,
-     /*serves_fwd=*/nullptr, /*is_persistent=*/false},
+     /*fallback=*/nullptr, sm80_fwd_tile<TileSet::kNarrow>, sm80_bwd_tile<TileSet::kNarrow>, sm80_dq_order,
+     /*serves_fwd=*/nullptr, /*serves_bwd=*/nullptr, /*is_persistent=*/false},
 };
 constexpr int32_t kOldestCapability = 80;
 

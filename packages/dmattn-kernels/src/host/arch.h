@@ -5,6 +5,7 @@
 #include <functional>
 
 #include "host/units.h"
+#include "kernels/helper_params.h"
 #include "kernels/params.h"
 #include "kernels/tiles.h"
 
@@ -24,9 +25,14 @@ struct KernelSet {
   const char* fallback;
   FwdTile (*fwd_tile)(const FwdParams& p, Level level, bool gathered);
   BwdTile (*bwd_tile)(int head_dim_tile);
+  DqOrder (*dq_order)(const BwdTile& tile);
   // Whether its forward units compute this problem; nullptr: every one that they are compiled for.
   bool (*serves_fwd)(const FwdParams& p, Level level);
-  // Its forward kernels stay on an SM and take one row block after the other; they do not split the keys.
+  // Whether its backward units compute this problem, which is dense: neither lists, mask, bias nor packed sequences, and
+  // all three gradients. nullptr: they compute every one.
+  bool (*serves_bwd)(const BwdParams& p);
+  // Its kernels stay on an SM and take one block of rows (backward: of keys) after the other. The forward does not split
+  // the keys; the backward splits the query heads of a group only, and all of them have to be in one round.
   bool is_persistent;
 };
 

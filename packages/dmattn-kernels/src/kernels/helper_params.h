@@ -25,12 +25,19 @@ struct BwdPreprocessParams {
   Packing packing;                       // results as in BwdParams
 };
 
+// How the four registers that a thread has of each fragment of dq lie in memory.
+enum class DqOrder : int32_t {
+  kRegisters,          // [fragment][register][thread]
+  kVectors,            // [warpgroup][fragment][thread of the warpgroup][register]
+  kTransposedVectors,  // likewise, of the transposed tile
+};
 // The accumulator layout of the backward kernel's dq tiles, so that the conversion reads what the kernel wrote.
 struct DqTileLayout {
   int32_t block_m = 64;
   int32_t head_dim_tile = 128;
   int32_t threads = 256;
-  int32_t warps_m = 2;  // warps along the rows of the tile; the others along head_dim
+  int32_t warps_m = 2;  // warps along the rows of the tile, as it lies in memory; the others along its columns
+  DqOrder order = DqOrder::kRegisters;
 };
 struct ConvertDqParams {
   const float* dq_accum = nullptr;
@@ -38,6 +45,7 @@ struct ConvertDqParams {
   Strides3 dq_stride;
   int32_t batch = 0, seqlen_q = 0, nheads = 0, head_dim = 0;
   int32_t dq_blocks = 0;  // row blocks a head in dq_accum
+  float scale = 1.f;      // of what dq_accum holds
   bool vec_dq = true;
   DqTileLayout layout;
   Packing packing;

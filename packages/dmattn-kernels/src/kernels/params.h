@@ -204,7 +204,7 @@ struct BwdParams {
   const float* delta = nullptr;     // rowsum(out * dout) - dlse
   // fp32 dq in fragment order: [batch][nheads][dq_blocks][kBlockM * kHeadDim], element (i, thread) of a tile at
   // i * threads + thread, so that a warp's atomics fall on 128 consecutive bytes. nullptr: dq is not asked for. Packed
-  // sequences: [nheads][packing.m_blocks], and dq_semaphore too. A launch for some of the group's heads or of the row
+  // sequences: [nheads][packing.m_blocks], and dq_semaphore too. On Hopper the order is that of DqTile. A launch for some of the group's heads or of the row
   // blocks has room for those only, and the pointers to where the first of all would be.
   float* dq_accum = nullptr;
   int32_t dq_blocks = 0;  // row blocks a head; fewer than there are only for interval lists
@@ -213,7 +213,7 @@ struct BwdParams {
   Strides3 dk_stride, dv_stride;
   // num_splits > 1, or chosen on the device (schedule != nullptr): dk and dv of a tile come from several blocks, as
   // fp32 [slot][kBlockN][kHeadDim] each, rounded by reduce_dkv(). slot = tile, zeroed before and added to by atomics;
-  // when deterministic, slot = tile * num_splits + split, summed by reduce_dkv().
+  // with has_split_slots, slot = tile * num_splits + split, summed by reduce_dkv().
   float* dk_slots = nullptr;
   float* dv_slots = nullptr;
   // fp32 [batch][nheads_k][seqlen_k][head_dim], zeroed before and converted after: for launches that follow one another
@@ -221,7 +221,8 @@ struct BwdParams {
   // Added to by atomics where several blocks of a launch have the same key.
   float* dk_accum = nullptr;
   float* dv_accum = nullptr;
-  // Deterministic dq: one for each row block of dq_accum, zeroed; tiles add to dq in ascending or descending key order.
+  // Deterministic dq: one for each row block of dq_accum (Hopper: and consumer), zeroed; tiles add to dq in ascending or
+  // descending key order.
   int32_t* dq_semaphore = nullptr;
   // Deterministic sums over interval lists: [batch][nheads_k], zeroed. Blocks of one kv head add to dk, dv and
   // dbias_cols in the order of their row blocks.
@@ -242,7 +243,7 @@ struct BwdParams {
   float softmax_scale = 1.f;
   float softcap = 0.f;
   bool is_causal = false;
-  bool deterministic = false;  // splits then fall on whole heads
+  bool deterministic = false;
   bool vec_q = true, vec_k = true, vec_v = true, vec_dout = true, vec_dk = true, vec_dv = true;
   BiasParams bias;
   MaskBits mask;
@@ -252,8 +253,10 @@ struct BwdParams {
   void* dbias = nullptr;                                                        // kTile: in bias.dtype; kAccum: float
   int64_t dbias_batch_stride = 0, dbias_head_stride = 0, dbias_row_stride = 0;  // unit column stride
   Packing packing;                                                              // num_splits is 1 then
-  // Hopper, where there are more blocks of keys than thread blocks: one number, which counts those that are taken.
+  // Hopper: one number, zero before the launch, which counts the blocks of keys that thread blocks have taken beyond
+  // their first.
   int32_t* work_counter = nullptr;
+  bool has_split_slots = false;  // deterministic, or on Hopper: splits then fall on whole heads
 };
 
 }  // namespace dmattn

@@ -85,6 +85,12 @@ constexpr BwdTile bwd_tile(TileSet tiles, int d) {
                                                  : BwdTile{64, 64, 8, 4, 2, 2, 1});   // 144 KB
 }
 
+// The backward on Hopper: two consumers of 64 keys each. Where block_m is no multiple of 64, dq is computed transposed.
+constexpr BwdTile sm90_bwd_tile(int d) {
+  return d <= 64 ? BwdTile{96, 128, 8, 1, 8, 4, 3}   // 162 KB: 472 TFLOP/s on an H200, against 438 with 64 rows
+                 : BwdTile{64, 128, 8, 1, 8, 4, 3};  // 211 KB
+}
+
 // Decoding: a block of `warps` warps, each of which walks keys of its own, kDecodeKeys at a time, with `stages` of them
 // on their way. All rows of a block share the 16 of one matrix instruction.
 struct DecodeTile {

@@ -8,6 +8,8 @@
 namespace dmattn {
 namespace {
 
+constexpr float kLog2e = 1.4426950408889634f;
+
 void set_inputs(BwdPlan& plan, const dmattn_bwd_params& p, const Problem& x) {
   BwdParams& kernel = plan.kernel;
   set_problem(kernel, x);
@@ -35,6 +37,7 @@ void set_inputs(BwdPlan& plan, const dmattn_bwd_params& p, const Problem& x) {
 
 void set_gradients(BwdPlan& plan, const dmattn_bwd_params& p) {
   BwdParams& kernel = plan.kernel;
+  plan.has_lse_rest = is_present(p.softmax_lse_rest);
   plan.wants_dq = is_present(p.dq);
   plan.wants_dk = is_present(p.dk);
   plan.wants_dv = is_present(p.dv);
@@ -60,20 +63,31 @@ void set_gradients(BwdPlan& plan, const dmattn_bwd_params& p) {
   }
 }
 
-// The unit, of its kernels the one that does the least beyond what is asked for, and what follows from its tile.
-void choose_kernel(BwdPlan& plan, const Device& device) {
-  const KernelSet& kernels = resolve_unit(*device.kernels, plan.unit);
+// Of a unit's kernels the one that does the least beyond what is asked for, and what follows from its tile.
+void use_kernels(BwdPlan& plan, const KernelSet& kernels, const Device& device) {
+  plan.unit.arch = kernels.arch;
+  plan.resident_blocks = kernels.is_persistent ? device.num_sms : 0;
   plan.choice.tiles = kernels.tiles;
   plan.choice.level = bwd_level(plan);
   const BwdTile& tile = plan.tile = kernels.bwd_tile(plan.unit.head_dim_tile);
   BwdParams& kernel = plan.kernel;
+  kernel.has_split_slots = kernel.deterministic || kernels.is_persistent;
   kernel.dq_blocks = ceil_div(kernel.seqlen_q, tile.block_m);
+  if (!kernel.packing.is_active()) {
+    kernel.seqlen_q_rounded = round_up(round_up(kernel.seqlen_q, tile.block_m), kRowPitch);
+  }
   if (kernel.packing.is_active()) {
     kernel.packing.m_blocks = packed_blocks(kernel.packing.total_q, kernel.batch, tile.block_m);
     kernel.dq_blocks = kernel.packing.m_blocks;
   }
   plan.convert_dq.packing = kernel.packing;
-  plan.convert_dq.layout = {tile.block_m, plan.unit.head_dim_tile, 32 * tile.warps, tile.warps_m_dq};
+  const DqOrder order = kernels.dq_order(tile);
+  plan.convert_dq.layout = {tile.block_m, plan.unit.head_dim_tile, 32 * tile.warps, tile.warps_m_dq, order};
+  // The kernels for Hopper take powers of two, and leave dq in units of 1 / softmax_scale.
+  if (order != DqOrder::kRegisters) {
+    plan.convert_dq.scale = kernel.softmax_scale;
+    plan.preprocess.lse_scale = kLog2e;
+  }
 }
 
 void set_preprocess(BwdPlan& plan, const dmattn_bwd_params& p) {
@@ -98,7 +112,6 @@ void set_preprocess(BwdPlan& plan, const dmattn_bwd_params& p) {
   pre.vec_out = is_vec16(pre.out, pre.out_stride, plan.unit.dtype);
   pre.vec_dout = kernel.vec_dout;
   pre.lse_rest = static_cast<const float*>(p.softmax_lse_rest.data);
-  plan.has_lse_rest = is_present(p.softmax_lse_rest);
 }
 
 // lse, its rest and delta, as the kernels read them.
@@ -253,6 +266,51 @@ Level bwd_level(const BwdPlan& plan) {
 
 namespace {
 
+// What depends on the kernels, apart from the sums.
+void complete(BwdPlan& plan, const dmattn_bwd_params& p) {
+  set_preprocess(plan, p);
+  set_dbias(plan, p);
+  choose_sequence(plan, p);
+}
+
+BwdPlan plan_with(const KernelSet& kernels, BwdPlan plan, const dmattn_bwd_params& p, const Device& device) {
+  use_kernels(plan, kernels, device);
+  complete(plan, p);
+  Workspace workspace(nullptr);
+  place_before_sums(plan, workspace);
+  choose_sums(plan, device, workspace.bytes());
+  return plan;
+}
+
+// Lengths, causality and softcap only.
+bool is_dense(const BwdPlan& plan) {
+  const BwdParams& p = plan.kernel;
+  return plan.walk == KeyWalk::kTiled && !has_mask(plan.mask) && p.bias.kind == BiasKind::kNone &&
+         p.dbias_kind == DbiasKind::kNone && !p.packing.is_active() && !plan.has_lse_rest && plan.wants_dq &&
+         plan.wants_dk && plan.wants_dv;
+}
+
+// Whether thread blocks that stay have what keeps the GPU busy, without rounds that go on with the sums of others. Other
+// kernels split the rows of a head, too, but not where sums are deterministic; they take nearly twice as long over the
+// same rows. Under causality the longest items take twice as long as the average.
+bool fills_residents(const BwdPlan& plan) {
+  const BwdParams& p = plan.kernel;
+  const int64_t items = int64_t{p.max_work_items} * p.num_splits;
+  const bool is_busy = p.deterministic || 10 * items >= (p.is_causal ? 17 : 8) * int64_t{plan.resident_blocks};
+  return is_busy && plan.round.groups == plan.whole.groups;
+}
+
+// The kernels of the newest architecture that do what is asked for.
+void choose_kernel(BwdPlan& plan, const dmattn_bwd_params& p, const Device& device) {
+  BwdPlan chosen;
+  resolve_unit(*device.kernels, plan.unit, [&](const KernelSet& kernels) {
+    if (kernels.serves_bwd != nullptr && !(is_dense(plan) && kernels.serves_bwd(plan.kernel))) return false;
+    chosen = plan_with(kernels, plan, p, device);
+    return chosen.resident_blocks == 0 || fills_residents(chosen);
+  });
+  plan = chosen;
+}
+
 // `p` in the form of with_batch().
 BwdPlan plan_batched_bwd(const dmattn_bwd_params& p, PerKey per_key, const Device& device) {
   const Problem x = read_problem(p);
@@ -280,14 +338,10 @@ BwdPlan plan_batched_bwd(const dmattn_bwd_params& p, PerKey per_key, const Devic
   plan.launches = plan.wants_dq || plan.wants_dk || plan.wants_dv || kernel.dbias_kind != DbiasKind::kNone;
   if (plan.is_empty()) return plan;
 
-  if (plan.launches) choose_kernel(plan, device);
-  set_preprocess(plan, p);
-  set_dbias(plan, p);
-  choose_sequence(plan, p);
   if (plan.launches) {
-    Workspace workspace(nullptr);
-    place_before_sums(plan, workspace);
-    choose_sums(plan, device, workspace.bytes());
+    choose_kernel(plan, p, device);
+  } else {
+    complete(plan, p);
   }
   place(plan, nullptr);
   return plan;

@@ -46,6 +46,9 @@ struct BwdPlan {
   KeyWalk walk = KeyWalk::kTiled;
   Unit unit;
   KernelChoice choice;  // blocks are those of each launch: see bwd_blocks()
+  // Thread blocks that stay on their SMs and take the blocks of keys that `kernel.work_counter` counts; 0: each block of
+  // keys has one of its own.
+  int32_t resident_blocks = 0;
   BwdTile tile = {};
   MaskSource mask;
   BwdPreprocessParams preprocess;

@@ -154,8 +154,10 @@ int64_t bwd_blocks(const BwdPlan& plan, const BwdParams& launch) {
   const int32_t block_n = plan.tile.block_n;
   const int64_t heads = int64_t{launch.nheads_k} * launch.batch;
   switch (plan.walk) {
-    case KeyWalk::kTiled:
-      return ceil_div(launch.seqlen_k, block_n) * heads * launch.num_splits;
+    case KeyWalk::kTiled: {
+      const int64_t blocks = ceil_div(launch.seqlen_k, block_n) * heads * launch.num_splits;
+      return plan.resident_blocks > 0 ? std::min<int64_t>(blocks, plan.resident_blocks) : blocks;
+    }
     case KeyWalk::kRowBlockLists:
       return ceil_div(launch.keys.capacity, block_n) * heads * launch.row_blocks;
     default:

@@ -67,20 +67,20 @@ Splits wanted_splits(const BwdPlan& plan, const BwdRound& round, const Device& d
   if (p.packing.is_active() || has_row_block_lists(plan) || !plan.sequence.is_single()) return splits;
   const bool continues = continues_dkv(plan, round);
   // Sums that go on through several launches are in a fixed order only if each launch has one block for each.
-  if (p.deterministic && continues) return splits;
+  if (p.has_split_slots && continues) return splits;
   // How many tiles a list fills is known on the device only, so that it may always be few.
   const bool gathered = is_gathered(plan.walk);
   if (!gathered && splits.tiles >= tiles_that_fill(device)) return splits;
   const int64_t m_blocks = ceil_div(p.seqlen_q, plan.tile.block_m);
-  // A deterministic column sum of a head has to come from one block.
-  splits.most = p.deterministic ? round.groups : round.groups * m_blocks;
+  // A deterministic column sum of a head has to come from one block, and blocks that stay take whole heads.
+  splits.most = p.has_split_slots ? round.groups : round.groups * m_blocks;
   // Blocks take unequal times when causal: four for each SM even that out. Each costs a prologue and sums of its own, so
   // rounds, which share the work of one, have two.
   const bool is_whole = round.batches == plan.whole.batches && round.heads_k == plan.whole.heads_k;
-  splits.work = (p.deterministic || !is_whole ? 2 : 4) * int64_t{device.num_sms};
+  splits.work = (p.has_split_slots || !is_whole ? 2 : 4) * int64_t{device.num_sms};
   // Whether lists are split is decided on the device: their sums have to do for both, if they go on.
   if (gathered && continues) return splits;
-  const int64_t slots = p.deterministic ? splits.tiles * splits.most : splits.tiles;
+  const int64_t slots = p.has_split_slots ? splits.tiles * splits.most : splits.tiles;
   splits.slots = splits.most <= 1 ? 0 : std::min(slots, splits.work);
   return splits;
 }
@@ -98,8 +98,12 @@ bool needs_dkv_accum(const BwdPlan& plan, const BwdRound& round, const Splits& s
   return plan.sequence.per_group || has_row_block_lists(plan) || (continues_dkv(plan, round) && splits.slots == 0);
 }
 
+// Those who take turns at a row block of dq: all of a thread block, or each of its warpgroups on Hopper.
+int32_t dq_turns(const BwdPlan& plan) { return plan.resident_blocks > 0 ? plan.tile.warps / 4 : 1; }
+
 // dq, and dk and dv where they are added up by key, with what orders deterministic sums.
 struct Accumulators {
+  int32_t* work_counter = nullptr;
   float* dq = nullptr;
   int32_t* dq_semaphore = nullptr;
   int32_t* dkv_semaphore = nullptr;
@@ -117,8 +121,9 @@ Accumulators place_accumulators(const BwdPlan& plan, const BwdRound& round, int3
   const size_t begin = workspace.bytes();
   if (plan.wants_dq) {
     sums.dq = workspace.take<float>(blocks * plan.tile.block_m * plan.unit.head_dim_tile);
-    if (kernel.deterministic) sums.dq_semaphore = workspace.take<int32_t>(blocks);
+    if (kernel.deterministic) sums.dq_semaphore = workspace.take<int32_t>(blocks * dq_turns(plan));
   }
+  if (plan.resident_blocks > 0) sums.work_counter = workspace.take<int32_t>(1);
   if (kernel.deterministic && has_row_block_lists(plan)) {
     sums.dkv_semaphore = workspace.take<int32_t>(int64_t{round.batches} * round.heads_k);
   }
@@ -163,9 +168,9 @@ void choose_splits(BwdPlan& plan, const Splits& splits, int64_t taken, const Dev
     return;
   }
   if (slots < splits.tiles) return;
-  const int64_t wanted = std::min((kernel.deterministic ? slots : splits.work) / splits.tiles, splits.most);
+  const int64_t wanted = std::min((kernel.has_split_slots ? slots : splits.work) / splits.tiles, splits.most);
   kernel.num_splits = static_cast<int32_t>(std::max<int64_t>(1, wanted));
-  if (kernel.num_splits > 1) plan.slots = kernel.deterministic ? splits.tiles * kernel.num_splits : splits.tiles;
+  if (kernel.num_splits > 1) plan.slots = kernel.has_split_slots ? splits.tiles * kernel.num_splits : splits.tiles;
 }
 
 // --- rounds ----------------------------------------------------------------------------------------------------------
@@ -245,6 +250,8 @@ class RoundChoice {
     const Splits splits = wanted_splits(plan_, round, device_);
     int64_t slots = splits.slots;  // a tiled kernel has them all or none
     if (is_gathered(plan_.walk)) slots = with_list_slots ? std::min(slots, tiles_that_fill(device_)) : 0;
+    // Splits of whole heads even out no more than rounds with fewer heads each take away.
+    if (plan_.resident_blocks > 0) slots = 0;
     return accumulator_bytes(plan_, round, splits) + slots * slot_bytes(plan_) <= limit_;
   }
 
@@ -283,6 +290,7 @@ void place_sums(BwdPlan& plan, Workspace& workspace) {
   const Accumulators sums = place_accumulators(plan, plan.round, kernel.dq_blocks, plan.has_dkv_accum, workspace);
   kernel.dq_accum = sums.dq;
   kernel.dq_semaphore = sums.dq_semaphore;
+  kernel.work_counter = sums.work_counter;
   kernel.dkv_semaphore = sums.dkv_semaphore;
   kernel.dk_accum = sums.dk;
   kernel.dv_accum = sums.dv;
@@ -293,7 +301,7 @@ void place_sums(BwdPlan& plan, Workspace& workspace) {
   const size_t begin = workspace.bytes();
   if (plan.wants_dk) kernel.dk_slots = workspace.take<float>(plan.slots * slot_size(plan));
   if (plan.wants_dv) kernel.dv_slots = workspace.take<float>(plan.slots * slot_size(plan));
-  if (!kernel.deterministic) plan.dkv_zero_bytes += workspace.bytes() - begin;
+  if (!kernel.has_split_slots) plan.dkv_zero_bytes += workspace.bytes() - begin;
 }
 
 }  // namespace dmattn

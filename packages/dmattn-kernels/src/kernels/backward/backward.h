@@ -18,7 +18,7 @@ cudaError_t bwd_preprocess(const BwdPreprocessParams& p, Dtype dtype, cudaStream
 cudaError_t bwd_schedule(const KeyList& keys, int batch, int nheads_k, int head_ratio, int block_n, int max_work,
                          int max_tiles, int max_splits, int even_blocks, int32_t* schedule, cudaStream_t stream);
 
-// dq = dq_accum rounded (the kernel has applied softmax_scale).
+// dq = dq_accum * p.scale rounded.
 cudaError_t convert_dq(const ConvertDqParams& p, Dtype dtype, cudaStream_t stream);
 
 // dk, dv = sums over the splits of the slots that the backward kernel wrote (the kernel has applied softmax_scale to

@@ -34,6 +34,34 @@ __device__ __forceinline__ void load_dq_fragments(const ConvertDqParams& p, int6
   }
 }
 
+// Likewise where each thread's four registers of a fragment lie side by side. A warp has 16 rows, of the tile or of the
+// transposed tile, and the fragments of them one behind the other.
+template <class Element, bool kTransposed>
+__device__ __forceinline__ void load_dq_vectors(const ConvertDqParams& p, int64_t tile, uint16_t* smem) {
+  const DqTileLayout& t = p.layout;
+  const int thread = threadIdx.x % 128, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int fragments = t.block_m * t.head_dim_tile / (4 * t.threads);
+  const int row = warp % t.warps_m * 16 + lane / 4, col0 = warp / t.warps_m * 8 * fragments + 2 * (lane % 4);
+  const int pitch = t.head_dim_tile + kDqPad;
+  const float* src = p.dq_accum + tile * t.block_m * t.head_dim_tile + threadIdx.x / 128 * fragments * 512 + thread * 4;
+#pragma unroll 4
+  for (int i = 0; i < fragments; ++i) {
+    const float4 x = __ldg(reinterpret_cast<const float4*>(src + i * 512));
+    const uint32_t pairs[] = {Half2<Element>::pack(x.x * p.scale, x.y * p.scale),
+                              Half2<Element>::pack(x.z * p.scale, x.w * p.scale)};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int r = row + 8 * half, c = col0 + 8 * i;
+      if constexpr (kTransposed) {
+        smem[c * pitch + r] = static_cast<uint16_t>(pairs[half]);
+        smem[(c + 1) * pitch + r] = static_cast<uint16_t>(pairs[half] >> 16);
+      } else {
+        *reinterpret_cast<uint32_t*>(smem + r * pitch + c) = pairs[half];
+      }
+    }
+  }
+}
+
 template <class Element>
 __global__ void __launch_bounds__(1024) convert_dq_kernel(const ConvertDqParams p) {
   extern __shared__ __align__(16) uint32_t smem[];
@@ -49,7 +77,13 @@ __global__ void __launch_bounds__(1024) convert_dq_kernel(const ConvertDqParams 
     rows = min(block_m, own.rows);
   }
   if (rows <= 0) return;  // the last round may have fewer row blocks than dq_accum has room for
-  load_dq_fragments<Element>(p, tile, smem);
+  if (p.layout.order == DqOrder::kRegisters) {
+    load_dq_fragments<Element>(p, tile, smem);
+  } else if (p.layout.order == DqOrder::kVectors) {
+    load_dq_vectors<Element, false>(p, tile, reinterpret_cast<uint16_t*>(smem));
+  } else {
+    load_dq_vectors<Element, true>(p, tile, reinterpret_cast<uint16_t*>(smem));
+  }
   __syncthreads();
 
   const int pitch = p.layout.head_dim_tile + kDqPad;

@@ -123,7 +123,7 @@ cudaError_t reduce_dkv(const BwdParams& p, Dtype dtype, int block_n, int head_di
   r.keys = p.keys;
   r.schedule = p.schedule;
   r.num_splits = p.num_splits;
-  r.is_summed = !p.deterministic;
+  r.is_summed = !p.has_split_slots;
   r.batch = p.batch;
   r.nheads_k = p.nheads_k;
   r.head_ratio = p.head_ratio;

@@ -29,21 +29,22 @@ struct BwdItem {
 };
 
 // Items are numbered by sections; in each from the first blocks of keys, which the most rows see under causality, to
-// the last, the parts of the section side by side. A deterministic dq relies on lower blocks of keys coming first.
+// the last, the parts of the section side by side. Where dq is added up in order, from the last blocks to the first.
+template <class T>
 __device__ __forceinline__ BwdItem find_item(const BwdArguments& p, int index) {
-  const int section = index / (p.section_parts * p.n_blocks);
+  const int section = min(index / (p.section_parts * p.n_blocks), p.sections);
   const int first = section * p.section_parts;
-  const int parts = min(p.section_parts, p.all_parts - first);
+  const int parts = section < p.sections ? p.section_parts : p.all_parts - first;
   const int in_section = index - first * p.n_blocks;
-  const int n_block = in_section / parts;
-  const int part = first + in_section - n_block * parts;
+  const int row = in_section / parts;
+  const int part = first + in_section - row * parts;
   const int head = part / p.num_splits;
   const int batch = head / p.nheads_k;
-  return {n_block, head - batch * p.nheads_k, part - head * p.num_splits, batch};
+  return {T::kOrdered ? p.n_blocks - 1 - row : row, head - batch * p.nheads_k, part - head * p.num_splits, batch};
 }
 
 // The steps of an item: the query heads of its part, and of each the blocks of rows that see its keys, from the last to
-// the first.
+// the first; where dq is added up in order, from the first to the last.
 template <class T>
 struct BwdSteps {
   int m_begin, m_end;
@@ -60,15 +61,19 @@ struct BwdSteps {
     const int first = p.head_ratio * item.split / p.num_splits;
     const int end = p.head_ratio * (item.split + 1) / p.num_splits;
     head = item.head_k * p.head_ratio + first;
-    m = m_end - 1;
+    m = T::kOrdered ? m_begin : m_end - 1;
     left = (end - first) * (m_end - m_begin);
   }
   __device__ __forceinline__ void advance() {
     --left;
-    if (--m < m_begin) {
+    if constexpr (T::kOrdered) {
+      if (++m < m_end) return;
+      m = m_begin;
+    } else {
+      if (--m >= m_begin) return;
       m = m_end - 1;
-      ++head;
     }
+    ++head;
   }
 };
 
@@ -112,8 +117,8 @@ struct BwdProducer {
       announce(index);
       if (index >= p.items) return;
       // Asked for before the loads, so that the answer is there when they have been issued.
-      const int next = gridDim.x + (p.work_counter != nullptr ? atomicAdd(p.work_counter, 1) : p.items);
-      load_item(find_item(p, index));
+      const int next = gridDim.x + atomicAdd(p.work_counter, 1);
+      load_item(find_item<T>(p, index));
       index = next;
     }
   }
@@ -196,7 +201,7 @@ struct BwdConsumer {
   RingPlace<2> item_place;
   int kv_phase = 0;
   int ds_stage = 0;
-  int32_t* passed = nullptr;  // deterministic: the turn at dq that the warpgroup has had, but not passed on
+  int32_t* passed = nullptr;  // kOrdered: the turn at dq that the warpgroup has had, but not passed on
 
   __device__ __forceinline__ BwdConsumer(const BwdArguments& arguments, typename T::Shared& shared)
       : p(arguments),
@@ -210,7 +215,7 @@ struct BwdConsumer {
     while (true) {
       const int index = next_item();
       if (index >= p.items) return;
-      work(find_item(p, index));
+      work(find_item<T>(p, index));
     }
   }
 
@@ -484,20 +489,19 @@ struct BwdConsumer {
   __device__ __forceinline__ void add_dq(float (&acc)[Dq::kFragments][4], const BwdItem& item, int head, int m) {
     const int64_t block = (static_cast<int64_t>(item.batch) * p.nheads + head) * p.m_blocks + m;
     float* const to = p.dq_accum + block * (T::kBlockM * T::kHeadDim) + consumer * Dq::kPart;
-    int32_t* const turn = p.dq_semaphore + block * T::kConsumers + consumer;
     if constexpr (T::kDqPath == DqPath::kVector) {
-      if constexpr (T::kDeterministic) {
+      if (takes_turns()) {
         __threadfence();  // this thread's additions of the step before
         sync_own();
-        if (is_speaker()) take_turn(turn, item.n_block);
+        if (is_speaker()) take_turn(block, item, m);
         sync_own();
       }
 #pragma unroll
       for (int i = 0; i < Dq::kFragments; ++i) add_vector(to + (i * 128 + thread) * 4, acc[i]);
     } else {
-      // Speaker: what the stage held is on its way out, and in a deterministic kernel has arrived.
+      // Speaker: what the stage held is on its way out, and where there are turns has arrived.
       if (is_speaker()) {
-        if constexpr (T::kDeterministic) {
+        if constexpr (T::kOrdered) {
           wait_for_bulk();
         } else {
           cute::tma_store_wait<0>();
@@ -513,25 +517,36 @@ struct BwdConsumer {
       cutlass::arch::fence_view_async_shared();
       sync_own();
       if (is_speaker()) {
-        if constexpr (T::kDeterministic) take_turn(turn, item.n_block);
+        if (takes_turns()) take_turn(block, item, m);
         add_bulk(to, smem_u32(s.out[consumer]), Dq::kPart * sizeof(float));
         cute::tma_store_arrive();
       }
     }
-    if constexpr (T::kDeterministic) passed = turn;
   }
 
-  // Deterministic: blocks of keys add to a block of rows in ascending order, each after as many turns as there are
-  // blocks before it. Those have lower item numbers, so they have been taken, and thread blocks finish their items in
-  // order: who is waited for is running. The turn before is passed on first; its additions have long arrived by now,
-  // which passing it on right after them would have to wait for.
-  __device__ __forceinline__ void take_turn(int32_t* turn, int n_block) {
+  __device__ __forceinline__ bool takes_turns() const { return T::kOrdered && p.dq_semaphore != nullptr; }
+
+  // Deterministic: the blocks of keys that see a block of rows add to it from the last to the first, each after as many
+  // turns as there are blocks behind it. Those have lower item numbers, so they have been taken, and thread blocks finish
+  // their items in order: who is waited for is running. Under causality the last of them begins with these rows, and each
+  // of the others comes to them by as many steps later as it has more rows: nobody waits if they begin together.
+  // The turn before is passed on first; its additions have long arrived by now, which passing it on right after them
+  // would have to wait for.
+  __device__ __forceinline__ void take_turn(int64_t block, const BwdItem& item, int m) {
     pass_turn();
+    int seen = p.n_blocks;  // blocks of keys
+    if (p.is_causal) {
+      const int last_key = (m + 1) * T::kBlockM - 1 + p.seqlen_k - p.seqlen_q;
+      seen = min(seen, last_key / T::kBlockN + 1);
+    }
+    const int mine = seen - 1 - item.n_block;
+    int32_t* const turn = p.dq_semaphore + block * T::kConsumers + consumer;
     int32_t now;
     do {
       asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
-    } while (now != n_block);
+    } while (now != mine);
     asm volatile("fence.proxy.async.global;" ::: "memory");
+    passed = turn;
   }
   __device__ __forceinline__ void pass_turn() {
     if (passed == nullptr) return;
@@ -541,7 +556,7 @@ struct BwdConsumer {
   }
   // At the end of an item.
   __device__ __forceinline__ void pass_last_turn() {
-    if constexpr (T::kDeterministic) {
+    if (takes_turns()) {
       if constexpr (T::kDqPath == DqPath::kVector) {
         __threadfence();
         sync_own();
@@ -550,7 +565,6 @@ struct BwdConsumer {
         if constexpr (T::kDqPath == DqPath::kBulk) wait_for_bulk();
         pass_turn();
       }
-      passed = nullptr;
     }
   }
 

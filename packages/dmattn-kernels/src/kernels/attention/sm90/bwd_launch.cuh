@@ -1,4 +1,4 @@
-// Enqueues the Hopper backward kernel (tensor maps, the work counter, the launch), and the conversion of dq after it.
+// Enqueues the Hopper backward kernel: tensor maps, sections of work, the launch.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -7,24 +7,36 @@
 #include <atomic>
 
 #include "../shared/launch.cuh"
-#include "bwd_convert_dq.cuh"
 #include "bwd_kernel.cuh"
 #include "tensor_map.h"
 
-namespace dmattn::sm90 {
+namespace dmattn {
+namespace sm90 {
 
-// Q, dO and the fp32 dq of the heads in progress stay in L2: of the 50 MB of an H100 or H200, what leaves room for what
-// passes through.
-constexpr int64_t kBwdSectionBytes = 40 << 20;
+// Q, dO and the fp32 dq of the heads in progress stay in L2. On an H200 20 MB were the best of 20, 40, 80 and 400, by 1%
+// to 8%.
+constexpr int64_t kBwdSectionBytes = 20 << 20;
 
-// Rows of lse and delta of a head, as the kernel reads them: whole blocks, each of which starts on 16 bytes.
+// As many items for each thread block are in the last section, whose longest items come first: fewer, and some thread
+// blocks would still have such an item when the others have nothing left.
+constexpr int32_t kLastItems = 3;
+
+// Sections of parts whose rows take so many bytes, and the rest in one that evens out what thread blocks have to do.
+// Where dq is added up in order there is one section: the more heads at once, the fewer thread blocks wait for each
+// other.
 template <class T>
-constexpr int32_t bwd_seqlen_q_rounded(int32_t seqlen_q) {
-  return (seqlen_q + T::kBlockM - 1) / T::kBlockM * T::kBlockM;
+void choose_sections(BwdArguments& a, int64_t part_bytes, int64_t blocks) {
+  a.sections = 0;
+  a.section_parts = a.all_parts;
+  const int64_t last_parts = (kLastItems * blocks + a.n_blocks - 1) / a.n_blocks;
+  if (T::kOrdered || last_parts >= a.all_parts) return;
+  a.section_parts =
+      static_cast<int32_t>(std::clamp<int64_t>(kBwdSectionBytes / std::max<int64_t>(part_bytes, 1), 1, a.all_parts));
+  a.sections = static_cast<int32_t>((a.all_parts - last_parts) / a.section_parts);
 }
 
 template <class T>
-cudaError_t fill_arguments(BwdArguments& a, const BwdParams& p, int64_t section_bytes = kBwdSectionBytes) {
+cudaError_t fill_arguments(BwdArguments& a, const BwdParams& p, int64_t blocks) {
   const TensorMapper mapper(tensor_map_dtype<typename T::Element>(), T::kPanelCols);
   const TensorExtents rows = {p.batch, p.seqlen_q, p.nheads, p.head_dim};
   const TensorExtents keys = {p.batch, p.seqlen_k, p.nheads_k, p.head_dim};
@@ -54,9 +66,7 @@ cudaError_t fill_arguments(BwdArguments& a, const BwdParams& p, int64_t section_
   a.all_parts = p.batch * p.nheads_k * p.num_splits;
   a.items = a.n_blocks * a.all_parts;
   const int64_t head_bytes = int64_t{p.seqlen_q} * T::kHeadDim * (2 * sizeof(typename T::Element) + sizeof(float));
-  const int64_t part_bytes = head_bytes * std::max(1, p.head_ratio / p.num_splits);
-  a.section_parts =
-      static_cast<int32_t>(std::clamp<int64_t>(section_bytes / std::max<int64_t>(part_bytes, 1), 1, a.all_parts));
+  choose_sections<T>(a, head_bytes * (p.head_ratio / p.num_splits), blocks);
   a.softmax_scale = p.softmax_scale;
   a.softcap = p.softcap;
   a.is_causal = p.is_causal;
@@ -66,35 +76,27 @@ cudaError_t fill_arguments(BwdArguments& a, const BwdParams& p, int64_t section_
 }
 
 template <class T>
-cudaError_t launch_bwd_kernel(int64_t blocks, const BwdParams& p, cudaStream_t stream,
-                              int64_t section_bytes = kBwdSectionBytes) {
+cudaError_t launch_bwd_kernel(int64_t blocks, const BwdParams& p, cudaStream_t stream) {
   BwdArguments arguments;
-  cudaError_t status = fill_arguments<T>(arguments, p, section_bytes);
-  if (status == cudaSuccess && p.work_counter != nullptr) {
-    status = cudaMemsetAsync(p.work_counter, 0, sizeof(int32_t), stream);
-  }
+  const cudaError_t status = fill_arguments<T>(arguments, p, blocks);
   if (status != cudaSuccess) return status;
   static std::atomic<uint64_t> devices_ready{0};
   return launch(bwd_kernel<T>, blocks, T::kThreads, T::kSmemBytes, T::kSmemBytes, devices_ready, arguments, stream);
 }
 
-template <class T>
-cudaError_t launch_convert_dq(const BwdParams& p, void* dq, const Strides3& dq_stride, bool vec_dq,
-                              cudaStream_t stream) {
-  DqArguments a;
-  a.dq_accum = p.dq_accum;
-  a.dq = dq;
-  a.dq_stride = dq_stride;
-  a.seqlen_q = p.seqlen_q;
-  a.nheads = p.nheads;
-  a.head_dim = p.head_dim;
-  a.m_blocks = (p.seqlen_q + T::kBlockM - 1) / T::kBlockM;
-  a.softmax_scale = p.softmax_scale;
-  a.vec_dq = vec_dq;
-  const int64_t blocks = int64_t{a.m_blocks} * p.nheads * p.batch;
-  if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
-  convert_dq_kernel<T><<<static_cast<unsigned>(blocks), 128 * T::kConsumers, 0, stream>>>(a);
-  return cudaGetLastError();
+}  // namespace sm90
+
+template <class Element, int kHeadDimTile, bool kGathered>
+cudaError_t launch_bwd(const KernelChoice& choice, const BwdParams& p, cudaStream_t stream) {
+  static_assert(!kGathered, "lists have no units for Hopper");
+  using sm90::BwdTraits, sm90::BwdVariant, sm90::launch_bwd_kernel;
+  if (p.softcap > 0.f) {
+    return launch_bwd_kernel<BwdTraits<Element, kHeadDimTile, BwdVariant::kSoftcap>>(choice.blocks, p, stream);
+  }
+  if (p.deterministic) {
+    return launch_bwd_kernel<BwdTraits<Element, kHeadDimTile, BwdVariant::kOrdered>>(choice.blocks, p, stream);
+  }
+  return launch_bwd_kernel<BwdTraits<Element, kHeadDimTile, BwdVariant::kPlain>>(choice.blocks, p, stream);
 }
 
-}  // namespace dmattn::sm90
+}  // namespace dmattn

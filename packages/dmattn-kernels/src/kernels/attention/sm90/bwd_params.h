@@ -16,7 +16,9 @@ struct BwdArguments {
   // fp32, zero before the launch, in units of 1 / softmax_scale: [batch][nheads][m_blocks][kBlockM * kHeadDim], each
   // tile in the order of DqTile.
   float* dq_accum;
-  int32_t* dq_semaphore;  // [batch][nheads][m_blocks][consumers], zero before the launch; deterministic kernels only
+  // [batch][nheads][m_blocks][consumers], zero before the launch: the turns at a tile of dq that have been taken.
+  // nullptr: nobody waits for a turn.
+  int32_t* dq_semaphore;
   // num_splits > 1: fp32 [tile][num_splits][kBlockN][kHeadDim] instead of dk and dv.
   float* dk_slots;
   float* dv_slots;
@@ -24,14 +26,12 @@ struct BwdArguments {
   int32_t m_blocks, n_blocks;  // blocks of rows and of keys of a head
   int32_t num_splits;          // parts of a group of query heads, each an item of its own
   int32_t items;               // n_blocks * batch * nheads_k * num_splits
-  // Parts of groups (of all batches) whose blocks of keys are done before the next ones begin, so that what they read
-  // and add to stays in L2; and how many there are.
-  int32_t section_parts, all_parts;
+  // Sections of as many parts (of groups, of all batches), whose blocks of keys are done before those of the next section
+  // begin, so that what they read and add to stays in L2. One more section has the rest of all parts.
+  int32_t section_parts, sections, all_parts;
   float softmax_scale, softcap;
   bool is_causal;
-  // Number of items that thread blocks have taken beyond their first; zero before the launch. nullptr: there are no
-  // more items than thread blocks.
-  int32_t* work_counter;
+  int32_t* work_counter;  // number of items that thread blocks have taken beyond their first; zero before the launch
   uint32_t zero;  // 0, for BwdConsumer::move()
 };
 

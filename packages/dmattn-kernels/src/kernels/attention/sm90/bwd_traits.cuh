@@ -7,6 +7,7 @@
 #include <cute/atom/mma_traits_sm90_gmma.hpp>
 #include <cute/tensor.hpp>
 
+#include "../../tiles.h"
 #include "pipeline.cuh"
 
 namespace dmattn::sm90 {
@@ -17,15 +18,11 @@ enum class DqPath {
   kBulk,    // through shared memory, by the bulk copy engine
 };
 
-// What differs between variants of the kernel of a head dimension.
-struct BwdTuningDefaults {
-  static constexpr int kBlockM = 64;
-  static constexpr int kStagesQ = 3, kStagesdO = 2;
-  static constexpr DqPath kDqPath = DqPath::kVector;
-  // Scores of the next rows are started before dq leaves the registers, at the price of registers for both.
-  static constexpr bool kEarlyScores = true;
-  static constexpr bool kDeterministic = false;
-  static constexpr bool kSoftcap = false;
+// The kernels of a head dimension.
+enum class BwdVariant {
+  kPlain,
+  kOrdered,  // dq can be added up in a fixed order
+  kSoftcap,  // dq can, too
 };
 
 // dq = ds * k by both consumers, each with 64 rows of the product. Where there are no 64 * n rows of queries, the
@@ -40,27 +37,24 @@ struct DqTile {
   static constexpr int kFragments = kColsOfOne / 8;  // of 64 x 8; four registers a thread
   static constexpr int kPart = 64 * kColsOfOne;      // elements of a consumer
 
-  // In memory: [consumer][fragment][thread of the warpgroup][register]. Which row and which column that is:
-  struct Place {
-    int row, col;
-  };
-  static constexpr __host__ __device__ Place place(int consumer, int fragment, int thread, int reg) {
-    const int row = consumer % kAtomsM * 64 + thread / 32 * 16 + reg / 2 * 8 + thread % 32 / 4;
-    const int col = consumer / kAtomsM * kColsOfOne + fragment * 8 + thread % 4 * 2 + reg % 2;
-    return kTransposed ? Place{col, row} : Place{row, col};
-  }
+  // In memory: [consumer][fragment][thread of the warpgroup][register], see DqOrder.
 };
 
-template <class Element_, int kHeadDim_, class Tuning>
+template <class Element_, int kHeadDim_, BwdVariant kVariant>
 struct BwdTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kConsumers = 2;
-  static constexpr int kBlockM = Tuning::kBlockM, kBlockN = 64 * kConsumers;  // rows of queries; keys, 64 a consumer
-  static constexpr int kStagesQ = Tuning::kStagesQ, kStagesdO = Tuning::kStagesdO, kStagesdS = 2;
-  static constexpr DqPath kDqPath = Tuning::kDqPath;
-  static constexpr bool kEarlyScores = Tuning::kEarlyScores;
-  static constexpr bool kDeterministic = Tuning::kDeterministic, kSoftcap = Tuning::kSoftcap;
+  static constexpr BwdTile kTile = sm90_bwd_tile(kHeadDim);
+  static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n;  // rows of queries; keys, 64 a consumer
+  static_assert(kBlockN == 64 * kConsumers && kTile.warps == 4 * kConsumers && kTile.warps_m_dq == 4);
+  static constexpr int kStagesQ = kTile.stages_q, kStagesdO = 2, kStagesdS = 2;
+  // On an H200, bulk copies are up to 4% faster at head_dim 128; at 64 they have not been timed.
+  static constexpr DqPath kDqPath = kHeadDim == 64 ? DqPath::kVector : DqPath::kBulk;
+  static constexpr bool kSoftcap = kVariant == BwdVariant::kSoftcap;
+  static constexpr bool kOrdered = kVariant != BwdVariant::kPlain;
+  // Scores of the next rows are started before dq leaves the registers, where there are registers for both.
+  static constexpr bool kEarlyScores = !kSoftcap;
   static_assert(kBlockM % 16 == 0 && kStagesQ >= 2 && kStagesdO >= 2);
   static constexpr int kThreads = 128 * (kConsumers + 1);
   // 128 * (2 * 240 + 24) = 64512 of the 65536 registers of an SM.
