@@ -181,6 +181,7 @@ std::string describe(const BwdPlan& plan, const BwdRound& round, const BwdParams
   json.put_address("dk", p.dk);
   json.put_address("dq_semaphore", p.dq_semaphore);
   json.put_address("dkv_semaphore", p.dkv_semaphore);
+  json.put_address("work_counter", p.work_counter);
   json.put_address("dk_slots", p.dk_slots);
   json.put_address("dv_slots", p.dv_slots);
   json.put_address("dk_accum", p.dk_accum);

@@ -1,4 +1,4 @@
-"""Which forward calls the kernels for Hopper compute, and how they are launched."""
+"""Which calls the kernels for Hopper compute, and how they are launched."""
 
 from __future__ import annotations
 

@@ -111,6 +111,9 @@ def test_every_unit_reports_its_registers(library_path: Path, architectures: lis
     assert {kernel["arch"] for kernel in kernels} == native
     assert any(str(kernel["unit"]).startswith("fwd_sm80") for kernel in kernels)
     assert any(str(kernel["unit"]).startswith("bwd_sm80") for kernel in kernels)
+    if "sm_90a" in native:
+        hopper = {str(kernel["unit"]) for kernel in kernels if kernel["arch"] == "sm_90a"}
+        assert {name.split("_")[0] for name in hopper} == {"fwd", "bwd"}
 
 
 def test_no_spills_but_the_allowed(library_path: Path) -> None:

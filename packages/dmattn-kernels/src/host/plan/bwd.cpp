@@ -65,7 +65,6 @@ void set_gradients(BwdPlan& plan, const dmattn_bwd_params& p) {
 
 // Of a unit's kernels the one that does the least beyond what is asked for, and what follows from its tile.
 void use_kernels(BwdPlan& plan, const KernelSet& kernels, const Device& device) {
-  plan.unit.arch = kernels.arch;
   plan.resident_blocks = kernels.is_persistent ? device.num_sms : 0;
   plan.choice.tiles = kernels.tiles;
   plan.choice.level = bwd_level(plan);

@@ -1,0 +1,122 @@
+"""Which backward calls the kernels for Hopper compute, and how they are launched."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from typing import Any
+
+import pytest
+
+from abi import FLOAT32, tensor
+from probe import ARRAYS, SM90, WORKSPACE, Plan, Probe, array_bytes, mask
+
+SMS = 132
+LONG: dict[str, Any] = {"seqlen_q": 4096, "seqlen_k": 4096, "nheads": 16, "nheads_k": 16}
+
+
+def plan_of(probe: ctypes.CDLL, gradients: str = "dq dk dv", **arguments: Any) -> Plan:
+    fields: dict[str, Any] = {"batch": 1, "head_dim": 128} | LONG | arguments
+    return Probe(probe).bwd(SM90, SMS, gradients=gradients, **fields)
+
+
+@pytest.mark.parametrize(
+    "head_dim, arch, block_m",
+    [(40, 90, 96), (64, 90, 96), (72, 90, 64), (128, 90, 64), (136, 80, 64), (256, 80, 64)],
+)
+def test_tiles(probe: ctypes.CDLL, head_dim: int, arch: int, block_m: int) -> None:
+    plan = plan_of(probe, head_dim=head_dim)
+    assert (plan["arch"], plan["block_m"]) == (arch, block_m)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"softcap": 30.0},
+        {"deterministic": 1},
+        {"is_causal": 1, "nheads_k": 8},
+        {"seqlen_q": 4095, "seqlen_k": 5001, "is_causal": 1},
+        {"dsoftmax_lse": tensor((1, 16, 4096), FLOAT32)},
+        {"deterministic": 1, "seqlen_k": 128},
+    ],
+    ids=["softcap", "deterministic", "causal groups", "odd", "dlse", "few keys, deterministic"],
+)
+def test_what_they_compute(probe: ctypes.CDLL, arguments: dict[str, Any]) -> None:
+    plan = plan_of(probe, **arguments)
+    items = -(-plan["seqlen_k"] // 128) * plan["nheads_k"] * plan["num_splits"]
+    assert plan["arch"] == 90 and plan["blocks"] == min(items, SMS)
+    # The counter of items starts at zero.
+    cleared = plan["scratch_zeros"] + plan["round_zero_bytes"]
+    assert plan["scratch_zeros"] <= plan["work_counter"] < cleared
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"bias": tensor((1, 1, 1, 4096), FLOAT32)},
+        {"mask": mask(1, 1, 4096, 4096)},
+        {"mask": mask(1, 1, 1, 4096)},
+        {"gradients": "dq dk"},
+        {"k": tensor((1, 4096, 16, 128), stride=(0, 128, 0, 1))},
+        {"dout": tensor((1, 4096, 16, 128), stride=(4096 * 2052, 2052, 128, 1))},
+        {"softmax_lse_rest": tensor((1, 16, 4096), FLOAT32)},
+        {"softmax_scale": -1.0},
+        {"seqlen_k": 768},  # 96 blocks of keys
+        {"seqlen_k": 1024, "is_causal": 1},  # 128, of which the longest take twice the average
+        {"nheads_k": 1, "seqlen_q": 16384, "seqlen_k": 16384},
+    ],
+    ids=[
+        *("bias", "mask", "key mask", "one gradient less", "expanded", "unaligned", "rest of lse"),
+        *("negative scale", "few keys", "few keys, causal", "sums that go on in several rounds"),
+    ],
+)
+def test_what_others_compute(probe: ctypes.CDLL, arguments: dict[str, Any]) -> None:
+    assert plan_of(probe, **arguments)["arch"] == 80
+
+
+def test_packed_sequences_are_for_others(probe: ctypes.CDLL) -> None:
+    assert Probe(probe).bwd(SM90, SMS, packed=True)["arch"] == 80
+
+
+@pytest.mark.parametrize("seqlen_q, pitch", [(90, 128), (97, 256), (193, 384), (4096, 4224)])
+def test_statistics_have_whole_blocks_of_rows(
+    probe: ctypes.CDLL, seqlen_q: int, pitch: int
+) -> None:
+    """Blocks of 96 rows end past the multiple of 128 that other kernels need."""
+    plan = plan_of(probe, head_dim=64, seqlen_q=seqlen_q)
+    assert plan["arch"] == 90 and plan["seqlen_q_rounded"] == pitch
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+@pytest.mark.parametrize("batch, nheads_k", [(1, 2), (1, 4), (1, 16), (4, 1), (2, 2)])
+@pytest.mark.parametrize("deterministic", [0, 1])
+def test_workspace_stays_below_one_and_a_half_inputs(
+    probe: ctypes.CDLL, batch: int, nheads_k: int, head_dim: int, deterministic: int
+) -> None:
+    """With the log-sum-exp that the forward keeps. More rounds than one stay within a kv head."""
+    length = 16384
+    shape = {"batch": batch, "nheads_k": nheads_k, "head_dim": head_dim}
+    lengths = {"seqlen_q": length, "seqlen_k": length}
+    plan = plan_of(probe, is_causal=1, deterministic=deterministic, **shape, **lengths)
+    inputs = 2 * batch * length * head_dim * (16 + 2 * nheads_k)
+    assert plan["workspace_bytes"] + 4 * batch * 16 * length <= 1.5 * inputs
+    if plan["arch"] == 90:
+        assert plan["round.groups"] == plan["head_ratio"]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("nheads, nheads_k, length", [(16, 4, 5000), (16, 16, 3000), (8, 1, 200)])
+def test_arrays_do_not_overlap(
+    probe: ctypes.CDLL, nheads: int, nheads_k: int, length: int, head_dim: int
+) -> None:
+    shape = {"batch": 2, "seqlen_q": length, "seqlen_k": length, "nheads": nheads}
+    shape |= {"nheads_k": nheads_k, "head_dim": head_dim}
+    found = plan_of(probe, deterministic=1, **shape)
+    assert found["arch"] == 90
+    sizes = array_bytes(found, shape, 0)
+    sizes["dq_semaphore"] *= 2  # one for each consumer
+    spans = sorted((found[name], found[name] + sizes[name]) for name in ARRAYS if found[name])
+    assert spans[0][0] >= WORKSPACE and spans[-1][1] <= WORKSPACE + found["workspace_bytes"]
+    assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
+    slots = nheads // nheads_k > 1 and length == 200
+    assert (found["num_splits"] > 1) == slots == bool(found["dk_slots"])
