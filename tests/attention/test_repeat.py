@@ -18,6 +18,11 @@ SHAPES = [
     Case(300, 700, 1, 4, 2, 256, bias="11qk", causal=True),
     Case(300, 700, 1, 4, 1, 256, bias="b11k", mask="b11k"),
     Case(5, 3000, 2, 8, 2, 128, bias="bk1k", mask="bk1k"),
+    # What Hopper has kernels of its own for: no bias and no mask, in the backward few rows or many
+    # keys.
+    Case(250, 700, 2, 8, 4, 128, causal=True),
+    Case(700, 650, 2, 4, 4, 64, causal=True, dtype="f16"),
+    Case(300, 1300, 5, 4, 4, 128),
 ]
 
 

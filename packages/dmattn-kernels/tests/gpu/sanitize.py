@@ -18,10 +18,10 @@ TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 # Processes that share each tool's launches; racecheck is the slow one.
 SHARDS = {"memcheck": 1, "racecheck": 5, "initcheck": 1, "synccheck": 1}
 FOUND = 66  # exit code that asks to be told apart from the program's own
-# What a family's own kernels are watched by, and which launches. The forward for Hopper is the only
-# one of its family; all else runs the sm80 code. Its memory is handed over by barriers in shared
-# memory (mbarrier) and written by TMA: racecheck takes the one for races and initcheck does not see
-# the other.
+# What a family's own kernels are watched by, and which launches. Dense attention has kernels for
+# Hopper; all else runs the sm80 code. Their memory is handed over by barriers in shared memory
+# (mbarrier) and written by TMA: racecheck takes the one for races and initcheck does not see the
+# other.
 OWN_TOOLS = {"sm90": ("memcheck", "synccheck")}
 OWN_LAUNCHES = {"sm90": "dense rows"}
 OPTIONS = {

@@ -339,7 +339,8 @@ BETWEEN_LAUNCHES = (
 )
 
 
-# The forward of Hopper has kernels for more head dimensions, and one for few rows.
+# The forward of Hopper has kernels for more head dimensions, and one for few rows; the backward has
+# none for more than 128.
 HOPPER = (
     Launch("dense rows", 70, 133, wants=""),
     Launch("dense rows, long", 1100, 133, causal=True, wants=""),
@@ -349,6 +350,13 @@ HOPPER = (
 HOPPER_KINDS = [
     (dtype, head_dim) for dtype in ("bf16", "f16") for head_dim in (64, 96, 128, 192, 256)
 ]
+HOPPER_BWD = (
+    Launch("dense rows, gradients", 200, 133, nheads=4, nheads_k=2, causal=True),
+    Launch("dense rows, deterministic gradients", 300, 261, causal=True, deterministic=True),
+    Launch("dense rows, softcap", 200, 133, softcap=3.0),
+    Launch("dense rows, gradients, more than thread blocks", 133, 133, batch=70, causal=True),
+)
+HOPPER_BWD_KINDS = [kind for kind in HOPPER_KINDS if kind[1] in (64, 128)]
 
 
 def all_launches() -> list[tuple[str, int, Launch | Lists | Append]]:
@@ -364,6 +372,7 @@ def all_launches() -> list[tuple[str, int, Launch | Lists | Append]]:
     main += [(kind, x) for x in every if x.name in BETWEEN_LAUNCHES for kind in BETWEEN]
     if family() == "sm90":
         main += [(kind, launch) for launch in HOPPER for kind in HOPPER_KINDS]
+        main += [(kind, launch) for launch in HOPPER_BWD for kind in HOPPER_BWD_KINDS]
     main += [(MAIN[0], launch) for launch in ONCE]
     main += [(OTHERS[0], BY_OWN_SCORES)]
     lists = [(*MAIN[0], launch) for launch in LISTS]

@@ -38,8 +38,12 @@ def test_tiles(probe: ctypes.CDLL, head_dim: int, arch: int, block_m: int) -> No
         {"seqlen_q": 4095, "seqlen_k": 5001, "is_causal": 1},
         {"dsoftmax_lse": tensor((1, 16, 4096), FLOAT32)},
         {"deterministic": 1, "seqlen_k": 128},
+        {"seqlen_q": 500, "seqlen_k": 128},
     ],
-    ids=["softcap", "deterministic", "causal groups", "odd", "dlse", "few keys, deterministic"],
+    ids=[
+        *("softcap", "deterministic", "causal groups", "odd", "dlse"),
+        *("few keys, deterministic", "few keys, few rows"),
+    ],
 )
 def test_what_they_compute(probe: ctypes.CDLL, arguments: dict[str, Any]) -> None:
     plan = plan_of(probe, **arguments)

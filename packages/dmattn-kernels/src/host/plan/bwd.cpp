@@ -289,23 +289,27 @@ bool is_dense(const BwdPlan& plan) {
          plan.wants_dk && plan.wants_dv;
 }
 
+// Blocks of rows for which splitting them between thread blocks would not pay.
+constexpr int32_t kShortSteps = 8;
+
 // Whether thread blocks that stay have what keeps the GPU busy, without rounds that go on with the sums of others. Other
 // kernels split the rows of a head, too, but not where sums are deterministic; they take nearly twice as long over the
 // same rows. Under causality the longest items take twice as long as the average.
-bool fills_residents(const BwdPlan& plan) {
+bool suits_residents(const BwdPlan& plan) {
   const BwdParams& p = plan.kernel;
   const int64_t items = int64_t{p.max_work_items} * p.num_splits;
-  const bool is_busy = p.deterministic || 10 * items >= (p.is_causal ? 17 : 8) * int64_t{plan.resident_blocks};
-  return is_busy && plan.round.groups == plan.whole.groups;
+  const bool fills = 10 * items >= (p.is_causal ? 17 : 8) * int64_t{plan.resident_blocks};
+  const bool is_short = ceil_div(p.head_ratio, p.num_splits) * p.dq_blocks <= kShortSteps;
+  return (fills || is_short || p.deterministic) && plan.round.groups == plan.whole.groups;
 }
 
-// The kernels of the newest architecture that do what is asked for.
+// The kernels of the newest architecture that does what is asked for.
 void choose_kernel(BwdPlan& plan, const dmattn_bwd_params& p, const Device& device) {
   BwdPlan chosen;
   resolve_unit(*device.kernels, plan.unit, [&](const KernelSet& kernels) {
     if (kernels.serves_bwd != nullptr && !(is_dense(plan) && kernels.serves_bwd(plan.kernel))) return false;
     chosen = plan_with(kernels, plan, p, device);
-    return chosen.resident_blocks == 0 || fills_residents(chosen);
+    return chosen.resident_blocks == 0 || suits_residents(chosen);
   });
   plan = chosen;
 }

@@ -32,7 +32,7 @@ struct BwdArguments {
   float softmax_scale, softcap;
   bool is_causal;
   int32_t* work_counter;  // number of items that thread blocks have taken beyond their first; zero before the launch
-  uint32_t zero;  // 0, for BwdConsumer::move()
+  uint32_t zero;          // 0, for BwdConsumer::move()
 };
 
 }  // namespace dmattn::sm90
