@@ -1,8 +1,9 @@
 """Runs the CUDA compiler and keeps what ptxas reports, next to the object, in <object>.ptxas.
 
 CMake puts this in front of every CUDA compilation. All that is not such a report is passed on.
-It fails where ptxas says that it runs the matrix instructions of a warpgroup one after the other, or
-that it ignores how registers are shared out (C75xx): such kernels compute the same in twice the time.
+It fails where ptxas says that it runs the matrix instructions of a warpgroup one after the other,
+or that it ignores how registers are shared out (C75xx): the compiler itself only remarks on what
+makes such kernels slow.
 """
 
 from __future__ import annotations
