@@ -38,6 +38,8 @@ class Target:
         plugin: a module to import first, which registers the backend; None for those of dmattn.
         most_tiles: problems of more tiles of 128 rows x 128 keys, over all heads, are left out;
             None for a target that is fast enough for all.
+        any_strides: whether head_dim of query, key and value may lie in any direction. The compiled
+            kernels refuse all but the innermost one.
         poison: whether fresh buffers are filled with NaN and given margins, see poison.py. Not
             where torch itself computes: it asserts that its buffers start where their memory does.
     """
@@ -52,6 +54,7 @@ class Target:
     repeats: bool = False
     plugin: str | None = None
     most_tiles: int | None = None
+    any_strides: bool = True
     poison: bool = True
 
     @property
@@ -77,6 +80,7 @@ def _cuda(family: str, share: int = 1, repeats: bool = False) -> Target:
         *(f"cuda-{family}", None, "cuda", family, {"DMATTN_ARCH": family}),
         share=share,
         repeats=repeats,
+        any_strides=False,
     )
 
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import math
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 import dmattn.backends.flex as flex
 from dmattn import explain, flash_dmattn_func, flash_dmattn_varlen_func
 from dmattn.backends import registry
-from dmattn.backends.flex import attention, torch_flex
+from dmattn.backends.flex import limits, torch_flex
 from dmattn.backends.flex.blocks import BLOCK, BlockTable, block_table
 from dmattn.backends.flex.operands import arrange, keep, operands
 from dmattn.dispatch import select
@@ -207,9 +208,13 @@ def test_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
         def __init__(self, dtype: torch.dtype) -> None:
             self.dtype = dtype
 
+        def numel(self) -> int:
+            return 0
+
     def reasons(dtype: torch.dtype) -> list[Exception]:
         return backend.unsupported(problem()._replace(q=OnCuda(dtype)))
 
+    monkeypatch.setattr(limits, "_shared_bytes", lambda device: H200_BYTES)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     flex._has_triton.cache_clear()
     assert reasons(torch.float32) == []
@@ -234,6 +239,97 @@ def test_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
         assert any(part in note for note in notes), part
 
 
+H200_BYTES = 232448  # shared memory that a block may have
+
+
+def on_gpu(head_dim: int = 64, dtype: torch.dtype = torch.bfloat16, **fields: Any) -> Problem:
+    """A problem of some lengths, without memory."""
+    sizes = {"batch": 1, "seqlen_q": 200, "seqlen_k": 300, "heads": 4} | {
+        name: fields.pop(name)
+        for name in ("batch", "seqlen_q", "seqlen_k", "heads") & fields.keys()
+    }
+    q, k, v = (
+        torch.empty(sizes["batch"], sizes[n], sizes["heads"], head_dim, dtype=dtype, device="meta")
+        for n in ("seqlen_q", "seqlen_k", "seqlen_k")
+    )
+    return Problem(q, k, v, **fields)
+
+
+@pytest.mark.parametrize("fields,name", [
+    ({"heads": 70_000, "seqlen_q": 1, "seqlen_k": 3}, "query: got 70000 pairs"),
+    ({"batch": 9000, "heads": 8, "seqlen_q": 1, "seqlen_k": 3}, "query: got 72000 pairs"),
+    ({"head_dim": 128, "heads": 1, "seqlen_k": 2**24 + 1000}, "key: got .* value: got "),
+    ({"head_dim": 72, "heads": 1, "seqlen_k": 2**24 + 1000}, "key: got .* value: got "),
+    ({"bias": torch.empty(1, 1, 2**16, 2**15, device="meta")}, "attn_bias: got "),
+    ({"mask": torch.empty(1, 1, 2**16, 2**15, device="meta")}, "attn_mask: got "),
+])  # fmt: skip
+def test_what_exceeds_the_kernels(
+    fields: dict[str, Any], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Offsets of 32 bits, and grids of 65535 places: said before a kernel reads out of bounds."""
+    monkeypatch.setattr(limits, "_shared_bytes", lambda device: H200_BYTES)
+    reasons = limits.refusals(on_gpu(**fields))
+    assert all(isinstance(reason, ValueError) for reason in reasons)
+    assert re.search(name, " ".join(map(str, reasons)))
+
+
+def test_what_the_kernels_still_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "_shared_bytes", lambda device: H200_BYTES)
+    expanded = torch.empty(1, 1, 1, 2**15, device="meta").expand(1, 4, 2**16, -1)
+    for given in (
+        on_gpu(128, heads=1, seqlen_k=2**24 - 1),
+        on_gpu(heads=65535, seqlen_q=1, seqlen_k=3),
+        on_gpu(mask=expanded),
+    ):
+        assert limits.refusals(given) == []
+    far = on_gpu()
+    wide = torch.empty(1, 200, 4, 2**22, dtype=torch.bfloat16, device="meta")[..., :64]
+    (reason,) = limits.refusals(far._replace(q=wide))
+    assert str(reason).startswith("query: got a tensor that takes ")
+
+
+def test_blocks_fit_the_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was too much on an H200 for torch's own blocks: 128 x 128 with a bias in float32."""
+    bias, mask = (torch.empty(1, 1, 200, 300, device="meta", dtype=t) for t in (None, torch.bool))
+    assert limits.blocks_for(on_gpu(is_causal=True), H200_BYTES) == limits.Blocks()
+    for given in (on_gpu(bias=bias), on_gpu(bias=bias, mask=mask), on_gpu(128, bias=bias)):
+        blocks = limits.blocks_for(given, H200_BYTES)
+        assert blocks is not None
+        sizes = dict(blocks.options)
+        row, read = given.q.shape[-1] * 2, 4 + (given.mask is not None)
+        rows, keys = sizes["BLOCK_M"], sizes["BLOCK_N"]
+        assert rows * row + 3 * (2 * keys * row + rows * keys * read) < H200_BYTES
+        assert BLOCK % rows == BLOCK % keys == 0
+        assert sizes["BLOCK_N1"] % sizes["BLOCK_M1"] == sizes["BLOCK_M2"] % sizes["BLOCK_N2"] == 0
+    # A GPU without room for any is named before anything is compiled.
+    monkeypatch.setattr(limits, "_shared_bytes", lambda device: 64 * 1024)
+    (reason,) = limits.refusals(on_gpu(256, torch.float32))
+    assert "got head_dim 256 and dtype torch.float32" in str(reason)
+    assert limits.refusals(on_gpu(64)) == []
+
+
+def test_causal_blocks_are_kept(graphs: Compilations, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one call for the next, unless anything but causality hides keys."""
+    made = []
+    monkeypatch.setattr(
+        torch_flex, "block_table", lambda given: made.append(given) or block_table(given)
+    )
+    given = problem(200, 301)
+    mask = torch.rand(1, 1, 1, 301) < 0.5
+    for expected, options in (
+        (1, {}),
+        (1, {"softcap": 3.0}),
+        (2, {"attn_mask": mask}),
+        (3, {"attn_mask": mask}),
+    ):
+        found, wanted = (
+            flash_dmattn_func(given.q, given.k, given.v, is_causal=True, **options, backend=backend)
+            for backend in ("flex", "cpu")
+        )
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+        assert len(made) == expected
+
+
 def test_a_torch_without_flex_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     gone = (("torch.nn.attention.flex_attention", "not_there"),)
     monkeypatch.setattr(torch_flex, "_USED", gone)
@@ -256,7 +352,7 @@ def test_explain_names_the_formula() -> None:
 
 @pytest.mark.parametrize("head_dim,size", [(1, 16), (16, 16), (17, 32), (80, 128), (256, 256)])
 def test_kernel_head_dim(head_dim: int, size: int) -> None:
-    assert attention.kernel_head_dim(head_dim) == size
+    assert limits.kernel_head_dim(head_dim) == size
 
 
 def test_lse_of_the_largest_logits() -> None:

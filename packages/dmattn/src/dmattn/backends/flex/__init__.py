@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dmattn.backends.base import Backend
-from dmattn.backends.flex import attention, torch_flex
+from dmattn.backends.flex import attention, limits, torch_flex
 from dmattn.problem import Gradients, Needs, Problem, Results
 from dmattn.validation import one_of
 
@@ -15,7 +15,10 @@ _CUDA_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 class FlexBackend(Backend):
-    """Serves every problem on the CPU, and on GPUs all but float64 and deterministic biases."""
+    """Serves every problem on the CPU, and on GPUs what `limits` and the dtype allow.
+
+    The gradient of a bias is never repeatable.
+    """
 
     name = "flex"
     devices = ("cuda", "cpu")
@@ -39,6 +42,8 @@ class FlexBackend(Backend):
                     "'flex' takes where triton is installed: pip install triton"
                 )
                 reasons.append(ValueError(text))
+            else:
+                reasons += limits.refusals(problem)
         if problem.deterministic and problem.bias is not None:
             text = (
                 "deterministic: got True beside attn_bias, wanted False for backend 'flex', which "
@@ -78,10 +83,10 @@ def _on_cuda(problem: Problem) -> list[str]:
         "torch.compile makes a kernel for the first call of each kind, which takes many seconds, "
         "and the backward computes the forward once more"
     ]
-    if attention.kernel_head_dim(head_dim) != head_dim:
+    if limits.kernel_head_dim(head_dim) != head_dim:
         notes.append(
             f"head_dim {head_dim} is no power of 2 from 16 on, so query, key and value are copied "
-            f"to be padded to {attention.kernel_head_dim(head_dim)}"
+            f"to be padded to {limits.kernel_head_dim(head_dim)}"
         )
     if problem.key_lists is not None:
         notes.append(

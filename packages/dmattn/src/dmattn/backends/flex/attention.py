@@ -1,12 +1,13 @@
 """Forward and backward by FlexAttention, from a problem to its results and gradients."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dmattn.backends.flex import torch_flex
-from dmattn.backends.flex.blocks import BlockTable, block_table
+from dmattn.backends.flex.limits import device_blocks, kernel_head_dim
 from dmattn.backends.flex.operands import (
     Arranged,
     actual,
@@ -20,22 +21,15 @@ from dmattn.problem import Gradients, Needs, Problem, Results, empty_gradients, 
 # FlexAttention rounds lse in base 2. Above this |lse| that would show, and the forward is computed
 # once more with the scores shifted by it.
 _EXACT_LSE_LIMIT = 128.0
-# What older versions of torch demand of head_dim on a GPU, a power of 2, starts here.
-_SMALLEST_HEAD_DIM = 16
-
-
-def kernel_head_dim(head_dim: int) -> int:
-    """The head_dim of the kernels on a GPU that serve this one."""
-    return max(_SMALLEST_HEAD_DIM, 1 << (head_dim - 1).bit_length())
 
 
 def forward(problem: Problem) -> Results:
     """Results of a checked problem, without lse_rest."""
-    results = empty_results(problem)._replace(lse_rest=None)
     if problem.q.numel() == 0 or problem.k.numel() == 0:
-        return results._replace(out=results.out.zero_(), lse=results.lse.fill_(-math.inf))
+        out, lse, _ = empty_results(problem)
+        return Results(out.zero_(), lse.fill_(-math.inf), None)
     given = arrange(problem)
-    table = block_table(given) if torch_flex.runs_compiled(problem.q) else None
+    table = torch_flex.block_mask(given)
     with torch.no_grad(), torch.autocast(problem.q.device.type, enabled=False):
         out, lse, _ = _attend(problem, given, table)
         # Logits that large come from a bias, hardly from dot products.
@@ -44,11 +38,12 @@ def forward(problem: Problem) -> Results:
             if _any_beyond(shift, _EXACT_LSE_LIMIT):
                 out, rest, _ = _attend(problem, given, table, shift)
                 lse = shift + rest
-    packed = problem.packing is not None
-    out = out.transpose(1, 2)
-    results.out.copy_(out[0] if packed else out)
-    results.lse.copy_(lse[0] if packed else lse)
-    return results
+    # FlexAttention lays out like the query, so that these are copies only where that was expanded
+    # or padded, or its heads lie apart.
+    out, lse = out.transpose(1, 2).to(problem.q.dtype).contiguous(), lse.contiguous()
+    if problem.packing is not None:
+        out, lse = out[0], lse[0]
+    return Results(out, lse, None)
 
 
 def _any_beyond(lse: Tensor, limit: float) -> bool:
@@ -81,7 +76,7 @@ def backward(
     q, k, v = (t.detach().requires_grad_() for t in (problem.q, problem.k, problem.v))
     with torch.enable_grad(), torch.autocast(problem.q.device.type, enabled=False):
         given = arrange(problem._replace(q=q, k=k, v=v))
-        table = block_table(given) if torch_flex.runs_compiled(problem.q) else None
+        table = torch_flex.block_mask(given)
         shift = lse.detach().masked_fill(empty, 0.0)
         out, rest, bias = _attend(problem, given, table, shift, needs.bias)
         if problem.sinks is not None:
@@ -112,7 +107,7 @@ def _beside_sinks(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tenso
 def _attend(
     problem: Problem,
     given: Arranged,
-    table: BlockTable | None,
+    table: Any,
     shift: Tensor | None = None,
     needs_bias: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -123,7 +118,8 @@ def _attend(
         q, k, v = (_readable(padded_head_dim(t, size)) for t in (given.q, given.k, given.v))
         given = given._replace(q=q, k=k, v=v)
     spec, tensors = operands(problem, given, shift, (given.q.requires_grad, needs_bias))
-    out, lse = torch_flex.attend(spec, given.q, given.k, given.v, tensors, table)
+    blocks = device_blocks(problem)
+    out, lse = torch_flex.attend(spec, given.q, given.k, given.v, tensors, table, blocks)
     return out[..., :head_dim], lse, tensors.bias
 
 

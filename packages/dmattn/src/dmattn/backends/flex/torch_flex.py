@@ -8,10 +8,13 @@ This is the only module of the backend that uses them, and `missing` says what a
 lacks.
 """
 
+import collections
+import copy
 import functools
 import importlib
 import itertools
 import math
+import threading
 import types
 from collections.abc import Callable
 from typing import Any
@@ -19,8 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dmattn.backends.flex.blocks import BLOCK, BlockTable
-from dmattn.backends.flex.operands import Operands, Spec, changes_scores, keep, score
+from dmattn.backends.flex.blocks import BLOCK, block_table
+from dmattn.backends.flex.limits import Blocks
+from dmattn.backends.flex.operands import Arranged, Operands, Spec, changes_scores, keep, score
 
 _MODULE = "torch.nn.attention.flex_attention"
 _OPERATOR = "torch._higher_order_ops.flex_attention"
@@ -57,14 +61,23 @@ def _lacks(name: str) -> RuntimeError:
 
 
 def attend(
-    spec: Spec, q: Tensor, k: Tensor, v: Tensor, tensors: Operands, table: BlockTable | None
+    spec: Spec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tensors: Operands,
+    table: Any,
+    blocks: Blocks,
 ) -> tuple[Tensor, Tensor]:
     """out (B, H, Sq, D) and lse (B, H, Sq) of what `arrange` and `operands` made, differentiable.
 
     On a GPU the call is compiled at the first of its kind, which takes many seconds.
+
+    Args:
+        table: what `block_mask` returned.
     """
     if runs_compiled(q):
-        return compiled(spec, q, k, v, tensors, table)
+        return compiled(spec, q, k, v, tensors, table, blocks)
     return by_formula(spec, q, k, v, tensors)
 
 
@@ -73,8 +86,65 @@ def runs_compiled(q: Tensor) -> bool:
     return q.is_cuda
 
 
+def block_mask(given: Arranged) -> Any:
+    """A BlockMask without its mask_mod; None where none is read, or every row keeps every key.
+
+    Making one takes dozens of small kernels, more time than attention over a few thousand keys.
+    Where causality alone hides keys it is kept for the next call on the same stream.
+    """
+    if not runs_compiled(given.q):
+        return None
+    lengths = (given.q.shape[2], given.k.shape[2])
+    blocks = (lengths[0] // BLOCK + 1) * (lengths[1] // BLOCK + 1)
+    if not _causal_alone(given) or blocks > _MOST_KEPT_BLOCKS or _is_capturing(given.q):
+        return _new_block_mask(given)
+    device = given.q.device
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    place = (lengths, device, stream)
+    with _LOCK:
+        found = _KEPT.pop(place, None)
+        _KEPT[place] = found = _new_block_mask(given) if found is None else found
+        while len(_KEPT) > _MOST_KEPT:
+            _KEPT.popitem(last=False)
+    return found
+
+
+def _new_block_mask(given: Arranged) -> Any:
+    lengths = (given.q.shape[2], given.k.shape[2])
+    # Autograd could not use afterwards what was made in inference mode.
+    with torch.inference_mode(False), torch.no_grad():
+        table = block_table(given)
+        if table is None:
+            return None
+        return _flex().BlockMask.from_kv_blocks(*table, BLOCK_SIZE=BLOCK, seq_lengths=lengths)
+
+
+def _causal_alone(given: Arranged) -> bool:
+    others = (given.first, given.end, given.mask)
+    return given.last is not None and all(t is None for t in others)
+
+
+def _is_capturing(q: Tensor) -> bool:
+    """Whether what is computed now has values only later, when a CUDA graph is replayed."""
+    return q.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+# The last used, by lengths, device and stream; and the most blocks that one of them may have, of 16
+# bytes each.
+_KEPT: collections.OrderedDict[Any, Any] = collections.OrderedDict()
+_MOST_KEPT = 8
+_MOST_KEPT_BLOCKS = 2**20
+_LOCK = threading.Lock()
+
+
 def compiled(
-    spec: Spec, q: Tensor, k: Tensor, v: Tensor, tensors: Operands, table: BlockTable | None
+    spec: Spec,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tensors: Operands,
+    table: Any,
+    blocks: Blocks,
 ) -> tuple[Tensor, Tensor]:
     """By the kernel that torch.compile makes of FlexAttention."""
 
@@ -84,20 +154,19 @@ def compiled(
     def mask_mod(b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
         return keep(spec, tensors, (b, h, row, key))
 
-    block_mask = None
+    own_mask = None
     if table is not None:
-        block_mask = _flex().BlockMask.from_kv_blocks(
-            *table, BLOCK_SIZE=BLOCK, mask_mod=mask_mod, seq_lengths=(q.shape[2], k.shape[2])
-        )
+        own_mask = copy.copy(table)
+        own_mask.mask_mod = mask_mod
     given = score_mod if changes_scores(spec) else None
     with torch._dynamo.config.patch({_limit_name(): _MOST_COMPILATIONS}):
-        out, lse = _kernel_of(spec, COMPILER)(q, k, v, given, block_mask, spec.softmax_scale)
+        out, lse = _kernel_of(spec, blocks, COMPILER)(q, k, v, given, own_mask, spec.softmax_scale)
     return out, lse
 
 
 @functools.cache
-def _kernel_of(spec: Spec, compiler: Any) -> Callable[..., tuple[Tensor, Tensor]]:
-    """FlexAttention, compiled for one spec.
+def _kernel_of(spec: Spec, blocks: Blocks, compiler: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+    """FlexAttention, compiled for one spec and one choice of blocks.
 
     torch.compile counts compilations by code object and gives up after a few; and by the name of
     the function it remembers which numbers have changed, to take those for variables from then on.
@@ -106,7 +175,7 @@ def _kernel_of(spec: Spec, compiler: Any) -> Callable[..., tuple[Tensor, Tensor]
     """
     name = f"flex_attention_{next(_NUMBERS)}"
     code = _call.__code__.replace(co_name=name)
-    function = types.FunctionType(code, _call.__globals__, name)
+    function = types.FunctionType(code, _call.__globals__, name, (blocks.options,))
     return torch.compile(function, fullgraph=True, backend=compiler)
 
 
@@ -129,11 +198,17 @@ def _limit_name() -> str:
 
 
 def _call(
-    q: Tensor, k: Tensor, v: Tensor, score_mod: Any, block_mask: Any, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    score_mod: Any,
+    block_mask: Any,
+    scale: float,
+    blocks: tuple[tuple[str, int], ...] = (),
 ) -> tuple[Tensor, Tensor]:
     flex = _flex()
     # The kernel for few rows is limited in what heads and masks it takes.
-    options = {"FORCE_USE_FLEX_ATTENTION": True}
+    options = {"FORCE_USE_FLEX_ATTENTION": True, **dict(blocks)}
     if hasattr(flex, "AuxRequest"):  # newer versions warn of return_lse
         out, aux = flex.flex_attention(
             q, k, v, score_mod, block_mask, scale, q.shape[1] != k.shape[1],

@@ -23,7 +23,8 @@ class Lists:
     kind: int  # ONE_LIST or LIST_PER_BLOCK
     keys: Tensor  # ({B|1}, heads, T + 1), or ({B|1}, heads, blocks, capacity)
     rank: Tensor  # ({B|1}, heads, T + 1), or ({B|1}, heads, blocks)
-    end: Tensor | None  # ({B|1}, heads, Sk): rows at this position and later drop the key
+    full: Tensor | None = None  # as rank: the leading entries that all rows of the block keep
+    end: Tensor | None = None  # ({B|1}, heads, Sk): rows at this position and later drop the key
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,19 @@ class Operands:
             "D": problem.q.shape[-1],
             "CAUSAL": problem.is_causal,
             "SOFTCAP": problem.softcap > 0,
+            "BASE_2": self._in_base_2(),
         }
+
+    def _in_base_2(self) -> bool:
+        """Whether the kernels take the softmax in base 2, where the scale and the change of base
+        are one factor.
+
+        The largest scaled product is the largest product only if the scale is not negative. A
+        large bias needs the logits as they are, and float32 one rounding less.
+        """
+        problem = self.problem
+        plain = problem.bias is None and problem.softcap == 0 and problem.softmax_scale >= 0
+        return plain and problem.q.dtype != torch.float32
 
     def mask_arguments(self) -> dict[str, Any]:
         """The mask for kernels that do not walk lists."""
@@ -94,6 +107,7 @@ class Operands:
         return {
             "keys": None if lists is None else lists.keys,
             "rank": None if lists is None else lists.rank,
+            "full": None if lists is None else lists.full,
             "end": None if lists is None else lists.end,
             "list_b": heads if batch > 1 else 0,
             "list_h": int(heads > 1),
@@ -105,7 +119,7 @@ class Operands:
         }
 
     def _operand(self, name: str, t: Tensor | None) -> dict[str, Any]:
-        """A mask or bias with a stride of 0 wherever it is broadcast."""
+        """A mask or bias with a stride of 0 wherever it is broadcast, and of None along rows."""
         if t is None:
             strides, heads, stride_k0 = (0, 0, 0, 0), 1, 0
         elif self.problem.packing is not None and is_per_key(t):
@@ -119,7 +133,7 @@ class Operands:
             f"{name}_b": strides[0],
             f"{name}_h": strides[1] if heads > 1 else 0,
             f"{name}_heads": self.nheads // heads,
-            f"{name}_m": strides[2],
+            f"{name}_m": None if strides[2] == 0 else strides[2],
             f"{name}_n": strides[3],
             f"{name}_k0": stride_k0,
         }
@@ -166,10 +180,9 @@ def _find_lists(problem: Problem) -> tuple[Problem, Lists | None, bool]:
     """The problem, perhaps with a mask in place of key lists; its lists; `mask_is_listed`."""
     mask = problem.mask
     if problem.key_lists is not None:
-        end, idx, count, _ = problem.key_lists
+        end, idx, count, full = (t.contiguous() for t in problem.key_lists)
         if problem.is_causal:
-            lists = Lists(LIST_PER_BLOCK, idx.contiguous(), count.contiguous(), end.contiguous())
-            return problem, lists, False
+            return problem, Lists(LIST_PER_BLOCK, idx, count, full, end), False
         mask = (end > 0)[:, :, None]
         problem = problem.replace(mask=mask, key_lists=None)
     if mask is None:
@@ -197,4 +210,4 @@ def _one_list(kept: Tensor) -> Lists:
     keys = torch.zeros_like(rank)
     key = torch.arange(total, dtype=torch.int32, device=kept.device)
     keys.scatter_(2, place, key.expand(place.shape))
-    return Lists(ONE_LIST, keys, rank, None)
+    return Lists(ONE_LIST, keys, rank)

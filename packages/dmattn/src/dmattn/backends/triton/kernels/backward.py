@@ -15,7 +15,6 @@ from dmattn.backends.triton.kernels.shared import (
     keys_at,
     listed_range,
     load_rows,
-    logits,
     operand_of,
     place_of,
     product,
@@ -34,7 +33,7 @@ def row_delta(
     D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """delta = dout . out - dlse, since dlse / dlogits = p; 0 for rows that keep nothing."""
-    m_block, h, b = program_of_rows(m_blocks, nheads)
+    m_block, h, b = program_of_rows(m_blocks, nheads, False)
     q_start, rows = sequence(cu_seqlens_q, b, seqlen_q, total_q)
     m = m_block * BM + tl.arange(0, BM)
     d = tl.arange(0, BD)
@@ -55,13 +54,13 @@ def row_gradients(
     q, k, v, q_b, q_m, q_h, q_d, k_b, k_n, k_h, k_d, v_b, v_n, v_h, v_d,
     mask, mask_b, mask_h, mask_heads, mask_m, mask_n, mask_k0,
     bias, bias_b, bias_h, bias_heads, bias_m, bias_n, bias_k0,
-    keys, rank, end, list_b, list_h, list_heads, width, rank_width,
+    keys, rank, full, end, list_b, list_h, list_heads, width, rank_width,
     cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k, total_q, total_k,
     nheads, group, scale, softcap,
     dout, dout_b, dout_m, dout_h, dout_d, lse, lse_rest, delta, lse_b, lse_h,
     dq, dq_b, dq_m, dq_h, dbias, m_blocks,
     D: tl.constexpr, CAUSAL: tl.constexpr, SOFTCAP: tl.constexpr, LISTS: tl.constexpr,
-    LIST_ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+    LIST_ROWS: tl.constexpr, BASE_2: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """dq of BM rows of one query head, and the sums of their dlogits.
 
@@ -69,7 +68,7 @@ def row_gradients(
         dq: None where not needed.
         dbias: float32, as lse: the sum of the dlogits of each row; None where not needed.
     """
-    m_block, h, b = program_of_rows(m_blocks, nheads)
+    m_block, h, b = program_of_rows(m_blocks, nheads, CAUSAL)
     q_start, rows = sequence(cu_seqlens_q, b, seqlen_q, total_q)
     k_start, nkeys = sequence(cu_seqlens_k, b, seqlen_k, total_k)
     if m_block * BM >= rows:
@@ -77,11 +76,11 @@ def row_gradients(
     m = m_block * BM + tl.arange(0, BM)
     d = tl.arange(0, BD)
     offset = nkeys - rows
-    seen = seen_by(m_block, rows, nkeys, CAUSAL, BM)
+    by_first, by_last = seen_by(m_block, rows, nkeys, CAUSAL, BM)
     number_of_list = b * list_b + h // list_heads * list_h
-    begin, lo, hi = listed_range(
-        rank, number_of_list, k_start, seen, width, rank_width, m_block * BM // LIST_ROWS,
-        LISTS,
+    begin, lo, middle, hi = listed_range(
+        rank, full, number_of_list, k_start, by_first, by_last, width, rank_width,
+        m_block * BM // LIST_ROWS, LISTS, BN,
     )  # fmt: skip
     q_rows = place_of(q, b, q_b, h, q_h, q_start, q_m)
     hk = h // group
@@ -94,32 +93,41 @@ def row_gradients(
         end = end + number_of_list.to(tl.int64) * seqlen_k
     at = b.to(tl.int64) * lse_b + h.to(tl.int64) * lse_h + q_start
 
-    row_lse, row_rest, delta_m, keeps = backward_rows(lse, lse_rest, delta, at, m, rows)
+    row_lse, row_rest, delta_m, keeps = backward_rows(lse, lse_rest, delta, at, m, rows, BASE_2)
     rows_q = load_rows(q_rows, m, q_m, m < rows, d, q_d, D)
     do = load_rows(dout_rows, m, dout_m, keeps, d, dout_d, D)
     acc = tl.zeros([BM, BD], tl.float32)
     sums = tl.zeros([BM], tl.float32)
-    for i in range(lo, hi, BN):
-        n, exists = keys_at(keys, begin, i, hi, k_start, nkeys, LISTS, BN)
-        keep = kept(
-            m[:, None], n[None, :], exists[None, :], rows, offset, mask, mask_m, mask_n, end,
-            CAUSAL, LISTS,
-        )  # fmt: skip
-        if any_of(keep):
-            keys_k = load_rows(k_rows, n, k_n, exists, d, k_d, D)
-            keys_v = load_rows(v_rows, n, v_n, exists, d, v_d, D)
-            x = product(rows_q, tl.trans(keys_k)) * scale
-            s, capped = logits(
-                x, m[:, None], n[None, :], keep, bias, bias_m, bias_n, softcap, SOFTCAP
-            )
-            dp = product(do, tl.trans(keys_v))
-            _, ds, dx = gradient_of_logits(
-                s, capped, dp, row_lse[:, None], row_rest[:, None], delta_m[:, None], SOFTCAP
-            )
-            if dq is not None:
-                acc += product(rounded(dx, k.dtype.element_ty), keys_k)
-            if dbias is not None:
-                sums += tl.sum(ds, 1)
+    if mask is not None:
+        middle = lo
+    for FULL in tl.static_range(1, -1, -1):  # as in the forward
+        if FULL == 0 or mask is None:
+            first = lo if FULL else middle
+            last = middle if FULL else hi
+            for i in range(first, last, BN):
+                n, exists = keys_at(keys, begin, i, hi, k_start, nkeys, LISTS, BN)
+                usable = None if FULL else exists
+                keep = exists
+                if not FULL:
+                    keep = kept(
+                        m[:, None], n[None, :], exists[None, :], rows, offset, mask, mask_m, mask_n,
+                        end, CAUSAL, LISTS,
+                    )  # fmt: skip
+                if mask is None or any_of(keep):
+                    keys_k = load_rows(k_rows, n, k_n, usable, d, k_d, D)
+                    keys_v = load_rows(v_rows, n, v_n, usable, d, v_d, D)
+                    x = product(rows_q, tl.trans(keys_k))
+                    dp = product(do, tl.trans(keys_v))
+                    _, ds, dx = gradient_of_logits(
+                        x, m[:, None], n[None, :], exists[None, :], keep, rows,
+                        bias, bias_m, bias_n, scale, softcap,
+                        dp, row_lse[:, None], row_rest[:, None], delta_m[:, None],
+                        SOFTCAP, BASE_2, FULL,
+                    )  # fmt: skip
+                    if dq is not None:
+                        acc += product(rounded(dx, k.dtype.element_ty), keys_k)
+                    if dbias is not None:
+                        sums += tl.sum(ds, 1)
     if dq is not None:
         dq_rows = place_of(dq, b, dq_b, h, dq_h, q_start, dq_m)
         store_rows(dq_rows, m, dq_m, m < rows, d, 1, acc * scale, D)
@@ -132,14 +140,14 @@ def key_gradients(
     q, k, v, q_b, q_m, q_h, q_d, k_b, k_n, k_h, k_d, v_b, v_n, v_h, v_d,
     mask, mask_b, mask_h, mask_heads, mask_m, mask_n, mask_k0,
     bias, bias_b, bias_h, bias_heads, bias_m, bias_n, bias_k0,
-    keys, rank, end, list_b, list_h, list_heads, width, rank_width,
+    keys, rank, full, end, list_b, list_h, list_heads, width, rank_width,
     cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k, total_q, total_k,
     nheads, group, scale, softcap,
     dout, dout_b, dout_m, dout_h, dout_d, lse, lse_rest, delta, lse_b, lse_h,
     dk, dv, dk_b, dk_n, dk_h, dbias, dbias_b, dbias_h,
     n_blocks, list_blocks, first_list_block, first_head, head_step, heads_together,
     D: tl.constexpr, CAUSAL: tl.constexpr, SOFTCAP: tl.constexpr, LISTS: tl.constexpr,
-    LIST_ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+    LIST_ROWS: tl.constexpr, BASE_2: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
     DBIAS_BY_HEAD: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of BN keys, and the sums of their dlogits, over query heads that share the keys.
@@ -170,22 +178,31 @@ def key_gradients(
     d = tl.arange(0, BD)
     offset = nkeys - rows
     number_of_list = b * list_b + h0 // list_heads * list_h
-    begin, lo, hi = listed_range(
-        rank, number_of_list, k_start, nkeys, width, rank_width, list_block, LISTS
+    begin, lo, middle, hi = listed_range(
+        rank, full, number_of_list, k_start, nkeys, nkeys, width, rank_width, list_block, LISTS, BN
     )
     first = lo + n_block * BN
     if first >= hi:
         return
     n, exists = keys_at(keys, begin, first, hi, k_start, nkeys, LISTS, BN)
+    # Rows m_lo .. m_hi - 1 keep some of the keys, and of those the rows from m_middle on all, unless
+    # there is a mask. Rows past the last have an lse of +inf, by which nothing comes of them.
     m_lo = 0 * b
+    m_middle = m_lo
     m_hi = rows
     if LISTS == 2:
         end = end + number_of_list.to(tl.int64) * seqlen_k
         m_lo = list_block * LIST_ROWS
         m_hi = tl.minimum(rows, m_lo + LIST_ROWS)
+        m_middle = tl.where(first + BN <= middle, m_lo, m_hi)
     elif CAUSAL:
         first_key = tl.min(tl.where(exists, n, nkeys), 0)
+        last_key = tl.max(tl.where(exists, n, 0), 0)
         m_lo = tl.maximum(first_key - offset, 0) // BM * BM
+        m_middle = tl.minimum((tl.maximum(last_key - offset, 0) + BM - 1) // BM * BM, rows)
+        m_middle = tl.maximum(m_middle, m_lo)
+    if mask is not None:
+        m_middle = m_hi
     hk = h0 // group
     k_rows = place_of(k, b, k_b, hk, k_h, k_start, k_n)
     v_rows = place_of(v, b, v_b, hk, v_h, k_start, v_n)
@@ -195,43 +212,58 @@ def key_gradients(
     acc_k = tl.zeros([BN, BD], tl.float32)
     acc_v = tl.zeros([BN, BD], tl.float32)
     sums = tl.zeros([BN], tl.float32)
-    for g in range(heads_together):
-        h = h0 + g
-        q_rows = place_of(q, b, q_b, h, q_h, q_start, q_m)
-        dout_rows = place_of(dout, b, dout_b, h, dout_h, q_start, dout_m)
-        own_mask = operand_of(
-            mask, b, h, q_start, k_start, mask_b, mask_h, mask_heads, mask_m, mask_k0
-        )
-        own_bias = operand_of(
-            bias, b, h, q_start, k_start, bias_b, bias_h, bias_heads, bias_m, bias_k0
-        )
-        at = b.to(tl.int64) * lse_b + h.to(tl.int64) * lse_h + q_start
-        for m0 in range(m_lo, m_hi, BM):
-            m = m0 + tl.arange(0, BM)
-            keep = kept(
-                m[None, :], n[:, None], exists[:, None], rows, offset, own_mask, mask_m, mask_n,
-                end, CAUSAL, LISTS,
-            )  # fmt: skip
-            if any_of(keep):
-                row_lse, row_rest, delta_m, keeps = backward_rows(lse, lse_rest, delta, at, m, rows)
-                rows_q = load_rows(q_rows, m, q_m, m < rows, d, q_d, D)
-                do = load_rows(dout_rows, m, dout_m, keeps, d, dout_d, D)
-                x = product(keys_k, tl.trans(rows_q)) * scale
-                s, capped = logits(
-                    x, m[None, :], n[:, None], keep, own_bias, bias_m, bias_n, softcap, SOFTCAP
-                )
-                dp = product(keys_v, tl.trans(do))
-                p, ds, dx = gradient_of_logits(
-                    s, capped, dp, row_lse[None, :], row_rest[None, :], delta_m[None, :], SOFTCAP
-                )
-                if dv is not None:
-                    acc_v += product(rounded(p, v.dtype.element_ty), do)
-                if dk is not None:
-                    acc_k += product(rounded(dx, q.dtype.element_ty), rows_q)
-                if dbias is not None:
-                    sums += tl.sum(ds, 1)
+    # A loop for all heads, so that loads run ahead from one head into the next; but a loop for each
+    # where their sums are kept apart.
+    loops = heads_together if DBIAS_BY_HEAD else 1
+    heads_of_loop = 1 if DBIAS_BY_HEAD else heads_together
+    for loop in range(loops):
+        for FULL in tl.static_range(2):
+            if FULL == 0 or mask is None:
+                m_first = m_middle if FULL else m_lo
+                m_last = m_hi if FULL else m_middle
+                steps = (tl.maximum(m_last - m_first, 0) + BM - 1) // BM
+                for step in range(heads_of_loop * steps):
+                    h = h0 + loop + step // steps
+                    m = m_first + step % steps * BM + tl.arange(0, BM)
+                    keep = exists
+                    if not FULL:
+                        own_mask = operand_of(
+                            mask, b, h, q_start, k_start, mask_b, mask_h, mask_heads, mask_m,
+                            mask_k0,
+                        )  # fmt: skip
+                        keep = kept(
+                            m[None, :], n[:, None], exists[:, None], rows, offset, own_mask, mask_m,
+                            mask_n, end, CAUSAL, LISTS,
+                        )  # fmt: skip
+                    if mask is None or any_of(keep):
+                        own_bias = operand_of(
+                            bias, b, h, q_start, k_start, bias_b, bias_h, bias_heads, bias_m,
+                            bias_k0,
+                        )  # fmt: skip
+                        at = b.to(tl.int64) * lse_b + h.to(tl.int64) * lse_h + q_start
+                        q_rows = place_of(q, b, q_b, h, q_h, q_start, q_m)
+                        dout_rows = place_of(dout, b, dout_b, h, dout_h, q_start, dout_m)
+                        row_lse, row_rest, delta_m, keeps = backward_rows(
+                            lse, lse_rest, delta, at, m, rows, BASE_2
+                        )
+                        rows_q = load_rows(q_rows, m, q_m, m < rows, d, q_d, D)
+                        do = load_rows(dout_rows, m, dout_m, keeps, d, dout_d, D)
+                        x = product(keys_k, tl.trans(rows_q))
+                        dp = product(keys_v, tl.trans(do))
+                        p, ds, dx = gradient_of_logits(
+                            x, m[None, :], n[:, None], exists[:, None], keep, rows,
+                            own_bias, bias_m, bias_n, scale, softcap,
+                            dp, row_lse[None, :], row_rest[None, :], delta_m[None, :],
+                            SOFTCAP, BASE_2, FULL,
+                        )  # fmt: skip
+                        if dv is not None:
+                            acc_v += product(rounded(p, v.dtype.element_ty), do)
+                        if dk is not None:
+                            acc_k += product(rounded(dx, q.dtype.element_ty), rows_q)
+                        if dbias is not None:
+                            sums += tl.sum(ds, 1)
         if DBIAS_BY_HEAD:
-            add_sums(dbias, b, h, dbias_b, dbias_h, k_start + n, exists, sums, LISTS)
+            add_sums(dbias, b, h0 + loop, dbias_b, dbias_h, k_start + n, exists, sums, LISTS)
             sums = tl.zeros([BN], tl.float32)
     if not DBIAS_BY_HEAD:
         add_sums(dbias, b, hk, dbias_b, dbias_h, k_start + n, exists, sums, LISTS)
@@ -274,7 +306,7 @@ def bias_gradient(
     nheads, group, scale, softcap,
     dout, dout_b, dout_m, dout_h, dout_d, lse, lse_rest, delta, lse_b, lse_h,
     dbias, dbias_b, dbias_h, dbias_m, m_blocks, n_blocks, sum_heads, sum_batch,
-    D: tl.constexpr, CAUSAL: tl.constexpr, SOFTCAP: tl.constexpr,
+    D: tl.constexpr, CAUSAL: tl.constexpr, SOFTCAP: tl.constexpr, BASE_2: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """A tile of the gradient of a bias with rows and keys, summed over what shares it.
@@ -315,19 +347,19 @@ def bias_gradient(
             v_rows = place_of(v, b, v_b, hk, v_h, k_start, v_n)
             dout_rows = place_of(dout, b, dout_b, h, dout_h, q_start, dout_m)
             at = b.to(tl.int64) * lse_b + h.to(tl.int64) * lse_h + q_start
-            row_lse, row_rest, delta_m, keeps = backward_rows(lse, lse_rest, delta, at, m, rows)
+            row_lse, row_rest, delta_m, keeps = backward_rows(lse, lse_rest, delta, at, m, rows, BASE_2)
             rows_q = load_rows(q_rows, m, q_m, m < rows, d, q_d, D)
             keys_k = load_rows(k_rows, n, k_n, exists, d, k_d, D)
-            x = product(rows_q, tl.trans(keys_k)) * scale
-            s, capped = logits(
-                x, m[:, None], n[None, :], keep, own_bias, bias_m, bias_n, softcap, SOFTCAP
-            )
+            x = product(rows_q, tl.trans(keys_k))
             do = load_rows(dout_rows, m, dout_m, keeps, d, dout_d, D)
             keys_v = load_rows(v_rows, n, v_n, exists, d, v_d, D)
             dp = product(do, tl.trans(keys_v))
             _, ds, _ = gradient_of_logits(
-                s, capped, dp, row_lse[:, None], row_rest[:, None], delta_m[:, None], SOFTCAP
-            )
+                x, m[:, None], n[None, :], exists[None, :], keep, rows,
+                own_bias, bias_m, bias_n, scale, softcap,
+                dp, row_lse[:, None], row_rest[:, None], delta_m[:, None],
+                SOFTCAP, BASE_2, False,
+            )  # fmt: skip
             total += ds
     place = dbias + bias_batch.to(tl.int64) * dbias_b + bias_head.to(tl.int64) * dbias_h
     row = q_start.to(tl.int64) + m

@@ -3,6 +3,8 @@
 import triton.language as tl
 
 from dmattn.backends.triton.kernels.shared import (
+    LN_2,
+    LOG2_E,
     any_of,
     kept,
     kernel,
@@ -26,15 +28,15 @@ def forward(
     q, k, v, q_b, q_m, q_h, q_d, k_b, k_n, k_h, k_d, v_b, v_n, v_h, v_d,
     mask, mask_b, mask_h, mask_heads, mask_m, mask_n, mask_k0,
     bias, bias_b, bias_h, bias_heads, bias_m, bias_n, bias_k0,
-    keys, rank, end, list_b, list_h, list_heads, width, rank_width,
+    keys, rank, full, end, list_b, list_h, list_heads, width, rank_width,
     cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k, total_q, total_k,
     nheads, group, scale, softcap,
     out, out_b, out_m, out_h, lse, lse_rest, lse_b, lse_h, m_blocks,
     D: tl.constexpr, CAUSAL: tl.constexpr, SOFTCAP: tl.constexpr, LISTS: tl.constexpr,
-    LIST_ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+    LIST_ROWS: tl.constexpr, BASE_2: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """out and lse of BM rows of one query head."""
-    m_block, h, b = program_of_rows(m_blocks, nheads)
+    m_block, h, b = program_of_rows(m_blocks, nheads, CAUSAL)
     q_start, rows = sequence(cu_seqlens_q, b, seqlen_q, total_q)
     k_start, nkeys = sequence(cu_seqlens_k, b, seqlen_k, total_k)
     if m_block * BM >= rows:
@@ -42,11 +44,11 @@ def forward(
     m = m_block * BM + tl.arange(0, BM)
     d = tl.arange(0, BD)
     offset = nkeys - rows
-    seen = seen_by(m_block, rows, nkeys, CAUSAL, BM)
+    by_first, by_last = seen_by(m_block, rows, nkeys, CAUSAL, BM)
     number_of_list = b * list_b + h // list_heads * list_h
-    begin, lo, hi = listed_range(
-        rank, number_of_list, k_start, seen, width, rank_width, m_block * BM // LIST_ROWS,
-        LISTS,
+    begin, lo, middle, hi = listed_range(
+        rank, full, number_of_list, k_start, by_first, by_last, width, rank_width,
+        m_block * BM // LIST_ROWS, LISTS, BN,
     )  # fmt: skip
     q_rows = place_of(q, b, q_b, h, q_h, q_start, q_m)
     hk = h // group
@@ -61,30 +63,61 @@ def forward(
     acc = tl.zeros([BM, BD], tl.float32)
     highest = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
-    for i in range(lo, hi, BN):
-        n, exists = keys_at(keys, begin, i, hi, k_start, nkeys, LISTS, BN)
-        keep = kept(
-            m[:, None], n[None, :], exists[None, :], rows, offset, mask, mask_m, mask_n, end,
-            CAUSAL, LISTS,
-        )  # fmt: skip
-        if any_of(keep):
-            keys_k = load_rows(k_rows, n, k_n, exists, d, k_d, D)
-            x = product(rows_q, tl.trans(keys_k)) * scale
-            s, _ = logits(x, m[:, None], n[None, :], keep, bias, bias_m, bias_n, softcap, SOFTCAP)
-            higher = tl.maximum(highest, tl.max(s, 1))
-            shift = tl.where(higher == float("-inf"), 0.0, higher)
-            p = tl.exp(s - shift[:, None])
-            shrink = tl.exp(highest - shift)
-            total = total * shrink + tl.sum(p, 1)
-            keys_v = load_rows(v_rows, n, v_n, exists, d, v_d, D)
-            acc = acc * shrink[:, None] + product(rounded(p, v.dtype.element_ty), keys_v)
-            highest = higher
+    scale_2 = scale * LOG2_E
+    if mask is not None:
+        middle = lo
+    # First the keys that all rows keep, then the others: this loop is compiled twice, and the keys
+    # that cannot be hidden, which are most, are not looked at one by one. Without a mask no branch
+    # keeps the compiler from loading ahead.
+    for FULL in tl.static_range(1, -1, -1):
+        if FULL == 0 or mask is None:
+            first = lo if FULL else middle
+            last = middle if FULL else hi
+            for i in range(first, last, BN):
+                n, exists = keys_at(keys, begin, i, hi, k_start, nkeys, LISTS, BN)
+                usable = None if FULL else exists
+                keep = exists
+                if not FULL:
+                    keep = kept(
+                        m[:, None], n[None, :], exists[None, :], rows, offset, mask, mask_m, mask_n,
+                        end, CAUSAL, LISTS,
+                    )  # fmt: skip
+                if mask is None or any_of(keep):
+                    keys_k = load_rows(k_rows, n, k_n, usable, d, k_d, D)
+                    x = product(rows_q, tl.trans(keys_k))
+                    if BASE_2:
+                        if FULL:
+                            s = x
+                            higher = tl.maximum(highest, tl.max(x, 1) * scale_2)
+                            p = tl.exp2(x * scale_2 - higher[:, None])
+                            shift = higher
+                        else:
+                            s = tl.where(keep, x * scale_2, float("-inf"))
+                            higher = tl.maximum(highest, tl.max(s, 1))
+                            shift = tl.where(higher == float("-inf"), 0.0, higher)
+                            p = tl.exp2(s - shift[:, None])
+                        shrink = tl.exp2(highest - shift)
+                    else:
+                        s, _ = logits(
+                            x * scale, m[:, None], n[None, :], exists[None, :], keep, rows,
+                            bias, bias_m, bias_n, softcap, SOFTCAP, FULL,
+                        )  # fmt: skip
+                        higher = tl.maximum(highest, tl.max(s, 1))
+                        shift = tl.where(higher == float("-inf"), 0.0, higher)
+                        p = tl.exp(s - shift[:, None])
+                        shrink = tl.exp(highest - shift)
+                    total = total * shrink + tl.sum(p, 1)
+                    keys_v = load_rows(v_rows, n, v_n, usable, d, v_d, D)
+                    acc = acc * shrink[:, None] + product(rounded(p, v.dtype.element_ty), keys_v)
+                    highest = higher
 
     empty = highest == float("-inf")
     divisor = tl.where(empty, 1.0, total)
     out_rows = place_of(out, b, out_b, h, out_h, q_start, out_m)
     store_rows(out_rows, m, out_m, m < rows, d, 1, acc / divisor[:, None], D)
     top = tl.where(empty, 0.0, highest)
+    if BASE_2:
+        top *= LN_2
     row_lse = top + tl.log(divisor)
     at = b.to(tl.int64) * lse_b + h.to(tl.int64) * lse_h + q_start + m
     tl.store(lse + at, tl.where(empty, float("-inf"), row_lse), mask=m < rows)

@@ -14,6 +14,9 @@ from dmattn.backends.triton.tiles import is_interpreted
 # The interpreter keeps bfloat16 as integers, multiplies those, and cuts off where a GPU rounds.
 INTERPRETED = tl.constexpr(is_interpreted())
 
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
 # Triton compiles a kernel anew for arguments that are 1, or divisible by 16, where others were not.
 # That helps with strides, and not with these.
 kernel = triton.jit(
@@ -85,20 +88,30 @@ def sequence(cu_seqlens, b, length, total):
 
 
 @device_function
-def program_of_rows(m_blocks, nheads):
-    """The block of rows, query head and batch entry that this program works on."""
+def program_of_rows(m_blocks, nheads, CAUSAL: tl.constexpr):
+    """The block of rows, query head and batch entry that this program works on.
+
+    Under causality the last rows have the most keys. They begin first, so that no long program is
+    left running at the end.
+    """
     number = tl.program_id(0)
-    return number % m_blocks, number // m_blocks % nheads, number // m_blocks // nheads
+    m_block = number % m_blocks
+    if CAUSAL:
+        m_block = m_blocks - 1 - m_block
+    return m_block, number // m_blocks % nheads, number // m_blocks // nheads
 
 
 @device_function
 def seen_by(m_block, rows, nkeys, CAUSAL: tl.constexpr, BM: tl.constexpr):
-    """How many keys the last row of a block sees, causality alone counted."""
-    seen = nkeys
+    """How many keys the first and the last row of a block see, causality alone counted."""
+    by_first = nkeys
+    by_last = nkeys
     if CAUSAL:
-        last_row = tl.minimum(m_block * BM + BM, rows) - 1
-        seen = tl.minimum(tl.maximum(last_row + nkeys - rows + 1, 0), nkeys)
-    return seen
+        first_row = m_block * BM
+        last_row = tl.minimum(first_row + BM, rows) - 1
+        by_first = tl.minimum(tl.maximum(first_row + nkeys - rows + 1, 0), nkeys)
+        by_last = tl.minimum(tl.maximum(last_row + nkeys - rows + 1, 0), nkeys)
+    return by_first, by_last
 
 
 @device_function
@@ -110,9 +123,21 @@ def place_of(base, b, stride_b, h, stride_h, start, stride):
 
 @device_function
 def load_rows(base, row, stride_row, usable, d, stride_d, D: tl.constexpr):
-    """(rows, BD) of a matrix; zeros where a row is not usable, and past D."""
+    """(rows, BD) of a matrix; zeros where a row is not usable, and past D.
+
+    usable: None where all rows are.
+    """
     at = base + row.to(tl.int64)[:, None] * stride_row + d[None, :] * stride_d
-    return tl.load(at, mask=usable[:, None] & (d < D)[None, :], other=0.0)
+    if D == d.shape[0]:
+        if usable is None:
+            x = tl.load(at)
+        else:
+            x = tl.load(at, mask=usable[:, None], other=0.0)
+    elif usable is None:
+        x = tl.load(at, mask=(d < D)[None, :], other=0.0)
+    else:
+        x = tl.load(at, mask=usable[:, None] & (d < D)[None, :], other=0.0)
+    return x
 
 
 @device_function
@@ -128,43 +153,56 @@ def operand_of(base, b, h, q_start, k_start, stride_b, stride_h, heads, stride_m
     """Where a mask or bias of batch entry b and query head h begins.
 
     heads: query heads that share one of its heads.
+    stride_m: None where it is alike for all rows.
     stride_k0: its stride from key to key where packed keys are counted from the first of all.
     """
     place = base
     if base is not None:
         place = base + b.to(tl.int64) * stride_b + (h // heads).to(tl.int64) * stride_h
-        place += q_start.to(tl.int64) * stride_m + k_start.to(tl.int64) * stride_k0
+        place += k_start.to(tl.int64) * stride_k0
+        if stride_m is not None:
+            place += q_start.to(tl.int64) * stride_m
     return place
 
 
 @device_function
 def listed_range(
-    rank, number, k_start, seen, width, rank_width, list_block, LISTS: tl.constexpr
+    rank, full, number, k_start, by_first, by_last, width, rank_width, list_block,
+    LISTS: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """Where the list begins that a block of rows walks, and its entries lo .. hi - 1.
 
+    Those before the third number, which lies a multiple of BN after lo, every row of the block
+    keeps, unless there is a mask beside the list.
+
     Args:
+        full: with LISTS = 2: the leading entries of each list that every row keeps.
         number: of the lists, which batch entry and head they belong to.
-        seen: the keys that the last of the rows sees, causality alone counted.
+        by_first, by_last: the keys that the first and last of the rows see, causality alone
+            counted.
         width: entries between one list and the next.
         rank_width: entries of `rank` between one number and the next.
         list_block: which of the lists of `number`, if there is more than one.
-        LISTS: 0: no list, the keys are 0 .. seen - 1. 1: one ascending list for all rows, with
+        LISTS: 0: no list, the keys are 0 .. by_last - 1. 1: one ascending list for all rows, with
             rank[j] of its entries before key j. 2: a list for every block of rows, with the
             length of each in `rank`.
     """
     begin = number.to(tl.int64) * width
     lo = 0 * k_start
-    hi = seen
+    middle = by_first
+    hi = by_last
     if LISTS == 1:
         at = rank + number.to(tl.int64) * rank_width + k_start
         lo = tl.load(at)
-        hi = tl.load(at + seen)
+        middle = tl.load(at + by_first)
+        hi = tl.load(at + by_last)
     if LISTS == 2:
         which = number.to(tl.int64) * rank_width + list_block
         begin = which * width
+        middle = tl.load(full + which)
         hi = tl.minimum(tl.load(rank + which), width)
-    return begin, lo, hi
+    middle = lo + tl.maximum(tl.minimum(middle, hi) - lo, 0) // BN * BN
+    return begin, lo, middle, hi
 
 
 @device_function
@@ -197,23 +235,39 @@ def kept(
     if LISTS == 2:
         keep = keep & (m + offset < tl.load(end + n, mask=exists, other=0))
     if mask is not None:
-        at = mask + m.to(tl.int64) * mask_m + n.to(tl.int64) * mask_n
-        keep = keep & (tl.load(at, mask=keep, other=0) != 0)
+        at = mask + n.to(tl.int64) * mask_n
+        if mask_m is None:
+            keep = keep & (tl.load(at, mask=exists, other=0) != 0)
+        else:
+            at = at + m.to(tl.int64) * mask_m
+            keep = keep & (tl.load(at, mask=keep, other=0) != 0)
     return keep
 
 
 @device_function
-def logits(x, m, n, keep, bias, bias_m, bias_n, softcap, SOFTCAP: tl.constexpr):
-    """Logits of scaled products x, -inf where not kept, and the tanh of the soft cap (else x)."""
+def logits(
+    x, m, n, exists, keep, rows, bias, bias_m, bias_n, softcap,
+    SOFTCAP: tl.constexpr, FULL: tl.constexpr,
+):  # fmt: skip
+    """Logits of scaled products x, -inf where not kept, and the tanh of the soft cap (else x).
+
+    FULL: every row keeps every key, and `keep` is not read.
+    """
     capped = x
     s = x
     if SOFTCAP:
         capped = tanh(x / softcap)
         s = capped * softcap
     if bias is not None:
-        at = bias + m.to(tl.int64) * bias_m + n.to(tl.int64) * bias_n
-        s += tl.load(at, mask=keep, other=0.0).to(tl.float32)
-    return tl.where(keep, s, float("-inf")), capped
+        at = bias + n.to(tl.int64) * bias_n
+        if bias_m is None:
+            s += tl.load(at, mask=exists, other=0.0).to(tl.float32)
+        else:
+            at = at + m.to(tl.int64) * bias_m
+            s += tl.load(at, mask=(m < rows) & exists, other=0.0).to(tl.float32)
+    if not FULL:
+        s = tl.where(keep, s, float("-inf"))
+    return s, capped
 
 
 @device_function
@@ -223,24 +277,38 @@ def any_of(keep):
 
 
 @device_function
-def gradient_of_logits(s, capped, dp, lse, rest, delta, SOFTCAP: tl.constexpr):
+def gradient_of_logits(
+    x, m, n, exists, keep, rows, bias, bias_m, bias_n, scale, softcap, dp, lse, rest, delta,
+    SOFTCAP: tl.constexpr, BASE_2: tl.constexpr, FULL: tl.constexpr,
+):  # fmt: skip
     """Probabilities, dlogits, and the gradient of the scaled dot products, all tiles.
 
     Args:
-        lse: +inf for rows that keep nothing.
+        x: dot products, not scaled.
+        lse: +inf for rows that keep nothing; in base 2 if BASE_2.
         rest: what rounding dropped from lse.
     """
-    p = tl.exp((s - lse) - rest)
-    # Where nothing is kept dp may be anything.
-    ds = tl.where(s == float("-inf"), 0.0, p * (dp - delta))
-    dx = ds
-    if SOFTCAP:
-        dx = ds * (1.0 - capped * capped)
+    if BASE_2:
+        p = tl.exp2(x * (scale * LOG2_E) - lse)
+        ds = p * (dp - delta)
+        if not FULL:  # where nothing is kept dp may be anything
+            p = tl.where(keep, p, 0.0)
+            ds = tl.where(keep, ds, 0.0)
+        dx = ds
+    else:
+        s, capped = logits(
+            x * scale, m, n, exists, keep, rows, bias, bias_m, bias_n, softcap, SOFTCAP, FULL
+        )
+        p = tl.exp((s - lse) - rest)
+        ds = tl.where(s == float("-inf"), 0.0, p * (dp - delta))
+        dx = ds
+        if SOFTCAP:
+            dx = ds * (1.0 - capped * capped)
     return p, ds, dx
 
 
 @device_function
-def backward_rows(lse, rest, delta, at, m, rows):
+def backward_rows(lse, rest, delta, at, m, rows, BASE_2: tl.constexpr):
     """lse, its rest and delta of rows m as `gradient_of_logits` takes them, and who keeps keys."""
     usable = m < rows
     row_lse = tl.load(lse + at + m, mask=usable, other=float("-inf"))
@@ -249,4 +317,7 @@ def backward_rows(lse, rest, delta, at, m, rows):
     if rest is not None:
         row_rest = tl.load(rest + at + m, mask=usable, other=0.0)
     keeps = row_lse > float("-inf")
-    return tl.where(keeps, row_lse, float("inf")), row_rest, row_delta, keeps
+    row_lse = tl.where(keeps, row_lse, float("inf"))
+    if BASE_2:
+        row_lse *= LOG2_E
+    return row_lse, row_rest, row_delta, keeps
