@@ -25,6 +25,7 @@ from dmattn.backends.cpu import CpuBackend
 from dmattn.backends.cpu import attention as cpu
 from dmattn.backends.cuda import kernels as cuda
 from dmattn.ops import attention as ops_attention
+from dmattn.checks import wrong_strides
 from dmattn.problem import Problem, Results
 
 
@@ -200,6 +201,28 @@ def test_a_backend_says_what_it_does_not_do() -> None:
         assert backend.calls == 1
         with pytest.raises(ValueError, match="is_causal: got True, wanted False"):
             flash_dmattn_func(*case.inputs, is_causal=True, backend="no-causal")
+
+
+def test_no_backend_stands_in_for_a_copy() -> None:
+    """One that would compute the call if key were contiguous says so; by name others take it."""
+
+    class Dense(Counting):
+        name = "dense"
+
+        def unsupported(self, problem: Problem) -> list[Exception]:
+            return wrong_strides(problem.q, problem.k, problem.v)
+
+    case = random_case()
+    turned = case.key.transpose(1, 3).contiguous().transpose(1, 3)
+    with preferred(Dense()) as backend:
+        for given in (case, case.requiring_grad()):
+            with pytest.raises(ValueError, match=r"key: got stride .*pass key.contiguous\(\)"):
+                flash_dmattn_func(given.query, turned, given.value)
+        assert explain(case.query, turned, case.value).startswith("backend: none\n  not dense: key")
+        out = flash_dmattn_func(case.query, turned, case.value, backend="cpu")
+        assert backend.calls == 0
+        assert torch.equal(out, flash_dmattn_func(case.query, turned.contiguous(), case.value))
+        assert backend.calls == 1
 
 
 def test_numpy_numbers() -> None:

@@ -71,12 +71,16 @@ def check_head_dim(head_dim: int, name: str = "query") -> None:
         raise ValueError(f"{name}: got head_dim {head_dim}, wanted 1 to {MAX_HEAD_DIM}")
 
 
+class StrideError(ValueError):
+    """An operand lies in memory in a way that a copy of it would mend."""
+
+
 def wrong_strides(q: Tensor, k: Tensor, v: Tensor) -> list[Exception]:
     """An error for each operand of which CUDA kernels cannot read vectors along head_dim."""
     if q.stride(-1) == k.stride(-1) == v.stride(-1) == 1:
         return []
     return [
-        ValueError(
+        StrideError(
             f"{name}: got stride {t.stride(-1)} along head_dim, wanted 1 on CUDA; "
             f"pass {name}.contiguous()"
         )

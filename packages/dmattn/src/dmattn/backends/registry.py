@@ -9,6 +9,7 @@ from dmattn.backends.cpu import CpuBackend
 from dmattn.backends.cuda import CudaBackend
 from dmattn.backends.flex import FlexBackend
 from dmattn.backends.triton import TritonBackend
+from dmattn.checks import StrideError
 from dmattn.problem import Problem
 from dmattn.validation import one_of
 
@@ -57,7 +58,8 @@ def choose(problem: Problem, wanted: str | None = None) -> Backend:
         wanted: the name of a backend to insist on, or None for the first that can.
 
     Raises:
-        TypeError, ValueError: no backend takes such a problem, or not the one that was asked for.
+        TypeError, ValueError: no backend takes such a problem, or not the one that was asked for,
+            or the fastest would take it if an operand were contiguous.
         RuntimeError: the backend that was asked for, or every one that takes such a problem, cannot
             run on this machine.
     """
@@ -81,10 +83,20 @@ def choose(problem: Problem, wanted: str | None = None) -> Backend:
                 if missing is None:
                     return backend
                 reasons = [RuntimeError(missing)]
+            elif wants_a_copy(reasons) and backend.unavailable_on(device) is None:
+                raise reasons[0]
             refusals.append(reasons[0])
     if not refusals:
         check_device(device)
     raise _all_of(refusals)
+
+
+def wants_a_copy(reasons: Sequence[Exception]) -> bool:
+    """Whether a backend would compute a problem if an operand were contiguous.
+
+    A slower backend does not stand in for a copy, which costs less: the caller decides.
+    """
+    return bool(reasons) and all(isinstance(reason, StrideError) for reason in reasons)
 
 
 def _all_of(refusals: list[Exception]) -> Exception:
@@ -119,16 +131,21 @@ def explain(problem: Problem, wanted: str | None = None, slow: Sequence[str] = (
         ValueError: there is no backend of the name that is wanted.
     """
     rows = BACKENDS if wanted is None else [named(wanted)]
-    lines, chosen = [], None
+    lines, chosen, is_refused = [], None, False
     for backend in rows:
-        reasons = [str(reason) for reason in why_not(backend, problem)]
+        refusals = why_not(backend, problem)
+        reasons = [str(reason) for reason in refusals]
         missing = backend.unavailable()
+        if wanted is None and chosen is None and missing is None:
+            is_refused = is_refused or wants_a_copy(refusals)
         if missing is not None:
             reasons.append(f"cannot run here: {missing}")
         elif wanted is None and problem.q.device.type in backend.by_name_only:
             reasons.append(f"serves {problem.q.device.type} only when asked for by name")
         if reasons:
             lines.append(f"  not {backend.name}: {'; '.join(reasons)}")
+        elif is_refused:
+            lines.append(f"  not {backend.name}: it is slower than that copy; backend= takes it")
         elif chosen is None:
             chosen = backend
         else:

@@ -347,7 +347,9 @@ def bias_gradient(
             v_rows = place_of(v, b, v_b, hk, v_h, k_start, v_n)
             dout_rows = place_of(dout, b, dout_b, h, dout_h, q_start, dout_m)
             at = b.to(tl.int64) * lse_b + h.to(tl.int64) * lse_h + q_start
-            row_lse, row_rest, delta_m, keeps = backward_rows(lse, lse_rest, delta, at, m, rows, BASE_2)
+            row_lse, row_rest, delta_m, keeps = backward_rows(
+                lse, lse_rest, delta, at, m, rows, BASE_2
+            )
             rows_q = load_rows(q_rows, m, q_m, m < rows, d, q_d, D)
             keys_k = load_rows(k_rows, n, k_n, exists, d, k_d, D)
             x = product(rows_q, tl.trans(keys_k))
