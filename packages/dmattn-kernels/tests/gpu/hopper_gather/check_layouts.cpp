@@ -84,6 +84,10 @@ void check() {
     }
     EXPECT(int(written.size()) == N * D / 8);
   }
+  for (int stage = 0; stage < T::kQStages; ++stage)
+    for (int row = 0; row < T::kBlockM; ++row)
+      for (int d = 0; d < D; ++d)
+        EXPECT(at(typename T::LayoutQs{}, row, d, stage) == stage * T::kTileQ + at(typename T::LayoutQ{}, row, d));
   check_scores<T, N>(typename T::ScoreMma{});
   if constexpr (T::kShortTail) {
     check_tail<T, T::kTail>();

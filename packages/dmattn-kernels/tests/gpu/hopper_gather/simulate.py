@@ -82,13 +82,14 @@ class Machine:
     items: list[tuple[int, int]]
     stages: int
     says_itself: bool  # the copies say when they are there; otherwise the producer does (kProducer)
-    own_out: bool
     rng: random.Random
     copies: list[tuple[int, Callable[[], None]]] = field(default_factory=list)  # warp, what happens
 
     def __post_init__(self) -> None:
-        self.q = Buffer()
-        self.q_full, self.q_empty = Barrier(1), Barrier(CONSUMERS)
+        # Each consumer has its half of Q, and writes its half of the output over it.
+        self.q = [Buffer(CONSUMERS) for _ in range(2)]
+        self.q_full = [Barrier(1) for _ in self.q]
+        self.q_empty = [Barrier(CONSUMERS) for _ in self.q]
         self.tiles = {x: [Buffer(WARPS) for _ in range(self.stages)] for x in "kv"}
         self.full = {x: [Barrier(WARPS) for _ in range(self.stages)] for x in "kv"}
         self.empty = {x: [Barrier(CONSUMERS) for _ in range(self.stages)] for x in "kv"}
@@ -100,12 +101,12 @@ class Machine:
         self.item_empty = [Barrier(WARPS * CONSUMERS) for _ in range(2)]
         self.next_item = [-1, -1]
         self.met = 0  # arrivals at the producer's named barrier
-        self.turns = [0, 1]  # arrivals at the consumers' named barriers: the last passes the first turn
+        # Arrivals at the consumers' named barriers: the last of them passes the first turn.
+        self.turns = [1, 0]
         self.waits = [0, 0]
 
     def run(self) -> None:
         threads: list[Iterator[Wait]] = [ProducerWarp(self, i).run() for i in range(WARPS)]
-        self.turns = [1, 0]
         threads += [Consumer(self, i).run() for i in range(CONSUMERS)]
         waiting: dict[int, Wait] = {i: (lambda: True) for i in range(len(threads))}
         while waiting:
@@ -131,7 +132,8 @@ class ProducerWarp:
         self.m, self.warp = machine, warp
         self.places = {x: Ring(machine.stages) for x in "kv"}
         self.facts_place, self.item_place = Ring(2), Ring(2)
-        self.q_phase = self.next_slot = self.rounds = 0
+        self.q_place = Ring(2)
+        self.next_slot = self.rounds = 0
         self.unsaid: Barrier | None = None
         self.on_the_way: dict[int, int] = {}  # barrier -> copies that have not landed
 
@@ -181,20 +183,21 @@ class ProducerWarp:
         self.next_slot ^= 1
 
     def copy_q(self, index: int) -> Iterator[Wait]:
-        m = self.m
+        m, stage = self.m, self.q_place.stage
         if self.warp == 0:
-            yield m.q_empty.passed(self.q_phase ^ 1)
+            yield m.q_empty[stage].passed(self.q_place.phase ^ 1)
             if m.items[index][0] > 0:
-                assert m.q.readers == 0
+                assert m.q[stage].readers == 0
 
                 def land() -> None:
-                    m.q.write(index)
-                    m.q_full.arrive()
+                    for part in range(CONSUMERS):
+                        m.q[stage].write(index, part)
+                    m.q_full[stage].arrive()
 
                 m.copies.append((-1, land))
             else:
-                m.q_full.arrive()
-        self.q_phase ^= 1
+                m.q_full[stage].arrive()
+        self.q_place.advance()
 
     def copy(self, which: str, what: object) -> Iterator[Wait]:
         m, place = self.m, self.places[which]
@@ -245,91 +248,115 @@ class Consumer:
     def __init__(self, machine: Machine, me: int) -> None:
         self.m, self.me = machine, me
         self.places = {x: Ring(machine.stages) for x in "kv"}
-        self.facts_place, self.item_place = Ring(2), Ring(2)
-        self.q_phase = 0
-        self.products: list[list[Buffer]] = []
+        self.facts_place, self.item_place, self.q_place = Ring(2), Ring(2), Ring(2)
+        self.stored, self.storing = -1, False
+        self.products: list[list[Callable[[], None]]] = []
 
-    def start(self, *reads: tuple[Buffer, object]) -> None:
-        for buffer, what in reads:
-            buffer.start(what)
-        self.products.append([buffer for buffer, _ in reads])
+    def start_product(self, which: str, what: tuple[int, int]) -> None:
+        tile = self.m.tiles[which][self.places[which].stage]
+        tile.start(what)
+        reads = [tile.finish]
+        if which == "k":
+            q = self.m.q[self.q_place.stage]
+            assert q.holds[self.me] == what[0], f"Q of {q.holds}, wanted {what}"
+        self.products.append(reads)
 
     def wait(self, pending: int) -> None:
         while len(self.products) > pending:
-            for buffer in self.products.pop(0):
-                buffer.finish()
+            for finish in self.products.pop(0):
+                finish()
 
     def release(self, which: str) -> None:
         self.m.empty[which][self.places[which].stage].arrive()
         self.places[which].advance()
 
-    def start_product(self, which: str, what: tuple[int, int]) -> None:
-        reads: list[tuple[Buffer, object]] = [
-            (self.m.tiles[which][self.places[which].stage], what)
-        ]
-        if which == "k":
-            reads.append((self.m.q, what[0]))
-        self.start(*reads)
-
     def tile_is_there(self, which: str) -> Wait:
         place = self.places[which]
         return self.m.full[which][place.stage].passed(place.phase)
 
+    def next_item(self) -> Iterator[Wait]:
+        m, stage = self.m, self.item_place.stage
+        yield m.item_full[stage].passed(self.item_place.phase)
+        index = m.item[stage].holds[0]
+        assert isinstance(index, int)
+        for _ in range(WARPS):
+            m.item_empty[stage].arrive()
+        self.item_place.advance()
+        self.index = index
+
+    def release_stored(self) -> Iterator[Wait]:
+        if self.stored >= 0:
+            stage = self.stored
+            yield lambda: not self.storing
+            self.m.q_empty[stage].arrive()
+        self.stored = -1
+
     def run(self) -> Iterator[Wait]:
         m = self.m
-        while True:
-            stage = self.item_place.stage
-            yield m.item_full[stage].passed(self.item_place.phase)
-            index = m.item[stage].holds[0]
-            assert isinstance(index, int)
-            for _ in range(WARPS):
-                m.item_empty[stage].arrive()
-            self.item_place.advance()
-            if index == len(m.items):
-                return
-            yield m.q_full.passed(self.q_phase)
-            self.q_phase ^= 1
+        yield from self.next_item()
+        has_scores = False
+        while self.index < len(m.items):
+            index = self.index
             tiles, masked = m.items[index]
+            q_stage = self.q_place.stage
+            if not has_scores:
+                yield m.q_full[q_stage].passed(self.q_place.phase)
+                if tiles > 0:
+                    yield self.tile_is_there("k")
+                    self.start_product("k", (index, 0))
+                    yield lambda: True
+                    self.wait(0)
+                    self.release("k")
             if tiles > 0:
-                yield from self.attend(index, tiles, masked)
-            elif m.own_out:
-                m.q_empty.arrive()
-            yield lambda: True  # the output leaves
-            if not m.own_out:
-                m.q_empty.arrive()
+                if masked >= tiles:
+                    yield from self.read_facts((index, 0))
+                for n in range(1, tiles):
+                    yield from self.release_stored()
+                    yield from self.start_both((index, n), (index, n - 1))
+                    if n >= tiles - masked:
+                        yield from self.read_facts((index, n))
+                    self.wait(0)
+                    self.release("v")
+            yield from self.release_stored()
+            self.q_place.advance()
+            yield from self.next_item()
+            following = self.index
+            has_scores = tiles > 0 and following < len(m.items) and m.items[following][0] > 0
+            if has_scores:
+                yield m.q_full[self.q_place.stage].passed(self.q_place.phase)
+                yield from self.start_both((following, 0), (index, tiles - 1))
+                self.wait(0)
+                self.release("v")
+            elif tiles > 0:
+                yield self.tile_is_there("v")
+                self.start_product("v", (index, tiles - 1))
+                yield lambda: True
+                self.wait(0)
+                self.release("v")
+            assert tiles == 0 or m.q[q_stage].holds[self.me] == index
+            m.q[q_stage].holds[self.me] = "output"
+            self.storing = True
 
-    def attend(self, index: int, tiles: int, masked: int) -> Iterator[Wait]:
+            def stored() -> None:
+                self.storing = False
+
+            m.copies.append((-1, stored))
+            self.stored = q_stage
+        yield lambda: not self.storing
+
+    def start_both(self, scores: tuple[int, int], output: tuple[int, int]) -> Iterator[Wait]:
         m = self.m
         yield self.tile_is_there("k")
-        self.start_product("k", (index, 0))
-        yield lambda: True
-        self.wait(0)
-        self.release("k")
-        if masked >= tiles:
-            yield from self.read_facts((index, 0))
-        for n in range(1, tiles):
-            yield self.tile_is_there("k")
-            m.waits[self.me] += 1
-            waits = m.waits[self.me]
-            yield lambda waits=waits: m.turns[self.me] >= waits  # type: ignore[misc]
-            self.start_product("k", (index, n))
-            yield self.tile_is_there("v")
-            self.start_product("v", (index, n - 1))
-            m.turns[1 - self.me] += 1
-            yield lambda: True
-            self.wait(1)
-            self.release("k")
-            if n >= tiles - masked:
-                yield from self.read_facts((index, n))
-            self.wait(0)
-            self.release("v")
-        if m.own_out:
-            m.q_empty.arrive()
+        m.waits[self.me] += 1
+        waits = m.waits[self.me]
+        yield lambda: m.turns[self.me] >= waits
+        self.start_product("k", scores)
         yield self.tile_is_there("v")
-        self.start_product("v", (index, tiles - 1))
+        self.start_product("v", output)
+        m.turns[1 - self.me] += 1
         yield lambda: True
-        self.wait(0)
-        self.release("v")
+        self.wait(1)
+        self.release("k")
 
     def read_facts(self, what: object) -> Iterator[Wait]:
         m, stage = self.m, self.facts_place.stage
@@ -348,12 +375,12 @@ def main() -> None:
         rng = random.Random(seed)
         for stages in (1, 2, 3, 4):
             for says_itself in (False, True):
-                for own_out in (False, True):
+                for _ in range(2):
                     items = []
-                    for _ in range(rng.randrange(6)):
+                    for _ in range(rng.randrange(8)):
                         tiles = rng.choice((0, 1, 1, 2, 3, 4, 5, 9))
                         items.append((tiles, min(tiles, rng.choice((0, 1, 2, 9)))))
-                    Machine(items, stages, says_itself, own_out, rng).run()
+                    Machine(items, stages, says_itself, rng).run()
                     runs += 1
     print(f"{runs} runs, no deadlock and no buffer written too early")
 

@@ -247,7 +247,19 @@ struct FwdConsumer {
       release(s.q_empty);
     }
     finish_rows(p, softmax, p.softmax_scale, out, item, first_row);
-    store_rows<T>(p, s, acc_o, out_mma, consumer, kStoreBarrier + consumer, item);
+    const bool is_speaker = threadIdx.x % 128 == 0;
+    if constexpr (T::kOwnOut) {
+      // The store of the item before has read this memory.
+      if (is_speaker) cute::tma_store_wait<0>();
+      cutlass::arch::NamedBarrier::sync(128, kStoreBarrier + consumer);
+    }
+    store_rows<T>(p, s.out(), acc_o, out_mma, consumer, kStoreBarrier + consumer, item);
+    if constexpr (!T::kOwnOut) {
+      if (is_speaker) {
+        cute::tma_store_wait<0>();
+        s.q_empty.arrive();
+      }
+    }
   }
 
   // Keys outside the sequence, or past what a row may see, get -inf.

@@ -30,10 +30,11 @@ __device__ __forceinline__ void finish_rows(const Arguments& p, OnlineSoftmax<1>
   }
 }
 
-// Writes the warpgroup's 64 rows of the output, through shared memory. TMA leaves out what is outside the tensor.
-// barrier: the name of one for this warpgroup. Where the output lies over Q, Q is released.
-template <class T, class Arguments, class Shared, class Accumulator>
-__device__ __forceinline__ void store_rows(const Arguments& p, Shared& s, Accumulator& acc_o,
+// Starts to write the warpgroup's 64 rows of the output, through `tile` in shared memory. TMA leaves out what is outside
+// the tensor. barrier: the name of one for this warpgroup. The tile is free once its first thread has waited for the
+// store.
+template <class T, class Arguments, class Accumulator>
+__device__ __forceinline__ void store_rows(const Arguments& p, typename T::Element* tile, Accumulator& acc_o,
                                            typename T::OutMma& out_mma, int consumer, int barrier,
                                            const FwdItem& item) {
   using Element = typename T::Element;
@@ -41,30 +42,20 @@ __device__ __forceinline__ void store_rows(const Arguments& p, Shared& s, Accumu
   auto packed = cute::recast<uint32_t>(rounded);
 #pragma unroll
   for (int i = 0; i < cute::size(packed); ++i) packed(i) = ElementTraits<Element>::pack(acc_o(2 * i), acc_o(2 * i + 1));
-  const bool is_speaker = threadIdx.x % 128 == 0;
-  if constexpr (T::kOwnOut) {
-    // The store of the item before has read this memory.
-    if (is_speaker) cute::tma_store_wait<0>();
-    cutlass::arch::NamedBarrier::sync(128, barrier);
-  }
   const auto copy = cute::make_tiled_copy_C(cute::Copy_Atom<cute::SM90_U32x4_STSM_N, Element>{}, out_mma);
   const auto slice = copy.get_slice(threadIdx.x - 128);
-  auto tile = cute::make_tensor(cute::make_smem_ptr(s.out()), typename T::LayoutQ{});
-  cute::copy(copy, slice.retile_S(rounded), slice.partition_D(tile));
+  auto to = cute::make_tensor(cute::make_smem_ptr(tile), typename T::LayoutQ{});
+  cute::copy(copy, slice.retile_S(rounded), slice.partition_D(to));
   cutlass::arch::fence_view_async_shared();  // TMA sees what was written
   cutlass::arch::NamedBarrier::sync(128, barrier);
-  if (is_speaker) {
+  if (threadIdx.x % 128 == 0) {
 #pragma unroll
     for (int panel = 0; panel < T::kPanels; ++panel) {
-      cute::SM90_TMA_STORE_4D::copy(&p.out, s.out() + (panel * T::kBlockM + consumer * 64) * T::kPanelCols,
+      cute::SM90_TMA_STORE_4D::copy(&p.out, tile + (panel * T::kBlockM + consumer * 64) * T::kPanelCols,
                                     panel * T::kPanelCols, item.m_block * T::kBlockM + consumer * 64, item.head,
                                     item.batch);
     }
     cute::tma_store_arrive();
-    if constexpr (!T::kOwnOut) {
-      cute::tma_store_wait<0>();
-      s.q_empty.arrive();
-    }
   }
 }
 

@@ -15,8 +15,10 @@ namespace dmattn::sm90 {
 
 template <class T>
 __device__ __forceinline__ void init_gather_barriers(typename T::Shared& s) {
-  s.q_full.init(1);
-  s.q_empty.init(T::kConsumers);
+  for (int i = 0; i < T::kQStages; ++i) {
+    s.q_full[i].init(1);
+    s.q_empty[i].init(T::kConsumers);
+  }
   for (int i = 0; i < T::kStages; ++i) {
     s.k_full[i].init(128);
     s.v_full[i].init(128);
@@ -47,7 +49,8 @@ struct GatherConsumer {
   RingPlace<T::kStages> k_place, v_place;
   RingPlace<T::kFactStages> facts_place;
   RingPlace<2> item_place;
-  int q_phase = 0;
+  RingPlace<T::kQStages> q_place;
+  int stored = -1;  // stage of Q from which the output is being written
 
   __device__ __forceinline__ GatherConsumer(const GatherArguments& arguments, typename T::Shared& shared)
       : p(arguments),
@@ -56,15 +59,6 @@ struct GatherConsumer {
         thread(threadIdx.x - 128),
         warp(threadIdx.x / 32 % 4),
         lane(threadIdx.x % 32) {}
-
-  __device__ __forceinline__ void run() {
-    if (consumer == T::kConsumers - 1) pass_turn();
-    while (true) {
-      const typename T::Announced work = next_item();
-      if (work.index >= p.items) return;
-      attend(find_item(p, work.index), work.count, work.full);
-    }
-  }
 
   __device__ __forceinline__ typename T::Announced next_item() {
     s.item_full[item_place.stage].wait(item_place.phase);
@@ -96,14 +90,24 @@ struct GatherConsumer {
     return *reinterpret_cast<float (*)[1][cute::cosize_v<typename Accumulator::layout_type> / 4][4]>(acc.data());
   }
 
-  __device__ __forceinline__ void attend(const FwdItem& item, int count, int full) {
+  // The output of the item before has left its stage of Q.
+  __device__ __forceinline__ void release_stored() {
+    if (threadIdx.x % 128 == 0 && stored >= 0) {
+      cute::tma_store_wait<0>();
+      s.q_empty[stored].arrive();
+    }
+    stored = -1;
+  }
+
+  __device__ __forceinline__ void run() {
     using namespace cute;
     typename T::ScoreMma score_mma;
     typename T::OutMma out_mma;
     const auto score_slice = score_mma.get_slice(thread);
-    const auto tiles_k = make_tensor(make_smem_ptr(s.k), typename T::LayoutK{});
-    const auto q = score_slice.partition_fragment_A(make_tensor(make_smem_ptr(s.q), typename T::LayoutQ{}));
-    const auto k = score_slice.partition_fragment_B(tiles_k);
+    const auto all_q = make_tensor(make_smem_ptr(s.q), typename T::LayoutQs{});
+    const auto all_k = make_tensor(make_smem_ptr(s.k), typename T::LayoutK{});
+    const auto q = score_slice.partition_fragment_A(all_q);
+    const auto k = score_slice.partition_fragment_B(all_k);
     const auto v = out_mma.get_slice(thread).partition_fragment_B(
         make_tensor(make_smem_ptr(s.v), typename T::LayoutVt{}));
     auto acc_s = partition_fragment_C(score_mma, Shape<Int<T::kBlockM>, Int<T::kBlockN>>{});
@@ -112,17 +116,9 @@ struct GatherConsumer {
     auto probabilities = make_tensor<typename T::Element>(Layout<Shape<Shape<_2, _2, _2>, _1, Int<T::kBlockN / 16>>>{});
     auto& scores = fragments(acc_s);
     auto& out = fragments(acc_o);
-
-    const int first_row = item.m_block * T::kBlockM + consumer * 64 + warp * 16 + lane / 4;
-    const int tiles = (count + T::kBlockN - 1) / T::kBlockN;
-    const int last_width = tiles > 1 ? T::tile_width(count - (tiles - 1) * T::kBlockN) : T::kBlockN;
-    const int whole = last_width < T::kBlockN ? tiles - 1 : tiles;  // tiles of kBlockN keys
-    const int unmasked = min(full / T::kBlockN, whole);
     OnlineSoftmax<1> softmax;
     float keep[2];  // what the running sums and the output are multiplied by, as the maximum has moved
-    clear(acc_o);
-    s.q_full.wait(q_phase);
-    q_phase ^= 1;
+    FwdItem item;
 
     // `found`: scores of as many keys as it has, which become probabilities.
     const auto to_probabilities = [&](auto is_masked, auto& found) __attribute__((always_inline)) {
@@ -138,80 +134,123 @@ struct GatherConsumer {
         packed(2 * i + 1) = ElementTraits<typename T::Element>::pack(found[0][i][2], found[0][i][3]);
       }
     };
-    // Scores of a tile into acc, beside the output of the tile before it.
-    const auto step = [&](auto is_masked, auto& mma, const auto& q_part, const auto& k_part, auto& acc) __attribute__((always_inline)) {
+    // Scores of a tile by Q of stage q_place into acc, beside the output of the tile before it, of kKeys keys.
+    const auto start_both = [&](auto keys, auto& mma, const auto& q_part, const auto& k_part,
+                                auto& acc) __attribute__((always_inline)) {
+      constexpr int kKeys = decltype(keys)::value;
+      const auto part = make_tensor(probabilities.data(), Layout<Shape<Shape<_2, _2, _2>, _1, Int<kKeys / 16>>>{});
       wait_for_tile(s.k_full, k_place);
       wait_turn();
-      start_product<true>(mma, q_part, k_part(_, _, _, k_place.stage), acc);
+      start_product<true>(mma, q_part(_, _, _, q_place.stage), k_part(_, _, _, k_place.stage), acc);
       wait_for_tile(s.v_full, v_place);
-      start_product<false>(out_mma, probabilities, v(_, _, _, v_place.stage), acc_o);
+      start_product<false>(out_mma, part, v(_, _, _, v_place.stage), acc_o);
       pass_turn();
       wait_for_product<1>(acc);
       release(s.k_empty[k_place.stage]);
       k_place.advance();
-      auto& found = fragments(acc);
-      to_probabilities(is_masked, found);
+    };
+    const auto finish_output = [&]() __attribute__((always_inline)) {
       wait_for_product<0>(acc_o);
       release(s.v_empty[v_place.stage]);
       v_place.advance();
+    };
+    const auto step = [&](auto is_masked, auto& mma, const auto& q_part, const auto& k_part,
+                          auto& acc) __attribute__((always_inline)) {
+      release_stored();
+      start_both(Int<T::kBlockN>{}, mma, q_part, k_part, acc);
+      auto& found = fragments(acc);
+      to_probabilities(is_masked, found);
+      finish_output();
       to_operand(found);
       OnlineSoftmax<1>::rescale(out, keep);
     };
-    // The output of the last tile, of kKeys keys.
-    const auto last_output = [&](auto keys) __attribute__((always_inline)) {
-      constexpr int kKeys = decltype(keys)::value;
-      const auto part = make_tensor(probabilities.data(), Layout<Shape<Shape<_2, _2, _2>, _1, Int<kKeys / 16>>>{});
-      wait_for_tile(s.v_full, v_place);
-      start_product<false>(out_mma, part, v(_, _, _, v_place.stage), acc_o);
-      wait_for_product<0>(acc_o);
-      release(s.v_empty[v_place.stage]);
-      v_place.advance();
-    };
-    const auto tail = [&](auto keys) __attribute__((always_inline)) {
+    const auto tail_step = [&](auto keys) __attribute__((always_inline)) {
       constexpr int kKeys = decltype(keys)::value;
       typename T::template TailMma<kKeys> tail_mma;
       const auto slice = tail_mma.get_slice(thread);
-      const auto tail_q = slice.partition_fragment_A(make_tensor(make_smem_ptr(s.q), typename T::LayoutQ{}));
       const auto tail_k = slice.partition_fragment_B(
-          local_tile(tiles_k, Shape<Int<kKeys>, Int<T::kHeadDim>, Int<T::kStages>>{}, make_coord(_0{}, _0{}, _0{})));
+          local_tile(all_k, Shape<Int<kKeys>, Int<T::kHeadDim>, Int<T::kStages>>{}, make_coord(_0{}, _0{}, _0{})));
       auto acc = partition_fragment_C(tail_mma, Shape<Int<T::kBlockM>, Int<kKeys>>{});
-      step(true_type{}, tail_mma, tail_q, tail_k, acc);
-      if constexpr (T::kOwnOut) release(s.q_empty);
-      last_output(keys);
+      step(true_type{}, tail_mma, slice.partition_fragment_A(all_q), tail_k, acc);
+    };
+    // The output of the last tile, of kKeys keys; beside the first scores of the next item, if it has any.
+    const auto last_output = [&](auto keys, bool goes_on) __attribute__((always_inline)) {
+      if (goes_on) {
+        s.q_full[q_place.stage].wait(q_place.phase);
+        start_both(keys, score_mma, q, k, acc_s);
+        finish_output();
+      } else {
+        constexpr int kKeys = decltype(keys)::value;
+        const auto part = make_tensor(probabilities.data(), Layout<Shape<Shape<_2, _2, _2>, _1, Int<kKeys / 16>>>{});
+        wait_for_tile(s.v_full, v_place);
+        start_product<false>(out_mma, part, v(_, _, _, v_place.stage), acc_o);
+        finish_output();
+      }
     };
 
-    if (tiles > 0) {
-      wait_for_tile(s.k_full, k_place);
-      start_product<true>(score_mma, q, k(_, _, _, k_place.stage), acc_s);
-      wait_for_product<0>(acc_s);
-      release(s.k_empty[k_place.stage]);
-      k_place.advance();
-      if (unmasked > 0) {
-        to_probabilities(false_type{}, scores);
-      } else {
-        to_probabilities(true_type{}, scores);
-      }
-      to_operand(scores);
-      int n = 1;
+    if (consumer == T::kConsumers - 1) pass_turn();
+    typename T::Announced work = next_item();
+    bool has_scores = false;  // of the item's first tile
 #pragma unroll 1
-      for (; n < unmasked; ++n) step(false_type{}, score_mma, q, k, acc_s);
-#pragma unroll 1
-      for (; n < whole; ++n) step(true_type{}, score_mma, q, k, acc_s);
-      if (last_width == T::kBlockN) {
-        if constexpr (T::kOwnOut) release(s.q_empty);
-        last_output(Int<T::kBlockN>{});
-      } else if constexpr (T::kShortTail) {
-        if (last_width == T::kTail) {
-          tail(Int<T::kTail>{});
-        } else {
-          tail(Int<T::kLongTail>{});
+    while (work.index < p.items) {
+      item = find_item(p, work.index);
+      const int tiles = (work.count + T::kBlockN - 1) / T::kBlockN;
+      const int last_width = tiles > 1 ? T::tile_width(work.count - (tiles - 1) * T::kBlockN) : T::kBlockN;
+      const int whole = last_width < T::kBlockN ? tiles - 1 : tiles;  // tiles of kBlockN keys
+      const int unmasked = min(work.full / T::kBlockN, whole);
+      const int q_stage = q_place.stage;
+      softmax = OnlineSoftmax<1>();
+      clear(acc_o);
+      if (!has_scores) {
+        s.q_full[q_stage].wait(q_place.phase);
+        if (tiles > 0) {
+          wait_for_tile(s.k_full, k_place);
+          start_product<true>(score_mma, q(_, _, _, q_stage), k(_, _, _, k_place.stage), acc_s);
+          wait_for_product<0>(acc_s);
+          release(s.k_empty[k_place.stage]);
+          k_place.advance();
         }
       }
-    } else if constexpr (T::kOwnOut) {
-      release(s.q_empty);
+      if (tiles > 0) {
+        if (unmasked > 0) {
+          to_probabilities(false_type{}, scores);
+        } else {
+          to_probabilities(true_type{}, scores);
+        }
+        to_operand(scores);
+        int n = 1;
+#pragma unroll 1
+        for (; n < unmasked; ++n) step(false_type{}, score_mma, q, k, acc_s);
+#pragma unroll 1
+        for (; n < whole; ++n) step(true_type{}, score_mma, q, k, acc_s);
+        if constexpr (T::kShortTail) {
+          if (last_width == T::kTail) tail_step(Int<T::kTail>{});
+          if constexpr (T::kLongTail < T::kBlockN) {
+            if (last_width == T::kLongTail) tail_step(Int<T::kLongTail>{});
+          }
+        }
+      }
+      release_stored();
+      q_place.advance();
+      const typename T::Announced next = next_item();
+      has_scores = tiles > 0 && next.index < p.items && next.count > 0;
+      if (tiles > 0) {
+        if (last_width == T::kBlockN) {
+          last_output(Int<T::kBlockN>{}, has_scores);
+        } else if constexpr (T::kShortTail) {
+          if (last_width == T::kTail) {
+            last_output(Int<T::kTail>{}, has_scores);
+          } else if constexpr (T::kLongTail < T::kBlockN) {
+            last_output(Int<T::kLongTail>{}, has_scores);
+          }
+        }
+      }
+      const int first_row = item.m_block * T::kBlockM + consumer * 64 + warp * 16 + lane / 4;
+      finish_rows(p, softmax, T::kBias ? 1.f : p.softmax_scale, out, item, first_row);
+      store_rows<T>(p, s.q + q_stage * T::kTileQ, acc_o, out_mma, consumer, kStoreBarrier + consumer, item);
+      stored = q_stage;
+      work = next;
     }
-    finish_rows(p, softmax, T::kBias ? 1.f : p.softmax_scale, out, item, first_row);
-    store_rows<T>(p, s, acc_o, out_mma, consumer, kStoreBarrier + consumer, item);
   }
 
   // Adds the bias, and gives -inf to the keys that a row does not see.

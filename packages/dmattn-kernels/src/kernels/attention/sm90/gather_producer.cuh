@@ -33,7 +33,8 @@ struct GatherProducer {
   RingPlace<T::kStages> k_place, v_place;
   RingPlace<T::kFactStages> facts_place;
   RingPlace<2> item_place;
-  int q_phase = 0, next_slot = 0;
+  RingPlace<T::kQStages> q_place;
+  int next_slot = 0;
   Barrier* unsaid = nullptr;  // of the copies that have been started last; kProducer alone
 
   // An item and what is known of its list before its turn comes.
@@ -49,7 +50,7 @@ struct GatherProducer {
   __device__ __forceinline__ GatherProducer(const GatherArguments& arguments, typename T::Shared& shared)
       : p(arguments),
         s(shared),
-        warp(threadIdx.x / 32),
+        warp(cutlass::canonical_warp_idx_sync()),
         lane(threadIdx.x % 32),
         chunk(lane % T::kChunks),
         row(4 * warp + lane / T::kChunks),
@@ -73,14 +74,17 @@ struct GatherProducer {
     cute::cp_async_wait<0>();
   }
 
-  // Others may not wait with the first thread: once it has announced the item they could miss a phase of the barrier.
+  // Other warps may not wait with the first one: once it has announced the item they could miss a phase of the barrier.
   __device__ __forceinline__ void announce(const Work& work) {
-    if (threadIdx.x == 0) {
+    if (warp == 0) {
       s.item_empty[item_place.stage].wait(item_place.phase ^ 1);
-      s.item[item_place.stage] = {work.index, work.count, work.full, 0};
-      s.item_full[item_place.stage].arrive();
+      __syncwarp();
+      if (lane == 0) {
+        s.item[item_place.stage] = {work.index, work.count, work.full, 0};
+        s.item_full[item_place.stage].arrive();
+      }
+      __syncwarp();
     }
-    __syncwarp();
     item_place.advance();
   }
 
@@ -162,24 +166,29 @@ struct GatherProducer {
   __device__ __forceinline__ Work take_next(int taken) {
     if (threadIdx.x == 0) s.next_item[next_slot] = gridDim.x + taken;
     cutlass::arch::NamedBarrier::sync(128, kBarrier);
-    const int index = s.next_item[next_slot];
+    const int index = __shfl_sync(0xffffffffu, s.next_item[next_slot], 0);
     next_slot ^= 1;  // written again two items later, when all threads have come past the barrier once more
     return look_up(index);
   }
 
   __device__ __forceinline__ void copy_q(const FwdItem& item, bool is_read) {
-    if (threadIdx.x == 0) {
-      s.q_empty.wait(q_phase ^ 1);
-      if (is_read) {
-        s.q_full.arrive_and_expect(T::kTileQ * sizeof(typename T::Element));
-        load_tile<T::kBlockM, T::kPanels, T::kPanelCols>(p.q, s.q_full, cute::TMA::CacheHintSm90::EVICT_FIRST, s.q,
-                                                         item.m_block * T::kBlockM, item.head, item.batch);
-      } else {
-        s.q_full.arrive();
+    if (warp == 0) {
+      Barrier& full = s.q_full[q_place.stage];
+      s.q_empty[q_place.stage].wait(q_place.phase ^ 1);
+      __syncwarp();
+      if (lane == 0) {
+        if (is_read) {
+          full.arrive_and_expect(T::kTileQ * sizeof(typename T::Element));
+          load_tile<T::kBlockM, T::kPanels, T::kPanelCols>(p.q, full, cute::TMA::CacheHintSm90::EVICT_FIRST,
+                                                           s.q + q_place.stage * T::kTileQ, item.m_block * T::kBlockM,
+                                                           item.head, item.batch);
+        } else {
+          full.arrive();
+        }
       }
+      __syncwarp();
     }
-    q_phase ^= 1;
-    __syncwarp();
+    q_place.advance();
   }
 
   // The first `keys` keys of a tile; zeros for the others that are computed. may_be_short: it is the last of several.

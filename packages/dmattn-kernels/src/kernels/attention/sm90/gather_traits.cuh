@@ -45,7 +45,9 @@ struct GatherTraits : FwdTraits<Element, kHeadDim, 2, kBlockN, kStages> {
       cute::GMMA::ss_op_selector<Element, Element, float, cute::Shape<Int<Base::kBlockM>, Int<kKeys>, Int<kHeadDim>>>(),
       typename Base::Warpgroups{}));
 
-  static constexpr int kFactStages = 2;
+  static constexpr int kQStages = 2, kFactStages = 2;
+  using LayoutQs = decltype(cute::tile_to_shape(typename Base::template Atom<cute::GMMA::Major::K>{},
+                                                cute::Shape<Int<Base::kBlockM>, Int<kHeadDim>, Int<kQStages>>{}));
   // An item as the producer announces it.
   struct Announced {
     int32_t index;  // items and more: there is none
@@ -54,21 +56,18 @@ struct GatherTraits : FwdTraits<Element, kHeadDim, 2, kBlockN, kStages> {
     int32_t unused;
   };
   struct Shared {
-    alignas(1024) Element q[Base::kTileQ];
+    alignas(1024) Element q[kQStages * Base::kTileQ];  // and the output on its way out
     alignas(1024) Element k[kStages * Base::kTileK];
     alignas(1024) Element v[kStages * Base::kTileK];
-    alignas(1024) Element own_out[Base::kOwnOut ? Base::kTileQ : 8];
     // Of the keys of a tile: the positions that see it (a KeyInterval), and what is added to its logits.
     alignas(16) uint2 intervals[kFactStages][kBlockN];
     alignas(16) float bias[kFactStages][kBias ? kBlockN : 4];
     alignas(16) Announced item[2];
-    Barrier q_full, q_empty;
+    Barrier q_full[kQStages], q_empty[kQStages];
     Barrier k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
     Barrier facts_full[kFactStages], facts_empty[kFactStages];
     Barrier item_full[2], item_empty[2];
     int32_t next_item[2];
-
-    __device__ __forceinline__ Element* out() { return Base::kOwnOut ? own_out : q; }
   };
   static constexpr uint32_t kSmemBytes = sizeof(Shared) + 1024;  // the base need not be aligned as the tiles must be
   static_assert(kSmemBytes <= 232448);
