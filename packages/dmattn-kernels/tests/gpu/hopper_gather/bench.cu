@@ -225,9 +225,10 @@ class Case {
   }
   float scale() const { return 1.f / std::sqrt(float(s_.head_dim)); }
   reference::Problem<Element> problem() const {
-    return {q_.data,      k_.data,      v_tensor_.data, v_.has_bias ? bias_.data : nullptr, end_.data, s_.seqlen_q,
-            s_.seqlen_k,  s_.nheads,    s_.nheads_k,    s_.head_dim,                        s_.list_batch,
-            s_.list_heads, s_.bias_heads, scale(),      s_.is_causal};
+    return {q_.data,       k_.data,     v_tensor_.data, v_.has_bias ? bias_.data : nullptr,
+            end_.data,     s_.seqlen_q, s_.seqlen_k,    s_.nheads,
+            s_.nheads_k,   s_.head_dim, s_.list_batch,  s_.list_heads,
+            s_.bias_heads, scale(),     s_.is_causal};
   }
   std::string text() const {
     static const char* const kinds[] = {"running", "ties", "intervals", "mask"};
@@ -269,20 +270,19 @@ class Case {
 template <class Element>
 bool check_all(const Variant& v) {
   const int d = v.head_dim, odd = d - 8;  // fewer columns than the tile has
-  const Shape shapes[] = {
-      // batch, rows, keys, heads, kv heads, head_dim, kind, w, lists, causal, bias
-      {1, 128, 128, 1, 1, d, Kind::kRunning, 128, 1, 1, true, Bias::kFloat, 1},
-      {1, 1, 1, 1, 1, d, Kind::kRunning, 1, 1, 1, true, Bias::kFloat, 1},
-      {1, 256, 256, 2, 1, d, Kind::kRunning, 160, 1, 1, true, Bias::kFloat, 1},
-      {2, 300, 300, 4, 2, d, Kind::kTies, 40, 1, 2, true, Bias::kElement, 4},
-      {2, 257, 400, 4, 1, d, Kind::kRunning, 100, 2, 1, true, Bias::kElement, 1},
-      {1, 1000, 1000, 4, 2, d, Kind::kIntervals, 150, 1, 4, true, Bias::kLowest, 2},
-      {2, 1000, 1100, 6, 2, odd, Kind::kIntervals, 60, 2, 2, true, Bias::kFloat, 6},
-      {1, 700, 700, 8, 8, d, Kind::kTies, 333, 1, 1, true, Bias::kElement, 8},
-      {1, 500, 500, 4, 4, d, Kind::kMask, 200, 1, 4, true, Bias::kElement, 4},
-      {2, 300, 700, 4, 2, odd, Kind::kMask, 300, 2, 1, false, Bias::kFloat, 1},
-      {3, 2000, 2000, 16, 4, d, Kind::kRunning, 500, 3, 4, true, Bias::kElement, 4},
-      {1, 4095, 5000, 8, 2, d, Kind::kRunning, 1024, 1, 2, true, Bias::kElement, 2}};
+  const Shape shapes[] = {                // batch, rows, keys, heads, kv heads, head_dim, kind, w, lists, causal, bias
+                          {1, 128, 128, 1, 1, d, Kind::kRunning, 128, 1, 1, true, Bias::kFloat, 1},
+                          {1, 1, 1, 1, 1, d, Kind::kRunning, 1, 1, 1, true, Bias::kFloat, 1},
+                          {1, 256, 256, 2, 1, d, Kind::kRunning, 160, 1, 1, true, Bias::kFloat, 1},
+                          {2, 300, 300, 4, 2, d, Kind::kTies, 40, 1, 2, true, Bias::kElement, 4},
+                          {2, 257, 400, 4, 1, d, Kind::kRunning, 100, 2, 1, true, Bias::kElement, 1},
+                          {1, 1000, 1000, 4, 2, d, Kind::kIntervals, 150, 1, 4, true, Bias::kLowest, 2},
+                          {2, 1000, 1100, 6, 2, odd, Kind::kIntervals, 60, 2, 2, true, Bias::kFloat, 6},
+                          {1, 700, 700, 8, 8, d, Kind::kTies, 333, 1, 1, true, Bias::kElement, 8},
+                          {1, 500, 500, 4, 4, d, Kind::kMask, 200, 1, 4, true, Bias::kElement, 4},
+                          {2, 300, 700, 4, 2, odd, Kind::kMask, 300, 2, 1, false, Bias::kFloat, 1},
+                          {3, 2000, 2000, 16, 4, d, Kind::kRunning, 500, 3, 4, true, Bias::kElement, 4},
+                          {1, 4095, 5000, 8, 2, d, Kind::kRunning, 1024, 1, 2, true, Bias::kElement, 2}};
   bool good = true;
   for (const Shape& s : shapes) good &= Case<Element>(v, s).check(s.seqlen_q <= 1100);
   return good;
@@ -291,10 +291,9 @@ bool check_all(const Variant& v) {
 template <class Element>
 void time_all(const Variant& v) {
   const int d = v.head_dim;
-  std::vector<Shape> shapes = {
-      {1, 16384, 16384, 16, 4, d, Kind::kRunning, 1024, 1, 4, true, Bias::kElement, 4},
-      {1, 32768, 32768, 2, 1, d, Kind::kRunning, 1024, 1, 1, true, Bias::kElement, 1},
-      {1, 16384, 16384, 16, 4, d, Kind::kRunning, 4096, 1, 4, true, Bias::kElement, 4}};
+  std::vector<Shape> shapes = {{1, 16384, 16384, 16, 4, d, Kind::kRunning, 1024, 1, 4, true, Bias::kElement, 4},
+                               {1, 32768, 32768, 2, 1, d, Kind::kRunning, 1024, 1, 1, true, Bias::kElement, 1},
+                               {1, 16384, 16384, 16, 4, d, Kind::kRunning, 4096, 1, 4, true, Bias::kElement, 4}};
   for (const Shape& s : shapes) {
     Case<Element> c(v, s);
     c.check(false);

@@ -42,9 +42,9 @@ void check_scores(Mma mma) {
 template <class T, int kKeys>
 void check_tail() {
   const auto layout = typename T::LayoutK{};
-  const auto tile = local_tile(make_tensor(static_cast<typename T::Element*>(nullptr),
-                                           as_position_independent_swizzle_layout(layout)),
-                               Shape<Int<kKeys>, Int<T::kHeadDim>, Int<T::kStages>>{}, make_coord(_0{}, _0{}, _0{}));
+  const auto tile = local_tile(
+      make_tensor(static_cast<typename T::Element*>(nullptr), as_position_independent_swizzle_layout(layout)),
+      Shape<Int<kKeys>, Int<T::kHeadDim>, Int<T::kStages>>{}, make_coord(_0{}, _0{}, _0{}));
   EXPECT(size<0>(tile) == kKeys && size<1>(tile) == T::kHeadDim && size<2>(tile) == T::kStages);
   for (int stage = 0; stage < T::kStages; ++stage)
     for (int key = 0; key < kKeys; ++key)

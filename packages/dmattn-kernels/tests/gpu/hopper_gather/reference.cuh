@@ -46,8 +46,9 @@ __global__ void forward(Problem<Element> p, const int* rows, float* out, float* 
   const Element* q = p.q + ((static_cast<int64_t>(b) * p.seqlen_q + i) * p.nheads + h) * p.head_dim;
   const int64_t step = static_cast<int64_t>(p.nheads_k) * p.head_dim;
   const int64_t first = static_cast<int64_t>(b) * p.seqlen_k * step + h / (p.nheads / p.nheads_k) * p.head_dim;
-  const int32_t* end = p.end + (static_cast<int64_t>(p.list_batch > 1 ? b : 0) * p.list_heads +
-                                h / (p.nheads / p.list_heads)) * p.seqlen_k;
+  const int32_t* end =
+      p.end +
+      (static_cast<int64_t>(p.list_batch > 1 ? b : 0) * p.list_heads + h / (p.nheads / p.list_heads)) * p.seqlen_k;
   const float* bias = nullptr;
   if (p.bias != nullptr) {
     bias = p.bias + (static_cast<int64_t>(b) * p.bias_heads + h / (p.nheads / p.bias_heads)) * p.seqlen_k;

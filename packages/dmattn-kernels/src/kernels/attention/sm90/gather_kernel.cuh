@@ -108,8 +108,8 @@ struct GatherConsumer {
     const auto all_k = make_tensor(make_smem_ptr(s.k), typename T::LayoutK{});
     const auto q = score_slice.partition_fragment_A(all_q);
     const auto k = score_slice.partition_fragment_B(all_k);
-    const auto v = out_mma.get_slice(thread).partition_fragment_B(
-        make_tensor(make_smem_ptr(s.v), typename T::LayoutVt{}));
+    const auto v =
+        out_mma.get_slice(thread).partition_fragment_B(make_tensor(make_smem_ptr(s.v), typename T::LayoutVt{}));
     auto acc_s = partition_fragment_C(score_mma, Shape<Int<T::kBlockM>, Int<T::kBlockN>>{});
     auto acc_o = partition_fragment_C(out_mma, Shape<Int<T::kBlockM>, Int<T::kHeadDim>>{});
     // Probabilities as the first operand: the registers of the scores in the same order, 16 keys at a time.
@@ -135,13 +135,12 @@ struct GatherConsumer {
       }
     };
     // Scores of a tile by Q of stage q_place into acc, beside the output of the tile before it, of kKeys keys.
-    const auto start_both = [&](auto keys, auto& mma, const auto& q_part, const auto& k_part,
-                                auto& acc) __attribute__((always_inline)) {
+    const auto start_both = [&](auto keys, auto& mma, auto& a, auto& b, auto& acc) __attribute__((always_inline)) {
       constexpr int kKeys = decltype(keys)::value;
       const auto part = make_tensor(probabilities.data(), Layout<Shape<Shape<_2, _2, _2>, _1, Int<kKeys / 16>>>{});
       wait_for_tile(s.k_full, k_place);
       wait_turn();
-      start_product<true>(mma, q_part(_, _, _, q_place.stage), k_part(_, _, _, k_place.stage), acc);
+      start_product<true>(mma, a(_, _, _, q_place.stage), b(_, _, _, k_place.stage), acc);
       wait_for_tile(s.v_full, v_place);
       start_product<false>(out_mma, part, v(_, _, _, v_place.stage), acc_o);
       pass_turn();
@@ -154,12 +153,11 @@ struct GatherConsumer {
       release(s.v_empty[v_place.stage]);
       v_place.advance();
     };
-    const auto step = [&](auto is_masked, auto& mma, const auto& q_part, const auto& k_part,
-                          auto& acc) __attribute__((always_inline)) {
+    const auto step = [&](auto masked, auto& mma, auto& a, auto& b, auto& acc) __attribute__((always_inline)) {
       release_stored();
-      start_both(Int<T::kBlockN>{}, mma, q_part, k_part, acc);
+      start_both(Int<T::kBlockN>{}, mma, a, b, acc);
       auto& found = fragments(acc);
-      to_probabilities(is_masked, found);
+      to_probabilities(masked, found);
       finish_output();
       to_operand(found);
       OnlineSoftmax<1>::rescale(out, keep);
@@ -168,10 +166,11 @@ struct GatherConsumer {
       constexpr int kKeys = decltype(keys)::value;
       typename T::template TailMma<kKeys> tail_mma;
       const auto slice = tail_mma.get_slice(thread);
+      const auto tail_q = slice.partition_fragment_A(all_q);
       const auto tail_k = slice.partition_fragment_B(
           local_tile(all_k, Shape<Int<kKeys>, Int<T::kHeadDim>, Int<T::kStages>>{}, make_coord(_0{}, _0{}, _0{})));
       auto acc = partition_fragment_C(tail_mma, Shape<Int<T::kBlockM>, Int<kKeys>>{});
-      step(true_type{}, tail_mma, slice.partition_fragment_A(all_q), tail_k, acc);
+      step(true_type{}, tail_mma, tail_q, tail_k, acc);
     };
     // The output of the last tile, of kKeys keys; beside the first scores of the next item, if it has any.
     const auto last_output = [&](auto keys, bool goes_on) __attribute__((always_inline)) {
@@ -265,8 +264,7 @@ struct GatherConsumer {
       for (int i = 0; i < kFragments; ++i) {
         const float2 b = *reinterpret_cast<const float2*>(bias + 8 * i);
 #pragma unroll
-        for (int e = 0; e < 4; ++e)
-          scores[0][i][e] = __fmaf_rn(scores[0][i][e], p.softmax_scale, e & 1 ? b.y : b.x);
+        for (int e = 0; e < 4; ++e) scores[0][i][e] = __fmaf_rn(scores[0][i][e], p.softmax_scale, e & 1 ? b.y : b.x);
       }
     }
     if constexpr (IsMasked::value) {

@@ -197,8 +197,7 @@ struct GatherProducer {
                                             int keys, bool may_be_short) {
     const int width = may_be_short ? T::tile_width(keys) : T::kBlockN;
     wait_until_free(empty[place.stage], place.phase ^ 1);
-    const uint32_t to =
-        smem_u32(tiles) + place.stage * T::kTileBytes + row * 128 + ((chunk ^ (row % T::kChunks)) * 16);
+    const uint32_t to = smem_u32(tiles) + place.stage * T::kTileBytes + row * 128 + ((chunk ^ (row % T::kChunks)) * 16);
 #pragma unroll
     for (int pass = 0; pass < T::kPasses; ++pass) {
       if (pass * T::kPassKeys < width) {
@@ -265,8 +264,8 @@ struct GatherProducer {
     }
     if constexpr (T::kBias) {
       constexpr bool kIsBf16 = std::is_same_v<typename T::Element, cutlass::bfloat16_t>;
-      const int64_t base = work.item.batch * p.bias.batch_stride +
-                           (work.item.head / p.bias.head_ratio) * p.bias.head_stride;
+      const int64_t base =
+          work.item.batch * p.bias.batch_stride + (work.item.head / p.bias.head_ratio) * p.bias.head_stride;
       bias = load_bias(p.bias, base + key * p.bias.col_stride, kIsBf16);
     }
   }

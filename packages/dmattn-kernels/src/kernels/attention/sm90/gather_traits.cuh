@@ -24,10 +24,10 @@ struct GatherTraits : FwdTraits<Element, kHeadDim, 2, kBlockN, kStages> {
   static constexpr int kProducerRegisters = kProducerRegisters_;
   static constexpr int kConsumerRegisters = (512 - kProducerRegisters) / 16 * 8;
 
-  static constexpr int kChunks = 8;                     // 16 bytes each, of a row of a panel
-  static constexpr int kPassKeys = 128 / kChunks;       // keys that the producer's threads copy side by side
-  static constexpr int kPasses = kBlockN / kPassKeys;   // ... and how often, for a tile
-  static constexpr int kPanelBytes = kBlockN * 128;     // of K or V of a stage
+  static constexpr int kChunks = 8;                    // 16 bytes each, of a row of a panel
+  static constexpr int kPassKeys = 128 / kChunks;      // keys that the producer's threads copy side by side
+  static constexpr int kPasses = kBlockN / kPassKeys;  // ... and how often, for a tile
+  static constexpr int kPanelBytes = kBlockN * 128;    // of K or V of a stage
   static constexpr int kTileBytes = Base::kTileK * sizeof(Element);
   static_assert(Base::kPanelCols == 64 && kBlockN % kPassKeys == 0 && kBlockN <= 128);
 
