@@ -25,7 +25,7 @@ struct KernelSet {
   FwdTile (*fwd_tile)(const FwdParams& p, Level level, bool gathered);
   BwdTile (*bwd_tile)(int head_dim_tile);
   // Whether its forward units compute this problem; nullptr: every one that they are compiled for.
-  bool (*serves_fwd)(const FwdParams& p, Level level);
+  bool (*serves_fwd)(const FwdParams& p, Level level, bool gathered);
   // Its forward kernels stay on an SM and take one row block after the other; they do not split the keys.
   bool is_persistent;
 };
