@@ -4,16 +4,19 @@
 #
 # For each architecture: the folder of its kernels in src/kernels/attention, what its units are compiled for, its directions and walks.
 # "general" is everything in DMATTN_CUDA_ARCHS but code that only one architecture runs (sm_90a); otherwise it is such a
-# code, and the architecture is left out unless DMATTN_CUDA_ARCHS has it. Directions may be missing, or have head-dim
-# tiles of their own (head_dims_<architecture>_<direction>): the row in src/host/arch.cpp says whose units stand in.
+# code, and the architecture is left out unless DMATTN_CUDA_ARCHS has it. Directions may be missing, and those that are
+# there may have head-dim tiles of their own for a walk (head_dims_<architecture>_<direction>_<walk>): the row in
+# src/host/arch.cpp says whose units stand in.
 set(DMATTN_UNIT_ARCHS sm80 sm90)
 set(code_sm80 general)
 set(directions_sm80 fwd bwd decode)
 set(walks_sm80 tiled gathered)
 set(code_sm90 sm_90a)
 set(directions_sm90 fwd bwd)
-set(walks_sm90 tiled)
-set(head_dims_sm90_bwd 64 128)
+set(walks_sm90 tiled gathered)
+set(head_dims_sm90_fwd_gathered 64 128)
+set(head_dims_sm90_bwd_tiled 64 128)
+set(head_dims_sm90_bwd_gathered none)
 
 set(element_f16 cutlass::half_t)
 set(element_bf16 cutlass::bfloat16_t)
@@ -73,10 +76,11 @@ foreach(arch IN LISTS DMATTN_UNIT_ARCHS)
   foreach(direction IN LISTS directions_${arch})
     foreach(dtype IN LISTS DMATTN_DTYPES)
       foreach(head_dim IN LISTS DMATTN_HEAD_DIMS)
-        if(DEFINED head_dims_${arch}_${direction} AND NOT head_dim IN_LIST head_dims_${arch}_${direction})
-          continue()
-        endif()
         foreach(walk IN LISTS walks_${arch})
+          set(own head_dims_${arch}_${direction}_${walk})
+          if(DEFINED ${own} AND NOT head_dim IN_LIST ${own})
+            continue()
+          endif()
           dmattn_add_unit("${arch}" "${direction}" "${dtype}" "${head_dim}" "${walk}" "${gencodes}")
         endforeach()
       endforeach()

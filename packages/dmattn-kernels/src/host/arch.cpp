@@ -19,7 +19,8 @@ BwdTile sm80_bwd_tile(int d) {
 }
 DqOrder sm80_dq_order(const BwdTile&) { return DqOrder::kRegisters; }
 
-FwdTile sm90_fwd_tile_of(const FwdParams& p, Level, bool) {
+FwdTile sm90_fwd_tile_of(const FwdParams& p, Level, bool gathered) {
+  if (gathered) return {kSm90ListRows, sm90_list_tile(head_dim_tile(p.head_dim)).block_n, kSm90ListWarps};
   const Sm90FwdTile tile = sm90_fwd_tile(sm90_fwd_head_dim(p.head_dim), sm90_fwd_is_short(p.seqlen_q));
   return {tile.block_m(), tile.block_n, 4 * (tile.consumers + 1)};
 }
@@ -29,10 +30,19 @@ bool has_tma_strides(const Strides3& stride, int32_t batch, int32_t rows, int32_
   const auto fits = [](int64_t step, int32_t extent) { return extent == 1 || (step > 0 && step < kLimit); };
   return fits(stride.batch, batch) && fits(stride.row, rows) && fits(stride.head, heads);
 }
-bool sm90_serves_fwd(const FwdParams& p, Level level) {
-  return level == Level::kPlain && has_tma_strides(p.q_stride, p.batch, p.seqlen_q, p.nheads) &&
-         has_tma_strides(p.k_stride, p.batch, p.seqlen_k, p.nheads_k) &&
-         has_tma_strides(p.v_stride, p.batch, p.seqlen_k, p.nheads_k) &&
+// Rows of listed keys are read at 32-bit multiples of their stride in bytes.
+bool has_gather_stride(const Strides3& stride) { return stride.row >= 0 && stride.row <= INT32_MAX; }
+bool sm90_serves_lists(const FwdParams& p, Level level) {
+  const bool has_key_bias = level == Level::kGeneral && p.bias.kind == BiasKind::kKey && p.softcap == 0.f &&
+                            !p.packing.is_active() && p.vec_q && p.vec_k && p.vec_v && p.vec_out;
+  return (level == Level::kPlain || has_key_bias) && has_gather_stride(p.k_stride) && has_gather_stride(p.v_stride);
+}
+bool sm90_serves_fwd(const FwdParams& p, Level level, bool gathered) {
+  const bool serves_keys = gathered ? sm90_serves_lists(p, level)
+                                    : level == Level::kPlain &&
+                                          has_tma_strides(p.k_stride, p.batch, p.seqlen_k, p.nheads_k) &&
+                                          has_tma_strides(p.v_stride, p.batch, p.seqlen_k, p.nheads_k);
+  return serves_keys && has_tma_strides(p.q_stride, p.batch, p.seqlen_q, p.nheads) &&
          has_tma_strides(p.out_stride, p.batch, p.seqlen_q, p.nheads);
 }
 

@@ -27,7 +27,7 @@ struct KernelSet {
   BwdTile (*bwd_tile)(int head_dim_tile);
   DqOrder (*dq_order)(const BwdTile& tile);
   // Whether its forward units compute this problem; nullptr: every one that they are compiled for.
-  bool (*serves_fwd)(const FwdParams& p, Level level);
+  bool (*serves_fwd)(const FwdParams& p, Level level, bool gathered);
   // Whether its backward units compute this problem, which is dense: neither lists, mask, bias nor packed sequences, and
   // all three gradients. nullptr: they compute every one.
   bool (*serves_bwd)(const BwdParams& p);

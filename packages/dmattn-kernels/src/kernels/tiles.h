@@ -76,6 +76,17 @@ constexpr Sm90FwdTile sm90_fwd_tile(int d, bool is_short) {
                     : Sm90FwdTile{2, 80};               // 224 KB
 }
 
+// The forward on Hopper over lists of keys: two warpgroups of 64 rows each.
+struct Sm90ListTile {
+  int block_n, stages;
+};
+constexpr int kSm90ListRows = 128;
+constexpr int kSm90ListWarps = 12;
+constexpr Sm90ListTile sm90_list_tile(int head_dim_tile) {
+  return head_dim_tile <= 64 ? Sm90ListTile{128, 4}   // 160 KB
+                             : Sm90ListTile{128, 2};  // 192 KB
+}
+
 constexpr BwdTile bwd_tile(TileSet tiles, int d) {
   return d <= 64    ? (tiles == TileSet::kNarrow ? BwdTile{64, 128, 8, 2, 4, 2, 2}    // 96 KB
                                                  : BwdTile{128, 128, 8, 4, 4, 4, 2})  // 144 KB

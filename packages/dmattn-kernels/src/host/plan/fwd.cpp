@@ -54,7 +54,7 @@ void choose_kernel(FwdPlan& plan, int32_t asked_for, const Device& device) {
   const bool gathered = is_gathered(plan.walk);
   const Level level = fwd_level(p, has_mask(plan.mask) && !gathered, gathered);
   const KernelSet& kernels = resolve_unit(*device.kernels, plan.unit, [&](const KernelSet& set) {
-    if (set.serves_fwd != nullptr && !set.serves_fwd(p, level)) return false;
+    if (set.serves_fwd != nullptr && !set.serves_fwd(p, level, gathered)) return false;
     return !set.is_persistent || wanted_splits(plan, set.fwd_tile(p, level, gathered), asked_for, device) == 1;
   });
   plan.choice.tiles = kernels.tiles;

@@ -9,29 +9,14 @@
 
 #include "../shared/smem.cuh"
 #include "../shared/softmax.cuh"
+#include "fwd_items.cuh"
+#include "fwd_output.cuh"
 #include "fwd_params.h"
 #include "fwd_traits.cuh"
 
 namespace dmattn::sm90 {
 
 // --- what both roles know -------------------------------------------------------------------------------------------
-
-struct FwdItem {
-  int m_block, head, batch;
-};
-
-// Items are numbered by sections of heads; in each from the last row blocks, which are the longest under causality, to
-// the first, the heads of the section side by side.
-__device__ __forceinline__ FwdItem find_item(const FwdArguments& p, int index) {
-  const int section = index / (p.section_heads * p.m_blocks);
-  const int first_head = section * p.section_heads;
-  const int heads = min(p.section_heads, p.all_heads - first_head);
-  const int in_section = index - first_head * p.m_blocks;
-  const int rank = in_section / heads;
-  const int head = first_head + in_section - rank * heads;
-  const int batch = head / p.nheads;
-  return {p.m_blocks - 1 - rank, head - batch * p.nheads, batch};
-}
 
 // The key blocks of an item: [0, end), of which [0, full) are seen by all its rows.
 struct KeyBlocks {
@@ -261,8 +246,20 @@ struct FwdConsumer {
     } else if constexpr (T::kOwnOut) {
       release(s.q_empty);
     }
-    finish(softmax, out, item, first_row);
-    store(acc_o, out_mma, item);
+    finish_rows(p, softmax, p.softmax_scale, out, item, first_row);
+    const bool is_speaker = threadIdx.x % 128 == 0;
+    if constexpr (T::kOwnOut) {
+      // The store of the item before has read this memory.
+      if (is_speaker) cute::tma_store_wait<0>();
+      cutlass::arch::NamedBarrier::sync(128, kStoreBarrier + consumer);
+    }
+    store_rows<T>(p, s.out(), acc_o, out_mma, consumer, kStoreBarrier + consumer, item);
+    if constexpr (!T::kOwnOut) {
+      if (is_speaker) {
+        cute::tma_store_wait<0>();
+        s.q_empty.arrive();
+      }
+    }
   }
 
   // Keys outside the sequence, or past what a row may see, get -inf.
@@ -276,63 +273,6 @@ struct FwdConsumer {
       for (int i = 0; i < kFragmentsN; ++i) {
         if (8 * i >= limit) scores[0][i][2 * j] = -INFINITY;
         if (8 * i + 1 >= limit) scores[0][i][2 * j + 1] = -INFINITY;
-      }
-    }
-  }
-
-  // The output divided by the sum of its row, and the log-sum-exp written.
-  __device__ __forceinline__ void finish(OnlineSoftmax<1>& softmax, float (&out)[1][kFragmentsD][4],
-                                         const FwdItem& item, int first_row) {
-    const int64_t base = item.batch * p.lse_stride.batch + item.head * p.lse_stride.head;
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      float lse, rest;
-      const float inverse = softmax.finish(j, p.softmax_scale, lse, rest);
-      const int row = first_row + 8 * j;
-      if (lane % 4 == 0 && row < p.seqlen_q) {
-        p.lse[base + row * p.lse_stride.row] = lse;
-        if (p.lse_rest != nullptr) p.lse_rest[base + row * p.lse_stride.row] = rest;
-      }
-#pragma unroll
-      for (int i = 0; i < kFragmentsD; ++i) {
-        out[0][i][2 * j] *= inverse;
-        out[0][i][2 * j + 1] *= inverse;
-      }
-    }
-  }
-
-  // The warpgroup's 64 rows of the output, through shared memory. TMA leaves out what is outside the tensor.
-  template <class Accumulator>
-  __device__ __forceinline__ void store(Accumulator& acc_o, typename T::OutMma& out_mma, const FwdItem& item) {
-    using Element = typename T::Element;
-    auto rounded = cute::make_tensor_like<Element>(acc_o);
-    auto packed = cute::recast<uint32_t>(rounded);
-#pragma unroll
-    for (int i = 0; i < cute::size(packed); ++i)
-      packed(i) = ElementTraits<Element>::pack(acc_o(2 * i), acc_o(2 * i + 1));
-    const bool is_speaker = threadIdx.x % 128 == 0;
-    if constexpr (T::kOwnOut) {
-      // The store of the item before has read this memory.
-      if (is_speaker) cute::tma_store_wait<0>();
-      cutlass::arch::NamedBarrier::sync(128, kStoreBarrier + consumer);
-    }
-    const auto copy = cute::make_tiled_copy_C(cute::Copy_Atom<cute::SM90_U32x4_STSM_N, Element>{}, out_mma);
-    const auto slice = copy.get_slice(thread);
-    auto tile = cute::make_tensor(cute::make_smem_ptr(s.out()), typename T::LayoutQ{});
-    cute::copy(copy, slice.retile_S(rounded), slice.partition_D(tile));
-    cutlass::arch::fence_view_async_shared();  // TMA sees what was written
-    cutlass::arch::NamedBarrier::sync(128, kStoreBarrier + consumer);
-    if (is_speaker) {
-#pragma unroll
-      for (int panel = 0; panel < T::kPanels; ++panel) {
-        cute::SM90_TMA_STORE_4D::copy(&p.out, s.out() + (panel * T::kBlockM + consumer * 64) * T::kPanelCols,
-                                      panel * T::kPanelCols, item.m_block * T::kBlockM + consumer * 64, item.head,
-                                      item.batch);
-      }
-      cute::tma_store_arrive();
-      if constexpr (!T::kOwnOut) {
-        cute::tma_store_wait<0>();
-        s.q_empty.arrive();
       }
     }
   }

@@ -8,6 +8,7 @@
 
 #include "../shared/launch.cuh"
 #include "fwd_kernel.cuh"
+#include "gather_launch.cuh"
 #include "tensor_map.h"
 
 namespace dmattn {
@@ -61,21 +62,31 @@ cudaError_t launch_fwd_kernel(int64_t blocks, const FwdParams& p, cudaStream_t s
 
 }  // namespace sm90
 
-// The unit of a head-dim tile has a kernel for each of Hopper's head dimensions in it.
+// The unit of a head-dim tile has a kernel for each of Hopper's head dimensions in it; over lists, one with and one
+// without a bias for each key.
 template <class Element, int kHeadDimTile, bool kGathered>
 cudaError_t launch_fwd(const KernelChoice& choice, const FwdParams& p, cudaStream_t stream) {
-  static_assert(!kGathered, "lists have no units for Hopper");
-  const auto go = [&](auto head_dim, auto is_short) {
-    constexpr Sm90FwdTile kTile = sm90_fwd_tile(head_dim, is_short);
-    using T = sm90::FwdTraits<Element, head_dim, kTile.consumers, kTile.block_n>;
-    return sm90::launch_fwd_kernel<T>(choice.blocks, p, stream);
-  };
-  constexpr int kSmaller = kHeadDimTile == 128 ? 96 : kHeadDimTile == 256 ? 192 : kHeadDimTile;
-  if constexpr (kHeadDimTile == 64) {
-    if (sm90_fwd_is_short(p.seqlen_q)) return go(cute::Int<64>{}, cute::true_type{});
+  if constexpr (kGathered) {
+    const auto go = [&](auto has_bias) {
+      constexpr Sm90ListTile kTile = sm90_list_tile(kHeadDimTile);
+      using T = sm90::GatherTraits<Element, kHeadDimTile, has_bias, kTile.block_n, kTile.stages,
+                                   sm90::ProxyFence::kConsumer, /*kShortTail=*/true, /*kProducerRegisters=*/56>;
+      return sm90::launch_gather_kernel<T>(choice.blocks, p, stream);
+    };
+    return p.bias.kind == BiasKind::kNone ? go(cute::false_type{}) : go(cute::true_type{});
+  } else {
+    const auto go = [&](auto head_dim, auto is_short) {
+      constexpr Sm90FwdTile kTile = sm90_fwd_tile(head_dim, is_short);
+      using T = sm90::FwdTraits<Element, head_dim, kTile.consumers, kTile.block_n>;
+      return sm90::launch_fwd_kernel<T>(choice.blocks, p, stream);
+    };
+    constexpr int kSmaller = kHeadDimTile == 128 ? 96 : kHeadDimTile == 256 ? 192 : kHeadDimTile;
+    if constexpr (kHeadDimTile == 64) {
+      if (sm90_fwd_is_short(p.seqlen_q)) return go(cute::Int<64>{}, cute::true_type{});
+    }
+    if (sm90_fwd_head_dim(p.head_dim) == kSmaller) return go(cute::Int<kSmaller>{}, cute::false_type{});
+    return go(cute::Int<kHeadDimTile>{}, cute::false_type{});
   }
-  if (sm90_fwd_head_dim(p.head_dim) == kSmaller) return go(cute::Int<kSmaller>{}, cute::false_type{});
-  return go(cute::Int<kHeadDimTile>{}, cute::false_type{});
 }
 
 }  // namespace dmattn

@@ -10,12 +10,12 @@
 
 namespace dmattn::sm90 {
 
-template <class Element_, int kHeadDim_, int kConsumers_, int kBlockN_>
+template <class Element_, int kHeadDim_, int kConsumers_, int kBlockN_, int kStages_ = 2>
 struct FwdTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kConsumers = kConsumers_, kBlockM = 64 * kConsumers, kBlockN = kBlockN_;
-  static constexpr int kStages = 2;  // of K, and of V
+  static constexpr int kStages = kStages_;  // of K, and of V
   static constexpr int kThreads = 128 * (kConsumers + 1);
   // Registers a thread: what the producer gives up goes to the consumers. 128 * (kConsumers * kConsumerRegisters +
   // kProducerRegisters) fits the 65536 of an SM.

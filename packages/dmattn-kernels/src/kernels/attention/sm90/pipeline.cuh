@@ -24,6 +24,11 @@ struct Barrier {
   __device__ __forceinline__ void arrive_and_expect(uint32_t bytes) {
     cutlass::arch::ClusterTransactionBarrier::arrive_and_expect_tx(&word, bytes);
   }
+  __device__ __forceinline__ bool is_past(int phase) {
+    return cutlass::arch::ClusterBarrier::test_wait(&word, phase, 1);
+  }
+  // Arrives once all that this thread has started to copy by copy_async() is there. Counts as one of the arrivals.
+  __device__ __forceinline__ void arrive_when_copied() { cutlass::arch::cpasync_barrier_arrive_noinc(&word); }
 };
 
 // A place in a ring of kStages buffers, and the phase of its barriers.
@@ -46,6 +51,14 @@ __device__ __forceinline__ void load_tile(const CUtensorMap& map, Barrier& full,
     cute::SM90_TMA_LOAD_4D::copy(&map, &full.word, static_cast<uint64_t>(hint), tile + panel * kRows * kPanelCols,
                                  panel * kPanelCols, row, head, batch);
   }
+}
+
+// Copies 16 bytes from global to shared memory, or writes as many zeros where they do not exist (nothing is read then).
+// `policy`: what L2 does with them.
+__device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool exists, uint64_t policy) {
+  asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::256B [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from),
+               "r"(exists ? 16 : 0), "l"(policy)
+               : "memory");
 }
 
 // Waits until all bulk copies from shared memory that this thread has committed have been written.

@@ -1,0 +1,62 @@
+// The end of a Hopper forward kernel's item: log-sum-exp and output of the 64 rows of a consumer.
+#pragma once
+
+#include "../shared/softmax.cuh"
+#include "fwd_items.cuh"
+#include "fwd_traits.cuh"
+
+namespace dmattn::sm90 {
+
+// Divides the output by the sum of its row, and writes the log-sum-exp. `scale`: of what the softmax was given.
+// first_row: the first of the two rows that this thread has, the other comes 8 later.
+template <int kFragmentsD, class Arguments>
+__device__ __forceinline__ void finish_rows(const Arguments& p, OnlineSoftmax<1>& softmax, float scale,
+                                            float (&out)[1][kFragmentsD][4], const FwdItem& item, int first_row) {
+  const int64_t base = item.batch * p.lse_stride.batch + item.head * p.lse_stride.head;
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+    float lse, rest;
+    const float inverse = softmax.finish(j, scale, lse, rest);
+    const int row = first_row + 8 * j;
+    if (threadIdx.x % 4 == 0 && row < p.seqlen_q) {
+      p.lse[base + row * p.lse_stride.row] = lse;
+      if (p.lse_rest != nullptr) p.lse_rest[base + row * p.lse_stride.row] = rest;
+    }
+#pragma unroll
+    for (int i = 0; i < kFragmentsD; ++i) {
+      out[0][i][2 * j] *= inverse;
+      out[0][i][2 * j + 1] *= inverse;
+    }
+  }
+}
+
+// Starts to write the warpgroup's 64 rows of the output, through `tile` in shared memory. TMA leaves out what is outside
+// the tensor. barrier: the name of one for this warpgroup. The tile is free once its first thread has waited for the
+// store.
+template <class T, class Arguments, class Accumulator>
+__device__ __forceinline__ void store_rows(const Arguments& p, typename T::Element* tile, Accumulator& acc_o,
+                                           typename T::OutMma& out_mma, int consumer, int barrier,
+                                           const FwdItem& item) {
+  using Element = typename T::Element;
+  auto rounded = cute::make_tensor_like<Element>(acc_o);
+  auto packed = cute::recast<uint32_t>(rounded);
+#pragma unroll
+  for (int i = 0; i < cute::size(packed); ++i) packed(i) = ElementTraits<Element>::pack(acc_o(2 * i), acc_o(2 * i + 1));
+  const auto copy = cute::make_tiled_copy_C(cute::Copy_Atom<cute::SM90_U32x4_STSM_N, Element>{}, out_mma);
+  const auto slice = copy.get_slice(threadIdx.x - 128);
+  auto to = cute::make_tensor(cute::make_smem_ptr(tile), typename T::LayoutQ{});
+  cute::copy(copy, slice.retile_S(rounded), slice.partition_D(to));
+  cutlass::arch::fence_view_async_shared();  // TMA sees what was written
+  cutlass::arch::NamedBarrier::sync(128, barrier);
+  if (threadIdx.x % 128 == 0) {
+#pragma unroll
+    for (int panel = 0; panel < T::kPanels; ++panel) {
+      cute::SM90_TMA_STORE_4D::copy(&p.out, tile + (panel * T::kBlockM + consumer * 64) * T::kPanelCols,
+                                    panel * T::kPanelCols, item.m_block * T::kBlockM + consumer * 64, item.head,
+                                    item.batch);
+    }
+    cute::tma_store_arrive();
+  }
+}
+
+}  // namespace dmattn::sm90

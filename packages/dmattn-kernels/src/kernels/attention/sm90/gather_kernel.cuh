@@ -1,0 +1,299 @@
+// The forward on Hopper over lists of keys (running top-w, key masks), with an optional bias for each key.
+//
+// As in fwd_kernel.cuh a thread block stays on its SM and takes row blocks of heads until none is left, a warpgroup
+// produces and two consume. But the producer's threads gather the rows of K and V that the list names
+// (gather_producer.cuh), and the consumers' last tile is as narrow as the end of the list allows. A row block is
+// 128 rows of one head: gathered bytes for each product depend on the number of rows alone, so that other heads of the
+// group in the same tile would save nothing.
+#pragma once
+
+#include "../shared/softmax.cuh"
+#include "fwd_output.cuh"
+#include "gather_producer.cuh"
+
+namespace dmattn::sm90 {
+
+template <class T>
+__device__ __forceinline__ void init_gather_barriers(typename T::Shared& s) {
+  for (int i = 0; i < T::kQStages; ++i) {
+    s.q_full[i].init(1);
+    s.q_empty[i].init(T::kConsumers);
+  }
+  for (int i = 0; i < T::kStages; ++i) {
+    s.k_full[i].init(128);
+    s.v_full[i].init(128);
+    s.k_empty[i].init(T::kConsumers);
+    s.v_empty[i].init(T::kConsumers);
+  }
+  for (int i = 0; i < T::kFactStages; ++i) {
+    s.facts_full[i].init(128);
+    s.facts_empty[i].init(4 * T::kConsumers);  // a warp each
+  }
+  for (int i = 0; i < 2; ++i) {
+    s.item_full[i].init(1);
+    s.item_empty[i].init(4 * T::kConsumers);
+  }
+  cutlass::arch::fence_barrier_init();
+}
+
+template <class T>
+struct GatherConsumer {
+  static constexpr int kFragmentsN = T::kBlockN / 8, kFragmentsD = T::kHeadDim / 8;
+  // Names of barriers for some of the block's threads; 0 is __syncthreads().
+  static constexpr int kTurnBarrier = 1, kStoreBarrier = 1 + T::kConsumers;
+  static_assert(kStoreBarrier + T::kConsumers <= GatherProducer<T>::kBarrier);
+
+  const GatherArguments& p;
+  typename T::Shared& s;
+  const int consumer, thread, warp, lane;  // thread: among the consumers; warp: in the warpgroup
+  RingPlace<T::kStages> k_place, v_place;
+  RingPlace<T::kFactStages> facts_place;
+  RingPlace<2> item_place;
+  RingPlace<T::kQStages> q_place;
+  int stored = -1;  // stage of Q from which the output is being written
+
+  __device__ __forceinline__ GatherConsumer(const GatherArguments& arguments, typename T::Shared& shared)
+      : p(arguments),
+        s(shared),
+        consumer(cutlass::canonical_warp_group_idx() - 1),
+        thread(threadIdx.x - 128),
+        warp(threadIdx.x / 32 % 4),
+        lane(threadIdx.x % 32) {}
+
+  __device__ __forceinline__ typename T::Announced next_item() {
+    s.item_full[item_place.stage].wait(item_place.phase);
+    typename T::Announced work = s.item[item_place.stage];
+    work.index = __shfl_sync(0xffffffffu, work.index, 0);
+    work.count = __shfl_sync(0xffffffffu, work.count, 0);
+    work.full = __shfl_sync(0xffffffffu, work.full, 0);
+    if (lane == 0) s.item_empty[item_place.stage].arrive();
+    item_place.advance();
+    return work;
+  }
+
+  // One thread a warpgroup says that the warpgroup is done with a buffer.
+  __device__ __forceinline__ void release(Barrier& empty) {
+    if (threadIdx.x % 128 == 0) empty.arrive();
+  }
+  __device__ __forceinline__ void wait_turn() { cutlass::arch::NamedBarrier::sync(256, kTurnBarrier + consumer); }
+  __device__ __forceinline__ void pass_turn() {
+    cutlass::arch::NamedBarrier::arrive(256, kTurnBarrier + (consumer + 1) % T::kConsumers);
+  }
+  __device__ __forceinline__ void wait_for_tile(Barrier* full, const RingPlace<T::kStages>& place) {
+    full[place.stage].wait(place.phase);
+    if constexpr (T::kFence == ProxyFence::kConsumer) cutlass::arch::fence_view_async_shared();
+  }
+
+  template <class Accumulator>
+  static __device__ __forceinline__ auto fragments(Accumulator& acc)
+      -> float (&)[1][cute::cosize_v<typename Accumulator::layout_type> / 4][4] {
+    return *reinterpret_cast<float (*)[1][cute::cosize_v<typename Accumulator::layout_type> / 4][4]>(acc.data());
+  }
+
+  // The output of the item before has left its stage of Q.
+  __device__ __forceinline__ void release_stored() {
+    if (threadIdx.x % 128 == 0 && stored >= 0) {
+      cute::tma_store_wait<0>();
+      s.q_empty[stored].arrive();
+    }
+    stored = -1;
+  }
+
+  __device__ __forceinline__ void run() {
+    using namespace cute;
+    typename T::ScoreMma score_mma;
+    typename T::OutMma out_mma;
+    const auto score_slice = score_mma.get_slice(thread);
+    const auto all_q = make_tensor(make_smem_ptr(s.q), typename T::LayoutQs{});
+    const auto all_k = make_tensor(make_smem_ptr(s.k), typename T::LayoutK{});
+    const auto q = score_slice.partition_fragment_A(all_q);
+    const auto k = score_slice.partition_fragment_B(all_k);
+    const auto v =
+        out_mma.get_slice(thread).partition_fragment_B(make_tensor(make_smem_ptr(s.v), typename T::LayoutVt{}));
+    auto acc_s = partition_fragment_C(score_mma, Shape<Int<T::kBlockM>, Int<T::kBlockN>>{});
+    auto acc_o = partition_fragment_C(out_mma, Shape<Int<T::kBlockM>, Int<T::kHeadDim>>{});
+    // Probabilities as the first operand: the registers of the scores in the same order, 16 keys at a time.
+    auto probabilities = make_tensor<typename T::Element>(Layout<Shape<Shape<_2, _2, _2>, _1, Int<T::kBlockN / 16>>>{});
+    auto& scores = fragments(acc_s);
+    auto& out = fragments(acc_o);
+    OnlineSoftmax<1> softmax;
+    float keep[2];  // what the running sums and the output are multiplied by, as the maximum has moved
+    FwdItem item;
+
+    // `found`: scores of as many keys as it has, which become probabilities.
+    const auto to_probabilities = [&](auto is_masked, auto& found) __attribute__((always_inline)) {
+      change_scores(is_masked, found, item);
+      softmax.template probabilities<!T::kBias>(found, keep, p.softmax_scale * kLog2e);
+    };
+    const auto to_operand = [&](auto& found) __attribute__((always_inline)) {
+      constexpr int kFragments = sizeof(found[0]) / sizeof(found[0][0]);
+      auto packed = recast<uint32_t>(probabilities);
+#pragma unroll
+      for (int i = 0; i < kFragments; ++i) {
+        packed(2 * i) = ElementTraits<typename T::Element>::pack(found[0][i][0], found[0][i][1]);
+        packed(2 * i + 1) = ElementTraits<typename T::Element>::pack(found[0][i][2], found[0][i][3]);
+      }
+    };
+    // Scores of a tile by Q of stage q_place into acc, beside the output of the tile before it, of kKeys keys.
+    const auto start_both = [&](auto keys, auto& mma, auto& a, auto& b, auto& acc) __attribute__((always_inline)) {
+      constexpr int kKeys = decltype(keys)::value;
+      const auto part = make_tensor(probabilities.data(), Layout<Shape<Shape<_2, _2, _2>, _1, Int<kKeys / 16>>>{});
+      wait_for_tile(s.k_full, k_place);
+      wait_turn();
+      start_product<true>(mma, a(_, _, _, q_place.stage), b(_, _, _, k_place.stage), acc);
+      wait_for_tile(s.v_full, v_place);
+      start_product<false>(out_mma, part, v(_, _, _, v_place.stage), acc_o);
+      pass_turn();
+      wait_for_product<1>(acc);
+      release(s.k_empty[k_place.stage]);
+      k_place.advance();
+    };
+    const auto finish_output = [&]() __attribute__((always_inline)) {
+      wait_for_product<0>(acc_o);
+      release(s.v_empty[v_place.stage]);
+      v_place.advance();
+    };
+    const auto step = [&](auto masked, auto& mma, auto& a, auto& b, auto& acc) __attribute__((always_inline)) {
+      release_stored();
+      start_both(Int<T::kBlockN>{}, mma, a, b, acc);
+      auto& found = fragments(acc);
+      to_probabilities(masked, found);
+      finish_output();
+      to_operand(found);
+      OnlineSoftmax<1>::rescale(out, keep);
+    };
+    const auto tail_step = [&](auto keys) __attribute__((always_inline)) {
+      constexpr int kKeys = decltype(keys)::value;
+      typename T::template TailMma<kKeys> tail_mma;
+      const auto slice = tail_mma.get_slice(thread);
+      const auto tail_q = slice.partition_fragment_A(all_q);
+      const auto tail_k = slice.partition_fragment_B(
+          local_tile(all_k, Shape<Int<kKeys>, Int<T::kHeadDim>, Int<T::kStages>>{}, make_coord(_0{}, _0{}, _0{})));
+      auto acc = partition_fragment_C(tail_mma, Shape<Int<T::kBlockM>, Int<kKeys>>{});
+      step(true_type{}, tail_mma, tail_q, tail_k, acc);
+    };
+    // The output of the last tile, of kKeys keys; beside the first scores of the next item, if it has any.
+    const auto last_output = [&](auto keys, bool goes_on) __attribute__((always_inline)) {
+      if (goes_on) {
+        s.q_full[q_place.stage].wait(q_place.phase);
+        start_both(keys, score_mma, q, k, acc_s);
+        finish_output();
+      } else {
+        constexpr int kKeys = decltype(keys)::value;
+        const auto part = make_tensor(probabilities.data(), Layout<Shape<Shape<_2, _2, _2>, _1, Int<kKeys / 16>>>{});
+        wait_for_tile(s.v_full, v_place);
+        start_product<false>(out_mma, part, v(_, _, _, v_place.stage), acc_o);
+        finish_output();
+      }
+    };
+
+    if (consumer == T::kConsumers - 1) pass_turn();
+    typename T::Announced work = next_item();
+    bool has_scores = false;  // of the item's first tile
+#pragma unroll 1
+    while (work.index < p.items) {
+      item = find_item(p, work.index);
+      const int tiles = (work.count + T::kBlockN - 1) / T::kBlockN;
+      const int last_width = tiles > 1 ? T::tile_width(work.count - (tiles - 1) * T::kBlockN) : T::kBlockN;
+      const int whole = last_width < T::kBlockN ? tiles - 1 : tiles;  // tiles of kBlockN keys
+      const int unmasked = min(work.full / T::kBlockN, whole);
+      const int q_stage = q_place.stage;
+      softmax = OnlineSoftmax<1>();
+      clear(acc_o);
+      if (!has_scores) {
+        s.q_full[q_stage].wait(q_place.phase);
+        if (tiles > 0) {
+          wait_for_tile(s.k_full, k_place);
+          start_product<true>(score_mma, q(_, _, _, q_stage), k(_, _, _, k_place.stage), acc_s);
+          wait_for_product<0>(acc_s);
+          release(s.k_empty[k_place.stage]);
+          k_place.advance();
+        }
+      }
+      if (tiles > 0) {
+        if (unmasked > 0) {
+          to_probabilities(false_type{}, scores);
+        } else {
+          to_probabilities(true_type{}, scores);
+        }
+        to_operand(scores);
+        int n = 1;
+#pragma unroll 1
+        for (; n < unmasked; ++n) step(false_type{}, score_mma, q, k, acc_s);
+#pragma unroll 1
+        for (; n < whole; ++n) step(true_type{}, score_mma, q, k, acc_s);
+        if constexpr (T::kShortTail) {
+          if (last_width == T::kTail) tail_step(Int<T::kTail>{});
+          if constexpr (T::kLongTail < T::kBlockN) {
+            if (last_width == T::kLongTail) tail_step(Int<T::kLongTail>{});
+          }
+        }
+      }
+      release_stored();
+      q_place.advance();
+      const typename T::Announced next = next_item();
+      has_scores = tiles > 0 && next.index < p.items && next.count > 0;
+      if (tiles > 0) {
+        if (last_width == T::kBlockN) {
+          last_output(Int<T::kBlockN>{}, has_scores);
+        } else if constexpr (T::kShortTail) {
+          if (last_width == T::kTail) {
+            last_output(Int<T::kTail>{}, has_scores);
+          } else if constexpr (T::kLongTail < T::kBlockN) {
+            last_output(Int<T::kLongTail>{}, has_scores);
+          }
+        }
+      }
+      const int first_row = item.m_block * T::kBlockM + consumer * 64 + warp * 16 + lane / 4;
+      finish_rows(p, softmax, T::kBias ? 1.f : p.softmax_scale, out, item, first_row);
+      store_rows<T>(p, s.q + q_stage * T::kTileQ, acc_o, out_mma, consumer, kStoreBarrier + consumer, item);
+      stored = q_stage;
+      work = next;
+    }
+  }
+
+  // Adds the bias, and gives -inf to the keys that a row does not see.
+  template <class IsMasked, int kFragments>
+  __device__ __forceinline__ void change_scores(IsMasked, float (&scores)[1][kFragments][4], const FwdItem& item) {
+    if constexpr (!T::kBias && !IsMasked::value) return;
+    s.facts_full[facts_place.stage].wait(facts_place.phase);
+    const FragmentMap map(consumer * 64 + warp * 16, 0, lane);
+    if constexpr (T::kBias) {
+      const float* bias = s.bias[facts_place.stage] + map.col0;
+#pragma unroll
+      for (int i = 0; i < kFragments; ++i) {
+        const float2 b = *reinterpret_cast<const float2*>(bias + 8 * i);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) scores[0][i][e] = __fmaf_rn(scores[0][i][e], p.softmax_scale, e & 1 ? b.y : b.x);
+      }
+    }
+    if constexpr (IsMasked::value) {
+      ScoreInputs in;
+      in.key_intervals = smem_u32(s.intervals[facts_place.stage]);
+      in.row0 = item.m_block * T::kBlockM;
+      apply_intervals(scores, in, map, position_offset(p));
+    }
+    __syncwarp();
+    if (lane == 0) s.facts_empty[facts_place.stage].arrive();
+    facts_place.advance();
+  }
+};
+
+template <class T>
+__global__ void __launch_bounds__(T::kThreads, 1) gather_kernel(const __grid_constant__ GatherArguments p) {
+  extern __shared__ char smem[];
+  const uint32_t base = smem_u32(smem);
+  auto& s = *reinterpret_cast<typename T::Shared*>(smem + ((base + 1023) / 1024 * 1024 - base));
+  if (threadIdx.x == 0) init_gather_barriers<T>(s);
+  __syncthreads();
+  if (cutlass::canonical_warp_group_idx() == 0) {
+    cutlass::arch::warpgroup_reg_dealloc<T::kProducerRegisters>();
+    GatherProducer<T>(p, s).run();
+  } else {
+    cutlass::arch::warpgroup_reg_alloc<T::kConsumerRegisters>();
+    GatherConsumer<T>(p, s).run();
+    if (threadIdx.x % 128 == 0) cute::tma_store_wait<0>();
+  }
+}
+
+}  // namespace dmattn::sm90

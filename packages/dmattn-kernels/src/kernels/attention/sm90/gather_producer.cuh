@@ -1,0 +1,284 @@
+// The producer of the Hopper forward over lists of keys: a warpgroup that copies the rows of K and V that a list names
+// into tiles as TMA would lay them out.
+//
+// Eight threads copy a row of a panel (128 bytes), 16 bytes each; the warpgroup copies 16 rows side by side. Each thread
+// reads one entry of the list for each tile, a tile ahead, and hands it to the threads that copy the row by shuffles.
+#pragma once
+
+#include <climits>
+
+#include "../shared/key_source.cuh"
+#include "../shared/scores.cuh"
+#include "fwd_items.cuh"
+#include "gather_params.h"
+#include "gather_traits.cuh"
+
+namespace dmattn::sm90 {
+
+// Positions count rows as keys are counted: row r is at position r + offset.
+__device__ __forceinline__ int position_offset(const GatherArguments& p) {
+  return p.is_causal || p.keys.block_rows > 0 ? p.seqlen_k - p.seqlen_q : 0;
+}
+
+template <class T>
+struct GatherProducer {
+  static constexpr int kBarrier = 7;  // of the producer's threads; the consumers have 1 to 4
+
+  const GatherArguments& p;
+  typename T::Shared& s;
+  const int warp, lane;
+  const int chunk, row;  // what this thread copies: 16 bytes of a row of a panel, in the first pass
+  const int own;         // the key of a tile whose list entry this thread reads
+  const uint64_t policy;
+  RingPlace<T::kStages> k_place, v_place;
+  RingPlace<T::kFactStages> facts_place;
+  RingPlace<2> item_place;
+  RingPlace<T::kQStages> q_place;
+  int next_slot = 0;
+  Barrier* unsaid = nullptr;  // of the copies that have been started last; kProducer alone
+
+  // An item and what is known of its list before its turn comes.
+  struct Work {
+    int index;
+    FwdItem item;
+    const int32_t* list;
+    const int32_t* end;  // of the head's keys; nullptr without intervals
+    int count, full;     // see Announced
+    int entry;           // of the first tile
+  };
+
+  __device__ __forceinline__ GatherProducer(const GatherArguments& arguments, typename T::Shared& shared)
+      : p(arguments),
+        s(shared),
+        warp(cutlass::canonical_warp_idx_sync()),
+        lane(threadIdx.x % 32),
+        chunk(lane % T::kChunks),
+        row(4 * warp + lane / T::kChunks),
+        own(T::kPassKeys * (lane / 4) + 4 * warp + lane % 4),
+        policy(make_policy()) {}
+
+  // Rows of K and V are read again by other row blocks, and by the other heads of a group.
+  static __device__ __forceinline__ uint64_t make_policy() {
+    uint64_t policy;
+    asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+  }
+
+  __device__ __forceinline__ void run() {
+    for (Work work = look_up(blockIdx.x);;) {
+      announce(work);
+      if (work.index >= p.items) break;
+      work = copy_item(work);
+    }
+    say_all();
+    cute::cp_async_wait<0>();
+  }
+
+  // Other warps may not wait with the first one: once it has announced the item they could miss a phase of the barrier.
+  __device__ __forceinline__ void announce(const Work& work) {
+    if (warp == 0) {
+      s.item_empty[item_place.stage].wait(item_place.phase ^ 1);
+      __syncwarp();
+      if (lane == 0) {
+        s.item[item_place.stage] = {work.index, work.count, work.full, 0};
+        s.item_full[item_place.stage].arrive();
+      }
+      __syncwarp();
+    }
+    item_place.advance();
+  }
+
+  __device__ __forceinline__ Work look_up(int index) {
+    Work work = {};
+    work.index = index;
+    if (index >= p.items) return work;
+    work.item = find_item(p, index);
+    const FwdItem& item = work.item;
+    const int row0 = item.m_block * T::kBlockM;
+    const int64_t head_list =
+        static_cast<int64_t>(p.keys.batch > 1 ? item.batch : 0) * p.keys.heads + item.head / p.keys.head_ratio;
+    if (p.keys.block_rows > 0) {
+      const int64_t i = head_list * p.keys.blocks + row0 / p.keys.block_rows;
+      work.list = p.keys.idx + i * p.keys.capacity;
+      work.end = p.keys.end + head_list * p.seqlen_k;
+      work.count = read_list_count(p.keys, i);
+      work.full = read_list_full(p.keys, i, work.count);
+    } else {
+      work.list = p.keys.idx + head_list * p.keys.capacity;
+      work.count = work.full = read_list_count(p.keys, head_list);
+      if (p.is_causal) {
+        // The list is ascending: a row sees the entries up to its own position.
+        const int first = row0 + position_offset(p), last = min(row0 + T::kBlockM, p.seqlen_q) - 1 + position_offset(p);
+        work.full = warp_lower_bound(work.list, work.count, first + 1, lane);
+        work.count = warp_lower_bound(work.list, work.count, last + 1, lane);
+      }
+    }
+    work.entry = read_entry(work, 0);
+    return work;
+  }
+
+  __device__ __forceinline__ int read_entry(const Work& work, int n) const {
+    const int entry = n * T::kBlockN + own;
+    return own < T::kBlockN && entry < work.count ? __ldg(work.list + entry) : 0;
+  }
+
+  // Returns the next item, which is looked up while this one is copied.
+  __device__ __forceinline__ Work copy_item(const Work& work) {
+    const bool counts = p.work_counter != nullptr;
+    const int taken = counts && threadIdx.x == 0 ? atomicAdd(p.work_counter, 1) : p.items;
+    const int tiles = (work.count + T::kBlockN - 1) / T::kBlockN;
+    const int kv_head = work.item.head / p.head_ratio;
+    const char* const k = p.k.data + work.item.batch * p.k.batch_stride + kv_head * p.k.head_stride + chunk * 16;
+    const char* const v = p.v.data + work.item.batch * p.v.batch_stride + kv_head * p.v.head_stride + chunk * 16;
+    const KeyLimits limits = {0, p.seqlen_k - 1};
+    int key = limits.position(work.entry), key_before = 0;
+    Work next;
+    if (tiles == 0) {
+      say_all();  // the consumers may need it before they are done with the last Q
+      copy_q(work.item, false);
+      next = take_next(taken);
+    }
+#pragma unroll 1
+    for (int n = 0; n < tiles; ++n) {
+      const int ahead = read_entry(work, n + 1);
+      const bool partial = (n + 1) * T::kBlockN > work.full, has_facts = T::kBias || partial;
+      KeyInterval interval = {0, 0};
+      float bias = 0.f;
+      if (has_facts) read_facts(work, n, key, partial, interval, bias);
+      copy_tile(k, p.k.row_stride, s.k, s.k_full, s.k_empty, k_place, key, work.count - n * T::kBlockN, n > 0);
+      if (has_facts) write_facts(interval, bias);
+      if (n == 0) {
+        copy_q(work.item, true);
+        next = take_next(taken);
+      } else {
+        copy_tile(v, p.v.row_stride, s.v, s.v_full, s.v_empty, v_place, key_before, T::kBlockN, false);
+      }
+      key_before = key;
+      key = limits.position(ahead);
+    }
+    if (tiles > 0) {
+      const int n = tiles - 1;
+      copy_tile(v, p.v.row_stride, s.v, s.v_full, s.v_empty, v_place, key_before, work.count - n * T::kBlockN, n > 0);
+    }
+    return next;
+  }
+
+  __device__ __forceinline__ Work take_next(int taken) {
+    if (threadIdx.x == 0) s.next_item[next_slot] = gridDim.x + taken;
+    cutlass::arch::NamedBarrier::sync(128, kBarrier);
+    const int index = __shfl_sync(0xffffffffu, s.next_item[next_slot], 0);
+    next_slot ^= 1;  // written again two items later, when all threads have come past the barrier once more
+    return look_up(index);
+  }
+
+  __device__ __forceinline__ void copy_q(const FwdItem& item, bool is_read) {
+    if (warp == 0) {
+      Barrier& full = s.q_full[q_place.stage];
+      s.q_empty[q_place.stage].wait(q_place.phase ^ 1);
+      __syncwarp();
+      if (lane == 0) {
+        if (is_read) {
+          full.arrive_and_expect(T::kTileQ * sizeof(typename T::Element));
+          load_tile<T::kBlockM, T::kPanels, T::kPanelCols>(p.q, full, cute::TMA::CacheHintSm90::EVICT_FIRST,
+                                                           s.q + q_place.stage * T::kTileQ, item.m_block * T::kBlockM,
+                                                           item.head, item.batch);
+        } else {
+          full.arrive();
+        }
+      }
+      __syncwarp();
+    }
+    q_place.advance();
+  }
+
+  // The first `keys` keys of a tile; zeros for the others that are computed. may_be_short: it is the last of several.
+  __device__ __forceinline__ void copy_tile(const char* from, uint32_t row_stride, typename T::Element* tiles,
+                                            Barrier* full, Barrier* empty, RingPlace<T::kStages>& place, int key,
+                                            int keys, bool may_be_short) {
+    const int width = may_be_short ? T::tile_width(keys) : T::kBlockN;
+    wait_until_free(empty[place.stage], place.phase ^ 1);
+    const uint32_t to = smem_u32(tiles) + place.stage * T::kTileBytes + row * 128 + ((chunk ^ (row % T::kChunks)) * 16);
+#pragma unroll
+    for (int pass = 0; pass < T::kPasses; ++pass) {
+      if (pass * T::kPassKeys < width) {
+        const uint32_t position = __shfl_sync(0xffffffffu, key, 4 * pass + lane / T::kChunks);
+        const char* const at = from + static_cast<uint64_t>(position) * row_stride;
+        const bool exists = pass * T::kPassKeys + row < keys;
+#pragma unroll
+        for (int panel = 0; panel < T::kPanels; ++panel) {
+          const bool has_columns = panel * T::kPanelCols + chunk * 8 < p.head_dim;
+          copy_async(to + pass * T::kPassKeys * 128 + panel * T::kPanelBytes, at + panel * 128, exists && has_columns,
+                     policy);
+        }
+      }
+    }
+    say_when_copied(full[place.stage]);
+    place.advance();
+  }
+
+  // --- saying that copies are there --------------------------------------------------------------------------------
+
+  // The first way lets the copies say so themselves. The second needs a thread that has waited for them: it does so
+  // after it has started the next tile's, or when it has nothing else to do.
+  __device__ __forceinline__ void say_when_copied(Barrier& full) {
+    if constexpr (T::kFence == ProxyFence::kProducer) {
+      cute::cp_async_fence();
+      if (unsaid != nullptr) {
+        cute::cp_async_wait<1>();
+        cutlass::arch::fence_view_async_shared();
+        unsaid->arrive();
+      }
+      unsaid = &full;
+    } else {
+      full.arrive_when_copied();
+    }
+  }
+  __device__ __forceinline__ void say_all() {
+    if constexpr (T::kFence == ProxyFence::kProducer) {
+      if (unsaid == nullptr) return;
+      cute::cp_async_wait<0>();
+      cutlass::arch::fence_view_async_shared();
+      unsaid->arrive();
+      unsaid = nullptr;
+    }
+  }
+  __device__ __forceinline__ void wait_until_free(Barrier& empty, int phase) {
+    if constexpr (T::kFence == ProxyFence::kProducer) {
+      if (__any_sync(0xffffffffu, !empty.is_past(phase))) say_all();
+    }
+    empty.wait(phase);
+  }
+
+  // --- facts of keys -----------------------------------------------------------------------------------------------
+
+  // Of this thread's key of tile n.
+  __device__ __forceinline__ void read_facts(const Work& work, int n, int key, bool partial, KeyInterval& interval,
+                                             float& bias) const {
+    if (own >= T::kBlockN || n * T::kBlockN + own >= work.count) return;
+    if (partial) {
+      if (work.end != nullptr) {
+        interval = {key, __ldg(work.end + key) - key};
+      } else {
+        interval = {p.is_causal ? key : 0, INT_MAX};
+      }
+    }
+    if constexpr (T::kBias) {
+      constexpr bool kIsBf16 = std::is_same_v<typename T::Element, cutlass::bfloat16_t>;
+      const int64_t base =
+          work.item.batch * p.bias.batch_stride + (work.item.head / p.bias.head_ratio) * p.bias.head_stride;
+      bias = load_bias(p.bias, base + key * p.bias.col_stride, kIsBf16);
+    }
+  }
+  __device__ __forceinline__ void write_facts(const KeyInterval& interval, float bias) {
+    // What the consumers wait for next may not have been said yet.
+    wait_until_free(s.facts_empty[facts_place.stage], facts_place.phase ^ 1);
+    if (own < T::kBlockN) {
+      s.intervals[facts_place.stage][own] = make_uint2(interval.begin, interval.length);
+      if constexpr (T::kBias) s.bias[facts_place.stage][own] = bias;
+    }
+    s.facts_full[facts_place.stage].arrive();
+    facts_place.advance();
+  }
+};
+
+}  // namespace dmattn::sm90

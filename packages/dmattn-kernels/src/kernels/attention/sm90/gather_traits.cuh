@@ -1,0 +1,76 @@
+// Shapes, layouts and the shared memory of the Hopper forward kernel over lists of keys.
+#pragma once
+
+#include "fwd_traits.cuh"
+
+namespace dmattn::sm90 {
+
+// K and V are written to shared memory by ordinary threads (the generic proxy) and read by matrix instructions (the
+// async proxy). Who puts the fence between them.
+enum class ProxyFence {
+  kNone,      // nobody: what is common practice, though PTX promises nothing
+  kConsumer,  // every thread that starts a product, after it has waited for the copies
+  kProducer,  // every thread that copies, once its copies are there, before it says so
+};
+
+template <class Element, int kHeadDim, bool kBias_, int kBlockN, int kStages, ProxyFence kFence_, bool kShortTail_,
+          int kProducerRegisters_>
+struct GatherTraits : FwdTraits<Element, kHeadDim, 2, kBlockN, kStages> {
+  using Base = FwdTraits<Element, kHeadDim, 2, kBlockN, kStages>;
+  static constexpr bool kBias = kBias_;  // a number is added to the logits of each key
+  static constexpr ProxyFence kFence = kFence_;
+  static constexpr bool kShortTail = kShortTail_;  // the last tile of a list may have 32 or 64 keys
+  // 128 * (2 * kConsumerRegisters + kProducerRegisters) fits the 65536 of an SM.
+  static constexpr int kProducerRegisters = kProducerRegisters_;
+  static constexpr int kConsumerRegisters = (512 - kProducerRegisters) / 16 * 8;
+
+  static constexpr int kChunks = 8;                    // 16 bytes each, of a row of a panel
+  static constexpr int kPassKeys = 128 / kChunks;      // keys that the producer's threads copy side by side
+  static constexpr int kPasses = kBlockN / kPassKeys;  // ... and how often, for a tile
+  static constexpr int kPanelBytes = kBlockN * 128;    // of K or V of a stage
+  static constexpr int kTileBytes = Base::kTileK * sizeof(Element);
+  static_assert(Base::kPanelCols == 64 && kBlockN % kPassKeys == 0 && kBlockN <= 128);
+
+  // Keys of the last tile of a list that are computed, for so many that it has.
+  static constexpr int kTail = 32, kLongTail = 64 < kBlockN ? 64 : kBlockN;
+  static __device__ __forceinline__ int tile_width(int keys) {
+    if constexpr (kShortTail) {
+      if (keys <= kTail) return kTail;
+      if (keys <= kLongTail) return kLongTail;
+    }
+    return kBlockN;
+  }
+  template <int kKeys>
+  using TailMma = decltype(cute::make_tiled_mma(
+      cute::GMMA::ss_op_selector<Element, Element, float, cute::Shape<Int<Base::kBlockM>, Int<kKeys>, Int<kHeadDim>>>(),
+      typename Base::Warpgroups{}));
+
+  static constexpr int kQStages = 2, kFactStages = 2;
+  using LayoutQs = decltype(cute::tile_to_shape(typename Base::template Atom<cute::GMMA::Major::K>{},
+                                                cute::Shape<Int<Base::kBlockM>, Int<kHeadDim>, Int<kQStages>>{}));
+  // An item as the producer announces it.
+  struct Announced {
+    int32_t index;  // items and more: there is none
+    int32_t count;  // entries of the list that any row sees
+    int32_t full;   // ... of them the first that all rows see
+    int32_t unused;
+  };
+  struct Shared {
+    alignas(1024) Element q[kQStages * Base::kTileQ];  // and the output on its way out
+    alignas(1024) Element k[kStages * Base::kTileK];
+    alignas(1024) Element v[kStages * Base::kTileK];
+    // Of the keys of a tile: the positions that see it (a KeyInterval), and what is added to its logits.
+    alignas(16) uint2 intervals[kFactStages][kBlockN];
+    alignas(16) float bias[kFactStages][kBias ? kBlockN : 4];
+    alignas(16) Announced item[2];
+    Barrier q_full[kQStages], q_empty[kQStages];
+    Barrier k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
+    Barrier facts_full[kFactStages], facts_empty[kFactStages];
+    Barrier item_full[2], item_empty[2];
+    int32_t next_item[2];
+  };
+  static constexpr uint32_t kSmemBytes = sizeof(Shared) + 1024;  // the base need not be aligned as the tiles must be
+  static_assert(kSmemBytes <= 232448);
+};
+
+}  // namespace dmattn::sm90
