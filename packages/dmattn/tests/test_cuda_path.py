@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from dmattn import DynamicMaskCache, select_keys
-from dmattn.backends import sinks
+from dmattn.backends import registry, sinks
 from dmattn.backends.cuda import CudaBackend, kernels
 from dmattn.backends.cuda import attention as cuda
 from dmattn.backends.cuda import cache as cuda_cache
@@ -296,6 +296,25 @@ def test_sinks_change_what_the_kernels_return(recorder: Recorder) -> None:
     forward, backward = recorder.calls
     assert backward["lse"] == view(lse) and backward["lse_rest"] == view(rest)
     assert forward["out"] == backward["out"] == view(out)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+@pytest.mark.parametrize("rows", [1, 7])
+def test_dbias_of_rows_beside_sinks(recorder: Recorder, heads: int, rows: int) -> None:
+    """The kernels would take dlse for it, which leaves out what goes to the sinks."""
+    q, dout = torch.randn(2, 7, 4, 8), torch.randn(2, 7, 4, 8)
+    k, v = torch.randn(2, 5, 2, 8), torch.randn(2, 5, 2, 8)
+    sink = torch.tensor([0.5, -torch.inf, 3.0, 0.0])
+    bias, dlse = torch.randn(1, heads, rows, 1), torch.randn(2, 4, 7)
+    # Seven rows over five keys: the first two keep none.
+    problem = Problem(q, k, v, None, bias, sink, softmax_scale=0.5, is_causal=True)
+    results = sinks.forward(registry.named("cpu"), problem)
+    needs = Needs(True, False, False, True)
+    expected = sinks.backward(registry.named("cpu"), problem, results, dout, dlse, needs).bias
+    found = cuda.backward(problem, results, dout, dlse, needs).bias
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    (call,) = recorder.calls
+    assert call["dbias"] is None and call["dq"] is not None
 
 
 @pytest.mark.parametrize("causal", [False, True])

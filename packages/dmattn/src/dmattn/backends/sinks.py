@@ -10,6 +10,9 @@ Its backward starts from out and lse: given out' and lse', the probabilities exp
 those beside a sink, and its gradients are right as they are. What is left is
 
     dsink = sum over rows of exp(sink - lse') * (dlse' - sum over head_dim of dout * out')
+
+and, where a backend takes it that the dlogits of a row sum to dlse', which holds without a sink, the
+gradient of a bias that is the same for all keys: `bias_gradient_of_rows`.
 """
 
 import math
@@ -64,17 +67,40 @@ def _beside_sinks(results: Results, sinks: Tensor) -> Results:
     return Results(out, lse, rest)
 
 
+def bias_gradient_of_rows(
+    problem: Problem, results: Results, dout: Tensor, dlse: Tensor | None
+) -> Tensor:
+    """dbias for a bias of one column beside sinks, in the shape and dtype of the bias.
+
+    All the dlogits of a row, that of the sink among them, sum to dlse.
+    """
+    sinks, bias = problem.sinks, problem.bias
+    assert sinks is not None and bias is not None
+    by_row = -_gradient_of_rows(sinks, results, dout, dlse)
+    if dlse is not None:
+        by_row += dlse.masked_fill(results.lse == -math.inf, 0.0)
+    heads = bias.shape[1]
+    if heads > 1:  # those of the keys stand for groups of query heads
+        by_row = by_row.unflatten(1, (heads, -1)).sum(2)
+    return by_row[..., None].sum_to_size(bias.shape).to(bias.dtype)
+
+
 def _gradient(sinks: Tensor, results: Results, dout: Tensor, dlse: Tensor | None) -> Tensor:
-    """(H,), of results beside sinks. A row with lse = -inf has none, as if it kept nothing."""
+    """(H,), of results beside sinks."""
+    by_row = _gradient_of_rows(sinks, results, dout, dlse)
+    by_head = by_row.transpose(0, -2).flatten(1).sum(1)
+    return by_head.to(sinks.dtype)
+
+
+def _gradient_of_rows(sinks: Tensor, results: Results, dout: Tensor, dlse: Tensor | None) -> Tensor:
+    """As lse, what each row has for its sink; nothing where lse = -inf, as if it kept nothing."""
     out, lse, _ = results
     exact = _exact_lse(results)
     weight = (sinks.to(exact.dtype)[:, None] - exact).exp_()
     dlogit = -(dout.to(lse.dtype) * out).sum(-1).transpose(-1, -2)
     if dlse is not None:
         dlogit += dlse
-    by_row = (weight * dlogit).masked_fill_(lse == -math.inf, 0.0)
-    by_head = by_row.transpose(0, -2).flatten(1).sum(1)
-    return by_head.to(sinks.dtype)
+    return (weight * dlogit).masked_fill_(lse == -math.inf, 0.0)
 
 
 def _has_rest(results: Results) -> bool:

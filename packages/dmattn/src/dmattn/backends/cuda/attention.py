@@ -6,6 +6,7 @@ This is the path of every training step and decoded token, so the host work per 
 import torch
 from torch import Tensor
 
+from dmattn.backends import sinks
 from dmattn.backends.cuda.kernels import check_device, launch, load_kernels, view, views
 from dmattn.checks import HEAD_DIM_MULTIPLE
 from dmattn.key_lists import Selection, without_spare_lists
@@ -84,6 +85,10 @@ def backward(
         for grad in grads[:4]:
             grad.zero_()
         return grads
+    dbias_of_rows = None
+    if needs.bias and _takes_dlse_for_dbias(problem):
+        dbias_of_rows = sinks.bias_gradient_of_rows(problem, results, dout, dlse)
+        needs = needs._replace(bias=False)
     # As forward made them, unless a compiler moved them.
     out, lse = results.out.contiguous(), results.lse.contiguous()
     rest = results.lse_rest
@@ -130,7 +135,18 @@ def backward(
             g[..., :head_dim].contiguous() if need else g
             for g, need in zip((dq, dk, dv), needs, strict=False)
         )
-    return Gradients(dq, dk, dv, dbias)
+    return Gradients(dq, dk, dv, dbias if dbias_of_rows is None else dbias_of_rows)
+
+
+def _takes_dlse_for_dbias(problem: Problem) -> bool:
+    """Whether the kernels would take dlse for the gradient of the bias where it is not, for sinks."""
+    bias = problem.bias
+    return (
+        problem.sinks is not None
+        and problem.packing is None
+        and bias is not None
+        and bias.shape[-1] == 1
+    )
 
 
 def _lists(problem: Problem) -> Selection | None:
