@@ -21,6 +21,7 @@ from dmattn.dispatch import select
 from dmattn.key_lists import Selection, larger, num_blocks
 from dmattn.selection import key_only_mask
 from dmattn.validation import (
+    can_be_read,
     check_int,
     check_same_device,
     check_shape,
@@ -317,11 +318,6 @@ def check_starts(cu_seqlens: Any, device: torch.device) -> Tensor:
     if can_be_read(bounds) and bool((bounds.diff() < 0).any()):
         raise ValueError("cu_seqlens: got boundaries that fall, wanted ones that never do")
     return bounds.to(device, torch.int64, non_blocking=True)
-
-
-def can_be_read(t: Tensor) -> bool:
-    """Whether the host can look at the values without waiting for a device."""
-    return t.is_cpu and not torch.compiler.is_compiling()
 
 
 def _with_heads(t: Tensor, batch: int, heads: int) -> Tensor:

@@ -19,7 +19,6 @@ from dmattn.key_state import (
     KeyState,
     Wanted,
     best_of,
-    can_be_read,
     check_starts,
     check_state,
     counted,
@@ -29,6 +28,7 @@ from dmattn.key_state import (
 )
 from dmattn.problem import Problem
 from dmattn.selection import key_only_mask
+from dmattn.validation import can_be_read
 
 
 class Stretch(NamedTuple):
