@@ -42,9 +42,20 @@ class Block(nn.Module):
         self.mlp = SwiGLU(config.width)
 
     def forward(
-        self, x: Tensor, rotary: tuple[Tensor, Tensor], cache: DynamicMaskCache | None
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        cache: DynamicMaskCache | None,
+        real: Tensor | None,
+        slots: Tensor | None,
     ) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), position_embeddings=rotary, cache=cache)
+        x = x + self.attention(
+            self.attention_norm(x),
+            attention_mask=real,
+            position_embeddings=rotary,
+            cache=cache,
+            slots=slots,
+        )
         x = x + self.mlp(self.mlp_norm(x))
         return x
 
@@ -75,16 +86,28 @@ class BytesLM(nn.Module):
         """One for each layer, to generate text with; in half precision if called so."""
         return [layer.make_cache(batch) for layer in self.attention_layers()]
 
-    def forward(self, tokens: Tensor, caches: list[DynamicMaskCache] | None = None) -> Tensor:
-        """With caches, under torch.no_grad: tokens go on from those that the caches have seen."""
+    def forward(
+        self,
+        tokens: Tensor,
+        caches: list[DynamicMaskCache] | None = None,
+        real: Tensor | None = None,
+        slots: Tensor | None = None,
+    ) -> Tensor:
+        """With caches, under torch.no_grad: tokens go on from those that the caches have seen.
+
+        real: bool (B, S), False for tokens that are none and stand behind the others.
+        slots: int64 (B,), which sequences of the caches these are; all when None.
+        """
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         if caches is not None:
             # On the device like the rest, so that a CUDA graph of a step stays right.
-            positions = positions + caches[0].seen[:, None]
+            seen = caches[0].seen
+            seen = seen if slots is None else seen.index_select(0, slots)
+            positions = positions + seen[:, None]
         rotary = rotary_embedding(positions, self.head_dim)
         x = self.embedding(tokens)
         for number, block in enumerate(self.blocks):
-            x = block(x, rotary, None if caches is None else caches[number])
+            x = block(x, rotary, None if caches is None else caches[number], real, slots)
         return F.linear(self.norm(x), self.embedding.weight)  # the head is the embedding
 
 
