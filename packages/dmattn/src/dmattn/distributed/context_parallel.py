@@ -5,6 +5,7 @@ ranks exchange these, whatever the length of the sequence, and each attends to [
 its stretch, its stretch] as if that were all. Every rank does the same work.
 """
 
+import zlib
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, overload
 
@@ -16,7 +17,7 @@ from dmattn.arguments import check_scores, check_window_size, checked_problem
 from dmattn.distributed import operators
 from dmattn.distributed.groups import Group, Ranks, agree, process_group, ranks_of
 from dmattn.functional import flash_dmattn_func
-from dmattn.key_lists import BLOCK_ROWS, check_boundaries, smaller
+from dmattn.key_lists import BLOCK_ROWS, smaller
 from dmattn.problem import Problem
 from dmattn.selection import (
     KeySelection,
@@ -40,7 +41,7 @@ class _Given(NamedTuple):
     score: Tensor  # (B, N, S)
     window_size: int
     cu_seqlens: Tensor | None  # int32, of the whole sequence, on the device of the problem
-    total: int | None  # tokens that cu_seqlens speak of, where the host knows it
+    known_bounds: list[int] | None  # the same where the host may read them
 
 
 @overload
@@ -178,12 +179,14 @@ def _agreed(group: dist.ProcessGroup, arguments: tuple[Any, ...]) -> tuple[_Give
         "softmax_scale": problem.softmax_scale,
         "softcap": problem.softcap,
         "deterministic": problem.deterministic,
-        "last of cu_seqlens": given.total,
     }
+    bounds = given.known_bounds
+    if bounds is not None:
+        facts["cu_seqlens (checksum)"] = zlib.crc32(str(bounds).encode())
     lengths = [there["_seqlen"] for there in agree(group, facts)]
-    if given.total is not None and given.total != sum(lengths):
+    if bounds is not None and bounds[-1] != sum(lengths):
         raise ValueError(
-            f"cu_seqlens: got {given.total} as the last one, wanted {sum(lengths)}, the tokens of "
+            f"cu_seqlens: got {bounds[-1]} as the last one, wanted {sum(lengths)}, the tokens of "
             f"all ranks: {' + '.join(map(str, lengths))}"
         )
     return given, lengths
@@ -221,8 +224,8 @@ def _checked(
     problem, score = _same_heads(problem, _masked(problem.bias[:, :, 0], attn_mask, problem))
     if cu_seqlens is None:
         return _Given(problem, score, window_size, None, None)
-    bounds, total = _whole_bounds(cu_seqlens, score.device)
-    return _Given(problem, score, window_size, bounds, total)
+    bounds, known = _whole_bounds(cu_seqlens, score.device)
+    return _Given(problem, score, window_size, bounds, known)
 
 
 _DENSE_WAY = (
@@ -272,16 +275,15 @@ def _repeated(t: Tensor, heads: int, dim: int) -> Tensor:
     return t.repeat_interleave(heads // t.shape[dim], dim)
 
 
-def _whole_bounds(cu_seqlens: Any, device: torch.device) -> tuple[Tensor, int | None]:
-    """The boundaries as int32 on a device, and the last of them where the host may read it."""
+def _whole_bounds(cu_seqlens: Any, device: torch.device) -> tuple[Tensor, list[int] | None]:
+    """The boundaries as int32 on a device, and on the host where that may read them."""
     if isinstance(cu_seqlens, Tensor):
         stays = cu_seqlens.is_cuda and cu_seqlens.device == device
         if stays or torch.compiler.is_compiling():
             check_boundary_tensor(cu_seqlens)
             return to_int32(cu_seqlens, 2**31 - 2).to(device), None
     bounds = read_boundaries(cu_seqlens, None)
-    check_boundaries(bounds, None)
-    return torch.tensor(bounds, dtype=torch.int32).to(device, non_blocking=True), bounds[-1]
+    return torch.tensor(bounds, dtype=torch.int32).to(device, non_blocking=True), bounds
 
 
 def _needs(given: _Given) -> list[bool]:

@@ -28,7 +28,7 @@ _WANTED = (
     "dimensions, or None for all processes"
 )
 _CPU = torch.device("cpu")
-_MESSAGE_BYTES = 2048
+_MESSAGE_BYTES = 4096
 _ERRORS: dict[str, type[Exception]] = {"TypeError": TypeError, "ValueError": ValueError}
 # For groups that cannot carry tensors of the CPU: the group, and one that can, by the group's name.
 _host_groups: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
@@ -126,8 +126,7 @@ def _as_message(facts: Mapping[str, Any], error: Exception | None) -> bytes:
     if error is None:
         return json.dumps({"facts": dict(facts)}).encode()
     kind = next((name for name, kind in _ERRORS.items() if isinstance(error, kind)), "ValueError")
-    # Not ASCII becomes six bytes a character at most.
-    text = str(error)[: _MESSAGE_BYTES // 8]
+    text = str(error)[: _MESSAGE_BYTES // 8]  # six bytes a character where it is not ASCII
     return json.dumps({"kind": kind, "error": text}).encode()
 
 
