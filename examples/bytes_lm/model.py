@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bytes_lm.config import Config
+from bytes_lm.parallel import Ranks
 from bytes_lm.text import VOCABULARY
 from dmattn import DynamicMaskCache
 from dmattn.modules import DynamicMaskAttention, rotary_embedding
@@ -42,9 +43,18 @@ class Block(nn.Module):
         self.mlp = SwiGLU(config.width)
 
     def forward(
-        self, x: Tensor, rotary: tuple[Tensor, Tensor], cache: DynamicMaskCache | None
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        cache: DynamicMaskCache | None,
+        ranks: Ranks | None,
     ) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), position_embeddings=rotary, cache=cache)
+        x = x + self.attention(
+            self.attention_norm(x),
+            position_embeddings=rotary,
+            cache=cache,
+            group=None if ranks is None else ranks.group,
+        )
         x = x + self.mlp(self.mlp_norm(x))
         return x
 
@@ -75,16 +85,26 @@ class BytesLM(nn.Module):
         """One for each layer, to generate text with; in half precision if called so."""
         return [layer.make_cache(batch) for layer in self.attention_layers()]
 
-    def forward(self, tokens: Tensor, caches: list[DynamicMaskCache] | None = None) -> Tensor:
-        """With caches, under torch.no_grad: tokens go on from those that the caches have seen."""
+    def forward(
+        self,
+        tokens: Tensor,
+        caches: list[DynamicMaskCache] | None = None,
+        ranks: Ranks | None = None,
+    ) -> Tensor:
+        """With caches, under torch.no_grad: tokens go on from those that the caches have seen.
+
+        With ranks: tokens are this rank's stretch of sequences that all of them hold together.
+        """
         positions = torch.arange(tokens.shape[1], device=tokens.device)
+        if ranks is not None:
+            positions = positions + ranks.rank * tokens.shape[1]
         if caches is not None:
             # On the device like the rest, so that a CUDA graph of a step stays right.
             positions = positions + caches[0].seen[:, None]
         rotary = rotary_embedding(positions, self.head_dim)
         x = self.embedding(tokens)
         for number, block in enumerate(self.blocks):
-            x = block(x, rotary, None if caches is None else caches[number])
+            x = block(x, rotary, None if caches is None else caches[number], ranks)
         return F.linear(self.norm(x), self.embedding.weight)  # the head is the embedding
 
 
