@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dmattn.cache import DynamicMaskCache
+from dmattn.cache_checks import check_slots
 from dmattn.checks import MAX_HEAD_DIM
 from dmattn.functional import flash_dmattn_func
 from dmattn.modules.linear import Float32Linear
@@ -190,6 +191,7 @@ class DynamicMaskAttention(nn.Module):
         attention_mask: Tensor | None = None,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         cache: DynamicMaskCache | None = None,
+        slots: Tensor | None = None,
         group: "Group" = None,
     ) -> Tensor:
         """Attend within each sequence.
@@ -206,8 +208,10 @@ class DynamicMaskAttention(nn.Module):
             position_embeddings: (cos, sin) from `rotary_embedding`, to share them between layers;
                 in place of positions.
             cache: for generating text, from `make_cache`, of this layer alone. While it is empty
-                hidden_states is a prompt, which fills it; after that, the next tokens, one or a
-                few. Tokens at padding are not put in. Under torch.no_grad only.
+                hidden_states is a prompt, which fills it; after that, the next tokens, any number
+                of them. Tokens at padding are not put in. Under torch.no_grad only.
+            slots: int32 or int64 (B,), with a cache of more sequences: which entries of its batch
+                these are, as in `DynamicMaskCache`.
             group: ranks that hold contiguous stretches of the sequences, of equal length, this one
                 S tokens of each, as for `dmattn.distributed.context_parallel_attention`; None: the
                 sequences are whole. For causal layers with a window. Positions that are not given
@@ -225,7 +229,9 @@ class DynamicMaskAttention(nn.Module):
         """
         self._check_hidden_states(hidden_states)
         if cache is not None:
-            self._check_cache(cache, hidden_states.shape[0])
+            self._check_cache(cache, None if slots is not None else hidden_states.shape[0])
+        elif slots is not None:
+            raise ValueError("slots: got a tensor without a cache, wanted None")
         if group is not None:
             self._check_group(cache)
         attention_mask = _token_mask(attention_mask, hidden_states, cache)
@@ -236,7 +242,9 @@ class DynamicMaskAttention(nn.Module):
         if self.rope_theta is not None:
             if position_embeddings is None:
                 if positions is None:
-                    positions = _next_positions(hidden_states, attention_mask, cache, group)
+                    positions = _next_positions(hidden_states, attention_mask, cache, slots)
+                    if group is not None:
+                        positions = positions + _tokens_before(hidden_states, group)
                 position_embeddings = rotary_embedding(positions, self.head_dim, self.rope_theta)
             cos, sin = position_embeddings
             query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
@@ -246,7 +254,14 @@ class DynamicMaskAttention(nn.Module):
             out = self._attend(query, key, value, score, attention_mask, group)
         else:
             out = attend_through_cache(
-                query, key, value, score, cache, softcap=self.softcap, key_mask=attention_mask
+                query,
+                key,
+                value,
+                score,
+                cache,
+                softcap=self.softcap,
+                key_mask=attention_mask,
+                slots=slots,
             )
         projected: Tensor = self.o_proj(out.flatten(2))
         return projected
@@ -353,10 +368,12 @@ class DynamicMaskAttention(nn.Module):
             window_size=window,
         )
 
-    def _check_cache(self, cache: Any, batch: int) -> None:
+    def _check_cache(self, cache: Any, batch: int | None) -> None:
+        """`batch`: that of the cache, None for any."""
         if not isinstance(cache, DynamicMaskCache):
             raise TypeError(f"cache: got {describe(cache)}, wanted a DynamicMaskCache or None")
         window = cache.capacity if self.window_size is None else self.window_size
+        batch = cache.k.shape[0] if batch is None else batch
         wanted = (batch, window, self.num_score_heads, self.head_dim)
         found = (cache.k.shape[0], cache.window_size, cache.k.shape[2], cache.k.shape[3])
         fits = all(n == m for n, m in zip(found, wanted, strict=True)) and self.is_causal
@@ -445,19 +462,25 @@ def _next_positions(
     hidden_states: Tensor,
     attention_mask: Tensor | None,
     cache: DynamicMaskCache | None,
-    group: "Group",
+    slots: Tensor | None,
 ) -> Tensor:
-    """(S,) or (B, S): counted on from the tokens that the cache has seen, or ranks before hold."""
+    """(S,) or (B, S): counted on from the tokens that the cache has seen."""
     positions = torch.arange(hidden_states.shape[1], device=hidden_states.device)
-    if group is not None:
-        from dmattn.distributed.groups import ranks_of
-
-        return positions + ranks_of(group).rank * hidden_states.shape[1]
     if cache is None:
         return positions
     if attention_mask is not None:
         positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
-    return positions + cache.seen[:, None]
+    seen = cache.seen
+    if slots is not None:
+        seen = seen.index_select(0, check_slots(slots, len(seen), seen.device))
+    return positions + seen[:, None]
+
+
+def _tokens_before(hidden_states: Tensor, group: "Group") -> int:
+    """Held by the ranks before this one."""
+    from dmattn.distributed.groups import ranks_of
+
+    return ranks_of(group).rank * hidden_states.shape[1]
 
 
 def _normalize(norm: nn.Module, x: Tensor) -> Tensor:
