@@ -29,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dmattn import flash_dmattn_func
-from dmattn.distributed import context_parallel_attention, exchange
+from dmattn.distributed import context_parallel_attention, groups
 
 Step = Callable[[], list[Tensor]]
 
@@ -133,11 +133,14 @@ class Bench:
         return {name: statistics.median(found) for name, found in times.items()}
 
     def compare(self) -> dict[str, Any]:
-        """How far this rank's results are from those of the whole sequence, and those from themselves
-        when computed twice: both as a part of their norm."""
+        """How far this rank's results are from those of the whole sequence on one device.
+
+        As a part of their norm, beside the same of a second run on one device.
+        """
         names = ("out", "dq", "dk", "dv", "dbias")
-        once, mine = self.alone(), self.together()
-        again = self.alone()
+        once, mine, again = (
+            [t.detach() for t in step()] for step in (self.alone, self.together, self.alone)
+        )
         found: dict[str, Any] = {}
         for name, whole, twice, own in zip(names, once, again, mine, strict=True):
             expected = self.part(whole).float()
@@ -162,7 +165,7 @@ def gathered(value: Any) -> list[Any]:
 @contextmanager
 def counting(sent: list[tuple[str, int]]) -> Iterator[None]:
     """Notes the bytes that each collective of the exchange sends to other ranks."""
-    gather, to_all, others = exchange.all_gather, dist.all_to_all_single, dist.get_world_size() - 1
+    gather, to_all, others = groups.all_gather, dist.all_to_all_single, dist.get_world_size() - 1
 
     def all_gather(into: Tensor, own: Tensor, **named: Any) -> Any:
         sent.append(("all-gather", own.nbytes * others))
@@ -173,11 +176,11 @@ def counting(sent: list[tuple[str, int]]) -> Iterator[None]:
         sent.append(("all-to-all", (sum(splits) - splits[dist.get_rank()]) * own.itemsize))
         return to_all(into, own, **named)
 
-    exchange.all_gather, dist.all_to_all_single = all_gather, all_to_all  # type: ignore[assignment]
+    groups.all_gather, dist.all_to_all_single = all_gather, all_to_all  # type: ignore[assignment]
     try:
         yield
     finally:
-        exchange.all_gather, dist.all_to_all_single = gather, to_all
+        groups.all_gather, dist.all_to_all_single = gather, to_all
 
 
 def nvlink_bytes(device: torch.device) -> int | None:

@@ -222,9 +222,7 @@ def train_as_one_of(arguments: argparse.Namespace, ranks: Ranks) -> dict[str, An
     device = choose_device(arguments.device)
     config = choose_config(arguments, device)
     check_stretches(config, ranks)
-    _, histories = train_paths(
-        arguments.mask_path, read_text(config), config, device, False, ranks
-    )
+    _, histories = train_paths(arguments.mask_path, read_text(config), config, device, False, ranks)
     history = histories[arguments.mask_path]
     return {
         "config": asdict(config),
@@ -266,7 +264,9 @@ def train_and_report(arguments: argparse.Namespace, ranks: Ranks | None) -> dict
     entropy = unigram_entropy(text.heldout)
     describe(text, entropy, config, device)
     if ranks is not None:
-        print(f"ranks      {ranks.size}, each with {config.length // ranks.size} bytes of a context")
+        print(
+            f"ranks      {ranks.size}, each with {config.length // ranks.size} bytes of a context"
+        )
     model, histories = train_paths(
         arguments.mask_path, text, config, device, not arguments.no_progress, ranks
     )

@@ -38,7 +38,8 @@ class Ranks:
         """All ranks hold all weights: each takes the mean of what the ranks found for them."""
         grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
         means = self.mean(torch.cat([grad.flatten() for grad in grads]))
-        for grad, mean in zip(grads, means.split([grad.numel() for grad in grads]), strict=True):
+        parts = torch.split(means, [grad.numel() for grad in grads])
+        for grad, mean in zip(grads, parts, strict=True):
             grad.copy_(mean.view_as(grad))
 
 

@@ -11,6 +11,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -252,12 +254,8 @@ def attend(
 
 
 def expect(kind: type[Exception], words: str, call: Callable[[], object]) -> None:
-    try:
+    with pytest.raises(kind, match=re.escape(words)):
         call()
-    except kind as error:
-        assert words in str(error), str(error)
-    else:
-        raise AssertionError(f"nothing was raised, wanted {kind.__name__}: {words}")
 
 
 @case

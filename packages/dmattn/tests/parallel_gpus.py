@@ -2,10 +2,10 @@
 
     torchrun --nproc-per-node 2 packages/dmattn/tests/parallel_gpus.py
 
-For machines with several GPUs, which the suites do not ask for. Prints a line for each case: how far
-output and gradients are from those of one GPU, as a part of their norm, and the same for a second
-run on one GPU, whose sums are added in another order. Fails where a difference is larger than
-rounding to bfloat16 explains.
+For machines with several GPUs, which the suites do not ask for. Prints a line for each case: how
+far output and gradients are from those of one GPU, as a part of their norm, and the same for a
+second run on one GPU, whose sums are added in another order. Fails where a difference is larger
+than rounding to bfloat16 explains.
 """
 
 import os
@@ -120,6 +120,7 @@ def function(device: torch.device, ranks: int) -> None:
 
 def layer(device: torch.device, ranks: int) -> None:
     """FSDP2 and activation checkpointing, in bfloat16 by autocast."""
+
     def make() -> DynamicMaskAttention:
         torch.manual_seed(2)
         made = DynamicMaskAttention(256, 8, 4, window_size=WINDOW, device=device)

@@ -144,8 +144,9 @@ def context_parallel_attention(
     ranks = ranks_of(group)
     settings = {"softmax_scale": softmax_scale, "softcap": softcap, "deterministic": deterministic}
     arguments = (query, key, value, attn_bias, window_size, attn_mask, cu_seqlens, settings)
+    lengths: list[int] = []
     if torch.compiler.is_compiling():
-        given, lengths = _checked(*arguments), []
+        given = _checked(*arguments)
     else:
         given, lengths = _agreed(process_group(group), arguments)
     problem = given.problem
@@ -159,7 +160,7 @@ def context_parallel_attention(
         is_causal=True,
         softcap=problem.softcap,
         deterministic=problem.deterministic,
-        return_lse=return_lse,  # type: ignore[call-overload]
+        return_lse=return_lse,
         selection=selection,
     )
 
@@ -205,9 +206,7 @@ def _checked(
     window_size = check_window_size(window_size)
     scores = check_scores(attn_bias)
     bias = scores.unsqueeze(2) if scores.dim() == 3 else scores
-    problem = checked_problem(
-        query, key, value, None, bias, sinks=None, is_causal=True, **settings
-    )
+    problem = checked_problem(query, key, value, None, bias, sinks=None, is_causal=True, **settings)
     seqlen = problem.k.shape[1]
     if problem.q.shape[1] != seqlen:
         raise ValueError(
@@ -325,8 +324,9 @@ def _with_start_state(
     # the last ones.
     every = select_keys(score, window, cu_seqlens=bounds)
     skip = operators.front(width) // BLOCK_ROWS
-    lists = (t[:, :, skip:].contiguous() for t in (every.idx, every.count, every.full))
-    selection = KeySelection(every.end, *lists, window, True, operators.front(width))
+    idx, counts, full = (t[:, :, skip:].contiguous() for t in (every.idx, every.count, every.full))
+    before = operators.front(width)
+    selection = KeySelection(every.end, idx, counts, full, window, True, before)
     return k, v, score, selection
 
 

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dmattn.distributed.groups import all_gather
+from dmattn.distributed import groups
 from dmattn.distributed.rows import Rows, take
 from dmattn.ops.selection import select_keys
 
@@ -45,7 +45,7 @@ class Place(NamedTuple):
 
 
 class Borders(NamedTuple):
-    """Where documents begin that cross the borders of this rank's stretch; int64 (), on the device."""
+    """Where the documents at both ends of this rank's stretch begin; int64 (), on the device."""
 
     first: Tensor  # the document of the first token
     last: Tensor  # the document of the last token
@@ -101,7 +101,7 @@ class Sending(NamedTuple):
 def start_gather(place: Place, own: Tensor) -> Sending:
     """Send uint8 (B, N, m, R) to all ranks: (P, B, N, m, R)."""
     everybody = own.new_empty((place.size, *own.shape))
-    work = all_gather(everybody.view(-1), own.view(-1), group=place.group, async_op=True)
+    work = groups.all_gather(everybody.view(-1), own.view(-1), group=place.group, async_op=True)
     return Sending(everybody, own, work)
 
 
@@ -126,9 +126,7 @@ def pick_gathered(
     return pick(layout, rows, score, window)
 
 
-def pick(
-    layout: Rows, rows: Tensor, score: Tensor, window: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def pick(layout: Rows, rows: Tensor, score: Tensor, window: int) -> tuple[Tensor, Tensor, Tensor]:
     """The best of (B, N, L) rows by score (B, N, L); returns as `pick_gathered`."""
     places, at = best(score, window)
     chosen = score.gather(2, at).masked_fill(places == score.shape[2], -torch.inf)
@@ -149,7 +147,7 @@ def start_return(place: Place, drows: Tensor, places: Tensor, count: int) -> Sen
     """
     batch, heads, _, nbytes = drows.shape
     back = scattered(drows, places, place.size * count)[:, :, : place.rank * count]
-    back = back.unflatten(2, (place.rank, count)).permute(2, 0, 1, 3, 4).contiguous()
+    back = back.view(batch, heads, place.rank, count, nbytes).permute(2, 0, 1, 3, 4).contiguous()
     later = place.size - 1 - place.rank
     received = drows.new_empty((later, batch, heads, count, nbytes))
     one = batch * heads * count * nbytes
@@ -225,28 +223,22 @@ def scan(
         distance = 2**number
         theirs = shift(place, upto, distance)
         by = place.rank - distance
-        score, border = _score(layout, theirs), place.ends[by] if by >= 0 else 0
-
-        def seen(start: Tensor | None, score: Tensor = score, border: int = border) -> Tensor:
-            if border == 0:
-                return without(score, False)
-            return score if start is None else without(score, start < border)
-
+        border = place.ends[by] if by >= 0 else 0
         first, last = (None, None) if borders is None else borders
+        seen, theirs_upto = (
+            _seen(_score(layout, theirs), border, document) for document in (first, last)
+        )
         old = own if before is None else before
         before, before_score, places = pick(
-            layout,
-            torch.cat((theirs, old), 2),
-            torch.cat((seen(first), before_score), 2),
-            width,
+            layout, torch.cat((theirs, old), 2), torch.cat((seen, before_score), 2), width
         )
         upto, upto_score, upto_places = pick(
-            layout, torch.cat((theirs, upto), 2), torch.cat((seen(last), upto_score), 2), width
+            layout, torch.cat((theirs, upto), 2), torch.cat((theirs_upto, upto_score), 2), width
         )
-        layout.parts(upto)[-1][..., 0] = upto_score
+        _score(layout, upto).copy_(upto_score)
         all_places += [places, upto_places]
     assert before is not None
-    return before, before_score, torch.stack(all_places).unflatten(0, (-1, 2))
+    return before, before_score, torch.stack(all_places).view(-1, 2, *own.shape[:3])
 
 
 def scan_back(place: Place, layout: Rows, drows: Tensor, all_places: Tensor) -> list[Tensor]:
@@ -274,6 +266,19 @@ def scan_back(place: Place, layout: Rows, drows: Tensor, all_places: Tensor) -> 
         before = layout.pack([part[:, :, width:] for part in parts_before])
         upto = layout.pack(mine)
     return [_wide(part) for part in layout.parts(upto)]
+
+
+def _seen(score: Tensor, border: int, document: Tensor | None) -> Tensor:
+    """Scores of keys that lie before `border`, as they count for tokens of a document behind it.
+
+    Args:
+        score: (B, N, L).
+        border: the first token behind the keys; 0 where there are none.
+        document: int64 (), where the document begins; None: with the sequence.
+    """
+    if border == 0:
+        return without(score, False)
+    return score if document is None else without(score, document < border)
 
 
 def _score(layout: Rows, rows: Tensor) -> Tensor:

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _resolve_process_group
 
 from dmattn.validation import describe
 
@@ -63,6 +63,7 @@ def process_group(group: Any) -> dist.ProcessGroup:
             "group: got a call before torch.distributed was initialised, wanted "
             "torch.distributed.init_process_group() first"
         )
+    found: Any
     if group is None:
         found = dist.group.WORLD
     elif isinstance(group, DeviceMesh):
@@ -85,7 +86,8 @@ def process_group(group: Any) -> dist.ProcessGroup:
 
 def by_name(name: str) -> dist.ProcessGroup:
     """The process group of this name, by which operators know it."""
-    group: dist.ProcessGroup = _resolve_process_group(name)  # type: ignore[arg-type, unused-ignore]
+    resolve: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined, unused-ignore]
+    group: dist.ProcessGroup = resolve(name)
     return group
 
 
@@ -145,7 +147,7 @@ def _host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     known = _host_groups.get(group.group_name)
     if known is not None and known[0] is group:
         return known[1]
-    made = dist.new_group(
+    made: dist.ProcessGroup = dist.new_group(
         dist.get_process_group_ranks(group),
         timeout=timeout(group),
         backend="gloo",
@@ -160,6 +162,6 @@ def _carries_cpu(group: dist.ProcessGroup) -> bool:
 
 
 def timeout(group: dist.ProcessGroup) -> Any:
-    """How long the collectives of a group wait for its ranks, as datetime.timedelta; None: default."""
+    """How long collectives of a group wait for a rank: a datetime.timedelta, or None if unknown."""
     backend = group._get_backend(group._device_types[0])
     return getattr(getattr(backend, "options", None), "_timeout", None)

@@ -182,7 +182,7 @@ def _own_state(
     count: int,
     borders: Borders | None,
 ) -> tuple[Tensor, Tensor]:
-    """The state of this rank's stretch: int64 (B, N, m), the keys in it, S for none; and its rows."""
+    """The state of this rank's stretch: which keys, int64 (B, N, m), S for none; and their rows."""
     k, v, score = keys
     batch, heads, seqlen = score.shape
     if seqlen == 0:
@@ -298,9 +298,7 @@ def _join_backward(
 
 def _packed_front(layout: Rows, needed: list[Tensor], width: int) -> Tensor:
     """uint8 (B, N, W + 1, R): the gradients of the start state, and a row of zeros."""
-    parts = [
-        t[:, :width].transpose(1, 2) if t.dim() == 4 else t[..., :width, None] for t in needed
-    ]
+    parts = [t[:, :width].transpose(1, 2) if t.dim() == 4 else t[..., :width, None] for t in needed]
     batch, heads = parts[0].shape[:2]
     rows = parts[0].new_zeros((batch, heads, width + 1, layout.nbytes), dtype=torch.uint8)
     for to, part in zip(layout.parts(rows[:, :, :width]), parts, strict=True):
@@ -352,9 +350,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Joined) -> None:
 def _gradients(ctx: Any, dk: Tensor, dv: Tensor, dscore: Tensor, *_: Any) -> tuple[Any, ...]:
     own, places = ctx.saved_tensors
     needs = ctx.settings[-2]
-    found = torch.ops.dmattn.join_start_state_backward(
-        dk, dv, dscore, own, places, *ctx.settings
-    )
+    found = torch.ops.dmattn.join_start_state_backward(dk, dv, dscore, own, places, *ctx.settings)
     grads = (grad if need else None for grad, need in zip(found, needs, strict=True))
     return (*grads, *[None] * (1 + len(ctx.settings)))
 

@@ -480,7 +480,8 @@ def _tokens_before(hidden_states: Tensor, group: "Group") -> int:
     """Held by the ranks before this one."""
     from dmattn.distributed.groups import ranks_of
 
-    return ranks_of(group).rank * hidden_states.shape[1]
+    rank: int = ranks_of(group).rank
+    return rank * hidden_states.shape[1]
 
 
 def _normalize(norm: nn.Module, x: Tensor) -> Tensor:
