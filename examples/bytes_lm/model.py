@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bytes_lm.config import Config
+from bytes_lm.parallel import Ranks
 from bytes_lm.text import VOCABULARY
 from dmattn import DynamicMaskCache
 from dmattn.modules import DynamicMaskAttention, rotary_embedding
@@ -48,6 +49,7 @@ class Block(nn.Module):
         cache: DynamicMaskCache | None,
         real: Tensor | None,
         slots: Tensor | None,
+        ranks: Ranks | None,
     ) -> Tensor:
         x = x + self.attention(
             self.attention_norm(x),
@@ -55,6 +57,7 @@ class Block(nn.Module):
             position_embeddings=rotary,
             cache=cache,
             slots=slots,
+            group=None if ranks is None else ranks.group,
         )
         x = x + self.mlp(self.mlp_norm(x))
         return x
@@ -92,13 +95,17 @@ class BytesLM(nn.Module):
         caches: list[DynamicMaskCache] | None = None,
         real: Tensor | None = None,
         slots: Tensor | None = None,
+        ranks: Ranks | None = None,
     ) -> Tensor:
         """With caches, under torch.no_grad: tokens go on from those that the caches have seen.
 
         real: bool (B, S), False for tokens that are none and stand behind the others.
         slots: int64 (B,), which sequences of the caches these are; all when None.
+        ranks: whose tokens are this one's stretch of sequences that all of them hold together.
         """
         positions = torch.arange(tokens.shape[1], device=tokens.device)
+        if ranks is not None:
+            positions = positions + ranks.rank * tokens.shape[1]
         if caches is not None:
             # On the device like the rest, so that a CUDA graph of a step stays right.
             seen = caches[0].seen
@@ -107,7 +114,8 @@ class BytesLM(nn.Module):
         rotary = rotary_embedding(positions, self.head_dim)
         x = self.embedding(tokens)
         for number, block in enumerate(self.blocks):
-            x = block(x, rotary, None if caches is None else caches[number], real, slots)
+            cache = None if caches is None else caches[number]
+            x = block(x, rotary, cache, real, slots, ranks)
         return F.linear(self.norm(x), self.embedding.weight)  # the head is the embedding
 
 
