@@ -20,6 +20,10 @@ fourth file shows how far the losses are apart:
     loss_paths.png   the losses, and their differences
 
 On one GPU, with a context of 16384: --length 16384 --batch 2
+
+On several GPUs (or processes on a CPU), each with a stretch of every context:
+
+    torchrun --nproc-per-node 2 examples/train_bytes_lm.py --context-parallel
 """
 
 import argparse
@@ -36,12 +40,14 @@ from typing import Any
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from bytes_lm.config import GPU_CONFIG, Config, complaint
 from bytes_lm.device import choose_device, device_name, half_precision
 from bytes_lm.generation import continue_text
 from bytes_lm.model import BytesLM, count_parameters
+from bytes_lm.parallel import Ranks, join_ranks
 from bytes_lm.text import Text, choose_passage, load_text, unigram_entropy
 from bytes_lm.training import MASK_PATHS, History, differences, make_model, train
 
@@ -60,6 +66,11 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="select keys inside the attention, through a dense mask, or compare the two",
     )
     parser.add_argument(
+        "--context-parallel",
+        action="store_true",
+        help="spread each context over the processes that torchrun has started",
+    )
+    parser.add_argument(
         "--generate", type=int, default=160, metavar="N", help="bytes to write at the end"
     )
     parser.add_argument("--prompt", help="what they continue; held-out text unless given")
@@ -72,6 +83,10 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     if arguments.generate < 0:
         parser.error(f"--generate: got {arguments.generate}, wanted 0 or more")
+    if arguments.context_parallel and arguments.mask_path != "window":
+        parser.error(
+            f"--mask-path: got {arguments.mask_path} beside --context-parallel, wanted window"
+        )
     if arguments.prompt == "":
         parser.error("--prompt: got nothing, wanted at least one byte")
     return arguments
@@ -128,14 +143,19 @@ def describe(text: Text, entropy: float, config: Config, device: torch.device) -
 
 
 def train_paths(
-    mask_path: str, text: Text, config: Config, device: torch.device, progress: bool
+    mask_path: str,
+    text: Text,
+    config: Config,
+    device: torch.device,
+    progress: bool,
+    ranks: Ranks | None,
 ) -> tuple[BytesLM, dict[str, History]]:
     """Train along one mask path or all; the model of the first one, and what happened on each."""
     paths = MASK_PATHS if mask_path == "both" else (mask_path,)
     first = make_model(config, paths[0], device)
     with half_precision(device):
         first.make_caches(1)  # what cannot generate text shall say so before it is trained
-    histories = {paths[0]: train(first, text, config, device, progress, paths[0])}
+    histories = {paths[0]: train(first, text, config, device, progress, paths[0], ranks)}
     for path in paths[1:]:
         model = make_model(config, path, device)
         histories[path] = train(model, text, config, device, progress, path)
@@ -198,19 +218,58 @@ def write_text(model: BytesLM, prompt: Tensor, count: int) -> dict[str, Any]:
     return {"prompt": given, "text": text, "bytes_per_second": written.bytes_per_second}
 
 
+def train_as_one_of(arguments: argparse.Namespace, ranks: Ranks) -> dict[str, Any]:
+    """What ranks other than the first do: they train. Returns the configuration and losses."""
+    device = choose_device(arguments.device)
+    config = choose_config(arguments, device)
+    check_stretches(config, ranks)
+    _, histories = train_paths(arguments.mask_path, read_text(config), config, device, False, ranks)
+    history = histories[arguments.mask_path]
+    return {
+        "config": asdict(config),
+        "heldout_bits": history.heldout,
+        "train_bits": history.train,
+    }
+
+
+def check_stretches(config: Config, ranks: Ranks) -> None:
+    if config.length % ranks.size != 0:
+        raise SystemExit(
+            f"--length: got {config.length}, wanted a multiple of {ranks.size}, the number of "
+            "processes that share a context"
+        )
+
+
 def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Train, write the files, and return what metrics.json holds."""
     arguments = parse_arguments(argv)
+    if not arguments.context_parallel:
+        return train_and_report(arguments, None)
+    ranks = join_ranks(choose_device(arguments.device).type == "cuda")
+    try:
+        run = train_and_report if ranks.rank == 0 else train_as_one_of
+        return run(arguments, ranks)
+    finally:
+        dist.destroy_process_group()
+
+
+def train_and_report(arguments: argparse.Namespace, ranks: Ranks | None) -> dict[str, Any]:
     device = choose_device(arguments.device)
     config = choose_config(arguments, device)
+    if ranks is not None:
+        check_stretches(config, ranks)
     output: Path = arguments.output_dir
     make_folder(output)
 
     text = read_text(config)
     entropy = unigram_entropy(text.heldout)
     describe(text, entropy, config, device)
+    if ranks is not None:
+        print(
+            f"ranks      {ranks.size}, each with {config.length // ranks.size} bytes of a context"
+        )
     model, histories = train_paths(
-        arguments.mask_path, text, config, device, progress=not arguments.no_progress
+        arguments.mask_path, text, config, device, not arguments.no_progress, ranks
     )
     passage = choose_passage(text.heldout, min(config.length, 2048)).to(device)
     pictures = draw(output, model, histories, passage, config, entropy)
@@ -232,6 +291,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         "heldout_bits": history.heldout,
         "train_bits": history.train,
         "mask_path": arguments.mask_path,
+        "ranks": 1 if ranks is None else ranks.size,
     }
     if len(histories) > 1:
         metrics["mask_paths"] = compare_paths(histories)

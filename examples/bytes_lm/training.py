@@ -11,6 +11,7 @@ from tqdm import tqdm
 from bytes_lm.config import Config
 from bytes_lm.device import clock, half_precision
 from bytes_lm.model import BytesLM
+from bytes_lm.parallel import Ranks
 from bytes_lm.text import Text, even_windows, random_starts, windows_at
 
 BITS = 1 / math.log(2)  # one nat in bits
@@ -31,24 +32,32 @@ def make_model(config: Config, mask_path: str, device: torch.device) -> BytesLM:
     return model
 
 
-def loss_nats(model: nn.Module, windows: Tensor) -> Tensor:
-    """Mean cross entropy, in nats per byte, of (B, S + 1) windows.
+def loss_nats(model: nn.Module, windows: Tensor, ranks: Ranks | None = None) -> Tensor:
+    """Mean cross entropy, in nats per byte, of (B, S + 1) windows; with ranks of this one's bytes.
 
     On a GPU the arithmetic is bfloat16 by autocast; weights and their updates stay float32.
     """
+    given, wanted = windows[:, :-1], windows[:, 1:]
+    if ranks is not None:
+        given, wanted = ranks.own(given), ranks.own(wanted)
     with half_precision(windows.device):
-        logits = model(windows[:, :-1])
+        logits = model(given, ranks=ranks)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
+    return F.cross_entropy(logits.flatten(0, 1), wanted.flatten())
 
 
 @torch.no_grad()
-def heldout_bits(model: nn.Module, windows: Tensor, batch: int) -> float:
+def heldout_bits(
+    model: nn.Module, windows: Tensor, batch: int, ranks: Ranks | None = None
+) -> float:
     """Mean loss over windows, in bits per byte."""
     model.eval()
-    losses = [loss_nats(model, part) * len(part) for part in torch.split(windows, batch)]
+    losses = [loss_nats(model, part, ranks) * len(part) for part in torch.split(windows, batch)]
     model.train()
-    return float(torch.stack(losses).sum()) / len(windows) * BITS
+    total = torch.stack(losses).sum()
+    if ranks is not None:
+        total = ranks.mean(total)
+    return float(total) / len(windows) * BITS
 
 
 @dataclass
@@ -112,8 +121,9 @@ def train(
     device: torch.device,
     progress: bool = True,
     label: str = "",
+    ranks: Ranks | None = None,
 ) -> History:
-    """Train model in place."""
+    """Train model in place; with ranks, each of them on its stretch of every context."""
     stream = text.train.to(device)
     checks = even_windows(text.heldout.to(device), 6 * config.batch, config.length)
     optimizer = make_optimizer(model, config)
@@ -126,21 +136,23 @@ def train(
     check_steps = {math.ceil(config.steps * part / 40) for part in (1, 2, *range(4, 41, 4))}
     read_every = 10 if device.type == "cuda" else 1  # reading a loss makes the host wait
     losses: list[Tensor] = []
-    heldout = [(0, heldout_bits(model, checks, config.batch))]
+    heldout = [(0, heldout_bits(model, checks, config.batch, ranks))]
     watch = Stopwatch(device)
     bar = tqdm(starts.unbind(), label, unit="step", disable=not progress, dynamic_ncols=True)
     watch.start()
     for step, places in enumerate(bar, 1):
-        loss = loss_nats(model, windows_at(stream, places, config.length))
+        loss = loss_nats(model, windows_at(stream, places, config.length), ranks)
         optimizer.zero_grad()
         torch.autograd.backward(loss)
+        if ranks is not None:
+            ranks.average_gradients(model.parameters())
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
         losses.append(loss.detach() * BITS)
         if step in check_steps:
             watch.stop()
-            heldout.append((step, heldout_bits(model, checks, config.batch)))
+            heldout.append((step, heldout_bits(model, checks, config.batch, ranks)))
             watch.start()
         if progress and step % read_every == 0:
             speed = step * config.batch * config.length / watch.read()
@@ -151,5 +163,8 @@ def train(
             )
     watch.stop()
     tokens = config.steps * config.batch * config.length
-    curve = torch.stack(losses).tolist() if losses else []
+    curve: list[float] = []
+    if losses:
+        found = torch.stack(losses)
+        curve = (found if ranks is None else ranks.mean(found)).tolist()
     return History(curve, heldout, watch.seconds, tokens / watch.seconds)

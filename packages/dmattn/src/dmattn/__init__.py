@@ -3,6 +3,7 @@
 from dmattn.backends.registry import get_available_backends
 from dmattn.cache import DynamicMaskCache
 from dmattn.functional import explain, flash_dmattn_func, flash_dmattn_func_auto
+from dmattn.key_state import KeyState
 from dmattn.modules import DynamicMaskAttention
 from dmattn.scoring import key_scores
 from dmattn.selection import KeySelection, packed_documents, select_keys, sliding_window
@@ -15,6 +16,7 @@ __all__ = [
     "DynamicMaskAttention",
     "DynamicMaskCache",
     "KeySelection",
+    "KeyState",
     "create_mask",
     "dynamic_mask",
     "explain",

@@ -7,27 +7,39 @@ tokens of the prompt, H query heads, HK key/value heads, D head dimension.
 
 import math
 import weakref
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 import dmattn.ops.cache  # noqa: F401 - registers the operators
 from dmattn.backends.cpu import cache as cpu
 from dmattn.backends.cuda import cache as cuda
+from dmattn.cache_blocks import Block
+from dmattn.cache_checks import (
+    check_cache_device,
+    check_cache_head_dim,
+    check_cache_input,
+    check_entry_dtype,
+    check_places,
+    check_slots,
+    size_of,
+)
+from dmattn.cache_fill import all_keys, fill_of, last_row_keys
 from dmattn.cache_state import CacheTensors, CacheTokens
-from dmattn.checks import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, check_last_stride
+from dmattn.checks import check_last_stride
 from dmattn.dispatch import is_plain_call
 from dmattn.functional import flash_dmattn_func
 from dmattn.selection import KeySelection, select_keys
 from dmattn.validation import (
+    can_be_read,
     check_bool,
     check_dtype,
     check_int,
     check_number,
     check_optional_tensor,
     check_same_device,
-    check_shape,
     check_tensor,
     check_tensor_dtype,
     describe,
@@ -35,18 +47,10 @@ from dmattn.validation import (
     one_of,
 )
 
-_HALF = (torch.float16, torch.bfloat16)
-_DTYPES = {"cuda": _HALF, "cpu": (*_HALF, torch.float32, torch.float64)}
-_DTYPES["meta"] = _DTYPES["cpu"]
-
-
-class _Fill(NamedTuple):
-    """What a prompt puts into the first entries of a cache."""
-
-    k: Tensor  # (B, room, HK, D)
-    v: Tensor  # as k
-    score: Tensor  # (B, HK, room)
-    position: Tensor  # (B, HK, room)
+# Up to this many tokens go through the decode kernel, one after the other, 0.043 ms each for 8
+# sequences over 2048 keys on an H200; more of them attend at once, which copies the cache first.
+# The benchmark's cases "append of 4", "8" and "16" time both ways.
+FEW_TOKENS = 8
 
 
 class DynamicMaskCache:
@@ -57,6 +61,12 @@ class DynamicMaskCache:
     selects its `window_size` best keys anew. Of equal scores the later key is kept; a key of score
     NaN or -inf is not attended to. All state is on the device and changes in place, so that a CUDA
     graph can capture a step. Inference only: no gradients. Every layer needs a cache of its own.
+
+    The entries of the batch are slots, each with a sequence of its own. Methods that take `slots`,
+    int32 or int64 (n,) on the device of the cache, work on these alone, and leave the others as
+    they are; the batch of their other arguments is then n. No slot may be named twice. On CUDA,
+    where the values are not looked at, those out of range are clamped to it, and what a slot holds
+    that is named twice is one of the results.
 
     A cache can be copied (`clone`, copy.deepcopy) and saved with torch.save; torch.load takes it
     with weights_only=True, once dmattn is imported.
@@ -97,9 +107,9 @@ class DynamicMaskCache:
         self.window_size = check_int("window_size", window_size, 1)
         batch = check_int("batch", batch, 0)
         nheads_k = check_int("nheads_k", nheads_k, 1)
-        device = _check_device(device)
-        head_dim = _check_head_dim(head_dim, device)
-        dtype = _check_entry_dtype(dtype, device)
+        device = check_cache_device(device)
+        head_dim = check_cache_head_dim(head_dim, device)
+        dtype = check_entry_dtype(dtype, device)
         if check_dtype("score_dtype", score_dtype) not in (torch.float32, dtype):
             wanted = one_of(tuple(dict.fromkeys((torch.float32, dtype))))
             raise TypeError(f"score_dtype: got {score_dtype}, wanted {wanted}")
@@ -121,6 +131,7 @@ class DynamicMaskCache:
         # A CUDA graph puts tokens in without the host: from then on it has to ask.
         self._captured = False
         self._layer: weakref.ref[Any] | None = None
+        self._draft: CacheTokens | None = None  # what `peek` has seen
 
     @property
     def is_empty(self) -> bool:
@@ -140,6 +151,7 @@ class DynamicMaskCache:
         selection: KeySelection | None = None,
         lengths: Tensor | None = None,
         attn_mask: Tensor | None = None,
+        slots: Tensor | None = None,
     ) -> None:
         """Put a prompt in, in place of whatever the cache held.
 
@@ -154,29 +166,38 @@ class DynamicMaskCache:
             lengths: int (B,), 0 to S, where the prompts are shorter and padded at their end. On
                 CUDA, where their values are not looked at, others count as 0 or S.
             attn_mask: bool (B, S), False at padding, wherever that is; instead of lengths.
+            slots: which entries of the batch the prompts are for; all, in order, when None.
 
         Raises:
             TypeError, ValueError: something does not fit the cache, which is then unchanged.
         """
-        batch, _, nheads_k, head_dim = self.k.shape
-        seqlen = _size(key, 1)
+        _, entries, nheads_k, head_dim = self.k.shape
+        rows = self._check_slots(slots)
+        batch, seqlen = len(self.seen if rows is None else rows), size_of(key, 1)
         self._check("key", key, (batch, seqlen, nheads_k, head_dim), self.k.dtype)
         self._check("value", value, (batch, seqlen, nheads_k, head_dim), self.k.dtype)
         self._check("score", score, (batch, nheads_k, seqlen), self.score.dtype)
         if selection is not None:
-            self._check_selection(selection, seqlen)
-        real = self._real_tokens(lengths, attn_mask, seqlen)
+            self._check_selection(selection, batch, seqlen)
+        real = self._real_tokens(lengths, attn_mask, batch, seqlen)
         most = self._check_prompt_room(seqlen, real)
-        fill = self._chosen(key, value, score, real, self._prompt_keys(score, selection, real))
-
-        self._clear()
-        for entry, new in zip((self.k, self.v), fill[:2], strict=True):
-            entry[:, : new.shape[1]] = new
-        for entry, new in zip((self.score, self.position), fill[2:], strict=True):
-            entry[..., : new.shape[2]] = new
-        self.seen.copy_(torch.full_like(self.seen, seqlen) if real is None else real.sum(1))
-        self._most_seen = most
-        self._is_empty = seqlen == 0
+        if self.evict:
+            kept = last_row_keys(score, self.window_size, selection, real)
+        else:
+            kept = all_keys(score, real)
+        fill = fill_of(key, value, score, real, kept, entries)
+        spare = entries - fill.k.shape[1]
+        seen = self.seen.new_full((batch,), seqlen) if real is None else real.sum(1)
+        content = CacheTensors(
+            pad(fill.k, (0, 0, 0, 0, 0, spare)),
+            pad(fill.v, (0, 0, 0, 0, 0, spare)),
+            pad(fill.score, (0, spare), value=-math.inf),
+            pad(fill.position, (0, spare), value=-1),
+            seen.to(torch.int32),
+        )
+        self._write(content, rows)
+        self._most_seen = most if rows is None else max(self._most_seen, most)
+        self._is_empty = seqlen == 0 and (rows is None or self._is_empty)
 
     def append_and_attend(
         self,
@@ -187,11 +208,13 @@ class DynamicMaskCache:
         softmax_scale: float | None = None,
         softcap: float = 0.0,
         active: Tensor | None = None,
+        slots: Tensor | None = None,
     ) -> Tensor:
-        """Put a few tokens in, one after the other, and let each attend to what is then kept.
+        """Put the next tokens of each sequence in, and let each attend to what is then kept.
 
-        The time grows with the number of tokens, as each is a step of its own: right for one or a
-        few, slow for a long stretch of text, which `prefill` takes much faster.
+        Any number of tokens: up to 8 go in one after the other, by the kernel for decoding; more
+        attend at once, by the keys that each keeps of those held and of the new ones up to itself,
+        in time and memory that follow entries + T. So a prompt of any length may go in by chunks.
 
         The host does not wait for the device, but for one case: without eviction, once the tokens
         offered so far, inactive ones included, exceed the capacity, it reads `seen`.
@@ -204,6 +227,8 @@ class DynamicMaskCache:
             softcap: as in `flash_dmattn_func`; at least 0.
             active: bool (B,) or (B, T), False for tokens that are none, in batches of unequal
                 progress. They are not put in, and their output is finite and meaningless.
+            slots: which entries of the batch the tokens are for; all, in order, when None. A few
+                tokens for some slots take the time of a step of all slots.
 
         Returns:
             out (B, T, H, D).
@@ -214,48 +239,107 @@ class DynamicMaskCache:
                 which cannot raise, those that do not fit are left out.
             RuntimeError: a gradient would be needed.
         """
-        tokens = self._check_step(query, key, value, score, active)
-        if active is not None and active.dim() == 1:
-            active = active[:, None].expand(-1, tokens)
-        softcap = check_number("softcap", softcap, 0)
-        if softmax_scale is None:
-            scale = self.k.shape[3] ** -0.5
-        else:
-            scale = check_number("softmax_scale", softmax_scale)
-        if tokens == 0:
+        rows = self._check_slots(slots)
+        new, scale, softcap = self._check_step(
+            query, key, value, score, softmax_scale, softcap, active, rows
+        )
+        if query.shape[0] == 0 or query.shape[1] == 0:
             return query.new_empty(query.shape)
-        new = CacheTokens(key, value, score, active)
-        if not self.evict:
-            return self._step_over_all(query, new, scale, softcap)
-        out: Tensor | None
-        if is_plain_call(query, key, value, active, score):
-            append = cuda.append_to_cache if query.is_cuda else cpu.append_to_cache
-            out = append(new, self._tensors(), True, query, scale, softcap)
+        if query.shape[1] > FEW_TOKENS:
+            out = self._attend_at_once(query, new, scale, softcap, rows)
+        elif rows is None:
+            out = self._attend_in_turn(query, new, scale, softcap)
         else:
-            operands = (query, *new, *self._tensors())
-            out = torch.ops.dmattn.cache_append_and_attend(*operands, scale, softcap)
-        assert out is not None  # as there is a query
-        self._is_empty = False
+            new = self._for_all_slots(new, rows)
+            spread = query.new_zeros((len(self.seen), *query.shape[1:])).index_copy_(0, rows, query)
+            out = self._attend_in_turn(spread, new, scale, softcap).index_select(0, rows)
+        self._draft = None
         return out
 
-    def reorder(self, beam_idx: Tensor) -> None:
+    def peek(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        score: Tensor,
+        softmax_scale: float | None = None,
+        softcap: float = 0.0,
+    ) -> Tensor:
+        """What `append_and_attend` would return, without putting the tokens in: a draft of them.
+
+        `commit` puts the first ones in, until something else changes the cache or another draft is
+        looked at. The draft is copied. A CUDA graph that captures a commit has to have captured the
+        call of `peek` as well.
+
+        Args, Raises: as `append_and_attend`.
+
+        Returns:
+            out (B, T, H, D).
+        """
+        new, scale, softcap = self._check_step(
+            query, key, value, score, softmax_scale, softcap, None, None
+        )
+        new = CacheTokens(
+            key.detach().clone(), value.detach().clone(), score.detach().clone(), None
+        )
+        if query.shape[0] == 0 or query.shape[1] == 0:
+            out = query.new_empty(query.shape)
+        else:
+            self._note_capture(query)
+            out = self._block(new, None).attend(query, scale, softcap)
+        self._draft = new
+        return out
+
+    def commit(self, n: Tensor) -> None:
+        """Put the first tokens of the draft that `peek` saw last in, and forget the others.
+
+        Args:
+            n: int32 or int64 (B,), on the device of the cache: how many of each sequence, 0 to T.
+                On CUDA, where the values are not looked at, others count as 0 or T.
+
+        Raises:
+            TypeError, ValueError: it is none of that, there is no draft, or a cache that evicts
+                nothing has no room for so many; the cache is then unchanged.
+        """
+        check_tensor_dtype("n", check_tensor("n", n), (torch.int32, torch.int64))
+        self._check("n", n, (len(self.seen),), n.dtype)
+        if self._draft is None:
+            raise ValueError("n: got a commit without a draft, wanted one after peek")
+        tokens = self._draft.k.shape[1]
+        if can_be_read(n):
+            wrong = n[(n < 0) | (n > tokens)]
+            if wrong.numel() > 0:
+                raise ValueError(f"n: got {int(wrong[0])}, wanted 0 to {tokens}, the drafted ones")
+        active = torch.arange(tokens, device=n.device) < n[:, None]
+        new = self._draft._replace(active=active)
+        if not self.evict and not self._note_capture(n):
+            self._check_room(tokens, active, None)
+        self._put(new)
+        self._most_seen += tokens
+        self._is_empty = self._is_empty and tokens == 0
+        self._draft = None
+
+    def reorder(self, beam_idx: Tensor, slots: Tensor | None = None) -> None:
         """Make entry i of the batch a copy of what entry beam_idx[i] was, in place.
 
         Args:
             beam_idx: int64 or int32 (B,), 0 to B - 1. On CUDA, where its values are not looked at,
                 others are clamped to that. For another number of entries: `batch_select_indices`.
+            slots: make slots[i] a copy of what entry beam_idx[i] was, and leave the others alone;
+                beam_idx is then (n,).
 
         Raises:
             TypeError, ValueError: it is none of that; the cache is then unchanged.
         """
-        index = self._check_indices("beam_idx", beam_idx)
-        if index.shape[0] != len(self.seen):
+        rows, batch = self._check_slots(slots), len(self.seen)
+        index = check_places("beam_idx", beam_idx, batch, self.k.device)
+        wanted = batch if rows is None else len(rows)
+        if index.shape[0] != wanted:
             raise ValueError(
-                f"beam_idx: got shape {tuple(index.shape)}, wanted ({len(self.seen)},); "
+                f"beam_idx: got shape {tuple(index.shape)}, wanted ({wanted},); "
                 "batch_select_indices changes the number of sequences"
             )
-        for t in self._tensors():
-            t.copy_(t.index_select(0, index))
+        self._write(self._content(index), rows)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these entries of the batch, in this order; each may occur any number of times.
@@ -268,8 +352,8 @@ class DynamicMaskCache:
         Raises:
             TypeError, ValueError: it is none of that; the cache is then unchanged.
         """
-        index = self._check_indices("indices", indices)
-        self._replace([t.index_select(0, index) for t in self._tensors()])
+        index = check_places("indices", indices, len(self.seen), self.k.device)
+        self._replace(self._content(index))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Make `repeats` neighbouring copies of each entry of the batch, as for beams.
@@ -280,22 +364,39 @@ class DynamicMaskCache:
             TypeError, ValueError: repeats is no int of at least 1.
         """
         repeats = check_int("repeats", repeats, 1)
-        self._replace([t.repeat_interleave(repeats, 0) for t in self._tensors()])
+        self._replace(CacheTensors(*[t.repeat_interleave(repeats, 0) for t in self._tensors()]))
 
-    def reset(self) -> None:
-        """Forget everything."""
-        self._clear()
-        self._layer = None
+    def reset(self, slots: Tensor | None = None) -> None:
+        """Forget everything, or what these slots hold.
+
+        Raises:
+            TypeError, ValueError: slots are none; the cache is then unchanged.
+        """
+        rows = self._check_slots(slots)
+        if rows is not None:
+            for t, empty in zip(self._tensors(), (0.0, 0.0, -math.inf, -1, 0), strict=True):
+                t.index_fill_(0, rows, empty)
+            self._draft = None
+            return
+        self.k.zero_()
+        self.v.zero_()
+        self.score.fill_(-math.inf)
+        self.position.fill_(-1)
+        self.seen.zero_()
+        self._most_seen = 0
+        self._is_empty = True
+        self._layer = self._draft = None
 
     def clone(self) -> "DynamicMaskCache":
         """A cache of its own with the same content."""
         other = object.__new__(DynamicMaskCache)
         other.__dict__.update(self.__getstate__())
-        other._replace([t.clone() for t in self._tensors()])
+        other._replace(CacheTensors(*[t.clone() for t in self._tensors()]))
         return other
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_layer": None}  # a weak reference cannot be saved
+        # A weak reference cannot be saved, and a draft belongs to the sequence that goes on here.
+        return self.__dict__ | {"_layer": None, "_draft": None}
 
     def __repr__(self) -> str:
         batch, entries, nheads_k, head_dim = self.k.shape
@@ -319,63 +420,30 @@ class DynamicMaskCache:
         if other is None:
             self._layer = weakref.ref(layer)
 
-    def _clear(self) -> None:
-        self.k.zero_()
-        self.v.zero_()
-        self.score.fill_(-math.inf)
-        self.position.fill_(-1)
-        self.seen.zero_()
-        self._most_seen = 0
-        self._is_empty = True
-
     def _tensors(self) -> CacheTensors:
         return CacheTensors(self.k, self.v, self.score, self.position, self.seen)
 
-    def _replace(self, tensors: list[Tensor]) -> None:
+    def _content(self, rows: Tensor) -> CacheTensors:
+        """What these entries of the batch hold, copied."""
+        return CacheTensors(*[t.index_select(0, rows) for t in self._tensors()])
+
+    def _replace(self, tensors: CacheTensors) -> None:
         self.k, self.v, self.score, self.position, self.seen = tensors
+        self._draft = None
 
-    def _chosen(
-        self, key: Tensor, value: Tensor, score: Tensor, real: Tensor | None, kept: Tensor
-    ) -> _Fill:
-        """The kept keys of the prompt, bool (B, HK, S), behind one another."""
-        batch, entries, nheads_k, _ = self.k.shape
-        seqlen = score.shape[2]
-        room = min(entries, seqlen)
-        places = torch.arange(seqlen, dtype=torch.int32, device=score.device).expand(batch, -1)
-        slot = (kept.cumsum(-1) - 1).masked_fill(~kept, room)
-        index = slot.new_zeros((batch, nheads_k, room + 1))
-        index.scatter_(-1, slot, places[:, None].expand(slot.shape).long())
-        index = index[..., :room]
-        if real is not None:
-            places = real.cumsum(1, dtype=torch.int32) - 1
-        empty = torch.arange(room, device=score.device) >= kept.sum(-1, keepdim=True)
-        rows, no_row = index.mT[..., None], empty.mT[..., None]
-        chosen = score.detach().gather(-1, index)
-        where = places[:, None].expand(-1, nheads_k, -1).gather(-1, index)
-        return _Fill(
-            key.detach().take_along_dim(rows, 1).masked_fill(no_row, 0.0),
-            value.detach().take_along_dim(rows, 1).masked_fill(no_row, 0.0),
-            chosen.masked_fill(empty | ~(chosen > -math.inf), -math.inf),
-            where.masked_fill(empty, -1),
-        )
-
-    def _prompt_keys(
-        self, score: Tensor, selection: KeySelection | None, real: Tensor | None
-    ) -> Tensor:
-        """bool (B, HK, S): the keys of the prompt that the next token may need."""
-        seqlen = score.shape[2]
-        if not self.evict or seqlen == 0:
-            everything = torch.ones_like(score, dtype=torch.bool)
-            return everything if real is None else everything & real[:, None]
-        if selection is None:
-            selection = select_keys(score, self.window_size, False, attn_mask=real)
-        return (selection.end >= seqlen).expand(score.shape)
+    def _write(self, content: CacheTensors, rows: Tensor | None) -> None:
+        """New content for all slots, or for those in rows (n,)."""
+        for t, new in zip(self._tensors(), content, strict=True):
+            if rows is None:
+                t.copy_(new)
+            else:
+                t.index_copy_(0, rows, new)
+        self._draft = None
 
     def _real_tokens(
-        self, lengths: Tensor | None, attn_mask: Tensor | None, seqlen: int
+        self, lengths: Tensor | None, attn_mask: Tensor | None, batch: int, seqlen: int
     ) -> Tensor | None:
         """bool (B, S), or None when all are."""
-        batch = len(self.seen)
         if attn_mask is not None:
             if lengths is not None:
                 raise ValueError("lengths: got a value beside attn_mask, wanted one of them")
@@ -386,20 +454,88 @@ class DynamicMaskCache:
         check_tensor("lengths", lengths, "a torch.Tensor or None")
         check_tensor_dtype("lengths", lengths, (torch.int32, torch.int64))
         self._check("lengths", lengths, (batch,), lengths.dtype)
-        if _can_be_read(lengths):
+        if can_be_read(lengths):
             wrong = lengths[(lengths < 0) | (lengths > seqlen)]
             if wrong.numel() > 0:
                 raise ValueError(f"lengths: got {int(wrong[0])}, wanted 0 to {seqlen}")
         return torch.arange(seqlen, device=lengths.device) < lengths[:, None]
 
+    def _attend_at_once(
+        self, query: Tensor, new: CacheTokens, scale: float, softcap: float, rows: Tensor | None
+    ) -> Tensor:
+        """Many tokens, for all slots or for those in rows."""
+        tokens = query.shape[1]
+        if not self.evict:
+            if not self._note_capture(query):
+                self._check_room(tokens, new.active, rows)
+            if self._captured:
+                new = self._within_capacity(new, rows)
+        block = self._block(new, rows)
+        out = block.attend(query, scale, softcap)
+        if self.evict:
+            self._write(block.kept(self.window_size), rows)
+        else:
+            self._put(new if rows is None else self._for_all_slots(new, rows))
+        self._most_seen += tokens
+        self._is_empty = False
+        return out
+
+    def _block(self, new: CacheTokens, rows: Tensor | None) -> Block:
+        """The tokens behind what all slots hold, or those in rows."""
+        length = self._held_length()
+        held = CacheTensors(
+            self.k[:, :length],
+            self.v[:, :length],
+            self.score[:, :, :length],
+            self.position[:, :, :length],
+            self.seen,
+        )
+        if rows is not None:
+            held = CacheTensors(*[t.index_select(0, rows) for t in held])
+        return Block.of(held, new, self.window_size, in_order=not self.evict)
+
+    def _within_capacity(self, new: CacheTokens, rows: Tensor | None) -> CacheTokens:
+        """The tokens, those inactive for which there is no room."""
+        active = new.active
+        if active is None:
+            active = torch.ones(new.k.shape[:2], dtype=torch.bool, device=new.k.device)
+        seen = self.seen if rows is None else self.seen.index_select(0, rows)
+        return new._replace(active=active & (seen[:, None] + active.cumsum(1) <= self.capacity))
+
+    def _attend_in_turn(
+        self, query: Tensor, new: CacheTokens, scale: float, softcap: float
+    ) -> Tensor:
+        """A few tokens for all slots, one after the other."""
+        if not self.evict:
+            return self._step_over_all(query, new, scale, softcap)
+        out: Tensor | None
+        if is_plain_call(query, new.k, new.v, new.active, new.score):
+            append = cuda.append_to_cache if query.is_cuda else cpu.append_to_cache
+            out = append(new, self._tensors(), True, query, scale, softcap)
+        else:
+            operands = (query, *new, *self._tensors())
+            out = torch.ops.dmattn.cache_append_and_attend(*operands, scale, softcap)
+        assert out is not None  # as there is a query
+        self._is_empty = False
+        return out
+
+    def _for_all_slots(self, new: CacheTokens, rows: Tensor) -> CacheTokens:
+        """Tokens for the slots in rows as tokens for all slots, inactive ones for the others."""
+        active = new.active
+        if active is None:
+            active = torch.ones(new.k.shape[:2], dtype=torch.bool, device=new.k.device)
+        batch = len(self.seen)
+        given = (new.k, new.v, new.score.detach(), active)
+        return CacheTokens(
+            *[t.new_zeros((batch, *t.shape[1:])).index_copy_(0, rows, t) for t in given]
+        )
+
     def _step_over_all(
         self, query: Tensor, new: CacheTokens, scale: float, softcap: float
     ) -> Tensor:
         """Append to a cache that keeps everything; each token attends to its best keys."""
-        capturing = query.is_cuda and torch.cuda.is_current_stream_capturing()
-        self._captured |= capturing
-        if not capturing:
-            self._check_room(new)
+        if not self._note_capture(query):
+            self._check_room(query.shape[1], new.active, None)
         before, done, outs = (self._most_seen, self._is_empty), 0, []
         try:
             for t in range(query.shape[1]):
@@ -413,21 +549,36 @@ class DynamicMaskCache:
             raise
         return torch.cat(outs, dim=1) if len(outs) > 1 else outs[0]
 
+    def _note_capture(self, t: Tensor) -> bool:
+        """Whether a CUDA graph captures this call, which the cache remembers."""
+        capturing = t.is_cuda and torch.cuda.is_current_stream_capturing()
+        self._captured |= capturing
+        return capturing
+
+    def _held_length(self) -> int:
+        """How many of the entries may hold keys, as far as the host knows."""
+        return (
+            self.capacity if self.evict or self._captured else min(self.capacity, self._most_seen)
+        )
+
     def _put_last(self, new: CacheTokens, t: int) -> None:
         """Token t behind those that its sequence has."""
         now = slice(t, t + 1)
         active = None if new.active is None else new.active[:, now]
-        token = CacheTokens(new.k[:, now], new.v[:, now], new.score[:, :, now].detach(), active)
-        if is_plain_call(*token):
-            append = cuda.append_to_cache if token.k.is_cuda else cpu.append_to_cache
-            append(token, self._tensors(), False)
-        else:
-            torch.ops.dmattn.cache_append(*token, *self._tensors(), False)
+        self._put(CacheTokens(new.k[:, now], new.v[:, now], new.score[:, :, now].detach(), active))
         self._most_seen += 1
+
+    def _put(self, new: CacheTokens) -> None:
+        """Tokens into all slots, without attention."""
+        if is_plain_call(*new):
+            append = cuda.append_to_cache if new.k.is_cuda else cpu.append_to_cache
+            append(new, self._tensors(), self.evict)
+        else:
+            torch.ops.dmattn.cache_append(*new, *self._tensors(), self.evict)
 
     def _attend_to_best(self, query: Tensor, scale: float, softcap: float) -> Tensor:
         """Attention of one token per sequence, (B, 1, H, D), to the best keys of all held ones."""
-        length = self.capacity if self._captured else min(self.capacity, self._most_seen)
+        length = self._held_length()
         k, v, score = self.k[:, :length], self.v[:, :length], self.score[:, :, :length]
         selection = None
         if length > self.window_size:
@@ -456,11 +607,20 @@ class DynamicMaskCache:
         self.position.masked_fill_(gone[:, None], -1)
 
     def _check_step(
-        self, query: Tensor, key: Tensor, value: Tensor, score: Tensor, active: Tensor | None
-    ) -> int:
-        """The number of tokens; raises for tensors that do not fit."""
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        score: Tensor,
+        softmax_scale: Any,
+        softcap: Any,
+        active: Tensor | None,
+        rows: Tensor | None,
+    ) -> tuple[CacheTokens, float, float]:
+        """The tokens and the numbers to attend with; raises for what does not fit."""
         batch, _, nheads_k, head_dim = self.k.shape
-        tokens, nheads = _size(query, 1), _size(query, 2)
+        batch = batch if rows is None else len(rows)
+        tokens, nheads = size_of(query, 1), size_of(query, 2)
         self._check("query", query, (batch, tokens, nheads, head_dim), self.k.dtype)
         self._check("key", key, (batch, tokens, nheads_k, head_dim), self.k.dtype)
         self._check("value", value, (batch, tokens, nheads_k, head_dim), self.k.dtype)
@@ -473,21 +633,31 @@ class DynamicMaskCache:
         if active is not None:
             shape = (batch,) if active.dim() == 1 else (batch, tokens)
             self._check("active", active, shape, torch.bool)
+            if active.dim() == 1:
+                active = active[:, None].expand(-1, tokens)
         if torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value, score)):
             raise RuntimeError(
                 "DynamicMaskCache: got tensors that require gradients, wanted "
                 "torch.no_grad(): decoding has none"
             )
-        return tokens
+        softcap = check_number("softcap", softcap, 0)
+        if softmax_scale is None:
+            scale = head_dim**-0.5
+        else:
+            scale = check_number("softmax_scale", softmax_scale)
+        return CacheTokens(key, value, score, active), scale, softcap
 
-    def _check_room(self, new: CacheTokens) -> None:
+    def _check_room(self, tokens: int, active: Tensor | None, rows: Tensor | None) -> None:
         """Raise if a sequence would have more tokens than a cache without eviction can hold."""
-        tokens = new.k.shape[1]
         if not self._captured and self._most_seen + tokens <= self.capacity:
             return
         # The host counts padding and inactive tokens as well: the device knows better.
-        more = torch.full_like(self.seen, tokens) if new.active is None else new.active.sum(1)
-        counts = torch.stack([self.seen.to(more.dtype), more])
+        more = self.seen.new_full((len(self.seen if rows is None else rows),), tokens)
+        if active is not None:
+            more = active.sum(1, dtype=torch.int32)
+        if rows is not None:
+            more = torch.zeros_like(self.seen).index_copy_(0, rows, more)
+        counts = torch.stack([self.seen, more])
         held, coming = max(zip(*counts.tolist(), strict=True), key=sum, default=(0, 0))
         if held + coming > self.capacity:
             raise self._no_room(coming, held)
@@ -508,12 +678,12 @@ class DynamicMaskCache:
             f"{self.capacity} in all"
         )
 
-    def _check_selection(self, selection: Any, seqlen: int) -> None:
+    def _check_selection(self, selection: Any, batch: int, seqlen: int) -> None:
         if not isinstance(selection, KeySelection):
             raise TypeError(
                 f"selection: got {describe(selection)}, wanted a dmattn.KeySelection or None"
             )
-        batch, nheads_k, _ = self.score.shape
+        nheads_k = self.score.shape[1]
         shape = selection.end.shape
         fits = is_one_or(shape[0], batch) and is_one_or(shape[1], nheads_k) and shape[2] == seqlen
         if not fits or selection.window_size != self.window_size:
@@ -524,84 +694,12 @@ class DynamicMaskCache:
             )
         check_same_device("selection", selection.end, self.k.device, "the cache")
 
-    def _check_indices(self, name: str, given: Any) -> Tensor:
-        """Places in the batch, int (N,), of which none leads outside."""
-        index = check_tensor(name, given)
-        check_tensor_dtype(name, index, (torch.int64, torch.int32))
-        check_same_device(name, index, self.k.device, "the cache")
-        batch = len(self.seen)
-        if index.dim() != 1 or (batch == 0 and len(index) > 0):
-            wanted = "(N,)" if batch > 0 else "(0,)"
-            raise ValueError(f"{name}: got shape {tuple(index.shape)}, wanted {wanted}")
-        if _can_be_read(index):
-            wrong = index[(index < 0) | (index >= batch)]
-            if wrong.numel() > 0:
-                raise ValueError(f"{name}: got {int(wrong[0])}, wanted 0 to {batch - 1}")
-            return index
-        return index.clamp(0, max(0, batch - 1))
+    def _check_slots(self, slots: Any) -> Tensor | None:
+        """int64 (n,), or None for all."""
+        return None if slots is None else check_slots(slots, len(self.seen), self.k.device)
 
     def _check(self, name: str, t: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        """Raise for a tensor that does not fit; quick for one that does, as each step calls it."""
-        if (
-            isinstance(t, Tensor)
-            and t.layout is torch.strided
-            and not t.is_nested
-            and t.dtype == dtype
-            and t.shape == shape
-            and t.device == self.k.device
-        ):
-            return
-        check_tensor(name, t)
-        check_tensor_dtype(name, t, (dtype,), self._autocast_hint(t, dtype))
-        check_shape(name, t, shape)
-        check_same_device(name, t, self.k.device, "the cache")
-
-    def _autocast_hint(self, t: Tensor, dtype: torch.dtype) -> str:
-        """What may be behind keys of another dtype than the cache's."""
-        if dtype != self.k.dtype or t.device.type not in ("cuda", "cpu"):
-            return ""
-        if torch.is_autocast_enabled(t.device.type):
-            return ", the dtype of the cache; under torch.autocast, make the cache under it as well"
-        if dtype in _HALF and t.dtype == torch.float32:
-            return ", the dtype of the cache; one made under torch.autocast serves calls under it"
-        return ", the dtype of the cache"
-
-
-def _size(t: Any, dim: int) -> int:
-    """Of a (B, tokens, heads, D) tensor; the checks to come name whatever else it is."""
-    return t.shape[dim] if isinstance(t, Tensor) and not t.is_nested and t.dim() == 4 else 1
-
-
-def _can_be_read(t: Tensor) -> bool:
-    """Whether the host can look at the values without waiting for a device."""
-    return t.is_cpu and not torch.compiler.is_compiling()
-
-
-def _check_device(device: Any) -> torch.device:
-    wanted = "a torch.device or its name, of cuda or the CPU"
-    try:
-        found = torch.device(device)
-    except (TypeError, RuntimeError):
-        raise TypeError(f"device: got {describe(device)}, wanted {wanted}") from None
-    if found.type not in _DTYPES:
-        raise ValueError(f"device: got {device}, wanted {wanted}")
-    return found
-
-
-def _check_head_dim(head_dim: Any, device: torch.device) -> int:
-    head_dim = check_int("head_dim", head_dim, 1)
-    if head_dim > MAX_HEAD_DIM:
-        raise ValueError(f"head_dim: got {head_dim}, wanted 1 to {MAX_HEAD_DIM}")
-    if device.type == "cuda" and head_dim % HEAD_DIM_MULTIPLE:
-        raise ValueError(f"head_dim: got {head_dim}, wanted a multiple of 8 on CUDA")
-    return int(head_dim)
-
-
-def _check_entry_dtype(dtype: Any, device: torch.device) -> torch.dtype:
-    if check_dtype("dtype", dtype) not in _DTYPES[device.type]:
-        where = "CUDA" if device.type == "cuda" else "the CPU"
-        raise TypeError(f"dtype: got {dtype}, wanted {one_of(_DTYPES[device.type])} on {where}")
-    return dtype  # type: ignore[no-any-return]  # just checked
+        check_cache_input(name, t, shape, dtype, self.k)
 
 
 # The state of a cache is tensors and numbers: torch.load may take it with weights_only=True.

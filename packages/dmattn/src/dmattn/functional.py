@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, overload
 
 import torch
@@ -19,10 +19,13 @@ from dmattn.kept_keys import (
     leading_rows,
     without_leading_rows,
 )
+from dmattn.key_state import KeyState
 from dmattn.problem import Problem, lse_dtype, lse_of_no_key, with_one_head_dim
 from dmattn.reference import reference_attention
 from dmattn.selection import KeySelection
 from dmattn.slow_paths import slow_paths
+from dmattn.stretches import Stretch, checked_stretch
+from dmattn.validation import check_bool
 
 
 @overload
@@ -43,6 +46,9 @@ def flash_dmattn_func(
     selection: KeySelection | None = None,
     sinks: Tensor | None = None,
     return_attn_probs: Literal[False] = False,
+    state: KeyState | None = None,
+    return_state: Literal[False] = False,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
 ) -> Tensor: ...
 
 
@@ -64,6 +70,9 @@ def flash_dmattn_func(
     selection: KeySelection | None = None,
     sinks: Tensor | None = None,
     return_attn_probs: Literal[False] = False,
+    state: KeyState | None = None,
+    return_state: Literal[False] = False,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -85,6 +94,9 @@ def flash_dmattn_func(
     selection: KeySelection | None = None,
     sinks: Tensor | None = None,
     return_attn_probs: bool = False,
+    state: KeyState | None = None,
+    return_state: bool = False,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
 ) -> Any: ...  # Tensor, or tuple of two or three
 
 
@@ -105,6 +117,9 @@ def flash_dmattn_func(
     selection: KeySelection | None = None,
     sinks: Tensor | None = None,
     return_attn_probs: bool = False,
+    state: KeyState | None = None,
+    return_state: bool = False,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
 ) -> Any:
     """Softmax attention with a mask, a bias, or both, neither expanded nor padded.
 
@@ -158,16 +173,28 @@ def flash_dmattn_func(
         return_attn_probs: also return the probabilities, for testing. They are computed apart, in
             float64 and with memory of Sq * Sk per head, and carry no gradient. Beside sinks they do
             not add up to 1.
+        state: what `return_state` gave for the tokens before these, to attend to a long sequence
+            stretch by stretch: the rows attend to the keys of the state and to their own stretch,
+            exactly as in the whole sequence, forward and backward. None at its beginning. Needs
+            window_size, is_causal, one score per key, and no attn_mask with rows; then Sq is at
+            most Sk, and row i stands at position i + Sk - Sq of the stretch. Its keys are copied
+            in front of key and value, and lists choose among w + Sk keys.
+        return_state: also return the `KeyState` behind this stretch.
+        cu_seqlens: int32 or int64, on any device, or a sequence of ints, never falling: where
+            documents begin and end, counted from the first token of the whole sequence (by the
+            tokens that the state has seen), alike for all rows of the batch. Keys are chosen, and
+            seen, within their document. Boundaries that lie in other stretches say nothing here.
+            Needs what `state` needs, and Sq = Sk.
 
     Under torch.autocast for the device of query, query, key and value are cast to its dtype (but
     those of float64), and so is attn_bias unless it is float32. The arithmetic stays in float32.
     Finite operands may still give INF or NaN where their dot products exceed float32.
 
     Returns:
-        out (B, Sq, H, Dv), contiguous, in the dtype of query. With return_lse or return_attn_probs
-        a tuple of out and what was asked for, in this order: lse (B, H, Sq) with the natural
-        logarithm, differentiable, and probabilities (B, H, Sq, Sk); both float32, or float64 for
-        float64 inputs.
+        out (B, Sq, H, Dv), contiguous, in the dtype of query. With return_lse, return_attn_probs
+        or return_state a tuple of out and what was asked for, in this order: lse (B, H, Sq) with
+        the natural logarithm, differentiable, and probabilities (B, H, Sq, Sk), both float32, or
+        float64 for float64 inputs; and the `KeyState`.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
@@ -177,7 +204,7 @@ def flash_dmattn_func(
             missing or of another version, or the GPU is older than sm_80), or second or
             forward-mode derivatives are asked for.
     """
-    problem, _ = _checked_problem(
+    (problem, _), stretch = _checked_call(
         query,
         key,
         value,
@@ -185,18 +212,26 @@ def flash_dmattn_func(
         attn_bias,
         window_size,
         selection,
+        state,
+        return_state,
+        cu_seqlens,
         sinks=sinks,
         softmax_scale=softmax_scale,
         is_causal=is_causal,
         softcap=softcap,
         deterministic=deterministic,
     )
+    if return_attn_probs and state is not None:
+        raise ValueError("return_attn_probs: got True beside state, wanted False")
     out, lse = _attend(problem, backend)
-    if not (return_lse or return_attn_probs):
+    if not (return_lse or return_attn_probs or return_state):
         return out
-    result: tuple[Tensor, ...] = (out, lse) if return_lse else (out,)
+    result: tuple[Any, ...] = (out, lse) if return_lse else (out,)
     if return_attn_probs:
         result = (*result, _probabilities(problem))
+    if return_state:
+        assert stretch is not None
+        result = (*result, stretch.state_behind(problem))
     return result
 
 
@@ -217,7 +252,7 @@ def explain(*arguments: Any, **options: Any) -> str:
     named = dict(given.arguments)
     wanted = named.pop("backend")
     del named["return_lse"], named["return_attn_probs"]
-    problem, slow = _checked_problem(**named)
+    (problem, slow), _ = _checked_call(**named)
     return registry.explain(with_one_head_dim(problem), wanted, (*slow, *slow_paths(problem)))
 
 
@@ -243,7 +278,12 @@ def flash_dmattn_func_auto(backend: str | None = None) -> Callable[..., Any]:
     return functools.partial(flash_dmattn_func, backend=backend)
 
 
-def _checked_problem(
+def _checked_problem(*arguments: Any, **settings: Any) -> Kept:
+    """`_checked_call` for a sequence that is whole."""
+    return _checked_call(*arguments, **settings)[0]
+
+
+def _checked_call(
     query: Any,
     key: Any,
     value: Any,
@@ -251,9 +291,21 @@ def _checked_problem(
     attn_bias: Any,
     window_size: Any,
     selection: Any,
+    state: Any = None,
+    return_state: Any = False,
+    cu_seqlens: Any = None,
     **settings: Any,
-) -> Kept:
-    """What the arguments of `flash_dmattn_func` mean, keys chosen."""
+) -> tuple[Kept, Stretch | None]:
+    """What the arguments of `flash_dmattn_func` mean, keys chosen.
+
+    And the stretch, for the state behind it, where the arguments speak of states or documents.
+    """
+    is_stretch = check_bool("return_state", return_state)
+    is_stretch |= state is not None or cu_seqlens is not None
+    if is_stretch and window_size is None:
+        raise ValueError(
+            "window_size: got None, wanted an int with state, return_state or cu_seqlens"
+        )
     window = None
     if window_size is not None:
         if selection is not None:
@@ -266,11 +318,17 @@ def _checked_problem(
     if window is not None or selection is not None:
         attn_bias = _four_dimensional(attn_bias)
     problem = checked_problem(query, key, value, attn_mask, attn_bias, **settings)
+    if is_stretch:
+        assert window is not None
+        stretch = checked_stretch(problem, state, window, cu_seqlens)
+        if stretch.needs_keys:
+            return (stretch.with_keys(), ()), stretch
+        return keep_window(problem, window, given), stretch
     if window is not None:
-        return keep_window(problem, window, given)
+        return keep_window(problem, window, given), None
     if selection is not None:
-        return keep_selection(problem, selection)
-    return problem, ()
+        return keep_selection(problem, selection), None
+    return (problem, ()), None
 
 
 def _four_dimensional(bias: Any) -> Any:

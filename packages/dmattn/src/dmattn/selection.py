@@ -493,14 +493,14 @@ def _documents(
         device = cu_seqlens.device if device is None else torch.device(device)
         stays = cu_seqlens.is_cuda and cu_seqlens.device == device
         if torch.compiler.is_compiling() or (stays and bounded and key_len is not None):
-            _check_boundary_tensor(cu_seqlens)
+            check_boundary_tensor(cu_seqlens)
             if key_len is None:
                 raise ValueError(
                     "key_len: got None, wanted the number of keys, as cu_seqlens is a tensor, "
                     "which is not read under torch.compile"
                 )
-            return _to_int32(cu_seqlens, key_len).to(device), key_len, None
-    bounds = _read_boundaries(cu_seqlens, key_len)
+            return to_int32(cu_seqlens, key_len).to(device), key_len, None
+    bounds = read_boundaries(cu_seqlens, key_len)
     longest = max((b - a for a, b in pairwise(bounds)), default=0)
     return torch.tensor(bounds, dtype=torch.int32, device=device), bounds[-1], longest
 
@@ -516,16 +516,16 @@ def _document_bounds(
     if isinstance(cu_seqlens, Tensor):
         stays = cu_seqlens.is_cuda and cu_seqlens.device == device
         if stays or torch.compiler.is_compiling():
-            _check_boundary_tensor(cu_seqlens)
-            return _to_int32(cu_seqlens, key_len).to(device)
-    bounds = torch.tensor(_read_boundaries(cu_seqlens, key_len), dtype=torch.int32)
+            check_boundary_tensor(cu_seqlens)
+            return to_int32(cu_seqlens, key_len).to(device)
+    bounds = torch.tensor(read_boundaries(cu_seqlens, key_len), dtype=torch.int32)
     return bounds.to(device, non_blocking=True)
 
 
-def _read_boundaries(cu_seqlens: Tensor | Sequence[int], key_len: int | None) -> list[int]:
+def read_boundaries(cu_seqlens: Tensor | Sequence[int], key_len: int | None) -> list[int]:
     """cu_seqlens on the host, checked."""
     if isinstance(cu_seqlens, Tensor):
-        _check_boundary_tensor(cu_seqlens)
+        check_boundary_tensor(cu_seqlens)
         bounds = cu_seqlens.tolist()
     else:
         wanted = "a sequence of ints or an int32 or int64 tensor"
@@ -538,7 +538,7 @@ def _read_boundaries(cu_seqlens: Tensor | Sequence[int], key_len: int | None) ->
     return bounds
 
 
-def _check_boundary_tensor(cu_seqlens: Tensor) -> None:
+def check_boundary_tensor(cu_seqlens: Tensor) -> None:
     """Raise unless its dtype and shape are right; its values are not looked at."""
     check_tensor_dtype("cu_seqlens", check_tensor("cu_seqlens", cu_seqlens), _INTEGERS)
     if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
@@ -546,7 +546,7 @@ def _check_boundary_tensor(cu_seqlens: Tensor) -> None:
         raise ValueError(f"cu_seqlens: got shape {shape}, wanted (documents + 1,)")
 
 
-def _to_int32(cu_seqlens: Tensor, key_len: int) -> Tensor:
+def to_int32(cu_seqlens: Tensor, key_len: int) -> Tensor:
     """The same boundaries; wrong ones stay wrong rather than turning into any int32."""
     if cu_seqlens.dtype == torch.int32:
         return cu_seqlens

@@ -161,6 +161,11 @@ def check_shape(name: str, t: Tensor, wanted: Sequence[int]) -> None:
         raise ValueError(f"{name}: got shape {tuple(shape)}, wanted {tuple(wanted)}")
 
 
+def can_be_read(t: Tensor) -> bool:
+    """Whether the host can look at the values without waiting for a device."""
+    return t.is_cpu and not torch.compiler.is_compiling()
+
+
 def is_one_or(size: int, n: int) -> bool:
     """Whether a dimension of this size broadcasts to n.
 

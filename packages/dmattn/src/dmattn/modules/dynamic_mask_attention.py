@@ -8,12 +8,13 @@ parameter names and shapes are those of the Doge models, so their attention weig
 are.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from dmattn.cache import DynamicMaskCache
+from dmattn.cache_checks import check_slots
 from dmattn.checks import MAX_HEAD_DIM
 from dmattn.functional import flash_dmattn_func
 from dmattn.modules.linear import Float32Linear
@@ -31,6 +32,10 @@ from dmattn.validation import (
     describe,
     is_one_or,
 )
+
+if TYPE_CHECKING:
+    # Not for the program: there are builds of torch without torch.distributed.
+    from dmattn.distributed.groups import Group
 
 
 class DynamicMaskAttention(nn.Module):
@@ -186,6 +191,8 @@ class DynamicMaskAttention(nn.Module):
         attention_mask: Tensor | None = None,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         cache: DynamicMaskCache | None = None,
+        slots: Tensor | None = None,
+        group: "Group" = None,
     ) -> Tensor:
         """Attend within each sequence.
 
@@ -201,8 +208,14 @@ class DynamicMaskAttention(nn.Module):
             position_embeddings: (cos, sin) from `rotary_embedding`, to share them between layers;
                 in place of positions.
             cache: for generating text, from `make_cache`, of this layer alone. While it is empty
-                hidden_states is a prompt, which fills it; after that, the next tokens, one or a
-                few. Tokens at padding are not put in. Under torch.no_grad only.
+                hidden_states is a prompt, which fills it; after that, the next tokens, any number
+                of them. Tokens at padding are not put in. Under torch.no_grad only.
+            slots: int32 or int64 (B,), with a cache of more sequences: which entries of its batch
+                these are, as in `DynamicMaskCache`.
+            group: ranks that hold contiguous stretches of the sequences, of equal length, this one
+                S tokens of each, as for `dmattn.distributed.context_parallel_attention`; None: the
+                sequences are whole. For causal layers with a window. Positions that are not given
+                are counted on from the ranks before; given ones are those of this rank's tokens.
 
         Returns:
             (B, S, hidden_size), in the dtype that `o_proj` returns: the layer's own, or autocast's.
@@ -210,13 +223,17 @@ class DynamicMaskAttention(nn.Module):
         Raises:
             TypeError: an argument is of the wrong kind or dtype.
             ValueError: a shape or device does not fit, positions and position_embeddings are both
-                given, either is given to a layer without rotary embedding, or the layer cannot
-                decode from the cache.
+                given, either is given to a layer without rotary embedding, the layer cannot
+                decode from the cache, or its settings or a cache do not go with a group.
             RuntimeError: a cache is given where gradients would be needed.
         """
         self._check_hidden_states(hidden_states)
         if cache is not None:
-            self._check_cache(cache, hidden_states.shape[0])
+            self._check_cache(cache, None if slots is not None else hidden_states.shape[0])
+        elif slots is not None:
+            raise ValueError("slots: got a tensor without a cache, wanted None")
+        if group is not None:
+            self._check_group(cache)
         attention_mask = _token_mask(attention_mask, hidden_states, cache)
         self._check_positions(hidden_states, positions, position_embeddings)
         value = self._split_heads(self.v_proj(hidden_states))
@@ -225,17 +242,26 @@ class DynamicMaskAttention(nn.Module):
         if self.rope_theta is not None:
             if position_embeddings is None:
                 if positions is None:
-                    positions = _next_positions(hidden_states, attention_mask, cache)
+                    positions = _next_positions(hidden_states, attention_mask, cache, slots)
+                    if group is not None:
+                        positions = positions + _tokens_before(hidden_states, group)
                 position_embeddings = rotary_embedding(positions, self.head_dim, self.rope_theta)
             cos, sin = position_embeddings
             query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
 
         query, key, score = query.to(value.dtype), key.to(value.dtype), self._score(value)
         if cache is None:
-            out = self._attend(query, key, value, score, attention_mask)
+            out = self._attend(query, key, value, score, attention_mask, group)
         else:
             out = attend_through_cache(
-                query, key, value, score, cache, softcap=self.softcap, key_mask=attention_mask
+                query,
+                key,
+                value,
+                score,
+                cache,
+                softcap=self.softcap,
+                key_mask=attention_mask,
+                slots=slots,
             )
         projected: Tensor = self.o_proj(out.flatten(2))
         return projected
@@ -308,10 +334,26 @@ class DynamicMaskAttention(nn.Module):
         return self._score(self._split_heads(self.v_proj(hidden_states)))
 
     def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, score: Tensor, mask: Tensor | None
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        score: Tensor,
+        mask: Tensor | None,
+        group: "Group",
     ) -> Tensor:
         keep = None if mask is None else mask[:, None, None, :]
         bias, window, seqlen = score[:, :, None, :], self.window_size, key.shape[1]
+        if group is not None and window is not None:
+            from dmattn.distributed.context_parallel import context_parallel_attention
+
+            return context_parallel_attention(
+                *(query, key, value, bias),
+                window_size=window,
+                group=group,
+                attn_mask=keep,
+                softcap=self.softcap,
+            )
         if self.dense_mask and window is not None and seqlen > window:
             keep = top_window_mask(bias, window, seqlen, self.is_causal, keep)
             window = None
@@ -326,10 +368,12 @@ class DynamicMaskAttention(nn.Module):
             window_size=window,
         )
 
-    def _check_cache(self, cache: Any, batch: int) -> None:
+    def _check_cache(self, cache: Any, batch: int | None) -> None:
+        """`batch`: that of the cache, None for any."""
         if not isinstance(cache, DynamicMaskCache):
             raise TypeError(f"cache: got {describe(cache)}, wanted a DynamicMaskCache or None")
         window = cache.capacity if self.window_size is None else self.window_size
+        batch = cache.k.shape[0] if batch is None else batch
         wanted = (batch, window, self.num_score_heads, self.head_dim)
         found = (cache.k.shape[0], cache.window_size, cache.k.shape[2], cache.k.shape[3])
         fits = all(n == m for n, m in zip(found, wanted, strict=True)) and self.is_causal
@@ -340,6 +384,21 @@ class DynamicMaskAttention(nn.Module):
             )
         if not torch.compiler.is_compiling():
             cache.check_layer(self)
+
+    def _check_group(self, cache: Any) -> None:
+        if cache is not None:
+            raise ValueError("cache: got a cache beside group, wanted None")
+        if not self.is_causal or self.window_size is None:
+            raise ValueError(
+                f"group: got one for a layer with is_causal={self.is_causal} and window_size="
+                f"{self.window_size}, wanted a causal layer with a window: without one every key "
+                "would have to be on every rank"
+            )
+        if self.dense_mask:
+            raise ValueError(
+                "dense_mask: got True beside group, wanted False; for dense masks there is ring "
+                "attention: torch.distributed.tensor.experimental.context_parallel"
+            )
 
     def _split_heads(self, x: Tensor) -> Tensor:
         """(B, S, heads*D) -> (B, S, heads, D)."""
@@ -400,7 +459,10 @@ class DynamicMaskAttention(nn.Module):
 
 
 def _next_positions(
-    hidden_states: Tensor, attention_mask: Tensor | None, cache: DynamicMaskCache | None
+    hidden_states: Tensor,
+    attention_mask: Tensor | None,
+    cache: DynamicMaskCache | None,
+    slots: Tensor | None,
 ) -> Tensor:
     """(S,) or (B, S): counted on from the tokens that the cache has seen."""
     positions = torch.arange(hidden_states.shape[1], device=hidden_states.device)
@@ -408,7 +470,18 @@ def _next_positions(
         return positions
     if attention_mask is not None:
         positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
-    return positions + cache.seen[:, None]
+    seen = cache.seen
+    if slots is not None:
+        seen = seen.index_select(0, check_slots(slots, len(seen), seen.device))
+    return positions + seen[:, None]
+
+
+def _tokens_before(hidden_states: Tensor, group: "Group") -> int:
+    """Held by the ranks before this one."""
+    from dmattn.distributed.groups import ranks_of
+
+    rank: int = ranks_of(group).rank
+    return rank * hidden_states.shape[1]
 
 
 def _normalize(norm: nn.Module, x: Tensor) -> Tensor:

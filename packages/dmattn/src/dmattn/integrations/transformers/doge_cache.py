@@ -8,7 +8,7 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
 from dmattn import DynamicMaskCache
-from dmattn.scoring import append_stretch, attend_through_cache
+from dmattn.scoring import attend_through_cache
 
 
 class DogeCache(Cache):  # type: ignore[misc]  # has no types
@@ -92,9 +92,7 @@ class DogeCacheLayer(CacheLayerMixin):  # type: ignore[misc]  # has no types
             RuntimeError: a gradient would be needed.
         """
         kept = self._kept_for(key)
-        at_once = query.shape[1] > 1 and not kept.is_empty
-        attend = append_stretch if at_once else attend_through_cache
-        out = attend(query, key, value, score, kept, scale, key_mask=real)
+        out = attend_through_cache(query, key, value, score, kept, scale, key_mask=real)
         self._seq_length += query.shape[1]
         return out
 

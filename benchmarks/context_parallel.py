@@ -1,0 +1,300 @@
+"""Times a sequence spread over several GPUs against the same sequence on one of them.
+
+    torchrun --nproc-per-node 2 benchmarks/context_parallel.py [--json OUT] [--cases S ...]
+
+For each case, forward and backward: the milliseconds of one GPU and of all of them together, their
+ratio, how far the results are apart, and the bytes that leave each GPU per call, counted at the
+collectives and, where the driver has them, at the counters of NVLink. Rank 0 prints the table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dmattn import flash_dmattn_func
+from dmattn.distributed import context_parallel_attention, groups
+
+Step = Callable[[], list[Tensor]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes of the whole sequence."""
+
+    seqlen: int
+    nheads: int
+    nheads_k: int
+    head_dim: int
+    window: int
+    calls: int  # in a round of timing
+    batch: int = 1
+
+    def name(self) -> str:
+        return (
+            f"B{self.batch} S{self.seqlen} H{self.nheads}/{self.nheads_k} D{self.head_dim} "
+            f"w{self.window}"
+        )
+
+    def state_bytes(self, itemsize: int) -> int:
+        """Keys, values and float32 scores of w tokens."""
+        row = 2 * self.head_dim * itemsize + 4
+        return self.batch * self.window * self.nheads_k * row
+
+
+CASES = (
+    Case(65536, 16, 4, 128, 2048, 12),
+    Case(262144, 16, 4, 128, 2048, 5),
+    Case(2097152, 8, 2, 128, 2048, 1),
+)
+TINY = (Case(512, 4, 2, 16, 64, 2),)  # for a machine without GPUs
+
+
+class Bench:
+    """One case on this rank's device."""
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        self.case, self.device = case, device
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        torch.manual_seed(0)  # the same on all ranks
+        shapes = [(case.seqlen, heads, case.head_dim) for heads in self.heads()]
+        self.whole = [self.random(case.batch, *shape) for shape in shapes]
+        scores = torch.randn(case.batch, case.nheads_k, 1, case.seqlen, device=device)
+        self.whole.append(scores.requires_grad_())
+        self.dout = self.random(case.batch, case.seqlen, case.nheads, case.head_dim).detach()
+        self.own = [self.part(t).detach().clone().requires_grad_() for t in self.whole]
+        self.own_dout = self.part(self.dout).clone()
+
+    def heads(self) -> tuple[int, int, int]:
+        return self.case.nheads, self.case.nheads_k, self.case.nheads_k
+
+    def random(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, device=self.device, dtype=self.dtype).requires_grad_()
+
+    def part(self, t: Tensor) -> Tensor:
+        """This rank's tokens."""
+        dim = 1 if t.shape[1] == self.case.seqlen else 3
+        return t.chunk(self.ranks, dim)[self.rank]
+
+    def alone(self) -> list[Tensor]:
+        """Forward and backward of the whole sequence on this device: out and the gradients."""
+        q, k, v, bias = self.whole
+        window = self.case.window
+        out = flash_dmattn_func(q, k, v, attn_bias=bias, is_causal=True, window_size=window)
+        return [out, *torch.autograd.grad(out, self.whole, self.dout)]
+
+    def together(self) -> list[Tensor]:
+        """The same of this rank's tokens, beside the other ranks."""
+        out = context_parallel_attention(*self.own, window_size=self.case.window)
+        return [out, *torch.autograd.grad(out, self.own, self.own_dout)]
+
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def milliseconds(self, step: Step) -> float:
+        """Of one call among several, behind each other as in training."""
+        self.synchronize()
+        dist.barrier()
+        self.synchronize()
+        start = time.perf_counter()
+        for _ in range(self.case.calls):
+            step()
+        self.synchronize()
+        return (time.perf_counter() - start) / self.case.calls * 1e3
+
+    def race(self, rounds: int) -> dict[str, float]:
+        """Medians, of one device the fastest one's, of all together the slowest one's."""
+        steps: dict[str, Step] = {"alone": self.alone, "together": self.together}
+        times: dict[str, list[float]] = {name: [] for name in steps}
+        for step in steps.values():
+            step()
+        for _ in range(rounds):
+            for name, step in steps.items():
+                found = gathered(self.milliseconds(step))
+                times[name].append(min(found) if name == "alone" else max(found))
+        return {name: statistics.median(found) for name, found in times.items()}
+
+    def compare(self) -> dict[str, Any]:
+        """How far this rank's results are from those of the whole sequence on one device.
+
+        As a part of their norm, beside the same of a second run on one device.
+        """
+        names = ("out", "dq", "dk", "dv", "dbias")
+        once, mine, again = (
+            [t.detach() for t in step()] for step in (self.alone, self.together, self.alone)
+        )
+        found: dict[str, Any] = {}
+        for name, whole, twice, own in zip(names, once, again, mine, strict=True):
+            expected = self.part(whole).float()
+            norm = expected.norm()
+            found[name] = {
+                "difference": float((own.float() - expected).norm() / norm),
+                "difference of two runs alone": float(
+                    (self.part(twice).float() - expected).norm() / norm
+                ),
+                "same bits": own.equal(self.part(whole)),
+            }
+        return found
+
+
+def gathered(value: Any) -> list[Any]:
+    """What each rank has."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+@contextmanager
+def counting(sent: list[tuple[str, int]]) -> Iterator[None]:
+    """Notes the bytes that each collective of the exchange sends to other ranks."""
+    gather, to_all, others = groups.all_gather, dist.all_to_all_single, dist.get_world_size() - 1
+
+    def all_gather(into: Tensor, own: Tensor, **named: Any) -> Any:
+        sent.append(("all-gather", own.nbytes * others))
+        return gather(into, own, **named)
+
+    def all_to_all(into: Tensor, own: Tensor, **named: Any) -> Any:
+        splits = named["input_split_sizes"]
+        sent.append(("all-to-all", (sum(splits) - splits[dist.get_rank()]) * own.itemsize))
+        return to_all(into, own, **named)
+
+    groups.all_gather, dist.all_to_all_single = all_gather, all_to_all  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        groups.all_gather, dist.all_to_all_single = gather, to_all
+
+
+def nvlink_bytes(device: torch.device) -> int | None:
+    """Sent by a GPU so far over all its links, or None where the driver does not say."""
+    if device.type != "cuda":
+        return None
+    number = str(torch.cuda.get_device_properties(device).uuid)
+    command = ["nvidia-smi", "nvlink", "-gt", "d", "-i", f"GPU-{number}"]
+    try:
+        text = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+    except OSError:
+        return None
+    found = re.findall(r"Data Tx:\s*(\d+)\s*KiB", text)
+    return sum(map(int, found)) * 1024 if found else None
+
+
+def count_bytes(bench: Bench) -> dict[str, Any]:
+    """What leaves each rank in one call, forward and backward."""
+    sent: list[tuple[str, int]] = []
+    with counting(sent):
+        bench.together()
+    bench.synchronize()
+    before, calls = nvlink_bytes(bench.device), 20
+    dist.barrier()
+    if before is not None:
+        for _ in range(calls):
+            bench.together()
+        bench.synchronize()
+        dist.barrier()
+    after = nvlink_bytes(bench.device)
+    links = None if before is None or after is None else (after - before) // calls
+    return {"collectives": sent, "nvlink": links}
+
+
+def measure(case: Case, device: torch.device, rounds: int) -> dict[str, Any]:
+    """All that is known of one case; the same on all ranks."""
+    bench = Bench(case, device)
+    differences = gathered(bench.compare())
+    times = bench.race(rounds)
+    sent = gathered(count_bytes(bench))
+    peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+    return {
+        "case": case.name(),
+        "ranks": dist.get_world_size(),
+        "alone_ms": times["alone"],
+        "together_ms": times["together"],
+        "ratio": times["alone"] / times["together"],
+        "state_bytes": case.state_bytes(bench.dtype.itemsize),
+        "sent": sent,
+        "differences": differences,
+        "peak_bytes": peak,
+    }
+
+
+def show(row: dict[str, Any]) -> None:
+    print(
+        f"{row['case']}: one GPU {row['alone_ms']:.3f} ms, {row['ranks']} GPUs "
+        f"{row['together_ms']:.3f} ms, {row['ratio']:.3f} x"
+    )
+    unit = row["state_bytes"]
+    for rank, sent in enumerate(row["sent"]):
+        parts = [f"{name} {size} ({size / unit:.3f})" for name, size in sent["collectives"]]
+        links = sent["nvlink"]
+        counters = "no counters" if links is None else f"{links} ({links / unit:.3f})"
+        print(
+            f"  rank {rank} sends {', '.join(parts)}; by NVLink's counters {counters}, where 1 is "
+            f"{unit}, w rows"
+        )
+    for rank, names in enumerate(row["differences"]):
+        parts = [
+            f"{name} {d['difference']:.1e} (alone twice {d['difference of two runs alone']:.1e}"
+            f"{', same bits' if d['same bits'] else ''})"
+            for name, d in names.items()
+        ]
+        print(f"  rank {rank} from one GPU: {', '.join(parts)}")
+    sys.stdout.flush()
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--cases", nargs="+", type=int, help="only these lengths")
+    parser.add_argument("--rounds", type=int, default=7, help="of timing; medians are shown")
+    parser.add_argument("--json", type=Path, help="where the results go")
+    return parser.parse_args()
+
+
+def main() -> int:
+    arguments = parse()
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cpu")
+    if on_gpu:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo", timeout=timedelta(seconds=60)
+    )
+    rows = []
+    for case in CASES if on_gpu else TINY:
+        if arguments.cases is None or case.seqlen in arguments.cases:
+            rows.append(measure(case, device, arguments.rounds))
+            if dist.get_rank() == 0:
+                show(rows[-1])
+            if on_gpu:
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
+    if dist.get_rank() == 0 and arguments.json is not None:
+        name = torch.cuda.get_device_name() if on_gpu else "CPU"
+        report = {"device": name, "torch": torch.__version__, "rows": rows}
+        arguments.json.write_text(json.dumps(report, indent=1) + "\n")
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,299 @@
+"""How the w best keys of each rank's stretch reach the ranks behind it, and their gradients back.
+
+The state of a stretch is its `window_size` best keys per head, in order of position, and the state
+of two neighbouring stretches is the best of both their states: `dmattn.KeyState`, here without its
+gradients, as rows of bytes. Rank r needs the state of ranks 0..r-1, which is found in one of two
+ways:
+
+* gather: every rank gets the states of all others and takes the best of those before it. One
+  collective; each rank receives P - 1 states.
+* scan: in round t rank r sends what it knows of the 2^t ranks up to itself to rank r + 2^t. After
+  ceil(log2 P) rounds each rank knows all ranks before it; it sends one state a round.
+
+The backward goes the same way in reverse. All ranks enter the same collectives in the same order,
+also those that have nothing to send, and rank 0, which needs no state. Letters: P ranks, B batch,
+N heads, S tokens of this rank, m keys of a state as it is sent, W keys of a start state, R bytes of
+a row.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dmattn.distributed import groups
+from dmattn.distributed.rows import Rows, take
+from dmattn.ops.selection import select_keys
+
+
+class Place(NamedTuple):
+    """A rank in its group, and where the stretches of all ranks end in the sequence."""
+
+    group: dist.ProcessGroup
+    rank: int
+    ends: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.ends)
+
+    @property
+    def start(self) -> int:
+        """Of the stretch of this rank."""
+        return self.ends[self.rank - 1] if self.rank > 0 else 0
+
+
+class Borders(NamedTuple):
+    """Where the documents at both ends of this rank's stretch begin; int64 (), on the device."""
+
+    first: Tensor  # the document of the first token
+    last: Tensor  # the document of the last token
+
+
+def rounds(size: int) -> int:
+    """Of the scan over `size` ranks."""
+    return (size - 1).bit_length()
+
+
+def best(score: Tensor, window: int) -> tuple[Tensor, Tensor]:
+    """The best of some keys, by place; of equal scores the later one.
+
+    Args:
+        score: floating (B, N, L), -inf for keys that cannot be chosen. No gradient.
+        window: how many to choose.
+
+    Returns:
+        int64 (B, N, min(window, L)), ascending, L for none behind those that there are; and the
+        same with 0 for none, which is a place to read from.
+    """
+    count = min(window, score.shape[2])
+    lists = select_keys(score, None, window, 1, False, direct=True)
+    at = lists.idx[:, :, 0, :count].long()
+    known = torch.arange(count, device=score.device) < lists.count[:, :, 0, None]
+    return at.where(known, score.shape[2]), at
+
+
+def without(score: Tensor, is_visible: Tensor | bool) -> Tensor:
+    """The scores, or -inf for all of them."""
+    if isinstance(is_visible, bool):
+        return score if is_visible else torch.full_like(score, -torch.inf)
+    return score.where(is_visible, -torch.inf)
+
+
+# --- gather ---------------------------------------------------------------------------------------
+
+
+class Sending(NamedTuple):
+    """A collective on its way. The tensors that it reads and writes have to live until `wait`."""
+
+    received: Tensor
+    sent: Tensor
+    work: Any
+
+    def wait(self) -> Tensor:
+        """What was received. On a GPU its stream waits, the host does not."""
+        if self.work is not None:
+            self.work.wait()
+        return self.received
+
+
+def start_gather(place: Place, own: Tensor) -> Sending:
+    """Send uint8 (B, N, m, R) to all ranks: (P, B, N, m, R)."""
+    everybody = own.new_empty((place.size, *own.shape))
+    work = groups.all_gather(everybody.view(-1), own.view(-1), group=place.group, async_op=True)
+    return Sending(everybody, own, work)
+
+
+def pick_gathered(
+    place: Place, layout: Rows, everybody: Tensor, window: int, borders: Borders | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The start state of this rank.
+
+    Returns:
+        uint8 (B, N, W, R), its rows; its score (B, N, W), -inf where there is no key; and int64
+        (B, N, W), where each row was among the P * m that came, P * m for none.
+    """
+    size, batch, heads, count, _ = everybody.shape
+    rows = everybody.permute(1, 2, 0, 3, 4).reshape(batch, heads, size * count, -1)
+    theirs = layout.parts(rows)[-1][..., 0]
+    before = place.rank * count
+    score = torch.full_like(theirs, -torch.inf)
+    score[..., :before] = theirs[..., :before]
+    if borders is not None:
+        ends = torch.tensor(place.ends).to(score.device, non_blocking=True)
+        score = without(score, (ends > borders.first).repeat_interleave(count))
+    return pick(layout, rows, score, window)
+
+
+def pick(layout: Rows, rows: Tensor, score: Tensor, window: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The best of (B, N, L) rows by score (B, N, L); returns as `pick_gathered`."""
+    places, at = best(score, window)
+    chosen = score.gather(2, at).masked_fill(places == score.shape[2], -torch.inf)
+    return take(rows, at), chosen, places
+
+
+def start_return(place: Place, drows: Tensor, places: Tensor, count: int) -> Sending:
+    """Send the gradients of a start state to the ranks whose keys it holds.
+
+    Args:
+        place: this rank.
+        drows: uint8 (B, N, W + 1, R), the last row zeros.
+        places: as `pick_gathered` returns them.
+        count: m.
+
+    Returns:
+        What will become (P - 1 - rank, B, N, m, R): the gradients by each later rank.
+    """
+    batch, heads, _, nbytes = drows.shape
+    back = scattered(drows, places, place.size * count)[:, :, : place.rank * count]
+    back = back.view(batch, heads, place.rank, count, nbytes).permute(2, 0, 1, 3, 4).contiguous()
+    later = place.size - 1 - place.rank
+    received = drows.new_empty((later, batch, heads, count, nbytes))
+    one = batch * heads * count * nbytes
+    work = dist.all_to_all_single(
+        received.view(-1),
+        back.view(-1),
+        output_split_sizes=[0] * (place.size - later) + [one] * later,
+        input_split_sizes=[one] * place.rank + [0] * (place.size - place.rank),
+        group=place.group,
+        async_op=True,
+    )
+    return Sending(received, back, work)
+
+
+def scattered(drows: Tensor, places: Tensor, count: int) -> Tensor:
+    """Gradients of chosen rows as gradients of all rows among which they were chosen.
+
+    Args:
+        drows: uint8 (B, N, W + 1, R), the last row zeros.
+        places: int64 (B, N, W), where the rows were chosen; count for none.
+        count: L.
+
+    Returns:
+        uint8 (B, N, L, R).
+    """
+    batch, heads, width = places.shape
+    came_to = places.new_full((batch, heads, count + 1), width)
+    number = torch.arange(width, device=places.device).expand(batch, heads, width)
+    came_to.scatter_(2, places, number)
+    return take(drows, came_to[..., :count])
+
+
+# --- scan -----------------------------------------------------------------------------------------
+
+
+def shift(place: Place, rows: Tensor, distance: int) -> Tensor:
+    """Rows of the rank that is `distance` before this one; zeros where there is none."""
+    to, by = place.rank + distance, place.rank - distance
+    sends, receives = 0 <= to < place.size, 0 <= by < place.size
+    received = torch.empty_like(rows) if receives else torch.zeros_like(rows)
+    flat, n = rows.reshape(-1), rows.numel()
+    dist.all_to_all_single(
+        received.view(-1) if receives else flat.new_empty(0),
+        flat if sends else flat[:0],
+        output_split_sizes=[n if rank == by else 0 for rank in range(place.size)],
+        input_split_sizes=[n if rank == to else 0 for rank in range(place.size)],
+        group=place.group,
+    )
+    return received
+
+
+def scan(
+    place: Place, layout: Rows, own: Tensor, borders: Borders | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The start state of this rank, in rounds.
+
+    Args:
+        place: this rank.
+        layout: of the rows; the score is their last part.
+        own: uint8 (B, N, W, R), the state of this rank's stretch.
+        borders: of documents; None where there is only one.
+
+    Returns:
+        As `pick_gathered`, but the last is int64 (rounds, 2, B, N, W): of each round where the
+        rows of the start state, and of what is known up to this rank, were among the 2 W of before.
+    """
+    width = own.shape[2]
+    upto, before = own, None
+    before_score = torch.full_like(_score(layout, own), -torch.inf)
+    upto_score = _score(layout, own)
+    all_places = []
+    for number in range(rounds(place.size)):
+        distance = 2**number
+        theirs = shift(place, upto, distance)
+        by = place.rank - distance
+        border = place.ends[by] if by >= 0 else 0
+        first, last = (None, None) if borders is None else borders
+        seen, theirs_upto = (
+            _seen(_score(layout, theirs), border, document) for document in (first, last)
+        )
+        old = own if before is None else before
+        before, before_score, places = pick(
+            layout, torch.cat((theirs, old), 2), torch.cat((seen, before_score), 2), width
+        )
+        upto, upto_score, upto_places = pick(
+            layout, torch.cat((theirs, upto), 2), torch.cat((theirs_upto, upto_score), 2), width
+        )
+        _score(layout, upto).copy_(upto_score)
+        all_places += [places, upto_places]
+    assert before is not None
+    return before, before_score, torch.stack(all_places).view(-1, 2, *own.shape[:3])
+
+
+def scan_back(place: Place, layout: Rows, drows: Tensor, all_places: Tensor) -> list[Tensor]:
+    """The gradients of this rank's own state, each part (B, N, W, width) in float32 or wider.
+
+    Args:
+        place: this rank.
+        layout: of the gradients' rows.
+        drows: uint8 (B, N, W, R), those of the start state.
+        all_places: as `scan` returns them.
+    """
+    width = drows.shape[2]
+    before = drows
+    upto = torch.zeros_like(drows)
+    for number in reversed(range(rounds(place.size))):
+        places = all_places[number]
+        parts_before = layout.parts(scattered(_with_zeros(before), places[0], 2 * width))
+        parts_upto = layout.parts(scattered(_with_zeros(upto), places[1], 2 * width))
+        theirs = [
+            _sum(a[:, :, :width], b[:, :, :width])
+            for a, b in zip(parts_before, parts_upto, strict=True)
+        ]
+        came = layout.parts(shift(place, layout.pack(theirs), -(2**number)))
+        mine = [_sum(a[:, :, width:], b) for a, b in zip(parts_upto, came, strict=True)]
+        before = layout.pack([part[:, :, width:] for part in parts_before])
+        upto = layout.pack(mine)
+    return [_wide(part) for part in layout.parts(upto)]
+
+
+def _seen(score: Tensor, border: int, document: Tensor | None) -> Tensor:
+    """Scores of keys that lie before `border`, as they count for tokens of a document behind it.
+
+    Args:
+        score: (B, N, L).
+        border: the first token behind the keys; 0 where there are none.
+        document: int64 (), where the document begins; None: with the sequence.
+    """
+    if border == 0:
+        return without(score, False)
+    return score if document is None else without(score, document < border)
+
+
+def _score(layout: Rows, rows: Tensor) -> Tensor:
+    """(B, N, L), a view."""
+    return layout.parts(rows)[-1][..., 0]
+
+
+def _with_zeros(rows: Tensor) -> Tensor:
+    return torch.nn.functional.pad(rows, (0, 0, 0, 1))
+
+
+def _wide(t: Tensor) -> Tensor:
+    return t.to(torch.promote_types(t.dtype, torch.float32))
+
+
+def _sum(a: Tensor, b: Tensor) -> Tensor:
+    """Added in float32 or wider, not rounded."""
+    return _wide(a) + _wide(b)

@@ -1,0 +1,167 @@
+"""Process groups: what callers may name one by, and the ranks' agreement before they exchange keys.
+
+A rank that raised an error by itself would leave the others waiting in a collective. So ranks first
+tell each other, on the host, what they were called with or what was wrong with it, and all of them
+raise the same error, or none does.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
+
+from dmattn.validation import describe
+
+# A process group, a mesh of one dimension, or a mesh and the name or number of one of its
+# dimensions. None is the default group, of all processes.
+Group = dist.ProcessGroup | DeviceMesh | tuple[DeviceMesh, int | str] | None
+
+# Of one tensor from each rank, into one; the second name is that of older torch.
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+_WANTED = (
+    "a ProcessGroup, a DeviceMesh of one dimension, a tuple of a DeviceMesh and one of its "
+    "dimensions, or None for all processes"
+)
+_CPU = torch.device("cpu")
+_MESSAGE_BYTES = 4096
+_ERRORS: dict[str, type[Exception]] = {"TypeError": TypeError, "ValueError": ValueError}
+# For groups that cannot carry tensors of the CPU: the group, and one that can, by the group's name.
+_host_groups: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+
+
+class Ranks(NamedTuple):
+    """A process group in terms that a compiler takes for constants."""
+
+    name: str
+    rank: int  # of this process
+    size: int
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator, unused-ignore]
+def ranks_of(group: Group) -> Ranks:
+    """Raises as `process_group`."""
+    found = process_group(group)
+    return Ranks(found.group_name, dist.get_rank(found), dist.get_world_size(found))
+
+
+def process_group(group: Any) -> dist.ProcessGroup:
+    """The process group that an argument means.
+
+    Raises:
+        TypeError: it is none of `Group`.
+        ValueError: a mesh has several dimensions and none is named, or this process is not in the
+            group.
+        RuntimeError: torch.distributed is not initialised.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "group: got a call before torch.distributed was initialised, wanted "
+            "torch.distributed.init_process_group() first"
+        )
+    found: Any
+    if group is None:
+        found = dist.group.WORLD
+    elif isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"group: got a DeviceMesh of {group.ndim} dimensions, wanted one dimension, such "
+                "as mesh['cp'] or (mesh, 'cp')"
+            )
+        found = group.get_group()
+    elif isinstance(group, tuple) and len(group) == 2 and isinstance(group[0], DeviceMesh):
+        found = group[0].get_group(group[1])
+    else:
+        found = group
+    if found is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError("group: got a group that this process is not in, wanted one of its own")
+    if not isinstance(found, dist.ProcessGroup):
+        raise TypeError(f"group: got {describe(group)}, wanted {_WANTED}")
+    return found
+
+
+def by_name(name: str) -> dist.ProcessGroup:
+    """The process group of this name, by which operators know it."""
+    resolve: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined, unused-ignore]
+    group: dist.ProcessGroup = resolve(name)
+    return group
+
+
+def agree(
+    group: dist.ProcessGroup, facts: Mapping[str, Any], error: Exception | None = None
+) -> list[dict[str, Any]]:
+    """What every rank of the group was called with, by rank; every rank has to call this.
+
+    The ranks meet on the host, which does not wait for a GPU.
+
+    Args:
+        group: the ranks.
+        facts: of this rank: names and values that JSON can hold. Names that start with an
+            underscore may have different values; of the others all ranks must have the same.
+        error: what is wrong with the arguments of this rank, if anything.
+
+    Raises:
+        TypeError, ValueError: `error` of any rank, on every rank; or the facts differ.
+    """
+    everybody = _all_gather(group, _as_message(facts, error))
+    if error is not None:
+        raise error
+    for rank, said in enumerate(everybody):
+        if "error" in said:
+            raise _ERRORS.get(said["kind"], ValueError)(
+                f"on rank {rank} of the group: {said['error']}"
+            )
+    known = [said["facts"] for said in everybody]
+    for name in facts:
+        values = [there.get(name) for there in known]
+        if not name.startswith("_") and any(value != values[0] for value in values):
+            text = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
+            raise ValueError(f"{name}: got {text} of the group, wanted the same on all ranks")
+    return known
+
+
+def _as_message(facts: Mapping[str, Any], error: Exception | None) -> bytes:
+    if error is None:
+        return json.dumps({"facts": dict(facts)}).encode()
+    kind = next((name for name, kind in _ERRORS.items() if isinstance(error, kind)), "ValueError")
+    text = str(error)[: _MESSAGE_BYTES // 8]  # six bytes a character where it is not ASCII
+    return json.dumps({"kind": kind, "error": text}).encode()
+
+
+def _all_gather(group: dist.ProcessGroup, message: bytes) -> list[dict[str, Any]]:
+    # Filled up with blanks, which JSON ignores. Bytes as a list: a bytearray would be shared.
+    mine = torch.frombuffer(bytearray(message.ljust(_MESSAGE_BYTES)), dtype=torch.uint8)
+    everybody = torch.empty(dist.get_world_size(group), _MESSAGE_BYTES, dtype=torch.uint8)
+    all_gather(everybody.view(-1), mine, group=_host_group(group))
+    return [json.loads(bytes(row.numpy())) for row in everybody.unbind()]
+
+
+def _host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The same ranks with a backend for tensors of the CPU; made at the first call."""
+    if _carries_cpu(group):
+        return group
+    known = _host_groups.get(group.group_name)
+    if known is not None and known[0] is group:
+        return known[1]
+    made: dist.ProcessGroup = dist.new_group(
+        dist.get_process_group_ranks(group),
+        timeout=timeout(group),
+        backend="gloo",
+        use_local_synchronization=True,
+    )
+    _host_groups[group.group_name] = (group, made)
+    return made
+
+
+def _carries_cpu(group: dist.ProcessGroup) -> bool:
+    return _CPU in group._device_types
+
+
+def timeout(group: dist.ProcessGroup) -> Any:
+    """How long collectives of a group wait for a rank: a datetime.timedelta, or None if unknown."""
+    backend = group._get_backend(group._device_types[0])
+    return getattr(getattr(backend, "options", None), "_timeout", None)

@@ -1,0 +1,371 @@
+"""The operators dmattn::join_start_state and dmattn::join_start_state_backward.
+
+    join_start_state(k, v, score, cu_seqlens, <settings>)
+        -> (k, v, score, bounds, own, places)
+    join_start_state_backward(dk, dv, dscore, own, places, <settings>) -> (dk, dv, dscore)
+
+The first puts the start state of this rank in front of its own keys; its results have `front` + S
+keys. It is one node of autograd on every rank, so that the backward of every rank enters the same
+collectives. Being opaque to compilers, it runs under torch.compile as it is. While the state is on
+its way the rank's own keys are copied to their place.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dmattn.distributed import exchange
+from dmattn.distributed.exchange import Borders, Place
+from dmattn.distributed.groups import agree, by_name
+from dmattn.distributed.rows import Field, Rows, take_keys
+from dmattn.key_lists import BLOCK_ROWS
+from dmattn.ops.register import Operator, register
+
+# window: w. count: m, the keys that each rank sends. width: W, the most keys of a start state.
+# lengths: of the stretches of all ranks where the ranks have agreed, else empty.
+_SETTINGS = (
+    "str group, int ranks, SymInt window, SymInt count, SymInt width, bool is_scan, "
+    "bool[3] needs, SymInt[] lengths"
+)
+_JOIN = (
+    f"(Tensor k, Tensor v, Tensor score, Tensor? cu_seqlens, {_SETTINGS}) -> "
+    "(Tensor k_joined, Tensor v_joined, Tensor score_joined, Tensor bounds, Tensor own, "
+    "Tensor places)"
+)
+_BACKWARD = (
+    f"(Tensor dk, Tensor dv, Tensor dscore, Tensor own, Tensor places, {_SETTINGS}) -> "
+    "(Tensor dk_own, Tensor dv_own, Tensor dscore_own)"
+)
+
+Joined = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
+
+
+def front(width: int) -> int:
+    """Entries in front of the rank's own keys: whole blocks of rows, as key lists need them."""
+    return (width + BLOCK_ROWS - 1) // BLOCK_ROWS * BLOCK_ROWS
+
+
+def _layout(*parts: Tensor) -> Rows:
+    """Of rows for k (B, S, N, D), v (B, S, N, Dv) and score (B, N, S), or some of them."""
+    return Rows([Field(t.shape[3] if t.dim() == 4 else 1, t.dtype) for t in parts])
+
+
+def _empty_joined(
+    k: Tensor,
+    v: Tensor,
+    score: Tensor,
+    cu_seqlens: Tensor | None,
+    group: str,
+    ranks: int,
+    window: int,
+    count: int,
+    width: int,
+    is_scan: bool,
+    needs: list[bool],
+    lengths: list[int],
+) -> Joined:
+    """Results to be filled."""
+    batch, seqlen, heads, _ = k.shape
+    joined = front(width) + seqlen
+    steps = (exchange.rounds(ranks), 2) if is_scan else (1, 1)
+    documents = 0 if cu_seqlens is None else cu_seqlens.shape[0] + 1
+    return (
+        k.new_empty((batch, joined, heads, k.shape[3])),
+        v.new_empty((batch, joined, heads, v.shape[3])),
+        score.new_empty((batch, heads, joined)),
+        k.new_empty((documents,), dtype=torch.int32),
+        k.new_empty((batch, heads, count), dtype=torch.int64),
+        k.new_empty((*steps, batch, heads, width), dtype=torch.int64),
+    )
+
+
+def _join(
+    k: Tensor,
+    v: Tensor,
+    score: Tensor,
+    cu_seqlens: Tensor | None,
+    group: str,
+    ranks: int,
+    window: int,
+    count: int,
+    width: int,
+    is_scan: bool,
+    needs: list[bool],
+    lengths: list[int],
+) -> Joined:
+    results = _empty_joined(
+        *(k, v, score, cu_seqlens, group, ranks, window, count, width, is_scan, needs, lengths)
+    )
+    place = _place(k, v, score, cu_seqlens, group, window, is_scan, needs, lengths)
+    borders = None if cu_seqlens is None else _borders(place, cu_seqlens)
+    layout, seqlen = _layout(k, v, score), k.shape[1]
+    own, rows = _own_state(place, layout, (k, v, score), window, count, borders)
+    if is_scan:
+        _copy_own((k, v, score), results)
+        state, state_score, places = exchange.scan(place, layout, rows, borders)
+    else:
+        sending = exchange.start_gather(place, rows)
+        _copy_own((k, v, score), results)
+        state, state_score, found = exchange.pick_gathered(
+            place, layout, sending.wait(), width, borders
+        )
+        places = found[None, None]
+    _fill_front(layout, state, state_score, results)
+    bounds = results[3]
+    if cu_seqlens is not None:
+        bounds = _bounds(place, cu_seqlens, front(width), seqlen)
+    return (*results[:3], bounds, own, places)
+
+
+def _place(
+    k: Tensor,
+    v: Tensor,
+    score: Tensor,
+    cu_seqlens: Tensor | None,
+    group: str,
+    window: int,
+    is_scan: bool,
+    needs: list[bool],
+    lengths: list[int],
+) -> Place:
+    """Where this rank stands; the ranks agree now if they have not before."""
+    ranks = by_name(group)
+    if len(lengths) == 0:
+        facts = facts_of(k, v, score, cu_seqlens, window, needs)
+        lengths = [there["_seqlen"] for there in agree(ranks, facts | {"is_scan": is_scan})]
+    ends, end = [], 0
+    for length in lengths:
+        end += length
+        ends.append(end)
+    return Place(ranks, dist.get_rank(ranks), tuple(ends))
+
+
+def facts_of(
+    k: Tensor,
+    v: Tensor,
+    score: Tensor,
+    cu_seqlens: Tensor | None,
+    window: int,
+    needs: list[bool],
+) -> dict[str, Any]:
+    """What ranks have to have in common for the exchange, for `agree`."""
+    facts = {
+        "key": [k.shape[0], *k.shape[2:], str(k.dtype), k.device.type],
+        "value": [*v.shape[2:], str(v.dtype)],
+        "attn_bias": [score.shape[1], str(score.dtype)],
+        "window_size": window,
+        "cu_seqlens": None if cu_seqlens is None else cu_seqlens.shape[0],
+        "requires_grad of key, value and attn_bias": list(needs),
+        "_seqlen": k.shape[1],
+    }
+    if cu_seqlens is None:
+        facts["tokens of a rank, without cu_seqlens"] = k.shape[1]
+    return facts
+
+
+def _borders(place: Place, cu_seqlens: Tensor) -> Borders:
+    end = place.ends[place.rank]
+    token = torch.tensor([place.start, end - 1], dtype=cu_seqlens.dtype)
+    token = token.to(cu_seqlens.device, non_blocking=True)
+    document = torch.searchsorted(cu_seqlens, token, right=True) - 1
+    first, last = cu_seqlens[document.clamp(min=0)].long().unbind()
+    return Borders(first, last)
+
+
+def _own_state(
+    place: Place,
+    layout: Rows,
+    keys: tuple[Tensor, Tensor, Tensor],
+    window: int,
+    count: int,
+    borders: Borders | None,
+) -> tuple[Tensor, Tensor]:
+    """The state of this rank's stretch: which keys, int64 (B, N, m), S for none; and their rows."""
+    k, v, score = keys
+    batch, heads, seqlen = score.shape
+    if seqlen == 0:
+        none = score.new_zeros((batch, heads, count), dtype=torch.int64)
+        empty = (t.new_zeros((batch, heads, count, t.shape[3])) for t in (k, v))
+        return none, layout.pack([*empty, score.new_full((*none.shape, 1), -torch.inf)])
+    if borders is not None:
+        token = torch.arange(place.start, place.start + seqlen, device=score.device)
+        score = exchange.without(score, token >= borders.last)
+    own, at = exchange.best(score, window)
+    missing = count - own.shape[2]
+    if missing > 0:
+        own = torch.nn.functional.pad(own, (0, missing), value=seqlen)
+        at = torch.nn.functional.pad(at, (0, missing))
+    chosen = score.gather(2, at).masked_fill(own == seqlen, -torch.inf)
+    return own, layout.pack([take_keys(k, at), take_keys(v, at), chosen[..., None]])
+
+
+def _copy_own(keys: tuple[Tensor, Tensor, Tensor], results: Joined) -> None:
+    k, v, score = keys
+    seqlen = k.shape[1]
+    results[0].narrow(1, results[0].shape[1] - seqlen, seqlen).copy_(k)
+    results[1].narrow(1, results[1].shape[1] - seqlen, seqlen).copy_(v)
+    results[2].narrow(2, results[2].shape[2] - seqlen, seqlen).copy_(score)
+
+
+def _fill_front(layout: Rows, state: Tensor, score: Tensor, results: Joined) -> None:
+    """Put rows (B, N, W, R) into the first entries, and no keys into what is left of `front`."""
+    k, v, _ = layout.parts(state)
+    width = state.shape[2]
+    spare = front(width) - width
+    for result, part in ((results[0], k), (results[1], v)):
+        result[:, :width].copy_(part.transpose(1, 2))
+        if spare > 0:
+            result[:, width : width + spare].zero_()
+    results[2][..., :width] = score
+    if spare > 0:
+        results[2][..., width : width + spare] = -torch.inf
+
+
+def _bounds(place: Place, cu_seqlens: Tensor, before: int, seqlen: int) -> Tensor:
+    """Boundaries of documents among `before` keys of the start state and the rank's own.
+
+    The first document holds the start state too.
+    """
+    inside = (cu_seqlens - place.start).clamp(max=seqlen) + before
+    inside = inside.masked_fill(cu_seqlens <= place.start, 0)
+    bounds = torch.nn.functional.pad(inside, (1, 0)).to(torch.int32)
+    bounds[-1:].fill_(before + seqlen)
+    return bounds
+
+
+def _empty_own(
+    dk: Tensor,
+    dv: Tensor,
+    dscore: Tensor,
+    own: Tensor,
+    places: Tensor,
+    group: str,
+    ranks: int,
+    window: int,
+    count: int,
+    width: int,
+    is_scan: bool,
+    needs: list[bool],
+    lengths: list[int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    batch, joined, heads, head_dim = dk.shape
+    seqlen = joined - front(width)
+    return (
+        dk.new_empty((batch, seqlen, heads, head_dim) if needs[0] else (0,)),
+        dv.new_empty((batch, seqlen, heads, dv.shape[3]) if needs[1] else (0,)),
+        dscore.new_empty((batch, heads, seqlen) if needs[2] else (0,)),
+    )
+
+
+def _join_backward(
+    dk: Tensor,
+    dv: Tensor,
+    dscore: Tensor,
+    own: Tensor,
+    places: Tensor,
+    group: str,
+    ranks: int,
+    window: int,
+    count: int,
+    width: int,
+    is_scan: bool,
+    needs: list[bool],
+    lengths: list[int],
+) -> tuple[Tensor, Tensor, Tensor]:
+    ranks_group = by_name(group)
+    # Where the stretches end plays no part here.
+    place = Place(ranks_group, dist.get_rank(ranks_group), (0,) * ranks)
+    needed = [t for t, need in zip((dk, dv, dscore), needs, strict=True) if need]
+    layout, seqlen = _layout(*needed), dk.shape[1] - front(width)
+    drows = _packed_front(layout, needed, width)
+    if is_scan:
+        theirs = exchange.scan_back(place, layout, drows[:, :, :width], places)
+        grads = [_OwnGradient(t, seqlen) for t in needed]
+    else:
+        sending = exchange.start_return(place, drows, places[0, 0], count)
+        grads = [_OwnGradient(t, seqlen) for t in needed]
+        theirs = [_summed(part) for part in layout.parts(sending.wait())]
+    for grad, part in zip(grads, theirs, strict=True):
+        grad.add(own, part)
+    found = iter(grads)
+    return tuple(  # type: ignore[return-value]
+        next(found).total if need else t.new_empty(0)
+        for t, need in zip((dk, dv, dscore), needs, strict=True)
+    )
+
+
+def _packed_front(layout: Rows, needed: list[Tensor], width: int) -> Tensor:
+    """uint8 (B, N, W + 1, R): the gradients of the start state, and a row of zeros."""
+    parts = [t[:, :width].transpose(1, 2) if t.dim() == 4 else t[..., :width, None] for t in needed]
+    batch, heads = parts[0].shape[:2]
+    rows = parts[0].new_zeros((batch, heads, width + 1, layout.nbytes), dtype=torch.uint8)
+    for to, part in zip(layout.parts(rows[:, :, :width]), parts, strict=True):
+        to.copy_(part)
+    return rows
+
+
+def _summed(part: Tensor) -> Tensor:
+    """(ranks, B, N, m, width) summed over the ranks, in float32 or wider."""
+    return part.sum(0, dtype=torch.promote_types(part.dtype, torch.float32))
+
+
+class _OwnGradient:
+    """The gradient of a rank's own keys, to which others are added."""
+
+    def __init__(self, joined: Tensor, seqlen: int) -> None:
+        """Copies what is behind the front of (B, front + S, N, D) or (B, N, front + S)."""
+        self.by_head = joined.dim() == 3
+        dim = 2 if self.by_head else 1
+        own = joined.narrow(dim, joined.shape[dim] - seqlen, seqlen)
+        self.width = 1 if self.by_head else joined.shape[3]
+        # One row more, for the entries of a state that are no keys.
+        self.flat = joined.new_empty((own.numel() // max(1, self.width) + 1, self.width))
+        self.total = self.flat[:-1].view(own.shape)
+        self.total.copy_(own)
+
+    def add(self, own: Tensor, rows: Tensor) -> None:
+        """Add (B, N, m, width) to the keys at int64 (B, N, m), where S is none; rounds once."""
+        batch, heads, _ = own.shape
+        seqlen = self.total.shape[2 if self.by_head else 1]
+        entry = torch.arange(batch, device=own.device)[:, None, None]
+        head = torch.arange(heads, device=own.device)[:, None]
+        if self.by_head:
+            at = (entry * heads + head) * seqlen + own
+        else:
+            at = (entry * seqlen + own) * heads + head
+        at = at.masked_fill(own == seqlen, len(self.flat) - 1).flatten()
+        there = self.flat.index_select(0, at).to(rows.dtype) + rows.reshape(-1, self.width)
+        self.flat.index_copy_(0, at, there.to(self.flat.dtype))
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Joined) -> None:
+    ctx.settings = inputs[4:]
+    *_, bounds, own, places = output
+    ctx.mark_non_differentiable(bounds, own, places)
+    ctx.save_for_backward(own, places)
+
+
+def _gradients(ctx: Any, dk: Tensor, dv: Tensor, dscore: Tensor, *_: Any) -> tuple[Any, ...]:
+    own, places = ctx.saved_tensors
+    needs = ctx.settings[-2]
+    found = torch.ops.dmattn.join_start_state_backward(dk, dv, dscore, own, places, *ctx.settings)
+    grads = (grad if need else None for grad, need in zip(found, needs, strict=True))
+    return (*grads, *[None] * (1 + len(ctx.settings)))
+
+
+def _no_double_backward(ctx: Any, *_: Any) -> None:
+    raise RuntimeError("context parallel attention has first derivatives only")
+
+
+register(Operator("dmattn::join_start_state", _JOIN, _join, _join, _empty_joined))
+register(
+    Operator(
+        "dmattn::join_start_state_backward", _BACKWARD, _join_backward, _join_backward, _empty_own
+    )
+)
+torch.library.register_autograd(
+    "dmattn::join_start_state", _gradients, setup_context=_setup_context
+)
+torch.library.register_autograd("dmattn::join_start_state_backward", _no_double_backward)

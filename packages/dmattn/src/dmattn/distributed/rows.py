@@ -1,0 +1,66 @@
+"""Keys as rows of bytes: what belongs to a key lies together, so that one copy moves all of it.
+
+A row holds the key, the value and the score of one token and head (or their gradients), each
+starting at a multiple of 8 bytes. Letters: B batch, N heads, L keys, D and Dv head dimension of
+keys and of values, R bytes of a row.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Field(NamedTuple):
+    """A part of each row: `width` numbers of one dtype."""
+
+    width: int
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        return self.width * self.dtype.itemsize
+
+
+class Rows:
+    """The layout of rows with these parts, in this order."""
+
+    def __init__(self, fields: Sequence[Field]) -> None:
+        self.fields = tuple(fields)
+        ends = accumulate(-(-field.nbytes // 8) * 8 for field in fields)
+        self.starts = (0, *ends)
+
+    @property
+    def nbytes(self) -> int:
+        """R."""
+        return self.starts[-1]
+
+    def part(self, rows: Tensor, number: int) -> Tensor:
+        """One part of uint8 (..., R), as a view (..., width)."""
+        field, start = self.fields[number], self.starts[number]
+        return rows[..., start : start + field.nbytes].view(field.dtype)
+
+    def parts(self, rows: Tensor) -> list[Tensor]:
+        return [self.part(rows, number) for number in range(len(self.fields))]
+
+    def pack(self, parts: Sequence[Tensor]) -> Tensor:
+        """uint8 (..., R) from tensors (..., width) of the dtypes of the fields."""
+        rows = parts[0].new_empty((*parts[0].shape[:-1], self.nbytes), dtype=torch.uint8)
+        for place, part in zip(self.parts(rows), parts, strict=True):
+            place.copy_(part)
+        return rows
+
+
+def take(rows: Tensor, at: Tensor) -> Tensor:
+    """uint8 (B, N, l, R): the rows of (B, N, L, R) at int64 (B, N, l)."""
+    words = rows.view(torch.int64)
+    index = at[..., None].expand(*at.shape, words.shape[-1])
+    return words.gather(2, index).view(torch.uint8)
+
+
+def take_keys(keys: Tensor, at: Tensor) -> Tensor:
+    """(B, N, l, D): of (B, L, N, D) the keys at int64 (B, N, l)."""
+    by_head = keys.transpose(1, 2)
+    return by_head.gather(2, at[..., None].expand(*at.shape, keys.shape[-1]))

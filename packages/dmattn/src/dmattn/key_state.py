@@ -1,0 +1,391 @@
+"""What the rows of a causal sequence need of everything before them, as a value.
+
+Under running top-w that is `window_size` keys per key/value head. The best keys of two neighbouring
+stretches are the best of the best of each, so that states merge, in any grouping. Letters: B batch,
+S tokens of a stretch, H query heads, HK key/value heads, N heads of a state, w window size, D and
+Dv head dimension of keys and of values.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx._pytree import register_pytree_flatten_spec
+from torch.utils import _pytree as pytree
+
+from dmattn.arguments import check_window_size
+from dmattn.dispatch import select
+from dmattn.key_lists import Selection, larger, num_blocks
+from dmattn.selection import key_only_mask
+from dmattn.validation import (
+    can_be_read,
+    check_int,
+    check_same_device,
+    check_shape,
+    check_tensor,
+    check_tensor_dtype,
+    describe,
+    is_one_or,
+)
+
+_FIELDS = ("k", "v", "score", "position", "seen", "has_start")
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class KeyState:
+    """The keys that the rows behind a stretch of tokens may still attend to.
+
+    Made by `KeyState.of` or by `flash_dmattn_func(..., return_state=True)`, and given to the call
+    for the next stretch as `state=`. All of it stays on the device. Gradients flow through k, v and
+    score to the keys of the stretch. A state can be passed in and out of compiled and checkpointed
+    functions, pickled, and read by torch.load without leaving `weights_only`; collectives work on
+    its tensors, whose shapes do not depend on the number of tokens.
+
+    Attributes:
+        k: (B, w, N, D), the kept keys in order of position. Where fewer than w are kept, the first
+            entries hold none: zeros, with a score of -inf.
+        v: (B, w, N, Dv), likewise.
+        score: float32, or float64 for a float64 bias, (B, N, w): the bias of each kept key.
+        position: int32 (B, N, w), counted from the first token seen; -1 where there is no key.
+        seen: int32 (B,), tokens so far, masked ones included.
+        has_start: bool (B,), whether a document begins among these tokens, so that nothing before
+            them is seen any more.
+    """
+
+    k: Tensor
+    v: Tensor
+    score: Tensor
+    position: Tensor
+    seen: Tensor
+    has_start: Tensor
+
+    @property
+    def window_size(self) -> int:
+        """w, the most keys that are kept."""
+        return self.k.shape[1]
+
+    @staticmethod
+    def of(
+        key: Tensor,
+        value: Tensor,
+        attn_bias: Tensor,
+        window_size: int,
+        attn_mask: Tensor | None = None,
+        cu_seqlens: Tensor | Sequence[int] | None = None,
+    ) -> "KeyState":
+        """The state of one stretch of tokens.
+
+        Args:
+            key, value: (B, S, HK, D) and (B, S, HK, Dv), of one floating dtype.
+            attn_bias: floating ({B|1}, {H|HK|1}, 1, S) or ({B|1}, {H|HK|1}, S), the scores. With H
+                heads, a multiple of HK, the query heads keep different keys, and the state holds
+                keys and values once for each of them.
+            window_size: w, at least 1.
+            attn_mask: True where a key may be kept: bool or integer (B, S), or bool
+                ({B|1}, {H|HK|1}, 1, S). Masked tokens are counted in `seen` all the same.
+            cu_seqlens: int32 or int64, never falling: where documents begin and end, counted from
+                the first token of the stretch, alike for all rows of the batch. Only keys of the
+                last document are kept. Values outside 0 .. S - 1 say nothing, so that the
+                boundaries of a longer sequence minus the place of the stretch will do.
+
+        Raises:
+            TypeError: an argument has the wrong type or dtype.
+            ValueError: a shape, device or number does not fit.
+        """
+        window_size = check_window_size(window_size)
+        _check_key_value(key, value)
+        mask = None if attn_mask is None else key_only_mask(attn_mask, key.shape[1])
+        keys = keys_of(key, value, _check_scores(attn_bias, key), mask)
+        starts = None
+        if cu_seqlens is not None:
+            starts = check_starts(cu_seqlens, key.device)
+        return best_of(keys, window_size, starts)
+
+    def merge(self, later: "KeyState") -> "KeyState":
+        """The state of two stretches, of which `later` is behind this one.
+
+        Associative: any grouping keeps the same keys.
+
+        Raises:
+            TypeError: later is no KeyState, or of another dtype.
+            ValueError: its window size, batch, heads, head dimension or device is another one.
+        """
+        batch, window_size, heads, head_dim = self.k.shape
+        check_state(
+            "later",
+            later,
+            Wanted(
+                batch,
+                window_size,
+                heads,
+                (head_dim, self.v.shape[3]),
+                self.k.dtype,
+                self.score.dtype,
+                self.k.device,
+            ),
+        )
+        earlier_score = self.score.masked_fill(later.has_start[:, None, None], -math.inf)
+        moved = later.position + self.seen[:, None, None]
+        both = Keys(
+            torch.cat((self.k, later.k), 1),
+            torch.cat((self.v, later.v), 1),
+            torch.cat((earlier_score, later.score), 2),
+            torch.cat((self.position, moved.where(later.position >= 0, -1)), 2),
+        )
+        chosen = _best_places(both.score, self.window_size)
+        seen, has_start = self.seen + later.seen, self.has_start | later.has_start
+        return KeyState(*gathered(both, chosen), seen, has_start)
+
+    def __repr__(self) -> str:
+        tensors, _ = _flatten(self)
+        if not all(isinstance(t, Tensor) for t in tensors):  # what a tree_map may leave here
+            return f"KeyState({', '.join(map(describe, tensors))})"
+        batch, window_size, heads, head_dim = self.k.shape
+        return (
+            f"KeyState(batch={batch}, window_size={window_size}, heads={heads}, "
+            f"head_dim={head_dim}, dtype={self.k.dtype}, device={str(self.k.device)!r})"
+        )
+
+
+class Keys(NamedTuple):
+    """Keys in order of position, with what belongs to them."""
+
+    k: Tensor  # (B, L, N, D)
+    v: Tensor  # (B, L, N, Dv)
+    score: Tensor  # (B, N, L), -inf for a key that is never kept
+    position: Tensor | None  # int32 (B, N, L); None: each key's place among these keys
+
+
+def keys_of(key: Tensor, value: Tensor, score: Tensor, mask: Tensor | None) -> Keys:
+    """A stretch with a score for each key and head, -inf for masked ones and for NaN.
+
+    Args:
+        key, value: (B, S, HK, D) and (B, S, HK, Dv).
+        score: ({B|1}, {H|HK|1}, S).
+        mask: bool ({B|1}, {H|HK|1}, S) or None.
+    """
+    batch, _, nheads_k, _ = key.shape
+    heads = max(nheads_k, score.shape[1], 1 if mask is None else mask.shape[1])
+    # Wider than half precision, in which the gradient of a score that several heads share would be
+    # rounded for each of them.
+    score = score.to(torch.promote_types(score.dtype, torch.float32))
+    score = _with_heads(score, batch, heads)
+    hidden = ~(score > -math.inf)
+    if mask is not None:
+        hidden = hidden | ~_with_heads(mask, batch, heads)
+    if nheads_k != heads:
+        key, value = (t.repeat_interleave(heads // nheads_k, 2) for t in (key, value))
+    return Keys(key, value, score.masked_fill(hidden, -math.inf), None)
+
+
+def best_of(keys: Keys, window_size: int, starts: Tensor | None) -> KeyState:
+    """The state of keys without positions; `starts` as `check_starts` returns them."""
+    if starts is not None:
+        seqlen = keys.k.shape[1]
+        last = starts.masked_fill((starts < 0) | (starts >= seqlen), 0).amax()
+        before = torch.arange(seqlen, device=keys.k.device) < last
+        keys = keys._replace(score=keys.score.masked_fill(before, -math.inf))
+    chosen = _best_places(keys.score, window_size)
+    return KeyState(*gathered(keys, chosen), *counted(keys.k, starts))
+
+
+def counted(key: Tensor, starts: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`seen` and `has_start` of a stretch with these keys, (B, S, HK, D)."""
+    batch, seqlen = key.shape[:2]
+    seen = torch.full((batch,), seqlen, dtype=torch.int32, device=key.device)
+    has_start = torch.zeros_like(seen, dtype=torch.bool)
+    if starts is not None:
+        has_start = has_start | ((starts >= 0) & (starts < seqlen)).any()
+    return seen, has_start
+
+
+def _best_places(score: Tensor, window_size: int) -> Tensor:
+    """int64 (B, N, w): places of the highest of score (B, N, L), as `last_kept` gives them."""
+    seqlen = score.shape[2]
+    if seqlen == 0:
+        return score.new_full((*score.shape[:2], window_size), -1, dtype=torch.int64)
+    lists = select(score.detach(), None, window_size, 1, False)
+    return last_kept(lists, 1, window_size, False)
+
+
+def last_kept(lists: Selection, query_len: int, window_size: int, is_causal: bool) -> Tensor:
+    """Which keys the last row of a selection keeps.
+
+    Args:
+        lists: of at least one row, in which a row keeps `window_size` keys or fewer.
+        query_len: its rows.
+        window_size: w.
+        is_causal: of the selection.
+
+    Returns:
+        int64 (batch, heads, w), ascending, with -1 in front where there are fewer.
+    """
+    last = num_blocks(query_len, is_causal) - 1
+    idx, count = lists.idx[:, :, last], lists.count[:, :, last, None]
+    kept = torch.arange(idx.shape[2], device=idx.device) < count
+    if is_causal:  # the other rows of its block may keep more
+        kept = kept & (lists.end.gather(2, idx.long()) >= lists.end.shape[2])
+    places = idx.masked_fill(~kept, -1).sort(2).values
+    missing = larger(0, window_size - idx.shape[2])
+    return torch.nn.functional.pad(places, (missing, 0), value=-1)[..., -window_size:].long()
+
+
+def gathered(keys: Keys, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The first fields of a state of the keys at places int64 (B, N, w), -1 for no key."""
+    if keys.k.shape[1] == 0:
+        window_size = chosen.shape[2]
+        k, v = (t.new_zeros(len(t), window_size, *t.shape[2:]) for t in (keys.k, keys.v))
+        score = keys.score.new_full(chosen.shape, -math.inf)
+        return k, v, score, chosen.to(torch.int32)
+    empty = chosen < 0
+    at = chosen.clamp(min=0)
+    rows, no_row = at.mT[..., None], empty.mT[..., None]
+    position = chosen.to(torch.int32)
+    if keys.position is not None:
+        position = keys.position.gather(2, at).masked_fill(empty, -1)
+    return (
+        keys.k.take_along_dim(rows, 1).masked_fill(no_row, 0.0),
+        keys.v.take_along_dim(rows, 1).masked_fill(no_row, 0.0),
+        keys.score.gather(2, at).masked_fill(empty, -math.inf),
+        position,
+    )
+
+
+class Wanted(NamedTuple):
+    """What a state has to be to go with some keys."""
+
+    batch: int
+    window_size: int
+    heads: int
+    head_dims: tuple[int, int]  # of keys and values
+    dtype: torch.dtype
+    score_dtype: torch.dtype
+    device: torch.device
+
+
+def check_state(name: str, state: Any, wanted: Wanted) -> KeyState:
+    """Raise unless it is such a state.
+
+    Raises:
+        TypeError: it is no KeyState, or a dtype is another one.
+        ValueError: its window size, batch, heads, head dimension or device is another one.
+    """
+    if not isinstance(state, KeyState):
+        raise TypeError(f"{name}: got {describe(state)}, wanted a dmattn.KeyState")
+    if state.window_size != wanted.window_size:
+        raise ValueError(
+            f"{name}: got a state of window_size {state.window_size}, wanted {wanted.window_size}"
+        )
+    rows, per_head = wanted[:3], (wanted.batch, wanted.heads, wanted.window_size)
+    for field, dtype, shape in (
+        ("k", wanted.dtype, (*rows, wanted.head_dims[0])),
+        ("v", wanted.dtype, (*rows, wanted.head_dims[1])),
+        ("score", wanted.score_dtype, per_head),
+        ("position", torch.int32, per_head),
+        ("seen", torch.int32, rows[:1]),
+        ("has_start", torch.bool, rows[:1]),
+    ):
+        t = getattr(state, field)
+        check_tensor_dtype(f"{name}.{field}", t, (dtype,))
+        check_shape(f"{name}.{field}", t, shape)
+        check_same_device(f"{name}.{field}", t, wanted.device, "the keys")
+    return state
+
+
+def check_starts(cu_seqlens: Any, device: torch.device) -> Tensor:
+    """Boundaries of documents as an int64 (documents + 1,) tensor on a device.
+
+    Raises:
+        TypeError: they are no integers.
+        ValueError: they are not one-dimensional; where the host can read them, also that they fall.
+    """
+    if isinstance(cu_seqlens, Tensor):
+        bounds = check_tensor("cu_seqlens", cu_seqlens)
+        check_tensor_dtype("cu_seqlens", bounds, (torch.int32, torch.int64))
+    else:
+        wanted = "a sequence of ints or an int32 or int64 tensor"
+        try:
+            given = list(cu_seqlens)
+        except TypeError:
+            raise TypeError(f"cu_seqlens: got {describe(cu_seqlens)}, wanted {wanted}") from None
+        given = [check_int("cu_seqlens", x, wanted=wanted) for x in given]
+        bounds = torch.tensor(given, dtype=torch.int64)
+    if bounds.dim() != 1 or len(bounds) < 1:
+        raise ValueError(f"cu_seqlens: got shape {tuple(bounds.shape)}, wanted (documents + 1,)")
+    if can_be_read(bounds) and bool((bounds.diff() < 0).any()):
+        raise ValueError("cu_seqlens: got boundaries that fall, wanted ones that never do")
+    return bounds.to(device, torch.int64, non_blocking=True)
+
+
+def _with_heads(t: Tensor, batch: int, heads: int) -> Tensor:
+    """({B|1}, {HK|1}, S) or (B, H, S) as (batch, heads, S)."""
+    if not is_one_or(t.shape[1], heads):
+        t = t.repeat_interleave(heads // t.shape[1], 1)
+    return t.expand(batch, heads, t.shape[2])
+
+
+def _check_key_value(key: Any, value: Any) -> None:
+    check_tensor("key", key)
+    check_tensor("value", value)
+    if not key.is_floating_point():
+        raise TypeError(f"key: got dtype {key.dtype}, wanted a floating dtype")
+    if key.dim() != 4:
+        raise ValueError(
+            f"key: got shape {tuple(key.shape)}, wanted (batch, seqlen, nheads_k, head_dim)"
+        )
+    check_tensor_dtype("value", value, (key.dtype,), " as key")
+    if value.dim() != 4 or value.shape[:3] != key.shape[:3]:
+        raise ValueError(
+            f"value: got shape {tuple(value.shape)}, wanted {(*key.shape[:3], 'head_dim')}"
+        )
+    check_same_device("value", value, key.device, "key")
+
+
+def _check_scores(attn_bias: Any, key: Tensor) -> Tensor:
+    """attn_bias as ({B|1}, heads, S)."""
+    wanted = "a floating tensor, a score per key"
+    scores = check_tensor("attn_bias", attn_bias, wanted)
+    if not scores.is_floating_point():
+        raise TypeError(f"attn_bias: got dtype {scores.dtype}, wanted {wanted}")
+    check_same_device("attn_bias", scores, key.device, "key")
+    batch, seqlen, nheads_k, _ = key.shape
+    if scores.dim() == 4 and scores.shape[2] == 1:
+        scores = scores.squeeze(2)
+    fits = scores.dim() == 3 and is_one_or(scores.shape[0], batch) and scores.shape[2] == seqlen
+    if not fits or not (scores.shape[1] == 1 or scores.shape[1] % nheads_k == 0):
+        raise ValueError(
+            f"attn_bias: got shape {tuple(attn_bias.shape)}, wanted (batch|1, nheads|nheads_k|1, "
+            f"1, {seqlen}) or (batch|1, nheads|nheads_k|1, {seqlen})"
+        )
+    return scores
+
+
+def _flatten(state: KeyState) -> tuple[list[Any], None]:
+    return [getattr(state, name) for name in _FIELDS], None
+
+
+def _flatten_with_keys(state: KeyState) -> tuple[list[tuple[pytree.KeyEntry, Any]], None]:
+    tensors, _ = _flatten(state)
+    return list(zip([pytree.GetAttrKey(name) for name in _FIELDS], tensors, strict=True)), None
+
+
+def _unflatten(tensors: Any, _: None) -> KeyState:
+    return KeyState(*tensors)
+
+
+def _flatten_as(state: KeyState, spec: pytree.TreeSpec) -> list[Any]:
+    return _flatten(state)[0]
+
+
+pytree.register_pytree_node(
+    KeyState,
+    _flatten,
+    _unflatten,
+    serialized_type_name="dmattn.KeyState",
+    flatten_with_keys_fn=_flatten_with_keys,
+)
+register_pytree_flatten_spec(KeyState, _flatten_as)
+torch.serialization.add_safe_globals([KeyState])

@@ -1,0 +1,448 @@
+"""Context parallel attention over processes of one machine (gloo), against a single process.
+
+    python parallel_cases.py FOLDER WORLD...
+
+Runs every case with each number of processes and leaves FOLDER/WORLD.RANK.json: for each case what
+went wrong on that rank, or "". Run by `test_context_parallel.py`, in a process of its own, so that
+the ranks are forked from one that has imported everything and computed nothing.
+"""
+
+import json
+import multiprocessing
+import os
+import random
+import re
+import sys
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
+
+from dmattn import DynamicMaskAttention, flash_dmattn_func, select_keys
+from dmattn.distributed import context_parallel, context_parallel_attention
+
+TIMEOUT = timedelta(seconds=60)
+DEAD_TIMEOUT = timedelta(seconds=5)
+CASES: dict[str, Callable[[int, int], None]] = {}
+
+
+def case(function: Callable[[int, int], None]) -> Callable[[int, int], None]:
+    CASES[function.__name__] = function
+    return function
+
+
+# --- the whole sequence, and a rank's part of it --------------------------------------------------
+
+
+def operands(
+    lengths: list[int], heads: tuple[int, int, int] = (4, 2, 2), batch: int = 2, seed: int = 0
+) -> list[Tensor]:
+    """q, k, v and scores of the whole sequence, float64; heads of q, of k and of the scores."""
+    torch.manual_seed(seed)
+    seqlen, (nheads, nheads_k, nheads_s) = sum(lengths), heads
+    shapes = [(batch, seqlen, n, d) for n, d in ((nheads, 16), (nheads_k, 16), (nheads_k, 8))]
+    found = [torch.randn(shape, dtype=torch.float64) for shape in shapes]
+    return [*found, torch.randn(batch, nheads_s, seqlen, dtype=torch.float64)]
+
+
+def part(t: Tensor, lengths: list[int], rank: int) -> Tensor:
+    """A rank's tokens of (B, S, heads, D), or of (B, heads, S), or of (B, S)."""
+    dim = 2 if t.dim() == 3 else 1
+    return t.narrow(dim, sum(lengths[:rank]), lengths[rank])
+
+
+def check(
+    rank: int,
+    lengths: list[int],
+    whole: list[Tensor],
+    window: int,
+    mask: Tensor | None = None,
+    documents: list[int] | None = None,
+    learned: tuple[bool, ...] = (True, True, True, True),
+    group: Any = None,
+    **settings: Any,
+) -> None:
+    """Output, lse and gradients of this rank's tokens are those of the whole sequence."""
+    leaves = [t.clone().requires_grad_(on) for t, on in zip(whole, learned, strict=True)]
+    chosen = select_keys(leaves[3], window, attn_mask=mask, cu_seqlens=documents)
+    results = flash_dmattn_func(
+        *leaves[:3],
+        attn_bias=leaves[3],
+        selection=chosen,
+        is_causal=True,
+        return_lse=True,
+        **settings,
+    )
+    mine = [part(t, lengths, rank).clone().requires_grad_(t.requires_grad) for t in leaves]
+    own_mask = None if mask is None else part(mask, lengths, rank)
+    found = context_parallel_attention(
+        *mine,
+        window_size=window,
+        group=group,
+        attn_mask=own_mask,
+        cu_seqlens=documents,
+        return_lse=True,
+        **settings,
+    )
+    out, lse = (part(t, lengths, rank) for t in results)
+    torch.testing.assert_close(found[0], out)
+    torch.testing.assert_close(found[1], lse)
+    if not any(learned):
+        return
+    torch.manual_seed(1)
+    douts = [torch.randn_like(t) for t in results]
+    douts[1] = douts[1].where(results[1] > -torch.inf, 0.0)
+    inputs = [t for t in leaves if t.requires_grad]
+    want = torch.autograd.grad(results, inputs, douts)
+    own_douts = [part(t, lengths, rank) for t in douts]
+    got = torch.autograd.grad(found, [t for t in mine if t.requires_grad], own_douts)
+    for grad, expected in zip(got, want, strict=True):
+        torch.testing.assert_close(grad, part(expected, lengths, rank))
+
+
+def both_ways(run: Callable[[], None]) -> None:
+    """By gathering states, and by a scan over the ranks."""
+    usual = context_parallel.GATHER_BYTES
+    try:
+        for limit in (usual, 0):
+            context_parallel.GATHER_BYTES = limit
+            run()
+    finally:
+        context_parallel.GATHER_BYTES = usual
+
+
+# --- cases ----------------------------------------------------------------------------------------
+
+
+@case
+def whole_sequence(rank: int, world: int) -> None:
+    lengths = [60] * world
+    for window in (1, 37, 61, 1000):
+        both_ways(lambda window=window: check(rank, lengths, operands(lengths), window))
+
+
+@case
+def heads_of_scores(rank: int, world: int) -> None:
+    lengths = [30] * world
+    for heads in ((4, 2, 4), (4, 2, 1), (3, 1, 1), (2, 2, 2)):
+        check(rank, lengths, operands(lengths, heads), 19)
+    whole = operands(lengths)
+    mine = [part(t, lengths, rank) for t in whole]
+    shared = mine[3][:1].clone().requires_grad_()
+    one_by_one = [
+        context_parallel_attention(*(t[i : i + 1] for t in mine[:3]), shared, window_size=9)
+        for i in range(2)
+    ]
+    together = context_parallel_attention(*mine[:3], shared, window_size=9)
+    torch.testing.assert_close(together, torch.cat(one_by_one))
+    both = [torch.autograd.grad(t.square().sum(), shared)[0] for t in (together, *one_by_one)]
+    torch.testing.assert_close(both[0], both[1] + both[2])
+
+
+@case
+def settings(rank: int, world: int) -> None:
+    lengths = [40] * world
+    check(rank, lengths, operands(lengths), 25, softcap=2.0, softmax_scale=0.3)
+    check(rank, lengths, operands(lengths), 25, deterministic=True)
+
+
+@case
+def frozen_operands(rank: int, world: int) -> None:
+    lengths = [40] * world
+    for learned in ((0, 0, 0, 1), (1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 1), (0, 0, 0, 0)):
+        flags = tuple(map(bool, learned))
+        both_ways(lambda f=flags: check(rank, lengths, operands(lengths), 25, learned=f))
+
+
+@case
+def padding(rank: int, world: int) -> None:
+    lengths = [50] * world
+    whole = operands(lengths)
+    mask = torch.rand(2, 50 * world) < 0.7
+    mask[0, :60] = False  # all of rank 0, and more
+    mask[1, -45:] = False
+    both_ways(lambda: check(rank, lengths, whole, 33, mask))
+    check(rank, lengths, whole, 33, mask.long())
+    by_head = torch.rand(2, 2, 1, 50 * world) < 0.5
+    keys = by_head[:, :, 0]
+    chosen = whole[3].masked_fill(~keys, -torch.inf)
+    want = flash_dmattn_func(*whole[:3], attn_bias=chosen, window_size=33, is_causal=True)
+    own = [part(t, lengths, rank) for t in whole]
+    own_mask = part(keys, lengths, rank)[:, :, None]
+    got = context_parallel_attention(*own, window_size=33, attn_mask=own_mask)
+    torch.testing.assert_close(got, part(want, lengths, rank))
+
+
+@case
+def scores_that_select_nothing(rank: int, world: int) -> None:
+    """Ties across borders: the later key is kept. NaN and -inf never are."""
+    lengths = [40] * world
+    whole = operands(lengths)
+    whole[3] = torch.zeros_like(whole[3])
+    both_ways(lambda: check(rank, lengths, whole, 33))
+    whole = operands(lengths)
+    whole[3][:, :, ::3] = -torch.inf
+    whole[3][:, :, 1::4] = torch.nan
+    whole[3][0, 0, :47] = torch.nan
+    both_ways(lambda: check(rank, lengths, whole, 33, learned=(True, True, True, False)))
+
+
+@case
+def packed_documents(rank: int, world: int) -> None:
+    """Documents that cross borders, and stretches of unequal lengths."""
+    choose = random.Random(7 * world)
+    for trial in range(12):
+        lengths = [choose.choice((0, 1, 30, 64, 130)) for _ in range(world)]
+        lengths[choose.randrange(world)] += 1
+        total = sum(lengths)
+        cuts = sorted(choose.choices(range(total + 1), k=choose.choice((0, 1, 3, 9))))
+        documents = [0, *cuts, total]
+        mask = None if trial % 3 else torch.rand(2, total) < 0.8
+        whole, window = operands(lengths, seed=trial), choose.choice((5, 40, 200))
+        whole[3] = whole[3].round() if trial % 2 else whole[3]
+        run = lambda: check(rank, lengths, whole, window, mask, documents)  # noqa: E731, B023
+        both_ways(run)
+
+
+@case
+def boundaries_as_tensors(rank: int, world: int) -> None:
+    lengths = [40] * world
+    whole, documents = operands(lengths), [0, 13, 13, 47 * world // 2, 40 * world]
+    own = [part(t, lengths, rank) for t in whole]
+    found = [
+        context_parallel_attention(*own, window_size=9, cu_seqlens=bounds)
+        for bounds in (documents, torch.tensor(documents), torch.tensor(documents).int())
+    ]
+    assert found[0].equal(found[1]) and found[0].equal(found[2])
+
+
+@case
+def groups(rank: int, world: int) -> None:
+    """A mesh of one dimension, a dimension of a mesh, a process group: only its ranks count."""
+    lengths = [40] * world
+    check(rank, lengths, operands(lengths), 25, group=init_device_mesh("cpu", (world,)))
+    check(rank, lengths, operands(lengths), 25, group=dist.group.WORLD)
+    if world == 4:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "context"))
+        row, place = mesh.get_coordinate()
+        for group in ((mesh, "context"), mesh["context"], (mesh, 1), mesh.get_group("context")):
+            check(place, [40, 40], operands([40, 40], seed=row), 25, group=group)
+        expect(ValueError, "DeviceMesh of 2 dimensions", lambda: attend(40, group=mesh))
+    expect(TypeError, "group: got 'cp'", lambda: attend(40, group="cp"))
+
+
+def attend(
+    seqlen: int,
+    dtype: torch.dtype = torch.float32,
+    batch: int = 2,
+    learned: bool = False,
+    **named: Any,
+) -> Tensor:
+    q, k, v = (torch.randn(batch, seqlen, heads, 8, dtype=dtype) for heads in (4, 2, 2))
+    scores = torch.randn(batch, 2, seqlen).requires_grad_(learned)
+    return context_parallel_attention(q, k, v, scores, **({"window_size": 9} | named))
+
+
+def expect(kind: type[Exception], words: str, call: Callable[[], object]) -> None:
+    with pytest.raises(kind, match=re.escape(words)):
+        call()
+
+
+@case
+def wrong_arguments(rank: int, world: int) -> None:
+    """The same error on every rank, and afterwards the ranks still work together."""
+    last = rank == world - 1
+    dense = torch.ones(2, 1, 20, 20, dtype=torch.bool)
+    ring = "torch.distributed.tensor.experimental.context_parallel"
+    expect(ValueError, ring, lambda: attend(20, attn_mask=dense if last else None))
+    expect(ValueError, ring, lambda: attend(20, attn_mask=dense[0, 0]))
+    expect(TypeError, "window_size", lambda: attend(20, window_size=2.5 if last else 2))
+    expect(ValueError, "cu_seqlens: got", lambda: attend(20, cu_seqlens=[0, 30, 20 * world + 1]))
+    expect(ValueError, "cu_seqlens: got", lambda: attend(20, cu_seqlens=[0, 30, 20]))
+    if world > 1:
+        odd = 21 if last else 20
+        words = "tokens of a rank, without cu_seqlens: got 20 on rank 0"
+        expect(ValueError, words, lambda: attend(odd))
+        expect(ValueError, "window_size: got 9 on rank 0", lambda: attend(20, window_size=9 + last))
+        expect(ValueError, "key: got [2, ", lambda: attend(20, batch=2 + last))
+        wide = torch.float64 if last else torch.float32
+        expect(ValueError, "key: got", lambda: attend(20, wide))
+        expect(ValueError, "requires_grad", lambda: attend(20, learned=last))
+        bounds = [0, 20 * world] if last else None
+        expect(ValueError, "cu_seqlens: got None on rank 0", lambda: attend(20, cu_seqlens=bounds))
+        shifted = [0, 5 + last, 20 * world]
+        words = "cu_seqlens (checksum): got "
+        expect(ValueError, words, lambda: attend(20, cu_seqlens=shifted))
+    attend(20)
+
+
+# --- a layer --------------------------------------------------------------------------------------
+
+
+def make_layer() -> DynamicMaskAttention:
+    torch.manual_seed(3)
+    layer = DynamicMaskAttention(32, 4, 2, window_size=21, dtype=torch.float64)
+    nn.init.normal_(layer.A)
+    return layer
+
+
+def layer_case(rank: int, world: int) -> tuple[DynamicMaskAttention, Tensor, Tensor, Tensor]:
+    """The layer with its gradients, a rank's input, what it should give, the loss's weights."""
+    plain = make_layer()
+    x, weight = torch.randn(2, 2, 30 * world, 32, dtype=torch.float64)
+    want = plain(x)
+    (want * weight).sum().backward()
+    lengths = [30] * world
+    return plain, *(part(t[..., None], lengths, rank)[..., 0] for t in (x, want.detach(), weight))
+
+
+@case
+def layer(rank: int, world: int) -> None:
+    """Positions are counted on from rank to rank; parameters' gradients are sums over the ranks."""
+    plain, x, want, weight = layer_case(rank, world)
+    own = make_layer()
+    out = own(x, group=dist.group.WORLD)
+    torch.testing.assert_close(out, want)
+    (out * weight).sum().backward()
+    for parameter, expected in zip(own.parameters(), plain.parameters(), strict=True):
+        dist.all_reduce(parameter.grad)
+        torch.testing.assert_close(parameter.grad, expected.grad)
+    mask = torch.ones(2, 30 * world, dtype=torch.bool)
+    mask[:, :17] = False
+    torch.manual_seed(4)
+    whole = torch.randn(2, 30 * world, 32, dtype=torch.float64)
+    padded = plain(whole, attention_mask=mask)
+    mine = slice(30 * rank, 30 * rank + 30)
+    found = own(whole[:, mine], attention_mask=mask[:, mine], group=dist.group.WORLD)
+    torch.testing.assert_close(found, padded[:, mine])
+    own.dense_mask = True
+    expect(ValueError, "dense_mask: got True", lambda: own(x, group=dist.group.WORLD))
+
+
+@case
+def sharded_and_checkpointed(rank: int, world: int) -> None:
+    """Parameters sharded by FSDP2, activations computed again in the backward."""
+    plain, x, want, weight = layer_case(rank, world)
+    layers = nn.ModuleList([make_layer(), make_layer()])
+    for one in layers:
+        fully_shard(one, mesh=init_device_mesh("cpu", (world,)))
+    for one, reentrant in zip(layers, (False, True), strict=True):
+        given = x.clone().requires_grad_()  # else a reentrant checkpoint sees nothing to learn
+
+        def run(given: Tensor, one: nn.Module = one) -> Tensor:
+            return one(given, group=dist.group.WORLD)
+
+        out = checkpoint(run, given, use_reentrant=reentrant)
+        torch.testing.assert_close(out, want)
+        (out * weight).sum().backward()
+        for parameter, expected in zip(one.parameters(), plain.parameters(), strict=True):
+            assert isinstance(parameter.grad, DTensor)
+            mean = parameter.grad.full_tensor()  # FSDP takes the mean over the ranks
+            torch.testing.assert_close(mean * world, expected.grad)
+
+
+@case
+def compiled(rank: int, world: int) -> None:
+    """One graph without breaks, forward and backward; on two ranks, since it takes seconds."""
+    if world != 2:
+        return
+    _, x, want, weight = layer_case(rank, world)
+    own, copied = make_layer(), make_layer()
+    step = torch.compile(own, backend="aot_eager", fullgraph=True, dynamic=False)
+    out = step(x, group=dist.group.WORLD)
+    torch.testing.assert_close(out, want)
+    (out * weight).sum().backward()
+    (copied(x, group=dist.group.WORLD) * weight).sum().backward()
+    for parameter, expected in zip(own.parameters(), copied.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, expected.grad)
+
+    def packed(q: Tensor, k: Tensor, v: Tensor, s: Tensor, bounds: Tensor) -> Tensor:
+        return context_parallel_attention(q, k, v, s, window_size=9, cu_seqlens=bounds)
+
+    lengths = [90] * world
+    operand = [part(t, lengths, rank) for t in operands(lengths)]
+    bounds = torch.tensor([0, 13, 60 * world, 90 * world])
+    graph = torch.compile(packed, backend="aot_eager", fullgraph=True, dynamic=False)
+    torch.testing.assert_close(graph(*operand, bounds), packed(*operand, bounds))
+
+
+@case
+def repeatable(rank: int, world: int) -> None:
+    """deterministic=True gives the same bits twice, in bfloat16."""
+    found = []
+    for _ in range(2):
+        torch.manual_seed(rank)
+        given = [torch.randn(1, 90, h, 16).bfloat16().requires_grad_() for h in (4, 2, 2)]
+        scores = torch.randn(1, 2, 90, requires_grad=True)
+        out = context_parallel_attention(*given, scores, window_size=40, deterministic=True)
+        found.append([out, *torch.autograd.grad(out.square().sum(), [*given, scores])])
+    assert all(a.equal(b) for a, b in zip(*found, strict=True))
+
+
+# --- processes ------------------------------------------------------------------------------------
+
+
+def join(rank: int, world: int, folder: Path, timeout: timedelta) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(folder / f"store{world}"), world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
+
+
+def work(rank: int, world: int, folder: Path) -> None:
+    join(rank, world, folder, TIMEOUT)
+    found = {}
+    for name, run in CASES.items():
+        try:
+            run(rank, world)
+            found[name] = ""
+        except Exception:
+            found[name] = traceback.format_exc()
+        (folder / f"{world}.{rank}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def lose_a_rank(rank: int, world: int, folder: Path) -> None:
+    """The last rank dies between forward and backward; what the others then raise."""
+    join(rank, world, folder, DEAD_TIMEOUT)
+    out = attend(20, learned=True)
+    if rank == world - 1:
+        os._exit(9)
+    try:
+        out.sum().backward()
+        attend(20)
+        found = ""
+    except RuntimeError as error:
+        found = str(error)
+    (folder / f"dead.{rank}.json").write_text(json.dumps(found))
+    os._exit(0)
+
+
+def start(target: Callable[[int, int, Path], None], world: int, folder: Path) -> None:
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=target, args=(rank, world, folder)) for rank in range(world)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(300)
+        if process.is_alive():
+            process.kill()
+
+
+if __name__ == "__main__":
+    import torch._inductor.compile_fx  # once, for all ranks
+
+    place = Path(sys.argv[1])
+    for number in map(int, sys.argv[2:]):
+        start(work, number, place)
+    (place / "lost").mkdir()
+    start(lose_a_rank, 3, place / "lost")

@@ -1,0 +1,49 @@
+"""Context parallel attention gives on every rank what a single process gives: see the script."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from parallel_cases import CASES
+
+from dmattn.distributed import context_parallel_attention
+
+WORLDS = (1, 2, 3, 4)
+SCRIPT = Path(__file__).with_name("parallel_cases.py")
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with what each rank found."""
+    folder = tmp_path_factory.mktemp("ranks")
+    command = [sys.executable, str(SCRIPT), str(folder), *map(str, WORLDS)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=900, env=environment
+    )
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("name", CASES)
+def test_every_rank_agrees_with_one_process(results: Path, name: str, world: int) -> None:
+    for rank in range(world):
+        found = json.loads((results / f"{world}.{rank}.json").read_text())
+        assert name in found, f"rank {rank} did not get so far"
+        assert found[name] == "", f"rank {rank}:\n{found[name]}"
+
+
+def test_a_lost_rank_ends_the_others_with_an_error(results: Path) -> None:
+    for rank in range(2):
+        assert json.loads((results / "lost" / f"dead.{rank}.json").read_text()) != ""
+
+
+def test_needs_a_process_group() -> None:
+    assert not dist.is_initialized()
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        context_parallel_attention(None, None, None, None, window_size=4)  # type: ignore[call-overload]
