@@ -187,7 +187,8 @@ def counting(sent: list[tuple[str, int]]) -> Iterator[None]:
     gather, to_all, others = groups.all_gather, dist.all_to_all_single, dist.get_world_size() - 1
 
     def all_gather(into: Tensor, own: Tensor, **named: Any) -> Any:
-        sent.append(("all-gather", own.nbytes * others))
+        on_host = own.nbytes == groups.MESSAGE_BYTES and not own.is_cuda
+        sent.append(("agreement on the host" if on_host else "all-gather", own.nbytes * others))
         return gather(into, own, **named)
 
     def all_to_all(into: Tensor, own: Tensor, **named: Any) -> Any:

@@ -389,6 +389,30 @@ def repeatable(rank: int, world: int) -> None:
     assert all(a.equal(b) for a, b in zip(*found, strict=True))
 
 
+@case
+def example_trains(rank: int, world: int) -> None:
+    """Ranks of the training example get the losses of one process."""
+    examples = Path(__file__).parents[3] / "examples"
+    if world != 2 or not examples.is_dir():
+        return
+    sys.path.insert(0, str(examples))
+    from bytes_lm.config import Config
+    from bytes_lm.parallel import Ranks
+    from bytes_lm.text import Text
+    from bytes_lm.training import make_model, train
+
+    torch.manual_seed(0)
+    text = Text(*torch.randint(0, 256, (2, 2000), dtype=torch.uint8), 1, 1)
+    config = Config(layers=1, width=16, heads=2, kv_heads=1, length=48, window=9, batch=2, steps=6)
+    found = [
+        train(make_model(config, "window", cpu).double(), text, config, cpu, False, "", ranks)
+        for cpu in (torch.device("cpu"),)
+        for ranks in (None, Ranks(dist.group.WORLD))
+    ]
+    torch.testing.assert_close(torch.tensor(found[1].train), torch.tensor(found[0].train))
+    assert abs(found[1].heldout[-1][1] - found[0].heldout[-1][1]) < 1e-6
+
+
 # --- processes ------------------------------------------------------------------------------------
 
 
