@@ -192,6 +192,8 @@ def _decode() -> list[Case]:
 TOP = "running top-w"
 SELECTION = f"{TOP}, selection alone"
 TOKEN = f"{TOP}, decoding"
+STRETCHES = f"{TOP}, stretches"
+CHUNK = 8192  # tokens of a prompt that goes in by chunks
 OVER_LENGTH, OVER_WINDOW = f"{TOP}, time against S", f"{TOP}, time against w"
 
 
@@ -269,10 +271,50 @@ def _one_token() -> list[Case]:
     ]
 
 
+def _stretches() -> list[Case]:
+    """Stretches of a text behind what was kept of it, against the text at once, or one token."""
+    full = Case(STRETCHES, "", (), backward=False, graphed=True, quick=True, bias="key")
+    full = dataclasses.replace(full, seqlen_k=2048, nheads=32, nheads_k=8, kept=2048)
+    full = dataclasses.replace(full, steps_cache=True)
+    # Where the block path of a cache overtakes the decode kernel, token by token.
+    turns = [
+        dataclasses.replace(
+            full,
+            name=f"B{batch} H32/8 D128 w2048, append of {tokens}",
+            contenders=("dmattn_in_turn", "dmattn_at_once"),
+            batch=batch,
+            seqlen_q=tokens,
+            quick=False,
+        )
+        for batch in (1, 8)
+        for tokens in (4, 8, 16)
+    ]
+    prompt = _top(STRETCHES, "", ("dmattn_chunks", "dmattn_window"), 131072, 2048)
+    prompt = dataclasses.replace(prompt, backward=False, memory=True)
+    return [
+        dataclasses.replace(
+            full,
+            name="B1 H32/8 D128 w2048, append of 1024",
+            contenders=("dmattn_at_once",),
+            seqlen_q=1024,
+        ),
+        *turns,
+        dataclasses.replace(
+            full,
+            name="B8 H32/8 D128 w2048, draft of 8",
+            contenders=("dmattn_draft", "dmattn_one_token"),
+            batch=8,
+            seqlen_q=8,
+        ),
+        dataclasses.replace(prompt, name=f"B1 S131072 H16/4 D128 w2048, chunks of {CHUNK}"),
+    ]
+
+
 CASES: tuple[Case, ...] = (
     *_running_top(),
     *_selection(),
     *_one_token(),
+    *_stretches(),
     *_sweeps(),
     *_dense_causal(),
     *_key_masks(),
@@ -289,6 +331,9 @@ NOTES = {
     TOKEN: "One step of decoding, replayed from a CUDA graph. A cache of w keys takes the token in "
     "the place of its lowest entry and attends to the rest; over a full cache the step selects its "
     "keys first.",
+    STRETCHES: "Tokens behind a full cache of w keys, replayed from a CUDA graph: one after the "
+    "other, or at once; a draft that is looked at, half of which is then put in, beside one token. "
+    "And a prompt in chunks, each behind the state of those before it, beside one call.",
     OVER_LENGTH: "The work of running top-w grows with S * w; that of all keys with S * S.",
     PACKED: f"Causal, sequences of unequal lengths drawn once: {sum(LONG)} rows in {len(LONG)} "
     f"sequences, the longest {max(LONG)}, and {sum(SHORT)} in {len(SHORT)}, the longest "
@@ -352,6 +397,14 @@ def _top_targets() -> list[Target]:
     ):
         words = f"{group.removeprefix(f'{TOP}, ')}, {name}, ms"
         found.append(Target(words, limit, (group, name), contender, "forward", 1.0))
+    append = (STRETCHES, "B1 H32/8 D128 w2048, append of 1024")
+    found.append(Target(f"{append[1]}, ms", 0.35, append, "dmattn_at_once", "forward", 1.0))
+    for name, contender, peer, limit in (
+        ("B8 H32/8 D128 w2048, draft of 8", "dmattn_draft", "dmattn_one_token", 1.6),
+        (f"B1 S131072 H16/4 D128 w2048, chunks of {CHUNK}", "dmattn_chunks", ours, 1.25),
+    ):
+        case = (STRETCHES, name)
+        found.append(Target(f"{name}", limit, case, contender, "forward", (*case, peer)))
     return found
 
 

@@ -15,7 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.rnn import pad_sequence
 
 import dmattn
-from benchmarks.cases import Case
+import dmattn.cache as cache_module
+from benchmarks.cases import CHUNK, Case
 from benchmarks.timing import Call
 
 
@@ -34,7 +35,7 @@ class Data:
     mask: Tensor | None  # bool (B, HK, 1, Sk), or (B, HK, Sq, Sk) for running top-w
     dout: Tensor
     cache: dmattn.DynamicMaskCache | None = None  # full, for the cases that step one
-    new_score: Tensor | None = None  # of the token that goes into it
+    new_score: Tensor | None = None  # of the tokens that go into it
     bounds: Tensor | None = None  # int32 (n + 1,): where the n packed sequences begin and end
 
     def heads_first(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -77,7 +78,7 @@ def make_data(case: Case, device: torch.device) -> Data:
     if case.steps_cache:
         cache = full_cache(data)
         # High enough to be kept each time.
-        score = cache.score.new_ones(case.batch, case.nheads_k, 1)
+        score = cache.score.new_ones(case.batch, case.nheads_k, case.seqlen_q)
         data = dataclasses.replace(data, cache=cache, new_score=score)
     if case.lengths:
         bounds = torch.tensor((0, *case.lengths)).cumsum(0).to(device, torch.int32)
@@ -142,6 +143,66 @@ def dmattn_select(data: Data) -> Tensor:
 def dmattn_cache_step(data: Data) -> Tensor:
     assert data.cache is not None and data.new_score is not None
     return data.cache.append_and_attend(data.q, data.k[:, :1], data.v[:, :1], data.new_score)
+
+
+def _next_tokens(data: Data, tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    assert data.new_score is not None
+    now = slice(0, tokens)
+    return data.q[:, now], data.k[:, now], data.v[:, now], data.new_score[..., now]
+
+
+def dmattn_one_token(data: Data) -> Tensor:
+    assert data.cache is not None
+    return data.cache.append_and_attend(*_next_tokens(data, 1))
+
+
+def dmattn_in_turn(data: Data) -> Tensor:
+    """All tokens by the decode kernel, one after the other."""
+    return _append(data, 1 << 30)
+
+
+def dmattn_at_once(data: Data) -> Tensor:
+    """All tokens as one block."""
+    return _append(data, 0)
+
+
+def _append(data: Data, few_tokens: int) -> Tensor:
+    assert data.cache is not None
+    before = cache_module.FEW_TOKENS
+    cache_module.FEW_TOKENS = few_tokens
+    try:
+        return data.cache.append_and_attend(*_next_tokens(data, data.case.seqlen_q))
+    finally:
+        cache_module.FEW_TOKENS = before
+
+
+def dmattn_draft(data: Data) -> Tensor:
+    """All tokens looked at, half of them put in."""
+    cache, tokens = data.cache, data.case.seqlen_q
+    assert cache is not None
+    out = cache.peek(*_next_tokens(data, tokens))
+    cache.commit(torch.full_like(cache.seen, tokens // 2))
+    return out
+
+
+def dmattn_chunks(data: Data) -> Tensor:
+    """`dmattn_window` by chunks, each behind the state of those before it."""
+    case, state, outs = data.case, None, []
+    assert data.bias is not None
+    for start in range(0, case.seqlen_k, CHUNK):
+        now = slice(start, start + CHUNK)
+        out, state = dmattn.flash_dmattn_func(
+            data.q[:, now],
+            data.k[:, now],
+            data.v[:, now],
+            attn_bias=data.bias[..., now],
+            is_causal=True,
+            window_size=case.kept,
+            state=state,
+            return_state=True,
+        )
+        outs.append(out)
+    return torch.cat(outs, 1)
 
 
 def dmattn_varlen(data: Data) -> Tensor:
@@ -325,6 +386,11 @@ CONTENDERS: dict[str, tuple[str, Callable[[Data], Tensor]]] = {
     "dmattn_window": ("dmattn, selection included", dmattn_window),
     "dmattn_select": ("dmattn.select_keys", dmattn_select),
     "dmattn_cache_step": ("dmattn.DynamicMaskCache", dmattn_cache_step),
+    "dmattn_one_token": ("dmattn.DynamicMaskCache, one token", dmattn_one_token),
+    "dmattn_in_turn": ("dmattn.DynamicMaskCache, one after the other", dmattn_in_turn),
+    "dmattn_at_once": ("dmattn.DynamicMaskCache, at once", dmattn_at_once),
+    "dmattn_draft": ("dmattn.DynamicMaskCache, peek and commit", dmattn_draft),
+    "dmattn_chunks": ("dmattn, chunks, selection included", dmattn_chunks),
     "dmattn_varlen": ("dmattn, packed", dmattn_varlen),
     "dmattn_padded_batch": ("dmattn, padded batch given", dmattn_padded_batch),
     "sdpa_flash": ("SDPA flash", sdpa_flash),

@@ -47,12 +47,16 @@ class Block(nn.Module):
         x: Tensor,
         rotary: tuple[Tensor, Tensor],
         cache: DynamicMaskCache | None,
+        real: Tensor | None,
+        slots: Tensor | None,
         ranks: Ranks | None,
     ) -> Tensor:
         x = x + self.attention(
             self.attention_norm(x),
+            attention_mask=real,
             position_embeddings=rotary,
             cache=cache,
+            slots=slots,
             group=None if ranks is None else ranks.group,
         )
         x = x + self.mlp(self.mlp_norm(x))
@@ -89,22 +93,29 @@ class BytesLM(nn.Module):
         self,
         tokens: Tensor,
         caches: list[DynamicMaskCache] | None = None,
+        real: Tensor | None = None,
+        slots: Tensor | None = None,
         ranks: Ranks | None = None,
     ) -> Tensor:
         """With caches, under torch.no_grad: tokens go on from those that the caches have seen.
 
-        With ranks: tokens are this rank's stretch of sequences that all of them hold together.
+        real: bool (B, S), False for tokens that are none and stand behind the others.
+        slots: int64 (B,), which sequences of the caches these are; all when None.
+        ranks: whose tokens are this one's stretch of sequences that all of them hold together.
         """
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         if ranks is not None:
             positions = positions + ranks.rank * tokens.shape[1]
         if caches is not None:
             # On the device like the rest, so that a CUDA graph of a step stays right.
-            positions = positions + caches[0].seen[:, None]
+            seen = caches[0].seen
+            seen = seen if slots is None else seen.index_select(0, slots)
+            positions = positions + seen[:, None]
         rotary = rotary_embedding(positions, self.head_dim)
         x = self.embedding(tokens)
         for number, block in enumerate(self.blocks):
-            x = block(x, rotary, None if caches is None else caches[number], ranks)
+            cache = None if caches is None else caches[number]
+            x = block(x, rotary, cache, real, slots, ranks)
         return F.linear(self.norm(x), self.embedding.weight)  # the head is the embedding
 
 

@@ -1,6 +1,7 @@
 """Pictures of what was learned: losses, and a mask on real text."""
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import matplotlib
@@ -10,6 +11,7 @@ from torch import Tensor
 from bytes_lm.config import Config
 from bytes_lm.device import half_precision
 from bytes_lm.model import BytesLM
+from bytes_lm.serving import Answer
 from bytes_lm.training import History, differences
 from dmattn.utils.mask import top_window_mask
 
@@ -202,4 +204,28 @@ def plot_mask(path: Path, model: BytesLM, passage: Tensor, config: Config) -> No
         f"key/value head {head + 1} of {config.kv_heads}"
     )
     figure.savefig(path, dpi=100)
+    plt.close(figure)
+
+
+def plot_serving(path: Path, answers: Sequence[Answer]) -> None:
+    """Each request as a line from its arrival on, and the times as cumulative curves."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
+    for row, answer in enumerate(answers):
+        first, last = answer.times[0], answer.times[-1]
+        left.plot([answer.request.arrival, first], [row, row], color="#c6dbef", lw=2)
+        left.plot([first, last], [row, row], color="#08306b", lw=2)
+    left.plot([], [], color="#c6dbef", lw=2, label="waits, prompt is read")
+    left.plot([], [], color="#08306b", lw=2, label="is answered")
+    left.set(xlabel="seconds", ylabel="request", title="requests in a running batch")
+    left.legend(loc="upper left")
+    waits = [answer.times[0] - answer.request.arrival for answer in answers]
+    gaps = [b - a for answer in answers for a, b in pairwise(answer.times)]
+    for values, label in ((waits, "to the first byte"), (gaps, "per byte")):
+        ordered = [1000 * x for x in sorted(values)]
+        shares = [100 * (i + 1) / len(ordered) for i in range(len(ordered))]
+        right.plot(ordered, shares, label=label)
+    right.set(xlabel="milliseconds", ylabel="percent take at most", title="time")
+    right.set_xscale("log")
+    right.legend()
+    figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -21,4 +21,8 @@ torch.set_num_threads(1)
 
 # The source distribution of the package comes without the repository's example.
 if not (Path(__file__).parents[3] / "examples").is_dir():
-    collect_ignore = ["test_modules_example.py", "test_modules_generation.py"]
+    collect_ignore = [
+        "test_modules_example.py",
+        "test_modules_generation.py",
+        "test_modules_serving.py",
+    ]

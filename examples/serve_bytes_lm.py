@@ -1,0 +1,165 @@
+"""Serve the bytes of a small language model to requests as they come.
+
+    python examples/serve_bytes_lm.py
+
+Requests arrive at random times, with prompts of 16 to 4096 bytes out of the standard library, and
+want a few bytes each. The engine (bytes_lm/serving.py) works on some of them at a time: they join
+the running batch when a slot is free, their prompts go in by chunks beside the decoding of the
+others, and they leave it when they are done. At the end it compares each answer with the one that
+its request gets alone, and leaves in --output-dir
+
+    serving.png    when each request waited, was read and was answered, and the times as curves
+    serving.json   throughput, time to first byte and time per byte as percentiles
+
+The model is trained for --steps steps first, so that it writes something; the times are those of
+any weights.
+"""
+
+import argparse
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in train_bytes_lm.py
+
+import torch
+
+from bytes_lm.config import GPU_CONFIG, Config
+from bytes_lm.device import choose_device, device_name
+from bytes_lm.generation import continue_text
+from bytes_lm.model import BytesLM
+from bytes_lm.serving import Answer, Engine, Request
+from bytes_lm.text import Text, load_text
+from bytes_lm.training import make_model, train
+
+PERCENTILES = (50, 90, 99)
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    parser.add_argument("--output-dir", type=Path, default=Path("runs/serve_bytes_lm"))
+    for name, default, words in (
+        ("requests", 32, "how many requests come"),
+        ("slots", 8, "requests that are worked on at a time"),
+        ("chunk", 512, "bytes of a prompt that go in at a time"),
+        ("count", 48, "the most bytes that a request wants"),
+        ("steps", 60, "steps of training before"),
+        ("seed", 0, "of the requests and the model"),
+    ):
+        least = 0 if name in ("steps", "seed") else 1
+        parser.add_argument(f"--{name}", type=at_least(least), default=default, help=words)
+    parser.add_argument(
+        "--rate", type=float, default=8.0, help="requests a second, on average; more than 0"
+    )
+    parser.add_argument("--longest", type=at_least(16), default=4096, help="longest prompt")
+    arguments = parser.parse_args(argv)
+    if not 0 < arguments.rate < float("inf"):
+        parser.error(f"--rate: got {arguments.rate}, wanted a number above 0")
+    return arguments
+
+
+def at_least(least: int) -> Any:
+    """A number from `least` up, for argparse."""
+
+    def number(given: str) -> int:
+        if int(given) < least:
+            raise argparse.ArgumentTypeError(f"got {given}, wanted a number from {least} up")
+        return int(given)
+
+    return number
+
+
+def make_requests(text: Text, arguments: argparse.Namespace) -> list[Request]:
+    """Prompts of which every length is as likely on a logarithmic scale, from 16 bytes up."""
+    generator = torch.Generator().manual_seed(arguments.seed)
+    gaps = torch.empty(arguments.requests).exponential_(arguments.rate, generator=generator)
+    requests = []
+    for arrival in gaps.cumsum(0).tolist():
+        drawn = float(torch.rand((), generator=generator))
+        length = round(16 * (arguments.longest / 16) ** drawn)
+        start = int(torch.randint(len(text.heldout) - length, (), generator=generator))
+        count = int(torch.randint(1, arguments.count + 1, (), generator=generator))
+        requests.append(Request(arrival, text.heldout[start : start + length], count))
+    return requests
+
+
+def percentiles(values: Sequence[float]) -> dict[str, float]:
+    quantiles = torch.tensor(PERCENTILES, dtype=torch.float64) / 100
+    found = torch.tensor(values, dtype=torch.float64).quantile(quantiles).tolist()
+    return {f"p{p}": x for p, x in zip(PERCENTILES, found, strict=True)}
+
+
+def summary(answers: Sequence[Answer], device: torch.device) -> dict[str, Any]:
+    """Times in seconds."""
+    firsts = [answer.times[0] - answer.request.arrival for answer in answers]
+    gaps = [b - a for answer in answers for a, b in pairwise(answer.times)]
+    seconds = max(answer.times[-1] for answer in answers)
+    read = sum(len(answer.request.prompt) for answer in answers)
+    written = sum(len(answer.text) for answer in answers)
+    return {
+        "device": device_name(device),
+        "torch": torch.__version__,
+        "requests": len(answers),
+        "seconds": seconds,
+        "bytes_read_per_second": read / seconds,
+        "bytes_written_per_second": written / seconds,
+        "time_to_first_byte": percentiles(firsts),
+        "time_per_byte": percentiles(gaps or [0.0]),
+    }
+
+
+def count_equal(model: BytesLM, answers: Sequence[Answer], device: torch.device) -> int:
+    """How many answers are those of their requests alone."""
+    equal = 0
+    for answer in answers:
+        prompt = answer.request.prompt.to(device)
+        alone = continue_text(model, prompt, answer.request.count, temperature=0.0)
+        equal += alone.text == bytes(answer.text)
+    return equal
+
+
+def print_summary(found: dict[str, Any]) -> None:
+    print(
+        f"served     {found['requests']} requests in {found['seconds']:.1f} s on "
+        f"{found['device']}\n"
+        f"throughput {found['bytes_read_per_second']:,.0f} bytes/s read, "
+        f"{found['bytes_written_per_second']:,.0f} bytes/s written"
+    )
+    for name, words in (("time_to_first_byte", "first byte"), ("time_per_byte", "per byte  ")):
+        times = ", ".join(f"{p} {1000 * x:.1f} ms" for p, x in found[name].items())
+        print(f"{words} {times}")
+    print(f"equal      {found['equal_alone']} of {found['requests']} answers are those alone")
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Train, serve, write the files, and return what serving.json holds."""
+    arguments = parse_arguments(argv)
+    device = choose_device(arguments.device)
+    arguments.output_dir.mkdir(parents=True, exist_ok=True)
+    config = GPU_CONFIG if device.type == "cuda" else Config()
+    config = replace(config, steps=arguments.steps, seed=arguments.seed)
+    text = load_text()
+    model = make_model(config, "window", device)
+    if config.steps > 0:
+        train(model, text, config, device, progress=False)
+    engine = Engine(model, arguments.slots, arguments.chunk)
+    answers = engine.serve(make_requests(text, arguments))
+    found = summary(answers, device) | {"equal_alone": count_equal(model, answers, device)}
+
+    from bytes_lm.pictures import plot_serving  # not at the top: --help needs no matplotlib
+
+    plot_serving(arguments.output_dir / "serving.png", answers)
+    (arguments.output_dir / "serving.json").write_text(json.dumps(found, indent=1) + "\n")
+    print_summary(found)
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""The serving example: a running batch gives each request what it gets alone."""
+
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
+
+from bytes_lm.config import Config
+from bytes_lm.generation import continue_text
+from bytes_lm.model import BytesLM
+from bytes_lm.serving import Engine, Request
+
+
+@pytest.fixture(autouse=True)
+def _quiet_machine() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_each_answer_is_that_of_its_request_alone() -> None:
+    torch.manual_seed(0)
+    model = BytesLM(Config(layers=2, width=32, heads=2, kv_heads=1, window=12)).double()
+    for layer in model.attention_layers():
+        for parameter in (layer.A, layer.dt_proj.weight, layer.o_proj.weight):
+            torch.nn.init.normal_(parameter)
+    lengths, counts = (1, 90, 30, 12, 61, 5, 30), (9, 1, 14, 6, 3, 20, 5)
+    prompts = [torch.randint(256, (n,), dtype=torch.uint8) for n in lengths]
+    arrivals = [0.0, 0.0, 0.05, 0.0, 0.01, 0.3, 0.0]
+    requests = [Request(*given) for given in zip(arrivals, prompts, counts, strict=True)]
+    engine = Engine(model, slots=3, chunk=20)
+    for _ in range(2):  # again, in slots that were used before
+        for answer, request in zip(engine.serve(requests), requests, strict=True):
+            alone = continue_text(model, request.prompt, request.count, temperature=0.0)
+            assert bytes(answer.text) == alone.text
+            assert answer.times == sorted(answer.times) and answer.times[0] > request.arrival
+    assert len(engine.free) == 3 and not engine.running and not engine.active.any()
+
+
+def test_serves_and_leaves_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for needed in ("matplotlib", "tqdm"):
+        pytest.importorskip(needed)
+    example = importlib.import_module("serve_bytes_lm")
+    arguments = ["--device=cpu", "--steps=0", "--requests=4", "--longest=40", "--count=5"]
+    found = example.main([*arguments, "--rate=50", f"--output-dir={tmp_path}"])
+    assert json.loads((tmp_path / "serving.json").read_text()) == found
+    assert (tmp_path / "serving.png").stat().st_size > 5000
+    assert found["equal_alone"] == found["requests"] == 4
+    assert found["time_to_first_byte"]["p50"] <= found["time_to_first_byte"]["p99"]
+    assert "4 of 4 answers are those alone" in capsys.readouterr().out

@@ -1,0 +1,190 @@
+"""A sequence in stretches, and many tokens, drafts and slots of a cache, on each device."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import dmattn
+from attention.selections import make_scores
+from attention.targets import target_device
+
+pytestmark = pytest.mark.default_backend
+
+B, H, HK, D = 2, 4, 2, 64
+
+
+def sequence(length: int, kind: str = "random") -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """query, key, value (B, S, heads, D) in bfloat16 and score (B, HK, S) in float32."""
+    device = target_device()
+    q = torch.randn(B, length, H, D, device=device).bfloat16()
+    k, v = torch.randn(2, B, length, HK, D, device=device).bfloat16().unbind()
+    return q, k, v, make_scores(kind, B, HK, length)
+
+
+def part(whole: tuple[Tensor, ...], start: int, stop: int) -> list[Tensor]:
+    return [x[:, start:stop] for x in whole[:3]] + [whole[3][..., start:stop]]
+
+
+def new_cache(window: int) -> dmattn.DynamicMaskCache:
+    return dmattn.DynamicMaskCache(B, window, HK, D, torch.bfloat16, target_device())
+
+
+def assert_near(got: Tensor, want: Tensor) -> None:
+    torch.testing.assert_close(got.float(), want.float(), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("kind", ["random", "tied", "minus_inf", "nan"])
+@pytest.mark.parametrize("window,lengths", [(100, (1, 99, 100, 0, 101, 500)), (300, (700, 133))])
+@pytest.mark.parametrize("documents", [False, True])
+def test_stretches_are_the_sequence(
+    kind: str, window: int, lengths: tuple[int, ...], documents: bool
+) -> None:
+    cuts = [0, *itertools.accumulate(lengths)]
+    tensors = sequence(cuts[-1], kind)
+    bounds = [0, 40, 41, 350, cuts[-1]] if documents else None
+    cu_seqlens = None if bounds is None else torch.tensor(bounds, device=target_device())
+    mask = torch.rand(B, 1, 1, cuts[-1], device=target_device()) < 0.9
+    options: dict[str, Any] = {
+        "is_causal": True,
+        "window_size": window,
+        "cu_seqlens": cu_seqlens,
+        "return_lse": True,
+        "return_state": True,
+    }
+    whole = [x.clone().requires_grad_() for x in tensors]
+    out, lse, last = dmattn.flash_dmattn_func(*whole[:3], mask, whole[3], **options)
+    pieces = [x.clone().requires_grad_() for x in tensors]
+    state, outs, lses = None, [], []
+    for a, b in itertools.pairwise(cuts):
+        q, k, v, bias = part(tuple(pieces), a, b)
+        found = dmattn.flash_dmattn_func(q, k, v, mask[..., a:b], bias, state=state, **options)
+        outs.append(found[0])
+        lses.append(found[1])
+        state = found[2]
+    assert state is not None
+    for name in ("position", "seen", "score", "k", "v", "has_start"):
+        assert torch.equal(getattr(state, name), getattr(last, name)), name
+    assert_near(torch.cat(outs, 1), out)
+    assert_near(torch.cat(lses, 2), lse)
+    dout = torch.randn_like(out)
+    out.backward(dout)
+    torch.cat(outs, 1).backward(dout)
+    for x, y in zip(pieces, whole, strict=True):
+        assert x.grad is not None and y.grad is not None
+        assert_near(x.grad, y.grad)
+
+
+@pytest.mark.parametrize("kind", ["random", "tied"])
+def test_many_tokens_at_once_are_those_in_turn(kind: str) -> None:
+    whole = sequence(700, kind)
+    at_once, in_turn = new_cache(128), new_cache(128)
+    for cache in (at_once, in_turn):
+        cache.prefill(*part(whole, 0, 200)[1:])
+    real = torch.rand(B, 500, device=target_device()) < 0.8
+    got = at_once.append_and_attend(*part(whole, 200, 700), active=real)
+    for t in range(0, 500, 4):
+        active = real[:, t : t + 4]
+        want = in_turn.append_and_attend(*part(whole, 200 + t, 204 + t), active=active)
+        assert_near(got[:, t : t + 4][active], want[active])
+    orders = [c.position.argsort(-1) for c in (at_once, in_turn)]
+    for name in ("score", "position"):
+        x, y = (getattr(c, name) for c in (at_once, in_turn))
+        assert torch.equal(x.gather(-1, orders[0]), y.gather(-1, orders[1])), name
+    assert torch.equal(at_once.seen, in_turn.seen)
+
+
+def captured(call: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    return graph, out
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("draft", [False, True])
+@pytest.mark.parametrize("tokens", [5, 40])
+def test_graph_of_stretches_and_drafts(tokens: int, draft: bool) -> None:
+    """Captured once and replayed for each stretch, the same as the calls themselves."""
+    whole = sequence(1000)
+    cache, eager = new_cache(64), new_cache(64)
+    now = [x.clone() for x in part(whole, 0, tokens)]
+    n = torch.full((B,), 2, dtype=torch.int32, device=target_device())
+
+    def step(on: dmattn.DynamicMaskCache) -> Tensor:
+        if not draft:
+            return on.append_and_attend(*now)
+        out = on.peek(*now)
+        on.commit(n)
+        return out
+
+    graph, out = captured(lambda: step(cache))
+    cache.reset()
+    for start in range(0, 1000 - tokens, tokens):
+        for x, source in zip(now, part(whole, start, start + tokens), strict=True):
+            x.copy_(source)
+        n.random_(-1, tokens + 3)  # what is out of range counts as 0 or all
+        graph.replay()
+        want = step(eager)
+        assert torch.equal(out, want)
+    assert torch.equal(cache.seen, eager.seen)
+    assert torch.equal(cache.position.sort().values, eager.position.sort().values)
+
+
+@pytest.mark.cuda
+def test_graph_of_slots() -> None:
+    whole = sequence(400)
+    cache = dmattn.DynamicMaskCache(4, 64, HK, D, torch.bfloat16, target_device())
+    slots = torch.tensor([3, 1], device=target_device())
+    now = [x.clone() for x in part(whole, 0, 50)]
+
+    def step() -> Tensor:
+        return cache.append_and_attend(*now, slots=slots)
+
+    graph, out = captured(step)
+    cache.reset()
+    alone = new_cache(64)
+    for start in range(0, 400, 50):
+        for x, source in zip(now, part(whole, start, start + 50), strict=True):
+            x.copy_(source)
+        graph.replay()
+        assert torch.equal(out, alone.append_and_attend(*now))
+    assert cache.seen.tolist() == [0, 400, 0, 400]
+
+
+@pytest.mark.cuda
+def test_the_host_does_not_wait() -> None:
+    whole = sequence(300)
+    cache, state = new_cache(64), None
+    n = torch.ones(B, dtype=torch.int32, device=target_device())
+    slots = torch.tensor([1], device=target_device())
+    bounds = torch.tensor([0, 100, 300], device=target_device())
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        cache.append_and_attend(*part(whole, 0, 100))
+        cache.peek(*part(whole, 100, 104))
+        cache.commit(n)
+        cache.reset(slots)
+        cache.append_and_attend(*[x[:1] for x in part(whole, 0, 30)], slots=slots)
+        for a, b in ((0, 100), (100, 300)):
+            q, k, v, score = part(whole, a, b)
+            _, state = dmattn.flash_dmattn_func(
+                *(q, k, v, None, score),
+                is_causal=True,
+                window_size=64,
+                state=state,
+                return_state=True,
+                cu_seqlens=bounds,
+            )
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
