@@ -334,7 +334,9 @@ def sharded_and_checkpointed(rank: int, world: int) -> None:
     """Parameters sharded by FSDP2, activations computed again in the backward."""
     plain, x, want, weight = layer_case(rank, world)
     layers = nn.ModuleList([make_layer(), make_layer()])
-    for one in layers:
+    # FSDP2 of the oldest torch does not run on a CPU: there the ranks add up gradients themselves.
+    shards = hasattr(torch.cpu.Stream, "record_event")
+    for one in layers if shards else ():
         fully_shard(one, mesh=init_device_mesh("cpu", (world,)))
     for one, reentrant in zip(layers, (False, True), strict=True):
         given = x.clone().requires_grad_()  # else a reentrant checkpoint sees nothing to learn
@@ -346,9 +348,13 @@ def sharded_and_checkpointed(rank: int, world: int) -> None:
         torch.testing.assert_close(out, want)
         (out * weight).sum().backward()
         for parameter, expected in zip(one.parameters(), plain.parameters(), strict=True):
-            assert isinstance(parameter.grad, DTensor)
-            mean = parameter.grad.full_tensor()  # FSDP takes the mean over the ranks
-            torch.testing.assert_close(mean * world, expected.grad)
+            if shards:
+                assert isinstance(parameter.grad, DTensor)
+                total = parameter.grad.full_tensor() * world  # FSDP takes the mean over the ranks
+            else:
+                total = parameter.grad
+                dist.all_reduce(total)
+            torch.testing.assert_close(total, expected.grad)
 
 
 @case
