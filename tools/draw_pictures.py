@@ -106,10 +106,38 @@ def state_scan(path: Path, ranks: int = 8) -> None:
     plt.close(figure)
 
 
+def stretches(path: Path, length: int = 96, cut: int = 48, window: int = 12) -> None:
+    """A sequence, and its last stretch behind the state of what lies before."""
+    drawn = torch.randn(1, 1, length, generator=torch.Generator().manual_seed(4))
+    drawn = drawn + 0.02 * torch.arange(length)  # so that keys go on leaving
+    keep = dmattn.select_keys(drawn, window).to_mask()[0, 0]
+    state = keep[cut - 1].nonzero().flatten()
+    columns = torch.cat((state, torch.arange(cut, length)))
+    figure, (left, right) = plt.subplots(
+        1, 2, figsize=(10.0, 4.6), layout="constrained", width_ratios=(length, len(columns))
+    )
+    options: dict[str, Any] = {"cmap": "Blues", "vmin": 0, "vmax": 1, "interpolation": "nearest"}
+    left.imshow(keep, extent=(0, length, length, 0), **options)
+    left.axhline(cut, color="#d94801")
+    left.plot(state + 0.5, torch.full_like(state, cut), "v", color="#d94801", ms=6)
+    left.set_title(f"a sequence: each query keeps {window} keys", loc="left")
+    wide = (-len(state), length - cut, length, cut)
+    right.imshow(keep[cut:, columns], extent=wide, **options)
+    right.axvline(0, color="#d94801")
+    right.set_title("its last stretch behind a state", loc="left")
+    ticks = range(0, length - cut, 20)
+    right.set_xticks([-len(state) / 2, *ticks], ["state", *(str(cut + tick) for tick in ticks)])
+    for ax in (left, right):
+        ax.set(xlabel="key", ylabel="query")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
 def main(folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     mask_kinds(folder / "plot_kinds.png")
     state_scan(folder / "plot_state_scan.png")
+    stretches(folder / "plot_stretches.png")
     plot.mask(dmattn.select_keys(scores(200, 12), 32), path=folder / "plot_mask.png")
 
     long = dmattn.select_keys(scores(100_000, 2), 2048)

@@ -77,7 +77,8 @@ def test_stretches_are_the_sequence(
     torch.cat(outs, 1).backward(dout)
     for x, y in zip(pieces, whole, strict=True):
         assert x.grad is not None and y.grad is not None
-        assert_near(x.grad, y.grad)
+        size = float(y.grad.float().abs().amax())  # sums of many terms of either sign
+        assert float((x.grad.float() - y.grad.float()).abs().amax()) <= 2e-2 * size
 
 
 @pytest.mark.parametrize("kind", ["random", "tied"])

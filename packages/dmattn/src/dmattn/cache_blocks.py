@@ -62,6 +62,8 @@ class Block(NamedTuple):
         if self.place is not None:  # the same lists for the keys where they lie
             end, idx, count, full = lists
             where = self.place.gather(2, idx.flatten(2).long()).to(torch.int32).view(idx.shape)
+            listed = torch.arange(idx.shape[3], device=idx.device) < count[..., None]
+            where = where.masked_fill(~listed, 0)  # as lists are
             lists = Selection(
                 torch.empty_like(end).scatter_(2, self.place, end), where, count, full
             )
