@@ -33,6 +33,8 @@ from dmattn.distributed import context_parallel_attention, groups
 
 Step = Callable[[], list[Tensor]]
 
+_HEAD_START_CYCLES = 8_000_000  # about 4 ms in which the host enqueues the first call
+
 
 @dataclass(frozen=True)
 class Case:
@@ -61,7 +63,7 @@ class Case:
 CASES = (
     Case(65536, 16, 4, 128, 2048, 12),
     Case(262144, 16, 4, 128, 2048, 5),
-    Case(2097152, 8, 2, 128, 2048, 1),
+    Case(2097152, 8, 2, 128, 2048, 2),
 )
 TINY = (Case(512, 4, 2, 16, 64, 2),)  # for a machine without GPUs
 
@@ -110,26 +112,43 @@ class Bench:
             torch.cuda.synchronize()
 
     def milliseconds(self, step: Step) -> float:
-        """Of one call among several, behind each other as in training."""
+        """Of one call among several, behind each other as in training.
+
+        On a GPU by its own clock, behind a pause in which the host gets ahead of it.
+        """
         self.synchronize()
         dist.barrier()
-        self.synchronize()
-        start = time.perf_counter()
+        if self.device.type != "cuda":
+            begun = time.perf_counter()
+            for _ in range(self.case.calls):
+                step()
+            return (time.perf_counter() - begun) / self.case.calls * 1e3
+        start, end = (
+            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            for _ in range(2)
+        )
+        torch.cuda._sleep(_HEAD_START_CYCLES)  # type: ignore[no-untyped-call]
+        start.record()
         for _ in range(self.case.calls):
             step()
+        end.record()
         self.synchronize()
-        return (time.perf_counter() - start) / self.case.calls * 1e3
+        return float(start.elapsed_time(end)) / self.case.calls
 
     def race(self, rounds: int) -> dict[str, float]:
-        """Medians, of one device the fastest one's, of all together the slowest one's."""
+        """Medians, of one device the mean over the devices, of all together the slowest one's."""
         steps: dict[str, Step] = {"alone": self.alone, "together": self.together}
         times: dict[str, list[float]] = {name: [] for name in steps}
         for step in steps.values():
             step()
+            step()
         for _ in range(rounds):
             for name, step in steps.items():
                 found = gathered(self.milliseconds(step))
-                times[name].append(min(found) if name == "alone" else max(found))
+                mean = sum(found) / len(found)
+                times[name].append(mean if name == "alone" else max(found))
+                if name == "alone":
+                    times.setdefault("fastest alone", []).append(min(found))
         return {name: statistics.median(found) for name, found in times.items()}
 
     def compare(self) -> dict[str, Any]:
@@ -168,7 +187,8 @@ def counting(sent: list[tuple[str, int]]) -> Iterator[None]:
     gather, to_all, others = groups.all_gather, dist.all_to_all_single, dist.get_world_size() - 1
 
     def all_gather(into: Tensor, own: Tensor, **named: Any) -> Any:
-        sent.append(("all-gather", own.nbytes * others))
+        on_host = own.nbytes == groups.MESSAGE_BYTES and not own.is_cuda
+        sent.append(("agreement on the host" if on_host else "all-gather", own.nbytes * others))
         return gather(into, own, **named)
 
     def all_to_all(into: Tensor, own: Tensor, **named: Any) -> Any:
@@ -226,6 +246,7 @@ def measure(case: Case, device: torch.device, rounds: int) -> dict[str, Any]:
         "case": case.name(),
         "ranks": dist.get_world_size(),
         "alone_ms": times["alone"],
+        "fastest_alone_ms": times["fastest alone"],
         "together_ms": times["together"],
         "ratio": times["alone"] / times["together"],
         "state_bytes": case.state_bytes(bench.dtype.itemsize),
@@ -237,7 +258,8 @@ def measure(case: Case, device: torch.device, rounds: int) -> dict[str, Any]:
 
 def show(row: dict[str, Any]) -> None:
     print(
-        f"{row['case']}: one GPU {row['alone_ms']:.3f} ms, {row['ranks']} GPUs "
+        f"{row['case']}: one GPU {row['alone_ms']:.3f} ms (the fastest of them "
+        f"{row['fastest_alone_ms']:.3f}), {row['ranks']} GPUs "
         f"{row['together_ms']:.3f} ms, {row['ratio']:.3f} x"
     )
     unit = row["state_bytes"]
@@ -259,12 +281,38 @@ def show(row: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
+def profile(case: Case, device: torch.device, calls: int = 3) -> None:
+    """Print what runs on the GPUs in a call, rank by rank: milliseconds, launches, name."""
+    bench = Bench(case, device)
+    for name, step in (("alone", bench.alone), ("together", bench.together)):
+        step()
+        dist.barrier()
+        bench.synchronize()
+        activities = [torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as record:
+            torch.cuda._sleep(_HEAD_START_CYCLES)  # type: ignore[no-untyped-call]
+            for _ in range(calls):
+                step()
+            bench.synchronize()
+        found = sorted(record.key_averages(), key=lambda event: -event.device_time_total)
+        lines = [
+            f"  {event.device_time_total / calls / 1e3:8.3f} {event.count / calls:5.1f} "
+            f"{re.sub(r'^void |at::native::|<unnamed>::', '', event.key)[:90]}"
+            for event in found
+            if "spin" not in event.key
+        ]
+        for rank, text in enumerate(gathered("\n".join(lines[:48]))):
+            if dist.get_rank() == 0 and (name == "together" or rank == 0):
+                print(f"{case.name()} {name}, rank {rank}\n{text}", flush=True)
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--cases", nargs="+", type=int, help="only these lengths")
     parser.add_argument("--rounds", type=int, default=7, help="of timing; medians are shown")
+    parser.add_argument("--profile", action="store_true", help="also list kernels and their times")
     parser.add_argument("--json", type=Path, help="where the results go")
     return parser.parse_args()
 
@@ -285,6 +333,8 @@ def main() -> int:
             rows.append(measure(case, device, arguments.rounds))
             if dist.get_rank() == 0:
                 show(rows[-1])
+            if on_gpu and arguments.profile and case.seqlen < 300000:
+                profile(case, device)
             if on_gpu:
                 torch.cuda.empty_cache()
                 torch.cuda.reset_peak_memory_stats()

@@ -273,3 +273,14 @@ def test_without_matplotlib(tmp_path: Path) -> None:
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 1
     assert result.stderr == "the pictures at the end need matplotlib: pip install matplotlib\n"
+
+
+def test_context_parallel_wants_torchrun(
+    example: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    arguments = [*SMALL, "--context-parallel", f"--output-dir={tmp_path}"]
+    with pytest.raises(SystemExit, match="torchrun --nproc-per-node 2"):
+        example.main(arguments)
+    with pytest.raises(SystemExit, match="2"):
+        example.main([*arguments, "--mask-path=both"])

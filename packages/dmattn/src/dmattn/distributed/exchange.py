@@ -16,6 +16,7 @@ N heads, S tokens of this rank, m keys of a state as it is sent, W keys of a sta
 a row.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -64,14 +65,13 @@ def best(score: Tensor, window: int) -> tuple[Tensor, Tensor]:
         window: how many to choose.
 
     Returns:
-        int64 (B, N, min(window, L)), ascending, L for none behind those that there are; and the
-        same with 0 for none, which is a place to read from.
+        int64 (B, N, min(window, L)), ascending, 0 for none behind those that there are; and bool,
+        which entries are places of keys.
     """
     count = min(window, score.shape[2])
     lists = select_keys(score, None, window, 1, False, direct=True)
-    at = lists.idx[:, :, 0, :count].long()
     known = torch.arange(count, device=score.device) < lists.count[:, :, 0, None]
-    return at.where(known, score.shape[2]), at
+    return lists.idx[:, :, 0, :count].long(), known
 
 
 def without(score: Tensor, is_visible: Tensor | bool) -> Tensor:
@@ -105,57 +105,73 @@ def start_gather(place: Place, own: Tensor) -> Sending:
     return Sending(everybody, own, work)
 
 
+def takes_all(place: Place, width: int, count: int) -> bool:
+    """Whether the states before this rank are no more than a start state has room for."""
+    return place.rank * count <= width
+
+
 def pick_gathered(
-    place: Place, layout: Rows, everybody: Tensor, window: int, borders: Borders | None
-) -> tuple[Tensor, Tensor, Tensor]:
+    place: Place, layout: Rows, everybody: Tensor, width: int, borders: Borders | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """The start state of this rank.
 
     Returns:
-        uint8 (B, N, W, R), its rows; its score (B, N, W), -inf where there is no key; and int64
-        (B, N, W), where each row was among the P * m that came, P * m for none.
+        uint8 (B, N, l, R), its l <= W rows; its score (B, N, l), -inf where there is no key; and
+        int64 (B, N, l), where each row was among the rank * m of the ranks before, that number for
+        none. None in the place of the last where all were taken.
     """
-    size, batch, heads, count, _ = everybody.shape
-    rows = everybody.permute(1, 2, 0, 3, 4).reshape(batch, heads, size * count, -1)
-    theirs = layout.parts(rows)[-1][..., 0]
-    before = place.rank * count
-    score = torch.full_like(theirs, -torch.inf)
-    score[..., :before] = theirs[..., :before]
+    rank = place.rank
+    _, batch, heads, count, nbytes = everybody.shape
+    rows = everybody[:rank].permute(1, 2, 0, 3, 4).reshape(batch, heads, rank * count, nbytes)
+    score = _score(layout, rows)
     if borders is not None:
-        ends = torch.tensor(place.ends).to(score.device, non_blocking=True)
+        ends = torch.tensor(place.ends[:rank]).to(score.device, non_blocking=True)
         score = without(score, (ends > borders.first).repeat_interleave(count))
-    return pick(layout, rows, score, window)
+    if takes_all(place, width, count):
+        return rows, score, None
+    return pick(layout, rows, score, width)
 
 
-def pick(layout: Rows, rows: Tensor, score: Tensor, window: int) -> tuple[Tensor, Tensor, Tensor]:
+def pick(layout: Rows, rows: Tensor, score: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
     """The best of (B, N, L) rows by score (B, N, L); returns as `pick_gathered`."""
-    places, at = best(score, window)
-    chosen = score.gather(2, at).masked_fill(places == score.shape[2], -torch.inf)
-    return take(rows, at), chosen, places
+    at, known = best(score, width)
+    chosen = score.gather(2, at).where(known, -torch.inf)
+    return take(rows, at), chosen, at.where(known, score.shape[2])
 
 
-def start_return(place: Place, drows: Tensor, places: Tensor, count: int) -> Sending:
+def start_return(
+    place: Place, layout: Rows, parts: Sequence[Tensor], places: Tensor, count: int
+) -> Sending:
     """Send the gradients of a start state to the ranks whose keys it holds.
 
     Args:
         place: this rank.
-        drows: uint8 (B, N, W + 1, R), the last row zeros.
-        places: as `pick_gathered` returns them.
+        layout: of the gradients' rows.
+        parts: the gradients of the start state, each (B, N, W, width).
+        places: int64 (B, N, W) as `pick_gathered` returns them; not read where it returns None.
         count: m.
 
     Returns:
         What will become (P - 1 - rank, B, N, m, R): the gradients by each later rank.
     """
-    batch, heads, _, nbytes = drows.shape
-    back = scattered(drows, places, place.size * count)[:, :, : place.rank * count]
-    back = back.view(batch, heads, place.rank, count, nbytes).permute(2, 0, 1, 3, 4).contiguous()
-    later = place.size - 1 - place.rank
-    received = drows.new_empty((later, batch, heads, count, nbytes))
-    one = batch * heads * count * nbytes
+    rank, (batch, heads, width) = place.rank, parts[0].shape[:3]
+    if takes_all(place, width, count):
+        kept = [part[:, :, : rank * count] for part in parts]
+        split = (batch, heads, rank, count)
+        by_rank = [t.reshape(*split, t.shape[3]).permute(2, 0, 1, 3, 4) for t in kept]
+        back = layout.pack(by_rank)
+    else:
+        rows = scattered(_with_zeros(layout.pack(parts)), places, rank * count)
+        by_head = rows.view(batch, heads, rank, count, layout.nbytes)
+        back = by_head.permute(2, 0, 1, 3, 4).contiguous()
+    later = place.size - 1 - rank
+    received = back.new_empty((later, batch, heads, count, layout.nbytes))
+    one = batch * heads * count * layout.nbytes
     work = dist.all_to_all_single(
         received.view(-1),
         back.view(-1),
         output_split_sizes=[0] * (place.size - later) + [one] * later,
-        input_split_sizes=[one] * place.rank + [0] * (place.size - place.rank),
+        input_split_sizes=[one] * rank + [0] * (place.size - rank),
         group=place.group,
         async_op=True,
     )
@@ -241,18 +257,19 @@ def scan(
     return before, before_score, torch.stack(all_places).view(-1, 2, *own.shape[:3])
 
 
-def scan_back(place: Place, layout: Rows, drows: Tensor, all_places: Tensor) -> list[Tensor]:
-    """The gradients of this rank's own state, each part (B, N, W, width) in float32 or wider.
+def scan_back(
+    place: Place, layout: Rows, parts: Sequence[Tensor], all_places: Tensor
+) -> list[Tensor]:
+    """The gradients of this rank's own state, each part (B, N, W, width).
 
     Args:
         place: this rank.
         layout: of the gradients' rows.
-        drows: uint8 (B, N, W, R), those of the start state.
+        parts: those of the start state, each (B, N, W, width).
         all_places: as `scan` returns them.
     """
-    width = drows.shape[2]
-    before = drows
-    upto = torch.zeros_like(drows)
+    before, width = layout.pack(parts), parts[0].shape[2]
+    upto = torch.zeros_like(before)
     for number in reversed(range(rounds(place.size))):
         places = all_places[number]
         parts_before = layout.parts(scattered(_with_zeros(before), places[0], 2 * width))
@@ -265,7 +282,7 @@ def scan_back(place: Place, layout: Rows, drows: Tensor, all_places: Tensor) -> 
         mine = [_sum(a[:, :, width:], b) for a, b in zip(parts_upto, came, strict=True)]
         before = layout.pack([part[:, :, width:] for part in parts_before])
         upto = layout.pack(mine)
-    return [_wide(part) for part in layout.parts(upto)]
+    return layout.parts(upto)
 
 
 def _seen(score: Tensor, border: int, document: Tensor | None) -> Tensor:

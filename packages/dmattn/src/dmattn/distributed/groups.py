@@ -28,7 +28,7 @@ _WANTED = (
     "dimensions, or None for all processes"
 )
 _CPU = torch.device("cpu")
-_MESSAGE_BYTES = 4096
+MESSAGE_BYTES = 4096  # of each rank's part in an agreement
 _ERRORS: dict[str, type[Exception]] = {"TypeError": TypeError, "ValueError": ValueError}
 # For groups that cannot carry tensors of the CPU: the group, and one that can, by the group's name.
 _host_groups: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
@@ -128,14 +128,14 @@ def _as_message(facts: Mapping[str, Any], error: Exception | None) -> bytes:
     if error is None:
         return json.dumps({"facts": dict(facts)}).encode()
     kind = next((name for name, kind in _ERRORS.items() if isinstance(error, kind)), "ValueError")
-    text = str(error)[: _MESSAGE_BYTES // 8]  # six bytes a character where it is not ASCII
+    text = str(error)[: MESSAGE_BYTES // 8]  # six bytes a character where it is not ASCII
     return json.dumps({"kind": kind, "error": text}).encode()
 
 
 def _all_gather(group: dist.ProcessGroup, message: bytes) -> list[dict[str, Any]]:
     # Filled up with blanks, which JSON ignores. Bytes as a list: a bytearray would be shared.
-    mine = torch.frombuffer(bytearray(message.ljust(_MESSAGE_BYTES)), dtype=torch.uint8)
-    everybody = torch.empty(dist.get_world_size(group), _MESSAGE_BYTES, dtype=torch.uint8)
+    mine = torch.frombuffer(bytearray(message.ljust(MESSAGE_BYTES)), dtype=torch.uint8)
+    everybody = torch.empty(dist.get_world_size(group), MESSAGE_BYTES, dtype=torch.uint8)
     all_gather(everybody.view(-1), mine, group=_host_group(group))
     return [json.loads(bytes(row.numpy())) for row in everybody.unbind()]
 

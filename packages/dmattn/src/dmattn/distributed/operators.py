@@ -111,8 +111,8 @@ def _join(
         state, state_score, found = exchange.pick_gathered(
             place, layout, sending.wait(), width, borders
         )
-        places = found[None, None]
-    _fill_front(layout, state, state_score, results)
+        places = results[5] if found is None else found[None, None]
+    _fill_front(layout, state, state_score, front(width), results)
     bounds = results[3]
     if cu_seqlens is not None:
         bounds = _bounds(place, cu_seqlens, front(width), seqlen)
@@ -182,23 +182,25 @@ def _own_state(
     count: int,
     borders: Borders | None,
 ) -> tuple[Tensor, Tensor]:
-    """The state of this rank's stretch: which keys, int64 (B, N, m), S for none; and their rows."""
+    """The state of this rank's stretch: its keys, int64 (B, N, m), 0 for none; and their rows."""
     k, v, score = keys
     batch, heads, seqlen = score.shape
+    shape = (batch, heads, count)
+    rows = k.new_empty((*shape, layout.nbytes), dtype=torch.uint8)
+    if seqlen < count:  # some rows are of no keys
+        rows.zero_()
+        layout.part(rows, 2).fill_(-torch.inf)
     if seqlen == 0:
-        none = score.new_zeros((batch, heads, count), dtype=torch.int64)
-        empty = (t.new_zeros((batch, heads, count, t.shape[3])) for t in (k, v))
-        return none, layout.pack([*empty, score.new_full((*none.shape, 1), -torch.inf)])
+        return score.new_zeros(shape, dtype=torch.int64), rows
     if borders is not None:
         token = torch.arange(place.start, place.start + seqlen, device=score.device)
         score = exchange.without(score, token >= borders.last)
-    own, at = exchange.best(score, window)
-    missing = count - own.shape[2]
-    if missing > 0:
-        own = torch.nn.functional.pad(own, (0, missing), value=seqlen)
-        at = torch.nn.functional.pad(at, (0, missing))
-    chosen = score.gather(2, at).masked_fill(own == seqlen, -torch.inf)
-    return own, layout.pack([take_keys(k, at), take_keys(v, at), chosen[..., None]])
+    at, known = exchange.best(score, min(window, count))
+    to_k, to_v, to_score = layout.parts(rows[:, :, : at.shape[2]])
+    take_keys(k, at, to_k)
+    take_keys(v, at, to_v)
+    to_score[..., 0] = score.gather(2, at).where(known, -torch.inf)
+    return torch.nn.functional.pad(at, (0, count - at.shape[2])), rows
 
 
 def _copy_own(keys: tuple[Tensor, Tensor, Tensor], results: Joined) -> None:
@@ -209,18 +211,18 @@ def _copy_own(keys: tuple[Tensor, Tensor, Tensor], results: Joined) -> None:
     results[2].narrow(2, results[2].shape[2] - seqlen, seqlen).copy_(score)
 
 
-def _fill_front(layout: Rows, state: Tensor, score: Tensor, results: Joined) -> None:
-    """Put rows (B, N, W, R) into the first entries, and no keys into what is left of `front`."""
+def _fill_front(layout: Rows, state: Tensor, score: Tensor, before: int, results: Joined) -> None:
+    """Put rows (B, N, l, R) into the first of `before` entries, and no keys into the others."""
     k, v, _ = layout.parts(state)
-    width = state.shape[2]
-    spare = front(width) - width
+    known = state.shape[2]
     for result, part in ((results[0], k), (results[1], v)):
-        result[:, :width].copy_(part.transpose(1, 2))
-        if spare > 0:
-            result[:, width : width + spare].zero_()
-    results[2][..., :width] = score
-    if spare > 0:
-        results[2][..., width : width + spare] = -torch.inf
+        if known > 0:
+            result[:, :known].copy_(part.transpose(1, 2))
+        if known < before:
+            result[:, known:before].zero_()
+    results[2][..., :known] = score
+    if known < before:
+        results[2][..., known:before] = -torch.inf
 
 
 def _bounds(place: Place, cu_seqlens: Tensor, before: int, seqlen: int) -> Tensor:
@@ -279,65 +281,57 @@ def _join_backward(
     place = Place(ranks_group, dist.get_rank(ranks_group), (0,) * ranks)
     needed = [t for t, need in zip((dk, dv, dscore), needs, strict=True) if need]
     layout, seqlen = _layout(*needed), dk.shape[1] - front(width)
-    drows = _packed_front(layout, needed, width)
+    parts = [_front(t, width) for t in needed]
     if is_scan:
-        theirs = exchange.scan_back(place, layout, drows[:, :, :width], places)
-        grads = [_OwnGradient(t, seqlen) for t in needed]
+        theirs = exchange.scan_back(place, layout, parts, places)
+        grads = [_own(t, seqlen) for t in needed]
     else:
-        sending = exchange.start_return(place, drows, places[0, 0], count)
-        grads = [_OwnGradient(t, seqlen) for t in needed]
+        sending = exchange.start_return(place, layout, parts, places[0, 0], count)
+        grads = [_own(t, seqlen) for t in needed]
         theirs = [_summed(part) for part in layout.parts(sending.wait())]
-    for grad, part in zip(grads, theirs, strict=True):
-        grad.add(own, part)
+    if seqlen > 0 and (is_scan or place.rank < ranks - 1):
+        for grad, part in zip(grads, theirs, strict=True):
+            _add(grad, own, part)
     found = iter(grads)
     return tuple(  # type: ignore[return-value]
-        next(found).total if need else t.new_empty(0)
+        next(found) if need else t.new_empty(0)
         for t, need in zip((dk, dv, dscore), needs, strict=True)
     )
 
 
-def _packed_front(layout: Rows, needed: list[Tensor], width: int) -> Tensor:
-    """uint8 (B, N, W + 1, R): the gradients of the start state, and a row of zeros."""
-    parts = [t[:, :width].transpose(1, 2) if t.dim() == 4 else t[..., :width, None] for t in needed]
-    batch, heads = parts[0].shape[:2]
-    rows = parts[0].new_zeros((batch, heads, width + 1, layout.nbytes), dtype=torch.uint8)
-    for to, part in zip(layout.parts(rows[:, :, :width]), parts, strict=True):
-        to.copy_(part)
-    return rows
+def _front(joined: Tensor, width: int) -> Tensor:
+    """(B, N, W, D) or (B, N, W, 1): the first entries of gradients, a view."""
+    if joined.dim() == 3:
+        return joined[..., :width, None]
+    return joined[:, :width].transpose(1, 2)
+
+
+def _own(joined: Tensor, seqlen: int) -> Tensor:
+    """A copy of the last entries, the gradients of this rank's keys."""
+    dim = 2 if joined.dim() == 3 else 1
+    return joined.narrow(dim, joined.shape[dim] - seqlen, seqlen).clone(
+        memory_format=torch.contiguous_format
+    )
 
 
 def _summed(part: Tensor) -> Tensor:
-    """(ranks, B, N, m, width) summed over the ranks, in float32 or wider."""
-    return part.sum(0, dtype=torch.promote_types(part.dtype, torch.float32))
+    """(ranks, B, N, m, width) summed over the ranks, and rounded once."""
+    if part.shape[0] == 1:
+        return part[0]
+    return part.sum(0, dtype=torch.promote_types(part.dtype, torch.float32)).to(part.dtype)
 
 
-class _OwnGradient:
-    """The gradient of a rank's own keys, to which others are added."""
+def _add(grad: Tensor, own: Tensor, rows: Tensor) -> None:
+    """Add rows (B, N, m, width) to the gradients of the keys at int64 (B, N, m).
 
-    def __init__(self, joined: Tensor, seqlen: int) -> None:
-        """Copies what is behind the front of (B, front + S, N, D) or (B, N, front + S)."""
-        self.by_head = joined.dim() == 3
-        dim = 2 if self.by_head else 1
-        own = joined.narrow(dim, joined.shape[dim] - seqlen, seqlen)
-        self.width = 1 if self.by_head else joined.shape[3]
-        # One row more, for the entries of a state that are no keys.
-        self.flat = joined.new_empty((own.numel() // max(1, self.width) + 1, self.width))
-        self.total = self.flat[:-1].view(own.shape)
-        self.total.copy_(own)
-
-    def add(self, own: Tensor, rows: Tensor) -> None:
-        """Add (B, N, m, width) to the keys at int64 (B, N, m), where S is none; rounds once."""
-        batch, heads, _ = own.shape
-        seqlen = self.total.shape[2 if self.by_head else 1]
-        entry = torch.arange(batch, device=own.device)[:, None, None]
-        head = torch.arange(heads, device=own.device)[:, None]
-        if self.by_head:
-            at = (entry * heads + head) * seqlen + own
-        else:
-            at = (entry * seqlen + own) * heads + head
-        at = at.masked_fill(own == seqlen, len(self.flat) - 1).flatten()
-        there = self.flat.index_select(0, at).to(rows.dtype) + rows.reshape(-1, self.width)
-        self.flat.index_copy_(0, at, there.to(self.flat.dtype))
+    Each key is there once. Rows of no key stand for key 0 and are zeros, since nothing attends to
+    them; in which order they are added makes no difference.
+    """
+    if grad.dim() == 3:
+        grad.scatter_add_(2, own, rows[..., 0])
+    else:
+        index = own[..., None].expand(*own.shape, grad.shape[3])
+        grad.transpose(1, 2).scatter_add_(2, index, rows)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Joined) -> None:

@@ -60,7 +60,7 @@ def take(rows: Tensor, at: Tensor) -> Tensor:
     return words.gather(2, index).view(torch.uint8)
 
 
-def take_keys(keys: Tensor, at: Tensor) -> Tensor:
-    """(B, N, l, D): of (B, L, N, D) the keys at int64 (B, N, l)."""
-    by_head = keys.transpose(1, 2)
-    return by_head.gather(2, at[..., None].expand(*at.shape, keys.shape[-1]))
+def take_keys(keys: Tensor, at: Tensor, into: Tensor) -> None:
+    """Of keys (B, L, N, D) write those at int64 (B, N, l) into (B, N, l, D)."""
+    index = at[..., None].expand(*at.shape, keys.shape[-1])
+    torch.gather(keys.transpose(1, 2), 2, index, out=into)
