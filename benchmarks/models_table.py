@@ -35,14 +35,15 @@ def limits(results: Row) -> list[Limit]:
     n = results["sizes"]
     training, generation = "Doge training step", "Doge generate"
     prompt, shortest, longest = (
-        f"B{n['batch']} prompt {p}" for p in (n["peer_prompt"], min(n["prompts"]), max(n["prompts"]))
+        f"B{n['batch']} prompt {p}"
+        for p in (n["peer_prompt"], min(n["prompts"]), max(n["prompts"]))
     )
-    own, step = ("sdpa", "eager"), f"S{n['training']}"
+    own, step, long = ("sdpa", "eager"), f"S{n['training']}", f"S{n['long_training']}"
     words = "over the better of transformers' eager and sdpa"
     found = [
         Limit(f"{training}, {step}: time {words}", 1 / 9, training, step, "step", against=own),
         Limit(f"{training}, {step}: memory {words}", 1 / 8, training, step, "memory", against=own),
-        Limit(f"{training}, S{n['long_training']}", None, training, f"S{n['long_training']}", "step"),
+        Limit(f"{training}, {long}", None, training, long, "step"),
     ]
     words = f"{generation}, {prompt}"
     peer = ("sdpa",)

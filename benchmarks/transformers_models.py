@@ -109,7 +109,9 @@ class Bench:
             "count": len(found)
         }
 
-    def race(self, calls: dict[str, Call], budget_s: float, fewest: int, most: int) -> dict[str, Row]:
+    def race(
+        self, calls: dict[str, Call], budget_s: float, fewest: int, most: int
+    ) -> dict[str, Row]:
         """Milliseconds on the device of calls taken in turn, round after round."""
         if self._clock is None:
             return {name: self.steps(call, 1, 2, 0.1) for name, call in calls.items()}
@@ -138,7 +140,8 @@ class Bench:
         activity = torch.profiler.ProfilerActivity
         on_cuda = self.device.type == "cuda"
         wall = self.seconds(call)
-        with torch.profiler.profile(activities=[activity.CUDA if on_cuda else activity.CPU]) as seen:
+        watched = [activity.CUDA if on_cuda else activity.CPU]
+        with torch.profiler.profile(activities=watched) as seen:
             call()
             self.wait()
         events = [e for e in seen.key_averages() if "Sync" not in e.key]
@@ -316,7 +319,7 @@ def llama_training(bench: Bench) -> list[Row]:
     with torch.device(bench.device):
         first = transformers.LlamaForCausalLM(config).to(torch.bfloat16).train()
     ids = random_tokens(bench, 2, sizes.llama_length)
-    shape = f"B2 S{sizes.llama_length} H{sizes.llama_hidden // 128}/{sizes.llama_hidden // 512} D128"
+    shape = f"B2 S{sizes.llama_length} hidden {sizes.llama_hidden}"
     steps: dict[str, Call] = {}
     for name in ("dmattn", "sdpa"):
         model = first if name == "dmattn" else copy.deepcopy(first)
@@ -401,11 +404,19 @@ def both_phases(attend: Attend, data: Data) -> dict[str, Call]:
 def triton_backend(bench: Bench) -> list[Row]:
     sizes, name = bench.sizes, "triton backend"
     backends = (None, "triton") if bench.device.type == "cuda" else (None, "cpu")
-    contenders = {b or "dmattn": functools.partial(by_backend, b) for b in backends}
-    lengths = {"seqlen_q": sizes.kernels, "seqlen_k": sizes.kernels, "causal": True}
-    dense = Case("", f"S{sizes.kernels} H16 D128 causal", (), **lengths)
-    words = f"S{sizes.kernels} H16/4 D128 w{sizes.kept}"
-    running = Case("", words, (), nheads_k=4, kept=sizes.kept, running=True, bias="key", **lengths)
+    contenders: dict[str, Attend] = {
+        backend or "dmattn": functools.partial(by_backend, backend) for backend in backends
+    }
+    n = sizes.kernels
+    dense = Case("", f"S{n} H16 D128 causal", (), seqlen_q=n, seqlen_k=n, causal=True)
+    running = dataclasses.replace(
+        dense,
+        name=f"S{n} H16/4 D128 w{sizes.kept}",
+        nheads_k=4,
+        kept=sizes.kept,
+        running=True,
+        bias="key",
+    )
     return [row for case in (dense, running) for row in kernel_rows(bench, name, case, contenders)]
 
 
