@@ -11,10 +11,11 @@ from torch import Tensor
 pytest.importorskip("transformers", "5.18", reason="needs transformers 5.18 or newer")
 
 from doge_models import left_padding, make_doge, tokens
-from transformers import DynamicCache, StaticCache
+from transformers import CompileConfig, DynamicCache, StaticCache
 
 from attention.targets import target_device
 from dmattn.integrations.transformers import DogeCache, enable_doge
+from models.graphs import graph_launches, only_cuda_graphs
 from models.precision import (
     Models,
     check,
@@ -98,14 +99,38 @@ def test_generated_logits(cache: str, is_moe: bool) -> None:
     Each token occurs once, since which of two equal scores eager keeps is not defined. Experts mix
     the tokens of a batch: the text is one sequence then, taken token by token by all.
     """
-    trio = made(is_moe=is_moe)
+    check_generated(made(is_moe=is_moe), CACHES[cache], is_moe, disable_compile=True)
+
+
+@pytest.mark.cuda
+@pytest.mark.slow
+def test_generated_by_cuda_graphs() -> None:
+    """Steps over a DogeCache, compiled by generate() itself; each is a CUDA graph.
+
+    Another cache is another place in memory, for which the graph is recorded again.
+    """
+    trio = made()
+    how = CompileConfig(mode="reduce-overhead", fullgraph=True)
+
+    def make_cache(config: Any) -> DogeCache:
+        return DogeCache(config, compileable=True)
+
+    with only_cuda_graphs():
+        check_generated(trio, make_cache, False, compile_config=how)
+        launches = graph_launches(
+            lambda: check_generated(trio, make_cache, False, compile_config=how)
+        )
+    assert launches >= NEW_TOKENS - 5  # of which the first are for warming up and recording
+
+
+def check_generated(trio: Models, make_cache: Any, is_moe: bool, **options: Any) -> None:
     ids = tokens(1 if is_moe else 2, PROMPT)
     real = torch.ones_like(ids) if is_moe else left_padding(ids, 0, 8)
     inputs = on_device({"input_ids": ids * real, "attention_mask": real})
     found = trio.ours.eval().generate(
         **inputs,
-        past_key_values=CACHES[cache](trio.ours.config),
-        disable_compile=True,
+        **options,
+        past_key_values=make_cache(trio.ours.config),
         no_repeat_ngram_size=1,
         eos_token_id=None,
         max_new_tokens=NEW_TOKENS,

@@ -6,8 +6,9 @@ import pytest
 import torch
 from doge_models import WINDOW, close, left_padding, make_doge, outcome, tokens
 from torch import Tensor
+from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.testing import CompileCounterWithBackend
-from transformers import DynamicCache, StaticCache
+from transformers import CompileConfig, DynamicCache, StaticCache
 
 from dmattn.integrations.transformers import DogeCache, enable_doge
 
@@ -70,3 +71,36 @@ def test_generating(kind: Any, new: int) -> None:
         parts += [step(part, cache) for part in ids[:, 20:].split(new, 1)]
         assert close(torch.cat(parts, 1), model(ids).logits)
     assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_generate_compiles_its_steps(batch: int) -> None:
+    """One graph, in which no number of the host grows along, serves all tokens of two texts."""
+    model = enable_doge(make_doge(layers=1)).eval()
+    graphs = []
+
+    def count(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return lookup_backend("aot_eager")(graph, inputs)
+
+    how = CompileConfig(backend=count, mode=None, fullgraph=True)
+    how._compile_all_devices = True
+    for start in range(2):
+        ids = tokens(batch + start, 41)[start:]
+        real = left_padding(ids, *range(0, 9 * batch, 9))
+        options: dict[str, Any] = {"attention_mask": real, "do_sample": False}
+        options |= {"no_repeat_ngram_size": 1, "max_new_tokens": 30, "eos_token_id": None}
+        wanted = model.generate(ids * real, past_key_values=DogeCache(model.config), **options)
+        cache = DogeCache(model.config, compileable=True)
+        options["compile_config"] = how
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            found = model.generate(ids * real, past_key_values=cache, **options)
+        assert torch.equal(found, wanted)
+        assert cache.get_seq_length() == 41 + 29
+        # The text goes on from there, and so does the count.
+        more = wanted[:, -1:]
+        mask = torch.cat([real, real.new_ones(batch, 30)], 1)
+        with torch.no_grad():
+            model(more, attention_mask=mask, past_key_values=cache)
+        assert cache.get_seq_length() == 41 + 30
+    assert len(graphs) == 1

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.masking_utils import create_masks_for_generate
 from transformers.models.doge.modeling_doge import DogeAttention, DogeModel, apply_rotary_pos_emb
 from transformers.utils import logging
 
@@ -84,6 +85,7 @@ def enable_doge(model: Model, use_dynamic_mask_cache: bool = False) -> Model:
             owner.set_attn_implementation(NAME)
             if owner.can_generate():
                 _set_generate(owner, use_dynamic_mask_cache)
+                owner.create_masks_for_generate = functools.partial(_masks_for_generate, owner)
     return model
 
 
@@ -184,9 +186,13 @@ def _new_tokens(
     """bool (B, Sq): which of the tokens at hand are real; None for all."""
     if attention_mask is None:
         return None
-    before, (batch, query_len) = cache.get_seq_length(), hidden_shape
+    batch, query_len = hidden_shape
+    is_tensor = isinstance(attention_mask, Tensor)
+    if is_tensor and tuple(attention_mask.shape) == (batch, 1, 1, query_len):
+        return attention_mask[:, 0, 0].bool()  # made by `_masks_for_generate`
+    before = cache.get_seq_length()
     wanted = (batch, before + query_len)
-    if not isinstance(attention_mask, Tensor) or tuple(attention_mask.shape) != wanted:
+    if not is_tensor or tuple(attention_mask.shape) != wanted:
         got = getattr(attention_mask, "shape", None)
         got = type(attention_mask).__name__ if got is None else f"shape {tuple(got)}"
         raise ValueError(
@@ -317,6 +323,19 @@ def _set_generate(owner: PreTrainedModel, use_dynamic_mask_cache: bool) -> None:
         owner.generate = functools.partial(_generate, owner)
     elif is_ours and not use_dynamic_mask_cache:
         del owner.generate
+
+
+def _masks_for_generate(model: Any, **inputs: Any) -> Any:
+    """The mask that `generate` makes itself, outside of a forward that it compiles.
+
+    For a DogeCache bool (B, 1, 1, new tokens), which does not grow with the text.
+    """
+    cache, mask = inputs["past_key_values"], inputs["attention_mask"]
+    if isinstance(cache, DogeCache) and model.config._attn_implementation == NAME:
+        new = inputs["inputs_embeds"].shape[1]
+        return None if mask is None else mask[:, None, None, mask.shape[1] - new :].bool()
+    make = getattr(type(model), "create_masks_for_generate", create_masks_for_generate)
+    return make(**inputs)
 
 
 def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
