@@ -144,8 +144,8 @@ class Bench:
         with torch.profiler.profile(activities=watched) as seen:
             call()
             self.wait()
-        events = [e for e in seen.key_averages() if "Sync" not in e.key]
         time_of = "self_device_time_total" if on_cuda else "self_cpu_time_total"
+        events = [e for e in seen.key_averages() if getattr(e, time_of) > 0]
         events.sort(key=lambda e: -getattr(e, time_of))
         busy = sum(getattr(e, time_of) for e in events) / 1e3
         count = sum(e.count for e in events)
@@ -223,40 +223,45 @@ def weight_bytes(model: Any) -> int:
 def doge_training(bench: Bench) -> list[Row]:
     sizes, rows = bench.sizes, list[Row]()
     model = make_doge(bench).train()
-    for length, implementations in (
-        (sizes.training, ("dmattn", "sdpa", "eager")),
-        (sizes.long_training, ("dmattn",)),
+    for length, name in (
+        (sizes.training, "dmattn"),
+        (sizes.long_training, "dmattn"),
+        (sizes.training, "sdpa"),
+        (sizes.training, "eager"),
     ):
+        clean()
         ids = random_tokens(bench, 1, length)
         step = functools.partial(training_step, model, ids)
-        for name in implementations:
-            named = {"case": "Doge training step", "shape": f"S{length}", "contender": name}
-            with failures_noted(rows, named):
-                model.set_attn_implementation(name)
-                few = 2 if name != "dmattn" else 5
-                found = bench.steps(step, few, 2 * few, 1.5)
-                model.zero_grad(set_to_none=True)
-                memory = bench.peak_bytes(step) + weight_bytes(model)
-                bench.profile(f"{named['shape']} {name}", step)
-                rows.append(named | {"quantity": "step"} | found)
-                rows.append(named | {"quantity": "memory", "bytes": memory})
+        named = {"case": "Doge training step", "shape": f"S{length}", "contender": name}
+        with failures_noted(rows, named):
+            model.set_attn_implementation(name)
+            few = 5 if name == "dmattn" else 2
+            found = bench.steps(step, few, 2 * few, 1.5)
             model.zero_grad(set_to_none=True)
+            memory = bench.peak_bytes(step) + weight_bytes(model)
+            bench.profile(f"{named['shape']} {name}", step)
+            rows.append(named | {"quantity": "step"} | found)
+            rows.append(named | {"quantity": "memory", "bytes": memory})
+        model.zero_grad(set_to_none=True)
     return rows
 
 
-PLAIN = "dmattn, not compiled"
+# Ways to generate, beside "dmattn", whose steps generate() compiles, and "sdpa".
+PLAIN, NO_CUDNN = "dmattn, not compiled", "sdpa, cuDNN off"
 
 
 def doge_generation(bench: Bench) -> list[Row]:
     sizes, rows = bench.sizes, list[Row]()
     model = make_doge(bench).eval()
     for prompt in sizes.prompts:
-        others = (PLAIN, "sdpa") if prompt == sizes.peer_prompt else ()
+        others = (PLAIN, "sdpa", NO_CUDNN) if prompt == sizes.peer_prompt else ()
         for name in ("dmattn", *others):
             named = {"case": "Doge generate", "shape": f"B{sizes.batch} prompt {prompt}"}
             named |= {"contender": name}
             with failures_noted(rows, named), torch.no_grad():
+                torch.backends.cuda.enable_cudnn_sdp(name != NO_CUDNN)
                 rows += generation(bench, model, prompt, named)
+            torch.backends.cuda.enable_cudnn_sdp(True)
             model.set_attn_implementation("dmattn")
     return rows
 
@@ -269,7 +274,7 @@ def generation(bench: Bench, model: Any, prompt: int, named: Row) -> list[Row]:
     """
     name, config = named["contender"], model.config
     cache: Any = transformers.DynamicCache(config=config)
-    implementation, count = name, bench.sizes.peer_tokens
+    implementation, count = "sdpa", bench.sizes.peer_tokens
     if name in ("dmattn", PLAIN):
         cache = dmt.DogeCache(config, compileable=name != PLAIN)
         implementation, count = "dmattn", bench.sizes.new_tokens
@@ -464,7 +469,8 @@ def environment(device: torch.device) -> Row:
             "Tokens are timed in generate(), behind a prompt that dmattn has put into the cache "
             "for either contender. From a DogeCache they are taken by a forward that generate() "
             "compiles, unless it says otherwise; generate() does not compile one over its default "
-            "cache.",
+            "cache. For it, sdpa takes the kernels of cuDNN, which torch prepares anew for each "
+            "number of keys.",
         ],
     }
 

@@ -115,9 +115,12 @@ def test_generated_logits(name: str, cache: str) -> None:
 
 @pytest.mark.cuda
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_generated_by_cuda_graphs(name: str) -> None:
-    """generate() itself compiles the steps over a static cache, each of which is a CUDA graph."""
+def test_generated_by_cuda_graphs() -> None:
+    """generate() itself compiles the steps over a static cache, each of which is a CUDA graph.
+
+    Not with a window: the static cache of transformers for one recompiles by itself.
+    """
+    name = "llama"
     trio = made(name)
     how = CompileConfig(mode="reduce-overhead", fullgraph=True)
     options = {"cache_implementation": "static", "compile_config": how}
