@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from attention.targets import SHARE_VARIABLE, TARGET_VARIABLE, target
+from dmattn.integrations.transformers.registration import check_transformers
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -23,6 +24,11 @@ sys.path.append(str(ROOT / "packages" / "dmattn" / "tests" / "integrations"))
 _wanted = torch.cuda.is_available() or os.environ.get(TARGET_VARIABLE) == "cpu"
 if not _wanted or target().backend is not None or target().repeats:
     collect_ignore_glob = ["test_*.py"]
+else:
+    try:
+        check_transformers()
+    except ImportError:  # test_versions.py fails, and says so
+        collect_ignore = ["test_transformers.py", "test_doge.py"]
 
 
 def pytest_configure(config: pytest.Config) -> None:

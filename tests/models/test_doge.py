@@ -6,11 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
-pytest.importorskip("transformers", "5.18", reason="needs transformers 5.18 or newer")
-
 from doge_models import left_padding, make_doge, tokens
+from torch import Tensor
 from transformers import CompileConfig, DynamicCache, StaticCache
 
 from attention.targets import target_device

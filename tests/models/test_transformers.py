@@ -6,11 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
-pytest.importorskip("transformers", "5.18", reason="needs transformers 5.18 or newer")
-
 from hf_models import VOCABULARY, WINDOW, make_model, with_attention
+from torch import Tensor
 from transformers import CompileConfig
 
 from attention.targets import target_device
