@@ -73,10 +73,8 @@ def test_generating(kind: Any, new: int) -> None:
     assert counter.frame_count <= 2
 
 
-def test_generate_compiles_its_steps() -> None:
-    """One graph, in which no number of the host grows along, serves all tokens of two texts."""
-    model = enable_doge(make_doge(layers=1)).eval()
-    graphs = []
+def compiled_by_generate(graphs: list[Any]) -> CompileConfig:
+    """On the CPU too, with a note of each graph."""
 
     def count(graph: Any, inputs: Any) -> Any:
         graphs.append(graph)
@@ -84,6 +82,13 @@ def test_generate_compiles_its_steps() -> None:
 
     how = CompileConfig(backend=count, mode=None, fullgraph=True)
     how._compile_all_devices = True
+    return how
+
+
+def test_generate_compiles_its_steps() -> None:
+    """One graph, in which no number of the host grows along, serves all tokens of two texts."""
+    model = enable_doge(make_doge(layers=1)).eval()
+    graphs: list[Any] = []
     for start in range(2):
         ids = tokens(2 + start, 41)[start:]
         real = left_padding(ids, 0, 9)
@@ -91,7 +96,7 @@ def test_generate_compiles_its_steps() -> None:
         options |= {"no_repeat_ngram_size": 1, "max_new_tokens": 30, "eos_token_id": None}
         wanted = model.generate(ids * real, past_key_values=DogeCache(model.config), **options)
         cache = DogeCache(model.config, compileable=True)
-        options["compile_config"] = how
+        options["compile_config"] = compiled_by_generate(graphs)
         with torch._dynamo.config.patch(error_on_recompile=True):
             found = model.generate(ids * real, past_key_values=cache, **options)
         assert torch.equal(found, wanted)
@@ -103,3 +108,17 @@ def test_generate_compiles_its_steps() -> None:
             model(more, attention_mask=mask, past_key_values=cache)
         assert cache.get_seq_length() == 41 + 30
     assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("way", [{"num_beams": 3}, {"prefill_chunk_size": 7}], ids=str)
+def test_generate_compiles_in_other_ways(way: dict[str, Any]) -> None:
+    """Beams, which move the content of the cache, and prompts in chunks, which are compiled too."""
+    model, ids = enable_doge(make_doge(layers=1)).eval(), tokens(2, 30)
+    options = {"do_sample": False, "no_repeat_ngram_size": 1, "max_new_tokens": 8} | way
+    options |= {"eos_token_id": None, "attention_mask": torch.ones_like(ids)}
+    wanted = model.generate(ids, past_key_values=DogeCache(model.config), **options)
+    graphs: list[Any] = []
+    options["compile_config"] = compiled_by_generate(graphs)
+    cache = DogeCache(model.config, compileable=True)
+    assert torch.equal(model.generate(ids, past_key_values=cache, **options), wanted)
+    assert graphs

@@ -26,7 +26,8 @@ class DogeCache(Cache):  # type: ignore[misc]  # has no types
         config: of the model.
         compileable: let `generate` compile the steps that take one token, as it does for a
             StaticCache: on a GPU they are then replayed from a CUDA graph. The first such step
-            takes as long as torch.compile takes. `prefill_chunk_size` compiles the prompt as well.
+            takes as long as torch.compile takes. With mode="reduce-overhead", a model that is
+            compiled by hand needs it, too.
 
     Raises:
         TypeError: config is not one of a Doge model, or compileable no bool.
@@ -217,14 +218,14 @@ class DogeCacheLayer(CacheLayerMixin):  # type: ignore[misc]  # has no types
         return self.kept
 
     def _keep_in_place(self) -> None:
-        """Tell torch.compile that the tensors stay where they are and change there. Without that it
-        makes no CUDA graph of a step."""
-        if torch.compiler.is_compiling():
+        """Tell torch.compile that the tensors stay where they are and change there: only then it
+        makes a CUDA graph of a step. Without a guard, so that others are only recorded anew."""
+        if not self.is_compileable or torch.compiler.is_compiling():
             return
         kept = self.kept
         assert kept is not None
         for t in (kept.k, kept.v, kept.score, kept.position, kept.seen, self._compiled_tokens):
-            torch._dynamo.mark_static_address(t)
+            torch._dynamo.mark_static_address(t, guard=False)
 
 
 def _not_enabled() -> RuntimeError:
