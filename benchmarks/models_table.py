@@ -93,9 +93,14 @@ def _value(results: Row, limit: Limit, shape: str, contender: str) -> float | No
 
 
 def judged(results: Row) -> list[tuple[Limit, float | None, bool]]:
-    """(limit, what was got, whether that is within it) for each; None was not measured."""
-    found = []
+    """(limit, what was got, whether that is within it) for each; None was not measured.
+
+    Nothing for cases that the run was not asked for.
+    """
+    found, cases = [], {row["case"] for row in results["rows"]}
     for limit in limits(results):
+        if limit.case not in cases:
+            continue
         got = _value(results, limit, limit.shape, limit.contender)
         if limit.against:
             shape = limit.shape if limit.other_shape is None else limit.other_shape

@@ -11,6 +11,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 from benchmarks import models_table
 
 STEP = {"case": "Doge training step", "shape": "S100"}
+TOKEN = {"case": "Doge generate", "shape": "B8 prompt 20"}
 RESULTS: dict[str, Any] = {
     "gpu": "a GPU",
     "date": "2026-01-01",
@@ -30,6 +31,7 @@ RESULTS: dict[str, Any] = {
         STEP | {"contender": "dmattn", "quantity": "step", "ms": 10.0},
         STEP | {"contender": "sdpa", "quantity": "step", "ms": 100.0},
         STEP | {"contender": "eager", "error": "OutOfMemoryError: too large"},
+        TOKEN | {"contender": "dmattn", "quantity": "token", "ms": 1.0},
         STEP | {"contender": "dmattn", "quantity": "memory", "bytes": 2**30},
         STEP | {"contender": "sdpa", "quantity": "memory", "bytes": 2**32},
     ],
@@ -41,7 +43,9 @@ def test_limits_are_judged() -> None:
     assert time[1:] == (0.1, True)
     assert memory[1:] == (0.25, False)
     assert long[1:] == (None, False)
-    assert others and all(got is None and not met for _, got, met in others)
+    assert len(others) == 3 and all(got is None and not met for _, got, met in others)
+    only = {**RESULTS, "rows": RESULTS["rows"][:1]}
+    assert len(models_table.judged(only)) == 3
 
 
 def test_section_of_the_page() -> None:
