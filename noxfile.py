@@ -523,7 +523,7 @@ for cuda_release in (*CUDA_RELEASES_OF_THE_MACHINE, *CUDA_RELEASES):
 def gpu(session: nox.Session) -> None:
     """The GPU suite with compute-sanitizer; writes the report that is committed."""
     need_gpu(session)
-    install(session, "numpy", "pytest")
+    install(session, "numpy", "pytest", "transformers")
     install_dmattn(session)
     environment = cuda_environment(session, sanitizer=True)
     install_kernels_for_this_gpu(session, environment, DMATTN_ALL_TILES="ON")
@@ -540,6 +540,16 @@ def bench(session: nox.Session) -> None:
     install_dmattn(session)
     install_kernels_for_this_gpu(session, cuda_environment(session))
     session.run("python", "benchmarks/run.py", *session.posargs)
+
+
+@gpu_session
+def bench_models(session: nox.Session) -> None:
+    """Time models of transformers on this machine's GPU beside their own attention."""
+    need_gpu(session)
+    install(session, "numpy", "transformers")
+    install_dmattn(session)
+    install_kernels_for_this_gpu(session, cuda_environment(session))
+    session.run("python", "benchmarks/transformers_models.py", *session.posargs)
 
 
 def need_gpu(session: nox.Session) -> None:

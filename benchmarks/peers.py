@@ -361,7 +361,7 @@ def torch_varlen(data: Data) -> Tensor:
 
 
 @functools.cache
-def _compiled_flex() -> Callable[..., Tensor]:
+def compiled_flex() -> Callable[..., Tensor]:
     import torch._functorch.config as functorch_config
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -376,7 +376,7 @@ def flex(data: Data) -> Tensor:
     def add_bias(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return score + bias[b, h, i, j]
 
-    return _compiled_flex()(*data.heads_first(), score_mod=add_bias).transpose(1, 2)
+    return compiled_flex()(*data.heads_first(), score_mod=add_bias).transpose(1, 2)
 
 
 CONTENDERS: dict[str, tuple[str, Callable[[Data], Tensor]]] = {

@@ -2,6 +2,9 @@
 
 python benchmarks/render.py [benchmarks/results/h200.json] [--markdown docs/benchmarks.md] [--plots
 docs/assets]
+
+What transformers_models.py has recorded is taken from the file beside it, here
+benchmarks/results/h200-models.json, if there is one.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from benchmarks import models_table  # noqa: E402
 from benchmarks.cases import (  # noqa: E402
     CASES,
     HOST_TIME_TARGET_US,
@@ -93,8 +97,12 @@ def targets_text(results: Row) -> str:
 # --- the page -------------------------------------------------------------------------------------
 
 
-def markdown(results: Row, plots: str | None) -> str:
-    """The whole page; `plots` is the folder of the pictures, seen from the page; None for none."""
+def markdown(results: Row, plots: str | None, models: Row | None = None) -> str:
+    """The whole page.
+
+    `plots` is the folder of the pictures, seen from the page, None for none; `models` what
+    transformers_models.py has recorded.
+    """
     ceilings = results["ceilings"]
     parts = [
         "# Benchmarks",
@@ -150,6 +158,8 @@ def markdown(results: Row, plots: str | None) -> str:
         parts += ["", f"From a run of their own, {which}: {', '.join(run['groups'])}."]
     if results["not_run"]:
         parts += ["", "Left out for want of time: " + "; ".join(results["not_run"]) + "."]
+    if models is not None:
+        parts += ["", *models_table.section(models)]
     return "\n".join([*parts, ""])
 
 
@@ -197,10 +207,10 @@ def _cells(row: Row | None, base: float | None, is_base: bool) -> list[str]:
     return [f"{row['ms']:.3f}", f"{row['tflops']:.0f}" if row["tflops"] else "", ratio]
 
 
-def write_markdown(results: Row, path: Path, plots: Path | None) -> None:
+def write_markdown(results: Row, path: Path, plots: Path | None, models: Row | None = None) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     folder = None if plots is None else Path(os.path.relpath(plots, path.parent)).as_posix()
-    path.write_text(markdown(results, folder))
+    path.write_text(markdown(results, folder, models))
 
 
 # --- plots ----------------------------------------------------------------------------------------
@@ -361,7 +371,9 @@ def main() -> int:
     parser.add_argument("--plots", type=Path, default=ROOT / "docs" / "assets")
     arguments = parser.parse_args()
     results: Row = json.loads(arguments.results.read_text())
-    write_markdown(results, arguments.markdown, arguments.plots)
+    beside = arguments.results.with_name(f"{arguments.results.stem}-models.json")
+    models: Row | None = json.loads(beside.read_text()) if beside.is_file() else None
+    write_markdown(results, arguments.markdown, arguments.plots, models)
     write_plots(results, arguments.plots)
     print(targets_text(results))
     return 0

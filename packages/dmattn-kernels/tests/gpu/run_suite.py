@@ -2,11 +2,12 @@
 
     python packages/dmattn-kernels/tests/gpu/run_suite.py [--report PATH] [--quick] [--time-limit S]
 
-It runs the attention suite (tests/attention) and the tests of the kernels as such (this folder).
+It runs the attention suite (tests/attention), models of transformers and CUDA graphs (tests/models)
+and the tests of the kernels as such (this folder).
 pytest runs in several processes that share the one GPU and claim the tests one by one, for each
 target in tests/attention/targets.py that is on CUDA (any newer chip runs the tile shapes of sm89),
-while compute-sanitizer watches small launches. `dmattn`, `dmattn_kernels`, torch, numpy and pytest
-must be importable. Exit code 0: everything passed.
+while compute-sanitizer watches small launches. `dmattn`, `dmattn_kernels`, torch, numpy, pytest
+and transformers must be importable. Exit code 0: everything passed.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[3]
 ATTENTION = ROOT / "tests" / "attention"
+MODELS = ROOT / "tests" / "models"
 IMPORTED_FROM = (str(ROOT / "tests"), str(HERE.parent))
 sys.path[:0] = IMPORTED_FROM
 
@@ -62,6 +64,8 @@ class Workers:
         self._started += 1
         results = self._folder / f"results-{index}.jsonl"
         suites = [ATTENTION, HERE] if self.target.family else [ATTENTION]
+        if self.target.family and not self.target.repeats:
+            suites.append(MODELS)
         command = [sys.executable, "-m", "pytest", *map(str, suites)]
         command += ["-q", "--tb=short", "-p", "no:cacheprovider", "-p", "gpu.workers"]
         command += [f"--claims={self._claims}", f"--results={results}", *self._arguments.pytest]

@@ -34,23 +34,23 @@ _SIZES: dict[str, Any] = {
 _LOCAL_AND_FULL = ["sliding_attention", "full_attention"]
 
 
-def _decoder(config: Any, model: Any, **settings: Any) -> Callable[[], Any]:
-    return lambda: model(config(**_SIZES | settings))
+def _decoder(config: Any, model: Any, **settings: Any) -> Callable[..., Any]:
+    return lambda **sizes: model(config(**_SIZES | settings | sizes))
 
 
-def _llama4() -> Any:
+def _llama4(**sizes: Any) -> Any:
     layers = {"layer_types": ["chunked_attention", "full_attention"], "no_rope_layers": [1, 0]}
     experts = {"num_local_experts": 2, "intermediate_size_mlp": 40, "moe_layers": []}
     settings = {"attention_chunk_size": WINDOW, **layers, **experts}
-    return hf.Llama4ForCausalLM(hf.Llama4TextConfig(**_SIZES | settings))
+    return hf.Llama4ForCausalLM(hf.Llama4TextConfig(**_SIZES | settings | sizes))
 
 
-def _t5() -> Any:
+def _t5(head_dim: int = 8) -> Any:
     return hf.T5ForConditionalGeneration(
         hf.T5Config(
             vocab_size=VOCABULARY,
             d_model=32,
-            d_kv=8,
+            d_kv=head_dim,
             d_ff=40,
             num_layers=2,
             num_heads=4,
@@ -62,18 +62,18 @@ def _t5() -> Any:
     )
 
 
-def _bert() -> Any:
+def _bert(**sizes: Any) -> Any:
     no_dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    return hf.BertForMaskedLM(hf.BertConfig(**_SIZES | no_dropout))
+    return hf.BertForMaskedLM(hf.BertConfig(**_SIZES | no_dropout | sizes))
 
 
-def _modernbert() -> Any:
+def _modernbert(**sizes: Any) -> Any:
     layers = {"layer_types": _LOCAL_AND_FULL, "local_attention": WINDOW}
-    return hf.ModernBertForMaskedLM(hf.ModernBertConfig(**_SIZES | layers))
+    return hf.ModernBertForMaskedLM(hf.ModernBertConfig(**_SIZES | layers | sizes))
 
 
 _WINDOWS = {"sliding_window": WINDOW, "layer_types": _LOCAL_AND_FULL}
-DECODERS: dict[str, Callable[[], Any]] = {
+DECODERS: dict[str, Callable[..., Any]] = {
     "llama": _decoder(hf.LlamaConfig, hf.LlamaForCausalLM),
     "qwen3": _decoder(hf.Qwen3Config, hf.Qwen3ForCausalLM),
     "mistral": _decoder(hf.MistralConfig, hf.MistralForCausalLM, sliding_window=WINDOW),
@@ -91,13 +91,13 @@ DECODERS: dict[str, Callable[[], Any]] = {
     ),
     "llama4": _llama4,
 }
-OTHERS: dict[str, Callable[[], Any]] = {"t5": _t5, "bert": _bert, "modernbert": _modernbert}
+OTHERS: dict[str, Callable[..., Any]] = {"t5": _t5, "bert": _bert, "modernbert": _modernbert}
 
 
-def make_model(name: str) -> Any:
+def make_model(name: str, **sizes: Any) -> Any:
     """A model for training, float32, with weights large enough for attention to matter."""
     torch.manual_seed(len(name))
-    model = (DECODERS | OTHERS)[name]().train()
+    model = (DECODERS | OTHERS)[name](**sizes).train()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:

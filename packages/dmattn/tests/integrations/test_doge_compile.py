@@ -6,8 +6,9 @@ import pytest
 import torch
 from doge_models import WINDOW, close, left_padding, make_doge, outcome, tokens
 from torch import Tensor
+from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.testing import CompileCounterWithBackend
-from transformers import DynamicCache, StaticCache
+from transformers import CompileConfig, DynamicCache, StaticCache
 
 from dmattn.integrations.transformers import DogeCache, enable_doge
 
@@ -70,3 +71,54 @@ def test_generating(kind: Any, new: int) -> None:
         parts += [step(part, cache) for part in ids[:, 20:].split(new, 1)]
         assert close(torch.cat(parts, 1), model(ids).logits)
     assert counter.frame_count <= 2
+
+
+def compiled_by_generate(graphs: list[Any]) -> CompileConfig:
+    """On the CPU too, with a note of each graph."""
+
+    def count(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return lookup_backend("aot_eager")(graph, inputs)
+
+    how = CompileConfig(backend=count, mode=None, fullgraph=True)
+    how._compile_all_devices = True
+    return how
+
+
+def test_generate_compiles_its_steps() -> None:
+    """One graph, in which no number of the host grows along, serves all tokens of two texts."""
+    model = enable_doge(make_doge(layers=1)).eval()
+    graphs: list[Any] = []
+    how = compiled_by_generate(graphs)
+    for start in range(2):
+        ids = tokens(2 + start, 41)[start:]
+        real = left_padding(ids, 0, 9)
+        options: dict[str, Any] = {"attention_mask": real, "do_sample": False}
+        options |= {"no_repeat_ngram_size": 1, "max_new_tokens": 30, "eos_token_id": None}
+        wanted = model.generate(ids * real, past_key_values=DogeCache(model.config), **options)
+        cache = DogeCache(model.config, compileable=True)
+        options["compile_config"] = how
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            found = model.generate(ids * real, past_key_values=cache, **options)
+        assert torch.equal(found, wanted)
+        assert cache.get_seq_length() == 41 + 29
+        # The text goes on from there, and so does the count.
+        more = wanted[:, -1:]
+        mask = torch.cat([real, real.new_ones(2, 30)], 1)
+        with torch.no_grad():
+            model(more, attention_mask=mask, past_key_values=cache)
+        assert cache.get_seq_length() == 41 + 30
+    assert len(graphs) == 1
+
+
+def test_generate_compiles_prompts_in_chunks() -> None:
+    model, ids = enable_doge(make_doge(layers=1)).eval(), tokens(2, 30)
+    options: dict[str, Any] = {"do_sample": False, "no_repeat_ngram_size": 1, "max_new_tokens": 8}
+    options |= {"prefill_chunk_size": 7}
+    options |= {"eos_token_id": None, "attention_mask": torch.ones_like(ids)}
+    wanted = model.generate(ids, past_key_values=DogeCache(model.config), **options)
+    graphs: list[Any] = []
+    options["compile_config"] = compiled_by_generate(graphs)
+    cache = DogeCache(model.config, compileable=True)
+    assert torch.equal(model.generate(ids, past_key_values=cache, **options), wanted)
+    assert graphs

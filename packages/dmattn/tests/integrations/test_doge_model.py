@@ -415,3 +415,28 @@ def test_another_batch_is_refused_before_a_cache_takes_tokens() -> None:
         with pytest.raises(ValueError, match="past_key_values: got a StaticCache of 2 sequences"):
             model(ids[:1, 20:], past_key_values=cache)
     assert [int(layer.get_seq_length()) for layer in cache.layers] == [20, 20]
+
+
+def test_norms_are_one_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of an enabled model, in all of its dtypes; never with mixed ones, as under autocast."""
+    calls = []
+
+    def rms_norm(*arguments: Any) -> Tensor:
+        calls.append(arguments)
+        return plain(*arguments)
+
+    plain = torch.nn.functional.rms_norm
+    monkeypatch.setattr(torch.nn.functional, "rms_norm", rms_norm)
+    model, ids = enable_doge(make_doge(layers=2)).eval(), tokens(1, 20)
+    per_forward = 2 * 4 + 1
+    for dtype in (torch.float32, torch.bfloat16):
+        model.to(dtype)
+        model(ids)
+        assert len(calls) == per_forward
+        calls.clear()
+    with torch.no_grad():
+        found = model.model.norm(torch.ones(1, 32))
+    assert not calls and found.dtype == torch.float32
+    model.set_attn_implementation("eager")
+    model(ids)
+    assert not calls

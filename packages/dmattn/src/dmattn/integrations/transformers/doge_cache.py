@@ -9,6 +9,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from dmattn import DynamicMaskCache
 from dmattn.scoring import attend_through_cache
+from dmattn.validation import check_bool
 
 
 class DogeCache(Cache):  # type: ignore[misc]  # has no types
@@ -23,14 +24,19 @@ class DogeCache(Cache):  # type: ignore[misc]  # has no types
 
     Args:
         config: of the model.
+        compileable: let `generate` compile the steps that take one token, as it does for a
+            StaticCache: on a GPU they are then replayed from a CUDA graph. The first such step
+            takes as long as torch.compile takes. With mode="reduce-overhead", a model that is
+            compiled by hand needs it, too.
 
     Raises:
-        TypeError: config is not one of a Doge model.
+        TypeError: config is not one of a Doge model, or compileable no bool.
         ValueError: the model has a sliding window, in which the best keys are not the best of a
             growing context.
     """
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Any, compileable: bool = False) -> None:
+        compileable = check_bool("compileable", compileable)
         text_config = getattr(config, "get_text_config", lambda decoder: config)(decoder=True)
         window_size = getattr(text_config, "keep_window_size", None)
         if window_size is None:
@@ -44,7 +50,7 @@ class DogeCache(Cache):  # type: ignore[misc]  # has no types
                 "DogeCache; transformers.DynamicCache serves models with a sliding window"
             )
         layers = range(text_config.num_hidden_layers)
-        super().__init__(layers=[DogeCacheLayer(window_size) for _ in layers])
+        super().__init__(layers=[DogeCacheLayer(window_size, compileable) for _ in layers])
 
 
 class DogeCacheLayer(CacheLayerMixin):  # type: ignore[misc]  # has no types
@@ -52,17 +58,22 @@ class DogeCacheLayer(CacheLayerMixin):  # type: ignore[misc]  # has no types
 
     Attributes:
         kept: the `DynamicMaskCache` that holds them; None before the first tokens.
+        is_compileable: whether `generate` compiles the steps.
     """
 
-    is_compileable = False
     is_croppable = False
     is_sliding = False
 
-    def __init__(self, window_size: int) -> None:
+    def __init__(self, window_size: int, compileable: bool = False) -> None:
         super().__init__()
         self.window_size = window_size
+        self.is_compileable = compileable
         self.kept: DynamicMaskCache | None = None
+        # Tokens put in. Compiled steps count theirs on the device: a number of the host's would be
+        # another one in each step, and so ask for another CUDA graph.
         self._seq_length = 0
+        self._compiled_tokens: Tensor | None = None  # int64 scalar, made along with `kept`
+        self._has_compiled_tokens = False
 
     def attend(
         self,
@@ -93,11 +104,27 @@ class DogeCacheLayer(CacheLayerMixin):  # type: ignore[misc]  # has no types
         """
         kept = self._kept_for(key)
         out = attend_through_cache(query, key, value, score, kept, scale, key_mask=real)
-        self._seq_length += query.shape[1]
+        if torch.compiler.is_compiling():
+            assert self._compiled_tokens is not None
+            self._compiled_tokens.add_(query.shape[1])
+            self._has_compiled_tokens = True
+        else:
+            self._seq_length += query.shape[1]
         return out
 
-    def get_seq_length(self) -> int:
-        """How many tokens were put in, padding included: not how many keys are held."""
+    def get_seq_length(self) -> int | Tensor:
+        """How many tokens were put in, padding included: not how many keys are held.
+
+        While torch compiles, a scalar tensor. Behind compiled steps the host has to wait for it.
+        """
+        if self._compiled_tokens is None:
+            return self._seq_length
+        if torch.compiler.is_compiling():
+            return self._seq_length + self._compiled_tokens
+        if self._has_compiled_tokens:
+            self._seq_length += int(self._compiled_tokens)
+            self._compiled_tokens.zero_()
+            self._has_compiled_tokens = False
         return self._seq_length
 
     def get_max_length(self) -> int:
@@ -127,11 +154,14 @@ class DogeCacheLayer(CacheLayerMixin):  # type: ignore[misc]  # has no types
             key_states.device,
             score_dtype=torch.promote_types(dtype, torch.float32),
         )
+        self._compiled_tokens = torch.zeros((), dtype=torch.int64, device=key_states.device)
+        self._keep_in_place()
         self.is_initialized = True
 
     def reset(self) -> None:
         """Forget everything; the next tokens may be of another batch, dtype or device."""
         self.kept, self.is_initialized, self._seq_length = None, False, 0
+        self._compiled_tokens, self._has_compiled_tokens = None, False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Make entry i of the batch a copy of what entry beam_idx[i] was."""
@@ -142,11 +172,13 @@ class DogeCacheLayer(CacheLayerMixin):  # type: ignore[misc]  # has no types
         """Keep these entries of the batch, in this order."""
         if self.kept is not None:
             self.kept.batch_select_indices(indices.to(self.kept.k.device))
+            self._keep_in_place()
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Make `repeats` neighbouring copies of each entry of the batch."""
         if self.kept is not None:
             self.kept.batch_repeat_interleave(repeats)
+            self._keep_in_place()
 
     def crop(self, tokens_to_remove: int) -> NoReturn:
         """Refused: the keys that the removed tokens pushed out are gone."""
@@ -178,8 +210,20 @@ class DogeCacheLayer(CacheLayerMixin):  # type: ignore[misc]  # has no types
         if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
             return self.kept
         if self.kept.k.is_inference():
-            self.kept = self.kept.clone()
+            assert self._compiled_tokens is not None
+            self.kept, self._compiled_tokens = self.kept.clone(), self._compiled_tokens.clone()
+            self._keep_in_place()
         return self.kept
+
+    def _keep_in_place(self) -> None:
+        """Tell torch.compile that the tensors stay where they are and change there: only then it
+        makes a CUDA graph of a step. Without a guard, so that others are only recorded anew."""
+        if not self.is_compileable or torch.compiler.is_compiling():
+            return
+        kept = self.kept
+        assert kept is not None
+        for t in (kept.k, kept.v, kept.score, kept.position, kept.seen, self._compiled_tokens):
+            torch._dynamo.mark_static_address(t, guard=False)
 
 
 def _not_enabled() -> RuntimeError:

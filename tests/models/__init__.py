@@ -1,0 +1,1 @@
+"""Models of transformers and CUDA graphs on a GPU."""
