@@ -47,7 +47,7 @@ def checked_problem(
         softmax_scale = _default_scale(query)
     else:
         softmax_scale = check_number("softmax_scale", softmax_scale)
-    if _is_autocast(query):
+    if is_autocast(query):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = (_cast(t, dtype) for t in (query, key, value))
         if isinstance(attn_bias, Tensor) and attn_bias.dtype != torch.float32:
@@ -117,7 +117,8 @@ def _default_scale(query: Tensor) -> float:
     return 1.0  # the shape is wrong, and the checks to come will say so
 
 
-def _is_autocast(query: Tensor) -> bool:
+def is_autocast(query: Tensor) -> bool:
+    """Whether `checked_problem` casts the operands of such a query."""
     if query.is_cuda:
         return torch.is_autocast_enabled("cuda")
     return query.is_cpu and torch.is_autocast_enabled("cpu")

@@ -16,7 +16,6 @@ from dmattn.problem import (
     Problem,
     Results,
     empty_gradients,
-    lse_shape,
 )
 
 
@@ -34,7 +33,7 @@ def forward(problem: Problem, for_backward: bool = True) -> Results:
     if padded:
         q, k, v = _pad(q), _pad(k), _pad(v)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    lse = torch.empty(lse_shape(q), dtype=torch.float32, device=q.device)
+    lse = _empty_rows(q)
     rest = torch.empty_like(lse) if for_backward and bias is not None else None
     if k.numel() == 0:
         out = out.zero_()[..., :head_dim].contiguous()
@@ -131,6 +130,16 @@ def backward(
             for g, need in zip((dq, dk, dv), needs, strict=False)
         )
     return Gradients(dq, dk, dv, dbias)
+
+
+def _empty_rows(q: Tensor) -> Tensor:
+    """Uninitialised lse. With strides, as torch has less to do then."""
+    if q.dim() == 4:
+        batch, rows, nheads, _ = q.shape
+        shape, stride = (batch, nheads, rows), (nheads * rows, rows, 1)
+        return q.new_empty_strided(shape, stride, dtype=torch.float32)
+    rows, nheads, _ = q.shape
+    return q.new_empty_strided((nheads, rows), (rows, 1), dtype=torch.float32)
 
 
 def _lists(problem: Problem) -> Selection | None:
