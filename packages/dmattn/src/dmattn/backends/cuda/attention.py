@@ -6,7 +6,7 @@ This is the path of every training step and decoded token, so the host work per 
 import torch
 from torch import Tensor
 
-from dmattn.backends.cuda.kernels import check_device, launch, load_kernels, view, views
+from dmattn.backends.cuda.kernels import check_device, launch, load_kernels, parts
 from dmattn.checks import HEAD_DIM_MULTIPLE
 from dmattn.key_lists import Selection, without_spare_lists
 from dmattn.problem import (
@@ -17,6 +17,8 @@ from dmattn.problem import (
     Results,
     empty_gradients,
 )
+
+_NO_PACKING = (None, None, 0, 0)
 
 
 def forward(problem: Problem, for_backward: bool = True) -> Results:
@@ -39,27 +41,18 @@ def forward(problem: Problem, for_backward: bool = True) -> Results:
         out = out.zero_()[..., :head_dim].contiguous()
         return Results(out, lse.fill_(-torch.inf), None if rest is None else rest.zero_())
     if q.numel() > 0:
-        core, codes = load_kernels()
+        core, views = load_kernels()
         packing = problem.packing and _contiguous(problem.packing)
         lists = _lists(problem)
         # By position, in the order of _core.pyi: matching names would cost several microseconds.
         params = core.FwdParams(
             device,
-            view(q, codes),
-            view(k, codes),
-            view(v, codes),
-            None if mask is None else view(mask, codes),
-            None if bias is None else view(bias, codes),
-            view(out, codes),
-            view(lse, codes),
+            *views(q, k, v, mask, bias, out, lse),
             *problem.kernel_settings,
             0,  # splits: the library chooses
-            None if lists is None else views(lists, codes),
-            None if rest is None else view(rest, codes),
-            packing and view(packing.cu_seqlens_q, codes),
-            packing and view(packing.cu_seqlens_k, codes),
-            packing.max_seqlen_q if packing else 0,
-            packing.max_seqlen_k if packing else 0,
+            lists and views(*parts(lists)),
+            *views(rest, *(packing or _NO_PACKING)[:2]),
+            *(packing or _NO_PACKING)[2:],
         )
         launch(params, q, device)
     if padded:
@@ -96,32 +89,23 @@ def backward(
         dout = dout.contiguous()  # such as the expanded gradient of a sum
     dlse = None if dlse is None else dlse.contiguous()
     dq, dk, dv, dbias, _ = empty_gradients(problem, needs)
-    core, codes = load_kernels()
+    core, views = load_kernels()
     packing = problem.packing and _contiguous(problem.packing)
     lists = _lists(problem)
     params = core.BwdParams(
         device,
-        view(q, codes),
-        view(k, codes),
-        view(v, codes),
-        None if mask is None else view(mask, codes),
-        None if bias is None else view(bias, codes),
-        view(out, codes),
-        view(lse, codes),
-        view(dout, codes),
-        None if dlse is None else view(dlse, codes),
-        view(dq, codes) if needs.q else None,
-        view(dk, codes) if needs.k else None,
-        view(dv, codes) if needs.v else None,
-        view(dbias, codes) if needs.bias and bias is not None else None,
+        *views(
+            *(q, k, v, mask, bias, out, lse, dout, dlse),
+            dq if needs.q else None,
+            dk if needs.k else None,
+            dv if needs.v else None,
+            dbias if needs.bias and bias is not None else None,
+        ),
         *problem.kernel_settings,
         problem.deterministic,
-        None if lists is None else views(lists, codes),
-        None if rest is None else view(rest, codes),
-        packing and view(packing.cu_seqlens_q, codes),
-        packing and view(packing.cu_seqlens_k, codes),
-        packing.max_seqlen_q if packing else 0,
-        packing.max_seqlen_k if packing else 0,
+        lists and views(*parts(lists)),
+        *views(rest, *(packing or _NO_PACKING)[:2]),
+        *(packing or _NO_PACKING)[2:],
     )
     launch(params, q, device)
     if padded:
