@@ -86,7 +86,10 @@ inline int32_t dtype_of(const DlDtype& dtype, const char* name) {
 // Fills `tensor` from an object of a type that has a table.
 inline void read(const Api& api, PyObject* object, int32_t device, dmattn_tensor& tensor, const char* name) {
   DlTensor from{};
-  if (api.describe(object, &from) != 0) throw pybind11::error_already_set();
+  if (api.describe(object, &from) != 0) {
+    if (PyErr_Occurred() != nullptr) throw pybind11::error_already_set();
+    throw pybind11::value_error(std::string(name) + " cannot be described by its framework");
+  }
   const bool on_gpu = from.device.type == kCuda || from.device.type == kCudaManaged;
   // The CPU has the number -1, as torch calls it.
   const int32_t found = on_gpu ? from.device.id : from.device.type == kCpu ? -1 : -2;
@@ -96,8 +99,7 @@ inline void read(const Api& api, PyObject* object, int32_t device, dmattn_tensor
                                 "; wanted CUDA device " + std::to_string(device));
   }
   if (from.ndim < 1 || from.ndim > 4) {
-    throw pybind11::value_error(std::string(name) + " has " + std::to_string(from.ndim) +
-                                " dimensions; wanted 1 to 4");
+    throw pybind11::value_error(std::string(name) + " has " + std::to_string(from.ndim) + " dimensions; wanted 1 to 4");
   }
   tensor.data = static_cast<char*>(from.data) + from.byte_offset;
   tensor.dtype = dtype_of(from.dtype, name);

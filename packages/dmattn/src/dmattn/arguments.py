@@ -56,7 +56,7 @@ def checked_problem(
         if isinstance(attn_mask, Tensor) and attn_mask.dim() == 2:
             attn_mask = _four_dimensions(attn_mask, query, key)
     else:
-        attn_mask, attn_bias = _heads_first(attn_mask), _heads_first(attn_bias)
+        attn_mask, attn_bias = heads_first(attn_mask), heads_first(attn_bias)
     problem = Problem(
         query,
         key,
@@ -155,7 +155,7 @@ def _four_dimensions(mask: Tensor, query: Tensor, key: Any) -> Tensor:
     return mask[:, None, None] if is_padding else mask[None, None]
 
 
-def _heads_first(operand: Any) -> Any:
+def heads_first(operand: Any) -> Any:
     """(Tk, heads) or (Tq, heads, max_seqlen_k) as the operators take it, a view."""
     if isinstance(operand, Tensor) and operand.dim() >= 2:
         return operand.transpose(0, 1)

@@ -43,6 +43,9 @@ def _probes() -> tuple[_Probe, _Probe, _Probe, _Probe] | None:
 
 
 _PROBES = _probes()
+_IS_LEGACY_BATCH: Callable[[Tensor], bool] | None = getattr(
+    torch._C._functorch, "is_legacy_batchedtensor", None
+)
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
@@ -137,7 +140,15 @@ class _Eager(torch.autograd.Function):
             grads = ops.differentiate(problem, results, dout, dlse, needs, name)
         else:
             grads = sinks.backward(ctx.backend, problem, results, dout, dlse, needs)
-        return (*(g if need else None for g, need in zip(grads, needs, strict=True)), None, None)
+        return (
+            grads.q if needs.q else None,
+            grads.k if needs.k else None,
+            grads.v if needs.v else None,
+            grads.bias if needs.bias else None,
+            grads.sinks if needs.sinks else None,
+            None,
+            None,
+        )
 
 
 def _direct_apply() -> Callable[..., Any]:
@@ -250,18 +261,16 @@ def is_plain_call(*tensors: Tensor | None) -> bool:
     """
     if torch.compiler.is_compiling() or not is_direct(*tensors):
         return False
-    return not torch.is_grad_enabled() or not any(
-        t is not None and t.requires_grad for t in tensors
-    )
+    if torch.is_grad_enabled():
+        for t in tensors:
+            if t is not None and t.requires_grad:
+                return False
+    return True
 
 
 def _is_batch(grad: Tensor) -> bool:
     """Whether a gradient stands for many, as with is_grads_batched in torch.autograd.grad."""
-    try:
-        batch: bool = torch._C._functorch.is_legacy_batchedtensor(grad)
-    except AttributeError:
-        return True  # unknown, which is the slow right way
-    return batch
+    return _IS_LEGACY_BATCH is None or _IS_LEGACY_BATCH(grad)  # unknown: the slow right way
 
 
 def _refuse_forward_mode(*tensors: Tensor | None) -> None:

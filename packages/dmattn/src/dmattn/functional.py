@@ -205,7 +205,7 @@ def flash_dmattn_func(
         if kind is not None:
             remember(kind, operands, problem, backend)
     else:
-        problem = Problem(*operands, *known.settings)
+        problem = known.problem(operands)
         if window_size is not None:
             problem, _ = keep_window(problem, window_size, attn_bias)
         out, lse = _attend(problem, backend, known.backend)
@@ -301,8 +301,10 @@ def _attend(
     """out and lse. Rows that stand in front of the first key of key lists keep nothing."""
     if problem.key_lists is None:
         return attend(problem, backend, known)
-    out, lse = attend(without_leading_rows(problem), backend, known)
     skip = leading_rows(problem)
+    if skip > 0:
+        problem = without_leading_rows(problem)
+    out, lse = attend(problem, backend, known)
     if skip > 0:
         out = torch.nn.functional.pad(out, (0, 0, 0, 0, skip, 0))
         lse = torch.cat((lse_of_no_key(problem).expand(*lse.shape[:2], skip), lse), 2)

@@ -16,7 +16,7 @@ from dmattn.arguments import is_autocast
 from dmattn.backends import registry
 from dmattn.backends.base import Backend
 from dmattn.dispatch import PLAIN_TYPES, is_direct, nobody_intercepts
-from dmattn.problem import Problem
+from dmattn.problem import Packing, Problem
 
 # A kind takes about 2 KB. Where ever new ones come, such as new lengths, all are forgotten at once.
 MOST_KINDS = 1024
@@ -37,6 +37,10 @@ class Known(NamedTuple):
     backend: Backend
     backends: list[Backend]
 
+    def problem(self, operands: tuple[Any, ...], packing: Packing | None = None) -> Problem:
+        """The problem of another call of the kind, of its query, key, value, mask, bias, sinks."""
+        return Problem._make((*operands, *self.settings, packing, None))
+
 
 _known: dict[Kind, Known] = {}
 
@@ -54,13 +58,14 @@ def kind_of_call(
     deterministic: Any,
     window_size: Any,
     backend: Any,
+    packing: tuple[Any, Any, Any, Any] | None = None,
 ) -> Kind | None:
     """All that the checks and the choice of a backend look at; None: not to be remembered.
 
-    Takes what was given for these arguments of `flash_dmattn_func`, whatever it is. Not remembered
-    are calls that somebody else has to see, calls under autocast, which casts operands, and calls
-    with arguments of other types than the usual ones. These may be equal to a usual one, as 1 is to
-    True and 64.0 to 64, and are no less an error for that.
+    Takes what was given for these arguments of `flash_dmattn_func`, whatever it is; for packed
+    sequences also what makes a `Packing`. Not remembered are calls that somebody else has to see,
+    calls under autocast, which casts operands, and calls with arguments of unusual types: 1 is
+    equal to True, and 64.0 to 64, but they are errors where those are none.
     """
     if (
         torch.compiler.is_compiling()
@@ -81,6 +86,7 @@ def kind_of_call(
     ):
         return None
     try:
+        packed = None if packing is None else _kind_of_packing(*packing)
         return (
             query.shape,
             query.stride(),
@@ -106,13 +112,32 @@ def kind_of_call(
             deterministic or torch.are_deterministic_algorithms_enabled(),
             window_size,
             backend,
+            packed,
         )
-    except RuntimeError:  # it is sparse, nested or mkldnn, and so has no strides
+    except (RuntimeError, _Unusual):  # sparse, nested and mkldnn tensors have no strides
         return None
+
+
+class _Unusual(Exception):
+    """An argument is of a type that is not remembered."""
 
 
 def _kind_of_tensor(t: Tensor) -> Kind:
     return t.shape, t.stride(), t.dtype, t.device, t.is_neg()
+
+
+def _kind_of_packing(
+    cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any, max_seqlen_k: Any
+) -> Kind:
+    if (
+        type(cu_seqlens_q) not in PLAIN_TYPES
+        or type(cu_seqlens_k) not in PLAIN_TYPES
+        or type(max_seqlen_q) is not int
+        or type(max_seqlen_k) is not int
+    ):
+        raise _Unusual
+    bounds = _kind_of_tensor(cu_seqlens_q), _kind_of_tensor(cu_seqlens_k)
+    return (*bounds, max_seqlen_q, max_seqlen_k)
 
 
 def recall(kind: Kind | None) -> Known | None:
@@ -132,16 +157,20 @@ def remember(kind: Kind, operands: tuple[Any, ...], problem: Problem, backend: s
         problem: what came of the call, keys chosen.
         backend: the name of the backend that was insisted on, or None.
     """
-    query, key, value, attn_mask, attn_bias, _ = operands
-    as_given = (
-        (attn_mask is None or attn_mask.dim() == query.dim())
-        and (attn_bias is None or attn_bias.dim() == query.dim())
-        and key.shape[-1] == value.shape[-1]
+    _, key, value, attn_mask, attn_bias, _ = operands
+    # Others are viewed in another way first.
+    as_given = problem.packing is not None or (
+        (attn_mask is None or attn_mask.dim() == 4) and (attn_bias is None or attn_bias.dim() == 4)
     )
-    if not (as_given and is_direct(*operands)):
+    if not as_given or key.shape[-1] != value.shape[-1] or not is_direct(*operands):
         return
     chosen = registry.choose(problem, backend)
     if chosen.goes_by_kind:
         if len(_known) >= MOST_KINDS:
             _known.clear()
         _known[kind] = Known(problem.settings, chosen, list(registry.BACKENDS))
+
+
+def forget() -> None:
+    """As if no call had been made."""
+    _known.clear()

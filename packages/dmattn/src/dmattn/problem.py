@@ -79,6 +79,11 @@ class Problem(NamedTuple):
         """With other values in these fields; `_replace`, which older torch cannot compile."""
         return Problem(**{**dict(zip(Problem._fields, self, strict=True)), **changes})
 
+    def with_lists(self, lists: Selection) -> "Problem":
+        """With key lists in the place of a mask; in less time than `replace`, as for each call."""
+        fields: tuple[Any, ...] = (*self[:3], None, *self[4:-1], lists)
+        return Problem(*fields)
+
     def flat(self) -> tuple[Any, ...]:
         """All fields one after the other, in the order of `FLAT_NAMES`."""
         *simple, packing, lists = self
@@ -107,8 +112,8 @@ class Problem(NamedTuple):
         """The problem of which these are the parts that `split` made."""
         settings, has_lists, longest = rest
         lists = Selection._make(tensors[_OPERANDS:_TENSORS_LISTED]) if has_lists else None
-        packing = Packing(*tensors[-2:], *longest) if longest else None
-        return Problem(*tensors[:_OPERANDS], *settings, packing, lists)
+        packing = Packing._make((*tensors[-2:], *longest)) if longest else None
+        return Problem._make((*tensors[:_OPERANDS], *settings, packing, lists))
 
 
 def checked_settings(is_causal: Any, softcap: Any, deterministic: Any) -> tuple[bool, float, bool]:
