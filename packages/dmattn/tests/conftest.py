@@ -3,8 +3,11 @@
 import os
 from pathlib import Path
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from dmattn import known_calls
 
 settings.register_profile(
     "fixed",
@@ -18,6 +21,13 @@ settings.register_profile("search", parent=settings.get_profile("fixed"), derand
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fixed"))
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _no_known_calls() -> None:
+    """What a test sees of checks and choices must not depend on the tests before it."""
+    known_calls.forget()
+
 
 # The source distribution of the package comes without the repository's example.
 if not (Path(__file__).parents[3] / "examples").is_dir():

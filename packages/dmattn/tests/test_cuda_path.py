@@ -155,6 +155,24 @@ def test_views_are_passed_by_stride(recorder: Recorder) -> None:
     assert workspace != 0 and (size, stream) == (WORKSPACE, 77)
 
 
+def test_a_module_that_reads_tensors_gets_them(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recorder, "reads", lambda kind: kind is Tensor, raising=False)
+    q, bias = half(2, 5, 4, 64), torch.randn(2, 2, 1, 5)
+    lists = select_keys(bias, 3).lists
+    problem = Problem(q, q, q, bias=bias, is_causal=True, key_lists=lists)
+    results = cuda.forward(problem)
+    grads = cuda.backward(problem, results, q, None, Needs(True, False, True, True))
+    forward, backward = recorder.calls
+    for call in recorder.calls:
+        assert call["q"] is q and call["bias"] is bias and call["mask"] is None
+        assert call["out"] is results.out and call["lse_rest"] is results.lse_rest
+        assert all(a is b for a, b in zip(call["selection"], lists, strict=True))
+    assert forward["cu_seqlens_q"] is None and backward["dk"] is None
+    assert backward["dq"] is grads.q and backward["dbias"] is grads.bias
+
+
 def test_without_a_workspace_one_call_is_enough(recorder: Recorder) -> None:
     recorder.workspace = 0
     q = half(2, 5, 4, 64)

@@ -1,13 +1,15 @@
 // The Python module dmattn_kernels._core: parameter structs filled from plain tuples, and launches.
 //
-// A tensor arrives as (data_ptr, dtype, shape, stride) or None. The tuples are taken apart with the raw C API: a
-// generic conversion costs several microseconds a call, more than the launch.
+// A tensor arrives as (data_ptr, dtype, shape, stride), as an object of a framework that exchange.h can read, or as
+// None. The tuples are taken apart with the raw C API: a generic conversion costs several microseconds a call, more
+// than the launch.
 #include <pybind11/pybind11.h>
 
 #include <sstream>
 #include <string>
 
 #include "dmattn/dmattn.hpp"
+#include "exchange.h"
 
 namespace py = pybind11;
 
@@ -29,9 +31,14 @@ void read_extents(PyObject* extents, int64_t (&to)[4], int32_t ndim, const char*
   for (int32_t i = 0; i < ndim; ++i) to[i] = to_int64(PyTuple_GET_ITEM(extents, i));
 }
 
-void read_tensor(py::handle handle, dmattn_tensor& tensor, const char* name) {
+void read_tensor(py::handle handle, int32_t device, dmattn_tensor& tensor, const char* name) {
   PyObject* object = handle.ptr();
   if (object == Py_None) return;  // params start zeroed: absent
+  if (!PyTuple_Check(object)) {
+    if (const auto* api = dmattn::exchange::find_api(Py_TYPE(object))) {
+      return dmattn::exchange::read(*api, object, device, tensor, name);
+    }
+  }
   if (!PyTuple_Check(object) || PyTuple_GET_SIZE(object) != 4 || !PyTuple_Check(PyTuple_GET_ITEM(object, 2))) {
     throw py::type_error(std::string(name) + " is a " + Py_TYPE(object)->tp_name +
                          "; wanted None or a tuple (data_ptr, dtype, shape, stride)");
@@ -50,17 +57,17 @@ void read_tensor(py::handle handle, dmattn_tensor& tensor, const char* name) {
 }
 
 // A selection arrives as (end, idx, count, full or None), or None.
-void read_selection(py::handle handle, dmattn_key_selection& selection) {
+void read_selection(py::handle handle, int32_t device, dmattn_key_selection& selection) {
   PyObject* object = handle.ptr();
   if (object == Py_None) return;
   if (!PyTuple_Check(object) || PyTuple_GET_SIZE(object) != 4) {
     throw py::type_error(std::string("selection is a ") + Py_TYPE(object)->tp_name +
                          "; wanted None or a tuple (end, idx, count, full)");
   }
-  read_tensor(PyTuple_GET_ITEM(object, 0), selection.end, "selection.end");
-  read_tensor(PyTuple_GET_ITEM(object, 1), selection.idx, "selection.idx");
-  read_tensor(PyTuple_GET_ITEM(object, 2), selection.count, "selection.count");
-  read_tensor(PyTuple_GET_ITEM(object, 3), selection.full, "selection.full");
+  read_tensor(PyTuple_GET_ITEM(object, 0), device, selection.end, "selection.end");
+  read_tensor(PyTuple_GET_ITEM(object, 1), device, selection.idx, "selection.idx");
+  read_tensor(PyTuple_GET_ITEM(object, 2), device, selection.count, "selection.count");
+  read_tensor(PyTuple_GET_ITEM(object, 3), device, selection.full, "selection.full");
 }
 
 // --- errors --------------------------------------------------------------------------------------------------------
@@ -83,8 +90,8 @@ auto without_gil(F&& f) {
 template <class Params>
 void read_packing(Params& p, py::handle cu_seqlens_q, py::handle cu_seqlens_k, int32_t max_seqlen_q,
                   int32_t max_seqlen_k) {
-  read_tensor(cu_seqlens_q, p.cu_seqlens_q, "cu_seqlens_q");
-  read_tensor(cu_seqlens_k, p.cu_seqlens_k, "cu_seqlens_k");
+  read_tensor(cu_seqlens_q, p.device, p.cu_seqlens_q, "cu_seqlens_q");
+  read_tensor(cu_seqlens_k, p.device, p.cu_seqlens_k, "cu_seqlens_k");
   p.max_seqlen_q = max_seqlen_q;
   p.max_seqlen_k = max_seqlen_k;
 }
@@ -95,19 +102,19 @@ dmattn_fwd_params make_fwd(int32_t device, py::handle q, py::handle k, py::handl
                            py::handle cu_seqlens_k, int32_t max_seqlen_q, int32_t max_seqlen_k) {
   auto p = dmattn::make_params<dmattn_fwd_params>();
   p.device = device;
-  read_tensor(q, p.q, "q");
-  read_tensor(k, p.k, "k");
-  read_tensor(v, p.v, "v");
-  read_tensor(mask, p.mask, "mask");
-  read_tensor(bias, p.bias, "bias");
-  read_tensor(out, p.out, "out");
-  read_tensor(lse, p.softmax_lse, "softmax_lse");
+  read_tensor(q, p.device, p.q, "q");
+  read_tensor(k, p.device, p.k, "k");
+  read_tensor(v, p.device, p.v, "v");
+  read_tensor(mask, p.device, p.mask, "mask");
+  read_tensor(bias, p.device, p.bias, "bias");
+  read_tensor(out, p.device, p.out, "out");
+  read_tensor(lse, p.device, p.softmax_lse, "softmax_lse");
   p.softmax_scale = softmax_scale;
   p.softcap = softcap;
   p.is_causal = is_causal ? 1 : 0;
   p.num_splits = num_splits;
-  read_selection(selection, p.selection);
-  read_tensor(lse_rest, p.softmax_lse_rest, "softmax_lse_rest");
+  read_selection(selection, p.device, p.selection);
+  read_tensor(lse_rest, p.device, p.softmax_lse_rest, "softmax_lse_rest");
   read_packing(p, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k);
   return p;
 }
@@ -120,25 +127,25 @@ dmattn_bwd_params make_bwd(int32_t device, py::handle q, py::handle k, py::handl
                            int32_t max_seqlen_k) {
   auto p = dmattn::make_params<dmattn_bwd_params>();
   p.device = device;
-  read_tensor(q, p.q, "q");
-  read_tensor(k, p.k, "k");
-  read_tensor(v, p.v, "v");
-  read_tensor(mask, p.mask, "mask");
-  read_tensor(bias, p.bias, "bias");
-  read_tensor(out, p.out, "out");
-  read_tensor(lse, p.softmax_lse, "softmax_lse");
-  read_tensor(dout, p.dout, "dout");
-  read_tensor(dlse, p.dsoftmax_lse, "dsoftmax_lse");
-  read_tensor(dq, p.dq, "dq");
-  read_tensor(dk, p.dk, "dk");
-  read_tensor(dv, p.dv, "dv");
-  read_tensor(dbias, p.dbias, "dbias");
+  read_tensor(q, p.device, p.q, "q");
+  read_tensor(k, p.device, p.k, "k");
+  read_tensor(v, p.device, p.v, "v");
+  read_tensor(mask, p.device, p.mask, "mask");
+  read_tensor(bias, p.device, p.bias, "bias");
+  read_tensor(out, p.device, p.out, "out");
+  read_tensor(lse, p.device, p.softmax_lse, "softmax_lse");
+  read_tensor(dout, p.device, p.dout, "dout");
+  read_tensor(dlse, p.device, p.dsoftmax_lse, "dsoftmax_lse");
+  read_tensor(dq, p.device, p.dq, "dq");
+  read_tensor(dk, p.device, p.dk, "dk");
+  read_tensor(dv, p.device, p.dv, "dv");
+  read_tensor(dbias, p.device, p.dbias, "dbias");
   p.softmax_scale = softmax_scale;
   p.softcap = softcap;
   p.is_causal = is_causal ? 1 : 0;
   p.deterministic = deterministic ? 1 : 0;
-  read_selection(selection, p.selection);
-  read_tensor(lse_rest, p.softmax_lse_rest, "softmax_lse_rest");
+  read_selection(selection, p.device, p.selection);
+  read_tensor(lse_rest, p.device, p.softmax_lse_rest, "softmax_lse_rest");
   read_packing(p, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k);
   return p;
 }
@@ -147,13 +154,13 @@ dmattn_select_params make_select(int32_t device, py::handle scores, py::handle k
                                  int32_t window, int64_t seqlen_q, bool is_causal, py::handle cu_seqlens) {
   auto p = dmattn::make_params<dmattn_select_params>();
   p.device = device;
-  read_tensor(scores, p.scores, "scores");
-  read_tensor(key_mask, p.key_mask, "key_mask");
-  read_selection(selection, p.selection);
+  read_tensor(scores, p.device, p.scores, "scores");
+  read_tensor(key_mask, p.device, p.key_mask, "key_mask");
+  read_selection(selection, p.device, p.selection);
   p.window = window;
   p.seqlen_q = seqlen_q;
   p.is_causal = is_causal ? 1 : 0;
-  read_tensor(cu_seqlens, p.cu_seqlens, "cu_seqlens");
+  read_tensor(cu_seqlens, p.device, p.cu_seqlens, "cu_seqlens");
   return p;
 }
 
@@ -161,10 +168,10 @@ dmattn_build_key_lists_params make_build_key_lists(int32_t device, py::handle se
                                                    int64_t reach, py::handle needed) {
   auto p = dmattn::make_params<dmattn_build_key_lists_params>();
   p.device = device;
-  read_selection(selection, p.selection);
+  read_selection(selection, p.device, p.selection);
   p.seqlen_q = seqlen_q;
   p.reach = reach;
-  read_tensor(needed, p.needed, "needed");
+  read_tensor(needed, p.device, p.needed, "needed");
   return p;
 }
 
@@ -177,17 +184,17 @@ dmattn_cache_append_params make_cache_append(int32_t device, py::handle k_new, p
   p.evict = evict ? 1 : 0;
   p.softmax_scale = softmax_scale;
   p.softcap = softcap;
-  read_tensor(k_new, p.k_new, "k_new");
-  read_tensor(v_new, p.v_new, "v_new");
-  read_tensor(score_new, p.score_new, "score_new");
-  read_tensor(active, p.active, "active");
-  read_tensor(k_cache, p.k_cache, "k_cache");
-  read_tensor(v_cache, p.v_cache, "v_cache");
-  read_tensor(score, p.score, "score");
-  read_tensor(position, p.position, "position");
-  read_tensor(seen, p.seen, "seen");
-  read_tensor(q, p.q, "q");
-  read_tensor(out, p.out, "out");
+  read_tensor(k_new, p.device, p.k_new, "k_new");
+  read_tensor(v_new, p.device, p.v_new, "v_new");
+  read_tensor(score_new, p.device, p.score_new, "score_new");
+  read_tensor(active, p.device, p.active, "active");
+  read_tensor(k_cache, p.device, p.k_cache, "k_cache");
+  read_tensor(v_cache, p.device, p.v_cache, "v_cache");
+  read_tensor(score, p.device, p.score, "score");
+  read_tensor(position, p.device, p.position, "position");
+  read_tensor(seen, p.device, p.seen, "seen");
+  read_tensor(q, p.device, p.q, "q");
+  read_tensor(out, p.device, p.out, "out");
   return p;
 }
 
@@ -215,6 +222,10 @@ size_t enqueue(const Params& p, uintptr_t stream) {
 }
 
 // --- information ---------------------------------------------------------------------------------------------------
+
+bool reads(py::handle type) {
+  return PyType_Check(type.ptr()) && dmattn::exchange::find_api(reinterpret_cast<PyTypeObject*>(type.ptr())) != nullptr;
+}
 
 py::list architectures() {
   py::list names;
@@ -280,6 +291,7 @@ PYBIND11_MODULE(_core, m) {
       .def("enqueue", &enqueue<dmattn_cache_append_params>, "stream"_a)
       .def("launch", &launch<dmattn_cache_append_params>, "workspace"_a, "bytes"_a, "stream"_a);
 
+  m.def("reads", &reads, "type"_a);
   m.def("select_capacity", &dmattn_select_capacity, "window"_a, "seqlen_k"_a, "is_causal"_a);
   m.def("abi_version", &dmattn_abi_version);
   m.def("version", &dmattn_version);

@@ -1,10 +1,11 @@
 """Types of the compiled module."""
 
-from typing import Final, TypeAlias
+from typing import Any, Final, TypeAlias
 
 # (data_ptr, dtype, shape, stride): device address, one of the dtype codes below, extents and
-# strides in elements. None is an absent tensor.
-_Tensor: TypeAlias = tuple[int, int, tuple[int, ...], tuple[int, ...]]
+# strides in elements. Or a tensor of a framework on the device of the call, of a type for which
+# `reads` is true; it is looked at during the call alone. None is an absent tensor.
+_Tensor: TypeAlias = tuple[int, int, tuple[int, ...], tuple[int, ...]] | Any
 # (end, idx, count, full) of dmattn_key_selection; full is None when the selection is not causal.
 _Selection: TypeAlias = tuple[_Tensor, _Tensor, _Tensor, _Tensor | None]
 
@@ -174,6 +175,12 @@ class CacheAppendParams:
         """See `FwdParams.enqueue`."""
     def launch(self, workspace: int, bytes: int, stream: int) -> None:
         """See `FwdParams.launch`."""
+
+def reads(type: type) -> bool:
+    """Whether tensors of this type may be passed as they are.
+
+    They may if it has DLPack's C exchange interface, as torch.Tensor has from torch 2.10 on.
+    """
 
 def select_capacity(window: int, seqlen_k: int, is_causal: bool) -> int:
     """Entries that each list of a selection needs room for; 0 for a window below 1."""

@@ -47,7 +47,7 @@ def checked_problem(
         softmax_scale = _default_scale(query)
     else:
         softmax_scale = check_number("softmax_scale", softmax_scale)
-    if _is_autocast(query):
+    if is_autocast(query):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = (_cast(t, dtype) for t in (query, key, value))
         if isinstance(attn_bias, Tensor) and attn_bias.dtype != torch.float32:
@@ -56,7 +56,7 @@ def checked_problem(
         if isinstance(attn_mask, Tensor) and attn_mask.dim() == 2:
             attn_mask = _four_dimensions(attn_mask, query, key)
     else:
-        attn_mask, attn_bias = _heads_first(attn_mask), _heads_first(attn_bias)
+        attn_mask, attn_bias = heads_first(attn_mask), heads_first(attn_bias)
     problem = Problem(
         query,
         key,
@@ -117,7 +117,8 @@ def _default_scale(query: Tensor) -> float:
     return 1.0  # the shape is wrong, and the checks to come will say so
 
 
-def _is_autocast(query: Tensor) -> bool:
+def is_autocast(query: Tensor) -> bool:
+    """Whether `checked_problem` casts the operands of such a query."""
     if query.is_cuda:
         return torch.is_autocast_enabled("cuda")
     return query.is_cpu and torch.is_autocast_enabled("cpu")
@@ -154,7 +155,7 @@ def _four_dimensions(mask: Tensor, query: Tensor, key: Any) -> Tensor:
     return mask[:, None, None] if is_padding else mask[None, None]
 
 
-def _heads_first(operand: Any) -> Any:
+def heads_first(operand: Any) -> Any:
     """(Tk, heads) or (Tq, heads, max_seqlen_k) as the operators take it, a view."""
     if isinstance(operand, Tensor) and operand.dim() >= 2:
         return operand.transpose(0, 1)

@@ -43,39 +43,36 @@ def _probes() -> tuple[_Probe, _Probe, _Probe, _Probe] | None:
 
 
 _PROBES = _probes()
-_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+_IS_LEGACY_BATCH: Callable[[Tensor], bool] | None = getattr(
+    torch._C._functorch, "is_legacy_batchedtensor", None
+)
+PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
-def attend(problem: Problem, backend: str | None = None) -> tuple[Tensor, Tensor]:
+def attend(
+    problem: Problem, backend: str | None = None, known: Backend | None = None
+) -> tuple[Tensor, Tensor]:
     """out and lse of a checked problem, differentiable.
 
     Args:
         problem: what to compute.
         backend: the name of the backend to insist on, or None.
+        known: the backend, if `dmattn.known_calls` knows it: the call is then a direct one.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `dmattn.backends.registry.choose`.
         RuntimeError: forward-mode derivatives are asked for.
     """
+    if known is not None:
+        return _attend_directly(problem, known)
     q, k, v, mask, bias, sink, *_ = problem
     if v.size(-1) != q.size(-1):
         out, lse = attend(with_one_head_dim(problem), backend)
         return out[..., : v.shape[-1]].contiguous(), lse
     if torch.compiler.is_compiling():
         return ops.attend(problem, backend)
-    if _nobody_intercepts() and _are_plain(q, k, v, mask, bias, sink):
-        chosen = registry.choose(problem, backend)
-        if torch.is_grad_enabled() and (
-            q.requires_grad
-            or k.requires_grad
-            or v.requires_grad
-            or (bias is not None and bias.requires_grad)
-            or (sink is not None and sink.requires_grad)
-        ):
-            found: tuple[Tensor, Tensor] = _apply_eager(q, k, v, bias, sink, problem, chosen)
-            return found
-        results = sinks.forward(chosen, problem, False)
-        return results.out, results.lse
+    if is_direct(q, k, v, mask, bias, sink):
+        return _attend_directly(problem, registry.choose(problem, backend))
     if not q.is_meta:
         registry.check_device(q.device)
     _refuse_forward_mode(q, k, v, bias, sink)
@@ -84,6 +81,22 @@ def attend(problem: Problem, backend: str | None = None) -> tuple[Tensor, Tensor
         out, lse, _ = _Transformed.apply(*problem.flat(), backend)  # type: ignore[no-untyped-call]
         return out, lse
     return ops.attend(problem, backend)
+
+
+def _attend_directly(problem: Problem, backend: Backend) -> tuple[Tensor, Tensor]:
+    """`attend` by a backend that was chosen, for operands that are `is_direct`."""
+    q, k, v, _, bias, sink, *_ = problem
+    if torch.is_grad_enabled() and (
+        q.requires_grad
+        or k.requires_grad
+        or v.requires_grad
+        or (bias is not None and bias.requires_grad)
+        or (sink is not None and sink.requires_grad)
+    ):
+        found: tuple[Tensor, Tensor] = _apply_eager(q, k, v, bias, sink, problem, backend)
+        return found
+    results = sinks.forward(backend, problem, False)
+    return results.out, results.lse
 
 
 class _Eager(torch.autograd.Function):
@@ -119,8 +132,7 @@ class _Eager(torch.autograd.Function):
         if (
             torch.is_grad_enabled()
             or torch.compiler.is_compiling()
-            or not _nobody_intercepts()
-            or not _are_plain(dout, dlse, out, problem.q)
+            or not is_direct(dout, dlse, out, problem.q)
             or _is_batch(dout)
             or (dlse is not None and _is_batch(dlse))
         ):
@@ -128,7 +140,15 @@ class _Eager(torch.autograd.Function):
             grads = ops.differentiate(problem, results, dout, dlse, needs, name)
         else:
             grads = sinks.backward(ctx.backend, problem, results, dout, dlse, needs)
-        return (*(g if need else None for g, need in zip(grads, needs, strict=True)), None, None)
+        return (
+            grads.q if needs.q else None,
+            grads.k if needs.k else None,
+            grads.v if needs.v else None,
+            grads.bias if needs.bias else None,
+            grads.sinks if needs.sinks else None,
+            None,
+            None,
+        )
 
 
 def _direct_apply() -> Callable[..., Any]:
@@ -205,7 +225,12 @@ def _in_functorch() -> bool:
     return _PROBES is not None and _PROBES[2]() is not None
 
 
-def _nobody_intercepts() -> bool:
+def is_direct(*tensors: Tensor | None) -> bool:
+    """Whether a call with these tensors, outside of a compiler, may leave the dispatcher out."""
+    return nobody_intercepts() and _are_plain(*tensors)
+
+
+def nobody_intercepts() -> bool:
     """Whether no mode, transform or tracer has to see this call."""
     if _PROBES is None:
         return False
@@ -223,7 +248,7 @@ def _are_plain(*tensors: Tensor | None) -> bool:
     """Whether all are ordinary tensors of numbers on a device that operators are registered for."""
     for t in tensors:
         if t is not None and (
-            type(t) not in _PLAIN_TYPES or t.is_neg() or not (t.is_cuda or t.is_cpu or t.is_xpu)
+            type(t) not in PLAIN_TYPES or t.is_neg() or not (t.is_cuda or t.is_cpu or t.is_xpu)
         ):
             return False
     return True
@@ -234,20 +259,18 @@ def is_plain_call(*tensors: Tensor | None) -> bool:
 
     For operators without gradients, which then may be called directly.
     """
-    if torch.compiler.is_compiling() or not _nobody_intercepts() or not _are_plain(*tensors):
+    if torch.compiler.is_compiling() or not is_direct(*tensors):
         return False
-    return not torch.is_grad_enabled() or not any(
-        t is not None and t.requires_grad for t in tensors
-    )
+    if torch.is_grad_enabled():
+        for t in tensors:
+            if t is not None and t.requires_grad:
+                return False
+    return True
 
 
 def _is_batch(grad: Tensor) -> bool:
     """Whether a gradient stands for many, as with is_grads_batched in torch.autograd.grad."""
-    try:
-        batch: bool = torch._C._functorch.is_legacy_batchedtensor(grad)
-    except AttributeError:
-        return True  # unknown, which is the slow right way
-    return batch
+    return _IS_LEGACY_BATCH is None or _IS_LEGACY_BATCH(grad)  # unknown: the slow right way
 
 
 def _refuse_forward_mode(*tensors: Tensor | None) -> None:
@@ -286,7 +309,7 @@ def is_same_tensor(a: Tensor, b: Tensor) -> bool:
         return True
     if a.shape != b.shape or torch.compiler.is_compiling():
         return False
-    if not (_nobody_intercepts() and _are_plain(a, b)):
+    if not is_direct(a, b):
         return False
     if a.is_cuda:
         return a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.dtype == b.dtype

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from dmattn.arguments import check_scores, check_window_size, checked_problem
 from dmattn.backends import registry
+from dmattn.backends.base import Backend
 from dmattn.dispatch import attend
 from dmattn.kept_keys import (
     Kept,
@@ -20,6 +21,7 @@ from dmattn.kept_keys import (
     without_leading_rows,
 )
 from dmattn.key_state import KeyState
+from dmattn.known_calls import kind_of_call, recall, remember
 from dmattn.problem import Problem, lse_dtype, lse_of_no_key, with_one_head_dim
 from dmattn.reference import reference_attention
 from dmattn.selection import KeySelection
@@ -204,26 +206,41 @@ def flash_dmattn_func(
             missing or of another version, or the GPU is older than sm_80), or second or
             forward-mode derivatives are asked for.
     """
-    (problem, _), stretch = _checked_call(
-        query,
-        key,
-        value,
-        attn_mask,
-        attn_bias,
-        window_size,
-        selection,
-        state,
-        return_state,
-        cu_seqlens,
-        sinks=sinks,
-        softmax_scale=softmax_scale,
-        is_causal=is_causal,
-        softcap=softcap,
-        deterministic=deterministic,
-    )
-    if return_attn_probs and state is not None:
-        raise ValueError("return_attn_probs: got True beside state, wanted False")
-    out, lse = _attend(problem, backend)
+    operands = (query, key, value, attn_mask, attn_bias, sinks)
+    kind, stretch = None, None
+    if selection is None and state is None and cu_seqlens is None and not return_state:
+        kind = kind_of_call(
+            *operands, softmax_scale, is_causal, softcap, deterministic, window_size, backend
+        )
+    known = recall(kind)
+    if known is None:
+        (problem, _), stretch = _checked_call(
+            query,
+            key,
+            value,
+            attn_mask,
+            attn_bias,
+            window_size,
+            selection,
+            state,
+            return_state,
+            cu_seqlens,
+            sinks=sinks,
+            softmax_scale=softmax_scale,
+            is_causal=is_causal,
+            softcap=softcap,
+            deterministic=deterministic,
+        )
+        if return_attn_probs and state is not None:
+            raise ValueError("return_attn_probs: got True beside state, wanted False")
+        out, lse = _attend(problem, backend)
+        if kind is not None:
+            remember(kind, operands, problem, backend)
+    else:
+        problem = known.problem(operands)
+        if window_size is not None:
+            problem, _ = keep_window(problem, window_size, attn_bias)
+        out, lse = _attend(problem, backend, known.backend)
     if not (return_lse or return_attn_probs or return_state):
         return out
     result: tuple[Any, ...] = (out, lse) if return_lse else (out,)
@@ -336,12 +353,16 @@ def _four_dimensional(bias: Any) -> Any:
     return bias.unsqueeze(2) if isinstance(bias, Tensor) and bias.dim() == 3 else bias
 
 
-def _attend(problem: Problem, backend: str | None) -> tuple[Tensor, Tensor]:
+def _attend(
+    problem: Problem, backend: str | None, known: Backend | None = None
+) -> tuple[Tensor, Tensor]:
     """out and lse. Rows that stand in front of the first key of key lists keep nothing."""
     if problem.key_lists is None:
-        return attend(problem, backend)
-    out, lse = attend(without_leading_rows(problem), backend)
+        return attend(problem, backend, known)
     skip = leading_rows(problem)
+    if skip > 0:
+        problem = without_leading_rows(problem)
+    out, lse = attend(problem, backend, known)
     if skip > 0:
         out = torch.nn.functional.pad(out, (0, 0, 0, 0, skip, 0))
         lse = torch.cat((lse_of_no_key(problem).expand(*lse.shape[:2], skip), lse), 2)

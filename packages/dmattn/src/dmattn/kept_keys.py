@@ -61,10 +61,9 @@ def keep_window(problem: Problem, window_size: int, given: Any) -> Kept:
         slow = f"{name} has rows of its own beside window_size, {_DENSE}"
         return problem.replace(mask=keep), (slow,)
     key_mask = None if mask is None else key_only_mask(mask, seqlen_k)
-    scores, key_mask = same_heads(bias.detach()[:, :, 0], key_mask)
+    scores, key_mask = same_heads(bias.detach().squeeze(2), key_mask)
     rows = min(rows, seqlen_k) if causal else rows
-    lists = select(scores, key_mask, window_size, rows, causal)
-    return problem.replace(mask=None, key_lists=lists), ()
+    return problem.with_lists(select(scores, key_mask, window_size, rows, causal)), ()
 
 
 def check_selection(selection: Any) -> None:
@@ -89,7 +88,7 @@ def keep_selection(problem: Problem, selection: KeySelection) -> Kept:
             f"selection: got one for {selection.query_len} query rows, wanted {problem.q.shape[1]}"
         )
     mask, bias = problem.mask, problem.bias
-    problem = problem.replace(mask=None, key_lists=selection.lists)
+    problem = problem.with_lists(selection.lists)
     check_key_lists(selection.lists, without_leading_rows(problem))
     if mask is not None and _has_rows(mask):
         slow = f"attn_mask has rows of its own beside a selection, {_DENSE}"

@@ -6,10 +6,17 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from dmattn.arguments import check_scores, check_window_size, checked_problem, without_nan
+from dmattn.arguments import (
+    check_scores,
+    check_window_size,
+    checked_problem,
+    heads_first,
+    without_nan,
+)
 from dmattn.backends import registry
 from dmattn.dispatch import attend, is_same_tensor, select
 from dmattn.key_lists import best_keys
+from dmattn.known_calls import kind_of_call, recall, remember
 from dmattn.problem import Packing, Problem, is_per_key, lse_of_no_key, with_one_head_dim
 from dmattn.selection import same_heads
 from dmattn.slow_paths import slow_paths
@@ -152,24 +159,38 @@ def flash_dmattn_varlen_func(
             arguments.
         RuntimeError: as for `flash_dmattn_func`.
     """
-    packed, moved = _checked(
-        query,
-        key,
-        value,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        attn_mask,
-        attn_bias,
-        window_size,
-        sinks=sinks,
-        softmax_scale=softmax_scale,
-        is_causal=is_causal,
-        softcap=softcap,
-        deterministic=deterministic,
-    )
-    out, lse = attend(packed, backend)
+    operands = (query, key, value, attn_mask, attn_bias, sinks)
+    bounds = (cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k)
+    packing = (*bounds, max_seqlen_q, max_seqlen_k)
+    kind = None
+    if window_size is None:
+        kind = kind_of_call(
+            *operands, softmax_scale, is_causal, softcap, deterministic, None, backend, packing
+        )
+    known = recall(kind)
+    moved = None
+    if known is not None:
+        operands = (query, key, value, heads_first(attn_mask), heads_first(attn_bias), sinks)
+        packed = known.problem(operands, Packing(*packing))
+        out, lse = attend(packed, backend, known.backend)
+    else:
+        packed, moved = _checked(
+            query,
+            key,
+            value,
+            *packing,
+            attn_mask,
+            attn_bias,
+            window_size,
+            sinks=sinks,
+            softmax_scale=softmax_scale,
+            is_causal=is_causal,
+            softcap=softcap,
+            deterministic=deterministic,
+        )
+        out, lse = attend(packed, backend)
+        if kind is not None:
+            remember(kind, operands, packed, backend)
     if packed.packing is None:  # key lists for all sequences together
         out, lse = out[0], lse[0]
     if moved is not None:

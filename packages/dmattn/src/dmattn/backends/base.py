@@ -15,11 +15,16 @@ class Backend(ABC):
         name: what `backend=` and `get_available_backends` call it.
         devices: the types of the devices whose tensors it takes, such as "cuda".
         by_name_only: those of the devices on which it is never chosen, unless a call names it.
+        goes_by_kind: whether the choice of it holds for later calls too: `unsupported` looks at
+            nothing but settings, and shapes, strides, dtypes and devices of operands, and no
+            backend before it in the list will take such a problem later. Then small calls are
+            faster.
     """
 
     name: str
     devices: tuple[str, ...]
     by_name_only: tuple[str, ...] = ()
+    goes_by_kind: bool = False
 
     @abstractmethod
     def unavailable(self) -> str | None:

@@ -71,9 +71,11 @@ def select_keys(
         ValueError: a shape, device or number does not fit; on the CPU also values of cu_seqlens.
     """
     lists = num_lists(seqlen_q, is_causal)
-    arguments = (scores.detach(), key_mask, window, seqlen_q, is_causal, cu_seqlens, lists)
+    if not direct or scores.requires_grad:
+        scores = scores.detach()
+    arguments = (scores, key_mask, window, seqlen_q, is_causal, cu_seqlens, lists)
     if direct:
-        return Selection(*(_select_cuda if scores.is_cuda else _select_cpu)(*arguments))
+        return (_select_cuda if scores.is_cuda else _select_cpu)(*arguments)
     return Selection(*torch.ops.dmattn.select_keys(*arguments))
 
 
@@ -110,15 +112,10 @@ def _empty_selection(
         lists = num_blocks(seqlen_q, is_causal)
     capacity = capacity_for(window + (BLOCK_ROWS if is_causal else 0), seqlen_k)
 
-    def empty(*shape: int) -> Tensor:
-        return scores.new_empty(shape, dtype=torch.int32)
-
-    return Selection(
-        empty(batch, heads, seqlen_k),
-        scores.new_zeros((batch, heads, lists, capacity), dtype=torch.int32),
-        empty(batch, heads, lists),
-        empty(batch, heads, lists) if is_causal else empty(0),
-    )
+    idx = scores.new_zeros((batch, heads, lists, capacity), dtype=torch.int32)
+    count = idx.new_empty((batch, heads, lists))
+    full = torch.empty_like(count) if is_causal else idx.new_empty(0)
+    return Selection(idx.new_empty((batch, heads, seqlen_k)), idx, count, full)
 
 
 def _check_key_mask(key_mask: Tensor, scores: Tensor) -> None:
@@ -161,7 +158,7 @@ def _select_cpu(
     is_causal: bool,
     cu_seqlens: Tensor | None = None,
     lists: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> Selection:
     shaped = _empty_selection(scores, key_mask, window, seqlen_q, is_causal, cu_seqlens)
     if key_mask is not None:
         scores = torch.where(key_mask, scores, -math.inf)
@@ -178,7 +175,7 @@ def _select_cuda(
     is_causal: bool,
     cu_seqlens: Tensor | None = None,
     lists: int | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> Selection:
     selection = _empty_selection(scores, key_mask, window, seqlen_q, is_causal, cu_seqlens)
     if selection.end.numel() == 0 or selection.idx.numel() == 0:
         for t in selection:
@@ -187,6 +184,8 @@ def _select_cuda(
         if cu_seqlens is not None:
             cu_seqlens = cu_seqlens.contiguous()
         cuda.select(scores, key_mask, window, seqlen_q, is_causal, selection, cu_seqlens)
+    if lists is None or lists == selection.idx.shape[2]:
+        return selection
     return Selection(selection.end, *_as_many(selection[1:], lists))
 
 

@@ -12,6 +12,7 @@ class CpuBackend(Backend):
 
     name = "cpu"
     devices = ("cpu",)
+    goes_by_kind = True
 
     def unavailable(self) -> str | None:
         return None

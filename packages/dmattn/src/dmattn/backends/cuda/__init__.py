@@ -17,6 +17,7 @@ class CudaBackend(Backend):
 
     name = "cuda"
     devices = ("cuda",)
+    goes_by_kind = True
 
     def unavailable(self) -> str | None:
         if not torch.cuda.is_available():

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dmattn.backends import sinks
-from dmattn.backends.cuda.kernels import check_device, launch, load_kernels, view, views
+from dmattn.backends.cuda.kernels import check_device, launch, load_kernels, parts
 from dmattn.checks import HEAD_DIM_MULTIPLE
 from dmattn.key_lists import Selection, without_spare_lists
 from dmattn.problem import (
@@ -17,8 +17,9 @@ from dmattn.problem import (
     Problem,
     Results,
     empty_gradients,
-    lse_shape,
 )
+
+_NO_PACKING = (None, None, 0, 0)
 
 
 def forward(problem: Problem, for_backward: bool = True) -> Results:
@@ -35,33 +36,24 @@ def forward(problem: Problem, for_backward: bool = True) -> Results:
     if padded:
         q, k, v = _pad(q), _pad(k), _pad(v)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    lse = torch.empty(lse_shape(q), dtype=torch.float32, device=q.device)
+    lse = _empty_rows(q)
     rest = torch.empty_like(lse) if for_backward and bias is not None else None
     if k.numel() == 0:
         out = out.zero_()[..., :head_dim].contiguous()
         return Results(out, lse.fill_(-torch.inf), None if rest is None else rest.zero_())
     if q.numel() > 0:
-        core, codes = load_kernels()
+        core, views = load_kernels()
         packing = problem.packing and _contiguous(problem.packing)
         lists = _lists(problem)
         # By position, in the order of _core.pyi: matching names would cost several microseconds.
         params = core.FwdParams(
             device,
-            view(q, codes),
-            view(k, codes),
-            view(v, codes),
-            None if mask is None else view(mask, codes),
-            None if bias is None else view(bias, codes),
-            view(out, codes),
-            view(lse, codes),
+            *views(q, k, v, mask, bias, out, lse),
             *problem.kernel_settings,
             0,  # splits: the library chooses
-            None if lists is None else views(lists, codes),
-            None if rest is None else view(rest, codes),
-            packing and view(packing.cu_seqlens_q, codes),
-            packing and view(packing.cu_seqlens_k, codes),
-            packing.max_seqlen_q if packing else 0,
-            packing.max_seqlen_k if packing else 0,
+            lists and views(*parts(lists)),
+            *views(rest, *(packing or _NO_PACKING)[:2]),
+            *(packing or _NO_PACKING)[2:],
         )
         launch(params, q, device)
     if padded:
@@ -102,32 +94,23 @@ def backward(
         dout = dout.contiguous()  # such as the expanded gradient of a sum
     dlse = None if dlse is None else dlse.contiguous()
     dq, dk, dv, dbias, _ = empty_gradients(problem, needs)
-    core, codes = load_kernels()
+    core, views = load_kernels()
     packing = problem.packing and _contiguous(problem.packing)
     lists = _lists(problem)
     params = core.BwdParams(
         device,
-        view(q, codes),
-        view(k, codes),
-        view(v, codes),
-        None if mask is None else view(mask, codes),
-        None if bias is None else view(bias, codes),
-        view(out, codes),
-        view(lse, codes),
-        view(dout, codes),
-        None if dlse is None else view(dlse, codes),
-        view(dq, codes) if needs.q else None,
-        view(dk, codes) if needs.k else None,
-        view(dv, codes) if needs.v else None,
-        view(dbias, codes) if needs.bias and bias is not None else None,
+        *views(
+            *(q, k, v, mask, bias, out, lse, dout, dlse),
+            dq if needs.q else None,
+            dk if needs.k else None,
+            dv if needs.v else None,
+            dbias if needs.bias and bias is not None else None,
+        ),
         *problem.kernel_settings,
         problem.deterministic,
-        None if lists is None else views(lists, codes),
-        None if rest is None else view(rest, codes),
-        packing and view(packing.cu_seqlens_q, codes),
-        packing and view(packing.cu_seqlens_k, codes),
-        packing.max_seqlen_q if packing else 0,
-        packing.max_seqlen_k if packing else 0,
+        lists and views(*parts(lists)),
+        *views(rest, *(packing or _NO_PACKING)[:2]),
+        *(packing or _NO_PACKING)[2:],
     )
     launch(params, q, device)
     if padded:
@@ -147,6 +130,16 @@ def _takes_dlse_for_dbias(problem: Problem) -> bool:
         and bias is not None
         and bias.shape[-1] == 1
     )
+
+
+def _empty_rows(q: Tensor) -> Tensor:
+    """Uninitialised lse. With strides, as torch has less to do then."""
+    if q.dim() == 4:
+        batch, rows, nheads, _ = q.shape
+        shape, stride = (batch, nheads, rows), (nheads * rows, rows, 1)
+        return q.new_empty_strided(shape, stride, dtype=torch.float32)
+    rows, nheads, _ = q.shape
+    return q.new_empty_strided((nheads, rows), (rows, 1), dtype=torch.float32)
 
 
 def _lists(problem: Problem) -> Selection | None:

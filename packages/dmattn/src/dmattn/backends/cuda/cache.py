@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from dmattn.backends.cuda.kernels import check_device, launch, load_kernels, view
+from dmattn.backends.cuda.kernels import check_device, launch, load_kernels
 from dmattn.cache_state import CacheTensors, CacheTokens
 
 
@@ -24,20 +24,15 @@ def append_to_cache(
     """
     device = cache.k.get_device()
     check_device(device)
-    core, codes = load_kernels()
+    core, views = load_kernels()
     out = None if q is None else torch.empty_like(q, memory_format=torch.contiguous_format)
     if new.k.shape[0] == 0 or new.k.shape[1] == 0:
         return out
     params = core.CacheAppendParams(
         device,
-        view(new.k, codes),
-        view(new.v, codes),
-        view(new.score, codes),
-        None if new.active is None else view(new.active, codes),
-        *(view(t, codes) for t in cache),
+        *views(new.k, new.v, new.score, new.active, *cache),
         evict,
-        None if q is None else view(q, codes),
-        None if out is None else view(out, codes),
+        *views(q, out),
         softmax_scale,
         softcap,
     )

@@ -2,6 +2,7 @@
 
 import functools
 import importlib
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -19,10 +20,10 @@ checked_devices: set[int] = set()
 
 
 class Kernels(NamedTuple):
-    """The compiled module, and its numbers for the dtypes."""
+    """The compiled module, and what makes of tensors, or of None, what its functions take."""
 
     core: Any
-    dtype_codes: dict[torch.dtype, int]
+    views: Callable[..., tuple[Any, ...]]
 
 
 @functools.cache
@@ -52,7 +53,11 @@ def load_kernels() -> Kernels:
         torch.bool: core.BOOL,
         torch.int32: core.INT32,
     }
-    return Kernels(core, codes)
+    # Older releases of torch do not let the module read their tensors, nor did it do so at first.
+    reads = getattr(core, "reads", None)
+    if reads is not None and reads(Tensor):
+        return Kernels(core, _as_they_are)
+    return Kernels(core, functools.partial(_described, codes))
 
 
 def check_device(device: int) -> None:
@@ -87,16 +92,22 @@ def unserved(device: int) -> str | None:
     )
 
 
-def view(t: Tensor, codes: dict[torch.dtype, int]) -> View:
-    return t.data_ptr(), codes[t.dtype], t.shape, t.stride()
+def _as_they_are(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    return tensors
 
 
-def views(
-    selection: Selection, codes: dict[torch.dtype, int]
-) -> tuple[View, View, View, View | None]:
-    end, idx, count, full = selection
-    last = view(full, codes) if full.dim() == 3 else None
-    return view(end, codes), view(idx, codes), view(count, codes), last
+def _described(codes: dict[torch.dtype, int], *tensors: Tensor | None) -> tuple[View | None, ...]:
+    return tuple(
+        [
+            None if t is None else (t.data_ptr(), codes[t.dtype], t.shape, t.stride())
+            for t in tensors
+        ]
+    )
+
+
+def parts(lists: Selection) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """A selection as the module takes it, which knows no empty tensor for `full`."""
+    return lists if lists.full.dim() == 3 else (*lists[:3], None)
 
 
 def launch(params: Any, q: Tensor, device: int) -> None:

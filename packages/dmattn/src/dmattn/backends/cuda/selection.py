@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from dmattn.backends.cuda.kernels import check_device, launch, load_kernels, view, views
+from dmattn.backends.cuda.kernels import check_device, launch, load_kernels, parts
 from dmattn.key_lists import KeyLists, Selection
 
 
@@ -25,16 +25,15 @@ def select(
     """
     device = scores.get_device()
     check_device(device)
-    core, codes = load_kernels()
+    core, views = load_kernels()
     params = core.SelectParams(
         device,
-        view(scores, codes),
-        None if key_mask is None else view(key_mask, codes),
-        views(selection, codes),
+        *views(scores, key_mask),
+        views(*parts(selection)),
         min(window, scores.shape[2]),
         seqlen_q,
         is_causal,
-        None if cu_seqlens is None else view(cu_seqlens, codes),
+        *views(cu_seqlens),
     )
     launch(params, scores, device)
 
@@ -49,10 +48,10 @@ def build_key_lists(end: Tensor, seqlen_q: int, reach: int, lists: KeyLists) -> 
     """
     device = end.get_device()
     check_device(device)
-    core, codes = load_kernels()
+    core, views = load_kernels()
     selection = Selection(end, lists.idx, lists.count, lists.full)
     params = core.BuildKeyListsParams(
-        device, views(selection, codes), seqlen_q, reach, view(lists.needed, codes)
+        device, views(*parts(selection)), seqlen_q, reach, *views(lists.needed)
     )
     launch(params, end, device)
 

@@ -1,0 +1,424 @@
+"""Calls whose kind is known: they skip the checks, and must be told apart by all that those see."""
+
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dmattn import arguments, flash_dmattn_func, flash_dmattn_varlen_func, known_calls
+from dmattn.backends import registry
+from dmattn.backends.cpu import CpuBackend
+from dmattn.checks import check
+from dmattn.problem import Problem, Results
+
+HALF = torch.bfloat16
+
+
+def operands(dtype: torch.dtype = torch.float32, grad: bool = False) -> dict[str, Any]:
+    """Batch 2, 4 rows, 6 keys, 4 heads over 2, head_dim 8."""
+    torch.manual_seed(0)
+    made = {
+        "query": torch.randn(2, 4, 4, 8, dtype=dtype),
+        "key": torch.randn(2, 6, 2, 8, dtype=dtype),
+        "value": torch.randn(2, 6, 2, 8, dtype=dtype),
+        "attn_bias": torch.randn(2, 2, 1, 6, dtype=dtype),
+    }
+    return {name: t.requires_grad_(grad) for name, t in made.items()}
+
+
+def padding() -> Tensor:
+    return (torch.arange(6) < torch.tensor([[6], [4]]))[:, None, None]
+
+
+Change = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+def to(name: str, value: Any) -> Change:
+    return lambda call: call | {name: value}
+
+
+def changed(name: str, change: Callable[[Tensor], Tensor]) -> Change:
+    """Of an operand that may have been left out before."""
+    return lambda call: call | ({} if call.get(name) is None else {name: change(call[name])})
+
+
+def all_to(dtype: torch.dtype) -> Change:
+    names = ("query", "key", "value", "attn_bias")
+    return lambda call: call | {n: call[n].to(dtype) for n in names if call.get(n) is not None}
+
+
+# One change each; two of these in a row are two calls that differ in what is checked or chosen by.
+CHANGES: dict[str, Change] = {
+    "none": lambda call: call,
+    "half": all_to(HALF),
+    "double": all_to(torch.float64),
+    "another dtype of key": changed("key", lambda t: t.to(HALF)),
+    "float bias": changed("attn_bias", lambda t: t.float()),
+    "wrong bias": changed("attn_bias", lambda t: t.to(torch.float16)),
+    "bias with rows": changed("attn_bias", lambda t: t.repeat(1, 1, 4, 1)),
+    "expanded bias": changed("attn_bias", lambda t: t.expand(-1, -1, 4, -1)),
+    "bias of 3-D": changed("attn_bias", lambda t: t.squeeze(2)),
+    "no bias": to("attn_bias", None),
+    "gradient of the bias": changed("attn_bias", lambda t: t.detach().requires_grad_()),
+    "gradient of the query": changed("query", lambda t: t.detach().requires_grad_()),
+    "parameter": changed("query", torch.nn.Parameter),
+    "head_dim first": changed("query", lambda t: t.mT.contiguous().mT),
+    "negative view": changed("query", torch._neg_view),
+    "short value": changed("value", lambda t: t[:, :5]),
+    "narrow value": changed("value", lambda t: t[..., :4]),
+    "3-D query": changed("query", lambda t: t[0]),
+    "meta key": changed("key", lambda t: t.to("meta")),
+    "meta": lambda call: {n: t.to("meta") if isinstance(t, Tensor) else t for n, t in call.items()},
+    "sparse query": changed("query", lambda t: t.detach().to_sparse()),
+    "mkldnn query": changed("query", lambda t: t.detach().float().to_mkldnn()),
+    "list for a tensor": to("query", [1.0]),
+    "padding": to("attn_mask", padding()),
+    "padding of 2-D": to("attn_mask", padding()[:, 0, 0]),
+    "padding of integers": to("attn_mask", padding()[:, 0, 0].long()),
+    "mask of integers": to("attn_mask", padding().long()),
+    "mask with rows": to("attn_mask", padding().repeat(1, 1, 4, 1)),
+    "sinks": to("sinks", torch.ones(4)),
+    "too many sinks": to("sinks", torch.ones(5)),
+    "sinks of integers": to("sinks", torch.ones(4).int()),
+    "scale": to("softmax_scale", 0.5),
+    "scale of an int": to("softmax_scale", 1),
+    "scale of a float": to("softmax_scale", 1.0),
+    "scale of a bool": to("softmax_scale", True),
+    "scale of a tensor": to("softmax_scale", torch.tensor(1.0)),
+    "causal": to("is_causal", True),
+    "causal, 1": to("is_causal", 1),
+    "causal of numpy": to("is_causal", np.bool_(True)),
+    "softcap": to("softcap", 2.0),
+    "softcap of an int": to("softcap", 2),
+    "softcap of a bool": to("softcap", False),
+    "no softcap": to("softcap", None),
+    "deterministic": to("deterministic", True),
+    "deterministic, 1": to("deterministic", 1),
+    "window": to("window_size", 3),
+    "window of all": to("window_size", 6),
+    "window of a float": to("window_size", 3.0),
+    "window of a bool": to("window_size", True),
+    "window of 1": to("window_size", 1),
+    "window of numpy": to("window_size", np.int64(3)),
+    "named backend": to("backend", "cpu"),
+    "wrong backend": to("backend", "cuda"),
+    "no backend": to("backend", 3),
+}
+
+
+@contextmanager
+def deterministic_algorithms() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "": nullcontext,
+    "autocast": lambda: torch.autocast("cpu", HALF),
+    "no_grad": torch.no_grad,
+    "inference": torch.inference_mode,
+    "deterministic": deterministic_algorithms,
+}
+
+
+class Watched(CpuBackend):
+    """The CPU's, which notes the settings that reach it."""
+
+    def __init__(self) -> None:
+        self.settings: list[Any] = []
+
+    def forward(self, problem: Problem, for_backward: bool = True) -> Results:
+        self.settings.append((problem.settings, for_backward))
+        return super().forward(problem, for_backward)
+
+
+WATCHED = Watched()
+Variant = tuple[tuple[str, ...], str]
+
+
+def outcome(variant: Variant) -> tuple[Any, ...]:
+    """All that a caller sees of a call, and what the backend saw."""
+    call = operands()
+    WATCHED.settings.clear()
+    changes, mode = variant
+    try:
+        for name in changes:
+            call = CHANGES[name](call)
+        with MODES[mode]():
+            out, lse = flash_dmattn_func(**call, return_lse=True)
+    except Exception as error:
+        return type(error), str(error).splitlines()[0]
+    grads: list[Tensor] = []
+    if out.requires_grad and not out.is_meta:
+        leaves = [t for t in call.values() if isinstance(t, Tensor) and t.requires_grad]
+        grads = list(torch.autograd.grad(out.double().square().sum(), leaves))
+    about = (out.dtype, out.shape, out.device, out.requires_grad, lse.dtype, lse.shape, len(grads))
+    values = [t.detach().double() for t in (out, lse) if not t.is_meta]
+    return (*about, tuple(WATCHED.settings), *values, *grads)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _watched() -> Iterator[None]:
+    before = list(registry.BACKENDS)
+    registry.BACKENDS[:] = [WATCHED if x.name == "cpu" else x for x in before]
+    yield
+    registry.BACKENDS[:] = before
+
+
+def same(a: tuple[Any, ...], b: tuple[Any, ...]) -> bool:
+    if len(a) != len(b):
+        return False
+    pairs = list(zip(a, b, strict=True))
+    tensors = [(x, y) for x, y in pairs if isinstance(x, Tensor) and isinstance(y, Tensor)]
+    others = [(x, y) for x, y in pairs if not isinstance(x, Tensor) or not isinstance(y, Tensor)]
+    return all(x is y or bool(x == y) for x, y in others) and all(
+        torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0)) for x, y in tensors
+    )
+
+
+def cold(variant: Variant) -> tuple[Any, ...]:
+    known_calls.forget()
+    return outcome(variant)
+
+
+def test_a_known_call_is_told_from_all_others() -> None:
+    """Whatever calls were made before, a call does what it does as the first one."""
+    variants: list[Variant] = [((name,), mode) for name in CHANGES for mode in MODES]
+    wanted = {variant: cold(variant) for variant in variants}
+    for order in (variants, variants[::-1]):
+        known_calls.forget()
+        for variant in order:  # modes that change nothing make known calls of the same kind
+            assert same(outcome(variant), wanted[variant]), variant
+    assert len(known_calls._known) > 30
+
+
+@settings(max_examples=25)
+@given(
+    st.lists(
+        st.tuples(
+            st.lists(st.sampled_from(sorted(CHANGES)), min_size=2, max_size=4).map(tuple),
+            st.sampled_from(sorted(MODES)),
+        ),
+        min_size=3,
+        max_size=6,
+    )
+)
+def test_several_changes_at_once(variants: list[Variant]) -> None:
+    wanted = [cold(variant) for variant in variants]
+    known_calls.forget()
+    for _ in range(2):
+        for variant, found in zip(variants, wanted, strict=True):
+            assert same(outcome(variant), found), variant
+
+
+def test_every_argument_is_a_part_of_the_kind() -> None:
+    """One that is added to the public functions has to be looked at, or be none of its business."""
+    kind = set(inspect.signature(known_calls.kind_of_call).parameters) - {"packing"}
+    dense = set(inspect.signature(flash_dmattn_func).parameters)
+    assert dense - kind == {"return_lse", "return_attn_probs", "selection"} and kind <= dense
+    packed = set(inspect.signature(flash_dmattn_varlen_func).parameters)
+    bounds = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"}
+    assert packed - kind == {"return_lse", *bounds} and kind <= packed
+
+
+def packed_operands() -> dict[str, Any]:
+    torch.manual_seed(0)
+    bounds = torch.tensor([0, 2, 5], dtype=torch.int32)
+    return {
+        "query": torch.randn(5, 4, 8),
+        "key": torch.randn(5, 2, 8),
+        "value": torch.randn(5, 2, 8),
+        "cu_seqlens_q": bounds,
+        "cu_seqlens_k": None,
+        "max_seqlen_q": 3,
+        "max_seqlen_k": 3,
+        "attn_bias": torch.randn(5, 2),
+    }
+
+
+PACKED_CHANGES: dict[str, Change] = {
+    "none": lambda call: call,
+    "two bounds": lambda call: call | {"cu_seqlens_k": call["cu_seqlens_q"].clone()},
+    "long bounds": changed("cu_seqlens_q", lambda t: t.long()),
+    "other bounds": to("cu_seqlens_q", torch.tensor([0, 3, 5], dtype=torch.int32)),
+    "three sequences": to("cu_seqlens_q", torch.tensor([0, 2, 3, 5], dtype=torch.int32)),
+    "strided bounds": changed("cu_seqlens_q", lambda t: t.repeat_interleave(2)[::2]),
+    "meta bounds": changed("cu_seqlens_q", lambda t: t.to("meta")),
+    "no bounds": to("cu_seqlens_q", None),
+    "longer": to("max_seqlen_k", 4),
+    "too short": to("max_seqlen_k", 2),
+    "length of a float": to("max_seqlen_q", 3.0),
+    "length of a bool": lambda call: call | {"max_seqlen_q": True},
+    "length of numpy": to("max_seqlen_q", np.int64(3)),
+    "bias with rows": to("attn_bias", torch.ones(5, 2, 3)),
+    "no bias": to("attn_bias", None),
+    "window": to("window_size", 2),
+    "mask": to("attn_mask", torch.tensor([True, False, True, True, True])[:, None]),
+    "dense": changed("query", lambda t: t[None]),
+    "causal": to("is_causal", True),
+    "narrow value": changed("value", lambda t: t[..., :4]),
+}
+
+
+def test_a_known_packed_call_is_told_from_all_others() -> None:
+    def outcome(name: str) -> tuple[Any, ...]:
+        try:
+            return flash_dmattn_varlen_func(
+                **PACKED_CHANGES[name](packed_operands()), return_lse=True
+            )
+        except Exception as error:
+            return type(error), str(error).splitlines()[0]
+
+    wanted = {}
+    for name in PACKED_CHANGES:
+        known_calls.forget()
+        wanted[name] = outcome(name)
+    known_calls.forget()
+    for _ in range(2):
+        for name, found in wanted.items():
+            assert same(outcome(name), found), name
+    assert len(known_calls._known) > 5
+
+
+CALLS: dict[str, Callable[[], Tensor]] = {
+    "dense": lambda: flash_dmattn_func(**operands()),
+    "with a gradient": lambda: flash_dmattn_func(**operands(grad=True)),
+    "window": lambda: flash_dmattn_func(**operands(), is_causal=True, window_size=3),
+    "packed": lambda: flash_dmattn_varlen_func(**packed_operands()),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_nothing_is_checked_twice(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = []
+    monkeypatch.setattr(arguments, "check", lambda problem: (looks.append(1), check(problem)))
+    first, second = CALLS[name](), CALLS[name]()
+    assert torch.equal(first, second) and len(looks) == 1
+    assert first.requires_grad == second.requires_grad == (name == "with a gradient")
+
+
+def test_no_tensor_is_kept() -> None:
+    for call in CALLS.values():
+        call()
+
+    def contents(value: Any) -> Iterator[Any]:
+        if isinstance(value, (tuple, list)):
+            for x in value:
+                yield from contents(x)
+        else:
+            yield value
+
+    kept = [x for entry in known_calls._known.items() for x in contents(entry)]
+    assert len(known_calls._known) == 3 and not any(isinstance(x, Tensor) for x in kept)
+
+
+def test_memory_is_bounded_whoever_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known_calls, "MOST_KINDS", 5)
+    wrong = []
+
+    def work(seed: int) -> None:
+        for i in range(40):
+            q = torch.full((1, 1 + (i * seed) % 13, 1, 8), float(seed))
+            out = flash_dmattn_func(q, q, q)
+            if out.shape != q.shape or not torch.equal(out, q):
+                wrong.append((seed, i))
+            if len(known_calls._known) > 5 + 4:
+                wrong.append("too many")
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in (1, 2, 3, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_another_list_of_backends_is_chosen_from_anew() -> None:
+    call = operands()
+    flash_dmattn_func(**call)
+    other, before = Watched(), list(registry.BACKENDS)
+    registry.BACKENDS.insert(0, other)
+    try:
+        flash_dmattn_func(**call)
+    finally:
+        registry.BACKENDS[:] = before
+    assert len(other.settings) == 1
+
+
+class Asked(CpuBackend):
+    """Whether it takes a problem may change, so it is asked each time."""
+
+    name = "asked"
+    goes_by_kind = False
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def unsupported(self, problem: Problem) -> list[Exception]:
+        self.asked += 1
+        return []
+
+
+def test_a_backend_that_does_not_go_by_the_kind_is_asked_each_time() -> None:
+    backend, before = Asked(), list(registry.BACKENDS)
+    registry.BACKENDS.insert(0, backend)
+    try:
+        flash_dmattn_func(**operands())
+        first = backend.asked
+        flash_dmattn_func(**operands())
+        assert first > 0 and backend.asked == 2 * first
+    finally:
+        registry.BACKENDS[:] = before
+
+
+class Seen(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class Wrapped(Tensor):
+    """A subclass, which has to see the operator."""
+
+
+def test_who_has_to_see_a_call_sees_a_known_one() -> None:
+    call = operands()
+    plain = flash_dmattn_func(**call)
+    flash_dmattn_func(**call)
+    with Seen() as seen:
+        flash_dmattn_func(**call)
+    assert "dmattn.fwd.default" in seen.names
+    wrapped = flash_dmattn_func(**call | {"query": call["query"].as_subclass(Wrapped)})
+    assert type(wrapped) is Wrapped
+    names = ("query", "key", "value", "attn_bias")
+    batch = [call[name][None].repeat(2, 1, 1, 1, 1) for name in names]
+
+    def of(*given: Tensor) -> Tensor:
+        return flash_dmattn_func(**dict(zip(names, given, strict=True)))
+
+    torch.testing.assert_close(torch.func.vmap(of)(*batch), plain[None].repeat(2, 1, 1, 1, 1))
+
+
+def test_second_derivatives_of_a_known_call_are_refused() -> None:
+    for _ in range(2):
+        call = operands(grad=True)
+        out = flash_dmattn_func(**call)
+        (dq,) = torch.autograd.grad(out.square().sum(), call["query"], create_graph=True)
+        with pytest.raises(RuntimeError, match="first derivatives only"):
+            dq.sum().backward()
