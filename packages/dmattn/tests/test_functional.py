@@ -24,8 +24,8 @@ from dmattn.backends import registry
 from dmattn.backends.cpu import CpuBackend
 from dmattn.backends.cpu import attention as cpu
 from dmattn.backends.cuda import kernels as cuda
-from dmattn.ops import attention as ops_attention
 from dmattn.checks import wrong_strides
+from dmattn.ops import attention as ops_attention
 from dmattn.problem import Problem, Results
 
 

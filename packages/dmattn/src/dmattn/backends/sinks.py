@@ -11,7 +11,7 @@ those beside a sink, and its gradients are right as they are. What is left is
 
     dsink = sum over rows of exp(sink - lse') * (dlse' - sum over head_dim of dout * out')
 
-and, where a backend takes it that the dlogits of a row sum to dlse', which holds without a sink, the
+and, where a backend takes it that the dlogits of a row sum to dlse', as they do without a sink, the
 gradient of a bias that is the same for all keys: `bias_gradient_of_rows`.
 """
 
@@ -81,7 +81,7 @@ def bias_gradient_of_rows(
         by_row += dlse.masked_fill(results.lse == -math.inf, 0.0)
     heads = bias.shape[1]
     if heads > 1:  # those of the keys stand for groups of query heads
-        by_row = by_row.unflatten(1, (heads, -1)).sum(2)
+        by_row = by_row.view(len(by_row), heads, -1, by_row.shape[-1]).sum(2)
     return by_row[..., None].sum_to_size(bias.shape).to(bias.dtype)
 
 

@@ -122,7 +122,7 @@ def backward(
 
 
 def _takes_dlse_for_dbias(problem: Problem) -> bool:
-    """Whether the kernels would take dlse for the gradient of the bias where it is not, for sinks."""
+    """Whether the kernels would take dlse for the gradient of the bias, in spite of sinks."""
     bias = problem.bias
     return (
         problem.sinks is not None
