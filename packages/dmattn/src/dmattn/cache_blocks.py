@@ -68,7 +68,6 @@ class Block(NamedTuple):
                 torch.empty_like(end).scatter_(2, self.place, end), where, count, full
             )
         score = self.keys.score
-        assert score is not None
         problem = Problem(
             query,
             self.keys.k,
