@@ -10,7 +10,8 @@ collectives. Being opaque to compilers, it runs under torch.compile as it is. Wh
 its way the rank's own keys are copied to their place.
 """
 
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -23,10 +24,22 @@ from dmattn.distributed.rows import Field, Rows, take_keys
 from dmattn.key_lists import BLOCK_ROWS
 from dmattn.ops.register import Operator, register
 
-# window: w. count: m, the keys that each rank sends. width: W, the most keys of a start state.
-# lengths: of the stretches of all ranks where the ranks have agreed, else empty.
+
+class Settings(NamedTuple):
+    """The arguments of the operators behind the tensors."""
+
+    group: str  # its name
+    ranks: int  # P
+    window: int  # w
+    sent: int  # m, the keys that each rank sends
+    width: int  # W, the most keys of a start state
+    is_scan: bool
+    needs: list[bool]  # gradients of k, v and score
+    lengths: list[int]  # of the stretches of all ranks, where these have agreed; else none
+
+
 _SETTINGS = (
-    "str group, int ranks, SymInt window, SymInt count, SymInt width, bool is_scan, "
+    "str group, int ranks, SymInt window, SymInt sent, SymInt width, bool is_scan, "
     "bool[3] needs, SymInt[] lengths"
 )
 _JOIN = (
@@ -57,27 +70,21 @@ def _empty_joined(
     v: Tensor,
     score: Tensor,
     cu_seqlens: Tensor | None,
-    group: str,
-    ranks: int,
-    window: int,
-    count: int,
-    width: int,
-    is_scan: bool,
-    needs: list[bool],
-    lengths: list[int],
+    *settings: Any,
 ) -> Joined:
     """Results to be filled."""
+    given = Settings(*settings)
     batch, seqlen, heads, _ = k.shape
-    joined = front(width) + seqlen
-    steps = (exchange.rounds(ranks), 2) if is_scan else (1, 1)
+    joined = front(given.width) + seqlen
+    steps = (exchange.rounds(given.ranks), 2) if given.is_scan else (1, 1)
     documents = 0 if cu_seqlens is None else cu_seqlens.shape[0] + 1
     return (
         k.new_empty((batch, joined, heads, k.shape[3])),
         v.new_empty((batch, joined, heads, v.shape[3])),
         score.new_empty((batch, heads, joined)),
         k.new_empty((documents,), dtype=torch.int32),
-        k.new_empty((batch, heads, count), dtype=torch.int64),
-        k.new_empty((*steps, batch, heads, width), dtype=torch.int64),
+        k.new_empty((batch, heads, given.sent), dtype=torch.int64),
+        k.new_empty((*steps, batch, heads, given.width), dtype=torch.int64),
     )
 
 
@@ -86,60 +93,41 @@ def _join(
     v: Tensor,
     score: Tensor,
     cu_seqlens: Tensor | None,
-    group: str,
-    ranks: int,
-    window: int,
-    count: int,
-    width: int,
-    is_scan: bool,
-    needs: list[bool],
-    lengths: list[int],
+    *settings: Any,
 ) -> Joined:
-    results = _empty_joined(
-        *(k, v, score, cu_seqlens, group, ranks, window, count, width, is_scan, needs, lengths)
-    )
-    place = _place(k, v, score, cu_seqlens, group, window, is_scan, needs, lengths)
+    given = Settings(*settings)
+    results = _empty_joined(k, v, score, cu_seqlens, *settings)
+    place = _place(k, v, score, cu_seqlens, given)
     borders = None if cu_seqlens is None else _borders(place, cu_seqlens)
     layout, seqlen = _layout(k, v, score), k.shape[1]
-    own, rows = _own_state(place, layout, (k, v, score), window, count, borders)
-    if is_scan:
+    own, rows = _own_state(place, layout, (k, v, score), given, borders)
+    if given.is_scan:
         _copy_own((k, v, score), results)
         state, state_score, places = exchange.scan(place, layout, rows, borders)
     else:
         sending = exchange.start_gather(place, rows)
         _copy_own((k, v, score), results)
         state, state_score, found = exchange.pick_gathered(
-            place, layout, sending.wait(), width, borders
+            place, layout, sending.wait(), given.width, borders
         )
         places = results[5] if found is None else found[None, None]
-    _fill_front(layout, state, state_score, front(width), results)
+    _fill_front(layout, state, state_score, front(given.width), results)
     bounds = results[3]
     if cu_seqlens is not None:
-        bounds = _bounds(place, cu_seqlens, front(width), seqlen)
+        bounds = _bounds(place, cu_seqlens, front(given.width), seqlen)
     return (*results[:3], bounds, own, places)
 
 
 def _place(
-    k: Tensor,
-    v: Tensor,
-    score: Tensor,
-    cu_seqlens: Tensor | None,
-    group: str,
-    window: int,
-    is_scan: bool,
-    needs: list[bool],
-    lengths: list[int],
+    k: Tensor, v: Tensor, score: Tensor, cu_seqlens: Tensor | None, given: Settings
 ) -> Place:
     """Where this rank stands; the ranks agree now if they have not before."""
-    ranks = by_name(group)
+    group, lengths = by_name(given.group), given.lengths
     if len(lengths) == 0:
-        facts = facts_of(k, v, score, cu_seqlens, window, needs)
-        lengths = [there["_seqlen"] for there in agree(ranks, facts | {"is_scan": is_scan})]
-    ends, end = [], 0
-    for length in lengths:
-        end += length
-        ends.append(end)
-    return Place(ranks, dist.get_rank(ranks), tuple(ends))
+        facts = facts_of(k, v, score, cu_seqlens, given.window, given.needs)
+        facts["is_scan"] = given.is_scan
+        lengths = [there["_seqlen"] for there in agree(group, facts)]
+    return Place(group, dist.get_rank(group), tuple(accumulate(lengths)))
 
 
 def facts_of(
@@ -178,13 +166,13 @@ def _own_state(
     place: Place,
     layout: Rows,
     keys: tuple[Tensor, Tensor, Tensor],
-    window: int,
-    count: int,
+    given: Settings,
     borders: Borders | None,
 ) -> tuple[Tensor, Tensor]:
     """The state of this rank's stretch: its keys, int64 (B, N, m), 0 for none; and their rows."""
     k, v, score = keys
     batch, heads, seqlen = score.shape
+    count = given.sent
     shape = (batch, heads, count)
     rows = k.new_empty((*shape, layout.nbytes), dtype=torch.uint8)
     if seqlen < count:  # some rows are of no keys
@@ -195,12 +183,13 @@ def _own_state(
     if borders is not None:
         token = torch.arange(place.start, place.start + seqlen, device=score.device)
         score = exchange.without(score, token >= borders.last)
-    at, known = exchange.best(score, min(window, count))
+    at, known = exchange.best(score, min(given.window, count))
     to_k, to_v, to_score = layout.parts(rows[:, :, : at.shape[2]])
     take_keys(k, at, to_k)
     take_keys(v, at, to_v)
     to_score[..., 0] = score.gather(2, at).where(known, -torch.inf)
-    return torch.nn.functional.pad(at, (0, count - at.shape[2])), rows
+    missing = count - at.shape[2]
+    return torch.nn.functional.pad(at, (0, missing)) if missing > 0 else at, rows
 
 
 def _copy_own(keys: tuple[Tensor, Tensor, Tensor], results: Joined) -> None:
@@ -243,17 +232,12 @@ def _empty_own(
     dscore: Tensor,
     own: Tensor,
     places: Tensor,
-    group: str,
-    ranks: int,
-    window: int,
-    count: int,
-    width: int,
-    is_scan: bool,
-    needs: list[bool],
-    lengths: list[int],
+    *settings: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    given = Settings(*settings)
+    needs = given.needs
     batch, joined, heads, head_dim = dk.shape
-    seqlen = joined - front(width)
+    seqlen = joined - front(given.width)
     return (
         dk.new_empty((batch, seqlen, heads, head_dim) if needs[0] else (0,)),
         dv.new_empty((batch, seqlen, heads, dv.shape[3]) if needs[1] else (0,)),
@@ -267,29 +251,23 @@ def _join_backward(
     dscore: Tensor,
     own: Tensor,
     places: Tensor,
-    group: str,
-    ranks: int,
-    window: int,
-    count: int,
-    width: int,
-    is_scan: bool,
-    needs: list[bool],
-    lengths: list[int],
+    *settings: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    ranks_group = by_name(group)
+    given = Settings(*settings)
+    group, needs, width = by_name(given.group), given.needs, given.width
     # Where the stretches end plays no part here.
-    place = Place(ranks_group, dist.get_rank(ranks_group), (0,) * ranks)
+    place = Place(group, dist.get_rank(group), (0,) * given.ranks)
     needed = [t for t, need in zip((dk, dv, dscore), needs, strict=True) if need]
     layout, seqlen = _layout(*needed), dk.shape[1] - front(width)
     parts = [_front(t, width) for t in needed]
-    if is_scan:
+    if given.is_scan:
         theirs = exchange.scan_back(place, layout, parts, places)
         grads = [_own(t, seqlen) for t in needed]
     else:
-        sending = exchange.start_return(place, layout, parts, places[0, 0], count)
+        sending = exchange.start_return(place, layout, parts, places[0, 0], given.sent)
         grads = [_own(t, seqlen) for t in needed]
         theirs = [_summed(part) for part in layout.parts(sending.wait())]
-    if seqlen > 0 and (is_scan or place.rank < ranks - 1):
+    if seqlen > 0 and (given.is_scan or place.rank < given.ranks - 1):
         for grad, part in zip(grads, theirs, strict=True):
             _add(grad, own, part)
     found = iter(grads)
@@ -343,7 +321,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Joined) -> None:
 
 def _gradients(ctx: Any, dk: Tensor, dv: Tensor, dscore: Tensor, *_: Any) -> tuple[Any, ...]:
     own, places = ctx.saved_tensors
-    needs = ctx.settings[-2]
+    needs = Settings(*ctx.settings).needs
     found = torch.ops.dmattn.join_start_state_backward(dk, dv, dscore, own, places, *ctx.settings)
     grads = (grad if need else None for grad, need in zip(found, needs, strict=True))
     return (*grads, *[None] * (1 + len(ctx.settings)))
