@@ -345,6 +345,8 @@ def demo(session: nox.Session) -> None:
 def tests(session: nox.Session) -> None:
     """Everything that can be tested without a GPU and without compiling CUDA."""
     install_cpu_torch(session)
+    if sys.platform == "linux":  # there are no wheels for others
+        install(session, "triton")  # beside the pinned torch alone: others want other versions
     run_tests(session)
     warn_if_report_is_stale(session)
 
@@ -607,5 +609,8 @@ def actionlint(session: nox.Session) -> None:
 @nox.session
 def docs(session: nox.Session) -> None:
     """Build the documentation into build/site; warnings are errors."""
-    install(session, "mkdocs")
-    session.run("mkdocs", "build", "--strict", *session.posargs)
+    # ruff lays out the signatures.
+    install(session, "mkdocs", "mkdocs-material", "mkdocstrings-python", "ruff")
+    # mkdocs-material prints a notice about another project at each build unless told not to.
+    quiet = {"NO_MKDOCS_2_WARNING": "1"}
+    session.run("mkdocs", "build", "--strict", *session.posargs, env=quiet)

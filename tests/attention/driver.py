@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -35,6 +36,7 @@ def differentiate(
     problem: AnyProblem, forward: Callable[[AnyProblem], tuple[Tensor, Tensor]]
 ) -> dict[str, Tensor]:
     """out, lse and the gradients that are wanted, on poisoned buffers."""
+    skip_if_too_large(problem.q, problem.k)
     leaves = {"dq": problem.q, "dk": problem.k, "dv": problem.v}
     leaves |= {"dbias": problem.bias, "dsinks": problem.sinks}
     tracked = {
@@ -97,6 +99,15 @@ def skipped_when_refused() -> Iterator[None]:
         if target().backend is None:
             raise
         pytest.skip(f"{target().backend} refuses: {error}")
+
+
+def skip_if_too_large(q: Tensor, k: Tensor) -> None:
+    """Skips the test when the target is too slow for q (..., rows, H, D), k (..., keys, HK, D)."""
+    most = target().most_tiles
+    heads = math.prod(q.shape[:-3]) * q.shape[-2]
+    tiles = heads * math.ceil(q.shape[-3] / 128) * math.ceil(k.shape[-3] / 128)
+    if most is not None and tiles > most:
+        pytest.skip(f"{tiles} tiles are too many for {target().name}, which takes up to {most}")
 
 
 def times(count: int) -> int:

@@ -36,6 +36,10 @@ class Target:
         repeats: whether an earlier row runs the same backend. Then only what the tests mark as
             `each_family` runs again.
         plugin: a module to import first, which registers the backend; None for those of dmattn.
+        most_tiles: problems of more tiles of 128 rows x 128 keys, over all heads, are left out;
+            None for a target that is fast enough for all.
+        poison: whether fresh buffers are filled with NaN and given margins, see poison.py. Not
+            where torch itself computes: it asserts that its buffers start where their memory does.
     """
 
     name: str
@@ -47,6 +51,8 @@ class Target:
     share: int = 1
     repeats: bool = False
     plugin: str | None = None
+    most_tiles: int | None = None
+    poison: bool = True
 
     @property
     def backend_name(self) -> str:
@@ -90,6 +96,19 @@ TARGETS = {
             share=240,
             plugin="attention.plain_backend",
         ),
+        Target(
+            name="triton-cpu",
+            backend="triton",
+            device="cpu",
+            env={"TRITON_INTERPRET": "1"},
+            dtypes=(*HALF, "f32"),
+            share=240,
+            most_tiles=32,  # about 50 ms each, in each of five kernels
+        ),
+        # Each case compiles kernels of its own, for seconds.
+        Target("triton-cuda", "triton", "cuda", dtypes=(*HALF, "f32"), share=60),
+        Target(*("flex-cpu", "flex", "cpu"), dtypes=(*HALF, "f32", "f64"), share=240, poison=False),
+        Target(*("flex-cuda", "flex", "cuda"), dtypes=(*HALF, "f32"), share=240, poison=False),
     )
 }
 

@@ -127,3 +127,12 @@ def test_explain_names_the_dense_mask() -> None:
     assert not says(selection=selection, attn_mask=key_mask, attn_bias=bias)
     assert not says(window_size=9, attn_bias=bias[:, :, :1], attn_mask=key_mask)
     assert not says(window_size=300, attn_bias=bias, attn_mask=mask)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_bias_with_no_rows_in_a_window(causal: bool) -> None:
+    problem = build(CASE.with_(seqlen_q=0, bias="bhqk", causal=causal))
+    found = run(problem, window_size=24)
+    assert found.out.shape[1] == 0
+    assert found.dbias is not None and found.dbias.shape[2] == 0
+    assert found.dk is not None and not found.dk.any()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -98,6 +100,15 @@ def test_minus_infinity_is_no_sink() -> None:
     for (name, a), (_, b) in zip(with_sinks.items(), without.items(), strict=False):
         assert torch.equal(a, b), name
     assert with_sinks.dsinks is not None and not with_sinks.dsinks.any()
+
+
+def test_minus_infinity_gets_nothing_from_rows_in_front_of_the_first_key() -> None:
+    case = Case(9, 5, bias="bk1k", causal=True, dlse=True, sinks="minus_inf", sinks_f32=True)
+    problem = build(case)
+    assert problem.sinks is not None
+    found = run(problem, window_size=3)
+    assert found.dsinks is not None
+    assert not found.dsinks[problem.sinks == -math.inf].any()
 
 
 def test_is_one_more_key_without_a_value() -> None:

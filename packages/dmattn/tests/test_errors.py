@@ -114,7 +114,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
         TypeError,
         "attn_bias: got .1.0. .list., wanted a torch.Tensor or None",
     ),
-    ({"backend": "flex"}, ValueError, "backend: got 'flex', wanted one of 'cuda', 'cpu'"),
+    ({"backend": "tpu"}, ValueError, "backend: got 'tpu', wanted one of 'cuda', .*'cpu'"),
     ({"backend": "cuda"}, ValueError, "query: got device cpu, wanted cuda for backend 'cuda'"),
     ({"window_size": 2}, ValueError, "attn_bias: got None, wanted one score per key"),
 ]

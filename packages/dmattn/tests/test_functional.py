@@ -102,12 +102,12 @@ def test_auto_returns_the_function() -> None:
 
 
 def test_unknown_and_unusable_backends(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match="backend: got 'triton', wanted one of 'cuda', 'cpu'"):
-        flash_dmattn_func_auto("triton")
+    with pytest.raises(ValueError, match=r"backend: got 'tpu', wanted one of 'cuda', .*'cpu'"):
+        flash_dmattn_func_auto("tpu")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(RuntimeError, match="'cuda', which cannot run here: torch sees no CUDA"):
         flash_dmattn_func_auto("cuda")
-    assert get_available_backends() == ["cpu"]
+    assert get_available_backends() == ["cpu", "flex"]
 
 
 def test_cuda_backend_needs_one_usable_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,6 +115,8 @@ def test_cuda_backend_needs_one_usable_device(monkeypatch: pytest.MonkeyPatch) -
         if device < usable:
             raise RuntimeError("too old")
 
+    rows = [registry.named("cuda"), registry.named("cpu")]
+    monkeypatch.setattr(registry, "BACKENDS", rows)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(cuda, "check_device", check)
@@ -180,7 +182,7 @@ def test_a_backend_is_a_row() -> None:
         assert plain.calls == 4
     for a, b in zip(results[1], results[2], strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-13)
-    assert get_available_backends() == ["cpu"]
+    assert get_available_backends() == ["cpu", "flex"]
 
 
 def test_a_backend_says_what_it_does_not_do() -> None:
@@ -250,7 +252,10 @@ def test_explain() -> None:
     case = random_case(bias_shape=(1, 2, 1, 11))
     assert explain(*case.inputs) == (
         "backend: cpu\n  not cuda: query: got device cpu, wanted cuda for backend 'cuda'; "
-        f"cannot run here: {registry.named('cuda').unavailable()}"
+        f"cannot run here: {registry.named('cuda').unavailable()}\n"
+        "  not triton: query: got device cpu, wanted a GPU, or TRITON_INTERPRET=1 set before "
+        "triton is imported, for backend 'triton'; "
+        f"cannot run here: {registry.named('triton').unavailable()}\n  not flex: cpu comes first"
     )
     assert explain(*case.inputs, window_size=3, is_causal=True, backend="cpu") == "backend: cpu"
     narrow = explain(*case.inputs[:2], case.value[..., :5], backend="cpu")

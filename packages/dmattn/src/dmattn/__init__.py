@@ -7,7 +7,7 @@ from dmattn.modules import DynamicMaskAttention
 from dmattn.scoring import key_scores
 from dmattn.selection import KeySelection, packed_documents, select_keys, sliding_window
 from dmattn.utils.mask import create_mask, dynamic_mask, maybe_create_mask, top_window_mask
-from dmattn.varlen import flash_dmattn_varlen_func
+from dmattn.varlen import explain_varlen, flash_dmattn_varlen_func
 
 __version__ = "0.1.0"
 
@@ -18,6 +18,7 @@ __all__ = [
     "create_mask",
     "dynamic_mask",
     "explain",
+    "explain_varlen",
     "flash_dmattn_func",
     "flash_dmattn_func_auto",
     "flash_dmattn_varlen_func",

@@ -7,8 +7,8 @@ through the operators: torch.compile, torch.export, tracing, tensor subclasses, 
 intercept calls. Functorch transforms (torch.func.grad, vmap and the like) take the operators too,
 by functions that tell them how to differentiate.
 
-This is the only module that uses private entry points of torch. In a torch that lacks one of them
-every call goes through the operators, which is slower and otherwise the same.
+Beside the flex backend this is the only module that uses private entry points of torch. In a torch
+that lacks one of them every call goes through the operators, slower and otherwise the same.
 """
 
 from collections.abc import Callable
@@ -223,7 +223,7 @@ def _are_plain(*tensors: Tensor | None) -> bool:
     """Whether all are ordinary tensors of numbers on a device that operators are registered for."""
     for t in tensors:
         if t is not None and (
-            type(t) not in _PLAIN_TYPES or t.is_neg() or not (t.is_cuda or t.is_cpu)
+            type(t) not in _PLAIN_TYPES or t.is_neg() or not (t.is_cuda or t.is_cpu or t.is_xpu)
         ):
             return False
     return True

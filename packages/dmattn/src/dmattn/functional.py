@@ -22,6 +22,7 @@ from dmattn.kept_keys import (
 from dmattn.problem import Problem, lse_dtype, lse_of_no_key, with_one_head_dim
 from dmattn.reference import reference_attention
 from dmattn.selection import KeySelection
+from dmattn.slow_paths import slow_paths
 
 
 @overload
@@ -116,9 +117,9 @@ def flash_dmattn_func(
     each computed only if required.
 
     Args:
-        query: (B, Sq, H, D) with D at most 256; float16 or bfloat16 on CUDA, on the CPU also
-            float32 or float64. Query, key and value may be any view whose last dimension is
-            contiguous (on the CPU, any view at all).
+        query: (B, Sq, H, D) with D at most 256; float16 or bfloat16 on CUDA (float32 by backends
+            other than "cuda"), on the CPU also float32 or float64. Query, key and value may be any
+            view whose last dimension is contiguous (on the CPU, any view at all).
         key, value: (B, Sk, HK, D) and (B, Sk, HK, Dv) in the dtype of query; HK divides H. Dv is
             at most 256, too. Another one than D is a slow path: query and key, or value, are copied
             to append zeros.
@@ -203,7 +204,7 @@ def explain(*arguments: Any, **options: Any) -> str:
     """Which backend `flash_dmattn_func` would use, why not the others, and what makes it slow.
 
     Takes the arguments of that function. Nothing is computed but the choice of keys, if there is a
-    window_size.
+    window_size. For packed sequences there is `explain_varlen`.
 
     Returns:
         Some lines of text, for reading.
@@ -217,18 +218,7 @@ def explain(*arguments: Any, **options: Any) -> str:
     wanted = named.pop("backend")
     del named["return_lse"], named["return_attn_probs"]
     problem, slow = _checked_problem(**named)
-    return registry.explain(with_one_head_dim(problem), wanted, (*slow, *_copies(problem)))
-
-
-def _copies(problem: Problem) -> list[str]:
-    """What is copied before a backend sees the problem, in a sentence for a user."""
-    head_dim, value_dim = problem.k.shape[-1], problem.v.shape[-1]
-    if head_dim == value_dim:
-        return []
-    copied = "value is" if value_dim < head_dim else "query and key are"
-    return [
-        f"head_dim is {head_dim} of key and {value_dim} of value, so {copied} copied to be padded"
-    ]
+    return registry.explain(with_one_head_dim(problem), wanted, (*slow, *slow_paths(problem)))
 
 
 def flash_dmattn_func_auto(backend: str | None = None) -> Callable[..., Any]:

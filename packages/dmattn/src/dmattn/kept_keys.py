@@ -55,7 +55,7 @@ def keep_window(problem: Problem, window_size: int, given: Any) -> Kept:
             mask = key_only_mask(mask, seqlen_k)[:, :, None]
         return problem.replace(mask=mask, bias=without_nan(bias)), ()
     rows, causal = problem.q.shape[1], problem.is_causal
-    if has_rows or bias.shape[2] > 1:
+    if has_rows or bias.shape[2] != 1:
         keep = top_window_mask(bias, window_size, rows, causal, mask)
         name = "attn_mask" if has_rows else "attn_bias"
         slow = f"{name} has rows of its own beside window_size, {_DENSE}"

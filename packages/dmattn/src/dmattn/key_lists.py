@@ -108,12 +108,14 @@ def without_keys(lists: Selection, keep: Tensor) -> Selection:
     end, idx, count, full, keep = (_with_heads(t, batch, heads) for t in (*lists, keep))
     entry = torch.arange(idx.shape[3], device=idx.device)
     by_list = keep[:, :, None].expand(-1, -1, idx.shape[2], -1)
-    kept = by_list.gather(3, idx.long()) & (entry < count[..., None])
+    # Clamped, since a wrong entry must not lead outside of the mask.
+    entries = idx.clamp(0, larger(1, keep.shape[2]) - 1).long()
+    kept = by_list.gather(3, entries) & (entry < count[..., None])
     # Entries that stay close up; the others fall into a last one that is cut off.
     place = torch.where(kept, kept.cumsum(3) - 1, idx.shape[3])
     wide = torch.nn.functional.pad(torch.zeros_like(idx), (0, 1)).scatter(3, place, idx)
     return Selection(
-        torch.where(keep, end, 0),
+        torch.where(keep, end, 0).contiguous(),  # it takes over the strides of the mask
         wide[..., :-1].contiguous(),
         kept.sum(3, dtype=torch.int32),
         (kept & (entry < full[..., None])).sum(3, dtype=torch.int32),

@@ -175,11 +175,14 @@ def lse_shape(q: Tensor) -> tuple[int, ...]:
 
 
 def lse_of_no_key(problem: Problem) -> Tensor:
-    """(H, 1): lse of a row that keeps no key, which is the sink, or -inf without sinks."""
+    """(H, 1): lse of a row that keeps no key, which is the sink, or -inf without sinks.
+
+    Differentiable by the sinks. One of -inf means none, and gets no gradient.
+    """
     q, sinks = problem.q, problem.sinks
     dtype = lse_dtype(q.dtype)
     if sinks is not None:
-        return sinks.to(dtype)[:, None]
+        return sinks.to(dtype).where(sinks != -torch.inf, -torch.inf)[:, None]
     return q.new_full((q.shape[-2], 1), -torch.inf, dtype=dtype)
 
 
@@ -201,21 +204,21 @@ def is_per_key(operand: Tensor) -> bool:
 
 
 def empty_results(problem: Problem) -> Results:
-    """Uninitialised results in the shapes of the operator's."""
+    """Results in the shapes of the operator's; out and lse uninitialised."""
     q = problem.q
     lse = q.new_empty(lse_shape(q), dtype=lse_dtype(q.dtype))
-    return Results(_empty_like(q), lse, empty_lse_rest(problem))
+    return Results(_empty_like(q), lse, zero_lse_rest(problem))
 
 
-def empty_lse_rest(problem: Problem) -> Tensor:
-    """Uninitialised lse_rest: in the shape of lse where the CUDA backward reads it, else (0,).
+def zero_lse_rest(problem: Problem) -> Tensor:
+    """lse_rest for results that have none: with a bias zeros in the shape of lse, else (0,).
 
-    That backward starts from lse, and only a bias makes logits so large that the rounding of lse
-    shows.
+    The backwards of GPUs start from lse, and only a bias makes logits so large that the rounding of
+    lse shows.
     """
     q = problem.q
-    shape = lse_shape(q) if problem.bias is not None and q.is_cuda else (0,)
-    return q.new_empty(shape, dtype=torch.float32)
+    shape = lse_shape(q) if problem.bias is not None else (0,)
+    return q.new_zeros(shape, dtype=torch.float32)
 
 
 def empty_gradients(problem: Problem, needs: Needs) -> Gradients:

@@ -81,8 +81,7 @@ def attend_through_cache(
         TypeError, ValueError: something does not fit the cache, which is then unchanged.
         RuntimeError: a gradient would be needed.
     """
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value, score)):
-        raise RuntimeError("cache: got one with gradients enabled, wanted torch.no_grad()")
+    _refuse_gradients(query, key, value, score)
     if not cache.is_empty:
         held_key, held_value = (_per_score_head(t, score) for t in (key, value))
         return cache.append_and_attend(
@@ -109,6 +108,59 @@ def attend_through_cache(
     held_key, held_value = (_per_score_head(t, score) for t in (key, value))
     cache.prefill(held_key, held_value, score, selection, attn_mask=key_mask)
     return out
+
+
+def append_stretch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score: Tensor,
+    cache: DynamicMaskCache,
+    softmax_scale: float | None = None,
+    softcap: float = 0.0,
+    key_mask: Tensor | None = None,
+) -> Tensor:
+    """`attend_through_cache` for a stretch of text behind what a cache holds, all at once.
+
+    The kept keys in order of position and the stretch behind them are a short text in which the
+    rows of the stretch choose what they would in the whole one: a key that is gone would not be
+    chosen, and of equal scores the later key still stands later. Arguments and errors are those of
+    `attend_through_cache`, but for the cache, which is not empty and has the heads of key.
+    """
+    _refuse_gradients(query, key, value, score)
+    order = cache.position.argsort(-1)  # (B, HK, entries); entries without a key come first
+    rows = order.mT[..., None]
+    keys = torch.cat([cache.k.take_along_dim(rows, 1), key], 1)
+    values = torch.cat([cache.v.take_along_dim(rows, 1), value], 1)
+    new_score = score if key_mask is None else score.masked_fill(~key_mask[:, None], -torch.inf)
+    scores = torch.cat([cache.score.gather(-1, order), new_score], -1)
+    selection = select_keys(scores, cache.window_size, query_len=query.shape[1])
+    out = flash_dmattn_func(
+        query,
+        keys,
+        values,
+        attn_bias=scores[:, :, None],
+        softmax_scale=softmax_scale,
+        is_causal=True,
+        softcap=softcap,
+        selection=selection,
+    )
+    real = torch.ones_like(score[:, 0], dtype=torch.bool) if key_mask is None else key_mask
+    count = real.cumsum(1, dtype=torch.int32)
+    place = (cache.seen[:, None] + count - 1)[:, None].expand(score.shape)
+    place = torch.cat([cache.position.gather(-1, order), place], -1)
+    seen = cache.seen + count[:, -1]
+    cache.prefill(keys, values, scores, selection)
+    # What it takes for the prompt is a part of the text: put the places in the whole text back.
+    column = cache.position.long()
+    cache.position.copy_(torch.where(column < 0, -1, place.gather(-1, column.clamp(min=0))))
+    cache.seen.copy_(seen)
+    return out
+
+
+def _refuse_gradients(*tensors: Tensor) -> None:
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        raise RuntimeError("cache: got one with gradients enabled, wanted torch.no_grad()")
 
 
 def _per_score_head(t: Tensor, score: Tensor) -> Tensor:

@@ -149,7 +149,7 @@ class KeySelection:
     def plot(
         self, path: str | Path | None = None, ax: Any = None, head: int = 0, batch: int = 0
     ) -> Any:
-        """Draw, for every key, the query positions at which it is kept. Needs matplotlib.
+        """Draw which keys each query keeps, by `dmattn.plot.mask`. Needs matplotlib.
 
         Args:
             path: where to save the picture, by the suffix of its name; None to save nothing.
@@ -163,28 +163,9 @@ class KeySelection:
             ImportError: matplotlib is not installed.
             IndexError: there is no such head or batch entry.
         """
-        import matplotlib.pyplot as plt  # for pictures only
-        from matplotlib.collections import LineCollection
+        from dmattn.plot import mask  # which imports this module
 
-        end = self.end[batch, head].cpu()
-        key = torch.arange(len(end))
-        first_row = self.first_row
-        start = key.clamp(min=first_row) if self.is_causal else key * 0
-        stop = end if self.is_causal else (end > 0) * self.query_len
-        lines = [
-            [(j, a), (j, b)]
-            for j, a, b in zip(key.tolist(), start.tolist(), stop.tolist(), strict=True)
-            if b > a
-        ]
-        if ax is None:
-            _, ax = plt.subplots(figsize=(6, 6))
-        ax.add_collection(LineCollection(lines, linewidths=max(0.3, 300 / max(1, len(end)))))
-        low = first_row if self.is_causal else 0
-        ax.set(xlim=(-0.5, len(end) - 0.5), ylim=(low + self.query_len, low))
-        ax.set(xlabel="key", ylabel="query position", title=f"{len(lines)} keys seen")
-        if path is not None:
-            ax.figure.savefig(path, dpi=150, bbox_inches="tight")
-        return ax
+        return mask(self, head=head, batch=batch, path=path, ax=ax)
 
 
 def _flatten(selection: KeySelection) -> tuple[list[Tensor], tuple[Any, ...]]:

@@ -1,15 +1,18 @@
 """Attention over sequences of unequal lengths that are packed one after the other."""
 
+import inspect
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from dmattn.arguments import check_scores, check_window_size, checked_problem, without_nan
+from dmattn.backends import registry
 from dmattn.dispatch import attend, is_same_tensor, select
 from dmattn.key_lists import best_keys
-from dmattn.problem import Packing, Problem, is_per_key, lse_of_no_key
+from dmattn.problem import Packing, Problem, is_per_key, lse_of_no_key, with_one_head_dim
 from dmattn.selection import same_heads
+from dmattn.slow_paths import slow_paths
 from dmattn.validation import check_int
 
 
@@ -149,6 +152,76 @@ def flash_dmattn_varlen_func(
             arguments.
         RuntimeError: as for `flash_dmattn_func`.
     """
+    packed, moved = _checked(
+        query,
+        key,
+        value,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        attn_mask,
+        attn_bias,
+        window_size,
+        sinks=sinks,
+        softmax_scale=softmax_scale,
+        is_causal=is_causal,
+        softcap=softcap,
+        deterministic=deterministic,
+    )
+    out, lse = attend(packed, backend)
+    if packed.packing is None:  # key lists for all sequences together
+        out, lse = out[0], lse[0]
+    if moved is not None:
+        out = torch.nn.functional.pad(out, (0, 0, 0, 0, 0, 1))[moved]
+        lse = torch.cat((lse, lse_of_no_key(packed)), 1)[:, moved]
+    return (out, lse) if return_lse else out
+
+
+def explain_varlen(*arguments: Any, **options: Any) -> str:
+    """Which backend `flash_dmattn_varlen_func` would use, why not the others, and what slows it.
+
+    Takes the arguments of that function. Nothing is computed but the choice of keys, if there is a
+    window_size.
+
+    Returns:
+        Some lines of text, for reading, as `dmattn.explain` does.
+
+    Raises:
+        TypeError, ValueError: as `flash_dmattn_varlen_func`, but for what single backends refuse.
+    """
+    given = inspect.signature(flash_dmattn_varlen_func).bind(*arguments, **options)
+    given.apply_defaults()
+    named = dict(given.arguments)
+    wanted = named.pop("backend")
+    del named["return_lse"]
+    problem, moved = _checked(**named)
+    notes = slow_paths(problem)
+    window, packing = named["window_size"], problem.packing
+    if window is not None and packing is not None and packing.max_seqlen_k > window:
+        notes.append("window_size without causality sorts all keys, by score and by sequence")
+    if moved is not None:
+        notes.append(
+            "cu_seqlens_q and cu_seqlens_k are two tensors, so queries are copied to the positions "
+            "of their keys, and the output back"
+        )
+    return registry.explain(with_one_head_dim(problem), wanted, notes)
+
+
+def _checked(
+    query: Any,
+    key: Any,
+    value: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: Any,
+    max_seqlen_k: Any,
+    attn_mask: Any,
+    attn_bias: Any,
+    window_size: Any,
+    **settings: Any,
+) -> tuple[Problem, Tensor | None]:
+    """What the arguments of `flash_dmattn_varlen_func` mean, as `_in_window` returns it."""
     if cu_seqlens_k is None:
         cu_seqlens_k = cu_seqlens_q
     longest = check_int("max_seqlen_q", max_seqlen_q), check_int("max_seqlen_k", max_seqlen_k)
@@ -157,49 +230,38 @@ def flash_dmattn_varlen_func(
     if window_size is not None:
         window = check_window_size(window_size)
         check_scores(attn_bias)
-    problem = checked_problem(
-        query,
-        key,
-        value,
-        attn_mask,
-        attn_bias,
-        packing,
-        sinks=sinks,
-        softmax_scale=softmax_scale,
-        is_causal=is_causal,
-        softcap=softcap,
-        deterministic=deterministic,
-    )
-    if window is None:
-        out, lse = attend(problem, backend)
-    else:
-        out, lse = _attend_in_window(problem, packing, window, backend)
-    return (out, lse) if return_lse else out
+    problem = checked_problem(query, key, value, attn_mask, attn_bias, packing, **settings)
+    return (problem, None) if window is None else _in_window(problem, packing, window)
 
 
-def _attend_in_window(
-    problem: Problem, packing: Packing, window_size: int, backend: str | None
-) -> tuple[Tensor, Tensor]:
-    """What `window_size` amounts to: a mask per key, or (causal) key lists for all."""
+def _in_window(
+    problem: Problem, packing: Packing, window_size: int
+) -> tuple[Problem, Tensor | None]:
+    """What `window_size` amounts to: a mask per key, or (causal) key lists for all.
+
+    Returns:
+        The problem for a backend; one over key lists has a batch of 1 and no packing. And for rows
+        that have been moved to their keys, where they are: int64 (Tq,), else None.
+    """
     bias, mask = _scores("attn_bias", problem.bias), problem.mask
     if mask is not None:
         _scores("attn_mask", mask)
     if packing.max_seqlen_k <= window_size:
-        return attend(problem.replace(bias=without_nan(bias)), backend)
+        return problem.replace(bias=without_nan(bias)), None
     key_mask = None if mask is None else mask[None]
     scores, key_mask = same_heads(bias.detach()[None], key_mask)
     # The only row of a sequence sees all its keys.
     if not problem.is_causal or packing.max_seqlen_q <= 1:
         sequence = _sequence_of_keys(packing.cu_seqlens_k, scores.shape[2])
         keep = best_keys(scores, window_size, key_mask, sequence)
-        return attend(problem.replace(mask=keep[0]), backend)
+        return problem.replace(mask=keep[0]), None
     total_k = problem.k.shape[0]
     lists = select(scores, key_mask, window_size, total_k, True, packing.cu_seqlens_k)
     rows_of_keys = _rows_of_keys(problem, packing)
     q = problem.q
     if rows_of_keys is not None:
         q = q.new_zeros((total_k + 1, *q.shape[1:])).index_copy(0, rows_of_keys, q)[:total_k]
-    dense = problem.replace(
+    listed = problem.replace(
         q=q[None],
         k=problem.k[None],
         v=problem.v[None],
@@ -208,12 +270,7 @@ def _attend_in_window(
         packing=None,
         key_lists=lists,
     )
-    out, lse = (t[0] for t in attend(dense, backend))
-    if rows_of_keys is None:
-        return out, lse
-    out = torch.nn.functional.pad(out, (0, 0, 0, 0, 0, 1))[rows_of_keys]
-    lse = torch.cat((lse, lse_of_no_key(problem)), 1)[:, rows_of_keys]
-    return out, lse
+    return listed, rows_of_keys
 
 
 def _rows_of_keys(problem: Problem, packing: Packing) -> Tensor | None:

@@ -184,6 +184,17 @@ def test_mask_of_another_call() -> None:
     check(operands(), mask, wanted={"keep": causal(37, 53)})
 
 
+@pytest.mark.parametrize("narrow", ["query", "key"])
+def test_batch_of_one(narrow: str) -> None:
+    """As learned queries come, without a copy for each sequence."""
+    query, key, value = operands()
+    if narrow == "query":
+        query = query[:1].detach().requires_grad_()
+    else:
+        key, value = (t[:1].detach().requires_grad_() for t in (key, value))
+    check((query, key, value), None, wanted={"keep": causal(37, 53)})
+
+
 def test_refused() -> None:
     with pytest.raises(ValueError, match=r"dropout: got 0\.1, wanted 0"):
         attention_forward(Layer(), *operands(), None, dropout=0.1)

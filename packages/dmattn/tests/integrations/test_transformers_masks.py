@@ -1,5 +1,6 @@
 """The masks that models get: descriptions that say what transformers' dense masks say."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -158,7 +159,8 @@ def test_mask_as_a_tensor() -> None:
     assert isinstance(mask, IntervalMask)
     dense = mask.to_dense_mask()
     # What generate() and checkpointing do to masks keeps the description.
-    for same in (mask.contiguous(), mask.detach(), mask.to("cpu"), mask.to(torch.bool)):
+    same_device = (mask.contiguous(), mask.detach(), mask.to("cpu"), mask.to(torch.bool))
+    for same in (*same_device, copy.deepcopy(mask)):
         assert isinstance(same, IntervalMask)
         assert same.visible is mask.visible
     assert torch.equal(mask[:, :, :5, 3:9], dense[:, :, :5, 3:9])

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 
+import torch
 from torch import Tensor
 
 from dmattn.problem import Gradients, Needs, Problem, Results
@@ -13,14 +14,24 @@ class Backend(ABC):
     Attributes:
         name: what `backend=` and `get_available_backends` call it.
         devices: the types of the devices whose tensors it takes, such as "cuda".
+        by_name_only: those of the devices on which it is never chosen, unless a call names it.
     """
 
     name: str
     devices: tuple[str, ...]
+    by_name_only: tuple[str, ...] = ()
 
     @abstractmethod
     def unavailable(self) -> str | None:
         """Why it cannot run on this machine, in words for a user; None when it can."""
+
+    def unavailable_on(self, device: torch.device) -> str | None:
+        """Why it leaves this one of its devices to other backends; None when it does not.
+
+        Asked at every call. What a user can put right, such as a package that is missing, is no
+        such reason: the forward raises it, so that nobody is served by a slower backend unasked.
+        """
+        return self.unavailable()
 
     @abstractmethod
     def unsupported(self, problem: Problem) -> list[Exception]:

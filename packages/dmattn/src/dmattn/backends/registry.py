@@ -7,18 +7,21 @@ import torch
 from dmattn.backends.base import Backend
 from dmattn.backends.cpu import CpuBackend
 from dmattn.backends.cuda import CudaBackend
+from dmattn.backends.flex import FlexBackend
+from dmattn.backends.triton import TritonBackend
 from dmattn.problem import Problem
 from dmattn.validation import one_of
 
 # A row a backend; of those that can compute a problem the first one does.
-BACKENDS: list[Backend] = [CudaBackend(), CpuBackend()]
+BACKENDS: list[Backend] = [CudaBackend(), TritonBackend(), CpuBackend(), FlexBackend()]
 
 
 def get_available_backends() -> list[str]:
     """The names of the backends that can run on this machine, the preferred one first.
 
     "cuda" is listed when torch sees a GPU of sm_80 or later and the compiled kernels can be loaded;
-    "cpu" always.
+    "triton" when triton is installed and torch sees a GPU, or TRITON_INTERPRET=1 is set; "cpu"
+    always; "flex" where torch has what it takes, by default only for what the others refuse.
     """
     return [backend.name for backend in BACKENDS if backend.unavailable() is None]
 
@@ -55,7 +58,8 @@ def choose(problem: Problem, wanted: str | None = None) -> Backend:
 
     Raises:
         TypeError, ValueError: no backend takes such a problem, or not the one that was asked for.
-        RuntimeError: the backend that was asked for cannot run on this machine.
+        RuntimeError: the backend that was asked for, or every one that takes such a problem, cannot
+            run on this machine.
     """
     if wanted is not None:
         backend = named(wanted)
@@ -66,17 +70,29 @@ def choose(problem: Problem, wanted: str | None = None) -> Backend:
         if missing is not None:
             raise unusable(backend, missing)
         return backend
-    device = problem.q.device.type
+    device = problem.q.device
+    kind = device.type
     refusals: list[Exception] = []
     for backend in BACKENDS:
-        if device in backend.devices:
+        if kind in backend.devices and kind not in backend.by_name_only:
             reasons = backend.unsupported(problem)
             if not reasons:
-                return backend
-            refusals += reasons
+                missing = backend.unavailable_on(device)
+                if missing is None:
+                    return backend
+                reasons = [RuntimeError(missing)]
+            refusals.append(reasons[0])
     if not refusals:
-        check_device(problem.q.device)
-    raise refusals[0]
+        check_device(device)
+    raise _all_of(refusals)
+
+
+def _all_of(refusals: list[Exception]) -> Exception:
+    """The first backend's refusal, with what the others say: one of them may know a way out."""
+    first, *others = refusals
+    if not others:
+        return first
+    return type(first)(f"{first}; no other backend takes it: {'; '.join(map(str, others))}")
 
 
 def check_device(device: torch.device) -> None:
@@ -109,6 +125,8 @@ def explain(problem: Problem, wanted: str | None = None, slow: Sequence[str] = (
         missing = backend.unavailable()
         if missing is not None:
             reasons.append(f"cannot run here: {missing}")
+        elif wanted is None and problem.q.device.type in backend.by_name_only:
+            reasons.append(f"serves {problem.q.device.type} only when asked for by name")
         if reasons:
             lines.append(f"  not {backend.name}: {'; '.join(reasons)}")
         elif chosen is None:

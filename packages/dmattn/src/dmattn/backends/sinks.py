@@ -25,8 +25,10 @@ def forward(backend: Backend, problem: Problem, for_backward: bool = True) -> Re
     """`backend.forward`, with the sinks of the problem if it has any."""
     if problem.sinks is None:
         return backend.forward(problem, for_backward)
-    results = backend.forward(problem._replace(sinks=None), for_backward)
-    return _beside_sinks(results, problem.sinks)
+    # With lse_rest in any case, so that the bits do not depend on whether a backward follows.
+    results = backend.forward(problem._replace(sinks=None), True)
+    results = _beside_sinks(results, problem.sinks)
+    return results if for_backward else results._replace(lse_rest=None)
 
 
 def backward(

@@ -26,8 +26,8 @@ from dmattn.problem import (
     Problem,
     Results,
     empty_gradients,
-    empty_lse_rest,
     empty_results,
+    zero_lse_rest,
 )
 from dmattn.validation import one_of
 
@@ -105,7 +105,7 @@ def _forward(*given: Any, **named: Any) -> Results:
     problem = _problem(arguments)
     results = sinks.forward(registry.choose(problem, arguments["backend"]), problem)
     if results.lse_rest is None:
-        results = results._replace(lse_rest=empty_lse_rest(problem))
+        results = results._replace(lse_rest=zero_lse_rest(problem))
     return results
 
 
@@ -188,9 +188,11 @@ def no_double_backward(ctx: Any, *grads: Tensor | None) -> None:
     )
 
 
-# Both devices get the same function, since the registry of backends looks at the device. Strides
+# All devices get the same function, since the registry of backends looks at the device. Strides
 # decide what a backend reads in place.
 register(Operator("dmattn::fwd", _FWD_SCHEMA, _forward, _forward, _fake_forward, True))
 register(Operator("dmattn::bwd", _BWD_SCHEMA, _backward, _backward, _fake_backward, True))
+torch.library.impl("dmattn::fwd", "xpu", _forward)
+torch.library.impl("dmattn::bwd", "xpu", _backward)
 torch.library.register_autograd("dmattn::fwd", _gradients, setup_context=setup_context)
 torch.library.register_autograd("dmattn::bwd", no_double_backward)

@@ -55,7 +55,7 @@ def _forward_rules(*arguments: Any) -> list[tuple[list[Any], list[Any]]]:
     for split in _splits(dict(zip(names, arguments, strict=False))):
         named = dict(zip(names, arguments, strict=False))
         places = [_place(name, value, split) for name, value in named.items()]
-        with_rest = named.get("bias") is not None and named["q"].mesh.device_type == "cuda"
+        with_rest = named.get("bias") is not None
         outputs = [_shard(_RESULTS[name], split) for name in _FORWARD_OUTPUTS]
         if not with_rest:
             outputs[2] = _shard(None, split)

@@ -19,6 +19,19 @@ class CpuBackend(Backend):
     def unsupported(self, problem: Problem) -> list[Exception]:
         return []
 
+    def slow_paths(self, problem: Problem) -> list[str]:
+        notes = []
+        if problem.packing is not None:
+            notes.append("packed sequences are computed one after another")
+        mask = problem.mask
+        has_rows = mask is not None and (mask.dim() == 3 or (mask.dim() == 4 and mask.shape[2] > 1))
+        if has_rows:
+            notes.append(
+                "attn_mask has rows of its own: all keys are computed, and hidden afterwards; of "
+                "one that is alike for all rows only the kept keys are"
+            )
+        return notes
+
     def forward(self, problem: Problem, for_backward: bool = True) -> Results:
         return attention.forward(problem)
 

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from dmattn.backends.base import Backend
-from dmattn.backends.cuda import attention, kernels
+from dmattn.backends.cuda import attention, kernels, slow_paths
 from dmattn.checks import HEAD_DIM_MULTIPLE, wrong_strides
 from dmattn.problem import Gradients, Needs, Problem, Results
 from dmattn.validation import one_of
@@ -31,6 +31,9 @@ class CudaBackend(Backend):
                 return None
         return reason
 
+    def unavailable_on(self, device: torch.device) -> str | None:
+        return kernels.unserved(device.index)
+
     def unsupported(self, problem: Problem) -> list[Exception]:
         q, k, v = problem.q, problem.k, problem.v
         if q.dtype in _DTYPES and q.stride(-1) == 1 and k.stride(-1) == 1 and v.stride(-1) == 1:
@@ -38,7 +41,10 @@ class CudaBackend(Backend):
         reasons: list[Exception] = []
         if q.dtype not in _DTYPES:
             reasons.append(
-                TypeError(f"query: got dtype {q.dtype}, wanted {one_of(_DTYPES)} on CUDA")
+                TypeError(
+                    f"query: got dtype {q.dtype}, wanted {one_of(_DTYPES)} on CUDA for backend "
+                    "'cuda'; cast query, key and value, or call under torch.autocast"
+                )
             )
         # Any other head_dim is padded, hence copied, and its strides do not matter.
         if q.shape[-1] % HEAD_DIM_MULTIPLE == 0:
@@ -46,13 +52,7 @@ class CudaBackend(Backend):
         return reasons
 
     def slow_paths(self, problem: Problem) -> list[str]:
-        head_dim = problem.q.shape[-1]
-        if head_dim % HEAD_DIM_MULTIPLE == 0:
-            return []
-        return [
-            f"head_dim {head_dim} is no multiple of {HEAD_DIM_MULTIPLE}, so query, key and value "
-            "are copied to be padded"
-        ]
+        return slow_paths.slow_paths(problem)
 
     def forward(self, problem: Problem, for_backward: bool = True) -> Results:
         return attention.forward(problem, for_backward)

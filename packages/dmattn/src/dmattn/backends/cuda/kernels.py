@@ -59,18 +59,32 @@ def check_device(device: int) -> None:
     """Make sure that the kernels serve CUDA device number `device`.
 
     Raises:
-        RuntimeError: the kernels cannot be loaded, or the GPU is older than sm_80.
+        RuntimeError: the kernels cannot be loaded, or the GPU is not one of NVIDIA's from sm_80 on.
     """
     if device in checked_devices:
         return
-    load_kernels()
-    capability = torch.cuda.get_device_capability(device)
-    if capability < _MIN_CAPABILITY:
-        raise RuntimeError(
-            f"query: got a tensor on cuda:{device} ({torch.cuda.get_device_name(device)}, "
-            f"sm_{capability[0]}{capability[1]}), wanted a GPU of sm_80 (Ampere) or later"
-        )
+    if torch.version.hip is None:  # what is missing there is no package
+        load_kernels()
+    reason = unserved(device)
+    if reason is not None:
+        raise RuntimeError(reason)
     checked_devices.add(device)
+
+
+def unserved(device: int) -> str | None:
+    """Why there are no kernels for such a GPU, installed or not; None where there are."""
+    if device in checked_devices:
+        return None
+    if torch.version.hip is not None:
+        name = torch.cuda.get_device_name(device)
+        return f"query: got a tensor on cuda:{device} ({name}), wanted an NVIDIA GPU"
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) >= _MIN_CAPABILITY:
+        return None
+    return (
+        f"query: got a tensor on cuda:{device} ({torch.cuda.get_device_name(device)}, "
+        f"sm_{major}{minor}), wanted a GPU of sm_80 (Ampere) or later"
+    )
 
 
 def view(t: Tensor, codes: dict[torch.dtype, int]) -> View:

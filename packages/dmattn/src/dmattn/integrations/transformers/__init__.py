@@ -8,6 +8,22 @@
 Importing this package changes nothing in transformers.
 """
 
-from dmattn.integrations.transformers.registration import register
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["register"]
+from dmattn.integrations.transformers.registration import check_transformers, register
+
+if TYPE_CHECKING:
+    from dmattn.integrations.transformers.doge import enable_doge
+    from dmattn.integrations.transformers.doge_cache import DogeCache
+
+__all__ = ["DogeCache", "enable_doge", "register"]
+
+
+def __getattr__(name: str) -> Any:
+    """What imports transformers, once it is asked for."""
+    if name not in ("DogeCache", "enable_doge"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    check_transformers()
+    from dmattn.integrations.transformers import doge
+
+    return getattr(doge, name)

@@ -26,6 +26,8 @@ def attention_forward(
     is_causal: bool | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
+    indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """The attention of one layer.
@@ -35,7 +37,7 @@ def attention_forward(
 
     Args:
         module: the layer; its `is_causal` counts where the argument is None, True if it has none.
-        query: (B, H, Sq, D).
+        query: (B, H, Sq, D); here as for key and value, a batch of 1 serves any B.
         key: (B, HK, Sk, D).
         value: (B, HK, Sk, Dv). Where the dtypes differ, query and key are cast to that of value.
         attention_mask: what `make_mask` returned, or the user's own: bool (B|1, H|1, Sq, at least
@@ -49,6 +51,9 @@ def attention_forward(
         is_causal: whether rows see no later keys, where attention_mask does not say what they see.
         s_aux: (H,), a logit for each head that takes part in every row's softmax without a value.
         position_bias: (B|1, H|1, Sq, at least Sk), added to the logits.
+        indices: integer (B, Sq, chosen), the only keys that a row attends to, of those it sees.
+        block_indices: integer (B, HK, Sq, chosen), as indices, for blocks of
+            `module.indexer.block_size` keys; -1 stands for none.
 
     Returns:
         (B, Sq, H, Dv), contiguous; None in place of attention weights, which are never formed.
@@ -60,15 +65,21 @@ def attention_forward(
     _check(dropout, kwargs)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
-    query, key, value = (t.transpose(1, 2) for t in _one_dtype(query, key, value))
+    query, key, value = _one_batch_size(*_one_dtype(query, key, value))
+    query, key, value = (t.transpose(1, 2) for t in (query, key, value))
+    chosen = _chosen_keys(module, indices, block_indices, query, key)
     described = _description(attention_mask, query, key)
-    # A bias with rows of its own is dense already: beside it, so may be the mask.
-    if described is not None and not (described.needs_selection and position_bias is not None):
+    # What has rows of its own is dense already: beside it, so may be the mask.
+    is_dense = position_bias is not None or chosen is not None
+    if described is not None and not (described.needs_selection and is_dense):
         seen = _as_described(described)
     elif attention_mask is None or attention_mask.dim() == 2:
         seen = _by_position(attention_mask, query, key, is_causal, sliding_window)
     else:
         seen = _by_mask(attention_mask, key.shape[1])
+    if chosen is not None:
+        chosen = chosen[..., : seen.key_len]
+        seen = seen._replace(mask=chosen if seen.mask is None else seen.mask & chosen)
     bias = _sum_of_biases(position_bias, seen, query.dtype)
     settings: dict[str, Any] = {
         "softmax_scale": scaling,
@@ -169,6 +180,34 @@ def _by_position(
     return _SeenKeys(key_len, is_causal and query_len > 1, mask)
 
 
+def _chosen_keys(
+    module: nn.Module,
+    indices: Tensor | None,
+    block_indices: Tensor | None,
+    query: Tensor,
+    key: Tensor,
+) -> Tensor | None:
+    """The keys that a layer with an indexer chose: bool (B, H|1, Sq, Sk); None without a choice."""
+    key_len = key.shape[1]
+    if indices is not None:
+        return _are_among(indices, key_len)[:, None]
+    if block_indices is None:
+        return None
+    indexer: Any = module.indexer
+    size = indexer.block_size
+    blocks = -(-key_len // size)
+    unused_to_the_end = block_indices.masked_fill(block_indices < 0, blocks)
+    chosen = _are_among(unused_to_the_end, blocks + 1)[..., :blocks]
+    chosen = chosen.repeat_interleave(size, dim=-1)[..., :key_len]
+    return chosen.repeat_interleave(query.shape[2] // chosen.shape[1], dim=1)
+
+
+def _are_among(indices: Tensor, size: int) -> Tensor:
+    """bool (..., size): whether a number below size is among the indices (..., chosen)."""
+    found = indices.new_zeros((*indices.shape[:-1], size), dtype=torch.bool)
+    return found.scatter(-1, indices.long(), True)
+
+
 def _sum_of_biases(
     position_bias: Tensor | None, seen: _SeenKeys, dtype: torch.dtype
 ) -> Tensor | None:
@@ -200,3 +239,15 @@ def _within_documents(
 def _one_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """All in the dtype of value: rotary embeddings and adapters may leave the others wider."""
     return query.to(value.dtype), key.to(value.dtype), value
+
+
+def _one_batch_size(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """All for as many sequences: learned queries, for one, come as a batch of 1."""
+    if query.shape[0] == key.shape[0]:
+        return query, key, value
+    batch_size = max(query.shape[0], key.shape[0])
+
+    def copied(t: Tensor) -> Tensor:
+        return t.repeat(batch_size, 1, 1, 1) if t.shape[0] == 1 else t
+
+    return copied(query), copied(key), copied(value)

@@ -221,6 +221,9 @@ class IntervalMask(Tensor):
         args, kwargs = tree_map_only(cls, cls.to_dense_mask, (args, kwargs))
         return func(*args, **kwargs)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "IntervalMask":
+        return self._described(self.device)  # descriptions do not change
+
     def _described(self, device: torch.device) -> "IntervalMask":
         visible = self.visible.to(torch.device(device))
         return IntervalMask(visible, self.shape[3], self.make_dense)

@@ -1,11 +1,13 @@
 """The function that transformers calls once per forward to make the mask of all layers."""
 
+import sys
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 from transformers.utils.import_utils import is_tracing
 
@@ -50,8 +52,11 @@ def make_mask(
         known. A bool (B, 1, Sq, Sk), alike for all rows and without storage of its own for each,
         for a bidirectional pattern with padding; with storage for a single row and for patterns
         that are not known. While torch compiles, the bool (B, Sk) of the padding where causality,
-        and the window that attention is told of, are all else there is.
+        and the window that attention is told of, are all else there is. Never None for the few
+        models whose layers do not say whether they are causal.
     """
+    if not _layers_say_causality(type(config)):
+        allow_is_causal_skip = allow_is_bidirectional_skip = False
     padding = _padding(attention_mask, kv_length, kv_offset)
     make_dense: Callable[[], Tensor] = partial(
         sdpa_mask,
@@ -95,6 +100,30 @@ def make_mask(
     if q_length == 1:
         return make_dense()
     return IntervalMask(visible, kv_length, make_dense)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _layers_say_causality(config_class: type) -> bool:
+    """Whether `is_causal` of the layers can be trusted to say what a mask of None stands for."""
+    return _is_made_for_attention_functions(config_class)
+
+
+@cache
+def _is_made_for_attention_functions(config_class: type) -> bool:
+    """Whether the models of a config say that they take sdpa or attention functions of others.
+
+    The others (Splinter, CLAP, NLLB-MoE, Pegasus-X and a few more) were written for eager
+    attention alone, which sees every key where the mask is None: some of their decoder layers say
+    is_causal = False, some of their encoder layers say nothing. Without models to ask: yes.
+    """
+    name = config_class.__module__.replace("configuration_", "modeling_")
+    models: list[Any] = [
+        found
+        for found in vars(sys.modules.get(name, torch.nn)).values()
+        if isinstance(found, type) and issubclass(found, PreTrainedModel)
+        if found.__module__ == name
+    ]
+    return not models or any(m._supports_sdpa or m._supports_attention_backend for m in models)
 
 
 def _visible_keys(

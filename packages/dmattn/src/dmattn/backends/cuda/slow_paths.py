@@ -1,0 +1,75 @@
+"""What makes a problem slower on the compiled kernels than one like it, in sentences for a user."""
+
+from dmattn.checks import HEAD_DIM_MULTIPLE
+from dmattn.problem import Problem
+
+_TILE_HEAD_DIMS = (64, 128, 256)
+
+
+def slow_paths(problem: Problem) -> list[str]:
+    """The notes on a checked problem that the kernels take."""
+    return [*_head_dim(problem), *_masks(problem), *_biases(problem), *_settings(problem)]
+
+
+def _head_dim(problem: Problem) -> list[str]:
+    head_dim = problem.q.shape[-1]
+    notes = []
+    if head_dim % HEAD_DIM_MULTIPLE != 0:
+        notes.append(
+            f"head_dim {head_dim} is no multiple of {HEAD_DIM_MULTIPLE}, so query, key and value "
+            "are copied to be padded"
+        )
+    if head_dim not in _TILE_HEAD_DIMS:
+        tile = next(size for size in _TILE_HEAD_DIMS if head_dim <= size)
+        notes.append(f"head_dim {head_dim} costs as much as {tile}, the next one that has tiles")
+    return notes
+
+
+def _masks(problem: Problem) -> list[str]:
+    mask = problem.mask
+    if mask is None:
+        return []
+    if _has_rows(problem, mask.shape):
+        return [
+            "attn_mask has rows of its own: it is packed into bits first, and only tiles of which "
+            "it keeps nothing are skipped; of one that is alike for all rows single keys are"
+        ]
+    nheads, nheads_k = problem.q.shape[-2], problem.k.shape[-2]
+    heads = mask.shape[1 if problem.packing is None else 0]
+    if heads == nheads != nheads_k:
+        group = nheads // nheads_k
+        return [
+            f"attn_mask differs among the {group} query heads of a key head, so the backward takes "
+            f"{group} launches"
+        ]
+    return []
+
+
+def _biases(problem: Problem) -> list[str]:
+    bias = problem.bias
+    if bias is None or not _has_rows(problem, bias.shape):
+        return []
+    mask = problem.mask
+    beside_keys = mask is not None and not _has_rows(problem, mask.shape)
+    if bias.dtype == problem.q.dtype and bias.stride(-1) == 1 and not beside_keys:
+        return []
+    return [
+        "attn_bias has rows of its own and is read element by element: it is float32, its last "
+        "stride is not 1, or attn_mask is alike for all rows"
+    ]
+
+
+def _settings(problem: Problem) -> list[str]:
+    notes = []
+    if problem.packing is not None:
+        notes.append("packed sequences are not split over the GPU: it alone knows their lengths")
+    if problem.softcap > 0:
+        notes.append("with softcap the backward uses kernels that may spill registers")
+    if problem.deterministic:
+        notes.append("deterministic: the parts of gradients are added one after another")
+    return notes
+
+
+def _has_rows(problem: Problem, shape: tuple[int, ...]) -> bool:
+    """Whether a mask or bias of this shape differs between query rows."""
+    return len(shape) == 3 if problem.packing is not None else shape[2] > 1

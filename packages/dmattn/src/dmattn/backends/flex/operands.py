@@ -1,0 +1,266 @@
+"""From a problem to what FlexAttention calls score_mod and mask_mod.
+
+FlexAttention computes one dense layout, (B, H, Sq, D) for all rows and (B, HK, Sk, D) for all keys;
+packed sequences are one such problem of batch 1. What a row may see is an interval of keys, from
+`first` to `last`: the last one because of causality, both because of packing. All else is a tensor
+that the two functions index by batch, head, row and key.
+
+Dimensions of size 1 are dropped, so that the gradient of a bias has no more entries than the bias,
+and the letters of those that are left say how the tensor is indexed: b batch, h query head, g key
+head (of a group of query heads), q row, k key, c key counted from the first one of the row.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from dmattn.problem import Packing, Problem, is_per_key, lse_dtype
+
+
+class Spec(NamedTuple):
+    """What is fixed in one compiled kernel beside shapes and dtypes."""
+
+    softmax_scale: float
+    softcap: float
+    group: int  # query heads to a key head
+    limit: float  # scores beyond are brought nearer, see `score`
+    first: bool
+    last: bool
+    end: str | None  # letters of the dimensions; None where there is no such tensor
+    mask: str | None
+    bias: str | None
+    shift: bool
+    head_dim: int
+    dtype: torch.dtype
+    needs: tuple[bool, bool]  # gradients for query, key and value, and for the bias
+
+
+class Operands(NamedTuple):
+    """The tensors that score_mod and mask_mod read; None where the spec has none."""
+
+    first: Tensor | None = None  # int32 (Sq,): first key of the sequence of a row
+    last: Tensor | None = None  # int32 (Sq,): last key that a row may see, also its own position
+    room: Tensor | None = None  # int32 (Sq,): largest column c of a row's mask or bias
+    end: Tensor | None = None  # int32: a key is kept by rows at positions before this
+    mask: Tensor | None = None  # bool
+    bias: Tensor | None = None  # in the dtype of lse
+    shift: Tensor | None = None  # (B, H, Sq), in the dtype of lse: subtracted from all scores
+
+
+class Arranged(NamedTuple):
+    """A problem as FlexAttention takes it."""
+
+    q: Tensor  # (B, H, Sq, D), a view
+    k: Tensor  # (B, HK, Sk, D), a view
+    v: Tensor  # (B, HK, Sk, D), a view
+    # As `Operands`, in four dimensions ({B|1}, {H|HK|1}, {Sq|1}, {Sk|1}), end in three.
+    mask: Tensor | None
+    bias: Tensor | None
+    end: Tensor | None
+    first: Tensor | None
+    last: Tensor | None
+    room: Tensor | None
+    packed_rows: tuple[bool, bool]  # whether mask and bias have columns of each row's own
+
+
+def arrange(problem: Problem) -> Arranged:
+    """A checked problem with at least one row and one key."""
+    q, k, v, mask, bias = problem.q, problem.k, problem.v, problem.mask, problem.bias
+    first = last = room = end = None
+    own = (False, False)
+    if problem.packing is not None:
+        own = (mask is not None and not is_per_key(mask), bias is not None and not is_per_key(bias))
+        first, last, room = _packed_limits(problem, problem.packing)
+        q, k, v = q[None], k[None], v[None]
+        mask, bias = (None if t is None else _four_dimensions(t) for t in (mask, bias))
+    elif problem.is_causal:
+        seqlen_q, seqlen_k = q.shape[1], k.shape[1]
+        last = torch.arange(seqlen_k - seqlen_q, seqlen_k, dtype=torch.int32, device=q.device)
+    if problem.key_lists is not None and problem.is_causal:
+        end = problem.key_lists.end
+    elif problem.key_lists is not None:  # then all rows keep the same keys
+        mask = (problem.key_lists.end > 0)[:, :, None]
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    mask = None if mask is None else _without_repeats(mask)
+    return Arranged(q, k, v, mask, bias, end, first, last, room, own)
+
+
+def _without_repeats(mask: Tensor) -> Tensor:
+    """A mask with one entry along the dimensions in which it was expanded."""
+    for dim in range(mask.dim()):
+        if mask.stride(dim) == 0:
+            mask = mask.narrow(dim, 0, 1)
+    return mask
+
+
+def _four_dimensions(t: Tensor) -> Tensor:
+    """A packed mask or bias with a batch of 1, and one row where it is alike for all rows."""
+    return t[None, :, None] if is_per_key(t) else t[None]
+
+
+def _packed_limits(problem: Problem, packing: Packing) -> tuple[Tensor, Tensor, Tensor]:
+    """`first`, `last` and `room` of each row, from boundaries that stay on the device.
+
+    Wrong boundaries give wrong intervals, of which FlexAttention reads no more than there are keys.
+    """
+    stops_q, stops_k = packing.cu_seqlens_q[1:], packing.cu_seqlens_k[1:]
+    row = torch.arange(problem.q.shape[0], dtype=torch.int32, device=stops_q.device)
+    if len(stops_q) == 0:
+        return row, row - 1, torch.zeros_like(row)
+    sequence = torch.searchsorted(stops_q, row, right=True).clamp(max=len(stops_q) - 1)
+    first = packing.cu_seqlens_k[:-1][sequence]
+    last = stops_k[sequence] - 1
+    if problem.is_causal:
+        last = torch.minimum(last, last - (stops_q[sequence] - 1 - row))
+    room = torch.full_like(row, max(packing.max_seqlen_k - 1, 0))
+    return first, last, room
+
+
+def operands(
+    problem: Problem, given: Arranged, shift: Tensor | None, needs: tuple[bool, bool]
+) -> tuple[Spec, Operands]:
+    """The tensors to index, without their dimensions of size 1, and how they are indexed.
+
+    Of them only the bias requires a gradient, if it is needed: see `bias_gradient`.
+    """
+    heads, heads_k = given.q.shape[1], given.k.shape[1]
+    found: dict[str, tuple[str | None, Tensor | None]] = {}
+    columns = dict(zip(("mask", "bias"), given.packed_rows, strict=True))
+    for name in ("end", "mask", "bias"):
+        t: Tensor | None = getattr(given, name)
+        found[name] = (None, None)
+        if t is not None:
+            letters = "bhk" if name == "end" else "bhqc" if columns.get(name) else "bhqk"
+            found[name] = _squeezed(t, letters, heads, heads_k)
+    dtype = lse_dtype(given.q.dtype)
+    bias = found["bias"][1]
+    spec = Spec(
+        softmax_scale=problem.softmax_scale,
+        softcap=problem.softcap,
+        group=heads // heads_k,
+        limit=torch.finfo(dtype).max / 4,
+        first=given.first is not None,
+        last=given.last is not None,
+        end=found["end"][0],
+        mask=found["mask"][0],
+        bias=found["bias"][0],
+        shift=shift is not None,
+        head_dim=given.q.shape[-1],
+        dtype=given.q.dtype,
+        needs=needs,
+    )
+    return spec, Operands(
+        given.first,
+        given.last,
+        given.room if any(given.packed_rows) else None,
+        found["end"][1],
+        found["mask"][1],
+        # A leaf of autograd: torch.compile loses the gradient of any other tensor that a score_mod
+        # reads, up to torch 2.13 at least.
+        None if bias is None else bias.detach().to(dtype).requires_grad_(needs[1]),
+        shift,
+    )
+
+
+def _squeezed(t: Tensor, letters: str, heads: int, heads_k: int) -> tuple[str, Tensor]:
+    """The letters of the dimensions that are not of size 1, and a contiguous tensor of those."""
+    if t.shape[1] == heads_k and heads_k != heads:
+        letters = letters.replace("h", "g")
+    kept = [i for i, size in enumerate(t.shape) if size > 1]
+    if not kept:  # an index is needed, if only to have the gradient added up
+        return "h", t.reshape(1).expand(heads).contiguous()
+    shape = [t.shape[i] for i in kept]
+    return "".join(letters[i] for i in kept), t.reshape(shape).contiguous()
+
+
+def bias_gradient(found: Tensor, shape: torch.Size) -> Tensor:
+    """The gradient of a bias of this shape from that of the `Operands`."""
+    return (found.sum() if shape.numel() == 1 else found).reshape(shape)
+
+
+At = tuple[Tensor, Tensor, Tensor, Tensor]  # batch, query head, row and key of a score
+
+
+def score(spec: Spec, tensors: Operands, x: Tensor, at: At) -> Tensor:
+    """The logit of a scaled dot product.
+
+    FlexAttention goes on in base 2, where the largest numbers overflow. So what lies beyond `limit`
+    is brought nearer by a factor of 4, which keeps the order: `actual` takes that back.
+    """
+    x = x if x.dtype == torch.float64 else x.float()
+    if spec.softcap > 0:
+        x = torch.tanh(x / spec.softcap) * spec.softcap
+    if tensors.bias is not None:
+        x = x + _entry(tensors.bias, spec.bias, spec, tensors, at)
+    if tensors.shift is not None:
+        b, h, row, _ = at
+        x = x - tensors.shift[b, h, row]
+    if tensors.bias is not None:
+        near = x.clamp(-spec.limit, spec.limit) * 0.75 + x * 0.25
+        x = torch.where(x.abs() <= spec.limit, x, near)
+    return x
+
+
+def changes_scores(spec: Spec) -> bool:
+    """Whether `score` is anything but the scaled dot product."""
+    return spec.softcap > 0 or spec.bias is not None or spec.shift
+
+
+def actual(lse: Tensor, limit: float) -> Tensor:
+    """Finite values that `score` has brought nearer, as far as their dtype goes, where they were.
+
+    -inf, of a row that keeps nothing, becomes 0.
+    """
+    far = (lse - lse.clamp(-limit, limit) * 0.75) * 4.0
+    most = torch.finfo(lse.dtype).max
+    found = torch.where(lse.abs() <= limit, lse, far.clamp(-most, most))
+    return found.masked_fill(lse == -torch.inf, 0.0)
+
+
+def keep(spec: Spec, tensors: Operands, at: At) -> Tensor:
+    """Whether a row keeps a key."""
+    _, _, row, key = at
+    kept = key >= 0
+    if tensors.last is not None:
+        kept = key <= tensors.last[row]
+    if tensors.first is not None:
+        kept = kept & (key >= tensors.first[row])
+    if tensors.end is not None:
+        assert tensors.last is not None  # intervals of rows are causal
+        kept = kept & (tensors.last[row] < _entry(tensors.end, spec.end, spec, tensors, at))
+    if tensors.mask is not None:
+        kept = kept & _entry(tensors.mask, spec.mask, spec, tensors, at)
+    return kept
+
+
+def _entry(t: Tensor, letters: str | None, spec: Spec, tensors: Operands, at: At) -> Tensor:
+    """Of a tensor whose dimensions have these letters."""
+    b, h, row, key = at
+    index = []
+    for letter in letters or "":
+        if letter == "b":
+            index.append(b)
+        elif letter == "h":
+            index.append(h)
+        elif letter == "g":
+            index.append(h // spec.group)
+        elif letter == "q":
+            index.append(row)
+        elif letter == "k":
+            index.append(key)
+        else:
+            index.append(_column(tensors, row, key))
+    return t[tuple(index)]
+
+
+def _column(tensors: Operands, row: Tensor, key: Tensor) -> Tensor:
+    """Where a key stands in the row's own columns; in bounds also where it is of no sequence."""
+    assert tensors.first is not None and tensors.room is not None
+    return torch.minimum((key - tensors.first[row]).clamp(min=0), tensors.room[row])
+
+
+def padded_head_dim(t: Tensor, head_dim: int) -> Tensor:
+    """With zeros up to a head_dim of this size."""
+    return t if t.shape[-1] == head_dim else pad(t, (0, head_dim - t.shape[-1]))

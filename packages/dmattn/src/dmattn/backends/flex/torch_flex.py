@@ -1,0 +1,208 @@
+"""What this backend takes from torch: FlexAttention, compiled on GPUs and by its formula on CPUs.
+
+`torch.nn.attention.flex_attention` is public; on a GPU nothing else of it is used. On the CPU it
+returns no lse when compiled and, in newer versions of torch, no gradients at all, so there the
+operator behind it is called, by which FlexAttention defines its results: it forms all scores. That
+operator, the mode in which torch runs the two functions, and the limit on compilations are private.
+This is the only module of the backend that uses them, and `missing` says what a version of torch
+lacks.
+"""
+
+import functools
+import importlib
+import itertools
+import math
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dmattn.backends.flex.blocks import BLOCK, BlockTable
+from dmattn.backends.flex.operands import Operands, Spec, changes_scores, keep, score
+
+_MODULE = "torch.nn.attention.flex_attention"
+_OPERATOR = "torch._higher_order_ops.flex_attention"
+_MODE = "torch._dynamo._trace_wrapped_higher_order_op"
+_USED = (
+    (_MODULE, "flex_attention"),
+    (_MODULE, "BlockMask"),
+    (_OPERATOR, "flex_attention"),
+)
+
+# What compiles the calls on a GPU; tests look at the graphs without one.
+COMPILER: Any = "inductor"
+
+
+@functools.cache
+def missing() -> str | None:
+    """What this version of torch lacks, in words for a user; None where all is there.
+
+    Parts of torch._dynamo are looked at where they are used: importing it takes seconds, and
+    imports triton, which reads its settings then.
+    """
+    for module, name in _USED:
+        try:
+            getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError):
+            return f"torch {torch.__version__} has no {module}.{name}"
+    return None
+
+
+def _lacks(name: str) -> RuntimeError:
+    return RuntimeError(
+        f"backend: got 'flex', which cannot run here: torch {torch.__version__} has no {name}"
+    )
+
+
+def attend(
+    spec: Spec, q: Tensor, k: Tensor, v: Tensor, tensors: Operands, table: BlockTable | None
+) -> tuple[Tensor, Tensor]:
+    """out (B, H, Sq, D) and lse (B, H, Sq) of what `arrange` and `operands` made, differentiable.
+
+    On a GPU the call is compiled at the first of its kind, which takes many seconds.
+    """
+    if runs_compiled(q):
+        return compiled(spec, q, k, v, tensors, table)
+    return by_formula(spec, q, k, v, tensors)
+
+
+def runs_compiled(q: Tensor) -> bool:
+    """Whether a kernel computes a problem with this query, which wants a table of blocks."""
+    return q.is_cuda
+
+
+def compiled(
+    spec: Spec, q: Tensor, k: Tensor, v: Tensor, tensors: Operands, table: BlockTable | None
+) -> tuple[Tensor, Tensor]:
+    """By the kernel that torch.compile makes of FlexAttention."""
+
+    def score_mod(x: Tensor, b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        return score(spec, tensors, x, (b, h, row, key))
+
+    def mask_mod(b: Tensor, h: Tensor, row: Tensor, key: Tensor) -> Tensor:
+        return keep(spec, tensors, (b, h, row, key))
+
+    block_mask = None
+    if table is not None:
+        block_mask = _flex().BlockMask.from_kv_blocks(
+            *table, BLOCK_SIZE=BLOCK, mask_mod=mask_mod, seq_lengths=(q.shape[2], k.shape[2])
+        )
+    given = score_mod if changes_scores(spec) else None
+    with torch._dynamo.config.patch({_limit_name(): _MOST_COMPILATIONS}):
+        out, lse = _kernel_of(spec, COMPILER)(q, k, v, given, block_mask, spec.softmax_scale)
+    return out, lse
+
+
+@functools.cache
+def _kernel_of(spec: Spec, compiler: Any) -> Callable[..., tuple[Tensor, Tensor]]:
+    """FlexAttention, compiled for one spec.
+
+    torch.compile counts compilations by code object and gives up after a few; and by the name of
+    the function it remembers which numbers have changed, to take those for variables from then on.
+    So each spec has a function of its own. What is compiled again for one spec are lengths: once
+    when a length changes for the first time, and then never more.
+    """
+    name = f"flex_attention_{next(_NUMBERS)}"
+    code = _call.__code__.replace(co_name=name)
+    function = types.FunctionType(code, _call.__globals__, name)
+    return torch.compile(function, fullgraph=True, backend=compiler)
+
+
+_NUMBERS = itertools.count()
+# Of one spec. Each length that changes for the first time, or is 1, takes one, so that torch's own
+# limit of 8, beyond which it raises an error, can be met.
+_MOST_COMPILATIONS = 64
+
+
+_LIMIT_NAMES = ("recompile_limit", "cache_size_limit")  # since torch 2.7, and before
+
+
+@functools.cache
+def _limit_name() -> str:
+    """Of the limit on compilations of one function."""
+    for name in _LIMIT_NAMES:
+        if hasattr(torch._dynamo.config, name):
+            return name
+    raise _lacks(f"torch._dynamo.config.{_LIMIT_NAMES[0]}")
+
+
+def _call(
+    q: Tensor, k: Tensor, v: Tensor, score_mod: Any, block_mask: Any, scale: float
+) -> tuple[Tensor, Tensor]:
+    flex = _flex()
+    # The kernel for few rows is limited in what heads and masks it takes.
+    options = {"FORCE_USE_FLEX_ATTENTION": True}
+    if hasattr(flex, "AuxRequest"):  # newer versions warn of return_lse
+        out, aux = flex.flex_attention(
+            q, k, v, score_mod, block_mask, scale, q.shape[1] != k.shape[1],
+            kernel_options=options, return_aux=flex.AuxRequest(lse=True),
+        )  # fmt: skip
+        return out, aux.lse
+    out, lse = flex.flex_attention(
+        q, k, v, score_mod, block_mask, scale, q.shape[1] != k.shape[1], True, options
+    )
+    return out, lse
+
+
+def _flex() -> Any:
+    import torch.nn.attention.flex_attention as flex
+
+    return flex
+
+
+def by_formula(
+    spec: Spec, q: Tensor, k: Tensor, v: Tensor, tensors: Operands
+) -> tuple[Tensor, Tensor]:
+    """By torch's own definition of FlexAttention, in the dtype of lse; memory of Sq * Sk."""
+    operator = importlib.import_module(_OPERATOR).flex_attention
+    mode = _mode()
+    names = [name for name, t in zip(Operands._fields, tensors, strict=True) if t is not None]
+    given = tuple(t for t in tensors if t is not None)
+
+    def read(buffers: tuple[Tensor, ...]) -> Operands:
+        return Operands(**dict(zip(names, buffers, strict=True)))
+
+    def score_mod(
+        x: Tensor, b: Tensor, h: Tensor, row: Tensor, key: Tensor, *buffers: Tensor
+    ) -> Tensor:
+        with mode():
+            return score(spec, read(buffers), x, (b, h, row, key))
+
+    def mask_mod(b: Tensor, h: Tensor, row: Tensor, key: Tensor, *buffers: Tensor) -> Tensor:
+        with mode():
+            return keep(spec, read(buffers), (b, h, row, key))
+
+    wide = [t.to(torch.float64 if t.dtype == torch.float64 else torch.float32) for t in (q, k, v)]
+    out, lse, *_ = operator(
+        *wide,
+        score_mod,
+        (*_no_blocks(q.shape[2], k.shape[2]), mask_mod),
+        spec.softmax_scale,
+        {},
+        given,
+        tuple(t.detach() for t in given),
+    )
+    return out, lse * math.log(2)
+
+
+@functools.cache
+def _mode() -> Any:
+    """The mode in which torch runs what reads a tensor by indices that are tensors."""
+    try:
+        return importlib.import_module(_MODE).TransformGetItemToIndex
+    except (ImportError, AttributeError):
+        raise _lacks(f"{_MODE}.TransformGetItemToIndex") from None
+
+
+def _no_blocks(seqlen_q: int, seqlen_k: int) -> tuple[Any, ...]:
+    """A BlockMask as the operator takes it, but for mask_mod, with one block; it is not read."""
+    mask = _flex().BlockMask.from_kv_blocks(
+        torch.ones((1, 1, 1), dtype=torch.int32),
+        torch.zeros((1, 1, 1, 1), dtype=torch.int32),
+        BLOCK_SIZE=1 << 30,
+        seq_lengths=(seqlen_q, seqlen_k),
+    )
+    parts: tuple[Any, ...] = mask.as_tuple()
+    return parts[:-1]

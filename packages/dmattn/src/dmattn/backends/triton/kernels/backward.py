@@ -1,0 +1,338 @@
+"""The backward kernels: delta, then dq by blocks of rows, dk and dv by blocks of keys.
+
+The logits are computed anew in each of them.
+"""
+
+import triton.language as tl
+
+from dmattn.backends.triton.kernels.shared import (
+    any_of,
+    backward_rows,
+    device_function,
+    gradient_of_logits,
+    kept,
+    kernel,
+    keys_at,
+    listed_range,
+    load_rows,
+    logits,
+    operand_of,
+    place_of,
+    product,
+    program_of_rows,
+    rounded,
+    seen_by,
+    sequence,
+    store_rows,
+)
+
+
+@kernel
+def row_delta(
+    out, out_b, out_m, out_h, dout, dout_b, dout_m, dout_h, dout_d, lse, dlse, delta, lse_b, lse_h,
+    cu_seqlens_q, seqlen_q, total_q, nheads, m_blocks,
+    D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """delta = dout . out - dlse, since dlse / dlogits = p; 0 for rows that keep nothing."""
+    m_block, h, b = program_of_rows(m_blocks, nheads)
+    q_start, rows = sequence(cu_seqlens_q, b, seqlen_q, total_q)
+    m = m_block * BM + tl.arange(0, BM)
+    d = tl.arange(0, BD)
+    at = b.to(tl.int64) * lse_b + h.to(tl.int64) * lse_h + q_start + m
+    keeps = tl.load(lse + at, mask=m < rows, other=float("-inf")) > float("-inf")
+    out_rows = place_of(out, b, out_b, h, out_h, q_start, out_m)
+    dout_rows = place_of(dout, b, dout_b, h, dout_h, q_start, dout_m)
+    o = load_rows(out_rows, m, out_m, keeps, d, 1, D)
+    do = load_rows(dout_rows, m, dout_m, keeps, d, dout_d, D)
+    found = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    if dlse is not None:
+        found -= tl.load(dlse + at, mask=keeps, other=0.0)
+    tl.store(delta + at, found, mask=m < rows)
+
+
+@kernel
+def row_gradients(
+    q, k, v, q_b, q_m, q_h, q_d, k_b, k_n, k_h, k_d, v_b, v_n, v_h, v_d,
+    mask, mask_b, mask_h, mask_heads, mask_m, mask_n, mask_k0,
+    bias, bias_b, bias_h, bias_heads, bias_m, bias_n, bias_k0,
+    keys, rank, end, list_b, list_h, list_heads, width, rank_width,
+    cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k, total_q, total_k,
+    nheads, group, scale, softcap,
+    dout, dout_b, dout_m, dout_h, dout_d, lse, lse_rest, delta, lse_b, lse_h,
+    dq, dq_b, dq_m, dq_h, dbias, m_blocks,
+    D: tl.constexpr, CAUSAL: tl.constexpr, SOFTCAP: tl.constexpr, LISTS: tl.constexpr,
+    LIST_ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """dq of BM rows of one query head, and the sums of their dlogits.
+
+    Args:
+        dq: None where not needed.
+        dbias: float32, as lse: the sum of the dlogits of each row; None where not needed.
+    """
+    m_block, h, b = program_of_rows(m_blocks, nheads)
+    q_start, rows = sequence(cu_seqlens_q, b, seqlen_q, total_q)
+    k_start, nkeys = sequence(cu_seqlens_k, b, seqlen_k, total_k)
+    if m_block * BM >= rows:
+        return
+    m = m_block * BM + tl.arange(0, BM)
+    d = tl.arange(0, BD)
+    offset = nkeys - rows
+    seen = seen_by(m_block, rows, nkeys, CAUSAL, BM)
+    number_of_list = b * list_b + h // list_heads * list_h
+    begin, lo, hi = listed_range(
+        rank, number_of_list, k_start, seen, width, rank_width, m_block * BM // LIST_ROWS,
+        LISTS,
+    )  # fmt: skip
+    q_rows = place_of(q, b, q_b, h, q_h, q_start, q_m)
+    hk = h // group
+    k_rows = place_of(k, b, k_b, hk, k_h, k_start, k_n)
+    v_rows = place_of(v, b, v_b, hk, v_h, k_start, v_n)
+    dout_rows = place_of(dout, b, dout_b, h, dout_h, q_start, dout_m)
+    mask = operand_of(mask, b, h, q_start, k_start, mask_b, mask_h, mask_heads, mask_m, mask_k0)
+    bias = operand_of(bias, b, h, q_start, k_start, bias_b, bias_h, bias_heads, bias_m, bias_k0)
+    if LISTS == 2:
+        end = end + number_of_list.to(tl.int64) * seqlen_k
+    at = b.to(tl.int64) * lse_b + h.to(tl.int64) * lse_h + q_start
+
+    row_lse, row_rest, delta_m, keeps = backward_rows(lse, lse_rest, delta, at, m, rows)
+    rows_q = load_rows(q_rows, m, q_m, m < rows, d, q_d, D)
+    do = load_rows(dout_rows, m, dout_m, keeps, d, dout_d, D)
+    acc = tl.zeros([BM, BD], tl.float32)
+    sums = tl.zeros([BM], tl.float32)
+    for i in range(lo, hi, BN):
+        n, exists = keys_at(keys, begin, i, hi, k_start, nkeys, LISTS, BN)
+        keep = kept(
+            m[:, None], n[None, :], exists[None, :], rows, offset, mask, mask_m, mask_n, end,
+            CAUSAL, LISTS,
+        )  # fmt: skip
+        if any_of(keep):
+            keys_k = load_rows(k_rows, n, k_n, exists, d, k_d, D)
+            keys_v = load_rows(v_rows, n, v_n, exists, d, v_d, D)
+            x = product(rows_q, tl.trans(keys_k)) * scale
+            s, capped = logits(
+                x, m[:, None], n[None, :], keep, bias, bias_m, bias_n, softcap, SOFTCAP
+            )
+            dp = product(do, tl.trans(keys_v))
+            _, ds, dx = gradient_of_logits(
+                s, capped, dp, row_lse[:, None], row_rest[:, None], delta_m[:, None], SOFTCAP
+            )
+            if dq is not None:
+                acc += product(rounded(dx, k.dtype.element_ty), keys_k)
+            if dbias is not None:
+                sums += tl.sum(ds, 1)
+    if dq is not None:
+        dq_rows = place_of(dq, b, dq_b, h, dq_h, q_start, dq_m)
+        store_rows(dq_rows, m, dq_m, m < rows, d, 1, acc * scale, D)
+    if dbias is not None:
+        tl.store(dbias + at + m, sums, mask=m < rows)
+
+
+@kernel
+def key_gradients(
+    q, k, v, q_b, q_m, q_h, q_d, k_b, k_n, k_h, k_d, v_b, v_n, v_h, v_d,
+    mask, mask_b, mask_h, mask_heads, mask_m, mask_n, mask_k0,
+    bias, bias_b, bias_h, bias_heads, bias_m, bias_n, bias_k0,
+    keys, rank, end, list_b, list_h, list_heads, width, rank_width,
+    cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k, total_q, total_k,
+    nheads, group, scale, softcap,
+    dout, dout_b, dout_m, dout_h, dout_d, lse, lse_rest, delta, lse_b, lse_h,
+    dk, dv, dk_b, dk_n, dk_h, dbias, dbias_b, dbias_h,
+    n_blocks, list_blocks, first_list_block, first_head, head_step, heads_together,
+    D: tl.constexpr, CAUSAL: tl.constexpr, SOFTCAP: tl.constexpr, LISTS: tl.constexpr,
+    LIST_ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+    DBIAS_BY_HEAD: tl.constexpr,
+):  # fmt: skip
+    """dk and dv of BN keys, and the sums of their dlogits, over query heads that share the keys.
+
+    Without lists, or with one list for all rows, a program owns its keys and stores their
+    gradients. With a list for every block of rows (LISTS = 2) it adds the part of one list block
+    to float32 gradients: to each key once in a launch for one list block and one head of a key
+    head, which is repeatable, and in any order in one launch for all.
+
+    Tiles are (BN, BM) here: the operand that stays, keys, is then divided among the warps.
+
+    Args:
+        dk, dv: None where not needed.
+        dbias: float32 (batch, heads, keys): the sum of the dlogits of each key; None where not
+            needed. Its heads are query heads if DBIAS_BY_HEAD, else those of k.
+        list_blocks, first_list_block: how many list blocks this launch works on, and from which.
+        first_head, head_step, heads_together: program x works on the query heads from
+            first_head + x * head_step on, so many of them, all of one key head.
+    """
+    number = tl.program_id(0)
+    n_block = number % n_blocks
+    list_block = first_list_block + number // n_blocks % list_blocks
+    programs_h = nheads // head_step
+    h0 = first_head + number // n_blocks // list_blocks % programs_h * head_step
+    b = number // n_blocks // list_blocks // programs_h
+    q_start, rows = sequence(cu_seqlens_q, b, seqlen_q, total_q)
+    k_start, nkeys = sequence(cu_seqlens_k, b, seqlen_k, total_k)
+    d = tl.arange(0, BD)
+    offset = nkeys - rows
+    number_of_list = b * list_b + h0 // list_heads * list_h
+    begin, lo, hi = listed_range(
+        rank, number_of_list, k_start, nkeys, width, rank_width, list_block, LISTS
+    )
+    first = lo + n_block * BN
+    if first >= hi:
+        return
+    n, exists = keys_at(keys, begin, first, hi, k_start, nkeys, LISTS, BN)
+    m_lo = 0 * b
+    m_hi = rows
+    if LISTS == 2:
+        end = end + number_of_list.to(tl.int64) * seqlen_k
+        m_lo = list_block * LIST_ROWS
+        m_hi = tl.minimum(rows, m_lo + LIST_ROWS)
+    elif CAUSAL:
+        first_key = tl.min(tl.where(exists, n, nkeys), 0)
+        m_lo = tl.maximum(first_key - offset, 0) // BM * BM
+    hk = h0 // group
+    k_rows = place_of(k, b, k_b, hk, k_h, k_start, k_n)
+    v_rows = place_of(v, b, v_b, hk, v_h, k_start, v_n)
+    keys_k = load_rows(k_rows, n, k_n, exists, d, k_d, D)
+    keys_v = load_rows(v_rows, n, v_n, exists, d, v_d, D)
+
+    acc_k = tl.zeros([BN, BD], tl.float32)
+    acc_v = tl.zeros([BN, BD], tl.float32)
+    sums = tl.zeros([BN], tl.float32)
+    for g in range(heads_together):
+        h = h0 + g
+        q_rows = place_of(q, b, q_b, h, q_h, q_start, q_m)
+        dout_rows = place_of(dout, b, dout_b, h, dout_h, q_start, dout_m)
+        own_mask = operand_of(
+            mask, b, h, q_start, k_start, mask_b, mask_h, mask_heads, mask_m, mask_k0
+        )
+        own_bias = operand_of(
+            bias, b, h, q_start, k_start, bias_b, bias_h, bias_heads, bias_m, bias_k0
+        )
+        at = b.to(tl.int64) * lse_b + h.to(tl.int64) * lse_h + q_start
+        for m0 in range(m_lo, m_hi, BM):
+            m = m0 + tl.arange(0, BM)
+            keep = kept(
+                m[None, :], n[:, None], exists[:, None], rows, offset, own_mask, mask_m, mask_n,
+                end, CAUSAL, LISTS,
+            )  # fmt: skip
+            if any_of(keep):
+                row_lse, row_rest, delta_m, keeps = backward_rows(lse, lse_rest, delta, at, m, rows)
+                rows_q = load_rows(q_rows, m, q_m, m < rows, d, q_d, D)
+                do = load_rows(dout_rows, m, dout_m, keeps, d, dout_d, D)
+                x = product(keys_k, tl.trans(rows_q)) * scale
+                s, capped = logits(
+                    x, m[None, :], n[:, None], keep, own_bias, bias_m, bias_n, softcap, SOFTCAP
+                )
+                dp = product(keys_v, tl.trans(do))
+                p, ds, dx = gradient_of_logits(
+                    s, capped, dp, row_lse[None, :], row_rest[None, :], delta_m[None, :], SOFTCAP
+                )
+                if dv is not None:
+                    acc_v += product(rounded(p, v.dtype.element_ty), do)
+                if dk is not None:
+                    acc_k += product(rounded(dx, q.dtype.element_ty), rows_q)
+                if dbias is not None:
+                    sums += tl.sum(ds, 1)
+        if DBIAS_BY_HEAD:
+            add_sums(dbias, b, h, dbias_b, dbias_h, k_start + n, exists, sums, LISTS)
+            sums = tl.zeros([BN], tl.float32)
+    if not DBIAS_BY_HEAD:
+        add_sums(dbias, b, hk, dbias_b, dbias_h, k_start + n, exists, sums, LISTS)
+    add_rows(dk, b, dk_b, hk, dk_h, k_start, n, dk_n, exists, d, acc_k * scale, LISTS, D)
+    add_rows(dv, b, dk_b, hk, dk_h, k_start, n, dk_n, exists, d, acc_v, LISTS, D)
+
+
+@device_function
+def add_sums(dbias, b, h, stride_b, stride_h, n, exists, sums, LISTS: tl.constexpr):
+    """Store a key's sum of dlogits, or add to it where other programs do so too."""
+    if dbias is not None:
+        place = dbias + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h + n
+        if LISTS == 2:
+            tl.atomic_add(place, sums, mask=exists, sem="relaxed")
+        else:
+            tl.store(place, sums, mask=exists)
+
+
+@device_function
+def add_rows(
+    base, b, stride_b, h, stride_h, start, n, stride, exists, d, x,
+    LISTS: tl.constexpr, D: tl.constexpr,
+):  # fmt: skip
+    """Store the gradient of keys, or add to it where other programs do so too."""
+    if base is not None:
+        place = place_of(base, b, stride_b, h, stride_h, start, stride)
+        if LISTS == 2:
+            at = place + n.to(tl.int64)[:, None] * stride + d[None, :]
+            tl.atomic_add(at, x, mask=exists[:, None] & (d < D)[None, :], sem="relaxed")
+        else:
+            store_rows(place, n, stride, exists, d, 1, x, D)
+
+
+@kernel
+def bias_gradient(
+    q, k, v, q_b, q_m, q_h, q_d, k_b, k_n, k_h, k_d, v_b, v_n, v_h, v_d,
+    mask, mask_b, mask_h, mask_heads, mask_m, mask_n, mask_k0,
+    bias, bias_b, bias_h, bias_heads, bias_m, bias_n, bias_k0,
+    cu_seqlens_q, cu_seqlens_k, seqlen_q, seqlen_k, total_q, total_k,
+    nheads, group, scale, softcap,
+    dout, dout_b, dout_m, dout_h, dout_d, lse, lse_rest, delta, lse_b, lse_h,
+    dbias, dbias_b, dbias_h, dbias_m, m_blocks, n_blocks, sum_heads, sum_batch,
+    D: tl.constexpr, CAUSAL: tl.constexpr, SOFTCAP: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+):  # fmt: skip
+    """A tile of the gradient of a bias with rows and keys, summed over what shares it.
+
+    Args:
+        sum_heads, sum_batch: query heads and batch entries that share one of the bias.
+    """
+    number = tl.program_id(0)
+    n_block = number % n_blocks
+    m_block = number // n_blocks % m_blocks
+    bias_head = number // n_blocks // m_blocks % (nheads // sum_heads)
+    bias_batch = number // n_blocks // m_blocks // (nheads // sum_heads)
+    q_start, rows = sequence(cu_seqlens_q, bias_batch, seqlen_q, total_q)
+    k_start, nkeys = sequence(cu_seqlens_k, bias_batch, seqlen_k, total_k)
+    m = m_block * BM + tl.arange(0, BM)
+    n = n_block * BN + tl.arange(0, BN)
+    d = tl.arange(0, BD)
+    offset = nkeys - rows
+    exists = n < nkeys
+    total = tl.zeros([BM, BN], tl.float32)
+    for i in range(sum_heads * sum_batch):
+        b = bias_batch + i // sum_heads
+        h = bias_head * sum_heads + i % sum_heads
+        own_mask = operand_of(
+            mask, b, h, q_start, k_start, mask_b, mask_h, mask_heads, mask_m, mask_k0
+        )
+        keep = kept(
+            m[:, None], n[None, :], exists[None, :], rows, offset, own_mask, mask_m, mask_n, None,
+            CAUSAL, 0,
+        )  # fmt: skip
+        if any_of(keep):
+            own_bias = operand_of(
+                bias, b, h, q_start, k_start, bias_b, bias_h, bias_heads, bias_m, bias_k0
+            )
+            hk = h // group
+            q_rows = place_of(q, b, q_b, h, q_h, q_start, q_m)
+            k_rows = place_of(k, b, k_b, hk, k_h, k_start, k_n)
+            v_rows = place_of(v, b, v_b, hk, v_h, k_start, v_n)
+            dout_rows = place_of(dout, b, dout_b, h, dout_h, q_start, dout_m)
+            at = b.to(tl.int64) * lse_b + h.to(tl.int64) * lse_h + q_start
+            row_lse, row_rest, delta_m, keeps = backward_rows(lse, lse_rest, delta, at, m, rows)
+            rows_q = load_rows(q_rows, m, q_m, m < rows, d, q_d, D)
+            keys_k = load_rows(k_rows, n, k_n, exists, d, k_d, D)
+            x = product(rows_q, tl.trans(keys_k)) * scale
+            s, capped = logits(
+                x, m[:, None], n[None, :], keep, own_bias, bias_m, bias_n, softcap, SOFTCAP
+            )
+            do = load_rows(dout_rows, m, dout_m, keeps, d, dout_d, D)
+            keys_v = load_rows(v_rows, n, v_n, exists, d, v_d, D)
+            dp = product(do, tl.trans(keys_v))
+            _, ds, _ = gradient_of_logits(
+                s, capped, dp, row_lse[:, None], row_rest[:, None], delta_m[:, None], SOFTCAP
+            )
+            total += ds
+    place = dbias + bias_batch.to(tl.int64) * dbias_b + bias_head.to(tl.int64) * dbias_h
+    row = q_start.to(tl.int64) + m
+    tl.store(
+        place + row[:, None] * dbias_m + n[None, :],
+        rounded(total, dbias.dtype.element_ty),
+        mask=(m < rows)[:, None] & exists[None, :],
+    )

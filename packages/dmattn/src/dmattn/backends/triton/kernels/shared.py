@@ -1,0 +1,252 @@
+"""What the kernels have in common: sequences, keys and their visibility, logits, products.
+
+Letters: BM rows and BN keys of a tile, BD the head dimension rounded up to a power of two.
+
+Programs are numbered along one axis, since the other axes of a grid take 65535 programs at most.
+Offsets of rows and keys are 64-bit: an operand may have more than 2^31 elements.
+"""
+
+import triton
+import triton.language as tl
+
+from dmattn.backends.triton.tiles import is_interpreted
+
+# The interpreter keeps bfloat16 as integers, multiplies those, and cuts off where a GPU rounds.
+INTERPRETED = tl.constexpr(is_interpreted())
+
+# Triton compiles a kernel anew for arguments that are 1, or divisible by 16, where others were not.
+# That helps with strides, and not with these.
+kernel = triton.jit(
+    do_not_specialize=(
+        *("seqlen_q", "seqlen_k", "total_q", "total_k", "nheads", "group", "m_blocks", "n_blocks"),
+        *("mask_heads", "bias_heads", "list_b", "list_h", "list_heads", "width", "rank_width"),
+        *("list_blocks", "first_list_block", "first_head", "head_step", "heads_together"),
+        *("sum_heads", "sum_batch"),
+    )
+)
+
+
+def device_function(function):
+    """A function that kernels call.
+
+    The interpreter patches the whole language anew for each call of a `triton.jit` function, which
+    takes most of its time. Within a kernel the language is patched already.
+    """
+    return function if INTERPRETED.value else triton.jit(function)
+
+
+@device_function
+def rounded(x, dtype: tl.constexpr):
+    """float32 x in `dtype`, rounded to nearest, ties to even."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        near = bits + 0x7FFF + ((bits >> 16) & 1)
+        near = tl.where(x == x, near, bits | 0x400000)  # NaN stays NaN
+        y = ((near >> 16) & 0xFFFF).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+    else:
+        y = x.to(dtype)
+    return y
+
+
+@device_function
+def product(a, b):
+    """a @ b summed in float32; float32 operands are not shortened to tf32."""
+    if INTERPRETED and a.dtype == tl.bfloat16:
+        c = tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    else:
+        c = tl.dot(a, b, input_precision="ieee")
+    return c
+
+
+@device_function
+def tanh(x):
+    """tanh to float32 accuracy, from operations that every device has."""
+    square = x * x
+    small = 62.0 / 2835.0 * square - 17.0 / 315.0
+    small = x + x * square * (-1.0 / 3.0 + square * (2.0 / 15.0 + square * small))
+    large = 1.0 - 2.0 / (tl.exp(2.0 * tl.abs(x)) + 1.0)
+    return tl.where(tl.abs(x) < 0.25, small, tl.where(x < 0.0, -large, large))
+
+
+@device_function
+def sequence(cu_seqlens, b, length, total):
+    """First token and length of sequence b: of those packed, or all of a batch entry.
+
+    Wrong boundaries never lead outside the `total` tokens.
+    """
+    if cu_seqlens is not None:
+        start = tl.minimum(tl.maximum(tl.load(cu_seqlens + b), 0), total)
+        stop = tl.minimum(tl.maximum(tl.load(cu_seqlens + b + 1), start), total)
+        count = tl.minimum(stop - start, length)
+    else:
+        start = 0 * b
+        count = start + length
+    return start, count
+
+
+@device_function
+def program_of_rows(m_blocks, nheads):
+    """The block of rows, query head and batch entry that this program works on."""
+    number = tl.program_id(0)
+    return number % m_blocks, number // m_blocks % nheads, number // m_blocks // nheads
+
+
+@device_function
+def seen_by(m_block, rows, nkeys, CAUSAL: tl.constexpr, BM: tl.constexpr):
+    """How many keys the last row of a block sees, causality alone counted."""
+    seen = nkeys
+    if CAUSAL:
+        last_row = tl.minimum(m_block * BM + BM, rows) - 1
+        seen = tl.minimum(tl.maximum(last_row + nkeys - rows + 1, 0), nkeys)
+    return seen
+
+
+@device_function
+def place_of(base, b, stride_b, h, stride_h, start, stride):
+    """Where the rows or keys from `start` on lie, of batch entry b and head h."""
+    place = base + b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h
+    return place + start.to(tl.int64) * stride
+
+
+@device_function
+def load_rows(base, row, stride_row, usable, d, stride_d, D: tl.constexpr):
+    """(rows, BD) of a matrix; zeros where a row is not usable, and past D."""
+    at = base + row.to(tl.int64)[:, None] * stride_row + d[None, :] * stride_d
+    return tl.load(at, mask=usable[:, None] & (d < D)[None, :], other=0.0)
+
+
+@device_function
+def store_rows(base, row, stride_row, usable, d, stride_d, x, D: tl.constexpr):
+    """Write float32 (rows, BD) to a matrix, rounded to its dtype."""
+    at = base + row.to(tl.int64)[:, None] * stride_row + d[None, :] * stride_d
+    value = rounded(x, base.dtype.element_ty)
+    tl.store(at, value, mask=usable[:, None] & (d < D)[None, :])
+
+
+@device_function
+def operand_of(base, b, h, q_start, k_start, stride_b, stride_h, heads, stride_m, stride_k0):
+    """Where a mask or bias of batch entry b and query head h begins.
+
+    heads: query heads that share one of its heads.
+    stride_k0: its stride from key to key where packed keys are counted from the first of all.
+    """
+    place = base
+    if base is not None:
+        place = base + b.to(tl.int64) * stride_b + (h // heads).to(tl.int64) * stride_h
+        place += q_start.to(tl.int64) * stride_m + k_start.to(tl.int64) * stride_k0
+    return place
+
+
+@device_function
+def listed_range(
+    rank, number, k_start, seen, width, rank_width, list_block, LISTS: tl.constexpr
+):  # fmt: skip
+    """Where the list begins that a block of rows walks, and its entries lo .. hi - 1.
+
+    Args:
+        number: of the lists, which batch entry and head they belong to.
+        seen: the keys that the last of the rows sees, causality alone counted.
+        width: entries between one list and the next.
+        rank_width: entries of `rank` between one number and the next.
+        list_block: which of the lists of `number`, if there is more than one.
+        LISTS: 0: no list, the keys are 0 .. seen - 1. 1: one ascending list for all rows, with
+            rank[j] of its entries before key j. 2: a list for every block of rows, with the
+            length of each in `rank`.
+    """
+    begin = number.to(tl.int64) * width
+    lo = 0 * k_start
+    hi = seen
+    if LISTS == 1:
+        at = rank + number.to(tl.int64) * rank_width + k_start
+        lo = tl.load(at)
+        hi = tl.load(at + seen)
+    if LISTS == 2:
+        which = number.to(tl.int64) * rank_width + list_block
+        begin = which * width
+        hi = tl.minimum(tl.load(rank + which), width)
+    return begin, lo, hi
+
+
+@device_function
+def keys_at(keys, begin, i, hi, k_start, nkeys, LISTS: tl.constexpr, BN: tl.constexpr):
+    """Keys i .. i + BN - 1 of a range, counted from the sequence's first, and which exist."""
+    entry = i + tl.arange(0, BN)
+    exists = entry < hi
+    n = entry
+    if LISTS > 0:
+        n = tl.load(keys + begin + entry, mask=exists, other=0)
+        if LISTS == 1:
+            n -= k_start
+        n = tl.minimum(tl.maximum(n, 0), nkeys - 1)  # a wrong entry finds another key
+    return n, exists
+
+
+@device_function
+def kept(
+    m, n, exists, rows, offset, mask, mask_m, mask_n, end,
+    CAUSAL: tl.constexpr, LISTS: tl.constexpr,
+):  # fmt: skip
+    """Which keys the rows keep: a bool tile.
+
+    Rows m, keys n and their `exists` lie along different dimensions, (BM, 1) and (1, BN) or
+    (1, BM) and (BN, 1); so they do below.
+    """
+    keep = (m < rows) & exists
+    if CAUSAL:
+        keep = keep & (n <= m + offset)
+    if LISTS == 2:
+        keep = keep & (m + offset < tl.load(end + n, mask=exists, other=0))
+    if mask is not None:
+        at = mask + m.to(tl.int64) * mask_m + n.to(tl.int64) * mask_n
+        keep = keep & (tl.load(at, mask=keep, other=0) != 0)
+    return keep
+
+
+@device_function
+def logits(x, m, n, keep, bias, bias_m, bias_n, softcap, SOFTCAP: tl.constexpr):
+    """Logits of scaled products x, -inf where not kept, and the tanh of the soft cap (else x)."""
+    capped = x
+    s = x
+    if SOFTCAP:
+        capped = tanh(x / softcap)
+        s = capped * softcap
+    if bias is not None:
+        at = bias + m.to(tl.int64) * bias_m + n.to(tl.int64) * bias_n
+        s += tl.load(at, mask=keep, other=0.0).to(tl.float32)
+    return tl.where(keep, s, float("-inf")), capped
+
+
+@device_function
+def any_of(keep):
+    """Whether any entry of a tile is True."""
+    return tl.max(tl.max(keep.to(tl.int32), axis=1), axis=0) > 0
+
+
+@device_function
+def gradient_of_logits(s, capped, dp, lse, rest, delta, SOFTCAP: tl.constexpr):
+    """Probabilities, dlogits, and the gradient of the scaled dot products, all tiles.
+
+    Args:
+        lse: +inf for rows that keep nothing.
+        rest: what rounding dropped from lse.
+    """
+    p = tl.exp((s - lse) - rest)
+    # Where nothing is kept dp may be anything.
+    ds = tl.where(s == float("-inf"), 0.0, p * (dp - delta))
+    dx = ds
+    if SOFTCAP:
+        dx = ds * (1.0 - capped * capped)
+    return p, ds, dx
+
+
+@device_function
+def backward_rows(lse, rest, delta, at, m, rows):
+    """lse, its rest and delta of rows m as `gradient_of_logits` takes them, and who keeps keys."""
+    usable = m < rows
+    row_lse = tl.load(lse + at + m, mask=usable, other=float("-inf"))
+    row_delta = tl.load(delta + at + m, mask=usable, other=0.0)
+    row_rest = tl.zeros_like(row_delta)
+    if rest is not None:
+        row_rest = tl.load(rest + at + m, mask=usable, other=0.0)
+    keeps = row_lse > float("-inf")
+    return tl.where(keeps, row_lse, float("inf")), row_rest, row_delta, keeps

@@ -1,0 +1,231 @@
+"""Attention under the name and the arguments of flash-dmattn's function for model code.
+
+It needs no transformers. A layer calls it in place of its attention function, with its scores as
+`attention_bias`. For transformers' own Doge models `dmattn.integrations.transformers.enable_doge`
+does all of it.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dmattn.functional import flash_dmattn_func
+from dmattn.key_lists import best_keys
+from dmattn.utils.mask import top_window_mask
+from dmattn.validation import check_int, check_mask, describe
+from dmattn.varlen import flash_dmattn_varlen_func
+
+
+def flash_dynamic_mask_attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    attention_bias: Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Softmax attention with a mask, a bias, and a choice of keys by that bias.
+
+    Letters: B batch, Sq/Sk query/key length, H query heads, HK key/value heads, D head dimension.
+    With a window each row attends to the keys of the highest bias among those that it may see, by
+    the mask and by causality; of equal ones to the later key. (flash-dmattn chose among all keys,
+    later ones included, so that a text and its beginning were treated differently.)
+
+    Args:
+        module: the layer. Its `is_causal` counts where the argument is None, True if it has none.
+        query: (B, H, Sq, D).
+        key, value: (B, HK, Sk, D).
+        attention_mask: True where a row may see a key: bool (B|1, H|HK|1, Sq|1, at least Sk), the
+            same without the dimension of rows, or (B, at least Sk), bools or integers, for padding.
+        attention_bias: (B|1, H|HK|1, Sq|1, Sk), or without the dimension of rows; added to the
+            logits. -inf masks.
+        scaling: D ** -0.5 when None.
+        softcap: c turns the scaled dot product x into c * tanh(x / c); None or 0 for none.
+        is_causal: whether rows see no later keys, the last row being at the last key.
+        keep_window_size, window_size: two names for the number of keys that a row keeps; None for
+            all. It takes an attention_bias to choose by. A mask or a bias that differs between rows
+            takes memory for Sq * Sk keys.
+        cu_seq_lens_q, cu_seq_lens_k, max_length_q, max_length_k: for sequences packed without
+            padding, of batch 1: integer (sequences + 1,) boundaries, and the longest lengths.
+        target_dtype: cast float32 inputs to this one. Where it is None: to the dtype of the weights
+            of `module`, beside which adapters and norms may have left inputs in float32.
+        deterministic: bitwise repeatable gradients.
+        dropout: must be 0.
+        **kwargs: others are not looked at.
+
+    Returns:
+        out (B, Sq, H, D), contiguous, and None in place of attention weights.
+
+    Raises:
+        TypeError, ValueError: an argument does not fit, or asks for what there is not.
+        RuntimeError: as `dmattn.flash_dmattn_func`.
+    """
+    if kwargs.get("dropout"):
+        raise ValueError(
+            f"dropout: got {kwargs['dropout']}, wanted 0, as dmattn has no dropout of attention"
+        )
+    window = _window_size(kwargs)
+    is_causal = kwargs.get("is_causal")
+    if is_causal is None:
+        is_causal = getattr(module, "is_causal", True)
+    is_causal = is_causal and query.shape[2] > 1
+    dtype = _compute_dtype(module, query, value, kwargs.get("target_dtype"))
+    query, key, value = (t.transpose(1, 2).to(dtype) for t in (query, key, value))
+    bias = _with_rows(attention_bias)
+    if bias is not None and bias.dtype not in (dtype, torch.float32):
+        bias = bias.to(dtype)
+    mask = _with_rows(attention_mask)
+    if mask is not None:
+        mask = check_mask("attention_mask", mask)[..., : key.shape[1]]
+    settings: dict[str, Any] = {
+        "softmax_scale": scaling,
+        "softcap": softcap or 0.0,
+        "deterministic": bool(kwargs.get("deterministic")),
+    }
+    if kwargs.get("cu_seq_lens_q") is not None or kwargs.get("cu_seq_lens_k") is not None:
+        settings |= {"is_causal": is_causal, "window_size": window}
+        return _packed(query, key, value, mask, bias, kwargs, settings), None
+    if window is not None and key.shape[1] <= window:
+        window = None
+    if window is not None and _has_rows(mask, bias):
+        mask = _best_of_each_row(mask, bias, window, query.shape[1], is_causal)
+        window, is_causal = None, False  # both are in the mask
+    out: Tensor = flash_dmattn_func(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        attn_bias=bias,
+        is_causal=is_causal,
+        window_size=window,
+        **settings,
+    )
+    return out, None
+
+
+def _window_size(kwargs: dict[str, Any]) -> int | None:
+    given = {name: kwargs.get(name) for name in ("keep_window_size", "window_size")}
+    sizes = {name: check_int(name, size, 1) for name, size in given.items() if size is not None}
+    if len(set(sizes.values())) > 1:
+        raise ValueError(
+            f"window_size: got {sizes['window_size']} beside keep_window_size="
+            f"{sizes['keep_window_size']}, wanted one of them"
+        )
+    return next(iter(sizes.values()), None)
+
+
+def _compute_dtype(
+    module: nn.Module, query: Tensor, value: Tensor, target: torch.dtype | None
+) -> torch.dtype:
+    """The dtype that query, key and value are cast to; autocast then has the last word."""
+    if query.dtype != torch.float32:
+        return value.dtype
+    if target is not None:
+        return target
+    for layer in module.modules():
+        weight = getattr(layer, "weight", None)
+        if isinstance(layer, nn.Linear) and isinstance(weight, Tensor):
+            if weight.is_floating_point():
+                return weight.dtype
+            break  # quantized: its outputs are in the dtype to compute in
+    return value.dtype
+
+
+def _with_rows(t: Tensor | None) -> Tensor | None:
+    """A mask or bias (B, Sk), (B, heads, Sk) or (B, heads, Sq, Sk) with four dimensions."""
+    if not isinstance(t, Tensor):
+        return t  # the checks to come say what is wrong with anything but None
+    if t.dim() == 2:
+        t = t if t.is_floating_point() else t != 0
+        return t[:, None, None]
+    if t.dim() == 4 and t.shape[2] > 1 and t.stride(2) == 0:
+        return t[:, :, :1]  # alike for all rows, which costs less
+    return t.unsqueeze(2) if t.dim() == 3 else t
+
+
+def _has_rows(mask: Tensor | None, bias: Tensor | None) -> bool:
+    """Whether rows differ in what they may see or prefer."""
+    return any(t is not None and t.shape[2] > 1 for t in (mask, bias))
+
+
+def _best_of_each_row(
+    mask: Tensor | None, bias: Tensor | None, window: int, query_len: int, is_causal: bool
+) -> Tensor:
+    """bool: the keys that each row keeps among those that it may see."""
+    if bias is None:
+        raise ValueError("attention_bias: got None, wanted a bias by which the window chooses")
+    if bias.shape[2] == 1:
+        return top_window_mask(bias, window, query_len, is_causal, mask)
+    if is_causal:
+        key_len = bias.shape[3]
+        row = torch.arange(query_len, device=bias.device)[:, None] + key_len - query_len
+        past = torch.arange(key_len, device=bias.device) <= row
+        mask = past if mask is None else mask & past
+    heads = 1 if mask is None or mask.dim() < 4 else mask.shape[1]
+    if heads > bias.shape[1] > 1:
+        bias = bias.repeat_interleave(heads // bias.shape[1], 1)
+    elif mask is not None and 1 < heads < bias.shape[1]:
+        mask = mask.repeat_interleave(bias.shape[1] // heads, 1)
+    return best_keys(bias, window, mask)
+
+
+def _packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    bias: Tensor | None,
+    kwargs: dict[str, Any],
+    settings: dict[str, Any],
+) -> Tensor:
+    """Sequences one behind the other in a batch of 1."""
+    if query.shape[0] != 1:
+        raise ValueError(
+            f"query: got batch {query.shape[0]} beside cu_seq_lens_q, wanted 1, with the sequences "
+            "one behind the other"
+        )
+    bounds = {side: _boundaries(f"cu_seq_lens_{side}", kwargs) for side in "qk"}
+    longest = {}
+    for side, cu_seqlens in bounds.items():
+        given = kwargs.get(f"max_length_{side}")
+        longest[side] = int(cu_seqlens.diff().max()) if given is None else int(given)
+    operands = {"attention_mask": mask, "attention_bias": bias}
+    per_key = {name: _per_key(name, t, key.shape[1]) for name, t in operands.items()}
+    out: Tensor = flash_dmattn_varlen_func(
+        query[0],
+        key[0],
+        value[0],
+        bounds["q"],
+        bounds["k"],
+        longest["q"],
+        longest["k"],
+        attn_mask=per_key["attention_mask"],
+        attn_bias=per_key["attention_bias"],
+        **settings,
+    )
+    return out[None]
+
+
+def _boundaries(name: str, kwargs: dict[str, Any]) -> Tensor:
+    """int32 boundaries; where only those of queries or of keys are given, they count for both."""
+    other = name[:-1] + ("k" if name.endswith("q") else "q")
+    given = kwargs.get(name) if kwargs.get(name) is not None else kwargs.get(other)
+    if not isinstance(given, Tensor):
+        raise TypeError(f"{name}: got {describe(given)}, wanted an integer tensor")
+    return given.to(torch.int32)
+
+
+def _per_key(name: str, t: Tensor | None, key_len: int) -> Tensor | None:
+    """(1, heads, 1, Tk) as (Tk, heads), the layout of packed keys."""
+    if t is None:
+        return None
+    if t.shape[0] != 1 or _has_rows(t, None) or t.shape[3] != key_len:
+        raise ValueError(
+            f"{name}: got shape {tuple(t.shape)} beside cu_seq_lens_q, wanted (1, heads, 1, "
+            f"{key_len}), alike for all rows"
+        )
+    return t[0, :, 0].transpose(0, 1)

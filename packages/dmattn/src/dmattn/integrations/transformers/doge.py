@@ -1,0 +1,345 @@
+"""Doge models with running top-w attention: nothing of size Sq x Sk is formed.
+
+`enable_doge` gives the modules of a model another `forward`, as attributes of the objects. Classes,
+parameters and config stay what they are. Each such forward asks the config at every call whether
+the attention implementation is "dmattn", and leaves the work to its class if it is not.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.models.doge.modeling_doge import DogeAttention, DogeModel, apply_rotary_pos_emb
+from transformers.utils import logging
+
+from dmattn.integrations.transformers.doge_cache import DogeCache, DogeCacheLayer
+from dmattn.integrations.transformers.doge_keys import SeenKeys, attend, of_mask, seen_keys
+from dmattn.integrations.transformers.registration import NAME, register
+from dmattn.scoring import key_scores, without_autocast
+from dmattn.validation import check_bool
+
+logger = logging.get_logger(__name__)
+
+Model = TypeVar("Model", bound=nn.Module)
+
+# The argument by which the model tells its layers what rows see.
+_SEEN = "dmattn_seen_keys"
+
+# On linear layers that take inputs which are wider than their weights.
+_IS_WIDE = "_dmattn_is_wide"
+
+
+def enable_doge(model: Model, use_dynamic_mask_cache: bool = False) -> Model:
+    """Make the Doge models within `model` compute running top-w attention through dmattn.
+
+    Each row attends to the `keep_window_size` keys of the highest scores among those that it may
+    see; of equal scores the later key is kept, and scores are computed in float32. Sets the
+    attention implementation "dmattn"; `set_attn_implementation` with another name switches all of
+    it off, and with "dmattn" on again. Enabling a model again changes only the cache.
+
+    Args:
+        model: a Doge model of transformers, dense or with experts, or a module that contains one,
+            such as an adapter around it. Changed in place.
+        use_dynamic_mask_cache: let `generate` and calls of the model make a `DogeCache` where they
+            would make a DynamicCache: where the user names no cache, generation is not assisted,
+            and no gradient is needed.
+
+    Returns:
+        model.
+
+    Raises:
+        ImportError: transformers is older than 5.18.
+        TypeError: an argument is of the wrong kind.
+        ValueError: there is no Doge model in `model`, or it has a sliding window and so no use for
+            a `DogeCache`. The model is then unchanged.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: got {type(model).__name__}, wanted a torch.nn.Module")
+    use_dynamic_mask_cache = check_bool("use_dynamic_mask_cache", use_dynamic_mask_cache)
+    bodies = [m for m in model.modules() if isinstance(m, DogeModel)]
+    if not bodies:
+        raise ValueError(
+            f"model: got a {type(model).__name__} without a DogeModel of transformers in it, "
+            'wanted one; other models take attn_implementation="dmattn" after '
+            "dmattn.integrations.transformers.register()"
+        )
+    if use_dynamic_mask_cache:
+        for body in bodies:
+            DogeCache(body.config)  # raises where there can be none
+    register()
+    for body in bodies:
+        _set_forward(body, functools.partial(_model_forward, body, use_dynamic_mask_cache))
+        for layer in body.modules():
+            if isinstance(layer, DogeAttention):
+                _set_forward(layer, functools.partial(_attention_forward, layer))
+                _compute_wide(layer.dt_proj)
+        body.set_attn_implementation(NAME)
+    for owner in model.modules():
+        if isinstance(owner, PreTrainedModel) and getattr(owner, "model", None) in bodies:
+            owner.set_attn_implementation(NAME)
+            if owner.can_generate():
+                _set_generate(owner, use_dynamic_mask_cache)
+    return model
+
+
+def _set_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+    """Give a module another forward; within a hook of accelerate, if it has one."""
+    name = "_old_forward" if hasattr(module, "_old_forward") else "forward"
+    setattr(module, name, forward)
+
+
+# --------------------------------------------------------------------------------------- the model
+
+
+def _model_forward(
+    model: DogeModel,
+    use_dynamic_mask_cache: bool,
+    input_ids: Tensor | None = None,
+    attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None,
+    past_key_values: Cache | None = None,
+    inputs_embeds: Tensor | None = None,
+    use_cache: bool | None = None,
+    **kwargs: Any,
+) -> Any:
+    """`DogeModel.forward`; works out once what rows see, and hands that to all layers."""
+    inputs = input_ids if inputs_embeds is None else inputs_embeds
+    if model.config._attn_implementation == NAME and inputs is not None:
+        if use_cache is None:
+            use_cache = model.config.use_cache
+        use_cache = use_cache and not (model.gradient_checkpointing and model.training)
+        if use_cache and past_key_values is None:
+            past_key_values = _new_cache(model, inputs_embeds, use_dynamic_mask_cache)
+        hidden_shape = inputs.shape[0], inputs.shape[1]
+        if isinstance(past_key_values, DogeCache):
+            _check_cache(model, past_key_values, inputs_embeds)
+            kwargs[_SEEN] = _new_tokens(attention_mask, hidden_shape, past_key_values)
+        else:
+            is_causal = kwargs.get("is_causal", getattr(model.config, "is_causal", None))
+            kwargs[_SEEN] = seen_keys(
+                model.config,
+                hidden_shape,
+                inputs.device,
+                attention_mask,
+                position_ids,
+                past_key_values,
+                is_causal is not False,
+            )
+        # The class takes a mask of four dimensions as it is, and makes none of its own. Its layers
+        # do not look at this one.
+        attention_mask = torch.ones((1, 1, 1, 1), dtype=torch.bool, device=inputs.device)
+    return type(model).forward(
+        model,
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        position_ids=position_ids,
+        past_key_values=past_key_values,
+        inputs_embeds=inputs_embeds,
+        use_cache=use_cache,
+        **kwargs,
+    )
+
+
+def _new_cache(
+    model: DogeModel, inputs_embeds: Tensor | None, use_dynamic_mask_cache: bool
+) -> Cache:
+    """The cache of a call that names none."""
+    if use_dynamic_mask_cache and not _needs_gradients(model, inputs_embeds):
+        return DogeCache(model.config)
+    return DynamicCache(config=model.config)
+
+
+def _needs_gradients(model: DogeModel, inputs_embeds: Tensor | None) -> bool:
+    if not torch.is_grad_enabled():
+        return False
+    if inputs_embeds is not None and inputs_embeds.requires_grad:
+        return True
+    return any(p.requires_grad for p in model.parameters())
+
+
+def _check_cache(model: DogeModel, cache: DogeCache, inputs_embeds: Tensor | None) -> None:
+    """Raise before any layer has changed the cache."""
+    if _needs_gradients(model, inputs_embeds):
+        raise RuntimeError(
+            "past_key_values: got a DogeCache where gradients are needed, which it does not carry; "
+            "call the model under torch.no_grad(), or use a transformers.DynamicCache"
+        )
+    wanted = (model.config.num_hidden_layers, model.config.keep_window_size)
+    found = (len(cache.layers), cache.layers[0].window_size if cache.layers else None)
+    if found != wanted:
+        raise ValueError(
+            f"past_key_values: got a DogeCache of (layers, window) {found}, wanted {wanted}, as "
+            "DogeCache(model.config) has them"
+        )
+
+
+def _new_tokens(
+    attention_mask: Tensor | None, hidden_shape: tuple[int, int], cache: DogeCache
+) -> Tensor | None:
+    """bool (B, Sq): which of the tokens at hand are real; None for all."""
+    if attention_mask is None:
+        return None
+    before, (batch, query_len) = cache.get_seq_length(), hidden_shape
+    wanted = (batch, before + query_len)
+    if not isinstance(attention_mask, Tensor) or tuple(attention_mask.shape) != wanted:
+        got = getattr(attention_mask, "shape", None)
+        got = type(attention_mask).__name__ if got is None else f"shape {tuple(got)}"
+        raise ValueError(
+            f"attention_mask: got {got}, wanted {wanted} beside a DogeCache: all tokens so far, "
+            "those at hand included"
+        )
+    return attention_mask[:, before:].bool()
+
+
+# -------------------------------------------------------------------------------------- the layers
+
+
+def _attention_forward(
+    layer: DogeAttention,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Tensor | None = None,
+    past_key_values: Cache | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """`DogeAttention.forward` by running top-w."""
+    seen = kwargs.pop(_SEEN, None)
+    if layer.config._attn_implementation != NAME:
+        result: tuple[Tensor, None] = type(layer).forward(
+            layer, hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs
+        )
+        return result
+    _check_call(layer, kwargs)
+    shape = (*hidden_states.shape[:-1], -1, layer.head_dim)
+    value = layer.v_proj(hidden_states).view(shape)
+    query = layer.q_norm(layer.q_proj(hidden_states).view(shape))
+    key = layer.k_norm(layer.k_proj(hidden_states).view(shape))
+    cos, sin = position_embeddings
+    query, key = apply_rotary_pos_emb(query.transpose(1, 2), key.transpose(1, 2), cos, sin)
+    # Norms and rotation may leave them wider than values, under autocast for one.
+    query, key = (t.transpose(1, 2).to(value.dtype) for t in (query, key))
+    if isinstance(past_key_values, DogeCache):
+        entries = past_key_values.layers[layer.layer_idx]
+        assert isinstance(entries, DogeCacheLayer)
+        score = _scores(layer, value)
+        out = entries.attend(query, key, value, score, layer.scaling, seen)
+    else:
+        if past_key_values is not None:
+            key, value = past_key_values.update(
+                key.transpose(1, 2), value.transpose(1, 2), layer.layer_idx
+            )
+            key, value = key.transpose(1, 2), value.transpose(1, 2)
+        if seen is None:  # called by something else than the model
+            seen = _seen_by(attention_mask, layer)
+        score, keep = _scores(layer, value), layer.keep_window_size
+        out = attend(query, key, value, score, keep, layer.scaling, seen)
+    return layer.o_proj(out.flatten(2)), None
+
+
+def _seen_by(attention_mask: Tensor | None, layer: DogeAttention) -> SeenKeys:
+    """What a mask of four dimensions says; without one, rows are the last of causal ones."""
+    if attention_mask is None:
+        return SeenKeys()
+    return of_mask(layer.keep_window_size, attention_mask)
+
+
+def _check_call(layer: DogeAttention, kwargs: dict[str, Any]) -> None:
+    if layer.training and layer.attention_dropout:
+        raise ValueError(
+            f"attention_dropout: got {layer.attention_dropout}, wanted 0, as dmattn has no dropout "
+            'of attention; set config.attention_dropout to 0, or use the implementation "eager"'
+        )
+    if kwargs.get("output_attentions"):
+        logger.warning_once(
+            "dmattn never forms attention weights, so output_attentions=True gives None for them; "
+            'attn_implementation="eager" returns them.'
+        )
+
+
+def _scores(layer: DogeAttention, value: Tensor) -> Tensor:
+    """(B, S, HK, D) values -> (B, HK, S) scores, in float32 or wider."""
+    flat = value.flatten(2)
+    if not _is_wide(layer.dt_proj):
+        return key_scores(layer.dt_proj(flat), layer.A)
+    with without_autocast(flat.device.type):
+        wide = flat.to(torch.promote_types(flat.dtype, torch.float32))
+        return key_scores(layer.dt_proj(wide), layer.A)
+
+
+def _compute_wide(projection: nn.Module) -> None:
+    """Let the linear layer within `dt_proj` take inputs that are wider than its weights.
+
+    Its output rounded to bfloat16 would be full of ties, and ties decide which keys are kept. It is
+    still called as a module, so that hooks run and adapters around it are used.
+    """
+    linear = _innermost(projection)
+    if type(linear) is nn.Linear:  # what stands in for one, quantized, computes as it can
+        _set_forward(linear, functools.partial(_wide_linear_forward, linear))
+        linear.__dict__[_IS_WIDE] = True
+
+
+def _innermost(projection: nn.Module) -> nn.Module:
+    """The layer that adapters are wrapped around."""
+    while isinstance(inner := getattr(projection, "base_layer", None), nn.Module):
+        projection = inner
+    return projection
+
+
+def _is_wide(projection: nn.Module) -> bool:
+    return getattr(_innermost(projection), _IS_WIDE, False)
+
+
+def _wide_linear_forward(linear: nn.Linear, input: Tensor) -> Tensor:
+    """`nn.Linear.forward`, in the dtype of an input that is wider than the weight."""
+    weight: Tensor = linear.weight
+    bias: Tensor | None = linear.bias
+    if input.dtype != weight.dtype and input.dtype == torch.promote_types(
+        input.dtype, weight.dtype
+    ):
+        weight = weight.to(input.dtype)
+        bias = None if bias is None else bias.to(input.dtype)
+    return F.linear(input, weight, bias)
+
+
+# -------------------------------------------------------------------------------------- generation
+
+
+def _set_generate(owner: PreTrainedModel, use_dynamic_mask_cache: bool) -> None:
+    """Let `generate` make a DogeCache by default, or no longer."""
+    given = owner.__dict__.get("generate")
+    is_ours = isinstance(given, functools.partial) and given.func is _generate
+    if use_dynamic_mask_cache and not is_ours:
+        owner.generate = functools.partial(_generate, owner)
+    elif is_ours and not use_dynamic_mask_cache:
+        del owner.generate
+
+
+def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """`model.generate` with a DogeCache, where it would make a DynamicCache otherwise."""
+    named = inspect.signature(type(model).generate).bind_partial(model, *args, **kwargs).arguments
+    named = named | kwargs
+    # Where a generation_config says nothing, that of the model counts.
+    configs = (named.get("generation_config"), model.generation_config)
+
+    def setting(name: str) -> Any:
+        found = (named.get(name), *(getattr(config, name, None) for config in configs))
+        return next((value for value in found if value is not None), None)
+
+    # Assisted generation takes tokens back.
+    assistance = ("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit")
+    is_plain = (
+        model.config._attn_implementation == NAME
+        and kwargs.get("past_key_values") is None
+        and setting("use_cache") is not False
+        and setting("cache_implementation") in (None, "dynamic")
+        and not setting("is_assistant")
+        and all(setting(name) is None for name in assistance)
+    )
+    if is_plain:
+        kwargs["past_key_values"] = DogeCache(model.config)
+    return type(model).generate(model, *args, **kwargs)

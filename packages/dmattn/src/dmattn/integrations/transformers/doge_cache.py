@@ -1,0 +1,200 @@
+"""A cache of transformers for Doge models that holds only the keys that are still kept."""
+
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin
+
+from dmattn import DynamicMaskCache
+from dmattn.scoring import append_stretch, attend_through_cache
+
+
+class DogeCache(Cache):  # type: ignore[misc]  # has no types
+    """A cache for a model that `enable_doge` has enabled, of the same size for every context.
+
+    It holds, for each layer and key/value head, the `keep_window_size` keys that the next token may
+    attend to, with their scores. A key that has left never returns, so the model gives what it
+    gives with a cache of all keys. Pass it as `past_key_values` to the model or to `generate`,
+    under torch.no_grad(). It takes prompts at once or in chunks, padded on either side, further
+    turns of a dialogue, and the batch operations of generation, beams among them. It cannot be
+    cropped, so assisted generation refuses it.
+
+    Args:
+        config: of the model.
+
+    Raises:
+        TypeError: config is not one of a Doge model.
+        ValueError: the model has a sliding window, in which the best keys are not the best of a
+            growing context.
+    """
+
+    def __init__(self, config: Any) -> None:
+        text_config = getattr(config, "get_text_config", lambda decoder: config)(decoder=True)
+        window_size = getattr(text_config, "keep_window_size", None)
+        if window_size is None:
+            raise TypeError(
+                f"config: got {type(config).__name__}, wanted the config of a Doge model, with "
+                "keep_window_size; transformers.DynamicCache serves other models"
+            )
+        if text_config.sliding_window is not None:
+            raise ValueError(
+                f"config: got sliding_window={text_config.sliding_window}, wanted None for a "
+                "DogeCache; transformers.DynamicCache serves models with a sliding window"
+            )
+        layers = range(text_config.num_hidden_layers)
+        super().__init__(layers=[DogeCacheLayer(window_size) for _ in layers])
+
+
+class DogeCacheLayer(CacheLayerMixin):  # type: ignore[misc]  # has no types
+    """The kept keys of one layer.
+
+    Attributes:
+        kept: the `DynamicMaskCache` that holds them; None before the first tokens.
+    """
+
+    is_compileable = False
+    is_croppable = False
+    is_sliding = False
+
+    def __init__(self, window_size: int) -> None:
+        super().__init__()
+        self.window_size = window_size
+        self.kept: DynamicMaskCache | None = None
+        self._seq_length = 0
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        score: Tensor,
+        scale: float,
+        real: Tensor | None,
+    ) -> Tensor:
+        """Attention of the next tokens of each sequence, which are put in.
+
+        Letters: B batch, T new tokens, H query heads, HK key/value heads, D head dimension.
+
+        Args:
+            query: (B, T, H, D).
+            key, value: (B, T, HK, D).
+            score: (B, HK, T), float32, or float64 beside float64 values.
+            scale: of the logits.
+            real: bool (B, T), False for padding, which is not put in; None where all are real.
+
+        Returns:
+            (B, T, H, D). That of padding is finite and means nothing.
+
+        Raises:
+            TypeError, ValueError: the tensors do not fit what the cache holds, which is unchanged.
+            RuntimeError: a gradient would be needed.
+        """
+        kept = self._kept_for(key)
+        at_once = query.shape[1] > 1 and not kept.is_empty
+        attend = append_stretch if at_once else attend_through_cache
+        out = attend(query, key, value, score, kept, scale, key_mask=real)
+        self._seq_length += query.shape[1]
+        return out
+
+    def get_seq_length(self) -> int:
+        """How many tokens were put in, padding included: not how many keys are held."""
+        return self._seq_length
+
+    def get_max_length(self) -> int:
+        """-1: there is no maximum."""
+        return -1
+
+    def get_mask_sizes(self, query_length: int) -> NoReturn:
+        """Refused: what rows of an enabled model see is no mask over the keys held."""
+        raise _not_enabled()
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> NoReturn:
+        """Refused: a layer that is not enabled would take the kept keys for all keys."""
+        raise _not_enabled()
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Make room for keys of this dtype and device, (B, HK, any number, D)."""
+        batch, heads, _, head_dim = key_states.shape
+        dtype = value_states.dtype
+        self.kept = DynamicMaskCache(
+            batch,
+            self.window_size,
+            heads,
+            head_dim,
+            dtype,
+            key_states.device,
+            score_dtype=torch.promote_types(dtype, torch.float32),
+        )
+        self.is_initialized = True
+
+    def reset(self) -> None:
+        """Forget everything; the next tokens may be of another batch, dtype or device."""
+        self.kept, self.is_initialized, self._seq_length = None, False, 0
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Make entry i of the batch a copy of what entry beam_idx[i] was."""
+        if self.kept is not None:
+            self.kept.reorder(beam_idx.to(self.kept.k.device))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these entries of the batch, in this order."""
+        if self.kept is not None:
+            self.kept.batch_select_indices(indices.to(self.kept.k.device))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Make `repeats` neighbouring copies of each entry of the batch."""
+        if self.kept is not None:
+            self.kept.batch_repeat_interleave(repeats)
+
+    def crop(self, tokens_to_remove: int) -> NoReturn:
+        """Refused: the keys that the removed tokens pushed out are gone."""
+        raise _not_croppable()
+
+    def activate_past_recording(self) -> NoReturn:
+        """Refused: it announces a crop."""
+        raise _not_croppable()
+
+    def offload(self) -> None:
+        """Stay where it is: of a size that does not grow."""
+
+    def prefetch(self) -> None:
+        """Stay where it is."""
+
+    def _kept_for(self, key: Tensor) -> DynamicMaskCache:
+        if self.kept is None:
+            self.lazy_initialization(key.transpose(1, 2), key)
+        assert self.kept is not None
+        batch = self.kept.k.shape[0]
+        if batch != key.shape[0]:
+            raise ValueError(
+                f"past_key_values: got a DogeCache of {batch} sequences for {key.shape[0]}, wanted "
+                "as many; batch_select_indices and batch_repeat_interleave change their number, "
+                "and reset() forgets them"
+            )
+        # Tensors made under torch.inference_mode() cannot be changed outside of it. torch.compile
+        # cannot ask for that.
+        if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+            return self.kept
+        if self.kept.k.is_inference():
+            self.kept = self.kept.clone()
+        return self.kept
+
+
+def _not_enabled() -> RuntimeError:
+    return RuntimeError(
+        "past_key_values: got a DogeCache for a model that is not enabled; call "
+        "dmattn.integrations.transformers.enable_doge(model) first (and keep its attention "
+        'implementation "dmattn"), or use a transformers.DynamicCache'
+    )
+
+
+def _not_croppable() -> RuntimeError:
+    return RuntimeError(
+        "past_key_values: got a DogeCache where tokens may have to be taken back, as in assisted "
+        "generation; it does not hold the keys that these pushed out. Use a "
+        "transformers.DynamicCache instead"
+    )

@@ -1,0 +1,105 @@
+"""`explain` and `explain_varlen` name every slow path that can be told from a call."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dmattn import explain, explain_varlen, flash_dmattn_varlen_func, packed_documents
+from dmattn.backends import registry
+from dmattn.problem import Packing, Problem
+
+
+def operands(*batch: int, rows: int = 300, head_dim: int = 64) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (torch.randn(*batch, rows, heads, head_dim) for heads in (4, 2, 2))
+    return q, k, v
+
+
+def half(head_dim: int = 64, **fields: Any) -> Problem:
+    return Problem(*(t.bfloat16() for t in operands(1, head_dim=head_dim)), **fields)
+
+
+ROWS = torch.ones(1, 1, 300, 300, dtype=torch.bool)
+KEYS = torch.ones(1, 2, 1, 300, dtype=torch.bool)
+
+ON_CUDA = {
+    "no multiple of 8": half(60),
+    "head_dim 96 costs as much as 128": half(96),
+    "attn_mask has rows of its own": half(mask=ROWS),
+    "the backward takes 2 launches": half(mask=torch.ones(1, 4, 1, 300, dtype=torch.bool)),
+    "attn_bias has rows of its own and is read": half(bias=torch.zeros(ROWS.shape)),
+    "softcap": half(softcap=5.0),
+    "deterministic": half(deterministic=True),
+}
+
+
+@pytest.mark.parametrize("words", ON_CUDA)
+def test_slow_paths_of_the_compiled_kernels(words: str) -> None:
+    found = registry.named("cuda").slow_paths(ON_CUDA[words])
+    assert any(words in note for note in found), found
+
+
+def test_what_is_fast_on_the_compiled_kernels() -> None:
+    fast = [
+        half(is_causal=True),
+        half(128, mask=KEYS, bias=torch.zeros(1, 2, 1, 300)),
+        half(256, bias=torch.zeros(ROWS.shape, dtype=torch.bfloat16)),
+    ]
+    assert [registry.named("cuda").slow_paths(problem) for problem in fast] == [[], [], []]
+
+
+def test_packed_slow_paths_of_the_compiled_kernels() -> None:
+    bounds = torch.tensor([0, 100, 300], dtype=torch.int32)
+    packing = Packing(bounds, bounds, 200, 200)
+    given = [t.bfloat16() for t in operands()]
+    mask = torch.ones(1, 300, 200, dtype=torch.bool)
+    notes = registry.named("cuda").slow_paths(Problem(*given, mask=mask, packing=packing))
+    assert any("not split over the GPU" in note for note in notes)
+    assert any("attn_mask has rows of its own" in note for note in notes)
+
+
+def test_masks_on_the_cpu() -> None:
+    given = operands(1)
+    assert "slow: attn_mask has rows of its own" in explain(*given, ROWS)
+    assert "slow" not in explain(*given, KEYS)
+
+
+def test_before_a_backend() -> None:
+    q, k, v = operands(1)
+    assert "slow: sinks take some passes" in explain(q, k, v, sinks=torch.zeros(4))
+    assert "slow: head_dim is 64 of key and 32 of value" in explain(q, k, v[..., :32])
+
+
+def test_long_lists() -> None:
+    """Those of documents are as long as the documents; those of a window are not."""
+    given = operands(1, rows=1024)
+
+    def of_documents(length: int) -> str:
+        bounds = torch.arange(0, 1025, length, dtype=torch.int32)
+        return explain(*given, is_causal=True, selection=packed_documents(bounds))
+
+    assert "slow: the selection has lists of up to 1024 of 1024 keys" in of_documents(1024)
+    assert "slow" not in of_documents(128)
+    scores = torch.randn(1, 2, 1024)
+    assert "slow" not in explain(*given, None, scores, window_size=100, is_causal=True)
+
+
+def test_varlen() -> None:
+    given, bounds = operands(), torch.tensor([0, 100, 300], dtype=torch.int32)
+    packing = (bounds, None, 200, 200)
+    text = explain_varlen(*given, *packing, is_causal=True, return_lse=True)
+    assert text.startswith("backend: cpu\n  not cuda: query: got device cpu")
+    assert "slow: packed sequences are computed one after another" in text
+    assert "  slow" not in explain_varlen(*given, *packing, backend="cuda")
+    scores = torch.randn(300, 2)
+    assert "sorts all keys" in explain_varlen(*given, *packing, attn_bias=scores, window_size=9)
+    causal = {"attn_bias": scores, "window_size": 9, "is_causal": True}
+    assert "slow" not in explain_varlen(*given, *packing, **causal)
+    others = torch.tensor([0, 101, 300], dtype=torch.int32)
+    moved = explain_varlen(*given, bounds, others, 200, 200, **causal)
+    assert "queries are copied to the positions" in moved
+    assert "all scores" in explain_varlen(*given, *packing, backend="flex")
+    with pytest.raises(ValueError, match="max_seqlen_k"):
+        explain_varlen(*given, bounds, None, 200, -1)
+    flash_dmattn_varlen_func(*given, *packing, **causal)  # what is explained can be called
