@@ -6,6 +6,7 @@ The numbers are the business of the attention suite, which runs it in triton's i
 import importlib
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -178,6 +179,7 @@ def test_keys_that_no_row_keeps_are_not_visited() -> None:
 
 # Shared memory of a block: the least among the GPUs that are served.
 SHARED_BYTES = 64 * 1024
+HOPPER_BYTES = 227 * 1024
 # A chip, the dtype of q, k and v, head_dim, a kernel, whether keys come from lists.
 COMPILED = [
     (75, "fp16", 64, "forward", False),
@@ -189,6 +191,11 @@ COMPILED = [
     (90, "fp16", 128, "bias_gradient", False),
     ("gfx90a", "fp16", 128, "forward", True),
     ("gfx90a", "bf16", 64, "key_gradients", False),
+]
+# The same, with the tiles for the shared memory of Hopper.
+COMPILED_LARGE = [
+    (90, "bf16", 128, "forward", False),
+    (90, "bf16", 128, "key_gradients", True),
 ]
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
@@ -253,31 +260,82 @@ def test_kernels_compile(
 ) -> None:
     """With a mask or lists, and a bias whose gradient is wanted; their tiles fit every GPU."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    tile = getattr(tiles_for(DTYPES[dtype], head_dim, chip == 75), name)
+    done = compiled_kernel(chip, dtype, head_dim, name, lists, tile)
+    assert done.metadata.shared <= SHARED_BYTES
+
+
+@needs_triton
+@pytest.mark.parametrize("chip,dtype,head_dim,name,lists", COMPILED_LARGE)
+def test_large_tiles(
+    chip: int,
+    dtype: str,
+    head_dim: int,
+    name: str,
+    lists: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without a mask, and with a bias by key beside lists: loads run ahead of the products."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    small = tiles_for(DTYPES[dtype], head_dim, False, HOPPER_BYTES, True)
+    assert small == tiles_for(DTYPES[dtype], head_dim, False)
+    tile = getattr(tiles_for(DTYPES[dtype], head_dim, False, HOPPER_BYTES, False), name)
+    done = compiled_kernel(chip, dtype, head_dim, name, lists, tile, large=True)
+    assert done.metadata.shared <= HOPPER_BYTES
+    # A copy that runs ahead is waited for; a branch around the loads would prevent it.
+    assert "async_wait" in done.asm["ttgir"] and "warp_group_dot" in done.asm["ttgir"]
+
+
+def compiled_kernel(
+    chip: int | str,
+    dtype: str,
+    head_dim: int,
+    name: str,
+    lists: bool,
+    tile: Tile,
+    large: bool = False,
+) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    tile = getattr(tiles_for(DTYPES[dtype], head_dim, chip == 75), name)
     module = "forward" if name == "forward" else "backward"
     kernel = getattr(importlib.import_module(f"dmattn.backends.triton.kernels.{module}"), name)
     is_amd = isinstance(chip, str)
+    names = kernel.arg_names
+    signature, constants = _signature(names, dtype, head_dim, name, tile, lists, large)
+    # As at a launch on aligned tensors. Without it no load is wide enough to run ahead.
+    even = [
+        i
+        for i, name in enumerate(names)
+        if signature[name].startswith("*") or re.fullmatch(r"(q|k|v|dout)_[bmnh]", name)
+    ]
+    attributes = {(i,): [["tt.divisibility", 16]] for i in even if names[i] not in constants}
     done = triton.compile(
-        ASTSource(kernel, *_signature(kernel.arg_names, dtype, head_dim, name, tile, lists)),
+        ASTSource(kernel, signature, constants, attributes if large else {}),
         target=GPUTarget("hip" if is_amd else "cuda", chip, 64 if is_amd else 32),
         options={"num_warps": tile.warps, "num_stages": tile.stages},
     )
     assert done.asm["hsaco" if is_amd else "cubin"]
-    assert done.metadata.shared <= SHARED_BYTES
+    return done
 
 
 def _signature(
-    arguments: list[str], dtype: str, head_dim: int, kernel: str, tile: Tile, lists: bool
+    arguments: list[str],
+    dtype: str,
+    head_dim: int,
+    kernel: str,
+    tile: Tile,
+    lists: bool,
+    large: bool,
 ) -> tuple[dict[str, str], dict[str, Any]]:
     """Types of a kernel's arguments, and the values of those that are compiled in."""
     constants = {
         "D": head_dim,
         "CAUSAL": True,
-        "SOFTCAP": True,
+        "SOFTCAP": not large,
+        "BASE_2": large and not lists,
         "LISTS": 2 if lists else 0,
         "LIST_ROWS": 128,
         "BM": tile.rows,
@@ -286,14 +344,16 @@ def _signature(
         "DBIAS_BY_HEAD": False,
         **dict.fromkeys(("q_d", "k_d", "v_d", "dout_d"), 1),
         **dict.fromkeys(("cu_seqlens_q", "cu_seqlens_k")),
-        **dict.fromkeys(("mask",) if lists else ("keys", "rank", "end")),
+        **dict.fromkeys(("keys", "rank", "full", "end") if not lists else ()),
+        **dict.fromkeys(("mask", "mask_m", "bias_m") if lists or large else ()),
+        **dict.fromkeys(("bias", "lse_rest", "dbias") if large and not lists else ()),
     }
     summed = "fp32" if lists else dtype
     types = {
         **dict.fromkeys(("q", "k", "v", "bias", "out", "dout", "dq"), f"*{dtype}"),
         **dict.fromkeys(("dk", "dv"), f"*{summed}"),
         **dict.fromkeys(("lse", "lse_rest", "delta"), "*fp32"),
-        **dict.fromkeys(("keys", "rank", "end"), "*i32"),
+        **dict.fromkeys(("keys", "rank", "full", "end"), "*i32"),
         "mask": "*i1",
         "dbias": f"*{dtype}" if kernel == "bias_gradient" else "*fp32",
         "scale": "fp32",

@@ -18,7 +18,14 @@ from dmattn.backends.triton.operands import (
     given_rows,
     rows_of,
 )
-from dmattn.backends.triton.tiles import Tile, Tiles, is_old_nvidia, padded_head_dim, tiles_for
+from dmattn.backends.triton.tiles import (
+    Tile,
+    Tiles,
+    is_old_nvidia,
+    padded_head_dim,
+    shared_bytes_of,
+    tiles_for,
+)
 from dmattn.key_lists import num_blocks
 from dmattn.problem import (
     Gradients,
@@ -44,7 +51,7 @@ def forward(problem: Problem, for_backward: bool) -> Results:
             rest.zero_()
     if problem.q.numel() > 0 and problem.k.numel() > 0:
         operands = arrange(problem)
-        tile = _tiles(problem.q).forward
+        tile = _tiles(operands).forward
         blocks = _blocks(operands.seqlen_q, tile.rows)
         _launch(
             forward_kernels.forward,
@@ -147,7 +154,7 @@ def _given_rows(
     # Through the operator it has another shape where there is none.
     rest = None if rest is None or rest.dim() != lse.dim() else rest.contiguous()
     delta = torch.zeros_like(lse)
-    tile = _tiles(problem.q).row_gradients
+    tile = _tiles(operands).row_gradients
     blocks = _blocks(operands.seqlen_q, tile.rows)
     packing = problem.packing
     out = results.out.contiguous()
@@ -176,7 +183,7 @@ def _row_gradients(
     operands: Operands, rows: _GivenRows, dq: Tensor | None, dbias: _BiasGradient
 ) -> None:
     q = operands.problem.q
-    tile = _tiles(q).row_gradients
+    tile = _tiles(operands).row_gradients
     blocks = _blocks(operands.seqlen_q, tile.rows)
     _launch(
         backward_kernels.row_gradients,
@@ -200,7 +207,7 @@ def _key_gradients(
     result must be repeatable in one launch after the other, each of which meets no key twice.
     """
     problem, lists = operands.problem, operands.lists
-    tile = _tiles(problem.q).key_gradients
+    tile = _tiles(operands).key_gradients
     dk, dv = (grads.k if needs.k else None), (grads.v if needs.v else None)
     entries, list_blocks = operands.seqlen_k, 1
     if lists is not None:
@@ -253,7 +260,7 @@ def _dense_bias_gradient(operands: Operands, rows: _GivenRows, dbias: Tensor) ->
     problem = operands.problem
     packed = problem.packing is not None
     wide = dbias[None] if packed else dbias
-    tile = _tiles(problem.q).bias_gradient
+    tile = _tiles(operands).bias_gradient
     m_blocks = _blocks(operands.seqlen_q, tile.rows)
     n_blocks = _blocks(operands.seqlen_k, tile.keys)
     heads = wide.shape[1]
@@ -295,8 +302,10 @@ def _launch(kernel: Any, operands: Operands, tile: Tile, programs: int, **argume
         )
 
 
-def _tiles(q: Tensor) -> Tiles:
-    return tiles_for(q.dtype, q.shape[-1], is_old_nvidia(q.device))
+def _tiles(operands: Operands) -> Tiles:
+    q = operands.problem.q
+    old, shared = is_old_nvidia(q.device), shared_bytes_of(q.device)
+    return tiles_for(q.dtype, q.shape[-1], old, shared, operands.has_pairs)
 
 
 def _on(t: Tensor) -> contextlib.AbstractContextManager[Any]:

@@ -54,6 +54,14 @@ class Operands:
         return self.nheads // self.nheads_k
 
     @property
+    def has_pairs(self) -> bool:
+        """Whether a mask that is read, or the bias, has rows and keys."""
+        mask = None if self.mask_is_listed else self.problem.mask
+        given = (t for t in (mask, self.problem.bias) if t is not None)
+        packed = self.problem.packing is not None
+        return any(not is_per_key(t) if packed else t.shape[2] > 1 for t in given)
+
+    @property
     def list_heads(self) -> int:
         """Heads that have lists of their own; 0 without lists."""
         return 0 if self.lists is None else self.lists.keys.shape[1]

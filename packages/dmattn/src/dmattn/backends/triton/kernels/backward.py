@@ -9,6 +9,7 @@ from dmattn.backends.triton.kernels.shared import (
     any_of,
     backward_rows,
     device_function,
+    ends_of,
     gradient_of_logits,
     kept,
     kernel,
@@ -20,6 +21,7 @@ from dmattn.backends.triton.kernels.shared import (
     product,
     program_of_rows,
     rounded,
+    rows_of_keys,
     seen_by,
     sequence,
     store_rows,
@@ -60,7 +62,8 @@ def row_gradients(
     dout, dout_b, dout_m, dout_h, dout_d, lse, lse_rest, delta, lse_b, lse_h,
     dq, dq_b, dq_m, dq_h, dbias, m_blocks,
     D: tl.constexpr, CAUSAL: tl.constexpr, SOFTCAP: tl.constexpr, LISTS: tl.constexpr,
-    LIST_ROWS: tl.constexpr, BASE_2: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+    LIST_ROWS: tl.constexpr, BASE_2: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """dq of BM rows of one query head, and the sums of their dlogits.
 
@@ -89,8 +92,7 @@ def row_gradients(
     dout_rows = place_of(dout, b, dout_b, h, dout_h, q_start, dout_m)
     mask = operand_of(mask, b, h, q_start, k_start, mask_b, mask_h, mask_heads, mask_m, mask_k0)
     bias = operand_of(bias, b, h, q_start, k_start, bias_b, bias_h, bias_heads, bias_m, bias_k0)
-    if LISTS == 2:
-        end = end + number_of_list.to(tl.int64) * seqlen_k
+    end = ends_of(end, number_of_list, seqlen_k)
     at = b.to(tl.int64) * lse_b + h.to(tl.int64) * lse_h + q_start
 
     row_lse, row_rest, delta_m, keeps = backward_rows(lse, lse_rest, delta, at, m, rows, BASE_2)
@@ -107,12 +109,10 @@ def row_gradients(
             for i in range(first, last, BN):
                 n, exists = keys_at(keys, begin, i, hi, k_start, nkeys, LISTS, BN)
                 usable = None if FULL else exists
-                keep = exists
-                if not FULL:
-                    keep = kept(
-                        m[:, None], n[None, :], exists[None, :], rows, offset, mask, mask_m, mask_n,
-                        end, CAUSAL, LISTS,
-                    )  # fmt: skip
+                keep = kept(
+                    m[:, None], n[None, :], exists[None, :], rows, offset, mask, mask_m, mask_n,
+                    end, CAUSAL, LISTS, FULL,
+                )  # fmt: skip
                 if mask is None or any_of(keep):
                     keys_k = load_rows(k_rows, n, k_n, usable, d, k_d, D)
                     keys_v = load_rows(v_rows, n, v_n, usable, d, v_d, D)
@@ -147,7 +147,8 @@ def key_gradients(
     dk, dv, dk_b, dk_n, dk_h, dbias, dbias_b, dbias_h,
     n_blocks, list_blocks, first_list_block, first_head, head_step, heads_together,
     D: tl.constexpr, CAUSAL: tl.constexpr, SOFTCAP: tl.constexpr, LISTS: tl.constexpr,
-    LIST_ROWS: tl.constexpr, BASE_2: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+    LIST_ROWS: tl.constexpr, BASE_2: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
     DBIAS_BY_HEAD: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of BN keys, and the sums of their dlogits, over query heads that share the keys.
@@ -185,24 +186,10 @@ def key_gradients(
     if first >= hi:
         return
     n, exists = keys_at(keys, begin, first, hi, k_start, nkeys, LISTS, BN)
-    # Rows m_lo .. m_hi - 1 keep some of the keys, and of those the rows from m_middle on all, unless
-    # there is a mask. Rows past the last have an lse of +inf, by which nothing comes of them.
-    m_lo = 0 * b
-    m_middle = m_lo
-    m_hi = rows
-    if LISTS == 2:
-        end = end + number_of_list.to(tl.int64) * seqlen_k
-        m_lo = list_block * LIST_ROWS
-        m_hi = tl.minimum(rows, m_lo + LIST_ROWS)
-        m_middle = tl.where(first + BN <= middle, m_lo, m_hi)
-    elif CAUSAL:
-        first_key = tl.min(tl.where(exists, n, nkeys), 0)
-        last_key = tl.max(tl.where(exists, n, 0), 0)
-        m_lo = tl.maximum(first_key - offset, 0) // BM * BM
-        m_middle = tl.minimum((tl.maximum(last_key - offset, 0) + BM - 1) // BM * BM, rows)
-        m_middle = tl.maximum(m_middle, m_lo)
-    if mask is not None:
-        m_middle = m_hi
+    end = ends_of(end, number_of_list, seqlen_k)
+    m_lo, m_middle, m_hi = rows_of_keys(
+        n, exists, first, middle, rows, offset, list_block, mask, CAUSAL, LISTS, LIST_ROWS, BM, BN
+    )
     hk = h0 // group
     k_rows = place_of(k, b, k_b, hk, k_h, k_start, k_n)
     v_rows = place_of(v, b, v_b, hk, v_h, k_start, v_n)
@@ -219,22 +206,17 @@ def key_gradients(
     for loop in range(loops):
         for FULL in tl.static_range(2):
             if FULL == 0 or mask is None:
-                m_first = m_middle if FULL else m_lo
-                m_last = m_hi if FULL else m_middle
-                steps = (tl.maximum(m_last - m_first, 0) + BM - 1) // BM
+                m_first, steps = steps_of(m_lo, m_middle, m_hi, BM, FULL)
                 for step in range(heads_of_loop * steps):
                     h = h0 + loop + step // steps
                     m = m_first + step % steps * BM + tl.arange(0, BM)
-                    keep = exists
-                    if not FULL:
-                        own_mask = operand_of(
-                            mask, b, h, q_start, k_start, mask_b, mask_h, mask_heads, mask_m,
-                            mask_k0,
-                        )  # fmt: skip
-                        keep = kept(
-                            m[None, :], n[:, None], exists[:, None], rows, offset, own_mask, mask_m,
-                            mask_n, end, CAUSAL, LISTS,
-                        )  # fmt: skip
+                    own_mask = operand_of(
+                        mask, b, h, q_start, k_start, mask_b, mask_h, mask_heads, mask_m, mask_k0
+                    )
+                    keep = kept(
+                        m[None, :], n[:, None], exists[:, None], rows, offset, own_mask, mask_m,
+                        mask_n, end, CAUSAL, LISTS, FULL,
+                    )  # fmt: skip
                     if mask is None or any_of(keep):
                         own_bias = operand_of(
                             bias, b, h, q_start, k_start, bias_b, bias_h, bias_heads, bias_m,
@@ -269,6 +251,14 @@ def key_gradients(
         add_sums(dbias, b, hk, dbias_b, dbias_h, k_start + n, exists, sums, LISTS)
     add_rows(dk, b, dk_b, hk, dk_h, k_start, n, dk_n, exists, d, acc_k * scale, LISTS, D)
     add_rows(dv, b, dk_b, hk, dk_h, k_start, n, dk_n, exists, d, acc_v, LISTS, D)
+
+
+@device_function
+def steps_of(m_lo, m_middle, m_hi, BM: tl.constexpr, FULL: tl.constexpr):
+    """First row, and number of steps of BM rows, of those that keep some keys, or all (FULL)."""
+    first = m_middle if FULL else m_lo
+    last = m_hi if FULL else m_middle
+    return first, (tl.maximum(last - first, 0) + BM - 1) // BM
 
 
 @device_function
@@ -335,7 +325,7 @@ def bias_gradient(
         )
         keep = kept(
             m[:, None], n[None, :], exists[None, :], rows, offset, own_mask, mask_m, mask_n, None,
-            CAUSAL, 0,
+            CAUSAL, 0, False,
         )  # fmt: skip
         if any_of(keep):
             own_bias = operand_of(

@@ -4,14 +4,13 @@ import triton.language as tl
 
 from dmattn.backends.triton.kernels.shared import (
     LN_2,
-    LOG2_E,
     any_of,
+    ends_of,
     kept,
     kernel,
     keys_at,
     listed_range,
     load_rows,
-    logits,
     operand_of,
     place_of,
     product,
@@ -19,6 +18,7 @@ from dmattn.backends.triton.kernels.shared import (
     rounded,
     seen_by,
     sequence,
+    softmax_step,
     store_rows,
 )
 
@@ -33,7 +33,8 @@ def forward(
     nheads, group, scale, softcap,
     out, out_b, out_m, out_h, lse, lse_rest, lse_b, lse_h, m_blocks,
     D: tl.constexpr, CAUSAL: tl.constexpr, SOFTCAP: tl.constexpr, LISTS: tl.constexpr,
-    LIST_ROWS: tl.constexpr, BASE_2: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+    LIST_ROWS: tl.constexpr, BASE_2: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
     """out and lse of BM rows of one query head."""
     m_block, h, b = program_of_rows(m_blocks, nheads, CAUSAL)
@@ -56,14 +57,12 @@ def forward(
     v_rows = place_of(v, b, v_b, hk, v_h, k_start, v_n)
     mask = operand_of(mask, b, h, q_start, k_start, mask_b, mask_h, mask_heads, mask_m, mask_k0)
     bias = operand_of(bias, b, h, q_start, k_start, bias_b, bias_h, bias_heads, bias_m, bias_k0)
-    if LISTS == 2:
-        end = end + number_of_list.to(tl.int64) * seqlen_k
+    end = ends_of(end, number_of_list, seqlen_k)
 
     rows_q = load_rows(q_rows, m, q_m, m < rows, d, q_d, D)
     acc = tl.zeros([BM, BD], tl.float32)
     highest = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
-    scale_2 = scale * LOG2_E
     if mask is not None:
         middle = lo
     # First the keys that all rows keep, then the others: this loop is compiled twice, and the keys
@@ -76,40 +75,20 @@ def forward(
             for i in range(first, last, BN):
                 n, exists = keys_at(keys, begin, i, hi, k_start, nkeys, LISTS, BN)
                 usable = None if FULL else exists
-                keep = exists
-                if not FULL:
-                    keep = kept(
-                        m[:, None], n[None, :], exists[None, :], rows, offset, mask, mask_m, mask_n,
-                        end, CAUSAL, LISTS,
-                    )  # fmt: skip
+                keep = kept(
+                    m[:, None], n[None, :], exists[None, :], rows, offset, mask, mask_m, mask_n,
+                    end, CAUSAL, LISTS, FULL,
+                )  # fmt: skip
                 if mask is None or any_of(keep):
                     keys_k = load_rows(k_rows, n, k_n, usable, d, k_d, D)
-                    x = product(rows_q, tl.trans(keys_k))
-                    if BASE_2:
-                        if FULL:
-                            s = x
-                            higher = tl.maximum(highest, tl.max(x, 1) * scale_2)
-                            p = tl.exp2(x * scale_2 - higher[:, None])
-                            shift = higher
-                        else:
-                            s = tl.where(keep, x * scale_2, float("-inf"))
-                            higher = tl.maximum(highest, tl.max(s, 1))
-                            shift = tl.where(higher == float("-inf"), 0.0, higher)
-                            p = tl.exp2(s - shift[:, None])
-                        shrink = tl.exp2(highest - shift)
-                    else:
-                        s, _ = logits(
-                            x * scale, m[:, None], n[None, :], exists[None, :], keep, rows,
-                            bias, bias_m, bias_n, softcap, SOFTCAP, FULL,
-                        )  # fmt: skip
-                        higher = tl.maximum(highest, tl.max(s, 1))
-                        shift = tl.where(higher == float("-inf"), 0.0, higher)
-                        p = tl.exp(s - shift[:, None])
-                        shrink = tl.exp(highest - shift)
+                    p, shrink, highest = softmax_step(
+                        product(rows_q, tl.trans(keys_k)), highest,
+                        m[:, None], n[None, :], exists[None, :], keep, rows,
+                        bias, bias_m, bias_n, scale, softcap, SOFTCAP, BASE_2, FULL,
+                    )  # fmt: skip
                     total = total * shrink + tl.sum(p, 1)
                     keys_v = load_rows(v_rows, n, v_n, usable, d, v_d, D)
                     acc = acc * shrink[:, None] + product(rounded(p, v.dtype.element_ty), keys_v)
-                    highest = higher
 
     empty = highest == float("-inf")
     divisor = tl.where(empty, 1.0, total)

@@ -128,15 +128,15 @@ def load_rows(base, row, stride_row, usable, d, stride_d, D: tl.constexpr):
     usable: None where all rows are.
     """
     at = base + row.to(tl.int64)[:, None] * stride_row + d[None, :] * stride_d
-    if D == d.shape[0]:
-        if usable is None:
-            x = tl.load(at)
-        else:
-            x = tl.load(at, mask=usable[:, None], other=0.0)
-    elif usable is None:
+    if usable is not None:
+        inside = usable[:, None]
+        if d.shape[0] > D:
+            inside = inside & (d < D)[None, :]
+        x = tl.load(at, mask=inside, other=0.0)
+    elif d.shape[0] > D:
         x = tl.load(at, mask=(d < D)[None, :], other=0.0)
     else:
-        x = tl.load(at, mask=usable[:, None] & (d < D)[None, :], other=0.0)
+        x = tl.load(at)
     return x
 
 
@@ -206,6 +206,15 @@ def listed_range(
 
 
 @device_function
+def ends_of(end, number, seqlen_k):
+    """Where the ends of the intervals of one set of lists begin; None where there are none."""
+    place = end
+    if end is not None:
+        place = end + number.to(tl.int64) * seqlen_k
+    return place
+
+
+@device_function
 def keys_at(keys, begin, i, hi, k_start, nkeys, LISTS: tl.constexpr, BN: tl.constexpr):
     """Keys i .. i + BN - 1 of a range, counted from the sequence's first, and which exist."""
     entry = i + tl.arange(0, BN)
@@ -222,18 +231,20 @@ def keys_at(keys, begin, i, hi, k_start, nkeys, LISTS: tl.constexpr, BN: tl.cons
 @device_function
 def kept(
     m, n, exists, rows, offset, mask, mask_m, mask_n, end,
-    CAUSAL: tl.constexpr, LISTS: tl.constexpr,
+    CAUSAL: tl.constexpr, LISTS: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
-    """Which keys the rows keep: a bool tile.
+    """Which keys the rows keep: a bool tile, or `exists` if all rows keep all of them (FULL).
 
     Rows m, keys n and their `exists` lie along different dimensions, (BM, 1) and (1, BN) or
     (1, BM) and (BN, 1); so they do below.
     """
-    keep = (m < rows) & exists
-    if CAUSAL:
-        keep = keep & (n <= m + offset)
-    if LISTS == 2:
-        keep = keep & (m + offset < tl.load(end + n, mask=exists, other=0))
+    keep = exists
+    if not FULL:
+        keep = keep & (m < rows)
+        if CAUSAL:
+            keep = keep & (n <= m + offset)
+        if LISTS == 2:
+            keep = keep & (m + offset < tl.load(end + n, mask=exists, other=0))
     if mask is not None:
         at = mask + n.to(tl.int64) * mask_n
         if mask_m is None:
@@ -268,6 +279,72 @@ def logits(
     if not FULL:
         s = tl.where(keep, s, float("-inf"))
     return s, capped
+
+
+@device_function
+def softmax_step(
+    x, highest, m, n, exists, keep, rows, bias, bias_m, bias_n, scale, softcap,
+    SOFTCAP: tl.constexpr, BASE_2: tl.constexpr, FULL: tl.constexpr,
+):  # fmt: skip
+    """exp(logits - the highest so far), the factor for what was summed before, and the highest.
+
+    Args:
+        x: dot products, not scaled.
+        highest: of the logits so far, (BM,); it and what is returned are in base 2 if BASE_2.
+    """
+    if BASE_2:
+        scale_2 = scale * LOG2_E
+        if FULL:
+            higher = tl.maximum(highest, tl.max(x, 1) * scale_2)
+            shift = higher
+            p = tl.exp2(x * scale_2 - shift[:, None])
+        else:
+            s = tl.where(keep, x * scale_2, float("-inf"))
+            higher = tl.maximum(highest, tl.max(s, 1))
+            shift = tl.where(higher == float("-inf"), 0.0, higher)
+            p = tl.exp2(s - shift[:, None])
+        shrink = tl.exp2(highest - shift)
+    else:
+        s, _ = logits(
+            x * scale, m, n, exists, keep, rows, bias, bias_m, bias_n, softcap, SOFTCAP, FULL
+        )
+        higher = tl.maximum(highest, tl.max(s, 1))
+        shift = tl.where(higher == float("-inf"), 0.0, higher)
+        p = tl.exp(s - shift[:, None])
+        shrink = tl.exp(highest - shift)
+    return p, shrink, higher
+
+
+@device_function
+def rows_of_keys(
+    n, exists, first, middle, rows, offset, list_block, mask,
+    CAUSAL: tl.constexpr, LISTS: tl.constexpr, LIST_ROWS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Rows m_lo .. m_hi - 1, which may keep some of the keys n; those from m_middle on keep all.
+
+    Rows past the last of the sequence may be counted: nothing comes of them, as their lse is +inf.
+
+    Args:
+        first, middle: the first of the keys, and how many all rows keep, as entries of their list.
+        list_block: the block of rows that the list belongs to, with LISTS = 2.
+    """
+    m_lo = 0 * list_block
+    m_middle = m_lo
+    m_hi = rows
+    if LISTS == 2:
+        m_lo = list_block * LIST_ROWS
+        m_hi = tl.minimum(rows, m_lo + LIST_ROWS)
+        m_middle = tl.where(first + BN <= middle, m_lo, m_hi)
+    elif CAUSAL:
+        first_key = tl.min(tl.where(exists, n, n + rows - offset), 0)
+        last_key = tl.max(tl.where(exists, n, 0), 0)
+        m_lo = tl.maximum(first_key - offset, 0) // BM * BM
+        m_middle = (tl.maximum(last_key - offset, 0) + BM - 1) // BM * BM
+        m_middle = tl.maximum(tl.minimum(m_middle, rows), m_lo)
+    if mask is not None:
+        m_middle = m_hi
+    return m_lo, m_middle, m_hi
 
 
 @device_function
