@@ -227,7 +227,8 @@ def test_every_argument_is_a_part_of_the_kind() -> None:
     """One that is added to the public functions has to be looked at, or be none of its business."""
     kind = set(inspect.signature(known_calls.kind_of_call).parameters) - {"packing"}
     dense = set(inspect.signature(flash_dmattn_func).parameters)
-    assert dense - kind == {"return_lse", "return_attn_probs", "selection"} and kind <= dense
+    never_remembered = {"selection", "state", "return_state", "cu_seqlens"}
+    assert dense - kind == {"return_lse", "return_attn_probs", *never_remembered} and kind <= dense
     packed = set(inspect.signature(flash_dmattn_varlen_func).parameters)
     bounds = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"}
     assert packed - kind == {"return_lse", *bounds} and kind <= packed
