@@ -1,0 +1,94 @@
+"""What is run: the tasks with their sizes, on a GPU and, in seconds, on a CPU."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from bytes_lm.config import Config
+from quality.attentions import ATTENTIONS
+from quality.runs import Run
+from quality.tasks import RecallConfig
+
+TEXT, RECALL, RECALL_FAR = "text", "recall", "recall, trained far"
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A task with its sizes; recall is None for text."""
+
+    config: Config
+    recall: RecallConfig | None
+    evaluated: int = 256
+
+
+def reach(config: Config) -> int:
+    """How far back a token can have an influence through sliding windows, layer upon layer."""
+    return config.layers * (config.window - 1)
+
+
+def far_only(setup: Setup) -> Setup:
+    """The same with training questions only where no sliding window can reach the pairs from."""
+    assert setup.recall is not None
+    return replace(setup, recall=replace(setup.recall, nearest=reach(setup.config)))
+
+
+_RECALL = Setup(
+    Config(
+        layers=2,
+        width=128,
+        heads=4,
+        kv_heads=4,
+        length=1024,
+        window=64,
+        batch=16,
+        steps=3000,
+        lr=2e-3,
+    ),
+    RecallConfig(),
+)
+FULL_SIZE: Mapping[str, Setup] = {
+    RECALL: _RECALL,
+    TEXT: Setup(
+        Config(
+            layers=4,
+            width=256,
+            heads=4,
+            kv_heads=2,
+            length=2048,
+            window=128,
+            batch=8,
+            steps=800,
+            lr=2e-3,
+        ),
+        None,
+        evaluated=64,
+    ),
+    RECALL_FAR: far_only(_RECALL),
+}
+_QUICK = Config(layers=1, width=16, heads=2, kv_heads=1, length=48, window=8, batch=2, steps=4)
+_QUICK_RECALL = Setup(
+    _QUICK, RecallConfig(pairs=2, fewest_pairs=1, questions=12, keys=8, values=8), evaluated=8
+)
+QUICK: Mapping[str, Setup] = {
+    RECALL: _QUICK_RECALL,
+    RECALL_FAR: far_only(_QUICK_RECALL),
+    TEXT: Setup(_QUICK, None, evaluated=8),
+}
+
+
+def plan(setups: Mapping[str, Setup], seeds: int, scale: float = 1.0) -> list[Run]:
+    """All runs, in the order in which they start: a cut by time leaves whole comparisons.
+
+    scale: of the numbers of steps.
+    """
+    return [
+        Run(
+            task,
+            attention,
+            replace(setup.config, seed=seed, steps=max(1, round(setup.config.steps * scale))),
+            setup.recall,
+            setup.evaluated,
+        )
+        for task, setup in setups.items()
+        for seed in range(seeds)
+        for attention in ATTENTIONS
+    ]
