@@ -82,7 +82,7 @@ def one_thread() -> None:
 def trained(
     runs: Sequence[Run], device: torch.device, deadline: float | None, jobs: int, progress: bool
 ) -> Iterator[dict[str, Any]]:
-    """The results of the runs, as they end."""
+    """The results of the runs, as they end; errors of single runs are raised after the others."""
     if jobs == 1:
         for run in runs:
             yield train(run, device.type, deadline, progress)
@@ -90,8 +90,15 @@ def trained(
     context = multiprocessing.get_context("spawn")  # CUDA cannot be forked
     with ProcessPoolExecutor(jobs, mp_context=context, initializer=one_thread) as pool:
         futures = [pool.submit(train, run, device.type, deadline, False) for run in runs]
+        errors = []
         for future in tqdm(as_completed(futures), "runs", len(runs), disable=not progress):
-            yield future.result()
+            error = future.exception()
+            if isinstance(error, Exception):
+                errors.append(error)
+            else:
+                yield future.result()
+    if errors:
+        raise ExceptionGroup("some runs failed", errors)
 
 
 def write(path: Path, results: dict[str, Any]) -> None:
