@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from bytes_lm.config import GPU_CONFIG, Config, complaint
-from bytes_lm.device import choose_device, device_name
+from bytes_lm.device import choose_device, device_name, half_precision
 from bytes_lm.generation import continue_text
 from bytes_lm.model import BytesLM, count_parameters
 from bytes_lm.text import Text, choose_passage, load_text, unigram_entropy
@@ -133,7 +133,8 @@ def train_paths(
     """Train along one mask path or all; the model of the first one, and what happened on each."""
     paths = MASK_PATHS if mask_path == "both" else (mask_path,)
     first = make_model(config, paths[0], device)
-    first.make_caches(1)  # what cannot generate text shall say so before it is trained
+    with half_precision(device):
+        first.make_caches(1)  # what cannot generate text shall say so before it is trained
     histories = {paths[0]: train(first, text, config, device, progress, paths[0])}
     for path in paths[1:]:
         model = make_model(config, path, device)
