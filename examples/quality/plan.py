@@ -35,13 +35,13 @@ _RECALL = Setup(
     Config(
         layers=2,
         width=128,
-        heads=4,
-        kv_heads=4,
+        heads=2,
+        kv_heads=2,
         length=1024,
         window=64,
         batch=16,
         steps=3000,
-        lr=2e-3,
+        lr=3e-3,
     ),
     RecallConfig(),
 )

@@ -178,14 +178,14 @@ def plot_losses(path: Path, results: Results) -> None:
     )
     for ax, task in zip(panels[0], tasks, strict=True):
         for attention in ATTENTIONS:
-            curves = [run["curve"] for run in runs_of(results, task, attention)]
+            # Untrained, the loss on text would take most of the panel.
+            first = 1 if task == TEXT else 0
+            curves = [run["curve"][first:] for run in runs_of(results, task, attention)]
             steps = [point["step"] for point in curves[0]]
             band(ax, steps, [[point["loss"] for point in curve] for curve in curves], attention)
         unit = "byte" if task == TEXT else "answer"
         ax.set(xlabel="training step", ylabel=f"held-out loss, bits per {unit}", title=TASKS[task])
-        if task == TEXT:
-            ax.set_ylim(top=5)
-        else:
+        if task != TEXT:
             ax.set_ylim(bottom=0)
         finish(ax)
     panels[0][0].legend(frameon=False)
