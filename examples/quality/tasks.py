@@ -94,11 +94,11 @@ class RecallConfig:
     them apart is learned sooner.
     """
 
-    pairs: int = 8
+    pairs: int = 4
     fewest_pairs: int = 2
     questions: int = 128
-    keys: int = 32
-    values: int = 32
+    keys: int = 16
+    values: int = 16
     nearest: int = 0  # no question before this many tokens behind the pairs
 
 
