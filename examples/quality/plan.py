@@ -8,7 +8,12 @@ from quality.attentions import ATTENTIONS
 from quality.runs import Run
 from quality.tasks import RecallConfig
 
-TEXT, RECALL, RECALL_FAR = "text", "recall", "recall, trained far"
+TEXT, RECALL, JOINED, JOINED_FAR = (
+    "text",
+    "recall",
+    "recall, joined pairs",
+    "recall, joined pairs, trained far",
+)
 
 
 @dataclass(frozen=True)
@@ -45,7 +50,12 @@ _RECALL = Setup(
     ),
     RecallConfig(),
 )
+_JOINED = Setup(
+    replace(_RECALL.config, steps=1500),
+    RecallConfig(pairs=8, keys=16, values=8, joined=True),
+)
 FULL_SIZE: Mapping[str, Setup] = {
+    JOINED: _JOINED,
     RECALL: _RECALL,
     TEXT: Setup(
         Config(
@@ -62,15 +72,15 @@ FULL_SIZE: Mapping[str, Setup] = {
         None,
         evaluated=64,
     ),
-    RECALL_FAR: far_only(_RECALL),
+    JOINED_FAR: far_only(_JOINED),
 }
 _QUICK = Config(layers=1, width=16, heads=2, kv_heads=1, length=48, window=8, batch=2, steps=4)
-_QUICK_RECALL = Setup(
-    _QUICK, RecallConfig(pairs=2, fewest_pairs=1, questions=12, keys=8, values=8), evaluated=8
-)
+_QUICK_RECALL = RecallConfig(pairs=2, fewest_pairs=1, questions=12, keys=8, values=8)
+_QUICK_JOINED = Setup(_QUICK, replace(_QUICK_RECALL, joined=True), evaluated=8)
 QUICK: Mapping[str, Setup] = {
-    RECALL: _QUICK_RECALL,
-    RECALL_FAR: far_only(_QUICK_RECALL),
+    RECALL: Setup(_QUICK, _QUICK_RECALL, evaluated=8),
+    JOINED: _QUICK_JOINED,
+    JOINED_FAR: far_only(_QUICK_JOINED),
     TEXT: Setup(_QUICK, None, evaluated=8),
 }
 

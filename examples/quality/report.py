@@ -8,7 +8,7 @@ from typing import Any
 import matplotlib
 
 from quality.attentions import ATTENTIONS, FULL, SLIDING, TOP
-from quality.plan import RECALL, RECALL_FAR, TEXT
+from quality.plan import JOINED, JOINED_FAR, RECALL, TEXT
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
@@ -18,7 +18,8 @@ BEGIN, END = "<!-- results: written by --render -->", "<!-- end of results -->"
 COLORS = {FULL: "#4361ee", SLIDING: "#8d99ae", TOP: "#b5179e"}
 TASKS = {
     RECALL: "Recall",
-    RECALL_FAR: "Recall, trained on far questions alone",
+    JOINED: "Recall of joined pairs",
+    JOINED_FAR: "Recall of joined pairs, trained on far questions alone",
     TEXT: "Text",
 }
 Results = dict[str, Any]
@@ -227,7 +228,7 @@ def plot_recall(path: Path, results: Results) -> None:
 
 def plot_costs(path: Path, results: Results) -> None:
     """Time of a training step, and what a sequence's cache holds."""
-    tasks = [task for task in tasks_of(results) if task != RECALL_FAR]  # sizes are those of RECALL
+    tasks = [task for task in (JOINED, TEXT) if task in tasks_of(results)]
     figure, panels = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
     quantities = (
         ("step_ms", 1.0, "training step, ms", "{:.1f}"),

@@ -91,7 +91,8 @@ class RecallConfig:
 
     The rest is noise. All tokens are within the 256 of the model: keys, then values, then noise.
     In training the number of pairs differs from sequence to sequence: where there are few, telling
-    them apart is learned sooner.
+    them apart is learned sooner. With `joined` a pair is one token: nothing has to join a value to
+    the key before it. Questions and answers have tokens of their own then.
     """
 
     pairs: int = 4
@@ -99,11 +100,12 @@ class RecallConfig:
     questions: int = 128
     keys: int = 16
     values: int = 16
+    joined: bool = False
     nearest: int = 0  # no question before this many tokens behind the pairs
 
 
 class Recall(NamedTuple):
-    """A batch of it; distance (B, S) counts tokens from the value that is asked for."""
+    """A batch of it; distance (B, S) counts tokens from the value (or pair) that is asked for."""
 
     batch: Batch
     distance: Tensor
@@ -121,21 +123,29 @@ def draw_recall(
     def integers(high: int, *shape: int) -> Tensor:
         return torch.randint(high, shape, generator=generator, device=device)
 
-    head = 2 * recall.pairs
-    first = head + recall.nearest
     keys = uniform(batch, recall.keys).argsort(1)[:, : recall.pairs]  # no key twice
-    values = recall.keys + integers(recall.values, batch, recall.pairs)
+    values = integers(recall.values, batch, recall.pairs)
+    if recall.joined:
+        told = keys * recall.values + values
+        question = recall.keys * recall.values + keys
+        answer = recall.keys * (recall.values + 1) + values
+        noise = recall.keys * (recall.values + 1) + recall.values
+    else:
+        question, answer = keys, recall.keys + values
+        told = torch.stack((question, answer), -1).flatten(1)
+        noise = recall.keys + recall.values
+    head, size = told.shape[1], told.shape[1] // recall.pairs
+    tokens = noise + integers(256 - noise, batch, length)
+    # As many pairs as this sequence has, then noise in the place of the others.
     count = recall.fewest_pairs + integers(1 + recall.pairs - recall.fewest_pairs, batch, 1)
-    told = (torch.arange(head, device=device) // 2) < count
-    names = recall.keys + recall.values
-    tokens = names + integers(256 - names, batch, length)
-    pairs = torch.stack((keys, values), -1).flatten(1)
-    tokens[:, :head] = torch.where(told, pairs, tokens[:, :head])
+    is_told = torch.arange(head, device=device) // size < count
+    tokens[:, :head] = torch.where(is_told, told, tokens[:, :head])
+    first = head + recall.nearest
     place = first + uniform(batch, length - first).argsort(1)[:, : recall.questions]
     asked = (uniform(batch, recall.questions) * count).long()
-    tokens.scatter_(1, place, keys.gather(1, asked))
-    targets = torch.full_like(tokens, NO_TARGET).scatter_(1, place, values.gather(1, asked))
-    distance = torch.zeros_like(tokens).scatter_(1, place, place - (2 * asked + 1))
+    tokens.scatter_(1, place, question.gather(1, asked))
+    targets = torch.full_like(tokens, NO_TARGET).scatter_(1, place, answer.gather(1, asked))
+    distance = torch.zeros_like(tokens).scatter_(1, place, place - (size * (asked + 1) - 1))
     return Recall(Batch(tokens, targets), distance)
 
 

@@ -40,7 +40,7 @@ def results(example: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) 
 
 def test_trains_everything(results: dict) -> None:
     runs = results["runs"]
-    assert len({(r["task"], r["attention"], r["seed"]) for r in runs}) == len(runs) == 3 * 3 * 2
+    assert len({(r["task"], r["attention"], r["seed"]) for r in runs}) == len(runs) == 4 * 3 * 2
     assert all(run["complete"] and run["steps"] == 4 for run in runs)
     assert all(0 < run["final"]["loss"] < 12 for run in runs)
 
@@ -110,6 +110,22 @@ def test_recall_asks_what_it_told(example: SimpleNamespace, fewest: int, nearest
         rest = set(range(2 * len(pairs), 40)) - set(asked.tolist())
         assert all(tokens[row, place] >= 16 for place in rest)
     assert counts == set(range(fewest, 4))
+
+
+def test_joined_pairs(example: SimpleNamespace) -> None:
+    recall = example.tasks.RecallConfig(
+        pairs=3, fewest_pairs=3, questions=10, keys=4, values=8, joined=True
+    )
+    generator = torch.Generator().manual_seed(0)
+    (tokens, targets), distance = example.tasks.draw_recall(recall, 8, 40, generator)
+    for row in range(8):
+        pairs = {int(pair) // 8: int(pair) % 8 for pair in tokens[row, :3]}
+        (asked,) = (targets[row] != example.tasks.NO_TARGET).nonzero(as_tuple=True)
+        assert len(pairs) == 3 and len(asked) == 10
+        for place in asked.tolist():
+            key = int(tokens[row, place]) - 4 * 8
+            assert int(targets[row, place]) - 4 * 9 == pairs[key]
+            assert tokens[row, place - distance[row, place]] == key * 8 + pairs[key]
 
 
 def test_cache_bytes(example: SimpleNamespace) -> None:
