@@ -1,6 +1,7 @@
 """Train the example's model with three attentions, and write down what each buys.
 
     python examples/compare_attention.py                  # on a GPU, all of it: some minutes
+    python examples/compare_attention.py --small          # recall alone, for CPUs: minutes
     python examples/compare_attention.py --quick          # tiny, in seconds, to see that it runs
     python examples/compare_attention.py --render FILE    # pictures and tables from results
 
@@ -30,7 +31,7 @@ import torch
 from tqdm import tqdm
 
 from bytes_lm.device import choose_device, device_name
-from quality.plan import FULL_SIZE, QUICK, plan
+from quality.plan import FULL_SIZE, QUICK, SMALL, plan
 from quality.runs import Run, time_steps, train
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,7 +41,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="tiny models, a few steps")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--small", action="store_true", help="small models on recall alone")
+    size.add_argument("--quick", action="store_true", help="tiny models, a few steps")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, a process each")
@@ -68,7 +71,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def chosen_runs(arguments: argparse.Namespace) -> list[Run]:
-    setups = QUICK if arguments.quick else FULL_SIZE
+    setups = QUICK if arguments.quick else SMALL if arguments.small else FULL_SIZE
     if arguments.tasks is not None:
         setups = {task: setup for task, setup in setups.items() if task in arguments.tasks}
     return plan(setups, arguments.seeds, arguments.steps_scale)

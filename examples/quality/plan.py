@@ -74,6 +74,21 @@ FULL_SIZE: Mapping[str, Setup] = {
     ),
     JOINED_FAR: far_only(_JOINED),
 }
+# For CPUs: minutes, and large enough to mean something.
+_SMALL_JOINED = Setup(
+    Config(
+        layers=1,
+        width=64,
+        heads=2,
+        kv_heads=2,
+        length=96,
+        window=12,
+        batch=16,
+        steps=300,
+    ),
+    RecallConfig(questions=48, values=8, joined=True),
+)
+SMALL: Mapping[str, Setup] = {JOINED: _SMALL_JOINED, JOINED_FAR: far_only(_SMALL_JOINED)}
 _QUICK = Config(layers=1, width=16, heads=2, kv_heads=1, length=48, window=8, batch=2, steps=4)
 _QUICK_RECALL = RecallConfig(pairs=2, fewest_pairs=1, questions=12, keys=8, values=8)
 _QUICK_JOINED = Setup(_QUICK, replace(_QUICK_RECALL, joined=True), evaluated=8)

@@ -31,7 +31,8 @@ def render(results: Results, docs: Path) -> None:
     assets.mkdir(parents=True, exist_ok=True)
     plot_losses(assets / "quality_loss.png", results)
     plot_recall(assets / "quality_recall.png", results)
-    plot_costs(assets / "quality_cost.png", results)
+    if is_timed(results):
+        plot_costs(assets / "quality_cost.png", results)
     page = docs / "quality.md"
     page.write_text(with_tables(page.read_text(), results))
 
@@ -95,11 +96,16 @@ def recall_between(run: Results, first: int, last: int) -> float:
     return float(sum(n * share for n, share in bins) / max(1, sum(n for n, _ in bins)))
 
 
+def is_timed(results: Results) -> bool:
+    """Whether times mean something: on a CPU other programs and few threads decide them."""
+    return not results["device"].startswith("CPU")
+
+
 def tables(results: Results) -> str:
     """Setup and results, in Markdown."""
     parts = [
-        f"Measured on one {results['device']} with torch {results['torch']}, "
-        f"{results['seeds']} seeds; means, and in brackets the least and the most of the seeds."
+        f"Measured on: {results['device']}, torch {results['torch']}, {results['seeds']} seeds. "
+        "Means, and in brackets the least and the most of the seeds."
     ]
     for task in tasks_of(results):
         config = results["setups"][task]["config"]
@@ -110,7 +116,8 @@ def tables(results: Results) -> str:
             reach = config["layers"] * (config["window"] - 1)
             bounds = bins_of(results, task, reach)
             columns += [f"recall, distance {a} to {b - 1}" for a, b in bounds]
-        columns += ["runs", "step, ms", "cache, KiB", "parameters"]
+        timed = ["step, ms"] if is_timed(results) else []
+        columns += ["runs", *timed, "cache, KiB", "parameters"]
         lines += [f"| attention | {' | '.join(columns)} |", "|---|" + "---:|" * len(columns)]
         for attention in ATTENTIONS:
             runs = runs_of(results, task, attention)
@@ -118,8 +125,8 @@ def tables(results: Results) -> str:
             cells = [spread([run["final"]["loss"] for run in runs], 3)]
             if recall:
                 cells += [spread([recall_between(run, a, b) for run in runs], 2) for a, b in bounds]
-            cells += [str(len(runs)), f"{timing['step_ms']:.1f}"]
-            cells += [f"{timing['cache_bytes'] / 1024:,.0f}", f"{runs[0]['parameters']:,}"]
+            cells += [str(len(runs)), *([f"{timing['step_ms']:.1f}"] if timed else [])]
+            cells += [f"{timing['cache_bytes'] / 1024:,.1f}", f"{runs[0]['parameters']:,}"]
             lines.append(f"| {attention} | {' | '.join(cells)} |")
         parts.append("\n".join(lines))
     return "\n\n".join(parts)

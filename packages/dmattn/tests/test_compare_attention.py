@@ -52,7 +52,10 @@ def test_renders(example: SimpleNamespace, results: dict, tmp_path: Path) -> Non
     page = (tmp_path / "quality.md").read_text()
     assert page.startswith("before\n") and page.endswith("\nafter\n") and "old" not in page
     assert all(title in page for title in report.TASKS.values())
-    assert len(list((tmp_path / "assets").glob("quality_*.png"))) == 3
+    drawn = {path.name for path in (tmp_path / "assets").iterdir()}
+    assert drawn == {"quality_loss.png", "quality_recall.png"}  # times on a CPU are not drawn
+    report.plot_costs(tmp_path / "cost.png", results)
+    assert (tmp_path / "cost.png").stat().st_size > 10_000
 
 
 def test_stops_in_time(example: SimpleNamespace, tmp_path: Path) -> None:
