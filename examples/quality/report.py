@@ -145,7 +145,7 @@ def bins_of(results: Results, task: str, reach: int) -> list[tuple[int, int]]:
 def describe(setup: Results) -> str:
     config, recall = setup["config"], setup["recall"]
     words = (
-        f"{config['layers']} layers of width {config['width']}, {config['heads']} heads over "
+        f"{config['layers']} {'layer' if config['layers'] == 1 else 'layers'} of width {config['width']}, {config['heads']} heads over "
         f"{config['kv_heads']}, context {config['length']}, w = {config['window']}, "
         f"{config['steps']} steps of {config['batch']} sequences, learning rate {config['lr']:g}"
     )
@@ -182,7 +182,7 @@ def plot_losses(path: Path, results: Results) -> None:
     """Held-out loss over the steps, a panel a task."""
     tasks = tasks_of(results)
     figure, panels = plt.subplots(
-        1, len(tasks), figsize=(4.4 * len(tasks), 3.8), layout="constrained", squeeze=False
+        1, len(tasks), figsize=(5 * len(tasks), 3.8), layout="constrained", squeeze=False
     )
     for ax, task in zip(panels[0], tasks, strict=True):
         for attention in ATTENTIONS:
@@ -192,7 +192,8 @@ def plot_losses(path: Path, results: Results) -> None:
             steps = [point["step"] for point in curves[0]]
             band(ax, steps, [[point["loss"] for point in curve] for curve in curves], attention)
         unit = "byte" if task == TEXT else "answer"
-        ax.set(xlabel="training step", ylabel=f"held-out loss, bits per {unit}", title=TASKS[task])
+        ax.set(xlabel="training step", ylabel=f"held-out loss, bits per {unit}")
+        ax.set_title(TASKS[task], fontsize="medium")
         if task != TEXT:
             ax.set_ylim(bottom=0)
         finish(ax)
@@ -221,14 +222,18 @@ def plot_recall(path: Path, results: Results) -> None:
             shares = [[final["recall_by_distance"][i] for i in used] for final in finals]
             band(ax, [(i + 0.5) * width for i in used], shares, attention)
         reach = config["layers"] * (config["window"] - 1)
-        for at, words in ((config["window"], "w"), (reach, f"{config['layers']}(w-1)")):
+        lines = {config["window"]: "w"}
+        if config["layers"] > 1:  # else it is as good as w
+            lines[reach] = f"{config['layers']}(w-1)"
+        for at, words in lines.items():
             ax.axvline(at, color="#555555", ls=":", lw=1)
-            ax.annotate(words, (at, 1.03), ha="center", color="#555555", fontsize="small")
-        ax.set(xlabel="distance to the value, tokens", ylim=(-0.02, 1.1))
+            ax.annotate(f" {words}", (at, 1.03), color="#555555", fontsize="small")
+        ax.set(xlabel="distance to the value, tokens", ylim=(-0.02, 1.25))
+        ax.set_yticks([0, 0.2, 0.4, 0.6, 0.8, 1])
         ax.set_title(TASKS[task])
         finish(ax)
     panels[0][0].set_ylabel("share of right answers")
-    panels[0][0].legend(frameon=False, loc="center right")
+    panels[0][0].legend(frameon=False, loc="upper right", ncols=3)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 

@@ -70,7 +70,7 @@ def train(run: Run, device_type: str, deadline: float | None, progress: bool) ->
     steps = run.config.steps
     check_steps = {max(1, steps * part // run.evaluations) for part in range(1, run.evaluations)}
     losses: list[Tensor] = []
-    curve = [{"step": 0, **trainer.task.evaluate(trainer.model)}]
+    curve = [point(0, trainer.task.evaluate(trainer.model))]
     start = time.perf_counter()
     bar = tqdm(range(steps), run.name, unit="step", disable=not progress, dynamic_ncols=True)
     for step in bar:
@@ -78,10 +78,10 @@ def train(run: Run, device_type: str, deadline: float | None, progress: bool) ->
             break
         losses.append(trainer.step(step))
         if len(losses) in check_steps:
-            curve.append({"step": len(losses), **trainer.task.evaluate(trainer.model)})
+            curve.append(point(len(losses), trainer.task.evaluate(trainer.model)))
             bar.set_postfix_str(f"held-out {curve[-1]['loss']:.2f} bits", refresh=False)
     final = trainer.task.evaluate(trainer.model)
-    curve.append({"step": len(losses), **final})
+    curve.append(point(len(losses), final))
     done = len(losses)
     return {
         "task": run.task,
@@ -96,6 +96,11 @@ def train(run: Run, device_type: str, deadline: float | None, progress: bool) ->
         "train_loss": thinned(losses),
         "mean_age": mean_ages(run, trainer),
     }
+
+
+def point(step: int, found: dict[str, Any]) -> dict[str, Any]:
+    """One place of the curve: the numbers over all, without those by distance or place."""
+    return {"step": step} | {name: found[name] for name in ("loss", "recall") if name in found}
 
 
 def thinned(losses: list[Tensor], most: int = 200) -> list[list[float]]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[3]
+RECORDED = ROOT / "benchmarks/results/quality_cpu.json"
 
 
 @pytest.fixture(scope="module")
@@ -140,3 +141,8 @@ def test_cache_bytes(example: SimpleNamespace) -> None:
     )
     assert full == 40 * entry and sliding == config.window * entry
     assert top == config.window * (entry + (4 + 4) * config.kv_heads * config.layers)
+
+
+def test_page_shows_what_was_recorded(example: SimpleNamespace) -> None:
+    page = (ROOT / "docs/quality.md").read_text()
+    assert example.report.with_tables(page, json.loads(RECORDED.read_text())) == page
