@@ -144,8 +144,9 @@ def bins_of(results: Results, task: str, reach: int) -> list[tuple[int, int]]:
 
 def describe(setup: Results) -> str:
     config, recall = setup["config"], setup["recall"]
+    layers = "1 layer" if config["layers"] == 1 else f"{config['layers']} layers"
     words = (
-        f"{config['layers']} {'layer' if config['layers'] == 1 else 'layers'} of width {config['width']}, {config['heads']} heads over "
+        f"{layers} of width {config['width']}, {config['heads']} heads over "
         f"{config['kv_heads']}, context {config['length']}, w = {config['window']}, "
         f"{config['steps']} steps of {config['batch']} sequences, learning rate {config['lr']:g}"
     )
