@@ -107,7 +107,7 @@ def trained(
 def write(path: Path, results: dict[str, Any]) -> None:
     """Write it whole or not at all: whoever reads it meanwhile finds the version before."""
     draft = path.with_suffix(".tmp")
-    draft.write_text(json.dumps(results, indent=1) + "\n")
+    draft.write_text(json.dumps(results) + "\n")
     draft.replace(path)
 
 
