@@ -112,6 +112,8 @@ CHANGES: dict[str, Change] = {
     "named backend": to("backend", "cpu"),
     "wrong backend": to("backend", "cuda"),
     "no backend": to("backend", 3),
+    "state asked for by 0": to("return_state", 0),
+    "state asked for by None": to("return_state", None),
 }
 
 

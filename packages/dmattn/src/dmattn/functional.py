@@ -208,7 +208,8 @@ def flash_dmattn_func(
     """
     operands = (query, key, value, attn_mask, attn_bias, sinks)
     kind, stretch = None, None
-    if selection is None and state is None and cu_seqlens is None and not return_state:
+    # Only False itself: what else counts as false, such as 0, is for the checks to refuse.
+    if selection is None and state is None and cu_seqlens is None and return_state is False:
         kind = kind_of_call(
             *operands, softmax_scale, is_causal, softcap, deterministic, window_size, backend
         )
