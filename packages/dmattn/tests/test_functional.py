@@ -225,6 +225,47 @@ def test_no_backend_stands_in_for_a_copy() -> None:
         assert backend.calls == 1
 
 
+def test_explain_says_what_a_call_does_where_a_backend_lacks_something() -> None:
+    """A package that is missing is an error; a device that it does not serve, the next one's."""
+
+    class Lacking(Counting):
+        name = "lacking"
+
+        def unavailable(self) -> str | None:
+            return "its package is missing"
+
+        def unavailable_on(self, device: torch.device) -> str | None:
+            return None
+
+        def forward(self, problem: Problem, for_backward: bool = True) -> Results:
+            raise RuntimeError("its package is missing")
+
+    class Elsewhere(Counting):
+        name = "elsewhere"
+
+        def unavailable(self) -> str | None:
+            return None
+
+        def unavailable_on(self, device: torch.device) -> str | None:
+            return f"it leaves {device} alone"
+
+    case = random_case()
+    with preferred(Lacking()):
+        with pytest.raises(RuntimeError, match="its package is missing"):
+            flash_dmattn_func(*case.inputs)
+        text = explain(*case.inputs)
+        assert text.startswith(
+            "backend: none\n  not lacking: cannot run here: its package is missing\n"
+        )
+        assert "not cpu: it does not stand in for what lacking lacks; backend= takes it" in text
+    with preferred(Elsewhere()) as backend:
+        flash_dmattn_func(*case.inputs)
+        assert backend.calls == 0
+        assert explain(*case.inputs).startswith(
+            "backend: cpu\n  not elsewhere: cannot run here: it leaves cpu alone\n"
+        )
+
+
 def test_numpy_numbers() -> None:
     case = random_case(bias_shape=(1, 2, 1, 11))
     plain = flash_dmattn_func(

@@ -73,10 +73,9 @@ def choose(problem: Problem, wanted: str | None = None) -> Backend:
             raise unusable(backend, missing)
         return backend
     device = problem.q.device
-    kind = device.type
     refusals: list[Exception] = []
     for backend in BACKENDS:
-        if kind in backend.devices and kind not in backend.by_name_only:
+        if _is_eligible(backend, device):
             reasons = backend.unsupported(problem)
             if not reasons:
                 missing = backend.unavailable_on(device)
@@ -89,6 +88,11 @@ def choose(problem: Problem, wanted: str | None = None) -> Backend:
     if not refusals:
         check_device(device)
     raise _all_of(refusals)
+
+
+def _is_eligible(backend: Backend, device: torch.device) -> bool:
+    """Whether a backend is chosen for such a device without being named."""
+    return device.type in backend.devices and device.type not in backend.by_name_only
 
 
 def wants_a_copy(reasons: Sequence[Exception]) -> bool:
@@ -131,21 +135,27 @@ def explain(problem: Problem, wanted: str | None = None, slow: Sequence[str] = (
         ValueError: there is no backend of the name that is wanted.
     """
     rows = BACKENDS if wanted is None else [named(wanted)]
-    lines, chosen, is_refused = [], None, False
+    lines, chosen, waits_for = [], None, ""
     for backend in rows:
         refusals = why_not(backend, problem)
         reasons = [str(reason) for reason in refusals]
         missing = backend.unavailable()
-        if wanted is None and chosen is None and missing is None:
-            is_refused = is_refused or wants_a_copy(refusals)
+        if wanted is None and _is_eligible(backend, problem.q.device):
+            left_out = backend.unavailable_on(problem.q.device)
+            missing = missing if left_out is None else left_out
+            if left_out is None and chosen is None and not waits_for:
+                if wants_a_copy(refusals):
+                    waits_for = "it is slower than that copy"
+                elif not refusals and missing is not None:  # `choose` takes it, and it will raise
+                    waits_for = f"it does not stand in for what {backend.name} lacks"
         if missing is not None:
             reasons.append(f"cannot run here: {missing}")
         elif wanted is None and problem.q.device.type in backend.by_name_only:
             reasons.append(f"serves {problem.q.device.type} only when asked for by name")
         if reasons:
             lines.append(f"  not {backend.name}: {'; '.join(reasons)}")
-        elif is_refused:
-            lines.append(f"  not {backend.name}: it is slower than that copy; backend= takes it")
+        elif waits_for:
+            lines.append(f"  not {backend.name}: {waits_for}; backend= takes it")
         elif chosen is None:
             chosen = backend
         else:
