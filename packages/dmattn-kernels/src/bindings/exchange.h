@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "dmattn/dmattn.h"
@@ -49,7 +50,11 @@ struct Api {
 constexpr int32_t kCpu = 1, kCuda = 2, kCudaManaged = 13;
 constexpr uint8_t kInt = 0, kFloat = 2, kBfloat = 4, kBool = 6;
 
-// The table of a type of tensors; null where it has none that we can use. Asked once for each type, with the GIL held.
+// Types whose tables are remembered. They are then kept alive, so programs that make types as they go must not add to
+// them without end; other types are asked each time.
+constexpr size_t kMostTypes = 64;
+
+// The table of a type of tensors; null where it has none that we can use. Called with the GIL held.
 inline const Api* find_api(PyTypeObject* type) {
   static std::vector<std::pair<PyTypeObject*, const Api*>> known;
   for (const auto& [known_type, api] : known) {
@@ -64,7 +69,7 @@ inline const Api* find_api(PyTypeObject* type) {
     Py_DECREF(capsule);
   }
   PyErr_Clear();
-  if (found != nullptr) {
+  if (found != nullptr && known.size() < kMostTypes) {
     Py_INCREF(type);  // never another type at its address
     known.emplace_back(type, found);
   }

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import gc
+import weakref
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -120,6 +122,23 @@ def test_types_that_can_be_read() -> None:
     found = [_core.reads(x) for x in (Framework, Child, Later, TooNew, WithoutViews, int, tuple)]
     assert found == [True, True, True, False, False, False, False]
     assert not _core.reads(Framework(Q))  # type: ignore[arg-type]  # not a type
+
+
+def test_types_are_not_kept_without_end() -> None:
+    """A program that makes types as it goes can drop them again, and all of them are read."""
+
+    def read_by_a_new_type() -> weakref.ref[type]:
+        class Passing(Framework):
+            pass
+
+        assert _core.reads(Passing)
+        with pytest.raises(ValueError, match=r"v has shape \(2, 128, 2, 64\)"):
+            params(Passing, k=Passing((2, 127, 2, 64))).workspace_size()
+        return weakref.ref(Passing)
+
+    made = [read_by_a_new_type() for _ in range(100)]
+    gc.collect()
+    assert sum(kind() is not None for kind in made) <= 64
 
 
 def params(
