@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
 
-from dmattn import flash_dmattn_func, flash_dmattn_varlen_func, maybe_create_mask
+from dmattn import arguments, flash_dmattn_func, flash_dmattn_varlen_func, maybe_create_mask
 
 
 @pytest.fixture(autouse=True)
@@ -213,6 +214,18 @@ def test_autocast_mixes_dtypes_and_leaves_float64() -> None:
         out = flash_dmattn_func(case.query, case.key.bfloat16(), case.value)
         wide = flash_dmattn_func(*(t.double() for t in case.inputs[:3]))
     assert out.dtype == torch.bfloat16 and wide.dtype == torch.float64
+
+
+@pytest.mark.parametrize("kind", ["cuda", "cpu", "xpu"])
+def test_autocast_counts_on_every_device_that_a_backend_serves(kind: str) -> None:
+    query = Mock(is_cuda=kind == "cuda", is_cpu=kind == "cpu", is_xpu=kind == "xpu")
+    found = [arguments.is_autocast(query)]
+    torch.set_autocast_enabled(kind, True)
+    try:
+        found.append(arguments.is_autocast(query))
+    finally:
+        torch.set_autocast_enabled(kind, False)
+    assert found == [False, True]
 
 
 def test_negative_view() -> None:

@@ -121,7 +121,9 @@ def is_autocast(query: Tensor) -> bool:
     """Whether `checked_problem` casts the operands of such a query."""
     if query.is_cuda:
         return torch.is_autocast_enabled("cuda")
-    return query.is_cpu and torch.is_autocast_enabled("cpu")
+    if query.is_cpu:
+        return torch.is_autocast_enabled("cpu")
+    return query.is_xpu and torch.is_autocast_enabled("xpu")
 
 
 def _cast(t: Any, dtype: torch.dtype) -> Any:
