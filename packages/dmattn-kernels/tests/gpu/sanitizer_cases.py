@@ -365,7 +365,7 @@ MANY_LISTS = Launch(
     bias="bk1k",
     causal=True,
     wants="",
-    select=Selecting(60),
+    select=Selecting(110),
 )
 HOPPER_LISTS = (
     Launch(
@@ -376,7 +376,7 @@ HOPPER_LISTS = (
         wants="",
         select=Selecting(100),
     ),
-    Launch("listed rows, no bias", *(300, 300), causal=True, wants="", select=Selecting(50)),
+    Launch("listed rows, no bias", *(300, 300), causal=True, wants="", select=Selecting(150)),
     MANY_LISTS,
     Launch(
         "listed rows, key mask, more than thread blocks",
@@ -392,7 +392,7 @@ HOPPER_LISTS = (
         bias="1h1k",
         bias_f32=True,
         wants="",
-        select=Selecting(100, "bh"),
+        select=Selecting(230, "bh"),
     ),
 )
 HOPPER_LIST_KINDS = (("bf16", 64), ("f16", 128), ("f16", 40), ("bf16", 72))
