@@ -339,8 +339,8 @@ BETWEEN_LAUNCHES = (
 )
 
 
-# The dense forward of Hopper has kernels for more head dimensions, and one for few rows; the backward has
-# none for more than 128.
+# The dense forward of Hopper has kernels for more head dimensions, and one for few rows; its
+# backward has none for more than 128.
 HOPPER = (
     Launch("dense rows", 70, 133, wants=""),
     Launch("dense rows, long", 1100, 133, causal=True, wants=""),
