@@ -22,21 +22,18 @@ def main() -> int:
     result = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
     )
-    reports: list[str] = []
-    rest: list[str] = []
-    for line in result.stdout.splitlines():
-        (reports if REPORT.match(line) else rest).append(line)
-    if rest:
-        print("\n".join(rest), file=sys.stderr)
-    if "-o" in command and "-c" in command:
-        output = Path(command[command.index("-o") + 1])
+    lines = result.stdout.splitlines()
+    reports = [line for line in lines if REPORT.match(line)]
+    is_serialized = any(SERIALIZED.search(line) for line in lines)
+    passed_on = [line for line in lines if not REPORT.match(line) or SERIALIZED.search(line)]
+    if passed_on:
+        print("\n".join(passed_on), file=sys.stderr)
+    output = Path(command[command.index("-o") + 1]) if "-o" in command else None
+    if output is not None and "-c" in command:
         output.with_name(output.name + ".ptxas").write_text("\n".join(reports) + "\n")
-    serialized = [line for line in reports if SERIALIZED.search(line)]
-    if serialized:
-        print("\n".join(serialized), file=sys.stderr)
-        if "-o" in command:
-            Path(command[command.index("-o") + 1]).unlink(missing_ok=True)
-    return result.returncode or bool(serialized)
+    if output is not None and is_serialized:
+        output.unlink(missing_ok=True)
+    return result.returncode or int(is_serialized)
 
 
 if __name__ == "__main__":

@@ -339,8 +339,8 @@ BETWEEN_LAUNCHES = (
 )
 
 
-# The forward of Hopper has kernels for more head dimensions, and one for few rows; the backward has
-# none for more than 128.
+# The dense forward of Hopper has kernels for more head dimensions, and one for few rows; its
+# backward has none for more than 128.
 HOPPER = (
     Launch("dense rows", 70, 133, wants=""),
     Launch("dense rows, long", 1100, 133, causal=True, wants=""),
@@ -357,6 +357,45 @@ HOPPER_BWD = (
     Launch("dense rows, gradients, more than thread blocks", 133, 133, batch=70, causal=True),
 )
 HOPPER_BWD_KINDS = [kind for kind in HOPPER_KINDS if kind[1] in (64, 128)]
+# Its forward over lists: last tiles of 32, 64 and 128 keys, lists without keys, and more row blocks
+# than thread blocks, which then pass from one list to the next.
+MANY_LISTS = Launch(
+    "listed rows, more than thread blocks",
+    *(260, 260, 16, 4, 2),
+    bias="bk1k",
+    causal=True,
+    wants="",
+    select=Selecting(110),
+)
+HOPPER_LISTS = (
+    Launch(
+        "listed rows, running top-w",
+        *(300, 300, 2, 4, 2),
+        bias="bk1k",
+        causal=True,
+        wants="",
+        select=Selecting(100),
+    ),
+    Launch("listed rows, no bias", *(300, 300), causal=True, wants="", select=Selecting(150)),
+    MANY_LISTS,
+    Launch(
+        "listed rows, key mask, more than thread blocks",
+        *(133, 300, 35, 4, 2),
+        mask="bk1k",
+        causal=True,
+        wants="",
+    ),
+    Launch("listed rows without keys", 130, 200, mask="b11k", kept=0.0, bias="bk1k", wants=""),
+    Launch(
+        "listed rows, top-w of all keys, fp32 bias",
+        *(90, 300, 2, 4, 2),
+        bias="1h1k",
+        bias_f32=True,
+        wants="",
+        select=Selecting(230, "bh"),
+    ),
+)
+HOPPER_LIST_KINDS = (("bf16", 64), ("f16", 128), ("f16", 40), ("bf16", 72))
 
 
 def all_launches() -> list[tuple[str, int, Launch | Lists | Append]]:
@@ -373,6 +412,7 @@ def all_launches() -> list[tuple[str, int, Launch | Lists | Append]]:
     if family() == "sm90":
         main += [(kind, launch) for launch in HOPPER for kind in HOPPER_KINDS]
         main += [(kind, launch) for launch in HOPPER_BWD for kind in HOPPER_BWD_KINDS]
+        main += [(kind, launch) for launch in HOPPER_LISTS for kind in HOPPER_LIST_KINDS]
     main += [(MAIN[0], launch) for launch in ONCE]
     main += [(OTHERS[0], BY_OWN_SCORES)]
     lists = [(*MAIN[0], launch) for launch in LISTS]
@@ -632,6 +672,11 @@ def compare(name: str, found: Float, wanted: Float) -> str | None:
     return f"{name}: error {float(np.nan_to_num(error, nan=np.inf).max()):.3g}, allowed {limit:.3g}"
 
 
+def is_named(name: str, only: str) -> bool:
+    """Launches whose name contains one of these, separated by commas; nothing: all of them."""
+    return any(part in name for part in only.split(","))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -640,10 +685,10 @@ def main() -> int:
     parser.add_argument(
         "--poison", action="store_true", help="fill outputs and workspaces with 0xFF first"
     )
-    parser.add_argument("--only", default="", help="run launches whose name contains this")
+    parser.add_argument("--only", default="", help=is_named.__doc__)
     arguments = parser.parse_args()
     index, count = map(int, arguments.shard.split("/"))
-    named = [launch for launch in all_launches() if arguments.only in launch[2].name]
+    named = [launch for launch in all_launches() if is_named(launch[2].name, arguments.only)]
     gpu, failures, chosen = Gpu(), 0, named[index::count]
     print("architecture", kernels.device_architecture(0), flush=True)
     for dtype, head_dim, launch in chosen:

@@ -1,6 +1,6 @@
 """Wrong numbers in everything that kernels read on the device: results may be wrong, nothing else.
 
-    compute-sanitizer --tool memcheck python sanitizer_garbage.py
+    compute-sanitizer --tool memcheck python sanitizer_garbage.py [--only NAMES]
 
 Boundaries of packed sequences, lists of keys with their counts, ends of intervals, positions and
 counts of a cache: each operation gets any int32 there, several times, and has to come to an end
@@ -29,11 +29,13 @@ from gpu.raw_cuda import Array, Buffer, Gpu
 from gpu.sanitizer_cache import Append, draw_cache
 from gpu.sanitizer_cases import (
     LENGTHS,
+    MANY_LISTS,
     PACKED,
     SELECTED,
     Launch,
     draw_inputs,
     enqueue_both,
+    is_named,
 )
 from gpu.sanitizer_packed import join
 from gpu.sanitizer_selection import BLOCK_ROWS, select
@@ -283,7 +285,7 @@ def cases() -> Iterator[Case]:
     for name in ("packed", "packed, key mask", "packed, dense mask and bias"):
         launch = next(x for x in PACKED if x.name == name)
         yield Case(f"bf16 256 {name}", attend_packed(launch, "bf16", 256))
-    for launch in SELECTED:
+    for launch in (*SELECTED, MANY_LISTS):
         if launch.attend and not (launch.select and launch.select.bounds):
             yield Case(f"bf16 64 {launch.name}", attend_selected(launch, "bf16", 64))
     for name in ("running top-w", "top-w of all keys", "one query, top-w"):
@@ -314,12 +316,14 @@ def run_case(gpu: WatchedGpu, case: Case, seed: int) -> list[str]:
 
 
 def main() -> int:
-    argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    ).parse_args()
+    )
+    parser.add_argument("--only", default="", help=is_named.__doc__)
+    only = parser.parse_args().only
     gpu, failures, launches = WatchedGpu(), 0, 0
     print("architecture", kernels.device_architecture(0), flush=True)
-    for case in cases():
+    for case in (case for case in cases() if is_named(case.name, only)):
         for seed in range(SEEDS):
             start = time.perf_counter()
             problems = run_case(gpu, case, seed)

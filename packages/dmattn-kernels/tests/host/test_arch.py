@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 import abi
 from abi import fwd_params
-from probe import SM80, SM89, SM90, Probe
+from probe import SM80, SM89, SM90, Probe, mask
 
 RELEASE = "sm_80,sm_89,sm_90,sm_90a,compute_80"
 WIDE, NARROW = 227 << 10, 99 << 10  # bytes of shared memory a block
@@ -109,3 +110,24 @@ def test_a_build_without_the_unit(probe: ctypes.CDLL) -> None:
     assert status == abi.UNSUPPORTED
     assert b"no forward kernel for bfloat16, head_dim up to 128, dense keys" in text.value
     assert Probe(probe).fwd(seqlen_k=0)["no_keys"]  # needs none
+
+
+@pytest.fixture
+def without_hopper_units(probe: ctypes.CDLL) -> Iterator[None]:
+    probe.probe_leave_out_units(90)
+    yield
+    probe.probe_leave_out_units(0)
+
+
+@pytest.mark.usefixtures("without_hopper_units")
+def test_a_build_without_hopper_code(probe: ctypes.CDLL) -> None:
+    """With sm_90 but without sm_90a, Hopper runs the sm80 code for everything."""
+    assert kernel_set(probe, 90, WIDE, built_for="sm_80,sm_90") == (abi.OK, SM90)
+    long: dict[str, Any] = {"batch": 1, "nheads": 16, "nheads_k": 16}
+    long |= {"seqlen_q": 4096, "seqlen_k": 4096}
+    for plan in (
+        Probe(probe).fwd(SM90, 132, head_dim=128, **long),
+        Probe(probe).fwd(SM90, 132, head_dim=128, mask=mask(1, 1, 1, 4096), **long),
+        Probe(probe).bwd(SM90, 132, head_dim=128, deterministic=1, gradients="dq dk dv", **long),
+    ):
+        assert plan["arch"] == 80 and plan["blocks"] > 132
