@@ -253,8 +253,8 @@ struct BwdParams {
   void* dbias = nullptr;                                                        // kTile: in bias.dtype; kAccum: float
   int64_t dbias_batch_stride = 0, dbias_head_stride = 0, dbias_row_stride = 0;  // unit column stride
   Packing packing;                                                              // num_splits is 1 then
-  // Hopper: one number, zero before the launch, which counts the blocks of keys that thread blocks have taken beyond
-  // their first.
+  // Hopper: one number, zero before the launch, which counts the blocks of keys that thread blocks have taken (see
+  // BwdArguments).
   int32_t* work_counter = nullptr;
   bool has_split_slots = false;  // deterministic, or on Hopper: splits then fall on whole heads
 };

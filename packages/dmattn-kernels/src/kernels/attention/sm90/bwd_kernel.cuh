@@ -112,12 +112,15 @@ struct BwdProducer {
   RingPlace<2> item_place;
   int kv_phase = 0;
 
+  // Where dq is added up in order, no item belongs to a thread block before it runs, not even the first: blocks that do
+  // run wait for items with lower numbers, and nobody knows whether all blocks have an SM at the same time.
   __device__ __forceinline__ void run() {
-    for (int index = blockIdx.x;;) {
+    const int first = T::kOrdered ? 0 : gridDim.x;  // of the items that are counted
+    for (int index = T::kOrdered ? atomicAdd(p.work_counter, 1) : blockIdx.x;;) {
       announce(index);
       if (index >= p.items) return;
       // Asked for before the loads, so that the answer is there when they have been issued.
-      const int next = gridDim.x + atomicAdd(p.work_counter, 1);
+      const int next = first + atomicAdd(p.work_counter, 1);
       load_item(find_item<T>(p, index));
       index = next;
     }

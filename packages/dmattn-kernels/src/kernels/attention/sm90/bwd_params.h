@@ -31,8 +31,10 @@ struct BwdArguments {
   int32_t section_parts, sections, all_parts;
   float softmax_scale, softcap;
   bool is_causal;
-  int32_t* work_counter;  // number of items that thread blocks have taken beyond their first; zero before the launch
-  uint32_t zero;          // 0, for BwdConsumer::move()
+  // Number of items that thread blocks have taken, zero before the launch. Where no block waits for another's turn each
+  // has its first by its own number, and those do not count.
+  int32_t* work_counter;
+  uint32_t zero;  // 0, for BwdConsumer::move()
 };
 
 }  // namespace dmattn::sm90
