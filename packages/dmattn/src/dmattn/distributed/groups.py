@@ -29,7 +29,11 @@ _WANTED = (
 )
 _CPU = torch.device("cpu")
 MESSAGE_BYTES = 4096  # of each rank's part in an agreement
-_ERRORS: dict[str, type[Exception]] = {"TypeError": TypeError, "ValueError": ValueError}
+_ERRORS: dict[str, type[Exception]] = {
+    "TypeError": TypeError,
+    "ValueError": ValueError,
+    "RuntimeError": RuntimeError,
+}
 # For groups that cannot carry tensors of the CPU: the group, and one that can, by the group's name.
 _host_groups: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 
@@ -105,18 +109,21 @@ def agree(
         error: what is wrong with the arguments of this rank, if anything.
 
     Raises:
-        TypeError, ValueError: `error` of any rank, on every rank; or the facts differ.
+        TypeError, ValueError, RuntimeError: `error` of any rank, on every rank. Errors of other
+            kinds are raised on the other ranks as RuntimeError.
+        ValueError: the facts differ.
     """
     everybody = _all_gather(group, _as_message(facts, error))
     if error is not None:
         raise error
     for rank, said in enumerate(everybody):
         if "error" in said:
-            raise _ERRORS.get(said["kind"], ValueError)(
+            raise _ERRORS[said["kind"]](
                 f"on rank {rank} of the group: {said['error']}"
             )
     known = [said["facts"] for said in everybody]
-    for name in facts:
+    # Names that some rank does not know differ, too, and all ranks have to find that out.
+    for name in dict.fromkeys(name for there in known for name in there):
         values = [there.get(name) for there in known]
         if not name.startswith("_") and any(value != values[0] for value in values):
             text = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
@@ -127,7 +134,7 @@ def agree(
 def _as_message(facts: Mapping[str, Any], error: Exception | None) -> bytes:
     if error is None:
         return json.dumps({"facts": dict(facts)}).encode()
-    kind = next((name for name, kind in _ERRORS.items() if isinstance(error, kind)), "ValueError")
+    kind = next((name for name, kind in _ERRORS.items() if isinstance(error, kind)), "RuntimeError")
     text = str(error)[: MESSAGE_BYTES // 8]  # six bytes a character where it is not ASCII
     return json.dumps({"kind": kind, "error": text}).encode()
 
