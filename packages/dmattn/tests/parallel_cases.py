@@ -288,7 +288,9 @@ def wrong_arguments(rank: int, world: int) -> None:
     expect(TypeError, "window_size", lambda: attend(20, window_size=2.5 if last else 2))
     expect(ValueError, "cu_seqlens: got", lambda: attend(20, cu_seqlens=[0, 30, 20 * world + 1]))
     expect(ValueError, "cu_seqlens: got", lambda: attend(20, cu_seqlens=[0, 30, 20]))
-    unreadable = torch.empty(2, dtype=torch.int32, device="meta")  # torch raises an error of its own
+    unreadable = torch.empty(
+        2, dtype=torch.int32, device="meta"
+    )  # torch raises an error of its own
     bounds = unreadable if last else [0, 20 * world]
     expect(RuntimeError, "meta tensor", lambda: attend(20, cu_seqlens=bounds))
     if world > 1:
