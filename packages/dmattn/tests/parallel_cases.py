@@ -260,6 +260,20 @@ def groups(rank: int, world: int) -> None:
     expect(TypeError, "group: got 'cp'", lambda: attend(40, group="cp"))
 
 
+@case
+def groups_without_the_cpu(rank: int, world: int) -> None:
+    """As with nccl alone: agreements take another way, however many groups a rank is in."""
+    if world < 3:
+        return
+    dist.new_group([0, 1])
+    everybody = dist.new_group(list(range(world)))
+    lengths = [40] * world
+    with patch.object(groups_of_ranks, "_carries_cpu", lambda group: False):
+        for group in (everybody, dist.group.WORLD):
+            check(rank, lengths, operands(lengths), 25, group=group)
+        expect(ValueError, "window_size", lambda: attend(20, window_size=9 + (rank == 1)))
+
+
 def attend(
     seqlen: int,
     dtype: torch.dtype = torch.float32,
