@@ -1,6 +1,6 @@
 """Train the example's model with three attentions, and write down what each buys.
 
-    python examples/compare_attention.py                  # on a GPU, all of it: some minutes
+    python examples/compare_attention.py                  # all of it: on a GPU
     python examples/compare_attention.py --small          # recall alone, for CPUs: minutes
     python examples/compare_attention.py --quick          # tiny, in seconds, to see that it runs
     python examples/compare_attention.py --render FILE    # pictures and tables from results

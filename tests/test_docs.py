@@ -192,6 +192,15 @@ def test_links_lead_somewhere(page: Path) -> None:
     assert not missing, f"{name(page)} links to files that are not there: {missing}"
 
 
+def test_every_page_is_listed_once() -> None:
+    """By the README and by the first page of the site."""
+    pages = sorted(path.name for path in ROOT.glob("docs/*.md") if path.name != "index.md")
+    listing = (ROOT / "README.md").read_text().partition("## Documentation")[2]
+    assert sorted(re.findall(r"\(docs/([\w-]+\.md)\)", listing)) == pages
+    linked = re.findall(r"\(([\w-]+\.md)\)", (ROOT / "docs/index.md").read_text())
+    assert sorted(linked) == pages
+
+
 @pytest.fixture(scope="module")
 def sessions() -> set[str]:
     pytest.importorskip("nox")

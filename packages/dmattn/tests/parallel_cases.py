@@ -18,6 +18,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -29,7 +30,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from dmattn import DynamicMaskAttention, flash_dmattn_func, select_keys
-from dmattn.distributed import context_parallel, context_parallel_attention
+from dmattn.distributed import context_parallel, context_parallel_attention, exchange
+from dmattn.distributed import groups as groups_of_ranks
 
 TIMEOUT = timedelta(seconds=60)
 DEAD_TIMEOUT = timedelta(seconds=5)
@@ -202,6 +204,7 @@ def packed_documents(rank: int, world: int) -> None:
     """Documents that cross borders, and stretches of unequal lengths."""
     choose = random.Random(7 * world)
     for trial in range(12):
+        torch.manual_seed(trial)  # masks are the same on all ranks, whatever ran before
         lengths = [choose.choice((0, 1, 30, 64, 130)) for _ in range(world)]
         lengths[choose.randrange(world)] += 1
         total = sum(lengths)
@@ -212,6 +215,22 @@ def packed_documents(rank: int, world: int) -> None:
         whole[3] = whole[3].round() if trial % 2 else whole[3]
         run = lambda: check(rank, lengths, whole, window, mask, documents)  # noqa: E731, B023
         both_ways(run)
+
+
+@case
+def window_of_more_keys_than_there_are(rank: int, world: int) -> None:
+    """Ranks send no more keys than the longest stretch has, with documents as without."""
+    lengths, sent = [20 + i for i in range(world)], []
+    start_gather = exchange.start_gather
+
+    def record(place: exchange.Place, own: Tensor) -> exchange.Sending:
+        sent.append(own.shape[2])
+        return start_gather(place, own)
+
+    with patch.object(exchange, "start_gather", record):
+        total = sum(lengths)
+        check(rank, lengths, operands(lengths), 1000, documents=[0, 13, total])
+    assert sent == ([lengths[-1]] if world > 1 else [])
 
 
 @case
@@ -239,6 +258,20 @@ def groups(rank: int, world: int) -> None:
             check(place, [40, 40], operands([40, 40], seed=row), 25, group=group)
         expect(ValueError, "DeviceMesh of 2 dimensions", lambda: attend(40, group=mesh))
     expect(TypeError, "group: got 'cp'", lambda: attend(40, group="cp"))
+
+
+@case
+def groups_without_the_cpu(rank: int, world: int) -> None:
+    """As with nccl alone: agreements take another way, however many groups a rank is in."""
+    if world < 3:
+        return
+    dist.new_group([0, 1])
+    everybody = dist.new_group(list(range(world)))
+    lengths = [40] * world
+    with patch.object(groups_of_ranks, "_carries_cpu", lambda group: False):
+        for group in (everybody, dist.group.WORLD):
+            check(rank, lengths, operands(lengths), 25, group=group)
+        expect(ValueError, "window_size", lambda: attend(20, window_size=9 + (rank == 1)))
 
 
 def attend(
@@ -269,7 +302,15 @@ def wrong_arguments(rank: int, world: int) -> None:
     expect(TypeError, "window_size", lambda: attend(20, window_size=2.5 if last else 2))
     expect(ValueError, "cu_seqlens: got", lambda: attend(20, cu_seqlens=[0, 30, 20 * world + 1]))
     expect(ValueError, "cu_seqlens: got", lambda: attend(20, cu_seqlens=[0, 30, 20]))
+    unreadable = torch.empty(
+        2, dtype=torch.int32, device="meta"
+    )  # torch raises an error of its own
+    bounds = unreadable if last else [0, 20 * world]
+    expect(RuntimeError, "meta tensor", lambda: attend(20, cu_seqlens=bounds))
     if world > 1:
+        facts = {"some": 1} if last else {"some": 1, "more": 2}
+        differ = "more: got 2 on rank 0"
+        expect(ValueError, differ, lambda: groups_of_ranks.agree(dist.group.WORLD, facts))
         odd = 21 if last else 20
         words = "tokens of a rank, without cu_seqlens: got 20 on rank 0"
         expect(ValueError, words, lambda: attend(odd))

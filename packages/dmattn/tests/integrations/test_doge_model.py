@@ -22,6 +22,7 @@ from doge_models import (
 )
 from hf_models import make_model
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import DogeForCausalLM, DynamicCache, StaticCache
@@ -440,3 +441,20 @@ def test_norms_are_one_operator(monkeypatch: pytest.MonkeyPatch) -> None:
     model.set_attn_implementation("eager")
     model(ids)
     assert not calls
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_norms_keep_the_dtype_under_autocast(dtype: torch.dtype) -> None:
+    """That of the input, as in eager; autocast of a GPU computes rms_norm in float32."""
+    model = enable_doge(make_doge())
+    norm, enabled = model.model.norm, torch.is_autocast_enabled("cuda")
+    with FakeTensorMode():
+        weight = torch.ones(32, dtype=dtype, device="cuda")
+        norm.weight = torch.nn.Parameter(weight, requires_grad=False)
+        x = torch.ones(4, 32, dtype=dtype, device="cuda")
+        torch.set_autocast_enabled("cuda", True)
+        try:
+            found, wanted = norm(x), type(norm).forward(norm, x)
+        finally:
+            torch.set_autocast_enabled("cuda", enabled)
+    assert found.dtype == wanted.dtype == dtype

@@ -138,8 +138,9 @@ def context_parallel_attention(
             together, such as stretches of unequal lengths without cu_seqlens. On every rank, before
             keys are exchanged. Under torch.compile ranks find out about wrong shapes and dtypes
             together; what a rank refuses while it compiles it raises alone.
-        RuntimeError: torch.distributed is not initialised, or a rank does not answer within the
-            timeout of the group.
+        RuntimeError: torch.distributed is not initialised, another rank met an error of another kind
+            while it looked at its arguments, or a rank does not answer within the timeout of the
+            group.
     """
     ranks = ranks_of(group)
     settings = {"softmax_scale": softmax_scale, "softcap": softcap, "deterministic": deterministic}
@@ -169,7 +170,7 @@ def _agreed(group: dist.ProcessGroup, arguments: tuple[Any, ...]) -> tuple[_Give
     """The checked arguments, and the lengths of all ranks' stretches."""
     try:
         given = _checked(*arguments)
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # whatever it is, the others must not be left waiting
         agree(group, {}, error)
         raise
     problem = given.problem
@@ -300,8 +301,10 @@ def _with_start_state(
     k, v, seqlen = problem.k, problem.v, problem.k.shape[1]
     if ranks.size == 1:
         return k, v, score, select_keys(score, window, cu_seqlens=given.cu_seqlens)
-    # Stretches of unequal lengths are possible with cu_seqlens alone.
-    count = window if given.cu_seqlens is not None else smaller(window, seqlen)
+    # What each rank sends has to be the same on all of them. Stretches of unequal lengths are
+    # possible with cu_seqlens alone, and how long they are a compiler does not know.
+    longest = seqlen if given.cu_seqlens is None else max([1, *lengths]) if lengths else window
+    count = smaller(window, longest)
     width = smaller(window, ranks.size * count)
     is_scan = ranks.size * count * _row_bytes(k, v, score) > GATHER_BYTES
     k, v, score, bounds, _, _ = torch.ops.dmattn.join_start_state(

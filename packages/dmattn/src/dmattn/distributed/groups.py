@@ -29,9 +29,15 @@ _WANTED = (
 )
 _CPU = torch.device("cpu")
 MESSAGE_BYTES = 4096  # of each rank's part in an agreement
-_ERRORS: dict[str, type[Exception]] = {"TypeError": TypeError, "ValueError": ValueError}
-# For groups that cannot carry tensors of the CPU: the group, and one that can, by the group's name.
-_host_groups: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+_ERRORS: dict[str, type[Exception]] = {
+    "TypeError": TypeError,
+    "ValueError": ValueError,
+    "RuntimeError": RuntimeError,
+}
+_c10d: Any = distributed_c10d  # many of its names have no types
+# For groups that cannot carry tensors of the CPU, by their ranks: a gloo backend, and the group of
+# all processes that there was when it was made.
+_host_backends: dict[tuple[int, ...], tuple[Any, Any]] = {}
 
 
 class Ranks(NamedTuple):
@@ -86,8 +92,7 @@ def process_group(group: Any) -> dist.ProcessGroup:
 
 def by_name(name: str) -> dist.ProcessGroup:
     """The process group of this name, by which operators know it."""
-    resolve: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined, unused-ignore]
-    group: dist.ProcessGroup = resolve(name)
+    group: dist.ProcessGroup = _c10d._resolve_process_group(name)
     return group
 
 
@@ -105,18 +110,19 @@ def agree(
         error: what is wrong with the arguments of this rank, if anything.
 
     Raises:
-        TypeError, ValueError: `error` of any rank, on every rank; or the facts differ.
+        TypeError, ValueError, RuntimeError: `error` of any rank, on every rank. Errors of other
+            kinds are raised on the other ranks as RuntimeError.
+        ValueError: the facts differ.
     """
     everybody = _all_gather(group, _as_message(facts, error))
     if error is not None:
         raise error
     for rank, said in enumerate(everybody):
         if "error" in said:
-            raise _ERRORS.get(said["kind"], ValueError)(
-                f"on rank {rank} of the group: {said['error']}"
-            )
+            raise _ERRORS[said["kind"]](f"on rank {rank} of the group: {said['error']}")
     known = [said["facts"] for said in everybody]
-    for name in facts:
+    # Names that some rank does not know differ, too, and all ranks have to find that out.
+    for name in dict.fromkeys(name for there in known for name in there):
         values = [there.get(name) for there in known]
         if not name.startswith("_") and any(value != values[0] for value in values):
             text = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
@@ -127,7 +133,7 @@ def agree(
 def _as_message(facts: Mapping[str, Any], error: Exception | None) -> bytes:
     if error is None:
         return json.dumps({"facts": dict(facts)}).encode()
-    kind = next((name for name, kind in _ERRORS.items() if isinstance(error, kind)), "ValueError")
+    kind = next((name for name, kind in _ERRORS.items() if isinstance(error, kind)), "RuntimeError")
     text = str(error)[: MESSAGE_BYTES // 8]  # six bytes a character where it is not ASCII
     return json.dumps({"kind": kind, "error": text}).encode()
 
@@ -136,24 +142,27 @@ def _all_gather(group: dist.ProcessGroup, message: bytes) -> list[dict[str, Any]
     # Filled up with blanks, which JSON ignores. Bytes as a list: a bytearray would be shared.
     mine = torch.frombuffer(bytearray(message.ljust(MESSAGE_BYTES)), dtype=torch.uint8)
     everybody = torch.empty(dist.get_world_size(group), MESSAGE_BYTES, dtype=torch.uint8)
-    all_gather(everybody.view(-1), mine, group=_host_group(group))
+    if _carries_cpu(group):
+        all_gather(everybody.view(-1), mine, group=group)
+    else:
+        _host_backend(group).allgather([list(everybody.unbind())], [mine]).wait()
     return [json.loads(bytes(row.numpy())) for row in everybody.unbind()]
 
 
-def _host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """The same ranks with a backend for tensors of the CPU; made at the first call."""
-    if _carries_cpu(group):
-        return group
-    known = _host_groups.get(group.group_name)
-    if known is not None and known[0] is group:
-        return known[1]
-    made: dist.ProcessGroup = dist.new_group(
-        dist.get_process_group_ranks(group),
-        timeout=timeout(group),
-        backend="gloo",
-        use_local_synchronization=True,
-    )
-    _host_groups[group.group_name] = (group, made)
+def _host_backend(group: dist.ProcessGroup) -> Any:
+    """Gloo among the ranks of a group; made at the first call.
+
+    Not by `dist.new_group`: where only the ranks of a group call it, it names the new one after how
+    many groups a process has, and ranks that have unequal numbers would wait for each other.
+    """
+    ranks = tuple(dist.get_process_group_ranks(group))
+    made, world = _host_backends.get(ranks, (None, None))
+    if made is None or world is not dist.group.WORLD:
+        name = f"dmattn/{'_'.join(map(str, ranks))}"
+        store = _c10d.PrefixStore(name, _c10d._get_default_store())
+        limit = timeout(group) or _c10d.default_pg_timeout
+        made = _c10d.ProcessGroupGloo(store, dist.get_rank(group), len(ranks), limit)
+        _host_backends[ranks] = made, dist.group.WORLD
     return made
 
 

@@ -60,7 +60,7 @@ def attention_forward(
 
     Raises:
         ValueError: dropout is not 0, or as `dmattn.flash_dmattn_func`.
-        TypeError: as `dmattn.flash_dmattn_func`, which has no kernel for float32 on CUDA.
+        TypeError: as `dmattn.flash_dmattn_func`.
     """
     _check(dropout, kwargs)
     if is_causal is None:

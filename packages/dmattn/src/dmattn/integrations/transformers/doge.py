@@ -269,7 +269,8 @@ def _norm_forward(norm: DogeRMSNorm, config: Any, hidden_states: Tensor) -> Tens
     if config._attn_implementation != NAME or not is_known:
         result: Tensor = type(norm).forward(norm, hidden_states)
         return result
-    return F.rms_norm(hidden_states, weight.shape, weight, norm.variance_epsilon)
+    normed = F.rms_norm(hidden_states, weight.shape, weight, norm.variance_epsilon)
+    return normed.to(hidden_states.dtype)  # on a GPU autocast makes it float32
 
 
 def _seen_by(attention_mask: Tensor | None, layer: DogeAttention) -> SeenKeys:
