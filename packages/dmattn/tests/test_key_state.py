@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from selection_cases import KINDS, brute_force, make_scores
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
@@ -280,6 +281,25 @@ def test_compiled_and_checkpointed_calls_take_and_return_states() -> None:
         grads = torch.autograd.grad(found_out.sum() + found.k.sum(), (q, k))
         for x, y in zip(grads, wanted, strict=True):
             torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize("cu_seqlens", [None, torch.tensor([0, 150, 400, 900])])
+def test_few_graphs_serve_stretches_of_all_lengths(cu_seqlens: Tensor | None) -> None:
+    """One for the first length, one for the others, and one more for a length of few rows."""
+
+    def step(given: dict[str, Any], state: KeyState) -> Any:
+        return flash_dmattn_func(**given, state=state, cu_seqlens=cu_seqlens)
+
+    torch._dynamo.reset()
+    counter, found = CompileCounter(), some_state()
+    compiled, state = torch.compile(step, backend=counter, fullgraph=True), found
+    for length in (150, 140, 310, 90, 260, 200):
+        given = stretch(length)
+        (out, state), (found_out, found) = step(given, state), compiled(given, found)
+        torch.testing.assert_close(found_out, out)
+        for name in FIELDS:
+            assert torch.equal(getattr(found, name), getattr(state, name)), name
+    assert counter.frame_count <= 3
 
 
 def test_half_precision_scores_are_kept_exactly() -> None:

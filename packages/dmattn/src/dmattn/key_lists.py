@@ -134,6 +134,14 @@ def capacity_for(most: int, seqlen_k: int) -> int:
     return (smaller(most, seqlen_k) + BLOCK_ROWS - 1) // BLOCK_ROWS * BLOCK_ROWS
 
 
+def rows_at(t: Tensor, places: Tensor) -> Tensor:
+    """(B, w, N, D): of keys or values (B, L, N, D) those at places int64 (B, N, w).
+
+    By gather and not by take_along_dim, which ties a graph that torch traces to one length L.
+    """
+    return t.gather(1, places.mT[..., None].expand(-1, -1, -1, t.shape[3]))
+
+
 def best_keys(
     scores: Tensor,
     window_size: int,

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from dmattn.arguments import check_window_size
 from dmattn.dispatch import select
-from dmattn.key_lists import Selection, larger, num_blocks
+from dmattn.key_lists import Selection, larger, num_blocks, rows_at
 from dmattn.selection import key_only_mask
 from dmattn.validation import (
     can_be_read,
@@ -224,7 +224,8 @@ def last_kept(lists: Selection, query_len: int, window_size: int, is_causal: boo
         int64 (batch, heads, w), ascending, with -1 in front where there are fewer.
     """
     last = num_blocks(query_len, is_causal) - 1
-    idx, count = lists.idx[:, :, last], lists.count[:, :, last, None]
+    # Not indexed: for an index of 0 torch would trace a graph of its own.
+    idx, count = lists.idx.narrow(2, last, 1).squeeze(2), lists.count.narrow(2, last, 1)
     kept = torch.arange(idx.shape[2], device=idx.device) < count
     if is_causal:  # the other rows of its block may keep more
         kept = kept & (lists.end.gather(2, idx.long()) >= lists.end.shape[2])
@@ -242,13 +243,13 @@ def gathered(keys: Keys, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor
         return k, v, score, chosen.to(torch.int32)
     empty = chosen < 0
     at = chosen.clamp(min=0)
-    rows, no_row = at.mT[..., None], empty.mT[..., None]
+    no_row = empty.mT[..., None]
     position = chosen.to(torch.int32)
     if keys.position is not None:
         position = keys.position.gather(2, at).masked_fill(empty, -1)
     return (
-        keys.k.take_along_dim(rows, 1).masked_fill(no_row, 0.0),
-        keys.v.take_along_dim(rows, 1).masked_fill(no_row, 0.0),
+        rows_at(keys.k, at).masked_fill(no_row, 0.0),
+        rows_at(keys.v, at).masked_fill(no_row, 0.0),
         keys.score.gather(2, at).masked_fill(empty, -math.inf),
         position,
     )
