@@ -285,6 +285,9 @@ def test_a_layer_takes_its_prompt_in_chunks_and_in_slots(evict: bool, score_head
     assert cache.seen.tolist() == [50, 41, 41]
     with pytest.raises(ValueError, match="slots: got a tensor without a cache"):
         layer(x, slots=slot)
+    for wrong in (slot, torch.tensor([0, 1])):
+        with pytest.raises(ValueError, match=f"slots: got {len(wrong)}, wanted 3"):
+            layer(x, cache=cache, slots=wrong)
 
 
 @torch.no_grad()

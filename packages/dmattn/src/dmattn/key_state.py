@@ -97,8 +97,10 @@ class KeyState:
         """
         window_size = check_window_size(window_size)
         _check_key_value(key, value)
-        mask = None if attn_mask is None else key_only_mask(attn_mask, key.shape[1])
-        keys = keys_of(key, value, _check_scores(attn_bias, key), mask)
+        scores, mask = _check_scores(attn_bias, key), None
+        if attn_mask is not None:
+            mask = _check_key_mask(attn_mask, key, scores)
+        keys = keys_of(key, value, scores, mask)
         starts = None
         if cu_seqlens is not None:
             starts = check_starts(cu_seqlens, key.device)
@@ -280,6 +282,11 @@ def check_state(name: str, state: Any, wanted: Wanted) -> KeyState:
         raise ValueError(
             f"{name}: got a state of window_size {state.window_size}, wanted {wanted.window_size}"
         )
+    if state.k.dim() == 4 and state.k.shape[2] != wanted.heads:
+        raise ValueError(
+            f"{name}: got a state of {state.k.shape[2]} heads, wanted {wanted.heads}, as many as "
+            "key, attn_bias or attn_mask have, which must be the same for all stretches"
+        )
     rows, per_head = wanted[:3], (wanted.batch, wanted.heads, wanted.window_size)
     for field, dtype, shape in (
         ("k", wanted.dtype, (*rows, wanted.head_dims[0])),
@@ -356,12 +363,30 @@ def _check_scores(attn_bias: Any, key: Tensor) -> Tensor:
     if scores.dim() == 4 and scores.shape[2] == 1:
         scores = scores.squeeze(2)
     fits = scores.dim() == 3 and is_one_or(scores.shape[0], batch) and scores.shape[2] == seqlen
-    if not fits or not (scores.shape[1] == 1 or scores.shape[1] % nheads_k == 0):
+    heads = scores.shape[1] if fits else 0
+    if heads == 0 or not (heads == 1 or heads % nheads_k == 0):
         raise ValueError(
             f"attn_bias: got shape {tuple(attn_bias.shape)}, wanted (batch|1, nheads|nheads_k|1, "
             f"1, {seqlen}) or (batch|1, nheads|nheads_k|1, {seqlen})"
         )
     return scores
+
+
+def _check_key_mask(attn_mask: Any, key: Tensor, scores: Tensor) -> Tensor:
+    """attn_mask as bool ({B|1}, heads, S), which go with the heads of scores."""
+    batch, seqlen, nheads_k, _ = key.shape
+    mask = key_only_mask(attn_mask, seqlen)
+    check_same_device("attn_mask", mask, key.device, "key")
+    few, many = sorted((mask.shape[1], scores.shape[1]))
+    fits = few == 1 or (few > 0 and many % few == 0)
+    fits &= mask.shape[1] == 1 or mask.shape[1] % nheads_k == 0
+    if not is_one_or(mask.shape[0], batch) or not fits:
+        raise ValueError(
+            f"attn_mask: got shape {tuple(attn_mask.shape)} for {batch} sequences, {nheads_k} "
+            f"heads of key and {scores.shape[1]} of attn_bias, wanted (batch, {seqlen}) or "
+            f"(batch|1, nheads|nheads_k|1, 1, {seqlen})"
+        )
+    return mask
 
 
 def _flatten(state: KeyState) -> tuple[list[Any], None]:
