@@ -146,6 +146,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     config = GPU_CONFIG if device.type == "cuda" else Config()
     config = replace(config, steps=arguments.steps, seed=arguments.seed)
     text = load_text()
+    if arguments.longest >= len(text.heldout):
+        raise SystemExit(
+            f"--longest: got {arguments.longest}, wanted less than the {len(text.heldout)} bytes "
+            "that prompts are taken from"
+        )
     model = make_model(config, "window", device)
     if config.steps > 0:
         train(model, text, config, device, progress=False)

@@ -103,7 +103,7 @@ def test_a_failing_prompt_replaces_nothing(monkeypatch: pytest.MonkeyPatch) -> N
     def fail(*_: Any) -> Tensor:
         raise torch.OutOfMemoryError("none left")
 
-    monkeypatch.setattr(Tensor, "take_along_dim", fail)
+    monkeypatch.setattr(Tensor, "gather", fail)
     with pytest.raises(torch.OutOfMemoryError):
         cache.prefill(*tokens(7, seed=1)[1:])
     monkeypatch.undo()

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 
 from dmattn import DynamicMaskAttention, DynamicMaskCache, flash_dmattn_func
 from dmattn.cache import FEW_TOKENS
@@ -284,3 +285,21 @@ def test_a_layer_takes_its_prompt_in_chunks_and_in_slots(evict: bool, score_head
     assert cache.seen.tolist() == [50, 41, 41]
     with pytest.raises(ValueError, match="slots: got a tensor without a cache"):
         layer(x, slots=slot)
+    for wrong in (slot, torch.tensor([0, 1])):
+        with pytest.raises(ValueError, match=f"slots: got {len(wrong)}, wanted 3"):
+            layer(x, cache=cache, slots=wrong)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("call", ["append_and_attend", "prefill"])
+def test_few_graphs_serve_chunks_of_all_lengths(call: str) -> None:
+    whole, cache, twin = sequence(), make(), make()
+    torch._dynamo.reset()
+    counter, skip = CompileCounter(), 1 if call == "prefill" else 0
+    compiled = torch.compile(getattr(cache, call), backend=counter, fullgraph=True)
+    for length in (90, 70, 120, 40, 150):
+        tokens = part(whole, 0, length)[skip:]
+        compiled(*tokens)
+        getattr(twin, call)(*tokens)
+        assert unchanged(cache, twin)
+    assert counter.frame_count <= 2

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from selection_cases import KINDS, brute_force, make_scores
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
@@ -209,7 +210,12 @@ def some_state() -> KeyState:
         ({"query": torch.randn(2, 8, 4, 8)}, ValueError, "in front of the stretch"),
         ({"attn_bias": torch.randn(2, 2, 7, 7)}, ValueError, "one score per key"),
         ({"attn_mask": torch.ones(2, 1, 7, 7).bool()}, ValueError, "rows of their own"),
-        ({"attn_bias": torch.randn(2, 4, 7)}, ValueError, r"state.k: got shape \(2, 5, 2, 8\)"),
+        (
+            {"attn_bias": torch.randn(2, 4, 7)},
+            ValueError,
+            "state: got a state of 2 heads, wanted 4, as",
+        ),
+        ({"attn_mask": torch.ones(2, 4, 1, 7).bool()}, ValueError, "of 2 heads, wanted 4, as"),
         ({"cu_seqlens": [0, 9, 4]}, ValueError, "boundaries that fall"),
         ({"cu_seqlens": [0.5]}, TypeError, "cu_seqlens"),
         ({"return_attn_probs": True}, ValueError, "return_attn_probs"),
@@ -240,6 +246,24 @@ def test_a_state_of_other_tensors_is_refused(change: Any, words: str) -> None:
         flash_dmattn_func(**stretch(7, state=other))
     with pytest.raises((TypeError, ValueError), match=rf"later.k: got {words}"):
         state.merge(other)
+
+
+@pytest.mark.parametrize(
+    "mask,scores",
+    [
+        (torch.ones(2, 3, 1, 9), (2, 2, 9)),
+        (torch.ones(2, 4, 1, 9), (2, 6, 9)),
+        (torch.ones(2, 0, 1, 9), (2, 2, 9)),
+        (torch.ones(3, 9), (2, 2, 9)),
+        (torch.ones(2, 9, device="meta"), (2, 2, 9)),
+    ],
+)
+def test_a_mask_that_does_not_fit_the_keys_of_a_state_is_refused(
+    mask: Tensor, scores: tuple[int, ...]
+) -> None:
+    key = torch.randn(2, 9, 2, 8)
+    with pytest.raises(ValueError, match="attn_mask: got"):
+        KeyState.of(key, key, torch.randn(scores), 5, mask.bool())
 
 
 def test_documents_need_sequences_that_have_seen_as_much() -> None:
@@ -280,6 +304,25 @@ def test_compiled_and_checkpointed_calls_take_and_return_states() -> None:
         grads = torch.autograd.grad(found_out.sum() + found.k.sum(), (q, k))
         for x, y in zip(grads, wanted, strict=True):
             torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize("cu_seqlens", [None, torch.tensor([0, 150, 400, 900])])
+def test_few_graphs_serve_stretches_of_all_lengths(cu_seqlens: Tensor | None) -> None:
+    """One for the first length, one for the others, and one more for a length of few rows."""
+
+    def step(given: dict[str, Any], state: KeyState) -> Any:
+        return flash_dmattn_func(**given, state=state, cu_seqlens=cu_seqlens)
+
+    torch._dynamo.reset()
+    counter, found = CompileCounter(), some_state()
+    compiled, state = torch.compile(step, backend=counter, fullgraph=True), found
+    for length in (150, 140, 310, 90, 260, 200):
+        given = stretch(length)
+        (out, state), (found_out, found) = step(given, state), compiled(given, found)
+        torch.testing.assert_close(found_out, out)
+        for name in FIELDS:
+            assert torch.equal(getattr(found, name), getattr(state, name)), name
+    assert counter.frame_count <= 3
 
 
 def test_half_precision_scores_are_kept_exactly() -> None:

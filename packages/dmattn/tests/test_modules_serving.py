@@ -55,3 +55,5 @@ def test_serves_and_leaves_its_files(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert found["equal_alone"] == found["requests"] == 4
     assert found["time_to_first_byte"]["p50"] <= found["time_to_first_byte"]["p99"]
     assert "4 of 4 answers are those alone" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="--longest: got 1000000000, wanted less"):
+        example.main([*arguments, "--longest=1000000000", f"--output-dir={tmp_path}"])

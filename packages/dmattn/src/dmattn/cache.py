@@ -271,7 +271,7 @@ class DynamicMaskCache:
         looked at. The draft is copied. A CUDA graph that captures a commit has to have captured the
         call of `peek` as well.
 
-        Args, Raises: as `append_and_attend`.
+        Args, Raises: as `append_and_attend`; but tokens without room only `commit` refuses.
 
         Returns:
             out (B, T, H, D).

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dmattn.key_lists import rows_at
 from dmattn.selection import KeySelection, select_keys
 
 
@@ -57,12 +58,12 @@ def fill_of(
     if real is not None:
         places = real.cumsum(1, dtype=torch.int32) - 1
     empty = torch.arange(room, device=score.device) >= kept.sum(-1, keepdim=True)
-    rows, no_row = index.mT[..., None], empty.mT[..., None]
+    no_row = empty.mT[..., None]
     chosen = score.detach().gather(-1, index)
     where = places[:, None].expand(-1, nheads_k, -1).gather(-1, index)
     return Fill(
-        key.detach().take_along_dim(rows, 1).masked_fill(no_row, 0.0),
-        value.detach().take_along_dim(rows, 1).masked_fill(no_row, 0.0),
+        rows_at(key.detach(), index).masked_fill(no_row, 0.0),
+        rows_at(value.detach(), index).masked_fill(no_row, 0.0),
         chosen.masked_fill(empty | ~(chosen > -math.inf), -math.inf),
         where.masked_fill(empty, -1),
     )

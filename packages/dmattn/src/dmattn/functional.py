@@ -174,7 +174,7 @@ def flash_dmattn_func(
             then has out = 0 and lse = sinks. -inf means none.
         return_attn_probs: also return the probabilities, for testing. They are computed apart, in
             float64 and with memory of Sq * Sk per head, and carry no gradient. Beside sinks they do
-            not add up to 1.
+            not add up to 1. Not beside a state.
         state: what `return_state` gave for the tokens before these, to attend to a long sequence
             stretch by stretch: the rows attend to the keys of the state and to their own stretch,
             exactly as in the whole sequence, forward and backward. None at its beginning. Needs
@@ -213,6 +213,8 @@ def flash_dmattn_func(
         kind = kind_of_call(
             *operands, softmax_scale, is_causal, softcap, deterministic, window_size, backend
         )
+    if return_attn_probs and state is not None:
+        raise ValueError("return_attn_probs: got True beside state, wanted False")
     known = recall(kind)
     if known is None:
         (problem, _), stretch = _checked_call(
@@ -232,8 +234,6 @@ def flash_dmattn_func(
             softcap=softcap,
             deterministic=deterministic,
         )
-        if return_attn_probs and state is not None:
-            raise ValueError("return_attn_probs: got True beside state, wanted False")
         out, lse = _attend(problem, backend)
         if kind is not None:
             remember(kind, operands, problem, backend)

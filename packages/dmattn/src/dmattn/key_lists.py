@@ -131,7 +131,30 @@ def _with_heads(t: Tensor, batch: int, heads: int) -> Tensor:
 
 def capacity_for(most: int, seqlen_k: int) -> int:
     """Room for lists of at most `most` of `seqlen_k` keys."""
-    return (smaller(most, seqlen_k) + BLOCK_ROWS - 1) // BLOCK_ROWS * BLOCK_ROWS
+    return whole_blocks(smaller(most, seqlen_k))
+
+
+def whole_blocks(rows: int) -> int:
+    """As many rows or more, so that they fill blocks."""
+    return (rows + BLOCK_ROWS - 1) // BLOCK_ROWS * BLOCK_ROWS
+
+
+def behind_rows(lists: Selection, before: int) -> Selection:
+    """Causal lists without those of the first `before` rows, which fill whole blocks.
+
+    Selection within documents is for as many rows as keys; those of a state that stands in front
+    are no queries.
+    """
+    skip = before // BLOCK_ROWS
+    return Selection(lists.end, *(t[:, :, skip:].contiguous() for t in lists[1:]))
+
+
+def rows_at(t: Tensor, places: Tensor) -> Tensor:
+    """(B, w, N, D): of keys or values (B, L, N, D) those at places int64 (B, N, w).
+
+    By gather and not by take_along_dim, which ties a graph that torch traces to one length L.
+    """
+    return t.gather(1, places.mT[..., None].expand(-1, -1, -1, t.shape[3]))
 
 
 def best_keys(

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from dmattn.arguments import check_window_size
 from dmattn.dispatch import select
-from dmattn.key_lists import Selection, larger, num_blocks
+from dmattn.key_lists import Selection, larger, num_blocks, rows_at
 from dmattn.selection import key_only_mask
 from dmattn.validation import (
     can_be_read,
@@ -97,8 +97,10 @@ class KeyState:
         """
         window_size = check_window_size(window_size)
         _check_key_value(key, value)
-        mask = None if attn_mask is None else key_only_mask(attn_mask, key.shape[1])
-        keys = keys_of(key, value, _check_scores(attn_bias, key), mask)
+        scores, mask = _check_scores(attn_bias, key), None
+        if attn_mask is not None:
+            mask = _check_key_mask(attn_mask, key, scores)
+        keys = keys_of(key, value, scores, mask)
         starts = None
         if cu_seqlens is not None:
             starts = check_starts(cu_seqlens, key.device)
@@ -224,7 +226,8 @@ def last_kept(lists: Selection, query_len: int, window_size: int, is_causal: boo
         int64 (batch, heads, w), ascending, with -1 in front where there are fewer.
     """
     last = num_blocks(query_len, is_causal) - 1
-    idx, count = lists.idx[:, :, last], lists.count[:, :, last, None]
+    # Not indexed: for an index of 0 torch would trace a graph of its own.
+    idx, count = lists.idx.narrow(2, last, 1).squeeze(2), lists.count.narrow(2, last, 1)
     kept = torch.arange(idx.shape[2], device=idx.device) < count
     if is_causal:  # the other rows of its block may keep more
         kept = kept & (lists.end.gather(2, idx.long()) >= lists.end.shape[2])
@@ -242,13 +245,13 @@ def gathered(keys: Keys, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor
         return k, v, score, chosen.to(torch.int32)
     empty = chosen < 0
     at = chosen.clamp(min=0)
-    rows, no_row = at.mT[..., None], empty.mT[..., None]
+    no_row = empty.mT[..., None]
     position = chosen.to(torch.int32)
     if keys.position is not None:
         position = keys.position.gather(2, at).masked_fill(empty, -1)
     return (
-        keys.k.take_along_dim(rows, 1).masked_fill(no_row, 0.0),
-        keys.v.take_along_dim(rows, 1).masked_fill(no_row, 0.0),
+        rows_at(keys.k, at).masked_fill(no_row, 0.0),
+        rows_at(keys.v, at).masked_fill(no_row, 0.0),
         keys.score.gather(2, at).masked_fill(empty, -math.inf),
         position,
     )
@@ -278,6 +281,11 @@ def check_state(name: str, state: Any, wanted: Wanted) -> KeyState:
     if state.window_size != wanted.window_size:
         raise ValueError(
             f"{name}: got a state of window_size {state.window_size}, wanted {wanted.window_size}"
+        )
+    if state.k.dim() == 4 and state.k.shape[2] != wanted.heads:
+        raise ValueError(
+            f"{name}: got a state of {state.k.shape[2]} heads, wanted {wanted.heads}, as many as "
+            "key, attn_bias or attn_mask have, which must be the same for all stretches"
         )
     rows, per_head = wanted[:3], (wanted.batch, wanted.heads, wanted.window_size)
     for field, dtype, shape in (
@@ -355,12 +363,30 @@ def _check_scores(attn_bias: Any, key: Tensor) -> Tensor:
     if scores.dim() == 4 and scores.shape[2] == 1:
         scores = scores.squeeze(2)
     fits = scores.dim() == 3 and is_one_or(scores.shape[0], batch) and scores.shape[2] == seqlen
-    if not fits or not (scores.shape[1] == 1 or scores.shape[1] % nheads_k == 0):
+    heads = scores.shape[1] if fits else 0
+    if heads == 0 or not (heads == 1 or heads % nheads_k == 0):
         raise ValueError(
             f"attn_bias: got shape {tuple(attn_bias.shape)}, wanted (batch|1, nheads|nheads_k|1, "
             f"1, {seqlen}) or (batch|1, nheads|nheads_k|1, {seqlen})"
         )
     return scores
+
+
+def _check_key_mask(attn_mask: Any, key: Tensor, scores: Tensor) -> Tensor:
+    """attn_mask as bool ({B|1}, heads, S), which go with the heads of scores."""
+    batch, seqlen, nheads_k, _ = key.shape
+    mask = key_only_mask(attn_mask, seqlen)
+    check_same_device("attn_mask", mask, key.device, "key")
+    few, many = sorted((mask.shape[1], scores.shape[1]))
+    fits = few == 1 or (few > 0 and many % few == 0)
+    fits &= mask.shape[1] == 1 or mask.shape[1] % nheads_k == 0
+    if not is_one_or(mask.shape[0], batch) or not fits:
+        raise ValueError(
+            f"attn_mask: got shape {tuple(attn_mask.shape)} for {batch} sequences, {nheads_k} "
+            f"heads of key and {scores.shape[1]} of attn_bias, wanted (batch, {seqlen}) or "
+            f"(batch|1, nheads|nheads_k|1, 1, {seqlen})"
+        )
+    return mask
 
 
 def _flatten(state: KeyState) -> tuple[list[Any], None]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dmattn.dispatch import select
-from dmattn.key_lists import BLOCK_ROWS, Selection
+from dmattn.key_lists import behind_rows, whole_blocks
 from dmattn.key_state import (
     Keys,
     KeyState,
@@ -61,7 +61,7 @@ class Stretch(NamedTuple):
         if state is not None:
             # With documents, lists are made for all keys as rows. Those of the stretch can be cut
             # out of them where the rows before it fill whole blocks.
-            front = self.window_size if self.starts is None else _whole_blocks(self.window_size)
+            front = self.window_size if self.starts is None else whole_blocks(self.window_size)
             keys = _joined(state, keys, front)
         if self.starts is None:
             lists = select(keys.score.detach(), None, self.window_size, problem.q.shape[1], True)
@@ -69,8 +69,7 @@ class Stretch(NamedTuple):
             key_len = keys.k.shape[1]
             bounds = _bounds(self.starts, front, key_len)
             lists = select(keys.score.detach(), None, self.window_size, key_len, True, bounds)
-            skip = front // BLOCK_ROWS
-            lists = Selection(lists.end, *(t[:, :, skip:].contiguous() for t in lists[1:]))
+            lists = behind_rows(lists, front)
         bias = keys.score[:, :, None]
         return problem.replace(k=keys.k, v=keys.v, mask=None, bias=bias, key_lists=lists)
 
@@ -171,16 +170,12 @@ def _joined(state: KeyState, keys: Keys, front: int) -> Keys:
     return Keys(torch.cat(ks, 1), torch.cat(vs, 1), torch.cat(scores, 2), None)
 
 
-def _whole_blocks(window_size: int) -> int:
-    return -(-window_size // BLOCK_ROWS) * BLOCK_ROWS
-
-
 def _bounds(starts: Tensor, front: int, key_len: int) -> Tensor:
     """Boundaries of documents among `key_len` keys, of which the first `front` are a state's.
 
     The first document reaches from there into the stretch, up to its first boundary.
     """
     places = (starts + front).clamp(max=key_len).masked_fill(starts < 0, 0)
-    return torch.nn.functional.pad(
-        torch.nn.functional.pad(places, (1, 0)), (0, 1), value=key_len
-    ).to(torch.int32)
+    # Not by padding: its value would tie a graph that torch traces to one length.
+    ends = places.new_zeros(1), places, places.new_full((1,), key_len)
+    return torch.cat(ends).to(torch.int32)

@@ -17,7 +17,7 @@ from dmattn.arguments import check_scores, check_window_size, checked_problem
 from dmattn.distributed import operators
 from dmattn.distributed.groups import Group, Ranks, agree, process_group, ranks_of
 from dmattn.functional import flash_dmattn_func
-from dmattn.key_lists import BLOCK_ROWS, smaller
+from dmattn.key_lists import behind_rows, smaller, whole_blocks
 from dmattn.problem import Problem
 from dmattn.selection import (
     KeySelection,
@@ -323,14 +323,9 @@ def _with_start_state(
     )
     if given.cu_seqlens is None:
         return k, v, score, select_keys(score, window, query_len=seqlen)
-    # Selection within documents is for as many rows as keys. The lists of the rows of this rank are
-    # the last ones.
-    every = select_keys(score, window, cu_seqlens=bounds)
-    skip = operators.front(width) // BLOCK_ROWS
-    idx, counts, full = (t[:, :, skip:].contiguous() for t in (every.idx, every.count, every.full))
-    before = operators.front(width)
-    selection = KeySelection(every.end, idx, counts, full, window, True, before)
-    return k, v, score, selection
+    before = whole_blocks(width)
+    lists = behind_rows(select_keys(score, window, cu_seqlens=bounds).lists, before)
+    return k, v, score, KeySelection(*lists, window, True, before)
 
 
 def _row_bytes(k: Tensor, v: Tensor, score: Tensor) -> int:

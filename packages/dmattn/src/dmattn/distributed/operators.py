@@ -4,8 +4,9 @@
         -> (k, v, score, bounds, own, places)
     join_start_state_backward(dk, dv, dscore, own, places, <settings>) -> (dk, dv, dscore)
 
-The first puts the start state of this rank in front of its own keys; its results have `front` + S
-keys. It is one node of autograd on every rank, so that the backward of every rank enters the same
+The first puts the start state of this rank in front of its own keys, with empty entries in between
+that make it whole blocks of rows, so that the lists of the own rows can be cut out of the lists.
+It is one node of autograd on every rank, so that the backward of every rank enters the same
 collectives. Being opaque to compilers, it runs under torch.compile as it is. While the state is on
 its way the rank's own keys are copied to their place.
 """
@@ -21,7 +22,7 @@ from dmattn.distributed import exchange
 from dmattn.distributed.exchange import Borders, Place
 from dmattn.distributed.groups import agree, by_name
 from dmattn.distributed.rows import Field, Rows, take_keys
-from dmattn.key_lists import BLOCK_ROWS
+from dmattn.key_lists import whole_blocks
 from dmattn.ops.register import Operator, register
 
 
@@ -55,11 +56,6 @@ _BACKWARD = (
 Joined = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def front(width: int) -> int:
-    """Entries in front of the rank's own keys: whole blocks of rows, as key lists need them."""
-    return (width + BLOCK_ROWS - 1) // BLOCK_ROWS * BLOCK_ROWS
-
-
 def _layout(*parts: Tensor) -> Rows:
     """Of rows for k (B, S, N, D), v (B, S, N, Dv) and score (B, N, S), or some of them."""
     return Rows([Field(t.shape[3] if t.dim() == 4 else 1, t.dtype) for t in parts])
@@ -75,7 +71,7 @@ def _empty_joined(
     """Results to be filled."""
     given = Settings(*settings)
     batch, seqlen, heads, _ = k.shape
-    joined = front(given.width) + seqlen
+    joined = whole_blocks(given.width) + seqlen
     steps = (exchange.rounds(given.ranks), 2) if given.is_scan else (1, 1)
     documents = 0 if cu_seqlens is None else cu_seqlens.shape[0] + 1
     return (
@@ -111,10 +107,10 @@ def _join(
             place, layout, sending.wait(), given.width, borders
         )
         places = results[5] if found is None else found[None, None]
-    _fill_front(layout, state, state_score, front(given.width), results)
+    _fill_front(layout, state, state_score, whole_blocks(given.width), results)
     bounds = results[3]
     if cu_seqlens is not None:
-        bounds = _bounds(place, cu_seqlens, front(given.width), seqlen)
+        bounds = _bounds(place, cu_seqlens, whole_blocks(given.width), seqlen)
     return (*results[:3], bounds, own, places)
 
 
@@ -237,7 +233,7 @@ def _empty_own(
     given = Settings(*settings)
     needs = given.needs
     batch, joined, heads, head_dim = dk.shape
-    seqlen = joined - front(given.width)
+    seqlen = joined - whole_blocks(given.width)
     return (
         dk.new_empty((batch, seqlen, heads, head_dim) if needs[0] else (0,)),
         dv.new_empty((batch, seqlen, heads, dv.shape[3]) if needs[1] else (0,)),
@@ -258,7 +254,7 @@ def _join_backward(
     # Where the stretches end plays no part here.
     place = Place(group, dist.get_rank(group), (0,) * given.ranks)
     needed = [t for t, need in zip((dk, dv, dscore), needs, strict=True) if need]
-    layout, seqlen = _layout(*needed), dk.shape[1] - front(width)
+    layout, seqlen = _layout(*needed), dk.shape[1] - whole_blocks(width)
     parts = [_front(t, width) for t in needed]
     if given.is_scan:
         theirs = exchange.scan_back(place, layout, parts, places)

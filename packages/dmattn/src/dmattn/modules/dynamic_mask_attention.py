@@ -230,6 +230,7 @@ class DynamicMaskAttention(nn.Module):
         self._check_hidden_states(hidden_states)
         if cache is not None:
             self._check_cache(cache, None if slots is not None else hidden_states.shape[0])
+            slots = _checked_slots(slots, hidden_states, cache)
         elif slots is not None:
             raise ValueError("slots: got a tensor without a cache, wanted None")
         if group is not None:
@@ -470,10 +471,19 @@ def _next_positions(
         return positions
     if attention_mask is not None:
         positions = (attention_mask.cumsum(1) - 1).clamp(min=0)
-    seen = cache.seen
-    if slots is not None:
-        seen = seen.index_select(0, check_slots(slots, len(seen), seen.device))
+    seen = cache.seen if slots is None else cache.seen.index_select(0, slots)
     return positions + seen[:, None]
+
+
+def _checked_slots(slots: Any, hidden_states: Tensor, cache: DynamicMaskCache) -> Tensor | None:
+    """int64 (B,), one for each sequence of hidden_states; or None."""
+    if slots is None:
+        return None
+    found = check_slots(slots, len(cache.seen), cache.seen.device)
+    batch = hidden_states.shape[0]
+    if len(found) != batch:
+        raise ValueError(f"slots: got {len(found)}, wanted {batch}, one for each sequence")
+    return found
 
 
 def _tokens_before(hidden_states: Tensor, group: "Group") -> int:
