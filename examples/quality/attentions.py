@@ -29,9 +29,10 @@ class PlainAttention(nn.Module):
         self._selections: dict[tuple[int, torch.device], KeySelection] = {}
 
     def forward(
-        self, x: Tensor, position_embeddings: tuple[Tensor, Tensor], cache: None = None
+        self, x: Tensor, position_embeddings: tuple[Tensor, Tensor], **others: None
     ) -> Tensor:
-        """(B, S, width) -> (B, S, width)."""
+        """(B, S, width) -> (B, S, width): whole sequences, on one device."""
+        assert not any(value is not None for value in others.values()), "a cache, padding or ranks"
         cos, sin = position_embeddings
 
         def heads(y: Tensor) -> Tensor:
