@@ -138,9 +138,9 @@ def context_parallel_attention(
             together, such as stretches of unequal lengths without cu_seqlens. On every rank, before
             keys are exchanged. Under torch.compile ranks find out about wrong shapes and dtypes
             together; what a rank refuses while it compiles it raises alone.
-        RuntimeError: torch.distributed is not initialised, another rank met an error of another kind
-            while it looked at its arguments, or a rank does not answer within the timeout of the
-            group.
+        RuntimeError: torch.distributed is not initialised, another rank met an error of another
+            kind while it looked at its arguments, or a rank does not answer within the timeout of
+            the group.
     """
     ranks = ranks_of(group)
     settings = {"softmax_scale": softmax_scale, "softcap": softcap, "deterministic": deterministic}
