@@ -16,7 +16,7 @@ set(directions_sm90 fwd bwd)
 set(walks_sm90 tiled gathered)
 set(head_dims_sm90_fwd_gathered 64 128)
 set(head_dims_sm90_bwd_tiled 64 128)
-set(head_dims_sm90_bwd_gathered none)
+set(head_dims_sm90_bwd_gathered 64 128)
 
 set(element_f16 cutlass::half_t)
 set(element_bf16 cutlass::bfloat16_t)

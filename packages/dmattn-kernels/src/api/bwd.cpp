@@ -60,7 +60,10 @@ void clear_sums(const BwdPlan& plan, const BwdRound& round, bool is_first, cudaS
              "clearing the accumulators");
 }
 
-void launch_kernel(const BwdPlan& plan, const BwdParams& p, BwdLauncher unit, cudaStream_t stream) {
+void launch_kernel(const BwdPlan& plan, BwdParams p, BwdLauncher unit, cudaStream_t stream) {
+  if (plan.chunk_blocks > 0) {
+    check_cuda(chunk_key_lists(bwd_chunk_params(plan, p), stream), "putting lists of keys together");
+  }
   if (plan.schedule != nullptr) {
     check_cuda(bwd_schedule(bwd_schedule_lists(p), p.batch, p.nheads_k, p.head_ratio, plan.tile.block_n, plan.max_work,
                             plan.max_tiles, plan.max_splits, plan.even_blocks, plan.schedule, stream),

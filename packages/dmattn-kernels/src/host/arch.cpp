@@ -14,7 +14,7 @@ FwdTile sm80_fwd_tile(const FwdParams& p, Level level, bool gathered) {
   return fwd_tile(kTiles, head_dim_tile(p.head_dim), level, gathered);
 }
 template <TileSet kTiles>
-BwdTile sm80_bwd_tile(int d) {
+BwdTile sm80_bwd_tile(int d, bool) {
   return bwd_tile(kTiles, d);
 }
 DqOrder sm80_dq_order(const BwdTile&) { return DqOrder::kRegisters; }
@@ -46,17 +46,19 @@ bool sm90_serves_fwd(const FwdParams& p, Level level, bool gathered) {
          has_tma_strides(p.out_stride, p.batch, p.seqlen_q, p.nheads);
 }
 
-BwdTile sm90_bwd_tile_of(int d) { return sm90_bwd_tile(d); }
+BwdTile sm90_bwd_tile_of(int d, bool gathered) { return sm90_bwd_tile(d, gathered); }
 DqOrder sm90_dq_order(const BwdTile& tile) {
   return tile.block_m % 64 == 0 ? DqOrder::kVectors : DqOrder::kTransposedVectors;
 }
 // Cut probabilities are powers of -inf times the scale, which must be positive.
-bool sm90_serves_bwd(const BwdParams& p) {
-  const bool is_aligned = p.vec_q && p.vec_k && p.vec_v && p.vec_dout && p.vec_dk && p.vec_dv;
+bool sm90_serves_bwd(const BwdParams& p, bool gathered) {
   const auto fits_rows = [&](const Strides3& s) { return has_tma_strides(s, p.batch, p.seqlen_q, p.nheads); };
   const auto fits_keys = [&](const Strides3& s) { return has_tma_strides(s, p.batch, p.seqlen_k, p.nheads_k); };
-  return is_aligned && p.softmax_scale > 0.f && fits_rows(p.q_stride) && fits_rows(p.dout_stride) &&
-         fits_keys(p.k_stride) && fits_keys(p.v_stride) && fits_keys(p.dk_stride) && fits_keys(p.dv_stride);
+  const bool serves_rows = p.vec_q && p.vec_k && p.vec_v && p.vec_dout && p.softmax_scale > 0.f &&
+                           fits_rows(p.q_stride) && fits_rows(p.dout_stride);
+  if (gathered) return serves_rows && has_gather_stride(p.k_stride) && has_gather_stride(p.v_stride);
+  return serves_rows && p.vec_dk && p.vec_dv && fits_keys(p.k_stride) && fits_keys(p.v_stride) &&
+         fits_keys(p.dk_stride) && fits_keys(p.dv_stride);
 }
 
 // Hopper's own instructions are not in PTX that newer chips run: the code is for 9.0 alone.

@@ -24,13 +24,14 @@ struct KernelSet {
   // Name of the set whose units stand in where `arch` has none of its own; nullptr: none does.
   const char* fallback;
   FwdTile (*fwd_tile)(const FwdParams& p, Level level, bool gathered);
-  BwdTile (*bwd_tile)(int head_dim_tile);
+  BwdTile (*bwd_tile)(int head_dim_tile, bool gathered);
   DqOrder (*dq_order)(const BwdTile& tile);
   // Whether its forward units compute this problem; nullptr: every one that they are compiled for.
   bool (*serves_fwd)(const FwdParams& p, Level level, bool gathered);
-  // Whether its backward units compute this problem, which is dense: neither lists, mask, bias nor packed sequences, and
-  // all three gradients. nullptr: they compute every one.
-  bool (*serves_bwd)(const BwdParams& p);
+  // Whether its backward units compute this problem, which has neither mask nor packed sequences and wants all three
+  // gradients. It is dense, without a bias; or gathered, of lists for row blocks that the heads of a group share, not
+  // deterministic and without softcap, and its bias, if any, is for each key. nullptr: they compute every one.
+  bool (*serves_bwd)(const BwdParams& p, bool gathered);
   // Its kernels stay on an SM and take one block of rows (backward: of keys) after the other. The forward does not split
   // the keys; the backward splits the query heads of a group only, and all of them have to be in one round.
   bool is_persistent;

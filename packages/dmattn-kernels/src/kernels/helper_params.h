@@ -17,6 +17,7 @@ struct BwdPreprocessParams {
   Strides3 dlse_stride;
   const float* lse_rest = nullptr;  // optional, strides of lse
   float lse_scale = 1.f;            // of lse_rounded: log2(e) where the kernel takes powers of two
+  float rest_scale = 1.f;           // of rest_rounded
   float* lse_rounded = nullptr;     // [batch][nheads][seqlen_q_rounded]
   float* rest_rounded = nullptr;    // likewise; written when lse_rest is given
   float* delta = nullptr;           // [batch][nheads][seqlen_q_rounded]
@@ -49,6 +50,15 @@ struct ConvertDqParams {
   bool vec_dq = true;
   DqTileLayout layout;
   Packing packing;
+};
+
+// Rows of a chunk of row blocks: at most as many, and a multiple of those of a row block.
+constexpr int kMostChunkRows = 1024;
+struct ChunkKeyListsParams {
+  KeyList from;  // of row blocks; heads: between those of one batch and the next
+  KeyChunks to;  // heads: those that there are to do
+  int32_t seqlen_q = 0, seqlen_k = 0;
+  int32_t row_block_begin = 0, row_blocks = 0;  // of `from`, to put together
 };
 
 struct ReduceDbiasParams {

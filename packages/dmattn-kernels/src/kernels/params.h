@@ -132,6 +132,18 @@ struct KeyList {
 // Packed sequences have lists with block_rows == 0: count is [batch][heads], idx [heads][capacity] with the list of
 // sequence b from the first_packed_block() of kListBlock keys on. Keys are numbered through all sequences.
 
+// The lists of neighbouring row blocks put together, for the backward on Hopper: keys.block_rows counts the rows of such a
+// chunk, keys.blocks the chunks from the first row block that a launch handles. Written by chunk_key_lists(). A list is
+// ordered by the rows of the chunk that see a key, so that few rows meet a tile that they do not see; keys.full is
+// nullptr.
+struct KeyChunks {
+  KeyList keys;
+  // int2 [batch][heads][chunks][capacity / kChunkTileKeys]: the first block of kChunkTileRows rows that sees a key of the
+  // tile, and the last one + 1. Equal: the list has no such tile.
+  void* tile_rows = nullptr;
+};
+constexpr int kChunkTileKeys = 128, kChunkTileRows = 64;
+
 struct FwdParams {
   const void* q = nullptr;  // f16/bf16
   const void* k = nullptr;
@@ -248,6 +260,7 @@ struct BwdParams {
   BiasParams bias;
   MaskBits mask;
   KeyList keys;
+  KeyChunks chunks;  // keys.idx == nullptr: there are none
   DbiasKind dbias_kind = DbiasKind::kNone;
   float* dbias_cols = nullptr;                                                  // kKey: column sums of dscores
   void* dbias = nullptr;                                                        // kTile: in bias.dtype; kAccum: float

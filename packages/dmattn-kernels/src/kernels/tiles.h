@@ -97,9 +97,10 @@ constexpr BwdTile bwd_tile(TileSet tiles, int d) {
 }
 
 // The backward on Hopper: two consumers of 64 keys each. Where block_m is no multiple of 64, dq is computed transposed.
-constexpr BwdTile sm90_bwd_tile(int d) {
-  return d <= 64 ? BwdTile{96, 128, 8, 1, 8, 4, 3}   // 162 KB: 472 TFLOP/s on an H200, against 438 with 64 rows
-                 : BwdTile{64, 128, 8, 1, 8, 4, 3};  // 211 KB
+// Lists are for blocks of 128 rows, which 96 do not divide.
+constexpr BwdTile sm90_bwd_tile(int d, bool gathered) {
+  return d <= 64 && !gathered ? BwdTile{96, 128, 8, 1, 8, 4, 3}   // 162 KB: 472 TFLOP/s on an H200, 438 with 64 rows
+                              : BwdTile{64, 128, 8, 1, 8, 4, 3};  // 211 KB
 }
 
 // Decoding: a block of `warps` warps, each of which walks keys of its own, kDecodeKeys at a time, with `stages` of them

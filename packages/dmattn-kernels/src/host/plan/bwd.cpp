@@ -68,7 +68,7 @@ void use_kernels(BwdPlan& plan, const KernelSet& kernels, const Device& device) 
   plan.resident_blocks = kernels.is_persistent ? device.num_sms : 0;
   plan.choice.tiles = kernels.tiles;
   plan.choice.level = bwd_level(plan);
-  const BwdTile& tile = plan.tile = kernels.bwd_tile(plan.unit.head_dim_tile);
+  const BwdTile& tile = plan.tile = kernels.bwd_tile(plan.unit.head_dim_tile, plan.unit.gathered);
   BwdParams& kernel = plan.kernel;
   kernel.has_split_slots = kernel.deterministic || kernels.is_persistent;
   kernel.dq_blocks = ceil_div(kernel.seqlen_q, tile.block_m);
@@ -82,11 +82,13 @@ void use_kernels(BwdPlan& plan, const KernelSet& kernels, const Device& device) 
   plan.convert_dq.packing = kernel.packing;
   const DqOrder order = kernels.dq_order(tile);
   plan.convert_dq.layout = {tile.block_m, plan.unit.head_dim_tile, 32 * tile.warps, tile.warps_m_dq, order};
-  // The kernels for Hopper take powers of two, and leave dq in units of 1 / softmax_scale.
+  // The kernels for Hopper take powers of two, and leave dq in units of 1 / softmax_scale. Logits with a bias are scaled
+  // last.
   if (order != DqOrder::kRegisters) {
     plan.convert_dq.scale = kernel.softmax_scale;
-    plan.preprocess.lse_scale = kLog2e;
+    (kernel.bias.kind == BiasKind::kNone ? plan.preprocess.lse_scale : plan.preprocess.rest_scale) = kLog2e;
   }
+  if (kernels.is_persistent && plan.walk == KeyWalk::kRowBlockLists) choose_chunks(plan, device);
 }
 
 void set_preprocess(BwdPlan& plan, const dmattn_bwd_params& p) {
@@ -281,12 +283,19 @@ BwdPlan plan_with(const KernelSet& kernels, BwdPlan plan, const dmattn_bwd_param
   return plan;
 }
 
-// Lengths, causality and softcap only.
-bool is_dense(const BwdPlan& plan) {
+// Whether this is a problem of the kind that KernelSet::serves_bwd() is asked about.
+bool is_for_residents(const BwdPlan& plan) {
   const BwdParams& p = plan.kernel;
-  return plan.walk == KeyWalk::kTiled && !has_mask(plan.mask) && p.bias.kind == BiasKind::kNone &&
-         p.dbias_kind == DbiasKind::kNone && !p.packing.is_active() && !plan.has_lse_rest && plan.wants_dq &&
-         plan.wants_dk && plan.wants_dv;
+  const bool all_wanted = plan.wants_dq && plan.wants_dk && plan.wants_dv;
+  const bool has_bias = p.bias.kind != BiasKind::kNone;
+  // The rest of lse is there for the sake of large biases.
+  if (!all_wanted || has_mask(plan.mask) || p.packing.is_active() || plan.has_lse_rest != has_bias) return false;
+  if (plan.walk == KeyWalk::kTiled) return !has_bias && p.dbias_kind == DbiasKind::kNone;
+  if (plan.walk != KeyWalk::kRowBlockLists) return false;
+  const bool has_group_bias = p.bias.kind == BiasKind::kKey && p.bias.head_ratio % p.head_ratio == 0;
+  const bool has_dbias_of_keys = p.dbias_kind == DbiasKind::kNone || p.dbias_kind == DbiasKind::kKey;
+  return p.keys.head_ratio % p.head_ratio == 0 && (!has_bias || has_group_bias) && has_dbias_of_keys &&
+         !p.deterministic && p.softcap == 0.f;
 }
 
 // Blocks of rows for which splitting them between thread blocks would not pay.
@@ -297,6 +306,7 @@ constexpr int32_t kShortSteps = 8;
 // same rows. Under causality the longest items take twice as long as the average.
 bool suits_residents(const BwdPlan& plan) {
   const BwdParams& p = plan.kernel;
+  if (is_gathered(plan.walk)) return true;
   const int64_t items = int64_t{p.max_work_items} * p.num_splits;
   const bool fills = 10 * items >= (p.is_causal ? 17 : 8) * int64_t{plan.resident_blocks};
   const bool is_short = ceil_div(p.head_ratio, p.num_splits) * p.dq_blocks <= kShortSteps;
@@ -307,7 +317,10 @@ bool suits_residents(const BwdPlan& plan) {
 void choose_kernel(BwdPlan& plan, const dmattn_bwd_params& p, const Device& device) {
   BwdPlan chosen;
   resolve_unit(*device.kernels, plan.unit, [&](const KernelSet& kernels) {
-    if (kernels.serves_bwd != nullptr && !(is_dense(plan) && kernels.serves_bwd(plan.kernel))) return false;
+    if (kernels.serves_bwd != nullptr &&
+        !(is_for_residents(plan) && kernels.serves_bwd(plan.kernel, plan.unit.gathered))) {
+      return false;
+    }
     chosen = plan_with(kernels, plan, p, device);
     return chosen.resident_blocks == 0 || suits_residents(chosen);
   });

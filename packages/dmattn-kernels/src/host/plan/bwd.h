@@ -56,6 +56,9 @@ struct BwdPlan {
   BwdSequence sequence;
   BwdRound whole, round;  // all of it, and as much of that as a round covers
 
+  // Lists of row blocks, on Hopper: how many of them are put together. 0: none are.
+  int32_t chunk_blocks = 0;
+
   // Splits of key tiles over blocks. Lists of keys, whose lengths the device knows: see bwd_schedule().
   int32_t max_work = 0, max_tiles = 0, max_splits = 1, even_blocks = 0;
   int32_t* schedule = nullptr;  // nullptr: lists of row blocks, which need none
@@ -117,6 +120,8 @@ ConvertDqParams bwd_round_dq(const BwdPlan& plan, const BwdRound& round);
 BwdParams bwd_launch_params(const BwdPlan& plan, const BwdParams& round, int32_t b, int32_t hk, int32_t g);
 // Thread blocks of that launch.
 int64_t bwd_blocks(const BwdPlan& plan, const BwdParams& launch);
+// Puts the row blocks of that launch together: its chunks become those that chunk_key_lists() then writes.
+ChunkKeyListsParams bwd_chunk_params(const BwdPlan& plan, BwdParams& launch);
 // The lists of that launch with entry (b, hk) for every kv head, for bwd_schedule().
 KeyList bwd_schedule_lists(const BwdParams& launch);
 

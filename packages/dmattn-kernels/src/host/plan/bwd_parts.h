@@ -11,6 +11,13 @@ void choose_sums(BwdPlan& plan, const Device& device, size_t bytes_before);
 // Lays out the sums that the backward kernels keep in fp32.
 void place_sums(BwdPlan& plan, Workspace& workspace);
 
+// How many row blocks of the lists make a chunk.
+void choose_chunks(BwdPlan& plan, const Device& device);
+// Lays out the lists of a round's chunks; without any, does nothing.
+KeyChunks place_chunks(const BwdPlan& plan, const BwdRound& round, Workspace& workspace);
+// Tiles that the lists of a launch's chunks have room for.
+int64_t chunk_items(const BwdPlan& plan, const BwdParams& launch);
+
 // The (batch, head) pairs of arrays in the workspace.
 inline int64_t rows_of(const BwdParams& p) { return int64_t{p.packing.slabs(p.batch)} * p.nheads; }
 // Key tiles that a launch has to provide blocks for.

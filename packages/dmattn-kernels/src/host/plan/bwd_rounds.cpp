@@ -159,6 +159,7 @@ int64_t bwd_blocks(const BwdPlan& plan, const BwdParams& launch) {
       return plan.resident_blocks > 0 ? std::min<int64_t>(blocks, plan.resident_blocks) : blocks;
     }
     case KeyWalk::kRowBlockLists:
+      if (plan.resident_blocks > 0) return std::min<int64_t>(chunk_items(plan, launch), plan.resident_blocks);
       return ceil_div(launch.keys.capacity, block_n) * heads * launch.row_blocks;
     default:
       return launch.max_work_items;

@@ -109,6 +109,7 @@ struct Accumulators {
   int32_t* dkv_semaphore = nullptr;
   float* dk = nullptr;
   float* dv = nullptr;
+  KeyChunks chunks;
   size_t round_zero_bytes = 0, dkv_zero_bytes = 0;
 };
 
@@ -134,6 +135,7 @@ Accumulators place_accumulators(const BwdPlan& plan, const BwdRound& round, int3
     if (plan.wants_dv) sums.dv = workspace.take<float>(rows * kernel.head_dim);
   }
   sums.dkv_zero_bytes = workspace.bytes() - begin - sums.round_zero_bytes;
+  sums.chunks = place_chunks(plan, round, workspace);
   return sums;
 }
 
@@ -294,6 +296,7 @@ void place_sums(BwdPlan& plan, Workspace& workspace) {
   kernel.dkv_semaphore = sums.dkv_semaphore;
   kernel.dk_accum = sums.dk;
   kernel.dv_accum = sums.dv;
+  kernel.chunks = sums.chunks;
   plan.convert_dq.dq_accum = sums.dq;
   plan.round_zero_bytes = sums.round_zero_bytes;
   plan.dkv_zero_bytes = sums.dkv_zero_bytes;

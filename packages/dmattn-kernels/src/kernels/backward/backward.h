@@ -18,6 +18,9 @@ cudaError_t bwd_preprocess(const BwdPreprocessParams& p, Dtype dtype, cudaStream
 cudaError_t bwd_schedule(const KeyList& keys, int batch, int nheads_k, int head_ratio, int block_n, int max_work,
                          int max_tiles, int max_splits, int even_blocks, int32_t* schedule, cudaStream_t stream);
 
+// Fills p.to from lists of row blocks.
+cudaError_t chunk_key_lists(const ChunkKeyListsParams& p, cudaStream_t stream);
+
 // dq = dq_accum * p.scale rounded.
 cudaError_t convert_dq(const ConvertDqParams& p, Dtype dtype, cudaStream_t stream);
 

@@ -79,7 +79,8 @@ __global__ void __launch_bounds__(kThreads) preprocess_kernel(const BwdPreproces
   const int64_t dst = (static_cast<int64_t>(b) * p.nheads + h) * p.seqlen_q_rounded + row0 + row;
   p.lse_rounded[dst] = lse * p.lse_scale;
   if (p.lse_rest != nullptr) {
-    p.rest_rounded[dst] = row < own.count ? __ldg(p.lse_rest + row_offset(p.lse_stride, b, h, own.first + row)) : 0.f;
+    const float rest = row < own.count ? __ldg(p.lse_rest + row_offset(p.lse_stride, b, h, own.first + row)) : 0.f;
+    p.rest_rounded[dst] = rest * p.rest_scale;
   }
   p.delta[dst] = delta;
 }

@@ -1,8 +1,9 @@
-// The backward on Hopper, for the plain level: lengths, causality and softcap only, tiles of consecutive keys.
+// The backward on Hopper: consecutive keys, with lengths, causality and softcap only; or lists of keys for chunks of rows,
+// with a bias for each key.
 //
 // A thread block stays on its SM and takes blocks of keys (items) until none is left. One thread of the first
 // warpgroup, the producer, copies K and V once an item, then Q, dO, lse and delta of one block of rows after the other.
-// The other two warpgroups, the consumers, own 64 keys each. Their products have keys as rows: s^T = k q^T and
+// Listed keys are copied by two warps beside it, and their dk and dv are added to sums in memory. The other two warpgroups, the consumers, own 64 keys each. Their products have keys as rows: s^T = k q^T and
 // dp^T = v do^T leave p^T and ds^T in registers in the order that the first operand of dv += p^T do and
 // dk += ds^T q has. Only ds goes through shared memory, as both consumers' keys are needed for dq = ds k.
 //
@@ -17,70 +18,16 @@
 
 #include "../shared/element.cuh"
 #include "../shared/smem.cuh"
-#include "bwd_params.h"
-#include "bwd_traits.cuh"
+#include "bwd_gather.cuh"
+#include "bwd_producer.cuh"
 
 namespace dmattn::sm90 {
 
-// --- what both roles know -------------------------------------------------------------------------------------------
-
-struct BwdItem {
-  int n_block, head_k, split, batch;
-};
-
-// Items are numbered by sections; in each from the first blocks of keys, which the most rows see under causality, to
-// the last, the parts of the section side by side. Where dq is added up in order, from the last blocks to the first.
-template <class T>
-__device__ __forceinline__ BwdItem find_item(const BwdArguments& p, int index) {
-  const int section = min(index / (p.section_parts * p.n_blocks), p.sections);
-  const int first = section * p.section_parts;
-  const int parts = section < p.sections ? p.section_parts : p.all_parts - first;
-  const int in_section = index - first * p.n_blocks;
-  const int row = in_section / parts;
-  const int part = first + in_section - row * parts;
-  const int head = part / p.num_splits;
-  const int batch = head / p.nheads_k;
-  return {T::kOrdered ? p.n_blocks - 1 - row : row, head - batch * p.nheads_k, part - head * p.num_splits, batch};
-}
-
-// The steps of an item: the query heads of its part, and of each the blocks of rows that see its keys, from the last to
-// the first; where dq is added up in order, from the first to the last.
-template <class T>
-struct BwdSteps {
-  int m_begin, m_end;
-  int head, m;
-  int left;
-
-  __device__ __forceinline__ BwdSteps(const BwdArguments& p, const BwdItem& item) {
-    m_end = p.m_blocks;
-    m_begin = 0;
-    if (p.is_causal) {
-      const int first_row = item.n_block * T::kBlockN - (p.seqlen_k - p.seqlen_q);
-      m_begin = min(max(first_row, 0) / T::kBlockM, m_end);
-    }
-    const int first = p.head_ratio * item.split / p.num_splits;
-    const int end = p.head_ratio * (item.split + 1) / p.num_splits;
-    head = item.head_k * p.head_ratio + first;
-    m = T::kOrdered ? m_begin : m_end - 1;
-    left = (end - first) * (m_end - m_begin);
-  }
-  __device__ __forceinline__ void advance() {
-    --left;
-    if constexpr (T::kOrdered) {
-      if (++m < m_end) return;
-      m = m_begin;
-    } else {
-      if (--m >= m_begin) return;
-      m = m_end - 1;
-    }
-    ++head;
-  }
-};
-
 template <class T>
 __device__ __forceinline__ void init_barriers(typename T::Shared& s) {
-  s.k_full.init(1);
-  s.v_full.init(1);
+  const int copiers = T::kGathered ? 32 * T::kGatherWarps : 1;
+  s.k_full.init(copiers);
+  s.v_full.init(copiers);
   s.k_empty.init(T::kConsumers);
   s.v_empty.init(T::kConsumers);
   for (int i = 0; i < T::kStagesQ; ++i) {
@@ -93,93 +40,12 @@ __device__ __forceinline__ void init_barriers(typename T::Shared& s) {
   }
   for (int i = 0; i < 2; ++i) {
     s.item_full[i].init(1);
-    s.item_empty[i].init(4 * T::kConsumers);  // a warp each
+    s.item_empty[i].init(4 * T::kConsumers + T::kGatherWarps);  // a warp each
+    s.facts_full[i].init(copiers);
+    s.facts_empty[i].init(T::kConsumers);
   }
   cutlass::arch::fence_barrier_init();
 }
-
-// --- the producer: one thread -----------------------------------------------------------------------------------------
-
-template <class T>
-struct BwdProducer {
-  using Element = typename T::Element;
-  static constexpr uint32_t kStatBytes = T::kBlockM * sizeof(float);
-
-  const BwdArguments& p;
-  typename T::Shared& s;
-  RingPlace<T::kStagesQ> q_place;
-  RingPlace<T::kStagesdO> dout_place;
-  RingPlace<2> item_place;
-  int kv_phase = 0;
-
-  // Where dq is added up in order, no item belongs to a thread block before it runs, not even the first: blocks that do
-  // run wait for items with lower numbers, and nobody knows whether all blocks have an SM at the same time.
-  __device__ __forceinline__ void run() {
-    const int first = T::kOrdered ? 0 : gridDim.x;  // of the items that are counted
-    for (int index = T::kOrdered ? atomicAdd(p.work_counter, 1) : blockIdx.x;;) {
-      announce(index);
-      if (index >= p.items) return;
-      // Asked for before the loads, so that the answer is there when they have been issued.
-      const int next = first + atomicAdd(p.work_counter, 1);
-      load_item(find_item<T>(p, index));
-      index = next;
-    }
-  }
-
-  __device__ __forceinline__ void announce(int index) {
-    s.item_empty[item_place.stage].wait(item_place.phase ^ 1);
-    s.item[item_place.stage] = index;
-    s.item_full[item_place.stage].arrive();
-    item_place.advance();
-  }
-
-  __device__ __forceinline__ void load_item(const BwdItem& item) {
-    BwdSteps<T> steps(p, item);
-    if (steps.left == 0) return;
-    // Rows come in while the consumers still need the keys of the item before.
-    load_q(steps, item);
-    load_keys(p.k, s.k, s.k_full, s.k_empty, item);
-    load_dout(steps, item);
-    load_keys(p.v, s.v, s.v_full, s.v_empty, item);
-    kv_phase ^= 1;
-    steps.advance();
-#pragma unroll 1  // in the producer's few registers there is no room for more
-    for (; steps.left > 0; steps.advance()) {
-      load_q(steps, item);
-      load_dout(steps, item);
-    }
-  }
-
-  __device__ __forceinline__ void load_keys(const CUtensorMap& map, Element* tile, Barrier& full, Barrier& empty,
-                                            const BwdItem& item) {
-    empty.wait(kv_phase ^ 1);
-    full.arrive_and_expect(T::kTileK * sizeof(Element));
-    load_tile<T::kBlockN, T::kPanels, T::kPanelCols>(map, full, cute::TMA::CacheHintSm90::EVICT_FIRST, tile,
-                                                     item.n_block * T::kBlockN, item.head_k, item.batch);
-  }
-  __device__ __forceinline__ void load_q(const BwdSteps<T>& steps, const BwdItem& item) {
-    load_rows(p.q, p.lse, s.q + q_place.stage * T::kTileQ, s.lse[q_place.stage], s.q_full[q_place.stage],
-              s.q_empty[q_place.stage], q_place.phase, steps, item);
-    q_place.advance();
-  }
-  __device__ __forceinline__ void load_dout(const BwdSteps<T>& steps, const BwdItem& item) {
-    load_rows(p.dout, p.delta, s.dout + dout_place.stage * T::kTileQ, s.delta[dout_place.stage],
-              s.dout_full[dout_place.stage], s.dout_empty[dout_place.stage], dout_place.phase, steps, item);
-    dout_place.advance();
-  }
-  // A block of rows, and the number that each of them has.
-  __device__ __forceinline__ void load_rows(const CUtensorMap& map, const float* stats, Element* tile, float* stat,
-                                            Barrier& full, Barrier& empty, int phase, const BwdSteps<T>& steps,
-                                            const BwdItem& item) {
-    empty.wait(phase ^ 1);
-    full.arrive_and_expect(T::kTileQ * sizeof(Element) + kStatBytes);
-    load_tile<T::kBlockM, T::kPanels, T::kPanelCols>(map, full, cute::TMA::CacheHintSm90::EVICT_LAST, tile,
-                                                     steps.m * T::kBlockM, steps.head, item.batch);
-    const int64_t head = static_cast<int64_t>(item.batch) * p.nheads + steps.head;
-    cute::SM90_BULK_COPY_G2S::copy(stats + head * p.seqlen_q_rounded + steps.m * T::kBlockM, &full.word, stat,
-                                   kStatBytes);
-  }
-};
 
 // --- the consumers: a warpgroup each ----------------------------------------------------------------------------------
 
@@ -201,7 +67,7 @@ struct BwdConsumer {
   const int consumer, thread, warp, lane;  // thread, warp: in the warpgroup
   RingPlace<T::kStagesQ> q_next;           // of the rows whose scores are started next
   RingPlace<T::kStagesdO> dout_place;
-  RingPlace<2> item_place;
+  RingPlace<2> item_place, facts_place;
   int kv_phase = 0;
   int ds_stage = 0;
   int32_t* passed = nullptr;  // kOrdered: the turn at dq that the warpgroup has had, but not passed on
@@ -216,18 +82,33 @@ struct BwdConsumer {
 
   __device__ __forceinline__ void run() {
     while (true) {
-      const int index = next_item();
-      if (index >= p.items) return;
-      work(find_item<T>(p, index));
+      const typename T::Announced item = next_item();
+      if (item.index >= p.items) return;
+      work(find_item<T>(p, item));
     }
   }
 
-  __device__ __forceinline__ int next_item() {
+  __device__ __forceinline__ typename T::Announced next_item() {
     s.item_full[item_place.stage].wait(item_place.phase);
-    const int index = __shfl_sync(0xffffffffu, s.item[item_place.stage], 0);
+    typename T::Announced item = s.item[item_place.stage];
+    item.index = __shfl_sync(0xffffffffu, item.index, 0);
+    if constexpr (T::kGathered) {
+      item.m_begin = __shfl_sync(0xffffffffu, item.m_begin, 0);
+      item.m_end = __shfl_sync(0xffffffffu, item.m_end, 0);
+    }
     if (lane == 0) s.item_empty[item_place.stage].arrive();
     item_place.advance();
-    return index;
+    return item;
+  }
+
+  // What is known of the item's keys.
+  __device__ __forceinline__ const typename T::Facts& facts() const { return s.facts[facts_place.stage]; }
+  // Of the 64 keys of the consumer those that the thread has in its registers 0 and 1, or 2 and 3, of each fragment.
+  __device__ __forceinline__ int own_key(int half) const { return 64 * consumer + 16 * warp + lane / 4 + 8 * half; }
+  // Tiles that threads have copied themselves.
+  __device__ __forceinline__ void wait_for_keys(Barrier& full) {
+    full.wait(kv_phase);
+    if constexpr (T::kGathered) cutlass::arch::fence_view_async_shared();
   }
 
   __device__ __forceinline__ bool is_speaker() const { return thread == 0; }
@@ -351,6 +232,7 @@ struct BwdConsumer {
         start_product<false>(grad_mma, probabilities, doutt(_, _, _, dout_place.stage), acc_dv);
         wait_for_product<1>(acc_dp);
         take_ds(weights, dp, factors, dout_place.stage);
+        if constexpr (T::kBias) add_dbias(weights, item.batch, steps.head);
         to_operand(gradients, weights);
         store_ds(gradients);
       };
@@ -375,9 +257,10 @@ struct BwdConsumer {
         }
       };
 
-      s.k_full.wait(kv_phase);
+      if constexpr (T::kGathered) s.facts_full[facts_place.stage].wait(facts_place.phase);
+      wait_for_keys(s.k_full);
       start_scores();
-      s.v_full.wait(kv_phase);
+      wait_for_keys(s.v_full);
       start_dp();
       front(true_type{});
 #pragma unroll 1
@@ -393,46 +276,93 @@ struct BwdConsumer {
       kv_phase ^= 1;
       pass_last_turn();
     }
-    store_grad(acc_dv, 1.f, p.dv, p.dv_slots, item);
-    store_grad(acc_dk, p.softmax_scale, p.dk, p.dk_slots, item);
+    if constexpr (T::kGathered) {
+      // The head is found again, so that no register has to keep it.
+      const int64_t sums = static_cast<int64_t>(item.batch) * p.nheads_k + steps.head / p.head_ratio;
+      add_grad(fragments<kFragmentsD>(acc_dv), 1.f, p.dv_accum, sums);
+      add_grad(fragments<kFragmentsD>(acc_dk), p.softmax_scale, p.dk_accum, sums);
+      sync_own();  // all have read whose keys these are
+      release(s.facts_empty[facts_place.stage]);
+      facts_place.advance();
+    } else {
+      store_grad(acc_dv, 1.f, p.dv, p.dv_slots, item);
+      store_grad(acc_dk, p.softmax_scale, p.dk, p.dk_slots, item);
+    }
   }
 
   // Probabilities of the scores. They have registers of their own: where a branch wrote those of the scores, which belong
   // to a product, the compiler would run all products one after the other.
   __device__ __forceinline__ void take_exp(const Scores& scores, Scores& probabilities, SoftcapFactors& factors,
                                            int stage, int m, int n_block) {
-    const int last = (n_block + 1) * T::kBlockN - 1;
-    const bool is_cut = last >= p.seqlen_k || (p.is_causal && m * T::kBlockM < last - (p.seqlen_k - p.seqlen_q));
-    if (is_cut) {
+    if (is_cut(m, n_block)) {
       take_exp<true>(scores, probabilities, factors, stage, m, n_block);
     } else {
       take_exp<false>(scores, probabilities, factors, stage, m, n_block);
+    }
+  }
+  // Whether rows and keys meet of which the one does not see the other, or one of which there is not.
+  __device__ __forceinline__ bool is_cut(int m, int n_block) const {
+    const int offset = p.seqlen_k - p.seqlen_q;
+    if constexpr (T::kGathered) {
+      const int2 all = facts().seen_by_all[consumer];
+      return m * T::kBlockM + offset < all.x || (m + 1) * T::kBlockM + offset > all.y;
+    } else {
+      const int last = (n_block + 1) * T::kBlockN - 1;
+      return last >= p.seqlen_k || (p.is_causal && m * T::kBlockM < last - offset);
+    }
+  }
+  // The rows that see a key, counted from the first one that the thread has.
+  struct SeenBy {
+    int first;
+    uint32_t rows;
+    __device__ __forceinline__ bool has(int row) const {
+      return T::kGathered ? static_cast<uint32_t>(row - first) < rows : row >= first;
+    }
+  };
+  __device__ __forceinline__ SeenBy seen_by(int half, int m, int n_block) const {
+    const int own_row = m * T::kBlockM + lane % 4 * 2, offset = p.seqlen_k - p.seqlen_q;
+    if constexpr (T::kGathered) {
+      const KeyInterval interval = facts().interval[own_key(half)];
+      return {interval.begin - offset - own_row, static_cast<uint32_t>(interval.length)};
+    } else {
+      const int key = n_block * T::kBlockN + own_key(half);
+      const int seen_from = p.is_causal ? key - offset : INT_MIN / 2;
+      return {(key >= p.seqlen_k ? INT_MAX / 2 : seen_from) - own_row, 0};
     }
   }
   template <bool kIsCut>
   __device__ __forceinline__ void take_exp(const Scores& scores, Scores& probabilities, SoftcapFactors& factors,
                                            int stage, int m, int n_block) {
     const float scale_log2 = T::kSoftcap ? kLog2e : p.softmax_scale * kLog2e;
-    // Keys outside the sequence, and rows before a key is seen, have no part: from which fragment on the thread's keys do.
-    int first_row[2];
+    SeenBy seen[2];
+    float bias[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int key = n_block * T::kBlockN + 64 * consumer + 16 * warp + lane / 4 + 8 * half;
-      const int seen_from = p.is_causal ? key - (p.seqlen_k - p.seqlen_q) : INT_MIN / 2;
-      first_row[half] = (key >= p.seqlen_k ? INT_MAX / 2 : seen_from) - m * T::kBlockM - lane % 4 * 2;
+      if constexpr (kIsCut) seen[half] = seen_by(half, m, n_block);
+      if constexpr (T::kBias) bias[half] = facts().bias[own_key(half)];
     }
     const float* lse = s.lse[stage] + lane % 4 * 2;
 #pragma unroll
     for (int i = 0; i < kFragmentsM; ++i) {
       const float2 row_lse = *reinterpret_cast<const float2*>(lse + 8 * i);
+      float2 row_rest;
+      if constexpr (T::kBias) row_rest = *reinterpret_cast<const float2*>(s.lse_rest[stage] + lane % 4 * 2 + 8 * i);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float x = scores[i][2 * half], y = scores[i][2 * half + 1];
         if constexpr (T::kSoftcap) cap(x, y, factors[2 * i + half]);
-        if (kIsCut && 8 * i < first_row[half]) x = -INFINITY;
-        if (kIsCut && 8 * i + 1 < first_row[half]) y = -INFINITY;
-        probabilities[i][2 * half] = exp2_approx(__fmaf_rn(x, scale_log2, -row_lse.x));
-        probabilities[i][2 * half + 1] = exp2_approx(__fmaf_rn(y, scale_log2, -row_lse.y));
+        if (kIsCut && !seen[half].has(8 * i)) x = -INFINITY;
+        if (kIsCut && !seen[half].has(8 * i + 1)) y = -INFINITY;
+        if constexpr (T::kBias) {
+          // In natural units, as the forward adds it: a bias of finfo.min times log2(e) would overflow.
+          x = __fmaf_rn(__fmaf_rn(x, p.softmax_scale, bias[half]) - row_lse.x, kLog2e, -row_rest.x);
+          y = __fmaf_rn(__fmaf_rn(y, p.softmax_scale, bias[half]) - row_lse.y, kLog2e, -row_rest.y);
+        } else {
+          x = __fmaf_rn(x, scale_log2, -row_lse.x);
+          y = __fmaf_rn(y, scale_log2, -row_lse.y);
+        }
+        probabilities[i][2 * half] = exp2_approx(x);
+        probabilities[i][2 * half + 1] = exp2_approx(y);
       }
     }
   }
@@ -467,6 +397,22 @@ struct BwdConsumer {
     }
   }
 
+  // The gradient of the bias: sums over the rows of a step.
+  __device__ __forceinline__ void add_dbias(const Scores& ds, int batch, int head) {
+    if (p.dbias_cols == nullptr) return;
+    float* const to = p.dbias_cols + (static_cast<int64_t>(batch) * p.nheads + head) * p.seqlen_k;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float sum = 0.f;
+#pragma unroll
+      for (int i = 0; i < kFragmentsM; ++i) sum += ds[i][2 * half] + ds[i][2 * half + 1];
+      sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+      sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+      const KeyInterval interval = facts().interval[own_key(half)];
+      if (lane % 4 == 0 && interval.length > 0) atomicAdd(to + interval.begin, sum);
+    }
+  }
+
   // The warpgroup's panel of ds as [row][key], for the product of both consumers' keys. Each consumer is done with the
   // products from the stage's last use: it has waited for the one before this, and the barrier of the step between.
   template <class Operand>
@@ -490,7 +436,7 @@ struct BwdConsumer {
   // --- dq leaves ------------------------------------------------------------------------------------------------------
 
   __device__ __forceinline__ void add_dq(float (&acc)[Dq::kFragments][4], const BwdItem& item, int head, int m) {
-    const int64_t block = (static_cast<int64_t>(item.batch) * p.nheads + head) * p.m_blocks + m;
+    const int64_t block = (static_cast<int64_t>(item.batch) * p.nheads + head) * p.dq_blocks + m;
     float* const to = p.dq_accum + block * (T::kBlockM * T::kHeadDim) + consumer * Dq::kPart;
     if constexpr (T::kDqPath == DqPath::kVector) {
       if (takes_turns()) {
@@ -571,6 +517,33 @@ struct BwdConsumer {
     }
   }
 
+  // Lists: a key has rows in other chunks as well. Neighbouring lanes exchange halves first, so that each adds four
+  // columns of one fragment instead of two of each of two.
+  __device__ __forceinline__ void add_grad(float (&acc)[kFragmentsD][4], float scale, float* accum, int64_t head) {
+    const bool is_odd = lane % 2 != 0;
+    const int col = is_odd ? 8 + (lane % 4 - 1) * 2 : lane % 4 * 2;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const KeyInterval interval = facts().interval[own_key(half)];
+      float* const to = accum + (head * p.seqlen_k + interval.begin) * p.head_dim + col;
+#pragma unroll
+      for (int i = 0; i < kFragmentsD; i += 2) {
+        const float(&lower)[4] = acc[i];
+        const float(&upper)[4] = acc[i + 1];
+        float own[2], other[2];
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const float x = lower[2 * half + e] * scale, y = upper[2 * half + e] * scale;
+          other[e] = __shfl_xor_sync(0xffffffffu, is_odd ? x : y, 1);
+          own[e] = is_odd ? y : x;
+        }
+        const float sum[4] = {is_odd ? other[0] : own[0], is_odd ? other[1] : own[1], is_odd ? own[0] : other[0],
+                              is_odd ? own[1] : other[1]};
+        if (interval.length > 0 && 8 * i + col < p.head_dim) add_vector(to + 8 * i, sum);
+      }
+    }
+  }
+
   // --- dk and dv leave ------------------------------------------------------------------------------------------------
 
   template <class Accumulator>
@@ -631,6 +604,10 @@ __global__ void __launch_bounds__(T::kThreads, 1) bwd_kernel(const __grid_consta
   if (cutlass::canonical_warp_group_idx() == 0) {
     cutlass::arch::warpgroup_reg_dealloc<T::kProducerRegisters>();
     if (threadIdx.x == 0) BwdProducer<T>{p, s}.run();
+    if constexpr (T::kGathered) {
+      const int part = static_cast<int>(threadIdx.x / 32) - (4 - T::kGatherWarps);
+      if (part >= 0) BwdGather<T>{p, s, part, static_cast<int>(threadIdx.x % 32)}.run();
+    }
   } else {
     cutlass::arch::warpgroup_reg_alloc<T::kConsumerRegisters>();
     BwdConsumer<T> consumer(p, s);

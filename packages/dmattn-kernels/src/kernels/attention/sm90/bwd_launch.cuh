@@ -35,49 +35,79 @@ void choose_sections(BwdArguments& a, int64_t part_bytes, int64_t blocks) {
   a.sections = static_cast<int32_t>((a.all_parts - last_parts) / a.section_parts);
 }
 
+// What a tile of keys is, and where its dk and dv go.
 template <class T>
-cudaError_t fill_arguments(BwdArguments& a, const BwdParams& p, int64_t blocks) {
-  const TensorMapper mapper(tensor_map_dtype<typename T::Element>(), T::kPanelCols);
-  const TensorExtents rows = {p.batch, p.seqlen_q, p.nheads, p.head_dim};
+cudaError_t fill_tiles(BwdArguments& a, const BwdParams& p, int64_t blocks, const TensorMapper& mapper) {
   const TensorExtents keys = {p.batch, p.seqlen_k, p.nheads_k, p.head_dim};
-  cudaError_t status = mapper.map(a.q, p.q, p.q_stride, rows, T::kBlockM);
-  if (status == cudaSuccess) status = mapper.map(a.dout, p.dout, p.dout_stride, rows, T::kBlockM);
-  if (status == cudaSuccess) status = mapper.map(a.k, p.k, p.k_stride, keys, T::kBlockN);
+  cudaError_t status = mapper.map(a.k, p.k, p.k_stride, keys, T::kBlockN);
   if (status == cudaSuccess) status = mapper.map(a.v, p.v, p.v_stride, keys, T::kBlockN);
   if (p.num_splits == 1) {
     if (status == cudaSuccess) status = mapper.map(a.dk, p.dk, p.dk_stride, keys, 64);
     if (status == cudaSuccess) status = mapper.map(a.dv, p.dv, p.dv_stride, keys, 64);
   }
-  a.lse = p.lse;
-  a.delta = p.delta;
-  a.dq_accum = p.dq_accum;
-  a.dq_semaphore = p.dq_semaphore;
   a.dk_slots = p.dk_slots;
   a.dv_slots = p.dv_slots;
-  a.seqlen_q = p.seqlen_q;
-  a.seqlen_k = p.seqlen_k;
-  a.seqlen_q_rounded = p.seqlen_q_rounded;
-  a.nheads = p.nheads;
-  a.nheads_k = p.nheads_k;
-  a.head_ratio = p.head_ratio;
-  a.m_blocks = (p.seqlen_q + T::kBlockM - 1) / T::kBlockM;
   a.n_blocks = (p.seqlen_k + T::kBlockN - 1) / T::kBlockN;
   a.num_splits = p.num_splits;
   a.all_parts = p.batch * p.nheads_k * p.num_splits;
   a.items = a.n_blocks * a.all_parts;
   const int64_t head_bytes = int64_t{p.seqlen_q} * T::kHeadDim * (2 * sizeof(typename T::Element) + sizeof(float));
   choose_sections<T>(a, head_bytes * (p.head_ratio / p.num_splits), blocks);
+  return status;
+}
+template <class T>
+void fill_lists(BwdArguments& a, const BwdParams& p) {
+  a.gathered_k = gathered_tensor(p.k, p.k_stride);
+  a.gathered_v = gathered_tensor(p.v, p.v_stride);
+  a.keys = p.chunks.keys;
+  a.tile_rows = static_cast<const int2*>(p.chunks.tile_rows);
+  a.bias = p.bias;
+  a.lse_rest = p.lse_rest;
+  a.dk_accum = p.dk_accum;
+  a.dv_accum = p.dv_accum;
+  a.dbias_cols = p.dbias_cols;
+  a.head_dim = p.head_dim;
+  a.n_blocks = a.keys.capacity / T::kBlockN;
+  a.num_splits = 1;
+  a.all_parts = p.batch * p.nheads_k;
+  a.items = a.n_blocks * a.all_parts * a.keys.blocks;
+}
+
+template <class T>
+cudaError_t fill_arguments(BwdArguments& a, const BwdParams& p, int64_t blocks) {
+  const TensorMapper mapper(tensor_map_dtype<typename T::Element>(), T::kPanelCols);
+  const TensorExtents rows = {p.batch, p.seqlen_q, p.nheads, p.head_dim};
+  cudaError_t status = mapper.map(a.q, p.q, p.q_stride, rows, T::kBlockM);
+  if (status == cudaSuccess) status = mapper.map(a.dout, p.dout, p.dout_stride, rows, T::kBlockM);
+  a.lse = p.lse;
+  a.delta = p.delta;
+  a.dq_accum = p.dq_accum;
+  a.dq_semaphore = p.dq_semaphore;
+  a.seqlen_q = p.seqlen_q;
+  a.seqlen_k = p.seqlen_k;
+  a.seqlen_q_rounded = p.seqlen_q_rounded;
+  a.nheads = p.nheads;
+  a.nheads_k = p.nheads_k;
+  a.head_ratio = p.head_ratio;
+  a.dq_blocks = p.dq_blocks;
+  a.m_blocks = (p.seqlen_q + T::kBlockM - 1) / T::kBlockM;
   a.softmax_scale = p.softmax_scale;
   a.softcap = p.softcap;
   a.is_causal = p.is_causal;
   a.work_counter = p.work_counter;
   a.zero = 0;
-  return status;
+  if (status != cudaSuccess) return status;
+  if constexpr (T::kGathered) {
+    fill_lists<T>(a, p);
+    return status;
+  } else {
+    return fill_tiles<T>(a, p, blocks, mapper);
+  }
 }
 
 template <class T>
 cudaError_t launch_bwd_kernel(int64_t blocks, const BwdParams& p, cudaStream_t stream) {
-  BwdArguments arguments;
+  BwdArguments arguments = {};
   const cudaError_t status = fill_arguments<T>(arguments, p, blocks);
   if (status != cudaSuccess) return status;
   static std::atomic<uint64_t> devices_ready{0};
@@ -88,15 +118,18 @@ cudaError_t launch_bwd_kernel(int64_t blocks, const BwdParams& p, cudaStream_t s
 
 template <class Element, int kHeadDimTile, bool kGathered>
 cudaError_t launch_bwd(const KernelChoice& choice, const BwdParams& p, cudaStream_t stream) {
-  static_assert(!kGathered, "lists have no units for Hopper");
   using sm90::BwdTraits, sm90::BwdVariant, sm90::launch_bwd_kernel;
-  if (p.softcap > 0.f) {
-    return launch_bwd_kernel<BwdTraits<Element, kHeadDimTile, BwdVariant::kSoftcap>>(choice.blocks, p, stream);
+  const auto go = [&](auto variant) {
+    return launch_bwd_kernel<BwdTraits<Element, kHeadDimTile, decltype(variant)::value>>(choice.blocks, p, stream);
+  };
+  if constexpr (kGathered) {
+    if (p.bias.kind != BiasKind::kNone) return go(cute::C<BwdVariant::kBiasLists>{});
+    return go(cute::C<BwdVariant::kLists>{});
+  } else {
+    if (p.softcap > 0.f) return go(cute::C<BwdVariant::kSoftcap>{});
+    if (p.deterministic) return go(cute::C<BwdVariant::kOrdered>{});
+    return go(cute::C<BwdVariant::kPlain>{});
   }
-  if (p.deterministic) {
-    return launch_bwd_kernel<BwdTraits<Element, kHeadDimTile, BwdVariant::kOrdered>>(choice.blocks, p, stream);
-  }
-  return launch_bwd_kernel<BwdTraits<Element, kHeadDimTile, BwdVariant::kPlain>>(choice.blocks, p, stream);
 }
 
 }  // namespace dmattn

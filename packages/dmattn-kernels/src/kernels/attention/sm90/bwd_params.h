@@ -1,19 +1,23 @@
-// What the Hopper backward kernel is given: BwdParams, with the tensors as TMA sees them.
+// What the Hopper backward kernels are given: BwdParams, with the tensors as TMA sees them.
 #pragma once
 
 #include <cuda.h>
+#include <vector_types.h>
 
 #include <cstdint>
 
 #include "../../params.h"
+#include "gather_params.h"
 
 namespace dmattn::sm90 {
 
 struct BwdArguments {
-  CUtensorMap q, k, v, dout, dk, dv;  // dimensions (head_dim, seqlen, heads, batch)
-  const float* lse;                   // times log2(e); [batch][nheads][seqlen_q_rounded], +inf where there is no row
-  const float* delta;                 // likewise; 0 where there is no row
-  // fp32, zero before the launch, in units of 1 / softmax_scale: [batch][nheads][m_blocks][kBlockM * kHeadDim], each
+  CUtensorMap q, dout;         // dimensions (head_dim, seqlen, heads, batch)
+  CUtensorMap k, v, dk, dv;    // likewise; not over lists
+  const float* lse;            // times log2(e), but with a bias; [batch][nheads][seqlen_q_rounded], +inf where there is no row
+  const float* lse_rest;       // with a bias: what is missing of lse, times log2(e)
+  const float* delta;          // likewise; 0 where there is no row
+  // fp32, zero before the launch, in units of 1 / softmax_scale: [batch][nheads][dq_blocks][kBlockM * kHeadDim], each
   // tile in the order of DqTile.
   float* dq_accum;
   // [batch][nheads][m_blocks][consumers], zero before the launch: the turns at a tile of dq that have been taken.
@@ -23,9 +27,10 @@ struct BwdArguments {
   float* dk_slots;
   float* dv_slots;
   int32_t seqlen_q, seqlen_k, seqlen_q_rounded, nheads, nheads_k, head_ratio;
-  int32_t m_blocks, n_blocks;  // blocks of rows and of keys of a head
+  int32_t dq_blocks;           // blocks of rows a head that dq_accum has
+  int32_t m_blocks, n_blocks;  // blocks of rows and of keys of a head; over lists, tiles that a list has room for
   int32_t num_splits;          // parts of a group of query heads, each an item of its own
-  int32_t items;               // n_blocks * batch * nheads_k * num_splits
+  int32_t items;               // n_blocks * all_parts; over lists, times the number of chunks
   // Sections of as many parts (of groups, of all batches), whose blocks of keys are done before those of the next section
   // begin, so that what they read and add to stays in L2. One more section has the rest of all parts.
   int32_t section_parts, sections, all_parts;
@@ -35,6 +40,16 @@ struct BwdArguments {
   // has its first by its own number, and those do not count.
   int32_t* work_counter;
   uint32_t zero;  // 0, for BwdConsumer::move()
+
+  // --- lists ---
+  GatheredTensor gathered_k, gathered_v;
+  KeyList keys;           // of chunks of rows
+  const int2* tile_rows;  // first and last + 1 block of rows that see a tile: [list][n_blocks]; equal: there is none
+  BiasParams bias;        // kNone, or kKey, the same for all heads of a group
+  float* dk_accum;        // fp32 [batch][nheads_k][seqlen_k][head_dim], added to
+  float* dv_accum;
+  float* dbias_cols;  // fp32 [batch][nheads][seqlen_k], added to; nullptr: not asked for
+  int32_t head_dim;
 };
 
 }  // namespace dmattn::sm90

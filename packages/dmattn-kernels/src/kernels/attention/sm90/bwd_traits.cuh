@@ -3,11 +3,14 @@
 
 #include <cutlass/numeric_types.h>
 
+#include <type_traits>
+
 #include <cute/atom/mma_atom.hpp>
 #include <cute/atom/mma_traits_sm90_gmma.hpp>
 #include <cute/tensor.hpp>
 
 #include "../../tiles.h"
+#include "../shared/scores.cuh"
 #include "pipeline.cuh"
 
 namespace dmattn::sm90 {
@@ -21,8 +24,10 @@ enum class DqPath {
 // The kernels of a head dimension.
 enum class BwdVariant {
   kPlain,
-  kOrdered,  // dq can be added up in a fixed order
-  kSoftcap,  // dq can, too
+  kOrdered,    // dq can be added up in a fixed order
+  kSoftcap,    // dq can, too
+  kLists,      // lists of keys
+  kBiasLists,  // likewise, with a number that is added to the logits of each key, and its gradient
 };
 
 // dq = ds * k by both consumers, each with 64 rows of the product. Where there are no 64 * n rows of queries, the
@@ -45,20 +50,23 @@ struct BwdTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kConsumers = 2;
-  static constexpr BwdTile kTile = sm90_bwd_tile(kHeadDim);
+  static constexpr bool kBias = kVariant == BwdVariant::kBiasLists;
+  static constexpr bool kGathered = kBias || kVariant == BwdVariant::kLists;
+  static constexpr BwdTile kTile = sm90_bwd_tile(kHeadDim, kGathered);
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n;  // rows of queries; keys, 64 a consumer
   static_assert(kBlockN == 64 * kConsumers && kTile.warps == 4 * kConsumers && kTile.warps_m_dq == 4);
   static constexpr int kStagesQ = kTile.stages_q, kStagesdO = 2, kStagesdS = 2;
   // On an H200, bulk copies are up to 4% faster at head_dim 128; at 64 they have not been timed.
   static constexpr DqPath kDqPath = kHeadDim == 64 ? DqPath::kVector : DqPath::kBulk;
   static constexpr bool kSoftcap = kVariant == BwdVariant::kSoftcap;
-  static constexpr bool kOrdered = kVariant != BwdVariant::kPlain;
+  static constexpr bool kOrdered = kVariant == BwdVariant::kOrdered || kSoftcap;
   // Scores of the next rows are started before dq leaves the registers, where there are registers for both.
   static constexpr bool kEarlyScores = !kSoftcap;
   static_assert(kBlockM % 16 == 0 && kStagesQ >= 2 && kStagesdO >= 2);
   static constexpr int kThreads = 128 * (kConsumers + 1);
-  // 128 * (2 * 240 + 24) = 64512 of the 65536 registers of an SM.
-  static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+  // 128 * (2 * 240 + 24) = 64512 of the 65536 registers of an SM; with 32, all of them.
+  static constexpr int kProducerRegisters = kGathered ? 32 : 24, kConsumerRegisters = 240;
+  static constexpr int kGatherWarps = kGathered ? kConsumers : 0;  // of the first warpgroup, its last ones
   // TMA copies panels as wide as the swizzle of shared memory: 128 bytes, or 64 where head_dim is no multiple of that.
   static constexpr int kPanelCols = kHeadDim % 64 == 0 ? 64 : 32;
   static constexpr int kPanels = kHeadDim / kPanelCols;
@@ -120,6 +128,23 @@ struct BwdTraits {
   static constexpr int kOutBytes = 64 * kHeadDim * 2;
   static constexpr int kStageBytes = kDqPath == DqPath::kBulk && Dq::kPart * 4 > kOutBytes ? Dq::kPart * 4 : kOutBytes;
 
+  // An item as the producer announces it; an index of `items` and more: there is none. m_begin, m_end: see BwdItem.
+  struct TiledItem {
+    int32_t index;
+  };
+  struct ListedItem {
+    int32_t index, m_begin, m_end, unused;
+  };
+  using Announced = std::conditional_t<kGathered, ListedItem, TiledItem>;
+  // What is known of the keys of a tile.
+  struct NoFacts {};
+  struct KeyFacts {
+    alignas(16) KeyInterval interval[kBlockN];  // the positions that see it: none where there is no key
+    alignas(16) float bias[kBias ? kBlockN : 4];
+    int2 seen_by_all[kConsumers];  // positions from x up to y see all keys of the consumer
+  };
+  using Facts = std::conditional_t<kGathered, KeyFacts, NoFacts>;
+
   struct Shared {
     alignas(1024) Element k[kTileK];
     alignas(1024) Element v[kTileK];
@@ -129,10 +154,12 @@ struct BwdTraits {
     alignas(1024) char out[kConsumers][kStageBytes];
     alignas(128) float lse[kStagesQ][kBlockM];
     alignas(128) float delta[kStagesdO][kBlockM];
+    alignas(128) float lse_rest[kStagesQ][kBias ? kBlockM : 4];
+    Facts facts[2];
+    alignas(16) Announced item[2];
     Barrier k_full, v_full, k_empty, v_empty;
     Barrier q_full[kStagesQ], q_empty[kStagesQ], dout_full[kStagesdO], dout_empty[kStagesdO];
-    Barrier item_full[2], item_empty[2];
-    int32_t item[2];
+    Barrier item_full[2], item_empty[2], facts_full[2], facts_empty[2];
   };
   static constexpr uint32_t kSmemBytes = sizeof(Shared) + 1024;  // the base need not be aligned as the tiles must be
   static_assert(kSmemBytes <= 227 * 1024);

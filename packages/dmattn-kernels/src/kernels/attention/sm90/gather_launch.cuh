@@ -15,10 +15,6 @@ namespace dmattn::sm90 {
 // K and V of the heads in progress, with what else passes through, stay in L2.
 constexpr int64_t kGatherSectionBytes = 40 << 20;
 
-inline GatheredTensor gathered_tensor(const void* data, const Strides3& stride) {
-  return {static_cast<const char*>(data), 2 * stride.batch, 2 * stride.head, static_cast<uint32_t>(2 * stride.row)};
-}
-
 template <class T>
 cudaError_t fill_gather_arguments(GatherArguments& a, const FwdParams& p, int64_t section_bytes) {
   const TensorMapper mapper(tensor_map_dtype<typename T::Element>(), T::kPanelCols);

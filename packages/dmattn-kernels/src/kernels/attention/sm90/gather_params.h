@@ -15,6 +15,10 @@ struct GatheredTensor {
   int64_t batch_stride, head_stride;
   uint32_t row_stride;
 };
+// Of 16-bit elements.
+inline GatheredTensor gathered_tensor(const void* data, const Strides3& stride) {
+  return {static_cast<const char*>(data), 2 * stride.batch, 2 * stride.head, static_cast<uint32_t>(2 * stride.row)};
+}
 
 struct GatherArguments {
   CUtensorMap q, out;  // dimensions (head_dim, seqlen, heads, batch)

@@ -1,0 +1,85 @@
+// The backward on Hopper over lists of row blocks: how many of these make a chunk, and where the chunks' lists lie.
+#include <algorithm>
+
+#include "host/arithmetic.h"
+#include "host/plan/bwd_parts.h"
+
+namespace dmattn {
+namespace {
+
+// Steps over a block of rows that are worth an item's prologue and its additions to dk and dv. Chunks beyond twice the
+// keys that a row keeps would be mostly of keys that a row does not see, and with few items for each SM many SMs would
+// wait for the last.
+constexpr int64_t kStepsOfItem = 32;
+constexpr int64_t kItemsPerSm = 4;
+
+// What the lists of a round have room for: each new row of a chunk brings at most one key.
+int32_t chunk_capacity(const BwdPlan& plan) {
+  const KeyList& lists = plan.kernel.keys;
+  return round_up(lists.capacity + (plan.chunk_blocks - 1) * lists.block_rows, kChunkTileKeys);
+}
+int32_t chunks_of(const BwdPlan& plan, int32_t row_blocks) { return ceil_div(row_blocks, plan.chunk_blocks); }
+
+// Extents of the lists that a round or a launch with these batches and kv heads reads.
+void set_extents(KeyList& to, const BwdPlan& plan, int32_t batches, int32_t heads_k, int32_t row_blocks) {
+  const KeyList& from = plan.kernel.keys;
+  to.batch = from.batch > 1 ? batches : 1;
+  to.heads = std::max(heads_k * plan.kernel.head_ratio / from.head_ratio, 1);
+  to.head_ratio = from.head_ratio;
+  to.capacity = chunk_capacity(plan);
+  to.block_rows = plan.chunk_blocks * from.block_rows;
+  to.blocks = chunks_of(plan, row_blocks);
+}
+int64_t lists_of(const KeyList& keys) { return int64_t{keys.batch} * keys.heads * keys.blocks; }
+
+}  // namespace
+
+void choose_chunks(BwdPlan& plan, const Device& device) {
+  const BwdParams& p = plan.kernel;
+  const KeyList& lists = p.keys;
+  const int64_t kept = std::max(lists.capacity - lists.block_rows, lists.block_rows);
+  const int64_t steps = int64_t{p.head_ratio} * (lists.block_rows / plan.tile.block_m);
+  const int64_t tiles = ceil_div(lists.capacity, plan.tile.block_n);
+  const int64_t pairs = int64_t{p.batch} * p.nheads_k;
+  int32_t blocks = 1;
+  while (2 * blocks * lists.block_rows <= kMostChunkRows && blocks < lists.blocks && blocks * steps < kStepsOfItem &&
+         blocks * lists.block_rows < 2 * kept &&
+         ceil_div(lists.blocks, 2 * blocks) * tiles * pairs >= kItemsPerSm * device.num_sms) {
+    blocks *= 2;
+  }
+  plan.chunk_blocks = blocks;
+}
+
+KeyChunks place_chunks(const BwdPlan& plan, const BwdRound& round, Workspace& workspace) {
+  KeyChunks chunks;
+  if (plan.chunk_blocks == 0) return chunks;
+  KeyList& keys = chunks.keys;
+  set_extents(keys, plan, round.batches, round.heads_k, round.row_blocks);
+  const int64_t lists = lists_of(keys);
+  keys.idx = workspace.take<int32_t>(lists * keys.capacity);
+  keys.end = plan.kernel.keys.end;
+  keys.count = workspace.take<int32_t>(lists);
+  chunks.tile_rows = workspace.take<int32_t>(lists * (keys.capacity / kChunkTileKeys) * 2);
+  return chunks;
+}
+
+ChunkKeyListsParams bwd_chunk_params(const BwdPlan& plan, BwdParams& launch) {
+  KeyList& keys = launch.chunks.keys;
+  set_extents(keys, plan, launch.batch, launch.nheads_k, launch.row_blocks);
+  keys.end = launch.keys.end;
+  ChunkKeyListsParams p;
+  p.from = launch.keys;
+  p.to = launch.chunks;
+  p.seqlen_q = launch.seqlen_q;
+  p.seqlen_k = launch.seqlen_k;
+  p.row_block_begin = launch.row_block_begin;
+  p.row_blocks = launch.row_blocks;
+  return p;
+}
+
+int64_t chunk_items(const BwdPlan& plan, const BwdParams& launch) {
+  return int64_t{chunk_capacity(plan) / kChunkTileKeys} * chunks_of(plan, launch.row_blocks) * launch.nheads_k *
+         launch.batch;
+}
+
+}  // namespace dmattn

@@ -1,0 +1,135 @@
+// Copies listed keys for the Hopper backward: warps of the first warpgroup, each for the 64 keys of one consumer.
+//
+// What a list says of its keys (where they are, which rows see them, their bias) is read as soon as the item is known,
+// K and V are copied when the consumers are done with those of the item before, while these add to dk and dv.
+#pragma once
+
+#include "../shared/key_source.cuh"
+#include "../shared/scores.cuh"
+#include "bwd_items.cuh"
+
+namespace dmattn::sm90 {
+
+template <class T>
+struct BwdGather {
+  using Element = typename T::Element;
+  static constexpr int kKeys = T::kBlockN / T::kGatherWarps;  // of a warp
+  static constexpr int kKeysOfLane = kKeys / 32;
+  // Eight lanes copy a row of a panel (128 bytes), 16 bytes each; a warp copies four rows side by side.
+  static constexpr int kChunks = 8, kPassKeys = 32 / kChunks;
+  static_assert(T::kPanelCols == 64 && kKeys * T::kGatherWarps == T::kBlockN && kKeysOfLane * 32 == kKeys);
+
+  const BwdArguments& p;
+  typename T::Shared& s;
+  const int part, lane;  // part: which of the warps
+  RingPlace<2> item_place, facts_place;
+  int kv_phase = 0;
+
+  __device__ __forceinline__ void run() {
+    while (true) {
+      s.item_full[item_place.stage].wait(item_place.phase);
+      const typename T::Announced announced = s.item[item_place.stage];
+      __syncwarp();
+      if (lane == 0) s.item_empty[item_place.stage].arrive();
+      item_place.advance();
+      if (announced.index >= p.items) return;
+      copy_item(find_list_item(p, announced.index));
+    }
+  }
+
+  __device__ __forceinline__ void copy_item(const ListItem& item) {
+    int key[kKeysOfLane];
+    const int keys = take_facts(item, key);
+    const auto copy = [&](const GatheredTensor& from, Element* tile, Barrier& full, Barrier& empty) {
+      const char* const head = from.data + item.batch * from.batch_stride + item.head_k * from.head_stride;
+      copy_tile(head, from.row_stride, tile, full, empty, key, keys);
+    };
+    copy(p.gathered_k, s.k, s.k_full, s.k_empty);
+    copy(p.gathered_v, s.v, s.v_full, s.v_empty);
+    kv_phase ^= 1;
+  }
+
+  // Reads the lane's keys and says what is known of them. Returns how many of the warp's keys there are.
+  __device__ __forceinline__ int take_facts(const ListItem& item, int (&key)[kKeysOfLane]) {
+    const int64_t head_list = head_list_of(p, item);
+    const int64_t list = head_list * p.keys.blocks + item.chunk;
+    const int first = item.tile * T::kBlockN + part * kKeys;
+    const int keys = read_list_count(p.keys, list) - first;
+    const int32_t* const entries = p.keys.idx + list * p.keys.capacity + first;
+    const int32_t* const ends = p.keys.end + head_list * p.seqlen_k;
+    const KeyLimits limits = {0, p.seqlen_k - 1};
+    KeyInterval interval[kKeysOfLane];
+    float bias[kKeysOfLane];
+    int latest = INT_MIN, earliest = INT_MAX;  // the rows between these two see all keys
+#pragma unroll
+    for (int i = 0; i < kKeysOfLane; ++i) {
+      const int at = 32 * i + lane;
+      key[i] = at < keys ? limits.position(__ldg(entries + at)) : 0;
+    }
+#pragma unroll
+    for (int i = 0; i < kKeysOfLane; ++i) {
+      const bool exists = 32 * i + lane < keys;
+      const int end = exists ? __ldg(ends + key[i]) : 0;
+      interval[i] = {key[i], exists ? end - key[i] : 0};
+      latest = max(latest, exists ? key[i] : INT_MAX);
+      earliest = min(earliest, exists ? end : INT_MIN);
+      bias[i] = T::kBias && exists ? read_bias(item, key[i]) : 0.f;
+    }
+    latest = __reduce_max_sync(0xffffffffu, latest);
+    earliest = __reduce_min_sync(0xffffffffu, earliest);
+
+    auto& facts = s.facts[facts_place.stage];
+    s.facts_empty[facts_place.stage].wait(facts_place.phase ^ 1);
+#pragma unroll
+    for (int i = 0; i < kKeysOfLane; ++i) {
+      const int at = part * kKeys + 32 * i + lane;
+      facts.interval[at] = interval[i];
+      if constexpr (T::kBias) facts.bias[at] = bias[i];
+    }
+    if (lane == 0) facts.seen_by_all[part] = make_int2(latest, earliest);
+    s.facts_full[facts_place.stage].arrive();
+    facts_place.advance();
+    return keys;
+  }
+
+  __device__ __forceinline__ float read_bias(const ListItem& item, int key) const {
+    constexpr bool kIsBf16 = std::is_same_v<Element, cutlass::bfloat16_t>;
+    const int64_t head = item.head_k * p.head_ratio / p.bias.head_ratio;
+    return load_bias(p.bias, item.batch * p.bias.batch_stride + head * p.bias.head_stride + key * p.bias.col_stride,
+                     kIsBf16);
+  }
+
+  // The warp's rows of a tile, as TMA would lay them out; zeros for those that there are not.
+  __device__ __forceinline__ void copy_tile(const char* from, uint32_t row_stride, Element* tile, Barrier& full,
+                                            Barrier& empty, const int (&key)[kKeysOfLane], int keys) {
+    const int chunk = lane % kChunks;
+    empty.wait(kv_phase ^ 1);
+    const uint32_t to = smem_u32(tile) + part * kKeys * 128;
+    const uint64_t policy = make_policy();
+#pragma unroll
+    for (int i = 0; i < kKeysOfLane; ++i) {
+#pragma unroll 4
+      for (int pass = 0; pass < 32 / kPassKeys; ++pass) {
+        const int in_32 = kPassKeys * pass + lane / kChunks, row = 32 * i + in_32;
+        const uint32_t position = __shfl_sync(0xffffffffu, key[i], in_32);
+        const char* const at = from + static_cast<uint64_t>(position) * row_stride + chunk * 16;
+        const uint32_t place = to + row * 128 + ((chunk ^ (row % kChunks)) * 16);
+#pragma unroll
+        for (int panel = 0; panel < T::kPanels; ++panel) {
+          const bool has_columns = panel * T::kPanelCols + chunk * 8 < p.head_dim;
+          copy_async(place + panel * T::kBlockN * 128, at + panel * 128, row < keys && has_columns, policy);
+        }
+      }
+    }
+    full.arrive_when_copied();
+  }
+
+  // Rows of K and V are read again with the rows of other chunks.
+  static __device__ __forceinline__ uint64_t make_policy() {
+    uint64_t policy;
+    asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+  }
+};
+
+}  // namespace dmattn::sm90

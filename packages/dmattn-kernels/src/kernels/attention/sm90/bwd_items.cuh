@@ -1,0 +1,100 @@
+// The items of the Hopper backward: which keys, and which rows see them.
+#pragma once
+
+#include "bwd_params.h"
+#include "bwd_traits.cuh"
+
+namespace dmattn::sm90 {
+
+struct BwdItem {
+  int n_block, head_k, split, batch;  // of a list, n_block counts tiles of its entries
+  int m_begin, m_end;                 // blocks of rows that see any of the keys
+};
+
+// --- consecutive keys -----------------------------------------------------------------------------------------------
+
+// Items are numbered by sections; in each from the first blocks of keys, which the most rows see under causality, to
+// the last, the parts of the section side by side. Where dq is added up in order, from the last blocks to the first.
+template <class T>
+__device__ __forceinline__ BwdItem find_tiled_item(const BwdArguments& p, int index) {
+  const int section = min(index / (p.section_parts * p.n_blocks), p.sections);
+  const int first = section * p.section_parts;
+  const int parts = section < p.sections ? p.section_parts : p.all_parts - first;
+  const int in_section = index - first * p.n_blocks;
+  const int row = in_section / parts;
+  const int part = first + in_section - row * parts;
+  const int head = part / p.num_splits;
+  const int batch = head / p.nheads_k;
+  const int n_block = T::kOrdered ? p.n_blocks - 1 - row : row;
+  const int first_row = p.is_causal ? n_block * T::kBlockN - (p.seqlen_k - p.seqlen_q) : 0;
+  return {n_block, head - batch * p.nheads_k, part - head * p.num_splits,
+          batch,   min(max(first_row, 0) / T::kBlockM, p.m_blocks), p.m_blocks};
+}
+
+// --- lists ----------------------------------------------------------------------------------------------------------
+
+// The number of a list is (batch, list head, chunk) as KeyList orders them.
+struct ListItem {
+  int tile, chunk, head_k, batch;
+};
+
+// Items are numbered by chunks of rows, from the last, which have the most keys before them; in each by the tiles of its
+// lists, whose first ones the most rows see.
+__device__ __forceinline__ ListItem find_list_item(const BwdArguments& p, int index) {
+  const int row = index / p.all_parts;
+  const int part = index - row * p.all_parts;
+  const int chunk = row / p.n_blocks;
+  const int batch = part / p.nheads_k;
+  return {row - chunk * p.n_blocks, p.keys.blocks - 1 - chunk, part - batch * p.nheads_k, batch};
+}
+__device__ __forceinline__ int64_t head_list_of(const BwdArguments& p, const ListItem& item) {
+  return static_cast<int64_t>(p.keys.batch > 1 ? item.batch : 0) * p.keys.heads +
+         item.head_k * p.head_ratio / p.keys.head_ratio;
+}
+__device__ __forceinline__ int2 read_tile_rows(const BwdArguments& p, const ListItem& item) {
+  const int64_t list = head_list_of(p, item) * p.keys.blocks + item.chunk;
+  return __ldg(p.tile_rows + list * p.n_blocks + item.tile);
+}
+
+// --- both -----------------------------------------------------------------------------------------------------------
+
+template <class T>
+__device__ __forceinline__ BwdItem find_item(const BwdArguments& p, const typename T::Announced& announced) {
+  if constexpr (T::kGathered) {
+    const ListItem item = find_list_item(p, announced.index);
+    return {item.tile, item.head_k, 0, item.batch, announced.m_begin, announced.m_end};
+  } else {
+    return find_tiled_item<T>(p, announced.index);
+  }
+}
+
+// The steps of an item: the query heads of its part, and of each the blocks of rows that see its keys, from the last to
+// the first; where dq is added up in order, from the first to the last.
+template <class T>
+struct BwdSteps {
+  int m_begin, m_end;
+  int head, m;
+  int left;
+
+  __device__ __forceinline__ BwdSteps(const BwdArguments& p, const BwdItem& item)
+      : m_begin(item.m_begin), m_end(item.m_end) {
+    const int first = p.head_ratio * item.split / p.num_splits;
+    const int end = p.head_ratio * (item.split + 1) / p.num_splits;
+    head = item.head_k * p.head_ratio + first;
+    m = T::kOrdered ? m_begin : m_end - 1;
+    left = (end - first) * (m_end - m_begin);
+  }
+  __device__ __forceinline__ void advance() {
+    --left;
+    if constexpr (T::kOrdered) {
+      if (++m < m_end) return;
+      m = m_begin;
+    } else {
+      if (--m >= m_begin) return;
+      m = m_end - 1;
+    }
+    ++head;
+  }
+};
+
+}  // namespace dmattn::sm90

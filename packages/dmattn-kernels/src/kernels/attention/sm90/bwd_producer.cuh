@@ -1,0 +1,108 @@
+// The producer of the Hopper backward: one thread, which takes items and has TMA copy their tiles.
+#pragma once
+
+#include "bwd_items.cuh"
+
+namespace dmattn::sm90 {
+
+template <class T>
+struct BwdProducer {
+  using Element = typename T::Element;
+  static constexpr uint32_t kStatBytes = T::kBlockM * sizeof(float);
+
+  const BwdArguments& p;
+  typename T::Shared& s;
+  RingPlace<T::kStagesQ> q_place;
+  RingPlace<T::kStagesdO> dout_place;
+  RingPlace<2> item_place;
+  int kv_phase = 0;
+
+  // Where dq is added up in order, no item belongs to a thread block before it runs, not even the first: blocks that do
+  // run wait for items with lower numbers, and nobody knows whether all blocks have an SM at the same time.
+  __device__ __forceinline__ void run() {
+    const int first = T::kOrdered ? 0 : gridDim.x;  // of the items that are counted
+    for (int index = T::kOrdered ? atomicAdd(p.work_counter, 1) : blockIdx.x;;) {
+      const typename T::Announced item = look_up(index);
+      announce(item);
+      if (item.index >= p.items) return;
+      // Asked for before the loads, so that the answer is there when they have been issued.
+      const int next = first + atomicAdd(p.work_counter, 1);
+      load_item(find_item<T>(p, item));
+      index = next;
+    }
+  }
+
+  // The item, or the next one that there is: lists have room for more tiles than they fill.
+  __device__ __forceinline__ typename T::Announced look_up(int index) const {
+    if constexpr (T::kGathered) {
+      for (; index < p.items; index = gridDim.x + atomicAdd(p.work_counter, 1)) {
+        const int2 rows = read_tile_rows(p, find_list_item(p, index));
+        if (rows.x < rows.y) return {index, rows.x, rows.y, 0};
+      }
+      return {index, 0, 0, 0};
+    } else {
+      return {index};
+    }
+  }
+
+  __device__ __forceinline__ void announce(const typename T::Announced& item) {
+    s.item_empty[item_place.stage].wait(item_place.phase ^ 1);
+    s.item[item_place.stage] = item;
+    s.item_full[item_place.stage].arrive();
+    item_place.advance();
+  }
+
+  __device__ __forceinline__ void load_item(const BwdItem& item) {
+    BwdSteps<T> steps(p, item);
+    if (steps.left == 0) return;
+    // Rows come in while the consumers still need the keys of the item before. Listed keys are copied by others.
+    load_q(steps, item);
+    if constexpr (!T::kGathered) load_keys(p.k, s.k, s.k_full, s.k_empty, item);
+    load_dout(steps, item);
+    if constexpr (!T::kGathered) load_keys(p.v, s.v, s.v_full, s.v_empty, item);
+    kv_phase ^= 1;
+    steps.advance();
+#pragma unroll 1  // in the producer's few registers there is no room for more
+    for (; steps.left > 0; steps.advance()) {
+      load_q(steps, item);
+      load_dout(steps, item);
+    }
+  }
+
+  __device__ __forceinline__ void load_keys(const CUtensorMap& map, Element* tile, Barrier& full, Barrier& empty,
+                                            const BwdItem& item) {
+    empty.wait(kv_phase ^ 1);
+    full.arrive_and_expect(T::kTileK * sizeof(Element));
+    load_tile<T::kBlockN, T::kPanels, T::kPanelCols>(map, full, cute::TMA::CacheHintSm90::EVICT_FIRST, tile,
+                                                     item.n_block * T::kBlockN, item.head_k, item.batch);
+  }
+  __device__ __forceinline__ void load_q(const BwdSteps<T>& steps, const BwdItem& item) {
+    const int stage = q_place.stage;
+    load_rows(p.q, p.lse, s.q + stage * T::kTileQ, s.lse[stage], s.q_full[stage], s.q_empty[stage], q_place.phase,
+              T::kBias ? kStatBytes : 0, steps, item);
+    if constexpr (T::kBias) copy_stat(p.lse_rest, s.lse_rest[stage], s.q_full[stage], steps, item);
+    q_place.advance();
+  }
+  __device__ __forceinline__ void load_dout(const BwdSteps<T>& steps, const BwdItem& item) {
+    load_rows(p.dout, p.delta, s.dout + dout_place.stage * T::kTileQ, s.delta[dout_place.stage],
+              s.dout_full[dout_place.stage], s.dout_empty[dout_place.stage], dout_place.phase, 0, steps, item);
+    dout_place.advance();
+  }
+  // A block of rows, and the number that each of them has. `more`: bytes that are copied to the same barrier besides.
+  __device__ __forceinline__ void load_rows(const CUtensorMap& map, const float* stats, Element* tile, float* stat,
+                                            Barrier& full, Barrier& empty, int phase, uint32_t more,
+                                            const BwdSteps<T>& steps, const BwdItem& item) {
+    empty.wait(phase ^ 1);
+    full.arrive_and_expect(T::kTileQ * sizeof(Element) + kStatBytes + more);
+    load_tile<T::kBlockM, T::kPanels, T::kPanelCols>(map, full, cute::TMA::CacheHintSm90::EVICT_LAST, tile,
+                                                     steps.m * T::kBlockM, steps.head, item.batch);
+    copy_stat(stats, stat, full, steps, item);
+  }
+  __device__ __forceinline__ void copy_stat(const float* from, float* to, Barrier& full, const BwdSteps<T>& steps,
+                                            const BwdItem& item) {
+    const int64_t head = static_cast<int64_t>(item.batch) * p.nheads + steps.head;
+    cute::SM90_BULK_COPY_G2S::copy(from + head * p.seqlen_q_rounded + steps.m * T::kBlockM, &full.word, to, kStatBytes);
+  }
+};
+
+}  // namespace dmattn::sm90

@@ -1,0 +1,163 @@
+// Before the backward kernel for Hopper: the lists of neighbouring row blocks put together.
+//
+// A key that no row sees any more is never seen again. So the keys of a chunk are those of its first row block, and of
+// the positions behind that block the keys that their own row sees. Each goes into one of kPlaces * kPlaces classes, by
+// the last and the first block of rows of the chunk that see it, and classes lie one behind the other: a counting sort,
+// which keeps the order within a class and so always gives the same lists.
+#include "../attention/shared/key_source.cuh"
+#include "../shared/helper.cuh"
+#include "backward.h"
+
+namespace dmattn {
+namespace {
+
+using namespace prep;
+
+constexpr int kThreads = 512, kWarps = kThreads / 32;
+constexpr int kPlaces = kMostChunkRows / kChunkTileRows;  // blocks of rows of a chunk
+constexpr int kClasses = kPlaces * kPlaces;
+static_assert(kClasses <= kThreads);
+
+// A class: keys that are last seen in the same block of rows, later ones first; of those, first seen in the same one.
+struct SeenIn {
+  int first, last;
+  __device__ __forceinline__ int number() const { return (kPlaces - 1 - last) * kPlaces + first; }
+  static __device__ __forceinline__ SeenIn of(int number) {
+    return {number % kPlaces, kPlaces - 1 - number / kPlaces};
+  }
+};
+
+struct Chunk {
+  const int32_t* idx;  // the list of the first row block
+  const int32_t* end;
+  int list_count;
+  int first_new, count;     // position behind the first row block; candidates in all
+  int position, after;      // of the chunk's rows
+  int seqlen_k, first_row;  // first_row: in blocks of kChunkTileRows
+
+  __device__ __forceinline__ Chunk(const ChunkKeyListsParams& p, int64_t head_list, int chunk) {
+    const KeyList& from = p.from;
+    const int block = p.row_block_begin + chunk * (p.to.keys.block_rows / from.block_rows);
+    const int64_t list = head_list * from.blocks + block;
+    const int offset = p.seqlen_k - p.seqlen_q;
+    const int rows = min(p.to.keys.block_rows, (p.row_block_begin + p.row_blocks - block) * from.block_rows);
+    const int row = block * from.block_rows;
+    idx = from.idx + list * from.capacity;
+    end = from.end + head_list * p.seqlen_k;
+    list_count = read_list_count(from, list);
+    position = row + offset;
+    after = min(row + rows, p.seqlen_q) + offset;
+    first_new = max(position + from.block_rows, 0);
+    count = list_count + max(min(after, p.seqlen_k) - first_new, 0);
+    seqlen_k = p.seqlen_k;
+    first_row = row / kChunkTileRows;
+  }
+  __device__ __forceinline__ int key(int i) const {
+    const KeyLimits limits = {0, seqlen_k - 1};
+    return i < list_count ? limits.position(__ldg(idx + i)) : first_new + i - list_count;
+  }
+  // The class of a key; -1 if no row of the chunk sees it.
+  __device__ __forceinline__ int find_class(int key) const {
+    const int seen_from = max(key, position), seen_to = min(__ldg(end + key), after);
+    if (seen_from >= seen_to) return -1;
+    return SeenIn{(seen_from - position) / kChunkTileRows, (seen_to - 1 - position) / kChunkTileRows}.number();
+  }
+};
+
+struct ClassCounts {
+  int before[kWarps][kClasses];  // entries of the pass in earlier warps, from where the pass begins
+  int next[kClasses];            // place of the class's next entry
+  int start[kClasses + 1];
+};
+
+__device__ __forceinline__ void count_classes(const Chunk& c, ClassCounts& s) {
+  __shared__ int warp_sums[32];
+  const int lane = threadIdx.x % 32;
+  if (threadIdx.x < kClasses) s.next[threadIdx.x] = 0;
+  __syncthreads();
+  for (int i0 = 0; i0 < c.count; i0 += kThreads) {
+    const int i = i0 + threadIdx.x;
+    const int found = i < c.count ? c.find_class(c.key(i)) : -1;
+    const uint32_t same = __match_any_sync(kFullWarp, found);
+    if (found >= 0 && lane == __ffs(same) - 1) atomicAdd(&s.next[found], __popc(same));
+  }
+  __syncthreads();
+  int total;
+  const int own = threadIdx.x < kClasses ? s.next[threadIdx.x] : 0;
+  const int before = block_exclusive_scan<kThreads>(own, warp_sums, total);
+  if (threadIdx.x < kClasses) s.next[threadIdx.x] = s.start[threadIdx.x] = before;
+  if (threadIdx.x == 0) s.start[kClasses] = total;
+  __syncthreads();
+}
+
+__device__ __forceinline__ void place_keys(const Chunk& c, ClassCounts& s, int32_t* to, int capacity) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  for (int i0 = 0; i0 < c.count; i0 += kThreads) {
+    const int i = i0 + threadIdx.x;
+    const int key = i < c.count ? c.key(i) : 0;
+    const int found = i < c.count ? c.find_class(key) : -1;
+    for (int j = lane; j < kClasses; j += 32) s.before[warp][j] = 0;
+    __syncwarp();
+    const uint32_t same = __match_any_sync(kFullWarp, found);
+    if (found >= 0 && lane == __ffs(same) - 1) s.before[warp][found] = __popc(same);
+    __syncthreads();
+    if (threadIdx.x < kClasses) {
+      int place = s.next[threadIdx.x];
+      for (int w = 0; w < kWarps; ++w) {
+        const int own = s.before[w][threadIdx.x];
+        s.before[w][threadIdx.x] = place;
+        place += own;
+      }
+      s.next[threadIdx.x] = place;
+    }
+    __syncthreads();
+    if (found >= 0) {
+      const int place = s.before[warp][found] + __popc(same & ((1u << lane) - 1));
+      if (place < capacity) to[place] = key;
+    }
+    __syncthreads();
+  }
+}
+
+// A warp a tile: from the classes that have keys in it.
+__device__ __forceinline__ void find_tile_rows(const Chunk& c, const ClassCounts& s, int2* tile_rows, int tiles) {
+  const int lane = threadIdx.x % 32;
+  for (int tile = threadIdx.x / 32; tile < tiles; tile += kWarps) {
+    const int begin = tile * kChunkTileKeys;
+    int first = kPlaces, after = 0;
+    for (int j = lane; j < kClasses; j += 32) {
+      const int from = max(s.start[j], begin), to = min(s.start[j + 1], begin + kChunkTileKeys);
+      if (from >= to) continue;
+      const SeenIn seen = SeenIn::of(j);
+      first = min(first, seen.first);
+      after = max(after, seen.last + 1);
+    }
+    first = __reduce_min_sync(kFullWarp, first);
+    after = __reduce_max_sync(kFullWarp, after);
+    if (lane == 0) tile_rows[tile] = first < after ? make_int2(c.first_row + first, c.first_row + after) : int2{0, 0};
+  }
+}
+
+__global__ void __launch_bounds__(kThreads) chunk_key_lists_kernel(const ChunkKeyListsParams p) {
+  __shared__ ClassCounts s;
+  const KeyList& to = p.to.keys;
+  const int64_t list = blockIdx.x;  // (batch, head, chunk)
+  const int64_t pair = list / to.blocks;
+  const int64_t head_list = pair / to.heads * p.from.heads + pair % to.heads;
+  const Chunk c(p, head_list, static_cast<int>(list % to.blocks));
+  count_classes(c, s);
+  place_keys(c, s, const_cast<int32_t*>(to.idx) + list * to.capacity, to.capacity);
+  const int tiles = to.capacity / kChunkTileKeys;
+  find_tile_rows(c, s, static_cast<int2*>(p.to.tile_rows) + list * tiles, tiles);
+  if (threadIdx.x == 0) const_cast<int32_t*>(to.count)[list] = min(s.start[kClasses], to.capacity);
+}
+
+}  // namespace
+
+cudaError_t chunk_key_lists(const ChunkKeyListsParams& p, cudaStream_t stream) {
+  const KeyList& to = p.to.keys;
+  const int64_t lists = static_cast<int64_t>(to.batch) * to.heads * to.blocks;
+  return launch(chunk_key_lists_kernel, lists, kThreads, 0, stream, p);
+}
+
+}  // namespace dmattn
