@@ -17,7 +17,7 @@ struct BwdGather {
   static constexpr int kKeysOfLane = kKeys / 32;
   // Eight lanes copy a row of a panel (128 bytes), 16 bytes each; a warp copies four rows side by side.
   static constexpr int kChunks = 8, kPassKeys = 32 / kChunks;
-  static_assert(T::kPanelCols == 64 && kKeys * T::kGatherWarps == T::kBlockN && kKeysOfLane * 32 == kKeys);
+  static_assert(T::kPanelCols == 64 && kKeys * T::kGatherWarps == T::kBlockN && kKeys == 64);
 
   const BwdArguments& p;
   typename T::Shared& s;
@@ -103,32 +103,26 @@ struct BwdGather {
   __device__ __forceinline__ void copy_tile(const char* from, uint32_t row_stride, Element* tile, Barrier& full,
                                             Barrier& empty, const int (&key)[kKeysOfLane], int keys) {
     const int chunk = lane % kChunks;
+    from += chunk * 16;
     empty.wait(kv_phase ^ 1);
-    const uint32_t to = smem_u32(tile) + part * kKeys * 128;
-    const uint64_t policy = make_policy();
+    uint32_t to = smem_u32(tile) + (part * kKeys + lane / kChunks) * 128;
+    // The swizzle of a row, 4 rows on and back: of the rows of a thread only its bit 2 changes.
+    uint32_t place = (chunk ^ (lane / kChunks)) * 16;
+    int row = lane / kChunks;
+#pragma unroll 1  // few registers
+    for (int pass = 0; pass < kKeys / kPassKeys; ++pass) {
+      const uint32_t low = __shfl_sync(0xffffffffu, key[0], row % 32), high = __shfl_sync(0xffffffffu, key[1], row % 32);
+      const char* const at = from + static_cast<uint64_t>(row < 32 ? low : high) * row_stride;
 #pragma unroll
-    for (int i = 0; i < kKeysOfLane; ++i) {
-#pragma unroll 4
-      for (int pass = 0; pass < 32 / kPassKeys; ++pass) {
-        const int in_32 = kPassKeys * pass + lane / kChunks, row = 32 * i + in_32;
-        const uint32_t position = __shfl_sync(0xffffffffu, key[i], in_32);
-        const char* const at = from + static_cast<uint64_t>(position) * row_stride + chunk * 16;
-        const uint32_t place = to + row * 128 + ((chunk ^ (row % kChunks)) * 16);
-#pragma unroll
-        for (int panel = 0; panel < T::kPanels; ++panel) {
-          const bool has_columns = panel * T::kPanelCols + chunk * 8 < p.head_dim;
-          copy_async(place + panel * T::kBlockN * 128, at + panel * 128, row < keys && has_columns, policy);
-        }
+      for (int panel = 0; panel < T::kPanels; ++panel) {
+        const bool has_columns = panel * T::kPanelCols + chunk * 8 < p.head_dim;
+        copy_async(to + place + panel * T::kBlockN * 128, at + panel * 128, row < keys && has_columns);
       }
+      row += kPassKeys;
+      to += kPassKeys * 128;
+      place ^= kPassKeys * 16;
     }
     full.arrive_when_copied();
-  }
-
-  // Rows of K and V are read again with the rows of other chunks.
-  static __device__ __forceinline__ uint64_t make_policy() {
-    uint64_t policy;
-    asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
-    return policy;
   }
 };
 

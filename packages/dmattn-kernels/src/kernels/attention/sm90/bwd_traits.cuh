@@ -64,8 +64,8 @@ struct BwdTraits {
   static constexpr bool kEarlyScores = !kSoftcap;
   static_assert(kBlockM % 16 == 0 && kStagesQ >= 2 && kStagesdO >= 2);
   static constexpr int kThreads = 128 * (kConsumers + 1);
-  // 128 * (2 * 240 + 24) = 64512 of the 65536 registers of an SM; with 32, all of them.
-  static constexpr int kProducerRegisters = kGathered ? 32 : 24, kConsumerRegisters = 240;
+  // 128 * (2 * 240 + 24) = 64512 registers: those that a block of 384 threads starts with, 168 each.
+  static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
   static constexpr int kGatherWarps = kGathered ? kConsumers : 0;  // of the first warpgroup, its last ones
   // TMA copies panels as wide as the swizzle of shared memory: 128 bytes, or 64 where head_dim is no multiple of that.
   static constexpr int kPanelCols = kHeadDim % 64 == 0 ? 64 : 32;

@@ -61,6 +61,12 @@ __device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool e
                : "memory");
 }
 
+// Likewise, for rows that L2 may treat as any others.
+__device__ __forceinline__ void copy_async(uint32_t to, const void* from, bool exists) {
+  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(exists ? 16 : 0)
+               : "memory");
+}
+
 // Waits until all bulk copies from shared memory that this thread has committed have been written.
 __device__ __forceinline__ void wait_for_bulk() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 
