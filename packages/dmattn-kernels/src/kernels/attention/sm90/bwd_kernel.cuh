@@ -189,6 +189,7 @@ struct BwdConsumer {
     // The zeros are in registers before any product starts: where they came later, all products would be serialized.
     warpgroup_fence_operand(acc_dk);
     warpgroup_fence_operand(acc_dv);
+    KeySums key_sums = {0.f, 0.f};
     BwdSteps<T> steps(p, item);
     if (steps.left > 0) {
       RingPlace<T::kStagesQ> q_place = q_next;  // of the rows of this step
@@ -232,7 +233,7 @@ struct BwdConsumer {
         start_product<false>(grad_mma, probabilities, doutt(_, _, _, dout_place.stage), acc_dv);
         wait_for_product<1>(acc_dp);
         take_ds(weights, dp, factors, dout_place.stage);
-        if constexpr (T::kBias) add_dbias(weights, item.batch, steps.head);
+        if constexpr (T::kBias) sum_rows(key_sums, weights);
         to_operand(gradients, weights);
         store_ds(gradients);
       };
@@ -277,6 +278,7 @@ struct BwdConsumer {
       pass_last_turn();
     }
     if constexpr (T::kGathered) {
+      if constexpr (T::kBias) add_dbias(key_sums, item.batch, steps.head);
       // The head is found again, so that no register has to keep it.
       const int64_t sums = static_cast<int64_t>(item.batch) * p.nheads_k + steps.head / p.head_ratio;
       add_grad(fragments<kFragmentsD>(acc_dv), 1.f, p.dv_accum, sums);
@@ -397,15 +399,28 @@ struct BwdConsumer {
     }
   }
 
-  // The gradient of the bias: sums over the rows of a step.
-  __device__ __forceinline__ void add_dbias(const Scores& ds, int batch, int head) {
+  // The gradient of the bias: sums over the rows that the thread has, of all steps of an item.
+  using KeySums = float[2];
+  static __device__ __forceinline__ void sum_rows(KeySums& sums, const Scores& ds) {
+    float even[2] = {sums[0], sums[1]}, odd[2] = {0.f, 0.f};  // sums that do not wait for each other
+#pragma unroll
+    for (int i = 0; i < kFragmentsM; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        even[half] += ds[i][2 * half];
+        odd[half] += ds[i][2 * half + 1];
+      }
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) sums[half] = even[half] + odd[half];
+  }
+  // All heads of the group have one bias: it does not matter at which of them the sums go in.
+  __device__ __forceinline__ void add_dbias(const KeySums& sums, int batch, int head) {
     if (p.dbias_cols == nullptr) return;
     float* const to = p.dbias_cols + (static_cast<int64_t>(batch) * p.nheads + head) * p.seqlen_k;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float sum = 0.f;
-#pragma unroll
-      for (int i = 0; i < kFragmentsM; ++i) sum += ds[i][2 * half] + ds[i][2 * half + 1];
+      float sum = sums[half];
       sum += __shfl_xor_sync(0xffffffffu, sum, 1);
       sum += __shfl_xor_sync(0xffffffffu, sum, 2);
       const KeyInterval interval = facts().interval[own_key(half)];
