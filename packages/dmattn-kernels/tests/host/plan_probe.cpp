@@ -19,7 +19,7 @@ int32_t missing_arch = 0;  // has no units
 // CMake generates this with the table of units; here every one that cmake/units.cmake lists is there.
 bool has_unit(const Unit& unit) {
   const bool is_hopper = (unit.direction == Direction::kForward && (!unit.gathered || unit.head_dim_tile <= 128)) ||
-                         (unit.direction == Direction::kBackward && !unit.gathered && unit.head_dim_tile <= 128);
+                         (unit.direction == Direction::kBackward && unit.head_dim_tile <= 128);
   const bool is_listed = unit.arch == Arch{80} || is_hopper;
   return is_listed && static_cast<int32_t>(unit.arch) != missing_arch;
 }
@@ -190,6 +190,22 @@ std::string describe(const BwdPlan& plan, const BwdRound& round, const BwdParams
   json.put_address("dbias", p.dbias);
   json.put_address("schedule", p.schedule);
   json.put_address("keys.count", plan.launches && plan.unit.gathered ? bwd_schedule_lists(p).count : nullptr);
+  json.put("chunk_blocks", plan.chunk_blocks);
+  BwdParams chunked = p;
+  if (plan.chunk_blocks > 0) bwd_chunk_params(plan, chunked);
+  const KeyList& chunks = chunked.chunks.keys;
+  json.put("chunks.batch", chunks.batch);
+  json.put("chunks.heads", chunks.heads);
+  json.put("chunks.head_ratio", chunks.head_ratio);
+  json.put("chunks.blocks", chunks.blocks);
+  json.put("chunks.block_rows", chunks.block_rows);
+  json.put("chunks.capacity", chunks.capacity);
+  json.put_address("chunks.idx", chunks.idx);
+  json.put_address("chunks.count", chunks.count);
+  json.put_address("chunks.end", chunks.end);
+  json.put_address("chunks.tile_rows", chunked.chunks.tile_rows);
+  json.put("lse_scale", plan.preprocess.lse_scale);
+  json.put("rest_scale", plan.preprocess.rest_scale);
   return json.text();
 }
 

@@ -22,9 +22,7 @@ static_assert(kClasses <= kThreads);
 struct SeenIn {
   int first, last;
   __device__ __forceinline__ int number() const { return (kPlaces - 1 - last) * kPlaces + first; }
-  static __device__ __forceinline__ SeenIn of(int number) {
-    return {number % kPlaces, kPlaces - 1 - number / kPlaces};
-  }
+  static __device__ __forceinline__ SeenIn of(int number) { return {number % kPlaces, kPlaces - 1 - number / kPlaces}; }
 };
 
 struct Chunk {

@@ -111,7 +111,8 @@ struct BwdGather {
     int row = lane / kChunks;
 #pragma unroll 1  // few registers
     for (int pass = 0; pass < kKeys / kPassKeys; ++pass) {
-      const uint32_t low = __shfl_sync(0xffffffffu, key[0], row % 32), high = __shfl_sync(0xffffffffu, key[1], row % 32);
+      const uint32_t low = __shfl_sync(0xffffffffu, key[0], row % 32),
+                     high = __shfl_sync(0xffffffffu, key[1], row % 32);
       const char* const at = from + static_cast<uint64_t>(row < 32 ? low : high) * row_stride;
 #pragma unroll
       for (int panel = 0; panel < T::kPanels; ++panel) {

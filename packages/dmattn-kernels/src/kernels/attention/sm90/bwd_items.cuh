@@ -27,8 +27,12 @@ __device__ __forceinline__ BwdItem find_tiled_item(const BwdArguments& p, int in
   const int batch = head / p.nheads_k;
   const int n_block = T::kOrdered ? p.n_blocks - 1 - row : row;
   const int first_row = p.is_causal ? n_block * T::kBlockN - (p.seqlen_k - p.seqlen_q) : 0;
-  return {n_block, head - batch * p.nheads_k, part - head * p.num_splits,
-          batch,   min(max(first_row, 0) / T::kBlockM, p.m_blocks), p.m_blocks};
+  return {n_block,
+          head - batch * p.nheads_k,
+          part - head * p.num_splits,
+          batch,
+          min(max(first_row, 0) / T::kBlockM, p.m_blocks),
+          p.m_blocks};
 }
 
 // --- lists ----------------------------------------------------------------------------------------------------------

@@ -543,8 +543,8 @@ struct BwdConsumer {
       float* const to = accum + (head * p.seqlen_k + interval.begin) * p.head_dim + col;
 #pragma unroll
       for (int i = 0; i < kFragmentsD; i += 2) {
-        const float(&lower)[4] = acc[i];
-        const float(&upper)[4] = acc[i + 1];
+        const float (&lower)[4] = acc[i];
+        const float (&upper)[4] = acc[i + 1];
         float own[2], other[2];
 #pragma unroll
         for (int e = 0; e < 2; ++e) {

@@ -12,11 +12,11 @@
 namespace dmattn::sm90 {
 
 struct BwdArguments {
-  CUtensorMap q, dout;         // dimensions (head_dim, seqlen, heads, batch)
-  CUtensorMap k, v, dk, dv;    // likewise; not over lists
-  const float* lse;            // times log2(e), but with a bias; [batch][nheads][seqlen_q_rounded], +inf where there is no row
-  const float* lse_rest;       // with a bias: what is missing of lse, times log2(e)
-  const float* delta;          // likewise; 0 where there is no row
+  CUtensorMap q, dout;       // dimensions (head_dim, seqlen, heads, batch)
+  CUtensorMap k, v, dk, dv;  // likewise; not over lists
+  const float* lse;  // times log2(e), but with a bias; [batch][nheads][seqlen_q_rounded], +inf where there is no row
+  const float* lse_rest;  // with a bias: what is missing of lse, times log2(e)
+  const float* delta;     // likewise; 0 where there is no row
   // fp32, zero before the launch, in units of 1 / softmax_scale: [batch][nheads][dq_blocks][kBlockM * kHeadDim], each
   // tile in the order of DqTile.
   float* dq_accum;

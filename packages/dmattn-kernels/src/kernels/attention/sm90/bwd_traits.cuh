@@ -3,11 +3,10 @@
 
 #include <cutlass/numeric_types.h>
 
-#include <type_traits>
-
 #include <cute/atom/mma_atom.hpp>
 #include <cute/atom/mma_traits_sm90_gmma.hpp>
 #include <cute/tensor.hpp>
+#include <type_traits>
 
 #include "../../tiles.h"
 #include "../shared/scores.cuh"
