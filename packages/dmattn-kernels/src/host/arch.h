@@ -29,8 +29,8 @@ struct KernelSet {
   // Whether its forward units compute this problem; nullptr: every one that they are compiled for.
   bool (*serves_fwd)(const FwdParams& p, Level level, bool gathered);
   // Whether its backward units compute this problem, which has neither mask nor packed sequences and wants all three
-  // gradients. It is dense, without a bias; or gathered, of lists for row blocks that the heads of a group share, not
-  // deterministic and without softcap, and its bias, if any, is for each key. nullptr: they compute every one.
+  // gradients. It is dense, without a bias; or gathered, of lists for row blocks that the heads of a group share, without
+  // softcap, and its bias, if any, is for each key. nullptr: they compute every one.
   bool (*serves_bwd)(const BwdParams& p, bool gathered);
   // Its kernels stay on an SM and take one block of rows (backward: of keys) after the other. The forward does not split
   // the keys; the backward splits the query heads of a group only, and all of them have to be in one round.

@@ -237,7 +237,7 @@ struct BwdParams {
   // descending key order.
   int32_t* dq_semaphore = nullptr;
   // Deterministic sums over interval lists: [batch][nheads_k], zeroed. Blocks of one kv head add to dk, dv and
-  // dbias_cols in the order of their row blocks.
+  // dbias_cols in the order of their row blocks. Hopper: [batch][nheads_k][chunks], see BwdArguments.
   int32_t* dkv_semaphore = nullptr;
   // Gathered by a key-only mask, written by bwd_schedule(): [0] = num_splits, [1] = number of tiles, [2 + i] = first
   // tile of list i (batch-major over (batch, nheads_k)), i <= batch * nheads_k.

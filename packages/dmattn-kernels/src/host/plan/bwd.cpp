@@ -295,7 +295,7 @@ bool is_for_residents(const BwdPlan& plan) {
   const bool has_group_bias = p.bias.kind == BiasKind::kKey && p.bias.head_ratio % p.head_ratio == 0;
   const bool has_dbias_of_keys = p.dbias_kind == DbiasKind::kNone || p.dbias_kind == DbiasKind::kKey;
   return p.keys.head_ratio % p.head_ratio == 0 && (!has_bias || has_group_bias) && has_dbias_of_keys &&
-         !p.deterministic && p.softcap == 0.f;
+         p.softcap == 0.f;
 }
 
 // Blocks of rows for which splitting them between thread blocks would not pay.

@@ -98,9 +98,6 @@ bool needs_dkv_accum(const BwdPlan& plan, const BwdRound& round, const Splits& s
   return plan.sequence.per_group || has_row_block_lists(plan) || (continues_dkv(plan, round) && splits.slots == 0);
 }
 
-// Those who take turns at a row block of dq: all of a thread block, or each of its warpgroups on Hopper.
-int32_t dq_turns(const BwdPlan& plan) { return plan.resident_blocks > 0 ? plan.tile.warps / 4 : 1; }
-
 // dq, and dk and dv where they are added up by key, with what orders deterministic sums.
 struct Accumulators {
   int32_t* work_counter = nullptr;
@@ -126,7 +123,8 @@ Accumulators place_accumulators(const BwdPlan& plan, const BwdRound& round, int3
   }
   if (plan.resident_blocks > 0) sums.work_counter = workspace.take<int32_t>(1);
   if (kernel.deterministic && has_row_block_lists(plan)) {
-    sums.dkv_semaphore = workspace.take<int32_t>(int64_t{round.batches} * round.heads_k);
+    const int64_t turns = plan.chunk_blocks > 0 ? ceil_div(round.row_blocks, plan.chunk_blocks) : 1;
+    sums.dkv_semaphore = workspace.take<int32_t>(int64_t{round.batches} * round.heads_k * turns);
   }
   sums.round_zero_bytes = workspace.bytes() - begin;
   if (has_dkv_accum) {

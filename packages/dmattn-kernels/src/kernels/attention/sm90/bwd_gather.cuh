@@ -51,7 +51,7 @@ struct BwdGather {
 
   // Reads the lane's keys and says what is known of them. Returns how many of the warp's keys there are.
   __device__ __forceinline__ int take_facts(const ListItem& item, int (&key)[kKeysOfLane]) {
-    const int64_t head_list = head_list_of(p, item);
+    const int64_t head_list = head_list_of(p, item.batch, item.head_k);
     const int64_t list = head_list * p.keys.blocks + item.chunk;
     const int first = item.tile * T::kBlockN + part * kKeys;
     const int keys = read_list_count(p.keys, list) - first;

@@ -9,6 +9,7 @@ namespace dmattn::sm90 {
 struct BwdItem {
   int n_block, head_k, split, batch;  // of a list, n_block counts tiles of its entries
   int m_begin, m_end;                 // blocks of rows that see any of the keys
+  int chunk;                          // of rows; 0 without lists
 };
 
 // --- consecutive keys -----------------------------------------------------------------------------------------------
@@ -32,12 +33,12 @@ __device__ __forceinline__ BwdItem find_tiled_item(const BwdArguments& p, int in
           part - head * p.num_splits,
           batch,
           min(max(first_row, 0) / T::kBlockM, p.m_blocks),
-          p.m_blocks};
+          p.m_blocks,
+          0};
 }
 
 // --- lists ----------------------------------------------------------------------------------------------------------
 
-// The number of a list is (batch, list head, chunk) as KeyList orders them.
 struct ListItem {
   int tile, chunk, head_k, batch;
 };
@@ -51,13 +52,18 @@ __device__ __forceinline__ ListItem find_list_item(const BwdArguments& p, int in
   const int batch = part / p.nheads_k;
   return {row - chunk * p.n_blocks, p.keys.blocks - 1 - chunk, part - batch * p.nheads_k, batch};
 }
-__device__ __forceinline__ int64_t head_list_of(const BwdArguments& p, const ListItem& item) {
-  return static_cast<int64_t>(p.keys.batch > 1 ? item.batch : 0) * p.keys.heads +
-         item.head_k * p.head_ratio / p.keys.head_ratio;
+// The lists of a head, as KeyList numbers (batch, head).
+__device__ __forceinline__ int64_t head_list_of(const BwdArguments& p, int batch, int head_k) {
+  return static_cast<int64_t>(p.keys.batch > 1 ? batch : 0) * p.keys.heads + head_k * p.head_ratio / p.keys.head_ratio;
 }
-__device__ __forceinline__ int2 read_tile_rows(const BwdArguments& p, const ListItem& item) {
-  const int64_t list = head_list_of(p, item) * p.keys.blocks + item.chunk;
-  return __ldg(p.tile_rows + list * p.n_blocks + item.tile);
+// The rows of the tiles of a chunk's list.
+__device__ __forceinline__ const int2* tile_rows_of(const BwdArguments& p, int batch, int head_k, int chunk) {
+  return p.tile_rows + (head_list_of(p, batch, head_k) * p.keys.blocks + chunk) * p.n_blocks;
+}
+// How many tiles they are.
+__device__ __forceinline__ int count_tiles(const BwdArguments& p, int batch, int head_k, int chunk, int keys_of_tile) {
+  const int64_t list = head_list_of(p, batch, head_k) * p.keys.blocks + chunk;
+  return (__ldg(p.keys.count + list) + keys_of_tile - 1) / keys_of_tile;
 }
 
 // --- both -----------------------------------------------------------------------------------------------------------
@@ -66,7 +72,7 @@ template <class T>
 __device__ __forceinline__ BwdItem find_item(const BwdArguments& p, const typename T::Announced& announced) {
   if constexpr (T::kGathered) {
     const ListItem item = find_list_item(p, announced.index);
-    return {item.tile, item.head_k, 0, item.batch, announced.m_begin, announced.m_end};
+    return {item.tile, item.head_k, 0, item.batch, announced.m_begin, announced.m_end, item.chunk};
   } else {
     return find_tiled_item<T>(p, announced.index);
   }

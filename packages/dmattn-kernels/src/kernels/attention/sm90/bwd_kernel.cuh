@@ -278,12 +278,15 @@ struct BwdConsumer {
       pass_last_turn();
     }
     if constexpr (T::kGathered) {
+      wait_for_chunks(item);
       if constexpr (T::kBias) add_dbias(key_sums, item.batch, steps.head);
       // The head is found again, so that no register has to keep it.
       const int64_t sums = static_cast<int64_t>(item.batch) * p.nheads_k + steps.head / p.head_ratio;
       add_grad(fragments<kFragmentsD>(acc_dv), 1.f, p.dv_accum, sums);
       add_grad(fragments<kFragmentsD>(acc_dk), p.softmax_scale, p.dk_accum, sums);
-      sync_own();  // all have read whose keys these are
+      if constexpr (T::kOrdered) __threadfence();  // before the turn is passed on
+      sync_own();                                  // all have read whose keys these are
+      pass_chunk(item);
       release(s.facts_empty[facts_place.stage]);
       facts_place.advance();
     } else {
@@ -498,19 +501,35 @@ struct BwdConsumer {
   // would have to wait for.
   __device__ __forceinline__ void take_turn(int64_t block, const BwdItem& item, int m) {
     pass_turn();
-    int seen = p.n_blocks;  // blocks of keys
-    if (p.is_causal) {
-      const int last_key = (m + 1) * T::kBlockM - 1 + p.seqlen_k - p.seqlen_q;
-      seen = min(seen, last_key / T::kBlockN + 1);
-    }
-    const int mine = seen - 1 - item.n_block;
     int32_t* const turn = p.dq_semaphore + block * T::kConsumers + consumer;
-    int32_t now;
-    do {
-      asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
-    } while (now != mine);
+    wait_until(turn, turns_before(item, m));
     asm volatile("fence.proxy.async.global;" ::: "memory");
     passed = turn;
+  }
+  // Lists: the tiles of a chunk take turns from the first to the last.
+  __device__ __forceinline__ int turns_before(const BwdItem& item, int m) const {
+    if constexpr (T::kGathered) {
+      const int2* const rows = tile_rows_of(p, item.batch, item.head_k, item.chunk);
+      int turns = 0;
+      for (int tile = 0; tile < item.n_block; ++tile) {
+        const int2 other = __ldg(rows + tile);
+        turns += other.x <= m && m < other.y ? 1 : 0;
+      }
+      return turns;
+    } else {
+      int seen = p.n_blocks;  // blocks of keys
+      if (p.is_causal) {
+        const int last_key = (m + 1) * T::kBlockM - 1 + p.seqlen_k - p.seqlen_q;
+        seen = min(seen, last_key / T::kBlockN + 1);
+      }
+      return seen - 1 - item.n_block;
+    }
+  }
+  static __device__ __forceinline__ void wait_until(const int32_t* counter, int value) {
+    int32_t now;
+    do {
+      asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
+    } while (now != value);
   }
   __device__ __forceinline__ void pass_turn() {
     if (passed == nullptr) return;
@@ -529,6 +548,33 @@ struct BwdConsumer {
         if constexpr (T::kDqPath == DqPath::kBulk) wait_for_bulk();
         pass_turn();
       }
+    }
+  }
+
+  // Deterministic: a key lies in one tile of a chunk, and chunks add to dk, dv and dbias from the last to the first. Their
+  // tiles have been taken in this order, too.
+  __device__ __forceinline__ int32_t* chunk_counter(const BwdItem& item, int chunk) const {
+    return p.dkv_semaphore + (static_cast<int64_t>(item.batch) * p.nheads_k + item.head_k) * p.keys.blocks + chunk;
+  }
+  __device__ __forceinline__ void wait_for_chunks(const BwdItem& item) const {
+    if constexpr (T::kOrdered) {
+      if (is_speaker()) {
+        // Chunks without tiles add nothing. The next one that has some has waited for all behind it.
+        for (int chunk = item.chunk + 1; chunk < p.keys.blocks; ++chunk) {
+          const int tiles = count_tiles(p, item.batch, item.head_k, chunk, T::kBlockN);
+          if (tiles == 0) continue;
+          wait_until(chunk_counter(item, chunk), tiles * T::kConsumers);
+          break;
+        }
+      }
+      cutlass::arch::NamedBarrier::sync(128, kOwnBarrier + consumer);
+    }
+  }
+  __device__ __forceinline__ void pass_chunk(const BwdItem& item) const {
+    if constexpr (T::kOrdered) {
+      if (!is_speaker()) return;
+      __threadfence();
+      asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(chunk_counter(item, item.chunk)) : "memory");
     }
   }
 

@@ -63,6 +63,7 @@ void fill_lists(BwdArguments& a, const BwdParams& p) {
   a.tile_rows = static_cast<const int2*>(p.chunks.tile_rows);
   a.bias = p.bias;
   a.lse_rest = p.lse_rest;
+  a.dkv_semaphore = p.dkv_semaphore;
   a.dk_accum = p.dk_accum;
   a.dv_accum = p.dv_accum;
   a.dbias_cols = p.dbias_cols;
@@ -123,7 +124,10 @@ cudaError_t launch_bwd(const KernelChoice& choice, const BwdParams& p, cudaStrea
     return launch_bwd_kernel<BwdTraits<Element, kHeadDimTile, decltype(variant)::value>>(choice.blocks, p, stream);
   };
   if constexpr (kGathered) {
-    if (p.bias.kind != BiasKind::kNone) return go(cute::C<BwdVariant::kBiasLists>{});
+    const bool has_bias = p.bias.kind != BiasKind::kNone;
+    if (p.deterministic && has_bias) return go(cute::C<BwdVariant::kOrderedBiasLists>{});
+    if (p.deterministic) return go(cute::C<BwdVariant::kOrderedLists>{});
+    if (has_bias) return go(cute::C<BwdVariant::kBiasLists>{});
     return go(cute::C<BwdVariant::kLists>{});
   } else {
     if (p.softcap > 0.f) return go(cute::C<BwdVariant::kSoftcap>{});

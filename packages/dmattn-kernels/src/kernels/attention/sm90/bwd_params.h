@@ -46,7 +46,10 @@ struct BwdArguments {
   KeyList keys;           // of chunks of rows
   const int2* tile_rows;  // first and last + 1 block of rows that see a tile: [list][n_blocks]; equal: there is none
   BiasParams bias;        // kNone, or kKey, the same for all heads of a group
-  float* dk_accum;        // fp32 [batch][nheads_k][seqlen_k][head_dim], added to
+  // [batch][nheads_k][chunks], zero before the launch: consumers that have added the dk and dv of a tile. nullptr: nobody
+  // waits for their turn.
+  int32_t* dkv_semaphore;
+  float* dk_accum;  // fp32 [batch][nheads_k][seqlen_k][head_dim], added to
   float* dv_accum;
   float* dbias_cols;  // fp32 [batch][nheads][seqlen_k], added to; nullptr: not asked for
   int32_t head_dim;

@@ -22,7 +22,7 @@ struct BwdProducer {
   __device__ __forceinline__ void run() {
     const int first = T::kOrdered ? 0 : gridDim.x;  // of the items that are counted
     for (int index = T::kOrdered ? atomicAdd(p.work_counter, 1) : blockIdx.x;;) {
-      const typename T::Announced item = look_up(index);
+      const typename T::Announced item = look_up(index, first);
       announce(item);
       if (item.index >= p.items) return;
       // Asked for before the loads, so that the answer is there when they have been issued.
@@ -33,10 +33,11 @@ struct BwdProducer {
   }
 
   // The item, or the next one that there is: lists have room for more tiles than they fill.
-  __device__ __forceinline__ typename T::Announced look_up(int index) const {
+  __device__ __forceinline__ typename T::Announced look_up(int index, int first) const {
     if constexpr (T::kGathered) {
-      for (; index < p.items; index = gridDim.x + atomicAdd(p.work_counter, 1)) {
-        const int2 rows = read_tile_rows(p, find_list_item(p, index));
+      for (; index < p.items; index = first + atomicAdd(p.work_counter, 1)) {
+        const ListItem item = find_list_item(p, index);
+        const int2 rows = __ldg(tile_rows_of(p, item.batch, item.head_k, item.chunk) + item.tile);
         if (rows.x < rows.y) return {index, rows.x, rows.y, 0};
       }
       return {index, 0, 0, 0};

@@ -23,10 +23,12 @@ enum class DqPath {
 // The kernels of a head dimension.
 enum class BwdVariant {
   kPlain,
-  kOrdered,    // dq can be added up in a fixed order
-  kSoftcap,    // dq can, too
-  kLists,      // lists of keys
-  kBiasLists,  // likewise, with a number that is added to the logits of each key, and its gradient
+  kOrdered,       // dq can be added up in a fixed order
+  kSoftcap,       // dq can, too
+  kLists,         // lists of keys
+  kBiasLists,     // likewise, with a number that is added to the logits of each key, and its gradient
+  kOrderedLists,  // all sums in a fixed order
+  kOrderedBiasLists,
 };
 
 // dq = ds * k by both consumers, each with 64 rows of the product. Where there are no 64 * n rows of queries, the
@@ -49,8 +51,8 @@ struct BwdTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kConsumers = 2;
-  static constexpr bool kBias = kVariant == BwdVariant::kBiasLists;
-  static constexpr bool kGathered = kBias || kVariant == BwdVariant::kLists;
+  static constexpr bool kBias = kVariant == BwdVariant::kBiasLists || kVariant == BwdVariant::kOrderedBiasLists;
+  static constexpr bool kGathered = kBias || kVariant == BwdVariant::kLists || kVariant == BwdVariant::kOrderedLists;
   static constexpr BwdTile kTile = sm90_bwd_tile(kHeadDim, kGathered);
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n;  // rows of queries; keys, 64 a consumer
   static_assert(kBlockN == 64 * kConsumers && kTile.warps == 4 * kConsumers && kTile.warps_m_dq == 4);
@@ -58,7 +60,8 @@ struct BwdTraits {
   // On an H200, bulk copies are up to 4% faster at head_dim 128; at 64 they have not been timed.
   static constexpr DqPath kDqPath = kHeadDim == 64 ? DqPath::kVector : DqPath::kBulk;
   static constexpr bool kSoftcap = kVariant == BwdVariant::kSoftcap;
-  static constexpr bool kOrdered = kVariant == BwdVariant::kOrdered || kSoftcap;
+  static constexpr bool kOrdered = kSoftcap || kVariant == BwdVariant::kOrdered ||
+                                   kVariant == BwdVariant::kOrderedLists || kVariant == BwdVariant::kOrderedBiasLists;
   // Scores of the next rows are started before dq leaves the registers, where there are registers for both.
   static constexpr bool kEarlyScores = !kSoftcap;
   static_assert(kBlockM % 16 == 0 && kStagesQ >= 2 && kStagesdO >= 2);
