@@ -7,10 +7,6 @@ namespace dmattn {
 namespace prep {
 namespace {
 
-__device__ __forceinline__ int64_t set_index(const SelectPlan& p, int row, int set, int buffer) {
-  return (static_cast<int64_t>(buffer) * p.rows + row) * p.sets + set;
-}
-
 // --- sets ----------------------------------------------------------------------------------------------------------
 
 constexpr int kSetThreads = 512;
@@ -68,7 +64,7 @@ __global__ void __launch_bounds__(kSetThreads) set_kernel(const SelectPlan p, in
     key[rank] = s.candidates.key(item);
   });
   const int count = s.selected.kept;
-  if (threadIdx.x < round_up(count, 4) - count) ord[count + threadIdx.x] = 0;
+  if (threadIdx.x < round_up(count, 4) - count) ord[count + threadIdx.x] = key[count + threadIdx.x] = 0;
   if (threadIdx.x == 0) p.set_count[dst] = count;
 }
 
@@ -110,23 +106,6 @@ __device__ __forceinline__ int first_row_out(const ActiveKeys& active, Rank rank
     survived += better < window;
   }
   return survived < joining ? active.joining_row[survived] : rows;
-}
-
-// What a block reads, of the document that starts at `start`: the last set before its first row, and the keys from
-// there on.
-__device__ __forceinline__ Candidates block_candidates(const SelectPlan& p, int row, int row0, int start) {
-  Candidates c{};
-  const int super = (row0 - p.set_origin) / p.super_keys;
-  const int position = p.set_origin + super * p.super_keys;
-  if (super >= p.first_set && start < position) {
-    const int set = super - p.first_set;
-    const int64_t i = set_index(p, row, set, __popc(set) & 1);
-    c.first_ord = p.set_ord + i * p.set_capacity;
-    c.first_key = p.set_key + i * p.set_capacity;
-    c.first_count = __ldg(p.set_count + i);
-  }
-  c.set_range(p.ord + row * p.ord_pitch, max(position, start), row0);
-  return c;
 }
 
 __global__ void __launch_bounds__(kBlockThreads, 3) block_kernel(const SelectPlan p, const KeyList keys) {
