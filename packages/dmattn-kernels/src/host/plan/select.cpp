@@ -77,18 +77,18 @@ void plan_work(SelectPlan& plan, int num_sms) {
 void plan_segments(SelectPlan& plan, int blocks, int num_sms) {
   const int window = std::min(plan.window, plan.seqlen_k);
   if (plan.single_list || blocks == 0 || window > prep::kMaxSegmentWindow) return;
-  // As many blocks of rows a segment as leave a thread block for nearly every SM.
-  int per_segment = prep::kMaxSegmentBlocks;
+  // Long segments share a search between more rows; short ones let more SMs take part, as long as there is one for each.
+  int per_segment = 1;
   const auto thread_blocks = [&] { return int64_t{plan.rows} * ceil_div(blocks, per_segment); };
-  while (per_segment > 1 && thread_blocks() * 4 < int64_t{num_sms} * 3) per_segment /= 2;
+  while (per_segment < prep::kMaxSegmentBlocks && thread_blocks() > num_sms) ++per_segment;
   // Groups of four keys that the last segment, or one just before a set, has to look at.
   const int last_row0 = plan.offset + (ceil_div(blocks, per_segment) - 1) * per_segment * kSelectBlockRows;
   const int range = std::min(plan.super_keys, last_row0 - plan.set_origin);
-  const int quads = (plan.sets > 0 ? ceil_div(window, 4) : 0) + ceil_div(range + 3, 4);
+  const int quads = (plan.sets > 0 ? ceil_div(window, 4) : 0) + ceil_div(range, 4);
   const auto fits = [&](int threads) { return quads <= threads * prep::segment_quads(threads); };
   if (!fits(1024)) return;
   plan.segment_blocks = per_segment;
-  const bool one_each = thread_blocks() <= num_sms;  // then nothing but the thread's own block keeps an SM busy
+  const bool one_each = thread_blocks() <= num_sms;  // then no other block keeps the SM busy while this one waits
   plan.segment_threads = one_each || !fits(512) ? 1024 : fits(256) ? 256 : 512;
 }
 
