@@ -83,16 +83,14 @@ struct BoundFinder {
   int digits;
   uint32_t second_counted = UINT32_MAX, third_counted = UINT32_MAX;  // the prefixes whose items hist[1], hist[2] count
 
-  // Ends with a barrier.
+  // Counts also what is never kept, without a test for each. Ends with a barrier.
   __device__ __forceinline__ void count_first_digit() {
 #pragma unroll
     for (int d = 0; d < kMaxDigits; ++d) {
       if (d < digits) clear_bins<kThreads>(s.hist[d], kBins);
     }
     __syncthreads();
-    own.for_each_ord([&](uint32_t x) {
-      if (x != 0) atomicAdd(&s.hist[0][x >> digit_shift(0)], 1u);
-    });
+    own.for_each_ord([&](uint32_t x) { atomicAdd(&s.hist[0][x >> digit_shift(0)], 1u); });
     __syncthreads();
   }
   __device__ __forceinline__ void count_digit(int digit, uint32_t prefix) {
@@ -116,7 +114,8 @@ struct BoundFinder {
     Search search;
     {
       BinCounts<kThreads> bins;
-      const int total = bins.load(s.hist[0], s.warp_sums);
+      // The last bin holds what is never kept, and nothing else.
+      const int total = bins.load(s.hist[0], s.warp_sums) - static_cast<int>(s.hist[0][0]);
       number = wanted(total);
       search.start(number, total, cut);
       if (search.open) bins.locate(search.need, &s.found);
