@@ -1,7 +1,7 @@
 // Running top-w by segments of up to four neighbouring blocks of query rows. A thread block finds the best keys before
 // its segment once, with the candidates in registers from the first digit on; follows the keys that join inside the
 // segment and those that leave in return; and writes the list of every block of rows from that.
-#include "compact.cuh"
+#include "in_registers.cuh"
 
 namespace dmattn {
 namespace prep {
@@ -18,9 +18,9 @@ __device__ __forceinline__ Rank make_rank(uint32_t ord, int place) {
 }
 
 struct SegmentSmem {
-  // The histogram of each digit; later the core: the keys that no row of the segment can lose.
+  // At first for the bounds; later the core: the keys that no row of the segment can lose.
   union {
-    alignas(16) uint32_t hist[kMaxDigits][kBins];
+    BoundSmem bound;
     int32_t core_key[kMaxSegmentWindow];
   };
   // The active keys: the worst of those kept before the segment, which may leave, and the segment's own keys that may
@@ -32,9 +32,7 @@ struct SegmentSmem {
   // For every active key, the rows that keep it: the first in the lower half, the one after the last in the upper half.
   uint32_t span[2 * kSegmentRows];
   uint2 warp_tally[32];
-  int32_t warp_sums[32];
   int32_t warp_joining[kSegmentRows / 32];
-  FoundBin found;
 };
 
 // What is known of the whole segment.
@@ -43,96 +41,6 @@ struct Segment {
   int32_t kept, core, joining;      // `core` of the `kept` keys cannot leave
 
   __device__ __forceinline__ int leaving() const { return kept - core; }
-};
-
-// The candidates of a thread: the quads begin + lane, begin + 32 + lane, ... of its warp.
-template <int kThreads>
-struct OwnQuads {
-  static constexpr int kQuads = segment_quads(kThreads);
-  WarpQuads mine;
-  uint4 ord[kQuads];
-
-  __device__ __forceinline__ explicit OwnQuads(const Candidates& c) : mine(WarpQuads::of<kThreads / 32>(c.quads())) {
-#pragma unroll
-    for (int u = 0; u < kQuads; ++u) ord[u] = quad(u) < mine.end ? c.load(quad(u)) : make_uint4(0, 0, 0, 0);
-  }
-  __device__ __forceinline__ int quad(int u) const { return mine.begin + u * 32 + static_cast<int>(threadIdx.x % 32); }
-  // Whether the warp has a u-th quad in any lane.
-  __device__ __forceinline__ bool any(int u) const { return mine.begin + u * 32 < mine.end; }
-  template <class F>
-  __device__ __forceinline__ void for_each_ord(F&& f) const {
-#pragma unroll
-    for (int u = 0; u < kQuads; ++u) {
-      if (!any(u)) break;
-      f(ord[u].x);
-      f(ord[u].y);
-      f(ord[u].z);
-      f(ord[u].w);
-    }
-  }
-};
-
-// --- bounds --------------------------------------------------------------------------------------------------------
-
-// Finds bounds between the best candidates and the others. The histograms stay for the next bound, which often shares
-// the first digits.
-template <int kThreads>
-struct BoundFinder {
-  SegmentSmem& s;
-  const OwnQuads<kThreads>& own;
-  int digits;
-  uint32_t second_counted = UINT32_MAX, third_counted = UINT32_MAX;  // the prefixes whose items hist[1], hist[2] count
-
-  // Counts also what is never kept, without a test for each. Ends with a barrier.
-  __device__ __forceinline__ void count_first_digit() {
-#pragma unroll
-    for (int d = 0; d < kMaxDigits; ++d) {
-      if (d < digits) clear_bins<kThreads>(s.hist[d], kBins);
-    }
-    __syncthreads();
-    own.for_each_ord([&](uint32_t x) { atomicAdd(&s.hist[0][x >> digit_shift(0)], 1u); });
-    __syncthreads();
-  }
-  __device__ __forceinline__ void count_digit(int digit, uint32_t prefix) {
-    const uint32_t before = digit == 1 ? second_counted : third_counted;
-    if (before == prefix) return;
-    uint32_t* hist = s.hist[digit];
-    if (before != UINT32_MAX) {
-      clear_bins<kThreads>(hist, kBins);
-      __syncthreads();
-    }
-    (digit == 1 ? second_counted : third_counted) = prefix;
-    own.for_each_ord([&](uint32_t x) {
-      if (prefix_of(x, digit) == prefix) atomicAdd(&hist[digit_of(x, digit)], 1u);
-    });
-    __syncthreads();
-  }
-  // The bound below the best wanted(number of candidates that can be kept) candidates, and that number.
-  template <class Wanted>
-  __device__ __forceinline__ Cut find(Wanted&& wanted, int& number) {
-    Cut cut;
-    Search search;
-    {
-      BinCounts<kThreads> bins;
-      // The last bin holds what is never kept, and nothing else.
-      const int total = bins.load(s.hist[0], s.warp_sums) - static_cast<int>(s.hist[0][0]);
-      number = wanted(total);
-      search.start(number, total, cut);
-      if (search.open) bins.locate(search.need, &s.found);
-    }
-#pragma unroll 1
-    for (int digit = 0; search.open; ++digit) {
-      if (digit > 0) {
-        count_digit(digit, search.prefix);
-        BinCounts<kThreads> bins;
-        bins.load(s.hist[digit], s.warp_sums);
-        bins.locate(search.need, &s.found);
-      }
-      __syncthreads();
-      search.advance(s.found, digit, digit + 1 == digits, cut);
-    }
-    return cut;
-  }
 };
 
 // --- keys that join ------------------------------------------------------------------------------------------------
@@ -179,67 +87,22 @@ struct OwnKeys {
 
 // --- keys that leave -----------------------------------------------------------------------------------------------
 
-// Candidates above a cut (lower half) and equal to it (upper half).
-__device__ __forceinline__ uint32_t count_halves(uint32_t ord, uint32_t cut) {
-  return ord > cut ? 1u : ord == cut ? 1u << 16 : 0u;
-}
-__device__ __forceinline__ Tally halves(uint32_t x) {
-  return {static_cast<int32_t>(x & 0xffff), static_cast<int32_t>(x >> 16)};
-}
-
 // Puts the core and the keys that may leave into shared memory, in key order. `end`: not null where candidates that are
-// not kept have no block of rows that sees them leave. The histograms are out of use from its first barrier on; ends with another.
+// not kept have no block of rows that sees them leave. s.bound is out of use from its first barrier on; ends with another.
 template <int kThreads>
 __device__ __forceinline__ void split_kept(SegmentSmem& s, const Candidates& c, const OwnQuads<kThreads>& own,
                                            const Cut& core_cut, const Cut& kept_cut, int32_t* end) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  uint32_t core_sum = 0, kept_sum = 0;
-  own.for_each_ord([&](uint32_t x) {
-    core_sum += count_halves(x, core_cut.value);
-    kept_sum += count_halves(x, kept_cut.value);
-  });
-  core_sum = __reduce_add_sync(kFullWarp, core_sum);
-  kept_sum = __reduce_add_sync(kFullWarp, kept_sum);
-  if (lane == 0) s.warp_tally[warp] = make_uint2(core_sum, kept_sum);
-  __syncthreads();
-  const uint2 before_warp = lane < warp ? s.warp_tally[lane] : make_uint2(0, 0);
-  Tally core = halves(__reduce_add_sync(kFullWarp, before_warp.x));
-  Tally kept = halves(__reduce_add_sync(kFullWarp, before_warp.y));
-
-#pragma unroll
-  for (int u = 0; u < own.kQuads; ++u) {
-    if (!own.any(u)) break;
-    const uint32_t ord[4] = {own.ord[u].x, own.ord[u].y, own.ord[u].z, own.ord[u].w};
-    uint32_t sum = 0;  // the four counts of a step as the bytes of one word: at most 128 each
-#pragma unroll
-    for (int i = 0; i < 4; ++i) sum += count_bytes(ord[i], core_cut.value, kept_cut.value);
-    if (end == nullptr && __ballot_sync(kFullWarp, sum >> 16 != 0) == 0) continue;
-    const int quad = own.quad(u), second = quad - c.first_quads();
-    const int key0 = c.second_base + 4 * second;
-    int4 key = make_int4(key0, key0 + 1, key0 + 2, key0 + 3);
-    if (second < 0) key = __ldg(reinterpret_cast<const int4*>(c.first_key) + quad);
-    const int keys[4] = {key.x, key.y, key.z, key.w};
-    const uint32_t inclusive = warp_inclusive_scan(sum);
-    const uint32_t step = __shfl_sync(kFullWarp, inclusive, 31);
-    uint32_t before = inclusive - sum;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const Tally core_at = core.plus_bytes(before), kept_at = kept.plus_bytes(before >> 16);
-      const int core_rank = core_at.taken(core_cut);
-      if (core_at.takes(ord[i], core_cut)) {
-        s.core_key[core_rank] = keys[i];
-      } else if (kept_at.takes(ord[i], kept_cut)) {
-        const int slot = kept_at.taken(kept_cut) - core_rank;
-        s.leaving_ord[slot] = ord[i];
-        s.leaving_key[slot] = keys[i];
-      } else if (end != nullptr && quad < own.mine.end && c.exists(4 * quad + i)) {
-        end[keys[i]] = keys[i];
-      }
-      before += count_bytes(ord[i], core_cut.value, kept_cut.value);
+  const auto place = [&](int key, uint32_t ord, bool in_core, bool in_kept, int core_rank, int rest_rank) {
+    if (in_core) {
+      s.core_key[core_rank] = key;
+    } else if (in_kept) {
+      s.leaving_ord[rest_rank] = ord;
+      s.leaving_key[rest_rank] = key;
+    } else {
+      end[key] = key;
     }
-    core = core.plus_bytes(step);
-    kept = kept.plus_bytes(step >> 16);
-  }
+  };
+  for_each_kept(s.warp_tally, c, own, core_cut, kept_cut, end != nullptr, place);
   __syncthreads();
 }
 
@@ -388,7 +251,7 @@ __global__ void __launch_bounds__(kThreads, 1024 / kThreads) segment_kernel(cons
   const Candidates c = block_candidates(p, at.row, at.row0, 0);
   const OwnQuads<kThreads> own(c);
   const OwnKeys<kThreads> own_keys(p, at);
-  BoundFinder<kThreads> finder{s, own, p.digits};
+  BoundFinder<kThreads> finder{s.bound, own, p.digits};
   finder.count_first_digit();
   const Cut kept_cut = finder.find([&](int total) { return min(p.window, total); }, at.kept);
   at.joining = own_keys.join(s, at, kept_cut, end);
