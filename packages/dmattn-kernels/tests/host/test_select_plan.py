@@ -107,7 +107,7 @@ def test_long_sequences_are_cut_by_sets(plan: Probe) -> None:
         (call(1, 16, 32768, 32768, 1024), 4, 1024),
         (call(1, 4, 131072, 131072, 2048), 4, 512),
         (call(1, 4, 131072, 131072, 6144), 4, 512),
-        # Windows that do not fit shared memory, documents, and single lists have kernels of their own.
+        # Windows that do not fit shared memory, documents, single lists: kernels of their own.
         (call(1, 4, 16384, 16384, 6145), 0, 0),
         (call(1, 4, 2000, 2000, 1 << 30), 1, 1024),
         (call(1, 4, 16384, 16384, 1024, documents=3), 0, 0),

@@ -153,8 +153,7 @@ __device__ __forceinline__ void for_each_kept(uint2 (&warp_tally)[32], const Can
       const bool in_kept = kept_at.takes(ord[i], kept_cut);
       if (in_kept || (visit_all && quad < own.mine.end && c.exists(4 * quad + i))) {
         const int core_rank = core_at.taken(core_cut);
-        sink(key[i], ord[i], core_at.takes(ord[i], core_cut), in_kept, core_rank,
-             kept_at.taken(kept_cut) - core_rank);
+        sink(key[i], ord[i], core_at.takes(ord[i], core_cut), in_kept, core_rank, kept_at.taken(kept_cut) - core_rank);
       }
       before += count_bytes(ord[i], core_cut.value, kept_cut.value);
     }
