@@ -62,7 +62,7 @@ constexpr int kBins = 2048;
 constexpr int kMaxDigits = 3;
 
 // Segments: see SelectPlan::segment_blocks. A thread of kThreads holds up to 4 * segment_quads(kThreads) keys.
-constexpr int kMaxSegmentBlocks = 4;
+constexpr int kMaxSegmentBlocks = 8;
 constexpr int kMaxSegmentWindow = kMaxDigits * kBins;  // the keys kept take the place of the histograms
 constexpr int segment_quads(int threads) { return threads == 256 ? 4 : 8; }
 

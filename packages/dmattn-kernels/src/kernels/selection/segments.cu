@@ -1,4 +1,4 @@
-// Running top-w by segments of up to four neighbouring blocks of query rows. A thread block finds the best keys before
+// Running top-w by segments of up to eight neighbouring blocks of query rows. A thread block finds the best keys before
 // its segment once, with the candidates in registers from the first digit on; follows the keys that join inside the
 // segment and those that leave in return; and writes the list of every block of rows from that.
 #include "in_registers.cuh"
@@ -17,23 +17,29 @@ __device__ __forceinline__ Rank make_rank(uint32_t ord, int place) {
   return static_cast<Rank>(ord) << 32 | static_cast<uint32_t>(place);
 }
 
-struct SegmentSmem {
-  // At first for the bounds; later the core: the keys that no row of the segment can lose.
-  union {
-    BoundSmem bound;
-    int32_t core_key[kMaxSegmentWindow];
-  };
-  // The active keys: the worst of those kept before the segment, which may leave, and the segment's own keys that may
-  // be kept. Both in key order; and their ranks, each group of kGroup in falling order.
+// What becomes of the active keys: the worst of those kept before the segment, which may leave, and the segment's own
+// keys that may be kept.
+struct ActiveSmem {
+  // Their ranks, each group of kGroup in falling order.
   Rank sorted_leaving[kSegmentRows], sorted_joining[kSegmentRows];
+  // The rows that keep each: the first in the lower half, the one after the last in the upper half.
+  uint32_t span[2 * kSegmentRows];
+};
+
+struct SegmentSmem {
+  union {
+    BoundSmem bound;                      // at first
+    int32_t core_key[kMaxSegmentWindow];  // then: the keys that no row of the segment can lose
+    ActiveSmem active;                    // at last
+  };
+  // The active keys in key order.
   uint32_t leaving_ord[kSegmentRows], joining_ord[kSegmentRows];
   int32_t leaving_key[kSegmentRows];
   int32_t joining_row[kSegmentRows];  // their rows, counted from the segment's first
-  // For every active key, the rows that keep it: the first in the lower half, the one after the last in the upper half.
-  uint32_t span[2 * kSegmentRows];
   uint2 warp_tally[32];
   int32_t warp_joining[kSegmentRows / 32];
 };
+static_assert(kSegmentRows / 32 <= 32, "a lane for each");
 
 // What is known of the whole segment.
 struct Segment {
@@ -134,7 +140,7 @@ __device__ __forceinline__ void sort_groups(SegmentSmem& s, int leaving, int joi
     if (slot < (leaves ? leaving : joining)) {
       x = leaves ? make_rank(s.leaving_ord[slot], slot) : make_rank(s.joining_ord[slot], kSegmentRows + slot);
     }
-    (leaves ? s.sorted_leaving : s.sorted_joining)[slot] = sort_falling(x);
+    (leaves ? s.active.sorted_leaving : s.active.sorted_joining)[slot] = sort_falling(x);
   }
   __syncthreads();
 }
@@ -153,13 +159,13 @@ __device__ __forceinline__ int count_better(const Rank* group, Rank rank) {
 // there are so many from the start.
 __device__ __forceinline__ int first_row_out(const SegmentSmem& s, const Segment& at, Rank rank, int window) {
   int room = window - at.core;  // so many better keys have to come to displace this one
-#pragma unroll 1
-  for (int g = 0; g < at.leaving(); g += kGroup) room -= count_better(s.sorted_leaving + g, rank);
+#pragma unroll 4
+  for (int g = 0; g < at.leaving(); g += kGroup) room -= count_better(s.active.sorted_leaving + g, rank);
   if (room <= 0) return 0;
   int group = 0;  // the group of the one that displaces it
 #pragma unroll 1
   for (; group < at.joining; group += kGroup) {
-    const int better = count_better(s.sorted_joining + group, rank);
+    const int better = count_better(s.active.sorted_joining + group, rank);
     if (better >= room) break;
     room -= better;
   }
@@ -195,7 +201,7 @@ __device__ __forceinline__ void follow(SegmentSmem& s, const Segment& at, int wi
       // A kept key that the very first position displaces was seen by the block before, if there is one.
       end[key] = present || (!is_new && at.block0 > 0) ? at.row0 + last : key;
     }
-    s.span[i] = present ? static_cast<uint32_t>(first) | static_cast<uint32_t>(last) << 16 : 0u;
+    s.active.span[i] = present ? static_cast<uint32_t>(first) | static_cast<uint32_t>(last) << 16 : 0u;
   }
   __syncthreads();
 }
@@ -209,7 +215,7 @@ __device__ __forceinline__ void write_active(const SegmentSmem& s, const Segment
   const int64_t list = static_cast<int64_t>(at.row) * keys.blocks + at.block0 + block;
   int32_t* idx = const_cast<int32_t*>(keys.idx) + list * keys.capacity;
   const auto rows_of = [&](int i) {
-    const uint32_t span = i < active ? s.span[i] : 0u;
+    const uint32_t span = i < active ? s.active.span[i] : 0u;
     return make_int2(max(static_cast<int>(span & 0xffff), begin), min(static_cast<int>(span >> 16), stop));
   };
   const auto is_full = [&](int2 rows) { return rows.x == begin && rows.y == stop; };
@@ -268,6 +274,7 @@ __global__ void __launch_bounds__(kThreads, 1024 / kThreads) segment_kernel(cons
     int32_t* idx = const_cast<int32_t*>(keys.idx) + (first_list + block) * keys.capacity;
     for (int i = threadIdx.x; i < at.core; i += kThreads) idx[i] = s.core_key[i];
   }
+  __syncthreads();
   follow<kThreads>(s, at, p.window, end);
   for (int block = threadIdx.x / 32; block < blocks; block += kThreads / 32) write_active(s, at, keys, block);
 }
