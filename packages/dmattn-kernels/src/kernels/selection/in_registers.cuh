@@ -146,16 +146,16 @@ __device__ __forceinline__ void for_each_kept(uint2 (&warp_tally)[32], const Can
     const int key[4] = {four.x, four.y, four.z, four.w};
     const uint32_t inclusive = warp_inclusive_scan(sum);
     const uint32_t step = __shfl_sync(kFullWarp, inclusive, 31);
-    uint32_t before = inclusive - sum;
+    Tally core_at = core.plus_bytes(inclusive - sum), kept_at = kept.plus_bytes((inclusive - sum) >> 16);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const Tally core_at = core.plus_bytes(before), kept_at = kept.plus_bytes(before >> 16);
       const bool in_kept = kept_at.takes(ord[i], kept_cut);
       if (in_kept || (visit_all && quad < own.mine.end && c.exists(4 * quad + i))) {
         const int core_rank = core_at.taken(core_cut);
         sink(key[i], ord[i], core_at.takes(ord[i], core_cut), in_kept, core_rank, kept_at.taken(kept_cut) - core_rank);
       }
-      before += count_bytes(ord[i], core_cut.value, kept_cut.value);
+      core_at.add(ord[i], core_cut);
+      kept_at.add(ord[i], kept_cut);
     }
     core = core.plus_bytes(step);
     kept = kept.plus_bytes(step >> 16);
