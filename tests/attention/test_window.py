@@ -68,7 +68,7 @@ def test_selection_at_every_window(kind: str) -> None:
 @pytest.mark.default_backend
 @pytest.mark.slow
 @pytest.mark.cuda
-@pytest.mark.parametrize("seqlen,window", [(40_000, 1024), (65_537, 2048)])
+@pytest.mark.parametrize("seqlen,window", [(20_000, 6000), (40_000, 1024), (65_537, 2048)])
 def test_long_selection(seqlen: int, window: int) -> None:
     """Through the sets in front of blocks; rows drawn at random against torch.topk."""
     scores = make_scores("random", 1, 2, seqlen)
@@ -79,6 +79,41 @@ def test_long_selection(seqlen: int, window: int) -> None:
         assert bool((kept.sum(-1) == min(row + 1, window)).all())
         best = scores[..., : row + 1].topk(min(row + 1, window), sorted=False).indices
         assert bool(kept.gather(-1, best).all())
+
+
+@pytest.mark.default_backend
+@pytest.mark.cuda
+@pytest.mark.parametrize("kind", ["random", "tied", "nan", "minus_inf"])
+@pytest.mark.parametrize(
+    "heads,seqlen_q,seqlen_k,window",
+    [(160, 900, 900, 200), (300, 700, 1100, 300), (150, 600, 5000, 700), (60, 2000, 2100, 1)],
+)
+def test_selection_for_many_heads(
+    kind: str, heads: int, seqlen_q: int, seqlen_k: int, window: int
+) -> None:
+    """Where there is more than enough for the GPU to do, a thread block takes several blocks of
+    rows together; a head alone gets a thread block for each."""
+    scores = make_scores(kind, 1, heads, seqlen_k)
+    rising = scores.sort(-1).values  # every row drops a key
+    for values in (scores, scores.bfloat16(), rising):
+        with poisoned():
+            together = dmattn.select_keys(values, window, query_len=seqlen_q)
+        for head in (0, heads // 2, heads - 1):
+            own = slice(head, head + 1)
+            alone = dmattn.select_keys(values[:, own], window, query_len=seqlen_q)
+            keep = brute_force(values[:, own], window, seqlen_q, True)
+            assert torch.equal(alone.to_mask(), keep)
+            assert_lists(alone, keep)
+            assert torch.equal(together.end[:, own], alone.end)
+            assert torch.equal(sorted_lists(together)[:, own], sorted_lists(alone))
+
+
+def sorted_lists(selection: dmattn.KeySelection) -> Tensor:
+    """The keys that all rows of a block keep, rising; then, as large numbers, the others."""
+    slot = torch.arange(selection.idx.shape[-1], device=selection.idx.device)
+    partial = (slot >= selection.full[..., None]).long() << 40
+    keys = selection.idx + partial
+    return keys.masked_fill(slot >= selection.count[..., None], 1 << 50).sort(-1).values
 
 
 @pytest.mark.default_backend

@@ -22,7 +22,8 @@ void launch(const SelectionPlan& plan, cudaStream_t stream) {
     return;
   }
   check_cuda(prep::select_sets(steps, stream), what);
-  check_cuda(prep::select_blocks(steps, plan.lists, stream), what);
+  const auto select_lists = steps.segment_blocks > 0 ? prep::select_segments : prep::select_blocks;
+  check_cuda(select_lists(steps, plan.lists, stream), what);
 }
 
 }  // namespace

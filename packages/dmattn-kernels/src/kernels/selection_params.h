@@ -61,6 +61,11 @@ constexpr int kChunkKeys = 4096;
 constexpr int kBins = 2048;
 constexpr int kMaxDigits = 3;
 
+// Segments: see SelectPlan::segment_blocks. A thread of kThreads holds up to 4 * segment_quads(kThreads) keys.
+constexpr int kMaxSegmentBlocks = 8;
+constexpr int kMaxSegmentWindow = kMaxDigits * kBins;  // the keys kept take the place of the histograms
+constexpr int segment_quads(int threads) { return threads == 256 ? 4 : 8; }
+
 // A row is one (batch, head) of the selection. "Ordered score": a uint32 that grows with the score; 0 = never kept.
 struct SelectPlan {
   int32_t rows = 0;
@@ -103,6 +108,11 @@ struct SelectPlan {
   uint32_t* set_ord = nullptr;   // [2][rows][sets][set_capacity], zeros up to the next multiple of 4
   int32_t* set_key = nullptr;    // the same shape, ascending
   int32_t* set_count = nullptr;  // [2][rows][sets]
+
+  // A thread block finds the lists of a segment: this many neighbouring blocks of rows. 0: of one block of rows, by a
+  // kernel that takes windows of any size and documents.
+  int32_t segment_blocks = 0;
+  int32_t segment_threads = 0;  // of those thread blocks
 };
 
 }  // namespace prep

@@ -274,6 +274,28 @@ ONCE = (
         select=Selecting(40, fill="ties", own_dtype=True),
     ),
     Launch(
+        "running top-w of many keys, wide window",
+        *(33000, 33000, 1, 1, 1),
+        causal=True,
+        attend=False,
+        select=Selecting(8300),
+    ),
+    # More heads than SMs: several blocks of rows for a thread block, and several of those an SM.
+    Launch(
+        "running top-w of many heads",
+        *(300, 300, 1, 160, 160),
+        causal=True,
+        attend=False,
+        select=Selecting(60),
+    ),
+    Launch(
+        "running top-w of many heads behind many keys",
+        *(140, 5000, 1, 160, 160),
+        causal=True,
+        attend=False,
+        select=Selecting(80, fill="ties", own_dtype=True),
+    ),
+    Launch(
         "running top-w within long documents",
         *(33000, 33000),
         causal=True,

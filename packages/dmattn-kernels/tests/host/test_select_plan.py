@@ -93,6 +93,37 @@ def test_long_sequences_are_cut_by_sets(plan: Probe) -> None:
 
 
 @pytest.mark.parametrize(
+    "fields, blocks, threads",
+    [
+        # A thread block for each SM that can have one: 32, 256 / 2 and 4 * 128 / 4 of them.
+        (call(1, 1, 4096, 4096, 1024), 1, 1024),
+        (call(1, 1, 32768, 32768, 1024), 2, 1024),
+        (call(1, 4, 16384, 16384, 1024), 4, 1024),
+        # More than that: several an SM, as small as the candidates of the last segment allow.
+        (call(8, 16, 4096, 4096, 256), 8, 256),
+        (call(8, 16, 5120, 5120, 256), 8, 256),
+        (call(8, 16, 5121, 5121, 256), 8, 512),
+        (call(1, 16, 16384, 16384, 1024), 8, 512),
+        (call(1, 16, 32768, 32768, 1024), 8, 1024),
+        (call(1, 4, 131072, 131072, 2048), 8, 512),
+        (call(1, 4, 131072, 131072, 6144), 8, 512),
+        # Windows that do not fit shared memory, documents, single lists: kernels of their own.
+        (call(1, 4, 16384, 16384, 6145), 0, 0),
+        (call(1, 4, 2000, 2000, 1 << 30), 1, 1024),
+        (call(1, 4, 16384, 16384, 1024, documents=3), 0, 0),
+        (call(1, 4, 1, 16384, 1024), 0, 0),
+        (call(1, 4, 128, 16384, 1024, causal=False), 0, 0),
+    ],
+    ids=range(15),
+)
+def test_segments_of_blocks_of_rows(
+    plan: Probe, fields: dict[str, Any], blocks: int, threads: int
+) -> None:
+    found = plan.select(sms=132, **fields)
+    assert (found["segment_blocks"], found["segment_threads"]) == (blocks, threads)
+
+
+@pytest.mark.parametrize(
     "batch, heads, keys, words",
     [
         (1, 1, 1 << 30, "scores has 1073741824 keys; wanted at most 1073741823"),

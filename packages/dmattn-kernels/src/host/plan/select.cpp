@@ -73,6 +73,25 @@ void plan_work(SelectPlan& plan, int num_sms) {
   }
 }
 
+// How the lists of the blocks of rows are found, after plan_work().
+void plan_segments(SelectPlan& plan, int blocks, int num_sms) {
+  const int window = std::min(plan.window, plan.seqlen_k);
+  if (plan.single_list || blocks == 0 || window > prep::kMaxSegmentWindow) return;
+  // Long segments share a search between more rows; short ones let more SMs take part, as long as there is one for each.
+  int per_segment = 1;
+  const auto thread_blocks = [&] { return int64_t{plan.rows} * ceil_div(blocks, per_segment); };
+  while (per_segment < prep::kMaxSegmentBlocks && thread_blocks() > num_sms) ++per_segment;
+  // Groups of four keys that the last segment, or one just before a set, has to look at.
+  const int last_row0 = plan.offset + (ceil_div(blocks, per_segment) - 1) * per_segment * kSelectBlockRows;
+  const int range = std::min(plan.super_keys, last_row0 - plan.set_origin);
+  const int quads = (plan.sets > 0 ? ceil_div(window, 4) : 0) + ceil_div(range, 4);
+  const auto fits = [&](int threads) { return quads <= threads * prep::segment_quads(threads); };
+  if (!fits(1024)) return;
+  plan.segment_blocks = per_segment;
+  const bool one_each = thread_blocks() <= num_sms;  // then no other block keeps the SM busy while this one waits
+  plan.segment_threads = one_each || !fits(512) ? 1024 : fits(256) ? 256 : 512;
+}
+
 // An array of CUDA's int2 or uint2, whose size this file does not know.
 template <class Pair>
 Pair* take_pairs(Workspace& workspace, int64_t count) {
@@ -102,6 +121,7 @@ SelectionPlan plan_select(const dmattn_select_params& p, int32_t num_sms) {
   steps.digits = select.dtype == Dtype::kFloat32 ? 3 : 2;
   steps.ord_pitch = round_up<int64_t>(select.seqlen_k, 128);
   plan_work(steps, num_sms);
+  if (select.documents == 0) plan_segments(steps, ceil_div(select.seqlen_q, kSelectBlockRows), num_sms);
   steps.chunks = ceil_div(steps.grid_keys, kChunkKeys);
   if (steps.sets > 0) steps.set_capacity = round_up(std::min(select.window, select.seqlen_k), 4);
   place(plan, nullptr);

@@ -1,15 +1,13 @@
 // Selection by one thread block each: running top-w, block of query rows by block, where each finds the best keys in
 // front of it by itself and follows the few that can change while its rows go by; for long sequences the sets from
 // which that search starts; and single lists.
-#include "compact.cuh"
+#include <algorithm>
+
+#include "in_registers.cuh"
 
 namespace dmattn {
 namespace prep {
 namespace {
-
-__device__ __forceinline__ int64_t set_index(const SelectPlan& p, int row, int set, int buffer) {
-  return (static_cast<int64_t>(buffer) * p.rows + row) * p.sets + set;
-}
 
 // --- sets ----------------------------------------------------------------------------------------------------------
 
@@ -51,15 +49,10 @@ __device__ __forceinline__ bool set_candidates(const SelectPlan& p, int row, int
   return true;
 }
 
-__global__ void __launch_bounds__(kSetThreads) set_kernel(const SelectPlan p, int step) {
-  __shared__ SelectSmem s;
-  __shared__ int64_t dst;  // set to take; -1: none
-  if (threadIdx.x == 0) {
-    int64_t to;
-    dst = set_candidates(p, blockIdx.x / p.sets, blockIdx.x % p.sets, step, s.candidates, to) ? to : -1;
-  }
+// Finds the best candidates and writes them, in key order, to the set at `dst`.
+__device__ __forceinline__ int take_set(SelectSmem& s, const SelectPlan& p, const Candidates& c, int64_t dst) {
+  if (threadIdx.x == 0) s.candidates = c;
   __syncthreads();
-  if (dst < 0) return;
   select<kSetThreads>(s, p.digits, p.window, 0);
   uint32_t* ord = p.set_ord + dst * p.set_capacity;
   int32_t* key = p.set_key + dst * p.set_capacity;
@@ -67,8 +60,38 @@ __global__ void __launch_bounds__(kSetThreads) set_kernel(const SelectPlan p, in
     ord[rank] = x;
     key[rank] = s.candidates.key(item);
   });
-  const int count = s.selected.kept;
-  if (threadIdx.x < round_up(count, 4) - count) ord[count + threadIdx.x] = 0;
+  return s.selected.kept;
+}
+
+struct HeldSmem {
+  BoundSmem bound;
+  uint2 warp_tally[32];
+};
+// The same, for as many candidates as fit registers.
+__device__ __forceinline__ int take_set(HeldSmem& s, const SelectPlan& p, const Candidates& c, int64_t dst) {
+  const OwnQuads<kSetThreads> own(c);
+  BoundFinder<kSetThreads> finder{s.bound, own, p.digits};
+  int count;
+  finder.count_first_digit();
+  const Cut cut = finder.find([&](int total) { return min(p.window, total); }, count);
+  uint32_t* ord = p.set_ord + dst * p.set_capacity;
+  int32_t* key = p.set_key + dst * p.set_capacity;
+  for_each_kept(s.warp_tally, c, own, cut, cut, false, [&](int k, uint32_t x, bool, bool, int rank, int) {
+    ord[rank] = x;
+    key[rank] = k;
+  });
+  return count;
+}
+
+template <class Smem>
+__global__ void __launch_bounds__(kSetThreads) set_kernel(const SelectPlan p, int step) {
+  __shared__ Smem s;
+  Candidates c;
+  int64_t dst;
+  if (!set_candidates(p, blockIdx.x / p.sets, blockIdx.x % p.sets, step, c, dst)) return;
+  const int count = take_set(s, p, c, dst);
+  const int64_t pad = dst * p.set_capacity + count + threadIdx.x;
+  if (threadIdx.x < round_up(count, 4) - count) p.set_ord[pad] = p.set_key[pad] = 0;
   if (threadIdx.x == 0) p.set_count[dst] = count;
 }
 
@@ -110,23 +133,6 @@ __device__ __forceinline__ int first_row_out(const ActiveKeys& active, Rank rank
     survived += better < window;
   }
   return survived < joining ? active.joining_row[survived] : rows;
-}
-
-// What a block reads, of the document that starts at `start`: the last set before its first row, and the keys from
-// there on.
-__device__ __forceinline__ Candidates block_candidates(const SelectPlan& p, int row, int row0, int start) {
-  Candidates c{};
-  const int super = (row0 - p.set_origin) / p.super_keys;
-  const int position = p.set_origin + super * p.super_keys;
-  if (super >= p.first_set && start < position) {
-    const int set = super - p.first_set;
-    const int64_t i = set_index(p, row, set, __popc(set) & 1);
-    c.first_ord = p.set_ord + i * p.set_capacity;
-    c.first_key = p.set_key + i * p.set_capacity;
-    c.first_count = __ldg(p.set_count + i);
-  }
-  c.set_range(p.ord + row * p.ord_pitch, max(position, start), row0);
-  return c;
 }
 
 __global__ void __launch_bounds__(kBlockThreads, 3) block_kernel(const SelectPlan p, const KeyList keys) {
@@ -245,9 +251,12 @@ cudaError_t select_sets(const SelectPlan& plan, cudaStream_t stream) {
   const int pieces = plan.sets - (1 - plan.first_set);
   if (pieces <= 0) return cudaSuccess;
   const int64_t blocks = static_cast<int64_t>(plan.rows) * plan.sets;
-  cudaError_t status = launch(set_kernel, blocks, kSetThreads, 0, stream, plan, -1);
+  const int held_keys = 4 * kSetThreads * segment_quads(kSetThreads);
+  const bool is_held = std::max(plan.super_keys, 2 * plan.set_capacity) <= held_keys;
+  const auto kernel = is_held ? set_kernel<HeldSmem> : set_kernel<SelectSmem>;
+  cudaError_t status = launch(kernel, blocks, kSetThreads, 0, stream, plan, -1);
   for (int step = 0; status == cudaSuccess && (1 << step) < plan.sets; ++step) {
-    status = launch(set_kernel, blocks, kSetThreads, 0, stream, plan, step);
+    status = launch(kernel, blocks, kSetThreads, 0, stream, plan, step);
   }
   return status;
 }

@@ -20,6 +20,10 @@ struct Tally {
   __device__ __forceinline__ Tally plus_bytes(uint32_t bytes) const {
     return {above + static_cast<int32_t>(bytes & 255), equal + static_cast<int32_t>(bytes >> 8 & 255)};
   }
+  __device__ __forceinline__ void add(uint32_t ord, const Cut& cut) {
+    above += ord > cut.value ? 1 : 0;
+    equal += ord == cut.value ? 1 : 0;
+  }
   // How many of the items counted the cut takes, and whether it takes the next one.
   __device__ __forceinline__ int taken(const Cut& cut) const { return above + max(equal - cut.skip, 0); }
   __device__ __forceinline__ bool takes(uint32_t ord, const Cut& cut) const {

@@ -35,22 +35,24 @@ struct FoundBin {
 // A histogram held by the whole thread block: neighbouring bins of each thread, best first.
 template <int kThreads>
 struct BinCounts {
-  static constexpr int kPerThread = kBins / kThreads;
+  static constexpr int kPerThread = kThreads * 4 > kBins ? 4 : kBins / kThreads;  // of as many threads as have any
   static_assert(kPerThread % 4 == 0);
-  int count[kPerThread];
+  int count[kPerThread] = {};
   int above = 0;  // items in better bins of other threads
   int sum = 0;
 
   // Every thread takes part; one barrier. Returns the number of items.
   __device__ __forceinline__ int load(const uint32_t* hist, int (&warp_sums)[32]) {
-    const uint4* src = reinterpret_cast<const uint4*>(hist + kBins - (threadIdx.x + 1) * kPerThread);
     sum = 0;
+    if (kThreads * kPerThread == kBins || threadIdx.x < kBins / kPerThread) {
+      const uint4* src = reinterpret_cast<const uint4*>(hist + kBins - (threadIdx.x + 1) * kPerThread);
 #pragma unroll
-    for (int i = 0; i < kPerThread / 4; ++i) {
-      const uint4 x = src[i];
-      int* dst = count + kPerThread - 4 * i - 4;
-      dst[3] = x.x, dst[2] = x.y, dst[1] = x.z, dst[0] = x.w;
-      sum += x.x + x.y + x.z + x.w;
+      for (int i = 0; i < kPerThread / 4; ++i) {
+        const uint4 x = src[i];
+        int* dst = count + kPerThread - 4 * i - 4;
+        dst[3] = x.x, dst[2] = x.y, dst[1] = x.z, dst[0] = x.w;
+        sum += x.x + x.y + x.z + x.w;
+      }
     }
     int total;
     above = block_exclusive_scan<kThreads>(sum, warp_sums, total);
@@ -163,7 +165,36 @@ struct Candidates {
     if (i < 0) return __ldg(first_key + item);
     return second_key != nullptr ? __ldg(second_key + i) : second_base + i;
   }
+  // Those of a whole quad at once, which must exist; anything for its padding.
+  __device__ __forceinline__ int4 keys(int quad) const {
+    const int q = quad - first_quads();
+    if (q < 0) return __ldg(reinterpret_cast<const int4*>(first_key) + quad);
+    if (second_key != nullptr) return __ldg(reinterpret_cast<const int4*>(second_key) + q);
+    const int key = second_base + 4 * q;
+    return make_int4(key, key + 1, key + 2, key + 3);
+  }
 };
+
+__device__ __forceinline__ int64_t set_index(const SelectPlan& p, int row, int set, int buffer) {
+  return (static_cast<int64_t>(buffer) * p.rows + row) * p.sets + set;
+}
+
+// What the search for the best keys before position row0 reads, of the document that starts at `start`: the last set before its first row, and the keys from
+// there on.
+__device__ __forceinline__ Candidates block_candidates(const SelectPlan& p, int row, int row0, int start) {
+  Candidates c{};
+  const int super = (row0 - p.set_origin) / p.super_keys;
+  const int position = p.set_origin + super * p.super_keys;
+  if (super >= p.first_set && start < position) {
+    const int set = super - p.first_set;
+    const int64_t i = set_index(p, row, set, __popc(set) & 1);
+    c.first_ord = p.set_ord + i * p.set_capacity;
+    c.first_key = p.set_key + i * p.set_capacity;
+    c.first_count = __ldg(p.set_count + i);
+  }
+  c.set_range(p.ord + row * p.ord_pitch, max(position, start), row0);
+  return c;
+}
 
 // Calls f(ordered score) for every item, padding (0) included, in no particular order.
 template <int kThreads, class F>

@@ -12,8 +12,8 @@ namespace prep {
 // Causal: row i, at position r = i + seqlen_k - seqlen_q, keeps the min(r + 1, w) best keys among 0..r (fewer when keys
 // are forbidden). end[j]: first position > j at which key j is no longer kept; j when no query row ever sees it;
 // the end of its document, or seqlen_k, when it stays to the end. The lists: see KeyList with block_rows =
-// kSelectBlockRows and blocks = ceil(seqlen_q / block_rows). Order of a list: the keys that no row of the block can
-// lose to a better one, ascending; the others that all its rows keep, ascending; the rest, ascending.
+// kSelectBlockRows and blocks = ceil(seqlen_q / block_rows). Order of a list: the keys that no row of the block (or
+// segment) can lose to a better one, ascending; the others that all its rows keep, ascending; the rest, ascending.
 // Not causal: one list (block_rows 0) of the w best keys, ascending; end[j] = seqlen_k for those and 0 for the others.
 // seqlen_q is not looked at.
 // `keys`: idx, count, full and end are written (full not when !is_causal; end not when it is null), for batch x heads
@@ -30,7 +30,9 @@ cudaError_t select_in_one_launch(const SelectParams& p, const SelectPlan& plan, 
                                  cudaStream_t stream);
 cudaError_t select_by_grid(const SelectPlan& plan, const KeyList& keys, cudaStream_t stream);
 cudaError_t select_sets(const SelectPlan& plan, cudaStream_t stream);
+// One of these two: by segments where the plan has them.
 cudaError_t select_blocks(const SelectPlan& plan, const KeyList& keys, cudaStream_t stream);
+cudaError_t select_segments(const SelectPlan& plan, const KeyList& keys, cudaStream_t stream);
 
 }  // namespace prep
 }  // namespace dmattn

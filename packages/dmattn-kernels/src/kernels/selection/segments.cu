@@ -1,0 +1,294 @@
+// Running top-w by segments of up to eight neighbouring blocks of query rows. A thread block finds the best keys before
+// its segment once, with the candidates in registers from the first digit on; follows the keys that join inside the
+// segment and those that leave in return; and writes the list of every block of rows from that.
+#include "in_registers.cuh"
+
+namespace dmattn {
+namespace prep {
+namespace {
+
+constexpr int kSegmentRows = kMaxSegmentBlocks * kSelectBlockRows;
+// Keys that are sorted together, by a warp.
+constexpr int kGroup = 32;
+
+// Greater = better: the score decides, then the place among the active keys, which are numbered in key order.
+using Rank = uint64_t;
+__device__ __forceinline__ Rank make_rank(uint32_t ord, int place) {
+  return static_cast<Rank>(ord) << 32 | static_cast<uint32_t>(place);
+}
+
+// What becomes of the active keys: the worst of those kept before the segment, which may leave, and the segment's own
+// keys that may be kept.
+struct ActiveSmem {
+  // Their ranks, each group of kGroup in falling order.
+  Rank sorted_leaving[kSegmentRows], sorted_joining[kSegmentRows];
+  // The rows that keep each: the first in the lower half, the one after the last in the upper half.
+  uint32_t span[2 * kSegmentRows];
+};
+
+struct SegmentSmem {
+  union {
+    BoundSmem bound;                      // at first
+    int32_t core_key[kMaxSegmentWindow];  // then: the keys that no row of the segment can lose
+    ActiveSmem active;                    // at last
+  };
+  // The active keys in key order.
+  uint32_t leaving_ord[kSegmentRows], joining_ord[kSegmentRows];
+  int32_t leaving_key[kSegmentRows];
+  int32_t joining_row[kSegmentRows];  // their rows, counted from the segment's first
+  uint2 warp_tally[32];
+  int32_t warp_joining[kSegmentRows / 32];
+};
+static_assert(kSegmentRows / 32 <= 32, "a lane for each");
+
+// What is known of the whole segment.
+struct Segment {
+  int32_t row, block0, row0, rows;  // the row of the selection; first block, its first position, rows of all blocks
+  int32_t kept, core, joining;      // `core` of the `kept` keys cannot leave
+
+  __device__ __forceinline__ int leaving() const { return kept - core; }
+};
+
+// --- keys that join ------------------------------------------------------------------------------------------------
+
+// The segment's own keys. One that is worse than all keys kept before it changes nothing.
+template <int kThreads>
+struct OwnKeys {
+  static constexpr int kEach = kThreads < kSegmentRows ? kSegmentRows / kThreads : 1;
+  uint32_t ord[kEach];
+
+  static __device__ __forceinline__ int row_of(int o) { return o * kThreads + static_cast<int>(threadIdx.x); }
+  __device__ __forceinline__ OwnKeys(const SelectPlan& p, const Segment& at) {
+#pragma unroll
+    for (int o = 0; o < kEach; ++o) {
+      ord[o] = row_of(o) < at.rows ? __ldg(p.ord + at.row * p.ord_pitch + at.row0 + row_of(o)) : 0u;
+    }
+  }
+  // Lists those that join. Returns their number; the list may be read after the next barrier.
+  __device__ __forceinline__ int join(SegmentSmem& s, const Segment& at, const Cut& kept_cut, int32_t* end) const {
+    const int lane = threadIdx.x % 32;
+    uint32_t joins[kEach];
+#pragma unroll
+    for (int o = 0; o < kEach; ++o) {
+      const bool is_in = ord[o] > kept_cut.value || (ord[o] == kept_cut.value && kept_cut.skip != INT_MAX);
+      joins[o] = __ballot_sync(kFullWarp, is_in);
+      if (lane == 0 && row_of(o) < kSegmentRows) s.warp_joining[row_of(o) / 32] = __popc(joins[o]);
+      if (!is_in && end != nullptr && row_of(o) < at.rows) end[at.row0 + row_of(o)] = at.row0 + row_of(o);
+    }
+    __syncthreads();
+    const int own = lane < kSegmentRows / 32 ? s.warp_joining[lane] : 0;
+    const int inclusive = warp_inclusive_scan(own);
+#pragma unroll
+    for (int o = 0; o < kEach; ++o) {
+      const int before = __shfl_sync(kFullWarp, inclusive - own, row_of(o) / 32);
+      if (joins[o] >> lane & 1) {
+        const int slot = before + __popc(joins[o] & ((1u << lane) - 1));
+        s.joining_ord[slot] = ord[o];
+        s.joining_row[slot] = row_of(o);
+      }
+    }
+    return __shfl_sync(kFullWarp, inclusive, 31);
+  }
+};
+
+// --- keys that leave -----------------------------------------------------------------------------------------------
+
+// Puts the core and the keys that may leave into shared memory, in key order. `end`: not null where candidates that are
+// not kept have no block of rows that sees them leave. s.bound is out of use from its first barrier on; ends with another.
+template <int kThreads>
+__device__ __forceinline__ void split_kept(SegmentSmem& s, const Candidates& c, const OwnQuads<kThreads>& own,
+                                           const Cut& core_cut, const Cut& kept_cut, int32_t* end) {
+  const auto place = [&](int key, uint32_t ord, bool in_core, bool in_kept, int core_rank, int rest_rank) {
+    if (in_core) {
+      s.core_key[core_rank] = key;
+    } else if (in_kept) {
+      s.leaving_ord[rest_rank] = ord;
+      s.leaving_key[rest_rank] = key;
+    } else {
+      end[key] = key;
+    }
+  };
+  for_each_kept(s.warp_tally, c, own, core_cut, kept_cut, end != nullptr, place);
+  __syncthreads();
+}
+
+// The greatest in lane 0.
+__device__ __forceinline__ Rank sort_falling(Rank x) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int size = 2; size <= 32; size *= 2) {
+#pragma unroll
+    for (int stride = size / 2; stride > 0; stride /= 2) {
+      const Rank other = __shfl_xor_sync(kFullWarp, x, stride);
+      const bool takes_greater = ((lane & stride) == 0) == ((lane & size) == 0);
+      x = (x > other) == takes_greater ? x : other;
+    }
+  }
+  return x;
+}
+
+// Sorts the ranks of each group; 0 where the last group has no more keys. Ends with a barrier.
+template <int kThreads>
+__device__ __forceinline__ void sort_groups(SegmentSmem& s, int leaving, int joining) {
+  const int lane = threadIdx.x % 32, leaving_groups = ceil_div(leaving, kGroup);
+  const int groups = leaving_groups + ceil_div(joining, kGroup);
+#pragma unroll 1
+  for (int g = threadIdx.x / 32; g < groups; g += kThreads / 32) {
+    const bool leaves = g < leaving_groups;
+    const int slot = (leaves ? g : g - leaving_groups) * kGroup + lane;
+    Rank x = 0;
+    if (slot < (leaves ? leaving : joining)) {
+      x = leaves ? make_rank(s.leaving_ord[slot], slot) : make_rank(s.joining_ord[slot], kSegmentRows + slot);
+    }
+    (leaves ? s.active.sorted_leaving : s.active.sorted_joining)[slot] = sort_falling(x);
+  }
+  __syncthreads();
+}
+
+// How many of a sorted group are better than `rank`.
+__device__ __forceinline__ int count_better(const Rank* group, Rank rank) {
+  int better = 0;
+#pragma unroll
+  for (int step = kGroup / 2; step > 0; step /= 2) {
+    if (group[better + step - 1] > rank) better += step;
+  }
+  return better + (group[better] > rank ? 1 : 0);
+}
+
+// The first row of the segment at which `window` keys are better than `rank`; the number of rows if there is none, 0 if
+// there are so many from the start.
+__device__ __forceinline__ int first_row_out(const SegmentSmem& s, const Segment& at, Rank rank, int window) {
+  int room = window - at.core;  // so many better keys have to come to displace this one
+#pragma unroll 4
+  for (int g = 0; g < at.leaving(); g += kGroup) room -= count_better(s.active.sorted_leaving + g, rank);
+  if (room <= 0) return 0;
+  int group = 0;  // the group of the one that displaces it
+#pragma unroll 1
+  for (; group < at.joining; group += kGroup) {
+    const int better = count_better(s.active.sorted_joining + group, rank);
+    if (better >= room) break;
+    room -= better;
+  }
+  if (group >= at.joining) return at.rows;
+  int survived = group;
+#pragma unroll 8
+  for (int i = group; i < group + kGroup; ++i) {
+    if (make_rank(s.joining_ord[i], kSegmentRows + i) > rank) --room;
+    survived += room > 0;
+  }
+  return s.joining_row[survived];
+}
+
+// Finds the rows that keep each of the active keys. Ends with a barrier.
+template <int kThreads>
+__device__ __forceinline__ void follow(SegmentSmem& s, const Segment& at, int window, int32_t* end) {
+  const bool is_full = at.kept + at.joining > window;
+  if (is_full) sort_groups<kThreads>(s, at.leaving(), at.joining);
+#pragma unroll 1
+  for (int i = threadIdx.x; i < at.leaving() + at.joining; i += kThreads) {
+    const bool is_new = i >= at.leaving();
+    const int slot = is_new ? i - at.leaving() : i;
+    const int first = is_new ? s.joining_row[slot] : 0;
+    int last = at.rows;  // exclusive
+    if (is_full) {
+      const Rank rank =
+          is_new ? make_rank(s.joining_ord[slot], kSegmentRows + slot) : make_rank(s.leaving_ord[slot], slot);
+      last = first_row_out(s, at, rank, window);
+    }
+    const bool present = last > first;
+    if (end != nullptr && last < at.rows) {
+      const int key = is_new ? at.row0 + first : s.leaving_key[slot];
+      // A kept key that the very first position displaces was seen by the block before, if there is one.
+      end[key] = present || (!is_new && at.block0 > 0) ? at.row0 + last : key;
+    }
+    s.active.span[i] = present ? static_cast<uint32_t>(first) | static_cast<uint32_t>(last) << 16 : 0u;
+  }
+  __syncthreads();
+}
+
+// --- lists ---------------------------------------------------------------------------------------------------------
+
+// What a warp adds to the list of block `block` of the segment behind the core.
+__device__ __forceinline__ void write_active(const SegmentSmem& s, const Segment& at, const KeyList& keys, int block) {
+  const int lane = threadIdx.x % 32, active = at.leaving() + at.joining;
+  const int begin = block * kSelectBlockRows, stop = min(begin + kSelectBlockRows, at.rows);
+  const int64_t list = static_cast<int64_t>(at.row) * keys.blocks + at.block0 + block;
+  int32_t* idx = const_cast<int32_t*>(keys.idx) + list * keys.capacity;
+  const auto rows_of = [&](int i) {
+    const uint32_t span = i < active ? s.active.span[i] : 0u;
+    return make_int2(max(static_cast<int>(span & 0xffff), begin), min(static_cast<int>(span >> 16), stop));
+  };
+  const auto is_full = [&](int2 rows) { return rows.x == begin && rows.y == stop; };
+  int full = at.core;
+  for (int i0 = 0; i0 < active; i0 += 32) full += __popc(__ballot_sync(kFullWarp, is_full(rows_of(i0 + lane))));
+  int next_full = at.core, count = full;
+  const uint32_t lower_lanes = (1u << lane) - 1;
+  for (int i0 = 0; i0 < active; i0 += 32) {
+    const int i = i0 + lane;
+    const int2 rows = rows_of(i);
+    const bool all = is_full(rows), some = !all && rows.x < rows.y;
+    const uint32_t all_warp = __ballot_sync(kFullWarp, all), some_warp = __ballot_sync(kFullWarp, some);
+    if (all || some) {
+      const int key = i < at.leaving() ? s.leaving_key[i] : at.row0 + s.joining_row[i - at.leaving()];
+      idx[all ? next_full + __popc(all_warp & lower_lanes) : count + __popc(some_warp & lower_lanes)] = key;
+    }
+    next_full += __popc(all_warp);
+    count += __popc(some_warp);
+  }
+  for (int i = count + lane; i < round_up(count, 128); i += 32) idx[i] = 0;
+  if (lane != 0) return;
+  const_cast<int32_t*>(keys.count)[list] = count;
+  if (keys.full != nullptr) const_cast<int32_t*>(keys.full)[list] = full;
+}
+
+template <int kThreads>
+__global__ void __launch_bounds__(kThreads, 1024 / kThreads) segment_kernel(const SelectPlan p, const KeyList keys) {
+  __shared__ SegmentSmem s;
+  // Segments with most keys before them first.
+  const int segments = ceil_div(keys.blocks, p.segment_blocks);
+  Segment at;
+  at.row = blockIdx.x % p.rows;
+  at.block0 = (segments - 1 - static_cast<int>(blockIdx.x / p.rows)) * p.segment_blocks;
+  at.row0 = p.offset + at.block0 * kSelectBlockRows;
+  at.rows = min(p.segment_blocks * kSelectBlockRows, p.seqlen_k - at.row0);
+  int32_t* end = nullptr;
+  if (keys.end != nullptr) end = const_cast<int32_t*>(keys.end) + static_cast<int64_t>(at.row) * p.seqlen_k;
+
+  const Candidates c = block_candidates(p, at.row, at.row0, 0);
+  const OwnQuads<kThreads> own(c);
+  const OwnKeys<kThreads> own_keys(p, at);
+  BoundFinder<kThreads> finder{s.bound, own, p.digits};
+  finder.count_first_digit();
+  const Cut kept_cut = finder.find([&](int total) { return min(p.window, total); }, at.kept);
+  at.joining = own_keys.join(s, at, kept_cut, end);
+  // No more keys leave than join.
+  const int leaving = min(max(at.kept - p.window + at.joining, 0), at.kept);
+  Cut core_cut = kept_cut;
+  at.core = at.kept;
+  if (leaving > 0) core_cut = finder.find([&](int) { return at.kept - leaving; }, at.core);
+  split_kept(s, c, own, core_cut, kept_cut, at.block0 == 0 ? end : nullptr);
+
+  const int blocks = ceil_div(at.rows, kSelectBlockRows);
+  const int64_t first_list = static_cast<int64_t>(at.row) * keys.blocks + at.block0;
+  for (int block = 0; block < blocks; ++block) {
+    int32_t* idx = const_cast<int32_t*>(keys.idx) + (first_list + block) * keys.capacity;
+    for (int i = threadIdx.x; i < at.core; i += kThreads) idx[i] = s.core_key[i];
+  }
+  __syncthreads();
+  follow<kThreads>(s, at, p.window, end);
+  for (int block = threadIdx.x / 32; block < blocks; block += kThreads / 32) write_active(s, at, keys, block);
+}
+
+}  // namespace
+
+cudaError_t select_segments(const SelectPlan& plan, const KeyList& keys, cudaStream_t stream) {
+  const int64_t blocks = static_cast<int64_t>(plan.rows) * ceil_div(keys.blocks, plan.segment_blocks);
+  const auto run = [&](auto kernel) { return launch(kernel, blocks, plan.segment_threads, 0, stream, plan, keys); };
+  if (plan.segment_threads == 256) return run(segment_kernel<256>);
+  if (plan.segment_threads == 512) return run(segment_kernel<512>);
+  if (plan.segment_threads == 1024) return run(segment_kernel<1024>);
+  return cudaErrorInvalidConfiguration;
+}
+
+}  // namespace prep
+}  // namespace dmattn
