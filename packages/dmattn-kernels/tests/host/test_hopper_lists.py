@@ -58,10 +58,13 @@ def plan_of(
         {"selection": abi.selection(4096, 4096, 512, 1, 1)},
         {"k": tensor((1, 4096, 4, 128), stride=(0, 128, 0, 1))},
         {"dsoftmax_lse": tensor((1, 16, 4096), FLOAT32)},
+        {"deterministic": 1},
+        {"deterministic": 1, "gradients": "dq dk dv dbias", **KEY_BIAS},
     ],
     ids=[
         *("plain", "small heads", "few rows", "bias", "shared bias", "bias with gradient"),
         *("one list for all heads", "expanded keys", "dlse"),
+        *("deterministic", "deterministic with bias"),
     ],
 )
 def test_what_they_compute(probe: ctypes.CDLL, arguments: dict[str, Any]) -> None:
@@ -80,7 +83,6 @@ def test_what_they_compute(probe: ctypes.CDLL, arguments: dict[str, Any]) -> Non
     "arguments",
     [
         {"softcap": 30.0},
-        {"deterministic": 1},
         {"head_dim": 136},
         {"gradients": "dq dv"},
         {"softmax_scale": -1.0},
@@ -91,7 +93,7 @@ def test_what_they_compute(probe: ctypes.CDLL, arguments: dict[str, Any]) -> Non
         {"dout": tensor((1, 4096, 16, 128), stride=(4096 * 2052, 2052, 128, 1))},
     ],
     ids=[
-        *("softcap", "deterministic", "large heads", "one gradient less", "negative scale"),
+        *("softcap", "large heads", "one gradient less", "negative scale"),
         *("bias of each head", "bias without the rest of lse", "dense bias"),
         *("list of each head", "unaligned"),
     ],
@@ -135,15 +137,19 @@ def test_rows_of_a_chunk(
 
 @pytest.mark.parametrize("lists", [(1, 1), (1, 4), (2, 4)])
 @pytest.mark.parametrize("length", [127, 4095, 20000, 60000])
-def test_arrays_do_not_overlap(probe: ctypes.CDLL, length: int, lists: tuple[int, int]) -> None:
+@pytest.mark.parametrize("deterministic", [0, 1])
+def test_arrays_do_not_overlap(
+    probe: ctypes.CDLL, length: int, lists: tuple[int, int], deterministic: int
+) -> None:
     """In every round: they use the same memory, each for its own batches, heads and rows."""
     shape = {"batch": 2, "nheads": 16, "nheads_k": 4, "head_dim": 128}
     shape |= {"seqlen_q": length, "seqlen_k": length}
     selection = abi.selection(length, length, 1024, *lists)
-    count = plan_of(probe, selection=selection, **shape)["rounds"]
+    given = {"selection": selection, "deterministic": deterministic}
+    count = plan_of(probe, **given, **shape)["rounds"]
     rows_done = 0
     for round in range(count):
-        found = plan_of(probe, round=round, selection=selection, **shape)
+        found = plan_of(probe, round=round, **given, **shape)
         assert found["arch"] == 90
         chunks = math.prod(found[f"chunks.{name}"] for name in ("batch", "heads", "blocks"))
         assert found["chunks.batch"] == (found["round.batches"] if lists[0] > 1 else 1)
@@ -153,10 +159,13 @@ def test_arrays_do_not_overlap(probe: ctypes.CDLL, length: int, lists: tuple[int
             "chunks.count": chunks * 4,
             "chunks.tile_rows": chunks * found["chunks.capacity"] // 128 * 8,
         }
+        sizes["dq_semaphore"] *= 2  # one for each consumer
+        sizes["dkv_semaphore"] *= found["chunks.blocks"]
+        assert bool(found["dkv_semaphore"]) == bool(found["dq_semaphore"]) == bool(deterministic)
         spans = sorted(
             (found[name], found[name] + sizes[name])
             for name in {*ARRAYS, *sizes}
-            if found[name] and name not in ("keys.idx", "dq_accum")
+            if found[name] and name not in ("keys.idx", "dq_accum", "dq_semaphore")
         )
         assert spans[0][0] >= WORKSPACE
         assert spans[-1][1] <= WORKSPACE + found["workspace_bytes"]
