@@ -6,7 +6,7 @@ import importlib.util
 import torch
 from torch import Tensor
 
-from dmattn.backends.base import Backend
+from dmattn.backends.base import Backend, Graph
 from dmattn.backends.flex import attention, limits, torch_flex
 from dmattn.problem import Gradients, Needs, Problem, Results
 from dmattn.validation import one_of
@@ -22,6 +22,7 @@ class FlexBackend(Backend):
 
     name = "flex"
     devices = ("cuda", "cpu")
+    keeps_graphs = True
 
     def unavailable(self) -> str | None:
         return torch_flex.missing()
@@ -56,12 +57,18 @@ class FlexBackend(Backend):
         return _on_cuda(problem) if problem.q.is_cuda else [_FORMULA]
 
     def forward(self, problem: Problem, for_backward: bool = True) -> Results:
-        return attention.forward(problem)
+        with torch_flex.as_if_called_directly():
+            return attention.forward(problem)
+
+    def forward_with_graph(self, problem: Problem) -> tuple[Results, Graph] | None:
+        with torch_flex.as_if_called_directly():
+            return attention.forward_with_graph(problem)
 
     def backward(
         self, problem: Problem, results: Results, dout: Tensor, dlse: Tensor | None, needs: Needs
     ) -> Gradients:
-        return attention.backward(problem, results, dout, dlse, needs)
+        with torch_flex.as_if_called_directly():
+            return attention.backward(problem, results, dout, dlse, needs)
 
 
 @functools.cache

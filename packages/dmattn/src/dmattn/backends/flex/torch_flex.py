@@ -3,9 +3,9 @@
 `torch.nn.attention.flex_attention` is public; on a GPU nothing else of it is used. On the CPU it
 returns no lse when compiled and, in newer versions of torch, no gradients at all, so there the
 operator behind it is called, by which FlexAttention defines its results: it forms all scores. That
-operator, the mode in which torch runs the two functions, and the limit on compilations are private.
-This is the only module of the backend that uses them, and `missing` says what a version of torch
-lacks.
+operator, the mode in which torch runs the two functions, the limit on compilations, and the keys by
+which torch dispatches are private. This is the only module of the backend that uses them, and
+`missing` says what a version of torch lacks.
 """
 
 import collections
@@ -58,6 +58,29 @@ def _lacks(name: str) -> RuntimeError:
     return RuntimeError(
         f"backend: got 'flex', which cannot run here: torch {torch.__version__} has no {name}"
     )
+
+
+def as_if_called_directly() -> Any:
+    """A context in which autograd and vmap work as they do outside of an operator.
+
+    While torch runs an operator it has switched both off, and FlexAttention is made of them.
+    """
+    return torch._C._ForceDispatchKeyGuard(*_keys_of_a_new_thread())
+
+
+@functools.cache
+def _keys_of_a_new_thread() -> tuple[Any, Any]:
+    """What torch dispatches by, in addition to the tensors and not at all, where nobody asked."""
+    found: list[tuple[Any, Any]] = []
+
+    def look() -> None:
+        tls = torch._C
+        found.append((tls._dispatch_tls_local_include_set(), tls._dispatch_tls_local_exclude_set()))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    return found[0]
 
 
 def attend(
