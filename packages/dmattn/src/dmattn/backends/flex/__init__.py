@@ -87,9 +87,12 @@ _FORMULA = (
 def _on_cuda(problem: Problem) -> list[str]:
     head_dim = problem.q.shape[-1]
     notes = [
-        "torch.compile makes a kernel for the first call of each kind, which takes many seconds, "
-        "and the backward computes the forward once more"
+        "torch.compile makes a kernel for the first call of each kind, which takes many seconds"
     ]
+    if not attention.keeps_graph(problem):
+        notes.append(
+            "with attn_bias or sinks, and in float32, the backward computes the forward once more"
+        )
     if limits.kernel_head_dim(head_dim) != head_dim:
         notes.append(
             f"head_dim {head_dim} is no power of 2 from 16 on, so query, key and value are copied "

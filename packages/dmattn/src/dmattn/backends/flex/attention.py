@@ -63,8 +63,8 @@ def _any_beyond(lse: Tensor, limit: float) -> bool:
 
 
 def forward_with_graph(problem: Problem) -> tuple[Results, Graph] | None:
-    """`forward` with the graph of FlexAttention itself, where `_keeps_graph` says so."""
-    if not _keeps_graph(problem):
+    """`forward` with the graph of FlexAttention itself, where `keeps_graph` says so."""
+    if not keeps_graph(problem):
         return None
     # Views of their own: neither the graph of the caller nor the operands hang on to them.
     q, k, v = inputs = [t.detach().requires_grad_() for t in problem[:3]]
@@ -74,7 +74,7 @@ def forward_with_graph(problem: Problem) -> tuple[Results, Graph] | None:
     return _results(problem, out.detach(), lse.detach()), FlexGraph(inputs, (out, lse))
 
 
-def _keeps_graph(problem: Problem) -> bool:
+def keeps_graph(problem: Problem) -> bool:
     """Whether the graph of a forward gives gradients as exact as those of `backward`.
 
     And holds no more than the operands and results: a bias would be kept in float32.
