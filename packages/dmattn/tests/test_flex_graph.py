@@ -2,7 +2,7 @@
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -12,8 +12,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from dmattn import flash_dmattn_func, flash_dmattn_varlen_func, select_keys
+from dmattn import dispatch, flash_dmattn_func, flash_dmattn_varlen_func, select_keys
 from dmattn.backends.flex import torch_flex
+
+# Older torch does not tell who takes saved tensors over: no graph is kept then.
+keeps_graphs = dispatch._SAVING_HOOKS is not None
+AGAIN = 0 if keeps_graphs else 1  # forwards of a backward
 
 Attend = Callable[..., tuple[Tensor, Tensor]]
 
@@ -99,21 +103,27 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch_flex._kernel_of.cache_clear()
 
 
+def assert_near(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
+    """As near as two ways to compute in bfloat16 are, which round large entries on the way."""
+    for some, other in zip(found, wanted, strict=True):
+        error = (some.double() - other.double()).norm() / other.double().norm()
+        assert float(error) < 2e-2
+
+
 def check(attend: Attend) -> None:
-    for found, wanted in zip(gradients(attend, "flex"), gradients(attend, "cpu"), strict=True):
-        torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)
+    assert_near(gradients(attend, "flex"), gradients(attend, "cpu"))
 
 
 @pytest.mark.parametrize("name", CALLS)
 def test_one_forward(name: str, forwards: Forwards) -> None:
     check(CALLS[name])
-    assert forwards.count == 1
+    assert forwards.count == 1 + AGAIN
 
 
 @pytest.mark.parametrize("name", ["causal", "packed"])
 def test_one_compiled_forward(name: str, forwards: Forwards, compiled: None) -> None:
     check(CALLS[name])
-    assert forwards.count == 1
+    assert forwards.count == 1 + AGAIN
 
 
 def test_a_second_backward(forwards: Forwards) -> None:
@@ -123,10 +133,11 @@ def test_a_second_backward(forwards: Forwards) -> None:
     first, second = (
         torch.autograd.grad(out.float().square().sum(), inputs, retain_graph=True) for _ in range(2)
     )
-    torch.testing.assert_close(second, first, rtol=2e-2, atol=2e-2)
-    assert forwards.count == 2
+    assert_near(second, first)
+    assert forwards.count == 2 + AGAIN
 
 
+@pytest.mark.skipif(not keeps_graphs, reason="this torch keeps none")
 def test_the_graph_is_released(forwards: Forwards) -> None:
     """After the backward, though the loss is still there; and where no backward comes."""
     inputs = operands()
@@ -157,7 +168,7 @@ def test_checkpoints_keep_nothing(forwards: Forwards) -> None:
     other = torch.autograd.grad(out.float().square().sum(), inputs)
     for grads in (found, other):
         wanted = torch.autograd.grad(causal(*inputs, "cpu")[0].float().square().sum(), inputs)
-        torch.testing.assert_close(grads, wanted, rtol=2e-2, atol=2e-2)
+        assert_near(grads, wanted)
 
 
 def test_operands_that_changed_are_refused() -> None:
@@ -211,7 +222,7 @@ def test_by_operators(find: Callable[[list[Tensor]], tuple[Tensor, ...]]) -> Non
     """Where torch runs them, it has switched autograd and vmap off, of which both are needed."""
     inputs = operands()
     wanted = torch.autograd.grad(loss_of(*inputs, "cpu"), inputs)
-    torch.testing.assert_close(find(inputs), wanted, rtol=2e-2, atol=2e-2)
+    assert_near(find(inputs), wanted)
 
 
 def test_second_derivatives_are_refused() -> None:
@@ -227,7 +238,7 @@ def test_batches_of_gradients() -> None:
     batched = torch.autograd.grad(out, inputs, douts, retain_graph=True, is_grads_batched=True)
     for i, dout in enumerate(douts):
         single = torch.autograd.grad(out, inputs, dout, retain_graph=True)
-        torch.testing.assert_close([t[i] for t in batched], list(single), rtol=2e-2, atol=2e-2)
+        assert_near([t[i] for t in batched], list(single))
 
 
 @pytest.mark.parametrize("needed", [(True, False, False), (False, True, False)])
@@ -240,8 +251,8 @@ def test_gradients_of_some_operands(needed: tuple[bool, ...], forwards: Forwards
         torch.autograd.grad(causal(*inputs, backend)[0].float().square().sum(), leaf)
         for backend in ("flex", "cpu")
     )
-    torch.testing.assert_close(found, wanted, rtol=2e-2, atol=2e-2)
-    assert forwards.count == 1
+    assert_near([found], [wanted])
+    assert forwards.count == 1 + AGAIN
 
 
 def test_float32_is_shifted_by_lse(forwards: Forwards) -> None:
