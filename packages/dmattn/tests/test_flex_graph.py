@@ -126,6 +126,16 @@ def test_one_compiled_forward(name: str, forwards: Forwards, compiled: None) -> 
     assert forwards.count == 1 + AGAIN
 
 
+def test_the_gradient_of_a_sum(compiled: None) -> None:
+    """One number in the place of dout, expanded."""
+    inputs = operands()
+    found, wanted = (
+        torch.autograd.grad(causal(*inputs, backend)[0].sum(), inputs)
+        for backend in ("flex", "cpu")
+    )
+    assert_near(found[2:], wanted[2:])  # those of query and key are nearly 0
+
+
 def test_a_second_backward(forwards: Forwards) -> None:
     """It starts from the results, since the graph was released with the first."""
     inputs = operands()

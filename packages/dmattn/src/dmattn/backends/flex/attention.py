@@ -161,14 +161,14 @@ def _shifts(problem: Problem) -> bool:
 def _cotangents(
     problem: Problem, lse: Tensor, dout: Tensor, dlse: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """dout (B, H, Sq, D) and dlse (B, H, Sq), 0 for rows that keep nothing.
+    """dout (B, H, Sq, D) and dlse (B, H, Sq), 0 for rows that keep nothing; dout laid out like out.
 
     Such a row has no gradient, and what came may be NaN, as from -inf - -inf.
     """
     if problem.packing is not None:
         lse, dout = lse[None], dout[None]
         dlse = None if dlse is None else dlse[None]
-    dout = dout.transpose(1, 2)
+    dout = dout.contiguous().transpose(1, 2)  # that of a sum is one number, expanded
     if _all_rows_keep_keys(problem):
         return dout, dlse
     empty = lse == -math.inf
