@@ -11,7 +11,13 @@ import torch
 from torch import Tensor
 
 import dmattn.backends.flex as flex
-from dmattn import explain, flash_dmattn_func, flash_dmattn_varlen_func
+from dmattn import (
+    KeySelection,
+    explain,
+    flash_dmattn_func,
+    flash_dmattn_varlen_func,
+    sliding_window,
+)
 from dmattn.backends import registry
 from dmattn.backends.flex import limits, torch_flex
 from dmattn.backends.flex.blocks import BLOCK, BlockTable, block_table
@@ -235,7 +241,7 @@ def test_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
         assert part in str(error.value)
     flex._has_triton.cache_clear()
     notes = backend.slow_paths(in_window(5)._replace(q=q, bias=torch.zeros(1, 1, 1, 420)))
-    for part in ("compile", "padded to 64", "whole blocks of 128", "atomics"):
+    for part in ("compile", "forward once more", "padded to 64", "whole blocks of 128", "atomics"):
         assert any(part in note for note in notes), part
 
 
@@ -328,6 +334,39 @@ def test_causal_blocks_are_kept(graphs: Compilations, monkeypatch: pytest.Monkey
         )
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
         assert len(made) == expected
+
+
+def test_blocks_of_a_selection_are_kept(
+    graphs: Compilations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As long as it is the same one, and unchanged."""
+    made: list[None] = []
+    monkeypatch.setattr(
+        torch_flex, "block_table", lambda given: made.append(None) or block_table(given)
+    )
+    given = problem(300, 300)
+
+    def check(selection: KeySelection, expected: int) -> None:
+        found, wanted = (
+            flash_dmattn_func(*given[:3], is_causal=True, selection=selection, backend=backend)
+            for backend in ("flex", "cpu")
+        )
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+        assert len(made) == expected
+
+    ends = torch.arange(300, dtype=torch.int32)[None, None] + 20
+    selection = KeySelection.from_intervals(ends, reach=300)
+    check(selection, 1)
+    check(selection, 1)
+    selection.end.fill_(300)
+    selection.lists.count.zero_()  # lists of other kernels: only `end` counts here
+    found = flash_dmattn_func(*given[:3], is_causal=True, selection=selection, backend="flex")
+    wanted = flash_dmattn_func(*given[:3], is_causal=True, backend="cpu")
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    assert len(made) == 2
+    for number in range(3, 3 + 2 * torch_flex._MOST_KEPT):  # new ones, maybe where others were
+        check(sliding_window(300, number), number)
+    assert len(torch_flex._KEPT) < torch_flex._MOST_KEPT
 
 
 def test_a_torch_without_flex_attention(monkeypatch: pytest.MonkeyPatch) -> None:

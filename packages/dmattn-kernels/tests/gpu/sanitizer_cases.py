@@ -26,6 +26,8 @@ from gpu import sanitizer_packed
 from gpu.device import family
 from gpu.raw_cuda import Array, Buffer, Gpu, from_bits, to_bits
 from gpu.sanitizer_cache import Append, run_append
+from gpu.sanitizer_launch import Launch
+from gpu.sanitizer_listed import HOPPER_LIST_KINDS, HOPPER_LISTS
 from gpu.sanitizer_selection import (
     Lists,
     Selecting,
@@ -38,35 +40,6 @@ from gpu.sanitizer_selection import (
 )
 
 Float = npt.NDArray[np.float64]
-
-
-@dataclasses.dataclass(frozen=True)
-class Launch:
-    """One forward, and one backward unless `wants` is empty. Operand shapes as in cases.py."""
-
-    name: str
-    seqlen_q: int = 70
-    seqlen_k: int = 133
-    batch: int = 1
-    nheads: int = 2
-    nheads_k: int = 1
-    causal: bool = False
-    softcap: float = 0.0
-    mask: str = ""
-    kept: float = 0.5
-    bias: str = ""
-    bias_f32: bool = False
-    skip: int = 0  # elements by which every operand is shifted off its alignment
-    splits: int = 0
-    wants: str = "qkvb"
-    deterministic: bool = False
-    dlse: bool = False
-    mask_by_rows: bool = (
-        False  # the rows of the mask are next to each other in memory, not the keys
-    )
-    select: Selecting | None = None  # keys by score, instead of the mask, which forbids keys to it
-    attend: bool = True
-    packed: sanitizer_packed.Lengths = ()  # of sequences, in place of the batch and its lengths
 
 
 LAUNCHES = (
@@ -379,45 +352,6 @@ HOPPER_BWD = (
     Launch("dense rows, gradients, more than thread blocks", 133, 133, batch=70, causal=True),
 )
 HOPPER_BWD_KINDS = [kind for kind in HOPPER_KINDS if kind[1] in (64, 128)]
-# Its forward over lists: last tiles of 32, 64 and 128 keys, lists without keys, and more row blocks
-# than thread blocks, which then pass from one list to the next.
-MANY_LISTS = Launch(
-    "listed rows, more than thread blocks",
-    *(260, 260, 16, 4, 2),
-    bias="bk1k",
-    causal=True,
-    wants="",
-    select=Selecting(110),
-)
-HOPPER_LISTS = (
-    Launch(
-        "listed rows, running top-w",
-        *(300, 300, 2, 4, 2),
-        bias="bk1k",
-        causal=True,
-        wants="",
-        select=Selecting(100),
-    ),
-    Launch("listed rows, no bias", *(300, 300), causal=True, wants="", select=Selecting(150)),
-    MANY_LISTS,
-    Launch(
-        "listed rows, key mask, more than thread blocks",
-        *(133, 300, 35, 4, 2),
-        mask="bk1k",
-        causal=True,
-        wants="",
-    ),
-    Launch("listed rows without keys", 130, 200, mask="b11k", kept=0.0, bias="bk1k", wants=""),
-    Launch(
-        "listed rows, top-w of all keys, fp32 bias",
-        *(90, 300, 2, 4, 2),
-        bias="1h1k",
-        bias_f32=True,
-        wants="",
-        select=Selecting(230, "bh"),
-    ),
-)
-HOPPER_LIST_KINDS = (("bf16", 64), ("f16", 128), ("f16", 40), ("bf16", 72))
 
 
 def all_launches() -> list[tuple[str, int, Launch | Lists | Append]]:

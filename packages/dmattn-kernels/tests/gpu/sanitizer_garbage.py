@@ -29,14 +29,14 @@ from gpu.raw_cuda import Array, Buffer, Gpu
 from gpu.sanitizer_cache import Append, draw_cache
 from gpu.sanitizer_cases import (
     LENGTHS,
-    MANY_LISTS,
     PACKED,
     SELECTED,
-    Launch,
     draw_inputs,
     enqueue_both,
     is_named,
 )
+from gpu.sanitizer_launch import Launch
+from gpu.sanitizer_listed import MANY_LISTS
 from gpu.sanitizer_packed import join
 from gpu.sanitizer_selection import BLOCK_ROWS, select
 

@@ -8,6 +8,7 @@ import pytest
 
 from gpu import sanitize, sanitizer_cases, sanitizer_garbage
 from gpu.device import FAMILY_VARIABLE
+from gpu.sanitizer_launch import Launch
 
 FAMILIES = ["sm80", "sm89", "sm90"]
 
@@ -44,7 +45,7 @@ def test_lists_of_hopper_reach_its_kernels(monkeypatch: pytest.MonkeyPatch) -> N
         for _, _, launch in sanitizer_cases.all_launches()
         if sanitizer_cases.is_named(launch.name, "listed rows")
     ]
-    launches = [launch for launch in own if isinstance(launch, sanitizer_cases.Launch)]
+    launches = [launch for launch in own if isinstance(launch, Launch)]
     assert launches == own and {bool(launch.bias) for launch in launches} == {True, False}
     many = [x for x in launches if -(-x.seqlen_q // 128) * x.nheads * x.batch > 132]
     assert {bool(launch.bias) for launch in many} == {True, False}

@@ -23,12 +23,16 @@ from dmattn.cache_checks import (
     check_cache_input,
     check_entry_dtype,
     check_places,
+    check_prompt_room,
+    check_prompt_selection,
+    check_room,
     check_slots,
+    check_step,
+    real_tokens,
     size_of,
 )
 from dmattn.cache_fill import all_keys, fill_of, last_row_keys
 from dmattn.cache_state import CacheTensors, CacheTokens
-from dmattn.checks import check_last_stride
 from dmattn.dispatch import is_plain_call
 from dmattn.functional import flash_dmattn_func
 from dmattn.selection import KeySelection, select_keys
@@ -37,13 +41,9 @@ from dmattn.validation import (
     check_bool,
     check_dtype,
     check_int,
-    check_number,
-    check_optional_tensor,
-    check_same_device,
     check_tensor,
     check_tensor_dtype,
     describe,
-    is_one_or,
     one_of,
 )
 
@@ -178,9 +178,10 @@ class DynamicMaskCache:
         self._check("value", value, (batch, seqlen, nheads_k, head_dim), self.k.dtype)
         self._check("score", score, (batch, nheads_k, seqlen), self.score.dtype)
         if selection is not None:
-            self._check_selection(selection, batch, seqlen)
-        real = self._real_tokens(lengths, attn_mask, batch, seqlen)
-        most = self._check_prompt_room(seqlen, real)
+            shape = (batch, nheads_k, seqlen)
+            check_prompt_selection(selection, self.window_size, shape, self.k.device)
+        real = real_tokens(lengths, attn_mask, (batch, seqlen), self.k)
+        most = seqlen if self.evict else check_prompt_room(seqlen, real, entries)
         if self.evict:
             kept = last_row_keys(score, self.window_size, selection, real)
         else:
@@ -240,9 +241,9 @@ class DynamicMaskCache:
             RuntimeError: a gradient would be needed.
         """
         rows = self._check_slots(slots)
-        new, scale, softcap = self._check_step(
-            query, key, value, score, softmax_scale, softcap, active, rows
-        )
+        batch = len(self.seen if rows is None else rows)
+        given = (query, key, value, score, softmax_scale, softcap, active)
+        new, scale, softcap = check_step(self.k, self.score.dtype, batch, *given)
         if query.shape[0] == 0 or query.shape[1] == 0:
             return query.new_empty(query.shape)
         if query.shape[1] > FEW_TOKENS:
@@ -276,9 +277,8 @@ class DynamicMaskCache:
         Returns:
             out (B, T, H, D).
         """
-        new, scale, softcap = self._check_step(
-            query, key, value, score, softmax_scale, softcap, None, None
-        )
+        given = (query, key, value, score, softmax_scale, softcap, None)
+        new, scale, softcap = check_step(self.k, self.score.dtype, len(self.seen), *given)
         new = CacheTokens(
             key.detach().clone(), value.detach().clone(), score.detach().clone(), None
         )
@@ -440,26 +440,6 @@ class DynamicMaskCache:
                 t.index_copy_(0, rows, new)
         self._draft = None
 
-    def _real_tokens(
-        self, lengths: Tensor | None, attn_mask: Tensor | None, batch: int, seqlen: int
-    ) -> Tensor | None:
-        """bool (B, S), or None when all are."""
-        if attn_mask is not None:
-            if lengths is not None:
-                raise ValueError("lengths: got a value beside attn_mask, wanted one of them")
-            self._check("attn_mask", attn_mask, (batch, seqlen), torch.bool)
-            return attn_mask
-        if lengths is None:
-            return None
-        check_tensor("lengths", lengths, "a torch.Tensor or None")
-        check_tensor_dtype("lengths", lengths, (torch.int32, torch.int64))
-        self._check("lengths", lengths, (batch,), lengths.dtype)
-        if can_be_read(lengths):
-            wrong = lengths[(lengths < 0) | (lengths > seqlen)]
-            if wrong.numel() > 0:
-                raise ValueError(f"lengths: got {int(wrong[0])}, wanted 0 to {seqlen}")
-        return torch.arange(seqlen, device=lengths.device) < lengths[:, None]
-
     def _attend_at_once(
         self, query: Tensor, new: CacheTokens, scale: float, softcap: float, rows: Tensor | None
     ) -> Tensor:
@@ -606,93 +586,12 @@ class DynamicMaskCache:
         self.score.masked_fill_(gone[:, None], -math.inf)
         self.position.masked_fill_(gone[:, None], -1)
 
-    def _check_step(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        score: Tensor,
-        softmax_scale: Any,
-        softcap: Any,
-        active: Tensor | None,
-        rows: Tensor | None,
-    ) -> tuple[CacheTokens, float, float]:
-        """The tokens and the numbers to attend with; raises for what does not fit."""
-        batch, _, nheads_k, head_dim = self.k.shape
-        batch = batch if rows is None else len(rows)
-        tokens, nheads = size_of(query, 1), size_of(query, 2)
-        self._check("query", query, (batch, tokens, nheads, head_dim), self.k.dtype)
-        self._check("key", key, (batch, tokens, nheads_k, head_dim), self.k.dtype)
-        self._check("value", value, (batch, tokens, nheads_k, head_dim), self.k.dtype)
-        self._check("score", score, (batch, nheads_k, tokens), self.score.dtype)
-        if query.is_cuda:
-            check_last_stride(query, key, value)
-        if nheads < 1 or nheads % nheads_k:
-            raise ValueError(f"query: got {nheads} heads, wanted a multiple of {nheads_k}")
-        active = check_optional_tensor("active", active)
-        if active is not None:
-            shape = (batch,) if active.dim() == 1 else (batch, tokens)
-            self._check("active", active, shape, torch.bool)
-            if active.dim() == 1:
-                active = active[:, None].expand(-1, tokens)
-        if torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value, score)):
-            raise RuntimeError(
-                "DynamicMaskCache: got tensors that require gradients, wanted "
-                "torch.no_grad(): decoding has none"
-            )
-        softcap = check_number("softcap", softcap, 0)
-        if softmax_scale is None:
-            scale = head_dim**-0.5
-        else:
-            scale = check_number("softmax_scale", softmax_scale)
-        return CacheTokens(key, value, score, active), scale, softcap
-
     def _check_room(self, tokens: int, active: Tensor | None, rows: Tensor | None) -> None:
         """Raise if a sequence would have more tokens than a cache without eviction can hold."""
         if not self._captured and self._most_seen + tokens <= self.capacity:
             return
         # The host counts padding and inactive tokens as well: the device knows better.
-        more = self.seen.new_full((len(self.seen if rows is None else rows),), tokens)
-        if active is not None:
-            more = active.sum(1, dtype=torch.int32)
-        if rows is not None:
-            more = torch.zeros_like(self.seen).index_copy_(0, rows, more)
-        counts = torch.stack([self.seen, more])
-        held, coming = max(zip(*counts.tolist(), strict=True), key=sum, default=(0, 0))
-        if held + coming > self.capacity:
-            raise self._no_room(coming, held)
-        self._most_seen = max(counts[0].tolist(), default=0)
-
-    def _check_prompt_room(self, seqlen: int, real: Tensor | None) -> int:
-        """At least the number of tokens of the longest prompt; raises if they do not fit."""
-        if self.evict or seqlen <= self.capacity:
-            return seqlen
-        most = seqlen if real is None else max(real.sum(1).tolist(), default=0)
-        if most > self.capacity:
-            raise self._no_room(most, 0)
-        return most
-
-    def _no_room(self, tokens: int, held: int) -> ValueError:
-        return ValueError(
-            f"key: got {tokens} tokens after {held}, wanted at most the cache's capacity of "
-            f"{self.capacity} in all"
-        )
-
-    def _check_selection(self, selection: Any, batch: int, seqlen: int) -> None:
-        if not isinstance(selection, KeySelection):
-            raise TypeError(
-                f"selection: got {describe(selection)}, wanted a dmattn.KeySelection or None"
-            )
-        nheads_k = self.score.shape[1]
-        shape = selection.end.shape
-        fits = is_one_or(shape[0], batch) and is_one_or(shape[1], nheads_k) and shape[2] == seqlen
-        if not fits or selection.window_size != self.window_size:
-            raise ValueError(
-                f"selection: got window_size {selection.window_size} and end of shape "
-                f"{tuple(shape)}, wanted window_size {self.window_size} and "
-                f"({batch}, {nheads_k}, {seqlen})"
-            )
-        check_same_device("selection", selection.end, self.k.device, "the cache")
+        self._most_seen = check_room(self.seen, self.capacity, tokens, active, rows)
 
     def _check_slots(self, slots: Any) -> Tensor | None:
         """int64 (n,), or None for all."""

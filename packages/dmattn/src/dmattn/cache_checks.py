@@ -5,16 +5,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dmattn.checks import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM
+from dmattn.cache_state import CacheTokens
+from dmattn.checks import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, check_last_stride
+from dmattn.selection import KeySelection
 from dmattn.validation import (
     can_be_read,
     check_dtype,
     check_int,
+    check_number,
+    check_optional_tensor,
     check_same_device,
     check_shape,
     check_tensor,
     check_tensor_dtype,
     describe,
+    is_one_or,
     one_of,
 )
 
@@ -120,6 +125,151 @@ def check_slots(slots: Any, batch: int, device: torch.device) -> Tensor:
 def size_of(t: Any, dim: int) -> int:
     """Of a (B, tokens, heads, D) tensor; the checks to come name whatever else it is."""
     return t.shape[dim] if isinstance(t, Tensor) and not t.is_nested and t.dim() == 4 else 1
+
+
+def check_step(
+    entries: Tensor,
+    score_dtype: torch.dtype,
+    batch: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score: Tensor,
+    softmax_scale: Any,
+    softcap: Any,
+    active: Tensor | None,
+) -> tuple[CacheTokens, float, float]:
+    """The tokens and the numbers to attend with; raises for what does not fit.
+
+    Args:
+        entries: the keys of the cache.
+        score_dtype: of its scores.
+        batch: how many slots the tokens are for.
+    """
+    nheads_k, head_dim = entries.shape[2:]
+    tokens, nheads = size_of(query, 1), size_of(query, 2)
+    dtype, shape = entries.dtype, (batch, tokens, nheads_k, head_dim)
+    check_cache_input("query", query, (batch, tokens, nheads, head_dim), dtype, entries)
+    check_cache_input("key", key, shape, dtype, entries)
+    check_cache_input("value", value, shape, dtype, entries)
+    check_cache_input("score", score, (batch, nheads_k, tokens), score_dtype, entries)
+    if query.is_cuda:
+        check_last_stride(query, key, value)
+    if nheads < 1 or nheads % nheads_k:
+        raise ValueError(f"query: got {nheads} heads, wanted a multiple of {nheads_k}")
+    active = check_optional_tensor("active", active)
+    if active is not None:
+        by_slot = active.dim() == 1
+        wanted = (batch,) if by_slot else (batch, tokens)
+        check_cache_input("active", active, wanted, torch.bool, entries)
+        if by_slot:
+            active = active[:, None].expand(-1, tokens)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (query, key, value, score)):
+        raise RuntimeError(
+            "DynamicMaskCache: got tensors that require gradients, wanted "
+            "torch.no_grad(): decoding has none"
+        )
+    softcap = check_number("softcap", softcap, 0)
+    if softmax_scale is None:
+        scale = head_dim**-0.5
+    else:
+        scale = check_number("softmax_scale", softmax_scale)
+    return CacheTokens(key, value, score, active), scale, softcap
+
+
+def check_room(
+    seen: Tensor, capacity: int, tokens: int, active: Tensor | None, rows: Tensor | None
+) -> int:
+    """The most tokens that a sequence has; raises if more are to come than there is room for.
+
+    The host waits for the device.
+
+    Args:
+        seen: int32 (B,), the tokens of each sequence.
+        capacity: the most that one can have.
+        tokens: how many are to come for each of the slots.
+        active: bool (n, tokens), which of them count; all when None.
+        rows: the slots (n,) that they are for; all when None.
+    """
+    more = seen.new_full((len(seen if rows is None else rows),), tokens)
+    if active is not None:
+        more = active.sum(1, dtype=torch.int32)
+    if rows is not None:
+        more = torch.zeros_like(seen).index_copy_(0, rows, more)
+    counts = torch.stack([seen, more])
+    held, coming = max(zip(*counts.tolist(), strict=True), key=sum, default=(0, 0))
+    if held + coming > capacity:
+        raise _no_room(coming, held, capacity)
+    return max(counts[0].tolist(), default=0)
+
+
+def check_prompt_room(seqlen: int, real: Tensor | None, capacity: int) -> int:
+    """At least the number of tokens of the longest prompt; raises if they do not fit.
+
+    Args:
+        seqlen: of all prompts, with their padding.
+        real: bool (B, S), False at padding; None where there is none.
+        capacity: the most tokens that a sequence can have.
+    """
+    if seqlen <= capacity:
+        return seqlen
+    most = seqlen if real is None else max(real.sum(1).tolist(), default=0)
+    if most > capacity:
+        raise _no_room(most, 0, capacity)
+    return most
+
+
+def _no_room(tokens: int, held: int, capacity: int) -> ValueError:
+    return ValueError(
+        f"key: got {tokens} tokens after {held}, wanted at most the cache's capacity of "
+        f"{capacity} in all"
+    )
+
+
+def check_prompt_selection(
+    selection: Any, window_size: int, shape: tuple[int, int, int], device: torch.device
+) -> None:
+    """Raise for what is no selection of a prompt, of scores of this shape (B, HK, S)."""
+    if not isinstance(selection, KeySelection):
+        raise TypeError(
+            f"selection: got {describe(selection)}, wanted a dmattn.KeySelection or None"
+        )
+    found = selection.end.shape
+    fits = all(is_one_or(size, wanted) for size, wanted in zip(found[:2], shape[:2], strict=True))
+    if not fits or found[2] != shape[2] or selection.window_size != window_size:
+        raise ValueError(
+            f"selection: got window_size {selection.window_size} and end of shape "
+            f"{tuple(found)}, wanted window_size {window_size} and {shape}"
+        )
+    check_same_device("selection", selection.end, device, "the cache")
+
+
+def real_tokens(
+    lengths: Tensor | None, attn_mask: Tensor | None, shape: tuple[int, int], entries: Tensor
+) -> Tensor | None:
+    """Which tokens of prompts (B, S) are no padding, bool (B, S), or None when all are.
+
+    Args:
+        lengths, attn_mask: what the caller gave, of which one may be.
+        shape: (B, S).
+        entries: the keys of the cache.
+    """
+    batch, seqlen = shape
+    if attn_mask is not None:
+        if lengths is not None:
+            raise ValueError("lengths: got a value beside attn_mask, wanted one of them")
+        check_cache_input("attn_mask", attn_mask, shape, torch.bool, entries)
+        return attn_mask
+    if lengths is None:
+        return None
+    check_tensor("lengths", lengths, "a torch.Tensor or None")
+    check_tensor_dtype("lengths", lengths, (torch.int32, torch.int64))
+    check_cache_input("lengths", lengths, (batch,), lengths.dtype, entries)
+    if can_be_read(lengths):
+        wrong = lengths[(lengths < 0) | (lengths > seqlen)]
+        if wrong.numel() > 0:
+            raise ValueError(f"lengths: got {int(wrong[0])}, wanted 0 to {seqlen}")
+    return torch.arange(seqlen, device=lengths.device) < lengths[:, None]
 
 
 def _autocast_hint(t: Tensor, dtype: torch.dtype, entry_dtype: torch.dtype) -> str:

@@ -46,6 +46,9 @@ _PROBES = _probes()
 _IS_LEGACY_BATCH: Callable[[Tensor], bool] | None = getattr(
     torch._C._functorch, "is_legacy_batchedtensor", None
 )
+_SAVING_HOOKS: Callable[[bool], Any] | None = getattr(
+    torch._C._autograd, "_top_saved_tensors_default_hooks", None
+)
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
@@ -113,7 +116,10 @@ class _Eager(torch.autograd.Function):
         problem: Problem,
         backend: Backend,
     ) -> tuple[Tensor, Tensor]:
-        results = sinks.forward(backend, problem)
+        found = None
+        if backend.keeps_graphs and not _saved_tensors_are_intercepted():
+            found = backend.forward_with_graph(problem)
+        results, ctx.graph = found or (sinks.forward(backend, problem), None)
         ctx.set_materialize_grads(False)  # a missing dlse is then None, and costs nothing
         tensors, ctx.rest = problem.split()
         ctx.save_for_backward(*tensors, *results)
@@ -127,6 +133,7 @@ class _Eager(torch.autograd.Function):
             dout = torch.zeros_like(out)
         needs = Needs(*ctx.needs_input_grad[: len(Needs._fields)])
         problem, results = Problem.join(tensors, ctx.rest), Results(out, lse, rest)
+        graph, ctx.graph = ctx.graph, None  # a second backward starts from the results
         # With a graph of the backward, or gradients that are more than tensors of numbers (such as
         # batches of them), the operator knows what to do, or what to say.
         if (
@@ -138,6 +145,8 @@ class _Eager(torch.autograd.Function):
         ):
             name = ctx.backend.name
             grads = ops.differentiate(problem, results, dout, dlse, needs, name)
+        elif graph is not None:
+            grads = graph.backward(problem, results, dout, dlse, needs)
         else:
             grads = sinks.backward(ctx.backend, problem, results, dout, dlse, needs)
         return (
@@ -149,6 +158,14 @@ class _Eager(torch.autograd.Function):
             None,
             None,
         )
+
+
+def _saved_tensors_are_intercepted() -> bool:
+    """Whether somebody wants each saved tensor, as checkpointing does; then no graph is kept.
+
+    It would keep the operands alive, which that is to prevent. Unknown to older torch: True.
+    """
+    return _SAVING_HOOKS is None or _SAVING_HOOKS(True) is not None
 
 
 def _direct_apply() -> Callable[..., Any]:

@@ -8,6 +8,16 @@ from torch import Tensor
 from dmattn.problem import Gradients, Needs, Problem, Results
 
 
+class Graph(ABC):
+    """The graph of autograd behind a forward that is done. It serves for one backward."""
+
+    @abstractmethod
+    def backward(
+        self, problem: Problem, results: Results, dout: Tensor, dlse: Tensor | None, needs: Needs
+    ) -> Gradients:
+        """As `Backend.backward`, and releases what the graph holds."""
+
+
 class Backend(ABC):
     """One implementation of attention, forward and backward.
 
@@ -19,12 +29,14 @@ class Backend(ABC):
             nothing but settings, and shapes, strides, dtypes and devices of operands, and no
             backend before it in the list will take such a problem later. Then small calls are
             faster.
+        keeps_graphs: whether `forward_with_graph` may return something.
     """
 
     name: str
     devices: tuple[str, ...]
     by_name_only: tuple[str, ...] = ()
     goes_by_kind: bool = False
+    keeps_graphs: bool = False
 
     @abstractmethod
     def unavailable(self) -> str | None:
@@ -61,6 +73,14 @@ class Backend(ABC):
         Raises:
             RuntimeError: it cannot run on this machine, or on the device of the problem.
         """
+
+    def forward_with_graph(self, problem: Problem) -> tuple[Results, Graph] | None:
+        """`forward`, and a graph whose backward costs less than that from the results alone.
+
+        None: there is none for such a problem, and nothing was computed. Asked for eager calls that
+        require gradients, also with sinks.
+        """
+        return None
 
     @abstractmethod
     def backward(

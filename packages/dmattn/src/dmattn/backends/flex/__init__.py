@@ -6,7 +6,7 @@ import importlib.util
 import torch
 from torch import Tensor
 
-from dmattn.backends.base import Backend
+from dmattn.backends.base import Backend, Graph
 from dmattn.backends.flex import attention, limits, torch_flex
 from dmattn.problem import Gradients, Needs, Problem, Results
 from dmattn.validation import one_of
@@ -22,6 +22,7 @@ class FlexBackend(Backend):
 
     name = "flex"
     devices = ("cuda", "cpu")
+    keeps_graphs = True
 
     def unavailable(self) -> str | None:
         return torch_flex.missing()
@@ -56,12 +57,18 @@ class FlexBackend(Backend):
         return _on_cuda(problem) if problem.q.is_cuda else [_FORMULA]
 
     def forward(self, problem: Problem, for_backward: bool = True) -> Results:
-        return attention.forward(problem)
+        with torch_flex.as_if_called_directly():
+            return attention.forward(problem)
+
+    def forward_with_graph(self, problem: Problem) -> tuple[Results, Graph] | None:
+        with torch_flex.as_if_called_directly():
+            return attention.forward_with_graph(problem)
 
     def backward(
         self, problem: Problem, results: Results, dout: Tensor, dlse: Tensor | None, needs: Needs
     ) -> Gradients:
-        return attention.backward(problem, results, dout, dlse, needs)
+        with torch_flex.as_if_called_directly():
+            return attention.backward(problem, results, dout, dlse, needs)
 
 
 @functools.cache
@@ -80,9 +87,12 @@ _FORMULA = (
 def _on_cuda(problem: Problem) -> list[str]:
     head_dim = problem.q.shape[-1]
     notes = [
-        "torch.compile makes a kernel for the first call of each kind, which takes many seconds, "
-        "and the backward computes the forward once more"
+        "torch.compile makes a kernel for the first call of each kind, which takes many seconds"
     ]
+    if not attention.keeps_graph(problem):
+        notes.append(
+            "with attn_bias or sinks, and in float32, the backward computes the forward once more"
+        )
     if limits.kernel_head_dim(head_dim) != head_dim:
         notes.append(
             f"head_dim {head_dim} is no power of 2 from 16 on, so query, key and value are copied "

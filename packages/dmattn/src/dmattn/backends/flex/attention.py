@@ -1,11 +1,13 @@
 """Forward and backward by FlexAttention, from a problem to its results and gradients."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dmattn.backends.base import Graph
 from dmattn.backends.flex import torch_flex
 from dmattn.backends.flex.limits import device_blocks, kernel_head_dim
 from dmattn.backends.flex.operands import (
@@ -38,8 +40,15 @@ def forward(problem: Problem) -> Results:
             if _any_beyond(shift, _EXACT_LSE_LIMIT):
                 out, rest, _ = _attend(problem, given, table, shift)
                 lse = shift + rest
-    # FlexAttention lays out like the query, so that these are copies only where that was expanded
-    # or padded, or its heads lie apart.
+    return _results(problem, out, lse)
+
+
+def _results(problem: Problem, out: Tensor, lse: Tensor) -> Results:
+    """From out (B, H, Sq, D) and lse (B, H, Sq).
+
+    FlexAttention lays out like the query, so that these are copies only where that was expanded or
+    padded, or its heads lie apart.
+    """
     out, lse = out.transpose(1, 2).to(problem.q.dtype).contiguous(), lse.contiguous()
     if problem.packing is not None:
         out, lse = out[0], lse[0]
@@ -53,48 +62,141 @@ def _any_beyond(lse: Tensor, limit: float) -> bool:
     return bool((lse.abs() > limit).any())
 
 
+def forward_with_graph(problem: Problem) -> tuple[Results, Graph] | None:
+    """`forward` with the graph of FlexAttention itself, where `keeps_graph` says so."""
+    if not keeps_graph(problem):
+        return None
+    # Views of their own: neither the graph of the caller nor the operands hang on to them.
+    q, k, v = inputs = [t.detach().requires_grad_() for t in problem[:3]]
+    with torch.enable_grad(), torch.autocast(q.device.type, enabled=False):
+        given = arrange(problem._replace(q=q, k=k, v=v))
+        out, lse, _ = _attend(problem, given, torch_flex.block_mask(given))
+    return _results(problem, out.detach(), lse.detach()), FlexGraph(inputs, (out, lse))
+
+
+def keeps_graph(problem: Problem) -> bool:
+    """Whether the graph of a forward gives gradients as exact as those of `backward`.
+
+    And holds no more than the operands and results: a bias would be kept in float32.
+    """
+    q, k = problem.q, problem.k
+    plain = problem.bias is None and problem.sinks is None
+    return plain and not _shifts(problem) and q.numel() > 0 and k.numel() > 0
+
+
+class FlexGraph(Graph):
+    """Of one call of FlexAttention.
+
+    Args:
+        inputs: query, key and value as leaves.
+        outputs: out (B, H, Sq, D) and lse (B, H, Sq).
+    """
+
+    def __init__(self, inputs: Sequence[Tensor], outputs: tuple[Tensor, Tensor]) -> None:
+        self._inputs = inputs
+        self._outputs = outputs
+
+    def backward(
+        self, problem: Problem, results: Results, dout: Tensor, dlse: Tensor | None, needs: Needs
+    ) -> Gradients:
+        grads = empty_gradients(problem, Needs(False, False, False, False))
+        leaves = {name: t for name, t in zip("qkv", self._inputs, strict=True) if _is(needs, name)}
+        dout, dlse = _cotangents(problem, results.lse, dout, dlse)
+        with torch.autocast(problem.q.device.type, enabled=False):
+            found = _differentiate(self._outputs, leaves, dout, dlse)
+        return grads._replace(**{name: grad.contiguous() for name, grad in found.items()})
+
+
+def _is(needs: Needs, name: str) -> bool:
+    return bool(getattr(needs, name))
+
+
 def backward(
     problem: Problem, results: Results, dout: Tensor, dlse: Tensor | None, needs: Needs
 ) -> Gradients:
     """The gradients of a checked problem, each only where `needs` says so.
 
-    The forward runs once more, with the scores shifted by lse: FlexAttention's own backward starts
-    from an lse in base 2, whose rounding shows where lse is large.
+    The forward runs once more.
     """
     grads = empty_gradients(problem, needs)
     if problem.q.numel() == 0 or problem.k.numel() == 0:
         for grad in grads[:4]:
             grad.zero_()
         return grads
-    packed = problem.packing is not None
-    lse = results.lse[None] if packed else results.lse
-    empty = lse == -math.inf
-    # A row that keeps nothing has no gradient: what came may be NaN, as from -inf - -inf.
-    dout = (dout[None] if packed else dout).transpose(1, 2).masked_fill(empty[..., None], 0.0)
-    if dlse is not None:
-        dlse = (dlse[None] if packed else dlse).masked_fill(empty, 0.0)
+    dout, dlse = _cotangents(problem, results.lse, dout, dlse)
     q, k, v = (t.detach().requires_grad_() for t in (problem.q, problem.k, problem.v))
     with torch.enable_grad(), torch.autocast(problem.q.device.type, enabled=False):
         given = arrange(problem._replace(q=q, k=k, v=v))
         table = torch_flex.block_mask(given)
-        shift = lse.detach().masked_fill(empty, 0.0)
+        shift = None
+        if _shifts(problem):
+            lse = results.lse.detach()
+            shift = (lse if problem.packing is None else lse[None]).masked_fill(lse == -math.inf, 0)
         out, rest, bias = _attend(problem, given, table, shift, needs.bias)
         if problem.sinks is not None:
-            out, rest = _beside_sinks(out, rest, problem.sinks.to(rest.dtype)[:, None] - shift)
+            sinks = problem.sinks.to(rest.dtype)[:, None]
+            out, rest = _beside_sinks(out, rest, sinks if shift is None else sinks - shift)
         wanted = {"q": q, "k": k, "v": v, "bias": bias}
         leaves = {
             name: t
             for name, t in wanted.items()
-            if t is not None and t.requires_grad and getattr(needs, name)
+            if t is not None and t.requires_grad and _is(needs, name)
         }
-        outputs, cotangents = [out], [dout.to(out.dtype)]
-        if dlse is not None:
-            outputs, cotangents = [out, rest], [*cotangents, dlse.to(rest.dtype)]
-        found = torch.autograd.grad(outputs, list(leaves.values()), cotangents)
-    for name, grad in zip(leaves, found, strict=True):
+        found = _differentiate((out, rest), leaves, dout, dlse)
+    for name, grad in found.items():
         target = getattr(grads, name)
         target.copy_(bias_gradient(grad, target.shape) if name == "bias" else grad)
     return grads
+
+
+def _shifts(problem: Problem) -> bool:
+    """Whether the backward starts from scores that are shifted by lse.
+
+    FlexAttention's own starts from an lse in base 2. Its rounding shows where lse is large, as with
+    a bias, and in more than half precision.
+    """
+    return problem.bias is not None or problem.q.dtype.itemsize > 2
+
+
+def _cotangents(
+    problem: Problem, lse: Tensor, dout: Tensor, dlse: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """dout (B, H, Sq, D) and dlse (B, H, Sq), 0 for rows that keep nothing; dout laid out like out.
+
+    Such a row has no gradient, and what came may be NaN, as from -inf - -inf.
+    """
+    if problem.packing is not None:
+        lse, dout = lse[None], dout[None]
+        dlse = None if dlse is None else dlse[None]
+    dout = dout.contiguous().transpose(1, 2)  # that of a sum is one number, expanded
+    if _all_rows_keep_keys(problem):
+        return dout, dlse
+    empty = lse == -math.inf
+    dout = dout.masked_fill(empty[..., None], 0.0)
+    return dout, None if dlse is None else dlse.masked_fill(empty, 0.0)
+
+
+def _all_rows_keep_keys(problem: Problem) -> bool:
+    """Whether nothing could hide all keys of a row, so that no row has to be looked at."""
+    hiding = (problem.mask, problem.bias, problem.packing, problem.key_lists)
+    if any(t is not None for t in hiding):
+        return False
+    return not problem.is_causal or problem.q.shape[1] <= problem.k.shape[1]
+
+
+def _differentiate(
+    outputs: tuple[Tensor, Tensor],
+    leaves: dict[str, Tensor],
+    dout: Tensor,
+    dlse: Tensor | None,
+) -> dict[str, Tensor]:
+    """The gradients of the leaves from those of out and lse."""
+    out, lse = outputs
+    given, cotangents = [out], [dout.to(out.dtype)]
+    if dlse is not None:
+        given, cotangents = [out, lse], [*cotangents, dlse.to(lse.dtype)]
+    found = torch.autograd.grad(given, list(leaves.values()), cotangents)
+    return dict(zip(leaves, found, strict=True))
 
 
 def _beside_sinks(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:

@@ -27,7 +27,8 @@ class BlockTable(NamedTuple):
 
 def block_table(given: Arranged) -> BlockTable | None:
     """The blocks that meet in a problem; None where every row keeps every key."""
-    if given.last is None and given.first is None and given.mask is None:
+    hiding = (given.last, given.first, given.mask)
+    if not given.diagonal and all(t is None for t in hiding):
         return None
     some, full = _meeting(given)
     partial_num, partial_idx = _listed(some & ~full)
@@ -45,15 +46,16 @@ def _meeting(given: Arranged) -> tuple[Tensor, Tensor]:
     # A block that reaches beyond the last row or key is left to mask_mod.
     full = ((row_start + BLOCK <= seqlen_q) & (start + BLOCK <= seqlen_k))[None, None]
     some = torch.ones_like(full)
-    if given.last is not None:
-        least, most = (t[:, None] for t in _bounds(given.last))
+    last = given.last_keys
+    if last is not None:
+        least, most = (t[:, None] for t in _bounds(last))
         some, full = some & (most >= start), full & (least >= stop)
     if given.first is not None:
         least, most = (t[:, None] for t in _bounds(given.first))
         some, full = some & (least <= stop), full & (most <= start)
     if given.end is not None:
-        assert given.last is not None
-        least, most = (t[:, None] for t in _bounds(given.last))
+        assert last is not None
+        least, most = (t[:, None] for t in _bounds(last))
         least_end, most_end = (_by_head(t[:, :, None], heads) for t in _bounds(given.end))
         some, full = some & (least < most_end), full & (most < least_end)
     if given.mask is not None:

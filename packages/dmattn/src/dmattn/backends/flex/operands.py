@@ -2,7 +2,8 @@
 
 FlexAttention computes one dense layout, (B, H, Sq, D) for all rows and (B, HK, Sk, D) for all keys;
 packed sequences are one such problem of batch 1. What a row may see is an interval of keys, from
-`first` to `last`: the last one because of causality, both because of packing. All else is a tensor
+`first` to `last`: the last one because of causality, both because of packing. With as many rows as
+keys the last one is the row itself, and nothing is read for it. All else is a tensor
 that the two functions index by batch, head, row and key.
 
 Dimensions of size 1 are dropped, so that the gradient of a bias has no more entries than the bias,
@@ -28,6 +29,7 @@ class Spec(NamedTuple):
     limit: float  # scores beyond are brought nearer, see `score`
     first: bool
     last: bool
+    diagonal: bool  # whether the last key of a row is the one of its own index
     end: str | None  # letters of the dimensions; None where there is no such tensor
     mask: str | None
     bias: str | None
@@ -41,7 +43,8 @@ class Operands(NamedTuple):
     """The tensors that score_mod and mask_mod read; None where the spec has none."""
 
     first: Tensor | None = None  # int32 (Sq,): first key of the sequence of a row
-    last: Tensor | None = None  # int32 (Sq,): last key that a row may see, also its own position
+    # int32 (Sq,): last key that a row may see, also its own position; not where that is its index
+    last: Tensor | None = None
     room: Tensor | None = None  # int32 (Sq,): largest column c of a row's mask or bias
     end: Tensor | None = None  # int32: a key is kept by rows at positions before this
     mask: Tensor | None = None  # bool
@@ -62,7 +65,15 @@ class Arranged(NamedTuple):
     first: Tensor | None
     last: Tensor | None
     room: Tensor | None
+    diagonal: bool  # causal, and as many rows as keys: there is no `last`, it is the row itself
     packed_rows: tuple[bool, bool]  # whether mask and bias have columns of each row's own
+
+    @property
+    def last_keys(self) -> Tensor | None:
+        """`last`, also where it is the row itself."""
+        if not self.diagonal:
+            return self.last
+        return torch.arange(self.q.shape[2], dtype=torch.int32, device=self.q.device)
 
 
 def arrange(problem: Problem) -> Arranged:
@@ -70,12 +81,13 @@ def arrange(problem: Problem) -> Arranged:
     q, k, v, mask, bias = problem.q, problem.k, problem.v, problem.mask, problem.bias
     first = last = room = end = None
     own = (False, False)
+    diagonal = problem.is_causal and problem.packing is None and q.shape[1] == k.shape[1]
     if problem.packing is not None:
         own = (mask is not None and not is_per_key(mask), bias is not None and not is_per_key(bias))
         first, last, room = _packed_limits(problem, problem.packing)
         q, k, v = q[None], k[None], v[None]
         mask, bias = (None if t is None else _four_dimensions(t) for t in (mask, bias))
-    elif problem.is_causal:
+    elif problem.is_causal and not diagonal:
         seqlen_q, seqlen_k = q.shape[1], k.shape[1]
         last = torch.arange(seqlen_k - seqlen_q, seqlen_k, dtype=torch.int32, device=q.device)
     if problem.key_lists is not None and problem.is_causal:
@@ -84,7 +96,7 @@ def arrange(problem: Problem) -> Arranged:
         mask = (problem.key_lists.end > 0)[:, :, None]
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     mask = None if mask is None else _without_repeats(mask)
-    return Arranged(q, k, v, mask, bias, end, first, last, room, own)
+    return Arranged(q, k, v, mask, bias, end, first, last, room, diagonal, own)
 
 
 def _without_repeats(mask: Tensor) -> Tensor:
@@ -143,6 +155,7 @@ def operands(
         limit=torch.finfo(dtype).max / 4,
         first=given.first is not None,
         last=given.last is not None,
+        diagonal=given.diagonal,
         end=found["end"][0],
         mask=found["mask"][0],
         bias=found["bias"][0],
@@ -223,13 +236,14 @@ def keep(spec: Spec, tensors: Operands, at: At) -> Tensor:
     """Whether a row keeps a key."""
     _, _, row, key = at
     kept = key >= 0
-    if tensors.last is not None:
-        kept = key <= tensors.last[row]
+    last = row if spec.diagonal else None if tensors.last is None else tensors.last[row]
+    if last is not None:
+        kept = key <= last
     if tensors.first is not None:
         kept = kept & (key >= tensors.first[row])
     if tensors.end is not None:
-        assert tensors.last is not None  # intervals of rows are causal
-        kept = kept & (tensors.last[row] < _entry(tensors.end, spec.end, spec, tensors, at))
+        assert last is not None  # intervals of rows are causal
+        kept = kept & (last < _entry(tensors.end, spec.end, spec, tensors, at))
     if tensors.mask is not None:
         kept = kept & _entry(tensors.mask, spec.mask, spec, tensors, at)
     return kept

@@ -3,9 +3,9 @@
 `torch.nn.attention.flex_attention` is public; on a GPU nothing else of it is used. On the CPU it
 returns no lse when compiled and, in newer versions of torch, no gradients at all, so there the
 operator behind it is called, by which FlexAttention defines its results: it forms all scores. That
-operator, the mode in which torch runs the two functions, and the limit on compilations are private.
-This is the only module of the backend that uses them, and `missing` says what a version of torch
-lacks.
+operator, the mode in which torch runs the two functions, the limit on compilations, and the keys by
+which torch dispatches are private. This is the only module of the backend that uses them, and
+`missing` says what a version of torch lacks.
 """
 
 import collections
@@ -16,6 +16,7 @@ import itertools
 import math
 import threading
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -60,6 +61,29 @@ def _lacks(name: str) -> RuntimeError:
     )
 
 
+def as_if_called_directly() -> Any:
+    """A context in which autograd and vmap work as they do outside of an operator.
+
+    While torch runs an operator it has switched both off, and FlexAttention is made of them.
+    """
+    return torch._C._ForceDispatchKeyGuard(*_keys_of_a_new_thread())
+
+
+@functools.cache
+def _keys_of_a_new_thread() -> tuple[Any, Any]:
+    """What torch dispatches by, in addition to the tensors and not at all, where nobody asked."""
+    found: list[tuple[Any, Any]] = []
+
+    def look() -> None:
+        tls = torch._C
+        found.append((tls._dispatch_tls_local_include_set(), tls._dispatch_tls_local_exclude_set()))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    return found[0]
+
+
 def attend(
     spec: Spec,
     q: Tensor,
@@ -89,24 +113,33 @@ def runs_compiled(q: Tensor) -> bool:
 def block_mask(given: Arranged) -> Any:
     """A BlockMask without its mask_mod; None where none is read, or every row keeps every key.
 
-    Making one takes dozens of small kernels, more time than attention over a few thousand keys.
-    Where causality alone hides keys it is kept for the next call on the same stream.
+    Making one takes over a hundred small kernels, more time than attention over a few thousand
+    keys. Where causality alone hides keys, or with a selection, it is kept for the next call on the
+    same stream. Boundaries and masks are buffers of the caller's, which are written anew.
     """
     if not runs_compiled(given.q):
         return None
     lengths = (given.q.shape[2], given.k.shape[2])
     blocks = (lengths[0] // BLOCK + 1) * (lengths[1] // BLOCK + 1)
-    if not _causal_alone(given) or blocks > _MOST_KEPT_BLOCKS or _is_capturing(given.q):
+    if not _is_kept(given) or blocks > _MOST_KEPT_BLOCKS or _is_capturing(given.q):
         return _new_block_mask(given)
     device = given.q.device
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    place = (lengths, device, stream)
+    place = (lengths, given.q.shape[1], given.k.shape[1], device, stream, _state(given.end))
     with _LOCK:
+        # Those of selections that are gone; another tensor may come to where one was.
+        for gone in [
+            key for key, (_, owner) in _KEPT.items() if owner is not None and owner() is None
+        ]:
+            del _KEPT[gone]
         found = _KEPT.pop(place, None)
-        _KEPT[place] = found = _new_block_mask(given) if found is None else found
+        if found is None:
+            owner = None if given.end is None else weakref.ref(_owner(given.end))
+            found = _new_block_mask(given), owner
+        _KEPT[place] = found
         while len(_KEPT) > _MOST_KEPT:
             _KEPT.popitem(last=False)
-    return found
+    return found[0]
 
 
 def _new_block_mask(given: Arranged) -> Any:
@@ -119,9 +152,24 @@ def _new_block_mask(given: Arranged) -> Any:
         return _flex().BlockMask.from_kv_blocks(*table, BLOCK_SIZE=BLOCK, seq_lengths=lengths)
 
 
-def _causal_alone(given: Arranged) -> bool:
-    others = (given.first, given.end, given.mask)
-    return given.last is not None and all(t is None for t in others)
+def _is_kept(given: Arranged) -> bool:
+    """Whether a table made of this serves later calls."""
+    causal = given.diagonal or given.last is not None
+    if not causal or given.first is not None or given.mask is not None:
+        return False
+    return given.end is None or not given.end.is_inference()  # those have no version
+
+
+def _owner(t: Tensor | None) -> Any:
+    """The tensor whose memory a tensor views."""
+    return t if t is None or t._base is None else t._base
+
+
+def _state(t: Tensor | None) -> tuple[Any, ...] | None:
+    """Differs between tensors of one owner whose values differ."""
+    if t is None:
+        return None
+    return id(_owner(t)), t.data_ptr(), t.shape, t.stride(), t._version
 
 
 def _is_capturing(q: Tensor) -> bool:
@@ -129,8 +177,8 @@ def _is_capturing(q: Tensor) -> bool:
     return q.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-# The last used, by lengths, device and stream; and the most blocks that one of them may have, of 16
-# bytes each.
+# The last used, by lengths, heads, device, stream and what `_state` says of the selection, each
+# with its owner; and the most blocks that one of them may have, of 16 bytes each.
 _KEPT: collections.OrderedDict[Any, Any] = collections.OrderedDict()
 _MOST_KEPT = 8
 _MOST_KEPT_BLOCKS = 2**20

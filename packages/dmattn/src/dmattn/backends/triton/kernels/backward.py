@@ -14,6 +14,7 @@ from dmattn.backends.triton.kernels.shared import (
     kept,
     kernel,
     keys_at,
+    keys_of_rows,
     listed_range,
     load_rows,
     operand_of,
@@ -22,7 +23,6 @@ from dmattn.backends.triton.kernels.shared import (
     program_of_rows,
     rounded,
     rows_of_keys,
-    seen_by,
     sequence,
     store_rows,
 )
@@ -79,16 +79,13 @@ def row_gradients(
     m = m_block * BM + tl.arange(0, BM)
     d = tl.arange(0, BD)
     offset = nkeys - rows
-    by_first, by_last = seen_by(m_block, rows, nkeys, CAUSAL, BM)
-    number_of_list = b * list_b + h // list_heads * list_h
-    begin, lo, middle, hi = listed_range(
-        rank, full, number_of_list, k_start, by_first, by_last, width, rank_width,
-        m_block * BM // LIST_ROWS, LISTS, BN,
+    number_of_list, begin, lo, middle, hi = keys_of_rows(
+        rank, full, mask, b, h, list_b, list_h, list_heads, width, rank_width,
+        m_block, rows, k_start, nkeys, CAUSAL, LISTS, LIST_ROWS, BM, BN,
     )  # fmt: skip
     q_rows = place_of(q, b, q_b, h, q_h, q_start, q_m)
-    hk = h // group
-    k_rows = place_of(k, b, k_b, hk, k_h, k_start, k_n)
-    v_rows = place_of(v, b, v_b, hk, v_h, k_start, v_n)
+    k_rows = place_of(k, b, k_b, h // group, k_h, k_start, k_n)
+    v_rows = place_of(v, b, v_b, h // group, v_h, k_start, v_n)
     dout_rows = place_of(dout, b, dout_b, h, dout_h, q_start, dout_m)
     mask = operand_of(mask, b, h, q_start, k_start, mask_b, mask_h, mask_heads, mask_m, mask_k0)
     bias = operand_of(bias, b, h, q_start, k_start, bias_b, bias_h, bias_heads, bias_m, bias_k0)
@@ -100,8 +97,6 @@ def row_gradients(
     do = load_rows(dout_rows, m, dout_m, keeps, d, dout_d, D)
     acc = tl.zeros([BM, BD], tl.float32)
     sums = tl.zeros([BM], tl.float32)
-    if mask is not None:
-        middle = lo
     for FULL in tl.static_range(1, -1, -1):  # as in the forward
         if FULL == 0 or mask is None:
             first = lo if FULL else middle

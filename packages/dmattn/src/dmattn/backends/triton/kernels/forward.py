@@ -9,14 +9,13 @@ from dmattn.backends.triton.kernels.shared import (
     kept,
     kernel,
     keys_at,
-    listed_range,
+    keys_of_rows,
     load_rows,
     operand_of,
     place_of,
     product,
     program_of_rows,
     rounded,
-    seen_by,
     sequence,
     softmax_step,
     store_rows,
@@ -45,16 +44,13 @@ def forward(
     m = m_block * BM + tl.arange(0, BM)
     d = tl.arange(0, BD)
     offset = nkeys - rows
-    by_first, by_last = seen_by(m_block, rows, nkeys, CAUSAL, BM)
-    number_of_list = b * list_b + h // list_heads * list_h
-    begin, lo, middle, hi = listed_range(
-        rank, full, number_of_list, k_start, by_first, by_last, width, rank_width,
-        m_block * BM // LIST_ROWS, LISTS, BN,
+    number_of_list, begin, lo, middle, hi = keys_of_rows(
+        rank, full, mask, b, h, list_b, list_h, list_heads, width, rank_width,
+        m_block, rows, k_start, nkeys, CAUSAL, LISTS, LIST_ROWS, BM, BN,
     )  # fmt: skip
     q_rows = place_of(q, b, q_b, h, q_h, q_start, q_m)
-    hk = h // group
-    k_rows = place_of(k, b, k_b, hk, k_h, k_start, k_n)
-    v_rows = place_of(v, b, v_b, hk, v_h, k_start, v_n)
+    k_rows = place_of(k, b, k_b, h // group, k_h, k_start, k_n)
+    v_rows = place_of(v, b, v_b, h // group, v_h, k_start, v_n)
     mask = operand_of(mask, b, h, q_start, k_start, mask_b, mask_h, mask_heads, mask_m, mask_k0)
     bias = operand_of(bias, b, h, q_start, k_start, bias_b, bias_h, bias_heads, bias_m, bias_k0)
     end = ends_of(end, number_of_list, seqlen_k)
@@ -63,8 +59,6 @@ def forward(
     acc = tl.zeros([BM, BD], tl.float32)
     highest = tl.full([BM], float("-inf"), tl.float32)
     total = tl.zeros([BM], tl.float32)
-    if mask is not None:
-        middle = lo
     # First the keys that all rows keep, then the others: this loop is compiled twice, and the keys
     # that cannot be hidden, which are most, are not looked at one by one. Without a mask no branch
     # keeps the compiler from loading ahead.

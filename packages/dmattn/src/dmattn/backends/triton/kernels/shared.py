@@ -215,6 +215,29 @@ def ends_of(end, number, seqlen_k):
 
 
 @device_function
+def keys_of_rows(
+    rank, full, mask, b, h, list_b, list_h, list_heads, width, rank_width,
+    m_block, rows, k_start, nkeys,
+    CAUSAL: tl.constexpr, LISTS: tl.constexpr, LIST_ROWS: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """The number of the lists of query head h, and the range that a block of its rows walks.
+
+    The range is as `listed_range` has it, but with a mask beside it no entry is taken for one that
+    every row keeps.
+    """
+    by_first, by_last = seen_by(m_block, rows, nkeys, CAUSAL, BM)
+    number = b * list_b + h // list_heads * list_h
+    begin, lo, middle, hi = listed_range(
+        rank, full, number, k_start, by_first, by_last, width, rank_width,
+        m_block * BM // LIST_ROWS, LISTS, BN,
+    )  # fmt: skip
+    if mask is not None:
+        middle = lo
+    return number, begin, lo, middle, hi
+
+
+@device_function
 def keys_at(keys, begin, i, hi, k_start, nkeys, LISTS: tl.constexpr, BN: tl.constexpr):
     """Keys i .. i + BN - 1 of a range, counted from the sequence's first, and which exist."""
     entry = i + tl.arange(0, BN)

@@ -1,0 +1,48 @@
+"""Launches of Hopper's forward over lists of keys, for sanitizer_cases.py.
+
+Last tiles of 32, 64 and 128 keys, lists without keys, and more row blocks than thread blocks.
+"""
+
+from __future__ import annotations
+
+from gpu.sanitizer_launch import Launch
+from gpu.sanitizer_selection import Selecting
+
+# More row blocks than thread blocks, which then pass from one list to the next.
+MANY_LISTS = Launch(
+    "listed rows, more than thread blocks",
+    *(260, 260, 16, 4, 2),
+    bias="bk1k",
+    causal=True,
+    wants="",
+    select=Selecting(110),
+)
+HOPPER_LISTS = (
+    Launch(
+        "listed rows, running top-w",
+        *(300, 300, 2, 4, 2),
+        bias="bk1k",
+        causal=True,
+        wants="",
+        select=Selecting(100),
+    ),
+    Launch("listed rows, no bias", *(300, 300), causal=True, wants="", select=Selecting(150)),
+    MANY_LISTS,
+    Launch(
+        "listed rows, key mask, more than thread blocks",
+        *(133, 300, 35, 4, 2),
+        mask="bk1k",
+        causal=True,
+        wants="",
+    ),
+    Launch("listed rows without keys", 130, 200, mask="b11k", kept=0.0, bias="bk1k", wants=""),
+    Launch(
+        "listed rows, top-w of all keys, fp32 bias",
+        *(90, 300, 2, 4, 2),
+        bias="1h1k",
+        bias_f32=True,
+        wants="",
+        select=Selecting(230, "bh"),
+    ),
+)
+HOPPER_LIST_KINDS = (("bf16", 64), ("f16", 128), ("f16", 40), ("bf16", 72))
