@@ -135,6 +135,11 @@ def test_rows_of_a_chunk(
     assert plan["blocks"] == min(items * plan["round.batches"], SMS)
 
 
+def test_more_rows_of_a_chunk_where_tiles_take_turns(probe: ctypes.CDLL) -> None:
+    lengths = {"seqlen_q": 16384, "seqlen_k": 16384}
+    assert plan_of(probe, deterministic=1, **lengths)["chunk_blocks"] == 8
+
+
 @pytest.mark.parametrize("lists", [(1, 1), (1, 4), (2, 4)])
 @pytest.mark.parametrize("length", [127, 4095, 20000, 60000])
 @pytest.mark.parametrize("deterministic", [0, 1])

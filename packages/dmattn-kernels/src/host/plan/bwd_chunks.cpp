@@ -9,8 +9,9 @@ namespace {
 
 // Steps over a block of rows that are worth an item's prologue and its additions to dk and dv. Chunks beyond twice the
 // keys that a row keeps would be mostly of keys that a row does not see, and with few items for each SM many SMs would
-// wait for the last.
-constexpr int64_t kStepsOfItem = 32;
+// wait for the last. Where sums are deterministic, an item also waits until those of the chunk's tiles before it have
+// begun.
+constexpr int64_t kStepsOfItem = 32, kStepsOfOrderedItem = 64;
 constexpr int64_t kItemsPerSm = 4;
 
 // What the lists of a round have room for: each new row of a chunk brings at most one key.
@@ -41,8 +42,9 @@ void choose_chunks(BwdPlan& plan, const Device& device) {
   const int64_t steps = int64_t{p.head_ratio} * (lists.block_rows / plan.tile.block_m);
   const int64_t tiles = ceil_div(lists.capacity, plan.tile.block_n);
   const int64_t pairs = int64_t{p.batch} * p.nheads_k;
+  const int64_t steps_wanted = p.deterministic ? kStepsOfOrderedItem : kStepsOfItem;
   int32_t blocks = 1;
-  while (2 * blocks * lists.block_rows <= kMostChunkRows && blocks < lists.blocks && blocks * steps < kStepsOfItem &&
+  while (2 * blocks * lists.block_rows <= kMostChunkRows && blocks < lists.blocks && blocks * steps < steps_wanted &&
          blocks * lists.block_rows < 2 * kept &&
          ceil_div(lists.blocks, 2 * blocks) * tiles * pairs >= kItemsPerSm * device.num_sms) {
     blocks *= 2;

@@ -25,10 +25,16 @@ struct BwdProducer {
       const typename T::Announced item = look_up(index, first);
       announce(item);
       if (item.index >= p.items) return;
-      // Asked for before the loads, so that the answer is there when they have been issued.
-      const int next = first + atomicAdd(p.work_counter, 1);
-      load_item(find_item<T>(p, item));
-      index = next;
+      if constexpr (T::kOrdered) {
+        // An item that is taken begins soon: those behind it wait for its turns.
+        load_item(find_item<T>(p, item));
+        index = first + atomicAdd(p.work_counter, 1);
+      } else {
+        // Asked for before the loads, so that the answer is there when they have been issued.
+        const int next = first + atomicAdd(p.work_counter, 1);
+        load_item(find_item<T>(p, item));
+        index = next;
+      }
     }
   }
 
