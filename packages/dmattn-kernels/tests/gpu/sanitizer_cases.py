@@ -27,7 +27,12 @@ from gpu.device import family
 from gpu.raw_cuda import Array, Buffer, Gpu, from_bits, to_bits
 from gpu.sanitizer_cache import Append, run_append
 from gpu.sanitizer_launch import Launch
-from gpu.sanitizer_listed import HOPPER_LIST_KINDS, HOPPER_LISTS
+from gpu.sanitizer_listed import (
+    HOPPER_LIST_GRADIENTS,
+    HOPPER_LIST_KINDS,
+    HOPPER_LISTS,
+    MANY_GRADIENTS,
+)
 from gpu.sanitizer_selection import (
     Lists,
     Selecting,
@@ -369,6 +374,8 @@ def all_launches() -> list[tuple[str, int, Launch | Lists | Append]]:
         main += [(kind, launch) for launch in HOPPER for kind in HOPPER_KINDS]
         main += [(kind, launch) for launch in HOPPER_BWD for kind in HOPPER_BWD_KINDS]
         main += [(kind, launch) for launch in HOPPER_LISTS for kind in HOPPER_LIST_KINDS]
+        main += [(kind, launch) for launch in HOPPER_LIST_GRADIENTS for kind in HOPPER_BWD_KINDS]
+        main += [(MAIN[1], MANY_GRADIENTS)]
     main += [(MAIN[0], launch) for launch in ONCE]
     main += [(OTHERS[0], BY_OWN_SCORES)]
     lists = [(*MAIN[0], launch) for launch in LISTS]
@@ -597,7 +604,7 @@ def enqueue_both(
 
     call |= views("q", "k", "v", "mask", "bias", "out", "lse")
     call |= {"softmax_scale": scale, "softcap": launch.softcap, "is_causal": launch.causal}
-    if launch.select:
+    if launch.select and launch.bias:
         call["lse_rest"] = gpu.output(row_shape, "f32", fill).view
     enqueue(gpu, kernels.FwdParams(0, **call, num_splits=launch.splits), fill)
     if launch.wants:

@@ -1,6 +1,7 @@
-"""Launches of Hopper's forward over lists of keys, for sanitizer_cases.py.
+"""Launches of Hopper's kernels over lists of keys, for sanitizer_cases.py.
 
-Last tiles of 32, 64 and 128 keys, lists without keys, and more row blocks than thread blocks.
+Forward: last tiles of 32, 64 and 128 keys, lists without keys, and more row blocks than thread
+blocks. Backward: with and without a bias, deterministic or not, and row blocks put together.
 """
 
 from __future__ import annotations
@@ -44,5 +45,26 @@ HOPPER_LISTS = (
         wants="",
         select=Selecting(230, "bh"),
     ),
+)
+HOPPER_LIST_GRADIENTS = tuple(
+    Launch(
+        f"listed rows, gradients{', deterministic' * turns}{', bias' * bool(bias)}",
+        *(300, 320, 2, 4, 2),
+        bias=bias,
+        causal=True,
+        deterministic=turns,
+        select=Selecting(100, fill="odd"),
+    )
+    for turns in (False, True)
+    for bias in ("", "bk1k")
+)
+# So many tiles that two row blocks are put together; thread blocks pass from one to the next.
+MANY_GRADIENTS = Launch(
+    "listed rows, gradients, two row blocks together",
+    *(300, 300, 35, 8, 4),
+    bias="1k1k",
+    causal=True,
+    deterministic=True,
+    select=Selecting(140),
 )
 HOPPER_LIST_KINDS = (("bf16", 64), ("f16", 128), ("f16", 40), ("bf16", 72))

@@ -63,9 +63,11 @@ def hold(words: torch.Tensor, blocks: int, stream: torch.cuda.Stream) -> None:
     call("cuLaunchKernel", function, blocks, 1, 1, 32, 1, 1, SMEM, on, arguments, None)
 
 
-@pytest.mark.parametrize("softcap", [0.0, 20.0])
+@pytest.mark.parametrize(
+    "softcap, window", [(0.0, None), (20.0, None), (0.0, 300)], ids=["plain", "softcap", "top-w"]
+)
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_turns_do_not_need_every_sm(head_dim: int, softcap: float) -> None:
+def test_turns_do_not_need_every_sm(head_dim: int, softcap: float, window: int | None) -> None:
     """Half of the SMs are held by blocks that leave once the deterministic backward has ended."""
     draw = torch.Generator(device="cuda").manual_seed(0)
     shape = (1, 2048, 16, head_dim)
@@ -73,12 +75,22 @@ def test_turns_do_not_need_every_sm(head_dim: int, softcap: float) -> None:
         torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=draw) for _ in range(4)
     )
     leaves = [x.requires_grad_() for x in (q, k, v)]
+    bias = None
+    if window:
+        bias = torch.randn((1, 16, 1, 2048), device="cuda", generator=draw).requires_grad_()
+        leaves.append(bias)
     words = torch.zeros(3, dtype=torch.int32, device="cuda")
     half = torch.cuda.get_device_properties(0).multi_processor_count // 2
 
     def backward() -> tuple[torch.Tensor, ...]:
         out = dmattn.flash_dmattn_func(
-            q, k, v, is_causal=True, softcap=softcap, deterministic=True, backend="cuda"
+            *(q, k, v),
+            attn_bias=bias,
+            is_causal=True,
+            softcap=softcap,
+            window_size=window,
+            deterministic=True,
+            backend="cuda",
         )
         return torch.autograd.grad(out, leaves, dout)
 

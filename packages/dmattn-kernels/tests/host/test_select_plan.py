@@ -101,8 +101,8 @@ def test_long_sequences_are_cut_by_sets(plan: Probe) -> None:
         (call(1, 4, 16384, 16384, 1024), 4, 1024),
         # More than that: several an SM, as small as the candidates of the last segment allow.
         (call(8, 16, 4096, 4096, 256), 4, 256),
-        (call(8, 16, 5120, 5120, 256), 4, 256),
-        (call(8, 16, 5121, 5121, 256), 4, 512),
+        (call(8, 16, 4608, 4608, 256), 4, 256),
+        (call(8, 16, 4609, 4609, 256), 4, 512),
         (call(1, 16, 16384, 16384, 1024), 4, 512),
         (call(1, 16, 32768, 32768, 1024), 4, 1024),
         (call(1, 4, 131072, 131072, 2048), 4, 512),
