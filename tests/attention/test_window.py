@@ -178,6 +178,32 @@ def test_attention(case: Case, window: int, deterministic: bool) -> None:
     assert_close(problem.with_(mask=keep), found)
 
 
+@pytest.mark.slow
+@pytest.mark.cuda
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(
+    "case,window",
+    [
+        (Case(700, 800, 2, 64, 32, 64, causal=True, bias="bk1k", dlse=True), 150),
+        (Case(1100, 1100, 4, 16, 16, 128, causal=True, bias="bk1k"), 260),
+        (Case(650, 650, 8, 16, 8, 72, causal=True, bias="1k1k", bias_f32=True), 100),
+    ],
+    ids=["groups", "one head a group", "shared bias"],
+)
+def test_many_heads(case: Case, window: int, biased: bool, deterministic: bool) -> None:
+    """So much to do that backward kernels may take several blocks of rows together."""
+    problem = build(case)
+    assert problem.bias is not None
+    scores = problem.bias[:, :, 0].detach()
+    keep = brute_force(scores, window, case.seqlen_q, True)
+    chosen = dmattn.select_keys(problem.bias.detach(), window, query_len=case.seqlen_q)
+    if not biased:
+        problem = problem.with_(bias=None)
+    found = run(problem, deterministic, selection=chosen)
+    assert_close(problem.with_(mask=keep), found)
+
+
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("bias", ["111k", "bk1k", "1h1k"])
 @pytest.mark.parametrize("mask", ["b11k", "bh1k", "1k1k"])
