@@ -71,3 +71,11 @@ def assert_lists(selection: dmattn.KeySelection, keep: Tensor) -> None:
             leading = slot < selection.full[:, :, block, None]
             times.zero_().scatter_add_(2, idx, (listed & leading).int())
             assert torch.equal(times, rows.all(2).int())
+
+
+def sorted_lists(selection: dmattn.KeySelection) -> Tensor:
+    """The keys that all rows of a block keep, rising; then, as large numbers, the others."""
+    slot = torch.arange(selection.idx.shape[-1], device=selection.idx.device)
+    partial = (slot >= selection.full[..., None]).long() << 40
+    keys = selection.idx + partial
+    return keys.masked_fill(slot >= selection.count[..., None], 1 << 50).sort(-1).values

@@ -337,6 +337,8 @@ def test_other_boundaries_in_a_graph(mask: str) -> None:
 @pytest.mark.cuda
 @pytest.mark.parametrize("window", [None, 64])
 def test_call_does_not_synchronise(window: int | None) -> None:
+    if target().backend == "flex":
+        pytest.skip("with a bias the flex backend looks at lse")
     problem = build_packed(Case(bias="1k1k"), SELF)
     call_packed(problem, window_size=window)
     torch.cuda.synchronize()

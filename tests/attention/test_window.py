@@ -13,7 +13,7 @@ from attention.cases import Case, build, case_id
 from attention.driver import assert_close, call, run, times
 from attention.oracle import Problem, Results
 from attention.poison import poisoned
-from attention.selections import KINDS, assert_lists, brute_force, make_scores
+from attention.selections import KINDS, assert_lists, brute_force, make_scores, sorted_lists
 from attention.targets import on_cuda, target, target_device
 
 pytestmark = pytest.mark.each_family
@@ -106,14 +106,6 @@ def test_selection_for_many_heads(
             assert_lists(alone, keep)
             assert torch.equal(together.end[:, own], alone.end)
             assert torch.equal(sorted_lists(together)[:, own], sorted_lists(alone))
-
-
-def sorted_lists(selection: dmattn.KeySelection) -> Tensor:
-    """The keys that all rows of a block keep, rising; then, as large numbers, the others."""
-    slot = torch.arange(selection.idx.shape[-1], device=selection.idx.device)
-    partial = (slot >= selection.full[..., None]).long() << 40
-    keys = selection.idx + partial
-    return keys.masked_fill(slot >= selection.count[..., None], 1 << 50).sort(-1).values
 
 
 @pytest.mark.default_backend

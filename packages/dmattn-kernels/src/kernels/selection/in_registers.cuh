@@ -142,7 +142,7 @@ __device__ __forceinline__ void for_each_kept(uint2 (&warp_tally)[32], const Can
     for (int i = 0; i < 4; ++i) sum += count_bytes(ord[i], core_cut.value, kept_cut.value);
     if (!visit_all && __ballot_sync(kFullWarp, sum >> 16 != 0) == 0) continue;
     const int quad = own.quad(u);
-    const int4 four = c.keys(quad);
+    const int4 four = quad < own.mine.end ? c.keys(quad) : make_int4(0, 0, 0, 0);
     const int key[4] = {four.x, four.y, four.z, four.w};
     const uint32_t inclusive = warp_inclusive_scan(sum);
     const uint32_t step = __shfl_sync(kFullWarp, inclusive, 31);

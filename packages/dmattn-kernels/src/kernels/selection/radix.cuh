@@ -179,8 +179,8 @@ __device__ __forceinline__ int64_t set_index(const SelectPlan& p, int row, int s
   return (static_cast<int64_t>(buffer) * p.rows + row) * p.sets + set;
 }
 
-// What the search for the best keys before position row0 reads, of the document that starts at `start`: the last set before its first row, and the keys from
-// there on.
+// What the search for the best keys before position row0 reads, of the document that starts at `start`: the last set
+// before it, and the keys from there on.
 __device__ __forceinline__ Candidates block_candidates(const SelectPlan& p, int row, int row0, int start) {
   Candidates c{};
   const int super = (row0 - p.set_origin) / p.super_keys;
