@@ -17,6 +17,7 @@ from dmattn import flash_dmattn_func, flash_dmattn_varlen_func
 from dmattn.backends.cuda import attention as cuda
 from dmattn.backends.cuda import kernels
 from dmattn.problem import Needs, Packing, Problem
+from dmattn.utils.padding import index_first_axis, unpad_input
 
 NAMES = ("dq", "dk", "dv", "dbias")
 
@@ -299,6 +300,38 @@ def test_compiles(is_causal: bool, window_size: int | None) -> None:
         results.append([out, *torch.autograd.grad(out, leaves, case.dout)])
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("scores_heads", [1, 2])
+@pytest.mark.parametrize("window_size", [None, 4])
+def test_compiles_behind_unpad_input(window_size: int | None, scores_heads: int) -> None:
+    """The number of tokens is then one that only the mask tells."""
+
+    def step(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, mask: Tensor) -> Tensor:
+        rows, indices, cu, *_ = unpad_input(q, mask)
+        k, v, bias = (index_first_axis(t.flatten(0, 1), indices) for t in (k, v, bias))
+        return flash_dmattn_varlen_func(
+            *(rows, k, v, cu, cu, q.shape[1], q.shape[1]),
+            attn_bias=bias,
+            is_causal=True,
+            window_size=window_size,
+        )
+
+    torch._dynamo.reset()
+    leaves = [torch.randn(2, 9, heads, 8, requires_grad=True) for heads in (4, 2, 2)]
+    leaves.append(torch.randn(2, 9, scores_heads, requires_grad=True))
+    mask = torch.ones(2, 9, dtype=torch.bool)
+    mask[0, 6:] = False
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    results = []
+    with torch._dynamo.config.patch(
+        capture_scalar_outputs=True, capture_dynamic_output_shape_ops=True
+    ):
+        for function in (step, compiled):
+            out = function(*leaves, mask)
+            results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_second_derivatives_are_refused() -> None:

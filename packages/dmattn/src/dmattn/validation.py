@@ -169,10 +169,12 @@ def can_be_read(t: Tensor) -> bool:
 def is_one_or(size: int, n: int) -> bool:
     """Whether a dimension of this size broadcasts to n.
 
-    Written as two comparisons: `size in (1, n)` is False under torch.compile when one of the two
-    is a fixed number and the other a dynamic length that happens to be equal.
+    Written as comparisons: `size in (1, n)` is False under torch.compile when one of the two is a
+    fixed number and the other a dynamic length that happens to be equal. Of a length that only the
+    data tell, torch.compile cannot say whether it is 1, but it knows that n is the same: equality
+    with n comes first, except for sizes that are plain numbers, which need no guard.
     """
-    return size == 1 or size == n
+    return (isinstance(size, int) and size == 1) or size == n or size == 1
 
 
 def one_of(options: Sequence[object]) -> str:
