@@ -15,7 +15,7 @@ import torch
 import dmattn
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
 PAGES += sorted(ROOT.glob("packages/*/README.md"))
 TROUBLES = ROOT / "docs/troubleshooting.md"
 # Pages whose blocks go on where the ones before them ended.
@@ -199,6 +199,13 @@ def test_every_page_is_listed_once() -> None:
     assert sorted(re.findall(r"\(docs/([\w-]+\.md)\)", listing)) == pages
     linked = re.findall(r"\(([\w-]+\.md)\)", (ROOT / "docs/index.md").read_text())
     assert sorted(linked) == pages
+
+
+def test_pages_about_kernels_are_linked() -> None:
+    """The page with the map of the kernels leads to those with their details."""
+    linked = set(re.findall(r"\((kernels/[\w-]+\.md)", (ROOT / "docs/kernels.md").read_text()))
+    there = {f"kernels/{path.name}" for path in ROOT.glob("docs/kernels/*.md")}
+    assert linked == there and len(there) > 4
 
 
 @pytest.fixture(scope="module")
