@@ -130,6 +130,20 @@ def test_measured_times_are_recorded_ones() -> None:
     assert rows and not {time for row in rows for time in row} - recorded
 
 
+def test_achieved_fractions_are_those_of_the_floors() -> None:
+    """In the tables of floors the last column is the larger floor over the measured time."""
+    time = r"\| (\d+\.\d+) ms[^|]*"
+    rows = [
+        row
+        for page in sorted(ROOT.glob("docs/kernels/*.md"))
+        for row in re.findall(rf"{3 * time}\| (0\.\d\d) \|$", page.read_text(), re.MULTILINE)
+    ]
+    assert len(rows) > 15
+    for row in rows:
+        products, moves, measured, achieved = map(float, row)
+        assert abs(max(products, moves) / measured - achieved) < 0.011, row
+
+
 def troubles() -> list[tuple[str, str]]:
     """The Python blocks of the page on errors, each with the message below it, if there is one."""
     blocks = re.findall(r"^```(\w+)\n(.*?)^```", TROUBLES.read_text(), re.MULTILINE | re.DOTALL)

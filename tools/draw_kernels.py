@@ -73,7 +73,7 @@ class Box(NamedTuple):
         return self.x + self.width, self.y + self.height / 2
 
 
-def draw_box(ax: Axes, box: Box, fontsize: float = 9.0) -> None:
+def draw_box(ax: Axes, box: Box, fontsize: float = 10.5) -> None:
     """The first line is a name, in bold; the others say what it does."""
     shape = FancyBboxPatch(
         *((box.x, box.y), box.width, box.height),
