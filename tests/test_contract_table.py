@@ -31,7 +31,7 @@ def table() -> list[tuple[str, list[str]]]:
 @cache
 def pages() -> str:
     """All text of the documentation but the table itself."""
-    texts = [page.read_text() for page in sorted((ROOT / "docs").glob("*.md")) if page != PAGE]
+    texts = [page.read_text() for page in sorted((ROOT / "docs").rglob("*.md")) if page != PAGE]
     before, _, rest = PAGE.read_text().partition(BEGIN)
     return plain(
         "\n".join([*texts, before, rest.partition(END)[2], (ROOT / "README.md").read_text()])

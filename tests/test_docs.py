@@ -15,7 +15,7 @@ import torch
 import dmattn
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
 PAGES += sorted(ROOT.glob("packages/*/README.md"))
 TROUBLES = ROOT / "docs/troubleshooting.md"
 # Pages whose blocks go on where the ones before them ended.
@@ -130,6 +130,20 @@ def test_measured_times_are_recorded_ones() -> None:
     assert rows and not {time for row in rows for time in row} - recorded
 
 
+def test_achieved_fractions_are_those_of_the_floors() -> None:
+    """In the tables of floors the last column is the larger floor over the measured time."""
+    time = r"\| (\d+\.\d+) ms[^|]*"
+    rows = [
+        row
+        for page in sorted(ROOT.glob("docs/kernels/*.md"))
+        for row in re.findall(rf"{3 * time}\| (0\.\d\d) \|$", page.read_text(), re.MULTILINE)
+    ]
+    assert len(rows) > 15
+    for row in rows:
+        products, moves, measured, achieved = map(float, row)
+        assert abs(max(products, moves) / measured - achieved) < 0.011, row
+
+
 def troubles() -> list[tuple[str, str]]:
     """The Python blocks of the page on errors, each with the message below it, if there is one."""
     blocks = re.findall(r"^```(\w+)\n(.*?)^```", TROUBLES.read_text(), re.MULTILINE | re.DOTALL)
@@ -199,6 +213,13 @@ def test_every_page_is_listed_once() -> None:
     assert sorted(re.findall(r"\(docs/([\w-]+\.md)\)", listing)) == pages
     linked = re.findall(r"\(([\w-]+\.md)\)", (ROOT / "docs/index.md").read_text())
     assert sorted(linked) == pages
+
+
+def test_pages_about_kernels_are_linked() -> None:
+    """The page with the map of the kernels leads to those with their details."""
+    linked = set(re.findall(r"\((kernels/[\w-]+\.md)", (ROOT / "docs/kernels.md").read_text()))
+    there = {f"kernels/{path.name}" for path in ROOT.glob("docs/kernels/*.md")}
+    assert linked == there and len(there) > 4
 
 
 @pytest.fixture(scope="module")
