@@ -227,6 +227,9 @@ def test_errors() -> None:
         ({"window_size": 0}, ValueError, "window_size"),
         ({"backend": "cuda"}, ValueError, "query: got device cpu, wanted cuda for backend 'cuda'"),
         ({"softcap": math.inf}, ValueError, "softcap: got inf"),
+        ({"softcap": -30.0}, ValueError, "softcap: got -30.0, wanted a finite number of at least"),
+        ({"is_causal": "no"}, TypeError, "is_causal: got 'no' .str., wanted True or False"),
+        ({"deterministic": "no"}, TypeError, "deterministic: got 'no' .str., wanted True or Fa"),
     ]
     flash_dmattn_varlen_func(**good)
     for change, kind, words in wrong:
