@@ -301,6 +301,13 @@ def test_errors(changes: dict[str, object], error: type[Exception], message: str
             function(bias, mask, B, SQ, SK, window_size)
 
 
+def test_each_wanted_shape_is_named_once() -> None:
+    with pytest.raises(ValueError, match=r"got shape \(2, 7\), wanted \(2, 8\)$"):
+        create_mask(torch.zeros(2, H, 1, 8), torch.ones(2, 7).bool(), 2, 8, 8, 3)
+    with pytest.raises(ValueError, match=r"got shape \(2, 7\), wanted \(2, 8\) or \(2, 3\)$"):
+        create_mask(torch.zeros(2, H, 1, 8), torch.ones(2, 7).bool(), 2, 3, 8, 3)
+
+
 def test_errors_of_options() -> None:
     bias = torch.zeros(B, H, 1, SK)
     with pytest.raises(ValueError, match=r"type: got 'best' \(str\), wanted 'topk' or 'relu'"):

@@ -288,9 +288,9 @@ def _keys_mask(mask: Tensor, batch_size: int, query_len: int, key_len: int) -> T
     if mask.shape[0] == batch_size and mask.shape[1] == key_len:
         return mask
     if mask.shape[0] != batch_size or mask.shape[1] != query_len:
+        queries = "" if query_len == key_len else f" or ({batch_size}, {query_len})"
         raise ValueError(
-            f"attention_mask: got shape {given}, wanted ({batch_size}, {key_len}) or "
-            f"({batch_size}, {query_len})"
+            f"attention_mask: got shape {given}, wanted ({batch_size}, {key_len}){queries}"
         )
     if query_len > key_len:
         raise ValueError(
