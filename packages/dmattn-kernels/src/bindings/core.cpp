@@ -8,8 +8,10 @@
 #include <sstream>
 #include <string>
 
+#include "at_once.h"
 #include "dmattn/dmattn.hpp"
 #include "exchange.h"
+#include "kind.h"
 
 namespace py = pybind11;
 
@@ -221,6 +223,39 @@ size_t enqueue(const Params& p, uintptr_t stream) {
   });
 }
 
+// The same and the workspace, in one call: enqueue_fwd and so on. See at_once.h.
+template <auto make>
+PyObject* enqueue_at_once(PyObject*, PyObject* const* given, Py_ssize_t count) {
+  const auto first = [](const auto& p, uintptr_t stream) { return enqueue(p, stream); };
+  const auto then = [](const auto& p, uintptr_t workspace, size_t bytes, uintptr_t stream) {
+    launch(p, workspace, bytes, stream);
+  };
+  return dmattn::at_once::run(make, given, count, first, then);
+}
+
+PyCFunction as_function(PyObject* (*function)(PyObject*, PyObject* const*, Py_ssize_t)) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
+}
+
+template <auto make>
+PyMethodDef at_once(const char* name, const char* doc) {
+  return {name, as_function(&enqueue_at_once<make>), METH_FASTCALL, doc};
+}
+
+PyMethodDef plain_functions[] = {
+    at_once<&make_fwd>("enqueue_fwd", "enqueue_fwd(*arguments) -> int\n\nOf FwdParams, and the stream."),
+    at_once<&make_bwd>("enqueue_bwd", "enqueue_bwd(*arguments) -> int\n\nOf BwdParams, and the stream."),
+    at_once<&make_select>("enqueue_select", "enqueue_select(*arguments) -> int\n\nOf SelectParams, and the stream."),
+    at_once<&make_build_key_lists>(
+        "enqueue_build_key_lists",
+        "enqueue_build_key_lists(*arguments) -> int\n\nOf BuildKeyListsParams, and the stream."),
+    at_once<&make_cache_append>("enqueue_cache_append",
+                                "enqueue_cache_append(*arguments) -> int\n\nOf CacheAppendParams, and the stream."),
+    {"kind_of", as_function(&dmattn::kind_of), METH_FASTCALL,
+     "kind_of(*arguments) -> bytes | None\n\nOf a tuple of types, and tensors."},
+    {nullptr, nullptr, 0, nullptr},
+};
+
 // --- information ---------------------------------------------------------------------------------------------------
 
 bool reads(py::handle type) {
@@ -291,6 +326,7 @@ PYBIND11_MODULE(_core, m) {
       .def("enqueue", &enqueue<dmattn_cache_append_params>, "stream"_a)
       .def("launch", &launch<dmattn_cache_append_params>, "workspace"_a, "bytes"_a, "stream"_a);
 
+  if (PyModule_AddFunctions(m.ptr(), plain_functions) != 0) throw py::error_already_set();
   m.def("reads", &reads, "type"_a);
   m.def("select_capacity", &dmattn_select_capacity, "window"_a, "seqlen_k"_a, "is_causal"_a);
   m.def("abi_version", &dmattn_abi_version);

@@ -37,10 +37,21 @@ struct DlTensor {
   uint64_t byte_offset;
 };
 
+struct DlManaged {
+  uint32_t major, minor;
+  void* context;
+  void (*deleter)(DlManaged* self);
+  uint64_t flags;
+  DlTensor tensor;
+};
+
+using SetError = void (*)(void* context, const char* kind, const char* message);
+
 struct Api {
   uint32_t major, minor;
   Api* older;  // with the version of another major number, or null
-  void (*allocate)();
+  // Not 0: it has called set_error. From the framework's own memory, for its current stream.
+  int (*allocate)(DlTensor* prototype, DlManaged** out, void* error_context, SetError set_error);
   void (*export_tensor)();
   void (*import_tensor)();
   int (*describe)(void* object, DlTensor* out);  // not 0: it has set a Python exception. May be null
@@ -48,7 +59,7 @@ struct Api {
 };
 
 constexpr int32_t kCpu = 1, kCuda = 2, kCudaManaged = 13;
-constexpr uint8_t kInt = 0, kFloat = 2, kBfloat = 4, kBool = 6;
+constexpr uint8_t kInt = 0, kUint = 1, kFloat = 2, kBfloat = 4, kBool = 6;
 
 // Types whose tables are remembered. They are then kept alive, so programs that make types as they go must not add to
 // them without end; other types are asked each time.
@@ -116,5 +127,34 @@ inline void read(const Api& api, PyObject* object, int32_t device, dmattn_tensor
     contiguous *= from.shape[i];
   }
 }
+
+// Device memory from the framework that has this table, given back at the end of the scope.
+class Scratch {
+ public:
+  // data() stays null where the framework offers none, or has none left.
+  Scratch(const Api* api, int32_t device, size_t bytes) {
+    if (api == nullptr || api->allocate == nullptr) return;
+    int64_t extent = static_cast<int64_t>(bytes);
+    DlTensor prototype{};
+    prototype.device = device >= 0 ? DlDevice{kCuda, device} : DlDevice{kCpu, 0};
+    prototype.ndim = 1;
+    prototype.dtype = {kUint, 8, 1};
+    prototype.shape = &extent;
+    const auto ignore = [](void*, const char*, const char*) {};
+    if (api->allocate(&prototype, &managed_, nullptr, ignore) != 0) managed_ = nullptr;
+  }
+  ~Scratch() {
+    if (managed_ != nullptr && managed_->deleter != nullptr) managed_->deleter(managed_);
+  }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+
+  void* data() const {
+    return managed_ == nullptr ? nullptr : static_cast<char*>(managed_->tensor.data) + managed_->tensor.byte_offset;
+  }
+
+ private:
+  DlManaged* managed_ = nullptr;
+};
 
 }  // namespace dmattn::exchange

@@ -176,6 +176,35 @@ class CacheAppendParams:
     def launch(self, workspace: int, bytes: int, stream: int) -> None:
         """See `FwdParams.launch`."""
 
+def enqueue_fwd(*arguments: Any) -> int:
+    """A forward in one call: its parameters, its scratch and its launch.
+
+    Takes all arguments of `FwdParams`, by position, and the stream. The scratch comes from the
+    framework of the first tensor, for its current stream, which has to be that stream. Returns 0,
+    or the bytes of scratch that it did not get: nothing has been launched then, and the caller goes
+    by `FwdParams`. Raises as its methods.
+    """
+
+def enqueue_bwd(*arguments: Any) -> int:
+    """See `enqueue_fwd`; of `BwdParams`."""
+
+def enqueue_select(*arguments: Any) -> int:
+    """See `enqueue_fwd`; of `SelectParams`."""
+
+def enqueue_build_key_lists(*arguments: Any) -> int:
+    """See `enqueue_fwd`; of `BuildKeyListsParams`."""
+
+def enqueue_cache_append(*arguments: Any) -> int:
+    """See `enqueue_fwd`; of `CacheAppendParams`."""
+
+def kind_of(*arguments: Any) -> bytes | None:
+    """The kind of tensors: takes a tuple of types, and up to 8 tensors, each of which may be None.
+
+    Two lists of tensors have the same kind exactly if they agree in where None is and in all
+    shapes, strides, dtypes and devices. None: one of them is not of one of the types (a subclass is
+    another type), cannot be described by its framework, or says of itself that it `is_neg()`.
+    """
+
 def reads(type: type) -> bool:
     """Whether tensors of this type may be passed as they are.
 

@@ -201,3 +201,69 @@ def test_a_refusal_of_the_framework_is_an_error() -> None:
 
     with pytest.raises(ValueError, match="q cannot be described by its framework"):
         params(q=Refusing(Q))
+
+
+class Signed(Framework):
+    """Which knows views with another sign, as torch does."""
+
+    negative = False
+
+    def is_neg(self) -> bool:
+        return self.negative
+
+
+STRIDE = (32768, 256, 64, 1)
+
+
+def test_a_kind_is_all_but_the_address() -> None:
+    made = [
+        (Signed(Q, STRIDE), None),
+        (None, Signed(Q, STRIDE)),
+        (Signed(Q, STRIDE), Signed(Q, STRIDE)),
+        (Signed(Q, STRIDE),),
+        (Signed(K, STRIDE), None),
+        (Signed(Q[1:], STRIDE[1:]), None),
+        (Signed(Q, (32768, 64, 8192, 1)), None),
+        (Signed(Q, STRIDE, (FLOAT, 16)), None),
+        (Signed(Q, STRIDE, (FLOAT, 32)), None),
+        (Signed(Q, STRIDE, lanes=2), None),
+        (Signed(Q, STRIDE, device=(CPU, 0)), None),
+        (Signed(Q, STRIDE, device=(CUDA, 1)), None),
+    ]
+    kinds = [_core.kind_of((int, Signed), *tensors) for tensors in made]
+    assert None not in kinds and len(set(kinds)) == len(made)
+    assert kinds[0] == _core.kind_of((Signed,), Signed(Q, STRIDE, offset=64), None)
+
+
+def test_tensors_without_a_kind() -> None:
+    class Sub(Signed):
+        pass
+
+    class Unreadable(WithoutViews, Signed):
+        pass
+
+    negative = Signed(Q, STRIDE)
+    negative.negative = True
+    types = (Signed, Unreadable, int)
+    for tensor in (negative, Sub(Q, STRIDE), Unreadable(Q, STRIDE), 3, Signed((1,) * 9, (1,) * 9)):
+        assert _core.kind_of(types, Signed(Q, STRIDE), tensor) is None
+    for wrong in ((), (Signed,), (types, *[None] * 9)):
+        with pytest.raises(TypeError, match="wanted a tuple of types, and up to 8 tensors"):
+            _core.kind_of(*wrong)
+
+
+def test_one_call_takes_what_the_constructor_takes() -> None:
+    q, k, lse = Framework(Q), Framework(K), Framework(LSE, None, (FLOAT, 32))
+    settings = (0.125, 0.0, False, 0, None, None, None, None, 0, 0)
+    with pytest.raises(
+        ValueError, match=r"v has shape \(2, 128, 2, 64\); wanted \(2, 127, 2, 64\)"
+    ):
+        _core.enqueue_fwd(0, q, Framework((2, 127, 2, 64)), k, None, None, q, lse, *settings, 0)
+    call = (0, q, k, k, None, None, q, lse, *settings)
+    with pytest.raises(TypeError, match="got 18 arguments; wanted 19"):
+        _core.enqueue_fwd(*call)
+    for place, value in ((8, "1"), (10, 1), (11, 1.5), (0, None)):
+        with pytest.raises(TypeError):
+            _core.enqueue_fwd(*call[:place], value, *call[place + 1 :], 0)
+    with pytest.raises(ValueError, match="4294967296 does not fit 32 bits"):
+        _core.enqueue_fwd(*call[:11], 1 << 32, *call[12:], 0)
