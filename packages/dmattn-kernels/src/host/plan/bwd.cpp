@@ -63,13 +63,23 @@ void set_gradients(BwdPlan& plan, const dmattn_bwd_params& p) {
   }
 }
 
+// Two terms can be added up in 16 bits, in any order: zero and the first of them is the first.
+bool is_sum_of_pairs(const BwdPlan& plan) {
+  const BwdParams& p = plan.kernel;
+  const int64_t scores = rows_of(p) * p.seqlen_q * p.seqlen_k;
+  return p.dbias_kind == DbiasKind::kAccum && p.bias.kind == BiasKind::kTile && scores == 2 * plan.dbias_elements &&
+         is_vec16(plan.dbias, {p.dbias_batch_stride, p.dbias_head_stride, p.dbias_row_stride}, plan.dbias_dtype);
+}
+
 // Of a unit's kernels the one that does the least beyond what is asked for, and what follows from its tile.
 void use_kernels(BwdPlan& plan, const KernelSet& kernels, const Device& device) {
   plan.resident_blocks = kernels.is_persistent ? device.num_sms : 0;
+  if (kernels.is_persistent && is_sum_of_pairs(plan)) plan.kernel.dbias_kind = DbiasKind::kPair;
   plan.choice.tiles = kernels.tiles;
   plan.choice.level = bwd_level(plan);
-  const BwdTile& tile = plan.tile = kernels.bwd_tile(plan.unit.head_dim_tile, plan.unit.gathered);
   BwdParams& kernel = plan.kernel;
+  const bool has_bias = kernel.bias.kind != BiasKind::kNone;
+  const BwdTile& tile = plan.tile = kernels.bwd_tile(plan.unit.head_dim_tile, plan.unit.gathered, has_bias);
   kernel.has_split_slots = kernel.deterministic || kernels.is_persistent;
   kernel.dq_blocks = ceil_div(kernel.seqlen_q, tile.block_m);
   if (!kernel.packing.is_active()) {
@@ -86,7 +96,7 @@ void use_kernels(BwdPlan& plan, const KernelSet& kernels, const Device& device) 
   // last.
   if (order != DqOrder::kRegisters) {
     plan.convert_dq.scale = kernel.softmax_scale;
-    (kernel.bias.kind == BiasKind::kNone ? plan.preprocess.lse_scale : plan.preprocess.rest_scale) = kLog2e;
+    (has_bias ? plan.preprocess.rest_scale : plan.preprocess.lse_scale) = kLog2e;
   }
   if (kernels.is_persistent && plan.walk == KeyWalk::kRowBlockLists) choose_chunks(plan, device);
 }
@@ -145,6 +155,7 @@ void choose_dbias(BwdPlan& plan, const dmattn_bwd_params& p, bool per_key) {
   } else {
     const bool own_entry = shape[0] == kernel.packing.slabs(kernel.batch) && shape[1] == kernel.nheads;
     kernel.dbias_kind = own_entry ? DbiasKind::kTile : DbiasKind::kAccum;
+    kernel.dbias = own_entry ? plan.dbias : nullptr;  // sums get their place later
     kernel.dbias_row_stride = shape[3];
     kernel.dbias_head_stride = shape[1] == 1 ? 0 : shape[2] * shape[3];
     kernel.dbias_batch_stride = shape[0] == 1 ? 0 : shape[1] * shape[2] * shape[3];
@@ -194,8 +205,9 @@ void set_dbias(BwdPlan& plan, const dmattn_bwd_params& p) {
   // The kernel stores whole tiles; only those that no row sees are left out, and columns behind a packed sequence.
   const bool visits_all =
       plan.walk == KeyWalk::kTiled && !has_mask(plan.mask) && !kernel.is_causal && !kernel.packing.is_active();
-  const bool is_own_accum = kernel.dbias_kind == DbiasKind::kAccum && has_fp32_dbias(plan);
-  if (is_own_accum || (kernel.dbias_kind == DbiasKind::kTile && !visits_all)) {
+  const bool is_added_to =
+      kernel.dbias_kind == DbiasKind::kPair || (kernel.dbias_kind == DbiasKind::kAccum && has_fp32_dbias(plan));
+  if (is_added_to || (kernel.dbias_kind == DbiasKind::kTile && !visits_all)) {
     plan.dbias_zero_bytes = static_cast<size_t>(plan.dbias_elements * element_bytes(plan.dbias_dtype));
   }
 }
@@ -216,7 +228,7 @@ void place_dbias(BwdPlan& plan, Workspace& workspace) {
   plan.reduce_dbias.src = kernel.dbias_cols;
   plan.reduce_dbias.lse_rounded = plan.preprocess.lse_rounded;
   const bool is_accum = kernel.dbias_kind == DbiasKind::kAccum;
-  if (is_accum || kernel.dbias_kind == DbiasKind::kTile) {
+  if (is_accum || kernel.dbias_kind == DbiasKind::kTile || kernel.dbias_kind == DbiasKind::kPair) {
     kernel.dbias = is_accum && !has_fp32_dbias(plan) ? plan.dbias_accum : plan.dbias;
   }
 }
@@ -290,7 +302,9 @@ bool is_for_residents(const BwdPlan& plan) {
   const bool has_bias = p.bias.kind != BiasKind::kNone;
   // The rest of lse is there for the sake of large biases.
   if (!all_wanted || has_mask(plan.mask) || p.packing.is_active() || plan.has_lse_rest != has_bias) return false;
-  if (plan.walk == KeyWalk::kTiled) return !has_bias && p.dbias_kind == DbiasKind::kNone;
+  if (plan.walk == KeyWalk::kTiled) {
+    return !has_bias || (p.bias.kind == BiasKind::kTile && p.softcap == 0.f && !p.deterministic);
+  }
   if (plan.walk != KeyWalk::kRowBlockLists) return false;
   const bool has_group_bias = p.bias.kind == BiasKind::kKey && p.bias.head_ratio % p.head_ratio == 0;
   const bool has_dbias_of_keys = p.dbias_kind == DbiasKind::kNone || p.dbias_kind == DbiasKind::kKey;

@@ -57,7 +57,7 @@ void offset_operands(BwdParams& p, Dtype dtype, int64_t b, int64_t h, int64_t hk
   if (p.bias.kind != BiasKind::kNone) {
     const int64_t bias_head = h / p.bias.head_ratio;
     const int64_t bias_bytes = element_bytes(p.bias.dtype);
-    const int64_t dbias_bytes = p.dbias_kind == DbiasKind::kTile ? bias_bytes : sizeof(float);
+    const int64_t dbias_bytes = p.dbias_kind == DbiasKind::kAccum ? sizeof(float) : bias_bytes;
     offset_bytes(p.bias.ptr, bias_bytes * (b * p.bias.batch_stride + bias_head * p.bias.head_stride));
     offset_bytes(p.dbias, dbias_bytes * (b * p.dbias_batch_stride + bias_head * p.dbias_head_stride));
   }

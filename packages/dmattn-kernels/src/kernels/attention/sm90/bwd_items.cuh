@@ -25,13 +25,16 @@ __device__ __forceinline__ BwdItem find_tiled_item(const BwdArguments& p, int in
   const int row = in_section / parts;
   const int part = first + in_section - row * parts;
   const int head = part / p.num_splits;
-  const int batch = head / p.nheads_k;
+  // What reads the same tiles of a bias goes side by side: batches if they share it, or else heads.
+  const bool batch_is_inner = T::kDenseBias && p.bias_batch_step == 0;
+  const int inner = batch_is_inner ? p.batches : p.nheads_k;
+  const int outer_part = head / inner, inner_part = head - outer_part * inner;
   const int n_block = T::kOrdered ? p.n_blocks - 1 - row : row;
   const int first_row = p.is_causal ? n_block * T::kBlockN - (p.seqlen_k - p.seqlen_q) : 0;
   return {n_block,
-          head - batch * p.nheads_k,
+          batch_is_inner ? outer_part : inner_part,
           part - head * p.num_splits,
-          batch,
+          batch_is_inner ? inner_part : outer_part,
           min(max(first_row, 0) / T::kBlockM, p.m_blocks),
           p.m_blocks,
           0};

@@ -1,11 +1,13 @@
-// The backward on Hopper: consecutive keys, with lengths, causality and softcap only; or lists of keys for chunks of rows,
-// with a bias for each key.
+// The backward on Hopper: consecutive keys, with lengths and causality, and either softcap or a dense bias; or lists of
+// keys for chunks of rows, with a bias for each key.
 //
 // A thread block stays on its SM and takes blocks of keys (items) until none is left. One thread of the first
-// warpgroup, the producer, copies K and V once an item, then Q, dO, lse and delta of one block of rows after the other.
-// Listed keys are copied by two warps beside it, and their dk and dv are added to sums in memory. The other two warpgroups, the consumers, own 64 keys each. Their products have keys as rows: s^T = k q^T and
+// warpgroup, the producer, copies K and V once an item, then Q, dO, lse, delta and the tile of a dense bias for one
+// block of rows after the other. Listed keys are copied by two warps beside it, and their dk and dv are added to sums in
+// memory. The other two warpgroups, the consumers, own 64 keys each. Their products have keys as rows: s^T = k q^T and
 // dp^T = v do^T leave p^T and ds^T in registers in the order that the first operand of dv += p^T do and
-// dk += ds^T q has. Only ds goes through shared memory, as both consumers' keys are needed for dq = ds k.
+// dk += ds^T q has. Only ds goes through shared memory, as both consumers' keys are needed for dq = ds k. The gradient
+// of a dense bias leaves from there, too.
 //
 // The products of a step are queued so that the tensor cores have work while registers are being worked on:
 //   exp of the scores          beside  dk of the step before, dp
@@ -18,6 +20,7 @@
 
 #include "../shared/element.cuh"
 #include "../shared/smem.cuh"
+#include "bwd_bias.cuh"
 #include "bwd_gather.cuh"
 #include "bwd_producer.cuh"
 
@@ -33,6 +36,10 @@ __device__ __forceinline__ void init_barriers(typename T::Shared& s) {
   for (int i = 0; i < T::kStagesQ; ++i) {
     s.q_full[i].init(1);
     s.q_empty[i].init(T::kConsumers);
+    if constexpr (T::kDenseBias) {
+      s.bias_full[i].init(1);
+      s.bias_empty[i].init(T::kConsumers);
+    }
   }
   for (int i = 0; i < T::kStagesdO; ++i) {
     s.dout_full[i].init(1);
@@ -226,6 +233,7 @@ struct BwdConsumer {
         wait_for_product<T::kEarlyScores && !kIsFirst ? 2 : 1>(acc_s);
         SoftcapFactors factors;
         Scores weights;
+        if constexpr (T::kDenseBias) s.bias_full[q_place.stage].wait(q_place.phase);
         take_exp(scores, weights, factors, q_place.stage, steps.m, item.n_block);
         wait_for_product<1>(acc_dk);
         if constexpr (!kIsFirst) release(s.q_empty[q_before]);
@@ -233,14 +241,16 @@ struct BwdConsumer {
         start_product<false>(grad_mma, probabilities, doutt(_, _, _, dout_place.stage), acc_dv);
         wait_for_product<1>(acc_dp);
         take_ds(weights, dp, factors, dout_place.stage);
-        if constexpr (T::kBias) sum_rows(key_sums, weights);
+        if constexpr (T::kKeyBias) sum_rows(key_sums, weights);
         to_operand(gradients, weights);
         store_ds(gradients);
+        if constexpr (T::kDenseBias) release(s.bias_empty[q_place.stage]);
       };
       const auto back = [&](auto is_last) {
         constexpr bool kIsLast = decltype(is_last)::value, kStartsEarly = T::kEarlyScores && !kIsLast;
         auto acc_dq = partition_fragment_C(dq_mma, Shape<Int<Dq::kRows>, Int<Dq::kCols>>{});
         start_dq(acc_dq);
+        if constexpr (T::kDenseBias) send_dbias(item, steps.head, steps.m);
         wait_for_product<1>(acc_dv);
         release(s.dout_empty[dout_place.stage]);
         dout_place.advance();
@@ -279,7 +289,7 @@ struct BwdConsumer {
     }
     if constexpr (T::kGathered) {
       wait_for_chunks(item);
-      if constexpr (T::kBias) add_dbias(key_sums, item.batch, steps.head);
+      if constexpr (T::kKeyBias) add_dbias(key_sums, item.batch, steps.head);
       // The head is found again, so that no register has to keep it.
       const int64_t sums = static_cast<int64_t>(item.batch) * p.nheads_k + steps.head / p.head_ratio;
       add_grad(fragments<kFragmentsD>(acc_dv), 1.f, p.dv_accum, sums);
@@ -340,11 +350,12 @@ struct BwdConsumer {
                                            int stage, int m, int n_block) {
     const float scale_log2 = T::kSoftcap ? kLog2e : p.softmax_scale * kLog2e;
     SeenBy seen[2];
-    float bias[2];
+    float key_bias[2];
+    uint32_t tile_bias[4];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if constexpr (kIsCut) seen[half] = seen_by(half, m, n_block);
-      if constexpr (T::kBias) bias[half] = facts().bias[own_key(half)];
+      if constexpr (T::kKeyBias) key_bias[half] = facts().bias[own_key(half)];
     }
     const float* lse = s.lse[stage] + lane % 4 * 2;
 #pragma unroll
@@ -352,16 +363,30 @@ struct BwdConsumer {
       const float2 row_lse = *reinterpret_cast<const float2*>(lse + 8 * i);
       float2 row_rest;
       if constexpr (T::kBias) row_rest = *reinterpret_cast<const float2*>(s.lse_rest[stage] + lane % 4 * 2 + 8 * i);
+      if constexpr (T::kDenseBias) {
+        if (i % 2 == 0) load_matrices(tile_bias, bias_rows(stage) + i * (8 * kPanelRowBytes));
+      }
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float x = scores[i][2 * half], y = scores[i][2 * half + 1];
         if constexpr (T::kSoftcap) cap(x, y, factors[2 * i + half]);
+        if constexpr (T::kBias) {
+          // In natural units, as the forward adds it: a bias of finfo.min times log2(e) would overflow.
+          float2 bias;
+          if constexpr (T::kDenseBias) {
+            bias = ElementTraits<Element>::unpack(tile_bias[i % 2 * 2 + half]);
+          } else {
+            bias = make_float2(key_bias[half], key_bias[half]);
+          }
+          x = __fmaf_rn(x, p.softmax_scale, bias.x);
+          y = __fmaf_rn(y, p.softmax_scale, bias.y);
+        }
+        // After the bias: what is cut may have any, even NaN.
         if (kIsCut && !seen[half].has(8 * i)) x = -INFINITY;
         if (kIsCut && !seen[half].has(8 * i + 1)) y = -INFINITY;
         if constexpr (T::kBias) {
-          // In natural units, as the forward adds it: a bias of finfo.min times log2(e) would overflow.
-          x = __fmaf_rn(__fmaf_rn(x, p.softmax_scale, bias[half]) - row_lse.x, kLog2e, -row_rest.x);
-          y = __fmaf_rn(__fmaf_rn(y, p.softmax_scale, bias[half]) - row_lse.y, kLog2e, -row_rest.y);
+          x = __fmaf_rn(x - row_lse.x, kLog2e, -row_rest.x);
+          y = __fmaf_rn(y - row_lse.y, kLog2e, -row_rest.y);
         } else {
           x = __fmaf_rn(x, scale_log2, -row_lse.x);
           y = __fmaf_rn(y, scale_log2, -row_lse.y);
@@ -402,7 +427,12 @@ struct BwdConsumer {
     }
   }
 
-  // The gradient of the bias: sums over the rows that the thread has, of all steps of an item.
+  // What the warpgroup has of the bias in a stage.
+  __device__ __forceinline__ uint32_t bias_rows(int stage) const {
+    return matrix_row(smem_u32(s.bias.tiles) + (stage * T::kTiledS + consumer * T::kPanel) * 2, warp, lane);
+  }
+
+  // The gradient of a bias for each key: sums over the rows that the thread has, of all steps of an item.
   using KeySums = float[2];
   static __device__ __forceinline__ void sum_rows(KeySums& sums, const Scores& ds) {
     float even[2] = {sums[0], sums[1]}, odd[2] = {0.f, 0.f};  // sums that do not wait for each other
@@ -431,24 +461,47 @@ struct BwdConsumer {
     }
   }
 
+  __device__ __forceinline__ Element* own_ds(int stage) const {
+    return s.ds + stage * T::kTiledS + consumer * T::kPanel;
+  }
   // The warpgroup's panel of ds as [row][key], for the product of both consumers' keys. Each consumer is done with the
   // products from the stage's last use: it has waited for the one before this, and the barrier of the step between.
   template <class Operand>
   __device__ __forceinline__ void store_ds(const Operand& gradients) {
     const auto packed = cute::recast<const uint32_t>(gradients);
-    // Lane l gives the address of row l % 8 of the l / 8-th of four 8 x 8 matrices: keys 0 and 8, then 8 rows on.
-    const int matrix = lane / 8, in_matrix = lane % 8;
-    const int row = matrix / 2 * 8 + in_matrix, chunk = 2 * warp + matrix % 2;
-    const uint32_t address = smem_u32(s.ds) + (ds_stage * T::kTiledS + consumer * T::kBlockM * 64) * 2 + row * 128 +
-                             ((chunk ^ in_matrix) << 4);
+    const uint32_t rows = matrix_row(smem_u32(own_ds(ds_stage)), warp, lane);
 #pragma unroll
     for (int i = 0; i < T::kBlockM / 16; ++i) {
-      asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address + i * 2048),
-                   "r"(packed(4 * i)), "r"(packed(4 * i + 1)), "r"(packed(4 * i + 2)), "r"(packed(4 * i + 3))
-                   : "memory");
+      store_matrices(rows + i * (16 * kPanelRowBytes), packed(4 * i), packed(4 * i + 1), packed(4 * i + 2),
+                     packed(4 * i + 3));
     }
     cutlass::arch::fence_view_async_shared();  // the tensor cores see what was written
+    if constexpr (T::kDenseBias) {
+      if (is_speaker()) cute::tma_store_wait<0>();  // the other stage, which comes next, has been read
+    }
     cutlass::arch::NamedBarrier::sync(128 * T::kConsumers, kdSBarrier);
+  }
+
+  // The gradient of a dense bias is ds itself, which has just been stored: an entry of its own for each, or added to that
+  // of those that share one.
+  __device__ __forceinline__ void send_dbias(const BwdItem& item, int head, int m) const {
+    if (p.dbias_kind == DbiasKind::kNone) return;
+    const int stage = ds_stage ^ 1;
+    const int row = m * T::kBlockM, key = item.n_block * T::kBlockN + consumer * kPanelKeys;
+    const int to_head = head / p.dbias_head_ratio, to_batch = item.batch * p.dbias_batch_step;
+    if (p.dbias_kind == DbiasKind::kAccum) {
+      const DbiasSums& sums = p.dbias_sums;
+      float* const to = sums.data + to_batch * sums.batch_stride + to_head * sums.head_stride;
+      add_panel<Element, T::kBlockM>(to + row * sums.row_stride + key, sums.row_stride, smem_u32(own_ds(stage)),
+                                     p.seqlen_q - row, p.seqlen_k - key, thread);
+    } else if (is_speaker()) {
+      if (p.dbias_kind == DbiasKind::kPair) {
+        cute::SM90_TMA_REDUCE_ADD_4D::copy(&p.dbias_tiles, own_ds(stage), key, row, to_head, to_batch);
+      } else {
+        cute::SM90_TMA_STORE_4D::copy(&p.dbias_tiles, own_ds(stage), key, row, to_head, to_batch);
+      }
+      cute::tma_store_arrive();
+    }
   }
 
   // --- dq leaves ------------------------------------------------------------------------------------------------------

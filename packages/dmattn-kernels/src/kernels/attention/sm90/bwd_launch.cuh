@@ -55,6 +55,30 @@ cudaError_t fill_tiles(BwdArguments& a, const BwdParams& p, int64_t blocks, cons
   choose_sections<T>(a, head_bytes * (p.head_ratio / p.num_splits), blocks);
   return status;
 }
+// The bias as tiles; where its gradient goes.
+template <class T>
+cudaError_t fill_bias(BwdArguments& a, const BwdParams& p, const TensorMapper& mapper) {
+  const BiasParams& bias = p.bias;
+  const bool has_batches = bias.batch_stride != 0, has_heads = bias.head_stride != 0;
+  a.lse_rest = p.lse_rest;
+  a.batches = p.batch;
+  a.bias_batch_step = has_batches ? 1 : 0;
+  a.bias_head_ratio = has_heads ? bias.head_ratio : p.nheads;
+  const TensorExtents extents = {has_batches ? p.batch : 1, p.seqlen_q, p.nheads / a.bias_head_ratio, p.seqlen_k};
+  const Strides3 strides = {bias.batch_stride, bias.head_stride, bias.row_stride};
+  const cudaError_t status = mapper.map(a.bias_tiles, bias.ptr, strides, extents, T::kBlockM);
+  if (status != cudaSuccess || p.dbias_kind == DbiasKind::kNone) return status;
+  const Strides3 to = {p.dbias_batch_stride, p.dbias_head_stride, p.dbias_row_stride};
+  a.dbias_kind = p.dbias_kind;
+  a.dbias_batch_step = to.batch != 0 ? 1 : 0;
+  a.dbias_head_ratio = to.head != 0 ? bias.head_ratio : p.nheads;
+  if (p.dbias_kind == DbiasKind::kAccum) {
+    a.dbias_sums = {static_cast<float*>(p.dbias), to.batch, to.head, to.row};
+    return status;
+  }
+  return mapper.map(a.dbias_tiles, p.dbias, to,
+                    {to.batch != 0 ? p.batch : 1, p.seqlen_q, p.nheads / a.dbias_head_ratio, p.seqlen_k}, T::kBlockM);
+}
 template <class T>
 void fill_lists(BwdArguments& a, const BwdParams& p) {
   a.gathered_k = gathered_tensor(p.k, p.k_stride);
@@ -102,7 +126,8 @@ cudaError_t fill_arguments(BwdArguments& a, const BwdParams& p, int64_t blocks) 
     fill_lists<T>(a, p);
     return status;
   } else {
-    return fill_tiles<T>(a, p, blocks, mapper);
+    if constexpr (T::kDenseBias) status = fill_bias<T>(a, p, mapper);
+    return status != cudaSuccess ? status : fill_tiles<T>(a, p, blocks, mapper);
   }
 }
 
@@ -130,6 +155,7 @@ cudaError_t launch_bwd(const KernelChoice& choice, const BwdParams& p, cudaStrea
     if (has_bias) return go(cute::C<BwdVariant::kBiasLists>{});
     return go(cute::C<BwdVariant::kLists>{});
   } else {
+    if (p.bias.kind != BiasKind::kNone) return go(cute::C<BwdVariant::kDenseBias>{});
     if (p.softcap > 0.f) return go(cute::C<BwdVariant::kSoftcap>{});
     if (p.deterministic) return go(cute::C<BwdVariant::kOrdered>{});
     return go(cute::C<BwdVariant::kPlain>{});

@@ -11,6 +11,12 @@
 
 namespace dmattn::sm90 {
 
+// Sums of dbias that heads or batches share: fp32, unit column stride.
+struct DbiasSums {
+  float* data;
+  int64_t batch_stride, head_stride, row_stride;
+};
+
 struct BwdArguments {
   CUtensorMap q, dout;       // dimensions (head_dim, seqlen, heads, batch)
   CUtensorMap k, v, dk, dv;  // likewise; not over lists
@@ -40,6 +46,17 @@ struct BwdArguments {
   // has its first by its own number, and those do not count.
   int32_t* work_counter;
   uint32_t zero;  // 0, for BwdConsumer::move()
+
+  // --- a dense bias ---
+  CUtensorMap bias_tiles;   // dimensions (seqlen_k, seqlen_q, heads, batch), 1 where it is the same for all of them
+  int32_t bias_head_ratio;  // query heads to a head of bias_tiles
+  int32_t bias_batch_step;  // 0: one bias for all batches; 1
+  int32_t batches;
+  DbiasKind dbias_kind;
+  CUtensorMap dbias_tiles;   // kTile, kPair: like bias_tiles
+  DbiasSums dbias_sums;      // kAccum
+  int32_t dbias_head_ratio;  // query heads to a head of dbias
+  int32_t dbias_batch_step;  // 0: one for all batches; 1
 
   // --- lists ---
   GatheredTensor gathered_k, gathered_v;

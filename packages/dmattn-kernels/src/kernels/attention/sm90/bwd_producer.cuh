@@ -15,7 +15,7 @@ struct BwdProducer {
   RingPlace<T::kStagesQ> q_place;
   RingPlace<T::kStagesdO> dout_place;
   RingPlace<2> item_place;
-  int kv_phase = 0;
+  int kv_phase = 0;  // of consecutive keys
 
   // Where dq is added up in order, no item belongs to a thread block before it runs, not even the first: blocks that do
   // run wait for items with lower numbers, and nobody knows whether all blocks have an SM at the same time.
@@ -63,16 +63,26 @@ struct BwdProducer {
     BwdSteps<T> steps(p, item);
     if (steps.left == 0) return;
     // Rows come in while the consumers still need the keys of the item before. Listed keys are copied by others.
+    if constexpr (T::kDenseBias) load_bias(steps, item);
     load_q(steps, item);
     if constexpr (!T::kGathered) load_keys(p.k, s.k, s.k_full, s.k_empty, item);
     load_dout(steps, item);
-    if constexpr (!T::kGathered) load_keys(p.v, s.v, s.v_full, s.v_empty, item);
-    kv_phase ^= 1;
+    if constexpr (!T::kGathered) {
+      load_keys(p.v, s.v, s.v_full, s.v_empty, item);
+      kv_phase ^= 1;
+    }
     steps.advance();
 #pragma unroll 1  // in the producer's few registers there is no room for more
     for (; steps.left > 0; steps.advance()) {
-      load_q(steps, item);
-      load_dout(steps, item);
+      if constexpr (T::kDenseBias) {
+        // In the order in which the consumers are done with what the stages held.
+        load_bias(steps, item);
+        load_dout(steps, item);
+        load_q(steps, item);
+      } else {
+        load_q(steps, item);
+        load_dout(steps, item);
+      }
     }
   }
 
@@ -94,6 +104,19 @@ struct BwdProducer {
     load_rows(p.dout, p.delta, s.dout + dout_place.stage * T::kTileQ, s.delta[dout_place.stage],
               s.dout_full[dout_place.stage], s.dout_empty[dout_place.stage], dout_place.phase, 0, steps, item);
     dout_place.advance();
+  }
+  // A tile of the bias, a panel for each consumer, in the stage that Q has next.
+  __device__ __forceinline__ void load_bias(const BwdSteps<T>& steps, const BwdItem& item) {
+    const int stage = q_place.stage;
+    s.bias_empty[stage].wait(q_place.phase ^ 1);
+    s.bias_full[stage].arrive_and_expect(T::kTiledS * sizeof(Element));
+#pragma unroll
+    for (int panel = 0; panel < T::kConsumers; ++panel) {
+      cute::SM90_TMA_LOAD_4D::copy(
+          &p.bias_tiles, &s.bias_full[stage].word, static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST),
+          s.bias.tiles + stage * T::kTiledS + panel * T::kPanel, item.n_block * T::kBlockN + panel * 64,
+          steps.m * T::kBlockM, steps.head / p.bias_head_ratio, item.batch * p.bias_batch_step);
+    }
   }
   // A block of rows, and the number that each of them has. `more`: bytes that are copied to the same barrier besides.
   __device__ __forceinline__ void load_rows(const CUtensorMap& map, const float* stats, Element* tile, float* stat,

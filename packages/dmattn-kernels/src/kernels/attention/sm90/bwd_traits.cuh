@@ -25,6 +25,7 @@ enum class BwdVariant {
   kPlain,
   kOrdered,       // dq can be added up in a fixed order
   kSoftcap,       // dq can, too
+  kDenseBias,     // a number that is added to each logit, and its gradient
   kLists,         // lists of keys
   kBiasLists,     // likewise, with a number that is added to the logits of each key, and its gradient
   kOrderedLists,  // all sums in a fixed order
@@ -51,14 +52,17 @@ struct BwdTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kConsumers = 2;
-  static constexpr bool kBias = kVariant == BwdVariant::kBiasLists || kVariant == BwdVariant::kOrderedBiasLists;
-  static constexpr bool kGathered = kBias || kVariant == BwdVariant::kLists || kVariant == BwdVariant::kOrderedLists;
-  static constexpr BwdTile kTile = sm90_bwd_tile(kHeadDim, kGathered);
+  static constexpr bool kKeyBias = kVariant == BwdVariant::kBiasLists || kVariant == BwdVariant::kOrderedBiasLists;
+  static constexpr bool kDenseBias = kVariant == BwdVariant::kDenseBias;
+  static constexpr bool kBias = kKeyBias || kDenseBias;
+  static constexpr bool kGathered = kKeyBias || kVariant == BwdVariant::kLists || kVariant == BwdVariant::kOrderedLists;
+  static constexpr BwdTile kTile = sm90_bwd_tile(kHeadDim, kGathered, kBias);
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n;  // rows of queries; keys, 64 a consumer
   static_assert(kBlockN == 64 * kConsumers && kTile.warps == 4 * kConsumers && kTile.warps_m_dq == 4);
   static constexpr int kStagesQ = kTile.stages_q, kStagesdO = 2, kStagesdS = 2;
   // On an H200, bulk copies are up to 4% faster at head_dim 128; at 64 they have not been timed.
-  static constexpr DqPath kDqPath = kHeadDim == 64 ? DqPath::kVector : DqPath::kBulk;
+  // With a dense bias they would wait for each other's and dbias's.
+  static constexpr DqPath kDqPath = kHeadDim == 64 || kDenseBias ? DqPath::kVector : DqPath::kBulk;
   static constexpr bool kSoftcap = kVariant == BwdVariant::kSoftcap;
   static constexpr bool kOrdered = kSoftcap || kVariant == BwdVariant::kOrdered ||
                                    kVariant == BwdVariant::kOrderedLists || kVariant == BwdVariant::kOrderedBiasLists;
@@ -126,6 +130,7 @@ struct BwdTraits {
   static_assert(cute::size<1>(typename DqMma::AtomShape_MNK{}) == Dq::kColsOfOne);
 
   static constexpr int kTileQ = kBlockM * kHeadDim, kTileK = kBlockN * kHeadDim, kTiledS = kBlockM * kBlockN;
+  static constexpr int kPanel = kBlockM * 64;  // elements of ds or of the bias that a consumer has
   // What a consumer puts together before it leaves by TMA: its 64 rows of dk or dv, or its part of dq.
   static constexpr int kOutBytes = 64 * kHeadDim * 2;
   static constexpr int kStageBytes = kDqPath == DqPath::kBulk && Dq::kPart * 4 > kOutBytes ? Dq::kPart * 4 : kOutBytes;
@@ -142,10 +147,16 @@ struct BwdTraits {
   struct NoFacts {};
   struct KeyFacts {
     alignas(16) KeyInterval interval[kBlockN];  // the positions that see it: none where there is no key
-    alignas(16) float bias[kBias ? kBlockN : 4];
+    alignas(16) float bias[kKeyBias ? kBlockN : 4];
     int2 seen_by_all[kConsumers];  // positions from x up to y see all keys of the consumer
   };
   using Facts = std::conditional_t<kGathered, KeyFacts, NoFacts>;
+
+  // Tiles of a dense bias, as ds lies. Each comes and goes with a stage of Q.
+  struct NoBias {};
+  struct BiasTiles {
+    alignas(1024) Element tiles[kStagesQ * kTiledS];
+  };
 
   struct Shared {
     alignas(1024) Element k[kTileK];
@@ -154,6 +165,7 @@ struct BwdTraits {
     alignas(1024) Element dout[kStagesdO * kTileQ];
     alignas(1024) Element ds[kStagesdS * kTiledS];
     alignas(1024) char out[kConsumers][kStageBytes];
+    std::conditional_t<kDenseBias, BiasTiles, NoBias> bias;
     alignas(128) float lse[kStagesQ][kBlockM];
     alignas(128) float delta[kStagesdO][kBlockM];
     alignas(128) float lse_rest[kStagesQ][kBias ? kBlockM : 4];
@@ -161,6 +173,7 @@ struct BwdTraits {
     alignas(16) Announced item[2];
     Barrier k_full, v_full, k_empty, v_empty;
     Barrier q_full[kStagesQ], q_empty[kStagesQ], dout_full[kStagesdO], dout_empty[kStagesdO];
+    Barrier bias_full[kDenseBias ? kStagesQ : 1], bias_empty[kDenseBias ? kStagesQ : 1];
     Barrier item_full[2], item_empty[2], facts_full[2], facts_empty[2];
   };
   static constexpr uint32_t kSmemBytes = sizeof(Shared) + 1024;  // the base need not be aligned as the tiles must be

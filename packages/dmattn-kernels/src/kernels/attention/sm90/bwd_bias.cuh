@@ -1,0 +1,59 @@
+// Tiles of rows and keys in shared memory as the Hopper backward reads and writes them: those of a dense bias, of ds, and
+// of the gradient of the bias.
+//
+// A panel has 64 keys of a tile's rows: [row][key] in 16 bits, 128 bytes a row, swizzled as TMA does. Scores have keys as
+// rows, so that they meet a panel in transposed 8 x 8 matrices.
+#pragma once
+
+#include "../shared/element.cuh"
+#include "../shared/smem.cuh"
+#include "bwd_items.cuh"
+
+namespace dmattn::sm90 {
+
+constexpr int kPanelKeys = 64;
+constexpr int kPanelRowBytes = kPanelKeys * 2;
+
+// What a lane says of four matrices: 16 rows, and the 16 keys of its warp. Lane l gives the address of row l % 8 of the
+// l / 8-th of them: keys 0 and 8, then 8 rows on.
+__device__ __forceinline__ uint32_t matrix_row(uint32_t panel, int warp, int lane) {
+  const int matrix = lane / 8, in_matrix = lane % 8;
+  const int row = matrix / 2 * 8 + in_matrix, chunk = 2 * warp + matrix % 2;
+  return panel + row * kPanelRowBytes + ((chunk ^ in_matrix) << 4);
+}
+// The four matrices in the order of the scores' registers, two elements a word: of fragments 2 i and 2 i + 1 of a product
+// with 64 keys as its rows, words 2 f + h of registers 2 h and 2 h + 1. `rows`: matrix_row(), 16 i rows on.
+__device__ __forceinline__ void load_matrices(uint32_t (&words)[4], uint32_t rows) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "r"(rows)
+               : "memory");
+}
+__device__ __forceinline__ void store_matrices(uint32_t rows, uint32_t x, uint32_t y, uint32_t z, uint32_t w) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(rows), "r"(x), "r"(y),
+               "r"(z), "r"(w)
+               : "memory");
+}
+
+// Adds a panel to fp32 sums: `to` is that of its first row and key, of whose neighbours `rows` and `keys` exist. Whole
+// warpgroup; to, row_stride and keys are multiples of four.
+template <class Element, int kRows>
+__device__ __forceinline__ void add_panel(float* to, int64_t row_stride, uint32_t panel, int rows, int keys,
+                                          int thread) {
+  constexpr int kPassRows = 128 * 4 / kPanelKeys;
+  const int key = thread % (kPanelKeys / 4) * 4, row = thread / (kPanelKeys / 4);
+  if (key >= keys) return;
+  to += row * row_stride + key;
+  panel += row * kPanelRowBytes + ((key / 8 ^ row) << 4) + key % 8 * 2;
+  static_assert(kPassRows == 8 && kRows % kPassRows == 0);  // the swizzle of a thread's rows is that of the first
+#pragma unroll 2                                            // few registers
+  for (int i = 0; i < kRows; i += kPassRows) {
+    if (row + i < rows) {
+      const float2 low = ElementTraits<Element>::unpack(ld_shared(panel + i * kPanelRowBytes));
+      const float2 high = ElementTraits<Element>::unpack(ld_shared(panel + i * kPanelRowBytes + 4));
+      add_vector(to + i * row_stride, {low.x, low.y, high.x, high.y});
+    }
+  }
+}
+
+}  // namespace dmattn::sm90

@@ -1,0 +1,119 @@
+"""Which backward calls with a dense bias Hopper's kernels compute, and where its gradient goes."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import pytest
+
+from abi import FLOAT32, Tensor, tensor
+from probe import DB_ACCUM, DB_NONE, DB_PAIR, DB_TILE, SM90, TILE, Plan, Probe, mask
+
+SMS = 132
+LENGTH = 4096
+DENSE = (1, 16, LENGTH, LENGTH)
+OF_PAIRS = (1, 8, LENGTH, LENGTH)
+OF_GROUPS = (1, 4, LENGTH, LENGTH)
+WITH_DBIAS = "dq dk dv dbias"
+
+
+def plan_of(probe: ctypes.CDLL, gradients: str = "dq dk dv", **arguments: Any) -> Plan:
+    fields: dict[str, Any] = {"batch": 1, "head_dim": 128, "nheads": 16, "nheads_k": 16}
+    fields |= {"seqlen_q": LENGTH, "seqlen_k": LENGTH} | arguments
+    fields.setdefault("bias", tensor(DENSE))
+    rows = (fields["batch"], fields["nheads"], fields["seqlen_q"])
+    fields.setdefault("softmax_lse_rest", tensor(rows, FLOAT32))
+    return Probe(probe).bwd(SM90, SMS, gradients=gradients, **fields)
+
+
+@pytest.mark.parametrize(
+    "arguments, kind",
+    [
+        ({}, DB_NONE),
+        ({"head_dim": 40}, DB_NONE),
+        ({"gradients": WITH_DBIAS}, DB_TILE),
+        ({"gradients": WITH_DBIAS, "head_dim": 64, "is_causal": 1}, DB_TILE),
+        (
+            {"gradients": WITH_DBIAS, "nheads_k": 4, "bias": tensor(OF_GROUPS)},
+            DB_ACCUM,
+        ),
+        ({"gradients": WITH_DBIAS, "bias": tensor((1, 1, LENGTH, LENGTH))}, DB_ACCUM),
+        ({"gradients": WITH_DBIAS, "batch": 2}, DB_PAIR),
+        ({"gradients": WITH_DBIAS, "nheads_k": 8, "bias": tensor(OF_PAIRS)}, DB_PAIR),
+        ({"gradients": WITH_DBIAS, "batch": 3}, DB_ACCUM),
+        ({"bias": tensor(DENSE, stride=(0, 0, LENGTH, 1))}, DB_NONE),
+        (
+            {
+                "seqlen_q": 500,
+                "seqlen_k": 127,
+                "bias": tensor((1, 16, 500, 127), stride=(64000 * 16, 64000, 128, 1)),
+            },
+            DB_NONE,
+        ),
+    ],
+    ids=[
+        *("no gradient", "small heads", "own entries", "causal", "bias of groups"),
+        *(
+            "one bias for all heads",
+            "one for two batches",
+            "bias of pairs",
+            "one for three batches",
+            "expanded",
+            "odd keys, even rows",
+        ),
+    ],
+)
+def test_what_they_compute(probe: ctypes.CDLL, arguments: dict[str, Any], kind: int) -> None:
+    plan = plan_of(probe, **arguments)
+    assert plan["bias.kind"] == TILE and plan["dbias_kind"] == kind
+    assert (plan["arch"], plan["block_m"], plan["block_n"]) == (90, 64, 128)
+    # Logits stay in natural units, so that a bias of finfo.min does not overflow.
+    assert plan["lse_scale"] == 1 and plan["rest_scale"] > 1
+    assert bool(plan["dbias"]) == (kind != DB_NONE)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"bias": tensor(DENSE, FLOAT32)},
+        {"bias": tensor((1, 1, 1, LENGTH), FLOAT32)},
+        {"bias": tensor(DENSE, stride=(0, LENGTH * LENGTH, 1, LENGTH))},
+        {"bias": tensor(DENSE, stride=(0, LENGTH * 4100, 4100, 1))},
+        {"gradients": WITH_DBIAS, "seqlen_k": 4095, "bias": tensor((1, 16, LENGTH, 4095))},
+        {
+            "gradients": WITH_DBIAS,
+            "seqlen_k": 4094,
+            "bias": tensor((1, 1, LENGTH, 4094), stride=(0, 0, LENGTH, 1)),
+        },
+        {"deterministic": 1},
+        {"softcap": 30.0},
+        {"mask": mask(1, 1, LENGTH, LENGTH)},
+        {"softmax_lse_rest": Tensor()},
+        {"head_dim": 136},
+        {"gradients": "dq dk dbias"},
+    ],
+    ids=[
+        *("fp32", "a number for each key", "strided columns", "rows on 8 bytes"),
+        *("odd rows of the gradient", "odd sums of the gradient"),
+        *("deterministic", "softcap", "mask", "no rest of lse", "large heads"),
+        "one gradient less",
+    ],
+)
+def test_what_others_compute(probe: ctypes.CDLL, arguments: dict[str, Any]) -> None:
+    assert plan_of(probe, **arguments)["arch"] == 80
+
+
+@pytest.mark.parametrize("is_causal", [0, 1])
+def test_only_tiles_that_no_row_sees_are_cleared(probe: ctypes.CDLL, is_causal: int) -> None:
+    plan = plan_of(probe, gradients=WITH_DBIAS, is_causal=is_causal)
+    assert plan["dbias_zero_bytes"] == is_causal * 2 * 16 * LENGTH * LENGTH
+
+
+@pytest.mark.parametrize("batch, bytes_of_entry", [(2, 0), (3, 4)])
+def test_two_terms_need_no_sums_beside(probe: ctypes.CDLL, batch: int, bytes_of_entry: int) -> None:
+    """They are added up in the gradient itself, which starts as zeros."""
+    plan = plan_of(probe, gradients=WITH_DBIAS, batch=batch)
+    entries = 16 * LENGTH * LENGTH
+    assert plan["dbias_zero_bytes"] == (0 if bytes_of_entry else 2 * entries)
+    assert plan["once_zero_bytes"] == bytes_of_entry * entries
