@@ -29,9 +29,7 @@ set_source_files_properties(${helper_sources} PROPERTIES COMPILE_OPTIONS "${DMAT
 add_library(dmattn SHARED ${host_sources} ${helper_sources} ${DMATTN_UNIT_SOURCES} "${build_info}")
 target_include_directories(dmattn PUBLIC "${root}/include" PRIVATE "${root}/src" "${CMAKE_BINARY_DIR}/generated")
 target_include_directories(dmattn SYSTEM PRIVATE "${DMATTN_CUTLASS}" ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
-target_compile_definitions(dmattn PRIVATE $<$<BOOL:${DMATTN_ALL_TILES}>:DMATTN_ALL_TILES>
-                           # Matrix instructions of every width for Hopper, not of powers of two alone.
-                           CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED)
+target_compile_definitions(dmattn PRIVATE $<$<BOOL:${DMATTN_ALL_TILES}>:DMATTN_ALL_TILES>)
 target_compile_options(dmattn PRIVATE "$<$<COMPILE_LANGUAGE:CXX>:-Wall;-Wextra>"
                                       "$<$<COMPILE_LANGUAGE:CUDA>:${DMATTN_NVCC_FLAGS}>")
 target_link_options(dmattn PRIVATE "LINKER:--version-script=${version_script}" LINKER:--exclude-libs,ALL

@@ -17,6 +17,12 @@ set(walks_sm90 tiled gathered)
 set(head_dims_sm90_fwd_gathered 64 128)
 set(head_dims_sm90_bwd_tiled 64 128)
 set(head_dims_sm90_bwd_gathered 64 128)
+# Units on Hopper with a matrix instruction of another width than 8, 16, 32, 64, 96, 128, 192 and 256: 80 and 112 keys
+# in the forward, 48 rows in the backward. CuTe declares those where this macro is defined, in headers that take longer
+# to read than the rest of a unit to compile. A unit that is missing here fails by a static_assert in its traits.
+set(all_widths_sm90_fwd_tiled 256)
+set(all_widths_sm90_bwd_tiled 64)
+set(all_widths_macro CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED)
 
 set(element_f16 cutlass::half_t)
 set(element_bf16 cutlass::bfloat16_t)
@@ -41,6 +47,9 @@ function(dmattn_add_unit ARCH DIRECTION dtype HEAD_DIM walk gencodes)
   set(source "${CMAKE_BINARY_DIR}/units/${UNIT}.cu")
   configure_file("${CMAKE_CURRENT_FUNCTION_LIST_DIR}/unit.cu.in" "${source}" @ONLY)
   set_source_files_properties("${source}" PROPERTIES COMPILE_OPTIONS "${gencodes}")
+  if(HEAD_DIM IN_LIST all_widths_${ARCH}_${DIRECTION}_${walk})
+    set_source_files_properties("${source}" PROPERTIES COMPILE_DEFINITIONS "${all_widths_macro}")
+  endif()
   list(APPEND DMATTN_UNIT_SOURCES "${source}")
   set(DMATTN_UNIT_SOURCES "${DMATTN_UNIT_SOURCES}" PARENT_SCOPE)
   string(REGEX MATCH "[0-9]+$" number "${ARCH}")

@@ -5,6 +5,7 @@
 
 #include "host/dtype.h"
 #include "host/error.h"
+#include "host/problem.h"
 
 namespace dmattn {
 namespace {
@@ -14,14 +15,16 @@ FwdTile sm80_fwd_tile(const FwdParams& p, Level level, bool gathered) {
   return fwd_tile(kTiles, head_dim_tile(p.head_dim), level, gathered);
 }
 template <TileSet kTiles>
-BwdTile sm80_bwd_tile(int d, bool) {
+BwdTile sm80_bwd_tile(int d, bool, bool) {
   return bwd_tile(kTiles, d);
 }
 DqOrder sm80_dq_order(const BwdTile&) { return DqOrder::kRegisters; }
 
-FwdTile sm90_fwd_tile_of(const FwdParams& p, Level, bool gathered) {
+FwdTile sm90_fwd_tile_of(const FwdParams& p, Level level, bool gathered) {
   if (gathered) return {kSm90ListRows, sm90_list_tile(head_dim_tile(p.head_dim)).block_n, kSm90ListWarps};
-  const Sm90FwdTile tile = sm90_fwd_tile(sm90_fwd_head_dim(p.head_dim), sm90_fwd_is_short(p.seqlen_q));
+  const Sm90FwdTile tile = level == Level::kPlain
+                               ? sm90_fwd_tile(sm90_fwd_head_dim(p.head_dim), sm90_fwd_is_short(p.seqlen_q))
+                               : sm90_general_fwd_tile(head_dim_tile(p.head_dim));
   return {tile.block_m(), tile.block_n, 4 * (tile.consumers + 1)};
 }
 // TMA takes strides of at most 2^40 bytes, and none of 0: an expanded view.
@@ -37,18 +40,43 @@ bool sm90_serves_lists(const FwdParams& p, Level level) {
                             !p.packing.is_active() && p.vec_q && p.vec_k && p.vec_v && p.vec_out;
   return (level == Level::kPlain || has_key_bias) && has_gather_stride(p.k_stride) && has_gather_stride(p.v_stride);
 }
+// Tiles of a bias for each row and key, copied by TMA: 16-bit, or fp32. A stride of 0 stands for a bias that heads or
+// batches share.
+bool serves_bias_tiles(const void* data, const Strides3& s, Dtype dtype, int32_t batch, int32_t rows, int32_t heads) {
+  return is_vec16(data, s, dtype) && has_tma_strides(s, s.batch == 0 ? 1 : batch, rows, s.head == 0 ? 1 : heads);
+}
+bool sm90_serves_bias(const FwdParams& p) {
+  const BiasParams& bias = p.bias;
+  if (bias.kind == BiasKind::kNone || bias.kind == BiasKind::kKey) return true;
+  return bias.col_stride == 1 && serves_bias_tiles(bias.ptr, {bias.batch_stride, bias.head_stride, bias.row_stride},
+                                                   bias.dtype, p.batch, p.seqlen_q, p.nheads);
+}
+bool sm90_serves_tiles(const FwdParams& p, Level level) {
+  const bool is_served = level == Level::kPlain ||
+                         (!p.packing.is_active() && p.vec_q && p.vec_k && p.vec_v && p.vec_out && sm90_serves_bias(p));
+  return is_served && has_tma_strides(p.k_stride, p.batch, p.seqlen_k, p.nheads_k) &&
+         has_tma_strides(p.v_stride, p.batch, p.seqlen_k, p.nheads_k);
+}
 bool sm90_serves_fwd(const FwdParams& p, Level level, bool gathered) {
-  const bool serves_keys = gathered ? sm90_serves_lists(p, level)
-                                    : level == Level::kPlain &&
-                                          has_tma_strides(p.k_stride, p.batch, p.seqlen_k, p.nheads_k) &&
-                                          has_tma_strides(p.v_stride, p.batch, p.seqlen_k, p.nheads_k);
+  const bool serves_keys = gathered ? sm90_serves_lists(p, level) : sm90_serves_tiles(p, level);
   return serves_keys && has_tma_strides(p.q_stride, p.batch, p.seqlen_q, p.nheads) &&
          has_tma_strides(p.out_stride, p.batch, p.seqlen_q, p.nheads);
 }
 
-BwdTile sm90_bwd_tile_of(int d, bool gathered) { return sm90_bwd_tile(d, gathered); }
 DqOrder sm90_dq_order(const BwdTile& tile) {
   return tile.block_m % 64 == 0 ? DqOrder::kVectors : DqOrder::kTransposedVectors;
+}
+// A dense bias and its gradient are copied in tiles by TMA; sums of the gradient are added to four at a time. A stride of 0
+// stands for a bias that heads or batches share.
+bool has_bias_tiles(const BwdParams& p) {
+  if (p.bias.kind == BiasKind::kNone) return true;
+  const auto serves = [&](const void* data, const Strides3& s, Dtype dtype) {
+    return serves_bias_tiles(data, s, dtype, p.batch, p.seqlen_q, p.nheads);
+  };
+  const Strides3 to = {p.dbias_batch_stride, p.dbias_head_stride, p.dbias_row_stride};
+  return serves(p.bias.ptr, {p.bias.batch_stride, p.bias.head_stride, p.bias.row_stride}, p.bias.dtype) &&
+         (p.dbias_kind != DbiasKind::kTile || serves(p.dbias, to, p.bias.dtype)) &&
+         (p.dbias_kind != DbiasKind::kAccum || p.seqlen_k % 4 == 0);
 }
 // Cut probabilities are powers of -inf times the scale, which must be positive.
 bool sm90_serves_bwd(const BwdParams& p, bool gathered) {
@@ -57,7 +85,7 @@ bool sm90_serves_bwd(const BwdParams& p, bool gathered) {
   const bool serves_rows = p.vec_q && p.vec_k && p.vec_v && p.vec_dout && p.softmax_scale > 0.f &&
                            fits_rows(p.q_stride) && fits_rows(p.dout_stride);
   if (gathered) return serves_rows && has_gather_stride(p.k_stride) && has_gather_stride(p.v_stride);
-  return serves_rows && p.vec_dk && p.vec_dv && fits_keys(p.k_stride) && fits_keys(p.v_stride) &&
+  return serves_rows && has_bias_tiles(p) && p.vec_dk && p.vec_dv && fits_keys(p.k_stride) && fits_keys(p.v_stride) &&
          fits_keys(p.dk_stride) && fits_keys(p.dv_stride);
 }
 
@@ -74,7 +102,7 @@ constexpr int32_t kNewest = INT32_MAX;
 // sm89 is the sm80 code with tiles that fit 99 KB: chips of 8.6, 8.9 and 12.x have no more.
 constexpr KernelSet kKernelSets[] = {
     {"sm90", Arch{90}, TileSet::kWide, 90, 90, /*smem_per_block=*/227 * 1024, is_hopper, /*fallback=*/"sm80",
-     sm90_fwd_tile_of, sm90_bwd_tile_of, sm90_dq_order, sm90_serves_fwd, sm90_serves_bwd, /*is_persistent=*/true},
+     sm90_fwd_tile_of, sm90_bwd_tile, sm90_dq_order, sm90_serves_fwd, sm90_serves_bwd, /*is_persistent=*/true},
     {"sm80", Arch{80}, TileSet::kWide, 80, kNewest, smem_limit(TileSet::kWide), /*is_compiled_for=*/nullptr,
      /*fallback=*/nullptr, sm80_fwd_tile<TileSet::kWide>, sm80_bwd_tile<TileSet::kWide>, sm80_dq_order,
      /*serves_fwd=*/nullptr, /*serves_bwd=*/nullptr, /*is_persistent=*/false},

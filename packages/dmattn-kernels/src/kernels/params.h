@@ -200,6 +200,9 @@ enum class DbiasKind : int32_t {
   kKey = 1,    // column sums, fp32, into dbias_cols [batch][nheads][seqlen_k] (zeroed before the launch)
   kTile = 2,   // every (b, h, i, j) has its own entry: dscores stored straight to dbias in the bias's dtype
   kAccum = 3,  // dense but shared between heads or batches: fp32 atomics into dbias_accum (zeroed before)
+  kPair =
+      4,  // Hopper, 16-bit: two heads or batches share an entry, and add to dbias itself (zeroed before). The second
+          // sum is rounded once, whichever comes first.
 };
 
 struct BwdParams {
@@ -262,8 +265,8 @@ struct BwdParams {
   KeyList keys;
   KeyChunks chunks;  // keys.idx == nullptr: there are none
   DbiasKind dbias_kind = DbiasKind::kNone;
-  float* dbias_cols = nullptr;                                                  // kKey: column sums of dscores
-  void* dbias = nullptr;                                                        // kTile: in bias.dtype; kAccum: float
+  float* dbias_cols = nullptr;  // kKey: column sums of dscores
+  void* dbias = nullptr;        // kTile, kPair: in bias.dtype; kAccum: float
   int64_t dbias_batch_stride = 0, dbias_head_stride = 0, dbias_row_stride = 0;  // unit column stride
   Packing packing;                                                              // num_splits is 1 then
   // Hopper: one number, zero before the launch, which counts the blocks of keys that thread blocks have taken (see

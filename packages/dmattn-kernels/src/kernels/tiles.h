@@ -76,6 +76,13 @@ constexpr Sm90FwdTile sm90_fwd_tile(int d, bool is_short) {
                     : Sm90FwdTile{2, 80};               // 224 KB
 }
 
+// With a bias, a dense mask or softcap. Two stages of the bias have to fit, too.
+constexpr Sm90FwdTile sm90_general_fwd_tile(int head_dim_tile) {
+  return head_dim_tile <= 64    ? Sm90FwdTile{2, 128}  // 160 KB
+         : head_dim_tile <= 128 ? Sm90FwdTile{2, 128}  // 224 KB
+                                : Sm90FwdTile{2, 64};  // 224 KB
+}
+
 // The forward on Hopper over lists of keys: two warpgroups of 64 rows each.
 struct Sm90ListTile {
   int block_n, stages;
@@ -97,10 +104,12 @@ constexpr BwdTile bwd_tile(TileSet tiles, int d) {
 }
 
 // The backward on Hopper: two consumers of 64 keys each. Where block_m is no multiple of 64, dq is computed transposed.
-// Lists are for blocks of 128 rows, which 96 do not divide.
-constexpr BwdTile sm90_bwd_tile(int d, bool gathered) {
-  return d <= 64 && !gathered ? BwdTile{96, 128, 8, 1, 8, 4, 3}   // 162 KB: 472 TFLOP/s on an H200, 438 with 64 rows
-                              : BwdTile{64, 128, 8, 1, 8, 4, 3};  // 211 KB
+// Lists are for blocks of 128 rows, which 96 do not divide. A dense bias has two 16 KB stages at head_dim 128, three at 64.
+constexpr BwdTile sm90_bwd_tile(int d, bool gathered, bool has_bias) {
+  return d <= 64 && !gathered && !has_bias ? BwdTile{96, 128, 8, 1, 8, 4, 3}
+         // 162 KB: 472 TFLOP/s on an H200, 438 with 64 rows
+         : d > 64 && !gathered && has_bias ? BwdTile{64, 128, 8, 1, 8, 4, 2}   // 226 KB
+                                           : BwdTile{64, 128, 8, 1, 8, 4, 3};  // 211 KB
 }
 
 // Decoding: a block of `warps` warps, each of which walks keys of its own, kDecodeKeys at a time, with `stages` of them

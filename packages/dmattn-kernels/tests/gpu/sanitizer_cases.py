@@ -350,12 +350,33 @@ HOPPER = (
 HOPPER_KINDS = [
     (dtype, head_dim) for dtype in ("bf16", "f16") for head_dim in (64, 96, 128, 192, 256)
 ]
+# Scores that a bias, a mask or softcap change: rows of the bias start on 16 bytes, and keys are too
+# few to be split, or there are more blocks of rows than SMs.
+HOPPER_CHANGED = (
+    Launch(
+        "dense rows, mask, fp32 bias", 200, 264, mask="bhqk", bias="11qk", bias_f32=True, wants=""
+    ),
+    Launch(
+        "dense rows, mask, softcap, bias", 133, 328, mask="1hqk", bias="bhqk", softcap=3.0, wants=""
+    ),
+    Launch(
+        "dense rows, key bias, softcap", 150, 40, bias="bk1k", causal=True, softcap=3.0, wants=""
+    ),
+    Launch(
+        "dense rows, key bias, more than thread blocks", 133, 261, batch=70, bias="bk1k", wants=""
+    ),
+    Launch("dense rows, mask, more than thread blocks", 133, 261, batch=70, mask="b1qk", wants=""),
+)
 HOPPER_BWD = (
     Launch("dense rows, gradients", 200, 133, nheads=4, nheads_k=2, causal=True),
     Launch("dense rows, deterministic gradients", 300, 261, causal=True, deterministic=True),
     Launch("dense rows, softcap", 200, 133, softcap=3.0),
     Launch("dense rows, gradients, more than thread blocks", 133, 133, batch=70, causal=True),
+    # Rows of the bias and of its gradient that start on 16 bytes.
+    Launch("dense rows, bias", 200, 264, 2, 4, 2, bias="bhqk", causal=True),
+    Launch("dense rows, shared bias", 133, 264, 2, 4, 2, bias="1kqk"),
 )
+HOPPER_CHANGED_KINDS = [kind for kind in HOPPER_KINDS if kind[1] in (64, 128, 256)]
 HOPPER_BWD_KINDS = [kind for kind in HOPPER_KINDS if kind[1] in (64, 128)]
 
 
@@ -372,6 +393,7 @@ def all_launches() -> list[tuple[str, int, Launch | Lists | Append]]:
     main += [(kind, x) for x in every if x.name in BETWEEN_LAUNCHES for kind in BETWEEN]
     if family() == "sm90":
         main += [(kind, launch) for launch in HOPPER for kind in HOPPER_KINDS]
+        main += [(kind, launch) for launch in HOPPER_CHANGED for kind in HOPPER_CHANGED_KINDS]
         main += [(kind, launch) for launch in HOPPER_BWD for kind in HOPPER_BWD_KINDS]
         main += [(kind, launch) for launch in HOPPER_LISTS for kind in HOPPER_LIST_KINDS]
         main += [(kind, launch) for launch in HOPPER_LIST_GRADIENTS for kind in HOPPER_BWD_KINDS]
@@ -604,7 +626,8 @@ def enqueue_both(
 
     call |= views("q", "k", "v", "mask", "bias", "out", "lse")
     call |= {"softmax_scale": scale, "softcap": launch.softcap, "is_causal": launch.causal}
-    if launch.select and launch.bias:
+    # Hopper's backward with a bias wants it.
+    if launch.bias and (launch.select or launch.name.startswith("dense rows")):
         call["lse_rest"] = gpu.output(row_shape, "f32", fill).view
     enqueue(gpu, kernels.FwdParams(0, **call, num_splits=launch.splits), fill)
     if launch.wants:

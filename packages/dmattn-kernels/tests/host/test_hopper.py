@@ -31,18 +31,73 @@ def test_blocks_stay_and_count_their_work(probe: ctypes.CDLL) -> None:
     assert few["arch"] == 90 and few["blocks"] == 4 * 32 and few["workspace_bytes"] == 0
 
 
+DENSE = (1, 16, 4096, 4096)
+SQUARE = 4096 * 4096
+CHANGED_SCORES: dict[str, dict[str, Any]] = {
+    "key bias": {"bias": tensor((1, 1, 1, 4096))},
+    "fp32 key bias": {"bias": tensor((1, 1, 1, 4096), FLOAT32)},
+    "every second key": {"bias": tensor((1, 1, 1, 4096), stride=(8192, 8192, 8192, 2))},
+    "16-bit bias": {"bias": tensor(DENSE)},
+    "fp32 bias": {"bias": tensor(DENSE, FLOAT32)},
+    "shared bias": {"bias": tensor((2, 1, 4096, 4096), FLOAT32)},
+    "expanded bias": {"bias": tensor((2, 16, 4096, 4096), stride=(0, SQUARE, 4096, 1))},
+    "bias of a few rows": {"seqlen_q": 400, "nheads": 64, "bias": tensor((1, 64, 400, 4096))},
+    "mask": {"mask": mask(1, 1, 4096, 4096)},
+    "mask and bias": {"mask": mask(2, 4, 4096, 4096), "bias": tensor(DENSE, FLOAT32)},
+    "softcap": {"softcap": 30.0},
+    "softcap and bias": {"softcap": 30.0, "bias": tensor((1, 1, 1, 4096), FLOAT32)},
+    "negative scale": {"softmax_scale": -1.0},
+}
+
+
+@pytest.mark.parametrize("arguments", CHANGED_SCORES.values(), ids=CHANGED_SCORES.keys())
+@pytest.mark.parametrize(
+    "head_dim, block_m, block_n",
+    [(40, 128, 128), (64, 128, 128), (96, 128, 128), (128, 128, 128), (136, 128, 64)],
+)
+def test_tiles_of_changed_scores(
+    probe: ctypes.CDLL, arguments: dict[str, Any], head_dim: int, block_m: int, block_n: int
+) -> None:
+    plan = Probe(probe).fwd(SM90, SMS, **({"batch": 2, "head_dim": head_dim} | LONG | arguments))
+    assert (plan["arch"], plan["block_m"], plan["block_n"]) == (90, block_m, block_n)
+    assert plan["blocks"] == SMS and plan["num_splits"] == 1 and not plan["gathered"]
+
+
+@pytest.mark.parametrize("more", [{}, {"softcap": 30.0}], ids=["plain", "softcap"])
+def test_few_rows_and_few_keys(probe: ctypes.CDLL, more: dict[str, Any]) -> None:
+    """Keys of up to three tiles are not split, however few the blocks of rows are."""
+    few = {"batch": 1, "head_dim": 128, "seqlen_q": 70, "nheads": 2, "nheads_k": 1}
+    assert Probe(probe).fwd(SM90, SMS, seqlen_k=384, **few, **more)["arch"] == 90
+    assert Probe(probe).fwd(SM90, SMS, seqlen_k=4096, **few, **more)["arch"] == 80
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"bias": tensor((1, 1, 1, 4096), FLOAT32)},
-        {"mask": mask(1, 1, 4096, 4096)},
-        {"softcap": 30.0},
         {"k": tensor((2, 4096, 4, 128), stride=(0, 512, 128, 1))},
         {"q": tensor((2, 4096, 16, 128), stride=(4096 * 2052, 2052, 128, 1))},
         {"num_splits": 2},
         {"batch": 1, "seqlen_q": 64},
+        {"batch": 1, "seqlen_q": 64, "softcap": 30.0},
+        {"k": tensor((2, 4096, 4, 128), stride=(0, 512, 128, 1)), "softcap": 30.0},
+        {
+            "q": tensor((2, 4096, 16, 128), stride=(4096 * 2052, 2052, 128, 1)),
+            "mask": mask(1, 1, 4096, 4096),
+        },
+        {"num_splits": 2, "bias": tensor(DENSE)},
+        {"bias": tensor(DENSE, stride=(0, SQUARE, 1, 4096))},
+        {"bias": tensor(DENSE, FLOAT32, stride=(0, 2 * SQUARE, 8192, 2))},
+        {"bias": tensor((1, 16, 4096, 1), FLOAT32)},
+        {"bias": tensor(DENSE, stride=(0, 4100 * 4096, 4100, 1))},
+        {"bias": tensor(DENSE, FLOAT32, stride=(0, 4098 * 4096, 4098, 1))},
+        {"bias": tensor(DENSE, FLOAT32, stride=(0, 1 << 40, 4096, 1))},
     ],
-    ids=["bias", "mask", "softcap", "expanded", "unaligned", "split", "few rows"],
+    ids=[
+        *("expanded", "unaligned", "split", "few rows", "few rows, softcap", "expanded, softcap"),
+        *("unaligned, mask", "split, bias", "rows of the bias next to each other"),
+        *("every second key of the bias", "row bias", "16-bit bias on 8 bytes"),
+        *("fp32 bias on 8 bytes", "far heads of the bias"),
+    ],
 )
 def test_what_others_compute(probe: ctypes.CDLL, arguments: dict[str, Any]) -> None:
     plan = Probe(probe).fwd(SM90, SMS, **({"batch": 2, "head_dim": 128} | LONG | arguments))
@@ -83,4 +138,5 @@ def test_lists_that_others_compute(probe: ctypes.CDLL, arguments: dict[str, Any]
 
 def test_packed_sequences_are_for_others(probe: ctypes.CDLL) -> None:
     assert Probe(probe).fwd(SM90, SMS, packed=True)["arch"] == 80
+    assert Probe(probe).fwd(SM90, SMS, packed=True, softcap=30.0)["arch"] == 80
     assert packed_fwd_params().cu_seqlens_q.ndim == 1

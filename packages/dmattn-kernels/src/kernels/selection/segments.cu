@@ -1,4 +1,4 @@
-// Running top-w by segments of up to eight neighbouring blocks of query rows. A thread block finds the best keys before
+// Running top-w by segments of up to four neighbouring blocks of query rows. A thread block finds the best keys before
 // its segment once, with the candidates in registers from the first digit on; follows the keys that join inside the
 // segment and those that leave in return; and writes the list of every block of rows from that.
 #include "in_registers.cuh"

@@ -24,12 +24,21 @@ struct OnlineSoftmax {
   // Otherwise acc_s holds logits: the difference is taken first, so that huge finite logits cannot overflow.
   template <bool kScaled, int NT>
   __device__ __forceinline__ float step_row(int r, float (&acc_s)[MT][NT][4], float scale_log2) {
+    return step_row<kScaled>(r, acc_s, scale_log2, find_max(r, acc_s));
+  }
+  // The maximum of a row so far and in acc_s.
+  template <int NT>
+  __device__ __forceinline__ float find_max(int r, const float (&acc_s)[MT][NT][4]) const {
     const int mt = r / 2, e0 = 2 * (r & 1);
     float m = row_max[r];
 #pragma unroll
     for (int nt = 0; nt < NT; ++nt) m = fmaxf(m, fmaxf(acc_s[mt][nt][e0], acc_s[mt][nt][e0 + 1]));
     m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 1));
-    m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 2));
+    return fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 2));
+  }
+  template <bool kScaled, int NT>
+  __device__ __forceinline__ float step_row(int r, float (&acc_s)[MT][NT][4], float scale_log2, float m) {
+    const int mt = r / 2, e0 = 2 * (r & 1);
     const float m_used = m == -INFINITY ? 0.f : m;  // nothing kept yet: exp(-inf - 0) = 0, not NaN
     const float alpha =
         kScaled ? exp2_approx((row_max[r] - m_used) * scale_log2) : exp2_approx((row_max[r] - m_used) * kLog2e);
@@ -80,6 +89,25 @@ struct OnlineSoftmax {
   __device__ __forceinline__ void probabilities(float (&acc_s)[MT][NT][4], float (&alpha)[2 * MT], float scale_log2) {
 #pragma unroll
     for (int r = 0; r < 2 * MT; ++r) alpha[r] = step_row<kScaled>(r, acc_s, scale_log2);
+  }
+  // Likewise, of logits, which are taken like raw products unless a maximum of the warp's rows is large: max * log2(e) is
+  // rounded, by up to 2^-18 here, which would show in the log-sum-exp. The code is twice as long.
+  template <int NT>
+  __device__ __forceinline__ void probabilities_of_logits(float (&acc_s)[MT][NT][4], float (&alpha)[2 * MT]) {
+    float m[2 * MT];
+    bool is_large = false;
+#pragma unroll
+    for (int r = 0; r < 2 * MT; ++r) {
+      m[r] = find_max(r, acc_s);
+      is_large |= fabsf(m[r]) > 64.f && m[r] != -INFINITY;
+    }
+    if (__any_sync(0xffffffffu, is_large)) {
+#pragma unroll
+      for (int r = 0; r < 2 * MT; ++r) alpha[r] = step_row<false>(r, acc_s, 0.f, m[r]);
+    } else {
+#pragma unroll
+      for (int r = 0; r < 2 * MT; ++r) alpha[r] = step_row<true>(r, acc_s, kLog2e, m[r]);
+    }
   }
   template <int OT>
   static __device__ __forceinline__ void rescale(float (&acc_o)[MT][OT][4], const float (&alpha)[2 * MT]) {

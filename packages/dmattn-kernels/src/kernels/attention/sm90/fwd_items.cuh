@@ -23,4 +23,22 @@ __device__ __forceinline__ FwdItem find_item(const Arguments& p, int index) {
   return {p.m_blocks - 1 - rank, head - batch * p.nheads, batch};
 }
 
+// Of a tile that begins with key0: keys past the last one, or past what a row may see, get -inf. first_row: the first of
+// the two rows that this thread has, the other comes 8 later.
+template <int kFragments, class Arguments>
+__device__ __forceinline__ void cut_keys(const Arguments& p, float (&scores)[1][kFragments][4], int key0, int first_row,
+                                         int lane) {
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+    const int row = first_row + 8 * j;
+    int limit = p.is_causal ? min(p.seqlen_k, row + 1 + p.seqlen_k - p.seqlen_q) : p.seqlen_k;
+    limit -= key0 + (lane % 4) * 2;
+#pragma unroll
+    for (int i = 0; i < kFragments; ++i) {
+      if (8 * i >= limit) scores[0][i][2 * j] = -INFINITY;
+      if (8 * i + 1 >= limit) scores[0][i][2 * j + 1] = -INFINITY;
+    }
+  }
+}
+
 }  // namespace dmattn::sm90

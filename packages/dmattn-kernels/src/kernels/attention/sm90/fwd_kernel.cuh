@@ -1,4 +1,5 @@
-// The forward on Hopper, for the plain level: lengths and causality only, tiles of consecutive keys.
+// The forward on Hopper over tiles of consecutive keys: the plain kernel, with lengths and causality only, and the general
+// ones, whose scores a bias, a dense mask or softcap change (fwd_general.cuh).
 //
 // A thread block stays on its SM and takes row blocks of heads (items) until none is left. One thread of the first
 // warpgroup, the producer, copies Q, K and V tiles into shared memory by TMA. The other warpgroups, the consumers, own
@@ -9,6 +10,7 @@
 
 #include "../shared/smem.cuh"
 #include "../shared/softmax.cuh"
+#include "fwd_general.cuh"
 #include "fwd_items.cuh"
 #include "fwd_output.cuh"
 #include "fwd_params.h"
@@ -40,12 +42,18 @@ __device__ __forceinline__ void init_barriers(typename T::Shared& s) {
   for (int i = 0; i < T::kStages; ++i) {
     s.k_full[i].init(1);
     s.v_full[i].init(1);
-    s.k_empty[i].init(T::kConsumers);
+    s.k_empty[i].init(T::kGeneral ? 4 * T::kConsumers : T::kConsumers);  // see release_keys()
     s.v_empty[i].init(T::kConsumers);
   }
   for (int i = 0; i < 2; ++i) {
     s.item_full[i].init(1);
     s.item_empty[i].init(4 * T::kConsumers);  // a warp each
+  }
+  if constexpr (T::kGeneral) {
+    for (int i = 0; i < 2; ++i) {
+      s.general.bias_full[i].init(1);
+      s.general.bias_empty[i].init(4 * T::kConsumers);
+    }
   }
   cutlass::arch::fence_barrier_init();
 }
@@ -54,10 +62,10 @@ __device__ __forceinline__ void init_barriers(typename T::Shared& s) {
 
 template <class T>
 struct FwdProducer {
-  const FwdArguments& p;
+  const typename T::Arguments& p;
   typename T::Shared& s;
   RingPlace<T::kStages> k_place, v_place;
-  RingPlace<2> item_place;
+  RingPlace<2> item_place, bias_place;
   int q_phase = 0;
 
   __device__ __forceinline__ void run() {
@@ -66,7 +74,11 @@ struct FwdProducer {
       if (index >= p.items) return;
       // Asked for before the loads, so that the answer is there when they have been issued.
       const int next = gridDim.x + (p.work_counter != nullptr ? atomicAdd(p.work_counter, 1) : p.items);
-      load_item(find_item(p, index));
+      if constexpr (T::kGeneral) {
+        load_general_item(find_item(p, index));
+      } else {
+        load_item(find_item(p, index));
+      }
       index = next;
     }
   }
@@ -86,9 +98,7 @@ struct FwdProducer {
       s.q_full.arrive();
       return;
     }
-    s.q_full.arrive_and_expect(T::kTileQ * sizeof(typename T::Element));
-    load_tile<T::kBlockM, T::kPanels, T::kPanelCols>(p.q, s.q_full, cute::TMA::CacheHintSm90::EVICT_FIRST, s.q,
-                                                     item.m_block * T::kBlockM, item.head, item.batch);
+    load_q(item);
     // Scores of the next block are started before the output of this one: K is one block ahead of V.
     load_k(blocks.end - 1, item);
 #pragma unroll 1  // in the producer's few registers there is no room for more
@@ -99,6 +109,79 @@ struct FwdProducer {
     load_v(0, item);
   }
 
+  // The tiles that the mask leaves, each announced beside its K, and their bias.
+  __device__ __forceinline__ void load_general_item(const FwdItem& item) {
+    const KeyBlocks blocks = find_key_blocks<T>(p, item.m_block);
+    const auto tiles = find_mask_tiles<T>(p, item);
+    const auto load_announced = [&](int n) {
+      const KeyTile tile = KeyTile::of(n, n >= blocks.full, tiles.state(n) == TileState::kPartial);
+      s.k_empty[k_place.stage].wait(k_place.phase ^ 1);
+      s.general.tile[k_place.stage] = tile.word;
+      load_k(n, item);
+    };
+    int n = tiles.last_nonempty(blocks.end - 1, 0);
+    s.q_empty.wait(q_phase ^ 1);
+    q_phase ^= 1;
+    if (n < 0) {
+      s.q_full.arrive();
+      announce_end();
+      return;
+    }
+    load_q(item);
+    load_announced(n);
+    load_bias(n, item);
+#pragma unroll 1  // in the producer's few registers there is no room for more
+    for (int next; n >= 0; n = next) {
+      next = tiles.last_nonempty(n - 1, 0);
+      if (next >= 0) {
+        load_announced(next);
+      } else {
+        announce_end();
+      }
+      load_v(n, item);
+      if (next >= 0) load_bias(next, item);
+    }
+  }
+  // A stage of K without keys.
+  __device__ __forceinline__ void announce_end() {
+    s.k_empty[k_place.stage].wait(k_place.phase ^ 1);
+    s.general.tile[k_place.stage] = KeyTile::none().word;
+    s.k_full[k_place.stage].arrive();
+    k_place.advance();
+  }
+  __device__ __forceinline__ void load_bias(int n, const FwdItem& item) {
+    if constexpr (!T::kLogits) return;
+    if (p.bias.kind == BiasKind::kTile) load_bias_panels<2>(n * T::kBlockN, item);
+    if (p.bias.kind == BiasKind::kDirect) {
+      load_bias_panels<4>(n * T::kBlockN, item);
+      load_bias_panels<4>(n * T::kBlockN + T::kBlockN / 2, item);
+    }
+  }
+  // A stage, of keys of so many bytes.
+  template <int kBytes>
+  __device__ __forceinline__ void load_bias_panels(int key, const FwdItem& item) {
+    using General = decltype(s.general);
+    s.general.bias_empty[bias_place.stage].wait(bias_place.phase ^ 1);
+    Barrier& full = s.general.bias_full[bias_place.stage];
+    full.arrive_and_expect(General::kStageBytes);
+    char* const stage = s.general.bias[bias_place.stage];
+    const int head = p.bias.head_stride == 0 ? 0 : item.head / p.bias.head_ratio;
+    const int batch = p.bias.batch_stride == 0 ? 0 : item.batch;
+    constexpr int kPanelBytes = T::kBlockM * 128, kPanelKeys = 128 / kBytes;
+#pragma unroll
+    for (int panel = 0; panel < General::kStageBytes / kPanelBytes; ++panel) {
+      cute::SM90_TMA_LOAD_4D::copy(
+          &p.bias_tiles, &full.word, static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST),
+          stage + panel * kPanelBytes, key + panel * kPanelKeys, item.m_block * T::kBlockM, head, batch);
+    }
+    bias_place.advance();
+  }
+
+  __device__ __forceinline__ void load_q(const FwdItem& item) {
+    s.q_full.arrive_and_expect(T::kTileQ * sizeof(typename T::Element));
+    load_tile<T::kBlockM, T::kPanels, T::kPanelCols>(p.q, s.q_full, cute::TMA::CacheHintSm90::EVICT_FIRST, s.q,
+                                                     item.m_block * T::kBlockM, item.head, item.batch);
+  }
   __device__ __forceinline__ void load_k(int n, const FwdItem& item) {
     load_keys(p.k, s.k, s.k_full, s.k_empty, k_place, n, item);
   }
@@ -124,14 +207,14 @@ struct FwdConsumer {
   // Names of barriers for some of the block's threads; 0 is __syncthreads().
   static constexpr int kTurnBarrier = 1, kStoreBarrier = 1 + T::kConsumers;
 
-  const FwdArguments& p;
+  const typename T::Arguments& p;
   typename T::Shared& s;
   const int consumer, thread, warp, lane;  // thread: among the consumers; warp: in the warpgroup
   RingPlace<T::kStages> k_place, v_place;
-  RingPlace<2> item_place;
+  RingPlace<2> item_place, bias_place;
   int q_phase = 0;
 
-  __device__ __forceinline__ FwdConsumer(const FwdArguments& arguments, typename T::Shared& shared)
+  __device__ __forceinline__ FwdConsumer(const typename T::Arguments& arguments, typename T::Shared& shared)
       : p(arguments),
         s(shared),
         consumer(cutlass::canonical_warp_group_idx() - 1),
@@ -160,9 +243,20 @@ struct FwdConsumer {
   __device__ __forceinline__ void release(Barrier& empty) {
     if (threadIdx.x % 128 == 0) empty.arrive();
   }
+  // The stage of K. Where it was announced which keys these are, every warp says for itself that it has read that.
+  __device__ __forceinline__ void release_keys() {
+    if (threadIdx.x % (T::kGeneral ? 32 : 128) == 0) s.k_empty[k_place.stage].arrive();
+    k_place.advance();
+  }
   __device__ __forceinline__ void wait_turn() { cutlass::arch::NamedBarrier::sync(256, kTurnBarrier + consumer); }
   __device__ __forceinline__ void pass_turn() {
     cutlass::arch::NamedBarrier::arrive(256, kTurnBarrier + (consumer + 1) % T::kConsumers);
+  }
+
+  // The tile in the next stage of K, of all warps alike.
+  __device__ __forceinline__ KeyTile next_tile() {
+    s.k_full[k_place.stage].wait(k_place.phase);
+    return {__shfl_sync(0xffffffffu, s.general.tile[k_place.stage], 0)};
   }
 
   template <int kFragments, class Accumulator>
@@ -187,7 +281,6 @@ struct FwdConsumer {
     auto& scores = fragments<kFragmentsN>(acc_s);
     auto& out = fragments<kFragmentsD>(acc_o);
 
-    const KeyBlocks blocks = find_key_blocks<T>(p, item.m_block);
     const int first_row = item.m_block * T::kBlockM + consumer * 64 + warp * 16 + lane / 4;
     OnlineSoftmax<1> softmax;
     float keep[2];  // what the running sums and the output are multiplied by, as the maximum has moved
@@ -204,49 +297,84 @@ struct FwdConsumer {
         packed(2 * i + 1) = ElementTraits<typename T::Element>::pack(scores[0][i][2], scores[0][i][3]);
       }
     };
-    // Scores of block n, beside the output of block n + 1.
-    const auto step = [&](auto is_masked, int n) {
-      s.k_full[k_place.stage].wait(k_place.phase);
+    const auto finish_scores = [&](auto pending) {
+      wait_for_product<decltype(pending)::value>(acc_s);
+      release_keys();
+    };
+    const auto finish_output = [&] {
+      wait_for_product<0>(acc_o);
+      release(s.v_empty[v_place.stage]);
+      v_place.advance();
+    };
+    // Scores of a tile, beside the output of the tile before. meanwhile(): while they are computed;
+    // to_probabilities(): what the scores become.
+    const auto step = [&](auto&& meanwhile, auto&& to_probabilities) {
       wait_turn();
       start_product<true>(score_mma, q, k(cute::_, cute::_, cute::_, k_place.stage), acc_s);
       s.v_full[v_place.stage].wait(v_place.phase);
       start_product<false>(out_mma, probabilities, v(cute::_, cute::_, cute::_, v_place.stage), acc_o);
       pass_turn();
-      wait_for_product<1>(acc_s);
-      release(s.k_empty[k_place.stage]);
-      k_place.advance();
-      if constexpr (decltype(is_masked)::value) mask(scores, n, first_row);
-      softmax.template probabilities<true>(scores, keep, scale_log2);
-      wait_for_product<0>(acc_o);
-      release(s.v_empty[v_place.stage]);
-      v_place.advance();
+      meanwhile();
+      finish_scores(cute::_1{});
+      to_probabilities();
+      finish_output();
       to_operand();
       OnlineSoftmax<1>::rescale(out, keep);
     };
-
-    if (blocks.end > 0) {
-      int n = blocks.end - 1;
-      s.k_full[k_place.stage].wait(k_place.phase);
+    const auto first_step = [&](auto&& meanwhile, auto&& to_probabilities) {
       start_product<true>(score_mma, q, k(cute::_, cute::_, cute::_, k_place.stage), acc_s);
-      wait_for_product<0>(acc_s);
-      release(s.k_empty[k_place.stage]);
-      k_place.advance();
-      if (n >= blocks.full) mask(scores, n, first_row);
-      softmax.template probabilities<true>(scores, keep, scale_log2);
+      meanwhile();
+      finish_scores(cute::_0{});
+      to_probabilities();
       to_operand();
-      for (--n; n >= blocks.full; --n) step(cute::true_type{}, n);
+    };
+
+    bool has_keys;
+    if constexpr (T::kGeneral) {
+      ScoreChanges<T> changes(p, s.general, bias_place, thread / 32, lane, item);
+      KeyTile tile = next_tile();
+      has_keys = tile.exists();
+      const auto meanwhile = [&] { changes.read_ahead(tile); };
+      const auto to_probabilities = [&] {
+        changes.change(scores, tile);
+        if constexpr (T::kMode == ScoreMode::kBias) {
+          softmax.probabilities_of_logits(scores, keep);
+        } else {
+          softmax.template probabilities<!T::kLogits>(scores, keep, scale_log2);
+        }
+      };
+      if (has_keys) {
+        first_step(meanwhile, to_probabilities);
 #pragma unroll 1
-      for (; n >= 0; --n) step(cute::false_type{}, n);
-      if constexpr (T::kOwnOut) release(s.q_empty);
+        while ((tile = next_tile()).exists()) step(meanwhile, to_probabilities);
+      }
+      release_keys();  // those that said that there are no more
+    } else {
+      const KeyBlocks blocks = find_key_blocks<T>(p, item.m_block);
+      has_keys = blocks.end > 0;
+      int n = blocks.end - 1;
+      const auto nothing = [] {};
+      const auto whole = [&] { softmax.template probabilities<true>(scores, keep, scale_log2); };
+      const auto cut = [&] {
+        cut_keys(p, scores, n * T::kBlockN, first_row, lane);
+        whole();
+      };
+      const auto wait_for_keys = [&] { s.k_full[k_place.stage].wait(k_place.phase); };
+      if (has_keys) {
+        wait_for_keys();
+        first_step(nothing, [&] { n >= blocks.full ? cut() : whole(); });
+        for (--n; n >= blocks.full; --n) wait_for_keys(), step(nothing, cut);
+#pragma unroll 1
+        for (; n >= 0; --n) wait_for_keys(), step(nothing, whole);
+      }
+    }
+    if constexpr (T::kOwnOut) release(s.q_empty);
+    if (has_keys) {
       s.v_full[v_place.stage].wait(v_place.phase);
       start_product<false>(out_mma, probabilities, v(cute::_, cute::_, cute::_, v_place.stage), acc_o);
-      wait_for_product<0>(acc_o);
-      release(s.v_empty[v_place.stage]);
-      v_place.advance();
-    } else if constexpr (T::kOwnOut) {
-      release(s.q_empty);
+      finish_output();
     }
-    finish_rows(p, softmax, p.softmax_scale, out, item, first_row);
+    finish_rows(p, softmax, T::kLogits ? 1.f : p.softmax_scale, out, item, first_row);
     const bool is_speaker = threadIdx.x % 128 == 0;
     if constexpr (T::kOwnOut) {
       // The store of the item before has read this memory.
@@ -261,25 +389,10 @@ struct FwdConsumer {
       }
     }
   }
-
-  // Keys outside the sequence, or past what a row may see, get -inf.
-  __device__ __forceinline__ void mask(float (&scores)[1][kFragmentsN][4], int n, int first_row) {
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      const int row = first_row + 8 * j;
-      int limit = p.is_causal ? min(p.seqlen_k, row + 1 + p.seqlen_k - p.seqlen_q) : p.seqlen_k;
-      limit -= n * T::kBlockN + (lane % 4) * 2;
-#pragma unroll
-      for (int i = 0; i < kFragmentsN; ++i) {
-        if (8 * i >= limit) scores[0][i][2 * j] = -INFINITY;
-        if (8 * i + 1 >= limit) scores[0][i][2 * j + 1] = -INFINITY;
-      }
-    }
-  }
 };
 
 template <class T>
-__global__ void __launch_bounds__(T::kThreads, 1) fwd_kernel(const __grid_constant__ FwdArguments p) {
+__global__ void __launch_bounds__(T::kThreads, 1) fwd_kernel(const __grid_constant__ typename T::Arguments p) {
   extern __shared__ char smem[];
   const uint32_t base = smem_u32(smem);
   auto& s = *reinterpret_cast<typename T::Shared*>(smem + ((base + 1023) / 1024 * 1024 - base));

@@ -17,6 +17,25 @@ namespace sm90 {
 // K and V of the heads in progress, with what else passes through, stay in half of the L2 of an H100 or H200.
 constexpr int64_t kSectionBytes = 32 << 20;
 
+// What only the general kernel is given.
+template <class T>
+cudaError_t fill_general_arguments(GeneralFwdArguments& a, const FwdParams& p) {
+  a.bias = p.bias;
+  a.mask = p.mask;
+  a.softcap = p.softcap;
+  if (p.bias.kind != BiasKind::kTile && p.bias.kind != BiasKind::kDirect) return cudaSuccess;
+  const bool is_wide = p.bias.kind == BiasKind::kDirect;
+  const TensorMapper mapper(is_wide ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : tensor_map_dtype<typename T::Element>(),
+                            is_wide ? 32 : 64);
+  Strides3 stride;
+  stride.batch = p.bias.batch_stride;
+  stride.head = p.bias.head_stride;
+  stride.row = p.bias.row_stride;
+  const TensorExtents extents = {stride.batch == 0 ? 1 : p.batch, p.seqlen_q,
+                                 stride.head == 0 ? 1 : p.nheads / p.bias.head_ratio, p.seqlen_k};
+  return mapper.map(a.bias_tiles, p.bias.ptr, stride, extents, T::kBlockM);
+}
+
 template <class T>
 cudaError_t fill_arguments(FwdArguments& a, const FwdParams& p) {
   const TensorMapper mapper(tensor_map_dtype<typename T::Element>(), T::kPanelCols);
@@ -50,8 +69,11 @@ cudaError_t fill_arguments(FwdArguments& a, const FwdParams& p) {
 
 template <class T>
 cudaError_t launch_fwd_kernel(int64_t blocks, const FwdParams& p, cudaStream_t stream) {
-  FwdArguments arguments;
+  typename T::Arguments arguments;
   cudaError_t status = fill_arguments<T>(arguments, p);
+  if constexpr (T::kGeneral) {
+    if (status == cudaSuccess) status = fill_general_arguments<T>(arguments, p);
+  }
   if (status == cudaSuccess && p.work_counter != nullptr) {
     status = cudaMemsetAsync(p.work_counter, 0, sizeof(int32_t), stream);
   }
@@ -62,8 +84,8 @@ cudaError_t launch_fwd_kernel(int64_t blocks, const FwdParams& p, cudaStream_t s
 
 }  // namespace sm90
 
-// The unit of a head-dim tile has a kernel for each of Hopper's head dimensions in it; over lists, one with and one
-// without a bias for each key.
+// The unit of a head-dim tile has a plain kernel for each of Hopper's head dimensions in it, and general ones for all of
+// them (the widest has a single one); over lists, one with and one without a bias for each key.
 template <class Element, int kHeadDimTile, bool kGathered>
 cudaError_t launch_fwd(const KernelChoice& choice, const FwdParams& p, cudaStream_t stream) {
   if constexpr (kGathered) {
@@ -80,6 +102,20 @@ cudaError_t launch_fwd(const KernelChoice& choice, const FwdParams& p, cudaStrea
       using T = sm90::FwdTraits<Element, head_dim, kTile.consumers, kTile.block_n>;
       return sm90::launch_fwd_kernel<T>(choice.blocks, p, stream);
     };
+    const auto go_general = [&](auto mode) {
+      constexpr Sm90FwdTile kTile = sm90_general_fwd_tile(kHeadDimTile);
+      using T =
+          sm90::FwdTraits<Element, kHeadDimTile, kTile.consumers, kTile.block_n, /*kStages=*/2, decltype(mode)::value>;
+      return sm90::launch_fwd_kernel<T>(choice.blocks, p, stream);
+    };
+    if (choice.level != Level::kPlain) {
+      if constexpr (kHeadDimTile <= 128) {
+        const bool is_simple = p.softcap == 0.f && p.softmax_scale > 0.f;
+        if (is_simple && p.bias.kind != BiasKind::kNone) return go_general(cute::C<sm90::ScoreMode::kBias>{});
+        if (is_simple) return go_general(cute::C<sm90::ScoreMode::kMask>{});
+      }
+      return go_general(cute::C<sm90::ScoreMode::kAny>{});
+    }
     constexpr int kSmaller = kHeadDimTile == 128 ? 96 : kHeadDimTile == 256 ? 192 : kHeadDimTile;
     if constexpr (kHeadDimTile == 64) {
       if (sm90_fwd_is_short(p.seqlen_q)) return go(cute::Int<64>{}, cute::true_type{});

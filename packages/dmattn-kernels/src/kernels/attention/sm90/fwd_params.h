@@ -1,4 +1,4 @@
-// What the Hopper forward kernel is given: FwdParams, with the tensors as TMA sees them.
+// What the Hopper forward kernels are given: FwdParams, with the tensors as TMA sees them.
 #pragma once
 
 #include <cuda.h>
@@ -24,6 +24,15 @@ struct FwdArguments {
   // Number of items that thread blocks have taken beyond their first; zero before the launch. nullptr: there are no
   // more items than thread blocks.
   int32_t* work_counter;
+};
+
+// Of the general kernel.
+struct GeneralFwdArguments : FwdArguments {
+  CUtensorMap
+      bias_tiles;   // dimensions (seqlen_k, seqlen_q, heads, batch), 1 where broadcast; a bias of each row and key
+  BiasParams bias;  // kNone; kKey; kTile and kDirect: by bias_tiles, 16-bit and fp32
+  MaskBits mask;    // bits == nullptr: there is none
+  float softcap;    // 0: none
 };
 
 }  // namespace dmattn::sm90

@@ -6,13 +6,41 @@
 #include <cutlass/gemm/collective/builders/sm90_common.inl>
 
 #include "../../tiles.h"
+#include "fwd_params.h"
 #include "pipeline.cuh"
 
 namespace dmattn::sm90 {
 
-template <class Element_, int kHeadDim_, int kConsumers_, int kBlockN_, int kStages_ = 2>
+// What becomes of the scores beyond lengths and causality.
+enum class ScoreMode {
+  kPlain,  // nothing
+  kMask,   // a dense mask
+  kBias,   // a bias, and a mask if there is one
+  kAny,    // softcap too, or a scale that is not positive
+};
+
+// The shared memory that only the modes other than kPlain have. Bias tiles lie in panels of 128 bytes a row, as TMA writes them:
+// 64 keys of 16 bits, or 32 of fp32. A stage has room for a 16-bit tile, or half of one in fp32. A bias for each key lies
+// there as well, fp32 numbers of a tile for each warp.
+struct NoGeneral {};
+template <int kBlockM, int kBlockN, int kStages, bool kHasBias>
+struct GeneralShared {
+  static constexpr int kStageBytes = kHasBias ? kBlockM * kBlockN * 2 : 16;
+
+  alignas(1024) char bias[2][kStageBytes];
+  Barrier bias_full[2], bias_empty[2];
+  int32_t tile[kStages];  // the keys in a stage of K: see KeyTile
+};
+
+template <class Element_, int kHeadDim_, int kConsumers_, int kBlockN_, int kStages_ = 2,
+          ScoreMode kMode_ = ScoreMode::kPlain>
 struct FwdTraits {
   using Element = Element_;
+  static constexpr ScoreMode kMode = kMode_;
+  static constexpr bool kGeneral = kMode != ScoreMode::kPlain;
+  // The softmax is given logits; otherwise raw products.
+  static constexpr bool kLogits = kMode == ScoreMode::kBias || kMode == ScoreMode::kAny;
+  using Arguments = cute::conditional_t<kGeneral, GeneralFwdArguments, FwdArguments>;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kConsumers = kConsumers_, kBlockM = 64 * kConsumers, kBlockN = kBlockN_;
   static constexpr int kStages = kStages_;  // of K, and of V
@@ -49,11 +77,12 @@ struct FwdTraits {
                                  cute::GMMA::Major::K, cute::GMMA::Major::MN>(),
       Warpgroups{}));
   // One instruction covers all keys of a tile: in several narrower ones the products take twice as long. CuTe
-  // offers those of every width where CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED is defined, as the build does.
+  // offers those of every width where CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED is defined: cmake/units.cmake names the units
+  // that need it.
   static_assert(cute::size<1>(typename ScoreMma::AtomShape_MNK{}) == kBlockN);
 
   // Where there is room, the output has shared memory of its own on its way out, and the next Q can come in meanwhile.
-  static constexpr bool kOwnOut = kHeadDim <= 128;
+  static constexpr bool kOwnOut = kHeadDim <= (kLogits ? 64 : 128);
   static constexpr int kTileQ = kBlockM * kHeadDim, kTileK = kBlockN * kHeadDim;
 
   struct Shared {
@@ -65,10 +94,12 @@ struct FwdTraits {
     Barrier k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
     Barrier item_full[2], item_empty[2];
     int32_t item[2];
+    cute::conditional_t<kGeneral, GeneralShared<kBlockM, kBlockN, kStages, kLogits>, NoGeneral> general;
 
     __device__ __forceinline__ Element* out() { return kOwnOut ? own_out : q; }
   };
   static constexpr uint32_t kSmemBytes = sizeof(Shared) + 1024;  // the base need not be aligned as the tiles must be
+  static_assert(kSmemBytes <= 232448);
 };
 
 }  // namespace dmattn::sm90

@@ -34,10 +34,11 @@ inline auto tensor_map_encoder() {
   return found;
 }
 
-// Makes maps for tiles of 16-bit elements that are copied `panel_cols` columns at a time.
+// Makes maps for tiles of 16-bit or fp32 elements that are copied `panel_cols` columns at a time.
 class TensorMapper {
  public:
-  TensorMapper(CUtensorMapDataType dtype, int panel_cols) : dtype_(dtype), panel_cols_(panel_cols) {}
+  TensorMapper(CUtensorMapDataType dtype, int panel_cols)
+      : dtype_(dtype), panel_cols_(panel_cols), bytes_(dtype == CU_TENSOR_MAP_DATA_TYPE_FLOAT32 ? 4 : 2) {}
 
   // A box is `rows` rows of one head. What lies outside the tensor is read as 0 and not written.
   cudaError_t map(CUtensorMap& to, const void* tensor, const Strides3& stride, const TensorExtents& extents,
@@ -46,21 +47,33 @@ class TensorMapper {
     if (encode == nullptr) return cudaErrorNotSupported;
     const auto size = [](int32_t extent) { return static_cast<cuuint64_t>(extent); };
     // In bytes. Of a dimension with one entry the stride is never used, but TMA wants one that it could use.
-    const auto step = [](int64_t elements) { return static_cast<cuuint64_t>(elements == 0 ? 16 : 2 * elements); };
+    const auto step = [&](int64_t elements) { return static_cast<cuuint64_t>(elements == 0 ? 16 : bytes_ * elements); };
     const cuuint64_t sizes[] = {size(extents.head_dim), size(extents.seqlen), size(extents.heads), size(extents.batch)};
     const cuuint64_t strides[] = {step(stride.row), step(stride.head), step(stride.batch)};
     const cuuint32_t box[] = {static_cast<cuuint32_t>(panel_cols_), static_cast<cuuint32_t>(rows), 1, 1};
     const cuuint32_t every[] = {1, 1, 1, 1};
-    const CUresult result =
-        encode(&to, dtype_, 4, const_cast<void*>(tensor), sizes, strides, box, every, CU_TENSOR_MAP_INTERLEAVE_NONE,
-               panel_cols_ == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
-               CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    const auto run = [&] {
+      return encode(&to, dtype_, 4, const_cast<void*>(tensor), sizes, strides, box, every,
+                    CU_TENSOR_MAP_INTERLEAVE_NONE,
+                    panel_cols_ * bytes_ == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
+                    CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    };
+    CUresult result = run();
+    if (result == CUDA_ERROR_INVALID_CONTEXT) {
+      // The first call of a thread: the runtime makes the device's context the thread's own with the first launch only.
+      int device = 0;
+      cudaError_t status = cudaGetDevice(&device);
+      if (status == cudaSuccess) status = cudaSetDevice(device);
+      if (status != cudaSuccess) return status;
+      result = run();
+    }
     return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
   }
 
  private:
   CUtensorMapDataType dtype_;
   int panel_cols_;
+  int bytes_;  // of an element
 };
 
 }  // namespace dmattn::sm90
