@@ -21,8 +21,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -95,17 +96,31 @@ class Bench:
         dim = 1 if t.shape[1] == self.case.seqlen else 3
         return t.chunk(self.ranks, dim)[self.rank]
 
-    def alone(self) -> list[Tensor]:
-        """Forward and backward of the whole sequence on this device: out and the gradients."""
+    def forward_alone(self) -> Tensor:
+        """Of the whole sequence on this device."""
         q, k, v, bias = self.whole
         window = self.case.window
-        out = flash_dmattn_func(q, k, v, attn_bias=bias, is_causal=True, window_size=window)
-        return [out, *torch.autograd.grad(out, self.whole, self.dout)]
+        return flash_dmattn_func(q, k, v, attn_bias=bias, is_causal=True, window_size=window)
+
+    def backward_alone(self, out: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(out, self.whole, self.dout)
+
+    def forward_together(self) -> Tensor:
+        """Of this rank's tokens, beside the other ranks."""
+        return context_parallel_attention(*self.own, window_size=self.case.window)
+
+    def backward_together(self, out: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(out, self.own, self.own_dout)
+
+    def alone(self) -> list[Tensor]:
+        """Forward and backward of the whole sequence on this device: out and the gradients."""
+        out = self.forward_alone()
+        return [out, *self.backward_alone(out)]
 
     def together(self) -> list[Tensor]:
         """The same of this rank's tokens, beside the other ranks."""
-        out = context_parallel_attention(*self.own, window_size=self.case.window)
-        return [out, *torch.autograd.grad(out, self.own, self.own_dout)]
+        out = self.forward_together()
+        return [out, *self.backward_together(out)]
 
     def synchronize(self) -> None:
         if self.device.type == "cuda":
@@ -281,29 +296,94 @@ def show(row: dict[str, Any]) -> None:
     sys.stdout.flush()
 
 
-def profile(case: Case, device: torch.device, calls: int = 3) -> None:
-    """Print what runs on the GPUs in a call, rank by rank: milliseconds, launches, name."""
+class Span(NamedTuple):
+    """A kernel, copy or collective on the GPU's clock, in microseconds."""
+
+    start: float
+    end: float
+    name: str
+
+
+MARKER_CYCLES = 2000  # of a kernel that says in the record where forward and backward begin
+LINES = 15
+
+
+def profile(case: Case, device: torch.device, calls: int = 4) -> None:
+    """Print what runs on the GPUs in a call, rank by rank, in forward and in backward."""
     bench = Bench(case, device)
-    for name, step in (("alone", bench.alone), ("together", bench.together)):
-        step()
+    parts = {"alone": (bench.forward_alone, bench.backward_alone)}
+    parts["together"] = (bench.forward_together, bench.backward_together)
+    for name, (forward, backward) in parts.items():
+        backward(forward())
         dist.barrier()
         bench.synchronize()
         activities = [torch.profiler.ProfilerActivity.CUDA]
         with torch.profiler.profile(activities=activities) as record:
             torch.cuda._sleep(_HEAD_START_CYCLES)  # type: ignore[no-untyped-call]
+            begun = time.perf_counter()
             for _ in range(calls):
-                step()
+                torch.cuda._sleep(MARKER_CYCLES)  # type: ignore[no-untyped-call]
+                out = forward()
+                torch.cuda._sleep(MARKER_CYCLES)  # type: ignore[no-untyped-call]
+                backward(out)
+            host = (time.perf_counter() - begun) / calls * 1e3
+            torch.cuda._sleep(MARKER_CYCLES)  # type: ignore[no-untyped-call]
             bench.synchronize()
-        found = sorted(record.key_averages(), key=lambda event: -event.device_time_total)
-        lines = [
-            f"  {event.device_time_total / calls / 1e3:8.3f} {event.count / calls:5.1f} "
-            f"{re.sub(r'^void |at::native::|<unnamed>::', '', event.key)[:90]}"
-            for event in found
-            if "spin" not in event.key
+        found = [
+            Span(event.time_range.start, event.time_range.end, event.name)
+            for event in record.events()
+            if event.device_type.name == "CUDA"
         ]
-        for rank, text in enumerate(gathered("\n".join(lines[:48]))):
+        text = f"host {host:.3f} ms a call\n{summary(found, calls)}"
+        for rank, said in enumerate(gathered(text)):
             if dist.get_rank() == 0 and (name == "together" or rank == 0):
-                print(f"{case.name()} {name}, rank {rank}\n{text}", flush=True)
+                print(f"{case.name()} {name}, rank {rank}: {said}", flush=True)
+
+
+def summary(spans: list[Span], calls: int) -> str:
+    """Milliseconds and launches of each kernel, and when nothing ran, by forward and backward.
+
+    The first call is left out: the ranks do not begin at the same time.
+    """
+    spans = sorted(spans)
+    marks = [number for number, span in enumerate(spans) if "spin" in span.name][1:]
+    lines = []
+    for phase, name in enumerate(("forward", "backward")):
+        times: dict[str, list[float]] = {}
+        gaps: dict[str, list[float]] = {}
+        total = busy = 0.0
+        for first, last in list(pairwise(marks))[phase + 2 :: 2]:
+            end = spans[first].end
+            total += spans[last].start - end
+            before = "(begin)"
+            for span in (*spans[first + 1 : last], spans[last]):
+                if span.start > end:
+                    key = f"{short(before)} -> {short(span.name)}"
+                    gaps.setdefault(key, []).append(span.start - end)
+                if span is spans[last]:
+                    break
+                times.setdefault(span.name, []).append(span.end - span.start)
+                busy += max(0.0, span.end - max(span.start, end))
+                if span.end > end:
+                    end, before = span.end, span.name
+        n = (calls - 1) * 1e3
+        lines.append(
+            f" {name} {total / n:.4f} ms, nothing runs for {(total - busy) / n:.4f} ms of it"
+        )
+        for found, head, most in ((times, "", LINES), (gaps, "idle: ", 6)):
+            ordered = sorted(found.items(), key=lambda item: -sum(item[1]))
+            for key, values in ordered[:most]:
+                count = len(values) / (calls - 1)
+                lines.append(f"  {sum(values) / n:8.4f} {count:5.1f} {head}{short(key, 100)}")
+            if len(ordered) > most:
+                rest = [value for _, values in ordered[most:] for value in values]
+                count = len(rest) / (calls - 1)
+                lines.append(f"  {sum(rest) / n:8.4f} {count:5.1f} {head}others")
+    return "\n".join(lines)
+
+
+def short(name: str, most: int = 40) -> str:
+    return re.sub(r"^void |at::native::|\(anonymous namespace\)::|<unnamed>::", "", name)[:most]
 
 
 def parse() -> argparse.Namespace:

@@ -327,6 +327,148 @@ def wrong_arguments(rank: int, world: int) -> None:
     attend(20)
 
 
+@case
+def gradients_are_the_callers(rank: int, world: int) -> None:
+    """What a caller does with gradients and results changes no inputs, nor what comes later."""
+    lengths = [40] * world
+    mine = [part(t, lengths, rank).clone().requires_grad_() for t in operands(lengths)]
+    before = [t.detach().clone() for t in mine]
+
+    def run() -> None:
+        for t in mine:
+            t.grad = None
+        with torch.no_grad():
+            out = context_parallel_attention(*mine, window_size=33)
+            out.fill_(torch.nan)
+        out = context_parallel_attention(*mine, window_size=33)
+        dout = torch.ones_like(out)
+        first = torch.autograd.grad(out, mine, dout, retain_graph=True)
+        want = [t.clone() for t in first]
+        for t in first:
+            t.fill_(torch.nan)
+        second = torch.autograd.grad(out, mine, dout, retain_graph=True)
+        torch.testing.assert_close(list(second), want)
+
+        seen: list[Tensor] = []
+        hooks = [t.register_hook(seen.append) for t in mine]
+        out.backward(dout, retain_graph=True)
+        torch.testing.assert_close([t.grad for t in mine], want)
+        out.backward(dout)
+        torch.testing.assert_close([t.grad for t in mine], [2 * t for t in want])
+        for hook in hooks:
+            hook.remove()
+        assert len(seen) == 2 * len(mine)
+        for t in mine:
+            t.grad.fill_(torch.nan)
+        for kept, expected in zip(second, want, strict=True):
+            torch.testing.assert_close(kept, expected)
+            same = [t for t in seen if t.shape == expected.shape and torch.allclose(t, expected)]
+            assert len(same) == 2
+        assert dout.eq(1).all()
+        assert all(t.equal(given) for t, given in zip(mine, before, strict=True))
+
+    both_ways(run)
+
+
+@case
+def exchange_owns_what_it_adds_to(rank: int, world: int) -> None:
+    """Gradients reach the exchange, which adds to them in place, in memory of nobody else."""
+    lengths = [40] * world
+    whole = operands(lengths)
+    whole[2] = torch.randn_like(whole[1])  # of one head dimension, so attention is the last node
+    mine = [part(t, lengths, rank).clone().requires_grad_() for t in whole]
+    out, lse = context_parallel_attention(*mine, window_size=33, return_lse=True)
+    assert out.grad_fn is not None
+    arrived: list[Tensor] = []
+
+    def record(grads: tuple[Tensor | None, ...], _: tuple[Tensor, ...]) -> None:
+        arrived[:] = [t for t in grads if t is not None]
+
+    out.grad_fn.register_hook(record)
+    douts = [torch.randn_like(out), torch.randn_like(lse)]
+    for chosen in ((0,), (1,), (0, 1)):
+        given = [(out, lse)[i] for i in chosen], mine, [douts[i] for i in chosen]
+        torch.autograd.grad(*given, retain_graph=True)
+        assert len(arrived) == 4
+        memory = [t.untyped_storage().data_ptr() for t in (*arrived, *mine, out, lse, *douts)]
+        assert len(set(memory)) == len(memory)
+        assert all(0 not in t.stride() for t in arrived)
+
+
+@case
+def key_used_more_than_once(rank: int, world: int) -> None:
+    """As key and value of a call, in another call, and elsewhere in the loss."""
+    lengths = [40] * world
+    whole = operands(lengths)
+    weight = torch.randn_like(whole[1])
+
+    def loss(call: Callable[..., Tensor], given: list[Tensor], its_weight: Tensor) -> Tensor:
+        q, k, v, scores = given
+        twice = call(q, k, k, scores).sum() + call(q, k * 1, v, scores).square().sum()
+        return twice + (k * its_weight).sum()
+
+    def plain(q: Tensor, k: Tensor, v: Tensor, scores: Tensor) -> Tensor:
+        return flash_dmattn_func(q, k, v, attn_bias=scores, window_size=33, is_causal=True)
+
+    def parallel(*given: Tensor) -> Tensor:
+        return context_parallel_attention(*given, window_size=33)
+
+    leaves = [t.clone().requires_grad_() for t in whole]
+    want = torch.autograd.grad(loss(plain, leaves, weight), leaves)
+
+    def run() -> None:
+        mine = [part(t, lengths, rank).clone().requires_grad_() for t in whole]
+        found = torch.autograd.grad(loss(parallel, mine, part(weight, lengths, rank)), mine)
+        for grad, expected in zip(found, want, strict=True):
+            torch.testing.assert_close(grad, part(expected, lengths, rank))
+
+    both_ways(run)
+
+
+@case
+def key_changed_before_the_backward(rank: int, world: int) -> None:
+    """The first rank, which attends to its keys where they lie, notices as attention does."""
+    lengths = [40] * world
+    mine = [part(t, lengths, rank).clone().requires_grad_() for t in operands(lengths)]
+    out = context_parallel_attention(*mine, window_size=33)
+    with torch.no_grad():
+        mine[1].zero_()
+    if rank == 0:  # before it sends anything
+        words = "modified by an inplace operation"
+        expect(RuntimeError, words, lambda: torch.autograd.grad(out.sum(), mine))
+
+
+@case
+def second_derivatives(rank: int, world: int) -> None:
+    """Are refused, also where other ways lead to the operands too."""
+    lengths = [40] * world
+    mine = [part(t, lengths, rank).clone().requires_grad_() for t in operands(lengths)]
+    out = context_parallel_attention(*mine, window_size=33)
+    grads = torch.autograd.grad(out.sum(), mine, create_graph=True)
+    for t in grads:
+        loss = sum((leaf.sum() for leaf in mine), t.square().sum())
+        for allow_unused in (False, True):
+            with pytest.raises(RuntimeError, match="first derivatives only"):
+                torch.autograd.grad(loss, mine, retain_graph=True, allow_unused=allow_unused)
+
+
+@case
+def batches_of_gradients(rank: int, world: int) -> None:
+    """As torch.autograd.functional.jacobian(vectorize=True) asks for them."""
+    lengths = [40] * world
+    mine = [part(t, lengths, rank).clone().requires_grad_() for t in operands(lengths)]
+
+    def run() -> None:
+        out = context_parallel_attention(*mine, window_size=33)
+        douts = torch.randn(3, *out.shape, dtype=out.dtype)
+        found = torch.autograd.grad(out, mine, douts, retain_graph=True, is_grads_batched=True)
+        single = [torch.autograd.grad(out, mine, dout, retain_graph=True) for dout in douts]
+        for grad, expected in zip(found, zip(*single, strict=True), strict=True):
+            torch.testing.assert_close(grad, torch.stack(expected))
+
+    both_ways(run)
+
+
 # --- a layer --------------------------------------------------------------------------------------
 
 

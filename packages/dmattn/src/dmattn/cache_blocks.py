@@ -22,30 +22,28 @@ from dmattn.problem import Problem
 class Block(NamedTuple):
     """New tokens behind the keys that a cache holds, with the keys that each of them keeps."""
 
-    keys: Keys  # (B, L + T, N, D) and so on: those of the cache as they lie there, the new ones
+    # (B, L + T, N, D) and so on: those of the cache as they lie there, the new ones. Positions are
+    # those of the cache alone.
+    keys: Keys
     # int64 (B, N, L + T): where the keys lie, in order of position; None: they are in order.
     place: Tensor | None
     lists: Selection  # of T rows over the keys in order of position
     tokens: int  # T
-    seen: Tensor  # int32 (B,): tokens behind it
+    before: Tensor  # int32 (B,): tokens seen before it
+    active: Tensor | None  # bool (B, T)
 
     @staticmethod
     def of(cache: CacheTensors, new: CacheTokens, window_size: int, in_order: bool) -> "Block":
         """`in_order`: whether the keys of the cache lie in order of position."""
-        batch, tokens = new.k.shape[:2]
+        tokens = new.k.shape[1]
         score = new.score.detach()
-        if new.active is None:
-            count = torch.arange(1, tokens + 1, dtype=torch.int32, device=score.device)
-            count = count.expand(batch, -1)
-        else:
+        if new.active is not None:
             score = score.masked_fill(~new.active[:, None], -math.inf)
-            count = new.active.cumsum(1, dtype=torch.int32)
-        position = (cache.seen[:, None] + (count - 1))[:, None].expand(score.shape)
         keys = Keys(
             torch.cat((cache.k, new.k.detach()), 1),
             torch.cat((cache.v, new.v.detach()), 1),
             torch.cat((cache.score, score), 2),
-            torch.cat((cache.position, position), 2),
+            cache.position,
         )
         place, ordered = None, keys.score
         if not in_order:
@@ -54,16 +52,15 @@ class Block(NamedTuple):
             place = torch.cat((order, last.expand(*order.shape[:2], -1)), 2)
             ordered = keys.score.gather(2, place)
         lists = select(ordered, None, window_size, tokens, True)
-        return Block(keys, place, lists, tokens, cache.seen + count[:, -1])
+        return Block(keys, place, lists, tokens, cache.seen, new.active)
 
     def attend(self, query: Tensor, softmax_scale: float, softcap: float) -> Tensor:
         """(B, T, H, D): of query (B, T, H, D)."""
         lists = self.lists
         if self.place is not None:  # the same lists for the keys where they lie
             end, idx, count, full = lists
+            # Behind the end of a list stands some key instead of key 0; nobody attends to it.
             where = self.place.gather(2, idx.flatten(2).long()).to(torch.int32).view(idx.shape)
-            listed = torch.arange(idx.shape[3], device=idx.device) < count[..., None]
-            where = where.masked_fill(~listed, 0)  # as lists are
             lists = Selection(
                 torch.empty_like(end).scatter_(2, self.place, end), where, count, full
             )
@@ -85,4 +82,13 @@ class Block(NamedTuple):
         chosen = last_kept(self.lists, self.tokens, window_size, True)
         if self.place is not None:
             chosen = self.place.gather(2, chosen.clamp(min=0)).masked_fill(chosen < 0, -1)
-        return CacheTensors(*gathered(self.keys, chosen), self.seen)
+        if self.active is None:
+            count = torch.arange(1, self.tokens + 1, dtype=torch.int32, device=chosen.device)
+            count = count.expand(len(chosen), -1)
+        else:
+            count = self.active.cumsum(1, dtype=torch.int32)
+        held = self.keys.position
+        assert held is not None
+        new = (self.before[:, None] + (count - 1))[:, None].expand(-1, held.shape[1], -1)
+        keys = self.keys._replace(position=torch.cat((held, new), 2))
+        return CacheTensors(*gathered(keys, chosen), self.before + count[:, -1])

@@ -248,11 +248,11 @@ def gathered(keys: Keys, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor
     no_row = empty.mT[..., None]
     position = chosen.to(torch.int32)
     if keys.position is not None:
-        position = keys.position.gather(2, at).masked_fill(empty, -1)
+        position = keys.position.gather(2, at).masked_fill_(empty, -1)
     return (
-        rows_at(keys.k, at).masked_fill(no_row, 0.0),
-        rows_at(keys.v, at).masked_fill(no_row, 0.0),
-        keys.score.gather(2, at).masked_fill(empty, -math.inf),
+        rows_at(keys.k, at).masked_fill_(no_row, 0.0),
+        rows_at(keys.v, at).masked_fill_(no_row, 0.0),
+        keys.score.gather(2, at).masked_fill_(empty, -math.inf),
         position,
     )
 

@@ -17,7 +17,7 @@ from dmattn.arguments import check_scores, check_window_size, checked_problem
 from dmattn.distributed import operators
 from dmattn.distributed.groups import Group, Ranks, agree, process_group, ranks_of
 from dmattn.functional import flash_dmattn_func
-from dmattn.key_lists import behind_rows, smaller, whole_blocks
+from dmattn.key_lists import behind_rows, smaller
 from dmattn.problem import Problem
 from dmattn.selection import (
     KeySelection,
@@ -307,11 +307,7 @@ def _with_start_state(
     count = smaller(window, longest)
     width = smaller(window, ranks.size * count)
     is_scan = ranks.size * count * _row_bytes(k, v, score) > GATHER_BYTES
-    k, v, score, bounds, _, _ = torch.ops.dmattn.join_start_state(
-        k,
-        v,
-        score,
-        given.cu_seqlens,
+    settings = operators.Settings(
         ranks.name,
         ranks.size,
         window,
@@ -321,9 +317,10 @@ def _with_start_state(
         _needs(given),
         lengths,
     )
+    k, v, score, bounds = operators.join_start_state(k, v, score, given.cu_seqlens, settings)
     if given.cu_seqlens is None:
         return k, v, score, select_keys(score, window, query_len=seqlen)
-    before = whole_blocks(width)
+    before = k.shape[1] - seqlen
     lists = behind_rows(select_keys(score, window, cu_seqlens=bounds).lists, before)
     return k, v, score, KeySelection(*lists, window, True, before)
 

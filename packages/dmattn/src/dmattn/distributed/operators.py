@@ -9,6 +9,9 @@ that make it whole blocks of rows, so that the lists of the own rows can be cut 
 It is one node of autograd on every rank, so that the backward of every rank enters the same
 collectives. Being opaque to compilers, it runs under torch.compile as it is. While the state is on
 its way the rank's own keys are copied to their place.
+
+Plain eager calls take the same functions without the operator, as in `dmattn.dispatch`. The first
+rank, which has no start state, then copies nothing: an operator may not return its inputs.
 """
 
 from itertools import accumulate
@@ -18,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dmattn.dispatch import is_batch, is_direct
 from dmattn.distributed import exchange
 from dmattn.distributed.exchange import Borders, Place
 from dmattn.distributed.groups import agree, by_name
@@ -53,6 +57,7 @@ _BACKWARD = (
     "(Tensor dk_own, Tensor dv_own, Tensor dscore_own)"
 )
 
+Keys = tuple[Tensor, Tensor, Tensor]  # k, v and score
 Joined = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
@@ -70,18 +75,53 @@ def _empty_joined(
 ) -> Joined:
     """Results to be filled."""
     given = Settings(*settings)
-    batch, seqlen, heads, _ = k.shape
-    joined = whole_blocks(given.width) + seqlen
-    steps = (exchange.rounds(given.ranks), 2) if given.is_scan else (1, 1)
+    batch, _, heads, _ = k.shape
     documents = 0 if cu_seqlens is None else cu_seqlens.shape[0] + 1
     return (
-        k.new_empty((batch, joined, heads, k.shape[3])),
-        v.new_empty((batch, joined, heads, v.shape[3])),
-        score.new_empty((batch, heads, joined)),
+        *_with_room((k, v, score), whole_blocks(given.width)),
         k.new_empty((documents,), dtype=torch.int32),
         k.new_empty((batch, heads, given.sent), dtype=torch.int64),
-        k.new_empty((*steps, batch, heads, given.width), dtype=torch.int64),
+        _empty_places(k, given),
     )
+
+
+def _with_room(keys: Keys, before: int) -> Keys:
+    """Uninitialised keys, as many as these and `before` more."""
+    k, v, score = keys
+    batch, seqlen, heads, _ = k.shape
+    return (
+        k.new_empty((batch, before + seqlen, heads, k.shape[3])),
+        v.new_empty((batch, before + seqlen, heads, v.shape[3])),
+        score.new_empty((batch, heads, before + seqlen)),
+    )
+
+
+def _empty_places(k: Tensor, given: Settings) -> Tensor:
+    steps = (exchange.rounds(given.ranks), 2) if given.is_scan else (1, 1)
+    return k.new_empty((*steps, k.shape[0], k.shape[2], given.width), dtype=torch.int64)
+
+
+def join_start_state(
+    k: Tensor, v: Tensor, score: Tensor, cu_seqlens: Tensor | None, settings: Settings
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Keys, values and scores with the start state in front, and bounds, by the operator or as it.
+
+    Args:
+        k, v: (B, S, N, D) and (B, S, N, Dv), of this rank.
+        score: (B, N, S).
+        cu_seqlens: int32 (documents + 1,), of the whole sequence, or None.
+        settings: the same on all ranks.
+
+    Returns:
+        k (B, F + S, N, D), v and score likewise. F rows are in front of those of this rank: whole
+        blocks with room for W keys, or none on the first rank. And int32 (documents + 2,), the
+        boundaries of documents among these rows; (0,) without cu_seqlens.
+    """
+    given = (k, v, score, cu_seqlens, *settings)
+    if not torch.compiler.is_compiling() and is_direct(k, v, score, cu_seqlens):
+        return _Eager.apply(*given)[:4]  # type: ignore[no-any-return, no-untyped-call]
+    joined: Joined = torch.ops.dmattn.join_start_state(*given)
+    return joined[:4]
 
 
 def _join(
@@ -92,26 +132,41 @@ def _join(
     *settings: Any,
 ) -> Joined:
     given = Settings(*settings)
-    results = _empty_joined(k, v, score, cu_seqlens, *settings)
     place = _place(k, v, score, cu_seqlens, given)
+    return _join_at(place, (k, v, score), cu_seqlens, given, False)
+
+
+def _join_at(
+    place: Place,
+    keys: Keys,
+    cu_seqlens: Tensor | None,
+    given: Settings,
+    may_alias: bool,
+) -> Joined:
+    """`may_alias`: whether the first rank may return the keys as they are, nothing in front."""
     borders = None if cu_seqlens is None else _borders(place, cu_seqlens)
-    layout, seqlen = _layout(k, v, score), k.shape[1]
-    own, rows = _own_state(place, layout, (k, v, score), given, borders)
-    if given.is_scan:
-        _copy_own((k, v, score), results)
+    before = 0 if may_alias and place.rank == 0 else whole_blocks(given.width)
+    layout, seqlen = _layout(*keys), keys[0].shape[1]
+    own, rows = _own_state(place, layout, keys, given, borders)
+    sending = None if given.is_scan else exchange.start_gather(place, rows)
+    joined = keys
+    if before > 0:
+        joined = _with_room(keys, before)
+        _copy_own(keys, joined)
+    if sending is None:
         state, state_score, places = exchange.scan(place, layout, rows, borders)
     else:
-        sending = exchange.start_gather(place, rows)
-        _copy_own((k, v, score), results)
         state, state_score, found = exchange.pick_gathered(
             place, layout, sending.wait(), given.width, borders
         )
-        places = results[5] if found is None else found[None, None]
-    _fill_front(layout, state, state_score, whole_blocks(given.width), results)
-    bounds = results[3]
-    if cu_seqlens is not None:
-        bounds = _bounds(place, cu_seqlens, whole_blocks(given.width), seqlen)
-    return (*results[:3], bounds, own, places)
+        places = _empty_places(keys[0], given) if found is None else found[None, None]
+    if before > 0:
+        _fill_front(layout, state, state_score, before, joined)
+    if cu_seqlens is None:
+        bounds = joined[0].new_empty((0,), dtype=torch.int32)
+    else:
+        bounds = _bounds(place, cu_seqlens, before, seqlen)
+    return (*joined, bounds, own, places)
 
 
 def _place(
@@ -161,7 +216,7 @@ def _borders(place: Place, cu_seqlens: Tensor) -> Borders:
 def _own_state(
     place: Place,
     layout: Rows,
-    keys: tuple[Tensor, Tensor, Tensor],
+    keys: Keys,
     given: Settings,
     borders: Borders | None,
 ) -> tuple[Tensor, Tensor]:
@@ -171,6 +226,8 @@ def _own_state(
     count = given.sent
     shape = (batch, heads, count)
     rows = k.new_empty((*shape, layout.nbytes), dtype=torch.uint8)
+    if place.rank == place.size - 1:  # there is nobody behind it, who would read its rows
+        return k.new_empty(shape, dtype=torch.int64), rows
     if seqlen < count:  # some rows are of no keys
         rows.zero_()
         layout.part(rows, 2).fill_(-torch.inf)
@@ -188,26 +245,32 @@ def _own_state(
     return torch.nn.functional.pad(at, (0, missing)) if missing > 0 else at, rows
 
 
-def _copy_own(keys: tuple[Tensor, Tensor, Tensor], results: Joined) -> None:
-    k, v, score = keys
-    seqlen = k.shape[1]
-    results[0].narrow(1, results[0].shape[1] - seqlen, seqlen).copy_(k)
-    results[1].narrow(1, results[1].shape[1] - seqlen, seqlen).copy_(v)
-    results[2].narrow(2, results[2].shape[2] - seqlen, seqlen).copy_(score)
+def _copy_own(keys: Keys, joined: Keys) -> None:
+    for own, whole in zip(keys, joined, strict=True):
+        _last(whole, own.shape[_DIM_OF_KEYS[own.dim()]]).copy_(own)
 
 
-def _fill_front(layout: Rows, state: Tensor, score: Tensor, before: int, results: Joined) -> None:
+def _last(joined: Tensor, seqlen: int) -> Tensor:
+    """The entries of this rank's own keys, a view."""
+    dim = _DIM_OF_KEYS[joined.dim()]
+    return joined.narrow(dim, joined.shape[dim] - seqlen, seqlen)
+
+
+_DIM_OF_KEYS = {4: 1, 3: 2}  # of k and v (B, L, N, D), and of score (B, N, L)
+
+
+def _fill_front(layout: Rows, state: Tensor, score: Tensor, before: int, joined: Keys) -> None:
     """Put rows (B, N, l, R) into the first of `before` entries, and no keys into the others."""
     k, v, _ = layout.parts(state)
     known = state.shape[2]
-    for result, part in ((results[0], k), (results[1], v)):
+    for result, part in ((joined[0], k), (joined[1], v)):
         if known > 0:
             result[:, :known].copy_(part.transpose(1, 2))
         if known < before:
             result[:, known:before].zero_()
-    results[2][..., :known] = score
+    joined[2][..., :known] = score
     if known < before:
-        results[2][..., known:before] = -torch.inf
+        joined[2][..., known:before] = -torch.inf
 
 
 def _bounds(place: Place, cu_seqlens: Tensor, before: int, seqlen: int) -> Tensor:
@@ -223,13 +286,8 @@ def _bounds(place: Place, cu_seqlens: Tensor, before: int, seqlen: int) -> Tenso
 
 
 def _empty_own(
-    dk: Tensor,
-    dv: Tensor,
-    dscore: Tensor,
-    own: Tensor,
-    places: Tensor,
-    *settings: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
+    dk: Tensor, dv: Tensor, dscore: Tensor, own: Tensor, places: Tensor, *settings: Any
+) -> Keys:
     given = Settings(*settings)
     needs = given.needs
     batch, joined, heads, head_dim = dk.shape
@@ -242,35 +300,47 @@ def _empty_own(
 
 
 def _join_backward(
-    dk: Tensor,
-    dv: Tensor,
-    dscore: Tensor,
-    own: Tensor,
-    places: Tensor,
-    *settings: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
+    dk: Tensor, dv: Tensor, dscore: Tensor, own: Tensor, places: Tensor, *settings: Any
+) -> Keys:
     given = Settings(*settings)
-    group, needs, width = by_name(given.group), given.needs, given.width
+    seqlen = dk.shape[1] - whole_blocks(given.width)
+    grads = _own_gradients((dk, dv, dscore), own, places, given, seqlen, may_change=False)
+    return tuple(  # type: ignore[return-value]
+        t.new_empty(0) if grad is None else grad
+        for t, grad in zip((dk, dv, dscore), grads, strict=True)
+    )
+
+
+def _own_gradients(
+    joined: Keys, own: Tensor, places: Tensor, given: Settings, seqlen: int, may_change: bool
+) -> list[Tensor | None]:
+    """The gradients of this rank's own keys, with what the ranks behind have found for them.
+
+    `may_change`: whether to add that in place and to return views, rather than copy the gradients.
+    """
+    group, width = by_name(given.group), given.width
     # Where the stretches end plays no part here.
     place = Place(group, dist.get_rank(group), (0,) * given.ranks)
-    needed = [t for t, need in zip((dk, dv, dscore), needs, strict=True) if need]
-    layout, seqlen = _layout(*needed), dk.shape[1] - whole_blocks(width)
+    needed = [t for t, need in zip(joined, given.needs, strict=True) if need]
+    layout = _layout(*needed)
     parts = [_front(t, width) for t in needed]
-    if given.is_scan:
-        theirs = exchange.scan_back(place, layout, parts, places)
-        grads = [_own(t, seqlen) for t in needed]
-    else:
+    sending = None
+    if not given.is_scan:
         sending = exchange.start_return(place, layout, parts, places[0, 0], given.sent)
-        grads = [_own(t, seqlen) for t in needed]
+    grads = [_last(t, seqlen) for t in needed]
+    if not may_change:
+        grads = [t.clone(memory_format=torch.contiguous_format) for t in grads]
+    elif given.needs[2]:
+        grads[-1] = grads[-1].contiguous()  # few numbers, of which each head's lie apart
+    if sending is None:
+        theirs = exchange.scan_back(place, layout, parts, places)
+    else:
         theirs = [_summed(part) for part in layout.parts(sending.wait())]
-    if seqlen > 0 and (given.is_scan or place.rank < given.ranks - 1):
+    if seqlen > 0 and place.rank < given.ranks - 1:
         for grad, part in zip(grads, theirs, strict=True):
             _add(grad, own, part)
     found = iter(grads)
-    return tuple(  # type: ignore[return-value]
-        next(found) if need else t.new_empty(0)
-        for t, need in zip((dk, dv, dscore), needs, strict=True)
-    )
+    return [next(found) if need else None for need in given.needs]
 
 
 def _front(joined: Tensor, width: int) -> Tensor:
@@ -278,14 +348,6 @@ def _front(joined: Tensor, width: int) -> Tensor:
     if joined.dim() == 3:
         return joined[..., :width, None]
     return joined[:, :width].transpose(1, 2)
-
-
-def _own(joined: Tensor, seqlen: int) -> Tensor:
-    """A copy of the last entries, the gradients of this rank's keys."""
-    dim = 2 if joined.dim() == 3 else 1
-    return joined.narrow(dim, joined.shape[dim] - seqlen, seqlen).clone(
-        memory_format=torch.contiguous_format
-    )
 
 
 def _summed(part: Tensor) -> Tensor:
@@ -321,6 +383,57 @@ def _gradients(ctx: Any, dk: Tensor, dv: Tensor, dscore: Tensor, *_: Any) -> tup
     found = torch.ops.dmattn.join_start_state_backward(dk, dv, dscore, own, places, *ctx.settings)
     grads = (grad if need else None for grad, need in zip(found, needs, strict=True))
     return (*grads, *[None] * (1 + len(ctx.settings)))
+
+
+class _Eager(torch.autograd.Function):
+    """The operator without the dispatcher of torch, and without copies that it cannot do without.
+
+    The first rank gets its own keys back. No rank copies gradients: those of the joined keys are
+    new tensors, which attention alone has made, and autograd hands them to nobody else. A hook on
+    the node of attention that keeps them sees what the exchange adds to them.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        k: Tensor,
+        v: Tensor,
+        score: Tensor,
+        cu_seqlens: Tensor | None,
+        *settings: Any,
+    ) -> Joined:
+        given = Settings(*settings)
+        place = _place(k, v, score, cu_seqlens, given)
+        # Detached, the keys that come back are no views to autograd, but know of changes in place.
+        keys = k.detach(), v.detach(), score.detach()
+        found = _join_at(place, keys, cu_seqlens, given, not given.is_scan)
+        _setup_context(ctx, (k, v, score, cu_seqlens, *settings), found)
+        ctx.seqlen = k.shape[1]
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, dk: Tensor, dv: Tensor, dscore: Tensor, *_: Any) -> tuple[Any, ...]:
+        joined, given = (dk, dv, dscore), Settings(*ctx.settings)
+        # With a graph of the backward, or batches of gradients, the operator knows what to do, or
+        # what to say.
+        if (
+            torch.is_grad_enabled()
+            or torch.compiler.is_compiling()
+            or not is_direct(*joined)
+            or any(map(is_batch, joined))
+        ):
+            missing = whole_blocks(given.width) + ctx.seqlen - dk.shape[1]
+            return _gradients(ctx, *(_with_zeros_in_front(t, missing) for t in joined))
+        own, places = ctx.saved_tensors
+        grads = _own_gradients(joined, own, places, given, ctx.seqlen, may_change=True)
+        return (*grads, *[None] * (1 + len(ctx.settings)))
+
+
+def _with_zeros_in_front(joined: Tensor, count: int) -> Tensor:
+    """Gradients with those of so many keys more, which nothing attends to."""
+    dim = _DIM_OF_KEYS[joined.dim()]
+    shape = [count if i == dim else size for i, size in enumerate(joined.shape)]
+    return torch.cat((joined.new_zeros(shape), joined), dim) if count > 0 else joined
 
 
 def _no_double_backward(ctx: Any, *_: Any) -> None:
