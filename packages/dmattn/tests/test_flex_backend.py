@@ -55,6 +55,19 @@ def in_window(window: int, is_causal: bool = True) -> Problem:
     return given.replace(key_lists=lists)
 
 
+def sliding(window: int, seqlen_q: int = 300) -> Problem:
+    selection = sliding_window(420, window, seqlen_q)
+    return problem(seqlen_q, is_causal=True).with_lists(selection.lists, window, True)
+
+
+def same_documents(**fields: Any) -> Problem:
+    """Packed; rows and keys have the same boundaries."""
+    given = documents(**fields)
+    bounds, longest = given.packing.cu_seqlens_k, given.packing.max_seqlen_k
+    q = torch.randn(given.k.shape[0], *given.q.shape[1:])
+    return given.replace(q=q, packing=Packing(bounds, bounds, longest, longest))
+
+
 PROBLEMS = {
     "causal": lambda: problem(is_causal=True),
     "more rows than keys": lambda: problem(420, 300, is_causal=True),
@@ -66,7 +79,11 @@ PROBLEMS = {
     "mask of one entry": lambda: problem(mask=torch.zeros(1, 1, 1, 1, dtype=torch.bool)),
     "window": lambda: in_window(20),
     "window, not causal": lambda: in_window(20, False),
+    "sliding window": lambda: sliding(130),
+    "sliding window of one key": lambda: sliding(1, 420),
+    "sliding window of all keys": lambda: sliding(420, 420),
     "packed": lambda: documents(is_causal=True),
+    "packed, same boundaries": lambda: same_documents(is_causal=True),
     "packed, not causal": documents,
     "packed, rows with masks": lambda: documents(mask=torch.rand(2, 509, 300) < 0.3),
 }
@@ -107,7 +124,8 @@ def test_blocks(name: str) -> None:
     assert not (any_kept & ~(partial | full)).any(), "a block that is not listed has kept pairs"
     assert not (full & ~all_kept).any(), "a full block has pairs that are not kept"
     # Where only the positions of rows and keys matter, no block is listed for nothing.
-    if name in ("causal", "whole blocks", "more rows than keys", "key mask", "row mask"):
+    exact = ("causal", "whole blocks", "more rows than keys", "key mask", "row mask")
+    if name in exact or name.startswith("sliding"):
         assert torch.equal((partial | full).expand(any_kept.shape), any_kept)
         assert torch.equal(full.expand(all_kept.shape), all_kept)
 
@@ -364,9 +382,84 @@ def test_blocks_of_a_selection_are_kept(
     wanted = flash_dmattn_func(*given[:3], is_causal=True, backend="cpu")
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
     assert len(made) == 2
-    for number in range(3, 3 + 2 * torch_flex._MOST_KEPT):  # new ones, maybe where others were
-        check(sliding_window(300, number), number)
-    assert len(torch_flex._KEPT) < torch_flex._MOST_KEPT
+    for number in range(3, 20):  # new ones, maybe where others were
+        ends = torch.arange(300, dtype=torch.int32)[None, None] + number
+        check(KeySelection.from_intervals(ends, reach=300), number)
+    assert len(torch_flex._TABLES) < 8  # those that are gone are not held
+
+
+def test_what_is_known_of_a_selection_is_not_read() -> None:
+    """A sliding window is a number; packed rows that stand at their keys read the first one."""
+    given = problem(420, 420)
+    window = sliding_window(420, 130)
+    seen: list[Problem] = []
+
+    class Watched(flex.FlexBackend):
+        def forward(self, problem: Problem, for_backward: bool = True) -> Any:
+            seen.append(problem)
+            return super().forward(problem, for_backward)
+
+    def call(attend: Any) -> tuple[Problem, Any]:
+        found, wanted = (attend(backend) for backend in ("flex", "cpu"))
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+        arranged = arrange(seen[-1])
+        return seen[-1], operands(seen[-1], arranged, None, (False, False))[1]
+
+    padding = (torch.arange(420) >= 7)[None, None, None]
+    options = {"is_causal": True, "selection": window}
+    with pytest.MonkeyPatch.context() as patch:
+        names = [b if b.name != "flex" else Watched() for b in registry.BACKENDS]
+        patch.setattr(registry, "BACKENDS", names)
+        known, read = call(lambda b: flash_dmattn_func(*given[:3], **options, backend=b))
+        assert (known.sliding, known.keeps_own, list(read)) == (130, True, [None] * len(read))
+        # A hidden key makes intervals of it again.
+        known, read = call(lambda b: flash_dmattn_func(*given[:3], padding, **options, backend=b))
+        assert (known.sliding, known.keeps_own) == (0, False) and read.end is not None
+        packed = same_documents()
+        _, read = call(
+            lambda b: flash_dmattn_varlen_func(
+                *packed[:3], *packed.packing, is_causal=True, backend=b
+            )
+        )
+        assert read.first is not None and read.last is None
+
+
+def test_packed_intervals_are_kept(graphs: Compilations, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the same boundaries, unchanged; not where they are changed unseen, in operators."""
+    made: list[None] = []
+    monkeypatch.setattr(
+        torch_flex, "block_table", lambda given: made.append(None) or block_table(given)
+    )
+    given = same_documents()
+    bounds, _, *longest = given.packing
+    q = given.q.clone().requires_grad_()
+
+    def check(expected: int) -> None:
+        found, wanted = (
+            flash_dmattn_varlen_func(
+                q, *given[1:3], bounds, bounds, *longest, is_causal=True, backend=backend
+            )
+            for backend in ("flex", "cpu")
+        )
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+        assert len(made) == expected
+
+    check(1)
+    check(1)
+    bounds[1] += 30
+    check(2)
+
+    def within(bounds: Tensor) -> Tensor:
+        packing = {"cu_seqlens_q": bounds, "cu_seqlens_k": bounds}
+        longest = {"max_seqlen_q": 300, "max_seqlen_k": 300}
+        options = {"is_causal": True, "backend": "flex", **packing, **longest}
+        return torch.ops.dmattn.fwd(given.q, *given[1:3], **options)[0]
+
+    first = within(bounds)
+    with torch.autograd._unsafe_preserve_version_counter(bounds):  # as a kernel of inductor's does
+        bounds[1] += 30
+    assert not torch.equal(within(bounds), first)
+    assert len(made) == 4
 
 
 def test_a_torch_without_flex_attention(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dmattn.backends import sinks
-from dmattn.backends.cuda.kernels import check_device, launch, load_kernels, parts
+from dmattn.backends.cuda.kernels import BACKWARD, FORWARD, check_device, launch, parts
 from dmattn.checks import HEAD_DIM_MULTIPLE
 from dmattn.key_lists import Selection, without_spare_lists
 from dmattn.problem import (
@@ -42,20 +42,18 @@ def forward(problem: Problem, for_backward: bool = True) -> Results:
         out = out.zero_()[..., :head_dim].contiguous()
         return Results(out, lse.fill_(-torch.inf), None if rest is None else rest.zero_())
     if q.numel() > 0:
-        core, views = load_kernels()
         packing = problem.packing and _contiguous(problem.packing)
         lists = _lists(problem)
-        # By position, in the order of _core.pyi: matching names would cost several microseconds.
-        params = core.FwdParams(
-            device,
-            *views(q, k, v, mask, bias, out, lse),
+        launch(
+            FORWARD,
+            q,
+            *(device, q, k, v, mask, bias, out, lse),
             *problem.kernel_settings,
             0,  # splits: the library chooses
-            lists and views(*parts(lists)),
-            *views(rest, *(packing or _NO_PACKING)[:2]),
-            *(packing or _NO_PACKING)[2:],
+            lists and parts(lists),
+            rest,
+            *(packing or _NO_PACKING),
         )
-        launch(params, q, device)
     if padded:
         out = out[..., :head_dim].contiguous()
     return Results(out, lse, rest)
@@ -94,25 +92,22 @@ def backward(
         dout = dout.contiguous()  # such as the expanded gradient of a sum
     dlse = None if dlse is None else dlse.contiguous()
     dq, dk, dv, dbias, _ = empty_gradients(problem, needs)
-    core, views = load_kernels()
     packing = problem.packing and _contiguous(problem.packing)
     lists = _lists(problem)
-    params = core.BwdParams(
-        device,
-        *views(
-            *(q, k, v, mask, bias, out, lse, dout, dlse),
-            dq if needs.q else None,
-            dk if needs.k else None,
-            dv if needs.v else None,
-            dbias if needs.bias and bias is not None else None,
-        ),
+    launch(
+        BACKWARD,
+        q,
+        *(device, q, k, v, mask, bias, out, lse, dout, dlse),
+        dq if needs.q else None,
+        dk if needs.k else None,
+        dv if needs.v else None,
+        dbias if needs.bias and bias is not None else None,
         *problem.kernel_settings,
         problem.deterministic,
-        lists and views(*parts(lists)),
-        *views(rest, *(packing or _NO_PACKING)[:2]),
-        *(packing or _NO_PACKING)[2:],
+        lists and parts(lists),
+        rest,
+        *(packing or _NO_PACKING),
     )
-    launch(params, q, device)
     if padded:
         dq, dk, dv = (
             g[..., :head_dim].contiguous() if need else g

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from dmattn.backends.cuda.kernels import check_device, launch, load_kernels
+from dmattn.backends.cuda.kernels import CACHE_APPEND, check_device, launch
 from dmattn.cache_state import CacheTensors, CacheTokens
 
 
@@ -24,17 +24,13 @@ def append_to_cache(
     """
     device = cache.k.get_device()
     check_device(device)
-    core, views = load_kernels()
     out = None if q is None else torch.empty_like(q, memory_format=torch.contiguous_format)
     if new.k.shape[0] == 0 or new.k.shape[1] == 0:
         return out
-    params = core.CacheAppendParams(
-        device,
-        *views(new.k, new.v, new.score, new.active, *cache),
-        evict,
-        *views(q, out),
-        softmax_scale,
-        softcap,
+    launch(
+        CACHE_APPEND,
+        cache.k,
+        *(device, new.k, new.v, new.score, new.active, *cache),
+        *(evict, q, out, softmax_scale, softcap),
     )
-    launch(params, cache.k, device)
     return out

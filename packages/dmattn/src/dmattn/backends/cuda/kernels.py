@@ -19,11 +19,39 @@ View = tuple[int, int, torch.Size, tuple[int, ...]]
 checked_devices: set[int] = set()
 
 
+class Operation(NamedTuple):
+    """What the compiled module calls an operation."""
+
+    params: str  # the class of its parameters
+    at_once: str  # the function that takes them, finds memory and launches
+
+
+FORWARD = Operation("FwdParams", "enqueue_fwd")
+BACKWARD = Operation("BwdParams", "enqueue_bwd")
+SELECT = Operation("SelectParams", "enqueue_select")
+BUILD_KEY_LISTS = Operation("BuildKeyListsParams", "enqueue_build_key_lists")
+CACHE_APPEND = Operation("CacheAppendParams", "enqueue_cache_append")
+
+
 class Kernels(NamedTuple):
-    """The compiled module, and what makes of tensors, or of None, what its functions take."""
+    """The compiled module, and how it takes tensors.
+
+    Attributes:
+        core: the module.
+        at_once: its functions that do all of a call, by operation; empty where it cannot read
+            tensors of torch, or is of a release that had none.
+        view: makes of a tensor what it takes.
+    """
 
     core: Any
-    views: Callable[..., tuple[Any, ...]]
+    at_once: dict[Operation, Callable[..., int]]
+    view: Callable[[Tensor], Any]
+
+
+_OPERATIONS = (FORWARD, BACKWARD, SELECT, BUILD_KEY_LISTS, CACHE_APPEND)
+
+# The function that tells kinds of tensors apart for `dmattn.known_calls`, once it is loaded.
+kind_readers: list[Callable[..., bytes | None]] = []
 
 
 @functools.cache
@@ -55,9 +83,12 @@ def load_kernels() -> Kernels:
     }
     # Older releases of torch do not let the module read their tensors, nor did it do so at first.
     reads = getattr(core, "reads", None)
-    if reads is not None and reads(Tensor):
-        return Kernels(core, _as_they_are)
-    return Kernels(core, functools.partial(_described, codes))
+    if reads is None or not reads(Tensor):
+        return Kernels(core, {}, functools.partial(_described, codes))
+    if hasattr(core, "kind_of"):
+        kind_readers[:] = [core.kind_of]
+    found = {x: getattr(core, x.at_once, None) for x in _OPERATIONS}
+    return Kernels(core, {x: call for x, call in found.items() if call is not None}, _as_it_is)
 
 
 def check_device(device: int) -> None:
@@ -92,17 +123,12 @@ def unserved(device: int) -> str | None:
     )
 
 
-def _as_they_are(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
-    return tensors
+def _as_it_is(t: Tensor) -> Tensor:
+    return t
 
 
-def _described(codes: dict[torch.dtype, int], *tensors: Tensor | None) -> tuple[View | None, ...]:
-    return tuple(
-        [
-            None if t is None else (t.data_ptr(), codes[t.dtype], t.shape, t.stride())
-            for t in tensors
-        ]
-    )
+def _described(codes: dict[torch.dtype, int], t: Tensor) -> View:
+    return t.data_ptr(), codes[t.dtype], t.shape, t.stride()
 
 
 def parts(lists: Selection) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
@@ -110,10 +136,30 @@ def parts(lists: Selection) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     return lists if lists.full.dim() == 3 else (*lists[:3], None)
 
 
-def launch(params: Any, q: Tensor, device: int) -> None:
-    stream = torch._C._cuda_getCurrentRawStream(device)
+def launch(operation: Operation, on: Tensor, *arguments: Any) -> None:
+    """Enqueue a call on the current stream of the device of tensor `on`.
+
+    `arguments`: all of the constructor of the operation's parameters, by position, as matching
+    names would cost several microseconds. Tensors are given as they are, here or in a tuple; their
+    memory has to stay referenced until this returns, or it may become the workspace.
+
+    Raises:
+        RuntimeError: no usable kernels, or an error of CUDA.
+    """
+    core, at_once, view = load_kernels()
+    stream = torch._C._cuda_getCurrentRawStream(arguments[0])
+    call = at_once.get(operation)
+    if call is not None and call(*arguments, stream) == 0:
+        return
+    params = getattr(core, operation.params)(*(_viewed(x, view) for x in arguments))
     size = params.enqueue(stream)
     if size > 0:
         # Freed on return: the caching allocator reuses it only for later work of the same stream.
-        workspace = q.new_empty(size, dtype=torch.uint8)
+        workspace = on.new_empty(size, dtype=torch.uint8)
         params.launch(workspace.data_ptr(), size, stream)
+
+
+def _viewed(argument: Any, view: Callable[[Tensor], Any]) -> Any:
+    if isinstance(argument, tuple):
+        return tuple([None if t is None else view(t) for t in argument])
+    return view(argument) if isinstance(argument, Tensor) else argument

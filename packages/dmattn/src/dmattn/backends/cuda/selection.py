@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from dmattn.backends.cuda.kernels import check_device, launch, load_kernels, parts
+from dmattn.backends.cuda.kernels import BUILD_KEY_LISTS, SELECT, check_device, launch, parts
 from dmattn.key_lists import KeyLists, Selection
 
 
@@ -25,17 +25,13 @@ def select(
     """
     device = scores.get_device()
     check_device(device)
-    core, views = load_kernels()
-    params = core.SelectParams(
-        device,
-        *views(scores, key_mask),
-        views(*parts(selection)),
-        min(window, scores.shape[2]),
-        seqlen_q,
-        is_causal,
-        *views(cu_seqlens),
+    window = min(window, scores.shape[2])
+    lists = parts(selection)
+    launch(
+        SELECT,
+        scores,
+        *(device, scores, key_mask, lists, window, seqlen_q, is_causal, cu_seqlens),
     )
-    launch(params, scores, device)
 
 
 def build_key_lists(end: Tensor, seqlen_q: int, reach: int, lists: KeyLists) -> None:
@@ -48,12 +44,8 @@ def build_key_lists(end: Tensor, seqlen_q: int, reach: int, lists: KeyLists) -> 
     """
     device = end.get_device()
     check_device(device)
-    core, views = load_kernels()
     selection = Selection(end, lists.idx, lists.count, lists.full)
-    params = core.BuildKeyListsParams(
-        device, views(*parts(selection)), seqlen_q, reach, *views(lists.needed)
-    )
-    launch(params, end, device)
+    launch(BUILD_KEY_LISTS, end, device, parts(selection), seqlen_q, reach, lists.needed)
 
 
 def document_ends(cu_seqlens: Tensor, seqlen_k: int) -> Tensor:

@@ -22,6 +22,7 @@ class FlexBackend(Backend):
 
     name = "flex"
     devices = ("cuda", "cpu")
+    goes_by_kind = True
     keeps_graphs = True
 
     def unavailable(self) -> str | None:
@@ -57,18 +58,21 @@ class FlexBackend(Backend):
         return _on_cuda(problem) if problem.q.is_cuda else [_FORMULA]
 
     def forward(self, problem: Problem, for_backward: bool = True) -> Results:
+        told = torch_flex.is_called_directly()
         with torch_flex.as_if_called_directly():
-            return attention.forward(problem)
+            return attention.forward(problem, told)
 
     def forward_with_graph(self, problem: Problem) -> tuple[Results, Graph] | None:
+        told = torch_flex.is_called_directly()
         with torch_flex.as_if_called_directly():
-            return attention.forward_with_graph(problem)
+            return attention.forward_with_graph(problem, told)
 
     def backward(
         self, problem: Problem, results: Results, dout: Tensor, dlse: Tensor | None, needs: Needs
     ) -> Gradients:
+        told = torch_flex.is_called_directly()
         with torch_flex.as_if_called_directly():
-            return attention.backward(problem, results, dout, dlse, needs)
+            return attention.backward(problem, results, dout, dlse, needs, told)
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from dmattn.backends.flex.operands import (
     bias_gradient,
     operands,
     padded_head_dim,
+    rows_are_keys,
 )
 from dmattn.problem import Gradients, Needs, Problem, Results, empty_gradients, empty_results
 
@@ -25,14 +27,19 @@ from dmattn.problem import Gradients, Needs, Problem, Results, empty_gradients, 
 _EXACT_LSE_LIMIT = 128.0
 
 
-def forward(problem: Problem) -> Results:
-    """Results of a checked problem, without lse_rest."""
+def forward(problem: Problem, can_be_told: bool) -> Results:
+    """Results of a checked problem, without lse_rest.
+
+    Args:
+        problem: what to compute.
+        can_be_told: as in `dmattn.backends.flex.kept.Sources`, for the tensors of the problem.
+    """
     if problem.q.numel() == 0 or problem.k.numel() == 0:
         out, lse, _ = empty_results(problem)
         return Results(out.zero_(), lse.fill_(-math.inf), None)
-    given = arrange(problem)
+    given = arrange(problem, can_be_told)
     table = torch_flex.block_mask(given)
-    with torch.no_grad(), torch.autocast(problem.q.device.type, enabled=False):
+    with torch.no_grad(), _without_autocast(problem.q):
         out, lse, _ = _attend(problem, given, table)
         # Logits that large come from a bias, hardly from dot products.
         if problem.bias is not None:
@@ -62,14 +69,14 @@ def _any_beyond(lse: Tensor, limit: float) -> bool:
     return bool((lse.abs() > limit).any())
 
 
-def forward_with_graph(problem: Problem) -> tuple[Results, Graph] | None:
+def forward_with_graph(problem: Problem, can_be_told: bool) -> tuple[Results, Graph] | None:
     """`forward` with the graph of FlexAttention itself, where `keeps_graph` says so."""
     if not keeps_graph(problem):
         return None
     # Views of their own: neither the graph of the caller nor the operands hang on to them.
     q, k, v = inputs = [t.detach().requires_grad_() for t in problem[:3]]
-    with torch.enable_grad(), torch.autocast(q.device.type, enabled=False):
-        given = arrange(problem._replace(q=q, k=k, v=v))
+    with torch.enable_grad(), _without_autocast(q):
+        given = arrange(problem._replace(q=q, k=k, v=v), can_be_told)
         out, lse, _ = _attend(problem, given, torch_flex.block_mask(given))
     return _results(problem, out.detach(), lse.detach()), FlexGraph(inputs, (out, lse))
 
@@ -102,9 +109,17 @@ class FlexGraph(Graph):
         grads = empty_gradients(problem, Needs(False, False, False, False))
         leaves = {name: t for name, t in zip("qkv", self._inputs, strict=True) if _is(needs, name)}
         dout, dlse = _cotangents(problem, results.lse, dout, dlse)
-        with torch.autocast(problem.q.device.type, enabled=False):
+        with _without_autocast(problem.q):
             found = _differentiate(self._outputs, leaves, dout, dlse)
         return grads._replace(**{name: grad.contiguous() for name, grad in found.items()})
+
+
+def _without_autocast(q: Tensor) -> AbstractContextManager[Any]:
+    """A context in which autocast is off for the device; costs nothing where it is off anyway."""
+    device = q.device.type
+    if torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return nullcontext()
 
 
 def _is(needs: Needs, name: str) -> bool:
@@ -112,7 +127,12 @@ def _is(needs: Needs, name: str) -> bool:
 
 
 def backward(
-    problem: Problem, results: Results, dout: Tensor, dlse: Tensor | None, needs: Needs
+    problem: Problem,
+    results: Results,
+    dout: Tensor,
+    dlse: Tensor | None,
+    needs: Needs,
+    can_be_told: bool,
 ) -> Gradients:
     """The gradients of a checked problem, each only where `needs` says so.
 
@@ -125,8 +145,8 @@ def backward(
         return grads
     dout, dlse = _cotangents(problem, results.lse, dout, dlse)
     q, k, v = (t.detach().requires_grad_() for t in (problem.q, problem.k, problem.v))
-    with torch.enable_grad(), torch.autocast(problem.q.device.type, enabled=False):
-        given = arrange(problem._replace(q=q, k=k, v=v))
+    with torch.enable_grad(), _without_autocast(problem.q):
+        given = arrange(problem._replace(q=q, k=k, v=v), can_be_told)
         table = torch_flex.block_mask(given)
         shift = None
         if _shifts(problem):
@@ -178,8 +198,11 @@ def _cotangents(
 
 def _all_rows_keep_keys(problem: Problem) -> bool:
     """Whether nothing could hide all keys of a row, so that no row has to be looked at."""
-    hiding = (problem.mask, problem.bias, problem.packing, problem.key_lists)
-    if any(t is not None for t in hiding):
+    if problem.mask is not None or problem.bias is not None:
+        return False
+    if problem.packing is not None:
+        return rows_are_keys(problem)  # then each row sees at least the key at its own position
+    if problem.key_lists is not None and not problem.keeps_own:
         return False
     return not problem.is_causal or problem.q.shape[1] <= problem.k.shape[1]
 

@@ -50,6 +50,10 @@ def _meeting(given: Arranged) -> tuple[Tensor, Tensor]:
     if last is not None:
         least, most = (t[:, None] for t in _bounds(last))
         some, full = some & (most >= start), full & (least >= stop)
+    if given.window > 0:
+        assert last is not None
+        least, most = (t[:, None] for t in _bounds(last))
+        some, full = some & (least - stop < given.window), full & (most - start < given.window)
     if given.first is not None:
         least, most = (t[:, None] for t in _bounds(given.first))
         some, full = some & (least <= stop), full & (most <= start)

@@ -131,17 +131,16 @@ def blocks_for(problem: Problem, shared_bytes: int) -> Blocks | None:
 
 
 def _bytes_read_by_pair(problem: Problem) -> int:
-    """What score_mod and mask_mod read for a row and a key, but for what is alike for all keys.
+    """What score_mod and mask_mod read for a row and a key, and is not read once for many pairs.
 
-    The kernels load it for every pair, also where it is alike for all rows.
+    A bias is taken to be loaded for every pair, also where it is alike for all rows. The ends of a
+    selection are numbers per key, of which a block of keys loads each once.
     """
     read = 0
     if problem.bias is not None:
         read += lse_dtype(problem.q.dtype).itemsize
     if problem.mask is not None:
         read += 1
-    if problem.key_lists is not None:
-        read += problem.key_lists.end.dtype.itemsize
     return read
 
 

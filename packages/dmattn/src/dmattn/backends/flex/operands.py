@@ -2,9 +2,10 @@
 
 FlexAttention computes one dense layout, (B, H, Sq, D) for all rows and (B, HK, Sk, D) for all keys;
 packed sequences are one such problem of batch 1. What a row may see is an interval of keys, from
-`first` to `last`: the last one because of causality, both because of packing. With as many rows as
-keys the last one is the row itself, and nothing is read for it. All else is a tensor
-that the two functions index by batch, head, row and key.
+`first` to `last`: the last one because of causality, both because of packing. Where rows stand at
+the positions of keys the last one is the row itself, and nothing is read for it; nor for a sliding
+window, which is a number. All else is a tensor that the two functions index by batch, head, row and
+key.
 
 Dimensions of size 1 are dropped, so that the gradient of a bias has no more entries than the bias,
 and the letters of those that are left say how the tensor is indexed: b batch, h query head, g key
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from dmattn.backends.flex.kept import Kept, Sources
 from dmattn.problem import Packing, Problem, is_per_key, lse_dtype
 
 
@@ -30,6 +32,7 @@ class Spec(NamedTuple):
     first: bool
     last: bool
     diagonal: bool  # whether the last key of a row is the one of its own index
+    window: int  # keys up to its last one that a row may see; 0 for all
     end: str | None  # letters of the dimensions; None where there is no such tensor
     mask: str | None
     bias: str | None
@@ -65,7 +68,11 @@ class Arranged(NamedTuple):
     first: Tensor | None
     last: Tensor | None
     room: Tensor | None
-    diagonal: bool  # causal, and as many rows as keys: there is no `last`, it is the row itself
+    is_causal: bool
+    # Causal, and each row has the index of its own key: there is no `last`, it is the row itself.
+    diagonal: bool
+    window: int  # as in `Spec`
+    sources: Sources  # what `first`, `last` and `end` are made of
     packed_rows: tuple[bool, bool]  # whether mask and bias have columns of each row's own
 
     @property
@@ -76,27 +83,55 @@ class Arranged(NamedTuple):
         return torch.arange(self.q.shape[2], dtype=torch.int32, device=self.q.device)
 
 
-def arrange(problem: Problem) -> Arranged:
-    """A checked problem with at least one row and one key."""
+def arrange(problem: Problem, can_be_told: bool = True) -> Arranged:
+    """A checked problem with at least one row and one key.
+
+    Args:
+        problem: what to arrange.
+        can_be_told: as in `Sources`, for the tensors of the problem.
+    """
     q, k, v, mask, bias = problem.q, problem.k, problem.v, problem.mask, problem.bias
     first = last = room = end = None
     own = (False, False)
-    diagonal = problem.is_causal and problem.packing is None and q.shape[1] == k.shape[1]
+    sources, window = Sources(), 0
+    diagonal = problem.is_causal and rows_are_keys(problem)
     if problem.packing is not None:
         own = (mask is not None and not is_per_key(mask), bias is not None and not is_per_key(bias))
-        first, last, room = _packed_limits(problem, problem.packing)
+        sources = Sources(problem.packing[:2], can_be_told)
+        first, last = _packed_limits(problem, problem.packing, sources)
+        if any(own):
+            room = torch.full_like(first, max(problem.packing.max_seqlen_k - 1, 0))
         q, k, v = q[None], k[None], v[None]
         mask, bias = (None if t is None else _four_dimensions(t) for t in (mask, bias))
     elif problem.is_causal and not diagonal:
         seqlen_q, seqlen_k = q.shape[1], k.shape[1]
         last = torch.arange(seqlen_k - seqlen_q, seqlen_k, dtype=torch.int32, device=q.device)
-    if problem.key_lists is not None and problem.is_causal:
+    if problem.key_lists is not None and problem.is_causal and problem.sliding > 0:
+        window = problem.sliding
+    elif problem.key_lists is not None and problem.is_causal:
         end = problem.key_lists.end
+        sources = Sources((end,), can_be_told)
     elif problem.key_lists is not None:  # then all rows keep the same keys
         mask = (problem.key_lists.end > 0)[:, :, None]
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))
     mask = None if mask is None else _without_repeats(mask)
-    return Arranged(q, k, v, mask, bias, end, first, last, room, diagonal, own)
+    return Arranged(
+        *(q, k, v, mask, bias, end, first, last, room),
+        *(problem.is_causal, diagonal, window, sources, own),
+    )
+
+
+def rows_are_keys(problem: Problem) -> bool:
+    """Whether row i stands at the position of key i, in the same sequence.
+
+    Packed sequences are the same ones for rows and keys where both have the same boundaries, as one
+    tensor: the host does not look into it.
+    """
+    if problem.packing is None:
+        return problem.q.shape[1] == problem.k.shape[1]
+    a, b = problem.packing[:2]
+    same = a is b or (a.data_ptr() == b.data_ptr() and a.stride() == b.stride())
+    return same and a.shape == b.shape and problem.q.shape[0] == problem.k.shape[0]
 
 
 def _without_repeats(mask: Tensor) -> Tensor:
@@ -112,22 +147,36 @@ def _four_dimensions(t: Tensor) -> Tensor:
     return t[None, :, None] if is_per_key(t) else t[None]
 
 
-def _packed_limits(problem: Problem, packing: Packing) -> tuple[Tensor, Tensor, Tensor]:
-    """`first`, `last` and `room` of each row, from boundaries that stay on the device.
+_LIMITS = Kept(8)
+
+
+def _packed_limits(
+    problem: Problem, packing: Packing, sources: Sources
+) -> tuple[Tensor, Tensor | None]:
+    """`first` and `last` of each row, from boundaries that stay on the device.
 
     Wrong boundaries give wrong intervals, of which FlexAttention reads no more than there are keys.
     """
-    stops_q, stops_k = packing.cu_seqlens_q[1:], packing.cu_seqlens_k[1:]
-    row = torch.arange(problem.q.shape[0], dtype=torch.int32, device=stops_q.device)
-    if len(stops_q) == 0:
-        return row, row - 1, torch.zeros_like(row)
-    sequence = torch.searchsorted(stops_q, row, right=True).clamp(max=len(stops_q) - 1)
-    first = packing.cu_seqlens_k[:-1][sequence]
-    last = stops_k[sequence] - 1
-    if problem.is_causal:
-        last = torch.minimum(last, last - (stops_q[sequence] - 1 - row))
-    room = torch.full_like(row, max(packing.max_seqlen_k - 1, 0))
-    return first, last, room
+    rows, causal, diagonal = problem.q.shape[0], problem.is_causal, rows_are_keys(problem)
+
+    def make() -> tuple[Tensor, Tensor | None]:
+        stops_q, stops_k = packing.cu_seqlens_q[1:], packing.cu_seqlens_k[1:]
+        row = torch.arange(rows, dtype=torch.int32, device=stops_q.device)
+        if len(stops_q) == 0:
+            return row + 1, None if causal and diagonal else row
+        sequence = torch.searchsorted(stops_q, row, right=True).clamp(max=len(stops_q) - 1)
+        first = packing.cu_seqlens_k[:-1][sequence]
+        if causal and diagonal:
+            return first, None
+        last = stops_k[sequence] - 1
+        if causal:
+            last = torch.minimum(last, last - (stops_q[sequence] - 1 - row))
+        return first, last
+
+    found: tuple[Tensor, Tensor | None] = _LIMITS.get(
+        (rows, causal, diagonal), sources, problem.q.device, make
+    )
+    return found
 
 
 def operands(
@@ -156,6 +205,7 @@ def operands(
         first=given.first is not None,
         last=given.last is not None,
         diagonal=given.diagonal,
+        window=given.window,
         end=found["end"][0],
         mask=found["mask"][0],
         bias=found["bias"][0],
@@ -239,6 +289,9 @@ def keep(spec: Spec, tensors: Operands, at: At) -> Tensor:
     last = row if spec.diagonal else None if tensors.last is None else tensors.last[row]
     if last is not None:
         kept = key <= last
+    if spec.window > 0:
+        assert last is not None
+        kept = kept & (last - key < spec.window)
     if tensors.first is not None:
         kept = kept & (key >= tensors.first[row])
     if tensors.end is not None:

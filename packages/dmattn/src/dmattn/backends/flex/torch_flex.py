@@ -8,15 +8,12 @@ which torch dispatches are private. This is the only module of the backend that 
 `missing` says what a version of torch lacks.
 """
 
-import collections
-import copy
 import functools
 import importlib
 import itertools
 import math
 import threading
 import types
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +21,7 @@ import torch
 from torch import Tensor
 
 from dmattn.backends.flex.blocks import BLOCK, block_table
+from dmattn.backends.flex.kept import Kept, outside_of_autograd
 from dmattn.backends.flex.limits import Blocks
 from dmattn.backends.flex.operands import Arranged, Operands, Spec, changes_scores, keep, score
 
@@ -84,6 +82,17 @@ def _keys_of_a_new_thread() -> tuple[Any, Any]:
     return found[0]
 
 
+def is_called_directly() -> bool:
+    """Whether no operator of torch has made this call, and with it code that torch has compiled.
+
+    False in inference mode as well, which looks alike.
+    """
+    excluded: bool = torch._C._dispatch_tls_local_exclude_set().has(
+        torch._C.DispatchKey.AutogradOther
+    )
+    return not excluded
+
+
 def attend(
     spec: Spec,
     q: Tensor,
@@ -114,75 +123,29 @@ def block_mask(given: Arranged) -> Any:
     """A BlockMask without its mask_mod; None where none is read, or every row keeps every key.
 
     Making one takes over a hundred small kernels, more time than attention over a few thousand
-    keys. Where causality alone hides keys, or with a selection, it is kept for the next call on the
-    same stream. Boundaries and masks are buffers of the caller's, which are written anew.
+    keys, so it is kept for later calls. Masks are written anew for each batch, and are no reason to
+    keep one.
     """
     if not runs_compiled(given.q):
         return None
     lengths = (given.q.shape[2], given.k.shape[2])
     blocks = (lengths[0] // BLOCK + 1) * (lengths[1] // BLOCK + 1)
-    if not _is_kept(given) or blocks > _MOST_KEPT_BLOCKS or _is_capturing(given.q):
-        return _new_block_mask(given)
-    device = given.q.device
-    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    place = (lengths, given.q.shape[1], given.k.shape[1], device, stream, _state(given.end))
-    with _LOCK:
-        # Those of selections that are gone; another tensor may come to where one was.
-        for gone in [
-            key for key, (_, owner) in _KEPT.items() if owner is not None and owner() is None
-        ]:
-            del _KEPT[gone]
-        found = _KEPT.pop(place, None)
-        if found is None:
-            owner = None if given.end is None else weakref.ref(_owner(given.end))
-            found = _new_block_mask(given), owner
-        _KEPT[place] = found
-        while len(_KEPT) > _MOST_KEPT:
-            _KEPT.popitem(last=False)
-    return found[0]
 
-
-def _new_block_mask(given: Arranged) -> Any:
-    lengths = (given.q.shape[2], given.k.shape[2])
-    # Autograd could not use afterwards what was made in inference mode.
-    with torch.inference_mode(False), torch.no_grad():
+    def make() -> Any:
         table = block_table(given)
         if table is None:
             return None
         return _flex().BlockMask.from_kv_blocks(*table, BLOCK_SIZE=BLOCK, seq_lengths=lengths)
 
-
-def _is_kept(given: Arranged) -> bool:
-    """Whether a table made of this serves later calls."""
-    causal = given.diagonal or given.last is not None
-    if not causal or given.first is not None or given.mask is not None:
-        return False
-    return given.end is None or not given.end.is_inference()  # those have no version
+    heads = (given.q.shape[1], given.k.shape[1])
+    if given.mask is not None or blocks > _MOST_KEPT_BLOCKS:
+        return outside_of_autograd(make)
+    place = (lengths, heads, given.is_causal, given.diagonal, given.window)
+    return _TABLES.get(place, given.sources, given.q.device, make)
 
 
-def _owner(t: Tensor | None) -> Any:
-    """The tensor whose memory a tensor views."""
-    return t if t is None or t._base is None else t._base
-
-
-def _state(t: Tensor | None) -> tuple[Any, ...] | None:
-    """Differs between tensors of one owner whose values differ."""
-    if t is None:
-        return None
-    return id(_owner(t)), t.data_ptr(), t.shape, t.stride(), t._version
-
-
-def _is_capturing(q: Tensor) -> bool:
-    """Whether what is computed now has values only later, when a CUDA graph is replayed."""
-    return q.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-# The last used, by lengths, heads, device, stream and what `_state` says of the selection, each
-# with its owner; and the most blocks that one of them may have, of 16 bytes each.
-_KEPT: collections.OrderedDict[Any, Any] = collections.OrderedDict()
-_MOST_KEPT = 8
-_MOST_KEPT_BLOCKS = 2**20
-_LOCK = threading.Lock()
+_TABLES = Kept(8)
+_MOST_KEPT_BLOCKS = 2**20  # of one table, 16 bytes each
 
 
 def compiled(
@@ -204,11 +167,16 @@ def compiled(
 
     own_mask = None
     if table is not None:
-        own_mask = copy.copy(table)
-        own_mask.mask_mod = mask_mod
+        own_mask = object.__new__(type(table))  # what copy.copy does, in a tenth of its time
+        vars(own_mask).update(vars(table), mask_mod=mask_mod)
     given = score_mod if changes_scores(spec) else None
-    with torch._dynamo.config.patch({_limit_name(): _MOST_COMPILATIONS}):
+    config, name = torch._dynamo.config, _limit_name()
+    limit = getattr(config, name)  # set by hand: config.patch makes a class at each call
+    setattr(config, name, _MOST_COMPILATIONS)
+    try:
         out, lse = _kernel_of(spec, blocks, COMPILER)(q, k, v, given, own_mask, spec.softmax_scale)
+    finally:
+        setattr(config, name, limit)
     return out, lse
 
 

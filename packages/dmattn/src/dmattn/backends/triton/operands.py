@@ -192,7 +192,7 @@ def _find_lists(problem: Problem) -> tuple[Problem, Lists | None, bool]:
         if problem.is_causal:
             return problem, Lists(LIST_PER_BLOCK, idx, count, full, end), False
         mask = (end > 0)[:, :, None]
-        problem = problem.replace(mask=mask, key_lists=None)
+        problem = problem.without_lists(mask)
     if mask is None:
         return problem, None, False
     if problem.packing is not None:
