@@ -173,6 +173,33 @@ def test_a_module_that_reads_tensors_gets_them(
     assert backward["dq"] is grads.q and backward["dbias"] is grads.bias
 
 
+@pytest.mark.parametrize("missing", [0, WORKSPACE])
+def test_a_module_that_does_all_at_once_is_called_once(
+    recorder: Recorder, monkeypatch: pytest.MonkeyPatch, missing: int
+) -> None:
+    """Unless it finds no memory: then that of torch is used, whose errors say how much there is."""
+    given: list[tuple[Any, ...]] = []
+
+    def at_once(*arguments: Any) -> int:
+        given.append(arguments)
+        return missing
+
+    monkeypatch.setattr(recorder, "reads", lambda kind: kind is Tensor, raising=False)
+    for name in ("enqueue_fwd", "enqueue_bwd", "enqueue_select"):
+        monkeypatch.setattr(recorder, name, at_once, raising=False)
+    q, bias = half(2, 5, 4, 64), torch.randn(2, 2, 1, 5)
+    lists = select_keys(bias, 3).lists
+    problem = Problem(q, q, q, bias=bias, is_causal=True, key_lists=lists)
+    cuda_selection.select(bias[:, :, 0], None, 3, 5, True, lists)
+    results = cuda.forward(problem)
+    cuda.backward(problem, results, q, None, ALL)
+    structs = ("FwdParams", "BwdParams")
+    for struct, arguments in zip(structs, given[1:], strict=True):
+        assert len(arguments) == len(binding_arguments(struct)) + 1 and arguments[-1] == 77
+    assert len(given[0]) == len(SELECT_FIELDS.split()) + 1
+    assert len(recorder.calls) == len(recorder.launches) == (3 if missing else 0)
+
+
 def test_without_a_workspace_one_call_is_enough(recorder: Recorder) -> None:
     recorder.workspace = 0
     q = half(2, 5, 4, 64)

@@ -300,6 +300,8 @@ CALLS: dict[str, Callable[[], Tensor]] = {
     "with a gradient": lambda: flash_dmattn_func(**operands(grad=True)),
     "window": lambda: flash_dmattn_func(**operands(), is_causal=True, window_size=3),
     "packed": lambda: flash_dmattn_varlen_func(**packed_operands()),
+    "flex": lambda: flash_dmattn_func(**operands(), backend="flex"),
+    "flex, packed": lambda: flash_dmattn_varlen_func(**packed_operands(), backend="flex"),
 }
 
 
@@ -324,7 +326,7 @@ def test_no_tensor_is_kept() -> None:
             yield value
 
     kept = [x for entry in known_calls._known.items() for x in contents(entry)]
-    assert len(known_calls._known) == 3 and not any(isinstance(x, Tensor) for x in kept)
+    assert len(known_calls._known) == 5 and not any(isinstance(x, Tensor) for x in kept)
 
 
 def test_memory_is_bounded_whoever_calls(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -318,7 +318,7 @@ def test_attention_operators(causal: bool) -> None:
     case = random_case(bias_shape=(2, 2, 1, 11), dtype=torch.float32).requiring_grad()
     q, k, v, _, bias = case.inputs
     lists = select_keys(bias, 4, causal, query_len=9).lists
-    arguments = (q, k, v, None, bias, None, 0.3, causal, 0.0, False, *lists)
+    arguments = (q, k, v, None, bias, None, 0.3, causal, 0.0, False, 0, False, *lists)
     opcheck(torch.ops.dmattn.fwd, arguments)
     results = torch.ops.dmattn.fwd(*arguments)
     given = [t.detach() if isinstance(t, Tensor) else t for t in (*results, [True] * 5, *arguments)]

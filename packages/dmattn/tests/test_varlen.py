@@ -368,7 +368,7 @@ def test_the_kernels_get_the_callers_tensors(monkeypatch: pytest.MonkeyPatch) ->
     cu_q, cu_k = boundaries([3, 5]), boundaries([4, 6])
     mask, bias = torch.rand(10, 1).t() < 0.5, torch.randn(8, 4, 6).transpose(0, 1)
     packing = Packing(cu_q, cu_k, 5, 6)
-    problem = Problem(q, k, v, mask, bias, None, 0.25, True, 1.0, True, packing)
+    problem = Problem(q, k, v, mask, bias, None, 0.25, True, 1.0, True, packing=packing)
     results = cuda.forward(problem)
     out, lse, rest = results
     dout = torch.ones((), dtype=torch.bfloat16).expand(8, 4, 16)

@@ -66,7 +66,7 @@ def checked_problem(
         sinks,
         softmax_scale,
         *checked_settings(**settings),
-        packing,
+        packing=packing,
     )
     check(problem)
     return problem

@@ -49,25 +49,21 @@ _IS_LEGACY_BATCH: Callable[[Tensor], bool] | None = getattr(
 _SAVING_HOOKS: Callable[[bool], Any] | None = getattr(
     torch._C._autograd, "_top_saved_tensors_default_hooks", None
 )
+_AUTOCAST_ANYWHERE: Callable[[], bool] | None = getattr(torch._C, "_is_any_autocast_enabled", None)
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
-def attend(
-    problem: Problem, backend: str | None = None, known: Backend | None = None
-) -> tuple[Tensor, Tensor]:
+def attend(problem: Problem, backend: str | None = None) -> tuple[Tensor, Tensor]:
     """out and lse of a checked problem, differentiable.
 
     Args:
         problem: what to compute.
         backend: the name of the backend to insist on, or None.
-        known: the backend, if `dmattn.known_calls` knows it: the call is then a direct one.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `dmattn.backends.registry.choose`.
         RuntimeError: forward-mode derivatives are asked for.
     """
-    if known is not None:
-        return _attend_directly(problem, known)
     q, k, v, mask, bias, sink, *_ = problem
     if v.size(-1) != q.size(-1):
         out, lse = attend(with_one_head_dim(problem), backend)
@@ -75,7 +71,9 @@ def attend(
     if torch.compiler.is_compiling():
         return ops.attend(problem, backend)
     if is_direct(q, k, v, mask, bias, sink):
-        return _attend_directly(problem, registry.choose(problem, backend))
+        found, its_lse = attend_directly(problem, registry.choose(problem, backend), True)
+        assert its_lse is not None
+        return found, its_lse
     if not q.is_meta:
         registry.check_device(q.device)
     _refuse_forward_mode(q, k, v, bias, sink)
@@ -86,8 +84,13 @@ def attend(
     return ops.attend(problem, backend)
 
 
-def _attend_directly(problem: Problem, backend: Backend) -> tuple[Tensor, Tensor]:
-    """`attend` by a backend that was chosen, for operands that are `is_direct`."""
+def attend_directly(
+    problem: Problem, backend: Backend, with_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """`attend` by a backend that was chosen, for operands that are `is_direct`.
+
+    An lse that nobody asks for, which autograd then need not know of, is None.
+    """
     q, k, v, _, bias, sink, *_ = problem
     if torch.is_grad_enabled() and (
         q.requires_grad
@@ -96,8 +99,8 @@ def _attend_directly(problem: Problem, backend: Backend) -> tuple[Tensor, Tensor
         or (bias is not None and bias.requires_grad)
         or (sink is not None and sink.requires_grad)
     ):
-        found: tuple[Tensor, Tensor] = _apply_eager(q, k, v, bias, sink, problem, backend)
-        return found
+        found = _apply_eager(q, k, v, bias, sink, problem, backend, with_lse)
+        return found if with_lse else (found, None)
     results = sinks.forward(backend, problem, False)
     return results.out, results.lse
 
@@ -115,7 +118,8 @@ class _Eager(torch.autograd.Function):
         sink: Tensor | None,
         problem: Problem,
         backend: Backend,
-    ) -> tuple[Tensor, Tensor]:
+        with_lse: bool,
+    ) -> tuple[Tensor, Tensor] | Tensor:
         found = None
         if backend.keeps_graphs and not _saved_tensors_are_intercepted():
             found = backend.forward_with_graph(problem)
@@ -124,10 +128,12 @@ class _Eager(torch.autograd.Function):
         tensors, ctx.rest = problem.split()
         ctx.save_for_backward(*tensors, *results)
         ctx.backend = backend
-        return results.out, results.lse
+        return (results.out, results.lse) if with_lse else results.out
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, dout: Tensor | None, dlse: Tensor | None = None
+    ) -> tuple[Tensor | None, ...]:
         *tensors, out, lse, rest = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
@@ -140,8 +146,8 @@ class _Eager(torch.autograd.Function):
             torch.is_grad_enabled()
             or torch.compiler.is_compiling()
             or not is_direct(dout, dlse, out, problem.q)
-            or _is_batch(dout)
-            or (dlse is not None and _is_batch(dlse))
+            or is_batch(dout)
+            or (dlse is not None and is_batch(dlse))
         ):
             name = ctx.backend.name
             grads = ops.differentiate(problem, results, dout, dlse, needs, name)
@@ -155,6 +161,7 @@ class _Eager(torch.autograd.Function):
             grads.v if needs.v else None,
             grads.bias if needs.bias else None,
             grads.sinks if needs.sinks else None,
+            None,
             None,
             None,
         )
@@ -261,6 +268,11 @@ def nobody_intercepts() -> bool:
     )
 
 
+def may_autocast() -> bool:
+    """Whether autocast may be on for some device; a quick question."""
+    return _AUTOCAST_ANYWHERE is None or _AUTOCAST_ANYWHERE()
+
+
 def _are_plain(*tensors: Tensor | None) -> bool:
     """Whether all are ordinary tensors of numbers on a device that operators are registered for."""
     for t in tensors:
@@ -285,7 +297,7 @@ def is_plain_call(*tensors: Tensor | None) -> bool:
     return True
 
 
-def _is_batch(grad: Tensor) -> bool:
+def is_batch(grad: Tensor) -> bool:
     """Whether a gradient stands for many, as with is_grads_batched in torch.autograd.grad."""
     return _IS_LEGACY_BATCH is None or _IS_LEGACY_BATCH(grad)  # unknown: the slow right way
 

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from dmattn.arguments import check_scores, check_window_size, checked_problem
 from dmattn.backends import registry
-from dmattn.backends.base import Backend
-from dmattn.dispatch import attend
+from dmattn.dispatch import attend, attend_directly
 from dmattn.kept_keys import (
     Kept,
     check_selection,
@@ -216,6 +215,7 @@ def flash_dmattn_func(
     if return_attn_probs and state is not None:
         raise ValueError("return_attn_probs: got True beside state, wanted False")
     known = recall(kind)
+    lse: Tensor | None
     if known is None:
         (problem, _), stretch = _checked_call(
             query,
@@ -241,7 +241,10 @@ def flash_dmattn_func(
         problem = known.problem(operands)
         if window_size is not None:
             problem, _ = keep_window(problem, window_size, attn_bias)
-        out, lse = _attend(problem, backend, known.backend)
+        if problem.key_lists is None or leading_rows(problem) == 0:
+            out, lse = attend_directly(problem, known.backend, bool(return_lse))
+        else:
+            out, lse = _attend(problem, backend)
     if not (return_lse or return_attn_probs or return_state):
         return out
     result: tuple[Any, ...] = (out, lse) if return_lse else (out,)
@@ -354,16 +357,12 @@ def _four_dimensional(bias: Any) -> Any:
     return bias.unsqueeze(2) if isinstance(bias, Tensor) and bias.dim() == 3 else bias
 
 
-def _attend(
-    problem: Problem, backend: str | None, known: Backend | None = None
-) -> tuple[Tensor, Tensor]:
+def _attend(problem: Problem, backend: str | None) -> tuple[Tensor, Tensor]:
     """out and lse. Rows that stand in front of the first key of key lists keep nothing."""
-    if problem.key_lists is None:
-        return attend(problem, backend, known)
     skip = leading_rows(problem)
     if skip > 0:
         problem = without_leading_rows(problem)
-    out, lse = attend(problem, backend, known)
+    out, lse = attend(problem, backend)
     if skip > 0:
         out = torch.nn.functional.pad(out, (0, 0, 0, 0, skip, 0))
         lse = torch.cat((lse_of_no_key(problem).expand(*lse.shape[:2], skip), lse), 2)

@@ -88,7 +88,8 @@ def keep_selection(problem: Problem, selection: KeySelection) -> Kept:
             f"selection: got one for {selection.query_len} query rows, wanted {problem.q.shape[1]}"
         )
     mask, bias = problem.mask, problem.bias
-    problem = problem.with_lists(selection.lists)
+    sliding = selection.window_size if selection.is_sliding else None
+    problem = problem.with_lists(selection.lists, sliding or 0, selection.keeps_own)
     check_key_lists(selection.lists, without_leading_rows(problem))
     if mask is not None and _has_rows(mask):
         slow = f"attn_mask has rows of its own beside a selection, {_DENSE}"
@@ -101,8 +102,8 @@ def keep_selection(problem: Problem, selection: KeySelection) -> Kept:
     end, keep = same_heads(selection.end, key_only_mask(mask, problem.k.shape[1]))
     assert keep is not None
     if not selection.is_causal:
-        return problem.replace(mask=((end > 0) & keep)[:, :, None], key_lists=None), ()
-    return problem.replace(key_lists=without_keys(selection.lists, keep)), ()
+        return problem.without_lists(((end > 0) & keep)[:, :, None]), ()
+    return problem.with_lists(without_keys(selection.lists, keep)), ()
 
 
 def leading_rows(problem: Problem) -> int:
@@ -126,7 +127,7 @@ def _with_dense_mask(problem: Problem, selection: KeySelection, mask: Tensor | N
     # One that is not causal serves any number of rows, whatever it was made for.
     keep = selection.to_mask() if selection.is_causal else (selection.end > 0)[:, :, None]
     keep, mask = same_heads(keep, mask)
-    return problem.replace(mask=keep if mask is None else keep & mask, key_lists=None)
+    return problem.without_lists(keep if mask is None else keep & mask)
 
 
 def _has_rows(mask: Tensor) -> bool:

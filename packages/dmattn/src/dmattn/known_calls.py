@@ -10,12 +10,12 @@ starts from what was found. Nothing is decided here: a call of an unknown kind i
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from dmattn.arguments import is_autocast
 from dmattn.backends import registry
 from dmattn.backends.base import Backend
-from dmattn.dispatch import PLAIN_TYPES, is_direct, nobody_intercepts
+from dmattn.backends.cuda import kernels
+from dmattn.dispatch import PLAIN_TYPES, is_direct, may_autocast, nobody_intercepts
 from dmattn.problem import Packing, Problem
 
 # A kind takes about 2 KB. Where ever new ones come, such as new lengths, all are forgotten at once.
@@ -70,74 +70,54 @@ def kind_of_call(
     if (
         torch.compiler.is_compiling()
         or not nobody_intercepts()
-        or type(query) not in PLAIN_TYPES
-        or type(key) not in PLAIN_TYPES
-        or type(value) not in PLAIN_TYPES
-        or (attn_mask is not None and type(attn_mask) not in PLAIN_TYPES)
-        or (attn_bias is not None and type(attn_bias) not in PLAIN_TYPES)
-        or (sinks is not None and type(sinks) not in PLAIN_TYPES)
         or (softmax_scale is not None and type(softmax_scale) is not float)
         or type(is_causal) is not bool
         or type(softcap) is not float
         or type(deterministic) is not bool
         or (window_size is not None and type(window_size) is not int)
         or (backend is not None and type(backend) is not str)
-        or is_autocast(query)
     ):
         return None
+    tensors: tuple[Any, ...] = (query, key, value, attn_mask, attn_bias, sinks)
+    lengths = None
+    if packing is not None:
+        tensors, lengths = (*tensors, *packing[:2]), packing[2:]
+        if type(lengths[0]) is not int or type(lengths[1]) is not int:
+            return None
+    readers = kernels.kind_readers
+    kinds = (readers[0] if readers else _kind_of)(PLAIN_TYPES, *tensors)
+    if kinds is None or (may_autocast() and (query is None or is_autocast(query))):
+        return None
+    return (
+        kinds,
+        softmax_scale,
+        is_causal,
+        softcap,
+        deterministic or torch.are_deterministic_algorithms_enabled(),
+        window_size,
+        backend,
+        lengths,
+    )
+
+
+def _kind_of(types: tuple[type, ...], *tensors: Any) -> Kind | None:
+    """As `kind_of` of the compiled kernels, which takes a fifth of the time.
+
+    Shape, strides, dtype and device of each tensor or None. None: one is of another type than
+    `types`, has no strides, or is a view with another sign.
+    """
+    kinds: list[Kind | None] = []
     try:
-        packed = None if packing is None else _kind_of_packing(*packing)
-        return (
-            query.shape,
-            query.stride(),
-            query.dtype,
-            query.device,
-            query.is_neg(),
-            key.shape,
-            key.stride(),
-            key.dtype,
-            key.device,
-            key.is_neg(),
-            value.shape,
-            value.stride(),
-            value.dtype,
-            value.device,
-            value.is_neg(),
-            None if attn_mask is None else _kind_of_tensor(attn_mask),
-            None if attn_bias is None else _kind_of_tensor(attn_bias),
-            None if sinks is None else _kind_of_tensor(sinks),
-            softmax_scale,
-            is_causal,
-            softcap,
-            deterministic or torch.are_deterministic_algorithms_enabled(),
-            window_size,
-            backend,
-            packed,
-        )
-    except (RuntimeError, _Unusual):  # sparse, nested and mkldnn tensors have no strides
+        for t in tensors:
+            if t is None:
+                kinds.append(None)
+            elif type(t) not in types or t.is_neg():
+                return None
+            else:
+                kinds.append((t.shape, t.stride(), t.dtype, t.device))
+    except RuntimeError:  # sparse, nested and mkldnn tensors have no strides
         return None
-
-
-class _Unusual(Exception):
-    """An argument is of a type that is not remembered."""
-
-
-def _kind_of_tensor(t: Tensor) -> Kind:
-    return t.shape, t.stride(), t.dtype, t.device, t.is_neg()
-
-
-def _kind_of_packing(
-    cu_seqlens_q: Any, cu_seqlens_k: Any, max_seqlen_q: Any, max_seqlen_k: Any
-) -> Kind:
-    if (
-        type(cu_seqlens_q) not in PLAIN_TYPES
-        or type(cu_seqlens_k) not in PLAIN_TYPES
-        or type(max_seqlen_q) is not int
-        or type(max_seqlen_k) is not int
-    ):
-        raise _Unusual
-    bounds = _kind_of_tensor(cu_seqlens_q), _kind_of_tensor(cu_seqlens_k)
-    return (*bounds, max_seqlen_q, max_seqlen_k)
+    return tuple(kinds)
 
 
 def recall(kind: Kind | None) -> Known | None:

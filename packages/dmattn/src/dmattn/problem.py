@@ -50,6 +50,10 @@ class Problem(NamedTuple):
         deterministic: whether the backward must be bitwise repeatable.
         packing: of packed sequences, else None.
         key_lists: the keys that each block of rows keeps, instead of a mask; else None.
+        sliding: of causal key_lists, what is known without reading them: w > 0 means that the row
+            at position r keeps the keys r - w < j <= r and no others. 0 means nothing.
+        keeps_own: likewise, whether every row keeps the key at its own position, if there is one.
+            False means nothing.
     """
 
     q: Tensor
@@ -62,6 +66,8 @@ class Problem(NamedTuple):
     is_causal: bool = False
     softcap: float = 0.0
     deterministic: bool = False
+    sliding: int = 0
+    keeps_own: bool = False
     packing: Packing | None = None
     key_lists: Selection | None = None
 
@@ -79,10 +85,17 @@ class Problem(NamedTuple):
         """With other values in these fields; `_replace`, which older torch cannot compile."""
         return Problem(**{**dict(zip(Problem._fields, self, strict=True)), **changes})
 
-    def with_lists(self, lists: Selection) -> "Problem":
+    def with_lists(self, lists: Selection, sliding: int = 0, keeps_own: bool = False) -> "Problem":
         """With key lists in the place of a mask; in less time than `replace`, as for each call."""
-        fields: tuple[Any, ...] = (*self[:3], None, *self[4:-1], lists)
+        fields: tuple[Any, ...] = (
+            *(*self[:3], None, *self[4:_KNOWN_OF_LISTS]),
+            *(sliding, keeps_own, self.packing, lists),
+        )
         return Problem(*fields)
+
+    def without_lists(self, mask: Tensor) -> "Problem":
+        """With a mask in the place of key lists."""
+        return self.replace(mask=mask, key_lists=None, sliding=0, keeps_own=False)
 
     def flat(self) -> tuple[Any, ...]:
         """All fields one after the other, in the order of `FLAT_NAMES`."""
@@ -132,6 +145,7 @@ def checked_settings(is_causal: Any, softcap: Any, deterministic: Any) -> tuple[
 
 _OPERANDS = 6  # fields that are operands: q, k, v, mask, bias, sinks
 _SIMPLE = len(Problem._fields) - 2  # and settings; packing and key_lists have parts of their own
+_KNOWN_OF_LISTS = _SIMPLE - 2  # settings before those that speak of key lists
 _LISTED = _SIMPLE + len(Selection._fields)
 _TENSORS_LISTED = _OPERANDS + len(Selection._fields)
 _NO_LISTS = (None,) * len(Selection._fields)

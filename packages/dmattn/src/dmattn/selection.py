@@ -7,7 +7,7 @@ query heads, HK key/value heads, Sq/Sk query/key length.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,10 @@ class KeySelection:
             The latter serve any number of rows.
         first_row: Sk - Sq, the position of the first row; negative when Sq > Sk.
         query_len: Sq.
+        is_sliding: whether it is known that rows keep the `window_size` keys up to their own
+            position and no others, as `sliding_window` makes it without a mask. A backend then
+            need not read the tensors.
+        keeps_own: likewise, whether every row keeps the key at its own position.
     """
 
     end: Tensor
@@ -75,6 +79,8 @@ class KeySelection:
     # Not Sq itself: as many rows as keys is then the same number, 0, for every length, so that a
     # program exported with one selection takes those of other lengths.
     first_row: int
+    is_sliding: bool = False
+    keeps_own: bool = False
 
     @property
     def query_len(self) -> int:
@@ -116,7 +122,7 @@ class KeySelection:
         lists = Selection(*[t.to(device) for t in self.lists])
         if all(a is b for a, b in zip(lists, self.lists, strict=True)):
             return self
-        return KeySelection(*lists, self.window_size, self.is_causal, self.first_row)
+        return KeySelection(*lists, *_facts(self))
 
     def cpu(self) -> "KeySelection":
         """The same selection with its tensors on the CPU."""
@@ -168,9 +174,16 @@ class KeySelection:
         return mask(self, head=head, batch=batch, path=path, ax=ax)
 
 
+_FACTS = ("window_size", "is_causal", "first_row", "is_sliding", "keeps_own")
+
+
+def _facts(selection: KeySelection) -> tuple[Any, ...]:
+    """All that is no tensor, in the order of the fields."""
+    return tuple(getattr(selection, name) for name in _FACTS)
+
+
 def _flatten(selection: KeySelection) -> tuple[list[Tensor], tuple[Any, ...]]:
-    facts = (selection.window_size, selection.is_causal, selection.first_row)
-    return list(selection.lists), facts
+    return list(selection.lists), _facts(selection)
 
 
 def _flatten_with_keys(
@@ -191,8 +204,8 @@ def _flatten_as(selection: KeySelection, spec: pytree.TreeSpec) -> list[Any]:
     tensors, facts = _flatten(selection)
     if facts != tuple(spec.context):  # a list once it has been saved
         raise ValueError(
-            f"selection: got (window_size, is_causal, first_row) {facts}, wanted "
-            f"{tuple(spec.context)} as when the program was exported"
+            f"selection: got ({', '.join(_FACTS)}) {facts}, wanted {tuple(spec.context)} as when "
+            "the program was exported"
         )
     return list(tensors)
 
@@ -291,7 +304,8 @@ def sliding_window(
     if device is None and attn_mask is not None:
         device = check_tensor("attn_mask", attn_mask).device
     end = torch.full((1, 1, key_len), key_len, dtype=torch.int32, device=device)
-    return _of_intervals(_hide_masked(end, attn_mask), query_len, window_size, window_size)
+    found = _of_intervals(_hide_masked(end, attn_mask), query_len, window_size, window_size)
+    return found if attn_mask is not None else replace(found, is_sliding=True, keeps_own=True)
 
 
 def packed_documents(
@@ -364,7 +378,11 @@ def packed_documents(
     reach = end.shape[2] if max_seqlen is None else max_seqlen
     if window_size is not None:
         reach = smaller(reach, window_size)
-    return _of_intervals(_hide_masked(end, attn_mask), None, reach, window_size)
+    found = _of_intervals(_hide_masked(end, attn_mask), None, reach, window_size)
+    # A key that ends behind itself is seen by its own row; boundaries that the host has not
+    # checked may end it before.
+    is_checked = document_ids is not None or longest is not None
+    return found if attn_mask is not None or not is_checked else replace(found, keeps_own=True)
 
 
 def key_only_mask(attn_mask: Tensor, key_len: int) -> Tensor:

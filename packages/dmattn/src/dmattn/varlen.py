@@ -14,7 +14,7 @@ from dmattn.arguments import (
     without_nan,
 )
 from dmattn.backends import registry
-from dmattn.dispatch import attend, is_same_tensor, select
+from dmattn.dispatch import attend, attend_directly, is_same_tensor, select
 from dmattn.key_lists import best_keys
 from dmattn.known_calls import kind_of_call, recall, remember
 from dmattn.problem import Packing, Problem, is_per_key, lse_of_no_key, with_one_head_dim
@@ -168,29 +168,28 @@ def flash_dmattn_varlen_func(
             *operands, softmax_scale, is_causal, softcap, deterministic, None, backend, packing
         )
     known = recall(kind)
-    moved = None
     if known is not None:
         operands = (query, key, value, heads_first(attn_mask), heads_first(attn_bias), sinks)
         packed = known.problem(operands, Packing(*packing))
-        out, lse = attend(packed, backend, known.backend)
-    else:
-        packed, moved = _checked(
-            query,
-            key,
-            value,
-            *packing,
-            attn_mask,
-            attn_bias,
-            window_size,
-            sinks=sinks,
-            softmax_scale=softmax_scale,
-            is_causal=is_causal,
-            softcap=softcap,
-            deterministic=deterministic,
-        )
-        out, lse = attend(packed, backend)
-        if kind is not None:
-            remember(kind, operands, packed, backend)
+        out, lse = attend_directly(packed, known.backend, bool(return_lse))
+        return (out, lse) if return_lse else out
+    packed, moved = _checked(
+        query,
+        key,
+        value,
+        *packing,
+        attn_mask,
+        attn_bias,
+        window_size,
+        sinks=sinks,
+        softmax_scale=softmax_scale,
+        is_causal=is_causal,
+        softcap=softcap,
+        deterministic=deterministic,
+    )
+    out, lse = attend(packed, backend)
+    if kind is not None:
+        remember(kind, operands, packed, backend)
     if packed.packing is None:  # key lists for all sequences together
         out, lse = out[0], lse[0]
     if moved is not None:

@@ -331,3 +331,17 @@ def test_configs_that_are_refused() -> None:
         enable_doge(model, use_dynamic_mask_cache=True)
     assert model.config._attn_implementation == "eager"
     assert "forward" not in model.model.__dict__
+
+
+def test_bytes_of_an_entry() -> None:
+    """Key and value, a score of four bytes and a position of four, as the documentation counts."""
+    model = enable_doge(make_doge()).bfloat16()
+    cache = DogeCache(model.config)
+    with torch.no_grad():
+        model(tokens(2, PROMPT), past_key_values=cache)
+    kept = cache.layers[0].kept
+    assert kept.k.dtype == torch.bfloat16 and kept.score.dtype == torch.float32
+    held = sum(t.nbytes for t in vars(kept).values() if isinstance(t, Tensor))
+    batch, entries, heads, head_dim = kept.k.shape
+    assert entries == WINDOW
+    assert held == batch * entries * heads * (2 * 2 * head_dim + 4 + 4) + kept.seen.nbytes
