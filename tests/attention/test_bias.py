@@ -22,6 +22,16 @@ def test_broadcast(shape: str, head_dim: int, dtype: str, f32: bool) -> None:
     )
 
 
+@pytest.mark.parametrize("head_dim,dtype", [(64, "f16"), (128, "bf16")])
+@pytest.mark.parametrize("shape", ["bhqk", "bkqk", "1hqk", "b1qk", "11qk"])
+@pytest.mark.parametrize("seqlen_k", [120, 1032])
+def test_rows_on_16_bytes(shape: str, seqlen_k: int, head_dim: int, dtype: str) -> None:
+    """More rows than keys and fewer, causal and not; keys that end within a tile, and within 64."""
+    case = Case(300, seqlen_k, bias=shape, head_dim=head_dim, dtype=dtype, dlse=True)
+    check(case)
+    check(case.with_(bias_fill="some_minus_inf", causal=True))
+
+
 @pytest.mark.parametrize("shape", OPERAND_SHAPES)
 def test_broadcast_with_masks(shape: str) -> None:
     """Beside a dense mask, beside a key mask (gathered), causal both times."""

@@ -18,11 +18,23 @@ SHAPES = [
     Case(300, 700, 1, 4, 2, 256, bias="11qk", causal=True),
     Case(300, 700, 1, 4, 1, 256, bias="b11k", mask="b11k"),
     Case(5, 3000, 2, 8, 2, 128, bias="bk1k", mask="bk1k"),
-    # What Hopper has kernels of its own for: no bias and no mask, in the backward few rows or many
-    # keys.
+    # What Hopper has kernels of its own for: no mask, and no bias or one of whole tiles; in the
+    # backward few rows or many keys.
     Case(250, 700, 2, 8, 4, 128, causal=True),
     Case(650, 700, 2, 4, 4, 64, causal=True, dtype="f16"),
     Case(300, 1300, 5, 4, 4, 128),
+    Case(200, 1000, 3, 4, 2, 128, bias="bhqk", causal=True),
+    Case(200, 1000, 3, 4, 4, 64, bias="1hqk"),
+]
+# What the forward on Hopper does for enough rows to fill the GPU: tiles of a bias, of both widths,
+# a bias for each key, and tiles that a mask leaves.
+FULL = Case(900, 520, 2, 8, 4, 128, wants="")
+FORWARDS = [
+    FULL.with_(bias="1hqk"),
+    FULL.with_(bias="1hqk", bias_f32=True, head_dim=64, causal=True),
+    FULL.with_(bias="bk1k", causal=True),
+    FULL.with_(mask="b1qk", mask_fill="blocks"),
+    FULL.with_(mask="b1qk", mask_fill="blocks", bias="11qk", softcap=5.0),
 ]
 
 
@@ -41,7 +53,7 @@ def test_deterministic_backward(case: Case) -> None:
     assert {name: int(count) for name, count in wrong.items()} == dict.fromkeys(wrong, 0)
 
 
-@pytest.mark.parametrize("case", SHAPES, ids=case_id)
+@pytest.mark.parametrize("case", [*SHAPES, *FORWARDS], ids=case_id)
 def test_forward_races(case: Case) -> None:
     """250 forward passes, bit for bit the same: the forward adds nothing in an open order."""
     problem = build(case)

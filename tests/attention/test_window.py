@@ -521,7 +521,7 @@ def test_operators_pass_opcheck(causal: bool) -> None:
     lists = dmattn.select_keys(scores, 9, causal, query_len=40).lists
     numbers = (problem.softmax_scale, causal, 0.0)
     args = (problem.q, problem.k, problem.v, None, problem.bias, problem.sinks)
-    given = (*args, *numbers, True, *lists)
+    given = (*args, *numbers, True, 0, False, *lists)
     torch.library.opcheck(torch.ops.dmattn.fwd.default, given)
     results = torch.ops.dmattn.fwd(*given)
     backward = (problem.dout, None, *results, [True] * 5, *given)

@@ -1,0 +1,77 @@
+"""Forwards whose scores a bias, a dense mask or softcap change, of rows that fill a large GPU.
+
+With many keys and few rows a call may split the keys of a row instead, which other kernels do.
+Rows of a dense bias start on 16 bytes, as the kernels for Hopper want them.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from attention.cases import Case, case_id
+from attention.driver import check
+
+pytestmark = pytest.mark.each_family
+
+# 128 blocks of 128 rows and keys of several tiles, which end within one.
+FULL = Case(900, 520, 2, 8, 4, wants="")
+HEAD_DIMS_AND_DTYPES = [(64, "bf16"), (64, "f16"), (128, "bf16"), (128, "f16"), (256, "bf16")]
+
+MASKS = [
+    FULL.with_(mask="b1qk", mask_fill="half"),
+    FULL.with_(mask="1hqk", mask_fill="blocks", causal=True),
+    FULL.with_(mask="bkqk", mask_fill="dead_rows"),
+    FULL.with_(mask="11qk", mask_fill="banded"),  # most tiles are empty, all rows of some blocks
+    FULL.with_(mask="bhqk", mask_fill="none"),
+]
+BIASES = [
+    FULL.with_(bias="1hqk"),
+    FULL.with_(bias="bkqk", bias_f32=True, causal=True),
+    FULL.with_(bias="11qk", bias_f32=True, bias_fill="some_minus_inf"),
+    FULL.with_(bias="b1qk", bias_fill="some_lowest", causal=True),
+    FULL.with_(bias="bk1k", causal=True),
+    FULL.with_(bias="1h1k", bias_f32=True, bias_fill="some_minus_inf"),
+]
+TOGETHER = [
+    FULL.with_(softcap=5.0, causal=True),
+    FULL.with_(softcap=5.0, bias="b11k", mask="b1qk"),
+    FULL.with_(softcap=5.0, bias="1hqk", bias_f32=True, causal=True),
+    FULL.with_(bias="1hqk", mask="11qk", mask_fill="blocks", causal=True),
+    FULL.with_(bias="b1qk", bias_f32=True, mask="bkqk", mask_fill="dead_rows"),
+    FULL.with_(bias="bk1k", bias_f32=True, mask="b1qk", mask_fill="banded"),
+    FULL.with_(scale=-0.2, bias="11qk", mask="11qk"),
+]
+
+
+@pytest.mark.parametrize("head_dim, dtype", HEAD_DIMS_AND_DTYPES)
+@pytest.mark.parametrize("case", MASKS, ids=case_id)
+def test_masks(case: Case, head_dim: int, dtype: str) -> None:
+    check(case.with_(head_dim=head_dim, dtype=dtype))
+
+
+@pytest.mark.parametrize("head_dim, dtype", HEAD_DIMS_AND_DTYPES)
+@pytest.mark.parametrize("case", BIASES, ids=case_id)
+def test_biases(case: Case, head_dim: int, dtype: str) -> None:
+    check(case.with_(head_dim=head_dim, dtype=dtype))
+
+
+@pytest.mark.parametrize("head_dim, dtype", HEAD_DIMS_AND_DTYPES)
+@pytest.mark.parametrize("case", TOGETHER, ids=case_id)
+def test_together(case: Case, head_dim: int, dtype: str) -> None:
+    check(case.with_(head_dim=head_dim, dtype=dtype))
+
+
+@pytest.mark.parametrize("head_dim", [40, 96, 192])
+@pytest.mark.parametrize(
+    "case", [MASKS[1], BIASES[0], BIASES[1], BIASES[4], TOGETHER[1]], ids=case_id
+)
+def test_head_dims_between_tiles(case: Case, head_dim: int) -> None:
+    check(case.with_(head_dim=head_dim))
+
+
+@pytest.mark.parametrize("f32", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_few_rows_and_few_keys(head_dim: int, f32: bool) -> None:
+    """Keys that are too few to be split: more of them than rows, and fewer."""
+    check(Case(70, 328, 2, 2, 1, head_dim, bias="1kqk", bias_f32=f32, mask="b1qk", wants=""))
+    check(Case(150, 40, 2, 2, 1, head_dim, bias="bhqk", bias_f32=f32, causal=True, wants=""))
