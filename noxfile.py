@@ -49,6 +49,11 @@ OTHER_TORCHES = {"2.6": "2.6.0", "2.9": "2.9.1", "newest": None}
 # threads that work as soon as anything else runs on the machine.
 TEST_ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
 
+# The tests on the CPU compute with one thread each and use a core for each process. A process that
+# runs out of tests takes half of those that another one has left. Eight are enough: each takes
+# about 1 GB.
+TEST_PROCESSES = ("--numprocesses=auto", "--maxprocesses=8", "--dist=worksteal")
+
 nox.needs_version = ">=2024.10.9"
 nox.options.default_venv_backend = "virtualenv"
 nox.options.reuse_venv = "yes"
@@ -344,6 +349,7 @@ def demo(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Everything that can be tested without a GPU and without compiling CUDA."""
+    compile_no_bytecode(session)
     install_cpu_torch(session)
     if sys.platform == "linux":  # there are no wheels for others
         install(session, "triton")  # beside the pinned torch alone: others want other versions
@@ -352,13 +358,17 @@ def tests(session: nox.Session) -> None:
 
 
 def run_tests(session: nox.Session) -> None:
-    """The tests on the CPU, with the torch that the session has."""
-    install(session, "hypothesis", "matplotlib", "nox", "numpy", "pytest", "pyyaml", "tqdm")
-    install(session, "transformers")
+    """The tests on the CPU, with the torch that the session has, in a process for each core."""
+    install(session, "hypothesis", "matplotlib", "nox", "numpy", "pytest", "pytest-xdist")
+    install(session, "pyyaml", "tqdm", "transformers")
     install_dmattn(session)
     session.log(f"testing with torch {installed_torch(session)}")
-    folders = (str(DMATTN / "tests"), "tests")
-    session.run("python", "-m", "pytest", *folders, *session.posargs, env=TEST_ENVIRONMENT)
+    # The longest tests come first: at the end they would keep one process busy, the others idle.
+    folders = ("tests", str(DMATTN / "tests"))
+    environment = {**TEST_ENVIRONMENT, "OMP_NUM_THREADS": "1"}
+    session.run(
+        *("python", "-m", "pytest", *TEST_PROCESSES, *folders, *session.posargs), env=environment
+    )
 
 
 def add_torch_session(name: str, version: str | None) -> None:
@@ -585,6 +595,7 @@ def gpu_report(session: nox.Session) -> None:
 def lint(session: nox.Session) -> None:
     """ruff, mypy --strict, clang-format, workflow files. With `-- --fix`, put right what can be."""
     fix = "--fix" in session.posargs
+    compile_no_bytecode(session)
     install_cpu_torch(session)
     install(session, "clang-format", "hypothesis", "matplotlib", "mypy", "nox", "numpy")
     install(session, "check-jsonschema", "pytest", "ruff", "types-tqdm")
