@@ -209,9 +209,8 @@ def flash_dmattn_func(
     kind, stretch = None, None
     # Only False itself: what else counts as false, such as 0, is for the checks to refuse.
     if selection is None and state is None and cu_seqlens is None and return_state is False:
-        kind = kind_of_call(
-            *operands, softmax_scale, is_causal, softcap, deterministic, window_size, backend
-        )
+        options = (softmax_scale, is_causal, softcap, deterministic, window_size, backend)
+        kind = kind_of_call(operands, options)
     if return_attn_probs and state is not None:
         raise ValueError("return_attn_probs: got True beside state, wanted False")
     known = recall(kind)

@@ -21,6 +21,9 @@ from dmattn.problem import Packing, Problem
 # A kind takes about 2 KB. Where ever new ones come, such as new lengths, all are forgotten at once.
 MOST_KINDS = 1024
 
+# Types of options that do not change.
+PLAIN_OPTIONS = frozenset({bool, int, float, str, type(None)})
+
 Kind = tuple[Any, ...]
 
 
@@ -46,58 +49,32 @@ _known: dict[Kind, Known] = {}
 
 
 def kind_of_call(
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any,
-    attn_bias: Any,
-    sinks: Any,
-    softmax_scale: Any,
-    is_causal: Any,
-    softcap: Any,
-    deterministic: Any,
-    window_size: Any,
-    backend: Any,
-    packing: tuple[Any, Any, Any, Any] | None = None,
+    operands: tuple[Any, ...], options: tuple[Any, ...], packing: tuple[Any, ...] | None = None
 ) -> Kind | None:
     """All that the checks and the choice of a backend look at; None: not to be remembered.
 
-    Takes what was given for these arguments of `flash_dmattn_func`, whatever it is; for packed
-    sequences also what makes a `Packing`. Not remembered are calls that somebody else has to see,
-    calls under autocast, which casts operands, and calls with arguments of unusual types: 1 is
-    equal to True, and 64.0 to 64, but they are errors where those are none.
+    Not remembered are calls that somebody else has to see, and calls under autocast, which casts
+    operands.
+
+    Args:
+        operands: what was given for query, key, value, attn_mask, attn_bias and sinks.
+        options: what was given for every other argument that a check or the choice of a backend
+            comes to look at.
+        packing: of packed sequences, what makes a `Packing`.
     """
-    if (
-        torch.compiler.is_compiling()
-        or not nobody_intercepts()
-        or (softmax_scale is not None and type(softmax_scale) is not float)
-        or type(is_causal) is not bool
-        or type(softcap) is not float
-        or type(deterministic) is not bool
-        or (window_size is not None and type(window_size) is not int)
-        or (backend is not None and type(backend) is not str)
-    ):
+    if torch.compiler.is_compiling() or not nobody_intercepts():
         return None
-    tensors: tuple[Any, ...] = (query, key, value, attn_mask, attn_bias, sinks)
-    lengths = None
+    tensors = operands
     if packing is not None:
-        tensors, lengths = (*tensors, *packing[:2]), packing[2:]
-        if type(lengths[0]) is not int or type(lengths[1]) is not int:
-            return None
+        tensors, options = (*operands, *packing[:2]), (*options, *packing[2:])
     readers = kernels.kind_readers
     kinds = (readers[0] if readers else _kind_of)(PLAIN_TYPES, *tensors)
+    query = operands[0]
     if kinds is None or (may_autocast() and (query is None or is_autocast(query))):
         return None
-    return (
-        kinds,
-        softmax_scale,
-        is_causal,
-        softcap,
-        deterministic or torch.are_deterministic_algorithms_enabled(),
-        window_size,
-        backend,
-        lengths,
-    )
+    # 1 is equal to True, and 64.0 to 64, but they may be errors where those are none.
+    types = tuple(map(type, options))
+    return types, kinds, options, torch.are_deterministic_algorithms_enabled()
 
 
 def _kind_of(types: tuple[type, ...], *tensors: Any) -> Kind | None:
@@ -124,12 +101,17 @@ def recall(kind: Kind | None) -> Known | None:
     """What was found for a call of this kind; None where that has to be worked out."""
     if kind is None:
         return None
-    known = _known.get(kind)
+    try:
+        known = _known.get(kind)
+    except TypeError:  # an option that is not hashable, which the checks refuse
+        return None
     return known if known is not None and known.backends == registry.BACKENDS else None
 
 
 def remember(kind: Kind, operands: tuple[Any, ...], problem: Problem, backend: str | None) -> None:
     """Keep what was found for a call, if it is the same for every call of its kind.
+
+    Which it may not be where an option is of another type than `PLAIN_OPTIONS`.
 
     Args:
         kind: the call's.
@@ -137,12 +119,14 @@ def remember(kind: Kind, operands: tuple[Any, ...], problem: Problem, backend: s
         problem: what came of the call, keys chosen.
         backend: the name of the backend that was insisted on, or None.
     """
+    types, *_ = kind
     _, key, value, attn_mask, attn_bias, _ = operands
     # Others are viewed in another way first.
     as_given = problem.packing is not None or (
         (attn_mask is None or attn_mask.dim() == 4) and (attn_bias is None or attn_bias.dim() == 4)
     )
-    if not as_given or key.shape[-1] != value.shape[-1] or not is_direct(*operands):
+    same_width = key.shape[-1] == value.shape[-1]
+    if not (PLAIN_OPTIONS.issuperset(types) and as_given and same_width and is_direct(*operands)):
         return
     chosen = registry.choose(problem, backend)
     if chosen.goes_by_kind:

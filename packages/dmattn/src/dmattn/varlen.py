@@ -164,9 +164,8 @@ def flash_dmattn_varlen_func(
     packing = (*bounds, max_seqlen_q, max_seqlen_k)
     kind = None
     if window_size is None:
-        kind = kind_of_call(
-            *operands, softmax_scale, is_causal, softcap, deterministic, None, backend, packing
-        )
+        options = (softmax_scale, is_causal, softcap, deterministic, backend)
+        kind = kind_of_call(operands, options, packing)
     known = recall(kind)
     if known is not None:
         operands = (query, key, value, heads_first(attn_mask), heads_first(attn_bias), sinks)
