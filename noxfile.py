@@ -398,6 +398,8 @@ def kernels(session: nox.Session) -> None:
 
 def test_wheel(session: nox.Session, wheel: Path) -> None:
     """The tests of a built wheel that need no GPU."""
+    # To look at the machine code.
+    install(session, "networkx", "nvidia-cuda-cuobjdump", "nvidia-cuda-nvdisasm")
     install_wheel(session, wheel)
     session.run(
         *(

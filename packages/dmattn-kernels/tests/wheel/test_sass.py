@@ -1,0 +1,67 @@
+"""The machine code of the Hopper kernels: which instructions their loops are made of."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import sass
+from conftest import PACKAGE
+
+
+@pytest.fixture(scope="module")
+def hopper_kernels(library: ctypes.CDLL, library_path: Path) -> list[sass.Kernel]:
+    if "sm_90a" not in library.dmattn_architectures().decode().split(","):
+        pytest.skip("the library holds no code for sm_90a")
+    return list(sass.kernels(library_path, "sm_90a", "dmattn4sm90"))
+
+
+def test_every_kind_of_kernel_is_found(hopper_kernels: list[sass.Kernel]) -> None:
+    kinds = {kind for k in hopper_kernels for kind in re.findall(r"([a-z]+_kernel)I", k.name)}
+    assert kinds == {"fwd_kernel", "bwd_kernel", "gather_kernel"}
+
+
+def test_products_are_computed_by_wgmma_alone(hopper_kernels: list[sass.Kernel]) -> None:
+    """In one innermost loop at least, where there are at most two: whole tiles, and cut ones."""
+    for kernel in hopper_kernels:
+        opcodes = {x.opcode for x in kernel.instructions}
+        assert "HGMMA" in opcodes and not {"HMMA", "IMMA", "DMMA"} & opcodes, kernel.name
+        assert len(kernel.product_loops()) in (1, 2), kernel.name
+
+
+def test_loops_leave_local_memory_alone(hopper_kernels: list[sass.Kernel]) -> None:
+    """tests/allowed_spills.toml names those that do not, and why."""
+    allowed = tomllib.loads((PACKAGE / "tests" / "allowed_spills.toml").read_text())
+    entries = allowed["allowed_in_loop"]
+    assert all(entry["reason"] for entry in entries)
+    used, offenders = set(), []
+    for kernel in hopper_kernels:
+        found = max(
+            sum(kernel.instructions[n].is_local_memory for n in loop)
+            for loop in kernel.product_loops()
+        )
+        names = [
+            i
+            for i, entry in enumerate(entries)
+            if all(re.search(part, kernel.name) for part in entry["kernel"])
+        ]
+        if found:
+            used.update(names)
+        if found > max((entries[i]["most"] for i in names), default=0):
+            offenders.append(f"{found} instructions: {kernel.name}")
+    assert not offenders, "\n".join(offenders)
+    assert used == set(range(len(entries))), "an entry allows what no kernel needs"
+
+
+def test_products_are_not_waited_for_one_by_one(hopper_kernels: list[sass.Kernel]) -> None:
+    """Where ptxas serializes them, each is followed by a wait for all that are under way."""
+    for kernel in hopper_kernels:
+        for loop in kernel.product_loops():
+            inside = [kernel.instructions[n] for n in sorted(loop)]
+            products = sum(x.is_matrix_product for x in inside)
+            waits = sum(x.name.startswith("WARPGROUP.DEPBAR") for x in inside)
+            assert products >= 3 * waits, f"{products} products, {waits} waits: {kernel.name}"
