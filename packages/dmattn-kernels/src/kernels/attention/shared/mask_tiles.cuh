@@ -66,4 +66,50 @@ struct MaskTiles {
   }
 };
 
+// The same tiles, walked from the last to the first by one thread that has little time and few registers: what was read of
+// the bitmaps, 32 cells of each band, is kept for the tiles that follow. Tiles are whole cells.
+template <int kBlockFixed, int kBlockScan>
+struct MaskTileWalk {
+  static constexpr int kBands = kBlockFixed / kMaskBand, kCells = kBlockScan / kMaskBand;
+  static_assert(kBlockFixed % kMaskBand == 0 && kBlockScan % kMaskBand == 0 && (kCells & (kCells - 1)) == 0);
+
+  struct Tile {
+    int n;  // -1: there is none
+    bool is_partial;
+  };
+
+  const uint32_t* any;  // bitmaps of the first fixed band; nullptr: no mask, every tile is full
+  const uint32_t* all;
+  int words, bands;  // fixed bands of the tiles that exist
+  int word = -1;     // the one that was read last, of all bands together:
+  uint32_t some = 0, every = 0;
+
+  // The largest non-empty tile below `end`.
+  __device__ __forceinline__ Tile before(int end) {
+    if (any == nullptr) return {end - 1, false};
+    for (int cell = end * kCells - 1; cell >= 0; cell = word * 32 - 1) {
+      if (cell / 32 != word) read(cell / 32);
+      const uint32_t left = some & (0xffffffffu >> (31 - cell % 32));
+      if (left == 0) continue;
+      const int n = (word * 32 + 31 - __clz(left)) / kCells;
+      // A cell past the edge of the mask is marked neither, which makes the last tile partial: always right, full is
+      // merely faster.
+      constexpr uint32_t kPick = (1u << kCells) - 1;
+      return {n, (every >> (n * kCells % 32) & kPick) != kPick};
+    }
+    return {-1, false};
+  }
+
+  __device__ __forceinline__ void read(int next) {
+    word = next;
+    some = 0, every = 0xffffffffu;
+#pragma unroll
+    for (int i = 0; i < kBands; ++i) {
+      const int64_t at = static_cast<int64_t>(min(i, bands - 1)) * words + word;
+      some |= __ldg(any + at);
+      every &= __ldg(all + at);
+    }
+  }
+};
+
 }  // namespace dmattn

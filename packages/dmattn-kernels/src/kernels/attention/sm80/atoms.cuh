@@ -1,4 +1,4 @@
-// The instructions of sm_80 that products are made of: mma.sync (from CuTe), ldmatrix, cp.async.
+// The instructions of sm_80 that products are made of: mma.sync (from CuTe), cp.async.
 #pragma once
 
 #include <cute/arch/copy_sm80.hpp>
@@ -16,19 +16,6 @@ template <>
 struct MmaAtom<cutlass::half_t> : cute::SM80_16x8x16_F32F16F16F32_TN {};
 template <>
 struct MmaAtom<cutlass::bfloat16_t> : cute::SM80_16x8x16_F32BF16BF16F32_TN {};
-
-template <bool kTranspose>
-__device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], uint32_t addr) {
-  if constexpr (kTranspose) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(addr));
-  } else {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                 : "r"(addr));
-  }
-}
 
 // 16 bytes of shared memory: the first `bytes` (0 to 16) from global memory, zeros after them.
 __device__ __forceinline__ void cp_async16_bytes(uint32_t dst, const void* src, int bytes) {

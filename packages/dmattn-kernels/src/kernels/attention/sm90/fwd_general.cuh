@@ -10,20 +10,20 @@
 
 namespace dmattn::sm90 {
 
-// A tile of keys as the producer announces it.
+// A tile of keys as the producer announces it, beside its K.
 struct KeyTile {
-  int32_t word;  // -1: the item has no more
+  uint32_t word;
 
-  static __device__ __forceinline__ KeyTile of(int n, bool is_cut, bool is_partial) {
-    return {n << 2 | (is_partial ? 2 : 0) | (is_cut ? 1 : 0)};
+  static __device__ __forceinline__ KeyTile of(int n, bool is_cut, bool is_partial, bool is_last) {
+    return {static_cast<uint32_t>(n) << 3 | is_last << 2 | is_partial << 1 | static_cast<uint32_t>(is_cut)};
   }
-  static __device__ __forceinline__ KeyTile none() { return {-1}; }
-  __device__ __forceinline__ bool exists() const { return word >= 0; }
-  __device__ __forceinline__ int n() const { return word >> 2; }
+  __device__ __forceinline__ int n() const { return static_cast<int>(word >> 3); }
   // Rows meet keys past those that they may see, or past the last one.
   __device__ __forceinline__ bool is_cut() const { return word & 1; }
   // The dense mask leaves some of it.
   __device__ __forceinline__ bool is_partial() const { return word & 2; }
+  // The item has no more.
+  __device__ __forceinline__ bool is_last() const { return word & 4; }
 };
 
 __device__ __forceinline__ int64_t find_mask_head(const MaskBits& mask, const FwdItem& item) {
@@ -32,12 +32,61 @@ __device__ __forceinline__ int64_t find_mask_head(const MaskBits& mask, const Fw
 
 // The tiles of the item that the mask leaves.
 template <class T>
-__device__ __forceinline__ MaskTiles<T::kBlockM, T::kBlockN> find_mask_tiles(const GeneralFwdArguments& p,
-                                                                             const FwdItem& item) {
+__device__ __forceinline__ MaskTileWalk<T::kBlockM, T::kBlockN> walk_mask_tiles(const GeneralFwdArguments& p,
+                                                                                const FwdItem& item) {
   if (p.mask.bits == nullptr) return {};
-  const int64_t first = find_mask_head(p.mask, item) * p.mask.bands_q * p.mask.words_k;
-  return {p.mask.any_rows + first, p.mask.all_rows + first, p.mask.words_k, p.mask.bands_q, item.m_block};
+  constexpr int kBands = T::kBlockM / kMaskBand;
+  const int band = item.m_block * kBands;
+  const int64_t first = (find_mask_head(p.mask, item) * p.mask.bands_q + band) * p.mask.words_k;
+  return {p.mask.any_rows + first, p.mask.all_rows + first, p.mask.words_k, min(kBands, p.mask.bands_q - band)};
 }
+
+__device__ __forceinline__ bool has_key_bias(const GeneralFwdArguments& p) { return p.bias.kind == BiasKind::kKey; }
+
+// Writes the bias of each key into shared memory, tile by tile as the producer takes them: a warp.
+template <class T>
+struct KeyBiasLoader {
+  static constexpr int kKeysPerLane = T::kBlockN / 32;
+  using Layout = KeyBiasLayout<T::kBlockN>;
+
+  const GeneralFwdArguments& p;
+  typename T::Shared& s;
+  const int lane;
+  RingPlace<2> item_place, place;
+
+  __device__ __forceinline__ void run() {
+    while (true) {
+      const AnnouncedItem item = next_item<T>(s, item_place);
+      if (item.index() >= p.items) return;
+      if (item.has_keys()) load_item(find_item(p, item.index()));
+    }
+  }
+
+  __device__ __forceinline__ void load_item(const FwdItem& item) {
+    const int64_t base = item.batch * p.bias.batch_stride + item.head / p.bias.head_ratio * p.bias.head_stride;
+    auto tiles = walk_mask_tiles<T>(p, item);
+    const int end = find_key_blocks<T>(p, item.m_block).end;
+    for (int n = tiles.before(end).n; n >= 0; n = tiles.before(n).n) load_tile(base, n);
+  }
+
+  // Keys past the last one get its number, and -inf later.
+  __device__ __forceinline__ void load_tile(int64_t base, int n) {
+    float bias[kKeysPerLane];
+#pragma unroll
+    for (int i = 0; i < kKeysPerLane; ++i) {
+      const int key = min(n * T::kBlockN + 32 * i + lane, p.seqlen_k - 1);
+      bias[i] =
+          load_bias(p.bias, base + key * p.bias.col_stride, std::is_same_v<typename T::Element, cutlass::bfloat16_t>);
+    }
+    s.general.bias_empty[place.stage].wait(place.phase ^ 1);
+    float* const stage = reinterpret_cast<float*>(s.general.bias[place.stage]);
+#pragma unroll
+    for (int i = 0; i < kKeysPerLane; ++i) stage[Layout::word(32 * i + lane)] = bias[i];
+    __syncwarp();
+    if (lane == 0) s.general.bias_full[place.stage].arrive();
+    place.advance();
+  }
+};
 
 // Between the scores of a tile and their softmax, for the 64 rows of a consumer.
 template <class T>
@@ -52,10 +101,9 @@ struct ScoreChanges {
   const int warp, lane;  // warp: among the consumers
   const int first_row;   // the first of the two rows that this thread has, the other comes 8 later
   const uint32_t* bits;  // of the first row, where there is a mask
-  int64_t bias_base;     // of the first key, where there is a bias for each key
-  // Read while the scores of the tile are computed.
-  uint32_t mask_words[2][kWords];
-  uint32_t key_bias[kWords];  // as it lies in memory, of the keys lane + 32 * i
+  // Of both rows, one of the words of the tile: threads of a quad exchange theirs. Read while the scores of the tile are
+  // computed.
+  uint32_t mask_words[2];
 
   __device__ __forceinline__ ScoreChanges(const GeneralFwdArguments& arguments, General& shared,
                                           RingPlace<2>& bias_place, int warp_, int lane_, const FwdItem& item)
@@ -65,37 +113,15 @@ struct ScoreChanges {
         warp(warp_),
         lane(lane_),
         first_row(item.m_block * T::kBlockM + warp * 16 + lane / 4),
-        bits(p.mask.bits + find_mask_head(p.mask, item) * p.mask.rows * p.mask.words_per_row),
-        bias_base(item.batch * p.bias.batch_stride + item.head / p.bias.head_ratio * p.bias.head_stride) {}
+        bits(p.mask.bits + find_mask_head(p.mask, item) * p.mask.rows * p.mask.words_per_row + lane % kWords) {}
 
+  // Nothing here waits for what is read.
   __device__ __forceinline__ void read_ahead(KeyTile tile) {
-    if (tile.is_partial()) {
+    if (!tile.is_partial()) return;
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = min(first_row + 8 * half, p.seqlen_q - 1);
-        const uint32_t* const from = bits + static_cast<int64_t>(row) * p.mask.words_per_row + tile.n() * kWords;
-        if constexpr (kWords == 4) {
-          const uint4 x = __ldg(reinterpret_cast<const uint4*>(from));
-          mask_words[half][0] = x.x, mask_words[half][1] = x.y, mask_words[half][2] = x.z, mask_words[half][3] = x.w;
-        } else {
-          const uint2 x = __ldg(reinterpret_cast<const uint2*>(from));
-          mask_words[half][0] = x.x, mask_words[half][1] = x.y;
-        }
-      }
-    }
-    if (T::kLogits && p.bias.kind == BiasKind::kKey) read_key_bias(tile.n() * T::kBlockN);
-  }
-  // Keys past the last one get its number, and -inf later. Nothing here waits for what is read.
-  __device__ __forceinline__ void read_key_bias(int key0) {
-    const bool is_wide = p.bias.dtype == Dtype::kFloat32;
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) {
-      const int64_t at = bias_base + min(key0 + 32 * i + lane, p.seqlen_k - 1) * p.bias.col_stride;
-      if (is_wide) {
-        key_bias[i] = __ldg(static_cast<const uint32_t*>(p.bias.ptr) + at);
-      } else {
-        key_bias[i] = __ldg(static_cast<const uint16_t*>(p.bias.ptr) + at);
-      }
+    for (int half = 0; half < 2; ++half) {
+      const int row = min(first_row + 8 * half, p.seqlen_q - 1);
+      mask_words[half] = __ldg(bits + static_cast<int64_t>(row) * p.mask.words_per_row + tile.n() * kWords);
     }
   }
 
@@ -111,98 +137,93 @@ struct ScoreChanges {
       scale_scores(scores, p.softmax_scale, p.softcap);
       factor = 1.f;
     }
-    if (p.bias.kind == BiasKind::kTile) {
-      add_bias_stage<2, 0>(scores, factor);
-    } else if (p.bias.kind == BiasKind::kDirect) {
-      add_bias_stage<4, 0>(scores, factor);
-      add_bias_stage<4, kFragments / 2>(scores, factor);
-    } else if (p.bias.kind == BiasKind::kKey) {
+    constexpr bool kSure = T::kMode != ScoreMode::kAny;  // that there is a bias
+    if (T::kHasKeyBias && (kSure || has_key_bias(p))) {
       add_key_bias(scores, factor);
-    } else {
+    } else if (T::kHasTileBias && p.bias.kind == BiasKind::kTile) {
+      add_narrow_bias(scores, factor);
+    } else if (T::kHasTileBias && (kSure || p.bias.kind == BiasKind::kDirect)) {
+      add_wide_bias<0>(scores, factor);
+      add_wide_bias<kFragments / 2>(scores, factor);
+    } else if (factor != 1.f) {
       scale_scores(scores, factor, 0.f);
     }
   }
 
-  // The fragments from kFirst on that a stage has, of kBytes a number.
-  template <int kBytes, int kFirst>
-  __device__ __forceinline__ void add_bias_stage(Scores& scores, float factor) {
-    constexpr int kInPanel = 128 / (8 * kBytes), kInStage = kFragments * 2 / kBytes;
-    s.bias_full[place.stage].wait(place.phase);
-    const int in_fragment = lane % 4 * 2 * kBytes;  // bytes
-    const uint32_t stage = smem_u32(s.bias[place.stage]) + (warp * 16 + lane / 4) * 128 + in_fragment % 16;
-    // Some at a time, so that few of the reads are waited for.
-    constexpr int kBatch = 16 / kBytes;
+  // Of two fragments at once: ldmatrix gives 16-bit numbers to the threads that hold the scores.
+  __device__ __forceinline__ void add_narrow_bias(Scores& scores, float factor) {
+    wait_for_stage();
+    const int row = warp * 16 + lane % 16;
+    const uint32_t rows = smem_u32(s.bias[place.stage]) + row * 128 + ((lane / 16 ^ lane % 8) << 4);
 #pragma unroll
-    for (int begin = 0; begin < kInStage; begin += kBatch) {
-      uint2 read[kBatch][2];
+    for (int i = 0; i < kFragments; i += 2) {
+      uint32_t words[4];
+      ldmatrix_x4<false>(words, (rows ^ (i % 8 << 4)) + i / 8 * T::kBlockM * 128);
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        const int chunk = ((begin + i) % kInPanel * 8 * kBytes + in_fragment) / 16 ^ lane / 4;
-        const uint32_t from = stage + (begin + i) / kInPanel * T::kBlockM * 128 + chunk * 16;
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          if constexpr (kBytes == 2) {
-            read[i][half].x = ld_shared(from + half * 8 * 128);
-          } else {
-            asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
-                         : "=r"(read[i][half].x), "=r"(read[i][half].y)
-                         : "r"(from + half * 8 * 128));
-          }
-        }
+      for (int j = 0; j < 4; ++j) {
+        const float2 b = ElementTraits<typename T::Element>::unpack(words[j]);
+        float* const two = scores[0][i + j / 2] + j % 2 * 2;
+        two[0] = __fmaf_rn(two[0], factor, b.x);
+        two[1] = __fmaf_rn(two[1], factor, b.y);
       }
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i)
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const uint2 raw = read[i][half];
-          float2 b = {__uint_as_float(raw.x), __uint_as_float(raw.y)};
-          if constexpr (kBytes == 2) b = ElementTraits<typename T::Element>::unpack(raw.x);
-          float* const two = scores[0][kFirst + begin + i] + 2 * half;
-          two[0] = __fmaf_rn(two[0], factor, b.x);
-          two[1] = __fmaf_rn(two[1], factor, b.y);
-        }
     }
+    release_stage();
+  }
+
+  // The fragments from kFirst on that a stage has, in fp32.
+  template <int kFirst>
+  __device__ __forceinline__ void add_wide_bias(Scores& scores, float factor) {
+    wait_for_stage();
+    const int row = warp * 16 + lane / 4, in_chunk = lane % 2 * 8;
+    const uint32_t rows = smem_u32(s.bias[place.stage]) + row * 128 + ((lane % 4 / 2 ^ row % 8) << 4) + in_chunk;
+#pragma unroll
+    for (int i = 0; i < kFragments / 2; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint2 raw = ld_shared_v2((rows ^ (i % 4 << 5)) + i / 4 * T::kBlockM * 128 + half * 8 * 128);
+        float* const two = scores[0][kFirst + i] + 2 * half;
+        two[0] = __fmaf_rn(two[0], factor, __uint_as_float(raw.x));
+        two[1] = __fmaf_rn(two[1], factor, __uint_as_float(raw.y));
+      }
+    }
+    release_stage();
+  }
+
+  __device__ __forceinline__ void add_key_bias(Scores& scores, float factor) {
+    wait_for_stage();
+    const uint32_t own = smem_u32(s.bias[place.stage]) + lane % 4 * KeyBiasLayout<T::kBlockN>::kThreadWords * 4;
+#pragma unroll
+    for (int i = 0; i < kFragments; i += 2) {
+      const uint4 raw = ld_shared_v4(own + i * 8);
+      const float b[4] = {__uint_as_float(raw.x), __uint_as_float(raw.y), __uint_as_float(raw.z),
+                          __uint_as_float(raw.w)};
+#pragma unroll
+      for (int e = 0; e < 8; ++e) {
+        float& x = scores[0][i + e / 4][e % 4];
+        x = __fmaf_rn(x, factor, b[e / 4 * 2 + e % 2]);
+      }
+    }
+    release_stage();
+  }
+
+  __device__ __forceinline__ void wait_for_stage() { s.bias_full[place.stage].wait(place.phase); }
+  __device__ __forceinline__ void release_stage() {
     __syncwarp();
     if (lane == 0) s.bias_empty[place.stage].arrive();
     place.advance();
-  }
-
-  // The warp's threads exchange what they have read. The stages of bias tiles are not used otherwise then.
-  __device__ __forceinline__ void add_key_bias(Scores& scores, float factor) {
-    float* const keys = reinterpret_cast<float*>(s.bias[0]) + warp * T::kBlockN;
-    __syncwarp();
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) {
-      keys[32 * i + lane] = p.bias.dtype == Dtype::kFloat32 ? __uint_as_float(key_bias[i])
-                                                            : ElementTraits<typename T::Element>::unpack(key_bias[i]).x;
-    }
-    __syncwarp();
-    constexpr int kBatch = 8;
-#pragma unroll
-    for (int begin = 0; begin < kFragments; begin += kBatch) {
-      float2 b[kBatch];
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        b[i] = *reinterpret_cast<const float2*>(keys + 8 * (begin + i) + lane % 4 * 2);
-      }
-#pragma unroll
-      for (int i = 0; i < kBatch; ++i)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          float& x = scores[0][begin + i][e];
-          x = __fmaf_rn(x, factor, e & 1 ? b[i].y : b[i].x);
-        }
-    }
   }
 
   __device__ __forceinline__ void apply_mask(Scores& scores) {
 #pragma unroll
     for (int half = 0; half < 2; ++half)
 #pragma unroll
-      for (int i = 0; i < kFragments; ++i) {
-        const uint32_t word = mask_words[half][i / 4] >> (lane % 4 * 2 + i % 4 * 8);
-        if (!(word & 1)) scores[0][i][2 * half] = -INFINITY;
-        if (!(word & 2)) scores[0][i][2 * half + 1] = -INFINITY;
+      for (int w = 0; w < kWords; ++w) {
+        const uint32_t word = __shfl_sync(0xffffffffu, mask_words[half], w, 4) >> lane % 4 * 2;
+#pragma unroll
+        for (int i = 4 * w; i < 4 * w + 4; ++i) {
+          if (!(word >> i % 4 * 8 & 1)) scores[0][i][2 * half] = -INFINITY;
+          if (!(word >> i % 4 * 8 & 2)) scores[0][i][2 * half + 1] = -INFINITY;
+        }
       }
   }
 };

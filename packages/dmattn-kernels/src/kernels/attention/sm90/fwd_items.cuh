@@ -3,11 +3,32 @@
 
 #include <cuda_runtime.h>
 
+#include "fwd_params.h"
+#include "pipeline.cuh"
+
 namespace dmattn::sm90 {
 
 struct FwdItem {
   int m_block, head, batch;
 };
+
+// An item as the producer announces it: by its number, and whether any of its rows may see a key.
+struct AnnouncedItem {
+  int32_t word;
+
+  static __device__ __forceinline__ AnnouncedItem of(int index, bool has_keys) { return {has_keys ? index : ~index}; }
+  __device__ __forceinline__ bool has_keys() const { return word >= 0; }
+  __device__ __forceinline__ int index() const { return has_keys() ? word : ~word; }
+};
+// The item that is announced next, for a whole warp.
+template <class T>
+__device__ __forceinline__ AnnouncedItem next_item(typename T::Shared& s, RingPlace<2>& place) {
+  s.item_full[place.stage].wait(place.phase);
+  const AnnouncedItem item = {__shfl_sync(0xffffffffu, s.item[place.stage], 0)};
+  if (threadIdx.x % 32 == 0) s.item_empty[place.stage].arrive();
+  place.advance();
+  return item;
+}
 
 // Items are numbered by sections of heads; in each from the last row blocks, which are the longest under causality, to
 // the first, the heads of the section side by side.
@@ -21,6 +42,21 @@ __device__ __forceinline__ FwdItem find_item(const Arguments& p, int index) {
   const int head = first_head + in_section - rank * heads;
   const int batch = head / p.nheads;
   return {p.m_blocks - 1 - rank, head - batch * p.nheads, batch};
+}
+
+// The key blocks of an item: [0, end), of which [0, full) are seen by all its rows.
+struct KeyBlocks {
+  int full, end;
+};
+template <class T>
+__device__ __forceinline__ KeyBlocks find_key_blocks(const FwdArguments& p, int m_block) {
+  int seen_by_all = p.seqlen_k, seen = p.seqlen_k;
+  if (p.is_causal) {
+    const int first_limit = m_block * T::kBlockM + p.seqlen_k - p.seqlen_q + 1;
+    seen_by_all = min(max(first_limit, 0), p.seqlen_k);
+    seen = min(max(first_limit + T::kBlockM - 1, 0), p.seqlen_k);
+  }
+  return {seen_by_all / T::kBlockN, (seen + T::kBlockN - 1) / T::kBlockN};
 }
 
 // Of a tile that begins with key0: keys past the last one, or past what a row may see, get -inf. first_row: the first of

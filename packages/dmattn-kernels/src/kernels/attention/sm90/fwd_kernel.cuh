@@ -20,23 +20,10 @@ namespace dmattn::sm90 {
 
 // --- what both roles know -------------------------------------------------------------------------------------------
 
-// The key blocks of an item: [0, end), of which [0, full) are seen by all its rows.
-struct KeyBlocks {
-  int full, end;
-};
 template <class T>
-__device__ __forceinline__ KeyBlocks find_key_blocks(const FwdArguments& p, int m_block) {
-  int seen_by_all = p.seqlen_k, seen = p.seqlen_k;
-  if (p.is_causal) {
-    const int first_limit = m_block * T::kBlockM + p.seqlen_k - p.seqlen_q + 1;
-    seen_by_all = min(max(first_limit, 0), p.seqlen_k);
-    seen = min(max(first_limit + T::kBlockM - 1, 0), p.seqlen_k);
-  }
-  return {seen_by_all / T::kBlockN, (seen + T::kBlockN - 1) / T::kBlockN};
-}
-
-template <class T>
-__device__ __forceinline__ void init_barriers(typename T::Shared& s) {
+__device__ __forceinline__ void init_barriers(const typename T::Arguments& p, typename T::Shared& s) {
+  int item_readers = 4 * T::kConsumers;  // a warp each
+  if constexpr (T::kHasKeyBias) item_readers += has_key_bias(p);
   s.q_full.init(1);
   s.q_empty.init(T::kConsumers);
   for (int i = 0; i < T::kStages; ++i) {
@@ -47,7 +34,7 @@ __device__ __forceinline__ void init_barriers(typename T::Shared& s) {
   }
   for (int i = 0; i < 2; ++i) {
     s.item_full[i].init(1);
-    s.item_empty[i].init(4 * T::kConsumers);  // a warp each
+    s.item_empty[i].init(item_readers);
   }
   if constexpr (T::kGeneral) {
     for (int i = 0; i < 2; ++i) {
@@ -69,36 +56,32 @@ struct FwdProducer {
   int q_phase = 0;
 
   __device__ __forceinline__ void run() {
-    for (int index = blockIdx.x;;) {
-      announce(index);
-      if (index >= p.items) return;
+    for (int index = blockIdx.x; index < p.items;) {
       // Asked for before the loads, so that the answer is there when they have been issued.
       const int next = gridDim.x + (p.work_counter != nullptr ? atomicAdd(p.work_counter, 1) : p.items);
       if constexpr (T::kGeneral) {
-        load_general_item(find_item(p, index));
+        load_general_item(index);
       } else {
-        load_item(find_item(p, index));
+        load_item(index);
       }
       index = next;
     }
+    announce(AnnouncedItem::of(p.items, true));
   }
 
-  __device__ __forceinline__ void announce(int index) {
+  __device__ __forceinline__ void announce(AnnouncedItem item) {
     s.item_empty[item_place.stage].wait(item_place.phase ^ 1);
-    s.item[item_place.stage] = index;
+    s.item[item_place.stage] = item.word;
     s.item_full[item_place.stage].arrive();
     item_place.advance();
   }
 
-  __device__ __forceinline__ void load_item(const FwdItem& item) {
+  __device__ __forceinline__ void load_item(int index) {
+    const FwdItem item = find_item(p, index);
     const KeyBlocks blocks = find_key_blocks<T>(p, item.m_block);
-    s.q_empty.wait(q_phase ^ 1);
-    q_phase ^= 1;
-    if (blocks.end == 0) {
-      s.q_full.arrive();
-      return;
-    }
-    load_q(item);
+    announce(AnnouncedItem::of(index, blocks.end > 0));
+    load_q(item, blocks.end > 0);
+    if (blocks.end == 0) return;
     // Scores of the next block are started before the output of this one: K is one block ahead of V.
     load_k(blocks.end - 1, item);
 #pragma unroll 1  // in the producer's few registers there is no room for more
@@ -110,47 +93,35 @@ struct FwdProducer {
   }
 
   // The tiles that the mask leaves, each announced beside its K, and their bias.
-  __device__ __forceinline__ void load_general_item(const FwdItem& item) {
+  __device__ __forceinline__ void load_general_item(int index) {
+    const FwdItem item = find_item(p, index);
     const KeyBlocks blocks = find_key_blocks<T>(p, item.m_block);
-    const auto tiles = find_mask_tiles<T>(p, item);
-    const auto load_announced = [&](int n) {
-      const KeyTile tile = KeyTile::of(n, n >= blocks.full, tiles.state(n) == TileState::kPartial);
+    auto tiles = walk_mask_tiles<T>(p, item);
+    auto tile = tiles.before(blocks.end);
+    announce(AnnouncedItem::of(index, tile.n >= 0));
+    load_q(item, tile.n >= 0);
+    if (tile.n < 0) return;
+    const auto load_announced = [&](bool is_last) {
       s.k_empty[k_place.stage].wait(k_place.phase ^ 1);
-      s.general.tile[k_place.stage] = tile.word;
-      load_k(n, item);
+      s.general.tile[k_place.stage] = KeyTile::of(tile.n, tile.n >= blocks.full, tile.is_partial, is_last).word;
+      load_k(tile.n, item);
     };
-    int n = tiles.last_nonempty(blocks.end - 1, 0);
-    s.q_empty.wait(q_phase ^ 1);
-    q_phase ^= 1;
-    if (n < 0) {
-      s.q_full.arrive();
-      announce_end();
-      return;
-    }
-    load_q(item);
-    load_announced(n);
-    load_bias(n, item);
+    auto next = tiles.before(tile.n);
+    load_announced(next.n < 0);
+    load_bias(tile.n, item);
 #pragma unroll 1  // in the producer's few registers there is no room for more
-    for (int next; n >= 0; n = next) {
-      next = tiles.last_nonempty(n - 1, 0);
-      if (next >= 0) {
-        load_announced(next);
-      } else {
-        announce_end();
-      }
-      load_v(n, item);
-      if (next >= 0) load_bias(next, item);
+    while (next.n >= 0) {
+      const int before = tile.n;
+      tile = next;
+      next = tiles.before(tile.n);
+      load_announced(next.n < 0);
+      load_v(before, item);
+      load_bias(tile.n, item);
     }
-  }
-  // A stage of K without keys.
-  __device__ __forceinline__ void announce_end() {
-    s.k_empty[k_place.stage].wait(k_place.phase ^ 1);
-    s.general.tile[k_place.stage] = KeyTile::none().word;
-    s.k_full[k_place.stage].arrive();
-    k_place.advance();
+    load_v(tile.n, item);
   }
   __device__ __forceinline__ void load_bias(int n, const FwdItem& item) {
-    if constexpr (!T::kLogits) return;
+    if constexpr (!T::kHasTileBias) return;
     if (p.bias.kind == BiasKind::kTile) load_bias_panels<2>(n * T::kBlockN, item);
     if (p.bias.kind == BiasKind::kDirect) {
       load_bias_panels<4>(n * T::kBlockN, item);
@@ -177,7 +148,13 @@ struct FwdProducer {
     bias_place.advance();
   }
 
-  __device__ __forceinline__ void load_q(const FwdItem& item) {
+  __device__ __forceinline__ void load_q(const FwdItem& item, bool is_needed) {
+    s.q_empty.wait(q_phase ^ 1);
+    q_phase ^= 1;
+    if (!is_needed) {
+      s.q_full.arrive();
+      return;
+    }
     s.q_full.arrive_and_expect(T::kTileQ * sizeof(typename T::Element));
     load_tile<T::kBlockM, T::kPanels, T::kPanelCols>(p.q, s.q_full, cute::TMA::CacheHintSm90::EVICT_FIRST, s.q,
                                                      item.m_block * T::kBlockM, item.head, item.batch);
@@ -225,18 +202,10 @@ struct FwdConsumer {
   __device__ __forceinline__ void run() {
     if (consumer == T::kConsumers - 1) pass_turn();
     while (true) {
-      const int index = next_item();
-      if (index >= p.items) return;
-      attend(find_item(p, index));
+      const AnnouncedItem item = next_item<T>(s, item_place);
+      if (item.index() >= p.items) return;
+      attend(find_item(p, item.index()), item.has_keys());
     }
-  }
-
-  __device__ __forceinline__ int next_item() {
-    s.item_full[item_place.stage].wait(item_place.phase);
-    const int index = __shfl_sync(0xffffffffu, s.item[item_place.stage], 0);
-    if (lane == 0) s.item_empty[item_place.stage].arrive();
-    item_place.advance();
-    return index;
   }
 
   // One thread a warpgroup says that the warpgroup is done with a buffer.
@@ -253,19 +222,13 @@ struct FwdConsumer {
     cutlass::arch::NamedBarrier::arrive(256, kTurnBarrier + (consumer + 1) % T::kConsumers);
   }
 
-  // The tile in the next stage of K, of all warps alike.
-  __device__ __forceinline__ KeyTile next_tile() {
-    s.k_full[k_place.stage].wait(k_place.phase);
-    return {__shfl_sync(0xffffffffu, s.general.tile[k_place.stage], 0)};
-  }
-
   template <int kFragments, class Accumulator>
   static __device__ __forceinline__ auto fragments(Accumulator& acc) -> float (&)[1][kFragments][4] {
     static_assert(cute::cosize_v<typename Accumulator::layout_type> == kFragments * 4);
     return *reinterpret_cast<float (*)[1][kFragments][4]>(acc.data());
   }
 
-  __device__ __forceinline__ void attend(const FwdItem& item) {
+  __device__ __forceinline__ void attend(const FwdItem& item, bool has_keys) {
     typename T::ScoreMma score_mma;
     typename T::OutMma out_mma;
     const auto score_slice = score_mma.get_slice(thread);
@@ -329,29 +292,30 @@ struct FwdConsumer {
       to_operand();
     };
 
-    bool has_keys;
+    const auto wait_for_keys = [&] { s.k_full[k_place.stage].wait(k_place.phase); };
     if constexpr (T::kGeneral) {
       ScoreChanges<T> changes(p, s.general, bias_place, thread / 32, lane, item);
-      KeyTile tile = next_tile();
-      has_keys = tile.exists();
-      const auto meanwhile = [&] { changes.read_ahead(tile); };
+      KeyTile tile;
+      const auto meanwhile = [&] {
+        tile.word = __shfl_sync(0xffffffffu, s.general.tile[k_place.stage], 0);  // of all warps alike
+        changes.read_ahead(tile);
+      };
       const auto to_probabilities = [&] {
         changes.change(scores, tile);
-        if constexpr (T::kMode == ScoreMode::kBias) {
+        if constexpr (T::kMode == ScoreMode::kTileBias || T::kMode == ScoreMode::kKeyBias) {
           softmax.probabilities_of_logits(scores, keep);
         } else {
           softmax.template probabilities<!T::kLogits>(scores, keep, scale_log2);
         }
       };
       if (has_keys) {
+        wait_for_keys();
         first_step(meanwhile, to_probabilities);
 #pragma unroll 1
-        while ((tile = next_tile()).exists()) step(meanwhile, to_probabilities);
+        while (!tile.is_last()) wait_for_keys(), step(meanwhile, to_probabilities);
       }
-      release_keys();  // those that said that there are no more
     } else {
       const KeyBlocks blocks = find_key_blocks<T>(p, item.m_block);
-      has_keys = blocks.end > 0;
       int n = blocks.end - 1;
       const auto nothing = [] {};
       const auto whole = [&] { softmax.template probabilities<true>(scores, keep, scale_log2); };
@@ -359,7 +323,6 @@ struct FwdConsumer {
         cut_keys(p, scores, n * T::kBlockN, first_row, lane);
         whole();
       };
-      const auto wait_for_keys = [&] { s.k_full[k_place.stage].wait(k_place.phase); };
       if (has_keys) {
         wait_for_keys();
         first_step(nothing, [&] { n >= blocks.full ? cut() : whole(); });
@@ -396,11 +359,14 @@ __global__ void __launch_bounds__(T::kThreads, 1) fwd_kernel(const __grid_consta
   extern __shared__ char smem[];
   const uint32_t base = smem_u32(smem);
   auto& s = *reinterpret_cast<typename T::Shared*>(smem + ((base + 1023) / 1024 * 1024 - base));
-  if (threadIdx.x == 0) init_barriers<T>(s);
+  if (threadIdx.x == 0) init_barriers<T>(p, s);
   __syncthreads();
   if (cutlass::canonical_warp_group_idx() == 0) {
     cutlass::arch::warpgroup_reg_dealloc<T::kProducerRegisters>();
     if (threadIdx.x == 0) FwdProducer<T>{p, s}.run();
+    if constexpr (T::kHasKeyBias) {
+      if (threadIdx.x / 32 == 1 && has_key_bias(p)) KeyBiasLoader<T>{p, s, static_cast<int>(threadIdx.x % 32)}.run();
+    }
   } else {
     cutlass::arch::warpgroup_reg_alloc<T::kConsumerRegisters>();
     FwdConsumer<T>(p, s).run();

@@ -13,19 +13,29 @@ namespace dmattn::sm90 {
 
 // What becomes of the scores beyond lengths and causality.
 enum class ScoreMode {
-  kPlain,  // nothing
-  kMask,   // a dense mask
-  kBias,   // a bias, and a mask if there is one
-  kAny,    // softcap too, or a scale that is not positive
+  kPlain,     // nothing
+  kMask,      // a dense mask
+  kTileBias,  // a bias for each row and key, and a mask if there is one
+  kKeyBias,   // a bias for each key, and a mask if there is one
+  kAny,       // all of these, softcap too, or a scale that is not positive
 };
 
-// The shared memory that only the modes other than kPlain have. Bias tiles lie in panels of 128 bytes a row, as TMA writes them:
-// 64 keys of 16 bits, or 32 of fp32. A stage has room for a 16-bit tile, or half of one in fp32. A bias for each key lies
-// there as well, fp32 numbers of a tile for each warp.
+// A bias for each key, as a stage of shared memory has it: fp32 numbers of a tile, in the order in which the threads of
+// a quad read them. Those of thread c, keys 8 i + 2 c and 8 i + 2 c + 1 of each fragment i, lie together, and four words
+// between one thread's and the next keep them on different banks.
+template <int kBlockN>
+struct KeyBiasLayout {
+  static constexpr int kThreadWords = kBlockN / 4 + 4;
+  static constexpr int kBytes = 4 * kThreadWords * 4;
+  static __device__ __forceinline__ int word(int key) { return key % 8 / 2 * kThreadWords + key / 8 * 2 + key % 2; }
+};
+
+// The shared memory that only the modes other than kPlain have. Bias tiles lie in panels of 128 bytes a row, as TMA
+// writes them: 64 keys of 16 bits, or 32 of fp32. A stage has room for a 16-bit tile, or half of one in fp32.
 struct NoGeneral {};
-template <int kBlockM, int kBlockN, int kStages, bool kHasBias>
+template <int kBlockM, int kBlockN, int kStages, bool kHasTiles>
 struct GeneralShared {
-  static constexpr int kStageBytes = kHasBias ? kBlockM * kBlockN * 2 : 16;
+  static constexpr int kStageBytes = kHasTiles ? kBlockM * kBlockN * 2 : KeyBiasLayout<kBlockN>::kBytes;
 
   alignas(1024) char bias[2][kStageBytes];
   Barrier bias_full[2], bias_empty[2];
@@ -38,8 +48,10 @@ struct FwdTraits {
   using Element = Element_;
   static constexpr ScoreMode kMode = kMode_;
   static constexpr bool kGeneral = kMode != ScoreMode::kPlain;
+  static constexpr bool kHasTileBias = kMode == ScoreMode::kTileBias || kMode == ScoreMode::kAny;
+  static constexpr bool kHasKeyBias = kMode == ScoreMode::kKeyBias || kMode == ScoreMode::kAny;
   // The softmax is given logits; otherwise raw products.
-  static constexpr bool kLogits = kMode == ScoreMode::kBias || kMode == ScoreMode::kAny;
+  static constexpr bool kLogits = kHasTileBias || kHasKeyBias;
   using Arguments = cute::conditional_t<kGeneral, GeneralFwdArguments, FwdArguments>;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kConsumers = kConsumers_, kBlockM = 64 * kConsumers, kBlockN = kBlockN_;
@@ -82,7 +94,7 @@ struct FwdTraits {
   static_assert(cute::size<1>(typename ScoreMma::AtomShape_MNK{}) == kBlockN);
 
   // Where there is room, the output has shared memory of its own on its way out, and the next Q can come in meanwhile.
-  static constexpr bool kOwnOut = kHeadDim <= (kLogits ? 64 : 128);
+  static constexpr bool kOwnOut = kHeadDim <= (kHasTileBias ? 64 : 128);
   static constexpr int kTileQ = kBlockM * kHeadDim, kTileK = kBlockN * kHeadDim;
 
   struct Shared {
@@ -94,7 +106,7 @@ struct FwdTraits {
     Barrier k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
     Barrier item_full[2], item_empty[2];
     int32_t item[2];
-    cute::conditional_t<kGeneral, GeneralShared<kBlockM, kBlockN, kStages, kLogits>, NoGeneral> general;
+    cute::conditional_t<kGeneral, GeneralShared<kBlockM, kBlockN, kStages, kHasTileBias>, NoGeneral> general;
 
     __device__ __forceinline__ Element* out() { return kOwnOut ? own_out : q; }
   };
