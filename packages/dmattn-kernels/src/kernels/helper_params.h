@@ -55,10 +55,13 @@ struct ConvertDqParams {
 // Rows of a chunk of row blocks: at most as many, and a multiple of those of a row block.
 constexpr int kMostChunkRows = 1024;
 struct ChunkKeyListsParams {
-  KeyList from;  // of row blocks; heads: between those of one batch and the next
+  KeyList from;  // of row blocks, or of all rows; heads: between those of one batch and the next
   KeyChunks to;  // heads: those that there are to do
   int32_t seqlen_q = 0, seqlen_k = 0;
-  int32_t row_block_begin = 0, row_blocks = 0;  // of `from`, to put together
+  int32_t row_block_begin = 0, row_blocks = 0;  // to put together
+  int32_t row_block_rows = 0;
+  bool is_shared = false;  // `from` has one list for all rows, of keys that they all see but for causality
+  bool is_causal = false;  // then: a row sees none behind its own position
 };
 
 struct ReduceDbiasParams {

@@ -194,9 +194,64 @@ def test_workspace_stays_below_one_and_a_half_inputs(
     assert plan["workspace_bytes"] + 4 * batch * 16 * length <= 1.5 * inputs
 
 
-def test_masks_beside_lists_are_for_others(probe: ctypes.CDLL) -> None:
-    found = Probe(probe).bwd(
-        SM90, SMS, batch=1, nheads=16, nheads_k=4, head_dim=128, seqlen_q=4096, seqlen_k=4096,
-        mask=mask(1, 1, 1, 4096), gradients="dq dk dv",
-    )  # fmt: skip
+def mask_plan_of(probe: ctypes.CDLL, kept: Any, length: int = 4096, **given: Any) -> Plan:
+    """Of a mask that is alike for all rows."""
+    fields: dict[str, Any] = {"batch": 2, "nheads": 16, "nheads_k": 4, "head_dim": 128}
+    fields |= {"seqlen_q": length, "seqlen_k": length, "is_causal": 1, "mask": kept} | given
+    gradients = fields.pop("gradients", "dq dk dv")
+    return Probe(probe).bwd(SM90, SMS, gradients=gradients, **fields)
+
+
+@pytest.mark.parametrize("causal", [0, 1])
+@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("length", [127, 4096, 20000])
+def test_masks_of_keys(
+    probe: ctypes.CDLL, batch: int, heads: int, length: int, causal: int
+) -> None:
+    """Each chunk of rows has a part of the one list, which has room for all keys."""
+    shape = {"batch": 2, "nheads": 16, "nheads_k": 4, "head_dim": 128}
+    shape |= {"seqlen_q": length, "seqlen_k": length}
+    given = {"is_causal": causal, "kept": mask(batch, heads, 1, length)}
+    rows_done = 0
+    for round in range(mask_plan_of(probe, length=length, **given)["rounds"]):
+        plan = mask_plan_of(probe, length=length, round=round, **given)
+        assert plan["arch"] == 90 and plan["chunk_blocks"] > 0 and not plan["chunks.end"]
+        assert plan["keys.capacity"] == plan["chunks.capacity"] == -(-length // 128) * 128
+        assert plan["chunks.block_rows"] == plan["chunk_blocks"] * BLOCK <= 1024
+        assert plan["chunks.batch"] == (plan["round.batches"] if batch > 1 else 1)
+        assert plan["chunks.heads"] == (plan["round.heads_k"] if heads > 1 else 1)
+        lists = plan["chunks.batch"] * plan["chunks.heads"]
+        chunks = lists * plan["chunks.blocks"]
+        rows = plan["round.batches"] * plan["round.heads_k"] * 4
+        sizes = array_bytes(plan, shape, lists) | {
+            "lse": rows * plan["seqlen_q_rounded"] * 4,
+            "delta": rows * plan["seqlen_q_rounded"] * 4,
+            "chunks.idx": chunks * plan["chunks.capacity"] * 4,
+            "chunks.count": chunks * 4,
+            "chunks.tile_rows": chunks * plan["chunks.capacity"] // 128 * 8,
+        }
+        spans = sorted(
+            (plan[name], plan[name] + sizes[name])
+            for name in {*ARRAYS, *sizes}
+            if plan[name] and name != "dq_accum"
+        )
+        assert spans[-1][1] <= WORKSPACE + plan["workspace_bytes"]
+        assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
+        rows_done += plan["round.batches"] * plan["round.heads_k"] * plan["row_blocks"]
+    assert rows_done == 2 * 4 * -(-length // BLOCK)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"deterministic": 1},
+        {"softcap": 30.0},
+        {"gradients": "dq dk"},
+        {"kept": mask(1, 16, 1, 4096)},
+    ],
+    ids=["deterministic", "softcap", "one gradient less", "a list for each query head"],
+)
+def test_masks_of_keys_that_others_compute(probe: ctypes.CDLL, given: dict[str, Any]) -> None:
+    found = mask_plan_of(probe, **({"kept": mask(1, 1, 1, 4096)} | given))
     assert found["arch"] == 80 and found["chunk_blocks"] == 0

@@ -71,6 +71,18 @@ bool is_sum_of_pairs(const BwdPlan& plan) {
          is_vec16(plan.dbias, {p.dbias_batch_stride, p.dbias_head_stride, p.dbias_row_stride}, plan.dbias_dtype);
 }
 
+// The kernels for Hopper take a list for all rows as if each block of rows had it.
+void share_list(BwdPlan& plan) {
+  if (plan.walk == KeyWalk::kMaskList) {
+    Workspace nowhere(nullptr);
+    plan.kernel.keys = layout_key_list(plan.mask, nowhere);  // as place_keys() will, here for its extents
+    plan.kernel.keys.head_ratio = plan.kernel.nheads / plan.mask.heads;
+  }
+  plan.list_rows = kListBlock;
+  plan.kernel.row_blocks = plan.whole.row_blocks = ceil_div(plan.kernel.seqlen_q, plan.list_rows);
+  plan.round = plan.whole;
+}
+
 // Of a unit's kernels the one that does the least beyond what is asked for, and what follows from its tile.
 void use_kernels(BwdPlan& plan, const KernelSet& kernels, const Device& device) {
   plan.resident_blocks = kernels.is_persistent ? device.num_sms : 0;
@@ -98,7 +110,10 @@ void use_kernels(BwdPlan& plan, const KernelSet& kernels, const Device& device) 
     plan.convert_dq.scale = kernel.softmax_scale;
     (has_bias ? plan.preprocess.rest_scale : plan.preprocess.lse_scale) = kLog2e;
   }
-  if (kernels.is_persistent && plan.walk == KeyWalk::kRowBlockLists) choose_chunks(plan, device);
+  if (plan.walk == KeyWalk::kRowBlockLists) plan.list_rows = kernel.keys.block_rows;
+  if (!kernels.is_persistent || !is_gathered(plan.walk)) return;
+  if (plan.walk != KeyWalk::kRowBlockLists) share_list(plan);
+  choose_chunks(plan, device);
 }
 
 void set_preprocess(BwdPlan& plan, const dmattn_bwd_params& p) {
@@ -244,7 +259,7 @@ void place_keys(BwdPlan& plan, Workspace& workspace) {
     kernel.mask.head_ratio = kernel.nheads / plan.mask.heads;
     plan.dense_bytes += workspace.bytes() - begin;
   }
-  if (plan.walk == KeyWalk::kMaskList || plan.walk == KeyWalk::kSelectionList) {
+  if (is_gathered(plan.walk) && !has_row_block_lists(plan)) {
     plan.schedule = workspace.take<int32_t>(int64_t{kernel.batch} * kernel.nheads_k + 3);
     kernel.schedule = plan.schedule;
   }
@@ -301,15 +316,16 @@ bool is_for_residents(const BwdPlan& plan) {
   const bool all_wanted = plan.wants_dq && plan.wants_dk && plan.wants_dv;
   const bool has_bias = p.bias.kind != BiasKind::kNone;
   // The rest of lse is there for the sake of large biases.
-  if (!all_wanted || has_mask(plan.mask) || p.packing.is_active() || plan.has_lse_rest != has_bias) return false;
+  if (!all_wanted || p.packing.is_active() || plan.has_lse_rest != has_bias) return false;
+  if (has_mask(plan.mask) && plan.walk != KeyWalk::kMaskList) return false;
   if (plan.walk == KeyWalk::kTiled) {
     return !has_bias || (p.bias.kind == BiasKind::kTile && p.softcap == 0.f && !p.deterministic);
   }
-  if (plan.walk != KeyWalk::kRowBlockLists) return false;
+  if (plan.walk != KeyWalk::kRowBlockLists && p.deterministic) return false;
+  const int32_t list_heads = plan.walk == KeyWalk::kMaskList ? plan.mask.heads : p.nheads / p.keys.head_ratio;
   const bool has_group_bias = p.bias.kind == BiasKind::kKey && p.bias.head_ratio % p.head_ratio == 0;
   const bool has_dbias_of_keys = p.dbias_kind == DbiasKind::kNone || p.dbias_kind == DbiasKind::kKey;
-  return p.keys.head_ratio % p.head_ratio == 0 && (!has_bias || has_group_bias) && has_dbias_of_keys &&
-         p.softcap == 0.f;
+  return p.nheads_k % list_heads == 0 && (!has_bias || has_group_bias) && has_dbias_of_keys && p.softcap == 0.f;
 }
 
 // Blocks of rows for which splitting them between thread blocks would not pay.

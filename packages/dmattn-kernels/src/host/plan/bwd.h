@@ -56,7 +56,10 @@ struct BwdPlan {
   BwdSequence sequence;
   BwdRound whole, round;  // all of it, and as much of that as a round covers
 
-  // Lists of row blocks, on Hopper: how many of them are put together. 0: none are.
+  // Rows of a row block that has a list, or, on Hopper, a share of one that all rows have. 0: row blocks have no part in
+  // which keys there are.
+  int32_t list_rows = 0;
+  // The lists of row blocks on Hopper: how many of them are put together. 0: none are.
   int32_t chunk_blocks = 0;
 
   // Splits of key tiles over blocks. Lists of keys, whose lengths the device knows: see bwd_schedule().
@@ -84,6 +87,10 @@ struct BwdPlan {
   // Neither gradients nor a dbias: nothing happens at all.
   bool is_empty() const { return !zeros && !launches && !dbias_rows; }
 };
+
+// Row blocks that have lists of their own, or shares of one.
+inline bool has_row_block_lists(const BwdPlan& plan) { return plan.list_rows > 0; }
+inline bool has_shared_list(const BwdPlan& plan) { return plan.list_rows > 0 && plan.walk != KeyWalk::kRowBlockLists; }
 
 // `p` has been validated. The arrays in the workspace have no place yet: see place().
 BwdPlan plan_bwd(const dmattn_bwd_params& p, const Device& device);

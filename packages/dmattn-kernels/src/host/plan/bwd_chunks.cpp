@@ -1,4 +1,4 @@
-// The backward on Hopper over lists of row blocks: how many of these make a chunk, and where the chunks' lists lie.
+// The backward on Hopper over lists: how many row blocks make a chunk, and where the chunks' lists lie.
 #include <algorithm>
 
 #include "host/arithmetic.h"
@@ -11,13 +11,13 @@ namespace {
 // keys that a row keeps would be mostly of keys that a row does not see, and with few items for each SM many SMs would
 // wait for the last. Where sums are deterministic, an item also waits until those of the chunk's tiles before it have
 // begun.
-constexpr int64_t kStepsOfItem = 32, kStepsOfOrderedItem = 64;
+constexpr int64_t kStepsOfItem = 32, kStepsOfLongItem = 64;
 constexpr int64_t kItemsPerSm = 4;
 
-// What the lists of a round have room for: each new row of a chunk brings at most one key.
+// What the lists of a round have room for: each new row of a chunk brings at most one key to those of its first row block.
 int32_t chunk_capacity(const BwdPlan& plan) {
-  const KeyList& lists = plan.kernel.keys;
-  return round_up(lists.capacity + (plan.chunk_blocks - 1) * lists.block_rows, kChunkTileKeys);
+  const int32_t new_keys = has_shared_list(plan) ? 0 : (plan.chunk_blocks - 1) * plan.list_rows;
+  return round_up(plan.kernel.keys.capacity + new_keys, kChunkTileKeys);
 }
 int32_t chunks_of(const BwdPlan& plan, int32_t row_blocks) { return ceil_div(row_blocks, plan.chunk_blocks); }
 
@@ -28,25 +28,27 @@ void set_extents(KeyList& to, const BwdPlan& plan, int32_t batches, int32_t head
   to.heads = std::max(heads_k * plan.kernel.head_ratio / from.head_ratio, 1);
   to.head_ratio = from.head_ratio;
   to.capacity = chunk_capacity(plan);
-  to.block_rows = plan.chunk_blocks * from.block_rows;
+  to.block_rows = plan.chunk_blocks * plan.list_rows;
   to.blocks = chunks_of(plan, row_blocks);
 }
 int64_t lists_of(const KeyList& keys) { return int64_t{keys.batch} * keys.heads * keys.blocks; }
+const int32_t* ends_of(const BwdPlan& plan, const KeyList& lists) {
+  return has_shared_list(plan) ? nullptr : lists.end;
+}
 
 }  // namespace
 
 void choose_chunks(BwdPlan& plan, const Device& device) {
   const BwdParams& p = plan.kernel;
-  const KeyList& lists = p.keys;
-  const int64_t kept = std::max(lists.capacity - lists.block_rows, lists.block_rows);
-  const int64_t steps = int64_t{p.head_ratio} * (lists.block_rows / plan.tile.block_m);
-  const int64_t tiles = ceil_div(lists.capacity, plan.tile.block_n);
+  const int32_t rows = plan.list_rows, row_blocks = plan.whole.row_blocks;
+  const int64_t kept = std::max(p.keys.capacity - rows, rows);
+  const int64_t steps = int64_t{p.head_ratio} * (rows / plan.tile.block_m);
+  const int64_t tiles = ceil_div(p.keys.capacity, plan.tile.block_n);
   const int64_t pairs = int64_t{p.batch} * p.nheads_k;
-  const int64_t steps_wanted = p.deterministic ? kStepsOfOrderedItem : kStepsOfItem;
+  const int64_t steps_wanted = p.deterministic || has_shared_list(plan) ? kStepsOfLongItem : kStepsOfItem;
   int32_t blocks = 1;
-  while (2 * blocks * lists.block_rows <= kMostChunkRows && blocks < lists.blocks && blocks * steps < steps_wanted &&
-         blocks * lists.block_rows < 2 * kept &&
-         ceil_div(lists.blocks, 2 * blocks) * tiles * pairs >= kItemsPerSm * device.num_sms) {
+  while (2 * blocks * rows <= kMostChunkRows && blocks < row_blocks && blocks * steps < steps_wanted &&
+         blocks * rows < 2 * kept && ceil_div(row_blocks, 2 * blocks) * tiles * pairs >= kItemsPerSm * device.num_sms) {
     blocks *= 2;
   }
   plan.chunk_blocks = blocks;
@@ -59,7 +61,7 @@ KeyChunks place_chunks(const BwdPlan& plan, const BwdRound& round, Workspace& wo
   set_extents(keys, plan, round.batches, round.heads_k, round.row_blocks);
   const int64_t lists = lists_of(keys);
   keys.idx = workspace.take<int32_t>(lists * keys.capacity);
-  keys.end = plan.kernel.keys.end;
+  keys.end = ends_of(plan, plan.kernel.keys);
   keys.count = workspace.take<int32_t>(lists);
   chunks.tile_rows = workspace.take<int32_t>(lists * (keys.capacity / kChunkTileKeys) * 2);
   return chunks;
@@ -68,7 +70,7 @@ KeyChunks place_chunks(const BwdPlan& plan, const BwdRound& round, Workspace& wo
 ChunkKeyListsParams bwd_chunk_params(const BwdPlan& plan, BwdParams& launch) {
   KeyList& keys = launch.chunks.keys;
   set_extents(keys, plan, launch.batch, launch.nheads_k, launch.row_blocks);
-  keys.end = launch.keys.end;
+  keys.end = ends_of(plan, launch.keys);
   ChunkKeyListsParams p;
   p.from = launch.keys;
   p.to = launch.chunks;
@@ -76,6 +78,9 @@ ChunkKeyListsParams bwd_chunk_params(const BwdPlan& plan, BwdParams& launch) {
   p.seqlen_k = launch.seqlen_k;
   p.row_block_begin = launch.row_block_begin;
   p.row_blocks = launch.row_blocks;
+  p.row_block_rows = plan.list_rows;
+  p.is_shared = has_shared_list(plan);
+  p.is_causal = launch.is_causal;
   return p;
 }
 

@@ -106,7 +106,7 @@ BwdParams bwd_round_params(const BwdPlan& plan, const BwdRound& round) {
   p.row_blocks = round.row_blocks;
   int64_t first_block = int64_t{round.group} * p.dq_blocks;
   if (round.row_blocks < plan.whole.row_blocks) {
-    first_block += int64_t{round.row_block} * (p.keys.block_rows / plan.tile.block_m);
+    first_block += int64_t{round.row_block} * (plan.list_rows / plan.tile.block_m);
   }
   p.dq_accum = offset_by(p.dq_accum, -first_block * dq_block_size(plan));
   p.dq_semaphore = offset_by(p.dq_semaphore, -first_block * dq_turns(plan));
@@ -122,9 +122,9 @@ ConvertDqParams bwd_round_dq(const BwdPlan& plan, const BwdRound& round) {
   dq.nheads = round.heads_k * round.groups;
   dq.dq_blocks = plan.kernel.dq_blocks;
   if (round.row_blocks < plan.whole.row_blocks) {
-    const int32_t row = round.row_block * plan.kernel.keys.block_rows;
+    const int32_t row = round.row_block * plan.list_rows;
     offset_bytes(dq.dq, element_bytes(plan.unit.dtype) * row * dq.dq_stride.row);
-    dq.seqlen_q = std::min(dq.seqlen_q - row, round.row_blocks * plan.kernel.keys.block_rows);
+    dq.seqlen_q = std::min(dq.seqlen_q - row, round.row_blocks * plan.list_rows);
   }
   return dq;
 }
@@ -153,17 +153,13 @@ BwdParams bwd_launch_params(const BwdPlan& plan, const BwdParams& round, int32_t
 int64_t bwd_blocks(const BwdPlan& plan, const BwdParams& launch) {
   const int32_t block_n = plan.tile.block_n;
   const int64_t heads = int64_t{launch.nheads_k} * launch.batch;
-  switch (plan.walk) {
-    case KeyWalk::kTiled: {
-      const int64_t blocks = ceil_div(launch.seqlen_k, block_n) * heads * launch.num_splits;
-      return plan.resident_blocks > 0 ? std::min<int64_t>(blocks, plan.resident_blocks) : blocks;
-    }
-    case KeyWalk::kRowBlockLists:
-      if (plan.resident_blocks > 0) return std::min<int64_t>(chunk_items(plan, launch), plan.resident_blocks);
-      return ceil_div(launch.keys.capacity, block_n) * heads * launch.row_blocks;
-    default:
-      return launch.max_work_items;
+  if (plan.walk == KeyWalk::kTiled) {
+    const int64_t blocks = ceil_div(launch.seqlen_k, block_n) * heads * launch.num_splits;
+    return plan.resident_blocks > 0 ? std::min<int64_t>(blocks, plan.resident_blocks) : blocks;
   }
+  if (!has_row_block_lists(plan)) return launch.max_work_items;
+  if (plan.resident_blocks > 0) return std::min<int64_t>(chunk_items(plan, launch), plan.resident_blocks);
+  return ceil_div(launch.keys.capacity, block_n) * heads * launch.row_blocks;
 }
 
 KeyList bwd_schedule_lists(const BwdParams& launch) {

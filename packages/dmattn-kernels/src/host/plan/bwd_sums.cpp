@@ -21,8 +21,6 @@ constexpr int64_t kMostRounds = 8;
 // blocks.
 constexpr int64_t kStepsWorthRounds = 512;
 
-bool has_row_block_lists(const BwdPlan& plan) { return plan.walk == KeyWalk::kRowBlockLists; }
-
 // Bytes that the whole workspace without dense_bytes should not exceed. Together with the log-sum-exp and its rest, which
 // the forward keeps for the backward, that is a little less than 1.5 times the bytes of q, k and v.
 int64_t scratch_limit(const BwdPlan& plan) {
@@ -90,7 +88,7 @@ Splits wanted_splits(const BwdPlan& plan, const BwdRound& round, const Device& d
 // Row blocks a head in dq_accum.
 int32_t dq_blocks_of(const BwdPlan& plan, const BwdRound& round) {
   if (round.row_blocks == plan.whole.row_blocks) return plan.kernel.dq_blocks;
-  return round.row_blocks * (plan.kernel.keys.block_rows / plan.tile.block_m);
+  return round.row_blocks * (plan.list_rows / plan.tile.block_m);
 }
 
 // Whether dk and dv are added up by key: in launches that follow one another, or from lists of many row blocks.

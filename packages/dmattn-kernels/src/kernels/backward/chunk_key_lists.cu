@@ -4,6 +4,8 @@
 // the positions behind that block the keys that their own row sees. Each goes into one of kPlaces * kPlaces classes, by
 // the last and the first block of rows of the chunk that see it, and classes lie one behind the other: a counting sort,
 // which keeps the order within a class and so always gives the same lists.
+//
+// The keys of one list for all rows, as a key-only mask makes it, are in each chunk that any of its rows sees them from.
 #include "../attention/shared/key_source.cuh"
 #include "../shared/helper.cuh"
 #include "backward.h"
@@ -26,28 +28,30 @@ struct SeenIn {
 };
 
 struct Chunk {
-  const int32_t* idx;  // the list of the first row block
-  const int32_t* end;
+  const int32_t* idx;  // the list of the first row block, or of all rows
+  const int32_t* end;  // nullptr: what a row sees the later ones see, too
   int list_count;
   int first_new, count;     // position behind the first row block; candidates in all
   int position, after;      // of the chunk's rows
   int seqlen_k, first_row;  // first_row: in blocks of kChunkTileRows
+  bool is_seen_before;      // keys are seen by rows before their own, too
 
   __device__ __forceinline__ Chunk(const ChunkKeyListsParams& p, int64_t head_list, int chunk) {
     const KeyList& from = p.from;
-    const int block = p.row_block_begin + chunk * (p.to.keys.block_rows / from.block_rows);
-    const int64_t list = head_list * from.blocks + block;
+    const int block = p.row_block_begin + chunk * (p.to.keys.block_rows / p.row_block_rows);
+    const int64_t list = p.is_shared ? head_list : head_list * from.blocks + block;
     const int offset = p.seqlen_k - p.seqlen_q;
-    const int rows = min(p.to.keys.block_rows, (p.row_block_begin + p.row_blocks - block) * from.block_rows);
-    const int row = block * from.block_rows;
+    const int rows = min(p.to.keys.block_rows, (p.row_block_begin + p.row_blocks - block) * p.row_block_rows);
+    const int row = block * p.row_block_rows;
     idx = from.idx + list * from.capacity;
-    end = from.end + head_list * p.seqlen_k;
+    end = p.is_shared ? nullptr : from.end + head_list * p.seqlen_k;
     list_count = read_list_count(from, list);
     position = row + offset;
     after = min(row + rows, p.seqlen_q) + offset;
-    first_new = max(position + from.block_rows, 0);
-    count = list_count + max(min(after, p.seqlen_k) - first_new, 0);
+    first_new = max(position + p.row_block_rows, 0);
+    count = list_count + (p.is_shared ? 0 : max(min(after, p.seqlen_k) - first_new, 0));
     seqlen_k = p.seqlen_k;
+    is_seen_before = p.is_shared && !p.is_causal;
     first_row = row / kChunkTileRows;
   }
   __device__ __forceinline__ int key(int i) const {
@@ -56,7 +60,8 @@ struct Chunk {
   }
   // The class of a key; -1 if no row of the chunk sees it.
   __device__ __forceinline__ int find_class(int key) const {
-    const int seen_from = max(key, position), seen_to = min(__ldg(end + key), after);
+    const int seen_from = is_seen_before ? position : max(key, position);
+    const int seen_to = end == nullptr ? after : min(__ldg(end + key), after);
     if (seen_from >= seen_to) return -1;
     return SeenIn{(seen_from - position) / kChunkTileRows, (seen_to - 1 - position) / kChunkTileRows}.number();
   }

@@ -56,7 +56,7 @@ struct BwdGather {
     const int first = item.tile * T::kBlockN + part * kKeys;
     const int keys = read_list_count(p.keys, list) - first;
     const int32_t* const entries = p.keys.idx + list * p.keys.capacity + first;
-    const int32_t* const ends = p.keys.end + head_list * p.seqlen_k;
+    const int32_t* const ends = p.keys.end == nullptr ? nullptr : p.keys.end + head_list * p.seqlen_k;
     const KeyLimits limits = {0, p.seqlen_k - 1};
     KeyInterval interval[kKeysOfLane];
     float bias[kKeysOfLane];
@@ -69,10 +69,16 @@ struct BwdGather {
 #pragma unroll
     for (int i = 0; i < kKeysOfLane; ++i) {
       const bool exists = 32 * i + lane < keys;
-      const int end = exists ? __ldg(ends + key[i]) : 0;
-      interval[i] = {key[i], exists ? end - key[i] : 0};
-      latest = max(latest, exists ? key[i] : INT_MAX);
-      earliest = min(earliest, exists ? end : INT_MIN);
+      if (p.all_rows_see) {
+        interval[i] = {key[i], exists ? p.seqlen_q : 0};
+        latest = max(latest, exists ? INT_MIN : INT_MAX);
+        earliest = min(earliest, exists ? INT_MAX : INT_MIN);
+      } else {
+        const int end = !exists ? 0 : ends == nullptr ? p.seqlen_k : __ldg(ends + key[i]);
+        interval[i] = {key[i], exists ? end - key[i] : 0};
+        latest = max(latest, exists ? key[i] : INT_MAX);
+        earliest = min(earliest, exists ? end : INT_MIN);
+      }
       bias[i] = T::kBias && exists ? read_bias(item, key[i]) : 0.f;
     }
     latest = __reduce_max_sync(0xffffffffu, latest);

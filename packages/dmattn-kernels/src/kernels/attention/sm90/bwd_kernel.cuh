@@ -338,7 +338,8 @@ struct BwdConsumer {
     const int own_row = m * T::kBlockM + lane % 4 * 2, offset = p.seqlen_k - p.seqlen_q;
     if constexpr (T::kGathered) {
       const KeyInterval interval = facts().interval[own_key(half)];
-      return {interval.begin - offset - own_row, static_cast<uint32_t>(interval.length)};
+      const int begin = p.all_rows_see ? offset : interval.begin;
+      return {begin - offset - own_row, static_cast<uint32_t>(interval.length)};
     } else {
       const int key = n_block * T::kBlockN + own_key(half);
       const int seen_from = p.is_causal ? key - offset : INT_MIN / 2;

@@ -84,6 +84,7 @@ void fill_lists(BwdArguments& a, const BwdParams& p) {
   a.gathered_k = gathered_tensor(p.k, p.k_stride);
   a.gathered_v = gathered_tensor(p.v, p.v_stride);
   a.keys = p.chunks.keys;
+  a.all_rows_see = a.keys.end == nullptr && !p.is_causal;
   a.tile_rows = static_cast<const int2*>(p.chunks.tile_rows);
   a.bias = p.bias;
   a.lse_rest = p.lse_rest;

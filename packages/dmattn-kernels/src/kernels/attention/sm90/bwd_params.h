@@ -60,7 +60,8 @@ struct BwdArguments {
 
   // --- lists ---
   GatheredTensor gathered_k, gathered_v;
-  KeyList keys;           // of chunks of rows
+  KeyList keys;           // of chunks of rows; end == nullptr: no row stops seeing a key
+  bool all_rows_see;      // a key of a list is seen by rows before its own, too
   const int2* tile_rows;  // first and last + 1 block of rows that see a tile: [list][n_blocks]; equal: there is none
   BiasParams bias;        // kNone, or kKey, the same for all heads of a group
   // [batch][nheads_k][chunks], zero before the launch: consumers that have added the dk and dv of a tile. nullptr: nobody

@@ -146,7 +146,9 @@ struct BwdTraits {
   // What is known of the keys of a tile.
   struct NoFacts {};
   struct KeyFacts {
-    alignas(16) KeyInterval interval[kBlockN];  // the positions that see it: none where there is no key
+    // The key, and how many positions from its own on see it: none where there is no key. Where all rows see all keys of
+    // a list it is the number of rows, from the first one on.
+    alignas(16) KeyInterval interval[kBlockN];
     alignas(16) float bias[kKeyBias ? kBlockN : 4];
     int2 seen_by_all[kConsumers];  // positions from x up to y see all keys of the consumer
   };
