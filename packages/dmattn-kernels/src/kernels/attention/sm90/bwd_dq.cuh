@@ -32,13 +32,11 @@ __device__ __forceinline__ int peek_at_turn(const int32_t* counter) {
   return now;
 }
 
-// Blocks of keys that see a block of rows add to its dq one after the other.
+// Blocks of keys that see a block of rows add to its dq one after the other, from the first to the last; over lists, the
+// tiles of a chunk that do. Where several begin together each comes to wait for the one before it at its first steps.
+// After that it stays behind it by as much as a turn takes, and does not wait again.
 //
-// Consecutive keys: from the last block to the first, each after as many turns as there are blocks behind it. Under
-// causality the last of them begins with these rows, and each of the others comes to them by as many steps later as it
-// has more rows: nobody waits if they begin together. Lists: from the first tile of a chunk to the last.
-//
-// Either way those that come before have lower item numbers. They have been taken, then, and thread blocks finish their
+// Those that come before have lower item numbers. They have been taken, then, and thread blocks finish their
 // items in order: who is waited for is running. What it still has to do before it passes its turns on waits for lower
 // numbers alone. In particular this warp passes a turn on before it waits for the next one, and never waits for the
 // consumers of its block to get past the step whose turn it is. The item with the lowest number waits for nobody.
@@ -130,12 +128,7 @@ struct BwdDq {
     if constexpr (T::kGathered) {
       return s.tiles_before[m - item.m_begin];
     } else {
-      int seen = p.n_blocks;  // blocks of keys
-      if (p.is_causal) {
-        const int last_key = (m + 1) * T::kBlockM - 1 + p.seqlen_k - p.seqlen_q;
-        seen = min(seen, last_key / T::kBlockN + 1);
-      }
-      return seen - 1 - item.n_block;
+      return item.n_block;  // rows that see a key see those before it
     }
   }
 };

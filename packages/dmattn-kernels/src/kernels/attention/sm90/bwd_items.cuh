@@ -15,21 +15,20 @@ struct BwdItem {
 // --- consecutive keys -----------------------------------------------------------------------------------------------
 
 // Items are numbered by sections; in each from the first blocks of keys, which the most rows see under causality, to
-// the last, the parts of the section side by side. Where dq is added up in order, from the last blocks to the first.
+// the last, the parts of the section side by side.
 template <class T>
 __device__ __forceinline__ BwdItem find_tiled_item(const BwdArguments& p, int index) {
   const int section = min(index / (p.section_parts * p.n_blocks), p.sections);
   const int first = section * p.section_parts;
   const int parts = section < p.sections ? p.section_parts : p.all_parts - first;
   const int in_section = index - first * p.n_blocks;
-  const int row = in_section / parts;
-  const int part = first + in_section - row * parts;
+  const int n_block = in_section / parts;
+  const int part = first + in_section - n_block * parts;
   const int head = part / p.num_splits;
   // What reads the same tiles of a bias goes side by side: batches if they share it, or else heads.
   const bool batch_is_inner = T::kDenseBias && p.bias_batch_step == 0;
   const int inner = batch_is_inner ? p.batches : p.nheads_k;
   const int outer_part = head / inner, inner_part = head - outer_part * inner;
-  const int n_block = T::kOrdered ? p.n_blocks - 1 - row : row;
   const int first_row = p.is_causal ? n_block * T::kBlockN - (p.seqlen_k - p.seqlen_q) : 0;
   return {n_block,
           batch_is_inner ? outer_part : inner_part,
@@ -82,31 +81,38 @@ __device__ __forceinline__ BwdItem find_item(const BwdArguments& p, const typena
 }
 
 // The steps of an item: the query heads of its part, and of each the blocks of rows that see its keys, from the last to
-// the first; where dq is added up in order, from the first to the last.
+// the first.
+//
+// Where dq is added up in order: of each block of rows the heads, so that items of different length stay side by side.
+// Head by head the shorter ones would wait at each head until the longest has come to it. And of lists from the first
+// block of rows, which all but few tiles of a chunk begin with. (Consecutive keys all have the last block.)
 template <class T>
 struct BwdSteps {
-  int m_begin, m_end;
+  static constexpr bool kHeadsInside = T::kOrdered, kAscending = T::kOrdered && T::kGathered;
+  int begin, end;  // of the heads, if they are inside, or of the rows
   int head, m;
   int left;
 
-  __device__ __forceinline__ BwdSteps(const BwdArguments& p, const BwdItem& item)
-      : m_begin(item.m_begin), m_end(item.m_end) {
-    const int first = p.head_ratio * item.split / p.num_splits;
-    const int end = p.head_ratio * (item.split + 1) / p.num_splits;
-    head = item.head_k * p.head_ratio + first;
-    m = T::kOrdered ? m_begin : m_end - 1;
-    left = (end - first) * (m_end - m_begin);
+  __device__ __forceinline__ BwdSteps(const BwdArguments& p, const BwdItem& item) {
+    const int first_head = item.head_k * p.head_ratio;
+    const int head_end = first_head + p.head_ratio * (item.split + 1) / p.num_splits;
+    head = first_head + p.head_ratio * item.split / p.num_splits;
+    m = kAscending ? item.m_begin : item.m_end - 1;
+    left = (head_end - head) * (item.m_end - item.m_begin);
+    begin = kHeadsInside ? head : item.m_begin;
+    end = kHeadsInside ? head_end : item.m_end;
   }
   __device__ __forceinline__ void advance() {
     --left;
-    if constexpr (T::kOrdered) {
-      if (++m < m_end) return;
-      m = m_begin;
+    if constexpr (kHeadsInside) {
+      if (++head < end) return;
+      head = begin;
+      m += kAscending ? 1 : -1;
     } else {
-      if (--m >= m_begin) return;
-      m = m_end - 1;
+      if (--m >= begin) return;
+      m = end - 1;
+      ++head;
     }
-    ++head;
   }
 };
 
