@@ -76,7 +76,7 @@ struct BwdTraits {
   static constexpr int kThreads = 128 * (kConsumers + 1);
   // 128 * (2 * 240 + 24) = 64512 registers: those that a block of 384 threads starts with, 168 each.
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
-  static constexpr int kGatherWarps = kGathered ? kConsumers : 0;  // of the first warpgroup, its last ones
+  static constexpr int kGatherWarps = kGathered ? kConsumers : 0;     // of the first warpgroup, its last ones
   static constexpr int kDqWarps = kDqPath == DqPath::kTurns ? 1 : 0;  // likewise, its second one
   static_assert(1 + kDqWarps + kGatherWarps <= 4);
   // TMA copies panels as wide as the swizzle of shared memory: 128 bytes, or 64 where head_dim is no multiple of that.
