@@ -82,38 +82,56 @@ __device__ __forceinline__ BwdItem find_item(const BwdArguments& p, const typena
 
 // The steps of an item: the query heads of its part, and of each the blocks of rows that see its keys, from the last to
 // the first.
-//
-// Where dq is added up in order: of each block of rows the heads, so that items of different length stay side by side.
-// Head by head the shorter ones would wait at each head until the longest has come to it. And of lists from the first
-// block of rows, which all but few tiles of a chunk begin with. (Consecutive keys all have the last block.)
-template <class T>
-struct BwdSteps {
-  static constexpr bool kHeadsInside = T::kOrdered, kAscending = T::kOrdered && T::kGathered;
-  int begin, end;  // of the heads, if they are inside, or of the rows
+struct RowSteps {
+  int m_begin, m_end;
   int head, m;
   int left;
 
-  __device__ __forceinline__ BwdSteps(const BwdArguments& p, const BwdItem& item) {
-    const int first_head = item.head_k * p.head_ratio;
-    const int head_end = first_head + p.head_ratio * (item.split + 1) / p.num_splits;
-    head = first_head + p.head_ratio * item.split / p.num_splits;
-    m = kAscending ? item.m_begin : item.m_end - 1;
-    left = (head_end - head) * (item.m_end - item.m_begin);
-    begin = kHeadsInside ? head : item.m_begin;
-    end = kHeadsInside ? head_end : item.m_end;
+  __device__ __forceinline__ RowSteps(const BwdArguments& p, const BwdItem& item)
+      : m_begin(item.m_begin), m_end(item.m_end) {
+    const int first = p.head_ratio * item.split / p.num_splits;
+    const int end = p.head_ratio * (item.split + 1) / p.num_splits;
+    head = item.head_k * p.head_ratio + first;
+    m = m_end - 1;
+    left = (end - first) * (m_end - m_begin);
   }
   __device__ __forceinline__ void advance() {
     --left;
-    if constexpr (kHeadsInside) {
-      if (++head < end) return;
-      head = begin;
-      m += kAscending ? 1 : -1;
-    } else {
-      if (--m >= begin) return;
-      m = end - 1;
-      ++head;
-    }
+    if (--m >= m_begin) return;
+    m = m_end - 1;
+    ++head;
   }
 };
+
+// Where dq is added up in order: the blocks of rows, and of each the heads, so that items of different length stay side
+// by side. Head by head the shorter ones would wait at each head until the longest has come to it. Lists begin with the
+// first block of rows, which all but few tiles of a chunk have; consecutive keys with the last one, which they all have.
+template <class T>
+struct HeadSteps {
+  int heads, heads_left;  // of the item; of the block of rows, this one included
+  int head, m;
+  int left;
+
+  __device__ __forceinline__ HeadSteps(const BwdArguments& p, const BwdItem& item) {
+    // Lists are not split, so that the number of heads need not be kept.
+    const int first = T::kGathered ? 0 : p.head_ratio * item.split / p.num_splits;
+    heads = T::kGathered ? p.head_ratio : p.head_ratio * (item.split + 1) / p.num_splits - first;
+    heads_left = heads;
+    head = item.head_k * p.head_ratio + first;
+    m = T::kGathered ? item.m_begin : item.m_end - 1;
+    left = heads * (item.m_end - item.m_begin);
+  }
+  __device__ __forceinline__ void advance() {
+    --left;
+    ++head;
+    if (--heads_left > 0) return;
+    heads_left = heads;
+    head -= heads;
+    m += T::kGathered ? 1 : -1;
+  }
+};
+
+template <class T>
+using BwdSteps = std::conditional_t<T::kOrdered, HeadSteps<T>, RowSteps>;
 
 }  // namespace dmattn::sm90

@@ -295,9 +295,10 @@ struct BwdConsumer {
     }
     if constexpr (T::kGathered) {
       wait_for_chunks(item);
-      if constexpr (T::kKeyBias) add_dbias(key_sums, item.batch, steps.head);
-      // The head is found again, so that no register has to keep it.
-      const int64_t sums = static_cast<int64_t>(item.batch) * p.nheads_k + steps.head / p.head_ratio;
+      // Of kv head and query head only the one is kept in a register that the steps need.
+      const int head_k = T::kOrdered ? item.head_k : steps.head / p.head_ratio;
+      if constexpr (T::kKeyBias) add_dbias(key_sums, item.batch, head_k * p.head_ratio);
+      const int64_t sums = static_cast<int64_t>(item.batch) * p.nheads_k + head_k;
       add_grad(fragments<kFragmentsD>(acc_dv), 1.f, p.dv_accum, sums);
       add_grad(fragments<kFragmentsD>(acc_dk), p.softmax_scale, p.dk_accum, sums);
       if constexpr (T::kOrdered) __threadfence();  // before the turn is passed on
