@@ -530,12 +530,18 @@ struct BwdConsumer {
       }
     } else {
       // BwdDq does the rest. A warp says that its part is there.
-      s.out_empty[out_place.stage].wait(out_place.phase ^ 1);
+      s.out_empty[out_place.stage].wait(out_free_phase(true));
       stage_dq(acc);
       __syncwarp();
       if (lane == 0) s.out_full[out_place.stage].arrive();
       out_place.advance();
     }
+  }
+  // kTurns: of out_empty of the stage that comes next. A single stage has a new phase with each tile, as ds has a new
+  // stage, so that no register has to keep it. Once the tile's product has been started, ds_stage is that of the next.
+  __device__ __forceinline__ int out_free_phase(bool is_started) const {
+    if constexpr (T::kStagesOut > 1) return out_place.phase ^ 1;
+    return is_started ? ds_stage : ds_stage ^ 1;
   }
   // What the consumer has of the stage that comes next.
   __device__ __forceinline__ char* own_out() const { return s.out[out_place.stage][consumer]; }
@@ -618,7 +624,7 @@ struct BwdConsumer {
     }
     Element* const stage = reinterpret_cast<Element*>(own_out());
     // What the stage held has been read. The next tile of dq to come here waits for the same phase.
-    if constexpr (T::kDqPath == DqPath::kTurns) s.out_empty[out_place.stage].wait(out_place.phase ^ 1);
+    if constexpr (T::kDqPath == DqPath::kTurns) s.out_empty[out_place.stage].wait(out_free_phase(false));
     if (is_speaker()) cute::tma_store_wait<0>();
     sync_own();
     typename T::OneGradMma mma;
