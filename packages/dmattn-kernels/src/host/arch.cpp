@@ -15,7 +15,7 @@ FwdTile sm80_fwd_tile(const FwdParams& p, Level level, bool gathered) {
   return fwd_tile(kTiles, head_dim_tile(p.head_dim), level, gathered);
 }
 template <TileSet kTiles>
-BwdTile sm80_bwd_tile(int d, bool, bool) {
+BwdTile sm80_bwd_tile(int d, bool, bool, bool) {
   return bwd_tile(kTiles, d);
 }
 DqOrder sm80_dq_order(const BwdTile&) { return DqOrder::kRegisters; }

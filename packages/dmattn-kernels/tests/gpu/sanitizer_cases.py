@@ -375,6 +375,7 @@ HOPPER_BWD = (
     # Rows of the bias and of its gradient that start on 16 bytes.
     Launch("dense rows, bias", 200, 264, 2, 4, 2, bias="bhqk", causal=True),
     Launch("dense rows, shared bias", 133, 264, 2, 4, 2, bias="1kqk"),
+    Launch("dense rows, mask", 200, 261, 2, 4, 2, mask="bkqk", causal=True),
 )
 HOPPER_CHANGED_KINDS = [kind for kind in HOPPER_KINDS if kind[1] in (64, 128, 256)]
 HOPPER_BWD_KINDS = [kind for kind in HOPPER_KINDS if kind[1] in (64, 128)]

@@ -79,7 +79,8 @@ void use_kernels(BwdPlan& plan, const KernelSet& kernels, const Device& device) 
   plan.choice.level = bwd_level(plan);
   BwdParams& kernel = plan.kernel;
   const bool has_bias = kernel.bias.kind != BiasKind::kNone;
-  const BwdTile& tile = plan.tile = kernels.bwd_tile(plan.unit.head_dim_tile, plan.unit.gathered, has_bias);
+  const BwdTile& tile = plan.tile =
+      kernels.bwd_tile(plan.unit.head_dim_tile, plan.unit.gathered, has_bias, has_mask(plan.mask));
   kernel.has_split_slots = kernel.deterministic || kernels.is_persistent;
   kernel.dq_blocks = ceil_div(kernel.seqlen_q, tile.block_m);
   if (!kernel.packing.is_active()) {
@@ -301,11 +302,13 @@ bool is_for_residents(const BwdPlan& plan) {
   const bool all_wanted = plan.wants_dq && plan.wants_dk && plan.wants_dv;
   const bool has_bias = p.bias.kind != BiasKind::kNone;
   // The rest of lse is there for the sake of large biases.
-  if (!all_wanted || has_mask(plan.mask) || p.packing.is_active() || plan.has_lse_rest != has_bias) return false;
+  if (!all_wanted || p.packing.is_active() || plan.has_lse_rest != has_bias) return false;
   if (plan.walk == KeyWalk::kTiled) {
-    return !has_bias || (p.bias.kind == BiasKind::kTile && p.softcap == 0.f && !p.deterministic);
+    if (!has_bias && !has_mask(plan.mask)) return true;
+    const bool has_own_kernel = has_mask(plan.mask) ? !has_bias : p.bias.kind == BiasKind::kTile;
+    return has_own_kernel && p.softcap == 0.f && !p.deterministic;
   }
-  if (plan.walk != KeyWalk::kRowBlockLists) return false;
+  if (plan.walk != KeyWalk::kRowBlockLists || has_mask(plan.mask)) return false;
   const bool has_group_bias = p.bias.kind == BiasKind::kKey && p.bias.head_ratio % p.head_ratio == 0;
   const bool has_dbias_of_keys = p.dbias_kind == DbiasKind::kNone || p.dbias_kind == DbiasKind::kKey;
   return p.keys.head_ratio % p.head_ratio == 0 && (!has_bias || has_group_bias) && has_dbias_of_keys &&

@@ -77,8 +77,26 @@ __device__ __forceinline__ BwdItem find_item(const BwdArguments& p, const typena
     const ListItem item = find_list_item(p, announced.index);
     return {item.tile, item.head_k, 0, item.batch, announced.m_begin, announced.m_end, item.chunk};
   } else {
-    return find_tiled_item<T>(p, announced.index);
+    BwdItem item = find_tiled_item<T>(p, announced.index);
+    if constexpr (T::kMasked) item.m_end = announced.has_rows ? item.m_end : item.m_begin;
+    return item;
   }
+}
+
+// Whether rows and keys meet of which the one does not see the other, or one of which there is not.
+template <class T>
+__device__ __forceinline__ bool cuts_tile(const BwdArguments& p, int m, int n_block) {
+  const int last = (n_block + 1) * T::kBlockN - 1;
+  return last >= p.seqlen_k || (p.is_causal && m * T::kBlockM < last - (p.seqlen_k - p.seqlen_q));
+}
+
+// The query heads of an item's part: from begin up to end.
+struct HeadRange {
+  int begin, end;
+};
+__device__ __forceinline__ HeadRange heads_of(const BwdArguments& p, const BwdItem& item) {
+  const int first = item.head_k * p.head_ratio;
+  return {first + p.head_ratio * item.split / p.num_splits, first + p.head_ratio * (item.split + 1) / p.num_splits};
 }
 
 // The steps of an item: the query heads of its part, and of each the blocks of rows that see its keys, from the last to
@@ -91,12 +109,12 @@ struct BwdSteps {
 
   __device__ __forceinline__ BwdSteps(const BwdArguments& p, const BwdItem& item)
       : m_begin(item.m_begin), m_end(item.m_end) {
-    const int first = p.head_ratio * item.split / p.num_splits;
-    const int end = p.head_ratio * (item.split + 1) / p.num_splits;
-    head = item.head_k * p.head_ratio + first;
+    const HeadRange heads = heads_of(p, item);
+    head = heads.begin;
     m = T::kOrdered ? m_begin : m_end - 1;
-    left = (end - first) * (m_end - m_begin);
+    left = (heads.end - heads.begin) * (m_end - m_begin);
   }
+  __device__ __forceinline__ bool is_last() const { return left <= 1; }
   __device__ __forceinline__ void advance() {
     --left;
     if constexpr (T::kOrdered) {
@@ -108,6 +126,68 @@ struct BwdSteps {
     }
     ++head;
   }
+};
+
+// The same as the consumers see it where the steps are announced, beside the Q of each.
+template <class T>
+struct AnnouncedSteps {
+  RowTile tile;
+  int head, m;
+
+  __device__ __forceinline__ void read(const RowTile& announced) {
+    tile.word = __shfl_sync(0xffffffffu, announced.word, 0);  // of all warps alike
+    head = tile.head = __shfl_sync(0xffffffffu, announced.head, 0);
+    m = tile.m();
+  }
+  __device__ __forceinline__ bool is_last() const { return tile.is_last(); }
+};
+
+// The tiles of an item that a dense mask leaves, in the order of BwdSteps. The producer has few registers: it keeps the
+// states of 32 blocks of rows, and finds the place of the next ones anew.
+template <class T>
+class MaskedRows {
+ public:
+  __device__ __forceinline__ MaskedRows(const BwdArguments& p, const BwdItem& item)
+      : p_(p), item_(item), heads_(heads_of(p, item)), word_(item.m_end / 32 + 1) {}
+
+  __device__ __forceinline__ RowTile next() {
+    while (any_ == 0) {
+      if (--word_ < item_.m_begin / 32) {
+        if (++heads_.begin >= heads_.end) return RowTile::none();
+        word_ = item_.m_end / 32;
+      }
+      read_states();
+    }
+    const int cell = 31 - __clz(any_);
+    any_ ^= 1u << cell;
+    const int m = word_ * 32 + cell;
+    return RowTile::of(heads_.begin, m, cuts_tile<T>(p_, m, item_.n_block), !(all_ >> cell & 1));
+  }
+
+ private:
+  // Of word_: a block of rows is a cell of the mask, a block of keys two, of which the last may not exist.
+  __device__ __forceinline__ void read_states() {
+    static_assert(T::kBlockM == kMaskBand && T::kBlockN == 2 * kMaskBand);
+    const MaskBits& mask = p_.mask;
+    const int begin = item_.m_begin - 32 * word_, end = item_.m_end - 32 * word_;
+    any_ = all_ = 0;
+    if (end <= 0) return;
+    const int64_t map =
+        static_cast<int64_t>(mask.batch > 1 ? item_.batch : 0) * mask.heads + heads_.begin / mask.head_ratio;
+    const int band = 2 * item_.n_block;
+    const int64_t one = (map * mask.bands_k + band) * mask.words_q + word_;
+    const int64_t other = band + 1 < mask.bands_k ? one + mask.words_q : one;
+    any_ = __ldg(mask.any_cols + one) | __ldg(mask.any_cols + other);
+    all_ = __ldg(mask.all_cols + one) & __ldg(mask.all_cols + other);
+    if (begin > 0) any_ &= 0xffffffffu << begin;
+    if (end < 32) any_ &= (1u << end) - 1;
+  }
+
+  const BwdArguments& p_;
+  const BwdItem& item_;
+  HeadRange heads_;  // whose tiles are left: of the first one those of any_, and of the words before word_
+  int word_;         // of the states
+  uint32_t any_ = 0, all_ = 0;
 };
 
 }  // namespace dmattn::sm90

@@ -103,6 +103,7 @@ struct BwdConsumer {
       item.m_begin = __shfl_sync(0xffffffffu, item.m_begin, 0);
       item.m_end = __shfl_sync(0xffffffffu, item.m_end, 0);
     }
+    if constexpr (T::kMasked) item.has_rows = __shfl_sync(0xffffffffu, item.has_rows, 0);
     if (lane == 0) s.item_empty[item_place.stage].arrive();
     item_place.advance();
     return item;
@@ -197,9 +198,26 @@ struct BwdConsumer {
     warpgroup_fence_operand(acc_dk);
     warpgroup_fence_operand(acc_dv);
     KeySums key_sums = {0.f, 0.f};
-    BwdSteps<T> steps(p, item);
-    if (steps.left > 0) {
+    // Of the rows that see the keys, at q_place. Where they are announced, the first of them is read once its Q is there.
+    auto steps = [&] {
+      if constexpr (T::kMasked) {
+        return AnnouncedSteps<T>{};
+      } else {
+        return BwdSteps<T>(p, item);
+      }
+    }();
+    if (item.m_begin < item.m_end) {
       RingPlace<T::kStagesQ> q_place = q_next;  // of the rows of this step
+      uint32_t kept = 0;                        // kMasked: see find_kept()
+      // After the scores of the next step have been started, which waits for what is announced.
+      const auto to_next_step = [&] {
+        if constexpr (T::kMasked) {
+          steps.read(s.mask.tile[q_place.stage]);
+          if (steps.tile.is_checked()) kept = find_kept(steps.tile, item.n_block, q_place.stage);
+        } else {
+          steps.advance();
+        }
+      };
       const auto start_scores = [&] {
         s.q_full[q_next.stage].wait(q_next.phase);
         discard(acc_s);
@@ -234,7 +252,7 @@ struct BwdConsumer {
         SoftcapFactors factors;
         Scores weights;
         if constexpr (T::kDenseBias) s.bias_full[q_place.stage].wait(q_place.phase);
-        take_exp(scores, weights, factors, q_place.stage, steps.m, item.n_block);
+        take_exp(scores, weights, factors, q_place.stage, steps, item.n_block, kept);
         wait_for_product<1>(acc_dk);
         if constexpr (!kIsFirst) release(s.q_empty[q_before]);
         to_operand(probabilities, weights);
@@ -264,7 +282,7 @@ struct BwdConsumer {
           start_dp();
           q_before = q_place.stage;
           q_place.advance();
-          steps.advance();
+          to_next_step();
         }
       };
 
@@ -273,9 +291,10 @@ struct BwdConsumer {
       start_scores();
       wait_for_keys(s.v_full);
       start_dp();
+      if constexpr (T::kMasked) to_next_step();
       front(true_type{});
 #pragma unroll 1
-      while (steps.left > 1) {
+      while (!steps.is_last()) {
         back(false_type{});
         front(false_type{});
       }
@@ -307,23 +326,26 @@ struct BwdConsumer {
 
   // Probabilities of the scores. They have registers of their own: where a branch wrote those of the scores, which belong
   // to a product, the compiler would run all products one after the other.
+  template <class Steps>
   __device__ __forceinline__ void take_exp(const Scores& scores, Scores& probabilities, SoftcapFactors& factors,
-                                           int stage, int m, int n_block) {
-    if (is_cut(m, n_block)) {
-      take_exp<true>(scores, probabilities, factors, stage, m, n_block);
+                                           int stage, const Steps& steps, int n_block, uint32_t kept) {
+    if (is_cut(steps, n_block)) {
+      take_exp<true>(scores, probabilities, factors, stage, steps.m, n_block, kept);
     } else {
-      take_exp<false>(scores, probabilities, factors, stage, m, n_block);
+      take_exp<false>(scores, probabilities, factors, stage, steps.m, n_block, kept);
     }
   }
   // Whether rows and keys meet of which the one does not see the other, or one of which there is not.
-  __device__ __forceinline__ bool is_cut(int m, int n_block) const {
-    const int offset = p.seqlen_k - p.seqlen_q;
+  template <class Steps>
+  __device__ __forceinline__ bool is_cut(const Steps& steps, int n_block) const {
     if constexpr (T::kGathered) {
       const int2 all = facts().seen_by_all[consumer];
-      return m * T::kBlockM + offset < all.x || (m + 1) * T::kBlockM + offset > all.y;
+      const int offset = p.seqlen_k - p.seqlen_q;
+      return steps.m * T::kBlockM + offset < all.x || (steps.m + 1) * T::kBlockM + offset > all.y;
+    } else if constexpr (T::kMasked) {
+      return steps.tile.is_checked();
     } else {
-      const int last = (n_block + 1) * T::kBlockN - 1;
-      return last >= p.seqlen_k || (p.is_causal && m * T::kBlockM < last - offset);
+      return cuts_tile<T>(p, steps.m, n_block);
     }
   }
   // The rows that see a key, counted from the first one that the thread has.
@@ -345,18 +367,59 @@ struct BwdConsumer {
       return {(key >= p.seqlen_k ? INT_MAX / 2 : seen_from) - own_row, 0};
     }
   }
+  // What the dense mask, causality and the lengths leave of the thread's scores of a tile: of row 8 i + e of its own and
+  // of its key `half`, bit i + 8 * half + 16 * e.
+  struct Kept {
+    uint32_t bits;
+    __device__ __forceinline__ bool has(int i, int half, int e) const { return bits >> (i + 8 * half + 16 * e) & 1; }
+  };
+  // Read while the scores are computed. A warp has 16 keys of each row of 128, half a word of its bits; of these the
+  // thread wants bits lane / 4 and 8 more.
+  __device__ __forceinline__ uint32_t find_kept(RowTile tile, int n_block, int stage) const {
+    uint32_t kept = 0xffffffffu;
+    if (tile.is_partial()) {
+      const uint32_t own = smem_u32(s.mask.bits[stage]) + lane % 4 * (2 * 16) + (4 * consumer + warp) * 2;
+      kept = 0;
+#pragma unroll
+      for (int i = 0; i < kFragmentsM; ++i)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          kept |= (ld_shared_u16(own + (8 * i + e) * 16) >> lane / 4 & 0x101) << (i + 16 * e);
+        }
+    }
+    if (tile.is_cut()) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int first = seen_by(half, tile.m(), n_block).first;
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          // Rows 8 i + e < first do not see the key: so many i.
+          const int unseen = min(max((first - e + 7) >> 3, 0), 8);
+          kept &= ~(((1u << unseen) - 1) << (8 * half + 16 * e));
+        }
+      }
+    }
+    return kept;
+  }
   template <bool kIsCut>
   __device__ __forceinline__ void take_exp(const Scores& scores, Scores& probabilities, SoftcapFactors& factors,
-                                           int stage, int m, int n_block) {
+                                           int stage, int m, int n_block, uint32_t kept) {
     const float scale_log2 = T::kSoftcap ? kLog2e : p.softmax_scale * kLog2e;
     SeenBy seen[2];
     float key_bias[2];
     uint32_t tile_bias[4];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      if constexpr (kIsCut) seen[half] = seen_by(half, m, n_block);
+      if constexpr (kIsCut && !T::kMasked) seen[half] = seen_by(half, m, n_block);
       if constexpr (T::kKeyBias) key_bias[half] = facts().bias[own_key(half)];
     }
+    const auto sees = [&](int i, int half, int e) {
+      if constexpr (T::kMasked) {
+        return Kept{kept}.has(i, half, e);
+      } else {
+        return seen[half].has(8 * i + e);
+      }
+    };
     const float* lse = s.lse[stage] + lane % 4 * 2;
 #pragma unroll
     for (int i = 0; i < kFragmentsM; ++i) {
@@ -382,8 +445,8 @@ struct BwdConsumer {
           y = __fmaf_rn(y, p.softmax_scale, bias.y);
         }
         // After the bias: what is cut may have any, even NaN.
-        if (kIsCut && !seen[half].has(8 * i)) x = -INFINITY;
-        if (kIsCut && !seen[half].has(8 * i + 1)) y = -INFINITY;
+        if (kIsCut && !sees(i, half, 0)) x = -INFINITY;
+        if (kIsCut && !sees(i, half, 1)) y = -INFINITY;
         if constexpr (T::kBias) {
           x = __fmaf_rn(x - row_lse.x, kLog2e, -row_rest.x);
           y = __fmaf_rn(y - row_lse.y, kLog2e, -row_rest.y);

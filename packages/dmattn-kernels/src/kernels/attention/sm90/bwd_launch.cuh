@@ -79,6 +79,18 @@ cudaError_t fill_bias(BwdArguments& a, const BwdParams& p, const TensorMapper& m
   return mapper.map(a.dbias_tiles, p.dbias, to,
                     {to.batch != 0 ? p.batch : 1, p.seqlen_q, p.nheads / a.dbias_head_ratio, p.seqlen_k}, T::kBlockM);
 }
+// The mask as tiles of bits.
+template <class T>
+cudaError_t fill_mask(BwdArguments& a, const BwdParams& p) {
+  const MaskBits& mask = a.mask = p.mask;
+  const TensorMapper mapper(CU_TENSOR_MAP_DATA_TYPE_INT32, T::kMaskWords);
+  Strides3 strides;
+  strides.row = mask.words_per_row;
+  strides.head = strides.row * mask.rows;
+  strides.batch = strides.head * mask.heads;
+  return mapper.map(a.mask_bits, mask.bits, strides, {mask.batch, mask.rows, mask.heads, mask.words_per_row},
+                    T::kBlockM);
+}
 template <class T>
 void fill_lists(BwdArguments& a, const BwdParams& p) {
   a.gathered_k = gathered_tensor(p.k, p.k_stride);
@@ -127,6 +139,7 @@ cudaError_t fill_arguments(BwdArguments& a, const BwdParams& p, int64_t blocks) 
     return status;
   } else {
     if constexpr (T::kDenseBias) status = fill_bias<T>(a, p, mapper);
+    if constexpr (T::kMasked) status = fill_mask<T>(a, p);
     return status != cudaSuccess ? status : fill_tiles<T>(a, p, blocks, mapper);
   }
 }
@@ -155,6 +168,7 @@ cudaError_t launch_bwd(const KernelChoice& choice, const BwdParams& p, cudaStrea
     if (has_bias) return go(cute::C<BwdVariant::kBiasLists>{});
     return go(cute::C<BwdVariant::kLists>{});
   } else {
+    if (p.mask.bits != nullptr) return go(cute::C<BwdVariant::kMask>{});
     if (p.bias.kind != BiasKind::kNone) return go(cute::C<BwdVariant::kDenseBias>{});
     if (p.softcap > 0.f) return go(cute::C<BwdVariant::kSoftcap>{});
     if (p.deterministic) return go(cute::C<BwdVariant::kOrdered>{});

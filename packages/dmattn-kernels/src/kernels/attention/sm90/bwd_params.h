@@ -58,6 +58,10 @@ struct BwdArguments {
   int32_t dbias_head_ratio;  // query heads to a head of dbias
   int32_t dbias_batch_step;  // 0: one for all batches; 1
 
+  // --- a dense mask ---
+  MaskBits mask;          // bits == nullptr: there is none
+  CUtensorMap mask_bits;  // dimensions (words_per_row, rows, heads, batch) of `mask`
+
   // --- lists ---
   GatheredTensor gathered_k, gathered_v;
   KeyList keys;           // of chunks of rows
