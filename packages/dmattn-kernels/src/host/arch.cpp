@@ -74,7 +74,8 @@ bool has_bias_tiles(const BwdParams& p) {
     return serves_bias_tiles(data, s, dtype, p.batch, p.seqlen_q, p.nheads);
   };
   const Strides3 to = {p.dbias_batch_stride, p.dbias_head_stride, p.dbias_row_stride};
-  return serves(p.bias.ptr, {p.bias.batch_stride, p.bias.head_stride, p.bias.row_stride}, p.bias.dtype) &&
+  return p.bias.col_stride == 1 &&
+         serves(p.bias.ptr, {p.bias.batch_stride, p.bias.head_stride, p.bias.row_stride}, p.bias.dtype) &&
          (p.dbias_kind != DbiasKind::kTile || serves(p.dbias, to, p.bias.dtype)) &&
          (p.dbias_kind != DbiasKind::kAccum || p.seqlen_k % 4 == 0);
 }

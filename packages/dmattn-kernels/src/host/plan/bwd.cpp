@@ -296,6 +296,15 @@ BwdPlan plan_with(const KernelSet& kernels, BwdPlan plan, const dmattn_bwd_param
   return plan;
 }
 
+// Whether a bias in fp32 and its gradient, which is added to where heads or batches share it, may be copied in tiles. They
+// leave no room for those of a mask.
+bool suits_wide_tiles(const BwdPlan& plan) {
+  const BwdParams& p = plan.kernel;
+  const Strides3 to = {p.dbias_batch_stride, p.dbias_head_stride, p.dbias_row_stride};
+  return p.bias.kind == BiasKind::kDirect && p.bias.dtype == Dtype::kFloat32 && !has_mask(plan.mask) &&
+         (p.dbias_kind == DbiasKind::kNone || is_vec16(plan.dbias, to, plan.dbias_dtype));
+}
+
 // Whether this is a problem of the kind that KernelSet::serves_bwd() is asked about.
 bool is_for_residents(const BwdPlan& plan) {
   const BwdParams& p = plan.kernel;
@@ -305,8 +314,8 @@ bool is_for_residents(const BwdPlan& plan) {
   if (!all_wanted || p.packing.is_active() || plan.has_lse_rest != has_bias) return false;
   if (plan.walk == KeyWalk::kTiled) {
     if (!has_bias && !has_mask(plan.mask)) return true;
-    const bool has_own_kernel = has_mask(plan.mask) ? !has_bias : p.bias.kind == BiasKind::kTile;
-    return has_own_kernel && p.softcap == 0.f && !p.deterministic;
+    const bool has_tiles = !has_bias || p.bias.kind == BiasKind::kTile || suits_wide_tiles(plan);
+    return has_tiles && p.softcap == 0.f && !p.deterministic;
   }
   if (plan.walk != KeyWalk::kRowBlockLists || has_mask(plan.mask)) return false;
   const bool has_group_bias = p.bias.kind == BiasKind::kKey && p.bias.head_ratio % p.head_ratio == 0;

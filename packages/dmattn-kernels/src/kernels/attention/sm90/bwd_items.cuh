@@ -172,6 +172,16 @@ class MaskedRows {
     const int begin = item_.m_begin - 32 * word_, end = item_.m_end - 32 * word_;
     any_ = all_ = 0;
     if (end <= 0) return;
+    if (mask.bits == nullptr) {
+      any_ = all_ = 0xffffffffu;
+    } else {
+      find_states();
+    }
+    if (begin > 0) any_ &= 0xffffffffu << begin;
+    if (end < 32) any_ &= (1u << end) - 1;
+  }
+  __device__ __forceinline__ void find_states() {
+    const MaskBits& mask = p_.mask;
     const int64_t map =
         static_cast<int64_t>(mask.batch > 1 ? item_.batch : 0) * mask.heads + heads_.begin / mask.head_ratio;
     const int band = 2 * item_.n_block;
@@ -179,8 +189,6 @@ class MaskedRows {
     const int64_t other = band + 1 < mask.bands_k ? one + mask.words_q : one;
     any_ = __ldg(mask.any_cols + one) | __ldg(mask.any_cols + other);
     all_ = __ldg(mask.all_cols + one) & __ldg(mask.all_cols + other);
-    if (begin > 0) any_ &= 0xffffffffu << begin;
-    if (end < 32) any_ &= (1u << end) - 1;
   }
 
   const BwdArguments& p_;

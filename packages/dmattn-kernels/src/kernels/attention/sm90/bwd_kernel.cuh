@@ -1,5 +1,5 @@
-// The backward on Hopper: consecutive keys, with lengths and causality, and either softcap or a dense bias; or lists of
-// keys for chunks of rows, with a bias for each key.
+// The backward on Hopper: consecutive keys, with lengths and causality, and either softcap or a dense mask and a dense
+// bias; or lists of keys for chunks of rows, with a bias for each key.
 //
 // A thread block stays on its SM and takes blocks of keys (items) until none is left. One thread of the first
 // warpgroup, the producer, copies K and V once an item, then Q, dO, lse, delta and the tile of a dense bias for one
@@ -260,15 +260,17 @@ struct BwdConsumer {
         wait_for_product<1>(acc_dp);
         take_ds(weights, dp, factors, dout_place.stage);
         if constexpr (T::kKeyBias) sum_rows(key_sums, weights);
+        if constexpr (T::kWideBias) store_dbias(weights, q_place.stage);
         to_operand(gradients, weights);
+        if constexpr (!T::kOwnOut && kIsFirst) sync_out();
         store_ds(gradients);
-        if constexpr (T::kDenseBias) release(s.bias_empty[q_place.stage]);
+        if constexpr (T::kDenseBias && !T::kWideBias) release(s.bias_empty[q_place.stage]);
       };
       const auto back = [&](auto is_last) {
         constexpr bool kIsLast = decltype(is_last)::value, kStartsEarly = T::kEarlyScores && !kIsLast;
         auto acc_dq = partition_fragment_C(dq_mma, Shape<Int<Dq::kRows>, Int<Dq::kCols>>{});
         start_dq(acc_dq);
-        if constexpr (T::kDenseBias) send_dbias(item, steps.head, steps.m);
+        if constexpr (T::kDenseBias) send_dbias(item, steps.head, steps.m, q_place.stage);
         wait_for_product<1>(acc_dv);
         release(s.dout_empty[dout_place.stage]);
         dout_place.advance();
@@ -277,6 +279,7 @@ struct BwdConsumer {
         start_dk();
         wait_for_product<kStartsEarly ? 2 : 1>(acc_dq);
         add_dq(fragments<Dq::kFragments>(acc_dq), item, steps.head, steps.m);
+        if constexpr (T::kWideBias) release_sent(s.bias_empty[q_place.stage]);
         if constexpr (!kIsLast) {
           if constexpr (!kStartsEarly) start_scores();
           start_dp();
@@ -300,6 +303,7 @@ struct BwdConsumer {
       }
       back(true_type{});
       wait_for_product<0>(acc_dk);
+      if constexpr (!T::kOwnOut) sync_out();
       release(s.q_empty[q_place.stage]);
       release(s.k_empty);
       release(s.v_empty);
@@ -408,6 +412,7 @@ struct BwdConsumer {
     SeenBy seen[2];
     float key_bias[2];
     uint32_t tile_bias[4];
+    const uint32_t wide_bias = T::kWideBias ? wide_rows(stage) : 0;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if constexpr (kIsCut && !T::kMasked) seen[half] = seen_by(half, m, n_block);
@@ -426,7 +431,10 @@ struct BwdConsumer {
       const float2 row_lse = *reinterpret_cast<const float2*>(lse + 8 * i);
       float2 row_rest;
       if constexpr (T::kBias) row_rest = *reinterpret_cast<const float2*>(s.lse_rest[stage] + lane % 4 * 2 + 8 * i);
-      if constexpr (T::kDenseBias) {
+      if constexpr (T::kWideBias) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) tile_bias[e] = ld_shared(wide_entry(wide_bias, i, e / 2, e % 2));
+      } else if constexpr (T::kDenseBias) {
         if (i % 2 == 0) load_matrices(tile_bias, bias_rows(stage) + i * (8 * kPanelRowBytes));
       }
 #pragma unroll
@@ -436,7 +444,9 @@ struct BwdConsumer {
         if constexpr (T::kBias) {
           // In natural units, as the forward adds it: a bias of finfo.min times log2(e) would overflow.
           float2 bias;
-          if constexpr (T::kDenseBias) {
+          if constexpr (T::kWideBias) {
+            bias = make_float2(__uint_as_float(tile_bias[2 * half]), __uint_as_float(tile_bias[2 * half + 1]));
+          } else if constexpr (T::kDenseBias) {
             bias = ElementTraits<Element>::unpack(tile_bias[i % 2 * 2 + half]);
           } else {
             bias = make_float2(key_bias[half], key_bias[half]);
@@ -495,6 +505,32 @@ struct BwdConsumer {
     return matrix_row(smem_u32(s.bias.tiles) + (stage * T::kTiledS + consumer * T::kPanel) * 2, warp, lane);
   }
 
+  // Likewise in fp32: the entry of the first row and key that the thread has.
+  __device__ __forceinline__ uint32_t wide_rows(int stage) const {
+    return wide_row<T::kBlockM>(smem_u32(s.bias.tiles) + stage * (T::kTiledS * 4), consumer, warp, lane);
+  }
+  // The gradient of an fp32 bias where the bias was: each entry belongs to one thread.
+  __device__ __forceinline__ void store_dbias(const Scores& ds, int stage) const {
+    if (p.dbias_kind == DbiasKind::kNone) return;
+    const uint32_t rows = wide_rows(stage);
+#pragma unroll
+    for (int i = 0; i < kFragmentsM; ++i)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) st_shared(wide_entry(rows, i, e / 2, e % 2), __float_as_uint(ds[i][e]));
+  }
+  // Says that the warpgroup's part of a stage of the bias may be written, once its gradient has been read.
+  __device__ __forceinline__ void release_sent(Barrier& empty) const {
+    if (!is_speaker()) return;
+    cute::tma_store_wait<0>();
+    empty.arrive();
+  }
+
+  // Where dk and dv lie in place of ds: nobody reads, or copies out, the one any more before the other is written.
+  __device__ __forceinline__ void sync_out() const {
+    if (is_speaker()) cute::tma_store_wait<0>();
+    cutlass::arch::NamedBarrier::sync(128 * T::kConsumers, kdSBarrier);
+  }
+
   // The gradient of a bias for each key: sums over the rows that the thread has, of all steps of an item.
   using KeySums = float[2];
   static __device__ __forceinline__ void sum_rows(KeySums& sums, const Scores& ds) {
@@ -539,31 +575,43 @@ struct BwdConsumer {
                      packed(4 * i + 3));
     }
     cutlass::arch::fence_view_async_shared();  // the tensor cores see what was written
-    if constexpr (T::kDenseBias) {
+    if constexpr (T::kDenseBias && !T::kWideBias) {
       if (is_speaker()) cute::tma_store_wait<0>();  // the other stage, which comes next, has been read
     }
     cutlass::arch::NamedBarrier::sync(128 * T::kConsumers, kdSBarrier);
   }
 
   // The gradient of a dense bias is ds itself, which has just been stored: an entry of its own for each, or added to that
-  // of those that share one.
-  __device__ __forceinline__ void send_dbias(const BwdItem& item, int head, int m) const {
+  // of those that share one. That of an fp32 bias lies in fp32 in the stage of the bias.
+  __device__ __forceinline__ void send_dbias(const BwdItem& item, int head, int m, int bias_stage) const {
     if (p.dbias_kind == DbiasKind::kNone) return;
     const int stage = ds_stage ^ 1;
     const int row = m * T::kBlockM, key = item.n_block * T::kBlockN + consumer * kPanelKeys;
     const int to_head = head / p.dbias_head_ratio, to_batch = item.batch * p.dbias_batch_step;
-    if (p.dbias_kind == DbiasKind::kAccum) {
+    if constexpr (T::kWideBias) {
+      if (!is_speaker()) return;
+      constexpr int kPanels = T::kBiasPanels / T::kConsumers;
+      const float* const panels = s.bias.tiles + bias_stage * T::kTiledS + consumer * (kPanels * T::kBiasPanel);
+#pragma unroll
+      for (int panel = 0; panel < kPanels; ++panel) {
+        send_panel(panels + panel * T::kBiasPanel, key + panel * T::kBiasPanelKeys, row, to_head, to_batch);
+      }
+      cute::tma_store_arrive();
+    } else if (p.dbias_kind == DbiasKind::kAccum) {
       const DbiasSums& sums = p.dbias_sums;
       float* const to = sums.data + to_batch * sums.batch_stride + to_head * sums.head_stride;
       add_panel<Element, T::kBlockM>(to + row * sums.row_stride + key, sums.row_stride, smem_u32(own_ds(stage)),
                                      p.seqlen_q - row, p.seqlen_k - key, thread);
     } else if (is_speaker()) {
-      if (p.dbias_kind == DbiasKind::kPair) {
-        cute::SM90_TMA_REDUCE_ADD_4D::copy(&p.dbias_tiles, own_ds(stage), key, row, to_head, to_batch);
-      } else {
-        cute::SM90_TMA_STORE_4D::copy(&p.dbias_tiles, own_ds(stage), key, row, to_head, to_batch);
-      }
+      send_panel(own_ds(stage), key, row, to_head, to_batch);
       cute::tma_store_arrive();
+    }
+  }
+  __device__ __forceinline__ void send_panel(const void* panel, int key, int row, int head, int batch) const {
+    if (p.dbias_kind == DbiasKind::kTile) {
+      cute::SM90_TMA_STORE_4D::copy(&p.dbias_tiles, panel, key, row, head, batch);
+    } else {
+      cute::SM90_TMA_REDUCE_ADD_4D::copy(&p.dbias_tiles, panel, key, row, head, batch);
     }
   }
 

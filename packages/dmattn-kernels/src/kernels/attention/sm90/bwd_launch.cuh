@@ -57,8 +57,10 @@ cudaError_t fill_tiles(BwdArguments& a, const BwdParams& p, int64_t blocks, cons
 }
 // The bias as tiles; where its gradient goes.
 template <class T>
-cudaError_t fill_bias(BwdArguments& a, const BwdParams& p, const TensorMapper& mapper) {
+cudaError_t fill_bias(BwdArguments& a, const BwdParams& p) {
   const BiasParams& bias = p.bias;
+  const TensorMapper mapper(T::kWideBias ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : tensor_map_dtype<typename T::Element>(),
+                            T::kBiasPanelKeys);
   const bool has_batches = bias.batch_stride != 0, has_heads = bias.head_stride != 0;
   a.lse_rest = p.lse_rest;
   a.batches = p.batch;
@@ -72,7 +74,7 @@ cudaError_t fill_bias(BwdArguments& a, const BwdParams& p, const TensorMapper& m
   a.dbias_kind = p.dbias_kind;
   a.dbias_batch_step = to.batch != 0 ? 1 : 0;
   a.dbias_head_ratio = to.head != 0 ? bias.head_ratio : p.nheads;
-  if (p.dbias_kind == DbiasKind::kAccum) {
+  if (p.dbias_kind == DbiasKind::kAccum && !T::kWideBias) {
     a.dbias_sums = {static_cast<float*>(p.dbias), to.batch, to.head, to.row};
     return status;
   }
@@ -138,8 +140,10 @@ cudaError_t fill_arguments(BwdArguments& a, const BwdParams& p, int64_t blocks) 
     fill_lists<T>(a, p);
     return status;
   } else {
-    if constexpr (T::kDenseBias) status = fill_bias<T>(a, p, mapper);
-    if constexpr (T::kMasked) status = fill_mask<T>(a, p);
+    if constexpr (T::kDenseBias) status = fill_bias<T>(a, p);
+    if constexpr (T::kMasked) {
+      if (status == cudaSuccess && p.mask.bits != nullptr) status = fill_mask<T>(a, p);
+    }
     return status != cudaSuccess ? status : fill_tiles<T>(a, p, blocks, mapper);
   }
 }
@@ -168,8 +172,9 @@ cudaError_t launch_bwd(const KernelChoice& choice, const BwdParams& p, cudaStrea
     if (has_bias) return go(cute::C<BwdVariant::kBiasLists>{});
     return go(cute::C<BwdVariant::kLists>{});
   } else {
-    if (p.mask.bits != nullptr) return go(cute::C<BwdVariant::kMask>{});
+    if (p.bias.kind == BiasKind::kDirect) return go(cute::C<BwdVariant::kWideBias>{});
     if (p.bias.kind != BiasKind::kNone) return go(cute::C<BwdVariant::kDenseBias>{});
+    if (p.mask.bits != nullptr) return go(cute::C<BwdVariant::kMask>{});
     if (p.softcap > 0.f) return go(cute::C<BwdVariant::kSoftcap>{});
     if (p.deterministic) return go(cute::C<BwdVariant::kOrdered>{});
     return go(cute::C<BwdVariant::kPlain>{});

@@ -53,8 +53,8 @@ struct BwdArguments {
   int32_t bias_batch_step;  // 0: one bias for all batches; 1
   int32_t batches;
   DbiasKind dbias_kind;
-  CUtensorMap dbias_tiles;   // kTile, kPair: like bias_tiles
-  DbiasSums dbias_sums;      // kAccum
+  CUtensorMap dbias_tiles;   // kTile, kPair, kAccum in fp32: like bias_tiles
+  DbiasSums dbias_sums;      // kAccum otherwise
   int32_t dbias_head_ratio;  // query heads to a head of dbias
   int32_t dbias_batch_step;  // 0: one for all batches; 1
 

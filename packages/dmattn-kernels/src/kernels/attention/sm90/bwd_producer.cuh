@@ -103,13 +103,18 @@ struct BwdProducer {
 #pragma unroll 1  // in the producer's few registers there is no room for more
     for (bool is_first = true; tile.exists(); is_first = false) {
       const RowTile after = rows.next();
-      load_announced(tile.as_last(!after.exists()), item);
+      tile = tile.as_last(!after.exists());
+      // The order of load_item().
+      const bool is_q_late = T::kDenseBias && !is_first;
+      if constexpr (T::kDenseBias) load_bias(tile.head, tile.m(), item);
+      if (!is_q_late) load_announced(tile, item);
       if (is_first) load_keys(p.k, s.k, s.k_full, s.k_empty, item);
       load_dout(tile.head, tile.m(), item);
       if (is_first) {
         load_keys(p.v, s.v, s.v_full, s.v_empty, item);
         kv_phase ^= 1;
       }
+      if (is_q_late) load_announced(tile, item);
       tile = after;
     }
   }
@@ -150,17 +155,18 @@ struct BwdProducer {
               s.dout_full[dout_place.stage], s.dout_empty[dout_place.stage], dout_place.phase, 0, head, m, item);
     dout_place.advance();
   }
-  // A tile of the bias, a panel for each consumer, in the stage that Q has next.
+  // A tile of the bias in the stage that Q has next, panel by panel.
   __device__ __forceinline__ void load_bias(int head, int m, const BwdItem& item) {
     const int stage = q_place.stage;
     s.bias_empty[stage].wait(q_place.phase ^ 1);
-    s.bias_full[stage].arrive_and_expect(T::kTiledS * sizeof(Element));
+    s.bias_full[stage].arrive_and_expect(T::kTiledS * sizeof(typename T::BiasElement));
 #pragma unroll
-    for (int panel = 0; panel < T::kConsumers; ++panel) {
-      cute::SM90_TMA_LOAD_4D::copy(
-          &p.bias_tiles, &s.bias_full[stage].word, static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST),
-          s.bias.tiles + stage * T::kTiledS + panel * T::kPanel, item.n_block * T::kBlockN + panel * 64, m * T::kBlockM,
-          head / p.bias_head_ratio, item.batch * p.bias_batch_step);
+    for (int panel = 0; panel < T::kBiasPanels; ++panel) {
+      cute::SM90_TMA_LOAD_4D::copy(&p.bias_tiles, &s.bias_full[stage].word,
+                                   static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST),
+                                   s.bias.tiles + stage * T::kTiledS + panel * T::kBiasPanel,
+                                   item.n_block * T::kBlockN + panel * T::kBiasPanelKeys, m * T::kBlockM,
+                                   head / p.bias_head_ratio, item.batch * p.bias_batch_step);
     }
   }
   // A block of rows, and the number that each of them has.

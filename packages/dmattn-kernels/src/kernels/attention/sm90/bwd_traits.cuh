@@ -26,7 +26,8 @@ enum class BwdVariant {
   kOrdered,       // dq can be added up in a fixed order
   kSoftcap,       // dq can, too
   kMask,          // a dense mask
-  kDenseBias,     // a number that is added to each logit, and its gradient
+  kDenseBias,     // a 16-bit number that is added to each logit, and its gradient; a dense mask, if there is one
+  kWideBias,      // an fp32 number that is added to each logit, and its gradient
   kLists,         // lists of keys
   kBiasLists,     // likewise, with a number that is added to the logits of each key, and its gradient
   kOrderedLists,  // all sums in a fixed order
@@ -79,8 +80,10 @@ struct BwdTraits {
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kConsumers = 2;
   static constexpr bool kKeyBias = kVariant == BwdVariant::kBiasLists || kVariant == BwdVariant::kOrderedBiasLists;
-  static constexpr bool kDenseBias = kVariant == BwdVariant::kDenseBias;
-  static constexpr bool kMasked = kVariant == BwdVariant::kMask;
+  static constexpr bool kWideBias = kVariant == BwdVariant::kWideBias;
+  static constexpr bool kDenseBias = kVariant == BwdVariant::kDenseBias || kWideBias;
+  // Steps are announced. In fp32 the tiles of a bias leave no room for a mask's.
+  static constexpr bool kMasked = kVariant == BwdVariant::kMask || kVariant == BwdVariant::kDenseBias;
   static constexpr bool kBias = kKeyBias || kDenseBias;
   static constexpr bool kGathered = kKeyBias || kVariant == BwdVariant::kLists || kVariant == BwdVariant::kOrderedLists;
   static constexpr BwdTile kTile = sm90_bwd_tile(kHeadDim, kGathered, kBias, kMasked);
@@ -192,19 +195,35 @@ struct BwdTraits {
   };
   static_assert(!kMasked || (kMaskWords == 4 && kBlockM == kMaskBand));
 
-  // Tiles of a dense bias, as ds lies. Each comes and goes with a stage of Q.
+  // Tiles of a dense bias, each in panels of 128 bytes a row, swizzled. Each comes and goes with a stage of Q. Those in
+  // fp32 become tiles of its gradient.
+  using BiasElement = std::conditional_t<kWideBias, float, Element>;
+  static constexpr int kBiasPanelKeys = 128 / sizeof(BiasElement), kBiasPanels = kBlockN / kBiasPanelKeys;
+  static constexpr int kBiasPanel = kBlockM * kBiasPanelKeys;
   struct NoBias {};
   struct BiasTiles {
-    alignas(1024) Element tiles[kStagesQ * kTiledS];
+    alignas(1024) BiasElement tiles[kStagesQ * kTiledS];
   };
 
-  struct Shared {
+  // dk and dv leave after the last ds of an item. With a dense bias at head_dim 128 they lie where the ds have been.
+  static constexpr bool kOwnOut = !kDenseBias || kHeadDim <= 64;
+  struct OwnOut {
+    alignas(1024) Element ds[kStagesdS * kTiledS];
+    alignas(1024) char out[kConsumers][kStageBytes];
+  };
+  struct OutInPlaceOfdS {
+    union {
+      alignas(1024) Element ds[kStagesdS * kTiledS];
+      alignas(1024) char out[kConsumers][kStageBytes];
+    };
+  };
+  static_assert(kOwnOut || kConsumers * kStageBytes <= kStagesdS * kTiledS * 2);
+
+  struct Shared : std::conditional_t<kOwnOut, OwnOut, OutInPlaceOfdS> {
     alignas(1024) Element k[kTileK];
     alignas(1024) Element v[kTileK];
     alignas(1024) Element q[kStagesQ * kTileQ];
     alignas(1024) Element dout[kStagesdO * kTileQ];
-    alignas(1024) Element ds[kStagesdS * kTiledS];
-    alignas(1024) char out[kConsumers][kStageBytes];
     std::conditional_t<kDenseBias, BiasTiles, NoBias> bias;
     std::conditional_t<kMasked, MaskTile, NoMask> mask;
     alignas(128) float lse[kStagesQ][kBlockM];
