@@ -69,7 +69,7 @@ DqOrder sm90_dq_order(const BwdTile& tile) {
 // A dense bias and its gradient are copied in tiles by TMA; sums of the gradient are added to four at a time. A stride of 0
 // stands for a bias that heads or batches share.
 bool has_bias_tiles(const BwdParams& p) {
-  if (p.bias.kind == BiasKind::kNone) return true;
+  if (p.bias.kind == BiasKind::kNone || p.bias.kind == BiasKind::kKey) return true;
   const auto serves = [&](const void* data, const Strides3& s, Dtype dtype) {
     return serves_bias_tiles(data, s, dtype, p.batch, p.seqlen_q, p.nheads);
   };

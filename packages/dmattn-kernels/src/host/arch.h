@@ -29,8 +29,8 @@ struct KernelSet {
   // Whether its forward units compute this problem; nullptr: every one that they are compiled for.
   bool (*serves_fwd)(const FwdParams& p, Level level, bool gathered);
   // Whether its backward units compute this problem, which has no packed sequences and wants all three gradients. It is
-  // dense, with or without a dense mask and a bias for each row and key (then without softcap and not deterministic, and
-  // without a mask beside an fp32 bias); or gathered, of lists for row blocks that the heads of a group share, without
+  // dense, with or without a dense mask and a bias (then without softcap and not deterministic, and without a mask beside
+  // an fp32 bias for each row and key; one for each key is that of a group); or gathered, of lists for row blocks that the heads of a group share, without
   // softcap, and its bias, if any, is for each key. nullptr: they compute every one.
   bool (*serves_bwd)(const BwdParams& p, bool gathered);
   // Its kernels stay on an SM and take one block of rows (backward: of keys) after the other. The forward does not split

@@ -7,8 +7,21 @@ from typing import Any
 
 import pytest
 
-from abi import FLOAT32, Tensor, tensor
-from probe import DB_ACCUM, DB_NONE, DB_PAIR, DB_TILE, DIRECT, SM90, TILE, Plan, Probe, mask
+from abi import BFLOAT16, FLOAT32, Tensor, tensor
+from probe import (
+    DB_ACCUM,
+    DB_KEY,
+    DB_NONE,
+    DB_PAIR,
+    DB_TILE,
+    DIRECT,
+    KEY,
+    SM90,
+    TILE,
+    Plan,
+    Probe,
+    mask,
+)
 
 SMS = 132
 LENGTH = 4096
@@ -97,6 +110,19 @@ def test_fp32_bias(probe: ctypes.CDLL, arguments: dict[str, Any], kind: int, hea
     assert plan["dbias_zero_bytes"] == (4 * entries if is_added_to else 0)
 
 
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32])
+@pytest.mark.parametrize("heads, with_mask", [(1, False), (4, False), (4, True)])
+def test_bias_of_keys(probe: ctypes.CDLL, heads: int, with_mask: bool, dtype: int) -> None:
+    fields: dict[str, Any] = {"batch": 2, "nheads_k": 4}
+    if with_mask:
+        fields["mask"] = mask(1, 1, LENGTH, LENGTH)
+    plan = plan_of(probe, WITH_DBIAS, bias=tensor((2, heads, 1, LENGTH), dtype), **fields)
+    assert (plan["bias.kind"], plan["dbias_kind"]) == (KEY, DB_KEY)
+    assert (plan["arch"], plan["block_m"], plan["block_n"]) == (90, 64, 128)
+    assert plan["lse_scale"] == 1 and plan["rest_scale"] > 1
+    assert plan["dbias_cols_reduced"] and plan["once_zero_bytes"] == 4 * 2 * 16 * LENGTH
+
+
 @pytest.mark.parametrize("of_mask", [(1, 1), (2, 4), (2, 16)])
 def test_a_mask_beside_a_bias(probe: ctypes.CDLL, of_mask: tuple[int, int]) -> None:
     """Its gradient starts as zeros: tiles without anything are never written."""
@@ -114,7 +140,9 @@ def test_a_mask_beside_a_bias(probe: ctypes.CDLL, of_mask: tuple[int, int]) -> N
         {"bias": tensor(DENSE, FLOAT32, (0, LENGTH * 4098, 4098, 1))},
         {"gradients": WITH_DBIAS, "seqlen_k": 4094, "bias": tensor((1, 1, LENGTH, 4094), FLOAT32)},
         {"bias": tensor(DENSE, FLOAT32), "deterministic": 1},
-        {"bias": tensor((1, 1, 1, LENGTH), FLOAT32)},
+        {"bias": tensor((1, 1, 1, LENGTH), FLOAT32), "deterministic": 1},
+        {"bias": tensor((1, 16, 1, LENGTH)), "nheads_k": 4},
+        {"bias": tensor(DENSE, stride=(0, 0, 0, 1)), "gradients": WITH_DBIAS},
         {"bias": tensor(DENSE, stride=(0, LENGTH * LENGTH, 1, LENGTH))},
         {"bias": tensor(DENSE, stride=(0, LENGTH * 4100, 4100, 1))},
         {"gradients": WITH_DBIAS, "seqlen_k": 4095, "bias": tensor((1, 16, LENGTH, 4095))},
@@ -133,7 +161,8 @@ def test_a_mask_beside_a_bias(probe: ctypes.CDLL, of_mask: tuple[int, int]) -> N
     ids=[
         *("fp32 and mask", "fp32, strided columns", "fp32, rows on 8 bytes"),
         *("fp32, rows of the gradient on 8 bytes", "fp32, deterministic"),
-        *("a number for each key", "strided columns", "rows on 8 bytes"),
+        *("of keys, deterministic", "of keys, in each head of a group", "of keys, all gradients"),
+        *("strided columns", "rows on 8 bytes"),
         *("odd rows of the gradient", "odd sums of the gradient"),
         *("deterministic", "softcap", "key mask", "no rest of lse", "large heads"),
         "one gradient less",

@@ -305,6 +305,12 @@ bool suits_wide_tiles(const BwdPlan& plan) {
          (p.dbias_kind == DbiasKind::kNone || is_vec16(plan.dbias, to, plan.dbias_dtype));
 }
 
+// Whether the bias is for each key, the same for the heads of a group, and its gradient, if asked for, too.
+bool is_of_group_keys(const BwdParams& p) {
+  const bool has_dbias_of_keys = p.dbias_kind == DbiasKind::kNone || p.dbias_kind == DbiasKind::kKey;
+  return p.bias.kind == BiasKind::kKey && p.bias.head_ratio % p.head_ratio == 0 && has_dbias_of_keys;
+}
+
 // Whether this is a problem of the kind that KernelSet::serves_bwd() is asked about.
 bool is_for_residents(const BwdPlan& plan) {
   const BwdParams& p = plan.kernel;
@@ -314,14 +320,12 @@ bool is_for_residents(const BwdPlan& plan) {
   if (!all_wanted || p.packing.is_active() || plan.has_lse_rest != has_bias) return false;
   if (plan.walk == KeyWalk::kTiled) {
     if (!has_bias && !has_mask(plan.mask)) return true;
-    const bool has_tiles = !has_bias || p.bias.kind == BiasKind::kTile || suits_wide_tiles(plan);
-    return has_tiles && p.softcap == 0.f && !p.deterministic;
+    const bool is_served =
+        !has_bias || p.bias.kind == BiasKind::kTile || suits_wide_tiles(plan) || is_of_group_keys(p);
+    return is_served && p.softcap == 0.f && !p.deterministic;
   }
   if (plan.walk != KeyWalk::kRowBlockLists || has_mask(plan.mask)) return false;
-  const bool has_group_bias = p.bias.kind == BiasKind::kKey && p.bias.head_ratio % p.head_ratio == 0;
-  const bool has_dbias_of_keys = p.dbias_kind == DbiasKind::kNone || p.dbias_kind == DbiasKind::kKey;
-  return p.keys.head_ratio % p.head_ratio == 0 && (!has_bias || has_group_bias) && has_dbias_of_keys &&
-         p.softcap == 0.f;
+  return p.keys.head_ratio % p.head_ratio == 0 && (!has_bias || is_of_group_keys(p)) && p.softcap == 0.f;
 }
 
 // Blocks of rows for which splitting them between thread blocks would not pay.

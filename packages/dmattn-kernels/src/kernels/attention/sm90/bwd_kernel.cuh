@@ -1,4 +1,4 @@
-// The backward on Hopper: consecutive keys, with lengths and causality, and either softcap or a dense mask and a dense
+// The backward on Hopper: consecutive keys, with lengths and causality, and either softcap or a dense mask and a
 // bias; or lists of keys for chunks of rows, with a bias for each key.
 //
 // A thread block stays on its SM and takes blocks of keys (items) until none is left. One thread of the first
@@ -22,6 +22,7 @@
 #include "../shared/smem.cuh"
 #include "bwd_bias.cuh"
 #include "bwd_gather.cuh"
+#include "bwd_mask.cuh"
 #include "bwd_producer.cuh"
 
 namespace dmattn::sm90 {
@@ -77,6 +78,7 @@ struct BwdConsumer {
   RingPlace<2> item_place, facts_place;
   int kv_phase = 0;
   int ds_stage = 0;
+  float key_bias[2];          // kKeyBias, consecutive keys: of the thread's two keys of the item
   int32_t* passed = nullptr;  // kOrdered: the turn at dq that the warpgroup has had, but not passed on
 
   __device__ __forceinline__ BwdConsumer(const BwdArguments& arguments, typename T::Shared& shared)
@@ -198,6 +200,7 @@ struct BwdConsumer {
     warpgroup_fence_operand(acc_dk);
     warpgroup_fence_operand(acc_dv);
     KeySums key_sums = {0.f, 0.f};
+    if constexpr (T::kKeyBias && !T::kGathered) read_key_bias(item);
     // Of the rows that see the keys, at q_place. Where they are announced, the first of them is read once its Q is there.
     auto steps = [&] {
       if constexpr (T::kMasked) {
@@ -208,7 +211,7 @@ struct BwdConsumer {
     }();
     if (item.m_begin < item.m_end) {
       RingPlace<T::kStagesQ> q_place = q_next;  // of the rows of this step
-      uint32_t kept = 0;                        // kMasked: see find_kept()
+      KeptScores kept;                          // kMasked, of a tile that is cut
       // After the scores of the next step have been started, which waits for what is announced.
       const auto to_next_step = [&] {
         if constexpr (T::kMasked) {
@@ -312,7 +315,7 @@ struct BwdConsumer {
     }
     if constexpr (T::kGathered) {
       wait_for_chunks(item);
-      if constexpr (T::kKeyBias) add_dbias(key_sums, item.batch, steps.head);
+      if constexpr (T::kKeyBias) add_dbias(key_sums, item);
       // The head is found again, so that no register has to keep it.
       const int64_t sums = static_cast<int64_t>(item.batch) * p.nheads_k + steps.head / p.head_ratio;
       add_grad(fragments<kFragmentsD>(acc_dv), 1.f, p.dv_accum, sums);
@@ -323,6 +326,7 @@ struct BwdConsumer {
       release(s.facts_empty[facts_place.stage]);
       facts_place.advance();
     } else {
+      if constexpr (T::kKeyBias) add_dbias(key_sums, item);
       store_grad(acc_dv, 1.f, p.dv, p.dv_slots, item);
       store_grad(acc_dk, p.softmax_scale, p.dk, p.dk_slots, item);
     }
@@ -332,7 +336,7 @@ struct BwdConsumer {
   // to a product, the compiler would run all products one after the other.
   template <class Steps>
   __device__ __forceinline__ void take_exp(const Scores& scores, Scores& probabilities, SoftcapFactors& factors,
-                                           int stage, const Steps& steps, int n_block, uint32_t kept) {
+                                           int stage, const Steps& steps, int n_block, KeptScores kept) {
     if (is_cut(steps, n_block)) {
       take_exp<true>(scores, probabilities, factors, stage, steps.m, n_block, kept);
     } else {
@@ -371,56 +375,34 @@ struct BwdConsumer {
       return {(key >= p.seqlen_k ? INT_MAX / 2 : seen_from) - own_row, 0};
     }
   }
-  // What the dense mask, causality and the lengths leave of the thread's scores of a tile: of row 8 i + e of its own and
-  // of its key `half`, bit i + 8 * half + 16 * e.
-  struct Kept {
-    uint32_t bits;
-    __device__ __forceinline__ bool has(int i, int half, int e) const { return bits >> (i + 8 * half + 16 * e) & 1; }
-  };
-  // Read while the scores are computed. A warp has 16 keys of each row of 128, half a word of its bits; of these the
-  // thread wants bits lane / 4 and 8 more.
-  __device__ __forceinline__ uint32_t find_kept(RowTile tile, int n_block, int stage) const {
-    uint32_t kept = 0xffffffffu;
-    if (tile.is_partial()) {
-      const uint32_t own = smem_u32(s.mask.bits[stage]) + lane % 4 * (2 * 16) + (4 * consumer + warp) * 2;
-      kept = 0;
-#pragma unroll
-      for (int i = 0; i < kFragmentsM; ++i)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          kept |= (ld_shared_u16(own + (8 * i + e) * 16) >> lane / 4 & 0x101) << (i + 16 * e);
-        }
-    }
+  // Read while the scores are computed.
+  __device__ __forceinline__ KeptScores find_kept(RowTile tile, int n_block, int stage) const {
+    KeptScores kept;
+    if (tile.is_partial()) kept.read(smem_u32(s.mask.bits[stage]), consumer, warp, lane);
     if (tile.is_cut()) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int first = seen_by(half, tile.m(), n_block).first;
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          // Rows 8 i + e < first do not see the key: so many i.
-          const int unseen = min(max((first - e + 7) >> 3, 0), 8);
-          kept &= ~(((1u << unseen) - 1) << (8 * half + 16 * e));
-        }
-      }
+      for (int half = 0; half < 2; ++half) kept.cut(half, seen_by(half, tile.m(), n_block).first);
     }
     return kept;
   }
   template <bool kIsCut>
   __device__ __forceinline__ void take_exp(const Scores& scores, Scores& probabilities, SoftcapFactors& factors,
-                                           int stage, int m, int n_block, uint32_t kept) {
+                                           int stage, int m, int n_block, KeptScores kept) {
     const float scale_log2 = T::kSoftcap ? kLog2e : p.softmax_scale * kLog2e;
     SeenBy seen[2];
-    float key_bias[2];
+    float item_bias[2];
     uint32_t tile_bias[4];
-    const uint32_t wide_bias = T::kWideBias ? wide_rows(stage) : 0;
+    uint32_t wide_bias;
+    if constexpr (T::kWideBias) wide_bias = wide_rows(stage);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if constexpr (kIsCut && !T::kMasked) seen[half] = seen_by(half, m, n_block);
-      if constexpr (T::kKeyBias) key_bias[half] = facts().bias[own_key(half)];
+      if constexpr (T::kListBias) item_bias[half] = facts().bias[own_key(half)];
+      if constexpr (T::kKeyBias && !T::kListBias) item_bias[half] = key_bias[half];
     }
     const auto sees = [&](int i, int half, int e) {
       if constexpr (T::kMasked) {
-        return Kept{kept}.has(i, half, e);
+        return kept.has(i, half, e);
       } else {
         return seen[half].has(8 * i + e);
       }
@@ -449,7 +431,7 @@ struct BwdConsumer {
           } else if constexpr (T::kDenseBias) {
             bias = ElementTraits<Element>::unpack(tile_bias[i % 2 * 2 + half]);
           } else {
-            bias = make_float2(key_bias[half], key_bias[half]);
+            bias = make_float2(item_bias[half], item_bias[half]);
           }
           x = __fmaf_rn(x, p.softmax_scale, bias.x);
           y = __fmaf_rn(y, p.softmax_scale, bias.y);
@@ -547,16 +529,32 @@ struct BwdConsumer {
     for (int half = 0; half < 2; ++half) sums[half] = even[half] + odd[half];
   }
   // All heads of the group have one bias: it does not matter at which of them the sums go in.
-  __device__ __forceinline__ void add_dbias(const KeySums& sums, int batch, int head) {
+  __device__ __forceinline__ void add_dbias(const KeySums& sums, const BwdItem& item) {
     if (p.dbias_cols == nullptr) return;
-    float* const to = p.dbias_cols + (static_cast<int64_t>(batch) * p.nheads + head) * p.seqlen_k;
+    const int64_t head = static_cast<int64_t>(item.batch) * p.nheads + item.head_k * p.head_ratio;
+    float* const to = p.dbias_cols + head * p.seqlen_k;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float sum = sums[half];
       sum += __shfl_xor_sync(0xffffffffu, sum, 1);
       sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-      const KeyInterval interval = facts().interval[own_key(half)];
-      if (lane % 4 == 0 && interval.length > 0) atomicAdd(to + interval.begin, sum);
+      if constexpr (T::kGathered) {
+        const KeyInterval interval = facts().interval[own_key(half)];
+        if (lane % 4 == 0 && interval.length > 0) atomicAdd(to + interval.begin, sum);
+      } else {
+        const int key = item.n_block * T::kBlockN + own_key(half);
+        if (lane % 4 == 0 && key < p.seqlen_k) atomicAdd(to + key, sum);
+      }
+    }
+  }
+  // Keys past the last one get its number, and are cut later.
+  __device__ __forceinline__ void read_key_bias(const BwdItem& item) {
+    const int head = item.head_k * p.head_ratio / p.bias.head_ratio;
+    const int64_t base = item.batch * p.bias.batch_stride + head * p.bias.head_stride;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int key = min(item.n_block * T::kBlockN + own_key(half), p.seqlen_k - 1);
+      key_bias[half] = load_bias(p.bias, base + key * p.bias.col_stride, std::is_same_v<Element, cutlass::bfloat16_t>);
     }
   }
 

@@ -81,6 +81,11 @@ cudaError_t fill_bias(BwdArguments& a, const BwdParams& p) {
   return mapper.map(a.dbias_tiles, p.dbias, to,
                     {to.batch != 0 ? p.batch : 1, p.seqlen_q, p.nheads / a.dbias_head_ratio, p.seqlen_k}, T::kBlockM);
 }
+inline void fill_key_bias(BwdArguments& a, const BwdParams& p) {
+  a.bias = p.bias;
+  a.lse_rest = p.lse_rest;
+  a.dbias_cols = p.dbias_cols;
+}
 // The mask as tiles of bits.
 template <class T>
 cudaError_t fill_mask(BwdArguments& a, const BwdParams& p) {
@@ -99,12 +104,10 @@ void fill_lists(BwdArguments& a, const BwdParams& p) {
   a.gathered_v = gathered_tensor(p.v, p.v_stride);
   a.keys = p.chunks.keys;
   a.tile_rows = static_cast<const int2*>(p.chunks.tile_rows);
-  a.bias = p.bias;
-  a.lse_rest = p.lse_rest;
+  fill_key_bias(a, p);
   a.dkv_semaphore = p.dkv_semaphore;
   a.dk_accum = p.dk_accum;
   a.dv_accum = p.dv_accum;
-  a.dbias_cols = p.dbias_cols;
   a.head_dim = p.head_dim;
   a.n_blocks = a.keys.capacity / T::kBlockN;
   a.num_splits = 1;
@@ -140,6 +143,7 @@ cudaError_t fill_arguments(BwdArguments& a, const BwdParams& p, int64_t blocks) 
     fill_lists<T>(a, p);
     return status;
   } else {
+    if constexpr (T::kKeyBias) fill_key_bias(a, p);
     if constexpr (T::kDenseBias) status = fill_bias<T>(a, p);
     if constexpr (T::kMasked) {
       if (status == cudaSuccess && p.mask.bits != nullptr) status = fill_mask<T>(a, p);
@@ -172,6 +176,7 @@ cudaError_t launch_bwd(const KernelChoice& choice, const BwdParams& p, cudaStrea
     if (has_bias) return go(cute::C<BwdVariant::kBiasLists>{});
     return go(cute::C<BwdVariant::kLists>{});
   } else {
+    if (p.bias.kind == BiasKind::kKey) return go(cute::C<BwdVariant::kKeyBias>{});
     if (p.bias.kind == BiasKind::kDirect) return go(cute::C<BwdVariant::kWideBias>{});
     if (p.bias.kind != BiasKind::kNone) return go(cute::C<BwdVariant::kDenseBias>{});
     if (p.mask.bits != nullptr) return go(cute::C<BwdVariant::kMask>{});

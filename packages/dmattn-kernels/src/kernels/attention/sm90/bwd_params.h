@@ -47,6 +47,10 @@ struct BwdArguments {
   int32_t* work_counter;
   uint32_t zero;  // 0, for BwdConsumer::move()
 
+  // --- a bias ---
+  BiasParams bias;    // of each key: kNone, or kKey, the same for all heads of a group
+  float* dbias_cols;  // its gradient: fp32 [batch][nheads][seqlen_k], added to; nullptr: not asked for
+
   // --- a dense bias ---
   CUtensorMap bias_tiles;   // dimensions (seqlen_k, seqlen_q, heads, batch), 1 where it is the same for all of them
   int32_t bias_head_ratio;  // query heads to a head of bias_tiles
@@ -66,13 +70,11 @@ struct BwdArguments {
   GatheredTensor gathered_k, gathered_v;
   KeyList keys;           // of chunks of rows
   const int2* tile_rows;  // first and last + 1 block of rows that see a tile: [list][n_blocks]; equal: there is none
-  BiasParams bias;        // kNone, or kKey, the same for all heads of a group
   // [batch][nheads_k][chunks], zero before the launch: consumers that have added the dk and dv of a tile. nullptr: nobody
   // waits for their turn.
   int32_t* dkv_semaphore;
   float* dk_accum;  // fp32 [batch][nheads_k][seqlen_k][head_dim], added to
   float* dv_accum;
-  float* dbias_cols;  // fp32 [batch][nheads][seqlen_k], added to; nullptr: not asked for
   int32_t head_dim;
 };
 

@@ -1,7 +1,7 @@
 // The producer of the Hopper backward: one thread, which takes items and has TMA copy their tiles.
 #pragma once
 
-#include "bwd_items.cuh"
+#include "bwd_mask.cuh"
 
 namespace dmattn::sm90 {
 

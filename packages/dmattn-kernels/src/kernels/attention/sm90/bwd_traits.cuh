@@ -28,6 +28,7 @@ enum class BwdVariant {
   kMask,          // a dense mask
   kDenseBias,     // a 16-bit number that is added to each logit, and its gradient; a dense mask, if there is one
   kWideBias,      // an fp32 number that is added to each logit, and its gradient
+  kKeyBias,       // a number that is added to the logits of each key, and its gradient; a dense mask, if there is one
   kLists,         // lists of keys
   kBiasLists,     // likewise, with a number that is added to the logits of each key, and its gradient
   kOrderedLists,  // all sums in a fixed order
@@ -79,13 +80,16 @@ struct BwdTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kConsumers = 2;
-  static constexpr bool kKeyBias = kVariant == BwdVariant::kBiasLists || kVariant == BwdVariant::kOrderedBiasLists;
+  static constexpr bool kListBias = kVariant == BwdVariant::kBiasLists || kVariant == BwdVariant::kOrderedBiasLists;
+  static constexpr bool kKeyBias = kListBias || kVariant == BwdVariant::kKeyBias;
   static constexpr bool kWideBias = kVariant == BwdVariant::kWideBias;
   static constexpr bool kDenseBias = kVariant == BwdVariant::kDenseBias || kWideBias;
   // Steps are announced. In fp32 the tiles of a bias leave no room for a mask's.
-  static constexpr bool kMasked = kVariant == BwdVariant::kMask || kVariant == BwdVariant::kDenseBias;
+  static constexpr bool kMasked =
+      kVariant == BwdVariant::kMask || kVariant == BwdVariant::kDenseBias || kVariant == BwdVariant::kKeyBias;
   static constexpr bool kBias = kKeyBias || kDenseBias;
-  static constexpr bool kGathered = kKeyBias || kVariant == BwdVariant::kLists || kVariant == BwdVariant::kOrderedLists;
+  static constexpr bool kGathered =
+      kListBias || kVariant == BwdVariant::kLists || kVariant == BwdVariant::kOrderedLists;
   static constexpr BwdTile kTile = sm90_bwd_tile(kHeadDim, kGathered, kBias, kMasked);
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n;  // rows of queries; keys, 64 a consumer
   static_assert(kBlockN == 64 * kConsumers && kTile.warps == 4 * kConsumers && kTile.warps_m_dq == 4);
@@ -180,7 +184,7 @@ struct BwdTraits {
   struct NoFacts {};
   struct KeyFacts {
     alignas(16) KeyInterval interval[kBlockN];  // the positions that see it: none where there is no key
-    alignas(16) float bias[kKeyBias ? kBlockN : 4];
+    alignas(16) float bias[kListBias ? kBlockN : 4];
     int2 seen_by_all[kConsumers];  // positions from x up to y see all keys of the consumer
   };
   using Facts = std::conditional_t<kGathered, KeyFacts, NoFacts>;
