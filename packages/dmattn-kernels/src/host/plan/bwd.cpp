@@ -320,8 +320,7 @@ bool is_for_residents(const BwdPlan& plan) {
   if (!all_wanted || p.packing.is_active() || plan.has_lse_rest != has_bias) return false;
   if (plan.walk == KeyWalk::kTiled) {
     if (!has_bias && !has_mask(plan.mask)) return true;
-    const bool is_served =
-        !has_bias || p.bias.kind == BiasKind::kTile || suits_wide_tiles(plan) || is_of_group_keys(p);
+    const bool is_served = !has_bias || p.bias.kind == BiasKind::kTile || suits_wide_tiles(plan) || is_of_group_keys(p);
     return is_served && p.softcap == 0.f && !p.deterministic;
   }
   if (plan.walk != KeyWalk::kRowBlockLists || has_mask(plan.mask)) return false;
