@@ -2,7 +2,7 @@
 // which of a thread's scores it keeps.
 #pragma once
 
-#include "../shared/smem.cuh"
+#include "bwd_bias.cuh"
 #include "bwd_items.cuh"
 
 namespace dmattn::sm90 {
@@ -83,17 +83,23 @@ struct KeptScores {
   uint32_t bits = 0xffffffffu;
 
   __device__ __forceinline__ bool has(int i, int half, int e) const { return bits >> (i + 8 * half + 16 * e) & 1; }
-  // A tile's bits in shared memory: 16 bytes a row. A warp has 16 keys of each, half a word; of these the thread wants bits
-  // lane / 4 and 8 more, of the rows 8 i + lane % 4 * 2 and the next ones.
+  // A tile's bits in shared memory: 16 bytes a row. A warp has 16 keys of each, a half-word; of these the thread wants bits
+  // lane / 4 and 8 more, of the rows 8 i + lane % 4 * 2 and the next ones. Eight rows are an 8 x 8 matrix of half-words, of
+  // which the transposing read gives those two rows to each of four lanes, for one of the half-words; the warp's own lies
+  // with lanes that it then asks.
   __device__ __forceinline__ void read(uint32_t tile, int consumer, int warp, int lane) {
-    const uint32_t own = tile + lane % 4 * (2 * 16) + (4 * consumer + warp) * 2;
+    const int asked = 4 * (4 * consumer + warp) + lane % 4;
     bits = 0;
 #pragma unroll
-    for (int i = 0; i < 8; ++i)
+    for (int i = 0; i < 8; i += 4) {
+      uint32_t rows[4];
+      load_matrices(rows, tile + (8 * i + lane) * 16);
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        bits |= (ld_shared_u16(own + (8 * i + e) * 16) >> lane / 4 & 0x101) << (i + 16 * e);
+      for (int j = 0; j < 4; ++j) {
+        const uint32_t pair = __shfl_sync(0xffffffffu, rows[j], asked);
+        bits |= (pair >> lane / 4 & 0x01010101) << (i + j);
       }
+    }
   }
   // Of the thread's rows those before `first`, counted from its own first one, do not see the key.
   __device__ __forceinline__ void cut(int half, int first) {
