@@ -73,12 +73,12 @@ struct BwdConsumer {
   const BwdArguments& p;
   typename T::Shared& s;
   const int consumer, thread, warp, lane;  // thread, warp: in the warpgroup
+  float key_bias[2];                       // kKeyBias, consecutive keys: of the thread's two keys of the item
   RingPlace<T::kStagesQ> q_next;           // of the rows whose scores are started next
   RingPlace<T::kStagesdO> dout_place;
   RingPlace<2> item_place, facts_place;
   int kv_phase = 0;
   int ds_stage = 0;
-  float key_bias[2];          // kKeyBias, consecutive keys: of the thread's two keys of the item
   int32_t* passed = nullptr;  // kOrdered: the turn at dq that the warpgroup has had, but not passed on
 
   __device__ __forceinline__ BwdConsumer(const BwdArguments& arguments, typename T::Shared& shared)
