@@ -315,7 +315,7 @@ struct BwdConsumer {
     }
     if constexpr (T::kGathered) {
       wait_for_chunks(item);
-      if constexpr (T::kKeyBias) add_dbias(key_sums, item);
+      if constexpr (T::kKeyBias) add_dbias(key_sums, item, steps.head);
       // The head is found again, so that no register has to keep it.
       const int64_t sums = static_cast<int64_t>(item.batch) * p.nheads_k + steps.head / p.head_ratio;
       add_grad(fragments<kFragmentsD>(acc_dv), 1.f, p.dv_accum, sums);
@@ -326,7 +326,7 @@ struct BwdConsumer {
       release(s.facts_empty[facts_place.stage]);
       facts_place.advance();
     } else {
-      if constexpr (T::kKeyBias) add_dbias(key_sums, item);
+      if constexpr (T::kKeyBias) add_dbias(key_sums, item, item.head_k * p.head_ratio);
       store_grad(acc_dv, 1.f, p.dv, p.dv_slots, item);
       store_grad(acc_dk, p.softmax_scale, p.dk, p.dk_slots, item);
     }
@@ -529,10 +529,9 @@ struct BwdConsumer {
     for (int half = 0; half < 2; ++half) sums[half] = even[half] + odd[half];
   }
   // All heads of the group have one bias: it does not matter at which of them the sums go in.
-  __device__ __forceinline__ void add_dbias(const KeySums& sums, const BwdItem& item) {
+  __device__ __forceinline__ void add_dbias(const KeySums& sums, const BwdItem& item, int head) {
     if (p.dbias_cols == nullptr) return;
-    const int64_t head = static_cast<int64_t>(item.batch) * p.nheads + item.head_k * p.head_ratio;
-    float* const to = p.dbias_cols + head * p.seqlen_k;
+    float* const to = p.dbias_cols + (static_cast<int64_t>(item.batch) * p.nheads + head) * p.seqlen_k;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float sum = sums[half];
