@@ -236,8 +236,7 @@ struct BwdParams {
   // Added to by atomics where several blocks of a launch have the same key.
   float* dk_accum = nullptr;
   float* dv_accum = nullptr;
-  // Deterministic dq: one for each row block of dq_accum (Hopper: and consumer), zeroed; tiles add to dq in ascending or
-  // descending key order.
+  // Deterministic dq: one for each row block of dq_accum, zeroed; tiles add to dq in ascending or descending key order.
   int32_t* dq_semaphore = nullptr;
   // Deterministic sums over interval lists: [batch][nheads_k], zeroed. Blocks of one kv head add to dk, dv and
   // dbias_cols in the order of their row blocks. Hopper: [batch][nheads_k][chunks], see BwdArguments.

@@ -144,7 +144,6 @@ def test_arrays_do_not_overlap(
     found = plan_of(probe, deterministic=1, **shape)
     assert found["arch"] == 90
     sizes = array_bytes(found, shape, 0)
-    sizes["dq_semaphore"] *= 2  # one for each consumer
     spans = sorted((found[name], found[name] + sizes[name]) for name in ARRAYS if found[name])
     assert spans[0][0] >= WORKSPACE and spans[-1][1] <= WORKSPACE + found["workspace_bytes"]
     assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))

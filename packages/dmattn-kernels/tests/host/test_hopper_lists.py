@@ -164,7 +164,6 @@ def test_arrays_do_not_overlap(
             "chunks.count": chunks * 4,
             "chunks.tile_rows": chunks * found["chunks.capacity"] // 128 * 8,
         }
-        sizes["dq_semaphore"] *= 2  # one for each consumer
         sizes["dkv_semaphore"] *= found["chunks.blocks"]
         assert bool(found["dkv_semaphore"]) == bool(found["dq_semaphore"]) == bool(deterministic)
         spans = sorted(

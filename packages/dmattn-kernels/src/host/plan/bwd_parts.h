@@ -18,9 +18,6 @@ KeyChunks place_chunks(const BwdPlan& plan, const BwdRound& round, Workspace& wo
 // Tiles that the lists of a launch's chunks have room for.
 int64_t chunk_items(const BwdPlan& plan, const BwdParams& launch);
 
-// Those who take turns at a row block of dq: all of a thread block, or each of its warpgroups on Hopper.
-inline int32_t dq_turns(const BwdPlan& plan) { return plan.resident_blocks > 0 ? plan.tile.warps / 4 : 1; }
-
 // The (batch, head) pairs of arrays in the workspace.
 inline int64_t rows_of(const BwdParams& p) { return int64_t{p.packing.slabs(p.batch)} * p.nheads; }
 // Key tiles that a launch has to provide blocks for.

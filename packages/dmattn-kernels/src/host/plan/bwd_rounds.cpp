@@ -109,7 +109,7 @@ BwdParams bwd_round_params(const BwdPlan& plan, const BwdRound& round) {
     first_block += int64_t{round.row_block} * (p.keys.block_rows / plan.tile.block_m);
   }
   p.dq_accum = offset_by(p.dq_accum, -first_block * dq_block_size(plan));
-  p.dq_semaphore = offset_by(p.dq_semaphore, -first_block * dq_turns(plan));
+  p.dq_semaphore = offset_by(p.dq_semaphore, -first_block);
   p.max_work_items = work_items(plan, p);
   return p;
 }

@@ -119,7 +119,7 @@ Accumulators place_accumulators(const BwdPlan& plan, const BwdRound& round, int3
   const size_t begin = workspace.bytes();
   if (plan.wants_dq) {
     sums.dq = workspace.take<float>(blocks * plan.tile.block_m * plan.unit.head_dim_tile);
-    if (kernel.deterministic) sums.dq_semaphore = workspace.take<int32_t>(blocks * dq_turns(plan));
+    if (kernel.deterministic) sums.dq_semaphore = workspace.take<int32_t>(blocks);
   }
   if (plan.resident_blocks > 0) sums.work_counter = workspace.take<int32_t>(1);
   if (kernel.deterministic && has_row_block_lists(plan)) {

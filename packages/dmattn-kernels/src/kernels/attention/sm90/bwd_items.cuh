@@ -15,21 +15,20 @@ struct BwdItem {
 // --- consecutive keys -----------------------------------------------------------------------------------------------
 
 // Items are numbered by sections; in each from the first blocks of keys, which the most rows see under causality, to
-// the last, the parts of the section side by side. Where dq is added up in order, from the last blocks to the first.
+// the last, the parts of the section side by side.
 template <class T>
 __device__ __forceinline__ BwdItem find_tiled_item(const BwdArguments& p, int index) {
   const int section = min(index / (p.section_parts * p.n_blocks), p.sections);
   const int first = section * p.section_parts;
   const int parts = section < p.sections ? p.section_parts : p.all_parts - first;
   const int in_section = index - first * p.n_blocks;
-  const int row = in_section / parts;
-  const int part = first + in_section - row * parts;
+  const int n_block = in_section / parts;
+  const int part = first + in_section - n_block * parts;
   const int head = part / p.num_splits;
   // What reads the same tiles of a bias goes side by side: batches if they share it, or else heads.
   const bool batch_is_inner = T::kDenseBias && p.bias_batch_step == 0;
   const int inner = batch_is_inner ? p.batches : p.nheads_k;
   const int outer_part = head / inner, inner_part = head - outer_part * inner;
-  const int n_block = T::kOrdered ? p.n_blocks - 1 - row : row;
   const int first_row = p.is_causal ? n_block * T::kBlockN - (p.seqlen_k - p.seqlen_q) : 0;
   return {n_block,
           batch_is_inner ? outer_part : inner_part,
@@ -100,32 +99,58 @@ __device__ __forceinline__ HeadRange heads_of(const BwdArguments& p, const BwdIt
 }
 
 // The steps of an item: the query heads of its part, and of each the blocks of rows that see its keys, from the last to
-// the first; where dq is added up in order, from the first to the last.
-template <class T>
-struct BwdSteps {
+// the first.
+struct RowSteps {
   int m_begin, m_end;
   int head, m;
   int left;
 
-  __device__ __forceinline__ BwdSteps(const BwdArguments& p, const BwdItem& item)
+  __device__ __forceinline__ RowSteps(const BwdArguments& p, const BwdItem& item)
       : m_begin(item.m_begin), m_end(item.m_end) {
     const HeadRange heads = heads_of(p, item);
     head = heads.begin;
-    m = T::kOrdered ? m_begin : m_end - 1;
+    m = m_end - 1;
     left = (heads.end - heads.begin) * (m_end - m_begin);
   }
   __device__ __forceinline__ bool is_last() const { return left <= 1; }
   __device__ __forceinline__ void advance() {
     --left;
-    if constexpr (T::kOrdered) {
-      if (++m < m_end) return;
-      m = m_begin;
-    } else {
-      if (--m >= m_begin) return;
-      m = m_end - 1;
-    }
+    if (--m >= m_begin) return;
+    m = m_end - 1;
     ++head;
   }
 };
+
+// Where dq is added up in order: the blocks of rows, and of each the heads, so that items of different length stay side
+// by side. Head by head the shorter ones would wait at each head until the longest has come to it. Lists begin with the
+// first block of rows, which all but few tiles of a chunk have; consecutive keys with the last one, which they all have.
+template <class T>
+struct HeadSteps {
+  int heads, heads_left;  // of the item; of the block of rows, this one included
+  int head, m;
+  int left;
+
+  __device__ __forceinline__ HeadSteps(const BwdArguments& p, const BwdItem& item) {
+    // Lists are not split, so that the number of heads need not be kept.
+    const int first = T::kGathered ? 0 : p.head_ratio * item.split / p.num_splits;
+    heads = T::kGathered ? p.head_ratio : p.head_ratio * (item.split + 1) / p.num_splits - first;
+    heads_left = heads;
+    head = item.head_k * p.head_ratio + first;
+    m = T::kGathered ? item.m_begin : item.m_end - 1;
+    left = heads * (item.m_end - item.m_begin);
+  }
+  __device__ __forceinline__ bool is_last() const { return left <= 1; }
+  __device__ __forceinline__ void advance() {
+    --left;
+    ++head;
+    if (--heads_left > 0) return;
+    heads_left = heads;
+    head -= heads;
+    m += T::kGathered ? 1 : -1;
+  }
+};
+
+template <class T>
+using BwdSteps = std::conditional_t<T::kOrdered, HeadSteps<T>, RowSteps>;
 
 }  // namespace dmattn::sm90

@@ -4,7 +4,7 @@
 // A thread block stays on its SM and takes blocks of keys (items) until none is left. One thread of the first
 // warpgroup, the producer, copies K and V once an item, then Q, dO, lse, delta and the tile of a dense bias for one
 // block of rows after the other. Listed keys are copied by two warps beside it, and their dk and dv are added to sums in
-// memory. The other two warpgroups, the consumers, own 64 keys each. Their products have keys as rows: s^T = k q^T and
+// memory. Where sums are in a fixed order, one more warp has dq added when its turn comes. The other two warpgroups, the consumers, own 64 keys each. Their products have keys as rows: s^T = k q^T and
 // dp^T = v do^T leave p^T and ds^T in registers in the order that the first operand of dv += p^T do and
 // dk += ds^T q has. Only ds goes through shared memory, as both consumers' keys are needed for dq = ds k. The gradient
 // of a dense bias leaves from there, too.
@@ -21,6 +21,7 @@
 #include "../shared/element.cuh"
 #include "../shared/smem.cuh"
 #include "bwd_bias.cuh"
+#include "bwd_dq.cuh"
 #include "bwd_gather.cuh"
 #include "bwd_mask.cuh"
 #include "bwd_producer.cuh"
@@ -48,9 +49,13 @@ __device__ __forceinline__ void init_barriers(typename T::Shared& s) {
   }
   for (int i = 0; i < 2; ++i) {
     s.item_full[i].init(1);
-    s.item_empty[i].init(4 * T::kConsumers + T::kGatherWarps);  // a warp each
+    s.item_empty[i].init(4 * T::kConsumers + T::kDqWarps + T::kGatherWarps);  // a warp each
     s.facts_full[i].init(copiers);
     s.facts_empty[i].init(T::kConsumers);
+  }
+  for (int i = 0; i < T::kStagesOut; ++i) {
+    s.out_full[i].init(4 * T::kConsumers);  // a warp each
+    s.out_empty[i].init(1);
   }
   cutlass::arch::fence_barrier_init();
 }
@@ -77,9 +82,9 @@ struct BwdConsumer {
   RingPlace<T::kStagesQ> q_next;           // of the rows whose scores are started next
   RingPlace<T::kStagesdO> dout_place;
   RingPlace<2> item_place, facts_place;
+  RingPlace<T::kStagesOut> out_place;
   int kv_phase = 0;
   int ds_stage = 0;
-  int32_t* passed = nullptr;  // kOrdered: the turn at dq that the warpgroup has had, but not passed on
 
   __device__ __forceinline__ BwdConsumer(const BwdArguments& arguments, typename T::Shared& shared)
       : p(arguments),
@@ -298,6 +303,8 @@ struct BwdConsumer {
       wait_for_keys(s.v_full);
       start_dp();
       if constexpr (T::kMasked) to_next_step();
+      // What left through the stage at the end of the item before. The others know after the barrier in front().
+      if (T::kDqPath == DqPath::kTurns && is_speaker()) tma_store_wait<0>();
       front(true_type{});
 #pragma unroll 1
       while (!steps.is_last()) {
@@ -311,13 +318,13 @@ struct BwdConsumer {
       release(s.k_empty);
       release(s.v_empty);
       kv_phase ^= 1;
-      pass_last_turn();
     }
     if constexpr (T::kGathered) {
       wait_for_chunks(item);
-      if constexpr (T::kKeyBias) add_dbias(key_sums, item, steps.head);
-      // The head is found again, so that no register has to keep it.
-      const int64_t sums = static_cast<int64_t>(item.batch) * p.nheads_k + steps.head / p.head_ratio;
+      // Of kv head and query head only the one is kept in a register that the steps need.
+      const int head_k = T::kOrdered ? item.head_k : steps.head / p.head_ratio;
+      if constexpr (T::kKeyBias) add_dbias(key_sums, item, head_k * p.head_ratio);
+      const int64_t sums = static_cast<int64_t>(item.batch) * p.nheads_k + head_k;
       add_grad(fragments<kFragmentsD>(acc_dv), 1.f, p.dv_accum, sums);
       add_grad(fragments<kFragmentsD>(acc_dk), p.softmax_scale, p.dk_accum, sums);
       if constexpr (T::kOrdered) __threadfence();  // before the turn is passed on
@@ -618,98 +625,36 @@ struct BwdConsumer {
     const int64_t block = (static_cast<int64_t>(item.batch) * p.nheads + head) * p.dq_blocks + m;
     float* const to = p.dq_accum + block * (T::kBlockM * T::kHeadDim) + consumer * Dq::kPart;
     if constexpr (T::kDqPath == DqPath::kVector) {
-      if (takes_turns()) {
-        __threadfence();  // this thread's additions of the step before
-        sync_own();
-        if (is_speaker()) take_turn(block, item, m);
-        sync_own();
-      }
 #pragma unroll
       for (int i = 0; i < Dq::kFragments; ++i) add_vector(to + (i * 128 + thread) * 4, acc[i]);
-    } else {
-      // Speaker: what the stage held is on its way out, and where there are turns has arrived.
-      if (is_speaker()) {
-        if constexpr (T::kOrdered) {
-          wait_for_bulk();
-        } else {
-          cute::tma_store_wait<0>();
-        }
-      }
+    } else if constexpr (T::kDqPath == DqPath::kBulk) {
+      if (is_speaker()) cute::tma_store_wait<0>();  // what the stage held has been read
       sync_own();
-      const uint32_t stage = smem_u32(s.out[consumer]) + thread * 16;
-#pragma unroll
-      for (int i = 0; i < Dq::kFragments; ++i) {
-        st_shared(stage + i * 2048, make_uint4(__float_as_uint(acc[i][0]), __float_as_uint(acc[i][1]),
-                                               __float_as_uint(acc[i][2]), __float_as_uint(acc[i][3])));
-      }
-      cutlass::arch::fence_view_async_shared();
+      stage_dq(acc);
       sync_own();
       if (is_speaker()) {
-        if (takes_turns()) take_turn(block, item, m);
-        add_bulk(to, smem_u32(s.out[consumer]), Dq::kPart * sizeof(float));
+        add_bulk(to, smem_u32(own_out()), Dq::kPart * sizeof(float));
         cute::tma_store_arrive();
       }
-    }
-  }
-
-  __device__ __forceinline__ bool takes_turns() const { return T::kOrdered && p.dq_semaphore != nullptr; }
-
-  // Deterministic: the blocks of keys that see a block of rows add to it from the last to the first, each after as many
-  // turns as there are blocks behind it. Those have lower item numbers, so they have been taken, and thread blocks finish
-  // their items in order: who is waited for is running. Under causality the last of them begins with these rows, and each
-  // of the others comes to them by as many steps later as it has more rows: nobody waits if they begin together.
-  // The turn before is passed on first; its additions have long arrived by now, which passing it on right after them
-  // would have to wait for.
-  __device__ __forceinline__ void take_turn(int64_t block, const BwdItem& item, int m) {
-    pass_turn();
-    int32_t* const turn = p.dq_semaphore + block * T::kConsumers + consumer;
-    wait_until(turn, turns_before(item, m));
-    asm volatile("fence.proxy.async.global;" ::: "memory");
-    passed = turn;
-  }
-  // Lists: the tiles of a chunk take turns from the first to the last.
-  __device__ __forceinline__ int turns_before(const BwdItem& item, int m) const {
-    if constexpr (T::kGathered) {
-      const int2* const rows = tile_rows_of(p, item.batch, item.head_k, item.chunk);
-      int turns = 0;
-      for (int tile = 0; tile < item.n_block; ++tile) {
-        const int2 other = __ldg(rows + tile);
-        turns += other.x <= m && m < other.y ? 1 : 0;
-      }
-      return turns;
     } else {
-      int seen = p.n_blocks;  // blocks of keys
-      if (p.is_causal) {
-        const int last_key = (m + 1) * T::kBlockM - 1 + p.seqlen_k - p.seqlen_q;
-        seen = min(seen, last_key / T::kBlockN + 1);
-      }
-      return seen - 1 - item.n_block;
+      // BwdDq does the rest. A warp says that its part is there.
+      s.out_empty[out_place.stage].wait(out_place.phase ^ 1);
+      stage_dq(acc);
+      __syncwarp();
+      if (lane == 0) s.out_full[out_place.stage].arrive();
+      out_place.advance();
     }
   }
-  static __device__ __forceinline__ void wait_until(const int32_t* counter, int value) {
-    int32_t now;
-    do {
-      asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
-    } while (now != value);
-  }
-  __device__ __forceinline__ void pass_turn() {
-    if (passed == nullptr) return;
-    __threadfence();
-    asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(passed) : "memory");
-    passed = nullptr;
-  }
-  // At the end of an item.
-  __device__ __forceinline__ void pass_last_turn() {
-    if (takes_turns()) {
-      if constexpr (T::kDqPath == DqPath::kVector) {
-        __threadfence();
-        sync_own();
-      }
-      if (is_speaker()) {
-        if constexpr (T::kDqPath == DqPath::kBulk) wait_for_bulk();
-        pass_turn();
-      }
+  // What the consumer has of the stage that comes next.
+  __device__ __forceinline__ char* own_out() const { return s.out[out_place.stage][consumer]; }
+  __device__ __forceinline__ void stage_dq(float (&acc)[Dq::kFragments][4]) const {
+    const uint32_t stage = smem_u32(own_out()) + thread * 16;
+#pragma unroll
+    for (int i = 0; i < Dq::kFragments; ++i) {
+      st_shared(stage + i * 2048, make_uint4(__float_as_uint(acc[i][0]), __float_as_uint(acc[i][1]),
+                                             __float_as_uint(acc[i][2]), __float_as_uint(acc[i][3])));
     }
+    cutlass::arch::fence_view_async_shared();
   }
 
   // Deterministic: a key lies in one tile of a chunk, and chunks add to dk, dv and dbias from the last to the first. Their
@@ -724,7 +669,7 @@ struct BwdConsumer {
         for (int chunk = item.chunk + 1; chunk < p.keys.blocks; ++chunk) {
           const int tiles = count_tiles(p, item.batch, item.head_k, chunk, T::kBlockN);
           if (tiles == 0) continue;
-          wait_until(chunk_counter(item, chunk), tiles * T::kConsumers);
+          wait_for_turn(chunk_counter(item, chunk), tiles * T::kConsumers);
           break;
         }
       }
@@ -733,9 +678,7 @@ struct BwdConsumer {
   }
   __device__ __forceinline__ void pass_chunk(const BwdItem& item) const {
     if constexpr (T::kOrdered) {
-      if (!is_speaker()) return;
-      __threadfence();
-      asm volatile("red.release.gpu.global.add.s32 [%0], 1;" ::"l"(chunk_counter(item, item.chunk)) : "memory");
+      if (is_speaker()) pass_turn(chunk_counter(item, item.chunk));
     }
   }
 
@@ -781,8 +724,10 @@ struct BwdConsumer {
     for (int i = 0; i < cute::size(packed); ++i) {
       packed(i) = ElementTraits<Element>::pack(acc(2 * i) * scale, acc(2 * i + 1) * scale);
     }
-    Element* const stage = reinterpret_cast<Element*>(s.out[consumer]);
-    if (is_speaker()) cute::tma_store_wait<0>();  // what the stage held has been read
+    Element* const stage = reinterpret_cast<Element*>(own_out());
+    // What the stage held has been read. The next tile of dq to come here waits for the same phase.
+    if constexpr (T::kDqPath == DqPath::kTurns) s.out_empty[out_place.stage].wait(out_place.phase ^ 1);
+    if (is_speaker()) cute::tma_store_wait<0>();
     sync_own();
     typename T::OneGradMma mma;
     const auto copy = cute::make_tiled_copy_C(cute::Copy_Atom<cute::SM90_U32x4_STSM_N, Element>{}, mma);
@@ -825,10 +770,14 @@ __global__ void __launch_bounds__(T::kThreads, 1) bwd_kernel(const __grid_consta
   __syncthreads();
   if (cutlass::canonical_warp_group_idx() == 0) {
     cutlass::arch::warpgroup_reg_dealloc<T::kProducerRegisters>();
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (threadIdx.x == 0) BwdProducer<T>{p, s}.run();
+    if constexpr (T::kDqPath == DqPath::kTurns) {
+      if (warp == 1) BwdDq<T>{p, s, lane}.run();
+    }
     if constexpr (T::kGathered) {
-      const int part = static_cast<int>(threadIdx.x / 32) - (4 - T::kGatherWarps);
-      if (part >= 0) BwdGather<T>{p, s, part, static_cast<int>(threadIdx.x % 32)}.run();
+      const int part = warp - (4 - T::kGatherWarps);
+      if (part >= 0) BwdGather<T>{p, s, part, lane}.run();
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<T::kConsumerRegisters>();

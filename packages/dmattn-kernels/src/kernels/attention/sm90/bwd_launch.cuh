@@ -21,17 +21,20 @@ constexpr int64_t kBwdSectionBytes = 20 << 20;
 // blocks would still have such an item when the others have nothing left.
 constexpr int32_t kLastItems = 3;
 
+// Where dq is added up in order: thread blocks that take turns at the same rows, if there are heads enough. The more of
+// them begin together, the longer does the last one wait for its first turn.
+constexpr int64_t kBlocksOfTurns = 8;
+
 // Sections of parts whose rows take so many bytes, and the rest in one that evens out what thread blocks have to do.
-// Where dq is added up in order there is one section: the more heads at once, the fewer thread blocks wait for each
-// other.
 template <class T>
 void choose_sections(BwdArguments& a, int64_t part_bytes, int64_t blocks) {
   a.sections = 0;
   a.section_parts = a.all_parts;
   const int64_t last_parts = (kLastItems * blocks + a.n_blocks - 1) / a.n_blocks;
-  if (T::kOrdered || last_parts >= a.all_parts) return;
-  a.section_parts =
-      static_cast<int32_t>(std::clamp<int64_t>(kBwdSectionBytes / std::max<int64_t>(part_bytes, 1), 1, a.all_parts));
+  if (last_parts >= a.all_parts) return;
+  int64_t section_parts = kBwdSectionBytes / std::max<int64_t>(part_bytes, 1);
+  if (T::kOrdered) section_parts = std::max(section_parts, blocks / kBlocksOfTurns);
+  a.section_parts = static_cast<int32_t>(std::clamp<int64_t>(section_parts, 1, a.all_parts));
   a.sections = static_cast<int32_t>((a.all_parts - last_parts) / a.section_parts);
 }
 

@@ -26,7 +26,7 @@ struct BwdArguments {
   // fp32, zero before the launch, in units of 1 / softmax_scale: [batch][nheads][dq_blocks][kBlockM * kHeadDim], each
   // tile in the order of DqTile.
   float* dq_accum;
-  // [batch][nheads][m_blocks][consumers], zero before the launch: the turns at a tile of dq that have been taken.
+  // [batch][nheads][dq_blocks], zero before the launch: blocks of keys that have added to a tile of dq.
   // nullptr: nobody waits for a turn.
   int32_t* dq_semaphore;
   // num_splits > 1: fp32 [tile][num_splits][kBlockN][kHeadDim] instead of dk and dv.

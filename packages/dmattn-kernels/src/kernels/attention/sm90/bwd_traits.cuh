@@ -8,6 +8,7 @@
 #include <cute/tensor.hpp>
 #include <type_traits>
 
+#include "../../helper_params.h"
 #include "../../tiles.h"
 #include "../shared/scores.cuh"
 #include "pipeline.cuh"
@@ -18,6 +19,7 @@ namespace dmattn::sm90 {
 enum class DqPath {
   kVector,  // 16-byte reductions of each thread, straight to global memory
   kBulk,    // through shared memory, by the bulk copy engine
+  kTurns,   // likewise, by a warp of the first warpgroup that has blocks of keys add in a fixed order: see BwdDq
 };
 
 // The kernels of a head dimension.
@@ -96,17 +98,21 @@ struct BwdTraits {
   static constexpr int kStagesQ = kTile.stages_q, kStagesdO = 2, kStagesdS = 2;
   // On an H200, bulk copies are up to 4% faster at head_dim 128; at 64 they have not been timed.
   // With a dense bias they would wait for each other's and dbias's.
-  static constexpr DqPath kDqPath = kHeadDim == 64 || kDenseBias ? DqPath::kVector : DqPath::kBulk;
   static constexpr bool kSoftcap = kVariant == BwdVariant::kSoftcap;
   static constexpr bool kOrdered = kSoftcap || kVariant == BwdVariant::kOrdered ||
                                    kVariant == BwdVariant::kOrderedLists || kVariant == BwdVariant::kOrderedBiasLists;
+  static constexpr DqPath kDqPath = kOrdered                       ? DqPath::kTurns
+                                    : kHeadDim == 64 || kDenseBias ? DqPath::kVector
+                                                                   : DqPath::kBulk;
   // Scores of the next rows are started before dq leaves the registers, where there are registers for both.
   static constexpr bool kEarlyScores = !kSoftcap;
   static_assert(kBlockM % 16 == 0 && kStagesQ >= 2 && kStagesdO >= 2);
   static constexpr int kThreads = 128 * (kConsumers + 1);
   // 128 * (2 * 240 + 24) = 64512 registers: those that a block of 384 threads starts with, 168 each.
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
-  static constexpr int kGatherWarps = kGathered ? kConsumers : 0;  // of the first warpgroup, its last ones
+  static constexpr int kGatherWarps = kGathered ? kConsumers : 0;     // of the first warpgroup, its last ones
+  static constexpr int kDqWarps = kDqPath == DqPath::kTurns ? 1 : 0;  // likewise, its second one
+  static_assert(1 + kDqWarps + kGatherWarps <= 4);
   // TMA copies panels as wide as the swizzle of shared memory: 128 bytes, or 64 where head_dim is no multiple of that.
   static constexpr int kPanelCols = kHeadDim % 64 == 0 ? 64 : 32;
   static constexpr int kPanels = kHeadDim / kPanelCols;
@@ -167,7 +173,11 @@ struct BwdTraits {
   static constexpr int kPanel = kBlockM * 64;  // elements of ds or of the bias that a consumer has
   // What a consumer puts together before it leaves by TMA: its 64 rows of dk or dv, or its part of dq.
   static constexpr int kOutBytes = 64 * kHeadDim * 2;
-  static constexpr int kStageBytes = kDqPath == DqPath::kBulk && Dq::kPart * 4 > kOutBytes ? Dq::kPart * 4 : kOutBytes;
+  static constexpr int kStageBytes =
+      kDqPath != DqPath::kVector && Dq::kPart * 4 > kOutBytes ? Dq::kPart * 4 : kOutBytes;
+  // A second stage lets consumers go on for a step more while a tile of dq waits for its turn.
+  static constexpr int kStagesOut = kDqPath == DqPath::kTurns && kHeadDim == 64 ? 2 : 1;
+  static_assert(kDqPath != DqPath::kTurns || kStageBytes == Dq::kPart * 4);  // a tile leaves in one piece
 
   // An item as the producer announces it; an index of `items` and more: there is none. m_begin, m_end: see BwdItem.
   struct TiledItem {
@@ -213,15 +223,15 @@ struct BwdTraits {
   static constexpr bool kOwnOut = !kDenseBias || kHeadDim <= 64;
   struct OwnOut {
     alignas(1024) Element ds[kStagesdS * kTiledS];
-    alignas(1024) char out[kConsumers][kStageBytes];
+    alignas(1024) char out[kStagesOut][kConsumers][kStageBytes];
   };
   struct OutInPlaceOfdS {
     union {
       alignas(1024) Element ds[kStagesdS * kTiledS];
-      alignas(1024) char out[kConsumers][kStageBytes];
+      alignas(1024) char out[kStagesOut][kConsumers][kStageBytes];
     };
   };
-  static_assert(kOwnOut || kConsumers * kStageBytes <= kStagesdS * kTiledS * 2);
+  static_assert(kOwnOut || kStagesOut * kConsumers * kStageBytes <= kStagesdS * kTiledS * 2);
 
   struct Shared : std::conditional_t<kOwnOut, OwnOut, OutInPlaceOfdS> {
     alignas(1024) Element k[kTileK];
@@ -235,10 +245,12 @@ struct BwdTraits {
     alignas(128) float lse_rest[kStagesQ][kBias ? kBlockM : 4];
     Facts facts[2];
     alignas(16) Announced item[2];
+    int32_t tiles_before[kDqWarps > 0 && kGathered ? kMostChunkRows / kBlockM : 1];  // see BwdDq
     Barrier k_full, v_full, k_empty, v_empty;
     Barrier q_full[kStagesQ], q_empty[kStagesQ], dout_full[kStagesdO], dout_empty[kStagesdO];
     Barrier bias_full[kDenseBias ? kStagesQ : 1], bias_empty[kDenseBias ? kStagesQ : 1];
     Barrier item_full[2], item_empty[2], facts_full[2], facts_empty[2];
+    Barrier out_full[kStagesOut], out_empty[kStagesOut];  // of a tile of dq, by kTurns
   };
   static constexpr uint32_t kSmemBytes = sizeof(Shared) + 1024;  // the base need not be aligned as the tiles must be
   static_assert(kSmemBytes <= 227 * 1024);

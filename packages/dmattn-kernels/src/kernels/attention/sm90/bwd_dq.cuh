@@ -1,0 +1,136 @@
+// Sums in a fixed order in the Hopper backward: turns that blocks of keys take at a tile of dq, and the warp that takes
+// them.
+//
+// A turn is a counter in memory, and waiting for it and passing it on take longer than anything else in a step. So the
+// consumers do neither: they leave their parts of dq in shared memory and go on. This warp has them added when the turn
+// has come, gives the stage back when it has been read, and passes the turn on when the additions have arrived.
+#pragma once
+
+#include "../shared/smem.cuh"
+#include "bwd_items.cuh"
+
+namespace dmattn::sm90 {
+
+// Counters of turns, in memory.
+//
+// Who passes a turn on says by the fence that what it has added comes before. Bulk additions have to be complete by then
+// (wait_for_bulk()), and those of other threads of the block to come before a barrier between them and this one.
+__device__ __forceinline__ void pass_turn(int32_t* counter) {
+  asm volatile("fence.acq_rel.gpu;" ::: "memory");
+  asm volatile("red.relaxed.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
+}
+__device__ __forceinline__ void wait_for_turn(const int32_t* counter, int value) {
+  int32_t now;
+  do {
+    asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
+  } while (now != value);
+}
+// Without a fence: only after the next one may what is added rely on the value.
+__device__ __forceinline__ int peek_at_turn(const int32_t* counter) {
+  int32_t now;
+  asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
+  return now;
+}
+
+// Blocks of keys that see a block of rows add to its dq one after the other, from the first to the last; over lists, the
+// tiles of a chunk that do. Where several begin together each comes to wait for the one before it at its first steps.
+// After that it stays behind it by as much as a turn takes, and does not wait again.
+//
+// Those that come before have lower item numbers. They have been taken, then, and thread blocks finish their
+// items in order: who is waited for is running. What it still has to do before it passes its turns on waits for lower
+// numbers alone. In particular this warp passes a turn on before it waits for the next one, and never waits for the
+// consumers of its block to get past the step whose turn it is. The item with the lowest number waits for nobody.
+template <class T>
+struct BwdDq {
+  static constexpr int kTile = T::kBlockM * T::kHeadDim;  // elements
+
+  const BwdArguments& p;
+  typename T::Shared& s;
+  const int lane;
+  RingPlace<2> item_place;
+  RingPlace<T::kStagesOut> out_place;
+
+  __device__ __forceinline__ void run() {
+    while (true) {
+      s.item_full[item_place.stage].wait(item_place.phase);
+      const typename T::Announced announced = s.item[item_place.stage];
+      __syncwarp();
+      if (lane == 0) s.item_empty[item_place.stage].arrive();
+      item_place.advance();
+      if (announced.index >= p.items) return;
+      const BwdItem item = find_item<T>(p, announced);
+      if constexpr (T::kGathered) count_tiles_before(item);
+      if (lane == 0) add_item(item);
+      __syncwarp();
+    }
+  }
+
+  // Of the tiles of a chunk before this one, how many see each block of the item's rows. Whole warp; for one thread
+  // that has to know it in each step.
+  __device__ __forceinline__ void count_tiles_before(const BwdItem& item) {
+    const int2* const rows = tile_rows_of(p, item.batch, item.head_k, item.chunk);
+    const int blocks = item.m_end - item.m_begin;  // 16 at most
+    int seen_by = 0;                               // of block m_begin + lane
+#pragma unroll 1
+    for (int first = 0; first < item.n_block; first += 32) {
+      const int tile = first + lane;
+      const int2 other = tile < item.n_block ? __ldg(rows + tile) : make_int2(0, 0);
+#pragma unroll 1
+      for (int i = 0; i < blocks; ++i) {
+        const int m = item.m_begin + i;
+        const int seen = __popc(__ballot_sync(0xffffffffu, other.x <= m && m < other.y));
+        if (lane == i) seen_by += seen;
+      }
+    }
+    if (lane < blocks) s.tiles_before[lane] = seen_by;
+    __syncwarp();
+  }
+
+  __device__ __forceinline__ void add_item(const BwdItem& item) {
+    const bool takes_turns = p.dq_semaphore != nullptr;
+    bool is_turn = !takes_turns;  // at the rows of the step
+    BwdSteps<T> steps(p, item);
+#pragma unroll 1  // few registers
+    while (steps.left > 0) {
+      const int block = block_of(item, steps);
+      if (!is_turn) {
+        wait_for_turn(p.dq_semaphore + block, turns_before(item, steps.m));
+        asm volatile("fence.proxy.async.global;" ::: "memory");
+      }
+      s.out_full[out_place.stage].wait(out_place.phase);
+      add_bulk(p.dq_accum + static_cast<int64_t>(block) * kTile, smem_u32(s.out[out_place.stage]),
+               kTile * sizeof(float));
+      cute::tma_store_arrive();
+      cute::tma_store_wait<0>();
+      s.out_empty[out_place.stage].arrive();
+      out_place.advance();
+      steps.advance();
+      if (takes_turns) is_turn = finish_turn(block, item, steps);
+    }
+  }
+
+  // Passes the turn on; whether it is already the block's at the rows of the next step. That is asked while additions are
+  // on their way, and the fence in pass_turn() comes between the answer and what is added next, too.
+  __device__ __forceinline__ bool finish_turn(int block, const BwdItem& item, const BwdSteps<T>& next) {
+    const int turns = next.left > 0 ? peek_at_turn(p.dq_semaphore + block_of(item, next)) : -1;
+    wait_for_bulk();
+    pass_turn(p.dq_semaphore + block);
+    const bool is_turn = next.left > 0 && turns == turns_before(item, next.m);
+    if (is_turn) asm volatile("fence.proxy.async.global;" ::: "memory");
+    return is_turn;
+  }
+
+  // Which block of rows of all.
+  __device__ __forceinline__ int block_of(const BwdItem& item, const BwdSteps<T>& steps) const {
+    return (item.batch * p.nheads + steps.head) * p.dq_blocks + steps.m;
+  }
+  __device__ __forceinline__ int turns_before(const BwdItem& item, int m) const {
+    if constexpr (T::kGathered) {
+      return s.tiles_before[m - item.m_begin];
+    } else {
+      return item.n_block;  // rows that see a key see those before it
+    }
+  }
+};
+
+}  // namespace dmattn::sm90
