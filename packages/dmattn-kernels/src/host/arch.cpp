@@ -15,7 +15,7 @@ FwdTile sm80_fwd_tile(const FwdParams& p, Level level, bool gathered) {
   return fwd_tile(kTiles, head_dim_tile(p.head_dim), level, gathered);
 }
 template <TileSet kTiles>
-BwdTile sm80_bwd_tile(int d, bool, bool) {
+BwdTile sm80_bwd_tile(int d, bool, bool, bool) {
   return bwd_tile(kTiles, d);
 }
 DqOrder sm80_dq_order(const BwdTile&) { return DqOrder::kRegisters; }
@@ -69,12 +69,13 @@ DqOrder sm90_dq_order(const BwdTile& tile) {
 // A dense bias and its gradient are copied in tiles by TMA; sums of the gradient are added to four at a time. A stride of 0
 // stands for a bias that heads or batches share.
 bool has_bias_tiles(const BwdParams& p) {
-  if (p.bias.kind == BiasKind::kNone) return true;
+  if (p.bias.kind == BiasKind::kNone || p.bias.kind == BiasKind::kKey) return true;
   const auto serves = [&](const void* data, const Strides3& s, Dtype dtype) {
     return serves_bias_tiles(data, s, dtype, p.batch, p.seqlen_q, p.nheads);
   };
   const Strides3 to = {p.dbias_batch_stride, p.dbias_head_stride, p.dbias_row_stride};
-  return serves(p.bias.ptr, {p.bias.batch_stride, p.bias.head_stride, p.bias.row_stride}, p.bias.dtype) &&
+  return p.bias.col_stride == 1 &&
+         serves(p.bias.ptr, {p.bias.batch_stride, p.bias.head_stride, p.bias.row_stride}, p.bias.dtype) &&
          (p.dbias_kind != DbiasKind::kTile || serves(p.dbias, to, p.bias.dtype)) &&
          (p.dbias_kind != DbiasKind::kAccum || p.seqlen_k % 4 == 0);
 }

@@ -24,12 +24,13 @@ struct KernelSet {
   // Name of the set whose units stand in where `arch` has none of its own; nullptr: none does.
   const char* fallback;
   FwdTile (*fwd_tile)(const FwdParams& p, Level level, bool gathered);
-  BwdTile (*bwd_tile)(int head_dim_tile, bool gathered, bool has_bias);
+  BwdTile (*bwd_tile)(int head_dim_tile, bool gathered, bool has_bias, bool has_dense_mask);
   DqOrder (*dq_order)(const BwdTile& tile);
   // Whether its forward units compute this problem; nullptr: every one that they are compiled for.
   bool (*serves_fwd)(const FwdParams& p, Level level, bool gathered);
-  // Whether its backward units compute this problem, which has neither mask nor packed sequences and wants all three
-  // gradients. It is dense, without a bias or with one of BiasKind::kTile; or gathered, of lists for row blocks that the heads of a group share, without
+  // Whether its backward units compute this problem, which has no packed sequences and wants all three gradients. It is
+  // dense, with or without a dense mask and a bias (then without softcap and not deterministic, and without a mask beside
+  // an fp32 bias for each row and key; one for each key is that of a group); or gathered, of lists for row blocks that the heads of a group share, without
   // softcap, and its bias, if any, is for each key. nullptr: they compute every one.
   bool (*serves_bwd)(const BwdParams& p, bool gathered);
   // Its kernels stay on an SM and take one block of rows (backward: of keys) after the other. The forward does not split

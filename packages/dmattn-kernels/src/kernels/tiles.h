@@ -104,11 +104,12 @@ constexpr BwdTile bwd_tile(TileSet tiles, int d) {
 }
 
 // The backward on Hopper: two consumers of 64 keys each. Where block_m is no multiple of 64, dq is computed transposed.
-// Lists are for blocks of 128 rows, which 96 do not divide. A dense bias has two 16 KB stages at head_dim 128, three at 64.
-constexpr BwdTile sm90_bwd_tile(int d, bool gathered, bool has_bias) {
-  return d <= 64 && !gathered && !has_bias ? BwdTile{96, 128, 8, 1, 8, 4, 3}
+// Lists are for blocks of 128 rows, which 96 do not divide, and the states of a dense mask are those of 64 rows. A dense
+// bias has two stages of 16 KB, or in fp32 32 KB, at head_dim 128, three at 64.
+constexpr BwdTile sm90_bwd_tile(int d, bool gathered, bool has_bias, bool has_mask) {
+  return d <= 64 && !gathered && !has_bias && !has_mask ? BwdTile{96, 128, 8, 1, 8, 4, 3}
          // 162 KB: 472 TFLOP/s on an H200, 438 with 64 rows
-         : d > 64 && !gathered && has_bias ? BwdTile{64, 128, 8, 1, 8, 4, 2}   // 226 KB
+         : d > 64 && !gathered && has_bias ? BwdTile{64, 128, 8, 1, 8, 4, 2}   // 227 KB
                                            : BwdTile{64, 128, 8, 1, 8, 4, 3};  // 211 KB
 }
 

@@ -375,6 +375,11 @@ HOPPER_BWD = (
     # Rows of the bias and of its gradient that start on 16 bytes.
     Launch("dense rows, bias", 200, 264, 2, 4, 2, bias="bhqk", causal=True),
     Launch("dense rows, shared bias", 133, 264, 2, 4, 2, bias="1kqk"),
+    Launch("dense rows, fp32 bias", 200, 264, 2, 4, 2, bias="bhqk", bias_f32=True, causal=True),
+    Launch("dense rows, shared fp32 bias", 133, 264, 2, 4, 2, bias="1kqk", bias_f32=True),
+    Launch("dense rows, key bias", 200, 261, 2, 4, 2, bias="bk1k", causal=True),
+    Launch("dense rows, mask", 200, 261, 2, 4, 2, mask="bkqk", causal=True),
+    Launch("dense rows, mask, bias", 200, 264, 2, 4, 2, mask="1hqk", bias="bhqk"),
 )
 HOPPER_CHANGED_KINDS = [kind for kind in HOPPER_KINDS if kind[1] in (64, 128, 256)]
 HOPPER_BWD_KINDS = [kind for kind in HOPPER_KINDS if kind[1] in (64, 128)]

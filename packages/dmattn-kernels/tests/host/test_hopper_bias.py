@@ -7,8 +7,21 @@ from typing import Any
 
 import pytest
 
-from abi import FLOAT32, Tensor, tensor
-from probe import DB_ACCUM, DB_NONE, DB_PAIR, DB_TILE, SM90, TILE, Plan, Probe, mask
+from abi import BFLOAT16, FLOAT32, Tensor, tensor
+from probe import (
+    DB_ACCUM,
+    DB_KEY,
+    DB_NONE,
+    DB_PAIR,
+    DB_TILE,
+    DIRECT,
+    KEY,
+    SM90,
+    TILE,
+    Plan,
+    Probe,
+    mask,
+)
 
 SMS = 132
 LENGTH = 4096
@@ -73,11 +86,63 @@ def test_what_they_compute(probe: ctypes.CDLL, arguments: dict[str, Any], kind: 
     assert bool(plan["dbias"]) == (kind != DB_NONE)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    "arguments, kind",
+    [
+        ({}, DB_NONE),
+        ({"gradients": WITH_DBIAS, "is_causal": 1}, DB_TILE),
+        ({"gradients": WITH_DBIAS, "batch": 2}, DB_ACCUM),
+        ({"gradients": WITH_DBIAS, "bias": tensor((1, 1, LENGTH, LENGTH), FLOAT32)}, DB_ACCUM),
+        ({"seqlen_k": 4092, "bias": tensor((1, 1, LENGTH, 4092), FLOAT32)}, DB_NONE),
+    ],
+    ids=["no gradient", "own entries, causal", "two batches", "one for all heads", "odd keys"],
+)
+def test_fp32_bias(probe: ctypes.CDLL, arguments: dict[str, Any], kind: int, head_dim: int) -> None:
+    fields = {"bias": tensor(DENSE, FLOAT32), "head_dim": head_dim} | arguments
+    plan = plan_of(probe, **fields)
+    assert plan["bias.kind"] == DIRECT and plan["dbias_kind"] == kind
+    assert (plan["arch"], plan["block_m"], plan["block_n"]) == (90, 64, 128)
+    # What is shared is added up in the gradient itself.
+    assert plan["once_zero_bytes"] == 0
+    is_added_to = kind == DB_ACCUM or plan["is_causal"]
+    entries = plan["dbias_elements"]
+    assert plan["dbias_zero_bytes"] == (4 * entries if is_added_to else 0)
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32])
+@pytest.mark.parametrize("heads, with_mask", [(1, False), (4, False), (4, True)])
+def test_bias_of_keys(probe: ctypes.CDLL, heads: int, with_mask: bool, dtype: int) -> None:
+    fields: dict[str, Any] = {"batch": 2, "nheads_k": 4}
+    if with_mask:
+        fields["mask"] = mask(1, 1, LENGTH, LENGTH)
+    plan = plan_of(probe, WITH_DBIAS, bias=tensor((2, heads, 1, LENGTH), dtype), **fields)
+    assert (plan["bias.kind"], plan["dbias_kind"]) == (KEY, DB_KEY)
+    assert (plan["arch"], plan["block_m"], plan["block_n"]) == (90, 64, 128)
+    assert plan["lse_scale"] == 1 and plan["rest_scale"] > 1
+    assert plan["dbias_cols_reduced"] and plan["once_zero_bytes"] == 4 * 2 * 16 * LENGTH
+
+
+@pytest.mark.parametrize("of_mask", [(1, 1), (2, 4), (2, 16)])
+def test_a_mask_beside_a_bias(probe: ctypes.CDLL, of_mask: tuple[int, int]) -> None:
+    """Its gradient starts as zeros: tiles without anything are never written."""
+    fields = {"batch": 2, "nheads_k": 4, "mask": mask(*of_mask, LENGTH, LENGTH)}
+    plan = plan_of(probe, WITH_DBIAS, bias=tensor((2, 16, LENGTH, LENGTH)), **fields)
+    assert (plan["arch"], plan["dbias_kind"]) == (90, DB_TILE)
+    assert plan["mask.bits"] and plan["dbias_zero_bytes"] == 2 * 2 * 16 * LENGTH * LENGTH
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"bias": tensor(DENSE, FLOAT32)},
-        {"bias": tensor((1, 1, 1, LENGTH), FLOAT32)},
+        {"bias": tensor(DENSE, FLOAT32), "mask": mask(1, 1, LENGTH, LENGTH)},
+        {"bias": tensor(DENSE, FLOAT32, (0, LENGTH * LENGTH, 1, LENGTH))},
+        {"bias": tensor(DENSE, FLOAT32, (0, LENGTH * 4098, 4098, 1))},
+        {"gradients": WITH_DBIAS, "seqlen_k": 4094, "bias": tensor((1, 1, LENGTH, 4094), FLOAT32)},
+        {"bias": tensor(DENSE, FLOAT32), "deterministic": 1},
+        {"bias": tensor((1, 1, 1, LENGTH), FLOAT32), "deterministic": 1},
+        {"bias": tensor((1, 16, 1, LENGTH)), "nheads_k": 4},
+        {"bias": tensor(DENSE, stride=(0, 0, 0, 1)), "gradients": WITH_DBIAS},
         {"bias": tensor(DENSE, stride=(0, LENGTH * LENGTH, 1, LENGTH))},
         {"bias": tensor(DENSE, stride=(0, LENGTH * 4100, 4100, 1))},
         {"gradients": WITH_DBIAS, "seqlen_k": 4095, "bias": tensor((1, 16, LENGTH, 4095))},
@@ -88,15 +153,18 @@ def test_what_they_compute(probe: ctypes.CDLL, arguments: dict[str, Any], kind: 
         },
         {"deterministic": 1},
         {"softcap": 30.0},
-        {"mask": mask(1, 1, LENGTH, LENGTH)},
+        {"mask": mask(1, 1, 1, LENGTH)},
         {"softmax_lse_rest": Tensor()},
         {"head_dim": 136},
         {"gradients": "dq dk dbias"},
     ],
     ids=[
-        *("fp32", "a number for each key", "strided columns", "rows on 8 bytes"),
+        *("fp32 and mask", "fp32, strided columns", "fp32, rows on 8 bytes"),
+        *("fp32, rows of the gradient on 8 bytes", "fp32, deterministic"),
+        *("of keys, deterministic", "of keys, in each head of a group", "of keys, all gradients"),
+        *("strided columns", "rows on 8 bytes"),
         *("odd rows of the gradient", "odd sums of the gradient"),
-        *("deterministic", "softcap", "mask", "no rest of lse", "large heads"),
+        *("deterministic", "softcap", "key mask", "no rest of lse", "large heads"),
         "one gradient less",
     ],
 )

@@ -58,7 +58,9 @@ def test_what_they_compute(probe: ctypes.CDLL, arguments: dict[str, Any]) -> Non
     "arguments",
     [
         {"bias": tensor((1, 1, 1, 4096), FLOAT32)},
-        {"mask": mask(1, 1, 4096, 4096)},
+        {"mask": mask(1, 1, 4096, 4096), "softcap": 30.0},
+        {"mask": mask(1, 1, 4096, 4096), "deterministic": 1},
+        {"mask": mask(1, 1, 4096, 4096), "head_dim": 136},
         {"gradients": "dq dk"},
         {"k": tensor((1, 4096, 16, 128), stride=(0, 128, 0, 1))},
         {"dout": tensor((1, 4096, 16, 128), stride=(4096 * 2052, 2052, 128, 1))},
@@ -69,12 +71,36 @@ def test_what_they_compute(probe: ctypes.CDLL, arguments: dict[str, Any]) -> Non
         {"nheads_k": 1, "seqlen_q": 16384, "seqlen_k": 16384},
     ],
     ids=[
-        *("bias", "mask", "one gradient less", "expanded", "unaligned", "rest of lse"),
+        *("bias", "mask and softcap", "mask, deterministic", "mask, large heads"),
+        *("one gradient less", "expanded", "unaligned", "rest of lse"),
         *("negative scale", "few keys", "few keys, causal", "sums that go on in several rounds"),
     ],
 )
 def test_what_others_compute(probe: ctypes.CDLL, arguments: dict[str, Any]) -> None:
     assert plan_of(probe, **arguments)["arch"] == 80
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(
+    "arguments, heads",
+    [
+        ({"mask": mask(1, 1, 4096, 4096)}, 1),
+        ({"mask": mask(2, 4, 4096, 4096), "is_causal": 1}, 4),
+        ({"mask": mask(2, 16, 4096, 4096)}, 16),
+        ({"mask": mask(1, 4, 4096, 1)}, 4),
+        ({"mask": mask(2, 16, 4096, 4096, stride=(0, 0, 4096, 1))}, 1),
+        ({"mask": mask(1, 1, 1000, 4095), "seqlen_q": 1000, "seqlen_k": 4095}, 1),
+    ],
+    ids=["one for all", "of groups, causal", "of heads", "of rows", "expanded", "odd"],
+)
+def test_dense_masks(
+    probe: ctypes.CDLL, arguments: dict[str, Any], heads: int, head_dim: int
+) -> None:
+    """Blocks of 64 rows, whose states the packed mask has."""
+    plan = plan_of(probe, batch=2, nheads_k=4, head_dim=head_dim, **arguments)
+    assert (plan["arch"], plan["block_m"], plan["block_n"]) == (90, 64, 128)
+    assert plan["mask.bits"] and plan["mask.head_ratio"] == 16 // heads
+    assert plan["lse_scale"] > 1 and plan["rest_scale"] == 1
 
 
 def test_packed_sequences_are_for_others(probe: ctypes.CDLL) -> None:

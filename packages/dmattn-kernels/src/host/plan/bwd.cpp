@@ -91,7 +91,8 @@ void use_kernels(BwdPlan& plan, const KernelSet& kernels, const Device& device) 
   plan.choice.level = bwd_level(plan);
   BwdParams& kernel = plan.kernel;
   const bool has_bias = kernel.bias.kind != BiasKind::kNone;
-  const BwdTile& tile = plan.tile = kernels.bwd_tile(plan.unit.head_dim_tile, plan.unit.gathered, has_bias);
+  const BwdTile& tile = plan.tile =
+      kernels.bwd_tile(plan.unit.head_dim_tile, plan.unit.gathered, has_bias, has_mask(plan.mask));
   kernel.has_split_slots = kernel.deterministic || kernels.is_persistent;
   kernel.dq_blocks = ceil_div(kernel.seqlen_q, tile.block_m);
   if (!kernel.packing.is_active()) {
@@ -310,6 +311,21 @@ BwdPlan plan_with(const KernelSet& kernels, BwdPlan plan, const dmattn_bwd_param
   return plan;
 }
 
+// Whether a bias in fp32 and its gradient, which is added to where heads or batches share it, may be copied in tiles. They
+// leave no room for those of a mask.
+bool suits_wide_tiles(const BwdPlan& plan) {
+  const BwdParams& p = plan.kernel;
+  const Strides3 to = {p.dbias_batch_stride, p.dbias_head_stride, p.dbias_row_stride};
+  return p.bias.kind == BiasKind::kDirect && p.bias.dtype == Dtype::kFloat32 && !has_mask(plan.mask) &&
+         (p.dbias_kind == DbiasKind::kNone || is_vec16(plan.dbias, to, plan.dbias_dtype));
+}
+
+// Whether the bias is for each key, the same for the heads of a group, and its gradient, if asked for, too.
+bool is_of_group_keys(const BwdParams& p) {
+  const bool has_dbias_of_keys = p.dbias_kind == DbiasKind::kNone || p.dbias_kind == DbiasKind::kKey;
+  return p.bias.kind == BiasKind::kKey && p.bias.head_ratio % p.head_ratio == 0 && has_dbias_of_keys;
+}
+
 // Whether this is a problem of the kind that KernelSet::serves_bwd() is asked about.
 bool is_for_residents(const BwdPlan& plan) {
   const BwdParams& p = plan.kernel;
@@ -317,15 +333,15 @@ bool is_for_residents(const BwdPlan& plan) {
   const bool has_bias = p.bias.kind != BiasKind::kNone;
   // The rest of lse is there for the sake of large biases.
   if (!all_wanted || p.packing.is_active() || plan.has_lse_rest != has_bias) return false;
-  if (has_mask(plan.mask) && plan.walk != KeyWalk::kMaskList) return false;
   if (plan.walk == KeyWalk::kTiled) {
-    return !has_bias || (p.bias.kind == BiasKind::kTile && p.softcap == 0.f && !p.deterministic);
+    if (!has_bias && !has_mask(plan.mask)) return true;
+    const bool is_served = !has_bias || p.bias.kind == BiasKind::kTile || suits_wide_tiles(plan) || is_of_group_keys(p);
+    return is_served && p.softcap == 0.f && !p.deterministic;
   }
+  if (has_mask(plan.mask) && plan.walk != KeyWalk::kMaskList) return false;
   if (plan.walk != KeyWalk::kRowBlockLists && p.deterministic) return false;
   const int32_t list_heads = plan.walk == KeyWalk::kMaskList ? plan.mask.heads : p.nheads / p.keys.head_ratio;
-  const bool has_group_bias = p.bias.kind == BiasKind::kKey && p.bias.head_ratio % p.head_ratio == 0;
-  const bool has_dbias_of_keys = p.dbias_kind == DbiasKind::kNone || p.dbias_kind == DbiasKind::kKey;
-  return p.nheads_k % list_heads == 0 && (!has_bias || has_group_bias) && has_dbias_of_keys && p.softcap == 0.f;
+  return p.nheads_k % list_heads == 0 && (!has_bias || is_of_group_keys(p)) && p.softcap == 0.f;
 }
 
 // Blocks of rows for which splitting them between thread blocks would not pay.

@@ -35,6 +35,20 @@ __device__ __forceinline__ void store_matrices(uint32_t rows, uint32_t x, uint32
                : "memory");
 }
 
+// In fp32 a row of a panel has 32 keys, those of two warps. Where the thread's first row and key lie, which are in registers
+// 0 of fragment 0, and from there the others: row 8 i + e further on, key 8 * half. The swizzle exchanges chunks of four
+// keys by the row's number in its eight. The thread's first row is even there, and its first chunk 0, 1, 4 or 5, so that
+// one row or eight keys more change one bit of the chunk's place. The threads of a warp meet all banks: four chunks by the
+// rows of a quad's lanes, two by keys, four keys in each.
+template <int kBlockM>
+__device__ __forceinline__ uint32_t wide_row(uint32_t tile, int consumer, int warp, int lane) {
+  const int panel = 2 * consumer + warp / 2, row = lane % 4 * 2, chunk = warp % 2 * 4 + lane / 16;
+  return tile + (panel * kBlockM + row) * kPanelRowBytes + ((chunk ^ row) << 4) + lane / 4 % 4 * 4;
+}
+__device__ __forceinline__ uint32_t wide_entry(uint32_t first, int i, int half, int e) {
+  return (first ^ (half << 5 | e << 4)) + (8 * i + e) * kPanelRowBytes;
+}
+
 // Adds a panel to fp32 sums: `to` is that of its first row and key, of whose neighbours `rows` and `keys` exist. Whole
 // warpgroup; to, row_stride and keys are multiples of four.
 template <class Element, int kRows>

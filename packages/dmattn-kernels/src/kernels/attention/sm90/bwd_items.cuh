@@ -76,8 +76,26 @@ __device__ __forceinline__ BwdItem find_item(const BwdArguments& p, const typena
     const ListItem item = find_list_item(p, announced.index);
     return {item.tile, item.head_k, 0, item.batch, announced.m_begin, announced.m_end, item.chunk};
   } else {
-    return find_tiled_item<T>(p, announced.index);
+    BwdItem item = find_tiled_item<T>(p, announced.index);
+    if constexpr (T::kMasked) item.m_end = announced.has_rows ? item.m_end : item.m_begin;
+    return item;
   }
+}
+
+// Whether rows and keys meet of which the one does not see the other, or one of which there is not.
+template <class T>
+__device__ __forceinline__ bool cuts_tile(const BwdArguments& p, int m, int n_block) {
+  const int last = (n_block + 1) * T::kBlockN - 1;
+  return last >= p.seqlen_k || (p.is_causal && m * T::kBlockM < last - (p.seqlen_k - p.seqlen_q));
+}
+
+// The query heads of an item's part: from begin up to end.
+struct HeadRange {
+  int begin, end;
+};
+__device__ __forceinline__ HeadRange heads_of(const BwdArguments& p, const BwdItem& item) {
+  const int first = item.head_k * p.head_ratio;
+  return {first + p.head_ratio * item.split / p.num_splits, first + p.head_ratio * (item.split + 1) / p.num_splits};
 }
 
 // The steps of an item: the query heads of its part, and of each the blocks of rows that see its keys, from the last to
@@ -89,12 +107,12 @@ struct RowSteps {
 
   __device__ __forceinline__ RowSteps(const BwdArguments& p, const BwdItem& item)
       : m_begin(item.m_begin), m_end(item.m_end) {
-    const int first = p.head_ratio * item.split / p.num_splits;
-    const int end = p.head_ratio * (item.split + 1) / p.num_splits;
-    head = item.head_k * p.head_ratio + first;
+    const HeadRange heads = heads_of(p, item);
+    head = heads.begin;
     m = m_end - 1;
-    left = (end - first) * (m_end - m_begin);
+    left = (heads.end - heads.begin) * (m_end - m_begin);
   }
+  __device__ __forceinline__ bool is_last() const { return left <= 1; }
   __device__ __forceinline__ void advance() {
     --left;
     if (--m >= m_begin) return;
@@ -121,6 +139,7 @@ struct HeadSteps {
     m = T::kGathered ? item.m_begin : item.m_end - 1;
     left = heads * (item.m_end - item.m_begin);
   }
+  __device__ __forceinline__ bool is_last() const { return left <= 1; }
   __device__ __forceinline__ void advance() {
     --left;
     ++head;

@@ -1,5 +1,5 @@
-// The backward on Hopper: consecutive keys, with lengths and causality, and either softcap or a dense bias; or lists of
-// keys for chunks of rows, with a bias for each key.
+// The backward on Hopper: consecutive keys, with lengths and causality, and either softcap or a dense mask and a
+// bias; or lists of keys for chunks of rows, with a bias for each key.
 //
 // A thread block stays on its SM and takes blocks of keys (items) until none is left. One thread of the first
 // warpgroup, the producer, copies K and V once an item, then Q, dO, lse, delta and the tile of a dense bias for one
@@ -23,6 +23,7 @@
 #include "bwd_bias.cuh"
 #include "bwd_dq.cuh"
 #include "bwd_gather.cuh"
+#include "bwd_mask.cuh"
 #include "bwd_producer.cuh"
 
 namespace dmattn::sm90 {
@@ -77,6 +78,7 @@ struct BwdConsumer {
   const BwdArguments& p;
   typename T::Shared& s;
   const int consumer, thread, warp, lane;  // thread, warp: in the warpgroup
+  float key_bias[2];                       // kKeyBias, consecutive keys: of the thread's two keys of the item
   RingPlace<T::kStagesQ> q_next;           // of the rows whose scores are started next
   RingPlace<T::kStagesdO> dout_place;
   RingPlace<2> item_place, facts_place;
@@ -108,6 +110,7 @@ struct BwdConsumer {
       item.m_begin = __shfl_sync(0xffffffffu, item.m_begin, 0);
       item.m_end = __shfl_sync(0xffffffffu, item.m_end, 0);
     }
+    if constexpr (T::kMasked) item.has_rows = __shfl_sync(0xffffffffu, item.has_rows, 0);
     if (lane == 0) s.item_empty[item_place.stage].arrive();
     item_place.advance();
     return item;
@@ -202,9 +205,27 @@ struct BwdConsumer {
     warpgroup_fence_operand(acc_dk);
     warpgroup_fence_operand(acc_dv);
     KeySums key_sums = {0.f, 0.f};
-    BwdSteps<T> steps(p, item);
-    if (steps.left > 0) {
+    if constexpr (T::kKeyBias && !T::kGathered) read_key_bias(item);
+    // Of the rows that see the keys, at q_place. Where they are announced, the first of them is read once its Q is there.
+    auto steps = [&] {
+      if constexpr (T::kMasked) {
+        return AnnouncedSteps<T>{};
+      } else {
+        return BwdSteps<T>(p, item);
+      }
+    }();
+    if (item.m_begin < item.m_end) {
       RingPlace<T::kStagesQ> q_place = q_next;  // of the rows of this step
+      KeptScores kept;                          // kMasked, of a tile that is cut
+      // After the scores of the next step have been started, which waits for what is announced.
+      const auto to_next_step = [&] {
+        if constexpr (T::kMasked) {
+          steps.read(s.mask.tile[q_place.stage]);
+          if (steps.tile.is_checked()) kept = find_kept(steps.tile, item.n_block, q_place.stage);
+        } else {
+          steps.advance();
+        }
+      };
       const auto start_scores = [&] {
         s.q_full[q_next.stage].wait(q_next.phase);
         discard(acc_s);
@@ -239,7 +260,7 @@ struct BwdConsumer {
         SoftcapFactors factors;
         Scores weights;
         if constexpr (T::kDenseBias) s.bias_full[q_place.stage].wait(q_place.phase);
-        take_exp(scores, weights, factors, q_place.stage, steps.m, item.n_block);
+        take_exp(scores, weights, factors, q_place.stage, steps, item.n_block, kept);
         wait_for_product<1>(acc_dk);
         if constexpr (!kIsFirst) release(s.q_empty[q_before]);
         to_operand(probabilities, weights);
@@ -247,15 +268,17 @@ struct BwdConsumer {
         wait_for_product<1>(acc_dp);
         take_ds(weights, dp, factors, dout_place.stage);
         if constexpr (T::kKeyBias) sum_rows(key_sums, weights);
+        if constexpr (T::kWideBias) store_dbias(weights, q_place.stage);
         to_operand(gradients, weights);
+        if constexpr (!T::kOwnOut && kIsFirst) sync_out();
         store_ds(gradients);
-        if constexpr (T::kDenseBias) release(s.bias_empty[q_place.stage]);
+        if constexpr (T::kDenseBias && !T::kWideBias) release(s.bias_empty[q_place.stage]);
       };
       const auto back = [&](auto is_last) {
         constexpr bool kIsLast = decltype(is_last)::value, kStartsEarly = T::kEarlyScores && !kIsLast;
         auto acc_dq = partition_fragment_C(dq_mma, Shape<Int<Dq::kRows>, Int<Dq::kCols>>{});
         start_dq(acc_dq);
-        if constexpr (T::kDenseBias) send_dbias(item, steps.head, steps.m);
+        if constexpr (T::kDenseBias) send_dbias(item, steps.head, steps.m, q_place.stage);
         wait_for_product<1>(acc_dv);
         release(s.dout_empty[dout_place.stage]);
         dout_place.advance();
@@ -264,12 +287,13 @@ struct BwdConsumer {
         start_dk();
         wait_for_product<kStartsEarly ? 2 : 1>(acc_dq);
         add_dq(fragments<Dq::kFragments>(acc_dq), item, steps.head, steps.m);
+        if constexpr (T::kWideBias) release_sent(s.bias_empty[q_place.stage]);
         if constexpr (!kIsLast) {
           if constexpr (!kStartsEarly) start_scores();
           start_dp();
           q_before = q_place.stage;
           q_place.advance();
-          steps.advance();
+          to_next_step();
         }
       };
 
@@ -278,16 +302,18 @@ struct BwdConsumer {
       start_scores();
       wait_for_keys(s.v_full);
       start_dp();
+      if constexpr (T::kMasked) to_next_step();
       // What left through the stage at the end of the item before. The others know after the barrier in front().
       if (T::kDqPath == DqPath::kTurns && is_speaker()) tma_store_wait<0>();
       front(true_type{});
 #pragma unroll 1
-      while (steps.left > 1) {
+      while (!steps.is_last()) {
         back(false_type{});
         front(false_type{});
       }
       back(true_type{});
       wait_for_product<0>(acc_dk);
+      if constexpr (!T::kOwnOut) sync_out();
       release(s.q_empty[q_place.stage]);
       release(s.k_empty);
       release(s.v_empty);
@@ -297,7 +323,7 @@ struct BwdConsumer {
       wait_for_chunks(item);
       // Of kv head and query head only the one is kept in a register that the steps need.
       const int head_k = T::kOrdered ? item.head_k : steps.head / p.head_ratio;
-      if constexpr (T::kKeyBias) add_dbias(key_sums, item.batch, head_k * p.head_ratio);
+      if constexpr (T::kKeyBias) add_dbias(key_sums, item, head_k * p.head_ratio);
       const int64_t sums = static_cast<int64_t>(item.batch) * p.nheads_k + head_k;
       add_grad(fragments<kFragmentsD>(acc_dv), 1.f, p.dv_accum, sums);
       add_grad(fragments<kFragmentsD>(acc_dk), p.softmax_scale, p.dk_accum, sums);
@@ -307,6 +333,7 @@ struct BwdConsumer {
       release(s.facts_empty[facts_place.stage]);
       facts_place.advance();
     } else {
+      if constexpr (T::kKeyBias) add_dbias(key_sums, item, item.head_k * p.head_ratio);
       store_grad(acc_dv, 1.f, p.dv, p.dv_slots, item);
       store_grad(acc_dk, p.softmax_scale, p.dk, p.dk_slots, item);
     }
@@ -314,23 +341,26 @@ struct BwdConsumer {
 
   // Probabilities of the scores. They have registers of their own: where a branch wrote those of the scores, which belong
   // to a product, the compiler would run all products one after the other.
+  template <class Steps>
   __device__ __forceinline__ void take_exp(const Scores& scores, Scores& probabilities, SoftcapFactors& factors,
-                                           int stage, int m, int n_block) {
-    if (is_cut(m, n_block)) {
-      take_exp<true>(scores, probabilities, factors, stage, m, n_block);
+                                           int stage, const Steps& steps, int n_block, KeptScores kept) {
+    if (is_cut(steps, n_block)) {
+      take_exp<true>(scores, probabilities, factors, stage, steps.m, n_block, kept);
     } else {
-      take_exp<false>(scores, probabilities, factors, stage, m, n_block);
+      take_exp<false>(scores, probabilities, factors, stage, steps.m, n_block, kept);
     }
   }
   // Whether rows and keys meet of which the one does not see the other, or one of which there is not.
-  __device__ __forceinline__ bool is_cut(int m, int n_block) const {
-    const int offset = p.seqlen_k - p.seqlen_q;
+  template <class Steps>
+  __device__ __forceinline__ bool is_cut(const Steps& steps, int n_block) const {
     if constexpr (T::kGathered) {
       const int2 all = facts().seen_by_all[consumer];
-      return m * T::kBlockM + offset < all.x || (m + 1) * T::kBlockM + offset > all.y;
+      const int offset = p.seqlen_k - p.seqlen_q;
+      return steps.m * T::kBlockM + offset < all.x || (steps.m + 1) * T::kBlockM + offset > all.y;
+    } else if constexpr (T::kMasked) {
+      return steps.tile.is_checked();
     } else {
-      const int last = (n_block + 1) * T::kBlockN - 1;
-      return last >= p.seqlen_k || (p.is_causal && m * T::kBlockM < last - offset);
+      return cuts_tile<T>(p, steps.m, n_block);
     }
   }
   // The rows that see a key, counted from the first one that the thread has.
@@ -353,25 +383,48 @@ struct BwdConsumer {
       return {(key >= p.seqlen_k ? INT_MAX / 2 : seen_from) - own_row, 0};
     }
   }
+  // Read while the scores are computed.
+  __device__ __forceinline__ KeptScores find_kept(RowTile tile, int n_block, int stage) const {
+    KeptScores kept;
+    if (tile.is_partial()) kept.read(smem_u32(s.mask.bits[stage]), consumer, warp, lane);
+    if (tile.is_cut()) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) kept.cut(half, seen_by(half, tile.m(), n_block).first);
+    }
+    return kept;
+  }
   template <bool kIsCut>
   __device__ __forceinline__ void take_exp(const Scores& scores, Scores& probabilities, SoftcapFactors& factors,
-                                           int stage, int m, int n_block) {
+                                           int stage, int m, int n_block, KeptScores kept) {
     const float scale_log2 = T::kSoftcap ? kLog2e : p.softmax_scale * kLog2e;
     SeenBy seen[2];
-    float key_bias[2];
+    float item_bias[2];
     uint32_t tile_bias[4];
+    uint32_t wide_bias;
+    if constexpr (T::kWideBias) wide_bias = wide_rows(stage);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      if constexpr (kIsCut) seen[half] = seen_by(half, m, n_block);
-      if constexpr (T::kKeyBias) key_bias[half] = facts().bias[own_key(half)];
+      if constexpr (kIsCut && !T::kMasked) seen[half] = seen_by(half, m, n_block);
+      if constexpr (T::kListBias) item_bias[half] = facts().bias[own_key(half)];
+      if constexpr (T::kKeyBias && !T::kListBias) item_bias[half] = key_bias[half];
     }
+    const auto sees = [&](int i, int half, int e) {
+      if constexpr (T::kMasked) {
+        return kept.has(i, half, e);
+      } else {
+        return seen[half].has(8 * i + e);
+      }
+    };
     const float* lse = s.lse[stage] + lane % 4 * 2;
 #pragma unroll
     for (int i = 0; i < kFragmentsM; ++i) {
       const float2 row_lse = *reinterpret_cast<const float2*>(lse + 8 * i);
       float2 row_rest;
       if constexpr (T::kBias) row_rest = *reinterpret_cast<const float2*>(s.lse_rest[stage] + lane % 4 * 2 + 8 * i);
-      if constexpr (T::kDenseBias) {
+      if constexpr (T::kWideBias) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) tile_bias[e] = ld_shared(wide_entry(wide_bias, i, e / 2, e % 2));
+      } else if constexpr (T::kDenseBias) {
         if (i % 2 == 0) load_matrices(tile_bias, bias_rows(stage) + i * (8 * kPanelRowBytes));
       }
 #pragma unroll
@@ -381,17 +434,19 @@ struct BwdConsumer {
         if constexpr (T::kBias) {
           // In natural units, as the forward adds it: a bias of finfo.min times log2(e) would overflow.
           float2 bias;
-          if constexpr (T::kDenseBias) {
+          if constexpr (T::kWideBias) {
+            bias = make_float2(__uint_as_float(tile_bias[2 * half]), __uint_as_float(tile_bias[2 * half + 1]));
+          } else if constexpr (T::kDenseBias) {
             bias = ElementTraits<Element>::unpack(tile_bias[i % 2 * 2 + half]);
           } else {
-            bias = make_float2(key_bias[half], key_bias[half]);
+            bias = make_float2(item_bias[half], item_bias[half]);
           }
           x = __fmaf_rn(x, p.softmax_scale, bias.x);
           y = __fmaf_rn(y, p.softmax_scale, bias.y);
         }
         // After the bias: what is cut may have any, even NaN.
-        if (kIsCut && !seen[half].has(8 * i)) x = -INFINITY;
-        if (kIsCut && !seen[half].has(8 * i + 1)) y = -INFINITY;
+        if (kIsCut && !sees(i, half, 0)) x = -INFINITY;
+        if (kIsCut && !sees(i, half, 1)) y = -INFINITY;
         if constexpr (T::kBias) {
           x = __fmaf_rn(x - row_lse.x, kLog2e, -row_rest.x);
           y = __fmaf_rn(y - row_lse.y, kLog2e, -row_rest.y);
@@ -440,6 +495,32 @@ struct BwdConsumer {
     return matrix_row(smem_u32(s.bias.tiles) + (stage * T::kTiledS + consumer * T::kPanel) * 2, warp, lane);
   }
 
+  // Likewise in fp32: the entry of the first row and key that the thread has.
+  __device__ __forceinline__ uint32_t wide_rows(int stage) const {
+    return wide_row<T::kBlockM>(smem_u32(s.bias.tiles) + stage * (T::kTiledS * 4), consumer, warp, lane);
+  }
+  // The gradient of an fp32 bias where the bias was: each entry belongs to one thread.
+  __device__ __forceinline__ void store_dbias(const Scores& ds, int stage) const {
+    if (p.dbias_kind == DbiasKind::kNone) return;
+    const uint32_t rows = wide_rows(stage);
+#pragma unroll
+    for (int i = 0; i < kFragmentsM; ++i)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) st_shared(wide_entry(rows, i, e / 2, e % 2), __float_as_uint(ds[i][e]));
+  }
+  // Says that the warpgroup's part of a stage of the bias may be written, once its gradient has been read.
+  __device__ __forceinline__ void release_sent(Barrier& empty) const {
+    if (!is_speaker()) return;
+    cute::tma_store_wait<0>();
+    empty.arrive();
+  }
+
+  // Where dk and dv lie in place of ds: nobody reads, or copies out, the one any more before the other is written.
+  __device__ __forceinline__ void sync_out() const {
+    if (is_speaker()) cute::tma_store_wait<0>();
+    cutlass::arch::NamedBarrier::sync(128 * T::kConsumers, kdSBarrier);
+  }
+
   // The gradient of a bias for each key: sums over the rows that the thread has, of all steps of an item.
   using KeySums = float[2];
   static __device__ __forceinline__ void sum_rows(KeySums& sums, const Scores& ds) {
@@ -456,16 +537,31 @@ struct BwdConsumer {
     for (int half = 0; half < 2; ++half) sums[half] = even[half] + odd[half];
   }
   // All heads of the group have one bias: it does not matter at which of them the sums go in.
-  __device__ __forceinline__ void add_dbias(const KeySums& sums, int batch, int head) {
+  __device__ __forceinline__ void add_dbias(const KeySums& sums, const BwdItem& item, int head) {
     if (p.dbias_cols == nullptr) return;
-    float* const to = p.dbias_cols + (static_cast<int64_t>(batch) * p.nheads + head) * p.seqlen_k;
+    float* const to = p.dbias_cols + (static_cast<int64_t>(item.batch) * p.nheads + head) * p.seqlen_k;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float sum = sums[half];
       sum += __shfl_xor_sync(0xffffffffu, sum, 1);
       sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-      const KeyInterval interval = facts().interval[own_key(half)];
-      if (lane % 4 == 0 && interval.length > 0) atomicAdd(to + interval.begin, sum);
+      if constexpr (T::kGathered) {
+        const KeyInterval interval = facts().interval[own_key(half)];
+        if (lane % 4 == 0 && interval.length > 0) atomicAdd(to + interval.begin, sum);
+      } else {
+        const int key = item.n_block * T::kBlockN + own_key(half);
+        if (lane % 4 == 0 && key < p.seqlen_k) atomicAdd(to + key, sum);
+      }
+    }
+  }
+  // Keys past the last one get its number, and are cut later.
+  __device__ __forceinline__ void read_key_bias(const BwdItem& item) {
+    const int head = item.head_k * p.head_ratio / p.bias.head_ratio;
+    const int64_t base = item.batch * p.bias.batch_stride + head * p.bias.head_stride;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int key = min(item.n_block * T::kBlockN + own_key(half), p.seqlen_k - 1);
+      key_bias[half] = load_bias(p.bias, base + key * p.bias.col_stride, std::is_same_v<Element, cutlass::bfloat16_t>);
     }
   }
 
@@ -484,31 +580,43 @@ struct BwdConsumer {
                      packed(4 * i + 3));
     }
     cutlass::arch::fence_view_async_shared();  // the tensor cores see what was written
-    if constexpr (T::kDenseBias) {
+    if constexpr (T::kDenseBias && !T::kWideBias) {
       if (is_speaker()) cute::tma_store_wait<0>();  // the other stage, which comes next, has been read
     }
     cutlass::arch::NamedBarrier::sync(128 * T::kConsumers, kdSBarrier);
   }
 
   // The gradient of a dense bias is ds itself, which has just been stored: an entry of its own for each, or added to that
-  // of those that share one.
-  __device__ __forceinline__ void send_dbias(const BwdItem& item, int head, int m) const {
+  // of those that share one. That of an fp32 bias lies in fp32 in the stage of the bias.
+  __device__ __forceinline__ void send_dbias(const BwdItem& item, int head, int m, int bias_stage) const {
     if (p.dbias_kind == DbiasKind::kNone) return;
     const int stage = ds_stage ^ 1;
     const int row = m * T::kBlockM, key = item.n_block * T::kBlockN + consumer * kPanelKeys;
     const int to_head = head / p.dbias_head_ratio, to_batch = item.batch * p.dbias_batch_step;
-    if (p.dbias_kind == DbiasKind::kAccum) {
+    if constexpr (T::kWideBias) {
+      if (!is_speaker()) return;
+      constexpr int kPanels = T::kBiasPanels / T::kConsumers;
+      const float* const panels = s.bias.tiles + bias_stage * T::kTiledS + consumer * (kPanels * T::kBiasPanel);
+#pragma unroll
+      for (int panel = 0; panel < kPanels; ++panel) {
+        send_panel(panels + panel * T::kBiasPanel, key + panel * T::kBiasPanelKeys, row, to_head, to_batch);
+      }
+      cute::tma_store_arrive();
+    } else if (p.dbias_kind == DbiasKind::kAccum) {
       const DbiasSums& sums = p.dbias_sums;
       float* const to = sums.data + to_batch * sums.batch_stride + to_head * sums.head_stride;
       add_panel<Element, T::kBlockM>(to + row * sums.row_stride + key, sums.row_stride, smem_u32(own_ds(stage)),
                                      p.seqlen_q - row, p.seqlen_k - key, thread);
     } else if (is_speaker()) {
-      if (p.dbias_kind == DbiasKind::kPair) {
-        cute::SM90_TMA_REDUCE_ADD_4D::copy(&p.dbias_tiles, own_ds(stage), key, row, to_head, to_batch);
-      } else {
-        cute::SM90_TMA_STORE_4D::copy(&p.dbias_tiles, own_ds(stage), key, row, to_head, to_batch);
-      }
+      send_panel(own_ds(stage), key, row, to_head, to_batch);
       cute::tma_store_arrive();
+    }
+  }
+  __device__ __forceinline__ void send_panel(const void* panel, int key, int row, int head, int batch) const {
+    if (p.dbias_kind == DbiasKind::kTile) {
+      cute::SM90_TMA_STORE_4D::copy(&p.dbias_tiles, panel, key, row, head, batch);
+    } else {
+      cute::SM90_TMA_REDUCE_ADD_4D::copy(&p.dbias_tiles, panel, key, row, head, batch);
     }
   }
 

@@ -60,8 +60,10 @@ cudaError_t fill_tiles(BwdArguments& a, const BwdParams& p, int64_t blocks, cons
 }
 // The bias as tiles; where its gradient goes.
 template <class T>
-cudaError_t fill_bias(BwdArguments& a, const BwdParams& p, const TensorMapper& mapper) {
+cudaError_t fill_bias(BwdArguments& a, const BwdParams& p) {
   const BiasParams& bias = p.bias;
+  const TensorMapper mapper(T::kWideBias ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : tensor_map_dtype<typename T::Element>(),
+                            T::kBiasPanelKeys);
   const bool has_batches = bias.batch_stride != 0, has_heads = bias.head_stride != 0;
   a.lse_rest = p.lse_rest;
   a.batches = p.batch;
@@ -75,12 +77,29 @@ cudaError_t fill_bias(BwdArguments& a, const BwdParams& p, const TensorMapper& m
   a.dbias_kind = p.dbias_kind;
   a.dbias_batch_step = to.batch != 0 ? 1 : 0;
   a.dbias_head_ratio = to.head != 0 ? bias.head_ratio : p.nheads;
-  if (p.dbias_kind == DbiasKind::kAccum) {
+  if (p.dbias_kind == DbiasKind::kAccum && !T::kWideBias) {
     a.dbias_sums = {static_cast<float*>(p.dbias), to.batch, to.head, to.row};
     return status;
   }
   return mapper.map(a.dbias_tiles, p.dbias, to,
                     {to.batch != 0 ? p.batch : 1, p.seqlen_q, p.nheads / a.dbias_head_ratio, p.seqlen_k}, T::kBlockM);
+}
+inline void fill_key_bias(BwdArguments& a, const BwdParams& p) {
+  a.bias = p.bias;
+  a.lse_rest = p.lse_rest;
+  a.dbias_cols = p.dbias_cols;
+}
+// The mask as tiles of bits.
+template <class T>
+cudaError_t fill_mask(BwdArguments& a, const BwdParams& p) {
+  const MaskBits& mask = a.mask = p.mask;
+  const TensorMapper mapper(CU_TENSOR_MAP_DATA_TYPE_INT32, T::kMaskWords);
+  Strides3 strides;
+  strides.row = mask.words_per_row;
+  strides.head = strides.row * mask.rows;
+  strides.batch = strides.head * mask.heads;
+  return mapper.map(a.mask_bits, mask.bits, strides, {mask.batch, mask.rows, mask.heads, mask.words_per_row},
+                    T::kBlockM);
 }
 template <class T>
 void fill_lists(BwdArguments& a, const BwdParams& p) {
@@ -89,12 +108,10 @@ void fill_lists(BwdArguments& a, const BwdParams& p) {
   a.keys = p.chunks.keys;
   a.all_rows_see = a.keys.end == nullptr && !p.is_causal;
   a.tile_rows = static_cast<const int2*>(p.chunks.tile_rows);
-  a.bias = p.bias;
-  a.lse_rest = p.lse_rest;
+  fill_key_bias(a, p);
   a.dkv_semaphore = p.dkv_semaphore;
   a.dk_accum = p.dk_accum;
   a.dv_accum = p.dv_accum;
-  a.dbias_cols = p.dbias_cols;
   a.head_dim = p.head_dim;
   a.n_blocks = a.keys.capacity / T::kBlockN;
   a.num_splits = 1;
@@ -130,7 +147,11 @@ cudaError_t fill_arguments(BwdArguments& a, const BwdParams& p, int64_t blocks) 
     fill_lists<T>(a, p);
     return status;
   } else {
-    if constexpr (T::kDenseBias) status = fill_bias<T>(a, p, mapper);
+    if constexpr (T::kKeyBias) fill_key_bias(a, p);
+    if constexpr (T::kDenseBias) status = fill_bias<T>(a, p);
+    if constexpr (T::kMasked) {
+      if (status == cudaSuccess && p.mask.bits != nullptr) status = fill_mask<T>(a, p);
+    }
     return status != cudaSuccess ? status : fill_tiles<T>(a, p, blocks, mapper);
   }
 }
@@ -159,7 +180,10 @@ cudaError_t launch_bwd(const KernelChoice& choice, const BwdParams& p, cudaStrea
     if (has_bias) return go(cute::C<BwdVariant::kBiasLists>{});
     return go(cute::C<BwdVariant::kLists>{});
   } else {
+    if (p.bias.kind == BiasKind::kKey) return go(cute::C<BwdVariant::kKeyBias>{});
+    if (p.bias.kind == BiasKind::kDirect) return go(cute::C<BwdVariant::kWideBias>{});
     if (p.bias.kind != BiasKind::kNone) return go(cute::C<BwdVariant::kDenseBias>{});
+    if (p.mask.bits != nullptr) return go(cute::C<BwdVariant::kMask>{});
     if (p.softcap > 0.f) return go(cute::C<BwdVariant::kSoftcap>{});
     if (p.deterministic) return go(cute::C<BwdVariant::kOrdered>{});
     return go(cute::C<BwdVariant::kPlain>{});

@@ -47,29 +47,35 @@ struct BwdArguments {
   int32_t* work_counter;
   uint32_t zero;  // 0, for BwdConsumer::move()
 
+  // --- a bias ---
+  BiasParams bias;    // of each key: kNone, or kKey, the same for all heads of a group
+  float* dbias_cols;  // its gradient: fp32 [batch][nheads][seqlen_k], added to; nullptr: not asked for
+
   // --- a dense bias ---
   CUtensorMap bias_tiles;   // dimensions (seqlen_k, seqlen_q, heads, batch), 1 where it is the same for all of them
   int32_t bias_head_ratio;  // query heads to a head of bias_tiles
   int32_t bias_batch_step;  // 0: one bias for all batches; 1
   int32_t batches;
   DbiasKind dbias_kind;
-  CUtensorMap dbias_tiles;   // kTile, kPair: like bias_tiles
-  DbiasSums dbias_sums;      // kAccum
+  CUtensorMap dbias_tiles;   // kTile, kPair, kAccum in fp32: like bias_tiles
+  DbiasSums dbias_sums;      // kAccum otherwise
   int32_t dbias_head_ratio;  // query heads to a head of dbias
   int32_t dbias_batch_step;  // 0: one for all batches; 1
+
+  // --- a dense mask ---
+  MaskBits mask;          // bits == nullptr: there is none
+  CUtensorMap mask_bits;  // dimensions (words_per_row, rows, heads, batch) of `mask`
 
   // --- lists ---
   GatheredTensor gathered_k, gathered_v;
   KeyList keys;           // of chunks of rows; end == nullptr: no row stops seeing a key
   bool all_rows_see;      // a key of a list is seen by rows before its own, too
   const int2* tile_rows;  // first and last + 1 block of rows that see a tile: [list][n_blocks]; equal: there is none
-  BiasParams bias;        // kNone, or kKey, the same for all heads of a group
   // [batch][nheads_k][chunks], zero before the launch: consumers that have added the dk and dv of a tile. nullptr: nobody
   // waits for their turn.
   int32_t* dkv_semaphore;
   float* dk_accum;  // fp32 [batch][nheads_k][seqlen_k][head_dim], added to
   float* dv_accum;
-  float* dbias_cols;  // fp32 [batch][nheads][seqlen_k], added to; nullptr: not asked for
   int32_t head_dim;
 };
 

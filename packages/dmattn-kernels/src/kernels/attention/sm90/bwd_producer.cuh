@@ -1,7 +1,7 @@
 // The producer of the Hopper backward: one thread, which takes items and has TMA copy their tiles.
 #pragma once
 
-#include "bwd_items.cuh"
+#include "bwd_mask.cuh"
 
 namespace dmattn::sm90 {
 
@@ -22,6 +22,14 @@ struct BwdProducer {
   __device__ __forceinline__ void run() {
     const int first = T::kOrdered ? 0 : gridDim.x;  // of the items that are counted
     for (int index = T::kOrdered ? atomicAdd(p.work_counter, 1) : blockIdx.x;;) {
+      if constexpr (T::kMasked) {
+        // The item is announced with whether the mask leaves anything of it.
+        if (index >= p.items) return announce({index, 0});
+        const int next = first + atomicAdd(p.work_counter, 1);
+        load_masked_item(index);
+        index = next;
+        continue;
+      }
       const typename T::Announced item = look_up(index, first);
       announce(item);
       if (item.index >= p.items) return;
@@ -63,10 +71,10 @@ struct BwdProducer {
     BwdSteps<T> steps(p, item);
     if (steps.left == 0) return;
     // Rows come in while the consumers still need the keys of the item before. Listed keys are copied by others.
-    if constexpr (T::kDenseBias) load_bias(steps, item);
-    load_q(steps, item);
+    if constexpr (T::kDenseBias) load_bias(steps.head, steps.m, item);
+    load_q(steps.head, steps.m, item, 0);
     if constexpr (!T::kGathered) load_keys(p.k, s.k, s.k_full, s.k_empty, item);
-    load_dout(steps, item);
+    load_dout(steps.head, steps.m, item);
     if constexpr (!T::kGathered) {
       load_keys(p.v, s.v, s.v_full, s.v_empty, item);
       kv_phase ^= 1;
@@ -76,14 +84,55 @@ struct BwdProducer {
     for (; steps.left > 0; steps.advance()) {
       if constexpr (T::kDenseBias) {
         // In the order in which the consumers are done with what the stages held.
-        load_bias(steps, item);
-        load_dout(steps, item);
-        load_q(steps, item);
+        load_bias(steps.head, steps.m, item);
+        load_dout(steps.head, steps.m, item);
+        load_q(steps.head, steps.m, item, 0);
       } else {
-        load_q(steps, item);
-        load_dout(steps, item);
+        load_q(steps.head, steps.m, item, 0);
+        load_dout(steps.head, steps.m, item);
       }
     }
+  }
+
+  // The tiles that the mask leaves, each announced beside its Q. One is looked for ahead, to know which is the last.
+  __device__ __forceinline__ void load_masked_item(int index) {
+    const BwdItem item = find_tiled_item<T>(p, index);
+    MaskedRows<T> rows(p, item);
+    RowTile tile = rows.next();
+    announce({index, tile.exists()});
+#pragma unroll 1  // in the producer's few registers there is no room for more
+    for (bool is_first = true; tile.exists(); is_first = false) {
+      const RowTile after = rows.next();
+      tile = tile.as_last(!after.exists());
+      // The order of load_item().
+      const bool is_q_late = T::kDenseBias && !is_first;
+      if constexpr (T::kDenseBias) load_bias(tile.head, tile.m(), item);
+      if (!is_q_late) load_announced(tile, item);
+      if (is_first) load_keys(p.k, s.k, s.k_full, s.k_empty, item);
+      load_dout(tile.head, tile.m(), item);
+      if (is_first) {
+        load_keys(p.v, s.v, s.v_full, s.v_empty, item);
+        kv_phase ^= 1;
+      }
+      if (is_q_late) load_announced(tile, item);
+      tile = after;
+    }
+  }
+  // Q, and what the consumers have to know of its rows. They read the word after they have waited for Q, and each of
+  // their threads has before the barrier of the step's ds, which comes before the stage is released: see work().
+  __device__ __forceinline__ void load_announced(RowTile tile, const BwdItem& item) {
+    const int stage = q_place.stage;
+    s.q_empty[stage].wait(q_place.phase ^ 1);
+    s.mask.tile[stage] = tile;
+    load_q(tile.head, tile.m(), item, tile.is_partial() ? sizeof(s.mask.bits[stage]) : 0);
+    if (tile.is_partial()) load_bits(tile, item, stage);
+  }
+  // For which load_q() has told the barrier to wait. Rows past the last one become zeros.
+  __device__ __forceinline__ void load_bits(RowTile tile, const BwdItem& item, int stage) {
+    cute::SM90_TMA_LOAD_4D::copy(&p.mask_bits, &s.q_full[stage].word,
+                                 static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL), s.mask.bits[stage],
+                                 item.n_block * T::kMaskWords, tile.m() * T::kBlockM, tile.head / p.mask.head_ratio,
+                                 p.mask.batch > 1 ? item.batch : 0);
   }
 
   __device__ __forceinline__ void load_keys(const CUtensorMap& map, Element* tile, Barrier& full, Barrier& empty,
@@ -93,45 +142,47 @@ struct BwdProducer {
     load_tile<T::kBlockN, T::kPanels, T::kPanelCols>(map, full, cute::TMA::CacheHintSm90::EVICT_FIRST, tile,
                                                      item.n_block * T::kBlockN, item.head_k, item.batch);
   }
-  __device__ __forceinline__ void load_q(const BwdSteps<T>& steps, const BwdItem& item) {
+  // `more`: bytes that are copied to the same barrier besides.
+  __device__ __forceinline__ void load_q(int head, int m, const BwdItem& item, uint32_t more) {
     const int stage = q_place.stage;
     load_rows(p.q, p.lse, s.q + stage * T::kTileQ, s.lse[stage], s.q_full[stage], s.q_empty[stage], q_place.phase,
-              T::kBias ? kStatBytes : 0, steps, item);
-    if constexpr (T::kBias) copy_stat(p.lse_rest, s.lse_rest[stage], s.q_full[stage], steps, item);
+              (T::kBias ? kStatBytes : 0) + more, head, m, item);
+    if constexpr (T::kBias) copy_stat(p.lse_rest, s.lse_rest[stage], s.q_full[stage], head, m, item);
     q_place.advance();
   }
-  __device__ __forceinline__ void load_dout(const BwdSteps<T>& steps, const BwdItem& item) {
+  __device__ __forceinline__ void load_dout(int head, int m, const BwdItem& item) {
     load_rows(p.dout, p.delta, s.dout + dout_place.stage * T::kTileQ, s.delta[dout_place.stage],
-              s.dout_full[dout_place.stage], s.dout_empty[dout_place.stage], dout_place.phase, 0, steps, item);
+              s.dout_full[dout_place.stage], s.dout_empty[dout_place.stage], dout_place.phase, 0, head, m, item);
     dout_place.advance();
   }
-  // A tile of the bias, a panel for each consumer, in the stage that Q has next.
-  __device__ __forceinline__ void load_bias(const BwdSteps<T>& steps, const BwdItem& item) {
+  // A tile of the bias in the stage that Q has next, panel by panel.
+  __device__ __forceinline__ void load_bias(int head, int m, const BwdItem& item) {
     const int stage = q_place.stage;
     s.bias_empty[stage].wait(q_place.phase ^ 1);
-    s.bias_full[stage].arrive_and_expect(T::kTiledS * sizeof(Element));
+    s.bias_full[stage].arrive_and_expect(T::kTiledS * sizeof(typename T::BiasElement));
 #pragma unroll
-    for (int panel = 0; panel < T::kConsumers; ++panel) {
-      cute::SM90_TMA_LOAD_4D::copy(
-          &p.bias_tiles, &s.bias_full[stage].word, static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST),
-          s.bias.tiles + stage * T::kTiledS + panel * T::kPanel, item.n_block * T::kBlockN + panel * 64,
-          steps.m * T::kBlockM, steps.head / p.bias_head_ratio, item.batch * p.bias_batch_step);
+    for (int panel = 0; panel < T::kBiasPanels; ++panel) {
+      cute::SM90_TMA_LOAD_4D::copy(&p.bias_tiles, &s.bias_full[stage].word,
+                                   static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST),
+                                   s.bias.tiles + stage * T::kTiledS + panel * T::kBiasPanel,
+                                   item.n_block * T::kBlockN + panel * T::kBiasPanelKeys, m * T::kBlockM,
+                                   head / p.bias_head_ratio, item.batch * p.bias_batch_step);
     }
   }
-  // A block of rows, and the number that each of them has. `more`: bytes that are copied to the same barrier besides.
+  // A block of rows, and the number that each of them has.
   __device__ __forceinline__ void load_rows(const CUtensorMap& map, const float* stats, Element* tile, float* stat,
-                                            Barrier& full, Barrier& empty, int phase, uint32_t more,
-                                            const BwdSteps<T>& steps, const BwdItem& item) {
+                                            Barrier& full, Barrier& empty, int phase, uint32_t more, int head, int m,
+                                            const BwdItem& item) {
     empty.wait(phase ^ 1);
     full.arrive_and_expect(T::kTileQ * sizeof(Element) + kStatBytes + more);
     load_tile<T::kBlockM, T::kPanels, T::kPanelCols>(map, full, cute::TMA::CacheHintSm90::EVICT_LAST, tile,
-                                                     steps.m * T::kBlockM, steps.head, item.batch);
-    copy_stat(stats, stat, full, steps, item);
+                                                     m * T::kBlockM, head, item.batch);
+    copy_stat(stats, stat, full, head, m, item);
   }
-  __device__ __forceinline__ void copy_stat(const float* from, float* to, Barrier& full, const BwdSteps<T>& steps,
+  __device__ __forceinline__ void copy_stat(const float* from, float* to, Barrier& full, int head, int m,
                                             const BwdItem& item) {
-    const int64_t head = static_cast<int64_t>(item.batch) * p.nheads + steps.head;
-    cute::SM90_BULK_COPY_G2S::copy(from + head * p.seqlen_q_rounded + steps.m * T::kBlockM, &full.word, to, kStatBytes);
+    const int64_t row = (static_cast<int64_t>(item.batch) * p.nheads + head) * p.seqlen_q_rounded + m * T::kBlockM;
+    cute::SM90_BULK_COPY_G2S::copy(from + row, &full.word, to, kStatBytes);
   }
 };
 

@@ -27,11 +27,39 @@ enum class BwdVariant {
   kPlain,
   kOrdered,       // dq can be added up in a fixed order
   kSoftcap,       // dq can, too
-  kDenseBias,     // a number that is added to each logit, and its gradient
+  kMask,          // a dense mask
+  kDenseBias,     // a 16-bit number that is added to each logit, and its gradient; a dense mask, if there is one
+  kWideBias,      // an fp32 number that is added to each logit, and its gradient
+  kKeyBias,       // a number that is added to the logits of each key, and its gradient; a dense mask, if there is one
   kLists,         // lists of keys
   kBiasLists,     // likewise, with a number that is added to the logits of each key, and its gradient
   kOrderedLists,  // all sums in a fixed order
   kOrderedBiasLists,
+};
+
+// A block of rows that meets the keys of an item, as the producer announces it beside Q where there is a dense mask.
+struct RowTile {
+  uint32_t word;
+  int32_t head;
+
+  static __device__ __forceinline__ RowTile of(int head, int m, bool is_cut, bool is_partial) {
+    return {static_cast<uint32_t>(m) << 3 | static_cast<uint32_t>(is_partial) << 1 | static_cast<uint32_t>(is_cut),
+            head};
+  }
+  // After the last tile of an item.
+  static __device__ __forceinline__ RowTile none() { return {0, -1}; }
+  __device__ __forceinline__ bool exists() const { return head >= 0; }
+  __device__ __forceinline__ int m() const { return static_cast<int>(word >> 3); }
+  // Rows meet keys that they do not see by causality, or keys past the last one.
+  __device__ __forceinline__ bool is_cut() const { return word & 1; }
+  // The mask leaves some of it.
+  __device__ __forceinline__ bool is_partial() const { return word & 2; }
+  __device__ __forceinline__ bool is_checked() const { return word & 3; }
+  // The item has no more.
+  __device__ __forceinline__ bool is_last() const { return word & 4; }
+  __device__ __forceinline__ RowTile as_last(bool is_last) const {
+    return {word | static_cast<uint32_t>(is_last) << 2, head};
+  }
 };
 
 // dq = ds * k by both consumers, each with 64 rows of the product. Where there are no 64 * n rows of queries, the
@@ -54,11 +82,17 @@ struct BwdTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kConsumers = 2;
-  static constexpr bool kKeyBias = kVariant == BwdVariant::kBiasLists || kVariant == BwdVariant::kOrderedBiasLists;
-  static constexpr bool kDenseBias = kVariant == BwdVariant::kDenseBias;
+  static constexpr bool kListBias = kVariant == BwdVariant::kBiasLists || kVariant == BwdVariant::kOrderedBiasLists;
+  static constexpr bool kKeyBias = kListBias || kVariant == BwdVariant::kKeyBias;
+  static constexpr bool kWideBias = kVariant == BwdVariant::kWideBias;
+  static constexpr bool kDenseBias = kVariant == BwdVariant::kDenseBias || kWideBias;
+  // Steps are announced. In fp32 the tiles of a bias leave no room for a mask's.
+  static constexpr bool kMasked =
+      kVariant == BwdVariant::kMask || kVariant == BwdVariant::kDenseBias || kVariant == BwdVariant::kKeyBias;
   static constexpr bool kBias = kKeyBias || kDenseBias;
-  static constexpr bool kGathered = kKeyBias || kVariant == BwdVariant::kLists || kVariant == BwdVariant::kOrderedLists;
-  static constexpr BwdTile kTile = sm90_bwd_tile(kHeadDim, kGathered, kBias);
+  static constexpr bool kGathered =
+      kListBias || kVariant == BwdVariant::kLists || kVariant == BwdVariant::kOrderedLists;
+  static constexpr BwdTile kTile = sm90_bwd_tile(kHeadDim, kGathered, kBias, kMasked);
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n;  // rows of queries; keys, 64 a consumer
   static_assert(kBlockN == 64 * kConsumers && kTile.warps == 4 * kConsumers && kTile.warps_m_dq == 4);
   static constexpr int kStagesQ = kTile.stages_q, kStagesdO = 2, kStagesdS = 2;
@@ -152,32 +186,62 @@ struct BwdTraits {
   struct ListedItem {
     int32_t index, m_begin, m_end, unused;
   };
-  using Announced = std::conditional_t<kGathered, ListedItem, TiledItem>;
+  struct MaskedItem {
+    int32_t index, has_rows;  // has_rows: the mask leaves any
+  };
+  using Announced = std::conditional_t<kGathered, ListedItem, std::conditional_t<kMasked, MaskedItem, TiledItem>>;
   // What is known of the keys of a tile.
   struct NoFacts {};
   struct KeyFacts {
     // The key, and how many positions from its own on see it: none where there is no key. Where all rows see all keys of
     // a list it is the number of rows, from the first one on.
     alignas(16) KeyInterval interval[kBlockN];
-    alignas(16) float bias[kKeyBias ? kBlockN : 4];
+    alignas(16) float bias[kListBias ? kBlockN : 4];
     int2 seen_by_all[kConsumers];  // positions from x up to y see all keys of the consumer
   };
   using Facts = std::conditional_t<kGathered, KeyFacts, NoFacts>;
 
-  // Tiles of a dense bias, as ds lies. Each comes and goes with a stage of Q.
+  // What comes with a stage of Q where there is a dense mask: which rows these are, and, if the mask leaves some of the
+  // tile, its bits of the block's keys, a row of 16 bytes for each row.
+  struct NoMask {};
+  static constexpr int kMaskWords = kBlockN / 32;
+  struct MaskTile {
+    alignas(128) uint32_t bits[kStagesQ][kBlockM * kMaskWords];
+    alignas(8) RowTile tile[kStagesQ];
+  };
+  static_assert(!kMasked || (kMaskWords == 4 && kBlockM == kMaskBand));
+
+  // Tiles of a dense bias, each in panels of 128 bytes a row, swizzled. Each comes and goes with a stage of Q. Those in
+  // fp32 become tiles of its gradient.
+  using BiasElement = std::conditional_t<kWideBias, float, Element>;
+  static constexpr int kBiasPanelKeys = 128 / sizeof(BiasElement), kBiasPanels = kBlockN / kBiasPanelKeys;
+  static constexpr int kBiasPanel = kBlockM * kBiasPanelKeys;
   struct NoBias {};
   struct BiasTiles {
-    alignas(1024) Element tiles[kStagesQ * kTiledS];
+    alignas(1024) BiasElement tiles[kStagesQ * kTiledS];
   };
 
-  struct Shared {
+  // dk and dv leave after the last ds of an item. With a dense bias at head_dim 128 they lie where the ds have been.
+  static constexpr bool kOwnOut = !kDenseBias || kHeadDim <= 64;
+  struct OwnOut {
+    alignas(1024) Element ds[kStagesdS * kTiledS];
+    alignas(1024) char out[kStagesOut][kConsumers][kStageBytes];
+  };
+  struct OutInPlaceOfdS {
+    union {
+      alignas(1024) Element ds[kStagesdS * kTiledS];
+      alignas(1024) char out[kStagesOut][kConsumers][kStageBytes];
+    };
+  };
+  static_assert(kOwnOut || kStagesOut * kConsumers * kStageBytes <= kStagesdS * kTiledS * 2);
+
+  struct Shared : std::conditional_t<kOwnOut, OwnOut, OutInPlaceOfdS> {
     alignas(1024) Element k[kTileK];
     alignas(1024) Element v[kTileK];
     alignas(1024) Element q[kStagesQ * kTileQ];
     alignas(1024) Element dout[kStagesdO * kTileQ];
-    alignas(1024) Element ds[kStagesdS * kTiledS];
-    alignas(1024) char out[kStagesOut][kConsumers][kStageBytes];
     std::conditional_t<kDenseBias, BiasTiles, NoBias> bias;
+    std::conditional_t<kMasked, MaskTile, NoMask> mask;
     alignas(128) float lse[kStagesQ][kBlockM];
     alignas(128) float delta[kStagesdO][kBlockM];
     alignas(128) float lse_rest[kStagesQ][kBias ? kBlockM : 4];

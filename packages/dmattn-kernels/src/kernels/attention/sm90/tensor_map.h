@@ -34,11 +34,12 @@ inline auto tensor_map_encoder() {
   return found;
 }
 
-// Makes maps for tiles of 16-bit or fp32 elements that are copied `panel_cols` columns at a time.
+// Makes maps for tiles of 16-bit or 32-bit elements that are copied `panel_cols` columns at a time: rows of 128 or 64
+// bytes, swizzled, or of 16 bytes, one behind the other.
 class TensorMapper {
  public:
   TensorMapper(CUtensorMapDataType dtype, int panel_cols)
-      : dtype_(dtype), panel_cols_(panel_cols), bytes_(dtype == CU_TENSOR_MAP_DATA_TYPE_FLOAT32 ? 4 : 2) {}
+      : dtype_(dtype), panel_cols_(panel_cols), bytes_(is_wide(dtype) ? 4 : 2) {}
 
   // A box is `rows` rows of one head. What lies outside the tensor is read as 0 and not written.
   cudaError_t map(CUtensorMap& to, const void* tensor, const Strides3& stride, const TensorExtents& extents,
@@ -54,9 +55,8 @@ class TensorMapper {
     const cuuint32_t every[] = {1, 1, 1, 1};
     const auto run = [&] {
       return encode(&to, dtype_, 4, const_cast<void*>(tensor), sizes, strides, box, every,
-                    CU_TENSOR_MAP_INTERLEAVE_NONE,
-                    panel_cols_ * bytes_ == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B,
-                    CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+                    CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle(), CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                    CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     };
     CUresult result = run();
     if (result == CUDA_ERROR_INVALID_CONTEXT) {
@@ -71,6 +71,16 @@ class TensorMapper {
   }
 
  private:
+  static bool is_wide(CUtensorMapDataType dtype) {
+    return dtype == CU_TENSOR_MAP_DATA_TYPE_FLOAT32 || dtype == CU_TENSOR_MAP_DATA_TYPE_INT32;
+  }
+  CUtensorMapSwizzle swizzle() const {
+    const int row_bytes = panel_cols_ * bytes_;
+    return row_bytes == 128  ? CU_TENSOR_MAP_SWIZZLE_128B
+           : row_bytes == 64 ? CU_TENSOR_MAP_SWIZZLE_64B
+                             : CU_TENSOR_MAP_SWIZZLE_NONE;
+  }
+
   CUtensorMapDataType dtype_;
   int panel_cols_;
   int bytes_;  // of an element

@@ -1,0 +1,114 @@
+// A dense mask in the Hopper backward: the tiles of an item that it leaves, as the producer walks and announces them, and
+// which of a thread's scores it keeps.
+#pragma once
+
+#include "bwd_bias.cuh"
+#include "bwd_items.cuh"
+
+namespace dmattn::sm90 {
+
+// The tiles of an item that a dense mask leaves, in the order of BwdSteps. The producer has few registers: it keeps the
+// states of 32 blocks of rows, and finds the place of the next ones anew.
+template <class T>
+class MaskedRows {
+ public:
+  __device__ __forceinline__ MaskedRows(const BwdArguments& p, const BwdItem& item)
+      : p_(p), item_(item), heads_(heads_of(p, item)), word_(item.m_end / 32 + 1) {}
+
+  __device__ __forceinline__ RowTile next() {
+    while (any_ == 0) {
+      if (--word_ < item_.m_begin / 32) {
+        if (++heads_.begin >= heads_.end) return RowTile::none();
+        word_ = item_.m_end / 32;
+      }
+      read_states();
+    }
+    const int cell = 31 - __clz(any_);
+    any_ ^= 1u << cell;
+    const int m = word_ * 32 + cell;
+    return RowTile::of(heads_.begin, m, cuts_tile<T>(p_, m, item_.n_block), !(all_ >> cell & 1));
+  }
+
+ private:
+  // Of word_: a block of rows is a cell of the mask, a block of keys two, of which the last may not exist.
+  __device__ __forceinline__ void read_states() {
+    static_assert(T::kBlockM == kMaskBand && T::kBlockN == 2 * kMaskBand);
+    const MaskBits& mask = p_.mask;
+    const int begin = item_.m_begin - 32 * word_, end = item_.m_end - 32 * word_;
+    any_ = all_ = 0;
+    if (end <= 0) return;
+    if (mask.bits == nullptr) {
+      any_ = all_ = 0xffffffffu;
+    } else {
+      find_states();
+    }
+    if (begin > 0) any_ &= 0xffffffffu << begin;
+    if (end < 32) any_ &= (1u << end) - 1;
+  }
+  __device__ __forceinline__ void find_states() {
+    const MaskBits& mask = p_.mask;
+    const int64_t map =
+        static_cast<int64_t>(mask.batch > 1 ? item_.batch : 0) * mask.heads + heads_.begin / mask.head_ratio;
+    const int band = 2 * item_.n_block;
+    const int64_t one = (map * mask.bands_k + band) * mask.words_q + word_;
+    const int64_t other = band + 1 < mask.bands_k ? one + mask.words_q : one;
+    any_ = __ldg(mask.any_cols + one) | __ldg(mask.any_cols + other);
+    all_ = __ldg(mask.all_cols + one) & __ldg(mask.all_cols + other);
+  }
+
+  const BwdArguments& p_;
+  const BwdItem& item_;
+  HeadRange heads_;  // whose tiles are left: of the first one those of any_, and of the words before word_
+  int word_;         // of the states
+  uint32_t any_ = 0, all_ = 0;
+};
+
+// BwdSteps as the consumers see them where they are announced, beside the Q of each.
+template <class T>
+struct AnnouncedSteps {
+  RowTile tile;
+  int head, m;
+
+  __device__ __forceinline__ void read(const RowTile& announced) {
+    tile.word = __shfl_sync(0xffffffffu, announced.word, 0);  // of all warps alike
+    head = tile.head = __shfl_sync(0xffffffffu, announced.head, 0);
+    m = tile.m();
+  }
+  __device__ __forceinline__ bool is_last() const { return tile.is_last(); }
+};
+
+// What the mask, causality and the lengths leave of a thread's scores of a tile: of row 8 i + e of its own and of its key
+// `half`, bit i + 8 * half + 16 * e.
+struct KeptScores {
+  uint32_t bits = 0xffffffffu;
+
+  __device__ __forceinline__ bool has(int i, int half, int e) const { return bits >> (i + 8 * half + 16 * e) & 1; }
+  // A tile's bits in shared memory: 16 bytes a row. A warp has 16 keys of each, a half-word; of these the thread wants bits
+  // lane / 4 and 8 more, of the rows 8 i + lane % 4 * 2 and the next ones. Eight rows are an 8 x 8 matrix of half-words, of
+  // which the transposing read gives those two rows to each of four lanes, for one of the half-words; the warp's own lies
+  // with lanes that it then asks.
+  __device__ __forceinline__ void read(uint32_t tile, int consumer, int warp, int lane) {
+    const int asked = 4 * (4 * consumer + warp) + lane % 4;
+    bits = 0;
+#pragma unroll
+    for (int i = 0; i < 8; i += 4) {
+      uint32_t rows[4];
+      load_matrices(rows, tile + (8 * i + lane) * 16);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const uint32_t pair = __shfl_sync(0xffffffffu, rows[j], asked);
+        bits |= (pair >> lane / 4 & 0x01010101) << (i + j);
+      }
+    }
+  }
+  // Of the thread's rows those before `first`, counted from its own first one, do not see the key.
+  __device__ __forceinline__ void cut(int half, int first) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int unseen = min(max((first - e + 7) >> 3, 0), 8);  // of the i with 8 i + e < first
+      bits &= ~(((1u << unseen) - 1) << (8 * half + 16 * e));
+    }
+  }
+};
+
+}  // namespace dmattn::sm90

@@ -1,0 +1,75 @@
+"""Gradients of all inputs where a bias or a dense mask changes the scores.
+
+The backward for Hopper takes rows that are few, or keys that fill the GPU; other calls split the
+rows of a head, which other kernels do. Rows of a dense bias start on 16 bytes, as it wants them.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from attention.cases import Case, case_id
+from attention.driver import check
+
+pytestmark = [pytest.mark.each_family, pytest.mark.cuda, pytest.mark.every_case]
+
+# Eight blocks of 64 rows, the last one short; keys end within a block.
+SHORT = Case(500, 520, 2, 4, 4)
+GROUPS = Case(250, 680, 2, 8, 4)
+# More than 32 blocks of rows, whose states are read at once, and of keys nearly as many as SMs.
+LONG = Case(2200, 1704, 1, 8, 8)
+HEAD_DIMS_AND_DTYPES = [(64, "bf16"), (64, "f16"), (128, "bf16"), (128, "f16")]
+
+MASKS = [
+    SHORT.with_(mask="b1qk", mask_fill="half"),
+    SHORT.with_(mask="1hqk", mask_fill="blocks", causal=True),
+    GROUPS.with_(mask="bkqk", mask_fill="dead_rows"),
+    GROUPS.with_(mask="bhqk", mask_fill="half", causal=True),
+    GROUPS.with_(mask="11q1", mask_fill="half"),
+    SHORT.with_(mask="11qk", mask_fill="banded"),  # most tiles are empty
+    SHORT.with_(mask="bhqk", mask_fill="none"),
+    LONG.with_(mask="11qk", mask_fill="blocks"),
+    LONG.with_(mask="1hqk", mask_fill="banded"),
+]
+BIASES = [
+    SHORT.with_(bias="bhqk", bias_f32=True),
+    SHORT.with_(bias="1hqk", bias_f32=True, causal=True),
+    GROUPS.with_(bias="bkqk", bias_f32=True, bias_fill="some_minus_inf"),
+    GROUPS.with_(bias="11qk", bias_f32=True, causal=True),
+    LONG.with_(bias="11qk", bias_f32=True),
+    GROUPS.with_(bias="bk1k", causal=True),
+    SHORT.with_(bias="1h1k", bias_f32=True, bias_fill="some_minus_inf"),
+    LONG.with_(bias="111k", bias_fill="some_lowest"),
+]
+TOGETHER = [
+    SHORT.with_(bias="bhqk", mask="b1qk", mask_fill="blocks"),
+    GROUPS.with_(bias="1hqk", mask="bhqk", mask_fill="half", causal=True),
+    SHORT.with_(bias="11qk", mask="11qk", mask_fill="banded"),
+    SHORT.with_(bias="bhqk", mask="1hqk", mask_fill="none"),
+    GROUPS.with_(bias="bk1k", bias_f32=True, mask="bkqk", mask_fill="dead_rows"),
+    SHORT.with_(bias="111k", mask="b1qk", mask_fill="blocks", causal=True),
+]
+
+
+@pytest.mark.parametrize("head_dim, dtype", HEAD_DIMS_AND_DTYPES)
+@pytest.mark.parametrize("case", MASKS, ids=case_id)
+def test_masks(case: Case, head_dim: int, dtype: str) -> None:
+    check(case.with_(head_dim=head_dim, dtype=dtype))
+
+
+@pytest.mark.parametrize("head_dim, dtype", HEAD_DIMS_AND_DTYPES)
+@pytest.mark.parametrize("case", BIASES, ids=case_id)
+def test_biases(case: Case, head_dim: int, dtype: str) -> None:
+    check(case.with_(head_dim=head_dim, dtype=dtype))
+
+
+@pytest.mark.parametrize("head_dim, dtype", HEAD_DIMS_AND_DTYPES)
+@pytest.mark.parametrize("case", TOGETHER, ids=case_id)
+def test_together(case: Case, head_dim: int, dtype: str) -> None:
+    check(case.with_(head_dim=head_dim, dtype=dtype))
+
+
+@pytest.mark.parametrize("head_dim", [40, 96])
+@pytest.mark.parametrize("case", [MASKS[1], BIASES[2], BIASES[5], TOGETHER[1]], ids=case_id)
+def test_head_dims_between_tiles(case: Case, head_dim: int) -> None:
+    check(case.with_(head_dim=head_dim))
