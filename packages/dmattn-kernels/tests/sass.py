@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
-import sysconfig
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import networkx as nx
+
+from toolkit import find_tool
 
 INSTRUCTION_BYTES = 16
 ENDS = {"EXIT", "RET", "BRA", "BRX", "JMP", "JMX"}
@@ -87,15 +87,15 @@ class Kernel:
             yield from inner or [loop]
 
 
-def find_tool(name: str) -> str | None:
-    """A program of the CUDA toolkit: on PATH, from PyPI, or where toolkits live."""
-    packages = Path(sysconfig.get_path("purelib"))
-    places = [*packages.glob("nvidia/cu*/bin"), Path("/usr/local/cuda/bin")]
-    return shutil.which(name) or shutil.which(name, path=os.pathsep.join(map(str, places)))
+def _tool(name: str) -> str:
+    found = find_tool(name)
+    if found is None:
+        raise FileNotFoundError(f"{name}: not found; `pip install nvidia-cuda-{name}` brings it")
+    return found
 
 
 def _disassemble(cubin: Path) -> list[Any]:
-    command = [str(find_tool("nvdisasm")), "-json", str(cubin)]
+    command = [_tool("nvdisasm"), "-json", str(cubin)]
     functions = json.loads(subprocess.run(command, capture_output=True, check=True).stdout)[1]
     assert isinstance(functions, list)
     return functions
@@ -104,7 +104,7 @@ def _disassemble(cubin: Path) -> list[Any]:
 def kernels(library: Path, chip: str, name: str) -> Iterator[Kernel]:
     """The kernels for `chip`, such as "sm_90a", whose mangled names contain `name`."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [str(find_tool("cuobjdump")), "-xelf", chip, str(library.resolve())]
+        command = [_tool("cuobjdump"), "-xelf", chip, str(library.resolve())]
         subprocess.run(command, cwd=folder, capture_output=True, check=True)
         cubins = [path for path in Path(folder).iterdir() if name.encode() in path.read_bytes()]
         with ThreadPoolExecutor(os.cpu_count()) as pool:

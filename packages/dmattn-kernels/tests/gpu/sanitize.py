@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 from gpu.device import FAMILY_VARIABLE
 from gpu.jobs import Job
+from toolkit import find_tool
 
 HERE = Path(__file__).parent
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
@@ -33,21 +32,6 @@ OPTIONS = {
     "initcheck": [],
     "synccheck": [],
 }
-
-
-def find_tool(name: str) -> str | None:
-    """A program of the CUDA toolkit, on PATH or where toolkits live."""
-    found = shutil.which(name)
-    if found is not None:
-        return found
-    roots = [os.environ.get("CUDA_HOME", ""), "/usr/local/cuda"]
-    places = [
-        Path(root) / folder / name
-        for root in roots
-        if root
-        for folder in ("bin", "compute-sanitizer")
-    ]
-    return next((str(place) for place in places if place.is_file()), None)
 
 
 def kernel_jobs(folder: Path, families: list[str], limit: float) -> list[Job]:

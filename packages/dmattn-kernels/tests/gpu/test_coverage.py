@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from gpu.device import FAMILY_VARIABLE
-from gpu.sanitize import find_tool
+from toolkit import find_tool
 
 pytestmark = pytest.mark.slow
 

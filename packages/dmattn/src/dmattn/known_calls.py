@@ -21,7 +21,7 @@ from dmattn.problem import Packing, Problem
 # A kind takes about 2 KB. Where ever new ones come, such as new lengths, all are forgotten at once.
 MOST_KINDS = 1024
 
-# Types of options that do not change.
+# Values of these types never change, so that a kind stays what it was.
 PLAIN_OPTIONS = frozenset({bool, int, float, str, type(None)})
 
 Kind = tuple[Any, ...]
