@@ -31,7 +31,7 @@ from dmattn.cache_checks import (
     real_tokens,
     size_of,
 )
-from dmattn.cache_drafts import Bench, Draft, rows_per_token, with_spare_rows
+from dmattn.cache_drafts import Draft, Workspace, rows_per_token, with_spare_rows
 from dmattn.cache_fill import all_keys, fill_of, last_row_keys
 from dmattn.cache_state import CacheTensors, CacheTokens
 from dmattn.dispatch import is_plain_call, nobody_intercepts
@@ -120,12 +120,11 @@ class DynamicMaskCache:
             wanted = "None, as the window is all it holds" if evict else "an int, with evict=False"
             raise ValueError(f"capacity: got {describe(capacity)}, wanted {wanted}")
         entries = self.window_size if capacity is None else check_int("capacity", capacity, 1)
+        rows = torch.Size((batch, entries, nheads_k, head_dim))
         if self.evict:
-            rows = (batch, entries, nheads_k, head_dim, dtype, device)
-            self.k, self.v = with_spare_rows(*rows), with_spare_rows(*rows)
+            self.k, self.v = (with_spare_rows(rows, dtype, device) for _ in range(2))
         else:
-            self.k = torch.zeros(batch, entries, nheads_k, head_dim, dtype=dtype, device=device)
-            self.v = torch.zeros_like(self.k)
+            self.k, self.v = (torch.zeros(rows, dtype=dtype, device=device) for _ in range(2))
         shape = (batch, nheads_k, entries)
         self.score = torch.full(shape, -math.inf, dtype=score_dtype, device=device)
         self.position = torch.full(shape, -1, dtype=torch.int32, device=device)
@@ -141,7 +140,7 @@ class DynamicMaskCache:
         self._in_order = True
         self._layer: weakref.ref[Any] | None = None
         self._draft: CacheTokens | None = None  # what `peek` has seen
-        self._benches: dict[tuple[int, int], Bench] = {}
+        self._workspaces: dict[tuple[int, int], Workspace] = {}  # for drafts, by tokens and rows
 
     @property
     def is_empty(self) -> bool:
@@ -295,9 +294,9 @@ class DynamicMaskCache:
         new = CacheTokens(key.detach(), value.detach(), score.detach(), None)
         self._draft = None
         self._note_capture(query)
-        bench = self._bench(query)
-        if bench is not None:
-            draft = Draft.of(self._tensors(), new, bench)
+        workspace = self._workspace(query)
+        if workspace is not None:
+            draft = Draft.of(self._tensors(), new, workspace)
             out, new = draft.attend(query, scale, softcap), draft.tokens
         else:
             new = CacheTokens(new.k.clone(), new.v.clone(), new.score.clone(), None)
@@ -416,7 +415,7 @@ class DynamicMaskCache:
 
     def __getstate__(self) -> dict[str, Any]:
         # A weak reference cannot be saved, and a draft belongs to the sequence that goes on here.
-        return self.__dict__ | {"_layer": None, "_draft": None, "_benches": {}}
+        return self.__dict__ | {"_layer": None, "_draft": None, "_workspaces": {}}
 
     def __repr__(self) -> str:
         batch, entries, nheads_k, head_dim = self.k.shape
@@ -451,13 +450,11 @@ class DynamicMaskCache:
         """Other tensors; `copy`: those are somebody's."""
         k, v, *others = tensors
         if self.evict:
-            self.k, self.v = (
-                with_spare_rows(*t.shape, t.dtype, t.device).copy_(t) for t in (k, v)
-            )
+            self.k, self.v = (with_spare_rows(t.shape, t.dtype, t.device).copy_(t) for t in (k, v))
         else:
             self.k, self.v = (t.clone() if copy else t for t in (k, v))
         self.score, self.position, self.seen = (t.clone() if copy else t for t in others)
-        self._draft, self._benches = None, {}
+        self._draft, self._workspaces = None, {}
 
     def _write(self, content: CacheTensors, rows: Tensor | None) -> None:
         """New content for all slots, or for those in rows (n,)."""
@@ -513,7 +510,7 @@ class DynamicMaskCache:
         )
         return Block.of(held, new, self.window_size, in_order)
 
-    def _bench(self, query: Tensor) -> Bench | None:
+    def _workspace(self, query: Tensor) -> Workspace | None:
         """For a draft with these queries; None where it cannot lie behind the entries."""
         if not self.evict or query.numel() == 0 or torch.compiler.is_compiling():
             return None
@@ -521,13 +518,13 @@ class DynamicMaskCache:
         rows = rows_per_token(self._tensors(), nheads, tokens)
         if rows == 0:
             return None
-        found = self._benches.get((tokens, rows))
+        found = self._workspaces.get((tokens, rows))
         if found is None:
-            found = Bench.of(self._tensors(), tokens, rows)
+            found = Workspace.of(self._tensors(), tokens, rows)
             # What a CUDA graph makes is there when it runs, and only then.
             capturing = query.is_cuda and torch.cuda.is_current_stream_capturing()
             if nobody_intercepts() and not capturing:
-                self._benches[tokens, rows] = found
+                self._workspaces[tokens, rows] = found
         return found
 
     def _within_capacity(self, new: CacheTokens, rows: Tensor | None) -> CacheTokens:

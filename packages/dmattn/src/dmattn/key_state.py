@@ -200,7 +200,9 @@ def best_of(keys: Keys, window_size: int, starts: Tensor | None) -> KeyState:
         last = starts.masked_fill((starts < 0) | (starts >= seqlen), 0).amax()
         before = torch.arange(seqlen, device=keys.k.device) < last
         keys = keys._replace(score=keys.score.masked_fill(before, -math.inf))
-    return KeyState(*gathered(keys, _best_places(keys.score, window_size)), *counted(keys.k, starts))
+    return KeyState(
+        *gathered(keys, _best_places(keys.score, window_size)), *counted(keys.k, starts)
+    )
 
 
 def counted(

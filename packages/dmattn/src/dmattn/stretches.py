@@ -87,7 +87,11 @@ class Stretch(NamedTuple):
         numbers = counted(self.own.k, self.starts, state)
         if not self.needs_keys:
             keys = _own_keys(self.own)
-            places = Places(*[t.expand(*keys.score.shape[:2], -1) for t in places])
+            heads = keys.score.shape[:2]
+            at, empty = places
+            places = Places(
+                at.expand(*heads, -1), None if empty is None else empty.expand(*heads, -1)
+            )
             return KeyState(*gathered(keys, places), *numbers)
         assert problem.bias is not None
         keys = Keys(problem.k, problem.v, problem.bias[:, :, 0], None)
