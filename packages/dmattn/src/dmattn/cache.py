@@ -74,7 +74,8 @@ class DynamicMaskCache:
     with weights_only=True, once dmattn is imported.
 
     Attributes:
-        k, v: (B, entries, HK, D); entries = window_size, or capacity without evict.
+        k, v: (B, entries, HK, D); entries = window_size, or capacity without evict. With evict,
+            views of rows of which each slot has some more than entries, for drafts.
         score: (B, HK, entries), -inf where there is no key.
         position: int32 (B, HK, entries), the key's place in its sequence, -1 where there is none.
         seen: int32 (B,), tokens so far.
@@ -407,7 +408,7 @@ class DynamicMaskCache:
         self._layer = self._draft = None
 
     def clone(self) -> "DynamicMaskCache":
-        """A cache of its own with the same content."""
+        """A cache of its own with the same content, without the draft."""
         other = object.__new__(DynamicMaskCache)
         other.__dict__.update(self.__getstate__())
         other._replace(self._tensors(), copy=True)

@@ -79,6 +79,7 @@ class Workspace(NamedTuple):
     rows: Tensor  # (B, w, HK, 1): keys and values of a cache in which they do not matter
     seen: Tensor  # int32 (B,)
     lowest: Tensor  # (r,), -inf
+    first_end: Tensor  # int32 (2 * t,): ends of keys that no row keeps
     first_row: Tensor  # int32 (), w - t * r
     zero: Tensor  # int64 (1,)
 
@@ -108,6 +109,7 @@ class Workspace(NamedTuple):
             k.new_zeros((batch, entries, nheads_k, 1)),
             torch.zeros_like(cache.seen),
             score.new_full((rows_per_token,), -math.inf),
+            torch.cat((torch.zeros_like(token), token)).to(torch.int32) + tokens,
             position.new_full((), entries - tokens * rows_per_token),
             place.new_zeros(1),
         )
@@ -143,6 +145,9 @@ class Draft(NamedTuple):
         # The lowest entries stand in order of score and then of position, the draft behind them. So
         # of equal scores the later key stands later, as a selection wants it.
         end = select(few[:, :, 1:, 0], None, count, count, True).end
+        # A selection lists no keys that no row keeps, and says little of their ends. These are
+        # listed: an end before the key itself would be none.
+        end = torch.maximum(end, workspace.first_end)
         torch.add(workspace.first_row, end, alpha=r, out=workspace.ends[..., 1:])
         return Draft(
             k,
