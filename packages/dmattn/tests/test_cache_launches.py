@@ -95,16 +95,16 @@ def assert_equal(got: list[Tensor], want: list[Tensor]) -> None:
 
 @pytest.mark.parametrize("kind", ["random", "tied", "constant", "holes"])
 @pytest.mark.parametrize(
-    ("before", "t", "nheads"),
+    ("before", "most", "nheads"),
     [(200, 8, 8), (0, 5, 2), (37, 6, 12), (60, 1, 8), (41, 12, 6), (90, SPARE_ROWS, 14)],
 )
 def test_a_draft_behind_the_entries_is_the_sequence_that_goes_on(
-    kind: str, before: int, t: int, nheads: int
+    kind: str, before: int, most: int, nheads: int
 ) -> None:
     torch.manual_seed(0)
     cache = make()
     cache.append_and_attend(*tokens(before, nheads, kind))
-    for _ in range(3):
+    for t in (most, max(1, most - 3), most):
         cache.append_and_attend(*tokens(2, nheads, kind))  # lets keys lie in no order
         held, draft = cache.clone(), tokens(t, nheads, kind)
         out = cache.peek(*draft, softcap=2.0)
@@ -163,8 +163,9 @@ def test_what_no_row_keeps_does_not_end_before_it_begins(monkeypatch: Any) -> No
     want = cache.peek(*draft)
     monkeypatch.setattr("dmattn.cache_drafts.select", vague)
     assert torch.equal(cache.peek(*draft), want)
-    workspace = cache._workspaces[8, 2]
-    lists = Draft.of(cache._tensors(), CacheTokens(*draft[1:], None), workspace).lists
+    workspace = cache._workspaces[2]
+    given = (cache._tensors(), CacheTokens(*draft[1:], None), workspace, workspace.lists[8])
+    lists = Draft.of(*given).lists
     idx = lists.idx[:, :, 0, : W + 8].long()
     assert (lists.end.gather(2, idx) >= idx).all()
 
@@ -177,10 +178,10 @@ def test_a_draft_that_fails_leaves_none_to_commit() -> None:
     cache.peek(*tokens(4))
     with pytest.raises(ValueError, match="query"):  # refused: nothing has happened yet
         cache.peek(*tokens(4, 3))
-    cache._workspace = None  # type: ignore[assignment, method-assign]
+    cache._draft_of = None  # type: ignore[assignment, method-assign]
     with pytest.raises(TypeError):
         cache.peek(*tokens(4))
-    del cache._workspace
+    del cache._draft_of
     with pytest.raises(ValueError, match="without a draft"):
         cache.commit(torch.tensor([1, 1]))
     assert_equal(content(cache), content(before))

@@ -31,10 +31,10 @@ from dmattn.cache_checks import (
     real_tokens,
     size_of,
 )
-from dmattn.cache_drafts import Draft, Workspace, rows_per_token, with_spare_rows
+from dmattn.cache_drafts import Draft, Workspace, rows_per_token, with_spare_rows, workspace_for
 from dmattn.cache_fill import all_keys, fill_of, last_row_keys
 from dmattn.cache_state import CacheTensors, CacheTokens
-from dmattn.dispatch import is_plain_call, nobody_intercepts
+from dmattn.dispatch import is_plain_call
 from dmattn.functional import flash_dmattn_func
 from dmattn.key_state import counting
 from dmattn.selection import KeySelection, select_keys
@@ -141,7 +141,7 @@ class DynamicMaskCache:
         self._in_order = True
         self._layer: weakref.ref[Any] | None = None
         self._draft: CacheTokens | None = None  # what `peek` has seen
-        self._workspaces: dict[tuple[int, int], Workspace] = {}  # for drafts, by tokens and rows
+        self._workspaces: dict[int, Workspace] = {}  # for drafts, by rows for each token
 
     @property
     def is_empty(self) -> bool:
@@ -295,9 +295,8 @@ class DynamicMaskCache:
         new = CacheTokens(key.detach(), value.detach(), score.detach(), None)
         self._draft = None
         self._note_capture(query)
-        workspace = self._workspace(query)
-        if workspace is not None:
-            draft = Draft.of(self._tensors(), new, workspace)
+        draft = self._draft_of(query, new)
+        if draft is not None:
             out, new = draft.attend(query, scale, softcap), draft.tokens
         else:
             new = CacheTokens(new.k.clone(), new.v.clone(), new.score.clone(), None)
@@ -511,22 +510,15 @@ class DynamicMaskCache:
         )
         return Block.of(held, new, self.window_size, in_order)
 
-    def _workspace(self, query: Tensor) -> Workspace | None:
-        """For a draft with these queries; None where it cannot lie behind the entries."""
+    def _draft_of(self, query: Tensor, new: CacheTokens) -> Draft | None:
+        """A draft behind the entries; None where it cannot lie there."""
         if not self.evict or query.numel() == 0 or torch.compiler.is_compiling():
             return None
-        tokens, nheads = query.shape[1:3]
-        rows = rows_per_token(self._tensors(), nheads, tokens)
+        cache, (tokens, nheads) = self._tensors(), query.shape[1:3]
+        rows = rows_per_token(cache, nheads, tokens)
         if rows == 0:
             return None
-        found = self._workspaces.get((tokens, rows))
-        if found is None:
-            found = Workspace.of(self._tensors(), tokens, rows)
-            # What a CUDA graph makes is there when it runs, and only then.
-            capturing = query.is_cuda and torch.cuda.is_current_stream_capturing()
-            if nobody_intercepts() and not capturing:
-                self._workspaces[tokens, rows] = found
-        return found
+        return Draft.of(cache, new, *workspace_for(cache, tokens, rows, self._workspaces))
 
     def _within_capacity(self, new: CacheTokens, rows: Tensor | None) -> CacheTokens:
         """The tokens, those inactive for which there is no room."""

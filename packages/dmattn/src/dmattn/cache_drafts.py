@@ -20,8 +20,9 @@ from torch import Tensor
 
 from dmattn.cache_calls import append_tokens
 from dmattn.cache_state import CacheTensors, CacheTokens
-from dmattn.dispatch import attend, select
+from dmattn.dispatch import attend, nobody_intercepts, select
 from dmattn.key_lists import Selection, whole_blocks
+from dmattn.key_state import counting
 from dmattn.problem import Problem
 
 # Rows of keys, and of values, behind the entries of each slot: enough for 8 tokens with r = 4. With
@@ -62,57 +63,95 @@ def _spare_rows(t: Tensor) -> int:
     return min(whole - entries, SPARE_ROWS) if fits else 0
 
 
+class Lists(NamedTuple):
+    """What is alike for all drafts of t tokens with r rows each."""
+
+    idx: Tensor  # of a `Selection`, as the next two: a list of all keys
+    count: Tensor  # type: ignore[assignment]  # hides tuple.count
+    full: Tensor
+    unkept: Tensor  # int32 (2 * t,): the ends that `Draft.of` selects, of keys that no row keeps
+    first_row: Tensor  # int32 (), w - t * r
+
+    @staticmethod
+    def of(cache: CacheTensors, tokens: int, r: int) -> "Lists":
+        """For drafts behind such a cache."""
+        batch, entries, nheads_k, _ = cache.k.shape
+        heads, size = (batch, nheads_k, 1), entries + tokens
+        token = counting(tokens, cache.k.device)
+        idx = cache.position.new_zeros((*heads, whole_blocks(size)))
+        idx[..., :entries] = counting(entries, idx.device)
+        idx[..., entries:size] = token * r + entries
+        count = idx.new_full(heads, size)
+        unkept = torch.cat((torch.zeros_like(token), token)) + tokens
+        return Lists(
+            idx, count, torch.zeros_like(count), unkept, idx.new_full((), entries - tokens * r)
+        )
+
+
 class Workspace(NamedTuple):
-    """What all drafts of t tokens with r rows each share, in memory of their own.
+    """What all drafts with r rows for each token share, T = SPARE_ROWS // r tokens at most.
 
     Every draft writes `place`, `ends`, `rows` and `seen` anew, but for the parts that stay.
     """
 
     rows_per_token: int  # r
-    # int64 (B, HK, w + t * r): the column of `ends` that a key has. Behind the entries it stays.
+    # int64 (B, HK, w + T * r): the column of `ends` that a key has. Behind the entries it stays.
     place: Tensor
-    # int32 (B, HK, 1 + 2 * t): the end of the keys that never leave, which stays; of the t lowest
-    # entries; of the tokens.
+    # int32 (B, HK, 1 + 2 * T): in the middle the ends of the t lowest entries and then of the t
+    # tokens, which begin at column T + 1. First, which stays, the end of keys that never leave.
     ends: Tensor
-    lists: tuple[Tensor, Tensor, Tensor]  # idx, count and full, of all keys
-    highest: CacheTokens  # t tokens of a score that every entry gives way to
+    highest: CacheTokens  # T tokens of a score that every entry gives way to
     rows: Tensor  # (B, w, HK, 1): keys and values of a cache in which they do not matter
     seen: Tensor  # int32 (B,)
     lowest: Tensor  # (r,), -inf
-    first_end: Tensor  # int32 (2 * t,): ends of keys that no row keeps
-    first_row: Tensor  # int32 (), w - t * r
     zero: Tensor  # int64 (1,)
+    lists: dict[int, Lists]  # by t
 
     @staticmethod
-    @torch.inference_mode(False)  # it may be written to outside of that mode later
-    def of(cache: CacheTensors, tokens: int, rows_per_token: int) -> "Workspace":
+    def of(cache: CacheTensors, r: int) -> "Workspace":
         """For drafts behind such a cache."""
         batch, entries, nheads_k, _ = cache.k.shape
-        heads, length = (batch, nheads_k), entries + tokens * rows_per_token
-        position, score, k = cache.position, cache.score, cache.k
-        place = position.new_zeros((*heads, length), dtype=torch.int64)
-        token = torch.arange(tokens, device=place.device)
-        place[..., entries:] = (tokens + 1 + token).repeat_interleave(rows_per_token)
-        key = torch.cat(
-            (torch.arange(entries, device=place.device), entries + token * rows_per_token)
-        )
-        idx = position.new_zeros((*heads, 1, whole_blocks(entries + tokens)))
-        idx[..., : entries + tokens] = key
-        count = position.new_full((*heads, 1), entries + tokens)
-        row = k.new_zeros((batch, tokens, nheads_k, 1))
+        heads, most = (batch, nheads_k), SPARE_ROWS // r
+        length = entries + most * r
+        place = cache.position.new_zeros((*heads, length), dtype=torch.int64)
+        place[..., entries:] = counting(most, place.device, most + 1).repeat_interleave(r)
+        row = cache.k.new_zeros((batch, most, nheads_k, 1))
         return Workspace(
-            rows_per_token,
+            r,
             place,
-            position.new_full((*heads, 1 + 2 * tokens), length),
-            (idx, count, torch.zeros_like(count)),
-            CacheTokens(row, row, score.new_full((*heads, tokens), math.inf), None),
-            k.new_zeros((batch, entries, nheads_k, 1)),
+            cache.position.new_full((*heads, 1 + 2 * most), length),
+            CacheTokens(row, row, cache.score.new_full((*heads, most), math.inf), None),
+            cache.k.new_zeros((batch, entries, nheads_k, 1)),
             torch.zeros_like(cache.seen),
-            score.new_full((rows_per_token,), -math.inf),
-            torch.cat((torch.zeros_like(token), token)).to(torch.int32) + tokens,
-            position.new_full((), entries - tokens * rows_per_token),
+            cache.score.new_full((r,), -math.inf),
             place.new_zeros(1),
+            {},
         )
+
+
+@torch.inference_mode(False)  # another call may write to it outside of that mode
+def workspace_for(
+    cache: CacheTensors, tokens: int, r: int, kept: dict[int, Workspace]
+) -> tuple[Workspace, Lists]:
+    """What a draft needs beside the cache, from `kept`, by r, or to be kept there.
+
+    What a CUDA graph makes is there when it runs, and only then; and a mode that looks on may have
+    tensors of its own. So neither is kept.
+    """
+    workspace = kept.get(r)
+    found = None if workspace is None else workspace.lists.get(tokens)
+    if workspace is not None and found is not None:
+        return workspace, found
+    capturing = cache.k.is_cuda and torch.cuda.is_current_stream_capturing()
+    to_keep = nobody_intercepts() and not capturing
+    if workspace is None:
+        workspace = Workspace.of(cache, r)
+        if to_keep:
+            kept[r] = workspace
+    found = Lists.of(cache, tokens, r)
+    if to_keep:
+        workspace.lists[tokens] = found
+    return workspace, found
 
 
 class Draft(NamedTuple):
@@ -126,34 +165,36 @@ class Draft(NamedTuple):
     rows_per_token: int  # r
 
     @staticmethod
-    def of(cache: CacheTensors, new: CacheTokens, workspace: Workspace) -> "Draft":
+    def of(cache: CacheTensors, new: CacheTokens, workspace: Workspace, lists: Lists) -> "Draft":
         """Writes tokens, all of them active, to the spare rows; the entries stay as they are."""
         count, entries, r = new.k.shape[1], cache.k.shape[1], workspace.rows_per_token
-        length = workspace.place.shape[2]
+        length, most = entries + count * r, SPARE_ROWS // r
         k, v = (
             t.as_strided((t.shape[0], length, *t.shape[2:]), t.stride()) for t in (cache.k, cache.v)
         )
         k_draft, v_draft = k[:, entries::r], v[:, entries::r]
         k_draft.copy_(new.k)
         v_draft.copy_(new.v)
-        # Scores, r times each: of some entry that stays, of the lowest entries, and of the draft.
-        few = cache.score.new_empty((*cache.score.shape[:2], 1 + 2 * count, r))
-        drafted = few[:, :, 1 + count :]
+        # Scores, r times each, in the columns of `ends`: what entries that stay write to the first
+        # one means nothing.
+        few = cache.score.new_empty((*cache.score.shape[:2], 1 + most + count, r))
+        drafted = few[:, :, 1 + most :]
         torch.fmax(new.score[..., None], workspace.lowest, out=drafted)  # -inf for NaN
-        _find_lowest(cache, workspace)
+        _find_lowest(cache, workspace, count)
         few[..., 0].scatter_(2, workspace.place[..., :entries], cache.score)
         # The lowest entries stand in order of score and then of position, the draft behind them. So
         # of equal scores the later key stands later, as a selection wants it.
-        end = select(few[:, :, 1:, 0], None, count, count, True).end
+        chosen = slice(1 + most - count, 1 + most + count)
+        end = select(few[:, :, chosen, 0], None, count, count, True).end
         # A selection lists no keys that no row keeps, and says little of their ends. These are
         # listed: an end before the key itself would be none.
-        end = torch.maximum(end, workspace.first_end)
-        torch.add(workspace.first_row, end, alpha=r, out=workspace.ends[..., 1:])
+        end = torch.maximum(end, lists.unkept)
+        torch.add(lists.first_row, end, alpha=r, out=workspace.ends[..., chosen])
         return Draft(
             k,
             v,
             torch.cat((cache.score, drafted.flatten(2)), 2),
-            Selection(workspace.ends.gather(2, workspace.place), *workspace.lists),
+            Selection(workspace.ends.gather(2, workspace.place[..., :length]), *lists[:3]),
             CacheTokens(k_draft, v_draft, drafted[..., 0], None),
             r,
         )
@@ -176,17 +217,18 @@ class Draft(NamedTuple):
         return torch.unflatten(out, 1, (-1, r)).transpose(2, 3).flatten(2, 3)
 
 
-def _find_lowest(cache: CacheTensors, workspace: Workspace) -> None:
-    """Writes `workspace.place` of the entries: 1 to t for the lowest ones in order, 0 for others.
+def _find_lowest(cache: CacheTensors, workspace: Workspace, count: int) -> None:
+    """Writes `workspace.place` of the entries: the columns of the `count` lowest, 0 for others.
 
     Lower is a lower score, of equal scores an earlier position. Tokens that every entry gives way
     to are put into a copy of the scores and positions. They push the lowest entries out in this
-    order, and their positions there, 1 to t, say which.
+    order, and the positions that they get there are the columns.
     """
     position = cache.position | _SIGN  # all below 0, in the same order
-    workspace.seen.fill_(1)
+    workspace.seen.fill_(1 + SPARE_ROWS // workspace.rows_per_token - count)
     rows = workspace.rows
     copy = CacheTensors(rows, rows, cache.score.clone(), position, workspace.seen)
-    append_tokens(workspace.highest, copy, True)
+    k, v, score, _ = workspace.highest
+    append_tokens(CacheTokens(k[:, :count], v[:, :count], score[..., :count], None), copy, True)
     entries = cache.k.shape[1]
     torch.maximum(position, workspace.zero, out=workspace.place[..., :entries])
