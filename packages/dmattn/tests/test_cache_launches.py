@@ -259,11 +259,11 @@ def test_a_chunk_takes_few_operations() -> None:
     cache, chunk = make(), tokens(100, 8)
     names = count(lambda: cache.append_and_attend(*chunk))
     assert names["select_keys"] == names["build_key_lists"] == names["fwd"] == 1, names
-    assert names["sort"] == 0 and sum(names.values()) <= 18, names
+    assert names["sort"] == 0 and sum(names.values()) <= 17, names
     cache.append_and_attend(*tokens(1))
     with Launches() as launches:
         cache.append_and_attend(*chunk)
-    assert launches.names["sort"] == 1 and sum(launches.names.values()) <= 27, launches.names
+    assert launches.names["sort"] == 1 and sum(launches.names.values()) <= 25, launches.names
 
 
 @torch.no_grad()
@@ -277,7 +277,7 @@ def test_a_stretch_behind_a_state_takes_few_operations() -> None:
         )
         states.append(state)
 
-    assert sum(count(stretch).values()) <= 17
+    assert sum(count(stretch).values()) <= 17  # of one behind another
     states[:] = [None]
     with Launches() as launches:
         stretch()

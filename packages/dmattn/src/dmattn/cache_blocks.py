@@ -87,28 +87,28 @@ class Block(NamedTuple):
 
         Args:
             window_size: w.
-            into: where to write it, a cache whose tensors are not those that are read here; None
-                for new tensors.
+            into: where to write it, such as the cache that the tokens are behind; None for new
+                tensors.
         """
         at = kept_places(self.lists.end, window_size, first_may_be_empty=True).at
         if self.place is not None:
             at = self.place.gather(2, at)
         if self.active is None:
             new = self.before[:, None] + counting(self.tokens, at.device)
-            seen = self.before + self.tokens
+            seen, more = self.before, self.tokens
         else:
             new = self.before[:, None] + (self.active.cumsum(1, dtype=torch.int32) - 1)
-            seen = new[:, -1] + 1
+            seen, more = new[:, -1], 1
         held = self.keys.position
         assert held is not None
         position = torch.cat((held, new[:, None].expand(-1, held.shape[1], -1)), 2)
         keys = self.keys._replace(position=position)
         if into is None:
-            return CacheTensors(*gathered(keys, Places(at, None)), seen)
+            return CacheTensors(*gathered(keys, Places(at, None)), seen + more)
         rows = at.mT[..., None].expand(-1, -1, -1, keys.k.shape[3])
         torch.gather(keys.k, 1, rows, out=into.k)
         torch.gather(keys.v, 1, rows, out=into.v)
         torch.gather(keys.score, 2, at, out=into.score)
         torch.gather(position, 2, at, out=into.position)
-        into.seen.copy_(seen)
+        torch.add(seen, more, out=into.seen)
         return into
