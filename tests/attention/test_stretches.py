@@ -100,6 +100,26 @@ def test_many_tokens_at_once_are_those_in_turn(kind: str) -> None:
     assert torch.equal(at_once.seen, in_turn.seen)
 
 
+@pytest.mark.parametrize("kind", ["random", "tied", "minus_inf", "nan"])
+def test_drafts_are_tokens_in_turn(kind: str) -> None:
+    """Also with scores of which some are equal, and while there is room."""
+    whole, cache = sequence(400, kind), new_cache(128)
+    start, n = 100, torch.zeros(B, dtype=torch.int32, device=target_device())
+    cache.append_and_attend(*part(whole, 0, start))
+    for tokens in (5, 8, 1, 20, 40, 8, 31):
+        in_turn, draft = cache.clone(), part(whole, start, start + tokens)
+        out = cache.peek(*draft)
+        for t in range(tokens):
+            want = in_turn.append_and_attend(
+                *[x[:, t : t + 1] for x in draft[:3]], draft[3][..., t : t + 1]
+            )
+            assert_near(out[:, t : t + 1], want)
+        cache.commit(n + tokens)
+        for name in ("score", "position", "seen", "k", "v"):
+            assert torch.equal(getattr(cache, name), getattr(in_turn, name)), name
+        start += tokens
+
+
 def captured(call: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

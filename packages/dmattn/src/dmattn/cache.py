@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-import dmattn.ops.cache  # noqa: F401 - registers the operators
 from dmattn.backends.cpu import cache as cpu
 from dmattn.backends.cuda import cache as cuda
 from dmattn.cache_blocks import Block
+from dmattn.cache_calls import append_tokens
 from dmattn.cache_checks import (
     check_cache_device,
     check_cache_head_dim,
@@ -31,10 +31,12 @@ from dmattn.cache_checks import (
     real_tokens,
     size_of,
 )
+from dmattn.cache_drafts import Draft, Workspace, rows_per_token, with_spare_rows, workspace_for
 from dmattn.cache_fill import all_keys, fill_of, last_row_keys
 from dmattn.cache_state import CacheTensors, CacheTokens
 from dmattn.dispatch import is_plain_call
 from dmattn.functional import flash_dmattn_func
+from dmattn.key_state import counting
 from dmattn.selection import KeySelection, select_keys
 from dmattn.validation import (
     can_be_read,
@@ -72,7 +74,8 @@ class DynamicMaskCache:
     with weights_only=True, once dmattn is imported.
 
     Attributes:
-        k, v: (B, entries, HK, D); entries = window_size, or capacity without evict.
+        k, v: (B, entries, HK, D); entries = window_size, or capacity without evict. With evict,
+            views of rows of which each slot has some more than entries, for drafts.
         score: (B, HK, entries), -inf where there is no key.
         position: int32 (B, HK, entries), the key's place in its sequence, -1 where there is none.
         seen: int32 (B,), tokens so far.
@@ -118,8 +121,11 @@ class DynamicMaskCache:
             wanted = "None, as the window is all it holds" if evict else "an int, with evict=False"
             raise ValueError(f"capacity: got {describe(capacity)}, wanted {wanted}")
         entries = self.window_size if capacity is None else check_int("capacity", capacity, 1)
-        self.k = torch.zeros(batch, entries, nheads_k, head_dim, dtype=dtype, device=device)
-        self.v = torch.zeros_like(self.k)
+        rows = torch.Size((batch, entries, nheads_k, head_dim))
+        if self.evict:
+            self.k, self.v = (with_spare_rows(rows, dtype, device) for _ in range(2))
+        else:
+            self.k, self.v = (torch.zeros(rows, dtype=dtype, device=device) for _ in range(2))
         shape = (batch, nheads_k, entries)
         self.score = torch.full(shape, -math.inf, dtype=score_dtype, device=device)
         self.position = torch.full(shape, -1, dtype=torch.int32, device=device)
@@ -130,8 +136,12 @@ class DynamicMaskCache:
         self._most_seen = 0
         # A CUDA graph puts tokens in without the host: from then on it has to ask.
         self._captured = False
+        # Whether keys lie in order of position, behind entries without a key, as far as the host
+        # knows. A CUDA graph puts them anywhere.
+        self._in_order = True
         self._layer: weakref.ref[Any] | None = None
         self._draft: CacheTokens | None = None  # what `peek` has seen
+        self._workspaces: dict[int, Workspace] = {}  # for drafts, by rows for each token
 
     @property
     def is_empty(self) -> bool:
@@ -186,17 +196,20 @@ class DynamicMaskCache:
             kept = last_row_keys(score, self.window_size, selection, real)
         else:
             kept = all_keys(score, real)
-        fill = fill_of(key, value, score, real, kept, entries)
+        fill = fill_of(key, value, score, real, kept, entries, self.evict)
         spare = entries - fill.k.shape[1]
+        free = (spare, 0) if self.evict else (0, spare)
         seen = self.seen.new_full((batch,), seqlen) if real is None else real.sum(1)
         content = CacheTensors(
-            pad(fill.k, (0, 0, 0, 0, 0, spare)),
-            pad(fill.v, (0, 0, 0, 0, 0, spare)),
-            pad(fill.score, (0, spare), value=-math.inf),
-            pad(fill.position, (0, spare), value=-1),
+            pad(fill.k, (0, 0, 0, 0, *free)),
+            pad(fill.v, (0, 0, 0, 0, *free)),
+            pad(fill.score, free, value=-math.inf),
+            pad(fill.position, free, value=-1),
             seen.to(torch.int32),
         )
         self._write(content, rows)
+        if rows is None:
+            self._in_order = True
         self._most_seen = most if rows is None else max(self._most_seen, most)
         self._is_empty = seqlen == 0 and (rows is None or self._is_empty)
 
@@ -279,14 +292,18 @@ class DynamicMaskCache:
         """
         given = (query, key, value, score, softmax_scale, softcap, None)
         new, scale, softcap = check_step(self.k, self.score.dtype, len(self.seen), *given)
-        new = CacheTokens(
-            key.detach().clone(), value.detach().clone(), score.detach().clone(), None
-        )
-        if query.shape[0] == 0 or query.shape[1] == 0:
-            out = query.new_empty(query.shape)
+        new = CacheTokens(key.detach(), value.detach(), score.detach(), None)
+        self._draft = None
+        self._note_capture(query)
+        draft = self._draft_of(query, new)
+        if draft is not None:
+            out, new = draft.attend(query, scale, softcap), draft.tokens
         else:
-            self._note_capture(query)
-            out = self._block(new, None).attend(query, scale, softcap)
+            new = CacheTokens(new.k.clone(), new.v.clone(), new.score.clone(), None)
+            if query.shape[0] == 0 or query.shape[1] == 0:
+                out = query.new_empty(query.shape)
+            else:
+                out = self._block(new, None).attend(query, scale, softcap)
         self._draft = new
         return out
 
@@ -310,11 +327,13 @@ class DynamicMaskCache:
             wrong = n[(n < 0) | (n > tokens)]
             if wrong.numel() > 0:
                 raise ValueError(f"n: got {int(wrong[0])}, wanted 0 to {tokens}, the drafted ones")
-        active = torch.arange(tokens, device=n.device) < n[:, None]
+        active = counting(tokens, n.device) < n[:, None]
         new = self._draft._replace(active=active)
-        if not self.evict and not self._note_capture(n):
+        capturing = self._note_capture(n)
+        if not self.evict and not capturing:
             self._check_room(tokens, active, None)
-        self._put(new)
+        self._in_order = False
+        append_tokens(new, self._tensors(), self.evict)
         self._most_seen += tokens
         self._is_empty = self._is_empty and tokens == 0
         self._draft = None
@@ -384,19 +403,19 @@ class DynamicMaskCache:
         self.position.fill_(-1)
         self.seen.zero_()
         self._most_seen = 0
-        self._is_empty = True
+        self._is_empty = self._in_order = True
         self._layer = self._draft = None
 
     def clone(self) -> "DynamicMaskCache":
-        """A cache of its own with the same content."""
+        """A cache of its own with the same content, without the draft."""
         other = object.__new__(DynamicMaskCache)
         other.__dict__.update(self.__getstate__())
-        other._replace(CacheTensors(*[t.clone() for t in self._tensors()]))
+        other._replace(self._tensors(), copy=True)
         return other
 
     def __getstate__(self) -> dict[str, Any]:
         # A weak reference cannot be saved, and a draft belongs to the sequence that goes on here.
-        return self.__dict__ | {"_layer": None, "_draft": None}
+        return self.__dict__ | {"_layer": None, "_draft": None, "_workspaces": {}}
 
     def __repr__(self) -> str:
         batch, entries, nheads_k, head_dim = self.k.shape
@@ -427,9 +446,15 @@ class DynamicMaskCache:
         """What these entries of the batch hold, copied."""
         return CacheTensors(*[t.index_select(0, rows) for t in self._tensors()])
 
-    def _replace(self, tensors: CacheTensors) -> None:
-        self.k, self.v, self.score, self.position, self.seen = tensors
-        self._draft = None
+    def _replace(self, tensors: CacheTensors, copy: bool = False) -> None:
+        """Other tensors; `copy`: those are somebody's."""
+        k, v, *others = tensors
+        if self.evict:
+            self.k, self.v = (with_spare_rows(t.shape, t.dtype, t.device).copy_(t) for t in (k, v))
+        else:
+            self.k, self.v = (t.clone() if copy else t for t in (k, v))
+        self.score, self.position, self.seen = (t.clone() if copy else t for t in others)
+        self._draft, self._workspaces = None, {}
 
     def _write(self, content: CacheTensors, rows: Tensor | None) -> None:
         """New content for all slots, or for those in rows (n,)."""
@@ -445,17 +470,24 @@ class DynamicMaskCache:
     ) -> Tensor:
         """Many tokens, for all slots or for those in rows."""
         tokens = query.shape[1]
+        capturing = self._note_capture(query)
         if not self.evict:
-            if not self._note_capture(query):
+            if not capturing:
                 self._check_room(tokens, new.active, rows)
             if self._captured:
                 new = self._within_capacity(new, rows)
         block = self._block(new, rows)
         out = block.attend(query, scale, softcap)
-        if self.evict:
-            self._write(block.kept(self.window_size), rows)
+        if not self.evict:
+            new = new if rows is None else self._for_all_slots(new, rows)
+            append_tokens(new, self._tensors(), False)
+        elif rows is None and not torch.compiler.is_compiling():
+            block.kept(self.window_size, into=self._tensors())
+            self._in_order = True
         else:
-            self._put(new if rows is None else self._for_all_slots(new, rows))
+            self._write(block.kept(self.window_size), rows)
+            if rows is None:
+                self._in_order = True
         self._most_seen += tokens
         self._is_empty = False
         return out
@@ -472,7 +504,21 @@ class DynamicMaskCache:
         )
         if rows is not None:
             held = CacheTensors(*[t.index_select(0, rows) for t in held])
-        return Block.of(held, new, self.window_size, in_order=not self.evict)
+        in_order = not self.evict or (
+            # A compiler would make a graph for either case.
+            not torch.compiler.is_compiling() and self._in_order and not self._captured
+        )
+        return Block.of(held, new, self.window_size, in_order)
+
+    def _draft_of(self, query: Tensor, new: CacheTokens) -> Draft | None:
+        """A draft behind the entries; None where it cannot lie there."""
+        if not self.evict or query.numel() == 0 or torch.compiler.is_compiling():
+            return None
+        cache, (tokens, nheads) = self._tensors(), query.shape[1:3]
+        rows = rows_per_token(cache, nheads, tokens)
+        if rows == 0:
+            return None
+        return Draft.of(cache, new, *workspace_for(cache, tokens, rows, self._workspaces))
 
     def _within_capacity(self, new: CacheTokens, rows: Tensor | None) -> CacheTokens:
         """The tokens, those inactive for which there is no room."""
@@ -488,6 +534,8 @@ class DynamicMaskCache:
         """A few tokens for all slots, one after the other."""
         if not self.evict:
             return self._step_over_all(query, new, scale, softcap)
+        self._note_capture(query)
+        self._in_order = False
         out: Tensor | None
         if is_plain_call(query, new.k, new.v, new.active, new.score):
             append = cuda.append_to_cache if query.is_cuda else cpu.append_to_cache
@@ -530,7 +578,12 @@ class DynamicMaskCache:
         return torch.cat(outs, dim=1) if len(outs) > 1 else outs[0]
 
     def _note_capture(self, t: Tensor) -> bool:
-        """Whether a CUDA graph captures this call, which the cache remembers."""
+        """Whether a CUDA graph captures this call, which the cache remembers.
+
+        With eviction, that matters to eager calls alone: compiled ones assume nothing of the order.
+        """
+        if self.evict and torch.compiler.is_compiling():
+            return False
         capturing = t.is_cuda and torch.cuda.is_current_stream_capturing()
         self._captured |= capturing
         return capturing
@@ -545,16 +598,9 @@ class DynamicMaskCache:
         """Token t behind those that its sequence has."""
         now = slice(t, t + 1)
         active = None if new.active is None else new.active[:, now]
-        self._put(CacheTokens(new.k[:, now], new.v[:, now], new.score[:, :, now].detach(), active))
+        token = CacheTokens(new.k[:, now], new.v[:, now], new.score[:, :, now].detach(), active)
+        append_tokens(token, self._tensors(), False)
         self._most_seen += 1
-
-    def _put(self, new: CacheTokens) -> None:
-        """Tokens into all slots, without attention."""
-        if is_plain_call(*new):
-            append = cuda.append_to_cache if new.k.is_cuda else cpu.append_to_cache
-            append(new, self._tensors(), self.evict)
-        else:
-            torch.ops.dmattn.cache_append(*new, *self._tensors(), self.evict)
 
     def _attend_to_best(self, query: Tensor, scale: float, softcap: float) -> Tensor:
         """Attention of one token per sequence, (B, 1, H, D), to the best keys of all held ones."""

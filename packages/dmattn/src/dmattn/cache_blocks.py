@@ -15,7 +15,7 @@ from torch import Tensor
 from dmattn.cache_state import CacheTensors, CacheTokens
 from dmattn.dispatch import attend, select
 from dmattn.key_lists import Selection
-from dmattn.key_state import Keys, gathered, last_kept
+from dmattn.key_state import Keys, Places, counting, gathered, kept_places
 from dmattn.problem import Problem
 
 
@@ -34,7 +34,10 @@ class Block(NamedTuple):
 
     @staticmethod
     def of(cache: CacheTensors, new: CacheTokens, window_size: int, in_order: bool) -> "Block":
-        """`in_order`: whether the keys of the cache lie in order of position."""
+        """`in_order`: whether the keys of the cache lie in order of position.
+
+        With eviction, entries without a key then come before those that have one.
+        """
         tokens = new.k.shape[1]
         score = new.score.detach()
         if new.active is not None:
@@ -77,18 +80,35 @@ class Block(NamedTuple):
         )
         return attend(problem)[0]
 
-    def kept(self, window_size: int) -> CacheTensors:
-        """What a cache of w keys holds behind these tokens, in order of position."""
-        chosen = last_kept(self.lists, self.tokens, window_size, True)
+    def kept(self, window_size: int, into: CacheTensors | None = None) -> CacheTensors:
+        """What a cache of w keys holds behind these tokens, in order of position.
+
+        Entries without a key come first, as `Block.of` wants them where keys lie in order.
+
+        Args:
+            window_size: w.
+            into: where to write it, such as the cache that the tokens are behind; None for new
+                tensors.
+        """
+        at = kept_places(self.lists.end, window_size, first_may_be_empty=True).at
         if self.place is not None:
-            chosen = self.place.gather(2, chosen.clamp(min=0)).masked_fill(chosen < 0, -1)
+            at = self.place.gather(2, at)
         if self.active is None:
-            count = torch.arange(1, self.tokens + 1, dtype=torch.int32, device=chosen.device)
-            count = count.expand(len(chosen), -1)
+            new = self.before[:, None] + counting(self.tokens, at.device)
+            seen, more = self.before, self.tokens
         else:
-            count = self.active.cumsum(1, dtype=torch.int32)
+            new = self.before[:, None] + (self.active.cumsum(1, dtype=torch.int32) - 1)
+            seen, more = new[:, -1], 1
         held = self.keys.position
         assert held is not None
-        new = (self.before[:, None] + (count - 1))[:, None].expand(-1, held.shape[1], -1)
-        keys = self.keys._replace(position=torch.cat((held, new), 2))
-        return CacheTensors(*gathered(keys, chosen), self.before + count[:, -1])
+        position = torch.cat((held, new[:, None].expand(-1, held.shape[1], -1)), 2)
+        keys = self.keys._replace(position=position)
+        if into is None:
+            return CacheTensors(*gathered(keys, Places(at, None)), seen + more)
+        rows = at.mT[..., None].expand(-1, -1, -1, keys.k.shape[3])
+        torch.gather(keys.k, 1, rows, out=into.k)
+        torch.gather(keys.v, 1, rows, out=into.v)
+        torch.gather(keys.score, 2, at, out=into.score)
+        torch.gather(position, 2, at, out=into.position)
+        torch.add(seen, more, out=into.seen)
+        return into

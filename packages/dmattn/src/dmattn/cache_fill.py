@@ -45,19 +45,33 @@ def all_keys(score: Tensor, real: Tensor | None) -> Tensor:
 
 
 def fill_of(
-    key: Tensor, value: Tensor, score: Tensor, real: Tensor | None, kept: Tensor, entries: int
+    key: Tensor,
+    value: Tensor,
+    score: Tensor,
+    real: Tensor | None,
+    kept: Tensor,
+    entries: int,
+    at_end: bool,
 ) -> Fill:
-    """The kept keys of a prompt, bool (B, HK, S), behind one another, in at most `entries`."""
+    """The kept keys of a prompt, bool (B, HK, S), behind one another, in at most `entries`.
+
+    `at_end`: entries without a key come first, and not last.
+    """
     batch, nheads_k, seqlen = score.shape
     room = min(entries, seqlen)
     places = torch.arange(seqlen, dtype=torch.int32, device=score.device).expand(batch, -1)
-    slot = (kept.cumsum(-1) - 1).masked_fill(~kept, room)
+    slot, count = kept.cumsum(-1) - 1, kept.sum(-1, keepdim=True)
+    entry = torch.arange(room, device=score.device)
+    if at_end:
+        slot, empty = slot + (room - count), entry < room - count
+    else:
+        empty = entry >= count
+    slot = slot.masked_fill(~kept, room)
     index = slot.new_zeros((batch, nheads_k, room + 1))
     index.scatter_(-1, slot, places[:, None].expand(slot.shape).long())
     index = index[..., :room]
     if real is not None:
         places = real.cumsum(1, dtype=torch.int32) - 1
-    empty = torch.arange(room, device=score.device) >= kept.sum(-1, keepdim=True)
     no_row = empty.mT[..., None]
     chosen = score.detach().gather(-1, index)
     where = places[:, None].expand(-1, nheads_k, -1).gather(-1, index)

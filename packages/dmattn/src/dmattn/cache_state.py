@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class CacheTensors(NamedTuple):
-    """The state of a cache, all contiguous."""
+    """The state of a cache; contiguous, but for k and v, whose slots may lie apart."""
 
     k: Tensor  # (B, entries, HK, D)
     v: Tensor  # as k

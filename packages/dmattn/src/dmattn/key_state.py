@@ -17,8 +17,9 @@ from torch.fx._pytree import register_pytree_flatten_spec
 from torch.utils import _pytree as pytree
 
 from dmattn.arguments import check_window_size
-from dmattn.dispatch import select
-from dmattn.key_lists import Selection, larger, num_blocks, rows_at
+from dmattn.dispatch import is_plain_call, nobody_intercepts, select
+from dmattn.key_lists import capacity_for, rows_at
+from dmattn.ops.selection import build_key_lists
 from dmattn.selection import key_only_mask
 from dmattn.validation import (
     can_be_read,
@@ -31,6 +32,8 @@ from dmattn.validation import (
     is_one_or,
 )
 
+# Different sizes that `counting` keeps.
+_MOST_COUNTED = 64
 _FIELDS = ("k", "v", "score", "position", "seen", "has_start")
 
 
@@ -137,9 +140,9 @@ class KeyState:
             torch.cat((earlier_score, later.score), 2),
             torch.cat((self.position, moved.where(later.position >= 0, -1)), 2),
         )
-        chosen = _best_places(both.score, self.window_size)
+        places = _best_places(both.score, self.window_size)
         seen, has_start = self.seen + later.seen, self.has_start | later.has_start
-        return KeyState(*gathered(both, chosen), seen, has_start)
+        return KeyState(*gathered(both, places), seen, has_start)
 
     def __repr__(self) -> str:
         tensors, _ = _flatten(self)
@@ -157,12 +160,20 @@ class Keys(NamedTuple):
 
     k: Tensor  # (B, L, N, D)
     v: Tensor  # (B, L, N, Dv)
-    score: Tensor  # (B, N, L), -inf for a key that is never kept
+    score: Tensor  # (B, N, L), -inf or NaN for a key that is never kept
     position: Tensor | None  # int32 (B, N, L); None: each key's place among these keys
 
 
+class Places(NamedTuple):
+    """Where the keys of a state stand among others."""
+
+    at: Tensor  # int64 (B, N, w), ascending; 0 for entries without a key, which come first
+    # bool (B, N, w), entries without a key; None: where there are any, key 0 is such an entry, too.
+    empty: Tensor | None
+
+
 def keys_of(key: Tensor, value: Tensor, score: Tensor, mask: Tensor | None) -> Keys:
-    """A stretch with a score for each key and head, -inf for masked ones and for NaN.
+    """A stretch with a score for each key and head, -inf for masked ones.
 
     Args:
         key, value: (B, S, HK, D) and (B, S, HK, Dv).
@@ -175,12 +186,11 @@ def keys_of(key: Tensor, value: Tensor, score: Tensor, mask: Tensor | None) -> K
     # rounded for each of them.
     score = score.to(torch.promote_types(score.dtype, torch.float32))
     score = _with_heads(score, batch, heads)
-    hidden = ~(score > -math.inf)
     if mask is not None:
-        hidden = hidden | ~_with_heads(mask, batch, heads)
+        score = score.masked_fill(~_with_heads(mask, batch, heads), -math.inf)
     if nheads_k != heads:
         key, value = (t.repeat_interleave(heads // nheads_k, 2) for t in (key, value))
-    return Keys(key, value, score.masked_fill(hidden, -math.inf), None)
+    return Keys(key, value, score, None)
 
 
 def best_of(keys: Keys, window_size: int, starts: Tensor | None) -> KeyState:
@@ -190,71 +200,108 @@ def best_of(keys: Keys, window_size: int, starts: Tensor | None) -> KeyState:
         last = starts.masked_fill((starts < 0) | (starts >= seqlen), 0).amax()
         before = torch.arange(seqlen, device=keys.k.device) < last
         keys = keys._replace(score=keys.score.masked_fill(before, -math.inf))
-    chosen = _best_places(keys.score, window_size)
-    return KeyState(*gathered(keys, chosen), *counted(keys.k, starts))
+    return KeyState(
+        *gathered(keys, _best_places(keys.score, window_size)), *counted(keys.k, starts)
+    )
 
 
-def counted(key: Tensor, starts: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`seen` and `has_start` of a stretch with these keys, (B, S, HK, D)."""
+def counted(
+    key: Tensor, starts: Tensor | None, before: KeyState | None = None
+) -> tuple[Tensor, Tensor]:
+    """`seen` and `has_start` behind a stretch with these keys, (B, S, HK, D), and a state."""
     batch, seqlen = key.shape[:2]
-    seen = torch.full((batch,), seqlen, dtype=torch.int32, device=key.device)
-    has_start = torch.zeros_like(seen, dtype=torch.bool)
+    if before is None:
+        seen = torch.full((batch,), seqlen, dtype=torch.int32, device=key.device)
+        has_start = torch.zeros_like(seen, dtype=torch.bool)
+    else:
+        seen, has_start = before.seen + seqlen, before.has_start
     if starts is not None:
         has_start = has_start | ((starts >= 0) & (starts < seqlen)).any()
     return seen, has_start
 
 
-def _best_places(score: Tensor, window_size: int) -> Tensor:
-    """int64 (B, N, w): places of the highest of score (B, N, L), as `last_kept` gives them."""
-    seqlen = score.shape[2]
-    if seqlen == 0:
-        return score.new_full((*score.shape[:2], window_size), -1, dtype=torch.int64)
+def _best_places(score: Tensor, window_size: int) -> Places:
+    """Where the highest of score (B, N, L) stand."""
+    if score.shape[2] == 0:
+        at = score.new_zeros((*score.shape[:2], window_size), dtype=torch.int64)
+        return Places(at, torch.ones_like(at, dtype=torch.bool))
     lists = select(score.detach(), None, window_size, 1, False)
-    return last_kept(lists, 1, window_size, False)
+    return _placed(lists.idx, lists.count, window_size)
 
 
-def last_kept(lists: Selection, query_len: int, window_size: int, is_causal: bool) -> Tensor:
-    """Which keys the last row of a selection keeps.
+def kept_places(end: Tensor, window_size: int, first_may_be_empty: bool = False) -> Places:
+    """Where the keys stand that the last row of a causal selection keeps.
 
     Args:
-        lists: of at least one row, in which a row keeps `window_size` keys or fewer.
-        query_len: its rows.
+        end: int32 (B, N, L) of the selection, L at least 1, in which a row keeps `window_size` keys
+            or fewer.
         window_size: w.
-        is_causal: of the selection.
-
-    Returns:
-        int64 (batch, heads, w), ascending, with -1 in front where there are fewer.
+        first_may_be_empty: key 0 holds no key wherever the last row keeps fewer than w, and L is at
+            least w. Then no entry has to be emptied afterwards.
     """
-    last = num_blocks(query_len, is_causal) - 1
+    capacity = capacity_for(window_size, end.shape[2])
+    lists = build_key_lists(end, 1, capacity, None, is_plain_call(end))
+    return _placed(lists.idx, lists.count, window_size, first_may_be_empty)
+
+
+def _placed(
+    idx: Tensor, count: Tensor, window_size: int, first_may_be_empty: bool = False
+) -> Places:
+    """The first of the lists (B, N, lists, capacity), moved to the end of w entries."""
     # Not indexed: for an index of 0 torch would trace a graph of its own.
-    idx, count = lists.idx.narrow(2, last, 1).squeeze(2), lists.count.narrow(2, last, 1)
-    kept = torch.arange(idx.shape[2], device=idx.device) < count
-    if is_causal:  # the other rows of its block may keep more
-        kept = kept & (lists.end.gather(2, idx.long()) >= lists.end.shape[2])
-    places = idx.masked_fill(~kept, -1).sort(2).values
-    missing = larger(0, window_size - idx.shape[2])
-    return torch.nn.functional.pad(places, (missing, 0), value=-1)[..., -window_size:].long()
+    idx, count = idx.narrow(2, 0, 1).squeeze(2), count.narrow(2, 0, 1)
+    entry = count + counting(window_size, idx.device, -window_size)
+    if first_may_be_empty:
+        # What is behind the end of a list is 0, and so is where an entry before its start leads.
+        return Places(idx.gather(2, entry.remainder(idx.shape[2])).long(), None)
+    empty = entry < 0
+    at = idx.gather(2, entry.clamp(min=0)).long()
+    return Places(at.masked_fill(empty, 0), empty)
 
 
-def gathered(keys: Keys, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The first fields of a state of the keys at places int64 (B, N, w), -1 for no key."""
+def gathered(keys: Keys, places: Places) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The first fields of a state of the keys at these places."""
+    at, empty = places
     if keys.k.shape[1] == 0:
-        window_size = chosen.shape[2]
+        window_size = at.shape[2]
         k, v = (t.new_zeros(len(t), window_size, *t.shape[2:]) for t in (keys.k, keys.v))
-        score = keys.score.new_full(chosen.shape, -math.inf)
-        return k, v, score, chosen.to(torch.int32)
-    empty = chosen < 0
-    at = chosen.clamp(min=0)
+        score = keys.score.new_full(at.shape, -math.inf)
+        return k, v, score, torch.full_like(at, -1, dtype=torch.int32)
+    k, v, score = rows_at(keys.k, at), rows_at(keys.v, at), keys.score.gather(2, at)
+    position = at.to(torch.int32) if keys.position is None else keys.position.gather(2, at)
+    if empty is None:
+        return k, v, score, position
     no_row = empty.mT[..., None]
-    position = chosen.to(torch.int32)
-    if keys.position is not None:
-        position = keys.position.gather(2, at).masked_fill_(empty, -1)
     return (
-        rows_at(keys.k, at).masked_fill_(no_row, 0.0),
-        rows_at(keys.v, at).masked_fill_(no_row, 0.0),
-        keys.score.gather(2, at).masked_fill_(empty, -math.inf),
-        position,
+        k.masked_fill_(no_row, 0.0),
+        v.masked_fill_(no_row, 0.0),
+        score.masked_fill_(empty, -math.inf),
+        position.masked_fill_(empty, -1),
     )
+
+
+_counted: dict[tuple[int, int, torch.device, int], Tensor] = {}
+
+
+def counting(size: int, device: torch.device, first: int = 0) -> Tensor:
+    """int32 (size,): first, first + 1 and so on; not to be changed.
+
+    Calls of equal sizes share one on a stream of the GPU. Not so where somebody has to see how it
+    is made: a compiler, a mode, or a CUDA graph, which makes it in memory of its own.
+    """
+    if device.type != "cuda" or torch.compiler.is_compiling() or not nobody_intercepts():
+        return torch.arange(first, first + size, dtype=torch.int32, device=device)
+    if torch.cuda.is_current_stream_capturing():
+        return torch.arange(first, first + size, dtype=torch.int32, device=device)
+    key = (size, first, device, torch.cuda.current_stream(device).cuda_stream)
+    found = _counted.get(key)
+    if found is None:
+        if len(_counted) >= _MOST_COUNTED:
+            _counted.clear()
+        with torch.inference_mode(False):
+            found = torch.arange(first, first + size, dtype=torch.int32, device=device)
+        _counted[key] = found
+    return found
 
 
 class Wanted(NamedTuple):

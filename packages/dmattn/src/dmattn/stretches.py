@@ -17,14 +17,16 @@ from dmattn.key_lists import behind_rows, whole_blocks
 from dmattn.key_state import (
     Keys,
     KeyState,
+    Places,
     Wanted,
     best_of,
     check_starts,
     check_state,
     counted,
+    counting,
     gathered,
+    kept_places,
     keys_of,
-    last_kept,
 )
 from dmattn.problem import Problem
 from dmattn.selection import key_only_mask
@@ -79,27 +81,32 @@ class Stretch(NamedTuple):
         if problem.key_lists is None or rows == 0:
             found = best_of(_own_keys(self.own), self.window_size, self.starts)
             return found if state is None else state.merge(found)
-        chosen = last_kept(problem.key_lists, rows, self.window_size, True)
-        seen, has_start = counted(self.own.k, self.starts)
+        # Of a state whose keys all remain in sight, the entries without a key are the first ones.
+        all_in_sight = state is not None and self.starts is None
+        places = kept_places(problem.key_lists.end, self.window_size, all_in_sight)
+        numbers = counted(self.own.k, self.starts, state)
         if not self.needs_keys:
             keys = _own_keys(self.own)
-            chosen = chosen.expand(*keys.score.shape[:2], -1)
-            return KeyState(*gathered(keys, chosen), seen, has_start)
+            heads = keys.score.shape[:2]
+            at, empty = places
+            places = Places(
+                at.expand(*heads, -1), None if empty is None else empty.expand(*heads, -1)
+            )
+            return KeyState(*gathered(keys, places), *numbers)
         assert problem.bias is not None
         keys = Keys(problem.k, problem.v, problem.bias[:, :, 0], None)
         if state is not None:
             keys = keys._replace(position=self._positions(state, keys.k.shape[1]))
-            seen, has_start = state.seen + seen, state.has_start | has_start
-        return KeyState(*gathered(keys, chosen), seen, has_start)
+        return KeyState(*gathered(keys, places), *numbers)
 
     def _positions(self, state: KeyState, key_len: int) -> Tensor:
         """int32 (B, N, L) of the keys that `with_keys` has joined."""
         seqlen = self.own.k.shape[1]
-        place = torch.arange(seqlen, dtype=torch.int32, device=state.seen.device)
-        place = (state.seen[:, None] + place)[:, None].expand(-1, state.score.shape[1], -1)
-        before = torch.nn.functional.pad(
-            state.position, (key_len - seqlen - self.window_size, 0), value=-1
-        )
+        place = state.seen[:, None] + counting(seqlen, state.seen.device)
+        place = place[:, None].expand(-1, state.score.shape[1], -1)
+        before, spare = state.position, key_len - seqlen - self.window_size
+        if self.starts is not None:
+            before = torch.nn.functional.pad(before, (spare, 0), value=-1)
         return torch.cat((before, place), 2)
 
 

@@ -205,7 +205,9 @@ def _as_many(tensors: tuple[Tensor, ...], lists: int | None) -> tuple[Tensor, ..
 # --- dmattn::build_key_lists ----------------------------------------------------------------------
 
 
-def build_key_lists(end: Tensor, seqlen_q: int, capacity: int, reach: int | None) -> KeyLists:
+def build_key_lists(
+    end: Tensor, seqlen_q: int, capacity: int, reach: int | None, direct: bool = False
+) -> KeyLists:
     """Call the operator.
 
     Args:
@@ -215,6 +217,7 @@ def build_key_lists(end: Tensor, seqlen_q: int, capacity: int, reach: int | None
             `needed` has its length. 0 asks for the lengths alone.
         reach: keys further than that before the first row of a block are not looked for; the
             largest end[j] - j, or None where that is unknown.
+        direct: leave the dispatcher of torch out, where it would do nothing but call this.
 
     Raises:
         TypeError: a dtype is wrong.
@@ -222,6 +225,8 @@ def build_key_lists(end: Tensor, seqlen_q: int, capacity: int, reach: int | None
     """
     reach = 0 if reach is None else reach
     arguments = (end, seqlen_q, capacity, reach, num_lists(seqlen_q, True))
+    if direct:
+        return KeyLists(*(_build_cuda if end.is_cuda else _build_cpu)(*arguments))
     return KeyLists(*torch.ops.dmattn.build_key_lists(*arguments))
 
 
