@@ -22,9 +22,9 @@ DqOrder sm80_dq_order(const BwdTile&) { return DqOrder::kRegisters; }
 
 FwdTile sm90_fwd_tile_of(const FwdParams& p, Level level, bool gathered) {
   if (gathered) return {kSm90ListRows, sm90_list_tile(head_dim_tile(p.head_dim)).block_n, kSm90ListWarps};
-  const Sm90FwdTile tile = level == Level::kPlain
-                               ? sm90_fwd_tile(sm90_fwd_head_dim(p.head_dim), sm90_fwd_is_short(p.seqlen_q))
-                               : sm90_general_fwd_tile(head_dim_tile(p.head_dim));
+  const Sm90FwdTile tile = is_general(level)
+                               ? sm90_general_fwd_tile(head_dim_tile(p.head_dim))
+                               : sm90_fwd_tile(sm90_fwd_head_dim(p.head_dim), sm90_fwd_is_short(p.seqlen_q));
   return {tile.block_m(), tile.block_n, 4 * (tile.consumers + 1)};
 }
 // TMA takes strides of at most 2^40 bytes, and none of 0: an expanded view.
@@ -32,6 +32,10 @@ bool has_tma_strides(const Strides3& stride, int32_t batch, int32_t rows, int32_
   constexpr int64_t kLimit = int64_t{1} << 39;  // in 16-bit elements
   const auto fits = [](int64_t step, int32_t extent) { return extent == 1 || (step > 0 && step < kLimit); };
   return fits(stride.batch, batch) && fits(stride.row, rows) && fits(stride.head, heads);
+}
+// Of packed sequences, which the maps number from 2^30 rows back, at 2^34 bytes less a row's stride (see kPackedOrigin).
+bool has_packed_tma_strides(const Strides3& stride, int32_t rows, int32_t heads) {
+  return rows <= (1 << 30) && stride.row < int64_t{1} << 33 && has_tma_strides(stride, 1, rows, heads);
 }
 // Rows of listed keys are read at 32-bit multiples of their stride in bytes.
 bool has_gather_stride(const Strides3& stride) { return stride.row >= 0 && stride.row <= INT32_MAX; }
@@ -52,12 +56,17 @@ bool sm90_serves_bias(const FwdParams& p) {
                                                    bias.dtype, p.batch, p.seqlen_q, p.nheads);
 }
 bool sm90_serves_tiles(const FwdParams& p, Level level) {
-  const bool is_served = level == Level::kPlain ||
-                         (!p.packing.is_active() && p.vec_q && p.vec_k && p.vec_v && p.vec_out && sm90_serves_bias(p));
+  const bool is_served = level == Level::kPlain || (p.vec_q && p.vec_k && p.vec_v && p.vec_out && sm90_serves_bias(p));
   return is_served && has_tma_strides(p.k_stride, p.batch, p.seqlen_k, p.nheads_k) &&
          has_tma_strides(p.v_stride, p.batch, p.seqlen_k, p.nheads_k);
 }
+bool sm90_serves_packed(const FwdParams& p) {
+  const auto fits_rows = [&](const Strides3& s) { return has_packed_tma_strides(s, p.packing.total_q, p.nheads); };
+  const auto fits_keys = [&](const Strides3& s) { return has_packed_tma_strides(s, p.packing.total_k, p.nheads_k); };
+  return fits_rows(p.q_stride) && fits_rows(p.out_stride) && fits_keys(p.k_stride) && fits_keys(p.v_stride);
+}
 bool sm90_serves_fwd(const FwdParams& p, Level level, bool gathered) {
+  if (p.packing.is_active()) return level == Level::kPacked && sm90_serves_packed(p);
   const bool serves_keys = gathered ? sm90_serves_lists(p, level) : sm90_serves_tiles(p, level);
   return serves_keys && has_tma_strides(p.q_stride, p.batch, p.seqlen_q, p.nheads) &&
          has_tma_strides(p.out_stride, p.batch, p.seqlen_q, p.nheads);
@@ -81,8 +90,15 @@ bool has_bias_tiles(const BwdParams& p) {
 }
 // Cut probabilities are powers of -inf times the scale, which must be positive.
 bool sm90_serves_bwd(const BwdParams& p, bool gathered) {
-  const auto fits_rows = [&](const Strides3& s) { return has_tma_strides(s, p.batch, p.seqlen_q, p.nheads); };
-  const auto fits_keys = [&](const Strides3& s) { return has_tma_strides(s, p.batch, p.seqlen_k, p.nheads_k); };
+  const bool is_packed = p.packing.is_active();
+  const auto fits_rows = [&](const Strides3& s) {
+    return is_packed ? has_packed_tma_strides(s, p.packing.total_q, p.nheads)
+                     : has_tma_strides(s, p.batch, p.seqlen_q, p.nheads);
+  };
+  const auto fits_keys = [&](const Strides3& s) {
+    return is_packed ? has_packed_tma_strides(s, p.packing.total_k, p.nheads_k)
+                     : has_tma_strides(s, p.batch, p.seqlen_k, p.nheads_k);
+  };
   const bool serves_rows = p.vec_q && p.vec_k && p.vec_v && p.vec_dout && p.softmax_scale > 0.f &&
                            fits_rows(p.q_stride) && fits_rows(p.dout_stride);
   if (gathered) return serves_rows && has_gather_stride(p.k_stride) && has_gather_stride(p.v_stride);

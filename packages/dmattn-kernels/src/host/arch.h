@@ -24,14 +24,16 @@ struct KernelSet {
   // Name of the set whose units stand in where `arch` has none of its own; nullptr: none does.
   const char* fallback;
   FwdTile (*fwd_tile)(const FwdParams& p, Level level, bool gathered);
-  BwdTile (*bwd_tile)(int head_dim_tile, bool gathered, bool has_bias, bool has_dense_mask);
+  // in_64_rows: there is a dense mask, or sequences are packed.
+  BwdTile (*bwd_tile)(int head_dim_tile, bool gathered, bool has_bias, bool in_64_rows);
   DqOrder (*dq_order)(const BwdTile& tile);
   // Whether its forward units compute this problem; nullptr: every one that they are compiled for.
   bool (*serves_fwd)(const FwdParams& p, Level level, bool gathered);
-  // Whether its backward units compute this problem, which has no packed sequences and wants all three gradients. It is
-  // dense, with or without a dense mask and a bias (then without softcap and not deterministic, and without a mask beside
-  // an fp32 bias for each row and key; one for each key is that of a group); or gathered, of lists for row blocks that the heads of a group share, without
-  // softcap, and its bias, if any, is for each key. nullptr: they compute every one.
+  // Whether its backward units compute this problem, which wants all three gradients. It is dense, with or without a dense
+  // mask and a bias (then without softcap and not deterministic, and without a mask beside an fp32 bias for each row and
+  // key; one for each key is that of a group); or of packed sequences at Level::kPacked; or gathered, of lists for row
+  // blocks that the heads of a group share, without softcap, and its bias, if any, is for each key. nullptr: they compute
+  // every one.
   bool (*serves_bwd)(const BwdParams& p, bool gathered);
   // Its kernels stay on an SM and take one block of rows (backward: of keys) after the other. The forward does not split
   // the keys; the backward splits the query heads of a group only, and all of them have to be in one round.

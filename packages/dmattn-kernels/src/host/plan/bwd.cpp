@@ -91,8 +91,8 @@ void use_kernels(BwdPlan& plan, const KernelSet& kernels, const Device& device) 
   plan.choice.level = bwd_level(plan);
   BwdParams& kernel = plan.kernel;
   const bool has_bias = kernel.bias.kind != BiasKind::kNone;
-  const BwdTile& tile = plan.tile =
-      kernels.bwd_tile(plan.unit.head_dim_tile, plan.unit.gathered, has_bias, has_mask(plan.mask));
+  const BwdTile& tile = plan.tile = kernels.bwd_tile(plan.unit.head_dim_tile, plan.unit.gathered, has_bias,
+                                                     has_mask(plan.mask) || kernel.packing.is_active());
   kernel.has_split_slots = kernel.deterministic || kernels.is_persistent;
   kernel.dq_blocks = ceil_div(kernel.seqlen_q, tile.block_m);
   if (!kernel.packing.is_active()) {
@@ -332,7 +332,8 @@ bool is_for_residents(const BwdPlan& plan) {
   const bool all_wanted = plan.wants_dq && plan.wants_dk && plan.wants_dv;
   const bool has_bias = p.bias.kind != BiasKind::kNone;
   // The rest of lse is there for the sake of large biases.
-  if (!all_wanted || p.packing.is_active() || plan.has_lse_rest != has_bias) return false;
+  if (!all_wanted || plan.has_lse_rest != has_bias) return false;
+  if (p.packing.is_active()) return bwd_level(plan) == Level::kPacked;
   if (plan.walk == KeyWalk::kTiled) {
     if (!has_bias && !has_mask(plan.mask)) return true;
     const bool is_served = !has_bias || p.bias.kind == BiasKind::kTile || suits_wide_tiles(plan) || is_of_group_keys(p);
@@ -349,14 +350,14 @@ constexpr int32_t kShortSteps = 8;
 
 // Whether thread blocks that stay have what keeps the GPU busy, without rounds that go on with the sums of others. Other
 // kernels split the rows of a head, too, but not where sums are deterministic; they take nearly twice as long over the
-// same rows. Under causality the longest items take twice as long as the average.
+// same rows. Under causality the longest items take twice as long as the average. No kernel splits packed sequences.
 bool suits_residents(const BwdPlan& plan) {
   const BwdParams& p = plan.kernel;
   if (is_gathered(plan.walk)) return true;
   const int64_t items = int64_t{p.max_work_items} * p.num_splits;
   const bool fills = 10 * items >= (p.is_causal ? 17 : 8) * int64_t{plan.resident_blocks};
   const bool is_short = ceil_div(p.head_ratio, p.num_splits) * p.dq_blocks <= kShortSteps;
-  return (fills || is_short || p.deterministic) && plan.round.groups == plan.whole.groups;
+  return (fills || is_short || p.deterministic || p.packing.is_active()) && plan.round.groups == plan.whole.groups;
 }
 
 // The kernels of the newest architecture that does what is asked for.

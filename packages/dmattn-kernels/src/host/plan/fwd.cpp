@@ -33,6 +33,11 @@ void set_tensors(FwdParams& kernel, const dmattn_fwd_params& p, const Problem& x
 int64_t row_blocks(const FwdParams& p, const FwdTile& tile) {
   return int64_t{p.batch} * p.nheads * ceil_div(p.seqlen_q, tile.block_m);
 }
+// Of thread blocks that stay. How many of a packed call exist is known on the device only.
+int64_t resident_items(const FwdParams& p, const FwdTile& tile) {
+  if (!p.packing.is_active()) return row_blocks(p, tile);
+  return int64_t{packed_blocks(p.packing.total_q, p.packing.sequences, tile.block_m)} * p.nheads;
+}
 
 // Parts into which a kernel with such tiles should split the keys. How many key tiles a packed sequence has is known on
 // the device only: splits chosen for the longest would leave the others with parts too short to be worth combining, in
@@ -60,12 +65,13 @@ void choose_kernel(FwdPlan& plan, int32_t asked_for, const Device& device) {
   plan.choice.tiles = kernels.tiles;
   plan.choice.level = level;
   plan.tile = kernels.fwd_tile(p, level, gathered);
-  const int64_t blocks = row_blocks(p, plan.tile);
   if (kernels.is_persistent) {
-    plan.choice.blocks = std::min<int64_t>(blocks, device.num_sms);
-    plan.counts_work = blocks > plan.choice.blocks;
+    const int64_t items = resident_items(p, plan.tile);
+    plan.choice.blocks = std::min<int64_t>(items, device.num_sms);
+    plan.counts_work = items > plan.choice.blocks;
     return;
   }
+  const int64_t blocks = row_blocks(p, plan.tile);
   p.num_splits = wanted_splits(plan, plan.tile, asked_for, device);
   plan.choice.blocks = blocks * p.num_splits;
 }

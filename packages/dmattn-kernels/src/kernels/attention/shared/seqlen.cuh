@@ -48,16 +48,24 @@ struct PackedRows {
   int offset;  // ... counted in its sequence
   int rows;    // of the sequence from there on; 0 or less for a block that stands for none
 };
-__device__ __forceinline__ PackedRows find_packed_rows(const Packing& packing, int block, int slot) {
+__device__ __forceinline__ PackedRows find_packed_rows(const int32_t* cu_seqlens, int sequences, int total, int block,
+                                                       int slot) {
   // The last sequence whose first block is not past this one. Out of order, the search still ends at some sequence.
-  int low = 0, high = packing.sequences;
+  int low = 0, high = sequences;
   while (high - low > 1) {
     const int mid = low + (high - low) / 2;
-    (first_packed_block(__ldg(packing.cu_seqlens_q + mid), mid, block) <= slot ? low : high) = mid;
+    (first_packed_block(__ldg(cu_seqlens + mid), mid, block) <= slot ? low : high) = mid;
   }
-  const SeqRange own = read_packed_range(packing.cu_seqlens_q, low, packing.total_q, packing.total_q);
+  const SeqRange own = read_packed_range(cu_seqlens, low, total, total);
   const int offset = (slot - first_packed_block(own.first, low, block)) * block;
   return {low, own.first + offset, offset, offset < 0 ? 0 : own.length - offset};
+}
+// Of query rows, and of keys.
+__device__ __forceinline__ PackedRows find_packed_rows(const Packing& packing, int block, int slot) {
+  return find_packed_rows(packing.cu_seqlens_q, packing.sequences, packing.total_q, block, slot);
+}
+__device__ __forceinline__ PackedRows find_packed_keys(const Packing& packing, int block, int slot) {
+  return find_packed_rows(packing.cu_seqlens_k, packing.sequences, packing.total_k, block, slot);
 }
 
 }  // namespace dmattn

@@ -53,9 +53,22 @@ struct BwdConsumerState {
       item.m_end = __shfl_sync(0xffffffffu, item.m_end, 0);
     }
     if constexpr (T::kMasked) item.has_rows = __shfl_sync(0xffffffffu, item.has_rows, 0);
+    if constexpr (!T::kPacked) finish_item();
+    return item;
+  }
+  // What is announced of it may be overwritten.
+  __device__ __forceinline__ void finish_item() {
+    if constexpr (T::kPacked) __syncwarp();
     if (lane == 0) s.item_empty[item_place.stage].arrive();
     item_place.advance();
-    return item;
+  }
+  // Of the item, where they are announced with it.
+  __device__ __forceinline__ Lengths lengths() const {
+    if constexpr (T::kPacked) {
+      return {s.item[item_place.stage].q.length, s.item[item_place.stage].k.length};
+    } else {
+      return {p.seqlen_q, p.seqlen_k};
+    }
   }
 
   // What is known of the item's keys.

@@ -11,6 +11,23 @@ struct BwdItem {
   int m_begin, m_end;                 // blocks of rows that see any of the keys
   int chunk;                          // of rows; 0 without lists
 };
+// Of a packed sequence, in which the blocks count; batch is 0.
+struct PackedBwdItem : BwdItem {
+  int sequence;
+  SeqRange q, k;
+};
+template <class T>
+using BwdItemOf = std::conditional_t<T::kPacked, PackedBwdItem, BwdItem>;
+
+// Where TMA finds the rows and the keys.
+__device__ __forceinline__ int place_of_rows(const BwdItem& item) { return item.batch; }
+__device__ __forceinline__ const SeqRange& place_of_rows(const PackedBwdItem& item) { return item.q; }
+__device__ __forceinline__ int place_of_keys(const BwdItem& item) { return item.batch; }
+__device__ __forceinline__ const SeqRange& place_of_keys(const PackedBwdItem& item) { return item.k; }
+// The first block of rows of the sequence among those of all, in arrays of blocks of so many.
+__device__ __forceinline__ int first_row_block(const SeqRange& q, int sequence, int block) {
+  return first_packed_block(q.first, sequence, block);
+}
 
 // --- consecutive keys -----------------------------------------------------------------------------------------------
 
@@ -37,6 +54,28 @@ __device__ __forceinline__ BwdItem find_tiled_item(const BwdArguments& p, int in
           min(max(first_row, 0) / T::kBlockM, p.m_blocks),
           p.m_blocks,
           0};
+}
+
+// --- packed sequences -----------------------------------------------------------------------------------------------
+
+// Items are numbered as if the blocks of keys, one sequence behind the other, were those of one. Some stand for no keys:
+// then k.length is 0.
+template <class T>
+__device__ __forceinline__ typename T::PackedItem find_packed_item(const BwdArguments& p, int index) {
+  const BwdItem slot = find_tiled_item<T>(p, index);
+  const PackedRows keys = find_packed_keys(p.packing, T::kBlockN, slot.n_block);
+  const SeqlenInfo own = read_packed_seqlens(p.packing, keys.sequence, p.seqlen_q, p.seqlen_k);
+  const bool exists = keys.offset >= 0 && keys.offset < own.seqlen_k;
+  return {index,         keys.offset / T::kBlockN,      slot.head_k,
+          keys.sequence, {own.first_row, own.seqlen_q}, {own.first_key, exists ? own.seqlen_k : 0}};
+}
+// The rows that see the keys.
+template <class T>
+__device__ __forceinline__ PackedBwdItem to_item(const BwdArguments& p, const typename T::PackedItem& found) {
+  const int blocks = (found.q.length + T::kBlockM - 1) / T::kBlockM;
+  const int first_row = p.is_causal ? found.n_block * T::kBlockN - (found.k.length - found.q.length) : 0;
+  const int m_begin = min(max(first_row, 0) / T::kBlockM, blocks);
+  return {{found.n_block, found.head_k, 0, 0, m_begin, blocks, 0}, found.sequence, found.q, found.k};
 }
 
 // --- lists ----------------------------------------------------------------------------------------------------------
@@ -68,11 +107,13 @@ __device__ __forceinline__ int count_tiles(const BwdArguments& p, int batch, int
   return (__ldg(p.keys.count + list) + keys_of_tile - 1) / keys_of_tile;
 }
 
-// --- both -----------------------------------------------------------------------------------------------------------
+// --- all ------------------------------------------------------------------------------------------------------------
 
 template <class T>
-__device__ __forceinline__ BwdItem find_item(const BwdArguments& p, const typename T::Announced& announced) {
-  if constexpr (T::kGathered) {
+__device__ __forceinline__ BwdItemOf<T> find_item(const BwdArguments& p, const typename T::Announced& announced) {
+  if constexpr (T::kPacked) {
+    return to_item<T>(p, announced);
+  } else if constexpr (T::kGathered) {
     const ListItem item = find_list_item(p, announced.index);
     return {item.tile, item.head_k, 0, item.batch, announced.m_begin, announced.m_end, item.chunk};
   } else {
@@ -150,7 +191,20 @@ struct HeadSteps {
   }
 };
 
+// Of packed sequences, whose lengths are not at hand in each step.
 template <class T>
-using BwdSteps = std::conditional_t<T::kOrdered, HeadSteps<T>, RowSteps>;
+struct PackedSteps : RowSteps {
+  int cut_end;  // the first block of rows from which on cuts_tile() is false
+
+  __device__ __forceinline__ PackedSteps(const BwdArguments& p, const PackedBwdItem& item) : RowSteps(p, item) {
+    const int last = (item.n_block + 1) * T::kBlockN - 1;
+    const int first_seeing_all = p.is_causal ? last - (item.k.length - item.q.length) : 0;
+    cut_end = last >= item.k.length ? item.m_end : (max(first_seeing_all, 0) + T::kBlockM - 1) / T::kBlockM;
+  }
+};
+
+template <class T>
+using BwdSteps =
+    std::conditional_t<T::kOrdered, HeadSteps<T>, std::conditional_t<T::kPacked, PackedSteps<T>, RowSteps>>;
 
 }  // namespace dmattn::sm90

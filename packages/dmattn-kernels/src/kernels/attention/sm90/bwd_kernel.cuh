@@ -65,11 +65,11 @@ struct BwdConsumer : BwdResults<T> {
   using Element = typename T::Element;
   using Dq = typename T::Dq;
   using Base::add_dbias, Base::add_dq, Base::add_grad, Base::bias_rows, Base::consumer, Base::dout_place,
-      Base::ds_stage, Base::facts, Base::facts_place, Base::is_speaker, Base::key_bias, Base::kFragmentsD,
-      Base::kFragmentsM, Base::kv_phase, Base::lane, Base::next_item, Base::own_key, Base::p, Base::pass_chunk,
-      Base::q_next, Base::release, Base::release_sent, Base::s, Base::send_dbias, Base::store_dbias, Base::store_ds,
-      Base::store_grad, Base::sum_rows, Base::sync_out, Base::sync_own, Base::wait_for_chunks, Base::wait_for_keys,
-      Base::warp, Base::wide_rows;
+      Base::ds_stage, Base::facts, Base::facts_place, Base::finish_item, Base::is_speaker, Base::key_bias,
+      Base::kFragmentsD, Base::kFragmentsM, Base::kv_phase, Base::lane, Base::lengths, Base::next_item, Base::own_key,
+      Base::p, Base::pass_chunk, Base::q_next, Base::release, Base::release_sent, Base::s, Base::send_dbias,
+      Base::store_dbias, Base::store_ds, Base::store_grad, Base::sum_rows, Base::sync_out, Base::sync_own,
+      Base::wait_for_chunks, Base::wait_for_keys, Base::warp, Base::wide_rows;
   using Base::Base;
   using typename Base::KeySums;
   using typename Base::Scores;
@@ -81,6 +81,7 @@ struct BwdConsumer : BwdResults<T> {
       const typename T::Announced item = next_item();
       if (item.index >= p.items) return;
       work(find_item<T>(p, item));
+      if constexpr (T::kPacked) finish_item();
     }
   }
 
@@ -108,7 +109,7 @@ struct BwdConsumer : BwdResults<T> {
     }
   }
 
-  __device__ __forceinline__ void work(const BwdItem& item) {
+  __device__ __forceinline__ void work(const BwdItemOf<T>& item) {
     using namespace cute;
     typename T::ScoreMma score_mma;
     typename T::GradMma grad_mma;
@@ -305,6 +306,8 @@ struct BwdConsumer : BwdResults<T> {
       return steps.m * T::kBlockM + offset < all.x || (steps.m + 1) * T::kBlockM + offset > all.y;
     } else if constexpr (T::kMasked) {
       return steps.tile.is_checked();
+    } else if constexpr (T::kPacked) {
+      return steps.m < steps.cut_end;
     } else {
       return cuts_tile<T>(p, steps.m, n_block);
     }
@@ -318,7 +321,8 @@ struct BwdConsumer : BwdResults<T> {
     }
   };
   __device__ __forceinline__ SeenBy seen_by(int half, int m, int n_block) const {
-    const int own_row = m * T::kBlockM + lane % 4 * 2, offset = p.seqlen_k - p.seqlen_q;
+    const Lengths own = lengths();
+    const int own_row = m * T::kBlockM + lane % 4 * 2, offset = own.k - own.q;
     if constexpr (T::kGathered) {
       const KeyInterval interval = facts().interval[own_key(half)];
       const int begin = p.all_rows_see ? offset : interval.begin;
@@ -326,7 +330,7 @@ struct BwdConsumer : BwdResults<T> {
     } else {
       const int key = n_block * T::kBlockN + own_key(half);
       const int seen_from = p.is_causal ? key - offset : INT_MIN / 2;
-      return {(key >= p.seqlen_k ? INT_MAX / 2 : seen_from) - own_row, 0};
+      return {(key >= own.k ? INT_MAX / 2 : seen_from) - own_row, 0};
     }
   }
   // Read while the scores are computed.

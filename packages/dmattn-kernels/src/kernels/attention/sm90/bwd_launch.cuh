@@ -38,21 +38,33 @@ void choose_sections(BwdArguments& a, int64_t part_bytes, int64_t blocks) {
   a.sections = static_cast<int32_t>((a.all_parts - last_parts) / a.section_parts);
 }
 
+// The map of a tensor of rows or of keys, of which a box has so many.
+template <class T>
+cudaError_t map_rows(const TensorMapper& mapper, CUtensorMap& to, const void* tensor, const Strides3& stride,
+                     const TensorExtents& extents, int rows) {
+  if constexpr (T::kPacked) {
+    return mapper.map_packed(to, tensor, stride, extents.heads, extents.head_dim, rows);
+  } else {
+    return mapper.map(to, tensor, stride, extents, rows);
+  }
+}
+
 // What a tile of keys is, and where its dk and dv go.
 template <class T>
 cudaError_t fill_tiles(BwdArguments& a, const BwdParams& p, int64_t blocks, const TensorMapper& mapper) {
   const TensorExtents keys = {p.batch, p.seqlen_k, p.nheads_k, p.head_dim};
-  cudaError_t status = mapper.map(a.k, p.k, p.k_stride, keys, T::kBlockN);
-  if (status == cudaSuccess) status = mapper.map(a.v, p.v, p.v_stride, keys, T::kBlockN);
+  cudaError_t status = map_rows<T>(mapper, a.k, p.k, p.k_stride, keys, T::kBlockN);
+  if (status == cudaSuccess) status = map_rows<T>(mapper, a.v, p.v, p.v_stride, keys, T::kBlockN);
   if (p.num_splits == 1) {
-    if (status == cudaSuccess) status = mapper.map(a.dk, p.dk, p.dk_stride, keys, 64);
-    if (status == cudaSuccess) status = mapper.map(a.dv, p.dv, p.dv_stride, keys, 64);
+    if (status == cudaSuccess) status = map_rows<T>(mapper, a.dk, p.dk, p.dk_stride, keys, 64);
+    if (status == cudaSuccess) status = map_rows<T>(mapper, a.dv, p.dv, p.dv_stride, keys, 64);
   }
   a.dk_slots = p.dk_slots;
   a.dv_slots = p.dv_slots;
-  a.n_blocks = (p.seqlen_k + T::kBlockN - 1) / T::kBlockN;
+  a.n_blocks = T::kPacked ? packed_blocks(p.packing.total_k, p.packing.sequences, T::kBlockN)
+                          : (p.seqlen_k + T::kBlockN - 1) / T::kBlockN;
   a.num_splits = p.num_splits;
-  a.all_parts = p.batch * p.nheads_k * p.num_splits;
+  a.all_parts = p.packing.slabs(p.batch) * p.nheads_k * p.num_splits;
   a.items = a.n_blocks * a.all_parts;
   const int64_t head_bytes = int64_t{p.seqlen_q} * T::kHeadDim * (2 * sizeof(typename T::Element) + sizeof(float));
   choose_sections<T>(a, head_bytes * (p.head_ratio / p.num_splits), blocks);
@@ -123,8 +135,8 @@ template <class T>
 cudaError_t fill_arguments(BwdArguments& a, const BwdParams& p, int64_t blocks) {
   const TensorMapper mapper(tensor_map_dtype<typename T::Element>(), T::kPanelCols);
   const TensorExtents rows = {p.batch, p.seqlen_q, p.nheads, p.head_dim};
-  cudaError_t status = mapper.map(a.q, p.q, p.q_stride, rows, T::kBlockM);
-  if (status == cudaSuccess) status = mapper.map(a.dout, p.dout, p.dout_stride, rows, T::kBlockM);
+  cudaError_t status = map_rows<T>(mapper, a.q, p.q, p.q_stride, rows, T::kBlockM);
+  if (status == cudaSuccess) status = map_rows<T>(mapper, a.dout, p.dout, p.dout_stride, rows, T::kBlockM);
   a.lse = p.lse;
   a.delta = p.delta;
   a.dq_accum = p.dq_accum;
@@ -142,6 +154,7 @@ cudaError_t fill_arguments(BwdArguments& a, const BwdParams& p, int64_t blocks) 
   a.is_causal = p.is_causal;
   a.work_counter = p.work_counter;
   a.zero = 0;
+  if constexpr (T::kPacked) a.packing = p.packing;
   if (status != cudaSuccess) return status;
   if constexpr (T::kGathered) {
     fill_lists<T>(a, p);
@@ -180,6 +193,7 @@ cudaError_t launch_bwd(const KernelChoice& choice, const BwdParams& p, cudaStrea
     if (has_bias) return go(cute::C<BwdVariant::kBiasLists>{});
     return go(cute::C<BwdVariant::kLists>{});
   } else {
+    if (p.packing.is_active()) return go(cute::C<BwdVariant::kPacked>{});
     if (p.bias.kind == BiasKind::kKey) return go(cute::C<BwdVariant::kKeyBias>{});
     if (p.bias.kind == BiasKind::kDirect) return go(cute::C<BwdVariant::kWideBias>{});
     if (p.bias.kind != BiasKind::kNone) return go(cute::C<BwdVariant::kDenseBias>{});

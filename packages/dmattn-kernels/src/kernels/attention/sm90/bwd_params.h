@@ -77,6 +77,11 @@ struct BwdArguments {
   float* dk_accum;  // fp32 [batch][nheads_k][seqlen_k][head_dim], added to
   float* dv_accum;
   int32_t head_dim;
+
+  // --- packed sequences ---
+  // The maps of tensors are those of TensorMapper::map_packed(), batch is 1, seqlen_q and seqlen_k bound the lengths, and
+  // n_blocks and dq_blocks count the packed_blocks() of keys and of rows. lse, delta and dq_accum: see BwdParams.
+  Packing packing;
 };
 
 }  // namespace dmattn::sm90

@@ -8,6 +8,7 @@ namespace dmattn::sm90 {
 template <class T>
 struct BwdProducer {
   using Element = typename T::Element;
+  using Item = BwdItemOf<T>;
   static constexpr uint32_t kStatBytes = T::kBlockM * sizeof(float);
 
   const BwdArguments& p;
@@ -46,7 +47,8 @@ struct BwdProducer {
     }
   }
 
-  // The item, or the next one that there is: lists have room for more tiles than they fill.
+  // The item, or the next one that there is: lists have room for more tiles than they fill, and packed sequences have
+  // numbers for more blocks of keys than there are.
   __device__ __forceinline__ typename T::Announced look_up(int index, int first) const {
     if constexpr (T::kGathered) {
       for (; index < p.items; index = first + atomicAdd(p.work_counter, 1)) {
@@ -55,6 +57,12 @@ struct BwdProducer {
         if (rows.x < rows.y) return {index, rows.x, rows.y, 0};
       }
       return {index, 0, 0, 0};
+    } else if constexpr (T::kPacked) {
+      for (; index < p.items; index = first + atomicAdd(p.work_counter, 1)) {
+        const typename T::Announced item = find_packed_item<T>(p, index);
+        if (item.k.length > 0) return item;
+      }
+      return {index, 0, 0, 0, {}, {}};
     } else {
       return {index};
     }
@@ -67,7 +75,7 @@ struct BwdProducer {
     item_place.advance();
   }
 
-  __device__ __forceinline__ void load_item(const BwdItem& item) {
+  __device__ __forceinline__ void load_item(const Item& item) {
     BwdSteps<T> steps(p, item);
     if (steps.left == 0) return;
     // Rows come in while the consumers still need the keys of the item before. Listed keys are copied by others.
@@ -136,21 +144,21 @@ struct BwdProducer {
   }
 
   __device__ __forceinline__ void load_keys(const CUtensorMap& map, Element* tile, Barrier& full, Barrier& empty,
-                                            const BwdItem& item) {
+                                            const Item& item) {
     empty.wait(kv_phase ^ 1);
     full.arrive_and_expect(T::kTileK * sizeof(Element));
     load_tile<T::kBlockN, T::kPanels, T::kPanelCols>(map, full, cute::TMA::CacheHintSm90::EVICT_FIRST, tile,
-                                                     item.n_block * T::kBlockN, item.head_k, item.batch);
+                                                     item.n_block * T::kBlockN, item.head_k, place_of_keys(item));
   }
   // `more`: bytes that are copied to the same barrier besides.
-  __device__ __forceinline__ void load_q(int head, int m, const BwdItem& item, uint32_t more) {
+  __device__ __forceinline__ void load_q(int head, int m, const Item& item, uint32_t more) {
     const int stage = q_place.stage;
     load_rows(p.q, p.lse, s.q + stage * T::kTileQ, s.lse[stage], s.q_full[stage], s.q_empty[stage], q_place.phase,
               (T::kBias ? kStatBytes : 0) + more, head, m, item);
     if constexpr (T::kBias) copy_stat(p.lse_rest, s.lse_rest[stage], s.q_full[stage], head, m, item);
     q_place.advance();
   }
-  __device__ __forceinline__ void load_dout(int head, int m, const BwdItem& item) {
+  __device__ __forceinline__ void load_dout(int head, int m, const Item& item) {
     load_rows(p.dout, p.delta, s.dout + dout_place.stage * T::kTileQ, s.delta[dout_place.stage],
               s.dout_full[dout_place.stage], s.dout_empty[dout_place.stage], dout_place.phase, 0, head, m, item);
     dout_place.advance();
@@ -172,16 +180,17 @@ struct BwdProducer {
   // A block of rows, and the number that each of them has.
   __device__ __forceinline__ void load_rows(const CUtensorMap& map, const float* stats, Element* tile, float* stat,
                                             Barrier& full, Barrier& empty, int phase, uint32_t more, int head, int m,
-                                            const BwdItem& item) {
+                                            const Item& item) {
     empty.wait(phase ^ 1);
     full.arrive_and_expect(T::kTileQ * sizeof(Element) + kStatBytes + more);
     load_tile<T::kBlockM, T::kPanels, T::kPanelCols>(map, full, cute::TMA::CacheHintSm90::EVICT_LAST, tile,
-                                                     m * T::kBlockM, head, item.batch);
+                                                     m * T::kBlockM, head, place_of_rows(item));
     copy_stat(stats, stat, full, head, m, item);
   }
   __device__ __forceinline__ void copy_stat(const float* from, float* to, Barrier& full, int head, int m,
-                                            const BwdItem& item) {
-    const int64_t row = (static_cast<int64_t>(item.batch) * p.nheads + head) * p.seqlen_q_rounded + m * T::kBlockM;
+                                            const Item& item) {
+    int64_t row = (static_cast<int64_t>(item.batch) * p.nheads + head) * p.seqlen_q_rounded + m * T::kBlockM;
+    if constexpr (T::kPacked) row += first_row_block(item.q, item.sequence, kRowPitch) * kRowPitch;
     cute::SM90_BULK_COPY_G2S::copy(from + row, &full.word, to, kStatBytes);
   }
 };

@@ -17,8 +17,8 @@ struct BwdResults : BwdConsumerState<T> {
   using Dq = typename T::Dq;
   using Base::Base;
   using Base::consumer, Base::ds_stage, Base::facts, Base::is_speaker, Base::kdSBarrier, Base::kFragmentsD,
-      Base::kFragmentsM, Base::kOwnBarrier, Base::lane, Base::out_place, Base::own_key, Base::p, Base::s,
-      Base::sync_own, Base::thread, Base::warp;
+      Base::kFragmentsM, Base::kOwnBarrier, Base::item_place, Base::lane, Base::out_place, Base::own_key, Base::p,
+      Base::s, Base::sync_own, Base::thread, Base::warp;
   using typename Base::Scores;
   // The gradient of a bias for each key: sums over the rows that the thread has, of all steps of an item.
   using KeySums = float[2];
@@ -140,7 +140,11 @@ struct BwdResults : BwdConsumerState<T> {
   // --- dq leaves ------------------------------------------------------------------------------------------------------
 
   __device__ __forceinline__ void add_dq(float (&acc)[Dq::kFragments][4], const BwdItem& item, int head, int m) {
-    const int64_t block = (static_cast<int64_t>(item.batch) * p.nheads + head) * p.dq_blocks + m;
+    int64_t block = (static_cast<int64_t>(item.batch) * p.nheads + head) * p.dq_blocks + m;
+    if constexpr (T::kPacked) {
+      const typename T::Announced& own = s.item[item_place.stage];
+      block += first_row_block(own.q, own.sequence, T::kBlockM);
+    }
     float* const to = p.dq_accum + block * (T::kBlockM * T::kHeadDim) + consumer * Dq::kPart;
     if constexpr (T::kDqPath == DqPath::kVector) {
 #pragma unroll
@@ -246,7 +250,7 @@ struct BwdResults : BwdConsumerState<T> {
   template <class Accumulator>
   __device__ __forceinline__ void store_grad(Accumulator& acc, float scale, const CUtensorMap& out, float* slots,
                                              const BwdItem& item) {
-    if (p.num_splits > 1) {
+    if (!T::kPacked && p.num_splits > 1) {
       store_partial(fragments<kFragmentsD>(acc), scale, slots, item);
       return;
     }
@@ -271,8 +275,13 @@ struct BwdResults : BwdConsumerState<T> {
     if (is_speaker()) {
 #pragma unroll
       for (int panel = 0; panel < T::kPanels; ++panel) {
-        cute::SM90_TMA_STORE_4D::copy(&out, stage + panel * 64 * T::kPanelCols, panel * T::kPanelCols,
-                                      item.n_block * T::kBlockN + consumer * 64, item.head_k, item.batch);
+        const Element* const from = stage + panel * 64 * T::kPanelCols;
+        const int key = item.n_block * T::kBlockN + consumer * 64;
+        if constexpr (T::kPacked) {
+          store_panel(out, from, panel * T::kPanelCols, key, item.head_k, s.item[item_place.stage].k);
+        } else {
+          store_panel(out, from, panel * T::kPanelCols, key, item.head_k, item.batch);
+        }
       }
       cute::tma_store_arrive();
     }

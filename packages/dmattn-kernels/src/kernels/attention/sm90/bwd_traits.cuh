@@ -11,6 +11,7 @@
 #include "../../helper_params.h"
 #include "../../tiles.h"
 #include "../shared/scores.cuh"
+#include "packed.cuh"
 #include "pipeline.cuh"
 
 namespace dmattn::sm90 {
@@ -35,6 +36,7 @@ enum class BwdVariant {
   kBiasLists,     // likewise, with a number that is added to the logits of each key, and its gradient
   kOrderedLists,  // all sums in a fixed order
   kOrderedBiasLists,
+  kPacked,  // as kPlain, over packed sequences
 };
 
 // A block of rows that meets the keys of an item, as the producer announces it beside Q where there is a dense mask.
@@ -92,7 +94,8 @@ struct BwdTraits {
   static constexpr bool kBias = kKeyBias || kDenseBias;
   static constexpr bool kGathered =
       kListBias || kVariant == BwdVariant::kLists || kVariant == BwdVariant::kOrderedLists;
-  static constexpr BwdTile kTile = sm90_bwd_tile(kHeadDim, kGathered, kBias, kMasked);
+  static constexpr bool kPacked = kVariant == BwdVariant::kPacked;
+  static constexpr BwdTile kTile = sm90_bwd_tile(kHeadDim, kGathered, kBias, kMasked || kPacked);
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n;  // rows of queries; keys, 64 a consumer
   static_assert(kBlockN == 64 * kConsumers && kTile.warps == 4 * kConsumers && kTile.warps_m_dq == 4);
   static constexpr int kStagesQ = kTile.stages_q, kStagesdO = 2, kStagesdS = 2;
@@ -189,7 +192,14 @@ struct BwdTraits {
   struct MaskedItem {
     int32_t index, has_rows;  // has_rows: the mask leaves any
   };
-  using Announced = std::conditional_t<kGathered, ListedItem, std::conditional_t<kMasked, MaskedItem, TiledItem>>;
+  // n_block counts in the sequence. Consumers read it here until they are done with the item, to save registers.
+  struct PackedItem {
+    int32_t index, n_block, head_k, sequence;
+    SeqRange q, k;
+  };
+  using Announced =
+      std::conditional_t<kGathered, ListedItem,
+                         std::conditional_t<kMasked, MaskedItem, std::conditional_t<kPacked, PackedItem, TiledItem>>>;
   // What is known of the keys of a tile.
   struct NoFacts {};
   struct KeyFacts {

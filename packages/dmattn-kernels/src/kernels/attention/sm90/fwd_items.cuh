@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 
 #include "fwd_params.h"
+#include "packed.cuh"
 #include "pipeline.cuh"
 
 namespace dmattn::sm90 {
@@ -11,6 +12,33 @@ namespace dmattn::sm90 {
 struct FwdItem {
   int m_block, head, batch;
 };
+// Of a packed sequence: m_block counts in it.
+struct PackedFwdItem : FwdItem {
+  SeqRange q, k;
+};
+
+// Lengths, and where TMA finds the rows and the keys: what items of both kinds are asked for.
+template <class Arguments>
+__device__ __forceinline__ Lengths lengths_of(const Arguments& p, const FwdItem&) {
+  return {p.seqlen_q, p.seqlen_k};
+}
+template <class Arguments>
+__device__ __forceinline__ Lengths lengths_of(const Arguments&, const PackedFwdItem& item) {
+  return {item.q.length, item.k.length};
+}
+__device__ __forceinline__ int place_of_rows(const FwdItem& item) { return item.batch; }
+__device__ __forceinline__ const SeqRange& place_of_rows(const PackedFwdItem& item) { return item.q; }
+__device__ __forceinline__ int place_of_keys(const FwdItem& item) { return item.batch; }
+__device__ __forceinline__ const SeqRange& place_of_keys(const PackedFwdItem& item) { return item.k; }
+// Of the log-sum-exp of the first row.
+template <class Arguments>
+__device__ __forceinline__ int64_t lse_offset(const Arguments& p, const FwdItem& item) {
+  return item.batch * p.lse_stride.batch + item.head * p.lse_stride.head;
+}
+template <class Arguments>
+__device__ __forceinline__ int64_t lse_offset(const Arguments& p, const PackedFwdItem& item) {
+  return item.q.first * p.lse_stride.row + item.head * p.lse_stride.head;
+}
 
 // An item as the producer announces it: by its number, and whether any of its rows may see a key.
 struct AnnouncedItem {
@@ -44,30 +72,62 @@ __device__ __forceinline__ FwdItem find_item(const Arguments& p, int index) {
   return {p.m_blocks - 1 - rank, head - batch * p.nheads, batch};
 }
 
+// Of packed sequences items are numbered as if their row blocks, one sequence behind the other, were those of one. Some
+// stand for no rows: of a sequence that is not there, m_block is not below its number of row blocks.
+template <class T>
+__device__ __forceinline__ PackedFwdItem find_packed_item(const PackedFwdArguments& p, int index) {
+  const FwdItem slot = find_item(p, index);
+  const PackedRows rows = find_packed_rows(p.packing, T::kBlockM, slot.m_block);
+  const SeqlenInfo own = read_packed_seqlens(p.packing, rows.sequence, p.seqlen_q, p.seqlen_k);
+  return {{rows.offset / T::kBlockM, slot.head, rows.sequence},
+          {own.first_row, own.seqlen_q},
+          {own.first_key, own.seqlen_k}};
+}
+// Whether the item has rows.
+template <class T>
+__device__ __forceinline__ bool has_rows(const PackedFwdItem& item) {
+  return item.m_block >= 0 && item.m_block * T::kBlockM < item.q.length;
+}
+// As next_item(), and the item itself.
+template <class T>
+__device__ __forceinline__ AnnouncedItem next_item(typename T::Shared& s, RingPlace<2>& place, PackedFwdItem& found) {
+  s.item_full[place.stage].wait(place.phase);
+  const AnnouncedItem item = {__shfl_sync(0xffffffffu, s.item[place.stage], 0)};
+  found = s.packed.item[place.stage];
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) s.item_empty[place.stage].arrive();
+  place.advance();
+  return item;
+}
+
 // The key blocks of an item: [0, end), of which [0, full) are seen by all its rows.
 struct KeyBlocks {
   int full, end;
 };
 template <class T>
-__device__ __forceinline__ KeyBlocks find_key_blocks(const FwdArguments& p, int m_block) {
-  int seen_by_all = p.seqlen_k, seen = p.seqlen_k;
+__device__ __forceinline__ KeyBlocks find_key_blocks(const FwdArguments& p, int m_block, const Lengths& lengths) {
+  int seen_by_all = lengths.k, seen = lengths.k;
   if (p.is_causal) {
-    const int first_limit = m_block * T::kBlockM + p.seqlen_k - p.seqlen_q + 1;
-    seen_by_all = min(max(first_limit, 0), p.seqlen_k);
-    seen = min(max(first_limit + T::kBlockM - 1, 0), p.seqlen_k);
+    const int first_limit = m_block * T::kBlockM + lengths.k - lengths.q + 1;
+    seen_by_all = min(max(first_limit, 0), lengths.k);
+    seen = min(max(first_limit + T::kBlockM - 1, 0), lengths.k);
   }
   return {seen_by_all / T::kBlockN, (seen + T::kBlockN - 1) / T::kBlockN};
+}
+template <class T>
+__device__ __forceinline__ KeyBlocks find_key_blocks(const FwdArguments& p, int m_block) {
+  return find_key_blocks<T>(p, m_block, {p.seqlen_q, p.seqlen_k});
 }
 
 // Of a tile that begins with key0: keys past the last one, or past what a row may see, get -inf. first_row: the first of
 // the two rows that this thread has, the other comes 8 later.
 template <int kFragments, class Arguments>
 __device__ __forceinline__ void cut_keys(const Arguments& p, float (&scores)[1][kFragments][4], int key0, int first_row,
-                                         int lane) {
+                                         int lane, const Lengths& lengths) {
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
     const int row = first_row + 8 * j;
-    int limit = p.is_causal ? min(p.seqlen_k, row + 1 + p.seqlen_k - p.seqlen_q) : p.seqlen_k;
+    int limit = p.is_causal ? min(lengths.k, row + 1 + lengths.k - lengths.q) : lengths.k;
     limit -= key0 + (lane % 4) * 2;
 #pragma unroll
     for (int i = 0; i < kFragments; ++i) {
@@ -75,6 +135,11 @@ __device__ __forceinline__ void cut_keys(const Arguments& p, float (&scores)[1][
       if (8 * i + 1 >= limit) scores[0][i][2 * j + 1] = -INFINITY;
     }
   }
+}
+template <int kFragments, class Arguments>
+__device__ __forceinline__ void cut_keys(const Arguments& p, float (&scores)[1][kFragments][4], int key0, int first_row,
+                                         int lane) {
+  cut_keys(p, scores, key0, first_row, lane, {p.seqlen_q, p.seqlen_k});
 }
 
 }  // namespace dmattn::sm90

@@ -1,5 +1,5 @@
-// The forward on Hopper over tiles of consecutive keys: the plain kernel, with lengths and causality only, and the general
-// ones, whose scores a bias, a dense mask or softcap change (fwd_general.cuh).
+// The forward on Hopper over tiles of consecutive keys: the plain kernel, with lengths and causality only, the same over
+// packed sequences, and the general ones, whose scores a bias, a dense mask or softcap change (fwd_general.cuh).
 //
 // A thread block stays on its SM and takes row blocks of heads (items) until none is left. One thread of the first
 // warpgroup, the producer, copies Q, K and V tiles into shared memory by TMA. The other warpgroups, the consumers, own
@@ -69,17 +69,29 @@ struct FwdProducer {
     announce(AnnouncedItem::of(p.items, true));
   }
 
-  __device__ __forceinline__ void announce(AnnouncedItem item) {
+  __device__ __forceinline__ void announce(AnnouncedItem item, const typename T::Item& found = {}) {
     s.item_empty[item_place.stage].wait(item_place.phase ^ 1);
     s.item[item_place.stage] = item.word;
+    if constexpr (T::kPacked) s.packed.item[item_place.stage] = found;
     s.item_full[item_place.stage].arrive();
     item_place.advance();
   }
 
+  __device__ __forceinline__ typename T::Item look_up(int index) const {
+    if constexpr (T::kPacked) {
+      return find_packed_item<T>(p, index);
+    } else {
+      return find_item(p, index);
+    }
+  }
+
   __device__ __forceinline__ void load_item(int index) {
-    const FwdItem item = find_item(p, index);
-    const KeyBlocks blocks = find_key_blocks<T>(p, item.m_block);
-    announce(AnnouncedItem::of(index, blocks.end > 0));
+    const typename T::Item item = look_up(index);
+    if constexpr (T::kPacked) {
+      if (!has_rows<T>(item)) return;
+    }
+    const KeyBlocks blocks = find_key_blocks<T>(p, item.m_block, lengths_of(p, item));
+    announce(AnnouncedItem::of(index, blocks.end > 0), item);
     load_q(item, blocks.end > 0);
     if (blocks.end == 0) return;
     // Scores of the next block are started before the output of this one: K is one block ahead of V.
@@ -148,7 +160,7 @@ struct FwdProducer {
     bias_place.advance();
   }
 
-  __device__ __forceinline__ void load_q(const FwdItem& item, bool is_needed) {
+  __device__ __forceinline__ void load_q(const typename T::Item& item, bool is_needed) {
     s.q_empty.wait(q_phase ^ 1);
     q_phase ^= 1;
     if (!is_needed) {
@@ -157,21 +169,22 @@ struct FwdProducer {
     }
     s.q_full.arrive_and_expect(T::kTileQ * sizeof(typename T::Element));
     load_tile<T::kBlockM, T::kPanels, T::kPanelCols>(p.q, s.q_full, cute::TMA::CacheHintSm90::EVICT_FIRST, s.q,
-                                                     item.m_block * T::kBlockM, item.head, item.batch);
+                                                     item.m_block * T::kBlockM, item.head, place_of_rows(item));
   }
-  __device__ __forceinline__ void load_k(int n, const FwdItem& item) {
+  __device__ __forceinline__ void load_k(int n, const typename T::Item& item) {
     load_keys(p.k, s.k, s.k_full, s.k_empty, k_place, n, item);
   }
-  __device__ __forceinline__ void load_v(int n, const FwdItem& item) {
+  __device__ __forceinline__ void load_v(int n, const typename T::Item& item) {
     load_keys(p.v, s.v, s.v_full, s.v_empty, v_place, n, item);
   }
   __device__ __forceinline__ void load_keys(const CUtensorMap& map, typename T::Element* tiles, Barrier* full,
-                                            Barrier* empty, RingPlace<T::kStages>& place, int n, const FwdItem& item) {
+                                            Barrier* empty, RingPlace<T::kStages>& place, int n,
+                                            const typename T::Item& item) {
     empty[place.stage].wait(place.phase ^ 1);
     full[place.stage].arrive_and_expect(T::kTileK * sizeof(typename T::Element));
     load_tile<T::kBlockN, T::kPanels, T::kPanelCols>(map, full[place.stage], cute::TMA::CacheHintSm90::EVICT_LAST,
                                                      tiles + place.stage * T::kTileK, n * T::kBlockN,
-                                                     item.head / p.head_ratio, item.batch);
+                                                     item.head / p.head_ratio, place_of_keys(item));
     place.advance();
   }
 };
@@ -202,9 +215,16 @@ struct FwdConsumer {
   __device__ __forceinline__ void run() {
     if (consumer == T::kConsumers - 1) pass_turn();
     while (true) {
-      const AnnouncedItem item = next_item<T>(s, item_place);
-      if (item.index() >= p.items) return;
-      attend(find_item(p, item.index()), item.has_keys());
+      if constexpr (T::kPacked) {
+        PackedFwdItem found;
+        const AnnouncedItem item = next_item<T>(s, item_place, found);
+        if (item.index() >= p.items) return;
+        attend(found, item.has_keys());
+      } else {
+        const AnnouncedItem item = next_item<T>(s, item_place);
+        if (item.index() >= p.items) return;
+        attend(find_item(p, item.index()), item.has_keys());
+      }
     }
   }
 
@@ -228,7 +248,7 @@ struct FwdConsumer {
     return *reinterpret_cast<float (*)[1][kFragments][4]>(acc.data());
   }
 
-  __device__ __forceinline__ void attend(const FwdItem& item, bool has_keys) {
+  __device__ __forceinline__ void attend(const typename T::Item& item, bool has_keys) {
     typename T::ScoreMma score_mma;
     typename T::OutMma out_mma;
     const auto score_slice = score_mma.get_slice(thread);
@@ -315,12 +335,13 @@ struct FwdConsumer {
         while (!tile.is_last()) wait_for_keys(), step(meanwhile, to_probabilities);
       }
     } else {
-      const KeyBlocks blocks = find_key_blocks<T>(p, item.m_block);
+      const Lengths lengths = lengths_of(p, item);
+      const KeyBlocks blocks = find_key_blocks<T>(p, item.m_block, lengths);
       int n = blocks.end - 1;
       const auto nothing = [] {};
       const auto whole = [&] { softmax.template probabilities<true>(scores, keep, scale_log2); };
       const auto cut = [&] {
-        cut_keys(p, scores, n * T::kBlockN, first_row, lane);
+        cut_keys(p, scores, n * T::kBlockN, first_row, lane, lengths);
         whole();
       };
       if (has_keys) {

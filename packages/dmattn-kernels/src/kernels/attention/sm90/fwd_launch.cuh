@@ -39,15 +39,19 @@ cudaError_t fill_general_arguments(GeneralFwdArguments& a, const FwdParams& p) {
 template <class T>
 cudaError_t fill_arguments(FwdArguments& a, const FwdParams& p) {
   const TensorMapper mapper(tensor_map_dtype<typename T::Element>(), T::kPanelCols);
-  const int32_t batch = p.batch, nheads = p.nheads, nheads_k = p.nheads_k, head_dim = p.head_dim;
-  cudaError_t status = mapper.map(a.q, p.q, p.q_stride, {batch, p.seqlen_q, nheads, head_dim}, T::kBlockM);
-  if (status == cudaSuccess) {
-    status = mapper.map(a.k, p.k, p.k_stride, {batch, p.seqlen_k, nheads_k, head_dim}, T::kBlockN);
-  }
-  if (status == cudaSuccess) {
-    status = mapper.map(a.v, p.v, p.v_stride, {batch, p.seqlen_k, nheads_k, head_dim}, T::kBlockN);
-  }
-  if (status == cudaSuccess) status = mapper.map(a.out, p.out, p.out_stride, {batch, p.seqlen_q, nheads, head_dim}, 64);
+  const int32_t batch = p.packing.slabs(p.batch), nheads = p.nheads, head_dim = p.head_dim;
+  const auto map = [&](CUtensorMap& to, const void* tensor, const Strides3& stride, int32_t seqlen, int32_t heads,
+                       int rows) {
+    if constexpr (T::kPacked) {
+      return mapper.map_packed(to, tensor, stride, heads, head_dim, rows);
+    } else {
+      return mapper.map(to, tensor, stride, {batch, seqlen, heads, head_dim}, rows);
+    }
+  };
+  cudaError_t status = map(a.q, p.q, p.q_stride, p.seqlen_q, nheads, T::kBlockM);
+  if (status == cudaSuccess) status = map(a.k, p.k, p.k_stride, p.seqlen_k, p.nheads_k, T::kBlockN);
+  if (status == cudaSuccess) status = map(a.v, p.v, p.v_stride, p.seqlen_k, p.nheads_k, T::kBlockN);
+  if (status == cudaSuccess) status = map(a.out, p.out, p.out_stride, p.seqlen_q, nheads, 64);
   a.lse = p.lse;
   a.lse_rest = p.lse_rest;
   a.lse_stride = p.lse_stride;
@@ -55,10 +59,12 @@ cudaError_t fill_arguments(FwdArguments& a, const FwdParams& p) {
   a.seqlen_k = p.seqlen_k;
   a.nheads = nheads;
   a.head_ratio = p.head_ratio;
-  a.m_blocks = (p.seqlen_q + T::kBlockM - 1) / T::kBlockM;
+  a.m_blocks = T::kPacked ? packed_blocks(p.packing.total_q, p.packing.sequences, T::kBlockM)
+                          : (p.seqlen_q + T::kBlockM - 1) / T::kBlockM;
   a.all_heads = batch * nheads;
   a.items = a.m_blocks * a.all_heads;
-  const int64_t kv_bytes = int64_t{2} * p.seqlen_k * head_dim * static_cast<int64_t>(sizeof(typename T::Element));
+  const int64_t kv_bytes =
+      int64_t{2} * std::max(p.seqlen_k, 1) * head_dim * static_cast<int64_t>(sizeof(typename T::Element));
   const int64_t heads = std::max<int64_t>(1, kSectionBytes / kv_bytes) * p.head_ratio;
   a.section_heads = static_cast<int32_t>(std::min<int64_t>(heads, a.all_heads));
   a.softmax_scale = p.softmax_scale;
@@ -74,6 +80,7 @@ cudaError_t launch_fwd_kernel(int64_t blocks, const FwdParams& p, cudaStream_t s
   if constexpr (T::kGeneral) {
     if (status == cudaSuccess) status = fill_general_arguments<T>(arguments, p);
   }
+  if constexpr (T::kPacked) arguments.packing = p.packing;
   if (status == cudaSuccess && p.work_counter != nullptr) {
     status = cudaMemsetAsync(p.work_counter, 0, sizeof(int32_t), stream);
   }
@@ -84,8 +91,8 @@ cudaError_t launch_fwd_kernel(int64_t blocks, const FwdParams& p, cudaStream_t s
 
 }  // namespace sm90
 
-// The unit of a head-dim tile has a plain kernel for each of Hopper's head dimensions in it, and general ones for all of
-// them (the widest has a single one); over lists, one with and one without a bias for each key.
+// The unit of a head-dim tile has a plain kernel for each of Hopper's head dimensions in it, with a twin for packed
+// sequences, and general ones for all of them (the widest has a single one); over lists, one with and one without a bias for each key.
 template <class Element, int kHeadDimTile, bool kGathered>
 cudaError_t launch_fwd(const KernelChoice& choice, const FwdParams& p, cudaStream_t stream) {
   if constexpr (kGathered) {
@@ -97,10 +104,15 @@ cudaError_t launch_fwd(const KernelChoice& choice, const FwdParams& p, cudaStrea
     };
     return p.bias.kind == BiasKind::kNone ? go(cute::false_type{}) : go(cute::true_type{});
   } else {
-    const auto go = [&](auto head_dim, auto is_short) {
+    const auto go_in = [&](auto mode, auto head_dim, auto is_short) {
       constexpr Sm90FwdTile kTile = sm90_fwd_tile(head_dim, is_short);
-      using T = sm90::FwdTraits<Element, head_dim, kTile.consumers, kTile.block_n>;
+      using T =
+          sm90::FwdTraits<Element, head_dim, kTile.consumers, kTile.block_n, /*kStages=*/2, decltype(mode)::value>;
       return sm90::launch_fwd_kernel<T>(choice.blocks, p, stream);
+    };
+    const auto go = [&](auto head_dim, auto is_short) {
+      if (choice.level != Level::kPacked) return go_in(cute::C<sm90::ScoreMode::kPlain>{}, head_dim, is_short);
+      return go_in(cute::C<sm90::ScoreMode::kPacked>{}, head_dim, is_short);
     };
     const auto go_general = [&](auto mode) {
       constexpr Sm90FwdTile kTile = sm90_general_fwd_tile(kHeadDimTile);
@@ -108,7 +120,7 @@ cudaError_t launch_fwd(const KernelChoice& choice, const FwdParams& p, cudaStrea
           sm90::FwdTraits<Element, kHeadDimTile, kTile.consumers, kTile.block_n, /*kStages=*/2, decltype(mode)::value>;
       return sm90::launch_fwd_kernel<T>(choice.blocks, p, stream);
     };
-    if (choice.level != Level::kPlain) {
+    if (is_general(choice.level)) {
       if constexpr (kHeadDimTile <= 128) {
         const bool is_simple = p.softcap == 0.f && p.softmax_scale > 0.f;
         if (is_simple && p.bias.kind == BiasKind::kNone) return go_general(cute::C<sm90::ScoreMode::kMask>{});

@@ -9,16 +9,16 @@ namespace dmattn::sm90 {
 
 // Divides the output by the sum of its row, and writes the log-sum-exp. `scale`: of what the softmax was given.
 // first_row: the first of the two rows that this thread has, the other comes 8 later.
-template <int kFragmentsD, class Arguments>
+template <int kFragmentsD, class Arguments, class Item>
 __device__ __forceinline__ void finish_rows(const Arguments& p, OnlineSoftmax<1>& softmax, float scale,
-                                            float (&out)[1][kFragmentsD][4], const FwdItem& item, int first_row) {
-  const int64_t base = item.batch * p.lse_stride.batch + item.head * p.lse_stride.head;
+                                            float (&out)[1][kFragmentsD][4], const Item& item, int first_row) {
+  const int64_t base = lse_offset(p, item);
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
     float lse, rest;
     const float inverse = softmax.finish(j, scale, lse, rest);
     const int row = first_row + 8 * j;
-    if (threadIdx.x % 4 == 0 && row < p.seqlen_q) {
+    if (threadIdx.x % 4 == 0 && row < lengths_of(p, item).q) {
       p.lse[base + row * p.lse_stride.row] = lse;
       if (p.lse_rest != nullptr) p.lse_rest[base + row * p.lse_stride.row] = rest;
     }
@@ -31,12 +31,11 @@ __device__ __forceinline__ void finish_rows(const Arguments& p, OnlineSoftmax<1>
 }
 
 // Starts to write the warpgroup's 64 rows of the output, through `tile` in shared memory. TMA leaves out what is outside
-// the tensor. barrier: the name of one for this warpgroup. The tile is free once its first thread has waited for the
+// the tensor or behind a packed sequence. barrier: the name of one for this warpgroup. The tile is free once its first thread has waited for the
 // store.
-template <class T, class Arguments, class Accumulator>
+template <class T, class Arguments, class Accumulator, class Item>
 __device__ __forceinline__ void store_rows(const Arguments& p, typename T::Element* tile, Accumulator& acc_o,
-                                           typename T::OutMma& out_mma, int consumer, int barrier,
-                                           const FwdItem& item) {
+                                           typename T::OutMma& out_mma, int consumer, int barrier, const Item& item) {
   using Element = typename T::Element;
   auto rounded = cute::make_tensor_like<Element>(acc_o);
   auto packed = cute::recast<uint32_t>(rounded);
@@ -51,9 +50,8 @@ __device__ __forceinline__ void store_rows(const Arguments& p, typename T::Eleme
   if (threadIdx.x % 128 == 0) {
 #pragma unroll
     for (int panel = 0; panel < T::kPanels; ++panel) {
-      cute::SM90_TMA_STORE_4D::copy(&p.out, tile + (panel * T::kBlockM + consumer * 64) * T::kPanelCols,
-                                    panel * T::kPanelCols, item.m_block * T::kBlockM + consumer * 64, item.head,
-                                    item.batch);
+      store_panel(p.out, tile + (panel * T::kBlockM + consumer * 64) * T::kPanelCols, panel * T::kPanelCols,
+                  item.m_block * T::kBlockM + consumer * 64, item.head, place_of_rows(item));
     }
     cute::tma_store_arrive();
   }

@@ -35,4 +35,10 @@ struct GeneralFwdArguments : FwdArguments {
   float softcap;    // 0: none
 };
 
+// Of packed sequences: the maps are those of TensorMapper::map_packed(), batch is 1, seqlen_q and seqlen_k bound the
+// lengths, and m_blocks counts the packed_blocks() of row blocks.
+struct PackedFwdArguments : FwdArguments {
+  Packing packing;
+};
+
 }  // namespace dmattn::sm90

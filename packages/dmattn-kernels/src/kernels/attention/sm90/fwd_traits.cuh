@@ -6,6 +6,7 @@
 #include <cutlass/gemm/collective/builders/sm90_common.inl>
 
 #include "../../tiles.h"
+#include "fwd_items.cuh"
 #include "fwd_params.h"
 #include "pipeline.cuh"
 
@@ -18,6 +19,7 @@ enum class ScoreMode {
   kTileBias,  // a bias for each row and key, and a mask if there is one
   kKeyBias,   // a bias for each key, and a mask if there is one
   kAny,       // all of these, softcap too, or a scale that is not positive
+  kPacked,    // nothing, over packed sequences
 };
 
 // A bias for each key, as a stage of shared memory has it: fp32 numbers of a tile, in the order in which the threads of
@@ -33,6 +35,11 @@ struct KeyBiasLayout {
 // The shared memory that only the modes other than kPlain have. Bias tiles lie in panels of 128 bytes a row, as TMA
 // writes them: 64 keys of 16 bits, or 32 of fp32. A stage has room for a 16-bit tile, or half of one in fp32.
 struct NoGeneral {};
+// Likewise of packed sequences: what the number of an item stands for, beside it.
+struct NoPacked {};
+struct PackedShared {
+  PackedFwdItem item[2];
+};
 template <int kBlockM, int kBlockN, int kStages, bool kHasTiles>
 struct GeneralShared {
   static constexpr int kStageBytes = kHasTiles ? kBlockM * kBlockN * 2 : KeyBiasLayout<kBlockN>::kBytes;
@@ -47,12 +54,15 @@ template <class Element_, int kHeadDim_, int kConsumers_, int kBlockN_, int kSta
 struct FwdTraits {
   using Element = Element_;
   static constexpr ScoreMode kMode = kMode_;
-  static constexpr bool kGeneral = kMode != ScoreMode::kPlain;
+  static constexpr bool kPacked = kMode == ScoreMode::kPacked;
+  static constexpr bool kGeneral = kMode != ScoreMode::kPlain && !kPacked;
   static constexpr bool kHasTileBias = kMode == ScoreMode::kTileBias || kMode == ScoreMode::kAny;
   static constexpr bool kHasKeyBias = kMode == ScoreMode::kKeyBias || kMode == ScoreMode::kAny;
   // The softmax is given logits; otherwise raw products.
   static constexpr bool kLogits = kHasTileBias || kHasKeyBias;
-  using Arguments = cute::conditional_t<kGeneral, GeneralFwdArguments, FwdArguments>;
+  using Arguments = cute::conditional_t<kGeneral, GeneralFwdArguments,
+                                        cute::conditional_t<kPacked, PackedFwdArguments, FwdArguments>>;
+  using Item = cute::conditional_t<kPacked, PackedFwdItem, FwdItem>;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kConsumers = kConsumers_, kBlockM = 64 * kConsumers, kBlockN = kBlockN_;
   static constexpr int kStages = kStages_;  // of K, and of V
@@ -107,6 +117,7 @@ struct FwdTraits {
     Barrier item_full[2], item_empty[2];
     int32_t item[2];
     cute::conditional_t<kGeneral, GeneralShared<kBlockM, kBlockN, kStages, kHasTileBias>, NoGeneral> general;
+    cute::conditional_t<kPacked, PackedShared, NoPacked> packed;
 
     __device__ __forceinline__ Element* out() { return kOwnOut ? own_out : q; }
   };

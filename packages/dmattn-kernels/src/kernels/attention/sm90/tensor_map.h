@@ -34,6 +34,14 @@ inline auto tensor_map_encoder() {
   return found;
 }
 
+// Packed sequences: TMA leaves out what is past the extent of a dimension, not past the end of a sequence. So rows are
+// numbered from such a number back from the end of their sequence: row r of a sequence with n rows has kPackedOrigin - n + r,
+// which is past the extent kPackedOrigin for the first row behind the sequence. Two more dimensions bring the address
+// back: one has a row's stride, and the row at which the sequence ends as its coordinate; the other has the coordinate
+// kPackedOrigin and, in bytes, the stride 2^34 - a row's, so that with the 2^30 rows too many it adds up to 2^64, which is 0.
+constexpr int32_t kPackedOrigin = 1 << 30;
+constexpr int64_t kPackedWrap = int64_t{1} << 34;
+
 // Makes maps for tiles of 16-bit or 32-bit elements that are copied `panel_cols` columns at a time: rows of 128 or 64
 // bytes, swizzled, or of 16 bytes, one behind the other.
 class TensorMapper {
@@ -44,19 +52,36 @@ class TensorMapper {
   // A box is `rows` rows of one head. What lies outside the tensor is read as 0 and not written.
   cudaError_t map(CUtensorMap& to, const void* tensor, const Strides3& stride, const TensorExtents& extents,
                   int rows) const {
-    const auto encode = tensor_map_encoder();
-    if (encode == nullptr) return cudaErrorNotSupported;
-    const auto size = [](int32_t extent) { return static_cast<cuuint64_t>(extent); };
-    // In bytes. Of a dimension with one entry the stride is never used, but TMA wants one that it could use.
-    const auto step = [&](int64_t elements) { return static_cast<cuuint64_t>(elements == 0 ? 16 : bytes_ * elements); };
     const cuuint64_t sizes[] = {size(extents.head_dim), size(extents.seqlen), size(extents.heads), size(extents.batch)};
     const cuuint64_t strides[] = {step(stride.row), step(stride.head), step(stride.batch)};
-    const cuuint32_t box[] = {static_cast<cuuint32_t>(panel_cols_), static_cast<cuuint32_t>(rows), 1, 1};
-    const cuuint32_t every[] = {1, 1, 1, 1};
+    return encode(to, tensor, 4, sizes, strides, rows);
+  }
+
+  // Likewise of packed sequences, of one each time (see kPackedOrigin): what lies behind its rows is read as 0 and not
+  // written. Dimensions (head_dim, row, heads, wrap, end).
+  cudaError_t map_packed(CUtensorMap& to, const void* tensor, const Strides3& stride, int32_t heads, int32_t head_dim,
+                         int rows) const {
+    const cuuint64_t any = INT32_MAX;
+    const cuuint64_t sizes[] = {size(head_dim), size(kPackedOrigin), size(heads), any, any};
+    const cuuint64_t row = step(stride.row);
+    const cuuint64_t strides[] = {row, step(stride.head), kPackedWrap - row, row};
+    return encode(to, tensor, 5, sizes, strides, rows);
+  }
+
+ private:
+  static cuuint64_t size(int32_t extent) { return static_cast<cuuint64_t>(extent); }
+  // In bytes. Of a dimension with one entry the stride is never used, but TMA wants one that it could use.
+  cuuint64_t step(int64_t elements) const { return static_cast<cuuint64_t>(elements == 0 ? 16 : bytes_ * elements); }
+  cudaError_t encode(CUtensorMap& to, const void* tensor, cuuint32_t rank, const cuuint64_t* sizes,
+                     const cuuint64_t* strides, int rows) const {
+    const auto encoder = tensor_map_encoder();
+    if (encoder == nullptr) return cudaErrorNotSupported;
+    const cuuint32_t box[] = {static_cast<cuuint32_t>(panel_cols_), static_cast<cuuint32_t>(rows), 1, 1, 1};
+    const cuuint32_t every[] = {1, 1, 1, 1, 1};
     const auto run = [&] {
-      return encode(&to, dtype_, 4, const_cast<void*>(tensor), sizes, strides, box, every,
-                    CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle(), CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                    CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      return encoder(&to, dtype_, rank, const_cast<void*>(tensor), sizes, strides, box, every,
+                     CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle(), CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                     CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
     };
     CUresult result = run();
     if (result == CUDA_ERROR_INVALID_CONTEXT) {
@@ -69,8 +94,6 @@ class TensorMapper {
     }
     return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
   }
-
- private:
   static bool is_wide(CUtensorMapDataType dtype) {
     return dtype == CU_TENSOR_MAP_DATA_TYPE_FLOAT32 || dtype == CU_TENSOR_MAP_DATA_TYPE_INT32;
   }

@@ -1,0 +1,41 @@
+// Tiles of packed sequences by TMA: a tile ends where its sequence does (see kPackedOrigin). Rows behind it are other
+// sequences', which may hold anything: a probability of 0 times an infinity is NaN.
+#pragma once
+
+#include "../shared/seqlen.cuh"
+#include "pipeline.cuh"
+#include "tensor_map.h"
+
+namespace dmattn::sm90 {
+
+// Of the rows and the keys of a batch, or of a sequence.
+struct Lengths {
+  int q, k;
+};
+
+// Likewise of a packed sequence, in a map of TensorMapper::map_packed(). `row` counts from the sequence's first.
+template <int kRows, int kPanels, int kPanelCols, class Element>
+__device__ __forceinline__ void load_tile(const CUtensorMap& map, Barrier& full, cute::TMA::CacheHintSm90 hint,
+                                          Element* tile, int row, int head, const SeqRange& sequence) {
+  const int origin = kPackedOrigin;
+#pragma unroll
+  for (int panel = 0; panel < kPanels; ++panel) {
+    cute::SM90_TMA_LOAD_5D::copy(&map, &full.word, static_cast<uint64_t>(hint), tile + panel * kRows * kPanelCols,
+                                 panel * kPanelCols, origin - sequence.length + row, head, origin,
+                                 sequence.first + sequence.length);
+  }
+}
+
+// Starts to write a panel of a tile, of a batch or of a packed sequence.
+__device__ __forceinline__ void store_panel(const CUtensorMap& map, const void* panel, int col, int row, int head,
+                                            int batch) {
+  cute::SM90_TMA_STORE_4D::copy(&map, panel, col, row, head, batch);
+}
+__device__ __forceinline__ void store_panel(const CUtensorMap& map, const void* panel, int col, int row, int head,
+                                            const SeqRange& sequence) {
+  const int origin = kPackedOrigin;
+  cute::SM90_TMA_STORE_5D::copy(&map, panel, col, origin - sequence.length + row, head, origin,
+                                sequence.first + sequence.length);
+}
+
+}  // namespace dmattn::sm90
