@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from abi import BFLOAT16, FLOAT32, packed_fwd_params, tensor
+from abi import BFLOAT16, FLOAT32, tensor
 from probe import SM90, Probe, mask
 
 SMS = 132
@@ -136,7 +136,53 @@ def test_lists_that_others_compute(probe: ctypes.CDLL, arguments: dict[str, Any]
     assert plan["gathered"] and plan["arch"] == 80
 
 
-def test_packed_sequences_are_for_others(probe: ctypes.CDLL) -> None:
-    assert Probe(probe).fwd(SM90, SMS, packed=True)["arch"] == 80
-    assert Probe(probe).fwd(SM90, SMS, packed=True, softcap=30.0)["arch"] == 80
-    assert packed_fwd_params().cu_seqlens_q.ndim == 1
+PACKED: dict[str, Any] = {"packed": True, "sequences": 20, "nheads": 4, "nheads_k": 2}
+PACKED |= {"total_q": 9000, "max_seqlen_q": 3000, "total_k": 8000, "max_seqlen_k": 2500}
+
+
+@pytest.mark.parametrize("causal", [0, 1])
+@pytest.mark.parametrize(
+    "head_dim, block_m, block_n",
+    [(40, 192, 128), (64, 192, 128), (96, 128, 128), (128, 128, 128), (192, 128, 112)],
+)
+def test_packed_sequences(
+    probe: ctypes.CDLL, head_dim: int, block_m: int, block_n: int, causal: int
+) -> None:
+    plan = Probe(probe).fwd(SM90, SMS, head_dim=head_dim, is_causal=causal, **PACKED)
+    assert (plan["arch"], plan["block_m"], plan["block_n"]) == (90, block_m, block_n)
+    assert plan["blocks"] == SMS and plan["num_splits"] == 1
+    assert plan["workspace_bytes"] == 256  # the counter
+
+
+@pytest.mark.parametrize("sequences, max_seqlen_q", [(1, 300), (3, 300), (9, 40)])
+def test_packed_sequences_have_blocks_for_all_row_blocks(
+    probe: ctypes.CDLL, sequences: int, max_seqlen_q: int
+) -> None:
+    """As many as there may be of sequences of any lengths."""
+    sizes = PACKED | {"sequences": sequences, "total_q": 300, "max_seqlen_q": max_seqlen_q}
+    sizes |= {"total_k": 2500}
+    plan = Probe(probe).fwd(SM90, SMS, head_dim=128, **sizes)
+    assert plan["arch"] == 90 and plan["blocks"] == (300 // 128 + sequences) * 4
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"softcap": 30.0},
+        {"softmax_scale": -1.0},
+        {"bias": tensor((4, 8000))},
+        {"mask": mask(2, 9000, 2500)},
+        {"mask": mask(2, 8000)},
+        {"k": tensor((8000, 2, 128), stride=(128, 0, 1))},
+        {"q": tensor((9000, 4, 128), stride=(516, 128, 1))},
+        {"k": tensor((8000, 2, 128), stride=(1 << 33, 128, 1))},
+    ],
+    ids=[
+        *("softcap", "negative scale", "bias", "mask", "key mask", "expanded", "unaligned"),
+        "far rows",
+    ],
+)
+def test_packed_sequences_that_others_compute(
+    probe: ctypes.CDLL, arguments: dict[str, Any]
+) -> None:
+    assert Probe(probe).fwd(SM90, SMS, head_dim=128, **PACKED, **arguments)["arch"] == 80

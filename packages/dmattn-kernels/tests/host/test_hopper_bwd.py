@@ -103,8 +103,55 @@ def test_dense_masks(
     assert plan["lse_scale"] > 1 and plan["rest_scale"] == 1
 
 
-def test_packed_sequences_are_for_others(probe: ctypes.CDLL) -> None:
-    assert Probe(probe).bwd(SM90, SMS, packed=True)["arch"] == 80
+PACKED: dict[str, Any] = {"packed": True, "sequences": 20, "nheads": 4, "nheads_k": 2}
+PACKED |= {"total_q": 9000, "max_seqlen_q": 3000, "total_k": 8000, "max_seqlen_k": 2500}
+
+
+@pytest.mark.parametrize("causal", [0, 1])
+@pytest.mark.parametrize("head_dim, arch", [(40, 90), (64, 90), (72, 90), (128, 90), (136, 80)])
+def test_packed_sequences(probe: ctypes.CDLL, head_dim: int, arch: int, causal: int) -> None:
+    """Blocks of 64 rows: the statistics have a pitch of 128 rows between sequences."""
+    plan = Probe(probe).bwd(SM90, SMS, head_dim=head_dim, is_causal=causal, **PACKED)
+    assert (plan["arch"], plan["block_m"]) == (arch, 64)
+    if arch == 90:
+        assert plan["blocks"] == SMS and plan["block_n"] == 128 and plan["num_splits"] == 1
+        assert plan["dq_blocks"] == plan["packing.m_blocks"] == 9000 // 64 + 20
+        assert plan["seqlen_q_rounded"] == (9000 // 128 + 20) * 128
+        assert plan["lse_scale"] > 1
+
+
+def test_few_packed_sequences(probe: ctypes.CDLL) -> None:
+    """Nor does another kernel split their rows."""
+    sizes = {"sequences": 1, "total_q": 1000, "max_seqlen_q": 1000}
+    sizes |= {"total_k": 100, "max_seqlen_k": 100}
+    plan = Probe(probe).bwd(SM90, SMS, head_dim=128, **(PACKED | sizes))
+    assert plan["arch"] == 90 and plan["blocks"] == 2
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"deterministic": 1},
+        {"softcap": 30.0},
+        {"softmax_scale": -1.0},
+        {"bias": tensor((4, 8000))},
+        {"mask": mask(2, 9000, 2500)},
+        {"gradients": "dq dk"},
+        {"dout": tensor((9000, 4, 128), stride=(516, 128, 1))},
+        {"softmax_lse_rest": tensor((4, 9000), FLOAT32)},
+        {"v": tensor((8000, 2, 128), stride=(128, 0, 1))},
+        {"v": tensor((8000, 2, 128), stride=(1 << 33, 128, 1))},
+    ],
+    ids=[
+        *("deterministic", "softcap", "negative scale", "bias", "mask", "one gradient less"),
+        *("unaligned", "rest of lse", "expanded", "far rows"),
+    ],
+)
+def test_packed_sequences_that_others_compute(
+    probe: ctypes.CDLL, arguments: dict[str, Any]
+) -> None:
+    fields = {"gradients": "dq dk dv"} | PACKED | arguments
+    assert Probe(probe).bwd(SM90, SMS, head_dim=128, **fields)["arch"] == 80
 
 
 @pytest.mark.parametrize("seqlen_q, pitch", [(90, 128), (97, 256), (193, 384), (4096, 4224)])

@@ -20,6 +20,7 @@ from probe import (
     KEY,
     SM80,
     SM89,
+    SM90,
     TILE,
     WORKSPACE,
     Plan,
@@ -169,6 +170,29 @@ def array_bytes(found: Plan, heads: int, nheads: int) -> dict[str, int]:
     }
 
 
+def check_arrays(full: dict[str, Any], found: Plan, heads: int) -> list[str]:
+    """Those in the workspace: none overlaps another, and those that start as zeros are cleared."""
+    needed = array_bytes(found, heads, full["nheads"])
+    arrays = [name for name in ARRAYS if found[name] >= WORKSPACE]
+    spans = sorted((found[name], found[name] + needed[name], name) for name in arrays)
+    assert spans[-1][1] <= WORKSPACE + found["workspace_bytes"]
+    for (_, end, name), (begin, _, following) in itertools.pairwise(spans):
+        assert end <= begin, f"{name} reaches into {following}"
+    cleared = {"dq_accum", "dq_semaphore", "dk_accum", "dv_accum", "dbias_cols"}
+    first, last = found["scratch_zeros"], found["scratch_zeros"] + zeroed_bytes(found)
+    for begin, end, name in spans:
+        assert (first <= begin and end <= last) == (name in cleared), name
+    return arrays
+
+
+@pytest.mark.parametrize("sizes", SHAPES[:2], ids=["few", "many"])
+def test_arrays_of_hopper_do_not_overlap(plan: Probe, sizes: dict[str, Any]) -> None:
+    full = {"total_q": 500, "total_k": 700, "max_seqlen_k": 400, "nheads": 4, "nheads_k": 2} | sizes
+    found = plan.bwd(SM90, packed=True, gradients="dq dk dv", **full)
+    assert found["arch"] == 90
+    assert set(check_arrays(full, found, 0)) == {"lse", "delta", "dq_accum"}
+
+
 @pytest.mark.parametrize("kernels", [SM80, SM89])
 @pytest.mark.parametrize("deterministic", [0, 1])
 @pytest.mark.parametrize("kind", ["none", "key", "key per head", "row"])
@@ -187,17 +211,8 @@ def test_arrays_do_not_overlap(
     elif kind != "none":
         arguments["mask"] = tensor((heads, full["total_k"]), BOOL)
     found = plan.bwd(packed=True, gradients="dq dk dv dbias", **arguments)
-    needed = array_bytes(found, heads, full["nheads"])
-    arrays = [name for name in ARRAYS if found[name] >= WORKSPACE]
-    spans = sorted((found[name], found[name] + needed[name], name) for name in arrays)
+    arrays = check_arrays(full, found, heads)
     assert {"lse", "lse_rest", "delta", "dq_accum", "dbias_cols"} <= set(arrays)
-    assert spans[-1][1] <= WORKSPACE + found["workspace_bytes"]
-    for (_, end, name), (begin, _, following) in itertools.pairwise(spans):
-        assert end <= begin, f"{name} reaches into {following}"
-    cleared = {"dq_accum", "dq_semaphore", "dk_accum", "dv_accum", "dbias_cols"}
-    first, last = found["scratch_zeros"], found["scratch_zeros"] + zeroed_bytes(found)
-    for begin, end, name in spans:
-        assert (first <= begin and end <= last) == (name in cleared), name
 
 
 def test_workspace_follows_the_total(plan: Probe) -> None:

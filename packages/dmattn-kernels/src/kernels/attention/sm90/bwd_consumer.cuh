@@ -63,11 +63,12 @@ struct BwdConsumerState {
     item_place.advance();
   }
   // Of the item, where they are announced with it.
-  __device__ __forceinline__ Lengths lengths() const {
+  __device__ __forceinline__ decltype(auto) lengths() const {
     if constexpr (T::kPacked) {
-      return {s.item[item_place.stage].q.length, s.item[item_place.stage].k.length};
+      const typename T::Announced& own = s.item[item_place.stage];
+      return PackedLengths{own.q.length, own.k.length, p.is_causal};
     } else {
-      return {p.seqlen_q, p.seqlen_k};
+      return (p);
     }
   }
 

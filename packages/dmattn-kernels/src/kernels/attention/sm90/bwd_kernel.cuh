@@ -321,8 +321,8 @@ struct BwdConsumer : BwdResults<T> {
     }
   };
   __device__ __forceinline__ SeenBy seen_by(int half, int m, int n_block) const {
-    const Lengths own = lengths();
-    const int own_row = m * T::kBlockM + lane % 4 * 2, offset = own.k - own.q;
+    const auto& own = lengths();
+    const int own_row = m * T::kBlockM + lane % 4 * 2, offset = own.seqlen_k - own.seqlen_q;
     if constexpr (T::kGathered) {
       const KeyInterval interval = facts().interval[own_key(half)];
       const int begin = p.all_rows_see ? offset : interval.begin;
@@ -330,7 +330,7 @@ struct BwdConsumer : BwdResults<T> {
     } else {
       const int key = n_block * T::kBlockN + own_key(half);
       const int seen_from = p.is_causal ? key - offset : INT_MIN / 2;
-      return {(key >= own.k ? INT_MAX / 2 : seen_from) - own_row, 0};
+      return {(key >= own.seqlen_k ? INT_MAX / 2 : seen_from) - own_row, 0};
     }
   }
   // Read while the scores are computed.

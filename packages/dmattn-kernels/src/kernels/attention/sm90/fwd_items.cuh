@@ -19,12 +19,11 @@ struct PackedFwdItem : FwdItem {
 
 // Lengths, and where TMA finds the rows and the keys: what items of both kinds are asked for.
 template <class Arguments>
-__device__ __forceinline__ Lengths lengths_of(const Arguments& p, const FwdItem&) {
-  return {p.seqlen_q, p.seqlen_k};
+__device__ __forceinline__ const Arguments& lengths_of(const Arguments& p, const FwdItem&) {
+  return p;
 }
-template <class Arguments>
-__device__ __forceinline__ Lengths lengths_of(const Arguments&, const PackedFwdItem& item) {
-  return {item.q.length, item.k.length};
+__device__ __forceinline__ PackedLengths lengths_of(const PackedFwdArguments& p, const PackedFwdItem& item) {
+  return {item.q.length, item.k.length, p.is_causal};
 }
 __device__ __forceinline__ int place_of_rows(const FwdItem& item) { return item.batch; }
 __device__ __forceinline__ const SeqRange& place_of_rows(const PackedFwdItem& item) { return item.q; }
@@ -104,30 +103,26 @@ __device__ __forceinline__ AnnouncedItem next_item(typename T::Shared& s, RingPl
 struct KeyBlocks {
   int full, end;
 };
-template <class T>
-__device__ __forceinline__ KeyBlocks find_key_blocks(const FwdArguments& p, int m_block, const Lengths& lengths) {
-  int seen_by_all = lengths.k, seen = lengths.k;
+template <class T, class Lengths>
+__device__ __forceinline__ KeyBlocks find_key_blocks(const Lengths& p, int m_block) {
+  int seen_by_all = p.seqlen_k, seen = p.seqlen_k;
   if (p.is_causal) {
-    const int first_limit = m_block * T::kBlockM + lengths.k - lengths.q + 1;
-    seen_by_all = min(max(first_limit, 0), lengths.k);
-    seen = min(max(first_limit + T::kBlockM - 1, 0), lengths.k);
+    const int first_limit = m_block * T::kBlockM + p.seqlen_k - p.seqlen_q + 1;
+    seen_by_all = min(max(first_limit, 0), p.seqlen_k);
+    seen = min(max(first_limit + T::kBlockM - 1, 0), p.seqlen_k);
   }
   return {seen_by_all / T::kBlockN, (seen + T::kBlockN - 1) / T::kBlockN};
-}
-template <class T>
-__device__ __forceinline__ KeyBlocks find_key_blocks(const FwdArguments& p, int m_block) {
-  return find_key_blocks<T>(p, m_block, {p.seqlen_q, p.seqlen_k});
 }
 
 // Of a tile that begins with key0: keys past the last one, or past what a row may see, get -inf. first_row: the first of
 // the two rows that this thread has, the other comes 8 later.
-template <int kFragments, class Arguments>
-__device__ __forceinline__ void cut_keys(const Arguments& p, float (&scores)[1][kFragments][4], int key0, int first_row,
-                                         int lane, const Lengths& lengths) {
+template <int kFragments, class Lengths>
+__device__ __forceinline__ void cut_keys(const Lengths& p, float (&scores)[1][kFragments][4], int key0, int first_row,
+                                         int lane) {
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
     const int row = first_row + 8 * j;
-    int limit = p.is_causal ? min(lengths.k, row + 1 + lengths.k - lengths.q) : lengths.k;
+    int limit = p.is_causal ? min(p.seqlen_k, row + 1 + p.seqlen_k - p.seqlen_q) : p.seqlen_k;
     limit -= key0 + (lane % 4) * 2;
 #pragma unroll
     for (int i = 0; i < kFragments; ++i) {
@@ -135,11 +130,6 @@ __device__ __forceinline__ void cut_keys(const Arguments& p, float (&scores)[1][
       if (8 * i + 1 >= limit) scores[0][i][2 * j + 1] = -INFINITY;
     }
   }
-}
-template <int kFragments, class Arguments>
-__device__ __forceinline__ void cut_keys(const Arguments& p, float (&scores)[1][kFragments][4], int key0, int first_row,
-                                         int lane) {
-  cut_keys(p, scores, key0, first_row, lane, {p.seqlen_q, p.seqlen_k});
 }
 
 }  // namespace dmattn::sm90

@@ -90,7 +90,7 @@ struct FwdProducer {
     if constexpr (T::kPacked) {
       if (!has_rows<T>(item)) return;
     }
-    const KeyBlocks blocks = find_key_blocks<T>(p, item.m_block, lengths_of(p, item));
+    const KeyBlocks blocks = find_key_blocks<T>(lengths_of(p, item), item.m_block);
     announce(AnnouncedItem::of(index, blocks.end > 0), item);
     load_q(item, blocks.end > 0);
     if (blocks.end == 0) return;
@@ -335,13 +335,13 @@ struct FwdConsumer {
         while (!tile.is_last()) wait_for_keys(), step(meanwhile, to_probabilities);
       }
     } else {
-      const Lengths lengths = lengths_of(p, item);
-      const KeyBlocks blocks = find_key_blocks<T>(p, item.m_block, lengths);
+      const auto& lengths = lengths_of(p, item);
+      const KeyBlocks blocks = find_key_blocks<T>(lengths, item.m_block);
       int n = blocks.end - 1;
       const auto nothing = [] {};
       const auto whole = [&] { softmax.template probabilities<true>(scores, keep, scale_log2); };
       const auto cut = [&] {
-        cut_keys(p, scores, n * T::kBlockN, first_row, lane, lengths);
+        cut_keys(lengths, scores, n * T::kBlockN, first_row, lane);
         whole();
       };
       if (has_keys) {

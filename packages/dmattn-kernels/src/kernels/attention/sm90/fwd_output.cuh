@@ -18,7 +18,7 @@ __device__ __forceinline__ void finish_rows(const Arguments& p, OnlineSoftmax<1>
     float lse, rest;
     const float inverse = softmax.finish(j, scale, lse, rest);
     const int row = first_row + 8 * j;
-    if (threadIdx.x % 4 == 0 && row < lengths_of(p, item).q) {
+    if (threadIdx.x % 4 == 0 && row < lengths_of(p, item).seqlen_q) {
       p.lse[base + row * p.lse_stride.row] = lse;
       if (p.lse_rest != nullptr) p.lse_rest[base + row * p.lse_stride.row] = rest;
     }

@@ -8,9 +8,10 @@
 
 namespace dmattn::sm90 {
 
-// Of the rows and the keys of a batch, or of a sequence.
-struct Lengths {
-  int q, k;
+// Of a packed sequence, what the arguments of a kernel have where all lengths are the same.
+struct PackedLengths {
+  int seqlen_q, seqlen_k;
+  bool is_causal;
 };
 
 // Likewise of a packed sequence, in a map of TensorMapper::map_packed(). `row` counts from the sequence's first.
