@@ -44,6 +44,34 @@ def test_lengths(
     check_packed(Case(dtype=dtype, head_dim=head_dim, causal=causal, dlse=True), lengths)
 
 
+@pytest.mark.parametrize("dtype,head_dim", [*ANCHORS, ("f16", 64), ("bf16", 96), ("f16", 192)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_long_sequences(dtype: str, head_dim: int, causal: bool) -> None:
+    """Many tiles each, of groups of heads."""
+    case = Case(nheads=2, nheads_k=1, dtype=dtype, head_dim=head_dim, causal=causal)
+    check_packed(case, ((1100, 1100), (3, 700), (0, 77), (1025, 900), (600, 1)))
+
+
+@pytest.mark.parametrize("dtype,head_dim", ANCHORS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_sequences_do_not_see_each_other(dtype: str, head_dim: int, causal: bool) -> None:
+    """NaN and infinities of a sequence reach no other, though tiles end in the middle of both."""
+    case = Case(nheads=4, nheads_k=2, dtype=dtype, head_dim=head_dim, causal=causal)
+    problem = build_packed(case, SELF)
+    bad = {name: getattr(problem, name).clone() for name in ("q", "k", "v", "dout")}
+    spans = [list(problem.spans())[b] for b in (0, 5, 7)]
+    for rows, keys in spans:
+        bad["q"][rows], bad["k"][keys] = math.nan, math.inf
+        bad["v"][keys], bad["dout"][rows] = math.nan, math.inf
+    found, clean = run_packed(problem.with_(**bad)), run_packed(problem)
+    for rows, keys in spans:
+        found["lse"][:, rows] = clean["lse"][:, rows]
+        for name in ("out", "dq", "dk", "dv"):
+            own = keys if name in ("dk", "dv") else rows
+            found[name][own] = clean[name][own]
+    judge_packed(problem, found)
+
+
 @pytest.mark.parametrize("nheads,nheads_k", [(4, 4), (6, 2), (8, 1)])
 @pytest.mark.parametrize("dtype,head_dim", ANCHORS)
 def test_grouped_heads(nheads: int, nheads_k: int, dtype: str, head_dim: int) -> None:

@@ -23,8 +23,9 @@ FOUND = 66  # exit code that asks to be told apart from the program's own
 # initcheck does not see the other.
 OWN_TOOLS = {"sm90": ("memcheck", "synccheck")}
 OWN_LAUNCHES = {"sm90": "dense rows,listed rows"}
-# Launches with wrong numbers that reach a family's own kernels: over the caller's lists.
-OWN_GARBAGE = {"sm90": "top-w,listed rows,window"}
+# Launches with wrong numbers that reach a family's own kernels: over the caller's lists, and over
+# packed sequences.
+OWN_GARBAGE = {"sm90": "top-w,listed rows,window,dense rows"}
 OPTIONS = {
     # Padding between allocations, so that small overruns do not land in a neighbour.
     "memcheck": ["--padding", "4096"],

@@ -33,6 +33,7 @@ from gpu.sanitizer_listed import (
     HOPPER_LISTS,
     MANY_GRADIENTS,
 )
+from gpu.sanitizer_packed_launches import HOPPER_PACKED, HOPPER_PACKED_GRADIENTS, PACKED
 from gpu.sanitizer_selection import (
     Lists,
     Selecting,
@@ -189,36 +190,6 @@ SELECTED = (
         splits=3,
         select=Selecting(400),
     ),
-)
-# Sequences packed one behind the other: tile edges, no rows, no keys, nothing at all.
-LENGTHS = ((70, 133), (0, 5), (129, 64), (1, 1), (0, 0), (3, 0), (40, 130))
-PACKED = (
-    Launch("packed", nheads=4, nheads_k=2, causal=True, dlse=True, packed=LENGTHS),
-    Launch(
-        "packed, key bias, deterministic",
-        nheads=4,
-        nheads_k=2,
-        bias="1k1k",
-        causal=True,
-        deterministic=True,
-        packed=LENGTHS,
-    ),
-    Launch("packed, dense mask and bias", mask="1hqk", bias="1hqk", packed=LENGTHS),
-    Launch("packed, key mask", nheads=4, nheads_k=2, mask="1k1k", bias="1k1k", packed=LENGTHS),
-    Launch(
-        "packed, key mask of query heads, dense bias, deterministic",
-        nheads=4,
-        nheads_k=2,
-        mask="1h1k",
-        bias="11qk",
-        causal=True,
-        deterministic=True,
-        packed=LENGTHS,
-    ),
-    Launch(
-        "packed, element loads", skip=1, bias="11qk", bias_f32=True, softcap=3.0, packed=LENGTHS
-    ),
-    Launch("packed, no keys", bias="1h1k", packed=((20, 0), (5, 0))),
 )
 BY_OWN_SCORES = Launch(
     "top-w of many keys, 16-bit scores",
@@ -400,6 +371,8 @@ def all_launches() -> list[tuple[str, int, Launch | Lists | Append]]:
         main += [(kind, launch) for launch in HOPPER for kind in HOPPER_KINDS]
         main += [(kind, launch) for launch in HOPPER_CHANGED for kind in HOPPER_CHANGED_KINDS]
         main += [(kind, launch) for launch in HOPPER_BWD for kind in HOPPER_BWD_KINDS]
+        main += [(kind, launch) for launch in HOPPER_PACKED for kind in HOPPER_KINDS]
+        main += [(kind, launch) for launch in HOPPER_PACKED_GRADIENTS for kind in HOPPER_BWD_KINDS]
         main += [(kind, launch) for launch in HOPPER_LISTS for kind in HOPPER_LIST_KINDS]
         main += [(kind, launch) for launch in HOPPER_LIST_GRADIENTS for kind in HOPPER_BWD_KINDS]
         main += [(MAIN[1], MANY_GRADIENTS)]

@@ -28,8 +28,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from gpu.raw_cuda import Array, Buffer, Gpu
 from gpu.sanitizer_cache import Append, draw_cache
 from gpu.sanitizer_cases import (
-    LENGTHS,
-    PACKED,
     SELECTED,
     draw_inputs,
     enqueue_both,
@@ -38,6 +36,7 @@ from gpu.sanitizer_cases import (
 from gpu.sanitizer_launch import Launch
 from gpu.sanitizer_listed import MANY_LISTS
 from gpu.sanitizer_packed import join
+from gpu.sanitizer_packed_launches import HOPPER_PACKED_GRADIENTS, LENGTHS, PACKED
 from gpu.sanitizer_selection import BLOCK_ROWS, select
 
 Int = npt.NDArray[np.int64]
@@ -279,7 +278,7 @@ DETERMINISTIC = (
 
 
 def cases() -> Iterator[Case]:
-    for launch in (*PACKED, *DETERMINISTIC):
+    for launch in (*PACKED, *DETERMINISTIC, *HOPPER_PACKED_GRADIENTS):
         for dtype, head_dim in (("bf16", 64), ("f16", 128)):
             yield Case(f"{dtype} {head_dim} {launch.name}", attend_packed(launch, dtype, head_dim))
     for name in ("packed", "packed, key mask", "packed, dense mask and bias"):
