@@ -9,14 +9,6 @@
 
 namespace dmattn::sm90 {
 
-struct FwdItem {
-  int m_block, head, batch;
-};
-// Of a packed sequence: m_block counts in it.
-struct PackedFwdItem : FwdItem {
-  SeqRange q, k;
-};
-
 // Lengths, and where TMA finds the rows and the keys: what items of both kinds are asked for.
 template <class Arguments>
 __device__ __forceinline__ const Arguments& lengths_of(const Arguments& p, const FwdItem&) {

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "../../params.h"
+#include "../shared/seqlen.cuh"
 
 namespace dmattn::sm90 {
 
@@ -39,6 +40,15 @@ struct GeneralFwdArguments : FwdArguments {
 // lengths, and m_blocks counts the packed_blocks() of row blocks.
 struct PackedFwdArguments : FwdArguments {
   Packing packing;
+};
+
+// A block of rows of a head, which a thread block takes.
+struct FwdItem {
+  int m_block, head, batch;
+};
+// Of a packed sequence: m_block counts in it.
+struct PackedFwdItem : FwdItem {
+  SeqRange q, k;
 };
 
 }  // namespace dmattn::sm90

@@ -6,7 +6,6 @@
 #include <cutlass/gemm/collective/builders/sm90_common.inl>
 
 #include "../../tiles.h"
-#include "fwd_items.cuh"
 #include "fwd_params.h"
 #include "pipeline.cuh"
 
