@@ -77,6 +77,10 @@ struct BwdArguments {
   float* dk_accum;  // fp32 [batch][nheads_k][seqlen_k][head_dim], added to
   float* dv_accum;
   int32_t head_dim;
+
+  // Consecutive keys, where steps are announced: > 0: a row sees so many keys, the last of them at its own position. 0: all
+  // up to there.
+  int32_t window;
 };
 
 }  // namespace dmattn::sm90
