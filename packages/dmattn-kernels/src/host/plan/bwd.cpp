@@ -363,11 +363,12 @@ bool suits_residents(const BwdPlan& plan) {
   return (fills || is_short || p.deterministic) && plan.round.groups == plan.whole.groups;
 }
 
-// The kernels of the newest architecture that does what is asked for. false: this build has none.
-bool choose_kernel(BwdPlan& plan, const dmattn_bwd_params& p, const Device& device) {
+// The kernels of the newest architecture that does what is asked for. finds_window: only those that find the window of
+// keys by themselves. false: there are none.
+bool choose_kernel(BwdPlan& plan, const dmattn_bwd_params& p, bool finds_window, const Device& device) {
   BwdPlan chosen;
   const KernelSet* found = find_unit_set(*device.kernels, plan.unit, [&](const KernelSet& kernels) {
-    if (plan.kernel.window > 0 && !kernels.finds_windows) return false;
+    if (finds_window && !kernels.finds_windows) return false;
     if (kernels.serves_bwd != nullptr &&
         !(is_for_residents(plan) && kernels.serves_bwd(plan.kernel, plan.unit.gathered))) {
       return false;
@@ -398,7 +399,7 @@ bool choose_window_kernel(BwdPlan& given, const dmattn_bwd_params& p, const Prob
   BwdPlan plan = given;
   plan.kernel.window = read_window(p, x);
   set_keys(plan, p, x, PerKey{}, /*by_lists=*/false);
-  if (!choose_kernel(plan, p, device)) return false;
+  if (!choose_kernel(plan, p, /*finds_window=*/true, device)) return false;
   given = plan;
   return true;
 }
@@ -427,7 +428,7 @@ BwdPlan plan_batched_bwd(const dmattn_bwd_params& p, PerKey per_key, const Devic
   set_keys(plan, p, x, per_key, has_selection(p.selection));
   if (!plan.launches) {
     complete(plan, p);
-  } else if (!choose_kernel(plan, p, device)) {
+  } else if (!choose_kernel(plan, p, /*finds_window=*/false, device)) {
     fail_without_unit(plan.unit);
   }
   place(plan, nullptr);

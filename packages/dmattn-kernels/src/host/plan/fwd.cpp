@@ -51,13 +51,13 @@ int32_t wanted_splits(const FwdPlan& plan, const FwdTile& tile, int32_t asked_fo
 }
 
 // The unit, and of its kernels the one that does the least beyond what is asked for; the splits and the thread blocks.
-// false: this build has none.
-bool choose_kernel(FwdPlan& plan, int32_t asked_for, const Device& device) {
+// finds_window: only kernels that find the window of keys by themselves. false: there are none.
+bool choose_kernel(FwdPlan& plan, int32_t asked_for, bool finds_window, const Device& device) {
   FwdParams& p = plan.kernel;
   const bool gathered = is_gathered(plan.walk);
   const Level level = fwd_level(p, has_mask(plan.mask) && !gathered, gathered);
   const KernelSet* kernels = find_unit_set(*device.kernels, plan.unit, [&](const KernelSet& set) {
-    if (p.window > 0 && !set.finds_windows) return false;
+    if (finds_window && !set.finds_windows) return false;
     if (set.serves_fwd != nullptr && !set.serves_fwd(p, level, gathered)) return false;
     return !set.is_persistent || wanted_splits(plan, set.fwd_tile(p, level, gathered), asked_for, device) == 1;
   });
@@ -81,7 +81,7 @@ bool choose_window_kernel(FwdPlan& given, const dmattn_fwd_params& p, const Prob
   FwdPlan plan = given;
   plan.kernel.window = read_window(p, x);
   plan.kernel.bias = read_bias(p.bias, x, /*gathered=*/false);
-  if (!choose_kernel(plan, p.num_splits, device)) return false;
+  if (!choose_kernel(plan, p.num_splits, /*finds_window=*/true, device)) return false;
   given = plan;
   return true;
 }
@@ -168,7 +168,7 @@ FwdPlan plan_batched_fwd(const dmattn_fwd_params& p, PerKey per_key, const Devic
   if (selected) plan.kernel.keys.head_ratio = plan.kernel.nheads / plan.kernel.keys.heads;
   if (plan.is_decode()) {
     choose_decode_kernel(plan, p.num_splits, device);
-  } else if (!choose_kernel(plan, p.num_splits, device)) {
+  } else if (!choose_kernel(plan, p.num_splits, /*finds_window=*/false, device)) {
     fail_without_unit(plan.unit);
   }
   place(plan, nullptr);
