@@ -271,8 +271,8 @@ struct FwdConsumer {
       v_place.advance();
     };
     // Scores of a tile, beside the output of the tile before. meanwhile(): while they are computed;
-    // to_probabilities(): what the scores become.
-    const auto step = [&](auto&& meanwhile, auto&& to_probabilities) {
+    // to_probabilities(): what the scores become. Called from two places, a function of its own would serialize products.
+    const auto step = [&](auto&& meanwhile, auto&& to_probabilities) __attribute__((always_inline)) {
       wait_turn();
       start_product<true>(score_mma, q, k(cute::_, cute::_, cute::_, k_place.stage), acc_s);
       s.v_full[v_place.stage].wait(v_place.phase);
