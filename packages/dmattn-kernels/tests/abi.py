@@ -53,6 +53,7 @@ class FwdParams(ctypes.Structure):
         ("selection", Selection),
         ("softmax_lse_rest", Tensor),
         *_PACKING,
+        *_fields("window reserved_end", ctypes.c_int32),
     ]
 
 
@@ -64,6 +65,7 @@ class BwdParams(ctypes.Structure):
         ("selection", Selection),
         ("softmax_lse_rest", Tensor),
         *_PACKING,
+        *_fields("window reserved_end", ctypes.c_int32),
     ]
 
 

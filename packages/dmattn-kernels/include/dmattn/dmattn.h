@@ -114,6 +114,11 @@ typedef struct dmattn_fwd_params {
    * num_splits must be 0 or 1, and selection absent. */
   dmattn_tensor cu_seqlens_q, cu_seqlens_k; /* int32 [sequences + 1], contiguous */
   int32_t max_seqlen_q, max_seqlen_k;       /* bounds of the lengths of the sequences */
+  /* What is known of a causal selection: > 0: the row at position r keeps the keys r - window < j <= r and no others.
+   * Kernels that find a window by themselves then leave the lists unread; the others read them, so that both have to
+   * say the same. 0: nothing is known, or there is no selection. */
+  int32_t window;
+  int32_t reserved_end; /* 0 */
 } dmattn_fwd_params;
 
 typedef struct dmattn_bwd_params {
@@ -136,6 +141,8 @@ typedef struct dmattn_bwd_params {
    * sequence become 0. */
   dmattn_tensor cu_seqlens_q, cu_seqlens_k;
   int32_t max_seqlen_q, max_seqlen_k;
+  int32_t window;       /* as given to dmattn_fwd */
+  int32_t reserved_end; /* 0 */
 } dmattn_bwd_params;
 
 /* Selection of keys by score. Order: higher score first, among equal scores the later key first; a key whose score is

@@ -101,7 +101,7 @@ void read_packing(Params& p, py::handle cu_seqlens_q, py::handle cu_seqlens_k, i
 dmattn_fwd_params make_fwd(int32_t device, py::handle q, py::handle k, py::handle v, py::handle mask, py::handle bias,
                            py::handle out, py::handle lse, float softmax_scale, float softcap, bool is_causal,
                            int32_t num_splits, py::handle selection, py::handle lse_rest, py::handle cu_seqlens_q,
-                           py::handle cu_seqlens_k, int32_t max_seqlen_q, int32_t max_seqlen_k) {
+                           py::handle cu_seqlens_k, int32_t max_seqlen_q, int32_t max_seqlen_k, int32_t window) {
   auto p = dmattn::make_params<dmattn_fwd_params>();
   p.device = device;
   read_tensor(q, p.device, p.q, "q");
@@ -118,6 +118,7 @@ dmattn_fwd_params make_fwd(int32_t device, py::handle q, py::handle k, py::handl
   read_selection(selection, p.device, p.selection);
   read_tensor(lse_rest, p.device, p.softmax_lse_rest, "softmax_lse_rest");
   read_packing(p, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k);
+  p.window = window;
   return p;
 }
 
@@ -125,8 +126,8 @@ dmattn_bwd_params make_bwd(int32_t device, py::handle q, py::handle k, py::handl
                            py::handle out, py::handle lse, py::handle dout, py::handle dlse, py::handle dq,
                            py::handle dk, py::handle dv, py::handle dbias, float softmax_scale, float softcap,
                            bool is_causal, bool deterministic, py::handle selection, py::handle lse_rest,
-                           py::handle cu_seqlens_q, py::handle cu_seqlens_k, int32_t max_seqlen_q,
-                           int32_t max_seqlen_k) {
+                           py::handle cu_seqlens_q, py::handle cu_seqlens_k, int32_t max_seqlen_q, int32_t max_seqlen_k,
+                           int32_t window) {
   auto p = dmattn::make_params<dmattn_bwd_params>();
   p.device = device;
   read_tensor(q, p.device, p.q, "q");
@@ -149,6 +150,7 @@ dmattn_bwd_params make_bwd(int32_t device, py::handle q, py::handle k, py::handl
   read_selection(selection, p.device, p.selection);
   read_tensor(lse_rest, p.device, p.softmax_lse_rest, "softmax_lse_rest");
   read_packing(p, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k);
+  p.window = window;
   return p;
 }
 
@@ -293,7 +295,7 @@ PYBIND11_MODULE(_core, m) {
       .def(py::init(&make_fwd), "device"_a, "q"_a, "k"_a, "v"_a, "mask"_a, "bias"_a, "out"_a, "lse"_a,
            "softmax_scale"_a, "softcap"_a, "is_causal"_a, "num_splits"_a = 0, "selection"_a = py::none(),
            "lse_rest"_a = py::none(), "cu_seqlens_q"_a = py::none(), "cu_seqlens_k"_a = py::none(),
-           "max_seqlen_q"_a = 0, "max_seqlen_k"_a = 0)
+           "max_seqlen_q"_a = 0, "max_seqlen_k"_a = 0, "window"_a = 0)
       .def("workspace_size", &workspace_size<dmattn_fwd_params>)
       .def("enqueue", &enqueue<dmattn_fwd_params>, "stream"_a)
       .def("launch", &launch<dmattn_fwd_params>, "workspace"_a, "bytes"_a, "stream"_a);
@@ -301,7 +303,7 @@ PYBIND11_MODULE(_core, m) {
       .def(py::init(&make_bwd), "device"_a, "q"_a, "k"_a, "v"_a, "mask"_a, "bias"_a, "out"_a, "lse"_a, "dout"_a,
            "dlse"_a, "dq"_a, "dk"_a, "dv"_a, "dbias"_a, "softmax_scale"_a, "softcap"_a, "is_causal"_a,
            "deterministic"_a, "selection"_a = py::none(), "lse_rest"_a = py::none(), "cu_seqlens_q"_a = py::none(),
-           "cu_seqlens_k"_a = py::none(), "max_seqlen_q"_a = 0, "max_seqlen_k"_a = 0)
+           "cu_seqlens_k"_a = py::none(), "max_seqlen_q"_a = 0, "max_seqlen_k"_a = 0, "window"_a = 0)
       .def("workspace_size", &workspace_size<dmattn_bwd_params>)
       .def("enqueue", &enqueue<dmattn_bwd_params>, "stream"_a)
       .def("launch", &launch<dmattn_bwd_params>, "workspace"_a, "bytes"_a, "stream"_a);

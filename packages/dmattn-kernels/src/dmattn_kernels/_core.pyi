@@ -43,6 +43,7 @@ class FwdParams:
         cu_seqlens_k: _Tensor | None = None,
         max_seqlen_q: int = 0,
         max_seqlen_k: int = 0,
+        window: int = 0,
     ) -> None: ...
     def workspace_size(self) -> int:
         """Bytes of device scratch that `launch` needs.
@@ -91,6 +92,7 @@ class BwdParams:
         cu_seqlens_k: _Tensor | None = None,
         max_seqlen_q: int = 0,
         max_seqlen_k: int = 0,
+        window: int = 0,
     ) -> None: ...
     def workspace_size(self) -> int:
         """See `FwdParams.workspace_size`."""

@@ -22,9 +22,11 @@ DqOrder sm80_dq_order(const BwdTile&) { return DqOrder::kRegisters; }
 
 FwdTile sm90_fwd_tile_of(const FwdParams& p, Level level, bool gathered) {
   if (gathered) return {kSm90ListRows, sm90_list_tile(head_dim_tile(p.head_dim)).block_n, kSm90ListWarps};
-  const Sm90FwdTile tile = is_general(level)
-                               ? sm90_general_fwd_tile(head_dim_tile(p.head_dim))
-                               : sm90_fwd_tile(sm90_fwd_head_dim(p.head_dim), sm90_fwd_is_short(p.seqlen_q));
+  const int dim_tile = head_dim_tile(p.head_dim);
+  const Sm90FwdTile tile = !is_general(level)
+                               ? sm90_fwd_tile(sm90_fwd_head_dim(p.head_dim), sm90_fwd_is_short(p.seqlen_q))
+                           : has_plain_window(p) ? sm90_window_fwd_tile(dim_tile)
+                                                 : sm90_general_fwd_tile(dim_tile);
   return {tile.block_m(), tile.block_n, 4 * (tile.consumers + 1)};
 }
 // TMA takes strides of at most 2^40 bytes, and none of 0: an expanded view.
@@ -119,13 +121,14 @@ constexpr int32_t kNewest = INT32_MAX;
 // sm89 is the sm80 code with tiles that fit 99 KB: chips of 8.6, 8.9 and 12.x have no more.
 constexpr KernelSet kKernelSets[] = {
     {"sm90", Arch{90}, TileSet::kWide, 90, 90, /*smem_per_block=*/227 * 1024, is_hopper, /*fallback=*/"sm80",
-     sm90_fwd_tile_of, sm90_bwd_tile, sm90_dq_order, sm90_serves_fwd, sm90_serves_bwd, /*is_persistent=*/true},
+     sm90_fwd_tile_of, sm90_bwd_tile, sm90_dq_order, sm90_serves_fwd, sm90_serves_bwd, /*finds_windows=*/true,
+     /*is_persistent=*/true},
     {"sm80", Arch{80}, TileSet::kWide, 80, kNewest, smem_limit(TileSet::kWide), /*is_compiled_for=*/nullptr,
      /*fallback=*/nullptr, sm80_fwd_tile<TileSet::kWide>, sm80_bwd_tile<TileSet::kWide>, sm80_dq_order,
-     /*serves_fwd=*/nullptr, /*serves_bwd=*/nullptr, /*is_persistent=*/false},
+     /*serves_fwd=*/nullptr, /*serves_bwd=*/nullptr, /*finds_windows=*/false, /*is_persistent=*/false},
     {"sm89", Arch{80}, TileSet::kNarrow, 80, kNewest, smem_limit(TileSet::kNarrow), has_narrow_tiles,
      /*fallback=*/nullptr, sm80_fwd_tile<TileSet::kNarrow>, sm80_bwd_tile<TileSet::kNarrow>, sm80_dq_order,
-     /*serves_fwd=*/nullptr, /*serves_bwd=*/nullptr, /*is_persistent=*/false},
+     /*serves_fwd=*/nullptr, /*serves_bwd=*/nullptr, /*finds_windows=*/false, /*is_persistent=*/false},
 };
 constexpr int32_t kOldestCapability = 80;
 
@@ -199,17 +202,23 @@ const KernelSet& choose_kernel_set(const Chip& chip, const char* forced, const c
   return *chosen;
 }
 
-const KernelSet& resolve_unit(const KernelSet& kernels, Unit& unit) {
-  return resolve_unit(kernels, unit, [](const KernelSet&) { return true; });
-}
-
-const KernelSet& resolve_unit(const KernelSet& kernels, Unit& unit,
-                              const std::function<bool(const KernelSet&)>& serves) {
+const KernelSet* find_unit_set(const KernelSet& kernels, Unit& unit,
+                               const std::function<bool(const KernelSet&)>& serves) {
   for (const KernelSet* set = &kernels; set != nullptr;
        set = set->fallback != nullptr ? find_kernel_set(set->fallback) : nullptr) {
     unit.arch = set->arch;
-    if (has_unit(unit) && serves(*set)) return *set;
+    if (has_unit(unit) && serves(*set)) return set;
   }
+  return nullptr;
+}
+
+const KernelSet& resolve_unit(const KernelSet& kernels, Unit& unit) {
+  const KernelSet* found = find_unit_set(kernels, unit, [](const KernelSet&) { return true; });
+  if (found == nullptr) fail_without_unit(unit);
+  return *found;
+}
+
+void fail_without_unit(const Unit& unit) {
   const char* direction = unit.direction == Direction::kForward    ? "forward"
                           : unit.direction == Direction::kBackward ? "backward"
                                                                    : "decode";

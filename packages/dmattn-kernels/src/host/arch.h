@@ -35,6 +35,8 @@ struct KernelSet {
   // blocks that the heads of a group share, without softcap, and its bias, if any, is for each key. nullptr: they compute
   // every one.
   bool (*serves_bwd)(const BwdParams& p, bool gathered);
+  // Its tiled kernels find the window of keys that rows see (FwdParams::window) by themselves.
+  bool finds_windows;
   // Its kernels stay on an SM and take one block of rows (backward: of keys) after the other. The forward does not split
   // the keys; the backward splits the query heads of a group only, and all of them have to be in one round.
   bool is_persistent;
@@ -63,9 +65,12 @@ struct Chip {
 const KernelSet& choose_kernel_set(const Chip& chip, const char* forced, const char* built_for, bool has_all_tiles);
 
 // The set whose unit does this work: `kernels`, or the first of its fallbacks that has one and for which serves(set) is
-// true. unit.arch is set to its architecture. Fails with DMATTN_ERROR_UNSUPPORTED where this build has none.
-const KernelSet& resolve_unit(const KernelSet& kernels, Unit& unit,
-                              const std::function<bool(const KernelSet&)>& serves);
+// true. unit.arch is set to its architecture. nullptr: this build has none.
+const KernelSet* find_unit_set(const KernelSet& kernels, Unit& unit,
+                               const std::function<bool(const KernelSet&)>& serves);
+// The first that has one; fails where this build has none.
 const KernelSet& resolve_unit(const KernelSet& kernels, Unit& unit);
+// Fails with DMATTN_ERROR_UNSUPPORTED, as this build has no such unit.
+[[noreturn]] void fail_without_unit(const Unit& unit);
 
 }  // namespace dmattn

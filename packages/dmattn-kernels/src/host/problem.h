@@ -122,6 +122,19 @@ KeyList read_selection(const dmattn_key_selection& selection, const Problem& x);
 // `selection`: what read_selection() gave, or an empty list where there is none.
 KeyWalk choose_walk(const MaskSource& mask, const KeyList& selection, bool has_selection);
 
+// Whether a selection is known to be a window of keys, which kernels may find by themselves. A single row takes its list
+// as it is.
+template <class Params>
+bool has_known_window(const Params& p, const Problem& x) {
+  // What the kernels count with fits 32 bits.
+  return p.window > 0 && x.seqlen_q > 1 && x.seqlen_k <= INT32_MAX / 4;
+}
+// FwdParams::window. One of all keys is as good as none.
+template <class Params>
+int32_t read_window(const Params& p, const Problem& x) {
+  return p.window < x.seqlen_k ? p.window : 0;
+}
+
 // kind is left kNone where there is no bias.
 BiasParams read_bias(const dmattn_tensor& bias, const Problem& x, bool gathered);
 // Packing::bias_col_stride. A bias per key counts its columns through all sequences, one per row from the sequence's

@@ -169,7 +169,13 @@ struct FwdParams {
   Packing packing;  // num_splits is 1 then
   // Hopper, where there are more row blocks than thread blocks: one number, which counts those that are taken.
   int32_t* work_counter = nullptr;
+  // Hopper, causal: > 0: the row at position r sees the keys r - window < j <= r. 0: all keys up to its own position.
+  int32_t window = 0;
 };
+// Whether a window is all that is asked of the scores.
+inline bool has_plain_window(const FwdParams& p) {
+  return p.window > 0 && p.bias.kind == BiasKind::kNone && p.softcap == 0.f && p.softmax_scale > 0.f;
+}
 
 // The token that a cache of the best keys takes in before its queries attend (see cache/cache.h).
 struct CacheToken {
@@ -272,6 +278,7 @@ struct BwdParams {
   // BwdArguments).
   int32_t* work_counter = nullptr;
   bool has_split_slots = false;  // deterministic, or on Hopper: splits then fall on whole heads
+  int32_t window = 0;            // as in FwdParams
 };
 
 }  // namespace dmattn

@@ -76,6 +76,9 @@ constexpr Sm90FwdTile sm90_fwd_tile(int d, bool is_short) {
                     : Sm90FwdTile{2, 80};               // 224 KB
 }
 
+// With a window of keys: the fewer rows a tile has, the fewer keys it meets outside of their windows.
+constexpr Sm90FwdTile sm90_window_fwd_tile(int head_dim_tile) { return sm90_fwd_tile(head_dim_tile, true); }
+
 // With a bias, a dense mask or softcap. Two stages of the bias have to fit, too.
 constexpr Sm90FwdTile sm90_general_fwd_tile(int head_dim_tile) {
   return head_dim_tile <= 64    ? Sm90FwdTile{2, 128}  // 160 KB

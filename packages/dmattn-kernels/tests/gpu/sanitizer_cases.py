@@ -44,6 +44,7 @@ from gpu.sanitizer_selection import (
     select,
     wanted_end,
 )
+from gpu.sanitizer_windows import HOPPER_WINDOWS
 
 Float = npt.NDArray[np.float64]
 
@@ -373,6 +374,7 @@ def all_launches() -> list[tuple[str, int, Launch | Lists | Append]]:
         main += [(kind, launch) for launch in HOPPER_BWD for kind in HOPPER_BWD_KINDS]
         main += [(kind, launch) for launch in HOPPER_PACKED for kind in HOPPER_KINDS]
         main += [(kind, launch) for launch in HOPPER_PACKED_GRADIENTS for kind in HOPPER_BWD_KINDS]
+        main += [(kind, launch) for launch in HOPPER_WINDOWS for kind in HOPPER_CHANGED_KINDS]
         main += [(kind, launch) for launch in HOPPER_LISTS for kind in HOPPER_LIST_KINDS]
         main += [(kind, launch) for launch in HOPPER_LIST_GRADIENTS for kind in HOPPER_BWD_KINDS]
         main += [(MAIN[1], MANY_GRADIENTS)]
@@ -502,6 +504,7 @@ def run_launch(
         call["selection"], values["keep"], problems = run_selection(
             gpu, launch, launch.select, inputs, values, fill
         )
+        call["window"] = launch.select.known_window
         inputs.pop("mask", None)
     if launch.attend:
         problems += attend(gpu, launch, inputs, values, call, fill)

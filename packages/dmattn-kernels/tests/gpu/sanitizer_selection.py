@@ -28,6 +28,11 @@ class Selecting:
     own_dtype: bool = False  # scores in the dtype of q, instead of float32
     bounds: tuple[int, ...] = ()  # of packed documents
 
+    @property
+    def known_window(self) -> int:
+        """What attention is told of a sliding window."""
+        return self.window if self.fill == "none" else 0
+
 
 def with_odd(x: Float, draw: np.random.Generator) -> Float:
     odd = draw.random(x.shape)
@@ -37,6 +42,7 @@ def with_odd(x: Float, draw: np.random.Generator) -> Float:
 FILLS = {
     "random": lambda x, draw: x,
     "ties": lambda x, draw: np.round(x),
+    "none": lambda x, draw: np.zeros_like(x),  # each row keeps the last keys: a sliding window
     "odd": with_odd,
 }
 

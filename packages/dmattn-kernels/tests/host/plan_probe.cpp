@@ -63,6 +63,7 @@ void put_kernel(Json& json, const Kernel& p) {
   json.put("head_ratio", p.head_ratio);
   json.put("num_splits", p.num_splits);
   json.put("is_causal", p.is_causal);
+  json.put("window", p.window);
   json.put("vec_q", p.vec_q);
   json.put("vec_k", p.vec_k);
   json.put("mask.head_ratio", p.mask.head_ratio);

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.fx._pytree import register_pytree_flatten_spec
 from torch.utils import _pytree as pytree
 
+from dmattn.dispatch import is_plain_call
 from dmattn.key_lists import (
     BLOCK_ROWS,
     Selection,
@@ -303,8 +304,10 @@ def sliding_window(
     key_len = check_int("key_len", key_len, 0)
     if device is None and attn_mask is not None:
         device = check_tensor("attn_mask", attn_mask).device
-    end = torch.full((1, 1, key_len), key_len, dtype=torch.int32, device=device)
-    found = _of_intervals(_hide_masked(end, attn_mask), query_len, window_size, window_size)
+    reach = larger(1, smaller(window_size, key_len))
+    end = torch.arange(reach, key_len + reach, dtype=torch.int32, device=device)
+    end = _hide_masked(end.clamp_(max=key_len)[None, None], attn_mask)
+    found = _within_reach(end.contiguous(), query_len, reach, window_size)
     return found if attn_mask is not None else replace(found, is_sliding=True, keeps_own=True)
 
 
@@ -446,23 +449,39 @@ def _of_intervals(
     end: Tensor, query_len: int | None, reach: int | None, window_size: int | None
 ) -> KeySelection:
     key_len = end.shape[2]
-    query_len = _check_query_len(query_len, key_len)
-    rows = smaller(query_len, key_len)
     # Still in the dtype given: a large int64 would turn into any int32.
     end = end.clamp(0, key_len).to(torch.int32)
     if reach is None:
+        rows = smaller(_check_query_len(query_len, key_len), key_len)
         needed = build_key_lists(end.contiguous(), rows, 0, None).needed
-        capacity = capacity_for(int(needed.max()) if needed.numel() > 0 else 0, key_len)
-    else:
-        reach = larger(1, smaller(reach, key_len))
-        key = torch.arange(key_len, dtype=torch.int32, device=end.device)
-        # What the lists have no room for must not be in the intervals either.
-        end = torch.minimum(end, key + reach)
-        # A key seen by the first row of a block began at most `reach` keys before it, and the rows
-        # of the block are as many keys again.
-        capacity = capacity_for(reach + BLOCK_ROWS - 1, key_len)
-    end = end.contiguous()
-    lists = build_key_lists(end, rows, capacity, reach)
+        most = int(needed.max()) if needed.numel() > 0 else 0
+        return _listed(end.contiguous(), query_len, most, None, window_size)
+    reach = larger(1, smaller(reach, key_len))
+    key = torch.arange(key_len, dtype=torch.int32, device=end.device)
+    # What the lists have no room for must not be in the intervals either.
+    end = torch.minimum(end, key + reach)
+    return _within_reach(end.contiguous(), query_len, reach, window_size)
+
+
+def _within_reach(
+    end: Tensor, query_len: int | None, reach: int, window_size: int | None
+) -> KeySelection:
+    """The selection of intervals, int32 and contiguous, of `reach` rows at most."""
+    # A key seen by the first row of a block began at most `reach` keys before it, and the rows of
+    # the block are as many keys again.
+    return _listed(end, query_len, reach + BLOCK_ROWS - 1, reach, window_size)
+
+
+def _listed(
+    end: Tensor, query_len: int | None, most: int, reach: int | None, window_size: int | None
+) -> KeySelection:
+    """`most`: of the keys that a block of rows keeps."""
+    key_len = end.shape[2]
+    query_len = _check_query_len(query_len, key_len)
+    rows = smaller(query_len, key_len)
+    capacity = capacity_for(most, key_len)
+    # Past the dispatcher of torch where that has no part.
+    lists = build_key_lists(end, rows, capacity, reach, direct=is_plain_call(end))
     return KeySelection(
         end, lists.idx, lists.count, lists.full, window_size, True, key_len - query_len
     )

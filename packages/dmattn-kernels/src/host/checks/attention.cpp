@@ -109,6 +109,15 @@ void check_attention_selection(const dmattn_key_selection& s, const dmattn_tenso
                   pointers);
 }
 
+// What is said of a selection beside its lists.
+template <class Params>
+void check_window(const Params& p) {
+  if (p.window < 0) fail(DMATTN_ERROR_INVALID_VALUE, "window is %d; wanted at least 1, or 0 for none", p.window);
+  if (p.window > 0 && !(is_present(p.selection.idx) && p.is_causal)) {
+    fail(DMATTN_ERROR_INVALID_VALUE, "window is %d; wanted 0 without a causal selection", p.window);
+  }
+}
+
 // A tensor that has a twin: out for q, dk for k, ...
 void check_like(const char* name, const dmattn_tensor& t, const dmattn_tensor& twin, const char* meaning) {
   check_dtype(name, t, {twin.dtype});
@@ -196,6 +205,8 @@ void check_numbers(const Params& p) {
   check_finite("softmax_scale", p.softmax_scale);
   check_finite("softcap", p.softcap);
   check_reserved(p.reserved);
+  check_reserved(p.reserved_end);
+  check_window(p);
 }
 
 }  // namespace

@@ -83,6 +83,9 @@ void share_list(BwdPlan& plan) {
   plan.round = plan.whole;
 }
 
+// Whether rows do not see all keys that causality and the lengths leave.
+bool hides_keys(const BwdPlan& plan) { return has_mask(plan.mask) || plan.kernel.window > 0; }
+
 // Of a unit's kernels the one that does the least beyond what is asked for, and what follows from its tile.
 void use_kernels(BwdPlan& plan, const KernelSet& kernels, const Device& device) {
   plan.resident_blocks = kernels.is_persistent ? device.num_sms : 0;
@@ -92,7 +95,7 @@ void use_kernels(BwdPlan& plan, const KernelSet& kernels, const Device& device) 
   BwdParams& kernel = plan.kernel;
   const bool has_bias = kernel.bias.kind != BiasKind::kNone;
   const BwdTile& tile = plan.tile = kernels.bwd_tile(plan.unit.head_dim_tile, plan.unit.gathered, has_bias,
-                                                     has_mask(plan.mask) || kernel.packing.is_active());
+                                                     hides_keys(plan) || kernel.packing.is_active());
   kernel.has_split_slots = kernel.deterministic || kernels.is_persistent;
   kernel.dq_blocks = ceil_div(kernel.seqlen_q, tile.block_m);
   if (!kernel.packing.is_active()) {
@@ -316,7 +319,7 @@ BwdPlan plan_with(const KernelSet& kernels, BwdPlan plan, const dmattn_bwd_param
 bool suits_wide_tiles(const BwdPlan& plan) {
   const BwdParams& p = plan.kernel;
   const Strides3 to = {p.dbias_batch_stride, p.dbias_head_stride, p.dbias_row_stride};
-  return p.bias.kind == BiasKind::kDirect && p.bias.dtype == Dtype::kFloat32 && !has_mask(plan.mask) &&
+  return p.bias.kind == BiasKind::kDirect && p.bias.dtype == Dtype::kFloat32 && !hides_keys(plan) &&
          (p.dbias_kind == DbiasKind::kNone || is_vec16(plan.dbias, to, plan.dbias_dtype));
 }
 
@@ -335,7 +338,7 @@ bool is_for_residents(const BwdPlan& plan) {
   if (!all_wanted || plan.has_lse_rest != has_bias) return false;
   if (p.packing.is_active()) return bwd_level(plan) == Level::kPacked;
   if (plan.walk == KeyWalk::kTiled) {
-    if (!has_bias && !has_mask(plan.mask)) return true;
+    if (!has_bias && !hides_keys(plan)) return true;
     const bool is_served = !has_bias || p.bias.kind == BiasKind::kTile || suits_wide_tiles(plan) || is_of_group_keys(p);
     return is_served && p.softcap == 0.f && !p.deterministic;
   }
@@ -350,20 +353,24 @@ constexpr int32_t kShortSteps = 8;
 
 // Whether thread blocks that stay have what keeps the GPU busy, without rounds that go on with the sums of others. Other
 // kernels split the rows of a head, too, but not where sums are deterministic; they take nearly twice as long over the
-// same rows. Under causality the longest items take twice as long as the average. No kernel splits packed sequences.
+// same rows. Under causality the longest items take twice as long as the average, but not with a window of keys. No
+// kernel splits packed sequences.
 bool suits_residents(const BwdPlan& plan) {
   const BwdParams& p = plan.kernel;
   if (is_gathered(plan.walk)) return true;
   const int64_t items = int64_t{p.max_work_items} * p.num_splits;
-  const bool fills = 10 * items >= (p.is_causal ? 17 : 8) * int64_t{plan.resident_blocks};
+  const bool is_uneven = p.is_causal && p.window == 0;
+  const bool fills = 10 * items >= (is_uneven ? 17 : 8) * int64_t{plan.resident_blocks};
   const bool is_short = ceil_div(p.head_ratio, p.num_splits) * p.dq_blocks <= kShortSteps;
   return (fills || is_short || p.deterministic || p.packing.is_active()) && plan.round.groups == plan.whole.groups;
 }
 
-// The kernels of the newest architecture that does what is asked for.
-void choose_kernel(BwdPlan& plan, const dmattn_bwd_params& p, const Device& device) {
+// The kernels of the newest architecture that does what is asked for. finds_window: only those that find the window of
+// keys by themselves. false: there are none.
+bool choose_kernel(BwdPlan& plan, const dmattn_bwd_params& p, bool finds_window, const Device& device) {
   BwdPlan chosen;
-  resolve_unit(*device.kernels, plan.unit, [&](const KernelSet& kernels) {
+  const KernelSet* found = find_unit_set(*device.kernels, plan.unit, [&](const KernelSet& kernels) {
+    if (finds_window && !kernels.finds_windows) return false;
     if (kernels.serves_bwd != nullptr &&
         !(is_for_residents(plan) && kernels.serves_bwd(plan.kernel, plan.unit.gathered))) {
       return false;
@@ -371,7 +378,32 @@ void choose_kernel(BwdPlan& plan, const dmattn_bwd_params& p, const Device& devi
     chosen = plan_with(kernels, plan, p, device);
     return chosen.resident_blocks == 0 || suits_residents(chosen);
   });
+  if (found == nullptr) return false;
   plan = chosen;
+  return true;
+}
+
+// How the keys of a row are found, by the lists of a selection or not, and what follows from that.
+void set_keys(BwdPlan& plan, const dmattn_bwd_params& p, const Problem& x, PerKey per_key, bool by_lists) {
+  BwdParams& kernel = plan.kernel;
+  if (by_lists) kernel.keys = read_selection(p.selection, x);
+  plan.walk = choose_walk(plan.mask, kernel.keys, by_lists);
+  const bool gathered = plan.unit.gathered = is_gathered(plan.walk);
+  kernel.row_blocks = kernel.keys.blocks;
+  plan.whole = {0, x.batch, 0, x.nheads_k, 0, x.head_ratio, 0, kernel.row_blocks};
+  plan.round = plan.whole;
+  kernel.bias = read_bias(p.bias, x, gathered);
+  kernel.packing.bias_col_stride = packed_bias_stride(kernel.bias, per_key.bias, gathered);
+}
+
+// A selection that is a window of keys, by kernels that find it by themselves. false: there are none, or not for this.
+bool choose_window_kernel(BwdPlan& given, const dmattn_bwd_params& p, const Problem& x, const Device& device) {
+  BwdPlan plan = given;
+  plan.kernel.window = read_window(p, x);
+  set_keys(plan, p, x, PerKey{}, /*by_lists=*/false);
+  if (!choose_kernel(plan, p, /*finds_window=*/true, device)) return false;
+  given = plan;
+  return true;
 }
 
 // `p` in the form of with_batch().
@@ -387,24 +419,19 @@ BwdPlan plan_batched_bwd(const dmattn_bwd_params& p, PerKey per_key, const Devic
   choose_dbias(plan, p, per_key.bias);
   if (plan.zeros) return plan;
 
-  BwdParams& kernel = plan.kernel;
-  plan.mask = read_mask(p.mask, x, per_key.mask);
-  const bool selected = has_selection(p.selection);
-  if (selected) kernel.keys = read_selection(p.selection, x);
-  plan.walk = choose_walk(plan.mask, kernel.keys, selected);
-  const bool gathered = plan.unit.gathered = is_gathered(plan.walk);
-  kernel.row_blocks = kernel.keys.blocks;
-  plan.whole = {0, x.batch, 0, x.nheads_k, 0, x.head_ratio, 0, kernel.row_blocks};
-  plan.round = plan.whole;
-  kernel.bias = read_bias(p.bias, x, gathered);
-  kernel.packing.bias_col_stride = packed_bias_stride(kernel.bias, per_key.bias, gathered);
-  plan.launches = plan.wants_dq || plan.wants_dk || plan.wants_dv || kernel.dbias_kind != DbiasKind::kNone;
+  plan.launches = plan.wants_dq || plan.wants_dk || plan.wants_dv || plan.kernel.dbias_kind != DbiasKind::kNone;
   if (plan.is_empty()) return plan;
 
-  if (plan.launches) {
-    choose_kernel(plan, p, device);
-  } else {
+  plan.mask = read_mask(p.mask, x, per_key.mask);
+  if (has_known_window(p, x) && plan.launches && choose_window_kernel(plan, p, x, device)) {
+    place(plan, nullptr);
+    return plan;
+  }
+  set_keys(plan, p, x, per_key, has_selection(p.selection));
+  if (!plan.launches) {
     complete(plan, p);
+  } else if (!choose_kernel(plan, p, /*finds_window=*/false, device)) {
+    fail_without_unit(plan.unit);
   }
   place(plan, nullptr);
   return plan;

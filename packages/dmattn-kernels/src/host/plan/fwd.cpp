@@ -45,7 +45,9 @@ int64_t resident_items(const FwdParams& p, const FwdTile& tile) {
 int32_t wanted_splits(const FwdPlan& plan, const FwdTile& tile, int32_t asked_for, const Device& device) {
   const FwdParams& p = plan.kernel;
   if (p.packing.is_active()) return 1;
-  const int32_t keys = is_selection(plan.walk) ? std::min(p.seqlen_k, p.keys.capacity) : p.seqlen_k;
+  int32_t keys = p.seqlen_k;
+  if (is_selection(plan.walk)) keys = std::min(keys, p.keys.capacity);
+  if (p.window > 0) keys = std::min(keys, p.window + tile.block_m);
   const int32_t key_tiles = std::max(1, ceil_div(keys, tile.block_n));
   if (asked_for > 0) return std::min(asked_for, key_tiles);
   // Blocks of four warps fit an SM twice.
@@ -54,26 +56,40 @@ int32_t wanted_splits(const FwdPlan& plan, const FwdTile& tile, int32_t asked_fo
 }
 
 // The unit, and of its kernels the one that does the least beyond what is asked for; the splits and the thread blocks.
-void choose_kernel(FwdPlan& plan, int32_t asked_for, const Device& device) {
+// finds_window: only kernels that find the window of keys by themselves. false: there are none.
+bool choose_kernel(FwdPlan& plan, int32_t asked_for, bool finds_window, const Device& device) {
   FwdParams& p = plan.kernel;
   const bool gathered = is_gathered(plan.walk);
   const Level level = fwd_level(p, has_mask(plan.mask) && !gathered, gathered);
-  const KernelSet& kernels = resolve_unit(*device.kernels, plan.unit, [&](const KernelSet& set) {
+  const KernelSet* kernels = find_unit_set(*device.kernels, plan.unit, [&](const KernelSet& set) {
+    if (finds_window && !set.finds_windows) return false;
     if (set.serves_fwd != nullptr && !set.serves_fwd(p, level, gathered)) return false;
     return !set.is_persistent || wanted_splits(plan, set.fwd_tile(p, level, gathered), asked_for, device) == 1;
   });
-  plan.choice.tiles = kernels.tiles;
+  if (kernels == nullptr) return false;
+  plan.choice.tiles = kernels->tiles;
   plan.choice.level = level;
-  plan.tile = kernels.fwd_tile(p, level, gathered);
-  if (kernels.is_persistent) {
+  plan.tile = kernels->fwd_tile(p, level, gathered);
+  if (kernels->is_persistent) {
     const int64_t items = resident_items(p, plan.tile);
     plan.choice.blocks = std::min<int64_t>(items, device.num_sms);
     plan.counts_work = items > plan.choice.blocks;
-    return;
+    return true;
   }
   const int64_t blocks = row_blocks(p, plan.tile);
   p.num_splits = wanted_splits(plan, plan.tile, asked_for, device);
   plan.choice.blocks = blocks * p.num_splits;
+  return true;
+}
+
+// A selection that is a window of keys, by kernels that find it by themselves. false: there are none, or not for this.
+bool choose_window_kernel(FwdPlan& given, const dmattn_fwd_params& p, const Problem& x, const Device& device) {
+  FwdPlan plan = given;
+  plan.kernel.window = read_window(p, x);
+  plan.kernel.bias = read_bias(p.bias, x, /*gathered=*/false);
+  if (!choose_kernel(plan, p.num_splits, /*finds_window=*/true, device)) return false;
+  given = plan;
+  return true;
 }
 
 void choose_decode_kernel(FwdPlan& plan, int32_t asked_for, const Device& device) {
@@ -89,7 +105,7 @@ void choose_decode_kernel(FwdPlan& plan, int32_t asked_for, const Device& device
 Level fwd_level(const FwdParams& p, bool has_dense_mask, bool gathered) {
   if (p.bias.kind == BiasKind::kDirect) return Level::kFull;
   // The plain path takes the maximum of the raw products, which needs a positive scale; the others scale first.
-  const bool is_plain = p.softcap == 0.f && p.bias.kind == BiasKind::kNone && !has_dense_mask &&
+  const bool is_plain = p.softcap == 0.f && p.bias.kind == BiasKind::kNone && !has_dense_mask && p.window == 0 &&
                         p.softmax_scale > 0.f && p.vec_q && p.vec_k && p.vec_v && p.vec_out;
   if (!is_plain) return Level::kGeneral;
   if (!p.packing.is_active()) return Level::kPlain;
@@ -135,6 +151,10 @@ FwdPlan plan_batched_fwd(const dmattn_fwd_params& p, PerKey per_key, const Devic
 
   plan.mask = read_mask(p.mask, x, per_key.mask);
   const bool selected = has_selection(p.selection);
+  if (has_known_window(p, x) && choose_window_kernel(plan, p, x, device)) {
+    place(plan, nullptr);
+    return plan;
+  }
   if (selected) plan.kernel.keys = read_selection(p.selection, x);
   plan.walk = choose_walk(plan.mask, plan.kernel.keys, selected);
   const bool gathered = plan.unit.gathered = is_gathered(plan.walk);
@@ -154,8 +174,8 @@ FwdPlan plan_batched_fwd(const dmattn_fwd_params& p, PerKey per_key, const Devic
   if (selected) plan.kernel.keys.head_ratio = plan.kernel.nheads / plan.kernel.keys.heads;
   if (plan.is_decode()) {
     choose_decode_kernel(plan, p.num_splits, device);
-  } else {
-    choose_kernel(plan, p.num_splits, device);
+  } else if (!choose_kernel(plan, p.num_splits, /*finds_window=*/false, device)) {
+    fail_without_unit(plan.unit);
   }
   place(plan, nullptr);
   return plan;

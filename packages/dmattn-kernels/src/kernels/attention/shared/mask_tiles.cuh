@@ -81,17 +81,19 @@ struct MaskTileWalk {
   const uint32_t* any;  // bitmaps of the first fixed band; nullptr: no mask, every tile is full
   const uint32_t* all;
   int words, bands;  // fixed bands of the tiles that exist
+  int first = 0;     // tiles before this one are left out
   int word = -1;     // the one that was read last, of all bands together:
   uint32_t some = 0, every = 0;
 
   // The largest non-empty tile below `end`.
   __device__ __forceinline__ Tile before(int end) {
-    if (any == nullptr) return {end - 1, false};
+    if (any == nullptr) return {end > first ? end - 1 : -1, false};
     for (int cell = end * kCells - 1; cell >= 0; cell = word * 32 - 1) {
       if (cell / 32 != word) read(cell / 32);
       const uint32_t left = some & (0xffffffffu >> (31 - cell % 32));
       if (left == 0) continue;
       const int n = (word * 32 + 31 - __clz(left)) / kCells;
+      if (n < first) break;
       // A cell past the edge of the mask is marked neither, which makes the last tile partial: always right, full is
       // merely faster.
       constexpr uint32_t kPick = (1u << kCells) - 1;

@@ -47,12 +47,19 @@ __device__ __forceinline__ BwdItem find_tiled_item(const BwdArguments& p, int in
   const int inner = batch_is_inner ? p.batches : p.nheads_k;
   const int outer_part = head / inner, inner_part = head - outer_part * inner;
   const int first_row = p.is_causal ? n_block * T::kBlockN - (p.seqlen_k - p.seqlen_q) : 0;
+  int m_end = p.m_blocks;
+  if constexpr (T::kMasked) {
+    if (p.window > 0) {
+      const int end_row = first_row + T::kBlockN - 1 + p.window;
+      m_end = min((max(end_row, 0) + T::kBlockM - 1) / T::kBlockM, m_end);
+    }
+  }
   return {n_block,
           batch_is_inner ? outer_part : inner_part,
           part - head * p.num_splits,
           batch_is_inner ? inner_part : outer_part,
           min(max(first_row, 0) / T::kBlockM, p.m_blocks),
-          p.m_blocks,
+          m_end,
           0};
 }
 
@@ -126,8 +133,11 @@ __device__ __forceinline__ BwdItemOf<T> find_item(const BwdArguments& p, const t
 // Whether rows and keys meet of which the one does not see the other, or one of which there is not.
 template <class T>
 __device__ __forceinline__ bool cuts_tile(const BwdArguments& p, int m, int n_block) {
-  const int last = (n_block + 1) * T::kBlockN - 1;
-  return last >= p.seqlen_k || (p.is_causal && m * T::kBlockM < last - (p.seqlen_k - p.seqlen_q));
+  const int last = (n_block + 1) * T::kBlockN - 1, offset = p.seqlen_k - p.seqlen_q;
+  if constexpr (T::kMasked) {
+    if (p.window > 0 && (m + 1) * T::kBlockM + offset - p.window > n_block * T::kBlockN) return true;
+  }
+  return last >= p.seqlen_k || (p.is_causal && m * T::kBlockM < last - offset);
 }
 
 // The query heads of an item's part: from begin up to end.

@@ -339,7 +339,11 @@ struct BwdConsumer : BwdResults<T> {
     if (tile.is_partial()) kept.read(smem_u32(s.mask.bits[stage]), consumer, warp, lane);
     if (tile.is_cut()) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) kept.cut(half, seen_by(half, tile.m(), n_block).first);
+      for (int half = 0; half < 2; ++half) {
+        const int first = seen_by(half, tile.m(), n_block).first;
+        kept.cut(half, first);
+        if (p.window > 0) kept.cut_from(half, first + p.window);
+      }
     }
     return kept;
   }

@@ -153,6 +153,7 @@ cudaError_t fill_arguments(BwdArguments& a, const BwdParams& p, int64_t blocks) 
   a.softcap = p.softcap;
   a.is_causal = p.is_causal;
   a.work_counter = p.work_counter;
+  a.window = p.window;
   a.zero = 0;
   if constexpr (T::kPacked) a.packing = p.packing;
   if (status != cudaSuccess) return status;
@@ -197,7 +198,7 @@ cudaError_t launch_bwd(const KernelChoice& choice, const BwdParams& p, cudaStrea
     if (p.bias.kind == BiasKind::kKey) return go(cute::C<BwdVariant::kKeyBias>{});
     if (p.bias.kind == BiasKind::kDirect) return go(cute::C<BwdVariant::kWideBias>{});
     if (p.bias.kind != BiasKind::kNone) return go(cute::C<BwdVariant::kDenseBias>{});
-    if (p.mask.bits != nullptr) return go(cute::C<BwdVariant::kMask>{});
+    if (p.mask.bits != nullptr || p.window > 0) return go(cute::C<BwdVariant::kMask>{});
     if (p.softcap > 0.f) return go(cute::C<BwdVariant::kSoftcap>{});
     if (p.deterministic) return go(cute::C<BwdVariant::kOrdered>{});
     return go(cute::C<BwdVariant::kPlain>{});

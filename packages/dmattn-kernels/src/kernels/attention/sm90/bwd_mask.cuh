@@ -1,5 +1,5 @@
-// A dense mask in the Hopper backward: the tiles of an item that it leaves, as the producer walks and announces them, and
-// which of a thread's scores it keeps.
+// A dense mask or a window of keys in the Hopper backward: the tiles of an item that it leaves, as the producer walks and
+// announces them, and which of a thread's scores it keeps.
 #pragma once
 
 #include "bwd_bias.cuh"
@@ -77,7 +77,7 @@ struct AnnouncedSteps {
   __device__ __forceinline__ bool is_last() const { return tile.is_last(); }
 };
 
-// What the mask, causality and the lengths leave of a thread's scores of a tile: of row 8 i + e of its own and of its key
+// What the mask, causality, a window and the lengths leave of a thread's scores of a tile: of row 8 i + e of its own and of its key
 // `half`, bit i + 8 * half + 16 * e.
 struct KeptScores {
   uint32_t bits = 0xffffffffu;
@@ -104,10 +104,16 @@ struct KeptScores {
   // Of the thread's rows those before `first`, counted from its own first one, do not see the key.
   __device__ __forceinline__ void cut(int half, int first) {
 #pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const int unseen = min(max((first - e + 7) >> 3, 0), 8);  // of the i with 8 i + e < first
-      bits &= ~(((1u << unseen) - 1) << (8 * half + 16 * e));
-    }
+    for (int e = 0; e < 2; ++e) bits &= ~(before(first, e) << (8 * half + 16 * e));
+  }
+  // Likewise those from `end` on.
+  __device__ __forceinline__ void cut_from(int half, int end) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) bits &= ~((before(end, e) ^ 0xffu) << (8 * half + 16 * e));
+  }
+  // The i with 8 i + e < row, a bit each.
+  static __device__ __forceinline__ uint32_t before(int row, int e) {
+    return (1u << min(max((row - e + 7) >> 3, 0), 8)) - 1;
   }
 };
 

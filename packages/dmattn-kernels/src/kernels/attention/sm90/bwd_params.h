@@ -78,6 +78,9 @@ struct BwdArguments {
   float* dv_accum;
   int32_t head_dim;
 
+  // Consecutive keys, where steps are announced: > 0: a row sees so many keys, the last of them at its own position. 0: all
+  // up to there.
+  int32_t window;
   // --- packed sequences ---
   // The maps of tensors are those of TensorMapper::map_packed(), batch is 1, seqlen_q and seqlen_k bound the lengths, and
   // n_blocks and dq_blocks count the packed_blocks() of keys and of rows. lse, delta and dq_accum: see BwdParams.

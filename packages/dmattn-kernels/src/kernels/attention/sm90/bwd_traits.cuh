@@ -28,10 +28,10 @@ enum class BwdVariant {
   kPlain,
   kOrdered,       // dq can be added up in a fixed order
   kSoftcap,       // dq can, too
-  kMask,          // a dense mask
-  kDenseBias,     // a 16-bit number that is added to each logit, and its gradient; a dense mask, if there is one
+  kMask,          // a dense mask, or a window of keys
+  kDenseBias,     // a 16-bit number that is added to each logit, and its gradient; a mask or a window, if there is one
   kWideBias,      // an fp32 number that is added to each logit, and its gradient
-  kKeyBias,       // a number that is added to the logits of each key, and its gradient; a dense mask, if there is one
+  kKeyBias,       // a number that is added to the logits of each key, and its gradient; likewise
   kLists,         // lists of keys
   kBiasLists,     // likewise, with a number that is added to the logits of each key, and its gradient
   kOrderedLists,  // all sums in a fixed order

@@ -18,7 +18,7 @@ struct KeyTile {
     return {static_cast<uint32_t>(n) << 3 | is_last << 2 | is_partial << 1 | static_cast<uint32_t>(is_cut)};
   }
   __device__ __forceinline__ int n() const { return static_cast<int>(word >> 3); }
-  // Rows meet keys past those that they may see, or past the last one.
+  // Rows meet keys past those that they may see, before these, or past the last one.
   __device__ __forceinline__ bool is_cut() const { return word & 1; }
   // The dense mask leaves some of it.
   __device__ __forceinline__ bool is_partial() const { return word & 2; }
@@ -30,15 +30,15 @@ __device__ __forceinline__ int64_t find_mask_head(const MaskBits& mask, const Fw
   return static_cast<int64_t>(mask.batch > 1 ? item.batch : 0) * mask.heads + item.head / mask.head_ratio;
 }
 
-// The tiles of the item that the mask leaves.
+// The tiles of the item that the mask leaves, from tile `begin` on.
 template <class T>
 __device__ __forceinline__ MaskTileWalk<T::kBlockM, T::kBlockN> walk_mask_tiles(const GeneralFwdArguments& p,
-                                                                                const FwdItem& item) {
-  if (p.mask.bits == nullptr) return {};
+                                                                                const FwdItem& item, int begin) {
+  if (p.mask.bits == nullptr) return {nullptr, nullptr, 0, 0, begin};
   constexpr int kBands = T::kBlockM / kMaskBand;
   const int band = item.m_block * kBands;
   const int64_t first = (find_mask_head(p.mask, item) * p.mask.bands_q + band) * p.mask.words_k;
-  return {p.mask.any_rows + first, p.mask.all_rows + first, p.mask.words_k, min(kBands, p.mask.bands_q - band)};
+  return {p.mask.any_rows + first, p.mask.all_rows + first, p.mask.words_k, min(kBands, p.mask.bands_q - band), begin};
 }
 
 __device__ __forceinline__ bool has_key_bias(const GeneralFwdArguments& p) { return p.bias.kind == BiasKind::kKey; }
@@ -64,9 +64,9 @@ struct KeyBiasLoader {
 
   __device__ __forceinline__ void load_item(const FwdItem& item) {
     const int64_t base = item.batch * p.bias.batch_stride + item.head / p.bias.head_ratio * p.bias.head_stride;
-    auto tiles = walk_mask_tiles<T>(p, item);
-    const int end = find_key_blocks<T>(p, item.m_block).end;
-    for (int n = tiles.before(end).n; n >= 0; n = tiles.before(n).n) load_tile(base, n);
+    const KeyBlocks blocks = find_key_blocks<T>(p, item.m_block);
+    auto tiles = walk_mask_tiles<T>(p, item, blocks.begin);
+    for (int n = tiles.before(blocks.end).n; n >= 0; n = tiles.before(n).n) load_tile(base, n);
   }
 
   // Keys past the last one get its number, and -inf later.
@@ -128,7 +128,10 @@ struct ScoreChanges {
   __device__ __forceinline__ void change(Scores& scores, KeyTile tile) {
     if constexpr (T::kLogits) to_logits(scores);
     if (tile.is_partial()) apply_mask(scores);
-    if (tile.is_cut()) cut_keys(p, scores, tile.n() * T::kBlockN, first_row, lane);
+    if (tile.is_cut()) {
+      cut_keys(p, scores, tile.n() * T::kBlockN, first_row, lane);
+      if (has_window<T>(p)) cut_keys_before_window(p, scores, tile.n() * T::kBlockN, first_row, lane);
+    }
   }
 
   __device__ __forceinline__ void to_logits(Scores& scores) {

@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 
 #include "fwd_params.h"
+#include "fwd_traits.cuh"
 #include "packed.cuh"
 #include "pipeline.cuh"
 
@@ -91,9 +92,14 @@ __device__ __forceinline__ AnnouncedItem next_item(typename T::Shared& s, RingPl
   return item;
 }
 
-// The key blocks of an item: [0, end), of which [0, full) are seen by all its rows.
+template <class T, class Lengths>
+__device__ __forceinline__ bool has_window(const Lengths& p) {
+  return T::kWindows == Windows::kAlways || (T::kWindows == Windows::kMaybe && p.window > 0);
+}
+
+// The key blocks of an item: [begin, end), of which [whole, full) are seen by all its rows.
 struct KeyBlocks {
-  int full, end;
+  int begin, whole, full, end;
 };
 template <class T, class Lengths>
 __device__ __forceinline__ KeyBlocks find_key_blocks(const Lengths& p, int m_block) {
@@ -103,7 +109,14 @@ __device__ __forceinline__ KeyBlocks find_key_blocks(const Lengths& p, int m_blo
     seen_by_all = min(max(first_limit, 0), p.seqlen_k);
     seen = min(max(first_limit + T::kBlockM - 1, 0), p.seqlen_k);
   }
-  return {seen_by_all / T::kBlockN, (seen + T::kBlockN - 1) / T::kBlockN};
+  KeyBlocks blocks = {0, 0, seen_by_all / T::kBlockN, (seen + T::kBlockN - 1) / T::kBlockN};
+  if (has_window<T>(p)) {
+    const int first_unseen = m_block * T::kBlockM + p.seqlen_k - p.seqlen_q + 1 - p.window;
+    blocks.begin = max(first_unseen, 0) / T::kBlockN;
+    blocks.whole = (max(first_unseen + T::kBlockM - 1, 0) + T::kBlockN - 1) / T::kBlockN;
+    blocks.full = max(blocks.full, blocks.whole);  // a block that is cut on both sides is behind the whole ones
+  }
+  return blocks;
 }
 
 // Of a tile that begins with key0: keys past the last one, or past what a row may see, get -inf. first_row: the first of
@@ -120,6 +133,21 @@ __device__ __forceinline__ void cut_keys(const Lengths& p, float (&scores)[1][kF
     for (int i = 0; i < kFragments; ++i) {
       if (8 * i >= limit) scores[0][i][2 * j] = -INFINITY;
       if (8 * i + 1 >= limit) scores[0][i][2 * j + 1] = -INFINITY;
+    }
+  }
+}
+// Likewise keys before the window of a row.
+template <int kFragments, class Arguments>
+__device__ __forceinline__ void cut_keys_before_window(const Arguments& p, float (&scores)[1][kFragments][4], int key0,
+                                                       int first_row, int lane) {
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+    const int first_key = first_row + 8 * j + 1 + p.seqlen_k - p.seqlen_q - p.window;
+    const int first = first_key - (key0 + (lane % 4) * 2);
+#pragma unroll
+    for (int i = 0; i < kFragments; ++i) {
+      if (8 * i < first) scores[0][i][2 * j] = -INFINITY;
+      if (8 * i + 1 < first) scores[0][i][2 * j + 1] = -INFINITY;
     }
   }
 }

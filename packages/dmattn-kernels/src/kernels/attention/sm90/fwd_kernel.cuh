@@ -1,5 +1,6 @@
 // The forward on Hopper over tiles of consecutive keys: the plain kernel, with lengths and causality only, the same over
-// packed sequences, and the general ones, whose scores a bias, a dense mask or softcap change (fwd_general.cuh).
+// packed sequences, one with a window of keys besides, and the general ones, whose scores a bias, a dense mask or softcap
+// change (fwd_general.cuh).
 //
 // A thread block stays on its SM and takes row blocks of heads (items) until none is left. One thread of the first
 // warpgroup, the producer, copies Q, K and V tiles into shared memory by TMA. The other warpgroups, the consumers, own
@@ -97,25 +98,26 @@ struct FwdProducer {
     // Scores of the next block are started before the output of this one: K is one block ahead of V.
     load_k(blocks.end - 1, item);
 #pragma unroll 1  // in the producer's few registers there is no room for more
-    for (int n = blocks.end - 1; n > 0; --n) {
+    for (int n = blocks.end - 1; n > blocks.begin; --n) {
       load_k(n - 1, item);
       load_v(n, item);
     }
-    load_v(0, item);
+    load_v(blocks.begin, item);
   }
 
   // The tiles that the mask leaves, each announced beside its K, and their bias.
   __device__ __forceinline__ void load_general_item(int index) {
     const FwdItem item = find_item(p, index);
     const KeyBlocks blocks = find_key_blocks<T>(p, item.m_block);
-    auto tiles = walk_mask_tiles<T>(p, item);
+    auto tiles = walk_mask_tiles<T>(p, item, blocks.begin);
     auto tile = tiles.before(blocks.end);
     announce(AnnouncedItem::of(index, tile.n >= 0));
     load_q(item, tile.n >= 0);
     if (tile.n < 0) return;
     const auto load_announced = [&](bool is_last) {
       s.k_empty[k_place.stage].wait(k_place.phase ^ 1);
-      s.general.tile[k_place.stage] = KeyTile::of(tile.n, tile.n >= blocks.full, tile.is_partial, is_last).word;
+      const bool is_cut = tile.n >= blocks.full || tile.n < blocks.whole;
+      s.general.tile[k_place.stage] = KeyTile::of(tile.n, is_cut, tile.is_partial, is_last).word;
       load_k(tile.n, item);
     };
     auto next = tiles.before(tile.n);
@@ -290,8 +292,8 @@ struct FwdConsumer {
       v_place.advance();
     };
     // Scores of a tile, beside the output of the tile before. meanwhile(): while they are computed;
-    // to_probabilities(): what the scores become.
-    const auto step = [&](auto&& meanwhile, auto&& to_probabilities) {
+    // to_probabilities(): what the scores become. Called from two places, a function of its own would serialize products.
+    const auto step = [&](auto&& meanwhile, auto&& to_probabilities) __attribute__((always_inline)) {
       wait_turn();
       start_product<true>(score_mma, q, k(cute::_, cute::_, cute::_, k_place.stage), acc_s);
       s.v_full[v_place.stage].wait(v_place.phase);
@@ -335,6 +337,7 @@ struct FwdConsumer {
         while (!tile.is_last()) wait_for_keys(), step(meanwhile, to_probabilities);
       }
     } else {
+      constexpr bool kHasWindow = T::kWindows == Windows::kAlways;
       const auto& lengths = lengths_of(p, item);
       const KeyBlocks blocks = find_key_blocks<T>(lengths, item.m_block);
       int n = blocks.end - 1;
@@ -342,14 +345,19 @@ struct FwdConsumer {
       const auto whole = [&] { softmax.template probabilities<true>(scores, keep, scale_log2); };
       const auto cut = [&] {
         cut_keys(lengths, scores, n * T::kBlockN, first_row, lane);
+        if constexpr (kHasWindow) cut_keys_before_window(p, scores, n * T::kBlockN, first_row, lane);
         whole();
       };
       if (has_keys) {
         wait_for_keys();
-        first_step(nothing, [&] { n >= blocks.full ? cut() : whole(); });
+        first_step(nothing, [&] { n >= blocks.full || (kHasWindow && n < blocks.whole) ? cut() : whole(); });
         for (--n; n >= blocks.full; --n) wait_for_keys(), step(nothing, cut);
 #pragma unroll 1
-        for (; n >= 0; --n) wait_for_keys(), step(nothing, whole);
+        for (; n >= blocks.whole; --n) wait_for_keys(), step(nothing, whole);
+        if constexpr (kHasWindow) {
+#pragma unroll 1
+          for (; n >= blocks.begin; --n) wait_for_keys(), step(nothing, cut);
+        }
       }
     }
     if constexpr (T::kOwnOut) release(s.q_empty);

@@ -70,6 +70,7 @@ cudaError_t fill_arguments(FwdArguments& a, const FwdParams& p) {
   a.softmax_scale = p.softmax_scale;
   a.is_causal = p.is_causal;
   a.work_counter = p.work_counter;
+  a.window = p.window;
   return status;
 }
 
@@ -92,7 +93,8 @@ cudaError_t launch_fwd_kernel(int64_t blocks, const FwdParams& p, cudaStream_t s
 }  // namespace sm90
 
 // The unit of a head-dim tile has a plain kernel for each of Hopper's head dimensions in it, with a twin for packed
-// sequences, and general ones for all of them (the widest has a single one); over lists, one with and one without a bias for each key.
+// sequences, and one for windows and general ones for all of them (the widest has a single one); over lists, one with and
+// one without a bias for each key.
 template <class Element, int kHeadDimTile, bool kGathered>
 cudaError_t launch_fwd(const KernelChoice& choice, const FwdParams& p, cudaStream_t stream) {
   if constexpr (kGathered) {
@@ -115,11 +117,13 @@ cudaError_t launch_fwd(const KernelChoice& choice, const FwdParams& p, cudaStrea
       return go_in(cute::C<sm90::ScoreMode::kPacked>{}, head_dim, is_short);
     };
     const auto go_general = [&](auto mode) {
-      constexpr Sm90FwdTile kTile = sm90_general_fwd_tile(kHeadDimTile);
-      using T =
-          sm90::FwdTraits<Element, kHeadDimTile, kTile.consumers, kTile.block_n, /*kStages=*/2, decltype(mode)::value>;
+      constexpr sm90::ScoreMode kMode = decltype(mode)::value;
+      constexpr Sm90FwdTile kTile =
+          kMode == sm90::ScoreMode::kWindow ? sm90_window_fwd_tile(kHeadDimTile) : sm90_general_fwd_tile(kHeadDimTile);
+      using T = sm90::FwdTraits<Element, kHeadDimTile, kTile.consumers, kTile.block_n, /*kStages=*/2, kMode>;
       return sm90::launch_fwd_kernel<T>(choice.blocks, p, stream);
     };
+    if (has_plain_window(p)) return go_general(cute::C<sm90::ScoreMode::kWindow>{});
     if (is_general(choice.level)) {
       if constexpr (kHeadDimTile <= 128) {
         const bool is_simple = p.softcap == 0.f && p.softmax_scale > 0.f;

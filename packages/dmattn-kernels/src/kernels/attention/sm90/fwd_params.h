@@ -25,6 +25,7 @@ struct FwdArguments {
   // Number of items that thread blocks have taken beyond their first; zero before the launch. nullptr: there are no
   // more items than thread blocks.
   int32_t* work_counter;
+  int32_t window;  // > 0: a row sees so many keys, the last of them at its own position. 0: all up to there
 };
 
 // Of the general kernel.

@@ -18,8 +18,11 @@ enum class ScoreMode {
   kTileBias,  // a bias for each row and key, and a mask if there is one
   kKeyBias,   // a bias for each key, and a mask if there is one
   kAny,       // all of these, softcap too, or a scale that is not positive
+  kWindow,    // nothing, and rows see a window of keys
   kPacked,    // nothing, over packed sequences
 };
+// Whether the rows of a call may see a window of keys: always, where FwdArguments::window says so, or never.
+enum class Windows { kNever, kMaybe, kAlways };
 
 // A bias for each key, as a stage of shared memory has it: fp32 numbers of a tile, in the order in which the threads of
 // a quad read them. Those of thread c, keys 8 i + 2 c and 8 i + 2 c + 1 of each fragment i, lie together, and four words
@@ -54,11 +57,14 @@ struct FwdTraits {
   using Element = Element_;
   static constexpr ScoreMode kMode = kMode_;
   static constexpr bool kPacked = kMode == ScoreMode::kPacked;
-  static constexpr bool kGeneral = kMode != ScoreMode::kPlain && !kPacked;
+  static constexpr bool kGeneral = kMode != ScoreMode::kPlain && kMode != ScoreMode::kWindow && !kPacked;
   static constexpr bool kHasTileBias = kMode == ScoreMode::kTileBias || kMode == ScoreMode::kAny;
   static constexpr bool kHasKeyBias = kMode == ScoreMode::kKeyBias || kMode == ScoreMode::kAny;
   // The softmax is given logits; otherwise raw products.
   static constexpr bool kLogits = kHasTileBias || kHasKeyBias;
+  static constexpr Windows kWindows = kMode == ScoreMode::kWindow ? Windows::kAlways
+                                      : kLogits                   ? Windows::kMaybe
+                                                                  : Windows::kNever;
   using Arguments = cute::conditional_t<kGeneral, GeneralFwdArguments,
                                         cute::conditional_t<kPacked, PackedFwdArguments, FwdArguments>>;
   using Item = cute::conditional_t<kPacked, PackedFwdItem, FwdItem>;

@@ -12,6 +12,7 @@ namespace dmattn::sm90 {
 struct PackedLengths {
   int seqlen_q, seqlen_k;
   bool is_causal;
+  int window = 0;
 };
 
 // Likewise of a packed sequence, in a map of TensorMapper::map_packed(). `row` counts from the sequence's first.

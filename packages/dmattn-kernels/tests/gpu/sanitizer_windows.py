@@ -1,0 +1,30 @@
+"""Launches with a sliding window, for sanitizer_cases.py: on Hopper by tiles, not by lists.
+
+Windows of one key, of less than a tile, and of several; tiles that are cut on both sides; rows that
+are as many as the keys or fewer; and more blocks of rows than thread blocks.
+"""
+
+from __future__ import annotations
+
+from gpu.sanitizer_launch import Launch
+from gpu.sanitizer_selection import Selecting
+
+
+def _sliding(name: str, rows: int, keys: int, window: int, *sizes: int, **more: object) -> Launch:
+    select = Selecting(window, "11", fill="none")
+    return Launch(
+        f"dense rows, window{name}",
+        *(rows, keys, *(sizes or (1, 4, 2))),
+        **{"causal": True, "select": select, **more},  # type: ignore[arg-type]
+    )
+
+
+HOPPER_WINDOWS = (
+    _sliding("", 400, 400, 200),
+    _sliding(" of one key", 261, 300, 1),
+    _sliding(" behind many keys", 133, 700, 250),
+    _sliding(", key bias", 300, 333, 150, bias="bk1k"),
+    _sliding(", bias", 261, 336, 130, bias="1hqk", wants=""),
+    _sliding(", softcap", 200, 261, 100, softcap=3.0, wants=""),
+    _sliding(", more than thread blocks", 261, 261, 100, 35, 4, 2),
+)

@@ -1,0 +1,165 @@
+"""Which calls Hopper's kernels compute as a sliding window, without the lists of the selection."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import pytest
+
+import abi
+from abi import FLOAT32, tensor
+from probe import DIRECT, KEY, ROW_BLOCK_LISTS, SELECTION_LIST, SM80, SM90, TILE, TILED, Plan, Probe
+
+SMS = 132
+REST = {"softmax_lse_rest": tensor((1, 16, 4096), FLOAT32)}
+KEY_BIAS = {"bias": tensor((1, 4, 1, 4096), FLOAT32), **REST}
+DENSE_BIAS = {"bias": tensor((1, 16, 4096, 4096)), **REST}
+
+
+def plan_of(
+    probe: ctypes.CDLL, call: str, kernels: str = SM90, window: int = 1024, **given: Any
+) -> Plan:
+    fields: dict[str, Any] = {"batch": 1, "head_dim": 128, "nheads": 16, "nheads_k": 4}
+    fields |= {"seqlen_q": 4096, "seqlen_k": 4096, "is_causal": 1, "window": window} | given
+    capacity = -(-(window + 127) // 128) * 128
+    lists = abi.selection(fields["seqlen_q"], fields["seqlen_k"], capacity, 1, 1)
+    plan: Plan = getattr(Probe(probe), call)(kernels, SMS, selection=lists, **fields)
+    return plan
+
+
+def by_tiles(plan: Plan) -> bool:
+    """Whether it takes the kernels for windows; if not, it reads the lists."""
+    found = plan["walk"] == TILED
+    assert plan["gathered"] != found and (plan["keys.idx"] == 0) == found
+    return found
+
+
+@pytest.mark.parametrize(
+    "head_dim, tile", [(40, (128, 128)), (64, (128, 128)), (96, (128, 128)), (136, (128, 80))]
+)
+def test_forward(probe: ctypes.CDLL, head_dim: int, tile: tuple[int, int]) -> None:
+    plan = plan_of(probe, "fwd", head_dim=head_dim)
+    assert by_tiles(plan) and plan["arch"] == 90 and plan["window"] == 1024
+    assert (plan["block_m"], plan["block_n"]) == tile
+    assert plan["blocks"] == SMS and plan["num_splits"] == 1
+    assert plan["workspace_bytes"] == 256  # the counter
+
+
+@pytest.mark.parametrize(
+    "arguments, kind",
+    [(KEY_BIAS, KEY), (DENSE_BIAS, TILE), ({"softcap": 30.0}, 0), ({"softmax_scale": -1.0}, 0)],
+    ids=["key bias", "dense bias", "softcap", "negative scale"],
+)
+@pytest.mark.parametrize("head_dim, block_n", [(64, 128), (128, 128), (256, 64)])
+def test_forward_of_changed_scores(
+    probe: ctypes.CDLL, arguments: dict[str, Any], kind: int, head_dim: int, block_n: int
+) -> None:
+    plan = plan_of(probe, "fwd", head_dim=head_dim, **arguments)
+    assert by_tiles(plan) and plan["arch"] == 90 and plan["window"] == 1024
+    assert plan["bias.kind"] == kind and plan["block_n"] == block_n
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"kernels": SM80},
+        {"k": tensor((1, 4096, 4, 128), stride=(0, 0, 128, 1))},
+        {"bias": tensor((1, 16, 4096, 4096), FLOAT32, stride=(0, 0, 1, 4096))},
+        {"num_splits": 2},
+        {"seqlen_q": 70, "nheads": 2, "nheads_k": 1, "batch": 1},
+        {"window": 0},
+    ],
+    ids=["sm80", "expanded", "columns of the bias", "split", "few rows", "nothing known"],
+)
+def test_forward_by_lists(probe: ctypes.CDLL, arguments: dict[str, Any]) -> None:
+    plan = plan_of(probe, "fwd", **arguments)
+    assert not by_tiles(plan) and plan["walk"] == ROW_BLOCK_LISTS and plan["window"] == 0
+
+
+def test_few_rows_of_a_short_window(probe: ctypes.CDLL) -> None:
+    """Whether keys are split depends on those of the window, not on all of them."""
+    few = {"seqlen_q": 70, "nheads": 2, "nheads_k": 1}
+    assert by_tiles(plan_of(probe, "fwd", window=200, **few))
+    assert not by_tiles(plan_of(probe, "fwd", window=400, **few))
+
+
+@pytest.mark.parametrize("call", ["fwd", "bwd"])
+def test_one_row_takes_its_list(probe: ctypes.CDLL, call: str) -> None:
+    plan = plan_of(probe, call, seqlen_q=1)
+    assert not by_tiles(plan) and plan["walk"] == SELECTION_LIST
+
+
+@pytest.mark.parametrize("call", ["fwd", "bwd"])
+def test_a_window_of_all_keys_is_causality(probe: ctypes.CDLL, call: str) -> None:
+    plan = plan_of(probe, call, window=4096, nheads_k=16)
+    assert by_tiles(plan) and (plan["arch"], plan["window"]) == (90, 0) and plan["is_causal"]
+    almost = plan_of(probe, call, window=4095, nheads_k=16)
+    assert by_tiles(almost) and almost["window"] == 4095
+    assert not by_tiles(plan_of(probe, call, SM80, window=4096))
+    few = plan_of(probe, call, window=4096)  # as few key tiles as heads: long ones keep few SMs busy
+    assert by_tiles(few) == (call == "fwd")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"head_dim": 40, "nheads_k": 16},
+        {"head_dim": 80, "nheads_k": 16},
+        KEY_BIAS,
+        {"gradients": "dq dk dv dbias", **KEY_BIAS},
+        DENSE_BIAS,
+        {"nheads": 4},
+        {"dsoftmax_lse": tensor((1, 16, 4096), FLOAT32)},
+    ],
+    ids=[
+        *("plain", "small heads", "between", "key bias", "key bias with gradient", "dense bias"),
+        *("as many key heads", "dlse"),
+    ],
+)
+def test_backward(probe: ctypes.CDLL, arguments: dict[str, Any]) -> None:
+    plan = plan_of(probe, "bwd", **arguments)
+    assert by_tiles(plan) and plan["arch"] == 90 and plan["window"] == 1024
+    # The steps are announced, as with a mask, whose tiles have 64 rows at each head dimension.
+    assert (plan["block_m"], plan["block_n"]) == (64, 128)
+    assert not plan["mask.bits"] and not plan["dk_accum"] and plan["dq_accum"]
+    assert plan["round.row_blocks"] == 1 and plan["blocks"] == min(32 * plan["nheads_k"], SMS)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"kernels": SM80},
+        {"deterministic": 1},
+        {"softcap": 30.0},
+        {"head_dim": 136},
+        {"gradients": "dq dv"},
+        {"softmax_scale": -1.0},
+        {"bias": tensor((1, 16, 1, 4096), FLOAT32), **REST},
+        {"bias": tensor((1, 16, 4096, 4096), FLOAT32), **REST},
+        {"window": 0},
+    ],
+    ids=[
+        *("sm80", "deterministic", "softcap", "large heads", "one gradient less"),
+        *("negative scale", "bias of each head", "fp32 bias", "nothing known"),
+    ],
+)
+def test_backward_by_lists(probe: ctypes.CDLL, arguments: dict[str, Any]) -> None:
+    plan = plan_of(probe, "bwd", **arguments)
+    assert not by_tiles(plan) and plan["walk"] == ROW_BLOCK_LISTS and plan["window"] == 0
+
+
+def test_items_of_a_window_are_alike(probe: ctypes.CDLL) -> None:
+    """So fewer of them keep the GPU busy than of a causal call, of which some are twice as long."""
+    few = {"nheads": 4, "nheads_k": 4, "batch": 1}
+    assert plan_of(probe, "bwd", **few)["arch"] == 90
+    assert by_tiles(plan_of(probe, "bwd", **few))
+    causal = Probe(probe).bwd(
+        SM90, SMS, seqlen_q=4096, seqlen_k=4096, head_dim=128, is_causal=1, **few
+    )
+    assert causal["arch"] == 80
+
+
+def test_a_bias_that_lists_read_element_by_element(probe: ctypes.CDLL) -> None:
+    assert plan_of(probe, "fwd", kernels=SM80, **DENSE_BIAS)["bias.kind"] == DIRECT
