@@ -110,7 +110,7 @@ def test_listed_keys_count_through_all_sequences(
         assert found["packing.bias_col_stride"] == col_stride
 
 
-@pytest.mark.parametrize("block", [32, 64, 128, 2048])
+@pytest.mark.parametrize("block", [32, 64, 128, 192, 2048])
 def test_every_sequence_gets_blocks_enough_of_its_own(probe: ctypes.CDLL, block: int) -> None:
     draw = random.Random(block)
     for _ in range(200):

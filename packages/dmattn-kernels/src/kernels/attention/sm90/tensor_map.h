@@ -34,11 +34,12 @@ inline auto tensor_map_encoder() {
   return found;
 }
 
-// Packed sequences: TMA leaves out what is past the extent of a dimension, not past the end of a sequence. So rows are
-// numbered from such a number back from the end of their sequence: row r of a sequence with n rows has kPackedOrigin - n + r,
-// which is past the extent kPackedOrigin for the first row behind the sequence. Two more dimensions bring the address
-// back: one has a row's stride, and the row at which the sequence ends as its coordinate; the other has the coordinate
-// kPackedOrigin and, in bytes, the stride 2^34 - a row's, so that with the 2^30 rows too many it adds up to 2^64, which is 0.
+// Packed sequences. TMA leaves out what is past the extent of a dimension, but a sequence ends in the middle of the
+// tensor. So its rows get the last coordinates of a dimension of kPackedOrigin rows: row r of n has the coordinate
+// kPackedOrigin - n + r, and the one behind the last row is past the extent. Two more dimensions bring the address back.
+// One has the coordinate kPackedOrigin, and a stride of kPackedWrap bytes less those of a row: it takes kPackedOrigin rows
+// away, as kPackedOrigin * kPackedWrap is 2^64, which is 0 in an address. The other has the stride of a row, and as its
+// coordinate the row of the tensor at which the sequence ends.
 constexpr int32_t kPackedOrigin = 1 << 30;
 constexpr int64_t kPackedWrap = int64_t{1} << 34;
 
@@ -94,6 +95,7 @@ class TensorMapper {
     }
     return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
   }
+
   static bool is_wide(CUtensorMapDataType dtype) {
     return dtype == CU_TENSOR_MAP_DATA_TYPE_FLOAT32 || dtype == CU_TENSOR_MAP_DATA_TYPE_INT32;
   }
