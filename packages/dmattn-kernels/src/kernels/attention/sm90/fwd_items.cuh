@@ -85,7 +85,7 @@ template <class T>
 __device__ __forceinline__ AnnouncedItem next_item(typename T::Shared& s, RingPlace<2>& place, PackedFwdItem& found) {
   s.item_full[place.stage].wait(place.phase);
   const AnnouncedItem item = {__shfl_sync(0xffffffffu, s.item[place.stage], 0)};
-  found = s.packed.item[place.stage];
+  found = s.general.found[place.stage];
   __syncwarp();
   if (threadIdx.x % 32 == 0) s.item_empty[place.stage].arrive();
   place.advance();

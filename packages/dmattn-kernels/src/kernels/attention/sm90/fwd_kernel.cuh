@@ -73,7 +73,7 @@ struct FwdProducer {
   __device__ __forceinline__ void announce(AnnouncedItem item, const typename T::Item& found = {}) {
     s.item_empty[item_place.stage].wait(item_place.phase ^ 1);
     s.item[item_place.stage] = item.word;
-    if constexpr (T::kPacked) s.packed.item[item_place.stage] = found;
+    if constexpr (T::kPacked) s.general.found[item_place.stage] = found;
     s.item_full[item_place.stage].arrive();
     item_place.advance();
   }

@@ -37,11 +37,6 @@ struct KeyBiasLayout {
 // The shared memory that only the modes other than kPlain have. Bias tiles lie in panels of 128 bytes a row, as TMA
 // writes them: 64 keys of 16 bits, or 32 of fp32. A stage has room for a 16-bit tile, or half of one in fp32.
 struct NoGeneral {};
-// Likewise of packed sequences: what the number of an item stands for, beside it.
-struct NoPacked {};
-struct PackedShared {
-  PackedFwdItem item[2];
-};
 template <int kBlockM, int kBlockN, int kStages, bool kHasTiles>
 struct GeneralShared {
   static constexpr int kStageBytes = kHasTiles ? kBlockM * kBlockN * 2 : KeyBiasLayout<kBlockN>::kBytes;
@@ -49,6 +44,11 @@ struct GeneralShared {
   alignas(1024) char bias[2][kStageBytes];
   Barrier bias_full[2], bias_empty[2];
   int32_t tile[kStages];  // the keys in a stage of K: see KeyTile
+};
+
+// Likewise of packed sequences: what the number of an item stands for, beside it.
+struct PackedShared {
+  PackedFwdItem found[2];
 };
 
 template <class Element_, int kHeadDim_, int kConsumers_, int kBlockN_, int kStages_ = 2,
@@ -121,8 +121,9 @@ struct FwdTraits {
     Barrier k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
     Barrier item_full[2], item_empty[2];
     int32_t item[2];
-    cute::conditional_t<kGeneral, GeneralShared<kBlockM, kBlockN, kStages, kHasTileBias>, NoGeneral> general;
-    cute::conditional_t<kPacked, PackedShared, NoPacked> packed;
+    cute::conditional_t<kGeneral, GeneralShared<kBlockM, kBlockN, kStages, kHasTileBias>,
+                        cute::conditional_t<kPacked, PackedShared, NoGeneral>>
+        general;
 
     __device__ __forceinline__ Element* out() { return kOwnOut ? own_out : q; }
   };
