@@ -97,7 +97,8 @@ def test_a_window_of_all_keys_is_causality(probe: ctypes.CDLL, call: str) -> Non
     almost = plan_of(probe, call, window=4095, nheads_k=16)
     assert by_tiles(almost) and almost["window"] == 4095
     assert not by_tiles(plan_of(probe, call, SM80, window=4096))
-    few = plan_of(probe, call, window=4096)  # as few key tiles as heads: long ones keep few SMs busy
+    # Tiles of so few heads do not keep the SMs busy in a causal backward.
+    few = plan_of(probe, call, window=4096)
     assert by_tiles(few) == (call == "fwd")
 
 

@@ -52,6 +52,9 @@ WRONG_FORWARD: list[tuple[dict[str, object], int, str]] = [
     ({"device": -1}, abi.INVALID_VALUE, "device is -1"),
     ({"num_splits": 129}, abi.INVALID_VALUE, "num_splits is 129; wanted 0 to 128"),
     ({"reserved": 1}, abi.INVALID_VALUE, "reserved is 1"),
+    ({"reserved_end": 1}, abi.INVALID_VALUE, "reserved_end is 1"),
+    ({"window": -1}, abi.INVALID_VALUE, "window is -1; wanted at least 1, or 0"),
+    ({"window": 5}, abi.INVALID_VALUE, "window is 5; wanted 0 without a causal selection"),
     ({"struct_size": 0}, abi.INVALID_VALUE, "struct_size is 0; wanted sizeof(dmattn_fwd_params)"),
 ]
 

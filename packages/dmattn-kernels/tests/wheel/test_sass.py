@@ -26,11 +26,14 @@ def test_every_kind_of_kernel_is_found(hopper_kernels: list[sass.Kernel]) -> Non
 
 
 def test_products_are_computed_by_wgmma_alone(hopper_kernels: list[sass.Kernel]) -> None:
-    """In one innermost loop at least, where there are at most two: whole tiles, and cut ones."""
+    """In one innermost loop at least, where there are at most three: whole tiles, and cut ones.
+
+    Those that a window cuts come before and behind the whole ones.
+    """
     for kernel in hopper_kernels:
         opcodes = {x.opcode for x in kernel.instructions}
         assert "HGMMA" in opcodes and not {"HMMA", "IMMA", "DMMA"} & opcodes, kernel.name
-        assert len(kernel.product_loops()) in (1, 2), kernel.name
+        assert len(kernel.product_loops()) in (1, 2, 3), kernel.name
 
 
 def test_loops_leave_local_memory_alone(hopper_kernels: list[sass.Kernel]) -> None:

@@ -205,7 +205,7 @@ void check_numbers(const Params& p) {
   check_finite("softmax_scale", p.softmax_scale);
   check_finite("softcap", p.softcap);
   check_reserved(p.reserved);
-  check_reserved(p.reserved_end);
+  check_reserved(p.reserved_end, "reserved_end");
   check_window(p);
 }
 

@@ -137,8 +137,8 @@ void check_device_number(int32_t device) {
   if (device < 0) fail(DMATTN_ERROR_INVALID_VALUE, "device is %d; wanted a device number from 0", device);
 }
 
-void check_reserved(int32_t value) {
-  if (value != 0) fail(DMATTN_ERROR_INVALID_VALUE, "reserved is %d; wanted 0", value);
+void check_reserved(int32_t value, const char* name) {
+  if (value != 0) fail(DMATTN_ERROR_INVALID_VALUE, "%s is %d; wanted 0", name, value);
 }
 
 }  // namespace dmattn

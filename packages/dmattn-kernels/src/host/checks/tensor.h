@@ -38,6 +38,6 @@ void check_head_dim(const char* name, int64_t head_dim);
 void check_finite(const char* name, float value);
 void check_flag(const char* name, int32_t value);
 void check_device_number(int32_t device);
-void check_reserved(int32_t value);
+void check_reserved(int32_t value, const char* name = "reserved");
 
 }  // namespace dmattn
