@@ -108,6 +108,8 @@ def without_entries(selection: dmattn.KeySelection) -> dmattn.KeySelection:
 
 
 @pytest.mark.cuda
+@pytest.mark.default_backend
+@pytest.mark.each_family
 @pytest.mark.every_case
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("bias", ["", "bk1k"])
