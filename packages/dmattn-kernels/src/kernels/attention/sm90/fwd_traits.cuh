@@ -55,9 +55,10 @@ struct FwdTraits {
   static constexpr bool kHasKeyBias = kMode == ScoreMode::kKeyBias || kMode == ScoreMode::kAny;
   // The softmax is given logits; otherwise raw products.
   static constexpr bool kLogits = kHasTileBias || kHasKeyBias;
-  static constexpr Windows kWindows = kMode == ScoreMode::kWindow ? Windows::kAlways
-                                      : kLogits                   ? Windows::kMaybe
-                                                                  : Windows::kNever;
+  // Beside a tile's bias there are no registers for it: kAny computes both.
+  static constexpr Windows kWindows = kMode == ScoreMode::kWindow                                ? Windows::kAlways
+                                      : kMode == ScoreMode::kKeyBias || kMode == ScoreMode::kAny ? Windows::kMaybe
+                                                                                                 : Windows::kNever;
   using Arguments = cute::conditional_t<kGeneral, GeneralFwdArguments, FwdArguments>;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kConsumers = kConsumers_, kBlockM = 64 * kConsumers, kBlockN = kBlockN_;
