@@ -116,7 +116,7 @@ cudaError_t launch_fwd(const KernelChoice& choice, const FwdParams& p, cudaStrea
         const bool is_simple = p.softcap == 0.f && p.softmax_scale > 0.f;
         if (is_simple && p.bias.kind == BiasKind::kNone) return go_general(cute::C<sm90::ScoreMode::kMask>{});
         if (is_simple && p.bias.kind == BiasKind::kKey) return go_general(cute::C<sm90::ScoreMode::kKeyBias>{});
-        if (is_simple && p.window == 0) return go_general(cute::C<sm90::ScoreMode::kTileBias>{});
+        if (is_simple) return go_general(cute::C<sm90::ScoreMode::kTileBias>{});
       }
       return go_general(cute::C<sm90::ScoreMode::kAny>{});
     }

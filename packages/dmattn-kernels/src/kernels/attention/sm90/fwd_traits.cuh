@@ -16,7 +16,7 @@ enum class ScoreMode {
   kPlain,     // nothing
   kMask,      // a dense mask
   kTileBias,  // a bias for each row and key, and a mask if there is one
-  kKeyBias,   // a bias for each key, and a mask if there is one
+  kKeyBias,   // a bias for each key, and a mask or a window if there is one
   kAny,       // all of these, softcap too, or a scale that is not positive
   kWindow,    // nothing, and rows see a window of keys
 };
@@ -55,10 +55,10 @@ struct FwdTraits {
   static constexpr bool kHasKeyBias = kMode == ScoreMode::kKeyBias || kMode == ScoreMode::kAny;
   // The softmax is given logits; otherwise raw products.
   static constexpr bool kLogits = kHasTileBias || kHasKeyBias;
-  // Beside a tile's bias there are no registers for it: kAny computes both.
-  static constexpr Windows kWindows = kMode == ScoreMode::kWindow                                ? Windows::kAlways
-                                      : kMode == ScoreMode::kKeyBias || kMode == ScoreMode::kAny ? Windows::kMaybe
-                                                                                                 : Windows::kNever;
+  // What the other modes keep leaves no registers for a window.
+  static constexpr Windows kWindows = kMode == ScoreMode::kWindow    ? Windows::kAlways
+                                      : kMode == ScoreMode::kKeyBias ? Windows::kMaybe
+                                                                     : Windows::kNever;
   using Arguments = cute::conditional_t<kGeneral, GeneralFwdArguments, FwdArguments>;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kConsumers = kConsumers_, kBlockM = 64 * kConsumers, kBlockN = kBlockN_;
