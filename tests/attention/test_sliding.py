@@ -1,8 +1,9 @@
 """Sliding windows without a mask beside them.
 
 Kernels for Hopper find such a window by themselves, alone or beside a bias for each key, where the
-rows are few or the keys fill the GPU, and no keys have to be split; others read the lists. Edges of the window fall
-into tiles of 128 keys and rows, 80 keys at head_dim 256, and 64 rows in the backward.
+rows are few or the keys fill the GPU, and no keys have to be split; others read the lists. Edges of
+the window fall into tiles of 128 keys and rows, 80 keys at head_dim 256, and 64 rows in the
+backward.
 """
 
 from __future__ import annotations
