@@ -1,8 +1,9 @@
 """Sliding windows without a mask beside them.
 
-Kernels for Hopper find such a window by themselves, where the rows are few or the keys fill the GPU
-and no keys have to be split; other calls read the lists of the selection. Edges of the window fall
-into tiles of 128 keys and rows, 80 keys at head_dim 256, and 64 rows in the backward.
+Kernels for Hopper find such a window by themselves, alone or beside a bias for each key, where the
+rows are few or the keys fill the GPU, and no keys have to be split; others read the lists. Edges of
+the window fall into tiles of 128 keys and rows, 80 keys at head_dim 256, and 64 rows in the
+backward.
 """
 
 from __future__ import annotations
@@ -108,6 +109,8 @@ def without_entries(selection: dmattn.KeySelection) -> dmattn.KeySelection:
 
 
 @pytest.mark.cuda
+@pytest.mark.default_backend
+@pytest.mark.each_family
 @pytest.mark.every_case
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("bias", ["", "bk1k"])

@@ -57,8 +57,14 @@ bool sm90_serves_bias(const FwdParams& p) {
   return bias.col_stride == 1 && serves_bias_tiles(bias.ptr, {bias.batch_stride, bias.head_stride, bias.row_stride},
                                                    bias.dtype, p.batch, p.seqlen_q, p.nheads);
 }
+// Windows have a kernel of their own, and that for a bias for each key finds them, too.
+bool sm90_serves_window(const FwdParams& p) {
+  const bool has_key_bias = p.bias.kind == BiasKind::kKey && p.softcap == 0.f && p.softmax_scale > 0.f;
+  return p.window == 0 || has_plain_window(p) || (has_key_bias && head_dim_tile(p.head_dim) <= 128);
+}
 bool sm90_serves_tiles(const FwdParams& p, Level level) {
-  const bool is_served = level == Level::kPlain || (p.vec_q && p.vec_k && p.vec_v && p.vec_out && sm90_serves_bias(p));
+  const bool is_served = level == Level::kPlain ||
+                         (sm90_serves_window(p) && p.vec_q && p.vec_k && p.vec_v && p.vec_out && sm90_serves_bias(p));
   return is_served && has_tma_strides(p.k_stride, p.batch, p.seqlen_k, p.nheads_k) &&
          has_tma_strides(p.v_stride, p.batch, p.seqlen_k, p.nheads_k);
 }

@@ -24,7 +24,5 @@ HOPPER_WINDOWS = (
     _sliding(" of one key", 261, 300, 1),
     _sliding(" behind many keys", 133, 700, 250),
     _sliding(", key bias", 300, 333, 150, bias="bk1k"),
-    _sliding(", bias", 261, 336, 130, bias="1hqk", wants=""),
-    _sliding(", softcap", 200, 261, 100, softcap=3.0, wants=""),
     _sliding(", more than thread blocks", 261, 261, 100, 35, 4, 2),
 )

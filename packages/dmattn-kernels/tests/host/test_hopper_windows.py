@@ -9,7 +9,7 @@ import pytest
 
 import abi
 from abi import FLOAT32, tensor
-from probe import DIRECT, KEY, ROW_BLOCK_LISTS, SELECTION_LIST, SM80, SM90, TILE, TILED, Plan, Probe
+from probe import DIRECT, KEY, ROW_BLOCK_LISTS, SELECTION_LIST, SM80, SM90, TILED, Plan, Probe
 
 SMS = 132
 REST = {"softmax_lse_rest": tensor((1, 16, 4096), FLOAT32)}
@@ -46,18 +46,11 @@ def test_forward(probe: ctypes.CDLL, head_dim: int, tile: tuple[int, int]) -> No
     assert plan["workspace_bytes"] == 256  # the counter
 
 
-@pytest.mark.parametrize(
-    "arguments, kind",
-    [(KEY_BIAS, KEY), (DENSE_BIAS, TILE), ({"softcap": 30.0}, 0), ({"softmax_scale": -1.0}, 0)],
-    ids=["key bias", "dense bias", "softcap", "negative scale"],
-)
-@pytest.mark.parametrize("head_dim, block_n", [(64, 128), (128, 128), (256, 64)])
-def test_forward_of_changed_scores(
-    probe: ctypes.CDLL, arguments: dict[str, Any], kind: int, head_dim: int, block_n: int
-) -> None:
-    plan = plan_of(probe, "fwd", head_dim=head_dim, **arguments)
+@pytest.mark.parametrize("head_dim", [40, 64, 72, 128])
+def test_forward_with_a_bias_for_each_key(probe: ctypes.CDLL, head_dim: int) -> None:
+    plan = plan_of(probe, "fwd", head_dim=head_dim, **KEY_BIAS)
     assert by_tiles(plan) and plan["arch"] == 90 and plan["window"] == 1024
-    assert plan["bias.kind"] == kind and plan["block_n"] == block_n
+    assert plan["bias.kind"] == KEY and (plan["block_m"], plan["block_n"]) == (128, 128)
 
 
 @pytest.mark.parametrize(
@@ -65,12 +58,19 @@ def test_forward_of_changed_scores(
     [
         {"kernels": SM80},
         {"k": tensor((1, 4096, 4, 128), stride=(0, 0, 128, 1))},
-        {"bias": tensor((1, 16, 4096, 4096), FLOAT32, stride=(0, 0, 1, 4096))},
+        DENSE_BIAS,
+        {"softcap": 30.0},
+        {"softcap": 30.0, **KEY_BIAS},
+        {"softmax_scale": -1.0},
+        {"head_dim": 136, **KEY_BIAS},
         {"num_splits": 2},
         {"seqlen_q": 70, "nheads": 2, "nheads_k": 1, "batch": 1},
         {"window": 0},
     ],
-    ids=["sm80", "expanded", "columns of the bias", "split", "few rows", "nothing known"],
+    ids=[
+        *("sm80", "expanded", "dense bias", "softcap", "softcap and key bias", "negative scale"),
+        *("large heads and key bias", "split", "few rows", "nothing known"),
+    ],
 )
 def test_forward_by_lists(probe: ctypes.CDLL, arguments: dict[str, Any]) -> None:
     plan = plan_of(probe, "fwd", **arguments)

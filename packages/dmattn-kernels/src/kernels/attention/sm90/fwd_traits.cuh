@@ -16,7 +16,7 @@ enum class ScoreMode {
   kPlain,     // nothing
   kMask,      // a dense mask
   kTileBias,  // a bias for each row and key, and a mask if there is one
-  kKeyBias,   // a bias for each key, and a mask if there is one
+  kKeyBias,   // a bias for each key, and a mask or a window if there is one
   kAny,       // all of these, softcap too, or a scale that is not positive
   kWindow,    // nothing, and rows see a window of keys
   kPacked,    // nothing, over packed sequences
@@ -62,9 +62,10 @@ struct FwdTraits {
   static constexpr bool kHasKeyBias = kMode == ScoreMode::kKeyBias || kMode == ScoreMode::kAny;
   // The softmax is given logits; otherwise raw products.
   static constexpr bool kLogits = kHasTileBias || kHasKeyBias;
-  static constexpr Windows kWindows = kMode == ScoreMode::kWindow ? Windows::kAlways
-                                      : kLogits                   ? Windows::kMaybe
-                                                                  : Windows::kNever;
+  // What the other modes keep leaves no registers for a window.
+  static constexpr Windows kWindows = kMode == ScoreMode::kWindow    ? Windows::kAlways
+                                      : kMode == ScoreMode::kKeyBias ? Windows::kMaybe
+                                                                     : Windows::kNever;
   using Arguments = cute::conditional_t<kGeneral, GeneralFwdArguments,
                                         cute::conditional_t<kPacked, PackedFwdArguments, FwdArguments>>;
   using Item = cute::conditional_t<kPacked, PackedFwdItem, FwdItem>;
