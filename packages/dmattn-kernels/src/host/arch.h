@@ -32,7 +32,7 @@ struct KernelSet {
   // dense, with or without a dense mask and a bias (then without softcap and not deterministic, and without a mask beside
   // an fp32 bias for each row and key; one for each key is that of a group); or gathered, of lists for row blocks that the heads of a group share, without
   // softcap, and its bias, if any, is for each key. nullptr: they compute every one.
-  bool (*serves_bwd)(const BwdParams& p, bool gathered);
+  bool (*serves_bwd)(const BwdParams& p, Level level, bool gathered);
   // Its kernels stay on an SM and take one block of rows (backward: of keys) after the other. The forward does not split
   // the keys; the backward splits the query heads of a group only, and all of them have to be in one round.
   bool is_persistent;

@@ -353,8 +353,8 @@ constexpr int32_t kShortSteps = 8;
 bool suits_residents(const BwdPlan& plan) {
   const BwdParams& p = plan.kernel;
   if (is_gathered(plan.walk)) return true;
-  const int64_t items = int64_t{p.max_work_items} * p.num_splits;
-  const bool fills = 10 * items >= (p.is_causal ? 17 : 8) * int64_t{plan.resident_blocks};
+  const int64_t blocks = int64_t{p.max_work_items} * p.num_splits * plan.tile.cluster;
+  const bool fills = 10 * blocks >= (p.is_causal ? 17 : 8) * int64_t{plan.resident_blocks};
   const bool is_short = ceil_div(p.head_ratio, p.num_splits) * p.dq_blocks <= kShortSteps;
   return (fills || is_short || p.deterministic) && plan.round.groups == plan.whole.groups;
 }
@@ -364,7 +364,7 @@ void choose_kernel(BwdPlan& plan, const dmattn_bwd_params& p, const Device& devi
   BwdPlan chosen;
   resolve_unit(*device.kernels, plan.unit, [&](const KernelSet& kernels) {
     if (kernels.serves_bwd != nullptr &&
-        !(is_for_residents(plan) && kernels.serves_bwd(plan.kernel, plan.unit.gathered))) {
+        !(is_for_residents(plan) && kernels.serves_bwd(plan.kernel, bwd_level(plan), plan.unit.gathered))) {
       return false;
     }
     chosen = plan_with(kernels, plan, p, device);

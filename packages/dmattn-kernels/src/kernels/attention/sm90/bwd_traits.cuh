@@ -94,6 +94,7 @@ struct BwdTraits {
       kListBias || kVariant == BwdVariant::kLists || kVariant == BwdVariant::kOrderedLists;
   static constexpr BwdTile kTile = sm90_bwd_tile(kHeadDim, kGathered, kBias, kMasked);
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n;  // rows of queries; keys, 64 a consumer
+  static constexpr int kOwnKeys = kBlockN;                                // keys that TMA copies in one piece
   static_assert(kBlockN == 64 * kConsumers && kTile.warps == 4 * kConsumers && kTile.warps_m_dq == 4);
   static constexpr int kStagesQ = kTile.stages_q, kStagesdO = 2, kStagesdS = 2;
   // On an H200, bulk copies are up to 4% faster at head_dim 128; at 64 they have not been timed.
