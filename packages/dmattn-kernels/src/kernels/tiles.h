@@ -112,8 +112,8 @@ constexpr BwdTile sm90_bwd_tile(int d, bool gathered, bool has_bias, bool has_ma
   return d <= 64 && !gathered && !has_bias && !has_mask ? BwdTile{96, 128, 8, 1, 8, 4, 3}
          // 162 KB: 472 TFLOP/s on an H200, 438 with 64 rows
          : d > 128                         ? BwdTile{64, 128, 16, 1, 8, 4, 2, 2}  // 226 KB
-         : d > 64 && !gathered && has_bias ? BwdTile{64, 128, 8, 1, 8, 4, 2}   // 227 KB
-                                           : BwdTile{64, 128, 8, 1, 8, 4, 3};  // 211 KB
+         : d > 64 && !gathered && has_bias ? BwdTile{64, 128, 8, 1, 8, 4, 2}      // 227 KB
+                                           : BwdTile{64, 128, 8, 1, 8, 4, 3};     // 211 KB
 }
 
 // Decoding: a block of `warps` warps, each of which walks keys of its own, kDecodeKeys at a time, with `stages` of them

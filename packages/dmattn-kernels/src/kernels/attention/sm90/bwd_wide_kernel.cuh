@@ -110,8 +110,8 @@ struct WideProducer {
   }
   __device__ __forceinline__ void load_q(const RowSteps& steps, const BwdItem& item) {
     const int stage = q_place.stage;
-    load_rows(p.q, p.lse, s.q + stage * T::kTileQ, s.lse[stage], s.q_full[stage], s.q_empty[stage], q_place.phase, steps,
-              item);
+    load_rows(p.q, p.lse, s.q + stage * T::kTileQ, s.lse[stage], s.q_full[stage], s.q_empty[stage], q_place.phase,
+              steps, item);
     q_place.advance();
   }
   __device__ __forceinline__ void load_dout(const RowSteps& steps, const BwdItem& item) {
@@ -131,10 +131,9 @@ struct WideProducer {
 #pragma unroll
     for (int i = 0; i < T::kOwnPanels; ++i) {
       const int panel = rank * T::kOwnPanels + i;
-      cute::SM90_TMA_LOAD_MULTICAST_4D::copy(&map, &full.word, kBoth,
-                                             static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_LAST),
-                                             tile + panel * T::kPanelQ, panel * T::kPanelCols, steps.m * T::kBlockM,
-                                             steps.head, item.batch);
+      cute::SM90_TMA_LOAD_MULTICAST_4D::copy(
+          &map, &full.word, kBoth, static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_LAST),
+          tile + panel * T::kPanelQ, panel * T::kPanelCols, steps.m * T::kBlockM, steps.head, item.batch);
     }
     const int64_t row =
         (static_cast<int64_t>(item.batch) * p.nheads + steps.head) * p.seqlen_q_rounded + steps.m * T::kBlockM;
@@ -161,7 +160,8 @@ struct WideConsumer {
   typename T::Shared& s;
   const BwdItem& item;
   const int rank, thread, warp, lane;  // thread, warp: in the warpgroup
-  int step = 0;  // of the item; buffers are used in turn, so that it says which of them, and the phase of their barriers
+  int step =
+      0;  // of the item; buffers are used in turn, so that it says which of them, and the phase of their barriers
 
   __device__ __forceinline__ WideConsumer(const BwdArguments& arguments, typename T::Shared& shared,
                                           const BwdItem& given, int rank_in_cluster)
@@ -196,8 +196,7 @@ struct WideConsumer {
     const auto dq_slice = dq_mma.get_slice(thread);
     const auto tile = [](Element* data, auto layout) { return make_tensor(make_smem_ptr(data), layout); };
     const auto columns = grad_slice.partition_fragment_B(
-        tile(kIsGradient ? s.q : s.dout,
-             typename T::template Columns<T::kBlockM, kStagesOfSecond>{}));
+        tile(kIsGradient ? s.q : s.dout, typename T::template Columns<T::kBlockM, kStagesOfSecond>{}));
     const auto ds = dq_slice.partition_fragment_A(tile(s.ds[0][0], typename T::LayoutdS{}));
     const auto kt = dq_slice.partition_fragment_B(
         tile(s.k + (rank * T::kOwnPanels + kConsumer) * T::kPanelK, typename T::LayoutKt{}));
@@ -220,7 +219,8 @@ struct WideConsumer {
         (kIsGradient ? s.dout_full : s.q_full)[place.stage].wait(place.phase);
         // 0, which the compiler does not know: it would keep the addresses of all 16 parts of both operands in registers.
         const int zero = n & static_cast<int>(p.zero);
-        const auto keys = score_slice.partition_fragment_A(tile((kIsGradient ? s.v : s.k) + zero, typename T::LayoutK{}));
+        const auto keys =
+            score_slice.partition_fragment_A(tile((kIsGradient ? s.v : s.k) + zero, typename T::LayoutK{}));
         const auto rows = score_slice.partition_fragment_B(
             tile((kIsGradient ? s.dout : s.q) + place.stage * T::kTileQ + zero, typename T::LayoutQ{}));
         discard(acc_s);
@@ -247,13 +247,14 @@ struct WideConsumer {
           auto gradients = make_tensor_like(operand);
           to_operand<Element>(gradients, weights);
           send_ds(gradients);
-          move(operand, gradients, p.zero);  // out of the registers of dp, which the next dp has: see BwdConsumer::work()
+          move(operand, gradients,
+               p.zero);  // out of the registers of dp, which the next dp has: see BwdConsumer::work()
           // All threads have read delta.
           if (is_speaker()) release_in_both(s.dout_empty[place_of<T::kStagesdO>(step).stage]);
         } else {
           take_exp(scores, weights, steps.m);
-          to_operand<Element>(operand, weights);
           send_probabilities(weights);
+          to_operand<Element>(operand, weights);
         }
         const auto place = place_of<kStagesOfSecond>(step);
         (kIsGradient ? s.q_full : s.dout_full)[place.stage].wait(place.phase);
@@ -265,7 +266,8 @@ struct WideConsumer {
         if constexpr (kHasDq) start_dq(step - 1, acc_dq);
         start_scores(step + 1);
         wait_for_product<kHasDq ? 3 : 1>(acc_grad);
-        if (is_speaker()) release_in_both((kIsGradient ? s.q_empty : s.dout_empty)[place_of<kStagesOfSecond>(step).stage]);
+        if (is_speaker())
+          release_in_both((kIsGradient ? s.q_empty : s.dout_empty)[place_of<kStagesOfSecond>(step).stage]);
         if constexpr (kHasDq) {
           wait_for_product<1>(acc_dq);
           finish_dq(step - 1, acc_dq);
@@ -279,7 +281,7 @@ struct WideConsumer {
         start_dq(n, acc_dq);
         wait_for_product<0>(acc_dq);
         finish_dq(n, acc_dq);
-        dq_before = dq_tile(steps);
+        dq_before = dq_tile(steps);  // of the last step
       };
 
       s.k_full.wait(0);
@@ -299,8 +301,8 @@ struct WideConsumer {
       wait_for_product<0>(acc_grad);
       compute_last_dq(step);
     }
-    // The next use of the tiles of dO and Q: when the last ds was there, dp was done, and so were the scores when the last
-    // p was.
+    // In the memory of Q or dO, which nobody reads any more: dp was done before the last ds was there, which the first
+    // consumer has waited for, and the scores before the last p was, which the second one has.
     store_grad(acc_grad, kIsGradient ? s.q : s.dout);
   }
 
@@ -360,9 +362,8 @@ struct WideConsumer {
     for (int i = 0; i < kFragmentsM; i += 2) {
       const float (&x)[4] = probabilities[i];
       const float (&y)[4] = probabilities[i + 1];
-      st_shared(smem_u32(&s.p[stage][i / 2][thread]),
-                make_uint4(Half::pack(x[0], x[1]), Half::pack(x[2], x[3]), Half::pack(y[0], y[1]),
-                           Half::pack(y[2], y[3])));
+      st_shared(smem_u32(&s.p[stage][i / 2][thread]), make_uint4(Half::pack(x[0], x[1]), Half::pack(x[2], x[3]),
+                                                                 Half::pack(y[0], y[1]), Half::pack(y[2], y[3])));
     }
     __syncwarp();
     if (lane == 0) s.p_full[stage].arrive();
@@ -383,8 +384,7 @@ struct WideConsumer {
         const int fragment = i + j / 2, half = j % 2;
         const float2 probability = ElementTraits<cutlass::half_t>::unpack(pairs[j]);
         const float2 row_delta = *reinterpret_cast<const float2*>(delta + 8 * fragment);
-        ds[fragment][2 * half] =
-            probability.x * __fmaf_rn(dp[fragment][2 * half], kUnscale, -row_delta.x * kUnscale);
+        ds[fragment][2 * half] = probability.x * __fmaf_rn(dp[fragment][2 * half], kUnscale, -row_delta.x * kUnscale);
         ds[fragment][2 * half + 1] =
             probability.y * __fmaf_rn(dp[fragment][2 * half + 1], kUnscale, -row_delta.y * kUnscale);
       }
