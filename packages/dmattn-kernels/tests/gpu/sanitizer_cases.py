@@ -381,7 +381,7 @@ HOPPER_BWD = (
     Launch("dense rows, mask", 200, 261, 2, 4, 2, mask="bkqk", causal=True),
     Launch("dense rows, mask, bias", 200, 264, 2, 4, 2, mask="1hqk", bias="bhqk"),
 )
-# Above head_dim 128 thread blocks share keys: rows without keys, keys of one block alone, many heads.
+# Above head_dim 128 two thread blocks share keys: rows without keys, keys of one block, many heads.
 HOPPER_WIDE_BWD = (
     Launch("wide heads, gradients", 200, 133, nheads=4, nheads_k=2, causal=True),
     Launch("wide heads, one block's keys", 70, 60, nheads=2, nheads_k=1),
