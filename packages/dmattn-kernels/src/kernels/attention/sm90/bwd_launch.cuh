@@ -186,7 +186,9 @@ cudaError_t launch_bwd(const KernelChoice& choice, const BwdParams& p, cudaStrea
     return launch_bwd_kernel<BwdTraits<Element, kHeadDimTile, decltype(variant)::value>>(choice.blocks, p, stream);
   };
   if constexpr (kHeadDimTile > 128) {
-    return sm90::launch_wide_bwd_kernel<sm90::BwdWideTraits<Element, kHeadDimTile>>(choice.blocks, p, stream);
+    using sm90::BwdWideTraits, sm90::launch_wide_bwd_kernel;
+    if (p.head_dim <= 192) return launch_wide_bwd_kernel<BwdWideTraits<Element, 192>>(choice.blocks, p, stream);
+    return launch_wide_bwd_kernel<BwdWideTraits<Element, kHeadDimTile>>(choice.blocks, p, stream);
   } else if constexpr (kGathered) {
     const bool has_bias = p.bias.kind != BiasKind::kNone;
     if (p.deterministic && has_bias) return go(cute::C<BwdVariant::kOrderedBiasLists>{});

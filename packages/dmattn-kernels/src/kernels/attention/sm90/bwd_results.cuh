@@ -47,12 +47,12 @@ template <class T>
 __device__ __forceinline__ void store_partial(const float (&acc)[T::kHeadDim / 8][4], float scale, float* slots,
                                               const BwdItem& item, const BwdArguments& p, int row, int lane) {
   const int64_t tile = (static_cast<int64_t>(item.batch) * p.nheads_k + item.head_k) * p.n_blocks + item.n_block;
-  float* const to = slots + ((tile * p.num_splits + item.split) * T::kBlockN + row) * T::kHeadDim + lane % 4 * 2;
+  float* const to = slots + ((tile * p.num_splits + item.split) * T::kBlockN + row) * T::kTileDim + lane % 4 * 2;
 #pragma unroll
   for (int i = 0; i < T::kHeadDim / 8; ++i)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      *reinterpret_cast<float2*>(to + half * 8 * T::kHeadDim + 8 * i) =
+      *reinterpret_cast<float2*>(to + half * 8 * T::kTileDim + 8 * i) =
           make_float2(acc[i][2 * half] * scale, acc[i][2 * half + 1] * scale);
     }
 }

@@ -80,7 +80,7 @@ struct DqTile {
 template <class Element_, int kHeadDim_, BwdVariant kVariant>
 struct BwdTraits {
   using Element = Element_;
-  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kHeadDim = kHeadDim_, kTileDim = kHeadDim;
   static constexpr int kConsumers = 2;
   static constexpr bool kListBias = kVariant == BwdVariant::kBiasLists || kVariant == BwdVariant::kOrderedBiasLists;
   static constexpr bool kKeyBias = kListBias || kVariant == BwdVariant::kKeyBias;

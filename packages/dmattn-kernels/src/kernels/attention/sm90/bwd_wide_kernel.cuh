@@ -98,9 +98,9 @@ struct WideProducer {
   }
   // The block's own keys, and of the other's what its part of dq needs.
   __device__ __forceinline__ void load_k(const BwdItem& item) {
-    s.k_full.arrive_and_expect((T::kTileK + T::kOwnPanels * T::kPanelK) * sizeof(Element));
-    load_tile<T::kOwnKeys, T::kPanels, T::kPanelCols>(p.k, s.k_full, cute::TMA::CacheHintSm90::EVICT_FIRST, s.k,
-                                                      first_key(item, rank), item.head_k, item.batch);
+    s.k_full.arrive_and_expect((T::kWholeK + T::kOwnPanels * T::kPanelK) * sizeof(Element));
+    load_tile<T::kOwnKeys, T::kAllPanels, T::kPanelCols>(p.k, s.k_full, cute::TMA::CacheHintSm90::EVICT_FIRST, s.k,
+                                                         first_key(item, rank), item.head_k, item.batch);
 #pragma unroll
     for (int panel = 0; panel < T::kOwnPanels; ++panel) {
       cute::SM90_TMA_LOAD_4D::copy(&p.k, &s.k_full.word, static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST),
@@ -131,6 +131,7 @@ struct WideProducer {
 #pragma unroll
     for (int i = 0; i < T::kOwnPanels; ++i) {
       const int panel = rank * T::kOwnPanels + i;
+      if (panel >= T::kPanels) break;
       cute::SM90_TMA_LOAD_MULTICAST_4D::copy(
           &map, &full.word, kBoth, static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_LAST),
           tile + panel * T::kPanelQ, panel * T::kPanelCols, steps.m * T::kBlockM, steps.head, item.batch);
@@ -198,8 +199,7 @@ struct WideConsumer {
     const auto columns = grad_slice.partition_fragment_B(
         tile(kIsGradient ? s.q : s.dout, typename T::template Columns<T::kBlockM, kStagesOfSecond>{}));
     const auto ds = dq_slice.partition_fragment_A(tile(s.ds[0][0], typename T::LayoutdS{}));
-    const auto kt = dq_slice.partition_fragment_B(
-        tile(s.k + (rank * T::kOwnPanels + kConsumer) * T::kPanelK, typename T::LayoutKt{}));
+    const auto kt = dq_slice.partition_fragment_B(tile(s.k + panel() * T::kPanelK, typename T::LayoutKt{}));
     const auto other_kt =
         dq_slice.partition_fragment_B(tile(s.other_k + kConsumer * T::kPanelK, typename T::LayoutKt{}));
     auto acc_s = partition_fragment_C(score_mma, Shape<Int<T::kOwnKeys>, Int<T::kBlockM>>{});  // or of dp
@@ -306,12 +306,15 @@ struct WideConsumer {
     store_grad(acc_grad, kIsGradient ? s.q : s.dout);
   }
 
+  // That the consumer computes of dq.
+  __device__ __forceinline__ int panel() const { return rank * T::kOwnPanels + kConsumer; }
   // Of all tiles of dq, that of the step's rows.
   __device__ __forceinline__ int dq_tile(const RowSteps& steps) const { return steps.head * p.dq_blocks + steps.m; }
   // To the consumer's part of a tile.
   __device__ __forceinline__ void add_dq(const float (&acc)[T::Dq::kFragments][4], int dq_tile) const {
-    float* const to = p.dq_accum + static_cast<int64_t>(dq_tile) * (T::kBlockM * T::kHeadDim) +
-                      (rank * T::kConsumers + kConsumer) * T::Dq::kPart + thread * 4;
+    if (T::kPanels < T::kAllPanels && panel() >= T::kPanels) return;
+    float* const to =
+        p.dq_accum + static_cast<int64_t>(dq_tile) * (T::kBlockM * T::kTileDim) + panel() * T::Dq::kPart + thread * 4;
 #pragma unroll
     for (int i = 0; i < T::Dq::kFragments; ++i) add_vector(to + i * 512, acc[i]);
   }

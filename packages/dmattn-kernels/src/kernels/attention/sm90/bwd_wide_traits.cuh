@@ -11,13 +11,14 @@ struct BwdWideTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kConsumers = 2;
-  static constexpr BwdTile kTile = sm90_bwd_tile(kHeadDim, false, false, false);
+  static constexpr int kTileDim = head_dim_tile(kHeadDim);  // columns of dq, and of parts of dk and dv, in memory
+  static constexpr BwdTile kTile = sm90_bwd_tile(kTileDim, false, false, false);
   static constexpr int kCluster = kTile.cluster;
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n;  // rows of queries; keys of both thread blocks
   static constexpr int kOwnKeys = 64;
   static_assert(kCluster == 2 && kBlockM == 64 && kBlockN == kCluster * kOwnKeys);
   static_assert(kTile.warps == 4 * kConsumers * kCluster && kTile.warps_m_dq == 4);
-  static constexpr int kStagesQ = kTile.stages_q, kStagesdO = 1, kStagesdS = 2, kStagesP = 2;
+  static constexpr int kStagesQ = kTile.stages_q, kStagesdO = kHeadDim > 192 ? 1 : 2, kStagesdS = 2, kStagesP = 2;
   static_assert(kStagesQ == 2);
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;  // as in BwdTraits
@@ -25,8 +26,9 @@ struct BwdWideTraits {
   static constexpr bool kDenseBias = false, kWideBias = false, kKeyBias = false, kMasked = false, kGathered = false,
                         kOrdered = false;
   static constexpr int kPanelCols = 64, kPanels = kHeadDim / kPanelCols;
-  // Panels of Q and dO that a thread block copies to both, and of dq that it computes, one a consumer.
-  static constexpr int kOwnPanels = kPanels / kCluster;
+  // Panels of dq that a thread block computes, one a consumer, and of Q and dO that it copies to both. The last ones may
+  // not be there: those of K are zeros then.
+  static constexpr int kAllPanels = kTileDim / kPanelCols, kOwnPanels = kAllPanels / kCluster;
   static_assert(kOwnPanels == kConsumers);
 
   static constexpr cute::GMMA::Major kK = cute::GMMA::Major::K, kMN = cute::GMMA::Major::MN;
@@ -59,15 +61,16 @@ struct BwdWideTraits {
                                  kMN>()));
   static_assert(cute::size<1>(typename GradMma::AtomShape_MNK{}) == kHeadDim);
   // As the consumers of both thread blocks leave dq.
-  using Dq = DqTile<kBlockM, kHeadDim, kConsumers * kCluster>;
+  using Dq = DqTile<kBlockM, kTileDim, kConsumers * kCluster>;
   static_assert(Dq::kColsOfOne == kPanelCols);
 
   static constexpr int kTileQ = kBlockM * kHeadDim, kTileK = kOwnKeys * kHeadDim;
   static constexpr int kPanelK = kOwnKeys * kPanelCols, kPanelQ = kBlockM * kPanelCols;  // elements of a panel
+  static constexpr int kWholeK = kAllPanels * kPanelK;
   static constexpr int kPaneldS = kBlockM * kOwnKeys;
 
   struct Shared {
-    alignas(1024) Element k[kTileK];
+    alignas(1024) Element k[kWholeK];
     alignas(1024) Element v[kTileK];
     alignas(1024) Element other_k[kOwnPanels * kPanelK];  // of the other block's keys the columns of this block's dq
     alignas(1024) Element q[kStagesQ * kTileQ];           // at the end dk
