@@ -254,7 +254,14 @@ struct WideConsumer {
         } else {
           take_exp(scores, weights, steps.m);
           send_probabilities(weights);
-          to_operand<Element>(operand, weights);
+          if constexpr (std::is_same_v<Element, cutlass::half_t>) {
+            // What was sent are the same words, which would stay among the registers of the scores.
+            auto sent = make_tensor_like(operand);
+            to_operand<Element>(sent, weights);
+            move(operand, sent, p.zero);
+          } else {
+            to_operand<Element>(operand, weights);
+          }
         }
         const auto place = place_of<kStagesOfSecond>(step);
         (kIsGradient ? s.q_full : s.dout_full)[place.stage].wait(place.phase);
