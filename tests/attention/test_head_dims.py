@@ -37,6 +37,17 @@ def test_head_ratio(feature: str, head_dim: int, nheads: int, nheads_k: int) -> 
     check(case.with_(nheads=nheads, nheads_k=nheads_k))
 
 
+@pytest.mark.parametrize(
+    "seqlen_q,seqlen_k", [(1, 64), (64, 65), (200, 128), (500, 60), (40, 300), (700, 1030)]
+)
+@pytest.mark.parametrize("head_dim", [136, 256])
+@pytest.mark.parametrize("causal", [False, True])
+def test_wide_heads(seqlen_q: int, seqlen_k: int, head_dim: int, causal: bool) -> None:
+    """On Hopper two thread blocks share 128 keys in the backward, 64 each."""
+    case = Case(seqlen_q, seqlen_k, batch=2, nheads=8, nheads_k=4)
+    check(case.with_(head_dim=head_dim, causal=causal, dlse=True))
+
+
 @pytest.mark.parametrize("dtype", target().dtypes)
 @pytest.mark.parametrize("head_dim,value_dim", [(192, 128), (64, 256), (40, 5), (8, 20), (72, 64)])
 @pytest.mark.parametrize("feature", FEATURES)

@@ -33,11 +33,12 @@ struct KernelSet {
   // mask and a bias (then without softcap and not deterministic, and without a mask beside an fp32 bias for each row and
   // key; one for each key is that of a group); or of packed sequences at Level::kPacked; or gathered, of lists for row
   // blocks that the heads of a group share, without softcap, and its bias, if any, is for each key. nullptr: they compute
-  // every one.
-  bool (*serves_bwd)(const BwdParams& p, bool gathered);
+  // every one. `level`: what it needs of the sm80 kernels.
+  bool (*serves_bwd)(const BwdParams& p, Level level, bool gathered);
   // Its tiled kernels find the window of keys that rows see (FwdParams::window) by themselves.
   bool finds_windows;
-  // Its kernels stay on an SM and take one block of rows (backward: of keys) after the other. The forward does not split
+  // Its kernels stay on an SM and take one block of rows (backward: of keys) after the other; those of the
+  // backward for head_dim_tile 256 begin for each block of keys anew. The forward does not split
   // the keys; the backward splits the query heads of a group only, and all of them have to be in one round.
   bool is_persistent;
 };

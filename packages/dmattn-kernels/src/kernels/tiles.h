@@ -37,6 +37,7 @@ struct BwdTile {
   int warps_n_dkv;  // warps along the keys of dK and dV (the others along head_dim)
   int warps_m_dq;   // warps along the rows of dQ (the others along head_dim)
   int stages_q;     // shared-memory stages of Q
+  int cluster = 1;  // thread blocks that share the keys of a tile; `warps` are those of all of them
 };
 
 // Head dimensions are rounded up to one of these.
@@ -108,13 +109,15 @@ constexpr BwdTile bwd_tile(TileSet tiles, int d) {
 
 // The backward on Hopper: two consumers of 64 keys each. Where block_m is no multiple of 64, dq is computed transposed.
 // Lists are for blocks of 128 rows, which 96 do not divide; the states of a dense mask are those of 64 rows, and
-// statistics of packed sequences (kRowPitch) have room for whole blocks of 64: `in_64_rows` says that there is either. A dense
-// bias has two stages of 16 KB, or in fp32 32 KB, at head_dim 128, three at 64.
+// statistics of packed sequences (kRowPitch) have room for whole blocks of 64: `in_64_rows` says that there is either. A
+// dense bias has two stages of 16 KB, or in fp32 32 KB, at head_dim 128, three at 64. Wide heads take two thread blocks,
+// each with two consumers, which have the same 64 keys and other products.
 constexpr BwdTile sm90_bwd_tile(int d, bool gathered, bool has_bias, bool in_64_rows) {
   return d <= 64 && !gathered && !has_bias && !in_64_rows ? BwdTile{96, 128, 8, 1, 8, 4, 3}
          // 162 KB: 472 TFLOP/s on an H200, 438 with 64 rows
-         : d > 64 && !gathered && has_bias ? BwdTile{64, 128, 8, 1, 8, 4, 2}   // 227 KB
-                                           : BwdTile{64, 128, 8, 1, 8, 4, 3};  // 211 KB
+         : d > 128                         ? BwdTile{64, 128, 16, 1, 8, 4, 2, 2}  // 226 KB
+         : d > 64 && !gathered && has_bias ? BwdTile{64, 128, 8, 1, 8, 4, 2}      // 227 KB
+                                           : BwdTile{64, 128, 8, 1, 8, 4, 3};     // 211 KB
 }
 
 // Decoding: a block of `warps` warps, each of which walks keys of its own, kDecodeKeys at a time, with `stages` of them

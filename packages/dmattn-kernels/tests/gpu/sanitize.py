@@ -22,7 +22,7 @@ FOUND = 66  # exit code that asks to be told apart from the program's own
 # barriers in shared memory (mbarrier) and written by TMA: racecheck takes the one for races and
 # initcheck does not see the other.
 OWN_TOOLS = {"sm90": ("memcheck", "synccheck")}
-OWN_LAUNCHES = {"sm90": "dense rows,listed rows"}
+OWN_LAUNCHES = {"sm90": "dense rows,listed rows,wide heads"}
 # Launches with wrong numbers that reach a family's own kernels: over the caller's lists, and over
 # packed sequences.
 OWN_GARBAGE = {"sm90": "top-w,listed rows,window,dense rows"}

@@ -312,7 +312,7 @@ BETWEEN_LAUNCHES = (
 
 
 # The dense forward of Hopper has kernels for more head dimensions, and one for few rows; its
-# backward has none for more than 128.
+# backward has a plain one only for more than 128.
 HOPPER = (
     Launch("dense rows", 70, 133, wants=""),
     Launch("dense rows, long", 1100, 133, causal=True, wants=""),
@@ -353,8 +353,17 @@ HOPPER_BWD = (
     Launch("dense rows, mask", 200, 261, 2, 4, 2, mask="bkqk", causal=True),
     Launch("dense rows, mask, bias", 200, 264, 2, 4, 2, mask="1hqk", bias="bhqk"),
 )
+# Above head_dim 128 two thread blocks share keys: rows without keys, keys of one block, many heads.
+HOPPER_WIDE_BWD = (
+    Launch("wide heads, gradients", 200, 133, nheads=4, nheads_k=2, causal=True),
+    Launch("wide heads, one block's keys", 70, 60, nheads=2, nheads_k=1),
+    Launch("wide heads, rows without keys", 150, 40, causal=True),
+    Launch("wide heads, keys without rows", 40, 300, causal=True),
+    Launch("wide heads, more than thread blocks", 133, 133, batch=70, causal=True),
+)
 HOPPER_CHANGED_KINDS = [kind for kind in HOPPER_KINDS if kind[1] in (64, 128, 256)]
 HOPPER_BWD_KINDS = [kind for kind in HOPPER_KINDS if kind[1] in (64, 128)]
+HOPPER_WIDE_KINDS = [kind for kind in HOPPER_KINDS if kind[1] > 128]
 
 
 def all_launches() -> list[tuple[str, int, Launch | Lists | Append]]:
@@ -375,6 +384,7 @@ def all_launches() -> list[tuple[str, int, Launch | Lists | Append]]:
         main += [(kind, launch) for launch in HOPPER_PACKED for kind in HOPPER_KINDS]
         main += [(kind, launch) for launch in HOPPER_PACKED_GRADIENTS for kind in HOPPER_BWD_KINDS]
         main += [(kind, launch) for launch in HOPPER_WINDOWS for kind in HOPPER_CHANGED_KINDS]
+        main += [(kind, launch) for launch in HOPPER_WIDE_BWD for kind in HOPPER_WIDE_KINDS]
         main += [(kind, launch) for launch in HOPPER_LISTS for kind in HOPPER_LIST_KINDS]
         main += [(kind, launch) for launch in HOPPER_LIST_GRADIENTS for kind in HOPPER_BWD_KINDS]
         main += [(MAIN[1], MANY_GRADIENTS)]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from abi import FLOAT32, tensor
+from abi import BFLOAT16, FLOAT32, tensor
 from probe import ARRAYS, SM90, WORKSPACE, Plan, Probe, array_bytes, mask
 
 SMS = 132
@@ -22,7 +22,7 @@ def plan_of(probe: ctypes.CDLL, gradients: str = "dq dk dv", **arguments: Any) -
 
 @pytest.mark.parametrize(
     "head_dim, arch, block_m",
-    [(40, 90, 96), (64, 90, 96), (72, 90, 64), (128, 90, 64), (136, 80, 64), (256, 80, 64)],
+    [(40, 90, 96), (64, 90, 96), (72, 90, 64), (128, 90, 64), (136, 90, 64), (256, 90, 64)],
 )
 def test_tiles(probe: ctypes.CDLL, head_dim: int, arch: int, block_m: int) -> None:
     plan = plan_of(probe, head_dim=head_dim)
@@ -154,6 +154,42 @@ def test_packed_sequences_that_others_compute(
     assert Probe(probe).bwd(SM90, SMS, head_dim=128, **fields)["arch"] == 80
 
 
+@pytest.mark.parametrize("head_dim", [136, 192, 256])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"is_causal": 1, "nheads_k": 4, "seqlen_q": 16384, "seqlen_k": 16384},
+        {"seqlen_q": 500, "seqlen_k": 1, "nheads_k": 2},
+        # 120 blocks of keys, each for two thread blocks.
+        {"seqlen_q": 1920, "seqlen_k": 1920, "nheads": 8, "nheads_k": 8, "is_causal": 1},
+    ],
+    ids=["plain", "causal groups", "few keys, few rows", "no more than fill the GPU"],
+)
+def test_wide_heads(probe: ctypes.CDLL, arguments: dict[str, Any], head_dim: int) -> None:
+    """Two thread blocks share 128 keys; dq lies as the four consumers of both leave it."""
+    plan = plan_of(probe, head_dim=head_dim, **arguments)
+    assert (plan["arch"], plan["block_m"], plan["block_n"]) == (90, 64, 128)
+    assert plan["lse_scale"] > 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"softcap": 30.0},
+        {"deterministic": 1},
+        {"bias": tensor((1, 16, 4096, 4096), BFLOAT16)},
+        {"mask": mask(1, 1, 4096, 4096)},
+        {"mask": mask(1, 1, 1, 4096)},
+        {"dout": tensor((1, 4096, 16, 256), stride=(4096 * 4100, 4100, 256, 1))},
+        {"seqlen_k": 256},  # 32 blocks of keys
+    ],
+    ids=["softcap", "deterministic", "bias", "mask", "listed keys", "unaligned", "few keys"],
+)
+def test_wide_heads_that_others_compute(probe: ctypes.CDLL, arguments: dict[str, Any]) -> None:
+    assert plan_of(probe, head_dim=256, **arguments)["arch"] == 80
+
+
 @pytest.mark.parametrize("seqlen_q, pitch", [(90, 128), (97, 256), (193, 384), (4096, 4224)])
 def test_statistics_have_whole_blocks_of_rows(
     probe: ctypes.CDLL, seqlen_q: int, pitch: int
@@ -163,7 +199,7 @@ def test_statistics_have_whole_blocks_of_rows(
     assert plan["arch"] == 90 and plan["seqlen_q_rounded"] == pitch
 
 
-@pytest.mark.parametrize("head_dim", [64, 80, 128])
+@pytest.mark.parametrize("head_dim", [64, 80, 128, 192, 256])
 @pytest.mark.parametrize("batch, nheads_k", [(1, 2), (1, 4), (1, 16), (4, 1), (2, 2)])
 @pytest.mark.parametrize("deterministic", [0, 1])
 def test_workspace_stays_below_one_and_a_half_inputs(

@@ -22,7 +22,7 @@ def hopper_kernels(library: ctypes.CDLL, library_path: Path) -> list[sass.Kernel
 
 def test_every_kind_of_kernel_is_found(hopper_kernels: list[sass.Kernel]) -> None:
     kinds = {kind for k in hopper_kernels for kind in re.findall(r"([a-z]+_kernel)I", k.name)}
-    assert kinds == {"fwd_kernel", "bwd_kernel", "gather_kernel"}
+    assert kinds == {"fwd_kernel", "bwd_kernel", "wide_kernel", "gather_kernel"}
 
 
 def test_products_are_computed_by_wgmma_alone(hopper_kernels: list[sass.Kernel]) -> None:

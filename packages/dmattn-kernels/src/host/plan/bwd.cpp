@@ -358,9 +358,9 @@ constexpr int32_t kShortSteps = 8;
 bool suits_residents(const BwdPlan& plan) {
   const BwdParams& p = plan.kernel;
   if (is_gathered(plan.walk)) return true;
-  const int64_t items = int64_t{p.max_work_items} * p.num_splits;
+  const int64_t blocks = int64_t{p.max_work_items} * p.num_splits * plan.tile.cluster;
   const bool is_uneven = p.is_causal && p.window == 0;
-  const bool fills = 10 * items >= (is_uneven ? 17 : 8) * int64_t{plan.resident_blocks};
+  const bool fills = 10 * blocks >= (is_uneven ? 17 : 8) * int64_t{plan.resident_blocks};
   const bool is_short = ceil_div(p.head_ratio, p.num_splits) * p.dq_blocks <= kShortSteps;
   return (fills || is_short || p.deterministic || p.packing.is_active()) && plan.round.groups == plan.whole.groups;
 }
@@ -372,7 +372,7 @@ bool choose_kernel(BwdPlan& plan, const dmattn_bwd_params& p, bool finds_window,
   const KernelSet* found = find_unit_set(*device.kernels, plan.unit, [&](const KernelSet& kernels) {
     if (finds_window && !kernels.finds_windows) return false;
     if (kernels.serves_bwd != nullptr &&
-        !(is_for_residents(plan) && kernels.serves_bwd(plan.kernel, plan.unit.gathered))) {
+        !(is_for_residents(plan) && kernels.serves_bwd(plan.kernel, bwd_level(plan), plan.unit.gathered))) {
       return false;
     }
     chosen = plan_with(kernels, plan, p, device);

@@ -2,6 +2,7 @@
 // bwd_kernel.cuh, what becomes of its results in bwd_results.cuh.
 #pragma once
 
+#include "../shared/element.cuh"
 #include "bwd_gather.cuh"
 #include "bwd_items.cuh"
 
@@ -12,6 +13,29 @@ template <int kFragments, class Accumulator>
 __device__ __forceinline__ auto fragments(Accumulator& acc) -> float (&)[kFragments][4] {
   static_assert(cute::cosize_v<typename Accumulator::layout_type> == kFragments * 4);
   return *reinterpret_cast<float (*)[kFragments][4]>(acc.data());
+}
+
+// Rounded, as the first operand of the next product: the registers in the same order, 16 rows at a time.
+template <class Element, class Operand, int kFragments>
+__device__ __forceinline__ void to_operand(Operand& operand, const float (&from)[kFragments][4]) {
+  auto packed = cute::recast<uint32_t>(operand);
+#pragma unroll
+  for (int i = 0; i < kFragments; ++i) {
+    packed(2 * i) = ElementTraits<Element>::pack(from[i][0], from[i][1]);
+    packed(2 * i + 1) = ElementTraits<Element>::pack(from[i][2], from[i][3]);
+  }
+}
+
+// Other registers for the same words: an addition of `zero`, which the compiler does not know to be 0, or it would take
+// one set of registers for both.
+template <class Operand>
+__device__ __forceinline__ void move(Operand& to, const Operand& from, uint32_t zero) {
+  auto to_words = cute::recast<uint32_t>(to);
+  const auto from_words = cute::recast<const uint32_t>(from);
+#pragma unroll
+  for (int i = 0; i < cute::size(to_words); ++i) {
+    asm volatile("xor.b32 %0, %1, %2;" : "=r"(to_words(i)) : "r"(from_words(i)), "r"(zero));
+  }
 }
 
 template <class T>

@@ -85,30 +85,6 @@ struct BwdConsumer : BwdResults<T> {
     }
   }
 
-  // Rounded, as the first operand of the next product: the registers in the same order, 16 rows at a time.
-  template <class Operand>
-  static __device__ __forceinline__ void to_operand(Operand& operand, const Scores& from) {
-    auto packed = cute::recast<uint32_t>(operand);
-#pragma unroll
-    for (int i = 0; i < kFragmentsM; ++i) {
-      packed(2 * i) = ElementTraits<Element>::pack(from[i][0], from[i][1]);
-      packed(2 * i + 1) = ElementTraits<Element>::pack(from[i][2], from[i][3]);
-    }
-  }
-
-  // Other registers for ds, those that p had until dv was done. So the scores come to lie where p, from which ds was
-  // made in place, has been: without this, the products in progress hold 16 registers more than there are. An addition
-  // of 0 that the compiler does not know to be 0, or it would take one set of registers for both.
-  template <class Operand>
-  __device__ __forceinline__ void move(Operand& to, const Operand& from) const {
-    auto to_words = cute::recast<uint32_t>(to);
-    const auto from_words = cute::recast<const uint32_t>(from);
-#pragma unroll
-    for (int i = 0; i < cute::size(to_words); ++i) {
-      asm volatile("xor.b32 %0, %1, %2;" : "=r"(to_words(i)) : "r"(from_words(i)), "r"(p.zero));
-    }
-  }
-
   __device__ __forceinline__ void work(const BwdItemOf<T>& item) {
     using namespace cute;
     typename T::ScoreMma score_mma;
@@ -210,13 +186,13 @@ struct BwdConsumer : BwdResults<T> {
         take_exp(scores, weights, factors, q_place.stage, steps, item.n_block, kept);
         wait_for_product<1>(acc_dk);
         if constexpr (!kIsFirst) release(s.q_empty[q_before]);
-        to_operand(probabilities, weights);
+        to_operand<Element>(probabilities, weights);
         start_product<false>(grad_mma, probabilities, doutt(_, _, _, dout_place.stage), acc_dv);
         wait_for_product<1>(acc_dp);
         take_ds(weights, dp, factors, dout_place.stage);
         if constexpr (T::kKeyBias) sum_rows(key_sums, weights);
         if constexpr (T::kWideBias) store_dbias(weights, q_place.stage);
-        to_operand(gradients, weights);
+        to_operand<Element>(gradients, weights);
         if constexpr (!T::kOwnOut && kIsFirst) sync_out();
         store_ds(gradients);
         if constexpr (T::kDenseBias && !T::kWideBias) release(s.bias_empty[q_place.stage]);
@@ -229,7 +205,9 @@ struct BwdConsumer : BwdResults<T> {
         wait_for_product<1>(acc_dv);
         release(s.dout_empty[dout_place.stage]);
         dout_place.advance();
-        move(moved_gradients, gradients);
+        // Into the registers that p had until dv was done. So the scores come to lie where p, from which ds was made in
+        // place, has been: without this, the products in progress hold 16 registers more than there are.
+        move(moved_gradients, gradients, p.zero);
         if constexpr (kStartsEarly) start_scores();
         start_dk();
         wait_for_product<kStartsEarly ? 2 : 1>(acc_dq);

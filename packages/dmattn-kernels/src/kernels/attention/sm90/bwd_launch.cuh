@@ -8,6 +8,7 @@
 
 #include "../shared/launch.cuh"
 #include "bwd_kernel.cuh"
+#include "bwd_wide_kernel.cuh"
 #include "tensor_map.h"
 
 namespace dmattn {
@@ -53,8 +54,8 @@ cudaError_t map_rows(const TensorMapper& mapper, CUtensorMap& to, const void* te
 template <class T>
 cudaError_t fill_tiles(BwdArguments& a, const BwdParams& p, int64_t blocks, const TensorMapper& mapper) {
   const TensorExtents keys = {p.batch, p.seqlen_k, p.nheads_k, p.head_dim};
-  cudaError_t status = map_rows<T>(mapper, a.k, p.k, p.k_stride, keys, T::kBlockN);
-  if (status == cudaSuccess) status = map_rows<T>(mapper, a.v, p.v, p.v_stride, keys, T::kBlockN);
+  cudaError_t status = map_rows<T>(mapper, a.k, p.k, p.k_stride, keys, T::kOwnKeys);
+  if (status == cudaSuccess) status = map_rows<T>(mapper, a.v, p.v, p.v_stride, keys, T::kOwnKeys);
   if (p.num_splits == 1) {
     if (status == cudaSuccess) status = map_rows<T>(mapper, a.dk, p.dk, p.dk_stride, keys, 64);
     if (status == cudaSuccess) status = map_rows<T>(mapper, a.dv, p.dv, p.dv_stride, keys, 64);
@@ -179,6 +180,17 @@ cudaError_t launch_bwd_kernel(int64_t blocks, const BwdParams& p, cudaStream_t s
   return launch(bwd_kernel<T>, blocks, T::kThreads, T::kSmemBytes, T::kSmemBytes, devices_ready, arguments, stream);
 }
 
+// A cluster for each block of keys. `blocks`: thread blocks that there is room for at a time.
+template <class T>
+cudaError_t launch_wide_bwd_kernel(int64_t blocks, const BwdParams& p, cudaStream_t stream) {
+  BwdArguments arguments = {};
+  const cudaError_t status = fill_arguments<T>(arguments, p, blocks / T::kCluster);
+  if (status != cudaSuccess) return status;
+  static std::atomic<uint64_t> devices_ready{0};
+  return launch(bwd_wide_kernel<T>, int64_t{T::kCluster} * arguments.items, T::kThreads, T::kSmemBytes, T::kSmemBytes,
+                devices_ready, arguments, stream);
+}
+
 }  // namespace sm90
 
 template <class Element, int kHeadDimTile, bool kGathered>
@@ -187,7 +199,11 @@ cudaError_t launch_bwd(const KernelChoice& choice, const BwdParams& p, cudaStrea
   const auto go = [&](auto variant) {
     return launch_bwd_kernel<BwdTraits<Element, kHeadDimTile, decltype(variant)::value>>(choice.blocks, p, stream);
   };
-  if constexpr (kGathered) {
+  if constexpr (kHeadDimTile > 128) {
+    using sm90::BwdWideTraits, sm90::launch_wide_bwd_kernel;
+    if (p.head_dim <= 192) return launch_wide_bwd_kernel<BwdWideTraits<Element, 192>>(choice.blocks, p, stream);
+    return launch_wide_bwd_kernel<BwdWideTraits<Element, kHeadDimTile>>(choice.blocks, p, stream);
+  } else if constexpr (kGathered) {
     const bool has_bias = p.bias.kind != BiasKind::kNone;
     if (p.deterministic && has_bias) return go(cute::C<BwdVariant::kOrderedBiasLists>{});
     if (p.deterministic) return go(cute::C<BwdVariant::kOrderedLists>{});

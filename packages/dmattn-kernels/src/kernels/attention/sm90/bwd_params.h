@@ -23,13 +23,13 @@ struct BwdArguments {
   const float* lse;  // times log2(e), but with a bias; [batch][nheads][seqlen_q_rounded], +inf where there is no row
   const float* lse_rest;  // with a bias: what is missing of lse, times log2(e)
   const float* delta;     // likewise; 0 where there is no row
-  // fp32, zero before the launch, in units of 1 / softmax_scale: [batch][nheads][dq_blocks][kBlockM * kHeadDim], each
+  // fp32, zero before the launch, in units of 1 / softmax_scale: [batch][nheads][dq_blocks][kBlockM * kTileDim], each
   // tile in the order of DqTile.
   float* dq_accum;
   // [batch][nheads][dq_blocks], zero before the launch: blocks of keys that have added to a tile of dq.
   // nullptr: nobody waits for a turn.
   int32_t* dq_semaphore;
-  // num_splits > 1: fp32 [tile][num_splits][kBlockN][kHeadDim] instead of dk and dv.
+  // num_splits > 1: fp32 [tile][num_splits][kBlockN][kTileDim] instead of dk and dv.
   float* dk_slots;
   float* dv_slots;
   int32_t seqlen_q, seqlen_k, seqlen_q_rounded, nheads, nheads_k, head_ratio;
@@ -43,7 +43,7 @@ struct BwdArguments {
   float softmax_scale, softcap;
   bool is_causal;
   // Number of items that thread blocks have taken, zero before the launch. Where no block waits for another's turn each
-  // has its first by its own number, and those do not count.
+  // has its first by its own number, and those do not count. Wide heads do without it.
   int32_t* work_counter;
   uint32_t zero;  // 0, for BwdConsumer::move()
 

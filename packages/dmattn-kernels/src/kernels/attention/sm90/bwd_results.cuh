@@ -7,8 +7,68 @@
 #include "bwd_bias.cuh"
 #include "bwd_consumer.cuh"
 #include "bwd_dq.cuh"
+#include "packed.cuh"
 
 namespace dmattn::sm90 {
+
+// Rounds the dk or dv of 64 keys.
+template <class Element, class Accumulator>
+__device__ __forceinline__ auto round_grad(const Accumulator& acc, float scale) {
+  auto rounded = cute::make_tensor_like<Element>(acc);
+  auto packed = cute::recast<uint32_t>(rounded);
+#pragma unroll
+  for (int i = 0; i < cute::size(packed); ++i) {
+    packed(i) = ElementTraits<Element>::pack(acc(2 * i) * scale, acc(2 * i + 1) * scale);
+  }
+  return rounded;
+}
+// Puts it into shared memory as TMA stores it. Whole warpgroup.
+template <class T, class Rounded>
+__device__ __forceinline__ void stage_grad(const Rounded& rounded, typename T::Element* stage, int thread) {
+  typename T::OneGradMma mma;
+  const auto copy = cute::make_tiled_copy_C(cute::Copy_Atom<cute::SM90_U32x4_STSM_N, typename T::Element>{}, mma);
+  const auto slice = copy.get_slice(thread);
+  auto tile = cute::make_tensor(cute::make_smem_ptr(stage), typename T::LayoutOut{});
+  cute::copy(copy, slice.retile_S(rounded), slice.partition_D(tile));
+  cutlass::arch::fence_view_async_shared();
+}
+// From there to where it belongs. One thread. `where`: the batch, or the packed sequence.
+template <class T, class Where>
+__device__ __forceinline__ void send_grad(const CUtensorMap& out, const typename T::Element* stage, int key, int head_k,
+                                          const Where& where) {
+#pragma unroll
+  for (int panel = 0; panel < T::kPanels; ++panel) {
+    store_panel(out, stage + panel * 64 * T::kPanelCols, panel * T::kPanelCols, key, head_k, where);
+  }
+  cute::tma_store_arrive();
+}
+// In fp32, where a tile has several parts. `row`: of the tile, the first key that the thread has.
+template <class T>
+__device__ __forceinline__ void store_partial(const float (&acc)[T::kHeadDim / 8][4], float scale, float* slots,
+                                              const BwdItem& item, const BwdArguments& p, int row, int lane) {
+  const int64_t tile = (static_cast<int64_t>(item.batch) * p.nheads_k + item.head_k) * p.n_blocks + item.n_block;
+  float* const to = slots + ((tile * p.num_splits + item.split) * T::kBlockN + row) * T::kTileDim + lane % 4 * 2;
+#pragma unroll
+  for (int i = 0; i < T::kHeadDim / 8; ++i)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      *reinterpret_cast<float2*>(to + half * 8 * T::kTileDim + 8 * i) =
+          make_float2(acc[i][2 * half] * scale, acc[i][2 * half + 1] * scale);
+    }
+}
+
+// Panels of ds, from the operand of dk += ds^T q: see bwd_bias.cuh. Whole warpgroup.
+template <int kBlockM, class Operand>
+__device__ __forceinline__ void store_ds_panel(const Operand& gradients, uint32_t panel, int warp, int lane) {
+  const auto packed = cute::recast<const uint32_t>(gradients);
+  const uint32_t rows = matrix_row(panel, warp, lane);
+#pragma unroll
+  for (int i = 0; i < kBlockM / 16; ++i) {
+    store_matrices(rows + i * (16 * kPanelRowBytes), packed(4 * i), packed(4 * i + 1), packed(4 * i + 2),
+                   packed(4 * i + 3));
+  }
+  cutlass::arch::fence_view_async_shared();  // the tensor cores see what was written
+}
 
 template <class T>
 struct BwdResults : BwdConsumerState<T> {
@@ -32,14 +92,7 @@ struct BwdResults : BwdConsumerState<T> {
   // products from the stage's last use: it has waited for the one before this, and the barrier of the step between.
   template <class Operand>
   __device__ __forceinline__ void store_ds(const Operand& gradients) {
-    const auto packed = cute::recast<const uint32_t>(gradients);
-    const uint32_t rows = matrix_row(smem_u32(own_ds(ds_stage)), warp, lane);
-#pragma unroll
-    for (int i = 0; i < T::kBlockM / 16; ++i) {
-      store_matrices(rows + i * (16 * kPanelRowBytes), packed(4 * i), packed(4 * i + 1), packed(4 * i + 2),
-                     packed(4 * i + 3));
-    }
-    cutlass::arch::fence_view_async_shared();  // the tensor cores see what was written
+    store_ds_panel<T::kBlockM>(gradients, smem_u32(own_ds(ds_stage)), warp, lane);
     if constexpr (T::kDenseBias && !T::kWideBias) {
       if (is_speaker()) cute::tma_store_wait<0>();  // the other stage, which comes next, has been read
     }
@@ -251,54 +304,24 @@ struct BwdResults : BwdConsumerState<T> {
   __device__ __forceinline__ void store_grad(Accumulator& acc, float scale, const CUtensorMap& out, float* slots,
                                              const BwdItem& item) {
     if (!T::kPacked && p.num_splits > 1) {
-      store_partial(fragments<kFragmentsD>(acc), scale, slots, item);
+      store_partial<T>(fragments<kFragmentsD>(acc), scale, slots, item, p, consumer * 64 + warp * 16 + lane / 4, lane);
       return;
     }
-    auto rounded = cute::make_tensor_like<Element>(acc);
-    auto packed = cute::recast<uint32_t>(rounded);
-#pragma unroll
-    for (int i = 0; i < cute::size(packed); ++i) {
-      packed(i) = ElementTraits<Element>::pack(acc(2 * i) * scale, acc(2 * i + 1) * scale);
-    }
+    const auto rounded = round_grad<Element>(acc, scale);
     Element* const stage = reinterpret_cast<Element*>(own_out());
     // What the stage held has been read. The next tile of dq to come here waits for the same phase.
     if constexpr (T::kDqPath == DqPath::kTurns) s.out_empty[out_place.stage].wait(out_free_phase(false));
     if (is_speaker()) cute::tma_store_wait<0>();
     sync_own();
-    typename T::OneGradMma mma;
-    const auto copy = cute::make_tiled_copy_C(cute::Copy_Atom<cute::SM90_U32x4_STSM_N, Element>{}, mma);
-    const auto slice = copy.get_slice(thread);
-    auto tile = cute::make_tensor(cute::make_smem_ptr(stage), typename T::LayoutOut{});
-    cute::copy(copy, slice.retile_S(rounded), slice.partition_D(tile));
-    cutlass::arch::fence_view_async_shared();
+    stage_grad<T>(rounded, stage, thread);
     sync_own();
-    if (is_speaker()) {
-#pragma unroll
-      for (int panel = 0; panel < T::kPanels; ++panel) {
-        const Element* const from = stage + panel * 64 * T::kPanelCols;
-        const int key = item.n_block * T::kBlockN + consumer * 64;
-        if constexpr (T::kPacked) {
-          store_panel(out, from, panel * T::kPanelCols, key, item.head_k, s.item[item_place.stage].k);
-        } else {
-          store_panel(out, from, panel * T::kPanelCols, key, item.head_k, item.batch);
-        }
-      }
-      cute::tma_store_arrive();
+    if (!is_speaker()) return;
+    const int key = item.n_block * T::kBlockN + consumer * 64;
+    if constexpr (T::kPacked) {
+      send_grad<T>(out, stage, key, item.head_k, s.item[item_place.stage].k);
+    } else {
+      send_grad<T>(out, stage, key, item.head_k, item.batch);
     }
-  }
-
-  __device__ __forceinline__ void store_partial(float (&acc)[kFragmentsD][4], float scale, float* slots,
-                                                const BwdItem& item) {
-    const int64_t tile = (static_cast<int64_t>(item.batch) * p.nheads_k + item.head_k) * p.n_blocks + item.n_block;
-    const int row = consumer * 64 + warp * 16 + lane / 4;
-    float* const to = slots + ((tile * p.num_splits + item.split) * T::kBlockN + row) * T::kHeadDim + lane % 4 * 2;
-#pragma unroll
-    for (int i = 0; i < kFragmentsD; ++i)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        *reinterpret_cast<float2*>(to + half * 8 * T::kHeadDim + 8 * i) =
-            make_float2(acc[i][2 * half] * scale, acc[i][2 * half + 1] * scale);
-      }
   }
 };
 

@@ -82,7 +82,7 @@ struct DqTile {
 template <class Element_, int kHeadDim_, BwdVariant kVariant>
 struct BwdTraits {
   using Element = Element_;
-  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kHeadDim = kHeadDim_, kTileDim = kHeadDim;
   static constexpr int kConsumers = 2;
   static constexpr bool kListBias = kVariant == BwdVariant::kBiasLists || kVariant == BwdVariant::kOrderedBiasLists;
   static constexpr bool kKeyBias = kListBias || kVariant == BwdVariant::kKeyBias;
@@ -97,6 +97,7 @@ struct BwdTraits {
   static constexpr bool kPacked = kVariant == BwdVariant::kPacked;
   static constexpr BwdTile kTile = sm90_bwd_tile(kHeadDim, kGathered, kBias, kMasked || kPacked);
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n;  // rows of queries; keys, 64 a consumer
+  static constexpr int kOwnKeys = kBlockN;                                // keys that TMA copies in one piece
   static_assert(kBlockN == 64 * kConsumers && kTile.warps == 4 * kConsumers && kTile.warps_m_dq == 4);
   static constexpr int kStagesQ = kTile.stages_q, kStagesdO = 2, kStagesdS = 2;
   // On an H200, bulk copies are up to 4% faster at head_dim 128; at 64 they have not been timed.

@@ -1,0 +1,465 @@
+// The backward on Hopper for wide heads: consecutive keys, with lengths and causality.
+//
+// dk and dv of 64 keys and 256 columns fill a warpgroup's registers each, so that a thread block has no room for more
+// keys, and dq, which is added to sums in memory, would leave it for every 64 of them. Here two thread blocks of a cluster
+// share 128 keys: each computes ds of its own 64, and they exchange it, so that each can compute half of the columns of
+// dq = ds k for the keys of both. Q and dO come from memory once for both.
+//
+// One thread of the first warpgroup, the producer, copies tiles. The two consumers have the same keys:
+//   the first    s^T = k q^T     p = exp(s - lse)        dv += p^T do     a panel of dq
+//   the second   dp^T = v do^T   ds = p (dp - delta)     dk += ds^T q     another panel
+// p goes from the first to the second through shared memory, ds to both, and to the other thread block. The products of a
+// step are queued in the order p^T do, dq of the step before, scores of the next step (and likewise), so that the
+// exchange has a step's time, and one consumer's products run while the other one's registers are worked on.
+//
+// A cluster takes one block of keys. Bytes, registers and cycles are counted in docs/kernels/backward.md.
+#pragma once
+
+#include <climits>
+
+#include "bwd_results.cuh"
+#include "bwd_wide_traits.cuh"
+
+namespace dmattn::sm90 {
+
+// --- both thread blocks -----------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ int other_rank() { return static_cast<int>(cute::block_rank_in_cluster()) ^ 1; }
+
+// Says to both thread blocks that this one is done with a buffer that both write.
+__device__ __forceinline__ void release_in_both(Barrier& empty) {
+  empty.arrive();
+  cutlass::arch::ClusterBarrier::arrive(&empty.word, other_rank(), 1);
+}
+
+// Copies shared memory to the same addresses `to` and `full` of the other thread block, whose barrier counts the bytes.
+__device__ __forceinline__ void send_to_other(const void* from, void* to, Barrier& full, uint32_t bytes) {
+  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   cute::set_block_rank(smem_u32(to), other_rank())),
+               "r"(smem_u32(from)), "r"(bytes), "r"(cute::set_block_rank(smem_u32(&full.word), other_rank()))
+               : "memory");
+}
+
+template <class T>
+__device__ __forceinline__ void init_wide_barriers(typename T::Shared& s) {
+  s.k_full.init(1);
+  s.v_full.init(1);
+  // Q is released by the second consumers, which know that the first are done with it when they have p. dO is released by
+  // both, and so is ds.
+  for (int i = 0; i < T::kStagesQ; ++i) {
+    s.q_full[i].init(1);
+    s.q_empty[i].init(T::kCluster);
+  }
+  for (int i = 0; i < T::kStagesdO; ++i) {
+    s.dout_full[i].init(1);
+    s.dout_empty[i].init(T::kCluster * T::kConsumers);
+  }
+  for (int i = 0; i < T::kStagesP; ++i) s.p_full[i].init(4);  // a warp each
+  for (int i = 0; i < T::kStagesdS; ++i) {
+    s.ds_full[i].init(1);
+    s.ds_empty[i].init(T::kCluster * T::kConsumers);
+  }
+  cutlass::arch::fence_barrier_init();
+}
+
+// --- the producer: one thread -----------------------------------------------------------------------------------------
+
+template <class T>
+struct WideProducer {
+  using Element = typename T::Element;
+  static constexpr uint32_t kStatBytes = T::kBlockM * sizeof(float);
+  static constexpr uint16_t kBoth = 3;
+
+  const BwdArguments& p;
+  typename T::Shared& s;
+  const int rank;
+  RingPlace<T::kStagesQ> q_place;
+  RingPlace<T::kStagesdO> dout_place;
+
+  __device__ __forceinline__ void run(const BwdItem& item) {
+    RowSteps steps(p, item);
+    if (steps.left == 0) return;
+    load_q(steps, item);
+    load_k(item);
+    load_dout(steps, item);
+    s.v_full.arrive_and_expect(T::kTileK * sizeof(Element));
+    load_tile<T::kOwnKeys, T::kPanels, T::kPanelCols>(p.v, s.v_full, cute::TMA::CacheHintSm90::EVICT_FIRST, s.v,
+                                                      first_key(item, rank), item.head_k, item.batch);
+    steps.advance();
+#pragma unroll 1
+    for (; steps.left > 0; steps.advance()) {
+      load_q(steps, item);
+      load_dout(steps, item);
+    }
+  }
+
+  static __device__ __forceinline__ int first_key(const BwdItem& item, int rank) {
+    return item.n_block * T::kBlockN + rank * T::kOwnKeys;
+  }
+  // The block's own keys, and of the other's what its part of dq needs.
+  __device__ __forceinline__ void load_k(const BwdItem& item) {
+    s.k_full.arrive_and_expect((T::kWholeK + T::kOwnPanels * T::kPanelK) * sizeof(Element));
+    load_tile<T::kOwnKeys, T::kAllPanels, T::kPanelCols>(p.k, s.k_full, cute::TMA::CacheHintSm90::EVICT_FIRST, s.k,
+                                                         first_key(item, rank), item.head_k, item.batch);
+#pragma unroll
+    for (int panel = 0; panel < T::kOwnPanels; ++panel) {
+      cute::SM90_TMA_LOAD_4D::copy(&p.k, &s.k_full.word, static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST),
+                                   s.other_k + panel * T::kPanelK, (rank * T::kOwnPanels + panel) * T::kPanelCols,
+                                   first_key(item, rank ^ 1), item.head_k, item.batch);
+    }
+  }
+  __device__ __forceinline__ void load_q(const RowSteps& steps, const BwdItem& item) {
+    const int stage = q_place.stage;
+    load_rows(p.q, p.lse, s.q + stage * T::kTileQ, s.lse[stage], s.q_full[stage], s.q_empty[stage], q_place.phase,
+              steps, item);
+    q_place.advance();
+  }
+  __device__ __forceinline__ void load_dout(const RowSteps& steps, const BwdItem& item) {
+    const int stage = dout_place.stage;
+    load_rows(p.dout, p.delta, s.dout + stage * T::kTileQ, s.delta[stage], s.dout_full[stage], s.dout_empty[stage],
+              dout_place.phase, steps, item);
+    dout_place.advance();
+  }
+  // Half of the panels for both thread blocks, the other half of which come from the other one; and for this one alone the
+  // number that each row has. What the other has copied may arrive before the barrier is told to expect it: no phase ends
+  // before this thread has arrived.
+  __device__ __forceinline__ void load_rows(const CUtensorMap& map, const float* stats, Element* tile, float* stat,
+                                            Barrier& full, Barrier& empty, int phase, const RowSteps& steps,
+                                            const BwdItem& item) {
+    empty.wait(phase ^ 1);
+    full.arrive_and_expect(T::kTileQ * sizeof(Element) + kStatBytes);
+#pragma unroll
+    for (int i = 0; i < T::kOwnPanels; ++i) {
+      const int panel = rank * T::kOwnPanels + i;
+      if (panel >= T::kPanels) break;
+      cute::SM90_TMA_LOAD_MULTICAST_4D::copy(
+          &map, &full.word, kBoth, static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_LAST),
+          tile + panel * T::kPanelQ, panel * T::kPanelCols, steps.m * T::kBlockM, steps.head, item.batch);
+    }
+    const int64_t row =
+        (static_cast<int64_t>(item.batch) * p.nheads + steps.head) * p.seqlen_q_rounded + steps.m * T::kBlockM;
+    cute::SM90_BULK_COPY_G2S::copy(stats + row, &full.word, stat, kStatBytes);
+  }
+};
+
+// --- the consumers: a warpgroup each ----------------------------------------------------------------------------------
+
+// kIsGradient: the second of them.
+template <class T, bool kIsGradient>
+struct WideConsumer {
+  using Element = typename T::Element;
+  static constexpr int kFragmentsM = T::kBlockM / 8, kFragmentsD = T::kHeadDim / 8;
+  static constexpr int kOwnBarrier = 1;  // of the warpgroup; 0 is __syncthreads()
+  static constexpr int kConsumer = kIsGradient ? 1 : 0;
+  using Scores = float[kFragmentsM][4];  // see BwdConsumerState
+  // Probabilities are kept times so many, from the scores on until ds and dv: the second consumer gets them in fp16, of
+  // which those of very long rows would otherwise be subnormal.
+  static constexpr int kLog2Scale = 12;
+  static constexpr float kUnscale = 1.f / (1 << kLog2Scale);
+
+  const BwdArguments& p;
+  typename T::Shared& s;
+  const BwdItem& item;
+  const int rank, thread, warp, lane;  // thread, warp: in the warpgroup
+  int step =
+      0;  // of the item; buffers are used in turn, so that it says which of them, and the phase of their barriers
+
+  __device__ __forceinline__ WideConsumer(const BwdArguments& arguments, typename T::Shared& shared,
+                                          const BwdItem& given, int rank_in_cluster)
+      : p(arguments),
+        s(shared),
+        item(given),
+        rank(rank_in_cluster),
+        thread(threadIdx.x % 128),
+        warp(threadIdx.x / 32 % 4),
+        lane(threadIdx.x % 32) {}
+
+  // Where step n has its place in a ring.
+  template <int kStages>
+  static __device__ __forceinline__ RingPlace<kStages> place_of(int n) {
+    return {n % kStages, n / kStages % 2};
+  }
+  // The first product of a step has Q or dO as its second operand, which come with lse or delta; the second product has
+  // the other of them.
+  static constexpr int kStagesOfFirst = kIsGradient ? T::kStagesdO : T::kStagesQ;
+  static constexpr int kStagesOfSecond = kIsGradient ? T::kStagesQ : T::kStagesdO;
+
+  __device__ __forceinline__ bool is_speaker() const { return thread == 0; }
+  __device__ __forceinline__ void sync_own() const { cutlass::arch::NamedBarrier::sync(128, kOwnBarrier + kConsumer); }
+
+  __device__ __forceinline__ void run() {
+    using namespace cute;
+    typename T::ScoreMma score_mma;
+    typename T::GradMma grad_mma;
+    typename T::DqMma dq_mma;
+    const auto score_slice = score_mma.get_slice(thread);
+    const auto grad_slice = grad_mma.get_slice(thread);
+    const auto dq_slice = dq_mma.get_slice(thread);
+    const auto tile = [](Element* data, auto layout) { return make_tensor(make_smem_ptr(data), layout); };
+    const auto columns = grad_slice.partition_fragment_B(
+        tile(kIsGradient ? s.q : s.dout, typename T::template Columns<T::kBlockM, kStagesOfSecond>{}));
+    const auto ds = dq_slice.partition_fragment_A(tile(s.ds[0][0], typename T::LayoutdS{}));
+    const auto kt = dq_slice.partition_fragment_B(tile(s.k + panel() * T::kPanelK, typename T::LayoutKt{}));
+    const auto other_kt =
+        dq_slice.partition_fragment_B(tile(s.other_k + kConsumer * T::kPanelK, typename T::LayoutKt{}));
+    auto acc_s = partition_fragment_C(score_mma, Shape<Int<T::kOwnKeys>, Int<T::kBlockM>>{});  // or of dp
+    auto acc_grad = partition_fragment_C(grad_mma, Shape<Int<T::kOwnKeys>, Int<T::kHeadDim>>{});
+    auto operand = make_tensor<Element>(Layout<Shape<Shape<_2, _2, _2>, _1, Int<T::kBlockM / 16>>>{});
+    const Scores& scores = fragments<kFragmentsM>(acc_s);
+
+    clear(acc_grad);
+    // The zeros are in registers before any product starts: where they came later, all products would be serialized.
+    warpgroup_fence_operand(acc_grad);
+    RowSteps steps(p, item);
+    steps.head += item.batch * p.nheads;  // of all batches
+    if (steps.left > 0) {
+      int dq_before = dq_tile(steps);  // of the step before, or of the first one
+      const auto start_scores = [&](int n) __attribute__((always_inline)) {
+        const auto place = place_of<kStagesOfFirst>(n);
+        (kIsGradient ? s.dout_full : s.q_full)[place.stage].wait(place.phase);
+        // 0, which the compiler does not know: it would keep the addresses of all 16 parts of both operands in registers.
+        const int zero = n & static_cast<int>(p.zero);
+        const auto keys =
+            score_slice.partition_fragment_A(tile((kIsGradient ? s.v : s.k) + zero, typename T::LayoutK{}));
+        const auto rows = score_slice.partition_fragment_B(
+            tile((kIsGradient ? s.dout : s.q) + place.stage * T::kTileQ + zero, typename T::LayoutQ{}));
+        discard(acc_s);
+        start_product<true>(score_mma, keys, rows, acc_s);  // s^T = k q^T, or dp^T = v do^T
+      };
+      const auto start_dq = [&](int n, auto& acc_dq) __attribute__((always_inline)) {
+        const auto place = place_of<T::kStagesdS>(n);
+        s.ds_full[place.stage].wait(place.phase);
+        discard(acc_dq);
+        start_product<true>(dq_mma, ds(_, _, _, T::kCluster * place.stage), kt, acc_dq);
+        start_product<false>(dq_mma, ds(_, _, _, T::kCluster * place.stage + 1), other_kt, acc_dq);
+      };
+      const auto finish_dq = [&](int n, auto& acc_dq) __attribute__((always_inline)) {
+        if (is_speaker()) release_in_both(s.ds_empty[place_of<T::kStagesdS>(n).stage]);
+        add_dq(fragments<T::Dq::kFragments>(acc_dq), dq_before);
+      };
+
+      // A step in two halves. Between them only dv, or dk, is on its way, on all paths: see BwdConsumer::work().
+      const auto front = [&]() __attribute__((always_inline)) {
+        Scores weights;
+        wait_for_product<0>(acc_s);
+        if constexpr (kIsGradient) {
+          take_ds(scores, weights);
+          auto gradients = make_tensor_like(operand);
+          to_operand<Element>(gradients, weights);
+          send_ds(gradients);
+          move(operand, gradients,
+               p.zero);  // out of the registers of dp, which the next dp has: see BwdConsumer::work()
+          // All threads have read delta.
+          if (is_speaker()) release_in_both(s.dout_empty[place_of<T::kStagesdO>(step).stage]);
+        } else {
+          take_exp(scores, weights, steps.m);
+          send_probabilities(weights);
+          if constexpr (std::is_same_v<Element, cutlass::half_t>) {
+            // What was sent are the same words, which would stay among the registers of the scores.
+            auto sent = make_tensor_like(operand);
+            to_operand<Element>(sent, weights);
+            move(operand, sent, p.zero);
+          } else {
+            to_operand<Element>(operand, weights);
+          }
+        }
+        const auto place = place_of<kStagesOfSecond>(step);
+        (kIsGradient ? s.q_full : s.dout_full)[place.stage].wait(place.phase);
+        start_product<false>(grad_mma, operand, columns(_, _, _, place.stage), acc_grad);
+      };
+      const auto back = [&](auto is_first) __attribute__((always_inline)) {
+        constexpr bool kHasDq = !decltype(is_first)::value;
+        auto acc_dq = partition_fragment_C(dq_mma, Shape<Int<T::kBlockM>, Int<T::kPanelCols>>{});
+        if constexpr (kHasDq) start_dq(step - 1, acc_dq);
+        start_scores(step + 1);
+        wait_for_product<kHasDq ? 3 : 1>(acc_grad);
+        if (is_speaker())
+          release_in_both((kIsGradient ? s.q_empty : s.dout_empty)[place_of<kStagesOfSecond>(step).stage]);
+        if constexpr (kHasDq) {
+          wait_for_product<1>(acc_dq);
+          finish_dq(step - 1, acc_dq);
+          dq_before = dq_tile(steps);
+        }
+        steps.advance();
+        ++step;
+      };
+      const auto compute_last_dq = [&](int n) __attribute__((always_inline)) {
+        auto acc_dq = partition_fragment_C(dq_mma, Shape<Int<T::kBlockM>, Int<T::kPanelCols>>{});
+        start_dq(n, acc_dq);
+        wait_for_product<0>(acc_dq);
+        finish_dq(n, acc_dq);
+        dq_before = dq_tile(steps);  // of the last step
+      };
+
+      s.k_full.wait(0);
+      if constexpr (kIsGradient) s.v_full.wait(0);
+      start_scores(0);
+      front();
+      if (!steps.is_last()) {
+        back(true_type{});
+        front();
+#pragma unroll 1
+        while (!steps.is_last()) {
+          back(false_type{});
+          front();
+        }
+        compute_last_dq(step - 1);
+      }
+      wait_for_product<0>(acc_grad);
+      compute_last_dq(step);
+    }
+    // In the memory of Q or dO, which nobody reads any more: dp was done before the last ds was there, which the first
+    // consumer has waited for, and the scores before the last p was, which the second one has.
+    store_grad(acc_grad, kIsGradient ? s.q : s.dout);
+  }
+
+  // That the consumer computes of dq.
+  __device__ __forceinline__ int panel() const { return rank * T::kOwnPanels + kConsumer; }
+  // Of all tiles of dq, that of the step's rows.
+  __device__ __forceinline__ int dq_tile(const RowSteps& steps) const { return steps.head * p.dq_blocks + steps.m; }
+  // To the consumer's part of a tile.
+  __device__ __forceinline__ void add_dq(const float (&acc)[T::Dq::kFragments][4], int dq_tile) const {
+    if (T::kPanels < T::kAllPanels && panel() >= T::kPanels) return;
+    float* const to =
+        p.dq_accum + static_cast<int64_t>(dq_tile) * (T::kBlockM * T::kTileDim) + panel() * T::Dq::kPart + thread * 4;
+#pragma unroll
+    for (int i = 0; i < T::Dq::kFragments; ++i) add_vector(to + i * 512, acc[i]);
+  }
+
+  // --- the first consumer ---------------------------------------------------------------------------------------------
+
+  // The thread block's keys alone.
+  struct OwnTile {
+    static constexpr int kBlockM = T::kBlockM, kBlockN = T::kOwnKeys;
+  };
+  __device__ __forceinline__ int own_block() const { return item.n_block * T::kCluster + rank; }
+
+  __device__ __forceinline__ void take_exp(const Scores& scores, Scores& probabilities, int m) const {
+    if (cuts_tile<OwnTile>(p, m, own_block())) {
+      take_exp<true>(scores, probabilities, m);
+    } else {
+      take_exp<false>(scores, probabilities, m);
+    }
+  }
+  template <bool kIsCut>
+  __device__ __forceinline__ void take_exp(const Scores& scores, Scores& probabilities, int m) const {
+    const float scale_log2 = p.softmax_scale * kLog2e;
+    int first_seen[2];  // of the rows from the first one that the thread has
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int key = own_block() * T::kOwnKeys + 16 * warp + lane / 4 + 8 * half;
+      const int seen_from = p.is_causal ? key - (p.seqlen_k - p.seqlen_q) : INT_MIN / 2;
+      first_seen[half] = (key >= p.seqlen_k ? INT_MAX / 2 : seen_from) - (m * T::kBlockM + lane % 4 * 2);
+    }
+    const float* lse = s.lse[step % T::kStagesQ] + lane % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < kFragmentsM; ++i) {
+      const float2 row_lse = *reinterpret_cast<const float2*>(lse + 8 * i);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float scaled_lse = (e % 2 == 0 ? row_lse.x : row_lse.y) - kLog2Scale;
+        const bool is_seen = !kIsCut || 8 * i + e % 2 >= first_seen[e / 2];
+        probabilities[i][e] = exp2_approx(__fmaf_rn(is_seen ? scores[i][e] : -INFINITY, scale_log2, -scaled_lse));
+      }
+    }
+  }
+
+  // The second consumer has read what the stage held: the first one has used the ds that was made of it two steps ago.
+  __device__ __forceinline__ void send_probabilities(const Scores& probabilities) {
+    using Half = ElementTraits<cutlass::half_t>;
+    const int stage = step % T::kStagesP;
+#pragma unroll
+    for (int i = 0; i < kFragmentsM; i += 2) {
+      const float (&x)[4] = probabilities[i];
+      const float (&y)[4] = probabilities[i + 1];
+      st_shared(smem_u32(&s.p[stage][i / 2][thread]), make_uint4(Half::pack(x[0], x[1]), Half::pack(x[2], x[3]),
+                                                                 Half::pack(y[0], y[1]), Half::pack(y[2], y[3])));
+    }
+    __syncwarp();
+    if (lane == 0) s.p_full[stage].arrive();
+  }
+
+  // --- the second consumer --------------------------------------------------------------------------------------------
+
+  __device__ __forceinline__ void take_ds(const Scores& dp, Scores& ds) {
+    const auto p_place = place_of<T::kStagesP>(step);
+    s.p_full[p_place.stage].wait(p_place.phase);
+    const float* delta = s.delta[step % T::kStagesdO] + lane % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < kFragmentsM; i += 2) {
+      const uint4 words = ld_shared_v4(smem_u32(&s.p[p_place.stage][i / 2][thread]));
+      const uint32_t pairs[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int fragment = i + j / 2, half = j % 2;
+        const float2 probability = ElementTraits<cutlass::half_t>::unpack(pairs[j]);
+        const float2 row_delta = *reinterpret_cast<const float2*>(delta + 8 * fragment);
+        ds[fragment][2 * half] = probability.x * __fmaf_rn(dp[fragment][2 * half], kUnscale, -row_delta.x * kUnscale);
+        ds[fragment][2 * half + 1] =
+            probability.y * __fmaf_rn(dp[fragment][2 * half + 1], kUnscale, -row_delta.y * kUnscale);
+      }
+    }
+  }
+
+  // To this block's stage, and from there to the other's. Both blocks' consumers are done with what the stages held: so
+  // the copy from here to there is, too.
+  template <class Operand>
+  __device__ __forceinline__ void send_ds(const Operand& operand) {
+    constexpr uint32_t kBytes = T::kPaneldS * sizeof(Element);
+    const auto place = place_of<T::kStagesdS>(step);
+    const int stage = place.stage;
+    s.ds_empty[stage].wait(place.phase ^ 1);
+    store_ds_panel<T::kBlockM>(operand, smem_u32(s.ds[stage][0]), warp, lane);
+    sync_own();
+    if (is_speaker()) {
+      s.ds_full[stage].arrive_and_expect(kBytes);
+      send_to_other(s.ds[stage][0], s.ds[stage][1], s.ds_full[stage], kBytes);
+    }
+  }
+
+  // --- dk and dv leave ------------------------------------------------------------------------------------------------
+
+  template <class Accumulator>
+  __device__ __forceinline__ void store_grad(Accumulator& acc, Element* stage) const {
+    const float scale = kIsGradient ? p.softmax_scale : kUnscale;
+    if (p.num_splits > 1) {
+      store_partial<T>(fragments<kFragmentsD>(acc), scale, kIsGradient ? p.dk_slots : p.dv_slots, item, p,
+                       rank * T::kOwnKeys + warp * 16 + lane / 4, lane);
+      return;
+    }
+    stage_grad<T>(round_grad<Element>(acc, scale), stage, thread);
+    sync_own();
+    if (!is_speaker()) return;
+    send_grad<T>(kIsGradient ? p.dk : p.dv, stage, WideProducer<T>::first_key(item, rank), item.head_k, item.batch);
+    cute::tma_store_wait<0>();  // what is being read from shared memory needs it to be there
+  }
+};
+
+template <class T>
+__global__ void __cluster_dims__(T::kCluster, 1, 1) __launch_bounds__(T::kThreads, 1)
+    bwd_wide_kernel(const __grid_constant__ BwdArguments p) {
+  extern __shared__ char smem[];
+  const uint32_t base = smem_u32(smem);
+  auto& s = *reinterpret_cast<typename T::Shared*>(smem + ((base + 1023) / 1024 * 1024 - base));
+  const int rank = static_cast<int>(cute::block_rank_in_cluster());
+  const BwdItem item = find_tiled_item<T>(p, blockIdx.x / T::kCluster);
+  if (threadIdx.x == 0) init_wide_barriers<T>(s);
+  cute::cluster_sync();  // both have barriers before the first copy to both
+  const int group = cutlass::canonical_warp_group_idx();
+  if (group == 0) {
+    cutlass::arch::warpgroup_reg_dealloc<T::kProducerRegisters>();
+    if (threadIdx.x == 0) WideProducer<T>{p, s, rank}.run(item);
+  } else {
+    cutlass::arch::warpgroup_reg_alloc<T::kConsumerRegisters>();
+    if (group == 1) {
+      WideConsumer<T, false>(p, s, item, rank).run();
+    } else {
+      WideConsumer<T, true>(p, s, item, rank).run();
+    }
+  }
+  // No thread block ends while the other still reaches for its shared memory.
+  __syncwarp();
+  cute::cluster_sync();
+}
+
+}  // namespace dmattn::sm90

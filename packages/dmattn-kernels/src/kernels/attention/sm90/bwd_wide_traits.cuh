@@ -1,0 +1,91 @@
+// Shapes, layouts and the shared memory of the Hopper backward for wide heads.
+#pragma once
+
+#include "bwd_traits.cuh"
+
+namespace dmattn::sm90 {
+
+// Two thread blocks of a cluster share 128 keys. Each has 64 of them, and half of the columns of dq.
+template <class Element_, int kHeadDim_>
+struct BwdWideTraits {
+  using Element = Element_;
+  static constexpr int kHeadDim = kHeadDim_;
+  static constexpr int kConsumers = 2;
+  static constexpr int kTileDim = head_dim_tile(kHeadDim);  // columns of dq, and of parts of dk and dv, in memory
+  static constexpr BwdTile kTile = sm90_bwd_tile(kTileDim, false, false, false);
+  static constexpr int kCluster = kTile.cluster;
+  static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n;  // rows of queries; keys of both thread blocks
+  static constexpr int kOwnKeys = 64;
+  static_assert(kCluster == 2 && kBlockM == 64 && kBlockN == kCluster * kOwnKeys);
+  static_assert(kTile.warps == 4 * kConsumers * kCluster && kTile.warps_m_dq == 4);
+  static constexpr int kStagesQ = kTile.stages_q, kStagesdO = kHeadDim > 192 ? 1 : 2, kStagesdS = 2, kStagesP = 2;
+  static_assert(kStagesQ == 2);
+  static constexpr int kThreads = 128 * (kConsumers + 1);
+  static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;  // as in BwdTraits
+  // For what it shares with the kernels of other head dimensions.
+  static constexpr bool kDenseBias = false, kKeyBias = false, kMasked = false, kGathered = false, kOrdered = false,
+                        kPacked = false;
+  static constexpr int kPanelCols = 64, kPanels = kHeadDim / kPanelCols;
+  // Panels of dq that a thread block computes, one a consumer, and of Q and dO that it copies to both. The last ones may
+  // not be there: those of K are zeros then.
+  static constexpr int kAllPanels = kTileDim / kPanelCols, kOwnPanels = kAllPanels / kCluster;
+  static_assert(kOwnPanels == kConsumers);
+
+  static constexpr cute::GMMA::Major kK = cute::GMMA::Major::K, kMN = cute::GMMA::Major::MN;
+  using AtomK = cute::GMMA::Layout_K_SW128_Atom<Element>;
+  using AtomMN = cute::GMMA::Layout_MN_SW128_Atom<Element>;
+  // A tile of rows as TMA writes it; and kStages of them, seen as [head_dim][row].
+  using LayoutQ = decltype(cute::tile_to_shape(AtomK{}, cute::Shape<Int<kBlockM>, Int<kHeadDim>>{}));
+  template <int kRows, int kStages>
+  using Columns = decltype(cute::tile_to_shape(AtomMN{}, cute::Shape<Int<kHeadDim>, Int<kRows>, Int<kStages>>{},
+                                               cute::Step<cute::_2, cute::_1, cute::_3>{}));
+  using LayoutK = decltype(cute::tile_to_shape(AtomK{}, cute::Shape<Int<kOwnKeys>, Int<kHeadDim>>{}));
+  using LayoutOut = LayoutK;
+  // ds lies as [row][key], a panel of 64 keys; and a panel of K seen as [column][key].
+  using LayoutdS =
+      decltype(cute::tile_to_shape(AtomK{}, cute::Shape<Int<kBlockM>, Int<kOwnKeys>, Int<kStagesdS * kCluster>>{}));
+  using LayoutKt = decltype(cute::tile_to_shape(AtomMN{}, cute::Shape<Int<kPanelCols>, Int<kOwnKeys>>{},
+                                                cute::Step<cute::_2, cute::_1>{}));
+
+  // Of one consumer each. [key][row] = k q^T or v do^T.
+  using ScoreMma = decltype(cute::make_tiled_mma(
+      cute::GMMA::ss_op_selector<Element, Element, float, cute::Shape<Int<kOwnKeys>, Int<kBlockM>, Int<kHeadDim>>>()));
+  // [key][head_dim] += p^T do or ds^T q, the first operand from registers.
+  using GradMma = decltype(cute::make_tiled_mma(
+      cute::GMMA::rs_op_selector<Element, Element, float, cute::Shape<Int<kOwnKeys>, Int<kHeadDim>, Int<kBlockM>>, kK,
+                                 kMN>()));
+  using OneGradMma = GradMma;
+  // [row][column of a panel] = ds k.
+  using DqMma = decltype(cute::make_tiled_mma(
+      cute::GMMA::ss_op_selector<Element, Element, float, cute::Shape<Int<kBlockM>, Int<kPanelCols>, Int<kOwnKeys>>, kK,
+                                 kMN>()));
+  static_assert(cute::size<1>(typename GradMma::AtomShape_MNK{}) == kHeadDim);
+  // As the consumers of both thread blocks leave dq.
+  using Dq = DqTile<kBlockM, kTileDim, kConsumers * kCluster>;
+  static_assert(Dq::kColsOfOne == kPanelCols);
+
+  static constexpr int kTileQ = kBlockM * kHeadDim, kTileK = kOwnKeys * kHeadDim;
+  static constexpr int kPanelK = kOwnKeys * kPanelCols, kPanelQ = kBlockM * kPanelCols;  // elements of a panel
+  static constexpr int kWholeK = kAllPanels * kPanelK;
+  static constexpr int kPaneldS = kBlockM * kOwnKeys;
+
+  struct Shared {
+    alignas(1024) Element k[kWholeK];
+    alignas(1024) Element v[kTileK];
+    alignas(1024) Element other_k[kOwnPanels * kPanelK];  // of the other block's keys the columns of this block's dq
+    alignas(1024) Element q[kStagesQ * kTileQ];           // at the end dk
+    alignas(1024) Element dout[kStagesdO * kTileQ];       // at the end dv
+    alignas(1024) Element ds[kStagesdS][kCluster][kPaneldS];  // of this block's keys, and of the other's
+    // Probabilities, two fp16 a word, from a thread of the first consumer to the same one of the second.
+    alignas(128) uint4 p[kStagesP][kBlockM / 16][128];
+    alignas(128) float lse[kStagesQ][kBlockM];
+    alignas(128) float delta[kStagesdO][kBlockM];
+    Barrier k_full, v_full;
+    Barrier q_full[kStagesQ], q_empty[kStagesQ], dout_full[kStagesdO], dout_empty[kStagesdO];
+    Barrier p_full[kStagesP], ds_full[kStagesdS], ds_empty[kStagesdS];
+  };
+  static constexpr uint32_t kSmemBytes = sizeof(Shared) + 1024;  // the base need not be aligned as the tiles must be
+  static_assert(kSmemBytes <= 227 * 1024);
+};
+
+}  // namespace dmattn::sm90
