@@ -178,13 +178,12 @@ def kernel_map(path: Path) -> None:
     fwd90 = kernel(72, "sm90/fwd_kernel.cuh\ndense without mask, bias, softcap", DARK, 5)
     gather90 = kernel(78, "sm90/gather_kernel.cuh\nlists of kept keys, bias per key", DARK, 5)
     fwd80 = kernel(84, "sm80/fwd_kernel.cuh\neverything else, tiled or gathered", MIDDLE, 5)
-    decode = kernel(92.5, "sm80/decode_kernel.cuh\none query row", MIDDLE, 5)
+    decode = kernel(92.5, "sm80/decode_kernel.cuh\none query row, with its splits", MIDDLE, 5)
     combine = after(84, "combine.cu\nsplits put together")
 
     cache = operation(99.5, "dmattn_cache_append")
     cache_plan = plan(98.5, "plan_cache_append\nsplits, where there\nare queries")
     append = kernel(101, "append.cu\ntokens put in, without queries", LIGHT, 5)
-    commit = after(96.5, "append.cu\nsplits put together,\ntoken written", 6.5)
 
     boxes = [value for value in locals().values() if isinstance(value, Box)]
     for box in boxes:
@@ -193,7 +192,7 @@ def kernel_map(path: Path) -> None:
         *((select, select_plan), (select_plan, one_launch), (select_plan, order), (order, grid)),
         *((order, sets), (grid, lists), (sets, lists)),
         *((build, build_plan), (build_plan, intervals)),
-        *((cache, cache_plan), (cache_plan, decode), (cache_plan, append), (decode, commit)),
+        *((cache, cache_plan), (cache_plan, decode), (cache_plan, append)),
     )
     backward = (
         *((bwd, bwd_plan), (bwd_plan, preprocess), (bwd_plan, chunks), (bwd_plan, schedule)),
@@ -206,7 +205,7 @@ def kernel_map(path: Path) -> None:
         *((fwd, fwd_plan), (fwd_plan, pack), (fwd_plan, compact), (fwd_plan, fwd90)),
         *((fwd_plan, gather90), (fwd_plan, fwd80), (fwd_plan, decode), (pack, fwd80)),
         *((pack, decode), (compact, gather90), (compact, fwd80), (compact, decode)),
-        *((fwd80, combine), (decode, combine)),
+        *((fwd80, combine),),
     )
     for colour, pairs in ((LINES, others), (ORANGE, backward), (DARK, forward)):
         for start, stop in pairs:

@@ -95,6 +95,22 @@ def test_parts_without_keys(mask_fill: str, shape: str) -> None:
     check(Case(4, 20_000, 1, 2, 1, 64, mask=shape, mask_fill=mask_fill, dlse=True))
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("ratio", [1, 7, 16, 40])
+def test_groups_of_any_size(ratio: int, head_dim: int) -> None:
+    """A block has 16 rows: the heads of large groups are in several."""
+    check(Case(1, 4000, 2, 2 * ratio, 2, head_dim, bias="bk1k", dlse=True))
+
+
+def test_splits_are_summed_in_their_order() -> None:
+    """Whichever block ends last: the same bits again and again."""
+    problem = build(Case(1, 9000, 2, 8, 2, 128, bias="bk1k", wants=""))
+    first = run(problem)
+    for _ in range(30):
+        again = run(problem)
+        assert torch.equal(again.out, first.out) and torch.equal(again.lse, first.lse)
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_row_by_row_equals_whole(head_dim: int) -> None:
     """Decoding token by token gives what one causal pass over the sequence gives."""

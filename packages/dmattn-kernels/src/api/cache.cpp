@@ -2,6 +2,7 @@
 #include "kernels/cache/cache.h"
 
 #include "api/operation.h"
+#include "host/launch_tag.h"
 #include "kernels/units.h"
 
 namespace dmattn {
@@ -14,9 +15,9 @@ void launch(const CachePlan& plan, cudaStream_t stream) {
   }
   const DecodeLauncher unit = find_decode_unit(plan.unit);
   for (int32_t t = 0; t < plan.append.tokens; ++t) {
-    const DecodeParams decode = token_params(plan, t);
+    DecodeParams decode = token_params(plan, t);
+    decode.launch_tag = next_launch_tag();
     check_cuda(unit(plan.choice, decode, stream), "launching the decode kernel");
-    check_cuda(cache_commit(plan.append, t, decode, plan.unit.dtype, stream), "putting a token into the cache of keys");
   }
 }
 

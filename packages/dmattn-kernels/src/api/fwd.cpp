@@ -1,5 +1,6 @@
 // The forward.
 #include "api/operation.h"
+#include "host/launch_tag.h"
 #include "kernels/forward/forward.h"
 #include "kernels/masks/masks.h"
 #include "kernels/units.h"
@@ -21,10 +22,12 @@ void launch(const FwdPlan& plan, cudaStream_t stream) {
   if (plan.is_decode()) {
     DecodeParams decode;
     static_cast<FwdParams&>(decode) = plan.kernel;
+    decode.arrivals = plan.arrivals;
+    decode.launch_tag = next_launch_tag();
     check_cuda(find_decode_unit(plan.unit)(plan.choice, decode, stream), "launching the decode kernel");
-  } else {
-    check_cuda(find_fwd_unit(plan.unit)(plan.choice, plan.kernel, stream), "launching the forward kernel");
+    return;  // it combines its splits itself
   }
+  check_cuda(find_fwd_unit(plan.unit)(plan.choice, plan.kernel, stream), "launching the forward kernel");
   if (plan.kernel.num_splits > 1) {
     check_cuda(combine_splits(plan.kernel, plan.unit.dtype, stream), "combining the splits");
   }

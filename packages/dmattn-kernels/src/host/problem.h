@@ -11,9 +11,6 @@
 
 namespace dmattn {
 
-// Parts into which the keys of a row block can be split.
-constexpr int32_t kMaxSplits = 128;
-
 // --- packed sequences -----------------------------------------------------------------------------------------------
 
 inline bool is_packed(const dmattn_fwd_params& p) { return is_present(p.cu_seqlens_q); }

@@ -152,7 +152,7 @@ struct FwdParams {
   float* lse = nullptr;       // natural log
   float* lse_rest = nullptr;  // optional, strides of lse: log-sum-exp minus its rounding to fp32 in lse
   Strides3 q_stride, k_stride, v_stride, out_stride, lse_stride;
-  // num_splits > 1: normalised partial results, fp32, combined by combine_splits().
+  // num_splits > 1: normalised partial results, fp32, combined by combine_splits() or by the decode kernel itself.
   float* out_accum = nullptr;  // [num_splits][batch][nheads][seqlen_q][head_dim]
   float* lse_accum = nullptr;  // [2][num_splits][batch][nheads][seqlen_q]: lse, then its rest
   int32_t batch = 0, seqlen_q = 0, seqlen_k = 0;
@@ -184,20 +184,26 @@ struct CacheToken {
   Strides3 k_stride, v_stride;  // row is not used
   const void* score = nullptr;  // [batch][nheads_k], dtype of the entries' scores
   int64_t score_batch_stride = 0, score_head_stride = 0;
-  const int32_t* seen = nullptr;    // [batch]: the token's position
+  int32_t* seen = nullptr;          // [batch]: the token's position; raised at the end
   const uint8_t* active = nullptr;  // [batch]: 0 where the token is none; nullptr: all are
   int64_t active_stride = 0;
-  const int32_t* entry_position = nullptr;  // [batch][nheads_k][seqlen_k], contiguous; the scores are FwdParams::bias
-  // [batch][nheads_k][2], out: the entry that makes room, or -1; the token's position, or -1 where it is none.
-  int32_t* place = nullptr;
+  int32_t* entry_position = nullptr;  // [batch][nheads_k][seqlen_k], contiguous
+  // What the token is written to at the end: FwdParams::k, v and bias, as which the entries are read.
+  void* k_cache = nullptr;
+  void* v_cache = nullptr;
+  void* entry_score = nullptr;
   bool vec = true;  // k and v rows start on 16 bytes
 };
 
 // Few query rows (one a head, or the heads of a group as rows) over any number of keys: decoding. Of FwdParams, `mask`
 // is not read, and neither causality nor key intervals cut anything. With a token, the keys are the cache's entries and
-// the token, except for the one that leaves the cache; the results are partial ones even if num_splits is 1.
+// the token, except for the one that leaves the cache, whose place the token takes at the end.
 struct DecodeParams : FwdParams {
   CacheToken token;
+  // Blocks that have ended, where several share a row or a head; see Arrivals in attention/sm80/decode_results.cuh. One
+  // word for each head and block of rows; with a token, one for each head and then one for each sequence.
+  uint64_t* arrivals = nullptr;
+  uint64_t launch_tag = 0;  // drawn anew for each launch: next_launch_tag() in host/launch_tag.h
 };
 
 // Where dbias goes.

@@ -134,6 +134,8 @@ constexpr DecodeTile decode_tile(int d) {
          : d <= 128 ? DecodeTile{4, 3}   // 96 KB
                     : DecodeTile{2, 3};  // 96 KB
 }
+// Parts into which the keys of a row block can be split.
+constexpr int32_t kMaxSplits = 128;
 constexpr int decode_smem_bytes(int d) {
   return decode_tile(d).warps * decode_tile(d).stages * 2 * kDecodeKeys * head_dim_tile(d) * 2;
 }

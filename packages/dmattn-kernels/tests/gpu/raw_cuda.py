@@ -95,6 +95,15 @@ class Gpu:
             )
         return address.value
 
+    def workspace(self, size: int, fill: int | None, arrivals: int = 0) -> int:
+        """As allocate(). Kernels read the first `arrivals` words whatever they hold, which
+        initcheck cannot know: they are written even without `fill`."""
+        address = self.allocate(size, fill)
+        if fill is None and arrivals:
+            words = ctypes.c_size_t(min(8 * arrivals, size))
+            self._call("cuMemsetD8_v2", ctypes.c_uint64(address), ctypes.c_ubyte(0xFF), words)
+        return address
+
     def upload(self, values: Array, dtype: str, skip: int = 0) -> Buffer:
         """A contiguous tensor; `skip` puts it that many elements into its allocation."""
         bits = to_bits(values, dtype)

@@ -44,7 +44,8 @@ def run_append(
         views |= {"out": out.view}
     params = kernels.CacheAppendParams(0, **views, evict=launch.evict, softmax_scale=scale)
     size = params.workspace_size()
-    params.launch(gpu.allocate(size, fill), size, 0)
+    counts = launch.batch * (launch.nheads_k + 1) if launch.queries else 0
+    params.launch(gpu.workspace(size, fill, counts), size, 0)
 
     wanted = {name: from_bits(to_bits(x, kind), kind) for name, (x, kind) in arrays.items()}
     attended = np.stack([step(wanted, t, launch, scale) for t in range(launch.tokens)], axis=1)

@@ -620,7 +620,9 @@ def enqueue_both(
     # Hopper's backward with a bias wants it.
     if launch.bias and (launch.select or launch.name.startswith("dense rows")):
         call["lse_rest"] = gpu.output(row_shape, "f32", fill).view
-    enqueue(gpu, kernels.FwdParams(0, **call, num_splits=launch.splits), fill)
+    # The decode kernel counts its blocks.
+    arrivals = q.shape[0] * q.shape[2] if launch.seqlen_q == 1 and not launch.packed else 0
+    enqueue(gpu, kernels.FwdParams(0, **call, num_splits=launch.splits), fill, arrivals)
     if launch.wants:
         for letter, gradient in (("q", "dq"), ("k", "dk"), ("v", "dv"), ("b", "dbias")):
             source = {"b": "bias"}.get(letter, letter)
@@ -632,9 +634,14 @@ def enqueue_both(
     return outputs
 
 
-def enqueue(gpu: Gpu, params: kernels.FwdParams | kernels.BwdParams, fill: int | None) -> None:
+def enqueue(
+    gpu: Gpu,
+    params: kernels.FwdParams | kernels.BwdParams,
+    fill: int | None,
+    arrivals: int = 0,
+) -> None:
     size = params.workspace_size()
-    params.launch(gpu.allocate(size, fill), size, 0)
+    params.launch(gpu.workspace(size, fill, arrivals), size, 0)
 
 
 def compare(name: str, found: Float, wanted: Float) -> str | None:

@@ -7,8 +7,10 @@
 
 #include "host/arch.h"
 #include "host/checks/validate.h"
+#include "host/launch_tag.h"
 #include "host/operations.h"
 #include "host/planned_call.h"
+#include "kernels/divisor.h"
 
 namespace dmattn {
 
@@ -122,6 +124,7 @@ std::string describe(const FwdPlan& plan) {
   json.put_strides("lse_stride", plan.kernel.lse_stride);
   json.put_address("out_accum", plan.kernel.out_accum);
   json.put_address("lse_accum", plan.kernel.lse_accum);
+  json.put_address("arrivals", plan.arrivals);
   return json.text();
 }
 
@@ -322,6 +325,30 @@ extern "C" int probe_key_lists(const dmattn_build_key_lists_params* params, cons
                                void* base, char* to, size_t size) {
   using namespace dmattn;
   return answer(to, size, [&] { return describe(placed_plan(params, device_of(kernels, num_sms), base)); });
+}
+
+// Where arrays of a cache's attention lie; all 0 where nothing attends.
+extern "C" int probe_cache(const dmattn_cache_append_params* params, const char* kernels, int num_sms, void* base,
+                           char* to, size_t size) {
+  using namespace dmattn;
+  return answer(to, size, [&] {
+    const CachePlan plan = placed_plan(params, device_of(kernels, num_sms), base);
+    Json json;
+    json.put("workspace_bytes", plan.workspace_bytes);
+    json.put("num_splits", plan.decode.num_splits);
+    json.put("blocks", plan.choice.blocks);
+    json.put_address("arrivals", plan.decode.arrivals);
+    json.put_address("out_accum", plan.decode.out_accum);
+    return json.text();
+  });
+}
+
+extern "C" uint64_t probe_launch_tag() { return dmattn::next_launch_tag(); }
+
+// n divided as the decode kernel does: take() in attention/shared/work_index.cuh.
+extern "C" uint32_t probe_quotient(uint32_t n, int32_t value) {
+  const dmattn::Divisor by(value);
+  return by.value == 1 ? n : static_cast<uint32_t>(uint64_t{n} * by.multiplier >> 32) >> by.shift;
 }
 
 extern "C" int64_t probe_select_capacity(int64_t window, int64_t seqlen_k, int is_causal) {

@@ -57,6 +57,15 @@ class Probe:
         )
         return self._read(status, text)
 
+    def cache(self, kernels: str = SM80, sms: int = 132, **fields: Any) -> Plan:
+        params = abi.cache_append_params(**fields)
+        text = ctypes.create_string_buffer(1 << 14)
+        status = self.library.probe_cache(
+            *(ctypes.byref(params), kernels.encode(), sms, ctypes.c_void_p(WORKSPACE)),
+            *(text, ctypes.c_size_t(len(text))),
+        )
+        return self._read(status, text)
+
     def select(self, sms: int = 132, **fields: Any) -> Plan:
         return self._describe("probe_select", abi.select_params(**fields), sms)
 

@@ -183,9 +183,52 @@ def test_few_blocks_are_split(plan: Probe) -> None:
     found = plan.fwd(batch=1, seqlen_q=1, seqlen_k=16384, nheads=8)
     # A block of four warps takes 64 keys a turn, and two turns at least.
     assert found["decode"] and found["num_splits"] == 16384 // 64 // 2
+    # Two kv heads: a word each, in which the blocks of the splits are counted.
+    assert found["arrivals"] == WORKSPACE and found["out_accum"] - WORKSPACE >= 8 * 2
     rows = found["num_splits"] * 2 * 4
     assert found["lse_accum"] - found["out_accum"] >= rows * 64 * 4
     assert WORKSPACE + found["workspace_bytes"] - found["lse_accum"] >= 2 * rows * 4
+
+
+def test_splits_of_each_block_of_rows_are_counted(plan: Probe) -> None:
+    """40 heads share a kv head: three blocks of 16 rows."""
+    found = plan.fwd(batch=3, seqlen_q=1, seqlen_k=16384, nheads=80, nheads_k=2)
+    assert found["num_splits"] > 1 and found["blocks"] == 3 * 2 * 3 * found["num_splits"]
+    assert found["out_accum"] - found["arrivals"] >= 8 * 3 * 2 * 3
+    assert not plan.fwd(seqlen_q=1, seqlen_k=64)["arrivals"]
+
+
+def test_a_step_from_a_cache_counts_heads_too(plan: Probe) -> None:
+    """A word for each head, whose last block writes the token, and one for each sequence."""
+    small = plan.cache()
+    assert small["num_splits"] == 1 and small["arrivals"] == WORKSPACE and not small["out_accum"]
+    assert small["workspace_bytes"] >= 8 * (2 * 4 + 2)
+    cache = tensor((2, 4096, 4, 64), abi.BFLOAT16)
+    entries = {
+        "score": tensor((2, 4, 4096), abi.FLOAT32),
+        "position": tensor((2, 4, 4096), abi.INT32),
+    }
+    large = plan.cache(k_cache=cache, v_cache=cache, **entries)
+    assert large["num_splits"] > 1 and large["blocks"] == 2 * 4 * large["num_splits"]
+    assert large["out_accum"] - large["arrivals"] >= 8 * (2 * 4 + 2)
+    assert not plan.cache(q=abi.Tensor(), out=abi.Tensor())["arrivals"]
+
+
+@pytest.mark.parametrize("value", [1, 2, 3, 5, 7, 16, 24, 127, 132, 65535, 65537, 2**30 + 1])
+def test_division_by_a_prepared_number(probe: ctypes.CDLL, value: int) -> None:
+    last = 2**31 - 1
+    near = [k * value + d for k in (0, 1, 2, 1000, last // value) for d in (-1, 0, 1)]
+    for n in {*near, *range(100), last, last - 1, 123456789}:
+        if 0 <= n <= last:
+            assert probe.probe_quotient(ctypes.c_uint32(n), value) == n // value
+
+
+def test_launch_tags_differ(probe: ctypes.CDLL) -> None:
+    """And look random: a count that starts from one of them is not taken for another's."""
+    probe.probe_launch_tag.restype = ctypes.c_uint64
+    tags = sorted(probe.probe_launch_tag() for _ in range(1000))
+    assert min(b - a for a, b in itertools.pairwise(tags)) > 2**16
+    assert tags[0] < 2**58 and tags[-1] > 2**64 - 2**58
 
 
 def test_many_blocks_are_not_split(plan: Probe) -> None:

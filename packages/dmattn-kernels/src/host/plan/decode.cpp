@@ -158,8 +158,8 @@ void place(CachePlan& plan, void* base) {
   if (!plan.attends) return;
   DecodeParams& d = plan.decode;
   Workspace workspace(base);
-  place_partials(d, workspace);
-  d.token.place = workspace.take<int32_t>(int64_t{2} * d.batch * d.nheads_k);
+  d.arrivals = workspace.take<uint64_t>(int64_t{d.batch} * d.nheads + d.batch);
+  if (d.num_splits > 1) place_partials(d, workspace);
   plan.workspace_bytes = workspace.bytes();
 }
 
@@ -182,6 +182,9 @@ DecodeParams token_params(const CachePlan& plan, int32_t t) {
   token.active = a.active == nullptr ? nullptr : a.active + t * a.active_token_stride;
   token.active_stride = a.active_batch_stride;
   token.entry_position = a.position;
+  token.k_cache = a.k_cache;
+  token.v_cache = a.v_cache;
+  token.entry_score = a.score;
   return d;
 }
 

@@ -192,6 +192,8 @@ void place(FwdPlan& plan, void* base) {
   if (plan.is_empty || plan.no_keys) return;
   FwdParams& p = plan.kernel;
   Workspace workspace(base);
+  const bool is_split = p.num_splits > 1;
+  if (plan.is_decode() && is_split) plan.arrivals = workspace.take<uint64_t>(decode_blocks(p) / p.num_splits);
   if (plan.walk == KeyWalk::kMaskList) {
     p.keys = layout_key_list(plan.mask, workspace);
     p.keys.head_ratio = p.nheads / p.keys.heads;
@@ -199,7 +201,7 @@ void place(FwdPlan& plan, void* base) {
     p.mask = layout_mask_bits(plan.mask, workspace);
     p.mask.head_ratio = p.nheads / p.mask.heads;
   }
-  if (p.num_splits > 1) place_partials(p, workspace);
+  if (is_split) place_partials(p, workspace);
   if (plan.counts_work) p.work_counter = workspace.take<int32_t>(1);
   plan.workspace_bytes = workspace.bytes();
 }

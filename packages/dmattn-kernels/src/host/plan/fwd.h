@@ -24,6 +24,7 @@ struct FwdPlan {
   FwdTile tile = {};         // of the forward kernel
   bool counts_work = false;  // it takes row blocks by kernel.work_counter
   FwdParams kernel;
+  uint64_t* arrivals = nullptr;  // of the decode kernel, where it splits the keys: first in the workspace
   size_t workspace_bytes = 0;
 
   bool is_decode() const { return unit.direction == Direction::kDecode; }

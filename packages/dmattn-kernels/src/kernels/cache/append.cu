@@ -1,6 +1,5 @@
-// Putting tokens into a cache: find the entry that makes room, write the token there. After a step of decoding, which has
-// found the entry already: combine the splits of its attention and write the token.
-#include "../forward/combine.cuh"
+// Putting tokens into a cache: find the entry that makes room, write the token there.
+#include "../shared/helper.cuh"
 #include "cache.h"
 #include "entry.cuh"
 
@@ -63,7 +62,7 @@ __global__ void __launch_bounds__(kThreads) append_kernel(const CacheAppendParam
       const auto score_at = [&](int i) { return static_cast<float>(static_cast<const Score*>(p.score)[entries + i]); };
       LowestEntry<kThreads> search;
       search.load(score_at, p.position + entries, p.capacity);
-      const CacheEntry low = search.find(score_at, p.position + entries, p.capacity, warp_low);
+      const LowestSlot low = search.find(score_at, p.position + entries, p.capacity, warp_low);
       taken = score > -INFINITY && score >= low.score && low.slot < p.capacity;
       slot = low.slot;
     }
@@ -84,21 +83,6 @@ __global__ void advance_kernel(const CacheAppendParams p) {
   p.seen[b] = position;
 }
 
-// The first blocks combine the splits of the token's attention; then one block per (batch, kv head) puts it in.
-template <class Element, class Score, int kLanes>
-__global__ void __launch_bounds__(kCombineThreads)
-    commit_kernel(const CacheAppendParams p, const FwdParams attention, const int32_t* place, int t, CombineGrid grid) {
-  if (blockIdx.x < grid.blocks) {
-    combine_rows<Element, kLanes>(attention, grid.parts, blockIdx.x);
-    return;
-  }
-  const int i = blockIdx.x - static_cast<int>(grid.blocks);
-  const int h = i % p.nheads_k, b = i / p.nheads_k;
-  const int slot = place[2 * i], position = place[2 * i + 1];
-  if (h == 0 && threadIdx.x == 0 && position >= 0) p.seen[b] = position + 1;
-  if (slot >= 0) write_entry<Score>(p, b, h, t, slot, position);
-}
-
 template <class Score>
 cudaError_t launch_append(const CacheAppendParams& p, cudaStream_t stream) {
   const int64_t blocks = p.tokens > 0 ? static_cast<int64_t>(p.batch) * p.nheads_k : 0;
@@ -113,30 +97,10 @@ cudaError_t with_score_type(Dtype dtype, F&& f) {
   return dtype == Dtype::kFloat32 ? f(float{}) : with_half_type(dtype, f);
 }
 
-template <class Element, class Score>
-cudaError_t launch_commit(const CacheAppendParams& p, int32_t t, const DecodeParams& decode, cudaStream_t stream) {
-  return with_combine_lanes(p.head_dim, [&](auto lanes) {
-    const CombineGrid grid = combine_grid<lanes>(decode);
-    const int64_t blocks = grid.blocks + static_cast<int64_t>(p.batch) * p.nheads_k;
-    return launch(commit_kernel<Element, Score, lanes>, blocks, kCombineThreads, 0, stream, p,
-                  static_cast<const FwdParams&>(decode), decode.token.place, t, grid);
-  });
-}
-
 }  // namespace
 
 cudaError_t cache_append(const CacheAppendParams& p, cudaStream_t stream) {
   return with_score_type(p.score_dtype, [&](auto score) { return launch_append<decltype(score)>(p, stream); });
-}
-
-cudaError_t cache_commit(const CacheAppendParams& p, int32_t t, const DecodeParams& decode, Dtype dtype,
-                         cudaStream_t stream) {
-  return with_half_type(dtype, [&](auto element) {
-    using Element = decltype(element);
-    // Scores are fp32 or of the dtype of the keys.
-    return p.score_dtype == Dtype::kFloat32 ? launch_commit<Element, float>(p, t, decode, stream)
-                                            : launch_commit<Element, Element>(p, t, decode, stream);
-  });
 }
 
 }  // namespace dmattn

@@ -1,4 +1,5 @@
 // Putting tokens into a cache of keys: one of the w best keys of each kv head (running top-w), or one that keeps all.
+// Tokens whose queries attend are put in by the decode kernel (attention/sm80/decode_token.cuh).
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -12,9 +13,5 @@ namespace dmattn {
 // the entry of its position, with a score of -inf for NaN, and is skipped (not counted in `seen` either) when there is
 // none.
 cudaError_t cache_append(const CacheAppendParams& p, cudaStream_t stream);
-
-// After the decode kernel of token t: its results combined, the token put where decode.token.place says, `seen` raised.
-cudaError_t cache_commit(const CacheAppendParams& p, int32_t t, const DecodeParams& decode, Dtype dtype,
-                         cudaStream_t stream);
 
 }  // namespace dmattn

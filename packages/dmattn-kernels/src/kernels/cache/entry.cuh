@@ -1,40 +1,59 @@
 // The order in which entries leave a cache of the best keys.
 #pragma once
 
+#include <cuda_runtime.h>
+
 #include <climits>
 #include <cmath>
+#include <cstdint>
 
 namespace dmattn {
-
-struct CacheEntry {
-  float score;
-  int position;
-  int slot;
-};
 
 // The position of the next of `tokens` tokens, given the cache's `seen`, which is the caller's and may hold any number:
 // neither it nor the positions after it leave the range of int32.
 __device__ __forceinline__ int next_cache_position(int seen, int tokens) { return min(max(seen, 0), INT_MAX - tokens); }
 
-// Higher than every entry.
-__device__ __forceinline__ CacheEntry no_cache_entry() { return {INFINITY, INT_MAX, INT_MAX}; }
+// The entry that leaves first is the one of the lowest score, among equals that of the earliest key. Entries are compared
+// by unsigned integers in the order of their scores and positions. A score that is NaN comes last: its entry never leaves.
+__device__ __forceinline__ uint32_t score_order(float score) {
+  const uint32_t bits = __float_as_uint(score + 0.f);  // -0 becomes 0
+  const uint32_t order = bits ^ (static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31) | 0x80000000u);
+  return score == score ? order : ~0u;
+}
+__device__ __forceinline__ float score_of_order(uint32_t order) {  // NaN, where there is none
+  return __uint_as_float(order & 0x80000000u ? order ^ 0x80000000u : ~order);
+}
 
-// The one that leaves first: of the lowest score, among equals of the earliest key.
+struct CacheEntry {
+  uint32_t score = ~0u, position = ~0u;  // in order
+  int32_t slot = INT_MAX;
+
+  __device__ __forceinline__ uint64_t key() const { return static_cast<uint64_t>(score) << 32 | position; }
+};
+
+__device__ __forceinline__ CacheEntry make_cache_entry(float score, int32_t position, int32_t slot) {
+  return {score_order(score), static_cast<uint32_t>(position) ^ 0x80000000u, slot};
+}
 __device__ __forceinline__ CacheEntry lower(const CacheEntry& a, const CacheEntry& b) {
-  const bool b_first = b.score != a.score         ? b.score < a.score
-                       : b.position != a.position ? b.position < a.position
-                                                  : b.slot < a.slot;  // empty entries have the same score and position
+  // Empty entries have the same score and position.
+  const bool b_first = b.key() < a.key() || (b.key() == a.key() && b.slot < a.slot);
   return b_first ? b : a;
 }
 
-__device__ __forceinline__ CacheEntry warp_lowest(CacheEntry e) {
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) {
-    e = lower(e, {__shfl_xor_sync(0xffffffffu, e.score, offset), __shfl_xor_sync(0xffffffffu, e.position, offset),
-                  __shfl_xor_sync(0xffffffffu, e.slot, offset)});
-  }
-  return e;
+// A minimum at a time: what is not of the lowest score has no part in the next one.
+__device__ __forceinline__ CacheEntry warp_lowest(const CacheEntry& e) {
+  CacheEntry low;
+  low.score = __reduce_min_sync(0xffffffffu, e.score);
+  low.position = __reduce_min_sync(0xffffffffu, e.score == low.score ? e.position : ~0u);
+  low.slot = __reduce_min_sync(0xffffffffu, e.key() == low.key() ? e.slot : INT_MAX);
+  return low;
 }
+
+// What leaves first; slot INT_MAX where every score is NaN.
+struct LowestSlot {
+  float score;
+  int32_t slot;
+};
 
 // The search of a thread block for the lowest of a cache's entries: load() starts the reads, find() uses them. Between
 // the two the block can do something else.
@@ -49,23 +68,22 @@ struct LowestEntry {
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       const int slot = threadIdx.x + i * kThreads;
-      score[i] = slot < entries ? score_at(slot) : INFINITY;
+      score[i] = slot < entries ? score_at(slot) : NAN;
       position[i] = slot < entries ? positions[slot] : INT_MAX;
     }
   }
   // Every thread takes part and gets the result; `warp_low` may be written again after the next barrier.
   template <class ScoreAt>
-  __device__ __forceinline__ CacheEntry find(ScoreAt&& score_at, const int32_t* positions, int entries,
+  __device__ __forceinline__ LowestSlot find(ScoreAt&& score_at, const int32_t* positions, int entries,
                                              CacheEntry (&warp_low)[kThreads / 32]) const {
-    CacheEntry low = no_cache_entry();
+    CacheEntry low;
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
-      const int slot = threadIdx.x + i * kThreads;
-      if (slot < entries) low = lower(low, {score[i], position[i], slot});
+      low = lower(low, make_cache_entry(score[i], position[i], threadIdx.x + i * kThreads));
     }
 #pragma unroll 4
     for (int slot = threadIdx.x + kAhead * kThreads; slot < entries; slot += kThreads) {
-      low = lower(low, {score_at(slot), positions[slot], slot});
+      low = lower(low, make_cache_entry(score_at(slot), positions[slot], slot));
     }
     low = warp_lowest(low);
     if (threadIdx.x % 32 == 0) warp_low[threadIdx.x / 32] = low;
@@ -73,7 +91,7 @@ struct LowestEntry {
     low = warp_low[0];
 #pragma unroll
     for (int w = 1; w < kThreads / 32; ++w) low = lower(low, warp_low[w]);
-    return low;
+    return {score_of_order(low.score), low.score == ~0u ? INT_MAX : low.slot};
   }
 };
 

@@ -1,6 +1,8 @@
 // After the forward: partial results of a split key range put together, and the results of an empty one.
+#include <type_traits>
+
 #include "../shared/fill.h"
-#include "combine.cuh"
+#include "../shared/helper.cuh"
 #include "forward.h"
 
 namespace dmattn {
@@ -10,9 +12,85 @@ using namespace prep;
 
 constexpr int kThreads = 128;
 
+// kLanes lanes hold a row, eight columns each. Where there are many splits (and then few rows), `parts` groups of
+// lanes share a row: group `part` sums splits part, part + parts, ...
+struct CombineGrid {
+  int parts;
+  int64_t blocks;
+};
+template <int kLanes>
+CombineGrid combine_grid(const FwdParams& p) {
+  constexpr int kGroups = kThreads / kLanes;
+  int parts = 1;
+  while (parts < kGroups && 4 * parts < p.num_splits) parts *= 2;
+  const int64_t rows = static_cast<int64_t>(p.batch) * p.nheads * p.seqlen_q;
+  return {parts, ceil_div<int64_t>(rows, kGroups / parts)};
+}
+
 template <class Element, int kLanes>
-__global__ void __launch_bounds__(kCombineThreads) combine_kernel(const FwdParams p, int parts) {
-  combine_rows<Element, kLanes>(p, parts, blockIdx.x);
+__global__ void __launch_bounds__(kThreads) combine_kernel(const FwdParams p, int parts) {
+  constexpr int kGroups = kThreads / kLanes;
+  __shared__ __align__(16) float partial[kThreads][8];
+  const int lane = threadIdx.x % kLanes, group = threadIdx.x / kLanes;
+  const int part = group % parts;
+  const int rows_per_block = kGroups / parts;
+  const int64_t rows = static_cast<int64_t>(p.batch) * p.nheads * p.seqlen_q;
+  const int64_t row = static_cast<int64_t>(blockIdx.x) * rows_per_block + group / parts;
+  const bool row_valid = row < rows, valid = row_valid && lane * 8 < p.head_dim;
+
+  // A part's log-sum-exp is lse + rest: rounding lse may have dropped the sum (see FwdParams::lse_rest).
+  const float* lse_accum = p.lse_accum + (row_valid ? row : 0);
+  const float* rest_accum = lse_accum + p.num_splits * rows;
+  float max = -INFINITY;
+  for (int s = lane; s < p.num_splits; s += kLanes) max = fmaxf(max, __ldg(lse_accum + s * rows));
+  max = lanes_max<kLanes>(max);
+  if (max == -INFINITY) max = 0.f;  // no split keeps a key: all weights are then exp(-inf) = 0
+  float sum = 0.f;
+  for (int s = lane; s < p.num_splits; s += kLanes) {
+    sum += expf(__ldg(lse_accum + s * rows) - max + __ldg(rest_accum + s * rows));
+  }
+  sum = lanes_sum<kLanes>(sum);
+  const float scale = sum == 0.f ? 0.f : 1.f / sum;
+
+  float acc[8] = {};
+  if (valid) {
+    const float* src = p.out_accum + row * p.head_dim + lane * 8;
+#pragma unroll 4
+    for (int s = part; s < p.num_splits; s += parts) {
+      const float weight = expf(__ldg(lse_accum + s * rows) - max + __ldg(rest_accum + s * rows)) * scale;
+      accumulate8(acc, src + s * rows * p.head_dim, weight);
+    }
+  }
+  if (parts > 1) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) partial[threadIdx.x][i] = acc[i];
+    __syncthreads();
+    if (part != 0) return;
+    for (int other = 1; other < parts; ++other) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) acc[i] += partial[threadIdx.x + other * kLanes][i];
+    }
+  }
+  if (!valid) return;
+  const int m = static_cast<int>(row % p.seqlen_q);
+  const int h = static_cast<int>(row / p.seqlen_q % p.nheads);
+  const int b = static_cast<int>(row / p.seqlen_q / p.nheads);
+  uint16_t* out = static_cast<uint16_t*>(p.out) + row_offset(p.out_stride, b, h, m) + lane * 8;
+  store_chunk(out, pack_chunk<Element>(acc), p.vec_out);
+  if (lane != 0 || p.lse == nullptr) return;
+  const float log_sum = logf(sum), lse = max + log_sum;
+  p.lse[row_offset(p.lse_stride, b, h, m)] = lse;
+  if (p.lse_rest != nullptr) {
+    p.lse_rest[row_offset(p.lse_stride, b, h, m)] = sum == 0.f ? 0.f : (max - lse) + log_sum;
+  }
+}
+
+// Calls f(std::integral_constant<int, lanes of a row>{}).
+template <class F>
+cudaError_t with_combine_lanes(int head_dim, F&& f) {
+  if (head_dim <= 64) return f(std::integral_constant<int, 8>{});
+  if (head_dim <= 128) return f(std::integral_constant<int, 16>{});
+  return f(std::integral_constant<int, 32>{});
 }
 
 __global__ void __launch_bounds__(kThreads)
@@ -29,7 +107,7 @@ cudaError_t combine_splits(const FwdParams& p, Dtype dtype, cudaStream_t stream)
   return with_half_type(dtype, [&](auto element) {
     return with_combine_lanes(p.head_dim, [&](auto lanes) {
       const CombineGrid grid = combine_grid<lanes>(p);
-      return launch(combine_kernel<decltype(element), lanes>, grid.blocks, kCombineThreads, 0, stream, p, grid.parts);
+      return launch(combine_kernel<decltype(element), lanes>, grid.blocks, kThreads, 0, stream, p, grid.parts);
     });
   });
 }

@@ -69,17 +69,6 @@ cudaError_t with_half_type(Dtype dtype, F&& f) {
   return cudaErrorInvalidValue;
 }
 
-// As load_chunk().
-__device__ __forceinline__ void store_chunk(uint16_t* dst, uint4 x, bool vec) {
-  if (vec) {
-    *reinterpret_cast<uint4*>(dst) = x;
-    return;
-  }
-  const uint32_t w[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-  for (int i = 0; i < 8; ++i) dst[i] = static_cast<uint16_t>(w[i / 2] >> (16 * (i & 1)));
-}
-
 template <class Element>
 __device__ __forceinline__ void unpack_chunk(uint4 x, float (&v)[8]) {
   const uint32_t w[4] = {x.x, x.y, x.z, x.w};

@@ -3,6 +3,8 @@
 
 #include <cuda_runtime.h>
 
+#include "../../divisor.h"
+
 namespace dmattn {
 
 // Mixed radix, the fastest index first: each kernel says in which order its blocks go through heads, tiles and splits.
@@ -18,5 +20,13 @@ struct WorkIndex {
     return static_cast<int>(index);
   }
 };
+
+// The same with an extent that the host has prepared, for numbers below 2^31.
+__device__ __forceinline__ int take(uint32_t& rest, const Divisor& extent) {
+  const uint32_t quotient = extent.value == 1 ? rest : __umulhi(rest, extent.multiplier) >> extent.shift;
+  const uint32_t index = rest - quotient * extent.value;
+  rest = quotient;
+  return static_cast<int>(index);
+}
 
 }  // namespace dmattn

@@ -8,8 +8,19 @@ namespace dmattn {
 template <class Element, int kHeadDim, bool kGathered>
 cudaError_t launch_decode(const KernelChoice& choice, const DecodeParams& p, cudaStream_t stream) {
   using T = DecodeTraits<Element, kHeadDim, kGathered>;
+  if (choice.blocks == 0) return cudaSuccess;
+  DecodeArguments arguments;
+  static_cast<DecodeParams&>(arguments) = p;
+  arguments.row_blocks = (p.seqlen_q + T::kRows - 1) / T::kRows;
+  arguments.by_splits = Divisor(p.num_splits);
+  arguments.by_row_blocks = Divisor(arguments.row_blocks);
+  arguments.by_heads = Divisor(p.nheads);
+  arguments.by_shares = Divisor(p.num_splits * T::kWarps);
+  arguments.by_ratio = Divisor(p.head_ratio);
+  arguments.by_bias_ratio = Divisor(p.bias.head_ratio);
   static std::atomic<uint64_t> devices_ready{0};
-  return launch(decode_kernel<T>, choice.blocks, T::kThreads, T::kSmemBytes, T::kSmemBytes, devices_ready, p, stream);
+  return launch(decode_kernel<T>, choice.blocks, T::kThreads, T::kSmemBytes, T::kSmemBytes, devices_ready, arguments,
+                stream);
 }
 
 }  // namespace dmattn

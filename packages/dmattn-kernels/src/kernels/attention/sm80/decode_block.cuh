@@ -1,0 +1,104 @@
+// What a thread block of the decode kernel works on: some of the rows and one part of the keys of a head.
+#pragma once
+
+#include "../../divisor.h"
+#include "../../tiles.h"
+#include "../shared/attention_block.cuh"
+#include "../shared/work_index.cuh"
+#include "atoms.cuh"
+
+namespace dmattn {
+
+template <class Element_, int kHeadDim_, bool kGathered_>
+struct DecodeTraits {
+  using Element = Element_;
+  static constexpr bool kIsBf16 = std::is_same_v<Element, cutlass::bfloat16_t>;
+  static constexpr int kHeadDim = kHeadDim_, kRows = kDecodeRows, kKeys = kDecodeKeys;
+  static constexpr bool kGathered = kGathered_;  // keys come from a list of kept keys
+  static constexpr bool kPacked = false, kMayBePacked = false, kKeepsSeqlens = false;
+  static constexpr uint32_t kSeqlens = 0;  // not used
+  static constexpr int kWarps = decode_tile(kHeadDim).warps, kStages = decode_tile(kHeadDim).stages;
+  static constexpr int kThreads = 32 * kWarps;
+  static constexpr int OT = kHeadDim / 8, NT = kKeys / 8;
+
+  static constexpr uint32_t kTile = kKeys * kHeadDim * sizeof(Element);
+  static constexpr uint32_t kWarpBytes = 2 * kStages * kTile;  // [stage][K, V]
+  static constexpr uint32_t kSmemBytes = kWarps * kWarpBytes;
+  static_assert(kSmemBytes == decode_smem_bytes(kHeadDim));
+  // Indices and bias are fetched for several steps at once, one chunk ahead: loads issued after the copies of K and V
+  // of a step would have to wait for those.
+  static constexpr int kChunkSteps = 4, kChunkKeys = kChunkSteps * kKeys;
+  static_assert(kStages <= kChunkSteps);  // a step and the one that takes its place: neighbouring chunks
+  // The merge takes the place of the rings. Rows start on different banks.
+  static constexpr int kMergePitch = kHeadDim + 8;
+  static constexpr int kMergeFloats = kWarps * kRows * kMergePitch;
+  // So do the weights of the splits and, after them, the results of as many splits as there is room for.
+  static constexpr int kWeightFloats = kRows * kMaxSplits;
+  static constexpr int kPartFloats = kSmemBytes / sizeof(float) - kWeightFloats;
+  // Static arrays beside the rings, in a family whose blocks have 99 KB.
+  static_assert(kSmemBytes + 3 * 1024 <= 99 * 1024);
+  static_assert((kMergeFloats + 2 * kWarps * kRows) * 4 <= kSmemBytes);
+  static_assert(kPartFloats >= kRows * kHeadDim);
+};
+
+// The parameters, and what the launcher works out from them so that no thread has to divide.
+struct DecodeArguments : DecodeParams {
+  int32_t row_blocks = 1;  // of a head
+  Divisor by_splits, by_row_blocks, by_heads;
+  Divisor by_shares;                // the warps of all splits
+  Divisor by_ratio, by_bias_ratio;  // heads of the rows to those of K and V, and to those of the bias
+};
+
+template <class T>
+struct DecodeBlock : AttentionBlock<T, DecodeArguments> {
+  using Base = AttentionBlock<T, DecodeArguments>;
+  using Base::batch, Base::p, Base::warp;
+
+  int head, row0, split;
+  int rows;        // of this block
+  int keys;        // keys, entries of the list, or entries of the cache
+  int begin, end;  // steps of this warp
+  const int32_t* list = nullptr;
+
+  __device__ __forceinline__ DecodeBlock(const DecodeArguments& params, char* smem) : Base(params, smem) {
+    uint32_t rest = blockIdx.x;
+    split = take(rest, p.by_splits);
+    const int row_block = take(rest, p.by_row_blocks);
+    row0 = row_block * T::kRows;
+    head = take(rest, p.by_heads);
+    batch = static_cast<int>(rest);
+    rows = min(T::kRows, p.seqlen_q - row0);
+    keys = p.seqlen_k;
+    if constexpr (T::kGathered) {
+      const int64_t i = Base::list_index(head);
+      list = Base::list_of(head, i);
+      keys = read_list_count(p.keys, i);
+    }
+    // All warps of all splits share evenly: the first ones take what is left over.
+    uint32_t each = (keys + T::kKeys - 1) / T::kKeys;
+    const int over = take(each, p.by_shares);
+    const int share = split * T::kWarps + warp;
+    begin = static_cast<int>(each) * share + min(share, over);
+    end = begin + static_cast<int>(each) + (share < over ? 1 : 0);
+  }
+
+  __device__ __forceinline__ bool has_token() const { return !T::kGathered && p.token.k != nullptr; }
+  // Where the head's keys or values, and its bias, start: worked out at each use, as registers are short in the loop.
+  __device__ __forceinline__ const typename T::Element* head_of(const void* base, const Strides3& s) const {
+    return Base::template head_ptr<typename T::Element>(base, s, shared_head(p.by_ratio));
+  }
+  __device__ __forceinline__ int64_t bias_base() const {
+    return batch * p.bias.batch_stride + shared_head(p.by_bias_ratio) * p.bias.head_stride;
+  }
+  // Number of the head among those of all sequences.
+  __device__ __forceinline__ int64_t head_index() const { return static_cast<int64_t>(batch) * p.nheads + head; }
+
+ private:
+  __device__ __forceinline__ int shared_head(const Divisor& ratio) const {
+    uint32_t rest = head;
+    take(rest, ratio);
+    return static_cast<int>(rest);
+  }
+};
+
+}  // namespace dmattn
