@@ -22,6 +22,7 @@ struct KeyTile {
   __device__ __forceinline__ bool is_cut() const { return word & 1; }
   // The dense mask leaves some of it.
   __device__ __forceinline__ bool is_partial() const { return word & 2; }
+  __device__ __forceinline__ bool is_changed() const { return word & 3; }
   // The item has no more.
   __device__ __forceinline__ bool is_last() const { return word & 4; }
 };
@@ -127,6 +128,7 @@ struct ScoreChanges {
 
   __device__ __forceinline__ void change(Scores& scores, KeyTile tile) {
     if constexpr (T::kLogits) to_logits(scores);
+    if (!tile.is_changed()) return;  // of the common case one branch
     if (tile.is_partial()) apply_mask(scores);
     if (tile.is_cut()) cut_keys(p, scores, tile.n() * T::kBlockN, first_row, lane);
   }
