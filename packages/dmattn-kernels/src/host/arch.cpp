@@ -24,7 +24,7 @@ FwdTile sm90_fwd_tile_of(const FwdParams& p, Level level, bool gathered) {
   if (gathered) return {kSm90ListRows, sm90_list_tile(head_dim_tile(p.head_dim)).block_n, kSm90ListWarps};
   const Sm90FwdTile tile = level == Level::kPlain
                                ? sm90_fwd_tile(sm90_fwd_head_dim(p.head_dim), sm90_fwd_is_short(p.seqlen_q))
-                               : sm90_general_fwd_tile(head_dim_tile(p.head_dim));
+                               : sm90_general_fwd_tile(head_dim_tile(p.head_dim), sm90_general_fwd_is_tall(p));
   return {tile.block_m(), tile.block_n, 4 * (tile.consumers + 1)};
 }
 // TMA takes strides of at most 2^40 bytes, and none of 0: an expanded view.

@@ -52,7 +52,8 @@ int32_t wanted_splits(const FwdPlan& plan, const FwdTile& tile, int32_t asked_fo
 void choose_kernel(FwdPlan& plan, int32_t asked_for, const Device& device) {
   FwdParams& p = plan.kernel;
   const bool gathered = is_gathered(plan.walk);
-  const Level level = fwd_level(p, has_mask(plan.mask) && !gathered, gathered);
+  p.has_mask = has_mask(plan.mask) && !gathered;
+  const Level level = fwd_level(p, p.has_mask, gathered);
   const KernelSet& kernels = resolve_unit(*device.kernels, plan.unit, [&](const KernelSet& set) {
     if (set.serves_fwd != nullptr && !set.serves_fwd(p, level, gathered)) return false;
     return !set.is_persistent || wanted_splits(plan, set.fwd_tile(p, level, gathered), asked_for, device) == 1;
