@@ -4,10 +4,10 @@
 // A thread block stays on its SM and takes blocks of keys (items) until none is left. One thread of the first
 // warpgroup, the producer, copies K and V once an item, then Q, dO, lse, delta and the tile of a dense bias for one
 // block of rows after the other. Listed keys are copied by two warps beside it, and their dk and dv are added to sums in
-// memory. Where sums are in a fixed order, one more warp has dq added when its turn comes. The other two warpgroups, the consumers, own 64 keys each. Their products have keys as rows: s^T = k q^T and
-// dp^T = v do^T leave p^T and ds^T in registers in the order that the first operand of dv += p^T do and
-// dk += ds^T q has. Only ds goes through shared memory, as both consumers' keys are needed for dq = ds k. The gradient
-// of a dense bias leaves from there, too.
+// memory. Where sums are in a fixed order, one more warp has dq added when its turn comes. The other two warpgroups, the
+// consumers, own 64 keys each. Their products have keys as rows: s^T = k q^T and dp^T = v do^T leave p^T and ds^T in
+// registers in the order that the first operand of dv += p^T do and dk += ds^T q has. Only ds goes through shared
+// memory, as both consumers' keys are needed for dq = ds k. The gradient of a dense bias leaves from there, too.
 //
 // The products of a step are queued so that the tensor cores have work while registers are being worked on:
 //   exp of the scores          beside  dk of the step before, dp
@@ -19,12 +19,9 @@
 #include <climits>
 
 #include "../shared/element.cuh"
-#include "../shared/smem.cuh"
-#include "bwd_bias.cuh"
-#include "bwd_dq.cuh"
-#include "bwd_gather.cuh"
 #include "bwd_mask.cuh"
 #include "bwd_producer.cuh"
+#include "bwd_results.cuh"
 
 namespace dmattn::sm90 {
 
@@ -63,36 +60,21 @@ __device__ __forceinline__ void init_barriers(typename T::Shared& s) {
 // --- the consumers: a warpgroup each ----------------------------------------------------------------------------------
 
 template <class T>
-struct BwdConsumer {
+struct BwdConsumer : BwdResults<T> {
+  using Base = BwdResults<T>;
   using Element = typename T::Element;
   using Dq = typename T::Dq;
-  static constexpr int kFragmentsM = T::kBlockM / 8, kFragmentsD = T::kHeadDim / 8;
-  // Names of barriers for some of the block's threads; 0 is __syncthreads().
-  static constexpr int kdSBarrier = 1, kOwnBarrier = 2;
-  // Of 64 keys and kBlockM rows: of fragment i, a thread has the keys 16 * warp + lane / 4 (registers 0 and 1) and 8 more
-  // (2 and 3), and the rows 8 * i + lane % 4 * 2 (registers 0 and 2) and the next one (1 and 3).
-  using Scores = float[kFragmentsM][4];
+  using Base::add_dbias, Base::add_dq, Base::add_grad, Base::bias_rows, Base::consumer, Base::dout_place,
+      Base::ds_stage, Base::facts, Base::facts_place, Base::is_speaker, Base::key_bias, Base::kFragmentsD,
+      Base::kFragmentsM, Base::kv_phase, Base::lane, Base::next_item, Base::own_key, Base::p, Base::pass_chunk,
+      Base::q_next, Base::release, Base::release_sent, Base::s, Base::send_dbias, Base::store_dbias, Base::store_ds,
+      Base::store_grad, Base::sum_rows, Base::sync_out, Base::sync_own, Base::wait_for_chunks, Base::wait_for_keys,
+      Base::warp, Base::wide_rows;
+  using Base::Base;
+  using typename Base::KeySums;
+  using typename Base::Scores;
   // Derivative of softcap, two fp16 a word: a number from 0 to 1 that multiplies what is rounded to 16 bits next.
   using SoftcapFactors = uint32_t[T::kSoftcap ? 2 * kFragmentsM : 1];
-
-  const BwdArguments& p;
-  typename T::Shared& s;
-  const int consumer, thread, warp, lane;  // thread, warp: in the warpgroup
-  float key_bias[2];                       // kKeyBias, consecutive keys: of the thread's two keys of the item
-  RingPlace<T::kStagesQ> q_next;           // of the rows whose scores are started next
-  RingPlace<T::kStagesdO> dout_place;
-  RingPlace<2> item_place, facts_place;
-  RingPlace<T::kStagesOut> out_place;
-  int kv_phase = 0;
-  int ds_stage = 0;
-
-  __device__ __forceinline__ BwdConsumer(const BwdArguments& arguments, typename T::Shared& shared)
-      : p(arguments),
-        s(shared),
-        consumer(cutlass::canonical_warp_group_idx() - 1),
-        thread(threadIdx.x % 128),
-        warp(threadIdx.x / 32 % 4),
-        lane(threadIdx.x % 32) {}
 
   __device__ __forceinline__ void run() {
     while (true) {
@@ -102,42 +84,6 @@ struct BwdConsumer {
     }
   }
 
-  __device__ __forceinline__ typename T::Announced next_item() {
-    s.item_full[item_place.stage].wait(item_place.phase);
-    typename T::Announced item = s.item[item_place.stage];
-    item.index = __shfl_sync(0xffffffffu, item.index, 0);
-    if constexpr (T::kGathered) {
-      item.m_begin = __shfl_sync(0xffffffffu, item.m_begin, 0);
-      item.m_end = __shfl_sync(0xffffffffu, item.m_end, 0);
-    }
-    if constexpr (T::kMasked) item.has_rows = __shfl_sync(0xffffffffu, item.has_rows, 0);
-    if (lane == 0) s.item_empty[item_place.stage].arrive();
-    item_place.advance();
-    return item;
-  }
-
-  // What is known of the item's keys.
-  __device__ __forceinline__ const typename T::Facts& facts() const { return s.facts[facts_place.stage]; }
-  // Of the 64 keys of the consumer those that the thread has in its registers 0 and 1, or 2 and 3, of each fragment.
-  __device__ __forceinline__ int own_key(int half) const { return 64 * consumer + 16 * warp + lane / 4 + 8 * half; }
-  // Tiles that threads have copied themselves.
-  __device__ __forceinline__ void wait_for_keys(Barrier& full) {
-    full.wait(kv_phase);
-    if constexpr (T::kGathered) cutlass::arch::fence_view_async_shared();
-  }
-
-  __device__ __forceinline__ bool is_speaker() const { return thread == 0; }
-  // One thread a warpgroup says that the warpgroup is done with a buffer.
-  __device__ __forceinline__ void release(Barrier& empty) {
-    if (is_speaker()) empty.arrive();
-  }
-  __device__ __forceinline__ void sync_own() { cutlass::arch::NamedBarrier::sync(128, kOwnBarrier + consumer); }
-
-  template <int kFragments, class Accumulator>
-  static __device__ __forceinline__ auto fragments(Accumulator& acc) -> float (&)[kFragments][4] {
-    static_assert(cute::cosize_v<typename Accumulator::layout_type> == kFragments * 4);
-    return *reinterpret_cast<float (*)[kFragments][4]>(acc.data());
-  }
   // Rounded, as the first operand of the next product: the registers in the same order, 16 rows at a time.
   template <class Operand>
   static __device__ __forceinline__ void to_operand(Operand& operand, const Scores& from) {
@@ -459,6 +405,17 @@ struct BwdConsumer {
       }
     }
   }
+  // Keys past the last one get its number, and are cut later.
+  __device__ __forceinline__ void read_key_bias(const BwdItem& item) {
+    const int head = item.head_k * p.head_ratio / p.bias.head_ratio;
+    const int64_t base = item.batch * p.bias.batch_stride + head * p.bias.head_stride;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int key = min(item.n_block * T::kBlockN + own_key(half), p.seqlen_k - 1);
+      key_bias[half] = load_bias(p.bias, base + key * p.bias.col_stride, std::is_same_v<Element, cutlass::bfloat16_t>);
+    }
+  }
+
   // Two products become logits, in units of 1.
   __device__ __forceinline__ void cap(float& x, float& y, uint32_t& factors) {
     const float inner = p.softmax_scale / p.softcap;
@@ -488,283 +445,6 @@ struct BwdConsumer {
         probabilities[i][2 * half + 1] *= y;
       }
     }
-  }
-
-  // What the warpgroup has of the bias in a stage.
-  __device__ __forceinline__ uint32_t bias_rows(int stage) const {
-    return matrix_row(smem_u32(s.bias.tiles) + (stage * T::kTiledS + consumer * T::kPanel) * 2, warp, lane);
-  }
-
-  // Likewise in fp32: the entry of the first row and key that the thread has.
-  __device__ __forceinline__ uint32_t wide_rows(int stage) const {
-    return wide_row<T::kBlockM>(smem_u32(s.bias.tiles) + stage * (T::kTiledS * 4), consumer, warp, lane);
-  }
-  // The gradient of an fp32 bias where the bias was: each entry belongs to one thread.
-  __device__ __forceinline__ void store_dbias(const Scores& ds, int stage) const {
-    if (p.dbias_kind == DbiasKind::kNone) return;
-    const uint32_t rows = wide_rows(stage);
-#pragma unroll
-    for (int i = 0; i < kFragmentsM; ++i)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) st_shared(wide_entry(rows, i, e / 2, e % 2), __float_as_uint(ds[i][e]));
-  }
-  // Says that the warpgroup's part of a stage of the bias may be written, once its gradient has been read.
-  __device__ __forceinline__ void release_sent(Barrier& empty) const {
-    if (!is_speaker()) return;
-    cute::tma_store_wait<0>();
-    empty.arrive();
-  }
-
-  // Where dk and dv lie in place of ds: nobody reads, or copies out, the one any more before the other is written.
-  __device__ __forceinline__ void sync_out() const {
-    if (is_speaker()) cute::tma_store_wait<0>();
-    cutlass::arch::NamedBarrier::sync(128 * T::kConsumers, kdSBarrier);
-  }
-
-  // The gradient of a bias for each key: sums over the rows that the thread has, of all steps of an item.
-  using KeySums = float[2];
-  static __device__ __forceinline__ void sum_rows(KeySums& sums, const Scores& ds) {
-    float even[2] = {sums[0], sums[1]}, odd[2] = {0.f, 0.f};  // sums that do not wait for each other
-#pragma unroll
-    for (int i = 0; i < kFragmentsM; ++i) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        even[half] += ds[i][2 * half];
-        odd[half] += ds[i][2 * half + 1];
-      }
-    }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) sums[half] = even[half] + odd[half];
-  }
-  // All heads of the group have one bias: it does not matter at which of them the sums go in.
-  __device__ __forceinline__ void add_dbias(const KeySums& sums, const BwdItem& item, int head) {
-    if (p.dbias_cols == nullptr) return;
-    float* const to = p.dbias_cols + (static_cast<int64_t>(item.batch) * p.nheads + head) * p.seqlen_k;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float sum = sums[half];
-      sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-      sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-      if constexpr (T::kGathered) {
-        const KeyInterval interval = facts().interval[own_key(half)];
-        if (lane % 4 == 0 && interval.length > 0) atomicAdd(to + interval.begin, sum);
-      } else {
-        const int key = item.n_block * T::kBlockN + own_key(half);
-        if (lane % 4 == 0 && key < p.seqlen_k) atomicAdd(to + key, sum);
-      }
-    }
-  }
-  // Keys past the last one get its number, and are cut later.
-  __device__ __forceinline__ void read_key_bias(const BwdItem& item) {
-    const int head = item.head_k * p.head_ratio / p.bias.head_ratio;
-    const int64_t base = item.batch * p.bias.batch_stride + head * p.bias.head_stride;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int key = min(item.n_block * T::kBlockN + own_key(half), p.seqlen_k - 1);
-      key_bias[half] = load_bias(p.bias, base + key * p.bias.col_stride, std::is_same_v<Element, cutlass::bfloat16_t>);
-    }
-  }
-
-  __device__ __forceinline__ Element* own_ds(int stage) const {
-    return s.ds + stage * T::kTiledS + consumer * T::kPanel;
-  }
-  // The warpgroup's panel of ds as [row][key], for the product of both consumers' keys. Each consumer is done with the
-  // products from the stage's last use: it has waited for the one before this, and the barrier of the step between.
-  template <class Operand>
-  __device__ __forceinline__ void store_ds(const Operand& gradients) {
-    const auto packed = cute::recast<const uint32_t>(gradients);
-    const uint32_t rows = matrix_row(smem_u32(own_ds(ds_stage)), warp, lane);
-#pragma unroll
-    for (int i = 0; i < T::kBlockM / 16; ++i) {
-      store_matrices(rows + i * (16 * kPanelRowBytes), packed(4 * i), packed(4 * i + 1), packed(4 * i + 2),
-                     packed(4 * i + 3));
-    }
-    cutlass::arch::fence_view_async_shared();  // the tensor cores see what was written
-    if constexpr (T::kDenseBias && !T::kWideBias) {
-      if (is_speaker()) cute::tma_store_wait<0>();  // the other stage, which comes next, has been read
-    }
-    cutlass::arch::NamedBarrier::sync(128 * T::kConsumers, kdSBarrier);
-  }
-
-  // The gradient of a dense bias is ds itself, which has just been stored: an entry of its own for each, or added to that
-  // of those that share one. That of an fp32 bias lies in fp32 in the stage of the bias.
-  __device__ __forceinline__ void send_dbias(const BwdItem& item, int head, int m, int bias_stage) const {
-    if (p.dbias_kind == DbiasKind::kNone) return;
-    const int stage = ds_stage ^ 1;
-    const int row = m * T::kBlockM, key = item.n_block * T::kBlockN + consumer * kPanelKeys;
-    const int to_head = head / p.dbias_head_ratio, to_batch = item.batch * p.dbias_batch_step;
-    if constexpr (T::kWideBias) {
-      if (!is_speaker()) return;
-      constexpr int kPanels = T::kBiasPanels / T::kConsumers;
-      const float* const panels = s.bias.tiles + bias_stage * T::kTiledS + consumer * (kPanels * T::kBiasPanel);
-#pragma unroll
-      for (int panel = 0; panel < kPanels; ++panel) {
-        send_panel(panels + panel * T::kBiasPanel, key + panel * T::kBiasPanelKeys, row, to_head, to_batch);
-      }
-      cute::tma_store_arrive();
-    } else if (p.dbias_kind == DbiasKind::kAccum) {
-      const DbiasSums& sums = p.dbias_sums;
-      float* const to = sums.data + to_batch * sums.batch_stride + to_head * sums.head_stride;
-      add_panel<Element, T::kBlockM>(to + row * sums.row_stride + key, sums.row_stride, smem_u32(own_ds(stage)),
-                                     p.seqlen_q - row, p.seqlen_k - key, thread);
-    } else if (is_speaker()) {
-      send_panel(own_ds(stage), key, row, to_head, to_batch);
-      cute::tma_store_arrive();
-    }
-  }
-  __device__ __forceinline__ void send_panel(const void* panel, int key, int row, int head, int batch) const {
-    if (p.dbias_kind == DbiasKind::kTile) {
-      cute::SM90_TMA_STORE_4D::copy(&p.dbias_tiles, panel, key, row, head, batch);
-    } else {
-      cute::SM90_TMA_REDUCE_ADD_4D::copy(&p.dbias_tiles, panel, key, row, head, batch);
-    }
-  }
-
-  // --- dq leaves ------------------------------------------------------------------------------------------------------
-
-  __device__ __forceinline__ void add_dq(float (&acc)[Dq::kFragments][4], const BwdItem& item, int head, int m) {
-    const int64_t block = (static_cast<int64_t>(item.batch) * p.nheads + head) * p.dq_blocks + m;
-    float* const to = p.dq_accum + block * (T::kBlockM * T::kHeadDim) + consumer * Dq::kPart;
-    if constexpr (T::kDqPath == DqPath::kVector) {
-#pragma unroll
-      for (int i = 0; i < Dq::kFragments; ++i) add_vector(to + (i * 128 + thread) * 4, acc[i]);
-    } else if constexpr (T::kDqPath == DqPath::kBulk) {
-      if (is_speaker()) cute::tma_store_wait<0>();  // what the stage held has been read
-      sync_own();
-      stage_dq(acc);
-      sync_own();
-      if (is_speaker()) {
-        add_bulk(to, smem_u32(own_out()), Dq::kPart * sizeof(float));
-        cute::tma_store_arrive();
-      }
-    } else {
-      // BwdDq does the rest. A warp says that its part is there.
-      s.out_empty[out_place.stage].wait(out_free_phase(true));
-      stage_dq(acc);
-      __syncwarp();
-      if (lane == 0) s.out_full[out_place.stage].arrive();
-      out_place.advance();
-    }
-  }
-  // kTurns: of out_empty of the stage that comes next. A single stage has a new phase with each tile, as ds has a new
-  // stage, so that no register has to keep it. Once the tile's product has been started, ds_stage is that of the next.
-  __device__ __forceinline__ int out_free_phase(bool is_started) const {
-    if constexpr (T::kStagesOut > 1) return out_place.phase ^ 1;
-    return is_started ? ds_stage : ds_stage ^ 1;
-  }
-  // What the consumer has of the stage that comes next.
-  __device__ __forceinline__ char* own_out() const { return s.out[out_place.stage][consumer]; }
-  __device__ __forceinline__ void stage_dq(float (&acc)[Dq::kFragments][4]) const {
-    const uint32_t stage = smem_u32(own_out()) + thread * 16;
-#pragma unroll
-    for (int i = 0; i < Dq::kFragments; ++i) {
-      st_shared(stage + i * 2048, make_uint4(__float_as_uint(acc[i][0]), __float_as_uint(acc[i][1]),
-                                             __float_as_uint(acc[i][2]), __float_as_uint(acc[i][3])));
-    }
-    cutlass::arch::fence_view_async_shared();
-  }
-
-  // Deterministic: a key lies in one tile of a chunk, and chunks add to dk, dv and dbias from the last to the first. Their
-  // tiles have been taken in this order, too.
-  __device__ __forceinline__ int32_t* chunk_counter(const BwdItem& item, int chunk) const {
-    return p.dkv_semaphore + (static_cast<int64_t>(item.batch) * p.nheads_k + item.head_k) * p.keys.blocks + chunk;
-  }
-  __device__ __forceinline__ void wait_for_chunks(const BwdItem& item) const {
-    if constexpr (T::kOrdered) {
-      if (is_speaker()) {
-        // Chunks without tiles add nothing. The next one that has some has waited for all behind it.
-        for (int chunk = item.chunk + 1; chunk < p.keys.blocks; ++chunk) {
-          const int tiles = count_tiles(p, item.batch, item.head_k, chunk, T::kBlockN);
-          if (tiles == 0) continue;
-          wait_for_turn(chunk_counter(item, chunk), tiles * T::kConsumers);
-          break;
-        }
-      }
-      cutlass::arch::NamedBarrier::sync(128, kOwnBarrier + consumer);
-    }
-  }
-  __device__ __forceinline__ void pass_chunk(const BwdItem& item) const {
-    if constexpr (T::kOrdered) {
-      if (is_speaker()) pass_turn(chunk_counter(item, item.chunk));
-    }
-  }
-
-  // Lists: a key has rows in other chunks as well. Neighbouring lanes exchange halves first, so that each adds four
-  // columns of one fragment instead of two of each of two.
-  __device__ __forceinline__ void add_grad(float (&acc)[kFragmentsD][4], float scale, float* accum, int64_t head) {
-    const bool is_odd = lane % 2 != 0;
-    const int col = is_odd ? 8 + (lane % 4 - 1) * 2 : lane % 4 * 2;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const KeyInterval interval = facts().interval[own_key(half)];
-      float* const to = accum + (head * p.seqlen_k + interval.begin) * p.head_dim + col;
-#pragma unroll
-      for (int i = 0; i < kFragmentsD; i += 2) {
-        const float (&lower)[4] = acc[i];
-        const float (&upper)[4] = acc[i + 1];
-        float own[2], other[2];
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const float x = lower[2 * half + e] * scale, y = upper[2 * half + e] * scale;
-          other[e] = __shfl_xor_sync(0xffffffffu, is_odd ? x : y, 1);
-          own[e] = is_odd ? y : x;
-        }
-        const float sum[4] = {is_odd ? other[0] : own[0], is_odd ? other[1] : own[1], is_odd ? own[0] : other[0],
-                              is_odd ? own[1] : other[1]};
-        if (interval.length > 0 && 8 * i + col < p.head_dim) add_vector(to + 8 * i, sum);
-      }
-    }
-  }
-
-  // --- dk and dv leave ------------------------------------------------------------------------------------------------
-
-  template <class Accumulator>
-  __device__ __forceinline__ void store_grad(Accumulator& acc, float scale, const CUtensorMap& out, float* slots,
-                                             const BwdItem& item) {
-    if (p.num_splits > 1) {
-      store_partial(fragments<kFragmentsD>(acc), scale, slots, item);
-      return;
-    }
-    auto rounded = cute::make_tensor_like<Element>(acc);
-    auto packed = cute::recast<uint32_t>(rounded);
-#pragma unroll
-    for (int i = 0; i < cute::size(packed); ++i) {
-      packed(i) = ElementTraits<Element>::pack(acc(2 * i) * scale, acc(2 * i + 1) * scale);
-    }
-    Element* const stage = reinterpret_cast<Element*>(own_out());
-    // What the stage held has been read. The next tile of dq to come here waits for the same phase.
-    if constexpr (T::kDqPath == DqPath::kTurns) s.out_empty[out_place.stage].wait(out_free_phase(false));
-    if (is_speaker()) cute::tma_store_wait<0>();
-    sync_own();
-    typename T::OneGradMma mma;
-    const auto copy = cute::make_tiled_copy_C(cute::Copy_Atom<cute::SM90_U32x4_STSM_N, Element>{}, mma);
-    const auto slice = copy.get_slice(thread);
-    auto tile = cute::make_tensor(cute::make_smem_ptr(stage), typename T::LayoutOut{});
-    cute::copy(copy, slice.retile_S(rounded), slice.partition_D(tile));
-    cutlass::arch::fence_view_async_shared();
-    sync_own();
-    if (is_speaker()) {
-#pragma unroll
-      for (int panel = 0; panel < T::kPanels; ++panel) {
-        cute::SM90_TMA_STORE_4D::copy(&out, stage + panel * 64 * T::kPanelCols, panel * T::kPanelCols,
-                                      item.n_block * T::kBlockN + consumer * 64, item.head_k, item.batch);
-      }
-      cute::tma_store_arrive();
-    }
-  }
-
-  __device__ __forceinline__ void store_partial(float (&acc)[kFragmentsD][4], float scale, float* slots,
-                                                const BwdItem& item) {
-    const int64_t tile = (static_cast<int64_t>(item.batch) * p.nheads_k + item.head_k) * p.n_blocks + item.n_block;
-    const int row = consumer * 64 + warp * 16 + lane / 4;
-    float* const to = slots + ((tile * p.num_splits + item.split) * T::kBlockN + row) * T::kHeadDim + lane % 4 * 2;
-#pragma unroll
-    for (int i = 0; i < kFragmentsD; ++i)
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        *reinterpret_cast<float2*>(to + half * 8 * T::kHeadDim + 8 * i) =
-            make_float2(acc[i][2 * half] * scale, acc[i][2 * half + 1] * scale);
-      }
   }
 };
 

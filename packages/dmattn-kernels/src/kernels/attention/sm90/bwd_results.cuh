@@ -1,0 +1,296 @@
+// How the results of the Hopper backward leave the consumers: ds for the product dq = ds k, the gradient of a bias, dq,
+// and dk and dv, which are stored or, where keys are listed, added to sums.
+#pragma once
+
+#include "../shared/element.cuh"
+#include "../shared/smem.cuh"
+#include "bwd_bias.cuh"
+#include "bwd_consumer.cuh"
+#include "bwd_dq.cuh"
+
+namespace dmattn::sm90 {
+
+template <class T>
+struct BwdResults : BwdConsumerState<T> {
+  using Base = BwdConsumerState<T>;
+  using Element = typename T::Element;
+  using Dq = typename T::Dq;
+  using Base::Base;
+  using Base::consumer, Base::ds_stage, Base::facts, Base::is_speaker, Base::kdSBarrier, Base::kFragmentsD,
+      Base::kFragmentsM, Base::kOwnBarrier, Base::lane, Base::out_place, Base::own_key, Base::p, Base::s,
+      Base::sync_own, Base::thread, Base::warp;
+  using typename Base::Scores;
+  // The gradient of a bias for each key: sums over the rows that the thread has, of all steps of an item.
+  using KeySums = float[2];
+
+  // --- ds, and the gradient of a bias ---------------------------------------------------------------------------------
+
+  __device__ __forceinline__ Element* own_ds(int stage) const {
+    return s.ds + stage * T::kTiledS + consumer * T::kPanel;
+  }
+  // The warpgroup's panel of ds as [row][key], for the product of both consumers' keys. Each consumer is done with the
+  // products from the stage's last use: it has waited for the one before this, and the barrier of the step between.
+  template <class Operand>
+  __device__ __forceinline__ void store_ds(const Operand& gradients) {
+    const auto packed = cute::recast<const uint32_t>(gradients);
+    const uint32_t rows = matrix_row(smem_u32(own_ds(ds_stage)), warp, lane);
+#pragma unroll
+    for (int i = 0; i < T::kBlockM / 16; ++i) {
+      store_matrices(rows + i * (16 * kPanelRowBytes), packed(4 * i), packed(4 * i + 1), packed(4 * i + 2),
+                     packed(4 * i + 3));
+    }
+    cutlass::arch::fence_view_async_shared();  // the tensor cores see what was written
+    if constexpr (T::kDenseBias && !T::kWideBias) {
+      if (is_speaker()) cute::tma_store_wait<0>();  // the other stage, which comes next, has been read
+    }
+    cutlass::arch::NamedBarrier::sync(128 * T::kConsumers, kdSBarrier);
+  }
+
+  // What the warpgroup has of the bias in a stage.
+  __device__ __forceinline__ uint32_t bias_rows(int stage) const {
+    return matrix_row(smem_u32(s.bias.tiles) + (stage * T::kTiledS + consumer * T::kPanel) * 2, warp, lane);
+  }
+
+  // Likewise in fp32: the entry of the first row and key that the thread has.
+  __device__ __forceinline__ uint32_t wide_rows(int stage) const {
+    return wide_row<T::kBlockM>(smem_u32(s.bias.tiles) + stage * (T::kTiledS * 4), consumer, warp, lane);
+  }
+  // The gradient of an fp32 bias where the bias was: each entry belongs to one thread.
+  __device__ __forceinline__ void store_dbias(const Scores& ds, int stage) const {
+    if (p.dbias_kind == DbiasKind::kNone) return;
+    const uint32_t rows = wide_rows(stage);
+#pragma unroll
+    for (int i = 0; i < kFragmentsM; ++i)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) st_shared(wide_entry(rows, i, e / 2, e % 2), __float_as_uint(ds[i][e]));
+  }
+  // Says that the warpgroup's part of a stage of the bias may be written, once its gradient has been read.
+  __device__ __forceinline__ void release_sent(Barrier& empty) const {
+    if (!is_speaker()) return;
+    cute::tma_store_wait<0>();
+    empty.arrive();
+  }
+
+  static __device__ __forceinline__ void sum_rows(KeySums& sums, const Scores& ds) {
+    float even[2] = {sums[0], sums[1]}, odd[2] = {0.f, 0.f};  // sums that do not wait for each other
+#pragma unroll
+    for (int i = 0; i < kFragmentsM; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        even[half] += ds[i][2 * half];
+        odd[half] += ds[i][2 * half + 1];
+      }
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) sums[half] = even[half] + odd[half];
+  }
+  // All heads of the group have one bias: it does not matter at which of them the sums go in.
+  __device__ __forceinline__ void add_dbias(const KeySums& sums, const BwdItem& item, int head) {
+    if (p.dbias_cols == nullptr) return;
+    float* const to = p.dbias_cols + (static_cast<int64_t>(item.batch) * p.nheads + head) * p.seqlen_k;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float sum = sums[half];
+      sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+      sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+      if constexpr (T::kGathered) {
+        const KeyInterval interval = facts().interval[own_key(half)];
+        if (lane % 4 == 0 && interval.length > 0) atomicAdd(to + interval.begin, sum);
+      } else {
+        const int key = item.n_block * T::kBlockN + own_key(half);
+        if (lane % 4 == 0 && key < p.seqlen_k) atomicAdd(to + key, sum);
+      }
+    }
+  }
+
+  // The gradient of a dense bias is ds itself, which has just been stored: an entry of its own for each, or added to that
+  // of those that share one. That of an fp32 bias lies in fp32 in the stage of the bias.
+  __device__ __forceinline__ void send_dbias(const BwdItem& item, int head, int m, int bias_stage) const {
+    if (p.dbias_kind == DbiasKind::kNone) return;
+    const int stage = ds_stage ^ 1;
+    const int row = m * T::kBlockM, key = item.n_block * T::kBlockN + consumer * kPanelKeys;
+    const int to_head = head / p.dbias_head_ratio, to_batch = item.batch * p.dbias_batch_step;
+    if constexpr (T::kWideBias) {
+      if (!is_speaker()) return;
+      constexpr int kPanels = T::kBiasPanels / T::kConsumers;
+      const float* const panels = s.bias.tiles + bias_stage * T::kTiledS + consumer * (kPanels * T::kBiasPanel);
+#pragma unroll
+      for (int panel = 0; panel < kPanels; ++panel) {
+        send_panel(panels + panel * T::kBiasPanel, key + panel * T::kBiasPanelKeys, row, to_head, to_batch);
+      }
+      cute::tma_store_arrive();
+    } else if (p.dbias_kind == DbiasKind::kAccum) {
+      const DbiasSums& sums = p.dbias_sums;
+      float* const to = sums.data + to_batch * sums.batch_stride + to_head * sums.head_stride;
+      add_panel<Element, T::kBlockM>(to + row * sums.row_stride + key, sums.row_stride, smem_u32(own_ds(stage)),
+                                     p.seqlen_q - row, p.seqlen_k - key, thread);
+    } else if (is_speaker()) {
+      send_panel(own_ds(stage), key, row, to_head, to_batch);
+      cute::tma_store_arrive();
+    }
+  }
+  __device__ __forceinline__ void send_panel(const void* panel, int key, int row, int head, int batch) const {
+    if (p.dbias_kind == DbiasKind::kTile) {
+      cute::SM90_TMA_STORE_4D::copy(&p.dbias_tiles, panel, key, row, head, batch);
+    } else {
+      cute::SM90_TMA_REDUCE_ADD_4D::copy(&p.dbias_tiles, panel, key, row, head, batch);
+    }
+  }
+
+  // --- dq leaves ------------------------------------------------------------------------------------------------------
+
+  __device__ __forceinline__ void add_dq(float (&acc)[Dq::kFragments][4], const BwdItem& item, int head, int m) {
+    const int64_t block = (static_cast<int64_t>(item.batch) * p.nheads + head) * p.dq_blocks + m;
+    float* const to = p.dq_accum + block * (T::kBlockM * T::kHeadDim) + consumer * Dq::kPart;
+    if constexpr (T::kDqPath == DqPath::kVector) {
+#pragma unroll
+      for (int i = 0; i < Dq::kFragments; ++i) add_vector(to + (i * 128 + thread) * 4, acc[i]);
+    } else if constexpr (T::kDqPath == DqPath::kBulk) {
+      if (is_speaker()) cute::tma_store_wait<0>();  // what the stage held has been read
+      sync_own();
+      stage_dq(acc);
+      sync_own();
+      if (is_speaker()) {
+        add_bulk(to, smem_u32(own_out()), Dq::kPart * sizeof(float));
+        cute::tma_store_arrive();
+      }
+    } else {
+      // BwdDq does the rest. A warp says that its part is there.
+      s.out_empty[out_place.stage].wait(out_free_phase(true));
+      stage_dq(acc);
+      __syncwarp();
+      if (lane == 0) s.out_full[out_place.stage].arrive();
+      out_place.advance();
+    }
+  }
+  // kTurns: of out_empty of the stage that comes next. A single stage has a new phase with each tile, as ds has a new
+  // stage, so that no register has to keep it. Once the tile's product has been started, ds_stage is that of the next.
+  __device__ __forceinline__ int out_free_phase(bool is_started) const {
+    if constexpr (T::kStagesOut > 1) return out_place.phase ^ 1;
+    return is_started ? ds_stage : ds_stage ^ 1;
+  }
+  // What the consumer has of the stage that comes next.
+  __device__ __forceinline__ char* own_out() const { return s.out[out_place.stage][consumer]; }
+  __device__ __forceinline__ void stage_dq(float (&acc)[Dq::kFragments][4]) const {
+    const uint32_t stage = smem_u32(own_out()) + thread * 16;
+#pragma unroll
+    for (int i = 0; i < Dq::kFragments; ++i) {
+      st_shared(stage + i * 2048, make_uint4(__float_as_uint(acc[i][0]), __float_as_uint(acc[i][1]),
+                                             __float_as_uint(acc[i][2]), __float_as_uint(acc[i][3])));
+    }
+    cutlass::arch::fence_view_async_shared();
+  }
+
+  // --- dk and dv of listed keys are added to sums ---------------------------------------------------------------------
+
+  // Deterministic: a key lies in one tile of a chunk, and chunks add to dk, dv and dbias from the last to the first. Their
+  // tiles have been taken in this order, too.
+  __device__ __forceinline__ int32_t* chunk_counter(const BwdItem& item, int chunk) const {
+    return p.dkv_semaphore + (static_cast<int64_t>(item.batch) * p.nheads_k + item.head_k) * p.keys.blocks + chunk;
+  }
+  __device__ __forceinline__ void wait_for_chunks(const BwdItem& item) const {
+    if constexpr (T::kOrdered) {
+      if (is_speaker()) {
+        // Chunks without tiles add nothing. The next one that has some has waited for all behind it.
+        for (int chunk = item.chunk + 1; chunk < p.keys.blocks; ++chunk) {
+          const int tiles = count_tiles(p, item.batch, item.head_k, chunk, T::kBlockN);
+          if (tiles == 0) continue;
+          wait_for_turn(chunk_counter(item, chunk), tiles * T::kConsumers);
+          break;
+        }
+      }
+      cutlass::arch::NamedBarrier::sync(128, kOwnBarrier + consumer);
+    }
+  }
+  __device__ __forceinline__ void pass_chunk(const BwdItem& item) const {
+    if constexpr (T::kOrdered) {
+      if (is_speaker()) pass_turn(chunk_counter(item, item.chunk));
+    }
+  }
+
+  // Lists: a key has rows in other chunks as well. Neighbouring lanes exchange halves first, so that each adds four
+  // columns of one fragment instead of two of each of two.
+  __device__ __forceinline__ void add_grad(float (&acc)[kFragmentsD][4], float scale, float* accum, int64_t head) {
+    const bool is_odd = lane % 2 != 0;
+    const int col = is_odd ? 8 + (lane % 4 - 1) * 2 : lane % 4 * 2;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const KeyInterval interval = facts().interval[own_key(half)];
+      float* const to = accum + (head * p.seqlen_k + interval.begin) * p.head_dim + col;
+#pragma unroll
+      for (int i = 0; i < kFragmentsD; i += 2) {
+        const float (&lower)[4] = acc[i];
+        const float (&upper)[4] = acc[i + 1];
+        float own[2], other[2];
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const float x = lower[2 * half + e] * scale, y = upper[2 * half + e] * scale;
+          other[e] = __shfl_xor_sync(0xffffffffu, is_odd ? x : y, 1);
+          own[e] = is_odd ? y : x;
+        }
+        const float sum[4] = {is_odd ? other[0] : own[0], is_odd ? other[1] : own[1], is_odd ? own[0] : other[0],
+                              is_odd ? own[1] : other[1]};
+        if (interval.length > 0 && 8 * i + col < p.head_dim) add_vector(to + 8 * i, sum);
+      }
+    }
+  }
+
+  // --- dk and dv leave ------------------------------------------------------------------------------------------------
+
+  // Where dk and dv lie in place of ds: nobody reads, or copies out, the one any more before the other is written.
+  __device__ __forceinline__ void sync_out() const {
+    if (is_speaker()) cute::tma_store_wait<0>();
+    cutlass::arch::NamedBarrier::sync(128 * T::kConsumers, kdSBarrier);
+  }
+
+  template <class Accumulator>
+  __device__ __forceinline__ void store_grad(Accumulator& acc, float scale, const CUtensorMap& out, float* slots,
+                                             const BwdItem& item) {
+    if (p.num_splits > 1) {
+      store_partial(fragments<kFragmentsD>(acc), scale, slots, item);
+      return;
+    }
+    auto rounded = cute::make_tensor_like<Element>(acc);
+    auto packed = cute::recast<uint32_t>(rounded);
+#pragma unroll
+    for (int i = 0; i < cute::size(packed); ++i) {
+      packed(i) = ElementTraits<Element>::pack(acc(2 * i) * scale, acc(2 * i + 1) * scale);
+    }
+    Element* const stage = reinterpret_cast<Element*>(own_out());
+    // What the stage held has been read. The next tile of dq to come here waits for the same phase.
+    if constexpr (T::kDqPath == DqPath::kTurns) s.out_empty[out_place.stage].wait(out_free_phase(false));
+    if (is_speaker()) cute::tma_store_wait<0>();
+    sync_own();
+    typename T::OneGradMma mma;
+    const auto copy = cute::make_tiled_copy_C(cute::Copy_Atom<cute::SM90_U32x4_STSM_N, Element>{}, mma);
+    const auto slice = copy.get_slice(thread);
+    auto tile = cute::make_tensor(cute::make_smem_ptr(stage), typename T::LayoutOut{});
+    cute::copy(copy, slice.retile_S(rounded), slice.partition_D(tile));
+    cutlass::arch::fence_view_async_shared();
+    sync_own();
+    if (is_speaker()) {
+#pragma unroll
+      for (int panel = 0; panel < T::kPanels; ++panel) {
+        cute::SM90_TMA_STORE_4D::copy(&out, stage + panel * 64 * T::kPanelCols, panel * T::kPanelCols,
+                                      item.n_block * T::kBlockN + consumer * 64, item.head_k, item.batch);
+      }
+      cute::tma_store_arrive();
+    }
+  }
+
+  __device__ __forceinline__ void store_partial(float (&acc)[kFragmentsD][4], float scale, float* slots,
+                                                const BwdItem& item) {
+    const int64_t tile = (static_cast<int64_t>(item.batch) * p.nheads_k + item.head_k) * p.n_blocks + item.n_block;
+    const int row = consumer * 64 + warp * 16 + lane / 4;
+    float* const to = slots + ((tile * p.num_splits + item.split) * T::kBlockN + row) * T::kHeadDim + lane % 4 * 2;
+#pragma unroll
+    for (int i = 0; i < kFragmentsD; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        *reinterpret_cast<float2*>(to + half * 8 * T::kHeadDim + 8 * i) =
+            make_float2(acc[i][2 * half] * scale, acc[i][2 * half + 1] * scale);
+      }
+  }
+};
+
+}  // namespace dmattn::sm90
