@@ -80,10 +80,10 @@ constexpr Sm90FwdTile sm90_fwd_tile(int d, bool is_short) {
 
 // With a bias, a dense mask or softcap. Two stages of the bias have to fit, too. is_tall: see below.
 constexpr Sm90FwdTile sm90_general_fwd_tile(int head_dim_tile, bool is_tall = false) {
-  return head_dim_tile <= 64    ? (is_tall ? Sm90FwdTile{3, 128}    // 208 KB
-                                           : Sm90FwdTile{2, 128})   // 160 KB
-         : head_dim_tile <= 128 ? Sm90FwdTile{2, 128}               // 224 KB
-                                : Sm90FwdTile{2, 64};               // 224 KB
+  return head_dim_tile <= 64    ? (is_tall ? Sm90FwdTile{3, 128}   // 208 KB
+                                           : Sm90FwdTile{2, 128})  // 160 KB
+         : head_dim_tile <= 128 ? Sm90FwdTile{2, 128}              // 224 KB
+                                : Sm90FwdTile{2, 64};              // 224 KB
 }
 // With a bias and nothing else, head_dim 64 has tall tiles for the same reason as without. Fewer of them are empty under
 // a mask, and beside three consumers there are too few registers to read fp32 tiles of a bias ahead.

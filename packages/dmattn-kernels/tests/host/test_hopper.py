@@ -83,9 +83,7 @@ def test_tiles_of_changed_scores(
         ({"bias": tensor(DENSE, FLOAT32)}, 128),
     ],
 )
-def test_tall_tiles_of_a_bias_alone(
-    probe: ctypes.CDLL, more: dict[str, Any], block_m: int
-) -> None:
+def test_tall_tiles_of_a_bias_alone(probe: ctypes.CDLL, more: dict[str, Any], block_m: int) -> None:
     """Kernels with three consumers know neither masks nor fp32 tiles of a bias."""
     bias = {"bias": tensor((1, 1, 1, 4096))}
     arguments = {"batch": 2, "head_dim": 64} | LONG | bias | more
