@@ -26,7 +26,7 @@ FwdTile sm90_fwd_tile_of(const FwdParams& p, Level level, bool gathered) {
   const Sm90FwdTile tile = !is_general(level)
                                ? sm90_fwd_tile(sm90_fwd_head_dim(p.head_dim), sm90_fwd_is_short(p.seqlen_q))
                            : has_plain_window(p) ? sm90_window_fwd_tile(dim_tile)
-                                                 : sm90_general_fwd_tile(dim_tile);
+                                                 : sm90_general_fwd_tile(dim_tile, sm90_general_fwd_is_tall(p));
   return {tile.block_m(), tile.block_n, 4 * (tile.consumers + 1)};
 }
 // TMA takes strides of at most 2^40 bytes, and none of 0: an expanded view.

@@ -164,9 +164,10 @@ struct FwdParams {
   bool is_causal = false;
   bool vec_q = true, vec_k = true, vec_v = true, vec_out = true;  // rows start on 16 bytes
   BiasParams bias;
-  MaskBits mask;    // bits == nullptr: no dense mask
-  KeyList keys;     // idx == nullptr: not gathered
-  Packing packing;  // num_splits is 1 then
+  MaskBits mask;          // bits == nullptr: no dense mask
+  bool has_mask = false;  // a dense mask: known before its bits have a place
+  KeyList keys;           // idx == nullptr: not gathered
+  Packing packing;        // num_splits is 1 then
   // Hopper, where there are more row blocks than thread blocks: one number, which counts those that are taken.
   int32_t* work_counter = nullptr;
   // Hopper, causal: > 0: the row at position r sees the keys r - window < j <= r. 0: all keys up to its own position.

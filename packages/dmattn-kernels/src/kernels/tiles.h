@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "params.h"
+
 namespace dmattn {
 
 // An architecture that kernels are written for, by its number: Arch{80} has its kernels in the folder sm80, its units in
@@ -80,11 +82,19 @@ constexpr Sm90FwdTile sm90_fwd_tile(int d, bool is_short) {
 // With a window of keys: the fewer rows a tile has, the fewer keys it meets outside of their windows.
 constexpr Sm90FwdTile sm90_window_fwd_tile(int head_dim_tile) { return sm90_fwd_tile(head_dim_tile, true); }
 
-// With a bias, a dense mask or softcap. Two stages of the bias have to fit, too.
-constexpr Sm90FwdTile sm90_general_fwd_tile(int head_dim_tile) {
-  return head_dim_tile <= 64    ? Sm90FwdTile{2, 128}  // 160 KB
-         : head_dim_tile <= 128 ? Sm90FwdTile{2, 128}  // 224 KB
-                                : Sm90FwdTile{2, 64};  // 224 KB
+// With a bias, a dense mask or softcap. Two stages of the bias have to fit, too. is_tall: see below.
+constexpr Sm90FwdTile sm90_general_fwd_tile(int head_dim_tile, bool is_tall = false) {
+  return head_dim_tile <= 64    ? (is_tall ? Sm90FwdTile{3, 128}   // 208 KB
+                                           : Sm90FwdTile{2, 128})  // 160 KB
+         : head_dim_tile <= 128 ? Sm90FwdTile{2, 128}              // 224 KB
+                                : Sm90FwdTile{2, 64};              // 224 KB
+}
+// With a bias and nothing else, head_dim 64 has tall tiles for the same reason as without. Fewer of them are empty under
+// a mask, and beside three consumers there are too few registers to read fp32 tiles of a bias ahead. Windows: as above.
+constexpr bool sm90_general_fwd_is_tall(const FwdParams& p) {
+  return p.head_dim <= 64 && !sm90_fwd_is_short(p.seqlen_q) &&
+         (p.bias.kind == BiasKind::kKey || p.bias.kind == BiasKind::kTile) && !p.has_mask && p.window == 0 &&
+         p.softcap == 0.f && p.softmax_scale > 0.f;
 }
 
 // The forward on Hopper over lists of keys: two warpgroups of 64 rows each.

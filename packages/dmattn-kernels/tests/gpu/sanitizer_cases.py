@@ -338,6 +338,9 @@ HOPPER_CHANGED = (
         "dense rows, key bias, more than thread blocks", 133, 261, batch=70, bias="bk1k", wants=""
     ),
     Launch("dense rows, mask, more than thread blocks", 133, 261, batch=70, mask="b1qk", wants=""),
+    # Head_dim 64 has three consumers for them.
+    Launch("dense rows, bias, long", 1100, 264, bias="1hqk", causal=True, wants=""),
+    Launch("dense rows, key bias, long", 1100, 261, bias="bk1k", causal=True, wants=""),
 )
 HOPPER_BWD = (
     Launch("dense rows, gradients", 200, 133, nheads=4, nheads_k=2, causal=True),

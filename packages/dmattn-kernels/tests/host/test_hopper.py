@@ -48,6 +48,11 @@ CHANGED_SCORES: dict[str, dict[str, Any]] = {
     "softcap and bias": {"softcap": 30.0, "bias": tensor((1, 1, 1, 4096), FLOAT32)},
     "negative scale": {"softmax_scale": -1.0},
 }
+# Those with tall tiles at head_dim 64: a bias alone, of 16 bits unless it is one of each key.
+TALL = [
+    CHANGED_SCORES[x]
+    for x in ("key bias", "fp32 key bias", "every second key", "16-bit bias", "expanded bias")
+]
 
 
 @pytest.mark.parametrize("arguments", CHANGED_SCORES.values(), ids=CHANGED_SCORES.keys())
@@ -59,8 +64,31 @@ def test_tiles_of_changed_scores(
     probe: ctypes.CDLL, arguments: dict[str, Any], head_dim: int, block_m: int, block_n: int
 ) -> None:
     plan = Probe(probe).fwd(SM90, SMS, **({"batch": 2, "head_dim": head_dim} | LONG | arguments))
+    if head_dim <= 64 and arguments in TALL:
+        block_m = 192
     assert (plan["arch"], plan["block_m"], plan["block_n"]) == (90, block_m, block_n)
     assert plan["blocks"] == SMS and plan["num_splits"] == 1 and not plan["gathered"]
+
+
+@pytest.mark.parametrize(
+    "more, block_m",
+    [
+        ({}, 192),
+        ({"seqlen_q": 1025}, 192),
+        ({"seqlen_q": 1024}, 128),
+        ({"mask": mask(1, 1, 4096, 4096)}, 128),
+        ({"mask": mask(1, 1, 1, 4096)}, 128),
+        ({"softcap": 30.0}, 128),
+        ({"softmax_scale": -1.0}, 128),
+        ({"bias": tensor(DENSE, FLOAT32)}, 128),
+    ],
+)
+def test_tall_tiles_of_a_bias_alone(probe: ctypes.CDLL, more: dict[str, Any], block_m: int) -> None:
+    """Kernels with three consumers know neither masks nor fp32 tiles of a bias."""
+    bias = {"bias": tensor((1, 1, 1, 4096))}
+    arguments = {"batch": 2, "head_dim": 64} | LONG | bias | more
+    plan = Probe(probe).fwd(SM90, SMS, **arguments)
+    assert (plan["arch"], plan["block_m"]) == (90, block_m)
 
 
 @pytest.mark.parametrize("more", [{}, {"softcap": 30.0}], ids=["plain", "softcap"])

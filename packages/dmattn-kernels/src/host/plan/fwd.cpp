@@ -60,7 +60,8 @@ int32_t wanted_splits(const FwdPlan& plan, const FwdTile& tile, int32_t asked_fo
 bool choose_kernel(FwdPlan& plan, int32_t asked_for, bool finds_window, const Device& device) {
   FwdParams& p = plan.kernel;
   const bool gathered = is_gathered(plan.walk);
-  const Level level = fwd_level(p, has_mask(plan.mask) && !gathered, gathered);
+  p.has_mask = has_mask(plan.mask) && !gathered;
+  const Level level = fwd_level(p, p.has_mask, gathered);
   const KernelSet* kernels = find_unit_set(*device.kernels, plan.unit, [&](const KernelSet& set) {
     if (finds_window && !set.finds_windows) return false;
     if (set.serves_fwd != nullptr && !set.serves_fwd(p, level, gathered)) return false;

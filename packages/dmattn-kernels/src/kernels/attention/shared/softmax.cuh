@@ -45,14 +45,7 @@ struct OnlineSoftmax {
     row_max[r] = m;
     float sum = 0.f;
     if constexpr (kScaled) {
-      const float m_scaled = m_used * scale_log2;
-#pragma unroll
-      for (int nt = 0; nt < NT; ++nt)
-#pragma unroll
-        for (int e = e0; e < e0 + 2; ++e) {
-          acc_s[mt][nt][e] = exp2_approx(__fmaf_rn(acc_s[mt][nt][e], scale_log2, -m_scaled));
-          sum += acc_s[mt][nt][e];
-        }
+      sum = exponentiate(r, acc_s, scale_log2, m_used * scale_log2);
     } else {
 #pragma unroll
       for (int nt = 0; nt < NT; ++nt)
@@ -64,6 +57,22 @@ struct OnlineSoftmax {
     }
     row_sum[r] = row_sum[r] * alpha + sum;
     return alpha;
+  }
+
+  // A row of acc_s becomes exp2(scale_log2 * acc_s - shift). Returns its sum.
+  template <int NT>
+  static __device__ __forceinline__ float exponentiate(int r, float (&acc_s)[MT][NT][4], float scale_log2,
+                                                       float shift) {
+    const int mt = r / 2, e0 = 2 * (r & 1);
+    float sum = 0.f;
+#pragma unroll
+    for (int nt = 0; nt < NT; ++nt)
+#pragma unroll
+      for (int e = e0; e < e0 + 2; ++e) {
+        acc_s[mt][nt][e] = exp2_approx(__fmaf_rn(acc_s[mt][nt][e], scale_log2, -shift));
+        sum += acc_s[mt][nt][e];
+      }
+    return sum;
   }
 
   // Of all rows; acc_o is rescaled to the new maximum.
@@ -91,22 +100,34 @@ struct OnlineSoftmax {
     for (int r = 0; r < 2 * MT; ++r) alpha[r] = step_row<kScaled>(r, acc_s, scale_log2);
   }
   // Likewise, of logits, which are taken like raw products unless a maximum of the warp's rows is large: max * log2(e) is
-  // rounded, by up to 2^-18 here, which would show in the log-sum-exp. The code is twice as long.
+  // rounded, by up to 2^-18 here, which would show in the log-sum-exp. Large maxima are subtracted beforehand, so that
+  // the exponentials stand here once: they, the packing and the rescaling that follow share the units of the SM.
   template <int NT>
   __device__ __forceinline__ void probabilities_of_logits(float (&acc_s)[MT][NT][4], float (&alpha)[2 * MT]) {
-    float m[2 * MT];
+    float left[2 * MT];  // of the maximum, to subtract
     bool is_large = false;
 #pragma unroll
     for (int r = 0; r < 2 * MT; ++r) {
-      m[r] = find_max(r, acc_s);
-      is_large |= fabsf(m[r]) > 64.f && m[r] != -INFINITY;
+      const float m = find_max(r, acc_s);
+      left[r] = m == -INFINITY ? 0.f : m;  // nothing kept yet: exp(-inf - 0) = 0, not NaN
+      is_large |= fabsf(left[r]) > 64.f;
+      alpha[r] = exp2_approx((row_max[r] - left[r]) * kLog2e);
+      row_max[r] = m;
     }
     if (__any_sync(0xffffffffu, is_large)) {
 #pragma unroll
-      for (int r = 0; r < 2 * MT; ++r) alpha[r] = step_row<false>(r, acc_s, 0.f, m[r]);
-    } else {
+      for (int r = 0; r < 2 * MT; ++r) {
 #pragma unroll
-      for (int r = 0; r < 2 * MT; ++r) alpha[r] = step_row<true>(r, acc_s, kLog2e, m[r]);
+        for (int nt = 0; nt < NT; ++nt)
+#pragma unroll
+          for (int e = 0; e < 2; ++e) acc_s[r / 2][nt][2 * (r & 1) + e] -= left[r];
+        left[r] = 0.f;
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < 2 * MT; ++r) {
+      const float sum = exponentiate(r, acc_s, kLog2e, left[r] * kLog2e);
+      row_sum[r] = row_sum[r] * alpha[r] + sum;
     }
   }
   template <int OT>

@@ -22,6 +22,7 @@ struct KeyTile {
   __device__ __forceinline__ bool is_cut() const { return word & 1; }
   // The dense mask leaves some of it.
   __device__ __forceinline__ bool is_partial() const { return word & 2; }
+  __device__ __forceinline__ bool is_changed() const { return word & 3; }
   // The item has no more.
   __device__ __forceinline__ bool is_last() const { return word & 4; }
 };
@@ -34,7 +35,7 @@ __device__ __forceinline__ int64_t find_mask_head(const MaskBits& mask, const Fw
 template <class T>
 __device__ __forceinline__ MaskTileWalk<T::kBlockM, T::kBlockN> walk_mask_tiles(const GeneralFwdArguments& p,
                                                                                 const FwdItem& item, int begin) {
-  if (p.mask.bits == nullptr) return {nullptr, nullptr, 0, 0, begin};
+  if (!T::kHasMask || p.mask.bits == nullptr) return {nullptr, nullptr, 0, 0, begin};
   constexpr int kBands = T::kBlockM / kMaskBand;
   const int band = item.m_block * kBands;
   const int64_t first = (find_mask_head(p.mask, item) * p.mask.bands_q + band) * p.mask.words_k;
@@ -104,6 +105,11 @@ struct ScoreChanges {
   // Of both rows, one of the words of the tile: threads of a quad exchange theirs. Read while the scores of the tile are
   // computed.
   uint32_t mask_words[2];
+  // Likewise the first of the bias, as many as there are registers for: 16 bytes of a bias for each key, or 16-bit
+  // numbers for two fragments. kAny reads nothing before it needs it.
+  static constexpr bool kReadsBiasAhead = T::kMode == ScoreMode::kKeyBias || T::kMode == ScoreMode::kTileBias;
+  static constexpr int kAhead = kReadsBiasAhead ? (T::kConsumers == 2 ? 4 : 1) : 0;
+  uint32_t ahead[kAhead + 1][4];
 
   __device__ __forceinline__ ScoreChanges(const GeneralFwdArguments& arguments, General& shared,
                                           RingPlace<2>& bias_place, int warp_, int lane_, const FwdItem& item)
@@ -115,9 +121,10 @@ struct ScoreChanges {
         first_row(item.m_block * T::kBlockM + warp * 16 + lane / 4),
         bits(p.mask.bits + find_mask_head(p.mask, item) * p.mask.rows * p.mask.words_per_row + lane % kWords) {}
 
-  // Nothing here waits for what is read.
+  // While the scores of the tile are computed: nothing here waits for what is read.
   __device__ __forceinline__ void read_ahead(KeyTile tile) {
-    if (!tile.is_partial()) return;
+    if constexpr (kReadsBiasAhead) read_bias_ahead();
+    if (!T::kHasMask || !tile.is_partial()) return;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = min(first_row + 8 * half, p.seqlen_q - 1);
@@ -127,7 +134,8 @@ struct ScoreChanges {
 
   __device__ __forceinline__ void change(Scores& scores, KeyTile tile) {
     if constexpr (T::kLogits) to_logits(scores);
-    if (tile.is_partial()) apply_mask(scores);
+    if (!tile.is_changed()) return;  // one branch in the common case
+    if (T::kHasMask && tile.is_partial()) apply_mask(scores);
     if (tile.is_cut()) {
       cut_keys(p, scores, tile.n() * T::kBlockN, first_row, lane);
       if (has_window<T>(p)) cut_keys_before_window(p, scores, tile.n() * T::kBlockN, first_row, lane);
@@ -143,7 +151,7 @@ struct ScoreChanges {
     constexpr bool kSure = T::kMode != ScoreMode::kAny;  // that there is a bias
     if (T::kHasKeyBias && (kSure || has_key_bias(p))) {
       add_key_bias(scores, factor);
-    } else if (T::kHasTileBias && p.bias.kind == BiasKind::kTile) {
+    } else if (T::kHasTileBias && (!T::kHasWideBias || p.bias.kind == BiasKind::kTile)) {
       add_narrow_bias(scores, factor);
     } else if (T::kHasTileBias && (kSure || p.bias.kind == BiasKind::kDirect)) {
       add_wide_bias<0>(scores, factor);
@@ -153,15 +161,35 @@ struct ScoreChanges {
     }
   }
 
-  // Of two fragments at once: ldmatrix gives 16-bit numbers to the threads that hold the scores.
-  __device__ __forceinline__ void add_narrow_bias(Scores& scores, float factor) {
+  __device__ __forceinline__ void read_bias_ahead() {
     wait_for_stage();
+    if (T::kMode == ScoreMode::kTileBias && T::kHasWideBias && p.bias.kind != BiasKind::kTile) return;
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      if constexpr (T::kMode == ScoreMode::kKeyBias) {
+        read_key_bias(ahead[i], i);
+      } else {
+        read_narrow_bias(ahead[i], i);
+      }
+    }
+  }
+
+  // Of the i-th two fragments: ldmatrix gives 16-bit numbers to the threads that hold the scores.
+  __device__ __forceinline__ void read_narrow_bias(uint32_t (&words)[4], int i) const {
     const int row = warp * 16 + lane % 16;
     const uint32_t rows = smem_u32(s.bias[place.stage]) + row * 128 + ((lane / 16 ^ lane % 8) << 4);
+    ldmatrix_x4<false>(words, (rows ^ (i % 4 << 5)) + i / 4 * T::kBlockM * 128);
+  }
+  __device__ __forceinline__ void add_narrow_bias(Scores& scores, float factor) {
+    if constexpr (!kReadsBiasAhead) wait_for_stage();
 #pragma unroll
     for (int i = 0; i < kFragments; i += 2) {
       uint32_t words[4];
-      ldmatrix_x4<false>(words, (rows ^ (i % 8 << 4)) + i / 8 * T::kBlockM * 128);
+      if (i / 2 < kAhead) {
+        copy_words(words, ahead[i / 2]);
+      } else {
+        read_narrow_bias(words, i / 2);
+      }
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const float2 b = ElementTraits<typename T::Element>::unpack(words[j]);
@@ -176,7 +204,7 @@ struct ScoreChanges {
   // The fragments from kFirst on that a stage has, in fp32.
   template <int kFirst>
   __device__ __forceinline__ void add_wide_bias(Scores& scores, float factor) {
-    wait_for_stage();
+    if (!kReadsBiasAhead || kFirst > 0) wait_for_stage();
     const int row = warp * 16 + lane / 4, in_chunk = lane % 2 * 8;
     const uint32_t rows = smem_u32(s.bias[place.stage]) + row * 128 + ((lane % 4 / 2 ^ row % 8) << 4) + in_chunk;
 #pragma unroll
@@ -192,21 +220,34 @@ struct ScoreChanges {
     release_stage();
   }
 
-  __device__ __forceinline__ void add_key_bias(Scores& scores, float factor) {
-    wait_for_stage();
+  // Of the i-th two fragments.
+  __device__ __forceinline__ void read_key_bias(uint32_t (&words)[4], int i) const {
     const uint32_t own = smem_u32(s.bias[place.stage]) + lane % 4 * KeyBiasLayout<T::kBlockN>::kThreadWords * 4;
+    const uint4 raw = ld_shared_v4(own + i * 16);
+    words[0] = raw.x, words[1] = raw.y, words[2] = raw.z, words[3] = raw.w;
+  }
+  __device__ __forceinline__ void add_key_bias(Scores& scores, float factor) {
+    if constexpr (!kReadsBiasAhead) wait_for_stage();
 #pragma unroll
     for (int i = 0; i < kFragments; i += 2) {
-      const uint4 raw = ld_shared_v4(own + i * 8);
-      const float b[4] = {__uint_as_float(raw.x), __uint_as_float(raw.y), __uint_as_float(raw.z),
-                          __uint_as_float(raw.w)};
+      uint32_t words[4];
+      if (i / 2 < kAhead) {
+        copy_words(words, ahead[i / 2]);
+      } else {
+        read_key_bias(words, i / 2);
+      }
 #pragma unroll
       for (int e = 0; e < 8; ++e) {
         float& x = scores[0][i + e / 4][e % 4];
-        x = __fmaf_rn(x, factor, b[e / 4 * 2 + e % 2]);
+        x = __fmaf_rn(x, factor, __uint_as_float(words[e / 4 * 2 + e % 2]));
       }
     }
     release_stage();
+  }
+
+  static __device__ __forceinline__ void copy_words(uint32_t (&to)[4], const uint32_t (&from)[4]) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) to[i] = from[i];
   }
 
   __device__ __forceinline__ void wait_for_stage() { s.bias_full[place.stage].wait(place.phase); }

@@ -136,8 +136,9 @@ struct FwdProducer {
   }
   __device__ __forceinline__ void load_bias(int n, const FwdItem& item) {
     if constexpr (!T::kHasTileBias) return;
-    if (p.bias.kind == BiasKind::kTile) load_bias_panels<2>(n * T::kBlockN, item);
-    if (p.bias.kind == BiasKind::kDirect) {
+    if (!T::kHasWideBias || p.bias.kind == BiasKind::kTile) {
+      load_bias_panels<2>(n * T::kBlockN, item);
+    } else if (p.bias.kind == BiasKind::kDirect) {
       load_bias_panels<4>(n * T::kBlockN, item);
       load_bias_panels<4>(n * T::kBlockN + T::kBlockN / 2, item);
     }

@@ -116,22 +116,30 @@ cudaError_t launch_fwd(const KernelChoice& choice, const FwdParams& p, cudaStrea
       if (choice.level != Level::kPacked) return go_in(cute::C<sm90::ScoreMode::kPlain>{}, head_dim, is_short);
       return go_in(cute::C<sm90::ScoreMode::kPacked>{}, head_dim, is_short);
     };
-    const auto go_general = [&](auto mode) {
+    const auto go_general = [&](auto mode, auto is_tall) {
       constexpr sm90::ScoreMode kMode = decltype(mode)::value;
-      constexpr Sm90FwdTile kTile =
-          kMode == sm90::ScoreMode::kWindow ? sm90_window_fwd_tile(kHeadDimTile) : sm90_general_fwd_tile(kHeadDimTile);
+      constexpr Sm90FwdTile kTile = kMode == sm90::ScoreMode::kWindow ? sm90_window_fwd_tile(kHeadDimTile)
+                                                                      : sm90_general_fwd_tile(kHeadDimTile, is_tall);
       using T = sm90::FwdTraits<Element, kHeadDimTile, kTile.consumers, kTile.block_n, /*kStages=*/2, kMode>;
       return sm90::launch_fwd_kernel<T>(choice.blocks, p, stream);
     };
-    if (has_plain_window(p)) return go_general(cute::C<sm90::ScoreMode::kWindow>{});
+    if (has_plain_window(p)) return go_general(cute::C<sm90::ScoreMode::kWindow>{}, cute::false_type{});
     if (is_general(choice.level)) {
       if constexpr (kHeadDimTile <= 128) {
         const bool is_simple = p.softcap == 0.f && p.softmax_scale > 0.f;
-        if (is_simple && p.bias.kind == BiasKind::kNone) return go_general(cute::C<sm90::ScoreMode::kMask>{});
-        if (is_simple && p.bias.kind == BiasKind::kKey) return go_general(cute::C<sm90::ScoreMode::kKeyBias>{});
-        if (is_simple) return go_general(cute::C<sm90::ScoreMode::kTileBias>{});
+        const auto go_biased = [&](auto mode) {
+          if constexpr (kHeadDimTile == 64) {
+            if (sm90_general_fwd_is_tall(p)) return go_general(mode, cute::true_type{});
+          }
+          return go_general(mode, cute::false_type{});
+        };
+        if (is_simple && p.bias.kind == BiasKind::kNone) {
+          return go_general(cute::C<sm90::ScoreMode::kMask>{}, cute::false_type{});
+        }
+        if (is_simple && p.bias.kind == BiasKind::kKey) return go_biased(cute::C<sm90::ScoreMode::kKeyBias>{});
+        if (is_simple) return go_biased(cute::C<sm90::ScoreMode::kTileBias>{});
       }
-      return go_general(cute::C<sm90::ScoreMode::kAny>{});
+      return go_general(cute::C<sm90::ScoreMode::kAny>{}, cute::false_type{});
     }
     constexpr int kSmaller = kHeadDimTile == 128 ? 96 : kHeadDimTile == 256 ? 192 : kHeadDimTile;
     if constexpr (kHeadDimTile == 64) {

@@ -60,6 +60,8 @@ struct FwdTraits {
   static constexpr bool kGeneral = kMode != ScoreMode::kPlain && kMode != ScoreMode::kWindow && !kPacked;
   static constexpr bool kHasTileBias = kMode == ScoreMode::kTileBias || kMode == ScoreMode::kAny;
   static constexpr bool kHasKeyBias = kMode == ScoreMode::kKeyBias || kMode == ScoreMode::kAny;
+  // What three consumers are not given: see sm90_general_fwd_is_tall().
+  static constexpr bool kHasMask = kGeneral && kConsumers_ == 2, kHasWideBias = kConsumers_ == 2;
   // The softmax is given logits; otherwise raw products.
   static constexpr bool kLogits = kHasTileBias || kHasKeyBias;
   // What the other modes keep leaves no registers for a window.
