@@ -331,6 +331,7 @@ struct WideConsumer {
   // The thread block's keys alone.
   struct OwnTile {
     static constexpr int kBlockM = T::kBlockM, kBlockN = T::kOwnKeys;
+    static constexpr bool kMasked = false;
   };
   __device__ __forceinline__ int own_block() const { return item.n_block * T::kCluster + rank; }
 

@@ -124,11 +124,13 @@ struct ScoreChanges {
   // While the scores of the tile are computed: nothing here waits for what is read.
   __device__ __forceinline__ void read_ahead(KeyTile tile) {
     if constexpr (kReadsBiasAhead) read_bias_ahead();
-    if (!T::kHasMask || !tile.is_partial()) return;
+    if constexpr (T::kHasMask) {
+      if (!tile.is_partial()) return;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = min(first_row + 8 * half, p.seqlen_q - 1);
-      mask_words[half] = __ldg(bits + static_cast<int64_t>(row) * p.mask.words_per_row + tile.n() * kWords);
+      for (int half = 0; half < 2; ++half) {
+        const int row = min(first_row + 8 * half, p.seqlen_q - 1);
+        mask_words[half] = __ldg(bits + static_cast<int64_t>(row) * p.mask.words_per_row + tile.n() * kWords);
+      }
     }
   }
 
