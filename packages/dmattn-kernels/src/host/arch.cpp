@@ -110,7 +110,7 @@ bool sm90_serves_bwd(const BwdParams& p, Level level, bool gathered) {
   };
   const bool serves_rows = p.vec_q && p.vec_k && p.vec_v && p.vec_dout && p.softmax_scale > 0.f &&
                            fits_rows(p.q_stride) && fits_rows(p.dout_stride);
-  if (head_dim_tile(p.head_dim) > 128 && level != Level::kPlain) return false;
+  if (head_dim_tile(p.head_dim) > 128 && (level != Level::kPlain || p.window > 0)) return false;
   if (gathered) return serves_rows && has_gather_stride(p.k_stride) && has_gather_stride(p.v_stride);
   return serves_rows && has_bias_tiles(p) && p.vec_dk && p.vec_dv && fits_keys(p.k_stride) && fits_keys(p.v_stride) &&
          fits_keys(p.dk_stride) && fits_keys(p.dv_stride);
