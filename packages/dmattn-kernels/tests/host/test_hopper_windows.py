@@ -134,7 +134,7 @@ def test_backward(probe: ctypes.CDLL, arguments: dict[str, Any]) -> None:
         {"kernels": SM80},
         {"deterministic": 1},
         {"softcap": 30.0},
-        {"head_dim": 136},
+        {"head_dim": 136, "nheads_k": 16},
         {"gradients": "dq dv"},
         {"softmax_scale": -1.0},
         {"bias": tensor((1, 16, 1, 4096), FLOAT32), **REST},
