@@ -121,4 +121,4 @@ def test_hopper_reads_no_lists(head_dim: int, bias: str) -> None:
     if target().family == "sm90":
         assert_close(problem.with_(mask=selection.to_mask()), found)
     else:
-        assert not found["out"].any()
+        assert not found.out.any()

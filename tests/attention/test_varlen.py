@@ -56,6 +56,8 @@ def test_long_sequences(dtype: str, head_dim: int, causal: bool) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 def test_sequences_do_not_see_each_other(dtype: str, head_dim: int, causal: bool) -> None:
     """NaN and infinities of a sequence reach no other, though tiles end in the middle of both."""
+    if target().backend == "flex":
+        pytest.skip("what a mask hides has to be finite there: docs/backends.md")
     case = Case(nheads=4, nheads_k=2, dtype=dtype, head_dim=head_dim, causal=causal)
     problem = build_packed(case, SELF)
     bad = {name: getattr(problem, name).clone() for name in ("q", "k", "v", "dout")}

@@ -77,7 +77,7 @@ def _held(library: Path) -> set[str]:
         pytest.skip("needs cuobjdump")
     major, minor = torch.cuda.get_device_capability()
     command = [cuobjdump, "--dump-resource-usage", str(library)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
     architecture, names = "", set()
     for line in (done.stdout + done.stderr).splitlines():
         if found := re.match(r"arch = (\S+)", line.strip()):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from abi import BFLOAT16, FLOAT32, tensor
-from probe import ARRAYS, SM90, WORKSPACE, Plan, Probe, array_bytes, mask
+from probe import ARRAYS, MASK_LIST, SM90, WORKSPACE, Plan, Probe, array_bytes, mask
 
 SMS = 132
 LONG: dict[str, Any] = {"seqlen_q": 4096, "seqlen_k": 4096, "nheads": 16, "nheads_k": 16}
@@ -101,6 +101,19 @@ def test_dense_masks(
     assert (plan["arch"], plan["block_m"], plan["block_n"]) == (90, 64, 128)
     assert plan["mask.bits"] and plan["mask.head_ratio"] == 16 // heads
     assert plan["lse_scale"] > 1 and plan["rest_scale"] == 1
+
+
+@pytest.mark.parametrize("seqlen, heads, heads_k, head_dim", [(4096, 16, 4, 128), (8192, 8, 2, 64)])
+def test_memory_of_masked_keys(
+    probe: ctypes.CDLL, seqlen: int, heads: int, heads_k: int, head_dim: int
+) -> None:
+    """Sums over the lists of a mask for each key stay within 1.5 times q, k and v."""
+    sizes = {"batch": 1, "nheads": heads, "nheads_k": heads_k}
+    sizes |= {"seqlen_q": seqlen, "seqlen_k": seqlen}
+    found = {"mask": mask(1, 1, 1, seqlen), "gradients": "dq dk dv", "head_dim": head_dim, **sizes}
+    plan = Probe(probe).bwd(SM90, SMS, is_causal=1, **found)
+    assert plan["arch"] == 90 and plan["walk"] == MASK_LIST
+    assert plan["workspace_bytes"] < 1.5 * 2 * seqlen * head_dim * (heads + 2 * heads_k)
 
 
 PACKED: dict[str, Any] = {"packed": True, "sequences": 20, "nheads": 4, "nheads_k": 2}

@@ -192,7 +192,7 @@ class RoundChoice {
   RoundChoice(BwdPlan& plan, const Device& device, int64_t bytes_before)
       : plan_(plan), device_(device), bytes_before_(bytes_before) {
     const int64_t rest = scratch_limit(plan) - bytes_before;
-    limit_ = std::max(rest, has_row_block_lists(plan) ? kIntervalScratchFloor : kScratchFloor);
+    limit_ = std::max(rest, has_own_lists() ? kIntervalScratchFloor : kScratchFloor);
   }
 
   // Leaves the largest round that fits in plan.round, or the smallest that keeps the GPU busy.
@@ -236,6 +236,9 @@ class RoundChoice {
     return false;
   }
 
+  // Lists that differ between blocks of rows.
+  bool has_own_lists() const { return has_row_block_lists(plan_) && !has_shared_list(plan_); }
+
   // Whether the search ends: the round fits, or is too small to be of use.
   bool try_round(const BwdRound& round, bool with_list_slots) {
     if (!keeps_busy(round)) return true;
@@ -254,7 +257,7 @@ class RoundChoice {
   }
 
   bool keeps_busy(const BwdRound& round) const {
-    if (!has_row_block_lists(plan_)) return true;
+    if (!has_own_lists()) return true;
     const int64_t tiles = ceil_div(plan_.kernel.keys.capacity, plan_.tile.block_n);
     return tiles * round.row_blocks * round.heads_k * round.batches >= kIntervalBlocksPerSm * device_.num_sms;
   }
