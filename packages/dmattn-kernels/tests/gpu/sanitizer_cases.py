@@ -410,9 +410,10 @@ def operand_shape(launch: Launch, letters: str) -> tuple[int, ...]:
 def reference(values: dict[str, Float], launch: Launch, scale: float) -> dict[str, Float]:
     """out, lse and the gradients, straight from the definition."""
     ratio = launch.nheads // launch.nheads_k
-    q, dout = values["q"], values["dout"]
-    k, v = (np.repeat(values[x], ratio, axis=2) for x in "kv")
-    raw = scale * np.einsum("bihd,bjhd->bhij", q, k)
+    # As (batch, head, row or key, column), for products of matrices: einsum takes minutes in all.
+    q, dout = (values[x].transpose(0, 2, 1, 3) for x in ("q", "dout"))
+    k, v = (np.repeat(values[x], ratio, axis=2).transpose(0, 2, 1, 3) for x in "kv")
+    raw = scale * (q @ k.swapaxes(2, 3))
     tanh = np.tanh(raw / launch.softcap) if launch.softcap else None
     logits = raw if tanh is None else launch.softcap * tanh
 
@@ -432,19 +433,21 @@ def reference(values: dict[str, Float], launch: Launch, scale: float) -> dict[st
     probs = weights / np.where(total == 0, 1.0, total)
     with np.errstate(divide="ignore"):
         lse = (np.where(np.isinf(top), 0.0, top) + np.log(total))[..., 0]
-    dprobs = np.einsum("bihd,bjhd->bhij", dout, v)
+    dprobs = dout @ v.swapaxes(2, 3)
     dlogits = probs * (dprobs - (probs * dprobs).sum(-1, keepdims=True))
     if launch.dlse:
         dlogits += probs * values["dlse"][..., None]
     draw = scale * (dlogits if tanh is None else dlogits * (1 - tanh**2))
-    grouped = (launch.batch, launch.seqlen_k, launch.nheads_k, ratio, -1)
-    width = q.shape[3]
+
+    def of_group(x: Float) -> Float:
+        return x.reshape(x.shape[0], launch.nheads_k, ratio, *x.shape[2:]).sum(2)
+
     found = {
-        "out": np.einsum("bhij,bjhd->bihd", probs, v),
+        "out": (probs @ v).transpose(0, 2, 1, 3),
         "lse": lse,
-        "dq": np.einsum("bhij,bjhd->bihd", draw, k),
-        "dk": np.einsum("bhij,bihd->bjhd", draw, q).reshape(*grouped[:4], width).sum(3),
-        "dv": np.einsum("bhij,bihd->bjhd", probs, dout).reshape(*grouped[:4], width).sum(3),
+        "dq": (draw @ k).transpose(0, 2, 1, 3),
+        "dk": of_group(draw.swapaxes(2, 3) @ q).transpose(0, 2, 1, 3),
+        "dv": of_group(probs.swapaxes(2, 3) @ dout).transpose(0, 2, 1, 3),
     }
     if launch.bias:
         shape = values["bias"].shape
