@@ -254,7 +254,7 @@ def test_tensors_without_a_kind() -> None:
 
 def test_one_call_takes_what_the_constructor_takes() -> None:
     q, k, lse = Framework(Q), Framework(K), Framework(LSE, None, (FLOAT, 32))
-    settings = (0.125, 0.0, False, 0, None, None, None, None, 0, 0)
+    settings = (0.125, 0.0, False, 0, None, None, None, None, 0, 0, 0)
     with pytest.raises(
         ValueError, match=r"v has shape \(2, 128, 2, 64\); wanted \(2, 127, 2, 64\)"
     ):
