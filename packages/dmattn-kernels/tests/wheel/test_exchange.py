@@ -260,7 +260,7 @@ def test_one_call_takes_what_the_constructor_takes() -> None:
     ):
         _core.enqueue_fwd(0, q, Framework((2, 127, 2, 64)), k, None, None, q, lse, *settings, 0)
     call = (0, q, k, k, None, None, q, lse, *settings)
-    with pytest.raises(TypeError, match="got 18 arguments; wanted 19"):
+    with pytest.raises(TypeError, match="got 19 arguments; wanted 20"):
         _core.enqueue_fwd(*call)
     for place, value in ((8, "1"), (10, 1), (11, 1.5), (0, None)):
         with pytest.raises(TypeError):
