@@ -49,6 +49,9 @@ _IS_LEGACY_BATCH: Callable[[Tensor], bool] | None = getattr(
 _SAVING_HOOKS: Callable[[bool], Any] | None = getattr(
     torch._C._autograd, "_top_saved_tensors_default_hooks", None
 )
+_IS_RETAINED: Callable[[], bool] | None = getattr(
+    torch._C._autograd, "_get_current_graph_task_keep_graph", None
+)
 _AUTOCAST_ANYWHERE: Callable[[], bool] | None = getattr(torch._C, "_is_any_autocast_enabled", None)
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
@@ -139,7 +142,9 @@ class _Eager(torch.autograd.Function):
             dout = torch.zeros_like(out)
         needs = Needs(*ctx.needs_input_grad[: len(Needs._fields)])
         problem, results = Problem.join(tensors, ctx.rest), Results(out, lse, rest)
-        graph, ctx.graph = ctx.graph, None  # a second backward starts from the results
+        graph, retained = ctx.graph, _graph_is_retained()
+        if not retained:
+            ctx.graph = None
         # With a graph of the backward, or gradients that are more than tensors of numbers (such as
         # batches of them), the operator knows what to do, or what to say.
         if (
@@ -152,7 +157,7 @@ class _Eager(torch.autograd.Function):
             name = ctx.backend.name
             grads = ops.differentiate(problem, results, dout, dlse, needs, name)
         elif graph is not None:
-            grads = graph.backward(problem, results, dout, dlse, needs)
+            grads = graph.backward(problem, results, dout, dlse, needs, retained)
         else:
             grads = sinks.backward(ctx.backend, problem, results, dout, dlse, needs)
         return (
@@ -173,6 +178,14 @@ def _saved_tensors_are_intercepted() -> bool:
     It would keep the operands alive, which that is to prevent. Unknown to older torch: True.
     """
     return _SAVING_HOOKS is None or _SAVING_HOOKS(True) is not None
+
+
+def _graph_is_retained() -> bool:
+    """Within a backward, whether another one may follow. Older torch does not tell: False.
+
+    The graph of a forward is then released with the first one, and another starts from the results.
+    """
+    return _IS_RETAINED is not None and _IS_RETAINED()
 
 
 def _direct_apply() -> Callable[..., Any]:

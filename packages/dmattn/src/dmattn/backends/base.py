@@ -9,13 +9,19 @@ from dmattn.problem import Gradients, Needs, Problem, Results
 
 
 class Graph(ABC):
-    """The graph of autograd behind a forward that is done. It serves for one backward."""
+    """The graph of autograd behind a forward that is done."""
 
     @abstractmethod
     def backward(
-        self, problem: Problem, results: Results, dout: Tensor, dlse: Tensor | None, needs: Needs
+        self,
+        problem: Problem,
+        results: Results,
+        dout: Tensor,
+        dlse: Tensor | None,
+        needs: Needs,
+        retain: bool,
     ) -> Gradients:
-        """As `Backend.backward`, and releases what the graph holds."""
+        """As `Backend.backward`; releases what the graph holds unless it is to be retained."""
 
 
 class Backend(ABC):

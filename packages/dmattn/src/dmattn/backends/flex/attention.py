@@ -104,13 +104,19 @@ class FlexGraph(Graph):
         self._outputs = outputs
 
     def backward(
-        self, problem: Problem, results: Results, dout: Tensor, dlse: Tensor | None, needs: Needs
+        self,
+        problem: Problem,
+        results: Results,
+        dout: Tensor,
+        dlse: Tensor | None,
+        needs: Needs,
+        retain: bool,
     ) -> Gradients:
         grads = empty_gradients(problem, Needs(False, False, False, False))
         leaves = {name: t for name, t in zip("qkv", self._inputs, strict=True) if _is(needs, name)}
         dout, dlse = _cotangents(problem, results.lse, dout, dlse)
         with _without_autocast(problem.q):
-            found = _differentiate(self._outputs, leaves, dout, dlse)
+            found = _differentiate(self._outputs, leaves, dout, dlse, retain)
         return grads._replace(**{name: grad.contiguous() for name, grad in found.items()})
 
 
@@ -212,13 +218,14 @@ def _differentiate(
     leaves: dict[str, Tensor],
     dout: Tensor,
     dlse: Tensor | None,
+    retain: bool = False,
 ) -> dict[str, Tensor]:
     """The gradients of the leaves from those of out and lse."""
     out, lse = outputs
     given, cotangents = [out], [dout.to(out.dtype)]
     if dlse is not None:
         given, cotangents = [out, lse], [*cotangents, dlse.to(lse.dtype)]
-    found = torch.autograd.grad(given, list(leaves.values()), cotangents)
+    found = torch.autograd.grad(given, list(leaves.values()), cotangents, retain_graph=retain)
     return dict(zip(leaves, found, strict=True))
 
 
