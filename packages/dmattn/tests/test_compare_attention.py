@@ -10,7 +10,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[3]
-RECORDED = ROOT / "benchmarks/results/quality_cpu.json"
+RECORDED = ROOT / "benchmarks/results/quality_h200.json"
 
 
 @pytest.fixture(scope="module")
