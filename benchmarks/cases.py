@@ -23,6 +23,9 @@ class Case:
     kept: int | None = None  # keys that the key mask or the window keeps
     running: bool = False  # each row keeps the `kept` best keys up to its own
     bias: str = ""  # "key": (B, HK, 1, Sk); "dense": (B, H, Sq, Sk)
+    shared: str = ""  # of a dense bias, what it is alike for: "batch", "heads" or both
+    bias_is_float32: bool = False
+    tiles: float | None = None  # the share of mask tiles of 128 x 128 that are kept whole
     backward: bool = True
     graphed: bool = False  # time replays of a CUDA graph: what a decoding loop runs
     quick: bool = False  # part of --quick
@@ -37,6 +40,8 @@ class Case:
         """Query-key pairs that count as work, per batch and query head."""
         if self.lengths:
             return sum(n * (n + 1) // 2 if self.causal else n * n for n in self.lengths)
+        if self.tiles is not None:
+            return round(self.seqlen_q * self.seqlen_k * self.tiles)
         if self.kept is not None:
             rows, window = self.seqlen_q, self.kept
             if self.running:
@@ -61,6 +66,9 @@ def _dense_causal() -> list[Case]:
         ("B1 S16384 H32 D64", 1, 16384, 32, 32, 64),
         ("B1 S16384 H8 D256", 1, 16384, 8, 8, 256),
         ("B1 S16384 H16/1 D128", 1, 16384, 16, 1, 128),
+        ("B1 S16384 H16 D96", 1, 16384, 16, 16, 96),
+        ("B1 S16384 H8 D192", 1, 16384, 8, 8, 192),
+        ("B32 S512 H16 D64", 32, 512, 16, 16, 64),
     )
     return [
         Case(
@@ -107,7 +115,7 @@ def _key_masks() -> list[Case]:
 def _dense_bias() -> list[Case]:
     peers = ("dmattn", "sdpa_efficient", "sdpa_cudnn_no_dbias", "flex")
     shapes = ((1, 8192, 16, 128), (2, 4096, 16, 64))
-    return [
+    own = [
         Case(
             "dense bias",
             f"B{batch} S{seqlen} H{nheads} D{head_dim}",
@@ -123,6 +131,82 @@ def _dense_bias() -> list[Case]:
         )
         for batch, seqlen, nheads, head_dim in shapes
     ]
+    shared = dataclasses.replace(own[1], contenders=("dmattn", "flex"), quick=False)
+    named = f"{shared.name}, bias"
+    both = dataclasses.replace(
+        shared,
+        name="B2 S4096 H16 D128, bias [1, 1, S, S] in float32",
+        head_dim=128,
+        shared="batch and heads",
+        bias_is_float32=True,
+    )
+    return [
+        *own,
+        dataclasses.replace(shared, name=f"{named} [1, H, S, S]", shared="batch"),
+        dataclasses.replace(shared, name=f"{named} [B, 1, S, S]", shared="heads"),
+        both,
+    ]
+
+
+def _features() -> list[Case]:
+    """What masks and biases cost, or save, beside the same call without them."""
+    plain = Case("", "", (), head_dim=128)
+    key = dataclasses.replace(
+        plain, group=KEY_BIAS, contenders=("dmattn", "dmattn_no_bias"), causal=True, bias="key"
+    )
+    return [
+        dataclasses.replace(key, name="B1 S16384 H16 D128"),
+        dataclasses.replace(key, name="B1 S16384 H32 D64", nheads=32, nheads_k=32, head_dim=64),
+        dataclasses.replace(
+            plain,
+            group=TILES,
+            name="B1 S16384 H16 D128",
+            contenders=("dmattn_masked", "dmattn_no_bias", "flex_tiles"),
+            tiles=0.5,
+        ),
+        dataclasses.replace(
+            plain,
+            group=SLIDING,
+            name="B1 S16384 H16 D128 w1024",
+            contenders=("dmattn_sliding", "flex_sliding"),
+            causal=True,
+            kept=1024,
+            running=True,
+        ),
+    ]
+
+
+def _deterministic() -> list[Case]:
+    dense = Case(DETERMINISTIC, "", ("dmattn_deterministic", "dmattn"), causal=True)
+    windows = ("dmattn_window_deterministic", "dmattn_window")
+    wide = dataclasses.replace(dense, name="dense causal B1 S16384 H16 D128")
+    narrow = dataclasses.replace(
+        dense, name="dense causal B1 S16384 H32 D64", nheads=32, nheads_k=32, head_dim=64
+    )
+    return [
+        wide,
+        narrow,
+        _top(DETERMINISTIC, "running top-w B1 S16384 H16/4 D128 w1024", windows, 16384, 1024),
+        _top(DETERMINISTIC, "running top-w B1 S32768 H2/1 D64 w1024", windows, 32768, 1024, True),
+    ]
+
+
+def _beside_few_keys() -> list[Case]:
+    """Running top-w beside attention of as many keys in a row, which is less than half the job."""
+    peers = ("dmattn_window", "sdpa_cudnn_few_keys")
+    cases = []
+    for nheads, nheads_k, head_dim, kept in (
+        (16, 4, 64, 512),
+        (16, 4, 64, 1024),
+        (16, 4, 128, 512),
+        (16, 4, 128, 1024),
+        (16, 4, 128, 2048),
+        (8, 2, 256, 1024),
+    ):
+        name = f"B1 S16384 H{nheads}/{nheads_k} D{head_dim} w{kept}"
+        case = _top(FEW_KEYS, name, peers, 16384, kept)
+        cases.append(dataclasses.replace(case, nheads=nheads, nheads_k=nheads_k, head_dim=head_dim))
+    return cases
 
 
 def _odd_lengths() -> list[Case]:
@@ -186,10 +270,13 @@ def _decode() -> list[Case]:
         dataclasses.replace(large, name="B8 S32768 H32/8 D128", contenders=dense),
         dataclasses.replace(long, name="B1 S524288 H2/1 D128", contenders=dense),
         dataclasses.replace(small, name="B8 S2048 H32/8 D128", contenders=dense),
+        dataclasses.replace(small, name="B1 S2048 H32/8 D128", contenders=dense, batch=1),
     ]
 
 
 TOP = "running top-w"
+KEY_BIAS, TILES, SLIDING = "key bias, causal", "half of the tiles", "sliding window"
+DETERMINISTIC, FEW_KEYS = "deterministic gradients", f"{TOP}, beside w keys alone"
 SELECTION = f"{TOP}, selection alone"
 TOKEN = f"{TOP}, decoding"
 STRETCHES = f"{TOP}, stretches"
@@ -217,9 +304,11 @@ def _running_top() -> list[Case]:
     main = _top(TOP, "B1 S16384 H16/4 D128 w1024", (ours, "dmattn_given_mask", peer), 16384, 1024)
     long = (ours, peer, "sdpa_flash_all_keys")
     longest = _top(TOP, "B1 S1048576 H8/2 D128 w2048", (ours,), 1 << 20, 2048)
+    many = _top(TOP, "B8 S4096 H16/16 D64 w256", (ours,), 4096, 256)
     return [
         dataclasses.replace(main, quick=True),
         _top(TOP, "B1 S32768 H2/1 D64 w1024", (ours, peer), 32768, 1024, small=True),
+        dataclasses.replace(many, batch=8, nheads_k=16, head_dim=64),
         _top(TOP, "B1 S131072 H16/4 D128 w2048", long, 131072, 2048),
         dataclasses.replace(longest, nheads=8, nheads_k=2, backward=False, memory=True),
     ]
@@ -236,7 +325,9 @@ def _selection() -> list[Case]:
         case = _top(SELECTION, f"B1 S{seqlen} HK{heads} w{kept}", contenders, seqlen, kept)
         case = dataclasses.replace(case, nheads=heads, nheads_k=heads, head_dim=8)
         cases.append(dataclasses.replace(case, backward=False, attends=False))
-    return cases
+    lists = dataclasses.replace(cases[0], name="B8 S4096 HK16 w256", contenders=ours, batch=8)
+    lists = dataclasses.replace(lists, seqlen_q=4096, seqlen_k=4096, nheads=16, nheads_k=16)
+    return [*cases, dataclasses.replace(lists, kept=256)]
 
 
 def _sweeps() -> list[Case]:
@@ -264,6 +355,13 @@ def _one_token() -> list[Case]:
             cache,
             name="B8 H32/8 D128, cache of 2048 keys",
             contenders=("dmattn_cache_step", "torch_cache_step"),
+            steps_cache=True,
+        ),
+        dataclasses.replace(
+            cache,
+            name="B1 H32/8 D128, cache of 2048 keys",
+            contenders=("dmattn_cache_step", "torch_cache_step"),
+            batch=1,
             steps_cache=True,
         ),
         dataclasses.replace(full, name="B1 S524288 H2/1 D128, top 1024", contenders=peers),
@@ -312,6 +410,7 @@ def _stretches() -> list[Case]:
 
 CASES: tuple[Case, ...] = (
     *_running_top(),
+    *_beside_few_keys(),
     *_selection(),
     *_one_token(),
     *_stretches(),
@@ -319,6 +418,8 @@ CASES: tuple[Case, ...] = (
     *_dense_causal(),
     *_key_masks(),
     *_dense_bias(),
+    *_features(),
+    *_deterministic(),
     *_odd_lengths(),
     *_packed(),
     *_decode(),
@@ -334,6 +435,14 @@ NOTES = {
     STRETCHES: "Tokens behind a full cache of w keys, replayed from a CUDA graph: one after the "
     "other, or at once; a draft that is looked at, half of which is then put in, beside one token. "
     "And a prompt in chunks, each behind the state of those before it, beside one call.",
+    FEW_KEYS: "The peer attends to w keys that lie together, without a bias, a choice of keys or "
+    "causality.",
+    KEY_BIAS: "One score per key, added to the logits of all rows, beside the same without it.",
+    TILES: "Every second of the 128 x 128 tiles of the mask is kept, chosen at random. "
+    "FlexAttention is given its table of blocks; dmattn finds the tiles in the mask.",
+    SLIDING: "Each row sees the last w keys. FlexAttention is given its table of blocks.",
+    DETERMINISTIC: "The same bits in every run, beside gradients whose parts are added in any "
+    "order.",
     OVER_LENGTH: "The work of running top-w grows with S * w; that of all keys with S * S.",
     PACKED: f"Causal, sequences of unequal lengths drawn once: {sum(LONG)} rows in {len(LONG)} "
     f"sequences, the longest {max(LONG)}, and {sum(SHORT)} in {len(SHORT)}, the longest "
@@ -358,42 +467,93 @@ class Target:
         return "ms" if isinstance(self.against, float) else "x"
 
 
-def _targets() -> list[Target]:
+def _time_over(
+    name: str, at_least: float, case: tuple[str, str], ours: str, phase: str, peer: str
+) -> Target:
+    """That the peer takes at least so many times as long as we."""
+    return Target(f"{name}: time over {peer}", 1 / at_least, case, ours, phase, (*case, peer))
+
+
+def _dense_targets() -> list[Target]:
     found = []
-    for phase in ("forward", "backward"):
-        for name in ("B1 S16384 H16 D128", "B1 S16384 H32 D64"):
-            case = ("dense causal", name)
-            peer = (*case, "sdpa_flash")
-            found.append(Target(f"{name}: time over SDPA flash", 1.0, case, "dmattn", phase, peer))
-        limit = {"forward": 2.5, "backward": 7.0}[phase]
-        bias = ("dense bias", "B1 S8192 H16 D128")
-        found.append(Target("dense bias with dbias, ms", limit, bias, "dmattn", phase, 1.0))
+    for name, forward, backward in (
+        ("B1 S16384 H16 D128", 1.08, 0.95),
+        ("B4 S4096 H16 D128", 1.0, 1.0),
+        ("B1 S16384 H32 D64", 1.05, 0.95),
+        ("B1 S16384 H8 D256", 0.97, 1.05),
+        ("B1 S16384 H16 D96", 1.0, 0.95),
+        ("B1 S16384 H8 D192", 1.0, 0.95),
+        ("B32 S512 H16 D64", 1.0, 1.0),
+    ):
+        case = ("dense causal", name)
+        for phase, at_least in (("forward", forward), ("backward", backward)):
+            found.append(_time_over(name, at_least, case, "dmattn", phase, "sdpa_cudnn"))
+    for name, forward, backward in (
+        ("B1 S8192 H16 D128", 1.10, 3.4),
+        ("B2 S4096 H16 D64, bias [1, H, S, S]", 0.42, 1.2),
+        ("B2 S4096 H16 D64, bias [B, 1, S, S]", 0.42, 1.2),
+        ("B2 S4096 H16 D128, bias [1, 1, S, S] in float32", 0.55, 1.6),
+    ):
+        case = ("dense bias", name)
+        for phase, limit in (("forward", forward), ("backward", backward)):
+            found.append(Target(f"dense bias, {name}, ms", limit, case, "dmattn", phase, 1.0))
+    for suffix, limit in (("", 1.15), (", dense bias", 1.5)):
+        odd = (f"odd length{suffix}", "B2 Sq4096 Sk4095 H16 D128")
+        even = (f"odd length{suffix}", "B2 Sq4096 Sk4096 H16 D128", "dmattn")
+        for phase in ("forward", "backward"):
+            found.append(Target(f"4095 over 4096{suffix}", limit, odd, "dmattn", phase, even))
+    return found
+
+
+def _feature_targets() -> list[Target]:
+    found = []
+    for name in ("B1 S16384 H16 D128", "B1 S16384 H32 D64"):
+        words, key = f"causal with a key bias over without, {name}", (KEY_BIAS, name)
+        found.append(Target(words, 1.08, key, "dmattn", "forward", (*key, "dmattn_no_bias")))
+    for phase, window in (("forward", 0.30), ("backward", 0.95)):
+        tiles, sliding = (TILES, "B1 S16384 H16 D128"), (SLIDING, "B1 S16384 H16 D128 w1024")
+        words, whole = f"{TILES} over no mask, {tiles[1]}", (*tiles, "dmattn_no_bias")
+        found.append(Target(words, 0.58, tiles, "dmattn_masked", phase, whole))
+        words = f"{SLIDING}, {sliding[1]}, ms"
+        found.append(Target(words, window, sliding, "dmattn_sliding", phase, 1.0))
         for causal in ("", ", causal"):
             few = (f"key mask{causal}", "S16384 H16/4 D128 w1024")
             all_keys = (f"key mask{causal}", "S16384 H16/4 D128 w16384", "dmattn_masked")
             words = f"key mask{causal}: w1024 over w16384"
             found.append(Target(words, 1 / 8, few, "dmattn_masked", phase, all_keys))
-        for suffix, limit in (("", 1.15), (", dense bias", 1.5)):
-            odd = (f"odd length{suffix}", "B2 Sq4096 Sk4095 H16 D128")
-            even = (f"odd length{suffix}", "B2 Sq4096 Sk4096 H16 D128", "dmattn")
-            found.append(Target(f"4095 over 4096{suffix}", limit, odd, "dmattn", phase, even))
+    for row in _deterministic():
+        ours, other = row.contenders
+        words, place = f"deterministic, {row.name}", (row.group, row.name)
+        found.append(Target(words, 1.3, place, ours, "backward", (*place, other)))
     return found
 
 
 def _top_targets() -> list[Target]:
     ours = "dmattn_window"
-    first, second = (TOP, "B1 S16384 H16/4 D128 w1024"), (TOP, "B1 S32768 H2/1 D64 w1024")
-    long = (TOP, "B1 S131072 H16/4 D128 w2048")
-    words = f"{TOP}: S131072 w2048 over S16384 w1024, 16 times the work"
+    first, long = "B1 S16384 H16/4 D128 w1024", "B1 S131072 H16/4 D128 w2048"
     found = []
-    for phase, limits in (("forward", (0.9, 0.35)), ("backward", (2.5, 1.2))):
-        for case, limit in zip((first, second), limits, strict=True):
-            found.append(Target(f"{TOP}, {case[1]}, ms", limit, case, ours, phase, 1.0))
-        found.append(Target(words, 1.3 * 16, long, ours, phase, (*first, ours)))
+    for name, forward, backward in (
+        (first, 0.42, 1.2),
+        ("B1 S32768 H2/1 D64 w1024", 0.14, 0.26),
+        ("B8 S4096 H16/16 D64 w256", 0.25, 0.9),
+        (long, 4.8, 13.0),
+    ):
+        for phase, limit in (("forward", forward), ("backward", backward)):
+            found.append(Target(f"{TOP}, {name}, ms", limit, (TOP, name), ours, phase, 1.0))
+    for case in _beside_few_keys():
+        few, alone = (FEW_KEYS, case.name), (FEW_KEYS, case.name, "sdpa_cudnn_few_keys")
+        for phase, limit in (("forward", 1.9), ("backward", 1.6)):
+            words = f"{TOP}, {case.name}: time over cuDNN with w keys"
+            found.append(Target(words, limit, few, ours, phase, alone))
     for group, name, contender, limit in (
-        (SELECTION, "B1 S16384 HK4 w1024", "dmattn_select", 0.20),
-        (TOKEN, "B8 H32/8 D128, cache of 2048 keys", "dmattn_cache_step", 0.045),
+        (SELECTION, "B1 S16384 HK4 w1024", "dmattn_select", 0.045),
+        (SELECTION, "B8 S4096 HK16 w256", "dmattn_select", 0.06),
+        (SELECTION, "B1 S1048576 HK2 w2048", "dmattn_select", 0.7),
+        (TOKEN, "B8 H32/8 D128, cache of 2048 keys", "dmattn_cache_step", 0.032),
+        (TOKEN, "B1 H32/8 D128, cache of 2048 keys", "dmattn_cache_step", 0.012),
         (TOKEN, "B1 S524288 H2/1 D128, top 1024", ours, 0.040),
+        ("decode", "B8 S32768 H32/8 D128", "dmattn", 0.258),
+        ("decode", "B8 S2048 H32/8 D128", "dmattn", 0.028),
     ):
         words = f"{group.removeprefix(f'{TOP}, ')}, {name}, ms"
         found.append(Target(words, limit, (group, name), contender, "forward", 1.0))
@@ -403,12 +563,12 @@ def _top_targets() -> list[Target]:
         ("B8 H32/8 D128 w2048, draft of 8", "dmattn_draft", "dmattn_one_token", 1.6),
         (f"B1 S131072 H16/4 D128 w2048, chunks of {CHUNK}", "dmattn_chunks", ours, 1.25),
     ):
-        case = (STRETCHES, name)
-        found.append(Target(f"{name}", limit, case, contender, "forward", (*case, peer)))
+        place = (STRETCHES, name)
+        found.append(Target(name, limit, place, contender, "forward", (*place, peer)))
     return found
 
 
-TARGETS = (*_top_targets(), *_targets())
+TARGETS = (*_top_targets(), *_dense_targets(), *_feature_targets())
 HOST_TIME_TARGET_US = 25.0
 # Memory beside inputs, outputs and gradients, over the size of what `over` in the row says.
 PEAK_MEMORY_TARGETS = {"q + k + v": 1.5, "k + v": 1.0}

@@ -51,6 +51,8 @@ def serve() -> None:
     device = torch.device("cuda")
     clock = Clock(device)
     ready: dict[str, Any] = {}
+    data: Any = None
+    call: Any = None
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print must not come between the answers
     for line in sys.stdin:
@@ -69,6 +71,10 @@ def serve() -> None:
                         ready[f"{name} {phase}"]()
                 torch.cuda.synchronize()
                 answer = sorted(ready)
+            elif request["do"] == "unload":
+                ready.clear()
+                data = call = None
+                torch.cuda.empty_cache()
             elif request["do"] == "time":
                 answer = [clock.once(ready[request["what"]]) for _ in range(CALLS)]
             elif request["do"] == "host":
@@ -86,8 +92,12 @@ def serve() -> None:
 class Version:
     """A process that runs one version."""
 
-    def __init__(self, path: str) -> None:
-        environment = os.environ | {"PYTHONPATH": path}
+    def __init__(self, path: str | None = None, label: str = "", **variables: str) -> None:
+        """`path`: for PYTHONPATH; None leaves it. `variables`: more of its environment."""
+        self.label = label
+        environment = os.environ | variables
+        if path is not None:
+            environment |= {"PYTHONPATH": path}
         self._process = subprocess.Popen(
             [sys.executable, __file__, "--serve"],
             stdin=subprocess.PIPE,

@@ -19,6 +19,8 @@ import dmattn.cache as cache_module
 from benchmarks.cases import CHUNK, Case
 from benchmarks.timing import Call
 
+TILE = 128  # rows and keys of a tile of the masks that keep whole tiles
+
 
 @dataclasses.dataclass(frozen=True)
 class Data:
@@ -32,7 +34,7 @@ class Data:
     k: Tensor
     v: Tensor
     bias: Tensor | None
-    mask: Tensor | None  # bool (B, HK, 1, Sk), or (B, HK, Sq, Sk) for running top-w
+    mask: Tensor | None  # bool (B, HK, 1, Sk), (B, HK, Sq, Sk) for running top-w, or (1, 1, Sq, Sk)
     dout: Tensor
     cache: dmattn.DynamicMaskCache | None = None  # full, for the cases that step one
     new_score: Tensor | None = None  # of the tokens that go into it
@@ -62,7 +64,11 @@ def make_data(case: Case, device: torch.device) -> Data:
     k, v = (normal(case.batch, case.seqlen_k, case.nheads_k, case.head_dim) for _ in range(2))
     bias = mask = None
     if case.bias == "dense":
-        bias = normal(case.batch, case.nheads, case.seqlen_q, case.seqlen_k)
+        batch = 1 if "batch" in case.shared else case.batch
+        nheads = 1 if "heads" in case.shared else case.nheads
+        bias = normal(batch, nheads, case.seqlen_q, case.seqlen_k)
+        if case.bias_is_float32:
+            bias = bias.detach().float().requires_grad_(case.backward)
     elif case.bias == "key":
         bias = normal(case.batch, case.nheads_k, 1, case.seqlen_k)
     if case.group.startswith("key mask"):
@@ -72,6 +78,10 @@ def make_data(case: Case, device: torch.device) -> Data:
         )
         mask = torch.zeros(chosen.shape, dtype=torch.bool, device=device)
         mask.scatter_(3, chosen.topk(case.kept, dim=3).indices, True)
+    if case.tiles is not None:
+        rows, cols = case.seqlen_q // TILE, case.seqlen_k // TILE
+        chosen = torch.rand(rows, cols, generator=generator, device=device) < case.tiles
+        mask = chosen.repeat_interleave(TILE, 0).repeat_interleave(TILE, 1)[None, None]
     data = Data(case, q, k, v, bias, mask, torch.randn_like(q.detach()))
     if "dmattn_given_mask" in case.contenders:
         data = dataclasses.replace(data, mask=running_top_mask(data))
@@ -123,7 +133,20 @@ def dmattn_masked(data: Data) -> Tensor:
     )
 
 
-def dmattn_window(data: Data) -> Tensor:
+def dmattn_no_bias(data: Data) -> Tensor:
+    """As if there were neither bias nor mask."""
+    return dmattn.flash_dmattn_func(data.q, data.k, data.v, is_causal=data.case.causal)
+
+
+def dmattn_sliding(data: Data) -> Tensor:
+    """The last keys, with the selection that says so made inside."""
+    case = data.case
+    assert case.kept is not None
+    last = dmattn.sliding_window(case.seqlen_k, case.kept, device=data.k.device)
+    return dmattn.flash_dmattn_func(data.q, data.k, data.v, is_causal=True, selection=last)
+
+
+def dmattn_window(data: Data, deterministic: bool = False) -> Tensor:
     """Selection and attention; for one query row both kinds of selection are the same."""
     return dmattn.flash_dmattn_func(
         data.q,
@@ -132,6 +155,13 @@ def dmattn_window(data: Data) -> Tensor:
         attn_bias=data.bias,
         is_causal=data.case.causal,
         window_size=data.case.kept,
+        deterministic=deterministic,
+    )
+
+
+def dmattn_deterministic(data: Data) -> Tensor:
+    return dmattn.flash_dmattn_func(
+        data.q, data.k, data.v, is_causal=data.case.causal, deterministic=True
     )
 
 
@@ -187,7 +217,7 @@ def dmattn_draft(data: Data) -> Tensor:
 
 def dmattn_chunks(data: Data) -> Tensor:
     """`dmattn_window` by chunks, each behind the state of those before it."""
-    case, state, outs = data.case, None, []
+    case, state, whole = data.case, None, torch.empty_like(data.q)
     assert data.bias is not None
     for start in range(0, case.seqlen_k, CHUNK):
         now = slice(start, start + CHUNK)
@@ -201,8 +231,8 @@ def dmattn_chunks(data: Data) -> Tensor:
             state=state,
             return_state=True,
         )
-        outs.append(out)
-    return torch.cat(outs, 1)
+        whole[:, now] = out
+    return whole
 
 
 def dmattn_varlen(data: Data) -> Tensor:
@@ -267,6 +297,14 @@ def sdpa_flash(data: Data) -> Tensor:
 
 def sdpa_cudnn(data: Data) -> Tensor:
     return _sdpa(data, SDPBackend.CUDNN_ATTENTION, causal=data.case.causal)
+
+
+def sdpa_cudnn_few_keys(data: Data) -> Tensor:
+    """The first w keys for all rows: no choice, no bias, not causal."""
+    few = slice(0, data.case.kept)
+    return _sdpa(
+        dataclasses.replace(data, k=data.k[:, few], v=data.v[:, few]), SDPBackend.CUDNN_ATTENTION
+    )
 
 
 def sdpa_efficient(data: Data) -> Tensor:
@@ -373,15 +411,53 @@ def flex(data: Data) -> Tensor:
     bias = data.bias
     assert bias is not None
 
+    by_batch, by_head = (int(size > 1) for size in bias.shape[:2])
+
     def add_bias(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        return score + bias[b, h, i, j]
+        return score + bias[b * by_batch, h * by_head, i, j]
 
     return compiled_flex()(*data.heads_first(), score_mod=add_bias).transpose(1, 2)
+
+
+@functools.cache
+def _blocks(case: Case, kept: Callable[..., Tensor]) -> Any:
+    """FlexAttention's table of blocks, made once for a case."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    return create_block_mask(kept, None, None, case.seqlen_q, case.seqlen_k)
+
+
+_rules: dict[Case, Callable[..., Tensor]] = {}
+
+
+def flex_tiles(data: Data) -> Tensor:
+    """With a rule that reads a table of tiles, and the table of blocks given."""
+    if data.case not in _rules:
+        assert data.mask is not None
+        table = data.mask[0, 0, ::TILE, ::TILE].contiguous()
+        _rules[data.case] = lambda b, h, i, j: table[i // TILE, j // TILE]
+    table_of_blocks = _blocks(data.case, _rules[data.case])
+    return compiled_flex()(*data.heads_first(), block_mask=table_of_blocks).transpose(1, 2)
+
+
+def flex_sliding(data: Data) -> Tensor:
+    window = data.case.kept
+    assert window is not None
+    rule = _rules.setdefault(data.case, lambda b, h, i, j: (i >= j) & (i - j < window))
+    blocks = _blocks(data.case, rule)
+    return compiled_flex()(*data.heads_first(), block_mask=blocks).transpose(1, 2)
 
 
 CONTENDERS: dict[str, tuple[str, Callable[[Data], Tensor]]] = {
     "dmattn": ("dmattn", dmattn_plain),
     "dmattn_masked": ("dmattn", dmattn_masked),
+    "dmattn_no_bias": ("dmattn, without it", dmattn_no_bias),
+    "dmattn_sliding": ("dmattn, selection included", dmattn_sliding),
+    "dmattn_deterministic": ("dmattn, deterministic", dmattn_deterministic),
+    "dmattn_window_deterministic": (
+        "dmattn, deterministic",
+        functools.partial(dmattn_window, deterministic=True),
+    ),
     "dmattn_given_mask": ("dmattn, dense mask given", dmattn_masked),
     "dmattn_window": ("dmattn, selection included", dmattn_window),
     "dmattn_select": ("dmattn.select_keys", dmattn_select),
@@ -408,7 +484,10 @@ CONTENDERS: dict[str, tuple[str, Callable[[Data], Tensor]]] = {
     "torch_cache_step": ("torch argmin + scatter + SDPA flash, no bias", torch_cache_step),
     "topk_gather_sdpa": ("torch.topk + gather + SDPA flash, no bias", topk_gather_sdpa),
     "torch_varlen": ("torch varlen_attn, packed", torch_varlen),
+    "sdpa_cudnn_few_keys": ("SDPA cuDNN over w keys alone, no bias", sdpa_cudnn_few_keys),
     "flex": ("FlexAttention", flex),
+    "flex_tiles": ("FlexAttention, blocks given", flex_tiles),
+    "flex_sliding": ("FlexAttention, blocks given", flex_sliding),
 }
 
 

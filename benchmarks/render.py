@@ -10,6 +10,7 @@ benchmarks/results/h200-models.json, if there is one.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import sys
@@ -34,7 +35,8 @@ from benchmarks.cases import (  # noqa: E402
 
 Row = dict[str, Any]
 PHASES = ("forward", "backward")
-OURS = ("#b5179e", "#f06bc8", "#f7b5e2")
+OURS = ("#b5179e", "#f06bc8", "#f7b5e2", "#7209b7", "#b388eb", "#5a189a")
+EARLIER = ("#6d597a", "#a393ad", "#cfc5d6")  # ours with the kernels of another architecture
 COLORS = ("#4361ee", "#4cc9f0", "#8d99ae", "#2b9348", "#f4a261")
 
 
@@ -307,9 +309,14 @@ def _plot_group(rows: list[Row], group: str, gpu: str, path: Path) -> None:
 
     phases = [phase for phase in PHASES if any(row["phase"] == phase for row in rows)]
     labels = list(dict.fromkeys(row["label"] for row in rows))
-    ours = [label for label in labels if label.startswith("dmattn")]
-    others = [label for label in labels if label not in ours]
-    colors = dict(zip(ours, OURS, strict=False)) | dict(zip(others, COLORS, strict=False))
+    earlier = list(dict.fromkeys(row["label"] for row in rows if "@" in row["contender"]))
+    ours = [x for x in labels if x.startswith("dmattn") and x not in earlier]
+    others = [x for x in labels if not x.startswith("dmattn")]
+    colors = {
+        label: color
+        for those, palette in ((ours, OURS), (earlier, EARLIER), (others, COLORS))
+        for label, color in zip(those, itertools.cycle(palette), strict=False)
+    }
     figure, axes = plt.subplots(
         1,
         len(phases),

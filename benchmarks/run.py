@@ -17,6 +17,7 @@ import datetime
 import functools
 import gc
 import json
+import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -30,7 +31,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import dmattn
 from benchmarks import render
-from benchmarks.cases import CASES, Case
+from benchmarks.cases import CASES, OVER_LENGTH, OVER_WINDOW, Case
+from benchmarks.compare import Version
 from benchmarks.peers import CONTENDERS, Data, calls, make_data, sdpa_here
 from benchmarks.timing import Call, Clock, graphed, host_microseconds, peak_bytes_beside
 
@@ -93,6 +95,29 @@ def _row(case: Case, name: str, phase: str) -> Row:
         "label": label,
         "phase": phase,
     }
+
+
+OTHER_CALLS = 4  # requests for a few calls each
+
+
+def time_beside(case: Case, version: Version) -> list[Row]:
+    """Our contenders of a case by a process that runs the kernels of another architecture."""
+    try:
+        known = version.ask(do="load", case=CASES.index(case))
+    except RuntimeError as error:
+        print(f"{case.group}: {case.name}: {version.label}: {error}", flush=True)
+        return []
+    rows = []
+    for what in known:
+        name, phase = what.split(" ")
+        times = [x for _ in range(OTHER_CALLS) for x in version.ask(do="time", what=what)]
+        row = _row(case, name, phase) | {"ms": statistics.median(times), "count": len(times)}
+        row |= {"low_ms": min(times), "high_ms": max(times)}
+        flops = case.flops * (2.5 if phase == "backward" else 1.0)
+        row |= {"tflops": flops / row["ms"] / 1e9, "contender": f"{name}@{version.label}"}
+        rows.append(row | {"label": f"{row['label']}, {version.label} code"})
+    version.ask(do="unload")
+    return rows
 
 
 def host_time(device: torch.device) -> list[Row]:
@@ -203,16 +228,25 @@ def main() -> int:
     results: Row = {**environment(), "ceilings": ceilings(clock, device), "rows": [], "not_run": []}
     if not arguments.cases:
         results["rows"] += host_time(device) + peak_memory(device)
+    beside = None
+    if arguments.beside is not None:
+        beside = Version(label=arguments.beside, DMATTN_ARCH=arguments.beside)
     for case in chosen:
         left = arguments.time_limit - (time.monotonic() - start)
         if left < 5:
             results["not_run"].append(f"{case.group}: {case.name}")
             continue
         rows = time_case(case, clock, device, arguments.budget)
+        if beside is not None and case.group not in (OVER_LENGTH, OVER_WINDOW):
+            gc.collect()
+            torch.cuda.empty_cache()
+            rows += time_beside(case, beside)
         results["rows"] += rows
         gc.collect()
         torch.cuda.empty_cache()
         print(render.lines_of(rows), flush=True)
+    if beside is not None:
+        beside.close()
     results["seconds"] = round(time.monotonic() - start)
     write(results, arguments)
     print(render.targets_text(results))
@@ -274,6 +308,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--budget", type=float, default=1.2, help="seconds of timing for one case")
     parser.add_argument(
         "--time-limit", type=float, default=240.0, help="no further case after so many seconds"
+    )
+    parser.add_argument(
+        "--beside",
+        metavar="ARCHITECTURE",
+        help="also time the kernels of this one, such as sm80, in a process of its own",
     )
     parser.add_argument("--json", type=Path, help="where the results go")
     parser.add_argument(
