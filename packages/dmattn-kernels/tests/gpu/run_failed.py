@@ -34,6 +34,7 @@ def passes(target_name: str, test: str) -> bool:
     env = {
         **os.environ,
         **target.env,
+        **({"CUDA_DISABLE_PTX_JIT": "1"} if target.family else {}),
         TARGET_VARIABLE: target.name,
         SHARE_VARIABLE: str(target.share),
         "PYTHONPATH": os.pathsep.join(paths),

@@ -40,6 +40,8 @@ RESTARTS = 25  # workers started again after a lost context or a crash, per targ
 ALL_WORKERS = 12
 # A worker whose target is done takes the place of one more of a target with so many tests left.
 WORTH_A_WORKER = 40
+# The compiled kernels hold machine code for the chip: nothing is left to the driver's compiler.
+NO_JIT = {"CUDA_DISABLE_PTX_JIT": "1"}
 ON_GPU = [row.name for row in TARGETS.values() if row.device == "cuda"]
 
 
@@ -75,6 +77,7 @@ class Workers:
             TARGET_VARIABLE: self.target.name,
             SHARE_VARIABLE: str(self._arguments.every * self.target.share),
             "PYTHONPATH": os.pathsep.join(paths),
+            **(NO_JIT if self.target.family else {}),
             # One thread each for host-side work: there are many workers.
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",
