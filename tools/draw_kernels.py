@@ -182,7 +182,7 @@ def kernel_map(path: Path) -> None:
     combine = after(84, "combine.cu\nsplits put together")
 
     cache = operation(99.5, "dmattn_cache_append,\n_draft and _commit")
-    cache_plan = plan(98.5, "plan_cache_append, _draft\nsplits, where there\nare queries")
+    cache_plan = plan(98.5, "plan_cache_*\nsplits, where there\nare queries")
     append = kernel(101, "append.cu, draft.cu\ntokens put in, or looked at first", LIGHT, 5)
 
     boxes = [value for value in locals().values() if isinstance(value, Box)]

@@ -17,11 +17,14 @@ template <class T>
 struct DecodeDraft {
   SharedDraft<T>& shared;
 
-  // By each warp for itself: what it reads later has been written before its next __syncwarp().
-  __device__ __forceinline__ void load(const DecodeResults<T>& block) const {
-    int2 found = {-1, 0};
-    if (block.lane < block.p.draft.count) found = __ldg(reinterpret_cast<const int2*>(all(block) + block.lane));
-    shared.token[block.warp][block.lane] = found;
+  // This lane's token. Each warp reads them for itself, and keeps them once its other loads are on their way; they can be
+  // used after its next __syncwarp().
+  __device__ __forceinline__ int2 fetch(const DecodeResults<T>& block) const {
+    if (!T::kDraft || block.lane >= block.p.draft.count) return make_int2(-1, 0);
+    return __ldg(reinterpret_cast<const int2*>(all(block) + block.lane));
+  }
+  __device__ __forceinline__ void keep(const DecodeResults<T>& block, int2 token) const {
+    shared.token[block.warp][block.lane] = token;
   }
   // `key` is one of the tokens.
   __device__ __forceinline__ float score_of(const DecodeResults<T>& block, int key) const {

@@ -236,7 +236,7 @@ struct DecodeLoop : DecodeResults<T> {
   }
 
   // Probabilities, and results so far rescaled to the new maxima. Most groups of heads have at most eight rows: then the
-  // lower half of the fragments holds none.
+  // lower half of the fragments holds none, and in a short draft the same goes for further ones.
   __device__ __forceinline__ void exponentiate(float (&acc_s)[T::MT][T::NT][4], float (&acc_o)[T::MT][T::OT][4],
                                                OnlineSoftmax<T::MT>& softmax) const {
 #pragma unroll
@@ -265,7 +265,7 @@ struct DecodeLoop : DecodeResults<T> {
     if constexpr (!T::kGathered) {
       if (has_token()) token.load(*this);
     }
-    if constexpr (T::kDraft) draft.load(*this);
+    const int2 drafted = draft.fetch(*this);
     LaneKeys idx_next = fetch_idx(0);
     to_positions(idx_next);
     LaneBias bias_next = fetch_bias(0, idx_next);
@@ -276,6 +276,7 @@ struct DecodeLoop : DecodeResults<T> {
     __syncwarp();
 #pragma unroll 1
     for (int i = 0; i < T::kStages; ++i) load(begin + i, i);
+    if constexpr (T::kDraft) draft.keep(*this, drafted);
     if (counts_blocks) blocks.prepare();
     if (counts_heads) heads.prepare();
     if constexpr (!T::kGathered) {
