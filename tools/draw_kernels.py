@@ -181,9 +181,9 @@ def kernel_map(path: Path) -> None:
     decode = kernel(92.5, "sm80/decode_kernel.cuh\none query row, with its splits", MIDDLE, 5)
     combine = after(84, "combine.cu\nsplits put together")
 
-    cache = operation(99.5, "dmattn_cache_append")
-    cache_plan = plan(98.5, "plan_cache_append\nsplits, where there\nare queries")
-    append = kernel(101, "append.cu\ntokens put in, without queries", LIGHT, 5)
+    cache = operation(99.5, "dmattn_cache_append,\n_draft and _commit")
+    cache_plan = plan(98.5, "plan_cache_*\nsplits, where there\nare queries")
+    append = kernel(101, "append.cu, draft.cu\ntokens put in, or looked at first", LIGHT, 5)
 
     boxes = [value for value in locals().values() if isinstance(value, Box)]
     for box in boxes:

@@ -120,6 +120,35 @@ def test_drafts_are_tokens_in_turn(kind: str) -> None:
         start += tokens
 
 
+@pytest.mark.parametrize(
+    "heads,heads_k,head_dim,window,tokens",
+    [(8, 1, 128, 130, 8), (4, 4, 256, 40, 32), (6, 2, 64, 7, 9), (16, 2, 256, 300, 8)],
+)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["random", "tied", "nan"])
+def test_drafts_of_any_shape(
+    kind: str, dtype: torch.dtype, heads: int, heads_k: int, head_dim: int, window: int, tokens: int
+) -> None:
+    """Several blocks of rows, and more tokens than entries; another number of each sequence."""
+    device, length = target_device(), window + 20 + tokens
+    q = torch.randn(B, length, heads, head_dim, device=device).to(dtype)
+    k, v = torch.randn(2, B, length, heads_k, head_dim, device=device).to(dtype).unbind()
+    whole = (q, k, v, make_scores(kind, B, heads_k, length).to(dtype))
+    cache = dmattn.DynamicMaskCache(B, window, heads_k, head_dim, dtype, device, dtype)
+    cache.append_and_attend(*part(whole, 0, window + 20))
+    in_turn, committed = cache.clone(), cache.clone()
+    draft = part(whole, window + 20, length)
+    out = cache.peek(*draft, softcap=3.0)
+    n = torch.tensor([tokens // 2, tokens - 1], device=device)
+    for t in range(tokens):
+        step = [x[:, t : t + 1] for x in draft[:3]] + [draft[3][..., t : t + 1]]
+        assert_near(out[:, t : t + 1], in_turn.append_and_attend(*step, softcap=3.0))
+        committed.append_and_attend(*step, active=t < n)
+    cache.commit(n)
+    for name in ("score", "position", "seen", "k", "v"):
+        assert torch.equal(getattr(cache, name), getattr(committed, name)), name
+
+
 def captured(call: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

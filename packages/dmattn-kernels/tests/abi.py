@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 OK, INVALID_VALUE, INVALID_DTYPE, UNSUPPORTED, NO_DEVICE, CUDA = range(6)
-FLOAT16, BFLOAT16, FLOAT32, BOOL, INT32 = range(1, 6)
+FLOAT16, BFLOAT16, FLOAT32, BOOL, INT32, INT64 = range(1, 7)
 
 # An address that nothing reads, aligned well enough for any tensor and for a workspace.
 SOME_ADDRESS = 1 << 40
@@ -99,14 +99,50 @@ class CacheAppendParams(ctypes.Structure):
     ]
 
 
-Params = FwdParams | BwdParams | SelectParams | BuildKeyListsParams | CacheAppendParams
-P = TypeVar("P", FwdParams, BwdParams, SelectParams, BuildKeyListsParams, CacheAppendParams)
+class CacheDraftParams(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", ctypes.c_size_t),
+        *_fields("device reserved", ctypes.c_int32),
+        *_fields("softmax_scale softcap", ctypes.c_float),
+        *_fields("q k_new v_new score_new k_cache v_cache score position seen draft out", Tensor),
+    ]
+
+
+class CacheCommitParams(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", ctypes.c_size_t),
+        *_fields("device reserved", ctypes.c_int32),
+        *_fields("draft count k_cache v_cache score position seen", Tensor),
+    ]
+
+
+Params = (
+    FwdParams
+    | BwdParams
+    | SelectParams
+    | BuildKeyListsParams
+    | CacheAppendParams
+    | CacheDraftParams
+    | CacheCommitParams
+)
+P = TypeVar(
+    "P",
+    FwdParams,
+    BwdParams,
+    SelectParams,
+    BuildKeyListsParams,
+    CacheAppendParams,
+    CacheDraftParams,
+    CacheCommitParams,
+)
 CALLS: dict[type[Params], tuple[str, str]] = {
     FwdParams: ("dmattn_fwd_workspace_size", "dmattn_fwd"),
     BwdParams: ("dmattn_bwd_workspace_size", "dmattn_bwd"),
     SelectParams: ("dmattn_select_workspace_size", "dmattn_select_keys"),
     BuildKeyListsParams: ("dmattn_build_key_lists_workspace_size", "dmattn_build_key_lists"),
     CacheAppendParams: ("dmattn_cache_append_workspace_size", "dmattn_cache_append"),
+    CacheDraftParams: ("dmattn_cache_draft_workspace_size", "dmattn_cache_draft"),
+    CacheCommitParams: ("dmattn_cache_commit_workspace_size", "dmattn_cache_commit"),
 }
 
 
@@ -267,6 +303,40 @@ def cache_append_params(**fields: object) -> CacheAppendParams:
         ("q", (2, 3, 8, 64), BFLOAT16),
         ("out", (2, 3, 8, 64), BFLOAT16),
     ):
+        setattr(params, name, tensor(shape, dtype))
+    return replace(params, fields)
+
+
+# A cache of 64 entries with 8 rows behind them, and a draft of 3 tokens.
+_DRAFTED = (
+    ("k_cache", (2, 72, 4, 64), BFLOAT16),
+    ("v_cache", (2, 72, 4, 64), BFLOAT16),
+    ("score", (2, 4, 64), FLOAT32),
+    ("position", (2, 4, 64), INT32),
+    ("seen", (2,), INT32),
+    ("draft", (2, 4, 3, 4), INT32),
+)
+
+
+def cache_draft_params(**fields: object) -> CacheDraftParams:
+    """A valid draft of 3 tokens; `fields` replaces."""
+    params = CacheDraftParams(struct_size=ctypes.sizeof(CacheDraftParams))
+    for name, shape, dtype in (
+        *_DRAFTED,
+        ("k_new", (2, 3, 4, 64), BFLOAT16),
+        ("v_new", (2, 3, 4, 64), BFLOAT16),
+        ("score_new", (2, 4, 3), FLOAT32),
+        ("q", (2, 3, 8, 64), BFLOAT16),
+        ("out", (2, 3, 8, 64), BFLOAT16),
+    ):
+        setattr(params, name, tensor(shape, dtype))
+    return replace(params, fields)
+
+
+def cache_commit_params(**fields: object) -> CacheCommitParams:
+    """A valid commit of that draft; `fields` replaces."""
+    params = CacheCommitParams(struct_size=ctypes.sizeof(CacheCommitParams))
+    for name, shape, dtype in (*_DRAFTED, ("count", (2,), INT64)):
         setattr(params, name, tensor(shape, dtype))
     return replace(params, fields)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.library import opcheck
 
 from dmattn import DynamicMaskAttention, DynamicMaskCache, flash_dmattn_func, select_keys
+from dmattn.cache_drafts import Rows
 
 B, H, HK, D, N, W = 2, 4, 2, 8, 230, 16
 
@@ -295,6 +296,16 @@ def test_operator(active: str | None, tokens: int) -> None:
         torch.ops.dmattn.cache_append_and_attend,
         (q, k, v, score, mask, *tensors, 0.3, 0.0),
     )
+
+
+def test_operators_of_a_draft() -> None:
+    q, k, v, score = (x[..., :4] if x.dim() == 3 else x[:, :4] for x in sequence())
+    cache = make()
+    rows = Rows.find(cache._tensors(), None)
+    tensors = (rows.k, rows.v, cache.score, cache.position, cache.seen)
+    opcheck(torch.ops.dmattn.cache_draft, (q, k, v, score, *tensors, 0.3, 0.0))
+    _, draft = torch.ops.dmattn.cache_draft(q, k, v, score, *tensors, 0.3, 0.0)
+    opcheck(torch.ops.dmattn.cache_commit, (draft, torch.arange(B), *tensors))
 
 
 @pytest.mark.parametrize("evict", [True, False])

@@ -23,13 +23,14 @@ from dmattn.backends.cuda import CudaBackend, kernels
 from dmattn.backends.cuda import attention as cuda
 from dmattn.backends.cuda import cache as cuda_cache
 from dmattn.backends.cuda import selection as cuda_selection
+from dmattn.cache_drafts import SPARE_ROWS, Rows
 from dmattn.checks import check
 from dmattn.key_lists import Selection
 from dmattn.ops import cache
 from dmattn.ops import selection as ops_select
 from dmattn.problem import Needs, Problem, Results, empty_results
 
-FLOAT16, BFLOAT16, FLOAT32, BOOL, INT32 = 1, 2, 3, 4, 5
+FLOAT16, BFLOAT16, FLOAT32, BOOL, INT32, INT64 = 1, 2, 3, 4, 5, 6
 WORKSPACE = 4096
 # In the order of the constructors.
 SELECT_FIELDS = "device scores key_mask selection window seqlen_q is_causal cu_seqlens"
@@ -37,6 +38,10 @@ LISTS_FIELDS = "device selection seqlen_q reach needed"
 APPEND_FIELDS = (
     "device k_new v_new score_new active k v score position seen evict q out softmax_scale softcap"
 )
+DRAFT_FIELDS = (
+    "device q k_new v_new score_new k v score position seen draft out softmax_scale softcap"
+)
+COMMIT_FIELDS = "device draft count k v score position seen"
 
 
 # The types of the compiled module: what it calls its arguments.
@@ -60,7 +65,7 @@ class Recorder(ModuleType):
     def __init__(self, abi: int = kernels.ABI_VERSION) -> None:
         super().__init__("dmattn_kernels._core")
         self.FLOAT16, self.BFLOAT16, self.FLOAT32, self.BOOL = FLOAT16, BFLOAT16, FLOAT32, BOOL
-        self.INT32 = INT32
+        self.INT32, self.INT64 = INT32, INT64
         self.abi = abi
         self.calls: list[dict[str, Any]] = []
         self.launches: list[tuple[int, int, int]] = []
@@ -83,6 +88,12 @@ class Recorder(ModuleType):
 
     def CacheAppendParams(self, *arguments: Any) -> "Recorder":
         return self._record(APPEND_FIELDS, arguments)
+
+    def CacheDraftParams(self, *arguments: Any) -> "Recorder":
+        return self._record(DRAFT_FIELDS, arguments)
+
+    def CacheCommitParams(self, *arguments: Any) -> "Recorder":
+        return self._record(COMMIT_FIELDS, arguments)
 
     def _record_in_order(self, struct: str, arguments: tuple[Any, ...]) -> "Recorder":
         """As the compiled module takes them: in the order of its own stub."""
@@ -132,7 +143,7 @@ def half(*shape: int) -> Tensor:
 
 def view(t: Tensor) -> tuple[int, int, torch.Size, tuple[int, ...]]:
     codes = {torch.bfloat16: BFLOAT16, torch.float32: FLOAT32, torch.bool: BOOL}
-    codes[torch.int32] = INT32
+    codes |= {torch.int32: INT32, torch.int64: INT64}
     return t.data_ptr(), codes[t.dtype], t.shape, t.stride()
 
 
@@ -433,6 +444,27 @@ def test_a_decoding_step_appends_then_attends(recorder: Recorder) -> None:
         assert call[name] == view(t)
     assert call["out"] == view(out) and out.shape == q.shape
     assert call["active"] is None and call["evict"] and call["softmax_scale"] == 0.25
+
+
+def test_a_draft_is_two_calls(recorder: Recorder) -> None:
+    q, k, v, score = half(2, 3, 4, 64), half(2, 3, 2, 64), half(2, 3, 2, 64), torch.randn(2, 2, 3)
+    held = DynamicMaskCache(2, 6, 2, 64, torch.bfloat16, "cpu")
+    rows = Rows.find(held._tensors(), None)
+    state = (rows.k, rows.v, held.score, held.position, held.seen)
+    out, draft = cache._draft(cuda_cache, q, k, v, score, *state, 0.25, 2.0)
+    n = torch.tensor([1, 3])
+    cache._commit(cuda_cache, draft, n, *state)
+    looked, committed = recorder.calls
+    assert (out.shape, draft.shape, draft.dtype) == (q.shape, (2, 2, 3, 4), torch.int32)
+    names = ["q", "k_new", "v_new", "score_new", "draft", "out"]
+    for name, t in zip(names, (q, k, v, score, draft, out), strict=True):
+        assert looked[name] == view(t)
+    for call in (looked, committed):
+        for name, t in zip(["k", "v", "score", "position", "seen"], state, strict=True):
+            assert call[name] == view(t)
+    assert looked["k"][2] == (2, 6 + SPARE_ROWS, 2, 64)
+    assert (looked["softmax_scale"], looked["softcap"]) == (0.25, 2.0)
+    assert committed["draft"] == view(draft) and committed["count"] == view(n)
 
 
 def test_a_cache_that_keeps_all_is_only_appended_to(recorder: Recorder) -> None:

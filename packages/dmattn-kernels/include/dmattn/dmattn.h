@@ -57,7 +57,8 @@ typedef enum dmattn_dtype {
   DMATTN_BFLOAT16 = 2,
   DMATTN_FLOAT32 = 3,
   DMATTN_BOOL = 4, /* one byte, 0 = false, anything else = true */
-  DMATTN_INT32 = 5
+  DMATTN_INT32 = 5,
+  DMATTN_INT64 = 6
 } dmattn_dtype;
 
 /* A strided view of device memory. data == NULL means that the tensor is absent, or that it has no elements. */
@@ -204,6 +205,41 @@ typedef struct dmattn_cache_append_params {
   dmattn_tensor out;              /* as q; present when q is. A skipped token's is finite and means nothing */
 } dmattn_cache_append_params;
 
+/* A draft of up to 32 tokens: their queries attend to what a cache of the best keys would hold after each of them, if
+ * dmattn_cache_append with `evict` put them in one after the other; but they are not put in. Their keys and values are
+ * written to the rows of k_cache and v_cache behind the entries, as a part of the draft. */
+typedef struct dmattn_cache_draft_params {
+  size_t struct_size;
+  int32_t device;
+  int32_t reserved; /* 0 */
+  float softmax_scale;
+  float softcap;                  /* <= 0: none */
+  dmattn_tensor q;                /* [batch, tokens, nheads, head_dim], f16 or bf16, unit last stride */
+  dmattn_tensor k_new, v_new;     /* [batch, tokens, nheads_k, head_dim], dtype of q, unit last stride */
+  dmattn_tensor score_new;        /* [batch, nheads_k, tokens], dtype of score */
+  dmattn_tensor k_cache, v_cache; /* [batch, rows, nheads_k, head_dim], dtype of q, unit last stride: the entries, and
+                                     behind them at least `tokens` rows that are overwritten */
+  dmattn_tensor score;            /* [batch, nheads_k, capacity], f32 or the dtype of q, contiguous */
+  dmattn_tensor position;         /* int32 [batch, nheads_k, capacity], contiguous */
+  dmattn_tensor seen;             /* int32 [batch], contiguous */
+  dmattn_tensor draft; /* output, int32 [batch, nheads_k, tokens, 4], contiguous, on 16 bytes: what becomes of
+                                     each token, for dmattn_cache_commit */
+  dmattn_tensor out;   /* as q */
+} dmattn_cache_draft_params;
+
+/* Puts the first tokens of a draft in, with the results of dmattn_cache_append. The cache, rows behind the entries
+ * included, has to be as dmattn_cache_draft left it. */
+typedef struct dmattn_cache_commit_params {
+  size_t struct_size;
+  int32_t device;
+  int32_t reserved;               /* 0 */
+  dmattn_tensor draft;            /* as dmattn_cache_draft wrote it */
+  dmattn_tensor count;            /* int32 or int64 [batch]: how many of each sequence; other numbers count
+                                                    as 0 or as all tokens */
+  dmattn_tensor k_cache, v_cache; /* as given to dmattn_cache_draft, as the next three */
+  dmattn_tensor score, position, seen;
+} dmattn_cache_commit_params;
+
 /* Bytes of device scratch that the call with these params needs. Data pointers need not be set yet, but which tensors
  * are present (ndim > 0) must be final. */
 DMATTN_API dmattn_status dmattn_fwd_workspace_size(const dmattn_fwd_params* params, size_t* bytes);
@@ -213,6 +249,8 @@ DMATTN_API dmattn_status dmattn_select_workspace_size(const dmattn_select_params
 DMATTN_API dmattn_status dmattn_build_key_lists_workspace_size(const dmattn_build_key_lists_params* params,
                                                                size_t* bytes);
 DMATTN_API dmattn_status dmattn_cache_append_workspace_size(const dmattn_cache_append_params* params, size_t* bytes);
+DMATTN_API dmattn_status dmattn_cache_draft_workspace_size(const dmattn_cache_draft_params* params, size_t* bytes);
+DMATTN_API dmattn_status dmattn_cache_commit_workspace_size(const dmattn_cache_commit_params* params, size_t* bytes);
 
 /* Entries that each list of a selection needs room for. */
 DMATTN_API int64_t dmattn_select_capacity(int64_t window, int64_t seqlen_k, int32_t is_causal);
@@ -226,6 +264,10 @@ DMATTN_API dmattn_status dmattn_select_keys(const dmattn_select_params* params, 
 DMATTN_API dmattn_status dmattn_build_key_lists(const dmattn_build_key_lists_params* params, void* workspace,
                                                 size_t bytes, void* stream);
 DMATTN_API dmattn_status dmattn_cache_append(const dmattn_cache_append_params* params, void* workspace, size_t bytes,
+                                             void* stream);
+DMATTN_API dmattn_status dmattn_cache_draft(const dmattn_cache_draft_params* params, void* workspace, size_t bytes,
+                                            void* stream);
+DMATTN_API dmattn_status dmattn_cache_commit(const dmattn_cache_commit_params* params, void* workspace, size_t bytes,
                                              void* stream);
 
 /* The last error of the calling thread: which argument, what it got, what it wanted. Never NULL. */

@@ -94,6 +94,12 @@ inline Functions<dmattn_build_key_lists_params> functions(const dmattn_build_key
 inline Functions<dmattn_cache_append_params> functions(const dmattn_cache_append_params&) {
   return {dmattn_cache_append_workspace_size, dmattn_cache_append};
 }
+inline Functions<dmattn_cache_draft_params> functions(const dmattn_cache_draft_params&) {
+  return {dmattn_cache_draft_workspace_size, dmattn_cache_draft};
+}
+inline Functions<dmattn_cache_commit_params> functions(const dmattn_cache_commit_params&) {
+  return {dmattn_cache_commit_workspace_size, dmattn_cache_commit};
+}
 
 }  // namespace detail
 

@@ -202,6 +202,43 @@ dmattn_cache_append_params make_cache_append(int32_t device, py::handle k_new, p
   return p;
 }
 
+dmattn_cache_draft_params make_cache_draft(int32_t device, py::handle q, py::handle k_new, py::handle v_new,
+                                           py::handle score_new, py::handle k_cache, py::handle v_cache,
+                                           py::handle score, py::handle position, py::handle seen, py::handle draft,
+                                           py::handle out, float softmax_scale, float softcap) {
+  auto p = dmattn::make_params<dmattn_cache_draft_params>();
+  p.device = device;
+  p.softmax_scale = softmax_scale;
+  p.softcap = softcap;
+  read_tensor(q, p.device, p.q, "q");
+  read_tensor(k_new, p.device, p.k_new, "k_new");
+  read_tensor(v_new, p.device, p.v_new, "v_new");
+  read_tensor(score_new, p.device, p.score_new, "score_new");
+  read_tensor(k_cache, p.device, p.k_cache, "k_cache");
+  read_tensor(v_cache, p.device, p.v_cache, "v_cache");
+  read_tensor(score, p.device, p.score, "score");
+  read_tensor(position, p.device, p.position, "position");
+  read_tensor(seen, p.device, p.seen, "seen");
+  read_tensor(draft, p.device, p.draft, "draft");
+  read_tensor(out, p.device, p.out, "out");
+  return p;
+}
+
+dmattn_cache_commit_params make_cache_commit(int32_t device, py::handle draft, py::handle count, py::handle k_cache,
+                                             py::handle v_cache, py::handle score, py::handle position,
+                                             py::handle seen) {
+  auto p = dmattn::make_params<dmattn_cache_commit_params>();
+  p.device = device;
+  read_tensor(draft, p.device, p.draft, "draft");
+  read_tensor(count, p.device, p.count, "count");
+  read_tensor(k_cache, p.device, p.k_cache, "k_cache");
+  read_tensor(v_cache, p.device, p.v_cache, "v_cache");
+  read_tensor(score, p.device, p.score, "score");
+  read_tensor(position, p.device, p.position, "position");
+  read_tensor(seen, p.device, p.seen, "seen");
+  return p;
+}
+
 // --- calls ----------------------------------------------------------------------------------------------------------
 
 template <class Params>
@@ -253,6 +290,10 @@ PyMethodDef plain_functions[] = {
         "enqueue_build_key_lists(*arguments) -> int\n\nOf BuildKeyListsParams, and the stream."),
     at_once<&make_cache_append>("enqueue_cache_append",
                                 "enqueue_cache_append(*arguments) -> int\n\nOf CacheAppendParams, and the stream."),
+    at_once<&make_cache_draft>("enqueue_cache_draft",
+                               "enqueue_cache_draft(*arguments) -> int\n\nOf CacheDraftParams, and the stream."),
+    at_once<&make_cache_commit>("enqueue_cache_commit",
+                                "enqueue_cache_commit(*arguments) -> int\n\nOf CacheCommitParams, and the stream."),
     {"kind_of", as_function(&dmattn::kind_of), METH_FASTCALL,
      "kind_of(*arguments) -> bytes | None\n\nOf a tuple of types, and tensors."},
     {nullptr, nullptr, 0, nullptr},
@@ -289,6 +330,7 @@ PYBIND11_MODULE(_core, m) {
   m.attr("FLOAT32") = static_cast<int>(DMATTN_FLOAT32);
   m.attr("BOOL") = static_cast<int>(DMATTN_BOOL);
   m.attr("INT32") = static_cast<int>(DMATTN_INT32);
+  m.attr("INT64") = static_cast<int>(DMATTN_INT64);
   m.attr("HEADER_ABI_VERSION") = DMATTN_ABI_VERSION;
 
   py::class_<dmattn_fwd_params>(m, "FwdParams")
@@ -327,6 +369,19 @@ PYBIND11_MODULE(_core, m) {
       .def("workspace_size", &workspace_size<dmattn_cache_append_params>)
       .def("enqueue", &enqueue<dmattn_cache_append_params>, "stream"_a)
       .def("launch", &launch<dmattn_cache_append_params>, "workspace"_a, "bytes"_a, "stream"_a);
+  py::class_<dmattn_cache_draft_params>(m, "CacheDraftParams")
+      .def(py::init(&make_cache_draft), "device"_a, "q"_a, "k_new"_a, "v_new"_a, "score_new"_a, "k_cache"_a,
+           "v_cache"_a, "score"_a, "position"_a, "seen"_a, "draft"_a, "out"_a, "softmax_scale"_a = 1.f,
+           "softcap"_a = 0.f)
+      .def("workspace_size", &workspace_size<dmattn_cache_draft_params>)
+      .def("enqueue", &enqueue<dmattn_cache_draft_params>, "stream"_a)
+      .def("launch", &launch<dmattn_cache_draft_params>, "workspace"_a, "bytes"_a, "stream"_a);
+  py::class_<dmattn_cache_commit_params>(m, "CacheCommitParams")
+      .def(py::init(&make_cache_commit), "device"_a, "draft"_a, "count"_a, "k_cache"_a, "v_cache"_a, "score"_a,
+           "position"_a, "seen"_a)
+      .def("workspace_size", &workspace_size<dmattn_cache_commit_params>)
+      .def("enqueue", &enqueue<dmattn_cache_commit_params>, "stream"_a)
+      .def("launch", &launch<dmattn_cache_commit_params>, "workspace"_a, "bytes"_a, "stream"_a);
 
   if (PyModule_AddFunctions(m.ptr(), plain_functions) != 0) throw py::error_already_set();
   m.def("reads", &reads, "type"_a);

@@ -94,9 +94,12 @@ inline int32_t dtype_of(const DlDtype& dtype, const char* name) {
     if (dtype.code == kFloat && dtype.bits == 32) return DMATTN_FLOAT32;
     if (dtype.code == kBool && dtype.bits == 8) return DMATTN_BOOL;
     if (dtype.code == kInt && dtype.bits == 32) return DMATTN_INT32;
+    if (dtype.code == kInt && dtype.bits == 64) return DMATTN_INT64;
   }
   throw pybind11::type_error(std::string(name) + " has the DLPack dtype (" + std::to_string(dtype.code) + ", " +
-                             std::to_string(dtype.bits) + "); wanted float16, bfloat16, float32, bool or int32");
+                             std::to_string(dtype.bits) +
+                             "); wanted float16, bfloat16, float32, bool, int32 or "
+                             "int64");
 }
 
 // Fills `tensor` from an object of a type that has a table.

@@ -1,9 +1,9 @@
 """CUDA kernels for masked and biased attention, behind a C ABI.
 
 Importing this package needs no GPU and no driver. `FwdParams`, `BwdParams`, `SelectParams`,
-`BuildKeyListsParams` and `CacheAppendParams` describe one call each; their `launch` enqueues it on
-a CUDA stream. C and C++ programs use `cmake_dir()` with CMake, or `include_dir()` and
-`library_path()`; `python -m dmattn_kernels` prints each of them.
+`BuildKeyListsParams`, `CacheAppendParams`, `CacheDraftParams` and `CacheCommitParams` describe one
+call each; their `launch` enqueues it on a CUDA stream. C and C++ programs use `cmake_dir()` with
+CMake, or `include_dir()` and `library_path()`; `python -m dmattn_kernels` prints each of them.
 """
 
 from __future__ import annotations
@@ -17,9 +17,12 @@ from dmattn_kernels._core import (
     FLOAT32,
     HEADER_ABI_VERSION,
     INT32,
+    INT64,
     BuildKeyListsParams,
     BwdParams,
     CacheAppendParams,
+    CacheCommitParams,
+    CacheDraftParams,
     FwdParams,
     SelectParams,
     abi_version,
@@ -46,9 +49,12 @@ __all__ = [
     "FLOAT32",
     "HEADER_ABI_VERSION",
     "INT32",
+    "INT64",
     "BuildKeyListsParams",
     "BwdParams",
     "CacheAppendParams",
+    "CacheCommitParams",
+    "CacheDraftParams",
     "FwdParams",
     "SelectParams",
     "abi_version",

@@ -14,6 +14,7 @@ BFLOAT16: Final[int]
 FLOAT32: Final[int]
 BOOL: Final[int]
 INT32: Final[int]
+INT64: Final[int]
 HEADER_ABI_VERSION: Final[int]  # of the header that this module was compiled against
 
 class FwdParams:
@@ -178,6 +179,61 @@ class CacheAppendParams:
     def launch(self, workspace: int, bytes: int, stream: int) -> None:
         """See `FwdParams.launch`."""
 
+class CacheDraftParams:
+    """Tokens that attend without being put in, as dmattn_cache_draft_params of dmattn/dmattn.h.
+
+    `k_cache` and `v_cache` have rows behind the entries, which take the draft; `draft` is for
+    `CacheCommitParams`.
+    """
+
+    def __init__(
+        self,
+        device: int,
+        q: _Tensor,
+        k_new: _Tensor,
+        v_new: _Tensor,
+        score_new: _Tensor,
+        k_cache: _Tensor,
+        v_cache: _Tensor,
+        score: _Tensor,
+        position: _Tensor,
+        seen: _Tensor,
+        draft: _Tensor,
+        out: _Tensor,
+        softmax_scale: float = 1.0,
+        softcap: float = 0.0,
+    ) -> None: ...
+    def workspace_size(self) -> int:
+        """See `FwdParams.workspace_size`."""
+    def enqueue(self, stream: int) -> int:
+        """See `FwdParams.enqueue`."""
+    def launch(self, workspace: int, bytes: int, stream: int) -> None:
+        """See `FwdParams.launch`."""
+
+class CacheCommitParams:
+    """The first tokens of a draft, put in, as dmattn_cache_commit_params of dmattn/dmattn.h.
+
+    `count` is how many of each sequence. The cache, `k_cache` to `seen`, is changed in place.
+    """
+
+    def __init__(
+        self,
+        device: int,
+        draft: _Tensor,
+        count: _Tensor,
+        k_cache: _Tensor,
+        v_cache: _Tensor,
+        score: _Tensor,
+        position: _Tensor,
+        seen: _Tensor,
+    ) -> None: ...
+    def workspace_size(self) -> int:
+        """See `FwdParams.workspace_size`."""
+    def enqueue(self, stream: int) -> int:
+        """See `FwdParams.enqueue`."""
+    def launch(self, workspace: int, bytes: int, stream: int) -> None:
+        """See `FwdParams.launch`."""
+
 def enqueue_fwd(*arguments: Any) -> int:
     """A forward in one call: its parameters, its scratch and its launch.
 
@@ -198,6 +254,12 @@ def enqueue_build_key_lists(*arguments: Any) -> int:
 
 def enqueue_cache_append(*arguments: Any) -> int:
     """See `enqueue_fwd`; of `CacheAppendParams`."""
+
+def enqueue_cache_draft(*arguments: Any) -> int:
+    """See `enqueue_fwd`; of `CacheDraftParams`."""
+
+def enqueue_cache_commit(*arguments: Any) -> int:
+    """See `enqueue_fwd`; of `CacheCommitParams`."""
 
 def kind_of(*arguments: Any) -> bytes | None:
     """The kind of tensors: takes a tuple of types, and up to 8 tensors, each of which may be None.

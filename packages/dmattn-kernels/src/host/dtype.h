@@ -9,7 +9,10 @@
 namespace dmattn {
 
 constexpr int64_t element_bytes(int32_t dtype) {
-  return dtype == DMATTN_FLOAT32 || dtype == DMATTN_INT32 ? 4 : dtype == DMATTN_BOOL ? 1 : 2;
+  return dtype == DMATTN_INT64                              ? 8
+         : dtype == DMATTN_FLOAT32 || dtype == DMATTN_INT32 ? 4
+         : dtype == DMATTN_BOOL                             ? 1
+                                                            : 2;
 }
 constexpr int64_t element_bytes(Dtype dtype) { return element_bytes(static_cast<int32_t>(dtype)); }
 
@@ -25,6 +28,8 @@ constexpr const char* dtype_name(int32_t dtype) {
       return "bool";
     case DMATTN_INT32:
       return "int32";
+    case DMATTN_INT64:
+      return "int64";
     default:
       return "unknown";
   }

@@ -5,6 +5,7 @@
 #include "dmattn/dmattn.h"
 #include "host/plan/bwd.h"
 #include "host/plan/decode.h"
+#include "host/plan/draft.h"
 #include "host/plan/fwd.h"
 #include "host/plan/select.h"
 
@@ -42,6 +43,18 @@ struct Operation<dmattn_cache_append_params> {
   static constexpr const char* kParams = "dmattn_cache_append_params";
   using Plan = CachePlan;
   static Plan plan(const dmattn_cache_append_params& p, const Device& device) { return plan_cache_append(p, device); }
+};
+template <>
+struct Operation<dmattn_cache_draft_params> {
+  static constexpr const char* kParams = "dmattn_cache_draft_params";
+  using Plan = DraftPlan;
+  static Plan plan(const dmattn_cache_draft_params& p, const Device& device) { return plan_cache_draft(p, device); }
+};
+template <>
+struct Operation<dmattn_cache_commit_params> {
+  static constexpr const char* kParams = "dmattn_cache_commit_params";
+  using Plan = CommitPlan;
+  static Plan plan(const dmattn_cache_commit_params& p, const Device&) { return plan_cache_commit(p); }
 };
 
 }  // namespace dmattn

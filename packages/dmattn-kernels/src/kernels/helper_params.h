@@ -101,4 +101,14 @@ struct CacheAppendParams {
   int32_t batch = 0, tokens = 0, nheads_k = 0, head_dim = 0, capacity = 0;
 };
 
+// A draft of `tokens` tokens: `active` and `evict` are not read. k_cache and v_cache have as many rows more.
+struct CacheDraftParams : CacheAppendParams {
+  DraftToken* draft = nullptr;            // [batch][nheads_k][tokens]
+  bool vec_new = true, vec_cache = true;  // rows start on 16 bytes
+  // To put them in, which does not read the new tokens: [batch], how many of each sequence, cut to 0 ... tokens.
+  const void* count = nullptr;
+  int64_t count_stride = 1;
+  bool count_is_wide = false;  // int64, else int32
+};
+
 }  // namespace dmattn

@@ -196,11 +196,31 @@ struct CacheToken {
   bool vec = true;  // k and v rows start on 16 bytes
 };
 
+// What is known of a token behind the entries of a cache of the best keys, without its being put in: written and read in
+// cache/draft.cu, and read by the attention of the drafted tokens.
+struct alignas(16) DraftToken {
+  int32_t slot;      // of the entry that would make room for it; -1: it would not be kept
+  int32_t end;       // number of the first token that would push it out, or of all tokens; 0: it would not be kept
+  float score;       // -inf for NaN
+  int32_t position;  // in its sequence
+};
+// Tokens of a draft whose queries attend: to the entries that none of them up to their own has pushed out, and to those
+// tokens themselves that have not been.
+struct CacheDraft {
+  const DraftToken* tokens = nullptr;  // [batch][nheads_k][count]; nullptr: there is no draft
+  int32_t entries = 0;                 // keys before the tokens, which are the last keys
+  int32_t count = 0;                   // at most kMaxDraft
+  int32_t group = 1;                   // rows of a token: FwdParams::seqlen_q = count * group
+  // Elements between the queries and the results of two tokens. FwdParams has the strides of a token's rows.
+  int64_t q_token = 0, out_token = 0;
+};
+
 // Few query rows (one a head, or the heads of a group as rows) over any number of keys: decoding. Of FwdParams, `mask`
 // is not read, and neither causality nor key intervals cut anything. With a token, the keys are the cache's entries and
 // the token, except for the one that leaves the cache, whose place the token takes at the end.
 struct DecodeParams : FwdParams {
   CacheToken token;
+  CacheDraft draft;  // excludes a token; bias is that of the entries
   // Blocks that have ended, where several share a row or a head; see Arrivals in attention/sm80/decode_results.cuh. One
   // word for each head and block of rows; with a token, one for each head and then one for each sequence.
   uint64_t* arrivals = nullptr;

@@ -25,8 +25,15 @@ CODES = {
     "f32": kernels.FLOAT32,
     "bool": kernels.BOOL,
     "i32": kernels.INT32,
+    "i64": kernels.INT64,
 }
-_HOST = {"f16": np.float16, "f32": np.float32, "bool": np.bool_, "i32": np.int32}
+_HOST = {
+    "f16": np.float16,
+    "f32": np.float32,
+    "bool": np.bool_,
+    "i32": np.int32,
+    "i64": np.int64,
+}
 
 
 def to_bits(x: Array, dtype: str) -> Array:

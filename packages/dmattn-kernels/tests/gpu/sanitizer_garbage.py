@@ -33,6 +33,7 @@ from gpu.sanitizer_cases import (
     enqueue_both,
     is_named,
 )
+from gpu.sanitizer_draft import DRAFTS, STATE, Draft, draw_draft
 from gpu.sanitizer_launch import Launch
 from gpu.sanitizer_listed import MANY_LISTS
 from gpu.sanitizer_packed import join
@@ -246,6 +247,33 @@ def append(launch: Append, dtype: str, head_dim: int) -> Callable[..., None]:
     return run
 
 
+def draft(launch: Draft, dtype: str, head_dim: int) -> Callable[..., None]:
+    """Such a cache under a draft, and the commit of another one that no draft has written."""
+
+    def run(gpu: WatchedGpu, draw: np.random.Generator, seed: int) -> None:
+        arrays, cache = draw_draft(dtype, head_dim, launch, draw), launch.cache
+        for name in ("position", "seen", "count"):
+            shape = arrays[name][0].shape
+            arrays[name] = garbage(draw, seed, shape, cache.capacity), arrays[name][1]
+        shape = arrays["score"][0].shape
+        arrays["score"] = draw.choice([np.nan, np.inf, -np.inf, 0.0], shape), cache.score_dtype
+        views = {name: gpu.upload(x, kind).view for name, (x, kind) in arrays.items()}
+        shape = (cache.batch, cache.nheads_k, cache.tokens, 4)
+        wrong = gpu.upload(garbage(draw, seed, shape, cache.capacity), "i32").view
+        gpu.forget_uploads()  # the cache changes
+        out = gpu.output(arrays["q"][0].shape, dtype, 0xFF).view
+        fresh = gpu.output(shape, "i32", 0xFF).view
+        count = views.pop("count")
+        params = kernels.CacheDraftParams(0, **views, draft=fresh, out=out)
+        size = params.workspace_size()
+        params.launch(gpu.allocate(size, 0xFF), size, 0)
+        state = {name: views[name] for name in STATE}
+        for tokens in (fresh, wrong):
+            kernels.CacheCommitParams(0, tokens, count, **state).launch(0, 0, 0)
+
+    return run
+
+
 # Every walk of the backward also when its blocks wait for one another, which may not last forever.
 DETERMINISTIC = (
     Launch(
@@ -303,6 +331,8 @@ def cases() -> Iterator[Case]:
         Append("cache step, 16-bit scores", "bf16", queries=1, tokens=3, capacity=200, held=38),
     ):
         yield Case(launch_.name, append(launch_, "bf16", 64))
+    for dtype, head_dim, drafted in DRAFTS:
+        yield Case(f"{dtype} {head_dim} {drafted.name}", draft(drafted, dtype, head_dim))
 
 
 def run_case(gpu: WatchedGpu, case: Case, seed: int) -> list[str]:

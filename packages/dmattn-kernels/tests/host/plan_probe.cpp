@@ -343,6 +343,46 @@ extern "C" int probe_cache(const dmattn_cache_append_params* params, const char*
   });
 }
 
+// What a draft launches, as far as that is the attention.
+extern "C" int probe_draft(const dmattn_cache_draft_params* params, const char* kernels, int num_sms, void* base,
+                           char* to, size_t size) {
+  using namespace dmattn;
+  return answer(to, size, [&] {
+    const DraftPlan plan = placed_plan(params, device_of(kernels, num_sms), base);
+    const DecodeParams& d = plan.decode;
+    Json json;
+    json.put("workspace_bytes", plan.workspace_bytes);
+    json.put("is_empty", plan.is_empty);
+    json.put("num_splits", d.num_splits);
+    json.put("blocks", plan.choice.blocks);
+    json.put("seqlen_q", d.seqlen_q);
+    json.put("seqlen_k", d.seqlen_k);
+    json.put("heads", d.nheads);
+    json.put("row_stride", d.q_stride.row);
+    json.put("head_stride", d.q_stride.head);
+    json.put("token_stride", d.draft.q_token);
+    json.put("entries", d.draft.entries);
+    json.put("group", d.draft.group);
+    json.put_address("arrivals", d.arrivals);
+    json.put_address("out_accum", d.out_accum);
+    return json.text();
+  });
+}
+extern "C" int probe_commit(const dmattn_cache_commit_params* params, const char* kernels, int num_sms, void* base,
+                            char* to, size_t size) {
+  using namespace dmattn;
+  return answer(to, size, [&] {
+    const CommitPlan plan = placed_plan(params, device_of(kernels, num_sms), base);
+    Json json;
+    json.put("workspace_bytes", plan.workspace_bytes);
+    json.put("tokens", plan.draft.tokens);
+    json.put("capacity", plan.draft.capacity);
+    json.put("count_stride", plan.draft.count_stride);
+    json.put("count_is_wide", plan.draft.count_is_wide);
+    return json.text();
+  });
+}
+
 extern "C" uint64_t probe_launch_tag() { return dmattn::next_launch_tag(); }
 
 // n divided as the decode kernel does: take() in attention/shared/work_index.cuh.

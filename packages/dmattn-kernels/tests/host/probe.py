@@ -66,16 +66,22 @@ class Probe:
         )
         return self._read(status, text)
 
+    def draft(self, kernels: str = SM80, sms: int = 132, **fields: Any) -> Plan:
+        return self._describe("probe_draft", abi.cache_draft_params(**fields), sms, kernels)
+
+    def commit(self, sms: int = 132, **fields: Any) -> Plan:
+        return self._describe("probe_commit", abi.cache_commit_params(**fields), sms)
+
     def select(self, sms: int = 132, **fields: Any) -> Plan:
         return self._describe("probe_select", abi.select_params(**fields), sms)
 
     def key_lists(self, sms: int = 132, **fields: Any) -> Plan:
         return self._describe("probe_key_lists", abi.build_key_lists_params(**fields), sms)
 
-    def _describe(self, function: str, params: abi.Params, sms: int) -> Plan:
+    def _describe(self, function: str, params: abi.Params, sms: int, kernels: str = SM80) -> Plan:
         text = ctypes.create_string_buffer(1 << 14)
         status = getattr(self.library, function)(
-            *(ctypes.byref(params), SM80.encode(), sms, ctypes.c_void_p(WORKSPACE)),
+            *(ctypes.byref(params), kernels.encode(), sms, ctypes.c_void_p(WORKSPACE)),
             *(text, ctypes.c_size_t(len(text))),
         )
         return self._read(status, text)

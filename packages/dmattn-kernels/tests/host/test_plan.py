@@ -214,6 +214,47 @@ def test_a_step_from_a_cache_counts_heads_too(plan: Probe) -> None:
     assert not plan.cache(q=abi.Tensor(), out=abi.Tensor())["arrivals"]
 
 
+def test_a_draft_is_rows_of_its_tokens(plan: Probe) -> None:
+    small = plan.draft()
+    assert (small["seqlen_q"], small["group"], small["heads"]) == (3 * 2, 2, 4)
+    assert (small["seqlen_k"], small["entries"]) == (64 + 3, 64)
+    assert (small["row_stride"], small["head_stride"], small["token_stride"]) == (64, 128, 512)
+    assert small["blocks"] == 2 * 4 and not small["workspace_bytes"]
+    assert plan.commit() == {
+        "workspace_bytes": 0,
+        "tokens": 3,
+        "capacity": 64,
+        "count_stride": 1,
+        "count_is_wide": 1,
+    }
+    assert not plan.commit(count=tensor((2,), abi.INT32))["count_is_wide"]
+
+
+@pytest.mark.parametrize(("head_dim", "row_blocks"), [(64, 1), (128, 1), (256, 2)])
+def test_the_rows_of_a_draft_share_keys(plan: Probe, head_dim: int, row_blocks: int) -> None:
+    """Eight tokens of four heads each: one read of the keys, but at the widest heads."""
+    rows = {name: tensor((8, 8, 8, head_dim)) for name in ("k_new", "v_new")}
+    rows |= {name: tensor((8, 8, 32, head_dim)) for name in ("q", "out")}
+    rows |= {name: tensor((8, 2048 + 32, 8, head_dim)) for name in ("k_cache", "v_cache")}
+    state = {
+        "score": tensor((8, 8, 2048), abi.FLOAT32),
+        "position": tensor((8, 8, 2048), abi.INT32),
+        "seen": tensor((8,), abi.INT32),
+        "score_new": tensor((8, 8, 8), abi.FLOAT32),
+        "draft": tensor((8, 8, 8, 4), abi.INT32),
+    }
+    found = plan.draft(**rows, **state)
+    blocks = 8 * 8 * row_blocks
+    assert found["blocks"] == blocks * found["num_splits"]
+    if row_blocks > 1:  # enough blocks without splits
+        assert found["num_splits"] == 1 and not found["workspace_bytes"]
+        return
+    assert found["num_splits"] > 1
+    assert found["arrivals"] == WORKSPACE and found["out_accum"] - WORKSPACE >= 8 * blocks
+    partials = found["num_splits"] * 8 * 8 * 32 * (head_dim + 2) * 4
+    assert found["workspace_bytes"] >= 8 * blocks + partials
+
+
 @pytest.mark.parametrize("value", [1, 2, 3, 5, 7, 16, 24, 127, 132, 65535, 65537, 2**30 + 1])
 def test_division_by_a_prepared_number(probe: ctypes.CDLL, value: int) -> None:
     last = 2**31 - 1

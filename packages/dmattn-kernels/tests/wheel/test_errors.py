@@ -312,6 +312,67 @@ def test_cache_append(
     assert found == status
 
 
+# Of a draft and of its commit.
+WRONG_DRAFT: list[tuple[dict[str, object], int, str]] = [
+    ({"reserved": 1}, abi.INVALID_VALUE, "reserved is 1"),
+    ({"k_cache": tensor((2, 66, 4, 64))}, abi.INVALID_VALUE, "v_cache has shape (2, 72, 4, 64)"),
+    (
+        {name: tensor((2, 66, 4, 64)) for name in ("k_cache", "v_cache")},
+        abi.INVALID_VALUE,
+        "k_cache has 66 rows; wanted at least 67, the entries of score and the draft",
+    ),
+    ({"k_cache": tensor((2, 72, 4, 64), FLOAT32)}, abi.INVALID_DTYPE, "k_cache has dtype float32"),
+    ({"v_cache": tensor((2, 72, 4, 64), stride=(0, 256, 64, 1))}, abi.INVALID_VALUE, "v_cache has"),
+    ({"score": tensor((2, 4, 64), FLOAT16)}, abi.INVALID_DTYPE, "score has dtype float16"),
+    ({"score": tensor((2, 4, 0), FLOAT32)}, abi.INVALID_VALUE, "position has shape (2, 4, 64)"),
+    ({"position": tensor((2, 4, 64), FLOAT32)}, abi.INVALID_DTYPE, "position has dtype float32"),
+    ({"seen": tensor((3,), abi.INT32)}, abi.INVALID_VALUE, "seen has shape (3)"),
+    ({"draft": tensor((2, 4, 3), abi.INT32)}, abi.INVALID_VALUE, "draft has 3 dimensions"),
+    ({"draft": tensor((2, 4, 3, 2), abi.INT32)}, abi.INVALID_VALUE, "draft has shape (2, 4, 3, 2)"),
+    ({"draft": tensor((2, 4, 33, 4), abi.INT32)}, abi.UNSUPPORTED, "draft has 33 tokens; wanted"),
+    ({"draft": tensor((2, 4, 3, 4), FLOAT32)}, abi.INVALID_DTYPE, "draft has dtype float32"),
+    (
+        {"draft": tensor((2, 4, 3, 4), abi.INT32, data=abi.SOME_ADDRESS + 4)},
+        abi.INVALID_VALUE,
+        "wanted a multiple of 16",
+    ),
+]
+WRONG_LOOK: list[tuple[dict[str, object], int, str]] = [
+    ({"k_new": tensor((2, 4, 4, 64))}, abi.INVALID_VALUE, "k_new has shape (2, 4, 4, 64)"),
+    ({"v_new": tensor((2, 3, 4, 64), FLOAT16)}, abi.INVALID_DTYPE, "v_new has dtype float16"),
+    ({"score_new": tensor((2, 4, 3))}, abi.INVALID_DTYPE, "score_new has dtype bfloat16"),
+    ({"q": abi.Tensor()}, abi.INVALID_VALUE, "q is absent"),
+    ({"q": tensor((2, 3, 6, 64))}, abi.INVALID_VALUE, "q has 6 heads; wanted a multiple of the 4"),
+    ({"out": tensor((2, 3, 8, 64), FLOAT32)}, abi.INVALID_DTYPE, "out has dtype float32"),
+    ({"softmax_scale": math.nan}, abi.INVALID_VALUE, "softmax_scale is nan"),
+    ({"softcap": math.inf}, abi.INVALID_VALUE, "softcap is inf"),
+]
+WRONG_COMMIT: list[tuple[dict[str, object], int, str]] = [
+    ({"count": tensor((3,), abi.INT32)}, abi.INVALID_VALUE, "count has shape (3)"),
+    ({"count": tensor((2,), FLOAT32)}, abi.INVALID_DTYPE, "dtype float32 (3); wanted int32 or int"),
+    ({"count": tensor((2,), abi.INT64, data=None)}, abi.INVALID_VALUE, "count has a null data"),
+]
+
+
+@pytest.mark.parametrize(
+    "make, fields, status, words",
+    [
+        *((abi.cache_draft_params, *row) for row in (*WRONG_DRAFT, *WRONG_LOOK)),
+        *((abi.cache_commit_params, *row) for row in (*WRONG_DRAFT, *WRONG_COMMIT)),
+    ],
+)
+def test_drafts(
+    library: ctypes.CDLL,
+    make: Callable[..., abi.Params],
+    fields: dict[str, object],
+    status: int,
+    words: str,
+) -> None:
+    found, message = call(library, make(**fields))
+    assert words in message
+    assert found == status
+
+
 @pytest.mark.parametrize(
     "make, fields",
     [
@@ -326,6 +387,9 @@ def test_cache_append(
         ),
         (abi.build_key_lists_params, {"needed": tensor((2, 4, 3), abi.INT32)}),
         (abi.cache_append_params, {}),
+        (abi.cache_draft_params, {}),
+        (abi.cache_commit_params, {}),
+        (abi.cache_commit_params, {"count": tensor((2,), abi.INT32, stride=(3,))}),
     ],
 )
 def test_valid_calls_get_as_far_as_the_device(

@@ -31,7 +31,7 @@ from dmattn.cache_checks import (
     real_tokens,
     size_of,
 )
-from dmattn.cache_drafts import Draft, Workspace, rows_per_token, with_spare_rows, workspace_for
+from dmattn.cache_drafts import Draft, Rows, with_spare_rows
 from dmattn.cache_fill import all_keys, fill_of, last_row_keys
 from dmattn.cache_state import CacheTensors, CacheTokens
 from dmattn.dispatch import is_plain_call
@@ -95,6 +95,8 @@ class DynamicMaskCache:
         ValueError: a number is out of range, or capacity does not go with evict.
     """
 
+    _rows: Rows | None = None  # k and v with what lies behind them, once a draft has
+
     def __init__(
         self,
         batch: int,
@@ -140,8 +142,7 @@ class DynamicMaskCache:
         # knows. A CUDA graph puts them anywhere.
         self._in_order = True
         self._layer: weakref.ref[Any] | None = None
-        self._draft: CacheTokens | None = None  # what `peek` has seen
-        self._workspaces: dict[int, Workspace] = {}  # for drafts, by rows for each token
+        self._draft: Draft | CacheTokens | None = None  # what `peek` has seen
 
     @property
     def is_empty(self) -> bool:
@@ -295,15 +296,16 @@ class DynamicMaskCache:
         new = CacheTokens(key.detach(), value.detach(), score.detach(), None)
         self._draft = None
         self._note_capture(query)
-        draft = self._draft_of(query, new)
-        if draft is not None:
-            out, new = draft.attend(query, scale, softcap), draft.tokens
+        rows = self._room_for(query)
+        if rows is not None:
+            cache = self._tensors()
+            out, self._draft = Draft.attend(query, new, cache, rows, scale, softcap)
+            return out
+        new = CacheTokens(new.k.clone(), new.v.clone(), new.score.clone(), None)
+        if query.shape[0] == 0 or query.shape[1] == 0:
+            out = query.new_empty(query.shape)
         else:
-            new = CacheTokens(new.k.clone(), new.v.clone(), new.score.clone(), None)
-            if query.shape[0] == 0 or query.shape[1] == 0:
-                out = query.new_empty(query.shape)
-            else:
-                out = self._block(new, None).attend(query, scale, softcap)
+            out = self._block(new, None).attend(query, scale, softcap)
         self._draft = new
         return out
 
@@ -320,20 +322,23 @@ class DynamicMaskCache:
         """
         check_tensor_dtype("n", check_tensor("n", n), (torch.int32, torch.int64))
         self._check("n", n, (len(self.seen),), n.dtype)
-        if self._draft is None:
+        draft = self._draft
+        if draft is None:
             raise ValueError("n: got a commit without a draft, wanted one after peek")
-        tokens = self._draft.k.shape[1]
+        tokens = draft.tokens if isinstance(draft, Draft) else draft.k.shape[1]
         if can_be_read(n):
             wrong = n[(n < 0) | (n > tokens)]
             if wrong.numel() > 0:
                 raise ValueError(f"n: got {int(wrong[0])}, wanted 0 to {tokens}, the drafted ones")
-        active = counting(tokens, n.device) < n[:, None]
-        new = self._draft._replace(active=active)
         capturing = self._note_capture(n)
-        if not self.evict and not capturing:
-            self._check_room(tokens, active, None)
+        if isinstance(draft, Draft):
+            draft.commit(n, self._tensors())
+        else:
+            active = counting(tokens, n.device) < n[:, None]
+            if not self.evict and not capturing:
+                self._check_room(tokens, active, None)
+            append_tokens(draft._replace(active=active), self._tensors(), self.evict)
         self._in_order = False
-        append_tokens(new, self._tensors(), self.evict)
         self._most_seen += tokens
         self._is_empty = self._is_empty and tokens == 0
         self._draft = None
@@ -415,7 +420,7 @@ class DynamicMaskCache:
 
     def __getstate__(self) -> dict[str, Any]:
         # A weak reference cannot be saved, and a draft belongs to the sequence that goes on here.
-        return self.__dict__ | {"_layer": None, "_draft": None, "_workspaces": {}}
+        return self.__dict__ | {"_layer": None, "_draft": None, "_rows": None}
 
     def __repr__(self) -> str:
         batch, entries, nheads_k, head_dim = self.k.shape
@@ -454,7 +459,7 @@ class DynamicMaskCache:
         else:
             self.k, self.v = (t.clone() if copy else t for t in (k, v))
         self.score, self.position, self.seen = (t.clone() if copy else t for t in others)
-        self._draft, self._workspaces = None, {}
+        self._draft = self._rows = None
 
     def _write(self, content: CacheTensors, rows: Tensor | None) -> None:
         """New content for all slots, or for those in rows (n,)."""
@@ -510,15 +515,17 @@ class DynamicMaskCache:
         )
         return Block.of(held, new, self.window_size, in_order)
 
-    def _draft_of(self, query: Tensor, new: CacheTokens) -> Draft | None:
-        """A draft behind the entries; None where it cannot lie there."""
+    def _room_for(self, query: Tensor) -> Rows | None:
+        """The rows in which a draft can lie behind the entries.
+
+        None where it attends as a block, which copies the cache: without eviction, for a compiler,
+        for more tokens than there are spare rows, and for a cache whose `k` or `v` have none.
+        """
         if not self.evict or query.numel() == 0 or torch.compiler.is_compiling():
             return None
-        cache, (tokens, nheads) = self._tensors(), query.shape[1:3]
-        rows = rows_per_token(cache, nheads, tokens)
-        if rows == 0:
-            return None
-        return Draft.of(cache, new, *workspace_for(cache, tokens, rows, self._workspaces))
+        rows = Rows.find(self._tensors(), self._rows)
+        self._rows = rows if rows.can_be_kept else None
+        return rows if query.shape[1] <= rows.spare else None
 
     def _within_capacity(self, new: CacheTokens, rows: Tensor | None) -> CacheTokens:
         """The tokens, those inactive for which there is no room."""

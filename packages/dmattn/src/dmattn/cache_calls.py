@@ -1,6 +1,7 @@
 """Calls of the operators of a cache, past the dispatcher of torch where that has no part."""
 
 import torch
+from torch import Tensor
 
 import dmattn.ops.cache  # noqa: F401 - registers the operators
 from dmattn.backends.cpu import cache as cpu
@@ -16,3 +17,25 @@ def append_tokens(new: CacheTokens, cache: CacheTensors, evict: bool) -> None:
         append(new, cache, evict)
     else:
         torch.ops.dmattn.cache_append(*new, *cache, evict)
+
+
+def draft_tokens(
+    q: Tensor, new: CacheTokens, cache: CacheTensors, softmax_scale: float, softcap: float
+) -> tuple[Tensor, Tensor]:
+    """dmattn::cache_draft: the attention of a draft, and what `commit_draft` needs of it."""
+    if is_plain_call(q, new.k, new.v, new.score):
+        draft = cuda.draft_tokens if q.is_cuda else cpu.draft_tokens
+        return draft(q, new, cache, softmax_scale, softcap)
+    found: tuple[Tensor, Tensor] = torch.ops.dmattn.cache_draft(
+        q, *new[:3], *cache, softmax_scale, softcap
+    )
+    return found
+
+
+def commit_draft(draft: Tensor, count: Tensor, cache: CacheTensors) -> None:
+    """dmattn::cache_commit: the first tokens of a draft into all slots."""
+    if is_plain_call(draft, count):
+        commit = cuda.commit_draft if draft.is_cuda else cpu.commit_draft
+        commit(draft, count, cache)
+    else:
+        torch.ops.dmattn.cache_commit(draft, count, *cache)

@@ -2,8 +2,8 @@
 
 #include <algorithm>
 
+#include "host/plan/cache_params.h"
 #include "host/plan/fwd.h"
-#include "host/problem.h"
 
 namespace dmattn {
 namespace {
@@ -16,74 +16,16 @@ constexpr int32_t kBlockOverhead = (3 + 1) * 1024;
 
 CacheAppendParams read_append(const dmattn_cache_append_params& p) {
   CacheAppendParams append;
-  append.k_new = p.k_new.data;
-  append.v_new = p.v_new.data;
-  append.k_new_stride = read_strides(p.k_new);
-  append.v_new_stride = read_strides(p.v_new);
-  append.score_new = p.score_new.data;
-  append.score_batch_stride = p.score_new.stride[0];
-  append.score_head_stride = p.score_new.stride[1];
-  append.score_token_stride = p.score_new.stride[2];
+  read_cache(append, p);
+  read_tokens(append, p);
+  append.tokens = static_cast<int32_t>(p.k_new.shape[1]);
+  append.evict = p.evict != 0;
   if (is_present(p.active)) {
     append.active = static_cast<const uint8_t*>(p.active.data);
     append.active_batch_stride = p.active.stride[0];
     append.active_token_stride = p.active.stride[1];
   }
-  append.k_cache = p.k_cache.data;
-  append.v_cache = p.v_cache.data;
-  append.k_stride = read_strides(p.k_cache);
-  append.v_stride = read_strides(p.v_cache);
-  append.score = p.score.data;
-  append.position = static_cast<int32_t*>(p.position.data);
-  append.seen = static_cast<int32_t*>(p.seen.data);
-  append.score_dtype = static_cast<Dtype>(p.score.dtype);
-  append.evict = p.evict != 0;
-  append.batch = static_cast<int32_t>(p.k_new.shape[0]);
-  append.tokens = static_cast<int32_t>(p.k_new.shape[1]);
-  append.nheads_k = static_cast<int32_t>(p.k_new.shape[2]);
-  append.head_dim = static_cast<int32_t>(p.k_new.shape[3]);
-  append.capacity = static_cast<int32_t>(p.k_cache.shape[1]);
   return append;
-}
-
-// The cache's entries as keys, their scores as bias.
-void set_entries(DecodeParams& d, const dmattn_cache_append_params& p, const CacheAppendParams& append) {
-  d.k = append.k_cache;
-  d.v = append.v_cache;
-  d.k_stride = append.k_stride;
-  d.v_stride = append.v_stride;
-  const auto dtype = static_cast<Dtype>(p.k_cache.dtype);
-  d.vec_k = is_vec16(d.k, d.k_stride, dtype);
-  d.vec_v = is_vec16(d.v, d.v_stride, dtype);
-  d.batch = append.batch;
-  d.seqlen_q = 1;
-  d.seqlen_k = append.capacity;
-  d.nheads = static_cast<int32_t>(p.q.shape[2]);
-  d.nheads_k = append.nheads_k;
-  d.head_dim = append.head_dim;
-  d.head_ratio = d.nheads / d.nheads_k;
-  d.bias.ptr = append.score;
-  d.bias.dtype = append.score_dtype;
-  d.bias.kind = BiasKind::kKey;
-  d.bias.head_stride = append.capacity;
-  d.bias.batch_stride = static_cast<int64_t>(append.nheads_k) * append.capacity;
-  d.bias.col_stride = 1;
-  d.bias.head_ratio = d.head_ratio;
-}
-
-void set_queries(CachePlan& plan, const dmattn_cache_append_params& p) {
-  DecodeParams& d = plan.decode;
-  d.q = p.q.data;
-  d.out = p.out.data;
-  d.q_stride = read_strides(p.q);
-  d.out_stride = read_strides(p.out);
-  plan.q_token = d.q_stride.row;
-  plan.out_token = d.out_stride.row;
-  const auto dtype = static_cast<Dtype>(p.q.dtype);
-  d.vec_q = is_vec16(d.q, d.q_stride, dtype);
-  d.vec_out = is_vec16(d.out, d.out_stride, dtype);
-  d.softmax_scale = p.softmax_scale;
-  d.softcap = std::max(p.softcap, 0.f);
 }
 
 // `count` elements of this type further on; nullptr stays nullptr.
@@ -119,16 +61,17 @@ void place_partials(FwdParams& p, Workspace& workspace) {
   p.lse_accum = workspace.take<float>(2 * rows);
 }
 
-int32_t choose_decode_splits(const FwdParams& p, int32_t keys, int32_t dim_tile, int32_t wanted, const Device& device) {
+int32_t choose_decode_splits(const FwdParams& p, int32_t keys, int32_t dim_tile, int32_t wanted, const Device& device,
+                             int32_t block_rows) {
   const int32_t turns = std::max(1, ceil_div(keys, kDecodeKeys * decode_tile(dim_tile).warps));
   if (wanted > 0) return std::min(wanted, turns);
-  const int64_t blocks = static_cast<int64_t>(p.batch) * p.nheads * ceil_div(p.seqlen_q, kDecodeRows);
+  const int64_t blocks = static_cast<int64_t>(p.batch) * p.nheads * ceil_div(p.seqlen_q, block_rows);
   const int64_t per_sm = std::max(1, device.smem_per_sm / (decode_smem_bytes(dim_tile) + kBlockOverhead));
   return choose_num_splits(blocks, device.num_sms * per_sm, turns, kMinTurnsPerSplit);
 }
 
-int64_t decode_blocks(const FwdParams& p) {
-  return int64_t{ceil_div(p.seqlen_q, kDecodeRows)} * p.num_splits * p.nheads * p.batch;
+int64_t decode_blocks(const FwdParams& p, int32_t block_rows) {
+  return int64_t{ceil_div(p.seqlen_q, block_rows)} * p.num_splits * p.nheads * p.batch;
 }
 
 CachePlan plan_cache_append(const dmattn_cache_append_params& p, const Device& device) {
@@ -141,8 +84,10 @@ CachePlan plan_cache_append(const dmattn_cache_append_params& p, const Device& d
   plan.unit.head_dim_tile = head_dim_tile(plan.append.head_dim);
   plan.choice.tiles = resolve_unit(*device.kernels, plan.unit).tiles;
   DecodeParams& d = plan.decode;
-  set_entries(d, p, plan.append);
-  set_queries(plan, p);
+  set_entries(d, plan.append, static_cast<Dtype>(p.k_cache.dtype), static_cast<int32_t>(p.q.shape[2]));
+  set_queries(d, p);
+  plan.q_token = d.q_stride.row;
+  plan.out_token = d.out_stride.row;
   if (d.head_ratio > 1) {
     pack_group_as_rows(d);
   } else {

@@ -6,13 +6,15 @@
 #include "host/workspace.h"
 #include "kernels/helper_params.h"
 #include "kernels/params.h"
+#include "kernels/tiles.h"
 
 namespace dmattn {
 
 // Splits of the decode kernel over so many keys. wanted = 0: as many as the device has places for.
-int32_t choose_decode_splits(const FwdParams& p, int32_t keys, int32_t dim_tile, int32_t wanted, const Device& device);
+int32_t choose_decode_splits(const FwdParams& p, int32_t keys, int32_t dim_tile, int32_t wanted, const Device& device,
+                             int32_t block_rows = kDecodeRows);
 // Thread blocks of the decode kernel.
-int64_t decode_blocks(const FwdParams& p);
+int64_t decode_blocks(const FwdParams& p, int32_t block_rows = kDecodeRows);
 // One query row a head and several heads a kv head: the group's heads become the rows of one block, which reads K and V
 // once for all of them. The one row is aligned to the last key, so causality has nothing to cut.
 void pack_group_as_rows(FwdParams& p);

@@ -1,7 +1,7 @@
 // Putting tokens into a cache: find the entry that makes room, write the token there.
-#include "../shared/helper.cuh"
 #include "cache.h"
 #include "entry.cuh"
+#include "score.cuh"
 
 namespace dmattn {
 namespace {
@@ -9,18 +9,6 @@ namespace {
 using namespace prep;
 
 constexpr int kThreads = 256;
-
-// The 16 bits or 32 of a score, and its value.
-template <class Score>
-__device__ __forceinline__ Score read_new_score(const CacheAppendParams& p, int b, int h, int t) {
-  return static_cast<const Score*>(
-      p.score_new)[b * p.score_batch_stride + h * p.score_head_stride + t * p.score_token_stride];
-}
-// A score that no query attends to is stored as -inf.
-template <class Score>
-__device__ __forceinline__ Score cleaned(Score score) {
-  return static_cast<float>(score) > -INFINITY ? score : static_cast<Score>(-INFINITY);
-}
 
 __device__ __forceinline__ bool is_active(const CacheAppendParams& p, int b, int t) {
   return p.active == nullptr || p.active[b * p.active_batch_stride + t * p.active_token_stride] != 0;
@@ -89,12 +77,6 @@ cudaError_t launch_append(const CacheAppendParams& p, cudaStream_t stream) {
   const cudaError_t status = launch(append_kernel<Score>, blocks, kThreads, 0, stream, p);
   if (status != cudaSuccess || p.tokens == 0) return status;
   return launch(advance_kernel, ceil_div<int64_t>(p.batch, 128), 128, 0, stream, p);
-}
-
-// Calls f(Score{}) for the type of the scores.
-template <class F>
-cudaError_t with_score_type(Dtype dtype, F&& f) {
-  return dtype == Dtype::kFloat32 ? f(float{}) : with_half_type(dtype, f);
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 #include <cuda_runtime_api.h>
 
 #include "../helper_params.h"
+#include "../tiles.h"
 
 namespace dmattn {
 
@@ -13,5 +14,11 @@ namespace dmattn {
 // the entry of its position, with a score of -inf for NaN, and is skipped (not counted in `seen` either) when there is
 // none.
 cudaError_t cache_append(const CacheAppendParams& p, cudaStream_t stream);
+
+// A draft: up to kMaxDraft tokens that are not put in yet. Their keys and values go to the rows behind the entries, and
+// p.draft says what would become of each, by the rules of evict. The entries stay as they are.
+cudaError_t cache_draft(const CacheDraftParams& p, cudaStream_t stream);
+// Puts the first p.count tokens of each sequence in, as cache_append() would have done in the same state of the cache.
+cudaError_t cache_commit(const CacheDraftParams& p, cudaStream_t stream);
 
 }  // namespace dmattn

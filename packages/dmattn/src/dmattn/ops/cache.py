@@ -2,6 +2,8 @@
 
     dmattn::cache_append              put tokens into a cache
     dmattn::cache_append_and_attend   the same, and let each attend to what is then held
+    dmattn::cache_draft               what that would give, without putting them in
+    dmattn::cache_commit              put the first tokens of a draft in
 
 Letters: B batch, T new tokens, H query heads, HK key/value heads, D head dimension. A cache entry
 without a key has score -inf and position -1.
@@ -11,6 +13,7 @@ from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from dmattn.backends.cpu import cache as cpu
@@ -22,6 +25,15 @@ _STATE = "Tensor(a!) k, Tensor(b!) v, Tensor(c!) score, Tensor(d!) position, Ten
 _TOKENS = "Tensor k_new, Tensor v_new, Tensor score_new, Tensor? active"
 _APPEND_SCHEMA = f"({_TOKENS}, {_STATE}, bool evict) -> ()"
 _ATTEND_SCHEMA = f"(Tensor q, {_TOKENS}, {_STATE}, float softmax_scale, float softcap) -> Tensor"
+
+
+# k and v with the rows behind the entries, in which a draft lies.
+_DRAFT_SCHEMA = (
+    "(Tensor q, Tensor k_new, Tensor v_new, Tensor score_new, Tensor(a!) k, Tensor(b!) v, "
+    "Tensor score, Tensor position, Tensor seen, float softmax_scale, float softcap) "
+    "-> (Tensor, Tensor)"
+)
+_COMMIT_SCHEMA = f"(Tensor draft, Tensor n, {_STATE}) -> ()"
 
 
 class AppendCall(NamedTuple):
@@ -76,6 +88,50 @@ class AttendCall(NamedTuple):
         return self.softmax_scale, self.softcap
 
 
+class DraftCall(NamedTuple):
+    """The arguments of dmattn::cache_draft, named and ordered as in its schema."""
+
+    q: Tensor
+    k_new: Tensor
+    v_new: Tensor
+    score_new: Tensor
+    k: Tensor
+    v: Tensor
+    score: Tensor
+    position: Tensor
+    seen: Tensor
+    softmax_scale: float
+    softcap: float
+
+    @property
+    def tokens(self) -> CacheTokens:
+        return CacheTokens(*self[1:4], None)
+
+    @property
+    def cache(self) -> CacheTensors:
+        return CacheTensors(*self[4:9])
+
+    @property
+    def numbers(self) -> tuple[float, float]:
+        return self.softmax_scale, self.softcap
+
+
+class CommitCall(NamedTuple):
+    """The arguments of dmattn::cache_commit, named and ordered as in its schema."""
+
+    draft: Tensor
+    n: Tensor
+    k: Tensor
+    v: Tensor
+    score: Tensor
+    position: Tensor
+    seen: Tensor
+
+    @property
+    def cache(self) -> CacheTensors:
+        return CacheTensors(*self[2:7])
+
+
 def _append(device: ModuleType, *given: Any, **named: Any) -> None:
     """dmattn::cache_append by the implementation for a device."""
     call = AppendCall(*given, **named)
@@ -98,8 +154,37 @@ def _attend_fake(*given: Any, **named: Any) -> Tensor:
     return q.new_empty(q.shape)
 
 
+def _draft(device: ModuleType, *given: Any, **named: Any) -> tuple[Tensor, Tensor]:
+    """dmattn::cache_draft by the implementation for a device."""
+    call = DraftCall(*given, **named)
+    found: tuple[Tensor, Tensor] = device.draft_tokens(
+        call.q, call.tokens, call.cache, *call.numbers
+    )
+    return found
+
+
+def _draft_fake(*given: Any, **named: Any) -> tuple[Tensor, Tensor]:
+    call = DraftCall(*given, **named)
+    batch, tokens, nheads_k = call.k_new.shape[:3]
+    dtype = torch.float64 if call.q.device.type == "cpu" else torch.int32
+    draft = call.q.new_empty((batch, nheads_k, tokens, 4), dtype=dtype)
+    return call.q.new_empty(call.q.shape), draft
+
+
+def _commit(device: ModuleType, *given: Any, **named: Any) -> None:
+    """dmattn::cache_commit by the implementation for a device."""
+    call = CommitCall(*given, **named)
+    device.commit_draft(call.draft, call.n, call.cache)
+
+
+def _commit_fake(*given: Any, **named: Any) -> None:
+    return
+
+
 for _name, _schema, _function, _fake in (
     ("dmattn::cache_append", _APPEND_SCHEMA, _append, _append_fake),
     ("dmattn::cache_append_and_attend", _ATTEND_SCHEMA, _attend, _attend_fake),
+    ("dmattn::cache_draft", _DRAFT_SCHEMA, _draft, _draft_fake),
+    ("dmattn::cache_commit", _COMMIT_SCHEMA, _commit, _commit_fake),
 ):
     register(Operator(_name, _schema, partial(_function, cpu), partial(_function, cuda), _fake))

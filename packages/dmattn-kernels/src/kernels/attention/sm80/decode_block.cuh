@@ -9,17 +9,21 @@
 
 namespace dmattn {
 
-template <class Element_, int kHeadDim_, bool kGathered_>
+// kDraft: the rows are those of several tokens, the last keys (see CacheDraft).
+template <class Element_, int kHeadDim_, bool kGathered_, bool kDraft_ = false>
 struct DecodeTraits {
   using Element = Element_;
   static constexpr bool kIsBf16 = std::is_same_v<Element, cutlass::bfloat16_t>;
-  static constexpr int kHeadDim = kHeadDim_, kRows = kDecodeRows, kKeys = kDecodeKeys;
+  static constexpr int kHeadDim = kHeadDim_, kKeys = kDecodeKeys;
   static constexpr bool kGathered = kGathered_;  // keys come from a list of kept keys
+  static constexpr bool kDraft = kDraft_;
+  static_assert(!(kGathered && kDraft));
+  static constexpr int kRows = kDraft ? draft_rows(kHeadDim) : kDecodeRows;
   static constexpr bool kPacked = false, kMayBePacked = false, kKeepsSeqlens = false;
   static constexpr uint32_t kSeqlens = 0;  // not used
   static constexpr int kWarps = decode_tile(kHeadDim).warps, kStages = decode_tile(kHeadDim).stages;
   static constexpr int kThreads = 32 * kWarps;
-  static constexpr int OT = kHeadDim / 8, NT = kKeys / 8;
+  static constexpr int MT = kRows / 16, OT = kHeadDim / 8, NT = kKeys / 8;
 
   static constexpr uint32_t kTile = kKeys * kHeadDim * sizeof(Element);
   static constexpr uint32_t kWarpBytes = 2 * kStages * kTile;  // [stage][K, V]
@@ -47,6 +51,7 @@ struct DecodeArguments : DecodeParams {
   Divisor by_splits, by_row_blocks, by_heads;
   Divisor by_shares;                // the warps of all splits
   Divisor by_ratio, by_bias_ratio;  // heads of the rows to those of K and V, and to those of the bias
+  Divisor by_group;                 // of a draft: rows of a token
 };
 
 template <class T>
@@ -82,7 +87,21 @@ struct DecodeBlock : AttentionBlock<T, DecodeArguments> {
     end = begin + static_cast<int>(each) + (share < over ? 1 : 0);
   }
 
-  __device__ __forceinline__ bool has_token() const { return !T::kGathered && p.token.k != nullptr; }
+  __device__ __forceinline__ bool has_token() const { return !T::kGathered && !T::kDraft && p.token.k != nullptr; }
+  // Of a draft: the token that a row of the head belongs to.
+  __device__ __forceinline__ int token_of(int row) const {
+    uint32_t rest = row;
+    take(rest, p.by_group);
+    return static_cast<int>(rest);
+  }
+  // Elements between the first row of a head and another one, of the queries or the results. Those of a draft's tokens
+  // lie `token_stride` apart, and only the rows of a token follow one another.
+  __device__ __forceinline__ int64_t row_at(const Strides3& s, int64_t token_stride, int row) const {
+    if constexpr (!T::kDraft) return row * s.row;
+    uint32_t token = row;
+    const int of_token = take(token, p.by_group);
+    return token * token_stride + of_token * s.row;
+  }
   // Where the head's keys or values, and its bias, start: worked out at each use, as registers are short in the loop.
   __device__ __forceinline__ const typename T::Element* head_of(const void* base, const Strides3& s) const {
     return Base::template head_ptr<typename T::Element>(base, s, shared_head(p.by_ratio));

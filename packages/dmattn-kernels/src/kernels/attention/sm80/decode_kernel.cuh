@@ -5,6 +5,7 @@
 #pragma once
 
 #include "copy.cuh"
+#include "decode_draft.cuh"
 #include "decode_token.cuh"
 #include "launch.cuh"
 
@@ -13,6 +14,7 @@ namespace dmattn {
 template <class T>
 struct DecodeShared {
   SharedToken<T> token;
+  SharedDraft<T> draft;
   float bias[T::kWarps][T::kChunkKeys];
   int32_t idx[T::kGathered ? T::kWarps : 1][2][T::kGathered ? T::kChunkKeys : 1];  // of even and odd chunks
 };
@@ -28,12 +30,14 @@ struct DecodeLoop : DecodeResults<T> {
   DecodeShared<T>& shared;
   uint32_t ring;  // of this warp
   DecodeToken<T> token;
+  DecodeDraft<T> draft;
 
   __device__ __forceinline__ DecodeLoop(const DecodeArguments& params, char* smem, DecodeShared<T>& shared_)
       : Base(params, smem),
         shared(shared_),
         ring(smem_u32(smem) + threadIdx.x / 32 * T::kWarpBytes),
-        token(shared_.token) {}
+        token(shared_.token),
+        draft{shared_.draft} {}
 
   __device__ __forceinline__ int keys_of(int step) const { return min(T::kKeys, keys - step * T::kKeys); }
 
@@ -107,7 +111,7 @@ struct DecodeLoop : DecodeResults<T> {
   __device__ __forceinline__ uint32_t tile(int stage, int which) const { return ring + (2 * stage + which) * T::kTile; }
 
   // The rows as the left operand of the first product, for all of head_dim.
-  using Queries = uint32_t[kHeadDim / 16][4];
+  using Queries = uint32_t[T::MT][kHeadDim / 16][4];
   __device__ __forceinline__ void load_q(Queries& q) const {
     if (p.vec_q) {
       load_q(q, [](const uint16_t* src) { return __ldg(reinterpret_cast<const uint32_t*>(src)); });
@@ -117,17 +121,16 @@ struct DecodeLoop : DecodeResults<T> {
   }
   template <class LoadPair>
   __device__ __forceinline__ void load_q(Queries& q, LoadPair&& load_pair) const {
-    const int row = lane / 4;
-    const uint16_t* src = static_cast<const uint16_t*>(p.q) + batch * p.q_stride.batch + head * p.q_stride.head +
-                          (row0 + row) * p.q_stride.row + 2 * (lane & 3);
+    const uint16_t* base =
+        static_cast<const uint16_t*>(p.q) + batch * p.q_stride.batch + head * p.q_stride.head + 2 * (lane & 3);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int cols = row + 8 * half < rows ? p.head_dim : 0;
+    for (int r = 0; r < 2 * T::MT; ++r) {
+      const int row = lane / 4 + 8 * r, cols = row < rows ? p.head_dim : 0;
+      const uint16_t* src = base + Base::row_at(p.q_stride, p.draft.q_token, row0 + row);
 #pragma unroll
       for (int i = 0; i < kHeadDim / 8; ++i) {
-        q[i / 2][2 * (i & 1) + half] = 8 * i < cols ? load_pair(src + 8 * i) : 0;
+        q[r / 2][i / 2][2 * (i & 1) + r % 2] = 8 * i < cols ? load_pair(src + 8 * i) : 0;
       }
-      src += 8 * p.q_stride.row;
     }
   }
 
@@ -142,6 +145,10 @@ struct DecodeLoop : DecodeResults<T> {
       const int entry = chunk_entry(chunk, i);
       found.value[i] = 0.f;
       if (p.bias.kind == BiasKind::kKey && entry < min(keys, end * T::kKeys)) {
+        if (T::kDraft && entry >= p.draft.entries) {
+          found.value[i] = draft.score_of(*this, entry);
+          continue;
+        }
         const int64_t key = T::kGathered ? x.idx[i] : entry;
         found.value[i] = load_bias(p.bias, Base::bias_base() + key * p.bias.col_stride, T::kIsBf16);
       }
@@ -166,8 +173,7 @@ struct DecodeLoop : DecodeResults<T> {
 
   // --- compute -------------------------------------------------------------------------------------------------------
 
-  __device__ __forceinline__ void scores_of(float (&acc)[1][T::NT][4], const uint32_t (&q)[kHeadDim / 16][4],
-                                            int stage) const {
+  __device__ __forceinline__ void scores_of(float (&acc)[T::MT][T::NT][4], const Queries& q, int stage) const {
     using Mma = MmaAtom<Element>;
     const Operand<kHeadDim, false, false> k(tile(stage, 0), 0, lane);
     clear(acc);
@@ -176,36 +182,44 @@ struct DecodeLoop : DecodeResults<T> {
       uint32_t frag[4];
       k.load(frag, 0, i);
 #pragma unroll
-      for (int nt = 0; nt < T::NT; ++nt) {
-        float (&c)[4] = acc[0][nt];
-        Mma::fma(c[0], c[1], c[2], c[3], q[i][0], q[i][1], q[i][2], q[i][3], frag[2 * nt], frag[2 * nt + 1], c[0], c[1],
-                 c[2], c[3]);
-      }
+      for (int mt = 0; mt < T::MT; ++mt)
+#pragma unroll
+        for (int nt = 0; nt < T::NT; ++nt) {
+          const uint32_t (&a)[4] = q[mt][i];
+          float (&c)[4] = acc[mt][nt];
+          Mma::fma(c[0], c[1], c[2], c[3], a[0], a[1], a[2], a[3], frag[2 * nt], frag[2 * nt + 1], c[0], c[1], c[2],
+                   c[3]);
+        }
     }
   }
-  __device__ __forceinline__ void modify_scores(float (&acc)[1][T::NT][4], int step) const {
+  __device__ __forceinline__ void modify_scores(float (&acc)[T::MT][T::NT][4], int step) const {
     const FragmentMap map(0, 0, lane);
     scale_scores(acc, p.softmax_scale, p.softcap);
     add_bias(acc, step, map);
+    if constexpr (T::kDraft) draft.limit(acc, *this, step, map);
     const int count = keys_of(step);
     if (count == T::kKeys) return;
 #pragma unroll
-    for (int nt = 0; nt < T::NT; ++nt)
+    for (int mt = 0; mt < T::MT; ++mt)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        if (map.col(nt, e) >= count) acc[0][nt][e] = -INFINITY;
-      }
+      for (int nt = 0; nt < T::NT; ++nt)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          if (map.col(nt, e) >= count) acc[mt][nt][e] = -INFINITY;
+        }
   }
-  __device__ __forceinline__ void add_bias(float (&acc)[1][T::NT][4], int step, const FragmentMap& map) const {
+  __device__ __forceinline__ void add_bias(float (&acc)[T::MT][T::NT][4], int step, const FragmentMap& map) const {
     if (p.bias.kind == BiasKind::kKey) {
       const float* bias = shared.bias[warp] + static_cast<uint32_t>(step - begin) % T::kChunkSteps * T::kKeys;
 #pragma unroll
       for (int nt = 0; nt < T::NT; ++nt) {
         const float2 b = *reinterpret_cast<const float2*>(bias + map.col(nt, 0));
 #pragma unroll
-        for (int e = 0; e < 4; ++e) acc[0][nt][e] += (e & 1) ? b.y : b.x;
+        for (int mt = 0; mt < T::MT; ++mt)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) acc[mt][nt][e] += (e & 1) ? b.y : b.x;
       }
-    } else if (p.bias.kind != BiasKind::kNone) {
+    } else if (!T::kDraft && p.bias.kind != BiasKind::kNone) {
       // One of each query head's own: not worth a pipeline.
       const int count = keys_of(step);
 #pragma unroll
@@ -222,19 +236,19 @@ struct DecodeLoop : DecodeResults<T> {
   }
 
   // Probabilities, and results so far rescaled to the new maxima. Most groups of heads have at most eight rows: then the
-  // lower half of the fragments holds none.
-  __device__ __forceinline__ void exponentiate(float (&acc_s)[1][T::NT][4], float (&acc_o)[1][T::OT][4],
-                                               OnlineSoftmax<1>& softmax) const {
+  // lower half of the fragments holds none, and in a short draft the same goes for further ones.
+  __device__ __forceinline__ void exponentiate(float (&acc_s)[T::MT][T::NT][4], float (&acc_o)[T::MT][T::OT][4],
+                                               OnlineSoftmax<T::MT>& softmax) const {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      if (half == 1 && rows <= 8) break;
-      const float alpha = softmax.template step_row<false>(half, acc_s, 0.f);
+    for (int r = 0; r < 2 * T::MT; ++r) {
+      if (r > 0 && rows <= 8 * r) break;
+      const float alpha = softmax.template step_row<false>(r, acc_s, 0.f);
       // The maximum of most rows settles within a few steps.
       if (!__any_sync(0xffffffffu, alpha != 1.f)) continue;
 #pragma unroll
       for (int ot = 0; ot < T::OT; ++ot) {
-        acc_o[0][ot][2 * half] *= alpha;
-        acc_o[0][ot][2 * half + 1] *= alpha;
+        acc_o[r / 2][ot][2 * (r & 1)] *= alpha;
+        acc_o[r / 2][ot][2 * (r & 1) + 1] *= alpha;
       }
     }
   }
@@ -251,6 +265,7 @@ struct DecodeLoop : DecodeResults<T> {
     if constexpr (!T::kGathered) {
       if (has_token()) token.load(*this);
     }
+    const int2 drafted = draft.fetch(*this);
     LaneKeys idx_next = fetch_idx(0);
     to_positions(idx_next);
     LaneBias bias_next = fetch_bias(0, idx_next);
@@ -261,15 +276,16 @@ struct DecodeLoop : DecodeResults<T> {
     __syncwarp();
 #pragma unroll 1
     for (int i = 0; i < T::kStages; ++i) load(begin + i, i);
+    if constexpr (T::kDraft) draft.keep(*this, drafted);
     if (counts_blocks) blocks.prepare();
     if (counts_heads) heads.prepare();
     if constexpr (!T::kGathered) {
       if (has_token()) token.find_place(*this);
     }
 
-    float acc_o[1][T::OT][4];
+    float acc_o[T::MT][T::OT][4];
     clear(acc_o);
-    OnlineSoftmax<1> softmax;
+    OnlineSoftmax<T::MT> softmax;
     int stage = 0;
 #pragma unroll 1
     for (int step = begin; step < end; ++step) {
@@ -285,7 +301,7 @@ struct DecodeLoop : DecodeResults<T> {
       cp_async_wait<T::kStages - 1>();
       __syncwarp();  // K and V of this step have landed, and the chunk is there
       if (holds_token(step)) put_token(step, stage);
-      float acc_s[1][T::NT][4];
+      float acc_s[T::MT][T::NT][4];
       scores_of(acc_s, q, stage);
       modify_scores(acc_s, step);
       exponentiate(acc_s, acc_o, softmax);

@@ -1,14 +1,12 @@
-// Enqueues the decode kernel of a unit: one shape for all chips.
+// Enqueues the decode kernels of a unit: one shape for all chips, and one for drafts.
 #pragma once
 
 #include "decode_kernel.cuh"
 
 namespace dmattn {
 
-template <class Element, int kHeadDim, bool kGathered>
-cudaError_t launch_decode(const KernelChoice& choice, const DecodeParams& p, cudaStream_t stream) {
-  using T = DecodeTraits<Element, kHeadDim, kGathered>;
-  if (choice.blocks == 0) return cudaSuccess;
+template <class T>
+cudaError_t launch_decode_kernel(const KernelChoice& choice, const DecodeParams& p, cudaStream_t stream) {
   DecodeArguments arguments;
   static_cast<DecodeParams&>(arguments) = p;
   arguments.row_blocks = (p.seqlen_q + T::kRows - 1) / T::kRows;
@@ -18,9 +16,21 @@ cudaError_t launch_decode(const KernelChoice& choice, const DecodeParams& p, cud
   arguments.by_shares = Divisor(p.num_splits * T::kWarps);
   arguments.by_ratio = Divisor(p.head_ratio);
   arguments.by_bias_ratio = Divisor(p.bias.head_ratio);
+  arguments.by_group = Divisor(p.draft.group);
   static std::atomic<uint64_t> devices_ready{0};
   return launch(decode_kernel<T>, choice.blocks, T::kThreads, T::kSmemBytes, T::kSmemBytes, devices_ready, arguments,
                 stream);
+}
+
+template <class Element, int kHeadDim, bool kGathered>
+cudaError_t launch_decode(const KernelChoice& choice, const DecodeParams& p, cudaStream_t stream) {
+  if (choice.blocks == 0) return cudaSuccess;
+  if constexpr (!kGathered) {
+    if (p.draft.tokens != nullptr) {
+      return launch_decode_kernel<DecodeTraits<Element, kHeadDim, false, /*kDraft=*/true>>(choice, p, stream);
+    }
+  }
+  return launch_decode_kernel<DecodeTraits<Element, kHeadDim, kGathered>>(choice, p, stream);
 }
 
 }  // namespace dmattn

@@ -71,22 +71,23 @@ struct DecodeResults : DecodeBlock<T> {
   // --- the warps of a block ------------------------------------------------------------------------------------------
 
   // What this warp has found, for the others.
-  __device__ __forceinline__ void leave(const float (&acc_o)[1][T::OT][4], const OnlineSoftmax<1>& softmax) const {
+  __device__ __forceinline__ void leave(const float (&acc_o)[T::MT][T::OT][4],
+                                        const OnlineSoftmax<T::MT>& softmax) const {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = lane / 4 + 8 * half;
-      float sum = softmax.row_sum[half];
+    for (int r = 0; r < 2 * T::MT; ++r) {
+      const int row = lane / 4 + 8 * r;
+      float sum = softmax.row_sum[r];
       sum += __shfl_xor_sync(0xffffffffu, sum, 1);
       sum += __shfl_xor_sync(0xffffffffu, sum, 2);
       if (row >= rows) continue;
       if ((lane & 3) == 0) {
-        merge_stats(0, warp, row) = softmax.row_max[half];
+        merge_stats(0, warp, row) = softmax.row_max[r];
         merge_stats(1, warp, row) = sum;
       }
       float* dst = merge_row(warp, row) + 2 * (lane & 3);
 #pragma unroll
       for (int ot = 0; ot < T::OT; ++ot) {
-        *reinterpret_cast<float2*>(dst + 8 * ot) = {acc_o[0][ot][2 * half], acc_o[0][ot][2 * half + 1]};
+        *reinterpret_cast<float2*>(dst + 8 * ot) = {acc_o[r / 2][ot][2 * (r & 1)], acc_o[r / 2][ot][2 * (r & 1) + 1]};
       }
     }
   }
@@ -232,7 +233,7 @@ struct DecodeResults : DecodeBlock<T> {
 
   __device__ __forceinline__ void store(int row, int col, const float4& x) const {
     uint16_t* dst = static_cast<uint16_t*>(p.out) + batch * p.out_stride.batch + head * p.out_stride.head +
-                    row * p.out_stride.row + col;
+                    Base::row_at(p.out_stride, p.draft.out_token, row) + col;
     const uint2 word = {ElementTraits<Element>::pack(x.x, x.y), ElementTraits<Element>::pack(x.z, x.w)};
     if (p.vec_out) {
       *reinterpret_cast<uint2*>(dst) = word;

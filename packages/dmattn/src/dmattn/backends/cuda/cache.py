@@ -1,9 +1,15 @@
-"""Appending to a cache, and the attention of the new tokens, by the CUDA kernels."""
+"""Appending to a cache, drafts, and the attention of the new tokens, by the CUDA kernels."""
 
 import torch
 from torch import Tensor
 
-from dmattn.backends.cuda.kernels import CACHE_APPEND, check_device, launch
+from dmattn.backends.cuda.kernels import (
+    CACHE_APPEND,
+    CACHE_COMMIT,
+    CACHE_DRAFT,
+    check_device,
+    launch,
+)
 from dmattn.cache_state import CacheTensors, CacheTokens
 
 
@@ -34,3 +40,40 @@ def append_to_cache(
         *(evict, q, out, softmax_scale, softcap),
     )
     return out
+
+
+def draft_tokens(
+    q: Tensor, new: CacheTokens, cache: CacheTensors, softmax_scale: float, softcap: float
+) -> tuple[Tensor, Tensor]:
+    """The attention of tokens that are not put in, and what `commit_draft` needs of them.
+
+    Args:
+        q: (B, T, H, D), T at most 32.
+        new: the tokens, all of them active.
+        cache: its k and v (B, w + T or more, HK, D) have rows behind the entries, which are
+            overwritten with the tokens'; the rest stays as it is.
+
+    Raises:
+        RuntimeError: no usable kernels, or a GPU that they do not serve.
+    """
+    device = cache.k.get_device()
+    check_device(device)
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    batch, tokens, nheads_k = new.k.shape[:3]
+    draft = new.k.new_empty((batch, nheads_k, tokens, 4), dtype=torch.int32)
+    if batch > 0 and tokens > 0:
+        given = (device, q, new.k, new.v, new.score, *cache, draft, out, softmax_scale, softcap)
+        launch(CACHE_DRAFT, cache.k, *given)
+    return out, draft
+
+
+def commit_draft(draft: Tensor, count: Tensor, cache: CacheTensors) -> None:
+    """Put the first count (B,) tokens of each sequence in, of the draft that was seen last.
+
+    Raises:
+        RuntimeError: no usable kernels, or a GPU that they do not serve.
+    """
+    device = cache.k.get_device()
+    check_device(device)
+    if draft.shape[0] > 0 and draft.shape[2] > 0:
+        launch(CACHE_COMMIT, cache.k, device, draft, count, *cache)

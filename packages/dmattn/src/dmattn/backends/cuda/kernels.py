@@ -31,6 +31,8 @@ BACKWARD = Operation("BwdParams", "enqueue_bwd")
 SELECT = Operation("SelectParams", "enqueue_select")
 BUILD_KEY_LISTS = Operation("BuildKeyListsParams", "enqueue_build_key_lists")
 CACHE_APPEND = Operation("CacheAppendParams", "enqueue_cache_append")
+CACHE_DRAFT = Operation("CacheDraftParams", "enqueue_cache_draft")
+CACHE_COMMIT = Operation("CacheCommitParams", "enqueue_cache_commit")
 
 
 class Kernels(NamedTuple):
@@ -48,7 +50,10 @@ class Kernels(NamedTuple):
     view: Callable[[Tensor], Any]
 
 
-_OPERATIONS = (FORWARD, BACKWARD, SELECT, BUILD_KEY_LISTS, CACHE_APPEND)
+_OPERATIONS = (
+    *(FORWARD, BACKWARD, SELECT, BUILD_KEY_LISTS),
+    *(CACHE_APPEND, CACHE_DRAFT, CACHE_COMMIT),
+)
 
 # The function that tells kinds of tensors apart for `dmattn.known_calls`, once it is loaded.
 kind_readers: list[Callable[..., bytes | None]] = []
@@ -80,6 +85,7 @@ def load_kernels() -> Kernels:
         torch.float32: core.FLOAT32,
         torch.bool: core.BOOL,
         torch.int32: core.INT32,
+        torch.int64: core.INT64,
     }
     # Older releases of torch do not let the module read their tensors, nor did it do so at first.
     reads = getattr(core, "reads", None)

@@ -1,0 +1,183 @@
+// Drafts of a cache of the best keys: what becomes of each token if all of them are put in, one after the other, and
+// putting the first ones in.
+//
+// As many tokens push out no others than as many of the lowest entries, in their order, or one another. So the lowest
+// entries are searched for once, and one warp then goes through the tokens.
+#include "cache.h"
+#include "entry.cuh"
+#include "score.cuh"
+
+namespace dmattn {
+namespace {
+
+using namespace prep;
+
+constexpr int kThreads = 512, kWarps = kThreads / 32;
+constexpr int kAhead = 8;  // entries that a thread holds in registers; of larger caches it reads the others again
+
+// What a thread knows of the entries of a head, and the search of a warp for the lowest of them, one after the other.
+template <class Score>
+struct EntrySearch {
+  const Score* scores;
+  const int32_t* positions;
+  int entries;
+  CacheEntry held[kAhead];
+
+  __device__ __forceinline__ CacheEntry read(int slot) const {
+    return make_cache_entry(static_cast<float>(scores[slot]), positions[slot], slot);
+  }
+  __device__ __forceinline__ void load() {
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const int slot = threadIdx.x + i * kThreads;
+      if (slot < entries) held[i] = read(slot);
+    }
+  }
+  // The lowest one behind `last`; an empty one where there is none.
+  __device__ __forceinline__ CacheEntry next(const CacheEntry& last) const {
+    CacheEntry low;
+    const auto look_at = [&](const CacheEntry& e) {
+      const bool is_behind = e.key() > last.key() || (e.key() == last.key() && e.slot > last.slot);
+      if (is_behind) low = lower(low, e);
+    };
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      if (i * kThreads >= entries) break;
+      look_at(held[i]);
+    }
+#pragma unroll 4
+    for (int slot = threadIdx.x + kAhead * kThreads; slot < entries; slot += kThreads) look_at(read(slot));
+    return warp_lowest(low);
+  }
+};
+
+// The draft's keys and values to the rows behind the entries. By all threads.
+__device__ __forceinline__ void copy_draft(const CacheDraftParams& p, int b, int h) {
+  const int chunks = p.head_dim / 8;
+  for (int i = threadIdx.x; i < 2 * p.tokens * chunks; i += kThreads) {
+    const int row = i / chunks, col = i % chunks * 8;
+    const bool is_value = row >= p.tokens;
+    const int t = is_value ? row - p.tokens : row;
+    const void* from = is_value ? p.v_new : p.k_new;
+    void* to = is_value ? p.v_cache : p.k_cache;
+    const int64_t src = row_offset(is_value ? p.v_new_stride : p.k_new_stride, b, h, t) + col;
+    const int64_t dst = row_offset(is_value ? p.v_stride : p.k_stride, b, h, p.capacity + t) + col;
+    store_chunk(static_cast<uint16_t*>(to) + dst, load_chunk(static_cast<const uint16_t*>(from) + src, p.vec_new),
+                p.vec_cache);
+  }
+}
+
+// By one warp: a lane has a token, and the entries that another warp has found, lowest first.
+template <class Score>
+__device__ __forceinline__ DraftToken place_token(const CacheDraftParams& p, int b, int h,
+                                                  const CacheEntry (&lowest)[kWarps][kMaxDraft]) {
+  const int lane = threadIdx.x;
+  float score = -INFINITY;
+  if (lane < p.tokens) score = static_cast<float>(cleaned(read_new_score<Score>(p, b, h, lane)));
+  const int position = next_cache_position(p.seen[b], p.tokens);
+  DraftToken token = {-1, p.tokens, score, position + lane};
+  CacheEntry entry, own;  // the lowest that is left of the other warp's, and this lane's token while it is held
+  int taken = 0;
+  if (lane < kWarps) entry = lowest[lane][0];
+#pragma unroll 1
+  for (int t = 0; t < p.tokens; ++t) {
+    const CacheEntry low = warp_lowest(lower(entry, own));
+    const float new_score = __shfl_sync(kFullWarp, score, t);
+    // Where every score is NaN there is no lowest entry, and no comparison with it is true.
+    if (!(new_score > -INFINITY && new_score >= score_of_order(low.score))) {
+      if (lane == t) token.end = 0;
+      continue;
+    }
+    if (entry.slot == low.slot) {
+      ++taken;
+      entry = taken < p.tokens ? lowest[lane][taken] : CacheEntry();
+    } else if (own.slot == low.slot) {
+      token.end = t;
+      own = CacheEntry();
+    }
+    if (lane == t) {
+      token.slot = low.slot;
+      own = make_cache_entry(score, position + t, low.slot);
+    }
+  }
+  return token;
+}
+
+// One block per (batch, kv head).
+template <class Score>
+__global__ void __launch_bounds__(kThreads) draft_kernel(const CacheDraftParams p) {
+  __shared__ CacheEntry lowest[kWarps][kMaxDraft];
+  const int h = blockIdx.x % p.nheads_k, b = blockIdx.x / p.nheads_k;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * p.capacity;
+  EntrySearch<Score> search{static_cast<const Score*>(p.score) + first, p.position + first, p.capacity};
+  search.load();
+  copy_draft(p, b, h);
+  CacheEntry last = {0, 0, -1};  // before all others
+#pragma unroll 1
+  for (int t = 0; t < p.tokens; ++t) {
+    last = search.next(last);
+    if (threadIdx.x % 32 == 0) lowest[threadIdx.x / 32][t] = last;
+  }
+  __syncthreads();
+  if (threadIdx.x >= 32) return;
+  const DraftToken token = place_token<Score>(p, b, h, lowest);
+  if (threadIdx.x < p.tokens) p.draft[static_cast<int64_t>(blockIdx.x) * p.tokens + threadIdx.x] = token;
+}
+
+// How many tokens of a sequence to put in.
+__device__ __forceinline__ int read_count(const CacheDraftParams& p, int b) {
+  const int64_t i = b * p.count_stride;
+  const int64_t count =
+      p.count_is_wide ? static_cast<const int64_t*>(p.count)[i] : int64_t{static_cast<const int32_t*>(p.count)[i]};
+  return static_cast<int>(min(max(count, int64_t{0}), int64_t{p.tokens}));
+}
+
+// One block per (batch, kv head). Of the tokens that take the place of one entry only the last is written, so that all
+// can be written at once.
+template <class Score>
+__global__ void __launch_bounds__(kThreads) commit_kernel(const CacheDraftParams p) {
+  const int h = blockIdx.x % p.nheads_k, b = blockIdx.x / p.nheads_k;
+  const int64_t first = static_cast<int64_t>(blockIdx.x) * p.capacity;
+  const DraftToken* const draft = p.draft + static_cast<int64_t>(blockIdx.x) * p.tokens;
+  const int count = read_count(p, b), chunks = p.head_dim / 8;
+  const auto is_held = [&](const DraftToken& token) {
+    return token.end >= count && static_cast<uint32_t>(token.slot) < static_cast<uint32_t>(p.capacity);
+  };
+  for (int i = threadIdx.x; i < 2 * count * chunks; i += kThreads) {
+    const int row = i / chunks, col = i % chunks * 8;
+    const bool is_value = row >= count;
+    const int t = is_value ? row - count : row;
+    const DraftToken token = draft[t];
+    if (!is_held(token)) continue;
+    uint16_t* rows = static_cast<uint16_t*>(is_value ? p.v_cache : p.k_cache) + col;
+    const Strides3& s = is_value ? p.v_stride : p.k_stride;
+    const uint4 chunk = load_chunk(rows + row_offset(s, b, h, p.capacity + t), p.vec_cache);
+    store_chunk(rows + row_offset(s, b, h, token.slot), chunk, p.vec_cache);
+  }
+  if (threadIdx.x < count) {
+    const DraftToken token = draft[threadIdx.x];
+    if (is_held(token)) {
+      static_cast<Score*>(p.score)[first + token.slot] = static_cast<Score>(token.score);
+      p.position[first + token.slot] = token.position;
+    }
+  }
+  // No other block reads it.
+  if (h == 0 && threadIdx.x == 0) p.seen[b] = next_cache_position(p.seen[b], p.tokens) + count;
+}
+
+}  // namespace
+
+cudaError_t cache_draft(const CacheDraftParams& p, cudaStream_t stream) {
+  const int64_t blocks = static_cast<int64_t>(p.batch) * p.nheads_k;
+  return with_score_type(
+      p.score_dtype, [&](auto score) { return launch(draft_kernel<decltype(score)>, blocks, kThreads, 0, stream, p); });
+}
+
+cudaError_t cache_commit(const CacheDraftParams& p, cudaStream_t stream) {
+  const int64_t blocks = static_cast<int64_t>(p.batch) * p.nheads_k;
+  return with_score_type(p.score_dtype, [&](auto score) {
+    return launch(commit_kernel<decltype(score)>, blocks, kThreads, 0, stream, p);
+  });
+}
+
+}  // namespace dmattn
