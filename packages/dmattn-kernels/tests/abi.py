@@ -99,14 +99,51 @@ class CacheAppendParams(ctypes.Structure):
     ]
 
 
-Params = FwdParams | BwdParams | SelectParams | BuildKeyListsParams | CacheAppendParams
-P = TypeVar("P", FwdParams, BwdParams, SelectParams, BuildKeyListsParams, CacheAppendParams)
+class JoinKeysParams(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", ctypes.c_size_t),
+        *_fields("device reserved", ctypes.c_int32),
+        *_fields("k_first v_first score_first k_new v_new score_new mask_new k v score", Tensor),
+    ]
+
+
+class KeepKeysParams(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", ctypes.c_size_t),
+        *_fields("device reserved", ctypes.c_int32),
+        ("row", ctypes.c_int64),
+        *_fields("end place k v score position seen", Tensor),
+        *_fields("k_kept v_kept score_kept position_kept seen_kept", Tensor),
+    ]
+
+
+Params = (
+    FwdParams
+    | BwdParams
+    | SelectParams
+    | BuildKeyListsParams
+    | CacheAppendParams
+    | JoinKeysParams
+    | KeepKeysParams
+)
+P = TypeVar(
+    "P",
+    FwdParams,
+    BwdParams,
+    SelectParams,
+    BuildKeyListsParams,
+    CacheAppendParams,
+    JoinKeysParams,
+    KeepKeysParams,
+)
 CALLS: dict[type[Params], tuple[str, str]] = {
     FwdParams: ("dmattn_fwd_workspace_size", "dmattn_fwd"),
     BwdParams: ("dmattn_bwd_workspace_size", "dmattn_bwd"),
     SelectParams: ("dmattn_select_workspace_size", "dmattn_select_keys"),
     BuildKeyListsParams: ("dmattn_build_key_lists_workspace_size", "dmattn_build_key_lists"),
     CacheAppendParams: ("dmattn_cache_append_workspace_size", "dmattn_cache_append"),
+    JoinKeysParams: ("dmattn_join_keys_workspace_size", "dmattn_join_keys"),
+    KeepKeysParams: ("dmattn_keep_keys_workspace_size", "dmattn_keep_keys"),
 }
 
 

@@ -94,6 +94,12 @@ inline Functions<dmattn_build_key_lists_params> functions(const dmattn_build_key
 inline Functions<dmattn_cache_append_params> functions(const dmattn_cache_append_params&) {
   return {dmattn_cache_append_workspace_size, dmattn_cache_append};
 }
+inline Functions<dmattn_join_keys_params> functions(const dmattn_join_keys_params&) {
+  return {dmattn_join_keys_workspace_size, dmattn_join_keys};
+}
+inline Functions<dmattn_keep_keys_params> functions(const dmattn_keep_keys_params&) {
+  return {dmattn_keep_keys_workspace_size, dmattn_keep_keys};
+}
 
 }  // namespace detail
 

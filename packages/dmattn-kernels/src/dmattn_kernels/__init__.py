@@ -1,8 +1,8 @@
 """CUDA kernels for masked and biased attention, behind a C ABI.
 
 Importing this package needs no GPU and no driver. `FwdParams`, `BwdParams`, `SelectParams`,
-`BuildKeyListsParams` and `CacheAppendParams` describe one call each; their `launch` enqueues it on
-a CUDA stream. C and C++ programs use `cmake_dir()` with CMake, or `include_dir()` and
+`BuildKeyListsParams`, `CacheAppendParams`, `JoinKeysParams` and `KeepKeysParams` describe one call
+each; their `launch` enqueues it on a CUDA stream. C and C++ programs use `cmake_dir()` with CMake, or `include_dir()` and
 `library_path()`; `python -m dmattn_kernels` prints each of them.
 """
 
@@ -21,6 +21,8 @@ from dmattn_kernels._core import (
     BwdParams,
     CacheAppendParams,
     FwdParams,
+    JoinKeysParams,
+    KeepKeysParams,
     SelectParams,
     abi_version,
     architectures,
@@ -50,6 +52,8 @@ __all__ = [
     "BwdParams",
     "CacheAppendParams",
     "FwdParams",
+    "JoinKeysParams",
+    "KeepKeysParams",
     "SelectParams",
     "abi_version",
     "architectures",

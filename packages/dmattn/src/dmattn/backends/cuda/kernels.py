@@ -31,6 +31,8 @@ BACKWARD = Operation("BwdParams", "enqueue_bwd")
 SELECT = Operation("SelectParams", "enqueue_select")
 BUILD_KEY_LISTS = Operation("BuildKeyListsParams", "enqueue_build_key_lists")
 CACHE_APPEND = Operation("CacheAppendParams", "enqueue_cache_append")
+JOIN_KEYS = Operation("JoinKeysParams", "enqueue_join_keys")
+KEEP_KEYS = Operation("KeepKeysParams", "enqueue_keep_keys")
 
 
 class Kernels(NamedTuple):
@@ -48,7 +50,10 @@ class Kernels(NamedTuple):
     view: Callable[[Tensor], Any]
 
 
-_OPERATIONS = (FORWARD, BACKWARD, SELECT, BUILD_KEY_LISTS, CACHE_APPEND)
+_OPERATIONS = (
+    *(FORWARD, BACKWARD, SELECT, BUILD_KEY_LISTS, CACHE_APPEND),
+    *(JOIN_KEYS, KEEP_KEYS),
+)
 
 # The function that tells kinds of tensors apart for `dmattn.known_calls`, once it is loaded.
 kind_readers: list[Callable[..., bytes | None]] = []
