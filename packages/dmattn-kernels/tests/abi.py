@@ -308,6 +308,46 @@ def cache_append_params(**fields: object) -> CacheAppendParams:
     return replace(params, fields)
 
 
+def join_keys_params(**fields: object) -> JoinKeysParams:
+    """A valid call for a state of 64 keys and a stretch of 100; `fields` replaces."""
+    params = JoinKeysParams(struct_size=ctypes.sizeof(JoinKeysParams))
+    for name, shape, dtype in (
+        ("k_first", (2, 64, 4, 64), BFLOAT16),
+        ("v_first", (2, 64, 4, 128), BFLOAT16),
+        ("score_first", (2, 4, 64), FLOAT32),
+        ("k_new", (2, 100, 2, 64), BFLOAT16),
+        ("v_new", (2, 100, 2, 128), BFLOAT16),
+        ("score_new", (1, 1, 100), BFLOAT16),
+        ("mask_new", (2, 4, 100), BOOL),
+        ("k", (2, 200, 4, 64), BFLOAT16),
+        ("v", (2, 200, 4, 128), BFLOAT16),
+        ("score", (2, 4, 200), FLOAT32),
+    ):
+        setattr(params, name, tensor(shape, dtype))
+    return replace(params, fields)
+
+
+def keep_keys_params(**fields: object) -> KeepKeysParams:
+    """A valid call that keeps 64 of 200 keys, 50 of them a state's; `fields` replaces."""
+    params = KeepKeysParams(struct_size=ctypes.sizeof(KeepKeysParams), row=199)
+    for name, shape, dtype in (
+        ("end", (2, 4, 200), INT32),
+        ("place", (2, 4, 200), INT32),
+        ("k", (2, 200, 4, 64), BFLOAT16),
+        ("v", (2, 200, 4, 128), BFLOAT16),
+        ("score", (2, 4, 200), FLOAT32),
+        ("position", (2, 4, 50), INT32),
+        ("seen", (2,), INT32),
+        ("k_kept", (2, 64, 4, 64), BFLOAT16),
+        ("v_kept", (2, 64, 4, 128), BFLOAT16),
+        ("score_kept", (2, 4, 64), FLOAT32),
+        ("position_kept", (2, 4, 64), INT32),
+        ("seen_kept", (2,), INT32),
+    ):
+        setattr(params, name, tensor(shape, dtype))
+    return replace(params, fields)
+
+
 def replace(params: P, fields: dict[str, object]) -> P:
     for name, value in fields.items():
         setattr(params, name, value)

@@ -11,8 +11,8 @@ namespace dmattn {
 // of a call is a multiple of.
 struct WordRows {
   const void* data = nullptr;
-  Strides3 stride;         // in words
-  int32_t head_ratio = 1;  // heads of the result for each head that is here
+  Strides3 stride;     // in words
+  Divisor head_ratio;  // heads of the result for each head that is here
 };
 // The result: every head has rows of its own.
 struct WordRowsOut {
@@ -25,7 +25,7 @@ struct WordRowsOut {
 struct KeyNumbers {
   const void* data = nullptr;
   int64_t batch_stride = 0, head_stride = 0, key_stride = 0;  // in elements; 0 where all batches share theirs
-  int32_t head_ratio = 1;                                     // as in WordRows
+  Divisor head_ratio;                                         // as in WordRows
   Dtype dtype = Dtype::kNone;                                 // of scores
 };
 
@@ -51,7 +51,7 @@ constexpr int kJoinScoreKeys = 1024;
 struct KeepKeysParams {
   const int32_t* end = nullptr;  // a key whose end lies behind `row` is kept
   int64_t end_batch_stride = 0, end_head_stride = 0;
-  int32_t end_head_ratio = 1;
+  Divisor end_head_ratio;
   int64_t row = 0;
   const int32_t* place = nullptr;  // [batch][heads][seqlen]: where each key lies; nullptr: where it stands
   WordRows k, v;

@@ -61,6 +61,9 @@ def test_stub_names_the_arguments_in_their_order(name: str) -> None:
 
 
 def test_stub_has_every_method() -> None:
-    for name in ("FwdParams", "BwdParams", "SelectParams", "BuildKeyListsParams"):
+    for name in (
+        *("FwdParams", "BwdParams", "SelectParams", "BuildKeyListsParams"),
+        *("CacheAppendParams", "JoinKeysParams", "KeepKeysParams"),
+    ):
         methods = [m for m in dir(getattr(dmattn_kernels._core, name)) if not m.startswith("_")]
         assert [m for m in methods if f"{name}.{m}" not in FUNCTIONS] == []

@@ -20,6 +20,11 @@ constexpr int32_t kKeepBlocksPerSm = 4;
 
 int32_t extent(int64_t x) { return static_cast<int32_t>(x); }
 
+// Heads of the result for each of `few`.
+Divisor head_ratio(int64_t heads, int64_t few) {
+  return Divisor(extent(std::max<int64_t>(1, heads / std::max<int64_t>(few, 1))));
+}
+
 // The largest word that rows of all these tensors are made of, in bytes.
 int32_t common_word_bytes(std::initializer_list<const dmattn_tensor*> tensors) {
   uint64_t all = 16;
@@ -43,7 +48,7 @@ WordRows read_rows(const dmattn_tensor& t, int64_t heads, int32_t word_bytes) {
   WordRows rows;
   rows.data = t.data;
   rows.stride = word_strides(t, word_bytes);
-  rows.head_ratio = extent(heads / std::max<int64_t>(t.shape[2], 1));
+  rows.head_ratio = head_ratio(heads, t.shape[2]);
   return rows;
 }
 WordRowsOut read_rows_out(const dmattn_tensor& t, int32_t word_bytes) {
@@ -63,7 +68,7 @@ KeyNumbers read_numbers(const dmattn_tensor& t, int64_t heads) {
   numbers.batch_stride = stride(0);
   numbers.head_stride = stride(1);
   numbers.key_stride = stride(2);
-  numbers.head_ratio = extent(heads / std::max<int64_t>(t.shape[1], 1));
+  numbers.head_ratio = head_ratio(heads, t.shape[1]);
   numbers.dtype = static_cast<Dtype>(t.dtype);
   return numbers;
 }

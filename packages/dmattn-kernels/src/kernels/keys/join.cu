@@ -14,19 +14,21 @@ template <class Word>
 __device__ __forceinline__ void join_rows(const JoinKeysParams& p, const WordRows& first, const WordRows& fresh,
                                           const WordRowsOut& to, const Divisor& key_words, int b, int begin, int stop) {
   const uint32_t words = static_cast<uint32_t>(stop - begin) * key_words.value;
-#pragma unroll 4
-  for (uint32_t i = threadIdx.x; i < words; i += kThreads) {
+  const auto source = [&](uint32_t i) -> const Word* {
     const uint32_t of_block = quotient(i, key_words), of_key = i - of_block * key_words.value;
     const int key = begin + static_cast<int>(of_block), h = static_cast<int>(quotient(of_key, to.words));
     const int word = static_cast<int>(of_key - h * to.words.value);
-    Word found{};
-    if (key >= p.new_begin) {
-      found = __ldg(static_cast<const Word*>(fresh.data) + word_offset(fresh, b, h, key - p.new_begin) + word);
-    } else if (key >= p.first_begin) {
-      found = __ldg(static_cast<const Word*>(first.data) + word_offset(first, b, h, key - p.first_begin) + word);
-    }
-    static_cast<Word*>(to.data)[row_offset(to.stride, b, h, key) + word] = found;
-  }
+    const bool is_new = key >= p.new_begin;
+    const WordRows& from = is_new ? fresh : first;
+    const int64_t offset = word_offset(from, b, h, key - (is_new ? p.new_begin : p.first_begin)) + word;
+    return key < p.first_begin ? nullptr : static_cast<const Word*>(from.data) + offset;
+  };
+  const auto target = [&](uint32_t i) {
+    const uint32_t of_block = quotient(i, key_words), of_key = i - of_block * key_words.value;
+    const int key = begin + static_cast<int>(of_block), h = static_cast<int>(quotient(of_key, to.words));
+    return static_cast<Word*>(to.data) + row_offset(to.stride, b, h, key) + (of_key - h * to.words.value);
+  };
+  copy_words<Word, kThreads>(words, source, target);
 }
 
 __device__ __forceinline__ uint32_t joined_score(const JoinKeysParams& p, int b, int h, int key) {
@@ -67,7 +69,7 @@ __global__ void __launch_bounds__(kThreads) join_keys_kernel(const JoinKeysParam
   const uint32_t row = block / p.score_blocks;
   const int b = row / p.heads, h = row % p.heads, begin = block % p.score_blocks * kJoinScoreKeys;
   const int stop = min(begin + kJoinScoreKeys, p.seqlen);
-#pragma unroll 4
+#pragma unroll 1
   for (int key = begin + threadIdx.x; key < stop; key += kThreads) {
     store_score(p.score, p.score_dtype, static_cast<int64_t>(row) * p.seqlen + key, joined_score(p, b, h, key));
   }

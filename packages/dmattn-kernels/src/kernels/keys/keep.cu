@@ -32,16 +32,20 @@ template <class Word, class Source>
 __device__ __forceinline__ void copy_rows(const WordRows& from, const WordRowsOut& to, int b, int h, int entry,
                                           int rows, Source&& source) {
   const uint32_t words = static_cast<uint32_t>(rows) * to.words.value;
-#pragma unroll 4
-  for (uint32_t i = threadIdx.x; i < words; i += kThreads) {
+  const auto from_word = [&](uint32_t i) {
     const int row = static_cast<int>(quotient(i, to.words)), word = static_cast<int>(i - row * to.words.value);
-    static_cast<Word*>(to.data)[row_offset(to.stride, b, h, entry + row) + word] =
-        __ldg(static_cast<const Word*>(from.data) + word_offset(from, b, h, source(row)) + word);
-  }
+    return static_cast<const Word*>(from.data) + word_offset(from, b, h, source(row)) + word;
+  };
+  const auto to_word = [&](uint32_t i) {
+    const int row = static_cast<int>(quotient(i, to.words)), word = static_cast<int>(i - row * to.words.value);
+    return static_cast<Word*>(to.data) + row_offset(to.stride, b, h, entry + row) + word;
+  };
+  copy_words<Word, kThreads>(words, from_word, to_word);
 }
 
 template <class Word>
 __device__ __forceinline__ void clear_rows(const WordRowsOut& to, int b, int h, int first, int step, int stop) {
+#pragma unroll 1
   for (int entry = first; entry < stop; entry += step) {
     for (int word = threadIdx.x; word < static_cast<int>(to.words.value); word += kThreads) {
       static_cast<Word*>(to.data)[row_offset(to.stride, b, h, entry) + word] = Word{};
@@ -77,7 +81,7 @@ __global__ void __launch_bounds__(kThreads) keep_keys_kernel(const KeepKeysParam
   const int64_t entries = static_cast<int64_t>(line) * p.window;
   const int begin = static_cast<int>(min(int64_t{segment} * p.segment_keys, int64_t{p.seqlen}));
   const int stop = static_cast<int>(min(int64_t{begin} + p.segment_keys, int64_t{p.seqlen}));
-  const int32_t* end = p.end + b * p.end_batch_stride + h / p.end_head_ratio * p.end_head_stride;
+  const int32_t* end = p.end + b * p.end_batch_stride + quotient(h, p.end_head_ratio) * p.end_head_stride;
   const int seen = p.seen == nullptr ? 0 : p.seen[b];
 
   const KeptCounts mine = count_kept(end, p.row, p.seqlen, begin);

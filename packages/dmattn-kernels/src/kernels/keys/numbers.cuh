@@ -22,7 +22,7 @@ __device__ __forceinline__ uint32_t quotient(uint32_t n, const Divisor& by) {
 }
 
 __device__ __forceinline__ int64_t number_offset(const KeyNumbers& n, int b, int h, int key) {
-  return b * n.batch_stride + h / n.head_ratio * n.head_stride + key * n.key_stride;
+  return b * n.batch_stride + quotient(h, n.head_ratio) * n.head_stride + key * n.key_stride;
 }
 
 // The bits of a score in the dtype of the result: as they are, or as those of an equal float.
@@ -44,9 +44,32 @@ __device__ __forceinline__ void store_score(void* scores, Dtype dtype, int64_t o
   }
 }
 
+// By all threads of a block: words 0 to `count` - 1 from source(i), nullptr for zeros, to target(i). Several loads of a
+// thread are on their way before it stores what came.
+template <class Word, int kThreads, class Source, class Target>
+__device__ __forceinline__ void copy_words(uint32_t count, Source&& source, Target&& target) {
+  constexpr int kAhead = 4;
+#pragma unroll 1
+  for (uint32_t begin = threadIdx.x; begin < count; begin += kAhead * kThreads) {
+    Word found[kAhead];
+#pragma unroll
+    for (int n = 0; n < kAhead; ++n) {
+      found[n] = Word{};
+      const uint32_t i = begin + n * kThreads;
+      const Word* from = i < count ? source(i) : nullptr;
+      if (from != nullptr) found[n] = __ldg(from);
+    }
+#pragma unroll
+    for (int n = 0; n < kAhead; ++n) {
+      const uint32_t i = begin + n * kThreads;
+      if (i < count) *target(i) = found[n];
+    }
+  }
+}
+
 // Element offset of a word of the row (b, key, h).
 __device__ __forceinline__ int64_t word_offset(const WordRows& rows, int b, int h, int key) {
-  return row_offset(rows.stride, b, h / rows.head_ratio, key);
+  return row_offset(rows.stride, b, static_cast<int>(quotient(h, rows.head_ratio)), key);
 }
 
 }  // namespace prep
