@@ -2,8 +2,8 @@
 
 Importing this package needs no GPU and no driver. `FwdParams`, `BwdParams`, `SelectParams`,
 `BuildKeyListsParams`, `CacheAppendParams`, `JoinKeysParams` and `KeepKeysParams` describe one call
-each; their `launch` enqueues it on a CUDA stream. C and C++ programs use `cmake_dir()` with CMake, or `include_dir()` and
-`library_path()`; `python -m dmattn_kernels` prints each of them.
+each; their `launch` enqueues it on a CUDA stream. C and C++ programs use `cmake_dir()` with CMake,
+or `include_dir()` and `library_path()`; `python -m dmattn_kernels` prints each of them.
 """
 
 from __future__ import annotations
