@@ -133,7 +133,7 @@ def kernel(y: float, words: str, colour: str, height: float = 7) -> Box:
 
 def kernel_map(path: Path) -> None:
     """Operations of the C interface, what the host decides, the kernels that each may launch."""
-    figure, ax = bare_axes(13.6, 11.4)
+    figure, ax = bare_axes(13.6, 12.6)
     titles = {
         OPERATION_X + OPERATION_WIDTH / 2: "C interface (src/api)",
         PLAN_X + PLAN_WIDTH / 2: "plan (src/host)",
@@ -143,7 +143,7 @@ def kernel_map(path: Path) -> None:
     }
     for x, title in titles.items():
         ax.text(x, 3, title, ha="center", va="center", fontsize=11, color=INK)
-    for y in (25, 36.5, 69.5, 95):
+    for y in (25, 36.5, 69.5, 95, 107.5):
         ax.plot([1, 135], [y, y], color=EDGE, lw=0.8, ls=":", zorder=0)
 
     select = operation(14, "dmattn_select_keys")
@@ -185,6 +185,10 @@ def kernel_map(path: Path) -> None:
     cache_plan = plan(98.5, "plan_cache_*\nsplits, where there\nare queries")
     append = kernel(101, "append.cu, draft.cu\ntokens put in, or looked at first", LIGHT, 5)
 
+    keys = operation(111.5, "dmattn_join_keys\ndmattn_keep_keys")
+    keys_plan = plan(110.5, "plan_join_keys\nplan_keep_keys\nwords, thread blocks")
+    moved = kernel(111.5, "join.cu, keep.cu\nkeys behind a state; keys that stay", LIGHT, 5)
+
     boxes = [value for value in locals().values() if isinstance(value, Box)]
     for box in boxes:
         draw_box(ax, box)
@@ -193,6 +197,7 @@ def kernel_map(path: Path) -> None:
         *((order, sets), (grid, lists), (sets, lists)),
         *((build, build_plan), (build_plan, intervals)),
         *((cache, cache_plan), (cache_plan, decode), (cache_plan, append)),
+        *((keys, keys_plan), (keys_plan, moved)),
     )
     backward = (
         *((bwd, bwd_plan), (bwd_plan, preprocess), (bwd_plan, chunks), (bwd_plan, schedule)),
@@ -215,7 +220,7 @@ def kernel_map(path: Path) -> None:
         (
             (DARK, "attention for Hopper (sm90)"),
             (MIDDLE, "attention for 8.0 and newer (sm80)"),
-            (LIGHT, "selection, cache"),
+            (LIGHT, "selection, cache, keys"),
             (GREY, "helpers"),
             (PALE_ORANGE, "on the host"),
         ),

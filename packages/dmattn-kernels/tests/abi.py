@@ -116,6 +116,24 @@ class CacheCommitParams(ctypes.Structure):
     ]
 
 
+class JoinKeysParams(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", ctypes.c_size_t),
+        *_fields("device reserved", ctypes.c_int32),
+        *_fields("k_first v_first score_first k_new v_new score_new mask_new k v score", Tensor),
+    ]
+
+
+class KeepKeysParams(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", ctypes.c_size_t),
+        *_fields("device reserved", ctypes.c_int32),
+        ("row", ctypes.c_int64),
+        *_fields("end place k v score position seen", Tensor),
+        *_fields("k_kept v_kept score_kept position_kept seen_kept", Tensor),
+    ]
+
+
 Params = (
     FwdParams
     | BwdParams
@@ -124,6 +142,8 @@ Params = (
     | CacheAppendParams
     | CacheDraftParams
     | CacheCommitParams
+    | JoinKeysParams
+    | KeepKeysParams
 )
 P = TypeVar(
     "P",
@@ -134,6 +154,8 @@ P = TypeVar(
     CacheAppendParams,
     CacheDraftParams,
     CacheCommitParams,
+    JoinKeysParams,
+    KeepKeysParams,
 )
 CALLS: dict[type[Params], tuple[str, str]] = {
     FwdParams: ("dmattn_fwd_workspace_size", "dmattn_fwd"),
@@ -143,6 +165,8 @@ CALLS: dict[type[Params], tuple[str, str]] = {
     CacheAppendParams: ("dmattn_cache_append_workspace_size", "dmattn_cache_append"),
     CacheDraftParams: ("dmattn_cache_draft_workspace_size", "dmattn_cache_draft"),
     CacheCommitParams: ("dmattn_cache_commit_workspace_size", "dmattn_cache_commit"),
+    JoinKeysParams: ("dmattn_join_keys_workspace_size", "dmattn_join_keys"),
+    KeepKeysParams: ("dmattn_keep_keys_workspace_size", "dmattn_keep_keys"),
 }
 
 
@@ -337,6 +361,46 @@ def cache_commit_params(**fields: object) -> CacheCommitParams:
     """A valid commit of that draft; `fields` replaces."""
     params = CacheCommitParams(struct_size=ctypes.sizeof(CacheCommitParams))
     for name, shape, dtype in (*_DRAFTED, ("count", (2,), INT64)):
+        setattr(params, name, tensor(shape, dtype))
+    return replace(params, fields)
+
+
+def join_keys_params(**fields: object) -> JoinKeysParams:
+    """A valid call for a state of 64 keys and a stretch of 100; `fields` replaces."""
+    params = JoinKeysParams(struct_size=ctypes.sizeof(JoinKeysParams))
+    for name, shape, dtype in (
+        ("k_first", (2, 64, 4, 64), BFLOAT16),
+        ("v_first", (2, 64, 4, 128), BFLOAT16),
+        ("score_first", (2, 4, 64), FLOAT32),
+        ("k_new", (2, 100, 2, 64), BFLOAT16),
+        ("v_new", (2, 100, 2, 128), BFLOAT16),
+        ("score_new", (1, 1, 100), BFLOAT16),
+        ("mask_new", (2, 4, 100), BOOL),
+        ("k", (2, 200, 4, 64), BFLOAT16),
+        ("v", (2, 200, 4, 128), BFLOAT16),
+        ("score", (2, 4, 200), FLOAT32),
+    ):
+        setattr(params, name, tensor(shape, dtype))
+    return replace(params, fields)
+
+
+def keep_keys_params(**fields: object) -> KeepKeysParams:
+    """A valid call that keeps 64 of 200 keys, 50 of them a state's; `fields` replaces."""
+    params = KeepKeysParams(struct_size=ctypes.sizeof(KeepKeysParams), row=199)
+    for name, shape, dtype in (
+        ("end", (2, 4, 200), INT32),
+        ("place", (2, 4, 200), INT32),
+        ("k", (2, 200, 4, 64), BFLOAT16),
+        ("v", (2, 200, 4, 128), BFLOAT16),
+        ("score", (2, 4, 200), FLOAT32),
+        ("position", (2, 4, 50), INT32),
+        ("seen", (2,), INT32),
+        ("k_kept", (2, 64, 4, 64), BFLOAT16),
+        ("v_kept", (2, 64, 4, 128), BFLOAT16),
+        ("score_kept", (2, 4, 64), FLOAT32),
+        ("position_kept", (2, 4, 64), INT32),
+        ("seen_kept", (2,), INT32),
+    ):
         setattr(params, name, tensor(shape, dtype))
     return replace(params, fields)
 

@@ -22,11 +22,12 @@ from dmattn.backends import registry, sinks
 from dmattn.backends.cuda import CudaBackend, kernels
 from dmattn.backends.cuda import attention as cuda
 from dmattn.backends.cuda import cache as cuda_cache
+from dmattn.backends.cuda import keys as cuda_keys
 from dmattn.backends.cuda import selection as cuda_selection
 from dmattn.cache_drafts import SPARE_ROWS, Rows
 from dmattn.checks import check
 from dmattn.key_lists import Selection
-from dmattn.ops import cache
+from dmattn.ops import cache, keys
 from dmattn.ops import selection as ops_select
 from dmattn.problem import Needs, Problem, Results, empty_results
 
@@ -94,6 +95,12 @@ class Recorder(ModuleType):
 
     def CacheCommitParams(self, *arguments: Any) -> "Recorder":
         return self._record(COMMIT_FIELDS, arguments)
+
+    def JoinKeysParams(self, *arguments: Any) -> "Recorder":
+        return self._record_in_order("JoinKeysParams", arguments)
+
+    def KeepKeysParams(self, *arguments: Any) -> "Recorder":
+        return self._record_in_order("KeepKeysParams", arguments)
 
     def _record_in_order(self, struct: str, arguments: tuple[Any, ...]) -> "Recorder":
         """As the compiled module takes them: in the order of its own stub."""
@@ -476,3 +483,43 @@ def test_a_cache_that_keeps_all_is_only_appended_to(recorder: Recorder) -> None:
     (call,) = recorder.calls
     assert call["active"] == view(active) and not call["evict"]
     assert call["q"] is None and call["out"] is None
+
+
+def test_keys_are_joined_as_they_lie(recorder: Recorder) -> None:
+    """Views with contiguous rows are read in place; a score or a mask that is shared, too."""
+    first = half(2, 5, 4, 64), half(2, 5, 4, 32), torch.randn(2, 4, 5)
+    new = half(2, 9, 2, 64)[:, 2:], half(2, 7, 32, 2).mT, half(1, 7, 4).mT.expand(2, 4, 7)
+    mask = torch.ones(2, 1, 7, dtype=torch.bool)
+    joined = keys._join(cuda_keys, *first, *new, mask, 8)
+    (call,) = recorder.calls
+    given = {"k_first": first[0], "v_first": first[1], "score_first": first[2], "mask_new": mask}
+    given |= {"k_new": new[0], "score_new": new[2]}
+    given |= dict(zip(("k", "v", "score"), joined, strict=True))
+    for name, t in given.items():
+        assert call[name] == view(t), name
+    assert call["v_new"][2:] == (new[1].shape, new[1].contiguous().stride())
+    shapes = [t.shape for t in joined]
+    assert shapes == [(2, 15, 4, 64), (2, 15, 4, 32), (2, 4, 15)]
+
+
+def test_keys_are_kept_as_they_lie(recorder: Recorder) -> None:
+    k, v, score = half(2, 9, 2, 64), half(2, 9, 2, 32), torch.randn(2, 4, 9)
+    end, seen = torch.zeros(1, 4, 9, dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    position = torch.zeros(2, 4, 3, dtype=torch.int32)
+    kept = keys._keep(cuda_keys, 8, end, None, k, v, score, position, seen, 6)
+    (call,) = recorder.calls
+    given = {"end": end, "k": k, "v": v, "score": score, "position": position, "seen": seen}
+    given |= {f"{name}_kept": t for name, t in kept._asdict().items()}
+    for name, t in given.items():
+        assert call[name] == view(t), name
+    assert call["place"] is None and call["row"] == 8
+    shapes = [t.shape for t in kept]
+    assert shapes == [(2, 6, 4, 64), (2, 6, 4, 32), (2, 4, 6), (2, 4, 6), (2,)]
+
+
+def test_no_heads_move_no_keys(recorder: Recorder) -> None:
+    k, score = half(2, 9, 0, 64), torch.randn(2, 0, 9)
+    end, seen = torch.zeros(2, 0, 9, dtype=torch.int32), torch.ones(2, dtype=torch.int32)
+    keys._join(cuda_keys, k, k, score, k, k, score, None, 9)
+    kept = keys._keep(cuda_keys, 8, end, None, k, k, score, None, seen, 6)
+    assert not recorder.calls and kept.seen.tolist() == [10, 10]

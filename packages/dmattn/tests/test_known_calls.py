@@ -229,7 +229,7 @@ def test_several_changes_at_once(variants: list[Variant]) -> None:
 # Calls with these are never remembered, or these change nothing that is remembered.
 NO_PART = {
     flash_dmattn_func: {
-        *("selection", "state", "return_state", "cu_seqlens"),
+        *("selection", "state", "cu_seqlens"),
         *("return_lse", "return_attn_probs"),
     },
     flash_dmattn_varlen_func: {"window_size", "return_lse"},

@@ -240,6 +240,56 @@ typedef struct dmattn_cache_commit_params {
   dmattn_tensor score, position, seen;
 } dmattn_cache_commit_params;
 
+/* Puts the keys of two stretches behind one another, so that attention finds them in one tensor: `first`, which are a
+ * state's or a cache's, and `new`. What the results have room for beyond both comes before them and holds no key: zeros,
+ * with a score of -inf. The results overlap with no other tensor. */
+typedef struct dmattn_join_keys_params {
+  size_t struct_size;
+  int32_t device;
+  int32_t reserved; /* 0 */
+  dmattn_tensor k_first,
+      v_first;                /* [batch, seqlen_first, heads_k, head_dim or head_dim_v], dtype of k, unit last stride;
+                                     here and below heads_k, heads_s and heads_m divide heads: each such head goes to
+                                     as many neighbouring heads of the results */
+  dmattn_tensor score_first;  /* [batch|1, heads_s, seqlen_first], any strides; dtype of score, or 16-bit where that
+                                     is f32 */
+  dmattn_tensor k_new, v_new; /* [batch, seqlen_new, heads_k, head_dim or head_dim_v], as k_first */
+  dmattn_tensor score_new;    /* [batch|1, heads_s, seqlen_new], as score_first */
+  dmattn_tensor mask_new;     /* optional bool [batch|1, heads_m, seqlen_new], any strides; false: a score of -inf */
+  dmattn_tensor k, v;         /* [batch, seqlen, heads, head_dim or head_dim_v], f16, bf16 or f32, unit last stride;
+                                     seqlen >= seqlen_first + seqlen_new */
+  dmattn_tensor score;        /* f16, bf16 or f32 [batch, heads, seqlen], contiguous */
+} dmattn_join_keys_params;
+
+/* The keys that a row of a selection keeps, in order of position: what the rows behind a stretch may still see of it and
+ * of all before it. The last ones, where a row keeps more than there are entries; where it keeps fewer, the first entries
+ * hold no key: zeros, a score of -inf and position -1. The results overlap with no other tensor. */
+typedef struct dmattn_keep_keys_params {
+  size_t struct_size;
+  int32_t device;
+  int32_t reserved;             /* 0 */
+  int64_t row;                  /* position of the row, at or behind every key: it keeps the keys whose end is behind
+                                         it. seqlen - 1 for the last row */
+  dmattn_tensor end;            /* int32 [batch|1, heads_s, seqlen], unit last stride, of a selection; a causal one or
+                                         not. Here and below heads_s and heads_k divide heads, as in
+                                         dmattn_join_keys_params */
+  dmattn_tensor place;          /* optional int32 [batch, heads, seqlen], contiguous: where the keys that `end`
+                                         speaks of lie in k, v, score and position; absent: in this order */
+  dmattn_tensor k, v;           /* [batch, seqlen, heads_k, head_dim or head_dim_v], dtype of k_kept, unit last
+                                         stride */
+  dmattn_tensor score;          /* [batch|1, heads_s, seqlen], any strides; dtype of score_kept, or 16-bit where that
+                                         is f32 */
+  dmattn_tensor position;       /* optional int32 [batch|1, heads_s, held], any strides, held <= seqlen: positions of
+                                         the first `held` keys as they lie; absent: held = 0. Those behind them count on
+                                         from `seen` */
+  dmattn_tensor seen;           /* optional int32 [batch], contiguous; absent: 0 */
+  dmattn_tensor k_kept, v_kept; /* outputs [batch, window, heads, head_dim or head_dim_v], f16, bf16 or f32, unit
+                                         last stride */
+  dmattn_tensor score_kept;     /* output, f16, bf16 or f32 [batch, heads, window], contiguous */
+  dmattn_tensor position_kept;  /* output, int32 [batch, heads, window], contiguous */
+  dmattn_tensor seen_kept;      /* optional output, int32 [batch], contiguous: seen + seqlen - held */
+} dmattn_keep_keys_params;
+
 /* Bytes of device scratch that the call with these params needs. Data pointers need not be set yet, but which tensors
  * are present (ndim > 0) must be final. */
 DMATTN_API dmattn_status dmattn_fwd_workspace_size(const dmattn_fwd_params* params, size_t* bytes);
@@ -251,6 +301,8 @@ DMATTN_API dmattn_status dmattn_build_key_lists_workspace_size(const dmattn_buil
 DMATTN_API dmattn_status dmattn_cache_append_workspace_size(const dmattn_cache_append_params* params, size_t* bytes);
 DMATTN_API dmattn_status dmattn_cache_draft_workspace_size(const dmattn_cache_draft_params* params, size_t* bytes);
 DMATTN_API dmattn_status dmattn_cache_commit_workspace_size(const dmattn_cache_commit_params* params, size_t* bytes);
+DMATTN_API dmattn_status dmattn_join_keys_workspace_size(const dmattn_join_keys_params* params, size_t* bytes);
+DMATTN_API dmattn_status dmattn_keep_keys_workspace_size(const dmattn_keep_keys_params* params, size_t* bytes);
 
 /* Entries that each list of a selection needs room for. */
 DMATTN_API int64_t dmattn_select_capacity(int64_t window, int64_t seqlen_k, int32_t is_causal);
@@ -269,6 +321,10 @@ DMATTN_API dmattn_status dmattn_cache_draft(const dmattn_cache_draft_params* par
                                             void* stream);
 DMATTN_API dmattn_status dmattn_cache_commit(const dmattn_cache_commit_params* params, void* workspace, size_t bytes,
                                              void* stream);
+DMATTN_API dmattn_status dmattn_join_keys(const dmattn_join_keys_params* params, void* workspace, size_t bytes,
+                                          void* stream);
+DMATTN_API dmattn_status dmattn_keep_keys(const dmattn_keep_keys_params* params, void* workspace, size_t bytes,
+                                          void* stream);
 
 /* The last error of the calling thread: which argument, what it got, what it wanted. Never NULL. */
 DMATTN_API const char* dmattn_last_error(void);

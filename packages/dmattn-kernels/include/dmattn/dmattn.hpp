@@ -100,6 +100,12 @@ inline Functions<dmattn_cache_draft_params> functions(const dmattn_cache_draft_p
 inline Functions<dmattn_cache_commit_params> functions(const dmattn_cache_commit_params&) {
   return {dmattn_cache_commit_workspace_size, dmattn_cache_commit};
 }
+inline Functions<dmattn_join_keys_params> functions(const dmattn_join_keys_params&) {
+  return {dmattn_join_keys_workspace_size, dmattn_join_keys};
+}
+inline Functions<dmattn_keep_keys_params> functions(const dmattn_keep_keys_params&) {
+  return {dmattn_keep_keys_workspace_size, dmattn_keep_keys};
+}
 
 }  // namespace detail
 

@@ -239,6 +239,46 @@ dmattn_cache_commit_params make_cache_commit(int32_t device, py::handle draft, p
   return p;
 }
 
+dmattn_join_keys_params make_join_keys(int32_t device, py::handle k_first, py::handle v_first, py::handle score_first,
+                                       py::handle k_new, py::handle v_new, py::handle score_new, py::handle mask_new,
+                                       py::handle k, py::handle v, py::handle score) {
+  auto p = dmattn::make_params<dmattn_join_keys_params>();
+  p.device = device;
+  read_tensor(k_first, p.device, p.k_first, "k_first");
+  read_tensor(v_first, p.device, p.v_first, "v_first");
+  read_tensor(score_first, p.device, p.score_first, "score_first");
+  read_tensor(k_new, p.device, p.k_new, "k_new");
+  read_tensor(v_new, p.device, p.v_new, "v_new");
+  read_tensor(score_new, p.device, p.score_new, "score_new");
+  read_tensor(mask_new, p.device, p.mask_new, "mask_new");
+  read_tensor(k, p.device, p.k, "k");
+  read_tensor(v, p.device, p.v, "v");
+  read_tensor(score, p.device, p.score, "score");
+  return p;
+}
+
+dmattn_keep_keys_params make_keep_keys(int32_t device, int64_t row, py::handle end, py::handle place, py::handle k,
+                                       py::handle v, py::handle score, py::handle position, py::handle seen,
+                                       py::handle k_kept, py::handle v_kept, py::handle score_kept,
+                                       py::handle position_kept, py::handle seen_kept) {
+  auto p = dmattn::make_params<dmattn_keep_keys_params>();
+  p.device = device;
+  p.row = row;
+  read_tensor(end, p.device, p.end, "end");
+  read_tensor(place, p.device, p.place, "place");
+  read_tensor(k, p.device, p.k, "k");
+  read_tensor(v, p.device, p.v, "v");
+  read_tensor(score, p.device, p.score, "score");
+  read_tensor(position, p.device, p.position, "position");
+  read_tensor(seen, p.device, p.seen, "seen");
+  read_tensor(k_kept, p.device, p.k_kept, "k_kept");
+  read_tensor(v_kept, p.device, p.v_kept, "v_kept");
+  read_tensor(score_kept, p.device, p.score_kept, "score_kept");
+  read_tensor(position_kept, p.device, p.position_kept, "position_kept");
+  read_tensor(seen_kept, p.device, p.seen_kept, "seen_kept");
+  return p;
+}
+
 // --- calls ----------------------------------------------------------------------------------------------------------
 
 template <class Params>
@@ -294,6 +334,10 @@ PyMethodDef plain_functions[] = {
                                "enqueue_cache_draft(*arguments) -> int\n\nOf CacheDraftParams, and the stream."),
     at_once<&make_cache_commit>("enqueue_cache_commit",
                                 "enqueue_cache_commit(*arguments) -> int\n\nOf CacheCommitParams, and the stream."),
+    at_once<&make_join_keys>("enqueue_join_keys",
+                             "enqueue_join_keys(*arguments) -> int\n\nOf JoinKeysParams, and the stream."),
+    at_once<&make_keep_keys>("enqueue_keep_keys",
+                             "enqueue_keep_keys(*arguments) -> int\n\nOf KeepKeysParams, and the stream."),
     {"kind_of", as_function(&dmattn::kind_of), METH_FASTCALL,
      "kind_of(*arguments) -> bytes | None\n\nOf a tuple of types, and tensors."},
     {nullptr, nullptr, 0, nullptr},
@@ -382,6 +426,18 @@ PYBIND11_MODULE(_core, m) {
       .def("workspace_size", &workspace_size<dmattn_cache_commit_params>)
       .def("enqueue", &enqueue<dmattn_cache_commit_params>, "stream"_a)
       .def("launch", &launch<dmattn_cache_commit_params>, "workspace"_a, "bytes"_a, "stream"_a);
+  py::class_<dmattn_join_keys_params>(m, "JoinKeysParams")
+      .def(py::init(&make_join_keys), "device"_a, "k_first"_a, "v_first"_a, "score_first"_a, "k_new"_a, "v_new"_a,
+           "score_new"_a, "mask_new"_a, "k"_a, "v"_a, "score"_a)
+      .def("workspace_size", &workspace_size<dmattn_join_keys_params>)
+      .def("enqueue", &enqueue<dmattn_join_keys_params>, "stream"_a)
+      .def("launch", &launch<dmattn_join_keys_params>, "workspace"_a, "bytes"_a, "stream"_a);
+  py::class_<dmattn_keep_keys_params>(m, "KeepKeysParams")
+      .def(py::init(&make_keep_keys), "device"_a, "row"_a, "end"_a, "place"_a, "k"_a, "v"_a, "score"_a, "position"_a,
+           "seen"_a, "k_kept"_a, "v_kept"_a, "score_kept"_a, "position_kept"_a, "seen_kept"_a = py::none())
+      .def("workspace_size", &workspace_size<dmattn_keep_keys_params>)
+      .def("enqueue", &enqueue<dmattn_keep_keys_params>, "stream"_a)
+      .def("launch", &launch<dmattn_keep_keys_params>, "workspace"_a, "bytes"_a, "stream"_a);
 
   if (PyModule_AddFunctions(m.ptr(), plain_functions) != 0) throw py::error_already_set();
   m.def("reads", &reads, "type"_a);

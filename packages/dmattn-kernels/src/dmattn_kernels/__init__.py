@@ -1,9 +1,10 @@
 """CUDA kernels for masked and biased attention, behind a C ABI.
 
 Importing this package needs no GPU and no driver. `FwdParams`, `BwdParams`, `SelectParams`,
-`BuildKeyListsParams`, `CacheAppendParams`, `CacheDraftParams` and `CacheCommitParams` describe one
-call each; their `launch` enqueues it on a CUDA stream. C and C++ programs use `cmake_dir()` with
-CMake, or `include_dir()` and `library_path()`; `python -m dmattn_kernels` prints each of them.
+`BuildKeyListsParams`, `CacheAppendParams`, `CacheDraftParams`, `CacheCommitParams`,
+`JoinKeysParams` and `KeepKeysParams` describe one call each; their `launch` enqueues it on a CUDA
+stream. C and C++ programs use `cmake_dir()` with CMake, or `include_dir()` and `library_path()`;
+`python -m dmattn_kernels` prints each of them.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from dmattn_kernels._core import (
     CacheCommitParams,
     CacheDraftParams,
     FwdParams,
+    JoinKeysParams,
+    KeepKeysParams,
     SelectParams,
     abi_version,
     architectures,
@@ -56,6 +59,8 @@ __all__ = [
     "CacheCommitParams",
     "CacheDraftParams",
     "FwdParams",
+    "JoinKeysParams",
+    "KeepKeysParams",
     "SelectParams",
     "abi_version",
     "architectures",

@@ -234,6 +234,63 @@ class CacheCommitParams:
     def launch(self, workspace: int, bytes: int, stream: int) -> None:
         """See `FwdParams.launch`."""
 
+class JoinKeysParams:
+    """Keys of two stretches behind one another, as dmattn_join_keys_params of dmattn/dmattn.h.
+
+    `k`, `v` and `score` are written.
+    """
+
+    def __init__(
+        self,
+        device: int,
+        k_first: _Tensor,
+        v_first: _Tensor,
+        score_first: _Tensor,
+        k_new: _Tensor,
+        v_new: _Tensor,
+        score_new: _Tensor,
+        mask_new: _Tensor | None,
+        k: _Tensor,
+        v: _Tensor,
+        score: _Tensor,
+    ) -> None: ...
+    def workspace_size(self) -> int:
+        """See `FwdParams.workspace_size`."""
+    def enqueue(self, stream: int) -> int:
+        """See `FwdParams.enqueue`."""
+    def launch(self, workspace: int, bytes: int, stream: int) -> None:
+        """See `FwdParams.launch`."""
+
+class KeepKeysParams:
+    """The keys that a row of a selection keeps, as dmattn_keep_keys_params of dmattn/dmattn.h.
+
+    `k_kept` to `seen_kept` are written.
+    """
+
+    def __init__(
+        self,
+        device: int,
+        row: int,
+        end: _Tensor,
+        place: _Tensor | None,
+        k: _Tensor,
+        v: _Tensor,
+        score: _Tensor,
+        position: _Tensor | None,
+        seen: _Tensor | None,
+        k_kept: _Tensor,
+        v_kept: _Tensor,
+        score_kept: _Tensor,
+        position_kept: _Tensor,
+        seen_kept: _Tensor | None = None,
+    ) -> None: ...
+    def workspace_size(self) -> int:
+        """See `FwdParams.workspace_size`."""
+    def enqueue(self, stream: int) -> int:
+        """See `FwdParams.enqueue`."""
+    def launch(self, workspace: int, bytes: int, stream: int) -> None:
+        """See `FwdParams.launch`."""
+
 def enqueue_fwd(*arguments: Any) -> int:
     """A forward in one call: its parameters, its scratch and its launch.
 
@@ -260,6 +317,12 @@ def enqueue_cache_draft(*arguments: Any) -> int:
 
 def enqueue_cache_commit(*arguments: Any) -> int:
     """See `enqueue_fwd`; of `CacheCommitParams`."""
+
+def enqueue_join_keys(*arguments: Any) -> int:
+    """See `enqueue_fwd`; of `JoinKeysParams`."""
+
+def enqueue_keep_keys(*arguments: Any) -> int:
+    """See `enqueue_fwd`; of `KeepKeysParams`."""
 
 def kind_of(*arguments: Any) -> bytes | None:
     """The kind of tensors: takes a tuple of types, and up to 8 tensors, each of which may be None.

@@ -7,6 +7,7 @@
 #include "host/plan/decode.h"
 #include "host/plan/draft.h"
 #include "host/plan/fwd.h"
+#include "host/plan/keys.h"
 #include "host/plan/select.h"
 
 namespace dmattn {
@@ -55,6 +56,18 @@ struct Operation<dmattn_cache_commit_params> {
   static constexpr const char* kParams = "dmattn_cache_commit_params";
   using Plan = CommitPlan;
   static Plan plan(const dmattn_cache_commit_params& p, const Device&) { return plan_cache_commit(p); }
+};
+template <>
+struct Operation<dmattn_join_keys_params> {
+  static constexpr const char* kParams = "dmattn_join_keys_params";
+  using Plan = JoinKeysPlan;
+  static Plan plan(const dmattn_join_keys_params& p, const Device&) { return plan_join_keys(p); }
+};
+template <>
+struct Operation<dmattn_keep_keys_params> {
+  static constexpr const char* kParams = "dmattn_keep_keys_params";
+  using Plan = KeepKeysPlan;
+  static Plan plan(const dmattn_keep_keys_params& p, const Device& device) { return plan_keep_keys(p, device.num_sms); }
 };
 
 }  // namespace dmattn

@@ -27,6 +27,7 @@ from gpu.device import family
 from gpu.raw_cuda import Array, Buffer, Gpu, from_bits, to_bits
 from gpu.sanitizer_cache import Append, run_append
 from gpu.sanitizer_draft import DRAFTS, Draft, run_draft
+from gpu.sanitizer_keys import MOVES, Moves, run_moves
 from gpu.sanitizer_launch import Launch
 from gpu.sanitizer_listed import (
     HOPPER_LIST_GRADIENTS,
@@ -370,7 +371,10 @@ HOPPER_BWD_KINDS = [kind for kind in HOPPER_KINDS if kind[1] in (64, 128)]
 HOPPER_WIDE_KINDS = [kind for kind in HOPPER_KINDS if kind[1] > 128]
 
 
-def all_launches() -> list[tuple[str, int, Launch | Lists | Append | Draft]]:
+Job = Launch | Lists | Append | Draft | Moves
+
+
+def all_launches() -> list[tuple[str, int, Job]]:
     every = (*LAUNCHES, *SELECTED, *PACKED)
     # One selection is much like the next at the largest head dimension, where each takes longest.
     main = [
@@ -395,7 +399,8 @@ def all_launches() -> list[tuple[str, int, Launch | Lists | Append | Draft]]:
     main += [(MAIN[0], launch) for launch in ONCE]
     main += [(OTHERS[0], BY_OWN_SCORES)]
     lists = [(*MAIN[0], launch) for launch in LISTS]
-    return [*((*kind, launch) for kind, launch in main), *lists, *APPENDS, *DRAFTS]
+    single = (*APPENDS, *DRAFTS, *MOVES)
+    return [*((*kind, launch) for kind, launch in main), *lists, *single]
 
 
 def operand_shape(launch: Launch, letters: str) -> tuple[int, ...]:
@@ -489,12 +494,12 @@ def draw_inputs(
     return found
 
 
-def run_launch(
-    gpu: Gpu, dtype: str, head_dim: int, launch: Launch | Lists | Append | Draft, fill: int | None
-) -> list[str]:
+def run_launch(gpu: Gpu, dtype: str, head_dim: int, launch: Job, fill: int | None) -> list[str]:
     """Runs it; what is wrong with the results, if anything."""
     if isinstance(launch, Lists):
         return run_lists(gpu, launch, fill)
+    if isinstance(launch, Moves):
+        return run_moves(gpu, dtype, head_dim, launch, fill)
     if isinstance(launch, Append):
         problems, found, wanted = run_append(gpu, dtype, head_dim, launch, fill)
         if launch.queries:

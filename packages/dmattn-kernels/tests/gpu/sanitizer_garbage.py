@@ -34,6 +34,7 @@ from gpu.sanitizer_cases import (
     is_named,
 )
 from gpu.sanitizer_draft import DRAFTS, STATE, Draft, draw_draft
+from gpu.sanitizer_keys import Moves, draw_moves, enqueue_moves
 from gpu.sanitizer_launch import Launch
 from gpu.sanitizer_listed import MANY_LISTS
 from gpu.sanitizer_packed import join
@@ -274,6 +275,20 @@ def draft(launch: Draft, dtype: str, head_dim: int) -> Callable[..., None]:
     return run
 
 
+def move(launch: Moves, dtype: str, head_dim: int) -> Callable[..., None]:
+    """Keys kept by ends that are wrong, from places, positions and counts that are."""
+
+    def run(gpu: WatchedGpu, draw: np.random.Generator, seed: int) -> None:
+        arrays = draw_moves(dtype, head_dim, launch, draw)
+        for name in ("end", "place", "position", "seen"):
+            shape = arrays[name][0].shape
+            arrays[name] = garbage(draw, seed, shape, arrays["end"][0].shape[2]), "i32"
+        buffers = {name: gpu.upload(x, kind) for name, (x, kind) in arrays.items()}
+        enqueue_moves(gpu, dtype, head_dim, launch, buffers, 0xFF)
+
+    return run
+
+
 # Every walk of the backward also when its blocks wait for one another, which may not last forever.
 DETERMINISTIC = (
     Launch(
@@ -333,6 +348,8 @@ def cases() -> Iterator[Case]:
         yield Case(launch_.name, append(launch_, "bf16", 64))
     for dtype, head_dim, drafted in DRAFTS:
         yield Case(f"{dtype} {head_dim} {drafted.name}", draft(drafted, dtype, head_dim))
+    for moves in (Moves("keys moved"), Moves("keys moved, not in order", placed=True)):
+        yield Case(moves.name, move(moves, "bf16", 64))
 
 
 def run_case(gpu: WatchedGpu, case: Case, seed: int) -> list[str]:

@@ -383,6 +383,44 @@ extern "C" int probe_commit(const dmattn_cache_commit_params* params, const char
   });
 }
 
+extern "C" int probe_join_keys(const dmattn_join_keys_params* params, const char* kernels, int num_sms, void* base,
+                               char* to, size_t size) {
+  using namespace dmattn;
+  return answer(to, size, [&] {
+    const JoinKeysParams p = placed_plan(params, device_of(kernels, num_sms), base).params;
+    Json json;
+    json.put("word_bytes", p.word_bytes);
+    json.put("k_words", p.k.words.value);
+    json.put("v_words", p.v.words.value);
+    json.put("k_ratio", p.k_new.head_ratio.value);
+    json.put("score_ratio", p.score_new.head_ratio.value);
+    json.put("score_batch_stride", p.score_new.batch_stride);
+    json.put("first_begin", p.first_begin);
+    json.put("new_begin", p.new_begin);
+    json.put("seqlen", p.seqlen);
+    json.put("k_keys", int64_t{p.k_blocks} * p.k_block_keys);
+    json.put("k_blocks", p.k_blocks);
+    json.put("v_blocks", p.v_blocks);
+    json.put("score_blocks", p.score_blocks);
+    return json.text();
+  });
+}
+
+extern "C" int probe_keep_keys(const dmattn_keep_keys_params* params, const char* kernels, int num_sms, void* base,
+                               char* to, size_t size) {
+  using namespace dmattn;
+  return answer(to, size, [&] {
+    const KeepKeysParams p = placed_plan(params, device_of(kernels, num_sms), base).params;
+    Json json;
+    json.put("word_bytes", p.word_bytes);
+    json.put("segments", p.segments);
+    json.put("segment_keys", p.segment_keys);
+    json.put("positions", p.positions);
+    json.put("end_ratio", p.end_head_ratio.value);
+    return json.text();
+  });
+}
+
 extern "C" uint64_t probe_launch_tag() { return dmattn::next_launch_tag(); }
 
 // n divided as the decode kernel does: take() in attention/shared/work_index.cuh.

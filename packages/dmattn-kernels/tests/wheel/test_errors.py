@@ -373,6 +373,63 @@ def test_drafts(
     assert found == status
 
 
+WRONG_JOIN: list[tuple[dict[str, object], int, str]] = [
+    ({"reserved": 1}, abi.INVALID_VALUE, "reserved is 1"),
+    (
+        {"k": tensor((2, 163, 4, 64)), "v": tensor((2, 163, 4, 128)), "score": tensor((2, 4, 163))},
+        abi.INVALID_VALUE,
+        "k has 163 keys; wanted at least the 64 of k_first and 100 of k_new",
+    ),
+    ({"v": tensor((2, 199, 4, 128))}, abi.INVALID_VALUE, "v has shape (2, 199, 4, 128)"),
+    ({"score": tensor((2, 4, 200), abi.INT32)}, abi.INVALID_DTYPE, "score has dtype int32"),
+    ({"score": tensor((2, 4, 200), FLOAT16)}, abi.INVALID_DTYPE, "score_first has dtype float32"),
+    ({"k_first": tensor((2, 64, 4, 32))}, abi.INVALID_VALUE, "k_first has shape (2, 64, 4, 32)"),
+    ({"v_new": tensor((2, 100, 3, 128))}, abi.INVALID_VALUE, "v_new has 3 heads; wanted a divisor"),
+    ({"k_new": tensor((2, 100, 2, 64), FLOAT16)}, abi.INVALID_DTYPE, "k_new has dtype float16"),
+    ({"mask_new": tensor((2, 4, 100))}, abi.INVALID_DTYPE, "mask_new has dtype bfloat16"),
+    ({"score_new": tensor((2, 4, 99))}, abi.INVALID_VALUE, "score_new has shape (2, 4, 99)"),
+    ({"k": tensor((2, 200, 4, 64), stride=(0, 256, 64, 1))}, abi.INVALID_VALUE, "k has strides"),
+    ({"k": tensor((2, 200, 4, 64), data=None)}, abi.INVALID_VALUE, "k has a null data pointer"),
+    ({"k": tensor((2, 200, 1 << 16, 128))}, abi.INVALID_VALUE, "v has shape"),
+]
+
+
+@pytest.mark.parametrize("fields, status, words", WRONG_JOIN)
+def test_join_keys(
+    library: ctypes.CDLL, fields: dict[str, object], status: int, words: str
+) -> None:
+    found, message = call(library, abi.join_keys_params(**fields))
+    assert words in message
+    assert found == status
+
+
+WRONG_KEEP: list[tuple[dict[str, object], int, str]] = [
+    ({"row": 198}, abi.INVALID_VALUE, "row is 198; wanted at least 199"),
+    ({"end": abi.Tensor()}, abi.INVALID_VALUE, "end is absent"),
+    ({"end": tensor((2, 4, 200), FLOAT32)}, abi.INVALID_DTYPE, "end has dtype float32"),
+    ({"end": tensor((2, 4, 200), abi.INT32, (1600, 400, 2))}, abi.INVALID_VALUE, "end has strides"),
+    ({"place": tensor((2, 1, 200), abi.INT32)}, abi.INVALID_VALUE, "place has shape (2, 1, 200)"),
+    ({"position": tensor((2, 4, 201), abi.INT32)}, abi.INVALID_VALUE, "position has 201 entries"),
+    ({"position": tensor((2, 3, 50), abi.INT32)}, abi.INVALID_VALUE, "position has 3 heads"),
+    ({"seen": tensor((3,), abi.INT32)}, abi.INVALID_VALUE, "seen has shape (3)"),
+    ({"seen_kept": tensor((2,))}, abi.INVALID_DTYPE, "seen_kept has dtype bfloat16"),
+    ({"score": tensor((2, 4, 200), abi.BOOL)}, abi.INVALID_DTYPE, "score has dtype bool"),
+    ({"v_kept": tensor((2, 63, 4, 128))}, abi.INVALID_VALUE, "v_kept has shape (2, 63, 4, 128)"),
+    ({"position_kept": tensor((2, 4, 64))}, abi.INVALID_DTYPE, "position_kept has dtype bfloat16"),
+    ({"k": tensor((3, 200, 4, 64))}, abi.INVALID_VALUE, "k has shape (3, 200, 4, 64)"),
+    ({"k": tensor((2, 200, 4, 64), data=None)}, abi.INVALID_VALUE, "k has a null data pointer"),
+]
+
+
+@pytest.mark.parametrize("fields, status, words", WRONG_KEEP)
+def test_keep_keys(
+    library: ctypes.CDLL, fields: dict[str, object], status: int, words: str
+) -> None:
+    found, message = call(library, abi.keep_keys_params(**fields))
+    assert words in message
+    assert found == status
+
+
 @pytest.mark.parametrize(
     "make, fields",
     [
@@ -390,6 +447,10 @@ def test_drafts(
         (abi.cache_draft_params, {}),
         (abi.cache_commit_params, {}),
         (abi.cache_commit_params, {"count": tensor((2,), abi.INT32, stride=(3,))}),
+        (abi.join_keys_params, {}),
+        (abi.join_keys_params, {"mask_new": abi.Tensor()}),
+        (abi.keep_keys_params, {}),
+        (abi.keep_keys_params, dict.fromkeys(("place", "position", "seen"), abi.Tensor())),
     ],
 )
 def test_valid_calls_get_as_far_as_the_device(

@@ -62,6 +62,7 @@ def test_stub_names_the_arguments_in_their_order(name: str) -> None:
 
 def test_stub_has_every_method() -> None:
     caches = ("CacheAppendParams", "CacheDraftParams", "CacheCommitParams")
-    for name in ("FwdParams", "BwdParams", "SelectParams", "BuildKeyListsParams", *caches):
+    keys = ("BuildKeyListsParams", "JoinKeysParams", "KeepKeysParams")
+    for name in ("FwdParams", "BwdParams", "SelectParams", *keys, *caches):
         methods = [m for m in dir(getattr(dmattn_kernels._core, name)) if not m.startswith("_")]
         assert [m for m in methods if f"{name}.{m}" not in FUNCTIONS] == []

@@ -6,16 +6,16 @@ cache. Letters as in `dmattn.cache_state`; L keys held, N heads of the cache, H 
 window size.
 """
 
-import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from dmattn.cache_state import CacheTensors, CacheTokens
-from dmattn.dispatch import attend, select
-from dmattn.key_lists import Selection
-from dmattn.key_state import Keys, Places, counting, gathered, kept_places
+from dmattn.dispatch import attend, select, way_without_graph
+from dmattn.key_lists import KeptKeys, Selection
+from dmattn.key_state import Keys, Places, counting, gathered, joined, kept_places
+from dmattn.ops.keys import keep_keys
 from dmattn.problem import Problem
 
 
@@ -31,6 +31,7 @@ class Block(NamedTuple):
     tokens: int  # T
     before: Tensor  # int32 (B,): tokens seen before it
     active: Tensor | None  # bool (B, T)
+    way: bool | None  # the `way_without_graph` of all of them
 
     @staticmethod
     def of(cache: CacheTensors, new: CacheTokens, window_size: int, in_order: bool) -> "Block":
@@ -38,16 +39,12 @@ class Block(NamedTuple):
 
         With eviction, entries without a key then come before those that have one.
         """
-        tokens = new.k.shape[1]
-        score = new.score.detach()
-        if new.active is not None:
-            score = score.masked_fill(~new.active[:, None], -math.inf)
-        keys = Keys(
-            torch.cat((cache.k, new.k.detach()), 1),
-            torch.cat((cache.v, new.v.detach()), 1),
-            torch.cat((cache.score, score), 2),
-            cache.position,
-        )
+        tokens, held = new.k.shape[1], cache.k.shape[1]
+        mask = None if new.active is None else new.active[:, None]
+        tensors = new.k.detach(), new.v.detach(), new.score.detach(), mask
+        way = way_without_graph(*cache, *tensors)
+        before = Keys(cache.k, cache.v, cache.score, cache.position)
+        keys = joined(before, tensors, held, way)._replace(position=cache.position)
         place, ordered = None, keys.score
         if not in_order:
             order = cache.position.argsort(2)  # entries without a key come first
@@ -55,7 +52,7 @@ class Block(NamedTuple):
             place = torch.cat((order, last.expand(*order.shape[:2], -1)), 2)
             ordered = keys.score.gather(2, place)
         lists = select(ordered, None, window_size, tokens, True)
-        return Block(keys, place, lists, tokens, cache.seen, new.active)
+        return Block(keys, place, lists, tokens, cache.seen, new.active, way)
 
     def attend(self, query: Tensor, softmax_scale: float, softcap: float) -> Tensor:
         """(B, T, H, D): of query (B, T, H, D)."""
@@ -90,6 +87,8 @@ class Block(NamedTuple):
             into: where to write it, such as the cache that the tokens are behind; None for new
                 tensors.
         """
+        if self.way or (self.way is not None and into is None):
+            return self._kept_at_once(window_size, into, self.way)
         at = kept_places(self.lists.end, window_size, first_may_be_empty=True).at
         if self.place is not None:
             at = self.place.gather(2, at)
@@ -97,11 +96,9 @@ class Block(NamedTuple):
             new = self.before[:, None] + counting(self.tokens, at.device)
             seen, more = self.before, self.tokens
         else:
-            new = self.before[:, None] + (self.active.cumsum(1, dtype=torch.int32) - 1)
+            new = self._new_positions(self.active)
             seen, more = new[:, -1], 1
-        held = self.keys.position
-        assert held is not None
-        position = torch.cat((held, new[:, None].expand(-1, held.shape[1], -1)), 2)
+        position = self._positions(new)
         keys = self.keys._replace(position=position)
         if into is None:
             return CacheTensors(*gathered(keys, Places(at, None)), seen + more)
@@ -112,3 +109,37 @@ class Block(NamedTuple):
         torch.gather(position, 2, at, out=into.position)
         torch.add(seen, more, out=into.seen)
         return into
+
+    def _kept_at_once(self, window_size: int, into: CacheTensors | None, way: bool) -> CacheTensors:
+        """`kept` by the operator; `into` only where it is called directly."""
+        keys, position, seen = self.keys, self.keys.position, self.before
+        assert position is not None
+        place = None if self.place is None else self.place.to(torch.int32)
+        if self.active is not None:
+            new = self._new_positions(self.active)
+            position, after = self._positions(new), new[:, -1] + 1
+        elif into is not None:  # `into` is written while these are read
+            position, seen = position.clone(), seen.clone()
+        room = None if into is None else KeptKeys(*into)
+        if room is not None and self.active is not None:
+            room = room._replace(seen=torch.empty_like(seen))
+        row, end = keys.k.shape[1] - 1, self.lists.end
+        found = CacheTensors(
+            *keep_keys(row, end, place, keys[:3], position, seen, window_size, way, room)
+        )
+        if self.active is None:
+            return found
+        if into is None:
+            return found._replace(seen=after)
+        into.seen.copy_(after)
+        return into
+
+    def _new_positions(self, active: Tensor) -> Tensor:
+        """int32 (B, T): of the new tokens, where those that are skipped are not counted."""
+        return self.before[:, None] + (active.cumsum(1, dtype=torch.int32) - 1)
+
+    def _positions(self, new: Tensor) -> Tensor:
+        """int32 (B, N, L + T), of new tokens (B, T)."""
+        held = self.keys.position
+        assert held is not None
+        return torch.cat((held, new[:, None].expand(-1, held.shape[1], -1)), 2)

@@ -303,11 +303,46 @@ def is_plain_call(*tensors: Tensor | None) -> bool:
     """
     if torch.compiler.is_compiling() or not is_direct(*tensors):
         return False
+    return not any_requires_grad(*tensors)
+
+
+def _needs_no_graph(*tensors: Tensor | None) -> bool:
+    """Whether an operator without gradients may take these tensors.
+
+    Not where one requires a gradient, and not under what such an operator knows nothing of: the
+    transforms of functorch, forward-mode derivatives, and tensors of other types.
+    """
+    if any_requires_grad(*tensors):
+        return False
+    if torch.compiler.is_compiling():
+        return True
+    if _PROBES is None:
+        return False
+    _, _, functorch_level, tracing = _PROBES
+    return (
+        functorch_level() is None
+        and tracing() is None
+        and getattr(forward_ad, "_current_level", 0) < 0
+        and _are_plain(*tensors)
+    )
+
+
+def way_without_graph(*tensors: Tensor | None) -> bool | None:
+    """How operators that have no gradients may take these tensors: directly (True), through the
+    dispatcher of torch (False), or not at all (None).
+    """
+    if is_plain_call(*tensors):
+        return True
+    return False if _needs_no_graph(*tensors) else None
+
+
+def any_requires_grad(*tensors: Tensor | None) -> bool:
+    """Whether autograd has to know what becomes of these tensors."""
     if torch.is_grad_enabled():
         for t in tensors:
             if t is not None and t.requires_grad:
-                return False
-    return True
+                return True
+    return False
 
 
 def is_batch(grad: Tensor) -> bool:

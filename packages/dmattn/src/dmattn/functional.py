@@ -19,13 +19,13 @@ from dmattn.kept_keys import (
     leading_rows,
     without_leading_rows,
 )
-from dmattn.key_state import KeyState
-from dmattn.known_calls import kind_of_call, recall, remember
+from dmattn.key_state import KeyState, tensors_of
+from dmattn.known_calls import Kind, kind_of_call, recall, remember
 from dmattn.problem import Problem, lse_dtype, lse_of_no_key, with_one_head_dim
 from dmattn.reference import reference_attention
 from dmattn.selection import KeySelection
 from dmattn.slow_paths import slow_paths
-from dmattn.stretches import Stretch, checked_stretch
+from dmattn.stretches import Stretch, checked_stretch, known_stretch
 from dmattn.validation import check_bool
 
 
@@ -207,10 +207,12 @@ def flash_dmattn_func(
     """
     operands = (query, key, value, attn_mask, attn_bias, sinks)
     kind, stretch = None, None
-    # Only False itself: what else counts as false, such as 0, is for the checks to refuse.
-    if selection is None and state is None and cu_seqlens is None and return_state is False:
-        options = (softmax_scale, is_causal, softcap, deterministic, window_size, backend)
-        kind = kind_of_call(operands, options)
+    if selection is None and cu_seqlens is None:
+        options = (
+            *(softmax_scale, is_causal, softcap, deterministic, window_size, backend),
+            return_state,
+        )
+        kind = _kind_of_call(operands, options, state)
     if return_attn_probs and state is not None:
         raise ValueError("return_attn_probs: got True beside state, wanted False")
     known = recall(kind)
@@ -237,9 +239,9 @@ def flash_dmattn_func(
         if kind is not None:
             remember(kind, operands, problem, backend)
     else:
-        problem = known.problem(operands)
-        if window_size is not None:
-            problem, _ = keep_window(problem, window_size, attn_bias)
+        problem, stretch = _known_problem(
+            known.problem(operands), window_size, attn_bias, state, return_state
+        )
         if problem.key_lists is None or leading_rows(problem) == 0:
             out, lse = attend_directly(problem, known.backend, bool(return_lse))
         else:
@@ -253,6 +255,34 @@ def flash_dmattn_func(
         assert stretch is not None
         result = (*result, stretch.state_behind(problem))
     return result
+
+
+def _kind_of_call(operands: tuple[Any, ...], options: tuple[Any, ...], state: Any) -> Kind | None:
+    """`kind_of_call`, also for stretches of a sequence."""
+    if state is None:
+        return kind_of_call(operands, options)
+    if type(state) is not KeyState:  # for the checks to refuse
+        return None
+    return kind_of_call(operands, options, state=tensors_of(state))
+
+
+def _known_problem(
+    problem: Problem,
+    window_size: int | None,
+    attn_bias: Tensor | None,
+    state: KeyState | None,
+    return_state: bool,
+) -> tuple[Problem, Stretch | None]:
+    """`_checked_call` for arguments of a known kind."""
+    stretch = None
+    if state is not None or return_state:
+        assert window_size is not None  # as the checks have seen
+        stretch = known_stretch(problem, state, window_size)
+        if stretch.needs_keys:
+            return stretch.with_keys(), stretch
+    if window_size is not None:
+        problem, _ = keep_window(problem, window_size, attn_bias)
+    return problem, stretch
 
 
 def explain(*arguments: Any, **options: Any) -> str:

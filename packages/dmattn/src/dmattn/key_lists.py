@@ -34,6 +34,16 @@ class KeyLists(NamedTuple):
     needed: Tensor  # int32, as count: entries of each list, whether it fits or not
 
 
+class KeptKeys(NamedTuple):
+    """Keys that a row keeps, in order of position. Entries without a key come first."""
+
+    k: Tensor  # (B, w, N, D), zeros without a key
+    v: Tensor  # (B, w, N, Dv), likewise
+    score: Tensor  # (B, N, w), -inf without a key
+    position: Tensor  # int32 (B, N, w), -1 without a key
+    seen: Tensor  # int32 (B,): tokens so far
+
+
 def as_selection(
     end: Tensor | None, idx: Tensor | None, count: Tensor | None, full: Tensor | None
 ) -> Selection | None:

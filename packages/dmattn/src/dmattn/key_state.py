@@ -17,9 +17,10 @@ from torch.fx._pytree import register_pytree_flatten_spec
 from torch.utils import _pytree as pytree
 
 from dmattn.arguments import check_window_size
-from dmattn.dispatch import is_plain_call, nobody_intercepts, select
+from dmattn.dispatch import is_plain_call, nobody_intercepts, select, way_without_graph
 from dmattn.key_lists import capacity_for, rows_at
-from dmattn.ops.selection import build_key_lists
+from dmattn.ops.keys import join_keys, keep_keys
+from dmattn.ops.selection import build_key_lists, select_keys
 from dmattn.selection import key_only_mask
 from dmattn.validation import (
     can_be_read,
@@ -134,15 +135,13 @@ class KeyState:
         )
         earlier_score = self.score.masked_fill(later.has_start[:, None, None], -math.inf)
         moved = later.position + self.seen[:, None, None]
-        both = Keys(
-            torch.cat((self.k, later.k), 1),
-            torch.cat((self.v, later.v), 1),
-            torch.cat((earlier_score, later.score), 2),
-            torch.cat((self.position, moved.where(later.position >= 0, -1)), 2),
-        )
-        places = _best_places(both.score, self.window_size)
+        earlier = Keys(self.k, self.v, earlier_score, self.position)
+        way = way_without_graph(*tensors_of(self), *tensors_of(later))
+        both = joined(earlier, (later.k, later.v, later.score, None), window_size, way)
+        position = torch.cat((self.position, moved.where(later.position >= 0, -1)), 2)
         seen, has_start = self.seen + later.seen, self.has_start | later.has_start
-        return KeyState(*gathered(both, places), seen, has_start)
+        best = _best(both._replace(position=position), window_size, way)
+        return KeyState(*best, seen, has_start)
 
     def __repr__(self) -> str:
         tensors, _ = _flatten(self)
@@ -170,6 +169,10 @@ class Places(NamedTuple):
     at: Tensor  # int64 (B, N, w), ascending; 0 for entries without a key, which come first
     # bool (B, N, w), entries without a key; None: where there are any, key 0 is such an entry, too.
     empty: Tensor | None
+
+
+# Keys and values (B, S, HK, D), ({B|1}, {H|HK|1}, S) scores and a mask: as `keys_of` takes them.
+NewKeys = tuple[Tensor, Tensor, Tensor, Tensor | None]
 
 
 def keys_of(key: Tensor, value: Tensor, score: Tensor, mask: Tensor | None) -> Keys:
@@ -200,9 +203,29 @@ def best_of(keys: Keys, window_size: int, starts: Tensor | None) -> KeyState:
         last = starts.masked_fill((starts < 0) | (starts >= seqlen), 0).amax()
         before = torch.arange(seqlen, device=keys.k.device) < last
         keys = keys._replace(score=keys.score.masked_fill(before, -math.inf))
-    return KeyState(
-        *gathered(keys, _best_places(keys.score, window_size)), *counted(keys.k, starts)
-    )
+    best = _best(keys, window_size, way_without_graph(*keys))
+    return KeyState(*best, *counted(keys.k, starts))
+
+
+def joined(first: Keys, new: NewKeys, front: int, way: bool | None) -> Keys:
+    """Keys of a stretch behind those of a state or a cache; without positions.
+
+    Args:
+        first: these, the last of `front` entries; what is before them are entries without a key.
+        new: those of the stretch, as `keys_of` takes them.
+        front: how many entries are in front of the stretch.
+        way: the `way_without_graph` of all these tensors.
+    """
+    if way is not None:
+        return Keys(*join_keys(first[:3], new[:3], new[3], front, way), None)
+    behind, spare = keys_of(*new), front - first.k.shape[1]
+    ks, vs = [first.k, behind.k], [first.v, behind.v]
+    scores = [first.score, behind.score.to(first.score.dtype)]
+    if spare > 0:
+        ks.insert(0, first.k.new_zeros((len(first.k), spare, *first.k.shape[2:])))
+        vs.insert(0, first.v.new_zeros((len(first.v), spare, *first.v.shape[2:])))
+        scores.insert(0, first.score.new_full((*first.score.shape[:2], spare), -math.inf))
+    return Keys(torch.cat(ks, 1), torch.cat(vs, 1), torch.cat(scores, 2), None)
 
 
 def counted(
@@ -212,12 +235,30 @@ def counted(
     batch, seqlen = key.shape[:2]
     if before is None:
         seen = torch.full((batch,), seqlen, dtype=torch.int32, device=key.device)
-        has_start = torch.zeros_like(seen, dtype=torch.bool)
     else:
-        seen, has_start = before.seen + seqlen, before.has_start
+        seen = before.seen + seqlen
+    return seen, started(key, starts, before)
+
+
+def started(key: Tensor, starts: Tensor | None, before: KeyState | None) -> Tensor:
+    """`has_start` behind such a stretch."""
+    batch, seqlen = key.shape[:2]
+    if before is None:
+        has_start = torch.zeros((batch,), dtype=torch.bool, device=key.device)
+    else:
+        has_start = before.has_start
     if starts is not None:
         has_start = has_start | ((starts >= 0) & (starts < seqlen)).any()
-    return seen, has_start
+    return has_start
+
+
+def _best(keys: Keys, window_size: int, way: bool | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The first fields of a state of the best of keys; `way`: their `way_without_graph`."""
+    if way is None or keys.score.shape[2] == 0:
+        return gathered(keys, _best_places(keys.score, window_size))
+    end = select_keys(keys.score, None, window_size, 1, False, direct=way).end
+    row = keys.k.shape[1] - 1
+    return keep_keys(row, end, None, keys[:3], keys.position, None, window_size, way)[:4]
 
 
 def _best_places(score: Tensor, window_size: int) -> Places:
@@ -434,6 +475,11 @@ def _check_key_mask(attn_mask: Any, key: Tensor, scores: Tensor) -> Tensor:
             f"(batch|1, nheads|nheads_k|1, 1, {seqlen})"
         )
     return mask
+
+
+def tensors_of(state: KeyState) -> tuple[Any, ...]:
+    """Its fields, in their order."""
+    return state.k, state.v, state.score, state.position, state.seen, state.has_start
 
 
 def _flatten(state: KeyState) -> tuple[list[Any], None]:

@@ -49,7 +49,10 @@ _known: dict[Kind, Known] = {}
 
 
 def kind_of_call(
-    operands: tuple[Any, ...], options: tuple[Any, ...], packing: tuple[Any, ...] | None = None
+    operands: tuple[Any, ...],
+    options: tuple[Any, ...],
+    packing: tuple[Any, ...] | None = None,
+    state: tuple[Any, ...] | None = None,
 ) -> Kind | None:
     """All that the checks and the choice of a backend look at; None: not to be remembered.
 
@@ -61,6 +64,7 @@ def kind_of_call(
         options: what was given for every other argument that a check or the choice of a backend
             comes to look at.
         packing: of packed sequences, what makes a `Packing`.
+        state: of a stretch behind others, the tensors of their `KeyState`.
     """
     if torch.compiler.is_compiling() or not nobody_intercepts():
         return None
@@ -68,8 +72,12 @@ def kind_of_call(
     if packing is not None:
         tensors, options = (*operands, *packing[:2]), (*options, *packing[2:])
     readers = kernels.kind_readers
-    kinds = (readers[0] if readers else _kind_of)(PLAIN_TYPES, *tensors)
+    kind_of = readers[0] if readers else _kind_of
+    kinds = kind_of(PLAIN_TYPES, *tensors)
     query = operands[0]
+    if kinds is not None and state is not None:  # by itself: one call takes 8 tensors
+        of_state = kind_of(PLAIN_TYPES, *state)
+        kinds = None if of_state is None else (kinds, of_state)
     if kinds is None or (may_autocast() and (query is None or is_autocast(query))):
         return None
     # 1 is equal to True, and 64.0 to 64, but they may be errors where those are none.

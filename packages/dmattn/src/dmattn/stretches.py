@@ -6,17 +6,17 @@ and of equal scores the later key still stands later. So a stretch is an ordinar
 lists. Letters as in `dmattn.key_state`.
 """
 
-import math
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from dmattn.dispatch import select
+from dmattn.dispatch import any_requires_grad, select, way_without_graph
 from dmattn.key_lists import behind_rows, whole_blocks
 from dmattn.key_state import (
     Keys,
     KeyState,
+    NewKeys,
     Places,
     Wanted,
     best_of,
@@ -25,12 +25,19 @@ from dmattn.key_state import (
     counted,
     counting,
     gathered,
+    joined,
     kept_places,
     keys_of,
+    started,
+    tensors_of,
 )
+from dmattn.ops.keys import keep_keys
+from dmattn.ops.selection import select_keys
 from dmattn.problem import Problem
 from dmattn.selection import key_only_mask
 from dmattn.validation import can_be_read
+
+_BEHIND_BIAS = Problem._fields.index("bias") + 1
 
 
 class Stretch(NamedTuple):
@@ -42,12 +49,14 @@ class Stretch(NamedTuple):
         window_size: w.
         starts: int64 (documents + 1,), where documents begin, counted from the first token of the
             stretch; or None.
+        way: the `way_without_graph` of its keys and those of the state.
     """
 
     own: Problem
     state: KeyState | None
     window_size: int
     starts: Tensor | None
+    way: bool | None
 
     @property
     def needs_keys(self) -> bool:
@@ -59,21 +68,38 @@ class Stretch(NamedTuple):
         problem, state = self.own, self.state
         if problem.q.shape[1] == 0:
             return problem  # no rows, no lists
-        keys, front = _own_keys(problem), 0
-        if state is not None:
-            # With documents, lists are made for all keys as rows. Those of the stretch can be cut
-            # out of them where the rows before it fill whole blocks.
-            front = self.window_size if self.starts is None else whole_blocks(self.window_size)
-            keys = _joined(state, keys, front)
+        front = self._front
+        if state is None:
+            keys = _own_keys(problem)
+        else:
+            before = Keys(state.k, state.v, state.score, None)
+            keys = joined(before, _own_parts(problem), front, self.way)
         if self.starts is None:
-            lists = select(keys.score.detach(), None, self.window_size, problem.q.shape[1], True)
+            wanted = self.window_size, problem.q.shape[1], True
+            if self.way:
+                lists = select_keys(keys.score, None, *wanted, direct=True)
+            else:
+                lists = select(keys.score.detach(), None, *wanted)
         else:
             key_len = keys.k.shape[1]
             bounds = _bounds(self.starts, front, key_len)
             lists = select(keys.score.detach(), None, self.window_size, key_len, True, bounds)
             lists = behind_rows(lists, front)
         bias = keys.score[:, :, None]
-        return problem.replace(k=keys.k, v=keys.v, mask=None, bias=bias, key_lists=lists)
+        others = problem.with_lists(lists)[_BEHIND_BIAS:]
+        fields: tuple[Any, ...] = (problem.q, keys.k, keys.v, None, bias, *others)
+        return Problem(*fields)
+
+    @property
+    def _front(self) -> int:
+        """Entries in front of the stretch in `with_keys`, of which the last ones are the state's.
+
+        With documents, lists are made for all keys as rows. Those of the stretch can be cut out of
+        them where the rows before it fill whole blocks.
+        """
+        if self.state is None:
+            return 0
+        return self.window_size if self.starts is None else whole_blocks(self.window_size)
 
     def state_behind(self, problem: Problem) -> KeyState:
         """The state behind it; `problem`: `own` with the keys chosen, as attention has it."""
@@ -81,6 +107,10 @@ class Stretch(NamedTuple):
         if problem.key_lists is None or rows == 0:
             found = best_of(_own_keys(self.own), self.window_size, self.starts)
             return found if state is None else state.merge(found)
+        bias = problem.bias
+        assert bias is not None
+        if self.way is not None:
+            return self._kept(problem, bias.squeeze(2), problem.key_lists.end, self.way)
         # Of a state whose keys all remain in sight, the entries without a key are the first ones.
         all_in_sight = state is not None and self.starts is None
         places = kept_places(problem.key_lists.end, self.window_size, all_in_sight)
@@ -93,11 +123,27 @@ class Stretch(NamedTuple):
                 at.expand(*heads, -1), None if empty is None else empty.expand(*heads, -1)
             )
             return KeyState(*gathered(keys, places), *numbers)
-        assert problem.bias is not None
-        keys = Keys(problem.k, problem.v, problem.bias[:, :, 0], None)
+        keys = Keys(problem.k, problem.v, bias[:, :, 0], None)
         if state is not None:
             keys = keys._replace(position=self._positions(state, keys.k.shape[1]))
         return KeyState(*gathered(keys, places), *numbers)
+
+    def _kept(self, problem: Problem, score: Tensor, end: Tensor, way: bool) -> KeyState:
+        """`state_behind` where nothing requires a gradient."""
+        state, k, v, position, seen = self.state, problem.k, problem.v, None, None
+        if state is not None:
+            position, seen = state.position, state.seen
+            spare = self._front - self.window_size
+            if spare > 0:
+                k, v = k[:, spare:], v[:, spare:]
+                score, end = score[:, :, spare:], end[:, :, spare:] - spare
+        row, keys = k.shape[1] - 1, (k, v, score)
+        kept = keep_keys(row, end, None, keys, position, seen, self.window_size, way)
+        its_score = kept.score
+        if its_score.dtype != torch.float32:
+            its_score = its_score.to(torch.promote_types(its_score.dtype, torch.float32))
+        has_start = started(self.own.k, self.starts, state)
+        return KeyState(kept.k, kept.v, its_score, kept.position, kept.seen, has_start)
 
     def _positions(self, state: KeyState, key_len: int) -> Tensor:
         """int32 (B, N, L) of the keys that `with_keys` has joined."""
@@ -148,33 +194,40 @@ def checked_stretch(problem: Problem, state: Any, window_size: int, cu_seqlens: 
         score_dtype = torch.promote_types(bias.dtype, torch.float32)
         wanted_state = Wanted(len(k), window_size, heads, dims, k.dtype, score_dtype, k.device)
         check_state("state", state, wanted_state)
+    way = way_without_graph(*problem[1:5], *(() if state is None else tensors_of(state)))
     if cu_seqlens is None:
-        return Stretch(problem, state, window_size, None)
+        return Stretch(problem, state, window_size, None, way)
     starts = check_starts(cu_seqlens, k.device)
     if state is None:
-        return Stretch(problem, None, window_size, starts)
+        return Stretch(problem, None, window_size, starts, way)
     if can_be_read(state.seen) and bool((state.seen != state.seen[:1]).any()):
         raise ValueError("state: got sequences of unequal lengths, wanted equal with cu_seqlens")
-    return Stretch(problem, state, window_size, starts - state.seen[:1].sum())
+    starts = starts - state.seen[:1].sum()
+    return Stretch(problem, state, window_size, starts, way)
+
+
+def known_stretch(problem: Problem, state: KeyState | None, window_size: int) -> Stretch:
+    """The same without documents, for a call whose kind is known: of ordinary tensors."""
+    way = None if any_requires_grad(*problem[1:5], *_learned(state)) else True
+    return Stretch(problem, state, window_size, None, way)
+
+
+def _learned(state: KeyState | None) -> tuple[Tensor, ...]:
+    """What of a state may require a gradient."""
+    return () if state is None else (state.k, state.v, state.score)
 
 
 def _own_keys(problem: Problem) -> Keys:
     """The keys of a problem that has a score for each."""
+    return keys_of(*_own_parts(problem))
+
+
+def _own_parts(problem: Problem) -> NewKeys:
+    """The same as `keys_of` takes them."""
     bias, mask = problem.bias, problem.mask
     assert bias is not None
     key_mask = None if mask is None else key_only_mask(mask, problem.k.shape[1])
-    return keys_of(problem.k, problem.v, bias[:, :, 0], key_mask)
-
-
-def _joined(state: KeyState, keys: Keys, front: int) -> Keys:
-    """The keys of a state as the last of `front` entries, those of a stretch behind them."""
-    spare = front - state.window_size
-    ks, vs, scores = [state.k, keys.k], [state.v, keys.v], [state.score, keys.score]
-    if spare > 0:
-        ks.insert(0, state.k.new_zeros((len(state.k), spare, *state.k.shape[2:])))
-        vs.insert(0, state.v.new_zeros((len(state.v), spare, *state.v.shape[2:])))
-        scores.insert(0, state.score.new_full((*state.score.shape[:2], spare), -math.inf))
-    return Keys(torch.cat(ks, 1), torch.cat(vs, 1), torch.cat(scores, 2), None)
+    return problem.k, problem.v, bias.squeeze(2), key_mask
 
 
 def _bounds(starts: Tensor, front: int, key_len: int) -> Tensor:

@@ -23,6 +23,8 @@ void validate(const dmattn_build_key_lists_params& p, PointerCheck& pointers);
 void validate(const dmattn_cache_append_params& p, PointerCheck& pointers);
 void validate(const dmattn_cache_draft_params& p, PointerCheck& pointers);
 void validate(const dmattn_cache_commit_params& p, PointerCheck& pointers);
+void validate(const dmattn_join_keys_params& p, PointerCheck& pointers);
+void validate(const dmattn_keep_keys_params& p, PointerCheck& pointers);
 void validate_workspace(const void* workspace, size_t bytes, size_t wanted);
 
 inline bool is_present(const dmattn_tensor& t) { return t.ndim > 0; }

@@ -33,6 +33,8 @@ BUILD_KEY_LISTS = Operation("BuildKeyListsParams", "enqueue_build_key_lists")
 CACHE_APPEND = Operation("CacheAppendParams", "enqueue_cache_append")
 CACHE_DRAFT = Operation("CacheDraftParams", "enqueue_cache_draft")
 CACHE_COMMIT = Operation("CacheCommitParams", "enqueue_cache_commit")
+JOIN_KEYS = Operation("JoinKeysParams", "enqueue_join_keys")
+KEEP_KEYS = Operation("KeepKeysParams", "enqueue_keep_keys")
 
 
 class Kernels(NamedTuple):
@@ -53,6 +55,7 @@ class Kernels(NamedTuple):
 _OPERATIONS = (
     *(FORWARD, BACKWARD, SELECT, BUILD_KEY_LISTS),
     *(CACHE_APPEND, CACHE_DRAFT, CACHE_COMMIT),
+    *(JOIN_KEYS, KEEP_KEYS),
 )
 
 # The function that tells kinds of tensors apart for `dmattn.known_calls`, once it is loaded.

@@ -1,0 +1,131 @@
+// The keys that the rows behind a stretch may still attend to, taken out of all keys of the stretch.
+//
+// A thread block has a segment of the keys of one batch and head. It counts the kept keys of the whole row, which tells it
+// where its own go: reading every `end` once more in each block costs less than a launch that would count before.
+#include "keys.h"
+#include "numbers.cuh"
+
+namespace dmattn {
+namespace {
+
+using namespace prep;
+
+constexpr int kThreads = 256;
+
+struct KeptCounts {
+  int before = 0, from = 0;  // before the segment, and from its beginning on
+};
+
+__device__ __forceinline__ KeptCounts count_kept(const int32_t* end, int64_t row, int seqlen, int begin) {
+  KeptCounts found;
+#pragma unroll 8
+  for (int j = threadIdx.x; j < seqlen; j += kThreads) {
+    const int is_kept = __ldg(end + j) > row;
+    found.before += j < begin ? is_kept : 0;
+    found.from += j < begin ? 0 : is_kept;
+  }
+  return found;
+}
+
+// Rows of keys or values to the entries from `entry` on; source(i): the key that the i-th of them comes from.
+template <class Word, class Source>
+__device__ __forceinline__ void copy_rows(const WordRows& from, const WordRowsOut& to, int b, int h, int entry,
+                                          int rows, Source&& source) {
+  const uint32_t words = static_cast<uint32_t>(rows) * to.words.value;
+  const auto from_word = [&](uint32_t i) {
+    const int row = static_cast<int>(quotient(i, to.words)), word = static_cast<int>(i - row * to.words.value);
+    return static_cast<const Word*>(from.data) + word_offset(from, b, h, source(row)) + word;
+  };
+  const auto to_word = [&](uint32_t i) {
+    const int row = static_cast<int>(quotient(i, to.words)), word = static_cast<int>(i - row * to.words.value);
+    return static_cast<Word*>(to.data) + row_offset(to.stride, b, h, entry + row) + word;
+  };
+  copy_words<Word, kThreads>(words, from_word, to_word);
+}
+
+template <class Word>
+__device__ __forceinline__ void clear_rows(const WordRowsOut& to, int b, int h, int first, int step, int stop) {
+#pragma unroll 1
+  for (int entry = first; entry < stop; entry += step) {
+    for (int word = threadIdx.x; word < static_cast<int>(to.words.value); word += kThreads) {
+      static_cast<Word*>(to.data)[row_offset(to.stride, b, h, entry) + word] = Word{};
+    }
+  }
+}
+
+// The blocks of a row share the entries without a key.
+template <class Word>
+__device__ __forceinline__ void clear_entries(const KeepKeysParams& p, int b, int h, int64_t entries, int segment,
+                                              int empty) {
+  clear_rows<Word>(p.k_kept, b, h, segment, p.segments, empty);
+  clear_rows<Word>(p.v_kept, b, h, segment, p.segments, empty);
+  for (int64_t entry = segment + int64_t{threadIdx.x} * p.segments; entry < empty;
+       entry += kThreads * int64_t{p.segments}) {
+    store_score(p.score_kept, p.score_dtype, entries + entry, lowest_score_bits(p.score_dtype));
+    p.position_kept[entries + entry] = -1;
+  }
+}
+
+__device__ __forceinline__ int position_of(const KeepKeysParams& p, int b, int h, int key, int seen) {
+  if (key >= p.positions)
+    return static_cast<int>(static_cast<uint32_t>(seen) + static_cast<uint32_t>(key - p.positions));
+  return static_cast<const int32_t*>(p.position.data)[number_offset(p.position, b, h, key)];
+}
+
+template <class Word>
+__global__ void __launch_bounds__(kThreads) keep_keys_kernel(const KeepKeysParams p) {
+  __shared__ int kept[kThreads];  // where the kept keys of a tile lie
+  __shared__ int sums[3][32];
+  const int segment = blockIdx.x % p.segments, line = blockIdx.x / p.segments;
+  const int b = line / p.heads, h = line % p.heads;
+  const int64_t entries = static_cast<int64_t>(line) * p.window;
+  const int begin = static_cast<int>(min(int64_t{segment} * p.segment_keys, int64_t{p.seqlen}));
+  const int stop = static_cast<int>(min(int64_t{begin} + p.segment_keys, int64_t{p.seqlen}));
+  const int32_t* end = p.end + b * p.end_batch_stride + quotient(h, p.end_head_ratio) * p.end_head_stride;
+  const int seen = p.seen == nullptr ? 0 : p.seen[b];
+
+  const KeptCounts mine = count_kept(end, p.row, p.seqlen, begin);
+  int before, from;
+  block_exclusive_scan<kThreads>(mine.before, sums[0], before);
+  block_exclusive_scan<kThreads>(mine.from, sums[1], from);
+  clear_entries<Word>(p, b, h, entries, segment, p.window - min(p.window, before + from));
+
+  int entry = p.window - from;  // of the next kept key; negative where more are kept than there are entries
+  for (int tile = begin; tile < stop; tile += kThreads) {
+    const int j = tile + threadIdx.x;
+    const bool is_kept = j < stop && __ldg(end + j) > p.row;
+    int found;
+    const int slot = block_exclusive_scan<kThreads>(is_kept, sums[2], found);
+    const int skip = min(max(-entry, 0), found);
+    if (is_kept && slot >= skip) {
+      int key = j;
+      if (p.place != nullptr) {
+        key = min(max(__ldg(p.place + static_cast<int64_t>(line) * p.seqlen + j), 0), p.seqlen - 1);
+      }
+      kept[slot - skip] = key;
+      const int64_t to = entries + entry + slot;
+      store_score(p.score_kept, p.score_dtype, to,
+                  score_bits(p.score, number_offset(p.score, b, h, key), p.score_dtype));
+      p.position_kept[to] = position_of(p, b, h, key, seen);
+    }
+    __syncthreads();
+    const auto source = [&](int row) { return kept[row]; };
+    copy_rows<Word>(p.k, p.k_kept, b, h, entry + skip, found - skip, source);
+    copy_rows<Word>(p.v, p.v_kept, b, h, entry + skip, found - skip, source);
+    entry += found;
+    __syncthreads();  // the next tile writes `kept` and `sums`
+  }
+  if (p.seen_kept != nullptr && segment == 0 && h == 0 && threadIdx.x == 0) {
+    p.seen_kept[b] = static_cast<int>(static_cast<uint32_t>(seen) + static_cast<uint32_t>(p.seqlen - p.positions));
+  }
+}
+
+}  // namespace
+
+cudaError_t keep_keys(const KeepKeysParams& p, cudaStream_t stream) {
+  return with_word_type(p.word_bytes, [&](auto word) {
+    return launch(keep_keys_kernel<decltype(word)>, int64_t{p.batch} * p.heads * p.segments, kThreads, 0, stream, p);
+  });
+}
+
+}  // namespace dmattn

@@ -1,0 +1,76 @@
+// Scores and positions of keys, and the words that rows of keys are copied by.
+#pragma once
+
+#include "../keys_params.h"
+#include "../shared/helper.cuh"
+
+namespace dmattn {
+namespace prep {
+
+// Calls f(Word{}) for the type of words of so many bytes.
+template <class F>
+cudaError_t with_word_type(int bytes, F&& f) {
+  if (bytes == 16) return f(uint4{});
+  if (bytes == 8) return f(uint2{});
+  if (bytes == 4) return f(uint32_t{});
+  return f(uint16_t{});
+}
+
+// n / by.value, of n below 2^31.
+__device__ __forceinline__ uint32_t quotient(uint32_t n, const Divisor& by) {
+  return by.value == 1 ? n : __umulhi(n, by.multiplier) >> by.shift;
+}
+
+__device__ __forceinline__ int64_t number_offset(const KeyNumbers& n, int b, int h, int key) {
+  return b * n.batch_stride + quotient(h, n.head_ratio) * n.head_stride + key * n.key_stride;
+}
+
+// The bits of a score in the dtype of the result: as they are, or as those of an equal float.
+__device__ __forceinline__ uint32_t score_bits(const KeyNumbers& n, int64_t offset, Dtype to) {
+  if (n.dtype == Dtype::kFloat32) return static_cast<const uint32_t*>(n.data)[offset];
+  const uint16_t bits = static_cast<const uint16_t*>(n.data)[offset];
+  if (to == n.dtype) return bits;
+  if (n.dtype == Dtype::kBFloat16) return static_cast<uint32_t>(bits) << 16;
+  return __float_as_uint(__half2float(__ushort_as_half(bits)));
+}
+__device__ __forceinline__ uint32_t lowest_score_bits(Dtype dtype) {  // -inf
+  return dtype == Dtype::kFloat32 ? 0xff800000u : dtype == Dtype::kBFloat16 ? 0xff80u : 0xfc00u;
+}
+__device__ __forceinline__ void store_score(void* scores, Dtype dtype, int64_t offset, uint32_t bits) {
+  if (dtype == Dtype::kFloat32) {
+    static_cast<uint32_t*>(scores)[offset] = bits;
+  } else {
+    static_cast<uint16_t*>(scores)[offset] = static_cast<uint16_t>(bits);
+  }
+}
+
+// By all threads of a block: words 0 to `count` - 1 from source(i), nullptr for zeros, to target(i). Several loads of a
+// thread are on their way before it stores what came.
+template <class Word, int kThreads, class Source, class Target>
+__device__ __forceinline__ void copy_words(uint32_t count, Source&& source, Target&& target) {
+  constexpr int kAhead = 4;
+#pragma unroll 1
+  for (uint32_t begin = threadIdx.x; begin < count; begin += kAhead * kThreads) {
+    Word found[kAhead];
+#pragma unroll
+    for (int n = 0; n < kAhead; ++n) {
+      found[n] = Word{};
+      const uint32_t i = begin + n * kThreads;
+      const Word* from = i < count ? source(i) : nullptr;
+      if (from != nullptr) found[n] = __ldg(from);
+    }
+#pragma unroll
+    for (int n = 0; n < kAhead; ++n) {
+      const uint32_t i = begin + n * kThreads;
+      if (i < count) *target(i) = found[n];
+    }
+  }
+}
+
+// Element offset of a word of the row (b, key, h).
+__device__ __forceinline__ int64_t word_offset(const WordRows& rows, int b, int h, int key) {
+  return row_offset(rows.stride, b, static_cast<int>(quotient(h, rows.head_ratio)), key);
+}
+
+}  // namespace prep
+}  // namespace dmattn

@@ -1,0 +1,54 @@
+"""Moving whole keys by the CUDA kernels."""
+
+from torch import Tensor
+
+from dmattn.backends.cuda.kernels import JOIN_KEYS, KEEP_KEYS, check_device, launch
+from dmattn.key_lists import KeptKeys
+
+
+def join_keys(
+    first: tuple[Tensor, Tensor, Tensor],
+    new: tuple[Tensor, Tensor, Tensor],
+    mask: Tensor | None,
+    joined: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    """The CUDA implementation of dmattn::join_keys: fills `joined`.
+
+    Raises:
+        RuntimeError: no usable kernels, or a GPU that they do not serve.
+    """
+    k = joined[0]
+    device = k.get_device()
+    check_device(device)
+    launch(JOIN_KEYS, k, device, *_rows(first), *_rows(new), mask, *joined)
+
+
+def keep_keys(
+    row: int,
+    end: Tensor,
+    place: Tensor | None,
+    keys: tuple[Tensor, Tensor, Tensor],
+    position: Tensor | None,
+    seen: Tensor | None,
+    kept: KeptKeys,
+) -> None:
+    """The CUDA implementation of dmattn::keep_keys: fills `kept`.
+
+    Raises:
+        RuntimeError: no usable kernels, or a GPU that they do not serve.
+    """
+    device = kept.k.get_device()
+    check_device(device)
+    if end.stride(2) != 1:
+        end = end.contiguous()
+    launch(KEEP_KEYS, kept.k, device, row, end, place, *_rows(keys), position, seen, *kept)
+
+
+def _rows(keys: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys and values with contiguous rows, as the kernels copy them, and scores."""
+    k, v, score = keys
+    if k.stride(3) != 1:
+        k = k.contiguous()
+    if v.stride(3) != 1:
+        v = v.contiguous()
+    return k, v, score

@@ -1,0 +1,198 @@
+"""The operators that move whole keys, without gradients.
+
+    dmattn::join_keys   the keys of a stretch behind those of a state or a cache
+    dmattn::keep_keys   of keys in order of position those that the last row of a selection keeps
+
+Where gradients are wanted, `dmattn.key_state` and `dmattn.stretches` do the same by operations of
+torch. Letters: B batch, L keys, N heads of the result, D and Dv head dimension of keys and of
+values. Other heads n, of keys or of numbers, divide N: each stands for N / n neighbouring ones.
+"""
+
+from functools import partial
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from dmattn.backends.cpu import keys as cpu
+from dmattn.backends.cuda import keys as cuda
+from dmattn.key_lists import KeptKeys, larger
+from dmattn.ops.register import Operator, register
+
+_JOIN = (
+    "(Tensor k_first, Tensor v_first, Tensor score_first, Tensor k_new, Tensor v_new, "
+    "Tensor score_new, Tensor? mask_new, SymInt front) -> (Tensor k, Tensor v, Tensor score)"
+)
+_KEEP = (
+    "(SymInt row, Tensor end, Tensor? place, Tensor k, Tensor v, Tensor score, Tensor? position, "
+    "Tensor? seen, SymInt window) "
+    "-> (Tensor k, Tensor v, Tensor score, Tensor position, Tensor seen)"
+)
+
+Rows = tuple[Tensor, Tensor, Tensor]
+
+
+# --- dmattn::join_keys ----------------------------------------------------------------------------
+
+
+def join_keys(first: Rows, new: Rows, mask: Tensor | None, front: int, direct: bool) -> Rows:
+    """Call the operator.
+
+    Args:
+        first: k (B, F, N, D), v (B, F, N, Dv) and score (B, N, F): the last of the entries in front
+            of the new keys. Those before them hold no key: zeros, with a score of -inf.
+        new: k (B, S, n, D), v (B, S, n, Dv) and score ({B|1}, n, S).
+        mask: bool ({B|1}, n, S), False for a score of -inf; or None.
+        front: entries in front of the new keys, at least F.
+        direct: leave the dispatcher of torch out, where it would do nothing but call this.
+
+    Returns:
+        k (B, front + S, N, D), v likewise, and score (B, N, front + S) in the dtype of that of
+        `first`, to which that of `new` must convert without loss.
+
+    Raises:
+        ValueError: a shape does not fit.
+    """
+    if direct:
+        return _join(cuda if new[0].is_cuda else cpu, *first, *new, mask, front)
+    found: Rows = torch.ops.dmattn.join_keys(*first, *new, mask, front)
+    return found
+
+
+def _empty_joined(
+    k_first: Tensor,
+    v_first: Tensor,
+    score_first: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    score_new: Tensor,
+    mask_new: Tensor | None,
+    front: int,
+) -> Rows:
+    batch, held, heads, head_dim = k_first.shape
+    if front < held:
+        raise ValueError(f"front: got {front}, wanted at least {held}, the keys of k_first")
+    seqlen = front + k_new.shape[1]
+    return (
+        k_first.new_empty((batch, seqlen, heads, head_dim)),
+        v_first.new_empty((batch, seqlen, heads, v_first.shape[3])),
+        score_first.new_empty((batch, heads, seqlen)),
+    )
+
+
+def _join(
+    device: ModuleType,
+    k_first: Tensor,
+    v_first: Tensor,
+    score_first: Tensor,
+    k_new: Tensor,
+    v_new: Tensor,
+    score_new: Tensor,
+    mask_new: Tensor | None,
+    front: int,
+) -> Rows:
+    """dmattn::join_keys by the implementation for a device."""
+    first, new = (k_first, v_first, score_first), (k_new, v_new, score_new)
+    joined = _empty_joined(*first, *new, mask_new, front)
+    if joined[2].numel() > 0:
+        device.join_keys(first, new, mask_new, joined)
+    return joined
+
+
+# --- dmattn::keep_keys ----------------------------------------------------------------------------
+
+
+def keep_keys(
+    row: int,
+    end: Tensor,
+    place: Tensor | None,
+    keys: Rows,
+    position: Tensor | None,
+    seen: Tensor | None,
+    window: int,
+    direct: bool,
+    into: KeptKeys | None = None,
+) -> KeptKeys:
+    """Call the operator.
+
+    Args:
+        row: the position of the last row; keys whose end lies behind it are kept.
+        end: int32 ({B|1}, n, L) of a selection, in which that row keeps `window` keys or fewer.
+        place: int32 (B, N, L), where each of those keys lies in what follows; None: where it
+            stands.
+        keys: k (B, L, n, D), v (B, L, n, Dv) and score ({B|1}, n, L).
+        position: int32 ({B|1}, n, P) of the first P keys as they lie. The others count on from
+            `seen`. None for P = 0.
+        seen: int32 (B,), None for 0.
+        window: w, at least 1.
+        direct: leave the dispatcher of torch out, where it would do nothing but call this.
+        into: where to write it, overlapping with nothing that is read; needs `direct`.
+
+    Returns:
+        The kept keys as the last of w entries, in order of position; entries without a key hold
+        zeros, a score of -inf and position -1. And seen + L - P.
+    """
+    k, v, score = keys
+    if direct:
+        device = cuda if k.is_cuda else cpu
+        return _keep(device, row, end, place, k, v, score, position, seen, window, into)
+    return KeptKeys(
+        *torch.ops.dmattn.keep_keys(row, end, place, k, v, score, position, seen, window)
+    )
+
+
+def _empty_kept(
+    row: int,
+    end: Tensor,
+    place: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    score: Tensor,
+    position: Tensor | None,
+    seen: Tensor | None,
+    window: int,
+) -> KeptKeys:
+    batch, _, heads, head_dim = k.shape
+    for t in (end, score):
+        heads = larger(heads, t.shape[1])
+    return KeptKeys(
+        k.new_empty((batch, window, heads, head_dim)),
+        v.new_empty((batch, window, heads, v.shape[3])),
+        score.new_empty((batch, heads, window)),
+        end.new_empty((batch, heads, window)),
+        end.new_empty((batch,)),
+    )
+
+
+def _keep(
+    device: ModuleType,
+    row: int,
+    end: Tensor,
+    place: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    score: Tensor,
+    position: Tensor | None,
+    seen: Tensor | None,
+    window: int,
+    into: KeptKeys | None = None,
+) -> KeptKeys:
+    """dmattn::keep_keys by the implementation for a device."""
+    kept = into
+    if kept is None:
+        kept = _empty_kept(row, end, place, k, v, score, position, seen, window)
+    if kept.score.numel() > 0:
+        device.keep_keys(row, end, place, (k, v, score), position, seen, kept)
+    else:
+        kept.seen.fill_(k.shape[1] - (0 if position is None else position.shape[2]))
+        if seen is not None:
+            kept.seen.add_(seen)
+    return kept
+
+
+register(
+    Operator("dmattn::join_keys", _JOIN, partial(_join, cpu), partial(_join, cuda), _empty_joined)
+)
+register(
+    Operator("dmattn::keep_keys", _KEEP, partial(_keep, cpu), partial(_keep, cuda), _empty_kept)
+)
