@@ -78,14 +78,13 @@ class Probe:
     def key_lists(self, sms: int = 132, **fields: Any) -> Plan:
         return self._describe("probe_key_lists", abi.build_key_lists_params(**fields), sms)
 
-    def _describe(self, function: str, params: abi.Params, sms: int, kernels: str = SM80) -> Plan:
     def join_keys(self, sms: int = 132, **fields: Any) -> Plan:
         return self._describe("probe_join_keys", abi.join_keys_params(**fields), sms)
 
     def keep_keys(self, sms: int = 132, **fields: Any) -> Plan:
         return self._describe("probe_keep_keys", abi.keep_keys_params(**fields), sms)
 
-    def _describe(self, function: str, params: abi.Params, sms: int) -> Plan:
+    def _describe(self, function: str, params: abi.Params, sms: int, kernels: str = SM80) -> Plan:
         text = ctypes.create_string_buffer(1 << 14)
         status = getattr(self.library, function)(
             *(ctypes.byref(params), kernels.encode(), sms, ctypes.c_void_p(WORKSPACE)),
