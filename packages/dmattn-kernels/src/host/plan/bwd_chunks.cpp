@@ -12,6 +12,8 @@ namespace {
 // wait for the last. Where chunks take turns, an item also waits for those of other chunks.
 constexpr int64_t kStepsOfItem = 32, kStepsOfLongItem = 64;
 constexpr int64_t kItemsPerSm = 4;
+// Of a round that is smaller for the sake of ChunkTerms: with fewer, taking turns would cost no more.
+constexpr int64_t kItemsPerSmWithTerms = 2;
 
 // What the lists of a round have room for: each new row of a chunk brings at most one key to those of its first row block.
 int32_t chunk_capacity(const BwdPlan& plan) {
@@ -70,7 +72,7 @@ void choose_chunks(BwdPlan& plan, const Device& device) {
 bool keeps_busy_with_chunks(const BwdPlan& plan, const BwdRound& round, const Device& device) {
   const int64_t tiles = ceil_div(plan.kernel.keys.capacity, plan.tile.block_n);
   const int64_t items = tiles * chunks_of(plan, round.row_blocks) * round.heads_k * round.batches;
-  return items >= kItemsPerSm * device.num_sms;
+  return items >= kItemsPerSmWithTerms * device.num_sms;
 }
 
 bool fits_terms(const BwdPlan& plan, const BwdRound& round) {

@@ -13,7 +13,7 @@ void place_sums(BwdPlan& plan, Workspace& workspace);
 
 // How many row blocks of the lists make a chunk. Depends on plan.keeps_terms.
 void choose_chunks(BwdPlan& plan, const Device& device);
-// Items that a round has at least for each SM; chunks of twice the rows would have half of them.
+// Whether a round has items enough for each SM.
 bool keeps_busy_with_chunks(const BwdPlan& plan, const BwdRound& round, const Device& device);
 // What the chunks of a round add to dk, dv and dbias, if it is kept apart. false in fits_terms(): there are too many rows
 // to be numbered.

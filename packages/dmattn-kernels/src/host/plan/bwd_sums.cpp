@@ -15,7 +15,7 @@ constexpr int64_t kSlotBytesFloor = int64_t{256} << 10;
 constexpr int64_t kScratchFloor = int64_t{8} << 20;
 constexpr int64_t kIntervalScratchFloor = int64_t{64} << 20;
 constexpr int64_t kIntervalBlocksPerSm = 8;
-// ChunkTerms may take a quarter more: without them each chunk waits for another at its end.
+// With ChunkTerms the sums may take a quarter more: without them each chunk waits for another at its end.
 constexpr int64_t kTermsLimitNumerator = 5, kTermsLimitDenominator = 4;
 // Upper bound on rounds: with many short sequences the scratch is mostly padding, which more rounds cannot shrink.
 constexpr int64_t kMostRounds = 8;
@@ -202,10 +202,10 @@ class RoundChoice {
 
   // Leaves the largest round that fits in plan.round, or the smallest that keeps the GPU busy.
   void make() {
-    if (may_keep_terms() && search_with_terms()) return;
     if (lacks_list_slots() && search(/*with_list_slots=*/true)) return;
     plan_.round = plan_.whole;
     search(/*with_list_slots=*/false);
+    if (may_keep_terms()) search_with_terms();
   }
 
  private:
@@ -213,21 +213,22 @@ class RoundChoice {
   bool may_keep_terms() const { return plan_.kernel.deterministic && plan_.chunk_blocks > 0 && has_own_lists(); }
 
   // Chunks whose shares of dk, dv and dbias fit beside the other sums, in rounds of whole kv heads: the shortest chunks
-  // that do, as longer ones make fewer items. false: none do, and chunks take turns.
-  bool search_with_terms() {
+  // that do, as longer ones make fewer items. If none do, chunks take turns, as has been chosen.
+  void search_with_terms() {
+    const int32_t chunk_blocks = plan_.chunk_blocks;
+    const int64_t limit = std::max(limit_, accumulator_bytes(plan_, plan_.round, Splits{})) * kTermsLimitNumerator /
+                          kTermsLimitDenominator;
     plan_.keeps_terms = true;
     choose_chunks(plan_, device_);
     for (; plan_.chunk_blocks * plan_.list_rows <= kMostChunkRows; plan_.chunk_blocks *= 2) {
-      if (search_rounds_with_terms()) return true;
+      if (search_rounds_with_terms(limit)) return;
       if (plan_.chunk_blocks >= plan_.whole.row_blocks) break;
     }
     plan_.keeps_terms = false;
-    choose_chunks(plan_, device_);
-    return false;
+    plan_.chunk_blocks = chunk_blocks;
   }
-  bool search_rounds_with_terms() {
+  bool search_rounds_with_terms(int64_t limit) {
     if (!fits_terms(plan_, plan_.whole)) return false;
-    const int64_t limit = limit_ * kTermsLimitNumerator / kTermsLimitDenominator;
     const int64_t pairs = int64_t{plan_.whole.batches} * plan_.whole.heads_k;
     for (int64_t rounds = 1; rounds <= std::min(pairs, kMostRounds); ++rounds) {
       const BwdRound round = round_of_pairs(plan_.whole, ceil_div(pairs, rounds), /*is_packed=*/false);
