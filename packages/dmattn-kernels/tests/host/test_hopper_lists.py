@@ -182,7 +182,7 @@ def test_chunks_whose_sums_are_kept_apart(
 def test_chunks_take_turns_where_there_is_no_room_to_keep_their_sums(
     probe: ctypes.CDLL, gradients: str
 ) -> None:
-    """Of many kept keys each lies in many chunks. Chunks are longer, so that they wait less often."""
+    """Of many kept keys each lies in many chunks. Longer chunks wait less often."""
     length = 131072
     rest = {"softmax_lse_rest": tensor((1, 16, length), FLOAT32)}
     given = {"bias": tensor((1, 4, 1, length), FLOAT32), **rest} if "dbias" in gradients else {}
