@@ -114,13 +114,13 @@ cudaError_t fill_mask(BwdArguments& a, const BwdParams& p) {
   return mapper.map(a.mask_bits, mask.bits, strides, {mask.batch, mask.rows, mask.heads, mask.words_per_row},
                     T::kBlockM);
 }
-// Chunks of which about as many tiles are taken side by side as there are thread blocks. `tiles`: of the list of a row
-// block, which most of a chunk's tiles are.
+// Chunks of a group: about as many tiles as there are thread blocks. Groups are of the same size, as in a small last one
+// tiles would wait for those before them. `tiles`: of the list of a row block, which most of a chunk's tiles are.
 inline int32_t group_chunks_of(const BwdArguments& a, int64_t blocks, int64_t tiles) {
-  if (a.terms.first == nullptr) return 1;
-  const int64_t tiles_of_chunk = tiles * a.all_parts;
-  return static_cast<int32_t>(
-      std::clamp<int64_t>((blocks + tiles_of_chunk - 1) / std::max<int64_t>(tiles_of_chunk, 1), 1, a.keys.blocks));
+  const int64_t chunks = a.keys.blocks;
+  if (a.terms.first == nullptr || chunks == 0) return 1;
+  const int64_t groups = std::clamp<int64_t>(chunks * tiles * a.all_parts / std::max<int64_t>(blocks, 1), 1, chunks);
+  return static_cast<int32_t>((chunks + groups - 1) / groups);
 }
 template <class T>
 void fill_lists(BwdArguments& a, const BwdParams& p, int64_t blocks) {
