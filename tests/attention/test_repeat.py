@@ -26,6 +26,13 @@ SHAPES = [
     Case(200, 1000, 3, 4, 2, 128, bias="bhqk", causal=True),
     Case(200, 1000, 3, 4, 4, 64, bias="1hqk"),
 ]
+# Running top-w. In the backward on Hopper keys lie in the lists of several chunks of rows, whose
+# shares of dk, dv and dbias are kept apart, and tiles of a list take turns at dq.
+LISTED = [
+    Case(1300, 1300, 2, 8, 2, 64, causal=True, bias="bk1k"),
+    Case(1000, 1000, 1, 12, 12, 128, causal=True, bias="1k1k", dtype="f16"),
+    Case(700, 1900, 2, 16, 2, 96, causal=True, bias="bk1k", bias_f32=True),
+]
 # What the forward on Hopper does for enough rows to fill the GPU: tiles of a bias, of both widths,
 # a bias for each key, and tiles that a mask leaves.
 FULL = Case(900, 520, 2, 8, 4, 128, wants="")
@@ -51,6 +58,26 @@ def test_deterministic_backward(case: Case) -> None:
             # Not `a != b`, which holds for NaN.
             wrong[name] += (a.view(torch.uint8) != b.view(torch.uint8)).sum()
     assert {name: int(count) for name, count in wrong.items()} == dict.fromkeys(wrong, 0)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("case", LISTED, ids=case_id)
+def test_deterministic_lists_beside_other_work(case: Case) -> None:
+    """250 backward passes, while another stream takes SMs away and gives them back."""
+    problem = build(case)
+    want = run(problem, deterministic=True, window_size=300)
+    other = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    busy = torch.randn(1024, 1024, device=problem.q.device)
+    wrong = torch.zeros((), dtype=torch.int64, device=problem.q.device)
+    for i in range(times(250) - 1):
+        with torch.cuda.stream(other):
+            for _ in range(i % 4):
+                torch.mm(busy, busy)
+        for (_, a), (_, b) in zip(
+            run(problem, deterministic=True, window_size=300).items(), want.items(), strict=True
+        ):
+            wrong += (a.view(torch.uint8) != b.view(torch.uint8)).sum()
+    assert int(wrong) == 0
 
 
 @pytest.mark.parametrize("case", [*SHAPES, *FORWARDS], ids=case_id)

@@ -27,7 +27,7 @@ void write_zeros(const BwdPlan& plan, const dmattn_bwd_params& p, cudaStream_t s
 
 // Tiles of listed keys write the rows of dk and dv that are kept: the others are cleared before.
 void clear_dkv(const BwdParams& kernel, cudaStream_t stream) {
-  if (kernel.dk_accum != nullptr || kernel.dv_accum != nullptr) return;
+  if (kernel.dk_accum != nullptr || kernel.dv_accum != nullptr || kernel.terms.first != nullptr) return;
   const auto clear = [&](void* grad, const Strides3& stride) {
     if (grad == nullptr) return;
     check_cuda(fill_zero(grad, stride, kernel.packing.slabs(kernel.batch), kernel.packing.rows_k(kernel.seqlen_k),
@@ -98,6 +98,11 @@ void finish_sums(const BwdPlan& plan, const BwdRound& round, const BwdParams& ke
   }
   if ((kernel.dk_accum != nullptr || kernel.dv_accum != nullptr) && completes) {
     check_cuda(convert_dkv(kernel, plan.unit.dtype, stream), "rounding dk and dv");
+  }
+  if (kernel.terms.first != nullptr) {
+    BwdParams summed = kernel;
+    bwd_chunk_params(plan, summed);  // for the extents of the round's chunks
+    check_cuda(reduce_chunk_terms(summed, plan.unit.dtype, stream), "summing dk and dv over chunks");
   }
   if (kernel.dq_accum != nullptr) {
     check_cuda(convert_dq(bwd_round_dq(plan, round), plan.unit.dtype, stream), "rounding dq");

@@ -60,8 +60,9 @@ struct ChunkKeyListsParams {
   int32_t seqlen_q = 0, seqlen_k = 0;
   int32_t row_block_begin = 0, row_blocks = 0;  // to put together
   int32_t row_block_rows = 0;
-  bool is_shared = false;  // `from` has one list for all rows, of keys that they all see but for causality
-  bool is_causal = false;  // then: a row sees none behind its own position
+  bool is_shared = false;         // `from` has one list for all rows, of keys that they all see but for causality
+  bool is_causal = false;         // then: a row sees none behind its own position
+  int32_t* first_term = nullptr;  // optional, see ChunkTerms
 };
 
 struct ReduceDbiasParams {

@@ -144,6 +144,19 @@ struct KeyChunks {
 };
 constexpr int kChunkTileKeys = 128, kChunkTileRows = 64;
 
+// Deterministic sums over the lists of chunks: what a chunk adds to dk, dv and dbias of a key has a row of its own, so that
+// chunks need not wait for each other. The rows of a key lie one behind the other, in the order of its chunks, and
+// reduce_chunk_terms() adds them up.
+struct ChunkTerms {
+  // [list batch][list heads][seqlen_k], written by chunk_key_lists(): first[key] + chunk is the row of a key for a chunk
+  // that lists it. nullptr: chunks take turns instead.
+  int32_t* first = nullptr;
+  float* dk = nullptr;     // fp32 [batch][nheads_k][capacity][head_dim]
+  float* dv = nullptr;     // likewise
+  float* dbias = nullptr;  // fp32 [batch][nheads_k][capacity]; nullptr: not asked for
+  int32_t capacity = 0;    // rows of a kv head
+};
+
 struct FwdParams {
   const void* q = nullptr;  // f16/bf16
   const void* k = nullptr;
@@ -272,7 +285,8 @@ struct BwdParams {
   // Deterministic dq: one for each row block of dq_accum, zeroed; tiles add to dq in ascending or descending key order.
   int32_t* dq_semaphore = nullptr;
   // Deterministic sums over interval lists: [batch][nheads_k], zeroed. Blocks of one kv head add to dk, dv and
-  // dbias_cols in the order of their row blocks. Hopper: [batch][nheads_k][chunks], see BwdArguments.
+  // dbias_cols in the order of their row blocks. Hopper: [batch][nheads_k][chunks], see BwdArguments; nullptr where what
+  // chunks add is kept apart (see ChunkTerms).
   int32_t* dkv_semaphore = nullptr;
   // Gathered by a key-only mask, written by bwd_schedule(): [0] = num_splits, [1] = number of tiles, [2 + i] = first
   // tile of list i (batch-major over (batch, nheads_k)), i <= batch * nheads_k.
@@ -306,6 +320,7 @@ struct BwdParams {
   int32_t* work_counter = nullptr;
   bool has_split_slots = false;  // deterministic, or on Hopper: splits then fall on whole heads
   int32_t window = 0;            // as in FwdParams
+  ChunkTerms terms;
 };
 
 }  // namespace dmattn

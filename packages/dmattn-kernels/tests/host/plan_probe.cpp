@@ -195,6 +195,7 @@ std::string describe(const BwdPlan& plan, const BwdRound& round, const BwdParams
   json.put_address("schedule", p.schedule);
   json.put_address("keys.count", plan.launches && plan.unit.gathered ? bwd_schedule_lists(p).count : nullptr);
   json.put("chunk_blocks", plan.chunk_blocks);
+  json.put("keeps_terms", plan.keeps_terms);
   BwdParams chunked = p;
   if (plan.chunk_blocks > 0) bwd_chunk_params(plan, chunked);
   const KeyList& chunks = chunked.chunks.keys;
@@ -208,6 +209,11 @@ std::string describe(const BwdPlan& plan, const BwdRound& round, const BwdParams
   json.put_address("chunks.count", chunks.count);
   json.put_address("chunks.end", chunks.end);
   json.put_address("chunks.tile_rows", chunked.chunks.tile_rows);
+  json.put_address("terms.first", p.terms.first);
+  json.put_address("terms.dk", p.terms.dk);
+  json.put_address("terms.dv", p.terms.dv);
+  json.put_address("terms.dbias", p.terms.dbias);
+  json.put("terms.capacity", p.terms.capacity);
   json.put("lse_scale", plan.preprocess.lse_scale);
   json.put("rest_scale", plan.preprocess.rest_scale);
   return json.text();

@@ -71,7 +71,12 @@ def test_what_they_compute(probe: ctypes.CDLL, arguments: dict[str, Any]) -> Non
     plan = plan_of(probe, **arguments)
     assert plan["walk"] == ROW_BLOCK_LISTS
     assert (plan["arch"], plan["block_m"], plan["block_n"]) == (90, 64, 128)
-    assert plan["dk_accum"] and plan["dv_accum"] and plan["dq_accum"]
+    assert plan["dq_accum"]
+    kept_apart = bool(arguments.get("deterministic"))  # what each chunk adds to dk and dv
+    assert bool(plan["terms.dk"]) == bool(plan["terms.dv"]) == kept_apart
+    assert bool(plan["dk_accum"]) == bool(plan["dv_accum"]) == (not kept_apart)
+    assert bool(plan["terms.dbias"]) == (kept_apart and "bias" in arguments)
+    assert not plan["per_group"]  # one launch has the keys' sums of all heads
     # A power of two for plain logits; those with a bias stay in natural units.
     scales = (plan["lse_scale"], plan["rest_scale"])
     assert (scales[0] == 1) == ("bias" in arguments) == (scales[1] != 1)
@@ -135,9 +140,57 @@ def test_rows_of_a_chunk(
     assert plan["blocks"] == min(items * plan["round.batches"], SMS)
 
 
-def test_more_rows_of_a_chunk_where_tiles_take_turns(probe: ctypes.CDLL) -> None:
-    lengths = {"seqlen_q": 16384, "seqlen_k": 16384}
-    assert plan_of(probe, deterministic=1, **lengths)["chunk_blocks"] == 8
+@pytest.mark.parametrize(
+    "batch, nheads, nheads_k, length, window, head_dim, blocks, rounds",
+    [
+        (1, 16, 4, 16384, 1024, 128, 4, 2),
+        (1, 16, 4, 16384, 1024, 64, 4, 2),
+        (1, 2, 1, 32768, 1024, 64, 4, 1),
+        (1, 16, 16, 16384, 1024, 128, 8, 2),
+        (1, 16, 4, 16384, 4096, 128, 4, 4),
+        (1, 8, 1, 16384, 1024, 128, 8, 1),  # longer chunks: each key lies in fewer
+        (1, 16, 4, 131072, 2048, 128, 4, 4),
+    ],
+)
+def test_chunks_whose_sums_are_kept_apart(
+    probe: ctypes.CDLL,
+    batch: int,
+    nheads: int,
+    nheads_k: int,
+    length: int,
+    window: int,
+    head_dim: int,
+    blocks: int,
+    rounds: int,
+) -> None:
+    shape = {"batch": batch, "nheads": nheads, "nheads_k": nheads_k, "head_dim": head_dim}
+    lengths = {"seqlen_q": length, "seqlen_k": length}
+    plan = plan_of(probe, window, deterministic=1, **shape, **lengths)
+    assert plan["terms.first"] and not plan["dkv_semaphore"] and not plan["dk_accum"]
+    assert (plan["chunk_blocks"], plan["rounds"]) == (blocks, rounds)
+    # Every key that a chunk can list has a row.
+    rows = blocks * BLOCK
+    keys = [min(plan["chunks.capacity"], (i + 1) * rows, length) for i in range(-(-length // rows))]
+    assert plan["terms.capacity"] == sum(keys)
+    # The limit on sums beside the inputs, and a quarter more.
+    inputs = 2 * batch * length * head_dim * (nheads + 2 * nheads_k)
+    turns = plan_of(probe, window, **shape, **lengths)["workspace_bytes"]
+    assert plan["workspace_bytes"] <= 1.25 * max(1.5 * inputs, 64 << 20, turns) + (8 << 20)
+
+
+@pytest.mark.parametrize("gradients", ["dq dk dv", "dq dk dv dbias"])
+def test_chunks_take_turns_where_there_is_no_room_to_keep_their_sums(
+    probe: ctypes.CDLL, gradients: str
+) -> None:
+    """Of many kept keys each lies in many chunks. Longer chunks wait less often."""
+    length = 131072
+    rest = {"softmax_lse_rest": tensor((1, 16, length), FLOAT32)}
+    given = {"bias": tensor((1, 4, 1, length), FLOAT32), **rest} if "dbias" in gradients else {}
+    lengths = {"seqlen_q": length, "seqlen_k": length}
+    plan = plan_of(probe, 32768, deterministic=1, gradients=gradients, **given, **lengths)
+    assert plan["arch"] == 90 and not plan["per_group"]
+    assert plan["dkv_semaphore"] and plan["dk_accum"] and not plan["terms.first"]
+    assert plan["chunk_blocks"] == 8
 
 
 @pytest.mark.parametrize("lists", [(1, 1), (1, 4), (2, 4)])
@@ -165,7 +218,14 @@ def test_arrays_do_not_overlap(
             "chunks.tile_rows": chunks * found["chunks.capacity"] // 128 * 8,
         }
         sizes["dkv_semaphore"] *= found["chunks.blocks"]
-        assert bool(found["dkv_semaphore"]) == bool(found["dq_semaphore"]) == bool(deterministic)
+        terms = found["round.batches"] * found["round.heads_k"] * found["terms.capacity"]
+        sizes |= dict.fromkeys(("terms.dk", "terms.dv"), terms * shape["head_dim"] * 4)
+        sizes["terms.first"] = found["chunks.batch"] * found["chunks.heads"] * length * 4
+        assert bool(found["dq_semaphore"]) == bool(deterministic)
+        # Chunks take turns at dk and dv, or what each adds to them is kept apart.
+        ordered = bool(found["dkv_semaphore"]), bool(found["terms.first"])
+        assert sum(ordered) == deterministic
+        assert bool(found["dk_accum"]) == (not found["terms.first"])
         spans = sorted(
             (found[name], found[name] + sizes[name])
             for name in {*ARRAYS, *sizes}

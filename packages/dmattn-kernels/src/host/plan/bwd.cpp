@@ -187,8 +187,10 @@ void choose_sequence(BwdPlan& plan, const dmattn_bwd_params& p) {
   const bool has_groups = kernel.head_ratio > 1;
   const int32_t lists = is_selection(plan.walk) ? kernel.keys.heads : plan.mask.heads;
   if (is_gathered(plan.walk) && has_groups && lists > kernel.nheads_k) sequence.per_group = true;
-  // A block then has the column sums of one head, to be added in its turn at its end.
-  const bool dbias_turns = plan.walk == KeyWalk::kRowBlockLists && kernel.dbias_kind == DbiasKind::kKey;
+  // A block then has the column sums of one head, to be added in its turn at its end. Those on Hopper have the sums of all
+  // heads of a group, which share the bias.
+  const bool dbias_turns =
+      plan.walk == KeyWalk::kRowBlockLists && plan.chunk_blocks == 0 && kernel.dbias_kind == DbiasKind::kKey;
   if (kernel.deterministic && has_groups && dbias_turns) sequence.per_group = true;
   if (!kernel.deterministic || kernel.dbias_kind != DbiasKind::kAccum) return;
   const int64_t bias_batch = p.bias.shape[0], bias_heads = p.bias.shape[1];

@@ -20,7 +20,7 @@ namespace dmattn {
 //  - where a deterministic dbias is shared between heads or batches: a launch adds to each entry at most once, and
 //    launches follow one another, and
 //  - where a deterministic key dbias comes from lists of row blocks (per_group): blocks add to it in turn, at their
-//    end.
+//    end. Not on Hopper, where a block has the sums of all heads of a group.
 struct BwdSequence {
   bool per_batch = false, per_head_k = false, per_group = false;
   bool is_single() const { return !per_batch && !per_head_k && !per_group; }
@@ -61,6 +61,8 @@ struct BwdPlan {
   int32_t list_rows = 0;
   // The lists of row blocks on Hopper: how many of them are put together. 0: none are.
   int32_t chunk_blocks = 0;
+  // What these chunks add to dk, dv and dbias is kept apart and summed at the end (ChunkTerms).
+  bool keeps_terms = false;
 
   // Splits of key tiles over blocks. Lists of keys, whose lengths the device knows: see bwd_schedule().
   int32_t max_work = 0, max_tiles = 0, max_splits = 1, even_blocks = 0;

@@ -9,10 +9,11 @@ namespace {
 
 // Steps over a block of rows that are worth an item's prologue and its additions to dk and dv. Chunks beyond twice the
 // keys that a row keeps would be mostly of keys that a row does not see, and with few items for each SM many SMs would
-// wait for the last. Where sums are deterministic, an item also waits until those of the chunk's tiles before it have
-// begun.
+// wait for the last. Where chunks take turns, an item also waits for those of other chunks.
 constexpr int64_t kStepsOfItem = 32, kStepsOfLongItem = 64;
 constexpr int64_t kItemsPerSm = 4;
+// Of a round that is smaller for the sake of ChunkTerms: with fewer, taking turns would cost no more.
+constexpr int64_t kItemsPerSmWithTerms = 2;
 
 // What the lists of a round have room for: each new row of a chunk brings at most one key to those of its first row block.
 int32_t chunk_capacity(const BwdPlan& plan) {
@@ -32,6 +33,19 @@ void set_extents(KeyList& to, const BwdPlan& plan, int32_t batches, int32_t head
   to.blocks = chunks_of(plan, row_blocks);
 }
 int64_t lists_of(const KeyList& keys) { return int64_t{keys.batch} * keys.heads * keys.blocks; }
+
+// Rows of ChunkTerms for a kv head: what the lists of its chunks have room for, but no more than the keys up to the
+// chunk's last row.
+int64_t term_capacity(const BwdPlan& plan, int32_t row_blocks) {
+  const BwdParams& p = plan.kernel;
+  const int64_t capacity = chunk_capacity(plan), rows = int64_t{plan.chunk_blocks} * plan.list_rows;
+  int64_t terms = 0;
+  for (int64_t chunk = 0; chunk < chunks_of(plan, row_blocks); ++chunk) {
+    const int64_t keys = std::max<int64_t>((chunk + 1) * rows + p.seqlen_k - p.seqlen_q, 0);
+    terms += std::min({capacity, keys, int64_t{p.seqlen_k}});
+  }
+  return terms;
+}
 const int32_t* ends_of(const BwdPlan& plan, const KeyList& lists) {
   return has_shared_list(plan) ? nullptr : lists.end;
 }
@@ -45,13 +59,39 @@ void choose_chunks(BwdPlan& plan, const Device& device) {
   const int64_t steps = int64_t{p.head_ratio} * (rows / plan.tile.block_m);
   const int64_t tiles = ceil_div(p.keys.capacity, plan.tile.block_n);
   const int64_t pairs = int64_t{p.batch} * p.nheads_k;
-  const int64_t steps_wanted = p.deterministic || has_shared_list(plan) ? kStepsOfLongItem : kStepsOfItem;
+  const bool takes_turns = p.deterministic && !plan.keeps_terms;
+  const int64_t steps_wanted = takes_turns || has_shared_list(plan) ? kStepsOfLongItem : kStepsOfItem;
   int32_t blocks = 1;
   while (2 * blocks * rows <= kMostChunkRows && blocks < row_blocks && blocks * steps < steps_wanted &&
          blocks * rows < 2 * kept && ceil_div(row_blocks, 2 * blocks) * tiles * pairs >= kItemsPerSm * device.num_sms) {
     blocks *= 2;
   }
   plan.chunk_blocks = blocks;
+}
+
+bool keeps_busy_with_chunks(const BwdPlan& plan, const BwdRound& round, const Device& device) {
+  const int64_t tiles = ceil_div(plan.kernel.keys.capacity, plan.tile.block_n);
+  const int64_t items = tiles * chunks_of(plan, round.row_blocks) * round.heads_k * round.batches;
+  return items >= kItemsPerSmWithTerms * device.num_sms;
+}
+
+bool fits_terms(const BwdPlan& plan, const BwdRound& round) {
+  return term_capacity(plan, round.row_blocks) <= INT32_MAX;
+}
+
+ChunkTerms place_terms(const BwdPlan& plan, const BwdRound& round, Workspace& workspace) {
+  ChunkTerms terms;
+  if (!plan.keeps_terms) return terms;
+  const BwdParams& p = plan.kernel;
+  KeyList lists;
+  set_extents(lists, plan, round.batches, round.heads_k, round.row_blocks);
+  terms.capacity = static_cast<int32_t>(term_capacity(plan, round.row_blocks));
+  const int64_t rows = int64_t{round.batches} * round.heads_k * terms.capacity;
+  terms.first = workspace.take<int32_t>(int64_t{lists.batch} * lists.heads * p.seqlen_k);
+  terms.dk = workspace.take<float>(rows * p.head_dim);
+  terms.dv = workspace.take<float>(rows * p.head_dim);
+  if (p.dbias_kind == DbiasKind::kKey) terms.dbias = workspace.take<float>(rows);
+  return terms;
 }
 
 KeyChunks place_chunks(const BwdPlan& plan, const BwdRound& round, Workspace& workspace) {
@@ -81,6 +121,7 @@ ChunkKeyListsParams bwd_chunk_params(const BwdPlan& plan, BwdParams& launch) {
   p.row_block_rows = plan.list_rows;
   p.is_shared = has_shared_list(plan);
   p.is_causal = launch.is_causal;
+  p.first_term = launch.terms.first;
   return p;
 }
 

@@ -11,8 +11,14 @@ void choose_sums(BwdPlan& plan, const Device& device, size_t bytes_before);
 // Lays out the sums that the backward kernels keep in fp32.
 void place_sums(BwdPlan& plan, Workspace& workspace);
 
-// How many row blocks of the lists make a chunk.
+// How many row blocks of the lists make a chunk. Depends on plan.keeps_terms.
 void choose_chunks(BwdPlan& plan, const Device& device);
+// Whether a round has items enough for each SM.
+bool keeps_busy_with_chunks(const BwdPlan& plan, const BwdRound& round, const Device& device);
+// What the chunks of a round add to dk, dv and dbias, if it is kept apart. false in fits_terms(): there are too many rows
+// to be numbered.
+bool fits_terms(const BwdPlan& plan, const BwdRound& round);
+ChunkTerms place_terms(const BwdPlan& plan, const BwdRound& round, Workspace& workspace);
 // Lays out the lists of a round's chunks; without any, does nothing.
 KeyChunks place_chunks(const BwdPlan& plan, const BwdRound& round, Workspace& workspace);
 // Tiles that the lists of a launch's chunks have room for.

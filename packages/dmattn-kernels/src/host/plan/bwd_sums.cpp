@@ -15,6 +15,8 @@ constexpr int64_t kSlotBytesFloor = int64_t{256} << 10;
 constexpr int64_t kScratchFloor = int64_t{8} << 20;
 constexpr int64_t kIntervalScratchFloor = int64_t{64} << 20;
 constexpr int64_t kIntervalBlocksPerSm = 8;
+// With ChunkTerms the sums may take a quarter more: without them each chunk waits for another at its end.
+constexpr int64_t kTermsLimitNumerator = 5, kTermsLimitDenominator = 4;
 // Upper bound on rounds: with many short sequences the scratch is mostly padding, which more rounds cannot shrink.
 constexpr int64_t kMostRounds = 8;
 // Rounds that only make room for splits are worth their launches where an unsplit tile takes so many steps over row
@@ -93,6 +95,7 @@ int32_t dq_blocks_of(const BwdPlan& plan, const BwdRound& round) {
 
 // Whether dk and dv are added up by key: in launches that follow one another, or from lists of many row blocks.
 bool needs_dkv_accum(const BwdPlan& plan, const BwdRound& round, const Splits& splits) {
+  if (plan.keeps_terms) return false;
   return plan.sequence.per_group || has_row_block_lists(plan) || (continues_dkv(plan, round) && splits.slots == 0);
 }
 
@@ -105,6 +108,7 @@ struct Accumulators {
   float* dk = nullptr;
   float* dv = nullptr;
   KeyChunks chunks;
+  ChunkTerms terms;
   size_t round_zero_bytes = 0, dkv_zero_bytes = 0;
 };
 
@@ -120,7 +124,7 @@ Accumulators place_accumulators(const BwdPlan& plan, const BwdRound& round, int3
     if (kernel.deterministic) sums.dq_semaphore = workspace.take<int32_t>(blocks);
   }
   if (plan.resident_blocks > 0) sums.work_counter = workspace.take<int32_t>(1);
-  if (kernel.deterministic && has_row_block_lists(plan)) {
+  if (kernel.deterministic && has_row_block_lists(plan) && !plan.keeps_terms) {
     const int64_t turns = plan.chunk_blocks > 0 ? ceil_div(round.row_blocks, plan.chunk_blocks) : 1;
     sums.dkv_semaphore = workspace.take<int32_t>(int64_t{round.batches} * round.heads_k * turns);
   }
@@ -132,6 +136,7 @@ Accumulators place_accumulators(const BwdPlan& plan, const BwdRound& round, int3
   }
   sums.dkv_zero_bytes = workspace.bytes() - begin - sums.round_zero_bytes;
   sums.chunks = place_chunks(plan, round, workspace);
+  sums.terms = place_terms(plan, round, workspace);
   return sums;
 }
 
@@ -200,9 +205,41 @@ class RoundChoice {
     if (lacks_list_slots() && search(/*with_list_slots=*/true)) return;
     plan_.round = plan_.whole;
     search(/*with_list_slots=*/false);
+    if (may_keep_terms()) search_with_terms();
   }
 
  private:
+  // Whether the order of sums over lists may be that of an addition at the end.
+  bool may_keep_terms() const { return plan_.kernel.deterministic && plan_.chunk_blocks > 0 && has_own_lists(); }
+
+  // Chunks whose shares of dk, dv and dbias fit beside the other sums, in rounds of whole kv heads: the shortest chunks
+  // that do, as longer ones make fewer items. If none do, chunks take turns, as has been chosen.
+  void search_with_terms() {
+    const int32_t chunk_blocks = plan_.chunk_blocks;
+    const int64_t limit = std::max(limit_, accumulator_bytes(plan_, plan_.round, Splits{})) * kTermsLimitNumerator /
+                          kTermsLimitDenominator;
+    plan_.keeps_terms = true;
+    choose_chunks(plan_, device_);
+    for (; plan_.chunk_blocks * plan_.list_rows <= kMostChunkRows; plan_.chunk_blocks *= 2) {
+      if (search_rounds_with_terms(limit)) return;
+      if (plan_.chunk_blocks >= plan_.whole.row_blocks) break;
+    }
+    plan_.keeps_terms = false;
+    plan_.chunk_blocks = chunk_blocks;
+  }
+  bool search_rounds_with_terms(int64_t limit) {
+    if (!fits_terms(plan_, plan_.whole)) return false;
+    const int64_t pairs = int64_t{plan_.whole.batches} * plan_.whole.heads_k;
+    for (int64_t rounds = 1; rounds <= std::min(pairs, kMostRounds); ++rounds) {
+      const BwdRound round = round_of_pairs(plan_.whole, ceil_div(pairs, rounds), /*is_packed=*/false);
+      if (rounds > 1 && !keeps_busy_with_chunks(plan_, round, device_)) return false;
+      if (accumulator_bytes(plan_, round, Splits{}) > limit) continue;
+      plan_.round = round;
+      return true;
+    }
+    return false;
+  }
+
   // The tiles of lists are split as far as there is memory for their sums. Where a single round leaves little, lists that
   // fill a few tiles more than that are not split, and take as long as lists that fill every SM: with four query heads
   // to a kv head, 2048 kept keys of 16384 took as long as 4096. Rounds cost some launches, which are short beside tiles
@@ -296,6 +333,7 @@ void place_sums(BwdPlan& plan, Workspace& workspace) {
   kernel.dk_accum = sums.dk;
   kernel.dv_accum = sums.dv;
   kernel.chunks = sums.chunks;
+  kernel.terms = sums.terms;
   plan.convert_dq.dq_accum = sums.dq;
   plan.round_zero_bytes = sums.round_zero_bytes;
   plan.dkv_zero_bytes = sums.dkv_zero_bytes;

@@ -18,7 +18,7 @@ cudaError_t bwd_preprocess(const BwdPreprocessParams& p, Dtype dtype, cudaStream
 cudaError_t bwd_schedule(const KeyList& keys, int batch, int nheads_k, int head_ratio, int block_n, int max_work,
                          int max_tiles, int max_splits, int even_blocks, int32_t* schedule, cudaStream_t stream);
 
-// Fills p.to from lists of row blocks.
+// Fills p.to from lists of row blocks, and p.first_term if it is given.
 cudaError_t chunk_key_lists(const ChunkKeyListsParams& p, cudaStream_t stream);
 
 // dq = dq_accum * p.scale rounded.
@@ -29,6 +29,9 @@ cudaError_t convert_dq(const ConvertDqParams& p, Dtype dtype, cudaStream_t strea
 cudaError_t reduce_dkv(const BwdParams& p, Dtype dtype, int block_n, int head_dim_tile, cudaStream_t stream);
 // dk, dv = rounded p.dk_accum, p.dv_accum.
 cudaError_t convert_dkv(const BwdParams& p, Dtype dtype, cudaStream_t stream);
+// dk, dv = sums of p.terms, rounded; p.dbias_cols likewise, in fp32, of the first head of each group. The order of the
+// chunks is the order of the sums.
+cudaError_t reduce_chunk_terms(const BwdParams& p, Dtype dtype, cudaStream_t stream);
 
 // Key bias (out_rows == 1, out_cols == seqlen_k): dbias = src summed over what the bias was broadcast over. Fixed
 // order: bitwise repeatable.

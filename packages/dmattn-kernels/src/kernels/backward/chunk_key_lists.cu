@@ -7,6 +7,7 @@
 //
 // The keys of one list for all rows, as a key-only mask makes it, are in each chunk that any of its rows sees them from.
 #include "../attention/shared/key_source.cuh"
+#include "../shared/chunk_terms.cuh"
 #include "../shared/helper.cuh"
 #include "backward.h"
 
@@ -141,10 +142,64 @@ __device__ __forceinline__ void find_tile_rows(const Chunk& c, const ClassCounts
   }
 }
 
+// --- the rows of ChunkTerms ------------------------------------------------------------------------------------------
+
+// A block for all keys of a list head: those of a key begin where those of the keys before it end. A warp has kKeysOfLane
+// times 32 neighbouring keys of a pass, so that what is read in a pass is on its way at once.
+constexpr int kKeysOfLane = 8;
+
+__device__ __forceinline__ void place_terms(const ChunkKeyListsParams& p, int64_t head, const int32_t* end,
+                                            int (&warp_sums)[kWarps]) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int32_t* const to = p.first_term + head * p.seqlen_k;
+  uint32_t before =
+      0;  // rows of the keys of earlier passes; unsigned, since intervals of the caller may be any numbers
+  for (int pass = 0; pass < p.seqlen_k; pass += kThreads * kKeysOfLane) {
+    const int first_key = pass + warp * (32 * kKeysOfLane) + lane;
+    uint32_t place[kKeysOfLane], sum = 0;
+#pragma unroll
+    for (int i = 0; i < kKeysOfLane; ++i) {
+      const int key = first_key + 32 * i;
+      ChunksOfKey chunks = {0, 0};
+      if (key < p.seqlen_k) {
+        chunks = find_chunks_of_key(key, __ldg(end + key), p.seqlen_q, p.seqlen_k, p.to.keys.block_rows);
+      }
+      const uint32_t after = warp_inclusive_scan(static_cast<uint32_t>(chunks.count));
+      place[i] = sum + after - chunks.count - chunks.first;
+      sum += __shfl_sync(kFullWarp, after, 31);
+    }
+    if (lane == 0) warp_sums[warp] = static_cast<int>(sum);
+    __syncthreads();
+    uint32_t own = before;
+    for (int w = 0; w < kWarps; ++w) {
+      const uint32_t other = static_cast<uint32_t>(warp_sums[w]);
+      before += other;
+      if (w < warp) own += other;
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kKeysOfLane; ++i) {
+      const int key = first_key + 32 * i;
+      if (key < p.seqlen_k) to[key] = static_cast<int32_t>(own + place[i]);
+    }
+  }
+}
+
+// kHasTerms: the first blocks place the terms of a list head each, while the others put lists together.
+template <bool kHasTerms>
 __global__ void __launch_bounds__(kThreads) chunk_key_lists_kernel(const ChunkKeyListsParams p) {
   __shared__ ClassCounts s;
   const KeyList& to = p.to.keys;
-  const int64_t list = blockIdx.x;  // (batch, head, chunk)
+  int64_t list = blockIdx.x;  // (batch, head, chunk)
+  if constexpr (kHasTerms) {
+    __shared__ int warp_sums[kWarps];
+    const int heads = to.batch * to.heads, head = blockIdx.x;
+    if (head < heads) {
+      const int64_t head_list = static_cast<int64_t>(head / to.heads) * p.from.heads + head % to.heads;
+      return place_terms(p, head, p.from.end + head_list * p.seqlen_k, warp_sums);
+    }
+    list -= heads;
+  }
   const int64_t pair = list / to.blocks;
   const int64_t head_list = pair / to.heads * p.from.heads + pair % to.heads;
   const Chunk c(p, head_list, static_cast<int>(list % to.blocks));
@@ -160,7 +215,10 @@ __global__ void __launch_bounds__(kThreads) chunk_key_lists_kernel(const ChunkKe
 cudaError_t chunk_key_lists(const ChunkKeyListsParams& p, cudaStream_t stream) {
   const KeyList& to = p.to.keys;
   const int64_t lists = static_cast<int64_t>(to.batch) * to.heads * to.blocks;
-  return launch(chunk_key_lists_kernel, lists, kThreads, 0, stream, p);
+  if (p.first_term != nullptr) {
+    return launch(chunk_key_lists_kernel<true>, lists + int64_t{to.batch} * to.heads, kThreads, 0, stream, p);
+  }
+  return launch(chunk_key_lists_kernel<false>, lists, kThreads, 0, stream, p);
 }
 
 }  // namespace dmattn

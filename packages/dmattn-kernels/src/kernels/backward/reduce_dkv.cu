@@ -1,7 +1,8 @@
-// After the backward kernel: dk and dv from sums over several blocks or launches.
+// After the backward kernel: dk and dv from sums over several blocks, launches or chunks of rows.
 #include <algorithm>
 
 #include "../attention/shared/key_source.cuh"
+#include "../shared/chunk_terms.cuh"
 #include "../shared/helper.cuh"
 #include "../shared/row_chunks.cuh"
 #include "backward.h"
@@ -115,6 +116,49 @@ __global__ void __launch_bounds__(kThreads)
   });
 }
 
+// --- sums over the chunks of listed keys ----------------------------------------------------------------------------
+
+struct ReduceTermsParams {
+  GradPair outs;
+  ChunkTerms terms;
+  float* dbias_cols;
+  KeyList keys;  // of chunks
+  int32_t seqlen_q, seqlen_k, nheads, nheads_k, head_ratio, head_dim;
+};
+
+// Rows of a key's terms that are there: intervals may be the caller's and name more.
+struct TermRows {
+  int64_t begin, end;
+};
+__device__ __forceinline__ TermRows find_terms(const ReduceTermsParams& p, int b, int hk, int key) {
+  const int64_t list =
+      static_cast<int64_t>(p.keys.batch > 1 ? b : 0) * p.keys.heads + hk * p.head_ratio / p.keys.head_ratio;
+  const int64_t at = list * p.seqlen_k + key;
+  const ChunksOfKey chunks = find_chunks_of_key(key, __ldg(p.keys.end + at), p.seqlen_q, p.seqlen_k, p.keys.block_rows);
+  const int64_t first = static_cast<int64_t>(__ldg(p.terms.first + at)) + chunks.first;
+  const int64_t begin = min(max(first, int64_t{0}), int64_t{p.terms.capacity});
+  const int64_t head = (static_cast<int64_t>(b) * p.nheads_k + hk) * p.terms.capacity;
+  return {head + begin, head + min(begin + chunks.count, int64_t{p.terms.capacity})};
+}
+
+template <class Element>
+__global__ void __launch_bounds__(kThreads) reduce_chunk_terms_kernel(const __grid_constant__ ReduceTermsParams p) {
+  const bool is_first = blockIdx.x % 2 == 0;
+  const GradOut& out = p.outs.grad[blockIdx.x % 2];
+  for_each_chunk(blockIdx.x / 2, p.nheads_k, p.seqlen_k, p.head_dim, [&](int b, int hk, int key, int col) {
+    const TermRows rows = find_terms(p, b, hk, key);
+    float acc[8] = {};
+#pragma unroll 4
+    for (int64_t row = rows.begin; row < rows.end; ++row) accumulate8(acc, out.src + row * p.head_dim + col, 1.f);
+    store_chunk(out.dst + row_offset(out.stride, b, hk, key) + col, pack_chunk<Element>(acc), out.vec);
+    if (!is_first || col != 0 || p.terms.dbias == nullptr) return;
+    float sum = 0.f;
+#pragma unroll 4
+    for (int64_t row = rows.begin; row < rows.end; ++row) sum += __ldg(p.terms.dbias + row);
+    p.dbias_cols[(static_cast<int64_t>(b) * p.nheads + hk * p.head_ratio) * p.seqlen_k + key] = sum;
+  });
+}
+
 }  // namespace
 
 cudaError_t reduce_dkv(const BwdParams& p, Dtype dtype, int block_n, int head_dim_tile, cudaStream_t stream) {
@@ -148,6 +192,24 @@ cudaError_t convert_dkv(const BwdParams& p, Dtype dtype, cudaStream_t stream) {
   return with_half_type(dtype, [&](auto element) {
     return launch(convert_dkv_kernel<decltype(element)>, blocks, kThreads, 0, stream, outs, num_outs, p.nheads_k,
                   seqlen_k, p.head_dim);
+  });
+}
+
+cudaError_t reduce_chunk_terms(const BwdParams& p, Dtype dtype, cudaStream_t stream) {
+  ReduceTermsParams r = {};
+  grad_outs(p, p.terms.dk, p.terms.dv, r.outs);
+  r.terms = p.terms;
+  r.dbias_cols = p.dbias_cols;
+  r.keys = p.chunks.keys;
+  r.seqlen_q = p.seqlen_q;
+  r.seqlen_k = p.seqlen_k;
+  r.nheads = p.nheads;
+  r.nheads_k = p.nheads_k;
+  r.head_ratio = p.head_ratio;
+  r.head_dim = p.head_dim;
+  const int64_t blocks = 2 * row_tiles(p.batch, p.nheads_k, p.seqlen_k);
+  return with_half_type(dtype, [&](auto element) {
+    return launch(reduce_chunk_terms_kernel<decltype(element)>, blocks, kThreads, 0, stream, r);
   });
 }
 

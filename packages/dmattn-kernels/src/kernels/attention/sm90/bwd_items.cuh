@@ -91,9 +91,24 @@ struct ListItem {
   int tile, chunk, head_k, batch;
 };
 
+// Where sums are in a fixed order and chunks do not wait for each other, items are numbered by groups of chunks: the first
+// tiles of all of a group's lists, then the second ones, and so on. Tiles of a list follow one another at dq, each some
+// steps behind the one before it, and what begins together then are tiles that do not.
+__device__ __forceinline__ ListItem find_grouped_item(const BwdArguments& p, int index) {
+  const int group = index / (p.group_chunks * p.n_blocks * p.all_parts);
+  const int first = group * p.group_chunks, chunks = min(p.group_chunks, p.keys.blocks - first);
+  const int in_group = index - first * p.n_blocks * p.all_parts;
+  const int row = in_group / p.all_parts;
+  const int part = in_group - row * p.all_parts;
+  const int tile = row / chunks;
+  const int batch = part / p.nheads_k;
+  return {tile, p.keys.blocks - 1 - first - (row - tile * chunks), part - batch * p.nheads_k, batch};
+}
 // Items are numbered by chunks of rows, from the last, which have the most keys before them; in each by the tiles of its
 // lists, whose first ones the most rows see.
+template <class T>
 __device__ __forceinline__ ListItem find_list_item(const BwdArguments& p, int index) {
+  if constexpr (T::kOrdered) return find_grouped_item(p, index);
   const int row = index / p.all_parts;
   const int part = index - row * p.all_parts;
   const int chunk = row / p.n_blocks;
@@ -121,7 +136,7 @@ __device__ __forceinline__ BwdItemOf<T> find_item(const BwdArguments& p, const t
   if constexpr (T::kPacked) {
     return to_item<T>(p, announced);
   } else if constexpr (T::kGathered) {
-    const ListItem item = find_list_item(p, announced.index);
+    const ListItem item = find_list_item<T>(p, announced.index);
     return {item.tile, item.head_k, 0, item.batch, announced.m_begin, announced.m_end, item.chunk};
   } else {
     BwdItem item = find_tiled_item<T>(p, announced.index);

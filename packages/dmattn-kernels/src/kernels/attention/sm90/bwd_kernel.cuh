@@ -69,7 +69,7 @@ struct BwdConsumer : BwdResults<T> {
       Base::kFragmentsD, Base::kFragmentsM, Base::kv_phase, Base::lane, Base::lengths, Base::next_item, Base::own_key,
       Base::p, Base::pass_chunk, Base::q_next, Base::release, Base::release_sent, Base::s, Base::send_dbias,
       Base::store_dbias, Base::store_ds, Base::store_grad, Base::sum_rows, Base::sync_out, Base::sync_own,
-      Base::wait_for_chunks, Base::wait_for_keys, Base::warp, Base::wide_rows;
+      Base::takes_chunk_turns, Base::wait_for_chunks, Base::wait_for_keys, Base::warp, Base::wide_rows;
   using Base::Base;
   using typename Base::KeySums;
   using typename Base::Scores;
@@ -252,8 +252,8 @@ struct BwdConsumer : BwdResults<T> {
       const int64_t sums = static_cast<int64_t>(item.batch) * p.nheads_k + head_k;
       add_grad(fragments<kFragmentsD>(acc_dv), 1.f, p.dv_accum, sums);
       add_grad(fragments<kFragmentsD>(acc_dk), p.softmax_scale, p.dk_accum, sums);
-      if constexpr (T::kOrdered) __threadfence();  // before the turn is passed on
-      sync_own();                                  // all have read whose keys these are
+      if (takes_chunk_turns()) __threadfence();  // before the turn is passed on
+      sync_own();                                // all have read whose keys these are
       pass_chunk(item);
       release(s.facts_empty[facts_place.stage]);
       facts_place.advance();

@@ -114,8 +114,16 @@ cudaError_t fill_mask(BwdArguments& a, const BwdParams& p) {
   return mapper.map(a.mask_bits, mask.bits, strides, {mask.batch, mask.rows, mask.heads, mask.words_per_row},
                     T::kBlockM);
 }
+// Chunks of a group: about as many tiles as there are thread blocks. Groups are of the same size, as in a small last one
+// tiles would wait for those before them. `tiles`: of the list of a row block, which most of a chunk's tiles are.
+inline int32_t group_chunks_of(const BwdArguments& a, int64_t blocks, int64_t tiles) {
+  const int64_t chunks = a.keys.blocks;
+  if (a.terms.first == nullptr || chunks == 0) return 1;
+  const int64_t groups = std::clamp<int64_t>(chunks * tiles * a.all_parts / std::max<int64_t>(blocks, 1), 1, chunks);
+  return static_cast<int32_t>((chunks + groups - 1) / groups);
+}
 template <class T>
-void fill_lists(BwdArguments& a, const BwdParams& p) {
+void fill_lists(BwdArguments& a, const BwdParams& p, int64_t blocks) {
   a.gathered_k = gathered_tensor(p.k, p.k_stride);
   a.gathered_v = gathered_tensor(p.v, p.v_stride);
   a.keys = p.chunks.keys;
@@ -123,13 +131,16 @@ void fill_lists(BwdArguments& a, const BwdParams& p) {
   a.tile_rows = static_cast<const int2*>(p.chunks.tile_rows);
   fill_key_bias(a, p);
   a.dkv_semaphore = p.dkv_semaphore;
-  a.dk_accum = p.dk_accum;
-  a.dv_accum = p.dv_accum;
+  a.terms = p.terms;
+  const bool keeps_terms = a.terms.first != nullptr;
+  a.dk_accum = keeps_terms ? a.terms.dk : p.dk_accum;
+  a.dv_accum = keeps_terms ? a.terms.dv : p.dv_accum;
   a.head_dim = p.head_dim;
   a.n_blocks = a.keys.capacity / T::kBlockN;
   a.num_splits = 1;
   a.all_parts = p.batch * p.nheads_k;
   a.items = a.n_blocks * a.all_parts * a.keys.blocks;
+  a.group_chunks = group_chunks_of(a, blocks, p.keys.capacity / T::kBlockN);
 }
 
 template <class T>
@@ -159,7 +170,7 @@ cudaError_t fill_arguments(BwdArguments& a, const BwdParams& p, int64_t blocks) 
   if constexpr (T::kPacked) a.packing = p.packing;
   if (status != cudaSuccess) return status;
   if constexpr (T::kGathered) {
-    fill_lists<T>(a, p);
+    fill_lists<T>(a, p, blocks);
     return status;
   } else {
     if constexpr (T::kKeyBias) fill_key_bias(a, p);

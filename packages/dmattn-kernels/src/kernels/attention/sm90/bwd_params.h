@@ -72,9 +72,9 @@ struct BwdArguments {
   bool all_rows_see;      // a key of a list is seen by rows before its own, too
   const int2* tile_rows;  // first and last + 1 block of rows that see a tile: [list][n_blocks]; equal: there is none
   // [batch][nheads_k][chunks], zero before the launch: consumers that have added the dk and dv of a tile. nullptr: nobody
-  // waits for their turn.
+  // waits for their turn; where sums are in a fixed order, `terms` has them.
   int32_t* dkv_semaphore;
-  float* dk_accum;  // fp32 [batch][nheads_k][seqlen_k][head_dim], added to
+  float* dk_accum;  // fp32 [batch][nheads_k][seqlen_k][head_dim], added to; or those of `terms`
   float* dv_accum;
   int32_t head_dim;
 
@@ -85,6 +85,10 @@ struct BwdArguments {
   // The maps of tensors are those of TensorMapper::map_packed(), batch is 1, seqlen_q and seqlen_k bound the lengths, and
   // n_blocks and dq_blocks count the packed_blocks() of keys and of rows. lse, delta and dq_accum: see BwdParams.
   Packing packing;
+
+  // --- lists, sums in a fixed order ---
+  ChunkTerms terms;      // where dk, dv and dbias go unless dkv_semaphore says that chunks take turns
+  int32_t group_chunks;  // chunks whose tiles are taken side by side: see find_list_item()
 };
 
 }  // namespace dmattn::sm90

@@ -52,7 +52,7 @@ struct BwdProducer {
   __device__ __forceinline__ typename T::Announced look_up(int index, int first) const {
     if constexpr (T::kGathered) {
       for (; index < p.items; index = first + atomicAdd(p.work_counter, 1)) {
-        const ListItem item = find_list_item(p, index);
+        const ListItem item = find_list_item<T>(p, index);
         const int2 rows = __ldg(tile_rows_of(p, item.batch, item.head_k, item.chunk) + item.tile);
         if (rows.x < rows.y) return {index, rows.x, rows.y, 0};
       }

@@ -146,6 +146,12 @@ struct BwdResults : BwdConsumerState<T> {
       float sum = sums[half];
       sum += __shfl_xor_sync(0xffffffffu, sum, 1);
       sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+      if (keeps_terms()) {
+        const int64_t row = static_cast<int64_t>(item.batch) * p.nheads_k + item.head_k;
+        const KeyInterval term = find_term(half);
+        if (lane % 4 == 0 && term.length > 0) p.terms.dbias[row * p.terms.capacity + term.begin] = sum;
+        continue;
+      }
       if constexpr (T::kGathered) {
         const KeyInterval interval = facts().interval[own_key(half)];
         if (lane % 4 == 0 && interval.length > 0) atomicAdd(to + interval.begin, sum);
@@ -240,13 +246,17 @@ struct BwdResults : BwdConsumerState<T> {
 
   // --- dk and dv of listed keys are added to sums ---------------------------------------------------------------------
 
-  // Deterministic: a key lies in one tile of a chunk, and chunks add to dk, dv and dbias from the last to the first. Their
-  // tiles have been taken in this order, too.
+  // Deterministic: a key lies in one tile of a chunk. What the chunks add to its dk, dv and dbias is kept apart, or chunks
+  // add to them from the last to the first, where the former would take too much memory. Their tiles have been taken in
+  // this order, too.
+  __device__ __forceinline__ bool takes_chunk_turns() const { return T::kOrdered && p.dkv_semaphore != nullptr; }
+  __device__ __forceinline__ bool keeps_terms() const { return T::kOrdered && p.dkv_semaphore == nullptr; }
   __device__ __forceinline__ int32_t* chunk_counter(const BwdItem& item, int chunk) const {
     return p.dkv_semaphore + (static_cast<int64_t>(item.batch) * p.nheads_k + item.head_k) * p.keys.blocks + chunk;
   }
   __device__ __forceinline__ void wait_for_chunks(const BwdItem& item) const {
     if constexpr (T::kOrdered) {
+      if (keeps_terms()) return;
       if (is_speaker()) {
         // Chunks without tiles add nothing. The next one that has some has waited for all behind it.
         for (int chunk = item.chunk + 1; chunk < p.keys.blocks; ++chunk) {
@@ -261,19 +271,21 @@ struct BwdResults : BwdConsumerState<T> {
   }
   __device__ __forceinline__ void pass_chunk(const BwdItem& item) const {
     if constexpr (T::kOrdered) {
-      if (is_speaker()) pass_turn(chunk_counter(item, item.chunk));
+      if (takes_chunk_turns() && is_speaker()) pass_turn(chunk_counter(item, item.chunk));
     }
   }
 
   // Lists: a key has rows in other chunks as well. Neighbouring lanes exchange halves first, so that each adds four
   // columns of one fragment instead of two of each of two.
+  // keeps_terms(): `accum` has a row for what each chunk adds to a key.
   __device__ __forceinline__ void add_grad(float (&acc)[kFragmentsD][4], float scale, float* accum, int64_t head) {
     const bool is_odd = lane % 2 != 0;
     const int col = is_odd ? 8 + (lane % 4 - 1) * 2 : lane % 4 * 2;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const KeyInterval interval = facts().interval[own_key(half)];
-      float* const to = accum + (head * p.seqlen_k + interval.begin) * p.head_dim + col;
+      const KeyInterval interval = keeps_terms() ? find_term(half) : facts().interval[own_key(half)];
+      const int rows = keeps_terms() ? p.terms.capacity : p.seqlen_k;
+      float* const to = accum + (head * rows + interval.begin) * p.head_dim + col;
 #pragma unroll
       for (int i = 0; i < kFragmentsD; i += 2) {
         const float (&lower)[4] = acc[i];
@@ -287,8 +299,23 @@ struct BwdResults : BwdConsumerState<T> {
         }
         const float sum[4] = {is_odd ? other[0] : own[0], is_odd ? other[1] : own[1], is_odd ? own[0] : other[0],
                               is_odd ? own[1] : other[1]};
-        if (interval.length > 0 && 8 * i + col < p.head_dim) add_vector(to + 8 * i, sum);
+        if (interval.length > 0 && 8 * i + col < p.head_dim) {
+          if (keeps_terms()) {
+            *reinterpret_cast<float4*>(to + 8 * i) = make_float4(sum[0], sum[1], sum[2], sum[3]);
+          } else {
+            add_vector(to + 8 * i, sum);
+          }
+        }
       }
+    }
+  }
+  // The row of ChunkTerms of the thread's key `half`, as an interval of one row or of none.
+  __device__ __forceinline__ KeyInterval find_term(int half) const {
+    if constexpr (!T::kOrdered) {
+      return {0, 0};
+    } else {
+      const int term = facts().term[own_key(half)];
+      return {term, term >= 0};
     }
   }
 

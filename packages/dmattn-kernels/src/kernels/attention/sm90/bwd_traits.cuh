@@ -203,7 +203,11 @@ struct BwdTraits {
                          std::conditional_t<kMasked, MaskedItem, std::conditional_t<kPacked, PackedItem, TiledItem>>>;
   // What is known of the keys of a tile.
   struct NoFacts {};
-  struct KeyFacts {
+  struct NoTerm {};
+  struct KeyTerm {
+    alignas(16) int32_t term[kBlockN];  // the key's row of ChunkTerms; -1: none
+  };
+  struct KeyFacts : std::conditional_t<kOrdered, KeyTerm, NoTerm> {
     // The key, and how many positions from its own on see it: none where there is no key. Where all rows see all keys of
     // a list it is the number of rows, from the first one on.
     alignas(16) KeyInterval interval[kBlockN];
