@@ -85,6 +85,10 @@ struct BwdArguments {
   // The maps of tensors are those of TensorMapper::map_packed(), batch is 1, seqlen_q and seqlen_k bound the lengths, and
   // n_blocks and dq_blocks count the packed_blocks() of keys and of rows. lse, delta and dq_accum: see BwdParams.
   Packing packing;
+
+  // --- pairs ---
+  // From the first member to the second: to the next head of keys, or to the next batch. One is 1, the other 0.
+  int32_t pair_head_step, pair_batch_step;
 };
 
 }  // namespace dmattn::sm90
