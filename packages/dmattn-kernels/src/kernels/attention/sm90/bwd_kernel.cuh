@@ -98,45 +98,45 @@ struct BwdConsumer : BwdResults<T> {
     const auto grad_slice = grad_mma.get_slice(consumer * 128);
     const auto dq_slice = dq_mma.get_slice(consumer * 128);
     const auto tile = [](Element* data, auto layout) { return make_tensor(make_smem_ptr(data), layout); };
-    // Of each member what `make` gives for it: see kMembers.
-    const auto of_members = [](auto&& make) {
-      if constexpr (T::kPairs) {
-        return make_tuple(make(_0{}), make(_1{}));
-      } else {
-        return make_tuple(make(_0{}));
-      }
-    };
-    const auto k = of_members([&](auto member) {
-      return score_slice.partition_fragment_A(tile(s.k + member * T::kTileK, typename T::LayoutK{}));
-    });
-    const auto v = of_members([&](auto member) {
-      return score_slice.partition_fragment_A(tile(s.v + member * T::kTileK, typename T::LayoutK{}));
-    });
+    const auto k = score_slice.partition_fragment_A(tile(s.k, typename T::LayoutK{}));
+    const auto v = score_slice.partition_fragment_A(tile(s.v, typename T::LayoutK{}));
     const auto q = score_slice.partition_fragment_B(tile(s.q, typename T::LayoutQ{}));
     const auto dout = score_slice.partition_fragment_B(tile(s.dout, typename T::LayoutdO{}));
     const auto qt = grad_slice.partition_fragment_B(tile(s.q, typename T::LayoutQt{}));
     const auto doutt = grad_slice.partition_fragment_B(tile(s.dout, typename T::LayoutdOt{}));
-    const auto kt = of_members([&](auto member) {
-      const auto keys = tile(s.k + member * T::kTileK, typename T::LayoutKt{});
+    const auto dq_operands = [&] {
       if constexpr (Dq::kTransposed) {
-        return dq_slice.partition_fragment_A(keys);
+        return make_tuple(dq_slice.partition_fragment_A(tile(s.k, typename T::LayoutKt{})),
+                          dq_slice.partition_fragment_B(tile(s.ds, typename T::LayoutdS{})));
       } else {
-        return dq_slice.partition_fragment_B(keys);
-      }
-    });
-    const auto ds = [&] {
-      if constexpr (Dq::kTransposed) {
-        return dq_slice.partition_fragment_B(tile(s.ds, typename T::LayoutdS{}));
-      } else {
-        return dq_slice.partition_fragment_A(tile(s.ds, typename T::LayoutdS{}));
+        return make_tuple(dq_slice.partition_fragment_B(tile(s.k, typename T::LayoutKt{})),
+                          dq_slice.partition_fragment_A(tile(s.ds, typename T::LayoutdS{})));
       }
     }();
+    const auto& kt = get<0>(dq_operands);
+    const auto& ds = get<1>(dq_operands);
+    // k, v and kt of the second member. In one tuple with those of the first they cost lists with a bias a register.
+    const auto of_second = [&] {
+      if constexpr (T::kPairs) {
+        static_assert(!Dq::kTransposed);
+        return make_tuple(score_slice.partition_fragment_A(tile(s.k + T::kTileK, typename T::LayoutK{})),
+                          score_slice.partition_fragment_A(tile(s.v + T::kTileK, typename T::LayoutK{})),
+                          dq_slice.partition_fragment_B(tile(s.k + T::kTileK, typename T::LayoutKt{})));
+      } else {
+        return make_tuple();
+      }
+    }();
+    const auto of_member = [&](auto member, auto which, const auto& of_first) -> const auto& {
+      if constexpr (member == 0) {
+        return of_first;
+      } else {
+        return get<which>(of_second);
+      }
+    };
     auto acc_s = partition_fragment_C(score_mma, Shape<Int<T::kBlockN>, Int<T::kBlockM>>{});
     auto acc_dp = partition_fragment_C(score_mma, Shape<Int<T::kBlockN>, Int<T::kBlockM>>{});
-    const auto make_sums = [&](auto) {
-      return partition_fragment_C(grad_mma, Shape<Int<T::kBlockN>, Int<T::kHeadDim>>{});
-    };
-    auto acc_dk = of_members(make_sums), acc_dv = of_members(make_sums);
+    using Sums = decltype(partition_fragment_C(grad_mma, Shape<Int<T::kBlockN>, Int<T::kHeadDim>>{}));
+    Sums acc_dk[T::kMembers], acc_dv[T::kMembers];
     using Operand = Layout<Shape<Shape<_2, _2, _2>, _1, Int<T::kBlockM / 16>>>;
     auto probabilities = make_tensor<Element>(Operand{});
     auto gradients = make_tensor<Element>(Operand{});
@@ -144,14 +144,14 @@ struct BwdConsumer : BwdResults<T> {
     const Scores& scores = fragments<kFragmentsM>(acc_s);
     const Scores& dp = fragments<kFragmentsM>(acc_dp);
 
-    const auto for_each_sum = [](auto& sums, auto&& f) { for_each(sums, [&](auto& of_member) { f(of_member); }); };
-    const auto start_at_zero = [](auto& acc) { clear(acc); };
-    for_each_sum(acc_dk, start_at_zero);
-    for_each_sum(acc_dv, start_at_zero);
-    // The zeros are in registers before any product starts: where they came later, all products would be serialized.
-    const auto fence = [](auto& acc) { warpgroup_fence_operand(acc); };
-    for_each_sum(acc_dk, fence);
-    for_each_sum(acc_dv, fence);
+#pragma unroll
+    for (int i = 0; i < T::kMembers; ++i) {
+      clear(acc_dk[i]);
+      clear(acc_dv[i]);
+      // The zeros are in registers before any product starts: where they came later, all products would be serialized.
+      warpgroup_fence_operand(acc_dk[i]);
+      warpgroup_fence_operand(acc_dv[i]);
+    }
     KeySums key_sums = {0.f, 0.f};
     if constexpr (T::kKeyBias && !T::kGathered) read_key_bias(item);
     // Of the rows that see the keys, at q_place. Where they are announced, the first of them is read once its Q is there.
@@ -177,25 +177,25 @@ struct BwdConsumer : BwdResults<T> {
       const auto start_scores = [&](auto member) {
         s.q_full[q_next.stage].wait(q_next.phase);
         discard(acc_s);
-        start_product<true>(score_mma, get<member>(k), q(_, _, _, q_next.stage), acc_s);
+        start_product<true>(score_mma, of_member(member, _0{}, k), q(_, _, _, q_next.stage), acc_s);
         q_next.advance();
       };
       const auto start_dp = [&](auto member) {
         s.dout_full[dout_place.stage].wait(dout_place.phase);
         discard(acc_dp);
-        start_product<true>(score_mma, get<member>(v), dout(_, _, _, dout_place.stage), acc_dp);
+        start_product<true>(score_mma, of_member(member, _1{}, v), dout(_, _, _, dout_place.stage), acc_dp);
       };
       const auto start_dq = [&](auto member, auto& acc_dq) {
         discard(acc_dq);
         if constexpr (Dq::kTransposed) {
-          start_product<true>(dq_mma, get<member>(kt), ds(_, _, _, ds_stage), acc_dq);
+          start_product<true>(dq_mma, of_member(member, _2{}, kt), ds(_, _, _, ds_stage), acc_dq);
         } else {
-          start_product<true>(dq_mma, ds(_, _, _, ds_stage), get<member>(kt), acc_dq);
+          start_product<true>(dq_mma, ds(_, _, _, ds_stage), of_member(member, _2{}, kt), acc_dq);
         }
         ds_stage ^= 1;
       };
       const auto start_dk = [&](auto member) {
-        start_product<false>(grad_mma, moved_gradients, qt(_, _, _, q_place.stage), get<member>(acc_dk));
+        start_product<false>(grad_mma, moved_gradients, qt(_, _, _, q_place.stage), acc_dk[member]);
       };
 
       // A step in two halves, of a member. Between them only dv is on its way, on all paths: where the compiler had to count products
@@ -207,21 +207,21 @@ struct BwdConsumer : BwdResults<T> {
         constexpr auto before = Int<T::kMembers - 1 - member>{};                          // member of the step before
         BiasAhead bias_ahead;
         if constexpr (T::kBiasAhead > 0) {
-          if constexpr (kBeginsTile) wait_for_bias(q_place);
+          wait_for_bias(q_place);
           read_bias_ahead(bias_ahead, q_place.stage);
         }
         // dp comes after the scores; if they were started early, dk of the step before in between.
         wait_for_product<T::kEarlyScores && !kIsFirst ? 2 : 1>(acc_s);
         SoftcapFactors factors;
         Scores weights;
-        if constexpr (T::kDenseBias && T::kBiasAhead == 0) wait_for_bias(q_place);
+        if constexpr (T::kDenseBias && T::kBiasAhead == 0 && kBeginsTile) wait_for_bias(q_place);
         take_exp(scores, weights, factors, q_place.stage, steps, item.n_block, kept, bias_ahead);
-        wait_for_product<1>(get<before>(acc_dk));
+        wait_for_product<1>(acc_dk[before]);
         if constexpr (!kIsFirst) release(s.q_empty[q_before]);
         // Its gradient has been on its way since the step before. Waiting for that any earlier would hold up dp.
         if constexpr (T::kWideBias && !kIsFirst) release_sent(s.bias_empty[q_before]);
         to_operand<Element>(probabilities, weights);
-        start_product<false>(grad_mma, probabilities, doutt(_, _, _, dout_place.stage), get<member>(acc_dv));
+        start_product<false>(grad_mma, probabilities, doutt(_, _, _, dout_place.stage), acc_dv[member]);
         wait_for_product<1>(acc_dp);
         take_ds(weights, dp, factors, dout_place.stage);
         if constexpr (T::kKeyBias) sum_rows(key_sums, weights);
@@ -243,7 +243,7 @@ struct BwdConsumer : BwdResults<T> {
         auto acc_dq = partition_fragment_C(dq_mma, Shape<Int<Dq::kRows>, Int<Dq::kCols>>{});
         start_dq(member, acc_dq);
         if constexpr (T::kDenseBias && kEndsTile) send_dbias(item, steps.head, steps.m, q_place.stage);
-        wait_for_product<1>(get<member>(acc_dv));
+        wait_for_product<1>(acc_dv[member]);
         release(s.dout_empty[dout_place.stage]);
         dout_place.advance();
         // Into the registers that p had until dv was done. So the scores come to lie where p, from which ds was made in
@@ -252,8 +252,12 @@ struct BwdConsumer : BwdResults<T> {
         if constexpr (kStartsEarly) start_scores(after);
         start_dk(member);
         wait_for_product<kStartsEarly ? 2 : 1>(acc_dq);
-        const int head = steps.head + (member > 0 ? heads_to_second(p) : 0);
-        add_dq(fragments<Dq::kFragments>(acc_dq), item_of_member<T>(p, item, member), head, steps.m);
+        if constexpr (member == 0) {
+          add_dq(fragments<Dq::kFragments>(acc_dq), item, steps.head, steps.m);
+        } else {
+          const BwdItem second = item_of_member<T>(p, item, member);
+          add_dq(fragments<Dq::kFragments>(acc_dq), second, steps.head + heads_to_second(p), steps.m);
+        }
         if constexpr (T::kWideBias && kIsLast) release_sent(s.bias_empty[q_place.stage]);
         if constexpr (!kIsLast) {
           if constexpr (!kStartsEarly) start_scores(after);
@@ -291,7 +295,7 @@ struct BwdConsumer : BwdResults<T> {
         }
       }
       back(true_type{}, last_member);
-      wait_for_product<0>(get<last_member>(acc_dk));
+      wait_for_product<0>(acc_dk[last_member]);
       if constexpr (!T::kOwnOut) sync_out();
       release(s.q_empty[q_place.stage]);
       release(s.k_empty);
@@ -304,8 +308,8 @@ struct BwdConsumer : BwdResults<T> {
       const int head_k = T::kOrdered ? item.head_k : steps.head / p.head_ratio;
       if constexpr (T::kKeyBias) add_dbias(key_sums, item, head_k * p.head_ratio);
       const int64_t sums = static_cast<int64_t>(item.batch) * p.nheads_k + head_k;
-      add_grad(fragments<kFragmentsD>(get<0>(acc_dv)), 1.f, p.dv_accum, sums);
-      add_grad(fragments<kFragmentsD>(get<0>(acc_dk)), p.softmax_scale, p.dk_accum, sums);
+      add_grad(fragments<kFragmentsD>(acc_dv[0]), 1.f, p.dv_accum, sums);
+      add_grad(fragments<kFragmentsD>(acc_dk[0]), p.softmax_scale, p.dk_accum, sums);
       if constexpr (T::kOrdered) __threadfence();  // before the turn is passed on
       sync_own();                                  // all have read whose keys these are
       pass_chunk(item);
@@ -313,12 +317,12 @@ struct BwdConsumer : BwdResults<T> {
       facts_place.advance();
     } else {
       if constexpr (T::kKeyBias) add_dbias(key_sums, item, item.head_k * p.head_ratio);
-      store_grad(get<0>(acc_dv), 1.f, p.dv, p.dv_slots, item);
-      store_grad(get<0>(acc_dk), p.softmax_scale, p.dk, p.dk_slots, item);
+      store_grad(acc_dv[0], 1.f, p.dv, p.dv_slots, item);
+      store_grad(acc_dk[0], p.softmax_scale, p.dk, p.dk_slots, item);
       if constexpr (T::kPairs) {
         const BwdItem second = item_of_member<T>(p, item, 1);
-        store_grad(get<1>(acc_dv), 1.f, p.dv, p.dv_slots, second);
-        store_grad(get<1>(acc_dk), p.softmax_scale, p.dk, p.dk_slots, second);
+        store_grad(acc_dv[1], 1.f, p.dv, p.dv_slots, second);
+        store_grad(acc_dk[1], p.softmax_scale, p.dk, p.dk_slots, second);
       }
     }
   }
