@@ -41,6 +41,17 @@ BIASES = [
     SHORT.with_(bias="1h1k", bias_f32=True, bias_fill="some_minus_inf"),
     LONG.with_(bias="111k", bias_fill="some_lowest"),
 ]
+# What shares a bias is so much that on Hopper two heads, or batches, have a thread block together.
+MANY = Case(130, 680, 2, 16, 16)
+PAIRS = [
+    MANY.with_(bias="1hqk"),
+    MANY.with_(bias="b1qk", bias_fill="some_minus_inf"),
+    MANY.with_(bias="11qk", dlse=True),
+    MANY.with_(batch=1, nheads=64, nheads_k=32, bias="11qk", bias_fill="some_lowest"),
+    MANY.with_(seqlen_q=3, batch=4, nheads_k=8, bias="1hqk"),
+    Case(130, 264, 4, 68, 68, bias="1hqk", causal=True),
+    Case(300, 264, 3, 92, 92, bias="11qk", causal=True),  # the first rows see no key
+]
 TOGETHER = [
     SHORT.with_(bias="bhqk", mask="b1qk", mask_fill="blocks"),
     GROUPS.with_(bias="1hqk", mask="bhqk", mask_fill="half", causal=True),
@@ -60,6 +71,12 @@ def test_masks(case: Case, head_dim: int, dtype: str) -> None:
 @pytest.mark.parametrize("head_dim, dtype", HEAD_DIMS_AND_DTYPES)
 @pytest.mark.parametrize("case", BIASES, ids=case_id)
 def test_biases(case: Case, head_dim: int, dtype: str) -> None:
+    check(case.with_(head_dim=head_dim, dtype=dtype))
+
+
+@pytest.mark.parametrize("head_dim, dtype", [(64, "bf16"), (64, "f16"), (40, "bf16")])
+@pytest.mark.parametrize("case", PAIRS, ids=case_id)
+def test_pairs(case: Case, head_dim: int, dtype: str) -> None:
     check(case.with_(head_dim=head_dim, dtype=dtype))
 
 

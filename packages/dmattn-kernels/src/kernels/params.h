@@ -251,6 +251,10 @@ enum class DbiasKind : int32_t {
           // sum is rounded once, whichever comes first.
 };
 
+// Hopper, 16-bit dense bias: which of those that share an entry of the bias and of its gradient have a thread block
+// together, which adds their gradients up first: kv heads 2 i and 2 i + 1 with their query heads, or such batches.
+enum class BiasPairs : int32_t { kNone = 0, kHeads = 1, kBatches = 2 };
+
 struct BwdParams {
   const void* q = nullptr;
   const void* k = nullptr;
@@ -321,6 +325,7 @@ struct BwdParams {
   bool has_split_slots = false;  // deterministic, or on Hopper: splits then fall on whole heads
   int32_t window = 0;            // as in FwdParams
   ChunkTerms terms;
+  BiasPairs bias_pairs = BiasPairs::kNone;
 };
 
 }  // namespace dmattn

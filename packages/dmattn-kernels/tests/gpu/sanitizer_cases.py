@@ -352,6 +352,9 @@ HOPPER_BWD = (
     # Rows of the bias and of its gradient that start on 16 bytes.
     Launch("dense rows, bias", 200, 264, 2, 4, 2, bias="bhqk", causal=True),
     Launch("dense rows, shared bias", 133, 264, 2, 4, 2, bias="1kqk"),
+    # At head_dim 64 two of those that share it have a thread block together, if all have one then.
+    Launch("dense rows, bias of two batches", 133, 264, 2, 34, 34, bias="1hqk"),
+    Launch("dense rows, bias of many heads", 70, 264, 2, 68, 34, bias="11qk"),
     Launch("dense rows, fp32 bias", 200, 264, 2, 4, 2, bias="bhqk", bias_f32=True, causal=True),
     Launch("dense rows, shared fp32 bias", 133, 264, 2, 4, 2, bias="1kqk", bias_f32=True),
     Launch("dense rows, key bias", 200, 261, 2, 4, 2, bias="bk1k", causal=True),

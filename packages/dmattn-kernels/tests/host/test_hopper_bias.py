@@ -185,3 +185,46 @@ def test_two_terms_need_no_sums_beside(probe: ctypes.CDLL, batch: int, bytes_of_
     entries = 16 * LENGTH * LENGTH
     assert plan["dbias_zero_bytes"] == (0 if bytes_of_entry else 2 * entries)
     assert plan["once_zero_bytes"] == bytes_of_entry * entries
+
+
+PAIRS_NONE, PAIRS_HEADS, PAIRS_BATCHES = range(3)
+
+
+@pytest.mark.parametrize(
+    "batch, of_bias, arguments, pairs, kind",
+    [
+        (2, (1, 16), {}, PAIRS_BATCHES, DB_TILE),
+        (2, (1, 16), {"is_causal": 1}, PAIRS_BATCHES, DB_TILE),
+        (4, (1, 16), {}, PAIRS_BATCHES, DB_ACCUM),
+        (2, (1, 1), {}, PAIRS_BATCHES, DB_ACCUM),
+        (2, (2, 1), {}, PAIRS_HEADS, DB_ACCUM),
+        (1, (1, 1), {}, PAIRS_HEADS, DB_ACCUM),
+        (3, (1, 1), {}, PAIRS_HEADS, DB_ACCUM),
+        (2, (2, 1), {"nheads_k": 4}, PAIRS_HEADS, DB_ACCUM),
+        (2, (2, 1), {"head_dim": 40}, PAIRS_HEADS, DB_ACCUM),
+        (3, (1, 16), {}, PAIRS_NONE, DB_ACCUM),
+        (2, (2, 16), {}, PAIRS_NONE, DB_TILE),
+        (4, (4, 1), {"nheads_k": 1}, PAIRS_NONE, DB_ACCUM),
+        (2, (2, 4), {"nheads_k": 4}, PAIRS_NONE, DB_ACCUM),
+        (2, (1, 16), {"head_dim": 128}, PAIRS_NONE, DB_PAIR),
+        (2, (1, 16), {"gradients": "dq dk dv"}, PAIRS_NONE, DB_NONE),
+        (2, (1, 16), {"mask": mask(1, 1, LENGTH, LENGTH)}, PAIRS_NONE, DB_PAIR),
+        (2, (1, 16), {"seqlen_q": 1104, "seqlen_k": 1104}, PAIRS_NONE, DB_PAIR),
+    ],
+)
+def test_pairs_that_share_a_bias(
+    probe: ctypes.CDLL,
+    batch: int,
+    of_bias: tuple[int, int],
+    arguments: dict[str, Any],
+    pairs: int,
+    kind: int,
+) -> None:
+    """Two have a thread block together, and add up their gradients before they leave it."""
+    fields: dict[str, Any] = {"gradients": WITH_DBIAS, "head_dim": 64, "batch": batch} | arguments
+    rows, keys = fields.get("seqlen_q", LENGTH), fields.get("seqlen_k", LENGTH)
+    plan = plan_of(probe, bias=tensor((*of_bias, rows, keys)), **fields)
+    assert (plan["arch"], plan["bias_pairs"], plan["dbias_kind"]) == (90, pairs, kind)
+    is_cleared = kind == DB_PAIR or (kind == DB_TILE and plan["is_causal"])
+    assert plan["dbias_zero_bytes"] == (2 * plan["dbias_elements"] if is_cleared else 0)
+    assert plan["once_zero_bytes"] == (4 * plan["dbias_elements"] if kind == DB_ACCUM else 0)

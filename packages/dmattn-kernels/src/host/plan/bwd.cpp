@@ -202,6 +202,19 @@ void choose_sequence(BwdPlan& plan, const dmattn_bwd_params& p) {
 
 bool has_fp32_dbias(const BwdPlan& plan) { return plan.dbias_dtype == Dtype::kFloat32; }
 
+// What of dbias itself is cleared before the launch.
+void choose_dbias_zeros(BwdPlan& plan) {
+  const BwdParams& kernel = plan.kernel;
+  // The kernel stores whole tiles; only those that no row sees are left out, and columns behind a packed sequence.
+  const bool visits_all =
+      plan.walk == KeyWalk::kTiled && !has_mask(plan.mask) && !kernel.is_causal && !kernel.packing.is_active();
+  const bool is_added_to =
+      kernel.dbias_kind == DbiasKind::kPair || (kernel.dbias_kind == DbiasKind::kAccum && has_fp32_dbias(plan));
+  const bool has_zeros = is_added_to || (kernel.dbias_kind == DbiasKind::kTile && !visits_all);
+  plan.dbias_zero_bytes =
+      has_zeros ? static_cast<size_t>(plan.dbias_elements * element_bytes(plan.dbias_dtype)) : size_t{0};
+}
+
 // How dbias itself is written, in memory that place_dbias() finds.
 void set_dbias(BwdPlan& plan, const dmattn_bwd_params& p) {
   if (!is_present(p.dbias)) return;
@@ -223,14 +236,7 @@ void set_dbias(BwdPlan& plan, const dmattn_bwd_params& p) {
     reduce.out_cols = static_cast<int32_t>(p.dbias.shape[3]);
     return;
   }
-  // The kernel stores whole tiles; only those that no row sees are left out, and columns behind a packed sequence.
-  const bool visits_all =
-      plan.walk == KeyWalk::kTiled && !has_mask(plan.mask) && !kernel.is_causal && !kernel.packing.is_active();
-  const bool is_added_to =
-      kernel.dbias_kind == DbiasKind::kPair || (kernel.dbias_kind == DbiasKind::kAccum && has_fp32_dbias(plan));
-  if (is_added_to || (kernel.dbias_kind == DbiasKind::kTile && !visits_all)) {
-    plan.dbias_zero_bytes = static_cast<size_t>(plan.dbias_elements * element_bytes(plan.dbias_dtype));
-  }
+  choose_dbias_zeros(plan);
 }
 
 // Sums of dbias that start as zeros once.
@@ -307,12 +313,42 @@ void complete(BwdPlan& plan, const dmattn_bwd_params& p) {
   choose_sequence(plan, p);
 }
 
+// Pairs of what shares a 16-bit bias and its gradient take as long as one after the other, and read and add half as much
+// of them. Only at head_dim 64 are there registers for the dk and dv of two heads. Not where fewer, longer items would
+// leave thread blocks without work at the end.
+BiasPairs find_pairs(const BwdPlan& plan) {
+  const BwdParams& p = plan.kernel;
+  const bool is_shared = p.dbias_kind == DbiasKind::kAccum || p.dbias_kind == DbiasKind::kPair;
+  const bool is_whole = plan.round.batches == plan.whole.batches && plan.round.heads_k == plan.whole.heads_k &&
+                        plan.round.groups == plan.whole.groups;
+  if (plan.resident_blocks == 0 || plan.unit.head_dim_tile > 64 || plan.walk != KeyWalk::kTiled || !is_shared ||
+      p.bias.kind != BiasKind::kTile || hides_keys(plan) || p.num_splits > 1 || !is_whole) {
+    return BiasPairs::kNone;
+  }
+  const int64_t blocks = plan.resident_blocks, items = key_tiles_of(p, p.batch, p.nheads_k, plan.tile.block_n);
+  const int64_t rounds = 2 * ceil_div(items / 2, blocks);
+  const bool fills = p.is_causal ? items >= 6 * blocks : 20 * rounds <= 23 * ceil_div(items, blocks);
+  if (!fills) return BiasPairs::kNone;
+  if (p.batch % 2 == 0 && p.bias.batch_stride == 0 && p.dbias_batch_stride == 0) return BiasPairs::kBatches;
+  if (p.nheads_k % 2 == 0 && p.bias.head_stride == 0 && p.dbias_head_stride == 0) return BiasPairs::kHeads;
+  return BiasPairs::kNone;
+}
+// Where two share an entry, their pair has it to itself.
+void choose_pairs(BwdPlan& plan) {
+  BwdParams& kernel = plan.kernel;
+  kernel.bias_pairs = find_pairs(plan);
+  if (kernel.bias_pairs == BiasPairs::kNone || kernel.dbias_kind != DbiasKind::kPair) return;
+  kernel.dbias_kind = DbiasKind::kTile;
+  choose_dbias_zeros(plan);
+}
+
 BwdPlan plan_with(const KernelSet& kernels, BwdPlan plan, const dmattn_bwd_params& p, const Device& device) {
   use_kernels(plan, kernels, device);
   complete(plan, p);
   Workspace workspace(nullptr);
   place_before_sums(plan, workspace);
   choose_sums(plan, device, workspace.bytes());
+  choose_pairs(plan);
   return plan;
 }
 

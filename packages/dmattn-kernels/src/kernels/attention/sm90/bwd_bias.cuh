@@ -13,6 +13,7 @@ namespace dmattn::sm90 {
 
 constexpr int kPanelKeys = 64;
 constexpr int kPanelRowBytes = kPanelKeys * 2;
+constexpr int kWidePanelKeys = kPanelRowBytes / 4;  // of a panel in fp32
 
 // What a lane says of four matrices: 16 rows, and the 16 keys of its warp. Lane l gives the address of row l % 8 of the
 // l / 8-th of them: keys 0 and 8, then 8 rows on.

@@ -57,6 +57,7 @@ struct BwdConsumerState {
   RingPlace<T::kStagesdO> dout_place;
   RingPlace<2> item_place, facts_place;
   RingPlace<T::kStagesOut> out_place;
+  RingPlace<T::kStagesBias> bias_place;  // kPairs
   int kv_phase = 0;
   int ds_stage = 0;
 

@@ -43,9 +43,9 @@ __device__ __forceinline__ BwdItem find_tiled_item(const BwdArguments& p, int in
   const int part = first + in_section - n_block * parts;
   const int head = part / p.num_splits;
   // What reads the same tiles of a bias goes side by side: batches if they share it, or else heads.
-  const bool batch_is_inner = T::kDenseBias && p.bias_batch_step == 0;
-  const int inner = batch_is_inner ? p.batches : p.nheads_k;
-  const int outer_part = head / inner, inner_part = head - outer_part * inner;
+  const bool batch_is_inner = T::kPairs ? p.pair_batch_step > 0 : T::kDenseBias && p.bias_batch_step == 0;
+  const int inner = (batch_is_inner ? p.batches : p.nheads_k) / T::kMembers;
+  const int outer_part = head / inner, inner_part = (head - outer_part * inner) * T::kMembers;
   const int first_row = p.is_causal ? n_block * T::kBlockN - (p.seqlen_k - p.seqlen_q) : 0;
   int m_end = p.m_blocks;
   if constexpr (T::kMasked) {
@@ -62,6 +62,19 @@ __device__ __forceinline__ BwdItem find_tiled_item(const BwdArguments& p, int in
           m_end,
           0};
 }
+
+// The item that a member of a pair has: find_tiled_item() finds that of the first.
+template <class T>
+__device__ __forceinline__ BwdItem item_of_member(const BwdArguments& p, const BwdItem& item, int member) {
+  BwdItem own = item;
+  if constexpr (T::kPairs) {
+    own.head_k += member * p.pair_head_step;
+    own.batch += member * p.pair_batch_step;
+  }
+  return own;
+}
+// From a query head of the first member to that of the second.
+__device__ __forceinline__ int heads_to_second(const BwdArguments& p) { return p.pair_head_step * p.head_ratio; }
 
 // --- packed sequences -----------------------------------------------------------------------------------------------
 

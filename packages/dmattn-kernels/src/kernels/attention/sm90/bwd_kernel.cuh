@@ -35,7 +35,9 @@ __device__ __forceinline__ void init_barriers(typename T::Shared& s) {
   for (int i = 0; i < T::kStagesQ; ++i) {
     s.q_full[i].init(1);
     s.q_empty[i].init(T::kConsumers);
-    if constexpr (T::kDenseBias) {
+  }
+  if constexpr (T::kDenseBias) {
+    for (int i = 0; i < T::kStagesBias; ++i) {
       s.bias_full[i].init(1);
       s.bias_empty[i].init(T::kConsumers);
     }
@@ -64,17 +66,20 @@ struct BwdConsumer : BwdResults<T> {
   using Base = BwdResults<T>;
   using Element = typename T::Element;
   using Dq = typename T::Dq;
-  using Base::add_dbias, Base::add_dq, Base::add_grad, Base::bias_rows, Base::consumer, Base::dout_place,
-      Base::ds_stage, Base::facts, Base::facts_place, Base::finish_item, Base::is_speaker, Base::key_bias,
-      Base::kFragmentsD, Base::kFragmentsM, Base::kv_phase, Base::lane, Base::lengths, Base::next_item, Base::own_key,
-      Base::p, Base::pass_chunk, Base::q_next, Base::release, Base::release_sent, Base::s, Base::send_dbias,
-      Base::store_dbias, Base::store_ds, Base::store_grad, Base::sum_rows, Base::sync_out, Base::sync_own,
-      Base::takes_chunk_turns, Base::wait_for_chunks, Base::wait_for_keys, Base::warp, Base::wide_rows;
+  using Base::add_dbias, Base::add_dq, Base::add_grad, Base::bias_place, Base::bias_rows, Base::consumer,
+      Base::dout_place, Base::ds_stage, Base::facts, Base::facts_place, Base::finish_item, Base::is_speaker,
+      Base::kFragmentsD, Base::kFragmentsM, Base::key_bias, Base::kv_phase, Base::lane, Base::lengths, Base::next_item,
+      Base::own_key, Base::p, Base::pass_chunk, Base::q_next, Base::release, Base::release_sent, Base::s,
+      Base::send_dbias, Base::store_dbias, Base::store_ds, Base::store_grad, Base::store_pair_dbias, Base::sum_rows,
+      Base::sync_out, Base::sync_own, Base::takes_chunk_turns, Base::wait_for_chunks, Base::wait_for_keys, Base::warp,
+      Base::wide_rows;
   using Base::Base;
   using typename Base::KeySums;
   using typename Base::Scores;
   // Derivative of softcap, two fp16 a word: a number from 0 to 1 that multiplies what is rounded to 16 bits next.
   using SoftcapFactors = uint32_t[T::kSoftcap ? 2 * kFragmentsM : 1];
+  // What has been read of a tile of the bias, two fragments a part.
+  using BiasAhead = uint32_t[T::kBiasAhead + 1][4];
 
   __device__ __forceinline__ void run() {
     while (true) {
@@ -111,10 +116,28 @@ struct BwdConsumer : BwdResults<T> {
     }();
     const auto& kt = get<0>(dq_operands);
     const auto& ds = get<1>(dq_operands);
+    // k, v and kt of the second member. In one tuple with those of the first they cost lists with a bias a register.
+    const auto of_second = [&] {
+      if constexpr (T::kPairs) {
+        static_assert(!Dq::kTransposed);
+        return make_tuple(score_slice.partition_fragment_A(tile(s.k + T::kTileK, typename T::LayoutK{})),
+                          score_slice.partition_fragment_A(tile(s.v + T::kTileK, typename T::LayoutK{})),
+                          dq_slice.partition_fragment_B(tile(s.k + T::kTileK, typename T::LayoutKt{})));
+      } else {
+        return make_tuple();
+      }
+    }();
+    const auto of_member = [&](auto member, auto which, const auto& of_first) -> const auto& {
+      if constexpr (member == 0) {
+        return of_first;
+      } else {
+        return get<which>(of_second);
+      }
+    };
     auto acc_s = partition_fragment_C(score_mma, Shape<Int<T::kBlockN>, Int<T::kBlockM>>{});
     auto acc_dp = partition_fragment_C(score_mma, Shape<Int<T::kBlockN>, Int<T::kBlockM>>{});
-    auto acc_dk = partition_fragment_C(grad_mma, Shape<Int<T::kBlockN>, Int<T::kHeadDim>>{});
-    auto acc_dv = partition_fragment_C(grad_mma, Shape<Int<T::kBlockN>, Int<T::kHeadDim>>{});
+    using Sums = decltype(partition_fragment_C(grad_mma, Shape<Int<T::kBlockN>, Int<T::kHeadDim>>{}));
+    Sums acc_dk[T::kMembers], acc_dv[T::kMembers];
     using Operand = Layout<Shape<Shape<_2, _2, _2>, _1, Int<T::kBlockM / 16>>>;
     auto probabilities = make_tensor<Element>(Operand{});
     auto gradients = make_tensor<Element>(Operand{});
@@ -122,11 +145,14 @@ struct BwdConsumer : BwdResults<T> {
     const Scores& scores = fragments<kFragmentsM>(acc_s);
     const Scores& dp = fragments<kFragmentsM>(acc_dp);
 
-    clear(acc_dk);
-    clear(acc_dv);
-    // The zeros are in registers before any product starts: where they came later, all products would be serialized.
-    warpgroup_fence_operand(acc_dk);
-    warpgroup_fence_operand(acc_dv);
+#pragma unroll
+    for (int i = 0; i < T::kMembers; ++i) {
+      clear(acc_dk[i]);
+      clear(acc_dv[i]);
+      // The zeros are in registers before any product starts: where they came later, all products would be serialized.
+      warpgroup_fence_operand(acc_dk[i]);
+      warpgroup_fence_operand(acc_dv[i]);
+    }
     KeySums key_sums = {0.f, 0.f};
     if constexpr (T::kKeyBias && !T::kGathered) read_key_bias(item);
     // Of the rows that see the keys, at q_place. Where they are announced, the first of them is read once its Q is there.
@@ -149,95 +175,128 @@ struct BwdConsumer : BwdResults<T> {
           steps.advance();
         }
       };
-      const auto start_scores = [&] {
+      const auto start_scores = [&](auto member) {
         s.q_full[q_next.stage].wait(q_next.phase);
         discard(acc_s);
-        start_product<true>(score_mma, k, q(_, _, _, q_next.stage), acc_s);
+        start_product<true>(score_mma, of_member(member, _0{}, k), q(_, _, _, q_next.stage), acc_s);
         q_next.advance();
       };
-      const auto start_dp = [&] {
+      const auto start_dp = [&](auto member) {
         s.dout_full[dout_place.stage].wait(dout_place.phase);
         discard(acc_dp);
-        start_product<true>(score_mma, v, dout(_, _, _, dout_place.stage), acc_dp);
+        start_product<true>(score_mma, of_member(member, _1{}, v), dout(_, _, _, dout_place.stage), acc_dp);
       };
-      const auto start_dq = [&](auto& acc_dq) {
+      const auto start_dq = [&](auto member, auto& acc_dq) {
         discard(acc_dq);
         if constexpr (Dq::kTransposed) {
-          start_product<true>(dq_mma, kt, ds(_, _, _, ds_stage), acc_dq);
+          start_product<true>(dq_mma, of_member(member, _2{}, kt), ds(_, _, _, ds_stage), acc_dq);
         } else {
-          start_product<true>(dq_mma, ds(_, _, _, ds_stage), kt, acc_dq);
+          start_product<true>(dq_mma, ds(_, _, _, ds_stage), of_member(member, _2{}, kt), acc_dq);
         }
         ds_stage ^= 1;
       };
-      const auto start_dk = [&] {
-        start_product<false>(grad_mma, moved_gradients, qt(_, _, _, q_place.stage), acc_dk);
+      const auto start_dk = [&](auto member) {
+        start_product<false>(grad_mma, moved_gradients, qt(_, _, _, q_place.stage), acc_dk[member]);
       };
 
-      // A step in two halves. Between them only dv is on its way, on all paths: where the compiler had to count products
+      // A step in two halves, of a member. Between them only dv is on its way, on all paths: where the compiler had to count products
       // that it finds started on one path and not on another, it would run all of them one after the other.
       int q_before = 0;  // stage of the rows of the step before
-      const auto front = [&](auto is_first) {
+      const auto front = [&](auto is_first, auto member) {
         constexpr bool kIsFirst = decltype(is_first)::value;
+        constexpr bool kBeginsTile = member == 0, kEndsTile = member == T::kMembers - 1;  // of the bias
+        constexpr auto before = Int<T::kMembers - 1 - member>{};                          // member of the step before
+        BiasAhead bias_ahead;
+        if constexpr (T::kBiasAhead > 0) {
+          wait_for_bias(q_place);
+          read_bias_ahead(bias_ahead, q_place.stage);
+        }
         // dp comes after the scores; if they were started early, dk of the step before in between.
         wait_for_product<T::kEarlyScores && !kIsFirst ? 2 : 1>(acc_s);
         SoftcapFactors factors;
         Scores weights;
-        if constexpr (T::kDenseBias) s.bias_full[q_place.stage].wait(q_place.phase);
-        take_exp(scores, weights, factors, q_place.stage, steps, item.n_block, kept);
-        wait_for_product<1>(acc_dk);
+        if constexpr (T::kDenseBias && T::kBiasAhead == 0 && kBeginsTile) wait_for_bias(q_place);
+        take_exp(scores, weights, factors, q_place.stage, steps, item.n_block, kept, bias_ahead);
+        wait_for_product<1>(acc_dk[before]);
         if constexpr (!kIsFirst) release(s.q_empty[q_before]);
+        // Its gradient has been on its way since the step before. Waiting for that any earlier would hold up dp.
+        if constexpr (T::kWideBias && !kIsFirst) release_sent(s.bias_empty[q_before]);
         to_operand<Element>(probabilities, weights);
-        start_product<false>(grad_mma, probabilities, doutt(_, _, _, dout_place.stage), acc_dv);
+        start_product<false>(grad_mma, probabilities, doutt(_, _, _, dout_place.stage), acc_dv[member]);
         wait_for_product<1>(acc_dp);
         take_ds(weights, dp, factors, dout_place.stage);
         if constexpr (T::kKeyBias) sum_rows(key_sums, weights);
         if constexpr (T::kWideBias) store_dbias(weights, q_place.stage);
         to_operand<Element>(gradients, weights);
+        if constexpr (T::kPairs && kEndsTile) store_pair_dbias(weights);
         if constexpr (!T::kOwnOut && kIsFirst) sync_out();
         store_ds(gradients);
-        if constexpr (T::kDenseBias && !T::kWideBias) release(s.bias_empty[q_place.stage]);
+        if constexpr (T::kPairs && kEndsTile) {
+          release(s.bias_empty[bias_place.stage]);
+          bias_place.advance();
+        }
+        if constexpr (T::kDenseBias && !T::kWideBias && !T::kPairs) release(s.bias_empty[q_place.stage]);
       };
-      const auto back = [&](auto is_last) {
+      const auto back = [&](auto is_last, auto member) {
         constexpr bool kIsLast = decltype(is_last)::value, kStartsEarly = T::kEarlyScores && !kIsLast;
+        constexpr bool kEndsTile = member == T::kMembers - 1;
+        constexpr auto after = Int<T::kMembers - 1 - member>{};
         auto acc_dq = partition_fragment_C(dq_mma, Shape<Int<Dq::kRows>, Int<Dq::kCols>>{});
-        start_dq(acc_dq);
-        if constexpr (T::kDenseBias) send_dbias(item, steps.head, steps.m, q_place.stage);
-        wait_for_product<1>(acc_dv);
+        start_dq(member, acc_dq);
+        if constexpr (T::kDenseBias && kEndsTile) send_dbias(item, steps.head, steps.m, q_place.stage);
+        wait_for_product<1>(acc_dv[member]);
         release(s.dout_empty[dout_place.stage]);
         dout_place.advance();
         // Into the registers that p had until dv was done. So the scores come to lie where p, from which ds was made in
         // place, has been: without this, the products in progress hold 16 registers more than there are.
         move(moved_gradients, gradients, p.zero);
-        if constexpr (kStartsEarly) start_scores();
-        start_dk();
+        if constexpr (kStartsEarly) start_scores(after);
+        start_dk(member);
         wait_for_product<kStartsEarly ? 2 : 1>(acc_dq);
-        add_dq(fragments<Dq::kFragments>(acc_dq), item, steps.head, steps.m);
-        if constexpr (T::kWideBias) release_sent(s.bias_empty[q_place.stage]);
+        if constexpr (member == 0) {
+          add_dq(fragments<Dq::kFragments>(acc_dq), item, steps.head, steps.m);
+        } else {
+          const BwdItem second = item_of_member<T>(p, item, member);
+          add_dq(fragments<Dq::kFragments>(acc_dq), second, steps.head + heads_to_second(p), steps.m);
+        }
+        if constexpr (T::kWideBias && kIsLast) release_sent(s.bias_empty[q_place.stage]);
         if constexpr (!kIsLast) {
-          if constexpr (!kStartsEarly) start_scores();
-          start_dp();
+          if constexpr (!kStartsEarly) start_scores(after);
+          start_dp(after);
           q_before = q_place.stage;
           q_place.advance();
-          to_next_step();
+          if constexpr (kEndsTile) to_next_step();
         }
       };
 
       if constexpr (T::kGathered) s.facts_full[facts_place.stage].wait(facts_place.phase);
       wait_for_keys(s.k_full);
-      start_scores();
+      start_scores(_0{});
       wait_for_keys(s.v_full);
-      start_dp();
+      start_dp(_0{});
       if constexpr (T::kMasked) to_next_step();
       // What left through the stage at the end of the item before. The others know after the barrier in front().
       if (T::kDqPath == DqPath::kTurns && is_speaker()) tma_store_wait<0>();
-      front(true_type{});
+      front(true_type{}, _0{});
+      constexpr auto last_member = Int<T::kMembers - 1>{};
+      if constexpr (T::kPairs) {
 #pragma unroll 1
-      while (!steps.is_last()) {
-        back(false_type{});
-        front(false_type{});
+        while (true) {
+          back(false_type{}, _0{});
+          front(false_type{}, _1{});
+          if (steps.is_last()) break;
+          back(false_type{}, _1{});
+          front(false_type{}, _0{});
+        }
+      } else {
+#pragma unroll 1
+        while (!steps.is_last()) {
+          back(false_type{}, _0{});
+          front(false_type{}, _0{});
+        }
       }
-      back(true_type{});
-      wait_for_product<0>(acc_dk);
+      back(true_type{}, last_member);
+      wait_for_product<0>(acc_dk[last_member]);
       if constexpr (!T::kOwnOut) sync_out();
       release(s.q_empty[q_place.stage]);
       release(s.k_empty);
@@ -250,8 +309,8 @@ struct BwdConsumer : BwdResults<T> {
       const int head_k = T::kOrdered ? item.head_k : steps.head / p.head_ratio;
       if constexpr (T::kKeyBias) add_dbias(key_sums, item, head_k * p.head_ratio);
       const int64_t sums = static_cast<int64_t>(item.batch) * p.nheads_k + head_k;
-      add_grad(fragments<kFragmentsD>(acc_dv), 1.f, p.dv_accum, sums);
-      add_grad(fragments<kFragmentsD>(acc_dk), p.softmax_scale, p.dk_accum, sums);
+      add_grad(fragments<kFragmentsD>(acc_dv[0]), 1.f, p.dv_accum, sums);
+      add_grad(fragments<kFragmentsD>(acc_dk[0]), p.softmax_scale, p.dk_accum, sums);
       if (takes_chunk_turns()) __threadfence();  // before the turn is passed on
       sync_own();                                // all have read whose keys these are
       pass_chunk(item);
@@ -259,8 +318,13 @@ struct BwdConsumer : BwdResults<T> {
       facts_place.advance();
     } else {
       if constexpr (T::kKeyBias) add_dbias(key_sums, item, item.head_k * p.head_ratio);
-      store_grad(acc_dv, 1.f, p.dv, p.dv_slots, item);
-      store_grad(acc_dk, p.softmax_scale, p.dk, p.dk_slots, item);
+      store_grad(acc_dv[0], 1.f, p.dv, p.dv_slots, item);
+      store_grad(acc_dk[0], p.softmax_scale, p.dk, p.dk_slots, item);
+      if constexpr (T::kPairs) {
+        const BwdItem second = item_of_member<T>(p, item, 1);
+        store_grad(acc_dv[1], 1.f, p.dv, p.dv_slots, second);
+        store_grad(acc_dk[1], p.softmax_scale, p.dk, p.dk_slots, second);
+      }
     }
   }
 
@@ -268,12 +332,28 @@ struct BwdConsumer : BwdResults<T> {
   // to a product, the compiler would run all products one after the other.
   template <class Steps>
   __device__ __forceinline__ void take_exp(const Scores& scores, Scores& probabilities, SoftcapFactors& factors,
-                                           int stage, const Steps& steps, int n_block, KeptScores kept) {
+                                           int stage, const Steps& steps, int n_block, KeptScores kept,
+                                           const BiasAhead& bias_ahead) {
     if (is_cut(steps, n_block)) {
-      take_exp<true>(scores, probabilities, factors, stage, steps.m, n_block, kept);
+      take_exp<true>(scores, probabilities, factors, stage, steps.m, n_block, kept, bias_ahead);
     } else {
-      take_exp<false>(scores, probabilities, factors, stage, steps.m, n_block, kept);
+      take_exp<false>(scores, probabilities, factors, stage, steps.m, n_block, kept, bias_ahead);
     }
+  }
+  __device__ __forceinline__ void wait_for_bias(const RingPlace<T::kStagesQ>& q_place) {
+    if constexpr (T::kPairs) {
+      s.bias_full[bias_place.stage].wait(bias_place.phase);
+    } else {
+      s.bias_full[q_place.stage].wait(q_place.phase);
+    }
+  }
+  // Of the fragments 2 * part and 2 * part + 1, beside the rows of a stage of Q.
+  __device__ __forceinline__ void read_bias(uint32_t (&words)[4], int part, int stage) const {
+    load_matrices(words, bias_rows(T::kPairs ? bias_place.stage : stage) + part * (16 * kPanelRowBytes));
+  }
+  __device__ __forceinline__ void read_bias_ahead(BiasAhead& ahead, int stage) const {
+#pragma unroll
+    for (int part = 0; part < T::kBiasAhead; ++part) read_bias(ahead[part], part, stage);
   }
   // Whether rows and keys meet of which the one does not see the other, or one of which there is not.
   template <class Steps>
@@ -327,7 +407,8 @@ struct BwdConsumer : BwdResults<T> {
   }
   template <bool kIsCut>
   __device__ __forceinline__ void take_exp(const Scores& scores, Scores& probabilities, SoftcapFactors& factors,
-                                           int stage, int m, int n_block, KeptScores kept) {
+                                           int stage, int m, int n_block, KeptScores kept,
+                                           const BiasAhead& bias_ahead) {
     const float scale_log2 = T::kSoftcap ? kLog2e : p.softmax_scale * kLog2e;
     SeenBy seen[2];
     float item_bias[2];
@@ -357,7 +438,7 @@ struct BwdConsumer : BwdResults<T> {
 #pragma unroll
         for (int e = 0; e < 4; ++e) tile_bias[e] = ld_shared(wide_entry(wide_bias, i, e / 2, e % 2));
       } else if constexpr (T::kDenseBias) {
-        if (i % 2 == 0) load_matrices(tile_bias, bias_rows(stage) + i * (8 * kPanelRowBytes));
+        if (i % 2 == 0 && i / 2 >= T::kBiasAhead) read_bias(tile_bias, i / 2, stage);
       }
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -369,7 +450,8 @@ struct BwdConsumer : BwdResults<T> {
           if constexpr (T::kWideBias) {
             bias = make_float2(__uint_as_float(tile_bias[2 * half]), __uint_as_float(tile_bias[2 * half + 1]));
           } else if constexpr (T::kDenseBias) {
-            bias = ElementTraits<Element>::unpack(tile_bias[i % 2 * 2 + half]);
+            const uint32_t* const part = i / 2 < T::kBiasAhead ? bias_ahead[i / 2] : tile_bias;
+            bias = ElementTraits<Element>::unpack(part[i % 2 * 2 + half]);
           } else {
             bias = make_float2(item_bias[half], item_bias[half]);
           }

@@ -65,10 +65,10 @@ cudaError_t fill_tiles(BwdArguments& a, const BwdParams& p, int64_t blocks, cons
   a.n_blocks = T::kPacked ? packed_blocks(p.packing.total_k, p.packing.sequences, T::kBlockN)
                           : (p.seqlen_k + T::kBlockN - 1) / T::kBlockN;
   a.num_splits = p.num_splits;
-  a.all_parts = p.packing.slabs(p.batch) * p.nheads_k * p.num_splits;
+  a.all_parts = p.packing.slabs(p.batch) * p.nheads_k * p.num_splits / T::kMembers;
   a.items = a.n_blocks * a.all_parts;
   const int64_t head_bytes = int64_t{p.seqlen_q} * T::kHeadDim * (2 * sizeof(typename T::Element) + sizeof(float));
-  choose_sections<T>(a, head_bytes * (p.head_ratio / p.num_splits), blocks);
+  choose_sections<T>(a, head_bytes * (p.head_ratio / p.num_splits) * T::kMembers, blocks);
   return status;
 }
 // The bias as tiles; where its gradient goes.
@@ -85,17 +85,25 @@ cudaError_t fill_bias(BwdArguments& a, const BwdParams& p) {
   const TensorExtents extents = {has_batches ? p.batch : 1, p.seqlen_q, p.nheads / a.bias_head_ratio, p.seqlen_k};
   const Strides3 strides = {bias.batch_stride, bias.head_stride, bias.row_stride};
   const cudaError_t status = mapper.map(a.bias_tiles, bias.ptr, strides, extents, T::kBlockM);
+  if constexpr (T::kPairs) {
+    a.pair_head_step = p.bias_pairs == BiasPairs::kHeads ? 1 : 0;
+    a.pair_batch_step = p.bias_pairs == BiasPairs::kBatches ? 1 : 0;
+  }
   if (status != cudaSuccess || p.dbias_kind == DbiasKind::kNone) return status;
   const Strides3 to = {p.dbias_batch_stride, p.dbias_head_stride, p.dbias_row_stride};
   a.dbias_kind = p.dbias_kind;
   a.dbias_batch_step = to.batch != 0 ? 1 : 0;
   a.dbias_head_ratio = to.head != 0 ? bias.head_ratio : p.nheads;
+  const TensorExtents dbias = {to.batch != 0 ? p.batch : 1, p.seqlen_q, p.nheads / a.dbias_head_ratio, p.seqlen_k};
   if (p.dbias_kind == DbiasKind::kAccum && !T::kWideBias) {
     a.dbias_sums = {static_cast<float*>(p.dbias), to.batch, to.head, to.row};
+    if constexpr (T::kPairs) {
+      const TensorMapper sums(CU_TENSOR_MAP_DATA_TYPE_FLOAT32, kWidePanelKeys);
+      return sums.map(a.dbias_tiles, p.dbias, to, dbias, T::kBlockM);
+    }
     return status;
   }
-  return mapper.map(a.dbias_tiles, p.dbias, to,
-                    {to.batch != 0 ? p.batch : 1, p.seqlen_q, p.nheads / a.dbias_head_ratio, p.seqlen_k}, T::kBlockM);
+  return mapper.map(a.dbias_tiles, p.dbias, to, dbias, T::kBlockM);
 }
 inline void fill_key_bias(BwdArguments& a, const BwdParams& p) {
   a.bias = p.bias;
@@ -224,6 +232,9 @@ cudaError_t launch_bwd(const KernelChoice& choice, const BwdParams& p, cudaStrea
     if (p.packing.is_active()) return go(cute::C<BwdVariant::kPacked>{});
     if (p.bias.kind == BiasKind::kKey) return go(cute::C<BwdVariant::kKeyBias>{});
     if (p.bias.kind == BiasKind::kDirect) return go(cute::C<BwdVariant::kWideBias>{});
+    if constexpr (kHeadDimTile <= 64) {
+      if (p.bias_pairs != BiasPairs::kNone) return go(cute::C<BwdVariant::kPairBias>{});
+    }
     if (p.bias.kind != BiasKind::kNone) return go(cute::C<BwdVariant::kDenseBias>{});
     if (p.mask.bits != nullptr || p.window > 0) return go(cute::C<BwdVariant::kMask>{});
     if (p.softcap > 0.f) return go(cute::C<BwdVariant::kSoftcap>{});

@@ -89,6 +89,9 @@ struct BwdArguments {
   // --- lists, sums in a fixed order ---
   ChunkTerms terms;      // where dk, dv and dbias go unless dkv_semaphore says that chunks take turns
   int32_t group_chunks;  // chunks whose tiles are taken side by side: see find_list_item()
+  // --- pairs ---
+  // From the first member to the second: to the next head of keys, or to the next batch. One is 1, the other 0.
+  int32_t pair_head_step, pair_batch_step;
 };
 
 }  // namespace dmattn::sm90

@@ -16,7 +16,8 @@ struct BwdProducer {
   RingPlace<T::kStagesQ> q_place;
   RingPlace<T::kStagesdO> dout_place;
   RingPlace<2> item_place;
-  int kv_phase = 0;  // of consecutive keys
+  RingPlace<T::kStagesBias> bias_place;  // kPairs, kWideBias
+  int kv_phase = 0;                      // of consecutive keys
 
   // Where dq is added up in order, no item belongs to a thread block before it runs, not even the first: blocks that do
   // run wait for items with lower numbers, and nobody knows whether all blocks have an SM at the same time.
@@ -78,6 +79,7 @@ struct BwdProducer {
   __device__ __forceinline__ void load_item(const Item& item) {
     BwdSteps<T> steps(p, item);
     if (steps.left == 0) return;
+    if constexpr (T::kPairs) return load_pair(item, steps);
     // Rows come in while the consumers still need the keys of the item before. Listed keys are copied by others.
     if constexpr (T::kDenseBias) load_bias(steps.head, steps.m, item);
     load_q(steps.head, steps.m, item, 0);
@@ -90,8 +92,12 @@ struct BwdProducer {
     steps.advance();
 #pragma unroll 1  // in the producer's few registers there is no room for more
     for (; steps.left > 0; steps.advance()) {
-      if constexpr (T::kDenseBias) {
-        // In the order in which the consumers are done with what the stages held.
+      // In the order in which the consumers are done with what the stages held.
+      if constexpr (T::kWideBias) {
+        load_dout(steps.head, steps.m, item);
+        load_q(steps.head, steps.m, item, 0);
+        load_bias(steps.head, steps.m, item);
+      } else if constexpr (T::kDenseBias) {
         load_bias(steps.head, steps.m, item);
         load_dout(steps.head, steps.m, item);
         load_q(steps.head, steps.m, item, 0);
@@ -99,6 +105,32 @@ struct BwdProducer {
         load_q(steps.head, steps.m, item, 0);
         load_dout(steps.head, steps.m, item);
       }
+    }
+  }
+
+  // A tile of the bias, and then the rows of both members.
+  __device__ __forceinline__ void load_pair(const BwdItem& item, BwdSteps<T>& steps) {
+    const auto load_second = [&] {
+      const BwdItem second = item_of_member<T>(p, item, 1);
+      const int head = steps.head + heads_to_second(p);
+      load_dout(head, steps.m, second);
+      load_q(head, steps.m, second, 0);
+    };
+    // The order of load_item().
+    load_bias(steps.head, steps.m, item);
+    load_q(steps.head, steps.m, item, 0);
+    load_keys(p.k, s.k, s.k_full, s.k_empty, item);
+    load_dout(steps.head, steps.m, item);
+    load_keys(p.v, s.v, s.v_full, s.v_empty, item);
+    kv_phase ^= 1;
+    load_second();
+    steps.advance();
+#pragma unroll 1  // in the producer's few registers there is no room for more
+    for (; steps.left > 0; steps.advance()) {
+      load_bias(steps.head, steps.m, item);
+      load_dout(steps.head, steps.m, item);
+      load_q(steps.head, steps.m, item, 0);
+      load_second();
     }
   }
 
@@ -146,9 +178,15 @@ struct BwdProducer {
   __device__ __forceinline__ void load_keys(const CUtensorMap& map, Element* tile, Barrier& full, Barrier& empty,
                                             const Item& item) {
     empty.wait(kv_phase ^ 1);
-    full.arrive_and_expect(T::kTileK * sizeof(Element));
+    full.arrive_and_expect(T::kMembers * T::kTileK * sizeof(Element));
     load_tile<T::kBlockN, T::kPanels, T::kPanelCols>(map, full, cute::TMA::CacheHintSm90::EVICT_FIRST, tile,
                                                      item.n_block * T::kBlockN, item.head_k, place_of_keys(item));
+    if constexpr (T::kPairs) {
+      const BwdItem second = item_of_member<T>(p, item, 1);
+      load_tile<T::kBlockN, T::kPanels, T::kPanelCols>(map, full, cute::TMA::CacheHintSm90::EVICT_FIRST,
+                                                       tile + T::kTileK, item.n_block * T::kBlockN, second.head_k,
+                                                       second.batch);
+    }
   }
   // `more`: bytes that are copied to the same barrier besides.
   __device__ __forceinline__ void load_q(int head, int m, const Item& item, uint32_t more) {
@@ -163,10 +201,12 @@ struct BwdProducer {
               s.dout_full[dout_place.stage], s.dout_empty[dout_place.stage], dout_place.phase, 0, head, m, item);
     dout_place.advance();
   }
-  // A tile of the bias in the stage that Q has next, panel by panel.
+  // A tile of the bias, panel by panel, in the stage that the Q of the same rows has, or for a pair in the next one.
   __device__ __forceinline__ void load_bias(int head, int m, const BwdItem& item) {
-    const int stage = q_place.stage;
-    s.bias_empty[stage].wait(q_place.phase ^ 1);
+    constexpr bool kOwnPlace = T::kPairs || T::kWideBias;
+    const int stage = kOwnPlace ? bias_place.stage : q_place.stage;
+    s.bias_empty[stage].wait((kOwnPlace ? bias_place.phase : q_place.phase) ^ 1);
+    if constexpr (kOwnPlace) bias_place.advance();
     s.bias_full[stage].arrive_and_expect(T::kTiledS * sizeof(typename T::BiasElement));
 #pragma unroll
     for (int panel = 0; panel < T::kBiasPanels; ++panel) {

@@ -111,11 +111,45 @@ struct BwdResults : BwdConsumerState<T> {
   // The gradient of an fp32 bias where the bias was: each entry belongs to one thread.
   __device__ __forceinline__ void store_dbias(const Scores& ds, int stage) const {
     if (p.dbias_kind == DbiasKind::kNone) return;
-    const uint32_t rows = wide_rows(stage);
+    store_wide(ds, wide_rows(stage));
+  }
+  __device__ __forceinline__ void store_wide(const Scores& ds, uint32_t rows) const {
 #pragma unroll
     for (int i = 0; i < kFragmentsM; ++i)
 #pragma unroll
       for (int e = 0; e < 4; ++e) st_shared(wide_entry(rows, i, e / 2, e % 2), __float_as_uint(ds[i][e]));
+  }
+  // The gradient of a pair's bias: ds of the second member, and that of the first, which each thread wrote a step ago.
+  // What left from here before has been read: the speaker has waited for it before the barrier of the first member's ds.
+  __device__ __forceinline__ void store_pair_dbias(Scores& ds) const {
+    const uint32_t first = matrix_row(smem_u32(own_ds(ds_stage ^ 1)), warp, lane);
+#pragma unroll
+    for (int i = 0; i < kFragmentsM; i += 2) {
+      uint32_t words[4];
+      load_matrices(words, first + i * (8 * kPanelRowBytes));
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float2 of_first = ElementTraits<Element>::unpack(words[j]);
+        ds[i + j / 2][j % 2 * 2] += of_first.x;
+        ds[i + j / 2][j % 2 * 2 + 1] += of_first.y;
+      }
+    }
+    if (p.dbias_kind == DbiasKind::kAccum) {
+      store_wide(ds, wide_row<T::kBlockM>(smem_u32(s.bias.dbias), consumer, warp, lane));
+    } else {
+      const uint32_t rows = matrix_row(smem_u32(pair_panel()), warp, lane);
+#pragma unroll
+      for (int i = 0; i < kFragmentsM; i += 2) {
+        const auto pack = [&](int j) {
+          return ElementTraits<Element>::pack(ds[i + j / 2][j % 2 * 2], ds[i + j / 2][j % 2 * 2 + 1]);
+        };
+        store_matrices(rows + i * (8 * kPanelRowBytes), pack(0), pack(1), pack(2), pack(3));
+      }
+    }
+  }
+  // In 16 bits.
+  __device__ __forceinline__ Element* pair_panel() const {
+    return reinterpret_cast<Element*>(s.bias.dbias) + consumer * T::kPanel;
   }
   // Says that the warpgroup's part of a stage of the bias may be written, once its gradient has been read.
   __device__ __forceinline__ void release_sent(Barrier& empty) const {
@@ -169,14 +203,17 @@ struct BwdResults : BwdConsumerState<T> {
     const int stage = ds_stage ^ 1;
     const int row = m * T::kBlockM, key = item.n_block * T::kBlockN + consumer * kPanelKeys;
     const int to_head = head / p.dbias_head_ratio, to_batch = item.batch * p.dbias_batch_step;
-    if constexpr (T::kWideBias) {
+    if constexpr (T::kPairs) {
       if (!is_speaker()) return;
-      constexpr int kPanels = T::kBiasPanels / T::kConsumers;
-      const float* const panels = s.bias.tiles + bias_stage * T::kTiledS + consumer * (kPanels * T::kBiasPanel);
-#pragma unroll
-      for (int panel = 0; panel < kPanels; ++panel) {
-        send_panel(panels + panel * T::kBiasPanel, key + panel * T::kBiasPanelKeys, row, to_head, to_batch);
+      if (p.dbias_kind == DbiasKind::kAccum) {
+        send_wide(s.bias.dbias, key, row, to_head, to_batch);
+      } else {
+        send_panel(pair_panel(), key, row, to_head, to_batch);
       }
+      cute::tma_store_arrive();
+    } else if constexpr (T::kWideBias) {
+      if (!is_speaker()) return;
+      send_wide(s.bias.tiles + bias_stage * T::kTiledS, key, row, to_head, to_batch);
       cute::tma_store_arrive();
     } else if (p.dbias_kind == DbiasKind::kAccum) {
       const DbiasSums& sums = p.dbias_sums;
@@ -186,6 +223,14 @@ struct BwdResults : BwdConsumerState<T> {
     } else if (is_speaker()) {
       send_panel(own_ds(stage), key, row, to_head, to_batch);
       cute::tma_store_arrive();
+    }
+  }
+  // The consumer's panels of a tile in fp32.
+  __device__ __forceinline__ void send_wide(const float* tile, int key, int row, int head, int batch) const {
+    constexpr int kPanel = T::kBlockM * kWidePanelKeys, kPanels = kPanelKeys / kWidePanelKeys;
+#pragma unroll
+    for (int panel = 0; panel < kPanels; ++panel) {
+      send_panel(tile + (consumer * kPanels + panel) * kPanel, key + panel * kWidePanelKeys, row, head, batch);
     }
   }
   __device__ __forceinline__ void send_panel(const void* panel, int key, int row, int head, int batch) const {

@@ -36,7 +36,8 @@ enum class BwdVariant {
   kBiasLists,     // likewise, with a number that is added to the logits of each key, and its gradient
   kOrderedLists,  // all sums in a fixed order
   kOrderedBiasLists,
-  kPacked,  // as kPlain, over packed sequences
+  kPacked,    // as kPlain, over packed sequences
+  kPairBias,  // as kDenseBias, without mask and window: two heads or batches that share the bias and its gradient
 };
 
 // A block of rows that meets the keys of an item, as the producer announces it beside Q where there is a dense mask.
@@ -87,7 +88,10 @@ struct BwdTraits {
   static constexpr bool kListBias = kVariant == BwdVariant::kBiasLists || kVariant == BwdVariant::kOrderedBiasLists;
   static constexpr bool kKeyBias = kListBias || kVariant == BwdVariant::kKeyBias;
   static constexpr bool kWideBias = kVariant == BwdVariant::kWideBias;
-  static constexpr bool kDenseBias = kVariant == BwdVariant::kDenseBias || kWideBias;
+  // An item is a block of keys of two heads or batches, its members, which take their steps by turns.
+  static constexpr bool kPairs = kVariant == BwdVariant::kPairBias;
+  static constexpr int kMembers = kPairs ? 2 : 1;
+  static constexpr bool kDenseBias = kVariant == BwdVariant::kDenseBias || kWideBias || kPairs;
   // Steps are announced. In fp32 the tiles of a bias leave no room for a mask's.
   static constexpr bool kMasked =
       kVariant == BwdVariant::kMask || kVariant == BwdVariant::kDenseBias || kVariant == BwdVariant::kKeyBias;
@@ -226,14 +230,22 @@ struct BwdTraits {
   };
   static_assert(!kMasked || (kMaskWords == 4 && kBlockM == kMaskBand));
 
-  // Tiles of a dense bias, each in panels of 128 bytes a row, swizzled. Each comes and goes with a stage of Q. Those in
-  // fp32 become tiles of its gradient.
+  // Tiles of a dense bias, each in panels of 128 bytes a row, swizzled. Each comes and goes with a stage of Q, or, for
+  // both members of a pair, with a stage of its own. Those in fp32 become tiles of its gradient.
+  static constexpr int kStagesBias = kPairs ? 2 : kStagesQ;
+  // Parts of a thread's 16-bit numbers, of four, that are read while the scores are computed. Where they are read between
+  // the scores and their exponents, each part waits for the one before. Elsewhere there are no registers for it.
+  static constexpr int kBiasAhead = kVariant == BwdVariant::kDenseBias && kHeadDim <= 64 ? 4 : 0;
   using BiasElement = std::conditional_t<kWideBias, float, Element>;
   static constexpr int kBiasPanelKeys = 128 / sizeof(BiasElement), kBiasPanels = kBlockN / kBiasPanelKeys;
   static constexpr int kBiasPanel = kBlockM * kBiasPanelKeys;
   struct NoBias {};
   struct BiasTiles {
-    alignas(1024) BiasElement tiles[kStagesQ * kTiledS];
+    alignas(1024) BiasElement tiles[kStagesBias * kTiledS];
+  };
+  // The gradient of a pair's tile on its way out: in 16 bits as ds lies, or in fp32 as a bias in fp32 does.
+  struct PairBiasTiles : BiasTiles {
+    alignas(1024) float dbias[kTiledS];
   };
 
   // dk and dv leave after the last ds of an item. With a dense bias at head_dim 128 they lie where the ds have been.
@@ -253,13 +265,13 @@ struct BwdTraits {
   // The operands come first: with something else before K, ptxas kept the addresses of lists' products in each thread
   // instead of once a warp, and read 37 words from local memory in a step instead of 6.
   struct Operands {
-    alignas(1024) Element k[kTileK];
-    alignas(1024) Element v[kTileK];
+    alignas(1024) Element k[kMembers * kTileK];
+    alignas(1024) Element v[kMembers * kTileK];
     alignas(1024) Element q[kStagesQ * kTileQ];
     alignas(1024) Element dout[kStagesdO * kTileQ];
   };
   struct Shared : Operands, std::conditional_t<kOwnOut, OwnOut, OutInPlaceOfdS> {
-    std::conditional_t<kDenseBias, BiasTiles, NoBias> bias;
+    std::conditional_t<kPairs, PairBiasTiles, std::conditional_t<kDenseBias, BiasTiles, NoBias>> bias;
     std::conditional_t<kMasked, MaskTile, NoMask> mask;
     alignas(128) float lse[kStagesQ][kBlockM];
     alignas(128) float delta[kStagesdO][kBlockM];
@@ -269,7 +281,7 @@ struct BwdTraits {
     int32_t tiles_before[kDqWarps > 0 && kGathered ? kMostChunkRows / kBlockM : 1];  // see BwdDq
     Barrier k_full, v_full, k_empty, v_empty;
     Barrier q_full[kStagesQ], q_empty[kStagesQ], dout_full[kStagesdO], dout_empty[kStagesdO];
-    Barrier bias_full[kDenseBias ? kStagesQ : 1], bias_empty[kDenseBias ? kStagesQ : 1];
+    Barrier bias_full[kDenseBias ? kStagesBias : 1], bias_empty[kDenseBias ? kStagesBias : 1];
     Barrier item_full[2], item_empty[2], facts_full[2], facts_empty[2];
     Barrier out_full[kStagesOut], out_empty[kStagesOut];  // of a tile of dq, by kTurns
   };

@@ -203,23 +203,33 @@ struct ScoreChanges {
     release_stage();
   }
 
-  // The fragments from kFirst on that a stage has, in fp32.
+  // The fragments from kFirst on that a stage has, in fp32. Of eight bytes a thread, half of a warp is read at a time: four
+  // rows, 32 bytes each. The swizzle puts those of an odd row to the banks of the row before. So odd rows read the
+  // fragment two further on, or two before, and exchange the two afterwards.
   template <int kFirst>
   __device__ __forceinline__ void add_wide_bias(Scores& scores, float factor) {
     if (!kReadsBiasAhead || kFirst > 0) wait_for_stage();
     const int row = warp * 16 + lane / 4, in_chunk = lane % 2 * 8;
-    const uint32_t rows = smem_u32(s.bias[place.stage]) + row * 128 + ((lane % 4 / 2 ^ row % 8) << 4) + in_chunk;
+    const bool is_odd = row % 2 != 0;
+    const uint32_t own_row = smem_u32(s.bias[place.stage]) + row * 128 + ((lane % 4 / 2 ^ row % 8) << 4) + in_chunk;
+    const uint32_t rows = own_row ^ (is_odd ? 2 << 5 : 0);
 #pragma unroll
     for (int i = 0; i < kFragments / 2; ++i) {
+      if (i % 4 >= 2) continue;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const uint2 raw = ld_shared_v2((rows ^ (i % 4 << 5)) + i / 4 * T::kBlockM * 128 + half * 8 * 128);
-        float* const two = scores[0][kFirst + i] + 2 * half;
-        two[0] = __fmaf_rn(two[0], factor, __uint_as_float(raw.x));
-        two[1] = __fmaf_rn(two[1], factor, __uint_as_float(raw.y));
+        const uint32_t panel = i / 4 * T::kBlockM * 128 + half * 8 * 128;
+        const uint2 x = ld_shared_v2((rows ^ (i % 4 << 5)) + panel),
+                    y = ld_shared_v2((rows ^ (i % 4 + 2 << 5)) + panel);
+        add_two(scores[0][kFirst + i] + 2 * half, factor, is_odd ? y.x : x.x, is_odd ? y.y : x.y);
+        add_two(scores[0][kFirst + i + 2] + 2 * half, factor, is_odd ? x.x : y.x, is_odd ? x.y : y.y);
       }
     }
     release_stage();
+  }
+  static __device__ __forceinline__ void add_two(float* two, float factor, uint32_t bias_x, uint32_t bias_y) {
+    two[0] = __fmaf_rn(two[0], factor, __uint_as_float(bias_x));
+    two[1] = __fmaf_rn(two[1], factor, __uint_as_float(bias_y));
   }
 
   // Of the i-th two fragments.
