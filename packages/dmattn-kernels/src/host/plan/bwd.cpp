@@ -318,9 +318,7 @@ BwdPlan plan_with(const KernelSet& kernels, BwdPlan plan, const dmattn_bwd_param
 // leave no room for those of a mask.
 bool suits_wide_tiles(const BwdPlan& plan) {
   const BwdParams& p = plan.kernel;
-  const Strides3 to = {p.dbias_batch_stride, p.dbias_head_stride, p.dbias_row_stride};
-  return p.bias.kind == BiasKind::kDirect && p.bias.dtype == Dtype::kFloat32 && !hides_keys(plan) &&
-         (p.dbias_kind == DbiasKind::kNone || is_vec16(plan.dbias, to, plan.dbias_dtype));
+  return p.bias.kind == BiasKind::kDirect && p.bias.dtype == Dtype::kFloat32 && !hides_keys(plan);
 }
 
 // Whether the bias is for each key, the same for the heads of a group, and its gradient, if asked for, too.
