@@ -33,6 +33,7 @@ from gpu.sanitizer_listed import (
     HOPPER_LISTS,
     MANY_GRADIENTS,
 )
+from gpu.sanitizer_odd_rows import HOPPER_ODD_ROWS, HOPPER_ODD_ROWS_BWD
 from gpu.sanitizer_packed_launches import HOPPER_PACKED, HOPPER_PACKED_GRADIENTS, PACKED
 from gpu.sanitizer_selection import (
     Lists,
@@ -341,14 +342,6 @@ HOPPER_CHANGED = (
     # Head_dim 64 has three consumers for them.
     Launch("dense rows, bias, long", 1100, 264, bias="1hqk", causal=True, wants=""),
     Launch("dense rows, key bias, long", 1100, 261, bias="bk1k", causal=True, wants=""),
-    # Rows of the bias that TMA does not take.
-    Launch("odd rows, bias, long", 1100, 261, bias="1hqk", causal=True, wants=""),
-    Launch(
-        "odd rows, mask, softcap, bias", 133, 327, mask="1hqk", bias="bhqk", softcap=3.0, wants=""
-    ),
-    Launch(
-        "odd rows, mask, fp32 bias", 200, 261, mask="bhqk", bias="11qk", bias_f32=True, wants=""
-    ),
 )
 HOPPER_BWD = (
     Launch("dense rows, gradients", 200, 133, nheads=4, nheads_k=2, causal=True),
@@ -363,12 +356,6 @@ HOPPER_BWD = (
     Launch("dense rows, key bias", 200, 261, 2, 4, 2, bias="bk1k", causal=True),
     Launch("dense rows, mask", 200, 261, 2, 4, 2, mask="bkqk", causal=True),
     Launch("dense rows, mask, bias", 200, 264, 2, 4, 2, mask="1hqk", bias="bhqk"),
-    # Those that TMA does not take.
-    Launch("odd rows, bias", 200, 261, 2, 4, 2, bias="bhqk", causal=True),
-    Launch("odd rows, shared bias", 133, 261, 2, 4, 2, bias="1kqk"),
-    Launch("odd rows, fp32 bias", 200, 261, 2, 4, 2, bias="bhqk", bias_f32=True, causal=True),
-    Launch("odd rows, shared fp32 bias", 133, 261, 2, 4, 2, bias="1kqk", bias_f32=True),
-    Launch("odd rows, mask, bias", 200, 262, 2, 4, 2, mask="1hqk", bias="bhqk"),
 )
 # Above head_dim 128 two thread blocks share keys: rows without keys, keys of one block, many heads.
 HOPPER_WIDE_BWD = (
@@ -398,6 +385,8 @@ def all_launches() -> list[tuple[str, int, Launch | Lists | Append]]:
         main += [(kind, launch) for launch in HOPPER for kind in HOPPER_KINDS]
         main += [(kind, launch) for launch in HOPPER_CHANGED for kind in HOPPER_CHANGED_KINDS]
         main += [(kind, launch) for launch in HOPPER_BWD for kind in HOPPER_BWD_KINDS]
+        main += [(kind, launch) for launch in HOPPER_ODD_ROWS for kind in HOPPER_CHANGED_KINDS]
+        main += [(kind, launch) for launch in HOPPER_ODD_ROWS_BWD for kind in HOPPER_BWD_KINDS]
         main += [(kind, launch) for launch in HOPPER_PACKED for kind in HOPPER_KINDS]
         main += [(kind, launch) for launch in HOPPER_PACKED_GRADIENTS for kind in HOPPER_BWD_KINDS]
         main += [(kind, launch) for launch in HOPPER_WINDOWS for kind in HOPPER_CHANGED_KINDS]

@@ -68,11 +68,11 @@ __device__ __forceinline__ void add_dbias_panel(const DbiasPart& part, uint32_t 
 template <int kRows>
 __device__ __forceinline__ void send_wide_dbias_panel(const DbiasPart& part, uint32_t panel, bool is_sum, int warp,
                                                       int lane) {
-  if (lane >= part.keys) return;
 #pragma unroll 4
   for (int row = warp; row < min(kRows, part.rows); row += 4) {
     const float x = __uint_as_float(ld_shared(word_of_row(panel, row, lane)));
     float* const to = static_cast<float*>(part.to) + row * part.row_stride + lane;
+    if (lane >= part.keys) continue;
     if (is_sum) {
       atomicAdd(to, x);
     } else {

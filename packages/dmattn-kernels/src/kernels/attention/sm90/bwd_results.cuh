@@ -200,6 +200,7 @@ struct BwdResults : BwdConsumerState<T> {
         part.to = static_cast<float*>(part.to) + T::kBiasPanelKeys;
         part.keys -= T::kBiasPanelKeys;
       }
+      __syncwarp();
       cutlass::arch::NamedBarrier::sync(128, kOwnBarrier + consumer);  // all have read it
     } else if (rows.is_sum) {
       part.to = static_cast<float*>(rows.data) + at;
