@@ -46,16 +46,16 @@ bool sm90_serves_lists(const FwdParams& p, Level level) {
                             !p.packing.is_active() && p.vec_q && p.vec_k && p.vec_v && p.vec_out;
   return (level == Level::kPlain || has_key_bias) && has_gather_stride(p.k_stride) && has_gather_stride(p.v_stride);
 }
-// Tiles of a bias for each row and key, copied by TMA: 16-bit, or fp32. A stride of 0 stands for a bias that heads or
-// batches share.
-bool serves_bias_tiles(const void* data, const Strides3& s, Dtype dtype, int32_t batch, int32_t rows, int32_t heads) {
-  return is_vec16(data, s, dtype) && has_tma_strides(s, s.batch == 0 ? 1 : batch, rows, s.head == 0 ? 1 : heads);
+// Tiles of a bias for each row and key, 16-bit or fp32, or of its gradient. Those whose rows do not start on 16 bytes are
+// copied by threads instead of TMA. A stride of 0 stands for a bias that heads or batches share.
+bool serves_bias_tiles(const Strides3& s, int32_t batch, int32_t rows, int32_t heads) {
+  return has_tma_strides(s, s.batch == 0 ? 1 : batch, rows, s.head == 0 ? 1 : heads);
 }
 bool sm90_serves_bias(const FwdParams& p) {
   const BiasParams& bias = p.bias;
   if (bias.kind == BiasKind::kNone || bias.kind == BiasKind::kKey) return true;
-  return bias.col_stride == 1 && serves_bias_tiles(bias.ptr, {bias.batch_stride, bias.head_stride, bias.row_stride},
-                                                   bias.dtype, p.batch, p.seqlen_q, p.nheads);
+  const Strides3 stride = {bias.batch_stride, bias.head_stride, bias.row_stride};
+  return bias.col_stride == 1 && serves_bias_tiles(stride, p.batch, p.seqlen_q, p.nheads);
 }
 // Windows have a kernel of their own, and that for a bias for each key finds them, too.
 bool sm90_serves_window(const FwdParams& p) {
@@ -83,18 +83,13 @@ bool sm90_serves_fwd(const FwdParams& p, Level level, bool gathered) {
 DqOrder sm90_dq_order(const BwdTile& tile) {
   return tile.block_m % 64 == 0 ? DqOrder::kVectors : DqOrder::kTransposedVectors;
 }
-// A dense bias and its gradient are copied in tiles by TMA; sums of the gradient are added to four at a time. A stride of 0
-// stands for a bias that heads or batches share.
+// Sums of the gradient of a dense bias have any number of keys a row.
 bool has_bias_tiles(const BwdParams& p) {
   if (p.bias.kind == BiasKind::kNone || p.bias.kind == BiasKind::kKey) return true;
-  const auto serves = [&](const void* data, const Strides3& s, Dtype dtype) {
-    return serves_bias_tiles(data, s, dtype, p.batch, p.seqlen_q, p.nheads);
-  };
+  const auto serves = [&](const Strides3& s) { return serves_bias_tiles(s, p.batch, p.seqlen_q, p.nheads); };
   const Strides3 to = {p.dbias_batch_stride, p.dbias_head_stride, p.dbias_row_stride};
-  return p.bias.col_stride == 1 &&
-         serves(p.bias.ptr, {p.bias.batch_stride, p.bias.head_stride, p.bias.row_stride}, p.bias.dtype) &&
-         (p.dbias_kind != DbiasKind::kTile || serves(p.dbias, to, p.bias.dtype)) &&
-         (p.dbias_kind != DbiasKind::kAccum || p.seqlen_k % 4 == 0);
+  return p.bias.col_stride == 1 && serves({p.bias.batch_stride, p.bias.head_stride, p.bias.row_stride}) &&
+         (p.dbias_kind != DbiasKind::kTile || serves(to));
 }
 // Cut probabilities are powers of -inf times the scale, which must be positive. Wide heads have a plain kernel
 // only.

@@ -35,6 +35,7 @@ from gpu.sanitizer_listed import (
     HOPPER_LISTS,
     MANY_GRADIENTS,
 )
+from gpu.sanitizer_odd_rows import HOPPER_ODD_ROWS, HOPPER_ODD_ROWS_BWD
 from gpu.sanitizer_packed_launches import HOPPER_PACKED, HOPPER_PACKED_GRADIENTS, PACKED
 from gpu.sanitizer_selection import (
     Lists,
@@ -392,6 +393,8 @@ def all_launches() -> list[tuple[str, int, Job]]:
         main += [(kind, launch) for launch in HOPPER for kind in HOPPER_KINDS]
         main += [(kind, launch) for launch in HOPPER_CHANGED for kind in HOPPER_CHANGED_KINDS]
         main += [(kind, launch) for launch in HOPPER_BWD for kind in HOPPER_BWD_KINDS]
+        main += [(kind, launch) for launch in HOPPER_ODD_ROWS for kind in HOPPER_CHANGED_KINDS]
+        main += [(kind, launch) for launch in HOPPER_ODD_ROWS_BWD for kind in HOPPER_BWD_KINDS]
         main += [(kind, launch) for launch in HOPPER_PACKED for kind in HOPPER_KINDS]
         main += [(kind, launch) for launch in HOPPER_PACKED_GRADIENTS for kind in HOPPER_BWD_KINDS]
         main += [(kind, launch) for launch in HOPPER_WINDOWS for kind in HOPPER_CHANGED_KINDS]

@@ -137,20 +137,11 @@ def test_a_mask_beside_a_bias(probe: ctypes.CDLL, of_mask: tuple[int, int]) -> N
     [
         {"bias": tensor(DENSE, FLOAT32), "mask": mask(1, 1, LENGTH, LENGTH)},
         {"bias": tensor(DENSE, FLOAT32, (0, LENGTH * LENGTH, 1, LENGTH))},
-        {"bias": tensor(DENSE, FLOAT32, (0, LENGTH * 4098, 4098, 1))},
-        {"gradients": WITH_DBIAS, "seqlen_k": 4094, "bias": tensor((1, 1, LENGTH, 4094), FLOAT32)},
         {"bias": tensor(DENSE, FLOAT32), "deterministic": 1},
         {"bias": tensor((1, 1, 1, LENGTH), FLOAT32), "deterministic": 1},
         {"bias": tensor((1, 16, 1, LENGTH)), "nheads_k": 4},
         {"bias": tensor(DENSE, stride=(0, 0, 0, 1)), "gradients": WITH_DBIAS},
         {"bias": tensor(DENSE, stride=(0, LENGTH * LENGTH, 1, LENGTH))},
-        {"bias": tensor(DENSE, stride=(0, LENGTH * 4100, 4100, 1))},
-        {"gradients": WITH_DBIAS, "seqlen_k": 4095, "bias": tensor((1, 16, LENGTH, 4095))},
-        {
-            "gradients": WITH_DBIAS,
-            "seqlen_k": 4094,
-            "bias": tensor((1, 1, LENGTH, 4094), stride=(0, 0, LENGTH, 1)),
-        },
         {"deterministic": 1},
         {"softcap": 30.0},
         {"mask": mask(1, 1, 1, LENGTH)},
@@ -159,17 +150,47 @@ def test_a_mask_beside_a_bias(probe: ctypes.CDLL, of_mask: tuple[int, int]) -> N
         {"gradients": "dq dk dbias"},
     ],
     ids=[
-        *("fp32 and mask", "fp32, strided columns", "fp32, rows on 8 bytes"),
-        *("fp32, rows of the gradient on 8 bytes", "fp32, deterministic"),
+        *("fp32 and mask", "fp32, strided columns", "fp32, deterministic"),
         *("of keys, deterministic", "of keys, in each head of a group", "of keys, all gradients"),
-        *("strided columns", "rows on 8 bytes"),
-        *("odd rows of the gradient", "odd sums of the gradient"),
-        *("deterministic", "softcap", "key mask", "no rest of lse", "large heads"),
+        *(
+            "strided columns",
+            "deterministic",
+            "softcap",
+            "key mask",
+            "no rest of lse",
+            "large heads",
+        ),
         "one gradient less",
     ],
 )
 def test_what_others_compute(probe: ctypes.CDLL, arguments: dict[str, Any]) -> None:
     assert plan_of(probe, **arguments)["arch"] == 80
+
+
+@pytest.mark.parametrize(
+    "arguments, kind",
+    [
+        ({"bias": tensor(DENSE, stride=(0, LENGTH * 4100, 4100, 1))}, DB_NONE),
+        ({"bias": tensor(DENSE, FLOAT32, (0, LENGTH * 4098, 4098, 1))}, DB_NONE),
+        ({"seqlen_k": 4095, "bias": tensor((1, 16, LENGTH, 4095)), "is_causal": 1}, DB_TILE),
+        ({"seqlen_k": 4094, "bias": tensor((1, 1, LENGTH, 4094), FLOAT32)}, DB_ACCUM),
+        ({"seqlen_k": 4095, "batch": 2, "bias": tensor((1, 16, LENGTH, 4095))}, DB_ACCUM),
+        (
+            {"seqlen_k": 4094, "bias": tensor((1, 1, LENGTH, 4094), stride=(0, 0, LENGTH, 1))},
+            DB_ACCUM,
+        ),
+    ],
+    ids=[
+        *("rows on 8 bytes", "fp32, rows on 8 bytes", "odd rows of the gradient"),
+        *("fp32, rows of the gradient on 8 bytes", "odd rows of two batches"),
+        "odd sums of the gradient",
+    ],
+)
+def test_rows_that_tma_does_not_take(
+    probe: ctypes.CDLL, arguments: dict[str, Any], kind: int
+) -> None:
+    plan = plan_of(probe, WITH_DBIAS if kind != DB_NONE else "dq dk dv", **arguments)
+    assert (plan["arch"], plan["block_m"], plan["dbias_kind"]) == (90, 64, kind)
 
 
 @pytest.mark.parametrize("is_causal", [0, 1])

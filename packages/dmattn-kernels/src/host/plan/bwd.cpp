@@ -321,8 +321,12 @@ BiasPairs find_pairs(const BwdPlan& plan) {
   const bool is_shared = p.dbias_kind == DbiasKind::kAccum || p.dbias_kind == DbiasKind::kPair;
   const bool is_whole = plan.round.batches == plan.whole.batches && plan.round.heads_k == plan.whole.heads_k &&
                         plan.round.groups == plan.whole.groups;
+  // Their tiles are copied by TMA alone. That of kPair has been looked at.
+  const bool has_tma_tiles =
+      is_vec16(p.bias.ptr, {p.bias.batch_stride, p.bias.head_stride, p.bias.row_stride}, p.bias.dtype) &&
+      (p.dbias_kind == DbiasKind::kPair || p.dbias_row_stride % 4 == 0);
   if (plan.resident_blocks == 0 || plan.unit.head_dim_tile > 64 || plan.walk != KeyWalk::kTiled || !is_shared ||
-      p.bias.kind != BiasKind::kTile || hides_keys(plan) || p.num_splits > 1 || !is_whole) {
+      p.bias.kind != BiasKind::kTile || !has_tma_tiles || hides_keys(plan) || p.num_splits > 1 || !is_whole) {
     return BiasPairs::kNone;
   }
   const int64_t blocks = plan.resident_blocks, items = key_tiles_of(p, p.batch, p.nheads_k, plan.tile.block_n);
@@ -356,9 +360,7 @@ BwdPlan plan_with(const KernelSet& kernels, BwdPlan plan, const dmattn_bwd_param
 // leave no room for those of a mask.
 bool suits_wide_tiles(const BwdPlan& plan) {
   const BwdParams& p = plan.kernel;
-  const Strides3 to = {p.dbias_batch_stride, p.dbias_head_stride, p.dbias_row_stride};
-  return p.bias.kind == BiasKind::kDirect && p.bias.dtype == Dtype::kFloat32 && !hides_keys(plan) &&
-         (p.dbias_kind == DbiasKind::kNone || is_vec16(plan.dbias, to, plan.dbias_dtype));
+  return p.bias.kind == BiasKind::kDirect && p.bias.dtype == Dtype::kFloat32 && !hides_keys(plan);
 }
 
 // Whether the bias is for each key, the same for the heads of a group, and its gradient, if asked for, too.

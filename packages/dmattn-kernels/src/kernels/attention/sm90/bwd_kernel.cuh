@@ -26,7 +26,7 @@
 namespace dmattn::sm90 {
 
 template <class T>
-__device__ __forceinline__ void init_barriers(typename T::Shared& s) {
+__device__ __forceinline__ void init_barriers(const BwdArguments& p, typename T::Shared& s) {
   const int copiers = T::kGathered ? 32 * T::kGatherWarps : 1;
   s.k_full.init(copiers);
   s.v_full.init(copiers);
@@ -38,10 +38,11 @@ __device__ __forceinline__ void init_barriers(typename T::Shared& s) {
   }
   if constexpr (T::kDenseBias) {
     for (int i = 0; i < T::kStagesBias; ++i) {
-      s.bias_full[i].init(1);
+      s.bias_full[i].init(p.bias_rows.exist() ? kBiasWarps : 1);
       s.bias_empty[i].init(T::kConsumers);
     }
   }
+  if constexpr (T::kDenseBias && !T::kPairs) s.bias_requests.init();
   for (int i = 0; i < T::kStagesdO; ++i) {
     s.dout_full[i].init(1);
     s.dout_empty[i].init(T::kConsumers);
@@ -521,14 +522,25 @@ __global__ void __launch_bounds__(T::kThreads, 1) bwd_kernel(const __grid_consta
   extern __shared__ char smem[];
   const uint32_t base = smem_u32(smem);
   auto& s = *reinterpret_cast<typename T::Shared*>(smem + ((base + 1023) / 1024 * 1024 - base));
-  if (threadIdx.x == 0) init_barriers<T>(s);
+  if (threadIdx.x == 0) init_barriers<T>(p, s);
   __syncthreads();
   if (cutlass::canonical_warp_group_idx() == 0) {
     cutlass::arch::warpgroup_reg_dealloc<T::kProducerRegisters>();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    if (threadIdx.x == 0) BwdProducer<T>{p, s}.run();
+    if (threadIdx.x == 0) {
+      BwdProducer<T> producer{p, s};
+      producer.run();
+      if constexpr (T::kDenseBias && !T::kPairs) producer.finish_bias();
+    }
     if constexpr (T::kDqPath == DqPath::kTurns) {
       if (warp == 1) BwdDq<T>{p, s, lane}.run();
+    }
+    if constexpr (T::kDenseBias && !T::kPairs) {
+      if (warp > 0 && p.bias_rows.exist()) {
+        BiasRowLoader<T::kBlockM, sizeof(typename T::BiasElement) * T::kBlockN, T::kStagesQ, /*kBatch=*/2>{
+            p.bias_rows, s.bias_requests, s.bias_full, smem_u32(s.bias.tiles), warp - 1, lane}
+            .run();
+      }
     }
     if constexpr (T::kGathered) {
       const int part = warp - (4 - T::kGatherWarps);

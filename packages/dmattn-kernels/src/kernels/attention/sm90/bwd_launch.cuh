@@ -71,6 +71,12 @@ cudaError_t fill_tiles(BwdArguments& a, const BwdParams& p, int64_t blocks, cons
   choose_sections<T>(a, head_bytes * (p.head_ratio / p.num_splits) * T::kMembers, blocks);
   return status;
 }
+// Whether the rows of dbias, or of its sums, start on 16 bytes.
+inline bool has_tma_dbias(const BwdParams& p) {
+  const bool is_wide = p.bias.kind == BiasKind::kDirect || p.dbias_kind == DbiasKind::kAccum;
+  const Strides3 to = {p.dbias_batch_stride, p.dbias_head_stride, p.dbias_row_stride};
+  return p.dbias_kind == DbiasKind::kNone || has_tma_rows(p.dbias, to, is_wide ? 4 : 2);
+}
 // The bias as tiles; where its gradient goes.
 template <class T>
 cudaError_t fill_bias(BwdArguments& a, const BwdParams& p) {
@@ -84,7 +90,12 @@ cudaError_t fill_bias(BwdArguments& a, const BwdParams& p) {
   a.bias_head_ratio = has_heads ? bias.head_ratio : p.nheads;
   const TensorExtents extents = {has_batches ? p.batch : 1, p.seqlen_q, p.nheads / a.bias_head_ratio, p.seqlen_k};
   const Strides3 strides = {bias.batch_stride, bias.head_stride, bias.row_stride};
-  const cudaError_t status = mapper.map(a.bias_tiles, bias.ptr, strides, extents, T::kBlockM);
+  cudaError_t status = cudaSuccess;
+  if (has_tma_rows(bias.ptr, strides, sizeof(typename T::BiasElement))) {
+    status = mapper.map(a.bias_tiles, bias.ptr, strides, extents, T::kBlockM);
+  } else {
+    a.bias_rows = bias_rows_of(bias, p.seqlen_q, p.seqlen_k);
+  }
   if constexpr (T::kPairs) {
     a.pair_head_step = p.bias_pairs == BiasPairs::kHeads ? 1 : 0;
     a.pair_batch_step = p.bias_pairs == BiasPairs::kBatches ? 1 : 0;
@@ -94,8 +105,13 @@ cudaError_t fill_bias(BwdArguments& a, const BwdParams& p) {
   a.dbias_kind = p.dbias_kind;
   a.dbias_batch_step = to.batch != 0 ? 1 : 0;
   a.dbias_head_ratio = to.head != 0 ? bias.head_ratio : p.nheads;
+  const bool is_sum = p.dbias_kind == DbiasKind::kAccum;
+  if constexpr (T::kDbiasRows) {
+    a.dbias_rows = {p.dbias, to.batch, to.head, to.row, is_sum};
+    return status;
+  }
   const TensorExtents dbias = {to.batch != 0 ? p.batch : 1, p.seqlen_q, p.nheads / a.dbias_head_ratio, p.seqlen_k};
-  if (p.dbias_kind == DbiasKind::kAccum && !T::kWideBias) {
+  if (is_sum && !T::kWideBias) {
     a.dbias_sums = {static_cast<float*>(p.dbias), to.batch, to.head, to.row};
     if constexpr (T::kPairs) {
       const TensorMapper sums(CU_TENSOR_MAP_DATA_TYPE_FLOAT32, kWidePanelKeys);
@@ -231,11 +247,16 @@ cudaError_t launch_bwd(const KernelChoice& choice, const BwdParams& p, cudaStrea
   } else {
     if (p.packing.is_active()) return go(cute::C<BwdVariant::kPacked>{});
     if (p.bias.kind == BiasKind::kKey) return go(cute::C<BwdVariant::kKeyBias>{});
-    if (p.bias.kind == BiasKind::kDirect) return go(cute::C<BwdVariant::kWideBias>{});
-    if constexpr (kHeadDimTile <= 64) {
-      if (p.bias_pairs != BiasPairs::kNone) return go(cute::C<BwdVariant::kPairBias>{});
+    if (p.bias.kind != BiasKind::kNone) {
+      const bool is_wide = p.bias.kind == BiasKind::kDirect;
+      if constexpr (kHeadDimTile <= 64) {
+        if (p.bias_pairs != BiasPairs::kNone) return go(cute::C<BwdVariant::kPairBias>{});
+      }
+      if (sm90::has_tma_dbias(p)) {
+        return is_wide ? go(cute::C<BwdVariant::kWideBias>{}) : go(cute::C<BwdVariant::kDenseBias>{});
+      }
+      return is_wide ? go(cute::C<BwdVariant::kWideBiasRows>{}) : go(cute::C<BwdVariant::kDenseBiasRows>{});
     }
-    if (p.bias.kind != BiasKind::kNone) return go(cute::C<BwdVariant::kDenseBias>{});
     if (p.mask.bits != nullptr || p.window > 0) return go(cute::C<BwdVariant::kMask>{});
     if (p.softcap > 0.f) return go(cute::C<BwdVariant::kSoftcap>{});
     if (p.deterministic) return go(cute::C<BwdVariant::kOrdered>{});

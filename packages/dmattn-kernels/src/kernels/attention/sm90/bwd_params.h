@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "../../params.h"
+#include "bias_rows.h"
 #include "gather_params.h"
 
 namespace dmattn::sm90 {
@@ -53,12 +54,14 @@ struct BwdArguments {
 
   // --- a dense bias ---
   CUtensorMap bias_tiles;   // dimensions (seqlen_k, seqlen_q, heads, batch), 1 where it is the same for all of them
+  BiasRows bias_rows;       // instead, where TMA does not take them
   int32_t bias_head_ratio;  // query heads to a head of bias_tiles
   int32_t bias_batch_step;  // 0: one bias for all batches; 1
   int32_t batches;
   DbiasKind dbias_kind;
   CUtensorMap dbias_tiles;   // kTile, kPair, kAccum in fp32: like bias_tiles
   DbiasSums dbias_sums;      // kAccum otherwise
+  DbiasRows dbias_rows;      // instead of both, where the rows do not start on 16 bytes
   int32_t dbias_head_ratio;  // query heads to a head of dbias
   int32_t dbias_batch_step;  // 0: one for all batches; 1
 

@@ -207,6 +207,13 @@ struct BwdProducer {
     const int stage = kOwnPlace ? bias_place.stage : q_place.stage;
     s.bias_empty[stage].wait((kOwnPlace ? bias_place.phase : q_place.phase) ^ 1);
     if constexpr (kOwnPlace) bias_place.advance();
+    if constexpr (!T::kPairs) {
+      if (p.bias_rows.exist()) {
+        s.bias_requests.ask(stage, {m * T::kBlockM, item.n_block * T::kBlockN, head / p.bias_head_ratio,
+                                    item.batch * p.bias_batch_step});
+        return;
+      }
+    }
     s.bias_full[stage].arrive_and_expect(T::kTiledS * sizeof(typename T::BiasElement));
 #pragma unroll
     for (int panel = 0; panel < T::kBiasPanels; ++panel) {
@@ -216,6 +223,12 @@ struct BwdProducer {
                                    item.n_block * T::kBlockN + panel * T::kBiasPanelKeys, m * T::kBlockM,
                                    head / p.bias_head_ratio, item.batch * p.bias_batch_step);
     }
+  }
+  // Where other warps copy it: there are no more.
+  __device__ __forceinline__ void finish_bias() {
+    if (!p.bias_rows.exist()) return;
+    s.bias_empty[q_place.stage].wait(q_place.phase ^ 1);
+    s.bias_requests.ask(q_place.stage, {-1, 0, 0, 0});
   }
   // A block of rows, and the number that each of them has.
   __device__ __forceinline__ void load_rows(const CUtensorMap& map, const float* stats, Element* tile, float* stat,

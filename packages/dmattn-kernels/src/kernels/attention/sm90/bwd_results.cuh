@@ -6,6 +6,7 @@
 #include "../shared/smem.cuh"
 #include "bwd_bias.cuh"
 #include "bwd_consumer.cuh"
+#include "bwd_dbias.cuh"
 #include "bwd_dq.cuh"
 #include "packed.cuh"
 
@@ -203,7 +204,9 @@ struct BwdResults : BwdConsumerState<T> {
     const int stage = ds_stage ^ 1;
     const int row = m * T::kBlockM, key = item.n_block * T::kBlockN + consumer * kPanelKeys;
     const int to_head = head / p.dbias_head_ratio, to_batch = item.batch * p.dbias_batch_step;
-    if constexpr (T::kPairs) {
+    if constexpr (T::kDbiasRows) {
+      send_dbias_rows(row, key, to_head, to_batch, T::kWideBias ? bias_stage : stage);
+    } else if constexpr (T::kPairs) {
       if (!is_speaker()) return;
       if (p.dbias_kind == DbiasKind::kAccum) {
         send_wide(s.bias.dbias, key, row, to_head, to_batch);
@@ -231,6 +234,31 @@ struct BwdResults : BwdConsumerState<T> {
 #pragma unroll
     for (int panel = 0; panel < kPanels; ++panel) {
       send_panel(tile + (consumer * kPanels + panel) * kPanel, key + panel * kWidePanelKeys, row, head, batch);
+    }
+  }
+  // Likewise where rows do not start on 16 bytes. `stage`: that of ds, or that of an fp32 bias, which is released next.
+  __device__ __forceinline__ void send_dbias_rows(int row, int key, int head, int batch, int stage) const {
+    const DbiasRows& rows = p.dbias_rows;
+    const int64_t at = batch * rows.batch_stride + head * rows.head_stride + row * rows.row_stride + key;
+    DbiasPart part = {nullptr, rows.row_stride, p.seqlen_q - row, p.seqlen_k - key};
+    if constexpr (T::kWideBias) {
+      constexpr int kPanels = T::kBiasPanels / T::kConsumers;
+      const uint32_t panels = smem_u32(s.bias.tiles + stage * T::kTiledS + consumer * (kPanels * T::kBiasPanel));
+      part.to = static_cast<float*>(rows.data) + at;
+#pragma unroll 1
+      for (int panel = 0; panel < kPanels; ++panel) {
+        send_wide_dbias_panel<T::kBlockM>(part, panels + panel * (T::kBiasPanel * 4), rows.is_sum, warp, lane);
+        part.to = static_cast<float*>(part.to) + T::kBiasPanelKeys;
+        part.keys -= T::kBiasPanelKeys;
+      }
+      __syncwarp();
+      cutlass::arch::NamedBarrier::sync(128, kOwnBarrier + consumer);  // all have read it
+    } else if (rows.is_sum) {
+      part.to = static_cast<float*>(rows.data) + at;
+      add_dbias_panel<Element, T::kBlockM>(part, smem_u32(own_ds(stage)), warp, lane);
+    } else {
+      part.to = static_cast<Element*>(rows.data) + at;
+      store_dbias_panel<T::kBlockM>(part, smem_u32(own_ds(stage)), warp, lane);
     }
   }
   __device__ __forceinline__ void send_panel(const void* panel, int key, int row, int head, int batch) const {

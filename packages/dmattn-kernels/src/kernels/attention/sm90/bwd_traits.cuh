@@ -11,6 +11,7 @@
 #include "../../helper_params.h"
 #include "../../tiles.h"
 #include "../shared/scores.cuh"
+#include "bias_rows.cuh"
 #include "packed.cuh"
 #include "pipeline.cuh"
 
@@ -38,6 +39,10 @@ enum class BwdVariant {
   kOrderedBiasLists,
   kPacked,    // as kPlain, over packed sequences
   kPairBias,  // as kDenseBias, without mask and window: two heads or batches that share the bias and its gradient
+  // With a gradient of the bias whose rows do not start on 16 bytes. What writes it costs the consumers registers: the
+  // others go without.
+  kDenseBiasRows,
+  kWideBiasRows,
 };
 
 // A block of rows that meets the keys of an item, as the producer announces it beside Q where there is a dense mask.
@@ -87,14 +92,15 @@ struct BwdTraits {
   static constexpr int kConsumers = 2;
   static constexpr bool kListBias = kVariant == BwdVariant::kBiasLists || kVariant == BwdVariant::kOrderedBiasLists;
   static constexpr bool kKeyBias = kListBias || kVariant == BwdVariant::kKeyBias;
-  static constexpr bool kWideBias = kVariant == BwdVariant::kWideBias;
+  static constexpr bool kWideBias = kVariant == BwdVariant::kWideBias || kVariant == BwdVariant::kWideBiasRows;
+  static constexpr bool kNarrowBias = kVariant == BwdVariant::kDenseBias || kVariant == BwdVariant::kDenseBiasRows;
   // An item is a block of keys of two heads or batches, its members, which take their steps by turns.
   static constexpr bool kPairs = kVariant == BwdVariant::kPairBias;
   static constexpr int kMembers = kPairs ? 2 : 1;
-  static constexpr bool kDenseBias = kVariant == BwdVariant::kDenseBias || kWideBias || kPairs;
+  static constexpr bool kDenseBias = kNarrowBias || kWideBias || kPairs;
+  static constexpr bool kDbiasRows = kVariant == BwdVariant::kDenseBiasRows || kVariant == BwdVariant::kWideBiasRows;
   // Steps are announced. In fp32 the tiles of a bias leave no room for a mask's.
-  static constexpr bool kMasked =
-      kVariant == BwdVariant::kMask || kVariant == BwdVariant::kDenseBias || kVariant == BwdVariant::kKeyBias;
+  static constexpr bool kMasked = kVariant == BwdVariant::kMask || kNarrowBias || kVariant == BwdVariant::kKeyBias;
   static constexpr bool kBias = kKeyBias || kDenseBias;
   static constexpr bool kGathered =
       kListBias || kVariant == BwdVariant::kLists || kVariant == BwdVariant::kOrderedLists;
@@ -276,6 +282,7 @@ struct BwdTraits {
     alignas(128) float lse[kStagesQ][kBlockM];
     alignas(128) float delta[kStagesdO][kBlockM];
     alignas(128) float lse_rest[kStagesQ][kBias ? kBlockM : 4];
+    std::conditional_t<kDenseBias && !kPairs, BiasRequests<kStagesQ>, NoBias> bias_requests;
     Facts facts[2];
     alignas(16) Announced item[2];
     int32_t tiles_before[kDqWarps > 0 && kGathered ? kMostChunkRows / kBlockM : 1];  // see BwdDq

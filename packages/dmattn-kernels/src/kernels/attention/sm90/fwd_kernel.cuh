@@ -39,9 +39,10 @@ __device__ __forceinline__ void init_barriers(const typename T::Arguments& p, ty
   }
   if constexpr (T::kGeneral) {
     for (int i = 0; i < 2; ++i) {
-      s.general.bias_full[i].init(1);
+      s.general.bias_full[i].init(T::kHasTileBias && p.bias_rows.exist() ? kBiasWarps : 1);
       s.general.bias_empty[i].init(4 * T::kConsumers);
     }
+    if constexpr (T::kHasTileBias) s.general.bias_requests.init();
   }
   cutlass::arch::fence_barrier_init();
 }
@@ -68,6 +69,9 @@ struct FwdProducer {
       index = next;
     }
     announce(AnnouncedItem::of(p.items, true));
+    if constexpr (T::kHasTileBias) {
+      if (p.bias_rows.exist()) ask_for_bias({-1, 0, 0, 0});
+    }
   }
 
   __device__ __forceinline__ void announce(AnnouncedItem item, const typename T::Item& found = {}) {
@@ -147,12 +151,13 @@ struct FwdProducer {
   template <int kBytes>
   __device__ __forceinline__ void load_bias_panels(int key, const FwdItem& item) {
     using General = decltype(s.general);
+    const int head = p.bias.head_stride == 0 ? 0 : item.head / p.bias.head_ratio;
+    const int batch = p.bias.batch_stride == 0 ? 0 : item.batch;
+    if (p.bias_rows.exist()) return ask_for_bias({item.m_block * T::kBlockM, key, head, batch});
     s.general.bias_empty[bias_place.stage].wait(bias_place.phase ^ 1);
     Barrier& full = s.general.bias_full[bias_place.stage];
     full.arrive_and_expect(General::kStageBytes);
     char* const stage = s.general.bias[bias_place.stage];
-    const int head = p.bias.head_stride == 0 ? 0 : item.head / p.bias.head_ratio;
-    const int batch = p.bias.batch_stride == 0 ? 0 : item.batch;
     constexpr int kPanelBytes = T::kBlockM * 128, kPanelKeys = 128 / kBytes;
 #pragma unroll
     for (int panel = 0; panel < General::kStageBytes / kPanelBytes; ++panel) {
@@ -160,6 +165,12 @@ struct FwdProducer {
           &p.bias_tiles, &full.word, static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST),
           stage + panel * kPanelBytes, key + panel * kPanelKeys, item.m_block * T::kBlockM, head, batch);
     }
+    bias_place.advance();
+  }
+  // The next stage, by the other warps.
+  __device__ __forceinline__ void ask_for_bias(const BiasRequest& wanted) {
+    s.general.bias_empty[bias_place.stage].wait(bias_place.phase ^ 1);
+    s.general.bias_requests.ask(bias_place.stage, wanted);
     bias_place.advance();
   }
 
@@ -191,6 +202,21 @@ struct FwdProducer {
     place.advance();
   }
 };
+
+// --- three warps beside it: rows of a bias that TMA does not take ------------------------------------------------------
+
+template <class T>
+__device__ __forceinline__ void copy_bias_rows(const typename T::Arguments& p, typename T::Shared& s) {
+  auto& general = s.general;
+  BiasRowLoader<T::kBlockM, sizeof(general.bias[0]) / T::kBlockM, /*kStages=*/2, /*kBatch=*/4>{
+      p.bias_rows,
+      general.bias_requests,
+      general.bias_full,
+      smem_u32(general.bias),
+      static_cast<int>(threadIdx.x / 32) - 1,
+      static_cast<int>(threadIdx.x % 32)}
+      .run();
+}
 
 // --- the consumers: a warpgroup each ----------------------------------------------------------------------------------
 
@@ -394,6 +420,9 @@ __global__ void __launch_bounds__(T::kThreads, 1) fwd_kernel(const __grid_consta
   if (cutlass::canonical_warp_group_idx() == 0) {
     cutlass::arch::warpgroup_reg_dealloc<T::kProducerRegisters>();
     if (threadIdx.x == 0) FwdProducer<T>{p, s}.run();
+    if constexpr (T::kHasTileBias) {
+      if (threadIdx.x >= 32 && p.bias_rows.exist()) copy_bias_rows<T>(p, s);
+    }
     if constexpr (T::kHasKeyBias) {
       if (threadIdx.x / 32 == 1 && has_key_bias(p)) KeyBiasLoader<T>{p, s, static_cast<int>(threadIdx.x % 32)}.run();
     }

@@ -23,14 +23,16 @@ cudaError_t fill_general_arguments(GeneralFwdArguments& a, const FwdParams& p) {
   a.bias = p.bias;
   a.mask = p.mask;
   a.softcap = p.softcap;
+  a.bias_rows = {};
   if (p.bias.kind != BiasKind::kTile && p.bias.kind != BiasKind::kDirect) return cudaSuccess;
   const bool is_wide = p.bias.kind == BiasKind::kDirect;
   const TensorMapper mapper(is_wide ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : tensor_map_dtype<typename T::Element>(),
                             is_wide ? 32 : 64);
-  Strides3 stride;
-  stride.batch = p.bias.batch_stride;
-  stride.head = p.bias.head_stride;
-  stride.row = p.bias.row_stride;
+  const Strides3 stride = {p.bias.batch_stride, p.bias.head_stride, p.bias.row_stride};
+  if (!has_tma_rows(p.bias.ptr, stride, is_wide ? 4 : 2)) {
+    a.bias_rows = bias_rows_of(p.bias, p.seqlen_q, p.seqlen_k);
+    return cudaSuccess;
+  }
   const TensorExtents extents = {stride.batch == 0 ? 1 : p.batch, p.seqlen_q,
                                  stride.head == 0 ? 1 : p.nheads / p.bias.head_ratio, p.seqlen_k};
   return mapper.map(a.bias_tiles, p.bias.ptr, stride, extents, T::kBlockM);

@@ -7,6 +7,7 @@
 
 #include "../../params.h"
 #include "../shared/seqlen.cuh"
+#include "bias_rows.h"
 
 namespace dmattn::sm90 {
 
@@ -31,10 +32,11 @@ struct FwdArguments {
 // Of the general kernel.
 struct GeneralFwdArguments : FwdArguments {
   CUtensorMap
-      bias_tiles;   // dimensions (seqlen_k, seqlen_q, heads, batch), 1 where broadcast; a bias of each row and key
-  BiasParams bias;  // kNone; kKey; kTile and kDirect: by bias_tiles, 16-bit and fp32
-  MaskBits mask;    // bits == nullptr: there is none
-  float softcap;    // 0: none
+      bias_tiles;      // dimensions (seqlen_k, seqlen_q, heads, batch), 1 where broadcast; a bias of each row and key
+  BiasParams bias;     // kNone; kKey; kTile and kDirect: by bias_tiles, 16-bit and fp32, or by
+  BiasRows bias_rows;  // threads
+  MaskBits mask;       // bits == nullptr: there is none
+  float softcap;       // 0: none
 };
 
 // Of packed sequences: the maps are those of TensorMapper::map_packed(), batch is 1, seqlen_q and seqlen_k bound the

@@ -6,6 +6,7 @@
 #include <cutlass/gemm/collective/builders/sm90_common.inl>
 
 #include "../../tiles.h"
+#include "bias_rows.cuh"
 #include "fwd_params.h"
 #include "pipeline.cuh"
 
@@ -37,12 +38,14 @@ struct KeyBiasLayout {
 // The shared memory that only the modes other than kPlain have. Bias tiles lie in panels of 128 bytes a row, as TMA
 // writes them: 64 keys of 16 bits, or 32 of fp32. A stage has room for a 16-bit tile, or half of one in fp32.
 struct NoGeneral {};
+struct NoRequests {};
 template <int kBlockM, int kBlockN, int kStages, bool kHasTiles>
 struct GeneralShared {
   static constexpr int kStageBytes = kHasTiles ? kBlockM * kBlockN * 2 : KeyBiasLayout<kBlockN>::kBytes;
 
   alignas(1024) char bias[2][kStageBytes];
   Barrier bias_full[2], bias_empty[2];
+  cute::conditional_t<kHasTiles, BiasRequests<2>, NoRequests> bias_requests;
   int32_t tile[kStages];  // the keys in a stage of K: see KeyTile
 };
 
