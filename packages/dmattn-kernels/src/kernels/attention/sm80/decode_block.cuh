@@ -1,6 +1,7 @@
 // What a thread block of the decode kernel works on: some of the rows and one part of the keys of a head.
 #pragma once
 
+#include "../../cache/entry.cuh"
 #include "../../divisor.h"
 #include "../../tiles.h"
 #include "../shared/attention_block.cuh"
@@ -32,13 +33,33 @@ struct DecodeTraits {
   // The merge takes the place of the rings. Rows start on different banks.
   static constexpr int kMergePitch = kHeadDim + 8;
   static constexpr int kMergeFloats = kWarps * kRows * kMergePitch;
-  // So do the weights of the splits and, after them, the results of as many splits as there is room for.
-  static constexpr int kWeightFloats = kRows * kMaxSplits;
+  // So do the weights of the splits, of their lowest entries and of the token in a row and, after those of all rows, the
+  // results of as many splits as there is room for.
+  static constexpr int kEntryWeights = kMaxSplits, kTokenWeight = 2 * kMaxSplits;
+  static constexpr int kWeightPitch = kGathered ? kMaxSplits : kTokenWeight + 4;
+  static constexpr int kWeightFloats = kRows * kWeightPitch;
   static constexpr int kPartFloats = kSmemBytes / sizeof(float) - kWeightFloats;
   // Static arrays beside the rings, in a family whose blocks have 99 KB.
   static_assert(kSmemBytes + 3 * 1024 <= 99 * 1024);
   static_assert((kMergeFloats + 2 * kWarps * kRows) * 4 <= kSmemBytes);
-  static_assert(kPartFloats >= kRows * kHeadDim);
+  static_assert(kPartFloats >= kRows * kHeadDim + kHeadDim / 2);
+};
+
+// With a token: what the warps of a block leave for each other beside their results, and what the last block of a head
+// has to know.
+template <class T>
+struct SharedToken {
+  static constexpr int kWarps = T::kGathered ? 1 : T::kWarps;
+  static constexpr int kChunks = T::kGathered ? 1 : T::kHeadDim / 8;
+  // Of the entries of a warp the one that would leave the cache first, which its results leave out: its row of V, its
+  // logits, and which one it is.
+  uint4 v[kWarps][kChunks];
+  float logit[kWarps][T::kRows];
+  CacheEntry entry[kWarps];
+  uint4 token_v[kChunks];
+  float score;       // of the token; -inf where there is none
+  int32_t position;  // of the token; -1 where there is none
+  int32_t replaced;  // entry of the cache whose place the token takes; -1: it takes none
 };
 
 // The parameters, and what the launcher works out from them so that no thread has to divide.
@@ -54,13 +75,15 @@ struct DecodeBlock : AttentionBlock<T, DecodeArguments> {
   using Base = AttentionBlock<T, DecodeArguments>;
   using Base::batch, Base::p, Base::warp;
 
+  SharedToken<T>& held;
   int head, row0, split;
   int rows;        // of this block
   int keys;        // keys, entries of the list, or entries of the cache
   int begin, end;  // steps of this warp
   const int32_t* list = nullptr;
 
-  __device__ __forceinline__ DecodeBlock(const DecodeArguments& params, char* smem) : Base(params, smem) {
+  __device__ __forceinline__ DecodeBlock(const DecodeArguments& params, char* smem, SharedToken<T>& held_)
+      : Base(params, smem), held(held_) {
     uint32_t rest = blockIdx.x;
     split = take(rest, p.by_splits);
     const int row_block = take(rest, p.by_row_blocks);

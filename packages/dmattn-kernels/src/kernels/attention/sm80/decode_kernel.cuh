@@ -21,8 +21,8 @@ template <class T>
 struct DecodeLoop : DecodeResults<T> {
   using Base = DecodeResults<T>;
   using Element = typename T::Element;
-  using Base::batch, Base::begin, Base::end, Base::has_token, Base::head, Base::keys, Base::lane, Base::list, Base::p,
-      Base::row0, Base::rows, Base::warp;
+  using Base::batch, Base::begin, Base::end, Base::has_token, Base::head, Base::held, Base::keys, Base::lane,
+      Base::list, Base::p, Base::row0, Base::rows, Base::warp;
   static constexpr int kHeadDim = T::kHeadDim;
 
   DecodeShared<T>& shared;
@@ -30,10 +30,7 @@ struct DecodeLoop : DecodeResults<T> {
   DecodeToken<T> token;
 
   __device__ __forceinline__ DecodeLoop(const DecodeArguments& params, char* smem, DecodeShared<T>& shared_)
-      : Base(params, smem),
-        shared(shared_),
-        ring(smem_u32(smem) + threadIdx.x / 32 * T::kWarpBytes),
-        token(shared_.token) {}
+      : Base(params, smem, shared_.token), shared(shared_), ring(smem_u32(smem) + threadIdx.x / 32 * T::kWarpBytes) {}
 
   __device__ __forceinline__ int keys_of(int step) const { return min(T::kKeys, keys - step * T::kKeys); }
 
@@ -153,17 +150,6 @@ struct DecodeLoop : DecodeResults<T> {
     for (int i = 0; i < T::kChunkKeys / 32; ++i) shared.bias[warp][lane + 32 * i] = x.value[i];
   }
 
-  __device__ __forceinline__ bool holds_token(int step) const {
-    return !T::kGathered && token.replaced >= step * T::kKeys && token.replaced < (step + 1) * T::kKeys;
-  }
-  // Over the entry that makes room.
-  __device__ __forceinline__ void put_token(int step, int stage) const {
-    if (lane == 0) shared.bias[warp][(token.replaced - begin * T::kKeys) % T::kChunkKeys] = token.score;
-    token.put(tile(stage, 0), 0, lane);
-    token.put(tile(stage, 1), 1, lane);
-    __syncwarp();
-  }
-
   // --- compute -------------------------------------------------------------------------------------------------------
 
   __device__ __forceinline__ void scores_of(float (&acc)[1][T::NT][4], const uint32_t (&q)[kHeadDim / 16][4],
@@ -221,6 +207,34 @@ struct DecodeLoop : DecodeResults<T> {
     }
   }
 
+  // The warp's lowest entry, if this step has it, is kept apart: its logits, and its row of V, which becomes 0 in the
+  // tile, as a probability of 0 would not hide what is not finite.
+  __device__ __forceinline__ void keep_lowest(float (&acc)[1][T::NT][4], int step, int stage) const {
+    const int at = token.lowest - step * T::kKeys;
+    if (T::kGathered || static_cast<uint32_t>(at) >= T::kKeys) return;
+    const FragmentMap map(0, 0, lane);
+    float found[2] = {-INFINITY, -INFINITY};  // of this lane's two rows
+#pragma unroll
+    for (int nt = 0; nt < T::NT; ++nt)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const bool is_lowest = map.col(nt, e) == at;
+        if (is_lowest) found[e / 2] = acc[0][nt][e];
+        if (is_lowest) acc[0][nt][e] = -INFINITY;
+      }
+    if ((at & 6) == map.col0) {
+      held.logit[warp][map.row(0, 0)] = found[0];
+      held.logit[warp][map.row(0, 2)] = found[1];
+    }
+    using Tile = SmemTile<kHeadDim>;
+    if (lane < Tile::kChunks) {
+      const uint32_t v = tile(stage, 1) + Tile::offset(at, lane);
+      held.v[warp][lane] = ld_shared_v4(v);
+      st_shared(v, make_uint4(0, 0, 0, 0));
+    }
+    __syncwarp();
+  }
+
   // Probabilities, and results so far rescaled to the new maxima. Most groups of heads have at most eight rows: then the
   // lower half of the fragments holds none.
   __device__ __forceinline__ void exponentiate(float (&acc_s)[1][T::NT][4], float (&acc_o)[1][T::OT][4],
@@ -248,8 +262,9 @@ struct DecodeLoop : DecodeResults<T> {
     const bool counts_heads = threadIdx.x == 0 && has_token() && heads.count > 1;
     if (counts_blocks) blocks.look();
     if (counts_heads) heads.look();
+    typename DecodeToken<T>::Reads reads;
     if constexpr (!T::kGathered) {
-      if (has_token()) token.load(*this);
+      if (has_token()) token.load(*this, reads);
     }
     LaneKeys idx_next = fetch_idx(0);
     to_positions(idx_next);
@@ -264,7 +279,7 @@ struct DecodeLoop : DecodeResults<T> {
     if (counts_blocks) blocks.prepare();
     if (counts_heads) heads.prepare();
     if constexpr (!T::kGathered) {
-      if (has_token()) token.find_place(*this);
+      if (has_token()) token.begin(*this, reads, q);
     }
 
     float acc_o[1][T::OT][4];
@@ -284,10 +299,10 @@ struct DecodeLoop : DecodeResults<T> {
       }
       cp_async_wait<T::kStages - 1>();
       __syncwarp();  // K and V of this step have landed, and the chunk is there
-      if (holds_token(step)) put_token(step, stage);
       float acc_s[1][T::NT][4];
       scores_of(acc_s, q, stage);
       modify_scores(acc_s, step);
+      keep_lowest(acc_s, step, stage);
       exponentiate(acc_s, acc_o, softmax);
       gemm_pv<Element>(acc_o, acc_s, Operand<kHeadDim, false, true>(tile(stage, 1), 0, lane));
       __syncwarp();  // K and V of this step and, at its end, the chunk are no longer read
@@ -299,20 +314,30 @@ struct DecodeLoop : DecodeResults<T> {
     // The compiler cannot see that the batch stays the same: what is worked out from it below and was before the loop is
     // not kept in registers between.
     asm volatile("" : "+r"(batch));
-    if constexpr (!T::kGathered) {
-      if (has_token()) token.load_position(*this);
-    }
     Base::leave(acc_o, softmax);
     __syncthreads();
     Base::merge();
     const Arrivals ended = Base::arrivals();
     if (ended.count > 1 && !ended.is_last()) return;
-    if (p.num_splits > 1) combine();
     if constexpr (!T::kGathered) {
-      if (!has_token()) return;
-      token.commit_entry(*this);
-      if (p.nheads == 1 || Base::head_arrivals().is_last()) token.commit_count(*this);
+      if (has_token()) return finish_token(ended.count);
     }
+    if (p.num_splits > 1) combine();
+  }
+
+  // By the last of the head's blocks.
+  __device__ __forceinline__ void finish_token(uint64_t blocks) const {
+    if (blocks == 1) __syncthreads();  // is_last() has one
+    const typename DecodeToken<T>::Chunk chunk = token.load_chunk(*this);
+    // The heads' last blocks are counted as soon as they are known: all that matters is that they have read `seen`.
+    bool is_last_head = threadIdx.x == 0;
+    if (is_last_head && p.nheads > 1) {
+      if (blocks == 1) device_fence();
+      is_last_head = Base::head_arrivals().is_last_to_read();
+    }
+    combine();
+    token.commit_entry(*this, chunk);
+    if (is_last_head) token.commit_count(*this);
   }
 
   // The rows whose blocks have all ended.
