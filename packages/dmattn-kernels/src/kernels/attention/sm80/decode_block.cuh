@@ -45,6 +45,11 @@ struct DecodeTraits {
   static_assert(kPartFloats >= kRows * kHeadDim + kHeadDim / 2);
 };
 
+__device__ __forceinline__ uint4 pack_entry(const CacheEntry& e) {
+  return {e.score, e.position, static_cast<uint32_t>(e.slot), 0};
+}
+__device__ __forceinline__ CacheEntry unpack_entry(const uint4& x) { return {x.x, x.y, static_cast<int32_t>(x.z)}; }
+
 // With a token: what the warps of a block leave for each other beside their results, and what the last block of a head
 // has to know.
 template <class T>
@@ -55,7 +60,7 @@ struct SharedToken {
   // logits, and which one it is.
   uint4 v[kWarps][kChunks];
   float logit[kWarps][T::kRows];
-  CacheEntry entry[kWarps];
+  uint4 entry[kWarps];  // pack_entry()
   uint4 token_v[kChunks];
   float score;       // of the token; -inf where there is none
   int32_t position;  // of the token; -1 where there is none

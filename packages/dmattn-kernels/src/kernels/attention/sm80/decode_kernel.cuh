@@ -12,9 +12,11 @@ namespace dmattn {
 
 template <class T>
 struct DecodeShared {
-  SharedToken<T> token;
   float bias[T::kWarps][T::kChunkKeys];
-  int32_t idx[T::kGathered ? T::kWarps : 1][2][T::kGathered ? T::kChunkKeys : 1];  // of even and odd chunks
+  union {  // one or the other: a token comes to a cache, whose keys are not listed
+    SharedToken<T> token;
+    int32_t idx[T::kGathered ? T::kWarps : 1][2][T::kGathered ? T::kChunkKeys : 1];  // of even and odd chunks
+  };
 };
 
 template <class T>
@@ -355,6 +357,7 @@ template <class T>
 __global__ void __launch_bounds__(T::kThreads, 2) decode_kernel(const __grid_constant__ DecodeArguments p) {
   extern __shared__ __align__(1024) char smem[];
   __shared__ DecodeShared<T> shared;
+  static_assert(sizeof(shared) <= 3 * 1024);  // more would count as 4 KB, as the rings start on 1 KB
   DecodeLoop<T>(p, smem, shared).run();
 }
 

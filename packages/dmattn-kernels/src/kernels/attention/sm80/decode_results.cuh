@@ -32,16 +32,15 @@ struct Arrivals {
   }
   // All threads: whether this block is the last. Then it sees what all the others have written.
   __device__ __forceinline__ bool is_last() const {
-    __shared__ bool answer;
     __syncthreads();
+    bool is_last = false;
     if (threadIdx.x == 0) {
       device_fence();
       unsigned long long before;
       asm volatile("atom.acquire.gpu.global.add.u64 %0, [%1], 1;" : "=l"(before) : "l"(word) : "memory");
-      answer = before - tag == count - 1;
+      is_last = before - tag == count - 1;
     }
-    __syncthreads();
-    return answer;
+    return __syncthreads_or(is_last);
   }
   // Thread 0, after a device_fence(): the same, but this thread does not wait for the answer before it uses it, and sees
   // nothing that others have written.
@@ -110,7 +109,7 @@ struct DecodeResults : DecodeBlock<T> {
     CacheEntry low;
     if (has_token()) {
 #pragma unroll
-      for (int w = 0; w < T::kWarps; ++w) low = lower(low, held.entry[w]);
+      for (int w = 0; w < T::kWarps; ++w) low = lower(low, unpack_entry(held.entry[w]));
       leave_lowest(low);
     }
 #pragma unroll 1
@@ -226,7 +225,7 @@ struct DecodeResults : DecodeBlock<T> {
     if (!has_token()) return;
 #pragma unroll
     for (int w = 0; w < T::kWarps; ++w) {
-      if (held.entry[w].slot != slot) f(held.logit[w][row], held.v[w]);
+      if (unpack_entry(held.entry[w]).slot != slot) f(held.logit[w][row], held.v[w]);
     }
   }
   __device__ __forceinline__ float* merge_row(int w, int row) const {
@@ -244,7 +243,7 @@ struct DecodeResults : DecodeBlock<T> {
     int of_warp = 0;
 #pragma unroll
     for (int w = 1; w < T::kWarps; ++w) {
-      if (held.entry[w].slot == low.slot) of_warp = w;
+      if (unpack_entry(held.entry[w]).slot == low.slot) of_warp = w;
     }
     const int i = threadIdx.x;
     if (i < rows) p.lowest.logit[partial_row(split, row0 + i)] = is_none ? -INFINITY : held.logit[of_warp][i];
@@ -253,10 +252,7 @@ struct DecodeResults : DecodeBlock<T> {
       Element* v = static_cast<Element*>(p.lowest.v) + part_index(split) * p.head_dim;
       reinterpret_cast<uint4*>(v)[i] = is_none ? make_uint4(0, 0, 0, 0) : held.v[of_warp][i];
     }
-    if (i == 0) {
-      reinterpret_cast<uint4*>(p.lowest.entry)[part_index(split)] = {low.score, low.position,
-                                                                     static_cast<uint32_t>(low.slot), 0};
-    }
+    if (i == 0) reinterpret_cast<uint4*>(p.lowest.entry)[part_index(split)] = pack_entry(low);
   }
   // The lowest entries of splits lane, lane + 32, ...
   using LaneEntries = CacheEntry[kMaxSplits / 32];
@@ -265,8 +261,7 @@ struct DecodeResults : DecodeBlock<T> {
     for (int i = 0; i < kMaxSplits / 32; ++i) {
       const int s = lane + 32 * i;
       if (!has_token() || s >= p.num_splits) continue;
-      const uint4 x = __ldcg(reinterpret_cast<const uint4*>(p.lowest.entry) + part_index(s));
-      found[i] = {x.x, x.y, static_cast<int32_t>(x.z)};
+      found[i] = unpack_entry(__ldcg(reinterpret_cast<const uint4*>(p.lowest.entry) + part_index(s)));
     }
   }
   // Which entry makes room: the lowest of all splits, if the token's score is not lower. Every warp comes to the same

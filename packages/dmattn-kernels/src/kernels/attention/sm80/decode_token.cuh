@@ -72,7 +72,7 @@ struct DecodeToken {
       low.slot += block.begin * T::kKeys;
       lowest = low.slot;
     }
-    if (block.lane == 0) block.held.entry[block.warp] = low;
+    if (block.lane == 0) block.held.entry[block.warp] = pack_entry(low);
     if (block.lane < T::kRows) block.held.logit[block.warp][block.lane] = -INFINITY;
     if (threadIdx.x == 0) {
       block.held.score = reads.is_active ? reads.score : -INFINITY;
