@@ -158,17 +158,27 @@ struct DecodeLoop : DecodeResults<T> {
                                             int stage) const {
     using Mma = MmaAtom<Element>;
     const Operand<kHeadDim, false, false> k(tile(stage, 0), 0, lane);
+    // Two sums, where there are registers: a product waits for the one before it in its sum.
+    constexpr bool kTwoSums = kHeadDim <= 128;
+    float odd[1][T::NT][4];
     clear(acc);
+    clear(odd);
 #pragma unroll
     for (int i = 0; i < kHeadDim / 16; ++i) {
       uint32_t frag[4];
       k.load(frag, 0, i);
 #pragma unroll
       for (int nt = 0; nt < T::NT; ++nt) {
-        float (&c)[4] = acc[0][nt];
+        float (&c)[4] = kTwoSums && i % 2 == 1 ? odd[0][nt] : acc[0][nt];
         Mma::fma(c[0], c[1], c[2], c[3], q[i][0], q[i][1], q[i][2], q[i][3], frag[2 * nt], frag[2 * nt + 1], c[0], c[1],
                  c[2], c[3]);
       }
+    }
+    if constexpr (kTwoSums) {
+#pragma unroll
+      for (int nt = 0; nt < T::NT; ++nt)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) acc[0][nt][e] += odd[0][nt][e];
     }
   }
   __device__ __forceinline__ void modify_scores(float (&acc)[1][T::NT][4], int step) const {
@@ -332,14 +342,14 @@ struct DecodeLoop : DecodeResults<T> {
     if (blocks == 1) __syncthreads();  // is_last() has one
     const typename DecodeToken<T>::Chunk chunk = token.load_chunk(*this);
     // The heads' last blocks are counted as soon as they are known: all that matters is that they have read `seen`.
-    bool is_last_head = threadIdx.x == 0;
-    if (is_last_head && p.nheads > 1) {
+    Arrivals heads = Base::head_arrivals();
+    if (threadIdx.x == 0 && heads.count > 1) {
       if (blocks == 1) device_fence();
-      is_last_head = Base::head_arrivals().is_last_to_read();
+      heads.count_in();
     }
     combine();
     token.commit_entry(*this, chunk);
-    if (is_last_head) token.commit_count(*this);
+    if (threadIdx.x == 0 && (heads.count == 1 || heads.was_last())) token.commit_count(*this);
   }
 
   // The rows whose blocks have all ended.

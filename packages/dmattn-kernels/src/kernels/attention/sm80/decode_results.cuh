@@ -42,9 +42,10 @@ struct Arrivals {
     }
     return __syncthreads_or(is_last);
   }
-  // Thread 0, after a device_fence(): the same, but this thread does not wait for the answer before it uses it, and sees
-  // nothing that others have written.
-  __device__ __forceinline__ bool is_last_to_read() const { return atomicAdd(word, 1ull) - tag == count - 1; }
+  // The same for what has only been read, in two calls, both by thread 0 and the first one after a device_fence(). Only
+  // the second one waits for the answer.
+  __device__ __forceinline__ void count_in() { found = atomicAdd(word, 1ull); }
+  __device__ __forceinline__ bool was_last() const { return found - tag == count - 1; }
 };
 
 template <class T>
@@ -160,6 +161,10 @@ struct DecodeResults : DecodeBlock<T> {
     float4 acc[kItems];
 #pragma unroll
     for (int k = 0; k < kItems; ++k) acc[k] = {0.f, 0.f, 0.f, 0.f};
+    LaneEntries entries;
+    load_lowest(entries);
+    LaneParts lane_parts;
+    if (kLoadsPartsAhead && warp < count) load_parts(lane_parts, first + warp);
 #pragma unroll 1
     for (int begin = 0; begin < p.num_splits; begin += most) {
       const int splits = min(most, p.num_splits - begin);
@@ -175,7 +180,7 @@ struct DecodeResults : DecodeBlock<T> {
         cp_async16(dst + 4 * results + 16 * lane, v + 8 * lane, true);
       }
       cp_async_fence();
-      if (begin == 0) weigh(weights, first, count);
+      if (begin == 0) weigh(weights, first, count, entries, lane_parts);
       cp_async_wait<0>();
       __syncthreads();
 #pragma unroll
@@ -276,40 +281,51 @@ struct DecodeResults : DecodeBlock<T> {
     return takes ? low.slot : -1;
   }
 
-  // The weights of the splits in the rows, and with a token those of their lowest entries and its own; the log-sum-exp of
-  // the rows. A warp takes a row at a time.
-  __device__ __forceinline__ void weigh(float* weights, int first, int count) const {
-    constexpr int kEach = kMaxSplits / 32;
+  // Before the results of the splits, which are more. Not where ptxas would keep queries in local memory for it.
+  static constexpr bool kLoadsPartsAhead = kHeadDim <= 128 || !T::kGathered;
+  // What splits lane, lane + 32, ... have found in a row, and the logits there of their lowest entries and of the token.
+  struct LaneParts {
+    float lse[kMaxSplits / 32], rest[kMaxSplits / 32], entry_logit[kMaxSplits / 32], token_logit;
+  };
+  __device__ __forceinline__ void load_parts(LaneParts& x, int row) const {
     const int64_t rows_of_split = static_cast<int64_t>(p.batch) * p.nheads * p.seqlen_q;
-    LaneEntries entries;
-    load_lowest(entries);
+    const float* lse = p.lse_accum + partial_row(0, row);
+    const float* rest = lse + p.num_splits * rows_of_split;
+    const float* logit = p.lowest.logit + partial_row(0, row);
+#pragma unroll
+    for (int i = 0; i < kMaxSplits / 32; ++i) {
+      const int s = lane + 32 * i;
+      x.lse[i] = s < p.num_splits ? __ldcg(lse + s * rows_of_split) : -INFINITY;
+      x.rest[i] = s < p.num_splits ? __ldcg(rest + s * rows_of_split) : 0.f;
+      x.entry_logit[i] = has_token() && s < p.num_splits ? __ldcg(logit + s * rows_of_split) : -INFINITY;
+    }
+    x.token_logit = has_token() ? __ldcg(logit + p.num_splits * rows_of_split) : -INFINITY;
+  }
+  // Takes the entry that leaves, or the token, out of a row.
+  __device__ __forceinline__ void choose_entry(LaneParts& x, const LaneEntries& entries) const {
+    if (!has_token()) return;
+    const int replaced = find_replaced(entries);
+    if (threadIdx.x == 0) held.replaced = replaced;  // warp 0 always has a row
+    if (replaced < 0) x.token_logit = -INFINITY;
+#pragma unroll
+    for (int i = 0; i < kMaxSplits / 32; ++i) {
+      if (entries[i].slot == replaced) x.entry_logit[i] = -INFINITY;
+    }
+  }
+
+  // The weights of the splits in the rows, and with a token those of their lowest entries and its own; the log-sum-exp of
+  // the rows. A warp takes a row at a time; `x` is what it has loaded for its first one, if kLoadsPartsAhead.
+  __device__ __forceinline__ void weigh(float* weights, int first, int count, const LaneEntries& entries,
+                                        LaneParts& x) const {
+    constexpr int kEach = kMaxSplits / 32;
 #pragma unroll 1
     for (int row = warp; row < count; row += T::kWarps) {
+      if (!kLoadsPartsAhead || row >= T::kWarps) load_parts(x, first + row);
+      choose_entry(x, entries);
       // A part's log-sum-exp is lse + rest: rounding lse may have dropped the sum (see FwdParams::lse_rest).
-      const float* lse = p.lse_accum + partial_row(0, first + row);
-      const float* rest = lse + p.num_splits * rows_of_split;
-      const float* logit = p.lowest.logit + partial_row(0, first + row);
-      float part_lse[kEach], part_rest[kEach], entry_logit[kEach], token_logit = -INFINITY;
+      float max = x.token_logit;
 #pragma unroll
-      for (int i = 0; i < kEach; ++i) {
-        const int s = lane + 32 * i;
-        part_lse[i] = s < p.num_splits ? __ldcg(lse + s * rows_of_split) : -INFINITY;
-        part_rest[i] = s < p.num_splits ? __ldcg(rest + s * rows_of_split) : 0.f;
-        entry_logit[i] = has_token() && s < p.num_splits ? __ldcg(logit + s * rows_of_split) : -INFINITY;
-      }
-      if (has_token()) {
-        token_logit = __ldcg(logit + p.num_splits * rows_of_split);
-        const int replaced = find_replaced(entries);
-        if (replaced < 0) token_logit = -INFINITY;
-        if (threadIdx.x == 0) held.replaced = replaced;  // of the first row: warp 0 always has that
-#pragma unroll
-        for (int i = 0; i < kEach; ++i) {
-          if (entries[i].slot == replaced) entry_logit[i] = -INFINITY;
-        }
-      }
-      float max = token_logit;
-#pragma unroll
-      for (int i = 0; i < kEach; ++i) max = fmaxf(max, fmaxf(part_lse[i], entry_logit[i]));
+      for (int i = 0; i < kEach; ++i) max = fmaxf(max, fmaxf(x.lse[i], x.entry_logit[i]));
 #pragma unroll
       for (int i = 16; i > 0; i /= 2) max = fmaxf(max, __shfl_xor_sync(0xffffffffu, max, i));
       if (max == -INFINITY) max = 0.f;  // no split keeps a key: all weights are then exp(-inf) = 0
@@ -317,13 +333,13 @@ struct DecodeResults : DecodeBlock<T> {
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
         if (32 * i >= p.num_splits) break;
-        part_lse[i] = expf(part_lse[i] - max + part_rest[i]);
-        sum += part_lse[i];
+        x.lse[i] = expf(x.lse[i] - max + x.rest[i]);
+        sum += x.lse[i];
         if (!has_token()) continue;
-        entry_logit[i] = expf(entry_logit[i] - max);
-        sum += entry_logit[i];
+        x.entry_logit[i] = expf(x.entry_logit[i] - max);
+        sum += x.entry_logit[i];
       }
-      const float token_weight = has_token() ? expf(token_logit - max) : 0.f;
+      const float token_weight = has_token() ? expf(x.token_logit - max) : 0.f;
       if (lane == 0) sum += token_weight;
 #pragma unroll
       for (int i = 16; i > 0; i /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, i);
@@ -332,8 +348,8 @@ struct DecodeResults : DecodeBlock<T> {
       for (int i = 0; i < kEach; ++i) {
         const int s = lane + 32 * i;
         if (s >= p.num_splits) continue;
-        weights[row * T::kWeightPitch + s] = part_lse[i] * scale;
-        if (has_token()) weights[row * T::kWeightPitch + T::kEntryWeights + s] = entry_logit[i] * scale;
+        weights[row * T::kWeightPitch + s] = x.lse[i] * scale;
+        if (has_token()) weights[row * T::kWeightPitch + T::kEntryWeights + s] = x.entry_logit[i] * scale;
       }
       if (has_token() && lane == 0) weights[row * T::kWeightPitch + T::kTokenWeight] = token_weight * scale;
       if (lane != 0) continue;
