@@ -19,12 +19,12 @@ struct DecodeToken {
 
   int lowest = -1;  // the warp's entry that would leave the cache first; -1: it has none
 
-  // What is read before K and V.
+  // What is read before K and V, as it is: to look at it would be to wait for it.
   struct Reads {
     LowestEntry<32> search;  // of the warp's entries
-    float score = 0.f;
+    uint32_t score = 0;      // as its dtype has it
     int seen = 0;
-    bool is_active = true;
+    uint32_t active = 1;         // 0: the token is none
     uint32_t key[kHeadDim / 8];  // as the right operand of the first product, in all of its columns
   };
 
@@ -33,21 +33,18 @@ struct DecodeToken {
     const CacheToken& token = p.token;
     const int batch = block.batch, head = block.head;
     const int64_t first = first_entry(block);
+    const int32_t* positions = token.entry_position + first;
     if (p.bias.dtype == Dtype::kFloat32) {
-      const float* scores = static_cast<const float*>(p.bias.ptr) + first;
-      reads.search.load([&](int i) { return __ldg(scores + i); }, token.entry_position + first, entries(block));
+      const uint32_t* scores = static_cast<const uint32_t*>(p.bias.ptr) + first;
+      reads.search.load([&](int i) { return __ldg(scores + i); }, positions, entries(block));
     } else {
       const uint16_t* scores = static_cast<const uint16_t*>(p.bias.ptr) + first;
-      reads.search.load([&](int i) { return ElementTraits<Element>::unpack(__ldg(scores + i)).x; },
-                        token.entry_position + first, entries(block));
+      reads.search.load([&](int i) { return __ldg(scores + i); }, positions, entries(block));
     }
     if (block.warp != 0) return;
-    BiasParams given;
-    given.ptr = token.score;
-    given.dtype = p.bias.dtype;
-    reads.score = load_bias(given, batch * token.score_batch_stride + head * token.score_head_stride, T::kIsBf16);
+    reads.score = score_bits(block, token.score, batch * token.score_batch_stride + head * token.score_head_stride);
     reads.seen = token.seen[batch];
-    if (token.active != nullptr) reads.is_active = token.active[batch * token.active_stride] != 0;
+    if (token.active != nullptr) reads.active = __ldg(token.active + batch * token.active_stride);
     if (!has_logits(block)) return;
     const uint16_t* src = row(block, token.k, token.k_stride) + 2 * (block.lane & 3);
 #pragma unroll
@@ -64,8 +61,9 @@ struct DecodeToken {
   __device__ __forceinline__ void begin(const DecodeResults<T>& block, const Reads& reads, const Queries& q) {
     const auto& p = block.p;
     const int64_t first = first_entry(block);
-    const auto score_at = [&](int i) { return load_bias(p.bias, first + i, T::kIsBf16); };
-    CacheEntry low = warp_lowest(reads.search.own(score_at, p.token.entry_position + first, entries(block)));
+    const auto bits_at = [&](int i) { return score_bits(block, p.bias.ptr, first + i); };
+    const auto value_of = [&](uint32_t bits) { return score_value(block, bits); };
+    CacheEntry low = warp_lowest(reads.search.own(bits_at, value_of, p.token.entry_position + first, entries(block)));
     if (low.score == ~0u) {
       low = CacheEntry();  // every score is NaN
     } else {
@@ -75,8 +73,8 @@ struct DecodeToken {
     if (block.lane == 0) block.held.entry[block.warp] = pack_entry(low);
     if (block.lane < T::kRows) block.held.logit[block.warp][block.lane] = -INFINITY;
     if (threadIdx.x == 0) {
-      block.held.score = reads.is_active ? reads.score : -INFINITY;
-      block.held.position = reads.is_active ? next_cache_position(reads.seen, 1) : -1;
+      block.held.score = reads.active != 0 ? value_of(reads.score) : -INFINITY;
+      block.held.position = reads.active != 0 ? next_cache_position(reads.seen, 1) : -1;
     }
     if (has_logits(block)) leave_logits(block, reads, q);
   }
@@ -150,6 +148,15 @@ struct DecodeToken {
     return static_cast<const uint16_t*>(base) + block.batch * s.batch + block.head * s.head;
   }
 
+  // A score of the cache's dtype, read and valued separately.
+  static __device__ __forceinline__ uint32_t score_bits(const DecodeResults<T>& block, const void* scores, int64_t i) {
+    if (block.p.bias.dtype == Dtype::kFloat32) return __ldg(static_cast<const uint32_t*>(scores) + i);
+    return __ldg(static_cast<const uint16_t*>(scores) + i);
+  }
+  static __device__ __forceinline__ float score_value(const DecodeResults<T>& block, uint32_t bits) {
+    return block.p.bias.dtype == Dtype::kFloat32 ? __uint_as_float(bits) : ElementTraits<Element>::unpack(bits).x;
+  }
+
   // The token's logits are left by one warp of each block of rows, beside those of the splits' lowest entries.
   static __device__ __forceinline__ bool has_logits(const DecodeResults<T>& block) {
     return block.split == 0 && block.warp == 0;
@@ -168,11 +175,12 @@ struct DecodeToken {
                c[1], c[2], c[3]);
     }
     scale_scores(acc, p.softmax_scale, p.softcap);
+    const float score = score_value(block, reads.score);
     if ((block.lane & 3) != 0) return;  // all columns are the same
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int r = block.lane / 4 + 8 * half;
-      if (r < block.rows) p.lowest.logit[block.partial_row(p.num_splits, block.row0 + r)] = c[2 * half] + reads.score;
+      if (r < block.rows) p.lowest.logit[block.partial_row(p.num_splits, block.row0 + r)] = c[2 * half] + score;
     }
   }
 };
