@@ -227,6 +227,13 @@ struct CacheDraft {
   // Elements between the queries and the results of two tokens. FwdParams has the strides of a token's rows.
   int64_t q_token = 0, out_token = 0;
 };
+// With a token, what each split of a head leaves beside its results: of its entries the one that would leave the cache
+// first, which these results leave out.
+struct LowestEntries {
+  uint32_t* entry = nullptr;  // [num_splits][batch][nheads][4]: a CacheEntry (see cache/entry.cuh) in the first three
+  void* v = nullptr;          // 16-bit [num_splits][batch][nheads][head_dim]: its row of V
+  float* logit = nullptr;     // [num_splits + 1][batch][nheads][seqlen_q]; last, the logits of the token
+};
 
 // Few query rows (one a head, or the heads of a group as rows) over any number of keys: decoding. Of FwdParams, `mask`
 // is not read, and neither causality nor key intervals cut anything. With a token, the keys are the cache's entries and
@@ -234,6 +241,7 @@ struct CacheDraft {
 struct DecodeParams : FwdParams {
   CacheToken token;
   CacheDraft draft;  // excludes a token; bias is that of the entries
+  LowestEntries lowest;
   // Blocks that have ended, where several share a row or a head; see Arrivals in attention/sm80/decode_results.cuh. One
   // word for each head and block of rows; with a token, one for each head and then one for each sequence.
   uint64_t* arrivals = nullptr;

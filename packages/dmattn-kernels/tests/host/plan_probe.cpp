@@ -346,6 +346,10 @@ extern "C" int probe_cache(const dmattn_cache_append_params* params, const char*
     json.put("blocks", plan.choice.blocks);
     json.put_address("arrivals", plan.decode.arrivals);
     json.put_address("out_accum", plan.decode.out_accum);
+    json.put_address("lse_accum", plan.decode.lse_accum);
+    json.put_address("lowest_entry", plan.decode.lowest.entry);
+    json.put_address("lowest_v", plan.decode.lowest.v);
+    json.put_address("lowest_logit", plan.decode.lowest.logit);
     return json.text();
   });
 }

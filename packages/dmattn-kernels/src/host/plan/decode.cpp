@@ -93,7 +93,7 @@ CachePlan plan_cache_append(const dmattn_cache_append_params& p, const Device& d
   } else {
     d.q_stride.row = d.out_stride.row = 0;
   }
-  d.num_splits = choose_decode_splits(d, d.seqlen_k + 1, plan.unit.head_dim_tile, 0, device);
+  d.num_splits = choose_decode_splits(d, d.seqlen_k, plan.unit.head_dim_tile, 0, device);
   plan.choice.blocks = decode_blocks(d);
   place(plan, nullptr);
   return plan;
@@ -104,7 +104,11 @@ void place(CachePlan& plan, void* base) {
   DecodeParams& d = plan.decode;
   Workspace workspace(base);
   d.arrivals = workspace.take<uint64_t>(int64_t{d.batch} * d.nheads + d.batch);
-  if (d.num_splits > 1) place_partials(d, workspace);
+  place_partials(d, workspace);
+  const int64_t heads = int64_t{d.batch} * d.nheads, parts = heads * d.num_splits;
+  d.lowest.entry = workspace.take<uint32_t>(4 * parts);
+  d.lowest.v = workspace.take<uint16_t>(parts * d.head_dim);
+  d.lowest.logit = workspace.take<float>((parts + heads) * d.seqlen_q);
   plan.workspace_bytes = workspace.bytes();
 }
 

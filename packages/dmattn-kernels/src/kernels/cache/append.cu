@@ -1,4 +1,6 @@
 // Putting tokens into a cache: find the entry that makes room, write the token there.
+#include <type_traits>
+
 #include "cache.h"
 #include "entry.cuh"
 #include "score.cuh"
@@ -10,6 +12,16 @@ using namespace prep;
 
 constexpr int kThreads = 256;
 
+// The 16 bits or 32 of a score, and its value.
+template <class Score>
+using Bits = std::conditional_t<sizeof(Score) == 4, uint32_t, uint16_t>;
+template <class Score>
+__device__ __forceinline__ float value_of(uint32_t bits) {
+  const auto own_bits = static_cast<Bits<Score>>(bits);
+  Score score;
+  memcpy(&score, &own_bits, sizeof(score));
+  return static_cast<float>(score);
+}
 __device__ __forceinline__ bool is_active(const CacheAppendParams& p, int b, int t) {
   return p.active == nullptr || p.active[b * p.active_batch_stride + t * p.active_token_stride] != 0;
 }
@@ -47,10 +59,10 @@ __global__ void __launch_bounds__(kThreads) append_kernel(const CacheAppendParam
     bool taken = position < p.capacity;
     if (p.evict) {
       const float score = static_cast<float>(read_new_score<Score>(p, b, h, t));
-      const auto score_at = [&](int i) { return static_cast<float>(static_cast<const Score*>(p.score)[entries + i]); };
+      const auto bits_at = [&](int i) { return static_cast<const Bits<Score>*>(p.score)[entries + i]; };
       LowestEntry<kThreads> search;
-      search.load(score_at, p.position + entries, p.capacity);
-      const LowestSlot low = search.find(score_at, p.position + entries, p.capacity, warp_low);
+      search.load(bits_at, p.position + entries, p.capacity);
+      const LowestSlot low = search.find(bits_at, value_of<Score>, p.position + entries, p.capacity, warp_low);
       taken = score > -INFINITY && score >= low.score && low.slot < p.capacity;
       slot = low.slot;
     }

@@ -55,37 +55,50 @@ struct LowestSlot {
   int32_t slot;
 };
 
-// The search of a thread block for the lowest of a cache's entries: load() starts the reads, find() uses them. Between
-// the two the block can do something else.
+// The search of a thread block, or of a warp, for the lowest of a cache's entries: load() starts the reads, find() or
+// own() uses them. Between the two the threads can do something else, so scores stay as they were read:
+// bits_at(entry) reads one, value_of(bits) is its value.
 template <int kThreads>
 struct LowestEntry {
   static constexpr int kAhead = 16;
-  float score[kAhead];
+  uint32_t bits[kAhead];
   int position[kAhead];
 
-  template <class ScoreAt>
-  __device__ __forceinline__ void load(ScoreAt&& score_at, const int32_t* positions, int entries) {
+  static __device__ __forceinline__ int thread() { return threadIdx.x % kThreads; }
+
+  template <class BitsAt>
+  __device__ __forceinline__ void load(BitsAt&& bits_at, const int32_t* positions, int entries) {
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
-      const int slot = threadIdx.x + i * kThreads;
-      score[i] = slot < entries ? score_at(slot) : NAN;
-      position[i] = slot < entries ? positions[slot] : INT_MAX;
+      if (i * kThreads >= entries) break;
+      const int slot = thread() + i * kThreads;
+      bits[i] = slot < entries ? bits_at(slot) : 0;
+      position[i] = slot < entries ? positions[slot] : 0;
     }
   }
-  // Every thread takes part and gets the result; `warp_low` may be written again after the next barrier.
-  template <class ScoreAt>
-  __device__ __forceinline__ LowestSlot find(ScoreAt&& score_at, const int32_t* positions, int entries,
-                                             CacheEntry (&warp_low)[kThreads / 32]) const {
+  // The lowest of those that this thread looks at.
+  template <class BitsAt, class ValueOf>
+  __device__ __forceinline__ CacheEntry own(BitsAt&& bits_at, ValueOf&& value_of, const int32_t* positions,
+                                            int entries) const {
     CacheEntry low;
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
-      low = lower(low, make_cache_entry(score[i], position[i], threadIdx.x + i * kThreads));
+      if (i * kThreads >= entries) break;
+      const int slot = thread() + i * kThreads;
+      if (slot < entries) low = lower(low, make_cache_entry(value_of(bits[i]), position[i], slot));
     }
 #pragma unroll 4
-    for (int slot = threadIdx.x + kAhead * kThreads; slot < entries; slot += kThreads) {
-      low = lower(low, make_cache_entry(score_at(slot), positions[slot], slot));
+    for (int slot = thread() + kAhead * kThreads; slot < entries; slot += kThreads) {
+      low = lower(low, make_cache_entry(value_of(bits_at(slot)), positions[slot], slot));
     }
-    low = warp_lowest(low);
+    return low;
+  }
+  // By a thread block, every thread of which takes part and gets the result; `warp_low` may be written again after the
+  // next barrier.
+  template <class BitsAt, class ValueOf>
+  __device__ __forceinline__ LowestSlot find(BitsAt&& bits_at, ValueOf&& value_of, const int32_t* positions,
+                                             int entries, CacheEntry (&warp_low)[kThreads / 32]) const {
+    CacheEntry low = warp_lowest(own(bits_at, value_of, positions, entries));
     if (threadIdx.x % 32 == 0) warp_low[threadIdx.x / 32] = low;
     __syncthreads();
     low = warp_low[0];

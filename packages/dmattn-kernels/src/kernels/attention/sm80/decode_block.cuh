@@ -1,6 +1,7 @@
 // What a thread block of the decode kernel works on: some of the rows and one part of the keys of a head.
 #pragma once
 
+#include "../../cache/entry.cuh"
 #include "../../divisor.h"
 #include "../../tiles.h"
 #include "../shared/attention_block.cuh"
@@ -18,6 +19,7 @@ struct DecodeTraits {
   static constexpr bool kGathered = kGathered_;  // keys come from a list of kept keys
   static constexpr bool kDraft = kDraft_;
   static_assert(!(kGathered && kDraft));
+  static constexpr bool kTakesToken = !kGathered && !kDraft;  // if there is one
   static constexpr int kRows = kDraft ? draft_rows(kHeadDim) : kDecodeRows;
   static constexpr bool kPacked = false, kMayBePacked = false, kKeepsSeqlens = false;
   static constexpr uint32_t kSeqlens = 0;  // not used
@@ -36,13 +38,38 @@ struct DecodeTraits {
   // The merge takes the place of the rings. Rows start on different banks.
   static constexpr int kMergePitch = kHeadDim + 8;
   static constexpr int kMergeFloats = kWarps * kRows * kMergePitch;
-  // So do the weights of the splits and, after them, the results of as many splits as there is room for.
-  static constexpr int kWeightFloats = kRows * kMaxSplits;
+  // So do the weights of the splits, of their lowest entries and of the token in a row and, after those of all rows, the
+  // results of as many splits as there is room for.
+  static constexpr int kEntryWeights = kMaxSplits, kTokenWeight = 2 * kMaxSplits;
+  static constexpr int kWeightPitch = kTakesToken ? kTokenWeight + 4 : kMaxSplits;
+  static constexpr int kWeightFloats = kRows * kWeightPitch;
   static constexpr int kPartFloats = kSmemBytes / sizeof(float) - kWeightFloats;
   // Static arrays beside the rings, in a family whose blocks have 99 KB.
   static_assert(kSmemBytes + 3 * 1024 <= 99 * 1024);
   static_assert((kMergeFloats + 2 * kWarps * kRows) * 4 <= kSmemBytes);
-  static_assert(kPartFloats >= kRows * kHeadDim);
+  static_assert(kPartFloats >= kRows * kHeadDim + kHeadDim / 2);
+};
+
+__device__ __forceinline__ uint4 pack_entry(const CacheEntry& e) {
+  return {e.score, e.position, static_cast<uint32_t>(e.slot), 0};
+}
+__device__ __forceinline__ CacheEntry unpack_entry(const uint4& x) { return {x.x, x.y, static_cast<int32_t>(x.z)}; }
+
+// With a token: what the warps of a block leave for each other beside their results, and what the last block of a head
+// has to know.
+template <class T>
+struct SharedToken {
+  static constexpr int kWarps = T::kTakesToken ? T::kWarps : 1;
+  static constexpr int kChunks = T::kTakesToken ? T::kHeadDim / 8 : 1;
+  // Of the entries of a warp the one that would leave the cache first, which its results leave out: its row of V, its
+  // logits, and which one it is.
+  uint4 v[kWarps][kChunks];
+  float logit[kWarps][T::kRows];
+  uint4 entry[kWarps];  // pack_entry()
+  uint4 token_v[kChunks];
+  float score;       // of the token; -inf where there is none
+  int32_t position;  // of the token; -1 where there is none
+  int32_t replaced;  // entry of the cache whose place the token takes; -1: it takes none
 };
 
 // The parameters, and what the launcher works out from them so that no thread has to divide.
@@ -59,13 +86,15 @@ struct DecodeBlock : AttentionBlock<T, DecodeArguments> {
   using Base = AttentionBlock<T, DecodeArguments>;
   using Base::batch, Base::p, Base::warp;
 
+  SharedToken<T>& held;
   int head, row0, split;
   int rows;        // of this block
   int keys;        // keys, entries of the list, or entries of the cache
   int begin, end;  // steps of this warp
   const int32_t* list = nullptr;
 
-  __device__ __forceinline__ DecodeBlock(const DecodeArguments& params, char* smem) : Base(params, smem) {
+  __device__ __forceinline__ DecodeBlock(const DecodeArguments& params, char* smem, SharedToken<T>& held_)
+      : Base(params, smem), held(held_) {
     uint32_t rest = blockIdx.x;
     split = take(rest, p.by_splits);
     const int row_block = take(rest, p.by_row_blocks);
@@ -87,7 +116,7 @@ struct DecodeBlock : AttentionBlock<T, DecodeArguments> {
     end = begin + static_cast<int>(each) + (share < over ? 1 : 0);
   }
 
-  __device__ __forceinline__ bool has_token() const { return !T::kGathered && !T::kDraft && p.token.k != nullptr; }
+  __device__ __forceinline__ bool has_token() const { return T::kTakesToken && p.token.k != nullptr; }
   // Of a draft: the token that a row of the head belongs to.
   __device__ __forceinline__ int token_of(int row) const {
     uint32_t rest = row;

@@ -13,18 +13,20 @@ namespace dmattn {
 
 template <class T>
 struct DecodeShared {
-  SharedToken<T> token;
-  SharedDraft<T> draft;
   float bias[T::kWarps][T::kChunkKeys];
-  int32_t idx[T::kGathered ? T::kWarps : 1][2][T::kGathered ? T::kChunkKeys : 1];  // of even and odd chunks
+  union {  // one of them: a token or a draft comes to a cache, whose keys are not listed
+    SharedToken<T> token;
+    SharedDraft<T> draft;
+    int32_t idx[T::kGathered ? T::kWarps : 1][2][T::kGathered ? T::kChunkKeys : 1];  // of even and odd chunks
+  };
 };
 
 template <class T>
 struct DecodeLoop : DecodeResults<T> {
   using Base = DecodeResults<T>;
   using Element = typename T::Element;
-  using Base::batch, Base::begin, Base::end, Base::has_token, Base::head, Base::keys, Base::lane, Base::list, Base::p,
-      Base::row0, Base::rows, Base::warp;
+  using Base::batch, Base::begin, Base::end, Base::has_token, Base::head, Base::held, Base::keys, Base::lane,
+      Base::list, Base::p, Base::row0, Base::rows, Base::warp;
   static constexpr int kHeadDim = T::kHeadDim;
 
   DecodeShared<T>& shared;
@@ -33,10 +35,9 @@ struct DecodeLoop : DecodeResults<T> {
   DecodeDraft<T> draft;
 
   __device__ __forceinline__ DecodeLoop(const DecodeArguments& params, char* smem, DecodeShared<T>& shared_)
-      : Base(params, smem),
+      : Base(params, smem, shared_.token),
         shared(shared_),
         ring(smem_u32(smem) + threadIdx.x / 32 * T::kWarpBytes),
-        token(shared_.token),
         draft{shared_.draft} {}
 
   __device__ __forceinline__ int keys_of(int step) const { return min(T::kKeys, keys - step * T::kKeys); }
@@ -121,16 +122,18 @@ struct DecodeLoop : DecodeResults<T> {
   }
   template <class LoadPair>
   __device__ __forceinline__ void load_q(Queries& q, LoadPair&& load_pair) const {
-    const uint16_t* base =
+    const uint16_t* const base =
         static_cast<const uint16_t*>(p.q) + batch * p.q_stride.batch + head * p.q_stride.head + 2 * (lane & 3);
+    const uint16_t* src = base + (row0 + lane / 4) * p.q_stride.row;
 #pragma unroll
     for (int r = 0; r < 2 * T::MT; ++r) {
       const int row = lane / 4 + 8 * r, cols = row < rows ? p.head_dim : 0;
-      const uint16_t* src = base + Base::row_at(p.q_stride, p.draft.q_token, row0 + row);
+      if constexpr (T::kDraft) src = base + Base::row_at(p.q_stride, p.draft.q_token, row0 + row);
 #pragma unroll
       for (int i = 0; i < kHeadDim / 8; ++i) {
         q[r / 2][i / 2][2 * (i & 1) + r % 2] = 8 * i < cols ? load_pair(src + 8 * i) : 0;
       }
+      src += 8 * p.q_stride.row;
     }
   }
 
@@ -160,23 +163,16 @@ struct DecodeLoop : DecodeResults<T> {
     for (int i = 0; i < T::kChunkKeys / 32; ++i) shared.bias[warp][lane + 32 * i] = x.value[i];
   }
 
-  __device__ __forceinline__ bool holds_token(int step) const {
-    return !T::kGathered && token.replaced >= step * T::kKeys && token.replaced < (step + 1) * T::kKeys;
-  }
-  // Over the entry that makes room.
-  __device__ __forceinline__ void put_token(int step, int stage) const {
-    if (lane == 0) shared.bias[warp][(token.replaced - begin * T::kKeys) % T::kChunkKeys] = token.score;
-    token.put(tile(stage, 0), 0, lane);
-    token.put(tile(stage, 1), 1, lane);
-    __syncwarp();
-  }
-
   // --- compute -------------------------------------------------------------------------------------------------------
 
   __device__ __forceinline__ void scores_of(float (&acc)[T::MT][T::NT][4], const Queries& q, int stage) const {
     using Mma = MmaAtom<Element>;
     const Operand<kHeadDim, false, false> k(tile(stage, 0), 0, lane);
+    // Two sums, where there are registers: a product waits for the one before it in its sum.
+    constexpr bool kTwoSums = kHeadDim <= 128 && T::MT == 1;
+    float odd[T::MT][T::NT][4];
     clear(acc);
+    clear(odd);
 #pragma unroll
     for (int i = 0; i < kHeadDim / 16; ++i) {
       uint32_t frag[4];
@@ -186,10 +182,16 @@ struct DecodeLoop : DecodeResults<T> {
 #pragma unroll
         for (int nt = 0; nt < T::NT; ++nt) {
           const uint32_t (&a)[4] = q[mt][i];
-          float (&c)[4] = acc[mt][nt];
+          float (&c)[4] = kTwoSums && i % 2 == 1 ? odd[mt][nt] : acc[mt][nt];
           Mma::fma(c[0], c[1], c[2], c[3], a[0], a[1], a[2], a[3], frag[2 * nt], frag[2 * nt + 1], c[0], c[1], c[2],
                    c[3]);
         }
+    }
+    if constexpr (kTwoSums) {
+#pragma unroll
+      for (int nt = 0; nt < T::NT; ++nt)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) acc[0][nt][e] += odd[0][nt][e];
     }
   }
   __device__ __forceinline__ void modify_scores(float (&acc)[T::MT][T::NT][4], int step) const {
@@ -235,6 +237,34 @@ struct DecodeLoop : DecodeResults<T> {
     }
   }
 
+  // The warp's lowest entry, if this step has it, is kept apart: its logits, and its row of V, which becomes 0 in the
+  // tile, as a probability of 0 would not hide what is not finite.
+  __device__ __forceinline__ void keep_lowest(float (&acc)[T::MT][T::NT][4], int step, int stage) const {
+    const int at = token.lowest - step * T::kKeys;
+    if (!T::kTakesToken || static_cast<uint32_t>(at) >= T::kKeys) return;
+    const FragmentMap map(0, 0, lane);
+    float found[2] = {-INFINITY, -INFINITY};  // of this lane's two rows
+#pragma unroll
+    for (int nt = 0; nt < T::NT; ++nt)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const bool is_lowest = map.col(nt, e) == at;
+        if (is_lowest) found[e / 2] = acc[0][nt][e];
+        if (is_lowest) acc[0][nt][e] = -INFINITY;
+      }
+    if ((at & 6) == map.col0) {
+      held.logit[warp][map.row(0, 0)] = found[0];
+      held.logit[warp][map.row(0, 2)] = found[1];
+    }
+    using Tile = SmemTile<kHeadDim>;
+    if (lane < Tile::kChunks) {
+      const uint32_t v = tile(stage, 1) + Tile::offset(at, lane);
+      held.v[warp][lane] = ld_shared_v4(v);
+      st_shared(v, make_uint4(0, 0, 0, 0));
+    }
+    __syncwarp();
+  }
+
   // Probabilities, and results so far rescaled to the new maxima. Most groups of heads have at most eight rows: then the
   // lower half of the fragments holds none, and in a short draft the same goes for further ones.
   __device__ __forceinline__ void exponentiate(float (&acc_s)[T::MT][T::NT][4], float (&acc_o)[T::MT][T::OT][4],
@@ -262,8 +292,9 @@ struct DecodeLoop : DecodeResults<T> {
     const bool counts_heads = threadIdx.x == 0 && has_token() && heads.count > 1;
     if (counts_blocks) blocks.look();
     if (counts_heads) heads.look();
-    if constexpr (!T::kGathered) {
-      if (has_token()) token.load(*this);
+    typename DecodeToken<T>::Reads reads;
+    if constexpr (T::kTakesToken) {
+      if (has_token()) token.load(*this, reads);
     }
     const int2 drafted = draft.fetch(*this);
     LaneKeys idx_next = fetch_idx(0);
@@ -279,8 +310,8 @@ struct DecodeLoop : DecodeResults<T> {
     if constexpr (T::kDraft) draft.keep(*this, drafted);
     if (counts_blocks) blocks.prepare();
     if (counts_heads) heads.prepare();
-    if constexpr (!T::kGathered) {
-      if (has_token()) token.find_place(*this);
+    if constexpr (T::kTakesToken) {
+      if (has_token()) token.begin(*this, reads, q[0]);
     }
 
     float acc_o[T::MT][T::OT][4];
@@ -300,10 +331,10 @@ struct DecodeLoop : DecodeResults<T> {
       }
       cp_async_wait<T::kStages - 1>();
       __syncwarp();  // K and V of this step have landed, and the chunk is there
-      if (holds_token(step)) put_token(step, stage);
       float acc_s[T::MT][T::NT][4];
       scores_of(acc_s, q, stage);
       modify_scores(acc_s, step);
+      keep_lowest(acc_s, step, stage);
       exponentiate(acc_s, acc_o, softmax);
       gemm_pv<Element>(acc_o, acc_s, Operand<kHeadDim, false, true>(tile(stage, 1), 0, lane));
       __syncwarp();  // K and V of this step and, at its end, the chunk are no longer read
@@ -315,20 +346,30 @@ struct DecodeLoop : DecodeResults<T> {
     // The compiler cannot see that the batch stays the same: what is worked out from it below and was before the loop is
     // not kept in registers between.
     asm volatile("" : "+r"(batch));
-    if constexpr (!T::kGathered) {
-      if (has_token()) token.load_position(*this);
-    }
     Base::leave(acc_o, softmax);
     __syncthreads();
     Base::merge();
     const Arrivals ended = Base::arrivals();
     if (ended.count > 1 && !ended.is_last()) return;
-    if (p.num_splits > 1) combine();
-    if constexpr (!T::kGathered) {
-      if (!has_token()) return;
-      token.commit_entry(*this);
-      if (p.nheads == 1 || Base::head_arrivals().is_last()) token.commit_count(*this);
+    if constexpr (T::kTakesToken) {
+      if (has_token()) return finish_token(ended.count);
     }
+    if (p.num_splits > 1) combine();
+  }
+
+  // By the last of the head's blocks.
+  __device__ __forceinline__ void finish_token(uint64_t blocks) const {
+    if (blocks == 1) __syncthreads();  // is_last() has one
+    const typename DecodeToken<T>::Chunk chunk = token.load_chunk(*this);
+    // The heads' last blocks are counted as soon as they are known: all that matters is that they have read `seen`.
+    Arrivals heads = Base::head_arrivals();
+    if (threadIdx.x == 0 && heads.count > 1) {
+      if (blocks == 1) device_fence();
+      heads.count_in();
+    }
+    combine();
+    token.commit_entry(*this, chunk);
+    if (threadIdx.x == 0 && (heads.count == 1 || heads.was_last())) token.commit_count(*this);
   }
 
   // The rows whose blocks have all ended.
@@ -346,6 +387,7 @@ template <class T>
 __global__ void __launch_bounds__(T::kThreads, 2) decode_kernel(const __grid_constant__ DecodeArguments p) {
   extern __shared__ __align__(1024) char smem[];
   __shared__ DecodeShared<T> shared;
+  static_assert(sizeof(shared) <= 3 * 1024);  // more would count as 4 KB, as the rings start on 1 KB
   DecodeLoop<T>(p, smem, shared).run();
 }
 

@@ -1,5 +1,6 @@
 // From what the warps of a block of the decode kernel have found to the result: the warps' sums are merged; of the
-// blocks that share a row, the last one to end combines what all of them have left.
+// blocks that share a row, the last one to end combines what all of them have left. With a token, the lowest entries
+// that these results leave out are put back, but for the one that leaves the cache, and so is the token.
 #pragma once
 
 #include "../shared/softmax.cuh"
@@ -31,23 +32,28 @@ struct Arrivals {
   }
   // All threads: whether this block is the last. Then it sees what all the others have written.
   __device__ __forceinline__ bool is_last() const {
-    __shared__ bool answer;
     __syncthreads();
+    bool is_last = false;
     if (threadIdx.x == 0) {
       device_fence();
-      answer = atomicAdd(word, 1ull) - tag == count - 1;
-      device_fence();
+      unsigned long long before;
+      asm volatile("atom.acquire.gpu.global.add.u64 %0, [%1], 1;" : "=l"(before) : "l"(word) : "memory");
+      is_last = before - tag == count - 1;
     }
-    __syncthreads();
-    return answer;
+    return __syncthreads_or(is_last);
   }
+  // The same for what has only been read, in two calls, both by thread 0 and the first one after a device_fence(). Only
+  // the second one waits for the answer.
+  __device__ __forceinline__ void count_in() { found = atomicAdd(word, 1ull); }
+  __device__ __forceinline__ bool was_last() const { return found - tag == count - 1; }
 };
 
 template <class T>
 struct DecodeResults : DecodeBlock<T> {
   using Base = DecodeBlock<T>;
   using Element = typename T::Element;
-  using Base::batch, Base::head, Base::lane, Base::p, Base::row0, Base::rows, Base::smem, Base::split, Base::warp;
+  using Base::batch, Base::has_token, Base::head, Base::held, Base::lane, Base::p, Base::row0, Base::rows, Base::smem,
+      Base::split, Base::warp;
   static constexpr int kHeadDim = T::kHeadDim;
   static constexpr int kQuads = kHeadDim / 4;  // columns are handled four at a time
 
@@ -55,10 +61,10 @@ struct DecodeResults : DecodeBlock<T> {
 
   // --- which blocks share a row --------------------------------------------------------------------------------------
 
-  // The splits of a block's rows. With a token those of all rows of the head: only the last block may overwrite the
-  // entry that leaves the cache.
+  // The splits of a block's rows. With a token those of all rows of the head: the last block overwrites the entry that
+  // leaves the cache.
   __device__ __forceinline__ Arrivals arrivals() const {
-    const bool by_head = Base::has_token();
+    const bool by_head = has_token();
     const int64_t i = by_head ? Base::head_index() : Base::head_index() * p.row_blocks + row0 / T::kRows;
     return {words() + i, p.launch_tag, static_cast<uint64_t>(p.num_splits) * (by_head ? p.row_blocks : 1), 0};
   }
@@ -66,6 +72,16 @@ struct DecodeResults : DecodeBlock<T> {
   __device__ __forceinline__ Arrivals head_arrivals() const {
     return {words() + static_cast<int64_t>(p.batch) * p.nheads + batch, p.launch_tag, static_cast<uint64_t>(p.nheads),
             0};
+  }
+
+  // --- what splits leave -------------------------------------------------------------------------------------------
+
+  // Number of a split of this head among those of all heads, and of a row of its.
+  __device__ __forceinline__ int64_t part_index(int of_split) const {
+    return (static_cast<int64_t>(of_split) * p.batch + batch) * p.nheads + head;
+  }
+  __device__ __forceinline__ int64_t partial_row(int of_split, int row) const {
+    return part_index(of_split) * p.seqlen_q + row;
   }
 
   // --- the warps of a block ------------------------------------------------------------------------------------------
@@ -92,12 +108,19 @@ struct DecodeResults : DecodeBlock<T> {
     }
   }
   __device__ __forceinline__ void merge() const {
+    CacheEntry low;
+    if (has_token()) {
+#pragma unroll
+      for (int w = 0; w < T::kWarps; ++w) low = lower(low, unpack_entry(held.entry[w]));
+      leave_lowest(low);
+    }
 #pragma unroll 1
     for (int i = threadIdx.x; i < rows * kQuads; i += T::kThreads) {
       const int row = i / kQuads, col = i % kQuads * 4;
       float max = -INFINITY;
 #pragma unroll
       for (int w = 0; w < T::kWarps; ++w) max = fmaxf(max, merge_stats(0, w, row));
+      each_put_back(low.slot, row, [&](float logit, const uint4*) { max = fmaxf(max, logit); });
       const float shift = max == -INFINITY ? 0.f : max;  // nothing kept: all weights are exp(-inf) = 0
       float sum = 0.f;
       float4 out = {0.f, 0.f, 0.f, 0.f};
@@ -107,6 +130,11 @@ struct DecodeResults : DecodeBlock<T> {
         sum += weight * merge_stats(1, w, row);
         add(out, weight, *reinterpret_cast<const float4*>(merge_row(w, row) + col));
       }
+      each_put_back(low.slot, row, [&](float logit, const uint4* v) {
+        const float weight = exp2_approx((logit - shift) * kLog2e);
+        sum += weight;
+        add_entry(out, weight, v, col);
+      });
       const float scale = sum > 0.f ? 1.f / sum : 0.f;
       out = {out.x * scale, out.y * scale, out.z * scale, out.w * scale};
       if (col < p.head_dim) {
@@ -128,11 +156,16 @@ struct DecodeResults : DecodeBlock<T> {
     constexpr int kItems = T::kRows * kQuads / T::kThreads;
     float* const weights = reinterpret_cast<float*>(smem);
     float* const parts = weights + T::kWeightFloats;
-    const uint32_t part = count * p.head_dim;  // floats of a split
-    const int most = T::kPartFloats / part;    // splits that there is room for
+    // Floats of a split: its results, and a row of V in 16 bits.
+    const uint32_t results = count * p.head_dim, part = results + (has_token() ? p.head_dim / 2 : 0);
+    const int most = T::kPartFloats / part;  // splits that there is room for
     float4 acc[kItems];
 #pragma unroll
     for (int k = 0; k < kItems; ++k) acc[k] = {0.f, 0.f, 0.f, 0.f};
+    LaneEntries entries;
+    load_lowest(entries);
+    LaneParts lane_parts;
+    if (kLoadsPartsAhead && warp < count) load_parts(lane_parts, first + warp);
 #pragma unroll 1
     for (int begin = 0; begin < p.num_splits; begin += most) {
       const int splits = min(most, p.num_splits - begin);
@@ -142,26 +175,36 @@ struct DecodeResults : DecodeBlock<T> {
       for (int s = warp; s < splits; s += T::kWarps) {
         const float* src = p.out_accum + partial_row(begin + s, first) * p.head_dim;
         const uint32_t dst = smem_u32(parts + s * part);
-        for (uint32_t j = 4 * lane; j < part; j += 128) cp_async16(dst + 4 * j, src + j, true);
+        for (uint32_t j = 4 * lane; j < results; j += 128) cp_async16(dst + 4 * j, src + j, true);
+        if (!has_token() || 8 * lane >= p.head_dim) continue;
+        const Element* v = static_cast<const Element*>(p.lowest.v) + part_index(begin + s) * p.head_dim;
+        cp_async16(dst + 4 * results + 16 * lane, v + 8 * lane, true);
       }
       cp_async_fence();
-      if (begin == 0) weigh(weights, first, count);
+      if (begin == 0) weigh(weights, first, count, entries, lane_parts);
       cp_async_wait<0>();
       __syncthreads();
 #pragma unroll
       for (int k = 0; k < kItems; ++k) {
         const int i = threadIdx.x + k * T::kThreads, row = i / kQuads, col = i % kQuads * 4;
         if (row >= count || col >= p.head_dim) continue;
-        const float* weight = weights + row * kMaxSplits + begin;
+        const float* weight = weights + row * T::kWeightPitch + begin;
         const float* src = parts + row * p.head_dim + col;
 #pragma unroll 4
         for (int s = 0; s < splits; ++s) add(acc[k], weight[s], *reinterpret_cast<const float4*>(src + s * part));
+        if (!has_token()) continue;
+        for (int s = 0; s < splits; ++s) {
+          const auto* v = reinterpret_cast<const uint4*>(parts + s * part + results);
+          add_entry(acc[k], weight[T::kEntryWeights + s], v, col);
+        }
       }
     }
 #pragma unroll
     for (int k = 0; k < kItems; ++k) {
       const int i = threadIdx.x + k * T::kThreads, row = i / kQuads, col = i % kQuads * 4;
-      if (row < count && col < p.head_dim) store(first + row, col, acc[k]);
+      if (row >= count || col >= p.head_dim) continue;
+      if (has_token()) add_entry(acc[k], weights[row * T::kWeightPitch + T::kTokenWeight], held.token_v, col);
+      store(first + row, col, acc[k]);
     }
   }
 
@@ -175,6 +218,22 @@ struct DecodeResults : DecodeBlock<T> {
     sum.z = fmaf(weight, x.z, sum.z);
     sum.w = fmaf(weight, x.w, sum.w);
   }
+  // Columns [col, col + 4) of a row of V. No weight: the row may hold anything.
+  static __device__ __forceinline__ void add_entry(float4& sum, float weight, const uint4* v, int col) {
+    if (weight == 0.f) return;
+    const uint2 x = *reinterpret_cast<const uint2*>(reinterpret_cast<const uint16_t*>(v) + col);
+    const float2 low = ElementTraits<Element>::unpack(x.x), high = ElementTraits<Element>::unpack(x.y);
+    add(sum, weight, {low.x, low.y, high.x, high.y});
+  }
+  // f(logit, row of V) for the lowest entries of the warps, but for that of this slot: the lowest of the block.
+  template <class F>
+  __device__ __forceinline__ void each_put_back(int slot, int row, F&& f) const {
+    if (!has_token()) return;
+#pragma unroll
+    for (int w = 0; w < T::kWarps; ++w) {
+      if (unpack_entry(held.entry[w]).slot != slot) f(held.logit[w][row], held.v[w]);
+    }
+  }
   __device__ __forceinline__ float* merge_row(int w, int row) const {
     return reinterpret_cast<float*>(smem) + (w * T::kRows + row) * T::kMergePitch;
   }
@@ -182,47 +241,118 @@ struct DecodeResults : DecodeBlock<T> {
   __device__ __forceinline__ float& merge_stats(int which, int w, int row) const {
     return reinterpret_cast<float*>(smem)[T::kMergeFloats + (which * T::kWarps + w) * T::kRows + row];
   }
-  __device__ __forceinline__ bool is_partial() const { return p.num_splits > 1; }
-  __device__ __forceinline__ int64_t partial_row(int of_split, int row) const {
-    return ((static_cast<int64_t>(of_split) * p.batch + batch) * p.nheads + head) * p.seqlen_q + row;
+  // With a token, even one split has results to which something is added.
+  __device__ __forceinline__ bool is_partial() const { return p.num_splits > 1 || has_token(); }
+  // The lowest entry of the block, for the last block of the head. All blocks of rows find the same one.
+  __device__ __forceinline__ void leave_lowest(const CacheEntry& low) const {
+    const bool is_none = low.slot == INT_MAX;
+    int of_warp = 0;
+#pragma unroll
+    for (int w = 1; w < T::kWarps; ++w) {
+      if (unpack_entry(held.entry[w]).slot == low.slot) of_warp = w;
+    }
+    const int i = threadIdx.x;
+    if (i < rows) p.lowest.logit[partial_row(split, row0 + i)] = is_none ? -INFINITY : held.logit[of_warp][i];
+    if (row0 > 0) return;
+    if (8 * i < p.head_dim) {
+      Element* v = static_cast<Element*>(p.lowest.v) + part_index(split) * p.head_dim;
+      reinterpret_cast<uint4*>(v)[i] = is_none ? make_uint4(0, 0, 0, 0) : held.v[of_warp][i];
+    }
+    if (i == 0) reinterpret_cast<uint4*>(p.lowest.entry)[part_index(split)] = pack_entry(low);
+  }
+  // The lowest entries of splits lane, lane + 32, ...
+  using LaneEntries = CacheEntry[kMaxSplits / 32];
+  __device__ __forceinline__ void load_lowest(LaneEntries& found) const {
+#pragma unroll
+    for (int i = 0; i < kMaxSplits / 32; ++i) {
+      const int s = lane + 32 * i;
+      if (!has_token() || s >= p.num_splits) continue;
+      found[i] = unpack_entry(__ldcg(reinterpret_cast<const uint4*>(p.lowest.entry) + part_index(s)));
+    }
+  }
+  // Which entry makes room: the lowest of all splits, if the token's score is not lower. Every warp comes to the same
+  // answer.
+  __device__ __forceinline__ int find_replaced(const LaneEntries& entries) const {
+    CacheEntry low;
+#pragma unroll
+    for (int i = 0; i < kMaxSplits / 32; ++i) low = lower(low, entries[i]);
+    low = warp_lowest(low);
+    // There is no lowest entry where every score is NaN.
+    const bool takes = low.slot != INT_MAX && held.score > -INFINITY && held.score >= score_of_order(low.score);
+    return takes ? low.slot : -1;
   }
 
-  // The splits' weights in the rows, and the log-sum-exp of the rows. A warp takes a row at a time.
-  __device__ __forceinline__ void weigh(float* weights, int first, int count) const {
-    constexpr int kEach = kMaxSplits / 32;
+  // Before the results of the splits, which are more. Not where ptxas would keep queries in local memory for it.
+  static constexpr bool kLoadsPartsAhead = kHeadDim <= 128 || !T::kGathered;
+  // What splits lane, lane + 32, ... have found in a row, and the logits there of their lowest entries and of the token.
+  struct LaneParts {
+    float lse[kMaxSplits / 32], rest[kMaxSplits / 32], entry_logit[kMaxSplits / 32], token_logit;
+  };
+  __device__ __forceinline__ void load_parts(LaneParts& x, int row) const {
     const int64_t rows_of_split = static_cast<int64_t>(p.batch) * p.nheads * p.seqlen_q;
+    const float* lse = p.lse_accum + partial_row(0, row);
+    const float* rest = lse + p.num_splits * rows_of_split;
+    const float* logit = p.lowest.logit + partial_row(0, row);
+#pragma unroll
+    for (int i = 0; i < kMaxSplits / 32; ++i) {
+      const int s = lane + 32 * i;
+      x.lse[i] = s < p.num_splits ? __ldcg(lse + s * rows_of_split) : -INFINITY;
+      x.rest[i] = s < p.num_splits ? __ldcg(rest + s * rows_of_split) : 0.f;
+      x.entry_logit[i] = has_token() && s < p.num_splits ? __ldcg(logit + s * rows_of_split) : -INFINITY;
+    }
+    x.token_logit = has_token() ? __ldcg(logit + p.num_splits * rows_of_split) : -INFINITY;
+  }
+  // Takes the entry that leaves, or the token, out of a row.
+  __device__ __forceinline__ void choose_entry(LaneParts& x, const LaneEntries& entries) const {
+    if (!has_token()) return;
+    const int replaced = find_replaced(entries);
+    if (threadIdx.x == 0) held.replaced = replaced;  // warp 0 always has a row
+    if (replaced < 0) x.token_logit = -INFINITY;
+#pragma unroll
+    for (int i = 0; i < kMaxSplits / 32; ++i) {
+      if (entries[i].slot == replaced) x.entry_logit[i] = -INFINITY;
+    }
+  }
+
+  // The weights of the splits in the rows, and with a token those of their lowest entries and its own; the log-sum-exp of
+  // the rows. A warp takes a row at a time; `x` is what it has loaded for its first one, if kLoadsPartsAhead.
+  __device__ __forceinline__ void weigh(float* weights, int first, int count, const LaneEntries& entries,
+                                        LaneParts& x) const {
+    constexpr int kEach = kMaxSplits / 32;
 #pragma unroll 1
     for (int row = warp; row < count; row += T::kWarps) {
+      if (!kLoadsPartsAhead || row >= T::kWarps) load_parts(x, first + row);
+      choose_entry(x, entries);
       // A part's log-sum-exp is lse + rest: rounding lse may have dropped the sum (see FwdParams::lse_rest).
-      const float* lse = p.lse_accum + partial_row(0, first + row);
-      const float* rest = lse + p.num_splits * rows_of_split;
-      float part_lse[kEach], part_rest[kEach];
+      float max = x.token_logit;
 #pragma unroll
-      for (int i = 0; i < kEach; ++i) {
-        const int s = lane + 32 * i;
-        part_lse[i] = s < p.num_splits ? __ldcg(lse + s * rows_of_split) : -INFINITY;
-        part_rest[i] = s < p.num_splits ? __ldcg(rest + s * rows_of_split) : 0.f;
-      }
-      float max = part_lse[0];
-#pragma unroll
-      for (int i = 1; i < kEach; ++i) max = fmaxf(max, part_lse[i]);
+      for (int i = 0; i < kEach; ++i) max = fmaxf(max, fmaxf(x.lse[i], x.entry_logit[i]));
 #pragma unroll
       for (int i = 16; i > 0; i /= 2) max = fmaxf(max, __shfl_xor_sync(0xffffffffu, max, i));
       if (max == -INFINITY) max = 0.f;  // no split keeps a key: all weights are then exp(-inf) = 0
       float sum = 0.f;
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
-        part_lse[i] = expf(part_lse[i] - max + part_rest[i]);
-        sum += part_lse[i];
+        if (32 * i >= p.num_splits) break;
+        x.lse[i] = expf(x.lse[i] - max + x.rest[i]);
+        sum += x.lse[i];
+        if (!has_token()) continue;
+        x.entry_logit[i] = expf(x.entry_logit[i] - max);
+        sum += x.entry_logit[i];
       }
+      const float token_weight = has_token() ? expf(x.token_logit - max) : 0.f;
+      if (lane == 0) sum += token_weight;
 #pragma unroll
       for (int i = 16; i > 0; i /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, i);
       const float scale = sum == 0.f ? 0.f : 1.f / sum;
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
         const int s = lane + 32 * i;
-        if (s < p.num_splits) weights[row * kMaxSplits + s] = part_lse[i] * scale;
+        if (s >= p.num_splits) continue;
+        weights[row * T::kWeightPitch + s] = x.lse[i] * scale;
+        if (has_token()) weights[row * T::kWeightPitch + T::kEntryWeights + s] = x.entry_logit[i] * scale;
       }
+      if (has_token() && lane == 0) weights[row * T::kWeightPitch + T::kTokenWeight] = token_weight * scale;
       if (lane != 0) continue;
       const float log_sum = logf(sum), whole = max + log_sum;
       store_lse(first + row, whole, sum == 0.f ? 0.f : (max - whole) + log_sum);
