@@ -121,16 +121,18 @@ struct DecodeLoop : DecodeResults<T> {
   }
   template <class LoadPair>
   __device__ __forceinline__ void load_q(Queries& q, LoadPair&& load_pair) const {
-    const uint16_t* base =
+    const uint16_t* const base =
         static_cast<const uint16_t*>(p.q) + batch * p.q_stride.batch + head * p.q_stride.head + 2 * (lane & 3);
+    const uint16_t* src = base + (row0 + lane / 4) * p.q_stride.row;
 #pragma unroll
     for (int r = 0; r < 2 * T::MT; ++r) {
       const int row = lane / 4 + 8 * r, cols = row < rows ? p.head_dim : 0;
-      const uint16_t* src = base + Base::row_at(p.q_stride, p.draft.q_token, row0 + row);
+      if constexpr (T::kDraft) src = base + Base::row_at(p.q_stride, p.draft.q_token, row0 + row);
 #pragma unroll
       for (int i = 0; i < kHeadDim / 8; ++i) {
         q[r / 2][i / 2][2 * (i & 1) + r % 2] = 8 * i < cols ? load_pair(src + 8 * i) : 0;
       }
+      src += 8 * p.q_stride.row;
     }
   }
 
