@@ -169,9 +169,11 @@ struct FwdProducer {
   }
   // The next stage, by the other warps.
   __device__ __forceinline__ void ask_for_bias(const BiasRequest& wanted) {
-    s.general.bias_empty[bias_place.stage].wait(bias_place.phase ^ 1);
-    s.general.bias_requests.ask(bias_place.stage, wanted);
-    bias_place.advance();
+    if constexpr (T::kHasTileBias) {
+      s.general.bias_empty[bias_place.stage].wait(bias_place.phase ^ 1);
+      s.general.bias_requests.ask(bias_place.stage, wanted);
+      bias_place.advance();
+    }
   }
 
   __device__ __forceinline__ void load_q(const typename T::Item& item, bool is_needed) {
