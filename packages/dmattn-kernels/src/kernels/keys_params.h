@@ -33,6 +33,8 @@ struct JoinKeysParams {
   WordRows k_first, v_first, k_new, v_new;
   KeyNumbers score_first, score_new;
   KeyNumbers mask_new;  // bytes, 0: the score is taken as -inf; nullptr: none
+  const int32_t* place_first =
+      nullptr;  // [batch][heads][keys of the first stretch]: where each lies; nullptr: in order
   WordRowsOut k, v;
   void* score = nullptr;  // [batch][heads][seqlen]
   Dtype score_dtype = Dtype::kFloat32;
