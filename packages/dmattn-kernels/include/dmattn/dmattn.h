@@ -20,8 +20,8 @@
  * the size of the workspace and then launching with the same bytes therefore checks and plans only once.
  *
  * Some values are read on the device only, so that no call can check them: cu_seqlens, the entries of key lists, the
- * ends of key intervals, the places of keys, the positions and counters of a cache. Each is clamped where it is read. Wrong ones give wrong
- * numbers, but no access outside the tensors of the call.
+ * ends of key intervals, the places of keys, the positions and counters of a cache. Each is clamped where it is read.
+ * Wrong ones give wrong numbers, but no access outside the tensors of the call.
  */
 #ifndef DMATTN_DMATTN_H_
 #define DMATTN_DMATTN_H_

@@ -1,5 +1,5 @@
-// What the host hands to the kernels that move whole keys: those of a stretch behind those of a state, and those that the
-// next stretch still sees. Plain structs as in params.h.
+// What the host hands to the kernels that move whole keys: those of a stretch behind those of a state, and those that
+// the next stretch still sees. Plain structs as in params.h.
 #pragma once
 
 #include "divisor.h"
@@ -7,8 +7,8 @@
 
 namespace dmattn {
 
-// Rows of keys or values. Copies move words: the largest power of 2 of up to 16 bytes that every address and every stride
-// of a call is a multiple of.
+// Rows of keys or values. Copies move words: the largest power of 2 of up to 16 bytes that every address and every
+// stride of a call is a multiple of.
 struct WordRows {
   const void* data = nullptr;
   Strides3 stride;     // in words
