@@ -205,8 +205,8 @@ typedef struct dmattn_cache_append_params {
 } dmattn_cache_append_params;
 
 /* Puts the keys of two stretches behind one another, so that attention finds them in one tensor: `first`, which are a
- * state's or a cache's, and `new`. What the results have room for beyond both comes before them and holds no key: zeros,
- * with a score of -inf. The results overlap with no other tensor. */
+ * state's or a cache's, and `new`. What the results have room for beyond both comes before them and holds no key:
+ * zeros, with a score of -inf. The results overlap with no other tensor. */
 typedef struct dmattn_join_keys_params {
   size_t struct_size;
   int32_t device;
@@ -227,9 +227,9 @@ typedef struct dmattn_join_keys_params {
                                      lies in k_first, v_first and score_first; absent: in this order */
 } dmattn_join_keys_params;
 
-/* The keys that a row of a selection keeps, in order of position: what the rows behind a stretch may still see of it and
- * of all before it. The last ones, where a row keeps more than there are entries; where it keeps fewer, the first entries
- * hold no key: zeros, a score of -inf and position -1. The results overlap with no other tensor. */
+/* The keys that a row of a selection keeps, in order of position: what the rows behind a stretch may still see of it
+ * and of all before it. The last ones, where a row keeps more than there are entries; where it keeps fewer, the first
+ * entries hold no key: zeros, a score of -inf and position -1. The results overlap with no other tensor. */
 typedef struct dmattn_keep_keys_params {
   size_t struct_size;
   int32_t device;
