@@ -121,6 +121,7 @@ class JoinKeysParams(ctypes.Structure):
         ("struct_size", ctypes.c_size_t),
         *_fields("device reserved", ctypes.c_int32),
         *_fields("k_first v_first score_first k_new v_new score_new mask_new k v score", Tensor),
+        ("place_first", Tensor),
     ]
 
 
@@ -379,6 +380,7 @@ def join_keys_params(**fields: object) -> JoinKeysParams:
         ("k", (2, 200, 4, 64), BFLOAT16),
         ("v", (2, 200, 4, 128), BFLOAT16),
         ("score", (2, 4, 200), FLOAT32),
+        ("place_first", (2, 4, 64), INT32),
     ):
         setattr(params, name, tensor(shape, dtype))
     return replace(params, fields)

@@ -29,7 +29,8 @@ def test_operators(masked: bool) -> None:
     first = rows(2, 5, 4), rows(2, 5, 4, 6), torch.randn(2, 4, 5)
     new = rows(2, 30, 2), rows(2, 30, 2, 6), torch.randn(1, 1, 30)
     mask = torch.rand(2, 2, 30) < 0.7 if masked else None
-    opcheck(torch.ops.dmattn.join_keys, (*first, *new, mask, 8))
+    order = torch.rand(2, 4, 5).argsort(2).to(torch.int32) if masked else None
+    opcheck(torch.ops.dmattn.join_keys, (*first, *new, mask, 8, order))
     k, v, score = join_keys(first, new, mask, 8, False)
     end = select(score, None, 9, 30, True).end
     position = torch.randint(0, 100, (2, 4, 8), dtype=torch.int32) if masked else None
@@ -51,6 +52,18 @@ def test_entries_in_front_of_a_state_hold_no_key() -> None:
     assert torch.equal(score[:, :, 5:], new[2].float().masked_fill(~mask, -math.inf))
     with pytest.raises(ValueError, match="front: got 2, wanted at least 3"):
         join_keys(first, new, mask, 2, True)
+
+
+def test_the_first_keys_may_lie_anywhere() -> None:
+    first = rows(2, 3, 2), rows(2, 3, 2), torch.randn(2, 2, 3)
+    new = rows(2, 1, 2), rows(2, 1, 2), torch.randn(2, 2, 1)
+    order = torch.tensor([[2, 0, 1], [0, 2, 1]]).expand(2, -1, -1)
+    k, v, score = join_keys(first, new, None, 4, True, order.to(torch.int32))
+    for h, places in enumerate(order[0].tolist()):
+        assert torch.equal(k[:, 1:4, h], first[0][:, places, h])
+        assert torch.equal(v[:, 1:4, h], first[1][:, places, h])
+        assert torch.equal(score[:, h, 1:4], first[2][:, h, places])
+    assert torch.equal(k[:, 4:], new[0]) and not k[:, :1].any()
 
 
 @pytest.mark.parametrize("kind", ["random", "tied", "minus_inf", "nan", "rising", "falling"])

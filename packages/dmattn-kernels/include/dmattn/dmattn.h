@@ -20,8 +20,8 @@
  * the size of the workspace and then launching with the same bytes therefore checks and plans only once.
  *
  * Some values are read on the device only, so that no call can check them: cu_seqlens, the entries of key lists, the
- * ends of key intervals, the positions and counters of a cache. Each is clamped where it is read. Wrong ones give wrong
- * numbers, but no access outside the tensors of the call.
+ * ends of key intervals, the places of keys, the positions and counters of a cache. Each is clamped where it is read.
+ * Wrong ones give wrong numbers, but no access outside the tensors of the call.
  */
 #ifndef DMATTN_DMATTN_H_
 #define DMATTN_DMATTN_H_
@@ -241,8 +241,8 @@ typedef struct dmattn_cache_commit_params {
 } dmattn_cache_commit_params;
 
 /* Puts the keys of two stretches behind one another, so that attention finds them in one tensor: `first`, which are a
- * state's or a cache's, and `new`. What the results have room for beyond both comes before them and holds no key: zeros,
- * with a score of -inf. The results overlap with no other tensor. */
+ * state's or a cache's, and `new`. What the results have room for beyond both comes before them and holds no key:
+ * zeros, with a score of -inf. The results overlap with no other tensor. */
 typedef struct dmattn_join_keys_params {
   size_t struct_size;
   int32_t device;
@@ -259,11 +259,13 @@ typedef struct dmattn_join_keys_params {
   dmattn_tensor k, v;         /* [batch, seqlen, heads, head_dim or head_dim_v], f16, bf16 or f32, unit last stride;
                                      seqlen >= seqlen_first + seqlen_new */
   dmattn_tensor score;        /* f16, bf16 or f32 [batch, heads, seqlen], contiguous */
+  dmattn_tensor place_first;  /* optional int32 [batch, heads, seqlen_first], contiguous: where each of the first keys
+                                     lies in k_first, v_first and score_first; absent: in this order */
 } dmattn_join_keys_params;
 
-/* The keys that a row of a selection keeps, in order of position: what the rows behind a stretch may still see of it and
- * of all before it. The last ones, where a row keeps more than there are entries; where it keeps fewer, the first entries
- * hold no key: zeros, a score of -inf and position -1. The results overlap with no other tensor. */
+/* The keys that a row of a selection keeps, in order of position: what the rows behind a stretch may still see of it
+ * and of all before it. The last ones, where a row keeps more than there are entries; where it keeps fewer, the first
+ * entries hold no key: zeros, a score of -inf and position -1. The results overlap with no other tensor. */
 typedef struct dmattn_keep_keys_params {
   size_t struct_size;
   int32_t device;

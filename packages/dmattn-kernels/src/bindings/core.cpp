@@ -241,7 +241,7 @@ dmattn_cache_commit_params make_cache_commit(int32_t device, py::handle draft, p
 
 dmattn_join_keys_params make_join_keys(int32_t device, py::handle k_first, py::handle v_first, py::handle score_first,
                                        py::handle k_new, py::handle v_new, py::handle score_new, py::handle mask_new,
-                                       py::handle k, py::handle v, py::handle score) {
+                                       py::handle k, py::handle v, py::handle score, py::handle place_first) {
   auto p = dmattn::make_params<dmattn_join_keys_params>();
   p.device = device;
   read_tensor(k_first, p.device, p.k_first, "k_first");
@@ -251,6 +251,7 @@ dmattn_join_keys_params make_join_keys(int32_t device, py::handle k_first, py::h
   read_tensor(v_new, p.device, p.v_new, "v_new");
   read_tensor(score_new, p.device, p.score_new, "score_new");
   read_tensor(mask_new, p.device, p.mask_new, "mask_new");
+  read_tensor(place_first, p.device, p.place_first, "place_first");
   read_tensor(k, p.device, p.k, "k");
   read_tensor(v, p.device, p.v, "v");
   read_tensor(score, p.device, p.score, "score");
@@ -428,7 +429,7 @@ PYBIND11_MODULE(_core, m) {
       .def("launch", &launch<dmattn_cache_commit_params>, "workspace"_a, "bytes"_a, "stream"_a);
   py::class_<dmattn_join_keys_params>(m, "JoinKeysParams")
       .def(py::init(&make_join_keys), "device"_a, "k_first"_a, "v_first"_a, "score_first"_a, "k_new"_a, "v_new"_a,
-           "score_new"_a, "mask_new"_a, "k"_a, "v"_a, "score"_a)
+           "score_new"_a, "mask_new"_a, "k"_a, "v"_a, "score"_a, "place_first"_a = py::none())
       .def("workspace_size", &workspace_size<dmattn_join_keys_params>)
       .def("enqueue", &enqueue<dmattn_join_keys_params>, "stream"_a)
       .def("launch", &launch<dmattn_join_keys_params>, "workspace"_a, "bytes"_a, "stream"_a);

@@ -253,6 +253,7 @@ class JoinKeysParams:
         k: _Tensor,
         v: _Tensor,
         score: _Tensor,
+        place_first: _Tensor | None = None,
     ) -> None: ...
     def workspace_size(self) -> int:
         """See `FwdParams.workspace_size`."""

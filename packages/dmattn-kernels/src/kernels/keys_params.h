@@ -1,5 +1,5 @@
-// What the host hands to the kernels that move whole keys: those of a stretch behind those of a state, and those that the
-// next stretch still sees. Plain structs as in params.h.
+// What the host hands to the kernels that move whole keys: those of a stretch behind those of a state, and those that
+// the next stretch still sees. Plain structs as in params.h.
 #pragma once
 
 #include "divisor.h"
@@ -7,8 +7,8 @@
 
 namespace dmattn {
 
-// Rows of keys or values. Copies move words: the largest power of 2 of up to 16 bytes that every address and every stride
-// of a call is a multiple of.
+// Rows of keys or values. Copies move words: the largest power of 2 of up to 16 bytes that every address and every
+// stride of a call is a multiple of.
 struct WordRows {
   const void* data = nullptr;
   Strides3 stride;     // in words
@@ -33,6 +33,8 @@ struct JoinKeysParams {
   WordRows k_first, v_first, k_new, v_new;
   KeyNumbers score_first, score_new;
   KeyNumbers mask_new;  // bytes, 0: the score is taken as -inf; nullptr: none
+  const int32_t* place_first =
+      nullptr;  // [batch][heads][keys of the first stretch]: where each lies; nullptr: in order
   WordRowsOut k, v;
   void* score = nullptr;  // [batch][heads][seqlen]
   Dtype score_dtype = Dtype::kFloat32;

@@ -280,7 +280,7 @@ def move(launch: Moves, dtype: str, head_dim: int) -> Callable[..., None]:
 
     def run(gpu: WatchedGpu, draw: np.random.Generator, seed: int) -> None:
         arrays = draw_moves(dtype, head_dim, launch, draw)
-        for name in ("end", "place", "position", "seen"):
+        for name in ("end", "place", "place_first", "position", "seen"):
             shape = arrays[name][0].shape
             arrays[name] = garbage(draw, seed, shape, arrays["end"][0].shape[2]), "i32"
         buffers = {name: gpu.upload(x, kind) for name, (x, kind) in arrays.items()}

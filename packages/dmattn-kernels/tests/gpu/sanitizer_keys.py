@@ -32,11 +32,6 @@ class Moves:
     placed: bool = False  # the keys do not lie in order
 
 
-def rows_first(t: Float) -> Float:
-    """(batch, keys, heads, ...) from (batch, heads, keys, ...), and back."""
-    return np.swapaxes(t, 1, 2)
-
-
 def draw_moves(
     dtype: str, head_dim: int, launch: Moves, draw: np.random.Generator
 ) -> dict[str, tuple[Array, str]]:
@@ -56,6 +51,7 @@ def draw_moves(
         "position": (draw.integers(0, 100, (batch, heads, launch.spare + launch.held)), "i32"),
         "seen": (draw.integers(100, 200, (batch,)), "i32"),
         "place": (np.argsort(draw.random(shape), -1), "i32"),
+        "place_first": (np.argsort(draw.random((batch, heads, launch.held)), -1), "i32"),
     }
 
 
@@ -102,7 +98,8 @@ def enqueue_moves(
     joined = outputs(keys)
     names = ("k_first", "v_first", "score_first", "k_new", "v_new", "score_new", "mask_new")
     join_params = kernels.JoinKeysParams(
-        0, *(views[name] for name in names), *(buffer.view for buffer in joined)
+        *(0, *(views[name] for name in names), *(buffer.view for buffer in joined)),
+        views["place_first"] if launch.placed and launch.held else None,
     )
     join_params.launch(0, join_params.workspace_size(), 0)
     kept = outputs(window)
@@ -118,15 +115,20 @@ def enqueue_moves(
 
 def join(values: dict[str, Float], launch: Moves) -> list[Float]:
     ratio, shape = launch.heads // launch.heads_k, (launch.batch, launch.heads, launch.fresh)
-    found = []
+    found, first_score = [], values["score_first"]
+    order = values["place_first"].astype(np.int64)
+    if launch.placed:
+        first_score = np.take_along_axis(first_score, order, 2)
     for name in ("k", "v"):
         first, fresh = values[f"{name}_first"], np.repeat(values[f"{name}_new"], ratio, 2)
+        if launch.placed:
+            first = np.take_along_axis(first, np.swapaxes(order, 1, 2)[..., None], 1)
         spare = np.zeros((launch.batch, launch.spare, *first.shape[2:]))
         found.append(np.concatenate((spare, first, fresh), 1))
     masked = np.repeat(values["mask_new"], ratio, 1) == 0
     score = np.where(masked, -np.inf, np.broadcast_to(values["score_new"], shape))
     spare = np.full((*shape[:2], launch.spare), -np.inf)
-    return [*found, np.concatenate((spare, values["score_first"], score), 2)]
+    return [*found, np.concatenate((spare, first_score, score), 2)]
 
 
 def keep(values: dict[str, Float], joined: list[Float], launch: Moves) -> list[Float]:

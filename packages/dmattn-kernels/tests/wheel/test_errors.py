@@ -390,6 +390,8 @@ WRONG_JOIN: list[tuple[dict[str, object], int, str]] = [
     ({"score_new": tensor((2, 4, 99))}, abi.INVALID_VALUE, "score_new has shape (2, 4, 99)"),
     ({"k": tensor((2, 200, 4, 64), stride=(0, 256, 64, 1))}, abi.INVALID_VALUE, "k has strides"),
     ({"k": tensor((2, 200, 4, 64), data=None)}, abi.INVALID_VALUE, "k has a null data pointer"),
+    ({"place_first": tensor((2, 4, 64))}, abi.INVALID_DTYPE, "place_first has dtype bfloat16"),
+    ({"place_first": tensor((2, 1, 64), abi.INT32)}, abi.INVALID_VALUE, "place_first has shape"),
     ({"k": tensor((2, 200, 1 << 16, 128))}, abi.INVALID_VALUE, "v has shape"),
 ]
 
@@ -448,7 +450,7 @@ def test_keep_keys(
         (abi.cache_commit_params, {}),
         (abi.cache_commit_params, {"count": tensor((2,), abi.INT32, stride=(3,))}),
         (abi.join_keys_params, {}),
-        (abi.join_keys_params, {"mask_new": abi.Tensor()}),
+        (abi.join_keys_params, dict.fromkeys(("mask_new", "place_first"), abi.Tensor())),
         (abi.keep_keys_params, {}),
         (abi.keep_keys_params, dict.fromkeys(("place", "position", "seen"), abi.Tensor())),
     ],

@@ -22,8 +22,8 @@ from dmattn.problem import Problem
 class Block(NamedTuple):
     """New tokens behind the keys that a cache holds, with the keys that each of them keeps."""
 
-    # (B, L + T, N, D) and so on: those of the cache as they lie there, the new ones. Positions are
-    # those of the cache alone.
+    # (B, L + T, N, D) and so on: those of the cache, in order of position or, with `place`, as they
+    # lie there, and the new ones. Positions are those of the cache alone.
     keys: Keys
     # int64 (B, N, L + T): where the keys lie, in order of position; None: they are in order.
     place: Tensor | None
@@ -44,10 +44,14 @@ class Block(NamedTuple):
         tensors = new.k.detach(), new.v.detach(), new.score.detach(), mask
         way = way_without_graph(*cache, *tensors)
         before = Keys(cache.k, cache.v, cache.score, cache.position)
-        keys = joined(before, tensors, held, way)._replace(position=cache.position)
-        place, ordered = None, keys.score
+        position, order, place_held = cache.position, None, None
         if not in_order:
-            order = cache.position.argsort(2)  # entries without a key come first
+            order = position.argsort(2)  # entries without a key come first
+            if way is not None:  # then they are copied in order
+                position, place_held = position.gather(2, order), order.to(torch.int32)
+        keys = joined(before, tensors, held, way, place_held)._replace(position=position)
+        place, ordered = None, keys.score
+        if order is not None and place_held is None:
             last = torch.arange(order.shape[2], keys.k.shape[1], device=order.device)
             place = torch.cat((order, last.expand(*order.shape[:2], -1)), 2)
             ordered = keys.score.gather(2, place)
@@ -114,7 +118,6 @@ class Block(NamedTuple):
         """`kept` by the operator; `into` only where it is called directly."""
         keys, position, seen = self.keys, self.keys.position, self.before
         assert position is not None
-        place = None if self.place is None else self.place.to(torch.int32)
         if self.active is not None:
             new = self._new_positions(self.active)
             position, after = self._positions(new), new[:, -1] + 1
@@ -125,7 +128,7 @@ class Block(NamedTuple):
             room = room._replace(seen=torch.empty_like(seen))
         row, end = keys.k.shape[1] - 1, self.lists.end
         found = CacheTensors(
-            *keep_keys(row, end, place, keys[:3], position, seen, window_size, way, room)
+            *keep_keys(row, end, None, keys[:3], position, seen, window_size, way, room)
         )
         if self.active is None:
             return found

@@ -207,7 +207,9 @@ def best_of(keys: Keys, window_size: int, starts: Tensor | None) -> KeyState:
     return KeyState(*best, *counted(keys.k, starts))
 
 
-def joined(first: Keys, new: NewKeys, front: int, way: bool | None) -> Keys:
+def joined(
+    first: Keys, new: NewKeys, front: int, way: bool | None, place: Tensor | None = None
+) -> Keys:
     """Keys of a stretch behind those of a state or a cache; without positions.
 
     Args:
@@ -215,9 +217,11 @@ def joined(first: Keys, new: NewKeys, front: int, way: bool | None) -> Keys:
         new: those of the stretch, as `keys_of` takes them.
         front: how many entries are in front of the stretch.
         way: the `way_without_graph` of all these tensors.
+        place: int32 (B, N, F), where each key of `first` lies in it, where there is a way; None:
+            where it stands.
     """
     if way is not None:
-        return Keys(*join_keys(first[:3], new[:3], new[3], front, way), None)
+        return Keys(*join_keys(first[:3], new[:3], new[3], front, way, place), None)
     behind, spare = keys_of(*new), front - first.k.shape[1]
     ks, vs = [first.k, behind.k], [first.v, behind.v]
     scores = [first.score, behind.score.to(first.score.dtype)]

@@ -123,6 +123,9 @@ void validate(const dmattn_join_keys_params& p, PointerCheck& pointers) {
     check_dtype("mask_new", p.mask_new, {DMATTN_BOOL});
     check_numbers("mask_new", p.mask_new, e, fresh, pointers);
   }
+  if (is_present(p.place_first)) {
+    check_contiguous_ints("place_first", p.place_first, {e.batch, e.heads, first}, "(batch, heads, keys)", pointers);
+  }
 }
 
 void validate(const dmattn_keep_keys_params& p, PointerCheck& pointers) {

@@ -92,6 +92,7 @@ JoinKeysPlan plan_join_keys(const dmattn_join_keys_params& p) {
   join.score_first = read_numbers(p.score_first, heads);
   join.score_new = read_numbers(p.score_new, heads);
   join.mask_new = read_numbers(p.mask_new, heads);
+  join.place_first = static_cast<const int32_t*>(p.place_first.data);
   join.k = read_rows_out(p.k, word);
   join.v = read_rows_out(p.v, word);
   join.score = p.score.data;

@@ -9,6 +9,13 @@ using namespace prep;
 
 constexpr int kThreads = 256;
 
+// Where key `i` of the first stretch lies.
+__device__ __forceinline__ int first_place(const JoinKeysParams& p, int b, int h, int i) {
+  if (p.place_first == nullptr) return i;
+  const int held = p.new_begin - p.first_begin;
+  return min(max(__ldg(p.place_first + (static_cast<int64_t>(b) * p.heads + h) * held + i), 0), held - 1);
+}
+
 // Keys `begin` to `stop` of one batch, all heads.
 template <class Word>
 __device__ __forceinline__ void join_rows(const JoinKeysParams& p, const WordRows& first, const WordRows& fresh,
@@ -20,8 +27,9 @@ __device__ __forceinline__ void join_rows(const JoinKeysParams& p, const WordRow
     const int word = static_cast<int>(of_key - h * to.words.value);
     const bool is_new = key >= p.new_begin;
     const WordRows& from = is_new ? fresh : first;
-    const int64_t offset = word_offset(from, b, h, key - (is_new ? p.new_begin : p.first_begin)) + word;
-    return key < p.first_begin ? nullptr : static_cast<const Word*>(from.data) + offset;
+    if (key < p.first_begin) return nullptr;
+    const int lies = is_new ? key - p.new_begin : first_place(p, b, h, key - p.first_begin);
+    return static_cast<const Word*>(from.data) + word_offset(from, b, h, lies) + word;
   };
   const auto target = [&](uint32_t i) {
     const uint32_t of_block = quotient(i, key_words), of_key = i - of_block * key_words.value;
@@ -38,7 +46,8 @@ __device__ __forceinline__ uint32_t joined_score(const JoinKeysParams& p, int b,
                            static_cast<const uint8_t*>(p.mask_new.data)[number_offset(p.mask_new, b, h, fresh)] == 0;
     if (!is_masked) return score_bits(p.score_new, number_offset(p.score_new, b, h, fresh), p.score_dtype);
   } else if (key >= p.first_begin) {
-    return score_bits(p.score_first, number_offset(p.score_first, b, h, key - p.first_begin), p.score_dtype);
+    const int lies = first_place(p, b, h, key - p.first_begin);
+    return score_bits(p.score_first, number_offset(p.score_first, b, h, lies), p.score_dtype);
   }
   return lowest_score_bits(p.score_dtype);
 }

@@ -1,7 +1,7 @@
 // The keys that the rows behind a stretch may still attend to, taken out of all keys of the stretch.
 //
-// A thread block has a segment of the keys of one batch and head. It counts the kept keys of the whole row, which tells it
-// where its own go: reading every `end` once more in each block costs less than a launch that would count before.
+// A thread block has a segment of the keys of one batch and head. It counts the kept keys of the whole row, which tells
+// it where its own go: reading every `end` once more in each block costs less than a launch that would count before.
 #include "keys.h"
 #include "numbers.cuh"
 

@@ -21,7 +21,8 @@ from dmattn.ops.register import Operator, register
 
 _JOIN = (
     "(Tensor k_first, Tensor v_first, Tensor score_first, Tensor k_new, Tensor v_new, "
-    "Tensor score_new, Tensor? mask_new, SymInt front) -> (Tensor k, Tensor v, Tensor score)"
+    "Tensor score_new, Tensor? mask_new, SymInt front, Tensor? place_first=None) "
+    "-> (Tensor k, Tensor v, Tensor score)"
 )
 _KEEP = (
     "(SymInt row, Tensor end, Tensor? place, Tensor k, Tensor v, Tensor score, Tensor? position, "
@@ -35,7 +36,14 @@ Rows = tuple[Tensor, Tensor, Tensor]
 # --- dmattn::join_keys ----------------------------------------------------------------------------
 
 
-def join_keys(first: Rows, new: Rows, mask: Tensor | None, front: int, direct: bool) -> Rows:
+def join_keys(
+    first: Rows,
+    new: Rows,
+    mask: Tensor | None,
+    front: int,
+    direct: bool,
+    place_first: Tensor | None = None,
+) -> Rows:
     """Call the operator.
 
     Args:
@@ -45,6 +53,7 @@ def join_keys(first: Rows, new: Rows, mask: Tensor | None, front: int, direct: b
         mask: bool ({B|1}, n, S), False for a score of -inf; or None.
         front: entries in front of the new keys, at least F.
         direct: leave the dispatcher of torch out, where it would do nothing but call this.
+        place_first: int32 (B, N, F), where each key of `first` lies in it; None: where it stands.
 
     Returns:
         k (B, front + S, N, D), v likewise, and score (B, N, front + S) in the dtype of that of
@@ -54,8 +63,8 @@ def join_keys(first: Rows, new: Rows, mask: Tensor | None, front: int, direct: b
         ValueError: a shape does not fit.
     """
     if direct:
-        return _join(cuda if new[0].is_cuda else cpu, *first, *new, mask, front)
-    found: Rows = torch.ops.dmattn.join_keys(*first, *new, mask, front)
+        return _join(cuda if new[0].is_cuda else cpu, *first, *new, mask, front, place_first)
+    found: Rows = torch.ops.dmattn.join_keys(*first, *new, mask, front, place_first)
     return found
 
 
@@ -68,6 +77,7 @@ def _empty_joined(
     score_new: Tensor,
     mask_new: Tensor | None,
     front: int,
+    place_first: Tensor | None = None,
 ) -> Rows:
     batch, held, heads, head_dim = k_first.shape
     if front < held:
@@ -90,12 +100,15 @@ def _join(
     score_new: Tensor,
     mask_new: Tensor | None,
     front: int,
+    place_first: Tensor | None = None,
 ) -> Rows:
     """dmattn::join_keys by the implementation for a device."""
     first, new = (k_first, v_first, score_first), (k_new, v_new, score_new)
     joined = _empty_joined(*first, *new, mask_new, front)
     if joined[2].numel() > 0:
-        device.join_keys(first, new, mask_new, joined)
+        if place_first is not None:
+            place_first = place_first.contiguous()
+        device.join_keys(first, new, mask_new, joined, place_first)
     return joined
 
 
@@ -182,6 +195,8 @@ def _keep(
     if kept is None:
         kept = _empty_kept(row, end, place, k, v, score, position, seen, window)
     if kept.score.numel() > 0:
+        if place is not None:
+            place = place.contiguous()
         device.keep_keys(row, end, place, (k, v, score), position, seen, kept)
     else:
         kept.seen.fill_(k.shape[1] - (0 if position is None else position.shape[2]))

@@ -13,21 +13,25 @@ def join_keys(
     new: tuple[Tensor, Tensor, Tensor],
     mask: Tensor | None,
     joined: tuple[Tensor, Tensor, Tensor],
+    place_first: Tensor | None = None,
 ) -> None:
     """The CPU implementation of dmattn::join_keys: fills `joined`."""
     k, v, score = joined
     heads = k.shape[2]
-    at = k.shape[1] - new[0].shape[1]
-    begin = at - first[0].shape[1]
+    if place_first is not None:
+        at = place_first.clamp(0, max(0, place_first.shape[2] - 1)).long()
+        first = rows_at(first[0], at), rows_at(first[1], at), first[2].gather(2, at)
+    new_begin = k.shape[1] - new[0].shape[1]
+    begin = new_begin - first[0].shape[1]
     for result, before, behind in ((k, first[0], new[0]), (v, first[1], new[1])):
         result[:, :begin] = 0.0
-        result[:, begin:at] = _with_heads(before, heads, 2)
-        result[:, at:] = _with_heads(behind, heads, 2)
+        result[:, begin:new_begin] = _with_heads(before, heads, 2)
+        result[:, new_begin:] = _with_heads(behind, heads, 2)
     score[:, :, :begin] = -math.inf
-    score[:, :, begin:at] = _with_heads(first[2], heads, 1)
-    score[:, :, at:] = _with_heads(new[2], heads, 1)
+    score[:, :, begin:new_begin] = _with_heads(first[2], heads, 1)
+    score[:, :, new_begin:] = _with_heads(new[2], heads, 1)
     if mask is not None:
-        score[:, :, at:].masked_fill_(~_with_heads(mask, heads, 1), -math.inf)
+        score[:, :, new_begin:].masked_fill_(~_with_heads(mask, heads, 1), -math.inf)
 
 
 def keep_keys(

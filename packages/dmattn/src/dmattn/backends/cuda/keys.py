@@ -11,6 +11,7 @@ def join_keys(
     new: tuple[Tensor, Tensor, Tensor],
     mask: Tensor | None,
     joined: tuple[Tensor, Tensor, Tensor],
+    place_first: Tensor | None = None,
 ) -> None:
     """The CUDA implementation of dmattn::join_keys: fills `joined`.
 
@@ -20,7 +21,7 @@ def join_keys(
     k = joined[0]
     device = k.get_device()
     check_device(device)
-    launch(JOIN_KEYS, k, device, *_rows(first), *_rows(new), mask, *joined)
+    launch(JOIN_KEYS, k, device, *_rows(first), *_rows(new), mask, *joined, place_first)
 
 
 def keep_keys(
