@@ -11,11 +11,15 @@ namespace dmattn {
 
 // Entries of list i. The lists may be the caller's and hold any numbers: the count is cut to the capacity, and `full`
 // to the count.
+__device__ __forceinline__ int known_list_count(const KeyList& keys, int as_read) {
+  return min(max(as_read, 0), keys.capacity);
+}
+__device__ __forceinline__ int known_list_full(int as_read, int count) { return min(max(as_read, 0), count); }
 __device__ __forceinline__ int read_list_count(const KeyList& keys, int64_t i) {
-  return min(max(__ldg(keys.count + i), 0), keys.capacity);
+  return known_list_count(keys, __ldg(keys.count + i));
 }
 __device__ __forceinline__ int read_list_full(const KeyList& keys, int64_t i, int count) {
-  return min(max(__ldg(keys.full + i), 0), count);
+  return known_list_full(__ldg(keys.full + i), count);
 }
 
 // Number of entries of the ascending list below `value`, found by the whole warp: 32 probes a round, so that a list

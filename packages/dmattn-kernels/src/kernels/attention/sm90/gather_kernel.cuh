@@ -121,9 +121,14 @@ struct GatherConsumer {
     FwdItem item;
 
     // `found`: scores of as many keys as it has, which become probabilities.
-    const auto to_probabilities = [&](auto is_masked, auto& found) __attribute__((always_inline)) {
-      change_scores(is_masked, found, item);
-      softmax.template probabilities<!T::kBias>(found, keep, p.softmax_scale * kLog2e);
+    // seen_by_all: so many of its first keys are seen by all rows.
+    const auto to_probabilities = [&](auto is_masked, auto& found, int seen_by_all) __attribute__((always_inline)) {
+      change_scores(is_masked, found, item, seen_by_all);
+      if constexpr (T::kBias) {
+        softmax.probabilities_of_logits(found, keep);
+      } else {
+        softmax.template probabilities<true>(found, keep, p.softmax_scale * kLog2e);
+      }
     };
     const auto to_operand = [&](auto& found) __attribute__((always_inline)) {
       constexpr int kFragments = sizeof(found[0]) / sizeof(found[0][0]);
@@ -153,16 +158,17 @@ struct GatherConsumer {
       release(s.v_empty[v_place.stage]);
       v_place.advance();
     };
-    const auto step = [&](auto masked, auto& mma, auto& a, auto& b, auto& acc) __attribute__((always_inline)) {
-      release_stored();
-      start_both(Int<T::kBlockN>{}, mma, a, b, acc);
-      auto& found = fragments(acc);
-      to_probabilities(masked, found);
-      finish_output();
-      to_operand(found);
-      OnlineSoftmax<1>::rescale(out, keep);
-    };
-    const auto tail_step = [&](auto keys) __attribute__((always_inline)) {
+    const auto step = [&](auto masked, auto& mma, auto& a, auto& b, auto& acc, int seen_by_all)
+                          __attribute__((always_inline)) {
+                            release_stored();
+                            start_both(Int<T::kBlockN>{}, mma, a, b, acc);
+                            auto& found = fragments(acc);
+                            to_probabilities(masked, found, seen_by_all);
+                            finish_output();
+                            to_operand(found);
+                            OnlineSoftmax<1>::rescale(out, keep);
+                          };
+    const auto tail_step = [&](auto keys, int seen_by_all) __attribute__((always_inline)) {
       constexpr int kKeys = decltype(keys)::value;
       typename T::template TailMma<kKeys> tail_mma;
       const auto slice = tail_mma.get_slice(thread);
@@ -170,7 +176,7 @@ struct GatherConsumer {
       const auto tail_k = slice.partition_fragment_B(
           local_tile(all_k, Shape<Int<kKeys>, Int<T::kHeadDim>, Int<T::kStages>>{}, make_coord(_0{}, _0{}, _0{})));
       auto acc = partition_fragment_C(tail_mma, Shape<Int<T::kBlockM>, Int<kKeys>>{});
-      step(true_type{}, tail_mma, tail_q, tail_k, acc);
+      step(true_type{}, tail_mma, tail_q, tail_k, acc, seen_by_all);
     };
     // The output of the last tile, of kKeys keys; beside the first scores of the next item, if it has any.
     const auto last_output = [&](auto keys, bool goes_on) __attribute__((always_inline)) {
@@ -212,20 +218,21 @@ struct GatherConsumer {
       }
       if (tiles > 0) {
         if (unmasked > 0) {
-          to_probabilities(false_type{}, scores);
+          to_probabilities(false_type{}, scores, T::kBlockN);
         } else {
-          to_probabilities(true_type{}, scores);
+          to_probabilities(true_type{}, scores, work.full);
         }
         to_operand(scores);
         int n = 1;
 #pragma unroll 1
-        for (; n < unmasked; ++n) step(false_type{}, score_mma, q, k, acc_s);
+        for (; n < unmasked; ++n) step(false_type{}, score_mma, q, k, acc_s, T::kBlockN);
 #pragma unroll 1
-        for (; n < whole; ++n) step(true_type{}, score_mma, q, k, acc_s);
+        for (; n < whole; ++n) step(true_type{}, score_mma, q, k, acc_s, work.full - n * T::kBlockN);
         if constexpr (T::kShortTail) {
-          if (last_width == T::kTail) tail_step(Int<T::kTail>{});
+          const int seen_by_all = work.full - whole * T::kBlockN;
+          if (last_width == T::kTail) tail_step(Int<T::kTail>{}, seen_by_all);
           if constexpr (T::kLongTail < T::kBlockN) {
-            if (last_width == T::kLongTail) tail_step(Int<T::kLongTail>{});
+            if (last_width == T::kLongTail) tail_step(Int<T::kLongTail>{}, seen_by_all);
           }
         }
       }
@@ -252,9 +259,26 @@ struct GatherConsumer {
     }
   }
 
-  // Adds the bias, and gives -inf to the keys that a row does not see.
+  // Gives -inf to the keys that a row does not see. The keys that all rows see come first and need no test, which would
+  // be three instructions a score: it is left out for groups of kGroup keys that have no others.
+  template <int kFragments>
+  __device__ __forceinline__ void mask_scores(float (&scores)[1][kFragments][4], const ScoreInputs& in,
+                                              const FragmentMap& map, int seen_by_all) const {
+    constexpr int kGroup = 32, kInGroup = kGroup / 8;
+    static_assert(kFragments % kInGroup == 0);
+#pragma unroll
+    for (int i = 0; i < kFragments; i += kInGroup) {
+      if (8 * i + kGroup <= seen_by_all) continue;
+      ScoreInputs group = in;
+      group.key_intervals += 8 * i * sizeof(KeyInterval);
+      apply_intervals(*reinterpret_cast<float (*)[1][kInGroup][4]>(scores[0][i]), group, map, position_offset(p));
+    }
+  }
+
+  // Adds the bias and masks the scores. seen_by_all: as above.
   template <class IsMasked, int kFragments>
-  __device__ __forceinline__ void change_scores(IsMasked, float (&scores)[1][kFragments][4], const FwdItem& item) {
+  __device__ __forceinline__ void change_scores(IsMasked, float (&scores)[1][kFragments][4], const FwdItem& item,
+                                                int seen_by_all) {
     if constexpr (!T::kBias && !IsMasked::value) return;
     s.facts_full[facts_place.stage].wait(facts_place.phase);
     const FragmentMap map(consumer * 64 + warp * 16, 0, lane);
@@ -271,7 +295,7 @@ struct GatherConsumer {
       ScoreInputs in;
       in.key_intervals = smem_u32(s.intervals[facts_place.stage]);
       in.row0 = item.m_block * T::kBlockM;
-      apply_intervals(scores, in, map, position_offset(p));
+      mask_scores(scores, in, map, seen_by_all);
     }
     __syncwarp();
     if (lane == 0) s.facts_empty[facts_place.stage].arrive();

@@ -2,7 +2,8 @@
 // into tiles as TMA would lay them out.
 //
 // Eight threads copy a row of a panel (128 bytes), 16 bytes each; the warpgroup copies 16 rows side by side. Each thread
-// reads one entry of the list for each tile, a tile ahead, and hands it to the threads that copy the row by shuffles.
+// reads one entry of the list for each tile, a tile ahead, with what is known of the key, and hands the entry to the
+// threads that copy the row by shuffles.
 #pragma once
 
 #include <climits>
@@ -37,6 +38,11 @@ struct GatherProducer {
   int next_slot = 0;
   Barrier* unsaid = nullptr;  // of the copies that have been started last; kProducer alone
 
+  // What the consumers are told of a key of a tile.
+  struct Facts {
+    KeyInterval interval;
+    float bias;
+  };
   // An item and what is known of its list before its turn comes.
   struct Work {
     int index;
@@ -45,6 +51,7 @@ struct GatherProducer {
     const int32_t* end;  // of the head's keys; nullptr without intervals
     int count, full;     // see Announced
     int entry;           // of the first tile
+    Facts facts;         // ... and of the key that it names
   };
 
   __device__ __forceinline__ GatherProducer(const GatherArguments& arguments, typename T::Shared& shared)
@@ -65,11 +72,13 @@ struct GatherProducer {
   }
 
   __device__ __forceinline__ void run() {
-    for (Work work = look_up(blockIdx.x);;) {
-      announce(work);
-      if (work.index >= p.items) break;
-      work = copy_item(work);
-    }
+    Work work = {};
+    work.index = blockIdx.x;
+    find_list(work);
+    open_list(work);
+    announce(work);
+    read_first_facts(work);
+    while (work.index < p.items) work = copy_item(work);
     say_all();
     cute::cp_async_wait<0>();
   }
@@ -88,33 +97,40 @@ struct GatherProducer {
     item_place.advance();
   }
 
-  __device__ __forceinline__ Work look_up(int index) {
-    Work work = {};
-    work.index = index;
-    if (index >= p.items) return work;
-    work.item = find_item(p, index);
+  // The item of work.index, and where its list is. Its lengths are not looked at before open_list().
+  __device__ __forceinline__ void find_list(Work& work) const {
+    if (work.index >= p.items) return;
+    work.item = find_item(p, work.index);
     const FwdItem& item = work.item;
-    const int row0 = item.m_block * T::kBlockM;
-    const int64_t head_list =
-        static_cast<int64_t>(p.keys.batch > 1 ? item.batch : 0) * p.keys.heads + item.head / p.keys.head_ratio;
+    int64_t i = static_cast<int64_t>(p.keys.batch > 1 ? item.batch : 0) * p.keys.heads + item.head / p.keys.head_ratio;
     if (p.keys.block_rows > 0) {
-      const int64_t i = head_list * p.keys.blocks + row0 / p.keys.block_rows;
-      work.list = p.keys.idx + i * p.keys.capacity;
-      work.end = p.keys.end + head_list * p.seqlen_k;
-      work.count = read_list_count(p.keys, i);
-      work.full = read_list_full(p.keys, i, work.count);
+      work.end = p.keys.end + i * p.seqlen_k;
+      i = i * p.keys.blocks + item.m_block * T::kBlockM / p.keys.block_rows;
+      work.full = __ldg(p.keys.full + i);
+    }
+    work.list = p.keys.idx + i * p.keys.capacity;
+    work.count = __ldg(p.keys.count + i);
+  }
+  // The lengths, and the entry of the first tile.
+  __device__ __forceinline__ void open_list(Work& work) const {
+    if (work.index >= p.items) return;
+    work.count = known_list_count(p.keys, work.count);
+    if (p.keys.block_rows > 0) {
+      work.full = known_list_full(work.full, work.count);
     } else {
-      work.list = p.keys.idx + head_list * p.keys.capacity;
-      work.count = work.full = read_list_count(p.keys, head_list);
+      work.full = work.count;
       if (p.is_causal) {
         // The list is ascending: a row sees the entries up to its own position.
+        const int row0 = work.item.m_block * T::kBlockM;
         const int first = row0 + position_offset(p), last = min(row0 + T::kBlockM, p.seqlen_q) - 1 + position_offset(p);
         work.full = warp_lower_bound(work.list, work.count, first + 1, lane);
         work.count = warp_lower_bound(work.list, work.count, last + 1, lane);
       }
     }
     work.entry = read_entry(work, 0);
-    return work;
+  }
+  __device__ __forceinline__ void read_first_facts(Work& work) const {
+    if (work.index < p.items && has_facts(work, 0)) work.facts = read_facts(work, 0, position_of(work.entry));
   }
 
   __device__ __forceinline__ int read_entry(const Work& work, int n) const {
@@ -122,7 +138,12 @@ struct GatherProducer {
     return own < T::kBlockN && entry < work.count ? __ldg(work.list + entry) : 0;
   }
 
-  // Returns the next item, which is looked up while this one is copied.
+  // A key of the list, or one that may be read in its place.
+  __device__ __forceinline__ int position_of(int entry) const { return KeyLimits{0, p.seqlen_k - 1}.position(entry); }
+
+  // Returns the next item, which is announced. What is known of it comes by loads that need each other: its number, its
+  // list's length, an entry, the facts of a key. Each is started beside copies of this item and used after further ones,
+  // as short lists leave few copies to wait behind.
   __device__ __forceinline__ Work copy_item(const Work& work) {
     const bool counts = p.work_counter != nullptr;
     const int taken = counts && threadIdx.x == 0 ? atomicAdd(p.work_counter, 1) : p.items;
@@ -130,45 +151,55 @@ struct GatherProducer {
     const int kv_head = work.item.head / p.head_ratio;
     const char* const k = p.k.data + work.item.batch * p.k.batch_stride + kv_head * p.k.head_stride + chunk * 16;
     const char* const v = p.v.data + work.item.batch * p.v.batch_stride + kv_head * p.v.head_stride + chunk * 16;
-    const KeyLimits limits = {0, p.seqlen_k - 1};
-    int key = limits.position(work.entry), key_before = 0;
-    Work next;
+    const auto copy_v = [&](int key, int keys, bool may_be_short) __attribute__((always_inline)) {
+      copy_tile(v, p.v.row_stride, s.v, s.v_full, s.v_empty, v_place, key, keys, may_be_short);
+    };
     if (tiles == 0) {
       say_all();  // the consumers may need it before they are done with the last Q
       copy_q(work.item, false);
-      next = take_next(taken);
     }
+    Work next = {};
+    const int find_at = tiles > 1 ? 1 : 0;
+    Facts facts = work.facts;
+    int key = position_of(work.entry), key_before = 0;
 #pragma unroll 1
     for (int n = 0; n < tiles; ++n) {
       const int ahead = read_entry(work, n + 1);
-      const bool partial = (n + 1) * T::kBlockN > work.full, has_facts = T::kBias || partial;
-      KeyInterval interval = {0, 0};
-      float bias = 0.f;
-      if (has_facts) read_facts(work, n, key, partial, interval, bias);
       copy_tile(k, p.k.row_stride, s.k, s.k_full, s.k_empty, k_place, key, work.count - n * T::kBlockN, n > 0);
-      if (has_facts) write_facts(interval, bias);
       if (n == 0) {
         copy_q(work.item, true);
-        next = take_next(taken);
       } else {
-        copy_tile(v, p.v.row_stride, s.v, s.v_full, s.v_empty, v_place, key_before, T::kBlockN, false);
+        copy_v(key_before, T::kBlockN, false);
+      }
+      if (has_facts(work, n)) write_facts(facts);
+      if (n == find_at) {
+        next.index = share_next(taken);
+        find_list(next);
+      } else if (n == 2) {
+        open_list(next);
       }
       key_before = key;
-      key = limits.position(ahead);
+      key = position_of(ahead);
+      if (n + 1 < tiles && has_facts(work, n + 1)) facts = read_facts(work, n + 1, key);
     }
-    if (tiles > 0) {
-      const int n = tiles - 1;
-      copy_tile(v, p.v.row_stride, s.v, s.v_full, s.v_empty, v_place, key_before, work.count - n * T::kBlockN, n > 0);
+    if (tiles == 0) {
+      next.index = share_next(taken);
+      find_list(next);
     }
+    if (tiles < 3) open_list(next);
+    announce(next);
+    if (tiles > 0) copy_v(key_before, work.count - (tiles - 1) * T::kBlockN, tiles > 1);
+    read_first_facts(next);
     return next;
   }
 
-  __device__ __forceinline__ Work take_next(int taken) {
+  // The number of the next item, which the first thread has taken.
+  __device__ __forceinline__ int share_next(int taken) {
     if (threadIdx.x == 0) s.next_item[next_slot] = gridDim.x + taken;
     cutlass::arch::NamedBarrier::sync(128, kBarrier);
     const int index = __shfl_sync(0xffffffffu, s.next_item[next_slot], 0);
     next_slot ^= 1;  // written again two items later, when all threads have come past the barrier once more
-    return look_up(index);
+    return index;
   }
 
   __device__ __forceinline__ void copy_q(const FwdItem& item, bool is_read) {
@@ -251,30 +282,38 @@ struct GatherProducer {
 
   // --- facts of keys -----------------------------------------------------------------------------------------------
 
-  // Of this thread's key of tile n.
-  __device__ __forceinline__ void read_facts(const Work& work, int n, int key, bool partial, KeyInterval& interval,
-                                             float& bias) const {
-    if (own >= T::kBlockN || n * T::kBlockN + own >= work.count) return;
-    if (partial) {
+  static __device__ __forceinline__ bool has_intervals(const Work& work, int n) {
+    return (n + 1) * T::kBlockN > work.full;
+  }
+  // Whether the consumers need any of tile n, which the list has.
+  static __device__ __forceinline__ bool has_facts(const Work& work, int n) {
+    return T::kBias || has_intervals(work, n);
+  }
+  // Of `key`, this thread's of tile n.
+  __device__ __forceinline__ Facts read_facts(const Work& work, int n, int key) const {
+    Facts facts = {};
+    if (own >= T::kBlockN || n * T::kBlockN + own >= work.count) return facts;
+    if (has_intervals(work, n)) {
       if (work.end != nullptr) {
-        interval = {key, __ldg(work.end + key) - key};
+        facts.interval = {key, __ldg(work.end + key) - key};
       } else {
-        interval = {p.is_causal ? key : 0, INT_MAX};
+        facts.interval = {p.is_causal ? key : 0, INT_MAX};
       }
     }
     if constexpr (T::kBias) {
       constexpr bool kIsBf16 = std::is_same_v<typename T::Element, cutlass::bfloat16_t>;
       const int64_t base =
           work.item.batch * p.bias.batch_stride + (work.item.head / p.bias.head_ratio) * p.bias.head_stride;
-      bias = load_bias(p.bias, base + key * p.bias.col_stride, kIsBf16);
+      facts.bias = load_bias(p.bias, base + key * p.bias.col_stride, kIsBf16);
     }
+    return facts;
   }
-  __device__ __forceinline__ void write_facts(const KeyInterval& interval, float bias) {
+  __device__ __forceinline__ void write_facts(const Facts& facts) {
     // What the consumers wait for next may not have been said yet.
     wait_until_free(s.facts_empty[facts_place.stage], facts_place.phase ^ 1);
     if (own < T::kBlockN) {
-      s.intervals[facts_place.stage][own] = make_uint2(interval.begin, interval.length);
-      if constexpr (T::kBias) s.bias[facts_place.stage][own] = bias;
+      s.intervals[facts_place.stage][own] = make_uint2(facts.interval.begin, facts.interval.length);
+      if constexpr (T::kBias) s.bias[facts_place.stage][own] = facts.bias;
     }
     s.facts_full[facts_place.stage].arrive();
     facts_place.advance();

@@ -45,7 +45,9 @@ struct GatherTraits : FwdTraits<Element, kHeadDim, 2, kBlockN, kStages> {
       cute::GMMA::ss_op_selector<Element, Element, float, cute::Shape<Int<Base::kBlockM>, Int<kKeys>, Int<kHeadDim>>>(),
       typename Base::Warpgroups{}));
 
-  static constexpr int kQStages = 2, kFactStages = 2;
+  // Facts take little room. With fewer stages than K has, they would decide how far the producer can go ahead.
+  static constexpr int kQStages = 2, kFactStages = 4;
+  static_assert(kFactStages >= kStages);
   using LayoutQs = decltype(cute::tile_to_shape(typename Base::template Atom<cute::GMMA::Major::K>{},
                                                 cute::Shape<Int<Base::kBlockM>, Int<kHeadDim>, Int<kQStages>>{}));
   // An item as the producer announces it.
