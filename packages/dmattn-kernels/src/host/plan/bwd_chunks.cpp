@@ -9,7 +9,9 @@ namespace {
 
 // Steps over a block of rows that are worth an item's prologue and its additions to dk and dv. Chunks beyond twice the
 // keys that a row keeps would be mostly of keys that a row does not see, and with few items for each SM many SMs would
-// wait for the last. Where chunks take turns, an item also waits for those of other chunks.
+// wait for the last. Where chunks take turns, an item also waits for those of other chunks. Items of a list for all rows
+// may be long, as many keys may be kept. Under causality there are half as many of them, all of one length: the host does
+// not know how few, so that long ones would leave more SMs without work at the end.
 constexpr int64_t kStepsOfItem = 32, kStepsOfLongItem = 64;
 constexpr int64_t kItemsPerSm = 4;
 // Of a round that is smaller for the sake of ChunkTerms: with fewer, taking turns would cost no more.
@@ -60,7 +62,8 @@ void choose_chunks(BwdPlan& plan, const Device& device) {
   const int64_t tiles = ceil_div(p.keys.capacity, plan.tile.block_n);
   const int64_t pairs = int64_t{p.batch} * p.nheads_k;
   const bool takes_turns = p.deterministic && !plan.keeps_terms;
-  const int64_t steps_wanted = takes_turns || has_shared_list(plan) ? kStepsOfLongItem : kStepsOfItem;
+  const bool is_long = takes_turns || (has_shared_list(plan) && !p.is_causal);
+  const int64_t steps_wanted = is_long ? kStepsOfLongItem : kStepsOfItem;
   int32_t blocks = 1;
   while (2 * blocks * rows <= kMostChunkRows && blocks < row_blocks && blocks * steps < steps_wanted &&
          blocks * rows < 2 * kept && ceil_div(row_blocks, 2 * blocks) * tiles * pairs >= kItemsPerSm * device.num_sms) {
