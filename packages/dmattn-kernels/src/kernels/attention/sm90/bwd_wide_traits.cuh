@@ -24,7 +24,8 @@ struct BwdWideTraits {
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;  // as in BwdTraits
   // For what it shares with the kernels of other head dimensions.
   static constexpr bool kDenseBias = false, kKeyBias = false, kMasked = false, kGathered = false, kOrdered = false,
-                        kPacked = false;
+                        kPacked = false, kPairs = false;
+  static constexpr int kMembers = 1;
   static constexpr int kPanelCols = 64, kPanels = kHeadDim / kPanelCols;
   // Panels of dq that a thread block computes, one a consumer, and of Q and dO that it copies to both. The last ones may
   // not be there: those of K are zeros then.
