@@ -115,7 +115,6 @@ struct SelectPlan {
   // kernel that takes windows of any size and documents.
   int32_t segment_blocks = 0;
   int32_t segment_threads = 0;  // of those thread blocks
-  bool reads_scores = false;    // they read the scores themselves: there are no sets, and `ord` is not used
 };
 
 }  // namespace prep

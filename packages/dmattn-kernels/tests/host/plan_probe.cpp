@@ -294,7 +294,6 @@ std::string describe(const SelectionPlan& plan) {
   json.put("set_capacity", steps.set_capacity);
   json.put("segment_blocks", steps.segment_blocks);
   json.put("segment_threads", steps.segment_threads);
-  json.put("reads_scores", steps.reads_scores);
   json.put("ord_pitch", steps.ord_pitch);
   json.put("zero_bytes", steps.zero_bytes);
   json.put_address("ord", steps.ord);

@@ -90,8 +90,6 @@ void plan_segments(SelectPlan& plan, int blocks, int num_sms) {
   plan.segment_blocks = per_segment;
   const bool one_each = thread_blocks() <= num_sms;  // then no other block keeps the SM busy while this one waits
   plan.segment_threads = one_each || !fits(512) ? 1024 : fits(256) ? 256 : 512;
-  // What a key is compared by costs a thread less to make again from the score than a launch before this one would.
-  plan.reads_scores = plan.sets == 0;
 }
 
 // An array of CUDA's int2 or uint2, whose size this file does not know.
@@ -140,10 +138,6 @@ void place(SelectionPlan& plan, void* base) {
     steps.zero_bytes = workspace.bytes();
     steps.chunk_counts = take_pairs<int2>(workspace, rows * chunks);
     plan.workspace_bytes = workspace.bytes();
-    return;
-  }
-  if (steps.reads_scores) {
-    plan.workspace_bytes = 0;
     return;
   }
   steps.ord = workspace.take<uint32_t>(rows * steps.ord_pitch);

@@ -6,26 +6,16 @@
 namespace dmattn {
 namespace prep {
 
-// The ordered scores of a quad: 32 bits each, or 16 where the others are 0.
-struct FourOrds {
-  uint32_t x[4];
-
-  __device__ __forceinline__ explicit FourOrds(uint4 quad) : x{quad.x, quad.y, quad.z, quad.w} {}
-  __device__ __forceinline__ explicit FourOrds(uint2 quad)
-      : x{quad.x << 16, quad.x & 0xffff0000u, quad.y << 16, quad.y & 0xffff0000u} {}
-};
-
 // The candidates of a thread: the quads begin + lane, begin + 32 + lane, ... of its warp.
-template <int kThreads, class Quad = uint4>
+template <int kThreads>
 struct OwnQuads {
   static constexpr int kQuads = segment_quads(kThreads);
   WarpQuads mine;
-  Quad ord[kQuads];
+  uint4 ord[kQuads];
 
-  // `Keys`: as Candidates.
-  template <class Keys>
-  __device__ __forceinline__ explicit OwnQuads(const Keys& c) : mine(WarpQuads::of<kThreads / 32>(c.quads())) {
-    c.read(ord, quad(0), mine.end);
+  __device__ __forceinline__ explicit OwnQuads(const Candidates& c) : mine(WarpQuads::of<kThreads / 32>(c.quads())) {
+#pragma unroll
+    for (int u = 0; u < kQuads; ++u) ord[u] = quad(u) < mine.end ? c.load(quad(u)) : make_uint4(0, 0, 0, 0);
   }
   __device__ __forceinline__ int quad(int u) const { return mine.begin + u * 32 + static_cast<int>(threadIdx.x % 32); }
   // Whether the warp has a u-th quad in any lane.
@@ -36,9 +26,10 @@ struct OwnQuads {
 #pragma unroll
     for (int u = 0; u < kQuads; ++u) {
       if (!any(u)) break;
-      const FourOrds four(ord[u]);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) f(four.x[i]);
+      f(ord[u].x);
+      f(ord[u].y);
+      f(ord[u].z);
+      f(ord[u].w);
     }
   }
 };
@@ -122,84 +113,12 @@ __device__ __forceinline__ Tally halves(uint32_t x) {
   return {static_cast<int32_t>(x & 0xffff), static_cast<int32_t>(x >> 16)};
 }
 
-// What a cut takes of a warp's items: those above `bound`, where the items equal to the cut are all taken or all not.
-struct WarpBound {
-  uint32_t bound;
-  bool splits_equal;  // some are, so that there is no such bound
-
-  // `before`: counted before the warp; `own`: in the warp.
-  __device__ __forceinline__ WarpBound(const Cut& cut, const Tally& before, const Tally& own) {
-    const bool takes_all = before.equal >= cut.skip,
-               takes_none = own.equal == 0 || before.equal + own.equal <= cut.skip;
-    splits_equal = !takes_all && !takes_none;
-    bound = takes_all ? cut.value - 1 : cut.value;
-  }
-};
-
-// One step of for_each_kept(): the quads of a warp's lanes, `four` this lane's. `sum`: of its four counts as the bytes of
-// a word. The general way follows the items equal to a cut one by one.
-template <class Sink>
-__device__ __forceinline__ void visit_quad(const FourOrds& four, const int4& keys, uint32_t sum, uint32_t exists,
-                                           Tally& core, Tally& kept, const Cut& core_cut, const Cut& kept_cut,
-                                           Sink&& sink) {
-  const int key[4] = {keys.x, keys.y, keys.z, keys.w};
-  const uint32_t inclusive = warp_inclusive_scan(sum);
-  const uint32_t step = __shfl_sync(kFullWarp, inclusive, 31);
-  Tally core_at = core.plus_bytes(inclusive - sum), kept_at = kept.plus_bytes((inclusive - sum) >> 16);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const uint32_t x = four.x[i];
-    const bool in_kept = kept_at.takes(x, kept_cut);
-    if (in_kept || (exists >> i & 1) != 0) {
-      const int core_rank = core_at.taken(core_cut);
-      sink(key[i], x, core_at.takes(x, core_cut), in_kept, core_rank, kept_at.taken(kept_cut) - core_rank);
-    }
-    core_at.add(x, core_cut);
-    kept_at.add(x, kept_cut);
-  }
-  core = core.plus_bytes(step);
-  kept = kept.plus_bytes(step >> 16);
-}
-
-// The kept candidates of a warp whose cuts are bounds. core_rank, kept_rank: of its first.
-template <int kThreads, class Quad, class Keys, class Sink>
-__device__ __forceinline__ void visit_kept(const Keys& c, const OwnQuads<kThreads, Quad>& own, uint32_t core_bound,
-                                           uint32_t kept_bound, int core_rank, int kept_rank, Sink&& sink) {
-#pragma unroll
-  for (int u = 0; u < own.kQuads; ++u) {
-    if (!own.any(u)) break;
-    const FourOrds four(own.ord[u]);
-    uint32_t sum = 0;  // kept in the lower half, of these in the core in the upper half
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      sum += four.x[i] > kept_bound ? 1u : 0u;
-      sum += four.x[i] > core_bound ? 1u << 16 : 0u;
-    }
-    if (__ballot_sync(kFullWarp, sum != 0) == 0) continue;
-    const int4 keys = sum != 0 ? c.keys(own.quad(u)) : make_int4(0, 0, 0, 0);
-    const int key[4] = {keys.x, keys.y, keys.z, keys.w};
-    const uint32_t inclusive = warp_inclusive_scan(sum);
-    const uint32_t step = __shfl_sync(kFullWarp, inclusive, 31), before = inclusive - sum;
-    int core_at = core_rank + static_cast<int>(before >> 16), kept_at = kept_rank + static_cast<int>(before & 0xffff);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (four.x[i] <= kept_bound) continue;
-      const bool in_core = four.x[i] > core_bound;
-      sink(key[i], four.x[i], in_core, true, core_at, kept_at - core_at);
-      ++kept_at;
-      core_at += in_core ? 1 : 0;
-    }
-    core_rank += static_cast<int>(step >> 16);
-    kept_rank += static_cast<int>(step & 0xffff);
-  }
-}
-
 // Calls sink(key, ord, in_core, in_kept, core_rank, rest_rank) for every candidate that is kept, and, if `visit_all`, for
 // every other one too. The ranks number those of the core and the other kept ones in key order. One barrier.
-template <int kThreads, class Quad, class Keys, class Sink>
-__device__ __forceinline__ void for_each_kept(uint2 (&warp_tally)[32], const Keys& c,
-                                              const OwnQuads<kThreads, Quad>& own, const Cut& core_cut,
-                                              const Cut& kept_cut, bool visit_all, Sink&& sink) {
+template <int kThreads, class Sink>
+__device__ __forceinline__ void for_each_kept(uint2 (&warp_tally)[32], const Candidates& c,
+                                              const OwnQuads<kThreads>& own, const Cut& core_cut, const Cut& kept_cut,
+                                              bool visit_all, Sink&& sink) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   uint32_t core_sum = 0, kept_sum = 0;
   own.for_each_ord([&](uint32_t x) {
@@ -214,27 +133,32 @@ __device__ __forceinline__ void for_each_kept(uint2 (&warp_tally)[32], const Key
   Tally core = halves(__reduce_add_sync(kFullWarp, before_warp.x));
   Tally kept = halves(__reduce_add_sync(kFullWarp, before_warp.y));
 
-  const WarpBound core_bound(core_cut, core, halves(core_sum)), kept_bound(kept_cut, kept, halves(kept_sum));
-  if (!visit_all && !core_bound.splits_equal && !kept_bound.splits_equal) {
-    visit_kept(c, own, core_bound.bound, kept_bound.bound, core.taken(core_cut), kept.taken(kept_cut), sink);
-    return;
-  }
 #pragma unroll
   for (int u = 0; u < own.kQuads; ++u) {
     if (!own.any(u)) break;
-    const FourOrds four(own.ord[u]);
+    const uint32_t ord[4] = {own.ord[u].x, own.ord[u].y, own.ord[u].z, own.ord[u].w};
     uint32_t sum = 0;  // the four counts of a step as the bytes of one word: at most 128 each
 #pragma unroll
-    for (int i = 0; i < 4; ++i) sum += count_bytes(four.x[i], core_cut.value, kept_cut.value);
+    for (int i = 0; i < 4; ++i) sum += count_bytes(ord[i], core_cut.value, kept_cut.value);
     if (!visit_all && __ballot_sync(kFullWarp, sum >> 16 != 0) == 0) continue;
     const int quad = own.quad(u);
-    uint32_t exists = 0;
+    const int4 four = quad < own.mine.end ? c.keys(quad) : make_int4(0, 0, 0, 0);
+    const int key[4] = {four.x, four.y, four.z, four.w};
+    const uint32_t inclusive = warp_inclusive_scan(sum);
+    const uint32_t step = __shfl_sync(kFullWarp, inclusive, 31);
+    Tally core_at = core.plus_bytes(inclusive - sum), kept_at = kept.plus_bytes((inclusive - sum) >> 16);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      if (visit_all && quad < own.mine.end && c.exists(4 * quad + i)) exists |= 1u << i;
+      const bool in_kept = kept_at.takes(ord[i], kept_cut);
+      if (in_kept || (visit_all && quad < own.mine.end && c.exists(4 * quad + i))) {
+        const int core_rank = core_at.taken(core_cut);
+        sink(key[i], ord[i], core_at.takes(ord[i], core_cut), in_kept, core_rank, kept_at.taken(kept_cut) - core_rank);
+      }
+      core_at.add(ord[i], core_cut);
+      kept_at.add(ord[i], kept_cut);
     }
-    const int4 keys = quad < own.mine.end ? c.keys(quad) : make_int4(0, 0, 0, 0);
-    visit_quad(four, keys, sum, exists, core, kept, core_cut, kept_cut, sink);
+    core = core.plus_bytes(step);
+    kept = kept.plus_bytes(step >> 16);
   }
 }
 

@@ -156,14 +156,6 @@ struct Candidates {
     }
     return x;
   }
-  // The quads first, first + 32, ... before `stop`; zeros for the others.
-  template <int kQuads>
-  __device__ __forceinline__ void read(uint4 (&quads)[kQuads], int first, int stop) const {
-#pragma unroll
-    for (int u = 0; u < kQuads; ++u) {
-      quads[u] = first + 32 * u < stop ? load(first + 32 * u) : make_uint4(0, 0, 0, 0);
-    }
-  }
   __device__ __forceinline__ bool exists(int item) const {
     const int i = item - 4 * first_quads();
     return i < 0 ? item < first_count : i >= second_skip && i < second_count;

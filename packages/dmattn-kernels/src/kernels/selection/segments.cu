@@ -1,7 +1,7 @@
 // Running top-w by segments of up to four neighbouring blocks of query rows. A thread block finds the best keys before
 // its segment once, with the candidates in registers from the first digit on; follows the keys that join inside the
 // segment and those that leave in return; and writes the list of every block of rows from that.
-#include "from_scores.cuh"
+#include "in_registers.cuh"
 
 namespace dmattn {
 namespace prep {
@@ -11,22 +11,14 @@ constexpr int kSegmentRows = kMaxSegmentBlocks * kSelectBlockRows;
 // Keys that are sorted together, by a warp.
 constexpr int kGroup = 32;
 
-// Greater = better: the score decides, then the place among the active keys, which are numbered in key order. Of scores
-// of 16 bits (in the upper half of a word) one word has room for both.
-template <bool kIsShort>
-struct Ranks {
-  using Rank = std::conditional_t<kIsShort, uint32_t, uint64_t>;
-  static constexpr int kScoreShift = kIsShort ? 0 : 32;
-  static_assert(2 * kSegmentRows <= 1 << 16);
-
-  static __device__ __forceinline__ Rank of(uint32_t ord, int place) {
-    return static_cast<Rank>(ord) << kScoreShift | static_cast<uint32_t>(place);
-  }
-};
+// Greater = better: the score decides, then the place among the active keys, which are numbered in key order.
+using Rank = uint64_t;
+__device__ __forceinline__ Rank make_rank(uint32_t ord, int place) {
+  return static_cast<Rank>(ord) << 32 | static_cast<uint32_t>(place);
+}
 
 // What becomes of the active keys: the worst of those kept before the segment, which may leave, and the segment's own
 // keys that may be kept.
-template <class Rank>
 struct ActiveSmem {
   // Their ranks, each group of kGroup in falling order.
   Rank sorted_leaving[kSegmentRows], sorted_joining[kSegmentRows];
@@ -34,12 +26,11 @@ struct ActiveSmem {
   uint32_t span[2 * kSegmentRows];
 };
 
-template <bool kIsShort>
-struct SegmentSmem : Ranks<kIsShort> {
+struct SegmentSmem {
   union {
-    BoundSmem bound;                                    // at first
-    int32_t core_key[kMaxSegmentWindow];                // then: the keys that no row of the segment can lose
-    ActiveSmem<typename Ranks<kIsShort>::Rank> active;  // at last
+    BoundSmem bound;                      // at first
+    int32_t core_key[kMaxSegmentWindow];  // then: the keys that no row of the segment can lose
+    ActiveSmem active;                    // at last
   };
   // The active keys in key order.
   uint32_t leaving_ord[kSegmentRows], joining_ord[kSegmentRows];
@@ -54,43 +45,8 @@ static_assert(kSegmentRows / 32 <= 32, "a lane for each");
 struct Segment {
   int32_t row, block0, row0, rows;  // the row of the selection; first block, its first position, rows of all blocks
   int32_t kept, core, joining;      // `core` of the `kept` keys cannot leave
-  // end[] of the row, nullptr where it is not wanted; and what those have that the last row of the segment keeps, 0 where
-  // that is not known here.
-  int32_t* end;
-  int32_t last_end;
 
   __device__ __forceinline__ int leaving() const { return kept - core; }
-};
-
-// --- where keys are read -------------------------------------------------------------------------------------------
-
-// Scores that another launch has ordered, with sets where there are any. end[] has the value of a key that stays.
-struct OrderedSource {
-  static constexpr bool kIsShort = false;
-  static constexpr bool kWritesAllEnds = false;
-  using Quad = uint4;
-  template <int kThreads>
-  using Finder = BoundFinder<kThreads>;
-  Candidates before;  // the segment
-  const uint32_t* ord;
-
-  __device__ __forceinline__ OrderedSource(const SelectParams&, const SelectPlan& p, const Segment& at)
-      : before(block_candidates(p, at.row, at.row0, 0)), ord(p.ord + at.row * p.ord_pitch) {}
-  __device__ __forceinline__ uint32_t ordered_key(int key) const { return __ldg(ord + key); }
-};
-// The scores themselves; every key's end[] is written here, by the segment that loses it or by the last one.
-template <class Score>
-struct ScoreSource {
-  static constexpr bool kIsShort = ScoredKeys<Score>::kIsShort;
-  static constexpr bool kWritesAllEnds = true;
-  using Quad = typename ScoredKeys<Score>::Quad;
-  template <int kThreads>
-  using Finder = std::conditional_t<kIsShort, ShortBoundFinder<kThreads>, BoundFinder<kThreads>>;
-  ScoredKeys<Score> before;
-
-  __device__ __forceinline__ ScoreSource(const SelectParams& params, const SelectPlan&, const Segment& at)
-      : before(params, at.row, at.row0) {}
-  __device__ __forceinline__ uint32_t ordered_key(int key) const { return before.ordered_key(key); }
 };
 
 // --- keys that join ------------------------------------------------------------------------------------------------
@@ -102,14 +58,14 @@ struct OwnKeys {
   uint32_t ord[kEach];
 
   static __device__ __forceinline__ int row_of(int o) { return o * kThreads + static_cast<int>(threadIdx.x); }
-  template <class Source>
-  __device__ __forceinline__ OwnKeys(const Source& source, const Segment& at) {
+  __device__ __forceinline__ OwnKeys(const SelectPlan& p, const Segment& at) {
 #pragma unroll
-    for (int o = 0; o < kEach; ++o) ord[o] = row_of(o) < at.rows ? source.ordered_key(at.row0 + row_of(o)) : 0u;
+    for (int o = 0; o < kEach; ++o) {
+      ord[o] = row_of(o) < at.rows ? __ldg(p.ord + at.row * p.ord_pitch + at.row0 + row_of(o)) : 0u;
+    }
   }
   // Lists those that join. Returns their number; the list may be read after the next barrier.
-  template <class Smem>
-  __device__ __forceinline__ int join(Smem& s, const Segment& at, const Cut& kept_cut) const {
+  __device__ __forceinline__ int join(SegmentSmem& s, const Segment& at, const Cut& kept_cut, int32_t* end) const {
     const int lane = threadIdx.x % 32;
     uint32_t joins[kEach];
 #pragma unroll
@@ -117,7 +73,7 @@ struct OwnKeys {
       const bool is_in = ord[o] > kept_cut.value || (ord[o] == kept_cut.value && kept_cut.skip != INT_MAX);
       joins[o] = __ballot_sync(kFullWarp, is_in);
       if (lane == 0 && row_of(o) < kSegmentRows) s.warp_joining[row_of(o) / 32] = __popc(joins[o]);
-      if (!is_in && at.end != nullptr && row_of(o) < at.rows) at.end[at.row0 + row_of(o)] = at.row0 + row_of(o);
+      if (!is_in && end != nullptr && row_of(o) < at.rows) end[at.row0 + row_of(o)] = at.row0 + row_of(o);
     }
     __syncthreads();
     const int own = lane < kSegmentRows / 32 ? s.warp_joining[lane] : 0;
@@ -138,9 +94,9 @@ struct OwnKeys {
 // --- keys that leave -----------------------------------------------------------------------------------------------
 
 // Puts the core and the keys that may leave into shared memory, in key order. `end`: not null where candidates that are
-// not kept have no block of rows that sees them leave, to get it here. s.bound is out of use from its first barrier on; ends with another.
-template <int kThreads, class Smem, class Keys, class Quad>
-__device__ __forceinline__ void split_kept(Smem& s, const Keys& c, const OwnQuads<kThreads, Quad>& own,
+// not kept have no block of rows that sees them leave. s.bound is out of use from its first barrier on; ends with another.
+template <int kThreads>
+__device__ __forceinline__ void split_kept(SegmentSmem& s, const Candidates& c, const OwnQuads<kThreads>& own,
                                            const Cut& core_cut, const Cut& kept_cut, int32_t* end) {
   const auto place = [&](int key, uint32_t ord, bool in_core, bool in_kept, int core_rank, int rest_rank) {
     if (in_core) {
@@ -157,7 +113,6 @@ __device__ __forceinline__ void split_kept(Smem& s, const Keys& c, const OwnQuad
 }
 
 // The greatest in lane 0.
-template <class Rank>
 __device__ __forceinline__ Rank sort_falling(Rank x) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -173,17 +128,17 @@ __device__ __forceinline__ Rank sort_falling(Rank x) {
 }
 
 // Sorts the ranks of each group; 0 where the last group has no more keys. Ends with a barrier.
-template <int kThreads, class Smem>
-__device__ __forceinline__ void sort_groups(Smem& s, int leaving, int joining) {
+template <int kThreads>
+__device__ __forceinline__ void sort_groups(SegmentSmem& s, int leaving, int joining) {
   const int lane = threadIdx.x % 32, leaving_groups = ceil_div(leaving, kGroup);
   const int groups = leaving_groups + ceil_div(joining, kGroup);
 #pragma unroll 1
   for (int g = threadIdx.x / 32; g < groups; g += kThreads / 32) {
     const bool leaves = g < leaving_groups;
     const int slot = (leaves ? g : g - leaving_groups) * kGroup + lane;
-    typename Smem::Rank x = 0;
+    Rank x = 0;
     if (slot < (leaves ? leaving : joining)) {
-      x = leaves ? Smem::of(s.leaving_ord[slot], slot) : Smem::of(s.joining_ord[slot], kSegmentRows + slot);
+      x = leaves ? make_rank(s.leaving_ord[slot], slot) : make_rank(s.joining_ord[slot], kSegmentRows + slot);
     }
     (leaves ? s.active.sorted_leaving : s.active.sorted_joining)[slot] = sort_falling(x);
   }
@@ -191,7 +146,6 @@ __device__ __forceinline__ void sort_groups(Smem& s, int leaving, int joining) {
 }
 
 // How many of a sorted group are better than `rank`.
-template <class Rank>
 __device__ __forceinline__ int count_better(const Rank* group, Rank rank) {
   int better = 0;
 #pragma unroll
@@ -201,24 +155,9 @@ __device__ __forceinline__ int count_better(const Rank* group, Rank rank) {
   return better + (group[better] > rank ? 1 : 0);
 }
 
-// The place of the n-th set bit, 1 <= n <= number of them.
-__device__ __forceinline__ int find_bit(uint32_t bits, int n) {
-  int place = 0;
-#pragma unroll
-  for (int width = 16; width > 0; width /= 2) {
-    const int lower = __popc(bits >> place & ((1u << width) - 1));
-    if (n > lower) {
-      n -= lower;
-      place += width;
-    }
-  }
-  return place;
-}
-
 // The first row of the segment at which `window` keys are better than `rank`; the number of rows if there is none, 0 if
 // there are so many from the start.
-template <class Smem>
-__device__ __forceinline__ int first_row_out(const Smem& s, const Segment& at, typename Smem::Rank rank, int window) {
+__device__ __forceinline__ int first_row_out(const SegmentSmem& s, const Segment& at, Rank rank, int window) {
   int room = window - at.core;  // so many better keys have to come to displace this one
 #pragma unroll 4
   for (int g = 0; g < at.leaving(); g += kGroup) room -= count_better(s.active.sorted_leaving + g, rank);
@@ -231,20 +170,18 @@ __device__ __forceinline__ int first_row_out(const Smem& s, const Segment& at, t
     room -= better;
   }
   if (group >= at.joining) return at.rows;
-  // Lanes have groups of their own: each begins at another place, as the same places of all groups are in one bank.
-  uint32_t is_better = 0;
+  int survived = group;
 #pragma unroll 8
-  for (int k = 0; k < kGroup; ++k) {
-    const int i = (k + static_cast<int>(threadIdx.x)) % kGroup;
-    if (Smem::of(s.joining_ord[group + i], kSegmentRows + group + i) > rank) is_better |= 1u << i;
+  for (int i = group; i < group + kGroup; ++i) {
+    if (make_rank(s.joining_ord[i], kSegmentRows + i) > rank) --room;
+    survived += room > 0;
   }
-  // Whatever lies behind the last key that joins is behind the one that is looked for.
-  return s.joining_row[group + find_bit(is_better, room)];
+  return s.joining_row[survived];
 }
 
 // Finds the rows that keep each of the active keys. Ends with a barrier.
-template <int kThreads, class Smem>
-__device__ __forceinline__ void follow(Smem& s, const Segment& at, int window) {
+template <int kThreads>
+__device__ __forceinline__ void follow(SegmentSmem& s, const Segment& at, int window, int32_t* end) {
   const bool is_full = at.kept + at.joining > window;
   if (is_full) sort_groups<kThreads>(s, at.leaving(), at.joining);
 #pragma unroll 1
@@ -254,17 +191,15 @@ __device__ __forceinline__ void follow(Smem& s, const Segment& at, int window) {
     const int first = is_new ? s.joining_row[slot] : 0;
     int last = at.rows;  // exclusive
     if (is_full) {
-      const typename Smem::Rank rank =
-          is_new ? Smem::of(s.joining_ord[slot], kSegmentRows + slot) : Smem::of(s.leaving_ord[slot], slot);
+      const Rank rank =
+          is_new ? make_rank(s.joining_ord[slot], kSegmentRows + slot) : make_rank(s.leaving_ord[slot], slot);
       last = first_row_out(s, at, rank, window);
     }
     const bool present = last > first;
-    const bool stays = last == at.rows;
-    if (at.end != nullptr && (!stays || at.last_end > 0)) {
+    if (end != nullptr && last < at.rows) {
       const int key = is_new ? at.row0 + first : s.leaving_key[slot];
       // A kept key that the very first position displaces was seen by the block before, if there is one.
-      const bool was_seen = present || (!is_new && at.block0 > 0);
-      at.end[key] = stays ? at.last_end : was_seen ? at.row0 + last : key;
+      end[key] = present || (!is_new && at.block0 > 0) ? at.row0 + last : key;
     }
     s.active.span[i] = present ? static_cast<uint32_t>(first) | static_cast<uint32_t>(last) << 16 : 0u;
   }
@@ -273,22 +208,8 @@ __device__ __forceinline__ void follow(Smem& s, const Segment& at, int window) {
 
 // --- lists ---------------------------------------------------------------------------------------------------------
 
-// The keys that cannot leave, into the lists of all blocks.
-template <int kThreads>
-__device__ __forceinline__ void write_core(const int32_t* core_key, const Segment& at, const KeyList& keys,
-                                           int blocks) {
-  int32_t* const idx =
-      const_cast<int32_t*>(keys.idx) + (static_cast<int64_t>(at.row) * keys.blocks + at.block0) * keys.capacity;
-  for (int i = threadIdx.x; i < at.core; i += kThreads) {
-    const int key = core_key[i];
-    for (int block = 0; block < blocks; ++block) idx[static_cast<int64_t>(block) * keys.capacity + i] = key;
-    if (at.end != nullptr && at.last_end > 0) at.end[key] = at.last_end;
-  }
-}
-
 // What a warp adds to the list of block `block` of the segment behind the core.
-template <class Smem>
-__device__ __forceinline__ void write_active(const Smem& s, const Segment& at, const KeyList& keys, int block) {
+__device__ __forceinline__ void write_active(const SegmentSmem& s, const Segment& at, const KeyList& keys, int block) {
   const int lane = threadIdx.x % 32, active = at.leaving() + at.joining;
   const int begin = block * kSelectBlockRows, stop = min(begin + kSelectBlockRows, at.rows);
   const int64_t list = static_cast<int64_t>(at.row) * keys.blocks + at.block0 + block;
@@ -299,7 +220,6 @@ __device__ __forceinline__ void write_active(const Smem& s, const Segment& at, c
   };
   const auto is_full = [&](int2 rows) { return rows.x == begin && rows.y == stop; };
   int full = at.core;
-#pragma unroll 4
   for (int i0 = 0; i0 < active; i0 += 32) full += __popc(__ballot_sync(kFullWarp, is_full(rows_of(i0 + lane))));
   int next_full = at.core, count = full;
   const uint32_t lower_lanes = (1u << lane) - 1;
@@ -321,10 +241,9 @@ __device__ __forceinline__ void write_active(const Smem& s, const Segment& at, c
   if (keys.full != nullptr) const_cast<int32_t*>(keys.full)[list] = full;
 }
 
-template <int kThreads, class Source>
-__global__ void __launch_bounds__(kThreads, 1024 / kThreads)
-    segment_kernel(const SelectParams params, const SelectPlan p, const KeyList keys) {
-  __shared__ SegmentSmem<Source::kIsShort> s;
+template <int kThreads>
+__global__ void __launch_bounds__(kThreads, 1024 / kThreads) segment_kernel(const SelectPlan p, const KeyList keys) {
+  __shared__ SegmentSmem s;
   // Segments with most keys before them first.
   const int segments = ceil_div(keys.blocks, p.segment_blocks);
   Segment at;
@@ -332,52 +251,43 @@ __global__ void __launch_bounds__(kThreads, 1024 / kThreads)
   at.block0 = (segments - 1 - static_cast<int>(blockIdx.x / p.rows)) * p.segment_blocks;
   at.row0 = p.offset + at.block0 * kSelectBlockRows;
   at.rows = min(p.segment_blocks * kSelectBlockRows, p.seqlen_k - at.row0);
-  at.end = nullptr;
-  if (keys.end != nullptr) at.end = const_cast<int32_t*>(keys.end) + static_cast<int64_t>(at.row) * p.seqlen_k;
-  at.last_end = Source::kWritesAllEnds && at.row0 + at.rows == p.seqlen_k ? p.seqlen_k : 0;
+  int32_t* end = nullptr;
+  if (keys.end != nullptr) end = const_cast<int32_t*>(keys.end) + static_cast<int64_t>(at.row) * p.seqlen_k;
 
-  const Source source(params, p, at);
-  const OwnQuads<kThreads, typename Source::Quad> own(source.before);
-  const OwnKeys<kThreads> own_keys(source, at);
-  typename Source::template Finder<kThreads> finder{s.bound, own, p.digits};
+  const Candidates c = block_candidates(p, at.row, at.row0, 0);
+  const OwnQuads<kThreads> own(c);
+  const OwnKeys<kThreads> own_keys(p, at);
+  BoundFinder<kThreads> finder{s.bound, own, p.digits};
   finder.count_first_digit();
   const Cut kept_cut = finder.find([&](int total) { return min(p.window, total); }, at.kept);
-  at.joining = own_keys.join(s, at, kept_cut);
+  at.joining = own_keys.join(s, at, kept_cut, end);
   // No more keys leave than join.
   const int leaving = min(max(at.kept - p.window + at.joining, 0), at.kept);
   Cut core_cut = kept_cut;
   at.core = at.kept;
   if (leaving > 0) core_cut = finder.find([&](int) { return at.kept - leaving; }, at.core);
-  split_kept(s, source.before, own, core_cut, kept_cut, at.block0 == 0 ? at.end : nullptr);
+  split_kept(s, c, own, core_cut, kept_cut, at.block0 == 0 ? end : nullptr);
 
   const int blocks = ceil_div(at.rows, kSelectBlockRows);
-  write_core<kThreads>(s.core_key, at, keys, blocks);
+  const int64_t first_list = static_cast<int64_t>(at.row) * keys.blocks + at.block0;
+  for (int block = 0; block < blocks; ++block) {
+    int32_t* idx = const_cast<int32_t*>(keys.idx) + (first_list + block) * keys.capacity;
+    for (int i = threadIdx.x; i < at.core; i += kThreads) idx[i] = s.core_key[i];
+  }
   __syncthreads();
-  follow<kThreads>(s, at, p.window);
+  follow<kThreads>(s, at, p.window, end);
   for (int block = threadIdx.x / 32; block < blocks; block += kThreads / 32) write_active(s, at, keys, block);
-}
-
-template <class Source>
-cudaError_t run_segments(const SelectParams& params, const SelectPlan& plan, const KeyList& keys, cudaStream_t stream) {
-  const int64_t blocks = static_cast<int64_t>(plan.rows) * ceil_div(keys.blocks, plan.segment_blocks);
-  const auto run = [&](auto kernel) {
-    return launch(kernel, blocks, plan.segment_threads, 0, stream, params, plan, keys);
-  };
-  if (plan.segment_threads == 256) return run(segment_kernel<256, Source>);
-  if (plan.segment_threads == 512) return run(segment_kernel<512, Source>);
-  if (plan.segment_threads == 1024) return run(segment_kernel<1024, Source>);
-  return cudaErrorInvalidConfiguration;
 }
 
 }  // namespace
 
-cudaError_t select_segments(const SelectParams& params, const SelectPlan& plan, const KeyList& keys,
-                            cudaStream_t stream) {
-  if (!plan.reads_scores) return run_segments<OrderedSource>(params, plan, keys, stream);
-  if (params.dtype == Dtype::kFloat32) return run_segments<ScoreSource<float>>(params, plan, keys, stream);
-  if (params.dtype == Dtype::kFloat16) return run_segments<ScoreSource<__half>>(params, plan, keys, stream);
-  if (params.dtype == Dtype::kBFloat16) return run_segments<ScoreSource<__nv_bfloat16>>(params, plan, keys, stream);
-  return cudaErrorInvalidValue;
+cudaError_t select_segments(const SelectPlan& plan, const KeyList& keys, cudaStream_t stream) {
+  const int64_t blocks = static_cast<int64_t>(plan.rows) * ceil_div(keys.blocks, plan.segment_blocks);
+  const auto run = [&](auto kernel) { return launch(kernel, blocks, plan.segment_threads, 0, stream, plan, keys); };
+  if (plan.segment_threads == 256) return run(segment_kernel<256>);
+  if (plan.segment_threads == 512) return run(segment_kernel<512>);
+  if (plan.segment_threads == 1024) return run(segment_kernel<1024>);
+  return cudaErrorInvalidConfiguration;
 }
 
 }  // namespace prep
