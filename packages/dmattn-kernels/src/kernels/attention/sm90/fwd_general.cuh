@@ -80,20 +80,15 @@ struct KeyBiasLoader {
     const int64_t base = item.batch * p.bias.batch_stride + item.head / p.bias.head_ratio * p.bias.head_stride;
     const KeyBlocks blocks = find_key_blocks<T>(p, item.m_block);
     auto tiles = walk_mask_tiles<T>(p, item, blocks.begin);
-    if constexpr (T::kFoldsBias) {
-      auto tile = tiles.before(blocks.end);
-      while (tile.n >= 0) {
-        const auto next = tiles.before(tile.n);
-        const bool is_cut = tile.n >= blocks.full || tile.n < blocks.whole;
-        load_tile(base, KeyTile::of(tile.n, is_cut, tile.is_partial, next.n < 0));
-        tile = next;
-      }
-      hand_over_stage([] {});  // so that consumers can wait for what comes after any tile
-    } else {
-      for (int n = tiles.before(blocks.end).n; n >= 0; n = tiles.before(n).n) {
-        load_tile(base, KeyTile::of(n, false, false, false));
-      }
+    auto tile = tiles.before(blocks.end);
+    while (tile.n >= 0) {
+      const auto next = tiles.before(tile.n);
+      const bool is_cut = tile.n >= blocks.full || tile.n < blocks.whole;
+      load_tile(base, KeyTile::of(tile.n, is_cut, tile.is_partial, next.n < 0));
+      tile = next;
     }
+    // So that consumers can wait for what comes after any tile.
+    if constexpr (T::kFoldsBias) hand_over_stage([] {});
   }
 
   // Keys past the last one get its number, and -inf later.
