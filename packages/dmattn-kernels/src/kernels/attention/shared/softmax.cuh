@@ -1,8 +1,6 @@
 // Online softmax over the rows that a thread holds (two per 16-row fragment).
 #pragma once
 
-#include <cfloat>
-
 #include "element.cuh"
 
 namespace dmattn {
@@ -31,12 +29,8 @@ struct OnlineSoftmax {
   // The maximum of a row so far and in acc_s.
   template <int NT>
   __device__ __forceinline__ float find_max(int r, const float (&acc_s)[MT][NT][4]) const {
-    return max_of_row(r, acc_s, row_max[r]);
-  }
-  // Of a row and m.
-  template <int NT>
-  static __device__ __forceinline__ float max_of_row(int r, const float (&acc_s)[MT][NT][4], float m) {
     const int mt = r / 2, e0 = 2 * (r & 1);
+    float m = row_max[r];
 #pragma unroll
     for (int nt = 0; nt < NT; ++nt) m = fmaxf(m, fmaxf(acc_s[mt][nt][e0], acc_s[mt][nt][e0 + 1]));
     m = fmaxf(m, __shfl_xor_sync(0xffffffffu, m, 1));
@@ -134,39 +128,6 @@ struct OnlineSoftmax {
     for (int r = 0; r < 2 * MT; ++r) {
       const float sum = exponentiate(r, acc_s, kLog2e, left[r] * kLog2e);
       row_sum[r] = row_sum[r] * alpha[r] + sum;
-    }
-  }
-  // Likewise, of what is logits less left[r] once it is multiplied by the scale. row_max is that of logits.
-  template <int NT>
-  __device__ __forceinline__ void probabilities_of_rest(float (&acc_s)[MT][NT][4], float (&alpha)[2 * MT], float scale,
-                                                        float scale_log2, const float (&left)[2 * MT] = {}) {
-#pragma unroll
-    for (int r = 0; r < 2 * MT; ++r) {
-      const float m = fmaxf(row_max[r], __fmaf_rn(max_of_row(r, acc_s, -INFINITY), scale, left[r]));
-      // Of a row that kept nothing yet the difference is -inf, not NaN; and where all that it kept has a bias of
-      // finfo.min, the product with log2(e) would overflow.
-      const float m_used = fmaxf(m, -FLT_MAX);
-      alpha[r] = exp2_approx((row_max[r] - m_used) * kLog2e);
-      row_max[r] = m;
-      const float shift = fmaxf((m_used - left[r]) * kLog2e, -FLT_MAX);
-      const float sum = exponentiate(r, acc_s, scale_log2, shift);
-      row_sum[r] = row_sum[r] * alpha[r] + sum;
-    }
-  }
-  // Subtracts from logits the maximum of their row so far, which goes to left[r], and multiplies them.
-  template <int NT>
-  __device__ __forceinline__ void take_away_max(float (&acc_s)[MT][NT][4], float (&left)[2 * MT], float factor) const {
-#pragma unroll
-    for (int r = 0; r < 2 * MT; ++r) {
-      const float m = find_max(r, acc_s);
-      left[r] = m == -INFINITY ? 0.f : m;
-#pragma unroll
-      for (int nt = 0; nt < NT; ++nt)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          float& x = acc_s[r / 2][nt][2 * (r & 1) + e];
-          x = (x - left[r]) * factor;
-        }
     }
   }
   template <int OT>

@@ -5,21 +5,19 @@
 #include "../shared/fragment.cuh"
 #include "../shared/mask_tiles.cuh"
 #include "../shared/scores.cuh"
-#include "../shared/softmax.cuh"
 #include "fwd_items.cuh"
 #include "fwd_traits.cuh"
 
 namespace dmattn::sm90 {
 
-// A tile of keys as it is announced: by the producer beside its K, or with a bias for each key alone beside that.
+// A tile of keys as the producer announces it, beside its K.
 struct KeyTile {
   uint32_t word;
 
   static __device__ __forceinline__ KeyTile of(int n, bool is_cut, bool is_partial, bool is_last) {
-    return {static_cast<uint32_t>(n) << 4 | is_last << 2 | is_partial << 1 | static_cast<uint32_t>(is_cut)};
+    return {static_cast<uint32_t>(n) << 3 | is_last << 2 | is_partial << 1 | static_cast<uint32_t>(is_cut)};
   }
-  __device__ __forceinline__ KeyTile with_large_bias(bool is_large) const { return {word | is_large << 3}; }
-  __device__ __forceinline__ int n() const { return static_cast<int>(word >> 4); }
+  __device__ __forceinline__ int n() const { return static_cast<int>(word >> 3); }
   // Rows meet keys past those that they may see, before these, or past the last one.
   __device__ __forceinline__ bool is_cut() const { return word & 1; }
   // The dense mask leaves some of it.
@@ -27,9 +25,6 @@ struct KeyTile {
   __device__ __forceinline__ bool is_changed() const { return word & 3; }
   // The item has no more.
   __device__ __forceinline__ bool is_last() const { return word & 4; }
-  // Its scores do not begin as the bias.
-  __device__ __forceinline__ bool has_large_bias() const { return word & 8; }
-  __device__ __forceinline__ bool is_changed_or_large() const { return word & 11; }
 };
 
 __device__ __forceinline__ int64_t find_mask_head(const MaskBits& mask, const FwdItem& item) {
@@ -50,23 +45,15 @@ __device__ __forceinline__ MaskTileWalk<T::kBlockM, T::kBlockN> walk_mask_tiles(
 __device__ __forceinline__ bool has_key_bias(const GeneralFwdArguments& p) { return p.bias.kind == BiasKind::kKey; }
 
 // Writes the bias of each key into shared memory, tile by tile as the producer takes them: a warp.
-//
-// Where this is all that changes scores (kFoldsBias) they begin as bias / scale, to which the products are added, and what
-// comes out is treated as in the plain kernel. Products are added in fp32 with truncation, in up to eight steps, each of
-// which may take the last bit of the sum: below 2e-5 in the logits for a bias of up to kMostFolded. Scores of tiles with a
-// larger bias begin as zeros, and are marked.
 template <class T>
 struct KeyBiasLoader {
   static constexpr int kKeysPerLane = T::kBlockN / 32;
-  static constexpr float kMostFolded = 16.f;
   using Layout = KeyBiasLayout<T::kBlockN>;
-  using FoldedLayout = KeyBiasLayout<T::kBlockN, T::kFoldedCopies>;
 
   const GeneralFwdArguments& p;
   typename T::Shared& s;
   const int lane;
-  RingPlace<2> item_place;
-  RingPlace<T::kBiasStages> place;
+  RingPlace<2> item_place, place;
 
   __device__ __forceinline__ void run() {
     while (true) {
@@ -80,61 +67,25 @@ struct KeyBiasLoader {
     const int64_t base = item.batch * p.bias.batch_stride + item.head / p.bias.head_ratio * p.bias.head_stride;
     const KeyBlocks blocks = find_key_blocks<T>(p, item.m_block);
     auto tiles = walk_mask_tiles<T>(p, item, blocks.begin);
-    auto tile = tiles.before(blocks.end);
-    while (tile.n >= 0) {
-      const auto next = tiles.before(tile.n);
-      const bool is_cut = tile.n >= blocks.full || tile.n < blocks.whole;
-      load_tile(base, KeyTile::of(tile.n, is_cut, tile.is_partial, next.n < 0));
-      tile = next;
-    }
-    // So that consumers can wait for what comes after any tile.
-    if constexpr (T::kFoldsBias) hand_over_stage([] {});
+    for (int n = tiles.before(blocks.end).n; n >= 0; n = tiles.before(n).n) load_tile(base, n);
   }
 
   // Keys past the last one get its number, and -inf later.
-  __device__ __forceinline__ void load_tile(int64_t base, KeyTile tile) {
+  __device__ __forceinline__ void load_tile(int64_t base, int n) {
     float bias[kKeysPerLane];
 #pragma unroll
     for (int i = 0; i < kKeysPerLane; ++i) {
-      const int key = min(tile.n() * T::kBlockN + 32 * i + lane, p.seqlen_k - 1);
+      const int key = min(n * T::kBlockN + 32 * i + lane, p.seqlen_k - 1);
       bias[i] =
           load_bias(p.bias, base + key * p.bias.col_stride, std::is_same_v<typename T::Element, cutlass::bfloat16_t>);
     }
-    hand_over_stage([&] {
-      write<Layout, 1>(s.general.bias[place.stage], bias);
-      if constexpr (T::kFoldsBias) {
-        const bool is_small = fold(bias);
-        write<FoldedLayout, T::kFoldedCopies>(s.general.bias[place.stage] + Layout::kBytes, bias);
-        if (lane == 0) s.general.bias_tile[place.stage] = tile.with_large_bias(!is_small).word;
-      }
-    });
-  }
-  template <class To, int kCopies>
-  __device__ __forceinline__ void write(char* to, const float (&bias)[kKeysPerLane]) const {
-#pragma unroll
-    for (int i = 0; i < kKeysPerLane; ++i)
-#pragma unroll
-      for (int copy = 0; copy < kCopies; ++copy) reinterpret_cast<float*>(to)[To::word(32 * i + lane, copy)] = bias[i];
-  }
-  template <class Fill>
-  __device__ __forceinline__ void hand_over_stage(Fill&& fill) {
     s.general.bias_empty[place.stage].wait(place.phase ^ 1);
-    fill();
+    float* const stage = reinterpret_cast<float*>(s.general.bias[place.stage]);
+#pragma unroll
+    for (int i = 0; i < kKeysPerLane; ++i) stage[Layout::word(32 * i + lane)] = bias[i];
     __syncwarp();
     if (lane == 0) s.general.bias_full[place.stage].arrive();
     place.advance();
-  }
-
-  // The bias of a tile becomes what its scores begin as. The answer of the whole warp: whether it was small, or hid keys.
-  __device__ __forceinline__ bool fold(float (&bias)[kKeysPerLane]) const {
-    const float to_products = 1.f / p.softmax_scale;
-    bool is_small = true;
-#pragma unroll
-    for (int i = 0; i < kKeysPerLane; ++i) is_small &= fabsf(bias[i]) <= kMostFolded || bias[i] == -INFINITY;
-    is_small = __all_sync(0xffffffffu, is_small);
-#pragma unroll
-    for (int i = 0; i < kKeysPerLane; ++i) bias[i] = is_small ? bias[i] * to_products : 0.f;
-    return is_small;
   }
 };
 
@@ -147,22 +98,21 @@ struct ScoreChanges {
 
   const GeneralFwdArguments& p;
   General& s;
-  RingPlace<T::kBiasStages>& place;  // of the bias
-  const int warp, lane;              // warp: among the consumers
-  const int first_row;               // the first of the two rows that this thread has, the other comes 8 later
-  const uint32_t* bits;              // of the first row, where there is a mask
+  RingPlace<2>& place;   // of the bias
+  const int warp, lane;  // warp: among the consumers
+  const int first_row;   // the first of the two rows that this thread has, the other comes 8 later
+  const uint32_t* bits;  // of the first row, where there is a mask
   // Of both rows, one of the words of the tile: threads of a quad exchange theirs. Read while the scores of the tile are
   // computed.
   uint32_t mask_words[2];
-  // Likewise the first of a bias in tiles, as many 16-bit numbers as there are registers for. kAny reads nothing before it
-  // needs it, and kKeyBias before the scores.
-  static constexpr bool kReadsBiasAhead = T::kMode == ScoreMode::kTileBias;
+  // Likewise the first of the bias, as many as there are registers for: 16 bytes of a bias for each key, or 16-bit
+  // numbers for two fragments. kAny reads nothing before it needs it.
+  static constexpr bool kReadsBiasAhead = T::kMode == ScoreMode::kKeyBias || T::kMode == ScoreMode::kTileBias;
   static constexpr int kAhead = kReadsBiasAhead ? (T::kConsumers == 2 ? 4 : 1) : 0;
   uint32_t ahead[kAhead + 1][4];
 
   __device__ __forceinline__ ScoreChanges(const GeneralFwdArguments& arguments, General& shared,
-                                          RingPlace<T::kBiasStages>& bias_place, int warp_, int lane_,
-                                          const FwdItem& item)
+                                          RingPlace<2>& bias_place, int warp_, int lane_, const FwdItem& item)
       : p(arguments),
         s(shared),
         place(bias_place),
@@ -171,61 +121,9 @@ struct ScoreChanges {
         first_row(item.m_block * T::kBlockM + warp * 16 + lane / 4),
         bits(p.mask.bits + find_mask_head(p.mask, item) * p.mask.rows * p.mask.words_per_row + lane % kWords) {}
 
-  // --- kFoldsBias: a tile is announced beside its bias, which is waited for while the tile before it is in work.
-
-  __device__ __forceinline__ void wait_for_next() {
-    RingPlace<T::kBiasStages> next = place;
-    next.advance();
-    s.bias_full[next.stage].wait(next.phase);
-  }
-  // What the scores of the tile begin as. Both rows of a thread have the same keys. beside(): what does not need it.
-  template <class Work>
-  __device__ __forceinline__ void begin_scores(Scores& scores, Work&& beside) const {
-    using Folded = KeyBiasLayout<T::kBlockN, T::kFoldedCopies>;
-    const uint32_t own = own_key_bias<Folded>(KeyBiasLayout<T::kBlockN>::kBytes);
-#pragma unroll
-    for (int i = 0; i < kFragments; ++i) {
-      float (&four)[4] = scores[0][i];
-      if constexpr (T::kFoldedCopies == 2) {
-        const uint4 raw = ld_shared_v4(own + i * 16);
-        four[0] = __uint_as_float(raw.x), four[1] = __uint_as_float(raw.y);
-        four[2] = __uint_as_float(raw.z), four[3] = __uint_as_float(raw.w);
-      } else {
-        const uint2 raw = ld_shared_v2(own + i * 8);
-        four[0] = __uint_as_float(raw.x), four[1] = __uint_as_float(raw.y);
-      }
-    }
-    beside();
-#pragma unroll
-    for (int i = 0; i < kFragments; ++i) {
-      float (&four)[4] = scores[0][i];
-      if constexpr (T::kFoldedCopies == 1) four[2] = four[0], four[3] = four[1];
-      // Keeps ptxas from copying them later, between the turn of the warpgroup and its products.
-      asm volatile("" : "+f"(four[0]), "+f"(four[1]), "+f"(four[2]), "+f"(four[3]));
-    }
-  }
-  // The scores, once the products have been added. left: by how much they, times the scale, are too small as logits, for
-  // each row: in a tile with a large bias by the maximum of the row, so that the log-sum-exp stays exact and a bias of
-  // finfo.min does not overflow.
-  __device__ __forceinline__ void finish_scores(Scores& scores, KeyTile tile, const OnlineSoftmax<1>& softmax,
-                                                float (&left)[2]) {
-    left[0] = left[1] = 0.f;
-    if (tile.is_changed_or_large()) {
-      if (tile.has_large_bias()) add_key_bias(scores, p.softmax_scale);
-      hide_keys(scores, tile);
-      if (tile.has_large_bias()) softmax.take_away_max(scores, left, 1.f / p.softmax_scale);
-    }
-    release_stage();
-  }
-
-  // --- the other modes
-
   // While the scores of the tile are computed: nothing here waits for what is read.
   __device__ __forceinline__ void read_ahead(KeyTile tile) {
     if constexpr (kReadsBiasAhead) read_bias_ahead();
-    read_mask_ahead(tile);
-  }
-  __device__ __forceinline__ void read_mask_ahead(KeyTile tile) {
     if constexpr (T::kHasMask) {
       if (!tile.is_partial()) return;
 #pragma unroll
@@ -238,11 +136,7 @@ struct ScoreChanges {
 
   __device__ __forceinline__ void change(Scores& scores, KeyTile tile) {
     if constexpr (T::kLogits) to_logits(scores);
-    if (T::kHasKeyBias && has_key_bias(p)) release_stage();
     if (!tile.is_changed()) return;  // one branch in the common case
-    hide_keys(scores, tile);
-  }
-  __device__ __forceinline__ void hide_keys(Scores& scores, KeyTile tile) {
     if (T::kHasMask && tile.is_partial()) apply_mask(scores);
     if (tile.is_cut()) {
       cut_keys(p, scores, tile.n() * T::kBlockN, first_row, lane);
@@ -257,8 +151,7 @@ struct ScoreChanges {
       factor = 1.f;
     }
     constexpr bool kSure = T::kMode != ScoreMode::kAny;  // that there is a bias
-    if (T::kHasKeyBias && has_key_bias(p)) {
-      wait_for_stage();
+    if (T::kHasKeyBias && (kSure || has_key_bias(p))) {
       add_key_bias(scores, factor);
     } else if (T::kHasTileBias && (!T::kHasWideBias || p.bias.kind == BiasKind::kTile)) {
       add_narrow_bias(scores, factor);
@@ -275,7 +168,11 @@ struct ScoreChanges {
     if (T::kMode == ScoreMode::kTileBias && T::kHasWideBias && p.bias.kind != BiasKind::kTile) return;
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
-      read_narrow_bias(ahead[i], i);
+      if constexpr (T::kMode == ScoreMode::kKeyBias) {
+        read_key_bias(ahead[i], i);
+      } else {
+        read_narrow_bias(ahead[i], i);
+      }
     }
   }
 
@@ -335,23 +232,29 @@ struct ScoreChanges {
     two[1] = __fmaf_rn(two[1], factor, __uint_as_float(bias_y));
   }
 
-  // The shared address of the numbers of this thread's keys, so many bytes behind the beginning of the stage.
-  template <class Layout>
-  __device__ __forceinline__ uint32_t own_key_bias(int offset) const {
-    return smem_u32(s.bias[place.stage]) + offset + lane % 4 * Layout::kThreadWords * 4;
+  // Of the i-th two fragments.
+  __device__ __forceinline__ void read_key_bias(uint32_t (&words)[4], int i) const {
+    const uint32_t own = smem_u32(s.bias[place.stage]) + lane % 4 * KeyBiasLayout<T::kBlockN>::kThreadWords * 4;
+    const uint4 raw = ld_shared_v4(own + i * 16);
+    words[0] = raw.x, words[1] = raw.y, words[2] = raw.z, words[3] = raw.w;
   }
   __device__ __forceinline__ void add_key_bias(Scores& scores, float factor) {
-    const uint32_t own = own_key_bias<KeyBiasLayout<T::kBlockN>>(0);
+    if constexpr (!kReadsBiasAhead) wait_for_stage();
 #pragma unroll
     for (int i = 0; i < kFragments; i += 2) {
-      const uint4 raw = ld_shared_v4(own + i * 8);
-      const uint32_t words[4] = {raw.x, raw.y, raw.z, raw.w};
+      uint32_t words[4];
+      if (i / 2 < kAhead) {
+        copy_words(words, ahead[i / 2]);
+      } else {
+        read_key_bias(words, i / 2);
+      }
 #pragma unroll
       for (int e = 0; e < 8; ++e) {
         float& x = scores[0][i + e / 4][e % 4];
         x = __fmaf_rn(x, factor, __uint_as_float(words[e / 4 * 2 + e % 2]));
       }
     }
+    release_stage();
   }
 
   static __device__ __forceinline__ void copy_words(uint32_t (&to)[4], const uint32_t (&from)[4]) {

@@ -38,7 +38,7 @@ __device__ __forceinline__ void init_barriers(const typename T::Arguments& p, ty
     s.item_empty[i].init(item_readers);
   }
   if constexpr (T::kGeneral) {
-    for (int i = 0; i < T::kBiasStages; ++i) {
+    for (int i = 0; i < 2; ++i) {
       s.general.bias_full[i].init(T::kHasTileBias && p.bias_rows.exist() ? kBiasWarps : 1);
       s.general.bias_empty[i].init(4 * T::kConsumers);
     }
@@ -120,10 +120,8 @@ struct FwdProducer {
     if (tile.n < 0) return;
     const auto load_announced = [&](bool is_last) {
       s.k_empty[k_place.stage].wait(k_place.phase ^ 1);
-      if constexpr (!T::kFoldsBias) {
-        const bool is_cut = tile.n >= blocks.full || tile.n < blocks.whole;
-        s.general.tile[k_place.stage] = KeyTile::of(tile.n, is_cut, tile.is_partial, is_last).word;
-      }
+      const bool is_cut = tile.n >= blocks.full || tile.n < blocks.whole;
+      s.general.tile[k_place.stage] = KeyTile::of(tile.n, is_cut, tile.is_partial, is_last).word;
       load_k(tile.n, item);
     };
     auto next = tiles.before(tile.n);
@@ -234,8 +232,7 @@ struct FwdConsumer {
   typename T::Shared& s;
   const int consumer, thread, warp, lane;  // thread: among the consumers; warp: in the warpgroup
   RingPlace<T::kStages> k_place, v_place;
-  RingPlace<2> item_place;
-  RingPlace<T::kBiasStages> bias_place;
+  RingPlace<2> item_place, bias_place;
   int q_phase = 0;
 
   __device__ __forceinline__ FwdConsumer(const typename T::Arguments& arguments, typename T::Shared& shared)
@@ -323,84 +320,31 @@ struct FwdConsumer {
       release(s.v_empty[v_place.stage]);
       v_place.advance();
     };
-    // With a bias for each key the scores of a tile begin as that, before the probabilities of the tile before are used.
-    constexpr bool kClear = !T::kFoldsBias;
-    // Scores of a tile, beside the output of the tile before. meanwhile(): while they are computed; finish(): all that
-    // follows. Called from two places, a function of its own would serialize products.
-    const auto step_with = [&](auto&& meanwhile, auto&& finish) __attribute__((always_inline)) {
+    // Scores of a tile, beside the output of the tile before. meanwhile(): while they are computed;
+    // to_probabilities(): what the scores become. Called from two places, a function of its own would serialize products.
+    const auto step = [&](auto&& meanwhile, auto&& to_probabilities) __attribute__((always_inline)) {
       wait_turn();
-      start_product<kClear>(score_mma, q, k(cute::_, cute::_, cute::_, k_place.stage), acc_s);
+      start_product<true>(score_mma, q, k(cute::_, cute::_, cute::_, k_place.stage), acc_s);
       s.v_full[v_place.stage].wait(v_place.phase);
       start_product<false>(out_mma, probabilities, v(cute::_, cute::_, cute::_, v_place.stage), acc_o);
       pass_turn();
       meanwhile();
       finish_scores(cute::_1{});
-      finish();
-    };
-    // Once the scores have become probabilities.
-    const auto hand_on = [&] {
+      to_probabilities();
       finish_output();
       to_operand();
-    };
-    const auto rescale = [&] { OnlineSoftmax<1>::rescale(out, keep); };
-    // to_probabilities(): what the scores become.
-    const auto step = [&](auto&& meanwhile, auto&& to_probabilities) __attribute__((always_inline)) {
-      step_with(meanwhile, [&] {
-        to_probabilities();
-        hand_on();
-        rescale();
-      });
+      OnlineSoftmax<1>::rescale(out, keep);
     };
     const auto first_step = [&](auto&& meanwhile, auto&& to_probabilities) {
-      start_product<kClear>(score_mma, q, k(cute::_, cute::_, cute::_, k_place.stage), acc_s);
+      start_product<true>(score_mma, q, k(cute::_, cute::_, cute::_, k_place.stage), acc_s);
       meanwhile();
       finish_scores(cute::_0{});
       to_probabilities();
       to_operand();
     };
 
-    const auto nothing = [] {};
     const auto wait_for_keys = [&] { s.k_full[k_place.stage].wait(k_place.phase); };
-    if constexpr (T::kFoldsBias) {
-      ScoreChanges<T> changes(p, s.general, bias_place, thread / 32, lane, item);
-      KeyTile tile;
-      const auto meanwhile = [&] {
-        tile.word = __shfl_sync(0xffffffffu, static_cast<uint32_t>(s.general.bias_tile[bias_place.stage]), 0);
-        changes.read_mask_ahead(tile);
-        changes.wait_for_next();
-      };
-      // Of tiles whose scores need nothing else, and of any.
-      const auto whole = [&] {
-        changes.release_stage();
-        softmax.probabilities_of_rest(scores, keep, p.softmax_scale, scale_log2);
-      };
-      const auto any = [&] {
-        float left[2];
-        changes.finish_scores(scores, tile, softmax, left);
-        softmax.probabilities_of_rest(scores, keep, p.softmax_scale, scale_log2, left);
-      };
-      const auto begin_next = [&] { changes.begin_scores(scores, rescale); };
-      if (has_keys) {
-        changes.wait_for_stage();
-        changes.begin_scores(scores, nothing);
-        wait_for_keys();
-        first_step(meanwhile, any);
-        changes.begin_scores(scores, nothing);
-#pragma unroll 1
-        while (!tile.is_last()) {
-          wait_for_keys();
-          // A branch around all that is left of the step leaves ptxas free to mix its parts.
-          step_with(meanwhile, [&] {
-            if (tile.is_changed_or_large()) {
-              any(), hand_on(), begin_next();
-            } else {
-              whole(), hand_on(), begin_next();
-            }
-          });
-        }
-        changes.release_stage();  // of what is behind the last tile
-      }
-    } else if constexpr (T::kGeneral) {
+    if constexpr (T::kGeneral) {
       ScoreChanges<T> changes(p, s.general, bias_place, thread / 32, lane, item);
       KeyTile tile;
       const auto meanwhile = [&] {
@@ -409,7 +353,7 @@ struct FwdConsumer {
       };
       const auto to_probabilities = [&] {
         changes.change(scores, tile);
-        if constexpr (T::kMode == ScoreMode::kTileBias) {
+        if constexpr (T::kMode == ScoreMode::kTileBias || T::kMode == ScoreMode::kKeyBias) {
           softmax.probabilities_of_logits(scores, keep);
         } else {
           softmax.template probabilities<!T::kLogits>(scores, keep, scale_log2);
@@ -426,6 +370,7 @@ struct FwdConsumer {
       const auto& lengths = lengths_of(p, item);
       const KeyBlocks blocks = find_key_blocks<T>(lengths, item.m_block);
       int n = blocks.end - 1;
+      const auto nothing = [] {};
       const auto whole = [&] { softmax.template probabilities<true>(scores, keep, scale_log2); };
       const auto cut = [&] {
         cut_keys(lengths, scores, n * T::kBlockN, first_row, lane);

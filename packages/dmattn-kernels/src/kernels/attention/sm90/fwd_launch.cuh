@@ -24,8 +24,6 @@ cudaError_t fill_general_arguments(GeneralFwdArguments& a, const FwdParams& p) {
   a.mask = p.mask;
   a.softcap = p.softcap;
   a.bias_rows = {};
-  // So that 1 / scale is finite. With such a scale the products are nothing beside any bias.
-  if (T::kFoldsBias) a.softmax_scale = std::max(a.softmax_scale, 1e-30f);
   if (p.bias.kind != BiasKind::kTile && p.bias.kind != BiasKind::kDirect) return cudaSuccess;
   const bool is_wide = p.bias.kind == BiasKind::kDirect;
   const TensorMapper mapper(is_wide ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : tensor_map_dtype<typename T::Element>(),

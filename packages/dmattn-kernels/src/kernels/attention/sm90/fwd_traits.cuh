@@ -27,32 +27,26 @@ enum class Windows { kNever, kMaybe, kAlways };
 
 // A bias for each key, as a stage of shared memory has it: fp32 numbers of a tile, in the order in which the threads of
 // a quad read them. Those of thread c, keys 8 i + 2 c and 8 i + 2 c + 1 of each fragment i, lie together, and four words
-// between one thread's and the next keep them on different banks. Two copies: the pairs are there once for each of the two
-// rows that a thread has.
-template <int kBlockN, int kCopies = 1>
+// between one thread's and the next keep them on different banks.
+template <int kBlockN>
 struct KeyBiasLayout {
-  static constexpr int kThreadWords = kBlockN / 4 * kCopies + 4;
+  static constexpr int kThreadWords = kBlockN / 4 + 4;
   static constexpr int kBytes = 4 * kThreadWords * 4;
-  static __device__ __forceinline__ int word(int key, int copy = 0) {
-    return key % 8 / 2 * kThreadWords + (key / 8 * kCopies + copy) * 2 + key % 2;
-  }
+  static __device__ __forceinline__ int word(int key) { return key % 8 / 2 * kThreadWords + key / 8 * 2 + key % 2; }
 };
 
 // The shared memory that only the modes other than kPlain have. Bias tiles lie in panels of 128 bytes a row, as TMA
 // writes them: 64 keys of 16 bits, or 32 of fp32. A stage has room for a 16-bit tile, or half of one in fp32.
 struct NoGeneral {};
 struct NoRequests {};
-template <int kBlockM, int kBlockN, int kStages, bool kHasTiles, int kBiasStages>
+template <int kBlockM, int kBlockN, int kStages, bool kHasTiles>
 struct GeneralShared {
-  // kKeyBias has what scores begin as behind the bias: see KeyBiasLoader.
-  static constexpr int kStageBytes =
-      kHasTiles ? kBlockM * kBlockN * 2 : KeyBiasLayout<kBlockN>::kBytes + KeyBiasLayout<kBlockN, 2>::kBytes;
+  static constexpr int kStageBytes = kHasTiles ? kBlockM * kBlockN * 2 : KeyBiasLayout<kBlockN>::kBytes;
 
-  alignas(1024) char bias[kBiasStages][kStageBytes];
-  Barrier bias_full[kBiasStages], bias_empty[kBiasStages];
-  cute::conditional_t<kHasTiles, BiasRequests<kBiasStages>, NoRequests> bias_requests;
-  int32_t tile[kStages];           // the keys in a stage of K: see KeyTile
-  int32_t bias_tile[kBiasStages];  // of a stage of the bias, where tiles are announced there
+  alignas(1024) char bias[2][kStageBytes];
+  Barrier bias_full[2], bias_empty[2];
+  cute::conditional_t<kHasTiles, BiasRequests<2>, NoRequests> bias_requests;
+  int32_t tile[kStages];  // the keys in a stage of K: see KeyTile
 };
 
 // Likewise of packed sequences: what the number of an item stands for, beside it.
@@ -71,13 +65,6 @@ struct FwdTraits {
   static constexpr bool kHasKeyBias = kMode == ScoreMode::kKeyBias || kMode == ScoreMode::kAny;
   // What three consumers are not given: see sm90_general_fwd_is_tall().
   static constexpr bool kHasMask = kGeneral && kConsumers_ == 2, kHasWideBias = kConsumers_ == 2;
-  // Scores of most tiles begin as their bias: see KeyBiasLoader.
-  static constexpr bool kFoldsBias = kMode == ScoreMode::kKeyBias;
-  // A bias that scores begin as is needed a tile ahead, while other consumers are still at the tile before.
-  static constexpr int kBiasStages = kFoldsBias ? 4 : 2;
-  // At head_dim 64 the instructions of the softmax are what takes long, and shared memory has time for another copy. At 128
-  // it is the other way round.
-  static constexpr int kFoldedCopies = kHeadDim_ <= 64 ? 2 : 1;
   // The softmax is given logits; otherwise raw products.
   static constexpr bool kLogits = kHasTileBias || kHasKeyBias;
   // What the other modes keep leaves no registers for a window.
@@ -140,7 +127,7 @@ struct FwdTraits {
     Barrier k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
     Barrier item_full[2], item_empty[2];
     int32_t item[2];
-    cute::conditional_t<kGeneral, GeneralShared<kBlockM, kBlockN, kStages, kHasTileBias, kBiasStages>,
+    cute::conditional_t<kGeneral, GeneralShared<kBlockM, kBlockN, kStages, kHasTileBias>,
                         cute::conditional_t<kPacked, PackedShared, NoGeneral>>
         general;
 
