@@ -26,11 +26,25 @@ struct EntrySearch {
   __device__ __forceinline__ CacheEntry read(int slot) const {
     return make_cache_entry(static_cast<float>(scores[slot]), positions[slot], slot);
   }
-  __device__ __forceinline__ void load() {
+  // As they are read: to look at them would be to wait for them.
+  struct Reads {
+    Score score[kAhead];
+    int32_t position[kAhead];
+  };
+  __device__ __forceinline__ void load(Reads& reads) const {
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       const int slot = threadIdx.x + i * kThreads;
-      if (slot < entries) held[i] = read(slot);
+      if (slot >= entries) continue;
+      reads.score[i] = scores[slot];
+      reads.position[i] = positions[slot];
+    }
+  }
+  __device__ __forceinline__ void hold(const Reads& reads) {
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const int slot = threadIdx.x + i * kThreads;
+      if (slot < entries) held[i] = make_cache_entry(static_cast<float>(reads.score[i]), reads.position[i], slot);
     }
   }
   // The lowest one behind `last`; an empty one where there is none.
@@ -51,30 +65,39 @@ struct EntrySearch {
   }
 };
 
-// The draft's keys and values to the rows behind the entries. By all threads.
-__device__ __forceinline__ void copy_draft(const CacheDraftParams& p, int b, int h) {
-  const int chunks = p.head_dim / 8;
-  for (int i = threadIdx.x; i < 2 * p.tokens * chunks; i += kThreads) {
-    const int row = i / chunks, col = i % chunks * 8;
+// The draft's keys and values go to the rows behind the entries, by all threads: chunk i of 2 * tokens * chunks, of which a
+// thread reads its first one ahead.
+struct DraftCopy {
+  const CacheDraftParams& p;
+  int b, h;
+
+  __device__ __forceinline__ int count() const { return 2 * p.tokens * (p.head_dim / 8); }
+  __device__ __forceinline__ uint4 read(int i) const {
+    const int chunks = p.head_dim / 8, row = i / chunks, col = i % chunks * 8;
     const bool is_value = row >= p.tokens;
     const int t = is_value ? row - p.tokens : row;
-    const void* from = is_value ? p.v_new : p.k_new;
-    void* to = is_value ? p.v_cache : p.k_cache;
-    const int64_t src = row_offset(is_value ? p.v_new_stride : p.k_new_stride, b, h, t) + col;
-    const int64_t dst = row_offset(is_value ? p.v_stride : p.k_stride, b, h, p.capacity + t) + col;
-    store_chunk(static_cast<uint16_t*>(to) + dst, load_chunk(static_cast<const uint16_t*>(from) + src, p.vec_new),
-                p.vec_cache);
+    const auto* from = static_cast<const uint16_t*>(is_value ? p.v_new : p.k_new);
+    return load_chunk(from + row_offset(is_value ? p.v_new_stride : p.k_new_stride, b, h, t) + col, p.vec_new);
   }
-}
+  __device__ __forceinline__ void write(int i, const uint4& x) const {
+    const int chunks = p.head_dim / 8, row = i / chunks, col = i % chunks * 8;
+    const bool is_value = row >= p.tokens;
+    const int t = is_value ? row - p.tokens : row;
+    auto* to = static_cast<uint16_t*>(is_value ? p.v_cache : p.k_cache);
+    store_chunk(to + row_offset(is_value ? p.v_stride : p.k_stride, b, h, p.capacity + t) + col, x, p.vec_cache);
+  }
+  __device__ __forceinline__ void finish(const uint4& first) const {
+    if (threadIdx.x < count()) write(threadIdx.x, first);
+    for (int i = threadIdx.x + kThreads; i < count(); i += kThreads) write(i, read(i));
+  }
+};
 
 // By one warp: a lane has a token, and the entries that another warp has found, lowest first.
-template <class Score>
-__device__ __forceinline__ DraftToken place_token(const CacheDraftParams& p, int b, int h,
+// `score`: of the lane's token, -inf where there is none. `seen`: of the sequence.
+__device__ __forceinline__ DraftToken place_token(const CacheDraftParams& p, float score, int seen,
                                                   const CacheEntry (&lowest)[kWarps][kMaxDraft]) {
   const int lane = threadIdx.x;
-  float score = -INFINITY;
-  if (lane < p.tokens) score = static_cast<float>(cleaned(read_new_score<Score>(p, b, h, lane)));
-  const int position = next_cache_position(p.seen[b], p.tokens);
+  const int position = next_cache_position(seen, p.tokens);
   DraftToken token = {-1, p.tokens, score, position + lane};
   CacheEntry entry, own;  // the lowest that is left of the other warp's, and this lane's token while it is held
   int taken = 0;
@@ -110,8 +133,20 @@ __global__ void __launch_bounds__(kThreads) draft_kernel(const CacheDraftParams 
   const int h = blockIdx.x % p.nheads_k, b = blockIdx.x / p.nheads_k;
   const int64_t first = static_cast<int64_t>(blockIdx.x) * p.capacity;
   EntrySearch<Score> search{static_cast<const Score*>(p.score) + first, p.position + first, p.capacity};
-  search.load();
-  copy_draft(p, b, h);
+  // All reads go out before any of them is waited for.
+  typename EntrySearch<Score>::Reads reads;
+  search.load(reads);
+  const DraftCopy copy{p, b, h};
+  uint4 chunk = make_uint4(0, 0, 0, 0);
+  if (threadIdx.x < copy.count()) chunk = copy.read(threadIdx.x);
+  Score token_score = static_cast<Score>(-INFINITY);
+  int seen = 0;
+  if (threadIdx.x < 32) {
+    if (threadIdx.x < p.tokens) token_score = read_new_score<Score>(p, b, h, threadIdx.x);
+    seen = p.seen[b];
+  }
+  search.hold(reads);
+  copy.finish(chunk);
   CacheEntry last = {0, 0, -1};  // before all others
 #pragma unroll 1
   for (int t = 0; t < p.tokens; ++t) {
@@ -120,7 +155,7 @@ __global__ void __launch_bounds__(kThreads) draft_kernel(const CacheDraftParams 
   }
   __syncthreads();
   if (threadIdx.x >= 32) return;
-  const DraftToken token = place_token<Score>(p, b, h, lowest);
+  const DraftToken token = place_token(p, static_cast<float>(cleaned(token_score)), seen, lowest);
   if (threadIdx.x < p.tokens) p.draft[static_cast<int64_t>(blockIdx.x) * p.tokens + threadIdx.x] = token;
 }
 
