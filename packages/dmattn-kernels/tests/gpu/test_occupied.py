@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+import subprocess
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
 
 import dmattn
+from toolkit import find_tool
 
 pytest.importorskip("dmattn_kernels")
 
@@ -45,6 +50,20 @@ LIMIT_NS = 5_000_000_000
 MAX_DYNAMIC_SMEM = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 
+@functools.cache
+def holding_code() -> bytes:
+    """HOLD as machine code, as the driver's compiler may be switched off; as it is without ptxas."""
+    ptxas = find_tool("ptxas")
+    if ptxas is None:
+        return HOLD
+    major, minor = torch.cuda.get_device_capability()
+    with tempfile.TemporaryDirectory() as folder:
+        source, code = Path(folder, "hold.ptx"), Path(folder, "hold.cubin")
+        source.write_bytes(HOLD.rstrip(b"\0"))
+        subprocess.run([ptxas, f"-arch=sm_{major}{minor}", "-o", code, source], check=True)
+        return code.read_bytes()
+
+
 def hold(words: torch.Tensor, blocks: int, stream: torch.cuda.Stream) -> None:
     """Starts that many of the blocks, one to an SM."""
     driver = ctypes.CDLL("libcuda.so.1")
@@ -54,7 +73,7 @@ def hold(words: torch.Tensor, blocks: int, stream: torch.cuda.Stream) -> None:
         assert status == 0, f"{name} failed with CUDA error {status}"
 
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
-    call("cuModuleLoadData", ctypes.byref(module), ctypes.c_char_p(HOLD))
+    call("cuModuleLoadData", ctypes.byref(module), ctypes.c_char_p(holding_code()))
     call("cuModuleGetFunction", ctypes.byref(function), module, ctypes.c_char_p(b"hold"))
     call("cuFuncSetAttribute", function, MAX_DYNAMIC_SMEM, SMEM)
     values = ctypes.c_uint64(words.data_ptr()), ctypes.c_uint64(LIMIT_NS)
