@@ -52,7 +52,7 @@ MAX_DYNAMIC_SMEM = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 @functools.cache
 def holding_code() -> bytes:
-    """HOLD as machine code, as the driver's compiler may be switched off; as it is without ptxas."""
+    """HOLD as machine code, where there is ptxas: the driver's compiler may be switched off."""
     ptxas = find_tool("ptxas")
     if ptxas is None:
         return HOLD
