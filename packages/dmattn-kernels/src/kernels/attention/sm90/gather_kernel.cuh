@@ -158,12 +158,12 @@ struct GatherConsumer {
       release(s.v_empty[v_place.stage]);
       v_place.advance();
     };
-    const auto step = [&](auto masked, auto& mma, auto& a, auto& b, auto& acc, int all_see)
+    const auto step = [&](auto masked, auto& mma, auto& a, auto& b, auto& acc, int seen)
                           __attribute__((always_inline)) {
                             release_stored();
                             start_both(Int<T::kBlockN>{}, mma, a, b, acc);
                             auto& found = fragments(acc);
-                            to_probabilities(masked, found, all_see);
+                            to_probabilities(masked, found, seen);
                             finish_output();
                             to_operand(found);
                             OnlineSoftmax<1>::rescale(out, keep);
