@@ -158,16 +158,15 @@ struct GatherConsumer {
       release(s.v_empty[v_place.stage]);
       v_place.advance();
     };
-    const auto step = [&](auto masked, auto& mma, auto& a, auto& b, auto& acc, int seen)
-                          __attribute__((always_inline)) {
-                            release_stored();
-                            start_both(Int<T::kBlockN>{}, mma, a, b, acc);
-                            auto& found = fragments(acc);
-                            to_probabilities(masked, found, seen);
-                            finish_output();
-                            to_operand(found);
-                            OnlineSoftmax<1>::rescale(out, keep);
-                          };
+    const auto step = [&](auto masked, auto& mma, auto& a, auto& b, auto& c, int seen) __attribute__((always_inline)) {
+      release_stored();
+      start_both(Int<T::kBlockN>{}, mma, a, b, c);
+      auto& found = fragments(c);
+      to_probabilities(masked, found, seen);
+      finish_output();
+      to_operand(found);
+      OnlineSoftmax<1>::rescale(out, keep);
+    };
     const auto tail_step = [&](auto keys, int seen_by_all) __attribute__((always_inline)) {
       constexpr int kKeys = decltype(keys)::value;
       typename T::template TailMma<kKeys> tail_mma;
