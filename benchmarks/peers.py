@@ -404,6 +404,8 @@ def compiled_flex() -> Callable[..., Tensor]:
     from torch.nn.attention.flex_attention import flex_attention
 
     functorch_config.donated_buffer = False  # the timed backward runs more than once
+    # Each case compiles anew. Beyond this limit torch would run its slow definition instead.
+    torch._dynamo.config.recompile_limit = 64
     return torch.compile(flex_attention, dynamic=False)
 
 
