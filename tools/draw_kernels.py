@@ -166,7 +166,9 @@ def kernel_map(path: Path) -> None:
     pack = before(64, "pack.cu\nbits of a dense mask")
     compact = before(71, "compact.cu\nlist of a key mask")
     bwd90 = kernel(
-        40, "sm90/bwd_kernel.cuh\ndense without mask and bias,\nlists of row blocks", DARK
+        40,
+        "sm90/bwd_kernel.cuh\nmasks, biases, windows, lists;\nabove 128: bwd_wide_kernel.cuh",
+        DARK,
     )
     bwd80 = kernel(56, "sm80/bwd_kernel.cuh\neverything else, tiled or gathered", MIDDLE, 6)
     convert = after(39, "convert_dq.cu\ndq rounded, in order")
@@ -175,7 +177,7 @@ def kernel_map(path: Path) -> None:
 
     fwd = operation(80, "dmattn_fwd")
     fwd_plan = plan(79, "plan_fwd\nwalk, unit, level,\nsplits")
-    fwd90 = kernel(72, "sm90/fwd_kernel.cuh\ndense without mask, bias, softcap", DARK, 5)
+    fwd90 = kernel(72, "sm90/fwd_kernel.cuh\nmasks, biases, windows, packed", DARK, 5)
     gather90 = kernel(78, "sm90/gather_kernel.cuh\nlists of kept keys, bias per key", DARK, 5)
     fwd80 = kernel(84, "sm80/fwd_kernel.cuh\neverything else, tiled or gathered", MIDDLE, 5)
     decode = kernel(92.5, "sm80/decode_kernel.cuh\none query row, with its splits", MIDDLE, 5)
@@ -202,14 +204,14 @@ def kernel_map(path: Path) -> None:
     backward = (
         *((bwd, bwd_plan), (bwd_plan, preprocess), (bwd_plan, chunks), (bwd_plan, schedule)),
         *((bwd_plan, pack), (bwd_plan, compact), (preprocess, bwd90), (preprocess, bwd80)),
-        *((chunks, bwd90), (schedule, bwd80), (pack, bwd80), (compact, bwd80)),
+        *((chunks, bwd90), (schedule, bwd80), (pack, bwd90), (pack, bwd80), (compact, bwd80)),
         *((bwd90, convert), (bwd90, reduce), (bwd90, dbias)),
         *((bwd80, convert), (bwd80, reduce), (bwd80, dbias)),
     )
     forward = (
         *((fwd, fwd_plan), (fwd_plan, pack), (fwd_plan, compact), (fwd_plan, fwd90)),
         *((fwd_plan, gather90), (fwd_plan, fwd80), (fwd_plan, decode), (pack, fwd80)),
-        *((pack, decode), (compact, gather90), (compact, fwd80), (compact, decode)),
+        *((pack, fwd90), (pack, decode), (compact, gather90), (compact, fwd80), (compact, decode)),
         *((fwd80, combine),),
     )
     for colour, pairs in ((LINES, others), (ORANGE, backward), (DARK, forward)):
