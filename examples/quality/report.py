@@ -13,6 +13,7 @@ from quality.plan import JOINED, JOINED_FAR, RECALL, TEXT
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
 BEGIN, END = "<!-- results: written by --render -->", "<!-- end of results -->"
 COLORS = {FULL: "#4361ee", SLIDING: "#8d99ae", TOP: "#b5179e"}
@@ -179,13 +180,24 @@ def finish(ax: Axes) -> None:
     ax.spines[["top", "right"]].set_visible(False)
 
 
+def two_columns(count: int) -> tuple[Figure, list[Axes]]:
+    """So many panels, two in a row: more would be too small to read on a page."""
+    columns = min(count, 2)
+    rows = -(-count // columns)
+    figure, grid = plt.subplots(
+        rows, columns, figsize=(5 * columns, 3.6 * rows), layout="constrained", squeeze=False
+    )
+    panels = list(grid.flat)
+    for spare in panels[count:]:
+        spare.set_visible(False)
+    return figure, panels[:count]
+
+
 def plot_losses(path: Path, results: Results) -> None:
     """Held-out loss over the steps, a panel a task."""
     tasks = tasks_of(results)
-    figure, panels = plt.subplots(
-        1, len(tasks), figsize=(5 * len(tasks), 3.8), layout="constrained", squeeze=False
-    )
-    for ax, task in zip(panels[0], tasks, strict=True):
+    figure, panels = two_columns(len(tasks))
+    for ax, task in zip(panels, tasks, strict=True):
         for attention in ATTENTIONS:
             # Untrained, the loss on text would take most of the panel.
             first = 1 if task == TEXT else 0
@@ -198,7 +210,7 @@ def plot_losses(path: Path, results: Results) -> None:
         if task != TEXT:
             ax.set_ylim(bottom=0)
         finish(ax)
-    panels[0][0].legend(frameon=False)
+    panels[0].legend(frameon=False)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
@@ -206,15 +218,8 @@ def plot_losses(path: Path, results: Results) -> None:
 def plot_recall(path: Path, results: Results) -> None:
     """Share of right answers against the distance to the value, a panel a task."""
     tasks = [task for task in tasks_of(results) if task != TEXT]
-    figure, panels = plt.subplots(
-        1,
-        max(1, len(tasks)),
-        figsize=(6 * max(1, len(tasks)), 3.8),
-        layout="constrained",
-        squeeze=False,
-        sharey=True,
-    )
-    for ax, task in zip(panels[0], tasks, strict=False):
+    figure, panels = two_columns(max(1, len(tasks)))
+    for ax, task in zip(panels, tasks, strict=False):
         config = results["setups"][task]["config"]
         for attention in ATTENTIONS:
             finals = [run["final"] for run in runs_of(results, task, attention)]
@@ -233,8 +238,8 @@ def plot_recall(path: Path, results: Results) -> None:
         ax.set_yticks([0, 0.2, 0.4, 0.6, 0.8, 1])
         ax.set_title(TASKS[task])
         finish(ax)
-    panels[0][0].set_ylabel("share of right answers")
-    panels[0][0].legend(frameon=False, loc="upper right", ncols=3)
+    panels[0].set_ylabel("share of right answers")
+    panels[0].legend(frameon=False, loc="upper right", ncols=3, fontsize="small")
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
