@@ -29,6 +29,7 @@ ON_CUDA = {
     "attn_mask has rows of its own": half(mask=ROWS),
     "the backward takes 2 launches": half(mask=torch.ones(1, 4, 1, 300, dtype=torch.bool)),
     "attn_bias has rows of its own and is read": half(bias=torch.zeros(ROWS.shape)),
+    "rows that do not start on 16 bytes": half(bias=torch.zeros(ROWS.shape, dtype=torch.bfloat16)),
     "softcap": half(softcap=5.0),
     "deterministic": half(deterministic=True),
 }
@@ -44,7 +45,7 @@ def test_what_is_fast_on_the_compiled_kernels() -> None:
     fast = [
         half(is_causal=True),
         half(128, mask=KEYS, bias=torch.zeros(1, 2, 1, 300)),
-        half(256, bias=torch.zeros(ROWS.shape, dtype=torch.bfloat16)),
+        half(256, bias=torch.zeros((1, 1, 300, 304), dtype=torch.bfloat16)[..., :300]),
     ]
     assert [registry.named("cuda").slow_paths(problem) for problem in fast] == [[], [], []]
 

@@ -1,9 +1,16 @@
 """What makes a problem slower on the compiled kernels than one like it, in sentences for a user."""
 
+from torch import Tensor
+
 from dmattn.checks import HEAD_DIM_MULTIPLE
 from dmattn.problem import Problem
 
 _TILE_HEAD_DIMS = (64, 128, 256)
+_ODD_ROWS = (
+    "attn_bias has rows that do not start on 16 bytes, which Hopper's copy engine does not take: "
+    "up to twice the time. A view of a tensor whose rows are padded to a multiple of 16 bytes has "
+    "rows that do"
+)
 
 
 def slow_paths(problem: Problem) -> list[str]:
@@ -52,11 +59,16 @@ def _biases(problem: Problem) -> list[str]:
     mask = problem.mask
     beside_keys = mask is not None and not _has_rows(problem, mask.shape)
     if bias.dtype == problem.q.dtype and bias.stride(-1) == 1 and not beside_keys:
-        return []
+        return [] if _starts_rows_on_16_bytes(bias) else [_ODD_ROWS]
     return [
         "attn_bias has rows of its own and is read element by element: it is float32, its last "
         "stride is not 1, or attn_mask is alike for all rows"
     ]
+
+
+def _starts_rows_on_16_bytes(bias: Tensor) -> bool:
+    places = (bias.storage_offset(), *bias.stride()[:-1])
+    return all(place * bias.element_size() % 16 == 0 for place in places)
 
 
 def _settings(problem: Problem) -> list[str]:
