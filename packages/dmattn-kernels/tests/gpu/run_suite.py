@@ -80,6 +80,7 @@ class Workers:
             **(NO_JIT if self.target.family else {}),
             # One thread each for host-side work: there are many workers.
             "OMP_NUM_THREADS": "1",
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",  # or each one starts a process for every core
             "PYTHONUNBUFFERED": "1",
         }
         log = self._folder / f"worker-{index}.log"
