@@ -38,26 +38,36 @@ void clear_dkv(const BwdParams& kernel, cudaStream_t stream) {
   clear(kernel.dv, kernel.dv_stride);
 }
 
-void prepare(const BwdPlan& plan, cudaStream_t stream) {
-  check_cuda(bwd_preprocess(plan.preprocess, plan.unit.dtype, stream), "preparing lse and delta");
+// The sums that a round starts from; those of all rounds are at their beginning.
+Cleared zeros_of(const BwdPlan& plan, const BwdRound& round, bool is_first) {
+  const size_t begin = is_first ? 0 : plan.once_zero_bytes;
+  const size_t end = plan.once_zero_bytes + plan.round_zero_bytes + (round.continues() ? 0 : plan.dkv_zero_bytes);
+  return {static_cast<char*>(plan.scratch_zeros) + begin, end - begin};
+}
+
+// Returns whether the sums of the first round have been cleared, too: of a small call that spares the host a launch.
+bool prepare(const BwdPlan& plan, cudaStream_t stream) {
+  Cleared cleared;
+  if (plan.launches) {
+    const Cleared first = zeros_of(plan, BwdRound{}, /*is_first=*/true);
+    if (bwd_preprocess_clears(plan.preprocess, first.bytes)) cleared = first;
+  }
+  check_cuda(bwd_preprocess(plan.preprocess, cleared, plan.unit.dtype, stream), "preparing lse and delta");
   if (plan.dbias_zero_bytes > 0) {
     check_cuda(cudaMemsetAsync(plan.dbias, 0, plan.dbias_zero_bytes, stream), "clearing dbias");
   }
-  if (!plan.launches) return;
+  if (!plan.launches) return false;
   if (plan.walk == KeyWalk::kMaskList) {
     check_cuda(compact_keys(plan.mask, plan.kernel.keys, stream), "listing the keys of the mask");
   } else if (has_mask(plan.mask)) {
     check_cuda(pack_mask(plan.mask, plan.kernel.mask, stream), "packing the mask");
   }
   if (is_gathered(plan.walk)) clear_dkv(plan.kernel, stream);
+  return cleared.bytes > 0;
 }
 
-void clear_sums(const BwdPlan& plan, const BwdRound& round, bool is_first, cudaStream_t stream) {
-  const size_t begin = is_first ? 0 : plan.once_zero_bytes;
-  const size_t end = plan.once_zero_bytes + plan.round_zero_bytes + (round.continues() ? 0 : plan.dkv_zero_bytes);
-  if (begin == end) return;
-  check_cuda(cudaMemsetAsync(static_cast<char*>(plan.scratch_zeros) + begin, 0, end - begin, stream),
-             "clearing the accumulators");
+void clear_sums(const Cleared& zeros, cudaStream_t stream) {
+  if (zeros.bytes > 0) check_cuda(cudaMemsetAsync(zeros.begin, 0, zeros.bytes, stream), "clearing the accumulators");
 }
 
 void launch_kernel(const BwdPlan& plan, BwdParams p, BwdLauncher unit, cudaStream_t stream) {
@@ -109,10 +119,11 @@ void finish_sums(const BwdPlan& plan, const BwdRound& round, const BwdParams& ke
   }
 }
 
-void launch_rounds(const BwdPlan& plan, cudaStream_t stream) {
+// is_cleared: the sums of the first round are zeros.
+void launch_rounds(const BwdPlan& plan, bool is_cleared, cudaStream_t stream) {
   bool is_first = true;
   for_each_round(plan, [&](const BwdRound& round) {
-    clear_sums(plan, round, is_first, stream);
+    if (!(is_first && is_cleared)) clear_sums(zeros_of(plan, round, is_first), stream);
     is_first = false;
     const BwdParams kernel = bwd_round_params(plan, round);
     launch_kernels(plan, kernel, stream);
@@ -135,8 +146,8 @@ void launch(const BwdPlan& plan, const dmattn_bwd_params& p, cudaStream_t stream
     return;
   }
   if (plan.is_empty()) return;
-  prepare(plan, stream);
-  if (plan.launches) launch_rounds(plan, stream);
+  const bool is_cleared = prepare(plan, stream);
+  if (plan.launches) launch_rounds(plan, is_cleared, stream);
   finish_dbias(plan, stream);
 }
 

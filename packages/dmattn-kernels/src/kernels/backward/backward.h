@@ -4,12 +4,23 @@
 
 #include <cuda_runtime_api.h>
 
+#include <cstddef>
+
 #include "../helper_params.h"
 
 namespace dmattn {
 
-// delta = rowsum(out * dout) - dlse; lse copied with +inf for rows that keep nothing or lie past seqlen_q.
-cudaError_t bwd_preprocess(const BwdPreprocessParams& p, Dtype dtype, cudaStream_t stream);
+// Memory that starts as zeros. Both numbers are multiples of 16.
+struct Cleared {
+  void* begin = nullptr;
+  size_t bytes = 0;
+};
+
+// delta = rowsum(out * dout) - dlse; lse copied with +inf for rows that keep nothing or lie past seqlen_q. `cleared` is
+// written as well: see bwd_preprocess_clears().
+cudaError_t bwd_preprocess(const BwdPreprocessParams& p, const Cleared& cleared, Dtype dtype, cudaStream_t stream);
+// Whether it has the thread blocks to clear so much about as fast as a memset, whose launch is then saved.
+bool bwd_preprocess_clears(const BwdPreprocessParams& p, size_t bytes);
 
 // Fills `schedule` (see BwdParams) for gathered lists: as many splits as keep tiles * splits <= max_work, at least 1,
 // at most max_splits, and only 1 when there are more than max_tiles tiles (accumulators). even_blocks: how many thread

@@ -11,6 +11,8 @@ using namespace prep;
 
 constexpr int kThreads = 256;
 constexpr int kRows = 64;  // rows of one (batch, head) a block
+// Of what a block clears. The sums of dq of its rows, the most of it in most calls, are 64 KB at head_dim 256.
+constexpr int64_t kMostClearedBytes = int64_t{128} << 10;
 
 // The rows of the tensors that kRows entries of the results from row0 on stand for: the others are padding.
 struct Rows {
@@ -23,10 +25,20 @@ __device__ __forceinline__ Rows find_rows(const BwdPreprocessParams& p, int row0
   return {found.first + skipped, found.rows - skipped};
 }
 
+// The blocks share it evenly, neighbours writing one behind the other.
+__device__ __forceinline__ void clear(const Cleared& cleared) {
+  uint4* const words = static_cast<uint4*>(cleared.begin);
+  const int64_t count = static_cast<int64_t>(cleared.bytes / sizeof(uint4));
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < count; i += step) {
+    words[i] = make_uint4(0, 0, 0, 0);
+  }
+}
+
 // kLanes lanes hold a row, eight columns each. Heads are the fastest block index: in the usual (b, s, h, d) layout
 // the blocks in flight together then read one contiguous range.
 template <class Element, int kLanes, bool kVec>
-__global__ void __launch_bounds__(kThreads) preprocess_kernel(const BwdPreprocessParams p) {
+__global__ void __launch_bounds__(kThreads) preprocess_kernel(const BwdPreprocessParams p, const Cleared cleared) {
   constexpr int kRowsPerPass = kThreads / kLanes;
   constexpr int kPasses = kRows / kRowsPerPass;
   constexpr int kBatch = kPasses < 4 ? kPasses : 4;  // loads in flight: 2 * kBatch * 16 bytes a thread
@@ -64,6 +76,7 @@ __global__ void __launch_bounds__(kThreads) preprocess_kernel(const BwdPreproces
       if (lane == 0) dots[(pass0 + i) * kRowsPerPass + group] = dot;
     }
   }
+  clear(cleared);
   __syncthreads();
   const int row = threadIdx.x;
   if (row >= kRows || row0 + row >= p.seqlen_q_rounded) return;
@@ -85,22 +98,29 @@ __global__ void __launch_bounds__(kThreads) preprocess_kernel(const BwdPreproces
   p.delta[dst] = delta;
 }
 
+int64_t blocks_of(const BwdPreprocessParams& p) {
+  return static_cast<int64_t>(p.batch) * p.nheads * ceil_div(p.seqlen_q_rounded, kRows);
+}
+
 template <class Element, int kLanes>
-cudaError_t launch_preprocess(const BwdPreprocessParams& p, cudaStream_t stream) {
-  const int64_t blocks = static_cast<int64_t>(p.batch) * p.nheads * ceil_div(p.seqlen_q_rounded, kRows);
+cudaError_t launch_preprocess(const BwdPreprocessParams& p, const Cleared& cleared, cudaStream_t stream) {
   const auto kernel =
       p.vec_out && p.vec_dout ? preprocess_kernel<Element, kLanes, true> : preprocess_kernel<Element, kLanes, false>;
-  return launch(kernel, blocks, kThreads, 0, stream, p);
+  return launch(kernel, blocks_of(p), kThreads, 0, stream, p, cleared);
 }
 
 }  // namespace
 
-cudaError_t bwd_preprocess(const BwdPreprocessParams& p, Dtype dtype, cudaStream_t stream) {
+bool bwd_preprocess_clears(const BwdPreprocessParams& p, size_t bytes) {
+  return static_cast<int64_t>(bytes) <= kMostClearedBytes * blocks_of(p);
+}
+
+cudaError_t bwd_preprocess(const BwdPreprocessParams& p, const Cleared& cleared, Dtype dtype, cudaStream_t stream) {
   return with_half_type(dtype, [&](auto element) {
     using Element = decltype(element);
-    if (p.head_dim <= 64) return launch_preprocess<Element, 8>(p, stream);
-    if (p.head_dim <= 128) return launch_preprocess<Element, 16>(p, stream);
-    return launch_preprocess<Element, 32>(p, stream);
+    if (p.head_dim <= 64) return launch_preprocess<Element, 8>(p, cleared, stream);
+    if (p.head_dim <= 128) return launch_preprocess<Element, 16>(p, cleared, stream);
+    return launch_preprocess<Element, 32>(p, cleared, stream);
   });
 }
 
