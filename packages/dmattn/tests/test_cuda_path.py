@@ -29,7 +29,7 @@ from dmattn.checks import check
 from dmattn.key_lists import Selection
 from dmattn.ops import cache, keys
 from dmattn.ops import selection as ops_select
-from dmattn.problem import Needs, Problem, Results, empty_results
+from dmattn.problem import Needs, Packing, Problem, Results, empty_results
 
 FLOAT16, BFLOAT16, FLOAT32, BOOL, INT32, INT64 = 1, 2, 3, 4, 5, 6
 WORKSPACE = 4096
@@ -189,6 +189,53 @@ def test_a_module_that_reads_tensors_gets_them(
         assert all(a is b for a, b in zip(call["selection"], lists, strict=True))
     assert forward["cu_seqlens_q"] is None and backward["dk"] is None
     assert backward["dq"] is grads.q and backward["dbias"] is grads.bias
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("needs", [Needs(True, True, True, True), Needs(False, True, False, False)])
+def test_a_prepared_call_hands_on_what_the_first_one_did(
+    recorder: Recorder, has_bias: bool, needs: Needs
+) -> None:
+    q, k, v = half(2, 4, 5, 64).transpose(1, 2), half(2, 7, 2, 64), half(2, 7, 4, 64)[:, :, ::2]
+    mask = torch.ones(1, 1, 1, 7, dtype=torch.bool)
+    bias = torch.randn(2, 2, 1, 7) if has_bias else None
+    problem = Problem(q, k, v, mask, bias, None, 0.25, True, 3.0, True)
+    dout, dlse = half(2, 5, 4, 1).expand(2, 5, 4, 64), torch.randn(2, 5, 4).mT
+    results = cuda.forward(problem)
+    grads = cuda.backward(problem, results, dout, dlse, needs)
+    call = CudaBackend().prepare(problem)
+    assert call is not None
+    again = call.forward(q, k, v, mask, bias, True)
+    few = call.backward(problem[:5], again, dout, dlse, needs[:4])
+    for wanted, found in zip((*results, *grads[:3]), (*again, *few[:3]), strict=True):
+        if found is not None:
+            assert wanted is not None and wanted.shape == found.shape
+            assert wanted.stride() == found.stride() and wanted.dtype == found.dtype
+    wanted_needs = (*needs[:3], needs.bias and has_bias)
+    assert tuple(grad is not None for grad in few) == wanted_needs
+    made = {"out", "lse", "lse_rest", "dout", "dlse", "dq", "dk", "dv", "dbias"}
+    for first, second in zip(recorder.calls[:2], recorder.calls[2:], strict=True):
+        assert first.keys() == second.keys()
+        for name, value in first.items():  # of memory that is new, all but the address
+            start = 1 if name in made and value is not None else 0
+            assert (value[1:] if start else value) == (second[name][1:] if start else second[name])
+    assert call.forward(q, k, v, mask, bias, False)[2] is None
+
+
+def test_calls_that_need_more_are_not_prepared() -> None:
+    problem = Problem(half(2, 5, 4, 64), half(2, 7, 2, 64), half(2, 7, 2, 64))
+    packing = Packing(torch.tensor([0, 5]).int(), torch.tensor([0, 7]).int(), 5, 7)
+    lists = select_keys(torch.randn(2, 2, 1, 7), 3, query_len=5).lists
+    others = (
+        problem._replace(sinks=torch.ones(4)),
+        problem._replace(packing=packing),
+        problem._replace(key_lists=lists),
+        problem._replace(q=half(2, 5, 4, 20), k=half(2, 7, 2, 20), v=half(2, 7, 2, 20)),
+        problem._replace(q=half(2, 0, 4, 64)),
+        problem._replace(k=half(2, 0, 2, 64), v=half(2, 0, 2, 64)),
+    )
+    assert CudaBackend().prepare(problem) is not None
+    assert [CudaBackend().prepare(x) for x in others] == [None] * 6
 
 
 @pytest.mark.parametrize("missing", [0, WORKSPACE])

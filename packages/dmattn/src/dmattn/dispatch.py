@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from dmattn.backends import registry, sinks
-from dmattn.backends.base import Backend
+from dmattn.backends.base import Backend, Prepared
 from dmattn.key_lists import Selection
 from dmattn.ops import attention as ops
 from dmattn.ops.selection import select_keys
@@ -145,15 +145,7 @@ class _Eager(torch.autograd.Function):
         graph, retained = ctx.graph, _graph_is_retained()
         if not retained:
             ctx.graph = None
-        # With a graph of the backward, or gradients that are more than tensors of numbers (such as
-        # batches of them), the operator knows what to do, or what to say.
-        if (
-            torch.is_grad_enabled()
-            or torch.compiler.is_compiling()
-            or not is_direct(dout, dlse, out, problem.q)
-            or is_batch(dout)
-            or (dlse is not None and is_batch(dlse))
-        ):
+        if _is_for_operator(dout, dlse, out, problem.q):
             name = ctx.backend.name
             grads = ops.differentiate(problem, results, dout, dlse, needs, name)
         elif graph is not None:
@@ -188,16 +180,86 @@ def _graph_is_retained() -> bool:
     return _IS_RETAINED is not None and _IS_RETAINED()
 
 
-def _direct_apply() -> Callable[..., Any]:
-    """`_Eager.apply` without what it does for functorch, which never gets here."""
+class _Known(torch.autograd.Function):
+    """`_Eager` for a call that its backend is prepared for."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        bias: Tensor | None,
+        mask: Tensor | None,
+        call: Prepared,
+        with_lse: bool,
+    ) -> tuple[Tensor, Tensor] | Tensor:
+        results = call.forward(q, k, v, mask, bias, True)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, mask, bias, *results)
+        ctx.call = call
+        return results[:2] if with_lse else results[0]
+
+    @staticmethod
+    def backward(
+        ctx: Any, dout: Tensor | None, dlse: Tensor | None = None
+    ) -> tuple[Tensor | None, ...]:
+        q, k, v, mask, bias, out, lse, rest = ctx.saved_tensors
+        if dout is None:
+            dout = torch.zeros_like(out)
+        call, operands, needs = ctx.call, (q, k, v, mask, bias), ctx.needs_input_grad[:4]
+        if not _is_for_operator(dout, dlse, out, q):
+            grads = call.backward(operands, (out, lse, rest), dout, dlse, needs)
+            return (*grads, None, None, None)
+        problem, results = call.problem(*operands), Results(out, lse, rest)
+        found = ops.differentiate(problem, results, dout, dlse, Needs(*needs), call.backend)
+        wanted = (grad if need else None for grad, need in zip(found, needs, strict=False))
+        return (*wanted, None, None, None)
+
+
+def attend_prepared(
+    call: Prepared, operands: tuple[Any, ...], with_lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """As `attend_directly`, of operands without sinks for which a backend is prepared."""
+    q, k, v, mask, bias, _ = operands
+    if torch.is_grad_enabled() and (
+        q.requires_grad
+        or k.requires_grad
+        or v.requires_grad
+        or (bias is not None and bias.requires_grad)
+    ):
+        found = _apply_known(q, k, v, bias, mask, call, with_lse)
+        return found if with_lse else (found, None)
+    out, lse, _ = call.forward(q, k, v, mask, bias, False)
+    return out, lse
+
+
+def _is_for_operator(dout: Tensor, dlse: Tensor | None, out: Tensor, q: Tensor) -> bool:
+    """Whether a backward has to go through the operator, which knows what to do, or what to say.
+
+    With a graph of the backward, or gradients that are more than tensors of numbers (such as
+    batches of them).
+    """
+    return (
+        torch.is_grad_enabled()
+        or torch.compiler.is_compiling()
+        or not is_direct(dout, dlse, out, q)
+        or is_batch(dout)
+        or (dlse is not None and is_batch(dlse))
+    )
+
+
+def _direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """`function.apply` without what it does for functorch, which never gets here."""
     try:
-        direct: Callable[..., Any] = super(torch.autograd.Function, _Eager).apply
+        above: Any = super(torch.autograd.Function, function)
+        direct: Callable[..., Any] = above.apply
     except AttributeError:
-        return _Eager.apply
+        return function.apply
     return direct
 
 
-_apply_eager = _direct_apply()
+_apply_eager, _apply_known = _direct_apply(_Eager), _direct_apply(_Known)
 
 
 class _Transformed(torch.autograd.Function):

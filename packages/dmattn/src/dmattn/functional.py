@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dmattn.arguments import check_scores, check_window_size, checked_problem
 from dmattn.backends import registry
-from dmattn.dispatch import attend, attend_directly
+from dmattn.dispatch import attend, attend_directly, attend_prepared
 from dmattn.kept_keys import (
     Kept,
     check_selection,
@@ -238,6 +238,9 @@ def flash_dmattn_func(
         out, lse = _attend(problem, backend)
         if kind is not None:
             remember(kind, operands, problem, backend)
+    elif known.prepared is not None and window_size is None and not return_attn_probs:
+        out, lse = attend_prepared(known.prepared, operands, bool(return_lse))
+        return (out, lse) if return_lse else out
     else:
         problem, stretch = _known_problem(
             known.problem(operands), window_size, attn_bias, state, return_state

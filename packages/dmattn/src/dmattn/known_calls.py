@@ -13,7 +13,7 @@ import torch
 
 from dmattn.arguments import is_autocast
 from dmattn.backends import registry
-from dmattn.backends.base import Backend
+from dmattn.backends.base import Backend, Prepared
 from dmattn.backends.cuda import kernels
 from dmattn.dispatch import PLAIN_TYPES, is_direct, may_autocast, nobody_intercepts
 from dmattn.problem import Packing, Problem
@@ -34,11 +34,13 @@ class Known(NamedTuple):
         settings: those of its problem.
         backend: the one that computes it.
         backends: those that it was chosen from.
+        prepared: what the backend offers for calls whose operands are those of the problem.
     """
 
     settings: tuple[Any, ...]
     backend: Backend
     backends: list[Backend]
+    prepared: Prepared | None
 
     def problem(self, operands: tuple[Any, ...], packing: Packing | None = None) -> Problem:
         """The problem of another call of the kind, of its query, key, value, mask, bias, sinks."""
@@ -140,7 +142,9 @@ def remember(kind: Kind, operands: tuple[Any, ...], problem: Problem, backend: s
     if chosen.goes_by_kind:
         if len(_known) >= MOST_KINDS:
             _known.clear()
-        _known[kind] = Known(problem.settings, chosen, list(registry.BACKENDS))
+        are_its_own = all(x is y for x, y in zip(operands, problem, strict=False))
+        prepared = chosen.prepare(problem) if are_its_own else None
+        _known[kind] = Known(problem.settings, chosen, list(registry.BACKENDS), prepared)
 
 
 def forget() -> None:

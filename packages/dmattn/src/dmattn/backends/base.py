@@ -1,6 +1,7 @@
 """What an implementation of attention has to offer to be listed in the registry."""
 
 from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,49 @@ class Graph(ABC):
         retain: bool,
     ) -> Gradients:
         """As `Backend.backward`; releases what the graph holds unless it is to be retained."""
+
+
+class Prepared(ABC):
+    """What a backend has worked out for all calls of a kind, so that a small one takes little time.
+
+    Without sinks, packing and key lists. It holds no tensors, and several threads may use it.
+
+    Attributes:
+        backend: the name of the backend.
+    """
+
+    def __init__(self, backend: str, problem: Problem) -> None:
+        self.backend = backend
+        self._settings: tuple[Any, ...] = problem.settings
+
+    def problem(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None
+    ) -> Problem:
+        """The problem of a call of the kind."""
+        return Problem(q, k, v, mask, bias, None, *self._settings)
+
+    @abstractmethod
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        bias: Tensor | None,
+        for_backward: bool,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """As `Backend.forward`."""
+
+    @abstractmethod
+    def backward(
+        self,
+        operands: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None],
+        results: tuple[Tensor, Tensor, Tensor | None],
+        dout: Tensor,
+        dlse: Tensor | None,
+        needs: tuple[bool, bool, bool, bool],
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        """As `Backend.backward`, but None where a gradient is not needed."""
 
 
 class Backend(ABC):
@@ -79,6 +123,13 @@ class Backend(ABC):
         Raises:
             RuntimeError: it cannot run on this machine, or on the device of the problem.
         """
+
+    def prepare(self, problem: Problem) -> Prepared | None:
+        """For further calls of the kind of this problem, which has been computed; None: nothing.
+
+        Asked of backends that `goes_by_kind` only.
+        """
+        return None
 
     def forward_with_graph(self, problem: Problem) -> tuple[Results, Graph] | None:
         """`forward`, and a graph whose backward costs less than that from the results alone.

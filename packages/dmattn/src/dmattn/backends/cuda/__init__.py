@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from dmattn.backends.base import Backend
-from dmattn.backends.cuda import attention, kernels, slow_paths
+from dmattn.backends.base import Backend, Prepared
+from dmattn.backends.cuda import attention, kernels, prepared, slow_paths
 from dmattn.checks import HEAD_DIM_MULTIPLE, wrong_strides
 from dmattn.problem import Gradients, Needs, Problem, Results
 from dmattn.validation import one_of
@@ -57,6 +57,9 @@ class CudaBackend(Backend):
 
     def forward(self, problem: Problem, for_backward: bool = True) -> Results:
         return attention.forward(problem, for_backward)
+
+    def prepare(self, problem: Problem) -> Prepared | None:
+        return prepared.PreparedCall(self.name, problem) if prepared.suits(problem) else None
 
     def backward(
         self, problem: Problem, results: Results, dout: Tensor, dlse: Tensor | None, needs: Needs

@@ -42,13 +42,13 @@ class Kernels(NamedTuple):
 
     Attributes:
         core: the module.
-        at_once: its functions that do all of a call, by operation; empty where it cannot read
-            tensors of torch, or is of a release that had none.
+        at_once: its functions that do all of a call, by name; empty where it cannot read tensors of
+            torch, or is of a release that had none.
         view: makes of a tensor what it takes.
     """
 
     core: Any
-    at_once: dict[Operation, Callable[..., int]]
+    at_once: dict[str, Callable[..., int]]
     view: Callable[[Tensor], Any]
 
 
@@ -96,8 +96,8 @@ def load_kernels() -> Kernels:
         return Kernels(core, {}, functools.partial(_described, codes))
     if hasattr(core, "kind_of"):
         kind_readers[:] = [core.kind_of]
-    found = {x: getattr(core, x.at_once, None) for x in _OPERATIONS}
-    return Kernels(core, {x: call for x, call in found.items() if call is not None}, _as_it_is)
+    names = [x.at_once for x in _OPERATIONS if hasattr(core, x.at_once)]
+    return Kernels(core, {name: getattr(core, name) for name in names}, _as_it_is)
 
 
 def check_device(device: int) -> None:
@@ -157,7 +157,7 @@ def launch(operation: Operation, on: Tensor, *arguments: Any) -> None:
     """
     core, at_once, view = load_kernels()
     stream = torch._C._cuda_getCurrentRawStream(arguments[0])
-    call = at_once.get(operation)
+    call = at_once.get(operation.at_once)  # by a string, which keeps its hash
     if call is not None and call(*arguments, stream) == 0:
         return
     params = getattr(core, operation.params)(*(_viewed(x, view) for x in arguments))

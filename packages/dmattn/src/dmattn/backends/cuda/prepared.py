@@ -1,0 +1,97 @@
+"""Calls of a kind that has been seen before, on NVIDIA GPUs: allocations, and a launch.
+
+`dmattn.backends.cuda.attention` computes the same from any problem. It looks at each for what these
+calls are known not to have.
+"""
+
+import torch
+from torch import Tensor
+
+from dmattn.backends.base import Prepared
+from dmattn.backends.cuda.kernels import BACKWARD, FORWARD, launch
+from dmattn.checks import HEAD_DIM_MULTIPLE
+from dmattn.problem import Problem
+
+_NO_PACKING_NO_WINDOW = (None, None, 0, 0, 0)
+
+
+def suits(problem: Problem) -> bool:
+    """Whether calls of the kind of this problem need nothing but allocations and a launch."""
+    return (
+        problem.sinks is None
+        and problem.packing is None
+        and problem.key_lists is None
+        and problem.q.shape[-1] % HEAD_DIM_MULTIPLE == 0
+        and problem.q.numel() > 0
+        and problem.k.numel() > 0
+    )
+
+
+class PreparedCall(Prepared):
+    """For problems that `suits`, on a device that the kernels serve."""
+
+    def __init__(self, backend: str, problem: Problem) -> None:
+        super().__init__(backend, problem)
+        batch, rows, nheads, _ = problem.q.shape
+        self._device = problem.q.get_device()
+        # With strides, as torch has less to do then.
+        self._lse_shape = (batch, nheads, rows)
+        self._lse_stride = (nheads * rows, rows, 1)
+        self._forward_settings = (*problem.kernel_settings, 0, None)
+        self._backward_settings = (*problem.kernel_settings, problem.deterministic, None)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        bias: Tensor | None,
+        for_backward: bool,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        lse = q.new_empty_strided(self._lse_shape, self._lse_stride, dtype=torch.float32)
+        rest = torch.empty_like(lse) if for_backward and bias is not None else None
+        launch(
+            FORWARD,
+            q,
+            *(self._device, q, k, v, mask, bias, out, lse, *self._forward_settings, rest),
+            *_NO_PACKING_NO_WINDOW,
+        )
+        return out, lse, rest
+
+    def backward(
+        self,
+        operands: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None],
+        results: tuple[Tensor, Tensor, Tensor | None],
+        dout: Tensor,
+        dlse: Tensor | None,
+        needs: tuple[bool, bool, bool, bool],
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        q, k, v, mask, bias = operands
+        out, lse, rest = results
+        if dout.stride(-1) != 1:
+            dout = dout.contiguous()  # such as the expanded gradient of a sum
+        if dlse is not None:
+            dlse = dlse.contiguous()
+        needs_q, needs_k, needs_v, needs_bias = needs
+        dq = _empty_like(q) if needs_q else None
+        dk = _empty_like(k) if needs_k else None
+        dv = _empty_like(v) if needs_v else None
+        dbias = _empty_like(bias) if needs_bias and bias is not None else None
+        # As forward made them, unless hooks of saved tensors laid them out anew.
+        out, lse = out.contiguous(), lse.contiguous()
+        rest = None if rest is None else rest.contiguous()
+        launch(
+            BACKWARD,
+            q,
+            *(self._device, q, k, v, mask, bias, out, lse, dout, dlse, dq, dk, dv, dbias),
+            *self._backward_settings,
+            rest,
+            *_NO_PACKING_NO_WINDOW,
+        )
+        return dq, dk, dv, dbias
+
+
+def _empty_like(t: Tensor) -> Tensor:
+    return torch.empty_like(t, memory_format=torch.contiguous_format)

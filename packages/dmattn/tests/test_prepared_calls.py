@@ -1,0 +1,250 @@
+"""Calls that a backend is prepared for: they do what the first call of their kind did."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from dmattn import flash_dmattn_func, known_calls
+from dmattn.backends import registry
+from dmattn.backends.base import Prepared
+from dmattn.backends.cpu import CpuBackend
+from dmattn.problem import Needs, Problem, Results
+
+
+class PreparedByCpu(Prepared):
+    """What the CPU's backend computes; counts the calls."""
+
+    def __init__(self, backend: str, problem: Problem) -> None:
+        super().__init__(backend, problem)
+        self.forwards: list[bool] = []
+        self.needs: list[tuple[bool, ...]] = []
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        bias: Tensor | None,
+        for_backward: bool,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        self.forwards.append(for_backward)
+        return CpuBackend().forward(self.problem(q, k, v, mask, bias), for_backward)
+
+    def backward(
+        self,
+        operands: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None],
+        results: tuple[Tensor, Tensor, Tensor | None],
+        dout: Tensor,
+        dlse: Tensor | None,
+        needs: tuple[bool, bool, bool, bool],
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        self.needs.append(needs)
+        problem = self.problem(*operands)
+        grads = CpuBackend().backward(problem, Results(*results), dout, dlse, Needs(*needs))
+        dq, dk, dv, dbias = (
+            grad if need else None for grad, need in zip(grads, needs, strict=False)
+        )
+        return dq, dk, dv, dbias
+
+
+class Preparing(CpuBackend):
+    def prepare(self, problem: Problem) -> Prepared | None:
+        plain = problem.sinks is None and problem.packing is None and problem.key_lists is None
+        return PreparedByCpu(self.name, problem) if plain else None
+
+
+@pytest.fixture(autouse=True)
+def _preparing() -> Iterator[None]:
+    before = list(registry.BACKENDS)
+    registry.BACKENDS[:] = [Preparing() if x.name == "cpu" else x for x in before]
+    yield
+    registry.BACKENDS[:] = before
+
+
+def prepared() -> PreparedByCpu:
+    """That of the only kind which is known."""
+    (known,) = known_calls._known.values()
+    assert isinstance(known.prepared, PreparedByCpu)
+    return known.prepared
+
+
+def leaves(wanted: str = "qkvb") -> list[Tensor]:
+    """Query, key, value and a bias, which require a gradient if they are wanted."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"q": (2, 4, 4, 8), "k": (2, 6, 2, 8), "v": (2, 6, 2, 8), "b": (2, 2, 1, 6)}
+    return [
+        torch.randn(shape, generator=generator).requires_grad_(name in wanted)
+        for name, shape in shapes.items()
+    ]
+
+
+def attend(*given: Tensor, **options: Any) -> Any:
+    q, k, v, bias = given
+    mask = torch.tensor([True, True, False, True, True, True])[None, None, None]
+    return flash_dmattn_func(q, k, v, mask, bias, is_causal=True, **options)
+
+
+Act = Callable[[list[Tensor]], Any]
+
+
+def twice(act: Act, wanted: str = "qkvb") -> Any:
+    """What the second of two calls of a kind does; the first has done the same."""
+    first, second = act(leaves(wanted)), act(leaves(wanted))
+    for x, y in zip(first, second, strict=True):
+        assert (x is None and y is None) or torch.equal(x, y)
+    assert len(prepared().forwards) >= 1
+    return second
+
+
+@pytest.mark.parametrize("wanted", ["q", "b", "kv", "qkv", "qkvb"])
+@pytest.mark.parametrize("with_lse", [False, True])
+def test_gradients_are_those_of_the_first_call(wanted: str, with_lse: bool) -> None:
+    def act(given: list[Tensor]) -> list[Tensor]:
+        found = attend(*given, return_lse=with_lse)
+        total = found[0].square().sum() + found[1].sin().sum() if with_lse else found.square().sum()
+        inputs = [t for t in given if t.requires_grad]
+        out = found[0] if with_lse else found
+        return [out.detach(), *torch.autograd.grad(total, inputs)]
+
+    twice(act, wanted)
+    assert prepared().forwards == [True]
+    assert prepared().needs == [tuple(name in wanted for name in "qkvb")]
+
+
+def test_without_gradients_nothing_is_kept_for_them() -> None:
+    def act(given: list[Tensor]) -> Any:
+        with torch.no_grad():
+            return attend(*given, return_lse=True)
+
+    out, lse = twice(act)
+    assert prepared().forwards == [False] and not out.requires_grad and not lse.requires_grad
+    with torch.inference_mode():
+        assert torch.equal(attend(*leaves("")), out)
+    assert prepared().forwards[1:] == [False]
+
+
+def test_only_lse_is_differentiated() -> None:
+    twice(lambda given: torch.autograd.grad(attend(*given, return_lse=True)[1].sum(), given[:2]))
+
+
+def test_an_expanded_gradient() -> None:
+    twice(lambda given: torch.autograd.grad(attend(*given).sum(), given))
+
+
+def test_a_graph_that_is_retained() -> None:
+    def act(given: list[Tensor]) -> Any:
+        out = attend(*given)
+        first = torch.autograd.grad(out.sum(), given, retain_graph=True)
+        second = torch.autograd.grad(out.sum(), given)
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            torch.autograd.grad(out.sum(), given)
+        return (*first, *second)
+
+    twice(act)
+
+
+def test_second_derivatives_are_refused() -> None:
+    def act(given: list[Tensor]) -> Any:
+        (dq,) = torch.autograd.grad(attend(*given).square().sum(), given[0], create_graph=True)
+        with pytest.raises(RuntimeError, match="first derivatives only"):
+            dq.sum().backward()
+        return (dq.detach(),)
+
+    twice(act)
+
+
+def test_batches_of_gradients() -> None:
+    def act(given: list[Tensor]) -> Any:
+        out = attend(*given)
+        douts = torch.randn(3, *out.shape, generator=torch.Generator().manual_seed(1))
+        found = torch.autograd.grad(out, given, douts, retain_graph=True, is_grads_batched=True)
+        for i in range(3):
+            single = torch.autograd.grad(out, given, douts[i], retain_graph=True)
+            for x, y in zip(found, single, strict=True):
+                torch.testing.assert_close(x[i], y)
+        return found
+
+    twice(act)
+
+
+def test_a_changed_operand_is_noticed() -> None:
+    def act(given: list[Tensor]) -> Any:
+        out = attend(*given)
+        with torch.no_grad():
+            given[1].add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+        return (out.detach(),)
+
+    twice(act)
+
+
+def test_hooks_of_saved_tensors_see_all_that_is_kept() -> None:
+    def act(given: list[Tensor]) -> Any:
+        kept: list[Tensor] = []
+
+        def keep(t: Tensor) -> Tensor:
+            kept.append(t)
+            return t.detach().mT.contiguous()
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t.mT):
+            out = attend(*given)
+        shapes = sorted(tuple(t.shape) for t in kept if t.dim() > 1)
+        assert len(shapes) >= 7 and shapes.count((2, 6, 2, 8)) == 2  # mask, results and operands
+        return torch.autograd.grad(out.square().sum(), given)
+
+    plain = torch.autograd.grad(attend(*(given := leaves())).square().sum(), given)
+    known_calls.forget()
+    for x, y in zip(twice(act), plain, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_checkpoints_compute_again() -> None:
+    def act(given: list[Tensor]) -> Any:
+        out = checkpoint(attend, *given, use_reentrant=False)
+        return torch.autograd.grad(out.square().sum(), given)
+
+    twice(act)
+    assert len(prepared().forwards) == 3  # the first call's second forward is of a known kind
+
+
+def test_functional_transforms_and_compilers_see_the_operator() -> None:
+    given = leaves()
+    expected = torch.autograd.grad(attend(*given).square().sum(), given)
+    found = torch.func.grad(lambda *x: attend(*x).square().sum(), argnums=(0, 1, 2, 3))(*given)
+    assert prepared().forwards == []
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y)
+    compiled = torch.compile(lambda *x: attend(*x).square().sum(), backend="eager", fullgraph=True)
+    for x, y in zip(torch.autograd.grad(compiled(*given), given), expected, strict=True):
+        torch.testing.assert_close(x, y)
+    assert prepared().forwards == []
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"window_size": 3}, {"window_size": 6}, {"sinks": torch.ones(4)}],
+    ids=["window", "window of all", "sinks"],
+)
+def test_other_calls_are_computed_from_their_problem(options: dict[str, Any]) -> None:
+    def act(given: list[Tensor]) -> Any:
+        out = attend(*given, **options)
+        return (out.detach(), *torch.autograd.grad(out.square().sum(), given))
+
+    first, second = act(leaves()), act(leaves())
+    for x, y in zip(first, second, strict=True):
+        assert torch.equal(x, y)
+    (known,) = known_calls._known.values()
+    assert known.prepared is None or prepared().forwards == []
+
+
+def test_probabilities_beside_a_call_of_a_known_kind() -> None:
+    given = leaves()
+    first = attend(*given, return_attn_probs=True)
+    second = attend(*given, return_attn_probs=True)
+    assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1])
