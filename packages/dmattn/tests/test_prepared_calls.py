@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dmattn import flash_dmattn_func, known_calls
 from dmattn.backends import registry
-from dmattn.backends.base import Prepared
+from dmattn.backends.base import Operands, Prepared
 from dmattn.backends.cpu import CpuBackend
 from dmattn.problem import Needs, Problem, Results
 
@@ -24,27 +24,21 @@ class PreparedByCpu(Prepared):
         self.needs: list[tuple[bool, ...]] = []
 
     def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        bias: Tensor | None,
-        for_backward: bool,
+        self, operands: Operands, for_backward: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         self.forwards.append(for_backward)
-        return CpuBackend().forward(self.problem(q, k, v, mask, bias), for_backward)
+        return CpuBackend().forward(self.problem(operands), for_backward)
 
     def backward(
         self,
-        operands: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None],
+        operands: Operands,
         results: tuple[Tensor, Tensor, Tensor | None],
         dout: Tensor,
         dlse: Tensor | None,
         needs: tuple[bool, bool, bool, bool],
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
         self.needs.append(needs)
-        problem = self.problem(*operands)
+        problem = self.problem(operands)
         grads = CpuBackend().backward(problem, Results(*results), dout, dlse, Needs(*needs))
         dq, dk, dv, dbias = (
             grad if need else None for grad, need in zip(grads, needs, strict=False)
@@ -54,8 +48,8 @@ class PreparedByCpu(Prepared):
 
 class Preparing(CpuBackend):
     def prepare(self, problem: Problem) -> Prepared | None:
-        plain = problem.sinks is None and problem.packing is None and problem.key_lists is None
-        return PreparedByCpu(self.name, problem) if plain else None
+        others = problem.sinks is not None or problem.packing is not None
+        return None if others else PreparedByCpu(self.name, problem)
 
 
 @pytest.fixture(autouse=True)
@@ -226,21 +220,66 @@ def test_functional_transforms_and_compilers_see_the_operator() -> None:
     assert prepared().forwards == []
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"window_size": 3}, {"window_size": 6}, {"sinks": torch.ones(4)}],
-    ids=["window", "window of all", "sinks"],
-)
-def test_other_calls_are_computed_from_their_problem(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("window", [3, 6])
+def test_keys_are_chosen_anew_for_each_call(window: int) -> None:
     def act(given: list[Tensor]) -> Any:
-        out = attend(*given, **options)
+        out = attend(*given, window_size=window)
+        return (out.detach(), *torch.autograd.grad(out.square().sum(), given))
+
+    twice(act)
+    assert len(prepared().forwards) == 1
+    given = leaves()
+    given[3].data.neg_()  # other keys
+    found = act(given)
+    known_calls.forget()
+    for x, y in zip(found, act(given), strict=True):
+        assert torch.equal(x, y)
+
+
+def test_more_rows_than_keys_over_lists() -> None:
+    def act(given: list[Tensor]) -> Any:
+        out = attend(given[0].repeat(1, 3, 1, 1), *given[1:], window_size=3)
+        return (out.detach(), *torch.autograd.grad(out.square().sum(), given))
+
+    first, second = act(leaves()), act(leaves())
+    for x, y in zip(first, second, strict=True):
+        assert torch.equal(x, y)
+    assert prepared().forwards == []  # rows in front of the first key are none of its business
+
+
+def test_stretches() -> None:
+    def act(given: list[Tensor]) -> Any:
+        q, k, v, bias = given
+        total, state = [], None
+        for part in (slice(0, 3), slice(3, 6)):
+            out, state = flash_dmattn_func(
+                *(q.repeat(1, 2, 1, 1)[:, part], k[:, part], v[:, part]),
+                attn_bias=bias[..., part],
+                is_causal=True,
+                window_size=2,
+                state=state,
+                return_state=True,
+            )
+            total.append(out)
+        out = torch.cat(total, 1)
+        return (out.detach(), *torch.autograd.grad(out.square().sum(), given))
+
+    first, second = act(leaves()), act(leaves())
+    for x, y in zip(first, second, strict=True):
+        assert torch.equal(x, y)
+    assert {type(x.prepared) for x in known_calls._known.values()} == {PreparedByCpu}
+
+
+def test_sinks_are_for_others() -> None:
+    def act(given: list[Tensor]) -> Any:
+        out = attend(*given, sinks=torch.ones(4))
         return (out.detach(), *torch.autograd.grad(out.square().sum(), given))
 
     first, second = act(leaves()), act(leaves())
     for x, y in zip(first, second, strict=True):
         assert torch.equal(x, y)
     (known,) = known_calls._known.values()
-    assert known.prepared is None or prepared().forwards == []
+    assert known.prepared is None
 
 
 def test_probabilities_beside_a_call_of_a_known_kind() -> None:

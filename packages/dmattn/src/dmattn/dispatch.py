@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from dmattn.backends import registry, sinks
-from dmattn.backends.base import Backend, Prepared
+from dmattn.backends.base import Backend, Operands, Prepared
 from dmattn.key_lists import Selection
 from dmattn.ops import attention as ops
 from dmattn.ops.selection import select_keys
@@ -88,13 +88,15 @@ def attend(problem: Problem, backend: str | None = None) -> tuple[Tensor, Tensor
 
 
 def attend_directly(
-    problem: Problem, backend: Backend, with_lse: bool
+    problem: Problem, backend: Backend, with_lse: bool, prepared: Prepared | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """`attend` by a backend that was chosen, for operands that are `is_direct`.
+    """`attend` by a backend that was chosen, and may be prepared, for operands that `is_direct`.
 
     An lse that nobody asks for, which autograd then need not know of, is None.
     """
-    q, k, v, _, bias, sink, *_ = problem
+    q, k, v, mask, bias, sink, *_, lists = problem
+    if prepared is not None:
+        return attend_prepared(prepared, (q, k, v, mask, bias, lists), with_lse)
     if torch.is_grad_enabled() and (
         q.requires_grad
         or k.requires_grad
@@ -190,13 +192,14 @@ class _Known(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         bias: Tensor | None,
-        mask: Tensor | None,
+        others: tuple[Tensor | None, Selection | None],
         call: Prepared,
         with_lse: bool,
     ) -> tuple[Tensor, Tensor] | Tensor:
-        results = call.forward(q, k, v, mask, bias, True)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(q, k, v, mask, bias, *results)
+        mask, lists = others
+        results = call.forward((q, k, v, mask, bias, lists), True)
+        ctx.set_materialize_grads(False)  # as in `_Eager`
+        ctx.save_for_backward(q, k, v, mask, bias, *results, *(lists or ()))
         ctx.call = call
         return results[:2] if with_lse else results[0]
 
@@ -204,33 +207,34 @@ class _Known(torch.autograd.Function):
     def backward(
         ctx: Any, dout: Tensor | None, dlse: Tensor | None = None
     ) -> tuple[Tensor | None, ...]:
-        q, k, v, mask, bias, out, lse, rest = ctx.saved_tensors
+        q, k, v, mask, bias, out, lse, rest, *lists = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
-        call, operands, needs = ctx.call, (q, k, v, mask, bias), ctx.needs_input_grad[:4]
+        operands = (q, k, v, mask, bias, Selection._make(lists) if lists else None)
+        call, needs = ctx.call, ctx.needs_input_grad[:4]
         if not _is_for_operator(dout, dlse, out, q):
             grads = call.backward(operands, (out, lse, rest), dout, dlse, needs)
             return (*grads, None, None, None)
-        problem, results = call.problem(*operands), Results(out, lse, rest)
+        problem, results = call.problem(operands), Results(out, lse, rest)
         found = ops.differentiate(problem, results, dout, dlse, Needs(*needs), call.backend)
         wanted = (grad if need else None for grad, need in zip(found, needs, strict=False))
         return (*wanted, None, None, None)
 
 
 def attend_prepared(
-    call: Prepared, operands: tuple[Any, ...], with_lse: bool
+    call: Prepared, operands: Operands, with_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """As `attend_directly`, of operands without sinks for which a backend is prepared."""
-    q, k, v, mask, bias, _ = operands
+    """As `attend_directly`, for operands of a kind that a backend is prepared for."""
+    q, k, v, mask, bias, lists = operands
     if torch.is_grad_enabled() and (
         q.requires_grad
         or k.requires_grad
         or v.requires_grad
         or (bias is not None and bias.requires_grad)
     ):
-        found = _apply_known(q, k, v, bias, mask, call, with_lse)
+        found = _apply_known(q, k, v, bias, (mask, lists), call, with_lse)
         return found if with_lse else (found, None)
-    out, lse, _ = call.forward(q, k, v, mask, bias, False)
+    out, lse, _ = call.forward(operands, False)
     return out, lse
 
 

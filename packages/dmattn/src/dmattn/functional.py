@@ -239,6 +239,7 @@ def flash_dmattn_func(
         if kind is not None:
             remember(kind, operands, problem, backend)
     elif known.prepared is not None and window_size is None and not return_attn_probs:
+        operands = (query, key, value, attn_mask, attn_bias, None)
         out, lse = attend_prepared(known.prepared, operands, bool(return_lse))
         return (out, lse) if return_lse else out
     else:
@@ -246,7 +247,8 @@ def flash_dmattn_func(
             known.problem(operands), window_size, attn_bias, state, return_state
         )
         if problem.key_lists is None or leading_rows(problem) == 0:
-            out, lse = attend_directly(problem, known.backend, bool(return_lse))
+            given = problem, known.backend, bool(return_lse), known.prepared
+            out, lse = attend_directly(*given)
         else:
             out, lse = _attend(problem, backend)
     if not (return_lse or return_attn_probs or return_state):

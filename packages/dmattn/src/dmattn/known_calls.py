@@ -34,7 +34,7 @@ class Known(NamedTuple):
         settings: those of its problem.
         backend: the one that computes it.
         backends: those that it was chosen from.
-        prepared: what the backend offers for calls whose operands are those of the problem.
+        prepared: what the backend offers for all of them, if anything.
     """
 
     settings: tuple[Any, ...]
@@ -142,9 +142,8 @@ def remember(kind: Kind, operands: tuple[Any, ...], problem: Problem, backend: s
     if chosen.goes_by_kind:
         if len(_known) >= MOST_KINDS:
             _known.clear()
-        are_its_own = all(x is y for x, y in zip(operands, problem, strict=False))
-        prepared = chosen.prepare(problem) if are_its_own else None
-        _known[kind] = Known(problem.settings, chosen, list(registry.BACKENDS), prepared)
+        backends, prepared = list(registry.BACKENDS), chosen.prepare(problem)
+        _known[kind] = Known(problem.settings, chosen, backends, prepared)
 
 
 def forget() -> None:

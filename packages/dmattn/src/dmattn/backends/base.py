@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dmattn.key_lists import Selection
 from dmattn.problem import Gradients, Needs, Problem, Results
 
 
@@ -25,10 +26,14 @@ class Graph(ABC):
         """As `Backend.backward`; releases what the graph holds unless it is to be retained."""
 
 
+# Query, key, value, mask, bias and key lists, as in a `Problem`.
+Operands = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Selection | None]
+
+
 class Prepared(ABC):
     """What a backend has worked out for all calls of a kind, so that a small one takes little time.
 
-    Without sinks, packing and key lists. It holds no tensors, and several threads may use it.
+    Without sinks and packing. It holds no tensors, and several threads may use it.
 
     Attributes:
         backend: the name of the backend.
@@ -38,28 +43,21 @@ class Prepared(ABC):
         self.backend = backend
         self._settings: tuple[Any, ...] = problem.settings
 
-    def problem(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None
-    ) -> Problem:
+    def problem(self, operands: Operands) -> Problem:
         """The problem of a call of the kind."""
-        return Problem(q, k, v, mask, bias, None, *self._settings)
+        q, k, v, mask, bias, lists = operands
+        return Problem._make((q, k, v, mask, bias, None, *self._settings, None, lists))
 
     @abstractmethod
     def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        bias: Tensor | None,
-        for_backward: bool,
+        self, operands: Operands, for_backward: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """As `Backend.forward`."""
 
     @abstractmethod
     def backward(
         self,
-        operands: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None],
+        operands: Operands,
         results: tuple[Tensor, Tensor, Tensor | None],
         dout: Tensor,
         dlse: Tensor | None,

@@ -7,8 +7,8 @@ calls are known not to have.
 import torch
 from torch import Tensor
 
-from dmattn.backends.base import Prepared
-from dmattn.backends.cuda.kernels import BACKWARD, FORWARD, launch
+from dmattn.backends.base import Operands, Prepared
+from dmattn.backends.cuda.kernels import BACKWARD, FORWARD, launch, parts
 from dmattn.checks import HEAD_DIM_MULTIPLE
 from dmattn.problem import Problem
 
@@ -20,7 +20,7 @@ def suits(problem: Problem) -> bool:
     return (
         problem.sinks is None
         and problem.packing is None
-        and problem.key_lists is None
+        and problem.sliding == 0
         and problem.q.shape[-1] % HEAD_DIM_MULTIPLE == 0
         and problem.q.numel() > 0
         and problem.k.numel() > 0
@@ -37,38 +37,34 @@ class PreparedCall(Prepared):
         # With strides, as torch has less to do then.
         self._lse_shape = (batch, nheads, rows)
         self._lse_stride = (nheads * rows, rows, 1)
-        self._forward_settings = (*problem.kernel_settings, 0, None)
-        self._backward_settings = (*problem.kernel_settings, problem.deterministic, None)
+        # 0: the library chooses the number of splits.
+        self._forward_settings = (*problem.kernel_settings, 0)
+        self._backward_settings = (*problem.kernel_settings, problem.deterministic)
 
     def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        mask: Tensor | None,
-        bias: Tensor | None,
-        for_backward: bool,
+        self, operands: Operands, for_backward: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:
+        q, k, v, mask, bias, lists = operands
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = q.new_empty_strided(self._lse_shape, self._lse_stride, dtype=torch.float32)
         rest = torch.empty_like(lse) if for_backward and bias is not None else None
         launch(
             FORWARD,
             q,
-            *(self._device, q, k, v, mask, bias, out, lse, *self._forward_settings, rest),
-            *_NO_PACKING_NO_WINDOW,
+            *(self._device, q, k, v, mask, bias, out, lse, *self._forward_settings),
+            *(lists and parts(lists), rest, *_NO_PACKING_NO_WINDOW),
         )
         return out, lse, rest
 
     def backward(
         self,
-        operands: tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None],
+        operands: Operands,
         results: tuple[Tensor, Tensor, Tensor | None],
         dout: Tensor,
         dlse: Tensor | None,
         needs: tuple[bool, bool, bool, bool],
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-        q, k, v, mask, bias = operands
+        q, k, v, mask, bias, lists = operands
         out, lse, rest = results
         if dout.stride(-1) != 1:
             dout = dout.contiguous()  # such as the expanded gradient of a sum
@@ -87,8 +83,7 @@ class PreparedCall(Prepared):
             q,
             *(self._device, q, k, v, mask, bias, out, lse, dout, dlse, dq, dk, dv, dbias),
             *self._backward_settings,
-            rest,
-            *_NO_PACKING_NO_WINDOW,
+            *(lists and parts(lists), rest, *_NO_PACKING_NO_WINDOW),
         )
         return dq, dk, dv, dbias
 
