@@ -198,10 +198,12 @@ class _Known(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor] | Tensor:
         mask, lists = others
         results = call.forward((q, k, v, mask, bias, lists), True)
-        ctx.set_materialize_grads(False)  # as in `_Eager`
         ctx.save_for_backward(q, k, v, mask, bias, *results, *(lists or ()))
         ctx.call = call
-        return results[:2] if with_lse else results[0]
+        if not with_lse:
+            return results[0]
+        ctx.set_materialize_grads(False)  # as in `_Eager`
+        return results[:2]
 
     @staticmethod
     def backward(

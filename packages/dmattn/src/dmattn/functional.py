@@ -212,7 +212,11 @@ def flash_dmattn_func(
             *(softmax_scale, is_causal, softcap, deterministic, window_size, backend),
             return_state,
         )
-        kind = _kind_of_call(operands, options, state)
+        kind = (
+            kind_of_call(operands, options)
+            if state is None
+            else _kind_of_stretch(operands, options, state)
+        )
     if return_attn_probs and state is not None:
         raise ValueError("return_attn_probs: got True beside state, wanted False")
     known = recall(kind)
@@ -262,10 +266,10 @@ def flash_dmattn_func(
     return result
 
 
-def _kind_of_call(operands: tuple[Any, ...], options: tuple[Any, ...], state: Any) -> Kind | None:
-    """`kind_of_call`, also for stretches of a sequence."""
-    if state is None:
-        return kind_of_call(operands, options)
+def _kind_of_stretch(
+    operands: tuple[Any, ...], options: tuple[Any, ...], state: Any
+) -> Kind | None:
+    """`kind_of_call` behind a state."""
     if type(state) is not KeyState:  # for the checks to refuse
         return None
     return kind_of_call(operands, options, state=tensors_of(state))
