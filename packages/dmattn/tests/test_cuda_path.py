@@ -226,7 +226,7 @@ def test_a_prepared_call_hands_on_what_the_first_one_did(
     assert call.forward(operands, False)[2] is None
 
 
-def test_calls_that_need_more_are_not_prepared() -> None:
+def test_calls_that_need_more_are_not_prepared(recorder: Recorder) -> None:
     problem = Problem(half(2, 5, 4, 64), half(2, 7, 2, 64), half(2, 7, 2, 64))
     packing = Packing(torch.tensor([0, 5]).int(), torch.tensor([0, 7]).int(), 5, 7)
     others = (

@@ -140,6 +140,21 @@ def _described(codes: dict[torch.dtype, int], t: Tensor) -> View:
     return t.data_ptr(), codes[t.dtype], t.shape, t.stride()
 
 
+def at_once(operation: Operation) -> Callable[..., int]:
+    """The module's function that takes what `launch` does, and the stream behind it.
+
+    It returns 0 once the call is enqueued; anything else means that `launch` has to do it.
+
+    Raises:
+        RuntimeError: no usable kernels.
+    """
+    return load_kernels().at_once.get(operation.at_once, _not_at_once)
+
+
+def _not_at_once(*_: Any) -> int:
+    return -1
+
+
 def parts(lists: Selection) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """A selection as the module takes it, which knows no empty tensor for `full`."""
     return lists if lists.full.dim() == 3 else (*lists[:3], None)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from dmattn.backends.base import Operands, Prepared
-from dmattn.backends.cuda.kernels import BACKWARD, FORWARD, launch, parts
+from dmattn.backends.cuda.kernels import BACKWARD, FORWARD, at_once, launch, parts
 from dmattn.checks import HEAD_DIM_MULTIPLE
 from dmattn.problem import Problem
 
@@ -34,6 +34,7 @@ class PreparedCall(Prepared):
         super().__init__(backend, problem)
         batch, rows, nheads, _ = problem.q.shape
         self._device = problem.q.get_device()
+        self._enqueue_forward, self._enqueue_backward = at_once(FORWARD), at_once(BACKWARD)
         # With strides, as torch has less to do then.
         self._lse_shape = (batch, nheads, rows)
         self._lse_stride = (nheads * rows, rows, 1)
@@ -48,12 +49,13 @@ class PreparedCall(Prepared):
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = q.new_empty_strided(self._lse_shape, self._lse_stride, dtype=torch.float32)
         rest = torch.empty_like(lse) if for_backward and bias is not None else None
-        launch(
-            FORWARD,
-            q,
-            *(self._device, q, k, v, mask, bias, out, lse, *self._forward_settings),
+        device = self._device
+        given = (
+            *(device, q, k, v, mask, bias, out, lse, *self._forward_settings),
             *(lists and parts(lists), rest, *_NO_PACKING_NO_WINDOW),
         )
+        if self._enqueue_forward(*given, torch._C._cuda_getCurrentRawStream(device)) != 0:
+            launch(FORWARD, q, *given)
         return out, lse, rest
 
     def backward(
@@ -78,13 +80,14 @@ class PreparedCall(Prepared):
         # As forward made them, unless hooks of saved tensors laid them out anew.
         out, lse = out.contiguous(), lse.contiguous()
         rest = None if rest is None else rest.contiguous()
-        launch(
-            BACKWARD,
-            q,
-            *(self._device, q, k, v, mask, bias, out, lse, dout, dlse, dq, dk, dv, dbias),
+        device = self._device
+        given = (
+            *(device, q, k, v, mask, bias, out, lse, dout, dlse, dq, dk, dv, dbias),
             *self._backward_settings,
             *(lists and parts(lists), rest, *_NO_PACKING_NO_WINDOW),
         )
+        if self._enqueue_backward(*given, torch._C._cuda_getCurrentRawStream(device)) != 0:
+            launch(BACKWARD, q, *given)
         return dq, dk, dv, dbias
 
 
