@@ -290,7 +290,7 @@ def _known_problem(
         if stretch.needs_keys:
             return stretch.with_keys(), stretch
     if window_size is not None:
-        problem, _ = keep_window(problem, window_size, attn_bias)
+        problem, _ = keep_window(problem, window_size, attn_bias, is_known=True)
     return problem, stretch
 
 

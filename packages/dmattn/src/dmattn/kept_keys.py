@@ -28,7 +28,7 @@ _DENSE = (
 Kept = tuple[Problem, tuple[str, ...]]
 
 
-def keep_window(problem: Problem, window_size: int, given: Any) -> Kept:
+def keep_window(problem: Problem, window_size: int, given: Any, is_known: bool = False) -> Kept:
     """Of each row the keys with the highest bias.
 
     Where every key is within the window, a bias of -inf keeps out the keys that would not be
@@ -38,6 +38,7 @@ def keep_window(problem: Problem, window_size: int, given: Any) -> Kept:
         problem: checked, with a bias.
         window_size: at least 1.
         given: the bias as the caller gave it.
+        is_known: whether the call is of a known kind, in which the dispatcher of torch has no part.
 
     Raises:
         ValueError: the bias has not an entry for each key.
@@ -63,7 +64,8 @@ def keep_window(problem: Problem, window_size: int, given: Any) -> Kept:
     key_mask = None if mask is None else key_only_mask(mask, seqlen_k)
     scores, key_mask = same_heads(bias.detach().squeeze(2), key_mask)
     rows = min(rows, seqlen_k) if causal else rows
-    return problem.with_lists(select(scores, key_mask, window_size, rows, causal)), ()
+    lists = select(scores, key_mask, window_size, rows, causal, is_known=is_known)
+    return problem.with_lists(lists), ()
 
 
 def check_selection(selection: Any) -> None:
