@@ -52,6 +52,8 @@ def plan_of(
         {},
         {"head_dim": 40},
         {"head_dim": 80, "seqlen_q": 300},
+        {"head_dim": 136},
+        {"head_dim": 256, "gradients": "dq dk dv dbias", **KEY_BIAS},
         KEY_BIAS,
         {"bias": tensor((1, 1, 1, 4096), FLOAT32), **REST},
         {"gradients": "dq dk dv dbias", **KEY_BIAS},
@@ -62,7 +64,8 @@ def plan_of(
         {"deterministic": 1, "gradients": "dq dk dv dbias", **KEY_BIAS},
     ],
     ids=[
-        *("plain", "small heads", "few rows", "bias", "shared bias", "bias with gradient"),
+        *("plain", "small heads", "few rows", "wide heads", "wide heads with bias"),
+        *("bias", "shared bias", "bias with gradient"),
         *("one list for all heads", "expanded keys", "dlse"),
         *("deterministic", "deterministic with bias"),
     ],
@@ -88,7 +91,8 @@ def test_what_they_compute(probe: ctypes.CDLL, arguments: dict[str, Any]) -> Non
     "arguments",
     [
         {"softcap": 30.0},
-        {"head_dim": 136},
+        {"head_dim": 136, "deterministic": 1},
+        {"head_dim": 256, "softcap": 30.0},
         {"gradients": "dq dv"},
         {"softmax_scale": -1.0},
         {"bias": tensor((1, 16, 1, 4096), FLOAT32), **REST},
@@ -98,8 +102,8 @@ def test_what_they_compute(probe: ctypes.CDLL, arguments: dict[str, Any]) -> Non
         {"dout": tensor((1, 4096, 16, 128), stride=(4096 * 2052, 2052, 128, 1))},
     ],
     ids=[
-        *("softcap", "large heads", "one gradient less", "negative scale"),
-        *("bias of each head", "bias without the rest of lse", "dense bias"),
+        *("softcap", "wide heads, deterministic", "wide heads, softcap", "one gradient less"),
+        *("negative scale", "bias of each head", "bias without the rest of lse", "dense bias"),
         *("list of each head", "unaligned"),
     ],
 )
