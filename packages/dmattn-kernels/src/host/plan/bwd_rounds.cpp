@@ -158,9 +158,7 @@ int64_t bwd_blocks(const BwdPlan& plan, const BwdParams& launch) {
     return plan.resident_blocks > 0 ? std::min<int64_t>(blocks, plan.resident_blocks) : blocks;
   }
   if (!has_row_block_lists(plan)) return launch.max_work_items;
-  if (plan.resident_blocks > 0) {
-    return std::min<int64_t>(chunk_items(plan, launch) * plan.tile.cluster, plan.resident_blocks);
-  }
+  if (plan.resident_blocks > 0) return std::min<int64_t>(chunk_items(plan, launch), plan.resident_blocks);
   return ceil_div(launch.keys.capacity, block_n) * heads * launch.row_blocks;
 }
 

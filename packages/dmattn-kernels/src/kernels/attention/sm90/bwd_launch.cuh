@@ -215,17 +215,15 @@ cudaError_t launch_bwd_kernel(int64_t blocks, const BwdParams& p, cudaStream_t s
   return launch(bwd_kernel<T>, blocks, T::kThreads, T::kSmemBytes, T::kSmemBytes, devices_ready, arguments, stream);
 }
 
-// A cluster for each block of keys; over lists, clusters that take one item after the other. `blocks`: thread blocks that
-// there is room for at a time.
+// A cluster for each block of keys. `blocks`: thread blocks that there is room for at a time.
 template <class T>
 cudaError_t launch_wide_bwd_kernel(int64_t blocks, const BwdParams& p, cudaStream_t stream) {
   BwdArguments arguments = {};
   const cudaError_t status = fill_arguments<T>(arguments, p, blocks / T::kCluster);
   if (status != cudaSuccess) return status;
   static std::atomic<uint64_t> devices_ready{0};
-  const int64_t clusters = T::kGathered ? std::max<int64_t>(blocks / T::kCluster, 1) : int64_t{arguments.items};
-  return launch(bwd_wide_kernel<T>, T::kCluster * clusters, T::kThreads, T::kSmemBytes, T::kSmemBytes, devices_ready,
-                arguments, stream);
+  return launch(bwd_wide_kernel<T>, int64_t{T::kCluster} * arguments.items, T::kThreads, T::kSmemBytes, T::kSmemBytes,
+                devices_ready, arguments, stream);
 }
 
 }  // namespace sm90

@@ -44,8 +44,7 @@ struct BwdArguments {
   float softmax_scale, softcap;
   bool is_causal;
   // Number of items that thread blocks have taken, zero before the launch. Where no block waits for another's turn each
-  // has its first by its own number, and those do not count; clusters take all of theirs from here, and over consecutive
-  // keys do without it.
+  // has its first by its own number, and those do not count. Wide heads do without it.
   int32_t* work_counter;
   uint32_t zero;  // 0, for BwdConsumer::move()
 

@@ -14,8 +14,8 @@
 // step are queued in the order p^T do, dq of the step before, scores of the next step (and likewise), so that the
 // exchange has a step's time, and one consumer's products run while the other one's registers are worked on.
 //
-// A cluster takes one block of keys, or over lists one tile of keys after the other. Bytes, registers and cycles are counted
-// in docs/kernels/backward.md.
+// A cluster takes one block of keys, or one tile of a list. Bytes, registers and cycles are counted in
+// docs/kernels/backward.md.
 #pragma once
 
 #include <climits>
@@ -48,15 +48,6 @@ __device__ __forceinline__ void init_wide_barriers(typename T::Shared& s) {
   s.k_full.init(T::kGathered ? 2 * 32 : 1);
   s.v_full.init(T::kGathered ? 32 : 1);
   s.facts_full.init(32);
-  if constexpr (T::kGathered) {
-    s.lists.k_empty.init(T::kConsumers);
-    s.lists.v_empty.init(1);
-    s.lists.facts_empty.init(T::kConsumers);
-    for (int i = 0; i < 2; ++i) {
-      s.lists.item_full[i].init(1);
-      s.lists.item_empty[i].init(WideItems<T>::kReaders);
-    }
-  }
   // Q is released by the second consumers, which know that the first are done with it when they have p. dO is released by
   // both, and so is ds.
   for (int i = 0; i < T::kStagesQ; ++i) {
@@ -90,30 +81,12 @@ struct WideProducer {
   RingPlace<T::kStagesdO> dout_place;
 
   __device__ __forceinline__ void run(const BwdItem& item) {
-    run(item, [] {});
-  }
-  __device__ __forceinline__ void run_lists() {
-    WideItems<T> items{p, s};
-    if (rank == 0) items.announce();
-    while (true) {
-      const typename T::Announced announced = items.next_of_producer();
-      if (announced.index >= p.items) return;
-      // The next item is known early, so that its keys are copied as soon as there is room for them.
-      run(find_item<T>(p, announced), [&] {
-        if (rank == 0) items.announce();
-      });
-    }
-  }
-  // after_first: once the first rows are on their way.
-  template <class AfterFirst>
-  __device__ __forceinline__ void run(const BwdItem& item, const AfterFirst& after_first) {
     RowSteps steps(p, item);
     if (steps.left == 0) return;
     load_q(steps, item);
     if constexpr (!T::kGathered) load_k(item);
     load_dout(steps, item);
     if constexpr (!T::kGathered) load_v(item);
-    after_first();
     steps.advance();
 #pragma unroll 1
     for (; steps.left > 0; steps.advance()) {
@@ -198,16 +171,16 @@ struct WideConsumer {
 
   const BwdArguments& p;
   typename T::Shared& s;
+  const BwdItem& item;
   const int rank, thread, warp, lane;  // thread, warp: in the warpgroup
-  BwdItem item;
-  // Of all items. Buffers are used in turn, so that it says which of them, and the phase of their barriers.
-  int step = 0;
-  int item_phase = 0;  // of the barriers that have a phase an item
+  int step =
+      0;  // of the item; buffers are used in turn, so that it says which of them, and the phase of their barriers
 
   __device__ __forceinline__ WideConsumer(const BwdArguments& arguments, typename T::Shared& shared,
-                                          int rank_in_cluster)
+                                          const BwdItem& given, int rank_in_cluster)
       : p(arguments),
         s(shared),
+        item(given),
         rank(rank_in_cluster),
         thread(threadIdx.x % 128),
         warp(threadIdx.x / 32 % 4),
@@ -226,22 +199,8 @@ struct WideConsumer {
   __device__ __forceinline__ bool is_speaker() const { return thread == 0; }
   __device__ __forceinline__ void sync_own() const { cutlass::arch::NamedBarrier::sync(128, kOwnBarrier + kConsumer); }
 
-  __device__ __forceinline__ void release(Barrier& empty) const {
-    if (is_speaker()) empty.arrive();
-  }
-
-  __device__ __forceinline__ void run_lists() {
-    WideItems<T> items{p, s};
-    while (true) {
-      const typename T::Announced announced = items.next();
-      if (announced.index >= p.items) return;
-      run(find_item<T>(p, announced));
-      item_phase ^= 1;
-    }
-  }
-  __device__ __forceinline__ void run(const BwdItem& given) {
+  __device__ __forceinline__ void run() {
     using namespace cute;
-    item = given;
     typename T::ScoreMma score_mma;
     typename T::GradMma grad_mma;
     typename T::DqMma dq_mma;
@@ -346,11 +305,11 @@ struct WideConsumer {
         dq_before = dq_tile(steps);  // of the last step
       };
 
-      s.k_full.wait(item_phase);
-      if constexpr (kIsGradient) s.v_full.wait(item_phase);
+      s.k_full.wait(0);
+      if constexpr (kIsGradient) s.v_full.wait(0);
       if constexpr (T::kGathered) cutlass::arch::fence_view_async_shared();  // threads have copied them
-      start_scores(step);
-      if constexpr (T::kGathered) s.facts_full.wait(item_phase);
+      start_scores(0);
+      if constexpr (T::kGathered) s.facts_full.wait(0);
       front();
       if (!steps.is_last()) {
         back(true_type{});
@@ -363,20 +322,10 @@ struct WideConsumer {
         compute_last_dq(step - 1);
       }
       wait_for_product<0>(acc_grad);
-      if constexpr (T::kGathered) {
-        if (is_speaker()) {
-          release_in_both((kIsGradient ? s.q_empty : s.dout_empty)[place_of<kStagesOfSecond>(step).stage]);
-        }
-        if constexpr (kIsGradient) release(s.lists.v_empty);
-      }
       compute_last_dq(step);
-      ++step;
-      if constexpr (T::kGathered) release(s.lists.k_empty);
     }
     if constexpr (T::kGathered) {
       add_grad(fragments<kFragmentsD>(acc_grad), key_sums);
-      sync_own();  // all have read what is known of the keys
-      release(s.lists.facts_empty);
     } else {
       // In the memory of Q or dO, which nobody reads any more: dp was done before the last ds was there, which the first
       // consumer has waited for, and the scores before the last p was, which the second one has.
@@ -579,13 +528,14 @@ struct WideConsumer {
   }
 };
 
-// Of a cluster that takes one item after the other, or one block of keys.
-template <class T, class Role>
-__device__ __forceinline__ void run_role(Role&& role, const BwdItem& item) {
+template <class T>
+__device__ __forceinline__ BwdItem find_wide_item(const BwdArguments& p, int index) {
   if constexpr (T::kGathered) {
-    role.run_lists();
+    const ListItem item = find_list_item<T>(p, index);
+    const int2 rows = __ldg(tile_rows_of(p, item.batch, item.head_k, item.chunk) + item.tile);
+    return {item.tile, item.head_k, 0, item.batch, rows.x, rows.y, item.chunk};
   } else {
-    role.run(item);
+    return find_tiled_item<T>(p, index);
   }
 }
 
@@ -596,24 +546,25 @@ __global__ void __cluster_dims__(T::kCluster, 1, 1) __launch_bounds__(T::kThread
   const uint32_t base = smem_u32(smem);
   auto& s = *reinterpret_cast<typename T::Shared*>(smem + ((base + 1023) / 1024 * 1024 - base));
   const int rank = static_cast<int>(cute::block_rank_in_cluster());
-  BwdItem item = {};
-  if constexpr (!T::kGathered) item = find_tiled_item<T>(p, blockIdx.x / T::kCluster);
+  const BwdItem item = find_wide_item<T>(p, blockIdx.x / T::kCluster);
+  // Lists have room for more tiles than they fill. The other thread block ends here, too.
+  if (T::kGathered && item.m_begin >= item.m_end) return;
   if (threadIdx.x == 0) init_wide_barriers<T>(s);
   cute::cluster_sync();  // both have barriers before the first copy to both
   const int group = cutlass::canonical_warp_group_idx();
   if (group == 0) {
     cutlass::arch::warpgroup_reg_dealloc<T::kProducerRegisters>();
     const int warp = threadIdx.x / 32;
-    if (threadIdx.x == 0) run_role<T>(WideProducer<T>{p, s, rank}, item);
+    if (threadIdx.x == 0) WideProducer<T>{p, s, rank}.run(item);
     if constexpr (T::kGathered) {
-      if (warp > 0) WideGather<T>{p, s, rank, static_cast<int>(threadIdx.x % 32)}.run(warp - 1);
+      if (warp > 0) WideGather<T>{p, s, rank, static_cast<int>(threadIdx.x % 32)}.run(item, warp - 1);
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<T::kConsumerRegisters>();
     if (group == 1) {
-      run_role<T>(WideConsumer<T, false>(p, s, rank), item);
+      WideConsumer<T, false>(p, s, item, rank).run();
     } else {
-      run_role<T>(WideConsumer<T, true>(p, s, rank), item);
+      WideConsumer<T, true>(p, s, item, rank).run();
     }
   }
   // No thread block ends while the other still reaches for its shared memory.

@@ -87,18 +87,6 @@ struct BwdWideTraits {
   };
   static_assert(kMostChunkRows < 1 << 15);
 
-  // An item over lists as both thread blocks are told of it: see WideItems. An index of `items` and more: there is none.
-  struct Announced {
-    int32_t index, m_begin, m_end, unused;
-  };
-  struct NoItems {};
-  struct ListItems {
-    alignas(16) Announced item[2];
-    Barrier item_full[2];
-    Barrier item_empty[2];  // of the first thread block, for both
-    Barrier k_empty, v_empty, facts_empty;
-  };
-
   struct Shared {
     alignas(1024) Element k[kWholeK];
     alignas(1024) Element v[kTileK];
@@ -112,7 +100,6 @@ struct BwdWideTraits {
     alignas(128) float delta[kStagesdO][kBlockM];
     alignas(128) float lse_rest[kStagesQ][kBias ? kBlockM : 4];
     std::conditional_t<kGathered, KeyFacts, NoFacts> facts;
-    std::conditional_t<kGathered, ListItems, NoItems> lists;
     Barrier k_full, v_full, facts_full;
     Barrier q_full[kStagesQ], q_empty[kStagesQ], dout_full[kStagesdO], dout_empty[kStagesdO];
     Barrier p_full[kStagesP], ds_full[kStagesdS], ds_empty[kStagesdS];
