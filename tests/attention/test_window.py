@@ -155,6 +155,9 @@ ATTENTION = [
     Case(200, 260, 2, 4, 2, 72, causal=True, bias="b11k", bias_f32=True, bias_fill="lowest_rows"),
     Case(300, 300, 1, 4, 2, 96, causal=True, bias="bk1k", bias_fill="some_minus_inf"),
     Case(300, 300, 1, 4, 2, 64, causal=True, bias="bk1k", bias_fill="zero", layout="heads_first"),
+    Case(190, 500, 2, 6, 2, 192, causal=True, bias="bk1k", dtype="f16", dlse=True),
+    Case(257, 129, 1, 8, 1, 136, causal=True, bias="bk1k", bias_fill="some_lowest"),
+    Case(300, 400, 2, 4, 2, 256, bias="bk1k", layout="heads_first"),
     Case(900, 900, 1, 8, 2, 128, causal=True, bias="bk1k", wants="b"),
 ]
 
@@ -180,8 +183,10 @@ def test_attention(case: Case, window: int, deterministic: bool) -> None:
         (Case(700, 800, 2, 64, 32, 64, causal=True, bias="bk1k", dlse=True), 150),
         (Case(1100, 1100, 4, 16, 16, 128, causal=True, bias="bk1k"), 260),
         (Case(650, 650, 8, 16, 8, 72, causal=True, bias="1k1k", bias_f32=True), 100),
+        (Case(1100, 1100, 4, 8, 8, 256, causal=True, bias="bk1k", dlse=True), 260),
+        (Case(900, 1000, 4, 16, 4, 192, causal=True, bias="1k1k", dtype="f16"), 150),
     ],
-    ids=["groups", "one head a group", "shared bias"],
+    ids=["groups", "one head a group", "shared bias", "wide heads", "groups of wide heads"],
 )
 def test_many_heads(case: Case, window: int, biased: bool, deterministic: bool) -> None:
     """So much to do that backward kernels may take several blocks of rows together."""

@@ -91,8 +91,11 @@ bool has_bias_tiles(const BwdParams& p) {
   return p.bias.col_stride == 1 && serves({p.bias.batch_stride, p.bias.head_stride, p.bias.row_stride}) &&
          (p.dbias_kind != DbiasKind::kTile || serves(to));
 }
-// Cut probabilities are powers of -inf times the scale, which must be positive. Wide heads have a plain kernel
-// only.
+// Wide heads have a plain kernel, and over lists one with a bias for each key, too; no sums in a fixed order.
+bool sm90_serves_wide_bwd(const BwdParams& p, Level level, bool gathered) {
+  return gathered ? !p.deterministic : level == Level::kPlain && p.window == 0;
+}
+// Cut probabilities are powers of -inf times the scale, which must be positive.
 bool sm90_serves_bwd(const BwdParams& p, Level level, bool gathered) {
   const bool is_packed = p.packing.is_active();
   const auto fits_rows = [&](const Strides3& s) {
@@ -105,7 +108,7 @@ bool sm90_serves_bwd(const BwdParams& p, Level level, bool gathered) {
   };
   const bool serves_rows = p.vec_q && p.vec_k && p.vec_v && p.vec_dout && p.softmax_scale > 0.f &&
                            fits_rows(p.q_stride) && fits_rows(p.dout_stride);
-  if (head_dim_tile(p.head_dim) > 128 && (level != Level::kPlain || p.window > 0)) return false;
+  if (head_dim_tile(p.head_dim) > 128 && !sm90_serves_wide_bwd(p, level, gathered)) return false;
   if (gathered) return serves_rows && has_gather_stride(p.k_stride) && has_gather_stride(p.v_stride);
   return serves_rows && has_bias_tiles(p) && p.vec_dk && p.vec_dv && fits_keys(p.k_stride) && fits_keys(p.v_stride) &&
          fits_keys(p.dk_stride) && fits_keys(p.dv_stride);

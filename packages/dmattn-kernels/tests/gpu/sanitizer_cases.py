@@ -33,6 +33,7 @@ from gpu.sanitizer_listed import (
     HOPPER_LIST_GRADIENTS,
     HOPPER_LIST_KINDS,
     HOPPER_LISTS,
+    HOPPER_WIDE_LIST_GRADIENTS,
     MANY_GRADIENTS,
 )
 from gpu.sanitizer_odd_rows import HOPPER_ODD_ROWS, HOPPER_ODD_ROWS_BWD
@@ -317,7 +318,7 @@ BETWEEN_LAUNCHES = (
 
 
 # The dense forward of Hopper has kernels for more head dimensions, and one for few rows; its
-# backward has a plain one only for more than 128.
+# dense backward has a plain one only for more than 128.
 HOPPER = (
     Launch("dense rows", 70, 133, wants=""),
     Launch("dense rows, long", 1100, 133, causal=True, wants=""),
@@ -403,6 +404,7 @@ def all_launches() -> list[tuple[str, int, Job]]:
         main += [(kind, launch) for launch in HOPPER_WIDE_BWD for kind in HOPPER_WIDE_KINDS]
         main += [(kind, launch) for launch in HOPPER_LISTS for kind in HOPPER_LIST_KINDS]
         main += [(kind, launch) for launch in HOPPER_LIST_GRADIENTS for kind in HOPPER_BWD_KINDS]
+        main += [(kind, x) for x in HOPPER_WIDE_LIST_GRADIENTS for kind in HOPPER_WIDE_KINDS]
         main += [(MAIN[1], MANY_GRADIENTS)]
     main += [(MAIN[0], launch) for launch in ONCE]
     main += [(OTHERS[0], BY_OWN_SCORES)]

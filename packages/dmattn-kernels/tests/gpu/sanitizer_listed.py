@@ -58,6 +58,38 @@ HOPPER_LIST_GRADIENTS = tuple(
     for turns in (False, True)
     for bias in ("", "bk1k")
 )
+# Above head_dim 128 two thread blocks share a tile of a list, of which the second may have no keys.
+HOPPER_WIDE_LIST_GRADIENTS = (
+    Launch(
+        "listed rows, wide heads",
+        *(300, 320, 2, 4, 2),
+        causal=True,
+        select=Selecting(100, fill="odd"),
+    ),
+    Launch(
+        "listed rows, wide heads, bias",
+        *(300, 320, 2, 4, 2),
+        bias="bk1k",
+        causal=True,
+        select=Selecting(100, fill="odd"),
+    ),
+    Launch(
+        "listed rows, wide heads, one block's keys",
+        *(200, 200, 1, 4, 1),
+        bias="1k1k",
+        bias_f32=True,
+        causal=True,
+        select=Selecting(20),
+    ),
+    Launch("listed rows, wide heads, key mask", 133, 300, 2, 4, 2, mask="bk1k", bias="bk1k"),
+    Launch(
+        "listed rows, wide heads, row blocks together",
+        *(300, 300, 35, 8, 4),
+        bias="1k1k",
+        causal=True,
+        select=Selecting(140),
+    ),
+)
 # So many tiles that two row blocks are put together; thread blocks pass from one to the next.
 MANY_GRADIENTS = Launch(
     "listed rows, gradients, two row blocks together",

@@ -52,6 +52,8 @@ def plan_of(
         {},
         {"head_dim": 40},
         {"head_dim": 80, "seqlen_q": 300},
+        {"head_dim": 136},
+        {"head_dim": 256, "gradients": "dq dk dv dbias", **KEY_BIAS},
         KEY_BIAS,
         {"bias": tensor((1, 1, 1, 4096), FLOAT32), **REST},
         {"gradients": "dq dk dv dbias", **KEY_BIAS},
@@ -62,7 +64,8 @@ def plan_of(
         {"deterministic": 1, "gradients": "dq dk dv dbias", **KEY_BIAS},
     ],
     ids=[
-        *("plain", "small heads", "few rows", "bias", "shared bias", "bias with gradient"),
+        *("plain", "small heads", "few rows", "wide heads", "wide heads with bias"),
+        *("bias", "shared bias", "bias with gradient"),
         *("one list for all heads", "expanded keys", "dlse"),
         *("deterministic", "deterministic with bias"),
     ],
@@ -88,7 +91,8 @@ def test_what_they_compute(probe: ctypes.CDLL, arguments: dict[str, Any]) -> Non
     "arguments",
     [
         {"softcap": 30.0},
-        {"head_dim": 136},
+        {"head_dim": 136, "deterministic": 1},
+        {"head_dim": 256, "softcap": 30.0},
         {"gradients": "dq dv"},
         {"softmax_scale": -1.0},
         {"bias": tensor((1, 16, 1, 4096), FLOAT32), **REST},
@@ -98,8 +102,8 @@ def test_what_they_compute(probe: ctypes.CDLL, arguments: dict[str, Any]) -> Non
         {"dout": tensor((1, 4096, 16, 128), stride=(4096 * 2052, 2052, 128, 1))},
     ],
     ids=[
-        *("softcap", "large heads", "one gradient less", "negative scale"),
-        *("bias of each head", "bias without the rest of lse", "dense bias"),
+        *("softcap", "wide heads, deterministic", "wide heads, softcap", "one gradient less"),
+        *("negative scale", "bias of each head", "bias without the rest of lse", "dense bias"),
         *("list of each head", "unaligned"),
     ],
 )
@@ -138,6 +142,14 @@ def test_rows_of_a_chunk(
     assert plan["chunks.capacity"] % 128 == 0
     items = plan["chunks.capacity"] // 128 * plan["chunks.blocks"] * plan["nheads_k"]
     assert plan["blocks"] == min(items * plan["round.batches"], SMS)
+
+
+@pytest.mark.parametrize("head_dim, blocks", [(128, 4), (136, 8), (256, 8)])
+def test_rows_of_a_chunk_of_wide_heads(probe: ctypes.CDLL, head_dim: int, blocks: int) -> None:
+    """Two thread blocks share an item: half as many of them fill the GPU."""
+    shape = {"nheads": 2, "nheads_k": 1, "head_dim": head_dim}
+    plan = plan_of(probe, seqlen_q=32768, seqlen_k=32768, **shape)
+    assert (plan["arch"], plan["chunk_blocks"]) == (90, blocks)
 
 
 @pytest.mark.parametrize(

@@ -64,9 +64,10 @@ void choose_chunks(BwdPlan& plan, const Device& device) {
   const bool takes_turns = p.deterministic && !plan.keeps_terms;
   const bool is_long = takes_turns || (has_shared_list(plan) && !p.is_causal);
   const int64_t steps_wanted = is_long ? kStepsOfLongItem : kStepsOfItem;
+  const int64_t places = device.num_sms / plan.tile.cluster;  // for items at a time
   int32_t blocks = 1;
   while (2 * blocks * rows <= kMostChunkRows && blocks < row_blocks && blocks * steps < steps_wanted &&
-         blocks * rows < 2 * kept && ceil_div(row_blocks, 2 * blocks) * tiles * pairs >= kItemsPerSm * device.num_sms) {
+         blocks * rows < 2 * kept && ceil_div(row_blocks, 2 * blocks) * tiles * pairs >= kItemsPerSm * places) {
     blocks *= 2;
   }
   plan.chunk_blocks = blocks;

@@ -10,14 +10,64 @@
 
 namespace dmattn::sm90 {
 
+// A warp has 64 keys, each lane two of them: 32 i + lane.
+constexpr int kGatherKeys = 64, kKeysOfLane = kGatherKeys / 32;
+
+// Reads the keys from entry `first` of a list on. Returns how many there are; the others are key 0.
+__device__ __forceinline__ int read_listed_keys(const BwdArguments& p, int64_t list, int first, int lane,
+                                                int (&key)[kKeysOfLane]) {
+  const int keys = read_list_count(p.keys, list) - first;
+  const int32_t* const entries = p.keys.idx + list * p.keys.capacity + first;
+  const KeyLimits limits = {0, p.seqlen_k - 1};
+#pragma unroll
+  for (int i = 0; i < kKeysOfLane; ++i) {
+    const int at = 32 * i + lane;
+    key[i] = at < keys ? limits.position(__ldg(entries + at)) : 0;
+  }
+  return keys;
+}
+
+template <class Element>
+__device__ __forceinline__ float read_listed_bias(const BwdArguments& p, const ListItem& item, int key) {
+  constexpr bool kIsBf16 = std::is_same_v<Element, cutlass::bfloat16_t>;
+  const int64_t head = item.head_k * p.head_ratio / p.bias.head_ratio;
+  return load_bias(p.bias, item.batch * p.bias.batch_stride + head * p.bias.head_stride + key * p.bias.col_stride,
+                   kIsBf16);
+}
+
+// Copies the keys' rows to panels of 64 columns, of which a tile has so many with so many rows each, as TMA would lay them
+// out; zeros for keys and columns that there are not. `to`: the first of the rows. Whole warp.
+template <int kPanels, int kPanelRows>
+__device__ __forceinline__ void copy_listed_rows(const char* from, uint32_t row_stride, uint32_t to, int columns,
+                                                 const int (&key)[kKeysOfLane], int keys, int lane) {
+  // Eight lanes copy a row of a panel (128 bytes), 16 bytes each; a warp copies four rows side by side.
+  constexpr int kChunks = 8, kPassKeys = 32 / kChunks;
+  const int chunk = lane % kChunks;
+  from += chunk * 16;
+  to += lane / kChunks * 128;
+  // The swizzle of a row, 4 rows on and back: of the rows of a thread only its bit 2 changes.
+  uint32_t place = (chunk ^ (lane / kChunks)) * 16;
+  int row = lane / kChunks;
+#pragma unroll 1  // few registers
+  for (int pass = 0; pass < kGatherKeys / kPassKeys; ++pass) {
+    const uint32_t low = __shfl_sync(0xffffffffu, key[0], row % 32), high = __shfl_sync(0xffffffffu, key[1], row % 32);
+    const char* const at = from + static_cast<uint64_t>(row < 32 ? low : high) * row_stride;
+#pragma unroll
+    for (int panel = 0; panel < kPanels; ++panel) {
+      const bool has_columns = panel * 64 + chunk * 8 < columns;
+      copy_async(to + place + panel * kPanelRows * 128, at + panel * 128, row < keys && has_columns);
+    }
+    row += kPassKeys;
+    to += kPassKeys * 128;
+    place ^= kPassKeys * 16;
+  }
+}
+
 template <class T>
 struct BwdGather {
   using Element = typename T::Element;
-  static constexpr int kKeys = T::kBlockN / T::kGatherWarps;  // of a warp
-  static constexpr int kKeysOfLane = kKeys / 32;
-  // Eight lanes copy a row of a panel (128 bytes), 16 bytes each; a warp copies four rows side by side.
-  static constexpr int kChunks = 8, kPassKeys = 32 / kChunks;
-  static_assert(T::kPanelCols == 64 && kKeys * T::kGatherWarps == T::kBlockN && kKeys == 64);
+  static constexpr int kKeys = kGatherKeys;  // of a warp
+  static_assert(T::kPanelCols == 64 && kKeys * T::kGatherWarps == T::kBlockN);
 
   const BwdArguments& p;
   typename T::Shared& s;
@@ -54,18 +104,11 @@ struct BwdGather {
     const int64_t head_list = head_list_of(p, item.batch, item.head_k);
     const int64_t list = head_list * p.keys.blocks + item.chunk;
     const int first = item.tile * T::kBlockN + part * kKeys;
-    const int keys = read_list_count(p.keys, list) - first;
-    const int32_t* const entries = p.keys.idx + list * p.keys.capacity + first;
+    const int keys = read_listed_keys(p, list, first, lane, key);
     const int32_t* const ends = p.keys.end == nullptr ? nullptr : p.keys.end + head_list * p.seqlen_k;
-    const KeyLimits limits = {0, p.seqlen_k - 1};
     KeyInterval interval[kKeysOfLane];
     float bias[kKeysOfLane];
     int latest = INT_MIN, earliest = INT_MAX;  // the rows between these two see all keys
-#pragma unroll
-    for (int i = 0; i < kKeysOfLane; ++i) {
-      const int at = 32 * i + lane;
-      key[i] = at < keys ? limits.position(__ldg(entries + at)) : 0;
-    }
 #pragma unroll
     for (int i = 0; i < kKeysOfLane; ++i) {
       const bool exists = 32 * i + lane < keys;
@@ -79,7 +122,7 @@ struct BwdGather {
         latest = max(latest, exists ? key[i] : INT_MAX);
         earliest = min(earliest, exists ? end : INT_MIN);
       }
-      bias[i] = T::kBias && exists ? read_bias(item, key[i]) : 0.f;
+      bias[i] = T::kBias && exists ? read_listed_bias<Element>(p, item, key[i]) : 0.f;
     }
     latest = __reduce_max_sync(0xffffffffu, latest);
     earliest = __reduce_min_sync(0xffffffffu, earliest);
@@ -106,37 +149,12 @@ struct BwdGather {
     return static_cast<uint32_t>(term) < static_cast<uint32_t>(p.terms.capacity) ? term : -1;
   }
 
-  __device__ __forceinline__ float read_bias(const ListItem& item, int key) const {
-    constexpr bool kIsBf16 = std::is_same_v<Element, cutlass::bfloat16_t>;
-    const int64_t head = item.head_k * p.head_ratio / p.bias.head_ratio;
-    return load_bias(p.bias, item.batch * p.bias.batch_stride + head * p.bias.head_stride + key * p.bias.col_stride,
-                     kIsBf16);
-  }
-
-  // The warp's rows of a tile, as TMA would lay them out; zeros for those that there are not.
+  // The warp's rows of a tile.
   __device__ __forceinline__ void copy_tile(const char* from, uint32_t row_stride, Element* tile, Barrier& full,
                                             Barrier& empty, const int (&key)[kKeysOfLane], int keys) {
-    const int chunk = lane % kChunks;
-    from += chunk * 16;
     empty.wait(kv_phase ^ 1);
-    uint32_t to = smem_u32(tile) + (part * kKeys + lane / kChunks) * 128;
-    // The swizzle of a row, 4 rows on and back: of the rows of a thread only its bit 2 changes.
-    uint32_t place = (chunk ^ (lane / kChunks)) * 16;
-    int row = lane / kChunks;
-#pragma unroll 1  // few registers
-    for (int pass = 0; pass < kKeys / kPassKeys; ++pass) {
-      const uint32_t low = __shfl_sync(0xffffffffu, key[0], row % 32),
-                     high = __shfl_sync(0xffffffffu, key[1], row % 32);
-      const char* const at = from + static_cast<uint64_t>(row < 32 ? low : high) * row_stride;
-#pragma unroll
-      for (int panel = 0; panel < T::kPanels; ++panel) {
-        const bool has_columns = panel * T::kPanelCols + chunk * 8 < p.head_dim;
-        copy_async(to + place + panel * T::kBlockN * 128, at + panel * 128, row < keys && has_columns);
-      }
-      row += kPassKeys;
-      to += kPassKeys * 128;
-      place ^= kPassKeys * 16;
-    }
+    copy_listed_rows<T::kPanels, T::kBlockN>(from, row_stride, smem_u32(tile) + part * (kKeys * 128), p.head_dim, key,
+                                             keys, lane);
     full.arrive_when_copied();
   }
 };

@@ -236,8 +236,19 @@ cudaError_t launch_bwd(const KernelChoice& choice, const BwdParams& p, cudaStrea
   };
   if constexpr (kHeadDimTile > 128) {
     using sm90::BwdWideTraits, sm90::launch_wide_bwd_kernel;
-    if (p.head_dim <= 192) return launch_wide_bwd_kernel<BwdWideTraits<Element, 192>>(choice.blocks, p, stream);
-    return launch_wide_bwd_kernel<BwdWideTraits<Element, kHeadDimTile>>(choice.blocks, p, stream);
+    const auto go_wide = [&](auto variant) {
+      constexpr BwdVariant kVariant = decltype(variant)::value;
+      if (p.head_dim <= 192) {
+        return launch_wide_bwd_kernel<BwdWideTraits<Element, 192, kVariant>>(choice.blocks, p, stream);
+      }
+      return launch_wide_bwd_kernel<BwdWideTraits<Element, kHeadDimTile, kVariant>>(choice.blocks, p, stream);
+    };
+    if constexpr (kGathered) {
+      if (p.bias.kind != BiasKind::kNone) return go_wide(cute::C<BwdVariant::kBiasLists>{});
+      return go_wide(cute::C<BwdVariant::kLists>{});
+    } else {
+      return go_wide(cute::C<BwdVariant::kPlain>{});
+    }
   } else if constexpr (kGathered) {
     const bool has_bias = p.bias.kind != BiasKind::kNone;
     if (p.deterministic && has_bias) return go(cute::C<BwdVariant::kOrderedBiasLists>{});

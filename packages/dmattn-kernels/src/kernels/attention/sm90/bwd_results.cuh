@@ -71,6 +71,53 @@ __device__ __forceinline__ void store_ds_panel(const Operand& gradients, uint32_
   cutlass::arch::fence_view_async_shared();  // the tensor cores see what was written
 }
 
+// Of a tile of dk or dv in registers the thread's key `half`, to a row of fp32 numbers: added, or stored where nobody else
+// adds. Neighbouring lanes exchange halves first, so that each has four columns of one fragment instead of two of each of
+// two. Whole warp.
+template <int kFragments>
+__device__ __forceinline__ void send_key_row(const float (&acc)[kFragments][4], int half, float scale, float* to,
+                                             bool exists, bool is_stored, int head_dim, int lane) {
+  const bool is_odd = lane % 2 != 0;
+  const int col = is_odd ? 8 + (lane % 4 - 1) * 2 : lane % 4 * 2;
+  to += col;
+#pragma unroll
+  for (int i = 0; i < kFragments; i += 2) {
+    const float (&lower)[4] = acc[i];
+    const float (&upper)[4] = acc[i + 1];
+    float own[2], other[2];
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const float x = lower[2 * half + e] * scale, y = upper[2 * half + e] * scale;
+      other[e] = __shfl_xor_sync(0xffffffffu, is_odd ? x : y, 1);
+      own[e] = is_odd ? y : x;
+    }
+    const float sum[4] = {is_odd ? other[0] : own[0], is_odd ? other[1] : own[1], is_odd ? own[0] : other[0],
+                          is_odd ? own[1] : other[1]};
+    if (exists && 8 * i + col < head_dim) {
+      if (is_stored) {
+        *reinterpret_cast<float4*>(to + 8 * i) = make_float4(sum[0], sum[1], sum[2], sum[3]);
+      } else {
+        add_vector(to + 8 * i, sum);
+      }
+    }
+  }
+}
+// What a thread has of the gradient of a bias for each key, in fp32: the sums of ds over its rows, of its two keys.
+template <int kFragments>
+__device__ __forceinline__ void sum_key_rows(float (&sums)[2], const float (&ds)[kFragments][4]) {
+  float even[2] = {sums[0], sums[1]}, odd[2] = {0.f, 0.f};  // sums that do not wait for each other
+#pragma unroll
+  for (int i = 0; i < kFragments; ++i) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      even[half] += ds[i][2 * half];
+      odd[half] += ds[i][2 * half + 1];
+    }
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) sums[half] = even[half] + odd[half];
+}
+
 template <class T>
 struct BwdResults : BwdConsumerState<T> {
   using Base = BwdConsumerState<T>;
@@ -159,19 +206,7 @@ struct BwdResults : BwdConsumerState<T> {
     empty.arrive();
   }
 
-  static __device__ __forceinline__ void sum_rows(KeySums& sums, const Scores& ds) {
-    float even[2] = {sums[0], sums[1]}, odd[2] = {0.f, 0.f};  // sums that do not wait for each other
-#pragma unroll
-    for (int i = 0; i < kFragmentsM; ++i) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        even[half] += ds[i][2 * half];
-        odd[half] += ds[i][2 * half + 1];
-      }
-    }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) sums[half] = even[half] + odd[half];
-  }
+  static __device__ __forceinline__ void sum_rows(KeySums& sums, const Scores& ds) { sum_key_rows(sums, ds); }
   // All heads of the group have one bias: it does not matter at which of them the sums go in.
   __device__ __forceinline__ void add_dbias(const KeySums& sums, const BwdItem& item, int head) {
     if (p.dbias_cols == nullptr) return;
@@ -348,38 +383,15 @@ struct BwdResults : BwdConsumerState<T> {
     }
   }
 
-  // Lists: a key has rows in other chunks as well. Neighbouring lanes exchange halves first, so that each adds four
-  // columns of one fragment instead of two of each of two.
+  // Lists: a key has rows in other chunks as well.
   // keeps_terms(): `accum` has a row for what each chunk adds to a key.
   __device__ __forceinline__ void add_grad(float (&acc)[kFragmentsD][4], float scale, float* accum, int64_t head) {
-    const bool is_odd = lane % 2 != 0;
-    const int col = is_odd ? 8 + (lane % 4 - 1) * 2 : lane % 4 * 2;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const KeyInterval interval = keeps_terms() ? find_term(half) : facts().interval[own_key(half)];
       const int rows = keeps_terms() ? p.terms.capacity : p.seqlen_k;
-      float* const to = accum + (head * rows + interval.begin) * p.head_dim + col;
-#pragma unroll
-      for (int i = 0; i < kFragmentsD; i += 2) {
-        const float (&lower)[4] = acc[i];
-        const float (&upper)[4] = acc[i + 1];
-        float own[2], other[2];
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const float x = lower[2 * half + e] * scale, y = upper[2 * half + e] * scale;
-          other[e] = __shfl_xor_sync(0xffffffffu, is_odd ? x : y, 1);
-          own[e] = is_odd ? y : x;
-        }
-        const float sum[4] = {is_odd ? other[0] : own[0], is_odd ? other[1] : own[1], is_odd ? own[0] : other[0],
-                              is_odd ? own[1] : other[1]};
-        if (interval.length > 0 && 8 * i + col < p.head_dim) {
-          if (keeps_terms()) {
-            *reinterpret_cast<float4*>(to + 8 * i) = make_float4(sum[0], sum[1], sum[2], sum[3]);
-          } else {
-            add_vector(to + 8 * i, sum);
-          }
-        }
-      }
+      float* const to = accum + (head * rows + interval.begin) * p.head_dim;
+      send_key_row(acc, half, scale, to, interval.length > 0, keeps_terms(), p.head_dim, lane);
     }
   }
   // The row of ChunkTerms of the thread's key `half`, as an interval of one row or of none.

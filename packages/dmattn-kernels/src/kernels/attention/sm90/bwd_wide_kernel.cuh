@@ -1,24 +1,27 @@
-// The backward on Hopper for wide heads: consecutive keys, with lengths and causality.
+// The backward on Hopper for wide heads: consecutive keys, with lengths and causality; or lists of keys for chunks of
+// rows, with a bias for each key.
 //
 // dk and dv of 64 keys and 256 columns fill a warpgroup's registers each, so that a thread block has no room for more
 // keys, and dq, which is added to sums in memory, would leave it for every 64 of them. Here two thread blocks of a cluster
 // share 128 keys: each computes ds of its own 64, and they exchange it, so that each can compute half of the columns of
 // dq = ds k for the keys of both. Q and dO come from memory once for both.
 //
-// One thread of the first warpgroup, the producer, copies tiles. The two consumers have the same keys:
+// One thread of the first warpgroup, the producer, copies tiles. Listed keys are copied by warps beside it, and their dk
+// and dv are added to sums in memory. The two consumers have the same keys:
 //   the first    s^T = k q^T     p = exp(s - lse)        dv += p^T do     a panel of dq
 //   the second   dp^T = v do^T   ds = p (dp - delta)     dk += ds^T q     another panel
 // p goes from the first to the second through shared memory, ds to both, and to the other thread block. The products of a
 // step are queued in the order p^T do, dq of the step before, scores of the next step (and likewise), so that the
 // exchange has a step's time, and one consumer's products run while the other one's registers are worked on.
 //
-// A cluster takes one block of keys. Bytes, registers and cycles are counted in docs/kernels/backward.md.
+// A cluster takes one block of keys, or one tile of a list. Bytes, registers and cycles are counted in
+// docs/kernels/backward.md.
 #pragma once
 
 #include <climits>
 
 #include "bwd_results.cuh"
-#include "bwd_wide_traits.cuh"
+#include "bwd_wide_gather.cuh"
 
 namespace dmattn::sm90 {
 
@@ -42,8 +45,9 @@ __device__ __forceinline__ void send_to_other(const void* from, void* to, Barrie
 
 template <class T>
 __device__ __forceinline__ void init_wide_barriers(typename T::Shared& s) {
-  s.k_full.init(1);
-  s.v_full.init(1);
+  s.k_full.init(T::kGathered ? 2 * 32 : 1);
+  s.v_full.init(T::kGathered ? 32 : 1);
+  s.facts_full.init(32);
   // Q is released by the second consumers, which know that the first are done with it when they have p. dO is released by
   // both, and so is ds.
   for (int i = 0; i < T::kStagesQ; ++i) {
@@ -80,11 +84,9 @@ struct WideProducer {
     RowSteps steps(p, item);
     if (steps.left == 0) return;
     load_q(steps, item);
-    load_k(item);
+    if constexpr (!T::kGathered) load_k(item);
     load_dout(steps, item);
-    s.v_full.arrive_and_expect(T::kTileK * sizeof(Element));
-    load_tile<T::kOwnKeys, T::kPanels, T::kPanelCols>(p.v, s.v_full, cute::TMA::CacheHintSm90::EVICT_FIRST, s.v,
-                                                      first_key(item, rank), item.head_k, item.batch);
+    if constexpr (!T::kGathered) load_v(item);
     steps.advance();
 #pragma unroll 1
     for (; steps.left > 0; steps.advance()) {
@@ -108,26 +110,32 @@ struct WideProducer {
                                    first_key(item, rank ^ 1), item.head_k, item.batch);
     }
   }
+  __device__ __forceinline__ void load_v(const BwdItem& item) {
+    s.v_full.arrive_and_expect(T::kTileK * sizeof(Element));
+    load_tile<T::kOwnKeys, T::kPanels, T::kPanelCols>(p.v, s.v_full, cute::TMA::CacheHintSm90::EVICT_FIRST, s.v,
+                                                      first_key(item, rank), item.head_k, item.batch);
+  }
   __device__ __forceinline__ void load_q(const RowSteps& steps, const BwdItem& item) {
     const int stage = q_place.stage;
     load_rows(p.q, p.lse, s.q + stage * T::kTileQ, s.lse[stage], s.q_full[stage], s.q_empty[stage], q_place.phase,
-              steps, item);
+              T::kBias ? kStatBytes : 0, steps, item);
+    if constexpr (T::kBias) copy_stat(p.lse_rest, s.lse_rest[stage], s.q_full[stage], steps, item);
     q_place.advance();
   }
   __device__ __forceinline__ void load_dout(const RowSteps& steps, const BwdItem& item) {
     const int stage = dout_place.stage;
     load_rows(p.dout, p.delta, s.dout + stage * T::kTileQ, s.delta[stage], s.dout_full[stage], s.dout_empty[stage],
-              dout_place.phase, steps, item);
+              dout_place.phase, 0, steps, item);
     dout_place.advance();
   }
   // Half of the panels for both thread blocks, the other half of which come from the other one; and for this one alone the
-  // number that each row has. What the other has copied may arrive before the barrier is told to expect it: no phase ends
-  // before this thread has arrived.
+  // number that each row has. `more`: bytes that are copied to the same barrier besides. What the other has copied may
+  // arrive before the barrier is told to expect it: no phase ends before this thread has arrived.
   __device__ __forceinline__ void load_rows(const CUtensorMap& map, const float* stats, Element* tile, float* stat,
-                                            Barrier& full, Barrier& empty, int phase, const RowSteps& steps,
-                                            const BwdItem& item) {
+                                            Barrier& full, Barrier& empty, int phase, uint32_t more,
+                                            const RowSteps& steps, const BwdItem& item) {
     empty.wait(phase ^ 1);
-    full.arrive_and_expect(T::kTileQ * sizeof(Element) + kStatBytes);
+    full.arrive_and_expect(T::kTileQ * sizeof(Element) + kStatBytes + more);
 #pragma unroll
     for (int i = 0; i < T::kOwnPanels; ++i) {
       const int panel = rank * T::kOwnPanels + i;
@@ -136,9 +144,13 @@ struct WideProducer {
           &map, &full.word, kBoth, static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_LAST),
           tile + panel * T::kPanelQ, panel * T::kPanelCols, steps.m * T::kBlockM, steps.head, item.batch);
     }
+    copy_stat(stats, stat, full, steps, item);
+  }
+  __device__ __forceinline__ void copy_stat(const float* from, float* to, Barrier& full, const RowSteps& steps,
+                                            const BwdItem& item) {
     const int64_t row =
         (static_cast<int64_t>(item.batch) * p.nheads + steps.head) * p.seqlen_q_rounded + steps.m * T::kBlockM;
-    cute::SM90_BULK_COPY_G2S::copy(stats + row, &full.word, stat, kStatBytes);
+    cute::SM90_BULK_COPY_G2S::copy(from + row, &full.word, to, kStatBytes);
   }
 };
 
@@ -207,6 +219,7 @@ struct WideConsumer {
     auto operand = make_tensor<Element>(Layout<Shape<Shape<_2, _2, _2>, _1, Int<T::kBlockM / 16>>>{});
     const Scores& scores = fragments<kFragmentsM>(acc_s);
 
+    float key_sums[2] = {0.f, 0.f};  // kKeyBias: of the thread's two keys
     clear(acc_grad);
     // The zeros are in registers before any product starts: where they came later, all products would be serialized.
     warpgroup_fence_operand(acc_grad);
@@ -244,6 +257,7 @@ struct WideConsumer {
         wait_for_product<0>(acc_s);
         if constexpr (kIsGradient) {
           take_ds(scores, weights);
+          if constexpr (T::kKeyBias) sum_key_rows(key_sums, weights);
           auto gradients = make_tensor_like(operand);
           to_operand<Element>(gradients, weights);
           send_ds(gradients);
@@ -252,7 +266,7 @@ struct WideConsumer {
           // All threads have read delta.
           if (is_speaker()) release_in_both(s.dout_empty[place_of<T::kStagesdO>(step).stage]);
         } else {
-          take_exp(scores, weights, steps.m);
+          take_exp(scores, weights, steps);
           send_probabilities(weights);
           if constexpr (std::is_same_v<Element, cutlass::half_t>) {
             // What was sent are the same words, which would stay among the registers of the scores.
@@ -293,7 +307,9 @@ struct WideConsumer {
 
       s.k_full.wait(0);
       if constexpr (kIsGradient) s.v_full.wait(0);
+      if constexpr (T::kGathered) cutlass::arch::fence_view_async_shared();  // threads have copied them
       start_scores(0);
+      if constexpr (T::kGathered) s.facts_full.wait(0);
       front();
       if (!steps.is_last()) {
         back(true_type{});
@@ -308,9 +324,13 @@ struct WideConsumer {
       wait_for_product<0>(acc_grad);
       compute_last_dq(step);
     }
-    // In the memory of Q or dO, which nobody reads any more: dp was done before the last ds was there, which the first
-    // consumer has waited for, and the scores before the last p was, which the second one has.
-    store_grad(acc_grad, kIsGradient ? s.q : s.dout);
+    if constexpr (T::kGathered) {
+      add_grad(fragments<kFragmentsD>(acc_grad), key_sums);
+    } else {
+      // In the memory of Q or dO, which nobody reads any more: dp was done before the last ds was there, which the first
+      // consumer has waited for, and the scores before the last p was, which the second one has.
+      store_grad(acc_grad, kIsGradient ? s.q : s.dout);
+    }
   }
 
   // That the consumer computes of dq.
@@ -335,32 +355,79 @@ struct WideConsumer {
   };
   __device__ __forceinline__ int own_block() const { return item.n_block * T::kCluster + rank; }
 
-  __device__ __forceinline__ void take_exp(const Scores& scores, Scores& probabilities, int m) const {
-    if (cuts_tile<OwnTile>(p, m, own_block())) {
-      take_exp<true>(scores, probabilities, m);
+  __device__ __forceinline__ void take_exp(const Scores& scores, Scores& probabilities, const RowSteps& steps) const {
+    if (is_cut(steps)) {
+      take_exp<true>(scores, probabilities, steps);
     } else {
-      take_exp<false>(scores, probabilities, m);
+      take_exp<false>(scores, probabilities, steps);
+    }
+  }
+  // Whether rows and keys meet of which the one does not see the other, or one of which there is not.
+  __device__ __forceinline__ bool is_cut(const RowSteps& steps) const {
+    if constexpr (T::kGathered) {
+      const int2 all = s.facts.seen_by_all;
+      const int first = first_row(steps);
+      return first < all.x || first + T::kBlockM > all.y;
+    } else {
+      return cuts_tile<OwnTile>(p, steps.m, own_block());
+    }
+  }
+  // Of the step; over lists it counts from the item's first one.
+  __device__ __forceinline__ int first_row(const RowSteps& steps) const {
+    return (T::kGathered ? steps.m - steps.m_begin : steps.m) * T::kBlockM;
+  }
+  // The thread's two keys are 8 apart in the block.
+  __device__ __forceinline__ int own_key(int half) const { return 16 * warp + lane / 4 + 8 * half; }
+  // The rows that see a key, counted from the first one that the thread has.
+  struct SeenBy {
+    int first;
+    uint32_t rows;
+    __device__ __forceinline__ bool has(int row) const {
+      return T::kGathered ? static_cast<uint32_t>(row - first) < rows : row >= first;
+    }
+  };
+  __device__ __forceinline__ SeenBy seen_by(int half, const RowSteps& steps) const {
+    const int own_row = first_row(steps) + lane % 4 * 2;
+    if constexpr (T::kGathered) {
+      const uint32_t rows = s.facts.rows[own_key(half)];
+      return {static_cast<int>(rows & 0xffff) - own_row, rows >> 16};
+    } else {
+      const int key = own_block() * T::kOwnKeys + own_key(half);
+      const int seen_from = p.is_causal ? key - (p.seqlen_k - p.seqlen_q) : INT_MIN / 2;
+      return {(key >= p.seqlen_k ? INT_MAX / 2 : seen_from) - own_row, 0};
     }
   }
   template <bool kIsCut>
-  __device__ __forceinline__ void take_exp(const Scores& scores, Scores& probabilities, int m) const {
+  __device__ __forceinline__ void take_exp(const Scores& scores, Scores& probabilities, const RowSteps& steps) const {
     const float scale_log2 = p.softmax_scale * kLog2e;
-    int first_seen[2];  // of the rows from the first one that the thread has
+    SeenBy seen[2];
+    float bias[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int key = own_block() * T::kOwnKeys + 16 * warp + lane / 4 + 8 * half;
-      const int seen_from = p.is_causal ? key - (p.seqlen_k - p.seqlen_q) : INT_MIN / 2;
-      first_seen[half] = (key >= p.seqlen_k ? INT_MAX / 2 : seen_from) - (m * T::kBlockM + lane % 4 * 2);
+      if constexpr (kIsCut) seen[half] = seen_by(half, steps);
+      if constexpr (T::kBias) bias[half] = s.facts.bias[own_key(half)];
     }
     const float* lse = s.lse[step % T::kStagesQ] + lane % 4 * 2;
+    const float* lse_rest = s.lse_rest[step % T::kStagesQ] + lane % 4 * 2;
 #pragma unroll
     for (int i = 0; i < kFragmentsM; ++i) {
       const float2 row_lse = *reinterpret_cast<const float2*>(lse + 8 * i);
+      float2 row_rest;
+      if constexpr (T::kBias) row_rest = *reinterpret_cast<const float2*>(lse_rest + 8 * i);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const float scaled_lse = (e % 2 == 0 ? row_lse.x : row_lse.y) - kLog2Scale;
-        const bool is_seen = !kIsCut || 8 * i + e % 2 >= first_seen[e / 2];
-        probabilities[i][e] = exp2_approx(__fmaf_rn(is_seen ? scores[i][e] : -INFINITY, scale_log2, -scaled_lse));
+        const bool is_seen = !kIsCut || seen[e / 2].has(8 * i + e % 2);
+        const float own_lse = e % 2 == 0 ? row_lse.x : row_lse.y;
+        float x = scores[i][e];
+        if constexpr (T::kBias) {
+          // In natural units, as the forward adds it: a bias of finfo.min times log2(e) would overflow.
+          x = __fmaf_rn(x, p.softmax_scale, bias[e / 2]);
+          x = is_seen ? x : -INFINITY;  // after the bias: what is cut may have any, even NaN
+          x = __fmaf_rn(x - own_lse, kLog2e, kLog2Scale - (e % 2 == 0 ? row_rest.x : row_rest.y));
+        } else {
+          x = __fmaf_rn(is_seen ? x : -INFINITY, scale_log2, -(own_lse - kLog2Scale));
+        }
+        probabilities[i][e] = exp2_approx(x);
       }
     }
   }
@@ -418,6 +485,31 @@ struct WideConsumer {
     }
   }
 
+  // --- dk and dv of listed keys are added to sums ---------------------------------------------------------------------
+
+  __device__ __forceinline__ void add_grad(float (&acc)[kFragmentsD][4], const float (&key_sums)[2]) const {
+    const int64_t entries = list_of(p, item) * p.keys.capacity + WideProducer<T>::first_key(item, rank);
+    const int64_t sums = static_cast<int64_t>(item.batch) * p.nheads_k + item.head_k;
+    const KeyLimits limits = {0, p.seqlen_k - 1};
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const bool exists = s.facts.rows[own_key(half)] != 0;
+      const int key = exists ? limits.position(__ldg(p.keys.idx + entries + own_key(half))) : 0;
+      float* const to = (kIsGradient ? p.dk_accum : p.dv_accum) + (sums * p.seqlen_k + key) * p.head_dim;
+      send_key_row(acc, half, kIsGradient ? p.softmax_scale : kUnscale, to, exists, /*is_stored=*/false, p.head_dim,
+                   lane);
+      if constexpr (T::kKeyBias && kIsGradient) add_dbias(key_sums[half], key, exists);
+    }
+  }
+  // All heads of the group have one bias: it does not matter at which of them the sums go in.
+  __device__ __forceinline__ void add_dbias(float sum, int key, bool exists) const {
+    if (p.dbias_cols == nullptr) return;
+    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+    const int64_t head = static_cast<int64_t>(item.batch) * p.nheads + item.head_k * p.head_ratio;
+    if (lane % 4 == 0 && exists) atomicAdd(p.dbias_cols + head * p.seqlen_k + key, sum);
+  }
+
   // --- dk and dv leave ------------------------------------------------------------------------------------------------
 
   template <class Accumulator>
@@ -437,19 +529,36 @@ struct WideConsumer {
 };
 
 template <class T>
+__device__ __forceinline__ BwdItem find_wide_item(const BwdArguments& p, int index) {
+  if constexpr (T::kGathered) {
+    const ListItem item = find_list_item<T>(p, index);
+    const int2 rows = __ldg(tile_rows_of(p, item.batch, item.head_k, item.chunk) + item.tile);
+    return {item.tile, item.head_k, 0, item.batch, rows.x, rows.y, item.chunk};
+  } else {
+    return find_tiled_item<T>(p, index);
+  }
+}
+
+template <class T>
 __global__ void __cluster_dims__(T::kCluster, 1, 1) __launch_bounds__(T::kThreads, 1)
     bwd_wide_kernel(const __grid_constant__ BwdArguments p) {
   extern __shared__ char smem[];
   const uint32_t base = smem_u32(smem);
   auto& s = *reinterpret_cast<typename T::Shared*>(smem + ((base + 1023) / 1024 * 1024 - base));
   const int rank = static_cast<int>(cute::block_rank_in_cluster());
-  const BwdItem item = find_tiled_item<T>(p, blockIdx.x / T::kCluster);
+  const BwdItem item = find_wide_item<T>(p, blockIdx.x / T::kCluster);
+  // Lists have room for more tiles than they fill. The other thread block ends here, too.
+  if (T::kGathered && item.m_begin >= item.m_end) return;
   if (threadIdx.x == 0) init_wide_barriers<T>(s);
   cute::cluster_sync();  // both have barriers before the first copy to both
   const int group = cutlass::canonical_warp_group_idx();
   if (group == 0) {
     cutlass::arch::warpgroup_reg_dealloc<T::kProducerRegisters>();
+    const int warp = threadIdx.x / 32;
     if (threadIdx.x == 0) WideProducer<T>{p, s, rank}.run(item);
+    if constexpr (T::kGathered) {
+      if (warp > 0) WideGather<T>{p, s, rank, static_cast<int>(threadIdx.x % 32)}.run(item, warp - 1);
+    }
   } else {
     cutlass::arch::warpgroup_reg_alloc<T::kConsumerRegisters>();
     if (group == 1) {

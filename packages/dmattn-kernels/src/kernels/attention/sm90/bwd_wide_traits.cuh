@@ -5,8 +5,9 @@
 
 namespace dmattn::sm90 {
 
-// Two thread blocks of a cluster share 128 keys. Each has 64 of them, and half of the columns of dq.
-template <class Element_, int kHeadDim_>
+// Two thread blocks of a cluster share 128 keys. Each has 64 of them, and half of the columns of dq. Of the variants there
+// are kPlain, kLists and kBiasLists.
+template <class Element_, int kHeadDim_, BwdVariant kVariant = BwdVariant::kPlain>
 struct BwdWideTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_;
@@ -23,8 +24,13 @@ struct BwdWideTraits {
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;  // as in BwdTraits
   // For what it shares with the kernels of other head dimensions.
-  static constexpr bool kDenseBias = false, kKeyBias = false, kMasked = false, kGathered = false, kOrdered = false,
-                        kPacked = false, kPairs = false;
+  static constexpr bool kDenseBias = false, kMasked = false, kOrdered = false, kPacked = false, kPairs = false;
+  static constexpr bool kListBias = kVariant == BwdVariant::kBiasLists, kKeyBias = kListBias, kBias = kListBias;
+  static constexpr bool kGathered = kListBias || kVariant == BwdVariant::kLists;
+  static_assert(kGathered || kVariant == BwdVariant::kPlain);
+  // Of the first warpgroup, beside the producer: one copies the block's keys, one their values, and one what the block
+  // needs of the other's keys.
+  static constexpr int kGatherWarps = kGathered ? 3 : 0;
   static constexpr int kMembers = 1;
   static constexpr int kPanelCols = 64, kPanels = kHeadDim / kPanelCols;
   // Panels of dq that a thread block computes, one a consumer, and of Q and dO that it copies to both. The last ones may
@@ -70,6 +76,17 @@ struct BwdWideTraits {
   static constexpr int kWholeK = kAllPanels * kPanelK;
   static constexpr int kPaneldS = kBlockM * kOwnKeys;
 
+  // What is known of listed keys of the block. Rows count from the first one of the item: there are at most kMostChunkRows.
+  // Where the keys are is read from the list again when dk and dv leave, as there is no room here.
+  struct NoFacts {};
+  struct KeyFacts {
+    // That see the key: the first one, and times 2^16 how many. 0: there is no key.
+    alignas(16) uint32_t rows[kOwnKeys];
+    alignas(16) float bias[kListBias ? kOwnKeys : 4];
+    int2 seen_by_all;  // rows from x up to y see all keys
+  };
+  static_assert(kMostChunkRows < 1 << 15);
+
   struct Shared {
     alignas(1024) Element k[kWholeK];
     alignas(1024) Element v[kTileK];
@@ -81,7 +98,9 @@ struct BwdWideTraits {
     alignas(128) uint4 p[kStagesP][kBlockM / 16][128];
     alignas(128) float lse[kStagesQ][kBlockM];
     alignas(128) float delta[kStagesdO][kBlockM];
-    Barrier k_full, v_full;
+    alignas(128) float lse_rest[kStagesQ][kBias ? kBlockM : 4];
+    std::conditional_t<kGathered, KeyFacts, NoFacts> facts;
+    Barrier k_full, v_full, facts_full;
     Barrier q_full[kStagesQ], q_empty[kStagesQ], dout_full[kStagesdO], dout_empty[kStagesdO];
     Barrier p_full[kStagesP], ds_full[kStagesdS], ds_empty[kStagesdS];
   };
