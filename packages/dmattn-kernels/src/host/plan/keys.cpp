@@ -73,6 +73,10 @@ KeyNumbers read_numbers(const dmattn_tensor& t, int64_t heads) {
   return numbers;
 }
 
+KeyNumbersOut read_numbers_out(const dmattn_tensor& t) {
+  return {t.data, t.stride[0], t.stride[1], t.stride[2], static_cast<Dtype>(t.dtype)};
+}
+
 int32_t keys_of_block(const Divisor& key_words) {
   return extent(std::max<int64_t>(1, kJoinBlockWords / key_words.value));
 }
@@ -95,8 +99,7 @@ JoinKeysPlan plan_join_keys(const dmattn_join_keys_params& p) {
   join.place_first = static_cast<const int32_t*>(p.place_first.data);
   join.k = read_rows_out(p.k, word);
   join.v = read_rows_out(p.v, word);
-  join.score = p.score.data;
-  join.score_dtype = static_cast<Dtype>(p.score.dtype);
+  join.score = read_numbers_out(p.score);
   join.batch = extent(p.k.shape[0]);
   join.heads = extent(heads);
   join.seqlen = extent(p.k.shape[1]);
@@ -134,8 +137,7 @@ KeepKeysPlan plan_keep_keys(const dmattn_keep_keys_params& p, int32_t num_sms) {
   keep.seen = static_cast<const int32_t*>(p.seen.data);
   keep.k_kept = read_rows_out(p.k_kept, word);
   keep.v_kept = read_rows_out(p.v_kept, word);
-  keep.score_kept = p.score_kept.data;
-  keep.score_dtype = static_cast<Dtype>(p.score_kept.dtype);
+  keep.score_kept = read_numbers_out(p.score_kept);
   keep.position_kept = static_cast<int32_t*>(p.position_kept.data);
   keep.seen_kept = static_cast<int32_t*>(p.seen_kept.data);
   keep.batch = extent(p.k_kept.shape[0]);
