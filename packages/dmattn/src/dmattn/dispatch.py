@@ -370,10 +370,11 @@ def select(
     seqlen_q: int,
     is_causal: bool,
     cu_seqlens: Tensor | None = None,
+    cleared: bool = True,
 ) -> Selection:
     """`dmattn.ops.selection.select_keys`, past the dispatcher of torch where that has no part."""
     direct = is_plain_call(scores, key_mask, cu_seqlens)
-    return select_keys(scores, key_mask, window, seqlen_q, is_causal, cu_seqlens, direct)
+    return select_keys(scores, key_mask, window, seqlen_q, is_causal, cu_seqlens, direct, cleared)
 
 
 def is_same_tensor(a: Tensor, b: Tensor) -> bool:

@@ -63,7 +63,8 @@ def keep_window(problem: Problem, window_size: int, given: Any) -> Kept:
     key_mask = None if mask is None else key_only_mask(mask, seqlen_k)
     scores, key_mask = same_heads(bias.detach().squeeze(2), key_mask)
     rows = min(rows, seqlen_k) if causal else rows
-    return problem.with_lists(select(scores, key_mask, window_size, rows, causal)), ()
+    lists = select(scores, key_mask, window_size, rows, causal, cleared=False)
+    return problem.with_lists(lists), ()
 
 
 def check_selection(selection: Any) -> None:
