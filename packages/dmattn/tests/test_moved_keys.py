@@ -200,7 +200,7 @@ def test_a_stretch_behind_a_state_is_four_operators() -> None:
     with _Names() as mode:
         flash_dmattn_func(q, k, v, None, score, state=state, **options)
     made = [name for name in mode.names if name not in _VIEWS]
-    assert made == ["join_keys", "select_keys", "keep_keys", "fwd"]
+    assert made == ["join_keys", "select_keys", "fwd", "keep_keys"]
 
 
 def test_calls_behind_states_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:

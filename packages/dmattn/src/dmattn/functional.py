@@ -235,24 +235,26 @@ def flash_dmattn_func(
             softcap=softcap,
             deterministic=deterministic,
         )
+        out, lse = _attend(problem, backend)
+        if kind is not None:
+            remember(kind, operands, problem, backend)
     else:
         problem, stretch = _known_problem(
             known.problem(operands), window_size, attn_bias, state, return_state
         )
-    # Before the attention: the keys that it copies were just put together, and lie in the cache.
-    behind = stretch.state_behind(problem) if stretch is not None and return_state else None
-    if known is not None and (problem.key_lists is None or leading_rows(problem) == 0):
-        out, lse = attend_directly(problem, known.backend, bool(return_lse))
-    else:
-        out, lse = _attend(problem, backend)
-        if known is None and kind is not None:
-            remember(kind, operands, problem, backend)
+        if problem.key_lists is None or leading_rows(problem) == 0:
+            out, lse = attend_directly(problem, known.backend, bool(return_lse))
+        else:
+            out, lse = _attend(problem, backend)
     if not (return_lse or return_attn_probs or return_state):
         return out
     result: tuple[Any, ...] = (out, lse) if return_lse else (out,)
     if return_attn_probs:
         result = (*result, _probabilities(problem))
-    return result if behind is None else (*result, behind)
+    if return_state:
+        assert stretch is not None
+        result = (*result, stretch.state_behind(problem))
+    return result
 
 
 def _kind_of_call(operands: tuple[Any, ...], options: tuple[Any, ...], state: Any) -> Kind | None:

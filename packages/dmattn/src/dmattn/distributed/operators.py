@@ -241,7 +241,7 @@ def _own_state(
         token = torch.arange(place.start, place.start + seqlen, device=score.device)
         score = exchange.without(score, token >= borders.last)
     window = min(given.window, given.sent)
-    end = select_keys(score, None, window, 1, False, direct=True).end
+    end = select_keys(score, None, window, 1, False, direct=True, cleared=False).end
     state = KeptKeys(*layout.keys(rows), own, own.new_empty((batch,)))
     keep_keys(seqlen - 1, end, None, (k, v, score), None, None, given.sent, True, state)
     return own, rows
