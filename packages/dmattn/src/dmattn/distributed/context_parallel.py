@@ -222,7 +222,7 @@ def _checked(
             f"rank{_DENSE_WAY}"
         )
     assert problem.bias is not None
-    problem, score = _same_heads(problem, _masked(problem.bias[:, :, 0], attn_mask, problem))
+    problem, score = _same_heads(problem, _masked(problem.bias.squeeze(2), attn_mask, problem))
     if cu_seqlens is None:
         return _Given(problem, score, window_size, None, None)
     bounds, known = _whole_bounds(cu_seqlens, score.device)
