@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -215,9 +215,9 @@ def dmattn_draft(data: Data) -> Tensor:
     return out
 
 
-def dmattn_chunks(data: Data) -> Tensor:
-    """`dmattn_window` by chunks, each behind the state of those before it."""
-    case, state, whole = data.case, None, torch.empty_like(data.q)
+def _chunks(data: Data) -> Iterator[tuple[slice, Tensor]]:
+    """The rows of `dmattn_window` by chunks, each behind the state of those before it."""
+    case, state = data.case, None
     assert data.bias is not None
     for start in range(0, case.seqlen_k, CHUNK):
         now = slice(start, start + CHUNK)
@@ -231,8 +231,22 @@ def dmattn_chunks(data: Data) -> Tensor:
             state=state,
             return_state=True,
         )
+        yield now, out
+
+
+def dmattn_chunks(data: Data) -> Tensor:
+    """All rows in one tensor."""
+    whole = torch.empty_like(data.q)
+    for now, out in _chunks(data):
         whole[:, now] = out
     return whole
+
+
+def dmattn_chunks_handed_on(data: Data) -> Tensor:
+    """The rows of a chunk go on to what comes next, such as the layer's projection."""
+    for _, rows in _chunks(data):
+        last = rows
+    return last
 
 
 def dmattn_varlen(data: Data) -> Tensor:
@@ -468,7 +482,11 @@ CONTENDERS: dict[str, tuple[str, Callable[[Data], Tensor]]] = {
     "dmattn_in_turn": ("dmattn.DynamicMaskCache, one after the other", dmattn_in_turn),
     "dmattn_at_once": ("dmattn.DynamicMaskCache, at once", dmattn_at_once),
     "dmattn_draft": ("dmattn.DynamicMaskCache, peek and commit", dmattn_draft),
-    "dmattn_chunks": ("dmattn, chunks, selection included", dmattn_chunks),
+    "dmattn_chunks": ("dmattn, chunks put together, selection included", dmattn_chunks),
+    "dmattn_chunks_handed_on": (
+        "dmattn, chunks handed on, selection included",
+        dmattn_chunks_handed_on,
+    ),
     "dmattn_varlen": ("dmattn, packed", dmattn_varlen),
     "dmattn_padded_batch": ("dmattn, padded batch given", dmattn_padded_batch),
     "sdpa_flash": ("SDPA flash", sdpa_flash),

@@ -6,8 +6,9 @@ Requests arrive at random times, with prompts of 16 to 4096 bytes out of the sta
 want a few bytes each. The engine (bytes_lm/serving.py) works on some of them at a time: they join
 the running batch when a slot is free, their prompts go in by chunks beside the decoding of the
 others, and they leave it when they are done. At the end it compares each answer with the one that
-its request gets alone (in bfloat16 one may part where two bytes are as likely but for rounding, and
-then it says how close they were), and leaves in --output-dir
+the engine gives to its request alone, which has to be the same, and with that of the model by
+itself, whose products have other shapes: in bfloat16 one may part where two bytes are as likely but
+for rounding, and then it says how close they were. It leaves in --output-dir
 
     serving.png    when each request waited, was read and was answered, and the times as curves
     serving.json   throughput, time to first byte and time per byte as percentiles
@@ -116,23 +117,28 @@ def summary(answers: Sequence[Answer], device: torch.device) -> dict[str, Any]:
     }
 
 
-def compare_alone(
+def count_equal_alone(engine: Engine, answers: Sequence[Answer]) -> int:
+    """How many answers are those that the engine gives to their requests one by one."""
+    return sum(engine.serve_alone(answer.request).text == answer.text for answer in answers)
+
+
+def compare_by_itself(
     model: BytesLM, answers: Sequence[Answer], device: torch.device
 ) -> dict[str, Any]:
-    """How many answers are those of their requests alone, and where the others part from them.
+    """How many answers are those of the model without the engine, and where the others part.
 
-    A batch adds up in another order than a sequence alone, and a prompt in chunks in another than
-    one at once. So two bytes that are equally likely but for rounding may change places, and after
-    them the texts differ. The margin is how far the two are apart, as a part of the largest logit;
-    bfloat16 rounds to 0.004 of it in each layer.
+    A batch adds up in another order than a sequence by itself, and a prompt in chunks in another
+    than one at once. So two bytes that are equally likely but for rounding may change places, and
+    after them the texts differ. The margin is how far the two are apart, as a part of the largest
+    logit; bfloat16 rounds to 0.004 of it in each layer.
     """
     margins = []
     for answer in answers:
         prompt = answer.request.prompt.to(device)
-        alone = continue_text(model, prompt, answer.request.count, temperature=0.0).text
-        if alone != bytes(answer.text):
-            margins.append(margin(model, prompt, alone, bytes(answer.text)))
-    return {"equal_alone": len(answers) - len(margins), "margins_where_others_part": margins}
+        written = continue_text(model, prompt, answer.request.count, temperature=0.0).text
+        if written != bytes(answer.text):
+            margins.append(margin(model, prompt, written, bytes(answer.text)))
+    return {"equal_by_itself": len(answers) - len(margins), "margins_where_others_part": margins}
 
 
 @torch.no_grad()
@@ -156,7 +162,11 @@ def print_summary(found: dict[str, Any]) -> None:
     for name, words in (("time_to_first_byte", "first byte"), ("time_per_byte", "per byte  ")):
         times = ", ".join(f"{p} {1000 * x:.1f} ms" for p, x in found[name].items())
         print(f"{words} {times}")
-    print(f"equal      {found['equal_alone']} of {found['requests']} answers are those alone")
+    print(
+        f"equal      {found['equal_alone']} of {found['requests']} answers are those that requests "
+        f"get alone\n"
+        f"           {found['equal_by_itself']} of {found['requests']} those of the model by itself"
+    )
     for apart in found["margins_where_others_part"]:
         print(f"           one parts where two bytes are {apart:.4f} of the largest logit apart")
 
@@ -177,9 +187,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     model = make_model(config, "window", device)
     if config.steps > 0:
         train(model, text, config, device, progress=False)
-    engine = Engine(model, arguments.slots, arguments.chunk)
-    answers = engine.serve(make_requests(text, arguments))
-    found = summary(answers, device) | compare_alone(model, answers, device)
+    with Engine(model, arguments.slots, arguments.chunk) as engine:
+        answers = engine.serve(make_requests(text, arguments))
+        found = summary(answers, device)
+        found["equal_alone"] = count_equal_alone(engine, answers)
+    found |= compare_by_itself(model, answers, device)
 
     from bytes_lm.pictures import plot_serving  # not at the top: --help needs no matplotlib
 

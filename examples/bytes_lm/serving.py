@@ -3,21 +3,29 @@
 The sequences of the caches are slots. A request gets a free one. Its prompt goes in by chunks, one
 chunk between two steps of decoding, so that the others wait for a chunk at most. Each step of
 decoding is one call for all slots; those without a text to go on are left out on the device.
+
+Both calls always have the same shapes: a chunk that is not full is padded, and a step is for all
+slots. A matrix product of another shape may add its terms up in another order, and two bytes that
+are as likely but for rounding then change places. With equal shapes a row comes out the same
+whatever the other rows hold. So what a request gets depends on nothing but its prompt.
 """
 
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Self
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from bytes_lm.device import half_precision
 from bytes_lm.model import BytesLM
 
-# Steps before a CUDA graph is made of the next: what a first call sets up cannot be captured.
-_EAGER_STEPS = 3
+# Calls before a CUDA graph is made of the next: what a first call sets up cannot be captured.
+_EAGER_CALLS = 3
 
 
 @dataclass(frozen=True)
@@ -44,7 +52,7 @@ class Answer:
 
 
 class Engine:
-    """Writes the likeliest bytes for many requests at once.
+    """Writes the likeliest bytes for many requests at once; to be used in a `with` statement.
 
     Args:
         model: the model; on a GPU it computes in bfloat16.
@@ -58,13 +66,41 @@ class Engine:
         self.chunk = chunk
         with half_precision(self.device):
             self.caches = model.make_caches(slots)
+        # What the two calls read and write stays where it is, for the CUDA graphs of them.
         self.byte = torch.zeros((slots, 1), dtype=torch.int64, device=self.device)
         self.active = torch.zeros((slots, 1), dtype=torch.bool, device=self.device)
+        self.tokens = torch.zeros((1, chunk), dtype=torch.int64, device=self.device)
+        self.real = torch.zeros((1, chunk), dtype=torch.bool, device=self.device)
+        self.slot = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.running: dict[int, Answer] = {}  # by slot
         self.reading: deque[int] = deque()  # slots whose prompt is not in yet
         self.free = deque(range(slots))
-        self._steps = 0
-        self._graph: torch.cuda.CUDAGraph | None = None
+        self._precision = ExitStack()
+
+    def __enter__(self) -> Self:
+        # One autocast for all: it casts the weights once and keeps them, for the CUDA graphs too.
+        self._precision.enter_context(half_precision(self.device))
+        with torch.no_grad():  # nothing goes in: no token is real, and no slot active
+            self._call_read, self._call_step = (
+                self._prepared(self._read),
+                self._prepared(self._step),
+            )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        del self._call_read, self._call_step
+        self._precision.close()
+
+    def _prepared(self, call: Callable[[], None]) -> Callable[[], None]:
+        """A replay of the call from a CUDA graph; on a CPU the call."""
+        for _ in range(_EAGER_CALLS):
+            call()
+        if self.device.type != "cuda":
+            return call
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):  # notes the call down, and does not do it
+            call()
+        return graph.replay
 
     @torch.no_grad()
     def serve(self, requests: Sequence[Request]) -> list[Answer]:
@@ -72,18 +108,20 @@ class Engine:
         answers = [Answer(request) for request in requests]
         waiting = deque(sorted(answers, key=lambda answer: answer.request.arrival))
         start = time.perf_counter()
-        # One autocast for all: it casts the weights once and keeps them, for the CUDA graph too.
-        with half_precision(self.device):
-            while waiting or self.running:
-                now = time.perf_counter() - start
-                while waiting and self.free and waiting[0].request.arrival <= now:
-                    self._join(waiting.popleft())
-                if not self.running:
-                    time.sleep(max(0.0, waiting[0].request.arrival - now))
-                    continue
-                self._read_chunk(start)
-                self._write_bytes(start)
+        while waiting or self.running:
+            now = time.perf_counter() - start
+            while waiting and self.free and waiting[0].request.arrival <= now:
+                self._join(waiting.popleft())
+            if not self.running:
+                time.sleep(max(0.0, waiting[0].request.arrival - now))
+                continue
+            self._read_chunk(start)
+            self._write_bytes(start)
         return answers
+
+    def serve_alone(self, request: Request) -> Answer:
+        """The answer to a request while there is no other."""
+        return self.serve([replace(request, arrival=0.0)])[0]
 
     def _join(self, answer: Answer) -> None:
         slot = self.free.popleft()
@@ -98,33 +136,29 @@ class Engine:
             return
         slot = self.reading[0]
         answer = self.running[slot]
-        prompt = answer.request.prompt[answer.read : answer.read + self.chunk]
-        tokens = prompt.to(self.device).long()[None]
-        where = torch.tensor([slot], device=self.device)
-        logits = self.model(tokens, self.caches, slots=where)[:, -1]
+        prompt = answer.request.prompt[answer.read : answer.read + self.chunk].long()
+        self.tokens.copy_(pad(prompt, (0, self.chunk - len(prompt)))[None])
+        self.real.copy_((torch.arange(self.chunk) < len(prompt))[None])
+        self.slot.fill_(slot)
+        self._call_read()
         answer.read += len(prompt)
         if answer.read == len(answer.request.prompt):
             self.reading.popleft()
-            self.byte[slot] = logits.argmax(-1)
             self.active[slot] = True
             self._note(slot, int(self.byte[slot]), start)
+
+    def _read(self) -> None:
+        """Take a chunk in, and choose the byte after its last real token."""
+        logits = self.model(self.tokens, self.caches, real=self.real, slots=self.slot)
+        last = (self.real.sum(1) - 1).clamp(min=0)
+        self.byte.index_copy_(0, self.slot, logits[0].index_select(0, last).argmax(-1)[:, None])
 
     def _write_bytes(self, start: float) -> None:
         """The next byte of every slot whose prompt is in."""
         slots = [slot for slot in self.running if slot not in self.reading]
         if not slots:
             return
-        if self._graph is not None:
-            self._graph.replay()
-        elif self.device.type == "cuda" and self._steps >= _EAGER_STEPS:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):  # notes the step down, and does not do it
-                self._step()
-            graph.replay()
-            self._graph = graph
-        else:
-            self._step()
-        self._steps += 1
+        self._call_step()
         written = self.byte.flatten().tolist()
         for slot in slots:
             self._note(slot, written[slot], start)

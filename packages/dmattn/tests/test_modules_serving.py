@@ -35,12 +35,13 @@ def test_each_answer_is_that_of_its_request_alone() -> None:
     prompts = [torch.randint(256, (n,), dtype=torch.uint8) for n in lengths]
     arrivals = [0.0, 0.0, 0.05, 0.0, 0.01, 0.3, 0.0]
     requests = [Request(*given) for given in zip(arrivals, prompts, counts, strict=True)]
-    engine = Engine(model, slots=3, chunk=20)
-    for _ in range(2):  # again, in slots that were used before
-        for answer, request in zip(engine.serve(requests), requests, strict=True):
-            alone = continue_text(model, request.prompt, request.count, temperature=0.0)
-            assert bytes(answer.text) == alone.text
-            assert answer.times == sorted(answer.times) and answer.times[0] > request.arrival
+    with Engine(model, slots=3, chunk=20) as engine:
+        for _ in range(2):  # again, in slots that were used before
+            for answer, request in zip(engine.serve(requests), requests, strict=True):
+                by_itself = continue_text(model, request.prompt, request.count, temperature=0.0)
+                assert bytes(answer.text) == by_itself.text
+                assert engine.serve_alone(request).text == answer.text
+                assert answer.times == sorted(answer.times) and answer.times[0] > request.arrival
     assert len(engine.free) == 3 and not engine.running and not engine.active.any()
 
 
@@ -54,6 +55,7 @@ def test_serves_and_leaves_its_files(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert (tmp_path / "serving.png").stat().st_size > 5000
     assert found["equal_alone"] == found["requests"] == 4
     assert found["time_to_first_byte"]["p50"] <= found["time_to_first_byte"]["p99"]
-    assert "4 of 4 answers are those alone" in capsys.readouterr().out
+    assert found["equal_by_itself"] == 4
+    assert "4 of 4 answers are those that requests get alone" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="--longest: got 1000000000, wanted less"):
         example.main([*arguments, "--longest=1000000000", f"--output-dir={tmp_path}"])

@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dmattn import DynamicMaskCache, KeyState, flash_dmattn_func, known_calls
 from dmattn.dispatch import select
+from dmattn.key_lists import KeptKeys
 from dmattn.key_state import Keys, gathered, kept_places
-from dmattn.ops.keys import join_keys, keep_keys
+from dmattn.ops.keys import copy_keys, join_keys, keep_keys
 
 FIELDS = ("k", "v", "score", "position", "seen", "has_start")
 
@@ -52,6 +53,23 @@ def test_entries_in_front_of_a_state_hold_no_key() -> None:
     assert torch.equal(score[:, :, 5:], new[2].float().masked_fill(~mask, -math.inf))
     with pytest.raises(ValueError, match="front: got 2, wanted at least 3"):
         join_keys(first, new, mask, 2, True)
+
+
+def test_results_may_have_strides() -> None:
+    """As context parallel attention has them: rows of a key, a value and a score each."""
+    k, v, score = rows(2, 9, 3), rows(2, 9, 3, 6), torch.randn(2, 3, 9)
+    packed = torch.full((2, 3, 12, 8 + 6 + 2), 7.0)
+    views = packed[..., :8].transpose(1, 2), packed[..., 8:14].transpose(1, 2), packed[..., 14]
+    copy_keys((k, v, score), views)
+    assert not packed[:, :, :3, :14].any() and (packed[:, :, :3, 14] == -math.inf).all()
+    for found, wanted in zip(views, (k, v, score), strict=True):
+        assert torch.equal(found[:, 3:] if found.dim() == 4 else found[..., 3:], wanted)
+    end = torch.where(score > 0.5, 9, 0).to(torch.int32)
+    wanted = keep_keys(8, end, None, (k, v, score), None, None, 12, True)
+    into = KeptKeys(*views, torch.empty_like(wanted.position), torch.empty_like(wanted.seen))
+    keep_keys(8, end, None, (k, v, score), None, None, 12, True, into)
+    assert all(torch.equal(a, b) for a, b in zip(into, wanted, strict=True))
+    assert (packed[..., 15] == 7.0).all()
 
 
 def test_the_first_keys_may_lie_anywhere() -> None:

@@ -258,7 +258,7 @@ typedef struct dmattn_join_keys_params {
   dmattn_tensor mask_new;     /* optional bool [batch|1, heads_m, seqlen_new], any strides; false: a score of -inf */
   dmattn_tensor k, v;         /* [batch, seqlen, heads, head_dim or head_dim_v], f16, bf16 or f32, unit last stride;
                                      seqlen >= seqlen_first + seqlen_new */
-  dmattn_tensor score;        /* f16, bf16 or f32 [batch, heads, seqlen], contiguous */
+  dmattn_tensor score;        /* f16, bf16 or f32 [batch, heads, seqlen], any strides */
   dmattn_tensor place_first;  /* optional int32 [batch, heads, seqlen_first], contiguous: where each of the first keys
                                      lies in k_first, v_first and score_first; absent: in this order */
 } dmattn_join_keys_params;
@@ -287,7 +287,7 @@ typedef struct dmattn_keep_keys_params {
   dmattn_tensor seen;           /* optional int32 [batch], contiguous; absent: 0 */
   dmattn_tensor k_kept, v_kept; /* outputs [batch, window, heads, head_dim or head_dim_v], f16, bf16 or f32, unit
                                          last stride */
-  dmattn_tensor score_kept;     /* output, f16, bf16 or f32 [batch, heads, window], contiguous */
+  dmattn_tensor score_kept;     /* output, f16, bf16 or f32 [batch, heads, window], any strides */
   dmattn_tensor position_kept;  /* output, int32 [batch, heads, window], contiguous */
   dmattn_tensor seen_kept;      /* optional output, int32 [batch], contiguous: seen + seqlen - held */
 } dmattn_keep_keys_params;

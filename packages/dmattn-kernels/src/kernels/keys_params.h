@@ -29,6 +29,13 @@ struct KeyNumbers {
   Dtype dtype = Dtype::kNone;                                 // of scores
 };
 
+// The scores of a result.
+struct KeyNumbersOut {
+  void* data = nullptr;
+  int64_t batch_stride = 0, head_stride = 0, key_stride = 0;  // in elements
+  Dtype dtype = Dtype::kFloat32;
+};
+
 struct JoinKeysParams {
   WordRows k_first, v_first, k_new, v_new;
   KeyNumbers score_first, score_new;
@@ -36,8 +43,7 @@ struct JoinKeysParams {
   const int32_t* place_first =
       nullptr;  // [batch][heads][keys of the first stretch]: where each lies; nullptr: in order
   WordRowsOut k, v;
-  void* score = nullptr;  // [batch][heads][seqlen]
-  Dtype score_dtype = Dtype::kFloat32;
+  KeyNumbersOut score;
   int32_t word_bytes = 16;
   Divisor k_key_words, v_key_words;  // of a key, all heads
   int32_t batch = 0, heads = 0, seqlen = 0;
@@ -62,8 +68,7 @@ struct KeepKeysParams {
   int32_t positions = 0;
   const int32_t* seen = nullptr;  // [batch]: position of the key that lies behind those; nullptr: 0
   WordRowsOut k_kept, v_kept;
-  void* score_kept = nullptr;  // [batch][heads][window]
-  Dtype score_dtype = Dtype::kFloat32;
+  KeyNumbersOut score_kept;
   int32_t* position_kept = nullptr;  // [batch][heads][window]
   int32_t* seen_kept = nullptr;      // [batch], optional
   int32_t word_bytes = 16;

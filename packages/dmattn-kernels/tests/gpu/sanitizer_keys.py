@@ -30,6 +30,7 @@ class Moves:
     heads_k: int = 2  # of the keys of the stretch
     skip: int = 0  # elements by which keys and values are shifted off their alignment
     placed: bool = False  # the keys do not lie in order
+    strided: bool = False  # the scores of the results: those of all heads of a key lie together
 
 
 def draw_moves(
@@ -74,8 +75,15 @@ def run_moves(gpu: Gpu, dtype: str, head_dim: int, launch: Moves, fill: int | No
             *zip(("k kept", "v kept", "score kept"), kept, wanted_kept, strict=False),
             *zip(("position", "seen"), kept[3:], wanted_kept[3:], strict=True),
         )
-        if not np.array_equal(gpu.download(buffer), wanted)
+        if not np.array_equal(contents(gpu, buffer), wanted)
     ]
+
+
+def contents(gpu: Gpu, buffer: Buffer) -> Float:
+    """Of a tensor that is contiguous but for an exchange of its last two dimensions."""
+    if buffer.stride[-1] == 1:
+        return gpu.download(buffer)
+    return np.swapaxes(gpu.download(buffer.swapped()), -1, -2)
 
 
 def enqueue_moves(
@@ -92,7 +100,9 @@ def enqueue_moves(
 
     def outputs(count: int) -> list[Buffer]:
         rows = [gpu.output((batch, count, heads, head_dim), dtype, fill) for _ in range(2)]
-        return [*rows, gpu.output((batch, heads, count), launch.score_dtype, fill)]
+        shape = (batch, count, heads) if launch.strided else (batch, heads, count)
+        score = gpu.output(shape, launch.score_dtype, fill)
+        return [*rows, score.swapped() if launch.strided else score]
 
     views = {name: buffer.view for name, buffer in buffers.items()}
     joined = outputs(keys)
@@ -169,6 +179,8 @@ MOVES = (
     ("bf16", 64, Moves("keys moved, more than entries", kept=0.5)),
     ("bf16", 64, Moves("keys moved, none kept", kept=0.0, fresh=1)),
     ("bf16", 64, Moves("keys moved, nothing before", held=0, spare=0)),
+    ("bf16", 64, Moves("keys moved, scores of results with strides", strided=True)),
+    ("bf16", 128, Moves("keys moved, a number of them that is odd", fresh=8999, strided=True)),
     # Words of 8, 4 and 2 bytes.
     ("bf16", 12, Moves("keys moved by 8 bytes", fresh=300)),
     ("f32", 9, Moves("keys moved by 4 bytes", fresh=300)),

@@ -79,7 +79,12 @@ def test_a_long_single_list_takes_one_launch_where_the_gpu_holds_it(
     assert found["one_launch"] and not found["ord"]
     assert not plan.select(sms=99, **arguments)["one_launch"]  # 4 x 25 blocks
     assert plan.select(sms=100, **arguments)["one_launch"]
-    assert not plan.select(**call(1, 4, rows, 32768, 1024, causal))["grid_keys"]
+    # Up to 32768 keys one thread block each finds them where the GPU does not hold the others.
+    short = call(1, 4, rows, 32768, 1024, causal)
+    assert plan.select(sms=32, **short)["one_launch"]
+    assert not plan.select(sms=31, **short)["grid_keys"]
+    assert plan.select(**call(1, 4, rows, 8192, 1024, causal))["one_launch"]
+    assert not plan.select(**call(1, 4, rows, 8191, 1024, causal))["grid_keys"]
 
 
 def test_long_sequences_are_cut_by_sets(plan: Probe) -> None:

@@ -390,6 +390,11 @@ WRONG_JOIN: list[tuple[dict[str, object], int, str]] = [
     ({"score_new": tensor((2, 4, 99))}, abi.INVALID_VALUE, "score_new has shape (2, 4, 99)"),
     ({"k": tensor((2, 200, 4, 64), stride=(0, 256, 64, 1))}, abi.INVALID_VALUE, "k has strides"),
     ({"k": tensor((2, 200, 4, 64), data=None)}, abi.INVALID_VALUE, "k has a null data pointer"),
+    (
+        {"score": tensor((2, 4, 200), FLOAT32, (800, 0, 1))},
+        abi.INVALID_VALUE,
+        "score has strides (800, 0, 1)",
+    ),
     ({"place_first": tensor((2, 4, 64))}, abi.INVALID_DTYPE, "place_first has dtype bfloat16"),
     ({"place_first": tensor((2, 1, 64), abi.INT32)}, abi.INVALID_VALUE, "place_first has shape"),
     ({"k": tensor((2, 200, 1 << 16, 128))}, abi.INVALID_VALUE, "v has shape"),
@@ -417,6 +422,11 @@ WRONG_KEEP: list[tuple[dict[str, object], int, str]] = [
     ({"seen_kept": tensor((2,))}, abi.INVALID_DTYPE, "seen_kept has dtype bfloat16"),
     ({"score": tensor((2, 4, 200), abi.BOOL)}, abi.INVALID_DTYPE, "score has dtype bool"),
     ({"v_kept": tensor((2, 63, 4, 128))}, abi.INVALID_VALUE, "v_kept has shape (2, 63, 4, 128)"),
+    (
+        {"score_kept": tensor((2, 4, 64), FLOAT32, (256, 64, 0))},
+        abi.INVALID_VALUE,
+        "score_kept has strides (256, 64, 0)",
+    ),
     ({"position_kept": tensor((2, 4, 64))}, abi.INVALID_DTYPE, "position_kept has dtype bfloat16"),
     ({"k": tensor((3, 200, 4, 64))}, abi.INVALID_VALUE, "k has shape (3, 200, 4, 64)"),
     ({"k": tensor((2, 200, 4, 64), data=None)}, abi.INVALID_VALUE, "k has a null data pointer"),
@@ -451,8 +461,10 @@ def test_keep_keys(
         (abi.cache_commit_params, {"count": tensor((2,), abi.INT32, stride=(3,))}),
         (abi.join_keys_params, {}),
         (abi.join_keys_params, dict.fromkeys(("mask_new", "place_first"), abi.Tensor())),
+        (abi.join_keys_params, {"score": tensor((2, 4, 200), FLOAT32, (8000, 7, 28))}),
         (abi.keep_keys_params, {}),
         (abi.keep_keys_params, dict.fromkeys(("place", "position", "seen"), abi.Tensor())),
+        (abi.keep_keys_params, {"score_kept": tensor((2, 4, 64), FLOAT32, (8000, 7, 28))}),
     ],
 )
 def test_valid_calls_get_as_far_as_the_device(

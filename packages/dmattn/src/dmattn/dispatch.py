@@ -439,13 +439,14 @@ def select(
     is_causal: bool,
     cu_seqlens: Tensor | None = None,
     is_known: bool = False,
+    cleared: bool = True,
 ) -> Selection:
     """`dmattn.ops.selection.select_keys`, past the dispatcher of torch where that has no part.
 
     `is_known`: that it has none, of scores without a gradient.
     """
     direct = is_known or is_plain_call(scores, key_mask, cu_seqlens)
-    return select_keys(scores, key_mask, window, seqlen_q, is_causal, cu_seqlens, direct)
+    return select_keys(scores, key_mask, window, seqlen_q, is_causal, cu_seqlens, direct, cleared)
 
 
 def is_same_tensor(a: Tensor, b: Tensor) -> bool:

@@ -64,7 +64,7 @@ def keep_window(problem: Problem, window_size: int, given: Any, is_known: bool =
     key_mask = None if mask is None else key_only_mask(mask, seqlen_k)
     scores, key_mask = same_heads(bias.detach().squeeze(2), key_mask)
     rows = min(rows, seqlen_k) if causal else rows
-    lists = select(scores, key_mask, window_size, rows, causal, is_known=is_known)
+    lists = select(scores, key_mask, window_size, rows, causal, is_known=is_known, cleared=False)
     return problem.with_lists(lists), ()
 
 

@@ -19,7 +19,9 @@ class Selection(NamedTuple):
     """The kept keys as the operators take them, all int32 and contiguous."""
 
     end: Tensor  # ({B|1}, heads, Sk)
-    idx: Tensor  # ({B|1}, heads, blocks, capacity); zeros past its count
+    # ({B|1}, heads, blocks, capacity); zeros past its count, or anything where nobody but
+    # attention, which does not read them, gets the lists
+    idx: Tensor
     # Hides tuple.count. ({B|1}, heads, blocks)
     count: Tensor  # type: ignore[assignment]
     full: Tensor  # as count: the leading entries that every row keeps; (0,) when not causal

@@ -77,9 +77,9 @@ class Stretch(NamedTuple):
         if self.starts is None:
             wanted = self.window_size, problem.q.shape[1], True
             if self.way:
-                lists = select_keys(keys.score, None, *wanted, direct=True)
+                lists = select_keys(keys.score, None, *wanted, direct=True, cleared=False)
             else:
-                lists = select(keys.score.detach(), None, *wanted)
+                lists = select(keys.score.detach(), None, *wanted, cleared=False)
         else:
             key_len = keys.k.shape[1]
             bounds = _bounds(self.starts, front, key_len)

@@ -84,7 +84,7 @@ KeyExtents check_result(const char* const (&names)[3], const dmattn_tensor& k, c
     check_writable(name, *t);
     check_pointer(name, *t, pointers);
   }
-  check_contiguous(names[2], score);
+  check_writable(names[2], score);
   check_pointer(names[2], score, pointers);
   if (e.batch * e.heads > INT32_MAX) {
     fail(DMATTN_ERROR_INVALID_VALUE, "%s has %lld rows (batch x heads); wanted at most %d", names[0],

@@ -17,6 +17,9 @@ constexpr int64_t kJoinBlockWords = 2048;
 constexpr int32_t kKeepTileKeys = 256;
 // Thread blocks of the keep kernel on each SM, as far as there are tiles for so many. Each reads all ends of its row.
 constexpr int32_t kKeepBlocksPerSm = 4;
+// And of a batch and head: more of them would spend longer on the ends of the row, which each of them reads, than fewer
+// on their tiles. Computed from 5 TB/s for the ends and 1.5 us for a tile, for the 4 heads of one batch.
+constexpr int32_t kKeepBlocksPerRow = 48;
 
 int32_t extent(int64_t x) { return static_cast<int32_t>(x); }
 
@@ -73,6 +76,10 @@ KeyNumbers read_numbers(const dmattn_tensor& t, int64_t heads) {
   return numbers;
 }
 
+KeyNumbersOut read_numbers_out(const dmattn_tensor& t) {
+  return {t.data, t.stride[0], t.stride[1], t.stride[2], static_cast<Dtype>(t.dtype)};
+}
+
 int32_t keys_of_block(const Divisor& key_words) {
   return extent(std::max<int64_t>(1, kJoinBlockWords / key_words.value));
 }
@@ -95,8 +102,7 @@ JoinKeysPlan plan_join_keys(const dmattn_join_keys_params& p) {
   join.place_first = static_cast<const int32_t*>(p.place_first.data);
   join.k = read_rows_out(p.k, word);
   join.v = read_rows_out(p.v, word);
-  join.score = p.score.data;
-  join.score_dtype = static_cast<Dtype>(p.score.dtype);
+  join.score = read_numbers_out(p.score);
   join.batch = extent(p.k.shape[0]);
   join.heads = extent(heads);
   join.seqlen = extent(p.k.shape[1]);
@@ -134,8 +140,7 @@ KeepKeysPlan plan_keep_keys(const dmattn_keep_keys_params& p, int32_t num_sms) {
   keep.seen = static_cast<const int32_t*>(p.seen.data);
   keep.k_kept = read_rows_out(p.k_kept, word);
   keep.v_kept = read_rows_out(p.v_kept, word);
-  keep.score_kept = p.score_kept.data;
-  keep.score_dtype = static_cast<Dtype>(p.score_kept.dtype);
+  keep.score_kept = read_numbers_out(p.score_kept);
   keep.position_kept = static_cast<int32_t*>(p.position_kept.data);
   keep.seen_kept = static_cast<int32_t*>(p.seen_kept.data);
   keep.batch = extent(p.k_kept.shape[0]);
@@ -143,7 +148,8 @@ KeepKeysPlan plan_keep_keys(const dmattn_keep_keys_params& p, int32_t num_sms) {
   keep.seqlen = extent(p.k.shape[1]);
   keep.window = extent(p.k_kept.shape[1]);
   const int64_t lines = std::max<int64_t>(1, int64_t{keep.batch} * heads);
-  const int64_t places = ceil_div<int64_t>(int64_t{num_sms} * kKeepBlocksPerSm, lines);
+  const int64_t places =
+      std::min<int64_t>(ceil_div<int64_t>(int64_t{num_sms} * kKeepBlocksPerSm, lines), kKeepBlocksPerRow);
   const int64_t tiles = std::max<int64_t>(1, ceil_div<int64_t>(keep.seqlen, kKeepTileKeys));
   const int64_t tiles_each = ceil_div(tiles, std::clamp<int64_t>(places, 1, tiles));
   keep.segments = extent(ceil_div(tiles, tiles_each));

@@ -15,6 +15,9 @@ using prep::SelectPlan;
 
 // Up to here one thread block finds the best keys of a prefix by itself; the grid would spend longer on its launches.
 constexpr int kOneBlockKeys = 32768;
+// A single list is found sooner from here on where the grid does it in one launch: 24 instead of 26 us for 8192 keys, and
+// 24 instead of 48 for 32768.
+constexpr int kOneLaunchKeys = 8192;
 // Keys between the positions of two sets (or `window`, when that is more): what a block reads on top of a set.
 constexpr int kSuperKeys = 8192;
 
@@ -54,8 +57,9 @@ void plan_work(SelectPlan& plan, int num_sms) {
   plan.super_keys = round_up(INT32_MAX / 2, 128);
   plan.single_list = !plan.is_causal || plan.seqlen_q == 1;
   if (plan.single_list) {
-    if (plan.seqlen_k > kOneBlockKeys) plan.grid_keys = plan.seqlen_k;
-    plan.one_launch = plan.grid_keys > 0 && int64_t{plan.rows} * ceil_div(plan.grid_keys, kChunkKeys) <= num_sms;
+    plan.one_launch =
+        plan.seqlen_k >= kOneLaunchKeys && int64_t{plan.rows} * ceil_div(plan.seqlen_k, kChunkKeys) <= num_sms;
+    if (plan.one_launch || plan.seqlen_k > kOneBlockKeys) plan.grid_keys = plan.seqlen_k;
     return;
   }
   if (plan.seqlen_q == 0 || plan.seqlen_k <= kOneBlockKeys) return;

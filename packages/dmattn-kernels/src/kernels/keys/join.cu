@@ -44,12 +44,12 @@ __device__ __forceinline__ uint32_t joined_score(const JoinKeysParams& p, int b,
     const int fresh = key - p.new_begin;
     const bool is_masked = p.mask_new.data != nullptr &&
                            static_cast<const uint8_t*>(p.mask_new.data)[number_offset(p.mask_new, b, h, fresh)] == 0;
-    if (!is_masked) return score_bits(p.score_new, number_offset(p.score_new, b, h, fresh), p.score_dtype);
+    if (!is_masked) return score_bits(p.score_new, number_offset(p.score_new, b, h, fresh), p.score.dtype);
   } else if (key >= p.first_begin) {
     const int lies = first_place(p, b, h, key - p.first_begin);
-    return score_bits(p.score_first, number_offset(p.score_first, b, h, lies), p.score_dtype);
+    return score_bits(p.score_first, number_offset(p.score_first, b, h, lies), p.score.dtype);
   }
-  return lowest_score_bits(p.score_dtype);
+  return lowest_score_bits(p.score.dtype);
 }
 
 template <class Word>
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kThreads) join_keys_kernel(const JoinKeysParam
   const int stop = min(begin + kJoinScoreKeys, p.seqlen);
 #pragma unroll 1
   for (int key = begin + threadIdx.x; key < stop; key += kThreads) {
-    store_score(p.score, p.score_dtype, static_cast<int64_t>(row) * p.seqlen + key, joined_score(p, b, h, key));
+    store_score(p.score, b, h, key, joined_score(p, b, h, key));
   }
 }
 

@@ -36,11 +36,12 @@ __device__ __forceinline__ uint32_t score_bits(const KeyNumbers& n, int64_t offs
 __device__ __forceinline__ uint32_t lowest_score_bits(Dtype dtype) {  // -inf
   return dtype == Dtype::kFloat32 ? 0xff800000u : dtype == Dtype::kBFloat16 ? 0xff80u : 0xfc00u;
 }
-__device__ __forceinline__ void store_score(void* scores, Dtype dtype, int64_t offset, uint32_t bits) {
-  if (dtype == Dtype::kFloat32) {
-    static_cast<uint32_t*>(scores)[offset] = bits;
+__device__ __forceinline__ void store_score(const KeyNumbersOut& scores, int b, int h, int key, uint32_t bits) {
+  const int64_t offset = b * scores.batch_stride + h * scores.head_stride + key * scores.key_stride;
+  if (scores.dtype == Dtype::kFloat32) {
+    static_cast<uint32_t*>(scores.data)[offset] = bits;
   } else {
-    static_cast<uint16_t*>(scores)[offset] = static_cast<uint16_t>(bits);
+    static_cast<uint16_t*>(scores.data)[offset] = static_cast<uint16_t>(bits);
   }
 }
 

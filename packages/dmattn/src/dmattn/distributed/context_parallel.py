@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dmattn.arguments import check_scores, check_window_size, checked_problem
+from dmattn.dispatch import select
 from dmattn.distributed import operators
 from dmattn.distributed.groups import Group, Ranks, agree, process_group, ranks_of
 from dmattn.functional import flash_dmattn_func
@@ -221,7 +222,7 @@ def _checked(
             f"rank{_DENSE_WAY}"
         )
     assert problem.bias is not None
-    problem, score = _same_heads(problem, _masked(problem.bias[:, :, 0], attn_mask, problem))
+    problem, score = _same_heads(problem, _masked(problem.bias.squeeze(2), attn_mask, problem))
     if cu_seqlens is None:
         return _Given(problem, score, window_size, None, None)
     bounds, known = _whole_bounds(cu_seqlens, score.device)
@@ -318,9 +319,10 @@ def _with_start_state(
         lengths,
     )
     k, v, score, bounds = operators.join_start_state(k, v, score, given.cu_seqlens, settings)
-    if given.cu_seqlens is None:
-        return k, v, score, select_keys(score, window, query_len=seqlen)
     before = k.shape[1] - seqlen
+    if given.cu_seqlens is None:
+        lists = select(score.detach(), None, window, seqlen, True, cleared=False)
+        return k, v, score, KeySelection(*lists, window, True, before)
     lists = behind_rows(select_keys(score, window, cu_seqlens=bounds).lists, before)
     return k, v, score, KeySelection(*lists, window, True, before)
 

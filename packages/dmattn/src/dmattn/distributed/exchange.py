@@ -6,7 +6,7 @@ gradients, as rows of bytes. Rank r needs the state of ranks 0..r-1, which is fo
 ways:
 
 * gather: every rank gets the states of all others and takes the best of those before it. One
-  collective; each rank receives P - 1 states.
+  collective; each rank receives P - 1 states, of two ranks only the second one.
 * scan: in round t rank r sends what it knows of the 2^t ranks up to itself to rank r + 2^t. After
   ceil(log2 P) rounds each rank knows all ranks before it; it sends one state a round.
 
@@ -99,7 +99,21 @@ class Sending(NamedTuple):
 
 
 def start_gather(place: Place, own: Tensor) -> Sending:
-    """Send uint8 (B, N, m, R) to all ranks: (P, B, N, m, R)."""
+    """Send uint8 (B, N, m, R) to the ranks behind: (rank or more, B, N, m, R) of those before."""
+    if place.size == 2:
+        # The second rank has nobody behind it, and a send alone takes less time: 0.021 ms for the
+        # states of 2048 keys of 4 heads, where gathering them takes 0.037 (H200s, NVLink).
+        before, count = own.new_empty((place.rank, *own.shape)), own.numel()
+        received, sent = before.view(-1), own.view(-1)[: (1 - place.rank) * count]
+        work = dist.all_to_all_single(
+            received,
+            sent,
+            output_split_sizes=[received.numel(), 0],
+            input_split_sizes=[0, sent.numel()],
+            group=place.group,
+            async_op=True,
+        )
+        return Sending(before, own, work)
     everybody = own.new_empty((place.size, *own.shape))
     work = groups.all_gather(everybody.view(-1), own.view(-1), group=place.group, async_op=True)
     return Sending(everybody, own, work)
@@ -156,10 +170,11 @@ def start_return(
     """
     rank, (batch, heads, width) = place.rank, parts[0].shape[:3]
     if takes_all(place, width, count):
-        kept = [part[:, :, : rank * count] for part in parts]
-        split = (batch, heads, rank, count)
-        by_rank = [t.reshape(*split, t.shape[3]).permute(2, 0, 1, 3, 4) for t in kept]
-        back = layout.pack(by_rank)
+        back = parts[0].new_empty((rank, batch, heads, count, layout.nbytes), dtype=torch.uint8)
+        first = width - rank * count
+        for number in range(rank):
+            begin = first + number * count
+            layout.fill(back[number], [part[:, :, begin : begin + count] for part in parts])
     else:
         rows = scattered(_with_zeros(layout.pack(parts)), places, rank * count)
         by_head = rows.view(batch, heads, rank, count, layout.nbytes)

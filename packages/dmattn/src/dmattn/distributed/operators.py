@@ -25,9 +25,11 @@ from dmattn.dispatch import is_batch, is_direct
 from dmattn.distributed import exchange
 from dmattn.distributed.exchange import Borders, Place
 from dmattn.distributed.groups import agree, by_name
-from dmattn.distributed.rows import Field, Rows, take_keys
-from dmattn.key_lists import whole_blocks
+from dmattn.distributed.rows import Field, Rows
+from dmattn.key_lists import KeptKeys, whole_blocks
+from dmattn.ops.keys import copy_keys, keep_keys
 from dmattn.ops.register import Operator, register
+from dmattn.ops.selection import select_keys
 
 
 class Settings(NamedTuple):
@@ -80,7 +82,7 @@ def _empty_joined(
     return (
         *_with_room((k, v, score), whole_blocks(given.width)),
         k.new_empty((documents,), dtype=torch.int32),
-        k.new_empty((batch, heads, given.sent), dtype=torch.int64),
+        k.new_empty((batch, heads, given.sent), dtype=torch.int32),
         _empty_places(k, given),
     )
 
@@ -152,7 +154,8 @@ def _join_at(
     joined = keys
     if before > 0:
         joined = _with_room(keys, before)
-        _copy_own(keys, joined)
+        k, v, score = (_last(t, seqlen) for t in joined)
+        copy_keys(keys, (k, v, score))
     if sending is None:
         state, state_score, places = exchange.scan(place, layout, rows, borders)
     else:
@@ -161,7 +164,9 @@ def _join_at(
         )
         places = _empty_places(keys[0], given) if found is None else found[None, None]
     if before > 0:
-        _fill_front(layout, state, state_score, before, joined)
+        state_k, state_v, _ = layout.keys(state)
+        k, v, score = (_first(t, before) for t in joined)
+        copy_keys((state_k, state_v, state_score), (k, v, score))
     if cu_seqlens is None:
         bounds = joined[0].new_empty((0,), dtype=torch.int32)
     else:
@@ -220,34 +225,31 @@ def _own_state(
     given: Settings,
     borders: Borders | None,
 ) -> tuple[Tensor, Tensor]:
-    """The state of this rank's stretch: its keys, int64 (B, N, m), 0 for none; and their rows."""
+    """The state of this rank's stretch: its keys, int32 (B, N, m), -1 for none; and their rows."""
     k, v, score = keys
     batch, heads, seqlen = score.shape
-    count = given.sent
-    shape = (batch, heads, count)
+    shape = (batch, heads, given.sent)
+    own = k.new_empty(shape, dtype=torch.int32)
     rows = k.new_empty((*shape, layout.nbytes), dtype=torch.uint8)
     if place.rank == place.size - 1:  # there is nobody behind it, who would read its rows
-        return k.new_empty(shape, dtype=torch.int64), rows
-    if seqlen < count:  # some rows are of no keys
+        return own, rows
+    if seqlen == 0:
         rows.zero_()
         layout.part(rows, 2).fill_(-torch.inf)
-    if seqlen == 0:
-        return score.new_zeros(shape, dtype=torch.int64), rows
+        return own.fill_(-1), rows
     if borders is not None:
         token = torch.arange(place.start, place.start + seqlen, device=score.device)
         score = exchange.without(score, token >= borders.last)
-    at, known = exchange.best(score, min(given.window, count))
-    to_k, to_v, to_score = layout.parts(rows[:, :, : at.shape[2]])
-    take_keys(k, at, to_k)
-    take_keys(v, at, to_v)
-    to_score[..., 0] = score.gather(2, at).where(known, -torch.inf)
-    missing = count - at.shape[2]
-    return torch.nn.functional.pad(at, (0, missing)) if missing > 0 else at, rows
+    window = min(given.window, given.sent)
+    end = select_keys(score, None, window, 1, False, direct=True, cleared=False).end
+    state = KeptKeys(*layout.keys(rows), own, own.new_empty((batch,)))
+    keep_keys(seqlen - 1, end, None, (k, v, score), None, None, given.sent, True, state)
+    return own, rows
 
 
-def _copy_own(keys: Keys, joined: Keys) -> None:
-    for own, whole in zip(keys, joined, strict=True):
-        _last(whole, own.shape[_DIM_OF_KEYS[own.dim()]]).copy_(own)
+def _first(joined: Tensor, before: int) -> Tensor:
+    """The entries in front of this rank's own keys, a view."""
+    return joined.narrow(_DIM_OF_KEYS[joined.dim()], 0, before)
 
 
 def _last(joined: Tensor, seqlen: int) -> Tensor:
@@ -257,20 +259,6 @@ def _last(joined: Tensor, seqlen: int) -> Tensor:
 
 
 _DIM_OF_KEYS = {4: 1, 3: 2}  # of k and v (B, L, N, D), and of score (B, N, L)
-
-
-def _fill_front(layout: Rows, state: Tensor, score: Tensor, before: int, joined: Keys) -> None:
-    """Put rows (B, N, l, R) into the first of `before` entries, and no keys into the others."""
-    k, v, _ = layout.parts(state)
-    known = state.shape[2]
-    for result, part in ((joined[0], k), (joined[1], v)):
-        if known > 0:
-            result[:, :known].copy_(part.transpose(1, 2))
-        if known < before:
-            result[:, known:before].zero_()
-    joined[2][..., :known] = score
-    if known < before:
-        joined[2][..., known:before] = -torch.inf
 
 
 def _bounds(place: Place, cu_seqlens: Tensor, before: int, seqlen: int) -> Tensor:
@@ -304,7 +292,8 @@ def _join_backward(
 ) -> Keys:
     given = Settings(*settings)
     seqlen = dk.shape[1] - whole_blocks(given.width)
-    grads = _own_gradients((dk, dv, dscore), own, places, given, seqlen, may_change=False)
+    needed = [t for t, need in zip((dk, dv, dscore), given.needs, strict=True) if need]
+    grads = _own_gradients(needed, own, places, given, seqlen, may_change=False)
     return tuple(  # type: ignore[return-value]
         t.new_empty(0) if grad is None else grad
         for t, grad in zip((dk, dv, dscore), grads, strict=True)
@@ -312,18 +301,28 @@ def _join_backward(
 
 
 def _own_gradients(
-    joined: Keys, own: Tensor, places: Tensor, given: Settings, seqlen: int, may_change: bool
+    needed: list[Tensor],
+    own: Tensor,
+    places: Tensor,
+    given: Settings,
+    seqlen: int,
+    may_change: bool,
 ) -> list[Tensor | None]:
     """The gradients of this rank's own keys, with what the ranks behind have found for them.
 
-    `may_change`: whether to add that in place and to return views, rather than copy the gradients.
+    Args:
+        needed: of the joined keys, those that `given` needs of k, v and score.
+        own, places: as the forward returned them.
+        given: its settings.
+        seqlen: S.
+        may_change: whether to add in place what was found, and to return views, rather than copy
+            the gradients.
     """
     group, width = by_name(given.group), given.width
     # Where the stretches end plays no part here.
     place = Place(group, dist.get_rank(group), (0,) * given.ranks)
-    needed = [t for t, need in zip(joined, given.needs, strict=True) if need]
     layout = _layout(*needed)
-    parts = [_front(t, width) for t in needed]
+    parts = [_of_state(t, seqlen, width) for t in needed]
     sending = None
     if not given.is_scan:
         sending = exchange.start_return(place, layout, parts, places[0, 0], given.sent)
@@ -332,22 +331,28 @@ def _own_gradients(
         grads = [t.clone(memory_format=torch.contiguous_format) for t in grads]
     elif given.needs[2]:
         grads[-1] = grads[-1].contiguous()  # few numbers, of which each head's lie apart
+    at = own.clamp(min=0).long()  # while the gradients are on their way
     if sending is None:
         theirs = exchange.scan_back(place, layout, parts, places)
     else:
-        theirs = [_summed(part) for part in layout.parts(sending.wait())]
+        theirs = layout.parts(sending.wait())
     if seqlen > 0 and place.rank < given.ranks - 1:
         for grad, part in zip(grads, theirs, strict=True):
-            _add(grad, own, part)
+            _add(grad, at, part if given.is_scan else _summed(part))
     found = iter(grads)
     return [next(found) if need else None for need in given.needs]
 
 
-def _front(joined: Tensor, width: int) -> Tensor:
-    """(B, N, W, D) or (B, N, W, 1): the first entries of gradients, a view."""
-    if joined.dim() == 3:
-        return joined[..., :width, None]
-    return joined[:, :width].transpose(1, 2)
+def _of_state(joined: Tensor, seqlen: int, width: int) -> Tensor:
+    """(B, N, W, D) or (B, N, W, 1): the gradients of a start state, a view.
+
+    They are those of the last entries in front of the `seqlen` own keys. Where the first rank has
+    none in front, it has no start state.
+    """
+    dim = _DIM_OF_KEYS[joined.dim()]
+    width = min(width, joined.shape[dim] - seqlen)
+    state = joined.narrow(dim, joined.shape[dim] - seqlen - width, width)
+    return state[..., None] if joined.dim() == 3 else state.transpose(1, 2)
 
 
 def _summed(part: Tensor) -> Tensor:
@@ -408,21 +413,33 @@ class _Eager(torch.autograd.Function):
         keys = k.detach(), v.detach(), score.detach()
         found = _join_at(place, keys, cu_seqlens, given, not given.is_scan)
         _setup_context(ctx, (k, v, score, cu_seqlens, *settings), found)
+        ctx.set_materialize_grads(False)  # those of the places would be zeros, made for nobody
+        ctx.kinds = [(t.shape, t.dtype, t.device) for t in found[:3]]
         ctx.seqlen = k.shape[1]
         return found
 
     @staticmethod
-    def backward(ctx: Any, dk: Tensor, dv: Tensor, dscore: Tensor, *_: Any) -> tuple[Any, ...]:
-        joined, given = (dk, dv, dscore), Settings(*ctx.settings)
+    def backward(
+        ctx: Any, dk: Tensor | None, dv: Tensor | None, dscore: Tensor | None, *_: Any
+    ) -> tuple[Any, ...]:
+        given, found = Settings(*ctx.settings), (dk, dv, dscore)
         # With a graph of the backward, or batches of gradients, the operator knows what to do, or
         # what to say.
-        if (
-            torch.is_grad_enabled()
-            or torch.compiler.is_compiling()
-            or not is_direct(*joined)
-            or any(map(is_batch, joined))
-        ):
-            missing = whole_blocks(given.width) + ctx.seqlen - dk.shape[1]
+        goes_direct = (
+            not torch.is_grad_enabled()
+            and not torch.compiler.is_compiling()
+            and is_direct(*found)
+            and not any(grad is not None and is_batch(grad) for grad in found)
+        )
+        joined = [
+            torch.zeros(shape, dtype=dtype, device=device) if grad is None else grad
+            for grad, (shape, dtype, device), need in zip(
+                found, ctx.kinds, given.needs, strict=True
+            )
+            if need or not goes_direct
+        ]
+        if not goes_direct:
+            missing = whole_blocks(given.width) + ctx.seqlen - joined[0].shape[1]
             return _gradients(ctx, *(_with_zeros_in_front(t, missing) for t in joined))
         own, places = ctx.saved_tensors
         grads = _own_gradients(joined, own, places, given, ctx.seqlen, may_change=True)

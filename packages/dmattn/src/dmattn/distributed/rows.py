@@ -12,6 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from dmattn.ops.keys import Rows as KeyRows
+from dmattn.ops.keys import copy_keys
+
 
 class Field(NamedTuple):
     """A part of each row: `width` numbers of one dtype."""
@@ -52,15 +55,23 @@ class Rows:
             place.copy_(part)
         return rows
 
+    def keys(self, rows: Tensor) -> KeyRows:
+        """Of rows (B, N, l, R) of a key, a value and a score each: views (B, l, N, D) and so on."""
+        k, v, score = self.parts(rows)
+        return k.transpose(1, 2), v.transpose(1, 2), score[..., 0]
+
+    def fill(self, rows: Tensor, parts: Sequence[Tensor]) -> None:
+        """Put (B, N, l, width) tensors into uint8 (B, N, l, R); all three are one launch."""
+        if len(parts) == 3:
+            k, v, score = parts
+            copy_keys((k.transpose(1, 2), v.transpose(1, 2), score[..., 0]), self.keys(rows))
+        else:
+            for place, part in zip(self.parts(rows), parts, strict=True):
+                place.copy_(part)
+
 
 def take(rows: Tensor, at: Tensor) -> Tensor:
     """uint8 (B, N, l, R): the rows of (B, N, L, R) at int64 (B, N, l)."""
     words = rows.view(torch.int64)
     index = at[..., None].expand(*at.shape, words.shape[-1])
     return words.gather(2, index).view(torch.uint8)
-
-
-def take_keys(keys: Tensor, at: Tensor, into: Tensor) -> None:
-    """Of keys (B, L, N, D) write those at int64 (B, N, l) into (B, N, l, D)."""
-    index = at[..., None].expand(*at.shape, keys.shape[-1])
-    torch.gather(keys.transpose(1, 2), 2, index, out=into)

@@ -43,6 +43,7 @@ def join_keys(
     front: int,
     direct: bool,
     place_first: Tensor | None = None,
+    into: Rows | None = None,
 ) -> Rows:
     """Call the operator.
 
@@ -54,6 +55,8 @@ def join_keys(
         front: entries in front of the new keys, at least F.
         direct: leave the dispatcher of torch out, where it would do nothing but call this.
         place_first: int32 (B, N, F), where each key of `first` lies in it; None: where it stands.
+        into: where to write it, of any strides, overlapping with nothing that is read; needs
+            `direct`.
 
     Returns:
         k (B, front + S, N, D), v likewise, and score (B, N, front + S) in the dtype of that of
@@ -63,7 +66,8 @@ def join_keys(
         ValueError: a shape does not fit.
     """
     if direct:
-        return _join(cuda if new[0].is_cuda else cpu, *first, *new, mask, front, place_first)
+        device = cuda if new[0].is_cuda else cpu
+        return _join(device, *first, *new, mask, front, place_first, into)
     found: Rows = torch.ops.dmattn.join_keys(*first, *new, mask, front, place_first)
     return found
 
@@ -101,15 +105,27 @@ def _join(
     mask_new: Tensor | None,
     front: int,
     place_first: Tensor | None = None,
+    into: Rows | None = None,
 ) -> Rows:
     """dmattn::join_keys by the implementation for a device."""
     first, new = (k_first, v_first, score_first), (k_new, v_new, score_new)
-    joined = _empty_joined(*first, *new, mask_new, front)
+    joined = _empty_joined(*first, *new, mask_new, front) if into is None else into
     if joined[2].numel() > 0:
         if place_first is not None:
             place_first = place_first.contiguous()
         device.join_keys(first, new, mask_new, joined, place_first)
     return joined
+
+
+def copy_keys(keys: Rows, into: Rows) -> None:
+    """Copy keys to where others stand: k (B, L, N, D), v (B, L, N, Dv) and score (B, N, L).
+
+    `into`: the same or more of each, of any strides. Entries in front of the last L get no key. For
+    callers that are direct.
+    """
+    k, v, score = keys
+    none = k[:, :0], v[:, :0], score[:, :, :0]
+    join_keys(keys, none, None, into[0].shape[1], True, into=into)
 
 
 # --- dmattn::keep_keys ----------------------------------------------------------------------------
@@ -139,7 +155,8 @@ def keep_keys(
         seen: int32 (B,), None for 0.
         window: w, at least 1.
         direct: leave the dispatcher of torch out, where it would do nothing but call this.
-        into: where to write it, overlapping with nothing that is read; needs `direct`.
+        into: where to write it, k, v and score of any strides, overlapping with nothing that is
+            read; needs `direct`.
 
     Returns:
         The kept keys as the last of w entries, in order of position; entries without a key hold

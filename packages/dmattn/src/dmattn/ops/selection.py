@@ -51,6 +51,7 @@ def select_keys(
     is_causal: bool,
     cu_seqlens: Tensor | None = None,
     direct: bool = False,
+    cleared: bool = True,
 ) -> Selection:
     """Call the operator.
 
@@ -65,6 +66,9 @@ def select_keys(
             behind the other. Keys compete, and are seen, within their document. Causal, Sq = Sk.
             On CUDA the values are trusted; wrong ones give another selection, not an invalid one.
         direct: leave the dispatcher of torch out, where it would do nothing but call this.
+        cleared: whether entries behind the last one of a list have to be zeros. Attention does not
+            read them; uncleared, which takes a launch less, those behind the next multiple of 128
+            may have any values.
 
     Raises:
         TypeError: a dtype is wrong.
@@ -75,7 +79,7 @@ def select_keys(
         scores = scores.detach()
     arguments = (scores, key_mask, window, seqlen_q, is_causal, cu_seqlens, lists)
     if direct:
-        return (_select_cuda if scores.is_cuda else _select_cpu)(*arguments)
+        return _select_cuda(*arguments, cleared) if scores.is_cuda else _select_cpu(*arguments)
     return Selection(*torch.ops.dmattn.select_keys(*arguments))
 
 
@@ -87,6 +91,7 @@ def _empty_selection(
     is_causal: bool,
     cu_seqlens: Tensor | None = None,
     lists: int | None = None,
+    cleared: bool = True,
 ) -> Selection:
     """Results to be filled, idx with zeros; raises for inputs that do not fit together."""
     if scores.dim() != 3:
@@ -112,7 +117,8 @@ def _empty_selection(
         lists = num_blocks(seqlen_q, is_causal)
     capacity = capacity_for(window + (BLOCK_ROWS if is_causal else 0), seqlen_k)
 
-    idx = scores.new_zeros((batch, heads, lists, capacity), dtype=torch.int32)
+    empty = scores.new_zeros if cleared else scores.new_empty
+    idx = empty((batch, heads, lists, capacity), dtype=torch.int32)
     count = idx.new_empty((batch, heads, lists))
     full = torch.empty_like(count) if is_causal else idx.new_empty(0)
     return Selection(idx.new_empty((batch, heads, seqlen_k)), idx, count, full)
@@ -175,8 +181,10 @@ def _select_cuda(
     is_causal: bool,
     cu_seqlens: Tensor | None = None,
     lists: int | None = None,
+    cleared: bool = True,
 ) -> Selection:
-    selection = _empty_selection(scores, key_mask, window, seqlen_q, is_causal, cu_seqlens)
+    arguments = (scores, key_mask, window, seqlen_q, is_causal, cu_seqlens)
+    selection = _empty_selection(*arguments, cleared=cleared)
     if selection.end.numel() == 0 or selection.idx.numel() == 0:
         for t in selection:
             t.zero_()
