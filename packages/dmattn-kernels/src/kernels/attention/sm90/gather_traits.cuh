@@ -45,8 +45,14 @@ struct GatherTraits : FwdTraits<Element, kHeadDim, 2, kBlockN, kStages> {
       cute::GMMA::ss_op_selector<Element, Element, float, cute::Shape<Int<Base::kBlockM>, Int<kKeys>, Int<kHeadDim>>>(),
       typename Base::Warpgroups{}));
 
+  // Wide heads have room for one Q. Then each consumer gives its half back as soon as the last scores are there, and
+  // writes the output from registers. Otherwise the output leaves through the stage of its own Q.
+  static constexpr bool kOneQ = kHeadDim > 128;
+  static constexpr int kQStages = kOneQ ? 1 : 2;
+  static constexpr int kQBarriers = 2;                       // of a stage, or of a consumer's half
+  static constexpr int kQRows = kOneQ ? 64 : Base::kBlockM;  // that TMA copies at once
   // Facts take little room. With fewer stages than K has, they would decide how far the producer can go ahead.
-  static constexpr int kQStages = 2, kFactStages = 4;
+  static constexpr int kFactStages = kHeadDim > 192 ? 2 : 4;
   static_assert(kFactStages >= kStages);
   using LayoutQs = decltype(cute::tile_to_shape(typename Base::template Atom<cute::GMMA::Major::K>{},
                                                 cute::Shape<Int<Base::kBlockM>, Int<kHeadDim>, Int<kQStages>>{}));
@@ -65,13 +71,14 @@ struct GatherTraits : FwdTraits<Element, kHeadDim, 2, kBlockN, kStages> {
     alignas(16) uint2 intervals[kFactStages][kBlockN];
     alignas(16) float bias[kFactStages][kBias ? kBlockN : 4];
     alignas(16) Announced item[2];
-    Barrier q_full[kQStages], q_empty[kQStages];
+    Barrier q_full[kQBarriers], q_empty[kQBarriers];
     Barrier k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
     Barrier facts_full[kFactStages], facts_empty[kFactStages];
     Barrier item_full[2], item_empty[2];
     int32_t next_item[2];
   };
-  static constexpr uint32_t kSmemBytes = sizeof(Shared) + 1024;  // the base need not be aligned as the tiles must be
+  // The kernel asks for a base that is aligned as the tiles must be; where there is room, it need not be.
+  static constexpr uint32_t kSmemBytes = sizeof(Shared) + (kOneQ ? 0 : 1024);
   static_assert(kSmemBytes <= 232448);
 };
 
