@@ -20,9 +20,10 @@ struct GatherTraits : FwdTraits<Element, kHeadDim, 2, kBlockN, kStages> {
   static constexpr bool kBias = kBias_;  // a number is added to the logits of each key
   static constexpr ProxyFence kFence = kFence_;
   static constexpr bool kShortTail = kShortTail_;  // the last tile of a list may have 32 or 64 keys
-  // 128 * (2 * kConsumerRegisters + kProducerRegisters) fits the 65536 of an SM.
+  // The three warpgroups share what the block was launched with, 168 registers a thread: with more, setmaxnreg would wait
+  // forever.
   static constexpr int kProducerRegisters = kProducerRegisters_;
-  static constexpr int kConsumerRegisters = (512 - kProducerRegisters) / 16 * 8;
+  static constexpr int kConsumerRegisters = (3 * 168 - kProducerRegisters) / 16 * 8;
 
   static constexpr int kChunks = 8;                    // 16 bytes each, of a row of a panel
   static constexpr int kPassKeys = 128 / kChunks;      // keys that the producer's threads copy side by side
