@@ -19,7 +19,6 @@ set(head_dims_sm90_bwd_gathered 64 128)
 # in the forward, 48 rows in the backward. CuTe declares those where this macro is defined, in headers that take longer
 # to read than the rest of a unit to compile. A unit that is missing here fails by a static_assert in its traits.
 set(all_widths_sm90_fwd_tiled 256)
-set(all_widths_sm90_fwd_gathered 256)
 set(all_widths_sm90_bwd_tiled 64)
 set(all_widths_macro CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED)
 

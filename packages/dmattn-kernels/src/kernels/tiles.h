@@ -110,8 +110,8 @@ constexpr int sm90_list_head_dim(int head_dim) {
 constexpr Sm90ListTile sm90_list_tile(int d) {
   return d <= 64    ? Sm90ListTile{128, 4}  // 160 KB
          : d <= 128 ? Sm90ListTile{128, 2}  // 192 KB
-         : d <= 192 ? Sm90ListTile{112, 2}  // 216 KB
-                    : Sm90ListTile{80, 2};  // 224 KB
+         : d <= 192 ? Sm90ListTile{96, 2}   // 192 KB
+                    : Sm90ListTile{64, 2};  // 192 KB
 }
 
 constexpr BwdTile bwd_tile(TileSet tiles, int d) {

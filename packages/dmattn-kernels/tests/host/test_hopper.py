@@ -137,7 +137,7 @@ KEY_BIAS = {"bias": tensor((1, 4, 1, 4096), FLOAT32)}
 
 @pytest.mark.parametrize(
     "head_dim, block_n",
-    [(40, 128), (64, 128), (72, 128), (128, 128), (136, 112), (192, 112), (200, 80), (256, 80)],
+    [(40, 128), (64, 128), (72, 128), (128, 128), (136, 96), (192, 96), (200, 64), (256, 64)],
 )
 @pytest.mark.parametrize("more", [{}, KEY_BIAS], ids=["plain", "key bias"])
 def test_lists(probe: ctypes.CDLL, head_dim: int, block_n: int, more: dict[str, Any]) -> None:

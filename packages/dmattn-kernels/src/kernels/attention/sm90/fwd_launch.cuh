@@ -103,8 +103,7 @@ cudaError_t launch_fwd(const KernelChoice& choice, const FwdParams& p, cudaStrea
     const auto go_in = [&](auto has_bias, auto head_dim) {
       constexpr Sm90ListTile kTile = sm90_list_tile(head_dim);
       using T = sm90::GatherTraits<Element, head_dim, has_bias, kTile.block_n, kTile.stages,
-                                   sm90::ProxyFence::kConsumer, /*kShortTail=*/true, /*kProducerRegisters=*/
-                                   (head_dim > 192 ? 40 : 56)>;
+                                   sm90::ProxyFence::kConsumer, /*kShortTail=*/true, /*kProducerRegisters=*/56>;
       return sm90::launch_gather_kernel<T>(choice.blocks, p, stream);
     };
     const auto go = [&](auto has_bias) {

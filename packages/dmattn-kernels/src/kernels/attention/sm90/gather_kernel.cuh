@@ -310,7 +310,7 @@ struct GatherConsumer {
   template <int kFragments>
   __device__ __forceinline__ void mask_scores(float (&scores)[1][kFragments][4], const ScoreInputs& in,
                                               const FragmentMap& map, int seen_by_all) const {
-    constexpr int kGroup = kFragments % 4 == 0 ? 32 : 16, kInGroup = kGroup / 8;
+    constexpr int kGroup = 32, kInGroup = kGroup / 8;
     static_assert(kFragments % kInGroup == 0);
 #pragma unroll
     for (int i = 0; i < kFragments; i += kInGroup) {
@@ -351,9 +351,8 @@ struct GatherConsumer {
 
 template <class T>
 __global__ void __launch_bounds__(T::kThreads, 1) gather_kernel(const __grid_constant__ GatherArguments p) {
-  extern __shared__ __align__(1024) char smem[];
+  extern __shared__ char smem[];
   const uint32_t base = smem_u32(smem);
-  if (T::kOneQ && base % 1024 != 0) __trap();  // there is no room to move
   auto& s = *reinterpret_cast<typename T::Shared*>(smem + ((base + 1023) / 1024 * 1024 - base));
   if (threadIdx.x == 0) init_gather_barriers<T>(s);
   __syncthreads();

@@ -53,7 +53,7 @@ struct GatherTraits : FwdTraits<Element, kHeadDim, 2, kBlockN, kStages> {
   static constexpr int kQBarriers = 2;                       // of a stage, or of a consumer's half
   static constexpr int kQRows = kOneQ ? 64 : Base::kBlockM;  // that TMA copies at once
   // Facts take little room. With fewer stages than K has, they would decide how far the producer can go ahead.
-  static constexpr int kFactStages = kHeadDim > 192 ? 2 : 4;
+  static constexpr int kFactStages = 4;
   static_assert(kFactStages >= kStages);
   using LayoutQs = decltype(cute::tile_to_shape(typename Base::template Atom<cute::GMMA::Major::K>{},
                                                 cute::Shape<Int<Base::kBlockM>, Int<kHeadDim>, Int<kQStages>>{}));
@@ -78,8 +78,7 @@ struct GatherTraits : FwdTraits<Element, kHeadDim, 2, kBlockN, kStages> {
     Barrier item_full[2], item_empty[2];
     int32_t next_item[2];
   };
-  // The kernel asks for a base that is aligned as the tiles must be; where there is room, it need not be.
-  static constexpr uint32_t kSmemBytes = sizeof(Shared) + (kOneQ ? 0 : 1024);
+  static constexpr uint32_t kSmemBytes = sizeof(Shared) + 1024;  // the base need not be aligned as the tiles must be
   static_assert(kSmemBytes <= 232448);
 };
 
