@@ -159,6 +159,9 @@ ATTENTION = [
     Case(257, 129, 1, 8, 1, 136, causal=True, bias="bk1k", bias_fill="some_lowest"),
     Case(300, 400, 2, 4, 2, 256, bias="bk1k", layout="heads_first"),
     Case(900, 900, 1, 8, 2, 128, causal=True, bias="bk1k", wants="b"),
+    Case(700, 700, 2, 4, 2, 192, causal=True, bias="bk1k"),
+    Case(390, 500, 1, 8, 2, 256, causal=True, bias="bk1k", dtype="f16"),
+    Case(300, 300, 1, 4, 2, 136, causal=True, bias="bk1k", layout="heads_first"),
 ]
 
 
@@ -185,8 +188,18 @@ def test_attention(case: Case, window: int, deterministic: bool) -> None:
         (Case(650, 650, 8, 16, 8, 72, causal=True, bias="1k1k", bias_f32=True), 100),
         (Case(1100, 1100, 4, 8, 8, 256, causal=True, bias="bk1k", dlse=True), 260),
         (Case(900, 1000, 4, 16, 4, 192, causal=True, bias="1k1k", dtype="f16"), 150),
+        (Case(650, 650, 8, 16, 4, 256, causal=True, bias="bk1k"), 230),
+        (Case(500, 600, 8, 16, 4, 192, causal=True, bias="bk1k", dtype="f16"), 300),
     ],
-    ids=["groups", "one head a group", "shared bias", "wide heads", "groups of wide heads"],
+    ids=[
+        "groups",
+        "one head a group",
+        "shared bias",
+        "wide heads",
+        "groups of 192",
+        "groups of wide heads",
+        "heads of 192",
+    ],
 )
 def test_many_heads(case: Case, window: int, biased: bool, deterministic: bool) -> None:
     """So much to do that backward kernels may take several blocks of rows together."""

@@ -14,7 +14,6 @@ set(walks_sm80 tiled gathered)
 set(code_sm90 sm_90a)
 set(directions_sm90 fwd bwd)
 set(walks_sm90 tiled gathered)
-set(head_dims_sm90_fwd_gathered 64 128)
 # Units on Hopper with a matrix instruction of another width than 8, 16, 32, 64, 96, 128, 192 and 256: 80 and 112 keys
 # in the forward, 48 rows in the backward. CuTe declares those where this macro is defined, in headers that take longer
 # to read than the rest of a unit to compile. A unit that is missing here fails by a static_assert in its traits.

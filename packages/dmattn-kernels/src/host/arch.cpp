@@ -21,7 +21,7 @@ BwdTile sm80_bwd_tile(int d, bool, bool, bool) {
 DqOrder sm80_dq_order(const BwdTile&) { return DqOrder::kRegisters; }
 
 FwdTile sm90_fwd_tile_of(const FwdParams& p, Level level, bool gathered) {
-  if (gathered) return {kSm90ListRows, sm90_list_tile(head_dim_tile(p.head_dim)).block_n, kSm90ListWarps};
+  if (gathered) return {kSm90ListRows, sm90_list_tile(sm90_list_head_dim(p.head_dim)).block_n, kSm90ListWarps};
   const int dim_tile = head_dim_tile(p.head_dim);
   const Sm90FwdTile tile = !is_general(level)
                                ? sm90_fwd_tile(sm90_fwd_head_dim(p.head_dim), sm90_fwd_is_short(p.seqlen_q))

@@ -103,9 +103,15 @@ struct Sm90ListTile {
 };
 constexpr int kSm90ListRows = 128;
 constexpr int kSm90ListWarps = 12;
-constexpr Sm90ListTile sm90_list_tile(int head_dim_tile) {
-  return head_dim_tile <= 64 ? Sm90ListTile{128, 4}   // 160 KB
-                             : Sm90ListTile{128, 2};  // 192 KB
+// Head dimensions that have kernels of their own; others are rounded up to one of these.
+constexpr int sm90_list_head_dim(int head_dim) {
+  return head_dim <= 128 ? head_dim_tile(head_dim) : sm90_fwd_head_dim(head_dim);
+}
+constexpr Sm90ListTile sm90_list_tile(int d) {
+  return d <= 64    ? Sm90ListTile{128, 4}  // 160 KB
+         : d <= 128 ? Sm90ListTile{128, 2}  // 192 KB
+         : d <= 192 ? Sm90ListTile{96, 2}   // 192 KB
+                    : Sm90ListTile{64, 2};  // 192 KB
 }
 
 constexpr BwdTile bwd_tile(TileSet tiles, int d) {

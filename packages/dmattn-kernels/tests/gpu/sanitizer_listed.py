@@ -1,6 +1,6 @@
 """Launches of Hopper's kernels over lists of keys, for sanitizer_cases.py.
 
-Forward: last tiles of 32, 64 and 128 keys, lists without keys, and more row blocks than thread
+Forward: last tiles of 32, 64 and more keys, lists without keys, and more row blocks than thread
 blocks. Backward: with and without a bias, deterministic or not, and row blocks put together.
 """
 
@@ -99,4 +99,7 @@ MANY_GRADIENTS = Launch(
     deterministic=True,
     select=Selecting(140),
 )
-HOPPER_LIST_KINDS = (("bf16", 64), ("f16", 128), ("f16", 40), ("bf16", 72))
+HOPPER_LIST_KINDS = (
+    *(("bf16", 64), ("f16", 128), ("f16", 40), ("bf16", 72)),
+    *(("bf16", 192), ("f16", 136), ("bf16", 256), ("f16", 200)),
+)

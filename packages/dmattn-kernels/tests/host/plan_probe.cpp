@@ -20,8 +20,7 @@ int32_t missing_arch = 0;  // has no units
 
 // CMake generates this with the table of units; here every one that cmake/units.cmake lists is there.
 bool has_unit(const Unit& unit) {
-  const bool is_hopper = (unit.direction == Direction::kForward && (!unit.gathered || unit.head_dim_tile <= 128)) ||
-                         unit.direction == Direction::kBackward;
+  const bool is_hopper = unit.direction == Direction::kForward || unit.direction == Direction::kBackward;
   const bool is_listed = unit.arch == Arch{80} || is_hopper;
   return is_listed && static_cast<int32_t>(unit.arch) != missing_arch;
 }

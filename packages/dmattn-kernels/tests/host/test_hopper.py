@@ -135,19 +135,21 @@ KEPT = {"mask": mask(1, 4, 1, 4096)}  # a key mask becomes a list of keys
 KEY_BIAS = {"bias": tensor((1, 4, 1, 4096), FLOAT32)}
 
 
-@pytest.mark.parametrize("head_dim", [40, 64, 72, 128])
+@pytest.mark.parametrize(
+    "head_dim, block_n",
+    [(40, 128), (64, 128), (72, 128), (128, 128), (136, 96), (192, 96), (200, 64), (256, 64)],
+)
 @pytest.mark.parametrize("more", [{}, KEY_BIAS], ids=["plain", "key bias"])
-def test_lists(probe: ctypes.CDLL, head_dim: int, more: dict[str, Any]) -> None:
+def test_lists(probe: ctypes.CDLL, head_dim: int, block_n: int, more: dict[str, Any]) -> None:
     plan = Probe(probe).fwd(SM90, SMS, batch=1, head_dim=head_dim, **LONG, **KEPT, **more)
     assert plan["gathered"]
-    assert (plan["arch"], plan["block_m"], plan["block_n"]) == (90, 128, 128)
+    assert (plan["arch"], plan["block_m"], plan["block_n"]) == (90, 128, block_n)
     assert plan["blocks"] == SMS and plan["num_splits"] == 1
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"head_dim": 256},
         {"softcap": 30.0},
         {"softmax_scale": -1.0},
         {"bias": tensor((1, 16, 4096, 4096), BFLOAT16)},
@@ -155,7 +157,7 @@ def test_lists(probe: ctypes.CDLL, head_dim: int, more: dict[str, Any]) -> None:
         {"k": tensor((1, 4096, 4, 128), stride=(0, 1 << 32, 128, 1))},
         {"num_splits": 2},
     ],
-    ids=["head_dim", "softcap", "negative scale", "dense bias", "unaligned", "far rows", "split"],
+    ids=["softcap", "negative scale", "dense bias", "unaligned", "far rows", "split"],
 )
 def test_lists_that_others_compute(probe: ctypes.CDLL, arguments: dict[str, Any]) -> None:
     call = {"batch": 1, "head_dim": 128} | LONG | KEPT | arguments

@@ -96,15 +96,21 @@ cudaError_t launch_fwd_kernel(int64_t blocks, const FwdParams& p, cudaStream_t s
 
 // The unit of a head-dim tile has a plain kernel for each of Hopper's head dimensions in it, with a twin for packed
 // sequences, and one for windows and general ones for all of them (the widest has a single one); over lists, one with and
-// one without a bias for each key.
+// one without a bias for each key, of 192 and 256 apart.
 template <class Element, int kHeadDimTile, bool kGathered>
 cudaError_t launch_fwd(const KernelChoice& choice, const FwdParams& p, cudaStream_t stream) {
   if constexpr (kGathered) {
-    const auto go = [&](auto has_bias) {
-      constexpr Sm90ListTile kTile = sm90_list_tile(kHeadDimTile);
-      using T = sm90::GatherTraits<Element, kHeadDimTile, has_bias, kTile.block_n, kTile.stages,
+    const auto go_in = [&](auto has_bias, auto head_dim) {
+      constexpr Sm90ListTile kTile = sm90_list_tile(head_dim);
+      using T = sm90::GatherTraits<Element, head_dim, has_bias, kTile.block_n, kTile.stages,
                                    sm90::ProxyFence::kConsumer, /*kShortTail=*/true, /*kProducerRegisters=*/56>;
       return sm90::launch_gather_kernel<T>(choice.blocks, p, stream);
+    };
+    const auto go = [&](auto has_bias) {
+      if constexpr (kHeadDimTile == 256) {
+        if (sm90_list_head_dim(p.head_dim) == 192) return go_in(has_bias, cute::Int<192>{});
+      }
+      return go_in(has_bias, cute::Int<kHeadDimTile>{});
     };
     return p.bias.kind == BiasKind::kNone ? go(cute::false_type{}) : go(cute::true_type{});
   } else {

@@ -30,6 +30,42 @@ __device__ __forceinline__ void finish_rows(const Arguments& p, OnlineSoftmax<1>
   }
 }
 
+// Writes the output from registers, for kernels that have no shared memory for it. The four threads of a row exchange
+// their pairs of columns, so that each has eight columns that lie side by side (16 bytes). first_row: as above.
+template <class Element, int kFragmentsD, class Arguments>
+__device__ __forceinline__ void write_rows(const Arguments& p, const float (&out)[1][kFragmentsD][4],
+                                           const FwdItem& item, int first_row) {
+  const int thread = threadIdx.x % 4;  // of those that share a row
+  const bool is_odd = thread & 1, is_upper = thread & 2;
+  const Strides3& stride = p.out_rows.stride;
+  Element* const to = static_cast<Element*>(p.out_rows.data) + item.batch * stride.batch + item.head * stride.head +
+                      first_row * stride.row + thread * 8;
+  static_assert(kFragmentsD % 4 == 0);
+#pragma unroll
+  for (int i = 0; i < kFragmentsD; i += 4) {
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      uint32_t word[4];  // of fragments i to i + 3, then all of fragment i + thread
+#pragma unroll
+      for (int f = 0; f < 4; ++f)
+        word[f] = ElementTraits<Element>::pack(out[0][i + f][2 * j], out[0][i + f][2 * j + 1]);
+#pragma unroll
+      for (int f = 0; f < 4; f += 2) {
+        const uint32_t other = __shfl_xor_sync(0xffffffffu, is_odd ? word[f] : word[f + 1], 1);
+        (is_odd ? word[f] : word[f + 1]) = other;
+      }
+#pragma unroll
+      for (int f = 0; f < 2; ++f) {
+        const uint32_t other = __shfl_xor_sync(0xffffffffu, is_upper ? word[f] : word[f + 2], 2);
+        (is_upper ? word[f] : word[f + 2]) = other;
+      }
+      if (first_row + 8 * j < p.seqlen_q && 8 * (i + thread) < p.head_dim) {
+        *reinterpret_cast<uint4*>(to + 8 * j * stride.row + 8 * i) = make_uint4(word[0], word[1], word[2], word[3]);
+      }
+    }
+  }
+}
+
 // Starts to write the warpgroup's 64 rows of the output, through `tile` in shared memory. TMA leaves out what is outside
 // the tensor or behind a packed sequence. barrier: the name of one for this warpgroup. The tile is free once its first
 // thread has waited for the store.

@@ -15,9 +15,9 @@ namespace dmattn::sm90 {
 
 template <class T>
 __device__ __forceinline__ void init_gather_barriers(typename T::Shared& s) {
-  for (int i = 0; i < T::kQStages; ++i) {
+  for (int i = 0; i < T::kQBarriers; ++i) {
     s.q_full[i].init(1);
-    s.q_empty[i].init(T::kConsumers);
+    s.q_empty[i].init(T::kOneQ ? 1 : T::kConsumers);
   }
   for (int i = 0; i < T::kStages; ++i) {
     s.k_full[i].init(128);
@@ -71,6 +71,8 @@ struct GatherConsumer {
     return work;
   }
 
+  __device__ __forceinline__ Barrier& q_full() { return s.q_full[T::kOneQ ? consumer : q_place.stage]; }
+
   // One thread a warpgroup says that the warpgroup is done with a buffer.
   __device__ __forceinline__ void release(Barrier& empty) {
     if (threadIdx.x % 128 == 0) empty.arrive();
@@ -90,8 +92,21 @@ struct GatherConsumer {
     return *reinterpret_cast<float (*)[1][cute::cosize_v<typename Accumulator::layout_type> / 4][4]>(acc.data());
   }
 
+  // Registers for the scores of a tail. Wide heads have none beside those of the other scores; those are cleared, though
+  // the products would do so, because until then what is in them would be kept.
+  template <class Scores, class Tail>
+  static __device__ __forceinline__ auto tail_scores(Scores& scores, const Tail& tail) {
+    if constexpr (T::kOneQ) {
+      cute::clear(scores);
+      return cute::make_tensor(scores.data(), typename Tail::layout_type{});
+    } else {
+      return tail;
+    }
+  }
+
   // The output of the item before has left its stage of Q.
   __device__ __forceinline__ void release_stored() {
+    if constexpr (T::kOneQ) return;
     if (threadIdx.x % 128 == 0 && stored >= 0) {
       cute::tma_store_wait<0>();
       s.q_empty[stored].arrive();
@@ -117,7 +132,8 @@ struct GatherConsumer {
     auto& scores = fragments(acc_s);
     auto& out = fragments(acc_o);
     OnlineSoftmax<1> softmax;
-    float keep[2];  // what the running sums and the output are multiplied by, as the maximum has moved
+    float keep[2];         // what the running sums and the output are multiplied by, as the maximum has moved
+    bool is_last = false;  // of the item's tiles: nobody needs Q after its scores
     FwdItem item;
 
     // `found`: scores of as many keys as it has, which become probabilities.
@@ -161,6 +177,7 @@ struct GatherConsumer {
     const auto step = [&](auto masked, auto& mma, auto& a, auto& b, auto& c, int seen) __attribute__((always_inline)) {
       release_stored();
       start_both(Int<T::kBlockN>{}, mma, a, b, c);
+      if (T::kOneQ && is_last) release(s.q_empty[consumer]);
       auto& found = fragments(c);
       to_probabilities(masked, found, seen);
       finish_output();
@@ -172,15 +189,26 @@ struct GatherConsumer {
       typename T::template TailMma<kKeys> tail_mma;
       const auto slice = tail_mma.get_slice(thread);
       const auto tail_q = slice.partition_fragment_A(all_q);
-      const auto tail_k = slice.partition_fragment_B(
-          local_tile(all_k, Shape<Int<kKeys>, Int<T::kHeadDim>, Int<T::kStages>>{}, make_coord(_0{}, _0{}, _0{})));
-      auto acc = partition_fragment_C(tail_mma, Shape<Int<T::kBlockM>, Int<kKeys>>{});
+      const auto first_keys = composition(all_k.layout(), make_tile(Layout<Int<kKeys>>{}, _, _));
+      const auto tail_k = slice.partition_fragment_B(make_tensor(all_k.data(), first_keys));
+      auto acc = tail_scores(acc_s, partition_fragment_C(tail_mma, Shape<Int<T::kBlockM>, Int<kKeys>>{}));
+      is_last = true;
       step(true_type{}, tail_mma, tail_q, tail_k, acc, seen_by_all);
     };
-    // The output of the last tile, of kKeys keys; beside the first scores of the next item, if it has any.
+    const auto start_scores = [&]() __attribute__((always_inline)) {
+      wait_for_tile(s.k_full, k_place);
+      if constexpr (T::kOneQ) clear(acc_s);
+      start_product<true>(score_mma, q(_, _, _, q_place.stage), k(_, _, _, k_place.stage), acc_s);
+    };
+    const auto finish_scores = [&]() __attribute__((always_inline)) {
+      wait_for_product<0>(acc_s);
+      release(s.k_empty[k_place.stage]);
+      k_place.advance();
+    };
+    // The output of the last tile, of kKeys keys; with two Qs beside the first scores of the next item, if it has any.
     const auto last_output = [&](auto keys, bool goes_on) __attribute__((always_inline)) {
-      if (goes_on) {
-        s.q_full[q_place.stage].wait(q_place.phase);
+      if (!T::kOneQ && goes_on) {
+        q_full().wait(q_place.phase);
         start_both(keys, score_mma, q, k, acc_s);
         finish_output();
       } else {
@@ -205,17 +233,16 @@ struct GatherConsumer {
       const int q_stage = q_place.stage;
       softmax = OnlineSoftmax<1>();
       clear(acc_o);
-      if (!has_scores) {
-        s.q_full[q_stage].wait(q_place.phase);
+      const bool has_q = !T::kOneQ || tiles > 0;
+      if (!has_scores && has_q) {
+        q_full().wait(q_place.phase);
         if (tiles > 0) {
-          wait_for_tile(s.k_full, k_place);
-          start_product<true>(score_mma, q(_, _, _, q_stage), k(_, _, _, k_place.stage), acc_s);
-          wait_for_product<0>(acc_s);
-          release(s.k_empty[k_place.stage]);
-          k_place.advance();
+          start_scores();
+          finish_scores();
         }
       }
       if (tiles > 0) {
+        if (T::kOneQ && tiles == 1) release(s.q_empty[consumer]);
         if (unmasked > 0) {
           to_probabilities(false_type{}, scores, T::kBlockN);
         } else {
@@ -224,9 +251,15 @@ struct GatherConsumer {
         to_operand(scores);
         int n = 1;
 #pragma unroll 1
-        for (; n < unmasked; ++n) step(false_type{}, score_mma, q, k, acc_s, T::kBlockN);
+        for (; n < unmasked; ++n) {
+          is_last = n + 1 == tiles;
+          step(false_type{}, score_mma, q, k, acc_s, T::kBlockN);
+        }
 #pragma unroll 1
-        for (; n < whole; ++n) step(true_type{}, score_mma, q, k, acc_s, work.full - n * T::kBlockN);
+        for (; n < whole; ++n) {
+          is_last = n + 1 == tiles;
+          step(true_type{}, score_mma, q, k, acc_s, work.full - n * T::kBlockN);
+        }
         if constexpr (T::kShortTail) {
           const int seen_by_all = work.full - whole * T::kBlockN;
           if (last_width == T::kTail) tail_step(Int<T::kTail>{}, seen_by_all);
@@ -236,7 +269,7 @@ struct GatherConsumer {
         }
       }
       release_stored();
-      q_place.advance();
+      if (has_q) q_place.advance();
       const typename T::Announced next = next_item();
       has_scores = tiles > 0 && next.index < p.items && next.count > 0;
       if (tiles > 0) {
@@ -251,9 +284,23 @@ struct GatherConsumer {
         }
       }
       const int first_row = item.m_block * T::kBlockM + consumer * 64 + warp * 16 + lane / 4;
-      finish_rows(p, softmax, T::kBias ? 1.f : p.softmax_scale, out, item, first_row);
-      store_rows<T>(p, s.q + q_stage * T::kTileQ, acc_o, out_mma, consumer, kStoreBarrier + consumer, item);
-      stored = q_stage;
+      const auto finish_item = [&]() __attribute__((always_inline)) {
+        finish_rows(p, softmax, T::kBias ? 1.f : p.softmax_scale, out, item, first_row);
+        if constexpr (T::kOneQ) {
+          write_rows<typename T::Element>(p, out, item, first_row);
+        } else {
+          store_rows<T>(p, s.q + q_stage * T::kTileQ, acc_o, out_mma, consumer, kStoreBarrier + consumer, item);
+          stored = q_stage;
+        }
+      };
+      if (T::kOneQ && has_scores) {
+        q_full().wait(q_place.phase);
+        start_scores();
+        finish_item();
+        finish_scores();
+      } else {
+        finish_item();
+      }
       work = next;
     }
   }

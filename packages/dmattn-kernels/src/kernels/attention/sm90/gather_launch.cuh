@@ -19,8 +19,9 @@ template <class T>
 cudaError_t fill_gather_arguments(GatherArguments& a, const FwdParams& p, int64_t section_bytes) {
   const TensorMapper mapper(tensor_map_dtype<typename T::Element>(), T::kPanelCols);
   const int32_t batch = p.batch, nheads = p.nheads, head_dim = p.head_dim;
-  cudaError_t status = mapper.map(a.q, p.q, p.q_stride, {batch, p.seqlen_q, nheads, head_dim}, T::kBlockM);
+  cudaError_t status = mapper.map(a.q, p.q, p.q_stride, {batch, p.seqlen_q, nheads, head_dim}, T::kQRows);
   if (status == cudaSuccess) status = mapper.map(a.out, p.out, p.out_stride, {batch, p.seqlen_q, nheads, head_dim}, 64);
+  a.out_rows = {p.out, p.out_stride};
   a.k = gathered_tensor(p.k, p.k_stride);
   a.v = gathered_tensor(p.v, p.v_stride);
   a.keys = p.keys;

@@ -20,8 +20,15 @@ inline GatheredTensor gathered_tensor(const void* data, const Strides3& stride) 
   return {static_cast<const char*>(data), 2 * stride.batch, 2 * stride.head, static_cast<uint32_t>(2 * stride.row)};
 }
 
+// The output, which threads write themselves. Strides in 16-bit elements.
+struct RowsOfOut {
+  void* data;
+  Strides3 stride;
+};
+
 struct GatherArguments {
   CUtensorMap q, out;  // dimensions (head_dim, seqlen, heads, batch)
+  RowsOfOut out_rows;  // the output, where it is written from registers
   GatheredTensor k, v;
   KeyList keys;
   BiasParams bias;  // kNone or kKey

@@ -203,6 +203,7 @@ struct GatherProducer {
   }
 
   __device__ __forceinline__ void copy_q(const FwdItem& item, bool is_read) {
+    if constexpr (T::kOneQ) return copy_halves_of_q(item, is_read);
     if (warp == 0) {
       Barrier& full = s.q_full[q_place.stage];
       s.q_empty[q_place.stage].wait(q_place.phase ^ 1);
@@ -218,6 +219,26 @@ struct GatherProducer {
         }
       }
       __syncwarp();
+    }
+    q_place.advance();
+  }
+
+  // Each consumer's half as soon as that consumer has no more use for the last one.
+  __device__ __forceinline__ void copy_halves_of_q(const FwdItem& item, bool is_read) {
+    if (!is_read) return;
+    if (warp == 0) {
+#pragma unroll
+      for (int half = 0; half < T::kConsumers; ++half) {
+        s.q_empty[half].wait(q_place.phase ^ 1);
+        __syncwarp();
+        if (lane == 0) {
+          s.q_full[half].arrive_and_expect(T::kTileQ / T::kConsumers * sizeof(typename T::Element));
+          load_tile<T::kBlockM, T::kPanels, T::kPanelCols>(
+              p.q, s.q_full[half], cute::TMA::CacheHintSm90::EVICT_FIRST, s.q + half * T::kQRows * T::kPanelCols,
+              item.m_block * T::kBlockM + half * T::kQRows, item.head, item.batch);
+        }
+        __syncwarp();
+      }
     }
     q_place.advance();
   }

@@ -20,9 +20,10 @@ struct GatherTraits : FwdTraits<Element, kHeadDim, 2, kBlockN, kStages> {
   static constexpr bool kBias = kBias_;  // a number is added to the logits of each key
   static constexpr ProxyFence kFence = kFence_;
   static constexpr bool kShortTail = kShortTail_;  // the last tile of a list may have 32 or 64 keys
-  // 128 * (2 * kConsumerRegisters + kProducerRegisters) fits the 65536 of an SM.
+  // The three warpgroups share what the block was launched with, 168 registers a thread: with more, setmaxnreg would wait
+  // forever.
   static constexpr int kProducerRegisters = kProducerRegisters_;
-  static constexpr int kConsumerRegisters = (512 - kProducerRegisters) / 16 * 8;
+  static constexpr int kConsumerRegisters = (3 * 168 - kProducerRegisters) / 16 * 8;
 
   static constexpr int kChunks = 8;                    // 16 bytes each, of a row of a panel
   static constexpr int kPassKeys = 128 / kChunks;      // keys that the producer's threads copy side by side
@@ -45,8 +46,14 @@ struct GatherTraits : FwdTraits<Element, kHeadDim, 2, kBlockN, kStages> {
       cute::GMMA::ss_op_selector<Element, Element, float, cute::Shape<Int<Base::kBlockM>, Int<kKeys>, Int<kHeadDim>>>(),
       typename Base::Warpgroups{}));
 
+  // Wide heads have room for one Q. Then each consumer gives its half back as soon as the last scores are there, and
+  // writes the output from registers. Otherwise the output leaves through the stage of its own Q.
+  static constexpr bool kOneQ = kHeadDim > 128;
+  static constexpr int kQStages = kOneQ ? 1 : 2;
+  static constexpr int kQBarriers = 2;                       // of a stage, or of a consumer's half
+  static constexpr int kQRows = kOneQ ? 64 : Base::kBlockM;  // that TMA copies at once
   // Facts take little room. With fewer stages than K has, they would decide how far the producer can go ahead.
-  static constexpr int kQStages = 2, kFactStages = 4;
+  static constexpr int kFactStages = 4;
   static_assert(kFactStages >= kStages);
   using LayoutQs = decltype(cute::tile_to_shape(typename Base::template Atom<cute::GMMA::Major::K>{},
                                                 cute::Shape<Int<Base::kBlockM>, Int<kHeadDim>, Int<kQStages>>{}));
@@ -65,7 +72,7 @@ struct GatherTraits : FwdTraits<Element, kHeadDim, 2, kBlockN, kStages> {
     alignas(16) uint2 intervals[kFactStages][kBlockN];
     alignas(16) float bias[kFactStages][kBias ? kBlockN : 4];
     alignas(16) Announced item[2];
-    Barrier q_full[kQStages], q_empty[kQStages];
+    Barrier q_full[kQBarriers], q_empty[kQBarriers];
     Barrier k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
     Barrier facts_full[kFactStages], facts_empty[kFactStages];
     Barrier item_full[2], item_empty[2];
