@@ -52,7 +52,7 @@ template <class T>
 struct DecodeResults : DecodeBlock<T> {
   using Base = DecodeBlock<T>;
   using Element = typename T::Element;
-  using Base::batch, Base::has_token, Base::head, Base::held, Base::lane, Base::p, Base::row0, Base::rows, Base::smem,
+  using Base::batch, Base::head, Base::head_dim, Base::held, Base::lane, Base::p, Base::row0, Base::rows, Base::smem,
       Base::split, Base::warp;
   static constexpr int kHeadDim = T::kHeadDim;
   static constexpr int kQuads = kHeadDim / 4;  // columns are handled four at a time
@@ -64,7 +64,7 @@ struct DecodeResults : DecodeBlock<T> {
   // The splits of a block's rows. With a token those of all rows of the head: the last block overwrites the entry that
   // leaves the cache.
   __device__ __forceinline__ Arrivals arrivals() const {
-    const bool by_head = has_token();
+    constexpr bool by_head = T::kTakesToken;
     const int64_t i = by_head ? Base::head_index() : Base::head_index() * p.row_blocks + row0 / T::kRows;
     return {words() + i, p.launch_tag, static_cast<uint64_t>(p.num_splits) * (by_head ? p.row_blocks : 1), 0};
   }
@@ -108,19 +108,12 @@ struct DecodeResults : DecodeBlock<T> {
     }
   }
   __device__ __forceinline__ void merge() const {
-    CacheEntry low;
-    if (has_token()) {
-#pragma unroll
-      for (int w = 0; w < T::kWarps; ++w) low = lower(low, unpack_entry(held.entry[w]));
-      leave_lowest(low);
-    }
 #pragma unroll 1
     for (int i = threadIdx.x; i < rows * kQuads; i += T::kThreads) {
       const int row = i / kQuads, col = i % kQuads * 4;
       float max = -INFINITY;
 #pragma unroll
       for (int w = 0; w < T::kWarps; ++w) max = fmaxf(max, merge_stats(0, w, row));
-      each_put_back(low.slot, row, [&](float logit, const uint4*) { max = fmaxf(max, logit); });
       const float shift = max == -INFINITY ? 0.f : max;  // nothing kept: all weights are exp(-inf) = 0
       float sum = 0.f;
       float4 out = {0.f, 0.f, 0.f, 0.f};
@@ -130,16 +123,11 @@ struct DecodeResults : DecodeBlock<T> {
         sum += weight * merge_stats(1, w, row);
         add(out, weight, *reinterpret_cast<const float4*>(merge_row(w, row) + col));
       }
-      each_put_back(low.slot, row, [&](float logit, const uint4* v) {
-        const float weight = exp2_approx((logit - shift) * kLog2e);
-        sum += weight;
-        add_entry(out, weight, v, col);
-      });
       const float scale = sum > 0.f ? 1.f / sum : 0.f;
       out = {out.x * scale, out.y * scale, out.z * scale, out.w * scale};
-      if (col < p.head_dim) {
+      if (col < head_dim()) {
         if (is_partial()) {
-          *reinterpret_cast<float4*>(p.out_accum + partial_row(split, row0 + row) * p.head_dim + col) = out;
+          *reinterpret_cast<float4*>(p.out_accum + partial_row(split, row0 + row) * head_dim() + col) = out;
         } else {
           store(row0 + row, col, out);
         }
@@ -153,15 +141,13 @@ struct DecodeResults : DecodeBlock<T> {
   // By all threads of the last block: the rows [first, first + count) of the head, at most kRows. Splits are summed in
   // their order, whichever block does it.
   __device__ __forceinline__ void combine(int first, int count) const {
-    constexpr int kItems = T::kRows * kQuads / T::kThreads;
     float* const weights = reinterpret_cast<float*>(smem);
-    float* const parts = weights + T::kWeightFloats;
+    float4* const sums = reinterpret_cast<float4*>(weights + T::kWeightFloats);
+    float* const parts = weights + T::kWeightFloats + T::kSumFloats;
     // Floats of a split: its results, and a row of V in 16 bits.
-    const uint32_t results = count * p.head_dim, part = results + (has_token() ? p.head_dim / 2 : 0);
-    const int most = T::kPartFloats / part;  // splits that there is room for
-    float4 acc[kItems];
-#pragma unroll
-    for (int k = 0; k < kItems; ++k) acc[k] = {0.f, 0.f, 0.f, 0.f};
+    const uint32_t results = count * head_dim(), part = results + (T::kTakesToken ? head_dim() / 2 : 0);
+    int most = p.num_splits;  // that there is room for
+    if (__builtin_expect(most * part > T::kPartFloats, 0)) most = T::kPartFloats / part;
     LaneEntries entries;
     load_lowest(entries);
     LaneParts lane_parts;
@@ -173,38 +159,44 @@ struct DecodeResults : DecodeBlock<T> {
       // All of them on their way at once, past the L1 cache: other SMs have written them.
 #pragma unroll 1
       for (int s = warp; s < splits; s += T::kWarps) {
-        const float* src = p.out_accum + partial_row(begin + s, first) * p.head_dim;
+        const float* src = p.out_accum + partial_row(begin + s, first) * head_dim();
         const uint32_t dst = smem_u32(parts + s * part);
+#pragma unroll 1
         for (uint32_t j = 4 * lane; j < results; j += 128) cp_async16(dst + 4 * j, src + j, true);
-        if (!has_token() || 8 * lane >= p.head_dim) continue;
-        const Element* v = static_cast<const Element*>(p.lowest.v) + part_index(begin + s) * p.head_dim;
+        if (!T::kTakesToken || 8 * lane >= head_dim()) continue;
+        const Element* v = static_cast<const Element*>(p.lowest.v) + part_index(begin + s) * head_dim();
         cp_async16(dst + 4 * results + 16 * lane, v + 8 * lane, true);
       }
       cp_async_fence();
       if (begin == 0) weigh(weights, first, count, entries, lane_parts);
       cp_async_wait<0>();
       __syncthreads();
+      const bool is_first = begin == 0, is_last = begin + splits == p.num_splits;
+#pragma unroll 1
+      for (int i = threadIdx.x; i < count * kQuads; i += T::kThreads) {
+        const int row = i / kQuads, col = i % kQuads * 4;
+        if (col >= head_dim()) continue;
+        const float* weight = weights + row * T::kWeightPitch;
+        float4 sum = is_first ? make_float4(0.f, 0.f, 0.f, 0.f) : sums[i];
+        const float* src = parts + row * head_dim() + col;
+#pragma unroll 1
+        for (int s0 = 0; s0 < splits; s0 += 4) {
 #pragma unroll
-      for (int k = 0; k < kItems; ++k) {
-        const int i = threadIdx.x + k * T::kThreads, row = i / kQuads, col = i % kQuads * 4;
-        if (row >= count || col >= p.head_dim) continue;
-        const float* weight = weights + row * T::kWeightPitch + begin;
-        const float* src = parts + row * p.head_dim + col;
-#pragma unroll 4
-        for (int s = 0; s < splits; ++s) add(acc[k], weight[s], *reinterpret_cast<const float4*>(src + s * part));
-        if (!has_token()) continue;
-        for (int s = 0; s < splits; ++s) {
-          const auto* v = reinterpret_cast<const uint4*>(parts + s * part + results);
-          add_entry(acc[k], weight[T::kEntryWeights + s], v, col);
+          for (int s = s0; s < s0 + 4; ++s) {
+            if (s >= splits) break;
+            add(sum, weight[begin + s], *reinterpret_cast<const float4*>(src + s * part));
+            if (!T::kTakesToken) continue;
+            const auto* v = reinterpret_cast<const uint4*>(parts + s * part + results);
+            add_entry(sum, weight[T::kEntryWeights + begin + s], v, col);
+          }
+        }
+        if (T::kTakesToken && is_last) add_entry(sum, weight[T::kTokenWeight], held.token_v, col);
+        if (is_last) {
+          store(first + row, col, sum);
+        } else {
+          sums[i] = sum;
         }
       }
-    }
-#pragma unroll
-    for (int k = 0; k < kItems; ++k) {
-      const int i = threadIdx.x + k * T::kThreads, row = i / kQuads, col = i % kQuads * 4;
-      if (row >= count || col >= p.head_dim) continue;
-      if (has_token()) add_entry(acc[k], weights[row * T::kWeightPitch + T::kTokenWeight], held.token_v, col);
-      store(first + row, col, acc[k]);
     }
   }
 
@@ -225,15 +217,6 @@ struct DecodeResults : DecodeBlock<T> {
     const float2 low = ElementTraits<Element>::unpack(x.x), high = ElementTraits<Element>::unpack(x.y);
     add(sum, weight, {low.x, low.y, high.x, high.y});
   }
-  // f(logit, row of V) for the lowest entries of the warps, but for that of this slot: the lowest of the block.
-  template <class F>
-  __device__ __forceinline__ void each_put_back(int slot, int row, F&& f) const {
-    if (!has_token()) return;
-#pragma unroll
-    for (int w = 0; w < T::kWarps; ++w) {
-      if (unpack_entry(held.entry[w]).slot != slot) f(held.logit[w][row], held.v[w]);
-    }
-  }
   __device__ __forceinline__ float* merge_row(int w, int row) const {
     return reinterpret_cast<float*>(smem) + (w * T::kRows + row) * T::kMergePitch;
   }
@@ -242,31 +225,14 @@ struct DecodeResults : DecodeBlock<T> {
     return reinterpret_cast<float*>(smem)[T::kMergeFloats + (which * T::kWarps + w) * T::kRows + row];
   }
   // With a token, even one split has results to which something is added.
-  __device__ __forceinline__ bool is_partial() const { return p.num_splits > 1 || has_token(); }
-  // The lowest entry of the block, for the last block of the head. All blocks of rows find the same one.
-  __device__ __forceinline__ void leave_lowest(const CacheEntry& low) const {
-    const bool is_none = low.slot == INT_MAX;
-    int of_warp = 0;
-#pragma unroll
-    for (int w = 1; w < T::kWarps; ++w) {
-      if (unpack_entry(held.entry[w]).slot == low.slot) of_warp = w;
-    }
-    const int i = threadIdx.x;
-    if (i < rows) p.lowest.logit[partial_row(split, row0 + i)] = is_none ? -INFINITY : held.logit[of_warp][i];
-    if (row0 > 0) return;
-    if (8 * i < p.head_dim) {
-      Element* v = static_cast<Element*>(p.lowest.v) + part_index(split) * p.head_dim;
-      reinterpret_cast<uint4*>(v)[i] = is_none ? make_uint4(0, 0, 0, 0) : held.v[of_warp][i];
-    }
-    if (i == 0) reinterpret_cast<uint4*>(p.lowest.entry)[part_index(split)] = pack_entry(low);
-  }
+  __device__ __forceinline__ bool is_partial() const { return p.num_splits > 1 || T::kTakesToken; }
   // The lowest entries of splits lane, lane + 32, ...
-  using LaneEntries = CacheEntry[kMaxSplits / 32];
+  using LaneEntries = CacheEntry[T::kSplits / 32];
   __device__ __forceinline__ void load_lowest(LaneEntries& found) const {
 #pragma unroll
-    for (int i = 0; i < kMaxSplits / 32; ++i) {
+    for (int i = 0; i < T::kSplits / 32; ++i) {
       const int s = lane + 32 * i;
-      if (!has_token() || s >= p.num_splits) continue;
+      if (!T::kTakesToken || s >= p.num_splits) continue;
       found[i] = unpack_entry(__ldcg(reinterpret_cast<const uint4*>(p.lowest.entry) + part_index(s)));
     }
   }
@@ -275,7 +241,7 @@ struct DecodeResults : DecodeBlock<T> {
   __device__ __forceinline__ int find_replaced(const LaneEntries& entries) const {
     CacheEntry low;
 #pragma unroll
-    for (int i = 0; i < kMaxSplits / 32; ++i) low = lower(low, entries[i]);
+    for (int i = 0; i < T::kSplits / 32; ++i) low = lower(low, entries[i]);
     low = warp_lowest(low);
     // There is no lowest entry where every score is NaN.
     const bool takes = low.slot != INT_MAX && held.score > -INFINITY && held.score >= score_of_order(low.score);
@@ -286,7 +252,7 @@ struct DecodeResults : DecodeBlock<T> {
   static constexpr bool kLoadsPartsAhead = kHeadDim <= 128 || !T::kGathered;
   // What splits lane, lane + 32, ... have found in a row, and the logits there of their lowest entries and of the token.
   struct LaneParts {
-    float lse[kMaxSplits / 32], rest[kMaxSplits / 32], entry_logit[kMaxSplits / 32], token_logit;
+    float lse[T::kSplits / 32], rest[T::kSplits / 32], entry_logit[T::kSplits / 32], token_logit;
   };
   __device__ __forceinline__ void load_parts(LaneParts& x, int row) const {
     const int64_t rows_of_split = static_cast<int64_t>(p.batch) * p.nheads * p.seqlen_q;
@@ -294,22 +260,22 @@ struct DecodeResults : DecodeBlock<T> {
     const float* rest = lse + p.num_splits * rows_of_split;
     const float* logit = p.lowest.logit + partial_row(0, row);
 #pragma unroll
-    for (int i = 0; i < kMaxSplits / 32; ++i) {
+    for (int i = 0; i < T::kSplits / 32; ++i) {
       const int s = lane + 32 * i;
       x.lse[i] = s < p.num_splits ? __ldcg(lse + s * rows_of_split) : -INFINITY;
       x.rest[i] = s < p.num_splits ? __ldcg(rest + s * rows_of_split) : 0.f;
-      x.entry_logit[i] = has_token() && s < p.num_splits ? __ldcg(logit + s * rows_of_split) : -INFINITY;
+      x.entry_logit[i] = T::kTakesToken && s < p.num_splits ? __ldcg(logit + s * rows_of_split) : -INFINITY;
     }
-    x.token_logit = has_token() ? __ldcg(logit + p.num_splits * rows_of_split) : -INFINITY;
+    x.token_logit = T::kTakesToken ? __ldcg(logit + p.num_splits * rows_of_split) : -INFINITY;
   }
   // Takes the entry that leaves, or the token, out of a row.
   __device__ __forceinline__ void choose_entry(LaneParts& x, const LaneEntries& entries) const {
-    if (!has_token()) return;
+    if (!T::kTakesToken) return;
     const int replaced = find_replaced(entries);
     if (threadIdx.x == 0) held.replaced = replaced;  // warp 0 always has a row
     if (replaced < 0) x.token_logit = -INFINITY;
 #pragma unroll
-    for (int i = 0; i < kMaxSplits / 32; ++i) {
+    for (int i = 0; i < T::kSplits / 32; ++i) {
       if (entries[i].slot == replaced) x.entry_logit[i] = -INFINITY;
     }
   }
@@ -318,7 +284,7 @@ struct DecodeResults : DecodeBlock<T> {
   // the rows. A warp takes a row at a time; `x` is what it has loaded for its first one, if kLoadsPartsAhead.
   __device__ __forceinline__ void weigh(float* weights, int first, int count, const LaneEntries& entries,
                                         LaneParts& x) const {
-    constexpr int kEach = kMaxSplits / 32;
+    constexpr int kEach = T::kSplits / 32;
 #pragma unroll 1
     for (int row = warp; row < count; row += T::kWarps) {
       if (!kLoadsPartsAhead || row >= T::kWarps) load_parts(x, first + row);
@@ -336,11 +302,11 @@ struct DecodeResults : DecodeBlock<T> {
         if (32 * i >= p.num_splits) break;
         x.lse[i] = expf(x.lse[i] - max + x.rest[i]);
         sum += x.lse[i];
-        if (!has_token()) continue;
+        if (!T::kTakesToken) continue;
         x.entry_logit[i] = expf(x.entry_logit[i] - max);
         sum += x.entry_logit[i];
       }
-      const float token_weight = has_token() ? expf(x.token_logit - max) : 0.f;
+      const float token_weight = T::kTakesToken ? expf(x.token_logit - max) : 0.f;
       if (lane == 0) sum += token_weight;
 #pragma unroll
       for (int i = 16; i > 0; i /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, i);
@@ -350,9 +316,9 @@ struct DecodeResults : DecodeBlock<T> {
         const int s = lane + 32 * i;
         if (s >= p.num_splits) continue;
         weights[row * T::kWeightPitch + s] = x.lse[i] * scale;
-        if (has_token()) weights[row * T::kWeightPitch + T::kEntryWeights + s] = x.entry_logit[i] * scale;
+        if (T::kTakesToken) weights[row * T::kWeightPitch + T::kEntryWeights + s] = x.entry_logit[i] * scale;
       }
-      if (has_token() && lane == 0) weights[row * T::kWeightPitch + T::kTokenWeight] = token_weight * scale;
+      if (T::kTakesToken && lane == 0) weights[row * T::kWeightPitch + T::kTokenWeight] = token_weight * scale;
       if (lane != 0) continue;
       const float log_sum = logf(sum), whole = max + log_sum;
       store_lse(first + row, whole, sum == 0.f ? 0.f : (max - whole) + log_sum);
@@ -365,7 +331,7 @@ struct DecodeResults : DecodeBlock<T> {
     uint16_t* dst = static_cast<uint16_t*>(p.out) + batch * p.out_stride.batch + head * p.out_stride.head +
                     Base::row_at(p.out_stride, p.draft.out_token, row) + col;
     const uint2 word = {ElementTraits<Element>::pack(x.x, x.y), ElementTraits<Element>::pack(x.z, x.w)};
-    if (p.vec_out) {
+    if (Base::is_vec(p.vec_out)) {
       *reinterpret_cast<uint2*>(dst) = word;
     } else {
       dst[0] = static_cast<uint16_t>(word.x);
