@@ -107,33 +107,42 @@ struct DecodeResults : DecodeBlock<T> {
       }
     }
   }
+  // The results of the warps, put together. What is the same for all columns of a row is found once, by a thread each.
   __device__ __forceinline__ void merge() const {
-#pragma unroll 1
+    const int own_row = threadIdx.x;
+    static_assert(T::kRows <= T::kThreads);
+    float max = -INFINITY, sum = 0.f;
+    if (own_row < rows) {
+#pragma unroll
+      for (int w = 0; w < T::kWarps; ++w) max = fmaxf(max, merge_stats(0, w, own_row));
+      const float shift = max == -INFINITY ? 0.f : max;  // nothing kept: all weights are exp(-inf) = 0
+#pragma unroll
+      for (int w = 0; w < T::kWarps; ++w) {
+        float& weight = merge_stats(0, w, own_row);
+        weight = exp2_approx((weight - shift) * kLog2e);
+        sum += weight * merge_stats(1, w, own_row);
+      }
+      merge_stats(1, 0, own_row) = sum > 0.f ? 1.f / sum : 0.f;
+    }
+    __syncthreads();
+#pragma unroll(T::kDraft ? 2 : 1)
     for (int i = threadIdx.x; i < rows * kQuads; i += T::kThreads) {
       const int row = i / kQuads, col = i % kQuads * 4;
-      float max = -INFINITY;
-#pragma unroll
-      for (int w = 0; w < T::kWarps; ++w) max = fmaxf(max, merge_stats(0, w, row));
-      const float shift = max == -INFINITY ? 0.f : max;  // nothing kept: all weights are exp(-inf) = 0
-      float sum = 0.f;
+      if (col >= head_dim()) continue;
       float4 out = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
       for (int w = 0; w < T::kWarps; ++w) {
-        const float weight = exp2_approx((merge_stats(0, w, row) - shift) * kLog2e);
-        sum += weight * merge_stats(1, w, row);
-        add(out, weight, *reinterpret_cast<const float4*>(merge_row(w, row) + col));
+        add(out, merge_stats(0, w, row), *reinterpret_cast<const float4*>(merge_row(w, row) + col));
       }
-      const float scale = sum > 0.f ? 1.f / sum : 0.f;
+      const float scale = merge_stats(1, 0, row);
       out = {out.x * scale, out.y * scale, out.z * scale, out.w * scale};
-      if (col < head_dim()) {
-        if (is_partial()) {
-          *reinterpret_cast<float4*>(p.out_accum + partial_row(split, row0 + row) * head_dim() + col) = out;
-        } else {
-          store(row0 + row, col, out);
-        }
+      if (is_partial()) {
+        *reinterpret_cast<float4*>(p.out_accum + partial_row(split, row0 + row) * head_dim() + col) = out;
+      } else {
+        store(row0 + row, col, out);
       }
-      if (col == 0) leave_lse(row, max, sum);
     }
+    if (own_row < rows) leave_lse(own_row, max, sum);
   }
 
   // --- the splits of a row -------------------------------------------------------------------------------------------
@@ -148,10 +157,11 @@ struct DecodeResults : DecodeBlock<T> {
     const uint32_t results = count * head_dim(), part = results + (T::kTakesToken ? head_dim() / 2 : 0);
     int most = p.num_splits;  // that there is room for
     if (__builtin_expect(most * part > T::kPartFloats, 0)) most = T::kPartFloats / part;
+    const LaneShare share(lane, p.num_splits);
     LaneEntries entries;
-    load_lowest(entries);
+    load_lowest(entries, share);
     LaneParts lane_parts;
-    if (kLoadsPartsAhead && warp < count) load_parts(lane_parts, first + warp);
+    if (kLoadsPartsAhead) load_parts(lane_parts, share, first, warp * share.rows(), count);
 #pragma unroll 1
     for (int begin = 0; begin < p.num_splits; begin += most) {
       const int splits = min(most, p.num_splits - begin);
@@ -162,13 +172,18 @@ struct DecodeResults : DecodeBlock<T> {
         const float* src = p.out_accum + partial_row(begin + s, first) * head_dim();
         const uint32_t dst = smem_u32(parts + s * part);
 #pragma unroll 1
-        for (uint32_t j = 4 * lane; j < results; j += 128) cp_async16(dst + 4 * j, src + j, true);
+        for (uint32_t j0 = 4 * lane; j0 < results; j0 += 4 * 128) {
+#pragma unroll
+          for (uint32_t j = j0; j < j0 + 4 * 128; j += 128) {
+            if (j < results) cp_async16(dst + 4 * j, src + j, true);
+          }
+        }
         if (!T::kTakesToken || 8 * lane >= head_dim()) continue;
         const Element* v = static_cast<const Element*>(p.lowest.v) + part_index(begin + s) * head_dim();
         cp_async16(dst + 4 * results + 16 * lane, v + 8 * lane, true);
       }
       cp_async_fence();
-      if (begin == 0) weigh(weights, first, count, entries, lane_parts);
+      if (begin == 0) weigh(weights, first, count, share, entries, lane_parts);
       cp_async_wait<0>();
       __syncthreads();
       const bool is_first = begin == 0, is_last = begin + splits == p.num_splits;
@@ -180,15 +195,8 @@ struct DecodeResults : DecodeBlock<T> {
         float4 sum = is_first ? make_float4(0.f, 0.f, 0.f, 0.f) : sums[i];
         const float* src = parts + row * head_dim() + col;
 #pragma unroll 1
-        for (int s0 = 0; s0 < splits; s0 += 4) {
-#pragma unroll
-          for (int s = s0; s < s0 + 4; ++s) {
-            if (s >= splits) break;
-            add(sum, weight[begin + s], *reinterpret_cast<const float4*>(src + s * part));
-            if (!T::kTakesToken) continue;
-            const auto* v = reinterpret_cast<const uint4*>(parts + s * part + results);
-            add_entry(sum, weight[T::kEntryWeights + begin + s], v, col);
-          }
+        for (int s = 0; s < splits; s += kSplitsAtOnce) {
+          add_splits(sum, weight + begin + s, src + s * part, parts + s * part + results, part, col, splits - s);
         }
         if (T::kTakesToken && is_last) add_entry(sum, weight[T::kTokenWeight], held.token_v, col);
         if (is_last) {
@@ -211,11 +219,22 @@ struct DecodeResults : DecodeBlock<T> {
     sum.w = fmaf(weight, x.w, sum.w);
   }
   // Columns [col, col + 4) of a row of V. No weight: the row may hold anything.
-  static __device__ __forceinline__ void add_entry(float4& sum, float weight, const uint4* v, int col) {
-    if (weight == 0.f) return;
-    const uint2 x = *reinterpret_cast<const uint2*>(reinterpret_cast<const uint16_t*>(v) + col);
+  static __device__ __forceinline__ void add_entry(float4& sum, float weight, const void* v, int col) {
+    uint2 x = *reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(v) + col);
+    if (weight == 0.f) x = make_uint2(0, 0);
     const float2 low = ElementTraits<Element>::unpack(x.x), high = ElementTraits<Element>::unpack(x.y);
     add(sum, weight, {low.x, low.y, high.x, high.y});
+  }
+  // The next splits, at most `left`, of whose results `result` is the first one's and `v` its lowest entry's row.
+  static constexpr int kSplitsAtOnce = 4;
+  static __device__ __forceinline__ void add_splits(float4& sum, const float* weight, const float* result,
+                                                    const float* v, uint32_t part, int col, int left) {
+#pragma unroll
+    for (int i = 0; i < kSplitsAtOnce; ++i) {
+      if (i >= left) continue;
+      add(sum, weight[i], *reinterpret_cast<const float4*>(result + i * part));
+      if (T::kTakesToken) add_entry(sum, weight[T::kEntryWeights + i], v + i * part, col);
+    }
   }
   __device__ __forceinline__ float* merge_row(int w, int row) const {
     return reinterpret_cast<float*>(smem) + (w * T::kRows + row) * T::kMergePitch;
@@ -226,12 +245,34 @@ struct DecodeResults : DecodeBlock<T> {
   }
   // With a token, even one split has results to which something is added.
   __device__ __forceinline__ bool is_partial() const { return p.num_splits > 1 || T::kTakesToken; }
-  // The lowest entries of splits lane, lane + 32, ...
-  using LaneEntries = CacheEntry[T::kSplits / 32];
-  __device__ __forceinline__ void load_lowest(LaneEntries& found) const {
+  // How the lanes of a warp share the splits of rows: as many lanes as there are splits, or a few more, take a row, and
+  // the others the rows behind it. A lane has split `split` and, of many, those 32 further on each time.
+  struct LaneShare {
+    int log, lanes;  // of a row
+    int split, row;  // of this lane, the row among those of the warp
+    __device__ __forceinline__ LaneShare(int lane, int splits)
+        : log((splits > 1) + (splits > 2) + (splits > 4) + (splits > 8) + (splits > 16)),
+          lanes(1 << log),
+          split(lane & (lanes - 1)),
+          row(lane >> log) {}
+    __device__ __forceinline__ int rows() const { return 32 >> log; }
+    template <class F>
+    __device__ __forceinline__ float reduce(float x, F&& f) const {
 #pragma unroll
-    for (int i = 0; i < T::kSplits / 32; ++i) {
-      const int s = lane + 32 * i;
+      for (int i = 16; i > 0; i /= 2) {
+        if (i < lanes) x = f(x, __shfl_xor_sync(0xffffffffu, x, i));
+      }
+      return x;
+    }
+  };
+  static constexpr int kEach = T::kSplits / 32;  // splits of a lane
+
+  // The lowest entries of the lane's splits.
+  using LaneEntries = CacheEntry[kEach];
+  __device__ __forceinline__ void load_lowest(LaneEntries& found, const LaneShare& share) const {
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const int s = share.split + 32 * i;
       if (!T::kTakesToken || s >= p.num_splits) continue;
       found[i] = unpack_entry(__ldcg(reinterpret_cast<const uint4*>(p.lowest.entry) + part_index(s)));
     }
@@ -241,7 +282,7 @@ struct DecodeResults : DecodeBlock<T> {
   __device__ __forceinline__ int find_replaced(const LaneEntries& entries) const {
     CacheEntry low;
 #pragma unroll
-    for (int i = 0; i < T::kSplits / 32; ++i) low = lower(low, entries[i]);
+    for (int i = 0; i < kEach; ++i) low = lower(low, entries[i]);
     low = warp_lowest(low);
     // There is no lowest entry where every score is NaN.
     const bool takes = low.slot != INT_MAX && held.score > -INFINITY && held.score >= score_of_order(low.score);
@@ -250,56 +291,59 @@ struct DecodeResults : DecodeBlock<T> {
 
   // Before the results of the splits, which are more. Not where ptxas would keep queries in local memory for it.
   static constexpr bool kLoadsPartsAhead = kHeadDim <= 128 || !T::kGathered;
-  // What splits lane, lane + 32, ... have found in a row, and the logits there of their lowest entries and of the token.
+  // What the lane's splits have found in a row, and the logits there of their lowest entries and of the token.
   struct LaneParts {
-    float lse[T::kSplits / 32], rest[T::kSplits / 32], entry_logit[T::kSplits / 32], token_logit;
+    float lse[kEach], rest[kEach], entry_logit[kEach], token_logit;
   };
-  __device__ __forceinline__ void load_parts(LaneParts& x, int row) const {
+  // Of the lane's row, `row` being the warp's first one among `count` from `first` on.
+  __device__ __forceinline__ void load_parts(LaneParts& x, const LaneShare& share, int first, int row,
+                                             int count) const {
+    row += share.row;
+    const bool is_row = row < count;
     const int64_t rows_of_split = static_cast<int64_t>(p.batch) * p.nheads * p.seqlen_q;
-    const float* lse = p.lse_accum + partial_row(0, row);
+    const float* lse = p.lse_accum + partial_row(0, first + row);
     const float* rest = lse + p.num_splits * rows_of_split;
-    const float* logit = p.lowest.logit + partial_row(0, row);
+    const float* logit = p.lowest.logit + partial_row(0, first + row);
 #pragma unroll
-    for (int i = 0; i < T::kSplits / 32; ++i) {
-      const int s = lane + 32 * i;
-      x.lse[i] = s < p.num_splits ? __ldcg(lse + s * rows_of_split) : -INFINITY;
-      x.rest[i] = s < p.num_splits ? __ldcg(rest + s * rows_of_split) : 0.f;
-      x.entry_logit[i] = T::kTakesToken && s < p.num_splits ? __ldcg(logit + s * rows_of_split) : -INFINITY;
+    for (int i = 0; i < kEach; ++i) {
+      const int s = share.split + 32 * i;
+      const bool is_any = is_row && s < p.num_splits;
+      x.lse[i] = is_any ? __ldcg(lse + s * rows_of_split) : -INFINITY;
+      x.rest[i] = is_any ? __ldcg(rest + s * rows_of_split) : 0.f;
+      x.entry_logit[i] = T::kTakesToken && is_any ? __ldcg(logit + s * rows_of_split) : -INFINITY;
     }
-    x.token_logit = T::kTakesToken ? __ldcg(logit + p.num_splits * rows_of_split) : -INFINITY;
-  }
-  // Takes the entry that leaves, or the token, out of a row.
-  __device__ __forceinline__ void choose_entry(LaneParts& x, const LaneEntries& entries) const {
-    if (!T::kTakesToken) return;
-    const int replaced = find_replaced(entries);
-    if (threadIdx.x == 0) held.replaced = replaced;  // warp 0 always has a row
-    if (replaced < 0) x.token_logit = -INFINITY;
-#pragma unroll
-    for (int i = 0; i < T::kSplits / 32; ++i) {
-      if (entries[i].slot == replaced) x.entry_logit[i] = -INFINITY;
-    }
+    x.token_logit = T::kTakesToken && is_row ? __ldcg(logit + p.num_splits * rows_of_split) : -INFINITY;
   }
 
-  // The weights of the splits in the rows, and with a token those of their lowest entries and its own; the log-sum-exp of
-  // the rows. A warp takes a row at a time; `x` is what it has loaded for its first one, if kLoadsPartsAhead.
-  __device__ __forceinline__ void weigh(float* weights, int first, int count, const LaneEntries& entries,
-                                        LaneParts& x) const {
-    constexpr int kEach = T::kSplits / 32;
+  // The weights of the splits in the rows, and with a token those of their lowest entries and its own, but for the entry
+  // that leaves or the token; the log-sum-exp of the rows. `x` is what the warp has loaded for its first rows, if
+  // kLoadsPartsAhead.
+  __device__ __forceinline__ void weigh(float* weights, int first, int count, const LaneShare& share,
+                                        const LaneEntries& entries, LaneParts& x) const {
+    const int replaced = T::kTakesToken ? find_replaced(entries) : -1;
+    if (T::kTakesToken && threadIdx.x == 0) held.replaced = replaced;
+    const auto larger = [](float a, float b) { return fmaxf(a, b); };
+    const auto plus = [](float a, float b) { return a + b; };
 #pragma unroll 1
-    for (int row = warp; row < count; row += T::kWarps) {
-      if (!kLoadsPartsAhead || row >= T::kWarps) load_parts(x, first + row);
-      choose_entry(x, entries);
+    for (int of_warp = warp * share.rows(); of_warp < count; of_warp += T::kWarps * share.rows()) {
+      if (!kLoadsPartsAhead || of_warp != warp * share.rows()) load_parts(x, share, first, of_warp, count);
+      const int row = of_warp + share.row;
+      if (T::kTakesToken) {
+        if (replaced < 0) x.token_logit = -INFINITY;
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) {
+          if (entries[i].slot == replaced) x.entry_logit[i] = -INFINITY;
+        }
+      }
       // A part's log-sum-exp is lse + rest: rounding lse may have dropped the sum (see FwdParams::lse_rest).
       float max = x.token_logit;
 #pragma unroll
       for (int i = 0; i < kEach; ++i) max = fmaxf(max, fmaxf(x.lse[i], x.entry_logit[i]));
-#pragma unroll
-      for (int i = 16; i > 0; i /= 2) max = fmaxf(max, __shfl_xor_sync(0xffffffffu, max, i));
+      max = share.reduce(max, larger);
       if (max == -INFINITY) max = 0.f;  // no split keeps a key: all weights are then exp(-inf) = 0
       float sum = 0.f;
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
-        if (32 * i >= p.num_splits) break;
         x.lse[i] = expf(x.lse[i] - max + x.rest[i]);
         sum += x.lse[i];
         if (!T::kTakesToken) continue;
@@ -307,19 +351,20 @@ struct DecodeResults : DecodeBlock<T> {
         sum += x.entry_logit[i];
       }
       const float token_weight = T::kTakesToken ? expf(x.token_logit - max) : 0.f;
-      if (lane == 0) sum += token_weight;
-#pragma unroll
-      for (int i = 16; i > 0; i /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, i);
+      if (share.split == 0) sum += token_weight;
+      sum = share.reduce(sum, plus);
+      if (row >= count) continue;
       const float scale = sum == 0.f ? 0.f : 1.f / sum;
+      float* const weight = weights + row * T::kWeightPitch;
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
-        const int s = lane + 32 * i;
+        const int s = share.split + 32 * i;
         if (s >= p.num_splits) continue;
-        weights[row * T::kWeightPitch + s] = x.lse[i] * scale;
-        if (T::kTakesToken) weights[row * T::kWeightPitch + T::kEntryWeights + s] = x.entry_logit[i] * scale;
+        weight[s] = x.lse[i] * scale;
+        if (T::kTakesToken) weight[T::kEntryWeights + s] = x.entry_logit[i] * scale;
       }
-      if (T::kTakesToken && lane == 0) weights[row * T::kWeightPitch + T::kTokenWeight] = token_weight * scale;
-      if (lane != 0) continue;
+      if (share.split != 0) continue;
+      if (T::kTakesToken) weight[T::kTokenWeight] = token_weight * scale;
       const float log_sum = logf(sum), whole = max + log_sum;
       store_lse(first + row, whole, sum == 0.f ? 0.f : (max - whole) + log_sum);
     }
