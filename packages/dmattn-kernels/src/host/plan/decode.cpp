@@ -108,8 +108,8 @@ CachePlan plan_cache_append(const dmattn_cache_append_params& p, const Device& d
   }
   d.num_splits = choose_decode_splits(d, d.seqlen_k, plan.unit.head_dim_tile, 0, device);
   plan.choice.blocks = decode_blocks(d);
-  plan.choice.level = has_vec_tokens(plan.append, plan.unit.dtype) ? decode_level(d, plan.unit.head_dim_tile)
-                                                                   : Level::kGeneral;
+  plan.choice.level =
+      has_vec_tokens(plan.append, plan.unit.dtype) ? decode_level(d, plan.unit.head_dim_tile) : Level::kGeneral;
   place(plan, nullptr);
   return plan;
 }

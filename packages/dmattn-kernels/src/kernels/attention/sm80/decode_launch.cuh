@@ -32,10 +32,13 @@ cudaError_t launch_decode_case(const KernelChoice& choice, const DecodeParams& p
 template <class Element, int kHeadDim, bool kGathered>
 cudaError_t launch_decode(const KernelChoice& choice, const DecodeParams& p, cudaStream_t stream) {
   if (choice.blocks == 0) return cudaSuccess;
-  if constexpr (kGathered) return launch_decode_case<Element, kHeadDim, DecodeCase::kList>(choice, p, stream);
-  if (p.draft.tokens != nullptr) return launch_decode_case<Element, kHeadDim, DecodeCase::kDraft>(choice, p, stream);
-  if (p.token.k != nullptr) return launch_decode_case<Element, kHeadDim, DecodeCase::kToken>(choice, p, stream);
-  return launch_decode_case<Element, kHeadDim, DecodeCase::kDense>(choice, p, stream);
+  if constexpr (kGathered) {
+    return launch_decode_case<Element, kHeadDim, DecodeCase::kList>(choice, p, stream);
+  } else {
+    if (p.draft.tokens != nullptr) return launch_decode_case<Element, kHeadDim, DecodeCase::kDraft>(choice, p, stream);
+    if (p.token.k != nullptr) return launch_decode_case<Element, kHeadDim, DecodeCase::kToken>(choice, p, stream);
+    return launch_decode_case<Element, kHeadDim, DecodeCase::kDense>(choice, p, stream);
+  }
 }
 
 }  // namespace dmattn

@@ -14,8 +14,9 @@ namespace dmattn {
 // would be to wait for them, so they stay as they are until find().
 template <class Element>
 struct WarpSearch {
-  static constexpr int kAhead = 16, kBatch = 4;  // entries of a lane; a batch that the warp has no entries for is left out
-  const void* scores;                            // from the lane's first entry on, as are the others
+  static constexpr int kAhead = 16,
+                       kBatch = 4;  // entries of a lane; a batch that the warp has no entries for is left out
+  const void* scores;               // from the lane's first entry on, as are the others
   const int32_t* positions;
   int entries, left;  // of the warp; and those that are not before the lane's first one
   bool is_wide;       // scores are fp32
@@ -82,7 +83,7 @@ struct DecodeToken {
   // What is read before K and V, as it is: to look at it would be to wait for it.
   struct Reads {
     WarpSearch<Element> search;
-    uint32_t score = 0;      // as its dtype has it
+    uint32_t score = 0;  // as its dtype has it
     int seen = 0;
     uint32_t active = 1;         // 0: the token is none
     uint32_t key[kHeadDim / 8];  // as the right operand of the first product, in all of its columns
@@ -112,7 +113,7 @@ struct DecodeToken {
       reads.key[i] = 0;
       if (8 * i >= block.head_dim()) continue;
       reads.key[i] = block.is_vec(token.vec) ? __ldg(reinterpret_cast<const uint32_t*>(src + 8 * i))
-                               : __ldg(src + 8 * i) | static_cast<uint32_t>(__ldg(src + 8 * i + 1)) << 16;
+                                             : __ldg(src + 8 * i) | static_cast<uint32_t>(__ldg(src + 8 * i + 1)) << 16;
     }
   }
 
