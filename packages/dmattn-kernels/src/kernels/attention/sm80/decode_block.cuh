@@ -62,6 +62,16 @@ struct DecodeTraits {
   static_assert(kPartFloats >= kRows * kHeadDim + kHeadDim / 2);
 };
 
+// A bias as it is read, and its value.
+__device__ __forceinline__ uint32_t bias_bits(const BiasParams& bias, int64_t at) {
+  if (bias.dtype == Dtype::kFloat32) return __ldg(static_cast<const uint32_t*>(bias.ptr) + at);
+  return __ldg(static_cast<const uint16_t*>(bias.ptr) + at);
+}
+template <class Element>
+__device__ __forceinline__ float bias_value(const BiasParams& bias, uint32_t bits) {
+  return bias.dtype == Dtype::kFloat32 ? __uint_as_float(bits) : ElementTraits<Element>::unpack(bits).x;
+}
+
 __device__ __forceinline__ uint4 pack_entry(const CacheEntry& e) {
   return {e.score, e.position, static_cast<uint32_t>(e.slot), 0};
 }
@@ -72,11 +82,11 @@ template <class T>
 struct SharedToken {
   static constexpr int kWarps = T::kTakesToken ? T::kWarps : 1;
   static constexpr int kChunks = T::kTakesToken ? T::kHeadDim / 8 : 1;
-  uint4 entry[kWarps];  // pack_entry() of each warp's entry that would leave the cache first
-  uint4 token_v[kChunks];
-  float score;       // of the token; -inf where there is none
-  int32_t position;  // of the token; -1 where there is none
-  int32_t replaced;  // entry of the cache whose place the token takes; -1: it takes none
+  uint4 entry[kWarps];      // pack_entry() of each warp's entry that would leave the cache first
+  uint4 token[2][kChunks];  // the key and the value of the token
+  float score;              // of the token; -inf where there is none
+  int32_t position;         // of the token; -1 where there is none
+  int32_t replaced;         // entry of the cache whose place the token takes; -1: it takes none
 };
 
 // The parameters, and what the launcher works out from them so that no thread has to divide.

@@ -131,6 +131,7 @@ struct DecodeLoop : DecodeResults<T> {
     for (int r = 0; r < 2 * T::MT; ++r) {
       const int row = lane / 4 + 8 * r, cols = row < rows ? head_dim() : 0;
       if constexpr (T::kDraft) src = base + Base::row_at(p.q_stride, p.draft.q_token, row0 + row);
+      asm volatile("" : "+l"(src));  // one address for all columns
 #pragma unroll
       for (int i = 0; i < kHeadDim / 8; ++i) {
         q[r / 2][i / 2][2 * (i & 1) + r % 2] = 8 * i < cols ? load_pair(src + 8 * i) : 0;
@@ -140,29 +141,34 @@ struct DecodeLoop : DecodeResults<T> {
   }
 
   // A bias that is the same for all rows, for the keys of a chunk; `x` holds their positions, where gathered.
+  // As it was read, but for a draft: to look at it would be to wait for it.
   struct LaneBias {
-    float value[T::kChunkKeys / 32];
+    uint32_t bits[T::kChunkKeys / 32];
   };
   __device__ __forceinline__ LaneBias fetch_bias(int chunk, const LaneKeys& x) const {
     LaneBias found;
 #pragma unroll
     for (int i = 0; i < T::kChunkKeys / 32; ++i) {
       const int entry = chunk_entry(chunk, i);
-      found.value[i] = 0.f;
+      found.bits[i] = 0;
       if (has_key_bias() && entry < min(keys, end * T::kKeys)) {
         if (T::kDraft && entry >= p.draft.entries) {
-          found.value[i] = draft.score_of(*this, entry);
+          found.bits[i] = __float_as_uint(draft.score_of(*this, entry));
           continue;
         }
         const int64_t key = T::kGathered ? x.idx[i] : entry;
-        found.value[i] = load_bias(p.bias, Base::bias_base() + key * p.bias.col_stride, T::kIsBf16);
+        const int64_t at = Base::bias_base() + key * p.bias.col_stride;
+        found.bits[i] = T::kDraft ? __float_as_uint(load_bias(p.bias, at, T::kIsBf16)) : bias_bits(p.bias, at);
       }
     }
     return found;
   }
   __device__ __forceinline__ void keep_bias(const LaneBias& x) const {
 #pragma unroll
-    for (int i = 0; i < T::kChunkKeys / 32; ++i) shared.bias[warp][lane + 32 * i] = x.value[i];
+    for (int i = 0; i < T::kChunkKeys / 32; ++i) {
+      shared.bias[warp][lane + 32 * i] =
+          T::kDraft ? __uint_as_float(x.bits[i]) : bias_value<Element>(p.bias, x.bits[i]);
+    }
   }
 
   // --- compute -------------------------------------------------------------------------------------------------------
@@ -363,7 +369,6 @@ struct DecodeLoop : DecodeResults<T> {
   // By the last of the head's blocks.
   __device__ __forceinline__ void finish_token(uint64_t blocks) const {
     if (blocks == 1) __syncthreads();  // is_last() has one
-    const typename DecodeToken<T>::Chunk chunk = token.load_chunk(*this);
     // The heads' last blocks are counted as soon as they are known: all that matters is that they have read `seen`.
     Arrivals heads = Base::head_arrivals();
     if (threadIdx.x == 0 && heads.count > 1) {
@@ -371,7 +376,7 @@ struct DecodeLoop : DecodeResults<T> {
       heads.count_in();
     }
     combine();
-    token.commit_entry(*this, chunk);
+    token.commit_entry(*this);
     if (threadIdx.x == 0 && (heads.count == 1 || heads.was_last())) token.commit_count(*this);
   }
 

@@ -167,20 +167,19 @@ struct DecodeResults : DecodeBlock<T> {
       const int splits = min(most, p.num_splits - begin);
       if (begin > 0) __syncthreads();
       // All of them on their way at once, past the L1 cache: other SMs have written them.
+      const int64_t rows_of_split = static_cast<int64_t>(p.batch) * p.nheads * p.seqlen_q;
+      const float* src = p.out_accum + partial_row(begin + warp, first) * head_dim();
+      uint32_t dst = smem_u32(parts) + 4 * warp * part;
 #pragma unroll 1
       for (int s = warp; s < splits; s += T::kWarps) {
-        const float* src = p.out_accum + partial_row(begin + s, first) * head_dim();
-        const uint32_t dst = smem_u32(parts + s * part);
 #pragma unroll 1
-        for (uint32_t j0 = 4 * lane; j0 < results; j0 += 4 * 128) {
-#pragma unroll
-          for (uint32_t j = j0; j < j0 + 4 * 128; j += 128) {
-            if (j < results) cp_async16(dst + 4 * j, src + j, true);
-          }
+        for (uint32_t j = 4 * lane; j < results; j += 128) cp_async16(dst + 4 * j, src + j, true);
+        if (T::kTakesToken && 8 * lane < head_dim()) {
+          const Element* v = static_cast<const Element*>(p.lowest.v) + part_index(begin + s) * head_dim();
+          cp_async16(dst + 4 * results + 16 * lane, v + 8 * lane, true);
         }
-        if (!T::kTakesToken || 8 * lane >= head_dim()) continue;
-        const Element* v = static_cast<const Element*>(p.lowest.v) + part_index(begin + s) * head_dim();
-        cp_async16(dst + 4 * results + 16 * lane, v + 8 * lane, true);
+        src += T::kWarps * rows_of_split * head_dim();
+        dst += 4 * T::kWarps * part;
       }
       cp_async_fence();
       if (begin == 0) weigh(weights, first, count, share, entries, lane_parts);
@@ -198,7 +197,7 @@ struct DecodeResults : DecodeBlock<T> {
         for (int s = 0; s < splits; s += kSplitsAtOnce) {
           add_splits(sum, weight + begin + s, src + s * part, parts + s * part + results, part, col, splits - s);
         }
-        if (T::kTakesToken && is_last) add_entry(sum, weight[T::kTokenWeight], held.token_v, col);
+        if (T::kTakesToken && is_last) add_entry(sum, weight[T::kTokenWeight], held.token[1], col);
         if (is_last) {
           store(first + row, col, sum);
         } else {
@@ -277,6 +276,11 @@ struct DecodeResults : DecodeBlock<T> {
       found[i] = unpack_entry(__ldcg(reinterpret_cast<const uint4*>(p.lowest.entry) + part_index(s)));
     }
   }
+  // Keeps the compiler from looking at them before what comes in front of this, which would be to wait for them.
+  static __device__ __forceinline__ void use_from_here(LaneEntries& x) {
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) asm volatile("" : "+r"(x[i].score), "+r"(x[i].position), "+r"(x[i].slot));
+  }
   // Which entry makes room: the lowest of all splits, if the token's score is not lower. Every warp comes to the same
   // answer.
   __device__ __forceinline__ int find_replaced(const LaneEntries& entries) const {
@@ -319,7 +323,8 @@ struct DecodeResults : DecodeBlock<T> {
   // that leaves or the token; the log-sum-exp of the rows. `x` is what the warp has loaded for its first rows, if
   // kLoadsPartsAhead.
   __device__ __forceinline__ void weigh(float* weights, int first, int count, const LaneShare& share,
-                                        const LaneEntries& entries, LaneParts& x) const {
+                                        LaneEntries& entries, LaneParts& x) const {
+    if (T::kTakesToken) use_from_here(entries);
     const int replaced = T::kTakesToken ? find_replaced(entries) : -1;
     if (T::kTakesToken && threadIdx.x == 0) held.replaced = replaced;
     const auto larger = [](float a, float b) { return fmaxf(a, b); };

@@ -102,6 +102,8 @@ struct DecodeToken {
     search.left = search.entries - block.lane;
     search.is_wide = bytes == 4;
     search.load();
+    const Chunk own;
+    if (block.is_vec(token.vec) && own.is_any(block)) cp_async16(smem_u32(&own.in(block)), own.of(block), true);
     if (block.warp != 0) return;
     reads.score = score_bits(block, token.score, batch * token.score_batch_stride + head * token.score_head_stride);
     reads.seen = token.seen[batch];
@@ -127,49 +129,26 @@ struct DecodeToken {
       block.held.position = reads.active != 0 ? next_cache_position(reads.seen, 1) : -1;
     }
     if (has_logits(block)) leave_logits(block, reads, q);
+    const Chunk own;
+    if (!block.is_vec(block.p.token.vec) && own.is_any(block)) own.in(block) = load_chunk(own.of(block), false);
     __syncthreads();
     low = warp_lowest(unpack_entry(block.held.entry[block.lane % T::kWarps]));
     if (low.slot != INT_MAX) lowest = low.slot;
     leave_entry(block, low);
   }
 
-  // The thread's eight elements of the token: first its key, then its value, for the threads that there are elements for.
-  struct Chunk {
-    uint4 x;
-    int which, col;
-    __device__ __forceinline__ bool is_any(int head_dim) const { return which < 2 && col < head_dim; }
-  };
-  // By the last block of the head, which also needs the value as one more row of V.
-  __device__ __forceinline__ Chunk load_chunk(const DecodeResults<T>& block) const {
-    const CacheToken& token = block.p.token;
-    Chunk chunk = {make_uint4(0, 0, 0, 0), static_cast<int>(threadIdx.x) / kChunks,
-                   static_cast<int>(threadIdx.x) % kChunks * 8};
-    if (!chunk.is_any(block.head_dim())) return chunk;
-    const bool is_key = chunk.which == 0;
-    const uint16_t* src = row(block, is_key ? token.k : token.v, is_key ? token.k_stride : token.v_stride) + chunk.col;
-    chunk.x = dmattn::load_chunk(src, block.is_vec(token.vec));
-    if (is_key) return chunk;
-    uint4& to = block.held.token_v[chunk.col / 8];
-    if (block.is_vec(token.vec)) {
-      cp_async16(smem_u32(&to), src, true);  // not to wait for it
-    } else {
-      to = chunk.x;
-    }
-    return chunk;
-  }
-
   // By the last block of the head, all blocks of which have read the entry: the cache takes the token in.
-  __device__ __forceinline__ void commit_entry(const DecodeResults<T>& block, const Chunk& chunk) const {
+  __device__ __forceinline__ void commit_entry(const DecodeResults<T>& block) const {
     const int replaced = block.held.replaced;
     if (replaced < 0) return;
     const auto& p = block.p;
     const CacheToken& token = p.token;
-    if (chunk.is_any(block.head_dim())) {
-      const bool is_key = chunk.which == 0;
-      const Strides3& s = is_key ? p.k_stride : p.v_stride;
-      uint16_t* dst = static_cast<uint16_t*>(is_key ? token.k_cache : token.v_cache) + block.batch * s.batch +
-                      block.head * s.head + replaced * s.row + chunk.col;
-      store_chunk(dst, chunk.x, block.is_vec(is_key ? p.vec_k : p.vec_v));
+    const Chunk own;
+    if (own.is_any(block)) {
+      const Strides3& s = own.is_key ? p.k_stride : p.v_stride;
+      uint16_t* dst = static_cast<uint16_t*>(own.is_key ? token.k_cache : token.v_cache) + block.batch * s.batch +
+                      block.head * s.head + replaced * s.row + own.col;
+      store_chunk(dst, own.in(block), block.is_vec(own.is_key ? p.vec_k : p.vec_v));
     }
     if (threadIdx.x != 0) return;
     const int64_t entry = block.head_index() * p.seqlen_k + replaced;
@@ -190,6 +169,23 @@ struct DecodeToken {
   }
 
  private:
+  // The thread's eight elements of the token: first its key, then its value, for the threads that there are elements for.
+  // They lie in shared memory from the start, as the last block of the head should not have to wait for them.
+  struct Chunk {
+    bool is_key = threadIdx.x < kChunks;
+    int col = static_cast<int>(threadIdx.x) % kChunks * 8;
+    __device__ __forceinline__ bool is_any(const DecodeResults<T>& block) const {
+      return threadIdx.x < 2 * kChunks && col < block.head_dim();
+    }
+    __device__ __forceinline__ uint4& in(const DecodeResults<T>& block) const {
+      return block.held.token[is_key ? 0 : 1][col / 8];
+    }
+    __device__ __forceinline__ const uint16_t* of(const DecodeResults<T>& block) const {
+      const CacheToken& token = block.p.token;
+      return row(block, is_key ? token.k : token.v, is_key ? token.k_stride : token.v_stride) + col;
+    }
+  };
+
   // The block's lowest entry, for the last block of the head. All blocks of rows find the same one. Where there is none,
   // nothing is left out of the results.
   static __device__ __forceinline__ void leave_entry(const DecodeResults<T>& block, const CacheEntry& low) {
