@@ -158,7 +158,7 @@ struct DecodeResults : DecodeBlock<T> {
     int most = p.num_splits;  // that there is room for
     if (__builtin_expect(most * part > T::kPartFloats, 0)) most = T::kPartFloats / part;
     const LaneShare share(lane, p.num_splits);
-    LaneEntries entries;
+    LaneReads entries;
     load_lowest(entries, share);
     LaneParts lane_parts;
     if (kLoadsPartsAhead) load_parts(lane_parts, share, first, warp * share.rows(), count);
@@ -266,20 +266,17 @@ struct DecodeResults : DecodeBlock<T> {
   };
   static constexpr int kEach = T::kSplits / 32;  // splits of a lane
 
-  // The lowest entries of the lane's splits.
+  // The lowest entries of the lane's splits, and as they are read: pack_entry().
   using LaneEntries = CacheEntry[kEach];
-  __device__ __forceinline__ void load_lowest(LaneEntries& found, const LaneShare& share) const {
+  using LaneReads = uint4[kEach];
+  __device__ __forceinline__ void load_lowest(LaneReads& found, const LaneShare& share) const {
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
       const int s = share.split + 32 * i;
+      found[i] = pack_entry(CacheEntry());
       if (!T::kTakesToken || s >= p.num_splits) continue;
-      found[i] = unpack_entry(__ldcg(reinterpret_cast<const uint4*>(p.lowest.entry) + part_index(s)));
+      found[i] = __ldcg(reinterpret_cast<const uint4*>(p.lowest.entry) + part_index(s));
     }
-  }
-  // Keeps the compiler from looking at them before what comes in front of this, which would be to wait for them.
-  static __device__ __forceinline__ void use_from_here(LaneEntries& x) {
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) asm volatile("" : "+r"(x[i].score), "+r"(x[i].position), "+r"(x[i].slot));
   }
   // Which entry makes room: the lowest of all splits, if the token's score is not lower. Every warp comes to the same
   // answer.
@@ -322,9 +319,16 @@ struct DecodeResults : DecodeBlock<T> {
   // The weights of the splits in the rows, and with a token those of their lowest entries and its own, but for the entry
   // that leaves or the token; the log-sum-exp of the rows. `x` is what the warp has loaded for its first rows, if
   // kLoadsPartsAhead.
-  __device__ __forceinline__ void weigh(float* weights, int first, int count, const LaneShare& share,
-                                        LaneEntries& entries, LaneParts& x) const {
-    if (T::kTakesToken) use_from_here(entries);
+  __device__ __forceinline__ void weigh(float* weights, int first, int count, const LaneShare& share, LaneReads& reads,
+                                        LaneParts& x) const {
+    LaneEntries entries;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      uint4& raw = reads[i];
+      // Nothing looks at them, or takes a register of theirs, further up: it would wait for them.
+      asm volatile("" : "+r"(raw.x), "+r"(raw.y), "+r"(raw.z), "+r"(raw.w));
+      entries[i] = unpack_entry(raw);
+    }
     const int replaced = T::kTakesToken ? find_replaced(entries) : -1;
     if (T::kTakesToken && threadIdx.x == 0) held.replaced = replaced;
     const auto larger = [](float a, float b) { return fmaxf(a, b); };
