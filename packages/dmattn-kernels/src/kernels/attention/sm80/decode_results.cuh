@@ -158,7 +158,7 @@ struct DecodeResults : DecodeBlock<T> {
     int most = p.num_splits;  // that there is room for
     if (__builtin_expect(most * part > T::kPartFloats, 0)) most = T::kPartFloats / part;
     const LaneShare share(lane, p.num_splits);
-    LaneReads entries;
+    LaneEntries entries;
     load_lowest(entries, share);
     LaneParts lane_parts;
     if (kLoadsPartsAhead) load_parts(lane_parts, share, first, warp * share.rows(), count);
@@ -266,16 +266,17 @@ struct DecodeResults : DecodeBlock<T> {
   };
   static constexpr int kEach = T::kSplits / 32;  // splits of a lane
 
-  // The lowest entries of the lane's splits, and as they are read: pack_entry().
+  // The lowest entries of the lane's splits. By words: where all four of pack_entry() are read at once, the register of the
+  // last one is taken for something else, which then waits for it.
   using LaneEntries = CacheEntry[kEach];
-  using LaneReads = uint4[kEach];
-  __device__ __forceinline__ void load_lowest(LaneReads& found, const LaneShare& share) const {
+  __device__ __forceinline__ void load_lowest(LaneEntries& found, const LaneShare& share) const {
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
       const int s = share.split + 32 * i;
-      found[i] = pack_entry(CacheEntry());
       if (!T::kTakesToken || s >= p.num_splits) continue;
-      found[i] = __ldcg(reinterpret_cast<const uint4*>(p.lowest.entry) + part_index(s));
+      const uint32_t* const from = p.lowest.entry + 4 * part_index(s);
+      const uint2 key = __ldcg(reinterpret_cast<const uint2*>(from));
+      found[i] = {key.x, key.y, static_cast<int32_t>(__ldcg(from + 2))};
     }
   }
   // Which entry makes room: the lowest of all splits, if the token's score is not lower. Every warp comes to the same
@@ -319,15 +320,11 @@ struct DecodeResults : DecodeBlock<T> {
   // The weights of the splits in the rows, and with a token those of their lowest entries and its own, but for the entry
   // that leaves or the token; the log-sum-exp of the rows. `x` is what the warp has loaded for its first rows, if
   // kLoadsPartsAhead.
-  __device__ __forceinline__ void weigh(float* weights, int first, int count, const LaneShare& share, LaneReads& reads,
-                                        LaneParts& x) const {
-    LaneEntries entries;
+  __device__ __forceinline__ void weigh(float* weights, int first, int count, const LaneShare& share,
+                                        LaneEntries& entries, LaneParts& x) const {
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      uint4& raw = reads[i];
-      // Nothing looks at them, or takes a register of theirs, further up: it would wait for them.
-      asm volatile("" : "+r"(raw.x), "+r"(raw.y), "+r"(raw.z), "+r"(raw.w));
-      entries[i] = unpack_entry(raw);
+    for (int i = 0; i < kEach; ++i) {  // nothing looks at them further up, which would be to wait for them
+      asm volatile("" : "+r"(entries[i].score), "+r"(entries[i].position), "+r"(entries[i].slot));
     }
     const int replaced = T::kTakesToken ? find_replaced(entries) : -1;
     if (T::kTakesToken && threadIdx.x == 0) held.replaced = replaced;
