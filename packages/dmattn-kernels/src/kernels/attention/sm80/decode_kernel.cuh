@@ -301,7 +301,13 @@ struct DecodeLoop : DecodeResults<T> {
   // --- the loop ------------------------------------------------------------------------------------------------------
 
   __device__ __forceinline__ void run() {
-    // Issued before the copies of K and V, for which all of these loads would wait otherwise.
+    LaneKeys idx_next = fetch_idx(0);
+    to_positions(idx_next);
+    if constexpr (T::kGathered) keep_idx(0, idx_next);
+    __syncwarp();
+    load(begin, 0);
+    // Issued before the other copies of K and V, for which all of these loads would wait otherwise. To ask for them takes
+    // its time too, so the first step is on its way by then.
     Arrivals blocks = Base::arrivals(), heads = Base::head_arrivals();
     const bool counts_blocks = threadIdx.x == 0 && blocks.count > 1;
     const bool counts_heads = threadIdx.x == 0 && T::kTakesToken && heads.count > 1;
@@ -310,16 +316,12 @@ struct DecodeLoop : DecodeResults<T> {
     typename DecodeToken<T>::Reads reads;
     if constexpr (T::kTakesToken) token.load(*this, reads);
     const int2 drafted = draft.fetch(*this);
-    LaneKeys idx_next = fetch_idx(0);
-    to_positions(idx_next);
     LaneBias bias_next = fetch_bias(0, idx_next);
-    if constexpr (T::kGathered) keep_idx(0, idx_next);
     idx_next = fetch_idx(1);
     Queries q;
     load_q(q);
-    __syncwarp();
 #pragma unroll 1
-    for (int i = 0; i < T::kStages; ++i) load(begin + i, i);
+    for (int i = 1; i < T::kStages; ++i) load(begin + i, i);
     if constexpr (T::kDraft) draft.keep(*this, drafted);
     if (counts_blocks) blocks.prepare();
     if (counts_heads) heads.prepare();

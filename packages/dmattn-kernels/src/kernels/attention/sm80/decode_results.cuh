@@ -172,7 +172,7 @@ struct DecodeResults : DecodeBlock<T> {
       uint32_t dst = smem_u32(parts) + 4 * warp * part;
 #pragma unroll 1
       for (int s = warp; s < splits; s += T::kWarps) {
-#pragma unroll 1
+#pragma unroll(T::kDraft ? 4 : 1)
         for (uint32_t j = 4 * lane; j < results; j += 128) cp_async16(dst + 4 * j, src + j, true);
         if (T::kTakesToken && 8 * lane < head_dim()) {
           const Element* v = static_cast<const Element*>(p.lowest.v) + part_index(begin + s) * head_dim();
@@ -186,7 +186,7 @@ struct DecodeResults : DecodeBlock<T> {
       cp_async_wait<0>();
       __syncthreads();
       const bool is_first = begin == 0, is_last = begin + splits == p.num_splits;
-#pragma unroll 1
+#pragma unroll(T::kDraft ? 2 : 1)
       for (int i = threadIdx.x; i < count * kQuads; i += T::kThreads) {
         const int row = i / kQuads, col = i % kQuads * 4;
         if (col >= head_dim()) continue;
