@@ -2,12 +2,12 @@
 // soon where other kernels have displaced them.
 #pragma once
 
-#include <cstdint>
+#include "tiles.h"
 
 namespace dmattn {
 
 // The plain level: head_dim fills its tile, rows start on 16 bytes, there is no softcap, and of biases only one that is
-// the same for all rows of a head. And the splits of a row are at most so many: a lane looks at one each.
-constexpr int32_t kPlainDecodeSplits = 32;
+// the same for all rows of a head. From a cache, also at most so many splits of a row: a lane looks at one each.
+constexpr int32_t plain_decode_splits(bool from_cache) { return from_cache ? 32 : kMaxSplits; }
 
 }  // namespace dmattn

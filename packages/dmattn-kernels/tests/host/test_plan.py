@@ -198,8 +198,7 @@ def test_few_blocks_are_split(plan: Probe) -> None:
         ({}, True),
         ({"bias": tensor((2, 2, 1, 100))}, True),
         ({"mask": mask(2, 2, 1, 100)}, True),
-        ({"num_splits": 32, "seqlen_k": 8192}, True),
-        ({"num_splits": 33, "seqlen_k": 8192}, False),  # more than the lanes of a warp
+        ({"num_splits": 128, "seqlen_k": 8192}, True),
         ({"bias": tensor((2, 8, 1, 100))}, False),
         ({"softcap": 1.0}, False),
         ({"head_dim": 56}, False),
@@ -217,6 +216,14 @@ def test_levels_of_decoding(plan: Probe, changed: dict[str, Any], is_plain: bool
 def test_levels_of_caches_and_drafts(plan: Probe) -> None:
     assert plan.cache()["level"] == plan.draft()["level"] == PLAIN
     assert plan.cache(softcap=1.0)["level"] == plan.draft(softcap=1.0)["level"] == GENERAL
+    entries = {
+        "k_cache": tensor((2, 16384, 4, 64), abi.BFLOAT16),
+        "v_cache": tensor((2, 16384, 4, 64), abi.BFLOAT16),
+        "score": tensor((2, 4, 16384), abi.FLOAT32),
+        "position": tensor((2, 4, 16384), abi.INT32),
+    }
+    large = plan.cache(**entries)
+    assert large["num_splits"] > 32 and large["level"] == GENERAL  # more than the lanes of a warp
     odd = tensor((2, 3, 4, 64), abi.BFLOAT16, data=SOME_ADDRESS + 2)
     # A draft's tokens are copied to the rows behind the entries before the kernel reads them.
     assert plan.cache(k_new=odd)["level"] == plan.cache(v_new=odd)["level"] == GENERAL

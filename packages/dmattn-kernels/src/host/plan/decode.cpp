@@ -76,9 +76,9 @@ int32_t choose_decode_splits(const FwdParams& p, int32_t keys, int32_t dim_tile,
   return choose_num_splits(blocks, device.num_sms * per_sm, turns, kMinTurnsPerSplit);
 }
 
-Level decode_level(const FwdParams& p, int32_t dim_tile) {
+Level decode_level(const FwdParams& p, int32_t dim_tile, bool from_cache) {
   const bool has_plain_bias = p.bias.kind == BiasKind::kNone || p.bias.kind == BiasKind::kKey;
-  const bool is_plain = p.head_dim == dim_tile && p.num_splits <= kPlainDecodeSplits && p.softcap == 0.f &&
+  const bool is_plain = p.head_dim == dim_tile && p.num_splits <= plain_decode_splits(from_cache) && p.softcap == 0.f &&
                         has_plain_bias && p.vec_q && p.vec_k && p.vec_v && p.vec_out;
   return is_plain ? Level::kPlain : Level::kGeneral;
 }
@@ -108,8 +108,9 @@ CachePlan plan_cache_append(const dmattn_cache_append_params& p, const Device& d
   }
   d.num_splits = choose_decode_splits(d, d.seqlen_k, plan.unit.head_dim_tile, 0, device);
   plan.choice.blocks = decode_blocks(d);
-  plan.choice.level =
-      has_vec_tokens(plan.append, plan.unit.dtype) ? decode_level(d, plan.unit.head_dim_tile) : Level::kGeneral;
+  plan.choice.level = has_vec_tokens(plan.append, plan.unit.dtype)
+                          ? decode_level(d, plan.unit.head_dim_tile, /*from_cache=*/true)
+                          : Level::kGeneral;
   place(plan, nullptr);
   return plan;
 }

@@ -51,7 +51,7 @@ struct DecodeTraits {
   static constexpr int kMergeFloats = kWarps * kRows * kMergePitch;
   // So do the weights of the splits, of their lowest entries and of the token in a row, sums over the splits so far, and
   // the results of as many splits as there is room for.
-  static constexpr int kSplits = kPlain ? kPlainDecodeSplits : kMaxSplits;  // at most
+  static constexpr int kSplits = kPlain ? plain_decode_splits(kFromCache) : kMaxSplits;  // at most
   static constexpr int kEntryWeights = kSplits, kTokenWeight = 2 * kSplits;
   static constexpr int kWeightPitch = kTakesToken ? kTokenWeight + 4 : kSplits;
   static constexpr int kWeightFloats = kRows * kWeightPitch, kSumFloats = kRows * kHeadDim;

@@ -305,7 +305,8 @@ struct DecodeLoop : DecodeResults<T> {
     to_positions(idx_next);
     if constexpr (T::kGathered) keep_idx(0, idx_next);
     __syncwarp();
-    load(begin, 0);
+    constexpr int kAsked = T::kPlain ? 1 : 0;  // the general level has no room for one more copy of the code
+    if constexpr (kAsked > 0) load(begin, 0);
     // Issued before the other copies of K and V, for which all of these loads would wait otherwise. To ask for them takes
     // its time too, so the first step is on its way by then.
     Arrivals blocks = Base::arrivals(), heads = Base::head_arrivals();
@@ -321,7 +322,7 @@ struct DecodeLoop : DecodeResults<T> {
     Queries q;
     load_q(q);
 #pragma unroll 1
-    for (int i = 1; i < T::kStages; ++i) load(begin + i, i);
+    for (int i = kAsked; i < T::kStages; ++i) load(begin + i, i);
     if constexpr (T::kDraft) draft.keep(*this, drafted);
     if (counts_blocks) blocks.prepare();
     if (counts_heads) heads.prepare();
