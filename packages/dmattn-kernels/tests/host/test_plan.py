@@ -222,7 +222,7 @@ def test_levels_of_caches_and_drafts(plan: Probe) -> None:
         "score": tensor((2, 4, 16384), abi.FLOAT32),
         "position": tensor((2, 4, 16384), abi.INT32),
     }
-    large = plan.cache(**entries)
+    large = plan.cache(sms=528, **entries)
     assert large["num_splits"] > 32 and large["level"] == GENERAL  # more than the lanes of a warp
     odd = tensor((2, 3, 4, 64), abi.BFLOAT16, data=SOME_ADDRESS + 2)
     # A draft's tokens are copied to the rows behind the entries before the kernel reads them.

@@ -14,9 +14,9 @@ namespace dmattn {
 // would be to wait for them, so they stay as they are until find().
 template <class Element>
 struct WarpSearch {
-  static constexpr int kAhead = 16,
-                       kBatch = 4;  // entries of a lane; a batch that the warp has no entries for is left out
-  const void* scores;               // from the lane's first entry on, as are the others
+  static constexpr int kAhead = 16;  // entries of a lane
+  static constexpr int kBatch = 4;   // of them, left out together where the warp has no entries for them
+  const void* scores;                // from the lane's first entry on, as are the others
   const int32_t* positions;
   int entries, left;  // of the warp; and those that are not before the lane's first one
   bool is_wide;       // scores are fp32
