@@ -95,6 +95,9 @@ LAUNCHES = (
     Launch("dense mask that keeps nothing", mask="b1qk", kept=0.0, bias="bhqk"),
     Launch("one query", 1, 700, 1, 4, 2, wants="", bias="bk1k"),
     Launch("one query in parts", 1, 700, 1, 4, 2, wants="", splits=4, mask="bk1k"),
+    Launch("one query, element loads", 1, 700, 1, 4, 2, skip=1, wants="", splits=3, bias="bk1k"),
+    Launch("one query, listed, element loads", 1, 700, 1, 4, 2, skip=1, wants="", mask="bk1k"),
+    Launch("one query in many parts", 1, 5000, 1, 4, 2, wants="", splits=70, bias="bk1k"),
     Launch("three queries in parts", 3, 700, 2, 2, 1, splits=3, mask="bhqk", bias="bhqk"),
     Launch("element loads in parts", 3, 700, 2, 2, 1, splits=3, skip=1, mask="bhqk", wants=""),
     Launch("no keys", 20, 0, bias="bk1k", mask="b11k"),
@@ -276,7 +279,12 @@ APPENDS = (
         for kind in (dtype, "f32")
         for d in (64, 128, 256)
     ),
-    ("f16", 72, Append("cache step", "f16", queries=4, tokens=6, capacity=200, held=190)),
+    # Tiles that head_dim does not fill have kernels of their own.
+    *(
+        (dtype, d, Append("cache step", kind, queries=4, tokens=6, capacity=200, held=190))
+        for dtype, kind in (("bf16", "f32"), ("f16", "f16"))
+        for d in (40, 72, 136)
+    ),
     ("f16", 128, Append("cache step, many heads", "f32", queries=20, tokens=3, capacity=9)),
     ("f16", 64, Append("cache step, one head", "f32", queries=1, tokens=15, held=0)),
 )
@@ -295,7 +303,10 @@ OTHER_LAUNCHES = (
     "key mask, no bias",
     "key mask, dense bias",
     "key bias",
+    "one query",
     "one query in parts",
+    "one query, element loads",
+    "one query, listed, element loads",
     "key mask of query heads",
     "shared dense mask and bias, atomics",
     "running top-w",

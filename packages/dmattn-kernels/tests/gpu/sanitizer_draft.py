@@ -36,6 +36,11 @@ DRAFTS = (
         for kind in (dtype, "f32")
         for d in (64, 128, 256)
     ),
+    *(
+        (dtype, d, Draft("cache draft", _cache("f32", capacity=200, held=198)))
+        for dtype in ("bf16", "f16")
+        for d in (40, 72, 136)
+    ),
     ("bf16", 72, Draft("cache draft, short", _cache("f32", 3, 5, capacity=3, held=2), 5, "i32")),
     ("bf16", 128, Draft("cache draft, many tokens", _cache("f32", 1, 32, capacity=40, held=0))),
     ("f16", 64, Draft("cache draft, many entries", _cache("f16", 2, 3, capacity=4500, held=4490))),

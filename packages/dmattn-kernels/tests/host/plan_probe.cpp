@@ -343,6 +343,7 @@ extern "C" int probe_cache(const dmattn_cache_append_params* params, const char*
     json.put("workspace_bytes", plan.workspace_bytes);
     json.put("num_splits", plan.decode.num_splits);
     json.put("blocks", plan.choice.blocks);
+    json.put("level", static_cast<int>(plan.choice.level));
     json.put_address("arrivals", plan.decode.arrivals);
     json.put_address("out_accum", plan.decode.out_accum);
     json.put_address("lse_accum", plan.decode.lse_accum);
@@ -365,6 +366,7 @@ extern "C" int probe_draft(const dmattn_cache_draft_params* params, const char* 
     json.put("is_empty", plan.is_empty);
     json.put("num_splits", d.num_splits);
     json.put("blocks", plan.choice.blocks);
+    json.put("level", static_cast<int>(plan.choice.level));
     json.put("seqlen_q", d.seqlen_q);
     json.put("seqlen_k", d.seqlen_k);
     json.put("heads", d.nheads);

@@ -20,7 +20,9 @@ from probe import (
     DB_NONE,
     DB_TILE,
     DIRECT,
+    GENERAL,
     KEY,
+    PLAIN,
     ROW_BLOCK_LISTS,
     SELECTION_LIST,
     SM80,
@@ -188,6 +190,44 @@ def test_few_blocks_are_split(plan: Probe) -> None:
     rows = found["num_splits"] * 2 * 4
     assert found["lse_accum"] - found["out_accum"] >= rows * 64 * 4
     assert WORKSPACE + found["workspace_bytes"] - found["lse_accum"] >= 2 * rows * 4
+
+
+@pytest.mark.parametrize(
+    "changed, is_plain",
+    [
+        ({}, True),
+        ({"bias": tensor((2, 2, 1, 100))}, True),
+        ({"mask": mask(2, 2, 1, 100)}, True),
+        ({"num_splits": 128, "seqlen_k": 8192}, True),
+        ({"bias": tensor((2, 8, 1, 100))}, False),
+        ({"softcap": 1.0}, False),
+        ({"head_dim": 56}, False),
+        ({"q": tensor((2, 1, 8, 64), data=SOME_ADDRESS + 2)}, False),
+        ({"k": tensor((2, 100, 2, 64), data=SOME_ADDRESS + 2)}, False),
+        ({"v": tensor((2, 100, 2, 64), data=SOME_ADDRESS + 2)}, False),
+        ({"out": tensor((2, 1, 8, 64), data=SOME_ADDRESS + 2)}, False),
+    ],
+)
+def test_levels_of_decoding(plan: Probe, changed: dict[str, Any], is_plain: bool) -> None:
+    found = plan.fwd(**{"seqlen_q": 1, "seqlen_k": 100, "nheads": 8} | changed)
+    assert found["decode"] and found["level"] == (PLAIN if is_plain else GENERAL)
+
+
+def test_levels_of_caches_and_drafts(plan: Probe) -> None:
+    assert plan.cache()["level"] == plan.draft()["level"] == PLAIN
+    assert plan.cache(softcap=1.0)["level"] == plan.draft(softcap=1.0)["level"] == GENERAL
+    entries = {
+        "k_cache": tensor((2, 16384, 4, 64), abi.BFLOAT16),
+        "v_cache": tensor((2, 16384, 4, 64), abi.BFLOAT16),
+        "score": tensor((2, 4, 16384), abi.FLOAT32),
+        "position": tensor((2, 4, 16384), abi.INT32),
+    }
+    large = plan.cache(sms=528, **entries)
+    assert large["num_splits"] > 32 and large["level"] == GENERAL  # more than the lanes of a warp
+    odd = tensor((2, 3, 4, 64), abi.BFLOAT16, data=SOME_ADDRESS + 2)
+    # A draft's tokens are copied to the rows behind the entries before the kernel reads them.
+    assert plan.cache(k_new=odd)["level"] == plan.cache(v_new=odd)["level"] == GENERAL
+    assert plan.draft(k_new=odd)["level"] == PLAIN
 
 
 def test_splits_of_each_block_of_rows_are_counted(plan: Probe) -> None:

@@ -68,3 +68,15 @@ def test_products_are_not_waited_for_one_by_one(hopper_kernels: list[sass.Kernel
             products = sum(x.is_matrix_product for x in inside)
             waits = sum(x.name.startswith("WARPGROUP.DEPBAR") for x in inside)
             assert products >= 3 * waits, f"{products} products, {waits} waits: {kernel.name}"
+
+
+def test_plain_decoding_is_small(library: ctypes.CDLL, library_path: Path) -> None:
+    """What other kernels have displaced comes from memory: a kernel of 143 KB took 10 us longer."""
+    if "sm_90" not in library.dmattn_architectures().decode().split(","):
+        pytest.skip("the library holds no code for sm_90")
+    sizes = {
+        kernel.name: len(kernel.instructions) * sass.INSTRUCTION_BYTES
+        for kernel in sass.kernels(library_path, "sm_90", "decode_kernel")
+        if "LevelE0" in kernel.name
+    }
+    assert sizes and max(sizes.values()) <= 80 << 10, sizes

@@ -4,6 +4,7 @@
 
 #include "host/plan/cache_params.h"
 #include "host/plan/fwd.h"
+#include "kernels/decode_level.h"
 
 namespace dmattn {
 namespace {
@@ -26,6 +27,11 @@ CacheAppendParams read_append(const dmattn_cache_append_params& p) {
     append.active_token_stride = p.active.stride[1];
   }
   return append;
+}
+
+// Whether the keys and values of the tokens start on 16 bytes.
+bool has_vec_tokens(const CacheAppendParams& p, Dtype dtype) {
+  return is_vec16(p.k_new, p.k_new_stride, dtype) && is_vec16(p.v_new, p.v_new_stride, dtype);
 }
 
 // `count` elements of this type further on; nullptr stays nullptr.
@@ -70,6 +76,13 @@ int32_t choose_decode_splits(const FwdParams& p, int32_t keys, int32_t dim_tile,
   return choose_num_splits(blocks, device.num_sms * per_sm, turns, kMinTurnsPerSplit);
 }
 
+Level decode_level(const FwdParams& p, int32_t dim_tile, bool from_cache) {
+  const bool has_plain_bias = p.bias.kind == BiasKind::kNone || p.bias.kind == BiasKind::kKey;
+  const bool is_plain = p.head_dim == dim_tile && p.num_splits <= plain_decode_splits(from_cache) && p.softcap == 0.f &&
+                        has_plain_bias && p.vec_q && p.vec_k && p.vec_v && p.vec_out;
+  return is_plain ? Level::kPlain : Level::kGeneral;
+}
+
 int64_t decode_blocks(const FwdParams& p, int32_t block_rows) {
   return int64_t{ceil_div(p.seqlen_q, block_rows)} * p.num_splits * p.nheads * p.batch;
 }
@@ -95,6 +108,9 @@ CachePlan plan_cache_append(const dmattn_cache_append_params& p, const Device& d
   }
   d.num_splits = choose_decode_splits(d, d.seqlen_k, plan.unit.head_dim_tile, 0, device);
   plan.choice.blocks = decode_blocks(d);
+  plan.choice.level = has_vec_tokens(plan.append, plan.unit.dtype)
+                          ? decode_level(d, plan.unit.head_dim_tile, /*from_cache=*/true)
+                          : Level::kGeneral;
   place(plan, nullptr);
   return plan;
 }
@@ -123,7 +139,7 @@ DecodeParams token_params(const CachePlan& plan, int32_t t) {
   token.v = advance(a.v_new, t * a.v_new_stride.row, dtype);
   token.k_stride = a.k_new_stride;
   token.v_stride = a.v_new_stride;
-  token.vec = is_vec16(a.k_new, a.k_new_stride, dtype) && is_vec16(a.v_new, a.v_new_stride, dtype);
+  token.vec = has_vec_tokens(a, dtype);
   token.score = advance(a.score_new, t * a.score_token_stride, a.score_dtype);
   token.score_batch_stride = a.score_batch_stride;
   token.score_head_stride = a.score_head_stride;

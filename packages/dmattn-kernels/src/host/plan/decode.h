@@ -13,6 +13,8 @@ namespace dmattn {
 // Splits of the decode kernel over so many keys. wanted = 0: as many as the device has places for.
 int32_t choose_decode_splits(const FwdParams& p, int32_t keys, int32_t dim_tile, int32_t wanted, const Device& device,
                              int32_t block_rows = kDecodeRows);
+// Which of a case's kernels serves `p`, whose splits are chosen: see kernels/decode_level.h.
+Level decode_level(const FwdParams& p, int32_t dim_tile, bool from_cache);
 // Thread blocks of the decode kernel.
 int64_t decode_blocks(const FwdParams& p, int32_t block_rows = kDecodeRows);
 // One query row a head and several heads a kv head: the group's heads become the rows of one block, which reads K and V

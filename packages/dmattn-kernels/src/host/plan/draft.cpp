@@ -49,6 +49,7 @@ DraftPlan plan_cache_draft(const dmattn_cache_draft_params& p, const Device& dev
   const int32_t block_rows = draft_rows(plan.unit.head_dim_tile);
   d.num_splits = choose_decode_splits(d, d.seqlen_k, plan.unit.head_dim_tile, 0, device, block_rows);
   plan.choice.blocks = decode_blocks(d, block_rows);
+  plan.choice.level = decode_level(d, plan.unit.head_dim_tile, /*from_cache=*/true);
   place(plan, nullptr);
   return plan;
 }

@@ -98,6 +98,7 @@ void choose_decode_kernel(FwdPlan& plan, int32_t asked_for, const Device& device
   const int32_t keys = is_selection(plan.walk) ? std::min(p.seqlen_k, p.keys.capacity) : p.seqlen_k;
   plan.choice.tiles = resolve_unit(*device.kernels, plan.unit).tiles;
   p.num_splits = choose_decode_splits(p, keys, plan.unit.head_dim_tile, asked_for, device);
+  plan.choice.level = decode_level(p, plan.unit.head_dim_tile, /*from_cache=*/false);
   plan.choice.blocks = decode_blocks(p);
 }
 

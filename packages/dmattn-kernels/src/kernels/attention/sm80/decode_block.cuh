@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../../cache/entry.cuh"
+#include "../../decode_level.h"
 #include "../../divisor.h"
 #include "../../tiles.h"
 #include "../shared/attention_block.cuh"
@@ -10,16 +11,26 @@
 
 namespace dmattn {
 
-// kDraft: the rows are those of several tokens, the last keys (see CacheDraft).
-template <class Element_, int kHeadDim_, bool kGathered_, bool kDraft_ = false>
+// What attends to which keys, each a kernel of its own: what a kernel may come to has to be fetched around, and where
+// others have run in between, instructions come from memory.
+//   kDense   all keys
+//   kList    those of a list of kept keys
+//   kToken   the entries of a cache and a token that comes to it (see CacheToken)
+//   kDraft   likewise, the rows being those of several tokens, the last keys (see CacheDraft)
+enum class DecodeCase { kDense, kList, kToken, kDraft };
+
+// kLevel: kPlain for what decode_level() in host/plan/decode.h says, kGeneral for everything.
+template <class Element_, int kHeadDim_, DecodeCase kCase, Level kLevel>
 struct DecodeTraits {
   using Element = Element_;
   static constexpr bool kIsBf16 = std::is_same_v<Element, cutlass::bfloat16_t>;
   static constexpr int kHeadDim = kHeadDim_, kKeys = kDecodeKeys;
-  static constexpr bool kGathered = kGathered_;  // keys come from a list of kept keys
-  static constexpr bool kDraft = kDraft_;
-  static_assert(!(kGathered && kDraft));
-  static constexpr bool kTakesToken = !kGathered && !kDraft;  // if there is one
+  static constexpr bool kGathered = kCase == DecodeCase::kList;
+  static constexpr bool kDraft = kCase == DecodeCase::kDraft;
+  static constexpr bool kTakesToken = kCase == DecodeCase::kToken;
+  static constexpr bool kFromCache = kDraft || kTakesToken;  // whose scores are a bias for each key
+  static_assert(kLevel == Level::kPlain || kLevel == Level::kGeneral);
+  static constexpr bool kPlain = kLevel == Level::kPlain;
   static constexpr int kRows = kDraft ? draft_rows(kHeadDim) : kDecodeRows;
   static constexpr bool kPacked = false, kMayBePacked = false, kKeepsSeqlens = false;
   static constexpr uint32_t kSeqlens = 0;  // not used
@@ -38,38 +49,44 @@ struct DecodeTraits {
   // The merge takes the place of the rings. Rows start on different banks.
   static constexpr int kMergePitch = kHeadDim + 8;
   static constexpr int kMergeFloats = kWarps * kRows * kMergePitch;
-  // So do the weights of the splits, of their lowest entries and of the token in a row and, after those of all rows, the
-  // results of as many splits as there is room for.
-  static constexpr int kEntryWeights = kMaxSplits, kTokenWeight = 2 * kMaxSplits;
-  static constexpr int kWeightPitch = kTakesToken ? kTokenWeight + 4 : kMaxSplits;
-  static constexpr int kWeightFloats = kRows * kWeightPitch;
-  static constexpr int kPartFloats = kSmemBytes / sizeof(float) - kWeightFloats;
+  // So do the weights of the splits, of their lowest entries and of the token in a row, sums over the splits so far, and
+  // the results of as many splits as there is room for.
+  static constexpr int kSplits = kPlain ? plain_decode_splits(kFromCache) : kMaxSplits;  // at most
+  static constexpr int kEntryWeights = kSplits, kTokenWeight = 2 * kSplits;
+  static constexpr int kWeightPitch = kTakesToken ? kTokenWeight + 4 : kSplits;
+  static constexpr int kWeightFloats = kRows * kWeightPitch, kSumFloats = kRows * kHeadDim;
+  static constexpr int kPartFloats = kSmemBytes / sizeof(float) - kWeightFloats - kSumFloats;
   // Static arrays beside the rings, in a family whose blocks have 99 KB.
   static_assert(kSmemBytes + 3 * 1024 <= 99 * 1024);
   static_assert((kMergeFloats + 2 * kWarps * kRows) * 4 <= kSmemBytes);
   static_assert(kPartFloats >= kRows * kHeadDim + kHeadDim / 2);
 };
 
+// A bias as it is read, and its value.
+__device__ __forceinline__ uint32_t bias_bits(const BiasParams& bias, int64_t at) {
+  if (bias.dtype == Dtype::kFloat32) return __ldg(static_cast<const uint32_t*>(bias.ptr) + at);
+  return __ldg(static_cast<const uint16_t*>(bias.ptr) + at);
+}
+template <class Element>
+__device__ __forceinline__ float bias_value(const BiasParams& bias, uint32_t bits) {
+  return bias.dtype == Dtype::kFloat32 ? __uint_as_float(bits) : ElementTraits<Element>::unpack(bits).x;
+}
+
 __device__ __forceinline__ uint4 pack_entry(const CacheEntry& e) {
   return {e.score, e.position, static_cast<uint32_t>(e.slot), 0};
 }
 __device__ __forceinline__ CacheEntry unpack_entry(const uint4& x) { return {x.x, x.y, static_cast<int32_t>(x.z)}; }
 
-// With a token: what the warps of a block leave for each other beside their results, and what the last block of a head
-// has to know.
+// With a token: what the warps of a block leave for each other, and what the last block of a head has to know.
 template <class T>
 struct SharedToken {
   static constexpr int kWarps = T::kTakesToken ? T::kWarps : 1;
   static constexpr int kChunks = T::kTakesToken ? T::kHeadDim / 8 : 1;
-  // Of the entries of a warp the one that would leave the cache first, which its results leave out: its row of V, its
-  // logits, and which one it is.
-  uint4 v[kWarps][kChunks];
-  float logit[kWarps][T::kRows];
-  uint4 entry[kWarps];  // pack_entry()
-  uint4 token_v[kChunks];
-  float score;       // of the token; -inf where there is none
-  int32_t position;  // of the token; -1 where there is none
-  int32_t replaced;  // entry of the cache whose place the token takes; -1: it takes none
+  uint4 entry[kWarps];      // pack_entry() of each warp's entry that would leave the cache first
+  uint4 token[2][kChunks];  // the key and the value of the token
+  float score;              // of the token; -inf where there is none
+  int32_t position;         // of the token; -1 where there is none
+  int32_t replaced;         // entry of the cache whose place the token takes; -1: it takes none
 };
 
 // The parameters, and what the launcher works out from them so that no thread has to divide.
@@ -116,7 +133,11 @@ struct DecodeBlock : AttentionBlock<T, DecodeArguments> {
     end = begin + static_cast<int>(each) + (share < over ? 1 : 0);
   }
 
-  __device__ __forceinline__ bool has_token() const { return T::kTakesToken && p.token.k != nullptr; }
+  // What the plain level knows beforehand.
+  __device__ __forceinline__ int head_dim() const { return T::kPlain ? T::kHeadDim : p.head_dim; }
+  static __device__ __forceinline__ bool is_vec(bool flag) { return T::kPlain || flag; }
+  __device__ __forceinline__ bool has_key_bias() const { return T::kFromCache || p.bias.kind == BiasKind::kKey; }
+
   // Of a draft: the token that a row of the head belongs to.
   __device__ __forceinline__ int token_of(int row) const {
     uint32_t rest = row;

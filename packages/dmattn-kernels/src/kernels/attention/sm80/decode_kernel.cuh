@@ -1,7 +1,7 @@
 // Attention of few query rows over many keys: bound by the bytes of K and V. A warp walks keys of its own through a
 // ring of shared memory that no other warp touches, so the loop has no barrier; the warps' results are merged at the
-// end, and the last block to end of those that share a row combines the splits. One kernel for every bias and softcap:
-// the arithmetic hides behind the loads.
+// end, and the last block to end of those that share a row combines the splits. The arithmetic hides behind the loads,
+// but not the fetching of instructions: see DecodeTraits for what has kernels of its own.
 #pragma once
 
 #include "copy.cuh"
@@ -25,8 +25,8 @@ template <class T>
 struct DecodeLoop : DecodeResults<T> {
   using Base = DecodeResults<T>;
   using Element = typename T::Element;
-  using Base::batch, Base::begin, Base::end, Base::has_token, Base::head, Base::held, Base::keys, Base::lane,
-      Base::list, Base::p, Base::row0, Base::rows, Base::warp;
+  using Base::batch, Base::begin, Base::end, Base::has_key_bias, Base::head, Base::head_dim, Base::held, Base::is_vec,
+      Base::keys, Base::lane, Base::list, Base::p, Base::row0, Base::rows, Base::warp;
   static constexpr int kHeadDim = T::kHeadDim;
 
   DecodeShared<T>& shared;
@@ -81,8 +81,10 @@ struct DecodeLoop : DecodeResults<T> {
   __device__ __forceinline__ void load(int step, int stage) const {
     if (step < end) {
       const int64_t first = T::kGathered ? 0 : static_cast<int64_t>(step) * T::kKeys;
-      load_keys(tile(stage, 0), Base::head_of(p.k, p.k_stride) + first * p.k_stride.row, p.k_stride.row, step, p.vec_k);
-      load_keys(tile(stage, 1), Base::head_of(p.v, p.v_stride) + first * p.v_stride.row, p.v_stride.row, step, p.vec_v);
+      load_keys(tile(stage, 0), Base::head_of(p.k, p.k_stride) + first * p.k_stride.row, p.k_stride.row, step,
+                is_vec(p.vec_k));
+      load_keys(tile(stage, 1), Base::head_of(p.v, p.v_stride) + first * p.v_stride.row, p.v_stride.row, step,
+                is_vec(p.vec_v));
     }
     cp_async_fence();
   }
@@ -92,7 +94,7 @@ struct DecodeLoop : DecodeResults<T> {
     const auto row_of = [&](int row) -> int64_t { return T::kGathered ? idx(step)[row] : row; };
     if (!vec) {
       load_tile_words<T::kKeys, kHeadDim, 32>(dst, reinterpret_cast<const uint16_t*>(src), stride, keys_of(step),
-                                              p.head_dim, lane, row_of);
+                                              head_dim(), lane, row_of);
       return;
     }
     // Where a row's chunk goes is one exclusive-or away from where the chunk of the lane's first row goes.
@@ -100,7 +102,7 @@ struct DecodeLoop : DecodeResults<T> {
     constexpr int kRowsPerPass = 32 / Tile::kChunks;
     const int chunk = lane % Tile::kChunks, row0 = lane / Tile::kChunks;
     const uint32_t at = dst + Tile::offset(row0, chunk);
-    const int count = chunk * 8 < p.head_dim ? keys_of(step) - row0 : 0;  // of rows, from the lane's first on
+    const int count = chunk * 8 < head_dim() ? keys_of(step) - row0 : 0;  // of rows, from the lane's first on
     const Element* from = src + chunk * 8 + (T::kGathered ? 0 : row0 * stride);
 #pragma unroll
     for (int i = 0; i < T::kKeys; i += kRowsPerPass) {
@@ -114,7 +116,7 @@ struct DecodeLoop : DecodeResults<T> {
   // The rows as the left operand of the first product, for all of head_dim.
   using Queries = uint32_t[T::MT][kHeadDim / 16][4];
   __device__ __forceinline__ void load_q(Queries& q) const {
-    if (p.vec_q) {
+    if (is_vec(p.vec_q)) {
       load_q(q, [](const uint16_t* src) { return __ldg(reinterpret_cast<const uint32_t*>(src)); });
     } else {
       load_q(q, [](const uint16_t* src) { return __ldg(src) | static_cast<uint32_t>(__ldg(src + 1)) << 16; });
@@ -127,8 +129,9 @@ struct DecodeLoop : DecodeResults<T> {
     const uint16_t* src = base + (row0 + lane / 4) * p.q_stride.row;
 #pragma unroll
     for (int r = 0; r < 2 * T::MT; ++r) {
-      const int row = lane / 4 + 8 * r, cols = row < rows ? p.head_dim : 0;
+      const int row = lane / 4 + 8 * r, cols = row < rows ? head_dim() : 0;
       if constexpr (T::kDraft) src = base + Base::row_at(p.q_stride, p.draft.q_token, row0 + row);
+      asm volatile("" : "+l"(src));  // one address for all columns
 #pragma unroll
       for (int i = 0; i < kHeadDim / 8; ++i) {
         q[r / 2][i / 2][2 * (i & 1) + r % 2] = 8 * i < cols ? load_pair(src + 8 * i) : 0;
@@ -138,29 +141,34 @@ struct DecodeLoop : DecodeResults<T> {
   }
 
   // A bias that is the same for all rows, for the keys of a chunk; `x` holds their positions, where gathered.
+  // As it was read, but for a draft: to look at it would be to wait for it.
   struct LaneBias {
-    float value[T::kChunkKeys / 32];
+    uint32_t bits[T::kChunkKeys / 32];
   };
   __device__ __forceinline__ LaneBias fetch_bias(int chunk, const LaneKeys& x) const {
     LaneBias found;
 #pragma unroll
     for (int i = 0; i < T::kChunkKeys / 32; ++i) {
       const int entry = chunk_entry(chunk, i);
-      found.value[i] = 0.f;
-      if (p.bias.kind == BiasKind::kKey && entry < min(keys, end * T::kKeys)) {
+      found.bits[i] = 0;
+      if (has_key_bias() && entry < min(keys, end * T::kKeys)) {
         if (T::kDraft && entry >= p.draft.entries) {
-          found.value[i] = draft.score_of(*this, entry);
+          found.bits[i] = __float_as_uint(draft.score_of(*this, entry));
           continue;
         }
         const int64_t key = T::kGathered ? x.idx[i] : entry;
-        found.value[i] = load_bias(p.bias, Base::bias_base() + key * p.bias.col_stride, T::kIsBf16);
+        const int64_t at = Base::bias_base() + key * p.bias.col_stride;
+        found.bits[i] = T::kDraft ? __float_as_uint(load_bias(p.bias, at, T::kIsBf16)) : bias_bits(p.bias, at);
       }
     }
     return found;
   }
   __device__ __forceinline__ void keep_bias(const LaneBias& x) const {
 #pragma unroll
-    for (int i = 0; i < T::kChunkKeys / 32; ++i) shared.bias[warp][lane + 32 * i] = x.value[i];
+    for (int i = 0; i < T::kChunkKeys / 32; ++i) {
+      shared.bias[warp][lane + 32 * i] =
+          T::kDraft ? __uint_as_float(x.bits[i]) : bias_value<Element>(p.bias, x.bits[i]);
+    }
   }
 
   // --- compute -------------------------------------------------------------------------------------------------------
@@ -196,7 +204,7 @@ struct DecodeLoop : DecodeResults<T> {
   }
   __device__ __forceinline__ void modify_scores(float (&acc)[T::MT][T::NT][4], int step) const {
     const FragmentMap map(0, 0, lane);
-    scale_scores(acc, p.softmax_scale, p.softcap);
+    scale_scores(acc, p.softmax_scale, T::kPlain ? 0.f : p.softcap);
     add_bias(acc, step, map);
     if constexpr (T::kDraft) draft.limit(acc, *this, step, map);
     const int count = keys_of(step);
@@ -211,7 +219,7 @@ struct DecodeLoop : DecodeResults<T> {
         }
   }
   __device__ __forceinline__ void add_bias(float (&acc)[T::MT][T::NT][4], int step, const FragmentMap& map) const {
-    if (p.bias.kind == BiasKind::kKey) {
+    if (has_key_bias()) {
       const float* bias = shared.bias[warp] + static_cast<uint32_t>(step - begin) % T::kChunkSteps * T::kKeys;
 #pragma unroll
       for (int nt = 0; nt < T::NT; ++nt) {
@@ -221,7 +229,7 @@ struct DecodeLoop : DecodeResults<T> {
 #pragma unroll
           for (int e = 0; e < 4; ++e) acc[mt][nt][e] += (e & 1) ? b.y : b.x;
       }
-    } else if (!T::kDraft && p.bias.kind != BiasKind::kNone) {
+    } else if (!T::kPlain && p.bias.kind != BiasKind::kNone) {
       // One of each query head's own: not worth a pipeline.
       const int count = keys_of(step);
 #pragma unroll
@@ -237,8 +245,8 @@ struct DecodeLoop : DecodeResults<T> {
     }
   }
 
-  // The warp's lowest entry, if this step has it, is kept apart: its logits, and its row of V, which becomes 0 in the
-  // tile, as a probability of 0 would not hide what is not finite.
+  // The block's lowest entry, if this step has it, is kept apart: its logits, and its row of V, which becomes 0 in the
+  // tile, as a probability of 0 would not hide what is not finite. The last block of the head finds them in the workspace.
   __device__ __forceinline__ void keep_lowest(float (&acc)[T::MT][T::NT][4], int step, int stage) const {
     const int at = token.lowest - step * T::kKeys;
     if (!T::kTakesToken || static_cast<uint32_t>(at) >= T::kKeys) return;
@@ -253,13 +261,20 @@ struct DecodeLoop : DecodeResults<T> {
         if (is_lowest) acc[0][nt][e] = -INFINITY;
       }
     if ((at & 6) == map.col0) {
-      held.logit[warp][map.row(0, 0)] = found[0];
-      held.logit[warp][map.row(0, 2)] = found[1];
+      float* logit = p.lowest.logit + Base::partial_row(Base::split, row0);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = map.row(0, 2 * half);
+        if (row < rows) logit[row] = found[half];
+      }
     }
     using Tile = SmemTile<kHeadDim>;
     if (lane < Tile::kChunks) {
       const uint32_t v = tile(stage, 1) + Tile::offset(at, lane);
-      held.v[warp][lane] = ld_shared_v4(v);
+      if (row0 == 0 && 8 * lane < head_dim()) {
+        Element* to = static_cast<Element*>(p.lowest.v) + Base::part_index(Base::split) * head_dim();
+        reinterpret_cast<uint4*>(to)[lane] = ld_shared_v4(v);
+      }
       st_shared(v, make_uint4(0, 0, 0, 0));
     }
     __syncwarp();
@@ -286,33 +301,32 @@ struct DecodeLoop : DecodeResults<T> {
   // --- the loop ------------------------------------------------------------------------------------------------------
 
   __device__ __forceinline__ void run() {
-    // Issued before the copies of K and V, for which all of these loads would wait otherwise.
+    LaneKeys idx_next = fetch_idx(0);
+    to_positions(idx_next);
+    if constexpr (T::kGathered) keep_idx(0, idx_next);
+    __syncwarp();
+    constexpr int kAsked = T::kPlain ? 1 : 0;  // the general level has no room for one more copy of the code
+    if constexpr (kAsked > 0) load(begin, 0);
+    // Issued before the other copies of K and V, for which all of these loads would wait otherwise. To ask for them takes
+    // its time too, so the first step is on its way by then.
     Arrivals blocks = Base::arrivals(), heads = Base::head_arrivals();
     const bool counts_blocks = threadIdx.x == 0 && blocks.count > 1;
-    const bool counts_heads = threadIdx.x == 0 && has_token() && heads.count > 1;
+    const bool counts_heads = threadIdx.x == 0 && T::kTakesToken && heads.count > 1;
     if (counts_blocks) blocks.look();
     if (counts_heads) heads.look();
     typename DecodeToken<T>::Reads reads;
-    if constexpr (T::kTakesToken) {
-      if (has_token()) token.load(*this, reads);
-    }
+    if constexpr (T::kTakesToken) token.load(*this, reads);
     const int2 drafted = draft.fetch(*this);
-    LaneKeys idx_next = fetch_idx(0);
-    to_positions(idx_next);
     LaneBias bias_next = fetch_bias(0, idx_next);
-    if constexpr (T::kGathered) keep_idx(0, idx_next);
     idx_next = fetch_idx(1);
     Queries q;
     load_q(q);
-    __syncwarp();
 #pragma unroll 1
-    for (int i = 0; i < T::kStages; ++i) load(begin + i, i);
+    for (int i = kAsked; i < T::kStages; ++i) load(begin + i, i);
     if constexpr (T::kDraft) draft.keep(*this, drafted);
     if (counts_blocks) blocks.prepare();
     if (counts_heads) heads.prepare();
-    if constexpr (T::kTakesToken) {
-      if (has_token()) token.begin(*this, reads, q[0]);
-    }
+    if constexpr (T::kTakesToken) token.begin(*this, reads, q[0]);
 
     float acc_o[T::MT][T::OT][4];
     clear(acc_o);
@@ -351,16 +365,13 @@ struct DecodeLoop : DecodeResults<T> {
     Base::merge();
     const Arrivals ended = Base::arrivals();
     if (ended.count > 1 && !ended.is_last()) return;
-    if constexpr (T::kTakesToken) {
-      if (has_token()) return finish_token(ended.count);
-    }
+    if constexpr (T::kTakesToken) return finish_token(ended.count);
     if (p.num_splits > 1) combine();
   }
 
   // By the last of the head's blocks.
   __device__ __forceinline__ void finish_token(uint64_t blocks) const {
     if (blocks == 1) __syncthreads();  // is_last() has one
-    const typename DecodeToken<T>::Chunk chunk = token.load_chunk(*this);
     // The heads' last blocks are counted as soon as they are known: all that matters is that they have read `seen`.
     Arrivals heads = Base::head_arrivals();
     if (threadIdx.x == 0 && heads.count > 1) {
@@ -368,13 +379,13 @@ struct DecodeLoop : DecodeResults<T> {
       heads.count_in();
     }
     combine();
-    token.commit_entry(*this, chunk);
+    token.commit_entry(*this);
     if (threadIdx.x == 0 && (heads.count == 1 || heads.was_last())) token.commit_count(*this);
   }
 
   // The rows whose blocks have all ended.
   __device__ __forceinline__ void combine() const {
-    const int first = has_token() ? 0 : row0, end_row = has_token() ? p.seqlen_q : row0 + rows;
+    const int first = T::kTakesToken ? 0 : row0, end_row = T::kTakesToken ? p.seqlen_q : row0 + rows;
 #pragma unroll 1
     for (int row = first; row < end_row; row += T::kRows) {
       if (row > first) __syncthreads();

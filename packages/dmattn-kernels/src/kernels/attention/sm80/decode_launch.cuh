@@ -1,4 +1,4 @@
-// Enqueues the decode kernels of a unit: one shape for all chips, and one for drafts.
+// Enqueues the decode kernels of a unit: one shape for all chips, and a kernel for each case and level.
 #pragma once
 
 #include "decode_kernel.cuh"
@@ -22,15 +22,23 @@ cudaError_t launch_decode_kernel(const KernelChoice& choice, const DecodeParams&
                 stream);
 }
 
+template <class Element, int kHeadDim, DecodeCase kCase>
+cudaError_t launch_decode_case(const KernelChoice& choice, const DecodeParams& p, cudaStream_t stream) {
+  return choice.level == Level::kPlain
+             ? launch_decode_kernel<DecodeTraits<Element, kHeadDim, kCase, Level::kPlain>>(choice, p, stream)
+             : launch_decode_kernel<DecodeTraits<Element, kHeadDim, kCase, Level::kGeneral>>(choice, p, stream);
+}
+
 template <class Element, int kHeadDim, bool kGathered>
 cudaError_t launch_decode(const KernelChoice& choice, const DecodeParams& p, cudaStream_t stream) {
   if (choice.blocks == 0) return cudaSuccess;
-  if constexpr (!kGathered) {
-    if (p.draft.tokens != nullptr) {
-      return launch_decode_kernel<DecodeTraits<Element, kHeadDim, false, /*kDraft=*/true>>(choice, p, stream);
-    }
+  if constexpr (kGathered) {
+    return launch_decode_case<Element, kHeadDim, DecodeCase::kList>(choice, p, stream);
+  } else {
+    if (p.draft.tokens != nullptr) return launch_decode_case<Element, kHeadDim, DecodeCase::kDraft>(choice, p, stream);
+    if (p.token.k != nullptr) return launch_decode_case<Element, kHeadDim, DecodeCase::kToken>(choice, p, stream);
+    return launch_decode_case<Element, kHeadDim, DecodeCase::kDense>(choice, p, stream);
   }
-  return launch_decode_kernel<DecodeTraits<Element, kHeadDim, kGathered>>(choice, p, stream);
 }
 
 }  // namespace dmattn

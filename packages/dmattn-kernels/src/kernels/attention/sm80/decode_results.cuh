@@ -52,7 +52,7 @@ template <class T>
 struct DecodeResults : DecodeBlock<T> {
   using Base = DecodeBlock<T>;
   using Element = typename T::Element;
-  using Base::batch, Base::has_token, Base::head, Base::held, Base::lane, Base::p, Base::row0, Base::rows, Base::smem,
+  using Base::batch, Base::head, Base::head_dim, Base::held, Base::lane, Base::p, Base::row0, Base::rows, Base::smem,
       Base::split, Base::warp;
   static constexpr int kHeadDim = T::kHeadDim;
   static constexpr int kQuads = kHeadDim / 4;  // columns are handled four at a time
@@ -64,7 +64,7 @@ struct DecodeResults : DecodeBlock<T> {
   // The splits of a block's rows. With a token those of all rows of the head: the last block overwrites the entry that
   // leaves the cache.
   __device__ __forceinline__ Arrivals arrivals() const {
-    const bool by_head = has_token();
+    constexpr bool by_head = T::kTakesToken;
     const int64_t i = by_head ? Base::head_index() : Base::head_index() * p.row_blocks + row0 / T::kRows;
     return {words() + i, p.launch_tag, static_cast<uint64_t>(p.num_splits) * (by_head ? p.row_blocks : 1), 0};
   }
@@ -107,45 +107,42 @@ struct DecodeResults : DecodeBlock<T> {
       }
     }
   }
+  // The results of the warps, put together. What is the same for all columns of a row is found once, by a thread each.
   __device__ __forceinline__ void merge() const {
-    CacheEntry low;
-    if (has_token()) {
+    const int own_row = threadIdx.x;
+    static_assert(T::kRows <= T::kThreads);
+    float max = -INFINITY, sum = 0.f;
+    if (own_row < rows) {
 #pragma unroll
-      for (int w = 0; w < T::kWarps; ++w) low = lower(low, unpack_entry(held.entry[w]));
-      leave_lowest(low);
+      for (int w = 0; w < T::kWarps; ++w) max = fmaxf(max, merge_stats(0, w, own_row));
+      const float shift = max == -INFINITY ? 0.f : max;  // nothing kept: all weights are exp(-inf) = 0
+#pragma unroll
+      for (int w = 0; w < T::kWarps; ++w) {
+        float& weight = merge_stats(0, w, own_row);
+        weight = exp2_approx((weight - shift) * kLog2e);
+        sum += weight * merge_stats(1, w, own_row);
+      }
+      merge_stats(1, 0, own_row) = sum > 0.f ? 1.f / sum : 0.f;
     }
-#pragma unroll 1
+    __syncthreads();
+#pragma unroll(T::kDraft ? 2 : 1)
     for (int i = threadIdx.x; i < rows * kQuads; i += T::kThreads) {
       const int row = i / kQuads, col = i % kQuads * 4;
-      float max = -INFINITY;
-#pragma unroll
-      for (int w = 0; w < T::kWarps; ++w) max = fmaxf(max, merge_stats(0, w, row));
-      each_put_back(low.slot, row, [&](float logit, const uint4*) { max = fmaxf(max, logit); });
-      const float shift = max == -INFINITY ? 0.f : max;  // nothing kept: all weights are exp(-inf) = 0
-      float sum = 0.f;
+      if (col >= head_dim()) continue;
       float4 out = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
       for (int w = 0; w < T::kWarps; ++w) {
-        const float weight = exp2_approx((merge_stats(0, w, row) - shift) * kLog2e);
-        sum += weight * merge_stats(1, w, row);
-        add(out, weight, *reinterpret_cast<const float4*>(merge_row(w, row) + col));
+        add(out, merge_stats(0, w, row), *reinterpret_cast<const float4*>(merge_row(w, row) + col));
       }
-      each_put_back(low.slot, row, [&](float logit, const uint4* v) {
-        const float weight = exp2_approx((logit - shift) * kLog2e);
-        sum += weight;
-        add_entry(out, weight, v, col);
-      });
-      const float scale = sum > 0.f ? 1.f / sum : 0.f;
+      const float scale = merge_stats(1, 0, row);
       out = {out.x * scale, out.y * scale, out.z * scale, out.w * scale};
-      if (col < p.head_dim) {
-        if (is_partial()) {
-          *reinterpret_cast<float4*>(p.out_accum + partial_row(split, row0 + row) * p.head_dim + col) = out;
-        } else {
-          store(row0 + row, col, out);
-        }
+      if (is_partial()) {
+        *reinterpret_cast<float4*>(p.out_accum + partial_row(split, row0 + row) * head_dim() + col) = out;
+      } else {
+        store(row0 + row, col, out);
       }
-      if (col == 0) leave_lse(row, max, sum);
     }
+    if (own_row < rows) leave_lse(own_row, max, sum);
   }
 
   // --- the splits of a row -------------------------------------------------------------------------------------------
@@ -153,58 +150,60 @@ struct DecodeResults : DecodeBlock<T> {
   // By all threads of the last block: the rows [first, first + count) of the head, at most kRows. Splits are summed in
   // their order, whichever block does it.
   __device__ __forceinline__ void combine(int first, int count) const {
-    constexpr int kItems = T::kRows * kQuads / T::kThreads;
     float* const weights = reinterpret_cast<float*>(smem);
-    float* const parts = weights + T::kWeightFloats;
+    float4* const sums = reinterpret_cast<float4*>(weights + T::kWeightFloats);
+    float* const parts = weights + T::kWeightFloats + T::kSumFloats;
     // Floats of a split: its results, and a row of V in 16 bits.
-    const uint32_t results = count * p.head_dim, part = results + (has_token() ? p.head_dim / 2 : 0);
-    const int most = T::kPartFloats / part;  // splits that there is room for
-    float4 acc[kItems];
-#pragma unroll
-    for (int k = 0; k < kItems; ++k) acc[k] = {0.f, 0.f, 0.f, 0.f};
+    const uint32_t results = count * head_dim(), part = results + (T::kTakesToken ? head_dim() / 2 : 0);
+    int most = p.num_splits;  // that there is room for
+    if (__builtin_expect(most * part > T::kPartFloats, 0)) most = T::kPartFloats / part;
+    const LaneShare share(lane, p.num_splits);
     LaneEntries entries;
-    load_lowest(entries);
+    load_lowest(entries, share);
     LaneParts lane_parts;
-    if (kLoadsPartsAhead && warp < count) load_parts(lane_parts, first + warp);
+    if (kLoadsPartsAhead) load_parts(lane_parts, share, first, warp * share.rows(), count);
 #pragma unroll 1
     for (int begin = 0; begin < p.num_splits; begin += most) {
       const int splits = min(most, p.num_splits - begin);
       if (begin > 0) __syncthreads();
       // All of them on their way at once, past the L1 cache: other SMs have written them.
+      const int64_t rows_of_split = static_cast<int64_t>(p.batch) * p.nheads * p.seqlen_q;
+      const float* src = p.out_accum + partial_row(begin + warp, first) * head_dim();
+      uint32_t dst = smem_u32(parts) + 4 * warp * part;
 #pragma unroll 1
       for (int s = warp; s < splits; s += T::kWarps) {
-        const float* src = p.out_accum + partial_row(begin + s, first) * p.head_dim;
-        const uint32_t dst = smem_u32(parts + s * part);
+#pragma unroll(T::kDraft ? 4 : 1)
         for (uint32_t j = 4 * lane; j < results; j += 128) cp_async16(dst + 4 * j, src + j, true);
-        if (!has_token() || 8 * lane >= p.head_dim) continue;
-        const Element* v = static_cast<const Element*>(p.lowest.v) + part_index(begin + s) * p.head_dim;
-        cp_async16(dst + 4 * results + 16 * lane, v + 8 * lane, true);
+        if (T::kTakesToken && 8 * lane < head_dim()) {
+          const Element* v = static_cast<const Element*>(p.lowest.v) + part_index(begin + s) * head_dim();
+          cp_async16(dst + 4 * results + 16 * lane, v + 8 * lane, true);
+        }
+        src += T::kWarps * rows_of_split * head_dim();
+        dst += 4 * T::kWarps * part;
       }
       cp_async_fence();
-      if (begin == 0) weigh(weights, first, count, entries, lane_parts);
+      if (begin == 0) weigh(weights, first, count, share, entries, lane_parts);
       cp_async_wait<0>();
       __syncthreads();
-#pragma unroll
-      for (int k = 0; k < kItems; ++k) {
-        const int i = threadIdx.x + k * T::kThreads, row = i / kQuads, col = i % kQuads * 4;
-        if (row >= count || col >= p.head_dim) continue;
-        const float* weight = weights + row * T::kWeightPitch + begin;
-        const float* src = parts + row * p.head_dim + col;
-#pragma unroll 4
-        for (int s = 0; s < splits; ++s) add(acc[k], weight[s], *reinterpret_cast<const float4*>(src + s * part));
-        if (!has_token()) continue;
-        for (int s = 0; s < splits; ++s) {
-          const auto* v = reinterpret_cast<const uint4*>(parts + s * part + results);
-          add_entry(acc[k], weight[T::kEntryWeights + s], v, col);
+      const bool is_first = begin == 0, is_last = begin + splits == p.num_splits;
+#pragma unroll(T::kDraft ? 2 : 1)
+      for (int i = threadIdx.x; i < count * kQuads; i += T::kThreads) {
+        const int row = i / kQuads, col = i % kQuads * 4;
+        if (col >= head_dim()) continue;
+        const float* weight = weights + row * T::kWeightPitch;
+        float4 sum = is_first ? make_float4(0.f, 0.f, 0.f, 0.f) : sums[i];
+        const float* src = parts + row * head_dim() + col;
+#pragma unroll 1
+        for (int s = 0; s < splits; s += kSplitsAtOnce) {
+          add_splits(sum, weight + begin + s, src + s * part, parts + s * part + results, part, col, splits - s);
+        }
+        if (T::kTakesToken && is_last) add_entry(sum, weight[T::kTokenWeight], held.token[1], col);
+        if (is_last) {
+          store(first + row, col, sum);
+        } else {
+          sums[i] = sum;
         }
       }
-    }
-#pragma unroll
-    for (int k = 0; k < kItems; ++k) {
-      const int i = threadIdx.x + k * T::kThreads, row = i / kQuads, col = i % kQuads * 4;
-      if (row >= count || col >= p.head_dim) continue;
-      if (has_token()) add_entry(acc[k], weights[row * T::kWeightPitch + T::kTokenWeight], held.token_v, col);
-      store(first + row, col, acc[k]);
     }
   }
 
@@ -219,19 +218,21 @@ struct DecodeResults : DecodeBlock<T> {
     sum.w = fmaf(weight, x.w, sum.w);
   }
   // Columns [col, col + 4) of a row of V. No weight: the row may hold anything.
-  static __device__ __forceinline__ void add_entry(float4& sum, float weight, const uint4* v, int col) {
-    if (weight == 0.f) return;
-    const uint2 x = *reinterpret_cast<const uint2*>(reinterpret_cast<const uint16_t*>(v) + col);
+  static __device__ __forceinline__ void add_entry(float4& sum, float weight, const void* v, int col) {
+    uint2 x = *reinterpret_cast<const uint2*>(static_cast<const uint16_t*>(v) + col);
+    if (weight == 0.f) x = make_uint2(0, 0);
     const float2 low = ElementTraits<Element>::unpack(x.x), high = ElementTraits<Element>::unpack(x.y);
     add(sum, weight, {low.x, low.y, high.x, high.y});
   }
-  // f(logit, row of V) for the lowest entries of the warps, but for that of this slot: the lowest of the block.
-  template <class F>
-  __device__ __forceinline__ void each_put_back(int slot, int row, F&& f) const {
-    if (!has_token()) return;
+  // The next splits, at most `left`, of whose results `result` is the first one's and `v` its lowest entry's row.
+  static constexpr int kSplitsAtOnce = 4;
+  static __device__ __forceinline__ void add_splits(float4& sum, const float* weight, const float* result,
+                                                    const float* v, uint32_t part, int col, int left) {
 #pragma unroll
-    for (int w = 0; w < T::kWarps; ++w) {
-      if (unpack_entry(held.entry[w]).slot != slot) f(held.logit[w][row], held.v[w]);
+    for (int i = 0; i < kSplitsAtOnce; ++i) {
+      if (i >= left) continue;
+      add(sum, weight[i], *reinterpret_cast<const float4*>(result + i * part));
+      if (T::kTakesToken) add_entry(sum, weight[T::kEntryWeights + i], v + i * part, col);
     }
   }
   __device__ __forceinline__ float* merge_row(int w, int row) const {
@@ -242,32 +243,40 @@ struct DecodeResults : DecodeBlock<T> {
     return reinterpret_cast<float*>(smem)[T::kMergeFloats + (which * T::kWarps + w) * T::kRows + row];
   }
   // With a token, even one split has results to which something is added.
-  __device__ __forceinline__ bool is_partial() const { return p.num_splits > 1 || has_token(); }
-  // The lowest entry of the block, for the last block of the head. All blocks of rows find the same one.
-  __device__ __forceinline__ void leave_lowest(const CacheEntry& low) const {
-    const bool is_none = low.slot == INT_MAX;
-    int of_warp = 0;
+  __device__ __forceinline__ bool is_partial() const { return p.num_splits > 1 || T::kTakesToken; }
+  // How the lanes of a warp share the splits of rows: as many lanes as there are splits, or a few more, take a row, and
+  // the others the rows behind it. A lane has split `split` and, of many, those 32 further on each time.
+  struct LaneShare {
+    int log, lanes;  // of a row
+    int split, row;  // of this lane, the row among those of the warp
+    __device__ __forceinline__ LaneShare(int lane, int splits)
+        : log((splits > 1) + (splits > 2) + (splits > 4) + (splits > 8) + (splits > 16)),
+          lanes(1 << log),
+          split(lane & (lanes - 1)),
+          row(lane >> log) {}
+    __device__ __forceinline__ int rows() const { return 32 >> log; }
+    template <class F>
+    __device__ __forceinline__ float reduce(float x, F&& f) const {
 #pragma unroll
-    for (int w = 1; w < T::kWarps; ++w) {
-      if (unpack_entry(held.entry[w]).slot == low.slot) of_warp = w;
+      for (int i = 16; i > 0; i /= 2) {
+        if (i < lanes) x = f(x, __shfl_xor_sync(0xffffffffu, x, i));
+      }
+      return x;
     }
-    const int i = threadIdx.x;
-    if (i < rows) p.lowest.logit[partial_row(split, row0 + i)] = is_none ? -INFINITY : held.logit[of_warp][i];
-    if (row0 > 0) return;
-    if (8 * i < p.head_dim) {
-      Element* v = static_cast<Element*>(p.lowest.v) + part_index(split) * p.head_dim;
-      reinterpret_cast<uint4*>(v)[i] = is_none ? make_uint4(0, 0, 0, 0) : held.v[of_warp][i];
-    }
-    if (i == 0) reinterpret_cast<uint4*>(p.lowest.entry)[part_index(split)] = pack_entry(low);
-  }
-  // The lowest entries of splits lane, lane + 32, ...
-  using LaneEntries = CacheEntry[kMaxSplits / 32];
-  __device__ __forceinline__ void load_lowest(LaneEntries& found) const {
+  };
+  static constexpr int kEach = T::kSplits / 32;  // splits of a lane
+
+  // The lowest entries of the lane's splits. By words: where all four of pack_entry() are read at once, the register of the
+  // last one is taken for something else, which then waits for it.
+  using LaneEntries = CacheEntry[kEach];
+  __device__ __forceinline__ void load_lowest(LaneEntries& found, const LaneShare& share) const {
 #pragma unroll
-    for (int i = 0; i < kMaxSplits / 32; ++i) {
-      const int s = lane + 32 * i;
-      if (!has_token() || s >= p.num_splits) continue;
-      found[i] = unpack_entry(__ldcg(reinterpret_cast<const uint4*>(p.lowest.entry) + part_index(s)));
+    for (int i = 0; i < kEach; ++i) {
+      const int s = share.split + 32 * i;
+      if (!T::kTakesToken || s >= p.num_splits) continue;
+      const uint32_t* const from = p.lowest.entry + 4 * part_index(s);
+      const uint2 key = __ldcg(reinterpret_cast<const uint2*>(from));
+      found[i] = {key.x, key.y, static_cast<int32_t>(__ldcg(from + 2))};
     }
   }
   // Which entry makes room: the lowest of all splits, if the token's score is not lower. Every warp comes to the same
@@ -275,7 +284,7 @@ struct DecodeResults : DecodeBlock<T> {
   __device__ __forceinline__ int find_replaced(const LaneEntries& entries) const {
     CacheEntry low;
 #pragma unroll
-    for (int i = 0; i < kMaxSplits / 32; ++i) low = lower(low, entries[i]);
+    for (int i = 0; i < kEach; ++i) low = lower(low, entries[i]);
     low = warp_lowest(low);
     // There is no lowest entry where every score is NaN.
     const bool takes = low.slot != INT_MAX && held.score > -INFINITY && held.score >= score_of_order(low.score);
@@ -284,76 +293,84 @@ struct DecodeResults : DecodeBlock<T> {
 
   // Before the results of the splits, which are more. Not where ptxas would keep queries in local memory for it.
   static constexpr bool kLoadsPartsAhead = kHeadDim <= 128 || !T::kGathered;
-  // What splits lane, lane + 32, ... have found in a row, and the logits there of their lowest entries and of the token.
+  // What the lane's splits have found in a row, and the logits there of their lowest entries and of the token.
   struct LaneParts {
-    float lse[kMaxSplits / 32], rest[kMaxSplits / 32], entry_logit[kMaxSplits / 32], token_logit;
+    float lse[kEach], rest[kEach], entry_logit[kEach], token_logit;
   };
-  __device__ __forceinline__ void load_parts(LaneParts& x, int row) const {
+  // Of the lane's row, `row` being the warp's first one among `count` from `first` on.
+  __device__ __forceinline__ void load_parts(LaneParts& x, const LaneShare& share, int first, int row,
+                                             int count) const {
+    row += share.row;
+    const bool is_row = row < count;
     const int64_t rows_of_split = static_cast<int64_t>(p.batch) * p.nheads * p.seqlen_q;
-    const float* lse = p.lse_accum + partial_row(0, row);
+    const float* lse = p.lse_accum + partial_row(0, first + row);
     const float* rest = lse + p.num_splits * rows_of_split;
-    const float* logit = p.lowest.logit + partial_row(0, row);
+    const float* logit = p.lowest.logit + partial_row(0, first + row);
 #pragma unroll
-    for (int i = 0; i < kMaxSplits / 32; ++i) {
-      const int s = lane + 32 * i;
-      x.lse[i] = s < p.num_splits ? __ldcg(lse + s * rows_of_split) : -INFINITY;
-      x.rest[i] = s < p.num_splits ? __ldcg(rest + s * rows_of_split) : 0.f;
-      x.entry_logit[i] = has_token() && s < p.num_splits ? __ldcg(logit + s * rows_of_split) : -INFINITY;
+    for (int i = 0; i < kEach; ++i) {
+      const int s = share.split + 32 * i;
+      const bool is_any = is_row && s < p.num_splits;
+      x.lse[i] = is_any ? __ldcg(lse + s * rows_of_split) : -INFINITY;
+      x.rest[i] = is_any ? __ldcg(rest + s * rows_of_split) : 0.f;
+      x.entry_logit[i] = T::kTakesToken && is_any ? __ldcg(logit + s * rows_of_split) : -INFINITY;
     }
-    x.token_logit = has_token() ? __ldcg(logit + p.num_splits * rows_of_split) : -INFINITY;
-  }
-  // Takes the entry that leaves, or the token, out of a row.
-  __device__ __forceinline__ void choose_entry(LaneParts& x, const LaneEntries& entries) const {
-    if (!has_token()) return;
-    const int replaced = find_replaced(entries);
-    if (threadIdx.x == 0) held.replaced = replaced;  // warp 0 always has a row
-    if (replaced < 0) x.token_logit = -INFINITY;
-#pragma unroll
-    for (int i = 0; i < kMaxSplits / 32; ++i) {
-      if (entries[i].slot == replaced) x.entry_logit[i] = -INFINITY;
-    }
+    x.token_logit = T::kTakesToken && is_row ? __ldcg(logit + p.num_splits * rows_of_split) : -INFINITY;
   }
 
-  // The weights of the splits in the rows, and with a token those of their lowest entries and its own; the log-sum-exp of
-  // the rows. A warp takes a row at a time; `x` is what it has loaded for its first one, if kLoadsPartsAhead.
-  __device__ __forceinline__ void weigh(float* weights, int first, int count, const LaneEntries& entries,
-                                        LaneParts& x) const {
-    constexpr int kEach = kMaxSplits / 32;
+  // The weights of the splits in the rows, and with a token those of their lowest entries and its own, but for the entry
+  // that leaves or the token; the log-sum-exp of the rows. `x` is what the warp has loaded for its first rows, if
+  // kLoadsPartsAhead.
+  __device__ __forceinline__ void weigh(float* weights, int first, int count, const LaneShare& share,
+                                        LaneEntries& entries, LaneParts& x) const {
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {  // nothing looks at them further up, which would be to wait for them
+      asm volatile("" : "+r"(entries[i].score), "+r"(entries[i].position), "+r"(entries[i].slot));
+    }
+    const int replaced = T::kTakesToken ? find_replaced(entries) : -1;
+    if (T::kTakesToken && threadIdx.x == 0) held.replaced = replaced;
+    const auto larger = [](float a, float b) { return fmaxf(a, b); };
+    const auto plus = [](float a, float b) { return a + b; };
 #pragma unroll 1
-    for (int row = warp; row < count; row += T::kWarps) {
-      if (!kLoadsPartsAhead || row >= T::kWarps) load_parts(x, first + row);
-      choose_entry(x, entries);
+    for (int of_warp = warp * share.rows(); of_warp < count; of_warp += T::kWarps * share.rows()) {
+      if (!kLoadsPartsAhead || of_warp != warp * share.rows()) load_parts(x, share, first, of_warp, count);
+      const int row = of_warp + share.row;
+      if (T::kTakesToken) {
+        if (replaced < 0) x.token_logit = -INFINITY;
+#pragma unroll
+        for (int i = 0; i < kEach; ++i) {
+          if (entries[i].slot == replaced) x.entry_logit[i] = -INFINITY;
+        }
+      }
       // A part's log-sum-exp is lse + rest: rounding lse may have dropped the sum (see FwdParams::lse_rest).
       float max = x.token_logit;
 #pragma unroll
       for (int i = 0; i < kEach; ++i) max = fmaxf(max, fmaxf(x.lse[i], x.entry_logit[i]));
-#pragma unroll
-      for (int i = 16; i > 0; i /= 2) max = fmaxf(max, __shfl_xor_sync(0xffffffffu, max, i));
+      max = share.reduce(max, larger);
       if (max == -INFINITY) max = 0.f;  // no split keeps a key: all weights are then exp(-inf) = 0
       float sum = 0.f;
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
-        if (32 * i >= p.num_splits) break;
         x.lse[i] = expf(x.lse[i] - max + x.rest[i]);
         sum += x.lse[i];
-        if (!has_token()) continue;
+        if (!T::kTakesToken) continue;
         x.entry_logit[i] = expf(x.entry_logit[i] - max);
         sum += x.entry_logit[i];
       }
-      const float token_weight = has_token() ? expf(x.token_logit - max) : 0.f;
-      if (lane == 0) sum += token_weight;
-#pragma unroll
-      for (int i = 16; i > 0; i /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, i);
+      const float token_weight = T::kTakesToken ? expf(x.token_logit - max) : 0.f;
+      if (share.split == 0) sum += token_weight;
+      sum = share.reduce(sum, plus);
+      if (row >= count) continue;
       const float scale = sum == 0.f ? 0.f : 1.f / sum;
+      float* const weight = weights + row * T::kWeightPitch;
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
-        const int s = lane + 32 * i;
+        const int s = share.split + 32 * i;
         if (s >= p.num_splits) continue;
-        weights[row * T::kWeightPitch + s] = x.lse[i] * scale;
-        if (has_token()) weights[row * T::kWeightPitch + T::kEntryWeights + s] = x.entry_logit[i] * scale;
+        weight[s] = x.lse[i] * scale;
+        if (T::kTakesToken) weight[T::kEntryWeights + s] = x.entry_logit[i] * scale;
       }
-      if (has_token() && lane == 0) weights[row * T::kWeightPitch + T::kTokenWeight] = token_weight * scale;
-      if (lane != 0) continue;
+      if (share.split != 0) continue;
+      if (T::kTakesToken) weight[T::kTokenWeight] = token_weight * scale;
       const float log_sum = logf(sum), whole = max + log_sum;
       store_lse(first + row, whole, sum == 0.f ? 0.f : (max - whole) + log_sum);
     }
@@ -365,7 +382,7 @@ struct DecodeResults : DecodeBlock<T> {
     uint16_t* dst = static_cast<uint16_t*>(p.out) + batch * p.out_stride.batch + head * p.out_stride.head +
                     Base::row_at(p.out_stride, p.draft.out_token, row) + col;
     const uint2 word = {ElementTraits<Element>::pack(x.x, x.y), ElementTraits<Element>::pack(x.z, x.w)};
-    if (p.vec_out) {
+    if (Base::is_vec(p.vec_out)) {
       *reinterpret_cast<uint2*>(dst) = word;
     } else {
       dst[0] = static_cast<uint16_t>(word.x);

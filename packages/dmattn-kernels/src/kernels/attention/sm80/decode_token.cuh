@@ -1,6 +1,6 @@
 // The token that a step of decoding puts into a cache of the best keys. Which entry makes room for it is known only to
-// the last block of the head: until then each warp keeps the lowest of its own entries out of its results, and the last
-// block puts all of them back but one, for which the token comes in.
+// the last block of the head: until then each block keeps the lowest of its own entries out of its results, and the last
+// one puts all of them back but one, for which the token comes in.
 #pragma once
 
 #include "../../shared/chunk.cuh"
@@ -10,6 +10,67 @@
 
 namespace dmattn {
 
+// The search of a warp for the lowest of its entries. load() starts the reads of a lane's first ones: to look at them
+// would be to wait for them, so they stay as they are until find().
+template <class Element>
+struct WarpSearch {
+  static constexpr int kAhead = 16;  // entries of a lane
+  static constexpr int kBatch = 4;   // of them, left out together where the warp has no entries for them
+  const void* scores;                // from the lane's first entry on, as are the others
+  const int32_t* positions;
+  int entries, left;  // of the warp; and those that are not before the lane's first one
+  bool is_wide;       // scores are fp32
+  uint32_t bits[kAhead];
+  int32_t position[kAhead];
+
+  __device__ __forceinline__ void load() {
+    if (is_wide) {
+      load(static_cast<const uint32_t*>(scores));
+    } else {
+      load(static_cast<const uint16_t*>(scores));
+    }
+  }
+  // `slot` of the lane's first entry. By whole warps.
+  __device__ __forceinline__ CacheEntry find(int slot) const {
+    CacheEntry low;
+    // The lane's slots ascend: among equals the first one stays.
+    const auto look_at = [&](uint32_t b, int32_t at, int i) {
+      const CacheEntry entry = make_cache_entry(value(b), at, slot + 32 * i);
+      if (32 * i < left && entry.key() < low.key()) low = entry;
+    };
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      if (i % kBatch == 0 && 32 * i >= entries) break;
+      look_at(bits[i], position[i], i);
+    }
+    if (__builtin_expect(entries > 32 * kAhead, 0)) {
+#pragma unroll kBatch
+      for (int i = kAhead; 32 * i < left; ++i) look_at(bits_at(i), positions[32 * i], i);
+    }
+    low = warp_lowest(low);
+    return low.score == ~0u ? CacheEntry() : low;  // every score is NaN
+  }
+  __device__ __forceinline__ float value(uint32_t b) const {
+    return is_wide ? __uint_as_float(b) : ElementTraits<Element>::unpack(b).x;
+  }
+
+ private:
+  __device__ __forceinline__ uint32_t bits_at(int i) const {
+    if (is_wide) return __ldg(static_cast<const uint32_t*>(scores) + 32 * i);
+    return __ldg(static_cast<const uint16_t*>(scores) + 32 * i);
+  }
+  template <class Word>
+  __device__ __forceinline__ void load(const Word* from) {
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      if (i % kBatch == 0 && 32 * i >= entries) break;
+      if (32 * i >= left) continue;
+      bits[i] = __ldg(from + 32 * i);
+      position[i] = positions[32 * i];
+    }
+  }
+};
+
 template <class T>
 struct DecodeToken {
   using Element = typename T::Element;
@@ -17,12 +78,12 @@ struct DecodeToken {
   static constexpr int kChunks = kHeadDim / 8;  // of its key, and of its value
   static_assert(2 * kChunks <= T::kThreads);
 
-  int lowest = -1;  // the warp's entry that would leave the cache first; -1: it has none
+  int lowest = -1;  // the block's entry that would leave the cache first; -1: it has none
 
   // What is read before K and V, as it is: to look at it would be to wait for it.
   struct Reads {
-    LowestEntry<32> search;  // of the warp's entries
-    uint32_t score = 0;      // as its dtype has it
+    WarpSearch<Element> search;
+    uint32_t score = 0;  // as its dtype has it
     int seen = 0;
     uint32_t active = 1;         // 0: the token is none
     uint32_t key[kHeadDim / 8];  // as the right operand of the first product, in all of its columns
@@ -32,15 +93,17 @@ struct DecodeToken {
     const auto& p = block.p;
     const CacheToken& token = p.token;
     const int batch = block.batch, head = block.head;
-    const int64_t first = first_entry(block);
-    const int32_t* positions = token.entry_position + first;
-    if (p.bias.dtype == Dtype::kFloat32) {
-      const uint32_t* scores = static_cast<const uint32_t*>(p.bias.ptr) + first;
-      reads.search.load([&](int i) { return __ldg(scores + i); }, positions, entries(block));
-    } else {
-      const uint16_t* scores = static_cast<const uint16_t*>(p.bias.ptr) + first;
-      reads.search.load([&](int i) { return __ldg(scores + i); }, positions, entries(block));
-    }
+    const int64_t first = first_entry(block) + block.lane;
+    const int bytes = p.bias.dtype == Dtype::kFloat32 ? 4 : 2;
+    auto& search = reads.search;
+    search.scores = static_cast<const char*>(p.bias.ptr) + first * bytes;
+    search.positions = token.entry_position + first;
+    search.entries = min(block.end * T::kKeys, block.keys) - block.begin * T::kKeys;
+    search.left = search.entries - block.lane;
+    search.is_wide = bytes == 4;
+    search.load();
+    const Chunk own;
+    if (block.is_vec(token.vec) && own.is_any(block)) cp_async16(smem_u32(&own.in(block)), own.of(block), true);
     if (block.warp != 0) return;
     reads.score = score_bits(block, token.score, batch * token.score_batch_stride + head * token.score_head_stride);
     reads.seen = token.seen[batch];
@@ -50,72 +113,42 @@ struct DecodeToken {
 #pragma unroll
     for (int i = 0; i < kHeadDim / 8; ++i) {
       reads.key[i] = 0;
-      if (8 * i >= p.head_dim) continue;
-      reads.key[i] = token.vec ? __ldg(reinterpret_cast<const uint32_t*>(src + 8 * i))
-                               : __ldg(src + 8 * i) | static_cast<uint32_t>(__ldg(src + 8 * i + 1)) << 16;
+      if (8 * i >= block.head_dim()) continue;
+      reads.key[i] = block.is_vec(token.vec) ? __ldg(reinterpret_cast<const uint32_t*>(src + 8 * i))
+                                             : __ldg(src + 8 * i) | static_cast<uint32_t>(__ldg(src + 8 * i + 1)) << 16;
     }
   }
 
-  // Once K and V are on their way.
+  // Once K and V are on their way, for which the barrier does not wait.
   template <class Queries>
   __device__ __forceinline__ void begin(const DecodeResults<T>& block, const Reads& reads, const Queries& q) {
-    const auto& p = block.p;
-    const int64_t first = first_entry(block);
-    const auto bits_at = [&](int i) { return score_bits(block, p.bias.ptr, first + i); };
-    const auto value_of = [&](uint32_t bits) { return score_value(block, bits); };
-    CacheEntry low = warp_lowest(reads.search.own(bits_at, value_of, p.token.entry_position + first, entries(block)));
-    if (low.score == ~0u) {
-      low = CacheEntry();  // every score is NaN
-    } else {
-      low.slot += block.begin * T::kKeys;
-      lowest = low.slot;
-    }
+    CacheEntry low = reads.search.find(block.begin * T::kKeys + block.lane);
     if (block.lane == 0) block.held.entry[block.warp] = pack_entry(low);
-    if (block.lane < T::kRows) block.held.logit[block.warp][block.lane] = -INFINITY;
     if (threadIdx.x == 0) {
-      block.held.score = reads.active != 0 ? value_of(reads.score) : -INFINITY;
+      block.held.score = reads.active != 0 ? reads.search.value(reads.score) : -INFINITY;
       block.held.position = reads.active != 0 ? next_cache_position(reads.seen, 1) : -1;
     }
     if (has_logits(block)) leave_logits(block, reads, q);
-  }
-
-  // The thread's eight elements of the token: first its key, then its value, for the threads that there are elements for.
-  struct Chunk {
-    uint4 x;
-    int which, col;
-    __device__ __forceinline__ bool is_any(int head_dim) const { return which < 2 && col < head_dim; }
-  };
-  // By the last block of the head, which also needs the value as one more row of V.
-  __device__ __forceinline__ Chunk load_chunk(const DecodeResults<T>& block) const {
-    const CacheToken& token = block.p.token;
-    Chunk chunk = {make_uint4(0, 0, 0, 0), static_cast<int>(threadIdx.x) / kChunks,
-                   static_cast<int>(threadIdx.x) % kChunks * 8};
-    if (!chunk.is_any(block.p.head_dim)) return chunk;
-    const bool is_key = chunk.which == 0;
-    const uint16_t* src = row(block, is_key ? token.k : token.v, is_key ? token.k_stride : token.v_stride) + chunk.col;
-    chunk.x = dmattn::load_chunk(src, token.vec);
-    if (is_key) return chunk;
-    uint4& to = block.held.token_v[chunk.col / 8];
-    if (token.vec) {
-      cp_async16(smem_u32(&to), src, true);  // not to wait for it
-    } else {
-      to = chunk.x;
-    }
-    return chunk;
+    const Chunk own;
+    if (!block.is_vec(block.p.token.vec) && own.is_any(block)) own.in(block) = load_chunk(own.of(block), false);
+    __syncthreads();
+    low = warp_lowest(unpack_entry(block.held.entry[block.lane % T::kWarps]));
+    if (low.slot != INT_MAX) lowest = low.slot;
+    leave_entry(block, low);
   }
 
   // By the last block of the head, all blocks of which have read the entry: the cache takes the token in.
-  __device__ __forceinline__ void commit_entry(const DecodeResults<T>& block, const Chunk& chunk) const {
+  __device__ __forceinline__ void commit_entry(const DecodeResults<T>& block) const {
     const int replaced = block.held.replaced;
     if (replaced < 0) return;
     const auto& p = block.p;
     const CacheToken& token = p.token;
-    if (chunk.is_any(p.head_dim)) {
-      const bool is_key = chunk.which == 0;
-      const Strides3& s = is_key ? p.k_stride : p.v_stride;
-      uint16_t* dst = static_cast<uint16_t*>(is_key ? token.k_cache : token.v_cache) + block.batch * s.batch +
-                      block.head * s.head + replaced * s.row + chunk.col;
-      store_chunk(dst, chunk.x, is_key ? p.vec_k : p.vec_v);
+    const Chunk own;
+    if (own.is_any(block)) {
+      const Strides3& s = own.is_key ? p.k_stride : p.v_stride;
+      uint16_t* dst = static_cast<uint16_t*>(own.is_key ? token.k_cache : token.v_cache) + block.batch * s.batch +
+                      block.head * s.head + replaced * s.row + own.col;
+      store_chunk(dst, own.in(block), block.is_vec(own.is_key ? p.vec_k : p.vec_v));
     }
     if (threadIdx.x != 0) return;
     const int64_t entry = block.head_index() * p.seqlen_k + replaced;
@@ -136,27 +169,47 @@ struct DecodeToken {
   }
 
  private:
-  // The warp's entries among those of all heads, and how many they are.
+  // The thread's eight elements of the token: first its key, then its value, for the threads that there are elements for.
+  // They lie in shared memory from the start, as the last block of the head should not have to wait for them.
+  struct Chunk {
+    bool is_key = threadIdx.x < kChunks;
+    int col = static_cast<int>(threadIdx.x) % kChunks * 8;
+    __device__ __forceinline__ bool is_any(const DecodeResults<T>& block) const {
+      return threadIdx.x < 2 * kChunks && col < block.head_dim();
+    }
+    __device__ __forceinline__ uint4& in(const DecodeResults<T>& block) const {
+      return block.held.token[is_key ? 0 : 1][col / 8];
+    }
+    __device__ __forceinline__ const uint16_t* of(const DecodeResults<T>& block) const {
+      const CacheToken& token = block.p.token;
+      return row(block, is_key ? token.k : token.v, is_key ? token.k_stride : token.v_stride) + col;
+    }
+  };
+
+  // The block's lowest entry, for the last block of the head. All blocks of rows find the same one. Where there is none,
+  // nothing is left out of the results.
+  static __device__ __forceinline__ void leave_entry(const DecodeResults<T>& block, const CacheEntry& low) {
+    const LowestEntries& to = block.p.lowest;
+    if (threadIdx.x == 0 && block.row0 == 0) {
+      reinterpret_cast<uint4*>(to.entry)[block.part_index(block.split)] = pack_entry(low);
+    }
+    const int i = threadIdx.x;
+    if (low.slot == INT_MAX && i < block.rows) to.logit[block.partial_row(block.split, block.row0 + i)] = -INFINITY;
+  }
+  // The warp's entries among those of all heads.
   static __device__ __forceinline__ int64_t first_entry(const DecodeResults<T>& block) {
     return block.head_index() * block.p.seqlen_k + block.begin * T::kKeys;
-  }
-  static __device__ __forceinline__ int entries(const DecodeResults<T>& block) {
-    return min(block.end * T::kKeys, block.keys) - block.begin * T::kKeys;
   }
   static __device__ __forceinline__ const uint16_t* row(const DecodeResults<T>& block, const void* base,
                                                         const Strides3& s) {
     return static_cast<const uint16_t*>(base) + block.batch * s.batch + block.head * s.head;
   }
 
-  // A score of the cache's dtype, read and valued separately.
+  // A score of the cache's dtype, as it is.
   static __device__ __forceinline__ uint32_t score_bits(const DecodeResults<T>& block, const void* scores, int64_t i) {
     if (block.p.bias.dtype == Dtype::kFloat32) return __ldg(static_cast<const uint32_t*>(scores) + i);
     return __ldg(static_cast<const uint16_t*>(scores) + i);
   }
-  static __device__ __forceinline__ float score_value(const DecodeResults<T>& block, uint32_t bits) {
-    return block.p.bias.dtype == Dtype::kFloat32 ? __uint_as_float(bits) : ElementTraits<Element>::unpack(bits).x;
-  }
-
   // The token's logits are left by one warp of each block of rows, beside those of the splits' lowest entries.
   static __device__ __forceinline__ bool has_logits(const DecodeResults<T>& block) {
     return block.split == 0 && block.warp == 0;
@@ -174,8 +227,8 @@ struct DecodeToken {
       Mma::fma(c[0], c[1], c[2], c[3], q[i][0], q[i][1], q[i][2], q[i][3], reads.key[2 * i], reads.key[2 * i + 1], c[0],
                c[1], c[2], c[3]);
     }
-    scale_scores(acc, p.softmax_scale, p.softcap);
-    const float score = score_value(block, reads.score);
+    scale_scores(acc, p.softmax_scale, T::kPlain ? 0.f : p.softcap);
+    const float score = reads.search.value(reads.score);
     if ((block.lane & 3) != 0) return;  // all columns are the same
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
