@@ -46,6 +46,7 @@ struct Splits {
   int64_t most = 1;   // parts that a tile can fall into
   int64_t work = 0;   // blocks wanted
   int64_t slots = 0;  // accumulators wanted
+  int64_t parts = 1;  // on Hopper, of each tile
 };
 
 // From 1.7 tiles for each SM on, the unequal blocks of a causal call and the last round of an even one leave less than
@@ -59,6 +60,38 @@ int64_t slot_bytes(const BwdPlan& plan) {
   return grads * slot_size(plan) * static_cast<int64_t>(sizeof(float));
 }
 
+// On Hopper a part has at least so many blocks of rows: each copies its keys, and adds its dk and dv to sums.
+constexpr int64_t kFewestRowBlocks = 8;
+// Parts are looked for where more than a sixth of the blocks' time is lost without, until no more than a tenth is, and
+// while there are no more than so many for each block.
+constexpr double kBusyWithout = 0.85, kBusyWith = 0.9;
+constexpr int64_t kMostParts = 4;
+
+// The share of their time for which blocks that stay have something to do, if each tile falls into so many parts: under
+// causality the longest, which are begun first, are twice as long as the average.
+double busy_with(const BwdPlan& plan, int64_t tiles, int64_t heads, int64_t parts, const Device& device) {
+  const int64_t blocks = device.num_sms / plan.tile.cluster;
+  const bool is_uneven = plan.kernel.is_causal && plan.kernel.window == 0;
+  const double part = parts < heads ? static_cast<double>(ceil_div(heads, parts)) / heads : 1.0 / parts;  // of a tile
+  const double least = static_cast<double>(tiles) / blocks;
+  return least / (is_uneven ? std::max(least, 2 * part) : ceil_div(tiles * parts, blocks) * part);
+}
+// Parts of each tile for these blocks: of its heads, and where these are too few, of the rows of each.
+int64_t parts_that_fill(const BwdPlan& plan, int64_t tiles, int64_t heads, const Device& device) {
+  int64_t best = 1;
+  double most = busy_with(plan, tiles, heads, 1, device);
+  if (most >= kBusyWithout) return best;
+  const int64_t row_parts = std::max<int64_t>(1, plan.kernel.dq_blocks / kFewestRowBlocks);
+  const int64_t limit = std::min(heads * row_parts, kMostParts * device.num_sms / plan.tile.cluster / tiles);
+  for (int64_t parts = 2; parts <= limit && most < kBusyWith; parts += parts < heads ? 1 : heads) {
+    const double busy = busy_with(plan, tiles, heads, parts, device);
+    if (busy <= most) continue;
+    best = parts;
+    most = busy;
+  }
+  return best;
+}
+
 Splits wanted_splits(const BwdPlan& plan, const BwdRound& round, const Device& device) {
   const BwdParams& p = plan.kernel;
   Splits splits;
@@ -66,13 +99,18 @@ Splits wanted_splits(const BwdPlan& plan, const BwdRound& round, const Device& d
   // The lengths of packed sequences are known on the device only: so is whether splitting any of them would pay.
   if (p.packing.is_active() || has_row_block_lists(plan) || !plan.sequence.is_single()) return splits;
   const bool continues = continues_dkv(plan, round);
+  if (plan.resident_blocks > 0) {
+    if (plan.may_split) splits.parts = parts_that_fill(plan, splits.tiles, round.groups, device);
+    if (splits.parts > 1 || continues) splits.slots = splits.tiles;
+    return splits;
+  }
   // Sums that go on through several launches are in a fixed order only if each launch has one block for each.
   if (p.has_split_slots && continues) return splits;
   // How many tiles a list fills is known on the device only, so that it may always be few.
   const bool gathered = is_gathered(plan.walk);
   if (!gathered && splits.tiles >= tiles_that_fill(device)) return splits;
   const int64_t m_blocks = ceil_div(p.seqlen_q, plan.tile.block_m);
-  // A deterministic column sum of a head has to come from one block, and blocks that stay take whole heads.
+  // A deterministic column sum of a head has to come from one block.
   splits.most = p.has_split_slots ? round.groups : round.groups * m_blocks;
   // Blocks take unequal times when causal: four for each SM even that out. Each costs a prologue and sums of its own, so
   // rounds, which share the work of one, have two.
@@ -127,6 +165,10 @@ Accumulators place_accumulators(const BwdPlan& plan, const BwdRound& round, int3
   if (kernel.deterministic && has_row_block_lists(plan) && !plan.keeps_terms) {
     const int64_t turns = plan.chunk_blocks > 0 ? ceil_div(round.row_blocks, plan.chunk_blocks) : 1;
     sums.dkv_semaphore = workspace.take<int32_t>(int64_t{round.batches} * round.heads_k * turns);
+  } else if (kernel.deterministic && plan.resident_blocks > 0 && !plan.keeps_terms) {
+    // Parts of a tile take turns at dk and dv, each consumer, of 64 keys, by itself.
+    const int64_t tiles = key_tiles_of(kernel, round.batches, round.heads_k, plan.tile.block_n);
+    sums.dkv_semaphore = workspace.take<int32_t>(tiles * (plan.tile.block_n / 64));
   }
   sums.round_zero_bytes = workspace.bytes() - begin;
   if (has_dkv_accum) {
@@ -158,6 +200,11 @@ int64_t affordable_slots(const BwdPlan& plan, const Splits& splits, int64_t take
 void choose_splits(BwdPlan& plan, const Splits& splits, int64_t taken, const Device& device) {
   BwdParams& kernel = plan.kernel;
   kernel.max_work_items = static_cast<int32_t>(std::min<int64_t>(splits.tiles, INT32_MAX));
+  if (plan.resident_blocks > 0) {
+    kernel.num_splits = static_cast<int32_t>(splits.parts);
+    plan.slots = splits.slots;
+    return;
+  }
   if (splits.most <= 1) return;
   const bool continues = continues_dkv(plan, plan.round);
   const int64_t slots = continues ? splits.tiles : affordable_slots(plan, splits, taken);
@@ -204,7 +251,11 @@ class RoundChoice {
   void make() {
     if (lacks_list_slots() && search(/*with_list_slots=*/true)) return;
     plan_.round = plan_.whole;
-    search(/*with_list_slots=*/false);
+    if (!search(/*with_list_slots=*/false) && has_parts()) {
+      plan_.may_split = false;
+      plan_.round = plan_.whole;
+      search(/*with_list_slots=*/false);
+    }
     if (may_keep_terms()) search_with_terms();
   }
 
@@ -273,6 +324,8 @@ class RoundChoice {
     return false;
   }
 
+  bool has_parts() const { return wanted_splits(plan_, plan_.round, device_).parts > 1; }
+
   // Lists that differ between blocks of rows.
   bool has_own_lists() const { return has_row_block_lists(plan_) && !has_shared_list(plan_); }
 
@@ -288,8 +341,6 @@ class RoundChoice {
     const Splits splits = wanted_splits(plan_, round, device_);
     int64_t slots = splits.slots;  // a tiled kernel has them all or none
     if (is_gathered(plan_.walk)) slots = with_list_slots ? std::min(slots, tiles_that_fill(device_)) : 0;
-    // Splits of whole heads even out no more than rounds with fewer heads each take away.
-    if (plan_.resident_blocks > 0) slots = 0;
     return accumulator_bytes(plan_, round, splits) + slots * slot_bytes(plan_) <= limit_;
   }
 
