@@ -61,29 +61,52 @@ int64_t slot_bytes(const BwdPlan& plan) {
 }
 
 // On Hopper a part has at least so many blocks of rows: each copies its keys, and adds its dk and dv to sums.
-constexpr int64_t kFewestRowBlocks = 8;
+constexpr int64_t kFewestRowBlocks = 4;
 // Parts are looked for where more than a sixth of the blocks' time is lost without, until no more than a tenth is, and
 // while there are no more than so many for each block.
 constexpr double kBusyWithout = 0.85, kBusyWith = 0.9;
-constexpr int64_t kMostParts = 4;
+constexpr int64_t kMostParts = 8;
+// Parts are worth their sums, and the rounds that these take, from this share of the time without.
+constexpr double kWorthParts = 0.9;
+// Under causality two items for each block, of unequal lengths, leave a sixth of the time even where they could be dealt
+// out evenly. And items that go through many heads one after the other, each in its own time, soon read and add to
+// different heads, more than stay in L2: by measurement of 8 heads.
+constexpr int64_t kEvenItems = 3, kHeadsInStep = 4;
+constexpr double kUnevenLoss = 1.2, kDriftLoss = 1.3;
+
+// Items go through their heads one by one, and are of different lengths.
+bool has_uneven_items(const BwdPlan& plan) { return plan.kernel.is_causal && plan.kernel.window == 0; }
+bool has_drifting_items(const BwdPlan& plan) {
+  return has_uneven_items(plan) && !plan.kernel.deterministic && plan.kernel.softcap <= 0.f;
+}
 
 // The share of their time for which blocks that stay have something to do, if each tile falls into so many parts: under
 // causality the longest, which are begun first, are twice as long as the average.
 double busy_with(const BwdPlan& plan, int64_t tiles, int64_t heads, int64_t parts, const Device& device) {
   const int64_t blocks = device.num_sms / plan.tile.cluster;
-  const bool is_uneven = plan.kernel.is_causal && plan.kernel.window == 0;
-  const double part = parts < heads ? static_cast<double>(ceil_div(heads, parts)) / heads : 1.0 / parts;  // of a tile
+  const int64_t heads_of_part = ceil_div(heads, parts);
+  const double part = parts < heads ? static_cast<double>(heads_of_part) / heads : 1.0 / parts;  // of a tile
   const double least = static_cast<double>(tiles) / blocks;
-  return least / (is_uneven ? std::max(least, 2 * part) : ceil_div(tiles * parts, blocks) * part);
+  if (!has_uneven_items(plan)) return least / (ceil_div(tiles * parts, blocks) * part);
+  double time = std::max(least, 2 * part);
+  if (has_drifting_items(plan) && tiles * parts < kEvenItems * blocks) time *= kUnevenLoss;
+  if (has_drifting_items(plan) && heads_of_part > kHeadsInStep) time *= kDriftLoss;
+  return least / time;
 }
 // Parts of each tile for these blocks: of its heads, and where these are too few, of the rows of each.
-int64_t parts_that_fill(const BwdPlan& plan, int64_t tiles, int64_t heads, const Device& device) {
+int64_t parts_that_fill(const BwdPlan& plan, const BwdRound& round, int64_t tiles, const Device& device) {
+  const int64_t heads = round.groups;
   int64_t best = 1;
-  double most = busy_with(plan, tiles, heads, 1, device);
+  double most = busy_with(plan, tiles, heads, best, device);
   if (most >= kBusyWithout) return best;
-  const int64_t row_parts = std::max<int64_t>(1, plan.kernel.dq_blocks / kFewestRowBlocks);
-  const int64_t limit = std::min(heads * row_parts, kMostParts * device.num_sms / plan.tile.cluster / tiles);
-  for (int64_t parts = 2; parts <= limit && most < kBusyWith; parts += parts < heads ? 1 : heads) {
+  const BwdParams& p = plan.kernel;
+  const int32_t seen_by = p.window > 0 ? ceil_div(p.window + plan.tile.block_n, plan.tile.block_m) : p.dq_blocks;
+  int64_t limit = heads * std::max<int64_t>(1, std::min(seen_by, p.dq_blocks) / kFewestRowBlocks);
+  limit = std::min(limit, std::max(heads, kMostParts * device.num_sms / plan.tile.cluster / tiles));
+  // Kernels with an fp32 bias for each row and key do not share out rows: no round may have fewer heads than parts.
+  if (p.bias.kind == BiasKind::kDirect) limit = plan.whole.groups - (plan.whole.groups - 1) / heads * heads;
+  for (int64_t parts = has_drifting_items(plan) && heads <= limit ? heads : 2; parts <= limit && most < kBusyWith;
+       parts += parts < heads ? 1 : heads) {
     const double busy = busy_with(plan, tiles, heads, parts, device);
     if (busy <= most) continue;
     best = parts;
@@ -100,7 +123,7 @@ Splits wanted_splits(const BwdPlan& plan, const BwdRound& round, const Device& d
   if (p.packing.is_active() || has_row_block_lists(plan) || !plan.sequence.is_single()) return splits;
   const bool continues = continues_dkv(plan, round);
   if (plan.resident_blocks > 0) {
-    if (plan.may_split) splits.parts = parts_that_fill(plan, splits.tiles, round.groups, device);
+    if (plan.may_split) splits.parts = parts_that_fill(plan, round, splits.tiles, device);
     if (splits.parts > 1 || continues) splits.slots = splits.tiles;
     return splits;
   }
@@ -251,17 +274,35 @@ class RoundChoice {
   void make() {
     if (lacks_list_slots() && search(/*with_list_slots=*/true)) return;
     plan_.round = plan_.whole;
-    if (!search(/*with_list_slots=*/false) && has_parts()) {
-      plan_.may_split = false;
-      plan_.round = plan_.whole;
-      search(/*with_list_slots=*/false);
-    }
+    const bool fits = search(/*with_list_slots=*/false);
+    if (wanted_splits(plan_, plan_.round, device_).parts > 1) weigh_parts(fits);
     if (may_keep_terms()) search_with_terms();
   }
 
  private:
   // Whether the order of sums over lists may be that of an addition at the end.
   bool may_keep_terms() const { return plan_.kernel.deterministic && plan_.chunk_blocks > 0 && has_own_lists(); }
+
+  // The sums of parts may take rounds, of which each has fewer tiles: then they have to gain more than that loses.
+  void weigh_parts(bool fits) {
+    const BwdRound with_parts = plan_.round;
+    const double time = time_of_rounds();
+    plan_.may_split = false;
+    plan_.round = plan_.whole;
+    search(/*with_list_slots=*/false);
+    if (!fits || time > kWorthParts * time_of_rounds()) return;
+    plan_.may_split = true;
+    plan_.round = with_parts;
+  }
+  // Of all rounds like plan.round, in units of what a block takes for all heads of a tile.
+  double time_of_rounds() const {
+    const BwdRound &all = plan_.whole, &round = plan_.round;
+    const Splits splits = wanted_splits(plan_, round, device_);
+    const double share = static_cast<double>(round.groups) / all.groups;
+    return ceil_div(all.batches, round.batches) * ceil_div(all.heads_k, round.heads_k) *
+           ceil_div(all.groups, round.groups) * share * splits.tiles /
+           busy_with(plan_, splits.tiles, round.groups, splits.parts, device_);
+  }
 
   // Chunks whose shares of dk, dv and dbias fit beside the other sums, in rounds of whole kv heads: the shortest chunks
   // that do, as longer ones make fewer items. If none do, chunks take turns, as has been chosen.
@@ -323,8 +364,6 @@ class RoundChoice {
     }
     return false;
   }
-
-  bool has_parts() const { return wanted_splits(plan_, plan_.round, device_).parts > 1; }
 
   // Lists that differ between blocks of rows.
   bool has_own_lists() const { return has_row_block_lists(plan_) && !has_shared_list(plan_); }

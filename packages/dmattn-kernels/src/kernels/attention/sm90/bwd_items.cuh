@@ -56,7 +56,9 @@ __device__ __forceinline__ BwdItem find_tiled_item(const BwdArguments& p, int in
   }
   int m_begin = min(max(first_row, 0) / T::kBlockM, p.m_blocks);
   const int split = part - head * p.num_splits;
-  if (p.row_splits > 1) {
+  // Beside an fp32 bias, and for pairs, there are no registers for it.
+  constexpr bool kSplitsRows = (T::kMasked || !T::kDenseBias) && !T::kPacked;
+  if (kSplitsRows && p.row_splits > 1) {
     const int row_part = split % p.row_splits, blocks = max(m_end - m_begin, 0);
     m_end = m_begin + blocks * (row_part + 1) / p.row_splits;
     m_begin += blocks * row_part / p.row_splits;
