@@ -60,8 +60,11 @@ int64_t slot_bytes(const BwdPlan& plan) {
   return grads * slot_size(plan) * static_cast<int64_t>(sizeof(float));
 }
 
-// On Hopper a part has at least so many blocks of rows: each copies its keys, and adds its dk and dv to sums.
-constexpr int64_t kFewestRowBlocks = 4;
+// On Hopper a part has at least so many blocks of rows: each copies its keys, and adds its dk and dv to sums. Half as many
+// do where there would not be a part for each block of the GPU.
+constexpr int64_t kFewestRowBlocks = 8;
+// In a fixed order so many parts are the most, each of whole heads: they wait for each other at the end.
+constexpr int64_t kMostPartsInOrder = 8;
 // Parts are looked for where more than a sixth of the blocks' time is lost without, until no more than a tenth is, and
 // while there are no more than so many for each block.
 constexpr double kBusyWithout = 0.85, kBusyWith = 0.9;
@@ -74,10 +77,12 @@ constexpr double kWorthParts = 0.9;
 constexpr int64_t kEvenItems = 3, kHeadsInStep = 4;
 constexpr double kUnevenLoss = 1.2, kDriftLoss = 1.3;
 
-// Items go through their heads one by one, and are of different lengths.
+// Items are of different lengths; and go through their heads one by one, as those do not that can add in a fixed order.
+// Clusters, which have twice the columns and half as many items at a time, lose nothing by it.
 bool has_uneven_items(const BwdPlan& plan) { return plan.kernel.is_causal && plan.kernel.window == 0; }
 bool has_drifting_items(const BwdPlan& plan) {
-  return has_uneven_items(plan) && !plan.kernel.deterministic && plan.kernel.softcap <= 0.f;
+  const BwdParams& p = plan.kernel;
+  return has_uneven_items(plan) && !p.deterministic && p.softcap <= 0.f && plan.tile.cluster == 1;
 }
 
 // The share of their time for which blocks that stay have something to do, if each tile falls into so many parts: under
@@ -93,18 +98,26 @@ double busy_with(const BwdPlan& plan, int64_t tiles, int64_t heads, int64_t part
   if (has_drifting_items(plan) && heads_of_part > kHeadsInStep) time *= kDriftLoss;
   return least / time;
 }
-// Parts of each tile for these blocks: of its heads, and where these are too few, of the rows of each.
+// The most parts that a tile can fall into: shares of its heads, and of their rows.
+int64_t most_parts(const BwdPlan& plan, const BwdRound& round, int64_t tiles, const Device& device) {
+  const BwdParams& p = plan.kernel;
+  const int64_t heads = round.groups, blocks = device.num_sms / plan.tile.cluster;
+  if (p.deterministic) return std::min(heads, kMostPartsInOrder);
+  // Kernels with an fp32 bias for each row and key do not share out rows: no round may have fewer heads than parts.
+  if (p.bias.kind == BiasKind::kDirect) return plan.whole.groups - (plan.whole.groups - 1) / heads * heads;
+  const int32_t seen_by = p.window > 0 ? ceil_div(p.window + plan.tile.block_n, plan.tile.block_m) : p.dq_blocks;
+  const int64_t rows = std::min(seen_by, p.dq_blocks);
+  const int64_t parts = heads * std::max<int64_t>(1, rows / kFewestRowBlocks);
+  const int64_t most = tiles * parts >= blocks ? parts : heads * std::max<int64_t>(1, rows / (kFewestRowBlocks / 2));
+  return std::min(most, std::max(heads, kMostParts * blocks / tiles));
+}
+// Parts of each tile for these blocks.
 int64_t parts_that_fill(const BwdPlan& plan, const BwdRound& round, int64_t tiles, const Device& device) {
   const int64_t heads = round.groups;
   int64_t best = 1;
   double most = busy_with(plan, tiles, heads, best, device);
   if (most >= kBusyWithout) return best;
-  const BwdParams& p = plan.kernel;
-  const int32_t seen_by = p.window > 0 ? ceil_div(p.window + plan.tile.block_n, plan.tile.block_m) : p.dq_blocks;
-  int64_t limit = heads * std::max<int64_t>(1, std::min(seen_by, p.dq_blocks) / kFewestRowBlocks);
-  limit = std::min(limit, std::max(heads, kMostParts * device.num_sms / plan.tile.cluster / tiles));
-  // Kernels with an fp32 bias for each row and key do not share out rows: no round may have fewer heads than parts.
-  if (p.bias.kind == BiasKind::kDirect) limit = plan.whole.groups - (plan.whole.groups - 1) / heads * heads;
+  const int64_t limit = most_parts(plan, round, tiles, device);
   for (int64_t parts = has_drifting_items(plan) && heads <= limit ? heads : 2; parts <= limit && most < kBusyWith;
        parts += parts < heads ? 1 : heads) {
     const double busy = busy_with(plan, tiles, heads, parts, device);
@@ -274,14 +287,17 @@ class RoundChoice {
   void make() {
     if (lacks_list_slots() && search(/*with_list_slots=*/true)) return;
     plan_.round = plan_.whole;
+    const bool wanted_parts = has_parts();
     const bool fits = search(/*with_list_slots=*/false);
-    if (wanted_splits(plan_, plan_.round, device_).parts > 1) weigh_parts(fits);
+    if (wanted_parts || has_parts()) weigh_parts(fits);
     if (may_keep_terms()) search_with_terms();
   }
 
  private:
   // Whether the order of sums over lists may be that of an addition at the end.
   bool may_keep_terms() const { return plan_.kernel.deterministic && plan_.chunk_blocks > 0 && has_own_lists(); }
+
+  bool has_parts() const { return wanted_splits(plan_, plan_.round, device_).parts > 1; }
 
   // The sums of parts may take rounds, of which each has fewer tiles: then they have to gain more than that loses.
   void weigh_parts(bool fits) {
