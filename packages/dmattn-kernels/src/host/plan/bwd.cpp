@@ -400,7 +400,7 @@ bool suits_residents(const BwdPlan& plan) {
   if (is_gathered(plan.walk)) return true;
   const int64_t blocks = int64_t{p.max_work_items} * p.num_splits * plan.tile.cluster;
   const bool is_uneven = p.is_causal && p.window == 0;
-  const bool fills = 10 * blocks >= (is_uneven ? 17 : 8) * int64_t{plan.resident_blocks};
+  const bool fills = 10 * blocks >= (is_uneven ? 17 : 7) * int64_t{plan.resident_blocks};
   const bool is_short = ceil_div(plan.round.groups * p.dq_blocks, p.num_splits) <= kShortSteps;
   if (p.packing.is_active()) return plan.round.groups == plan.whole.groups;
   return fills || is_short || p.deterministic;

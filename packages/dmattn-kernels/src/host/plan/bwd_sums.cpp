@@ -61,7 +61,7 @@ int64_t slot_bytes(const BwdPlan& plan) {
 }
 
 // On Hopper a part has at least so many blocks of rows: each copies its keys, and adds its dk and dv to sums. Half as many
-// do where there would not be a part for each block of the GPU.
+// do where there would be fewer than 1.7 parts for each block of the GPU.
 constexpr int64_t kFewestRowBlocks = 8;
 // In a fixed order so many parts are the most, each of whole heads: they wait for each other at the end.
 constexpr int64_t kMostPartsInOrder = 8;
@@ -108,7 +108,8 @@ int64_t most_parts(const BwdPlan& plan, const BwdRound& round, int64_t tiles, co
   const int32_t seen_by = p.window > 0 ? ceil_div(p.window + plan.tile.block_n, plan.tile.block_m) : p.dq_blocks;
   const int64_t rows = std::min(seen_by, p.dq_blocks);
   const int64_t parts = heads * std::max<int64_t>(1, rows / kFewestRowBlocks);
-  const int64_t most = tiles * parts >= blocks ? parts : heads * std::max<int64_t>(1, rows / (kFewestRowBlocks / 2));
+  const bool fills = 10 * tiles * parts >= 17 * blocks;
+  const int64_t most = fills ? parts : heads * std::max<int64_t>(1, rows / (kFewestRowBlocks / 2));
   return std::min(most, std::max(heads, kMostParts * blocks / tiles));
 }
 // Parts of each tile for these blocks.
