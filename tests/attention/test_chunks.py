@@ -39,11 +39,24 @@ CASES = [
     GROUP.with_(wants="qb"),
     KV_HEADS.with_(bias="", wants="qkv", layout="spaced"),
     KV_HEADS.with_(bias="bhq1", causal=False, softcap=10.0),
+    GROUP.with_(bias="", softcap=10.0),
+    GROUP.with_(bias="", nheads=83, head_dim=64, causal=False),
+    GROUP.with_(bias="", nheads=24, head_dim=256),
+]
+# One round, but so few blocks of keys that these fall into parts: of the heads, and of their rows.
+PARTS = [
+    Case(1300, 1300, 1, 2, 1, 128, causal=True),
+    Case(1700, 1290, 1, 1, 1, 64, causal=True, softcap=10.0),
+    Case(1100, 700, 1, 3, 1, 64),
+    Case(1090, 1500, 1, 3, 1, 128, causal=True, mask="11qk"),
+    Case(1100, 600, 1, 2, 1, 256),
+    Case(1100, 600, 1, 2, 1, 128, bias="1hqk"),
+    Case(1100, 600, 1, 2, 1, 128, causal=True, bias="bk1k"),
 ]
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("case", CASES, ids=case_id)
+@pytest.mark.parametrize("case", [*CASES, *PARTS], ids=case_id)
 def test_gradients(case: Case, deterministic: bool) -> None:
     check(case.with_(deterministic=deterministic))
 
@@ -116,7 +129,11 @@ def _heads(problem: Problem, heads: slice) -> Problem:
     return problem.with_(q=problem.q[:, :, heads], dout=problem.dout[:, :, heads], wants="q")
 
 
-@pytest.mark.parametrize("case", [BATCHES, KV_HEADS, GROUP], ids=case_id)
+@pytest.mark.parametrize(
+    "case",
+    [BATCHES, KV_HEADS, GROUP, GROUP.with_(bias=""), GROUP.with_(bias="", softcap=9.0), *PARTS[:3]],
+    ids=case_id,
+)
 def test_deterministic_repeat(case: Case) -> None:
     problem = build(case)
     want = run(problem, deterministic=True)

@@ -284,9 +284,10 @@ struct BwdParams {
   void* dk = nullptr;     // nullptr: not asked for
   void* dv = nullptr;
   Strides3 dk_stride, dv_stride;
-  // num_splits > 1, or chosen on the device (schedule != nullptr): dk and dv of a tile come from several blocks, as
-  // fp32 [slot][kBlockN][kHeadDim] each, rounded by reduce_dkv(). slot = tile, zeroed before and added to by atomics;
-  // with has_split_slots, slot = tile * num_splits + split, summed by reduce_dkv().
+  // num_splits > 1, or chosen on the device (schedule != nullptr), or on Hopper launches that follow one another with
+  // heads of one group: dk and dv of a tile come from several blocks, as fp32 [slot][kBlockN][kHeadDim] each, rounded by
+  // reduce_dkv(). slot = tile, zeroed before and added to by atomics; with has_split_slots, slot = tile * num_splits +
+  // split, summed by reduce_dkv().
   float* dk_slots = nullptr;
   float* dv_slots = nullptr;
   // fp32 [batch][nheads_k][seqlen_k][head_dim], zeroed before and converted after: for launches that follow one another
@@ -298,7 +299,7 @@ struct BwdParams {
   int32_t* dq_semaphore = nullptr;
   // Deterministic sums over interval lists: [batch][nheads_k], zeroed. Blocks of one kv head add to dk, dv and
   // dbias_cols in the order of their row blocks. Hopper: [batch][nheads_k][chunks], see BwdArguments; nullptr where what
-  // chunks add is kept apart (see ChunkTerms).
+  // chunks add is kept apart (see ChunkTerms). Consecutive keys on Hopper: two for each tile, whose parts take turns.
   int32_t* dkv_semaphore = nullptr;
   // Gathered by a key-only mask, written by bwd_schedule(): [0] = num_splits, [1] = number of tiles, [2 + i] = first
   // tile of list i (batch-major over (batch, nheads_k)), i <= batch * nheads_k.
@@ -309,7 +310,7 @@ struct BwdParams {
   int32_t head_ratio = 1;
   int32_t group_begin = 0, group_end = 1;       // query heads of each kv head handled by this launch: [begin, end)
   int32_t row_block_begin = 0, row_blocks = 1;  // interval lists: the row blocks handled by this launch
-  int32_t num_splits = 1;
+  int32_t num_splits = 1;  // on Hopper, if there are more than heads in a launch, some of them share out its rows
   // Gathered by a key-only mask: blocks to launch, an upper bound on tiles * splits: max(batch * nheads_k *
   // ceil(seqlen_k / kBlockN), the max_work given to bwd_schedule).
   int32_t max_work_items = 0;
@@ -330,7 +331,7 @@ struct BwdParams {
   // Hopper: one number, zero before the launch, which counts the blocks of keys that thread blocks have taken (see
   // BwdArguments).
   int32_t* work_counter = nullptr;
-  bool has_split_slots = false;  // deterministic, or on Hopper: splits then fall on whole heads
+  bool has_split_slots = false;  // deterministic, but not on Hopper: splits then fall on whole heads
   int32_t window = 0;            // as in FwdParams
   ChunkTerms terms;
   BiasPairs bias_pairs = BiasPairs::kNone;

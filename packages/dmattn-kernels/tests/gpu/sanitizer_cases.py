@@ -212,6 +212,10 @@ BY_OWN_SCORES = Launch(
 ONCE = (
     Launch("rounds of kv heads", batch=2, nheads=300, nheads_k=3, bias="bk1k", causal=True),
     Launch("rounds of one group", nheads=600, bias="1k1k", causal=True),
+    Launch("rounds of one group, no bias", nheads=600, causal=True),
+    Launch("rounds of one group, no bias, deterministic", nheads=600, deterministic=True),
+    Launch("parts of rows", 1100, 300, causal=True),
+    Launch("parts of rows, deterministic", 1100, 300, softcap=4.0, deterministic=True),
     Launch("rounds of one group, key mask", nheads=600, mask="1k1k", bias="1k1k"),
     Launch("rounds of one group, deterministic", nheads=600, mask="1h1k", deterministic=True),
     Launch("dense mask by rows", 130, 140, mask="bhqk", mask_by_rows=True, causal=True),

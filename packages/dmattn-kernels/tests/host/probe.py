@@ -129,13 +129,15 @@ def array_bytes(found: Plan, shape: dict[str, int], lists: int) -> dict[str, int
         blocks_q = -(-found["round.row_blocks"] * found["keys.block_rows"] // found["block_m"])
     tiles = round_kv_rows * -(-shape["seqlen_k"] // found["block_n"])
     splits = found["num_splits"] if found["deterministic"] else min(found["num_splits"] - 1, 1)
+    if found["arch"] == 90:  # the parts of a tile are added up in one place
+        splits = 1
     slots = found["max_tiles"] if found["gathered"] else tiles * splits
     slot = slots * found["block_n"] * found["dim_tile"] * 4
     kv = round_kv_rows * shape["seqlen_k"] * shape["head_dim"] * 4
     return {
         "lse": rows * found["seqlen_q_rounded"] * 4,
         "lse_rest": rows * found["seqlen_q_rounded"] * 4,
-        "dkv_semaphore": round_kv_rows * 4,
+        "dkv_semaphore": (2 * tiles if found["arch"] == 90 else round_kv_rows) * 4,
         "delta": rows * found["seqlen_q_rounded"] * 4,
         "dq_accum": round_rows * blocks_q * found["block_m"] * found["dim_tile"] * 4,
         "dq_semaphore": round_rows * blocks_q * 4,

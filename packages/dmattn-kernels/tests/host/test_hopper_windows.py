@@ -97,9 +97,8 @@ def test_a_window_of_all_keys_is_causality(probe: ctypes.CDLL, call: str) -> Non
     almost = plan_of(probe, call, window=4095, nheads_k=16)
     assert by_tiles(almost) and almost["window"] == 4095
     assert not by_tiles(plan_of(probe, call, SM80, window=4096))
-    # Tiles of so few heads do not keep the SMs busy in a causal backward.
     few = plan_of(probe, call, window=4096)
-    assert by_tiles(few) == (call == "fwd")
+    assert by_tiles(few)
 
 
 @pytest.mark.parametrize(
@@ -154,12 +153,12 @@ def test_backward_by_lists(probe: ctypes.CDLL, arguments: dict[str, Any]) -> Non
 def test_items_of_a_window_are_alike(probe: ctypes.CDLL) -> None:
     """So fewer of them keep the GPU busy than of a causal call, of which some are twice as long."""
     few = {"nheads": 4, "nheads_k": 4, "batch": 1}
-    assert plan_of(probe, "bwd", **few)["arch"] == 90
-    assert by_tiles(plan_of(probe, "bwd", **few))
+    window = plan_of(probe, "bwd", **few)
+    assert by_tiles(window) and window["arch"] == 90 and window["num_splits"] == 1
     causal = Probe(probe).bwd(
         SM90, SMS, seqlen_q=4096, seqlen_k=4096, head_dim=128, is_causal=1, **few
     )
-    assert causal["arch"] == 80
+    assert causal["arch"] == 90 and causal["num_splits"] > 1
 
 
 def test_a_bias_that_lists_read_element_by_element(probe: ctypes.CDLL) -> None:

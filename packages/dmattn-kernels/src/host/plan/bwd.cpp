@@ -96,7 +96,7 @@ void use_kernels(BwdPlan& plan, const KernelSet& kernels, const Device& device) 
   const bool has_bias = kernel.bias.kind != BiasKind::kNone;
   const BwdTile& tile = plan.tile = kernels.bwd_tile(plan.unit.head_dim_tile, plan.unit.gathered, has_bias,
                                                      hides_keys(plan) || kernel.packing.is_active());
-  kernel.has_split_slots = kernel.deterministic || kernels.is_persistent;
+  kernel.has_split_slots = kernel.deterministic && !kernels.is_persistent;
   kernel.dq_blocks = ceil_div(kernel.seqlen_q, tile.block_m);
   if (!kernel.packing.is_active()) {
     kernel.seqlen_q_rounded = round_up(round_up(kernel.seqlen_q, tile.block_m), kRowPitch);
@@ -391,18 +391,19 @@ bool is_for_residents(const BwdPlan& plan) {
 // Blocks of rows for which splitting them between thread blocks would not pay.
 constexpr int32_t kShortSteps = 8;
 
-// Whether thread blocks that stay have what keeps the GPU busy, without rounds that go on with the sums of others. Other
-// kernels split the rows of a head, too, but not where sums are deterministic; they take nearly twice as long over the
-// same rows. Under causality the longest items take twice as long as the average, but not with a window of keys. No
-// kernel splits packed sequences.
+// Whether thread blocks that stay have what keeps the GPU busy. Where they do not, there is no memory for the sums of
+// parts, or the rows are few. Other kernels take nearly twice as long over the same rows, and split these further, but not
+// where sums are deterministic. Under causality the longest items take twice as long as the average, but not with a
+// window of keys. No kernel splits packed sequences, and this one cannot go on with their sums in another round.
 bool suits_residents(const BwdPlan& plan) {
   const BwdParams& p = plan.kernel;
   if (is_gathered(plan.walk)) return true;
   const int64_t blocks = int64_t{p.max_work_items} * p.num_splits * plan.tile.cluster;
   const bool is_uneven = p.is_causal && p.window == 0;
-  const bool fills = 10 * blocks >= (is_uneven ? 17 : 8) * int64_t{plan.resident_blocks};
-  const bool is_short = ceil_div(p.head_ratio, p.num_splits) * p.dq_blocks <= kShortSteps;
-  return (fills || is_short || p.deterministic || p.packing.is_active()) && plan.round.groups == plan.whole.groups;
+  const bool fills = 10 * blocks >= (is_uneven ? 17 : 7) * int64_t{plan.resident_blocks};
+  const bool is_short = ceil_div(plan.round.groups * p.dq_blocks, p.num_splits) <= kShortSteps;
+  if (p.packing.is_active()) return plan.round.groups == plan.whole.groups;
+  return fills || is_short || p.deterministic;
 }
 
 // The kernels of the newest architecture that does what is asked for. finds_window: only those that find the window of

@@ -46,6 +46,7 @@ struct Splits {
   int64_t most = 1;   // parts that a tile can fall into
   int64_t work = 0;   // blocks wanted
   int64_t slots = 0;  // accumulators wanted
+  int64_t parts = 1;  // on Hopper, of each tile
 };
 
 // From 1.7 tiles for each SM on, the unequal blocks of a causal call and the last round of an even one leave less than
@@ -59,6 +60,75 @@ int64_t slot_bytes(const BwdPlan& plan) {
   return grads * slot_size(plan) * static_cast<int64_t>(sizeof(float));
 }
 
+// On Hopper a part has at least so many blocks of rows: each copies its keys, and adds its dk and dv to sums. Half as many
+// do where there would be fewer than 1.7 parts for each block of the GPU.
+constexpr int64_t kFewestRowBlocks = 8;
+// In a fixed order so many parts are the most, each of whole heads: they wait for each other at the end.
+constexpr int64_t kMostPartsInOrder = 8;
+// Parts are looked for where more than a sixth of the blocks' time is lost without, until no more than a tenth is, and
+// while there are no more than so many for each block.
+constexpr double kBusyWithout = 0.85, kBusyWith = 0.9;
+constexpr int64_t kMostParts = 8;
+// Parts are worth their sums, and the rounds that these take, from this share of the time without.
+constexpr double kWorthParts = 0.9;
+// Under causality two items for each block, of unequal lengths, leave a sixth of the time even where they could be dealt
+// out evenly. And items that go through many heads one after the other, each in its own time, soon read and add to
+// different heads, more than stay in L2: by measurement of 8 heads.
+constexpr int64_t kEvenItems = 3, kHeadsInStep = 4;
+constexpr double kUnevenLoss = 1.2, kDriftLoss = 1.3;
+
+// Items are of different lengths; and go through their heads one by one, as those do not that can add in a fixed order.
+// Clusters, which have twice the columns and half as many items at a time, lose nothing by it.
+bool has_uneven_items(const BwdPlan& plan) { return plan.kernel.is_causal && plan.kernel.window == 0; }
+bool has_drifting_items(const BwdPlan& plan) {
+  const BwdParams& p = plan.kernel;
+  return has_uneven_items(plan) && !p.deterministic && p.softcap <= 0.f && plan.tile.cluster == 1;
+}
+
+// The share of their time for which blocks that stay have something to do, if each tile falls into so many parts: under
+// causality the longest, which are begun first, are twice as long as the average.
+double busy_with(const BwdPlan& plan, int64_t tiles, int64_t heads, int64_t parts, const Device& device) {
+  const int64_t blocks = device.num_sms / plan.tile.cluster;
+  const int64_t heads_of_part = ceil_div(heads, parts);
+  const double part = parts < heads ? static_cast<double>(heads_of_part) / heads : 1.0 / parts;  // of a tile
+  const double least = static_cast<double>(tiles) / blocks;
+  if (!has_uneven_items(plan)) return least / (ceil_div(tiles * parts, blocks) * part);
+  double time = std::max(least, 2 * part);
+  if (has_drifting_items(plan) && tiles * parts < kEvenItems * blocks) time *= kUnevenLoss;
+  if (has_drifting_items(plan) && heads_of_part > kHeadsInStep) time *= kDriftLoss;
+  return least / time;
+}
+// The most parts that a tile can fall into: shares of its heads, and of their rows.
+int64_t most_parts(const BwdPlan& plan, const BwdRound& round, int64_t tiles, const Device& device) {
+  const BwdParams& p = plan.kernel;
+  const int64_t heads = round.groups, blocks = device.num_sms / plan.tile.cluster;
+  if (p.deterministic) return std::min(heads, kMostPartsInOrder);
+  // Kernels with an fp32 bias for each row and key do not share out rows: no round may have fewer heads than parts.
+  if (p.bias.kind == BiasKind::kDirect) return plan.whole.groups - (plan.whole.groups - 1) / heads * heads;
+  const int32_t seen_by = p.window > 0 ? ceil_div(p.window + plan.tile.block_n, plan.tile.block_m) : p.dq_blocks;
+  const int64_t rows = std::min(seen_by, p.dq_blocks);
+  const int64_t parts = heads * std::max<int64_t>(1, rows / kFewestRowBlocks);
+  const bool fills = 10 * tiles * parts >= 17 * blocks;
+  const int64_t most = fills ? parts : heads * std::max<int64_t>(1, rows / (kFewestRowBlocks / 2));
+  return std::min(most, std::max(heads, kMostParts * blocks / tiles));
+}
+// Parts of each tile for these blocks.
+int64_t parts_that_fill(const BwdPlan& plan, const BwdRound& round, int64_t tiles, const Device& device) {
+  const int64_t heads = round.groups;
+  int64_t best = 1;
+  double most = busy_with(plan, tiles, heads, best, device);
+  if (most >= kBusyWithout) return best;
+  const int64_t limit = most_parts(plan, round, tiles, device);
+  for (int64_t parts = has_drifting_items(plan) && heads <= limit ? heads : 2; parts <= limit && most < kBusyWith;
+       parts += parts < heads ? 1 : heads) {
+    const double busy = busy_with(plan, tiles, heads, parts, device);
+    if (busy <= most) continue;
+    best = parts;
+    most = busy;
+  }
+  return best;
+}
+
 Splits wanted_splits(const BwdPlan& plan, const BwdRound& round, const Device& device) {
   const BwdParams& p = plan.kernel;
   Splits splits;
@@ -66,13 +136,18 @@ Splits wanted_splits(const BwdPlan& plan, const BwdRound& round, const Device& d
   // The lengths of packed sequences are known on the device only: so is whether splitting any of them would pay.
   if (p.packing.is_active() || has_row_block_lists(plan) || !plan.sequence.is_single()) return splits;
   const bool continues = continues_dkv(plan, round);
+  if (plan.resident_blocks > 0) {
+    if (plan.may_split) splits.parts = parts_that_fill(plan, round, splits.tiles, device);
+    if (splits.parts > 1 || continues) splits.slots = splits.tiles;
+    return splits;
+  }
   // Sums that go on through several launches are in a fixed order only if each launch has one block for each.
   if (p.has_split_slots && continues) return splits;
   // How many tiles a list fills is known on the device only, so that it may always be few.
   const bool gathered = is_gathered(plan.walk);
   if (!gathered && splits.tiles >= tiles_that_fill(device)) return splits;
   const int64_t m_blocks = ceil_div(p.seqlen_q, plan.tile.block_m);
-  // A deterministic column sum of a head has to come from one block, and blocks that stay take whole heads.
+  // A deterministic column sum of a head has to come from one block.
   splits.most = p.has_split_slots ? round.groups : round.groups * m_blocks;
   // Blocks take unequal times when causal: four for each SM even that out. Each costs a prologue and sums of its own, so
   // rounds, which share the work of one, have two.
@@ -127,6 +202,10 @@ Accumulators place_accumulators(const BwdPlan& plan, const BwdRound& round, int3
   if (kernel.deterministic && has_row_block_lists(plan) && !plan.keeps_terms) {
     const int64_t turns = plan.chunk_blocks > 0 ? ceil_div(round.row_blocks, plan.chunk_blocks) : 1;
     sums.dkv_semaphore = workspace.take<int32_t>(int64_t{round.batches} * round.heads_k * turns);
+  } else if (kernel.deterministic && plan.resident_blocks > 0 && !plan.keeps_terms) {
+    // Parts of a tile take turns at dk and dv, each consumer, of 64 keys, by itself.
+    const int64_t tiles = key_tiles_of(kernel, round.batches, round.heads_k, plan.tile.block_n);
+    sums.dkv_semaphore = workspace.take<int32_t>(tiles * (plan.tile.block_n / 64));
   }
   sums.round_zero_bytes = workspace.bytes() - begin;
   if (has_dkv_accum) {
@@ -158,6 +237,11 @@ int64_t affordable_slots(const BwdPlan& plan, const Splits& splits, int64_t take
 void choose_splits(BwdPlan& plan, const Splits& splits, int64_t taken, const Device& device) {
   BwdParams& kernel = plan.kernel;
   kernel.max_work_items = static_cast<int32_t>(std::min<int64_t>(splits.tiles, INT32_MAX));
+  if (plan.resident_blocks > 0) {
+    kernel.num_splits = static_cast<int32_t>(splits.parts);
+    plan.slots = splits.slots;
+    return;
+  }
   if (splits.most <= 1) return;
   const bool continues = continues_dkv(plan, plan.round);
   const int64_t slots = continues ? splits.tiles : affordable_slots(plan, splits, taken);
@@ -204,13 +288,38 @@ class RoundChoice {
   void make() {
     if (lacks_list_slots() && search(/*with_list_slots=*/true)) return;
     plan_.round = plan_.whole;
-    search(/*with_list_slots=*/false);
+    const bool wanted_parts = has_parts();
+    const bool fits = search(/*with_list_slots=*/false);
+    if (wanted_parts || has_parts()) weigh_parts(fits);
     if (may_keep_terms()) search_with_terms();
   }
 
  private:
   // Whether the order of sums over lists may be that of an addition at the end.
   bool may_keep_terms() const { return plan_.kernel.deterministic && plan_.chunk_blocks > 0 && has_own_lists(); }
+
+  bool has_parts() const { return wanted_splits(plan_, plan_.round, device_).parts > 1; }
+
+  // The sums of parts may take rounds, of which each has fewer tiles: then they have to gain more than that loses.
+  void weigh_parts(bool fits) {
+    const BwdRound with_parts = plan_.round;
+    const double time = time_of_rounds();
+    plan_.may_split = false;
+    plan_.round = plan_.whole;
+    search(/*with_list_slots=*/false);
+    if (!fits || time > kWorthParts * time_of_rounds()) return;
+    plan_.may_split = true;
+    plan_.round = with_parts;
+  }
+  // Of all rounds like plan.round, in units of what a block takes for all heads of a tile.
+  double time_of_rounds() const {
+    const BwdRound &all = plan_.whole, &round = plan_.round;
+    const Splits splits = wanted_splits(plan_, round, device_);
+    const double share = static_cast<double>(round.groups) / all.groups;
+    return ceil_div(all.batches, round.batches) * ceil_div(all.heads_k, round.heads_k) *
+           ceil_div(all.groups, round.groups) * share * splits.tiles /
+           busy_with(plan_, splits.tiles, round.groups, splits.parts, device_);
+  }
 
   // Chunks whose shares of dk, dv and dbias fit beside the other sums, in rounds of whole kv heads: the shortest chunks
   // that do, as longer ones make fewer items. If none do, chunks take turns, as has been chosen.
@@ -288,8 +397,6 @@ class RoundChoice {
     const Splits splits = wanted_splits(plan_, round, device_);
     int64_t slots = splits.slots;  // a tiled kernel has them all or none
     if (is_gathered(plan_.walk)) slots = with_list_slots ? std::min(slots, tiles_that_fill(device_)) : 0;
-    // Splits of whole heads even out no more than rounds with fewer heads each take away.
-    if (plan_.resident_blocks > 0) slots = 0;
     return accumulator_bytes(plan_, round, splits) + slots * slot_bytes(plan_) <= limit_;
   }
 

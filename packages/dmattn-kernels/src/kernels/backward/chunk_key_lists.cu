@@ -144,61 +144,73 @@ __device__ __forceinline__ void find_tile_rows(const Chunk& c, const ClassCounts
 
 // --- the rows of ChunkTerms ------------------------------------------------------------------------------------------
 
-// A block for all keys of a list head: those of a key begin where those of the keys before it end. A warp has kKeysOfLane
-// times 32 neighbouring keys of a pass, so that what is read in a pass is on its way at once.
-constexpr int kKeysOfLane = 8;
+// Blocks of kTermKeys keys of a list head: the rows of a key begin where those of the keys before it end. Each block counts
+// the rows of all keys before its own by itself, which takes less than to wait for those who have them. A warp has
+// kKeysOfLane times 32 neighbouring keys.
+constexpr int kKeysOfLane = 8, kTermKeys = kThreads * kKeysOfLane;
 
-__device__ __forceinline__ void place_terms(const ChunkKeyListsParams& p, int64_t head, const int32_t* end,
-                                            int (&warp_sums)[kWarps]) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+struct TermBlocks {
+  Divisor chunk_rows;
+  int32_t of_head;  // blocks
+};
+struct TermSums {
+  uint32_t before[kWarps], own[kWarps];  // of the keys that each warp has counted; of its own keys
+};
+
+__device__ __forceinline__ ChunksOfKey chunks_of_key(const ChunkKeyListsParams& p, const TermBlocks& t,
+                                                     const int32_t* end, int key) {
+  return find_chunks_of_key(key, __ldg(end + key), p.seqlen_q, p.seqlen_k, t.chunk_rows);
+}
+
+// Numbers are unsigned, since intervals of the caller may be any.
+__device__ __forceinline__ void place_terms(const ChunkKeyListsParams& p, const TermBlocks& t, int64_t head, int block,
+                                            const int32_t* end, TermSums& sums) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first_of_block = block * kTermKeys;
+  uint32_t before = 0;
+#pragma unroll 2
+  for (int pass = threadIdx.x; pass < first_of_block; pass += kTermKeys) {
+#pragma unroll
+    for (int i = 0; i < kKeysOfLane; ++i) before += chunks_of_key(p, t, end, pass + i * kThreads).count;
+  }
+  before = __reduce_add_sync(kFullWarp, before);
+  const int first_key = first_of_block + warp * (32 * kKeysOfLane) + lane;
+  uint32_t place[kKeysOfLane], sum = 0;
+#pragma unroll
+  for (int i = 0; i < kKeysOfLane; ++i) {
+    const int key = first_key + 32 * i;
+    const ChunksOfKey chunks = key < p.seqlen_k ? chunks_of_key(p, t, end, key) : ChunksOfKey{0, 0};
+    const uint32_t after = warp_inclusive_scan(static_cast<uint32_t>(chunks.count));
+    place[i] = sum + after - chunks.count - chunks.first;
+    sum += __shfl_sync(kFullWarp, after, 31);
+  }
+  if (lane == 0) sums.before[warp] = before, sums.own[warp] = sum;
+  __syncthreads();
+  uint32_t begin = 0;
+  for (int w = 0; w < kWarps; ++w) begin += sums.before[w] + (w < warp ? sums.own[w] : 0);
   int32_t* const to = p.first_term + head * p.seqlen_k;
-  uint32_t before =
-      0;  // rows of the keys of earlier passes; unsigned, since intervals of the caller may be any numbers
-  for (int pass = 0; pass < p.seqlen_k; pass += kThreads * kKeysOfLane) {
-    const int first_key = pass + warp * (32 * kKeysOfLane) + lane;
-    uint32_t place[kKeysOfLane], sum = 0;
 #pragma unroll
-    for (int i = 0; i < kKeysOfLane; ++i) {
-      const int key = first_key + 32 * i;
-      ChunksOfKey chunks = {0, 0};
-      if (key < p.seqlen_k) {
-        chunks = find_chunks_of_key(key, __ldg(end + key), p.seqlen_q, p.seqlen_k, p.to.keys.block_rows);
-      }
-      const uint32_t after = warp_inclusive_scan(static_cast<uint32_t>(chunks.count));
-      place[i] = sum + after - chunks.count - chunks.first;
-      sum += __shfl_sync(kFullWarp, after, 31);
-    }
-    if (lane == 0) warp_sums[warp] = static_cast<int>(sum);
-    __syncthreads();
-    uint32_t own = before;
-    for (int w = 0; w < kWarps; ++w) {
-      const uint32_t other = static_cast<uint32_t>(warp_sums[w]);
-      before += other;
-      if (w < warp) own += other;
-    }
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < kKeysOfLane; ++i) {
-      const int key = first_key + 32 * i;
-      if (key < p.seqlen_k) to[key] = static_cast<int32_t>(own + place[i]);
-    }
+  for (int i = 0; i < kKeysOfLane; ++i) {
+    const int key = first_key + 32 * i;
+    if (key < p.seqlen_k) to[key] = static_cast<int32_t>(begin + place[i]);
   }
 }
 
-// kHasTerms: the first blocks place the terms of a list head each, while the others put lists together.
+// kHasTerms: the first blocks place the terms of the list heads, while the others put lists together.
 template <bool kHasTerms>
-__global__ void __launch_bounds__(kThreads) chunk_key_lists_kernel(const ChunkKeyListsParams p) {
+__global__ void __launch_bounds__(kThreads) chunk_key_lists_kernel(const ChunkKeyListsParams p, TermBlocks terms) {
   __shared__ ClassCounts s;
   const KeyList& to = p.to.keys;
   int64_t list = blockIdx.x;  // (batch, head, chunk)
   if constexpr (kHasTerms) {
-    __shared__ int warp_sums[kWarps];
-    const int heads = to.batch * to.heads, head = blockIdx.x;
-    if (head < heads) {
+    __shared__ TermSums sums;
+    const int heads = to.batch * to.heads, blocks = heads * terms.of_head;
+    if (list < blocks) {
+      // The last keys of all heads first: most come before them.
+      const int head = static_cast<int>(list % heads), block = terms.of_head - 1 - static_cast<int>(list / heads);
       const int64_t head_list = static_cast<int64_t>(head / to.heads) * p.from.heads + head % to.heads;
-      return place_terms(p, head, p.from.end + head_list * p.seqlen_k, warp_sums);
+      return place_terms(p, terms, head, block, p.from.end + head_list * p.seqlen_k, sums);
     }
-    list -= heads;
+    list -= blocks;
   }
   const int64_t pair = list / to.blocks;
   const int64_t head_list = pair / to.heads * p.from.heads + pair % to.heads;
@@ -215,10 +227,12 @@ __global__ void __launch_bounds__(kThreads) chunk_key_lists_kernel(const ChunkKe
 cudaError_t chunk_key_lists(const ChunkKeyListsParams& p, cudaStream_t stream) {
   const KeyList& to = p.to.keys;
   const int64_t lists = static_cast<int64_t>(to.batch) * to.heads * to.blocks;
-  if (p.first_term != nullptr) {
-    return launch(chunk_key_lists_kernel<true>, lists + int64_t{to.batch} * to.heads, kThreads, 0, stream, p);
+  if (p.first_term == nullptr) {
+    return launch(chunk_key_lists_kernel<false>, lists, kThreads, 0, stream, p, TermBlocks{});
   }
-  return launch(chunk_key_lists_kernel<false>, lists, kThreads, 0, stream, p);
+  const TermBlocks terms = {Divisor(to.block_rows), ceil_div(p.seqlen_k, kTermKeys)};
+  const int64_t term_blocks = int64_t{to.batch} * to.heads * terms.of_head;
+  return launch(chunk_key_lists_kernel<true>, lists + term_blocks, kThreads, 0, stream, p, terms);
 }
 
 }  // namespace dmattn

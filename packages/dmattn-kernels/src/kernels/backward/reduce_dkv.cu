@@ -123,6 +123,8 @@ struct ReduceTermsParams {
   ChunkTerms terms;
   float* dbias_cols;
   KeyList keys;  // of chunks
+  Divisor chunk_rows;
+  int32_t blocks_of_head;
   int32_t seqlen_q, seqlen_k, nheads, nheads_k, head_ratio, head_dim;
 };
 
@@ -134,29 +136,61 @@ __device__ __forceinline__ TermRows find_terms(const ReduceTermsParams& p, int b
   const int64_t list =
       static_cast<int64_t>(p.keys.batch > 1 ? b : 0) * p.keys.heads + hk * p.head_ratio / p.keys.head_ratio;
   const int64_t at = list * p.seqlen_k + key;
-  const ChunksOfKey chunks = find_chunks_of_key(key, __ldg(p.keys.end + at), p.seqlen_q, p.seqlen_k, p.keys.block_rows);
+  const ChunksOfKey chunks = find_chunks_of_key(key, __ldg(p.keys.end + at), p.seqlen_q, p.seqlen_k, p.chunk_rows);
   const int64_t first = static_cast<int64_t>(__ldg(p.terms.first + at)) + chunks.first;
   const int64_t begin = min(max(first, int64_t{0}), int64_t{p.terms.capacity});
   const int64_t head = (static_cast<int64_t>(b) * p.nheads_k + hk) * p.terms.capacity;
   return {head + begin, head + min(begin + chunks.count, int64_t{p.terms.capacity})};
 }
 
+// A key that is seen for long has a row in each of many chunks: so many are on their way at once.
+constexpr int kTermsAtOnce = 8;
+
+__device__ __forceinline__ void sum_terms(float (&acc)[8], const float* src, const TermRows& rows, int head_dim) {
+#pragma unroll 1
+  for (int64_t row = rows.begin; row < rows.end; row += kTermsAtOnce) {
+    float4 x[kTermsAtOnce][2];
+#pragma unroll
+    for (int i = 0; i < kTermsAtOnce; ++i) {
+      const float4* const from = reinterpret_cast<const float4*>(src + (row + i) * head_dim);
+      x[i][0] = x[i][1] = make_float4(0.f, 0.f, 0.f, 0.f);
+      if (row + i < rows.end) x[i][0] = __ldg(from), x[i][1] = __ldg(from + 1);
+    }
+#pragma unroll
+    for (int i = 0; i < kTermsAtOnce; ++i) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        acc[4 * half] += x[i][half].x;
+        acc[4 * half + 1] += x[i][half].y;
+        acc[4 * half + 2] += x[i][half].z;
+        acc[4 * half + 3] += x[i][half].w;
+      }
+    }
+  }
+}
+
+// A thread has eight columns of a key.
 template <class Element>
 __global__ void __launch_bounds__(kThreads) reduce_chunk_terms_kernel(const __grid_constant__ ReduceTermsParams p) {
   const bool is_first = blockIdx.x % 2 == 0;
   const GradOut& out = p.outs.grad[blockIdx.x % 2];
-  for_each_chunk(blockIdx.x / 2, p.nheads_k, p.seqlen_k, p.head_dim, [&](int b, int hk, int key, int col) {
-    const TermRows rows = find_terms(p, b, hk, key);
-    float acc[8] = {};
-#pragma unroll 4
-    for (int64_t row = rows.begin; row < rows.end; ++row) accumulate8(acc, out.src + row * p.head_dim + col, 1.f);
-    store_chunk(out.dst + row_offset(out.stride, b, hk, key) + col, pack_chunk<Element>(acc), out.vec);
-    if (!is_first || col != 0 || p.terms.dbias == nullptr) return;
-    float sum = 0.f;
-#pragma unroll 4
-    for (int64_t row = rows.begin; row < rows.end; ++row) sum += __ldg(p.terms.dbias + row);
-    p.dbias_cols[(static_cast<int64_t>(b) * p.nheads + hk * p.head_ratio) * p.seqlen_k + key] = sum;
-  });
+  const int block = static_cast<int>(blockIdx.x / 2), pair = block / p.blocks_of_head;
+  const int chunks = ceil_div(p.head_dim, 8), keys = kThreads / chunks, own = static_cast<int>(threadIdx.x) / chunks;
+  const int key = (block - pair * p.blocks_of_head) * keys + own;
+  if (own >= keys || key >= p.seqlen_k) return;
+  const int col = (static_cast<int>(threadIdx.x) - own * chunks) * 8, b = pair / p.nheads_k, hk = pair % p.nheads_k;
+  const TermRows rows = find_terms(p, b, hk, key);
+  float acc[8] = {};
+  sum_terms(acc, out.src + col, rows, p.head_dim);
+  store_chunk(out.dst + row_offset(out.stride, b, hk, key) + col, pack_chunk<Element>(acc), out.vec);
+  if (!is_first || col != 0 || p.terms.dbias == nullptr) return;
+  float sum = 0.f;
+#pragma unroll 1
+  for (int64_t row = rows.begin; row < rows.end; row += kTermsAtOnce) {
+#pragma unroll
+    for (int i = 0; i < kTermsAtOnce; ++i) sum += row + i < rows.end ? __ldg(p.terms.dbias + row + i) : 0.f;
+  }
+  p.dbias_cols[(static_cast<int64_t>(b) * p.nheads + hk * p.head_ratio) * p.seqlen_k + key] = sum;
 }
 
 }  // namespace
@@ -201,13 +235,15 @@ cudaError_t reduce_chunk_terms(const BwdParams& p, Dtype dtype, cudaStream_t str
   r.terms = p.terms;
   r.dbias_cols = p.dbias_cols;
   r.keys = p.chunks.keys;
+  r.chunk_rows = Divisor(p.chunks.keys.block_rows);
+  r.blocks_of_head = ceil_div(p.seqlen_k, kThreads / ceil_div(p.head_dim, 8));
   r.seqlen_q = p.seqlen_q;
   r.seqlen_k = p.seqlen_k;
   r.nheads = p.nheads;
   r.nheads_k = p.nheads_k;
   r.head_ratio = p.head_ratio;
   r.head_dim = p.head_dim;
-  const int64_t blocks = 2 * row_tiles(p.batch, p.nheads_k, p.seqlen_k);
+  const int64_t blocks = int64_t{2} * p.batch * p.nheads_k * r.blocks_of_head;
   return with_half_type(dtype, [&](auto element) {
     return launch(reduce_chunk_terms_kernel<decltype(element)>, blocks, kThreads, 0, stream, r);
   });

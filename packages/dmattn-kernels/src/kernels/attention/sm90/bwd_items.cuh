@@ -7,7 +7,7 @@
 namespace dmattn::sm90 {
 
 struct BwdItem {
-  int n_block, head_k, split, batch;  // of a list, n_block counts tiles of its entries
+  int n_block, head_k, split, batch;  // of a list, n_block counts tiles of its entries; split: which part of them
   int m_begin, m_end;                 // blocks of rows that see any of the keys
   int chunk;                          // of rows; 0 without lists
 };
@@ -54,12 +54,18 @@ __device__ __forceinline__ BwdItem find_tiled_item(const BwdArguments& p, int in
       m_end = min((max(end_row, 0) + T::kBlockM - 1) / T::kBlockM, m_end);
     }
   }
-  return {n_block,
-          batch_is_inner ? outer_part : inner_part,
-          part - head * p.num_splits,
-          batch_is_inner ? inner_part : outer_part,
-          min(max(first_row, 0) / T::kBlockM, p.m_blocks),
-          m_end,
+  int m_begin = min(max(first_row, 0) / T::kBlockM, p.m_blocks);
+  const int split = part - head * p.num_splits;
+  // Beside an fp32 bias, and for pairs, there are no registers for it.
+  constexpr bool kSplitsRows = (T::kMasked || !T::kDenseBias) && !T::kPacked;
+  if (kSplitsRows && p.row_splits > 1) {
+    const int row_part = split % p.row_splits, blocks = max(m_end - m_begin, 0);
+    m_end = m_begin + blocks * (row_part + 1) / p.row_splits;
+    m_begin += blocks * row_part / p.row_splits;
+  }
+  return {n_block, batch_is_inner ? outer_part : inner_part,
+          split,   batch_is_inner ? inner_part : outer_part,
+          m_begin, m_end,
           0};
 }
 
@@ -173,8 +179,9 @@ struct HeadRange {
   int begin, end;
 };
 __device__ __forceinline__ HeadRange heads_of(const BwdArguments& p, const BwdItem& item) {
-  const int first = item.head_k * p.head_ratio;
-  return {first + p.head_ratio * item.split / p.num_splits, first + p.head_ratio * (item.split + 1) / p.num_splits};
+  const int first = item.head_k * p.head_ratio + p.group_begin;
+  const int splits = p.num_splits / p.row_splits, split = item.split / p.row_splits;
+  return {first + p.group_heads * split / splits, first + p.group_heads * (split + 1) / splits};
 }
 
 // The steps of an item: the query heads of its part, and of each the blocks of rows that see its keys, from the last to
@@ -211,10 +218,15 @@ struct HeadSteps {
 
   __device__ __forceinline__ HeadSteps(const BwdArguments& p, const BwdItem& item) {
     // Lists are not split, so that the number of heads need not be kept.
-    const int first = T::kGathered ? 0 : p.head_ratio * item.split / p.num_splits;
-    heads = T::kGathered ? p.head_ratio : p.head_ratio * (item.split + 1) / p.num_splits - first;
+    if constexpr (T::kGathered) {
+      heads = p.head_ratio;
+      head = item.head_k * p.head_ratio;
+    } else {
+      const HeadRange range = heads_of(p, item);
+      heads = range.end - range.begin;
+      head = range.begin;
+    }
     heads_left = heads;
-    head = item.head_k * p.head_ratio + first;
     m = T::kGathered ? item.m_begin : item.m_end - 1;
     left = heads * (item.m_end - item.m_begin);
   }

@@ -70,10 +70,10 @@ struct BwdConsumer : BwdResults<T> {
   using Base::add_dbias, Base::add_dq, Base::add_grad, Base::bias_place, Base::bias_rows, Base::consumer,
       Base::dout_place, Base::ds_stage, Base::facts, Base::facts_place, Base::finish_item, Base::is_speaker,
       Base::kFragmentsD, Base::kFragmentsM, Base::key_bias, Base::kv_phase, Base::lane, Base::lengths, Base::next_item,
-      Base::own_key, Base::p, Base::pass_chunk, Base::q_next, Base::release, Base::release_sent, Base::s,
-      Base::send_dbias, Base::store_dbias, Base::store_ds, Base::store_grad, Base::store_pair_dbias, Base::sum_rows,
-      Base::sync_out, Base::sync_own, Base::takes_chunk_turns, Base::wait_for_chunks, Base::wait_for_keys, Base::warp,
-      Base::wide_rows;
+      Base::own_key, Base::p, Base::pass_chunk, Base::pass_part, Base::q_next, Base::release, Base::release_sent,
+      Base::s, Base::send_dbias, Base::store_dbias, Base::store_ds, Base::store_grad, Base::store_pair_dbias,
+      Base::sum_rows, Base::sync_out, Base::sync_own, Base::takes_chunk_turns, Base::wait_for_chunks,
+      Base::wait_for_keys, Base::wait_for_parts, Base::warp, Base::wide_rows;
   using Base::Base;
   using typename Base::KeySums;
   using typename Base::Scores;
@@ -319,8 +319,10 @@ struct BwdConsumer : BwdResults<T> {
       facts_place.advance();
     } else {
       if constexpr (T::kKeyBias) add_dbias(key_sums, item, item.head_k * p.head_ratio);
+      wait_for_parts(item);
       store_grad(acc_dv[0], 1.f, p.dv, p.dv_slots, item);
       store_grad(acc_dk[0], p.softmax_scale, p.dk, p.dk_slots, item);
+      pass_part(item);
       if constexpr (T::kPairs) {
         const BwdItem second = item_of_member<T>(p, item, 1);
         store_grad(acc_dv[1], 1.f, p.dv, p.dv_slots, second);

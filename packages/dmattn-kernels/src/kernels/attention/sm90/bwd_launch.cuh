@@ -50,25 +50,35 @@ cudaError_t map_rows(const TensorMapper& mapper, CUtensorMap& to, const void* te
   }
 }
 
+// Of the parts of a block of keys, how many share out the rows of the same heads: more than one only where there are more
+// parts than heads. The last round of a group may have fewer heads than the others, and none of its parts may have none.
+inline int32_t row_splits_of(int32_t num_splits, int32_t heads) {
+  int32_t row_splits = (num_splits + heads - 1) / heads;
+  while (num_splits % row_splits != 0) ++row_splits;
+  return row_splits;
+}
+
 // What a tile of keys is, and where its dk and dv go.
 template <class T>
 cudaError_t fill_tiles(BwdArguments& a, const BwdParams& p, int64_t blocks, const TensorMapper& mapper) {
   const TensorExtents keys = {p.batch, p.seqlen_k, p.nheads_k, p.head_dim};
   cudaError_t status = map_rows<T>(mapper, a.k, p.k, p.k_stride, keys, T::kOwnKeys);
   if (status == cudaSuccess) status = map_rows<T>(mapper, a.v, p.v, p.v_stride, keys, T::kOwnKeys);
-  if (p.num_splits == 1) {
+  if (p.dk_slots == nullptr) {
     if (status == cudaSuccess) status = map_rows<T>(mapper, a.dk, p.dk, p.dk_stride, keys, 64);
     if (status == cudaSuccess) status = map_rows<T>(mapper, a.dv, p.dv, p.dv_stride, keys, 64);
   }
   a.dk_slots = p.dk_slots;
   a.dv_slots = p.dv_slots;
+  if (p.num_splits > 1) a.dkv_semaphore = p.dkv_semaphore;
   a.n_blocks = T::kPacked ? packed_blocks(p.packing.total_k, p.packing.sequences, T::kBlockN)
                           : (p.seqlen_k + T::kBlockN - 1) / T::kBlockN;
   a.num_splits = p.num_splits;
+  a.row_splits = row_splits_of(p.num_splits, a.group_heads);
   a.all_parts = p.packing.slabs(p.batch) * p.nheads_k * p.num_splits / T::kMembers;
   a.items = a.n_blocks * a.all_parts;
   const int64_t head_bytes = int64_t{p.seqlen_q} * T::kHeadDim * (2 * sizeof(typename T::Element) + sizeof(float));
-  choose_sections<T>(a, head_bytes * (p.head_ratio / p.num_splits) * T::kMembers, blocks);
+  choose_sections<T>(a, head_bytes * a.group_heads / p.num_splits * T::kMembers, blocks);
   return status;
 }
 // Whether the rows of dbias, or of its sums, start on 16 bytes.
@@ -162,6 +172,7 @@ void fill_lists(BwdArguments& a, const BwdParams& p, int64_t blocks) {
   a.head_dim = p.head_dim;
   a.n_blocks = a.keys.capacity / T::kBlockN;
   a.num_splits = 1;
+  a.row_splits = 1;
   a.all_parts = p.batch * p.nheads_k;
   a.items = a.n_blocks * a.all_parts * a.keys.blocks;
   a.group_chunks = group_chunks_of(a, blocks, p.keys.capacity / T::kBlockN);
@@ -183,6 +194,8 @@ cudaError_t fill_arguments(BwdArguments& a, const BwdParams& p, int64_t blocks) 
   a.nheads = p.nheads;
   a.nheads_k = p.nheads_k;
   a.head_ratio = p.head_ratio;
+  a.group_begin = p.group_begin;
+  a.group_heads = p.group_end - p.group_begin;
   a.dq_blocks = p.dq_blocks;
   a.m_blocks = (p.seqlen_q + T::kBlockM - 1) / T::kBlockM;
   a.softmax_scale = p.softmax_scale;

@@ -30,14 +30,17 @@ struct BwdArguments {
   // [batch][nheads][dq_blocks], zero before the launch: blocks of keys that have added to a tile of dq.
   // nullptr: nobody waits for a turn.
   int32_t* dq_semaphore;
-  // num_splits > 1: fp32 [tile][num_splits][kBlockN][kTileDim] instead of dk and dv.
+  // fp32 [batch][nheads_k][n_blocks][kBlockN][kTileDim], added to instead of dk and dv, where several items or launches
+  // have parts of a block of keys. nullptr: an item has all that sees its keys.
   float* dk_slots;
   float* dv_slots;
   int32_t seqlen_q, seqlen_k, seqlen_q_rounded, nheads, nheads_k, head_ratio;
-  int32_t dq_blocks;           // blocks of rows a head that dq_accum has
-  int32_t m_blocks, n_blocks;  // blocks of rows and of keys of a head; over lists, tiles that a list has room for
-  int32_t num_splits;          // parts of a group of query heads, each an item of its own
-  int32_t items;               // n_blocks * all_parts; over lists, times the number of chunks
+  int32_t group_begin, group_heads;  // of each group of query heads, those that this launch has
+  int32_t dq_blocks;                 // blocks of rows a head that dq_accum has
+  int32_t m_blocks, n_blocks;        // blocks of rows and of keys of a head; over lists, tiles that a list has room for
+  // Parts of what sees a block of keys, each an item of its own: shares of the query heads, times row_splits of their rows.
+  int32_t num_splits, row_splits;
+  int32_t items;  // n_blocks * all_parts; over lists, times the number of chunks
   // Sections of as many parts (of groups, of all batches), whose blocks of keys are done before those of the next section
   // begin, so that what they read and add to stays in L2. One more section has the rest of all parts.
   int32_t section_parts, sections, all_parts;
@@ -75,7 +78,8 @@ struct BwdArguments {
   bool all_rows_see;      // a key of a list is seen by rows before its own, too
   const int2* tile_rows;  // first and last + 1 block of rows that see a tile: [list][n_blocks]; equal: there is none
   // [batch][nheads_k][chunks], zero before the launch: consumers that have added the dk and dv of a tile. nullptr: nobody
-  // waits for their turn; where sums are in a fixed order, `terms` has them.
+  // waits for their turn; where sums are in a fixed order, `terms` has them. Consecutive keys, in a fixed order:
+  // [batch][nheads_k][n_blocks][consumer], the parts of a block of keys that have been added; nullptr: there are none.
   int32_t* dkv_semaphore;
   float* dk_accum;  // fp32 [batch][nheads_k][seqlen_k][head_dim], added to; or those of `terms`
   float* dv_accum;

@@ -43,18 +43,23 @@ __device__ __forceinline__ void send_grad(const CUtensorMap& out, const typename
   }
   cute::tma_store_arrive();
 }
-// In fp32, where a tile has several parts. `row`: of the tile, the first key that the thread has.
+// Adds a thread's two numbers to 8 aligned bytes.
+__device__ __forceinline__ void add_pair(float* to, float x, float y) {
+  asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(x), "f"(y) : "memory");
+}
+// Adds to sums in fp32, where several items or launches have parts of a tile. `row`: of the tile, the first key that the
+// thread has. Two columns at a time: lanes that exchanged halves first, to add four, would cost the loops before this the
+// uniform registers (the compiler no longer takes a warp's threads to be in step).
 template <class T>
-__device__ __forceinline__ void store_partial(const float (&acc)[T::kHeadDim / 8][4], float scale, float* slots,
-                                              const BwdItem& item, const BwdArguments& p, int row, int lane) {
+__device__ __forceinline__ void add_partial(const float (&acc)[T::kHeadDim / 8][4], float scale, float* slots,
+                                            const BwdItem& item, const BwdArguments& p, int row, int lane) {
   const int64_t tile = (static_cast<int64_t>(item.batch) * p.nheads_k + item.head_k) * p.n_blocks + item.n_block;
-  float* const to = slots + ((tile * p.num_splits + item.split) * T::kBlockN + row) * T::kTileDim + lane % 4 * 2;
+  float* const to = slots + (tile * T::kBlockN + row) * T::kTileDim + lane % 4 * 2;
 #pragma unroll
   for (int i = 0; i < T::kHeadDim / 8; ++i)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      *reinterpret_cast<float2*>(to + half * 8 * T::kTileDim + 8 * i) =
-          make_float2(acc[i][2 * half] * scale, acc[i][2 * half + 1] * scale);
+      add_pair(to + half * 8 * T::kTileDim + 8 * i, acc[i][2 * half] * scale, acc[i][2 * half + 1] * scale);
     }
 }
 
@@ -412,11 +417,30 @@ struct BwdResults : BwdConsumerState<T> {
     cutlass::arch::NamedBarrier::sync(128 * T::kConsumers, kdSBarrier);
   }
 
+  // Parts of a block of keys that are added in order: from the first, which has been taken first.
+  __device__ __forceinline__ bool takes_part_turns() const { return T::kOrdered && p.dkv_semaphore != nullptr; }
+  __device__ __forceinline__ int32_t* part_counter(const BwdItem& item) const {
+    const int64_t head = static_cast<int64_t>(item.batch) * p.nheads_k + item.head_k;
+    return p.dkv_semaphore + (head * p.n_blocks + item.n_block) * T::kConsumers + consumer;
+  }
+  __device__ __forceinline__ void wait_for_parts(const BwdItem& item) {
+    if (!takes_part_turns()) return;
+    if (is_speaker()) wait_for_turn(part_counter(item), item.split);
+    sync_own();
+  }
+  __device__ __forceinline__ void pass_part(const BwdItem& item) {
+    if (!takes_part_turns()) return;
+    __threadfence();  // what each thread has added comes before the turn
+    sync_own();
+    if (is_speaker()) pass_turn(part_counter(item));
+  }
+
+  // `slots`: instead of `out`, nullptr if the item has all that the gradient is made of.
   template <class Accumulator>
   __device__ __forceinline__ void store_grad(Accumulator& acc, float scale, const CUtensorMap& out, float* slots,
                                              const BwdItem& item) {
-    if (!T::kPacked && p.num_splits > 1) {
-      store_partial<T>(fragments<kFragmentsD>(acc), scale, slots, item, p, consumer * 64 + warp * 16 + lane / 4, lane);
+    if (!T::kPacked && slots != nullptr) {
+      add_partial<T>(fragments<kFragmentsD>(acc), scale, slots, item, p, consumer * 64 + warp * 16 + lane / 4, lane);
       return;
     }
     const auto rounded = round_grad<Element>(acc, scale);

@@ -515,9 +515,9 @@ struct WideConsumer {
   template <class Accumulator>
   __device__ __forceinline__ void store_grad(Accumulator& acc, Element* stage) const {
     const float scale = kIsGradient ? p.softmax_scale : kUnscale;
-    if (p.num_splits > 1) {
-      store_partial<T>(fragments<kFragmentsD>(acc), scale, kIsGradient ? p.dk_slots : p.dv_slots, item, p,
-                       rank * T::kOwnKeys + warp * 16 + lane / 4, lane);
+    if (p.dk_slots != nullptr) {
+      add_partial<T>(fragments<kFragmentsD>(acc), scale, kIsGradient ? p.dk_slots : p.dv_slots, item, p,
+                     rank * T::kOwnKeys + warp * 16 + lane / 4, lane);
       return;
     }
     stage_grad<T>(round_grad<Element>(acc, scale), stage, thread);
