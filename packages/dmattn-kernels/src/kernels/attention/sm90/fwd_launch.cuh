@@ -78,6 +78,7 @@ cudaError_t fill_arguments(FwdArguments& a, const FwdParams& p) {
 
 template <class T>
 cudaError_t launch_fwd_kernel(int64_t blocks, const FwdParams& p, cudaStream_t stream) {
+  static_assert(T::kSmemBytes <= T::kSmemLimit);
   typename T::Arguments arguments;
   cudaError_t status = fill_arguments<T>(arguments, p);
   if constexpr (T::kGeneral) {

@@ -55,7 +55,7 @@ struct PackedShared {
 };
 
 template <class Element_, int kHeadDim_, int kConsumers_, int kBlockN_, int kStages_ = 2,
-          ScoreMode kMode_ = ScoreMode::kPlain>
+          ScoreMode kMode_ = ScoreMode::kPlain, int kBlocksPerSm_ = 1>
 struct FwdTraits {
   using Element = Element_;
   static constexpr ScoreMode kMode = kMode_;
@@ -77,11 +77,18 @@ struct FwdTraits {
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kConsumers = kConsumers_, kBlockM = 64 * kConsumers, kBlockN = kBlockN_;
   static constexpr int kStages = kStages_;  // of K, and of V
+  // Two thread blocks on an SM are two items in progress: while one waits for its first products or writes its output,
+  // the other computes. Four warps then share a scheduler, so that the softmax of one runs beside the products of the
+  // others, and in a consumer nothing has to overlap. That leaves registers enough for half as many a thread.
+  static constexpr int kBlocksPerSm = kBlocksPerSm_;
+  static constexpr bool kOverlaps = kBlocksPerSm == 1;
+  // Where an item has few keys, the next Q comes in while its scores are computed.
+  static constexpr int kQStages = kBlocksPerSm;
   static constexpr int kThreads = 128 * (kConsumers + 1);
   // Registers a thread: what the producer gives up goes to the consumers. 128 * (kConsumers * kConsumerRegisters +
-  // kProducerRegisters) fits the 65536 of an SM.
-  static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
-  static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
+  // kProducerRegisters) fits the 65536 of an SM. Two blocks start with 80 a thread, which is 128 * 240 for each.
+  static constexpr int kProducerRegisters = kConsumers == 2 && kBlocksPerSm == 1 ? 40 : 32;
+  static constexpr int kConsumerRegisters = kBlocksPerSm == 2 ? 104 : kConsumers == 2 ? 232 : 160;
   // TMA copies panels as wide as the swizzle of shared memory: 128 bytes, or 64 where head_dim is no multiple of that.
   static constexpr int kPanelCols = kHeadDim % 64 == 0 ? 64 : 32;
   static constexpr int kPanels = kHeadDim / kPanelCols;
@@ -94,6 +101,8 @@ struct FwdTraits {
                                                        cute::GMMA::Layout_MN_SW64_Atom<Element>>>;
   using LayoutQ =
       decltype(cute::tile_to_shape(Atom<cute::GMMA::Major::K>{}, cute::Shape<Int<kBlockM>, Int<kHeadDim>>{}));
+  using LayoutQs = decltype(cute::tile_to_shape(Atom<cute::GMMA::Major::K>{},
+                                                cute::Shape<Int<kBlockM>, Int<kHeadDim>, Int<kQStages>>{}));
   using LayoutK = decltype(cute::tile_to_shape(Atom<cute::GMMA::Major::K>{},
                                                cute::Shape<Int<kBlockN>, Int<kHeadDim>, Int<kStages>>{}));
   // V as it lies in memory, seen as [head_dim][key].
@@ -119,11 +128,11 @@ struct FwdTraits {
   static constexpr int kTileQ = kBlockM * kHeadDim, kTileK = kBlockN * kHeadDim;
 
   struct Shared {
-    alignas(1024) Element q[kTileQ];
+    alignas(1024) Element q[kQStages * kTileQ];
     alignas(1024) Element k[kStages * kTileK];
     alignas(1024) Element v[kStages * kTileK];
     alignas(1024) Element own_out[kOwnOut ? kTileQ : 8];
-    Barrier q_full, q_empty;
+    Barrier q_full[kQStages], q_empty[kQStages];
     Barrier k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
     Barrier item_full[2], item_empty[2];
     int32_t item[2];
@@ -134,7 +143,7 @@ struct FwdTraits {
     __device__ __forceinline__ Element* out() { return kOwnOut ? own_out : q; }
   };
   static constexpr uint32_t kSmemBytes = sizeof(Shared) + 1024;  // the base need not be aligned as the tiles must be
-  static_assert(kSmemBytes <= 232448);
+  static constexpr uint32_t kSmemLimit = kBlocksPerSm == 2 ? 115712 : 232448;
 };
 
 }  // namespace dmattn::sm90

@@ -14,15 +14,15 @@ enum class ProxyFence {
 };
 
 template <class Element, int kHeadDim, bool kBias_, int kBlockN, int kStages, ProxyFence kFence_, bool kShortTail_,
-          int kProducerRegisters_>
-struct GatherTraits : FwdTraits<Element, kHeadDim, 2, kBlockN, kStages> {
-  using Base = FwdTraits<Element, kHeadDim, 2, kBlockN, kStages>;
+          int kProducerRegisters_, int kBlocksPerSm = 1>
+struct GatherTraits : FwdTraits<Element, kHeadDim, 2, kBlockN, kStages, ScoreMode::kPlain, kBlocksPerSm> {
+  using Base = FwdTraits<Element, kHeadDim, 2, kBlockN, kStages, ScoreMode::kPlain, kBlocksPerSm>;
   static constexpr bool kBias = kBias_;  // a number is added to the logits of each key
   static constexpr ProxyFence kFence = kFence_;
   static constexpr bool kShortTail = kShortTail_;  // the last tile of a list may have 32 or 64 keys
-  // 128 * (2 * kConsumerRegisters + kProducerRegisters) fits the 65536 of an SM.
+  // 128 * (2 * kConsumerRegisters + kProducerRegisters) fits the 65536 of an SM, or the 128 * 240 of one of two blocks.
   static constexpr int kProducerRegisters = kProducerRegisters_;
-  static constexpr int kConsumerRegisters = (512 - kProducerRegisters) / 16 * 8;
+  static constexpr int kConsumerRegisters = ((kBlocksPerSm == 2 ? 240 : 512) - kProducerRegisters) / 16 * 8;
 
   static constexpr int kChunks = 8;                    // 16 bytes each, of a row of a panel
   static constexpr int kPassKeys = 128 / kChunks;      // keys that the producer's threads copy side by side
@@ -72,7 +72,7 @@ struct GatherTraits : FwdTraits<Element, kHeadDim, 2, kBlockN, kStages> {
     int32_t next_item[2];
   };
   static constexpr uint32_t kSmemBytes = sizeof(Shared) + 1024;  // the base need not be aligned as the tiles must be
-  static_assert(kSmemBytes <= 232448);
+  static_assert(kSmemBytes <= Base::kSmemLimit);
 };
 
 }  // namespace dmattn::sm90
