@@ -79,7 +79,7 @@ struct FwdProducer {
   __device__ __forceinline__ void announce(AnnouncedItem item, const typename T::Item& found = {}) {
     s.item_empty[item_place.stage].wait(item_place.phase ^ 1);
     s.item[item_place.stage] = item.word;
-    if constexpr (T::kPacked) s.general.found[item_place.stage] = found;
+    if constexpr (T::kSaysItems) s.general.found[item_place.stage] = found;
     s.item_full[item_place.stage].arrive();
     item_place.advance();
   }
@@ -250,8 +250,8 @@ struct FwdConsumer {
   __device__ __forceinline__ void run() {
     if (T::kOverlaps && consumer == T::kConsumers - 1) pass_turn();
     while (true) {
-      if constexpr (T::kPacked) {
-        PackedFwdItem found;
+      if constexpr (T::kSaysItems) {
+        typename T::Item found;
         const AnnouncedItem item = next_item<T>(s, item_place, found);
         if (item.index() >= p.items) return;
         attend(found, item.has_keys());
@@ -348,7 +348,7 @@ struct FwdConsumer {
       to_operand();
     };
 
-    // Likewise, one product after the other.
+    // Of a tile, one product after the other.
     const auto plain_step = [&](auto&& to_probabilities) {
       start_product<true>(score_mma, q, k(cute::_, cute::_, cute::_, k_place.stage), acc_s);
       finish_scores(cute::_0{});
@@ -358,6 +358,16 @@ struct FwdConsumer {
       s.v_full[v_place.stage].wait(v_place.phase);
       start_product<false>(out_mma, probabilities, v(cute::_, cute::_, cute::_, v_place.stage), acc_o);
       finish_output();
+    };
+
+    // A tile of which these rows see nothing. One warp speaks for all, and without a product it could be so far ahead that
+    // the others wait for a phase of the barriers that is over: they meet first.
+    const auto pass_over = [&] {
+      s.v_full[v_place.stage].wait(v_place.phase);
+      cutlass::arch::NamedBarrier::sync(128, kStoreBarrier + consumer);
+      release_keys();
+      release(s.v_empty[v_place.stage]);
+      v_place.advance();
     };
 
     const auto wait_for_keys = [&] { s.k_full[k_place.stage].wait(k_place.phase); };
@@ -389,18 +399,30 @@ struct FwdConsumer {
       int n = blocks.end - 1;
       const auto nothing = [] {};
       const auto whole = [&] { softmax.template probabilities<true>(scores, keep, scale_log2); };
-      const auto cut = [&] {
+      const auto cut_only = [&] {
         cut_keys(lengths, scores, n * T::kBlockN, first_row, lane);
         if constexpr (kHasWindow) cut_keys_before_window(p, scores, n * T::kBlockN, first_row, lane);
+      };
+      const auto cut = [&] {
+        cut_only();
         whole();
       };
       if constexpr (!T::kOverlaps) {
+        // Of the item's tiles, those of this consumer's rows.
+        const KeyBlocks own = find_key_blocks<T>(lengths, item.m_block * T::kBlockM + consumer * 64, 64);
 #pragma unroll 1
-        for (; n >= 0; --n) {
+        for (; n >= max(own.end, blocks.begin); --n) wait_for_keys(), pass_over();
+#pragma unroll 1
+        for (; n >= own.begin; --n) {
           wait_for_keys();
           plain_step([&] {
-            n >= blocks.full ? cut() : whole();
+            if (n >= own.full || (kHasWindow && n < own.whole)) cut_only();
+            whole();
           });
+        }
+        if constexpr (kHasWindow) {
+#pragma unroll 1
+          for (; n >= blocks.begin; --n) wait_for_keys(), pass_over();
         }
       } else if (has_keys) {
         wait_for_keys();
@@ -414,7 +436,10 @@ struct FwdConsumer {
         }
       }
     }
-    if constexpr (T::kOwnOut) release(s.q_empty[q_place.stage]);
+    if constexpr (T::kOwnOut) {
+      if (!has_keys) cutlass::arch::NamedBarrier::sync(128, kStoreBarrier + consumer);  // as in pass_over()
+      release(s.q_empty[q_place.stage]);
+    }
     if (T::kOverlaps && has_keys) {
       s.v_full[v_place.stage].wait(v_place.phase);
       start_product<false>(out_mma, probabilities, v(cute::_, cute::_, cute::_, v_place.stage), acc_o);
@@ -439,7 +464,8 @@ struct FwdConsumer {
 };
 
 template <class T>
-__global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm) fwd_kernel(const __grid_constant__ typename T::Arguments p) {
+__global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
+    fwd_kernel(const __grid_constant__ typename T::Arguments p) {
   extern __shared__ char smem[];
   const uint32_t base = smem_u32(smem);
   auto& s = *reinterpret_cast<typename T::Shared*>(smem + ((base + 1023) / 1024 * 1024 - base));

@@ -104,15 +104,16 @@ cudaError_t launch_fwd(const KernelChoice& choice, const FwdParams& p, cudaStrea
     const auto go = [&](auto has_bias) {
       constexpr Sm90ListTile kTile = sm90_list_tile(kHeadDimTile);
       using T = sm90::GatherTraits<Element, kHeadDimTile, has_bias, kTile.block_n, kTile.stages,
-                                   sm90::ProxyFence::kConsumer, /*kShortTail=*/true, /*kProducerRegisters=*/56>;
+                                   sm90::ProxyFence::kConsumer, /*kShortTail=*/true,
+                                   /*kProducerRegisters=*/kTile.blocks_per_sm == 2 ? 48 : 56, kTile.blocks_per_sm>;
       return sm90::launch_gather_kernel<T>(choice.blocks, p, stream);
     };
     return p.bias.kind == BiasKind::kNone ? go(cute::false_type{}) : go(cute::true_type{});
   } else {
     const auto go_in = [&](auto mode, auto head_dim, auto is_short) {
       constexpr Sm90FwdTile kTile = sm90_fwd_tile(head_dim, is_short);
-      using T =
-          sm90::FwdTraits<Element, head_dim, kTile.consumers, kTile.block_n, /*kStages=*/2, decltype(mode)::value>;
+      using T = sm90::FwdTraits<Element, head_dim, kTile.consumers, kTile.block_n, kTile.stages, decltype(mode)::value,
+                                kTile.blocks_per_sm>;
       return sm90::launch_fwd_kernel<T>(choice.blocks, p, stream);
     };
     const auto go = [&](auto head_dim, auto is_short) {
@@ -123,7 +124,8 @@ cudaError_t launch_fwd(const KernelChoice& choice, const FwdParams& p, cudaStrea
       constexpr sm90::ScoreMode kMode = decltype(mode)::value;
       constexpr Sm90FwdTile kTile = kMode == sm90::ScoreMode::kWindow ? sm90_window_fwd_tile(kHeadDimTile)
                                                                       : sm90_general_fwd_tile(kHeadDimTile, is_tall);
-      using T = sm90::FwdTraits<Element, kHeadDimTile, kTile.consumers, kTile.block_n, /*kStages=*/2, kMode>;
+      using T = sm90::FwdTraits<Element, kHeadDimTile, kTile.consumers, kTile.block_n, kTile.stages, kMode,
+                                kTile.blocks_per_sm>;
       return sm90::launch_fwd_kernel<T>(choice.blocks, p, stream);
     };
     if (has_plain_window(p)) return go_general(cute::C<sm90::ScoreMode::kWindow>{}, cute::false_type{});

@@ -49,12 +49,14 @@ struct GeneralShared {
   int32_t tile[kStages];  // the keys in a stage of K: see KeyTile
 };
 
-// Likewise of packed sequences: what the number of an item stands for, beside it.
-struct PackedShared {
-  PackedFwdItem found[2];
+// Likewise what the number of an item stands for, where the producer says it beside the number: it takes a search in
+// packed sequences, and divisions in any case, which count where an item has few keys.
+template <class Item>
+struct FoundShared {
+  Item found[2];
 };
 
-template <class Element_, int kHeadDim_, int kConsumers_, int kBlockN_, int kStages_ = 2,
+template <class Element_, int kHeadDim_, int kConsumers_, int kBlockN_, int kStages_,
           ScoreMode kMode_ = ScoreMode::kPlain, int kBlocksPerSm_ = 1>
 struct FwdTraits {
   using Element = Element_;
@@ -82,13 +84,14 @@ struct FwdTraits {
   // others, and in a consumer nothing has to overlap. That leaves registers enough for half as many a thread.
   static constexpr int kBlocksPerSm = kBlocksPerSm_;
   static constexpr bool kOverlaps = kBlocksPerSm == 1;
+  static constexpr bool kSaysItems = kPacked || !kOverlaps;
   // Where an item has few keys, the next Q comes in while its scores are computed.
   static constexpr int kQStages = kBlocksPerSm;
   static constexpr int kThreads = 128 * (kConsumers + 1);
   // Registers a thread: what the producer gives up goes to the consumers. 128 * (kConsumers * kConsumerRegisters +
   // kProducerRegisters) fits the 65536 of an SM. Two blocks start with 80 a thread, which is 128 * 240 for each.
-  static constexpr int kProducerRegisters = kConsumers == 2 && kBlocksPerSm == 1 ? 40 : 32;
-  static constexpr int kConsumerRegisters = kBlocksPerSm == 2 ? 104 : kConsumers == 2 ? 232 : 160;
+  static constexpr int kProducerRegisters = kBlocksPerSm == 2 ? 48 : kConsumers == 2 ? 40 : 32;
+  static constexpr int kConsumerRegisters = kBlocksPerSm == 2 ? 96 : kConsumers == 2 ? 232 : 160;
   // TMA copies panels as wide as the swizzle of shared memory: 128 bytes, or 64 where head_dim is no multiple of that.
   static constexpr int kPanelCols = kHeadDim % 64 == 0 ? 64 : 32;
   static constexpr int kPanels = kHeadDim / kPanelCols;
@@ -137,13 +140,14 @@ struct FwdTraits {
     Barrier item_full[2], item_empty[2];
     int32_t item[2];
     cute::conditional_t<kGeneral, GeneralShared<kBlockM, kBlockN, kStages, kHasTileBias>,
-                        cute::conditional_t<kPacked, PackedShared, NoGeneral>>
+                        cute::conditional_t<kSaysItems, FoundShared<Item>, NoGeneral>>
         general;
 
     __device__ __forceinline__ Element* out() { return kOwnOut ? own_out : q; }
   };
   static constexpr uint32_t kSmemBytes = sizeof(Shared) + 1024;  // the base need not be aligned as the tiles must be
-  static constexpr uint32_t kSmemLimit = kBlocksPerSm == 2 ? 115712 : 232448;
+  // Of 228 KB an SM has, each block takes one more than it asks for.
+  static constexpr uint32_t kSmemLimit = (228 / kBlocksPerSm - 1) * 1024;
 };
 
 }  // namespace dmattn::sm90

@@ -66,6 +66,11 @@ struct GatherConsumer {
     work.index = __shfl_sync(0xffffffffu, work.index, 0);
     work.count = __shfl_sync(0xffffffffu, work.count, 0);
     work.full = __shfl_sync(0xffffffffu, work.full, 0);
+    if constexpr (!T::kOverlaps) {
+      work.item.m_block = __shfl_sync(0xffffffffu, work.item.m_block, 0);
+      work.item.head = __shfl_sync(0xffffffffu, work.item.head, 0);
+      work.item.batch = __shfl_sync(0xffffffffu, work.item.batch, 0);
+    }
     if (lane == 0) s.item_empty[item_place.stage].arrive();
     item_place.advance();
     return work;
@@ -270,8 +275,9 @@ struct GatherConsumer {
     auto acc_o = partition_fragment_C(out_mma, Shape<Int<T::kBlockM>, Int<T::kHeadDim>>{});
     auto& out = fragments(acc_o);
     OnlineSoftmax<1> softmax;
-    float keep[2];
-    FwdItem item;
+    float keep[2];  // what the running sums and the output are multiplied by, as the maximum has moved
+    typename T::Announced work = next_item();
+    const FwdItem& item = work.item;
 
     // A tile of kKeys keys, of which the first seen_by_all are seen by all rows.
     const auto step = [&](auto is_masked, auto keys, int seen_by_all) __attribute__((always_inline)) {
@@ -303,18 +309,15 @@ struct GatherConsumer {
         packed(2 * i + 1) = ElementTraits<typename T::Element>::pack(scores[0][i][2], scores[0][i][3]);
       }
       OnlineSoftmax<1>::rescale(out, keep);
-      const auto part_v = make_tensor(v.data(), v.layout());
       wait_for_tile(s.v_full, v_place);
-      start_product<false>(out_mma, probabilities, part_v(_, _, _, v_place.stage), acc_o);
+      start_product<false>(out_mma, probabilities, v(_, _, _, v_place.stage), acc_o);
       wait_for_product<0>(acc_o);
       release(s.v_empty[v_place.stage]);
       v_place.advance();
     };
 
-    typename T::Announced work = next_item();
 #pragma unroll 1
     while (work.index < p.items) {
-      item = find_item(p, work.index);
       const int tiles = (work.count + T::kBlockN - 1) / T::kBlockN;
       const int last_width = tiles > 1 ? T::tile_width(work.count - (tiles - 1) * T::kBlockN) : T::kBlockN;
       const int whole = last_width < T::kBlockN ? tiles - 1 : tiles;  // tiles of kBlockN keys
@@ -327,6 +330,7 @@ struct GatherConsumer {
       for (; n < unmasked; ++n) step(false_type{}, Int<T::kBlockN>{}, T::kBlockN);
 #pragma unroll 1
       for (; n < whole; ++n) step(true_type{}, Int<T::kBlockN>{}, work.full - n * T::kBlockN);
+      static_assert(T::kLongTail == T::kBlockN);
       if (n < tiles) step(true_type{}, Int<T::kTail>{}, work.full - n * T::kBlockN);
       release_stored();
       const int first_row = item.m_block * T::kBlockM + consumer * 64 + warp * 16 + lane / 4;
@@ -383,7 +387,8 @@ struct GatherConsumer {
 };
 
 template <class T>
-__global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm) gather_kernel(const __grid_constant__ GatherArguments p) {
+__global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
+    gather_kernel(const __grid_constant__ GatherArguments p) {
   extern __shared__ char smem[];
   const uint32_t base = smem_u32(smem);
   auto& s = *reinterpret_cast<typename T::Shared*>(smem + ((base + 1023) / 1024 * 1024 - base));

@@ -55,7 +55,7 @@ struct GatherTraits : FwdTraits<Element, kHeadDim, 2, kBlockN, kStages, ScoreMod
     int32_t index;  // items and more: there is none
     int32_t count;  // entries of the list that any row sees
     int32_t full;   // ... of them the first that all rows see
-    int32_t unused;
+    FwdItem item;
   };
   struct Shared {
     alignas(1024) Element q[kQStages * Base::kTileQ];  // and the output on its way out
