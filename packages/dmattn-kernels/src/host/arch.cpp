@@ -23,7 +23,7 @@ DqOrder sm80_dq_order(const BwdTile&) { return DqOrder::kRegisters; }
 FwdTile sm90_fwd_tile_of(const FwdParams& p, Level level, bool gathered) {
   const int dim_tile = head_dim_tile(p.head_dim);
   if (gathered) {
-    const Sm90ListTile tile = sm90_list_tile(dim_tile);
+    const Sm90ListTile tile = sm90_list_tile(dim_tile, sm90_lists_are_short(p));
     return {kSm90ListRows, tile.block_n, kSm90ListWarps, tile.blocks_per_sm};
   }
   const Sm90FwdTile tile = !is_general(level)

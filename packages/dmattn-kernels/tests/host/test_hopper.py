@@ -176,7 +176,13 @@ def test_lists(probe: ctypes.CDLL, head_dim: int, more: dict[str, Any]) -> None:
     plan = Probe(probe).fwd(SM90, SMS, batch=1, head_dim=head_dim, **LONG, **KEPT, **more)
     assert plan["gathered"]
     assert (plan["arch"], plan["block_m"], plan["num_splits"]) == (90, 128, 1)
-    # Two blocks share an SM where a thread has few numbers of the output.
+    assert (plan["block_n"], plan["blocks"]) == (128, SMS)
+    # Two blocks share an SM where lists are short, and a thread has few numbers of the output.
+    few: dict[str, Any] = {"seqlen_k": 2000, "mask": mask(1, 4, 1, 2000)}
+    if more:
+        few["bias"] = tensor((1, 4, 1, 2000), FLOAT32)
+    plan = Probe(probe).fwd(SM90, SMS, batch=1, head_dim=head_dim, **(LONG | few))
+    assert plan["gathered"] and (plan["arch"], plan["block_m"]) == (90, 128)
     assert (plan["block_n"], plan["blocks"]) == ((64, 2 * SMS) if head_dim <= 64 else (128, SMS))
 
 

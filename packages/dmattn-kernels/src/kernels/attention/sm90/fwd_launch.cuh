@@ -101,14 +101,20 @@ cudaError_t launch_fwd_kernel(int64_t blocks, const FwdParams& p, cudaStream_t s
 template <class Element, int kHeadDimTile, bool kGathered>
 cudaError_t launch_fwd(const KernelChoice& choice, const FwdParams& p, cudaStream_t stream) {
   if constexpr (kGathered) {
-    const auto go = [&](auto has_bias) {
-      constexpr Sm90ListTile kTile = sm90_list_tile(kHeadDimTile);
+    const auto go_in = [&](auto has_bias, auto is_short) {
+      constexpr Sm90ListTile kTile = sm90_list_tile(kHeadDimTile, is_short);
       using T = sm90::GatherTraits<Element, kHeadDimTile, has_bias, kTile.block_n, kTile.stages,
                                    sm90::ProxyFence::kConsumer, /*kShortTail=*/true,
                                    /*kProducerRegisters=*/kTile.blocks_per_sm == 2 ? 48 : 56, kTile.blocks_per_sm>;
       return sm90::launch_gather_kernel<T>(choice.blocks, p, stream);
     };
-    return p.bias.kind == BiasKind::kNone ? go(cute::false_type{}) : go(cute::true_type{});
+    const auto go = [&](auto is_short) {
+      return p.bias.kind == BiasKind::kNone ? go_in(cute::false_type{}, is_short) : go_in(cute::true_type{}, is_short);
+    };
+    if constexpr (kHeadDimTile == 64) {
+      if (sm90_lists_are_short(p)) return go(cute::true_type{});
+    }
+    return go(cute::false_type{});
   } else {
     const auto go_in = [&](auto mode, auto head_dim, auto is_short) {
       constexpr Sm90FwdTile kTile = sm90_fwd_tile(head_dim, is_short);
