@@ -46,6 +46,9 @@ FORWARDS = [
     # the second some rows see no key at all.
     Case(640, 640, 12, 8, 4, 64, causal=True, wants=""),
     Case(900, 300, 10, 8, 4, 64, causal=True, wants=""),
+    # Lists of keys, for two thread blocks an SM and too long for that.
+    Case(600, 1500, 5, 8, 4, 64, mask="bk1k", wants=""),
+    Case(600, 2300, 5, 8, 4, 64, bias="bk1k", mask="bk1k", wants=""),
 ]
 
 
