@@ -51,7 +51,7 @@ struct GatherTraits : FwdTraits<Element, kHeadDim, 2, kBlockN, kStages, ScoreMod
   using LayoutQs = decltype(cute::tile_to_shape(typename Base::template Atom<cute::GMMA::Major::K>{},
                                                 cute::Shape<Int<Base::kBlockM>, Int<kHeadDim>, Int<kQStages>>{}));
   // An item as the producer announces it.
-  struct Announced {
+  struct alignas(16) Announced {
     int32_t index;  // items and more: there is none
     int32_t count;  // entries of the list that any row sees
     int32_t full;   // ... of them the first that all rows see
