@@ -42,6 +42,13 @@ FORWARDS = [
     FULL.with_(bias="bk1k", causal=True),
     FULL.with_(mask="b1qk", mask_fill="blocks"),
     FULL.with_(mask="b1qk", mask_fill="blocks", bias="11qk", softcap=5.0),
+    # Two thread blocks an SM, whose warpgroups pass over tiles of which their rows see nothing; of
+    # the second some rows see no key at all.
+    Case(640, 640, 12, 8, 4, 64, causal=True, wants=""),
+    Case(900, 300, 10, 8, 4, 64, causal=True, wants=""),
+    # Lists of keys, for two thread blocks an SM and too long for that.
+    Case(600, 1500, 5, 8, 4, 64, mask="bk1k", wants=""),
+    Case(600, 2300, 5, 8, 4, 64, bias="bk1k", mask="bk1k", wants=""),
 ]
 
 

@@ -36,6 +36,15 @@ HOPPER_LISTS = (
         causal=True,
         wants="",
     ),
+    # Lists too long for two thread blocks an SM at head_dim 64, and rows enough not to split them.
+    Launch("listed rows, long lists", *(8, 2100, 27, 4, 2), mask="bk1k", wants=""),
+    Launch(
+        "listed rows, long lists, bias",
+        *(8, 2100, 27, 4, 2),
+        mask="bk1k",
+        bias="bk1k",
+        wants="",
+    ),
     Launch("listed rows without keys", 130, 200, mask="b11k", kept=0.0, bias="bk1k", wants=""),
     Launch(
         "listed rows, top-w of all keys, fp32 bias",

@@ -31,6 +31,41 @@ def test_blocks_stay_and_count_their_work(probe: ctypes.CDLL) -> None:
     assert few["arch"] == 90 and few["blocks"] == 4 * 32 and few["workspace_bytes"] == 0
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    "head_dim, length, block_m, block_n, blocks_per_sm",
+    [
+        (40, 1024, 128, 64, 2),
+        (64, 512, 128, 64, 2),
+        (64, 1025, 192, 128, 1),
+        (72, 512, 128, 128, 1),
+    ],
+)
+def test_two_blocks_share_an_sm_where_rows_are_few(
+    probe: ctypes.CDLL,
+    head_dim: int,
+    length: int,
+    block_m: int,
+    block_n: int,
+    blocks_per_sm: int,
+    packed: bool,
+) -> None:
+    if packed:
+        sizes = PACKED | {"max_seqlen_q": length, "max_seqlen_k": length, "nheads": 8}
+    else:
+        sizes = LONG | {"batch": 32, "seqlen_q": length, "seqlen_k": length}
+    plan = Probe(probe).fwd(SM90, SMS, head_dim=head_dim, is_causal=1, **sizes)
+    assert (plan["arch"], plan["block_m"], plan["block_n"]) == (90, block_m, block_n)
+    assert plan["blocks"] == SMS * blocks_per_sm and plan["num_splits"] == 1
+    assert plan["workspace_bytes"] == 256  # the counter
+
+
+def test_no_more_blocks_than_items_share_an_sm(probe: ctypes.CDLL) -> None:
+    sizes = {"batch": 2, "seqlen_q": 1000, "seqlen_k": 1000, "nheads": 10, "nheads_k": 10}
+    plan = Probe(probe).fwd(SM90, SMS, head_dim=64, **sizes)
+    assert plan["arch"] == 90 and plan["blocks"] == 2 * 10 * 8 and plan["workspace_bytes"] == 0
+
+
 DENSE = (1, 16, 4096, 4096)
 SQUARE = 4096 * 4096
 CHANGED_SCORES: dict[str, dict[str, Any]] = {
@@ -143,8 +178,15 @@ KEY_BIAS = {"bias": tensor((1, 4, 1, 4096), FLOAT32)}
 def test_lists(probe: ctypes.CDLL, head_dim: int, block_n: int, more: dict[str, Any]) -> None:
     plan = Probe(probe).fwd(SM90, SMS, batch=1, head_dim=head_dim, **LONG, **KEPT, **more)
     assert plan["gathered"]
-    assert (plan["arch"], plan["block_m"], plan["block_n"]) == (90, 128, block_n)
-    assert plan["blocks"] == SMS and plan["num_splits"] == 1
+    assert (plan["arch"], plan["block_m"], plan["num_splits"]) == (90, 128, 1)
+    assert (plan["block_n"], plan["blocks"]) == (block_n, SMS)
+    # Two blocks share an SM where lists are short, and a thread has few numbers of the output.
+    few: dict[str, Any] = {"seqlen_k": 2000, "mask": mask(1, 4, 1, 2000)}
+    if more:
+        few["bias"] = tensor((1, 4, 1, 2000), FLOAT32)
+    plan = Probe(probe).fwd(SM90, SMS, batch=1, head_dim=head_dim, **(LONG | few))
+    assert plan["gathered"] and (plan["arch"], plan["block_m"]) == (90, 128)
+    assert (plan["block_n"], plan["blocks"]) == ((64, 2 * SMS) if head_dim <= 64 else (block_n, SMS))
 
 
 @pytest.mark.parametrize(

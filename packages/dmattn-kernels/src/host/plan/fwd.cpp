@@ -73,7 +73,7 @@ bool choose_kernel(FwdPlan& plan, int32_t asked_for, bool finds_window, const De
   plan.tile = kernels->fwd_tile(p, level, gathered);
   if (kernels->is_persistent) {
     const int64_t items = resident_items(p, plan.tile);
-    plan.choice.blocks = std::min<int64_t>(items, device.num_sms);
+    plan.choice.blocks = std::min<int64_t>(items, int64_t{device.num_sms} * plan.tile.blocks_per_sm);
     plan.counts_work = items > plan.choice.blocks;
     return true;
   }

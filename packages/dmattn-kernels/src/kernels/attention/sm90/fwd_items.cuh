@@ -80,12 +80,21 @@ template <class T>
 __device__ __forceinline__ bool has_rows(const PackedFwdItem& item) {
   return item.m_block >= 0 && item.m_block * T::kBlockM < item.q.length;
 }
-// As next_item(), and the item itself.
+// As next_item(), and the item itself, where it is announced.
 template <class T>
-__device__ __forceinline__ AnnouncedItem next_item(typename T::Shared& s, RingPlace<2>& place, PackedFwdItem& found) {
+__device__ __forceinline__ AnnouncedItem next_item(typename T::Shared& s, RingPlace<2>& place,
+                                                   typename T::Item& found) {
   s.item_full[place.stage].wait(place.phase);
   const AnnouncedItem item = {__shfl_sync(0xffffffffu, s.item[place.stage], 0)};
   found = s.general.found[place.stage];
+  if constexpr (!T::kOverlaps) {
+    // The compiler is shown that the warp's threads have read the same: it then keeps the item, and what follows from it,
+    // once a warp.
+    static_assert(sizeof(found) % 4 == 0);
+    int (&words)[sizeof(found) / 4] = reinterpret_cast<int (&)[sizeof(found) / 4]>(found);
+#pragma unroll
+    for (int& word : words) word = __shfl_sync(0xffffffffu, word, 0);
+  }
   __syncwarp();
   if (threadIdx.x % 32 == 0) s.item_empty[place.stage].arrive();
   place.advance();
@@ -97,26 +106,31 @@ __device__ __forceinline__ bool has_window(const Lengths& p) {
   return T::kWindows == Windows::kAlways || (T::kWindows == Windows::kMaybe && p.window > 0);
 }
 
-// The key blocks of an item: [begin, end), of which [whole, full) are seen by all its rows.
+// The key blocks of some rows: [begin, end), of which [whole, full) are seen by all of them.
 struct KeyBlocks {
   int begin, whole, full, end;
 };
 template <class T, class Lengths>
-__device__ __forceinline__ KeyBlocks find_key_blocks(const Lengths& p, int m_block) {
+__device__ __forceinline__ KeyBlocks find_key_blocks(const Lengths& p, int first_row, int rows) {
   int seen_by_all = p.seqlen_k, seen = p.seqlen_k;
   if (p.is_causal) {
-    const int first_limit = m_block * T::kBlockM + p.seqlen_k - p.seqlen_q + 1;
+    const int first_limit = first_row + p.seqlen_k - p.seqlen_q + 1;
     seen_by_all = min(max(first_limit, 0), p.seqlen_k);
-    seen = min(max(first_limit + T::kBlockM - 1, 0), p.seqlen_k);
+    seen = min(max(first_limit + rows - 1, 0), p.seqlen_k);
   }
   KeyBlocks blocks = {0, 0, seen_by_all / T::kBlockN, (seen + T::kBlockN - 1) / T::kBlockN};
   if (has_window<T>(p)) {
-    const int first_unseen = m_block * T::kBlockM + p.seqlen_k - p.seqlen_q + 1 - p.window;
+    const int first_unseen = first_row + p.seqlen_k - p.seqlen_q + 1 - p.window;
     blocks.begin = max(first_unseen, 0) / T::kBlockN;
-    blocks.whole = (max(first_unseen + T::kBlockM - 1, 0) + T::kBlockN - 1) / T::kBlockN;
+    blocks.whole = (max(first_unseen + rows - 1, 0) + T::kBlockN - 1) / T::kBlockN;
     blocks.full = max(blocks.full, blocks.whole);  // a block that is cut on both sides is behind the whole ones
   }
   return blocks;
+}
+
+template <class T, class Lengths>
+__device__ __forceinline__ KeyBlocks find_key_blocks(const Lengths& p, int m_block) {
+  return find_key_blocks<T>(p, m_block * T::kBlockM, T::kBlockM);
 }
 
 // Of a tile that begins with key0: keys past the last one, or past what a row may see, get -inf. first_row: the first of

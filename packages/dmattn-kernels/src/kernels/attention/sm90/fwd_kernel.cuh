@@ -25,8 +25,10 @@ template <class T>
 __device__ __forceinline__ void init_barriers(const typename T::Arguments& p, typename T::Shared& s) {
   int item_readers = 4 * T::kConsumers;  // a warp each
   if constexpr (T::kHasKeyBias) item_readers += has_key_bias(p);
-  s.q_full.init(1);
-  s.q_empty.init(T::kConsumers);
+  for (int i = 0; i < T::kQStages; ++i) {
+    s.q_full[i].init(1);
+    s.q_empty[i].init(T::kConsumers);
+  }
   for (int i = 0; i < T::kStages; ++i) {
     s.k_full[i].init(1);
     s.v_full[i].init(1);
@@ -55,7 +57,7 @@ struct FwdProducer {
   typename T::Shared& s;
   RingPlace<T::kStages> k_place, v_place;
   RingPlace<2> item_place, bias_place;
-  int q_phase = 0;
+  RingPlace<T::kQStages> q_place;
 
   __device__ __forceinline__ void run() {
     for (int index = blockIdx.x; index < p.items;) {
@@ -77,7 +79,7 @@ struct FwdProducer {
   __device__ __forceinline__ void announce(AnnouncedItem item, const typename T::Item& found = {}) {
     s.item_empty[item_place.stage].wait(item_place.phase ^ 1);
     s.item[item_place.stage] = item.word;
-    if constexpr (T::kPacked) s.general.found[item_place.stage] = found;
+    if constexpr (T::kSaysItems) s.general.found[item_place.stage] = found;
     s.item_full[item_place.stage].arrive();
     item_place.advance();
   }
@@ -177,14 +179,16 @@ struct FwdProducer {
   }
 
   __device__ __forceinline__ void load_q(const typename T::Item& item, bool is_needed) {
-    s.q_empty.wait(q_phase ^ 1);
-    q_phase ^= 1;
+    s.q_empty[q_place.stage].wait(q_place.phase ^ 1);
+    Barrier& full = s.q_full[q_place.stage];
+    typename T::Element* const tile = s.q + q_place.stage * T::kTileQ;
+    q_place.advance();
     if (!is_needed) {
-      s.q_full.arrive();
+      full.arrive();
       return;
     }
-    s.q_full.arrive_and_expect(T::kTileQ * sizeof(typename T::Element));
-    load_tile<T::kBlockM, T::kPanels, T::kPanelCols>(p.q, s.q_full, cute::TMA::CacheHintSm90::EVICT_FIRST, s.q,
+    full.arrive_and_expect(T::kTileQ * sizeof(typename T::Element));
+    load_tile<T::kBlockM, T::kPanels, T::kPanelCols>(p.q, full, cute::TMA::CacheHintSm90::EVICT_FIRST, tile,
                                                      item.m_block * T::kBlockM, item.head, place_of_rows(item));
   }
   __device__ __forceinline__ void load_k(int n, const typename T::Item& item) {
@@ -233,7 +237,7 @@ struct FwdConsumer {
   const int consumer, thread, warp, lane;  // thread: among the consumers; warp: in the warpgroup
   RingPlace<T::kStages> k_place, v_place;
   RingPlace<2> item_place, bias_place;
-  int q_phase = 0;
+  RingPlace<T::kQStages> q_place;
 
   __device__ __forceinline__ FwdConsumer(const typename T::Arguments& arguments, typename T::Shared& shared)
       : p(arguments),
@@ -244,10 +248,10 @@ struct FwdConsumer {
         lane(threadIdx.x % 32) {}
 
   __device__ __forceinline__ void run() {
-    if (consumer == T::kConsumers - 1) pass_turn();
+    if (T::kOverlaps && consumer == T::kConsumers - 1) pass_turn();
     while (true) {
-      if constexpr (T::kPacked) {
-        PackedFwdItem found;
+      if constexpr (T::kSaysItems) {
+        typename T::Item found;
         const AnnouncedItem item = next_item<T>(s, item_place, found);
         if (item.index() >= p.items) return;
         attend(found, item.has_keys());
@@ -284,7 +288,9 @@ struct FwdConsumer {
     typename T::OutMma out_mma;
     const auto score_slice = score_mma.get_slice(thread);
     const auto out_slice = out_mma.get_slice(thread);
-    const auto q = score_slice.partition_fragment_A(cute::make_tensor(cute::make_smem_ptr(s.q), typename T::LayoutQ{}));
+    const auto all_q =
+        score_slice.partition_fragment_A(cute::make_tensor(cute::make_smem_ptr(s.q), typename T::LayoutQs{}));
+    const auto q = all_q(cute::_, cute::_, cute::_, q_place.stage);
     const auto k = score_slice.partition_fragment_B(cute::make_tensor(cute::make_smem_ptr(s.k), typename T::LayoutK{}));
     const auto v = out_slice.partition_fragment_B(cute::make_tensor(cute::make_smem_ptr(s.v), typename T::LayoutVt{}));
     auto acc_s = cute::partition_fragment_C(score_mma, cute::Shape<Int<T::kBlockM>, Int<T::kBlockN>>{});
@@ -300,8 +306,7 @@ struct FwdConsumer {
     float keep[2];  // what the running sums and the output are multiplied by, as the maximum has moved
     const float scale_log2 = p.softmax_scale * kLog2e;
     cute::clear(acc_o);
-    s.q_full.wait(q_phase);
-    q_phase ^= 1;
+    s.q_full[q_place.stage].wait(q_place.phase);
 
     const auto to_operand = [&] {
       auto packed = cute::recast<uint32_t>(probabilities);
@@ -343,6 +348,28 @@ struct FwdConsumer {
       to_operand();
     };
 
+    // Of a tile, one product after the other.
+    const auto plain_step = [&](auto&& to_probabilities) {
+      start_product<true>(score_mma, q, k(cute::_, cute::_, cute::_, k_place.stage), acc_s);
+      finish_scores(cute::_0{});
+      to_probabilities();
+      to_operand();
+      OnlineSoftmax<1>::rescale(out, keep);
+      s.v_full[v_place.stage].wait(v_place.phase);
+      start_product<false>(out_mma, probabilities, v(cute::_, cute::_, cute::_, v_place.stage), acc_o);
+      finish_output();
+    };
+
+    // A tile of which these rows see nothing. One warp speaks for all, and without a product it could be so far ahead that
+    // the others wait for a phase of the barriers that is over: they meet first.
+    const auto pass_over = [&] {
+      s.v_full[v_place.stage].wait(v_place.phase);
+      cutlass::arch::NamedBarrier::sync(128, kStoreBarrier + consumer);
+      release_keys();
+      release(s.v_empty[v_place.stage]);
+      v_place.advance();
+    };
+
     const auto wait_for_keys = [&] { s.k_full[k_place.stage].wait(k_place.phase); };
     if constexpr (T::kGeneral) {
       ScoreChanges<T> changes(p, s.general, bias_place, thread / 32, lane, item);
@@ -372,12 +399,32 @@ struct FwdConsumer {
       int n = blocks.end - 1;
       const auto nothing = [] {};
       const auto whole = [&] { softmax.template probabilities<true>(scores, keep, scale_log2); };
-      const auto cut = [&] {
+      const auto cut_only = [&] {
         cut_keys(lengths, scores, n * T::kBlockN, first_row, lane);
         if constexpr (kHasWindow) cut_keys_before_window(p, scores, n * T::kBlockN, first_row, lane);
+      };
+      const auto cut = [&] {
+        cut_only();
         whole();
       };
-      if (has_keys) {
+      if constexpr (!T::kOverlaps) {
+        // Of the item's tiles, those of this consumer's rows.
+        const KeyBlocks own = find_key_blocks<T>(lengths, item.m_block * T::kBlockM + consumer * 64, 64);
+#pragma unroll 1
+        for (; n >= max(own.end, blocks.begin); --n) wait_for_keys(), pass_over();
+#pragma unroll 1
+        for (; n >= own.begin; --n) {
+          wait_for_keys();
+          plain_step([&] {
+            if (n >= own.full || (kHasWindow && n < own.whole)) cut_only();
+            whole();
+          });
+        }
+        if constexpr (kHasWindow) {
+#pragma unroll 1
+          for (; n >= blocks.begin; --n) wait_for_keys(), pass_over();
+        }
+      } else if (has_keys) {
         wait_for_keys();
         first_step(nothing, [&] { n >= blocks.full || (kHasWindow && n < blocks.whole) ? cut() : whole(); });
         for (--n; n >= blocks.full; --n) wait_for_keys(), step(nothing, cut);
@@ -389,8 +436,11 @@ struct FwdConsumer {
         }
       }
     }
-    if constexpr (T::kOwnOut) release(s.q_empty);
-    if (has_keys) {
+    if constexpr (T::kOwnOut) {
+      if (!has_keys) cutlass::arch::NamedBarrier::sync(128, kStoreBarrier + consumer);  // as in pass_over()
+      release(s.q_empty[q_place.stage]);
+    }
+    if (T::kOverlaps && has_keys) {
       s.v_full[v_place.stage].wait(v_place.phase);
       start_product<false>(out_mma, probabilities, v(cute::_, cute::_, cute::_, v_place.stage), acc_o);
       finish_output();
@@ -406,14 +456,16 @@ struct FwdConsumer {
     if constexpr (!T::kOwnOut) {
       if (is_speaker) {
         cute::tma_store_wait<0>();
-        s.q_empty.arrive();
+        s.q_empty[q_place.stage].arrive();
       }
     }
+    q_place.advance();
   }
 };
 
 template <class T>
-__global__ void __launch_bounds__(T::kThreads, 1) fwd_kernel(const __grid_constant__ typename T::Arguments p) {
+__global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
+    fwd_kernel(const __grid_constant__ typename T::Arguments p) {
   extern __shared__ char smem[];
   const uint32_t base = smem_u32(smem);
   auto& s = *reinterpret_cast<typename T::Shared*>(smem + ((base + 1023) / 1024 * 1024 - base));

@@ -78,6 +78,7 @@ cudaError_t fill_arguments(FwdArguments& a, const FwdParams& p) {
 
 template <class T>
 cudaError_t launch_fwd_kernel(int64_t blocks, const FwdParams& p, cudaStream_t stream) {
+  static_assert(T::kSmemBytes <= T::kSmemLimit);
   typename T::Arguments arguments;
   cudaError_t status = fill_arguments<T>(arguments, p);
   if constexpr (T::kGeneral) {
@@ -100,24 +101,29 @@ cudaError_t launch_fwd_kernel(int64_t blocks, const FwdParams& p, cudaStream_t s
 template <class Element, int kHeadDimTile, bool kGathered>
 cudaError_t launch_fwd(const KernelChoice& choice, const FwdParams& p, cudaStream_t stream) {
   if constexpr (kGathered) {
-    const auto go_in = [&](auto has_bias, auto head_dim) {
-      constexpr Sm90ListTile kTile = sm90_list_tile(head_dim);
+    const auto go_in = [&](auto has_bias, auto head_dim, auto is_short) {
+      constexpr Sm90ListTile kTile = sm90_list_tile(head_dim, is_short);
       using T = sm90::GatherTraits<Element, head_dim, has_bias, kTile.block_n, kTile.stages,
-                                   sm90::ProxyFence::kConsumer, /*kShortTail=*/true, /*kProducerRegisters=*/56>;
+                                   sm90::ProxyFence::kConsumer, /*kShortTail=*/true,
+                                   /*kProducerRegisters=*/kTile.blocks_per_sm == 2 ? 48 : 56, kTile.blocks_per_sm>;
       return sm90::launch_gather_kernel<T>(choice.blocks, p, stream);
     };
-    const auto go = [&](auto has_bias) {
-      if constexpr (kHeadDimTile == 256) {
-        if (sm90_list_head_dim(p.head_dim) == 192) return go_in(has_bias, cute::Int<192>{});
-      }
-      return go_in(has_bias, cute::Int<kHeadDimTile>{});
+    const auto go = [&](auto head_dim, auto is_short) {
+      return p.bias.kind == BiasKind::kNone ? go_in(cute::false_type{}, head_dim, is_short)
+                                            : go_in(cute::true_type{}, head_dim, is_short);
     };
-    return p.bias.kind == BiasKind::kNone ? go(cute::false_type{}) : go(cute::true_type{});
+    if constexpr (kHeadDimTile == 64) {
+      if (sm90_lists_are_short(p)) return go(cute::Int<64>{}, cute::true_type{});
+    }
+    if constexpr (kHeadDimTile == 256) {
+      if (sm90_list_head_dim(p.head_dim) == 192) return go(cute::Int<192>{}, cute::false_type{});
+    }
+    return go(cute::Int<kHeadDimTile>{}, cute::false_type{});
   } else {
     const auto go_in = [&](auto mode, auto head_dim, auto is_short) {
       constexpr Sm90FwdTile kTile = sm90_fwd_tile(head_dim, is_short);
-      using T =
-          sm90::FwdTraits<Element, head_dim, kTile.consumers, kTile.block_n, /*kStages=*/2, decltype(mode)::value>;
+      using T = sm90::FwdTraits<Element, head_dim, kTile.consumers, kTile.block_n, kTile.stages, decltype(mode)::value,
+                                kTile.blocks_per_sm>;
       return sm90::launch_fwd_kernel<T>(choice.blocks, p, stream);
     };
     const auto go = [&](auto head_dim, auto is_short) {
@@ -128,7 +134,8 @@ cudaError_t launch_fwd(const KernelChoice& choice, const FwdParams& p, cudaStrea
       constexpr sm90::ScoreMode kMode = decltype(mode)::value;
       constexpr Sm90FwdTile kTile = kMode == sm90::ScoreMode::kWindow ? sm90_window_fwd_tile(kHeadDimTile)
                                                                       : sm90_general_fwd_tile(kHeadDimTile, is_tall);
-      using T = sm90::FwdTraits<Element, kHeadDimTile, kTile.consumers, kTile.block_n, /*kStages=*/2, kMode>;
+      using T = sm90::FwdTraits<Element, kHeadDimTile, kTile.consumers, kTile.block_n, kTile.stages, kMode,
+                                kTile.blocks_per_sm>;
       return sm90::launch_fwd_kernel<T>(choice.blocks, p, stream);
     };
     if (has_plain_window(p)) return go_general(cute::C<sm90::ScoreMode::kWindow>{}, cute::false_type{});

@@ -49,13 +49,15 @@ struct GeneralShared {
   int32_t tile[kStages];  // the keys in a stage of K: see KeyTile
 };
 
-// Likewise of packed sequences: what the number of an item stands for, beside it.
-struct PackedShared {
-  PackedFwdItem found[2];
+// Likewise what the number of an item stands for, where the producer says it beside the number: it takes a search in
+// packed sequences, and divisions in any case, which count where an item has few keys.
+template <class Item>
+struct FoundShared {
+  Item found[2];
 };
 
-template <class Element_, int kHeadDim_, int kConsumers_, int kBlockN_, int kStages_ = 2,
-          ScoreMode kMode_ = ScoreMode::kPlain>
+template <class Element_, int kHeadDim_, int kConsumers_, int kBlockN_, int kStages_,
+          ScoreMode kMode_ = ScoreMode::kPlain, int kBlocksPerSm_ = 1>
 struct FwdTraits {
   using Element = Element_;
   static constexpr ScoreMode kMode = kMode_;
@@ -77,11 +79,19 @@ struct FwdTraits {
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kConsumers = kConsumers_, kBlockM = 64 * kConsumers, kBlockN = kBlockN_;
   static constexpr int kStages = kStages_;  // of K, and of V
+  // Two thread blocks on an SM are two items in progress: while one waits for its first products or writes its output,
+  // the other computes. Four warps then share a scheduler, so that the softmax of one runs beside the products of the
+  // others, and in a consumer nothing has to overlap. That leaves registers enough for half as many a thread.
+  static constexpr int kBlocksPerSm = kBlocksPerSm_;
+  static constexpr bool kOverlaps = kBlocksPerSm == 1;
+  static constexpr bool kSaysItems = kPacked || !kOverlaps;
+  // Where an item has few keys, the next Q comes in while its scores are computed.
+  static constexpr int kQStages = kBlocksPerSm;
   static constexpr int kThreads = 128 * (kConsumers + 1);
   // Registers a thread: what the producer gives up goes to the consumers. 128 * (kConsumers * kConsumerRegisters +
-  // kProducerRegisters) fits the 65536 of an SM.
-  static constexpr int kProducerRegisters = kConsumers == 2 ? 40 : 32;
-  static constexpr int kConsumerRegisters = kConsumers == 2 ? 232 : 160;
+  // kProducerRegisters) fits the 65536 of an SM. Two blocks start with 80 a thread, which is 128 * 240 for each.
+  static constexpr int kProducerRegisters = kBlocksPerSm == 2 ? 48 : kConsumers == 2 ? 40 : 32;
+  static constexpr int kConsumerRegisters = kBlocksPerSm == 2 ? 96 : kConsumers == 2 ? 232 : 160;
   // TMA copies panels as wide as the swizzle of shared memory: 128 bytes, or 64 where head_dim is no multiple of that.
   static constexpr int kPanelCols = kHeadDim % 64 == 0 ? 64 : 32;
   static constexpr int kPanels = kHeadDim / kPanelCols;
@@ -94,6 +104,8 @@ struct FwdTraits {
                                                        cute::GMMA::Layout_MN_SW64_Atom<Element>>>;
   using LayoutQ =
       decltype(cute::tile_to_shape(Atom<cute::GMMA::Major::K>{}, cute::Shape<Int<kBlockM>, Int<kHeadDim>>{}));
+  using LayoutQs = decltype(cute::tile_to_shape(Atom<cute::GMMA::Major::K>{},
+                                                cute::Shape<Int<kBlockM>, Int<kHeadDim>, Int<kQStages>>{}));
   using LayoutK = decltype(cute::tile_to_shape(Atom<cute::GMMA::Major::K>{},
                                                cute::Shape<Int<kBlockN>, Int<kHeadDim>, Int<kStages>>{}));
   // V as it lies in memory, seen as [head_dim][key].
@@ -119,22 +131,23 @@ struct FwdTraits {
   static constexpr int kTileQ = kBlockM * kHeadDim, kTileK = kBlockN * kHeadDim;
 
   struct Shared {
-    alignas(1024) Element q[kTileQ];
+    alignas(1024) Element q[kQStages * kTileQ];
     alignas(1024) Element k[kStages * kTileK];
     alignas(1024) Element v[kStages * kTileK];
     alignas(1024) Element own_out[kOwnOut ? kTileQ : 8];
-    Barrier q_full, q_empty;
+    Barrier q_full[kQStages], q_empty[kQStages];
     Barrier k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
     Barrier item_full[2], item_empty[2];
     int32_t item[2];
     cute::conditional_t<kGeneral, GeneralShared<kBlockM, kBlockN, kStages, kHasTileBias>,
-                        cute::conditional_t<kPacked, PackedShared, NoGeneral>>
+                        cute::conditional_t<kSaysItems, FoundShared<Item>, NoGeneral>>
         general;
 
     __device__ __forceinline__ Element* out() { return kOwnOut ? own_out : q; }
   };
   static constexpr uint32_t kSmemBytes = sizeof(Shared) + 1024;  // the base need not be aligned as the tiles must be
-  static_assert(kSmemBytes <= 232448);
+  // Of 228 KB an SM has, each block takes one more than it asks for.
+  static constexpr uint32_t kSmemLimit = (228 / kBlocksPerSm - 1) * 1024;
 };
 
 }  // namespace dmattn::sm90

@@ -66,6 +66,11 @@ struct GatherConsumer {
     work.index = __shfl_sync(0xffffffffu, work.index, 0);
     work.count = __shfl_sync(0xffffffffu, work.count, 0);
     work.full = __shfl_sync(0xffffffffu, work.full, 0);
+    if constexpr (!T::kOverlaps) {
+      work.item.m_block = __shfl_sync(0xffffffffu, work.item.m_block, 0);
+      work.item.head = __shfl_sync(0xffffffffu, work.item.head, 0);
+      work.item.batch = __shfl_sync(0xffffffffu, work.item.batch, 0);
+    }
     if (lane == 0) s.item_empty[item_place.stage].arrive();
     item_place.advance();
     return work;
@@ -305,6 +310,85 @@ struct GatherConsumer {
     }
   }
 
+  // Likewise, one product after the other: where two thread blocks share the SM.
+  __device__ __forceinline__ void run_in_turn() {
+    using namespace cute;
+    typename T::ScoreMma score_mma;
+    typename T::OutMma out_mma;
+    const auto all_q = make_tensor(make_smem_ptr(s.q), typename T::LayoutQs{});
+    const auto all_k = make_tensor(make_smem_ptr(s.k), typename T::LayoutK{});
+    const auto v =
+        out_mma.get_slice(thread).partition_fragment_B(make_tensor(make_smem_ptr(s.v), typename T::LayoutVt{}));
+    auto acc_o = partition_fragment_C(out_mma, Shape<Int<T::kBlockM>, Int<T::kHeadDim>>{});
+    auto& out = fragments(acc_o);
+    OnlineSoftmax<1> softmax;
+    float keep[2];  // what the running sums and the output are multiplied by, as the maximum has moved
+    typename T::Announced work = next_item();
+    const FwdItem& item = work.item;
+
+    // A tile of kKeys keys, of which the first seen_by_all are seen by all rows.
+    const auto step = [&](auto is_masked, auto keys, int seen_by_all) __attribute__((always_inline)) {
+      constexpr int kKeys = decltype(keys)::value;
+      typename T::template TailMma<kKeys> mma;
+      const auto slice = mma.get_slice(thread);
+      const auto q = slice.partition_fragment_A(all_q);
+      const auto k = slice.partition_fragment_B(
+          local_tile(all_k, Shape<Int<kKeys>, Int<T::kHeadDim>, Int<T::kStages>>{}, make_coord(_0{}, _0{}, _0{})));
+      auto acc_s = partition_fragment_C(mma, Shape<Int<T::kBlockM>, Int<kKeys>>{});
+      auto& scores = fragments(acc_s);
+      wait_for_tile(s.k_full, k_place);
+      start_product<true>(mma, q(_, _, _, q_place.stage), k(_, _, _, k_place.stage), acc_s);
+      release_stored();
+      wait_for_product<0>(acc_s);
+      release(s.k_empty[k_place.stage]);
+      k_place.advance();
+      change_scores(is_masked, scores, item, seen_by_all);
+      if constexpr (T::kBias) {
+        softmax.probabilities_of_logits(scores, keep);
+      } else {
+        softmax.template probabilities<true>(scores, keep, p.softmax_scale * kLog2e);
+      }
+      auto probabilities = make_tensor<typename T::Element>(Layout<Shape<Shape<_2, _2, _2>, _1, Int<kKeys / 16>>>{});
+      auto packed = recast<uint32_t>(probabilities);
+#pragma unroll
+      for (int i = 0; i < kKeys / 8; ++i) {
+        packed(2 * i) = ElementTraits<typename T::Element>::pack(scores[0][i][0], scores[0][i][1]);
+        packed(2 * i + 1) = ElementTraits<typename T::Element>::pack(scores[0][i][2], scores[0][i][3]);
+      }
+      OnlineSoftmax<1>::rescale(out, keep);
+      wait_for_tile(s.v_full, v_place);
+      start_product<false>(out_mma, probabilities, v(_, _, _, v_place.stage), acc_o);
+      wait_for_product<0>(acc_o);
+      release(s.v_empty[v_place.stage]);
+      v_place.advance();
+    };
+
+#pragma unroll 1
+    while (work.index < p.items) {
+      const int tiles = (work.count + T::kBlockN - 1) / T::kBlockN;
+      const int last_width = tiles > 1 ? T::tile_width(work.count - (tiles - 1) * T::kBlockN) : T::kBlockN;
+      const int whole = last_width < T::kBlockN ? tiles - 1 : tiles;  // tiles of kBlockN keys
+      const int unmasked = min(work.full / T::kBlockN, whole);
+      softmax = OnlineSoftmax<1>();
+      clear(acc_o);
+      s.q_full[q_place.stage].wait(q_place.phase);
+      int n = 0;
+#pragma unroll 1
+      for (; n < unmasked; ++n) step(false_type{}, Int<T::kBlockN>{}, T::kBlockN);
+#pragma unroll 1
+      for (; n < whole; ++n) step(true_type{}, Int<T::kBlockN>{}, work.full - n * T::kBlockN);
+      static_assert(T::kLongTail == T::kBlockN);
+      if (n < tiles) step(true_type{}, Int<T::kTail>{}, work.full - n * T::kBlockN);
+      release_stored();
+      const int first_row = item.m_block * T::kBlockM + consumer * 64 + warp * 16 + lane / 4;
+      finish_rows(p, softmax, T::kBias ? 1.f : p.softmax_scale, out, item, first_row);
+      store_rows<T>(p, s.q + q_place.stage * T::kTileQ, acc_o, out_mma, consumer, kStoreBarrier + consumer, item);
+      stored = q_place.stage;
+      q_place.advance();
+      work = next_item();
+    }
+  }
+
   // Gives -inf to the keys that a row does not see. The keys that all rows see come first and need no test, which would
   // be three instructions a score: it is left out for groups of kGroup keys that have no others.
   template <int kFragments>
@@ -350,7 +434,8 @@ struct GatherConsumer {
 };
 
 template <class T>
-__global__ void __launch_bounds__(T::kThreads, 1) gather_kernel(const __grid_constant__ GatherArguments p) {
+__global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
+    gather_kernel(const __grid_constant__ GatherArguments p) {
   extern __shared__ char smem[];
   const uint32_t base = smem_u32(smem);
   auto& s = *reinterpret_cast<typename T::Shared*>(smem + ((base + 1023) / 1024 * 1024 - base));
@@ -361,7 +446,11 @@ __global__ void __launch_bounds__(T::kThreads, 1) gather_kernel(const __grid_con
     GatherProducer<T>(p, s).run();
   } else {
     cutlass::arch::warpgroup_reg_alloc<T::kConsumerRegisters>();
-    GatherConsumer<T>(p, s).run();
+    if constexpr (T::kOverlaps) {
+      GatherConsumer<T>(p, s).run();
+    } else {
+      GatherConsumer<T>(p, s).run_in_turn();
+    }
     if (threadIdx.x % 128 == 0) cute::tma_store_wait<0>();
   }
 }

@@ -89,7 +89,7 @@ struct GatherProducer {
       s.item_empty[item_place.stage].wait(item_place.phase ^ 1);
       __syncwarp();
       if (lane == 0) {
-        s.item[item_place.stage] = {work.index, work.count, work.full, 0};
+        s.item[item_place.stage] = {work.index, work.count, work.full, work.item};
         s.item_full[item_place.stage].arrive();
       }
       __syncwarp();

@@ -14,16 +14,16 @@ enum class ProxyFence {
 };
 
 template <class Element, int kHeadDim, bool kBias_, int kBlockN, int kStages, ProxyFence kFence_, bool kShortTail_,
-          int kProducerRegisters_>
-struct GatherTraits : FwdTraits<Element, kHeadDim, 2, kBlockN, kStages> {
-  using Base = FwdTraits<Element, kHeadDim, 2, kBlockN, kStages>;
+          int kProducerRegisters_, int kBlocksPerSm = 1>
+struct GatherTraits : FwdTraits<Element, kHeadDim, 2, kBlockN, kStages, ScoreMode::kPlain, kBlocksPerSm> {
+  using Base = FwdTraits<Element, kHeadDim, 2, kBlockN, kStages, ScoreMode::kPlain, kBlocksPerSm>;
   static constexpr bool kBias = kBias_;  // a number is added to the logits of each key
   static constexpr ProxyFence kFence = kFence_;
   static constexpr bool kShortTail = kShortTail_;  // the last tile of a list may have 32 or 64 keys
-  // The three warpgroups share what the block was launched with, 168 registers a thread: with more, setmaxnreg would wait
-  // forever.
+  // The three warpgroups share what the block was launched with, 168 registers a thread, or 80 where two blocks share an
+  // SM: with more, setmaxnreg would wait forever.
   static constexpr int kProducerRegisters = kProducerRegisters_;
-  static constexpr int kConsumerRegisters = (3 * 168 - kProducerRegisters) / 16 * 8;
+  static constexpr int kConsumerRegisters = (3 * (kBlocksPerSm == 2 ? 80 : 168) - kProducerRegisters) / 16 * 8;
 
   static constexpr int kChunks = 8;                    // 16 bytes each, of a row of a panel
   static constexpr int kPassKeys = 128 / kChunks;      // keys that the producer's threads copy side by side
@@ -58,11 +58,11 @@ struct GatherTraits : FwdTraits<Element, kHeadDim, 2, kBlockN, kStages> {
   using LayoutQs = decltype(cute::tile_to_shape(typename Base::template Atom<cute::GMMA::Major::K>{},
                                                 cute::Shape<Int<Base::kBlockM>, Int<kHeadDim>, Int<kQStages>>{}));
   // An item as the producer announces it.
-  struct Announced {
+  struct alignas(16) Announced {
     int32_t index;  // items and more: there is none
     int32_t count;  // entries of the list that any row sees
     int32_t full;   // ... of them the first that all rows see
-    int32_t unused;
+    FwdItem item;
   };
   struct Shared {
     alignas(1024) Element q[kQStages * Base::kTileQ];  // and the output on its way out
@@ -79,7 +79,7 @@ struct GatherTraits : FwdTraits<Element, kHeadDim, 2, kBlockN, kStages> {
     int32_t next_item[2];
   };
   static constexpr uint32_t kSmemBytes = sizeof(Shared) + 1024;  // the base need not be aligned as the tiles must be
-  static_assert(kSmemBytes <= 232448);
+  static_assert(kSmemBytes <= Base::kSmemLimit);
 };
 
 }  // namespace dmattn::sm90
