@@ -45,6 +45,7 @@ __global__ void __launch_bounds__(kOrderThreads)
     clear_bins<kOrderThreads>(hist, kBins);
     __syncthreads();
   }
+  follow_previous_kernel();
   uint32_t x[kPerThread];
 #pragma unroll
   for (int i = 0; i < kPerThread; ++i) {

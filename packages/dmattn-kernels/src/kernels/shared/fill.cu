@@ -9,6 +9,7 @@ using namespace prep;
 
 __global__ void __launch_bounds__(kRowChunkThreads)
     fill_zero_kernel(uint16_t* dst, Strides3 stride, bool vec, int seqlen, int nheads, int head_dim) {
+  follow_previous_kernel();
   for_each_chunk(blockIdx.x, nheads, seqlen, head_dim, [&](int b, int h, int row, int col) {
     uint16_t* chunk = dst + row_offset(stride, b, h, row) + col;
     if (head_dim - col >= 8) {

@@ -10,4 +10,8 @@ namespace dmattn {
 // Zeros in a strided (batch, seqlen, heads, head_dim) tensor of 16-bit elements.
 cudaError_t fill_zero(void* ptr, Strides3 stride, int batch, int seqlen, int nheads, int head_dim, cudaStream_t stream);
 
+// Zero in one number, for the next kernel on the stream, which has to be one of this library. A copy or a memset between
+// two kernels would keep the second from starting early (early_start.cuh).
+cudaError_t clear_counter(int32_t* counter, cudaStream_t stream);
+
 }  // namespace dmattn
