@@ -13,6 +13,7 @@ struct ActiveSmem {
   DisplacedSmem displaced;
   // The rows that keep each, leaving keys first: the first row in the lower half, the one after the last in the upper.
   uint32_t span[kMaxActive];
+  uint2 kept_by[kMaxSegmentBlocks][kActiveWords];  // of each block: all its rows (x), some (y); a bit for each key
 };
 
 struct SegmentSmem {
@@ -133,40 +134,50 @@ __device__ __forceinline__ void follow(SegmentSmem& s, const Segment& at, int wi
 
 // --- lists ---------------------------------------------------------------------------------------------------------
 
-// What a warp adds to the list of block `block` of the segment behind the core.
-__device__ __forceinline__ void write_active(const SegmentSmem& s, const Segment& at, const KeyList& keys, int block) {
-  const int lane = threadIdx.x % 32, active = at.leaving() + at.joining;
-  const int begin = block * kSelectBlockRows, stop = min(begin + kSelectBlockRows, at.rows);
-  const int64_t list = static_cast<int64_t>(at.row) * keys.blocks + at.block0 + block;
-  int32_t* idx = const_cast<int32_t*>(keys.idx) + list * keys.capacity;
-  const auto rows_of = [&](int i) {
-    const uint32_t span = i < active ? s.active.span[i] : 0u;
-    return make_int2(max(static_cast<int>(span & 0xffff), begin), min(static_cast<int>(span >> 16), stop));
-  };
-  const auto is_full = [&](int2 rows) { return rows.x == begin && rows.y == stop; };
-  int full = at.core;
-#pragma unroll 2
-  for (int i0 = 0; i0 < active; i0 += 32) full += __popc(__ballot_sync(kFullWarp, is_full(rows_of(i0 + lane))));
-  int next_full = at.core, count = full;
-  const uint32_t lower_lanes = (1u << lane) - 1;
-#pragma unroll 2
-  for (int i0 = 0; i0 < active; i0 += 32) {
-    const int i = i0 + lane;
-    const int2 rows = rows_of(i);
-    const bool all = is_full(rows), some = !all && rows.x < rows.y;
-    const uint32_t all_warp = __ballot_sync(kFullWarp, all), some_warp = __ballot_sync(kFullWarp, some);
-    if (all || some) {
-      const int key = i < at.leaving() ? s.keys.leaving_key[i] : at.row0 + s.keys.joining_row[i - at.leaving()];
-      idx[all ? next_full + __popc(all_warp & lower_lanes) : count + __popc(some_warp & lower_lanes)] = key;
-    }
-    next_full += __popc(all_warp);
-    count += __popc(some_warp);
-  }
+// Adds the active keys to the lists of the segment's blocks, behind the core: those that all rows of a block keep, then
+// those that some do. A warp takes 32 keys and one of the blocks at a time.
+template <int kThreads>
+__device__ __forceinline__ void write_active(SegmentSmem& s, const Segment& at, const KeyList& keys, int blocks) {
+  constexpr int kWarps = kThreads / 32;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int active = at.leaving() + at.joining, words = max(ceil_div(active, 32), 1);
 #pragma unroll 1
-  for (int i = count + lane; i < round_up(count, 128); i += 32) idx[i] = 0;
-  if (lane != 0) return;
-  const_cast<int32_t*>(keys.count)[list] = count;
-  if (keys.full != nullptr) const_cast<int32_t*>(keys.full)[list] = full;
+  for (int task = warp; task < blocks * words; task += kWarps) {
+    const int block = task / words, i = task % words * 32 + lane;
+    const int begin = block * kSelectBlockRows, stop = min(begin + kSelectBlockRows, at.rows);
+    const uint32_t span = i < active ? s.active.span[i] : 0u;
+    const int first = max(static_cast<int>(span & 0xffff), begin), last = min(static_cast<int>(span >> 16), stop);
+    const bool all = first == begin && last == stop;
+    const uint32_t all_warp = __ballot_sync(kFullWarp, all), some_warp = __ballot_sync(kFullWarp, !all && first < last);
+    if (lane == 0) s.active.kept_by[block][task % words] = make_uint2(all_warp, some_warp);
+  }
+  __syncthreads();
+#pragma unroll 1
+  for (int task = warp; task < blocks * words; task += kWarps) {
+    const int block = task / words, word = task % words, i = word * 32 + lane;
+    const uint2 of_lane = lane < words ? s.active.kept_by[block][lane] : make_uint2(0, 0);
+    const uint32_t sums = __popc(of_lane.x) | __popc(of_lane.y) << 16;
+    const uint32_t inclusive = warp_inclusive_scan(sums), total = __shfl_sync(kFullWarp, inclusive, 31);
+    const uint32_t before = __shfl_sync(kFullWarp, inclusive - sums, word);
+    const uint2 own = s.active.kept_by[block][word];
+    const int full = at.core + static_cast<int>(total & 0xffff), count = full + static_cast<int>(total >> 16);
+    const int64_t list = static_cast<int64_t>(at.row) * keys.blocks + at.block0 + block;
+    int32_t* idx = const_cast<int32_t*>(keys.idx) + list * keys.capacity;
+    const bool all = (own.x >> lane & 1) != 0, some = (own.y >> lane & 1) != 0;
+    if (all || some) {
+      const uint32_t lower_lanes = (1u << lane) - 1;
+      const int key = i < at.leaving() ? s.keys.leaving_key[i] : at.row0 + s.keys.joining_row[i - at.leaving()];
+      const int place = all ? at.core + static_cast<int>(before & 0xffff) + __popc(own.x & lower_lanes)
+                            : full + static_cast<int>(before >> 16) + __popc(own.y & lower_lanes);
+      idx[place] = key;
+    }
+    if (word > 0) continue;
+#pragma unroll 1
+    for (int pad = count + lane; pad < round_up(count, 128); pad += 32) idx[pad] = 0;
+    if (lane != 0) continue;
+    const_cast<int32_t*>(keys.count)[list] = count;
+    if (keys.full != nullptr) const_cast<int32_t*>(keys.full)[list] = full;
+  }
 }
 
 template <int kThreads>
@@ -189,13 +200,20 @@ __global__ void __launch_bounds__(kThreads, 1024 / kThreads) segment_kernel(cons
   const OwnKeys<kThreads> own_keys(p, at);
   BoundFinder<kThreads> finder{s.bound, own, p.digits};
   finder.count_first_digit();
-  const Cut kept_cut = finder.find([&](int total) { return min(p.window, total); }, at.kept);
-  at.joining = own_keys.join(s, at, kept_cut, end);
-  // No more keys leave than join.
-  const int leaving = min(max(at.kept - p.window + at.joining, 0), at.kept);
-  Cut core_cut = kept_cut;
-  at.core = at.kept;
-  if (leaving > 0) core_cut = finder.find([&](int) { return at.kept - leaving; }, at.core);
+  Cut kept_cut, core_cut;
+  int leaving = 0;
+#pragma unroll 1
+  for (bool is_kept = true;; is_kept = false) {
+    const auto wanted = [&](int total) { return is_kept ? min(p.window, total) : at.kept - leaving; };
+    core_cut = finder.find(wanted, at.core);
+    if (!is_kept) break;
+    kept_cut = core_cut;
+    at.kept = at.core;
+    at.joining = own_keys.join(s, at, kept_cut, end);
+    // No more keys leave than join.
+    leaving = min(max(at.kept - p.window + at.joining, 0), at.kept);
+    if (leaving == 0) break;
+  }
   split_kept(s, c, own, core_cut, kept_cut, at.block0 == 0 ? end : nullptr);
 
   const int blocks = ceil_div(at.rows, kSelectBlockRows);
@@ -211,8 +229,7 @@ __global__ void __launch_bounds__(kThreads, 1024 / kThreads) segment_kernel(cons
   }
   __syncthreads();
   follow<kThreads>(s, at, p.window, end);
-#pragma unroll 1
-  for (int block = threadIdx.x / 32; block < blocks; block += kThreads / 32) write_active(s, at, keys, block);
+  write_active<kThreads>(s, at, keys, blocks);
 }
 
 }  // namespace
