@@ -41,7 +41,7 @@ void clear_dkv(const BwdParams& kernel, cudaStream_t stream) {
 void prepare(const BwdPlan& plan, cudaStream_t stream) {
   check_cuda(bwd_preprocess(plan.preprocess, plan.unit.dtype, stream), "preparing lse and delta");
   if (plan.dbias_zero_bytes > 0) {
-    check_cuda(cudaMemsetAsync(plan.dbias, 0, plan.dbias_zero_bytes, stream), "clearing dbias");
+    check_cuda(clear_bytes(plan.dbias, plan.dbias_zero_bytes, stream), "clearing dbias");
   }
   if (!plan.launches) return;
   if (plan.walk == KeyWalk::kMaskList) {
@@ -56,7 +56,7 @@ void clear_sums(const BwdPlan& plan, const BwdRound& round, bool is_first, cudaS
   const size_t begin = is_first ? 0 : plan.once_zero_bytes;
   const size_t end = plan.once_zero_bytes + plan.round_zero_bytes + (round.continues() ? 0 : plan.dkv_zero_bytes);
   if (begin == end) return;
-  check_cuda(cudaMemsetAsync(static_cast<char*>(plan.scratch_zeros) + begin, 0, end - begin, stream),
+  check_cuda(clear_bytes(static_cast<char*>(plan.scratch_zeros) + begin, end - begin, stream),
              "clearing the accumulators");
 }
 

@@ -20,6 +20,17 @@ __global__ void __launch_bounds__(kRowChunkThreads)
   });
 }
 
+constexpr int kClearThreads = 512, kClearEach = 4;
+
+__global__ void __launch_bounds__(kClearThreads) clear_bytes_kernel(uint4* to, int64_t quads) {
+  follow_previous_kernel();
+  const int64_t first = int64_t{blockIdx.x} * (kClearThreads * kClearEach) + threadIdx.x;
+#pragma unroll
+  for (int i = 0; i < kClearEach; ++i) {
+    if (first + i * kClearThreads < quads) to[first + i * kClearThreads] = make_uint4(0, 0, 0, 0);
+  }
+}
+
 // Whether the rows fill one range of memory without a gap; strides of extents of 1 do not matter.
 bool is_contiguous(const Strides3& s, int64_t batch, int64_t seqlen, int64_t nheads, int64_t head_dim) {
   return (nheads == 1 || s.head == head_dim) && (seqlen == 1 || s.row == nheads * head_dim) &&
@@ -30,6 +41,13 @@ bool rows_start_on_16_bytes(const void* ptr, const Strides3& s) {
 }
 
 }  // namespace
+
+cudaError_t clear_bytes(void* ptr, size_t bytes, cudaStream_t stream) {
+  if (bytes % 16 != 0 || reinterpret_cast<uintptr_t>(ptr) % 16 != 0) return cudaMemsetAsync(ptr, 0, bytes, stream);
+  const int64_t quads = static_cast<int64_t>(bytes / 16);
+  return launch(clear_bytes_kernel, ceil_div<int64_t>(quads, kClearThreads * kClearEach), kClearThreads, 0, stream,
+                static_cast<uint4*>(ptr), quads);
+}
 
 cudaError_t fill_zero(void* ptr, Strides3 stride, int batch, int seqlen, int nheads, int head_dim,
                       cudaStream_t stream) {

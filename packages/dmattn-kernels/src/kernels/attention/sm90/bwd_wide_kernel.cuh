@@ -17,6 +17,7 @@
 
 #include <climits>
 
+#include "../../shared/early_start.cuh"
 #include "bwd_results.cuh"
 #include "bwd_wide_traits.cuh"
 
@@ -443,6 +444,7 @@ __global__ void __cluster_dims__(T::kCluster, 1, 1) __launch_bounds__(T::kThread
   const uint32_t base = smem_u32(smem);
   auto& s = *reinterpret_cast<typename T::Shared*>(smem + ((base + 1023) / 1024 * 1024 - base));
   const int rank = static_cast<int>(cute::block_rank_in_cluster());
+  wait_for_previous_kernel();
   const BwdItem item = find_tiled_item<T>(p, blockIdx.x / T::kCluster);
   if (threadIdx.x == 0) init_wide_barriers<T>(s);
   cute::cluster_sync();  // both have barriers before the first copy to both

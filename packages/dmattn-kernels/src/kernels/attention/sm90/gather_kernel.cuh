@@ -7,6 +7,7 @@
 // group in the same tile would save nothing.
 #pragma once
 
+#include "../../shared/early_start.cuh"
 #include "../shared/softmax.cuh"
 #include "fwd_output.cuh"
 #include "gather_producer.cuh"
