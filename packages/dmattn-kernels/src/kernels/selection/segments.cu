@@ -135,53 +135,54 @@ __device__ __forceinline__ void follow(SegmentSmem& s, const Segment& at, int wi
 // --- lists ---------------------------------------------------------------------------------------------------------
 
 // Adds the active keys to the lists of the segment's blocks, behind the core: those that all rows of a block keep, then
-// those that some do. A warp takes 32 keys and one of the blocks at a time.
+// those that some do. Each block has some of the warps, which take 32 keys at a time.
 template <int kThreads>
 __device__ __forceinline__ void write_active(SegmentSmem& s, const Segment& at, const KeyList& keys, int blocks) {
-  constexpr int kWarps = kThreads / 32;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int active = at.leaving() + at.joining, words = max(ceil_div(active, 32), 1);
+  constexpr int kWarpsEach = kThreads / 32 / kMaxSegmentBlocks;
+  const int lane = threadIdx.x % 32, block = threadIdx.x / 32 / kWarpsEach, first_word = threadIdx.x / 32 % kWarpsEach;
+  const int active = at.leaving() + at.joining, words = ceil_div(active, 32);
+  const int begin = block * kSelectBlockRows, stop = min(begin + kSelectBlockRows, at.rows);
+  uint2* const kept_by = s.active.kept_by[block];
 #pragma unroll 1
-  for (int task = warp; task < blocks * words; task += kWarps) {
-    const int block = task / words, i = task % words * 32 + lane;
-    const int begin = block * kSelectBlockRows, stop = min(begin + kSelectBlockRows, at.rows);
-    const uint32_t span = i < active ? s.active.span[i] : 0u;
+  for (int word = first_word; block < blocks && word < words; word += kWarpsEach) {
+    const uint32_t span = word * 32 + lane < active ? s.active.span[word * 32 + lane] : 0u;
     const int first = max(static_cast<int>(span & 0xffff), begin), last = min(static_cast<int>(span >> 16), stop);
     const bool all = first == begin && last == stop;
     const uint32_t all_warp = __ballot_sync(kFullWarp, all), some_warp = __ballot_sync(kFullWarp, !all && first < last);
-    if (lane == 0) s.active.kept_by[block][task % words] = make_uint2(all_warp, some_warp);
+    if (lane == 0) kept_by[word] = make_uint2(all_warp, some_warp);
   }
   __syncthreads();
+  if (block >= blocks) return;
+  const uint2 of_lane = lane < words ? kept_by[lane] : make_uint2(0, 0);
+  const uint32_t sums = __popc(of_lane.x) | __popc(of_lane.y) << 16, inclusive = warp_inclusive_scan(sums);
+  const uint32_t total = __shfl_sync(kFullWarp, inclusive, 31);
+  const int full = at.core + static_cast<int>(total & 0xffff), count = full + static_cast<int>(total >> 16);
+  const int64_t list = static_cast<int64_t>(at.row) * keys.blocks + at.block0 + block;
+  int32_t* const idx = const_cast<int32_t*>(keys.idx) + list * keys.capacity;
+  const uint32_t lower_lanes = (1u << lane) - 1;
 #pragma unroll 1
-  for (int task = warp; task < blocks * words; task += kWarps) {
-    const int block = task / words, word = task % words, i = word * 32 + lane;
-    const uint2 of_lane = lane < words ? s.active.kept_by[block][lane] : make_uint2(0, 0);
-    const uint32_t sums = __popc(of_lane.x) | __popc(of_lane.y) << 16;
-    const uint32_t inclusive = warp_inclusive_scan(sums), total = __shfl_sync(kFullWarp, inclusive, 31);
+  for (int word = first_word; word < words; word += kWarpsEach) {
     const uint32_t before = __shfl_sync(kFullWarp, inclusive - sums, word);
-    const uint2 own = s.active.kept_by[block][word];
-    const int full = at.core + static_cast<int>(total & 0xffff), count = full + static_cast<int>(total >> 16);
-    const int64_t list = static_cast<int64_t>(at.row) * keys.blocks + at.block0 + block;
-    int32_t* idx = const_cast<int32_t*>(keys.idx) + list * keys.capacity;
+    const uint2 own = kept_by[word];
     const bool all = (own.x >> lane & 1) != 0, some = (own.y >> lane & 1) != 0;
-    if (all || some) {
-      const uint32_t lower_lanes = (1u << lane) - 1;
-      const int key = i < at.leaving() ? s.keys.leaving_key[i] : at.row0 + s.keys.joining_row[i - at.leaving()];
-      const int place = all ? at.core + static_cast<int>(before & 0xffff) + __popc(own.x & lower_lanes)
-                            : full + static_cast<int>(before >> 16) + __popc(own.y & lower_lanes);
-      idx[place] = key;
-    }
-    if (word > 0) continue;
-#pragma unroll 1
-    for (int pad = count + lane; pad < round_up(count, 128); pad += 32) idx[pad] = 0;
-    if (lane != 0) continue;
-    const_cast<int32_t*>(keys.count)[list] = count;
-    if (keys.full != nullptr) const_cast<int32_t*>(keys.full)[list] = full;
+    if (!all && !some) continue;
+    const int i = word * 32 + lane;
+    const int key = i < at.leaving() ? s.keys.leaving_key[i] : at.row0 + s.keys.joining_row[i - at.leaving()];
+    const int place = all ? at.core + static_cast<int>(before & 0xffff) + __popc(own.x & lower_lanes)
+                          : full + static_cast<int>(before >> 16) + __popc(own.y & lower_lanes);
+    idx[place] = key;
   }
+  if (first_word > 0) return;
+#pragma unroll 1
+  for (int i = count + lane; i < round_up(count, 128); i += 32) idx[i] = 0;
+  if (lane != 0) return;
+  const_cast<int32_t*>(keys.count)[list] = count;
+  if (keys.full != nullptr) const_cast<int32_t*>(keys.full)[list] = full;
 }
 
 template <int kThreads>
-__global__ void __launch_bounds__(kThreads, 1024 / kThreads) segment_kernel(const SelectPlan p, const KeyList keys) {
+__global__ void __launch_bounds__(kThreads, kThreads == 256 ? 5 : 1024 / kThreads)
+    segment_kernel(const SelectPlan p, const KeyList keys) {
   __shared__ SegmentSmem s;
   s.bound.clear<kThreads>(p.digits);
   follow_previous_kernel();
