@@ -62,15 +62,38 @@ __device__ __forceinline__ Rank sort_falling(Rank x) {
   return x;
 }
 
-// How many of a sorted run of `length` are better than `rank`. most: a power of two, at least `length`.
-__device__ __forceinline__ int count_better(const Rank* run, int length, int most, Rank rank) {
-  int better = 0;
+// The keys of a thread in a merge, kThreads apart. Their searches go on side by side: each step of one waits for memory.
+template <int kThreads>
+struct MergedKeys {
+  static constexpr int kEach = kMaxActive / kThreads;
+  Rank x[kEach];
+  int32_t other[kEach], length[kEach];  // the run that a key's own is merged with
+  int32_t better[kEach];                // keys of that one that are better
+
+  static __device__ __forceinline__ int item(int e) { return e * kThreads + static_cast<int>(threadIdx.x); }
+  __device__ __forceinline__ MergedKeys(const Rank* from, int padded, int run) {
+#pragma unroll
+    for (int e = 0; e < kEach; ++e) {
+      x[e] = item(e) < padded ? from[item(e)] : 0;
+      other[e] = (item(e) & ~(run - 1)) ^ run;
+      length[e] = item(e) < padded ? min(max(padded - other[e], 0), run) : 0;
+      better[e] = 0;
+    }
 #pragma unroll 1
-  for (int step = most; step > 0; step /= 2) {
-    if (better + step <= length && run[better + step - 1] > rank) better += step;
+    for (int step = run; step > 0; step /= 2) {
+#pragma unroll
+      for (int e = 0; e < kEach; ++e) {
+        if (better[e] + step <= length[e] && from[other[e] + better[e] + step - 1] > x[e]) better[e] += step;
+      }
+    }
   }
-  return better;
-}
+  __device__ __forceinline__ void store(Rank* to, int padded, int run) const {
+#pragma unroll
+    for (int e = 0; e < kEach; ++e) {
+      if (item(e) < padded) to[(item(e) & ~(2 * run - 1)) + (item(e) & (run - 1)) + better[e]] = x[e];
+    }
+  }
+};
 
 // All active keys, best first; zeros after them up to a multiple of 32. Ends with a barrier.
 template <int kThreads>
@@ -90,13 +113,7 @@ __device__ __forceinline__ const Rank* sort_active(DisplacedSmem& s, const Activ
   __syncthreads();
 #pragma unroll 1
   for (int run = kGroup; run < padded; run *= 2) {
-#pragma unroll 1
-    for (int i = threadIdx.x; i < padded; i += kThreads) {
-      const Rank x = from[i];
-      const int begin = i & ~(run - 1), other = begin ^ run;
-      const int length = min(max(padded - other, 0), run);
-      to[min(begin, other) + (i - begin) + count_better(from + other, length, run, x)] = x;
-    }
+    MergedKeys<kThreads>(from, padded, run).store(to, padded, run);
     __syncthreads();
     Rank* const merged = to;
     to = from;
