@@ -180,8 +180,15 @@ __device__ __forceinline__ void write_active(SegmentSmem& s, const Segment& at, 
   if (keys.full != nullptr) const_cast<int32_t*>(keys.full)[list] = full;
 }
 
+// Five blocks of 256 threads on an SM were faster than four on Hopper by a hundredth; older code would spill.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+constexpr int kSmallBlocks = 5;
+#else
+constexpr int kSmallBlocks = 4;
+#endif
+
 template <int kThreads>
-__global__ void __launch_bounds__(kThreads, kThreads == 256 ? 5 : 1024 / kThreads)
+__global__ void __launch_bounds__(kThreads, kThreads == 256 ? kSmallBlocks : 1024 / kThreads)
     segment_kernel(const SelectPlan p, const KeyList keys) {
   __shared__ SegmentSmem s;
   s.bound.clear<kThreads>(p.digits);

@@ -3,11 +3,12 @@
 //
 // The rule that makes it safe: a kernel that is launched by launch_early() calls wait_for_previous_kernel() in every
 // thread that reads or writes global memory, before the first such access, and in at least one thread of the grid
-// whatever happens. The wait lasts until the kernel before has ended, all of its writes to be seen. That kernel has waited
-// for the one before it in turn, so that at most two kernels of a stream overlap, and the second has not yet touched
-// memory: not its inputs, not its outputs, and not a workspace that the first still uses and whose memory the caller has
-// given away again. For the same reason let_next_kernel_start() comes after the wait: it is the kernel of another library
-// that may start early then, and such kernels rely on all but the one before them having ended.
+// whatever happens. The wait lasts until the kernel before has ended and all of its writes can be seen. That kernel has
+// waited for the one before it in turn, so that all kernels before have ended. A kernel that waits has not yet touched
+// memory: not its inputs, not its outputs, and not a workspace that an earlier kernel still uses and whose memory the
+// caller has given away again.
+// let_next_kernel_start() comes after the wait, unless the next kernel is known to keep this rule: that of another library
+// may rely on all kernels but the one before it having ended.
 // Everything else on a stream (kernels launched plainly, copies, events) waits for the end as ever.
 #pragma once
 
