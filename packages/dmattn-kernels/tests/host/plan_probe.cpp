@@ -6,8 +6,8 @@
 #include <string>
 
 #include "host/arch.h"
-#include "host/early_start.h"
 #include "host/checks/validate.h"
+#include "host/early_start.h"
 #include "host/launch_tag.h"
 #include "host/operations.h"
 #include "host/planned_call.h"
