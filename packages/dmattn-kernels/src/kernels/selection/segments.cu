@@ -180,7 +180,7 @@ __device__ __forceinline__ void write_active(SegmentSmem& s, const Segment& at, 
   if (keys.full != nullptr) const_cast<int32_t*>(keys.full)[list] = full;
 }
 
-// Five blocks of 256 threads on an SM were faster than four on Hopper by a hundredth; older code would spill.
+// Blocks of 256 threads that share the registers of an SM. Code for older chips would spill with five.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 constexpr int kSmallBlocks = 5;
 #else
