@@ -1,6 +1,6 @@
 # The CUDA compiler, its flags, and the CUTLASS headers. Sets DMATTN_NVCC_FLAGS (of all sources), DMATTN_CODE_NAMES,
-# DMATTN_GENERAL_GENCODES (of all sources but the units of one architecture, which have DMATTN_GENCODE_<name>), and
-# DMATTN_CUTLASS.
+# DMATTN_GENERAL_GENCODES (of the units but those of one architecture, which have DMATTN_GENCODE_<name>),
+# DMATTN_HELPER_GENCODES (of all other sources), and DMATTN_CUTLASS.
 #
 # find_package(CUDAToolkit) is not used: it does not know the layout of the compiler from PyPI, and all that is needed
 # of the toolkit comes with the language.
@@ -18,9 +18,14 @@ enable_language(CUDA)
 # newer chips run, except for chips with 99 KB of shared memory a block: they need the other tile shapes, which the
 # kernels recognise by compute_89. (8.6 is such a chip too, but older than that: it gets all shapes.) Code that only one
 # architecture runs, sm_90a, is for the units of that architecture alone: see units.cmake.
+#
+# The helper kernels' code for sm_90 comes from compute_90, which has the instructions to start early with
+# (src/kernels/shared/early_start.cuh). The units would take half as long again to compile.
 set(DMATTN_CODE_NAMES)
 set(DMATTN_GENERAL_GENCODES)
+set(DMATTN_HELPER_GENCODES)
 set(virtual_codes)
+set(helper_codes)
 foreach(name IN LISTS DMATTN_CUDA_ARCHS)
   if(name MATCHES "^[0-9]+$")
     set(name "sm_${name}")
@@ -40,14 +45,25 @@ foreach(name IN LISTS DMATTN_CUDA_ARCHS)
   else()
     set(virtual compute_80)
   endif()
+  set(helper_virtual "${virtual}")
+  if(name STREQUAL "sm_90")
+    set(helper_virtual compute_90)
+  endif()
   # Codes of one virtual architecture share its compilation.
   list(APPEND codes_${virtual} "${name}")
   list(APPEND virtual_codes "${virtual}")
+  list(APPEND helper_codes_${helper_virtual} "${name}")
+  list(APPEND helper_codes "${helper_virtual}")
 endforeach()
 list(REMOVE_DUPLICATES virtual_codes)
 foreach(virtual IN LISTS virtual_codes)
   list(JOIN codes_${virtual} "," codes)
   list(APPEND DMATTN_GENERAL_GENCODES "-gencode=arch=${virtual},code=[${codes}]")
+endforeach()
+list(REMOVE_DUPLICATES helper_codes)
+foreach(virtual IN LISTS helper_codes)
+  list(JOIN helper_codes_${virtual} "," codes)
+  list(APPEND DMATTN_HELPER_GENCODES "-gencode=arch=${virtual},code=[${codes}]")
 endforeach()
 
 set(DMATTN_NVCC_FLAGS -O3 --expt-relaxed-constexpr -Xptxas=-v -Xcompiler=-Wall,-Wextra

@@ -25,7 +25,7 @@ string(REPLACE ";;" ";\n" symbol_lines "${exported_symbols}")
 set(version_script "${CMAKE_BINARY_DIR}/generated/libdmattn.version")
 file(CONFIGURE OUTPUT "${version_script}" CONTENT "{\n  global:\n@symbol_lines@\n  local: *;\n};\n" @ONLY)
 
-set_source_files_properties(${helper_sources} PROPERTIES COMPILE_OPTIONS "${DMATTN_GENERAL_GENCODES}")
+set_source_files_properties(${helper_sources} PROPERTIES COMPILE_OPTIONS "${DMATTN_HELPER_GENCODES}")
 add_library(dmattn SHARED ${host_sources} ${helper_sources} ${DMATTN_UNIT_SOURCES} "${build_info}")
 target_include_directories(dmattn PUBLIC "${root}/include" PRIVATE "${root}/src" "${CMAKE_BINARY_DIR}/generated")
 target_include_directories(dmattn SYSTEM PRIVATE "${DMATTN_CUTLASS}" ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})

@@ -54,7 +54,7 @@ bool prepare(const BwdPlan& plan, cudaStream_t stream) {
   }
   check_cuda(bwd_preprocess(plan.preprocess, cleared, plan.unit.dtype, stream), "preparing lse and delta");
   if (plan.dbias_zero_bytes > 0) {
-    check_cuda(cudaMemsetAsync(plan.dbias, 0, plan.dbias_zero_bytes, stream), "clearing dbias");
+    check_cuda(clear_bytes(plan.dbias, plan.dbias_zero_bytes, stream), "clearing dbias");
   }
   if (!plan.launches) return false;
   if (plan.walk == KeyWalk::kMaskList) {
@@ -67,7 +67,7 @@ bool prepare(const BwdPlan& plan, cudaStream_t stream) {
 }
 
 void clear_sums(const Cleared& zeros, cudaStream_t stream) {
-  if (zeros.bytes > 0) check_cuda(cudaMemsetAsync(zeros.begin, 0, zeros.bytes, stream), "clearing the accumulators");
+  if (zeros.bytes > 0) check_cuda(clear_bytes(zeros.begin, zeros.bytes, stream), "clearing the accumulators");
 }
 
 void launch_kernel(const BwdPlan& plan, BwdParams p, BwdLauncher unit, cudaStream_t stream) {

@@ -7,6 +7,7 @@
 
 #include "host/arch.h"
 #include "host/checks/validate.h"
+#include "host/early_start.h"
 #include "host/launch_tag.h"
 #include "host/operations.h"
 #include "host/planned_call.h"
@@ -498,6 +499,10 @@ extern "C" int probe_kernel_set(int capability, int smem_per_block, const char* 
   return answer(to, size, [&] {
     return std::string(choose_kernel_set({0, capability, smem_per_block}, forced, built_for, has_all_tiles != 0).name);
   });
+}
+
+extern "C" int probe_may_start_early(int compiled_for, int driver, const char* setting) {
+  return dmattn::may_start_early(compiled_for, driver, setting) ? 1 : 0;
 }
 
 // Leaves the units of an architecture out; 0: none.

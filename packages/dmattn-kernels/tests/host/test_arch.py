@@ -131,3 +131,23 @@ def test_a_build_without_hopper_code(probe: ctypes.CDLL) -> None:
         Probe(probe).bwd(SM90, 132, head_dim=128, deterministic=1, gradients="dq dk dv", **long),
     ):
         assert plan["arch"] == 80 and plan["blocks"] > 132
+
+
+@pytest.mark.parametrize(
+    "compiled_for, driver, setting, wanted",
+    [
+        (90, 13000, None, True),
+        (90, 12030, "1", True),
+        (100, 13000, "", True),
+        (80, 13000, None, False),  # PTX of compute_80, also where a newer chip runs it
+        (89, 13000, None, False),
+        (90, 12020, None, False),
+        (90, 13000, "0", False),
+    ],
+)
+def test_which_kernels_start_early(
+    probe: ctypes.CDLL, compiled_for: int, driver: int, setting: str | None, wanted: bool
+) -> None:
+    """Code that can wait, a driver that captures such launches, and no word against it."""
+    name = None if setting is None else setting.encode()
+    assert probe.probe_may_start_early(compiled_for, driver, name) == wanted

@@ -1,4 +1,4 @@
-"""The machine code of the Hopper kernels: which instructions their loops are made of."""
+"""The machine code for Hopper: what loops are made of, and that kernels that start early wait."""
 
 from __future__ import annotations
 
@@ -80,3 +80,32 @@ def test_plain_decoding_is_small(library: ctypes.CDLL, library_path: Path) -> No
         if "LevelE0" in kernel.name
     }
     assert sizes and max(sizes.values()) <= 80 << 10, sizes
+
+
+# Of global memory, and of the copies to and from it.
+MEMORY = {"LD", "LDG", "ST", "STG", "ATOM", "ATOMG", "RED", "REDG", "LDGSTS", "UBLKCP", "UBLKRED"}
+COPIES = ("UTMALDG", "UTMASTG", "UTMAREDG")
+# Launched plainly, as its thread blocks run together.
+IN_TURN = ("select_launch_kernel",)
+
+
+def test_kernels_that_start_early_wait_first(
+    library: ctypes.CDLL, library_path: Path, hopper_kernels: list[sass.Kernel]
+) -> None:
+    """Before anything of global memory: see src/kernels/shared/early_start.cuh.
+
+    The compiler may not move a load over the wait, but `__ldg` says that nothing writes there.
+    """
+    assert "sm_90" in library.dmattn_architectures().decode().split(",")
+    helpers = list(sass.kernels(library_path, "sm_90.cubin", "_GLOBAL__N_"))
+    early = [k for k in helpers if not any(name in k.name for name in IN_TURN)]
+    early += [k for k in hopper_kernels if "gather_kernel" in k.name]
+    assert len(early) > 50
+    wrong = []
+    for kernel in early:
+        opcodes = [x.opcode for x in kernel.instructions]
+        wait = opcodes.index("ACQBULK") if "ACQBULK" in opcodes else len(opcodes)
+        touched = [x for x in opcodes[:wait] if x in MEMORY or x in COPIES]
+        if touched or wait == len(opcodes):
+            wrong.append(f"{touched[:3]} before the wait: {kernel.name}")
+    assert not wrong, "\n".join(wrong)

@@ -199,6 +199,7 @@ __device__ __forceinline__ void place_terms(const ChunkKeyListsParams& p, const 
 template <bool kHasTerms>
 __global__ void __launch_bounds__(kThreads) chunk_key_lists_kernel(const ChunkKeyListsParams p, TermBlocks terms) {
   __shared__ ClassCounts s;
+  follow_previous_kernel();
   const KeyList& to = p.to.keys;
   int64_t list = blockIdx.x;  // (batch, head, chunk)
   if constexpr (kHasTerms) {

@@ -65,6 +65,7 @@ __device__ __forceinline__ void load_dq_vectors(const ConvertDqParams& p, int64_
 template <class Element>
 __global__ void __launch_bounds__(1024) convert_dq_kernel(const ConvertDqParams p) {
   extern __shared__ __align__(16) uint32_t smem[];
+  follow_previous_kernel();
   const int block_m = p.layout.block_m;
   const int64_t tile = blockIdx.x;
   const int m_block = static_cast<int>(tile % p.dq_blocks);

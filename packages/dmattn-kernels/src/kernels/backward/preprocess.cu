@@ -39,6 +39,7 @@ __device__ __forceinline__ void clear(const Cleared& cleared) {
 // the blocks in flight together then read one contiguous range.
 template <class Element, int kLanes, bool kVec>
 __global__ void __launch_bounds__(kThreads) preprocess_kernel(const BwdPreprocessParams p, const Cleared cleared) {
+  follow_previous_kernel();
   constexpr int kRowsPerPass = kThreads / kLanes;
   constexpr int kPasses = kRows / kRowsPerPass;
   constexpr int kBatch = kPasses < 4 ? kPasses : 4;  // loads in flight: 2 * kBatch * 16 bytes a thread

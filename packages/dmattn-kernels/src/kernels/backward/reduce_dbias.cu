@@ -63,6 +63,7 @@ __device__ __forceinline__ void store_as(void* dst, Dtype dtype, int64_t i, floa
 // One entry for every position: 32 of them a block, a warp reading 128 consecutive bytes a term.
 template <class Source>
 __global__ void __launch_bounds__(kThreads) sum_terms_kernel(const ReduceDbiasParams p, int positions, bool zero) {
+  follow_previous_kernel();
   constexpr int kWarps = kThreads / 32;
   __shared__ float partial[kWarps][32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -90,6 +91,7 @@ constexpr int kSumAllThreads = 1024;
 template <class Source>
 __global__ void __launch_bounds__(kSumAllThreads) sum_all_kernel(const ReduceDbiasParams p, int positions, bool zero) {
   __shared__ float partial[32];
+  follow_previous_kernel();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int out = blockIdx.x;
   const Terms terms(p, out);
@@ -121,6 +123,7 @@ cudaError_t reduce(const ReduceDbiasParams& p, int positions, bool per_position,
 // Eight elements a thread, for arrays that start on 16 bytes; `n` counts groups of eight.
 template <class Element>
 __global__ void __launch_bounds__(kThreads) convert_chunks_kernel(const float* src, uint16_t* dst, int64_t n) {
+  follow_previous_kernel();
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (i >= n) return;
   float x[8] = {};
@@ -129,6 +132,7 @@ __global__ void __launch_bounds__(kThreads) convert_chunks_kernel(const float* s
 }
 __global__ void __launch_bounds__(kThreads)
     convert_elements_kernel(const float* src, void* dst, Dtype dtype, int64_t n) {
+  follow_previous_kernel();
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (i < n) store_as(dst, dtype, i, __ldg(src + i));
 }

@@ -74,6 +74,7 @@ __device__ __forceinline__ DkvTile find_tile(const ReduceDkvParams& p, int tile)
 template <class Element>
 __global__ void __launch_bounds__(kThreads)
     reduce_dkv_kernel(const __grid_constant__ ReduceDkvParams p, int64_t work_items) {
+  follow_previous_kernel();
   const int chunks_per_row = p.head_dim_tile / 8;
   const int parts = ceil_div(p.block_n * chunks_per_row, kThreads);
   int num_splits = p.num_splits;
@@ -107,6 +108,7 @@ __global__ void __launch_bounds__(kThreads)
 template <class Element>
 __global__ void __launch_bounds__(kThreads)
     convert_dkv_kernel(const __grid_constant__ GradPair outs, int num_outs, int nheads_k, int seqlen_k, int head_dim) {
+  follow_previous_kernel();
   const GradOut& out = outs.grad[blockIdx.x % num_outs];
   for_each_chunk(blockIdx.x / num_outs, nheads_k, seqlen_k, head_dim, [&](int b, int hk, int row, int col) {
     const int64_t src = ((static_cast<int64_t>(b) * nheads_k + hk) * seqlen_k + row) * head_dim + col;
@@ -172,6 +174,7 @@ __device__ __forceinline__ void sum_terms(float (&acc)[8], const float* src, con
 // A thread has eight columns of a key.
 template <class Element>
 __global__ void __launch_bounds__(kThreads) reduce_chunk_terms_kernel(const __grid_constant__ ReduceTermsParams p) {
+  follow_previous_kernel();
   const bool is_first = blockIdx.x % 2 == 0;
   const GradOut& out = p.outs.grad[blockIdx.x % 2];
   const int block = static_cast<int>(blockIdx.x / 2), pair = block / p.blocks_of_head;

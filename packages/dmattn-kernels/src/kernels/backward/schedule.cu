@@ -28,6 +28,7 @@ __global__ void __launch_bounds__(kScheduleThreads)
     schedule_kernel(const KeyList keys, int lists, int nheads_k, int head_ratio, int block_n, int max_work,
                     int max_tiles, int max_splits, int even_blocks, int32_t* schedule) {
   __shared__ int warp_sums[32];
+  follow_previous_kernel();
   int tiles = 0;
   for (int list0 = 0; list0 < lists; list0 += kScheduleThreads) {
     const int list = list0 + threadIdx.x;

@@ -50,6 +50,7 @@ __device__ __forceinline__ void write_entry(const CacheAppendParams& p, int b, i
 template <class Score>
 __global__ void __launch_bounds__(kThreads) append_kernel(const CacheAppendParams p) {
   __shared__ CacheEntry warp_low[kThreads / 32];
+  follow_previous_kernel();
   const int h = blockIdx.x % p.nheads_k, b = blockIdx.x / p.nheads_k;
   const int64_t entries = static_cast<int64_t>(blockIdx.x) * p.capacity;
   int position = next_cache_position(p.seen[b], p.tokens);
@@ -74,6 +75,7 @@ __global__ void __launch_bounds__(kThreads) append_kernel(const CacheAppendParam
 
 // After all blocks of append_kernel have read it.
 __global__ void advance_kernel(const CacheAppendParams p) {
+  follow_previous_kernel();
   const int b = blockIdx.x * blockDim.x + threadIdx.x;
   if (b >= p.batch) return;
   int position = next_cache_position(p.seen[b], p.tokens);

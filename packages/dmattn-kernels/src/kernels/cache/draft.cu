@@ -130,6 +130,7 @@ __device__ __forceinline__ DraftToken place_token(const CacheDraftParams& p, flo
 template <class Score>
 __global__ void __launch_bounds__(kThreads) draft_kernel(const CacheDraftParams p) {
   __shared__ CacheEntry lowest[kWarps][kMaxDraft];
+  follow_previous_kernel();
   const int h = blockIdx.x % p.nheads_k, b = blockIdx.x / p.nheads_k;
   const int64_t first = static_cast<int64_t>(blockIdx.x) * p.capacity;
   EntrySearch<Score> search{static_cast<const Score*>(p.score) + first, p.position + first, p.capacity};
@@ -171,6 +172,7 @@ __device__ __forceinline__ int read_count(const CacheDraftParams& p, int b) {
 // can be written at once.
 template <class Score>
 __global__ void __launch_bounds__(kThreads) commit_kernel(const CacheDraftParams p) {
+  follow_previous_kernel();
   const int h = blockIdx.x % p.nheads_k, b = blockIdx.x / p.nheads_k;
   const int64_t first = static_cast<int64_t>(blockIdx.x) * p.capacity;
   const DraftToken* const draft = p.draft + static_cast<int64_t>(blockIdx.x) * p.tokens;

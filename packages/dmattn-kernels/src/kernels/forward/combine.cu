@@ -29,6 +29,7 @@ CombineGrid combine_grid(const FwdParams& p) {
 
 template <class Element, int kLanes>
 __global__ void __launch_bounds__(kThreads) combine_kernel(const FwdParams p, int parts) {
+  follow_previous_kernel();
   constexpr int kGroups = kThreads / kLanes;
   __shared__ __align__(16) float partial[kThreads][8];
   const int lane = threadIdx.x % kLanes, group = threadIdx.x / kLanes;
@@ -95,6 +96,7 @@ cudaError_t with_combine_lanes(int head_dim, F&& f) {
 
 __global__ void __launch_bounds__(kThreads)
     fill_lse_kernel(float* lse, Strides3 stride, int64_t rows, int seqlen_q, int nheads) {
+  follow_previous_kernel();
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (row >= rows) return;
   const int64_t bh = row / seqlen_q;

@@ -54,6 +54,7 @@ __device__ __forceinline__ uint32_t joined_score(const JoinKeysParams& p, int b,
 
 template <class Word>
 __global__ void __launch_bounds__(kThreads) join_keys_kernel(const JoinKeysParams p) {
+  follow_previous_kernel();
   uint32_t block = blockIdx.x;
   const auto rows_of = [&](uint32_t blocks, int block_keys, auto&& join) {
     const int b = block / blocks, begin = block % blocks * block_keys;

@@ -90,6 +90,7 @@ template <class Word>
 __global__ void __launch_bounds__(kThreads) keep_keys_kernel(const KeepKeysParams p) {
   __shared__ int kept[kThreads];  // where the kept keys of a tile lie
   __shared__ int sums[3][32];
+  follow_previous_kernel();
   const int segment = blockIdx.x % p.segments, line = blockIdx.x / p.segments;
   const int b = line / p.heads, h = line % p.heads;
   int32_t* positions = p.position_kept + static_cast<int64_t>(line) * p.window;

@@ -57,6 +57,7 @@ __global__ void __launch_bounds__(kThreads) compact_kernel(const MaskSource mask
   __shared__ int warp_sums[32];
   __shared__ uint16_t group_bits[kThreads];
   __shared__ int group_begin[kThreads];
+  follow_previous_kernel();
   const List list = find_list(mask, keys, blockIdx.x);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 

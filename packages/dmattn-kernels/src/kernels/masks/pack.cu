@@ -133,6 +133,7 @@ template <Access kAccess>
 __global__ void __launch_bounds__(kThreads) pack_kernel(const MaskSource mask, const MaskBits bits) {
   __shared__ __align__(16) uint32_t words[kMaskBand * kPitch];
   __shared__ uint32_t cells[2];
+  follow_previous_kernel();
   const int groups = bits.words_k * 4;
   const int group = blockIdx.x % groups;
   const int band = blockIdx.x / groups % bits.bands_q;
@@ -170,6 +171,7 @@ __global__ void __launch_bounds__(kThreads) pack_kernel(const MaskSource mask, c
 
 // any_cols, all_cols from any_rows, all_rows: a warp turns 32 x 32 cells.
 __global__ void __launch_bounds__(kThreads) transpose_cells_kernel(const MaskBits bits, int64_t warps) {
+  follow_previous_kernel();
   const int64_t warp = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
   if (warp >= warps) return;
   const int lane = threadIdx.x % 32;

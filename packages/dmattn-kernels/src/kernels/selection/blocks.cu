@@ -2,6 +2,7 @@
 // front of it by itself and follows the few that can change while its rows go by; for long sequences the sets from
 // which that search starts; and single lists.
 #include <algorithm>
+#include <type_traits>
 
 #include "in_registers.cuh"
 
@@ -76,7 +77,8 @@ __device__ __forceinline__ int take_set(HeldSmem& s, const SelectPlan& p, const 
   const Cut cut = finder.find([&](int total) { return min(p.window, total); }, count);
   uint32_t* ord = p.set_ord + dst * p.set_capacity;
   int32_t* key = p.set_key + dst * p.set_capacity;
-  for_each_kept(s.warp_tally, c, own, cut, cut, false, [&](int k, uint32_t x, bool, bool, int rank, int) {
+  const Cut none{UINT32_MAX, INT_MAX};
+  for_each_kept(s.warp_tally, c, own, none, cut, false, [&](int k, uint32_t x, bool, bool, int, int rank) {
     ord[rank] = x;
     key[rank] = k;
   });
@@ -86,6 +88,8 @@ __device__ __forceinline__ int take_set(HeldSmem& s, const SelectPlan& p, const 
 template <class Smem>
 __global__ void __launch_bounds__(kSetThreads) set_kernel(const SelectPlan p, int step) {
   __shared__ Smem s;
+  if constexpr (std::is_same_v<Smem, HeldSmem>) s.bound.template clear<kSetThreads>(p.digits);
+  follow_previous_kernel();
   Candidates c;
   int64_t dst;
   if (!set_candidates(p, blockIdx.x / p.sets, blockIdx.x % p.sets, step, c, dst)) return;
@@ -138,6 +142,7 @@ __device__ __forceinline__ int first_row_out(const ActiveKeys& active, Rank rank
 __global__ void __launch_bounds__(kBlockThreads, 3) block_kernel(const SelectPlan p, const KeyList keys) {
   __shared__ SelectSmem s;
   __shared__ ActiveKeys active;
+  follow_previous_kernel();
   const int tid = threadIdx.x;
   // Blocks with most keys before them first.
   const int row = blockIdx.x % p.rows, block = keys.blocks - 1 - blockIdx.x / p.rows;
@@ -228,6 +233,7 @@ __global__ void __launch_bounds__(kBlockThreads, 3) block_kernel(const SelectPla
 
 __global__ void __launch_bounds__(kSetThreads) single_kernel(const SelectPlan p, const KeyList keys) {
   __shared__ SelectSmem s;
+  follow_previous_kernel();
   const int row = blockIdx.x;
   if (threadIdx.x == 0) {
     s.candidates = Candidates{};

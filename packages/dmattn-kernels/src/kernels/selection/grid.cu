@@ -58,14 +58,15 @@ __device__ __forceinline__ uint4 load_quad(const SelectPlan& p, int row, int key
 // compaction needs to know of every chunk.
 __global__ void __launch_bounds__(kGridThreads) digit_kernel(const SelectPlan p, int digit) {
   __shared__ GridSmem s;
+  clear_bins<kGridThreads>(s.hist, kBins);
+  if (threadIdx.x == 0) s.sums[0] = 0;
+  follow_previous_kernel();
   const int row = blockIdx.x / p.chunks, chunk = blockIdx.x % p.chunks;
   uint4 x[kSteps];
 #pragma unroll
   for (int i = 0; i < kSteps; ++i) {
     x[i] = load_quad(p, row, chunk * kChunkKeys + 4 * (i * kGridThreads + static_cast<int>(threadIdx.x)));
   }
-  clear_bins<kGridThreads>(s.hist, kBins);
-  if (threadIdx.x == 0) s.sums[0] = 0;
   const GridState state = resolve_digit(p, row, digit, s);
   if (chunk == 0 && threadIdx.x == 0) {
     p.digit_state[static_cast<int64_t>(row) * kMaxDigits + digit] =
@@ -162,6 +163,7 @@ __device__ __forceinline__ int2 place_chunk(const SelectPlan& p, int row, int ch
 __global__ void __launch_bounds__(kGridThreads) grid_compact_kernel(const SelectPlan p, const KeyList keys) {
   __shared__ GridSmem s;
   __shared__ uint32_t warp_tally[kGridWarps];
+  follow_previous_kernel();
   const int row = blockIdx.x / p.chunks, chunk = blockIdx.x % p.chunks;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int key0 = chunk * kChunkKeys + (warp * kSteps * 32 + lane) * 4;

@@ -6,26 +6,26 @@
 namespace dmattn {
 namespace prep {
 
-// The candidates of a thread: the quads begin + lane, begin + 32 + lane, ... of its warp.
+// The candidates of a thread: neighbouring quads, so that those that it keeps have neighbouring ranks.
 template <int kThreads>
 struct OwnQuads {
   static constexpr int kQuads = segment_quads(kThreads);
-  WarpQuads mine;
+  int32_t begin, end;  // quads
+  int32_t steps;       // most quads of a thread: the same for all
   uint4 ord[kQuads];
 
-  __device__ __forceinline__ explicit OwnQuads(const Candidates& c) : mine(WarpQuads::of<kThreads / 32>(c.quads())) {
+  __device__ __forceinline__ explicit OwnQuads(const Candidates& c) : steps(ceil_div(c.quads(), kThreads)) {
+    begin = static_cast<int>(threadIdx.x) * steps;
+    end = min(begin + steps, c.quads());
 #pragma unroll
-    for (int u = 0; u < kQuads; ++u) ord[u] = quad(u) < mine.end ? c.load(quad(u)) : make_uint4(0, 0, 0, 0);
+    for (int u = 0; u < kQuads; ++u) ord[u] = begin + u < end ? c.load(begin + u) : make_uint4(0, 0, 0, 0);
   }
-  __device__ __forceinline__ int quad(int u) const { return mine.begin + u * 32 + static_cast<int>(threadIdx.x % 32); }
-  // Whether the warp has a u-th quad in any lane.
-  __device__ __forceinline__ bool any(int u) const { return mine.begin + u * 32 < mine.end; }
   // Calls f(ordered score) for every item of the thread, padding (0) included.
   template <class F>
   __device__ __forceinline__ void for_each_ord(F&& f) const {
 #pragma unroll
     for (int u = 0; u < kQuads; ++u) {
-      if (!any(u)) break;
+      if (u >= steps) break;
       f(ord[u].x);
       f(ord[u].y);
       f(ord[u].z);
@@ -40,6 +40,14 @@ struct BoundSmem {
   alignas(16) uint32_t hist[kMaxDigits][kBins];
   int32_t warp_sums[32];
   FoundBin found;
+
+  template <int kThreads>
+  __device__ __forceinline__ void clear(int digits) {
+#pragma unroll
+    for (int d = 0; d < kMaxDigits; ++d) {
+      if (d < digits) clear_bins<kThreads>(hist[d], kBins);
+    }
+  }
 };
 
 // Finds bounds between the best candidates and the others. The histograms stay for the next bound, which often shares
@@ -51,12 +59,8 @@ struct BoundFinder {
   int digits;
   uint32_t second_counted = UINT32_MAX, third_counted = UINT32_MAX;  // the prefixes whose items hist[1], hist[2] count
 
-  // Counts also what is never kept, without a test for each. Ends with a barrier.
+  // Counts also what is never kept, without a test for each. After BoundSmem::clear(); ends with a barrier.
   __device__ __forceinline__ void count_first_digit() {
-#pragma unroll
-    for (int d = 0; d < kMaxDigits; ++d) {
-      if (d < digits) clear_bins<kThreads>(s.hist[d], kBins);
-    }
     __syncthreads();
     own.for_each_ord([&](uint32_t x) { atomicAdd(&s.hist[0][x >> digit_shift(0)], 1u); });
     __syncthreads();
@@ -105,13 +109,39 @@ struct BoundFinder {
 
 // --- the candidates that are kept -----------------------------------------------------------------------------------
 
-// Candidates above a cut (lower half) and equal to it (upper half).
-__device__ __forceinline__ uint32_t count_halves(uint32_t ord, uint32_t cut) {
-  return ord > cut ? 1u : ord == cut ? 1u << 16 : 0u;
-}
-__device__ __forceinline__ Tally halves(uint32_t x) {
-  return {static_cast<int32_t>(x & 0xffff), static_cast<int32_t>(x >> 16)};
-}
+// Which items of a thread a cut takes, as bits in key order, and how many of those before them.
+template <int kThreads>
+struct TakenItems {
+  uint32_t above = 0, equal = 0;  // bits of the items above the cut and equal to it; take() makes one of both
+  int32_t before = 0;
+
+  __device__ __forceinline__ TakenItems(const OwnQuads<kThreads>& own, uint32_t cut) {
+    static_assert(4 * OwnQuads<kThreads>::kQuads <= 32, "a bit for each item");
+#pragma unroll
+    for (int u = 0; u < OwnQuads<kThreads>::kQuads; ++u) {
+      if (u >= own.steps) break;
+      const uint32_t ord[4] = {own.ord[u].x, own.ord[u].y, own.ord[u].z, own.ord[u].w};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (ord[i] > cut) above |= 1u << (4 * u + i);
+        if (ord[i] == cut) equal |= 1u << (4 * u + i);
+      }
+    }
+  }
+  // Items above the cut in the lower half, equal ones in the upper half.
+  __device__ __forceinline__ uint32_t counts() const { return __popc(above) | __popc(equal) << 16; }
+  // Afterwards `above` has all items that are taken. earlier: counts() of all threads before this one.
+  __device__ __forceinline__ void take(const Cut& cut, uint32_t earlier) {
+    const int earlier_equal = static_cast<int>(earlier >> 16);
+    before = static_cast<int>(earlier & 0xffff) + max(earlier_equal - cut.skip, 0);
+    int skip = cut.skip - earlier_equal;
+    if (skip >= __popc(equal)) return;
+    for (; skip > 0; --skip) equal &= equal - 1;
+    above |= equal;
+  }
+  __device__ __forceinline__ bool takes(int item) const { return (above >> item & 1) != 0; }
+  __device__ __forceinline__ int rank(int item) const { return before + __popc(above & ((1u << item) - 1)); }
+};
 
 // Calls sink(key, ord, in_core, in_kept, core_rank, rest_rank) for every candidate that is kept, and, if `visit_all`, for
 // every other one too. The ranks number those of the core and the other kept ones in key order. One barrier.
@@ -119,46 +149,38 @@ template <int kThreads, class Sink>
 __device__ __forceinline__ void for_each_kept(uint2 (&warp_tally)[32], const Candidates& c,
                                               const OwnQuads<kThreads>& own, const Cut& core_cut, const Cut& kept_cut,
                                               bool visit_all, Sink&& sink) {
+  constexpr int kAtOnce = 4;  // items whose keys are read together
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  uint32_t core_sum = 0, kept_sum = 0;
-  own.for_each_ord([&](uint32_t x) {
-    core_sum += count_halves(x, core_cut.value);
-    kept_sum += count_halves(x, kept_cut.value);
-  });
-  core_sum = __reduce_add_sync(kFullWarp, core_sum);
-  kept_sum = __reduce_add_sync(kFullWarp, kept_sum);
-  if (lane == 0) warp_tally[warp] = make_uint2(core_sum, kept_sum);
+  TakenItems<kThreads> core(own, core_cut.value), kept(own, kept_cut.value);
+  const uint2 sum = make_uint2(warp_inclusive_scan(core.counts()), warp_inclusive_scan(kept.counts()));
+  if (lane == 31) warp_tally[warp] = sum;
   __syncthreads();
   const uint2 before_warp = lane < warp ? warp_tally[lane] : make_uint2(0, 0);
-  Tally core = halves(__reduce_add_sync(kFullWarp, before_warp.x));
-  Tally kept = halves(__reduce_add_sync(kFullWarp, before_warp.y));
+  core.take(core_cut, __reduce_add_sync(kFullWarp, before_warp.x) + sum.x - core.counts());
+  kept.take(kept_cut, __reduce_add_sync(kFullWarp, before_warp.y) + sum.y - kept.counts());
 
+  uint32_t left = kept.above;
+  if (visit_all) {
+    for (int i = 0; i < 4 * (own.end - own.begin); ++i) left |= c.exists(4 * own.begin + i) ? 1u << i : 0u;
+  }
+#pragma unroll 1
+  while (left != 0) {
+    int item[kAtOnce], key[kAtOnce];
+    uint32_t ord[kAtOnce];
 #pragma unroll
-  for (int u = 0; u < own.kQuads; ++u) {
-    if (!own.any(u)) break;
-    const uint32_t ord[4] = {own.ord[u].x, own.ord[u].y, own.ord[u].z, own.ord[u].w};
-    uint32_t sum = 0;  // the four counts of a step as the bytes of one word: at most 128 each
-#pragma unroll
-    for (int i = 0; i < 4; ++i) sum += count_bytes(ord[i], core_cut.value, kept_cut.value);
-    if (!visit_all && __ballot_sync(kFullWarp, sum >> 16 != 0) == 0) continue;
-    const int quad = own.quad(u);
-    const int4 four = quad < own.mine.end ? c.keys(quad) : make_int4(0, 0, 0, 0);
-    const int key[4] = {four.x, four.y, four.z, four.w};
-    const uint32_t inclusive = warp_inclusive_scan(sum);
-    const uint32_t step = __shfl_sync(kFullWarp, inclusive, 31);
-    Tally core_at = core.plus_bytes(inclusive - sum), kept_at = kept.plus_bytes((inclusive - sum) >> 16);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const bool in_kept = kept_at.takes(ord[i], kept_cut);
-      if (in_kept || (visit_all && quad < own.mine.end && c.exists(4 * quad + i))) {
-        const int core_rank = core_at.taken(core_cut);
-        sink(key[i], ord[i], core_at.takes(ord[i], core_cut), in_kept, core_rank, kept_at.taken(kept_cut) - core_rank);
-      }
-      core_at.add(ord[i], core_cut);
-      kept_at.add(ord[i], kept_cut);
+    for (int i = 0; i < kAtOnce; ++i) {
+      item[i] = left != 0 ? __ffs(left) - 1 : -1;
+      left &= left - 1;
+      if (item[i] < 0) continue;
+      key[i] = c.key(4 * own.begin + item[i]);
+      ord[i] = c.ord(4 * own.begin + item[i]);
     }
-    core = core.plus_bytes(step);
-    kept = kept.plus_bytes(step >> 16);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      if (item[i] < 0) continue;
+      const int core_rank = core.rank(item[i]);
+      sink(key[i], ord[i], core.takes(item[i]), kept.takes(item[i]), core_rank, kept.rank(item[i]) - core_rank);
+    }
   }
 }
 

@@ -17,6 +17,7 @@ constexpr int kAtOnce = 4;
 
 __global__ void __launch_bounds__(kThreads)
     latest_end_kernel(const int32_t* end, int32_t* latest, int seqlen_k, int chunks, int64_t rows) {
+  follow_previous_kernel();
   const int64_t at = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
   if (at >= rows * chunks) return;
   const int64_t row = at / chunks;
@@ -68,6 +69,7 @@ struct BlockView {
 
 __global__ void __launch_bounds__(kThreads) interval_kernel(const IntervalParams p, const KeyList lists) {
   __shared__ int2 warp_sums[kWarps];
+  follow_previous_kernel();
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   // Blocks with most keys before them first.
   const int rows = lists.batch * lists.heads;

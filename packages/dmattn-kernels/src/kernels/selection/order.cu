@@ -30,10 +30,23 @@ __device__ __forceinline__ int2 find_document(const SelectParams& p, int key) {
 
 constexpr int kOrderThreads = 512;
 
+// Keys are kept to the end of their document unless they are displaced.
+__device__ __forceinline__ void start_ends(const SelectParams& p, const SelectPlan& plan, int row, int chunk0,
+                                           int32_t* end) {
+  const int last = min(chunk0 + kChunkKeys, p.seqlen_k);
+  // Not unrolled: a search for each would be more code to fetch than it takes time to run.
+#pragma unroll 1
+  for (int key = chunk0 + threadIdx.x; key < last; key += kOrderThreads) {
+    const int2 document = find_document(p, key);
+    end[static_cast<int64_t>(row) * p.seqlen_k + key] = p.seqlen_q > 0 ? document.y : key;
+    if (plan.document != nullptr && row == 0) plan.document[key] = document;
+  }
+}
+
 // Ordered scores, the documents, the starting values of end, and the histogram of the first digit of the keys that the
 // grid selects from. One block a chunk of kChunkKeys.
 template <class Score>
-__global__ void __launch_bounds__(kOrderThreads)
+__global__ void __launch_bounds__(kOrderThreads, 2)
     order_kernel(const SelectParams p, const SelectPlan plan, int chunks, int32_t* end) {
   constexpr int kPerThread = kChunkKeys / kOrderThreads;
   __shared__ __align__(16) uint32_t hist[kBins];
@@ -45,12 +58,14 @@ __global__ void __launch_bounds__(kOrderThreads)
     clear_bins<kOrderThreads>(hist, kBins);
     __syncthreads();
   }
+  follow_previous_kernel();
   uint32_t x[kPerThread];
 #pragma unroll
   for (int i = 0; i < kPerThread; ++i) {
     const int key = chunk0 + i * kOrderThreads + threadIdx.x;
     x[i] = key < p.seqlen_k ? scores.load(key) : 0u;
   }
+  if (end != nullptr) start_ends(p, plan, row, chunk0, end);
 #pragma unroll
   for (int i = 0; i < kPerThread; ++i) {
     const int key = chunk0 + i * kOrderThreads + threadIdx.x;
@@ -60,11 +75,6 @@ __global__ void __launch_bounds__(kOrderThreads)
   for (int i = 0; i < kPerThread; ++i) {
     const int key = chunk0 + i * kOrderThreads + threadIdx.x;
     if (key < plan.ord_pitch) plan.ord[row * plan.ord_pitch + key] = x[i];
-    if (key < p.seqlen_k && end != nullptr) {
-      const int2 document = find_document(p, key);
-      end[static_cast<int64_t>(row) * p.seqlen_k + key] = p.seqlen_q > 0 ? document.y : key;
-      if (plan.document != nullptr && row == 0) plan.document[key] = document;
-    }
     if (key < plan.grid_keys && x[i] != 0) atomicAdd(&hist[x[i] >> digit_shift(0)], 1u);
   }
   if (!counted) return;

@@ -165,13 +165,10 @@ struct Candidates {
     if (i < 0) return __ldg(first_key + item);
     return second_key != nullptr ? __ldg(second_key + i) : second_base + i;
   }
-  // Those of a whole quad at once, which must exist; anything for its padding.
-  __device__ __forceinline__ int4 keys(int quad) const {
-    const int q = quad - first_quads();
-    if (q < 0) return __ldg(reinterpret_cast<const int4*>(first_key) + quad);
-    if (second_key != nullptr) return __ldg(reinterpret_cast<const int4*>(second_key) + q);
-    const int key = second_base + 4 * q;
-    return make_int4(key, key + 1, key + 2, key + 3);
+  // Of an item that exists.
+  __device__ __forceinline__ uint32_t ord(int item) const {
+    const int i = item - 4 * first_quads();
+    return i < 0 ? __ldg(first_ord + item) : __ldg(second_ord + i);
   }
 };
 

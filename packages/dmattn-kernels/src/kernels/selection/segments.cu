@@ -1,29 +1,19 @@
 // Running top-w by segments of up to four neighbouring blocks of query rows. A thread block finds the best keys before
 // its segment once, with the candidates in registers from the first digit on; follows the keys that join inside the
 // segment and those that leave in return; and writes the list of every block of rows from that.
+#include "displaced.cuh"
 #include "in_registers.cuh"
 
 namespace dmattn {
 namespace prep {
 namespace {
 
-constexpr int kSegmentRows = kMaxSegmentBlocks * kSelectBlockRows;
-// Keys that are sorted together, by a warp.
-constexpr int kGroup = 32;
-
-// Greater = better: the score decides, then the place among the active keys, which are numbered in key order.
-using Rank = uint64_t;
-__device__ __forceinline__ Rank make_rank(uint32_t ord, int place) {
-  return static_cast<Rank>(ord) << 32 | static_cast<uint32_t>(place);
-}
-
-// What becomes of the active keys: the worst of those kept before the segment, which may leave, and the segment's own
-// keys that may be kept.
+// What becomes of the active keys.
 struct ActiveSmem {
-  // Their ranks, each group of kGroup in falling order.
-  Rank sorted_leaving[kSegmentRows], sorted_joining[kSegmentRows];
-  // The rows that keep each: the first in the lower half, the one after the last in the upper half.
-  uint32_t span[2 * kSegmentRows];
+  DisplacedSmem displaced;
+  // The rows that keep each, leaving keys first: the first row in the lower half, the one after the last in the upper.
+  uint32_t span[kMaxActive];
+  uint2 kept_by[kMaxSegmentBlocks][kActiveWords];  // of each block: all its rows (x), some (y); a bit for each key
 };
 
 struct SegmentSmem {
@@ -32,10 +22,7 @@ struct SegmentSmem {
     int32_t core_key[kMaxSegmentWindow];  // then: the keys that no row of the segment can lose
     ActiveSmem active;                    // at last
   };
-  // The active keys in key order.
-  uint32_t leaving_ord[kSegmentRows], joining_ord[kSegmentRows];
-  int32_t leaving_key[kSegmentRows];
-  int32_t joining_row[kSegmentRows];  // their rows, counted from the segment's first
+  ActiveKeys keys;
   uint2 warp_tally[32];
   int32_t warp_joining[kSegmentRows / 32];
 };
@@ -83,8 +70,8 @@ struct OwnKeys {
       const int before = __shfl_sync(kFullWarp, inclusive - own, row_of(o) / 32);
       if (joins[o] >> lane & 1) {
         const int slot = before + __popc(joins[o] & ((1u << lane) - 1));
-        s.joining_ord[slot] = ord[o];
-        s.joining_row[slot] = row_of(o);
+        s.keys.joining_ord[slot] = ord[o];
+        s.keys.joining_row[slot] = row_of(o);
       }
     }
     return __shfl_sync(kFullWarp, inclusive, 31);
@@ -102,8 +89,8 @@ __device__ __forceinline__ void split_kept(SegmentSmem& s, const Candidates& c, 
     if (in_core) {
       s.core_key[core_rank] = key;
     } else if (in_kept) {
-      s.leaving_ord[rest_rank] = ord;
-      s.leaving_key[rest_rank] = key;
+      s.keys.leaving_ord[rest_rank] = ord;
+      s.keys.leaving_key[rest_rank] = key;
     } else {
       end[key] = key;
     }
@@ -112,138 +99,100 @@ __device__ __forceinline__ void split_kept(SegmentSmem& s, const Candidates& c, 
   __syncthreads();
 }
 
-// The greatest in lane 0.
-__device__ __forceinline__ Rank sort_falling(Rank x) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int size = 2; size <= 32; size *= 2) {
-#pragma unroll
-    for (int stride = size / 2; stride > 0; stride /= 2) {
-      const Rank other = __shfl_xor_sync(kFullWarp, x, stride);
-      const bool takes_greater = ((lane & stride) == 0) == ((lane & size) == 0);
-      x = (x > other) == takes_greater ? x : other;
-    }
-  }
-  return x;
-}
-
-// Sorts the ranks of each group; 0 where the last group has no more keys. Ends with a barrier.
-template <int kThreads>
-__device__ __forceinline__ void sort_groups(SegmentSmem& s, int leaving, int joining) {
-  const int lane = threadIdx.x % 32, leaving_groups = ceil_div(leaving, kGroup);
-  const int groups = leaving_groups + ceil_div(joining, kGroup);
-#pragma unroll 1
-  for (int g = threadIdx.x / 32; g < groups; g += kThreads / 32) {
-    const bool leaves = g < leaving_groups;
-    const int slot = (leaves ? g : g - leaving_groups) * kGroup + lane;
-    Rank x = 0;
-    if (slot < (leaves ? leaving : joining)) {
-      x = leaves ? make_rank(s.leaving_ord[slot], slot) : make_rank(s.joining_ord[slot], kSegmentRows + slot);
-    }
-    (leaves ? s.active.sorted_leaving : s.active.sorted_joining)[slot] = sort_falling(x);
-  }
-  __syncthreads();
-}
-
-// How many of a sorted group are better than `rank`.
-__device__ __forceinline__ int count_better(const Rank* group, Rank rank) {
-  int better = 0;
-#pragma unroll
-  for (int step = kGroup / 2; step > 0; step /= 2) {
-    if (group[better + step - 1] > rank) better += step;
-  }
-  return better + (group[better] > rank ? 1 : 0);
-}
-
-// The first row of the segment at which `window` keys are better than `rank`; the number of rows if there is none, 0 if
-// there are so many from the start.
-__device__ __forceinline__ int first_row_out(const SegmentSmem& s, const Segment& at, Rank rank, int window) {
-  int room = window - at.core;  // so many better keys have to come to displace this one
-#pragma unroll 4
-  for (int g = 0; g < at.leaving(); g += kGroup) room -= count_better(s.active.sorted_leaving + g, rank);
-  if (room <= 0) return 0;
-  int group = 0;  // the group of the one that displaces it
-#pragma unroll 1
-  for (; group < at.joining; group += kGroup) {
-    const int better = count_better(s.active.sorted_joining + group, rank);
-    if (better >= room) break;
-    room -= better;
-  }
-  if (group >= at.joining) return at.rows;
-  int survived = group;
-#pragma unroll 8
-  for (int i = group; i < group + kGroup; ++i) {
-    if (make_rank(s.joining_ord[i], kSegmentRows + i) > rank) --room;
-    survived += room > 0;
-  }
-  return s.joining_row[survived];
-}
-
 // Finds the rows that keep each of the active keys. Ends with a barrier.
 template <int kThreads>
 __device__ __forceinline__ void follow(SegmentSmem& s, const Segment& at, int window, int32_t* end) {
+  const int leaving = at.leaving();
   const bool is_full = at.kept + at.joining > window;
-  if (is_full) sort_groups<kThreads>(s, at.leaving(), at.joining);
+  const Rank* sorted = nullptr;
+  if (is_full) {
+    sorted = sort_active<kThreads>(s.active.displaced, s.keys, leaving, at.joining);
+    count_arrivals<kThreads>(s.active.displaced, s.keys, sorted, leaving, at.joining);
+  }
 #pragma unroll 1
-  for (int i = threadIdx.x; i < at.leaving() + at.joining; i += kThreads) {
-    const bool is_new = i >= at.leaving();
-    const int slot = is_new ? i - at.leaving() : i;
-    const int first = is_new ? s.joining_row[slot] : 0;
+  for (int i = threadIdx.x; i < leaving + at.joining; i += kThreads) {
+    const int place = is_full ? place_of(sorted[i]) : i < leaving ? i : kSegmentRows + i - leaving;
+    const bool is_new = place >= kSegmentRows;
+    const int slot = is_new ? place - kSegmentRows : place;
+    const int first = is_new ? s.keys.joining_row[slot] : 0;
     int last = at.rows;  // exclusive
     if (is_full) {
-      const Rank rank =
-          is_new ? make_rank(s.joining_ord[slot], kSegmentRows + slot) : make_rank(s.leaving_ord[slot], slot);
-      last = first_row_out(s, at, rank, window);
+      const int displacing = find_displacing(s.active.displaced, i, window - at.core, at.joining);
+      last = displacing < 0 ? 0 : displacing < at.joining ? s.keys.joining_row[displacing] : at.rows;
     }
     const bool present = last > first;
     if (end != nullptr && last < at.rows) {
-      const int key = is_new ? at.row0 + first : s.leaving_key[slot];
+      const int key = is_new ? at.row0 + first : s.keys.leaving_key[slot];
       // A kept key that the very first position displaces was seen by the block before, if there is one.
       end[key] = present || (!is_new && at.block0 > 0) ? at.row0 + last : key;
     }
-    s.active.span[i] = present ? static_cast<uint32_t>(first) | static_cast<uint32_t>(last) << 16 : 0u;
+    s.active.span[is_new ? leaving + slot : slot] =
+        present ? static_cast<uint32_t>(first) | static_cast<uint32_t>(last) << 16 : 0u;
   }
   __syncthreads();
 }
 
 // --- lists ---------------------------------------------------------------------------------------------------------
 
-// What a warp adds to the list of block `block` of the segment behind the core.
-__device__ __forceinline__ void write_active(const SegmentSmem& s, const Segment& at, const KeyList& keys, int block) {
-  const int lane = threadIdx.x % 32, active = at.leaving() + at.joining;
+// Adds the active keys to the lists of the segment's blocks, behind the core: those that all rows of a block keep, then
+// those that some do. Each block has some of the warps, which take 32 keys at a time.
+template <int kThreads>
+__device__ __forceinline__ void write_active(SegmentSmem& s, const Segment& at, const KeyList& keys, int blocks) {
+  constexpr int kWarpsEach = kThreads / 32 / kMaxSegmentBlocks;
+  const int lane = threadIdx.x % 32, block = threadIdx.x / 32 / kWarpsEach, first_word = threadIdx.x / 32 % kWarpsEach;
+  const int active = at.leaving() + at.joining, words = ceil_div(active, 32);
   const int begin = block * kSelectBlockRows, stop = min(begin + kSelectBlockRows, at.rows);
-  const int64_t list = static_cast<int64_t>(at.row) * keys.blocks + at.block0 + block;
-  int32_t* idx = const_cast<int32_t*>(keys.idx) + list * keys.capacity;
-  const auto rows_of = [&](int i) {
-    const uint32_t span = i < active ? s.active.span[i] : 0u;
-    return make_int2(max(static_cast<int>(span & 0xffff), begin), min(static_cast<int>(span >> 16), stop));
-  };
-  const auto is_full = [&](int2 rows) { return rows.x == begin && rows.y == stop; };
-  int full = at.core;
-  for (int i0 = 0; i0 < active; i0 += 32) full += __popc(__ballot_sync(kFullWarp, is_full(rows_of(i0 + lane))));
-  int next_full = at.core, count = full;
-  const uint32_t lower_lanes = (1u << lane) - 1;
-  for (int i0 = 0; i0 < active; i0 += 32) {
-    const int i = i0 + lane;
-    const int2 rows = rows_of(i);
-    const bool all = is_full(rows), some = !all && rows.x < rows.y;
-    const uint32_t all_warp = __ballot_sync(kFullWarp, all), some_warp = __ballot_sync(kFullWarp, some);
-    if (all || some) {
-      const int key = i < at.leaving() ? s.leaving_key[i] : at.row0 + s.joining_row[i - at.leaving()];
-      idx[all ? next_full + __popc(all_warp & lower_lanes) : count + __popc(some_warp & lower_lanes)] = key;
-    }
-    next_full += __popc(all_warp);
-    count += __popc(some_warp);
+  uint2* const kept_by = s.active.kept_by[block];
+#pragma unroll 1
+  for (int word = first_word; block < blocks && word < words; word += kWarpsEach) {
+    const uint32_t span = word * 32 + lane < active ? s.active.span[word * 32 + lane] : 0u;
+    const int first = max(static_cast<int>(span & 0xffff), begin), last = min(static_cast<int>(span >> 16), stop);
+    const bool all = first == begin && last == stop;
+    const uint32_t all_warp = __ballot_sync(kFullWarp, all), some_warp = __ballot_sync(kFullWarp, !all && first < last);
+    if (lane == 0) kept_by[word] = make_uint2(all_warp, some_warp);
   }
+  __syncthreads();
+  if (block >= blocks) return;
+  const uint2 of_lane = lane < words ? kept_by[lane] : make_uint2(0, 0);
+  const uint32_t sums = __popc(of_lane.x) | __popc(of_lane.y) << 16, inclusive = warp_inclusive_scan(sums);
+  const uint32_t total = __shfl_sync(kFullWarp, inclusive, 31);
+  const int full = at.core + static_cast<int>(total & 0xffff), count = full + static_cast<int>(total >> 16);
+  const int64_t list = static_cast<int64_t>(at.row) * keys.blocks + at.block0 + block;
+  int32_t* const idx = const_cast<int32_t*>(keys.idx) + list * keys.capacity;
+  const uint32_t lower_lanes = (1u << lane) - 1;
+#pragma unroll 1
+  for (int word = first_word; word < words; word += kWarpsEach) {
+    const uint32_t before = __shfl_sync(kFullWarp, inclusive - sums, word);
+    const uint2 own = kept_by[word];
+    const bool all = (own.x >> lane & 1) != 0, some = (own.y >> lane & 1) != 0;
+    if (!all && !some) continue;
+    const int i = word * 32 + lane;
+    const int key = i < at.leaving() ? s.keys.leaving_key[i] : at.row0 + s.keys.joining_row[i - at.leaving()];
+    const int place = all ? at.core + static_cast<int>(before & 0xffff) + __popc(own.x & lower_lanes)
+                          : full + static_cast<int>(before >> 16) + __popc(own.y & lower_lanes);
+    idx[place] = key;
+  }
+  if (first_word > 0) return;
+#pragma unroll 1
   for (int i = count + lane; i < round_up(count, 128); i += 32) idx[i] = 0;
   if (lane != 0) return;
   const_cast<int32_t*>(keys.count)[list] = count;
   if (keys.full != nullptr) const_cast<int32_t*>(keys.full)[list] = full;
 }
 
+// Blocks of 256 threads that share the registers of an SM. Code for older chips would spill with five.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+constexpr int kSmallBlocks = 5;
+#else
+constexpr int kSmallBlocks = 4;
+#endif
+
 template <int kThreads>
-__global__ void __launch_bounds__(kThreads, 1024 / kThreads) segment_kernel(const SelectPlan p, const KeyList keys) {
+__global__ void __launch_bounds__(kThreads, kThreads == 256 ? kSmallBlocks : 1024 / kThreads)
+    segment_kernel(const SelectPlan p, const KeyList keys) {
   __shared__ SegmentSmem s;
+  s.bound.clear<kThreads>(p.digits);
+  follow_previous_kernel();
   // Segments with most keys before them first.
   const int segments = ceil_div(keys.blocks, p.segment_blocks);
   Segment at;
@@ -259,24 +208,36 @@ __global__ void __launch_bounds__(kThreads, 1024 / kThreads) segment_kernel(cons
   const OwnKeys<kThreads> own_keys(p, at);
   BoundFinder<kThreads> finder{s.bound, own, p.digits};
   finder.count_first_digit();
-  const Cut kept_cut = finder.find([&](int total) { return min(p.window, total); }, at.kept);
-  at.joining = own_keys.join(s, at, kept_cut, end);
-  // No more keys leave than join.
-  const int leaving = min(max(at.kept - p.window + at.joining, 0), at.kept);
-  Cut core_cut = kept_cut;
-  at.core = at.kept;
-  if (leaving > 0) core_cut = finder.find([&](int) { return at.kept - leaving; }, at.core);
+  Cut kept_cut, core_cut;
+  int leaving = 0;
+#pragma unroll 1
+  for (bool is_kept = true;; is_kept = false) {
+    const auto wanted = [&](int total) { return is_kept ? min(p.window, total) : at.kept - leaving; };
+    core_cut = finder.find(wanted, at.core);
+    if (!is_kept) break;
+    kept_cut = core_cut;
+    at.kept = at.core;
+    at.joining = own_keys.join(s, at, kept_cut, end);
+    // No more keys leave than join.
+    leaving = min(max(at.kept - p.window + at.joining, 0), at.kept);
+    if (leaving == 0) break;
+  }
   split_kept(s, c, own, core_cut, kept_cut, at.block0 == 0 ? end : nullptr);
 
   const int blocks = ceil_div(at.rows, kSelectBlockRows);
   const int64_t first_list = static_cast<int64_t>(at.row) * keys.blocks + at.block0;
-  for (int block = 0; block < blocks; ++block) {
-    int32_t* idx = const_cast<int32_t*>(keys.idx) + (first_list + block) * keys.capacity;
-    for (int i = threadIdx.x; i < at.core; i += kThreads) idx[i] = s.core_key[i];
+  int32_t* const idx = const_cast<int32_t*>(keys.idx) + first_list * keys.capacity;
+#pragma unroll 1
+  for (int i = threadIdx.x; i < at.core; i += kThreads) {
+    const int key = s.core_key[i];
+#pragma unroll
+    for (int block = 0; block < kMaxSegmentBlocks; ++block) {
+      if (block < blocks) idx[int64_t{block} * keys.capacity + i] = key;
+    }
   }
   __syncthreads();
   follow<kThreads>(s, at, p.window, end);
-  for (int block = threadIdx.x / 32; block < blocks; block += kThreads / 32) write_active(s, at, keys, block);
+  write_active<kThreads>(s, at, keys, blocks);
 }
 
 }  // namespace

@@ -12,20 +12,21 @@
 #include "../../host/arithmetic.h"
 #include "../params.h"
 #include "chunk.cuh"
+#include "early_start.cuh"
 
 namespace dmattn {
 namespace prep {
 
 constexpr uint32_t kFullWarp = 0xffffffffu;
 
-// Every grid here is flattened to x (2^31 - 1 blocks; y and z end at 65535). An empty extent launches nothing.
+// Every grid here is flattened to x (2^31 - 1 blocks; y and z end at 65535). An empty extent launches nothing. The
+// kernel may start early: see early_start.cuh for what it owes in return.
 template <class... Params, class... Args>
 cudaError_t launch(void (*kernel)(Params...), int64_t blocks, int threads, size_t smem, cudaStream_t stream,
                    const Args&... args) {
   if (blocks <= 0) return cudaSuccess;
   if (blocks > INT32_MAX) return cudaErrorInvalidConfiguration;
-  kernel<<<dim3(static_cast<uint32_t>(blocks)), dim3(threads), smem, stream>>>(args...);
-  return cudaGetLastError();
+  return launch_early(kernel, static_cast<uint32_t>(blocks), threads, smem, stream, args...);
 }
 
 // --- 16-bit elements -----------------------------------------------------------------------------------------------

@@ -6,10 +6,13 @@
 #include <atomic>
 #include <cstdint>
 
+#include "../../shared/early_start.cuh"
+
 namespace dmattn {
 
 // Raises the kernel's shared-memory limit once per device (a call per launch would cost a microsecond), then launches.
-template <class Params>
+// kEarly: the kernel may start early, see early_start.cuh for what it owes in return.
+template <bool kEarly = false, class Params>
 cudaError_t launch(void (*kernel)(Params), int64_t blocks, int threads, uint32_t smem_bytes, uint32_t smem_max,
                    std::atomic<uint64_t>& devices_ready, const Params& params, cudaStream_t stream) {
   if (blocks == 0) return cudaSuccess;
@@ -23,6 +26,7 @@ cudaError_t launch(void (*kernel)(Params), int64_t blocks, int threads, uint32_t
     if (status != cudaSuccess) return status;
     devices_ready.fetch_or(bit, std::memory_order_release);
   }
+  if constexpr (kEarly) return launch_early(kernel, static_cast<uint32_t>(blocks), threads, smem_bytes, stream, params);
   kernel<<<static_cast<unsigned>(blocks), threads, smem_bytes, stream>>>(params);
   return cudaGetLastError();
 }

@@ -18,6 +18,7 @@
 
 #include <climits>
 
+#include "../../shared/early_start.cuh"
 #include "../shared/element.cuh"
 #include "bwd_mask.cuh"
 #include "bwd_producer.cuh"
@@ -526,6 +527,7 @@ __global__ void __launch_bounds__(T::kThreads, 1) bwd_kernel(const __grid_consta
   auto& s = *reinterpret_cast<typename T::Shared*>(smem + ((base + 1023) / 1024 * 1024 - base));
   if (threadIdx.x == 0) init_barriers<T>(p, s);
   __syncthreads();
+  wait_for_previous_kernel();
   if (cutlass::canonical_warp_group_idx() == 0) {
     cutlass::arch::warpgroup_reg_dealloc<T::kProducerRegisters>();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;

@@ -225,7 +225,8 @@ cudaError_t launch_bwd_kernel(int64_t blocks, const BwdParams& p, cudaStream_t s
   const cudaError_t status = fill_arguments<T>(arguments, p, blocks);
   if (status != cudaSuccess) return status;
   static std::atomic<uint64_t> devices_ready{0};
-  return launch(bwd_kernel<T>, blocks, T::kThreads, T::kSmemBytes, T::kSmemBytes, devices_ready, arguments, stream);
+  return launch</*kEarly=*/true>(bwd_kernel<T>, blocks, T::kThreads, T::kSmemBytes, T::kSmemBytes, devices_ready,
+                                 arguments, stream);
 }
 
 // A cluster for each block of keys. `blocks`: thread blocks that there is room for at a time.
@@ -235,8 +236,8 @@ cudaError_t launch_wide_bwd_kernel(int64_t blocks, const BwdParams& p, cudaStrea
   const cudaError_t status = fill_arguments<T>(arguments, p, blocks / T::kCluster);
   if (status != cudaSuccess) return status;
   static std::atomic<uint64_t> devices_ready{0};
-  return launch(bwd_wide_kernel<T>, int64_t{T::kCluster} * arguments.items, T::kThreads, T::kSmemBytes, T::kSmemBytes,
-                devices_ready, arguments, stream);
+  return launch</*kEarly=*/true>(bwd_wide_kernel<T>, int64_t{T::kCluster} * arguments.items, T::kThreads, T::kSmemBytes,
+                                 T::kSmemBytes, devices_ready, arguments, stream);
 }
 
 }  // namespace sm90

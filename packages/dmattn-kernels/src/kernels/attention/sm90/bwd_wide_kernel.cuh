@@ -20,6 +20,7 @@
 
 #include <climits>
 
+#include "../../shared/early_start.cuh"
 #include "bwd_results.cuh"
 #include "bwd_wide_gather.cuh"
 
@@ -546,6 +547,7 @@ __global__ void __cluster_dims__(T::kCluster, 1, 1) __launch_bounds__(T::kThread
   const uint32_t base = smem_u32(smem);
   auto& s = *reinterpret_cast<typename T::Shared*>(smem + ((base + 1023) / 1024 * 1024 - base));
   const int rank = static_cast<int>(cute::block_rank_in_cluster());
+  wait_for_previous_kernel();
   const BwdItem item = find_wide_item<T>(p, blockIdx.x / T::kCluster);
   // Lists have room for more tiles than they fill. The other thread block ends here, too.
   if (T::kGathered && item.m_begin >= item.m_end) return;

@@ -9,6 +9,7 @@
 // beside the products of another.
 #pragma once
 
+#include "../../shared/early_start.cuh"
 #include "../shared/smem.cuh"
 #include "../shared/softmax.cuh"
 #include "fwd_general.cuh"
@@ -471,6 +472,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
   auto& s = *reinterpret_cast<typename T::Shared*>(smem + ((base + 1023) / 1024 * 1024 - base));
   if (threadIdx.x == 0) init_barriers<T>(p, s);
   __syncthreads();
+  wait_for_previous_kernel();
   if (cutlass::canonical_warp_group_idx() == 0) {
     cutlass::arch::warpgroup_reg_dealloc<T::kProducerRegisters>();
     if (threadIdx.x == 0) FwdProducer<T>{p, s}.run();

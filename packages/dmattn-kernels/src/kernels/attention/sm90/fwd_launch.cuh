@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <atomic>
 
+#include "../../shared/fill.h"
 #include "../shared/launch.cuh"
 #include "fwd_kernel.cuh"
 #include "gather_launch.cuh"
@@ -86,11 +87,12 @@ cudaError_t launch_fwd_kernel(int64_t blocks, const FwdParams& p, cudaStream_t s
   }
   if constexpr (T::kPacked) arguments.packing = p.packing;
   if (status == cudaSuccess && p.work_counter != nullptr) {
-    status = cudaMemsetAsync(p.work_counter, 0, sizeof(int32_t), stream);
+    status = clear_counter(p.work_counter, stream);
   }
   if (status != cudaSuccess) return status;
   static std::atomic<uint64_t> devices_ready{0};
-  return launch(fwd_kernel<T>, blocks, T::kThreads, T::kSmemBytes, T::kSmemBytes, devices_ready, arguments, stream);
+  return launch</*kEarly=*/true>(fwd_kernel<T>, blocks, T::kThreads, T::kSmemBytes, T::kSmemBytes, devices_ready,
+                                 arguments, stream);
 }
 
 }  // namespace sm90

@@ -7,6 +7,7 @@
 // group in the same tile would save nothing.
 #pragma once
 
+#include "../../shared/early_start.cuh"
 #include "../shared/softmax.cuh"
 #include "fwd_output.cuh"
 #include "gather_producer.cuh"
@@ -441,6 +442,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
   auto& s = *reinterpret_cast<typename T::Shared*>(smem + ((base + 1023) / 1024 * 1024 - base));
   if (threadIdx.x == 0) init_gather_barriers<T>(s);
   __syncthreads();
+  wait_for_previous_kernel();
   if (cutlass::canonical_warp_group_idx() == 0) {
     cutlass::arch::warpgroup_reg_dealloc<T::kProducerRegisters>();
     GatherProducer<T>(p, s).run();

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <atomic>
 
+#include "../../shared/fill.h"
 #include "../shared/launch.cuh"
 #include "gather_kernel.cuh"
 #include "tensor_map.h"
@@ -52,11 +53,12 @@ cudaError_t launch_gather_kernel(int64_t blocks, const FwdParams& p, cudaStream_
   GatherArguments arguments;
   cudaError_t status = fill_gather_arguments<T>(arguments, p, section_bytes);
   if (status == cudaSuccess && p.work_counter != nullptr) {
-    status = cudaMemsetAsync(p.work_counter, 0, sizeof(int32_t), stream);
+    status = clear_counter(p.work_counter, stream);
   }
   if (status != cudaSuccess) return status;
   static std::atomic<uint64_t> devices_ready{0};
-  return launch(gather_kernel<T>, blocks, T::kThreads, T::kSmemBytes, T::kSmemBytes, devices_ready, arguments, stream);
+  return launch</*kEarly=*/true>(gather_kernel<T>, blocks, T::kThreads, T::kSmemBytes, T::kSmemBytes, devices_ready,
+                                 arguments, stream);
 }
 
 }  // namespace dmattn::sm90

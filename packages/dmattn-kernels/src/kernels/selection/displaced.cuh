@@ -1,0 +1,202 @@
+// The keys of a segment of rows that come and go, and when a key is displaced: the first row at which `window` better keys
+// have come.
+//
+// All of them are sorted together, best first: groups of 32 by a warp, then groups of twice the size from two, where each
+// key looks for its place in the other one. For each group of 32 joining keys, in the order of their rows, there is then
+// a bit for every place in that order: whether the key there has come by the end of the group. How many better keys have
+// come by then is a number of bits; a binary search over the groups finds the one in which the key is displaced.
+#pragma once
+
+#include "radix.cuh"
+
+namespace dmattn {
+namespace prep {
+
+constexpr int kSegmentRows = kMaxSegmentBlocks * kSelectBlockRows;
+// Leaving keys: the worst of those kept before the segment. Joining: the segment's own that may be kept. No more leave
+// than join.
+constexpr int kMaxActive = 2 * kSegmentRows;
+constexpr int kGroup = 32;  // keys that a warp sorts, and joining keys that share a row of bits
+constexpr int kJoinGroups = kSegmentRows / kGroup;
+constexpr int kActiveWords = kMaxActive / 32;
+
+// Greater = better: the score decides, then the place among the active keys, in key order: a leaving key's slot, or
+// kSegmentRows and a joining key's slot.
+using Rank = uint64_t;
+__device__ __forceinline__ Rank make_rank(uint32_t ord, int place) {
+  return static_cast<Rank>(ord) << 32 | static_cast<uint32_t>(place);
+}
+__device__ __forceinline__ int place_of(Rank rank) { return static_cast<int>(rank & UINT32_MAX); }
+
+// In key order.
+struct ActiveKeys {
+  uint32_t leaving_ord[kSegmentRows], joining_ord[kSegmentRows];
+  int32_t leaving_key[kSegmentRows];
+  int32_t joining_row[kSegmentRows];  // their rows, counted from the segment's first
+};
+
+struct DisplacedSmem {
+  Rank sorted[2][kMaxActive];  // best first; each merge goes from one to the other
+  // [0]: the leaving keys, [g]: those and the joining keys of the first g groups, as bits at their places in the sorted
+  // order; and how many bits are set in the words before each. Rows are padded for the sake of memory banks.
+  uint32_t come[kJoinGroups + 1][kActiveWords + 1];
+  uint16_t come_before[kJoinGroups + 1][kActiveWords + 2];
+  // The best so many joining keys of each group, as bits at their slots.
+  uint32_t best[kJoinGroups][kGroup + 1];
+};
+
+// --- sorting -------------------------------------------------------------------------------------------------------
+
+// The greatest in lane 0.
+__device__ __forceinline__ Rank sort_falling(Rank x) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int size = 2; size <= 32; size *= 2) {
+#pragma unroll
+    for (int stride = size / 2; stride > 0; stride /= 2) {
+      const Rank other = __shfl_xor_sync(kFullWarp, x, stride);
+      const bool takes_greater = ((lane & stride) == 0) == ((lane & size) == 0);
+      x = (x > other) == takes_greater ? x : other;
+    }
+  }
+  return x;
+}
+
+// The keys of a thread in a merge, kThreads apart. Their searches go on side by side: each step of one waits for memory.
+template <int kThreads>
+struct MergedKeys {
+  static constexpr int kEach = kMaxActive / kThreads;
+  Rank x[kEach];
+  int32_t other[kEach], length[kEach];  // the run that a key's own is merged with
+  int32_t better[kEach];                // keys of that one that are better
+
+  static __device__ __forceinline__ int item(int e) { return e * kThreads + static_cast<int>(threadIdx.x); }
+  __device__ __forceinline__ MergedKeys(const Rank* from, int padded, int run) {
+#pragma unroll
+    for (int e = 0; e < kEach; ++e) {
+      x[e] = item(e) < padded ? from[item(e)] : 0;
+      other[e] = (item(e) & ~(run - 1)) ^ run;
+      length[e] = item(e) < padded ? min(max(padded - other[e], 0), run) : 0;
+      better[e] = 0;
+    }
+#pragma unroll 1
+    for (int step = run; step > 0; step /= 2) {
+#pragma unroll
+      for (int e = 0; e < kEach; ++e) {
+        if (better[e] + step <= length[e] && from[other[e] + better[e] + step - 1] > x[e]) better[e] += step;
+      }
+    }
+  }
+  __device__ __forceinline__ void store(Rank* to, int padded, int run) const {
+#pragma unroll
+    for (int e = 0; e < kEach; ++e) {
+      if (item(e) < padded) to[(item(e) & ~(2 * run - 1)) + (item(e) & (run - 1)) + better[e]] = x[e];
+    }
+  }
+};
+
+// All active keys, best first; zeros after them up to a multiple of 32. Ends with a barrier.
+template <int kThreads>
+__device__ __forceinline__ const Rank* sort_active(DisplacedSmem& s, const ActiveKeys& keys, int leaving, int joining) {
+  const int active = leaving + joining, padded = round_up(active, kGroup);
+  Rank *from = s.sorted[0], *to = s.sorted[1];
+#pragma unroll 1
+  for (int i = threadIdx.x; i < padded; i += kThreads) {
+    Rank x = 0;
+    if (i < active) {
+      const int slot = i < leaving ? i : i - leaving;
+      x = i < leaving ? make_rank(keys.leaving_ord[slot], slot)
+                      : make_rank(keys.joining_ord[slot], kSegmentRows + slot);
+    }
+    from[i] = sort_falling(x);
+  }
+  __syncthreads();
+#pragma unroll 1
+  for (int run = kGroup; run < padded; run *= 2) {
+    MergedKeys<kThreads>(from, padded, run).store(to, padded, run);
+    __syncthreads();
+    Rank* const merged = to;
+    to = from;
+    from = merged;
+  }
+  return from;
+}
+
+// --- who has come by when ------------------------------------------------------------------------------------------
+
+// Ends with a barrier.
+template <int kThreads>
+__device__ __forceinline__ void count_arrivals(DisplacedSmem& s, const ActiveKeys& keys, const Rank* sorted,
+                                               int leaving, int joining) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int active = leaving + joining, words = ceil_div(active, 32), groups = ceil_div(joining, kGroup);
+#pragma unroll 1
+  for (int w = warp; w < words; w += kThreads / 32) {
+    const int i = 32 * w + lane, place = place_of(sorted[i]);
+    // The row of bits that is the first to have it.
+    const int first = i >= active ? INT_MAX : place < kSegmentRows ? 0 : 1 + (place - kSegmentRows) / kGroup;
+    uint32_t own = 0;  // of row `lane`
+#pragma unroll 4
+    for (int g = 0; g <= groups; ++g) {
+      const uint32_t bits = __ballot_sync(kFullWarp, first <= g);
+      if (lane == g) own = bits;
+    }
+    if (lane <= groups) s.come[lane][w] = own;
+  }
+#pragma unroll 1
+  for (int g = warp; g < groups; g += kThreads / 32) {
+    const uint32_t ord = g * kGroup + lane < joining ? keys.joining_ord[g * kGroup + lane] : 0u;
+    uint32_t better = 0;
+#pragma unroll 8
+    for (int i = 0; i < kGroup; ++i) {
+      const uint32_t other = __shfl_sync(kFullWarp, ord, i);
+      if (other > ord || (other == ord && i > lane)) better |= 1u << i;
+    }
+    s.best[g][__popc(better)] = better;
+    if (__popc(better) == kGroup - 1) s.best[g][kGroup] = kFullWarp;
+  }
+  __syncthreads();
+#pragma unroll 1
+  for (int g = warp; g <= groups; g += kThreads / 32) {
+    const int own = lane < words ? __popc(s.come[g][lane]) : 0;
+    const int inclusive = warp_inclusive_scan(own);
+    s.come_before[g][lane] = static_cast<uint16_t>(inclusive - own);
+  }
+  __syncthreads();
+}
+
+// The place of the n-th bit that is set, n from 1.
+__device__ __forceinline__ int find_bit(uint32_t bits, int n) {
+  int at = 0;
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) {
+    const int lower = __popc(bits & ((1u << step) - 1));
+    if (n > lower) {
+      n -= lower;
+      bits >>= step;
+      at += step;
+    }
+  }
+  return at;
+}
+
+// The joining key that displaces the i-th best active key, once `room` better ones have come: its slot; -1 if so many
+// were there from the start; `joining` if so many never come.
+__device__ __forceinline__ int find_displacing(const DisplacedSmem& s, int i, int room, int joining) {
+  static_assert(kJoinGroups + 1 < 32, "steps of the search");
+  const int word = i / 32, groups = ceil_div(joining, kGroup);
+  const uint32_t better = (1u << i % 32) - 1;
+  const auto come = [&](int g) { return s.come_before[g][word] + __popc(s.come[g][word] & better); };
+  int g = 0;  // the first row of bits with enough better ones
+#pragma unroll
+  for (int step = 16; step > 0; step /= 2) {
+    if (g + step - 1 <= groups && come(g + step - 1) < room) g += step;
+  }
+  if (g == 0) return -1;
+  if (g > groups) return joining;
+  const int before = come(g - 1);
+  return (g - 1) * kGroup + find_bit(s.best[g - 1][come(g) - before], room - before);
+}
+
+}  // namespace prep
+}  // namespace dmattn
