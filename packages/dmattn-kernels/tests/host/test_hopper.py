@@ -186,7 +186,9 @@ def test_lists(probe: ctypes.CDLL, head_dim: int, block_n: int, more: dict[str, 
         few["bias"] = tensor((1, 4, 1, 2000), FLOAT32)
     plan = Probe(probe).fwd(SM90, SMS, batch=1, head_dim=head_dim, **(LONG | few))
     assert plan["gathered"] and (plan["arch"], plan["block_m"]) == (90, 128)
-    assert (plan["block_n"], plan["blocks"]) == ((64, 2 * SMS) if head_dim <= 64 else (block_n, SMS))
+    assert (plan["block_n"], plan["blocks"]) == (
+        (64, 2 * SMS) if head_dim <= 64 else (block_n, SMS)
+    )
 
 
 @pytest.mark.parametrize(
