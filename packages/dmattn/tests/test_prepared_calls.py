@@ -198,13 +198,28 @@ def test_hooks_of_saved_tensors_see_all_that_is_kept() -> None:
         torch.testing.assert_close(x, y)
 
 
-def test_checkpoints_compute_again() -> None:
+@pytest.mark.parametrize("window", [None, 3, 6])
+def test_checkpoints_compute_again(window: int | None) -> None:
     def act(given: list[Tensor]) -> Any:
-        out = checkpoint(attend, *given, use_reentrant=False)
+        out = checkpoint(attend, *given, window_size=window, use_reentrant=False)
         return torch.autograd.grad(out.square().sum(), given)
 
     twice(act)
     assert len(prepared().forwards) == 3  # the first call's second forward is of a known kind
+
+
+@pytest.mark.parametrize("window", [None, 3, 6])
+def test_checkpoints_of_known_calls_survive_forgetting(window: int | None) -> None:
+    def act(given: list[Tensor], forgets: bool = False) -> Any:
+        out = checkpoint(attend, *given, window_size=window, use_reentrant=False)
+        if forgets:
+            known_calls.forget()
+        return torch.autograd.grad(out.square().sum(), given)
+
+    given = leaves()
+    expected = act(given)
+    for x, y in zip(act(given, forgets=True), expected, strict=True):
+        torch.testing.assert_close(x, y)
 
 
 def test_functional_transforms_and_compilers_see_the_operator() -> None:

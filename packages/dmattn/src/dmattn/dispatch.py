@@ -198,7 +198,8 @@ class _Known(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor] | Tensor:
         mask, lists = others
         results = call.forward((q, k, v, mask, bias, lists), True)
-        ctx.save_for_backward(q, k, v, mask, bias, *results, *(lists or ()))
+        # In the order of `_Eager`: a checkpoint may save by one and compute again by the other.
+        ctx.save_for_backward(q, k, v, mask, bias, *(lists or ()), *results)
         ctx.call = call
         if not with_lse:
             return results[0]
@@ -209,7 +210,7 @@ class _Known(torch.autograd.Function):
     def backward(
         ctx: Any, dout: Tensor | None, dlse: Tensor | None = None
     ) -> tuple[Tensor | None, ...]:
-        q, k, v, mask, bias, out, lse, rest, *lists = ctx.saved_tensors
+        q, k, v, mask, bias, *lists, out, lse, rest = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
         operands = (q, k, v, mask, bias, Selection._make(lists) if lists else None)
