@@ -157,12 +157,18 @@ def markdown(results: Row, plots: str | None, models: Row | None = None) -> str:
             parts.append(f"| {words} | {row['label']} | {row['ratio']:.2f} x ({row['over']}) |")
     for run in results.get("further_runs", []):
         which = f"on {run['date']}, with the kernels of the {run['family']} family"
-        parts += ["", f"From a run of their own, {which}: {', '.join(run['groups'])}."]
+        what = "; ".join(run["groups"])
+        parts += ["", f"From a run of their own, {which}{_aside(run)}: {what}."]
     if results["not_run"]:
         parts += ["", "Left out for want of time: " + "; ".join(results["not_run"]) + "."]
     if models is not None:
         parts += ["", *models_table.section(models)]
     return "\n".join([*parts, ""])
+
+
+def _aside(run: Row) -> str:
+    """Why these are not of the main run, where somebody has noted it."""
+    return f" ({run['note']})" if "note" in run else ""
 
 
 def _table(rows: list[Row]) -> list[str]:
