@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
 import signal
 import subprocess
@@ -30,11 +31,29 @@ class Job:
         return self.log.read_text(errors="replace") if self.log.exists() else ""
 
 
+def visible_gpus() -> list[str]:
+    """The GPUs that a process started now would see, as CUDA_VISIBLE_DEVICES names them."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return [name for name in chosen.split(",") if name]
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
+    except OSError:  # there is no such program
+        return []
+    found = [line for line in listed.stdout.splitlines() if line.startswith("GPU ")]
+    return [str(i) for i in range(len(found))]
+
+
 class Pool:
-    """Starts jobs in the order given, at most `width` at once, and ends what outruns its limit."""
+    """Starts jobs in the order given, at most `width` at once, and ends what outruns its limit.
+
+    Of several GPUs each job gets another one as its first, which is the one that tests use: many
+    processes that take turns on one GPU spend much of its time on the turns.
+    """
 
     def __init__(self, width: int, deadline: float) -> None:
         self._width, self._deadline = width, deadline
+        self._gpus, self._turns = visible_gpus(), itertools.count()
 
     def run(self, jobs: list[Job]) -> list[Job]:
         waiting, ended = list(jobs), list[Job]()
@@ -56,15 +75,20 @@ class Pool:
             running = still
         return ended
 
-    @staticmethod
-    def _start(job: Job) -> subprocess.Popen[bytes]:
+    def _next_gpus(self) -> dict[str, str]:
+        if len(self._gpus) < 2:
+            return {}
+        first = next(self._turns) % len(self._gpus)
+        return {"CUDA_VISIBLE_DEVICES": ",".join(self._gpus[first:] + self._gpus[:first])}
+
+    def _start(self, job: Job) -> subprocess.Popen[bytes]:
         with job.log.open("ab") as stream:
             return subprocess.Popen(
                 job.command,
                 stdout=stream,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, **job.env},
+                env={**os.environ, **self._next_gpus(), **job.env},
                 start_new_session=True,
             )
 

@@ -4,7 +4,7 @@
 
 It runs the attention suite (tests/attention), models of transformers and CUDA graphs (tests/models)
 and the tests of the kernels as such (this folder).
-pytest runs in several processes that share the one GPU and claim the tests one by one, for each
+pytest runs in several processes that share the GPUs and claim the tests one by one, for each
 target in tests/attention/targets.py that is on CUDA (any newer chip runs the tile shapes of sm89),
 while compute-sanitizer watches small launches. `dmattn`, `dmattn_kernels`, torch, numpy, pytest
 and transformers must be importable. Exit code 0: everything passed.
