@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from gpu.jobs import Job, Pool
 
 SHOW = "import os; print(os.environ.get('CUDA_VISIBLE_DEVICES'))"
