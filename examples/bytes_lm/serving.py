@@ -81,10 +81,8 @@ class Engine:
         # One autocast for all: it casts the weights once and keeps them, for the CUDA graphs too.
         self._precision.enter_context(half_precision(self.device))
         with torch.no_grad():  # nothing goes in: no token is real, and no slot active
-            self._call_read, self._call_step = (
-                self._prepared(self._read),
-                self._prepared(self._step),
-            )
+            self._call_read = self._prepared(self._read)
+            self._call_step = self._prepared(self._step)
         return self
 
     def __exit__(self, *_: object) -> None:

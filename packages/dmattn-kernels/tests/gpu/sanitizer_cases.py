@@ -27,6 +27,16 @@ from gpu.device import family
 from gpu.raw_cuda import Array, Buffer, Gpu, from_bits, to_bits
 from gpu.sanitizer_cache import Append, run_append
 from gpu.sanitizer_draft import DRAFTS, Draft, run_draft
+from gpu.sanitizer_hopper import (
+    HOPPER,
+    HOPPER_BWD,
+    HOPPER_BWD_KINDS,
+    HOPPER_CHANGED,
+    HOPPER_CHANGED_KINDS,
+    HOPPER_KINDS,
+    HOPPER_WIDE_BWD,
+    HOPPER_WIDE_KINDS,
+)
 from gpu.sanitizer_keys import MOVES, Moves, run_moves
 from gpu.sanitizer_launch import Launch
 from gpu.sanitizer_listed import (
@@ -330,67 +340,6 @@ BETWEEN_LAUNCHES = (
     "one query in parts",
     "running top-w",
 )
-
-
-# The dense forward of Hopper has kernels for more head dimensions, and one for few rows; its
-# dense backward has a plain one only for more than 128.
-HOPPER = (
-    Launch("dense rows", 70, 133, wants=""),
-    Launch("dense rows, long", 1100, 133, causal=True, wants=""),
-    Launch("dense rows, more than thread blocks", 133, 133, batch=70, causal=True, wants=""),
-    Launch("dense rows without keys", 150, 40, causal=True, wants=""),
-)
-HOPPER_KINDS = [
-    (dtype, head_dim) for dtype in ("bf16", "f16") for head_dim in (64, 96, 128, 192, 256)
-]
-# Scores that a bias, a mask or softcap change: rows of the bias start on 16 bytes, and keys are too
-# few to be split, or there are more blocks of rows than SMs.
-HOPPER_CHANGED = (
-    Launch(
-        "dense rows, mask, fp32 bias", 200, 264, mask="bhqk", bias="11qk", bias_f32=True, wants=""
-    ),
-    Launch(
-        "dense rows, mask, softcap, bias", 133, 328, mask="1hqk", bias="bhqk", softcap=3.0, wants=""
-    ),
-    Launch(
-        "dense rows, key bias, softcap", 150, 40, bias="bk1k", causal=True, softcap=3.0, wants=""
-    ),
-    Launch(
-        "dense rows, key bias, more than thread blocks", 133, 261, batch=70, bias="bk1k", wants=""
-    ),
-    Launch("dense rows, mask, more than thread blocks", 133, 261, batch=70, mask="b1qk", wants=""),
-    # Head_dim 64 has three consumers for them.
-    Launch("dense rows, bias, long", 1100, 264, bias="1hqk", causal=True, wants=""),
-    Launch("dense rows, key bias, long", 1100, 261, bias="bk1k", causal=True, wants=""),
-)
-HOPPER_BWD = (
-    Launch("dense rows, gradients", 200, 133, nheads=4, nheads_k=2, causal=True),
-    Launch("dense rows, deterministic gradients", 300, 261, causal=True, deterministic=True),
-    Launch("dense rows, softcap", 200, 133, softcap=3.0),
-    Launch("dense rows, gradients, more than thread blocks", 133, 133, batch=70, causal=True),
-    # Rows of the bias and of its gradient that start on 16 bytes.
-    Launch("dense rows, bias", 200, 264, 2, 4, 2, bias="bhqk", causal=True),
-    Launch("dense rows, shared bias", 133, 264, 2, 4, 2, bias="1kqk"),
-    # At head_dim 64 two of those that share it have a thread block together, if all have one then.
-    Launch("dense rows, bias of two batches", 133, 264, 2, 34, 34, bias="1hqk"),
-    Launch("dense rows, bias of many heads", 70, 264, 2, 68, 34, bias="11qk"),
-    Launch("dense rows, fp32 bias", 200, 264, 2, 4, 2, bias="bhqk", bias_f32=True, causal=True),
-    Launch("dense rows, shared fp32 bias", 133, 264, 2, 4, 2, bias="1kqk", bias_f32=True),
-    Launch("dense rows, key bias", 200, 261, 2, 4, 2, bias="bk1k", causal=True),
-    Launch("dense rows, mask", 200, 261, 2, 4, 2, mask="bkqk", causal=True),
-    Launch("dense rows, mask, bias", 200, 264, 2, 4, 2, mask="1hqk", bias="bhqk"),
-)
-# Above head_dim 128 two thread blocks share keys: rows without keys, keys of one block, many heads.
-HOPPER_WIDE_BWD = (
-    Launch("wide heads, gradients", 200, 133, nheads=4, nheads_k=2, causal=True),
-    Launch("wide heads, one block's keys", 70, 60, nheads=2, nheads_k=1),
-    Launch("wide heads, rows without keys", 150, 40, causal=True),
-    Launch("wide heads, keys without rows", 40, 300, causal=True),
-    Launch("wide heads, more than thread blocks", 133, 133, batch=70, causal=True),
-)
-HOPPER_CHANGED_KINDS = [kind for kind in HOPPER_KINDS if kind[1] in (64, 128, 256)]
-HOPPER_BWD_KINDS = [kind for kind in HOPPER_KINDS if kind[1] in (64, 128)]
-HOPPER_WIDE_KINDS = [kind for kind in HOPPER_KINDS if kind[1] > 128]
 
 
 Job = Launch | Lists | Append | Draft | Moves

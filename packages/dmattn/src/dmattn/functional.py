@@ -251,8 +251,7 @@ def flash_dmattn_func(
             known.problem(operands), window_size, attn_bias, state, return_state
         )
         if problem.key_lists is None or leading_rows(problem) == 0:
-            given = problem, known.backend, bool(return_lse), known.prepared
-            out, lse = attend_directly(*given)
+            out, lse = attend_directly(problem, known.backend, bool(return_lse), known.prepared)
         else:
             out, lse = _attend(problem, backend)
     if not (return_lse or return_attn_probs or return_state):

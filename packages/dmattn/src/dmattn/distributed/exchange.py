@@ -99,7 +99,10 @@ class Sending(NamedTuple):
 
 
 def start_gather(place: Place, own: Tensor) -> Sending:
-    """Send uint8 (B, N, m, R) to the ranks behind: (rank or more, B, N, m, R) of those before."""
+    """Send this rank's rows, uint8 (B, N, m, R), to the ranks behind it.
+
+    What is received has a first dimension of ranks, in order: at least those before this one.
+    """
     if place.size == 2:
         # The second rank has nobody behind it, and a send alone takes less time: 0.021 ms for the
         # states of 2048 keys of 4 heads, where gathering them takes 0.037 (H200s, NVLink).

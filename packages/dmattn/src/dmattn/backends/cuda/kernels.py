@@ -172,7 +172,7 @@ def launch(operation: Operation, on: Tensor, *arguments: Any) -> None:
     """
     core, at_once, view = load_kernels()
     stream = torch._C._cuda_getCurrentRawStream(arguments[0])
-    call = at_once.get(operation.at_once)  # by a string, which keeps its hash
+    call = at_once.get(operation.at_once)
     if call is not None and call(*arguments, stream) == 0:
         return
     params = getattr(core, operation.params)(*(_viewed(x, view) for x in arguments))
