@@ -434,16 +434,24 @@ NOTES = {
     "the place of its lowest entry and attends to the rest; over a full cache the step selects its "
     "keys first.",
     STRETCHES: "Tokens behind a full cache of w keys, replayed from a CUDA graph: one after the "
-    "other, or at once; a draft that is looked at, half of which is then put in, beside one token. "
-    "And a prompt in chunks, each behind the state of those before it, beside one call: the rows "
-    "of a chunk are handed on, as to the layer's projection, or copied to where they belong in one "
-    "tensor.",
+    "other, or at once. A draft: peek at 8 tokens and commit 4 of them, beside a step of one. "
+    "And a prompt in chunks, each behind the state of those before it, beside one call; the "
+    "outputs of the chunks are copied into one tensor, unless they are said to be handed on.",
     FEW_KEYS: "The peer attends to w keys that lie together, without a bias, a choice of keys or "
     "causality.",
     KEY_BIAS: "One score per key, added to the logits of all rows, beside the same without it.",
-    TILES: "Every second of the 128 x 128 tiles of the mask is kept, chosen at random. "
-    "FlexAttention is given its table of blocks; dmattn finds the tiles in the mask.",
-    SLIDING: "Each row sees the last w keys. FlexAttention is given its table of blocks.",
+    TILES: "Half of the 128 x 128 tiles of the mask are kept, chosen at random, beside the same "
+    "call without the mask. dmattn finds the tiles in the mask; FlexAttention, where it is timed, "
+    "gets its table of blocks.",
+    SLIDING: "Each row sees the last w keys. FlexAttention, where it is timed, gets its table of "
+    "blocks.",
+    "key mask": "A mask keeps the same w keys for all rows. Each key has a bias.",
+    "key mask, causal": "The same with causality.",
+    "dense bias": "A bias for each row and key, of the shape [B, H, S, S] unless another is named, "
+    "with its gradient.",
+    "odd length": "Not causal. 4095 keys beside 4096.",
+    "odd length, dense bias": "The same with a bias for each row and key, and its gradient.",
+    "decode": "One query row over all keys, without a choice among them.",
     DETERMINISTIC: "The same bits in every run, beside gradients whose parts are added in any "
     "order.",
     OVER_LENGTH: "The work of running top-w grows with S * w; that of all keys with S * S.",
@@ -470,13 +478,6 @@ class Target:
         return "ms" if isinstance(self.against, float) else "x"
 
 
-def _time_over(
-    name: str, at_least: float, case: tuple[str, str], ours: str, phase: str, peer: str
-) -> Target:
-    """That the peer takes at least so many times as long as we."""
-    return Target(f"{name}: time over {peer}", 1 / at_least, case, ours, phase, (*case, peer))
-
-
 def _dense_targets() -> list[Target]:
     found = []
     for name, forward, backward in (
@@ -489,8 +490,10 @@ def _dense_targets() -> list[Target]:
         ("B32 S512 H16 D64", 1.0, 1.0),
     ):
         case = ("dense causal", name)
-        for phase, at_least in (("forward", forward), ("backward", backward)):
-            found.append(_time_over(name, at_least, case, "dmattn", phase, "sdpa_cudnn"))
+        for phase, at_least in (("forward", forward), ("backward", backward)):  # times as fast
+            words = f"dense causal, {name}: time over SDPA cuDNN"
+            against = (*case, "sdpa_cudnn")
+            found.append(Target(words, 1 / at_least, case, "dmattn", phase, against))
     for name, forward, backward in (
         ("B1 S8192 H16 D128", 1.10, 3.4),
         ("B2 S4096 H16 D64, bias [1, H, S, S]", 0.42, 1.2),
@@ -504,7 +507,7 @@ def _dense_targets() -> list[Target]:
         odd = (f"odd length{suffix}", "B2 Sq4096 Sk4095 H16 D128")
         even = (f"odd length{suffix}", "B2 Sq4096 Sk4096 H16 D128", "dmattn")
         for phase in ("forward", "backward"):
-            found.append(Target(f"4095 over 4096{suffix}", limit, odd, "dmattn", phase, even))
+            found.append(Target(f"4095 keys over 4096{suffix}", limit, odd, "dmattn", phase, even))
     return found
 
 
@@ -561,18 +564,20 @@ def _top_targets() -> list[Target]:
         words = f"{group.removeprefix(f'{TOP}, ')}, {name}, ms"
         found.append(Target(words, limit, (group, name), contender, "forward", 1.0))
     append = (STRETCHES, "B1 H32/8 D128 w2048, append of 1024")
-    found.append(Target(f"{append[1]}, ms", 0.35, append, "dmattn_at_once", "forward", 1.0))
+    words = f"stretches, {append[1]}, ms"
+    found.append(Target(words, 0.35, append, "dmattn_at_once", "forward", 1.0))
     draft, prompt = (
         "B8 H32/8 D128 w2048, draft of 8",
         f"B1 S131072 H16/4 D128 w2048, chunks of {CHUNK}",
     )
-    for name, words, contender, peer, limit in (
-        (draft, "", "dmattn_draft", "dmattn_one_token", 1.6),
-        (prompt, ", handed on", "dmattn_chunks_handed_on", ours, 1.25),
-        (prompt, ", put together", "dmattn_chunks", ours, 1.25),
+    for name, beside, contender, peer, limit in (
+        (draft, ": time over one token", "dmattn_draft", "dmattn_one_token", 1.6),
+        (prompt, ", handed on: time over one call", "dmattn_chunks_handed_on", ours, 1.25),
+        (prompt, ", put together: time over one call", "dmattn_chunks", ours, 1.25),
     ):
         place = (STRETCHES, name)
-        found.append(Target(name + words, limit, place, contender, "forward", (*place, peer)))
+        words = f"stretches, {name}{beside}"
+        found.append(Target(words, limit, place, contender, "forward", (*place, peer)))
     return found
 
 

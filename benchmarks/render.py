@@ -37,6 +37,15 @@ Row = dict[str, Any]
 PHASES = ("forward", "backward")
 OURS = ("#b5179e", "#f06bc8", "#f7b5e2", "#7209b7", "#b388eb", "#5a189a")
 EARLIER = ("#6d597a", "#a393ad", "#cfc5d6")  # ours with the kernels of another architecture
+MARK = " †"  # of rows that are not of the main run
+READING = (
+    "* Shapes: B batch, S sequence length (Sq queries, Sk keys), H query heads (H16/4: 16 over 4 "
+    "key/value heads), HK key/value heads, D head_dim, w keys that each query keeps.",
+    "* TF: TFLOP/s of unmasked work, the backward counted as 2.5 times the forward.",
+    "* Ratio: the time over that of the shape's first row in bold type. Above 1, dmattn is faster.",
+    '* Bold type: dmattn. With "sm80 code" it runs the kernels for GPUs older than Hopper, on the '
+    'same GPU. "No dbias": the bias gets no gradient there; "no bias": it is left out.',
+)
 COLORS = ("#4361ee", "#4cc9f0", "#8d99ae", "#2b9348", "#f4a261")
 
 
@@ -76,14 +85,19 @@ def judge(results: Row, target: Target) -> float | None:
 
 def targets(results: Row) -> list[tuple[str, str, float, float]]:
     """(what, phase, got, at most) for every target that was timed."""
-    found = [(t.name, t.phase, judge(results, t), t.wanted) for t in TARGETS]
+    old = _old_cases(results)
+    found = [
+        (t.name + MARK * (t.case in old), t.phase, judge(results, t), t.wanted) for t in TARGETS
+    ]
     for row in results["rows"]:
         if (row["contender"], row["group"], row["phase"]) == ("dmattn", "host time", "forward"):
             found.append(
                 ("host time of a small call, us", "forward", row["us"], HOST_TIME_TARGET_US)
             )
         if row["contender"].startswith("dmattn") and "ratio" in row:
-            words = f"peak memory over {row['over']}, {row['case']}"
+            mark = MARK * ((row["group"], row["case"]) in old)
+            which = row["label"].removeprefix("dmattn").replace(", ", ": ", 1)
+            words = f"peak memory over {row['over']}, {row['case']}{which}{mark}"
             found.append((words, row["phase"], row["ratio"], PEAK_MEMORY_TARGETS[row["over"]]))
     return [(what, phase, got, limit) for what, phase, got, limit in found if got is not None]
 
@@ -107,7 +121,7 @@ def markdown(results: Row, plots: str | None, models: Row | None = None) -> str:
     """
     ceilings = results["ceilings"]
     parts = [
-        "# Benchmarks",
+        "# Performance",
         "",
         "<!-- Written by benchmarks/render.py from recorded results: change those instead. -->",
         "",
@@ -115,14 +129,18 @@ def markdown(results: Row, plots: str | None, models: Row | None = None) -> str:
         f"{results['cudnn']}, dmattn {results['dmattn']} (kernels of the {results['family']} "
         f"family), {results['dtype']}. Medians of CUDA-event timings from a cold L2 cache, "
         "contenders in turn in one run, whole jobs: whatever mask a contender needs is made inside "
-        "its timing, unless its name says otherwise. TF counts unmasked work only, and the "
-        "backward as 2.5 times the forward. The same chip "
+        "its timing, unless its name says otherwise. The same chip "
         f"copies {ceilings['copy_tb_s']:.2f} TB/s and multiplies 8192 x 8192 bf16 matrices at "
         f"{ceilings['matmul_tflops']:.0f} TF.",
         "",
-        "Reproduce: `./dev bench`. Ratios are times over dmattn's: above 1, dmattn is faster.",
+        *READING,
+        *_old_cases_words(results),
+        "",
+        "Reproduce: `./dev bench`.",
         "",
         "## Targets",
+        "",
+        "What the project set itself as a limit, and what it got.",
         "",
         "| what | phase | got | at most | |",
         "|---|---|---:|---:|---|",
@@ -139,7 +157,7 @@ def markdown(results: Row, plots: str | None, models: Row | None = None) -> str:
             picture = "" if group == OVER_WINDOW else plot_name(group)  # shares OVER_LENGTH's
             if picture and plots is not None and any("ms" in row for row in rows):
                 parts += [f"![{group}]({plots}/{picture})", ""]
-            parts += _table(rows)
+            parts += _table(rows, _old_cases(results))
     parts += [
         "",
         "## Host time and memory",
@@ -156,9 +174,10 @@ def markdown(results: Row, plots: str | None, models: Row | None = None) -> str:
             words = f"peak memory of {row['phase']} beside {beside}, {row['case']}"
             parts.append(f"| {words} | {row['label']} | {row['ratio']:.2f} x ({row['over']}) |")
     for run in results.get("further_runs", []):
-        which = f"on {run['date']}, with the kernels of the {run['family']} family"
-        what = "; ".join(run["groups"])
-        parts += ["", f"From a run of their own, {which}{_aside(run)}: {what}."]
+        if "note" not in run:  # the others are marked where they stand
+            which = f"on {run['date']}, with the kernels of the {run['family']} family"
+            what = "; ".join(run["groups"])
+            parts += ["", f"From a run of their own, {which}: {what}."]
     if results["not_run"]:
         parts += ["", "Left out for want of time: " + "; ".join(results["not_run"]) + "."]
     if models is not None:
@@ -166,12 +185,22 @@ def markdown(results: Row, plots: str | None, models: Row | None = None) -> str:
     return "\n".join([*parts, ""])
 
 
-def _aside(run: Row) -> str:
-    """Why these are not of the main run, where somebody has noted it."""
-    return f" ({run['note']})" if "note" in run else ""
+def _old_cases(results: Row) -> set[tuple[str, str]]:
+    """(group, case) of rows of a further run about which somebody has noted something."""
+    return {
+        (group, case)
+        for run in results.get("further_runs", [])
+        if "note" in run
+        for group, _, case in (name.partition(": ") for name in run["groups"])
+    }
 
 
-def _table(rows: list[Row]) -> list[str]:
+def _old_cases_words(results: Row) -> list[str]:
+    runs = [run for run in results.get("further_runs", []) if "note" in run]
+    return [f"*{MARK}: from a run of {run['date']}, {run['note']}." for run in runs]
+
+
+def _table(rows: list[Row], old: set[tuple[str, str]]) -> list[str]:
     """One line per shape and contender, forward and backward side by side."""
     timed_backward = any(row["phase"] == "backward" for row in rows)
     head = "| shape | contender | forward ms | TF | ratio |" + (
@@ -190,7 +219,8 @@ def _table(rows: list[Row]) -> list[str]:
             if (row["case"], row["contender"]) == (case, contender)
         }
         label = next(iter(found.values()))["label"]
-        cells = [case, f"**{label}**" if contender.startswith("dmattn") else label]
+        shape = case + MARK * ((rows[0]["group"], case) in old)
+        cells = [shape, f"**{label}**" if contender.startswith("dmattn") else label]
         for phase in PHASES[: 2 if timed_backward else 1]:
             base = next(
                 (

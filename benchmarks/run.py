@@ -280,12 +280,16 @@ def write(results: Row, arguments: argparse.Namespace) -> None:
 def append(earlier: Row, results: Row) -> Row:
     """`earlier`, with the groups of `results` in the place of its own.
 
-    Contenders are only ever compared within a group. The page names the groups of further runs.
+    Contenders are only ever compared within a group. The page names the groups of further runs, or
+    marks their cases (written as "group: case") where a run has a note.
     """
     groups = {row["group"] for row in results["rows"]}
     kept = [row for row in earlier["rows"] if row["group"] not in groups]
     missing = [x for x in earlier["not_run"] if x.partition(":")[0] not in groups]
-    further = earlier.get("further_runs", [])
+    further = []
+    for run in earlier.get("further_runs", []):
+        names = [x for x in run["groups"] if x.partition(":")[0] not in groups]
+        further += [run | {"groups": names}] if names else []
     run = {name: results[name] for name in ("date", "family")}
     return earlier | {
         "rows": kept + results["rows"],
