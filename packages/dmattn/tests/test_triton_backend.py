@@ -46,7 +46,7 @@ def test_importing_dmattn_imports_no_kernels() -> None:
 
 def test_it_says_why_it_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert TRITON.unavailable() == "triton is not installed; pip install dmattn[triton]"
+    assert TRITON.unavailable() == "triton is not installed; pip install triton"
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.xpu, "is_available", lambda: False)

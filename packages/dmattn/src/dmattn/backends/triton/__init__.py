@@ -28,7 +28,7 @@ class TritonBackend(Backend):
 
     def unavailable(self) -> str | None:
         if importlib.util.find_spec("triton") is None:
-            return "triton is not installed; pip install dmattn[triton]"
+            return "triton is not installed; pip install triton"
         if is_interpreted() or torch.cuda.is_available() or torch.xpu.is_available():
             return None
         return (
