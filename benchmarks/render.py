@@ -119,24 +119,8 @@ def markdown(results: Row, plots: str | None, models: Row | None = None) -> str:
     `plots` is the folder of the pictures, seen from the page, None for none; `models` what
     transformers_models.py has recorded.
     """
-    ceilings = results["ceilings"]
     parts = [
-        "# Performance",
-        "",
-        "<!-- Written by benchmarks/render.py from recorded results: change those instead. -->",
-        "",
-        f"Measured on one {results['gpu']} on {results['date']}: torch {results['torch']}, cuDNN "
-        f"{results['cudnn']}, dmattn {results['dmattn']} (kernels of the {results['family']} "
-        f"family), {results['dtype']}. Medians of CUDA-event timings from a cold L2 cache, "
-        "contenders in turn in one run, whole jobs: whatever mask a contender needs is made inside "
-        "its timing, unless its name says otherwise. The same chip "
-        f"copies {ceilings['copy_tb_s']:.2f} TB/s and multiplies 8192 x 8192 bf16 matrices at "
-        f"{ceilings['matmul_tflops']:.0f} TF.",
-        "",
-        *READING,
-        *_old_cases_words(results),
-        "",
-        "Reproduce: `./dev bench`.",
+        *_introduction(results),
         "",
         "## Targets",
         "",
@@ -158,21 +142,7 @@ def markdown(results: Row, plots: str | None, models: Row | None = None) -> str:
             if picture and plots is not None and any("ms" in row for row in rows):
                 parts += [f"![{group}]({plots}/{picture})", ""]
             parts += _table(rows, _old_cases(results))
-    parts += [
-        "",
-        "## Host time and memory",
-        "",
-        "| what | contender | measured |",
-        "|---|---|---:|",
-    ]
-    for row in results["rows"]:
-        if "us" in row:
-            words = f"host time of one call, {row['case']}, {row['phase']}"
-            parts.append(f"| {words} | {row['label']} | {row['us']:.1f} us |")
-        if "ratio" in row:
-            beside = "inputs, outputs and gradients" if "back" in row["phase"] else "inputs and out"
-            words = f"peak memory of {row['phase']} beside {beside}, {row['case']}"
-            parts.append(f"| {words} | {row['label']} | {row['ratio']:.2f} x ({row['over']}) |")
+    parts += ["", *_host_and_memory(results)]
     for run in results.get("further_runs", []):
         if "note" not in run:  # the others are marked where they stand
             which = f"on {run['date']}, with the kernels of the {run['family']} family"
@@ -183,6 +153,49 @@ def markdown(results: Row, plots: str | None, models: Row | None = None) -> str:
     if models is not None:
         parts += ["", *models_table.section(models)]
     return "\n".join([*parts, ""])
+
+
+def _introduction(results: Row) -> list[str]:
+    """Where it was measured, and how to read it."""
+    ceilings = results["ceilings"]
+    return [
+        "# Performance",
+        "",
+        "<!-- Written by benchmarks/render.py from recorded results: change those instead. -->",
+        "",
+        f"Measured on one {results['gpu']} on {results['date']}: torch {results['torch']}, cuDNN "
+        f"{results['cudnn']}, dmattn {results['dmattn']} (kernels of the {results['family']} "
+        f"family), {results['dtype']}. Medians of CUDA-event timings from a cold L2 cache, "
+        "contenders in turn in one run, whole jobs: whatever mask a contender needs is made inside "
+        "its timing, unless its name says otherwise. The same chip "
+        f"copies {ceilings['copy_tb_s']:.2f} TB/s and multiplies 8192 x 8192 bf16 matrices at "
+        f"{ceilings['matmul_tflops']:.0f} TF.",
+        "",
+        *READING,
+        *_old_cases_words(results),
+        "",
+        "Reproduce: `./dev bench`.",
+    ]
+
+
+def _host_and_memory(results: Row) -> list[str]:
+    old = _old_cases(results)
+    lines = [
+        "## Host time and memory",
+        "",
+        "| what | contender | measured |",
+        "|---|---|---:|",
+    ]
+    for row in results["rows"]:
+        if "us" in row:
+            words = f"host time of one call, {row['case']}, {row['phase']}"
+            lines.append(f"| {words} | {row['label']} | {row['us']:.1f} us |")
+        if "ratio" in row:
+            beside = "inputs, outputs and gradients" if "back" in row["phase"] else "inputs and out"
+            mark = MARK * ((row["group"], row["case"]) in old)
+            words = f"peak memory of {row['phase']} beside {beside}, {row['case']}{mark}"
+            lines.append(f"| {words} | {row['label']} | {row['ratio']:.2f} x ({row['over']}) |")
+    return lines
 
 
 def _old_cases(results: Row) -> set[tuple[str, str]]:

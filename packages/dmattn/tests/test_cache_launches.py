@@ -168,7 +168,7 @@ def test_a_draft_that_fails_leaves_none_to_commit() -> None:
     with pytest.raises(ValueError, match="query"):  # refused: nothing has happened yet
         cache.peek(*tokens(4, 3))
     cache._room_for = None  # type: ignore[assignment, method-assign]
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="'NoneType' object is not callable"):
         cache.peek(*tokens(4))
     del cache._room_for
     with pytest.raises(ValueError, match="without a draft"):

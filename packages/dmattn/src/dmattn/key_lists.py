@@ -46,15 +46,6 @@ class KeptKeys(NamedTuple):
     seen: Tensor  # int32 (B,): tokens so far
 
 
-def as_selection(
-    end: Tensor | None, idx: Tensor | None, count: Tensor | None, full: Tensor | None
-) -> Selection | None:
-    """The optional tensors of an operator as one thing."""
-    if end is None or idx is None or count is None or full is None:
-        return None
-    return Selection(end.contiguous(), idx.contiguous(), count.contiguous(), full.contiguous())
-
-
 def smaller(a: int, b: int) -> int:
     """The smaller of two sizes, which may be symbols.
 

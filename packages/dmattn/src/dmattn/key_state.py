@@ -21,10 +21,9 @@ from dmattn.dispatch import is_plain_call, nobody_intercepts, select, way_withou
 from dmattn.key_lists import capacity_for, rows_at
 from dmattn.ops.keys import join_keys, keep_keys
 from dmattn.ops.selection import build_key_lists, select_keys
-from dmattn.selection import key_only_mask
+from dmattn.selection import check_boundary_tensor, key_only_mask, listed_boundaries
 from dmattn.validation import (
     can_be_read,
-    check_int,
     check_same_device,
     check_shape,
     check_tensor,
@@ -403,18 +402,10 @@ def check_starts(cu_seqlens: Any, device: torch.device) -> Tensor:
         ValueError: they are not one-dimensional; where the host can read them, also that they fall.
     """
     if isinstance(cu_seqlens, Tensor):
-        bounds = check_tensor("cu_seqlens", cu_seqlens)
-        check_tensor_dtype("cu_seqlens", bounds, (torch.int32, torch.int64))
+        bounds = cu_seqlens
     else:
-        wanted = "a sequence of ints or an int32 or int64 tensor"
-        try:
-            given = list(cu_seqlens)
-        except TypeError:
-            raise TypeError(f"cu_seqlens: got {describe(cu_seqlens)}, wanted {wanted}") from None
-        given = [check_int("cu_seqlens", x, wanted=wanted) for x in given]
-        bounds = torch.tensor(given, dtype=torch.int64)
-    if bounds.dim() != 1 or len(bounds) < 1:
-        raise ValueError(f"cu_seqlens: got shape {tuple(bounds.shape)}, wanted (documents + 1,)")
+        bounds = torch.tensor(listed_boundaries(cu_seqlens), dtype=torch.int64)
+    check_boundary_tensor(bounds)
     if can_be_read(bounds) and bool((bounds.diff() < 0).any()):
         raise ValueError("cu_seqlens: got boundaries that fall, wanted ones that never do")
     return bounds.to(device, torch.int64, non_blocking=True)

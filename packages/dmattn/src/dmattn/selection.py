@@ -85,6 +85,7 @@ class KeySelection:
 
     @property
     def query_len(self) -> int:
+        """Sq, the number of query rows that the selection is for."""
         return self.end.shape[2] - self.first_row
 
     @property
@@ -106,6 +107,9 @@ class KeySelection:
                 many keys each. A key is seen by `reach` rows at most, also where `end` says more.
                 None: lists as long as the longest needs to be, for which the host waits, and which
                 torch.compile cannot know.
+
+        Returns:
+            The selection, with the batch entries and heads of `end`, on its device.
 
         Raises:
             TypeError: end is no int32 or int64 tensor, or query_len or reach no int.
@@ -252,6 +256,9 @@ def select_keys(
         query_len: Sq; Sk when None. Causal rows are aligned to the end of the keys: the ones in
             front of the first key, if Sq > Sk, keep nothing.
 
+    Returns:
+        The selection, on the device of attn_bias.
+
     Raises:
         TypeError: a tensor or number has the wrong type or dtype.
         ValueError: a shape, device or number does not fit, or attn_mask differs between query rows.
@@ -295,6 +302,9 @@ def sliding_window(
         attn_mask: True where a key may be seen: bool or integer (B, Sk), or bool
             ({B|1}, {H|HK|1}, 1, Sk). A masked key takes up its place in the window all the same.
         device: of the selection's tensors; that of attn_mask, or the default device, when None.
+
+    Returns:
+        The selection, causal, with a batch and heads of 1 where there is no attn_mask.
 
     Raises:
         TypeError: a number is no int, or attn_mask is no mask.
@@ -347,6 +357,9 @@ def packed_documents(
             where its document is longer. None: what cu_seqlens says if the host reads it, else Sk.
         device: of the selection's tensors; that of cu_seqlens, if it is a tensor, or of
             document_ids or attn_mask when None.
+
+    Returns:
+        The selection, causal.
 
     Raises:
         TypeError: an argument is none of that.
@@ -565,14 +578,19 @@ def read_boundaries(cu_seqlens: Tensor | Sequence[int], key_len: int | None) -> 
         check_boundary_tensor(cu_seqlens)
         bounds = cu_seqlens.tolist()
     else:
-        wanted = "a sequence of ints or an int32 or int64 tensor"
-        try:
-            given = list(cu_seqlens)
-        except TypeError:
-            raise TypeError(f"cu_seqlens: got {describe(cu_seqlens)}, wanted {wanted}") from None
-        bounds = [check_int("cu_seqlens", x, wanted=wanted) for x in given]
+        bounds = listed_boundaries(cu_seqlens)
     check_boundaries(bounds, key_len)
     return bounds
+
+
+def listed_boundaries(cu_seqlens: Any) -> list[int]:
+    """Those that are given as a sequence; their values are not looked at."""
+    wanted = "a sequence of ints or an int32 or int64 tensor"
+    try:
+        given = list(cu_seqlens)
+    except TypeError:
+        raise TypeError(f"cu_seqlens: got {describe(cu_seqlens)}, wanted {wanted}") from None
+    return [check_int("cu_seqlens", x, wanted=wanted) for x in given]
 
 
 def check_boundary_tensor(cu_seqlens: Tensor) -> None:

@@ -111,29 +111,18 @@ class DynamicMaskAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        rope_theta = _check_rope_theta(rope_theta)
         hidden_size = check_int("hidden_size", hidden_size, 1)
-        num_heads = check_int("num_heads", num_heads, 1)
-        if num_kv_heads is None:
-            num_kv_heads = num_heads
-        num_kv_heads = check_int("num_kv_heads", num_kv_heads, 1)
-        if num_heads % num_kv_heads:
-            raise ValueError(
-                f"num_kv_heads: got {num_kv_heads}, wanted a divisor of num_heads = {num_heads}"
-            )
+        num_heads, num_kv_heads, num_score_heads = _check_heads(
+            num_heads, num_kv_heads, num_score_heads
+        )
         if head_dim is None and hidden_size % num_heads:
             raise ValueError(
                 f"hidden_size: got {hidden_size}, wanted a multiple of num_heads = {num_heads} "
                 "when head_dim is not given"
             )
-        rope_theta = _check_rope_theta(rope_theta)
         head_dim = hidden_size // num_heads if head_dim is None else head_dim
         head_dim = _check_head_dim(head_dim, rotary=rope_theta is not None)
-        num_score_heads = num_kv_heads if num_score_heads is None else num_score_heads
-        if num_score_heads not in (num_kv_heads, num_heads):
-            raise ValueError(
-                f"num_score_heads: got {num_score_heads}, wanted num_kv_heads = {num_kv_heads} or "
-                f"num_heads = {num_heads}"
-            )
         if window_size is not None:
             wanted = "an int of at least 1, or None"
             window_size = check_int("window_size", window_size, 1, wanted)
@@ -546,6 +535,24 @@ def _check_tables(position_embeddings: Any, hidden_states: Tensor) -> None:
     for name, table in zip(("cos", "sin"), position_embeddings, strict=True):
         check_tensor(name, table)
         check_same_device(name, table, hidden_states.device, "hidden_states")
+
+
+def _check_heads(num_heads: Any, num_kv_heads: Any, num_score_heads: Any) -> tuple[int, int, int]:
+    """All as ints. None means as many heads of keys as of queries, and of scores as of keys."""
+    num_heads = check_int("num_heads", num_heads, 1)
+    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    num_kv_heads = check_int("num_kv_heads", num_kv_heads, 1)
+    if num_heads % num_kv_heads:
+        raise ValueError(
+            f"num_kv_heads: got {num_kv_heads}, wanted a divisor of num_heads = {num_heads}"
+        )
+    num_score_heads = num_kv_heads if num_score_heads is None else num_score_heads
+    if num_score_heads not in (num_kv_heads, num_heads):
+        raise ValueError(
+            f"num_score_heads: got {num_score_heads}, wanted num_kv_heads = {num_kv_heads} or "
+            f"num_heads = {num_heads}"
+        )
+    return num_heads, num_kv_heads, num_score_heads
 
 
 def _check_head_dim(head_dim: Any, rotary: bool) -> int:

@@ -35,7 +35,7 @@ class TokenScores:
         return self.html
 
     def save(self, path: str | Path) -> None:
-        """Write a page of its own, to open in a browser."""
+        """Write it to the file `path` as a page of its own, to open in a browser."""
         head = '<!doctype html><meta charset="utf-8"><title>scores of tokens</title>'
         Path(path).write_text(f"{head}\n{self.html}\n", encoding="utf-8")
 
