@@ -76,7 +76,8 @@ def limits(results: Row) -> list[Limit]:
         ):
             if case == name:
                 contender = name.partition(" ")[0]
-                words = f"{case} over {'cuda' if against == 'dmattn' else against}, {shape}"
+                other = {"dmattn": "cuda", "by hand": "by hand, making its block mask"}[against]
+                words = f"{case} over {other}, {shape}"
                 found += [
                     Limit(f"{words}, {phase}", most, case, shape, phase, contender, (against,))
                     for phase in ("forward", "backward")

@@ -6,9 +6,10 @@ Requests arrive at random times, with prompts of 16 to 4096 bytes out of the sta
 want a few bytes each. The engine (bytes_lm/serving.py) works on some of them at a time: they join
 the running batch when a slot is free, their prompts go in by chunks beside the decoding of the
 others, and they leave it when they are done. At the end it compares each answer with the one that
-the engine gives to its request alone, which has to be the same, and with that of the model by
-itself, whose products have other shapes: in bfloat16 one may part where two bytes are as likely but
-for rounding, and then it says how close they were. It leaves in --output-dir
+the engine gives to its request alone, which has to be the same, and with that of the model without
+the engine. The model's products have other shapes, so that in bfloat16 the two may differ where two
+bytes are equally likely but for rounding; it then says how close they were. It leaves in
+--output-dir
 
     serving.png    when each request waited, was read and was answered, and the times as curves
     serving.json   throughput, time to first byte and time per byte as percentiles
