@@ -1,0 +1,59 @@
+"""The page on performance is made from the recorded runs, and says of which run a row is."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT))
+
+from benchmarks import render, run  # noqa: E402
+
+RESULTS = ROOT / "benchmarks/results"
+
+
+def test_the_page_is_made_from_the_recorded_runs() -> None:
+    results = json.loads((RESULTS / "h200.json").read_text())
+    models = json.loads((RESULTS / "h200-models.json").read_text())
+    page = (ROOT / "docs/benchmarks.md").read_text()
+    assert render.markdown(results, "assets", models) == page, "render.py makes another page"
+
+
+def recorded(**runs: Any) -> dict[str, Any]:
+    """Two cases of a group and one of another, of which further runs may have been made."""
+    rows = [
+        {
+            "group": group,
+            "case": case,
+            "contender": "dmattn",
+            "label": "dmattn",
+            "phase": "forward",
+            "ms": 1.0,
+            "tflops": 1.0,
+        }
+        for group, case in (("decode", "first"), ("decode", "second"), ("key mask", "first"))
+    ]
+    about = dict.fromkeys(("date", "gpu", "torch", "cudnn", "dmattn", "family", "dtype"), "x")
+    ceilings = {"copy_tb_s": 1.0, "matmul_tflops": 1.0}
+    return {**about, "ceilings": ceilings, "rows": rows, "not_run": [], **runs}
+
+
+def test_rows_with_a_note_are_marked() -> None:
+    noted = {"date": "a day", "family": "x", "note": "on a busy host", "groups": ["decode: first"]}
+    page = render.markdown(recorded(further_runs=[noted]), None)
+    assert "from a run of a day, on a busy host." in page
+    assert [line for line in page.splitlines() if line.startswith("| first")] == [
+        "| first | **dmattn** | 1.000 | 1 |  |",  # of the group "key mask"
+        "| first † | **dmattn** | 1.000 | 1 |  |",
+    ]
+    assert "| second | **dmattn**" in page and "†" not in render.markdown(recorded(), None)
+
+
+def test_a_new_run_of_a_group_takes_the_marks_of_its_rows_away() -> None:
+    noted = {"date": "a day", "family": "x", "note": "a note", "groups": ["decode: first"]}
+    both = {**noted, "groups": ["decode: second", "key mask: first"]}
+    earlier = recorded(further_runs=[noted, both])
+    new = {**recorded(), "rows": [row for row in earlier["rows"] if row["group"] == "decode"]}
+    found = run.append(earlier, new)["further_runs"]
+    assert [x["groups"] for x in found] == [["key mask: first"], ["decode"]]
