@@ -5,9 +5,9 @@ chunk between two steps of decoding, so that the others wait for a chunk at most
 decoding is one call for all slots; those without a text to go on are left out on the device.
 
 Both calls always have the same shapes: a chunk that is not full is padded, and a step is for all
-slots. A matrix product of another shape may add its terms up in another order, and of two bytes that
-are equally likely but for rounding the other one may then be written. With equal shapes a row comes
-out the same whatever the other rows hold. So an answer depends on nothing but its prompt.
+slots. A matrix product of another shape may add its terms up in another order, and of two bytes
+that are equally likely but for rounding the other one may then be written. With equal shapes a row
+comes out the same whatever the other rows hold. So an answer depends on nothing but its prompt.
 """
 
 import time
