@@ -173,7 +173,7 @@ def _by_position(
         )
         return _SeenKeys(key_len, True, selection=selection)
     mask = None if padding is None else padding[:, None, None]
-    return _SeenKeys(key_len, is_causal and query_len > 1, mask)
+    return _SeenKeys(key_len, bool(is_causal and query_len > 1), mask)
 
 
 def _chosen_keys(

@@ -199,8 +199,8 @@ def _padding(attention_mask: Tensor | None, kv_length: int, kv_offset: int) -> T
         return None
     if attention_mask.dim() != 2:
         raise ValueError(
-            f"attention_mask: got shape {tuple(attention_mask.shape)}, wanted (batch, tokens so far), "
-            "or four dimensions that say all that rows see"
+            f"attention_mask: got shape {tuple(attention_mask.shape)}, wanted (batch, tokens so "
+            "far), or four dimensions that say all that rows see"
         )
     missing = kv_offset + kv_length - attention_mask.shape[1]
     if missing > 0:  # a static cache is longer than what has been seen
