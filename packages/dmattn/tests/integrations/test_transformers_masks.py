@@ -178,6 +178,9 @@ def test_mask_as_a_tensor() -> None:
     assert type(mask.clone()) is Tensor
     with pytest.raises(RuntimeError, match=r"attention_mask: got aten\.logical_not_"):
         mask.logical_not_()
+    with pytest.raises(RuntimeError, match=r"attention_mask: got an assignment on a mask"):
+        mask[:, :, :5, :5] = True
+    assert mask.tolist() == dense.tolist() == mask.numpy().tolist()
     moved = mask.to("meta")
     assert isinstance(moved, IntervalMask) and moved.device.type == "meta"
     assert moved.visible is mask.to("meta").visible  # so that layers there share one
