@@ -33,6 +33,7 @@ import torch
 
 from bytes_lm.config import GPU_CONFIG, Config
 from bytes_lm.device import choose_device, device_name, half_precision
+from bytes_lm.folder import make_folder
 from bytes_lm.generation import continue_text
 from bytes_lm.model import BytesLM
 from bytes_lm.serving import Answer, Engine, Request
@@ -59,12 +60,12 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         least = 0 if name in ("steps", "seed") else 1
         parser.add_argument(f"--{name}", type=at_least(least), default=default, help=words)
     parser.add_argument(
-        "--rate", type=float, default=8.0, help="requests a second, on average; more than 0"
+        "--rate", type=float, default=8.0, help="requests a second, on average; at least 0.001"
     )
     parser.add_argument("--longest", type=at_least(16), default=4096, help="longest prompt")
     arguments = parser.parse_args(argv)
-    if not 0 < arguments.rate < float("inf"):
-        parser.error(f"--rate: got {arguments.rate}, wanted a number above 0")
+    if not 0.001 <= arguments.rate < float("inf"):
+        parser.error(f"--rate: got {arguments.rate}, wanted a number from 0.001 up")
     return arguments
 
 
@@ -72,9 +73,12 @@ def at_least(least: int) -> Any:
     """A number from `least` up, for argparse."""
 
     def number(given: str) -> int:
-        if int(given) < least:
-            raise argparse.ArgumentTypeError(f"got {given}, wanted a number from {least} up")
-        return int(given)
+        try:
+            if least <= int(given) < 2**63:
+                return int(given)
+        except ValueError:
+            pass
+        raise argparse.ArgumentTypeError(f"got {given}, wanted a whole number from {least} up")
 
     return number
 
@@ -176,7 +180,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Train, serve, write the files, and return what serving.json holds."""
     arguments = parse_arguments(argv)
     device = choose_device(arguments.device)
-    arguments.output_dir.mkdir(parents=True, exist_ok=True)
+    make_folder(arguments.output_dir)
     config = GPU_CONFIG if device.type == "cuda" else Config()
     config = replace(config, steps=arguments.steps, seed=arguments.seed)
     text = load_text()

@@ -27,7 +27,6 @@ On several GPUs (or processes on a CPU), each with a stretch of every context:
 """
 
 import argparse
-import importlib.util
 import json
 import os
 from collections.abc import Mapping, Sequence
@@ -45,6 +44,7 @@ from torch import Tensor
 
 from bytes_lm.config import GPU_CONFIG, Config, complaint
 from bytes_lm.device import choose_device, device_name, half_precision
+from bytes_lm.folder import make_folder
 from bytes_lm.generation import continue_text
 from bytes_lm.model import BytesLM, count_parameters
 from bytes_lm.parallel import Ranks, join_ranks
@@ -107,16 +107,6 @@ def choose_config(arguments: argparse.Namespace, device: torch.device) -> Config
             f"{config.length}, wanted a smaller one: nothing would be masked"
         )
     return config
-
-
-def make_folder(output: Path) -> None:
-    """Make the folder of the results, if they can be made."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise SystemExit("the pictures at the end need matplotlib: pip install matplotlib")
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise SystemExit(f"--output-dir: got {output}, wanted a folder: {error}") from error
 
 
 def read_text(config: Config) -> Text:

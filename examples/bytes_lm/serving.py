@@ -36,6 +36,13 @@ class Request:
     prompt: Tensor  # uint8 (S,), S at least 1
     count: int  # bytes to write, at least 1
 
+    def __post_init__(self) -> None:
+        if self.prompt.dim() != 1 or len(self.prompt) == 0:
+            shape = tuple(self.prompt.shape)
+            raise ValueError(f"prompt: got shape {shape}, wanted (S,) with at least one byte")
+        if self.count < 1:
+            raise ValueError(f"count: got {self.count}, wanted at least 1")
+
 
 @dataclass
 class Answer:

@@ -59,3 +59,19 @@ def test_serves_and_leaves_its_files(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "4 of 4 answers are those that requests get alone" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="--longest: got 1000000000, wanted less"):
         example.main([*arguments, "--longest=1000000000", f"--output-dir={tmp_path}"])
+    with pytest.raises(SystemExit, match=r"--output-dir: got .*serving\.png, wanted"):
+        example.main([*arguments, f"--output-dir={tmp_path / 'serving.png'}"])
+    for wrong in ("--rate=1e-300", "--seed=99999999999999999999", "--requests=2.5"):
+        with pytest.raises(SystemExit):
+            example.main([*arguments, wrong])
+        option, got = wrong.split("=")
+        words = capsys.readouterr().err
+        assert option in words and f"got {got}, wanted" in words
+
+
+def test_requests_for_nothing_are_refused() -> None:
+    prompt = torch.zeros(3, dtype=torch.uint8)
+    with pytest.raises(ValueError, match=r"prompt: got shape \(0,\), wanted .* at least one byte"):
+        Request(0.0, prompt[:0], 1)
+    with pytest.raises(ValueError, match="count: got 0, wanted at least 1"):
+        Request(0.0, prompt, 0)

@@ -314,6 +314,8 @@ def test_what_does_not_fit_is_refused() -> None:
         r"got a DogeCache of \(layers, window\) \(2, 16\), wanted \(2, 17\)",
         lambda: other(new, past_key_values=cache),
     )
+    check_refused(cache, TypeError, r"indices: got \[1\]", lambda: cache.batch_select_indices([1]))
+    check_refused(cache, TypeError, r"beam_idx: got \[1, 0\]", lambda: cache.reorder_cache([1, 0]))
     for call in (
         lambda: cache.crop(-1),
         lambda: generated(model, ids, cache, prompt_lookup_num_tokens=2),

@@ -408,6 +408,16 @@ def test_masks_of_four_dimensions_that_do_not_fit(shape: tuple[int, ...]) -> Non
     assert [layer.get_seq_length() for layer in cache.layers] == [20, 20]
 
 
+def test_masks_of_integers_in_four_dimensions() -> None:
+    """Taken for one that is added, as in eager attention, it would say the opposite."""
+    model = enable_doge(make_doge()).eval()
+    mask = torch.ones(2, 1, 50, 50, dtype=torch.int64).tril()
+    with pytest.raises(
+        TypeError, match=r"attention_mask: got dtype torch\.int64 .* wanted torch\.bool"
+    ):
+        model(tokens(), attention_mask=mask)
+
+
 def test_another_batch_is_refused_before_a_cache_takes_tokens() -> None:
     model, ids = enable_doge(make_doge()).eval(), tokens()
     cache = StaticCache(config=model.config, max_cache_len=60)

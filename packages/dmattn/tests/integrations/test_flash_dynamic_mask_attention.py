@@ -174,7 +174,10 @@ def test_equal_scores_are_a_sliding_window() -> None:
         (ValueError, "dropout: got 0.1, wanted 0", {"dropout": 0.1}),
         (ValueError, "window_size: got 3 beside keep_window_size=4", {"window_size": 3}),
         (ValueError, "window_size: got 0", {"keep_window_size": None, "window_size": 0}),
-        (ValueError, "attn_bias: got None", {"attention_bias": None}),
+        (ValueError, "attention_bias: got None, wanted a bias", {"attention_bias": None}),
+        (TypeError, r"attention_bias: got \[1\] \(list\)", {"attention_bias": [1]}),
+        (TypeError, "is_causal: got 'yes'", {"is_causal": "yes"}),
+        (TypeError, "target_dtype: got 'bf16'", {"target_dtype": "bf16"}),
         (
             ValueError,
             "attention_bias: got None, wanted a bias",
@@ -196,5 +199,11 @@ def test_bad_packed_arguments() -> None:
     bounds = torch.tensor([0, 12, S])
     with pytest.raises(ValueError, match=r"attention_bias: got shape \(1, 2, 37, 37\)"):
         forward(Layer(), query, key, value, None, bias + torch.zeros(S, 1), cu_seq_lens_q=bounds)
+    with pytest.raises(TypeError, match=r"cu_seq_lens_q: got dtype torch\.float32"):
+        forward(Layer(), query, key, value, None, bias, cu_seq_lens_q=bounds / 1)
+    with pytest.raises(ValueError, match=r"cu_seqlens_q: got shape \(0,\)"):
+        forward(Layer(), query, key, value, None, bias, cu_seq_lens_q=bounds[:0])
+    with pytest.raises(TypeError, match=r"query: got \[1\] \(list\)"):
+        forward(Layer(), [1], key, value, None, bias)
     with pytest.raises(TypeError, match=r"cu_seq_lens_q: got .*list"):
         forward(Layer(), query, key, value, None, bias, cu_seq_lens_q=[0, S])

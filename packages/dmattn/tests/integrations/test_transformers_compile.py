@@ -65,3 +65,25 @@ def test_training_step() -> None:
 
 def gradients_of(model: Any) -> dict[str, Tensor]:
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch.jit, that its time is over
+def test_a_traced_model() -> None:
+    """torch.jit.trace makes tensors of sizes, and of what is compared with them."""
+    model = with_attention(make_model("llama"), "dmattn").eval()
+
+    class Logits(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+            logits: Tensor = self.model(ids, attention_mask=mask, use_cache=False).logits
+            return logits
+
+    inputs = padded_inputs(40)
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    with torch.no_grad():
+        traced = torch.jit.trace(Logits(), (ids, torch.ones_like(mask)))
+        wanted = model(**inputs).logits
+        torch.testing.assert_close(traced(ids, mask)[mask == 1], wanted[mask == 1])

@@ -154,6 +154,16 @@ def test_bidirectional() -> None:
     assert torch.equal(mask, wanted)
 
 
+def test_masks_of_neither_two_nor_four_dimensions() -> None:
+    model = with_attention(make_model("mistral"), "dmattn")
+    for shape in ((2, 30, 30), (30,)):
+        mask = torch.ones(shape, dtype=torch.bool)
+        with pytest.raises(
+            ValueError, match=r"attention_mask: got shape \(.*30.*\), wanted \(batch"
+        ):
+            model(torch.ones(2, 30).long(), attention_mask=mask)
+
+
 def test_mask_as_a_tensor() -> None:
     mask = make_mask(2, SIZE, SIZE, mask_function=window())
     assert isinstance(mask, IntervalMask)
@@ -168,6 +178,9 @@ def test_mask_as_a_tensor() -> None:
     assert type(mask.clone()) is Tensor
     with pytest.raises(RuntimeError, match=r"attention_mask: got aten\.logical_not_"):
         mask.logical_not_()
+    with pytest.raises(RuntimeError, match=r"attention_mask: got an assignment on a mask"):
+        mask[:, :, :5, :5] = True
+    assert mask.tolist() == dense.tolist() == mask.numpy().tolist()
     moved = mask.to("meta")
     assert isinstance(moved, IntervalMask) and moved.device.type == "meta"
     assert moved.visible is mask.to("meta").visible  # so that layers there share one

@@ -12,6 +12,8 @@ from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import MiniMa
 from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLTextModel
 
 import dmattn.integrations.transformers as dmt
+from dmattn.integrations.transformers import masks
+from dmattn.integrations.transformers.attention import attention_forward
 
 dmt.register()
 
@@ -67,6 +69,49 @@ def _minimax_sparse() -> Any:
     return MiniMaxM3VLTextModel(MiniMaxM3VLTextConfig(**_SIZES, **sizes))
 
 
+def _bloom() -> Any:
+    """Layers that compute their attention themselves, and add the mask."""
+    sizes = {"n_layer": 2, "n_head": 4, "hidden_size": 32, "vocab_size": VOCABULARY}
+    return hf.BloomModel(hf.BloomConfig(**sizes, hidden_dropout=0.0, attention_dropout=0.0))
+
+
+def _bigbird_pegasus() -> Any:
+    """An encoder that computes its attention itself, a decoder that asks for it."""
+    sides = {
+        f"{side}_{name}": size
+        for side in ("encoder", "decoder")
+        for name, size in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 40))
+    }
+    config = hf.BigBirdPegasusConfig(
+        vocab_size=VOCABULARY,
+        d_model=32,
+        attention_type="original_full",
+        decoder_start_token_id=1,
+        **sides,
+    )
+    return hf.BigBirdPegasusModel(config)
+
+
+def _deepseek_compressed() -> Any:
+    """Layers that append compressed keys, and what rows see of them to the mask."""
+    heads = {"head_dim": 8, "num_key_value_heads": 1, "qk_rope_head_dim": 8, "q_lora_rank": 16}
+    index = {"index_topk": 16, "index_n_heads": 2, "index_head_dim": 16, "sliding_window": 20}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    layers = [
+        "sliding_attention",
+        "compressed_sparse_attention",
+        "heavily_compressed_attention",
+    ]
+    sizes = heads | index | experts | {"layer_types": layers, "num_hidden_layers": len(layers)}
+    return hf.DeepseekV4Model(hf.DeepseekV4Config(**_SIZES | sizes, attention_dropout=0.0))
+
+
+def _gemma_for_images() -> Any:
+    """As PaliGemma has it within: causal masks for layers that say is_causal = False."""
+    sizes = {"num_key_value_heads": 2, "head_dim": 8, "use_bidirectional_attention": True}
+    return hf.GemmaModel(hf.GemmaConfig(**_SIZES, **sizes))
+
+
 def make_model(make: Callable[[], Any]) -> Any:
     torch.manual_seed(2)
     model = make().eval()
@@ -90,7 +135,7 @@ def tokens() -> torch.Tensor:
     return torch.randint(2, VOCABULARY, (2, LENGTH), generator=generator)
 
 
-@pytest.mark.parametrize("make", [_splinter, _pegasus_x])
+@pytest.mark.parametrize("make", [_splinter, _pegasus_x, _gemma_for_images])
 def test_layers_that_do_not_say_causality(make: Callable[[], Any]) -> None:
     """An encoder whose layers say nothing; a decoder whose layers say is_causal = False."""
     model = make_model(make)
@@ -109,6 +154,70 @@ def test_layers_that_do_not_say_causality_while_compiling() -> None:
     compiled = torch.compile(mask, backend="eager", fullgraph=True)
     found = compiled(torch.empty(2, 9, 4), torch.ones(2, 9).long())
     assert torch.equal(found, torch.ones(2, 1, 9, 9, dtype=torch.bool).tril())
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("make", [_bloom, _bigbird_pegasus, _deepseek_compressed])
+def test_models_for_eager_attention_alone(make: Callable[[], Any], padded: bool) -> None:
+    """transformers takes any name for them when a model is made, and then asks for masks by it."""
+    model = make_model(make)
+    config = type(model.config)(**model.config.to_diff_dict())
+    other = type(model)._from_config(config, attn_implementation="dmattn").eval()
+    other.load_state_dict(model.state_dict())
+    ids, real = tokens(), torch.ones(2, LENGTH).long()
+    if padded:
+        real[0, :9] = 0
+    inputs = {"attention_mask": real} if padded else {}
+    if model.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = ids.flip(1)
+        real = torch.ones_like(real)
+    with torch.no_grad():
+        wanted, found = (m(ids, **inputs)[0][real.bool()] for m in (model, other))
+    assert other.config._attn_implementation == "dmattn"
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_models_that_do_not_ask_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(masks.logger, "warning", said.append)
+    masks._support.cache_clear()
+    for make in (_bloom, _bigbird_pegasus, _deepseek_compressed):
+        config = make().config
+        config._attn_implementation = "dmattn"
+        for _ in range(2):
+            create_causal_mask(config, torch.empty(1, 5, 0), None, past_key_values=None)
+    assert len(said) == 1
+    assert "BloomConfig" in said[0]
+
+
+@pytest.mark.parametrize("documents", [False, True])
+def test_sinks_of_each_row(documents: bool) -> None:
+    """As layers of Inkling 2 ask for them: a logit for every row, which takes part in its sum."""
+    query, key, value = (torch.randn(2, h, 9, 8, requires_grad=True) for h in (4, 2, 2))
+    sinks = torch.randn(2, 4, 9, 1, requires_grad=True)
+    config = hf.LlamaConfig(attn_implementation="dmattn")
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]]).expand(2, -1)
+    mask = create_causal_mask(
+        config,
+        torch.empty(2, 9, 0),
+        None,
+        past_key_values=None,
+        position_ids=positions if documents else None,
+    )
+    out, _ = attention_forward(torch.nn.Module(), query, key, value, mask, sinks=sinks)
+    assert out.is_contiguous()
+
+    sees = torch.ones(9, 9).bool().tril()
+    if documents:
+        sees[4:, :4] = False
+    logits = query @ key.repeat_interleave(2, 1).mT * 8**-0.5
+    logits = torch.cat([logits.masked_fill(~sees, -torch.inf), sinks], -1)
+    wanted = logits.softmax(-1)[..., :-1] @ value.repeat_interleave(2, 1)
+    torch.testing.assert_close(out.transpose(1, 2), wanted)
+    weights = torch.randn_like(wanted)
+    operands = (query, key, value, sinks)
+    found = torch.autograd.grad((out.transpose(1, 2) * weights).sum(), operands)
+    torch.testing.assert_close(found, torch.autograd.grad((wanted * weights).sum(), operands))
 
 
 @pytest.mark.parametrize("make", [_deepseek_sparse, _minimax_sparse])

@@ -18,6 +18,11 @@ def test_imports_are_free_of_transformers() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_what_imports_transformers_is_listed() -> None:
+    assert {*dmt.__all__} <= {*dir(dmt)}
+    assert all(hasattr(dmt, name) for name in dmt.__all__)
+
+
 def test_register() -> None:
     dmt.register()
     first = transformers.AttentionInterface()["dmattn"]

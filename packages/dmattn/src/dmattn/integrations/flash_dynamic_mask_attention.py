@@ -13,7 +13,16 @@ from torch import Tensor, nn
 from dmattn.functional import flash_dmattn_func
 from dmattn.key_lists import best_keys
 from dmattn.utils.mask import top_window_mask
-from dmattn.validation import check_int, check_mask, describe
+from dmattn.validation import (
+    check_bool,
+    check_dtype,
+    check_int,
+    check_mask,
+    check_optional_tensor,
+    check_tensor,
+    describe,
+    is_integer,
+)
 from dmattn.varlen import flash_dmattn_varlen_func
 
 
@@ -68,11 +77,14 @@ def flash_dynamic_mask_attention_forward(
         raise ValueError(
             f"dropout: got {kwargs['dropout']}, wanted 0, as dmattn has no dropout of attention"
         )
+    for name, operand in {"query": query, "key": key, "value": value}.items():
+        check_tensor(name, operand)
+    check_optional_tensor("attention_bias", attention_bias)
     window = _window_size(kwargs)
     is_causal = kwargs.get("is_causal")
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
-    is_causal = is_causal and query.shape[2] > 1
+    is_causal = check_bool("is_causal", is_causal) and query.shape[2] > 1
     dtype = _compute_dtype(module, query, value, kwargs.get("target_dtype"))
     query, key, value = (t.transpose(1, 2).to(dtype) for t in (query, key, value))
     bias = _with_rows(attention_bias)
@@ -86,12 +98,14 @@ def flash_dynamic_mask_attention_forward(
         "softcap": softcap or 0.0,
         "deterministic": bool(kwargs.get("deterministic")),
     }
+    if window is not None and key.shape[1] <= window:
+        window = None
+    if window is not None and bias is None:
+        raise ValueError("attention_bias: got None, wanted a bias by which the window chooses")
     if kwargs.get("cu_seq_lens_q") is not None or kwargs.get("cu_seq_lens_k") is not None:
         settings |= {"is_causal": is_causal, "window_size": window}
         return _packed(query, key, value, mask, bias, kwargs, settings), None
-    if window is not None and key.shape[1] <= window:
-        window = None
-    if window is not None and _has_rows(mask, bias):
+    if window is not None and bias is not None and _has_rows(mask, bias):
         mask = _best_of_each_row(mask, bias, window, query.shape[1], is_causal)
         window, is_causal = None, False  # both are in the mask
     out: Tensor = flash_dmattn_func(
@@ -122,6 +136,8 @@ def _compute_dtype(
     module: nn.Module, query: Tensor, value: Tensor, target: torch.dtype | None
 ) -> torch.dtype:
     """The dtype that query, key and value are cast to; autocast then has the last word."""
+    if target is not None:
+        check_dtype("target_dtype", target)
     if query.dtype != torch.float32:
         return value.dtype
     if target is not None:
@@ -138,7 +154,7 @@ def _compute_dtype(
 def _with_rows(t: Tensor | None) -> Tensor | None:
     """A mask or bias (B, Sk), (B, heads, Sk) or (B, heads, Sq, Sk) with four dimensions."""
     if not isinstance(t, Tensor):
-        return t  # the checks to come say what is wrong with anything but None
+        return t  # `check_mask` says what is wrong with anything but None
     if t.dim() == 2:
         t = t if t.is_floating_point() else t != 0
         return t[:, None, None]
@@ -153,11 +169,9 @@ def _has_rows(mask: Tensor | None, bias: Tensor | None) -> bool:
 
 
 def _best_of_each_row(
-    mask: Tensor | None, bias: Tensor | None, window: int, query_len: int, is_causal: bool
+    mask: Tensor | None, bias: Tensor, window: int, query_len: int, is_causal: bool
 ) -> Tensor:
     """bool: the keys that each row keeps among those that it may see."""
-    if bias is None:
-        raise ValueError("attention_bias: got None, wanted a bias by which the window chooses")
     if bias.shape[2] == 1:
         return top_window_mask(bias, window, query_len, is_causal, mask)
     if is_causal:
@@ -192,7 +206,9 @@ def _packed(
     longest = {}
     for side, cu_seqlens in bounds.items():
         given = kwargs.get(f"max_length_{side}")
-        longest[side] = int(cu_seqlens.diff().max()) if given is None else int(given)
+        if given is None and cu_seqlens.dim() == 1 and cu_seqlens.shape[0] > 1:
+            given = cu_seqlens.diff().max()
+        longest[side] = 0 if given is None else int(given)
     operands = {"attention_mask": mask, "attention_bias": bias}
     per_key = {name: _per_key(name, t, key.shape[1]) for name, t in operands.items()}
     out: Tensor = flash_dmattn_varlen_func(
@@ -214,8 +230,9 @@ def _boundaries(name: str, kwargs: dict[str, Any]) -> Tensor:
     """int32 boundaries; where only those of queries or of keys are given, they count for both."""
     other = name[:-1] + ("k" if name.endswith("q") else "q")
     given = kwargs.get(name) if kwargs.get(name) is not None else kwargs.get(other)
-    if not isinstance(given, Tensor):
-        raise TypeError(f"{name}: got {describe(given)}, wanted an integer tensor")
+    if not isinstance(given, Tensor) or not is_integer(given.dtype):
+        got = f"dtype {given.dtype}" if isinstance(given, Tensor) else describe(given)
+        raise TypeError(f"{name}: got {got}, wanted an integer tensor")
     return given.to(torch.int32)
 
 

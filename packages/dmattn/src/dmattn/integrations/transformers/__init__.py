@@ -27,3 +27,7 @@ def __getattr__(name: str) -> Any:
     from dmattn.integrations.transformers import doge
 
     return getattr(doge, name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

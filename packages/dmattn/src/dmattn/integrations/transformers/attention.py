@@ -25,6 +25,7 @@ def attention_forward(
     softcap: float | None = None,
     is_causal: bool | None = None,
     s_aux: Tensor | None = None,
+    sinks: Tensor | None = None,
     position_bias: Tensor | None = None,
     indices: Tensor | None = None,
     block_indices: Tensor | None = None,
@@ -50,6 +51,7 @@ def attention_forward(
         softcap: c turns the scaled dot product x into c * tanh(x / c), before mask and biases.
         is_causal: whether rows see no later keys, where attention_mask does not say what they see.
         s_aux: (H,), a logit for each head that takes part in every row's softmax without a value.
+        sinks: (B|1, H, Sq, 1), the same for each row, as in Inkling 2.
         position_bias: (B|1, H|1, Sq, at least Sk), added to the logits.
         indices: integer (B, Sq, chosen), the only keys that a row attends to, of those it sees.
         block_indices: integer (B, HK, Sq, chosen), as indices, for blocks of
@@ -88,18 +90,12 @@ def attention_forward(
         "deterministic": bool(kwargs.get("deterministic")),
         "sinks": s_aux,
     }
-    if seen.documents is not None:
-        return _within_documents(query, key, value, seen.documents, settings), None
-    out: Tensor = flash_dmattn_func(
-        query,
-        key[:, : seen.key_len],
-        value[:, : seen.key_len],
-        attn_mask=seen.mask,
-        attn_bias=bias,
-        selection=seen.selection,
-        **settings,
-    )
-    return out, None
+    if sinks is None:
+        out: Tensor = _attend(query, key, value, seen, bias, settings)
+        return out, None
+    out, lse = _attend(query, key, value, seen, bias, settings | {"return_lse": True})
+    share = torch.sigmoid(lse - sinks[..., 0])  # what the softmax leaves to the keys
+    return (out * share.transpose(1, 2)[..., None]).to(out.dtype).contiguous(), None
 
 
 def _check(dropout: float, kwargs: dict[str, Any]) -> None:
@@ -177,7 +173,7 @@ def _by_position(
         )
         return _SeenKeys(key_len, True, selection=selection)
     mask = None if padding is None else padding[:, None, None]
-    return _SeenKeys(key_len, is_causal and query_len > 1, mask)
+    return _SeenKeys(key_len, bool(is_causal and query_len > 1), mask)
 
 
 def _chosen_keys(
@@ -219,11 +215,33 @@ def _sum_of_biases(
     return bias if bias is None or bias.dtype == torch.float32 else bias.to(dtype)
 
 
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    seen: _SeenKeys,
+    bias: Tensor | None,
+    settings: dict[str, Any],
+) -> Any:
+    """(B, Sq, H, Dv), and (B, H, Sq) where the settings ask for log-sum-exp."""
+    if seen.documents is not None:
+        return _within_documents(query, key, value, seen.documents, settings)
+    return flash_dmattn_func(
+        query,
+        key[:, : seen.key_len],
+        value[:, : seen.key_len],
+        attn_mask=seen.mask,
+        attn_bias=bias,
+        selection=seen.selection,
+        **settings,
+    )
+
+
 def _within_documents(
     query: Tensor, key: Tensor, value: Tensor, documents: Documents, settings: dict[str, Any]
-) -> Tensor:
+) -> Any:
     """Attention of the whole batch laid end to end, which needs no key lists."""
-    out: Tensor = flash_dmattn_varlen_func(
+    found = flash_dmattn_varlen_func(
         query.flatten(0, 1),
         key.flatten(0, 1),
         value.flatten(0, 1),
@@ -233,7 +251,9 @@ def _within_documents(
         documents.max_seqlen,
         **settings,
     )
-    return out.view(*query.shape[:2], *out.shape[1:])
+    out, lse = found if isinstance(found, tuple) else (found, None)
+    out = out.view(*query.shape[:2], *out.shape[1:])
+    return out if lse is None else (out, lse.unflatten(1, query.shape[:2]).transpose(0, 1))
 
 
 def _one_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,7 +9,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from dmattn import DynamicMaskCache
 from dmattn.scoring import attend_through_cache
-from dmattn.validation import check_bool
+from dmattn.validation import check_bool, check_tensor
 
 
 class DogeCache(Cache):  # type: ignore[misc]  # has no types
@@ -166,11 +166,13 @@ class DogeCacheLayer(CacheLayerMixin):  # type: ignore[misc]  # has no types
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Make entry i of the batch a copy of what entry beam_idx[i] was."""
         if self.kept is not None:
+            beam_idx = check_tensor("beam_idx", beam_idx)
             self.kept.reorder(beam_idx.to(self.kept.k.device))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these entries of the batch, in this order."""
         if self.kept is not None:
+            indices = check_tensor("indices", indices)
             self.kept.batch_select_indices(indices.to(self.kept.k.device))
             self._keep_in_place()
 

@@ -87,7 +87,7 @@ def seen_keys(
         is_causal: False for a model that is used as an encoder.
 
     Raises:
-        TypeError: attention_mask is no tensor.
+        TypeError: attention_mask is no tensor, or has four dimensions and integers.
         ValueError: it has another shape, or the cache another batch.
     """
     batch, query_len = hidden_shape
@@ -139,6 +139,11 @@ def of_mask(keep: int, mask: Tensor) -> SeenKeys:
                 padding = torch.nn.functional.pad(padding, (0, key_len - padding.shape[1]))
             return _seen(call, padding, visible.document_ids)
         mask = mask.to_dense_mask()
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise TypeError(
+            f"attention_mask: got dtype {mask.dtype} in four dimensions, wanted torch.bool (True = "
+            "attend), or a floating mask to be added"
+        )
     # Masks that are added have 0 where rows see a key; Doge knows no other bias.
     return SeenKeys(mask=mask if mask.dtype == torch.bool else mask == 0, is_causal=False)
 

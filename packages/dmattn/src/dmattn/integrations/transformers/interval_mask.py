@@ -221,6 +221,15 @@ class IntervalMask(Tensor):
         args, kwargs = tree_map_only(cls, cls.to_dense_mask, (args, kwargs))
         return func(*args, **kwargs)
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        raise _no_storage("an assignment")  # it would go to a dense copy, and be lost
+
+    def tolist(self) -> Any:
+        return self.to_dense_mask().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self.to_dense_mask().numpy(force=force)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "IntervalMask":
         return self._described(self.device)  # descriptions do not change
 
@@ -238,7 +247,11 @@ def _refuse_change(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     for argument in func._schema.arguments:
         written = argument.alias_info is not None and argument.alias_info.is_write
         if written and isinstance(named.get(argument.name), IntervalMask):
-            raise RuntimeError(
-                f"attention_mask: got {func} on a mask of dmattn, which has no storage, wanted an "
-                "operation that makes a new tensor; mask.clone() is an ordinary mask"
-            )
+            raise _no_storage(func)
+
+
+def _no_storage(got: Any) -> RuntimeError:
+    return RuntimeError(
+        f"attention_mask: got {got} on a mask of dmattn, which has no storage, wanted an operation "
+        "that makes a new tensor; mask.clone() is an ordinary mask"
+    )

@@ -3,16 +3,19 @@
 import sys
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers.masking_utils import causal_mask_function, eager_mask, sdpa_mask
+from transformers.utils import logging
 from transformers.utils.import_utils import is_tracing
 
 from dmattn.integrations.transformers.interval_mask import IntervalMask, VisibleKeys
 from dmattn.integrations.transformers.patterns import MaskFunction, Pattern, recognise
+
+logger = logging.get_logger(__name__)
 
 
 def make_mask(
@@ -29,6 +32,7 @@ def make_mask(
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
     config: Any = None,
+    dtype: torch.dtype = torch.float32,
     **kwargs: Any,
 ) -> Tensor | None:
     """The mask of a forward, in the least form that says it.
@@ -45,6 +49,7 @@ def make_mask(
         use_vmap: whether mask_function takes single indices only.
         device: of the mask.
         config: of the model.
+        dtype: of what the model computes.
 
     Returns:
         None: each row sees all keys up to its own position, the last row being at the last key; or
@@ -53,24 +58,31 @@ def make_mask(
         for a bidirectional pattern with padding; with storage for a single row and for patterns
         that are not known. While torch compiles, the bool (B, Sk) of the padding where causality,
         and the window that attention is told of, are all else there is. Never None for the few
-        models whose layers do not say whether they are causal.
+        models whose layers do not say whether they are causal. For models that were written for
+        eager attention alone, the mask of that, (B, 1, Sq, Sk) in `dtype`, to be added.
     """
-    if not _layers_say_causality(type(config)):
-        allow_is_causal_skip = allow_is_bidirectional_skip = False
+    call: dict[str, Any] = {
+        "batch_size": batch_size,
+        "q_length": q_length,
+        "kv_length": kv_length,
+        "q_offset": q_offset,
+        "kv_offset": kv_offset,
+        "mask_function": mask_function,
+        "attention_mask": attention_mask,
+        "use_vmap": use_vmap,
+        "device": device,
+    }
+    if _knows_eager_alone(type(config)):
+        added: Tensor = eager_mask(**call, dtype=dtype, allow_is_bidirectional_skip=False)
+        return added
+    says_causality = _layers_say_causality(type(config))
+    allow_is_bidirectional_skip &= says_causality
+    # Layers of Gemma then say is_causal = False, though PaliGemma asks for causal masks as well.
+    is_told = says_causality and not getattr(config, "use_bidirectional_attention", None)
+    allow_is_causal_skip &= is_told
     padding = _padding(attention_mask, kv_length, kv_offset)
     make_dense: Callable[[], Tensor] = partial(
-        sdpa_mask,
-        batch_size=batch_size,
-        q_length=q_length,
-        kv_length=kv_length,
-        q_offset=q_offset,
-        kv_offset=kv_offset,
-        mask_function=mask_function,
-        attention_mask=attention_mask,
-        allow_is_causal_skip=False,
-        allow_is_bidirectional_skip=False,
-        use_vmap=use_vmap,
-        device=device,
+        sdpa_mask, **call, allow_is_causal_skip=False, allow_is_bidirectional_skip=False
     )
     if is_tracing(attention_mask) or is_tracing(q_offset):
         # Neither closures nor values can be looked at. What is certain is what may be skipped.
@@ -103,19 +115,33 @@ def make_mask(
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _knows_eager_alone(config_class: type) -> bool:
+    """Whether the models of a config support none of transformers' other attention functions.
+
+    They do with masks what is right for eager attention's masks only, which are added: some compute
+    all attention or a part of it by themselves (Bloom, BigBird-Pegasus), some append to the mask
+    (DeepSeek V4). transformers refuses "sdpa" for them, but not names that it does not know.
+    """
+    return _support(config_class).eager_alone
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _layers_say_causality(config_class: type) -> bool:
-    """Whether `is_causal` of the layers can be trusted to say what a mask of None stands for."""
-    return _is_made_for_attention_functions(config_class)
+    """Whether `is_causal` of the layers can be trusted to say what a mask of None stands for.
+
+    The decoder layers of Pegasus-X, for one, say is_causal = False.
+    """
+    return _support(config_class).says_causality
+
+
+class _Support(NamedTuple):
+    eager_alone: bool
+    says_causality: bool
 
 
 @cache
-def _is_made_for_attention_functions(config_class: type) -> bool:
-    """Whether the models of a config say that they take sdpa or attention functions of others.
-
-    The others (Splinter, CLAP, NLLB-MoE, Pegasus-X and a few more) were written for eager
-    attention alone, which sees every key where the mask is None: some of their decoder layers say
-    is_causal = False, some of their encoder layers say nothing. Without models to ask: yes.
-    """
+def _support(config_class: type) -> _Support:
+    """What the models of a config say of attention. Without models to ask: that all is well."""
     name = config_class.__module__.replace("configuration_", "modeling_")
     models: list[Any] = [
         found
@@ -123,7 +149,21 @@ def _is_made_for_attention_functions(config_class: type) -> bool:
         if isinstance(found, type) and issubclass(found, PreTrainedModel)
         if found.__module__ == name
     ]
-    return not models or any(m._supports_sdpa or m._supports_attention_backend for m in models)
+    # Those of this very config, where a file has others as well, of images for one.
+    models = [m for m in models if m.config_class is config_class] or models
+    if not models:
+        return _Support(eager_alone=False, says_causality=True)
+    eager_alone = not any(
+        m._supports_sdpa or m._supports_flash_attn or m._supports_flex_attn for m in models
+    )
+    if eager_alone and not any(m._can_set_attn_implementation() for m in models):
+        logger.warning(
+            f'attn_implementation: got "dmattn" for a model of {config_class.__name__}, whose '
+            "layers compute their attention themselves and do not ask dmattn for it; "
+            'wanted "eager", which gives the same'
+        )
+    says_causality = any(m._supports_sdpa or m._supports_attention_backend for m in models)
+    return _Support(eager_alone, says_causality)
 
 
 def _visible_keys(
@@ -157,6 +197,11 @@ def _padding(attention_mask: Tensor | None, kv_length: int, kv_offset: int) -> T
     """The part of a padding mask that speaks of the keys of the call: bool (B, kv_length)."""
     if attention_mask is None:
         return None
+    if attention_mask.dim() != 2:
+        raise ValueError(
+            f"attention_mask: got shape {tuple(attention_mask.shape)}, wanted (batch, tokens so "
+            "far), or four dimensions that say all that rows see"
+        )
     missing = kv_offset + kv_length - attention_mask.shape[1]
     if missing > 0:  # a static cache is longer than what has been seen
         attention_mask = torch.nn.functional.pad(attention_mask, (0, missing))
