@@ -34,14 +34,23 @@ def documents(inner: Any = masking_utils.causal_mask_function) -> Any:
     lengths = ((50, 99, 1), (1, 9, 140))
     positions = torch.stack([torch.cat([torch.arange(n) for n in row]) for row in lengths])
     ids = masking_utils.find_packed_sequence_indices(positions)
-    return masking_utils.packed_sequence_compatibility_function(inner, positions, ids)
+    make = getattr(masking_utils, "packed_sequence_compatibility_function", None)
+    if make is None:  # an older release
+        packed = masking_utils.packed_sequence_mask_function(ids)
+        return masking_utils.and_masks(inner, packed)
+    return make(inner, positions, ids)
 
 
-def documents_by_numbers() -> Any:
+def documents_by_numbers(inner: Any = masking_utils.causal_mask_function) -> Any:
     """As older releases of transformers say it."""
     ids = torch.tensor([[0] * 50 + [1] * 99 + [2], [0] + [1] * 149])
     packed = masking_utils.packed_sequence_mask_function(ids)
-    return masking_utils.and_masks(masking_utils.causal_mask_function, packed)
+    return masking_utils.and_masks(inner, packed)
+
+
+def documents_by_numbers_and_chunks() -> Any:
+    """Chunks that count from the start of the sequence, and end where a document does."""
+    return documents_by_numbers(chunks())
 
 
 def documents_and_window() -> Any:
@@ -79,6 +88,7 @@ def described(mask: Any, kv_length: int) -> Tensor:
         (documents_and_window, (SIZE, SIZE, 0, 0)),
         (documents_and_chunks, (SIZE, SIZE, 0, 0)),
         (documents_by_numbers, (SIZE, SIZE, 0, 0)),
+        (documents_by_numbers_and_chunks, (SIZE, SIZE, 0, 0)),
         # A second prompt behind 110 cached keys; behind the last 16 of 125; into a static cache
         # that has room for more.
         *((p, (40, SIZE, SIZE - 40, 0)) for p in (causal, window, chunks)),
@@ -129,12 +139,8 @@ def test_unknown_patterns_are_dense() -> None:
         causal(), masking_utils.blockwise_overlay(torch.tensor([[-1] * 9 + [0] * 7] * 2))
     )
     half = masking_utils.sliding_window_bidirectional_mask_function(3)
-    both = masking_utils.and_masks(
-        masking_utils.chunked_causal_mask_function(5, torch.zeros(2, dtype=torch.long)),
-        masking_utils.packed_sequence_mask_function(torch.tensor([[0] * 7 + [1] * 9] * 2)),
-    )
     overlay = masking_utils.sliding_window_overlay(5)
-    for pattern in (odd, future, blocks, half, both, overlay):
+    for pattern in (odd, future, blocks, half, overlay):
         arguments: dict[str, Any] = {"mask_function": pattern, "allow_is_causal_skip": False}
         mask = make_mask(2, 16, 16, **arguments)
         assert type(mask) is Tensor

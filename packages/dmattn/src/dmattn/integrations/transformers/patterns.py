@@ -8,6 +8,7 @@ code object, and what it was made with in its cells. Functions from anywhere els
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from transformers import masking_utils as hf
 
@@ -43,7 +44,12 @@ def recognise(function: MaskFunction) -> Pattern | None:
     if conditions is None or not conditions.get("is_causal"):
         return None
     if "chunk" in conditions and "document_ids" in conditions:
-        return None  # chunks that begin within documents
+        # As older releases say it: chunks count from the start of the sequence.
+        ids = conditions["document_ids"]
+        position = torch.arange(ids.shape[1], device=ids.device)
+        conditions["document_ids"] = _cut(
+            ids, position, conditions.pop("left_padding"), conditions.pop("chunk")
+        )
     return Pattern(**conditions)
 
 
@@ -84,12 +90,16 @@ def _in_documents(packed: MaskFunction, remapped: MaskFunction) -> dict[str, Any
     ids = _cells(packed)["packed_sequence_mask"]
     chunk, left_padding = inner.pop("chunk", None), inner.pop("left_padding", None)
     if chunk is not None:
-        position = _cells(remapped)["position_ids"] - left_padding[:, None]
-        starts = position % chunk == 0
-        starts[:, 1:] |= ids[:, 1:] != ids[:, :-1]
-        starts[:, 0] = False
-        ids = starts.cumsum(1)
+        ids = _cut(ids, _cells(remapped)["position_ids"], left_padding, chunk)
     return inner | {"document_ids": ids}
+
+
+def _cut(ids: Tensor, position: Tensor, left_padding: Tensor, chunk: int) -> Tensor:
+    """(B, S): the numbers of documents when each one is cut where a chunk of positions begins."""
+    starts = ((position - left_padding[:, None]) % chunk == 0).expand(ids.shape).clone()
+    starts[:, 1:] |= ids[:, 1:] != ids[:, :-1]
+    starts[:, 0] = False
+    return starts.cumsum(1)
 
 
 def _cells(function: MaskFunction) -> dict[str, Any]:
