@@ -403,7 +403,9 @@ def key_only_mask(attn_mask: Tensor, key_len: int) -> Tensor:
             f"attn_mask: got shape {shape}, wanted (batch, {key_len}) or "
             f"(batch|1, heads|1, 1, {key_len})"
         )
-    if mask.shape[2] != 1 and mask.stride(2) != 0:
+    if mask.shape[2] == 0 and key_len == 0:  # an empty stretch: there is no row, and nothing to say
+        return mask.new_empty((*mask.shape[:2], 0))
+    if may_differ_by_row(mask):
         raise ValueError(
             f"attn_mask: got shape {shape} with rows of their own, wanted one that is alike for "
             "all query rows; which keys the rows keep is then no interval of rows for each key. "
@@ -411,6 +413,15 @@ def key_only_mask(attn_mask: Tensor, key_len: int) -> Tensor:
             "of each row with dmattn.top_window_mask"
         )
     return mask[:, :, 0].expand(-1, -1, key_len)
+
+
+def may_differ_by_row(mask: Tensor) -> bool:
+    """Whether a 4-D mask has rows of its own.
+
+    Not if it was expanded over the rows; but one that was expanded to no rows at all says nothing
+    of any key, and is taken for one with rows.
+    """
+    return mask.shape[2] != 1 and (mask.stride(2) != 0 or mask.shape[2] == 0)
 
 
 def same_heads(scores: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
