@@ -24,6 +24,7 @@ from dmattn.ops.selection import build_key_lists, select_keys
 from dmattn.selection import key_only_mask
 from dmattn.validation import (
     can_be_read,
+    check_can_move,
     check_int,
     check_same_device,
     check_shape,
@@ -404,6 +405,7 @@ def check_starts(cu_seqlens: Any, device: torch.device) -> Tensor:
     """
     if isinstance(cu_seqlens, Tensor):
         bounds = check_tensor("cu_seqlens", cu_seqlens)
+        check_can_move("cu_seqlens", bounds, device)
         check_tensor_dtype("cu_seqlens", bounds, (torch.int32, torch.int64))
     else:
         wanted = "a sequence of ints or an int32 or int64 tensor"
@@ -439,7 +441,8 @@ def _check_key_value(key: Any, value: Any) -> None:
     check_tensor_dtype("value", value, (key.dtype,), " as key")
     if value.dim() != 4 or value.shape[:3] != key.shape[:3]:
         raise ValueError(
-            f"value: got shape {tuple(value.shape)}, wanted {(*key.shape[:3], 'head_dim')}"
+            f"value: got shape {tuple(value.shape)}, wanted "
+            f"({', '.join(map(str, key.shape[:3]))}, head_dim) as key"
         )
     check_same_device("value", value, key.device, "key")
 

@@ -20,7 +20,7 @@ from dmattn.known_calls import kind_of_call, recall, remember
 from dmattn.problem import Packing, Problem, is_per_key, lse_of_no_key, with_one_head_dim
 from dmattn.selection import same_heads
 from dmattn.slow_paths import slow_paths
-from dmattn.validation import check_int
+from dmattn.validation import check_bool, check_int
 
 
 @overload
@@ -160,6 +160,8 @@ def flash_dmattn_varlen_func(
         RuntimeError: as for `flash_dmattn_func`.
     """
     operands = (query, key, value, attn_mask, attn_bias, sinks)
+    if return_lse is not False and return_lse is not True:  # not a part of a call's kind
+        return_lse = check_bool("return_lse", return_lse)
     bounds = (cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k)
     packing = (*bounds, max_seqlen_q, max_seqlen_k)
     kind = None
@@ -170,7 +172,7 @@ def flash_dmattn_varlen_func(
     if known is not None:
         operands = (query, key, value, heads_first(attn_mask), heads_first(attn_bias), sinks)
         packed = known.problem(operands, Packing(*packing))
-        out, lse = attend_directly(packed, known.backend, bool(return_lse))
+        out, lse = attend_directly(packed, known.backend, return_lse)
         return (out, lse) if return_lse else out
     packed, moved = _checked(
         query,
