@@ -2,11 +2,13 @@
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from dmattn import (
     DynamicMaskAttention,
@@ -240,6 +242,23 @@ def test_boundaries_without_values_for_keys_that_have_some(bounds: torch.Tensor)
     for call in calls:
         with pytest.raises(ValueError, match=r"cu_seqlens: got device meta, .* wanted cpu"):
             call()
+
+
+def test_fake_tensors_are_not_read() -> None:
+    with FakeTensorMode():
+        key, score, q = torch.empty(2, 7, 2, 8), torch.empty(2, 2, 7), torch.empty(2, 7, 4, 8)
+        bounds, places = torch.empty(3, dtype=torch.int32), torch.empty(2, dtype=torch.int64)
+        attend = partial(flash_dmattn_func, q, key, key, attn_bias=score, is_causal=True)
+        assert attend(window_size=3, cu_seqlens=bounds).shape == q.shape
+        assert select_keys(score, 3, cu_seqlens=bounds).end.shape == (2, 2, 7)
+        assert packed_documents(bounds, key_len=7).end.shape == (1, 1, 7)
+        assert pad_input(key[:, 0], places, 2, 3).shape == (2, 3, 2, 8)
+        cache = DynamicMaskCache(3, 3, 2, 8, torch.float32, "cpu")
+        cache.prefill(key, key, score, slots=places)
+        assert cache.append_and_attend(q, key, key, score, slots=places).shape == q.shape
+        of_all = [t.new_empty((3, *t.shape[1:])) for t in (q, key, key, score)]
+        assert cache.peek(*of_all).shape == of_all[0].shape
+        cache.commit(torch.empty(3, dtype=torch.int64))
 
 
 def test_what_is_returned_depends_on_true_and_false_alone() -> None:

@@ -472,7 +472,8 @@ def _check_key_mask(attn_mask: Any, key: Tensor, scores: Tensor) -> Tensor:
     batch, seqlen, nheads_k, _ = key.shape
     mask = key_only_mask(attn_mask, seqlen)
     check_same_device("attn_mask", mask, key.device, "key")
-    few, many = sorted((mask.shape[1], scores.shape[1]))
+    a, b = mask.shape[1], scores.shape[1]
+    few, many = min(a, b), max(a, b)  # torch.compile sorts no sizes
     fits = few == 1 or (few > 0 and many % few == 0)
     fits &= mask.shape[1] == 1 or mask.shape[1] % nheads_k == 0
     if not is_one_or(mask.shape[0], batch) or not fits:
