@@ -14,13 +14,14 @@ from dmattn.arguments import (
     without_nan,
 )
 from dmattn.backends import registry
+from dmattn.checks import read_packing
 from dmattn.dispatch import attend, attend_directly, is_same_tensor, select
 from dmattn.key_lists import best_keys
 from dmattn.known_calls import kind_of_call, recall, remember
 from dmattn.problem import Packing, Problem, is_per_key, lse_of_no_key, with_one_head_dim
 from dmattn.selection import same_heads
 from dmattn.slow_paths import slow_paths
-from dmattn.validation import check_bool, check_int
+from dmattn.validation import can_be_read, check_bool, check_int
 
 
 @overload
@@ -277,6 +278,9 @@ def _in_window(
         keep = best_keys(scores, window_size, key_mask, sequence)
         return problem.replace(mask=keep[0]), None
     total_k = problem.k.shape[0]
+    if can_be_read(packing.cu_seqlens_q) and can_be_read(packing.cu_seqlens_k):
+        # A backend will not see them: it gets one sequence, of all keys.
+        read_packing(packing, problem.q.shape[0], total_k)
     lists = select(scores, key_mask, window_size, total_k, True, packing.cu_seqlens_k)
     rows_of_keys = _rows_of_keys(problem, packing)
     q = problem.q
