@@ -20,6 +20,7 @@ from dmattn import (
     flash_dmattn_func,
     flash_dmattn_func_auto,
     flash_dmattn_varlen_func,
+    key_scores,
     maybe_create_mask,
     packed_documents,
     select_keys,
@@ -144,6 +145,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "forward": (LAYER.forward, {"hidden_states": HIDDEN}),
     "forward through a cache": (through_cache, {"hidden_states": HIDDEN, "slots": None}),
     "make_cache": (LAYER.make_cache, {"batch": 2}),
+    "key_scores": (key_scores, {"dt": torch.randn(2, 7, 2), "A": torch.randn(2)}),
     "rotary_embedding": (rotary_embedding, {"positions": torch.arange(7), "head_dim": 4}),
     "apply_rotary": (
         apply_rotary,
