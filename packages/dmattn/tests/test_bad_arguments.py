@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -244,6 +245,22 @@ def test_boundaries_without_values_for_keys_that_have_some(bounds: torch.Tensor)
     for call in calls:
         with pytest.raises(ValueError, match=r"cu_seqlens: got device meta, .* wanted cpu"):
             call()
+
+
+def test_states_and_selections_of_what_is_no_tensor() -> None:
+    """Such as a tree_map leaves behind."""
+    options: dict[str, Any] = {"attn_bias": BIAS, "is_causal": True}
+    state, chosen = KeyState.of(K, V, BIAS, 3), select_keys(BIAS, 3, query_len=6)
+    for name in ("k", "v", "score", "position", "seen", "has_start"):
+        wrong = replace(state, **{name: None})
+        with pytest.raises(TypeError, match=rf"state.{name}: got None, wanted a torch.Tensor"):
+            flash_dmattn_func(Q, K, V, **options, window_size=3, state=wrong)
+    with pytest.raises(ValueError, match=r"state.k: got shape \(\), wanted \(2, 3, 2, 8\)"):
+        wrong = replace(state, k=torch.tensor(1.0))
+        flash_dmattn_func(Q, K, V, **options, window_size=3, state=wrong)
+    for name in ("end", "idx", "count", "full"):
+        with pytest.raises(TypeError, match=rf"selection.{name}: got \(\) \(tuple\), wanted a"):
+            flash_dmattn_func(Q, K, V, **options, selection=replace(chosen, **{name: ()}))
 
 
 def test_fake_tensors_are_not_read() -> None:

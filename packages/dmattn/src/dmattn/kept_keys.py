@@ -13,10 +13,11 @@ from torch import Tensor
 from dmattn.arguments import without_nan
 from dmattn.checks import check_key_lists
 from dmattn.dispatch import select
-from dmattn.key_lists import without_keys
+from dmattn.key_lists import Selection, without_keys
 from dmattn.problem import Problem
 from dmattn.selection import KeySelection, key_only_mask, may_differ_by_row, same_heads
 from dmattn.utils.mask import top_window_mask
+from dmattn.validation import check_tensor
 
 _DENSE = (
     "so a mask of size seqlen_q * seqlen_k says which keys are kept, and time and memory grow "
@@ -69,10 +70,12 @@ def keep_window(problem: Problem, window_size: int, given: Any, is_known: bool =
 
 
 def check_selection(selection: Any) -> None:
-    """Raise TypeError unless it is a KeySelection."""
+    """Raise TypeError unless it is a KeySelection of tensors."""
     if not isinstance(selection, KeySelection):
         kind = type(selection).__name__
         raise TypeError(f"selection: got {kind}, wanted a dmattn.KeySelection or None")
+    for name, t in zip(Selection._fields, selection.lists, strict=True):
+        check_tensor(f"selection.{name}", t)
 
 
 def keep_selection(problem: Problem, selection: KeySelection) -> Kept:

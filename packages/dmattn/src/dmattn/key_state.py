@@ -371,7 +371,9 @@ def check_state(name: str, state: Any, wanted: Wanted) -> KeyState:
     """
     if not isinstance(state, KeyState):
         raise TypeError(f"{name}: got {describe(state)}, wanted a dmattn.KeyState")
-    if state.window_size != wanted.window_size:
+    for field, t in zip(_FIELDS, tensors_of(state), strict=True):
+        check_tensor(f"{name}.{field}", t)
+    if state.k.dim() == 4 and state.window_size != wanted.window_size:
         raise ValueError(
             f"{name}: got a state of window_size {state.window_size}, wanted {wanted.window_size}"
         )
