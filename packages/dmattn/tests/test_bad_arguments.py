@@ -255,8 +255,8 @@ def test_states_and_selections_of_what_is_no_tensor() -> None:
         wrong = replace(state, **{name: None})
         with pytest.raises(TypeError, match=rf"state.{name}: got None, wanted a torch.Tensor"):
             flash_dmattn_func(Q, K, V, **options, window_size=3, state=wrong)
+    wrong = replace(state, k=torch.tensor(1.0))
     with pytest.raises(ValueError, match=r"state.k: got shape \(\), wanted \(2, 3, 2, 8\)"):
-        wrong = replace(state, k=torch.tensor(1.0))
         flash_dmattn_func(Q, K, V, **options, window_size=3, state=wrong)
     for name in ("end", "idx", "count", "full"):
         with pytest.raises(TypeError, match=rf"selection.{name}: got \(\) \(tuple\), wanted a"):
