@@ -544,6 +544,19 @@ def test_layers_do_not_share_a_cache() -> None:
 
 
 @torch.no_grad()
+def test_a_call_that_fails_does_not_make_a_cache_its_layers() -> None:
+    first, second = (DynamicMaskAttention(32, 4, 2, window_size=5) for _ in range(2))
+    cache = first.make_cache(2)
+    first(torch.randn(2, 7, 32), cache=cache)
+    for copied in (cache.clone(), copy.deepcopy(cache)):  # of which no layer is known
+        with pytest.raises(ValueError, match="positions: got shape"):
+            second(torch.randn(2, 1, 32), cache=copied, positions=torch.arange(3))
+        first(torch.randn(2, 1, 32), cache=copied)
+        with pytest.raises(ValueError, match="cache: got one that holds the keys of another"):
+            second(torch.randn(2, 1, 32), cache=copied)
+
+
+@torch.no_grad()
 def test_layer_attends_before_it_fills_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     attention, x = layer(), torch.randn(B, 9, 32)
     cache = attention.make_cache(B)

@@ -439,7 +439,7 @@ class DynamicMaskCache:
         )
 
     def check_layer(self, layer: object) -> None:
-        """Note which layer uses the cache; two of them would mix their keys up.
+        """Whether a layer may use the cache; two of them would mix their keys up.
 
         Raises:
             ValueError: another layer has put tokens in since it was made or reset.
@@ -449,7 +449,10 @@ class DynamicMaskCache:
             raise ValueError(
                 "cache: got one that holds the keys of another layer, wanted one for each layer"
             )
-        if other is None:
+
+    def note_layer(self, layer: object) -> None:
+        """Remember for `check_layer` which one has put tokens in."""
+        if self._layer is None or self._layer() is not layer:
             self._layer = weakref.ref(layer)
 
     def _tensors(self) -> CacheTensors:

@@ -272,6 +272,8 @@ class DynamicMaskAttention(nn.Module):
                 key_mask=attention_mask,
                 slots=slots,
             )
+            if not torch.compiler.is_compiling():
+                cache.note_layer(self)  # not before: a call that fails changes nothing
         projected: Tensor = self.o_proj(out.flatten(2))
         return projected
 
