@@ -18,6 +18,7 @@ from dmattn import (
     KeyState,
     create_mask,
     dynamic_mask,
+    explain,
     flash_dmattn_func,
     flash_dmattn_func_auto,
     flash_dmattn_varlen_func,
@@ -285,3 +286,5 @@ def test_what_is_returned_depends_on_true_and_false_alone() -> None:
     for name in ("return_lse", "return_attn_probs"):
         with pytest.raises(TypeError, match=rf"{name}: got 1 \(int\), wanted True or False"):
             flash_dmattn_func(Q, K, V, **{name: 1})
+        with pytest.raises(TypeError, match=rf"{name}: got 1 \(int\), wanted True or False"):
+            explain(Q, K, V, **{name: 1})

@@ -314,7 +314,8 @@ def explain(*arguments: Any, **options: Any) -> str:
     given.apply_defaults()
     named = dict(given.arguments)
     wanted = named.pop("backend")
-    del named["return_lse"], named["return_attn_probs"]
+    for name in ("return_lse", "return_attn_probs"):
+        check_bool(name, named.pop(name))
     (problem, slow), _ = _checked_call(**named)
     return registry.explain(with_one_head_dim(problem), wanted, (*slow, *slow_paths(problem)))
 

@@ -216,7 +216,7 @@ def explain_varlen(*arguments: Any, **options: Any) -> str:
     given.apply_defaults()
     named = dict(given.arguments)
     wanted = named.pop("backend")
-    del named["return_lse"]
+    check_bool("return_lse", named.pop("return_lse"))
     problem, moved = _checked(**named)
     notes = slow_paths(problem)
     window, packing = named["window_size"], problem.packing
