@@ -3,6 +3,7 @@
 import copy
 import io
 import math
+import pickle
 from typing import Any
 
 import pytest
@@ -224,6 +225,33 @@ def test_copies_go_on_where_the_cache_was(evict: bool, way: str) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("evict", [True, False])
+def test_inside_of_inference_mode_and_outside(evict: bool) -> None:
+    """Tensors that were made in that mode could not be written outside of it."""
+    whole = sequence("tied")
+    modes = [torch.inference_mode, torch.no_grad]
+    with torch.inference_mode():
+        cache = make(evict)
+        cache.prefill(*(t[:, :40] for t in whole[1:3]), whole[3][..., :40])
+    copies = (
+        lambda c: c.clone(),
+        copy.deepcopy,
+        lambda c: pickle.loads(pickle.dumps(c)),
+        lambda c: c.batch_select_indices(torch.tensor([0, 1])) or c,
+        lambda c: c.batch_repeat_interleave(1) or c,
+    )
+    for i, step in enumerate((1, 3, 12, 1, 9)):
+        with modes[i % 2]():
+            cache = copies[i](cache)
+        for mode in modes:
+            want = decode(cache.clone(), whole, 40, 52, step)
+            with mode():
+                assert torch.equal(decode(cache.clone(), whole, 40, 52, step), want)
+                cache.reorder(torch.tensor([0, 1]))
+                cache.peek(*(t[:, 40:43] for t in whole[:3]), whole[3][..., 40:43])
+            cache.commit(torch.tensor([0, 0]))
+
+
 def test_steps_compile_once() -> None:
     """The host counts nothing that changes from step to step."""
     q, k, v, score = sequence()
@@ -513,6 +541,19 @@ def test_layers_do_not_share_a_cache() -> None:
     second(x, cache=before)  # a copy belongs to nobody
     cache.reset()
     second(x, cache=cache)
+
+
+@torch.no_grad()
+def test_a_call_that_fails_does_not_make_a_cache_its_layers() -> None:
+    first, second = (DynamicMaskAttention(32, 4, 2, window_size=5) for _ in range(2))
+    cache = first.make_cache(2)
+    first(torch.randn(2, 7, 32), cache=cache)
+    for copied in (cache.clone(), copy.deepcopy(cache)):  # of which no layer is known
+        with pytest.raises(ValueError, match="positions: got shape"):
+            second(torch.randn(2, 1, 32), cache=copied, positions=torch.arange(3))
+        first(torch.randn(2, 1, 32), cache=copied)
+        with pytest.raises(ValueError, match="cache: got one that holds the keys of another"):
+            second(torch.randn(2, 1, 32), cache=copied)
 
 
 @torch.no_grad()

@@ -285,6 +285,17 @@ def test_a_state_is_a_tree_of_tensors_that_can_be_saved(tmp_path: Any) -> None:
     assert "window_size=5" in repr(state)
 
 
+def test_one_graph_of_any_size_with_a_mask() -> None:
+    def state(key: Tensor, score: Tensor, mask: Tensor) -> KeyState:
+        return KeyState.of(key, key, score, 3, attn_mask=mask)
+
+    compiled = torch.compile(state, backend="eager", fullgraph=True, dynamic=True)
+    key, mask = torch.randn(2, 7, 2, 8), torch.rand(2, 1, 1, 7) < 0.7
+    for heads in (2, 4):
+        given = key, torch.randn(2, heads, 7), mask.expand(-1, heads, -1, -1)
+        assert torch.equal(compiled(*given).position, state(*given).position)
+
+
 def test_compiled_and_checkpointed_calls_take_and_return_states() -> None:
     state, given = some_state(), stretch(7)
     q, k = given["query"].requires_grad_(), given["key"].requires_grad_()

@@ -154,6 +154,13 @@ def test_a_bias_of_minus_infinity_hides_keys_like_a_mask() -> None:
     assert "no key is kept" in plot.attention(q, q, attn_bias=bias, row=3).get_title(loc="left")
 
 
+def test_attention_of_numbers_that_are_none() -> None:
+    q = scores(1, 5, 1, 8)
+    q[0, 3] = float("nan")
+    plot.attention(q, scores(1, 5, 1, 8), is_causal=True)
+    plot.attention(q, scores(1, 5, 1, 8), row=3)
+
+
 def test_attention_of_many_rows_draws_some_of_them() -> None:
     q, k = scores(1, 300, 1, 8), scores(1, 300, 1, 8)
     ax = plot.attention(q, k, is_causal=True, pixels=20)
@@ -196,6 +203,8 @@ BAD: list[tuple[Any, type[Exception], str]] = [
     (lambda: plot.mask(WINDOW(), head="0"), TypeError, "head: got '0' (str), wanted an int"),
     (lambda: plot.lifetimes(sliding_window(5, 1), batch=None), TypeError, "batch: got None"),
     (lambda: plot.mask(WINDOW(), pixels=0), ValueError, "pixels: got 0"),
+    (lambda: plot.mask(WINDOW(), ax=3), TypeError, "ax: got 3 (int), wanted the axes of"),
+    (lambda: plot.token_scores_html(None, torch.ones(1)), TypeError, "tokens: got None"),
     (lambda: plot.lifetimes(WINDOW()), ValueError, "selection: got one with is_causal=False"),
     (lambda: plot.lifetimes(None), TypeError, "selection: got None"),
     (lambda: plot.token_scores(["a"], torch.ones(2)), ValueError, "scores: got shape (2,)"),

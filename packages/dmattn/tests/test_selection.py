@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dmattn import (
     KeySelection,
+    KeyState,
     create_mask,
     flash_dmattn_func,
     packed_documents,
@@ -209,6 +210,22 @@ def test_more_rows_than_keys() -> None:
     for same in (bias, bias[:, :, 0]):
         again, _ = flash_dmattn_func(q, k, v, None, same, selection=selection, **arguments)
         assert torch.equal(again, out)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", [2, 9])
+def test_no_rows_beside_a_mask_expanded_over_them(window: int, causal: bool) -> None:
+    q, k, scores = torch.randn(2, 0, 2, 8), torch.randn(2, 5, 1, 8), torch.randn(2, 1, 1, 5)
+    mask = torch.ones(2, 1, 1, 5, dtype=torch.bool).expand(-1, -1, 0, -1)
+    selection = select_keys(scores, window, causal, query_len=0)
+    for chosen in ({"window_size": window}, {"selection": selection}):
+        out = flash_dmattn_func(q, k, k, mask, scores, is_causal=causal, **chosen)
+        assert out.shape == q.shape
+    # Which of its keys a stretch leaves behind is not to be known from no row.
+    with pytest.raises(ValueError, match=r"attn_mask: got shape \(2, 1, 0, 5\)"):
+        KeyState.of(k, k, scores, window, attn_mask=mask)
+    empty = KeyState.of(k[:, :0], k[:, :0], scores[..., :0], window, attn_mask=mask[..., :0])
+    assert bool((empty.position == -1).all())
 
 
 def test_reuse_for_other_scores_and_without_any() -> None:

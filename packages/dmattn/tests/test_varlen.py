@@ -237,6 +237,27 @@ def test_errors() -> None:
             flash_dmattn_varlen_func(**(good | change))
 
 
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("window_size", [None, 2, 100])
+def test_wrong_boundaries_are_refused_beside_any_window(
+    window_size: int | None, is_causal: bool
+) -> None:
+    case = packed([3, 5], [4, 6], bias=("key", 2))
+    cu_q, cu_k = case.cu_seqlens
+    wrong: list[tuple[Tensor, Tensor, tuple[int, int], str]] = [
+        (boundaries([3, 4]), cu_k, (5, 6), r"cu_seqlens_q: got \[0, 3, 7\], wanted .* 0 to 8"),
+        (cu_q, boundaries([4, 5]), (5, 6), r"cu_seqlens_k: got \[0, 4, 9\], wanted .* 0 to 10"),
+        (cu_q - 1, cu_k, (5, 6), "cu_seqlens_q: got"),
+        (cu_q, cu_k, (4, 6), "max_seqlen_q: got 4, wanted at least 5"),
+        (cu_q, cu_k, (5, 5), "max_seqlen_k: got 5, wanted at least 6"),
+    ]
+    options: dict[str, Any] = {"window_size": window_size, "is_causal": is_causal}
+    for rows, keys, longest, message in wrong:
+        arguments = (case.query, case.key, case.value, rows, keys, *longest)
+        with pytest.raises(ValueError, match=message):
+            flash_dmattn_varlen_func(*arguments, attn_bias=case.attn_bias, **options)
+
+
 # -------------------------------------------------------------------------------------- operators
 
 SHAPES: list[dict[str, Any]] = [

@@ -159,6 +159,6 @@ def _four_dimensions(mask: Tensor, query: Tensor, key: Any) -> Tensor:
 
 def heads_first(operand: Any) -> Any:
     """(Tk, heads) or (Tq, heads, max_seqlen_k) as the operators take it, a view."""
-    if isinstance(operand, Tensor) and operand.dim() >= 2:
+    if isinstance(operand, Tensor) and not operand.is_nested and operand.dim() >= 2:
         return operand.transpose(0, 1)
     return operand

@@ -7,6 +7,7 @@ tokens of the prompt, H query heads, HK key/value heads, D head dimension.
 
 import math
 import weakref
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -62,7 +63,8 @@ class DynamicMaskCache:
     equals that over the full context. Without, it holds everything up to `capacity` and each step
     selects its `window_size` best keys anew. Of equal scores the later key is kept; a key of score
     NaN or -inf is not attended to. All state is on the device and changes in place, so that a CUDA
-    graph can capture a step. Inference only: no gradients. Every layer needs a cache of its own.
+    graph can capture a step. Inference only: no gradients; inside of torch.inference_mode and
+    outside, in any order. Every layer needs a cache of its own.
 
     The entries of the batch are slots, each with a sequence of its own. Methods that take `slots`,
     int32 or int64 (n,) on the device of the cache, work on these alone, and leave the others as
@@ -124,14 +126,15 @@ class DynamicMaskCache:
             raise ValueError(f"capacity: got {describe(capacity)}, wanted {wanted}")
         entries = self.window_size if capacity is None else check_int("capacity", capacity, 1)
         rows = torch.Size((batch, entries, nheads_k, head_dim))
-        if self.evict:
-            self.k, self.v = (with_spare_rows(rows, dtype, device) for _ in range(2))
-        else:
-            self.k, self.v = (torch.zeros(rows, dtype=dtype, device=device) for _ in range(2))
         shape = (batch, nheads_k, entries)
-        self.score = torch.full(shape, -math.inf, dtype=score_dtype, device=device)
-        self.position = torch.full(shape, -1, dtype=torch.int32, device=device)
-        self.seen = torch.zeros(batch, dtype=torch.int32, device=device)
+        with _outside_of_inference_mode():
+            if self.evict:
+                self.k, self.v = (with_spare_rows(rows, dtype, device) for _ in range(2))
+            else:
+                self.k, self.v = (torch.zeros(rows, dtype=dtype, device=device) for _ in range(2))
+            self.score = torch.full(shape, -math.inf, dtype=score_dtype, device=device)
+            self.position = torch.full(shape, -1, dtype=torch.int32, device=device)
+            self.seen = torch.zeros(batch, dtype=torch.int32, device=device)
         self._is_empty = True
         # Without evict: no sequence has more tokens than this, as far as the host knows without
         # asking the device. Padding and inactive tokens may be counted in.
@@ -422,6 +425,11 @@ class DynamicMaskCache:
         # A weak reference cannot be saved, and a draft belongs to the sequence that goes on here.
         return self.__dict__ | {"_layer": None, "_draft": None, "_rows": None}
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        if torch.is_inference_mode_enabled():
+            self._replace(self._tensors(), copy=True)
+
     def __repr__(self) -> str:
         batch, entries, nheads_k, head_dim = self.k.shape
         return (
@@ -431,7 +439,7 @@ class DynamicMaskCache:
         )
 
     def check_layer(self, layer: object) -> None:
-        """Note which layer uses the cache; two of them would mix their keys up.
+        """Whether a layer may use the cache; two of them would mix their keys up.
 
         Raises:
             ValueError: another layer has put tokens in since it was made or reset.
@@ -441,7 +449,10 @@ class DynamicMaskCache:
             raise ValueError(
                 "cache: got one that holds the keys of another layer, wanted one for each layer"
             )
-        if other is None:
+
+    def note_layer(self, layer: object) -> None:
+        """Remember for `check_layer` which one has put tokens in."""
+        if self._layer is None or self._layer() is not layer:
             self._layer = weakref.ref(layer)
 
     def _tensors(self) -> CacheTensors:
@@ -454,11 +465,15 @@ class DynamicMaskCache:
     def _replace(self, tensors: CacheTensors, copy: bool = False) -> None:
         """Other tensors; `copy`: those are somebody's."""
         k, v, *others = tensors
-        if self.evict:
-            self.k, self.v = (with_spare_rows(t.shape, t.dtype, t.device).copy_(t) for t in (k, v))
-        else:
-            self.k, self.v = (t.clone() if copy else t for t in (k, v))
-        self.score, self.position, self.seen = (t.clone() if copy else t for t in others)
+        with _outside_of_inference_mode():
+            copy |= not torch.compiler.is_compiling() and tensors.seen.is_inference()
+            if self.evict:
+                self.k, self.v = (
+                    with_spare_rows(t.shape, t.dtype, t.device).copy_(t) for t in (k, v)
+                )
+            else:
+                self.k, self.v = (t.clone() if copy else t for t in (k, v))
+            self.score, self.position, self.seen = (t.clone() if copy else t for t in others)
         self._draft = self._rows = None
 
     def _write(self, content: CacheTensors, rows: Tensor | None) -> None:
@@ -652,6 +667,17 @@ class DynamicMaskCache:
 
     def _check(self, name: str, t: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         check_cache_input(name, t, shape, dtype, self.k)
+
+
+def _outside_of_inference_mode() -> AbstractContextManager[None]:
+    """Where the tensors of a cache are made: it is used inside of that mode and outside.
+
+    Torch refuses to write to tensors outside of the mode in which they were made.
+    """
+    if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
+        return nullcontext()
+    context: AbstractContextManager[None] = torch.inference_mode(False)
+    return context
 
 
 # The state of a cache is tensors and numbers: torch.load may take it with weights_only=True.

@@ -10,6 +10,7 @@ from dmattn.checks import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, check_last_stride
 from dmattn.selection import KeySelection
 from dmattn.validation import (
     can_be_read,
+    check_device,
     check_dtype,
     check_int,
     check_number,
@@ -31,10 +32,7 @@ _DTYPES["meta"] = _DTYPES["cpu"]
 def check_cache_device(device: Any) -> torch.device:
     """A device that caches can be on."""
     wanted = "a torch.device or its name, of cuda or the CPU"
-    try:
-        found = torch.device(device)
-    except (TypeError, RuntimeError):
-        raise TypeError(f"device: got {describe(device)}, wanted {wanted}") from None
+    found = check_device(device, wanted)
     if found.type not in _DTYPES:
         raise ValueError(f"device: got {device}, wanted {wanted}")
     return found

@@ -6,6 +6,8 @@ Each check looks for what is right at once, and takes its time to name what is w
 is on the path of every call. What a single backend cannot do, the backend says itself.
 """
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
@@ -289,6 +291,29 @@ def _check_packing(packing: Packing, problem: Problem) -> None:
                 f"{name}: got {longest}, wanted the length of the longest of {sequences} "
                 f"sequences with {total} tokens together"
             )
+
+
+def read_packing(packing: Packing, total_q: int, total_k: int) -> tuple[list[int], list[int]]:
+    """The boundaries of rows and of keys, read by the host.
+
+    Raises:
+        ValueError: they do not rise from 0 to the number of tokens, or a sequence is longer than
+            the bound given for it.
+    """
+    return (
+        _boundaries("q", packing.cu_seqlens_q, packing.max_seqlen_q, total_q),
+        _boundaries("k", packing.cu_seqlens_k, packing.max_seqlen_k, total_k),
+    )
+
+
+def _boundaries(name: str, cu_seqlens: Tensor, longest: int, total: int) -> list[int]:
+    bounds: list[int] = cu_seqlens.tolist()
+    lengths = [b - a for a, b in pairwise(bounds)]
+    if bounds[0] != 0 or bounds[-1] != total or any(n < 0 for n in lengths):
+        raise ValueError(f"cu_seqlens_{name}: got {bounds}, wanted rising from 0 to {total}")
+    if lengths and max(lengths) > longest:
+        raise ValueError(f"max_seqlen_{name}: got {longest}, wanted at least {max(lengths)}")
+    return bounds
 
 
 def check_key_lists(lists: Selection, problem: Problem) -> None:

@@ -206,6 +206,11 @@ def flash_dmattn_func(
             forward-mode derivatives are asked for.
     """
     operands = (query, key, value, attn_mask, attn_bias, sinks)
+    # Not a part of a call's kind, so looked at here.
+    if return_lse is not False and return_lse is not True:
+        return_lse = check_bool("return_lse", return_lse)
+    if return_attn_probs is not False and return_attn_probs is not True:
+        return_attn_probs = check_bool("return_attn_probs", return_attn_probs)
     kind, stretch = None, None
     if selection is None and cu_seqlens is None:
         options = (
@@ -244,14 +249,14 @@ def flash_dmattn_func(
             remember(kind, operands, problem, backend)
     elif known.prepared is not None and window_size is None and not return_attn_probs:
         operands = (query, key, value, attn_mask, attn_bias, None)
-        out, lse = attend_prepared(known.prepared, operands, bool(return_lse))
+        out, lse = attend_prepared(known.prepared, operands, return_lse)
         return (out, lse) if return_lse else out
     else:
         problem, stretch = _known_problem(
             known.problem(operands), window_size, attn_bias, state, return_state
         )
         if problem.key_lists is None or leading_rows(problem) == 0:
-            out, lse = attend_directly(problem, known.backend, bool(return_lse), known.prepared)
+            out, lse = attend_directly(problem, known.backend, return_lse, known.prepared)
         else:
             out, lse = _attend(problem, backend)
     if not (return_lse or return_attn_probs or return_state):
@@ -309,7 +314,8 @@ def explain(*arguments: Any, **options: Any) -> str:
     given.apply_defaults()
     named = dict(given.arguments)
     wanted = named.pop("backend")
-    del named["return_lse"], named["return_attn_probs"]
+    for name in ("return_lse", "return_attn_probs"):
+        check_bool(name, named.pop(name))
     (problem, slow), _ = _checked_call(**named)
     return registry.explain(with_one_head_dim(problem), wanted, (*slow, *slow_paths(problem)))
 
@@ -324,6 +330,7 @@ def flash_dmattn_func_auto(backend: str | None = None) -> Callable[..., Any]:
         A callable with the signature of `flash_dmattn_func`.
 
     Raises:
+        TypeError: backend is no string.
         ValueError: there is no such backend.
         RuntimeError: that backend cannot run on this machine; says why.
     """

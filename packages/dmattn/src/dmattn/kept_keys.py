@@ -13,10 +13,11 @@ from torch import Tensor
 from dmattn.arguments import without_nan
 from dmattn.checks import check_key_lists
 from dmattn.dispatch import select
-from dmattn.key_lists import without_keys
+from dmattn.key_lists import Selection, without_keys
 from dmattn.problem import Problem
-from dmattn.selection import KeySelection, key_only_mask, same_heads
+from dmattn.selection import KeySelection, key_only_mask, may_differ_by_row, same_heads
 from dmattn.utils.mask import top_window_mask
+from dmattn.validation import check_tensor
 
 _DENSE = (
     "so a mask of size seqlen_q * seqlen_k says which keys are kept, and time and memory grow "
@@ -50,7 +51,7 @@ def keep_window(problem: Problem, window_size: int, given: Any, is_known: bool =
             f"attn_bias: got shape {tuple(given.shape)}, wanted (batch|1, nheads|nheads_k|1, "
             f"seqlen_q|1, {seqlen_k}) or (batch, nheads|nheads_k, {seqlen_k}) with window_size"
         )
-    has_rows = mask is not None and _has_rows(mask)
+    has_rows = mask is not None and may_differ_by_row(mask)
     if seqlen_k <= window_size:
         if mask is not None and not has_rows:
             mask = key_only_mask(mask, seqlen_k)[:, :, None]
@@ -69,10 +70,12 @@ def keep_window(problem: Problem, window_size: int, given: Any, is_known: bool =
 
 
 def check_selection(selection: Any) -> None:
-    """Raise TypeError unless it is a KeySelection."""
+    """Raise TypeError unless it is a KeySelection of tensors."""
     if not isinstance(selection, KeySelection):
         kind = type(selection).__name__
         raise TypeError(f"selection: got {kind}, wanted a dmattn.KeySelection or None")
+    for name, t in zip(Selection._fields, selection.lists, strict=True):
+        check_tensor(f"selection.{name}", t)
 
 
 def keep_selection(problem: Problem, selection: KeySelection) -> Kept:
@@ -93,7 +96,7 @@ def keep_selection(problem: Problem, selection: KeySelection) -> Kept:
     sliding = selection.window_size if selection.is_sliding else None
     problem = problem.with_lists(selection.lists, sliding or 0, selection.keeps_own)
     check_key_lists(selection.lists, without_leading_rows(problem))
-    if mask is not None and _has_rows(mask):
+    if mask is not None and may_differ_by_row(mask):
         slow = f"attn_mask has rows of its own beside a selection, {_DENSE}"
         return _with_dense_mask(problem, selection, mask), (slow,)
     if _learns(bias):
@@ -130,11 +133,6 @@ def _with_dense_mask(problem: Problem, selection: KeySelection, mask: Tensor | N
     keep = selection.to_mask() if selection.is_causal else (selection.end > 0)[:, :, None]
     keep, mask = same_heads(keep, mask)
     return problem.without_lists(keep if mask is None else keep & mask)
-
-
-def _has_rows(mask: Tensor) -> bool:
-    """Whether rows may differ; they do not in a view that was expanded over them."""
-    return mask.shape[2] != 1 and mask.stride(2) != 0
 
 
 def _learns(bias: Tensor | None) -> bool:

@@ -24,6 +24,7 @@ from dmattn.ops.selection import build_key_lists, select_keys
 from dmattn.selection import check_boundary_tensor, key_only_mask, listed_boundaries
 from dmattn.validation import (
     can_be_read,
+    check_can_move,
     check_same_device,
     check_shape,
     check_tensor,
@@ -369,7 +370,9 @@ def check_state(name: str, state: Any, wanted: Wanted) -> KeyState:
     """
     if not isinstance(state, KeyState):
         raise TypeError(f"{name}: got {describe(state)}, wanted a dmattn.KeyState")
-    if state.window_size != wanted.window_size:
+    for field, t in zip(_FIELDS, tensors_of(state), strict=True):
+        check_tensor(f"{name}.{field}", t)
+    if state.k.dim() == 4 and state.window_size != wanted.window_size:
         raise ValueError(
             f"{name}: got a state of window_size {state.window_size}, wanted {wanted.window_size}"
         )
@@ -402,7 +405,8 @@ def check_starts(cu_seqlens: Any, device: torch.device) -> Tensor:
         ValueError: they are not one-dimensional; where the host can read them, also that they fall.
     """
     if isinstance(cu_seqlens, Tensor):
-        bounds = cu_seqlens
+        bounds = check_tensor("cu_seqlens", cu_seqlens)
+        check_can_move("cu_seqlens", bounds, device)
     else:
         bounds = torch.tensor(listed_boundaries(cu_seqlens), dtype=torch.int64)
     check_boundary_tensor(bounds)
@@ -430,7 +434,8 @@ def _check_key_value(key: Any, value: Any) -> None:
     check_tensor_dtype("value", value, (key.dtype,), " as key")
     if value.dim() != 4 or value.shape[:3] != key.shape[:3]:
         raise ValueError(
-            f"value: got shape {tuple(value.shape)}, wanted {(*key.shape[:3], 'head_dim')}"
+            f"value: got shape {tuple(value.shape)}, wanted "
+            f"({', '.join(map(str, key.shape[:3]))}, head_dim) as key"
         )
     check_same_device("value", value, key.device, "key")
 
@@ -460,7 +465,8 @@ def _check_key_mask(attn_mask: Any, key: Tensor, scores: Tensor) -> Tensor:
     batch, seqlen, nheads_k, _ = key.shape
     mask = key_only_mask(attn_mask, seqlen)
     check_same_device("attn_mask", mask, key.device, "key")
-    few, many = sorted((mask.shape[1], scores.shape[1]))
+    a, b = mask.shape[1], scores.shape[1]
+    few, many = min(a, b), max(a, b)  # torch.compile sorts no sizes
     fits = few == 1 or (few > 0 and many % few == 0)
     fits &= mask.shape[1] == 1 or mask.shape[1] % nheads_k == 0
     if not is_one_or(mask.shape[0], batch) or not fits:

@@ -13,6 +13,7 @@ from torch import Tensor
 from dmattn.cache import DynamicMaskCache
 from dmattn.functional import flash_dmattn_func
 from dmattn.selection import select_keys
+from dmattn.validation import check_bool, check_same_device, check_shape, check_tensor
 
 # exp(80) is 5.5e34. A score above it would drown every logit anyway; without the limit the score,
 # and with it the attention output, would overflow to INF while the parameters are still finite.
@@ -32,7 +33,19 @@ def key_scores(dt: Tensor, A: Tensor, exp_score: bool = True) -> Tensor:
     Returns:
         (B, HS, S), contiguous, float32 or, for a float64 dt, float64. Finite for finite inputs:
         the exponent is at most 80.
+
+    Raises:
+        TypeError: dt or A is no floating tensor, or exp_score no bool.
+        ValueError: a shape or device does not fit.
     """
+    for name, t in (("dt", dt), ("A", A)):
+        if not check_tensor(name, t).is_floating_point():
+            raise TypeError(f"{name}: got dtype {t.dtype}, wanted a floating dtype")
+    exp_score = check_bool("exp_score", exp_score)
+    if dt.dim() != 3:
+        raise ValueError(f"dt: got shape {tuple(dt.shape)}, wanted (batch, seqlen, score heads)")
+    check_shape("A", A, dt.shape[2:])
+    check_same_device("A", A, dt.device, "dt")
     dtype = torch.promote_types(dt.dtype, torch.float32)
     with without_autocast(dt.device.type):
         score = A.to(dtype) * F.softplus(dt.to(dtype))

@@ -30,6 +30,8 @@ from dmattn.ops.selection import build_key_lists, document_ends
 from dmattn.ops.selection import select_keys as select
 from dmattn.validation import (
     check_bool,
+    check_can_move,
+    check_device,
     check_int,
     check_mask,
     check_optional_tensor,
@@ -37,6 +39,7 @@ from dmattn.validation import (
     check_tensor,
     check_tensor_dtype,
     describe,
+    has_values,
     is_integer,
     is_one_or,
 )
@@ -307,12 +310,14 @@ def sliding_window(
         The selection, causal, with a batch and heads of 1 where there is no attn_mask.
 
     Raises:
-        TypeError: a number is no int, or attn_mask is no mask.
+        TypeError: a number is no int, attn_mask is no mask, or device is none.
         ValueError: a number is too small, or attn_mask has the wrong shape or device.
     """
     window_size = check_int("window_size", window_size, 1)
     key_len = check_int("key_len", key_len, 0)
-    if device is None and attn_mask is not None:
+    if device is not None:
+        device = check_device(device)
+    elif attn_mask is not None:
         device = check_tensor("attn_mask", attn_mask).device
     reach = larger(1, smaller(window_size, key_len))
     end = torch.arange(reach, key_len + reach, dtype=torch.int32, device=device)
@@ -373,6 +378,8 @@ def packed_documents(
     if max_seqlen is not None:
         max_seqlen = check_int("max_seqlen", max_seqlen, 0)
     check_optional_tensor("attn_mask", attn_mask)
+    if device is not None:
+        device = check_device(device)
     if (cu_seqlens is None) == (document_ids is None):
         got = "None" if document_ids is None else "boundaries beside document_ids"
         raise ValueError(f"cu_seqlens: got {got}, wanted either cu_seqlens or document_ids")
@@ -416,7 +423,9 @@ def key_only_mask(attn_mask: Tensor, key_len: int) -> Tensor:
             f"attn_mask: got shape {shape}, wanted (batch, {key_len}) or "
             f"(batch|1, heads|1, 1, {key_len})"
         )
-    if mask.shape[2] != 1 and mask.stride(2) != 0:
+    if mask.shape[2] == 0 and key_len == 0:  # an empty stretch: there is no row, and nothing to say
+        return mask.new_empty((*mask.shape[:2], 0))
+    if may_differ_by_row(mask):
         raise ValueError(
             f"attn_mask: got shape {shape} with rows of their own, wanted one that is alike for "
             "all query rows; which keys the rows keep is then no interval of rows for each key. "
@@ -424,6 +433,15 @@ def key_only_mask(attn_mask: Tensor, key_len: int) -> Tensor:
             "of each row with dmattn.top_window_mask"
         )
     return mask[:, :, 0].expand(-1, -1, key_len)
+
+
+def may_differ_by_row(mask: Tensor) -> bool:
+    """Whether a 4-D mask has rows of its own.
+
+    Not if it was expanded over the rows; but one that was expanded to no rows at all says nothing
+    of any key, and is taken for one with rows.
+    """
+    return mask.shape[2] != 1 and (mask.stride(2) != 0 or mask.shape[2] == 0)
 
 
 def same_heads(scores: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -533,21 +551,22 @@ def _documents(
     cu_seqlens: Tensor | Sequence[int],
     key_len: int | None,
     bounded: bool,
-    device: torch.device | str | None,
+    device: torch.device | None,
 ) -> tuple[Tensor, int, int | None]:
     """int32 boundaries, Sk, and the length of the longest document where the host knows it.
 
     `bounded`: whether the reach of a key is limited without knowing that length.
     """
     if isinstance(cu_seqlens, Tensor):
-        device = cu_seqlens.device if device is None else torch.device(device)
+        device = cu_seqlens.device if device is None else device
         stays = cu_seqlens.is_cuda and cu_seqlens.device == device
-        if torch.compiler.is_compiling() or (stays and bounded and key_len is not None):
+        check_can_move("cu_seqlens", cu_seqlens, device)
+        if not has_values(cu_seqlens) or (stays and bounded and key_len is not None):
             check_boundary_tensor(cu_seqlens)
             if key_len is None:
                 raise ValueError(
                     "key_len: got None, wanted the number of keys, as cu_seqlens is a tensor, "
-                    "which is not read under torch.compile"
+                    "which is not read under torch.compile, as a fake or on the meta device"
                 )
             return to_int32(cu_seqlens, key_len).to(device), key_len, None
     bounds = read_boundaries(cu_seqlens, key_len)
@@ -565,7 +584,8 @@ def _document_bounds(
     """
     if isinstance(cu_seqlens, Tensor):
         stays = cu_seqlens.is_cuda and cu_seqlens.device == device
-        if stays or torch.compiler.is_compiling():
+        check_can_move("cu_seqlens", cu_seqlens, device)
+        if stays or not has_values(cu_seqlens):
             check_boundary_tensor(cu_seqlens)
             return to_int32(cu_seqlens, key_len).to(device)
     bounds = torch.tensor(read_boundaries(cu_seqlens, key_len), dtype=torch.int32)

@@ -17,7 +17,7 @@ from torch import Tensor
 def describe(value: object) -> str:
     """What an error message calls a value: short, and never the contents of a tensor."""
     if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
+        return "a nested tensor" if value.is_nested else f"a tensor of shape {tuple(value.shape)}"
     text = repr(value)
     short = text if len(text) <= 40 else text[:37] + "..."
     return short if value is None else f"{short} ({type(value).__name__})"
@@ -31,9 +31,14 @@ def check_bool(name: str, value: Any) -> bool:
     """
     if isinstance(value, (bool, torch.SymBool)):
         return value  # type: ignore[return-value]  # torch treats a SymBool as a bool
-    if type(value).__name__ in ("bool_", "bool") and hasattr(value, "dtype"):
+    if _is_numpy_bool(value):
         return bool(value)
     raise TypeError(f"{name}: got {describe(value)}, wanted True or False")
+
+
+def _is_numpy_bool(value: Any) -> bool:
+    """`bool_` until numpy 2, `bool` since; an array is none."""
+    return type(value).__name__ in ("bool_", "bool") and hasattr(value, "dtype")
 
 
 def check_int(name: str, value: Any, least: int | None = None, wanted: str | None = None) -> int:
@@ -52,7 +57,7 @@ def check_int(name: str, value: Any, least: int | None = None, wanted: str | Non
     if wanted is None:
         wanted = "an int" if least is None else f"an int of at least {least}"
     if not isinstance(value, (int, torch.SymInt)) or isinstance(value, bool):
-        if isinstance(value, (bool, Tensor)) or type(value).__name__ == "bool_":
+        if isinstance(value, (bool, Tensor)) or _is_numpy_bool(value):
             raise TypeError(f"{name}: got {describe(value)}, wanted {wanted}")
         try:
             value = operator.index(value)
@@ -75,7 +80,7 @@ def check_number(name: str, value: Any, least: float | None = None) -> float:
     """
     wanted = "a finite number" if least is None else f"a finite number of at least {least:g}"
     if not isinstance(value, (float, torch.SymFloat, torch.SymInt)):
-        if isinstance(value, (bool, str, Tensor)) or type(value).__name__ == "bool_":
+        if isinstance(value, (bool, str, Tensor)) or _is_numpy_bool(value):
             raise TypeError(f"{name}: got {describe(value)}, wanted {wanted}")
         try:
             value = float(value)
@@ -148,6 +153,16 @@ def check_dtype(name: str, value: Any) -> torch.dtype:
     return value
 
 
+def check_device(value: Any, wanted: str = "a torch.device or its name") -> torch.device:
+    """The argument `device`; raises TypeError for what torch knows no device by."""
+    if torch.compiler.is_compiling():
+        return torch.device(value)
+    try:
+        return torch.device(value)
+    except (TypeError, RuntimeError, ValueError):
+        raise TypeError(f"device: got {describe(value)}, wanted {wanted}") from None
+
+
 def check_same_device(name: str, t: Tensor, device: torch.device, owner: str) -> None:
     """Raise ValueError unless the tensor is on the device of the argument called `owner`."""
     if t.device != device:
@@ -163,7 +178,22 @@ def check_shape(name: str, t: Tensor, wanted: Sequence[int]) -> None:
 
 def can_be_read(t: Tensor) -> bool:
     """Whether the host can look at the values without waiting for a device."""
-    return t.is_cpu and not torch.compiler.is_compiling()
+    return t.is_cpu and has_values(t)
+
+
+def has_values(t: Tensor) -> bool:
+    """Whether the host can look at the values at all: a compiler, a fake tensor and the meta device
+    have none.
+    """
+    if torch.compiler.is_compiling() or t.is_meta:
+        return False
+    return type(t) in (Tensor, torch.nn.Parameter)
+
+
+def check_can_move(name: str, t: Tensor, device: torch.device | None) -> None:
+    """Raise ValueError for a tensor without values that is wanted on another device."""
+    if t.is_meta and device is not None and device.type != "meta":
+        raise ValueError(f"{name}: got device meta, where there are no values, wanted {device}")
 
 
 def is_one_or(size: int, n: int) -> bool:

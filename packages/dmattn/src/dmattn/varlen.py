@@ -14,13 +14,14 @@ from dmattn.arguments import (
     without_nan,
 )
 from dmattn.backends import registry
+from dmattn.checks import read_packing
 from dmattn.dispatch import attend, attend_directly, is_same_tensor, select
 from dmattn.key_lists import best_keys
 from dmattn.known_calls import kind_of_call, recall, remember
 from dmattn.problem import Packing, Problem, is_per_key, lse_of_no_key, with_one_head_dim
 from dmattn.selection import same_heads
 from dmattn.slow_paths import slow_paths
-from dmattn.validation import check_int
+from dmattn.validation import can_be_read, check_bool, check_int
 
 
 @overload
@@ -160,6 +161,8 @@ def flash_dmattn_varlen_func(
         RuntimeError: as for `flash_dmattn_func`.
     """
     operands = (query, key, value, attn_mask, attn_bias, sinks)
+    if return_lse is not False and return_lse is not True:  # not a part of a call's kind
+        return_lse = check_bool("return_lse", return_lse)
     bounds = (cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k)
     packing = (*bounds, max_seqlen_q, max_seqlen_k)
     kind = None
@@ -170,7 +173,7 @@ def flash_dmattn_varlen_func(
     if known is not None:
         operands = (query, key, value, heads_first(attn_mask), heads_first(attn_bias), sinks)
         packed = known.problem(operands, Packing(*packing))
-        out, lse = attend_directly(packed, known.backend, bool(return_lse))
+        out, lse = attend_directly(packed, known.backend, return_lse)
         return (out, lse) if return_lse else out
     packed, moved = _checked(
         query,
@@ -213,7 +216,7 @@ def explain_varlen(*arguments: Any, **options: Any) -> str:
     given.apply_defaults()
     named = dict(given.arguments)
     wanted = named.pop("backend")
-    del named["return_lse"]
+    check_bool("return_lse", named.pop("return_lse"))
     problem, moved = _checked(**named)
     notes = slow_paths(problem)
     window, packing = named["window_size"], problem.packing
@@ -275,6 +278,9 @@ def _in_window(
         keep = best_keys(scores, window_size, key_mask, sequence)
         return problem.replace(mask=keep[0]), None
     total_k = problem.k.shape[0]
+    if can_be_read(packing.cu_seqlens_q) and can_be_read(packing.cu_seqlens_k):
+        # A backend will not see them: it gets one sequence, of all keys.
+        read_packing(packing, problem.q.shape[0], total_k)
     lists = select(scores, key_mask, window_size, total_k, True, packing.cu_seqlens_k)
     rows_of_keys = _rows_of_keys(problem, packing)
     q = problem.q

@@ -161,6 +161,18 @@ def test_float32_inputs_of_adapters(target: torch.dtype | None) -> None:
     assert mixed.dtype == (torch.float32 if target is None else target)
 
 
+@pytest.mark.parametrize("window", [WINDOW, S, 2 * S])
+def test_scores_of_nan_are_never_kept(window: int) -> None:
+    query, key, value, bias = operands()
+    hidden = bias.clone()
+    hidden[..., 5], hidden[..., 9] = float("nan"), float("-inf")
+    masked = torch.ones(1, 1, 1, S, dtype=torch.bool)
+    masked[..., 5] = masked[..., 9] = False
+    found, _ = forward(Layer(), query, key, value, None, hidden, keep_window_size=window)
+    wanted, _ = forward(Layer(), query, key, value, masked, bias, keep_window_size=window)
+    torch.testing.assert_close(found, wanted)
+
+
 def test_equal_scores_are_a_sliding_window() -> None:
     query, key, value, bias = operands()
     found, _ = forward(Layer(), query, key, value, None, bias * 0, keep_window_size=WINDOW)
@@ -185,13 +197,32 @@ def test_equal_scores_are_a_sliding_window() -> None:
         ),
         (ValueError, "query: got batch 2", {"cu_seq_lens_q": torch.tensor([0, S])}),
         (TypeError, "attention_mask: got dtype", {"attention_mask": torch.zeros(B, 1, 1, S)}),
+        (TypeError, "query: got None, wanted a torch.Tensor", {"query": None}),
+        (ValueError, r"key: got shape \(3,\), wanted", {"key": torch.zeros(3)}),
+        (TypeError, "value: got dtype torch.int64", {"value": torch.zeros(B, 2, S, 8).long()}),
+        (TypeError, "attention_bias: got 1 .int., wanted a torch.Tensor", {"attention_bias": 1}),
+        (
+            TypeError,
+            "attention_bias: got dtype torch.bool, .* a mask of bools is an attention_mask",
+            {"attention_bias": torch.ones(B, 1, 1, S).bool()},
+        ),
+        (
+            ValueError,
+            rf"attention_bias: got .*, wanted a bias of {S} keys",
+            {"attention_bias": torch.zeros(B, 1, S, S - 1)},
+        ),
+        (ValueError, "attention_mask: got shape", {"attention_mask": torch.tensor(True)}),
+        (TypeError, r"is_causal: got 'no' \(str\), wanted True or", {"is_causal": "no"}),
+        (TypeError, "deterministic: got 1", {"deterministic": 1}),
+        (TypeError, r"target_dtype: got 'half' \(str\)", {"target_dtype": "half"}),
     ],
 )
 def test_bad_arguments(error: type[Exception], words: str, arguments: dict[str, Any]) -> None:
     query, key, value, bias = operands()
-    given = {"attention_mask": None, "attention_bias": bias, "keep_window_size": 4} | arguments
+    operand = {"query": query, "key": key, "value": value, "attention_bias": bias}
+    given = operand | {"attention_mask": None, "keep_window_size": 4} | arguments
     with pytest.raises(error, match=words):
-        forward(Layer(), query, key, value, **given)
+        forward(Layer(), **given)
 
 
 def test_bad_packed_arguments() -> None:
@@ -201,9 +232,13 @@ def test_bad_packed_arguments() -> None:
         forward(Layer(), query, key, value, None, bias + torch.zeros(S, 1), cu_seq_lens_q=bounds)
     with pytest.raises(TypeError, match=r"cu_seq_lens_q: got dtype torch\.float32"):
         forward(Layer(), query, key, value, None, bias, cu_seq_lens_q=bounds / 1)
-    with pytest.raises(ValueError, match=r"cu_seqlens_q: got shape \(0,\)"):
+    with pytest.raises(ValueError, match=r"cu_seq_lens_q: got shape \(0,\)"):
         forward(Layer(), query, key, value, None, bias, cu_seq_lens_q=bounds[:0])
     with pytest.raises(TypeError, match=r"query: got \[1\] \(list\)"):
         forward(Layer(), [1], key, value, None, bias)
     with pytest.raises(TypeError, match=r"cu_seq_lens_q: got .*list"):
         forward(Layer(), query, key, value, None, bias, cu_seq_lens_q=[0, S])
+    with pytest.raises(TypeError, match=r"cu_seq_lens_q: got dtype torch.float32, wanted an int"):
+        forward(Layer(), query, key, value, None, bias, cu_seq_lens_q=bounds.float())
+    with pytest.raises(TypeError, match=r"max_length_k: got 12.5 \(float\), wanted an int"):
+        forward(Layer(), query, key, value, None, bias, cu_seq_lens_q=bounds, max_length_k=12.5)

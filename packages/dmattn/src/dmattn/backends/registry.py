@@ -11,7 +11,7 @@ from dmattn.backends.flex import FlexBackend
 from dmattn.backends.triton import TritonBackend
 from dmattn.checks import StrideError
 from dmattn.problem import Problem
-from dmattn.validation import one_of
+from dmattn.validation import describe, one_of
 
 # A row a backend; of those that can compute a problem the first one does.
 BACKENDS: list[Backend] = [CudaBackend(), TritonBackend(), CpuBackend(), FlexBackend()]
@@ -31,12 +31,16 @@ def named(name: str) -> Backend:
     """The backend of this name.
 
     Raises:
+        TypeError: it is no string.
         ValueError: there is none.
     """
-    for backend in BACKENDS:
-        if backend.name == name:
-            return backend
+    if isinstance(name, str):
+        for backend in BACKENDS:
+            if backend.name == name:
+                return backend
     names = ", ".join(repr(backend.name) for backend in BACKENDS)
+    if not isinstance(name, str):
+        raise TypeError(f"backend: got {describe(name)}, wanted one of {names}, or None")
     raise ValueError(f"backend: got {name!r}, wanted one of {names}, or None")
 
 

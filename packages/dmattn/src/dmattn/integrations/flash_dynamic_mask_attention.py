@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dmattn.arguments import without_nan
 from dmattn.functional import flash_dmattn_func
-from dmattn.key_lists import best_keys
 from dmattn.utils.mask import top_window_mask
 from dmattn.validation import (
     check_bool,
     check_dtype,
     check_int,
     check_mask,
+    check_number,
     check_optional_tensor,
     check_tensor,
-    describe,
     is_integer,
 )
 from dmattn.varlen import flash_dmattn_varlen_func
@@ -73,13 +73,10 @@ def flash_dynamic_mask_attention_forward(
         TypeError, ValueError: an argument does not fit, or asks for what there is not.
         RuntimeError: as `dmattn.flash_dmattn_func`.
     """
-    if kwargs.get("dropout"):
-        raise ValueError(
-            f"dropout: got {kwargs['dropout']}, wanted 0, as dmattn has no dropout of attention"
-        )
-    for name, operand in {"query": query, "key": key, "value": value}.items():
-        check_tensor(name, operand)
-    check_optional_tensor("attention_bias", attention_bias)
+    _check_tensors(query, key, value, attention_bias)
+    dropout = kwargs.get("dropout")
+    if dropout is not None and check_number("dropout", dropout) != 0:
+        raise ValueError(f"dropout: got {dropout}, wanted 0, as dmattn has no dropout of attention")
     window = _window_size(kwargs)
     is_causal = kwargs.get("is_causal")
     if is_causal is None:
@@ -92,21 +89,33 @@ def flash_dynamic_mask_attention_forward(
         bias = bias.to(dtype)
     mask = _with_rows(attention_mask)
     if mask is not None:
-        mask = check_mask("attention_mask", mask)[..., : key.shape[1]]
+        mask = check_mask("attention_mask", mask)
+        if mask.dim() != 4:
+            raise ValueError(
+                f"attention_mask: got shape {tuple(mask.shape)}, wanted (batch, "
+                "seqlen_k), or (batch|1, heads|1, seqlen_q|1, seqlen_k) with rows or without"
+            )
+        mask = mask[..., : key.shape[1]]
+    deterministic = kwargs.get("deterministic")
     settings: dict[str, Any] = {
         "softmax_scale": scaling,
-        "softcap": softcap or 0.0,
-        "deterministic": bool(kwargs.get("deterministic")),
+        "softcap": 0.0 if softcap is None else softcap,
+        "deterministic": check_bool(
+            "deterministic", False if deterministic is None else deterministic
+        ),
     }
     if window is not None and key.shape[1] <= window:
         window = None
+        if bias is not None:
+            bias = without_nan(bias)  # no key of which is ever chosen
     if window is not None and bias is None:
         raise ValueError("attention_bias: got None, wanted a bias by which the window chooses")
     if kwargs.get("cu_seq_lens_q") is not None or kwargs.get("cu_seq_lens_k") is not None:
         settings |= {"is_causal": is_causal, "window_size": window}
         return _packed(query, key, value, mask, bias, kwargs, settings), None
     if window is not None and bias is not None and _has_rows(mask, bias):
-        mask = _best_of_each_row(mask, bias, window, query.shape[1], is_causal)
+        shape = query.shape[1], key.shape[1]
+        mask = _best_of_each_row(mask, bias, window, shape, is_causal)
         window, is_causal = None, False  # both are in the mask
     out: Tensor = flash_dmattn_func(
         query,
@@ -119,6 +128,31 @@ def flash_dynamic_mask_attention_forward(
         **settings,
     )
     return out, None
+
+
+def _check_tensors(query: Any, key: Any, value: Any, attention_bias: Any) -> None:
+    """What is looked at before `flash_dmattn_func` checks the rest."""
+    for name, t in (("query", query), ("key", key), ("value", value)):
+        if not check_tensor(name, t).is_floating_point():
+            raise TypeError(f"{name}: got dtype {t.dtype}, wanted a floating dtype")
+        if t.dim() != 4:
+            raise ValueError(
+                f"{name}: got shape {tuple(t.shape)}, wanted (batch, heads, seqlen, head_dim)"
+            )
+    bias = check_optional_tensor("attention_bias", attention_bias)
+    if bias is None:
+        return
+    if not bias.is_floating_point():
+        hint = "; a mask of bools is an attention_mask" if bias.dtype == torch.bool else ""
+        raise TypeError(
+            f"attention_bias: got dtype {bias.dtype}, wanted a floating dtype, as it is added to "
+            f"the logits{hint}"
+        )
+    if not 2 <= bias.dim() <= 4:
+        raise ValueError(
+            f"attention_bias: got shape {tuple(bias.shape)}, wanted (batch|1, heads|1, seqlen_q|1, "
+            "seqlen_k) or one without the dimension of rows"
+        )
 
 
 def _window_size(kwargs: dict[str, Any]) -> int | None:
@@ -169,22 +203,15 @@ def _has_rows(mask: Tensor | None, bias: Tensor | None) -> bool:
 
 
 def _best_of_each_row(
-    mask: Tensor | None, bias: Tensor, window: int, query_len: int, is_causal: bool
+    mask: Tensor | None, bias: Tensor, window: int, shape: tuple[int, int], is_causal: bool
 ) -> Tensor:
-    """bool: the keys that each row keeps among those that it may see."""
-    if bias.shape[2] == 1:
-        return top_window_mask(bias, window, query_len, is_causal, mask)
-    if is_causal:
-        key_len = bias.shape[3]
-        row = torch.arange(query_len, device=bias.device)[:, None] + key_len - query_len
-        past = torch.arange(key_len, device=bias.device) <= row
-        mask = past if mask is None else mask & past
-    heads = 1 if mask is None or mask.dim() < 4 else mask.shape[1]
-    if heads > bias.shape[1] > 1:
-        bias = bias.repeat_interleave(heads // bias.shape[1], 1)
-    elif mask is not None and 1 < heads < bias.shape[1]:
-        mask = mask.repeat_interleave(bias.shape[1] // heads, 1)
-    return best_keys(bias, window, mask)
+    """bool: the keys that each row keeps among those that it may see; `shape`: (Sq, Sk)."""
+    query_len, key_len = shape
+    if bias.shape[3] != key_len:
+        raise ValueError(
+            f"attention_bias: got shape {tuple(bias.shape)}, wanted a bias of {key_len} keys"
+        )
+    return top_window_mask(bias, window, query_len, is_causal, mask)
 
 
 def _packed(
@@ -206,9 +233,11 @@ def _packed(
     longest = {}
     for side, cu_seqlens in bounds.items():
         given = kwargs.get(f"max_length_{side}")
-        if given is None and cu_seqlens.dim() == 1 and cu_seqlens.shape[0] > 1:
-            given = cu_seqlens.diff().max()
-        longest[side] = 0 if given is None else int(given)
+        if isinstance(given, Tensor) and given.dim() == 0 and is_integer(given.dtype):
+            given = int(given)
+        if given is None:
+            given = int(cu_seqlens.diff().max()) if len(cu_seqlens) > 1 else 0
+        longest[side] = check_int(f"max_length_{side}", given, 0)
     operands = {"attention_mask": mask, "attention_bias": bias}
     per_key = {name: _per_key(name, t, key.shape[1]) for name, t in operands.items()}
     out: Tensor = flash_dmattn_varlen_func(
@@ -230,10 +259,12 @@ def _boundaries(name: str, kwargs: dict[str, Any]) -> Tensor:
     """int32 boundaries; where only those of queries or of keys are given, they count for both."""
     other = name[:-1] + ("k" if name.endswith("q") else "q")
     given = kwargs.get(name) if kwargs.get(name) is not None else kwargs.get(other)
-    if not isinstance(given, Tensor) or not is_integer(given.dtype):
-        got = f"dtype {given.dtype}" if isinstance(given, Tensor) else describe(given)
-        raise TypeError(f"{name}: got {got}, wanted an integer tensor")
-    return given.to(torch.int32)
+    bounds = check_tensor(name, given, "an integer tensor")
+    if not is_integer(bounds.dtype):
+        raise TypeError(f"{name}: got dtype {bounds.dtype}, wanted an integer dtype")
+    if bounds.dim() != 1 or len(bounds) < 1:
+        raise ValueError(f"{name}: got shape {tuple(bounds.shape)}, wanted (sequences + 1,)")
+    return bounds.to(torch.int32)
 
 
 def _per_key(name: str, t: Tensor | None, key_len: int) -> Tensor | None:

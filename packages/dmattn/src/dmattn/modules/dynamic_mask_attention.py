@@ -23,6 +23,7 @@ from dmattn.scoring import attend_through_cache, key_scores
 from dmattn.utils.mask import top_window_mask
 from dmattn.validation import (
     check_bool,
+    check_device,
     check_dtype,
     check_int,
     check_number,
@@ -84,7 +85,8 @@ class DynamicMaskAttention(nn.Module):
         device, dtype: of the parameters.
 
     Raises:
-        TypeError: a size or number is none, or a flag is no bool.
+        TypeError: a size or number is none, a flag is no bool, device is no device, or dtype is no
+            floating dtype.
         ValueError: a size or number is out of range, sizes do not divide, `head_dim` is odd while
             rotary embedding is on, or num_score_heads is neither num_kv_heads nor num_heads.
     """
@@ -142,6 +144,10 @@ class DynamicMaskAttention(nn.Module):
         self.dense_mask = check_bool("dense_mask", dense_mask)
         self.init_std = check_number("init_std", init_std, 0)
         norm_eps = check_number("norm_eps", norm_eps, 0)
+        if device is not None:
+            device = check_device(device)
+        if dtype is not None and not check_dtype("dtype", dtype).is_floating_point:
+            raise TypeError(f"dtype: got {dtype}, wanted a floating dtype")
 
         def linear(inputs: int, outputs: int, kind: type[nn.Linear] = nn.Linear) -> nn.Linear:
             return kind(inputs, outputs, bias=bias, device=device, dtype=dtype)
@@ -253,6 +259,8 @@ class DynamicMaskAttention(nn.Module):
                 key_mask=attention_mask,
                 slots=slots,
             )
+            if not torch.compiler.is_compiling():
+                cache.note_layer(self)  # not before: a call that fails changes nothing
         projected: Tensor = self.o_proj(out.flatten(2))
         return projected
 
@@ -291,7 +299,7 @@ class DynamicMaskAttention(nn.Module):
                 "window_size: got None, wanted a window by which a cache can evict; "
                 "evict=False, capacity=... makes one that holds every key"
             )
-        device = self.A.device if device is None else device
+        device = self.A.device if device is None else check_device(device)
         dtype = self._value_dtype(device) if dtype is None else check_dtype("dtype", dtype)
         cache = DynamicMaskCache(
             batch,
@@ -394,14 +402,14 @@ class DynamicMaskAttention(nn.Module):
         """(B, S, heads*D) -> (B, S, heads, D)."""
         return x.view(*x.shape[:2], x.shape[2] // self.head_dim, self.head_dim)
 
-    def _value_dtype(self, device: torch.device | str) -> torch.dtype:
+    def _value_dtype(self, device: torch.device) -> torch.dtype:
         """The dtype that `v_proj` returns on this device; autocast leaves float64 alone."""
         weight = getattr(self.v_proj, "weight", None)
         dtype = self.A.dtype
         # A quantized layer has integers there, or a method, and returns the dtype of the others.
         if isinstance(weight, Tensor) and weight.is_floating_point():
             dtype = weight.dtype
-        kind = torch.device(device).type
+        kind = device.type
         if kind != "meta" and torch.is_autocast_enabled(kind) and dtype != torch.float64:
             return torch.get_autocast_dtype(kind)
         return dtype
@@ -547,6 +555,7 @@ def _check_heads(num_heads: Any, num_kv_heads: Any, num_score_heads: Any) -> tup
             f"num_kv_heads: got {num_kv_heads}, wanted a divisor of num_heads = {num_heads}"
         )
     num_score_heads = num_kv_heads if num_score_heads is None else num_score_heads
+    num_score_heads = check_int("num_score_heads", num_score_heads, 1)
     if num_score_heads not in (num_kv_heads, num_heads):
         raise ValueError(
             f"num_score_heads: got {num_score_heads}, wanted num_kv_heads = {num_kv_heads} or "

@@ -8,7 +8,14 @@ input: a bfloat16 angle is off by whole radians a few hundred positions in.
 import torch
 from torch import Tensor
 
-from dmattn.validation import check_int, check_number, check_tensor, check_tensor_dtype, is_one_or
+from dmattn.validation import (
+    check_int,
+    check_number,
+    check_same_device,
+    check_tensor,
+    check_tensor_dtype,
+    is_one_or,
+)
 
 
 def rotary_embedding(
@@ -33,7 +40,8 @@ def rotary_embedding(
     head_dim = check_int("head_dim", head_dim, 2, "an even positive number")
     if head_dim % 2:
         raise ValueError(f"head_dim: got {head_dim}, wanted an even positive number")
-    if not check_number("theta", theta) > 0:
+    theta = check_number("theta", theta)
+    if not theta > 0:
         raise ValueError(f"theta: got {theta}, wanted a positive number")
     pair = torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device)
     frequencies = theta ** (-pair / head_dim)
@@ -54,14 +62,18 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         the caller rounds it, once.
 
     Raises:
-        TypeError: an argument is no tensor.
-        ValueError: shapes do not fit together.
+        TypeError: an argument is no floating tensor.
+        ValueError: shapes or devices do not fit together.
     """
-    if check_tensor("x", x).dim() != 4:
+    for name, t in (("x", x), ("cos", cos), ("sin", sin)):
+        if not check_tensor(name, t).is_floating_point():
+            raise TypeError(f"{name}: got dtype {t.dtype}, wanted a floating dtype")
+        check_same_device(name, t, x.device, "x")
+    if x.dim() != 4:
         raise ValueError(f"x: got shape {tuple(x.shape)}, wanted (batch, seqlen, heads, head_dim)")
     batch, seqlen, _, head_dim = x.shape
     for name, table in (("cos", cos), ("sin", sin)):
-        shape = check_tensor(name, table).shape
+        shape = table.shape
         fits = len(shape) in (2, 3) and shape[-2] == seqlen and shape[-1] == head_dim // 2
         if not fits or not (len(shape) == 2 or is_one_or(shape[0], batch)):
             raise ValueError(

@@ -4,7 +4,7 @@ import importlib
 from pathlib import Path
 from typing import Any
 
-from dmattn.validation import check_int
+from dmattn.validation import check_int, describe
 
 # Blue on grey, with orange beside it: told apart with every common kind of colour blindness, and
 # in black and white.
@@ -34,9 +34,15 @@ def matplotlib_module(name: str) -> Any:
 
 
 def axes_or_new(ax: Any, width: float, height: float) -> Any:
-    """The axes given, or those of a new figure of this size in inches."""
+    """The axes given, or those of a new figure of this size in inches.
+
+    Raises:
+        TypeError: ax is none of matplotlib's.
+    """
     pyplot = matplotlib_module("pyplot")
     if ax is not None:
+        if not isinstance(ax, matplotlib_module("axes").Axes):
+            raise TypeError(f"ax: got {describe(ax)}, wanted the axes of matplotlib or None")
         return ax
     return pyplot.subplots(figsize=(width, height), layout="constrained")[1]
 

@@ -40,7 +40,7 @@ def lifetimes(
 
     Raises:
         ImportError: matplotlib is not installed.
-        TypeError: selection is no KeySelection.
+        TypeError: selection is no KeySelection, or ax no axes.
         ValueError: it is not causal: no key leaves then.
         IndexError: there is no such head or batch entry.
     """

@@ -44,7 +44,7 @@ def mask(
 
     Raises:
         ImportError: matplotlib is not installed.
-        TypeError: keep is neither a KeySelection nor a bool tensor.
+        TypeError: keep is neither a KeySelection nor a bool tensor, or ax no axes.
         ValueError: keep has a shape that is none of these, or no queries or keys.
         IndexError: there is no such head or batch entry.
     """

@@ -207,7 +207,7 @@ def _draw_matrix(ax: Any, drawn: _Rows, keys: Tensor, query_len: int) -> None:
         "aspect": "equal" if query_len == key_len else "auto",
     }
     ax.imshow(ground.tolist(), **how)
-    highest = float(drawn.mass.max()) if drawn.mass.numel() else 1.0
+    highest = float(drawn.mass.nan_to_num(0.0).max()) if drawn.mass.numel() else 1.0
     scale = colors.LogNorm(max(highest, 1e-30) * 1e-3, max(highest, 1e-30), clip=True)
     mass = torch.where(drawn.kept, drawn.mass, float("nan"))
     # From light yellow to dark brown: neither is taken for the grey of what is dropped.

@@ -1,7 +1,7 @@
 """Scores of text as coloured tokens: a figure, and HTML for notebooks."""
 
 import html
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -141,6 +141,8 @@ def _checked(
     tokens: Sequence[str], scores: Tensor, kept: Tensor | None
 ) -> tuple[list[str], list[float], list[bool]]:
     """The tokens, how high each score ranks (0 to 1), and whether each is to be marked."""
+    if not isinstance(tokens, Iterable):
+        raise TypeError(f"tokens: got {describe(tokens)}, wanted strings")
     words = list(tokens)
     for word in words:
         if not isinstance(word, str):

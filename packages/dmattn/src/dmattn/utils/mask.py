@@ -5,6 +5,7 @@ also knows the causal rule, under which each row chooses among the keys up to it
 """
 
 import math
+import numbers
 
 import torch
 from torch import Tensor
@@ -63,12 +64,12 @@ def create_mask(
         ValueError: a shape or device does not fit, window_size or block_size is below 1, or type is
             unknown.
     """
-    if type not in ("topk", "relu"):
+    if not isinstance(type, str) or type not in ("topk", "relu"):
         raise ValueError(f"type: got {describe(type)}, wanted 'topk' or 'relu'")
     batch_size = check_int("batch_size", batch_size, 0)
     query_len = check_int("query_len", query_len, 0)
     key_len = check_int("key_len", key_len, 0)
-    _check_bias(attention_bias, key_len)
+    _check_bias(attention_bias, batch_size, query_len, key_len)
     block_size = _check_block_size(block_size)
     allowed = None
     if attention_mask is not None:
@@ -324,18 +325,24 @@ def _check_block_size(block_size: int | None) -> int | None:
 
 def _floor(min_dtype: float | None) -> float:
     """The number that a bias must exceed to be chosen."""
-    if min_dtype is None or min_dtype == -math.inf:
+    if min_dtype is None or (isinstance(min_dtype, numbers.Real) and min_dtype == -math.inf):
         return -math.inf
     return check_number("min_dtype", min_dtype)
 
 
-def _check_bias(bias: Tensor, key_len: int) -> None:
+def _check_bias(bias: Tensor, batch_size: int, query_len: int, key_len: int) -> None:
     _check_floating(bias)
-    if bias.dim() not in (3, 4) or bias.shape[-1] != key_len:
-        raise ValueError(
-            f"attention_bias: got shape {tuple(bias.shape)}, wanted "
-            f"(batch|1, heads|1, query_len|1, {key_len}) or (batch, heads, {key_len})"
-        )
+    if (
+        bias.dim() in (3, 4)
+        and is_one_or(bias.shape[0], batch_size)
+        and (bias.dim() == 3 or is_one_or(bias.shape[2], query_len))
+        and bias.shape[-1] == key_len
+    ):
+        return
+    raise ValueError(
+        f"attention_bias: got shape {tuple(bias.shape)}, wanted ({batch_size}|1, heads|1, "
+        f"{query_len}|1, {key_len}) or ({batch_size}|1, heads, {key_len})"
+    )
 
 
 def _check_floating(bias: Tensor) -> None:

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from dmattn.validation import (
+    can_be_read,
     check_int,
     check_same_device,
     check_tensor,
     check_tensor_dtype,
+    describe,
     is_integer,
 )
 
@@ -30,7 +32,8 @@ def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
 
     Raises:
         TypeError: indices are no int32 or int64 tensor.
-        ValueError: indices are not one-dimensional, or input has no dimension.
+        ValueError: indices are not one-dimensional, or (on the CPU) out of range; or input has no
+            dimension.
     """
     check_tensor("input", input)
     _check_indices(indices, input, "input")
@@ -39,6 +42,7 @@ def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
             f"indices: got shape {tuple(indices.shape)} for input of shape {tuple(input.shape)}, "
             "wanted (n,) for (m, ...)"
         )
+    _check_range(indices, input.shape[0])
     return input.index_select(0, indices)
 
 
@@ -55,7 +59,8 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
 
     Raises:
         TypeError: indices are no int32 or int64 tensor, or first_axis_dim is no int.
-        ValueError: there is not one index for each row of values.
+        ValueError: there is not one index for each row of values, or (on the CPU) one is out of
+            range.
     """
     check_tensor("values", values)
     first_axis_dim = check_int("first_axis_dim", first_axis_dim, 0)
@@ -65,6 +70,7 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
             f"indices: got shape {tuple(indices.shape)}, wanted {tuple(values.shape[:1])} as "
             "values has rows"
         )
+    _check_range(indices, first_axis_dim)
     zeros = values.new_zeros((first_axis_dim, *values.shape[1:]))
     return zeros.index_copy(0, indices.long(), values)
 
@@ -163,7 +169,7 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
 
     Raises:
         TypeError: a tensor or number is none.
-        ValueError: there is not one index for each token.
+        ValueError: there is not one index for each token, or (on the CPU) one is out of range.
     """
     check_tensor("hidden_states", hidden_states)
     batch, seqlen = check_int("batch", batch, 0), check_int("seqlen", seqlen, 0)
@@ -224,8 +230,8 @@ def upad_input(
         (max_seqlen_q, max_seqlen_k), ints.
 
     Raises:
-        TypeError: attention_mask is neither bool nor integer.
-        ValueError: shapes do not fit together.
+        TypeError: attention_mask is neither bool nor integer, or unpad_input_func no callable.
+        ValueError: shapes or devices do not fit together.
     """
     for name, t in (
         ("query_layer", query_layer),
@@ -233,6 +239,7 @@ def upad_input(
         ("value_layer", value_layer),
     ):
         check_tensor(name, t)
+        check_same_device(name, t, query_layer.device, "query_layer")
     query_length = check_int("query_length", query_length, 0)
     _check_mask("attention_mask", attention_mask, key_layer)
     if value_layer.shape[:2] != key_layer.shape[:2]:
@@ -257,6 +264,8 @@ def upad_input(
         bounds, longest = (cu_seqlens_q, cu_seqlens_k), (1, longest_k)
         return query_layer.squeeze(1), key, value, indices_q, bounds, longest
     unpad = unpad_input if unpad_input_func is None else unpad_input_func
+    if not callable(unpad):
+        raise TypeError(f"unpad_input_func: got {describe(unpad)}, wanted a callable or None")
     last = attention_mask[:, key_length - query_length :]
     query, indices_q, cu_seqlens_q, longest_q = unpad(query_layer, last)[:4]
     bounds, longest = (cu_seqlens_q, cu_seqlens_k), (longest_q, longest_k)
@@ -266,6 +275,14 @@ def upad_input(
 def _check_indices(indices: Tensor, tokens: Tensor, owner: str) -> None:
     check_tensor_dtype("indices", check_tensor("indices", indices), (torch.int32, torch.int64))
     check_same_device("indices", indices, tokens.device, owner)
+
+
+def _check_range(indices: Tensor, size: int) -> None:
+    """Raise for an index that is not below `size`, where the host can read them."""
+    if can_be_read(indices):
+        wrong = indices[(indices < 0) | (indices >= size)]
+        if wrong.numel() > 0:
+            raise ValueError(f"indices: got {int(wrong[0])}, wanted at least 0 and below {size}")
 
 
 def _check_mask(name: str, mask: Tensor, tokens: Tensor | None) -> None:

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from dmattn.checks import read_packing
 from dmattn.problem import Gradients, Needs, Problem, is_per_key
 
 
@@ -44,8 +45,7 @@ def sequences(problem: Problem) -> Iterator[Part]:
     packing = problem.packing
     assert packing is not None
     total_q, total_k = problem.q.shape[0], problem.k.shape[0]
-    row_bounds = _boundaries("q", packing.cu_seqlens_q, packing.max_seqlen_q, total_q)
-    key_bounds = _boundaries("k", packing.cu_seqlens_k, packing.max_seqlen_k, total_k)
+    row_bounds, key_bounds = read_packing(packing, total_q, total_k)
     for row, key in zip(
         itertools.pairwise(row_bounds), itertools.pairwise(key_bounds), strict=True
     ):
@@ -66,13 +66,3 @@ def _operand(t: Tensor, rows: slice, keys: slice) -> Tensor:
     if is_per_key(t):
         return t[None, :, None, keys]
     return t[None, :, rows, : keys.stop - keys.start]
-
-
-def _boundaries(name: str, cu_seqlens: Tensor, longest: int, total: int) -> list[int]:
-    bounds: list[int] = cu_seqlens.tolist()
-    lengths = [b - a for a, b in itertools.pairwise(bounds)]
-    if bounds[0] != 0 or bounds[-1] != total or any(n < 0 for n in lengths):
-        raise ValueError(f"cu_seqlens_{name}: got {bounds}, wanted rising from 0 to {total}")
-    if lengths and max(lengths) > longest:
-        raise ValueError(f"max_seqlen_{name}: got {longest}, wanted at least {max(lengths)}")
-    return bounds

@@ -207,13 +207,13 @@ class DogeCacheLayer(CacheLayerMixin):  # type: ignore[misc]  # has no types
                 "as many; batch_select_indices and batch_repeat_interleave change their number, "
                 "and reset() forgets them"
             )
-        # Tensors made under torch.inference_mode() cannot be changed outside of it. torch.compile
-        # cannot ask for that.
+        # A tensor made under torch.inference_mode() cannot be changed outside of it; `kept` has
+        # none. torch.compile cannot ask for that.
         if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
             return self.kept
-        if self.kept.k.is_inference():
-            assert self._compiled_tokens is not None
-            self.kept, self._compiled_tokens = self.kept.clone(), self._compiled_tokens.clone()
+        assert self._compiled_tokens is not None
+        if self._compiled_tokens.is_inference():
+            self._compiled_tokens = self._compiled_tokens.clone()
             self._keep_in_place()
         return self.kept
 
