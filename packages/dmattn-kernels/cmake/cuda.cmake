@@ -55,6 +55,15 @@ foreach(name IN LISTS DMATTN_CUDA_ARCHS)
   list(APPEND helper_codes_${helper_virtual} "${name}")
   list(APPEND helper_codes "${helper_virtual}")
 endforeach()
+# Without it, nvcc would compile the other sources for an architecture of its own choice, and the library would fail at
+# its first launch.
+foreach(name IN LISTS DMATTN_CODE_NAMES)
+  string(REGEX REPLACE "^(sm_[0-9]+)a$" "\\1" general "${name}")
+  if(NOT general IN_LIST DMATTN_CODE_NAMES)
+    message(FATAL_ERROR "DMATTN_CUDA_ARCHS holds '${name}' without '${general}', which all other kernels of that chip "
+                        "are compiled for; wanted both")
+  endif()
+endforeach()
 list(REMOVE_DUPLICATES virtual_codes)
 foreach(virtual IN LISTS virtual_codes)
   list(JOIN codes_${virtual} "," codes)
