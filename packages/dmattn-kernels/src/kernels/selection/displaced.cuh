@@ -62,16 +62,18 @@ __device__ __forceinline__ Rank sort_falling(Rank x) {
   return x;
 }
 
-// The keys of a thread in a merge, kThreads apart. Their searches go on side by side: each step of one waits for memory.
+// The keys of a thread in a merge, kThreads apart. Two searches go on side by side, as each step of one waits for memory;
+// where an SM has several thread blocks they wait together anyhow.
 template <int kThreads>
 struct MergedKeys {
-  static constexpr int kEach = kMaxActive / kThreads;
+  static constexpr int kEach = kThreads == 512 ? 2 : 1;
+  int32_t first;
   Rank x[kEach];
   int32_t other[kEach], length[kEach];  // the run that a key's own is merged with
   int32_t better[kEach];                // keys of that one that are better
 
-  static __device__ __forceinline__ int item(int e) { return e * kThreads + static_cast<int>(threadIdx.x); }
-  __device__ __forceinline__ MergedKeys(const Rank* from, int padded, int run) {
+  __device__ __forceinline__ int item(int e) const { return first + e * kThreads; }
+  __device__ __forceinline__ MergedKeys(const Rank* from, int padded, int run, int first_item) : first(first_item) {
 #pragma unroll
     for (int e = 0; e < kEach; ++e) {
       x[e] = item(e) < padded ? from[item(e)] : 0;
@@ -113,7 +115,10 @@ __device__ __forceinline__ const Rank* sort_active(DisplacedSmem& s, const Activ
   __syncthreads();
 #pragma unroll 1
   for (int run = kGroup; run < padded; run *= 2) {
-    MergedKeys<kThreads>(from, padded, run).store(to, padded, run);
+#pragma unroll 1
+    for (int i = threadIdx.x; i < padded; i += MergedKeys<kThreads>::kEach * kThreads) {
+      MergedKeys<kThreads>(from, padded, run, i).store(to, padded, run);
+    }
     __syncthreads();
     Rank* const merged = to;
     to = from;

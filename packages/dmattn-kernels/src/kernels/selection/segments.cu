@@ -180,16 +180,8 @@ __device__ __forceinline__ void write_active(SegmentSmem& s, const Segment& at, 
   if (keys.full != nullptr) const_cast<int32_t*>(keys.full)[list] = full;
 }
 
-// Blocks of 256 threads that share the registers of an SM. Code for older chips would spill with five.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-constexpr int kSmallBlocks = 5;
-#else
-constexpr int kSmallBlocks = 4;
-#endif
-
 template <int kThreads>
-__global__ void __launch_bounds__(kThreads, kThreads == 256 ? kSmallBlocks : 1024 / kThreads)
-    segment_kernel(const SelectPlan p, const KeyList keys) {
+__global__ void __launch_bounds__(kThreads, 1024 / kThreads) segment_kernel(const SelectPlan p, const KeyList keys) {
   __shared__ SegmentSmem s;
   s.bound.clear<kThreads>(p.digits);
   follow_previous_kernel();
