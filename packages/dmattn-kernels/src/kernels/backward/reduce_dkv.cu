@@ -123,27 +123,59 @@ __global__ void __launch_bounds__(kThreads)
 struct ReduceTermsParams {
   GradPair outs;
   ChunkTerms terms;
+  CarriedTerms carried;
   float* dbias_cols;
   KeyList keys;  // of chunks
-  Divisor chunk_rows;
+  TermRange range;
   int32_t blocks_of_head;
-  int32_t seqlen_q, seqlen_k, nheads, nheads_k, head_ratio, head_dim;
+  int32_t nheads, nheads_k, head_ratio, head_dim;
+};
+
+// A key of a (batch, kv head), and the rows that see it.
+struct TermKey {
+  int64_t head;  // batch * nheads_k + kv head
+  int64_t at;    // in arrays of all list heads
+  RowsOfKey rows;
+
+  __device__ __forceinline__ TermKey(const ReduceTermsParams& p, int b, int hk, int key)
+      : head(static_cast<int64_t>(b) * p.nheads_k + hk),
+        at(find_at(p, b, hk, key)),
+        rows(p.range, key, __ldg(p.keys.end + at)) {}
+  static __device__ __forceinline__ int64_t find_at(const ReduceTermsParams& p, int b, int hk, int key) {
+    const int64_t list =
+        static_cast<int64_t>(p.keys.batch > 1 ? b : 0) * p.keys.heads + hk * p.head_ratio / p.keys.head_ratio;
+    return list * p.range.seqlen_k + key;
+  }
 };
 
 // Rows of a key's terms that are there: intervals may be the caller's and name more.
 struct TermRows {
   int64_t begin, end;
 };
-__device__ __forceinline__ TermRows find_terms(const ReduceTermsParams& p, int b, int hk, int key) {
-  const int64_t list =
-      static_cast<int64_t>(p.keys.batch > 1 ? b : 0) * p.keys.heads + hk * p.head_ratio / p.keys.head_ratio;
-  const int64_t at = list * p.seqlen_k + key;
-  const ChunksOfKey chunks = find_chunks_of_key(key, __ldg(p.keys.end + at), p.seqlen_q, p.seqlen_k, p.chunk_rows);
-  const int64_t first = static_cast<int64_t>(__ldg(p.terms.first + at)) + chunks.first;
+__device__ __forceinline__ TermRows find_terms(const ReduceTermsParams& p, const TermKey& key) {
+  const ChunksOfKey chunks = find_chunks_of_key(p.range, key.rows);
+  const int64_t first = static_cast<int64_t>(__ldg(p.terms.first + key.at)) + chunks.first;
   const int64_t begin = min(max(first, int64_t{0}), int64_t{p.terms.capacity});
-  const int64_t head = (static_cast<int64_t>(b) * p.nheads_k + hk) * p.terms.capacity;
+  const int64_t head = key.head * p.terms.capacity;
   return {head + begin, head + min(begin + chunks.count, int64_t{p.terms.capacity})};
 }
+
+// The rows of CarriedTerms from which a key's sums go on and to which they go; -1: none. Places that intervals of the
+// caller make too large are none.
+struct CarriedRows {
+  bool comes_before, goes_on;
+  int64_t from = -1, to = -1;
+
+  __device__ __forceinline__ CarriedRows(const ReduceTermsParams& p, const TermKey& key)
+      : comes_before(key.rows.come_before(p.range)), goes_on(key.rows.go_on(p.range)) {
+    if (!comes_before && !goes_on) return;
+    const uint32_t places = __ldg(p.carried.places + key.at);
+    const int place_from = static_cast<int>(places & 0xffff), place_to = static_cast<int>(places >> 16);
+    const int64_t first = key.head * p.carried.capacity;
+    if (comes_before && place_from < p.carried.capacity) from = first + place_from;
+    if (goes_on && place_to < p.carried.capacity) to = first + place_to;
+  }
+};
 
 // A key that is seen for long has a row in each of many chunks: so many are on their way at once.
 constexpr int kTermsAtOnce = 8;
@@ -180,20 +212,35 @@ __global__ void __launch_bounds__(kThreads) reduce_chunk_terms_kernel(const __gr
   const int block = static_cast<int>(blockIdx.x / 2), pair = block / p.blocks_of_head;
   const int chunks = ceil_div(p.head_dim, 8), keys = kThreads / chunks, own = static_cast<int>(threadIdx.x) / chunks;
   const int key = (block - pair * p.blocks_of_head) * keys + own;
-  if (own >= keys || key >= p.seqlen_k) return;
+  if (own >= keys || key >= p.range.seqlen_k) return;
   const int col = (static_cast<int>(threadIdx.x) - own * chunks) * 8, b = pair / p.nheads_k, hk = pair % p.nheads_k;
-  const TermRows rows = find_terms(p, b, hk, key);
+  const TermKey found(p, b, hk, key);
+  if (!found.rows.belong_to(p.range)) return;
+  const TermRows rows = find_terms(p, found);
+  const CarriedRows carried(p, found);
   float acc[8] = {};
+  if (carried.from >= 0) {
+    const float* const from = is_first ? p.carried.from_dk : p.carried.from_dv;
+    accumulate8(acc, from + carried.from * p.head_dim + col, 1.f);
+  }
   sum_terms(acc, out.src + col, rows, p.head_dim);
-  store_chunk(out.dst + row_offset(out.stride, b, hk, key) + col, pack_chunk<Element>(acc), out.vec);
+  if (!carried.goes_on) {
+    store_chunk(out.dst + row_offset(out.stride, b, hk, key) + col, pack_chunk<Element>(acc), out.vec);
+  } else if (carried.to >= 0) {
+    float4* const to =
+        reinterpret_cast<float4*>((is_first ? p.carried.to_dk : p.carried.to_dv) + carried.to * p.head_dim + col);
+    to[0] = make_float4(acc[0], acc[1], acc[2], acc[3]);
+    to[1] = make_float4(acc[4], acc[5], acc[6], acc[7]);
+  }
   if (!is_first || col != 0 || p.terms.dbias == nullptr) return;
-  float sum = 0.f;
+  float* const dbias = p.dbias_cols + (static_cast<int64_t>(b) * p.nheads + hk * p.head_ratio) * p.range.seqlen_k + key;
+  float sum = carried.comes_before ? *dbias : 0.f;
 #pragma unroll 1
   for (int64_t row = rows.begin; row < rows.end; row += kTermsAtOnce) {
 #pragma unroll
     for (int i = 0; i < kTermsAtOnce; ++i) sum += row + i < rows.end ? __ldg(p.terms.dbias + row + i) : 0.f;
   }
-  p.dbias_cols[(static_cast<int64_t>(b) * p.nheads + hk * p.head_ratio) * p.seqlen_k + key] = sum;
+  *dbias = sum;
 }
 
 }  // namespace
@@ -232,16 +279,18 @@ cudaError_t convert_dkv(const BwdParams& p, Dtype dtype, cudaStream_t stream) {
   });
 }
 
-cudaError_t reduce_chunk_terms(const BwdParams& p, Dtype dtype, cudaStream_t stream) {
+cudaError_t reduce_chunk_terms(const BwdParams& p, const CarriedTerms& carried, Dtype dtype, cudaStream_t stream) {
   ReduceTermsParams r = {};
   grad_outs(p, p.terms.dk, p.terms.dv, r.outs);
   r.terms = p.terms;
+  r.carried = carried;
   r.dbias_cols = p.dbias_cols;
   r.keys = p.chunks.keys;
-  r.chunk_rows = Divisor(p.chunks.keys.block_rows);
-  r.blocks_of_head = ceil_div(p.seqlen_k, kThreads / ceil_div(p.head_dim, 8));
-  r.seqlen_q = p.seqlen_q;
-  r.seqlen_k = p.seqlen_k;
+  const int32_t block_rows = p.keys.block_rows;
+  r.range = term_range(p.chunks.keys.block_rows, p.row_block_begin * block_rows, p.row_blocks * block_rows, p.seqlen_q,
+                       p.seqlen_k);
+  r.blocks_of_head = ceil_div(keys_up_to(r.range), kThreads / ceil_div(p.head_dim, 8));
+  if (r.blocks_of_head == 0) return cudaSuccess;
   r.nheads = p.nheads;
   r.nheads_k = p.nheads_k;
   r.head_ratio = p.head_ratio;
