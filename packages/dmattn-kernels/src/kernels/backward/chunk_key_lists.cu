@@ -175,12 +175,17 @@ __device__ __forceinline__ void number_keys(const TermRange& t, int block, const
   }
   before = __reduce_add_sync(kFullWarp, before);
   const int first_key = first_of_block + warp * (32 * kKeysOfLane) + lane;
-  uint32_t place[kKeysOfLane], sum = 0;
+  int ends[kKeysOfLane];  // asked for at once. 0: nothing counts of a key that there is not, as no row sees it
 #pragma unroll
   for (int i = 0; i < kKeysOfLane; ++i) {
     const int key = first_key + 32 * i;
-    const RowsOfKey rows(t, key, key < t.seqlen_k ? __ldg(end + key) : 0);
-    const uint32_t count = key < t.seqlen_k ? count_of(rows) : 0, after = warp_inclusive_scan(count);
+    ends[i] = key < t.seqlen_k ? __ldg(end + key) : 0;
+  }
+  uint32_t place[kKeysOfLane], sum = 0;
+#pragma unroll
+  for (int i = 0; i < kKeysOfLane; ++i) {
+    const RowsOfKey rows(t, first_key + 32 * i, ends[i]);
+    const uint32_t count = count_of(rows), after = warp_inclusive_scan(count);
     place[i] = place_of(rows, sum + after - count);
     sum += __shfl_sync(kFullWarp, after, 31);
   }

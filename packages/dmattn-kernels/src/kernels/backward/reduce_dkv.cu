@@ -127,120 +127,149 @@ struct ReduceTermsParams {
   float* dbias_cols;
   KeyList keys;  // of chunks
   TermRange range;
-  int32_t blocks_of_head;
+  int32_t keys_of_block, blocks_of_head;
   int32_t nheads, nheads_k, head_ratio, head_dim;
 };
 
-// A key of a (batch, kv head), and the rows that see it.
+// A key whose sums the round has a part in. Intervals may be the caller's: rows and places beyond those that there are do
+// not count.
 struct TermKey {
-  int64_t head;  // batch * nheads_k + kv head
-  int64_t at;    // in arrays of all list heads
-  RowsOfKey rows;
+  int64_t begin, end;  // its rows of ChunkTerms
+  int64_t from, to;    // its rows of CarriedTerms; kNone, or kLost where there is no such row
+  int32_t key;
+  static constexpr int64_t kNone = -1, kLost = -2;
 
-  __device__ __forceinline__ TermKey(const ReduceTermsParams& p, int b, int hk, int key)
-      : head(static_cast<int64_t>(b) * p.nheads_k + hk),
-        at(find_at(p, b, hk, key)),
-        rows(p.range, key, __ldg(p.keys.end + at)) {}
-  static __device__ __forceinline__ int64_t find_at(const ReduceTermsParams& p, int b, int hk, int key) {
-    const int64_t list =
-        static_cast<int64_t>(p.keys.batch > 1 ? b : 0) * p.keys.heads + hk * p.head_ratio / p.keys.head_ratio;
-    return list * p.range.seqlen_k + key;
+  // `pair`: batch * nheads_k + kv head. `at`: of the key, in arrays of all list heads.
+  __device__ __forceinline__ void find(const ReduceTermsParams& p, const RowsOfKey& rows, int64_t pair, int64_t at) {
+    const ChunksOfKey chunks = find_chunks_of_key(p.range, rows);
+    const int64_t first = static_cast<int64_t>(__ldg(p.terms.first + at)) + chunks.first;
+    begin = min(max(first, int64_t{0}), int64_t{p.terms.capacity});
+    end = min(begin + chunks.count, int64_t{p.terms.capacity});
+    begin += pair * p.terms.capacity;
+    end += pair * p.terms.capacity;
+    from = to = kNone;
+    if (!rows.come_before(p.range) && !rows.go_on(p.range)) return;
+    const uint32_t places = __ldg(p.carried.places + at);
+    if (rows.come_before(p.range)) from = carried_row(p, pair, places & 0xffff);
+    if (rows.go_on(p.range)) to = carried_row(p, pair, places >> 16);
+  }
+  static __device__ __forceinline__ int64_t carried_row(const ReduceTermsParams& p, int64_t pair, uint32_t place) {
+    const int32_t capacity = p.carried.capacity;
+    return place < static_cast<uint32_t>(capacity) ? pair * capacity + place : kLost;
   }
 };
 
-// Rows of a key's terms that are there: intervals may be the caller's and name more.
-struct TermRows {
-  int64_t begin, end;
-};
-__device__ __forceinline__ TermRows find_terms(const ReduceTermsParams& p, const TermKey& key) {
-  const ChunksOfKey chunks = find_chunks_of_key(p.range, key.rows);
-  const int64_t first = static_cast<int64_t>(__ldg(p.terms.first + key.at)) + chunks.first;
-  const int64_t begin = min(max(first, int64_t{0}), int64_t{p.terms.capacity});
-  const int64_t head = key.head * p.terms.capacity;
-  return {head + begin, head + min(begin + chunks.count, int64_t{p.terms.capacity})};
+// Keys of a block. It waits for the rows of a key some times, one after the other, so that all blocks should run at once;
+// up to so many keys they do with the fewer keys.
+constexpr int kFewestKeysOfBlock = 64, kMostKeysOfBlock = 128, kKeysOfManyBlocks = 1 << 15;
+static_assert(kMostKeysOfBlock <= kThreads);
+
+// Of the keys of a block those whose sums the round has a part in, which in long sequences are few. Returns how many.
+__device__ __forceinline__ int find_term_keys(const ReduceTermsParams& p, int b, int hk, int first_key,
+                                              TermKey (&found)[kMostKeysOfBlock], int (&warp_sums)[32]) {
+  const int key = first_key + static_cast<int>(threadIdx.x);
+  const bool exists = static_cast<int>(threadIdx.x) < p.keys_of_block && key < p.range.seqlen_k;
+  const int64_t list =
+      static_cast<int64_t>(p.keys.batch > 1 ? b : 0) * p.keys.heads + hk * p.head_ratio / p.keys.head_ratio;
+  const int64_t at = list * p.range.seqlen_k + key;
+  const RowsOfKey rows(p.range, key, exists ? __ldg(p.keys.end + at) : 0);
+  const bool belongs = exists && rows.belong_to(p.range);
+  int count;
+  const int place = block_exclusive_scan<kThreads>(belongs ? 1 : 0, warp_sums, count);
+  if (belongs) {
+    found[place].key = key;
+    found[place].find(p, rows, static_cast<int64_t>(b) * p.nheads_k + hk, at);
+  }
+  __syncthreads();
+  return count;
 }
 
-// The rows of CarriedTerms from which a key's sums go on and to which they go; -1: none. Places that intervals of the
-// caller make too large are none.
-struct CarriedRows {
-  bool comes_before, goes_on;
-  int64_t from = -1, to = -1;
+// A key that is seen for long has a row in each of many chunks: so many are on their way at once, of four columns a
+// thread, for which there are registers.
+constexpr int kTermsAtOnce = 8, kTermColumns = 4;
 
-  __device__ __forceinline__ CarriedRows(const ReduceTermsParams& p, const TermKey& key)
-      : comes_before(key.rows.come_before(p.range)), goes_on(key.rows.go_on(p.range)) {
-    if (!comes_before && !goes_on) return;
-    const uint32_t places = __ldg(p.carried.places + key.at);
-    const int place_from = static_cast<int>(places & 0xffff), place_to = static_cast<int>(places >> 16);
-    const int64_t first = key.head * p.carried.capacity;
-    if (comes_before && place_from < p.carried.capacity) from = first + place_from;
-    if (goes_on && place_to < p.carried.capacity) to = first + place_to;
-  }
-};
-
-// A key that is seen for long has a row in each of many chunks: so many are on their way at once.
-constexpr int kTermsAtOnce = 8;
-
-__device__ __forceinline__ void sum_terms(float (&acc)[8], const float* src, const TermRows& rows, int head_dim) {
+__device__ __forceinline__ void sum_terms(float4& acc, const float* from, int rows, int head_dim) {
 #pragma unroll 1
-  for (int64_t row = rows.begin; row < rows.end; row += kTermsAtOnce) {
-    float4 x[kTermsAtOnce][2];
+  for (; rows > 0; rows -= kTermsAtOnce, from += int64_t{kTermsAtOnce} * head_dim) {
+    float4 x[kTermsAtOnce];
 #pragma unroll
     for (int i = 0; i < kTermsAtOnce; ++i) {
-      const float4* const from = reinterpret_cast<const float4*>(src + (row + i) * head_dim);
-      x[i][0] = x[i][1] = make_float4(0.f, 0.f, 0.f, 0.f);
-      if (row + i < rows.end) x[i][0] = __ldg(from), x[i][1] = __ldg(from + 1);
+      x[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+      if (i < rows) x[i] = __ldg(reinterpret_cast<const float4*>(from + int64_t{i} * head_dim));
     }
 #pragma unroll
     for (int i = 0; i < kTermsAtOnce; ++i) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        acc[4 * half] += x[i][half].x;
-        acc[4 * half + 1] += x[i][half].y;
-        acc[4 * half + 2] += x[i][half].z;
-        acc[4 * half + 3] += x[i][half].w;
-      }
+      acc.x += x[i].x;
+      acc.y += x[i].y;
+      acc.z += x[i].z;
+      acc.w += x[i].w;
     }
   }
 }
+// Rounded; `vec`: rows start on 16 bytes.
+template <class Element>
+__device__ __forceinline__ void store_columns(uint16_t* dst, const float4& x, bool vec) {
+  const uint2 packed = make_uint2(Half2<Element>::pack(x.x, x.y), Half2<Element>::pack(x.z, x.w));
+  if (vec) {
+    *reinterpret_cast<uint2*>(dst) = packed;
+    return;
+  }
+  dst[0] = static_cast<uint16_t>(packed.x);
+  dst[1] = static_cast<uint16_t>(packed.x >> 16);
+  dst[2] = static_cast<uint16_t>(packed.y);
+  dst[3] = static_cast<uint16_t>(packed.y >> 16);
+}
 
-// A thread has eight columns of a key.
+// Some columns of dk or dv of a key.
+template <class Element>
+__device__ __forceinline__ void sum_columns(const ReduceTermsParams& p, const TermKey& key, int b, int hk, bool is_dk,
+                                            int col) {
+  const GradOut& out = p.outs.grad[is_dk ? 0 : 1];
+  float4 acc = make_float4(0.f, 0.f, 0.f, 0.f);
+  if (key.from >= 0) {
+    const float* const from = (is_dk ? p.carried.from_dk : p.carried.from_dv) + key.from * p.head_dim + col;
+    acc = __ldg(reinterpret_cast<const float4*>(from));
+  }
+  sum_terms(acc, out.src + key.begin * p.head_dim + col, static_cast<int>(key.end - key.begin), p.head_dim);
+  if (key.to == TermKey::kNone) {
+    store_columns<Element>(out.dst + row_offset(out.stride, b, hk, key.key) + col, acc, out.vec);
+  } else if (key.to >= 0) {
+    *reinterpret_cast<float4*>((is_dk ? p.carried.to_dk : p.carried.to_dv) + key.to * p.head_dim + col) = acc;
+  }
+}
+__device__ __forceinline__ void sum_dbias(const ReduceTermsParams& p, const TermKey& key, int b, int hk) {
+  const int64_t head = static_cast<int64_t>(b) * p.nheads + hk * p.head_ratio;
+  float* const to = p.dbias_cols + head * p.range.seqlen_k + key.key;
+  float sum = key.from == TermKey::kNone ? 0.f : *to;
+#pragma unroll 1
+  for (int64_t row = key.begin; row < key.end; row += kTermsAtOnce) {
+#pragma unroll
+    for (int i = 0; i < kTermsAtOnce; ++i) sum += row + i < key.end ? __ldg(p.terms.dbias + row + i) : 0.f;
+  }
+  *to = sum;
+}
+
+// A block has some keys of a (batch, kv head), and its threads share out the columns of those that count.
 template <class Element>
 __global__ void __launch_bounds__(kThreads) reduce_chunk_terms_kernel(const __grid_constant__ ReduceTermsParams p) {
+  __shared__ TermKey found[kMostKeysOfBlock];
+  __shared__ int warp_sums[32];
   follow_previous_kernel();
-  const bool is_first = blockIdx.x % 2 == 0;
-  const GradOut& out = p.outs.grad[blockIdx.x % 2];
-  const int block = static_cast<int>(blockIdx.x / 2), pair = block / p.blocks_of_head;
-  const int chunks = ceil_div(p.head_dim, 8), keys = kThreads / chunks, own = static_cast<int>(threadIdx.x) / chunks;
-  const int key = (block - pair * p.blocks_of_head) * keys + own;
-  if (own >= keys || key >= p.range.seqlen_k) return;
-  const int col = (static_cast<int>(threadIdx.x) - own * chunks) * 8, b = pair / p.nheads_k, hk = pair % p.nheads_k;
-  const TermKey found(p, b, hk, key);
-  if (!found.rows.belong_to(p.range)) return;
-  const TermRows rows = find_terms(p, found);
-  const CarriedRows carried(p, found);
-  float acc[8] = {};
-  if (carried.from >= 0) {
-    const float* const from = is_first ? p.carried.from_dk : p.carried.from_dv;
-    accumulate8(acc, from + carried.from * p.head_dim + col, 1.f);
-  }
-  sum_terms(acc, out.src + col, rows, p.head_dim);
-  if (!carried.goes_on) {
-    store_chunk(out.dst + row_offset(out.stride, b, hk, key) + col, pack_chunk<Element>(acc), out.vec);
-  } else if (carried.to >= 0) {
-    float4* const to =
-        reinterpret_cast<float4*>((is_first ? p.carried.to_dk : p.carried.to_dv) + carried.to * p.head_dim + col);
-    to[0] = make_float4(acc[0], acc[1], acc[2], acc[3]);
-    to[1] = make_float4(acc[4], acc[5], acc[6], acc[7]);
-  }
-  if (!is_first || col != 0 || p.terms.dbias == nullptr) return;
-  float* const dbias = p.dbias_cols + (static_cast<int64_t>(b) * p.nheads + hk * p.head_ratio) * p.range.seqlen_k + key;
-  float sum = carried.comes_before ? *dbias : 0.f;
+  const int block = static_cast<int>(blockIdx.x), pair = block / p.blocks_of_head;
+  const int b = pair / p.nheads_k, hk = pair % p.nheads_k;
+  const int first_key = (block - pair * p.blocks_of_head) * p.keys_of_block;
+  const int keys = find_term_keys(p, b, hk, first_key, found, warp_sums);
+  const int parts = p.head_dim / kTermColumns, columns = 2 * parts * keys;
+  const int work = columns + (p.terms.dbias != nullptr ? keys : 0);
 #pragma unroll 1
-  for (int64_t row = rows.begin; row < rows.end; row += kTermsAtOnce) {
-#pragma unroll
-    for (int i = 0; i < kTermsAtOnce; ++i) sum += row + i < rows.end ? __ldg(p.terms.dbias + row + i) : 0.f;
+  for (int i = static_cast<int>(threadIdx.x); i < work; i += kThreads) {
+    if (i < columns) {
+      const int row = i / parts;  // dk of the first key, its dv, dk of the second, ...
+      sum_columns<Element>(p, found[row / 2], b, hk, row % 2 == 0, (i - row * parts) * kTermColumns);
+    } else {
+      sum_dbias(p, found[i - columns], b, hk);
+    }
   }
-  *dbias = sum;
 }
 
 }  // namespace
@@ -289,13 +318,15 @@ cudaError_t reduce_chunk_terms(const BwdParams& p, const CarriedTerms& carried, 
   const int32_t block_rows = p.keys.block_rows;
   r.range = term_range(p.chunks.keys.block_rows, p.row_block_begin * block_rows, p.row_blocks * block_rows, p.seqlen_q,
                        p.seqlen_k);
-  r.blocks_of_head = ceil_div(keys_up_to(r.range), kThreads / ceil_div(p.head_dim, 8));
-  if (r.blocks_of_head == 0) return cudaSuccess;
+  const int32_t keys = keys_up_to(r.range);
+  if (keys == 0) return cudaSuccess;
+  r.keys_of_block = int64_t{p.batch} * p.nheads_k * keys > kKeysOfManyBlocks ? kMostKeysOfBlock : kFewestKeysOfBlock;
+  r.blocks_of_head = ceil_div(keys, r.keys_of_block);
   r.nheads = p.nheads;
   r.nheads_k = p.nheads_k;
   r.head_ratio = p.head_ratio;
   r.head_dim = p.head_dim;
-  const int64_t blocks = int64_t{2} * p.batch * p.nheads_k * r.blocks_of_head;
+  const int64_t blocks = int64_t{p.batch} * p.nheads_k * r.blocks_of_head;
   return with_half_type(dtype, [&](auto element) {
     return launch(reduce_chunk_terms_kernel<decltype(element)>, blocks, kThreads, 0, stream, r);
   });
