@@ -222,6 +222,7 @@ std::string describe(const BwdPlan& plan, const BwdRound& round, const BwdParams
   json.put_address("carried.to_dk", carried.to_dk);
   json.put_address("carried.to_dv", carried.to_dv);
   json.put("carried.capacity", carried.capacity);
+  json.put("carried.keys", carried.keys);
   json.put("lse_scale", plan.preprocess.lse_scale);
   json.put("rest_scale", plan.preprocess.rest_scale);
   return json.text();

@@ -229,8 +229,7 @@ def test_sums_kept_apart_in_rounds_of_rows(
     if biased:
         given |= {"gradients": "dq dk dv dbias"} | key_bias(nheads, nheads_k, length)
     first = plan_of(probe, window, **given, **shape)
-    if not biased:
-        assert (first["chunk_blocks"], first["rounds"]) == (blocks, rounds)
+    assert (first["chunk_blocks"], first["rounds"]) == (blocks, rounds)
     rows_done, handed_on = 0, None
     for round in range(first["rounds"]):
         plan = plan_of(probe, window, round=round, **given, **shape)
@@ -243,6 +242,8 @@ def test_sums_kept_apart_in_rounds_of_rows(
         assert plan["chunks.blocks"] == chunks
         assert plan["terms.capacity"] >= chunks * min(plan["chunks.capacity"], length)
         assert window <= plan["carried.capacity"] < 1 << 16
+        last = (first["rounds"] // nheads_k - 1) * first["round.row_blocks"] * BLOCK
+        assert plan["carried.keys"] == last  # the others are seen in the last round alone
         carried = plan["carried.capacity"] * head_dim * 4
         terms = plan["terms.capacity"] * head_dim * 4
         sizes = array_bytes(plan, shape, 0) | {
@@ -251,7 +252,7 @@ def test_sums_kept_apart_in_rounds_of_rows(
             "chunks.tile_rows": chunks * plan["chunks.capacity"] // 128 * 8,
             "terms.first": length * 4,
             "terms.dbias": plan["terms.capacity"] * 4,
-            "carried.places": length * 4,
+            "carried.places": plan["carried.keys"] * 4,
             **dict.fromkeys(("terms.dk", "terms.dv"), terms),
             **{f"carried.{to}_{x}": carried for to in ("from", "to") for x in ("dk", "dv")},
         }

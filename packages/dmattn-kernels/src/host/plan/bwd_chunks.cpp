@@ -132,7 +132,9 @@ CarriedTerms place_carried_terms(const BwdPlan& plan, const BwdRound& round, Wor
   const BwdParams& p = plan.kernel;
   KeyList lists;
   set_extents(lists, plan, round.batches, round.heads_k, round.row_blocks);
-  carried.places = workspace.take<uint32_t>(int64_t{lists.batch} * lists.heads * p.seqlen_k);
+  const int64_t last_row = int64_t{(plan.whole.row_blocks - 1) / round.row_blocks * round.row_blocks} * plan.list_rows;
+  carried.keys = static_cast<int32_t>(std::clamp<int64_t>(last_row + p.seqlen_k - p.seqlen_q, 0, p.seqlen_k));
+  carried.places = workspace.take<uint32_t>(int64_t{lists.batch} * lists.heads * carried.keys);
   // All of these keys are in the list of the row block that comes next.
   carried.capacity = std::min(p.keys.capacity, p.seqlen_k);
   const int64_t elements = int64_t{round.batches} * round.heads_k * carried.capacity * p.head_dim;

@@ -24,13 +24,13 @@ constexpr int64_t kMostRounds = 8;
 constexpr int64_t kStepsWorthRounds = 512;
 
 // Bytes that the whole workspace without dense_bytes should not exceed. Together with the log-sum-exp and its rest, which
-// the forward keeps for the backward, that is a little less than 1.5 times the bytes of q, k and v.
-int64_t scratch_limit(const BwdPlan& plan) {
+// the forward keeps for the backward, that is a little less than 1.5 times the bytes of q, k and v, or just as much.
+int64_t scratch_limit(const BwdPlan& plan, int64_t thirty_seconds = 47) {
   const BwdParams& p = plan.kernel;
   const int64_t rows_q = rows_of(p) * p.packing.rows_q(p.seqlen_q);
   const int64_t rows_k = int64_t{2} * p.packing.slabs(p.batch) * p.nheads_k * p.packing.rows_k(p.seqlen_k);
   const int64_t qkv_bytes = element_bytes(plan.unit.dtype) * p.head_dim * (rows_q + rows_k);
-  return qkv_bytes * 47 / 32 - int64_t{2 * sizeof(float)} * rows_q;
+  return qkv_bytes * thirty_seconds / 32 - int64_t{2 * sizeof(float)} * rows_q;
 }
 
 bool continues_dkv(const BwdPlan& plan, const BwdRound& round) {
@@ -324,8 +324,8 @@ class RoundChoice {
   }
 
   // Chunks whose shares of dk, dv and dbias fit beside the other sums, in rounds of whole kv heads: the shortest chunks
-  // that do, as longer ones make fewer items. If none do, rounds of row blocks, of which no more is asked than of those
-  // without. If there are none either, chunks take turns, as has been chosen.
+  // that do, as longer ones make fewer items. If none do, rounds of row blocks, which may take all of 1.5 times q, k and v.
+  // If there are none either, chunks take turns, as has been chosen.
   void search_with_terms() {
     const int32_t chunk_blocks = plan_.chunk_blocks;
     const int64_t limit = std::max(limit_, accumulator_bytes(plan_, plan_.round, Splits{}));
@@ -336,7 +336,7 @@ class RoundChoice {
       if (search_rounds_with_terms(limit * kTermsLimitNumerator / kTermsLimitDenominator)) return;
     }
     plan_.chunk_blocks = shortest;
-    if (search_row_rounds_with_terms(limit)) return;
+    if (search_row_rounds_with_terms(std::max(limit, scratch_limit(plan_, 48) - bytes_before_))) return;
     plan_.keeps_terms = false;
     plan_.chunk_blocks = chunk_blocks;
   }

@@ -152,16 +152,17 @@ constexpr int kKeysOfLane = 8, kTermKeys = kThreads * kKeysOfLane;
 struct TermBlocks {
   TermRange range;
   uint32_t* carried_places;  // as in CarriedTerms; nullptr: none
-  int32_t of_head;           // blocks
+  int32_t carried_keys;
+  int32_t of_head;  // blocks
 };
 struct TermSums {
   uint32_t before[kWarps], own[kWarps];  // of the keys that each warp has counted; of its own keys
 };
 
-// Numbers one thing of each key, by what count_of() says of a key's rows: place_of() takes the rows and how many there are
-// of the keys before. All numbers are unsigned, since intervals of the caller may be any.
+// Numbers one thing of each of the first `keys` keys, by what count_of() says of a key's rows: place_of() takes the rows
+// and how many there are of the keys before. All numbers are unsigned, since intervals of the caller may be any.
 template <class CountOf, class PlaceOf>
-__device__ __forceinline__ void number_keys(const TermRange& t, int block, const int32_t* end, TermSums& sums,
+__device__ __forceinline__ void number_keys(const TermRange& t, int keys, int block, const int32_t* end, TermSums& sums,
                                             uint32_t* to, const CountOf& count_of, const PlaceOf& place_of) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first_of_block = block * kTermKeys;
   uint32_t before = 0;
@@ -179,7 +180,7 @@ __device__ __forceinline__ void number_keys(const TermRange& t, int block, const
 #pragma unroll
   for (int i = 0; i < kKeysOfLane; ++i) {
     const int key = first_key + 32 * i;
-    ends[i] = key < t.seqlen_k ? __ldg(end + key) : 0;
+    ends[i] = key < keys ? __ldg(end + key) : 0;
   }
   uint32_t place[kKeysOfLane], sum = 0;
 #pragma unroll
@@ -196,7 +197,7 @@ __device__ __forceinline__ void number_keys(const TermRange& t, int block, const
 #pragma unroll
   for (int i = 0; i < kKeysOfLane; ++i) {
     const int key = first_key + 32 * i;
-    if (key < t.seqlen_k) to[key] = begin + place[i];
+    if (key < keys) to[key] = begin + place[i];
   }
 }
 
@@ -207,16 +208,16 @@ __device__ __forceinline__ void place_terms(const TermRange& t, int block, const
   const auto place_of = [&](const RowsOfKey& rows, uint32_t before) {
     return before - find_chunks_of_key(t, rows).first;
   };
-  number_keys(t, block, end, sums, reinterpret_cast<uint32_t*>(to), count_of, place_of);
+  number_keys(t, t.seqlen_k, block, end, sums, reinterpret_cast<uint32_t*>(to), count_of, place_of);
 }
 
 // The places of CarriedTerms: both numbers of a key in one word.
-__device__ __forceinline__ void place_carried(const TermRange& t, int block, const int32_t* end, TermSums& sums,
-                                              uint32_t* to) {
+__device__ __forceinline__ void place_carried(const TermRange& t, int keys, int block, const int32_t* end,
+                                              TermSums& sums, uint32_t* to) {
   const auto count_of = [&](const RowsOfKey& rows) -> uint32_t {
     return (rows.come_before(t) ? 1 : 0) + (rows.go_on(t) ? 1 << 16 : 0);
   };
-  number_keys(t, block, end, sums, to, count_of, [](const RowsOfKey&, uint32_t before) { return before; });
+  number_keys(t, keys, block, end, sums, to, count_of, [](const RowsOfKey&, uint32_t before) { return before; });
 }
 
 // kHasTerms: the first blocks place the terms of the list heads, while the others put lists together.
@@ -236,9 +237,13 @@ __global__ void __launch_bounds__(kThreads) chunk_key_lists_kernel(const ChunkKe
       const int block = terms.of_head - 1 - row / kinds;
       const int64_t head_list = static_cast<int64_t>(head / to.heads) * p.from.heads + head % to.heads;
       const int32_t* const end = p.from.end + head_list * p.seqlen_k;
-      const int64_t first = static_cast<int64_t>(head) * p.seqlen_k;
-      if (row % kinds == 0) return place_terms(terms.range, block, end, sums, p.first_term + first);
-      return place_carried(terms.range, block, end, sums, terms.carried_places + first);
+      if (row % kinds == 0) {
+        return place_terms(terms.range, block, end, sums, p.first_term + static_cast<int64_t>(head) * p.seqlen_k);
+      }
+      const int keys = terms.carried_keys;
+      if (block * kTermKeys >= keys) return;
+      return place_carried(terms.range, keys, block, end, sums,
+                           terms.carried_places + static_cast<int64_t>(head) * keys);
     }
     list -= blocks * kinds;
   }
@@ -264,6 +269,7 @@ cudaError_t chunk_key_lists(const ChunkKeyListsParams& p, const CarriedTerms& ca
   terms.range = term_range(to.block_rows, p.row_block_begin * p.row_block_rows, p.row_blocks * p.row_block_rows,
                            p.seqlen_q, p.seqlen_k);
   terms.carried_places = carried.places;
+  terms.carried_keys = carried.keys;
   terms.of_head = ceil_div(keys_up_to(terms.range), kTermKeys);
   const int64_t kinds = carried.places != nullptr ? 2 : 1;
   const int64_t term_blocks = kinds * to.batch * to.heads * terms.of_head;

@@ -139,17 +139,17 @@ struct TermKey {
   int32_t key;
   static constexpr int64_t kNone = -1, kLost = -2;
 
-  // `pair`: batch * nheads_k + kv head. `at`: of the key, in arrays of all list heads.
-  __device__ __forceinline__ void find(const ReduceTermsParams& p, const RowsOfKey& rows, int64_t pair, int64_t at) {
+  // `pair`: batch * nheads_k + kv head. `list`: list batch * list heads + list head.
+  __device__ __forceinline__ void find(const ReduceTermsParams& p, const RowsOfKey& rows, int64_t pair, int64_t list) {
     const ChunksOfKey chunks = find_chunks_of_key(p.range, rows);
-    const int64_t first = static_cast<int64_t>(__ldg(p.terms.first + at)) + chunks.first;
+    const int64_t first = static_cast<int64_t>(__ldg(p.terms.first + list * p.range.seqlen_k + key)) + chunks.first;
     begin = min(max(first, int64_t{0}), int64_t{p.terms.capacity});
     end = min(begin + chunks.count, int64_t{p.terms.capacity});
     begin += pair * p.terms.capacity;
     end += pair * p.terms.capacity;
     from = to = kNone;
     if (!rows.come_before(p.range) && !rows.go_on(p.range)) return;
-    const uint32_t places = __ldg(p.carried.places + at);
+    const uint32_t places = __ldg(p.carried.places + list * p.carried.keys + key);
     if (rows.come_before(p.range)) from = carried_row(p, pair, places & 0xffff);
     if (rows.go_on(p.range)) to = carried_row(p, pair, places >> 16);
   }
@@ -171,14 +171,13 @@ __device__ __forceinline__ int find_term_keys(const ReduceTermsParams& p, int b,
   const bool exists = static_cast<int>(threadIdx.x) < p.keys_of_block && key < p.range.seqlen_k;
   const int64_t list =
       static_cast<int64_t>(p.keys.batch > 1 ? b : 0) * p.keys.heads + hk * p.head_ratio / p.keys.head_ratio;
-  const int64_t at = list * p.range.seqlen_k + key;
-  const RowsOfKey rows(p.range, key, exists ? __ldg(p.keys.end + at) : 0);
+  const RowsOfKey rows(p.range, key, exists ? __ldg(p.keys.end + list * p.range.seqlen_k + key) : 0);
   const bool belongs = exists && rows.belong_to(p.range);
   int count;
   const int place = block_exclusive_scan<kThreads>(belongs ? 1 : 0, warp_sums, count);
   if (belongs) {
     found[place].key = key;
-    found[place].find(p, rows, static_cast<int64_t>(b) * p.nheads_k + hk, at);
+    found[place].find(p, rows, static_cast<int64_t>(b) * p.nheads_k + hk, list);
   }
   __syncthreads();
   return count;
