@@ -17,6 +17,8 @@ namespace {
 using namespace prep;
 
 constexpr int kThreads = 512, kWarps = kThreads / 32;
+// Terms: with more there would be too few registers for the keys that are asked for at once.
+constexpr int blocks_per_sm(bool has_terms) { return has_terms ? 2 : 4; }
 constexpr int kPlaces = kMostChunkRows / kChunkTileRows;  // blocks of rows of a chunk
 constexpr int kClasses = kPlaces * kPlaces;
 static_assert(kClasses <= kThreads);
@@ -222,7 +224,8 @@ __device__ __forceinline__ void place_carried(const TermRange& t, int keys, int 
 
 // kHasTerms: the first blocks place the terms of the list heads, while the others put lists together.
 template <bool kHasTerms>
-__global__ void __launch_bounds__(kThreads) chunk_key_lists_kernel(const ChunkKeyListsParams p, TermBlocks terms) {
+__global__ void __launch_bounds__(kThreads, blocks_per_sm(kHasTerms))
+    chunk_key_lists_kernel(const ChunkKeyListsParams p, TermBlocks terms) {
   __shared__ ClassCounts s;
   follow_previous_kernel();
   const KeyList& to = p.to.keys;

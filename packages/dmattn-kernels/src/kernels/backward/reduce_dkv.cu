@@ -184,8 +184,8 @@ __device__ __forceinline__ int find_term_keys(const ReduceTermsParams& p, int b,
 }
 
 // A key that is seen for long has a row in each of many chunks: so many are on their way at once, of four columns a
-// thread, for which there are registers.
-constexpr int kTermsAtOnce = 8, kTermColumns = 4;
+// thread. Blocks of an SM are named because ptxas would otherwise save registers, and let each load wait for an earlier one.
+constexpr int kTermsAtOnce = 8, kTermColumns = 4, kTermBlocksPerSm = 4;
 
 __device__ __forceinline__ void sum_terms(float4& acc, const float* from, int rows, int head_dim) {
 #pragma unroll 1
@@ -250,7 +250,8 @@ __device__ __forceinline__ void sum_dbias(const ReduceTermsParams& p, const Term
 
 // A block has some keys of a (batch, kv head), and its threads share out the columns of those that count.
 template <class Element>
-__global__ void __launch_bounds__(kThreads) reduce_chunk_terms_kernel(const __grid_constant__ ReduceTermsParams p) {
+__global__ void __launch_bounds__(kThreads, kTermBlocksPerSm)
+    reduce_chunk_terms_kernel(const __grid_constant__ ReduceTermsParams p) {
   __shared__ TermKey found[kMostKeysOfBlock];
   __shared__ int warp_sums[32];
   follow_previous_kernel();
