@@ -17,8 +17,8 @@ namespace {
 using namespace prep;
 
 constexpr int kThreads = 512, kWarps = kThreads / 32;
-// Terms: with more there would be too few registers for the keys that are asked for at once.
-constexpr int blocks_per_sm(bool has_terms) { return has_terms ? 2 : 4; }
+// With terms, more would leave too few registers for the keys that are asked for at once. 0: as ptxas finds best.
+constexpr int blocks_per_sm(bool has_terms) { return has_terms ? 2 : 0; }
 constexpr int kPlaces = kMostChunkRows / kChunkTileRows;  // blocks of rows of a chunk
 constexpr int kClasses = kPlaces * kPlaces;
 static_assert(kClasses <= kThreads);
