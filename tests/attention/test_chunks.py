@@ -124,6 +124,35 @@ def test_rows_of_one_kv_head(deterministic: bool) -> None:
             assert torch.equal(a, b), name
 
 
+ROW_ROUNDS = [
+    (Case(66_001, 66_001, 1, 2, 1, 64, causal=True, bias="bk1k"), 2048),
+    (Case(40_000, 70_000, 1, 2, 1, 64, causal=True, bias="bk1k", wants="qkv"), 2048),
+    (Case(33_000, 33_000, 1, 8, 1, 72, causal=True, bias="bk1k", dtype="f16"), 1024),
+    (Case(20_000, 20_000, 1, 12, 1, 128, causal=True, bias="bk1k", wants="qkv", dlse=True), 2048),
+]
+
+
+@pytest.mark.parametrize("case, window", ROW_ROUNDS, ids=case_id)
+def test_sums_of_keys_go_on_through_rounds_of_rows(case: Case, window: int) -> None:
+    """In a fixed order, on Hopper: each round leaves what it has of keys that the next one sees.
+    Against sums in any order, and bit for bit the same each time."""
+    problem = build(case)
+    found = run(problem, True, window_size=window)
+    free = run(problem, False, window_size=window)
+    for (name, a), (_, b) in zip(found.items(), free.items(), strict=True):
+        # Of each key and row by itself: those that are seen for a short time have the least.
+        rows = (b if name in ("out", "dq", "dk", "dv") else b.unsqueeze(-1)).double()
+        error = (a.view_as(rows).double() - rows).norm(dim=-1)
+        size = rows.norm(dim=-1)
+        assert bool((error <= 2**-6 * size + 2**-12 * size.amax()).all()), name
+        if name in ("dk", "dv"):  # keys that no row sees
+            assert not bool(error[size == 0].any()), name
+    for _ in range(5):
+        again = run(problem, True, window_size=window)
+        for (name, a), (_, b) in zip(again.items(), found.items(), strict=True):
+            assert torch.equal(a, b), name
+
+
 def _heads(problem: Problem, heads: slice) -> Problem:
     """dq alone, of these heads."""
     return problem.with_(q=problem.q[:, :, heads], dout=problem.dout[:, :, heads], wants="q")

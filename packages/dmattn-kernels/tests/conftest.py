@@ -39,14 +39,16 @@ def library(library_path: Path) -> ctypes.CDLL:
 
 @pytest.fixture(scope="session")
 def probe(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    """host/plan_probe.cpp: what a call would do, from src/host alone, which knows no CUDA."""
+    """host/*_probe.cpp: what a call would do, from src/host alone, which knows no CUDA, and from
+    headers of kernels that are plain arithmetic."""
     output = tmp_path_factory.mktemp("probe") / "libplan_probe.so"
-    sources = [PACKAGE / "tests" / "host" / "plan_probe.cpp"]
+    folder = PACKAGE / "tests" / "host"
+    sources = [folder / "plan_probe.cpp", folder / "terms_probe.cpp"]
     sources += sorted((PACKAGE / "src" / "host").rglob("*.cpp"))
-    includes = [PACKAGE / "include", PACKAGE / "src"]
+    includes = [PACKAGE / "include", PACKAGE / "src", folder / "stubs"]
     subprocess.run(
         [compiler(), "-std=c++17", "-O1", "-g", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror"]
-        + [f"-I{folder}" for folder in includes]
+        + [f"-I{each}" for each in includes]
         + [str(source) for source in sources]
         + ["-o", str(output)],
         check=True,

@@ -72,7 +72,8 @@ void clear_sums(const Cleared& zeros, cudaStream_t stream) {
 
 void launch_kernel(const BwdPlan& plan, BwdParams p, BwdLauncher unit, cudaStream_t stream) {
   if (plan.chunk_blocks > 0) {
-    check_cuda(chunk_key_lists(bwd_chunk_params(plan, p), stream), "putting lists of keys together");
+    const ChunkKeyListsParams chunks = bwd_chunk_params(plan, p);
+    check_cuda(chunk_key_lists(chunks, bwd_carried_terms(plan, p), stream), "putting lists of keys together");
   }
   if (plan.schedule != nullptr) {
     check_cuda(bwd_schedule(bwd_schedule_lists(p), p.batch, p.nheads_k, p.head_ratio, plan.tile.block_n, plan.max_work,
@@ -112,7 +113,8 @@ void finish_sums(const BwdPlan& plan, const BwdRound& round, const BwdParams& ke
   if (kernel.terms.first != nullptr) {
     BwdParams summed = kernel;
     bwd_chunk_params(plan, summed);  // for the extents of the round's chunks
-    check_cuda(reduce_chunk_terms(summed, plan.unit.dtype, stream), "summing dk and dv over chunks");
+    check_cuda(reduce_chunk_terms(summed, bwd_carried_terms(plan, summed), plan.unit.dtype, stream),
+               "summing dk and dv over chunks");
   }
   if (kernel.dq_accum != nullptr) {
     check_cuda(convert_dq(bwd_round_dq(plan, round), plan.unit.dtype, stream), "rounding dq");

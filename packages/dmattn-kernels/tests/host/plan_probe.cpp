@@ -215,6 +215,14 @@ std::string describe(const BwdPlan& plan, const BwdRound& round, const BwdParams
   json.put_address("terms.dv", p.terms.dv);
   json.put_address("terms.dbias", p.terms.dbias);
   json.put("terms.capacity", p.terms.capacity);
+  const CarriedTerms carried = plan.launches ? bwd_carried_terms(plan, p) : CarriedTerms{};
+  json.put_address("carried.places", carried.places);
+  json.put_address("carried.from_dk", carried.from_dk);
+  json.put_address("carried.from_dv", carried.from_dv);
+  json.put_address("carried.to_dk", carried.to_dk);
+  json.put_address("carried.to_dv", carried.to_dv);
+  json.put("carried.capacity", carried.capacity);
+  json.put("carried.keys", carried.keys);
   json.put("lse_scale", plan.preprocess.lse_scale);
   json.put("rest_scale", plan.preprocess.rest_scale);
   return json.text();

@@ -15,9 +15,11 @@ SMS = 132
 LONG: dict[str, Any] = {"seqlen_q": 4096, "seqlen_k": 4096, "nheads": 16, "nheads_k": 16}
 
 
-def plan_of(probe: ctypes.CDLL, gradients: str = "dq dk dv", **arguments: Any) -> Plan:
+def plan_of(
+    probe: ctypes.CDLL, gradients: str = "dq dk dv", sms: int = SMS, **arguments: Any
+) -> Plan:
     fields: dict[str, Any] = {"batch": 1, "head_dim": 128} | LONG | arguments
-    return Probe(probe).bwd(SM90, SMS, gradients=gradients, **fields)
+    return Probe(probe).bwd(SM90, sms, gradients=gradients, **fields)
 
 
 @pytest.mark.parametrize(
@@ -133,6 +135,29 @@ def test_rounds_of_the_heads_of_a_group(
     assert first["dq_accum"] - second["dq_accum"] == heads * first["dq_blocks"] * block
     inputs = 2 * 16384 * head_dim * (nheads + 2)
     assert first["workspace_bytes"] + 4 * nheads * 16384 <= 1.5 * inputs
+
+
+@pytest.mark.parametrize("sms", [40, 60, 132])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_parts_in_a_fixed_order_are_of_whole_heads(
+    probe: ctypes.CDLL, head_dim: int, sms: int
+) -> None:
+    """In the last round of a group, too, which has fewer heads: parts of the rows of a head could
+    wait for items behind them where work is done in sections."""
+    uneven = 0
+    for nheads, length in itertools.product((3, 5, 7, 9, 11, 13, 15, 71), (4096, 16384)):
+        call: dict[str, Any] = {"nheads": nheads, "nheads_k": 1, "head_dim": head_dim}
+        call |= {"seqlen_q": length, "seqlen_k": length, "deterministic": 1, "is_causal": 1}
+        first = plan_of(probe, sms=sms, **call)
+        for round in range(first["rounds"]):
+            plan = plan_of(probe, sms=sms, round=round, **call)
+            heads = plan["group_end"] - plan["group_begin"]
+            assert 1 <= plan["num_splits"] <= max(heads, first["num_splits"])
+            assert plan["arch"] == 80 or plan["num_splits"] <= heads
+            uneven += plan["arch"] == 90 and heads < first["num_splits"]
+            tiles = -(-length // 128)
+            assert plan["arch"] == 80 or plan["blocks"] == min(tiles * plan["num_splits"], sms)
+    assert uneven > 0
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

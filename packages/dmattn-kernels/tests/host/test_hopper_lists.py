@@ -190,14 +190,95 @@ def test_chunks_whose_sums_are_kept_apart(
     assert plan["workspace_bytes"] <= 1.25 * max(1.5 * inputs, 64 << 20, turns) + (8 << 20)
 
 
+def key_bias(nheads: int, nheads_k: int, length: int) -> dict[str, Any]:
+    rest = tensor((1, nheads, length), FLOAT32)
+    return {"bias": tensor((1, nheads_k, 1, length), FLOAT32), "softmax_lse_rest": rest}
+
+
+# Query heads, kv heads, head_dim, length, window; then row blocks of a chunk, and rounds.
+ROW_ROUNDS = [
+    (2, 1, 64, 131072, 2048, 8, 3),
+    (2, 1, 64, 65536, 2048, 8, 3),
+    (1, 1, 64, 131072, 2048, 8, 6),
+    (12, 1, 128, 20000, 2048, 2, 4),  # the last round has fewer row blocks
+    (16, 1, 128, 32768, 1024, 2, 3),
+    (16, 1, 128, 131072, 2048, 8, 2),
+    (16, 4, 128, 131072, 8192, 8, 8),  # and kv heads
+]
+
+
+@pytest.mark.parametrize("biased", [False, True], ids=["plain", "bias"])
+@pytest.mark.parametrize("nheads, nheads_k, head_dim, length, window, blocks, rounds", ROW_ROUNDS)
+def test_sums_kept_apart_in_rounds_of_rows(
+    probe: ctypes.CDLL,
+    *,
+    nheads: int,
+    nheads_k: int,
+    head_dim: int,
+    length: int,
+    window: int,
+    blocks: int,
+    rounds: int,
+    biased: bool,
+) -> None:
+    """Each round adds up what its own chunks have, and hands on what it has of the keys that the
+    next one sees."""
+    shape = {"batch": 1, "nheads": nheads, "nheads_k": nheads_k, "head_dim": head_dim}
+    shape |= {"seqlen_q": length, "seqlen_k": length}
+    given: dict[str, Any] = {"deterministic": 1}
+    if biased:
+        given |= {"gradients": "dq dk dv dbias"} | key_bias(nheads, nheads_k, length)
+    first = plan_of(probe, window, **given, **shape)
+    assert (first["chunk_blocks"], first["rounds"]) == (blocks, rounds)
+    rows_done, handed_on = 0, None
+    for round in range(first["rounds"]):
+        plan = plan_of(probe, window, round=round, **given, **shape)
+        assert plan["arch"] == 90 and plan["round.heads_k"] == 1
+        assert plan["terms.first"] and not plan["dkv_semaphore"] and not plan["dk_accum"]
+        assert plan["dkv_zero_bytes"] == 0
+        assert plan["round.row_block"] % plan["chunk_blocks"] == 0
+        # Every key that a chunk can list has a row, and each that a row after the round sees.
+        chunks = -(-plan["round.row_blocks"] // plan["chunk_blocks"])
+        assert plan["chunks.blocks"] == chunks
+        assert plan["terms.capacity"] >= chunks * min(plan["chunks.capacity"], length)
+        assert window <= plan["carried.capacity"] < 1 << 16
+        last = (first["rounds"] // nheads_k - 1) * first["round.row_blocks"] * BLOCK
+        assert plan["carried.keys"] == last  # the others are seen in the last round alone
+        carried = plan["carried.capacity"] * head_dim * 4
+        terms = plan["terms.capacity"] * head_dim * 4
+        sizes = array_bytes(plan, shape, 0) | {
+            "chunks.idx": chunks * plan["chunks.capacity"] * 4,
+            "chunks.count": chunks * 4,
+            "chunks.tile_rows": chunks * plan["chunks.capacity"] // 128 * 8,
+            "terms.first": length * 4,
+            "terms.dbias": plan["terms.capacity"] * 4,
+            "carried.places": plan["carried.keys"] * 4,
+            **dict.fromkeys(("terms.dk", "terms.dv"), terms),
+            **{f"carried.{to}_{x}": carried for to in ("from", "to") for x in ("dk", "dv")},
+        }
+        apart = {*ARRAYS, *sizes} - {"keys.idx", "dq_accum", "dq_semaphore"}
+        spans = sorted((plan[x], plan[x] + sizes[x]) for x in apart if plan[x])
+        assert len(spans) >= 13 and spans[0][0] >= WORKSPACE
+        assert spans[-1][1] <= WORKSPACE + plan["workspace_bytes"]
+        assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
+        if plan["round.row_block"] > 0:
+            assert [plan[f"carried.from_{x}"] for x in ("dk", "dv")] == handed_on
+        handed_on = [plan[f"carried.to_{x}"] for x in ("dk", "dv")]
+        rows_done += plan["round.row_blocks"] * plan["round.heads_k"]
+    assert rows_done == -(-length // BLOCK) * nheads_k
+    # No more than calls without an order may take, where that is not very little.
+    inputs = 2 * length * head_dim * (nheads + 2 * nheads_k)
+    statistics = 4 * nheads * length * (2 if biased else 1)
+    assert first["workspace_bytes"] + statistics <= max(1.5 * inputs, 68 << 20)
+
+
 @pytest.mark.parametrize("gradients", ["dq dk dv", "dq dk dv dbias"])
 def test_chunks_take_turns_where_there_is_no_room_to_keep_their_sums(
     probe: ctypes.CDLL, gradients: str
 ) -> None:
     """Of many kept keys each lies in many chunks. Longer chunks wait less often."""
     length = 131072
-    rest = {"softmax_lse_rest": tensor((1, 16, length), FLOAT32)}
-    given = {"bias": tensor((1, 4, 1, length), FLOAT32), **rest} if "dbias" in gradients else {}
+    given = key_bias(16, 4, length) if "dbias" in gradients else {}
     lengths = {"seqlen_q": length, "seqlen_k": length}
     plan = plan_of(probe, 32768, deterministic=1, gradients=gradients, **given, **lengths)
     assert plan["arch"] == 90 and not plan["per_group"]

@@ -9,6 +9,7 @@
 #include "host/arch.h"
 #include "host/problem.h"
 #include "host/workspace.h"
+#include "kernels/carried_terms.h"
 #include "kernels/helper_params.h"
 #include "kernels/params.h"
 #include "kernels/tiles.h"
@@ -63,6 +64,7 @@ struct BwdPlan {
   int32_t chunk_blocks = 0;
   // What these chunks add to dk, dv and dbias is kept apart and summed at the end (ChunkTerms).
   bool keeps_terms = false;
+  CarriedTerms carried;  // of the first round: see bwd_carried_terms()
 
   // Splits of key tiles over blocks. Lists of keys, whose lengths the device knows: see bwd_schedule().
   int32_t max_work = 0, max_tiles = 0, max_splits = 1, even_blocks = 0;
@@ -132,6 +134,8 @@ BwdParams bwd_launch_params(const BwdPlan& plan, const BwdParams& round, int32_t
 int64_t bwd_blocks(const BwdPlan& plan, const BwdParams& launch);
 // Puts the row blocks of that launch together: its chunks become those that chunk_key_lists() then writes.
 ChunkKeyListsParams bwd_chunk_params(const BwdPlan& plan, BwdParams& launch);
+// What that launch's round goes on from, and leaves to the next.
+CarriedTerms bwd_carried_terms(const BwdPlan& plan, const BwdParams& launch);
 // The lists of that launch with entry (b, hk) for every kv head, for bwd_schedule().
 KeyList bwd_schedule_lists(const BwdParams& launch);
 

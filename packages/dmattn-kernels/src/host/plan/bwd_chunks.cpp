@@ -16,6 +16,9 @@ constexpr int64_t kStepsOfItem = 32, kStepsOfLongItem = 64;
 constexpr int64_t kItemsPerSm = 4;
 // Of a round that is smaller for the sake of ChunkTerms: with fewer, taking turns would cost no more.
 constexpr int64_t kItemsPerSmWithTerms = 2;
+// What an item takes beside its steps, and a round beside its items, as estimated from measured times: 17000 cycles, and
+// 25 us for five launches and the end, where SMs are left without work.
+constexpr int64_t kStepsOfPrologue = 7, kStepsOfRound = 18;
 
 // What the lists of a round have room for: each new row of a chunk brings at most one key to those of its first row block.
 int32_t chunk_capacity(const BwdPlan& plan) {
@@ -36,15 +39,20 @@ void set_extents(KeyList& to, const BwdPlan& plan, int32_t batches, int32_t head
 }
 int64_t lists_of(const KeyList& keys) { return int64_t{keys.batch} * keys.heads * keys.blocks; }
 
+// Rounds of row blocks.
+bool shares_rows(const BwdPlan& plan, const BwdRound& round) { return round.row_blocks < plan.whole.row_blocks; }
+
 // Rows of ChunkTerms for a kv head: what the lists of its chunks have room for, but no more than the keys up to the
-// chunk's last row.
-int64_t term_capacity(const BwdPlan& plan, int32_t row_blocks) {
+// chunk's last row. Of the rounds of row blocks, which all have as many, the last one's chunks are behind all keys.
+int64_t term_capacity(const BwdPlan& plan, const BwdRound& round) {
   const BwdParams& p = plan.kernel;
   const int64_t capacity = chunk_capacity(plan), rows = int64_t{plan.chunk_blocks} * plan.list_rows;
+  const int64_t chunks = chunks_of(plan, round.row_blocks), most = std::min<int64_t>(capacity, p.seqlen_k);
+  if (shares_rows(plan, round)) return chunks * most;
   int64_t terms = 0;
-  for (int64_t chunk = 0; chunk < chunks_of(plan, row_blocks); ++chunk) {
+  for (int64_t chunk = 0; chunk < chunks; ++chunk) {
     const int64_t keys = std::max<int64_t>((chunk + 1) * rows + p.seqlen_k - p.seqlen_q, 0);
-    terms += std::min({capacity, keys, int64_t{p.seqlen_k}});
+    terms += std::min(most, keys);
   }
   return terms;
 }
@@ -73,14 +81,34 @@ void choose_chunks(BwdPlan& plan, const Device& device) {
   plan.chunk_blocks = blocks;
 }
 
-bool keeps_busy_with_chunks(const BwdPlan& plan, const BwdRound& round, const Device& device) {
+namespace {
+// Of a round, if each list fills as many tiles as that of a row block has room for.
+int64_t items_with_chunks(const BwdPlan& plan, const BwdRound& round) {
   const int64_t tiles = ceil_div(plan.kernel.keys.capacity, plan.tile.block_n);
-  const int64_t items = tiles * chunks_of(plan, round.row_blocks) * round.heads_k * round.batches;
-  return items >= kItemsPerSmWithTerms * device.num_sms;
+  return tiles * chunks_of(plan, round.row_blocks) * round.heads_k * round.batches;
+}
+}  // namespace
+
+bool keeps_busy_with_chunks(const BwdPlan& plan, const BwdRound& round, const Device& device) {
+  return items_with_chunks(plan, round) >= kItemsPerSmWithTerms * device.num_sms;
+}
+
+int64_t steps_with_chunks(const BwdPlan& plan, const BwdRound& round, const Device& device) {
+  const int64_t steps = int64_t{plan.kernel.head_ratio} * plan.chunk_blocks * (plan.list_rows / plan.tile.block_m);
+  const BwdRound& all = plan.whole;
+  const int64_t pairs = int64_t{ceil_div(all.batches, round.batches)} * ceil_div(all.heads_k, round.heads_k);
+  int64_t sum = 0;
+  for (int32_t begin = 0; begin < all.row_blocks; begin += round.row_blocks) {
+    BwdRound own = round;
+    own.row_blocks = std::min(round.row_blocks, all.row_blocks - begin);
+    sum += ceil_div<int64_t>(items_with_chunks(plan, own), device.num_sms) * (steps + kStepsOfPrologue) + kStepsOfRound;
+  }
+  return pairs * sum;
 }
 
 bool fits_terms(const BwdPlan& plan, const BwdRound& round) {
-  return term_capacity(plan, round.row_blocks) <= INT32_MAX;
+  if (shares_rows(plan, round) && plan.kernel.keys.capacity > kMostCarriedTerms) return false;
+  return term_capacity(plan, round) <= INT32_MAX;
 }
 
 ChunkTerms place_terms(const BwdPlan& plan, const BwdRound& round, Workspace& workspace) {
@@ -89,13 +117,42 @@ ChunkTerms place_terms(const BwdPlan& plan, const BwdRound& round, Workspace& wo
   const BwdParams& p = plan.kernel;
   KeyList lists;
   set_extents(lists, plan, round.batches, round.heads_k, round.row_blocks);
-  terms.capacity = static_cast<int32_t>(term_capacity(plan, round.row_blocks));
+  terms.capacity = static_cast<int32_t>(term_capacity(plan, round));
   const int64_t rows = int64_t{round.batches} * round.heads_k * terms.capacity;
   terms.first = workspace.take<int32_t>(int64_t{lists.batch} * lists.heads * p.seqlen_k);
   terms.dk = workspace.take<float>(rows * p.head_dim);
   terms.dv = workspace.take<float>(rows * p.head_dim);
   if (p.dbias_kind == DbiasKind::kKey) terms.dbias = workspace.take<float>(rows);
   return terms;
+}
+
+CarriedTerms place_carried_terms(const BwdPlan& plan, const BwdRound& round, Workspace& workspace) {
+  CarriedTerms carried;
+  if (!plan.keeps_terms || !shares_rows(plan, round)) return carried;
+  const BwdParams& p = plan.kernel;
+  KeyList lists;
+  set_extents(lists, plan, round.batches, round.heads_k, round.row_blocks);
+  const int64_t last_row = int64_t{(plan.whole.row_blocks - 1) / round.row_blocks * round.row_blocks} * plan.list_rows;
+  carried.keys = static_cast<int32_t>(std::clamp<int64_t>(last_row + p.seqlen_k - p.seqlen_q, 0, p.seqlen_k));
+  carried.places = workspace.take<uint32_t>(int64_t{lists.batch} * lists.heads * carried.keys);
+  // All of these keys are in the list of the row block that comes next.
+  carried.capacity = std::min(p.keys.capacity, p.seqlen_k);
+  const int64_t elements = int64_t{round.batches} * round.heads_k * carried.capacity * p.head_dim;
+  carried.from_dk = workspace.take<float>(elements);
+  carried.from_dv = workspace.take<float>(elements);
+  carried.to_dk = workspace.take<float>(elements);
+  carried.to_dv = workspace.take<float>(elements);
+  return carried;
+}
+
+CarriedTerms bwd_carried_terms(const BwdPlan& plan, const BwdParams& launch) {
+  CarriedTerms carried = plan.carried;
+  if (launch.row_block_begin / plan.round.row_blocks % 2 == 0) return carried;
+  carried.from_dk = plan.carried.to_dk;
+  carried.from_dv = plan.carried.to_dv;
+  carried.to_dk = const_cast<float*>(plan.carried.from_dk);
+  carried.to_dv = const_cast<float*>(plan.carried.from_dv);
+  return carried;
 }
 
 KeyChunks place_chunks(const BwdPlan& plan, const BwdRound& round, Workspace& workspace) {

@@ -15,10 +15,14 @@ void place_sums(BwdPlan& plan, Workspace& workspace);
 void choose_chunks(BwdPlan& plan, const Device& device);
 // Whether a round has items enough for each SM.
 bool keeps_busy_with_chunks(const BwdPlan& plan, const BwdRound& round, const Device& device);
+// What all rounds like this one take, in steps over a block of rows.
+int64_t steps_with_chunks(const BwdPlan& plan, const BwdRound& round, const Device& device);
 // What the chunks of a round add to dk, dv and dbias, if it is kept apart. false in fits_terms(): there are too many rows
 // to be numbered.
 bool fits_terms(const BwdPlan& plan, const BwdRound& round);
 ChunkTerms place_terms(const BwdPlan& plan, const BwdRound& round, Workspace& workspace);
+// Where rounds are of row blocks, what such sums take with them from one to the next.
+CarriedTerms place_carried_terms(const BwdPlan& plan, const BwdRound& round, Workspace& workspace);
 // Lays out the lists of a round's chunks; without any, does nothing.
 KeyChunks place_chunks(const BwdPlan& plan, const BwdRound& round, Workspace& workspace);
 // Tiles that the lists of a launch's chunks have room for.

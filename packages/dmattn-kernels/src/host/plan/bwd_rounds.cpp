@@ -102,6 +102,9 @@ BwdParams bwd_round_params(const BwdPlan& plan, const BwdRound& round) {
   narrow_heads(p, round.heads_k);
   p.group_begin = round.group;
   p.group_end = round.group + round.groups;
+  // Parts in a fixed order are of whole heads, of which the last round may have fewer. Shares of the rows of a head would
+  // wait at dq for those of other blocks of keys, some of which sections of work may put behind them.
+  if (p.deterministic && plan.resident_blocks > 0) p.num_splits = std::min(p.num_splits, round.groups);
   p.row_block_begin = round.row_block;
   p.row_blocks = round.row_blocks;
   int64_t first_block = int64_t{round.group} * p.dq_blocks;

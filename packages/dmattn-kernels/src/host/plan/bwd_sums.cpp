@@ -24,13 +24,13 @@ constexpr int64_t kMostRounds = 8;
 constexpr int64_t kStepsWorthRounds = 512;
 
 // Bytes that the whole workspace without dense_bytes should not exceed. Together with the log-sum-exp and its rest, which
-// the forward keeps for the backward, that is a little less than 1.5 times the bytes of q, k and v.
-int64_t scratch_limit(const BwdPlan& plan) {
+// the forward keeps for the backward, that is a little less than 1.5 times the bytes of q, k and v, or just as much.
+int64_t scratch_limit(const BwdPlan& plan, int64_t thirty_seconds = 47) {
   const BwdParams& p = plan.kernel;
   const int64_t rows_q = rows_of(p) * p.packing.rows_q(p.seqlen_q);
   const int64_t rows_k = int64_t{2} * p.packing.slabs(p.batch) * p.nheads_k * p.packing.rows_k(p.seqlen_k);
   const int64_t qkv_bytes = element_bytes(plan.unit.dtype) * p.head_dim * (rows_q + rows_k);
-  return qkv_bytes * 47 / 32 - int64_t{2 * sizeof(float)} * rows_q;
+  return qkv_bytes * thirty_seconds / 32 - int64_t{2 * sizeof(float)} * rows_q;
 }
 
 bool continues_dkv(const BwdPlan& plan, const BwdRound& round) {
@@ -184,6 +184,7 @@ struct Accumulators {
   float* dv = nullptr;
   KeyChunks chunks;
   ChunkTerms terms;
+  CarriedTerms carried;
   size_t round_zero_bytes = 0, dkv_zero_bytes = 0;
 };
 
@@ -216,6 +217,7 @@ Accumulators place_accumulators(const BwdPlan& plan, const BwdRound& round, int3
   sums.dkv_zero_bytes = workspace.bytes() - begin - sums.round_zero_bytes;
   sums.chunks = place_chunks(plan, round, workspace);
   sums.terms = place_terms(plan, round, workspace);
+  sums.carried = place_carried_terms(plan, round, workspace);
   return sums;
 }
 
@@ -322,19 +324,25 @@ class RoundChoice {
   }
 
   // Chunks whose shares of dk, dv and dbias fit beside the other sums, in rounds of whole kv heads: the shortest chunks
-  // that do, as longer ones make fewer items. If none do, chunks take turns, as has been chosen.
+  // that do, as longer ones make fewer items. If none do, rounds of row blocks, which may take all of 1.5 times q, k and v.
+  // If there are none either, chunks take turns, as has been chosen.
   void search_with_terms() {
     const int32_t chunk_blocks = plan_.chunk_blocks;
-    const int64_t limit = std::max(limit_, accumulator_bytes(plan_, plan_.round, Splits{})) * kTermsLimitNumerator /
-                          kTermsLimitDenominator;
+    const int64_t limit = std::max(limit_, accumulator_bytes(plan_, plan_.round, Splits{}));
     plan_.keeps_terms = true;
     choose_chunks(plan_, device_);
-    for (; plan_.chunk_blocks * plan_.list_rows <= kMostChunkRows; plan_.chunk_blocks *= 2) {
-      if (search_rounds_with_terms(limit)) return;
-      if (plan_.chunk_blocks >= plan_.whole.row_blocks) break;
+    const int32_t shortest = plan_.chunk_blocks;
+    for (; has_chunks_so_long(); plan_.chunk_blocks *= 2) {
+      if (search_rounds_with_terms(limit * kTermsLimitNumerator / kTermsLimitDenominator)) return;
     }
+    plan_.chunk_blocks = shortest;
+    if (search_row_rounds_with_terms(std::max(limit, scratch_limit(plan_, 48) - bytes_before_))) return;
     plan_.keeps_terms = false;
     plan_.chunk_blocks = chunk_blocks;
+  }
+  // Chunks beyond all rows are no longer than those that have them all.
+  bool has_chunks_so_long() const {
+    return plan_.chunk_blocks * plan_.list_rows <= kMostChunkRows && plan_.chunk_blocks < 2 * plan_.whole.row_blocks;
   }
   bool search_rounds_with_terms(int64_t limit) {
     if (!fits_terms(plan_, plan_.whole)) return false;
@@ -347,6 +355,34 @@ class RoundChoice {
       return true;
     }
     return false;
+  }
+
+  // Rounds of row blocks, of as few kv heads as there may be rounds: the fastest of them and of the chunks, from
+  // plan.chunk_blocks on, of which these consist. Each leaves what it has of the keys that the next one sees (CarriedTerms).
+  bool search_row_rounds_with_terms(int64_t limit) {
+    const int64_t pairs = int64_t{plan_.whole.batches} * plan_.whole.heads_k,
+                  pair_rounds = std::min(pairs, kMostRounds);
+    const BwdRound pair = round_of_pairs(plan_.whole, ceil_div(pairs, pair_rounds), /*is_packed=*/false);
+    BwdRound best = pair;
+    int32_t best_chunk_blocks = 0;
+    int64_t fewest = INT64_MAX;  // steps
+    for (; has_chunks_so_long(); plan_.chunk_blocks *= 2) {
+      const int32_t chunks = ceil_div(pair.row_blocks, plan_.chunk_blocks);
+      for (int32_t parts = 2; parts <= chunks && parts * pair_rounds <= kMostRounds; ++parts) {
+        BwdRound round = pair;
+        round.row_blocks = ceil_div(chunks, parts) * plan_.chunk_blocks;
+        if (!keeps_busy_with_chunks(plan_, round, device_) || !fits_terms(plan_, round)) continue;
+        const int64_t steps = steps_with_chunks(plan_, round, device_);
+        if (steps >= fewest || accumulator_bytes(plan_, round, Splits{}) > limit) continue;
+        best = round;
+        best_chunk_blocks = plan_.chunk_blocks;
+        fewest = steps;
+      }
+    }
+    if (best_chunk_blocks == 0) return false;
+    plan_.chunk_blocks = best_chunk_blocks;
+    plan_.round = best;
+    return true;
   }
 
   // The tiles of lists are split as far as there is memory for their sums. Where a single round leaves little, lists that
@@ -441,6 +477,7 @@ void place_sums(BwdPlan& plan, Workspace& workspace) {
   kernel.dv_accum = sums.dv;
   kernel.chunks = sums.chunks;
   kernel.terms = sums.terms;
+  plan.carried = sums.carried;
   plan.convert_dq.dq_accum = sums.dq;
   plan.round_zero_bytes = sums.round_zero_bytes;
   plan.dkv_zero_bytes = sums.dkv_zero_bytes;

@@ -6,6 +6,7 @@
 
 #include <cstddef>
 
+#include "../carried_terms.h"
 #include "../helper_params.h"
 
 namespace dmattn {
@@ -29,8 +30,9 @@ bool bwd_preprocess_clears(const BwdPreprocessParams& p, size_t bytes);
 cudaError_t bwd_schedule(const KeyList& keys, int batch, int nheads_k, int head_ratio, int block_n, int max_work,
                          int max_tiles, int max_splits, int even_blocks, int32_t* schedule, cudaStream_t stream);
 
-// Fills p.to from lists of row blocks, and p.first_term if it is given.
-cudaError_t chunk_key_lists(const ChunkKeyListsParams& p, cudaStream_t stream);
+// Fills p.to from lists of row blocks, and p.first_term and carried.places if they are given, the latter only beside the
+// former.
+cudaError_t chunk_key_lists(const ChunkKeyListsParams& p, const CarriedTerms& carried, cudaStream_t stream);
 
 // dq = dq_accum * p.scale rounded.
 cudaError_t convert_dq(const ConvertDqParams& p, Dtype dtype, cudaStream_t stream);
@@ -41,8 +43,8 @@ cudaError_t reduce_dkv(const BwdParams& p, Dtype dtype, int block_n, int head_di
 // dk, dv = rounded p.dk_accum, p.dv_accum.
 cudaError_t convert_dkv(const BwdParams& p, Dtype dtype, cudaStream_t stream);
 // dk, dv = sums of p.terms, rounded; p.dbias_cols likewise, in fp32, of the first head of each group. The order of the
-// chunks is the order of the sums.
-cudaError_t reduce_chunk_terms(const BwdParams& p, Dtype dtype, cudaStream_t stream);
+// chunks is the order of the sums. Of the keys that rows behind the round see as well dk and dv are left in `carried`.
+cudaError_t reduce_chunk_terms(const BwdParams& p, const CarriedTerms& carried, Dtype dtype, cudaStream_t stream);
 
 // Key bias (out_rows == 1, out_cols == seqlen_k): dbias = src summed over what the bias was broadcast over. Fixed
 // order: bitwise repeatable.

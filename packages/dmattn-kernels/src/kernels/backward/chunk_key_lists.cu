@@ -17,6 +17,8 @@ namespace {
 using namespace prep;
 
 constexpr int kThreads = 512, kWarps = kThreads / 32;
+// With terms, more would leave too few registers for the keys that are asked for at once. 0: as ptxas finds best.
+constexpr int blocks_per_sm(bool has_terms) { return has_terms ? 2 : 0; }
 constexpr int kPlaces = kMostChunkRows / kChunkTileRows;  // blocks of rows of a chunk
 constexpr int kClasses = kPlaces * kPlaces;
 static_assert(kClasses <= kThreads);
@@ -142,7 +144,7 @@ __device__ __forceinline__ void find_tile_rows(const Chunk& c, const ClassCounts
   }
 }
 
-// --- the rows of ChunkTerms ------------------------------------------------------------------------------------------
+// --- the rows of ChunkTerms, and the places of CarriedTerms -----------------------------------------------------------
 
 // Blocks of kTermKeys keys of a list head: the rows of a key begin where those of the keys before it end. Each block counts
 // the rows of all keys before its own by itself, which takes less than to wait for those who have them. A warp has
@@ -150,54 +152,80 @@ __device__ __forceinline__ void find_tile_rows(const Chunk& c, const ClassCounts
 constexpr int kKeysOfLane = 8, kTermKeys = kThreads * kKeysOfLane;
 
 struct TermBlocks {
-  Divisor chunk_rows;
+  TermRange range;
+  uint32_t* carried_places;  // as in CarriedTerms; nullptr: none
+  int32_t carried_keys;
   int32_t of_head;  // blocks
 };
 struct TermSums {
   uint32_t before[kWarps], own[kWarps];  // of the keys that each warp has counted; of its own keys
 };
 
-__device__ __forceinline__ ChunksOfKey chunks_of_key(const ChunkKeyListsParams& p, const TermBlocks& t,
-                                                     const int32_t* end, int key) {
-  return find_chunks_of_key(key, __ldg(end + key), p.seqlen_q, p.seqlen_k, t.chunk_rows);
-}
-
-// Numbers are unsigned, since intervals of the caller may be any.
-__device__ __forceinline__ void place_terms(const ChunkKeyListsParams& p, const TermBlocks& t, int64_t head, int block,
-                                            const int32_t* end, TermSums& sums) {
+// Numbers one thing of each of the first `keys` keys, by what count_of() says of a key's rows: place_of() takes the rows
+// and how many there are of the keys before. All numbers are unsigned, since intervals of the caller may be any.
+template <class CountOf, class PlaceOf>
+__device__ __forceinline__ void number_keys(const TermRange& t, int keys, int block, const int32_t* end, TermSums& sums,
+                                            uint32_t* to, const CountOf& count_of, const PlaceOf& place_of) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first_of_block = block * kTermKeys;
   uint32_t before = 0;
 #pragma unroll 2
   for (int pass = threadIdx.x; pass < first_of_block; pass += kTermKeys) {
 #pragma unroll
-    for (int i = 0; i < kKeysOfLane; ++i) before += chunks_of_key(p, t, end, pass + i * kThreads).count;
+    for (int i = 0; i < kKeysOfLane; ++i) {
+      const int key = pass + i * kThreads;
+      before += count_of(RowsOfKey(t, key, __ldg(end + key)));
+    }
   }
   before = __reduce_add_sync(kFullWarp, before);
   const int first_key = first_of_block + warp * (32 * kKeysOfLane) + lane;
-  uint32_t place[kKeysOfLane], sum = 0;
+  int ends[kKeysOfLane];  // asked for at once. 0: nothing counts of a key that there is not, as no row sees it
 #pragma unroll
   for (int i = 0; i < kKeysOfLane; ++i) {
     const int key = first_key + 32 * i;
-    const ChunksOfKey chunks = key < p.seqlen_k ? chunks_of_key(p, t, end, key) : ChunksOfKey{0, 0};
-    const uint32_t after = warp_inclusive_scan(static_cast<uint32_t>(chunks.count));
-    place[i] = sum + after - chunks.count - chunks.first;
+    ends[i] = key < keys ? __ldg(end + key) : 0;
+  }
+  uint32_t place[kKeysOfLane], sum = 0;
+#pragma unroll
+  for (int i = 0; i < kKeysOfLane; ++i) {
+    const RowsOfKey rows(t, first_key + 32 * i, ends[i]);
+    const uint32_t count = count_of(rows), after = warp_inclusive_scan(count);
+    place[i] = place_of(rows, sum + after - count);
     sum += __shfl_sync(kFullWarp, after, 31);
   }
   if (lane == 0) sums.before[warp] = before, sums.own[warp] = sum;
   __syncthreads();
   uint32_t begin = 0;
   for (int w = 0; w < kWarps; ++w) begin += sums.before[w] + (w < warp ? sums.own[w] : 0);
-  int32_t* const to = p.first_term + head * p.seqlen_k;
 #pragma unroll
   for (int i = 0; i < kKeysOfLane; ++i) {
     const int key = first_key + 32 * i;
-    if (key < p.seqlen_k) to[key] = static_cast<int32_t>(begin + place[i]);
+    if (key < keys) to[key] = begin + place[i];
   }
+}
+
+// The rows of ChunkTerms that the keys of a block have.
+__device__ __forceinline__ void place_terms(const TermRange& t, int block, const int32_t* end, TermSums& sums,
+                                            int32_t* to) {
+  const auto count_of = [&](const RowsOfKey& rows) -> uint32_t { return find_chunks_of_key(t, rows).count; };
+  const auto place_of = [&](const RowsOfKey& rows, uint32_t before) {
+    return before - find_chunks_of_key(t, rows).first;
+  };
+  number_keys(t, t.seqlen_k, block, end, sums, reinterpret_cast<uint32_t*>(to), count_of, place_of);
+}
+
+// The places of CarriedTerms: both numbers of a key in one word.
+__device__ __forceinline__ void place_carried(const TermRange& t, int keys, int block, const int32_t* end,
+                                              TermSums& sums, uint32_t* to) {
+  const auto count_of = [&](const RowsOfKey& rows) -> uint32_t {
+    return (rows.come_before(t) ? 1 : 0) + (rows.go_on(t) ? 1 << 16 : 0);
+  };
+  number_keys(t, keys, block, end, sums, to, count_of, [](const RowsOfKey&, uint32_t before) { return before; });
 }
 
 // kHasTerms: the first blocks place the terms of the list heads, while the others put lists together.
 template <bool kHasTerms>
-__global__ void __launch_bounds__(kThreads) chunk_key_lists_kernel(const ChunkKeyListsParams p, TermBlocks terms) {
+__global__ void __launch_bounds__(kThreads, blocks_per_sm(kHasTerms))
+    chunk_key_lists_kernel(const ChunkKeyListsParams p, TermBlocks terms) {
   __shared__ ClassCounts s;
   follow_previous_kernel();
   const KeyList& to = p.to.keys;
@@ -205,13 +233,22 @@ __global__ void __launch_bounds__(kThreads) chunk_key_lists_kernel(const ChunkKe
   if constexpr (kHasTerms) {
     __shared__ TermSums sums;
     const int heads = to.batch * to.heads, blocks = heads * terms.of_head;
-    if (list < blocks) {
+    const int kinds = terms.carried_places != nullptr ? 2 : 1;
+    if (list < blocks * kinds) {
       // The last keys of all heads first: most come before them.
-      const int head = static_cast<int>(list % heads), block = terms.of_head - 1 - static_cast<int>(list / heads);
+      const int head = static_cast<int>(list % heads), row = static_cast<int>(list / heads);
+      const int block = terms.of_head - 1 - row / kinds;
       const int64_t head_list = static_cast<int64_t>(head / to.heads) * p.from.heads + head % to.heads;
-      return place_terms(p, terms, head, block, p.from.end + head_list * p.seqlen_k, sums);
+      const int32_t* const end = p.from.end + head_list * p.seqlen_k;
+      if (row % kinds == 0) {
+        return place_terms(terms.range, block, end, sums, p.first_term + static_cast<int64_t>(head) * p.seqlen_k);
+      }
+      const int keys = terms.carried_keys;
+      if (block * kTermKeys >= keys) return;
+      return place_carried(terms.range, keys, block, end, sums,
+                           terms.carried_places + static_cast<int64_t>(head) * keys);
     }
-    list -= blocks;
+    list -= blocks * kinds;
   }
   const int64_t pair = list / to.blocks;
   const int64_t head_list = pair / to.heads * p.from.heads + pair % to.heads;
@@ -225,14 +262,20 @@ __global__ void __launch_bounds__(kThreads) chunk_key_lists_kernel(const ChunkKe
 
 }  // namespace
 
-cudaError_t chunk_key_lists(const ChunkKeyListsParams& p, cudaStream_t stream) {
+cudaError_t chunk_key_lists(const ChunkKeyListsParams& p, const CarriedTerms& carried, cudaStream_t stream) {
   const KeyList& to = p.to.keys;
   const int64_t lists = static_cast<int64_t>(to.batch) * to.heads * to.blocks;
   if (p.first_term == nullptr) {
     return launch(chunk_key_lists_kernel<false>, lists, kThreads, 0, stream, p, TermBlocks{});
   }
-  const TermBlocks terms = {Divisor(to.block_rows), ceil_div(p.seqlen_k, kTermKeys)};
-  const int64_t term_blocks = int64_t{to.batch} * to.heads * terms.of_head;
+  TermBlocks terms = {};
+  terms.range = term_range(to.block_rows, p.row_block_begin * p.row_block_rows, p.row_blocks * p.row_block_rows,
+                           p.seqlen_q, p.seqlen_k);
+  terms.carried_places = carried.places;
+  terms.carried_keys = carried.keys;
+  terms.of_head = ceil_div(keys_up_to(terms.range), kTermKeys);
+  const int64_t kinds = carried.places != nullptr ? 2 : 1;
+  const int64_t term_blocks = kinds * to.batch * to.heads * terms.of_head;
   return launch(chunk_key_lists_kernel<true>, lists + term_blocks, kThreads, 0, stream, p, terms);
 }
 

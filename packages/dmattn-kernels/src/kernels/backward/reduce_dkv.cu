@@ -123,77 +123,153 @@ __global__ void __launch_bounds__(kThreads)
 struct ReduceTermsParams {
   GradPair outs;
   ChunkTerms terms;
+  CarriedTerms carried;
   float* dbias_cols;
   KeyList keys;  // of chunks
-  Divisor chunk_rows;
-  int32_t blocks_of_head;
-  int32_t seqlen_q, seqlen_k, nheads, nheads_k, head_ratio, head_dim;
+  TermRange range;
+  int32_t keys_of_block, blocks_of_head;
+  int32_t nheads, nheads_k, head_ratio, head_dim;
 };
 
-// Rows of a key's terms that are there: intervals may be the caller's and name more.
-struct TermRows {
-  int64_t begin, end;
+// A key whose sums the round has a part in. Intervals may be the caller's: rows and places beyond those that there are do
+// not count.
+struct TermKey {
+  int64_t begin, end;  // its rows of ChunkTerms
+  int64_t from, to;    // its rows of CarriedTerms; kNone, or kLost where there is no such row
+  int32_t key;
+  static constexpr int64_t kNone = -1, kLost = -2;
+
+  // `pair`: batch * nheads_k + kv head. `list`: list batch * list heads + list head.
+  __device__ __forceinline__ void find(const ReduceTermsParams& p, const RowsOfKey& rows, int64_t pair, int64_t list) {
+    const ChunksOfKey chunks = find_chunks_of_key(p.range, rows);
+    const int64_t first = static_cast<int64_t>(__ldg(p.terms.first + list * p.range.seqlen_k + key)) + chunks.first;
+    begin = min(max(first, int64_t{0}), int64_t{p.terms.capacity});
+    end = min(begin + chunks.count, int64_t{p.terms.capacity});
+    begin += pair * p.terms.capacity;
+    end += pair * p.terms.capacity;
+    from = to = kNone;
+    if (!rows.come_before(p.range) && !rows.go_on(p.range)) return;
+    const uint32_t places = __ldg(p.carried.places + list * p.carried.keys + key);
+    if (rows.come_before(p.range)) from = carried_row(p, pair, places & 0xffff);
+    if (rows.go_on(p.range)) to = carried_row(p, pair, places >> 16);
+  }
+  static __device__ __forceinline__ int64_t carried_row(const ReduceTermsParams& p, int64_t pair, uint32_t place) {
+    const int32_t capacity = p.carried.capacity;
+    return place < static_cast<uint32_t>(capacity) ? pair * capacity + place : kLost;
+  }
 };
-__device__ __forceinline__ TermRows find_terms(const ReduceTermsParams& p, int b, int hk, int key) {
+
+// Keys of a block. It waits for the rows of a key some times, one after the other, so that all blocks should run at once;
+// up to so many keys they do with the fewer keys.
+constexpr int kFewestKeysOfBlock = 64, kMostKeysOfBlock = 128, kKeysOfManyBlocks = 1 << 15;
+static_assert(kMostKeysOfBlock <= kThreads);
+
+// Of the keys of a block those whose sums the round has a part in, which in long sequences are few. Returns how many.
+__device__ __forceinline__ int find_term_keys(const ReduceTermsParams& p, int b, int hk, int first_key,
+                                              TermKey (&found)[kMostKeysOfBlock], int (&warp_sums)[32]) {
+  const int key = first_key + static_cast<int>(threadIdx.x);
+  const bool exists = static_cast<int>(threadIdx.x) < p.keys_of_block && key < p.range.seqlen_k;
   const int64_t list =
       static_cast<int64_t>(p.keys.batch > 1 ? b : 0) * p.keys.heads + hk * p.head_ratio / p.keys.head_ratio;
-  const int64_t at = list * p.seqlen_k + key;
-  const ChunksOfKey chunks = find_chunks_of_key(key, __ldg(p.keys.end + at), p.seqlen_q, p.seqlen_k, p.chunk_rows);
-  const int64_t first = static_cast<int64_t>(__ldg(p.terms.first + at)) + chunks.first;
-  const int64_t begin = min(max(first, int64_t{0}), int64_t{p.terms.capacity});
-  const int64_t head = (static_cast<int64_t>(b) * p.nheads_k + hk) * p.terms.capacity;
-  return {head + begin, head + min(begin + chunks.count, int64_t{p.terms.capacity})};
+  const RowsOfKey rows(p.range, key, exists ? __ldg(p.keys.end + list * p.range.seqlen_k + key) : 0);
+  const bool belongs = exists && rows.belong_to(p.range);
+  int count;
+  const int place = block_exclusive_scan<kThreads>(belongs ? 1 : 0, warp_sums, count);
+  if (belongs) {
+    found[place].key = key;
+    found[place].find(p, rows, static_cast<int64_t>(b) * p.nheads_k + hk, list);
+  }
+  __syncthreads();
+  return count;
 }
 
-// A key that is seen for long has a row in each of many chunks: so many are on their way at once.
-constexpr int kTermsAtOnce = 8;
+// A key that is seen for long has a row in each of many chunks: so many are on their way at once, of four columns a
+// thread. Blocks of an SM are named because ptxas would otherwise save registers, and let each load wait for an earlier one.
+constexpr int kTermsAtOnce = 8, kTermColumns = 4, kTermBlocksPerSm = 4;
 
-__device__ __forceinline__ void sum_terms(float (&acc)[8], const float* src, const TermRows& rows, int head_dim) {
+__device__ __forceinline__ void sum_terms(float4& acc, const float* from, int rows, int head_dim) {
 #pragma unroll 1
-  for (int64_t row = rows.begin; row < rows.end; row += kTermsAtOnce) {
-    float4 x[kTermsAtOnce][2];
+  for (; rows > 0; rows -= kTermsAtOnce, from += int64_t{kTermsAtOnce} * head_dim) {
+    float4 x[kTermsAtOnce];
 #pragma unroll
     for (int i = 0; i < kTermsAtOnce; ++i) {
-      const float4* const from = reinterpret_cast<const float4*>(src + (row + i) * head_dim);
-      x[i][0] = x[i][1] = make_float4(0.f, 0.f, 0.f, 0.f);
-      if (row + i < rows.end) x[i][0] = __ldg(from), x[i][1] = __ldg(from + 1);
+      x[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+      if (i < rows) x[i] = __ldg(reinterpret_cast<const float4*>(from + int64_t{i} * head_dim));
     }
 #pragma unroll
     for (int i = 0; i < kTermsAtOnce; ++i) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        acc[4 * half] += x[i][half].x;
-        acc[4 * half + 1] += x[i][half].y;
-        acc[4 * half + 2] += x[i][half].z;
-        acc[4 * half + 3] += x[i][half].w;
-      }
+      acc.x += x[i].x;
+      acc.y += x[i].y;
+      acc.z += x[i].z;
+      acc.w += x[i].w;
     }
   }
 }
-
-// A thread has eight columns of a key.
+// Rounded; `vec`: rows start on 16 bytes.
 template <class Element>
-__global__ void __launch_bounds__(kThreads) reduce_chunk_terms_kernel(const __grid_constant__ ReduceTermsParams p) {
-  follow_previous_kernel();
-  const bool is_first = blockIdx.x % 2 == 0;
-  const GradOut& out = p.outs.grad[blockIdx.x % 2];
-  const int block = static_cast<int>(blockIdx.x / 2), pair = block / p.blocks_of_head;
-  const int chunks = ceil_div(p.head_dim, 8), keys = kThreads / chunks, own = static_cast<int>(threadIdx.x) / chunks;
-  const int key = (block - pair * p.blocks_of_head) * keys + own;
-  if (own >= keys || key >= p.seqlen_k) return;
-  const int col = (static_cast<int>(threadIdx.x) - own * chunks) * 8, b = pair / p.nheads_k, hk = pair % p.nheads_k;
-  const TermRows rows = find_terms(p, b, hk, key);
-  float acc[8] = {};
-  sum_terms(acc, out.src + col, rows, p.head_dim);
-  store_chunk(out.dst + row_offset(out.stride, b, hk, key) + col, pack_chunk<Element>(acc), out.vec);
-  if (!is_first || col != 0 || p.terms.dbias == nullptr) return;
-  float sum = 0.f;
-#pragma unroll 1
-  for (int64_t row = rows.begin; row < rows.end; row += kTermsAtOnce) {
-#pragma unroll
-    for (int i = 0; i < kTermsAtOnce; ++i) sum += row + i < rows.end ? __ldg(p.terms.dbias + row + i) : 0.f;
+__device__ __forceinline__ void store_columns(uint16_t* dst, const float4& x, bool vec) {
+  const uint2 packed = make_uint2(Half2<Element>::pack(x.x, x.y), Half2<Element>::pack(x.z, x.w));
+  if (vec) {
+    *reinterpret_cast<uint2*>(dst) = packed;
+    return;
   }
-  p.dbias_cols[(static_cast<int64_t>(b) * p.nheads + hk * p.head_ratio) * p.seqlen_k + key] = sum;
+  dst[0] = static_cast<uint16_t>(packed.x);
+  dst[1] = static_cast<uint16_t>(packed.x >> 16);
+  dst[2] = static_cast<uint16_t>(packed.y);
+  dst[3] = static_cast<uint16_t>(packed.y >> 16);
+}
+
+// Some columns of dk or dv of a key.
+template <class Element>
+__device__ __forceinline__ void sum_columns(const ReduceTermsParams& p, const TermKey& key, int b, int hk, bool is_dk,
+                                            int col) {
+  const GradOut& out = p.outs.grad[is_dk ? 0 : 1];
+  float4 acc = make_float4(0.f, 0.f, 0.f, 0.f);
+  if (key.from >= 0) {
+    const float* const from = (is_dk ? p.carried.from_dk : p.carried.from_dv) + key.from * p.head_dim + col;
+    acc = __ldg(reinterpret_cast<const float4*>(from));
+  }
+  sum_terms(acc, out.src + key.begin * p.head_dim + col, static_cast<int>(key.end - key.begin), p.head_dim);
+  if (key.to == TermKey::kNone) {
+    store_columns<Element>(out.dst + row_offset(out.stride, b, hk, key.key) + col, acc, out.vec);
+  } else if (key.to >= 0) {
+    *reinterpret_cast<float4*>((is_dk ? p.carried.to_dk : p.carried.to_dv) + key.to * p.head_dim + col) = acc;
+  }
+}
+__device__ __forceinline__ void sum_dbias(const ReduceTermsParams& p, const TermKey& key, int b, int hk) {
+  const int64_t head = static_cast<int64_t>(b) * p.nheads + hk * p.head_ratio;
+  float* const to = p.dbias_cols + head * p.range.seqlen_k + key.key;
+  float sum = key.from == TermKey::kNone ? 0.f : *to;
+#pragma unroll 1
+  for (int64_t row = key.begin; row < key.end; row += kTermsAtOnce) {
+#pragma unroll
+    for (int i = 0; i < kTermsAtOnce; ++i) sum += row + i < key.end ? __ldg(p.terms.dbias + row + i) : 0.f;
+  }
+  *to = sum;
+}
+
+// A block has some keys of a (batch, kv head), and its threads share out the columns of those that count.
+template <class Element>
+__global__ void __launch_bounds__(kThreads, kTermBlocksPerSm)
+    reduce_chunk_terms_kernel(const __grid_constant__ ReduceTermsParams p) {
+  __shared__ TermKey found[kMostKeysOfBlock];
+  __shared__ int warp_sums[32];
+  follow_previous_kernel();
+  const int block = static_cast<int>(blockIdx.x), pair = block / p.blocks_of_head;
+  const int b = pair / p.nheads_k, hk = pair % p.nheads_k;
+  const int first_key = (block - pair * p.blocks_of_head) * p.keys_of_block;
+  const int keys = find_term_keys(p, b, hk, first_key, found, warp_sums);
+  const int parts = p.head_dim / kTermColumns, columns = 2 * parts * keys;
+  const int work = columns + (p.terms.dbias != nullptr ? keys : 0);
+#pragma unroll 1
+  for (int i = static_cast<int>(threadIdx.x); i < work; i += kThreads) {
+    if (i < columns) {
+      const int row = i / parts;  // dk of the first key, its dv, dk of the second, ...
+      sum_columns<Element>(p, found[row / 2], b, hk, row % 2 == 0, (i - row * parts) * kTermColumns);
+    } else {
+      sum_dbias(p, found[i - columns], b, hk);
+    }
+  }
 }
 
 }  // namespace
@@ -232,21 +308,25 @@ cudaError_t convert_dkv(const BwdParams& p, Dtype dtype, cudaStream_t stream) {
   });
 }
 
-cudaError_t reduce_chunk_terms(const BwdParams& p, Dtype dtype, cudaStream_t stream) {
+cudaError_t reduce_chunk_terms(const BwdParams& p, const CarriedTerms& carried, Dtype dtype, cudaStream_t stream) {
   ReduceTermsParams r = {};
   grad_outs(p, p.terms.dk, p.terms.dv, r.outs);
   r.terms = p.terms;
+  r.carried = carried;
   r.dbias_cols = p.dbias_cols;
   r.keys = p.chunks.keys;
-  r.chunk_rows = Divisor(p.chunks.keys.block_rows);
-  r.blocks_of_head = ceil_div(p.seqlen_k, kThreads / ceil_div(p.head_dim, 8));
-  r.seqlen_q = p.seqlen_q;
-  r.seqlen_k = p.seqlen_k;
+  const int32_t block_rows = p.keys.block_rows;
+  r.range = term_range(p.chunks.keys.block_rows, p.row_block_begin * block_rows, p.row_blocks * block_rows, p.seqlen_q,
+                       p.seqlen_k);
+  const int32_t keys = keys_up_to(r.range);
+  if (keys == 0) return cudaSuccess;
+  r.keys_of_block = int64_t{p.batch} * p.nheads_k * keys > kKeysOfManyBlocks ? kMostKeysOfBlock : kFewestKeysOfBlock;
+  r.blocks_of_head = ceil_div(keys, r.keys_of_block);
   r.nheads = p.nheads;
   r.nheads_k = p.nheads_k;
   r.head_ratio = p.head_ratio;
   r.head_dim = p.head_dim;
-  const int64_t blocks = int64_t{2} * p.batch * p.nheads_k * r.blocks_of_head;
+  const int64_t blocks = int64_t{p.batch} * p.nheads_k * r.blocks_of_head;
   return with_half_type(dtype, [&](auto element) {
     return launch(reduce_chunk_terms_kernel<decltype(element)>, blocks, kThreads, 0, stream, r);
   });
