@@ -42,6 +42,7 @@ struct DecodeTraits {
   static constexpr uint32_t kWarpBytes = 2 * kStages * kTile;  // [stage][K, V]
   static constexpr uint32_t kSmemBytes = kWarps * kWarpBytes;
   static_assert(kSmemBytes == decode_smem_bytes(kHeadDim));
+  static constexpr bool kReadsAhead = kDraft && kPlain && kHeadDim <= 128;
   // Indices and bias are fetched for several steps at once, one chunk ahead: loads issued after the copies of K and V
   // of a step would have to wait for those.
   static constexpr int kChunkSteps = 4, kChunkKeys = kChunkSteps * kKeys;

@@ -113,13 +113,19 @@ struct DecodeLoop : DecodeResults<T> {
   }
   __device__ __forceinline__ uint32_t tile(int stage, int which) const { return ring + (2 * stage + which) * T::kTile; }
 
+  // Those of a draft are read before the wait for the kernel in front, so past the L1 cache: what it holds may be older
+  // than the kernels that have ended.
+  template <class Word>
+  static __device__ __forceinline__ Word load_early(const Word* src) {
+    return T::kDraft ? __ldcg(src) : __ldg(src);
+  }
   // The rows as the left operand of the first product, for all of head_dim.
   using Queries = uint32_t[T::MT][kHeadDim / 16][4];
   __device__ __forceinline__ void load_q(Queries& q) const {
     if (is_vec(p.vec_q)) {
-      load_q(q, [](const uint16_t* src) { return __ldg(reinterpret_cast<const uint32_t*>(src)); });
+      load_q(q, [](const uint16_t* src) { return load_early(reinterpret_cast<const uint32_t*>(src)); });
     } else {
-      load_q(q, [](const uint16_t* src) { return __ldg(src) | static_cast<uint32_t>(__ldg(src + 1)) << 16; });
+      load_q(q, [](const uint16_t* src) { return load_early(src) | static_cast<uint32_t>(load_early(src + 1)) << 16; });
     }
   }
   template <class LoadPair>
@@ -305,8 +311,17 @@ struct DecodeLoop : DecodeResults<T> {
     to_positions(idx_next);
     if constexpr (T::kGathered) keep_idx(0, idx_next);
     __syncwarp();
-    constexpr int kAsked = T::kPlain ? 1 : 0;  // the general level has no room for one more copy of the code
+    // Stages that are asked for first: none where there is no room for one more copy of the code.
+    constexpr int kAsked = T::kPlain ? 1 : 0, kAhead = T::kReadsAhead ? T::kStages - 1 : kAsked;
+    if (T::kDraft && (!T::kPlain || end * T::kKeys > p.draft.entries)) wait_for_previous_kernel();
     if constexpr (kAsked > 0) load(begin, 0);
+    Queries q;
+    if constexpr (T::kReadsAhead) {
+      load_q(q);
+#pragma unroll 1
+      for (int i = kAsked; i < kAhead; ++i) load(begin + i, i);
+    }
+    if constexpr (T::kDraft && T::kPlain) wait_for_previous_kernel();
     // Issued before the other copies of K and V, for which all of these loads would wait otherwise. To ask for them takes
     // its time too, so the first step is on its way by then.
     Arrivals blocks = Base::arrivals(), heads = Base::head_arrivals();
@@ -319,10 +334,9 @@ struct DecodeLoop : DecodeResults<T> {
     const int2 drafted = draft.fetch(*this);
     LaneBias bias_next = fetch_bias(0, idx_next);
     idx_next = fetch_idx(1);
-    Queries q;
-    load_q(q);
+    if constexpr (!T::kReadsAhead) load_q(q);
 #pragma unroll 1
-    for (int i = kAsked; i < T::kStages; ++i) load(begin + i, i);
+    for (int i = kAhead; i < T::kStages; ++i) load(begin + i, i);
     if constexpr (T::kDraft) draft.keep(*this, drafted);
     if (counts_blocks) blocks.prepare();
     if (counts_heads) heads.prepare();
