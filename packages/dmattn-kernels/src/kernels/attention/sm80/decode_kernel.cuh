@@ -370,7 +370,7 @@ struct DecodeLoop : DecodeResults<T> {
       stage = stage + 1 == T::kStages ? 0 : stage + 1;
     }
     cp_async_wait<0>();
-    __syncthreads();  // the rings are free
+    __syncwarp();  // the ring is free
     // The compiler cannot see that the batch stays the same: what is worked out from it below and was before the loop is
     // not kept in registers between.
     asm volatile("" : "+r"(batch));
@@ -378,13 +378,15 @@ struct DecodeLoop : DecodeResults<T> {
     __syncthreads();
     Base::merge();
     const Arrivals ended = Base::arrivals();
+    typename Base::LaneSources sources;
+    if constexpr (T::kReducesByWarps) sources = Base::sources(first_row());
     if (ended.count > 1 && !ended.is_last()) return;
-    if constexpr (T::kTakesToken) return finish_token(ended.count);
-    if (p.num_splits > 1) combine();
+    if constexpr (T::kTakesToken) return finish_token(ended.count, sources);
+    if (p.num_splits > 1) combine(sources);
   }
 
   // By the last of the head's blocks.
-  __device__ __forceinline__ void finish_token(uint64_t blocks) const {
+  __device__ __forceinline__ void finish_token(uint64_t blocks, const typename Base::LaneSources& sources) const {
     if (blocks == 1) __syncthreads();  // is_last() has one
     // The heads' last blocks are counted as soon as they are known: all that matters is that they have read `seen`.
     Arrivals heads = Base::head_arrivals();
@@ -392,19 +394,22 @@ struct DecodeLoop : DecodeResults<T> {
       if (blocks == 1) device_fence();
       heads.count_in();
     }
-    combine();
-    token.commit_entry(*this);
+    token.commit_entry(*this, combine(sources));
     if (threadIdx.x == 0 && (heads.count == 1 || heads.was_last())) token.commit_count(*this);
   }
 
-  // The rows whose blocks have all ended.
-  __device__ __forceinline__ void combine() const {
-    const int first = T::kTakesToken ? 0 : row0, end_row = T::kTakesToken ? p.seqlen_q : row0 + rows;
+  // The rows whose blocks have all ended. Returns the entry whose place the token takes; -1: it takes none.
+  __device__ __forceinline__ int first_row() const { return T::kTakesToken ? 0 : row0; }
+  __device__ __forceinline__ int combine(const typename Base::LaneSources& sources) const {
+    const int first = first_row(), end_row = T::kTakesToken ? p.seqlen_q : row0 + rows;
+    if (Base::has_warps_for(end_row - first)) return Base::combine_by_warps(first, end_row - first, sources);
+    int replaced = -1;
 #pragma unroll 1
     for (int row = first; row < end_row; row += T::kRows) {
       if (row > first) __syncthreads();
-      Base::combine(row, min(T::kRows, end_row - row));
+      replaced = Base::combine(row, min(T::kRows, end_row - row));
     }
+    return replaced;
   }
 };
 

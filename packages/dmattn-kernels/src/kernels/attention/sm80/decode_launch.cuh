@@ -10,6 +10,8 @@ cudaError_t launch_decode_kernel(const KernelChoice& choice, const DecodeParams&
   DecodeArguments arguments;
   static_cast<DecodeParams&>(arguments) = p;
   arguments.row_blocks = (p.seqlen_q + T::kRows - 1) / T::kRows;
+  arguments.parts = static_cast<int64_t>(p.batch) * p.nheads;
+  arguments.rows_of_split = arguments.parts * p.seqlen_q;
   arguments.by_splits = Divisor(p.num_splits);
   arguments.by_row_blocks = Divisor(arguments.row_blocks);
   arguments.by_heads = Divisor(p.nheads);
