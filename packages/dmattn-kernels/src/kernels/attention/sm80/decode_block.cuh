@@ -43,8 +43,10 @@ struct DecodeTraits {
   static constexpr uint32_t kSmemBytes = kWarps * kWarpBytes;
   static_assert(kSmemBytes == decode_smem_bytes(kHeadDim));
   static constexpr bool kReadsAhead = kDraft && kPlain && kHeadDim <= 128;
+  static constexpr bool kSharesWeights = kDraft || kHeadDim > 128;
   // Whether a row's splits may be combined by one warp: where that is worth its code.
   static constexpr bool kReducesByWarps = kPlain && !kDraft && kHeadDim <= 128;
+  static constexpr bool kReducesDraft = kPlain && kDraft && kHeadDim <= 128;
   // Indices and bias are fetched for several steps at once, one chunk ahead: loads issued after the copies of K and V
   // of a step would have to wait for those.
   static constexpr int kChunkSteps = 4, kChunkKeys = kChunkSteps * kKeys;

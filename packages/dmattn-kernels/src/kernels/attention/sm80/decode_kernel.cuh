@@ -6,6 +6,7 @@
 
 #include "copy.cuh"
 #include "decode_draft.cuh"
+#include "decode_few_rows.cuh"
 #include "decode_token.cuh"
 #include "launch.cuh"
 
@@ -22,8 +23,8 @@ struct DecodeShared {
 };
 
 template <class T>
-struct DecodeLoop : DecodeResults<T> {
-  using Base = DecodeResults<T>;
+struct DecodeLoop : DecodeFewRows<T> {
+  using Base = DecodeFewRows<T>;
   using Element = typename T::Element;
   using Base::batch, Base::begin, Base::end, Base::has_key_bias, Base::head, Base::head_dim, Base::held, Base::is_vec,
       Base::keys, Base::lane, Base::list, Base::p, Base::row0, Base::rows, Base::warp;
@@ -403,6 +404,10 @@ struct DecodeLoop : DecodeResults<T> {
   __device__ __forceinline__ int combine(const typename Base::LaneSources& sources) const {
     const int first = first_row(), end_row = T::kTakesToken ? p.seqlen_q : row0 + rows;
     if (Base::has_warps_for(end_row - first)) return Base::combine_by_warps(first, end_row - first, sources);
+    if (Base::has_lanes_for_draft()) {
+      Base::combine_draft(first, end_row - first);
+      return -1;
+    }
     int replaced = -1;
 #pragma unroll 1
     for (int row = first; row < end_row; row += T::kRows) {
