@@ -42,9 +42,12 @@ struct DecodeTraits {
   static constexpr uint32_t kWarpBytes = 2 * kStages * kTile;  // [stage][K, V]
   static constexpr uint32_t kSmemBytes = kWarps * kWarpBytes;
   static_assert(kSmemBytes == decode_smem_bytes(kHeadDim));
+  // Whether a draft asks for its queries and all but one stage before it waits for the kernel in front. At head_dim 256
+  // queries would be kept in local memory for it.
   static constexpr bool kReadsAhead = kDraft && kPlain && kHeadDim <= 128;
+  // Whether the warps' weights in a row are found once and shared: where there are many rows, or too few registers.
   static constexpr bool kSharesWeights = kDraft || kHeadDim > 128;
-  // Whether a row's splits may be combined by one warp: where that is worth its code.
+  // Whether splits may be combined by whole warps, each a row, or eight rows of a draft: where that is worth its code.
   static constexpr bool kReducesByWarps = kPlain && !kDraft && kHeadDim <= 128;
   static constexpr bool kReducesDraft = kPlain && kDraft && kHeadDim <= 128;
   // Indices and bias are fetched for several steps at once, one chunk ahead: loads issued after the copies of K and V

@@ -312,7 +312,10 @@ struct DecodeLoop : DecodeFewRows<T> {
     to_positions(idx_next);
     if constexpr (T::kGathered) keep_idx(0, idx_next);
     __syncwarp();
-    // Stages that are asked for first: none where there is no room for one more copy of the code.
+    // A draft's kernel starts early, behind cache_draft(), which writes the rows behind the entries and what becomes of the
+    // tokens. It lets this one start when it has waited itself, so that all kernels before have ended: queries and entries
+    // can be read before the wait, by copies and reads that go past the L1 cache.
+    // kAsked stages come first, and kAhead before the wait: none where there is no room for one more copy of the code.
     constexpr int kAsked = T::kPlain ? 1 : 0, kAhead = T::kReadsAhead ? T::kStages - 1 : kAsked;
     if (T::kDraft && (!T::kPlain || end * T::kKeys > p.draft.entries)) wait_for_previous_kernel();
     if constexpr (kAsked > 0) load(begin, 0);

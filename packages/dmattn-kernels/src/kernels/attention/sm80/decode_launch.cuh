@@ -20,6 +20,8 @@ cudaError_t launch_decode_kernel(const KernelChoice& choice, const DecodeParams&
   arguments.by_bias_ratio = Divisor(p.bias.head_ratio);
   arguments.by_group = Divisor(p.draft.group);
   static std::atomic<uint64_t> devices_ready{0};
+  // A draft's kernel comes right behind cache_draft(), and reads some of its operands before it waits: see
+  // DecodeLoop::run().
   return launch</*kEarly=*/T::kDraft>(decode_kernel<T>, choice.blocks, T::kThreads, T::kSmemBytes, T::kSmemBytes,
                                       devices_ready, arguments, stream);
 }

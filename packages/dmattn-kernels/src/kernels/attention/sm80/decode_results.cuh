@@ -250,8 +250,8 @@ struct DecodeResults : DecodeBlock<T> {
     const int own_row = threadIdx.x;
     static_assert(T::kRows <= T::kThreads);
     RowSum own;
-    // A draft has so many rows that what is the same for all columns of one is found once, by a thread each. For few rows
-    // another barrier would take longer.
+    // What is the same for all columns of a row, found once, by a thread each. For few rows another barrier would take
+    // longer.
     if constexpr (T::kSharesWeights) {
       if (own_row < rows) {
         float weight[T::kWarps];
