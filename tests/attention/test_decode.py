@@ -102,6 +102,15 @@ def test_groups_of_any_size(ratio: int, head_dim: int) -> None:
     check(Case(1, 4000, 2, 2 * ratio, 2, head_dim, bias="bk1k", dlse=True))
 
 
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("ratio", [1, 4, 7, 9])
+@pytest.mark.parametrize("seqlen_k", [300, 700, 1100, 2300, 4200, 8200])
+def test_any_number_of_splits(seqlen_k: int, ratio: int, head_dim: int) -> None:
+    """A warp each for few rows, of at most 32 splits, which are 2 to 64 on an H200."""
+    check(Case(1, seqlen_k, 1, ratio, 1, head_dim, wants=""))
+    check(Case(1, seqlen_k, 1, 2 * ratio, 2, head_dim, mask="bk1k", bias="bk1k", wants=""))
+
+
 def test_splits_are_summed_in_their_order() -> None:
     """Whichever block ends last: the same bits again and again."""
     problem = build(Case(1, 9000, 2, 8, 2, 128, bias="bk1k", wants=""))

@@ -149,6 +149,45 @@ def test_drafts_of_any_shape(
         assert torch.equal(getattr(cache, name), getattr(committed, name)), name
 
 
+def attend_to(cache: dmattn.DynamicMaskCache, q: Tensor) -> Tensor:
+    """One query (B, 1, heads, D) over all entries, in float64."""
+    heads_k = cache.score.shape[1]
+    q = q.double().unflatten(2, (heads_k, -1))
+    k, v = (x[:, : cache.score.shape[-1]].double() for x in (cache.k, cache.v))
+    logits = torch.einsum("bqhgd,bkhd->bhgqk", q, k) * q.shape[-1] ** -0.5
+    logits = logits + cache.score.double()[:, :, None, None]
+    return torch.einsum("bhgqk,bkhd->bqhgd", logits.softmax(-1), v).flatten(2, 3)
+
+
+@pytest.mark.parametrize(
+    "heads,heads_k,head_dim",
+    [(4, 1, 128), (2, 2, 64), (7, 1, 64), (9, 1, 128), (16, 4, 128), (6, 2, 256), (1, 1, 256)],
+)
+@pytest.mark.parametrize("window", [40, 300, 700, 2304, 4200])
+@pytest.mark.parametrize("kind", ["random", "tied"])
+def test_steps_and_drafts_over_any_number_of_splits(
+    kind: str, window: int, heads: int, heads_k: int, head_dim: int
+) -> None:
+    """The token, and the entries that do not leave, are terms beside the splits' results."""
+    device, dtype, tokens = target_device(), torch.bfloat16, 5
+    q = torch.randn(B, tokens, heads, head_dim, device=device, dtype=dtype)
+    k, v = torch.randn(2, B, window + tokens, heads_k, head_dim, device=device, dtype=dtype)
+    score = make_scores(kind, B, heads_k, window + tokens)
+    in_turn = dmattn.DynamicMaskCache(B, window, heads_k, head_dim, dtype, device)
+    in_turn.prefill(k[:, :window], v[:, :window], score[..., :window])
+    drafted = in_turn.clone()
+    new = [q, k[:, window:], v[:, window:], score[..., window:]]
+    outs = drafted.peek(*new)
+    for t in range(tokens):
+        step = [x[:, t : t + 1] for x in new[:3]] + [new[3][..., t : t + 1]]
+        out = in_turn.append_and_attend(*step)
+        assert_near(out, attend_to(in_turn, step[0]))
+        assert_near(outs[:, t : t + 1], out)
+    drafted.commit(torch.full((B,), tokens, dtype=torch.int32, device=device))
+    for name in ("score", "position", "seen", "k", "v"):
+        assert torch.equal(getattr(drafted, name), getattr(in_turn, name)), name
+
+
 def captured(call: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

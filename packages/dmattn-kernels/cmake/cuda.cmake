@@ -1,6 +1,6 @@
 # The CUDA compiler, its flags, and the CUTLASS headers. Sets DMATTN_NVCC_FLAGS (of all sources), DMATTN_CODE_NAMES,
 # DMATTN_GENERAL_GENCODES (of the units but those of one architecture, which have DMATTN_GENCODE_<name>),
-# DMATTN_HELPER_GENCODES (of all other sources), and DMATTN_CUTLASS.
+# DMATTN_HELPER_GENCODES (of all other sources, and of the units that have kernels that start early), and DMATTN_CUTLASS.
 #
 # find_package(CUDAToolkit) is not used: it does not know the layout of the compiler from PyPI, and all that is needed
 # of the toolkit comes with the language.
@@ -20,7 +20,8 @@ enable_language(CUDA)
 # architecture runs, sm_90a, is for the units of that architecture alone: see units.cmake.
 #
 # The helper kernels' code for sm_90 comes from compute_90, which has the instructions to start early with
-# (src/kernels/shared/early_start.cuh). The units would take half as long again to compile.
+# (src/kernels/shared/early_start.cuh), and so does that of decoding. The other units would take half as long again to
+# compile.
 set(DMATTN_CODE_NAMES)
 set(DMATTN_GENERAL_GENCODES)
 set(DMATTN_HELPER_GENCODES)

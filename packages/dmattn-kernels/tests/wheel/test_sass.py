@@ -109,3 +109,31 @@ def test_kernels_that_start_early_wait_first(
         if touched or wait == len(opcodes):
             wrong.append(f"{touched[:3]} before the wait: {kernel.name}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_drafts_read_ahead_past_the_l1_cache(library: ctypes.CDLL, library_path: Path) -> None:
+    """Before the wait only queries, keys and values: an L1 cache may have what lay there before.
+
+    See run() in src/kernels/attention/sm80/decode_kernel.cuh.
+    """
+    assert "sm_90" in library.dmattn_architectures().decode().split(",")
+    kernels = list(sass.kernels(library_path, "sm_90.cubin", "decode_kernel"))
+    drafts = [k for k in kernels if "DecodeCaseE3" in k.name]
+    assert drafts
+    for kernel in kernels:
+        waits = [n for n, x in enumerate(kernel.instructions) if x.opcode == "ACQBULK"]
+        assert bool(waits) == (kernel in drafts), kernel.name
+        before = kernel.instructions[: max(waits, default=0)]
+        touched = {x.name for x in before if x.opcode in MEMORY or x.opcode in COPIES}
+        past = {x for x in touched if x.startswith("LDGSTS.") and "BYPASS" in x}
+        past |= {x for x in touched if x.startswith("LDG.") and x.endswith(".STRONG.GPU")}
+        assert touched == past, kernel.name
+
+
+def test_decoding_does_not_wait_for_its_counts(library: ctypes.CDLL, library_path: Path) -> None:
+    """Where ptxas adds up what the lanes of a warp add, it hands the answer out at once."""
+    assert "sm_90" in library.dmattn_architectures().decode().split(",")
+    for kernel in sass.kernels(library_path, "sm_90.cubin", "decode_kernel"):
+        adds = [x for x in kernel.instructions if x.name.startswith("ATOMG.E.ADD")]
+        assert adds, kernel.name
+        assert "UPOPC" not in {x.opcode for x in kernel.instructions}, kernel.name

@@ -65,32 +65,64 @@ struct EntrySearch {
   }
 };
 
-// The draft's keys and values go to the rows behind the entries, by all threads: chunk i of 2 * tokens * chunks, of which a
-// thread reads its first one ahead.
+// Eight elements of the draft's keys and values: number i of 2 * tokens * head_dim / 8.
+struct DraftChunk {
+  bool is_value;
+  int t, col;
+  __device__ __forceinline__ DraftChunk(const CacheDraftParams& p, int i) {
+    const int chunks = p.head_dim / 8, row = i / chunks;
+    is_value = row >= p.tokens;
+    t = is_value ? row - p.tokens : row;
+    col = i % chunks * 8;
+  }
+  static __device__ __forceinline__ int count(const CacheDraftParams& p) { return 2 * p.tokens * (p.head_dim / 8); }
+  // Where a row of the cache has the chunk.
+  __device__ __forceinline__ uint16_t* in_cache(const CacheDraftParams& p, int b, int h, int row) const {
+    auto* rows = static_cast<uint16_t*>(is_value ? p.v_cache : p.k_cache);
+    return rows + row_offset(is_value ? p.v_stride : p.k_stride, b, h, row) + col;
+  }
+};
+
+// To the rows behind the entries.
 struct DraftCopy {
   const CacheDraftParams& p;
   int b, h;
 
-  __device__ __forceinline__ int count() const { return 2 * p.tokens * (p.head_dim / 8); }
-  __device__ __forceinline__ uint4 read(int i) const {
-    const int chunks = p.head_dim / 8, row = i / chunks, col = i % chunks * 8;
-    const bool is_value = row >= p.tokens;
-    const int t = is_value ? row - p.tokens : row;
-    const auto* from = static_cast<const uint16_t*>(is_value ? p.v_new : p.k_new);
-    return load_chunk(from + row_offset(is_value ? p.v_new_stride : p.k_new_stride, b, h, t) + col, p.vec_new);
+  __device__ __forceinline__ uint4 read(const DraftChunk& x) const {
+    const auto* from = static_cast<const uint16_t*>(x.is_value ? p.v_new : p.k_new);
+    return load_chunk(from + row_offset(x.is_value ? p.v_new_stride : p.k_new_stride, b, h, x.t) + x.col, p.vec_new);
   }
-  __device__ __forceinline__ void write(int i, const uint4& x) const {
-    const int chunks = p.head_dim / 8, row = i / chunks, col = i % chunks * 8;
-    const bool is_value = row >= p.tokens;
-    const int t = is_value ? row - p.tokens : row;
-    auto* to = static_cast<uint16_t*>(is_value ? p.v_cache : p.k_cache);
-    store_chunk(to + row_offset(is_value ? p.v_stride : p.k_stride, b, h, p.capacity + t) + col, x, p.vec_cache);
-  }
-  __device__ __forceinline__ void finish(const uint4& first) const {
-    if (threadIdx.x < count()) write(threadIdx.x, first);
-    for (int i = threadIdx.x + kThreads; i < count(); i += kThreads) write(i, read(i));
+  __device__ __forceinline__ void write(const DraftChunk& x, const uint4& chunk) const {
+    store_chunk(x.in_cache(p, b, h, p.capacity + x.t), chunk, p.vec_cache);
   }
 };
+// From there to the entries of these tokens; -1: nowhere.
+struct CommitCopy {
+  const CacheDraftParams& p;
+  int b, h;
+  const int32_t (&slots)[kMaxDraft];
+
+  __device__ __forceinline__ uint4 read(const DraftChunk& x) const {
+    return load_chunk(x.in_cache(p, b, h, p.capacity + x.t), p.vec_cache);
+  }
+  __device__ __forceinline__ void write(const DraftChunk& x, const uint4& chunk) const {
+    if (slots[x.t] >= 0) store_chunk(x.in_cache(p, b, h, slots[x.t]), chunk, p.vec_cache);
+  }
+};
+// By all threads: a thread's first chunk, `own`, is read ahead.
+template <class Copy>
+__device__ __forceinline__ uint4 read_first(const Copy& copy, const DraftChunk& own) {
+  return threadIdx.x < DraftChunk::count(copy.p) ? copy.read(own) : make_uint4(0, 0, 0, 0);
+}
+template <class Copy>
+__device__ __forceinline__ void finish(const Copy& copy, const DraftChunk& own, const uint4& first) {
+  const int count = DraftChunk::count(copy.p);
+  if (threadIdx.x < count) copy.write(own, first);
+  for (int i = threadIdx.x + kThreads; i < count; i += kThreads) {
+    const DraftChunk x(copy.p, i);
+    copy.write(x, copy.read(x));
+  }
+}
 
 // By one warp: a lane has a token, and the entries that another warp has found, lowest first.
 // `score`: of the lane's token, -inf where there is none. `seen`: of the sequence.
@@ -138,8 +170,8 @@ __global__ void __launch_bounds__(kThreads) draft_kernel(const CacheDraftParams 
   typename EntrySearch<Score>::Reads reads;
   search.load(reads);
   const DraftCopy copy{p, b, h};
-  uint4 chunk = make_uint4(0, 0, 0, 0);
-  if (threadIdx.x < copy.count()) chunk = copy.read(threadIdx.x);
+  const DraftChunk own(p, threadIdx.x);
+  const uint4 chunk = read_first(copy, own);
   Score token_score = static_cast<Score>(-INFINITY);
   int seen = 0;
   if (threadIdx.x < 32) {
@@ -147,7 +179,7 @@ __global__ void __launch_bounds__(kThreads) draft_kernel(const CacheDraftParams 
     seen = p.seen[b];
   }
   search.hold(reads);
-  copy.finish(chunk);
+  finish(copy, own, chunk);
   CacheEntry last = {0, 0, -1};  // before all others
 #pragma unroll 1
   for (int t = 0; t < p.tokens; ++t) {
@@ -172,34 +204,31 @@ __device__ __forceinline__ int read_count(const CacheDraftParams& p, int b) {
 // can be written at once.
 template <class Score>
 __global__ void __launch_bounds__(kThreads) commit_kernel(const CacheDraftParams p) {
+  __shared__ int32_t slots[kMaxDraft];  // of the tokens that are put in and stay; else -1
   follow_previous_kernel();
   const int h = blockIdx.x % p.nheads_k, b = blockIdx.x / p.nheads_k;
-  const int64_t first = static_cast<int64_t>(blockIdx.x) * p.capacity;
-  const DraftToken* const draft = p.draft + static_cast<int64_t>(blockIdx.x) * p.tokens;
-  const int count = read_count(p, b), chunks = p.head_dim / 8;
-  const auto is_held = [&](const DraftToken& token) {
-    return token.end >= count && static_cast<uint32_t>(token.slot) < static_cast<uint32_t>(p.capacity);
-  };
-  for (int i = threadIdx.x; i < 2 * count * chunks; i += kThreads) {
-    const int row = i / chunks, col = i % chunks * 8;
-    const bool is_value = row >= count;
-    const int t = is_value ? row - count : row;
-    const DraftToken token = draft[t];
-    if (!is_held(token)) continue;
-    uint16_t* rows = static_cast<uint16_t*>(is_value ? p.v_cache : p.k_cache) + col;
-    const Strides3& s = is_value ? p.v_stride : p.k_stride;
-    const uint4 chunk = load_chunk(rows + row_offset(s, b, h, p.capacity + t), p.vec_cache);
-    store_chunk(rows + row_offset(s, b, h, token.slot), chunk, p.vec_cache);
-  }
-  if (threadIdx.x < count) {
-    const DraftToken token = draft[threadIdx.x];
-    if (is_held(token)) {
-      static_cast<Score*>(p.score)[first + token.slot] = static_cast<Score>(token.score);
-      p.position[first + token.slot] = token.position;
+  const CommitCopy copy{p, b, h, slots};
+  const DraftChunk own(p, threadIdx.x);
+  // By the last warp, which has no chunk where tokens are few: what the others read does not wait for the count.
+  const int t = static_cast<int>(threadIdx.x) - (kThreads - 32);
+  if (t >= 0 && t < p.tokens) {
+    const DraftToken token = p.draft[static_cast<int64_t>(blockIdx.x) * p.tokens + t];
+    const bool is_first = h == 0 && t == 0;
+    const int seen = is_first ? p.seen[b] : 0;  // no other block reads it
+    const int count = read_count(p, b);
+    const bool is_held =
+        t < count && token.end >= count && static_cast<uint32_t>(token.slot) < static_cast<uint32_t>(p.capacity);
+    slots[t] = is_held ? token.slot : -1;
+    if (is_held) {
+      const int64_t entry = static_cast<int64_t>(blockIdx.x) * p.capacity + token.slot;
+      static_cast<Score*>(p.score)[entry] = static_cast<Score>(token.score);
+      p.position[entry] = token.position;
     }
+    if (is_first) p.seen[b] = next_cache_position(seen, p.tokens) + count;
   }
-  // No other block reads it.
-  if (h == 0 && threadIdx.x == 0) p.seen[b] = next_cache_position(p.seen[b], p.tokens) + count;
+  const uint4 chunk = read_first(copy, own);
+  __syncthreads();
+  finish(copy, own, chunk);
 }
 
 }  // namespace

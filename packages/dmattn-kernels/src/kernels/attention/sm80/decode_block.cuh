@@ -42,13 +42,20 @@ struct DecodeTraits {
   static constexpr uint32_t kWarpBytes = 2 * kStages * kTile;  // [stage][K, V]
   static constexpr uint32_t kSmemBytes = kWarps * kWarpBytes;
   static_assert(kSmemBytes == decode_smem_bytes(kHeadDim));
+  // Whether a draft asks for its queries and all but one stage before it waits for the kernel in front. At head_dim 256
+  // queries would be kept in local memory for it.
+  static constexpr bool kReadsAhead = kDraft && kPlain && kHeadDim <= 128;
+  // Whether the warps' weights in a row are found once and shared: where there are many rows, or too few registers.
+  static constexpr bool kSharesWeights = kDraft || kHeadDim > 128;
+  // Whether splits may be combined by whole warps, each a row, or eight rows of a draft: where that is worth its code.
+  static constexpr bool kReducesByWarps = kPlain && !kDraft && kHeadDim <= 128;
+  static constexpr bool kReducesDraft = kPlain && kDraft && kHeadDim <= 128;
   // Indices and bias are fetched for several steps at once, one chunk ahead: loads issued after the copies of K and V
   // of a step would have to wait for those.
   static constexpr int kChunkSteps = 4, kChunkKeys = kChunkSteps * kKeys;
   static_assert(kStages <= kChunkSteps);  // a step and the one that takes its place: neighbouring chunks
-  // The merge takes the place of the rings. Rows start on different banks.
+  // A warp's results, and the maxima and sums of its rows, take the place of its ring. Rows start on different banks.
   static constexpr int kMergePitch = kHeadDim + 8;
-  static constexpr int kMergeFloats = kWarps * kRows * kMergePitch;
   // So do the weights of the splits, of their lowest entries and of the token in a row, sums over the splits so far, and
   // the results of as many splits as there is room for.
   static constexpr int kSplits = kPlain ? plain_decode_splits(kFromCache) : kMaxSplits;  // at most
@@ -58,7 +65,7 @@ struct DecodeTraits {
   static constexpr int kPartFloats = kSmemBytes / sizeof(float) - kWeightFloats - kSumFloats;
   // Static arrays beside the rings, in a family whose blocks have 99 KB.
   static_assert(kSmemBytes + 3 * 1024 <= 99 * 1024);
-  static_assert((kMergeFloats + 2 * kWarps * kRows) * 4 <= kSmemBytes);
+  static_assert(kRows * (kMergePitch + 2) * 4 <= kWarpBytes);
   static_assert(kPartFloats >= kRows * kHeadDim + kHeadDim / 2);
 };
 
@@ -86,12 +93,12 @@ struct SharedToken {
   uint4 token[2][kChunks];  // the key and the value of the token
   float score;              // of the token; -inf where there is none
   int32_t position;         // of the token; -1 where there is none
-  int32_t replaced;         // entry of the cache whose place the token takes; -1: it takes none
 };
 
 // The parameters, and what the launcher works out from them so that no thread has to divide.
 struct DecodeArguments : DecodeParams {
-  int32_t row_blocks = 1;  // of a head
+  int32_t row_blocks = 1;                // of a head
+  int64_t parts = 0, rows_of_split = 0;  // heads of all sequences, and the rows of these
   Divisor by_splits, by_row_blocks, by_heads;
   Divisor by_shares;                // the warps of all splits
   Divisor by_ratio, by_bias_ratio;  // heads of the rows to those of K and V, and to those of the bias

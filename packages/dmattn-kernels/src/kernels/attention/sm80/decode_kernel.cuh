@@ -6,6 +6,7 @@
 
 #include "copy.cuh"
 #include "decode_draft.cuh"
+#include "decode_few_rows.cuh"
 #include "decode_token.cuh"
 #include "launch.cuh"
 
@@ -22,8 +23,8 @@ struct DecodeShared {
 };
 
 template <class T>
-struct DecodeLoop : DecodeResults<T> {
-  using Base = DecodeResults<T>;
+struct DecodeLoop : DecodeFewRows<T> {
+  using Base = DecodeFewRows<T>;
   using Element = typename T::Element;
   using Base::batch, Base::begin, Base::end, Base::has_key_bias, Base::head, Base::head_dim, Base::held, Base::is_vec,
       Base::keys, Base::lane, Base::list, Base::p, Base::row0, Base::rows, Base::warp;
@@ -113,13 +114,19 @@ struct DecodeLoop : DecodeResults<T> {
   }
   __device__ __forceinline__ uint32_t tile(int stage, int which) const { return ring + (2 * stage + which) * T::kTile; }
 
+  // Those of a draft are read before the wait for the kernel in front, so past the L1 cache: what it holds may be older
+  // than the kernels that have ended.
+  template <class Word>
+  static __device__ __forceinline__ Word load_early(const Word* src) {
+    return T::kDraft ? __ldcg(src) : __ldg(src);
+  }
   // The rows as the left operand of the first product, for all of head_dim.
   using Queries = uint32_t[T::MT][kHeadDim / 16][4];
   __device__ __forceinline__ void load_q(Queries& q) const {
     if (is_vec(p.vec_q)) {
-      load_q(q, [](const uint16_t* src) { return __ldg(reinterpret_cast<const uint32_t*>(src)); });
+      load_q(q, [](const uint16_t* src) { return load_early(reinterpret_cast<const uint32_t*>(src)); });
     } else {
-      load_q(q, [](const uint16_t* src) { return __ldg(src) | static_cast<uint32_t>(__ldg(src + 1)) << 16; });
+      load_q(q, [](const uint16_t* src) { return load_early(src) | static_cast<uint32_t>(load_early(src + 1)) << 16; });
     }
   }
   template <class LoadPair>
@@ -305,8 +312,20 @@ struct DecodeLoop : DecodeResults<T> {
     to_positions(idx_next);
     if constexpr (T::kGathered) keep_idx(0, idx_next);
     __syncwarp();
-    constexpr int kAsked = T::kPlain ? 1 : 0;  // the general level has no room for one more copy of the code
+    // A draft's kernel starts early, behind cache_draft(), which writes the rows behind the entries and what becomes of the
+    // tokens. It lets this one start when it has waited itself, so that all kernels before have ended: queries and entries
+    // can be read before the wait, by copies and reads that go past the L1 cache.
+    // kAsked stages come first, and kAhead before the wait: none where there is no room for one more copy of the code.
+    constexpr int kAsked = T::kPlain ? 1 : 0, kAhead = T::kReadsAhead ? T::kStages - 1 : kAsked;
+    if (T::kDraft && (!T::kPlain || end * T::kKeys > p.draft.entries)) wait_for_previous_kernel();
     if constexpr (kAsked > 0) load(begin, 0);
+    Queries q;
+    if constexpr (T::kReadsAhead) {
+      load_q(q);
+#pragma unroll 1
+      for (int i = kAsked; i < kAhead; ++i) load(begin + i, i);
+    }
+    if constexpr (T::kDraft && T::kPlain) wait_for_previous_kernel();
     // Issued before the other copies of K and V, for which all of these loads would wait otherwise. To ask for them takes
     // its time too, so the first step is on its way by then.
     Arrivals blocks = Base::arrivals(), heads = Base::head_arrivals();
@@ -319,10 +338,9 @@ struct DecodeLoop : DecodeResults<T> {
     const int2 drafted = draft.fetch(*this);
     LaneBias bias_next = fetch_bias(0, idx_next);
     idx_next = fetch_idx(1);
-    Queries q;
-    load_q(q);
+    if constexpr (!T::kReadsAhead) load_q(q);
 #pragma unroll 1
-    for (int i = kAsked; i < T::kStages; ++i) load(begin + i, i);
+    for (int i = kAhead; i < T::kStages; ++i) load(begin + i, i);
     if constexpr (T::kDraft) draft.keep(*this, drafted);
     if (counts_blocks) blocks.prepare();
     if (counts_heads) heads.prepare();
@@ -356,7 +374,7 @@ struct DecodeLoop : DecodeResults<T> {
       stage = stage + 1 == T::kStages ? 0 : stage + 1;
     }
     cp_async_wait<0>();
-    __syncthreads();  // the rings are free
+    __syncwarp();  // the ring is free
     // The compiler cannot see that the batch stays the same: what is worked out from it below and was before the loop is
     // not kept in registers between.
     asm volatile("" : "+r"(batch));
@@ -364,13 +382,15 @@ struct DecodeLoop : DecodeResults<T> {
     __syncthreads();
     Base::merge();
     const Arrivals ended = Base::arrivals();
+    typename Base::LaneSources sources;
+    if constexpr (T::kReducesByWarps) sources = Base::sources(first_row());
     if (ended.count > 1 && !ended.is_last()) return;
-    if constexpr (T::kTakesToken) return finish_token(ended.count);
-    if (p.num_splits > 1) combine();
+    if constexpr (T::kTakesToken) return finish_token(ended.count, sources);
+    if (p.num_splits > 1) combine(sources);
   }
 
   // By the last of the head's blocks.
-  __device__ __forceinline__ void finish_token(uint64_t blocks) const {
+  __device__ __forceinline__ void finish_token(uint64_t blocks, const typename Base::LaneSources& sources) const {
     if (blocks == 1) __syncthreads();  // is_last() has one
     // The heads' last blocks are counted as soon as they are known: all that matters is that they have read `seen`.
     Arrivals heads = Base::head_arrivals();
@@ -378,19 +398,26 @@ struct DecodeLoop : DecodeResults<T> {
       if (blocks == 1) device_fence();
       heads.count_in();
     }
-    combine();
-    token.commit_entry(*this);
+    token.commit_entry(*this, combine(sources));
     if (threadIdx.x == 0 && (heads.count == 1 || heads.was_last())) token.commit_count(*this);
   }
 
-  // The rows whose blocks have all ended.
-  __device__ __forceinline__ void combine() const {
-    const int first = T::kTakesToken ? 0 : row0, end_row = T::kTakesToken ? p.seqlen_q : row0 + rows;
+  // The rows whose blocks have all ended. Returns the entry whose place the token takes; -1: it takes none.
+  __device__ __forceinline__ int first_row() const { return T::kTakesToken ? 0 : row0; }
+  __device__ __forceinline__ int combine(const typename Base::LaneSources& sources) const {
+    const int first = first_row(), end_row = T::kTakesToken ? p.seqlen_q : row0 + rows;
+    if (Base::has_warps_for(end_row - first)) return Base::combine_by_warps(first, end_row - first, sources);
+    if (Base::has_lanes_for_draft()) {
+      Base::combine_draft(first, end_row - first);
+      return -1;
+    }
+    int replaced = -1;
 #pragma unroll 1
     for (int row = first; row < end_row; row += T::kRows) {
       if (row > first) __syncthreads();
-      Base::combine(row, min(T::kRows, end_row - row));
+      replaced = Base::combine(row, min(T::kRows, end_row - row));
     }
+    return replaced;
   }
 };
 

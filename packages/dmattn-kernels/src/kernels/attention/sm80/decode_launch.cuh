@@ -10,6 +10,8 @@ cudaError_t launch_decode_kernel(const KernelChoice& choice, const DecodeParams&
   DecodeArguments arguments;
   static_cast<DecodeParams&>(arguments) = p;
   arguments.row_blocks = (p.seqlen_q + T::kRows - 1) / T::kRows;
+  arguments.parts = static_cast<int64_t>(p.batch) * p.nheads;
+  arguments.rows_of_split = arguments.parts * p.seqlen_q;
   arguments.by_splits = Divisor(p.num_splits);
   arguments.by_row_blocks = Divisor(arguments.row_blocks);
   arguments.by_heads = Divisor(p.nheads);
@@ -18,8 +20,10 @@ cudaError_t launch_decode_kernel(const KernelChoice& choice, const DecodeParams&
   arguments.by_bias_ratio = Divisor(p.bias.head_ratio);
   arguments.by_group = Divisor(p.draft.group);
   static std::atomic<uint64_t> devices_ready{0};
-  return launch(decode_kernel<T>, choice.blocks, T::kThreads, T::kSmemBytes, T::kSmemBytes, devices_ready, arguments,
-                stream);
+  // A draft's kernel comes right behind cache_draft(), and reads some of its operands before it waits: see
+  // DecodeLoop::run().
+  return launch</*kEarly=*/T::kDraft>(decode_kernel<T>, choice.blocks, T::kThreads, T::kSmemBytes, T::kSmemBytes,
+                                      devices_ready, arguments, stream);
 }
 
 template <class Element, int kHeadDim, DecodeCase kCase>

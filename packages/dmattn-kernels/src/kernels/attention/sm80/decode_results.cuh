@@ -44,7 +44,14 @@ struct Arrivals {
   }
   // The same for what has only been read, in two calls, both by thread 0 and the first one after a device_fence(). Only
   // the second one waits for the answer.
-  __device__ __forceinline__ void count_in() { found = atomicAdd(word, 1ull); }
+  __device__ __forceinline__ void count_in() {
+    // By a number that looks as if each lane had another one. Otherwise ptxas adds up what the lanes of the warp add, and
+    // waits for the answer to hand it out.
+    uint32_t lane;
+    asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+    const uint64_t one = uint64_t{lane} + 1;
+    asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], %2;" : "=l"(found) : "l"(word), "l"(one) : "memory");
+  }
   __device__ __forceinline__ bool was_last() const { return found - tag == count - 1; }
 };
 
@@ -77,11 +84,9 @@ struct DecodeResults : DecodeBlock<T> {
   // --- what splits leave -------------------------------------------------------------------------------------------
 
   // Number of a split of this head among those of all heads, and of a row of its.
-  __device__ __forceinline__ int64_t part_index(int of_split) const {
-    return (static_cast<int64_t>(of_split) * p.batch + batch) * p.nheads + head;
-  }
+  __device__ __forceinline__ int64_t part_index(int of_split) const { return of_split * p.parts + Base::head_index(); }
   __device__ __forceinline__ int64_t partial_row(int of_split, int row) const {
-    return part_index(of_split) * p.seqlen_q + row;
+    return of_split * p.rows_of_split + Base::head_index() * p.seqlen_q + row;
   }
 
   // --- the warps of a block ------------------------------------------------------------------------------------------
@@ -107,49 +112,20 @@ struct DecodeResults : DecodeBlock<T> {
       }
     }
   }
-  // The results of the warps, put together. What is the same for all columns of a row is found once, by a thread each.
+  // The results of the warps, put together, after a barrier.
   __device__ __forceinline__ void merge() const {
-    const int own_row = threadIdx.x;
-    static_assert(T::kRows <= T::kThreads);
-    float max = -INFINITY, sum = 0.f;
-    if (own_row < rows) {
-#pragma unroll
-      for (int w = 0; w < T::kWarps; ++w) max = fmaxf(max, merge_stats(0, w, own_row));
-      const float shift = max == -INFINITY ? 0.f : max;  // nothing kept: all weights are exp(-inf) = 0
-#pragma unroll
-      for (int w = 0; w < T::kWarps; ++w) {
-        float& weight = merge_stats(0, w, own_row);
-        weight = exp2_approx((weight - shift) * kLog2e);
-        sum += weight * merge_stats(1, w, own_row);
-      }
-      merge_stats(1, 0, own_row) = sum > 0.f ? 1.f / sum : 0.f;
+    if (is_partial()) {
+      merge_rows<true>();
+    } else if constexpr (!T::kTakesToken) {
+      merge_rows<false>();
     }
-    __syncthreads();
-#pragma unroll(T::kDraft ? 2 : 1)
-    for (int i = threadIdx.x; i < rows * kQuads; i += T::kThreads) {
-      const int row = i / kQuads, col = i % kQuads * 4;
-      if (col >= head_dim()) continue;
-      float4 out = {0.f, 0.f, 0.f, 0.f};
-#pragma unroll
-      for (int w = 0; w < T::kWarps; ++w) {
-        add(out, merge_stats(0, w, row), *reinterpret_cast<const float4*>(merge_row(w, row) + col));
-      }
-      const float scale = merge_stats(1, 0, row);
-      out = {out.x * scale, out.y * scale, out.z * scale, out.w * scale};
-      if (is_partial()) {
-        *reinterpret_cast<float4*>(p.out_accum + partial_row(split, row0 + row) * head_dim() + col) = out;
-      } else {
-        store(row0 + row, col, out);
-      }
-    }
-    if (own_row < rows) leave_lse(own_row, max, sum);
   }
 
   // --- the splits of a row -------------------------------------------------------------------------------------------
 
   // By all threads of the last block: the rows [first, first + count) of the head, at most kRows. Splits are summed in
-  // their order, whichever block does it.
-  __device__ __forceinline__ void combine(int first, int count) const {
+  // their order, whichever block does it. Returns the entry whose place the token takes; -1: it takes none.
+  __device__ __forceinline__ int combine(int first, int count) const {
     float* const weights = reinterpret_cast<float*>(smem);
     float4* const sums = reinterpret_cast<float4*>(weights + T::kWeightFloats);
     float* const parts = weights + T::kWeightFloats + T::kSumFloats;
@@ -160,14 +136,14 @@ struct DecodeResults : DecodeBlock<T> {
     const LaneShare share(lane, p.num_splits);
     LaneEntries entries;
     load_lowest(entries, share);
-    LaneParts lane_parts;
+    LaneParts<kEach> lane_parts;
+    int replaced = -1;
     if (kLoadsPartsAhead) load_parts(lane_parts, share, first, warp * share.rows(), count);
 #pragma unroll 1
     for (int begin = 0; begin < p.num_splits; begin += most) {
       const int splits = min(most, p.num_splits - begin);
       if (begin > 0) __syncthreads();
       // All of them on their way at once, past the L1 cache: other SMs have written them.
-      const int64_t rows_of_split = static_cast<int64_t>(p.batch) * p.nheads * p.seqlen_q;
       const float* src = p.out_accum + partial_row(begin + warp, first) * head_dim();
       uint32_t dst = smem_u32(parts) + 4 * warp * part;
 #pragma unroll 1
@@ -178,11 +154,11 @@ struct DecodeResults : DecodeBlock<T> {
           const Element* v = static_cast<const Element*>(p.lowest.v) + part_index(begin + s) * head_dim();
           cp_async16(dst + 4 * results + 16 * lane, v + 8 * lane, true);
         }
-        src += T::kWarps * rows_of_split * head_dim();
+        src += T::kWarps * p.rows_of_split * head_dim();
         dst += 4 * T::kWarps * part;
       }
       cp_async_fence();
-      if (begin == 0) weigh(weights, first, count, share, entries, lane_parts);
+      if (begin == 0) replaced = weigh(weights, first, count, share, entries, lane_parts);
       cp_async_wait<0>();
       __syncthreads();
       const bool is_first = begin == 0, is_last = begin + splits == p.num_splits;
@@ -205,9 +181,10 @@ struct DecodeResults : DecodeBlock<T> {
         }
       }
     }
+    return replaced;
   }
 
- private:
+ protected:
   __device__ __forceinline__ unsigned long long* words() const {
     return reinterpret_cast<unsigned long long*>(p.arrivals);
   }
@@ -235,12 +212,84 @@ struct DecodeResults : DecodeBlock<T> {
       if (T::kTakesToken) add_entry(sum, weight[T::kEntryWeights + i], v + i * part, col);
     }
   }
+  // Each warp leaves its results in its own ring: it has not to wait for the others before.
   __device__ __forceinline__ float* merge_row(int w, int row) const {
-    return reinterpret_cast<float*>(smem) + (w * T::kRows + row) * T::kMergePitch;
+    return reinterpret_cast<float*>(smem + w * T::kWarpBytes) + row * T::kMergePitch;
   }
   // Maximum (0) or sum (1) of a row.
   __device__ __forceinline__ float& merge_stats(int which, int w, int row) const {
-    return reinterpret_cast<float*>(smem)[T::kMergeFloats + (which * T::kWarps + w) * T::kRows + row];
+    return merge_row(w, T::kRows)[which * T::kRows + row];
+  }
+  // The maximum of a row of this block's keys, and the sum of what follows from it.
+  struct RowSum {
+    float max = -INFINITY, sum = 0.f;
+    __device__ __forceinline__ float scale() const { return sum > 0.f ? 1.f / sum : 0.f; }
+    // Its log-sum-exp, and what rounding has dropped: see OnlineSoftmax::finish.
+    __device__ __forceinline__ float2 lse() const {
+      const bool empty = !(sum > 0.f);
+      const float log_sum = logf(sum), whole = empty ? -INFINITY : max + log_sum;
+      return {whole, empty ? 0.f : (max - whole) + log_sum};
+    }
+  };
+  // `weight`: of the warps.
+  __device__ __forceinline__ RowSum weigh_warps(float (&weight)[T::kWarps], int row) const {
+    RowSum found;
+#pragma unroll
+    for (int w = 0; w < T::kWarps; ++w) found.max = fmaxf(found.max, merge_stats(0, w, row));
+    const float shift = found.max == -INFINITY ? 0.f : found.max;  // nothing kept: all weights are exp(-inf) = 0
+#pragma unroll
+    for (int w = 0; w < T::kWarps; ++w) {
+      weight[w] = exp2_approx((merge_stats(0, w, row) - shift) * kLog2e);
+      found.sum += weight[w] * merge_stats(1, w, row);
+    }
+    return found;
+  }
+  // kPartial: they are those of one split.
+  template <bool kPartial>
+  __device__ __forceinline__ void merge_rows() const {
+    const int own_row = threadIdx.x;
+    static_assert(T::kRows <= T::kThreads);
+    RowSum own;
+    // What is the same for all columns of a row, found once, by a thread each. For few rows another barrier would take
+    // longer.
+    if constexpr (T::kSharesWeights) {
+      if (own_row < rows) {
+        float weight[T::kWarps];
+        own = weigh_warps(weight, own_row);
+#pragma unroll
+        for (int w = 0; w < T::kWarps; ++w) merge_stats(0, w, own_row) = weight[w];
+        merge_stats(1, 0, own_row) = own.scale();
+      }
+      __syncthreads();
+    }
+    float* const results = p.out_accum + partial_row(split, row0) * head_dim();
+#pragma unroll(T::kDraft ? 2 : 1)
+    for (int i = threadIdx.x; i < rows * kQuads; i += T::kThreads) {
+      const int row = i / kQuads, col = i % kQuads * 4;
+      if (col >= head_dim()) continue;
+      float weight[T::kWarps], scale;
+      if constexpr (T::kSharesWeights) {
+#pragma unroll
+        for (int w = 0; w < T::kWarps; ++w) weight[w] = merge_stats(0, w, row);
+        scale = merge_stats(1, 0, row);
+      } else {
+        own = weigh_warps(weight, row);
+        scale = own.scale();
+      }
+      const float2 lse = own.lse();  // beside the sums, not behind them
+      float4 out = {0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+      for (int w = 0; w < T::kWarps; ++w)
+        add(out, weight[w], *reinterpret_cast<const float4*>(merge_row(w, row) + col));
+      out = {out.x * scale, out.y * scale, out.z * scale, out.w * scale};
+      if constexpr (kPartial) {
+        *reinterpret_cast<float4*>(results + (T::kPlain ? 4 * i : row * head_dim() + col)) = out;
+      } else {
+        store(row0 + row, col, out);
+      }
+      if (!T::kSharesWeights && col == 0) leave_lse<kPartial>(row, lse);
+    }
+    if (T::kSharesWeights && own_row < rows) leave_lse<kPartial>(own_row, own.lse());
   }
   // With a token, even one split has results to which something is added.
   __device__ __forceinline__ bool is_partial() const { return p.num_splits > 1 || T::kTakesToken; }
@@ -274,14 +323,16 @@ struct DecodeResults : DecodeBlock<T> {
     for (int i = 0; i < kEach; ++i) {
       const int s = share.split + 32 * i;
       if (!T::kTakesToken || s >= p.num_splits) continue;
-      const uint32_t* const from = p.lowest.entry + 4 * part_index(s);
-      const uint2 key = __ldcg(reinterpret_cast<const uint2*>(from));
-      found[i] = {key.x, key.y, static_cast<int32_t>(__ldcg(from + 2))};
+      load_entry(found[i], p.lowest.entry + 4 * part_index(s));
     }
+  }
+  static __device__ __forceinline__ void load_entry(CacheEntry& found, const uint32_t* from) {
+    const uint2 key = __ldcg(reinterpret_cast<const uint2*>(from));
+    found = {key.x, key.y, static_cast<int32_t>(__ldcg(from + 2))};
   }
   // Which entry makes room: the lowest of all splits, if the token's score is not lower. Every warp comes to the same
   // answer.
-  __device__ __forceinline__ int find_replaced(const LaneEntries& entries) const {
+  __device__ __forceinline__ int lowest_slot(const LaneEntries& entries) const {
     CacheEntry low;
 #pragma unroll
     for (int i = 0; i < kEach; ++i) low = lower(low, entries[i]);
@@ -294,20 +345,22 @@ struct DecodeResults : DecodeBlock<T> {
   // Before the results of the splits, which are more. Not where ptxas would keep queries in local memory for it.
   static constexpr bool kLoadsPartsAhead = kHeadDim <= 128 || !T::kGathered;
   // What the lane's splits have found in a row, and the logits there of their lowest entries and of the token.
+  template <int kN>
   struct LaneParts {
-    float lse[kEach], rest[kEach], entry_logit[kEach], token_logit;
+    float lse[kN], rest[kN], entry_logit[kN], token_logit;
   };
   // Of the lane's row, `row` being the warp's first one among `count` from `first` on.
-  __device__ __forceinline__ void load_parts(LaneParts& x, const LaneShare& share, int first, int row,
+  template <int kN>
+  __device__ __forceinline__ void load_parts(LaneParts<kN>& x, const LaneShare& share, int first, int row,
                                              int count) const {
     row += share.row;
     const bool is_row = row < count;
-    const int64_t rows_of_split = static_cast<int64_t>(p.batch) * p.nheads * p.seqlen_q;
+    const int64_t rows_of_split = p.rows_of_split;
     const float* lse = p.lse_accum + partial_row(0, first + row);
     const float* rest = lse + p.num_splits * rows_of_split;
     const float* logit = p.lowest.logit + partial_row(0, first + row);
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) {
+    for (int i = 0; i < kN; ++i) {
       const int s = share.split + 32 * i;
       const bool is_any = is_row && s < p.num_splits;
       x.lse[i] = is_any ? __ldcg(lse + s * rows_of_split) : -INFINITY;
@@ -317,70 +370,93 @@ struct DecodeResults : DecodeBlock<T> {
     x.token_logit = T::kTakesToken && is_row ? __ldcg(logit + p.num_splits * rows_of_split) : -INFINITY;
   }
 
-  // The weights of the splits in the rows, and with a token those of their lowest entries and its own, but for the entry
-  // that leaves or the token; the log-sum-exp of the rows. `x` is what the warp has loaded for its first rows, if
-  // kLoadsPartsAhead.
-  __device__ __forceinline__ void weigh(float* weights, int first, int count, const LaneShare& share,
-                                        LaneEntries& entries, LaneParts& x) const {
+  // What was loaded, from here on. Nothing looks at it further up, which would be to wait for it.
+  __device__ __forceinline__ int find_replaced(LaneEntries& entries) const {
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) {  // nothing looks at them further up, which would be to wait for them
+    for (int i = 0; i < kEach; ++i) {
       asm volatile("" : "+r"(entries[i].score), "+r"(entries[i].position), "+r"(entries[i].slot));
     }
-    const int replaced = T::kTakesToken ? find_replaced(entries) : -1;
-    if (T::kTakesToken && threadIdx.x == 0) held.replaced = replaced;
+    return T::kTakesToken ? lowest_slot(entries) : -1;
+  }
+
+  // x becomes the weights of the splits in a row, and with a token those of their lowest entries and its own, but for the
+  // entry that leaves or the token. Returns the row's maximum and its sum.
+  template <int kN, class Share>
+  __device__ __forceinline__ float2 to_weights(LaneParts<kN>& x, const LaneEntries& entries, int replaced,
+                                               const Share& share) const {
     const auto larger = [](float a, float b) { return fmaxf(a, b); };
     const auto plus = [](float a, float b) { return a + b; };
+    if (T::kTakesToken) {
+      if (replaced < 0) x.token_logit = -INFINITY;
+#pragma unroll
+      for (int i = 0; i < kN; ++i) {
+        if (entries[i].slot == replaced) x.entry_logit[i] = -INFINITY;
+      }
+    }
+    // A part's log-sum-exp is lse + rest: rounding lse may have dropped the sum (see FwdParams::lse_rest).
+    float max = x.token_logit;
+#pragma unroll
+    for (int i = 0; i < kN; ++i) max = fmaxf(max, fmaxf(x.lse[i], x.entry_logit[i]));
+    max = share.reduce(max, larger);
+    if (max == -INFINITY) max = 0.f;  // no split keeps a key: all weights are then exp(-inf) = 0
+    float sum = 0.f;
+#pragma unroll
+    for (int i = 0; i < kN; ++i) {
+      x.lse[i] = expf(x.lse[i] - max + x.rest[i]);
+      sum += x.lse[i];
+      if (!T::kTakesToken) continue;
+      x.entry_logit[i] = expf(x.entry_logit[i] - max);
+      sum += x.entry_logit[i];
+    }
+    x.token_logit = T::kTakesToken ? expf(x.token_logit - max) : 0.f;
+    if (share.split == 0) sum += x.token_logit;
+    sum = share.reduce(sum, plus);
+    const float scale = sum == 0.f ? 0.f : 1.f / sum;
+#pragma unroll
+    for (int i = 0; i < kN; ++i) {
+      x.lse[i] *= scale;
+      if (T::kTakesToken) x.entry_logit[i] *= scale;
+    }
+    x.token_logit *= scale;
+    return {max, sum};
+  }
+
+  // The weights of all rows. `x` is what the warp has loaded for its first rows, if kLoadsPartsAhead. Returns the entry
+  // whose place the token takes.
+  __device__ __forceinline__ int weigh(float* weights, int first, int count, const LaneShare& share,
+                                       LaneEntries& entries, LaneParts<kEach>& x) const {
+    const int replaced = find_replaced(entries);
 #pragma unroll 1
     for (int of_warp = warp * share.rows(); of_warp < count; of_warp += T::kWarps * share.rows()) {
       if (!kLoadsPartsAhead || of_warp != warp * share.rows()) load_parts(x, share, first, of_warp, count);
       const int row = of_warp + share.row;
-      if (T::kTakesToken) {
-        if (replaced < 0) x.token_logit = -INFINITY;
-#pragma unroll
-        for (int i = 0; i < kEach; ++i) {
-          if (entries[i].slot == replaced) x.entry_logit[i] = -INFINITY;
-        }
-      }
-      // A part's log-sum-exp is lse + rest: rounding lse may have dropped the sum (see FwdParams::lse_rest).
-      float max = x.token_logit;
-#pragma unroll
-      for (int i = 0; i < kEach; ++i) max = fmaxf(max, fmaxf(x.lse[i], x.entry_logit[i]));
-      max = share.reduce(max, larger);
-      if (max == -INFINITY) max = 0.f;  // no split keeps a key: all weights are then exp(-inf) = 0
-      float sum = 0.f;
-#pragma unroll
-      for (int i = 0; i < kEach; ++i) {
-        x.lse[i] = expf(x.lse[i] - max + x.rest[i]);
-        sum += x.lse[i];
-        if (!T::kTakesToken) continue;
-        x.entry_logit[i] = expf(x.entry_logit[i] - max);
-        sum += x.entry_logit[i];
-      }
-      const float token_weight = T::kTakesToken ? expf(x.token_logit - max) : 0.f;
-      if (share.split == 0) sum += token_weight;
-      sum = share.reduce(sum, plus);
+      const float2 found = to_weights(x, entries, replaced, share);
       if (row >= count) continue;
-      const float scale = sum == 0.f ? 0.f : 1.f / sum;
       float* const weight = weights + row * T::kWeightPitch;
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
         const int s = share.split + 32 * i;
         if (s >= p.num_splits) continue;
-        weight[s] = x.lse[i] * scale;
-        if (T::kTakesToken) weight[T::kEntryWeights + s] = x.entry_logit[i] * scale;
+        weight[s] = x.lse[i];
+        if (T::kTakesToken) weight[T::kEntryWeights + s] = x.entry_logit[i];
       }
       if (share.split != 0) continue;
-      if (T::kTakesToken) weight[T::kTokenWeight] = token_weight * scale;
-      const float log_sum = logf(sum), whole = max + log_sum;
-      store_lse(first + row, whole, sum == 0.f ? 0.f : (max - whole) + log_sum);
+      if (T::kTakesToken) weight[T::kTokenWeight] = x.token_logit;
+      store_whole_lse(first + row, batch, found.x, found.y);
     }
+    return replaced;
   }
 
   // --- global memory -------------------------------------------------------------------------------------------------
 
+  __device__ __forceinline__ uint16_t* out_row(int row, int of_batch) const {
+    return static_cast<uint16_t*>(p.out) + of_batch * p.out_stride.batch + head * p.out_stride.head +
+           Base::row_at(p.out_stride, p.draft.out_token, row);
+  }
   __device__ __forceinline__ void store(int row, int col, const float4& x) const {
-    uint16_t* dst = static_cast<uint16_t*>(p.out) + batch * p.out_stride.batch + head * p.out_stride.head +
-                    Base::row_at(p.out_stride, p.draft.out_token, row) + col;
+    store(out_row(row, batch) + col, x);
+  }
+  __device__ __forceinline__ void store(uint16_t* dst, const float4& x) const {
     const uint2 word = {ElementTraits<Element>::pack(x.x, x.y), ElementTraits<Element>::pack(x.z, x.w)};
     if (Base::is_vec(p.vec_out)) {
       *reinterpret_cast<uint2*>(dst) = word;
@@ -392,23 +468,26 @@ struct DecodeResults : DecodeBlock<T> {
     }
   }
   // Of this block's keys.
-  __device__ __forceinline__ void leave_lse(int row, float max, float sum) const {
-    const bool empty = !(sum > 0.f);
-    const float log_sum = logf(sum);
-    const float lse = empty ? -INFINITY : max + log_sum;
-    const float rest = empty ? 0.f : (max - lse) + log_sum;  // see OnlineSoftmax::finish
-    if (is_partial()) {
-      const int64_t all = static_cast<int64_t>(p.num_splits) * p.batch * p.nheads * p.seqlen_q;
+  template <bool kPartial>
+  __device__ __forceinline__ void leave_lse(int row, const float2& lse) const {
+    if constexpr (kPartial) {
       float* dst = p.lse_accum + partial_row(split, row0 + row);
-      dst[0] = lse;
-      dst[all] = rest;
+      dst[0] = lse.x;
+      dst[p.num_splits * p.rows_of_split] = lse.y;
     } else {
-      store_lse(row0 + row, lse, rest);
+      store_lse(row0 + row, batch, lse.x, lse.y);
     }
   }
-  __device__ __forceinline__ void store_lse(int row, float lse, float rest) const {
-    if (p.lse == nullptr) return;
-    const int64_t i = batch * p.lse_stride.batch + head * p.lse_stride.head + row * p.lse_stride.row;
+  // Of all keys; `max` is that of the splits' log-sum-exps, and 0 where no split keeps a key.
+  __device__ __forceinline__ void store_whole_lse(int row, int of_batch, float max, float sum) const {
+    if (!has_lse()) return;
+    const float log_sum = logf(sum), whole = max + log_sum;
+    store_lse(row, of_batch, whole, sum == 0.f ? 0.f : (max - whole) + log_sum);
+  }
+  __device__ __forceinline__ bool has_lse() const { return !T::kFromCache && p.lse != nullptr; }
+  __device__ __forceinline__ void store_lse(int row, int of_batch, float lse, float rest) const {
+    if (!has_lse()) return;
+    const int64_t i = of_batch * p.lse_stride.batch + head * p.lse_stride.head + row * p.lse_stride.row;
     p.lse[i] = lse;
     if (p.lse_rest != nullptr) p.lse_rest[i] = rest;
   }

@@ -137,9 +137,9 @@ struct DecodeToken {
     leave_entry(block, low);
   }
 
-  // By the last block of the head, all blocks of which have read the entry: the cache takes the token in.
-  __device__ __forceinline__ void commit_entry(const DecodeResults<T>& block) const {
-    const int replaced = block.held.replaced;
+  // By the last block of the head, all blocks of which have read the entry: the cache takes the token in, where
+  // `replaced` is not -1.
+  __device__ __forceinline__ void commit_entry(const DecodeResults<T>& block, int replaced) const {
     if (replaced < 0) return;
     const auto& p = block.p;
     const CacheToken& token = p.token;
