@@ -241,10 +241,18 @@ def flash_dmattn_func(
         )
         out, lse = _attend(problem, backend)
         if kind is not None:
-            remember(kind, operands, problem, backend)
-    elif known.prepared is not None and window_size is None and not return_attn_probs:
-        operands = (query, key, value, attn_mask, attn_bias, None)
-        out, lse = attend_prepared(known.prepared, operands, bool(return_lse))
+            remember(kind, operands, problem, backend, window_size if stretch is None else None)
+    elif (
+        known.prepared is not None
+        and (window_size is None or known.window is not None)
+        and not return_attn_probs
+    ):
+        lists = None
+        if known.window is not None:
+            assert attn_bias is not None
+            lists, attn_mask = known.window(attn_bias, attn_mask), None
+        given = (query, key, value, attn_mask, attn_bias, lists)
+        out, lse = attend_prepared(known.prepared, given, bool(return_lse))
         return (out, lse) if return_lse else out
     else:
         problem, stretch = _known_problem(

@@ -16,6 +16,7 @@ from dmattn.backends import registry
 from dmattn.backends.base import Backend, Prepared
 from dmattn.backends.cuda import kernels
 from dmattn.dispatch import PLAIN_TYPES, is_direct, may_autocast, nobody_intercepts
+from dmattn.kept_keys import KnownWindow, leading_rows
 from dmattn.problem import Packing, Problem
 
 # A kind takes about 2 KB. Where ever new ones come, such as new lengths, all are forgotten at once.
@@ -35,12 +36,14 @@ class Known(NamedTuple):
         backend: the one that computes it.
         backends: those that it was chosen from.
         prepared: what the backend offers for all of them, if anything.
+        window: how each of them gets its key lists, if it is known to need but those and that.
     """
 
     settings: tuple[Any, ...]
     backend: Backend
     backends: list[Backend]
     prepared: Prepared | None
+    window: KnownWindow | None
 
     def problem(self, operands: tuple[Any, ...], packing: Packing | None = None) -> Problem:
         """The problem of another call of the kind, of its query, key, value, mask, bias, sinks."""
@@ -118,7 +121,13 @@ def recall(kind: Kind | None) -> Known | None:
     return known if known is not None and known.backends == registry.BACKENDS else None
 
 
-def remember(kind: Kind, operands: tuple[Any, ...], problem: Problem, backend: str | None) -> None:
+def remember(
+    kind: Kind,
+    operands: tuple[Any, ...],
+    problem: Problem,
+    backend: str | None,
+    window_size: int | None = None,
+) -> None:
     """Keep what was found for a call, if it is the same for every call of its kind.
 
     Which it may not be where an option is of another type than `PLAIN_OPTIONS`.
@@ -128,6 +137,7 @@ def remember(kind: Kind, operands: tuple[Any, ...], problem: Problem, backend: s
         operands: what was given for query, key, value, attn_mask, attn_bias and sinks.
         problem: what came of the call, keys chosen.
         backend: the name of the backend that was insisted on, or None.
+        window_size: of a call that chose keys for nothing but attention, otherwise None.
     """
     types, *_ = kind
     _, key, value, attn_mask, attn_bias, _ = operands
@@ -142,8 +152,10 @@ def remember(kind: Kind, operands: tuple[Any, ...], problem: Problem, backend: s
     if chosen.goes_by_kind:
         if len(_known) >= MOST_KINDS:
             _known.clear()
-        backends, prepared = list(registry.BACKENDS), chosen.prepare(problem)
-        _known[kind] = Known(problem.settings, chosen, backends, prepared)
+        backends, prepared, window = list(registry.BACKENDS), chosen.prepare(problem), None
+        if window_size is not None and problem.key_lists is not None:
+            window = KnownWindow(problem, window_size) if leading_rows(problem) == 0 else None
+        _known[kind] = Known(problem.settings, chosen, backends, prepared, window)
 
 
 def forget() -> None:

@@ -4,6 +4,8 @@
 calls are known not to have.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -32,9 +34,12 @@ class PreparedCall(Prepared):
 
     def __init__(self, backend: str, problem: Problem) -> None:
         super().__init__(backend, problem)
-        batch, rows, nheads, _ = problem.q.shape
-        self._device = problem.q.get_device()
+        q, k, v, bias = problem.q, problem.k, problem.v, problem.bias
+        batch, rows, nheads, _ = q.shape
+        self._device = q.get_device()
         self._enqueue_forward, self._enqueue_backward = at_once(FORWARD), at_once(BACKWARD)
+        self._like_q, self._like_k, self._like_v = _makes(q), _makes(k), _makes(v)
+        self._like_bias = torch.empty_like if bias is None else _makes(bias)
         # With strides, as torch has less to do then.
         self._lse_shape = (batch, nheads, rows)
         self._lse_stride = (nheads * rows, rows, 1)
@@ -46,7 +51,7 @@ class PreparedCall(Prepared):
         self, operands: Operands, for_backward: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         q, k, v, mask, bias, lists = operands
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        out = self._like_q(q)
         lse = q.new_empty_strided(self._lse_shape, self._lse_stride, dtype=torch.float32)
         rest = torch.empty_like(lse) if for_backward and bias is not None else None
         device = self._device
@@ -73,10 +78,10 @@ class PreparedCall(Prepared):
         if dlse is not None:
             dlse = dlse.contiguous()
         needs_q, needs_k, needs_v, needs_bias = needs
-        dq = _empty_like(q) if needs_q else None
-        dk = _empty_like(k) if needs_k else None
-        dv = _empty_like(v) if needs_v else None
-        dbias = _empty_like(bias) if needs_bias and bias is not None else None
+        dq = self._like_q(q) if needs_q else None
+        dk = self._like_k(k) if needs_k else None
+        dv = self._like_v(v) if needs_v else None
+        dbias = self._like_bias(bias) if needs_bias and bias is not None else None
         # As forward made them, unless hooks of saved tensors laid them out anew.
         out, lse = out.contiguous(), lse.contiguous()
         rest = None if rest is None else rest.contiguous()
@@ -91,5 +96,10 @@ class PreparedCall(Prepared):
         return dq, dk, dv, dbias
 
 
-def _empty_like(t: Tensor) -> Tensor:
+def _makes(t: Tensor) -> Callable[[Tensor], Tensor]:
+    """What allocates contiguous memory in the shape and dtype of `t`, given others of its kind."""
+    return torch.empty_like if t.is_contiguous() else _contiguous_like
+
+
+def _contiguous_like(t: Tensor) -> Tensor:
     return torch.empty_like(t, memory_format=torch.contiguous_format)
