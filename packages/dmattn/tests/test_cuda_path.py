@@ -241,6 +241,53 @@ def test_calls_that_need_more_are_not_prepared(recorder: Recorder) -> None:
     assert [CudaBackend().prepare(x) for x in others] == [None] * 6
 
 
+@pytest.mark.parametrize("shape", [(1, 64, 4, 64), (64, 1, 4, 64), (4, 64, 64, 1), (2, 64, 4, 64)])
+def test_results_of_prepared_calls_have_the_strides_of_others(
+    recorder: Recorder, shape: tuple[int, ...]
+) -> None:
+    """Whatever the strides of the operands are, which may be odd where a dimension is 1."""
+    q = half(*shape)
+    for way in (q, q.transpose(0, 1), q.transpose(1, 3), q[::2][:1], q[:1].expand(2, *shape[1:])):
+        if way.stride(-1) != 1 or way.shape[-1] % 8 != 0:
+            continue
+        problem = Problem(way, way, way)
+        call = CudaBackend().prepare(problem)
+        assert call is not None
+        operands = (way, way, way, None, None, None)
+        results = cuda.forward(problem)
+        again = call.forward(operands, True)
+        needs = Needs(True, True, True, False)
+        grads = cuda.backward(problem, results, results.out, None, needs)
+        few = call.backward(operands, again, again[0], None, needs[:4])
+        for wanted, found in zip((*results[:2], *grads[:3]), (*again[:2], *few[:3]), strict=True):
+            assert found is not None and found.stride() == wanted.stride()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("heads", [1, 2, 4])
+@pytest.mark.parametrize("window", [3, 400])
+def test_a_prepared_selection_is_handed_on_as_the_first_one(
+    recorder: Recorder, causal: bool, heads: int, window: int
+) -> None:
+    scores = torch.randn(2, 2, 300)
+    mask = None if heads == 1 else torch.ones(2, heads, 300, dtype=torch.bool)
+    settings = (window, 260, causal)
+    if heads == 4:
+        scores = scores.repeat_interleave(2, 1)
+    first = ops_select._select_cuda(scores, mask, *settings, cleared=False)
+    prepared = cuda_selection.PreparedSelection(first, *settings)
+    again = prepared(scores, mask)
+    for wanted, found in zip(first, again, strict=True):
+        assert wanted.shape == found.shape and wanted.stride() == found.stride()
+        assert wanted.dtype == found.dtype == torch.int32
+    calls = [dict(call) for call in recorder.calls]
+    lists = [call.pop("selection") for call in calls]
+    assert calls[0] == calls[1] and len(calls) == 2
+    assert lists[0][3] is None or causal
+    for t, found in zip(again, lists[1], strict=True):
+        assert found == (view(t) if t.dim() == 3 or t.dim() == 4 else None)
+
+
 @pytest.mark.parametrize("missing", [0, WORKSPACE])
 def test_a_module_that_does_all_at_once_is_called_once(
     recorder: Recorder, monkeypatch: pytest.MonkeyPatch, missing: int

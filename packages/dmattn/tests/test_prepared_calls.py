@@ -13,6 +13,8 @@ from dmattn.backends import registry
 from dmattn.backends.base import Operands, Prepared
 from dmattn.backends.cpu import CpuBackend
 from dmattn.problem import Needs, Problem, Results
+from dmattn.reference import reference_attention
+from dmattn.utils.mask import top_window_mask
 
 
 class PreparedByCpu(Prepared):
@@ -243,12 +245,44 @@ def test_keys_are_chosen_anew_for_each_call(window: int) -> None:
 
     twice(act)
     assert len(prepared().forwards) == 1
+    # Six keys within a window of six are not chosen by lists.
+    (known,) = known_calls._known.values()
+    assert (known.window is not None) == (window == 3)
     given = leaves()
     given[3].data.neg_()  # other keys
     found = act(given)
     known_calls.forget()
     for x, y in zip(found, act(given), strict=True):
         assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("shape", [None, (2, 2, 1, 6), (1, 4, 1, 6), (1, 1, 1, 1), (2, 1, 4, 6)])
+def test_windows_beside_masks(causal: bool, shape: tuple[int, ...] | None) -> None:
+    generator = torch.Generator().manual_seed(2)
+    masks = [None if shape is None else torch.rand(shape, generator=generator) < 0.7 for _ in "abc"]
+    if shape is not None and shape[2] == 4:  # alike for all rows
+        masks = [None if x is None else x[:, :, :1].expand(-1, -1, 4, -1) for x in masks]
+
+    def act(given: list[Tensor], mask: Tensor | None) -> list[Tensor]:
+        q, k, v, bias = given
+        out = flash_dmattn_func(q, k, v, mask, bias, is_causal=causal, window_size=3)
+        with torch.inference_mode():
+            again = flash_dmattn_func(q, k, v, mask, bias, is_causal=causal, window_size=3)
+        assert torch.equal(out, again)
+        kept = top_window_mask(bias, 3, q.shape[1], causal, mask)
+        torch.testing.assert_close(out, reference_attention(q, k, v, kept, bias).out.to(out.dtype))
+        return [out.detach(), *torch.autograd.grad(out.square().sum(), given)]
+
+    expected = []
+    for mask in masks:
+        known_calls.forget()
+        expected.append(act(leaves(), mask))
+    for mask, wanted in zip(masks, expected, strict=True):
+        for x, y in zip(act(leaves(), mask), wanted, strict=True):
+            assert torch.equal(x, y)
+    (known,) = known_calls._known.values()
+    assert known.window is not None and len(prepared().forwards) == 7
 
 
 def test_more_rows_than_keys_over_lists() -> None:
@@ -260,6 +294,8 @@ def test_more_rows_than_keys_over_lists() -> None:
     for x, y in zip(first, second, strict=True):
         assert torch.equal(x, y)
     assert prepared().forwards == []  # rows in front of the first key are none of its business
+    (known,) = known_calls._known.values()
+    assert known.window is None
 
 
 def test_stretches() -> None:
@@ -283,6 +319,7 @@ def test_stretches() -> None:
     for x, y in zip(first, second, strict=True):
         assert torch.equal(x, y)
     assert {type(x.prepared) for x in known_calls._known.values()} == {PreparedByCpu}
+    assert {x.window for x in known_calls._known.values()} == {None}
 
 
 def test_sinks_are_for_others() -> None:

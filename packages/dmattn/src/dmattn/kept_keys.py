@@ -5,7 +5,6 @@ alike for all rows. Where mask or bias differ between rows it cannot, and the pr
 of size Sq * Sk: a slow path, right in any case. Letters as in `dmattn.problem`.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch

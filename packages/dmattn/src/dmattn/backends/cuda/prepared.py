@@ -34,12 +34,11 @@ class PreparedCall(Prepared):
 
     def __init__(self, backend: str, problem: Problem) -> None:
         super().__init__(backend, problem)
-        q, k, v, bias = problem.q, problem.k, problem.v, problem.bias
+        q, k, v = problem.q, problem.k, problem.v
         batch, rows, nheads, _ = q.shape
         self._device = q.get_device()
         self._enqueue_forward, self._enqueue_backward = at_once(FORWARD), at_once(BACKWARD)
         self._like_q, self._like_k, self._like_v = _makes(q), _makes(k), _makes(v)
-        self._like_bias = torch.empty_like if bias is None else _makes(bias)
         # With strides, as torch has less to do then.
         self._lse_shape = (batch, nheads, rows)
         self._lse_stride = (nheads * rows, rows, 1)
@@ -81,7 +80,7 @@ class PreparedCall(Prepared):
         dq = self._like_q(q) if needs_q else None
         dk = self._like_k(k) if needs_k else None
         dv = self._like_v(v) if needs_v else None
-        dbias = self._like_bias(bias) if needs_bias and bias is not None else None
+        dbias = _contiguous_like(bias) if needs_bias and bias is not None else None
         # As forward made them, unless hooks of saved tensors laid them out anew.
         out, lse = out.contiguous(), lse.contiguous()
         rest = None if rest is None else rest.contiguous()
@@ -97,9 +96,13 @@ class PreparedCall(Prepared):
 
 
 def _makes(t: Tensor) -> Callable[[Tensor], Tensor]:
-    """What allocates contiguous memory in the shape and dtype of `t`, given others of its kind."""
-    return torch.empty_like if t.is_contiguous() else _contiguous_like
+    """What allocates memory like `t` but contiguous, called with tensors of its kind.
+
+    Without a format to be asked for torch takes less time, and makes the same of most tensors.
+    """
+    same = torch.empty_like(t, device="meta").stride() == _contiguous_like(t, "meta").stride()
+    return torch.empty_like if same else _contiguous_like
 
 
-def _contiguous_like(t: Tensor) -> Tensor:
-    return torch.empty_like(t, memory_format=torch.contiguous_format)
+def _contiguous_like(t: Tensor, device: str | None = None) -> Tensor:
+    return torch.empty_like(t, device=device, memory_format=torch.contiguous_format)
