@@ -8,7 +8,13 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from dmattn import flash_dmattn_func, known_calls
+from dmattn import (
+    KeySelection,
+    flash_dmattn_func,
+    known_calls,
+    select_keys,
+    sliding_window,
+)
 from dmattn.backends import registry
 from dmattn.backends.base import Operands, Prepared
 from dmattn.backends.cpu import CpuBackend
@@ -283,6 +289,49 @@ def test_windows_beside_masks(causal: bool, shape: tuple[int, ...] | None) -> No
             assert torch.equal(x, y)
     (known,) = known_calls._known.values()
     assert known.window is not None and len(prepared().forwards) == 7
+
+
+def chosen(sign: float = 1.0) -> KeySelection:
+    return select_keys(sign * torch.arange(12.0).view(1, 2, 6).cos(), 3, query_len=4)
+
+
+@pytest.mark.parametrize("selections", [(chosen(), chosen(-1.0)), (sliding_window(6, 3, 4),) * 2])
+def test_selections_are_used_as_they_are_given(
+    selections: tuple[KeySelection, KeySelection],
+) -> None:
+    """The kind of a call does not say which keys are kept."""
+
+    def act(selection: KeySelection) -> list[Tensor]:
+        q, k, v, bias = given = leaves()
+        out = flash_dmattn_func(q, k, v, None, bias, is_causal=True, selection=selection)
+        exact = reference_attention(q, k, v, selection.to_mask(), bias).out
+        torch.testing.assert_close(out, exact.to(out.dtype))
+        return [out.detach(), *torch.autograd.grad(out.square().sum(), given)]
+
+    first = [act(selection) for selection in selections]
+    again = [act(selection) for selection in selections]
+    for x, y in zip(first, again, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(x, y, strict=True))
+    assert len(prepared().forwards) == 3
+
+
+@pytest.mark.parametrize("wanted", ["qkv", "qkvb"])
+def test_a_bias_with_rows_beside_a_selection(wanted: str) -> None:
+    """It is no matter of the kind how this is computed, but of who requires a gradient."""
+    selection = chosen()
+
+    def act(wanted: str) -> list[Tensor]:
+        q, k, v, _ = given = leaves(wanted)
+        given[3] = bias = torch.ones(2, 2, 4, 6).requires_grad_("b" in wanted)
+        out = flash_dmattn_func(q, k, v, None, bias, is_causal=True, selection=selection)
+        inputs = [t for t in given if t.requires_grad]
+        return [out.detach(), *torch.autograd.grad(out.square().sum(), inputs)]
+
+    first = act(wanted)
+    for other in ("qkv", "qkvb"):
+        for x, y in zip(first, act(other), strict=False):
+            torch.testing.assert_close(x, y)
+    assert known_calls._known == {}
 
 
 def test_more_rows_than_keys_over_lists() -> None:

@@ -134,6 +134,22 @@ def keep_selection(problem: Problem, selection: KeySelection) -> Kept:
     return problem.with_lists(without_keys(selection.lists, keep)), ()
 
 
+def keeps_as_given(problem: Problem, selection: KeySelection) -> bool:
+    """Whether `keep_selection` does nothing for any call of the kind but hand on the lists.
+
+    Args:
+        problem: what it made of the first one.
+        selection: that of this call.
+    """
+    bias, lists = problem.bias, problem.key_lists
+    return (
+        lists is not None
+        and all(a is b for a, b in zip(lists, selection.lists, strict=True))
+        and leading_rows(problem) == 0
+        and (bias is None or bias.shape[2] == 1)  # others depend on who requires a gradient
+    )
+
+
 def leading_rows(problem: Problem) -> int:
     """How many rows stand in front of the first key of a causal problem over key lists."""
     if problem.key_lists is None or not problem.is_causal:

@@ -57,7 +57,7 @@ def kind_of_call(
     operands: tuple[Any, ...],
     options: tuple[Any, ...],
     packing: tuple[Any, ...] | None = None,
-    state: tuple[Any, ...] | None = None,
+    more: tuple[Any, ...] | None = None,
 ) -> Kind | None:
     """All that the checks and the choice of a backend look at; None: not to be remembered.
 
@@ -69,7 +69,7 @@ def kind_of_call(
         options: what was given for every other argument that a check or the choice of a backend
             comes to look at.
         packing: of packed sequences, what makes a `Packing`.
-        state: of a stretch behind others, the tensors of their `KeyState`.
+        more: tensors beside the operands: of the `KeyState` or the `KeySelection` of a call.
     """
     if torch.compiler.is_compiling() or not nobody_intercepts():
         return None
@@ -80,9 +80,9 @@ def kind_of_call(
     kind_of = readers[0] if readers else _kind_of
     kinds = kind_of(PLAIN_TYPES, *tensors)
     query = operands[0]
-    if kinds is not None and state is not None:  # by itself: one call takes 8 tensors
-        of_state = kind_of(PLAIN_TYPES, *state)
-        kinds = None if of_state is None else (kinds, of_state)
+    if kinds is not None and more is not None:  # by itself: one call takes 8 tensors
+        of_more = kind_of(PLAIN_TYPES, *more)
+        kinds = None if of_more is None else (kinds, of_more)
     if kinds is None or (may_autocast() and (query is None or is_autocast(query))):
         return None
     # 1 is equal to True, and 64.0 to 64, but they may be errors where those are none.

@@ -10,19 +10,20 @@ import torch
 from torch import Tensor
 
 from dmattn.backends.base import Operands, Prepared
+from dmattn.backends.cuda.attention import known_window
 from dmattn.backends.cuda.kernels import BACKWARD, FORWARD, at_once, launch, parts
 from dmattn.checks import HEAD_DIM_MULTIPLE
+from dmattn.key_lists import num_blocks
 from dmattn.problem import Problem
-
-_NO_PACKING_NO_WINDOW = (None, None, 0, 0, 0)
 
 
 def suits(problem: Problem) -> bool:
     """Whether calls of the kind of this problem need nothing but allocations and a launch."""
+    lists, rows = problem.key_lists, problem.q.shape[1]
     return (
         problem.sinks is None
         and problem.packing is None
-        and problem.sliding == 0
+        and (lists is None or lists.idx.shape[2] == num_blocks(rows, problem.is_causal))
         and problem.q.shape[-1] % HEAD_DIM_MULTIPLE == 0
         and problem.q.numel() > 0
         and problem.k.numel() > 0
@@ -42,6 +43,7 @@ class PreparedCall(Prepared):
         # With strides, as torch has less to do then.
         self._lse_shape = (batch, nheads, rows)
         self._lse_stride = (nheads * rows, rows, 1)
+        self._no_packing_window = (None, None, 0, 0, known_window(problem))
         # 0: the library chooses the number of splits.
         self._forward_settings = (*problem.kernel_settings, 0)
         self._backward_settings = (*problem.kernel_settings, problem.deterministic)
@@ -56,7 +58,7 @@ class PreparedCall(Prepared):
         device = self._device
         given = (
             *(device, q, k, v, mask, bias, out, lse, *self._forward_settings),
-            *(lists and parts(lists), rest, *_NO_PACKING_NO_WINDOW),
+            *(lists and parts(lists), rest, *self._no_packing_window),
         )
         if self._enqueue_forward(*given, torch._C._cuda_getCurrentRawStream(device)) != 0:
             launch(FORWARD, q, *given)
@@ -88,7 +90,7 @@ class PreparedCall(Prepared):
         given = (
             *(device, q, k, v, mask, bias, out, lse, dout, dlse, dq, dk, dv, dbias),
             *self._backward_settings,
-            *(lists and parts(lists), rest, *_NO_PACKING_NO_WINDOW),
+            *(lists and parts(lists), rest, *self._no_packing_window),
         )
         if self._enqueue_backward(*given, torch._C._cuda_getCurrentRawStream(device)) != 0:
             launch(BACKWARD, q, *given)
