@@ -143,6 +143,11 @@ CHANGES: dict[str, Change] = {
     "selection of long ints": over(replace(chosen(), idx=chosen().idx.long())),
     "sliding": over(sliding_window(6, 3, 4)),
     "sliding, 1": over(replace(sliding_window(6, 3, 4), is_sliding=1)),  # type: ignore[arg-type]
+    "sliding further": over(replace(sliding_window(6, 3, 4), window_size=4)),
+    "not known to slide": over(replace(sliding_window(6, 3, 4), is_sliding=False)),
+    "not known to keep its own": over(replace(sliding_window(6, 3, 4), keeps_own=False)),
+    "lists that are said not to be causal": over(replace(chosen(), is_causal=False)),
+    "selection beside a mask": lambda call: over(chosen())(call) | {"attn_mask": padding()},
     "causal selection where none is wanted": to("selection", chosen()),
     "selection that is not causal": to("selection", chosen(is_causal=False)),
     "list for a selection": to("selection", [1]),
@@ -257,6 +262,18 @@ def test_several_changes_at_once(variants: list[Variant]) -> None:
     for _ in range(2):
         for variant, found in zip(variants, wanted, strict=True):
             assert same(outcome(variant), found), variant
+
+
+def test_a_state_is_refused_beside_a_selection_of_a_known_call() -> None:
+    given = operands() | {"is_causal": True, "attn_mask": None}
+    score = given["attn_bias"]
+    six_rows = given | {"query": given["key"].repeat(1, 1, 2, 1)}
+    _, state = flash_dmattn_func(**six_rows, window_size=3, return_state=True)
+    selection = select_keys(score, 3, query_len=4)
+    for _ in range(2):
+        flash_dmattn_func(**given, selection=selection)
+        with pytest.raises(ValueError, match=r"window_size: got None, wanted an int with state"):
+            flash_dmattn_func(**given, selection=selection, state=state)
 
 
 # Calls with these are never remembered, or these change nothing that is remembered.
