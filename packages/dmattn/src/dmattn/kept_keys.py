@@ -69,7 +69,7 @@ def keep_window(problem: Problem, window_size: int, given: Any, is_known: bool =
 
 
 class KnownWindow:
-    """The key lists of `keep_window` for further calls of a kind, which holds no tensors.
+    """Makes the key lists of `keep_window` for further calls of a kind. It holds no tensors.
 
     Args:
         problem: of the first call, with its key lists, and no rows in front of its first key.

@@ -36,7 +36,8 @@ class Known(NamedTuple):
         backend: the one that computes it.
         backends: those that it was chosen from.
         prepared: what the backend offers for all of them, if anything.
-        window: how each of them gets its key lists, if it is known to need but those and that.
+        window: chooses the keys of each, where window_size means key lists for attention and
+            nothing else; otherwise None.
     """
 
     settings: tuple[Any, ...]
@@ -137,7 +138,7 @@ def remember(
         operands: what was given for query, key, value, attn_mask, attn_bias and sinks.
         problem: what came of the call, keys chosen.
         backend: the name of the backend that was insisted on, or None.
-        window_size: of a call that chose keys for nothing but attention, otherwise None.
+        window_size: that of the call; None also where a state is made of the keys that it chose.
     """
     types, *_ = kind
     _, key, value, attn_mask, attn_bias, _ = operands
