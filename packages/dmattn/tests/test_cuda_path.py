@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dmattn import DynamicMaskCache, select_keys
+from dmattn import DynamicMaskCache, select_keys, sliding_window
 from dmattn.backends import registry, sinks
 from dmattn.backends.cuda import CudaBackend, kernels
 from dmattn.backends.cuda import attention as cuda
@@ -192,17 +192,19 @@ def test_a_module_that_reads_tensors_gets_them(
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("has_lists", [False, True])
+@pytest.mark.parametrize("lists", [None, "chosen", "sliding"])
 @pytest.mark.parametrize("needs", [Needs(True, True, True, True), Needs(False, True, False, False)])
 def test_a_prepared_call_hands_on_what_the_first_one_did(
-    recorder: Recorder, has_bias: bool, has_lists: bool, needs: Needs
+    recorder: Recorder, has_bias: bool, lists: str | None, needs: Needs
 ) -> None:
     q, k, v = half(2, 4, 5, 64).transpose(1, 2), half(2, 7, 2, 64), half(2, 7, 4, 64)[:, :, ::2]
     mask = torch.ones(1, 1, 1, 7, dtype=torch.bool)
     bias = torch.randn(2, 2, 1, 7) if has_bias else None
     problem = Problem(q, k, v, mask, bias, None, 0.25, True, 3.0, True)
-    if has_lists:
+    if lists == "chosen":
         problem = problem.with_lists(select_keys(torch.randn(2, 2, 1, 7), 3, query_len=5).lists)
+    elif lists == "sliding":  # a window that reaches further than there are keys
+        problem = problem.with_lists(sliding_window(7, 9, 5).lists, 9, True)
     operands = (*problem[:5], problem.key_lists)
     dout, dlse = half(2, 5, 4, 1).expand(2, 5, 4, 64), torch.randn(2, 5, 4).mT
     results = cuda.forward(problem)
@@ -223,22 +225,73 @@ def test_a_prepared_call_hands_on_what_the_first_one_did(
         for name, value in first.items():  # of memory that is new, all but the address
             start = 1 if name in made and value is not None else 0
             assert (value[1:] if start else value) == (second[name][1:] if start else second[name])
+    assert {x["window"] for x in recorder.calls} == {7 if lists == "sliding" else 0}
     assert call.forward(operands, False)[2] is None
 
 
 def test_calls_that_need_more_are_not_prepared(recorder: Recorder) -> None:
     problem = Problem(half(2, 5, 4, 64), half(2, 7, 2, 64), half(2, 7, 2, 64))
     packing = Packing(torch.tensor([0, 5]).int(), torch.tensor([0, 7]).int(), 5, 7)
+    # As torch.compile has them made: more lists than there are blocks of rows.
+    end, *lists = select_keys(torch.randn(2, 2, 1, 7), 3, query_len=5).lists
+    spare = Selection(end, *ops_select._as_many(tuple(lists), 2))
     others = (
         problem._replace(sinks=torch.ones(4)),
         problem._replace(packing=packing),
-        problem._replace(sliding=3),
+        problem.replace(is_causal=True, key_lists=spare),
         problem._replace(q=half(2, 5, 4, 20), k=half(2, 7, 2, 20), v=half(2, 7, 2, 20)),
         problem._replace(q=half(2, 0, 4, 64)),
         problem._replace(k=half(2, 0, 2, 64), v=half(2, 0, 2, 64)),
     )
     assert CudaBackend().prepare(problem) is not None
     assert [CudaBackend().prepare(x) for x in others] == [None] * 6
+
+
+@pytest.mark.parametrize("shape", [(1, 64, 4, 64), (64, 1, 4, 64), (4, 64, 64, 1), (2, 64, 4, 64)])
+def test_results_of_prepared_calls_have_the_strides_of_others(
+    recorder: Recorder, shape: tuple[int, ...]
+) -> None:
+    """Whatever the strides of the operands are, which may be odd where a dimension is 1."""
+    q = half(*shape)
+    for way in (q, q.transpose(0, 1), q.transpose(1, 3), q[::2][:1], q[:1].expand(2, *shape[1:])):
+        if way.stride(-1) != 1 or way.shape[-1] % 8 != 0:
+            continue
+        problem = Problem(way, way, way)
+        call = CudaBackend().prepare(problem)
+        assert call is not None
+        operands = (way, way, way, None, None, None)
+        results = cuda.forward(problem)
+        again = call.forward(operands, True)
+        needs = Needs(True, True, True, False)
+        grads = cuda.backward(problem, results, results.out, None, needs)
+        few = call.backward(operands, again, again[0], None, needs[:4])
+        for wanted, found in zip((*results[:2], *grads[:3]), (*again[:2], *few[:3]), strict=True):
+            assert found is not None and found.stride() == wanted.stride()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("heads", [1, 2, 4])
+@pytest.mark.parametrize("window", [3, 400])
+def test_a_prepared_selection_is_handed_on_as_the_first_one(
+    recorder: Recorder, causal: bool, heads: int, window: int
+) -> None:
+    scores = torch.randn(2, 2, 300)
+    mask = None if heads == 1 else torch.ones(2, heads, 300, dtype=torch.bool)
+    settings = (window, 260, causal)
+    if heads == 4:
+        scores = scores.repeat_interleave(2, 1)
+    first = ops_select._select_cuda(scores, mask, *settings, cleared=False)
+    prepared = cuda_selection.PreparedSelection(first, *settings)
+    again = prepared(scores, mask)
+    for wanted, found in zip(first, again, strict=True):
+        assert wanted.shape == found.shape and wanted.stride() == found.stride()
+        assert wanted.dtype == found.dtype == torch.int32
+    calls = [dict(call) for call in recorder.calls]
+    lists = [call.pop("selection") for call in calls]
+    assert calls[0] == calls[1] and len(calls) == 2
+    assert lists[0][3] is None or causal
+    for t, found in zip(again, lists[1], strict=True):
+        assert found == (view(t) if t.dim() == 3 or t.dim() == 4 else None)
 
 
 @pytest.mark.parametrize("missing", [0, WORKSPACE])

@@ -4,6 +4,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dmattn import arguments, flash_dmattn_func, flash_dmattn_varlen_func, known_calls
+from dmattn import (
+    KeySelection,
+    arguments,
+    flash_dmattn_func,
+    flash_dmattn_varlen_func,
+    known_calls,
+    select_keys,
+    sliding_window,
+)
 from dmattn.backends import registry
 from dmattn.backends.cpu import CpuBackend
 from dmattn.checks import check
@@ -54,6 +63,18 @@ def changed(name: str, change: Callable[[Tensor], Tensor]) -> Change:
 def all_to(dtype: torch.dtype) -> Change:
     names = ("query", "key", "value", "attn_bias")
     return lambda call: call | {n: call[n].to(dtype) for n in names if call.get(n) is not None}
+
+
+def chosen(
+    heads: int = 2, is_causal: bool = True, query_len: int = 4, seed: int = 0
+) -> KeySelection:
+    """Three of six keys."""
+    scores = torch.randn(2, heads, 6, generator=torch.Generator().manual_seed(seed))
+    return select_keys(scores, 3, is_causal, query_len=query_len)
+
+
+def over(selection: KeySelection) -> Change:
+    return lambda call: call | {"selection": selection, "is_causal": True}
 
 
 # One change each; two of these in a row are two calls that differ in what is checked or chosen by.
@@ -113,6 +134,23 @@ CHANGES: dict[str, Change] = {
     "named backend": to("backend", "cpu"),
     "wrong backend": to("backend", "cuda"),
     "no backend": to("backend", 3),
+    "selection": over(chosen()),
+    "another selection": over(chosen(seed=1)),
+    "selection of intervals": over(KeySelection.from_intervals(chosen().end, 4)),
+    "selection for rows": over(chosen(query_len=6)),
+    "selection of 4 heads": over(chosen(heads=4)),
+    "selection of 3 heads": over(chosen(heads=3)),
+    "selection of long ints": over(replace(chosen(), idx=chosen().idx.long())),
+    "sliding": over(sliding_window(6, 3, 4)),
+    "sliding, 1": over(replace(sliding_window(6, 3, 4), is_sliding=1)),  # type: ignore[arg-type]
+    "sliding further": over(replace(sliding_window(6, 3, 4), window_size=4)),
+    "not known to slide": over(replace(sliding_window(6, 3, 4), is_sliding=False)),
+    "not known to keep its own": over(replace(sliding_window(6, 3, 4), keeps_own=False)),
+    "lists that are said not to be causal": over(replace(chosen(), is_causal=False)),
+    "selection beside a mask": lambda call: over(chosen())(call) | {"attn_mask": padding()},
+    "causal selection where none is wanted": to("selection", chosen()),
+    "selection that is not causal": to("selection", chosen(is_causal=False)),
+    "list for a selection": to("selection", [1]),
     "state asked for by 0": to("return_state", 0),
     "state asked for by None": to("return_state", None),
 }
@@ -226,10 +264,22 @@ def test_several_changes_at_once(variants: list[Variant]) -> None:
             assert same(outcome(variant), found), variant
 
 
+def test_a_state_is_refused_beside_a_selection_of_a_known_call() -> None:
+    given = operands() | {"is_causal": True, "attn_mask": None}
+    score = given["attn_bias"]
+    six_rows = given | {"query": given["key"].repeat(1, 1, 2, 1)}
+    _, state = flash_dmattn_func(**six_rows, window_size=3, return_state=True)
+    selection = select_keys(score, 3, query_len=4)
+    for _ in range(2):
+        flash_dmattn_func(**given, selection=selection)
+        with pytest.raises(ValueError, match=r"window_size: got None, wanted an int with state"):
+            flash_dmattn_func(**given, selection=selection, state=state)
+
+
 # Calls with these are never remembered, or these change nothing that is remembered.
 NO_PART = {
     flash_dmattn_func: {
-        *("selection", "state", "cu_seqlens"),
+        *("selection", "state", "cu_seqlens"),  # the first two are looked at by their fields
         *("return_lse", "return_attn_probs"),
     },
     flash_dmattn_varlen_func: {"window_size", "return_lse"},

@@ -8,11 +8,19 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from dmattn import flash_dmattn_func, known_calls
+from dmattn import (
+    KeySelection,
+    flash_dmattn_func,
+    known_calls,
+    select_keys,
+    sliding_window,
+)
 from dmattn.backends import registry
 from dmattn.backends.base import Operands, Prepared
 from dmattn.backends.cpu import CpuBackend
 from dmattn.problem import Needs, Problem, Results
+from dmattn.reference import reference_attention
+from dmattn.utils.mask import top_window_mask
 
 
 class PreparedByCpu(Prepared):
@@ -243,6 +251,9 @@ def test_keys_are_chosen_anew_for_each_call(window: int) -> None:
 
     twice(act)
     assert len(prepared().forwards) == 1
+    # Six keys within a window of six are not chosen by lists.
+    (known,) = known_calls._known.values()
+    assert (known.window is not None) == (window == 3)
     given = leaves()
     given[3].data.neg_()  # other keys
     found = act(given)
@@ -251,15 +262,99 @@ def test_keys_are_chosen_anew_for_each_call(window: int) -> None:
         assert torch.equal(x, y)
 
 
-def test_more_rows_than_keys_over_lists() -> None:
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("shape", [None, (2, 2, 1, 6), (1, 4, 1, 6), (1, 1, 1, 1), (2, 1, 4, 6)])
+def test_windows_beside_masks(causal: bool, shape: tuple[int, ...] | None) -> None:
+    generator = torch.Generator().manual_seed(2)
+    masks = [None if shape is None else torch.rand(shape, generator=generator) < 0.7 for _ in "abc"]
+    if shape is not None and shape[2] == 4:  # alike for all rows
+        masks = [None if x is None else x[:, :, :1].expand(-1, -1, 4, -1) for x in masks]
+
+    def act(given: list[Tensor], mask: Tensor | None) -> list[Tensor]:
+        q, k, v, bias = given
+        out = flash_dmattn_func(q, k, v, mask, bias, is_causal=causal, window_size=3)
+        with torch.inference_mode():
+            again = flash_dmattn_func(q, k, v, mask, bias, is_causal=causal, window_size=3)
+        assert torch.equal(out, again)
+        kept = top_window_mask(bias, 3, q.shape[1], causal, mask)
+        torch.testing.assert_close(out, reference_attention(q, k, v, kept, bias).out.to(out.dtype))
+        return [out.detach(), *torch.autograd.grad(out.square().sum(), given)]
+
+    expected = []
+    for mask in masks:
+        known_calls.forget()
+        expected.append(act(leaves(), mask))
+    for mask, wanted in zip(masks, expected, strict=True):
+        for x, y in zip(act(leaves(), mask), wanted, strict=True):
+            assert torch.equal(x, y)
+    (known,) = known_calls._known.values()
+    assert known.window is not None and len(prepared().forwards) == 7
+
+
+def chosen(sign: float = 1.0) -> KeySelection:
+    return select_keys(sign * torch.arange(12.0).view(1, 2, 6).cos(), 3, query_len=4)
+
+
+@pytest.mark.parametrize("selections", [(chosen(), chosen(-1.0)), (sliding_window(6, 3, 4),) * 2])
+def test_selections_are_used_as_they_are_given(
+    selections: tuple[KeySelection, KeySelection],
+) -> None:
+    """The kind of a call does not say which keys are kept."""
+
+    def act(selection: KeySelection) -> list[Tensor]:
+        q, k, v, bias = given = leaves()
+        out = flash_dmattn_func(q, k, v, None, bias, is_causal=True, selection=selection)
+        exact = reference_attention(q, k, v, selection.to_mask(), bias).out
+        torch.testing.assert_close(out, exact.to(out.dtype))
+        return [out.detach(), *torch.autograd.grad(out.square().sum(), given)]
+
+    first = [act(selection) for selection in selections]
+    again = [act(selection) for selection in selections]
+    for x, y in zip(first, again, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(x, y, strict=True))
+    assert len(prepared().forwards) == 3
+
+
+@pytest.mark.parametrize("wanted", ["qkv", "qkvb"])
+def test_a_bias_with_rows_beside_a_selection(wanted: str) -> None:
+    """It is no matter of the kind how this is computed, but of who requires a gradient."""
+    selection = chosen()
+
+    def act(wanted: str) -> list[Tensor]:
+        q, k, v, _ = given = leaves(wanted)
+        given[3] = bias = torch.ones(2, 2, 4, 6).requires_grad_("b" in wanted)
+        out = flash_dmattn_func(q, k, v, None, bias, is_causal=True, selection=selection)
+        inputs = [t for t in given if t.requires_grad]
+        return [out.detach(), *torch.autograd.grad(out.square().sum(), inputs)]
+
+    first = act(wanted)
+    for other in ("qkv", "qkvb"):
+        for x, y in zip(first, act(other), strict=False):
+            torch.testing.assert_close(x, y)
+    assert known_calls._known == {}
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+def test_more_rows_than_keys_over_lists(is_given: bool) -> None:
     def act(given: list[Tensor]) -> Any:
-        out = attend(given[0].repeat(1, 3, 1, 1), *given[1:], window_size=3)
+        q, k, v, bias = given
+        selection = select_keys(bias, 3, query_len=12) if is_given else None
+        out = flash_dmattn_func(
+            *(q.repeat(1, 3, 1, 1), k, v, None, bias),
+            is_causal=True,
+            window_size=None if is_given else 3,
+            selection=selection,
+        )
         return (out.detach(), *torch.autograd.grad(out.square().sum(), given))
 
     first, second = act(leaves()), act(leaves())
     for x, y in zip(first, second, strict=True):
         assert torch.equal(x, y)
-    assert prepared().forwards == []  # rows in front of the first key are none of its business
+    # Rows in front of the first key are none of its business.
+    assert is_given or (
+        prepared().forwards == [] and known_calls._known.popitem()[1].window is None
+    )
+    assert known_calls._known == {}
 
 
 def test_stretches() -> None:
@@ -283,6 +378,7 @@ def test_stretches() -> None:
     for x, y in zip(first, second, strict=True):
         assert torch.equal(x, y)
     assert {type(x.prepared) for x in known_calls._known.values()} == {PreparedByCpu}
+    assert {x.window for x in known_calls._known.values()} == {None}
 
 
 def test_sinks_are_for_others() -> None:

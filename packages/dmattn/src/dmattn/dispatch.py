@@ -192,19 +192,17 @@ class _Known(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         bias: Tensor | None,
-        others: tuple[Tensor | None, Selection | None],
-        call: Prepared,
-        with_lse: bool,
+        others: tuple[Prepared, Tensor | None, Selection | None, bool],
     ) -> tuple[Tensor, Tensor] | Tensor:
-        mask, lists = others
-        results = call.forward((q, k, v, mask, bias, lists), True)
+        call, mask, lists, with_lse = others
+        out, lse, rest = call.forward((q, k, v, mask, bias, lists), True)
         # In the order of `_Eager`: a checkpoint may save by one and compute again by the other.
-        ctx.save_for_backward(q, k, v, mask, bias, *(lists or ()), *results)
+        ctx.save_for_backward(q, k, v, mask, bias, *(lists or ()), out, lse, rest)
         ctx.call = call
         if not with_lse:
-            return results[0]
+            return out
         ctx.set_materialize_grads(False)  # as in `_Eager`
-        return results[:2]
+        return out, lse
 
     @staticmethod
     def backward(
@@ -217,11 +215,11 @@ class _Known(torch.autograd.Function):
         call, needs = ctx.call, ctx.needs_input_grad[:4]
         if not _is_for_operator(dout, dlse, out, q):
             grads = call.backward(operands, (out, lse, rest), dout, dlse, needs)
-            return (*grads, None, None, None)
+            return (*grads, None)
         problem, results = call.problem(operands), Results(out, lse, rest)
         found = ops.differentiate(problem, results, dout, dlse, Needs(*needs), call.backend)
         wanted = (grad if need else None for grad, need in zip(found, needs, strict=False))
-        return (*wanted, None, None, None)
+        return (*wanted, None)
 
 
 def attend_prepared(
@@ -235,7 +233,7 @@ def attend_prepared(
         or v.requires_grad
         or (bias is not None and bias.requires_grad)
     ):
-        found = _apply_known(q, k, v, bias, (mask, lists), call, with_lse)
+        found = _apply_known(q, k, v, bias, (call, mask, lists, with_lse))
         return found if with_lse else (found, None)
     out, lse, _ = call.forward(operands, False)
     return out, lse

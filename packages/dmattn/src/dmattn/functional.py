@@ -16,6 +16,7 @@ from dmattn.kept_keys import (
     check_selection,
     keep_selection,
     keep_window,
+    keeps_as_given,
     leading_rows,
     without_leading_rows,
 )
@@ -212,15 +213,15 @@ def flash_dmattn_func(
     if return_attn_probs is not False and return_attn_probs is not True:
         return_attn_probs = check_bool("return_attn_probs", return_attn_probs)
     kind, stretch = None, None
-    if selection is None and cu_seqlens is None:
+    if cu_seqlens is None:
         options = (
             *(softmax_scale, is_causal, softcap, deterministic, window_size, backend),
             return_state,
         )
         kind = (
             kind_of_call(operands, options)
-            if state is None
-            else _kind_of_stretch(operands, options, state)
+            if state is None and selection is None
+            else _kind_beside(operands, options, state, selection)
         )
     if return_attn_probs and state is not None:
         raise ValueError("return_attn_probs: got True beside state, wanted False")
@@ -245,15 +246,19 @@ def flash_dmattn_func(
             deterministic=deterministic,
         )
         out, lse = _attend(problem, backend)
-        if kind is not None:
-            remember(kind, operands, problem, backend)
-    elif known.prepared is not None and window_size is None and not return_attn_probs:
-        operands = (query, key, value, attn_mask, attn_bias, None)
-        out, lse = attend_prepared(known.prepared, operands, return_lse)
+        if kind is not None and (selection is None or keeps_as_given(problem, selection)):
+            remember(kind, operands, problem, backend, window_size if stretch is None else None)
+    elif (
+        known.prepared is not None
+        and (window_size is None or known.window is not None)
+        and not return_attn_probs
+    ):
+        given = known.with_lists(operands, None if selection is None else selection.lists)
+        out, lse = attend_prepared(known.prepared, given, return_lse)
         return (out, lse) if return_lse else out
     else:
         problem, stretch = _known_problem(
-            known.problem(operands), window_size, attn_bias, state, return_state
+            known.problem(operands), window_size, attn_bias, selection, state, return_state
         )
         if problem.key_lists is None or leading_rows(problem) == 0:
             out, lse = attend_directly(problem, known.backend, return_lse, known.prepared)
@@ -270,24 +275,31 @@ def flash_dmattn_func(
     return result
 
 
-def _kind_of_stretch(
-    operands: tuple[Any, ...], options: tuple[Any, ...], state: Any
+def _kind_beside(
+    operands: tuple[Any, ...], options: tuple[Any, ...], state: Any, selection: Any
 ) -> Kind | None:
-    """`kind_of_call` behind a state."""
-    if type(state) is not KeyState:  # for the checks to refuse
-        return None
-    return kind_of_call(operands, options, state=tensors_of(state))
+    """`kind_of_call` with a state or a selection; None where the checks have to refuse them."""
+    if selection is None and type(state) is KeyState:
+        return kind_of_call(operands, options, more=tensors_of(state))
+    if state is None and type(selection) is KeySelection:
+        s = selection
+        about = (s.window_size, s.is_causal, s.first_row, s.is_sliding, s.keeps_own)
+        return kind_of_call(operands, (*options, *about), more=s.lists)
+    return None
 
 
 def _known_problem(
     problem: Problem,
     window_size: int | None,
     attn_bias: Tensor | None,
+    selection: KeySelection | None,
     state: KeyState | None,
     return_state: bool,
 ) -> tuple[Problem, Stretch | None]:
     """`_checked_call` for arguments of a known kind."""
     stretch = None
+    if selection is not None:
+        return problem.with_lists(selection.lists, problem.sliding, problem.keeps_own), None
     if state is not None or return_state:
         assert window_size is not None  # as the checks have seen
         stretch = known_stretch(problem, state, window_size)

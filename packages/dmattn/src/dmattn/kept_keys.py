@@ -14,6 +14,7 @@ from dmattn.arguments import without_nan
 from dmattn.checks import check_key_lists
 from dmattn.dispatch import select
 from dmattn.key_lists import Selection, without_keys
+from dmattn.ops.selection import prepared_select
 from dmattn.problem import Problem
 from dmattn.selection import KeySelection, key_only_mask, may_differ_by_row, same_heads
 from dmattn.utils.mask import top_window_mask
@@ -62,11 +63,36 @@ def keep_window(problem: Problem, window_size: int, given: Any, is_known: bool =
         name = "attn_mask" if has_rows else "attn_bias"
         slow = f"{name} has rows of its own beside window_size, {_DENSE}"
         return problem.replace(mask=keep), (slow,)
-    key_mask = None if mask is None else key_only_mask(mask, seqlen_k)
-    scores, key_mask = same_heads(bias.detach().squeeze(2), key_mask)
     rows = min(rows, seqlen_k) if causal else rows
-    lists = select(scores, key_mask, window_size, rows, causal, is_known=is_known, cleared=False)
+    scores = _scores(bias, mask)
+    lists = select(*scores, window_size, rows, causal, is_known=is_known, cleared=False)
     return problem.with_lists(lists), ()
+
+
+class KnownWindow:
+    """Makes the key lists of `keep_window` for further calls of a kind. It holds no tensors.
+
+    Args:
+        problem: of the first call, with its key lists, and no rows in front of its first key.
+        window_size: that of the calls.
+    """
+
+    def __init__(self, problem: Problem, window_size: int) -> None:
+        assert problem.key_lists is not None
+        wanted = (window_size, problem.q.shape[1], problem.is_causal)
+        self._select = prepared_select(problem.key_lists, *wanted)
+
+    def __call__(self, bias: Tensor, mask: Tensor | None) -> Selection:
+        """What the rows keep by bias and mask as a caller gives them."""
+        return self._select(*_scores(bias, mask))
+
+
+def _scores(bias: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Scores and mask of single keys as a selection takes them: ({B|1}, heads, Sk)."""
+    scores = (bias.detach() if bias.requires_grad else bias).squeeze(2)
+    if mask is None:
+        return scores, None
+    return same_heads(scores, key_only_mask(mask, scores.shape[2]))
 
 
 def check_selection(selection: Any) -> None:
@@ -109,6 +135,22 @@ def keep_selection(problem: Problem, selection: KeySelection) -> Kept:
     if not selection.is_causal:
         return problem.without_lists(((end > 0) & keep)[:, :, None]), ()
     return problem.with_lists(without_keys(selection.lists, keep)), ()
+
+
+def keeps_as_given(problem: Problem, selection: KeySelection) -> bool:
+    """Whether `keep_selection` does nothing for any call of the kind but hand on the lists.
+
+    Args:
+        problem: what it made of the first one.
+        selection: that of this call.
+    """
+    bias, lists = problem.bias, problem.key_lists
+    return (
+        lists is not None
+        and all(a is b for a, b in zip(lists, selection.lists, strict=True))
+        and leading_rows(problem) == 0
+        and (bias is None or bias.shape[2] == 1)  # others depend on who requires a gradient
+    )
 
 
 def leading_rows(problem: Problem) -> int:

@@ -16,6 +16,8 @@ from dmattn.backends import registry
 from dmattn.backends.base import Backend, Prepared
 from dmattn.backends.cuda import kernels
 from dmattn.dispatch import PLAIN_TYPES, is_direct, may_autocast, nobody_intercepts
+from dmattn.key_lists import Selection
+from dmattn.kept_keys import KnownWindow, leading_rows
 from dmattn.problem import Packing, Problem
 
 # A kind takes about 2 KB. Where ever new ones come, such as new lengths, all are forgotten at once.
@@ -35,16 +37,31 @@ class Known(NamedTuple):
         backend: the one that computes it.
         backends: those that it was chosen from.
         prepared: what the backend offers for all of them, if anything.
+        window: chooses the keys of each, where window_size means key lists for attention and
+            nothing else; otherwise None.
     """
 
     settings: tuple[Any, ...]
     backend: Backend
     backends: list[Backend]
     prepared: Prepared | None
+    window: KnownWindow | None
 
     def problem(self, operands: tuple[Any, ...], packing: Packing | None = None) -> Problem:
         """The problem of another call of the kind, of its query, key, value, mask, bias, sinks."""
         return Problem._make((*operands, *self.settings, packing, None))
+
+    def with_lists(self, operands: tuple[Any, ...], lists: Selection | None) -> tuple[Any, ...]:
+        """What `attend_prepared` takes for another call of the kind.
+
+        Args:
+            operands: as for `problem`.
+            lists: the key lists of the selection that was given, or None.
+        """
+        query, key, value, attn_mask, attn_bias, _ = operands
+        if self.window is not None:
+            lists, attn_mask = self.window(attn_bias, attn_mask), None
+        return query, key, value, attn_mask, attn_bias, lists
 
 
 _known: dict[Kind, Known] = {}
@@ -54,7 +71,7 @@ def kind_of_call(
     operands: tuple[Any, ...],
     options: tuple[Any, ...],
     packing: tuple[Any, ...] | None = None,
-    state: tuple[Any, ...] | None = None,
+    more: tuple[Any, ...] | None = None,
 ) -> Kind | None:
     """All that the checks and the choice of a backend look at; None: not to be remembered.
 
@@ -66,7 +83,7 @@ def kind_of_call(
         options: what was given for every other argument that a check or the choice of a backend
             comes to look at.
         packing: of packed sequences, what makes a `Packing`.
-        state: of a stretch behind others, the tensors of their `KeyState`.
+        more: tensors beside the operands: of the `KeyState` or the `KeySelection` of a call.
     """
     if torch.compiler.is_compiling() or not nobody_intercepts():
         return None
@@ -77,9 +94,9 @@ def kind_of_call(
     kind_of = readers[0] if readers else _kind_of
     kinds = kind_of(PLAIN_TYPES, *tensors)
     query = operands[0]
-    if kinds is not None and state is not None:  # by itself: one call takes 8 tensors
-        of_state = kind_of(PLAIN_TYPES, *state)
-        kinds = None if of_state is None else (kinds, of_state)
+    if kinds is not None and more is not None:  # by itself: one call takes 8 tensors
+        of_more = kind_of(PLAIN_TYPES, *more)
+        kinds = None if of_more is None else (kinds, of_more)
     if kinds is None or (may_autocast() and (query is None or is_autocast(query))):
         return None
     # 1 is equal to True, and 64.0 to 64, but they may be errors where those are none.
@@ -118,7 +135,13 @@ def recall(kind: Kind | None) -> Known | None:
     return known if known is not None and known.backends == registry.BACKENDS else None
 
 
-def remember(kind: Kind, operands: tuple[Any, ...], problem: Problem, backend: str | None) -> None:
+def remember(
+    kind: Kind,
+    operands: tuple[Any, ...],
+    problem: Problem,
+    backend: str | None,
+    window_size: int | None = None,
+) -> None:
     """Keep what was found for a call, if it is the same for every call of its kind.
 
     Which it may not be where an option is of another type than `PLAIN_OPTIONS`.
@@ -128,6 +151,7 @@ def remember(kind: Kind, operands: tuple[Any, ...], problem: Problem, backend: s
         operands: what was given for query, key, value, attn_mask, attn_bias and sinks.
         problem: what came of the call, keys chosen.
         backend: the name of the backend that was insisted on, or None.
+        window_size: that of the call; None also where a state is made of the keys that it chose.
     """
     types, *_ = kind
     _, key, value, attn_mask, attn_bias, _ = operands
@@ -142,8 +166,10 @@ def remember(kind: Kind, operands: tuple[Any, ...], problem: Problem, backend: s
     if chosen.goes_by_kind:
         if len(_known) >= MOST_KINDS:
             _known.clear()
-        backends, prepared = list(registry.BACKENDS), chosen.prepare(problem)
-        _known[kind] = Known(problem.settings, chosen, backends, prepared)
+        backends, prepared, window = list(registry.BACKENDS), chosen.prepare(problem), None
+        if window_size is not None and problem.key_lists is not None:
+            window = KnownWindow(problem, window_size) if leading_rows(problem) == 0 else None
+        _known[kind] = Known(problem.settings, chosen, backends, prepared, window)
 
 
 def forget() -> None:

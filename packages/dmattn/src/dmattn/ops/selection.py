@@ -6,6 +6,7 @@ the intervals of packed documents.
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
 from types import ModuleType
 
@@ -81,6 +82,26 @@ def select_keys(
     if direct:
         return _select_cuda(*arguments, cleared) if scores.is_cuda else _select_cpu(*arguments)
     return Selection(*torch.ops.dmattn.select_keys(*arguments))
+
+
+def prepared_select(
+    found: Selection, window: int, seqlen_q: int, is_causal: bool
+) -> Callable[[Tensor, Tensor | None], Selection]:
+    """`select_keys` of further scores and masks like those for which it found `found`.
+
+    Called with scores and key_mask; directly, not cleared, and for attention, which wants no more
+    lists than there are blocks of rows.
+    """
+    if found.end.is_cuda and found.idx.numel() > 0:
+        return cuda.PreparedSelection(found, window, seqlen_q, is_causal)
+    return partial(
+        select_keys,
+        window=window,
+        seqlen_q=seqlen_q,
+        is_causal=is_causal,
+        direct=True,
+        cleared=False,
+    )
 
 
 def _empty_selection(

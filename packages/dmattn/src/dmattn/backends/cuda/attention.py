@@ -53,7 +53,7 @@ def forward(problem: Problem, for_backward: bool = True) -> Results:
             lists and parts(lists),
             rest,
             *(packing or _NO_PACKING),
-            _window(problem),
+            known_window(problem),
         )
     if padded:
         out = out[..., :head_dim].contiguous()
@@ -108,7 +108,7 @@ def backward(
         lists and parts(lists),
         rest,
         *(packing or _NO_PACKING),
-        _window(problem),
+        known_window(problem),
     )
     if padded:
         dq, dk, dv = (
@@ -146,7 +146,7 @@ def _lists(problem: Problem) -> Selection | None:
     return without_spare_lists(problem.key_lists, problem.q.shape[1], problem.is_causal)
 
 
-def _window(problem: Problem) -> int:
+def known_window(problem: Problem) -> int:
     """What is known of the key lists, for kernels that need not read them then; 0 for nothing."""
     return min(problem.sliding, problem.k.shape[1])
 

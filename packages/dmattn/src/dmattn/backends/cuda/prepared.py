@@ -4,23 +4,26 @@
 calls are known not to have.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from dmattn.backends.base import Operands, Prepared
+from dmattn.backends.cuda.attention import known_window
 from dmattn.backends.cuda.kernels import BACKWARD, FORWARD, at_once, launch, parts
 from dmattn.checks import HEAD_DIM_MULTIPLE
+from dmattn.key_lists import num_blocks
 from dmattn.problem import Problem
-
-_NO_PACKING_NO_WINDOW = (None, None, 0, 0, 0)
 
 
 def suits(problem: Problem) -> bool:
     """Whether calls of the kind of this problem need nothing but allocations and a launch."""
+    lists, rows = problem.key_lists, problem.q.shape[1]
     return (
         problem.sinks is None
         and problem.packing is None
-        and problem.sliding == 0
+        and (lists is None or lists.idx.shape[2] == num_blocks(rows, problem.is_causal))
         and problem.q.shape[-1] % HEAD_DIM_MULTIPLE == 0
         and problem.q.numel() > 0
         and problem.k.numel() > 0
@@ -32,12 +35,15 @@ class PreparedCall(Prepared):
 
     def __init__(self, backend: str, problem: Problem) -> None:
         super().__init__(backend, problem)
-        batch, rows, nheads, _ = problem.q.shape
-        self._device = problem.q.get_device()
+        q, k, v = problem.q, problem.k, problem.v
+        batch, rows, nheads, _ = q.shape
+        self._device = q.get_device()
         self._enqueue_forward, self._enqueue_backward = at_once(FORWARD), at_once(BACKWARD)
+        self._like_q, self._like_k, self._like_v = _makes(q), _makes(k), _makes(v)
         # With strides, as torch has less to do then.
         self._lse_shape = (batch, nheads, rows)
         self._lse_stride = (nheads * rows, rows, 1)
+        self._no_packing_window = (None, None, 0, 0, known_window(problem))
         # 0: the library chooses the number of splits.
         self._forward_settings = (*problem.kernel_settings, 0)
         self._backward_settings = (*problem.kernel_settings, problem.deterministic)
@@ -46,13 +52,13 @@ class PreparedCall(Prepared):
         self, operands: Operands, for_backward: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         q, k, v, mask, bias, lists = operands
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        out = self._like_q(q)
         lse = q.new_empty_strided(self._lse_shape, self._lse_stride, dtype=torch.float32)
         rest = torch.empty_like(lse) if for_backward and bias is not None else None
         device = self._device
         given = (
             *(device, q, k, v, mask, bias, out, lse, *self._forward_settings),
-            *(lists and parts(lists), rest, *_NO_PACKING_NO_WINDOW),
+            *(lists and parts(lists), rest, *self._no_packing_window),
         )
         if self._enqueue_forward(*given, torch._C._cuda_getCurrentRawStream(device)) != 0:
             launch(FORWARD, q, *given)
@@ -73,10 +79,10 @@ class PreparedCall(Prepared):
         if dlse is not None:
             dlse = dlse.contiguous()
         needs_q, needs_k, needs_v, needs_bias = needs
-        dq = _empty_like(q) if needs_q else None
-        dk = _empty_like(k) if needs_k else None
-        dv = _empty_like(v) if needs_v else None
-        dbias = _empty_like(bias) if needs_bias and bias is not None else None
+        dq = self._like_q(q) if needs_q else None
+        dk = self._like_k(k) if needs_k else None
+        dv = self._like_v(v) if needs_v else None
+        dbias = _contiguous_like(bias) if needs_bias and bias is not None else None
         # As forward made them, unless hooks of saved tensors laid them out anew.
         out, lse = out.contiguous(), lse.contiguous()
         rest = None if rest is None else rest.contiguous()
@@ -84,12 +90,21 @@ class PreparedCall(Prepared):
         given = (
             *(device, q, k, v, mask, bias, out, lse, dout, dlse, dq, dk, dv, dbias),
             *self._backward_settings,
-            *(lists and parts(lists), rest, *_NO_PACKING_NO_WINDOW),
+            *(lists and parts(lists), rest, *self._no_packing_window),
         )
         if self._enqueue_backward(*given, torch._C._cuda_getCurrentRawStream(device)) != 0:
             launch(BACKWARD, q, *given)
         return dq, dk, dv, dbias
 
 
-def _empty_like(t: Tensor) -> Tensor:
-    return torch.empty_like(t, memory_format=torch.contiguous_format)
+def _makes(t: Tensor) -> Callable[[Tensor], Tensor]:
+    """What allocates memory like `t` but contiguous, called with tensors of its kind.
+
+    Without a format to be asked for torch takes less time, and makes the same of most tensors.
+    """
+    same = torch.empty_like(t, device="meta").stride() == _contiguous_like(t, "meta").stride()
+    return torch.empty_like if same else _contiguous_like
+
+
+def _contiguous_like(t: Tensor, device: str | None = None) -> Tensor:
+    return torch.empty_like(t, device=device, memory_format=torch.contiguous_format)

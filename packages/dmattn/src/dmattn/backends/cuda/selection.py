@@ -3,7 +3,14 @@
 import torch
 from torch import Tensor
 
-from dmattn.backends.cuda.kernels import BUILD_KEY_LISTS, SELECT, check_device, launch, parts
+from dmattn.backends.cuda.kernels import (
+    BUILD_KEY_LISTS,
+    SELECT,
+    at_once,
+    check_device,
+    launch,
+    parts,
+)
 from dmattn.key_lists import KeyLists, Selection
 
 
@@ -32,6 +39,34 @@ def select(
         scores,
         *(device, scores, key_mask, lists, window, seqlen_q, is_causal, cu_seqlens),
     )
+
+
+class PreparedSelection:
+    """`select` for scores of a kind that has been seen before, and the memory for what it finds.
+
+    Without documents, on a device that the kernels serve. It holds no tensors, and several threads
+    may use it.
+    """
+
+    def __init__(self, found: Selection, window: int, seqlen_q: int, is_causal: bool) -> None:
+        """`found`: what `select` filled for the first scores, with keys and rows."""
+        self._device = found.end.get_device()
+        self._enqueue = at_once(SELECT)
+        # Shapes and strides, as torch has less to do then.
+        self._end, self._idx, self._count, self._full = (
+            (tuple(t.shape), t.stride()) for t in found
+        )
+        self._settings = (min(window, found.end.shape[2]), seqlen_q, is_causal)
+
+    def __call__(self, scores: Tensor, key_mask: Tensor | None) -> Selection:
+        end = scores.new_empty_strided(*self._end, dtype=torch.int32)
+        idx = end.new_empty_strided(*self._idx)
+        count, full = end.new_empty_strided(*self._count), end.new_empty_strided(*self._full)
+        selection, device = Selection(end, idx, count, full), self._device
+        given = (device, scores, key_mask, parts(selection), *self._settings, None)
+        if self._enqueue(*given, torch._C._cuda_getCurrentRawStream(device)) != 0:
+            launch(SELECT, scores, *given)
+        return selection
 
 
 def build_key_lists(end: Tensor, seqlen_q: int, reach: int, lists: KeyLists) -> None:
