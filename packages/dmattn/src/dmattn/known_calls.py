@@ -16,8 +16,8 @@ from dmattn.backends import registry
 from dmattn.backends.base import Backend, Prepared
 from dmattn.backends.cuda import kernels
 from dmattn.dispatch import PLAIN_TYPES, is_direct, may_autocast, nobody_intercepts
-from dmattn.key_lists import Selection
 from dmattn.kept_keys import KnownWindow, leading_rows
+from dmattn.key_lists import Selection
 from dmattn.problem import Packing, Problem
 
 # A kind takes about 2 KB. Where ever new ones come, such as new lengths, all are forgotten at once.
