@@ -5,6 +5,7 @@
 #include "../shared/fragment.cuh"
 #include "../shared/mask_tiles.cuh"
 #include "../shared/scores.cuh"
+#include "../shared/softmax.cuh"
 #include "fwd_items.cuh"
 #include "fwd_traits.cuh"
 
@@ -48,14 +49,20 @@ __device__ __forceinline__ bool has_key_bias(const GeneralFwdArguments& p) { ret
 template <class T>
 struct KeyBiasLoader {
   static constexpr int kKeysPerLane = T::kBlockN / 32;
+  using Element = typename T::Element;
   using Layout = KeyBiasLayout<T::kBlockN>;
+  using Operands = typename T::BiasOperands;
+  // Beyond these, bias and bias / softmax_scale are added to the scores. Maxima of the softmax are large beyond the
+  // first; fp16 has room for the second.
+  static constexpr float kMostBias = 64.f, kMostOperand = 32768.f;
 
   const GeneralFwdArguments& p;
   typename T::Shared& s;
   const int lane;
-  RingPlace<2> item_place, place;
+  RingPlace<2> item_place, place;  // place: of the bias, or of K where the bias is in its product
 
   __device__ __forceinline__ void run() {
+    if constexpr (T::kBiasInProduct) write_constants();
     while (true) {
       const AnnouncedItem item = next_item<T>(s, item_place);
       if (item.index() >= p.items) return;
@@ -79,15 +86,88 @@ struct KeyBiasLoader {
       bias[i] =
           load_bias(p.bias, base + key * p.bias.col_stride, std::is_same_v<typename T::Element, cutlass::bfloat16_t>);
     }
-    s.general.bias_empty[place.stage].wait(place.phase ^ 1);
+    if constexpr (T::kBiasInProduct) {
+      write_operands(bias);
+    } else {
+      s.general.bias_empty[place.stage].wait(place.phase ^ 1);
+      write_stage(bias);
+      __syncwarp();
+      if (lane == 0) s.general.bias_full[place.stage].arrive();
+    }
+    place.advance();
+  }
+  __device__ __forceinline__ void write_stage(const float (&bias)[kKeysPerLane]) const {
     float* const stage = reinterpret_cast<float*>(s.general.bias[place.stage]);
 #pragma unroll
     for (int i = 0; i < kKeysPerLane; ++i) stage[Layout::word(32 * i + lane)] = bias[i];
+  }
+
+  // Beside K: consumers start the product when both are there, and are done with both at the same time.
+  __device__ __forceinline__ void write_operands(const float (&bias)[kKeysPerLane]) const {
+    static_assert(T::kStages == 2);
+    const float factor = 1.f / p.softmax_scale;
+    bool is_large = false;
+#pragma unroll
+    for (int i = 0; i < kKeysPerLane; ++i) {  // NaN is large
+      is_large |= !(fabsf(bias[i]) <= kMostBias && fabsf(bias[i] * factor) <= kMostOperand);
+    }
+    is_large = __any_sync(0xffffffffu, is_large);
+    s.k_empty[place.stage].wait(place.phase ^ 1);
+    const uint32_t keys = smem_u32(s.general.keys) + place.stage * (T::kBlockN * Operands::kCols * 2);
+#pragma unroll
+    for (int i = 0; i < kKeysPerLane; ++i) {
+      st_shared(keys + Operands::row_offset(32 * i + lane),
+                is_large ? make_uint4(0, 0, 0, 0) : split(bias[i] * factor));
+    }
+    if (is_large) write_stage(bias);
+    if (lane == 0) s.general.is_large[place.stage] = is_large;
+    cutlass::arch::fence_view_async_shared();  // the tensor cores see what was written
     __syncwarp();
-    if (lane == 0) s.general.bias_full[place.stage].arrive();
-    place.advance();
+    if (lane == 0) s.k_full[place.stage].arrive();
+  }
+  // Three 16-bit numbers whose sum x is: they have 24 bits together, or in fp16 more.
+  static __device__ __forceinline__ uint4 split(float x) {
+    using Pair = ElementTraits<Element>;
+    const float first = Pair::unpack(Pair::pack(x, 0.f)).x, rest = x - first;
+    const float second = Pair::unpack(Pair::pack(rest, 0.f)).x;
+    return make_uint4(Pair::pack(first, second), Pair::pack(rest - second, 0.f), 0, 0);
+  }
+  // The columns of Q, and those of K that no tile writes.
+  __device__ __forceinline__ void write_constants() const {
+    const uint32_t keys = smem_u32(s.general.keys), rows = smem_u32(s.general.rows);
+    const uint32_t two = ElementTraits<Element>::pack(1.f, 1.f), one = ElementTraits<Element>::pack(1.f, 0.f);
+    for (int row = lane; row < T::kStages * T::kBlockN; row += 32) {
+      st_shared(keys + (Operands::row_offset(row) ^ 16), make_uint4(0, 0, 0, 0));
+    }
+    for (int row = lane; row < 64; row += 32) {
+      st_shared(rows + Operands::row_offset(row), make_uint4(two, one, 0, 0));
+      st_shared(rows + (Operands::row_offset(row) ^ 16), make_uint4(0, 0, 0, 0));
+    }
   }
 };
+
+// As OnlineSoftmax::probabilities(), of raw products, with maxima in units of 1: other tiles have logits.
+template <int kFragments>
+__device__ __forceinline__ void take_probabilities_of_products(OnlineSoftmax<1>& softmax,
+                                                               float (&products)[1][kFragments][4], float (&alpha)[2],
+                                                               float scale, float scale_log2) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float most = -INFINITY;
+#pragma unroll
+    for (int i = 0; i < kFragments; ++i) {
+      most = fmaxf(most, fmaxf(products[0][i][2 * r], products[0][i][2 * r + 1]));
+    }
+    most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
+    most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
+    const float max = fmaxf(softmax.row_max[r], most * scale);
+    const float used = max == -INFINITY ? 0.f : max;  // nothing kept yet: exp(-inf - 0) = 0, not NaN
+    alpha[r] = exp2_approx((softmax.row_max[r] - used) * kLog2e);
+    softmax.row_max[r] = max;
+    const float sum = OnlineSoftmax<1>::exponentiate(r, products, scale_log2, used * kLog2e);
+    softmax.row_sum[r] = softmax.row_sum[r] * alpha[r] + sum;
+  }
+}
 
 // Between the scores of a tile and their softmax, for the 64 rows of a consumer.
 template <class T>
@@ -107,7 +187,8 @@ struct ScoreChanges {
   uint32_t mask_words[2];
   // Likewise the first of the bias, as many as there are registers for: 16 bytes of a bias for each key, or 16-bit
   // numbers for two fragments. kAny reads nothing before it needs it.
-  static constexpr bool kReadsBiasAhead = T::kMode == ScoreMode::kKeyBias || T::kMode == ScoreMode::kTileBias;
+  static constexpr bool kReadsBiasAhead =
+      (T::kMode == ScoreMode::kKeyBias && !T::kBiasInProduct) || T::kMode == ScoreMode::kTileBias;
   static constexpr int kAhead = kReadsBiasAhead ? (T::kConsumers == 2 ? 4 : 1) : 0;
   uint32_t ahead[kAhead + 1][4];
 
@@ -136,6 +217,9 @@ struct ScoreChanges {
 
   __device__ __forceinline__ void change(Scores& scores, KeyTile tile) {
     if constexpr (T::kLogits) to_logits(scores);
+    cut(scores, tile);
+  }
+  __device__ __forceinline__ void cut(Scores& scores, KeyTile tile) {
     if (!tile.is_changed()) return;  // one branch in the common case
     if (T::kHasMask && tile.is_partial()) apply_mask(scores);
     if (tile.is_cut()) {
@@ -169,7 +253,7 @@ struct ScoreChanges {
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       if constexpr (T::kMode == ScoreMode::kKeyBias) {
-        read_key_bias(ahead[i], i);
+        read_key_bias(ahead[i], i, place.stage);
       } else {
         read_narrow_bias(ahead[i], i);
       }
@@ -232,9 +316,20 @@ struct ScoreChanges {
     two[1] = __fmaf_rn(two[1], factor, __uint_as_float(bias_y));
   }
 
+  // Where the bias is not in the product: that of a stage of K. All lanes have read it afterwards.
+  __device__ __forceinline__ void add_large_bias(Scores& scores, int stage) {
+#pragma unroll
+    for (int i = 0; i < kFragments; i += 2) {
+      uint32_t words[4];
+      read_key_bias(words, i / 2, stage);
+      add_key_words(scores, i, p.softmax_scale, words);
+    }
+    __syncwarp();
+  }
+
   // Of the i-th two fragments.
-  __device__ __forceinline__ void read_key_bias(uint32_t (&words)[4], int i) const {
-    const uint32_t own = smem_u32(s.bias[place.stage]) + lane % 4 * KeyBiasLayout<T::kBlockN>::kThreadWords * 4;
+  __device__ __forceinline__ void read_key_bias(uint32_t (&words)[4], int i, int stage) const {
+    const uint32_t own = smem_u32(s.bias[stage]) + lane % 4 * KeyBiasLayout<T::kBlockN>::kThreadWords * 4;
     const uint4 raw = ld_shared_v4(own + i * 16);
     words[0] = raw.x, words[1] = raw.y, words[2] = raw.z, words[3] = raw.w;
   }
@@ -246,15 +341,19 @@ struct ScoreChanges {
       if (i / 2 < kAhead) {
         copy_words(words, ahead[i / 2]);
       } else {
-        read_key_bias(words, i / 2);
+        read_key_bias(words, i / 2, place.stage);
       }
-#pragma unroll
-      for (int e = 0; e < 8; ++e) {
-        float& x = scores[0][i + e / 4][e % 4];
-        x = __fmaf_rn(x, factor, __uint_as_float(words[e / 4 * 2 + e % 2]));
-      }
+      add_key_words(scores, i, factor, words);
     }
     release_stage();
+  }
+  static __device__ __forceinline__ void add_key_words(Scores& scores, int i, float factor,
+                                                       const uint32_t (&words)[4]) {
+#pragma unroll
+    for (int e = 0; e < 8; ++e) {
+      float& x = scores[0][i + e / 4][e % 4];
+      x = __fmaf_rn(x, factor, __uint_as_float(words[e / 4 * 2 + e % 2]));
+    }
   }
 
   static __device__ __forceinline__ void copy_words(uint32_t (&to)[4], const uint32_t (&from)[4]) {

@@ -31,7 +31,7 @@ __device__ __forceinline__ void init_barriers(const typename T::Arguments& p, ty
     s.q_empty[i].init(T::kConsumers);
   }
   for (int i = 0; i < T::kStages; ++i) {
-    s.k_full[i].init(1);
+    s.k_full[i].init(T::kBiasInProduct ? 2 : 1);
     s.v_full[i].init(1);
     s.k_empty[i].init(T::kGeneral ? 4 * T::kConsumers : T::kConsumers);  // see release_keys()
     s.v_empty[i].init(T::kConsumers);
@@ -284,6 +284,24 @@ struct FwdConsumer {
     return *reinterpret_cast<float (*)[1][kFragments][4]>(acc.data());
   }
 
+  // c = q k^T, and in the same group of products what other columns add.
+  template <class Mma, class Q, class K, class OtherMma, class OtherQ, class OtherK, class C>
+  static __device__ __forceinline__ void start_biased_scores(Mma& mma, const Q& q, const K& k, OtherMma& other_mma,
+                                                             const OtherQ& other_q, const OtherK& other_k, C& c) {
+    cute::warpgroup_fence_operand(c);
+    cute::warpgroup_arrive();
+    mma.accumulate_ = cute::GMMA::ScaleOut::Zero;
+#pragma unroll
+    for (int i = 0; i < cute::size<2>(q); ++i) {
+      cute::gemm(mma, q(cute::_, cute::_, i), k(cute::_, cute::_, i), c);
+      mma.accumulate_ = cute::GMMA::ScaleOut::One;
+    }
+    other_mma.accumulate_ = cute::GMMA::ScaleOut::One;
+    cute::gemm(other_mma, other_q(cute::_, cute::_, 0), other_k(cute::_, cute::_, 0), c);
+    cute::warpgroup_commit_batch();
+    cute::warpgroup_fence_operand(c);
+  }
+
   __device__ __forceinline__ void attend(const typename T::Item& item, bool has_keys) {
     typename T::ScoreMma score_mma;
     typename T::OutMma out_mma;
@@ -301,6 +319,20 @@ struct FwdConsumer {
         cute::Layout<cute::Shape<cute::Shape<cute::_2, cute::_2, cute::_2>, cute::_1, Int<T::kBlockN / 16>>>{});
     auto& scores = fragments<kFragmentsN>(acc_s);
     auto& out = fragments<kFragmentsD>(acc_o);
+    // Likewise of the columns that a bias for each key adds to Q and K.
+    typename T::BiasMma bias_mma;
+    const auto bias_operands = [&] {
+      if constexpr (T::kBiasInProduct) {
+        using Rows = typename T::template BiasLayout<64, 1>;
+        using Keys = typename T::template BiasLayout<T::kBlockN, T::kStages>;
+        const auto slice = bias_mma.get_slice(threadIdx.x % 128);
+        return cute::make_tuple(
+            slice.partition_fragment_A(cute::make_tensor(cute::make_smem_ptr(s.general.rows), Rows{})),
+            slice.partition_fragment_B(cute::make_tensor(cute::make_smem_ptr(s.general.keys), Keys{})));
+      } else {
+        return cute::make_tuple();
+      }
+    }();
 
     const int first_row = item.m_block * T::kBlockM + consumer * 64 + warp * 16 + lane / 4;
     OnlineSoftmax<1> softmax;
@@ -326,27 +358,51 @@ struct FwdConsumer {
       release(s.v_empty[v_place.stage]);
       v_place.advance();
     };
-    // Scores of a tile, beside the output of the tile before. meanwhile(): while they are computed;
-    // to_probabilities(): what the scores become. Called from two places, a function of its own would serialize products.
-    const auto step = [&](auto&& meanwhile, auto&& to_probabilities) __attribute__((always_inline)) {
-      wait_turn();
-      start_product<true>(score_mma, q, k(cute::_, cute::_, cute::_, k_place.stage), acc_s);
-      s.v_full[v_place.stage].wait(v_place.phase);
-      start_product<false>(out_mma, probabilities, v(cute::_, cute::_, cute::_, v_place.stage), acc_o);
-      pass_turn();
-      meanwhile();
-      finish_scores(cute::_1{});
-      to_probabilities();
+    const auto start_scores = [&] {
+      const auto keys = k(cute::_, cute::_, cute::_, k_place.stage);
+      if constexpr (T::kBiasInProduct) {
+        const auto bias = cute::get<1>(bias_operands)(cute::_, cute::_, cute::_, k_place.stage);
+        start_biased_scores(score_mma, q, keys, bias_mma, cute::get<0>(bias_operands)(cute::_, cute::_, cute::_, 0),
+                            bias, acc_s);
+      } else {
+        start_product<true>(score_mma, q, keys, acc_s);
+      }
+    };
+    const auto finish_step = [&] {
       finish_output();
       to_operand();
       OnlineSoftmax<1>::rescale(out, keep);
     };
-    const auto first_step = [&](auto&& meanwhile, auto&& to_probabilities) {
-      start_product<true>(score_mma, q, k(cute::_, cute::_, cute::_, k_place.stage), acc_s);
+    // Scores of a tile, beside the output of the tile before. meanwhile(): while they are computed;
+    // to_probabilities(): what the scores become. Called from two places, a function of its own would serialize products.
+    // kBiasInProduct: to_probabilities(rest) releases the keys and ends with rest().
+    const auto step = [&](auto&& meanwhile, auto&& to_probabilities) __attribute__((always_inline)) {
+      wait_turn();
+      start_scores();
+      s.v_full[v_place.stage].wait(v_place.phase);
+      start_product<false>(out_mma, probabilities, v(cute::_, cute::_, cute::_, v_place.stage), acc_o);
+      pass_turn();
       meanwhile();
-      finish_scores(cute::_0{});
-      to_probabilities();
-      to_operand();
+      if constexpr (T::kBiasInProduct) {
+        wait_for_product<1>(acc_s);
+        to_probabilities(finish_step);
+      } else {
+        finish_scores(cute::_1{});
+        to_probabilities();
+        finish_step();
+      }
+    };
+    const auto first_step = [&](auto&& meanwhile, auto&& to_probabilities) {
+      start_scores();
+      meanwhile();
+      if constexpr (T::kBiasInProduct) {
+        wait_for_product<0>(acc_s);
+        to_probabilities(to_operand);
+      } else {
+        finish_scores(cute::_0{});
+        to_probabilities();
+        to_operand();
+      }
     };
 
     // Of a tile, one product after the other.
@@ -375,9 +431,14 @@ struct FwdConsumer {
     if constexpr (T::kGeneral) {
       ScoreChanges<T> changes(p, s.general, bias_place, thread / 32, lane, item);
       KeyTile tile;
+      bool is_large = false;  // the bias, and not in the product
       const auto meanwhile = [&] {
         tile.word = __shfl_sync(0xffffffffu, s.general.tile[k_place.stage], 0);  // of all warps alike
-        changes.read_ahead(tile);
+        if constexpr (T::kBiasInProduct) {
+          is_large = __shfl_sync(0xffffffffu, s.general.is_large[k_place.stage], 0);
+        } else {
+          changes.read_ahead(tile);
+        }
       };
       const auto to_probabilities = [&] {
         changes.change(scores, tile);
@@ -387,11 +448,33 @@ struct FwdConsumer {
           softmax.template probabilities<!T::kLogits>(scores, keep, scale_log2);
         }
       };
-      if (has_keys) {
+      // Each branch has its own softmax and what follows: were they to meet before, the compiler could not mix these.
+      const auto to_biased_probabilities = [&](auto&& rest) {
+        if (is_large) {
+          changes.add_large_bias(scores, k_place.stage);
+          release_keys();
+          changes.cut(scores, tile);
+          softmax.probabilities_of_logits(scores, keep);
+          rest();
+        } else {
+          release_keys();
+          changes.cut(scores, tile);
+          take_probabilities_of_products(softmax, scores, keep, p.softmax_scale, scale_log2);
+          rest();
+        }
+      };
+      const auto go = [&](auto&& to_them) __attribute__((always_inline)) {
         wait_for_keys();
-        first_step(meanwhile, to_probabilities);
+        first_step(meanwhile, to_them);
 #pragma unroll 1
-        while (!tile.is_last()) wait_for_keys(), step(meanwhile, to_probabilities);
+        while (!tile.is_last()) wait_for_keys(), step(meanwhile, to_them);
+      };
+      if (has_keys) {
+        if constexpr (T::kBiasInProduct) {
+          go(to_biased_probabilities);
+        } else {
+          go(to_probabilities);
+        }
       }
     } else {
       constexpr bool kHasWindow = T::kWindows == Windows::kAlways;

@@ -39,8 +39,22 @@ struct KeyBiasLayout {
 // writes them: 64 keys of 16 bits, or 32 of fp32. A stage has room for a 16-bit tile, or half of one in fp32.
 struct NoGeneral {};
 struct NoRequests {};
-template <int kBlockM, int kBlockN, int kStages, bool kHasTiles>
-struct GeneralShared {
+// A bias for each key as operands of the product of scores, in 16 columns more: see FwdTraits::kBiasInProduct. Rows of 32
+// bytes, swizzled as the matrix instructions want them.
+struct NoOperands {};
+template <class Element, int kBlockN, int kStages>
+struct KeyBiasOperands {
+  static constexpr int kCols = 16;
+
+  alignas(1024) Element keys[kStages * kBlockN * kCols];
+  alignas(1024) Element rows[64 * kCols];  // of all consumers alike
+  int32_t is_large[kStages];               // the operands are zeros, the bias has to be added to the scores
+
+  // Where the first eight columns of a row begin.
+  static __device__ __forceinline__ uint32_t row_offset(int row) { return row * 32 + (row / 4 % 2 << 4); }
+};
+template <int kBlockM, int kBlockN, int kStages, bool kHasTiles, class Operands>
+struct GeneralShared : Operands {
   static constexpr int kStageBytes = kHasTiles ? kBlockM * kBlockN * 2 : KeyBiasLayout<kBlockN>::kBytes;
 
   alignas(1024) char bias[2][kStageBytes];
@@ -70,9 +84,14 @@ struct FwdTraits {
   // The softmax is given logits; otherwise raw products.
   static constexpr bool kLogits = kHasTileBias || kHasKeyBias;
   // What the other modes keep leaves no registers for a window.
-  static constexpr Windows kWindows = kMode == ScoreMode::kWindow    ? Windows::kAlways
-                                      : kMode == ScoreMode::kKeyBias ? Windows::kMaybe
-                                                                     : Windows::kNever;
+  static constexpr Windows kWindows = kMode == ScoreMode::kWindow                        ? Windows::kAlways
+                                      : kMode == ScoreMode::kKeyBias && kConsumers_ == 2 ? Windows::kMaybe
+                                                                                         : Windows::kNever;
+  // Where the softmax bounds the kernel, a bias for each key comes with the products: Q has three columns of ones more, and
+  // K the bias / softmax_scale, in three 16-bit numbers whose sum it is. The softmax is then that of the plain kernel.
+  // Tiles with a large bias are left out of this: it might overflow, and the scores, which are rounded once it has been
+  // added, would not be those of the backward.
+  static constexpr bool kBiasInProduct = kMode == ScoreMode::kKeyBias && kConsumers_ == 3;
   using Arguments = cute::conditional_t<kGeneral, GeneralFwdArguments,
                                         cute::conditional_t<kPacked, PackedFwdArguments, FwdArguments>>;
   using Item = cute::conditional_t<kPacked, PackedFwdItem, FwdItem>;
@@ -121,6 +140,14 @@ struct FwdTraits {
       cute::GMMA::rs_op_selector<Element, Element, float, cute::Shape<Int<kBlockM>, Int<kHeadDim>, Int<kBlockN>>,
                                  cute::GMMA::Major::K, cute::GMMA::Major::MN>(),
       Warpgroups{}));
+  // Of the columns that a bias for each key adds. All consumers have the same rows.
+  using BiasOperands = KeyBiasOperands<Element, kBlockN, kStages>;
+  template <int kRows, int kTiles>
+  using BiasLayout = decltype(cute::tile_to_shape(cute::GMMA::Layout_K_SW32_Atom<Element>{},
+                                                  cute::Shape<Int<kRows>, Int<BiasOperands::kCols>, Int<kTiles>>{}));
+  using BiasMma = decltype(cute::make_tiled_mma(
+      cute::GMMA::ss_op_selector<Element, Element, float,
+                                 cute::Shape<cute::_64, Int<kBlockN>, Int<BiasOperands::kCols>>>()));
   // One instruction covers all keys of a tile: in several narrower ones the products take twice as long. CuTe
   // offers those of every width where CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED is defined: cmake/units.cmake names the units
   // that need it.
@@ -139,7 +166,9 @@ struct FwdTraits {
     Barrier k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
     Barrier item_full[2], item_empty[2];
     int32_t item[2];
-    cute::conditional_t<kGeneral, GeneralShared<kBlockM, kBlockN, kStages, kHasTileBias>,
+    cute::conditional_t<kGeneral,
+                        GeneralShared<kBlockM, kBlockN, kStages, kHasTileBias,
+                                      cute::conditional_t<kBiasInProduct, BiasOperands, NoOperands>>,
                         cute::conditional_t<kSaysItems, FoundShared<Item>, NoGeneral>>
         general;
 
