@@ -271,6 +271,16 @@ def _lowest_rows(make: _Maker, shape: tuple[int, ...], dtype: torch.dtype) -> Te
     return bias
 
 
+def _stretches(make: _Maker, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Large along some stretches of keys only, which begin and end within tiles: up to a thousand,
+    minus infinity, finfo.min."""
+    bias = make.normal(*shape).to(dtype)
+    bias[..., 150:180] *= 1000
+    bias[..., 300:310] = -math.inf
+    bias[..., 400:530] = torch.finfo(dtype).min
+    return bias
+
+
 BIAS_FILLS = {
     "normal": lambda make, shape, dtype: make.normal(*shape),
     "wide": lambda make, shape, dtype: make.normal(*shape) * 30,
@@ -281,6 +291,7 @@ BIAS_FILLS = {
     "some_lowest": _with_entries(0.3, float("nan")),
     "all_lowest": _with_entries(2.0, float("nan")),
     "lowest_rows": _lowest_rows,
+    "stretches": _stretches,
 }
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from attention.cases import Case, case_id
+from attention.cases import BIAS_FILLS, Case, case_id
 from attention.driver import check
 
 pytestmark = pytest.mark.each_family
@@ -67,6 +67,22 @@ def test_together(case: Case, head_dim: int, dtype: str) -> None:
 )
 def test_head_dims_between_tiles(case: Case, head_dim: int) -> None:
     check(case.with_(head_dim=head_dim))
+
+
+@pytest.mark.parametrize("fill", BIAS_FILLS)
+@pytest.mark.parametrize("dtype, f32", [("bf16", False), ("f16", False), ("bf16", True)])
+def test_key_bias_of_many_rows(fill: str, dtype: str, f32: bool) -> None:
+    """On Hopper the tensor cores add it tile by tile, unless some of the tile's is large."""
+    many = Case(1100, 700, 2, 10, 5, bias="bk1k", bias_fill=fill, bias_f32=f32, dtype=dtype)
+    check(many.with_(wants="", dlse=True))
+    check(many.with_(wants="", seqlen_k=1031, causal=True, head_dim=40))
+
+
+@pytest.mark.parametrize("scale", [1e-4, 0.02, 30.0])
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+def test_key_bias_beside_a_scale(dtype: str, scale: float) -> None:
+    """It is divided by the scale first: up to what 16 bits have room for, and far less."""
+    check(Case(1100, 700, 2, 10, 5, bias="bk1k", dtype=dtype, scale=scale, wants=""))
 
 
 @pytest.mark.parametrize("f32", [False, True])
