@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import subprocess
 import sys
@@ -23,6 +24,7 @@ FOUND = 66  # exit code that asks to be told apart from the program's own
 # initcheck does not see the other.
 OWN_TOOLS = {"sm90": ("memcheck", "synccheck")}
 OWN_LAUNCHES = {"sm90": "dense rows,listed rows,wide heads"}
+OWN_SHARDS = {"sm90": 2}  # of each tool: many of its launches have more rows than thread blocks
 # Launches with wrong numbers that reach a family's own kernels: over the caller's lists, and over
 # packed sequences.
 OWN_GARBAGE = {"sm90": "top-w,listed rows,window,dense rows"}
@@ -33,6 +35,9 @@ OPTIONS = {
     "initcheck": [],
     "synccheck": [],
 }
+# The references are products of matrices: a thread for every core in each of many processes, and
+# the cores are busy with waiting for one another.
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "1")
 
 
 def kernel_jobs(folder: Path, families: list[str], limit: float) -> list[Job]:
@@ -56,20 +61,23 @@ def kernel_jobs(folder: Path, families: list[str], limit: float) -> list[Job]:
             *program,
         ]
         log = folder / f"{name.replace(' ', '-').replace('/', '-of-')}.log"
-        return Job(name, command, log, {FAMILY_VARIABLE: family}, limit)
+        return Job(name, command, log, {FAMILY_VARIABLE: family, **ONE_THREAD}, limit)
 
     jobs = []
-    for tool in sorted(TOOLS, key=lambda tool: -SHARDS[tool]):
-        for family in families:
-            if tool not in OWN_TOOLS.get(family, TOOLS):
-                continue
-            for shard in range(SHARDS[tool]):
-                program = [str(HERE / "sanitizer_cases.py"), "--shard", f"{shard}/{SHARDS[tool]}"]
-                program += ["--only", OWN_LAUNCHES.get(family, "")]
-                if tool != "initcheck":
-                    program.append("--poison")
-                name = f"{tool} {family} {shard + 1}/{SHARDS[tool]}"
-                jobs.append(job(name, tool, family, program))
+    # The longest first: those of families with launches of their own, then racecheck.
+    for tool, family in sorted(
+        itertools.product(TOOLS, families),
+        key=lambda pair: (pair[1] not in OWN_SHARDS, -SHARDS[pair[0]]),
+    ):
+        if tool not in OWN_TOOLS.get(family, TOOLS):
+            continue
+        shards = OWN_SHARDS.get(family, SHARDS[tool])
+        for shard in range(shards):
+            program = [str(HERE / "sanitizer_cases.py"), "--shard", f"{shard}/{shards}"]
+            program += ["--only", OWN_LAUNCHES.get(family, "")]
+            if tool != "initcheck":
+                program.append("--poison")
+            jobs.append(job(f"{tool} {family} {shard + 1}/{shards}", tool, family, program))
     # Launches with wrong numbers may read what nobody wrote, but nothing outside their memory.
     for family in families:
         program = [str(HERE / "sanitizer_garbage.py"), "--only", OWN_GARBAGE.get(family, "")]
