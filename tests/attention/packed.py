@@ -194,9 +194,10 @@ def _judge_sinks(problem: PackedProblem, dsinks: Tensor) -> None:
         exact, plain = solve(part, torch.float64).dsinks, solve(part).dsinks
         assert exact is not None and plain is not None
         wanted += exact
-        allowed += 2 * max_error(plain, exact) + ROUNDINGS * sum_eps(part) * (
-            1 + roundoff(part).get("dsinks", 0.0)
-        )
+        terms = roundoff(part)
+        allowed += 2 * max_error(plain, exact)
+        allowed += ROUNDINGS * sum_eps(part) * (1 + terms.all.get("dsinks", 0.0))
+        allowed += torch.finfo(part.q.dtype).eps / 2 * terms.of_out.get("dsinks", 0.0)
     allowed += torch.finfo(dsinks.dtype).eps / 2 * float(wanted.abs().max())
     error = max_error(dsinks, wanted)
     assert error <= allowed, f"dsinks: {error:.3e} > {allowed:.3e}"
