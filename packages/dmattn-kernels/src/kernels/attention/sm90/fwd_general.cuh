@@ -188,7 +188,7 @@ struct ScoreChanges {
   // Likewise the first of the bias, as many as there are registers for: 16 bytes of a bias for each key, or 16-bit
   // numbers for two fragments. kAny reads nothing before it needs it.
   static constexpr bool kReadsBiasAhead =
-      (T::kMode == ScoreMode::kKeyBias && !T::kBiasInProduct) || T::kMode == ScoreMode::kTileBias;
+      (T::kMode == ScoreMode::kKeyBias && !T::kBiasInProduct) || T::kMode == ScoreMode::kTileBias || T::kHasBoxedBias;
   static constexpr int kAhead = kReadsBiasAhead ? (T::kConsumers == 2 ? 4 : 1) : 0;
   uint32_t ahead[kAhead + 1][4];
 
@@ -235,9 +235,11 @@ struct ScoreChanges {
       factor = 1.f;
     }
     constexpr bool kSure = T::kMode != ScoreMode::kAny;  // that there is a bias
-    if (T::kHasKeyBias && (kSure || has_key_bias(p))) {
+    if constexpr (T::kHasTileBias && !T::kHasWideBias) {
+      add_narrow_bias(scores, factor);
+    } else if (T::kHasKeyBias && (kSure || has_key_bias(p))) {
       add_key_bias(scores, factor);
-    } else if (T::kHasTileBias && (!T::kHasWideBias || p.bias.kind == BiasKind::kTile)) {
+    } else if (T::kHasTileBias && p.bias.kind == BiasKind::kTile) {
       add_narrow_bias(scores, factor);
     } else if (T::kHasTileBias && (kSure || p.bias.kind == BiasKind::kDirect)) {
       add_wide_bias<0>(scores, factor);
@@ -263,8 +265,14 @@ struct ScoreChanges {
   // Of the i-th two fragments: ldmatrix gives 16-bit numbers to the threads that hold the scores.
   __device__ __forceinline__ void read_narrow_bias(uint32_t (&words)[4], int i) const {
     const int row = warp * 16 + lane % 16;
-    const uint32_t rows = smem_u32(s.bias[place.stage]) + row * 128 + ((lane / 16 ^ lane % 8) << 4);
-    ldmatrix_x4<false>(words, (rows ^ (i % 4 << 5)) + i / 4 * T::kBlockM * 128);
+    if constexpr (T::kHasBoxedBias) {
+      using Boxes = typename General::Boxes;
+      const uint32_t rows = Boxes::chunk(smem_u32(s.bias), place.stage, row, lane / 16);
+      ldmatrix_x4<false>(words, (rows ^ (i % 4 << 5)) + i / 4 * Boxes::kBoxBytes);
+    } else {
+      const uint32_t rows = smem_u32(s.bias[place.stage]) + row * 128 + ((lane / 16 ^ lane % 8) << 4);
+      ldmatrix_x4<false>(words, (rows ^ (i % 4 << 5)) + i / 4 * T::kBlockM * 128);
+    }
   }
   __device__ __forceinline__ void add_narrow_bias(Scores& scores, float factor) {
     if constexpr (!kReadsBiasAhead) wait_for_stage();
