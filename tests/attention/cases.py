@@ -173,12 +173,22 @@ def _odd_pitch(x: Tensor) -> Tensor:
     return big[..., 1:-2]
 
 
+def _heads_apart(x: Tensor) -> Tensor:
+    """Heads that are no whole number of rows apart."""
+    filler = True if x.dtype is torch.bool else float("nan")
+    rows = x.shape[2] * x.shape[3]
+    big = x.new_full((*x.shape[:2], rows + 3), filler)
+    big[..., 1 : 1 + rows] = x.flatten(2)
+    return big[..., 1 : 1 + rows].unflatten(2, x.shape[2:])
+
+
 OPERAND_LAYOUTS = {
     "plain": _plain,
     "transposed": _transposed,
     "keys_outermost": _last_outermost,
     "every_third_key": _every_third_key,
     "odd_pitch": _odd_pitch,
+    "heads_apart": _heads_apart,
 }
 
 

@@ -49,8 +49,8 @@ bool sm90_serves_lists(const FwdParams& p, Level level) {
                             !p.packing.is_active() && p.vec_q && p.vec_k && p.vec_v && p.vec_out;
   return (level == Level::kPlain || has_key_bias) && has_gather_stride(p.k_stride) && has_gather_stride(p.v_stride);
 }
-// Tiles of a bias for each row and key, 16-bit or fp32, or of its gradient. Those whose rows do not start on 16 bytes are
-// copied by threads instead of TMA. A stride of 0 stands for a bias that heads or batches share.
+// Tiles of a bias for each row and key, 16-bit or fp32, or of its gradient. Their rows may start anywhere: what TMA does
+// not take is copied by threads. A stride of 0 stands for a bias that heads or batches share.
 bool serves_bias_tiles(const Strides3& s, int32_t batch, int32_t rows, int32_t heads) {
   return has_tma_strides(s, s.batch == 0 ? 1 : batch, rows, s.head == 0 ? 1 : heads);
 }

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from gpu.sanitizer_launch import Launch
 
-# Hopper's kernels copy them by threads instead of TMA. Few keys, or more blocks of rows than SMs.
+# Hopper's forward has TMA copy those of 16 bits, as eight classes of rows. With softcap, in fp32
+# and in the backward threads copy them. Few keys, or more blocks of rows than SMs.
 HOPPER_ODD_ROWS = (
     Launch("dense rows, odd bias, long", 1100, 261, bias="1hqk", causal=True, wants=""),
+    Launch("dense rows, odd bias, mask", 133, 327, 2, mask="1hqk", bias="bhqk", wants=""),
+    Launch("dense rows, odd bias, one key", 133, 1, 2, 4, 2, bias="1kqk", wants=""),
     Launch(
         "dense rows, odd, mask, softcap, bias",
         133,

@@ -11,6 +11,7 @@
 #include "host/launch_tag.h"
 #include "host/operations.h"
 #include "host/planned_call.h"
+#include "kernels/attention/sm90/numbered_rows.h"
 #include "kernels/divisor.h"
 
 namespace dmattn {
@@ -448,6 +449,18 @@ extern "C" uint64_t probe_launch_tag() { return dmattn::next_launch_tag(); }
 extern "C" uint32_t probe_quotient(uint32_t n, int32_t value) {
   const dmattn::Divisor by(value);
   return by.value == 1 ? n : static_cast<uint32_t>(uint64_t{n} * by.multiplier >> 32) >> by.shift;
+}
+
+// Rows of a bias on Hopper that TMA takes by classes: how many there are, from one head to the next, and between batches.
+extern "C" void probe_number_rows(const int64_t* strides, int batch, int heads, int rows, int keys, int64_t* found) {
+  dmattn::BiasParams bias;
+  bias.batch_stride = strides[0];
+  bias.head_stride = strides[1];
+  bias.row_stride = strides[2];
+  const auto numbered = dmattn::sm90::number_rows(bias, batch, heads, rows, keys);
+  found[0] = numbered.count;
+  found[1] = numbered.head_rows;
+  found[2] = numbered.batch_rows;
 }
 
 extern "C" int64_t probe_select_capacity(int64_t window, int64_t seqlen_k, int is_causal) {

@@ -2,6 +2,8 @@
 // that softcap, a bias and the mask change.
 #pragma once
 
+#include <utility>
+
 #include "../shared/fragment.cuh"
 #include "../shared/mask_tiles.cuh"
 #include "../shared/scores.cuh"
@@ -169,14 +171,31 @@ __device__ __forceinline__ void take_probabilities_of_products(OnlineSoftmax<1>&
   }
 }
 
+// Of a bias whose rows start on any two bytes, what a thread takes of each tile of an item: row is its first one.
+struct NoPairs {};
+template <class T>
+__device__ __forceinline__ auto find_shifted_pairs(const typename T::Arguments& p, const FwdItem& item, uint32_t ring,
+                                                   int row, int lane) {
+  if constexpr (T::kHasBoxedBias) {
+    const BiasClasses& classes = p.bias_classes;
+    const uint32_t number = classes.number(item.batch, item.head / p.bias.head_ratio, row);
+    const auto* const keys = static_cast<const uint16_t*>(p.bias.ptr) + number * p.bias.row_stride;
+    using Pairs = typename decltype(T::Shared::general)::Pairs;
+    return Pairs(ring, row - item.m_block * T::kBlockM, lane % 4 * 2, classes.shift(number % kRowClasses), keys);
+  } else {
+    return NoPairs{};
+  }
+}
+
 // Between the scores of a tile and their softmax, for the 64 rows of a consumer.
 template <class T>
 struct ScoreChanges {
   static constexpr int kFragments = T::kBlockN / 8, kWords = T::kBlockN / 32;
   using Scores = float[1][kFragments][4];
   using General = decltype(T::Shared::general);
+  using Pairs = decltype(find_shifted_pairs<T>(std::declval<const typename T::Arguments&>(), FwdItem{}, 0, 0, 0));
 
-  const GeneralFwdArguments& p;
+  const typename T::Arguments& p;
   General& s;
   RingPlace<2>& place;   // of the bias
   const int warp, lane;  // warp: among the consumers
@@ -188,11 +207,13 @@ struct ScoreChanges {
   // Likewise the first of the bias, as many as there are registers for: 16 bytes of a bias for each key, or 16-bit
   // numbers for two fragments. kAny reads nothing before it needs it.
   static constexpr bool kReadsBiasAhead =
-      (T::kMode == ScoreMode::kKeyBias && !T::kBiasInProduct) || T::kMode == ScoreMode::kTileBias;
+      (T::kMode == ScoreMode::kKeyBias && !T::kBiasInProduct) || T::kMode == ScoreMode::kTileBias || T::kHasBoxedBias;
   static constexpr int kAhead = kReadsBiasAhead ? (T::kConsumers == 2 ? 4 : 1) : 0;
   uint32_t ahead[kAhead + 1][4];
+  const Pairs pairs;
+  uint32_t last_numbers[2][2];  // of both rows, with `pairs`: likewise read ahead
 
-  __device__ __forceinline__ ScoreChanges(const GeneralFwdArguments& arguments, General& shared,
+  __device__ __forceinline__ ScoreChanges(const typename T::Arguments& arguments, General& shared,
                                           RingPlace<2>& bias_place, int warp_, int lane_, const FwdItem& item)
       : p(arguments),
         s(shared),
@@ -200,10 +221,16 @@ struct ScoreChanges {
         warp(warp_),
         lane(lane_),
         first_row(item.m_block * T::kBlockM + warp * 16 + lane / 4),
-        bits(p.mask.bits + find_mask_head(p.mask, item) * p.mask.rows * p.mask.words_per_row + lane % kWords) {}
+        bits(p.mask.bits + find_mask_head(p.mask, item) * p.mask.rows * p.mask.words_per_row + lane % kWords),
+        pairs(find_shifted_pairs<T>(p, item, smem_u32(s.bias), first_row, lane)) {}
 
   // While the scores of the tile are computed: nothing here waits for what is read.
   __device__ __forceinline__ void read_ahead(KeyTile tile) {
+    if constexpr (T::kHasBoxedBias) {
+      const int key = tile.n() * T::kBlockN;
+      pairs.read_last(last_numbers, key, p.bias.row_stride, p.seqlen_q - first_row,
+                      p.seqlen_k - (key + T::kBlockN - 8 + lane % 4 * 2));
+    }
     if constexpr (kReadsBiasAhead) read_bias_ahead();
     if constexpr (T::kHasMask) {
       if (!tile.is_partial()) return;
@@ -235,9 +262,11 @@ struct ScoreChanges {
       factor = 1.f;
     }
     constexpr bool kSure = T::kMode != ScoreMode::kAny;  // that there is a bias
-    if (T::kHasKeyBias && (kSure || has_key_bias(p))) {
+    if constexpr (T::kHasTileBias && !T::kHasWideBias) {
+      add_narrow_bias(scores, factor);
+    } else if (T::kHasKeyBias && (kSure || has_key_bias(p))) {
       add_key_bias(scores, factor);
-    } else if (T::kHasTileBias && (!T::kHasWideBias || p.bias.kind == BiasKind::kTile)) {
+    } else if (T::kHasTileBias && p.bias.kind == BiasKind::kTile) {
       add_narrow_bias(scores, factor);
     } else if (T::kHasTileBias && (kSure || p.bias.kind == BiasKind::kDirect)) {
       add_wide_bias<0>(scores, factor);
@@ -260,26 +289,37 @@ struct ScoreChanges {
     }
   }
 
-  // Of the i-th two fragments: ldmatrix gives 16-bit numbers to the threads that hold the scores.
+  // The two fragments of which read_narrow_bias() reads the bias.
+  static __device__ __forceinline__ constexpr int fragment(int i, int which) {
+    return T::kHasBoxedBias ? i + which * (kFragments / 2) : 2 * i + which;
+  }
+  // Of two fragments: ldmatrix gives 16-bit numbers to the threads that hold the scores.
   __device__ __forceinline__ void read_narrow_bias(uint32_t (&words)[4], int i) const {
-    const int row = warp * 16 + lane % 16;
-    const uint32_t rows = smem_u32(s.bias[place.stage]) + row * 128 + ((lane / 16 ^ lane % 8) << 4);
-    ldmatrix_x4<false>(words, (rows ^ (i % 4 << 5)) + i / 4 * T::kBlockM * 128);
+    if constexpr (T::kHasBoxedBias) {
+      pairs.read(words, i, place.stage);
+      if (i < kFragments / 2 - 1) return;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) words[2 + half] = Pairs::pack_last(last_numbers[half]);
+    } else {
+      const int row = warp * 16 + lane % 16;
+      const uint32_t rows = smem_u32(s.bias[place.stage]) + row * 128 + ((lane / 16 ^ lane % 8) << 4);
+      ldmatrix_x4<false>(words, (rows ^ (i % 4 << 5)) + i / 4 * T::kBlockM * 128);
+    }
   }
   __device__ __forceinline__ void add_narrow_bias(Scores& scores, float factor) {
     if constexpr (!kReadsBiasAhead) wait_for_stage();
 #pragma unroll
-    for (int i = 0; i < kFragments; i += 2) {
+    for (int i = 0; i < kFragments / 2; ++i) {
       uint32_t words[4];
-      if (i / 2 < kAhead) {
-        copy_words(words, ahead[i / 2]);
+      if (i < kAhead) {
+        copy_words(words, ahead[i]);
       } else {
-        read_narrow_bias(words, i / 2);
+        read_narrow_bias(words, i);
       }
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const float2 b = ElementTraits<typename T::Element>::unpack(words[j]);
-        float* const two = scores[0][i + j / 2] + j % 2 * 2;
+        float* const two = scores[0][fragment(i, j / 2)] + j % 2 * 2;
         two[0] = __fmaf_rn(two[0], factor, b.x);
         two[1] = __fmaf_rn(two[1], factor, b.y);
       }

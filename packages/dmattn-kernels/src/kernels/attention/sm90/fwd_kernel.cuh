@@ -22,6 +22,20 @@ namespace dmattn::sm90 {
 
 // --- what both roles know -------------------------------------------------------------------------------------------
 
+// Whether the producer asks other warps for the tiles of the bias, and how many arrivals fill a stage.
+template <class T>
+__device__ __forceinline__ bool asks_for_bias(const typename T::Arguments& p) {
+  return T::kHasBoxedBias || p.bias_rows.exist();
+}
+template <class T>
+__device__ __forceinline__ int bias_arrivals(const typename T::Arguments& p) {
+  if constexpr (T::kHasBoxedBias) {
+    return decltype(T::Shared::general)::Boxes::kPanels;
+  } else {
+    return T::kHasTileBias && p.bias_rows.exist() ? kBiasWarps : 1;
+  }
+}
+
 template <class T>
 __device__ __forceinline__ void init_barriers(const typename T::Arguments& p, typename T::Shared& s) {
   int item_readers = 4 * T::kConsumers;  // a warp each
@@ -42,7 +56,7 @@ __device__ __forceinline__ void init_barriers(const typename T::Arguments& p, ty
   }
   if constexpr (T::kGeneral) {
     for (int i = 0; i < 2; ++i) {
-      s.general.bias_full[i].init(T::kHasTileBias && p.bias_rows.exist() ? kBiasWarps : 1);
+      s.general.bias_full[i].init(bias_arrivals<T>(p));
       s.general.bias_empty[i].init(4 * T::kConsumers);
     }
     if constexpr (T::kHasTileBias) s.general.bias_requests.init();
@@ -73,7 +87,7 @@ struct FwdProducer {
     }
     announce(AnnouncedItem::of(p.items, true));
     if constexpr (T::kHasTileBias) {
-      if (p.bias_rows.exist()) ask_for_bias({-1, 0, 0, 0});
+      if (asks_for_bias<T>(p)) ask_for_bias({-1, 0, 0, 0});
     }
   }
 
@@ -143,20 +157,26 @@ struct FwdProducer {
   }
   __device__ __forceinline__ void load_bias(int n, const FwdItem& item) {
     if constexpr (!T::kHasTileBias) return;
-    if (!T::kHasWideBias || p.bias.kind == BiasKind::kTile) {
+    if constexpr (T::kHasBoxedBias) {
+      ask_for_bias(find_bias(n * T::kBlockN, item));
+    } else if (!T::kHasWideBias || p.bias.kind == BiasKind::kTile) {
       load_bias_panels<2>(n * T::kBlockN, item);
     } else if (p.bias.kind == BiasKind::kDirect) {
       load_bias_panels<4>(n * T::kBlockN, item);
       load_bias_panels<4>(n * T::kBlockN + T::kBlockN / 2, item);
     }
   }
+  __device__ __forceinline__ BiasRequest find_bias(int key, const FwdItem& item) const {
+    const int head = p.bias.head_stride == 0 ? 0 : item.head / p.bias.head_ratio;
+    const int batch = p.bias.batch_stride == 0 ? 0 : item.batch;
+    return {item.m_block * T::kBlockM, key, head, batch};
+  }
   // A stage, of keys of so many bytes.
   template <int kBytes>
   __device__ __forceinline__ void load_bias_panels(int key, const FwdItem& item) {
     using General = decltype(s.general);
-    const int head = p.bias.head_stride == 0 ? 0 : item.head / p.bias.head_ratio;
-    const int batch = p.bias.batch_stride == 0 ? 0 : item.batch;
-    if (p.bias_rows.exist()) return ask_for_bias({item.m_block * T::kBlockM, key, head, batch});
+    const BiasRequest tile = find_bias(key, item);
+    if (p.bias_rows.exist()) return ask_for_bias(tile);
     s.general.bias_empty[bias_place.stage].wait(bias_place.phase ^ 1);
     Barrier& full = s.general.bias_full[bias_place.stage];
     full.arrive_and_expect(General::kStageBytes);
@@ -166,7 +186,7 @@ struct FwdProducer {
     for (int panel = 0; panel < General::kStageBytes / kPanelBytes; ++panel) {
       cute::SM90_TMA_LOAD_4D::copy(
           &p.bias_tiles, &full.word, static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST),
-          stage + panel * kPanelBytes, key + panel * kPanelKeys, item.m_block * T::kBlockM, head, batch);
+          stage + panel * kPanelBytes, tile.key + panel * kPanelKeys, tile.row, tile.head, tile.batch);
     }
     bias_place.advance();
   }
@@ -442,7 +462,7 @@ struct FwdConsumer {
       };
       const auto to_probabilities = [&] {
         changes.change(scores, tile);
-        if constexpr (T::kMode == ScoreMode::kTileBias || T::kMode == ScoreMode::kKeyBias) {
+        if constexpr (T::kMode == ScoreMode::kTileBias || T::kMode == ScoreMode::kKeyBias || T::kHasBoxedBias) {
           softmax.probabilities_of_logits(scores, keep);
         } else {
           softmax.template probabilities<!T::kLogits>(scores, keep, scale_log2);
@@ -559,7 +579,11 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
   if (cutlass::canonical_warp_group_idx() == 0) {
     cutlass::arch::warpgroup_reg_dealloc<T::kProducerRegisters>();
     if (threadIdx.x == 0) FwdProducer<T>{p, s}.run();
-    if constexpr (T::kHasTileBias) {
+    if constexpr (T::kHasBoxedBias) {
+      const int panel = static_cast<int>(threadIdx.x / 32) - 1;
+      const bool has_one = panel >= 0 && panel < decltype(T::Shared::general)::Boxes::kPanels;
+      if (has_one && threadIdx.x % 32 == 0) copy_bias_boxes(p.bias_classes, s.general, panel);
+    } else if constexpr (T::kHasTileBias) {
       if (threadIdx.x >= 32 && p.bias_rows.exist()) copy_bias_rows<T>(p, s);
     }
     if constexpr (T::kHasKeyBias) {

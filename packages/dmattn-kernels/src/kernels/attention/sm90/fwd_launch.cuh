@@ -18,14 +18,46 @@ namespace sm90 {
 // K and V of the heads in progress, with what else passes through, stay in half of the L2 of an H100 or H200.
 constexpr int64_t kSectionBytes = 32 << 20;
 
+inline NumberedRows numbered_bias_rows(const FwdParams& p) {
+  return number_rows(p.bias, p.batch, p.nheads / p.bias.head_ratio, p.seqlen_q, p.seqlen_k);
+}
+// Whether ScoreMode::kUnalignedBias serves the bias.
+inline bool has_unaligned_bias(const FwdParams& p) {
+  const Strides3 stride = {p.bias.batch_stride, p.bias.head_stride, p.bias.row_stride};
+  return p.bias.kind == BiasKind::kTile && !has_tma_rows(p.bias.ptr, stride, 2) && numbered_bias_rows(p).exist();
+}
+
+template <class T>
+cudaError_t fill_bias_classes(BiasClasses& a, const FwdParams& p) {
+  using Boxes = typename decltype(T::Shared::general)::Boxes;
+  const NumberedRows rows = numbered_bias_rows(p);
+  const TensorMapper mapper(tensor_map_dtype<typename T::Element>(), 64);
+  const uintptr_t first = reinterpret_cast<uintptr_t>(p.bias.ptr);
+  a.head_rows = static_cast<uint32_t>(rows.head_rows);
+  a.batch_rows = static_cast<uint32_t>(rows.batch_rows);
+  a.first_shift = first % 16 / 2;
+  a.next_shift = p.bias.row_stride % 8;
+  for (uint32_t i = 0; i < kRowClasses; ++i) {
+    const uintptr_t begin = first + i * p.bias.row_stride * 2;
+    const int64_t count = (rows.count - i + kRowClasses - 1) / kRowClasses;
+    const int64_t columns = p.seqlen_k + begin % 16 / 2;
+    const cudaError_t status =
+        mapper.map(a.maps[i], reinterpret_cast<const void*>(begin / 16 * 16), {0, 0, p.bias.row_stride * kRowClasses},
+                   {1, static_cast<int32_t>(count), 1, static_cast<int32_t>(columns)}, Boxes::kBoxRows);
+    if (status != cudaSuccess) return status;
+  }
+  return cudaSuccess;
+}
+
 // What only the general kernel is given.
 template <class T>
-cudaError_t fill_general_arguments(GeneralFwdArguments& a, const FwdParams& p) {
+cudaError_t fill_general_arguments(typename T::Arguments& a, const FwdParams& p) {
   a.bias = p.bias;
   a.mask = p.mask;
   a.softcap = p.softcap;
   a.bias_rows = {};
   if (p.bias.kind != BiasKind::kTile && p.bias.kind != BiasKind::kDirect) return cudaSuccess;
+  if constexpr (T::kHasBoxedBias) return fill_bias_classes<T>(a.bias_classes, p);
   const bool is_wide = p.bias.kind == BiasKind::kDirect;
   const TensorMapper mapper(is_wide ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : tensor_map_dtype<typename T::Element>(),
                             is_wide ? 32 : 64);
@@ -154,6 +186,7 @@ cudaError_t launch_fwd(const KernelChoice& choice, const FwdParams& p, cudaStrea
           return go_general(cute::C<sm90::ScoreMode::kMask>{}, cute::false_type{});
         }
         if (is_simple && p.bias.kind == BiasKind::kKey) return go_biased(cute::C<sm90::ScoreMode::kKeyBias>{});
+        if (is_simple && sm90::has_unaligned_bias(p)) return go_biased(cute::C<sm90::ScoreMode::kUnalignedBias>{});
         if (is_simple) return go_biased(cute::C<sm90::ScoreMode::kTileBias>{});
       }
       return go_general(cute::C<sm90::ScoreMode::kAny>{}, cute::false_type{});

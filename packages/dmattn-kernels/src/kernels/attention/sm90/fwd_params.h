@@ -7,6 +7,7 @@
 
 #include "../../params.h"
 #include "../shared/seqlen.cuh"
+#include "bias_classes.h"
 #include "bias_rows.h"
 
 namespace dmattn::sm90 {
@@ -37,6 +38,11 @@ struct GeneralFwdArguments : FwdArguments {
   BiasRows bias_rows;  // threads
   MaskBits mask;       // bits == nullptr: there is none
   float softcap;       // 0: none
+};
+
+// Of ScoreMode::kUnalignedBias, which reads neither bias_tiles nor bias_rows.
+struct UnalignedBiasFwdArguments : GeneralFwdArguments {
+  BiasClasses bias_classes;
 };
 
 // Of packed sequences: the maps are those of TensorMapper::map_packed(), batch is 1, seqlen_q and seqlen_k bound the

@@ -6,6 +6,7 @@
 #include <cutlass/gemm/collective/builders/sm90_common.inl>
 
 #include "../../tiles.h"
+#include "bias_classes.cuh"
 #include "bias_rows.cuh"
 #include "fwd_params.h"
 #include "pipeline.cuh"
@@ -14,13 +15,14 @@ namespace dmattn::sm90 {
 
 // What becomes of the scores beyond lengths and causality.
 enum class ScoreMode {
-  kPlain,     // nothing
-  kMask,      // a dense mask
-  kTileBias,  // a bias for each row and key, and a mask if there is one
-  kKeyBias,   // a bias for each key, and a mask or a window if there is one
-  kAny,       // all of these, softcap too, or a scale that is not positive
-  kWindow,    // nothing, and rows see a window of keys
-  kPacked,    // nothing, over packed sequences
+  kPlain,          // nothing
+  kMask,           // a dense mask
+  kTileBias,       // a bias for each row and key, and a mask if there is one
+  kKeyBias,        // a bias for each key, and a mask or a window if there is one
+  kAny,            // all of these, softcap too, or a scale that is not positive
+  kWindow,         // nothing, and rows see a window of keys
+  kPacked,         // nothing, over packed sequences
+  kUnalignedBias,  // as kTileBias, of a 16-bit bias whose rows start on any two bytes (bias_classes.h)
 };
 // Whether the rows of a call may see a window of keys: always, where FwdArguments::window says so, or never.
 enum class Windows { kNever, kMaybe, kAlways };
@@ -77,10 +79,11 @@ struct FwdTraits {
   static constexpr ScoreMode kMode = kMode_;
   static constexpr bool kPacked = kMode == ScoreMode::kPacked;
   static constexpr bool kGeneral = kMode != ScoreMode::kPlain && kMode != ScoreMode::kWindow && !kPacked;
-  static constexpr bool kHasTileBias = kMode == ScoreMode::kTileBias || kMode == ScoreMode::kAny;
+  static constexpr bool kHasBoxedBias = kMode == ScoreMode::kUnalignedBias;
+  static constexpr bool kHasTileBias = kMode == ScoreMode::kTileBias || kMode == ScoreMode::kAny || kHasBoxedBias;
   static constexpr bool kHasKeyBias = kMode == ScoreMode::kKeyBias || kMode == ScoreMode::kAny;
   // What three consumers are not given: see sm90_general_fwd_is_tall().
-  static constexpr bool kHasMask = kGeneral && kConsumers_ == 2, kHasWideBias = kConsumers_ == 2;
+  static constexpr bool kHasMask = kGeneral && kConsumers_ == 2, kHasWideBias = kConsumers_ == 2 && !kHasBoxedBias;
   // The softmax is given logits; otherwise raw products.
   static constexpr bool kLogits = kHasTileBias || kHasKeyBias;
   // What the other modes keep leaves no registers for a window.
@@ -92,8 +95,9 @@ struct FwdTraits {
   // Tiles with a large bias are left out of this: it might overflow, and the scores, which are rounded once it has been
   // added, would not be those of the backward.
   static constexpr bool kBiasInProduct = kMode == ScoreMode::kKeyBias && kConsumers_ == 3;
-  using Arguments = cute::conditional_t<kGeneral, GeneralFwdArguments,
-                                        cute::conditional_t<kPacked, PackedFwdArguments, FwdArguments>>;
+  using GeneralArguments = cute::conditional_t<kHasBoxedBias, UnalignedBiasFwdArguments, GeneralFwdArguments>;
+  using Arguments =
+      cute::conditional_t<kGeneral, GeneralArguments, cute::conditional_t<kPacked, PackedFwdArguments, FwdArguments>>;
   using Item = cute::conditional_t<kPacked, PackedFwdItem, FwdItem>;
   static constexpr int kHeadDim = kHeadDim_;
   static constexpr int kConsumers = kConsumers_, kBlockM = 64 * kConsumers, kBlockN = kBlockN_;
@@ -166,10 +170,12 @@ struct FwdTraits {
     Barrier k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
     Barrier item_full[2], item_empty[2];
     int32_t item[2];
-    cute::conditional_t<kGeneral,
-                        GeneralShared<kBlockM, kBlockN, kStages, kHasTileBias,
-                                      cute::conditional_t<kBiasInProduct, BiasOperands, NoOperands>>,
-                        cute::conditional_t<kSaysItems, FoundShared<Item>, NoGeneral>>
+    cute::conditional_t<
+        kHasBoxedBias, BoxedBiasShared<kBlockM, kBlockN, kStages>,
+        cute::conditional_t<kGeneral,
+                            GeneralShared<kBlockM, kBlockN, kStages, kHasTileBias,
+                                          cute::conditional_t<kBiasInProduct, BiasOperands, NoOperands>>,
+                            cute::conditional_t<kSaysItems, FoundShared<Item>, NoGeneral>>>
         general;
 
     __device__ __forceinline__ Element* out() { return kOwnOut ? own_out : q; }
