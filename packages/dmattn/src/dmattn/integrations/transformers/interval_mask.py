@@ -230,8 +230,20 @@ class IntervalMask(Tensor):
     def numpy(self, *, force: bool = False) -> Any:
         return self.to_dense_mask().numpy(force=force)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "IntervalMask":
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.to_dense_mask().__dlpack__(*args, **kwargs)  # the reader takes an address
+
+    def share_memory_(self) -> "IntervalMask":
+        raise _no_storage("share_memory_")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.to_dense_mask().__reduce_ex__(protocol)  # mask functions cannot be pickled
+
+    def __copy__(self) -> "IntervalMask":
         return self._described(self.device)  # descriptions do not change
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "IntervalMask":
+        return self._described(self.device)
 
     def _described(self, device: torch.device) -> "IntervalMask":
         visible = self.visible.to(torch.device(device))
