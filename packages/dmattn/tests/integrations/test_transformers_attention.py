@@ -130,8 +130,8 @@ def test_masks_of_other_keys_are_refused() -> None:
     for mask in (longer, longer[:, None, None], longer[:, None, None].float(), described):
         with pytest.raises(ValueError, match=words):
             attention_forward(Layer(), query, key, value, mask)
+    blocks = create_block_mask(lambda b, h, i, j: i >= j, None, None, 37, 53, device="cpu")
     with pytest.raises(TypeError, match=r"attention_mask: got BlockMask"):
-        blocks = create_block_mask(lambda b, h, i, j: i >= j, None, None, 37, 53, device="cpu")
         attention_forward(Layer(), query, key, value, blocks)
 
 

@@ -103,6 +103,45 @@ def test_packed_documents(name: str) -> None:
     torch.testing.assert_close(packed[:1, 43:44], alone, rtol=1e-4, atol=1e-4)
 
 
+def boundaries(*lengths: int) -> dict[str, Any]:
+    """What collators for flash attention say of documents one behind the other."""
+    bounds = torch.tensor((0, *lengths)).cumsum(0, dtype=torch.int32)
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    longest = {"max_length_q": max(lengths), "max_length_k": max(lengths)}
+    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "position_ids": positions, **longest}
+
+
+@pytest.mark.parametrize("name", [n for n in DECODERS if n != "llama4"])
+def test_packed_documents_by_boundaries(name: str) -> None:
+    """With the cache that models make by default, beside which masks know of no documents."""
+    lengths = (40, 1, 70, 39)
+    model = with_attention(make_model(name), "dmattn")
+    packed = model(tokens(1), **boundaries(*lengths)).logits
+    alone = torch.cat([model(part).logits for part in tokens(1).split(lengths, 1)], 1)
+    torch.testing.assert_close(packed, alone, rtol=1e-4, atol=1e-4)
+    weights = torch.linspace(-1, 1, packed.numel()).view_as(packed)
+    parameters = list(model.parameters())
+    gradients = [torch.autograd.grad((x * weights).sum(), parameters) for x in (packed, alone)]
+    largest = max(float(g.abs().max()) for g in gradients[1])
+    for got, wanted in zip(*gradients, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5 * largest)
+
+
+def test_boundaries_that_are_refused() -> None:
+    model = with_attention(make_model("llama4"), "dmattn")
+    packed = boundaries(100, 50)
+    with pytest.raises(ValueError, match=r"cu_seq_lens_q: got boundaries beside chunks"):
+        model(tokens(1), **packed)
+    model(tokens(1), **packed, use_cache=False)  # the mask knows of the documents
+    model = with_attention(make_model("llama"), "dmattn")
+    with pytest.raises(ValueError, match=r"cu_seq_lens_q: got boundaries beside a batch of 2"):
+        model(tokens(2), **packed)
+    with pytest.raises(TypeError, match=r"cu_seq_lens_q: got \[0, 150\]"):
+        model(tokens(1), cu_seq_lens_q=[0, 150])
+    with pytest.raises(ValueError, match=r"cu_seqlens_q: got \[0, 90, 140\], wanted rising from 0"):
+        model(tokens(1), cu_seq_lens_q=torch.tensor([0, 90, 140]))
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing(reentrant: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers that run again for the backward pass get the same mask, still not dense."""

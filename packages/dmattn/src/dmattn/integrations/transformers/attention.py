@@ -76,6 +76,8 @@ def attention_forward(
     described = _description(attention_mask, query, key)
     # What has rows of its own is dense already: beside it, so may be the mask.
     is_dense = position_bias is not None or chosen is not None
+    if is_causal and (attention_mask is None or described is not None):
+        described = _in_documents(described, query, key, sliding_window, is_dense, kwargs)
     if described is not None and not (described.needs_selection and is_dense):
         seen = _as_described(described)
     elif attention_mask is None or attention_mask.dim() == 2:
@@ -149,6 +151,44 @@ def _as_described(visible: VisibleKeys) -> _SeenKeys:
     if visible.window is None and visible.padding is None and visible.documents is not None:
         return _SeenKeys(key_len, True, documents=visible.documents)
     return _SeenKeys(key_len, True, selection=visible.selection)
+
+
+def _in_documents(
+    described: VisibleKeys | None,
+    query: Tensor,
+    key: Tensor,
+    window: int | None,
+    is_dense: bool,
+    kwargs: dict[str, Any],
+) -> VisibleKeys | None:
+    """What rows see where the call, but not the mask, was told how documents are packed.
+
+    Masks learn of documents by position_ids, and not beside a cache, which models make by default.
+    Collators for flash attention pass boundaries as well, and those reach the layers.
+    """
+    cu_seqlens = kwargs.get("cu_seq_lens_q")
+    query_len, key_len = query.shape[1], key.shape[1]
+    if described is not None:
+        key_len = described.key_len
+    # With another number of keys than of queries it is cross attention, or a text that goes on.
+    if cu_seqlens is None or query_len != key_len or query_len == 1:
+        return described
+    if described is None:
+        shorter = window if window is not None and window < key_len else None
+        described = VisibleKeys(
+            query.shape[0], query_len, key_len, window=shorter, device=query.device
+        )
+    if described.padding is not None or described.document_ids is not None:
+        return described  # as with flash attention, the mask counts
+    if query.shape[0] != 1 or described.chunk is not None or is_dense:
+        got = "what has rows of its own" if is_dense else "chunks"
+        got = got if query.shape[0] == 1 else f"a batch of {query.shape[0]}"
+        raise ValueError(
+            f"cu_seq_lens_q: got boundaries beside {got}, wanted a batch of 1 with causality and "
+            "windows alone; with position_ids and use_cache=False masks know of documents by "
+            "themselves"
+        )
+    return described.within(cu_seqlens, kwargs.get("max_length_q"))
 
 
 def _by_mask(mask: Tensor, key_len: int) -> _SeenKeys:
@@ -242,7 +282,8 @@ def _attend(
 ) -> Any:
     """(B, Sq, H, Dv), and (B, H, Sq) where the settings ask for log-sum-exp."""
     if seen.documents is not None:
-        return _within_documents(query, key, value, seen.documents, settings)
+        keys, values = key[:, : seen.key_len], value[:, : seen.key_len]
+        return _within_documents(query, keys, values, seen.documents, settings)
     return flash_dmattn_func(
         query,
         key[:, : seen.key_len],

@@ -123,9 +123,16 @@ def _model_forward(
     """`DogeModel.forward`; works out once what rows see, and hands that to all layers."""
     inputs = input_ids if inputs_embeds is None else inputs_embeds
     if model.config._attn_implementation == NAME and inputs is not None:
+        boundaries = kwargs.get("cu_seq_lens_q")
+        if boundaries is not None and past_key_values is not None:
+            raise ValueError(
+                "cu_seq_lens_q: got boundaries of packed documents beside a cache, wanted one of "
+                "them: no document goes on behind the last one"
+            )
         if use_cache is None:
             use_cache = model.config.use_cache
         use_cache = use_cache and not (model.gradient_checkpointing and model.training)
+        use_cache = use_cache and boundaries is None
         if use_cache and past_key_values is None:
             past_key_values = _new_cache(model, inputs_embeds, use_dynamic_mask_cache)
         hidden_shape = inputs.shape[0], inputs.shape[1]
@@ -142,6 +149,7 @@ def _model_forward(
                 position_ids,
                 past_key_values,
                 is_causal is not False,
+                boundaries,
             )
         # The class takes a mask of four dimensions as it is, and makes none of its own. Its layers
         # do not look at this one.
