@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from attention_cases import TRACES_EXTREMES
 from hf_models import VOCABULARY, make_model, packed, relative_error, with_attention
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
@@ -47,7 +48,7 @@ def test_packed_documents_by_boundaries(name: str) -> None:
             found = compiled(ids, **packed(*lengths)).logits
             alone = torch.cat([model(part).logits for part in ids.split(lengths, 1)], 1)
         torch.testing.assert_close(found, alone, rtol=1e-4, atol=1e-4)
-    assert counter.frame_count <= 2
+    assert counter.frame_count <= (2 if TRACES_EXTREMES else 4)
 
 
 def test_generate_with_a_compiled_forward() -> None:
