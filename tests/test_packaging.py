@@ -79,10 +79,20 @@ def test_every_other_torch_is_tested(sessions: set[str]) -> None:
     assert tested == {name for name in sessions if name.startswith("tests-torch-")}
 
 
+def named_pythons(package: Path) -> list[str]:
+    """The versions of Python that a package is classified for, such as "3.12"."""
+    words = project(package)["classifiers"]
+    return [w.rpartition(" ")[2] for w in words if re.search(r"Python :: 3\.\d+$", w)]
+
+
+def test_dev_looks_for_every_python_that_is_named() -> None:
+    (looked_for,) = re.findall(r"for python in .*; do", (ROOT / "dev").read_text())
+    assert set(re.findall(r"python(3\.\d+)", looked_for)) == set(named_pythons(PACKAGES[0]))
+
+
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)
 def test_wheels_are_built_for_every_python_that_is_named(package: Path) -> None:
-    words = project(package)["classifiers"]
-    named = [w.rpartition(" ")[2] for w in words if re.search(r"Python :: 3\.\d+$", w)]
+    named = named_pythons(package)
     tags = [f"cp{version.replace('.', '')}" for version in named]
     matrix = WHEELS["kernels"]["strategy"]["matrix"]
     assert matrix["python"] == [f"{tag}-{tag}" for tag in tags]

@@ -133,6 +133,35 @@ def check_mask(name: str, value: Any) -> Tensor:
     raise TypeError(f"{name}: got dtype {mask.dtype}, wanted torch.bool (True = attend){hint}")
 
 
+def check_boundaries(name: str, value: Any) -> Tensor:
+    """Where packed sequences begin and end, as int32: an integer tensor (sequences + 1,).
+
+    Raises:
+        TypeError: it is no tensor, or of another dtype.
+        ValueError: it has another shape.
+    """
+    bounds = check_tensor(name, value, "an integer tensor")
+    if not is_integer(bounds.dtype):
+        raise TypeError(f"{name}: got dtype {bounds.dtype}, wanted an integer dtype")
+    if bounds.dim() != 1 or len(bounds) < 1:
+        raise ValueError(f"{name}: got shape {tuple(bounds.shape)}, wanted (sequences + 1,)")
+    return bounds.to(torch.int32)
+
+
+def check_longest(name: str, value: Any, bounds: Tensor) -> int:
+    """The length of the longest sequence; None asks the boundaries, for which the host waits.
+
+    Raises:
+        TypeError: it is neither an integer, nor a tensor of one.
+        ValueError: it is negative.
+    """
+    if isinstance(value, Tensor) and value.dim() == 0 and is_integer(value.dtype):
+        value = int(value)
+    if value is None:
+        value = int(bounds.diff().max()) if len(bounds) > 1 else 0
+    return check_int(name, value, 0)
+
+
 def is_integer(dtype: torch.dtype) -> bool:
     """Whether a dtype is an integer one; bool is none."""
     return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)

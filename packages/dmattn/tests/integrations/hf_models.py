@@ -112,6 +112,14 @@ def with_attention(model: Any, implementation: str) -> Any:
     return model
 
 
+def packed(*lengths: int) -> dict[str, Any]:
+    """What collators for flash attention say of documents one behind the other."""
+    bounds = torch.tensor((0, *lengths)).cumsum(0, dtype=torch.int32)
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    longest = {"max_length_q": max(lengths), "max_length_k": max(lengths)}
+    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "position_ids": positions, **longest}
+
+
 def with_rounded_weights(model: Any) -> Any:
     """A copy whose weights differ by up to one rounding of float32 each."""
     rounded = copy.deepcopy(model)

@@ -323,6 +323,24 @@ def test_what_does_not_fit_is_refused() -> None:
         check_refused(cache, RuntimeError, "assisted generation; .*DynamicCache", call)
 
 
+@torch.no_grad()
+def test_rows_that_see_later_keys() -> None:
+    """What they keep is not what a DogeCache holds."""
+    model, cache, ids = filled()
+    words = "is_causal: got False beside a DogeCache, wanted True"
+    check_refused(
+        cache,
+        ValueError,
+        words,
+        lambda: model(ids[:, 30:], past_key_values=cache, is_causal=False),
+    )
+    wanted = model(ids, is_causal=False, use_cache=False).logits
+    enable_doge(model, use_dynamic_mask_cache=True)
+    found = model(ids, is_causal=False)
+    assert isinstance(found.past_key_values, DynamicCache)
+    assert torch.equal(found.logits, wanted)
+
+
 def test_configs_that_are_refused() -> None:
     with pytest.raises(TypeError, match=r"config: got LlamaConfig, .*keep_window_size"):
         DogeCache(make_model("llama").config)

@@ -66,6 +66,25 @@ def test_packed_documents(name: str) -> None:
     check_parity(make_doge(**WINDOWS[name]), tokens(), position_ids=positions, use_cache=False)
 
 
+@pytest.mark.parametrize("name", [n for n in WINDOWS if n != "experts"])
+def test_packed_documents_by_boundaries(name: str) -> None:
+    """As collators for flash attention say it, and with no use_cache=False."""
+    model, ids = enable_doge(make_doge(**WINDOWS[name])), tokens(1)
+    lengths = (19, 1, LENGTH - 20)
+    bounds = torch.tensor((0, *lengths)).cumsum(0)
+    found = model(ids, cu_seq_lens_q=bounds, cu_seq_lens_k=bounds)
+    assert found.past_key_values is None
+    alone = torch.cat([model(part).logits for part in ids.split(lengths, 1)], 1)
+    assert close(found.logits, alone)
+    for error, words, inputs in (
+        (ValueError, "boundaries beside a batch of 2", {"input_ids": tokens()}),
+        (ValueError, "beside a cache", {"past_key_values": DynamicCache()}),
+        (TypeError, "dtype torch.float32", {"cu_seq_lens_q": bounds.float()}),
+    ):
+        with pytest.raises(error, match=f"cu_seq_lens_q: got .*{words}"):
+            model(**{"input_ids": ids, "cu_seq_lens_q": bounds} | inputs)
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("name", ["window below the length", "sliding above the window"])
 def test_padding(name: str, side: str) -> None:

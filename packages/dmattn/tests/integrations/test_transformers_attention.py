@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_block_mask
 from transformers import masking_utils
 
 from dmattn.integrations.transformers.attention import attention_forward
@@ -109,14 +110,29 @@ def test_scale_cap_sinks_and_head_dims() -> None:
 
 
 def test_masks_of_the_user() -> None:
-    """Of four dimensions, and longer than the keys, as those of static caches are."""
-    keep = torch.rand(BATCH, 1, 37, 60) < 0.5
+    """Of four dimensions."""
+    keep = torch.rand(BATCH, 1, 37, 53) < 0.5
     keep[..., 0] = True
-    check(operands(), keep, wanted={"keep": keep[..., :53]})
+    check(operands(), keep, wanted={"keep": keep})
     for_all_rows = (torch.rand(BATCH, 1, 1, 53) < 0.5).expand(-1, -1, 37, -1)
     check(operands(), for_all_rows, wanted={"keep": for_all_rows})
     learned = torch.randn(1, HEADS, 37, 53, requires_grad=True)
     check(operands(), learned, [learned], wanted={"bias": learned})
+
+
+def test_masks_of_other_keys_are_refused() -> None:
+    """Also those that are longer than the keys, of which the first or the last could be meant."""
+    query, key, value = operands()
+    words = r"attention_mask: got shape \(.*60\), wanted a mask of 53 keys"
+    described = make_mask(BATCH, 37, 60, 16, attention_mask=torch.rand(BATCH, 60) < 0.5)
+    assert isinstance(described, IntervalMask)
+    longer = torch.ones(BATCH, 60, dtype=torch.bool)
+    for mask in (longer, longer[:, None, None], longer[:, None, None].float(), described):
+        with pytest.raises(ValueError, match=words):
+            attention_forward(Layer(), query, key, value, mask)
+    blocks = create_block_mask(lambda b, h, i, j: i >= j, None, None, 37, 53, device="cpu")
+    with pytest.raises(TypeError, match=r"attention_mask: got BlockMask"):
+        attention_forward(Layer(), query, key, value, blocks)
 
 
 def test_additive_masks_are_no_infinities() -> None:
@@ -178,10 +194,11 @@ def test_mixed_dtypes() -> None:
 
 
 def test_mask_of_another_call() -> None:
-    """One made for other lengths is heeded as a tensor."""
-    mask = make_mask(BATCH, 37, 60, mask_function=masking_utils.causal_mask_function, q_offset=16)
+    """One made for another batch is heeded as a tensor."""
+    window = masking_utils.sliding_window_causal_mask_function(9)
+    mask = make_mask(1, 37, 53, mask_function=window, q_offset=16)
     assert isinstance(mask, IntervalMask)
-    check(operands(), mask, wanted={"keep": causal(37, 53)})
+    check(operands(), mask, wanted={"keep": mask.to_dense_mask()})
 
 
 @pytest.mark.parametrize("narrow", ["query", "key"])

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 import torch
-from hf_models import VOCABULARY, make_model, relative_error, with_attention
+from attention_cases import TRACES_EXTREMES
+from hf_models import VOCABULARY, make_model, packed, relative_error, with_attention
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 
@@ -32,6 +33,22 @@ def test_few_whole_graphs(name: str) -> None:
             with_attention(model, "dmattn")
             torch.testing.assert_close(compiled(**inputs).logits[real], wanted, rtol=0, atol=1e-4)
     assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+def test_packed_documents_by_boundaries(name: str) -> None:
+    """Beside the cache that models make by default, where masks know of no documents."""
+    torch._dynamo.reset()
+    model = with_attention(make_model(name), "dmattn").eval()
+    counter = CompileCounter()
+    compiled = torch.compile(model, fullgraph=True, backend=counter)
+    for lengths in ((40, 1, 9), (60, 30), (30,) * 4, (9, 50, 8, 70, 25)):
+        ids = torch.randint(1, VOCABULARY, (1, sum(lengths)))
+        with torch.no_grad():
+            found = compiled(ids, **packed(*lengths)).logits
+            alone = torch.cat([model(part).logits for part in ids.split(lengths, 1)], 1)
+        torch.testing.assert_close(found, alone, rtol=1e-4, atol=1e-4)
+    assert counter.frame_count <= (2 if TRACES_EXTREMES else 4)
 
 
 def test_generate_with_a_compiled_forward() -> None:

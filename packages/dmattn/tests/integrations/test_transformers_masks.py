@@ -1,8 +1,10 @@
 """The masks that models get: descriptions that say what transformers' dense masks say."""
 
 import copy
+import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hf_models import WINDOW, make_model, with_attention
@@ -176,7 +178,7 @@ def test_mask_as_a_tensor() -> None:
     dense = mask.to_dense_mask()
     # What generate() and checkpointing do to masks keeps the description.
     same_device = (mask.contiguous(), mask.detach(), mask.to("cpu"), mask.to(torch.bool))
-    for same in (*same_device, copy.deepcopy(mask)):
+    for same in (*same_device, copy.copy(mask), copy.deepcopy(mask)):
         assert isinstance(same, IntervalMask)
         assert same.visible is mask.visible
     assert torch.equal(mask[:, :, :5, 3:9], dense[:, :, :5, 3:9])
@@ -190,6 +192,18 @@ def test_mask_as_a_tensor() -> None:
     moved = mask.to("meta")
     assert isinstance(moved, IntervalMask) and moved.device.type == "meta"
     assert moved.visible is mask.to("meta").visible  # so that layers there share one
+
+
+def test_mask_that_leaves_the_process() -> None:
+    """By its values: neither its description nor an address of storage goes along."""
+    mask = make_mask(2, SIZE, SIZE, mask_function=window())
+    assert isinstance(mask, IntervalMask)
+    dense = mask.to_dense_mask()
+    for sent in (pickle.loads(pickle.dumps(mask)), torch.from_dlpack(mask)):
+        assert type(sent) is Tensor and torch.equal(sent, dense)
+    assert (np.from_dlpack(mask) == dense.numpy()).all()
+    with pytest.raises(RuntimeError, match="attention_mask: got share_memory_ on a mask"):
+        mask.share_memory_()
 
 
 def test_layers_share_one_selection(monkeypatch: pytest.MonkeyPatch) -> None:

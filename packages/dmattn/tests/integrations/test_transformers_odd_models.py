@@ -1,5 +1,7 @@
 """Models whose layers ask for attention in ways of their own, against eager attention."""
 
+import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -180,7 +182,7 @@ def test_models_for_eager_attention_alone(make: Callable[[], Any], padded: bool)
 def test_models_that_do_not_ask_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(masks.logger, "warning", said.append)
-    masks._support.cache_clear()
+    masks._known_support.clear()
     for make in (_bloom, _bigbird_pegasus, _deepseek_compressed):
         config = make().config
         config._attn_implementation = "dmattn"
@@ -188,6 +190,22 @@ def test_models_that_do_not_ask_are_warned_of(monkeypatch: pytest.MonkeyPatch) -
             create_causal_mask(config, torch.empty(1, 5, 0), None, past_key_values=None)
     assert len(said) == 1
     assert "BloomConfig" in said[0]
+
+
+def test_masks_before_there_are_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a config alone was asked for does not count once its models are imported."""
+    config_class = type("LateConfig", (hf.LlamaConfig,), {"__module__": "late.configuration_late"})
+    config = config_class(attn_implementation="dmattn")
+
+    def mask() -> Any:
+        return create_causal_mask(config, torch.empty(1, 5, 0), None, past_key_values=None)
+
+    assert mask() is None
+    late = types.ModuleType("late.modeling_late")
+    contents = {"__module__": late.__name__, "config_class": config_class}
+    late.LateModel = type("LateModel", (hf.PreTrainedModel,), contents)  # for eager attention alone
+    monkeypatch.setitem(sys.modules, late.__name__, late)
+    assert mask().is_floating_point()
 
 
 @pytest.mark.parametrize("documents", [False, True])

@@ -16,6 +16,7 @@ from hf_models import (
     OTHERS,
     VOCABULARY,
     make_model,
+    packed,
     relative_error,
     with_attention,
     with_rounded_weights,
@@ -98,9 +99,40 @@ def test_packed_documents(name: str) -> None:
     )
     if name == "gpt_oss":
         return  # transformers does not tell its masks of positions: no packing in eager either
-    packed = model(ids, position_ids=positions, use_cache=False).logits
+    together = model(ids, position_ids=positions, use_cache=False).logits
     alone = model(ids[:1, 43:44], use_cache=False).logits
-    torch.testing.assert_close(packed[:1, 43:44], alone, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(together[:1, 43:44], alone, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", [n for n in DECODERS if n != "llama4"])
+def test_packed_documents_by_boundaries(name: str) -> None:
+    """With the cache that models make by default, beside which masks know of no documents."""
+    lengths = (40, 1, 70, 39)
+    model = with_attention(make_model(name), "dmattn")
+    together = model(tokens(1), **packed(*lengths)).logits
+    alone = torch.cat([model(part).logits for part in tokens(1).split(lengths, 1)], 1)
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-4)
+    weights = torch.linspace(-1, 1, together.numel()).view_as(together)
+    parameters = list(model.parameters())
+    gradients = [torch.autograd.grad((x * weights).sum(), parameters) for x in (together, alone)]
+    largest = max(float(g.abs().max()) for g in gradients[1])
+    for got, wanted in zip(*gradients, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5 * largest)
+
+
+def test_boundaries_that_are_refused() -> None:
+    model = with_attention(make_model("llama4"), "dmattn")
+    inputs = packed(100, 50)
+    with pytest.raises(ValueError, match=r"cu_seq_lens_q: got boundaries beside chunks"):
+        model(tokens(1), **inputs)
+    model(tokens(1), **inputs, use_cache=False)  # the mask knows of the documents
+    model = with_attention(make_model("llama"), "dmattn")
+    with pytest.raises(ValueError, match=r"cu_seq_lens_q: got boundaries beside a batch of 2"):
+        model(tokens(2), **inputs)
+    with pytest.raises(TypeError, match=r"cu_seq_lens_q: got \[0, 150\]"):
+        model(tokens(1), cu_seq_lens_q=[0, 150])
+    with pytest.raises(ValueError, match=r"cu_seqlens_q: got \[0, 90, 140\], wanted rising from 0"):
+        model(tokens(1), cu_seq_lens_q=torch.tensor([0, 90, 140]))
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -15,13 +15,14 @@ from dmattn.functional import flash_dmattn_func
 from dmattn.utils.mask import top_window_mask
 from dmattn.validation import (
     check_bool,
+    check_boundaries,
     check_dtype,
     check_int,
+    check_longest,
     check_mask,
     check_number,
     check_optional_tensor,
     check_tensor,
-    is_integer,
 )
 from dmattn.varlen import flash_dmattn_varlen_func
 
@@ -230,14 +231,10 @@ def _packed(
             "one behind the other"
         )
     bounds = {side: _boundaries(f"cu_seq_lens_{side}", kwargs) for side in "qk"}
-    longest = {}
-    for side, cu_seqlens in bounds.items():
-        given = kwargs.get(f"max_length_{side}")
-        if isinstance(given, Tensor) and given.dim() == 0 and is_integer(given.dtype):
-            given = int(given)
-        if given is None:
-            given = int(cu_seqlens.diff().max()) if len(cu_seqlens) > 1 else 0
-        longest[side] = check_int(f"max_length_{side}", given, 0)
+    names = {side: f"max_length_{side}" for side in bounds}
+    longest = {
+        side: check_longest(name, kwargs.get(name), bounds[side]) for side, name in names.items()
+    }
     operands = {"attention_mask": mask, "attention_bias": bias}
     per_key = {name: _per_key(name, t, key.shape[1]) for name, t in operands.items()}
     out: Tensor = flash_dmattn_varlen_func(
@@ -259,12 +256,7 @@ def _boundaries(name: str, kwargs: dict[str, Any]) -> Tensor:
     """int32 boundaries; where only those of queries or of keys are given, they count for both."""
     other = name[:-1] + ("k" if name.endswith("q") else "q")
     given = kwargs.get(name) if kwargs.get(name) is not None else kwargs.get(other)
-    bounds = check_tensor(name, given, "an integer tensor")
-    if not is_integer(bounds.dtype):
-        raise TypeError(f"{name}: got dtype {bounds.dtype}, wanted an integer dtype")
-    if bounds.dim() != 1 or len(bounds) < 1:
-        raise ValueError(f"{name}: got shape {tuple(bounds.shape)}, wanted (sequences + 1,)")
-    return bounds.to(torch.int32)
+    return check_boundaries(name, given)
 
 
 def _per_key(name: str, t: Tensor | None, key_len: int) -> Tensor | None:

@@ -9,6 +9,7 @@ from transformers.utils import logging
 from dmattn import KeySelection, flash_dmattn_func, flash_dmattn_varlen_func
 from dmattn import sliding_window as select_window
 from dmattn.integrations.transformers.interval_mask import Documents, IntervalMask, VisibleKeys
+from dmattn.validation import check_optional_tensor
 
 logger = logging.get_logger(__name__)
 
@@ -41,8 +42,8 @@ def attention_forward(
         query: (B, H, Sq, D); here as for key and value, a batch of 1 serves any B.
         key: (B, HK, Sk, D).
         value: (B, HK, Sk, Dv). Where the dtypes differ, query and key are cast to that of value.
-        attention_mask: what `make_mask` returned, or the user's own: bool (B|1, H|1, Sq, at least
-            Sk), True = attend, or floating, added to the logits. None: all keys, or those up to the
+        attention_mask: what `make_mask` returned, or the user's own: bool (B|1, H|1, Sq|1, Sk|1),
+            True = attend, or floating, added to the logits. None: all keys, or those up to the
             row's own position, the last row being at the last key.
         dropout: must be 0.
         scaling: D ** -0.5 when None.
@@ -61,10 +62,12 @@ def attention_forward(
         (B, Sq, H, Dv), contiguous; None in place of attention weights, which are never formed.
 
     Raises:
-        ValueError: dropout is not 0, or as `dmattn.flash_dmattn_func`.
-        TypeError: as `dmattn.flash_dmattn_func`.
+        ValueError: dropout is not 0, the mask is for another number of keys, or as
+            `dmattn.flash_dmattn_func`.
+        TypeError: the mask is no tensor, or as `dmattn.flash_dmattn_func`.
     """
     _check(dropout, kwargs)
+    attention_mask = check_optional_tensor("attention_mask", attention_mask)
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     query, key, value = _one_batch_size(*_one_dtype(query, key, value))
@@ -73,6 +76,8 @@ def attention_forward(
     described = _description(attention_mask, query, key)
     # What has rows of its own is dense already: beside it, so may be the mask.
     is_dense = position_bias is not None or chosen is not None
+    if is_causal and (attention_mask is None or described is not None):
+        described = _in_documents(described, query, key, sliding_window, is_dense, kwargs)
     if described is not None and not (described.needs_selection and is_dense):
         seen = _as_described(described)
     elif attention_mask is None or attention_mask.dim() == 2:
@@ -148,11 +153,49 @@ def _as_described(visible: VisibleKeys) -> _SeenKeys:
     return _SeenKeys(key_len, True, selection=visible.selection)
 
 
+def _in_documents(
+    described: VisibleKeys | None,
+    query: Tensor,
+    key: Tensor,
+    window: int | None,
+    is_dense: bool,
+    kwargs: dict[str, Any],
+) -> VisibleKeys | None:
+    """What rows see where the call, but not the mask, was told how documents are packed.
+
+    Masks learn of documents by position_ids, and not beside a cache, which models make by default.
+    Collators for flash attention pass boundaries as well, and those reach the layers.
+    """
+    cu_seqlens = kwargs.get("cu_seq_lens_q")
+    query_len, key_len = query.shape[1], key.shape[1]
+    if described is not None:
+        key_len = described.key_len
+    # With another number of keys than of queries it is cross attention, or a text that goes on.
+    if cu_seqlens is None or query_len != key_len or query_len == 1:
+        return described
+    if described is None:
+        shorter = window if window is not None and window < key_len else None
+        described = VisibleKeys(
+            query.shape[0], query_len, key_len, window=shorter, device=query.device
+        )
+    if described.padding is not None or described.document_ids is not None:
+        return described  # as with flash attention, the mask counts
+    if query.shape[0] != 1 or described.chunk is not None or is_dense:
+        got = "what has rows of its own" if is_dense else "chunks"
+        got = got if query.shape[0] == 1 else f"a batch of {query.shape[0]}"
+        raise ValueError(
+            f"cu_seq_lens_q: got boundaries beside {got}, wanted a batch of 1 with causality and "
+            "windows alone; with position_ids and use_cache=False masks know of documents by "
+            "themselves"
+        )
+    return described.within(cu_seqlens, kwargs.get("max_length_q"))
+
+
 def _by_mask(mask: Tensor, key_len: int) -> _SeenKeys:
     """A mask of four dimensions says all, causality included."""
     if isinstance(mask, IntervalMask):
         mask = mask.to_dense_mask()
-    mask = mask[..., :key_len]
+    _check_keys(mask, key_len)
     if mask.shape[2] > 1 and mask.stride(2) == 0:
         mask = mask[:, :, :1]  # alike for all rows, which costs less
     if mask.is_floating_point():
@@ -166,7 +209,7 @@ def _by_position(
     """Causality, a window and the padding (B, Sk), where no mask says more."""
     query_len, key_len = query.shape[1], key.shape[1]
     if padding is not None:
-        padding = padding[:, -key_len:]
+        _check_keys(padding, key_len)
     if is_causal and window is not None and window < key_len:
         selection = select_window(
             key_len, window, query_len, attn_mask=padding, device=query.device
@@ -174,6 +217,20 @@ def _by_position(
         return _SeenKeys(key_len, True, selection=selection)
     mask = None if padding is None else padding[:, None, None]
     return _SeenKeys(key_len, bool(is_causal and query_len > 1), mask)
+
+
+def _check_keys(mask: Tensor, key_len: int) -> None:
+    """Refuse a mask of other keys: which of them stand for those at hand is not to be guessed.
+
+    transformers makes such masks of an attention_mask longer than the inputs, or where a cache was
+    cropped that the mask speaks of.
+    """
+    keys = mask.shape[-1]
+    if not (keys == key_len or keys == 1):
+        raise ValueError(
+            f"attention_mask: got shape {tuple(mask.shape)}, wanted a mask of {key_len} keys, as "
+            "many as the layer has"
+        )
 
 
 def _chosen_keys(
@@ -225,7 +282,8 @@ def _attend(
 ) -> Any:
     """(B, Sq, H, Dv), and (B, H, Sq) where the settings ask for log-sum-exp."""
     if seen.documents is not None:
-        return _within_documents(query, key, value, seen.documents, settings)
+        keys, values = key[:, : seen.key_len], value[:, : seen.key_len]
+        return _within_documents(query, keys, values, seen.documents, settings)
     return flash_dmattn_func(
         query,
         key[:, : seen.key_len],

@@ -123,17 +123,25 @@ def _model_forward(
     """`DogeModel.forward`; works out once what rows see, and hands that to all layers."""
     inputs = input_ids if inputs_embeds is None else inputs_embeds
     if model.config._attn_implementation == NAME and inputs is not None:
+        boundaries = kwargs.get("cu_seq_lens_q")
+        if boundaries is not None and past_key_values is not None:
+            raise ValueError(
+                "cu_seq_lens_q: got boundaries of packed documents beside a cache, wanted one of "
+                "them: no document goes on behind the last one"
+            )
         if use_cache is None:
             use_cache = model.config.use_cache
         use_cache = use_cache and not (model.gradient_checkpointing and model.training)
+        use_cache = use_cache and boundaries is None
+        is_causal = kwargs.get("is_causal", getattr(model.config, "is_causal", None)) is not False
         if use_cache and past_key_values is None:
-            past_key_values = _new_cache(model, inputs_embeds, use_dynamic_mask_cache)
+            keeps = use_dynamic_mask_cache and is_causal
+            past_key_values = _new_cache(model, inputs_embeds, keeps)
         hidden_shape = inputs.shape[0], inputs.shape[1]
         if isinstance(past_key_values, DogeCache):
-            _check_cache(model, past_key_values, inputs_embeds)
+            _check_cache(model, past_key_values, inputs_embeds, is_causal)
             kwargs[_SEEN] = _new_tokens(attention_mask, hidden_shape, past_key_values)
         else:
-            is_causal = kwargs.get("is_causal", getattr(model.config, "is_causal", None))
             kwargs[_SEEN] = seen_keys(
                 model.config,
                 hidden_shape,
@@ -141,7 +149,8 @@ def _model_forward(
                 attention_mask,
                 position_ids,
                 past_key_values,
-                is_causal is not False,
+                is_causal,
+                boundaries,
             )
         # The class takes a mask of four dimensions as it is, and makes none of its own. Its layers
         # do not look at this one.
@@ -175,8 +184,15 @@ def _needs_gradients(model: DogeModel, inputs_embeds: Tensor | None) -> bool:
     return any(p.requires_grad for p in model.parameters())
 
 
-def _check_cache(model: DogeModel, cache: DogeCache, inputs_embeds: Tensor | None) -> None:
+def _check_cache(
+    model: DogeModel, cache: DogeCache, inputs_embeds: Tensor | None, is_causal: bool
+) -> None:
     """Raise before any layer has changed the cache."""
+    if not is_causal:
+        raise ValueError(
+            "is_causal: got False beside a DogeCache, wanted True; it holds the keys that causal "
+            "rows keep. A transformers.DynamicCache holds all"
+        )
     if _needs_gradients(model, inputs_embeds):
         raise RuntimeError(
             "past_key_values: got a DogeCache where gradients are needed, which it does not carry; "

@@ -24,6 +24,7 @@ from dmattn import (
     top_window_mask,
 )
 from dmattn.integrations.transformers.interval_mask import IntervalMask
+from dmattn.validation import check_boundaries
 
 
 class SeenKeys(NamedTuple):
@@ -72,6 +73,7 @@ def seen_keys(
     position_ids: Tensor | None,
     cache: Cache | None,
     is_causal: bool,
+    boundaries: Any = None,
 ) -> SeenKeys:
     """What a forward of a Doge model may see, by the rules of transformers.
 
@@ -85,6 +87,8 @@ def seen_keys(
             neither an attention_mask nor a cache.
         cache: before this forward, or None.
         is_causal: False for a model that is used as an encoder.
+        boundaries: integer (documents + 1,) of a batch of 1 without a cache, rising from 0 to Sq,
+            or None; they count before position_ids, and behind an attention_mask.
 
     Raises:
         TypeError: attention_mask is no tensor, or has four dimensions and integers.
@@ -115,7 +119,9 @@ def seen_keys(
         padding = padding.to(device)[:, first_key : first_key + key_len]
         padding = torch.nn.functional.pad(padding, (0, key_len - padding.shape[1]))
     documents = None
-    if attention_mask is None and cache is None and position_ids is not None:
+    if attention_mask is None and boundaries is not None:
+        documents = _numbers(boundaries, batch, query_len, device)
+    elif attention_mask is None and cache is None and position_ids is not None:
         documents = find_packed_sequence_indices(position_ids.expand(batch, -1))
     total = offset + query_len - first_key
     window = config.sliding_window
@@ -123,6 +129,15 @@ def seen_keys(
     if not is_causal:
         return _both_ways(call, padding)
     return _seen(call, padding, documents)
+
+
+def _numbers(boundaries: Any, batch: int, query_len: int, device: torch.device) -> Tensor:
+    """(1, Sq): the document of each token."""
+    if batch != 1:
+        raise ValueError(f"cu_seq_lens_q: got boundaries beside a batch of {batch}, wanted 1")
+    ends = check_boundaries("cu_seq_lens_q", boundaries)[1:].to(device)
+    token = torch.arange(query_len, device=device, dtype=ends.dtype)
+    return torch.searchsorted(ends, token, right=True)[None]
 
 
 def of_mask(keep: int, mask: Tensor) -> SeenKeys:

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from dmattn import KeySelection, packed_documents, sliding_window
+from dmattn.validation import check_boundaries, check_longest
 
 
 class Documents(NamedTuple):
@@ -49,6 +50,7 @@ class VisibleKeys:
         left_padding: integer (B,), beside chunk.
         document_ids: integer (B, key_len), rising from 0 along each sequence, by at most 1 a key;
             only with query_len = key_len and without chunk.
+        documents: in place of document_ids, without padding either.
         first_key: position of the first key, as chunks count.
         device: of the tensors.
     """
@@ -64,6 +66,7 @@ class VisibleKeys:
         chunk: int | None = None,
         left_padding: Tensor | None = None,
         document_ids: Tensor | None = None,
+        documents: Documents | None = None,
         first_key: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -74,7 +77,8 @@ class VisibleKeys:
         # Made when first asked for. (Not by functools.cached_property: torch.compile cannot trace
         # its lock, and a prompt's mask may have been made outside of a compiled forward.)
         self._copies: dict[torch.device, VisibleKeys] = {}
-        self._documents: Documents | None = None
+        self._within: tuple[Any, VisibleKeys] | None = None
+        self._documents = documents
         self._selection: KeySelection | None = None
 
     @property
@@ -85,7 +89,7 @@ class VisibleKeys:
     @property
     def needs_selection(self) -> bool:
         """Whether a mask per key beside causality cannot say it."""
-        limits = (self.window, self.chunk, self.document_ids)
+        limits = (self.window, self.chunk, self.document_ids, self._documents)
         return any(limit is not None for limit in limits)
 
     @property
@@ -107,7 +111,36 @@ class VisibleKeys:
             self._selection = self._select()
         return self._selection
 
+    def within(self, cu_seq_lens: Any, max_length: Any) -> "VisibleKeys":
+        """The same window for rows that see their own document alone; asked again, the same object.
+
+        Args:
+            cu_seq_lens: integer (documents + 1,), rising from 0 to key_len.
+            max_length: of the longest document; None to look.
+
+        Raises:
+            TypeError, ValueError: they are none of that.
+        """
+        if self._within is None or self._within[0] is not cu_seq_lens:
+            cu_seqlens = check_boundaries("cu_seq_lens_q", cu_seq_lens).to(self.device)
+            longest = check_longest("max_length_q", max_length, cu_seqlens)
+            packed = VisibleKeys(
+                self.batch_size,
+                self.query_len,
+                self.key_len,
+                window=self.window,
+                documents=Documents(cu_seqlens, longest),
+                device=self.device,
+            )
+            self._within = (cu_seq_lens, packed)
+        return self._within[1]
+
     def _select(self) -> KeySelection:
+        if self.document_ids is None and self._documents is not None:
+            cu_seqlens, max_seqlen = self._documents
+            return packed_documents(
+                cu_seqlens, self.window, key_len=self.key_len, max_seqlen=max_seqlen
+            )
         if self.document_ids is not None:
             # A window bounds the lists; otherwise the longest document does.
             longest = None
@@ -148,6 +181,9 @@ class VisibleKeys:
             def moved(t: Tensor | None) -> Tensor | None:
                 return None if t is None else t.to(device)
 
+            documents = self._documents
+            if documents is not None:
+                documents = documents._replace(cu_seqlens=documents.cu_seqlens.to(device))
             self._copies[device] = VisibleKeys(
                 self.batch_size,
                 self.query_len,
@@ -157,6 +193,7 @@ class VisibleKeys:
                 chunk=self.chunk,
                 left_padding=moved(self.left_padding),
                 document_ids=moved(self.document_ids),
+                documents=documents,
                 first_key=self.first_key,
                 device=device,
             )
@@ -230,8 +267,21 @@ class IntervalMask(Tensor):
     def numpy(self, *, force: bool = False) -> Any:
         return self.to_dense_mask().numpy(force=force)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "IntervalMask":
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.to_dense_mask().__dlpack__(*args, **kwargs)  # the reader takes an address
+
+    def share_memory_(self) -> "IntervalMask":
+        raise _no_storage("share_memory_")
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        sent: Any = self.to_dense_mask()  # mask functions cannot be pickled
+        return sent.__reduce_ex__(protocol)
+
+    def __copy__(self) -> "IntervalMask":
         return self._described(self.device)  # descriptions do not change
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "IntervalMask":
+        return self._described(self.device)
 
     def _described(self, device: torch.device) -> "IntervalMask":
         visible = self.visible.to(torch.device(device))

@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -139,9 +139,22 @@ class _Support(NamedTuple):
     says_causality: bool
 
 
-@cache
+# Not by functools.cache: masks may be asked for before the models that a config is for are there.
+_known_support: dict[type, _Support] = {}
+
+
 def _support(config_class: type) -> _Support:
     """What the models of a config say of attention. Without models to ask: that all is well."""
+    if config_class not in _known_support:
+        models = _models_of(config_class)
+        if not models:
+            return _Support(eager_alone=False, says_causality=True)
+        _known_support[config_class] = _said_by(models, config_class)
+    return _known_support[config_class]
+
+
+def _models_of(config_class: type) -> list[Any]:
+    """The models of a config, as far as they have been imported."""
     name = config_class.__module__.replace("configuration_", "modeling_")
     models: list[Any] = [
         found
@@ -150,9 +163,10 @@ def _support(config_class: type) -> _Support:
         if found.__module__ == name
     ]
     # Those of this very config, where a file has others as well, of images for one.
-    models = [m for m in models if m.config_class is config_class] or models
-    if not models:
-        return _Support(eager_alone=False, says_causality=True)
+    return [m for m in models if m.config_class is config_class] or models
+
+
+def _said_by(models: list[Any], config_class: type) -> _Support:
     eager_alone = not any(
         m._supports_sdpa or m._supports_flash_attn or m._supports_flex_attn for m in models
     )
