@@ -300,6 +300,7 @@ def wrong_arguments(rank: int, world: int) -> None:
     expect(ValueError, ring, lambda: attend(20, attn_mask=dense if last else None))
     expect(ValueError, ring, lambda: attend(20, attn_mask=dense[0, 0]))
     expect(TypeError, "window_size", lambda: attend(20, window_size=2.5 if last else 2))
+    expect(TypeError, "return_lse", lambda: attend(20, return_lse="yes" if last else True))
     expect(ValueError, "cu_seqlens: got", lambda: attend(20, cu_seqlens=[0, 30, 20 * world + 1]))
     expect(ValueError, "cu_seqlens: got", lambda: attend(20, cu_seqlens=[0, 30, 20]))
     unreadable = torch.empty(

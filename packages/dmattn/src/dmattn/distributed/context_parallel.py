@@ -28,7 +28,7 @@ from dmattn.selection import (
     select_keys,
     to_int32,
 )
-from dmattn.validation import check_mask, check_same_device, is_one_or
+from dmattn.validation import check_bool, check_mask, check_same_device, is_one_or
 
 # States are gathered from all ranks up to this many bytes, and combined in rounds beyond. On few
 # ranks one collective costs less time than several with a choice of keys in between.
@@ -145,7 +145,10 @@ def context_parallel_attention(
     """
     ranks = ranks_of(group)
     settings = {"softmax_scale": softmax_scale, "softcap": softcap, "deterministic": deterministic}
-    arguments = (query, key, value, attn_bias, window_size, attn_mask, cu_seqlens, settings)
+    arguments = (
+        *(query, key, value, attn_bias),
+        *(window_size, attn_mask, cu_seqlens, return_lse, settings),
+    )
     lengths: list[int] = []
     if torch.compiler.is_compiling():
         given = _checked(*arguments)
@@ -203,9 +206,11 @@ def _checked(
     window_size: Any,
     attn_mask: Any,
     cu_seqlens: Any,
+    return_lse: Any,
     settings: dict[str, Any],
 ) -> _Given:
     window_size = check_window_size(window_size)
+    check_bool("return_lse", return_lse)  # of no use here, but to be refused before ranks exchange
     scores = check_scores(attn_bias)
     bias = scores.unsqueeze(2) if scores.dim() == 3 else scores
     problem = checked_problem(query, key, value, None, bias, sinks=None, is_causal=True, **settings)
