@@ -240,3 +240,13 @@ def test_without_matplotlib() -> None:
         "dmattn.plot draws with matplotlib, which is not installed: pip install matplotlib, or "
         "dmattn with its extra [plot]",
     ]
+
+
+@pytest.mark.parametrize("pixels", [8, 64])
+def test_equal_shares_are_not_taken_for_the_same_keys(pixels: int) -> None:
+    """Every other key, in turn: blocks of such rows and keys all keep one half."""
+    place = torch.arange(64)
+    ax = plot.mask((place[:, None] + place) % 2 == 0, pixels=pixels)
+    assert "50% of all entries" in ax.get_title(loc="left")
+    same = plot.mask((place % 2 == 0).expand(64, -1)[None, None, :1], pixels=pixels)
+    assert "every query keeps the same 32 keys" in same.get_title(loc="left")
