@@ -146,7 +146,7 @@ def _four_dimensions(mask: Tensor, query: Tensor, key: Any) -> Tensor:
             "(batch|1, nheads|nheads_k|1, seqlen_q|1, seqlen_k|1)"
         )
     is_padding = first == batch
-    if first != 1 and is_padding and first == rows:
+    if first > 1 and is_padding and first == rows:
         raise ValueError(
             f"attn_mask: got shape {tuple(mask.shape)}, which is both (batch, seqlen_k) and "
             "(seqlen_q, seqlen_k) here; wanted mask[:, None, None] for padding, or "
