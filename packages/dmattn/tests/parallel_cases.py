@@ -7,6 +7,7 @@ went wrong on that rank, or "". Run by `test_context_parallel.py`, in a process 
 the ranks are forked from one that has imported everything and computed nothing.
 """
 
+import functools
 import json
 import multiprocessing
 import os
@@ -511,6 +512,20 @@ def layer(rank: int, world: int) -> None:
     torch.testing.assert_close(found, padded[:, mine])
     own.dense_mask = True
     expect(ValueError, "dense_mask: got True", lambda: own(x, group=dist.group.WORLD))
+
+
+@case
+def wrong_arguments_of_a_layer(rank: int, world: int) -> None:
+    """What one rank's layer refuses is raised by all, and afterwards they still work together."""
+    layer, wrong = make_layer(), rank == world - 1
+    x, table = torch.randn(2, 20, 32, dtype=torch.float64), torch.randn(20, 4)
+    attend = functools.partial(layer, group=dist.group.WORLD)
+    expect(ValueError, "hidden_states: got shape", lambda: attend(x[..., : 31 if wrong else 32]))
+    mask = torch.ones(2, 21 if wrong else 20, dtype=torch.bool)
+    expect(ValueError, "attention_mask: got shape", lambda: attend(x, attention_mask=mask))
+    tables = (table[:, :3] if wrong else table, table)
+    expect(ValueError, "cos: got shape", lambda: attend(x, position_embeddings=tables))
+    attend(x, position_embeddings=(table, table))
 
 
 @case

@@ -16,7 +16,7 @@ from torch import Tensor
 from dmattn.arguments import check_scores, check_window_size, checked_problem
 from dmattn.dispatch import select
 from dmattn.distributed import operators
-from dmattn.distributed.groups import Group, Ranks, agree, process_group, ranks_of
+from dmattn.distributed.groups import Group, Ranks, agree, prepare, process_group, ranks_of
 from dmattn.functional import flash_dmattn_func
 from dmattn.key_lists import behind_rows, smaller
 from dmattn.problem import Problem
@@ -172,11 +172,7 @@ def context_parallel_attention(
 
 def _agreed(group: dist.ProcessGroup, arguments: tuple[Any, ...]) -> tuple[_Given, list[int]]:
     """The checked arguments, and the lengths of all ranks' stretches."""
-    try:
-        given = _checked(*arguments)
-    except Exception as error:  # whatever it is, the others must not be left waiting
-        agree(group, {}, error)
-        raise
+    given = prepare(group, lambda: _checked(*arguments))
     problem = given.problem
     operands = problem.k, problem.v, given.score
     facts = operators.facts_of(*operands, given.cu_seqlens, given.window_size, _needs(given))

@@ -6,8 +6,8 @@ raise the same error, or none does.
 """
 
 import json
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ _WANTED = (
     "a ProcessGroup, a DeviceMesh of one dimension, a tuple of a DeviceMesh and one of its "
     "dimensions, or None for all processes"
 )
+_T = TypeVar("_T")
 _CPU = torch.device("cpu")
 MESSAGE_BYTES = 4096  # of each rank's part in an agreement
 _ERRORS: dict[str, type[Exception]] = {
@@ -128,6 +129,21 @@ def agree(
             text = ", ".join(f"{value} on rank {rank}" for rank, value in enumerate(values))
             raise ValueError(f"{name}: got {text} of the group, wanted the same on all ranks")
     return known
+
+
+def prepare(group: Group, work: Callable[[], _T]) -> _T:
+    """What `work` returns, which each rank does by itself before all of them agree.
+
+    An error in it is told to the others, which raise it, too, where they come to agree.
+
+    Raises:
+        Exception: that of `work`.
+    """
+    try:
+        return work()
+    except Exception as error:  # whatever it is, the others must not be left waiting
+        agree(process_group(group), {}, error)
+        raise
 
 
 def _as_message(facts: Mapping[str, Any], error: Exception | None) -> bytes:
