@@ -9,8 +9,8 @@ from torch import Tensor
 from dmattn.checks import check
 from dmattn.problem import Packing, Problem, checked_settings
 from dmattn.validation import (
+    check_float32,
     check_int,
-    check_number,
     check_optional_tensor,
     check_tensor,
     is_one_or,
@@ -46,7 +46,7 @@ def checked_problem(
     if softmax_scale is None:
         softmax_scale = _default_scale(query)
     else:
-        softmax_scale = check_number("softmax_scale", softmax_scale)
+        softmax_scale = check_float32("softmax_scale", softmax_scale)
     if is_autocast(query):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = (_cast(t, dtype) for t in (query, key, value))

@@ -25,6 +25,7 @@ from dmattn.validation import (
     check_bool,
     check_device,
     check_dtype,
+    check_float32,
     check_int,
     check_number,
     check_optional_tensor,
@@ -140,7 +141,7 @@ class DynamicMaskAttention(nn.Module):
         self.rope_theta = rope_theta
         self.exp_score = check_bool("exp_score", exp_score)
         self.is_causal = check_bool("is_causal", is_causal)
-        self.softcap = check_number("softcap", softcap, 0)
+        self.softcap = check_float32("softcap", softcap, 0)
         self.dense_mask = check_bool("dense_mask", dense_mask)
         self.init_std = check_number("init_std", init_std, 0)
         norm_eps = check_number("norm_eps", norm_eps, 0)
