@@ -247,6 +247,18 @@ def boundaries_as_tensors(rank: int, world: int) -> None:
 
 
 @case
+def default_device(rank: int, world: int) -> None:
+    """Where new tensors are made that name no device plays no part."""
+    lengths = [40] * world
+    whole, documents = operands(lengths), [0, 13, 40 * world]
+    own = [part(t, lengths, rank) for t in whole]
+    want = context_parallel_attention(*own, window_size=9, cu_seqlens=documents)
+    with torch.device("meta"):
+        got = context_parallel_attention(*own, window_size=9, cu_seqlens=documents)
+    assert got.equal(want)
+
+
+@case
 def groups(rank: int, world: int) -> None:
     """A mesh of one dimension, a dimension of a mesh, a process group: only its ranks count."""
     lengths = [40] * world

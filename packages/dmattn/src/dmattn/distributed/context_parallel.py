@@ -285,7 +285,9 @@ def _whole_bounds(cu_seqlens: Any, device: torch.device) -> tuple[Tensor, list[i
             check_boundary_tensor(cu_seqlens)
             return to_int32(cu_seqlens, 2**31 - 2).to(device), None
     bounds = read_boundaries(cu_seqlens, None)
-    return torch.tensor(bounds, dtype=torch.int32).to(device, non_blocking=True), bounds
+    return torch.tensor(bounds, dtype=torch.int32, device="cpu").to(
+        device, non_blocking=True
+    ), bounds
 
 
 def _needs(given: _Given) -> list[bool]:

@@ -157,7 +157,9 @@ def _as_message(facts: Mapping[str, Any], error: Exception | None) -> bytes:
 def _all_gather(group: dist.ProcessGroup, message: bytes) -> list[dict[str, Any]]:
     # Filled up with blanks, which JSON ignores. Bytes as a list: a bytearray would be shared.
     mine = torch.frombuffer(bytearray(message.ljust(MESSAGE_BYTES)), dtype=torch.uint8)
-    everybody = torch.empty(dist.get_world_size(group), MESSAGE_BYTES, dtype=torch.uint8)
+    everybody = torch.empty(
+        dist.get_world_size(group), MESSAGE_BYTES, dtype=torch.uint8, device=_CPU
+    )
     if _carries_cpu(group):
         all_gather(everybody.view(-1), mine, group=group)
     else:
