@@ -19,7 +19,7 @@ import json
 import multiprocessing
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict
 from pathlib import Path
@@ -31,7 +31,7 @@ import torch
 from tqdm import tqdm
 
 from bytes_lm.device import choose_device, device_name
-from quality.plan import FULL_SIZE, QUICK, SMALL, plan
+from quality.plan import FULL_SIZE, QUICK, SMALL, Setup, plan
 from quality.runs import Run, time_steps, train
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -64,14 +64,27 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
             parser.error(f"--{name}: got {getattr(arguments, name)}, wanted at least 1")
     for name in ("steps_scale", "limit"):
         got = getattr(arguments, name)
-        if got is not None and not got > 0:
+        if got is not None and not 0 < got < float("inf"):
             option = name.replace("_", "-")
             parser.error(f"--{option}: got {got}, wanted a positive number")
+    setups = setups_of(arguments)
+    for task in arguments.tasks or ():
+        if task not in setups:
+            tasks = ", ".join(map(repr, setups))
+            parser.error(f"--tasks: got {task!r} with --small, wanted some of {tasks}")
+    for option, path in (("output", arguments.output), ("render", arguments.render)):
+        if path is not None and path.is_dir():
+            parser.error(f"--{option}: got the folder {path}, wanted a file")
     return arguments
 
 
+def setups_of(arguments: argparse.Namespace) -> Mapping[str, Setup]:
+    """The tasks of the size that was asked for."""
+    return QUICK if arguments.quick else SMALL if arguments.small else FULL_SIZE
+
+
 def chosen_runs(arguments: argparse.Namespace) -> list[Run]:
-    setups = QUICK if arguments.quick else SMALL if arguments.small else FULL_SIZE
+    setups = setups_of(arguments)
     if arguments.tasks is not None:
         setups = {task: setup for task, setup in setups.items() if task in arguments.tasks}
     return plan(setups, arguments.seeds, arguments.steps_scale)
@@ -116,9 +129,11 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     start = time.time()
     arguments = parse_arguments(argv)
     if arguments.render is not None:
-        from quality.report import render  # needs matplotlib
+        from quality.report import render, tasks_of  # needs matplotlib
 
         recorded: dict[str, Any] = json.loads(arguments.render.read_text())
+        if not tasks_of(recorded):
+            raise SystemExit(f"--render: {arguments.render} has no task of which all runs ended")
         render(recorded, arguments.docs)
         return recorded
     device = choose_device(arguments.device)

@@ -7,6 +7,7 @@ went wrong on that rank, or "". Run by `test_context_parallel.py`, in a process 
 the ranks are forked from one that has imported everything and computed nothing.
 """
 
+import functools
 import json
 import multiprocessing
 import os
@@ -246,6 +247,18 @@ def boundaries_as_tensors(rank: int, world: int) -> None:
 
 
 @case
+def default_device(rank: int, world: int) -> None:
+    """Where new tensors are made that name no device plays no part."""
+    lengths = [40] * world
+    whole, documents = operands(lengths), [0, 13, 40 * world]
+    own = [part(t, lengths, rank) for t in whole]
+    want = context_parallel_attention(*own, window_size=9, cu_seqlens=documents)
+    with torch.device("meta"):
+        got = context_parallel_attention(*own, window_size=9, cu_seqlens=documents)
+    assert got.equal(want)
+
+
+@case
 def groups(rank: int, world: int) -> None:
     """A mesh of one dimension, a dimension of a mesh, a process group: only its ranks count."""
     lengths = [40] * world
@@ -300,6 +313,7 @@ def wrong_arguments(rank: int, world: int) -> None:
     expect(ValueError, ring, lambda: attend(20, attn_mask=dense if last else None))
     expect(ValueError, ring, lambda: attend(20, attn_mask=dense[0, 0]))
     expect(TypeError, "window_size", lambda: attend(20, window_size=2.5 if last else 2))
+    expect(TypeError, "return_lse", lambda: attend(20, return_lse="yes" if last else True))
     expect(ValueError, "cu_seqlens: got", lambda: attend(20, cu_seqlens=[0, 30, 20 * world + 1]))
     expect(ValueError, "cu_seqlens: got", lambda: attend(20, cu_seqlens=[0, 30, 20]))
     unreadable = torch.empty(
@@ -510,6 +524,20 @@ def layer(rank: int, world: int) -> None:
     torch.testing.assert_close(found, padded[:, mine])
     own.dense_mask = True
     expect(ValueError, "dense_mask: got True", lambda: own(x, group=dist.group.WORLD))
+
+
+@case
+def wrong_arguments_of_a_layer(rank: int, world: int) -> None:
+    """What one rank's layer refuses is raised by all, and afterwards they still work together."""
+    layer, wrong = make_layer(), rank == world - 1
+    x, table = torch.randn(2, 20, 32, dtype=torch.float64), torch.randn(20, 4)
+    attend = functools.partial(layer, group=dist.group.WORLD)
+    expect(ValueError, "hidden_states: got shape", lambda: attend(x[..., : 31 if wrong else 32]))
+    mask = torch.ones(2, 21 if wrong else 20, dtype=torch.bool)
+    expect(ValueError, "attention_mask: got shape", lambda: attend(x, attention_mask=mask))
+    tables = (table[:, :3] if wrong else table, table)
+    expect(ValueError, "cos: got shape", lambda: attend(x, position_embeddings=tables))
+    attend(x, position_embeddings=(table, table))
 
 
 @case

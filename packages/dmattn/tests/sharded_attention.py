@@ -1,11 +1,14 @@
 """Attention on DTensors over two processes: split by batch and by heads, against the whole.
 
-Prints "equal" for each way of splitting. Run by test_operators.py.
+Prints "equal" for each way of splitting, with all keys and with a choice of them. Run by
+test_operators.py.
 """
 
+import itertools
 import os
 import socket
 import sys
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,20 +31,21 @@ def work(rank: int, port: int) -> None:
     bias, mask, dout = torch.randn(1, 2, 1, 7), torch.rand(2, 1, 1, 7) < 0.8, torch.randn_like(q)
     sinks = torch.randn(4)
     leaves = [t.clone().requires_grad_() for t in (q, k, v, bias, sinks)]
-    out = flash_dmattn_func(*leaves[:3], mask, leaves[3], is_causal=True, sinks=leaves[4])
-    whole = [out, *torch.autograd.grad(out, leaves, dout)]
 
     def split(t: Tensor, dim: int) -> DTensor:
         return distribute_tensor(t, mesh, [Shard(dim) if t.shape[dim] > 1 else Replicate()])
 
-    for dim, operand_dim in ((0, 0), (2, 1)):
+    for window, dim in itertools.product((None, 3), (0, 2)):
+        options: dict[str, Any] = {"is_causal": True, "window_size": window}
+        out = flash_dmattn_func(*leaves[:3], mask, leaves[3], sinks=leaves[4], **options)
+        whole = [out, *torch.autograd.grad(out, leaves, dout)]
+        operand_dim = min(dim, 1)
         parts = [split(t, dim).requires_grad_() for t in (q, k, v)]
         bias_part = split(bias, operand_dim).requires_grad_()
         placed = [Shard(0) if dim == 2 else Replicate()]
         sink_part = distribute_tensor(sinks, mesh, placed).requires_grad_()
-        out = flash_dmattn_func(
-            *parts, split(mask, operand_dim), bias_part, is_causal=True, sinks=sink_part
-        )
+        own_mask = split(mask, operand_dim)
+        out = flash_dmattn_func(*parts, own_mask, bias_part, sinks=sink_part, **options)
         grads = torch.autograd.grad(out, [*parts, bias_part, sink_part], split(dout, dim))
         for t in (out, *grads[:3]):
             assert isinstance(t, DTensor) and t.placements == (Shard(dim),), t.placements

@@ -65,6 +65,31 @@ def test_stops_in_time(example: SimpleNamespace, tmp_path: Path) -> None:
     found = example.main([*arguments, "--tasks", "recall", f"--output={tmp_path / 'results.json'}"])
     assert [run["complete"] for run in found["runs"]] == [False] * 3
     assert example.report.tasks_of(found) == []
+    with pytest.raises(SystemExit, match="has no task of which all runs ended"):
+        example.main([f"--render={tmp_path / 'results.json'}", f"--docs={tmp_path}"])
+    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (("--small", "--tasks", "text"), "--tasks: got 'text' with --small, wanted some of 'rec"),
+        (("--quick", "--output=."), "--output: got the folder ., wanted a file"),
+        (("--quick", "--steps-scale=inf"), "--steps-scale: got inf, wanted a positive number"),
+    ],
+)
+def test_refuses_before_it_trains(
+    example: SimpleNamespace,
+    arguments: tuple[str, ...],
+    words: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        example.main(["--no-progress", *arguments])
+    assert words in capsys.readouterr().err and list(tmp_path.iterdir()) == []
 
 
 def test_all_start_alike(example: SimpleNamespace) -> None:

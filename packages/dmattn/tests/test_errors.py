@@ -139,6 +139,9 @@ MORE_BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"is_causal": 1.0}, TypeError, "is_causal: got 1.0"),
     ({"deterministic": []}, TypeError, "deterministic: got"),
     ({"softcap": -30.0}, ValueError, "softcap: got -30.0, wanted a finite number of at least 0"),
+    ({"softcap": 1e300}, ValueError, "softcap: got 1e.300, wanted 0 or a number of 1.18e-38 to"),
+    ({"softcap": 1e-300}, ValueError, "softcap: got 1e-300, wanted 0 or .* as float32 holds them"),
+    ({"softmax_scale": -1e39}, ValueError, "softmax_scale: got -1e.39, wanted 0 or a number of"),
     ({"softmax_scale": 10**400}, ValueError, "softmax_scale: got 1000.*, wanted a finite number"),
     ({"query": torch.randn(5, 8).to_sparse()}, ValueError, "query: got .*sparse.*dense"),
     ({"attn_mask": zeros(2, 3, dtype=torch.bool)}, ValueError, r"attn_mask: got shape \(2, 3\)"),
@@ -228,3 +231,11 @@ def test_fakes_refuse_the_same() -> None:
     given = {name: t.to("meta") for name, t in inputs(query=zeros(2, 5, 3, 8)).items()}
     with pytest.raises(ValueError, match="key: got 2 heads, wanted a divisor of the 3"):
         flash_dmattn_func(**given)
+
+
+@pytest.mark.parametrize("softcap", [1.2e-38, 3e38])
+def test_softcaps_that_float32_just_holds(softcap: float) -> None:
+    """Products of 0 stay 0: all keys count alike."""
+    given = inputs(query=torch.zeros_like(inputs()["query"]))
+    out = flash_dmattn_func(**given, softcap=softcap)
+    torch.testing.assert_close(out, flash_dmattn_func(**given))

@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from dmattn import KeyState, explain, flash_dmattn_func
+from dmattn import KeyState, explain, flash_dmattn_func, select_keys
 
 FIELDS = ("k", "v", "score", "position", "seen", "has_start")
 
@@ -355,3 +355,18 @@ def test_half_precision_scores_are_kept_exactly() -> None:
 
 def test_explain_takes_a_state() -> None:
     assert "cpu" in explain(**stretch(7, state=some_state()))
+
+
+def test_boundaries_as_a_list_whatever_the_default_device() -> None:
+    """A list is read and checked on the host, also where new tensors are made elsewhere."""
+    given = stretch(20, cu_seqlens=[0, 9, 20])
+    out, state = flash_dmattn_func(**given)
+    with torch.device("meta"):
+        found, its_state = flash_dmattn_func(**given)
+        with pytest.raises(ValueError, match="boundaries that fall"):
+            flash_dmattn_func(**given | {"cu_seqlens": [0, 9, 4]})
+    assert found.equal(out) and its_state.position.equal(state.position)
+    scores = given["attn_bias"]
+    chosen = select_keys(scores, 4, cu_seqlens=[0, 9, 20])
+    with torch.device("meta"):
+        assert select_keys(scores, 4, cu_seqlens=[0, 9, 20]).end.equal(chosen.end)

@@ -224,3 +224,12 @@ def test_errors() -> None:
         upad_input(q, k, k, mask, 6)
     with pytest.raises(ValueError, match=r"value_layer: got shape \(2, 6, 4, 8\), wanted \(2, 5\)"):
         upad_input(k, k, q, mask, 5)
+
+
+@pytest.mark.parametrize(
+    "row, words", [([3, 4, 0, 0, 0, 0], "7 tokens in a row, wanted at most 6"), ([4, -1], "got -1")]
+)
+def test_lengths_that_no_row_has(row: list[int], words: str) -> None:
+    lengths = torch.tensor([[0] * len(row), row])
+    with pytest.raises(ValueError, match=f"attention_mask_in_length: .*{words}"):
+        unpad_input_for_concatenated_sequences(torch.randn(2, len(row), 3), lengths)

@@ -240,3 +240,41 @@ def test_without_matplotlib() -> None:
         "dmattn.plot draws with matplotlib, which is not installed: pip install matplotlib, or "
         "dmattn with its extra [plot]",
     ]
+
+
+@pytest.mark.parametrize("pixels", [8, 64])
+def test_equal_shares_are_not_taken_for_the_same_keys(pixels: int) -> None:
+    """Every other key, in turn: blocks of such rows and keys all keep one half."""
+    place = torch.arange(64)
+    ax = plot.mask((place[:, None] + place) % 2 == 0, pixels=pixels)
+    assert "50% of all entries" in ax.get_title(loc="left")
+    same = plot.mask((place % 2 == 0).expand(64, -1)[None, None, :1], pixels=pixels)
+    assert "every query keeps the same 32 keys" in same.get_title(loc="left")
+
+
+@pytest.mark.parametrize("device, dtype", [("meta", torch.float32), ("cpu", torch.float16)])
+def test_defaults_of_torch_change_no_picture(device: str, dtype: torch.dtype) -> None:
+    """Pictures are drawn on the CPU, whatever device and dtype new tensors have elsewhere."""
+    selection, long = SELECTIONS["running top-w"](), select_keys(scores(1, 1, 6000), 9)
+    q, k = scores(1, 30, 2, 8), scores(1, 30, 1, 8)
+
+    def draw() -> list[Any]:
+        pictures = [
+            plot.mask(selection),
+            plot.mask(selection.to_mask()),
+            plot.attention(q, k, is_causal=True),
+            plot.attention(q, k),
+        ]
+        return [
+            *(ax.images[0].get_array().tolist() for ax in pictures),
+            plot.attention(q, k, row=3).get_title(loc="left"),
+            *(plot.lifetimes(s).get_title(loc="left") for s in (selection, long)),
+        ]
+
+    usual = draw()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            assert draw() == usual
+    finally:
+        torch.set_default_dtype(torch.float32)

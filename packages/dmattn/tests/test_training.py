@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._dynamo import compiled_autograd
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -20,6 +21,7 @@ from dmattn import DynamicMaskAttention, flash_dmattn_func, flash_dmattn_varlen_
 from dmattn.backends.cpu import CpuBackend, attention
 from dmattn.problem import Problem, Results
 
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 BOUNDS = torch.tensor([0, 7, 7, 20], dtype=torch.int32)
 
 
@@ -120,6 +122,20 @@ def test_compiled_checkpoint(kind: str) -> None:
     compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)
     for a, b in zip(gradients(compiled, leaves()), gradients(attend, leaves()), strict=True):
         torch.testing.assert_close(a, b)
+
+
+@pytest.mark.skipif(TORCH < (2, 13), reason="compiled autograd was tried with torch 2.13 alone")
+@kinds
+def test_compiled_backward_of_an_eager_call(kind: str) -> None:
+    """A compiler traces the backward in one graph, also of a call whose kind is known."""
+    torch._dynamo.reset()
+    for _ in range(2):
+        given = leaves()
+        loss = KINDS[kind](*given).square().sum()
+        with compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
+            loss.backward()
+        for leaf, want in zip(given, gradients(KINDS[kind], leaves()), strict=True):
+            torch.testing.assert_close(leaf.grad, want)
 
 
 @pytest.mark.parametrize("kind", ["dense", "window", "selected", "rows"])

@@ -9,8 +9,8 @@ from torch import Tensor
 from dmattn.checks import check
 from dmattn.problem import Packing, Problem, checked_settings
 from dmattn.validation import (
+    check_float32,
     check_int,
-    check_number,
     check_optional_tensor,
     check_tensor,
     is_one_or,
@@ -46,7 +46,7 @@ def checked_problem(
     if softmax_scale is None:
         softmax_scale = _default_scale(query)
     else:
-        softmax_scale = check_number("softmax_scale", softmax_scale)
+        softmax_scale = check_float32("softmax_scale", softmax_scale)
     if is_autocast(query):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = (_cast(t, dtype) for t in (query, key, value))
@@ -146,7 +146,7 @@ def _four_dimensions(mask: Tensor, query: Tensor, key: Any) -> Tensor:
             "(batch|1, nheads|nheads_k|1, seqlen_q|1, seqlen_k|1)"
         )
     is_padding = first == batch
-    if first != 1 and is_padding and first == rows:
+    if first > 1 and is_padding and first == rows:
         raise ValueError(
             f"attn_mask: got shape {tuple(mask.shape)}, which is both (batch, seqlen_k) and "
             "(seqlen_q, seqlen_k) here; wanted mask[:, None, None] for padding, or "

@@ -12,8 +12,8 @@ from dmattn.validation import (
     can_be_read,
     check_device,
     check_dtype,
+    check_float32,
     check_int,
-    check_number,
     check_optional_tensor,
     check_same_device,
     check_shape,
@@ -167,11 +167,11 @@ def check_step(
             "DynamicMaskCache: got tensors that require gradients, wanted "
             "torch.no_grad(): decoding has none"
         )
-    softcap = check_number("softcap", softcap, 0)
+    softcap = check_float32("softcap", softcap, 0)
     if softmax_scale is None:
         scale = head_dim**-0.5
     else:
-        scale = check_number("softmax_scale", softmax_scale)
+        scale = check_float32("softmax_scale", softmax_scale)
     return CacheTokens(key, value, score, active), scale, softcap
 
 

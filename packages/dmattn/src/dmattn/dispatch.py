@@ -175,11 +175,14 @@ def _saved_tensors_are_intercepted() -> bool:
 
 
 def _graph_is_retained() -> bool:
-    """Within a backward, whether another one may follow. Older torch does not tell: False.
+    """Within a backward, whether another one may follow. False where that is unknown: in older
+    torch, and where a compiler traces the backward, which cannot trace the question.
 
     The graph of a forward is then released with the first one, and another starts from the results.
     """
-    return _IS_RETAINED is not None and _IS_RETAINED()
+    if _IS_RETAINED is None or torch.compiler.is_compiling():
+        return False
+    return _IS_RETAINED()
 
 
 class _Known(torch.autograd.Function):

@@ -408,7 +408,7 @@ def check_starts(cu_seqlens: Any, device: torch.device) -> Tensor:
         bounds = check_tensor("cu_seqlens", cu_seqlens)
         check_can_move("cu_seqlens", bounds, device)
     else:
-        bounds = torch.tensor(listed_boundaries(cu_seqlens), dtype=torch.int64)
+        bounds = torch.tensor(listed_boundaries(cu_seqlens), dtype=torch.int64, device="cpu")
     check_boundary_tensor(bounds)
     if can_be_read(bounds) and bool((bounds.diff() < 0).any()):
         raise ValueError("cu_seqlens: got boundaries that fall, wanted ones that never do")

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dmattn.key_lists import Selection
-from dmattn.validation import check_bool, check_number
+from dmattn.validation import check_bool, check_float32
 
 
 class Packing(NamedTuple):
@@ -138,7 +138,7 @@ def checked_settings(is_causal: Any, softcap: Any, deterministic: Any) -> tuple[
     """
     return (
         check_bool("is_causal", is_causal),
-        check_number("softcap", softcap, 0),
+        check_float32("softcap", softcap, 0),
         check_bool("deterministic", deterministic) or torch.are_deterministic_algorithms_enabled(),
     )
 

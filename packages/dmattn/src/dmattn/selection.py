@@ -588,7 +588,7 @@ def _document_bounds(
         if stays or not has_values(cu_seqlens):
             check_boundary_tensor(cu_seqlens)
             return to_int32(cu_seqlens, key_len).to(device)
-    bounds = torch.tensor(read_boundaries(cu_seqlens, key_len), dtype=torch.int32)
+    bounds = torch.tensor(read_boundaries(cu_seqlens, key_len), dtype=torch.int32, device="cpu")
     return bounds.to(device, non_blocking=True)
 
 

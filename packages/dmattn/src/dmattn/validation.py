@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_TINY, _LARGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+
 
 def describe(value: object) -> str:
     """What an error message calls a value: short, and never the contents of a tensor."""
@@ -92,6 +94,24 @@ def check_number(name: str, value: Any, least: float | None = None) -> float:
         raise ValueError(f"{name}: got {value}, wanted {wanted}")
     result: float = value
     return result
+
+
+def check_float32(name: str, value: Any, least: float | None = None) -> float:
+    """A number as `check_number`, for arithmetic in float32: 0, or a normal number of that dtype.
+
+    One that becomes infinite or 0 there would make NaN out of products that are 0.
+
+    Raises:
+        TypeError: as `check_number`.
+        ValueError: as `check_number`, or it is too large or too small for float32.
+    """
+    number = check_number(name, value, least)
+    if number != 0 and not (_TINY <= number <= _LARGE or -_LARGE <= number <= -_TINY):
+        raise ValueError(
+            f"{name}: got {number}, wanted 0 or a number of {_TINY:.3g} to {_LARGE:.3g} in size, "
+            "as float32 holds them"
+        )
+    return number
 
 
 def check_tensor(name: str, value: Any, wanted: str = "a torch.Tensor") -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 from dmattn.arguments import check_scores, check_window_size, checked_problem
 from dmattn.dispatch import select
 from dmattn.distributed import operators
-from dmattn.distributed.groups import Group, Ranks, agree, process_group, ranks_of
+from dmattn.distributed.groups import Group, Ranks, agree, prepare, process_group, ranks_of
 from dmattn.functional import flash_dmattn_func
 from dmattn.key_lists import behind_rows, smaller
 from dmattn.problem import Problem
@@ -28,7 +28,7 @@ from dmattn.selection import (
     select_keys,
     to_int32,
 )
-from dmattn.validation import check_mask, check_same_device, is_one_or
+from dmattn.validation import check_bool, check_mask, check_same_device, is_one_or
 
 # States are gathered from all ranks up to this many bytes, and combined in rounds beyond. On few
 # ranks one collective costs less time than several with a choice of keys in between.
@@ -145,7 +145,10 @@ def context_parallel_attention(
     """
     ranks = ranks_of(group)
     settings = {"softmax_scale": softmax_scale, "softcap": softcap, "deterministic": deterministic}
-    arguments = (query, key, value, attn_bias, window_size, attn_mask, cu_seqlens, settings)
+    arguments = (
+        *(query, key, value, attn_bias),
+        *(window_size, attn_mask, cu_seqlens, return_lse, settings),
+    )
     lengths: list[int] = []
     if torch.compiler.is_compiling():
         given = _checked(*arguments)
@@ -169,11 +172,7 @@ def context_parallel_attention(
 
 def _agreed(group: dist.ProcessGroup, arguments: tuple[Any, ...]) -> tuple[_Given, list[int]]:
     """The checked arguments, and the lengths of all ranks' stretches."""
-    try:
-        given = _checked(*arguments)
-    except Exception as error:  # whatever it is, the others must not be left waiting
-        agree(group, {}, error)
-        raise
+    given = prepare(group, lambda: _checked(*arguments))
     problem = given.problem
     operands = problem.k, problem.v, given.score
     facts = operators.facts_of(*operands, given.cu_seqlens, given.window_size, _needs(given))
@@ -203,9 +202,11 @@ def _checked(
     window_size: Any,
     attn_mask: Any,
     cu_seqlens: Any,
+    return_lse: Any,
     settings: dict[str, Any],
 ) -> _Given:
     window_size = check_window_size(window_size)
+    check_bool("return_lse", return_lse)  # of no use here, but to be refused before ranks exchange
     scores = check_scores(attn_bias)
     bias = scores.unsqueeze(2) if scores.dim() == 3 else scores
     problem = checked_problem(query, key, value, None, bias, sinks=None, is_causal=True, **settings)
@@ -284,7 +285,9 @@ def _whole_bounds(cu_seqlens: Any, device: torch.device) -> tuple[Tensor, list[i
             check_boundary_tensor(cu_seqlens)
             return to_int32(cu_seqlens, 2**31 - 2).to(device), None
     bounds = read_boundaries(cu_seqlens, None)
-    return torch.tensor(bounds, dtype=torch.int32).to(device, non_blocking=True), bounds
+    return torch.tensor(bounds, dtype=torch.int32, device="cpu").to(
+        device, non_blocking=True
+    ), bounds
 
 
 def _needs(given: _Given) -> list[bool]:

@@ -142,7 +142,7 @@ def pick_gathered(
     rows = everybody[:rank].permute(1, 2, 0, 3, 4).reshape(batch, heads, rank * count, nbytes)
     score = _score(layout, rows)
     if borders is not None:
-        ends = torch.tensor(place.ends[:rank]).to(score.device, non_blocking=True)
+        ends = torch.tensor(place.ends[:rank], device="cpu").to(score.device, non_blocking=True)
         score = without(score, (ends > borders.first).repeat_interleave(count))
     if takes_all(place, width, count):
         return rows, score, None

@@ -6,8 +6,8 @@ raise the same error, or none does.
 """
 
 import json
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ _WANTED = (
     "a ProcessGroup, a DeviceMesh of one dimension, a tuple of a DeviceMesh and one of its "
     "dimensions, or None for all processes"
 )
+_T = TypeVar("_T")
 _CPU = torch.device("cpu")
 MESSAGE_BYTES = 4096  # of each rank's part in an agreement
 _ERRORS: dict[str, type[Exception]] = {
@@ -130,6 +131,21 @@ def agree(
     return known
 
 
+def prepare(group: Group, work: Callable[[], _T]) -> _T:
+    """What `work` returns, which each rank does by itself before all of them agree.
+
+    An error in it is told to the others, which raise it, too, where they come to agree.
+
+    Raises:
+        Exception: that of `work`.
+    """
+    try:
+        return work()
+    except Exception as error:  # whatever it is, the others must not be left waiting
+        agree(process_group(group), {}, error)
+        raise
+
+
 def _as_message(facts: Mapping[str, Any], error: Exception | None) -> bytes:
     if error is None:
         return json.dumps({"facts": dict(facts)}).encode()
@@ -141,7 +157,9 @@ def _as_message(facts: Mapping[str, Any], error: Exception | None) -> bytes:
 def _all_gather(group: dist.ProcessGroup, message: bytes) -> list[dict[str, Any]]:
     # Filled up with blanks, which JSON ignores. Bytes as a list: a bytearray would be shared.
     mine = torch.frombuffer(bytearray(message.ljust(MESSAGE_BYTES)), dtype=torch.uint8)
-    everybody = torch.empty(dist.get_world_size(group), MESSAGE_BYTES, dtype=torch.uint8)
+    everybody = torch.empty(
+        dist.get_world_size(group), MESSAGE_BYTES, dtype=torch.uint8, device=_CPU
+    )
     if _carries_cpu(group):
         all_gather(everybody.view(-1), mine, group=group)
     else:

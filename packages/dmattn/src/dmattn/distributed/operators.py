@@ -211,7 +211,7 @@ def facts_of(
 
 def _borders(place: Place, cu_seqlens: Tensor) -> Borders:
     end = place.ends[place.rank]
-    token = torch.tensor([place.start, end - 1], dtype=cu_seqlens.dtype)
+    token = torch.tensor([place.start, end - 1], dtype=cu_seqlens.dtype, device="cpu")
     token = token.to(cu_seqlens.device, non_blocking=True)
     document = torch.searchsorted(cu_seqlens, token, right=True) - 1
     first, last = cu_seqlens[document.clamp(min=0)].long().unbind()

@@ -25,6 +25,7 @@ from dmattn.validation import (
     check_bool,
     check_device,
     check_dtype,
+    check_float32,
     check_int,
     check_number,
     check_optional_tensor,
@@ -140,7 +141,7 @@ class DynamicMaskAttention(nn.Module):
         self.rope_theta = rope_theta
         self.exp_score = check_bool("exp_score", exp_score)
         self.is_causal = check_bool("is_causal", is_causal)
-        self.softcap = check_number("softcap", softcap, 0)
+        self.softcap = check_float32("softcap", softcap, 0)
         self.dense_mask = check_bool("dense_mask", dense_mask)
         self.init_std = check_number("init_std", init_std, 0)
         norm_eps = check_number("norm_eps", norm_eps, 0)
@@ -221,31 +222,17 @@ class DynamicMaskAttention(nn.Module):
                 given, either is given to a layer without rotary embedding, the layer cannot
                 decode from the cache, or its settings or a cache do not go with a group.
             RuntimeError: a cache is given where gradients would be needed.
+            With a group, what one rank raises for its arguments is raised on all of them, as by
+            `context_parallel_attention`.
         """
-        self._check_hidden_states(hidden_states)
-        if cache is not None:
-            self._check_cache(cache, None if slots is not None else hidden_states.shape[0])
-            slots = _checked_slots(slots, hidden_states, cache)
-        elif slots is not None:
-            raise ValueError("slots: got a tensor without a cache, wanted None")
-        if group is not None:
-            self._check_group(cache)
-        attention_mask = _token_mask(attention_mask, hidden_states, cache)
-        self._check_positions(hidden_states, positions, position_embeddings)
-        value = self._split_heads(self.v_proj(hidden_states))
-        query = _normalize(self.q_norm, self._split_heads(self.q_proj(hidden_states)))
-        key = _normalize(self.k_norm, self._split_heads(self.k_proj(hidden_states)))
-        if self.rope_theta is not None:
-            if position_embeddings is None:
-                if positions is None:
-                    positions = _next_positions(hidden_states, attention_mask, cache, slots)
-                    if group is not None:
-                        positions = positions + _tokens_before(hidden_states, group)
-                position_embeddings = rotary_embedding(positions, self.head_dim, self.rope_theta)
-            cos, sin = position_embeddings
-            query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
+        given = (hidden_states, positions, attention_mask, position_embeddings, cache, slots, group)
+        if group is None or torch.compiler.is_compiling():
+            operands = self._operands(*given)
+        else:
+            from dmattn.distributed.groups import prepare
 
-        query, key, score = query.to(value.dtype), key.to(value.dtype), self._score(value)
+            operands = prepare(group, lambda: self._operands(*given))
+        query, key, value, score, attention_mask, slots = operands
         if cache is None:
             out = self._attend(query, key, value, score, attention_mask, group)
         else:
@@ -330,6 +317,43 @@ class DynamicMaskAttention(nn.Module):
         """
         self._check_hidden_states(hidden_states)
         return self._score(self._split_heads(self.v_proj(hidden_states)))
+
+    def _operands(
+        self,
+        hidden_states: Tensor,
+        positions: Tensor | None,
+        attention_mask: Tensor | None,
+        position_embeddings: tuple[Tensor, Tensor] | None,
+        cache: DynamicMaskCache | None,
+        slots: Tensor | None,
+        group: "Group",
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+        """Query, key, value and score, and the mask and the slots checked, of `forward`'s."""
+        self._check_hidden_states(hidden_states)
+        if cache is not None:
+            self._check_cache(cache, None if slots is not None else hidden_states.shape[0])
+            slots = _checked_slots(slots, hidden_states, cache)
+        elif slots is not None:
+            raise ValueError("slots: got a tensor without a cache, wanted None")
+        if group is not None:
+            self._check_group(cache)
+        attention_mask = _token_mask(attention_mask, hidden_states, cache)
+        self._check_positions(hidden_states, positions, position_embeddings)
+        value = self._split_heads(self.v_proj(hidden_states))
+        query = _normalize(self.q_norm, self._split_heads(self.q_proj(hidden_states)))
+        key = _normalize(self.k_norm, self._split_heads(self.k_proj(hidden_states)))
+        if self.rope_theta is not None:
+            if position_embeddings is None:
+                if positions is None:
+                    positions = _next_positions(hidden_states, attention_mask, cache, slots)
+                    if group is not None:
+                        positions = positions + _tokens_before(hidden_states, group)
+                position_embeddings = rotary_embedding(positions, self.head_dim, self.rope_theta)
+            cos, sin = position_embeddings
+            query, key = apply_rotary(query, cos, sin), apply_rotary(key, cos, sin)
+
+        query, key, score = query.to(value.dtype), key.to(value.dtype), self._score(value)
+        return query, key, value, score, attention_mask, slots
 
     def _attend(
         self,

@@ -24,6 +24,7 @@ from dmattn.key_lists import (
     num_lists,
 )
 from dmattn.ops.register import Operator, register
+from dmattn.ops.sharding import register_for
 from dmattn.validation import is_one_or
 
 # Sizes are SymInt, so that one compiled graph serves every length. `lists`: how many lists to make,
@@ -81,6 +82,7 @@ def select_keys(
     arguments = (scores, key_mask, window, seqlen_q, is_causal, cu_seqlens, lists)
     if direct:
         return _select_cuda(*arguments, cleared) if scores.is_cuda else _select_cpu(*arguments)
+    register_for(scores, key_mask)
     return Selection(*torch.ops.dmattn.select_keys(*arguments))
 
 

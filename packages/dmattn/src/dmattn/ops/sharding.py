@@ -1,4 +1,4 @@
-"""How DTensor may split a call of dmattn::fwd and dmattn::bwd over the ranks of a mesh.
+"""How DTensor may split attention, and the choice of keys, over the ranks of a mesh.
 
 Attention is independent over batch entries and over heads, so either may be split; key/value heads
 stay with the query heads that they serve. Packed sequences are computed whole on every rank. The
@@ -25,6 +25,7 @@ _OPERANDS: dict[str, tuple[int | None, int]] = {
     "bias": (0, 1),
     "sinks": (None, 0),
 }
+_SCORES = {"scores": (0, 1)}  # (batch, heads, seqlen_k), with the mask of the same dimensions
 _LISTS = {f"sel_{name}": (0, 1) for name in Selection._fields}
 _RESULTS = {"dout": (0, 2), "dlse": (0, 1), "out": (0, 2), "lse": (0, 1), "lse_rest": (0, 1)}
 _FORWARD_OUTPUTS = ("out", "lse", "lse_rest")
@@ -33,7 +34,9 @@ _BATCH, _HEADS = 0, 1
 
 
 def register_for(*tensors: object) -> None:
-    """Register the rules if one of these is a DTensor."""
+    """Register the rules if one of these is a DTensor; while torch compiles it is too late."""
+    if torch.compiler.is_compiling():
+        return
     module = sys.modules.get(_DTENSOR)
     kind = getattr(module, "DTensor", None)
     if kind is not None and any(isinstance(t, kind) for t in tensors):
@@ -46,6 +49,7 @@ def _register() -> None:
 
     register_sharding(torch.ops.dmattn.fwd.default)(_forward_rules)
     register_sharding(torch.ops.dmattn.bwd.default)(_backward_rules)
+    register_sharding(torch.ops.dmattn.select_keys.default)(_selection_rules)
 
 
 def _forward_rules(*arguments: Any) -> list[tuple[list[Any], list[Any]]]:
@@ -85,6 +89,32 @@ def _backward_rules(*arguments: Any) -> list[tuple[list[Any], list[Any]]]:
     return rules
 
 
+def _selection_rules(
+    scores: Any, key_mask: Any, window: int, seqlen_q: int, is_causal: bool, *others: Any
+) -> list[tuple[list[Any], list[Any]]]:
+    """Of dmattn::select_keys, whose results have the larger batch and heads of its two tensors."""
+    rules = []
+    for split in _even_splits(scores, key_mask):
+        result = _shard((_BATCH, _HEADS), split)
+        full = result if is_causal else _shard(None, split)
+        places = [_place("scores", t, split) for t in (scores, key_mask)]
+        rest = [_place("cu_seqlens", t, split) for t in others]
+        rules.append(([result, result, result, full], [*places, None, None, None, *rest]))
+    return rules
+
+
+def _even_splits(*tensors: Any) -> list[int | None]:
+    """None, and what ({B|1}, {heads|1}, Sk) tensors can be split into equal parts by."""
+    given = [t for t in tensors if t is not None]
+    ranks = max(given[0].mesh.shape)
+    splits: list[int | None] = [None]
+    for split in (_BATCH, _HEADS):
+        size = max(t.shape[split] for t in given)
+        if size > 1 and size % ranks == 0:
+            splits.append(split)
+    return splits
+
+
 def _splits(named: dict[str, Any]) -> list[int | None]:
     """None, no split at all, and what can be split into equal parts."""
     if named.get("cu_seqlens_q") is not None:
@@ -100,7 +130,7 @@ def _splits(named: dict[str, Any]) -> list[int | None]:
 
 def _place(name: str, value: Any, split: int | None) -> Any:
     """Where an argument goes: whole to all ranks where it has one entry for all parts."""
-    dims = (_OPERANDS | _LISTS | _RESULTS).get(name)
+    dims = (_OPERANDS | _LISTS | _RESULTS | _SCORES).get(name)
     if value is None or name == "needs" or not hasattr(value, "shape"):
         return None
     if dims is None or split is None:

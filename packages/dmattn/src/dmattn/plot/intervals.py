@@ -1,5 +1,6 @@
 """A picture of how long each key stays in the window."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def lifetimes(
     start, stop = row_intervals(selection, batch, head)
     life, stays = stop - start, stop == selection.query_len
     ax = axes.axes_or_new(ax, 7.2, 4.6)
-    key = torch.arange(len(life))
+    key = torch.arange(len(life), device="cpu")
     seen = life > 0
     if int(seen.sum()) <= _MOST_POINTS:
         _draw_points(ax, key, life, seen & ~stays, seen & stays)
@@ -107,9 +108,10 @@ def _draw_points(ax: Any, key: Tensor, life: Tensor, gone: Tensor, stay: Tensor)
 def _draw_density(ax: Any, key: Tensor, life: Tensor) -> None:
     colors = axes.matplotlib_module("colors")
     high = float(life.max()) * 1.3
+    exact: dict[str, Any] = {"dtype": torch.float64, "device": "cpu"}
     bins = (
-        torch.linspace(0, float(key.max()) + 1, 161).tolist(),
-        torch.logspace(-0.1, float(torch.tensor(high).log10()), 61).tolist(),
+        torch.linspace(0, float(key.max()) + 1, 161, **exact).tolist(),
+        torch.logspace(-0.1, math.log10(high), 61, **exact).tolist(),
     )
     _, _, _, image = ax.hist2d(
         key.tolist(), life.tolist(), bins=bins, norm=colors.LogNorm(), cmap="cividis_r"

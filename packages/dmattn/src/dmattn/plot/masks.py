@@ -52,15 +52,15 @@ def mask(
     if isinstance(keep, KeySelection):
         drawn = _of_selection(keep, batch, head, most)
         causal, first_row = keep.is_causal, keep.first_row if keep.is_causal else 0
-        what = _name(keep)
+        what, alike = _name(keep), not causal
     else:
         causal, first_row = check_bool("is_causal", is_causal), 0
         drawn = _of_tensor(keep, batch, head, causal, most)
-        what = "Mask"
+        what, alike = "Mask", not causal and _rows_are_alike(drawn)
     ax = axes.axes_or_new(ax, 6.4, 5.6)
     _draw(ax, drawn, first_row)
     ax.set(xlabel="key", ylabel="query position" if first_row else "query")
-    ax.set_title(f"{what}\n{_summary(drawn, causal)}", fontsize="medium", loc="left")
+    ax.set_title(f"{what}\n{_summary(drawn, causal, alike)}", fontsize="medium", loc="left")
     axes.save(ax, path)
     return ax
 
@@ -102,11 +102,18 @@ def _name(keep: KeySelection) -> str:
     return f"Selection from {key_len}: at most {axes.thousands(keep.window_size)} for each query"
 
 
-def _summary(drawn: Pixels, is_causal: bool) -> str:
+def _rows_are_alike(drawn: Pixels) -> bool:
+    """Whether every query is known to keep the same keys: blocks of them may keep equal shares."""
+    one_query = int(drawn.rows[-1]) == 1
+    return one_query or (drawn.is_exact and bool((drawn.kept == drawn.kept[:1]).all()))
+
+
+def _summary(drawn: Pixels, is_causal: bool, alike: bool) -> str:
+    """`alike`: that every query keeps the same keys."""
     area = drawn.rows.diff()[:, None] * drawn.keys.diff()
     kept, visible = float((drawn.kept * area).sum()), float((drawn.visible * area).sum())
     rows = drawn.kept.gt(0)
-    if bool((drawn.kept == drawn.kept[:1]).all()) and not is_causal:
+    if alike:
         first = round(float((drawn.kept * drawn.keys.diff())[0].sum()))
         return f"every query keeps the same {axes.keys(first)}"
     share = kept / visible if visible else 0.0

@@ -26,7 +26,7 @@ class Pixels(NamedTuple):
 def edges(length: int, pixels: int) -> Tensor:
     """int64 (n + 1,): `length` places cut into n <= `pixels` blocks of nearly the same size."""
     n = max(1, min(length, pixels))
-    return torch.arange(n + 1) * length // n
+    return torch.arange(n + 1, device="cpu") * length // n
 
 
 def of_selection(selection: "KeySelection", batch: int, head: int, pixels: int) -> Pixels:
@@ -34,7 +34,7 @@ def of_selection(selection: "KeySelection", batch: int, head: int, pixels: int) 
     rows, keys = edges(selection.query_len, pixels), edges(selection.end.shape[2], pixels)
     start, stop = row_intervals(selection, batch, head)
     kept = _entries(start, stop, rows, keys)
-    key = torch.arange(len(start))
+    key = torch.arange(len(start), device="cpu")
     first = (key - selection.first_row) if selection.is_causal else torch.zeros_like(key)
     return _shares(kept, _visible(first, rows, keys), rows, keys)
 
@@ -43,13 +43,13 @@ def of_tensor(mask: Tensor, is_causal: bool, pixels: int) -> Pixels:
     """The pixels of a bool (Sq, Sk), read in blocks of rows; it may be an expanded view."""
     query_len, key_len = mask.shape
     rows, keys = edges(query_len, pixels), edges(key_len, pixels)
-    key = torch.arange(key_len)
+    key = torch.arange(key_len, device="cpu")
     first = (key - (key_len - query_len)) if is_causal else torch.zeros_like(key)
     counts = []
     for a, b in zip(rows[:-1].tolist(), rows[1:].tolist(), strict=True):
         block = mask[a:b].cpu()
         if is_causal:
-            block = block & (first <= torch.arange(a, b)[:, None])
+            block = block & (first <= torch.arange(a, b, device="cpu")[:, None])
         counts.append(sums(block.sum(0), keys))
     return _shares(torch.stack(counts).double(), _visible(first, rows, keys), rows, keys)
 
@@ -63,7 +63,7 @@ def row_intervals(selection: "KeySelection", batch: int, head: int) -> tuple[Ten
     query_len = selection.query_len
     if not selection.is_causal:
         return torch.zeros_like(end), (end > 0) * query_len
-    start = (torch.arange(len(end)) - selection.first_row).clamp(0, query_len)
+    start = (torch.arange(len(end), device="cpu") - selection.first_row).clamp(0, query_len)
     return start, torch.maximum(start, (end - selection.first_row).clamp(0, query_len))
 
 
@@ -75,7 +75,7 @@ def _visible(first: Tensor, rows: Tensor, keys: Tensor) -> Tensor:
 
 def _entries(start: Tensor, stop: Tensor, rows: Tensor, keys: Tensor) -> Tensor:
     """float64 (rows, keys): how many (i, j) with start[j] <= i < stop[j] lie in each pixel."""
-    column = torch.bucketize(torch.arange(len(start)), keys, right=True) - 1
+    column = torch.bucketize(torch.arange(len(start), device="cpu"), keys, right=True) - 1
     count = len(keys) - 1
     before = _rows_since(start, column, rows, count) - _rows_since(stop, column, rows, count)
     return before.diff(dim=0)

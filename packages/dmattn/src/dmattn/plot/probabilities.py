@@ -103,7 +103,7 @@ def attention(
     keys = edges(problem.k.shape[1], most)
     if row is not None:
         row = axes.check_entry("row", row, query_len)
-        drawn = _rows_of_head(problem, batch, head, torch.tensor([row]), keys)
+        drawn = _rows_of_head(problem, batch, head, torch.tensor([row], device="cpu"), keys)
         ax = axes.axes_or_new(ax, 7.2, 3.8)
         _draw_row(ax, drawn, keys)
         first = f"Attention of query {row}, head {head}"
@@ -164,8 +164,10 @@ def _probabilities(problem: Problem, batch: int, head: int, rows: Tensor, keys: 
 def _kept(problem: Problem, batch: int, head: int, rows: Tensor) -> tuple[Tensor, Tensor]:
     """bool (rows, Sk) twice: the keys that these rows keep, and those that causality allows."""
     query_len, key_len = problem.q.shape[1], problem.k.shape[1]
-    key, position = torch.arange(key_len), (rows + key_len - query_len)[:, None]
-    visible = key <= position if problem.is_causal else torch.ones(1, key_len, dtype=torch.bool)
+    key, position = torch.arange(key_len, device="cpu"), (rows + key_len - query_len)[:, None]
+    visible = torch.ones_like(key, dtype=torch.bool)[None]
+    if problem.is_causal:
+        visible = key <= position
     keep = visible
     if problem.key_lists is not None:
         end = _of_head(problem.key_lists.end, batch, head, problem)
@@ -199,8 +201,8 @@ def _summary(drawn: _Rows) -> str:
 
 def _draw_matrix(ax: Any, drawn: _Rows, keys: Tensor, query_len: int) -> None:
     colors = axes.matplotlib_module("colors")
-    ground = torch.ones(*drawn.mass.shape, 3)
-    ground[drawn.visible] = torch.tensor(colors.to_rgb(axes.DROPPED)).float()
+    ground = drawn.mass.new_ones(*drawn.mass.shape, 3)
+    ground[drawn.visible] = ground.new_tensor(colors.to_rgb(axes.DROPPED))
     key_len = int(keys[-1])
     how = {
         "extent": (-0.5, key_len - 0.5, query_len - 0.5, -0.5),

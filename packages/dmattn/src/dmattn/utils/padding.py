@@ -133,7 +133,8 @@ def unpad_input_for_concatenated_sequences(
 
     Raises:
         TypeError: hidden_states is no tensor, or attention_mask_in_length is not integer.
-        ValueError: shapes or devices do not fit together.
+        ValueError: shapes or devices do not fit together; or (on the CPU) a length is negative, or
+            a row has not room for its sequences.
     """
     check_tensor("hidden_states", hidden_states)
     lengths = check_tensor("attention_mask_in_length", attention_mask_in_length)
@@ -142,8 +143,10 @@ def unpad_input_for_concatenated_sequences(
             f"attention_mask_in_length: got dtype {lengths.dtype}, wanted an integer dtype"
         )
     _check_mask("attention_mask_in_length", lengths, hidden_states)
+    tokens = lengths.sum(-1, keepdim=True)
+    _check_lengths(lengths, tokens)
     position = torch.arange(lengths.shape[1], device=lengths.device)
-    indices, _, _ = get_unpad_data(position < lengths.sum(-1, keepdim=True))
+    indices, _, _ = get_unpad_data(position < tokens)
     flat = lengths.flatten()
     of_sequences = flat[flat != 0]
     ends = of_sequences.cumsum(0, dtype=torch.int32)
@@ -283,6 +286,23 @@ def _check_range(indices: Tensor, size: int) -> None:
         wrong = indices[(indices < 0) | (indices >= size)]
         if wrong.numel() > 0:
             raise ValueError(f"indices: got {int(wrong[0])}, wanted at least 0 and below {size}")
+
+
+def _check_lengths(lengths: Tensor, tokens: Tensor) -> None:
+    """Raise for rows (B, S) of lengths that are none, where the host can read them.
+
+    tokens: (B, 1), their sums.
+    """
+    if not can_be_read(lengths):
+        return
+    negative, too_many = lengths[lengths < 0], tokens[tokens > lengths.shape[1]]
+    if negative.numel() > 0:
+        raise ValueError(f"attention_mask_in_length: got {int(negative[0])}, wanted at least 0")
+    if too_many.numel() > 0:
+        raise ValueError(
+            f"attention_mask_in_length: got sequences of {int(too_many[0])} tokens in a row, "
+            f"wanted at most {lengths.shape[1]}"
+        )
 
 
 def _check_mask(name: str, mask: Tensor, tokens: Tensor | None) -> None:
