@@ -70,6 +70,15 @@ def test_scale_and_softcap(case: Case) -> None:
     check(case)
 
 
+@pytest.mark.parametrize("softcap", [3e2, 1e4, 1e6, 1e8, 3e38])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_softcap_far_above_the_logits(head_dim: int, softcap: float) -> None:
+    """c * tanh(x / c) is x there, up to c times the error of the tanh."""
+    case = Case(130, 150, softcap=softcap, causal=True, bias="b11k", head_dim=head_dim)
+    check(case)
+    check(case.with_(seqlen_q=1, seqlen_k=300, causal=False, wants=""))
+
+
 @pytest.mark.parametrize("logits", [1e-4, 30.0, 300.0, 3000.0])
 @pytest.mark.parametrize("dtype", target().dtypes)
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
