@@ -35,8 +35,8 @@ from benchmarks.cases import (  # noqa: E402
 
 Row = dict[str, Any]
 PHASES = ("forward", "backward")
-OURS = ("#b5179e", "#f06bc8", "#f7b5e2", "#7209b7", "#b388eb", "#5a189a")
-EARLIER = ("#6d597a", "#a393ad", "#cfc5d6")  # ours with the kernels of another architecture
+OURS = ("#b5179e", "#f06bc8", "#7209b7", "#b388eb", "#f7b5e2", "#5a189a", "#d4a5ff", "#8d4b7e")
+HATCH = "//////"  # of bars of ours with the kernels of another architecture
 MARK = " †"  # of rows that are not of the main run
 READING = (
     "* Shapes: B batch, S sequence length (Sq queries, Sk keys), H query heads (H16/4: 16 over 4 "
@@ -352,20 +352,31 @@ def _slots(rows: list[Row]) -> int:
     return len(bars) + len({case for case, _ in bars}) + 1
 
 
+def _styles(rows: list[Row]) -> dict[str, Row]:
+    """How the bars of each label are drawn: a colour each, hatched with other kernels of ours."""
+    own: dict[str, str] = {}
+    others: dict[str, str] = {}
+    for row in rows:
+        mine = row["label"].startswith("dmattn")
+        (own if mine else others).setdefault(row["contender"].partition("@")[0], "")
+    for those, palette in ((own, OURS), (others, COLORS)):
+        those.update(zip(those, itertools.cycle(palette), strict=False))
+    styles: dict[str, Row] = {}
+    for row in rows:
+        name, _, architecture = row["contender"].partition("@")
+        color = own.get(name) or others[name]
+        style = {"facecolor": "white", "edgecolor": color, "hatch": HATCH}
+        styles[row["label"]] = style if architecture else {"color": color}
+    return styles
+
+
 def _plot_group(rows: list[Row], group: str, gpu: str, path: Path) -> None:
     import matplotlib.pyplot as plt
     from matplotlib.patches import Patch
 
     phases = [phase for phase in PHASES if any(row["phase"] == phase for row in rows)]
     labels = list(dict.fromkeys(row["label"] for row in rows))
-    earlier = list(dict.fromkeys(row["label"] for row in rows if "@" in row["contender"]))
-    ours = [x for x in labels if x.startswith("dmattn") and x not in earlier]
-    others = [x for x in labels if not x.startswith("dmattn")]
-    colors = {
-        label: color
-        for those, palette in ((ours, OURS), (earlier, EARLIER), (others, COLORS))
-        for label, color in zip(those, itertools.cycle(palette), strict=False)
-    }
+    styles = _styles(rows)
     figure, axes = plt.subplots(
         1,
         len(phases),
@@ -382,7 +393,7 @@ def _plot_group(rows: list[Row], group: str, gpu: str, path: Path) -> None:
                     r for r in rows if (r["case"], r["phase"], r["label"]) == (case, phase, label)
                 ]
                 if found:
-                    axis.barh(position, found[0]["ms"], 0.85, color=colors[label])
+                    axis.barh(position, found[0]["ms"], 0.85, **styles[label])
                     axis.annotate(
                         f" {found[0]['ms']:.3g}",
                         (found[0]["ms"], position),
@@ -401,12 +412,16 @@ def _plot_group(rows: list[Row], group: str, gpu: str, path: Path) -> None:
         axis.set_title(phase, fontsize=9)
         axis.margins(x=0.14)
         axis.spines[["top", "right"]].set_visible(False)
-    handles = [Patch(color=colors[label]) for label in labels]
+    named = [label for label in labels if "hatch" not in styles[label]]
+    handles = [Patch(**styles[label]) for label in named]
+    for words in dict.fromkeys(label.rpartition(", ")[2] for label in labels if label not in named):
+        handles.append(Patch(facecolor="white", edgecolor="#444444", hatch=HATCH))
+        named.append(f"the same, {words}")
     figure.suptitle(f"{group}, {gpu}, bf16", fontsize=10)
     figure.tight_layout()
     figure.legend(
         handles,
-        labels,
+        named,
         loc="upper center",
         bbox_to_anchor=(0.5, 0.02),
         ncols=3,
