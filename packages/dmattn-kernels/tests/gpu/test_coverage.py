@@ -48,7 +48,7 @@ def _launched(family: str) -> set[str]:
     env["PYTHONPATH"] = os.pathsep.join(folders)
     command = [sys.executable, "-c", PROGRAM]
     done = subprocess.run(
-        command, env=env, capture_output=True, text=True, timeout=280, check=False
+        command, env=env, capture_output=True, text=True, timeout=400, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout[done.stdout.index("{") :])
