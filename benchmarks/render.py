@@ -354,17 +354,20 @@ def _slots(rows: list[Row]) -> int:
 
 def _styles(rows: list[Row]) -> dict[str, Row]:
     """How the bars of each label are drawn: a colour each, hatched with other kernels of ours."""
-    own: dict[str, str] = {}
-    others: dict[str, str] = {}
-    for row in rows:
-        mine = row["label"].startswith("dmattn")
-        (own if mine else others).setdefault(row["contender"].partition("@")[0], "")
-    for those, palette in ((own, OURS), (others, COLORS)):
-        those.update(zip(those, itertools.cycle(palette), strict=False))
+
+    def colors(mine: bool, palette: tuple[str, ...]) -> dict[str, str]:
+        names = dict.fromkeys(
+            row["contender"].partition("@")[0]
+            for row in rows
+            if row["label"].startswith("dmattn") == mine
+        )
+        return dict(zip(names, itertools.cycle(palette), strict=False))
+
+    color_of = colors(True, OURS) | colors(False, COLORS)
     styles: dict[str, Row] = {}
     for row in rows:
         name, _, architecture = row["contender"].partition("@")
-        color = own.get(name) or others[name]
+        color = color_of[name]
         style = {"facecolor": "white", "edgecolor": color, "hatch": HATCH}
         styles[row["label"]] = style if architecture else {"color": color}
     return styles

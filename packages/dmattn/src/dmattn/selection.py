@@ -613,15 +613,16 @@ def listed_boundaries(cu_seqlens: Any) -> list[int]:
     return [check_int("cu_seqlens", x, wanted=wanted) for x in given]
 
 
-def check_boundary_tensor(cu_seqlens: Tensor) -> None:
+def check_boundary_tensor(cu_seqlens: Any, name: str = "cu_seqlens") -> Tensor:
     """Raise unless its dtype and shape are right; its values are not looked at."""
-    check_tensor_dtype("cu_seqlens", check_tensor("cu_seqlens", cu_seqlens), _INTEGERS)
-    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
-        shape = tuple(cu_seqlens.shape)
-        raise ValueError(f"cu_seqlens: got shape {shape}, wanted (documents + 1,)")
+    bounds = check_tensor(name, cu_seqlens, "an integer tensor")
+    check_tensor_dtype(name, bounds, _INTEGERS)
+    if bounds.dim() != 1 or bounds.shape[0] < 1:
+        raise ValueError(f"{name}: got shape {tuple(bounds.shape)}, wanted (documents + 1,)")
+    return bounds
 
 
-def to_int32(cu_seqlens: Tensor, key_len: int) -> Tensor:
+def to_int32(cu_seqlens: Tensor, key_len: int = 2**31 - 2) -> Tensor:
     """The same boundaries; wrong ones stay wrong rather than turning into any int32."""
     if cu_seqlens.dtype == torch.int32:
         return cu_seqlens

@@ -153,21 +153,6 @@ def check_mask(name: str, value: Any) -> Tensor:
     raise TypeError(f"{name}: got dtype {mask.dtype}, wanted torch.bool (True = attend){hint}")
 
 
-def check_boundaries(name: str, value: Any) -> Tensor:
-    """Where packed sequences begin and end, as int32: an integer tensor (sequences + 1,).
-
-    Raises:
-        TypeError: it is no tensor, or of another dtype.
-        ValueError: it has another shape.
-    """
-    bounds = check_tensor(name, value, "an integer tensor")
-    if not is_integer(bounds.dtype):
-        raise TypeError(f"{name}: got dtype {bounds.dtype}, wanted an integer dtype")
-    if bounds.dim() != 1 or len(bounds) < 1:
-        raise ValueError(f"{name}: got shape {tuple(bounds.shape)}, wanted (sequences + 1,)")
-    return bounds.to(torch.int32)
-
-
 def check_longest(name: str, value: Any, bounds: Tensor) -> int:
     """The length of the longest sequence; None asks the boundaries, for which the host waits.
 

@@ -283,7 +283,7 @@ def _whole_bounds(cu_seqlens: Any, device: torch.device) -> tuple[Tensor, list[i
         stays = cu_seqlens.is_cuda and cu_seqlens.device == device
         if stays or torch.compiler.is_compiling():
             check_boundary_tensor(cu_seqlens)
-            return to_int32(cu_seqlens, 2**31 - 2).to(device), None
+            return to_int32(cu_seqlens).to(device), None
     bounds = read_boundaries(cu_seqlens, None)
     return torch.tensor(bounds, dtype=torch.int32, device="cpu").to(
         device, non_blocking=True

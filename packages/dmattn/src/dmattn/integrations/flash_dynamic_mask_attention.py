@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from dmattn.arguments import without_nan
 from dmattn.functional import flash_dmattn_func
+from dmattn.selection import check_boundary_tensor, to_int32
 from dmattn.utils.mask import top_window_mask
 from dmattn.validation import (
     check_bool,
-    check_boundaries,
     check_dtype,
     check_int,
     check_longest,
@@ -256,7 +256,7 @@ def _boundaries(name: str, kwargs: dict[str, Any]) -> Tensor:
     """int32 boundaries; where only those of queries or of keys are given, they count for both."""
     other = name[:-1] + ("k" if name.endswith("q") else "q")
     given = kwargs.get(name) if kwargs.get(name) is not None else kwargs.get(other)
-    return check_boundaries(name, given)
+    return to_int32(check_boundary_tensor(given, name))
 
 
 def _per_key(name: str, t: Tensor | None, key_len: int) -> Tensor | None:

@@ -24,7 +24,7 @@ from dmattn import (
     top_window_mask,
 )
 from dmattn.integrations.transformers.interval_mask import IntervalMask
-from dmattn.validation import check_boundaries
+from dmattn.selection import check_boundary_tensor
 
 
 class SeenKeys(NamedTuple):
@@ -135,7 +135,7 @@ def _numbers(boundaries: Any, batch: int, query_len: int, device: torch.device) 
     """(1, Sq): the document of each token."""
     if batch != 1:
         raise ValueError(f"cu_seq_lens_q: got boundaries beside a batch of {batch}, wanted 1")
-    ends = check_boundaries("cu_seq_lens_q", boundaries)[1:].to(device)
+    ends = check_boundary_tensor(boundaries, "cu_seq_lens_q")[1:].to(device)
     token = torch.arange(query_len, device=device, dtype=ends.dtype)
     return torch.searchsorted(ends, token, right=True)[None]
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from dmattn import KeySelection, packed_documents, sliding_window
-from dmattn.validation import check_boundaries, check_longest
+from dmattn.selection import check_boundary_tensor, to_int32
+from dmattn.validation import check_longest
 
 
 class Documents(NamedTuple):
@@ -122,7 +123,8 @@ class VisibleKeys:
             TypeError, ValueError: they are none of that.
         """
         if self._within is None or self._within[0] is not cu_seq_lens:
-            cu_seqlens = check_boundaries("cu_seq_lens_q", cu_seq_lens).to(self.device)
+            bounds = check_boundary_tensor(cu_seq_lens, "cu_seq_lens_q")
+            cu_seqlens = to_int32(bounds).to(self.device)
             longest = check_longest("max_length_q", max_length, cu_seqlens)
             packed = VisibleKeys(
                 self.batch_size,
