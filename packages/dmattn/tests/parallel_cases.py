@@ -9,7 +9,6 @@ the ranks are forked from one that has imported everything and computed nothing.
 
 import functools
 import json
-import multiprocessing
 import os
 import random
 import re
@@ -22,6 +21,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import ranks
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -34,7 +34,6 @@ from dmattn import DynamicMaskAttention, flash_dmattn_func, select_keys
 from dmattn.distributed import context_parallel, context_parallel_attention, exchange
 from dmattn.distributed import groups as groups_of_ranks
 
-TIMEOUT = timedelta(seconds=60)
 DEAD_TIMEOUT = timedelta(seconds=5)
 CASES: dict[str, Callable[[int, int], None]] = {}
 
@@ -633,14 +632,8 @@ def example_trains(rank: int, world: int) -> None:
 # --- processes ------------------------------------------------------------------------------------
 
 
-def join(rank: int, world: int, folder: Path, timeout: timedelta) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(str(folder / f"store{world}"), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
-
-
 def work(rank: int, world: int, folder: Path) -> None:
-    join(rank, world, folder, TIMEOUT)
+    ranks.join(rank, world, folder)
     found = {}
     for name, run in CASES.items():
         try:
@@ -654,7 +647,7 @@ def work(rank: int, world: int, folder: Path) -> None:
 
 def lose_a_rank(rank: int, world: int, folder: Path) -> None:
     """The last rank dies between forward and backward; what the others then raise."""
-    join(rank, world, folder, DEAD_TIMEOUT)
+    ranks.join(rank, world, folder, DEAD_TIMEOUT)
     out = attend(20, learned=True)
     if rank == world - 1:
         os._exit(9)
@@ -668,22 +661,11 @@ def lose_a_rank(rank: int, world: int, folder: Path) -> None:
     os._exit(0)
 
 
-def start(target: Callable[[int, int, Path], None], world: int, folder: Path) -> None:
-    fork = multiprocessing.get_context("fork")
-    ranks = [fork.Process(target=target, args=(rank, world, folder)) for rank in range(world)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(300)
-        if process.is_alive():
-            process.kill()
-
-
 if __name__ == "__main__":
     import torch._inductor.compile_fx  # once, for all ranks
 
     place = Path(sys.argv[1])
     for number in map(int, sys.argv[2:]):
-        start(work, number, place)
+        ranks.start(work, number, place)
     (place / "lost").mkdir()
-    start(lose_a_rank, 3, place / "lost")
+    ranks.start(lose_a_rank, 3, place / "lost")

@@ -5,14 +5,14 @@ test_operators.py.
 """
 
 import itertools
-import os
-import socket
 import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
+import ranks
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 
@@ -21,12 +21,10 @@ from dmattn import flash_dmattn_func
 WORLD = 2
 
 
-def work(rank: int, port: int) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=WORLD)
-    mesh = init_device_mesh("cpu", (WORLD,))
+def work(rank: int, world: int, folder: Path) -> None:
+    ranks.join(rank, world, folder)
+    mesh = init_device_mesh("cpu", (world,))
     torch.manual_seed(0)
-    torch.set_num_threads(1)
     q, k, v = torch.randn(2, 6, 4, 8), torch.randn(2, 7, 2, 8), torch.randn(2, 7, 2, 8)
     bias, mask, dout = torch.randn(1, 2, 1, 7), torch.rand(2, 1, 1, 7) < 0.8, torch.randn_like(q)
     sinks = torch.randn(4)
@@ -53,13 +51,10 @@ def work(rank: int, port: int) -> None:
             assert isinstance(found, DTensor)
             torch.testing.assert_close(found.full_tensor(), wanted)
         if rank == 0:
-            print("equal")
+            print("equal", flush=True)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        number = free.getsockname()[1]
-    mp.spawn(work, args=(number,), nprocs=WORLD)
-    sys.exit(0)
+    with tempfile.TemporaryDirectory() as place:
+        sys.exit(any(ranks.start(work, WORLD, Path(place))))

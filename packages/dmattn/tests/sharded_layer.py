@@ -1,17 +1,15 @@
 """Two processes train a layer whose linear layers are each sharded for themselves (FSDP2, gloo).
 
 Run by `test_modules_adapters.py`. Prints "equal" once per process if output and gradients are those
-of the plain layer. A script of its own, so that the processes are forked from one that has imported
-everything and computed nothing.
+of the plain layer.
 """
 
 import copy
-import multiprocessing
-import os
-import socket
 import sys
-from datetime import timedelta
+import tempfile
+from pathlib import Path
 
+import ranks
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -24,14 +22,13 @@ from dmattn import DynamicMaskAttention
 WORLD = 2
 
 
-def train(rank: int, port: int) -> None:
+def train(rank: int, world: int, folder: Path) -> None:
     """One step, next to the same step of the plain layer."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    dist.init_process_group("gloo", rank=rank, world_size=WORLD, timeout=timedelta(seconds=60))
+    ranks.join(rank, world, folder)
     torch.manual_seed(0)
     plain, x = DynamicMaskAttention(32, 4, 2, window_size=5), torch.randn(2, 12, 32)
     nn.init.normal_(plain.A)
-    layer, mesh = copy.deepcopy(plain), init_device_mesh("cpu", (WORLD,))
+    layer, mesh = copy.deepcopy(plain), init_device_mesh("cpu", (world,))
     for module in list(layer.modules()):
         if isinstance(module, nn.Linear):
             fully_shard(module, mesh=mesh)
@@ -49,19 +46,6 @@ def train(rank: int, port: int) -> None:
     dist.destroy_process_group()
 
 
-def main() -> int:
-    torch.set_num_threads(1)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    fork = multiprocessing.get_context("fork")
-    ranks = [fork.Process(target=train, args=(rank, port)) for rank in range(WORLD)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
-    return max(abs(process.exitcode or 0) for process in ranks)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    with tempfile.TemporaryDirectory() as place:
+        sys.exit(any(ranks.start(train, WORLD, Path(place))))
