@@ -24,11 +24,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import torch
+
 from benchmarks.cases import CASES, Case
 
 CALLS = 3  # calls that a version makes before the other one has its turn
 LIMIT = 1.02
 SMALL_MS = 0.05  # below this the clock's own steps are a few percent
+SERVE = "--serve"  # what the process of one version is started with
 
 Row = dict[str, Any]
 
@@ -43,8 +46,6 @@ def contenders(case: Case) -> list[str]:
 
 def serve() -> None:
     """Answers requests, a line of JSON each, until its input ends."""
-    import torch
-
     from benchmarks.peers import CONTENDERS, calls, make_data
     from benchmarks.timing import Clock, graphed, host_microseconds
 
@@ -99,7 +100,7 @@ class Version:
         if path is not None:
             environment |= {"PYTHONPATH": path}
         self._process = subprocess.Popen(
-            [sys.executable, __file__, "--serve"],
+            [sys.executable, __file__, SERVE],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -163,10 +164,13 @@ def text(row: Row) -> str:
 
 
 def main() -> int:
-    arguments = parse()
-    if arguments.serve:
+    if sys.argv[1:] == [SERVE]:
         serve()
         return 0
+    arguments = parse()
+    if not torch.cuda.is_available():
+        print("no CUDA device: nothing to time", file=sys.stderr)
+        return 1
     versions = [Version(arguments.before), Version(arguments.after)]
     rows: list[Row] = []
     for index, case in enumerate(CASES):
@@ -187,6 +191,7 @@ def main() -> int:
     for version in versions:
         version.close()
     if arguments.json is not None:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
     slower = [row for row in rows if row["ratio"] > LIMIT and row["before_ms"] > SMALL_MS]
     print(f"\n{len(rows)} timings, {len(slower)} more than {LIMIT} times as long:")
@@ -199,9 +204,8 @@ def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("before", nargs="?", default="", help="PYTHONPATH of the earlier version")
-    parser.add_argument("after", nargs="?", default="", help="PYTHONPATH of the later version")
-    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("before", help="PYTHONPATH of the earlier version")
+    parser.add_argument("after", help="PYTHONPATH of the later version")
     parser.add_argument("--cases", nargs="+", help="only cases that contain one of these words")
     parser.add_argument("--skip", nargs="+", default=[], help="no case that contains one of these")
     parser.add_argument("--rounds", type=int, default=7, help="turns of each version")

@@ -399,6 +399,9 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     arguments = parse()
+    if "LOCAL_RANK" not in os.environ:
+        print("wanted to be started by torchrun: see --help", file=sys.stderr)
+        return 1
     on_gpu = torch.cuda.is_available()
     device = torch.device("cpu")
     if on_gpu:
@@ -421,6 +424,7 @@ def main() -> int:
     if dist.get_rank() == 0 and arguments.json is not None:
         name = torch.cuda.get_device_name() if on_gpu else "CPU"
         report = {"device": name, "torch": torch.__version__, "rows": rows}
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(report, indent=1) + "\n")
     dist.destroy_process_group()
     return 0

@@ -166,6 +166,7 @@ def section(results: Row) -> list[str]:
         contender = row["contender"]
         if contender.startswith(("dmattn", "triton", "flex")):
             contender = f"**{contender}**"
-        cells = (row["case"], row["shape"], contender, row.get("quantity", ""), measured(row))
+        value = measured(row).partition(". ")[0]  # of an error the first sentence
+        cells = (row["case"], row["shape"], contender, row.get("quantity", ""), value)
         lines.append("| " + " | ".join(cells) + " |")
     return lines

@@ -103,10 +103,12 @@ def targets(results: Row) -> list[tuple[str, str, float, float]]:
 
 
 def targets_text(results: Row) -> str:
-    lines = [f"{'target':72}{'phase':20}{'got':>8}{'at most':>9}"]
-    for what, phase, got, limit in targets(results):
+    rows = targets(results)
+    wide = max((len(what) for what, *_ in rows), default=0) + 2
+    lines = [f"{'target':{wide}}{'phase':20}{'got':>8}{'at most':>9}"]
+    for what, phase, got, limit in rows:
         verdict = "" if got <= limit else "  MISSED"
-        lines.append(f"{what:72}{phase:20}{got:8.3f}{limit:9.3f}{verdict}")
+        lines.append(f"{what:{wide}}{phase:20}{got:8.3f}{limit:9.3f}{verdict}")
     return "\n".join(lines)
 
 
@@ -444,6 +446,8 @@ def main() -> int:
     parser.add_argument("--markdown", type=Path, default=ROOT / "docs" / "benchmarks.md")
     parser.add_argument("--plots", type=Path, default=ROOT / "docs" / "assets")
     arguments = parser.parse_args()
+    if not arguments.results.is_file():
+        parser.error(f"results: got {arguments.results}, wanted a file that run.py has written")
     results: Row = json.loads(arguments.results.read_text())
     beside = arguments.results.with_name(f"{arguments.results.stem}-models.json")
     models: Row | None = json.loads(beside.read_text()) if beside.is_file() else None

@@ -260,7 +260,10 @@ def choose(arguments: argparse.Namespace) -> list[Case]:
     chosen = [case for case in CASES if case.quick or not arguments.quick]
     if arguments.cases:
         chosen = [case for case in chosen if named(case, arguments.cases)]
-    return [case for case in chosen if not named(case, arguments.skip)]
+    chosen = [case for case in chosen if not named(case, arguments.skip)]
+    if not chosen:
+        raise SystemExit("--cases, --skip: they leave no case, so nothing was timed or written")
+    return chosen
 
 
 def write(results: Row, arguments: argparse.Namespace) -> None:

@@ -492,13 +492,15 @@ def main() -> int:
     if device.type == "cuda" and not torch.cuda.is_available():
         print("no CUDA device: nothing to time", file=sys.stderr)
         return 1
+    chosen = {name: run for name, run in CASES.items() if named(name, arguments.cases)}
+    if not chosen:
+        print(f"--cases: none of {list(CASES)} is meant: nothing to time", file=sys.stderr)
+        return 1
     start = time.monotonic()
     sizes = TINY if arguments.tiny else Sizes()
     bench = Bench(sizes, device, arguments.profile)
     results: Row = {**environment(device), "sizes": dataclasses.asdict(sizes), "rows": []}
-    for name, run in CASES.items():
-        if arguments.cases and not any(word in name for word in arguments.cases):
-            continue
+    for name, run in chosen.items():
         begun, rows = time.monotonic(), list[Row]()
         with failures_noted(rows, {"case": name, "shape": "", "contender": ""}):
             rows += run(bench)
@@ -513,6 +515,10 @@ def main() -> int:
         arguments.json.write_text(json.dumps(results, indent=1) + "\n")
     print(models_table.text(results))
     return 0
+
+
+def named(case: str, words: list[str] | None) -> bool:
+    return not words or any(word in case for word in words)
 
 
 def parse() -> argparse.Namespace:

@@ -18,6 +18,7 @@ import argparse
 import json
 import multiprocessing
 import os
+import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -30,6 +31,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in train_bytes_lm.py
 import torch
 from tqdm import tqdm
 
+from bytes_lm.command import run
 from bytes_lm.device import choose_device, device_name
 from quality.plan import FULL_SIZE, QUICK, SMALL, Setup, plan
 from quality.runs import Run, time_steps, train
@@ -45,16 +47,26 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     size.add_argument("--small", action="store_true", help="small models on recall alone")
     size.add_argument("--quick", action="store_true", help="tiny models, a few steps")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each kind; default 3")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time, a process each")
     parser.add_argument(
         "--steps-scale", type=float, default=1.0, help="train so many times the usual steps"
     )
-    parser.add_argument("--tasks", nargs="+", choices=tuple(FULL_SIZE), help="all unless given")
+    parser.add_argument(
+        "--tasks",
+        nargs="+",
+        metavar="TASK",
+        help="all unless given: " + ", ".join(map(repr, FULL_SIZE)),
+    )
     parser.add_argument(
         "--limit", type=float, metavar="SECONDS", help="stop runs that are not done by then"
     )
-    parser.add_argument("--output", type=Path, default=Path("runs/compare_attention/results.json"))
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("runs/compare_attention/results.json"),
+        help="the results, in place of any that are there; default %(default)s",
+    )
     parser.add_argument("--render", type=Path, metavar="FILE", help="train nothing, draw these")
     parser.add_argument("--docs", type=Path, default=ROOT / "docs", help="where --render writes")
     parser.add_argument("--no-progress", action="store_true", help="no progress bar")
@@ -71,10 +83,13 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     for task in arguments.tasks or ():
         if task not in setups:
             tasks = ", ".join(map(repr, setups))
-            parser.error(f"--tasks: got {task!r} with --small, wanted some of {tasks}")
+            size = " with --small" if arguments.small else ""
+            parser.error(f"--tasks: got {task!r}{size}, wanted some of {tasks}")
     for option, path in (("output", arguments.output), ("render", arguments.render)):
         if path is not None and path.is_dir():
             parser.error(f"--{option}: got the folder {path}, wanted a file")
+    if arguments.render is not None and not arguments.render.is_file():
+        parser.error(f"--render: got {arguments.render}, wanted a file of results")
     return arguments
 
 
@@ -90,9 +105,10 @@ def chosen_runs(arguments: argparse.Namespace) -> list[Run]:
     return plan(setups, arguments.seeds, arguments.steps_scale)
 
 
-def one_thread() -> None:
-    """Processes side by side each take one core."""
+def prepare_process() -> None:
+    """Processes side by side each take one core, and Ctrl-C ends them at once."""
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def trained(
@@ -104,7 +120,7 @@ def trained(
             yield train(run, device.type, deadline, progress)
         return
     context = multiprocessing.get_context("spawn")  # CUDA cannot be forked
-    with ProcessPoolExecutor(jobs, mp_context=context, initializer=one_thread) as pool:
+    with ProcessPoolExecutor(jobs, mp_context=context, initializer=prepare_process) as pool:
         futures = [pool.submit(train, run, device.type, deadline, False) for run in runs]
         errors = []
         for future in tqdm(as_completed(futures), "runs", len(runs), disable=not progress):
@@ -115,6 +131,13 @@ def trained(
                 yield future.result()
     if errors:
         raise ExceptionGroup("some runs failed", errors)
+
+
+def make_parent(output: Path) -> None:
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SystemExit(f"--output: got {output}, wanted a file in a folder: {error}") from error
 
 
 def write(path: Path, results: dict[str, Any]) -> None:
@@ -139,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
     device = choose_device(arguments.device)
     deadline = None if arguments.limit is None else start + arguments.limit
     runs = chosen_runs(arguments)
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
+    make_parent(arguments.output)
     progress = not arguments.no_progress
 
     timed = [run for run in runs if run.config.seed == 0]
@@ -177,4 +200,4 @@ def summary(result: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

@@ -31,6 +31,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in train_bytes_lm.py
 
 import torch
 
+from bytes_lm.command import run
 from bytes_lm.config import GPU_CONFIG, Config
 from bytes_lm.device import choose_device, device_name, half_precision
 from bytes_lm.folder import make_folder
@@ -58,11 +59,14 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         ("seed", 0, "of the requests and the model"),
     ):
         least = 0 if name in ("steps", "seed") else 1
-        parser.add_argument(f"--{name}", type=at_least(least), default=default, help=words)
+        text = f"{words}; default {default}"
+        parser.add_argument(f"--{name}", type=at_least(least), default=default, help=text)
     parser.add_argument(
-        "--rate", type=float, default=8.0, help="requests a second, on average; at least 0.001"
+        "--rate", type=float, default=8.0, help="requests a second on average; default 8"
     )
-    parser.add_argument("--longest", type=at_least(16), default=4096, help="longest prompt")
+    parser.add_argument(
+        "--longest", type=at_least(16), default=4096, help="longest prompt; default 4096"
+    )
     arguments = parser.parse_args(argv)
     if not 0.001 <= arguments.rate < float("inf"):
         parser.error(f"--rate: got {arguments.rate}, wanted a number from 0.001 up")
@@ -207,4 +211,4 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

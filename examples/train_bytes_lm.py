@@ -42,6 +42,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bytes_lm.command import run
 from bytes_lm.config import GPU_CONFIG, Config, complaint
 from bytes_lm.device import choose_device, device_name, half_precision
 from bytes_lm.folder import make_folder
@@ -71,14 +72,20 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         help="spread each context over the processes that torchrun has started",
     )
     parser.add_argument(
-        "--generate", type=int, default=160, metavar="N", help="bytes to write at the end"
+        "--generate",
+        type=int,
+        default=160,
+        metavar="N",
+        help="bytes to write at the end; default 160",
     )
     parser.add_argument("--prompt", help="what they continue; held-out text unless given")
     for field in fields(Config):
+        on_gpu = getattr(GPU_CONFIG, field.name)
+        both = f"default {field.default}"
         parser.add_argument(
             f"--{field.name.replace('_', '-')}",
             type=type(field.default),
-            help=f"default {field.default} on a CPU, {getattr(GPU_CONFIG, field.name)} on a GPU",
+            help=both if on_gpu == field.default else f"{both} on a CPU, {on_gpu} on a GPU",
         )
     arguments = parser.parse_args(argv)
     if arguments.generate < 0:
@@ -303,4 +310,4 @@ def train_and_report(arguments: argparse.Namespace, ranks: Ranks | None) -> dict
 
 
 if __name__ == "__main__":
-    main()
+    run(main)

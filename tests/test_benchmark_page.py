@@ -1,9 +1,16 @@
-"""The page on performance is made from the recorded runs, and says of which run a row is."""
+"""The page on performance is made from the recorded runs, and says of which run a row is.
+
+And the programs that time say in a line what they lack, before they time or write anything.
+"""
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
@@ -57,3 +64,36 @@ def test_a_new_run_of_a_group_takes_the_marks_of_its_rows_away() -> None:
     new = {**recorded(), "rows": [row for row in earlier["rows"] if row["group"] == "decode"]}
     found = run.append(earlier, new)["further_runs"]
     assert [x["groups"] for x in found] == [["key mask: first"], ["decode"]]
+
+
+@pytest.mark.parametrize(
+    "command, words",
+    [
+        ("run.py", "no CUDA device: nothing to time"),
+        ("compare.py before after", "no CUDA device: nothing to time"),
+        ("transformers_models.py", "no CUDA device: nothing to time"),
+        ("transformers_models.py --tiny --cases nope", "--cases: none of ["),
+        ("context_parallel.py", "wanted to be started by torchrun"),
+    ],
+)
+def test_what_cannot_be_timed_is_said_in_a_line(command: str, words: str) -> None:
+    script, *arguments = command.split()
+    if script == "transformers_models.py":
+        pytest.importorskip("transformers")
+    environment = {name: value for name, value in os.environ.items() if name != "LOCAL_RANK"}
+    result = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / script), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment | {"CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert result.returncode == 1 and result.stdout == ""
+    assert words in result.stderr and "Traceback" not in result.stderr
+
+
+def test_a_choice_of_no_case_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would put an empty file in the place of recorded results."""
+    monkeypatch.setattr(sys, "argv", ["run.py", "--cases", "nope"])
+    with pytest.raises(SystemExit, match="--cases, --skip: they leave no case"):
+        run.choose(run.parse())

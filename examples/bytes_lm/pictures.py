@@ -87,15 +87,17 @@ def plot_paths(path: Path, histories: Mapping[str, History], title: str) -> None
     for name, history in histories.items():
         label = f"{labels[name]}: held-out {history.heldout[-1][1]:.3f} at the end"
         top.plot(range(1, len(history.train) + 1), history.train, label=label, **styles[name])
-    for name in others:
-        gaps = differences(histories[name], histories[reference])
+    apart = {name: differences(histories[name], histories[reference]) for name in others}
+    for name, gaps in apart.items():
         # A gap of nothing has no place on a logarithmic axis.
         drawn = [gap if gap > 0 else float("nan") for gap in gaps]
         style = styles[name] | {"ls": "none", "marker": ".", "ms": 3}
         bottom.plot(range(1, len(gaps) + 1), drawn, label=labels[name], **style)
     top.set(ylabel="training loss, bits per byte", title=title)
     top.set_ylim(0, 8.5)
-    bottom.set(xlabel="training step", ylabel="difference, bits per byte", yscale="log")
+    bottom.set(xlabel="training step", ylabel="difference, bits per byte")
+    if any(gap > 0 for gaps in apart.values() for gap in gaps):  # else there is no scale to choose
+        bottom.set_yscale("log")
     bottom.set_title(f"distance from the run with {labels[reference]}", fontsize="medium")
     for ax in (top, bottom):
         ax.grid(alpha=0.25)

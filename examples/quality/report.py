@@ -258,7 +258,7 @@ def plot_costs(path: Path, results: Results) -> None:
             at = [i + 0.27 * (place - 1) for i in range(len(tasks))]
             bars = ax.bar(at, values, 0.25, color=COLORS[attention], label=attention)
             ax.bar_label(bars, [form.format(v) for v in values], fontsize="small", padding=1)
-        names = [f"{TASKS[t]}, context {results['setups'][t]['config']['length']}" for t in tasks]
+        names = [f"{TASKS[t]},\ncontext {results['setups'][t]['config']['length']}" for t in tasks]
         ax.set_xticks(range(len(tasks)), names)
         ax.set(ylabel=words)
         ax.margins(y=0.15)

@@ -32,6 +32,7 @@ def _no_known_calls() -> None:
 # The source distribution of the package comes without the repository's example.
 if not (Path(__file__).parents[3] / "examples").is_dir():
     collect_ignore = [
+        "test_compare_attention.py",
         "test_modules_example.py",
         "test_modules_generation.py",
         "test_modules_serving.py",

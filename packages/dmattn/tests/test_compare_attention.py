@@ -74,6 +74,8 @@ def test_stops_in_time(example: SimpleNamespace, tmp_path: Path) -> None:
     "arguments, words",
     [
         (("--small", "--tasks", "text"), "--tasks: got 'text' with --small, wanted some of 'rec"),
+        (("--quick", "--tasks", "nope"), "--tasks: got 'nope', wanted some of 'recall'"),
+        (("--render=nothing.json",), "--render: got nothing.json, wanted a file of results"),
         (("--quick", "--output=."), "--output: got the folder ., wanted a file"),
         (("--quick", "--steps-scale=inf"), "--steps-scale: got inf, wanted a positive number"),
     ],

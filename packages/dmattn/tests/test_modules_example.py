@@ -101,6 +101,23 @@ def test_mask_paths_side_by_side(
     assert dense["train_bits"] == runs["dense"]["train_bits"]
 
 
+def test_runs_that_do_not_differ_are_drawn(example: ModuleType, tmp_path: Path) -> None:
+    """As a few steps in float32 may not; a logarithmic axis then has nothing to show."""
+    pictures = importlib.import_module("bytes_lm.pictures")
+    history = example.History([8.0, 7.0], [(0, 8.0), (2, 7.0)], 1.0, 1.0)
+    pictures.plot_paths(tmp_path / "paths.png", {"window": history, "dense": history}, "a title")
+    assert (tmp_path / "paths.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_ctrl_c_ends_with_a_line(example: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as stop:
+        example.run(interrupted)
+    assert stop.value.code == 130 and capsys.readouterr().err == "\nstopped\n"
+
+
 @pytest.mark.parametrize("path", ["dense", "both"])
 def test_no_mask_to_compare(example: ModuleType, tmp_path: Path, path: str) -> None:
     arguments = [*SMALL, "--length=32", "--window=32", f"--output-dir={tmp_path}"]
