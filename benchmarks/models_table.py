@@ -166,7 +166,7 @@ def section(results: Row) -> list[str]:
         contender = row["contender"]
         if contender.startswith(("dmattn", "triton", "flex")):
             contender = f"**{contender}**"
-        value = measured(row).partition(". ")[0]  # of an error the first sentence
-        cells = (row["case"], row["shape"], contender, row.get("quantity", ""), value)
+        shown = measured(row).partition(". ")[0]  # of an error the first sentence
+        cells = (row["case"], row["shape"], contender, row.get("quantity", ""), shown)
         lines.append("| " + " | ".join(cells) + " |")
     return lines

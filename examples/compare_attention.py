@@ -83,8 +83,8 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     for task in arguments.tasks or ():
         if task not in setups:
             tasks = ", ".join(map(repr, setups))
-            size = " with --small" if arguments.small else ""
-            parser.error(f"--tasks: got {task!r}{size}, wanted some of {tasks}")
+            beside = " with --small" if arguments.small else ""
+            parser.error(f"--tasks: got {task!r}{beside}, wanted some of {tasks}")
     for option, path in (("output", arguments.output), ("render", arguments.render)):
         if path is not None and path.is_dir():
             parser.error(f"--{option}: got the folder {path}, wanted a file")

@@ -71,7 +71,6 @@ def test_a_new_run_of_a_group_takes_the_marks_of_its_rows_away() -> None:
     [
         ("run.py", "no CUDA device: nothing to time"),
         ("compare.py before after", "no CUDA device: nothing to time"),
-        ("transformers_models.py", "no CUDA device: nothing to time"),
         ("transformers_models.py --tiny --cases nope", "--cases: none of ["),
         ("context_parallel.py", "wanted to be started by torchrun"),
     ],
