@@ -15,7 +15,8 @@ import torch
 import dmattn
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")]
+PAGES += sorted(ROOT.glob("docs/**/*.md"))
 PAGES += sorted(ROOT.glob("packages/*/README.md"))
 TROUBLES = ROOT / "docs/troubleshooting.md"
 # Pages whose blocks go on where the ones before them ended.

@@ -36,7 +36,7 @@ class Verdict:
 def verdict(report_path: Path = REPORT, package: Path = PACKAGE) -> Verdict:
     if not report_path.is_file():
         return Verdict(
-            "missing", f"no GPU report at {report_path}: run `nox -s gpu` on a machine with a GPU"
+            "missing", f"no GPU report at {report_path}: run `./dev gpu` on a machine with a GPU"
         )
     report: dict[str, Any] = json.loads(report_path.read_text())
     about = f"GPU report of {report.get('date')} on {report.get('gpu')}"
@@ -45,7 +45,7 @@ def verdict(report_path: Path = REPORT, package: Path = PACKAGE) -> Verdict:
         return Verdict(
             "stale",
             f"STALE {about}: it vouches for sources {found[:12]}, the tree holds {wanted[:12]}. "
-            "Run `nox -s gpu` on a machine with a GPU and commit the report.",
+            "Run `./dev gpu` on a machine with a GPU and commit the report.",
         )
     if not report.get("ok"):
         return Verdict("failed", f"{about} is fresh, but not everything in it passed")

@@ -169,8 +169,8 @@ class DynamicMaskCache:
     ) -> None:
         """Put a prompt in, in place of whatever the cache held.
 
-        On CUDA the host does not wait, but for one case: without eviction, a padded prompt that is
-        longer than the capacity.
+        On CUDA the host does not wait, except in one case: without eviction, a padded prompt that
+        is longer than the capacity.
 
         Args:
             key, value: (B, S, HK, D) in the dtype of the cache.
@@ -234,7 +234,7 @@ class DynamicMaskCache:
         attend at once, by the keys that each keeps of those held and of the new ones up to itself,
         in time and memory that follow entries + T. So a prompt of any length may go in by chunks.
 
-        The host does not wait for the device, but for one case: without eviction, once the tokens
+        The host does not wait for the device, except in one case: without eviction, once the tokens
         offered so far, inactive ones included, exceed the capacity, it reads `seen`.
 
         Args:

@@ -159,7 +159,7 @@ def flash_dmattn_func(
             differentiated, the bias of the kept keys is. Time grows with Sq * window_size, and
             nothing of size Sq * Sk is formed, unless attn_mask or attn_bias has rows of its own:
             then a mask of that size is made, which is a slow path. With Sk <= window_size nothing
-            is chosen: all keys count but those of NaN or -inf.
+            is chosen: all keys count except those of NaN or -inf.
         return_lse: also return the log-sum-exp of each row.
         backend: the name of one of `get_available_backends` to insist on it, None for the first
             that takes such tensors.
@@ -188,8 +188,8 @@ def flash_dmattn_func(
             seen, within their document. Boundaries that lie in other stretches say nothing here.
             Needs what `state` needs, and Sq = Sk.
 
-    Under torch.autocast for the device of query, query, key and value are cast to its dtype (but
-    those of float64), and so is attn_bias unless it is float32. The arithmetic stays in float32.
+    Under torch.autocast for the device of query, query, key and value are cast to its dtype, except
+    those of float64, and so is attn_bias unless it is float32. The arithmetic stays in float32.
     Finite operands may still give INF or NaN where their dot products exceed float32.
 
     Returns:
@@ -313,14 +313,14 @@ def _known_problem(
 def explain(*arguments: Any, **options: Any) -> str:
     """Which backend `flash_dmattn_func` would use, why not the others, and what makes it slow.
 
-    Takes the arguments of that function. Nothing is computed but the choice of keys, if there is a
-    window_size. For packed sequences there is `explain_varlen`.
+    Takes the arguments of that function. Nothing is computed except the choice of keys, if there is
+    a window_size. For packed sequences there is `explain_varlen`.
 
     Returns:
         Some lines of text, for reading.
 
     Raises:
-        TypeError, ValueError: as `flash_dmattn_func`, but for what single backends refuse.
+        TypeError, ValueError: as `flash_dmattn_func`, except what single backends refuse.
     """
     given = inspect.signature(flash_dmattn_func).bind(*arguments, **options)
     given.apply_defaults()

@@ -203,14 +203,14 @@ def flash_dmattn_varlen_func(
 def explain_varlen(*arguments: Any, **options: Any) -> str:
     """Which backend `flash_dmattn_varlen_func` would use, why not the others, and what slows it.
 
-    Takes the arguments of that function. Nothing is computed but the choice of keys, if there is a
-    window_size.
+    Takes the arguments of that function. Nothing is computed except the choice of keys, if there is
+    a window_size.
 
     Returns:
         Some lines of text, for reading, as `dmattn.explain` does.
 
     Raises:
-        TypeError, ValueError: as `flash_dmattn_varlen_func`, but for what single backends refuse.
+        TypeError, ValueError: as `flash_dmattn_varlen_func`, except what single backends refuse.
     """
     given = inspect.signature(flash_dmattn_varlen_func).bind(*arguments, **options)
     given.apply_defaults()
