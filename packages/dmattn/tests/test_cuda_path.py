@@ -46,12 +46,15 @@ COMMIT_FIELDS = "device draft count k v score position seen"
 
 
 # The types of the compiled module: what it calls its arguments.
-BINDING = Path(__file__).parents[2] / "dmattn-kernels/src/dmattn_kernels/_core.pyi"
+KERNELS = Path(__file__).parents[2] / "dmattn-kernels"
+BINDING = KERNELS / "src/dmattn_kernels/_core.pyi"
 
 
 @functools.cache
 def binding_arguments(struct: str) -> dict[str, bool]:
     """The arguments of a parameter struct's constructor, and whether each may be left out."""
+    if not KERNELS.is_dir():
+        pytest.skip("a source distribution comes without the sources of the kernels")
     tree = ast.parse(BINDING.read_text())
     (cls,) = (x for x in tree.body if isinstance(x, ast.ClassDef) and x.name == struct)
     (init,) = (x for x in cls.body if isinstance(x, ast.FunctionDef) and x.name == "__init__")
