@@ -7,7 +7,7 @@ backward. Lengths along axes of time are chosen to be legible: nothing that they
 FOLDER is docs/assets unless given. Needs matplotlib.
 """
 
-import sys
+import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -428,4 +428,8 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs/assets")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "docs/assets")
+    main(parser.parse_args().folder)

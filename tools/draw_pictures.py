@@ -6,7 +6,7 @@ From made-up scores and the sources of this repository, with fixed random number
 docs/assets unless given. Needs matplotlib.
 """
 
-import sys
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -158,4 +158,8 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT / "docs/assets")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "docs/assets")
+    main(parser.parse_args().folder)
