@@ -139,6 +139,13 @@ def test_both_packages_have_one_version() -> None:
     assert f"\n## {version} " in (ROOT / "CHANGELOG.md").read_text()
 
 
+def test_hooks_have_the_pinned_versions() -> None:
+    pinned = (ROOT / "constraints.txt").read_text().splitlines()
+    hooks = (ROOT / ".pre-commit-config.yaml").read_text()
+    named = re.findall(r"[\w-]+==[\w.]+", hooks)
+    assert named and set(named) <= set(pinned)
+
+
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda path: path.name)
 def test_each_package_carries_the_license(package: Path) -> None:
     assert (package / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
