@@ -7,12 +7,16 @@ that relate several arguments to each other are in `dmattn.checks`.
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+# Private to torch; without it, torch itself says that it cannot read such a tensor.
+_IS_WRAPPED: Callable[[Tensor], bool] | None = getattr(
+    torch._C._functorch, "is_functorch_wrapped_tensor", None
+)
 _TINY, _LARGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
@@ -217,9 +221,11 @@ def can_be_read(t: Tensor) -> bool:
 
 def has_values(t: Tensor) -> bool:
     """Whether the host can look at the values at all: a compiler, a fake tensor and the meta device
-    have none.
+    have none, and what a transform of torch.func wraps may stand for many.
     """
     if torch.compiler.is_compiling() or t.is_meta:
+        return False
+    if _IS_WRAPPED is not None and _IS_WRAPPED(t):
         return False
     return type(t) in (Tensor, torch.nn.Parameter)
 
