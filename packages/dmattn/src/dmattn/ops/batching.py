@@ -22,7 +22,7 @@ from dmattn.key_lists import larger
 from dmattn.ops.arguments import AXES, BATCH, BWD_NAMES, FWD_NAMES, HEADS, PACKED_AXES
 from dmattn.problem import Needs, lse_dtype
 
-Results = tuple[tuple[Tensor, ...], tuple[int | None, ...]]
+Results = tuple[Any, Any]  # a tensor or several, and for each an int or None
 _FORWARD_RESULTS = ("out", "lse", "lse_rest")
 # Of these each entry has its own, also where it shares what it is given: the results are its own.
 _ALWAYS_OWN = {"q", "k", "v", "dout", "dlse", *_FORWARD_RESULTS}
@@ -79,7 +79,7 @@ def along_batch(
     )
 
 
-def one_by_one(call: Callable[..., Any], info: Any, in_dims: Sequence[Any], *given: Any) -> Any:
+def one_by_one(call: Callable[..., Any], info: Any, in_dims: Sequence[Any], *given: Any) -> Results:
     """The rule of any operator: a call for each entry."""
     _check_some(info.batch_size)
     results = []
@@ -137,7 +137,8 @@ class _Fold:
         if self._stands_for_none(name, result, None):
             return result, None
         axis, size = self._axis(name), self._size(operand)
-        parts = result.unflatten(axis, (self._entries, self._room(size)))
+        shape = (*result.shape[:axis], self._entries, self._room(size), *result.shape[axis + 1 :])
+        parts = result.view(shape)
         if self._room(size) != size:
             given: Tensor = self._named[operand]
             parts = parts.sum(axis + 1, keepdim=True).to(given.dtype)
