@@ -72,7 +72,8 @@ def along_batch(
     entries, batch = info.batch_size, reduce(larger, [t.shape[1] for t in tensors])
     for i, t in enumerate(found):
         if isinstance(t, Tensor) and t.dim() > 1:
-            found[i] = t.expand(entries, batch, *t.shape[2:]).flatten(0, 1)
+            own = batch if t.shape[1] == 1 else t.shape[1]  # what does not fit, the operator says
+            found[i] = t.expand(entries, own, *t.shape[2:]).flatten(0, 1)
     results = call(*found)
     return _together(
         (t.unflatten(0, (entries, batch)), 0) if t.dim() > 1 else (t, None) for t in results
@@ -118,7 +119,6 @@ class _Fold:
             # Of a bias that the whole batch shares the kernels sum the gradient in float32.
             shared = self._size("bias") == 1 and self._size("k") != 1
             self._along = HEADS if shared else BATCH
-
         if self._along == HEADS:
             _check_some(entries)
 
