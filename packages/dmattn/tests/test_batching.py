@@ -318,20 +318,18 @@ def test_gradients_of_each_sample_of_a_layer(window_size: int | None) -> None:
 def test_a_bias_in_half_precision_is_rounded_once() -> None:
     """Also where its heads, one for all, have to be widened for the call."""
     torch.manual_seed(0)
-    shapes = {**DENSE, "k": (2, 9, 4, 8), "v": (2, 9, 4, 8), "bias": (1, 1, 1, 9)}
+    shapes = {"q": (2, 9, 8, 8), "k": (2, 40, 8, 8), "v": (2, 40, 8, 8), "bias": (1, 1, 1, 40)}
     operands, dims = operands_of(shapes, "q bias", 0)
     low = [None if t is None else t.bfloat16() for t in operands]
 
     def loss(*given: Any) -> Tensor:
-        out = attend(*given)[0].double()
-        return (out * torch.linspace(-1, 1, out.numel()).view(out.shape)).sum()
+        return attend(*given)[0].double().pow(3).sum()
 
     found = vmap(grad(loss, 4), dims)(*low)
-    exact = vmap(grad(loss, 4), dims)(*(None if t is None else t.double() for t in low))
-    assert found.dtype == torch.bfloat16 and found.shape == low[4].shape
     wanted = torch.stack([grad(loss, 4)(*entry(low, dims, i)) for i in range(ENTRIES)])
-    worst = (wanted.double() - exact).abs().max()
-    assert (found.double() - exact).abs().max() <= 1.1 * worst
+    torch.testing.assert_close(found, wanted, rtol=2**-7, atol=0)
+    # In float32 the heads are added in another order, which hardly ever shows in 8 bits.
+    assert (found != wanted).sum() <= 2
 
 
 @pytest.mark.parametrize(("is_causal", "bounds"), [(False, None), (True, None), (True, [0, 4, 9])])
