@@ -1,7 +1,6 @@
 """Attention inside what training does around it: checkpointing, functional transforms, DDP."""
 
 import functools
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -148,9 +147,7 @@ def test_gradients_of_each_sample(kind: str) -> None:
         return KINDS[kind](q, given[1], given[2], bias, sinks).square().sum()
 
     one = torch.func.grad(loss, argnums=(0, 1, 2))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*batching rule.*")
-        together = torch.func.vmap(one, (0, None, None))(q, *given[3:])
+    together = torch.func.vmap(one, (0, None, None))(q, *given[3:])
     for i in range(3):
         for a, b in zip(together, one(q[i], *given[3:]), strict=True):
             torch.testing.assert_close(a[i], b)

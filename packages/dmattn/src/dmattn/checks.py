@@ -21,7 +21,13 @@ from dmattn.problem import (
     lse_dtype,
     lse_shape,
 )
-from dmattn.validation import check_optional_tensor, check_tensor, is_one_or, one_of
+from dmattn.validation import (
+    check_optional_tensor,
+    check_tensor,
+    is_one_or,
+    one_of,
+    read_integers,
+)
 
 MAX_HEAD_DIM = 256
 # The CUDA kernels read vectors of 8 half-precision elements along head_dim.
@@ -307,7 +313,7 @@ def read_packing(packing: Packing, total_q: int, total_k: int) -> tuple[list[int
 
 
 def _boundaries(name: str, cu_seqlens: Tensor, longest: int, total: int) -> list[int]:
-    bounds: list[int] = cu_seqlens.tolist()
+    bounds = read_integers(cu_seqlens)
     lengths = [b - a for a, b in pairwise(bounds)]
     if bounds[0] != 0 or bounds[-1] != total or any(n < 0 for n in lengths):
         raise ValueError(f"cu_seqlens_{name}: got {bounds}, wanted rising from 0 to {total}")

@@ -7,8 +7,9 @@ through the operators: torch.compile, torch.export, tracing, tensor subclasses, 
 intercept calls. Functorch transforms (torch.func.grad, vmap and the like) take the operators too,
 by functions that tell them how to differentiate.
 
-Beside the flex backend this is the only module that uses private entry points of torch. In a torch
-that lacks one of them every call goes through the operators, slower and otherwise the same.
+Beside the flex backend, and two questions in `dmattn.validation`, this is the only module that uses
+private entry points of torch. In a torch that lacks one of them every call goes through the
+operators, slower and otherwise the same.
 """
 
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from dmattn.backends import registry, sinks
 from dmattn.backends.base import Backend, Operands, Prepared
 from dmattn.key_lists import Selection
 from dmattn.ops import attention as ops
+from dmattn.ops import batching
 from dmattn.ops.selection import select_keys
 from dmattn.ops.sharding import register_for
 from dmattn.problem import Gradients, Needs, Problem, Results, with_one_head_dim
@@ -276,8 +278,6 @@ class _Transformed(torch.autograd.Function):
     Takes and returns what the operator does.
     """
 
-    generate_vmap_rule = True
-
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         found: tuple[Tensor, Tensor, Tensor] = torch.ops.dmattn.fwd(*arguments)
@@ -301,14 +301,16 @@ class _Transformed(torch.autograd.Function):
         return ops.input_gradients(grads, needs)
 
     @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *given: Any) -> batching.Results:
+        return batching.forward(_Transformed.apply, info, in_dims, *given)
+
+    @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> None:
         raise _no_forward_mode()
 
 
 class _TransformedBackward(torch.autograd.Function):
     """dmattn::bwd for functorch, which wants a graph of every backward, if only to refuse it."""
-
-    generate_vmap_rule = True
 
     @staticmethod
     def forward(*arguments: Any) -> tuple[Tensor, ...]:
@@ -322,6 +324,10 @@ class _TransformedBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> None:
         ops.no_double_backward(ctx, *grads)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *given: Any) -> batching.Results:
+        return batching.backward(_TransformedBackward.apply, info, in_dims, *given)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> None:

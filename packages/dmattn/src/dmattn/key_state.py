@@ -295,7 +295,8 @@ def _placed(
     """The first of the lists (B, N, lists, capacity), moved to the end of w entries."""
     # Not indexed: for an index of 0 torch would trace a graph of its own.
     idx, count = idx.narrow(2, 0, 1).squeeze(2), count.narrow(2, 0, 1)
-    entry = count + counting(window_size, idx.device, -window_size)
+    # Older torch gathers by int64 only.
+    entry = (count + counting(window_size, idx.device, -window_size)).long()
     if first_may_be_empty:
         # What is behind the end of a list is 0, and so is where an entry before its start leads.
         return Places(idx.gather(2, entry.remainder(idx.shape[2])).long(), None)

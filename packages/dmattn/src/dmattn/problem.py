@@ -87,10 +87,9 @@ class Problem(NamedTuple):
 
     def with_lists(self, lists: Selection, sliding: int = 0, keeps_own: bool = False) -> "Problem":
         """With key lists in the place of a mask; in less time than `replace`, as for each call."""
-        fields: tuple[Any, ...] = (
-            *(*self[:3], None, *self[4:_KNOWN_OF_LISTS]),
-            *(sliding, keeps_own, self.packing, lists),
-        )
+        given: tuple[Any, ...] = (*self,)  # older torch cannot compile a slice of a named tuple
+        known = (sliding, keeps_own, self.packing, lists)
+        fields: tuple[Any, ...] = (*given[:3], None, *given[4:_KNOWN_OF_LISTS], *known)
         return Problem(*fields)
 
     def without_lists(self, mask: Tensor) -> "Problem":

@@ -42,6 +42,7 @@ from dmattn.validation import (
     has_values,
     is_integer,
     is_one_or,
+    read_integers,
 )
 
 _INTEGERS = (torch.int32, torch.int64)
@@ -596,7 +597,7 @@ def read_boundaries(cu_seqlens: Tensor | Sequence[int], key_len: int | None) -> 
     """cu_seqlens on the host, checked."""
     if isinstance(cu_seqlens, Tensor):
         check_boundary_tensor(cu_seqlens)
-        bounds = cu_seqlens.tolist()
+        bounds = read_integers(cu_seqlens)
     else:
         bounds = listed_boundaries(cu_seqlens)
     check_boundaries(bounds, key_len)

@@ -7,12 +7,17 @@ that relate several arguments to each other are in `dmattn.checks`.
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+# Private to torch. Without them, torch itself says what it cannot read.
+_IS_WRAPPED: Callable[[Tensor], bool] | None = getattr(
+    torch._C._functorch, "is_functorch_wrapped_tensor", None
+)
+_LEVEL: Callable[[], Any] | None = getattr(torch._C._functorch, "maybe_current_level", None)
 _TINY, _LARGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
@@ -217,11 +222,21 @@ def can_be_read(t: Tensor) -> bool:
 
 def has_values(t: Tensor) -> bool:
     """Whether the host can look at the values at all: a compiler, a fake tensor and the meta device
-    have none.
+    have none, and what a transform of torch.func wraps may stand for many.
     """
     if torch.compiler.is_compiling() or t.is_meta:
         return False
+    if _IS_WRAPPED is not None and _IS_WRAPPED(t):
+        return False
     return type(t) in (Tensor, torch.nn.Parameter)
+
+
+def read_integers(t: Tensor) -> list[int]:
+    """The values of a tensor of one dimension that `has_values`."""
+    if _LEVEL is not None and _LEVEL() is not None:
+        return [int(n) for n in t]  # within torch.func.grad, older torch reads single numbers only
+    values: list[int] = t.tolist()
+    return values
 
 
 def check_can_move(name: str, t: Tensor, device: torch.device | None) -> None:

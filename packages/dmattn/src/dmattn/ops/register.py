@@ -1,6 +1,7 @@
-"""Registration of operators with torch: schema, implementations, fake and tags."""
+"""Registration of operators with torch: schema, implementations, fake, batching and tags."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,8 @@ class Operator(NamedTuple):
     # Whether a compiler has to hand over tensors with the strides that eager mode would have: where
     # these decide what is read in place and what is copied.
     exact_strides: bool = False
+    # What torch.func.vmap makes of it: a rule of `dmattn.ops.batching`. None: torch makes a loop.
+    batching: Callable[..., Any] | None = None
 
 
 def register(operator: Operator) -> None:
@@ -30,3 +33,7 @@ def register(operator: Operator) -> None:
     torch.library.impl(operator.name, "cpu", operator.on_cpu)
     torch.library.impl(operator.name, "cuda", operator.on_cuda)
     torch.library.register_fake(operator.name, operator.fake)
+    if operator.batching is not None:
+        namespace, name = operator.name.split("::")
+        call = getattr(getattr(torch.ops, namespace), name)
+        torch.library.register_vmap(operator.name, partial(operator.batching, call))

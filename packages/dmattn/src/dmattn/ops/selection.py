@@ -23,6 +23,7 @@ from dmattn.key_lists import (
     num_blocks,
     num_lists,
 )
+from dmattn.ops import batching
 from dmattn.ops.register import Operator, register
 from dmattn.ops.sharding import register_for
 from dmattn.validation import is_one_or
@@ -335,8 +336,26 @@ def _document_ends(device: ModuleType, cu_seqlens: Tensor, seqlen_k: int) -> Ten
     return ends
 
 
-register(Operator("dmattn::select_keys", _SELECT, _select_cpu, _select_cuda, _empty_selection))
-register(Operator("dmattn::build_key_lists", _BUILD, _build_cpu, _build_cuda, _empty_lists))
+register(
+    Operator(
+        "dmattn::select_keys",
+        _SELECT,
+        _select_cpu,
+        _select_cuda,
+        _empty_selection,
+        batching=batching.along_batch,
+    )
+)
+register(
+    Operator(
+        "dmattn::build_key_lists",
+        _BUILD,
+        _build_cpu,
+        _build_cuda,
+        _empty_lists,
+        batching=batching.along_batch,
+    )
+)
 register(
     Operator(
         "dmattn::document_ends",
@@ -344,5 +363,6 @@ register(
         partial(_document_ends, cpu),
         partial(_document_ends, cuda),
         _empty_ends,
+        batching=batching.one_by_one,
     )
 )

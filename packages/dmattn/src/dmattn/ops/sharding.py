@@ -11,26 +11,11 @@ from typing import Any
 
 import torch
 
-from dmattn.key_lists import Selection
-from dmattn.problem import FLAT_NAMES, Needs
+from dmattn.ops.arguments import AXES, BATCH, BWD_NAMES, FWD_NAMES, HEADS
+from dmattn.problem import Needs
 
 _DTENSOR = "torch.distributed.tensor"
-# Of each tensor among the arguments, in which dimension its batch and its heads are; None: it has
-# no such dimension.
-_OPERANDS: dict[str, tuple[int | None, int]] = {
-    "q": (0, 2),
-    "k": (0, 2),
-    "v": (0, 2),
-    "mask": (0, 1),
-    "bias": (0, 1),
-    "sinks": (None, 0),
-}
-_SCORES = {"scores": (0, 1)}  # (batch, heads, seqlen_k), with the mask of the same dimensions
-_LISTS = {f"sel_{name}": (0, 1) for name in Selection._fields}
-_RESULTS = {"dout": (0, 2), "dlse": (0, 1), "out": (0, 2), "lse": (0, 1), "lse_rest": (0, 1)}
 _FORWARD_OUTPUTS = ("out", "lse", "lse_rest")
-_BACKWARD_ARGUMENTS = ("dout", "dlse", "out", "lse", "lse_rest", "needs")
-_BATCH, _HEADS = 0, 1
 
 
 def register_for(*tensors: object) -> None:
@@ -54,13 +39,12 @@ def _register() -> None:
 
 def _forward_rules(*arguments: Any) -> list[tuple[list[Any], list[Any]]]:
     """The ways to place results and arguments on one dimension of a mesh."""
-    names = (*FLAT_NAMES, "backend")
     rules = []
-    for split in _splits(dict(zip(names, arguments, strict=False))):
-        named = dict(zip(names, arguments, strict=False))
+    for split in _splits(dict(zip(FWD_NAMES, arguments, strict=False))):
+        named = dict(zip(FWD_NAMES, arguments, strict=False))
         places = [_place(name, value, split) for name, value in named.items()]
         with_rest = named.get("bias") is not None
-        outputs = [_shard(_RESULTS[name], split) for name in _FORWARD_OUTPUTS]
+        outputs = [_shard(AXES[name], split) for name in _FORWARD_OUTPUTS]
         if not with_rest:
             outputs[2] = _shard(None, split)
         rules.append((outputs, places))
@@ -70,8 +54,7 @@ def _forward_rules(*arguments: Any) -> list[tuple[list[Any], list[Any]]]:
 def _backward_rules(*arguments: Any) -> list[tuple[list[Any], list[Any]]]:
     from torch.distributed.tensor import Partial
 
-    names = (*_BACKWARD_ARGUMENTS, *FLAT_NAMES, "backend")
-    named = dict(zip(names, arguments, strict=False))
+    named = dict(zip(BWD_NAMES, arguments, strict=False))
     rules = []
     for split in _splits(named):
         places = [_place(name, value, split) for name, value in named.items()]
@@ -95,7 +78,7 @@ def _selection_rules(
     """Of dmattn::select_keys, whose results have the larger batch and heads of its two tensors."""
     rules = []
     for split in _even_splits(scores, key_mask):
-        result = _shard((_BATCH, _HEADS), split)
+        result = _shard((BATCH, HEADS), split)
         full = result if is_causal else _shard(None, split)
         places = [_place("scores", t, split) for t in (scores, key_mask)]
         rest = [_place("cu_seqlens", t, split) for t in others]
@@ -108,7 +91,7 @@ def _even_splits(*tensors: Any) -> list[int | None]:
     given = [t for t in tensors if t is not None]
     ranks = max(given[0].mesh.shape)
     splits: list[int | None] = [None]
-    for split in (_BATCH, _HEADS):
+    for split in (BATCH, HEADS):
         size = max(t.shape[split] for t in given)
         if size > 1 and size % ranks == 0:
             splits.append(split)
@@ -122,15 +105,15 @@ def _splits(named: dict[str, Any]) -> list[int | None]:
     ranks = max(named["q"].mesh.shape)
     splits: list[int | None] = [None]
     if named["q"].shape[0] % ranks == 0:
-        splits.append(_BATCH)
+        splits.append(BATCH)
     if named["k"].shape[2] % ranks == 0:
-        splits.append(_HEADS)
+        splits.append(HEADS)
     return splits
 
 
 def _place(name: str, value: Any, split: int | None) -> Any:
     """Where an argument goes: whole to all ranks where it has one entry for all parts."""
-    dims = (_OPERANDS | _LISTS | _RESULTS | _SCORES).get(name)
+    dims = AXES.get(name)
     if value is None or name == "needs" or not hasattr(value, "shape"):
         return None
     if dims is None or split is None:
