@@ -301,7 +301,7 @@ def test_compiled_and_checkpointed_calls_take_and_return_states() -> None:
     q, k = given["query"].requires_grad_(), given["key"].requires_grad_()
 
     def step(q: Tensor, k: Tensor, state: KeyState) -> Any:
-        return flash_dmattn_func(**given | {"query": q, "key": k, "state": state})
+        return flash_dmattn_func(**{**given, "query": q, "key": k, "state": state})
 
     out, new = step(q, k, state)
     wanted = torch.autograd.grad(out.sum() + new.k.sum(), (q, k))

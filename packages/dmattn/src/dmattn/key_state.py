@@ -221,7 +221,9 @@ def joined(
             where it stands.
     """
     if way is not None:
-        return Keys(*join_keys(first[:3], new[:3], new[3], front, way, place), None)
+        k, v, score, mask = new
+        rows = (first.k, first.v, first.score)
+        return Keys(*join_keys(rows, (k, v, score), mask, front, way, place), None)
     behind, spare = keys_of(*new), front - first.k.shape[1]
     ks, vs = [first.k, behind.k], [first.v, behind.v]
     scores = [first.score, behind.score.to(first.score.dtype)]
@@ -261,8 +263,10 @@ def _best(keys: Keys, window_size: int, way: bool | None) -> tuple[Tensor, Tenso
     if way is None or keys.score.shape[2] == 0:
         return gathered(keys, _best_places(keys.score, window_size))
     end = select_keys(keys.score, None, window_size, 1, False, direct=way).end
-    row = keys.k.shape[1] - 1
-    return keep_keys(row, end, None, keys[:3], keys.position, None, window_size, way)[:4]
+    # Field by field, since older torch cannot compile slices of named tuples.
+    row, rows = keys.k.shape[1] - 1, (keys.k, keys.v, keys.score)
+    kept = keep_keys(row, end, None, rows, keys.position, None, window_size, way)
+    return kept.k, kept.v, kept.score, kept.position
 
 
 def _best_places(score: Tensor, window_size: int) -> Places:
@@ -382,7 +386,8 @@ def check_state(name: str, state: Any, wanted: Wanted) -> KeyState:
             f"{name}: got a state of {state.k.shape[2]} heads, wanted {wanted.heads}, as many as "
             "key, attn_bias or attn_mask have, which must be the same for all stretches"
         )
-    rows, per_head = wanted[:3], (wanted.batch, wanted.heads, wanted.window_size)
+    batch, window_size, heads = wanted.batch, wanted.window_size, wanted.heads
+    rows, per_head = (batch, window_size, heads), (batch, heads, window_size)
     for field, dtype, shape in (
         ("k", wanted.dtype, (*rows, wanted.head_dims[0])),
         ("v", wanted.dtype, (*rows, wanted.head_dims[1])),

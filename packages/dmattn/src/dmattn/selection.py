@@ -433,7 +433,8 @@ def key_only_mask(attn_mask: Tensor, key_len: int) -> Tensor:
             "Pass it to flash_dmattn_func, beside the selection or window_size, or choose the keys "
             "of each row with dmattn.top_window_mask"
         )
-    return mask[:, :, 0].expand(-1, -1, key_len)
+    # Not mask[:, :, 0], by which older torch cannot split a DTensor.
+    return mask[:, :, :1].squeeze(2).expand(-1, -1, key_len)
 
 
 def may_differ_by_row(mask: Tensor) -> bool:

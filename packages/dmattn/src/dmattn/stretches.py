@@ -194,7 +194,8 @@ def checked_stretch(problem: Problem, state: Any, window_size: int, cu_seqlens: 
         score_dtype = torch.promote_types(bias.dtype, torch.float32)
         wanted_state = Wanted(len(k), window_size, heads, dims, k.dtype, score_dtype, k.device)
         check_state("state", state, wanted_state)
-    way = way_without_graph(*problem[1:5], *(() if state is None else tensors_of(state)))
+    given = (k, problem.v, mask, bias)
+    way = way_without_graph(*given, *(() if state is None else tensors_of(state)))
     if cu_seqlens is None:
         return Stretch(problem, state, window_size, None, way)
     starts = check_starts(cu_seqlens, k.device)
