@@ -53,12 +53,13 @@ _BWD_SCHEMA = (
     "(Tensor dout, Tensor? dlse, Tensor out, Tensor lse, Tensor? lse_rest, bool[5] needs, "
     f"{_PROBLEM}) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)"
 )
-_FWD_NAMES = (*FLAT_NAMES, "backend")
-_BWD_NAMES = ("dout", "dlse", "out", "lse", "lse_rest", "needs", *_FWD_NAMES)
+# The arguments in their order.
+FWD_NAMES = (*FLAT_NAMES, "backend")
+BWD_NAMES = ("dout", "dlse", *Results._fields, "needs", *FWD_NAMES)
 # Where the operands of `Needs` are among the arguments.
-_DIFFERENTIABLE = tuple(_FWD_NAMES.index(name) for name in Needs._fields)
+_DIFFERENTIABLE = tuple(FWD_NAMES.index(name) for name in Needs._fields)
 _FWD_DEFAULTS: dict[str, Any] = {
-    **dict.fromkeys(_FWD_NAMES),
+    **dict.fromkeys(FWD_NAMES),
     **Problem._field_defaults,
     "max_seqlen_q": 0,
     "max_seqlen_k": 0,
@@ -97,7 +98,7 @@ def _problem(arguments: dict[str, Any]) -> Problem:
 
 
 def _forward_arguments(given: tuple[Any, ...], named: dict[str, Any]) -> dict[str, Any]:
-    return {**_FWD_DEFAULTS, **dict(zip(_FWD_NAMES, given, strict=False)), **named}
+    return {**_FWD_DEFAULTS, **dict(zip(FWD_NAMES, given, strict=False)), **named}
 
 
 def _forward(*given: Any, **named: Any) -> Results:
@@ -120,7 +121,7 @@ def _backward_arguments(
     given: tuple[Any, ...], named: dict[str, Any]
 ) -> tuple[tuple[Problem, Results, Tensor, Tensor | None, Needs], str | None]:
     """Those of `Backend.backward`, checked, and the name of the backend."""
-    arguments = {**_FWD_DEFAULTS, **dict(zip(_BWD_NAMES, given, strict=False)), **named}
+    arguments = {**_FWD_DEFAULTS, **dict(zip(BWD_NAMES, given, strict=False)), **named}
     if len(arguments["needs"]) != len(Needs._fields):
         wanted = f"wanted {len(Needs._fields)}, one for each of {one_of(Needs._fields)}"
         raise ValueError(f"needs: got {len(arguments['needs'])} entries, {wanted}")
@@ -165,7 +166,7 @@ def saved_call(ctx: Any) -> tuple[Problem, Results, Needs]:
 
 def input_gradients(grads: Gradients, needs: Needs) -> tuple[Tensor | None, ...]:
     """One entry for each argument of dmattn::fwd."""
-    found: list[Tensor | None] = [None] * len(_FWD_NAMES)
+    found: list[Tensor | None] = [None] * len(FWD_NAMES)
     for place, grad, need in zip(_DIFFERENTIABLE, grads, needs, strict=True):
         found[place] = grad if need else None
     return tuple(found)

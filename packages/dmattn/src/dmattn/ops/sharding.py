@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from dmattn.key_lists import Selection
-from dmattn.problem import FLAT_NAMES, Needs
+from dmattn.ops.attention import BWD_NAMES, FWD_NAMES
+from dmattn.problem import Needs
 
 _DTENSOR = "torch.distributed.tensor"
 # Of each tensor among the arguments, in which dimension its batch and its heads are; None: it has
@@ -28,8 +29,6 @@ _OPERANDS: dict[str, tuple[int | None, int]] = {
 _SCORES = {"scores": (0, 1)}  # (batch, heads, seqlen_k), with the mask of the same dimensions
 _LISTS = {f"sel_{name}": (0, 1) for name in Selection._fields}
 _RESULTS = {"dout": (0, 2), "dlse": (0, 1), "out": (0, 2), "lse": (0, 1), "lse_rest": (0, 1)}
-_FORWARD_OUTPUTS = ("out", "lse", "lse_rest")
-_BACKWARD_ARGUMENTS = ("dout", "dlse", "out", "lse", "lse_rest", "needs")
 _BATCH, _HEADS = 0, 1
 
 
@@ -54,15 +53,13 @@ def _register() -> None:
 
 def _forward_rules(*arguments: Any) -> list[tuple[list[Any], list[Any]]]:
     """The ways to place results and arguments on one dimension of a mesh."""
-    names = (*FLAT_NAMES, "backend")
+    named = dict(zip(FWD_NAMES, arguments, strict=False))
     rules = []
-    for split in _splits(dict(zip(names, arguments, strict=False))):
-        named = dict(zip(names, arguments, strict=False))
+    for split in _splits(named):
         places = [_place(name, value, split) for name, value in named.items()]
+        outputs = [_shard(_RESULTS[name], split) for name in ("out", "lse")]
         with_rest = named.get("bias") is not None
-        outputs = [_shard(_RESULTS[name], split) for name in _FORWARD_OUTPUTS]
-        if not with_rest:
-            outputs[2] = _shard(None, split)
+        outputs.append(_shard(_RESULTS["lse_rest"] if with_rest else None, split))
         rules.append((outputs, places))
     return rules
 
@@ -70,8 +67,7 @@ def _forward_rules(*arguments: Any) -> list[tuple[list[Any], list[Any]]]:
 def _backward_rules(*arguments: Any) -> list[tuple[list[Any], list[Any]]]:
     from torch.distributed.tensor import Partial
 
-    names = (*_BACKWARD_ARGUMENTS, *FLAT_NAMES, "backend")
-    named = dict(zip(names, arguments, strict=False))
+    named = dict(zip(BWD_NAMES, arguments, strict=False))
     rules = []
     for split in _splits(named):
         places = [_place(name, value, split) for name, value in named.items()]
