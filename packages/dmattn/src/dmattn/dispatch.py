@@ -7,7 +7,7 @@ through the operators: torch.compile, torch.export, tracing, tensor subclasses, 
 intercept calls. Functorch transforms (torch.func.grad, vmap and the like) take the operators too,
 by functions that tell them how to differentiate.
 
-Beside the flex backend this is the only module that uses private entry points of torch. In a torch
+Who intercepts calls is asked of private entry points of torch, here and nowhere else. In a torch
 that lacks one of them every call goes through the operators, slower and otherwise the same.
 """
 
