@@ -103,11 +103,14 @@ def skipped_when_refused() -> Iterator[None]:
 
 def skip_if_too_large(q: Tensor, k: Tensor) -> None:
     """Skips the test when the target is too slow for q (..., rows, H, D), k (..., keys, HK, D)."""
-    most = target().most_tiles
-    heads = math.prod(q.shape[:-3]) * q.shape[-2]
-    tiles = heads * math.ceil(q.shape[-3] / 128) * math.ceil(k.shape[-3] / 128)
-    if most is not None and tiles > most:
-        pytest.skip(f"{tiles} tiles are too many for {target().name}, which takes up to {most}")
+    heads, rows, keys = math.prod(q.shape[:-3]) * q.shape[-2], q.shape[-3], k.shape[-3]
+    tiles = heads * math.ceil(rows / 128) * math.ceil(keys / 128)
+    for what, count, most in (
+        ("tiles", tiles, target().most_tiles),
+        ("scores", heads * rows * keys, target().most_scores),
+    ):
+        if most is not None and count > most:
+            pytest.skip(f"{count} {what} are too many for {target().name}, of at most {most}")
 
 
 def times(count: int) -> int:

@@ -38,6 +38,7 @@ class Target:
         plugin: a module to import first, which registers the backend; None for those of dmattn.
         most_tiles: problems of more tiles of 128 rows x 128 keys, over all heads, are left out;
             None for a target that is fast enough for all.
+        most_scores: likewise, problems of more pairs of a row and a key, over all heads.
         any_strides: whether head_dim of query, key and value may lie in any direction. The compiled
             kernels refuse all but the innermost one.
         poison: whether fresh buffers are filled with NaN and given margins, see poison.py. Not
@@ -54,6 +55,7 @@ class Target:
     repeats: bool = False
     plugin: str | None = None
     most_tiles: int | None = None
+    most_scores: int | None = None
     any_strides: bool = True
     poison: bool = True
 
@@ -84,6 +86,9 @@ def _cuda(family: str, share: int = 1, repeats: bool = False) -> Target:
     )
 
 
+# For backends that form all scores at once: more of them change nothing but the time they take.
+_MOST_FORMED = 10_000_000
+
 TARGETS = {
     row.name: row
     for row in (
@@ -99,6 +104,7 @@ TARGETS = {
             dtypes=(*HALF, "f32", "f64"),
             share=240,
             plugin="attention.plain_backend",
+            most_scores=_MOST_FORMED,
         ),
         Target(
             name="triton-cpu",
@@ -111,7 +117,15 @@ TARGETS = {
         ),
         # Each case compiles kernels of its own, for seconds.
         Target("triton-cuda", "triton", "cuda", dtypes=(*HALF, "f32"), share=60),
-        Target(*("flex-cpu", "flex", "cpu"), dtypes=(*HALF, "f32", "f64"), share=240, poison=False),
+        Target(
+            name="flex-cpu",
+            backend="flex",
+            device="cpu",
+            dtypes=(*HALF, "f32", "f64"),
+            share=240,
+            most_scores=_MOST_FORMED,
+            poison=False,
+        ),
         Target(*("flex-cuda", "flex", "cuda"), dtypes=(*HALF, "f32"), share=240, poison=False),
     )
 }

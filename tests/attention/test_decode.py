@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attention.cases import OPERAND_SHAPES, Case, build, case_id
-from attention.driver import check, run
+from attention.driver import check, run, times
 
 pytestmark = pytest.mark.each_family
 
@@ -115,7 +115,7 @@ def test_splits_are_summed_in_their_order() -> None:
     """Whichever block ends last: the same bits again and again."""
     problem = build(Case(1, 9000, 2, 8, 2, 128, bias="bk1k", wants=""))
     first = run(problem)
-    for _ in range(30):
+    for _ in range(times(30)):
         again = run(problem)
         assert torch.equal(again.out, first.out) and torch.equal(again.lse, first.lse)
 

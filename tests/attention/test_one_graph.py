@@ -55,7 +55,7 @@ class Attention(nn.Module):
         )
 
 
-@pytest.mark.every_case
+# On the CPU a share of these will do: `test_operators` of the package looks at all kinds there.
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("packed", [False, True])
 def test_functions(packed: bool, kind: str) -> None:

@@ -1,4 +1,4 @@
-"""Settings of the whole suite: few threads, and the same examples in every run."""
+"""Settings of the whole suite: few threads, and the same numbers in every run."""
 
 import os
 from pathlib import Path
@@ -24,8 +24,12 @@ torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
-def _no_known_calls() -> None:
-    """What a test sees of checks and choices must not depend on the tests before it."""
+def _as_if_it_were_the_first_test() -> None:
+    """Numbers, and what is seen of checks and choices, must not depend on the tests before it.
+
+    Which those are depends on how fast the processes are that share the tests.
+    """
+    torch.manual_seed(0)
     known_calls.forget()
 
 

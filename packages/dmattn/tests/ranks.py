@@ -17,11 +17,11 @@ import torch.distributed as dist
 TIMEOUT = timedelta(seconds=60)
 
 
-def join(rank: int, world: int, folder: Path, timeout: timedelta = TIMEOUT) -> None:
+def join(rank: int, world: int, folder: Path) -> None:
     """Meet the other ranks through a file in `folder`, which holds one for each size of a group."""
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / f"store{world}"), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=TIMEOUT)
 
 
 def start(target: Callable[[int, int, Path], None], world: int, folder: Path) -> list[int | None]:

@@ -108,7 +108,7 @@ def test_unknown_and_unusable_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(RuntimeError, match="'cuda', which cannot run here: torch sees no CUDA"):
         flash_dmattn_func_auto("cuda")
-    assert get_available_backends() == ["cpu", "flex"]
+    assert get_available_backends()[:2] == ["cpu", "flex"]
 
 
 def test_cuda_backend_needs_one_usable_device(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,8 +168,9 @@ def preferred(backend: Counting) -> Iterator[Counting]:
 def test_a_backend_is_a_row() -> None:
     """Once in the registry it is listed, found by name, preferred by its place, and computes."""
     case = random_case(bias_shape=(1, 2, 1, 11), is_causal=True)
+    before = get_available_backends()
     with preferred(Counting()) as plain:
-        assert get_available_backends()[0] == "plain"
+        assert get_available_backends() == ["plain", *before]
         leaves = case.requiring_grad()
         results = []
         for backend in (None, "plain", "cpu"):
@@ -183,7 +184,7 @@ def test_a_backend_is_a_row() -> None:
         assert plain.calls == 4
     for a, b in zip(results[1], results[2], strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-13)
-    assert get_available_backends() == ["cpu", "flex"]
+    assert get_available_backends() == before
 
 
 def test_a_backend_says_what_it_does_not_do() -> None:
@@ -316,7 +317,8 @@ def test_devices_that_no_backend_takes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_explain() -> None:
     case = random_case(bias_shape=(1, 2, 1, 11))
-    assert explain(*case.inputs) == (
+    text = explain(*case.inputs)
+    assert text.startswith(
         "backend: cpu\n  not cuda: query: got device cpu, wanted cuda for backend 'cuda'; "
         f"cannot run here: {registry.named('cuda').unavailable()}\n"
         "  not triton: query: got device cpu, wanted a GPU, or TRITON_INTERPRET=1 set before "

@@ -264,6 +264,24 @@ def test_several_changes_at_once(variants: list[Variant]) -> None:
             assert same(outcome(variant), found), variant
 
 
+class Changing:
+    """A number that may be another one at the next call, though it is the same object."""
+
+    def __init__(self, now: float) -> None:
+        self.now = now
+
+    def __float__(self) -> float:
+        return self.now
+
+
+def test_a_number_that_may_change_is_read_each_time() -> None:
+    call, scale = operands(), Changing(0.5)
+    for now in (0.5, 0.5, 2.0):
+        scale.now = now
+        found = flash_dmattn_func(**call, softmax_scale=scale)  # type: ignore[call-overload]
+        assert torch.equal(found, flash_dmattn_func(**call, softmax_scale=now))
+
+
 def test_a_state_is_refused_beside_a_selection_of_a_known_call() -> None:
     given = operands() | {"is_causal": True, "attn_mask": None}
     score = given["attn_bias"]

@@ -6,14 +6,13 @@ import torch
 from torch import Tensor
 
 from dmattn.cache_state import CacheTokens
-from dmattn.checks import HEAD_DIM_MULTIPLE, MAX_HEAD_DIM, check_last_stride
+from dmattn.checks import HEAD_DIM_MULTIPLE, check_head_dim_number, check_last_stride
 from dmattn.selection import KeySelection
 from dmattn.validation import (
     can_be_read,
     check_device,
     check_dtype,
     check_float32,
-    check_int,
     check_optional_tensor,
     check_same_device,
     check_shape,
@@ -40,12 +39,10 @@ def check_cache_device(device: Any) -> torch.device:
 
 def check_cache_head_dim(head_dim: Any, device: torch.device) -> int:
     """A head_dim that attention through a cache serves."""
-    head_dim = check_int("head_dim", head_dim, 1)
-    if head_dim > MAX_HEAD_DIM:
-        raise ValueError(f"head_dim: got {head_dim}, wanted 1 to {MAX_HEAD_DIM}")
-    if device.type == "cuda" and head_dim % HEAD_DIM_MULTIPLE:
-        raise ValueError(f"head_dim: got {head_dim}, wanted a multiple of 8 on CUDA")
-    return int(head_dim)
+    found = check_head_dim_number(head_dim)
+    if device.type == "cuda" and found % HEAD_DIM_MULTIPLE:
+        raise ValueError(f"head_dim: got {found}, wanted a multiple of {HEAD_DIM_MULTIPLE} on CUDA")
+    return found
 
 
 def check_entry_dtype(dtype: Any, device: torch.device) -> torch.dtype:

@@ -7,6 +7,7 @@ is on the path of every call. What a single backend cannot do, the backend says 
 """
 
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from dmattn.problem import (
     lse_shape,
 )
 from dmattn.validation import (
+    check_int,
     check_optional_tensor,
     check_tensor,
     is_one_or,
@@ -77,6 +79,19 @@ def check_head_dim(head_dim: int, name: str = "query") -> None:
     """Raise ValueError unless attention serves this head_dim."""
     if not 1 <= head_dim <= MAX_HEAD_DIM:
         raise ValueError(f"{name}: got head_dim {head_dim}, wanted 1 to {MAX_HEAD_DIM}")
+
+
+def check_head_dim_number(head_dim: Any) -> int:
+    """An argument `head_dim` that attention serves, as an int.
+
+    Raises:
+        TypeError: it is no integer.
+        ValueError: it is out of range.
+    """
+    head_dim = check_int("head_dim", head_dim, 1)
+    if head_dim > MAX_HEAD_DIM:
+        raise ValueError(f"head_dim: got {head_dim}, wanted 1 to {MAX_HEAD_DIM}")
+    return int(head_dim)
 
 
 class StrideError(ValueError):

@@ -7,8 +7,8 @@ through the operators: torch.compile, torch.export, tracing, tensor subclasses, 
 intercept calls. Functorch transforms (torch.func.grad, vmap and the like) take the operators too,
 by functions that tell them how to differentiate.
 
-Beside the flex backend, and two questions in `dmattn.validation`, this is the only module that uses
-private entry points of torch. In a torch that lacks one of them every call goes through the
+Who intercepts calls is asked of private entry points of torch, here and, of functorch, in
+`dmattn.validation`, and nowhere else. In a torch that lacks one of them every call goes through the
 operators, slower and otherwise the same.
 """
 

@@ -355,9 +355,13 @@ def flash_dmattn_func_auto(backend: str | None = None) -> Callable[..., Any]:
     return functools.partial(flash_dmattn_func, backend=backend)
 
 
-def _checked_problem(*arguments: Any, **settings: Any) -> Kept:
-    """`_checked_call` for a sequence that is whole."""
-    return _checked_call(*arguments, **settings)[0]
+def problem_with_keys_chosen(*arguments: Any, **settings: Any) -> Problem:
+    """What arguments of `flash_dmattn_func` mean that speak neither of states nor of documents.
+
+    They are those of `_checked_call`.
+    """
+    (problem, _), _ = _checked_call(*arguments, **settings)
+    return problem
 
 
 def _checked_call(

@@ -20,7 +20,8 @@ from dmattn.kept_keys import KnownWindow, leading_rows
 from dmattn.key_lists import Selection
 from dmattn.problem import Packing, Problem
 
-# A kind takes about 2 KB. Where ever new ones come, such as new lengths, all are forgotten at once.
+# A kind takes about 2 KB. Once there are so many, as where every call has a new length, all are
+# forgotten at once.
 MOST_KINDS = 1024
 
 # Values of these types never change, so that a kind stays what it was.
@@ -144,7 +145,8 @@ def remember(
 ) -> None:
     """Keep what was found for a call, if it is the same for every call of its kind.
 
-    Which it may not be where an option is of another type than `PLAIN_OPTIONS`.
+    It may be another one where the type of an option is none of `PLAIN_OPTIONS`: such an option may
+    change, and its kind stays the same.
 
     Args:
         kind: the call's.

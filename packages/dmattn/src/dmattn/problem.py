@@ -99,7 +99,7 @@ class Problem(NamedTuple):
     def flat(self) -> tuple[Any, ...]:
         """All fields one after the other, in the order of `FLAT_NAMES`."""
         *simple, packing, lists = self
-        return (*simple, *(lists or _NO_LISTS), *(packing or _NO_PACKING))
+        return (*simple, *(lists or _NO_LISTS), *(packing or NO_PACKING))
 
     @staticmethod
     def from_flat(values: Sequence[Any]) -> "Problem":
@@ -148,7 +148,7 @@ _KNOWN_OF_LISTS = _SIMPLE - 2  # settings before those that speak of key lists
 _LISTED = _SIMPLE + len(Selection._fields)
 _TENSORS_LISTED = _OPERANDS + len(Selection._fields)
 _NO_LISTS = (None,) * len(Selection._fields)
-_NO_PACKING = (None, None, 0, 0)
+NO_PACKING = (None, None, 0, 0)  # in the place of the fields of a `Packing`
 
 SETTINGS = Problem._fields[_OPERANDS:_SIMPLE]
 FLAT_NAMES = (
@@ -229,6 +229,11 @@ def with_one_head_dim(problem: Problem) -> Problem:
 def is_per_key(operand: Tensor) -> bool:
     """Whether a packed mask or bias is the same for all rows of a sequence: (heads, Tk)."""
     return operand.dim() == 2
+
+
+def has_rows(operand: Tensor) -> bool:
+    """Whether a mask or bias, dense or packed, may differ between query rows."""
+    return operand.shape[2] > 1 if operand.dim() == 4 else not is_per_key(operand)
 
 
 def empty_results(problem: Problem) -> Results:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dmattn.cache import DynamicMaskCache
 from dmattn.cache_checks import check_slots
-from dmattn.checks import MAX_HEAD_DIM
+from dmattn.checks import check_head_dim_number
 from dmattn.functional import flash_dmattn_func
 from dmattn.modules.linear import Float32Linear
 from dmattn.modules.rotary import apply_rotary, rotary_embedding
@@ -589,12 +589,10 @@ def _check_heads(num_heads: Any, num_kv_heads: Any, num_score_heads: Any) -> tup
 
 
 def _check_head_dim(head_dim: Any, rotary: bool) -> int:
-    head_dim = check_int("head_dim", head_dim, 1)
-    if head_dim > MAX_HEAD_DIM:
-        raise ValueError(f"head_dim: got {head_dim}, wanted 1 to {MAX_HEAD_DIM}")
-    if rotary and head_dim % 2:
-        raise ValueError(f"head_dim: got {head_dim}, wanted an even number for rotary embedding")
-    return int(head_dim)
+    found = check_head_dim_number(head_dim)
+    if rotary and found % 2:
+        raise ValueError(f"head_dim: got {found}, wanted an even number for rotary embedding")
+    return found
 
 
 def _check_rope_theta(rope_theta: Any) -> float | None:

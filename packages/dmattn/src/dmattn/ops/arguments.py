@@ -1,10 +1,10 @@
 """The names of the operators' arguments, and which dimension of each is the batch, or the heads."""
 
 from dmattn.key_lists import Selection
-from dmattn.problem import FLAT_NAMES
+from dmattn.problem import FLAT_NAMES, Results
 
 FWD_NAMES = (*FLAT_NAMES, "backend")
-BWD_NAMES = ("dout", "dlse", "out", "lse", "lse_rest", "needs", *FWD_NAMES)
+BWD_NAMES = ("dout", "dlse", *Results._fields, "needs", *FWD_NAMES)
 
 BATCH, HEADS = 0, 1
 

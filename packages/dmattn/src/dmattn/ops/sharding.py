@@ -15,7 +15,6 @@ from dmattn.ops.arguments import AXES, BATCH, BWD_NAMES, FWD_NAMES, HEADS
 from dmattn.problem import Needs
 
 _DTENSOR = "torch.distributed.tensor"
-_FORWARD_OUTPUTS = ("out", "lse", "lse_rest")
 
 
 def register_for(*tensors: object) -> None:
@@ -40,13 +39,12 @@ def _register() -> None:
 def _forward_rules(*arguments: Any) -> list[tuple[list[Any], list[Any]]]:
     """The ways to place results and arguments on one dimension of a mesh."""
     rules = []
-    for split in _splits(dict(zip(FWD_NAMES, arguments, strict=False))):
-        named = dict(zip(FWD_NAMES, arguments, strict=False))
+    named = dict(zip(FWD_NAMES, arguments, strict=False))
+    for split in _splits(named):
         places = [_place(name, value, split) for name, value in named.items()]
+        outputs = [_shard(AXES[name], split) for name in ("out", "lse")]
         with_rest = named.get("bias") is not None
-        outputs = [_shard(AXES[name], split) for name in _FORWARD_OUTPUTS]
-        if not with_rest:
-            outputs[2] = _shard(None, split)
+        outputs.append(_shard(AXES["lse_rest"] if with_rest else None, split))
         rules.append((outputs, places))
     return rules
 

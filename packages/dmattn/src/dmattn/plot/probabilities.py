@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dmattn.functional import _checked_problem
+from dmattn.functional import problem_with_keys_chosen
 from dmattn.plot import axes
 from dmattn.plot.pixels import edges, sums
 from dmattn.problem import Problem
@@ -82,7 +82,7 @@ def attention(
     """
     most = check_int("pixels", pixels, 1)
     # The value takes no part in the probabilities; the key stands in for it.
-    problem, _ = _checked_problem(
+    problem = problem_with_keys_chosen(
         query,
         key,
         key,

@@ -4,7 +4,7 @@ from torch import Tensor
 
 from dmattn.backends.base import Backend
 from dmattn.backends.cpu import attention
-from dmattn.problem import Gradients, Needs, Problem, Results
+from dmattn.problem import Gradients, Needs, Problem, Results, has_rows
 
 
 class CpuBackend(Backend):
@@ -24,9 +24,7 @@ class CpuBackend(Backend):
         notes = []
         if problem.packing is not None:
             notes.append("packed sequences are computed one after another")
-        mask = problem.mask
-        has_rows = mask is not None and (mask.dim() == 3 or (mask.dim() == 4 and mask.shape[2] > 1))
-        if has_rows:
+        if problem.mask is not None and has_rows(problem.mask):
             notes.append(
                 "attn_mask has rows of its own: all keys are computed, and hidden afterwards; of "
                 "one that is alike for all rows only the kept keys are"

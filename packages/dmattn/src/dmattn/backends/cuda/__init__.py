@@ -20,10 +20,9 @@ class CudaBackend(Backend):
     goes_by_kind = True
 
     def unavailable(self) -> str | None:
-        if not torch.cuda.is_available():
-            return "torch sees no CUDA device"
         reason = "torch sees no CUDA device"
-        for device in range(torch.cuda.device_count()):
+        devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        for device in range(devices):
             try:
                 kernels.check_device(device)
             except RuntimeError as error:

@@ -11,6 +11,7 @@ from dmattn.backends.cuda.kernels import BACKWARD, FORWARD, check_device, launch
 from dmattn.checks import HEAD_DIM_MULTIPLE
 from dmattn.key_lists import Selection, without_spare_lists
 from dmattn.problem import (
+    NO_PACKING,
     Gradients,
     Needs,
     Packing,
@@ -18,8 +19,6 @@ from dmattn.problem import (
     Results,
     empty_gradients,
 )
-
-_NO_PACKING = (None, None, 0, 0)
 
 
 def forward(problem: Problem, for_backward: bool = True) -> Results:
@@ -52,7 +51,7 @@ def forward(problem: Problem, for_backward: bool = True) -> Results:
             0,  # splits: the library chooses
             lists and parts(lists),
             rest,
-            *(packing or _NO_PACKING),
+            *(packing or NO_PACKING),
             known_window(problem),
         )
     if padded:
@@ -107,7 +106,7 @@ def backward(
         problem.deterministic,
         lists and parts(lists),
         rest,
-        *(packing or _NO_PACKING),
+        *(packing or NO_PACKING),
         known_window(problem),
     )
     if padded:

@@ -14,7 +14,7 @@ from dmattn.backends.cuda.attention import known_window
 from dmattn.backends.cuda.kernels import BACKWARD, FORWARD, at_once, launch, parts
 from dmattn.checks import HEAD_DIM_MULTIPLE
 from dmattn.key_lists import num_blocks
-from dmattn.problem import Problem
+from dmattn.problem import NO_PACKING, Problem
 
 
 def suits(problem: Problem) -> bool:
@@ -43,7 +43,7 @@ class PreparedCall(Prepared):
         # With strides, as torch has less to do then.
         self._lse_shape = (batch, nheads, rows)
         self._lse_stride = (nheads * rows, rows, 1)
-        self._no_packing_window = (None, None, 0, 0, known_window(problem))
+        self._no_packing_window = (*NO_PACKING, known_window(problem))
         # 0: the library chooses the number of splits.
         self._forward_settings = (*problem.kernel_settings, 0)
         self._backward_settings = (*problem.kernel_settings, problem.deterministic)

@@ -3,7 +3,7 @@
 from torch import Tensor
 
 from dmattn.checks import HEAD_DIM_MULTIPLE
-from dmattn.problem import Problem
+from dmattn.problem import Problem, has_rows
 
 _TILE_HEAD_DIMS = (64, 128, 256)
 _ODD_ROWS = (
@@ -36,7 +36,7 @@ def _masks(problem: Problem) -> list[str]:
     mask = problem.mask
     if mask is None:
         return []
-    if _has_rows(problem, mask.shape):
+    if has_rows(mask):
         return [
             "attn_mask has rows of its own: it is packed into bits first, and only tiles of which "
             "it keeps nothing are skipped; of one that is alike for all rows single keys are"
@@ -54,10 +54,10 @@ def _masks(problem: Problem) -> list[str]:
 
 def _biases(problem: Problem) -> list[str]:
     bias = problem.bias
-    if bias is None or not _has_rows(problem, bias.shape):
+    if bias is None or not has_rows(bias):
         return []
     mask = problem.mask
-    beside_keys = mask is not None and not _has_rows(problem, mask.shape)
+    beside_keys = mask is not None and not has_rows(mask)
     if bias.dtype == problem.q.dtype and bias.stride(-1) == 1 and not beside_keys:
         return [] if _starts_rows_on_16_bytes(bias) else [_ODD_ROWS]
     return [
@@ -80,8 +80,3 @@ def _settings(problem: Problem) -> list[str]:
     if problem.deterministic:
         notes.append("deterministic: the parts of gradients are added one after another")
     return notes
-
-
-def _has_rows(problem: Problem, shape: tuple[int, ...]) -> bool:
-    """Whether a mask or bias of this shape differs between query rows."""
-    return len(shape) == 3 if problem.packing is not None else shape[2] > 1

@@ -44,7 +44,7 @@ class Kept:
 
         Args:
             place: hashable, all else that it depends on.
-            sources: see there.
+            sources: the tensors that it is made of.
             device: where it is used, on the current stream.
             make: makes it, without a gradient.
         """

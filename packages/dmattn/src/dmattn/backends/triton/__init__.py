@@ -43,9 +43,11 @@ class TritonBackend(Backend):
     def unsupported(self, problem: Problem) -> list[Exception]:
         q = problem.q
         if q.device.type == "cpu" and not is_interpreted():
-            text = "wanted a GPU, or TRITON_INTERPRET=1 set before triton is imported, for backend "
-            text += "'triton'"
-            return [ValueError(f"query: got device {q.device}, {text}")]
+            text = (
+                f"query: got device {q.device}, wanted a GPU, or TRITON_INTERPRET=1 set before "
+                "triton is imported, for backend 'triton'"
+            )
+            return [ValueError(text)]
         wanted = _NO_BFLOAT16 if is_old_nvidia(q.device) else _DTYPES
         if q.dtype not in wanted:
             text = f"wanted {one_of(wanted)} for backend 'triton' on {q.device}"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dmattn.key_lists import BLOCK_ROWS
-from dmattn.problem import Problem, is_per_key
+from dmattn.problem import Problem, has_rows, is_per_key
 
 # How a program finds its keys, as `listed_range` in the kernels.
 ALL_KEYS, ONE_LIST, LIST_PER_BLOCK = 0, 1, 2
@@ -57,9 +57,7 @@ class Operands:
     def has_pairs(self) -> bool:
         """Whether a mask that is read, or the bias, has rows and keys."""
         mask = None if self.mask_is_listed else self.problem.mask
-        given = (t for t in (mask, self.problem.bias) if t is not None)
-        packed = self.problem.packing is not None
-        return any(not is_per_key(t) if packed else t.shape[2] > 1 for t in given)
+        return any(t is not None and has_rows(t) for t in (mask, self.problem.bias))
 
     @property
     def list_heads(self) -> int:
