@@ -19,6 +19,7 @@ from dmattn.distributed import operators
 from dmattn.distributed.groups import Group, Ranks, agree, prepare, process_group, ranks_of
 from dmattn.functional import flash_dmattn_func
 from dmattn.key_lists import behind_rows, smaller
+from dmattn.ops.sharding import is_dtensor
 from dmattn.problem import Problem
 from dmattn.selection import (
     KeySelection,
@@ -206,6 +207,8 @@ def _checked(
     settings: dict[str, Any],
 ) -> _Given:
     window_size = check_window_size(window_size)
+    if not torch.compiler.is_compiling():
+        _check_own(query=query, key=key, value=value, attn_bias=attn_bias, attn_mask=attn_mask)
     check_bool("return_lse", return_lse)  # of no use here, but to be refused before ranks exchange
     scores = check_scores(attn_bias)
     bias = scores.unsqueeze(2) if scores.dim() == 3 else scores
@@ -228,6 +231,16 @@ def _checked(
         return _Given(problem, score, window_size, None, None)
     bounds, known = _whole_bounds(cu_seqlens, score.device)
     return _Given(problem, score, window_size, bounds, known)
+
+
+def _check_own(**tensors: Any) -> None:
+    """Raise for a DTensor, which may hold other tokens than those of this rank."""
+    for name, t in tensors.items():
+        if is_dtensor(t):
+            raise TypeError(
+                f"{name}: got a DTensor, wanted a plain tensor of the tokens of this rank, such as "
+                "what its to_local() returns"
+            )
 
 
 _DENSE_WAY = (

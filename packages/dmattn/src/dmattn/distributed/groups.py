@@ -61,8 +61,8 @@ def process_group(group: Any) -> dist.ProcessGroup:
 
     Raises:
         TypeError: it is none of `Group`.
-        ValueError: a mesh has several dimensions and none is named, or this process is not in the
-            group.
+        ValueError: a mesh has several dimensions and none is named, or not the one that is, or this
+            process is not in the group.
         RuntimeError: torch.distributed is not initialised.
     """
     if not dist.is_available() or not dist.is_initialized():
@@ -81,7 +81,7 @@ def process_group(group: Any) -> dist.ProcessGroup:
             )
         found = group.get_group()
     elif isinstance(group, tuple) and len(group) == 2 and isinstance(group[0], DeviceMesh):
-        found = group[0].get_group(group[1])
+        found = _of_dimension(*group)
     else:
         found = group
     if found is dist.GroupMember.NON_GROUP_MEMBER:
@@ -89,6 +89,19 @@ def process_group(group: Any) -> dist.ProcessGroup:
     if not isinstance(found, dist.ProcessGroup):
         raise TypeError(f"group: got {describe(group)}, wanted {_WANTED}")
     return found
+
+
+def _of_dimension(mesh: DeviceMesh, dim: Any) -> Any:
+    """The group of a dimension of a mesh, by its name or number."""
+    if not isinstance(dim, (int, str)):
+        raise TypeError(f"group: got a DeviceMesh and {describe(dim)}, wanted {_WANTED}")
+    try:
+        return mesh.get_group(dim)
+    except (KeyError, IndexError) as error:
+        raise ValueError(
+            f"group: got a DeviceMesh and {describe(dim)}, wanted one of its {mesh.ndim} "
+            f"dimensions, whose names are {mesh.mesh_dim_names}"
+        ) from error
 
 
 def by_name(name: str) -> dist.ProcessGroup:
