@@ -364,6 +364,24 @@ def split_tensors(rank: int, world: int) -> None:
 
 
 @case
+def transforms(rank: int, world: int) -> None:
+    """Of torch.func, on one rank or on all: refused on all of them."""
+    lengths = [20] * world
+    mine = [part(t, lengths, rank) for t in operands(lengths)]
+
+    def run(x: Tensor) -> Tensor:
+        return context_parallel_attention(mine[0] * x, *mine[1:], window_size=9).sum()
+
+    words = "context parallel attention: got a call within a transform of torch.func"
+    one = torch.ones(())
+    for there in (True, rank == world - 1):
+        for transform, x in ((torch.func.grad, one), (torch.func.vmap, one.expand(2))):
+            call, given = (transform(run), x) if there else (run, one)
+            expect(RuntimeError, words, functools.partial(call, given))
+    run(one)
+
+
+@case
 def gradients_are_the_callers(rank: int, world: int) -> None:
     """What a caller does with gradients and results changes no inputs, nor what comes later."""
     lengths = [40] * world
