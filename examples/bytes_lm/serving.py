@@ -10,6 +10,7 @@ that are equally likely but for rounding the other one may then be written. With
 comes out the same whatever the other rows hold. So an answer depends on nothing but its prompt.
 """
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -32,7 +33,7 @@ _EAGER_CALLS = 3
 class Request:
     """What somebody asks for."""
 
-    arrival: float  # seconds after the start
+    arrival: float  # seconds after the start; any finite number
     prompt: Tensor  # uint8 (S,), S at least 1
     count: int  # bytes to write, at least 1
 
@@ -40,8 +41,11 @@ class Request:
         if self.prompt.dim() != 1 or len(self.prompt) == 0:
             shape = tuple(self.prompt.shape)
             raise ValueError(f"prompt: got shape {shape}, wanted (S,) with at least one byte")
-        if self.count < 1:
-            raise ValueError(f"count: got {self.count}, wanted at least 1")
+        if self.prompt.dtype != torch.uint8:
+            raise TypeError(f"prompt: got dtype {self.prompt.dtype}, wanted torch.uint8")
+        if not math.isfinite(self.arrival):
+            raise ValueError(f"arrival: got {self.arrival}, wanted a finite number")
+        _at_least_one("count", self.count)
 
 
 @dataclass
@@ -58,16 +62,26 @@ class Answer:
         return len(self.text) == self.request.count
 
 
+def _at_least_one(name: str, number: int) -> None:
+    """Of anything else there would be no end."""
+    if not isinstance(number, int):
+        raise TypeError(f"{name}: got {number!r}, wanted an int")
+    if number < 1:
+        raise ValueError(f"{name}: got {number}, wanted at least 1")
+
+
 class Engine:
     """Writes the likeliest bytes for many requests at once; to be used in a `with` statement.
 
     Args:
         model: the model; on a GPU it computes in bfloat16.
-        slots: sequences that are worked on at a time.
-        chunk: bytes of a prompt that go in at a time.
+        slots: sequences that are worked on at a time, at least 1.
+        chunk: bytes of a prompt that go in at a time, at least 1.
     """
 
     def __init__(self, model: BytesLM, slots: int, chunk: int) -> None:
+        _at_least_one("slots", slots)
+        _at_least_one("chunk", chunk)
         self.model = model.eval()
         self.device = next(model.parameters()).device
         self.chunk = chunk
@@ -111,7 +125,13 @@ class Engine:
     def serve(self, requests: Sequence[Request]) -> list[Answer]:
         """Answers in the order of the requests, which arrive by the clock on the wall."""
         answers = [Answer(request) for request in requests]
-        waiting = deque(sorted(answers, key=lambda answer: answer.request.arrival))
+        try:
+            self._work_on(deque(sorted(answers, key=lambda answer: answer.request.arrival)))
+        finally:
+            self._leave_all()
+        return answers
+
+    def _work_on(self, waiting: deque[Answer]) -> None:
         start = time.perf_counter()
         while waiting or self.running:
             now = time.perf_counter() - start
@@ -122,7 +142,13 @@ class Engine:
                 continue
             self._read_chunk(start)
             self._write_bytes(start)
-        return answers
+
+    def _leave_all(self) -> None:
+        """After an error, or Ctrl-C, nobody waits any more for what is not done."""
+        self.running.clear()
+        self.reading.clear()
+        self.active.zero_()
+        self.free = deque(range(len(self.active)))
 
     def serve_alone(self, request: Request) -> Answer:
         """The answer to a request while there is no other."""

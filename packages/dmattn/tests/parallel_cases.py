@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 from dmattn import DynamicMaskAttention, flash_dmattn_func, select_keys
@@ -267,6 +267,12 @@ def groups(rank: int, world: int) -> None:
         for group in ((mesh, "context"), mesh["context"], (mesh, 1), mesh.get_group("context")):
             check(place, [40, 40], operands([40, 40], seed=row), 25, group=group)
         expect(ValueError, "DeviceMesh of 2 dimensions", lambda: attend(40, group=mesh))
+        for dim in ("cp", 2):
+            words = f"group: got a DeviceMesh and {dim!r}"
+            expect(ValueError, words, lambda dim=dim: attend(40, group=(mesh, dim)))
+        for dim in (1.0, None):
+            words = f"group: got a DeviceMesh and {dim!r}"
+            expect(TypeError, words, lambda dim=dim: attend(40, group=(mesh, dim)))
     expect(TypeError, "group: got 'cp'", lambda: attend(40, group="cp"))
 
 
@@ -336,6 +342,41 @@ def wrong_arguments(rank: int, world: int) -> None:
         words = "cu_seqlens (checksum): got "
         expect(ValueError, words, lambda: attend(20, cu_seqlens=shifted))
     attend(20)
+
+
+@case
+def split_tensors(rank: int, world: int) -> None:
+    """DTensors, which know themselves what each rank holds, are refused: on all ranks, by name."""
+    mesh = init_device_mesh("cpu", (world,))
+    lengths = [20] * world
+    whole = operands(lengths)
+    mine: list[Any] = [part(t, lengths, rank) for t in whole]
+    split = [DTensor.from_local(t, mesh, [Shard(1 if t.dim() == 4 else 2)]) for t in mine]
+    for name, place in (("query", 0), ("key", 1), ("value", 2), ("attn_bias", 3)):
+        given = list(mine)
+        if rank == world - 1:
+            given[place] = split[place]
+        call = functools.partial(context_parallel_attention, *given, window_size=9)
+        expect(TypeError, f"{name}: got a DTensor, wanted a plain tensor", call)
+    check(rank, lengths, whole, 9)
+
+
+@case
+def transforms(rank: int, world: int) -> None:
+    """Of torch.func, on one rank or on all: refused on all of them."""
+    lengths = [20] * world
+    mine = [part(t, lengths, rank) for t in operands(lengths)]
+
+    def run(x: Tensor) -> Tensor:
+        return context_parallel_attention(mine[0] * x, *mine[1:], window_size=9).sum()
+
+    words = "context parallel attention: got a call within a transform of torch.func"
+    one = torch.ones(())
+    for there in (True, rank == world - 1):
+        for transform, x in ((torch.func.grad, one), (torch.func.vmap, one.expand(2))):
+            call, given = (transform(run), x) if there else (run, one)
+            expect(RuntimeError, words, functools.partial(call, given))
+    run(one)
 
 
 @case

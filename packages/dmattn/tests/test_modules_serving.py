@@ -45,6 +45,28 @@ def test_each_answer_is_that_of_its_request_alone() -> None:
     assert len(engine.free) == 3 and not engine.running and not engine.active.any()
 
 
+def test_goes_on_after_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = BytesLM(Config(layers=1, width=32, heads=2, kv_heads=1, window=12)).double()
+    prompts = [torch.randint(256, (n,), dtype=torch.uint8) for n in (5, 40, 7)]
+    want = [continue_text(model, prompt, 3, temperature=0.0).text for prompt in prompts]
+    with Engine(model, slots=2, chunk=20) as engine:
+        steps, step = iter([0, 1]), engine._call_step
+
+        def interrupted() -> None:
+            if next(steps, None) is None:
+                raise KeyboardInterrupt
+            step()
+
+        monkeypatch.setattr(engine, "_call_step", interrupted)
+        with pytest.raises(KeyboardInterrupt):  # while one is written and one is read
+            engine.serve([Request(0.0, prompt, 10**9) for prompt in prompts])
+        monkeypatch.setattr(engine, "_call_step", step)
+        assert not engine.running and not engine.reading and not engine.active.any()
+        answers = engine.serve([Request(0.0, prompt, 3) for prompt in prompts])
+    assert [bytes(answer.text) for answer in answers] == want
+
+
 def test_serves_and_leaves_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for needed in ("matplotlib", "tqdm"):
         pytest.importorskip(needed)
@@ -75,3 +97,14 @@ def test_requests_for_nothing_are_refused() -> None:
         Request(0.0, prompt[:0], 1)
     with pytest.raises(ValueError, match="count: got 0, wanted at least 1"):
         Request(0.0, prompt, 0)
+    with pytest.raises(TypeError, match=r"count: got 2\.5, wanted an int"):
+        Request(0.0, prompt, 2.5)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"prompt: got dtype torch\.int64, wanted torch\.uint8"):
+        Request(0.0, prompt.long(), 1)
+    for never in (float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=f"arrival: got {never}, wanted a finite number"):
+            Request(never, prompt, 1)
+    model = BytesLM(Config(layers=1, width=32, heads=2, kv_heads=1, window=12))
+    for name in ("slots", "chunk"):
+        with pytest.raises(ValueError, match=f"{name}: got 0, wanted at least 1"):
+            Engine(model, **({"slots": 1, "chunk": 1} | {name: 0}))

@@ -83,7 +83,7 @@ def attend(problem: Problem, backend: str | None = None) -> tuple[Tensor, Tensor
         registry.check_device(q.device)
     _refuse_forward_mode(q, k, v, bias, sink)
     register_for(q)
-    if _in_functorch():
+    if in_functorch():
         out, lse, _ = _Transformed.apply(*problem.flat(), backend)  # type: ignore[no-untyped-call]
         return out, lse
     return ops.attend(problem, backend)
@@ -301,7 +301,7 @@ class _Transformed(torch.autograd.Function):
         return ops.input_gradients(grads, needs)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *given: Any) -> batching.Results:
+    def vmap(info: Any, in_dims: tuple[Any, ...], *given: Any) -> batching.MappedResults:
         return batching.forward(_Transformed.apply, info, in_dims, *given)
 
     @staticmethod
@@ -326,7 +326,7 @@ class _TransformedBackward(torch.autograd.Function):
         ops.no_double_backward(ctx, *grads)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *given: Any) -> batching.Results:
+    def vmap(info: Any, in_dims: tuple[Any, ...], *given: Any) -> batching.MappedResults:
         return batching.backward(_TransformedBackward.apply, info, in_dims, *given)
 
     @staticmethod
@@ -334,7 +334,8 @@ class _TransformedBackward(torch.autograd.Function):
         raise _no_forward_mode()
 
 
-def _in_functorch() -> bool:
+def in_functorch() -> bool:
+    """Whether this call is within a transform, such as torch.func.grad."""
     return _PROBES is not None and _PROBES[2]() is not None
 
 

@@ -14,11 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dmattn.arguments import check_scores, check_window_size, checked_problem
-from dmattn.dispatch import select
+from dmattn.dispatch import in_functorch, select
 from dmattn.distributed import operators
 from dmattn.distributed.groups import Group, Ranks, agree, prepare, process_group, ranks_of
 from dmattn.functional import flash_dmattn_func
 from dmattn.key_lists import behind_rows, smaller
+from dmattn.ops.sharding import is_dtensor
 from dmattn.problem import Problem
 from dmattn.selection import (
     KeySelection,
@@ -139,9 +140,9 @@ def context_parallel_attention(
             together, such as stretches of unequal lengths without cu_seqlens. On every rank, before
             keys are exchanged. Under torch.compile ranks find out about wrong shapes and dtypes
             together; what a rank refuses while it compiles it raises alone.
-        RuntimeError: torch.distributed is not initialised, another rank met an error of another
-            kind while it looked at its arguments, or a rank does not answer within the timeout of
-            the group.
+        RuntimeError: torch.distributed is not initialised, the call is within a transform of
+            torch.func, another rank met an error of another kind while it looked at its arguments,
+            or a rank does not answer within the timeout of the group.
     """
     ranks = ranks_of(group)
     settings = {"softmax_scale": softmax_scale, "softcap": softcap, "deterministic": deterministic}
@@ -206,6 +207,8 @@ def _checked(
     settings: dict[str, Any],
 ) -> _Given:
     window_size = check_window_size(window_size)
+    if not torch.compiler.is_compiling():
+        _check_plain(query=query, key=key, value=value, attn_bias=attn_bias, attn_mask=attn_mask)
     check_bool("return_lse", return_lse)  # of no use here, but to be refused before ranks exchange
     scores = check_scores(attn_bias)
     bias = scores.unsqueeze(2) if scores.dim() == 3 else scores
@@ -228,6 +231,24 @@ def _checked(
         return _Given(problem, score, window_size, None, None)
     bounds, known = _whole_bounds(cu_seqlens, score.device)
     return _Given(problem, score, window_size, bounds, known)
+
+
+def _check_plain(**tensors: Any) -> None:
+    """Raise for a transform, whose calls each rank may repeat another number of times, and for a
+    DTensor, which may hold other tokens than those of this rank.
+    """
+    if in_functorch():
+        raise RuntimeError(
+            "context parallel attention: got a call within a transform of torch.func, such as grad "
+            "or vmap, wanted one outside of them; torch.autograd.grad finds gradients, and several "
+            "sequences are one batch"
+        )
+    for name, t in tensors.items():
+        if is_dtensor(t):
+            raise TypeError(
+                f"{name}: got a DTensor, wanted a plain tensor of the tokens of this rank, such as "
+                "what its to_local() returns"
+            )
 
 
 _DENSE_WAY = (

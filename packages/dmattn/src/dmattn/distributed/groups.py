@@ -61,8 +61,8 @@ def process_group(group: Any) -> dist.ProcessGroup:
 
     Raises:
         TypeError: it is none of `Group`.
-        ValueError: a mesh has several dimensions and none is named, or this process is not in the
-            group.
+        ValueError: a mesh has several dimensions and none is named, or not the one that is, or this
+            process is not in the group.
         RuntimeError: torch.distributed is not initialised.
     """
     if not dist.is_available() or not dist.is_initialized():
@@ -81,7 +81,7 @@ def process_group(group: Any) -> dist.ProcessGroup:
             )
         found = group.get_group()
     elif isinstance(group, tuple) and len(group) == 2 and isinstance(group[0], DeviceMesh):
-        found = group[0].get_group(group[1])
+        found = _of_dimension(*group)
     else:
         found = group
     if found is dist.GroupMember.NON_GROUP_MEMBER:
@@ -89,6 +89,19 @@ def process_group(group: Any) -> dist.ProcessGroup:
     if not isinstance(found, dist.ProcessGroup):
         raise TypeError(f"group: got {describe(group)}, wanted {_WANTED}")
     return found
+
+
+def _of_dimension(mesh: DeviceMesh, dim: Any) -> Any:
+    """The group of a dimension of a mesh, by its name or number."""
+    if not isinstance(dim, (int, str)):
+        raise TypeError(f"group: got a DeviceMesh and {describe(dim)}, wanted {_WANTED}")
+    try:
+        return mesh.get_group(dim)
+    except (KeyError, IndexError) as error:
+        raise ValueError(
+            f"group: got a DeviceMesh and {describe(dim)}, wanted one of its {mesh.ndim} "
+            f"dimensions, whose names are {mesh.mesh_dim_names}"
+        ) from error
 
 
 def by_name(name: str) -> dist.ProcessGroup:
@@ -157,14 +170,16 @@ def _as_message(facts: Mapping[str, Any], error: Exception | None) -> bytes:
 def _all_gather(group: dist.ProcessGroup, message: bytes) -> list[dict[str, Any]]:
     # Filled up with blanks, which JSON ignores. Bytes as a list: a bytearray would be shared.
     mine = torch.frombuffer(bytearray(message.ljust(MESSAGE_BYTES)), dtype=torch.uint8)
-    everybody = torch.empty(
-        dist.get_world_size(group), MESSAGE_BYTES, dtype=torch.uint8, device=_CPU
-    )
+    # Read in its own memory: a transform of torch.func lets nobody look into tensors.
+    received = bytearray(dist.get_world_size(group) * MESSAGE_BYTES)
+    everybody = torch.frombuffer(received, dtype=torch.uint8)
     if _carries_cpu(group):
-        all_gather(everybody.view(-1), mine, group=group)
+        all_gather(everybody, mine, group=group)
     else:
-        _host_backend(group).allgather([list(everybody.unbind())], [mine]).wait()
-    return [json.loads(bytes(row.numpy())) for row in everybody.unbind()]
+        parts = list(everybody.view(-1, MESSAGE_BYTES).unbind())
+        _host_backend(group).allgather([parts], [mine]).wait()
+    starts = range(0, len(received), MESSAGE_BYTES)
+    return [json.loads(received[start : start + MESSAGE_BYTES]) for start in starts]
 
 
 def _host_backend(group: dist.ProcessGroup) -> Any:

@@ -20,15 +20,16 @@ from torch import Tensor
 
 from dmattn.key_lists import larger
 from dmattn.ops.arguments import AXES, BATCH, BWD_NAMES, FWD_NAMES, HEADS, PACKED_AXES
-from dmattn.problem import Needs, lse_dtype
+from dmattn.problem import Needs, Results, lse_dtype
 
-Results = tuple[Any, Any]  # a tensor or several, and for each an int or None
-_FORWARD_RESULTS = ("out", "lse", "lse_rest")
+MappedResults = tuple[Any, Any]  # a tensor or several, and for each an int or None
 # Of these each entry has its own, also where it shares what it is given: the results are its own.
-_ALWAYS_OWN = {"q", "k", "v", "dout", "dlse", *_FORWARD_RESULTS}
+_ALWAYS_OWN = {"q", "k", "v", "dout", "dlse", *Results._fields}
 
 
-def forward(call: Callable[..., Any], info: Any, in_dims: Sequence[Any], *given: Any) -> Results:
+def forward(
+    call: Callable[..., Any], info: Any, in_dims: Sequence[Any], *given: Any
+) -> MappedResults:
     """The rule of dmattn::fwd."""
     named, dims = (dict(zip(FWD_NAMES, x, strict=False)) for x in (given, in_dims))
     if _have_bounds_of_their_own(dims):
@@ -36,11 +37,13 @@ def forward(call: Callable[..., Any], info: Any, in_dims: Sequence[Any], *given:
     fold = _Fold(named, dims, info.batch_size)
     found = call(*fold.arguments())
     return _together(
-        fold.parted(name, t, "q") for name, t in zip(_FORWARD_RESULTS, found, strict=True)
+        fold.parted(name, t, "q") for name, t in zip(Results._fields, found, strict=True)
     )
 
 
-def backward(call: Callable[..., Any], info: Any, in_dims: Sequence[Any], *given: Any) -> Results:
+def backward(
+    call: Callable[..., Any], info: Any, in_dims: Sequence[Any], *given: Any
+) -> MappedResults:
     """The rule of dmattn::bwd, with the gradients of each entry also where it shares an operand."""
     named, dims = (dict(zip(BWD_NAMES, x, strict=False)) for x in (given, in_dims))
     if _have_bounds_of_their_own(dims):
@@ -56,7 +59,7 @@ def backward(call: Callable[..., Any], info: Any, in_dims: Sequence[Any], *given
 
 def along_batch(
     call: Callable[..., Any], info: Any, in_dims: Sequence[Any], *given: Any
-) -> Results:
+) -> MappedResults:
     """The rule of an operator of tensors ({B|1}, ...), and perhaps of boundaries of documents.
 
     The latter, the only tensors of one dimension, are alike for the whole batch. Results are
@@ -80,7 +83,9 @@ def along_batch(
     )
 
 
-def one_by_one(call: Callable[..., Any], info: Any, in_dims: Sequence[Any], *given: Any) -> Results:
+def one_by_one(
+    call: Callable[..., Any], info: Any, in_dims: Sequence[Any], *given: Any
+) -> MappedResults:
     """The rule of any operator: a call for each entry."""
     _check_some(info.batch_size)
     results = []
@@ -203,6 +208,6 @@ def _have_bounds_of_their_own(dims: dict[str, Any]) -> bool:
     return dims.get("cu_seqlens_q") is not None or dims.get("cu_seqlens_k") is not None
 
 
-def _together(results: Iterable[tuple[Tensor, int | None]]) -> Results:
+def _together(results: Iterable[tuple[Tensor, int | None]]) -> MappedResults:
     tensors, dims = zip(*results, strict=True)
     return tensors, dims

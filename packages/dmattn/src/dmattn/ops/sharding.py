@@ -19,12 +19,14 @@ _DTENSOR = "torch.distributed.tensor"
 
 def register_for(*tensors: object) -> None:
     """Register the rules if one of these is a DTensor; while torch compiles it is too late."""
-    if torch.compiler.is_compiling():
-        return
-    module = sys.modules.get(_DTENSOR)
-    kind = getattr(module, "DTensor", None)
-    if kind is not None and any(isinstance(t, kind) for t in tensors):
+    if not torch.compiler.is_compiling() and any(map(is_dtensor, tensors)):
         _register()
+
+
+def is_dtensor(t: object) -> bool:
+    """Asked without importing DTensor, which who has one has done."""
+    kind = getattr(sys.modules.get(_DTENSOR), "DTensor", None)
+    return kind is not None and isinstance(t, kind)
 
 
 @functools.cache
