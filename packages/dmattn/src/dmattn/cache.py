@@ -196,6 +196,8 @@ class DynamicMaskCache:
             shape = (batch, nheads_k, seqlen)
             check_prompt_selection(selection, self.window_size, shape, self.k.device)
         real = real_tokens(lengths, attn_mask, (batch, seqlen), self.k)
+        if batch == 0:
+            return  # no slot is named, and all stay as they are
         most = seqlen if self.evict else check_prompt_room(seqlen, real, entries)
         if self.evict:
             kept = last_row_keys(score, self.window_size, selection, real)
