@@ -34,6 +34,8 @@ class PlainBackend(Backend):
         out, lse = _attend(problem, _leaves(problem))
         results.out.copy_(out)
         results.lse.copy_(lse)
+        if problem.bias is not None and results.lse_rest is not None:
+            results.lse_rest.copy_((lse - results.lse).nan_to_num(0.0, 0.0, 0.0))
         return results
 
     def backward(

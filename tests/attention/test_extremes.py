@@ -63,6 +63,28 @@ def test_constant_in_the_bias_changes_nothing(offset: float) -> None:
             torch.testing.assert_close(b, a, rtol=0, atol=max(room, 2e-3), msg=name)
 
 
+@pytest.mark.parametrize("offset", [1e8, -1e8])
+def test_constant_in_bias_and_sinks_changes_nothing(offset: float) -> None:
+    """Nor may a sink be weighed against a rounded lse."""
+    case = Case(20, 300, bias="1111", bias_f32=True, sinks="normal", sinks_f32=True, wants="qkvs")
+    problem = build(case).with_(softmax_scale=0.0)
+    assert problem.bias is not None and problem.sinks is not None
+    sinks = torch.arange(len(problem.sinks), device=problem.q.device) % 2 * 8
+    results = [
+        run(
+            problem.with_(
+                bias=torch.full_like(problem.bias, shift),
+                sinks=sinks.to(problem.sinks.dtype) + shift,  # log(300) is between 0 and 8
+            )
+        )
+        for shift in (0.0, offset)
+    ]
+    for (name, a), (_, b) in zip(*(found.items() for found in results), strict=True):
+        if name != "lse":
+            room = 2 * torch.finfo(problem.q.dtype).eps * float(a.abs().max())
+            torch.testing.assert_close(b, a, rtol=0, atol=max(room, 2e-3), msg=name)
+
+
 @pytest.mark.parametrize("dtype", target().dtypes)
 @pytest.mark.parametrize("shape", ["bhqk", "bk1k"])
 def test_bias_of_minus_infinity_is_a_mask(shape: str, dtype: str) -> None:

@@ -246,3 +246,14 @@ def test_autocast_is_named() -> None:
     made_there = make(True, dtype=torch.bfloat16)
     with pytest.raises(TypeError, match=r"query: got dtype torch.float32, .*torch.autocast"):
         made_there.append_and_attend(q, k, v, score)
+
+
+@pytest.mark.parametrize("evict", [True, False])
+@pytest.mark.parametrize("count", [1, 3, 9])
+def test_autocast_changes_no_cache_of_float32(evict: bool, count: int) -> None:
+    cache, other = prefilled(evict, 3), prefilled(evict, 3)
+    step = tokens(count, 1)
+    with torch.autocast("cpu", torch.bfloat16):
+        drafted, out = cache.peek(*step), cache.append_and_attend(*step)
+    torch.testing.assert_close(out, drafted)
+    assert torch.equal(out, other.append_and_attend(*step))

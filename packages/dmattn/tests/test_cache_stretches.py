@@ -250,6 +250,18 @@ def test_slots_that_are_none_are_refused() -> None:
     assert unchanged(cache, before)
 
 
+@pytest.mark.parametrize("evict", [True, False])
+def test_no_slots_are_no_prompt(evict: bool) -> None:
+    cache, none = make(evict), torch.zeros(0, dtype=torch.long)
+    long = [torch.zeros(0, N + 1, HK, D)] * 2 + [torch.zeros(0, HK, N + 1)]
+    cache.prefill(*long, slots=none)
+    assert cache.is_empty
+    cache.peek(*part(sequence(), 0, 2))
+    cache.prefill(*long, slots=none)
+    cache.commit(torch.full((B,), 2))  # nothing has changed, so the draft still stands
+    assert cache.seen.tolist() == [2] * B
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("score_heads", [2, 4])
 @pytest.mark.parametrize("evict", [True, False])

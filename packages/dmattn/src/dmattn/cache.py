@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from dmattn.arguments import without_autocast
 from dmattn.backends.cpu import cache as cpu
 from dmattn.backends.cuda import cache as cuda
 from dmattn.cache_blocks import Block
@@ -195,6 +196,8 @@ class DynamicMaskCache:
             shape = (batch, nheads_k, seqlen)
             check_prompt_selection(selection, self.window_size, shape, self.k.device)
         real = real_tokens(lengths, attn_mask, (batch, seqlen), self.k)
+        if batch == 0:
+            return  # no slot is named, and all stay as they are
         most = seqlen if self.evict else check_prompt_room(seqlen, real, entries)
         if self.evict:
             kept = last_row_keys(score, self.window_size, selection, real)
@@ -631,15 +634,17 @@ class DynamicMaskCache:
         selection = None
         if length > self.window_size:
             selection = select_keys(score, self.window_size, False, query_len=1)
-        out: Tensor = flash_dmattn_func(
-            query,
-            k,
-            v,
-            attn_bias=score[:, :, None],
-            softmax_scale=scale,
-            softcap=softcap,
-            selection=selection,
-        )
+        # Autocast would cast all that is held, and return another dtype than the other ways do.
+        with without_autocast(query.device.type):
+            out: Tensor = flash_dmattn_func(
+                query,
+                k,
+                v,
+                attn_bias=score[:, :, None],
+                softmax_scale=scale,
+                softcap=softcap,
+                selection=selection,
+            )
         return out
 
     def _take_back(self, new: CacheTokens, count: int) -> None:

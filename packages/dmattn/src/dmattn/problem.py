@@ -173,8 +173,8 @@ class Results(NamedTuple):
 
     out: Tensor  # as q, contiguous
     lse: Tensor  # (B, H, Sq), or packed (H, Tq): float32, or float64 for float64 inputs
-    # What the rounding of lse to float32 dropped, as lse; (0,) or None where the backward does not
-    # read it.
+    # What the rounding of lse to float32 dropped, as lse: backwards start from it, and sinks beside
+    # a bias are weighed by it. (0,) or None where nobody reads it.
     lse_rest: Tensor | None
 
 

@@ -4,12 +4,11 @@ Letters: B batch, S sequence length, H query heads, HK key/value heads, HS score
 D head dimension.
 """
 
-from contextlib import AbstractContextManager, nullcontext
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dmattn.arguments import without_autocast
 from dmattn.cache import DynamicMaskCache
 from dmattn.functional import flash_dmattn_func
 from dmattn.selection import select_keys
@@ -52,14 +51,6 @@ def key_scores(dt: Tensor, A: Tensor, exp_score: bool = True) -> Tensor:
         if exp_score:
             score = score.clamp(max=MAX_EXPONENT).exp()
     return score.transpose(1, 2).contiguous()  # the kernels want unit stride along keys
-
-
-def without_autocast(device_type: str) -> AbstractContextManager[None]:
-    """A context in which autocast is off. The meta device has no autocast to turn off."""
-    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
-        return nullcontext()
-    context: AbstractContextManager[None] = torch.autocast(device_type, enabled=False)
-    return context
 
 
 def attend_through_cache(

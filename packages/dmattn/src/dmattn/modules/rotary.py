@@ -24,7 +24,7 @@ def rotary_embedding(
     """Cosine and sine of the rotary angles at `positions`.
 
     Args:
-        positions: integer tensor of any shape (...); usually (S,) or (B, S).
+        positions: int64 or int32 tensor of any shape (...); usually (S,) or (B, S).
         head_dim: D, even and positive.
         theta: base of the wavelengths, > 0. Pair i turns by position * theta ** (-2 i / D).
 
@@ -32,7 +32,7 @@ def rotary_embedding(
         (cos, sin), each float32 of shape (..., D/2).
 
     Raises:
-        TypeError: positions is not an integer tensor, or head_dim or theta is no number.
+        TypeError: positions is no such tensor, or head_dim or theta is no number.
         ValueError: head_dim is not even and positive, or theta is not positive.
     """
     check_tensor("positions", positions)

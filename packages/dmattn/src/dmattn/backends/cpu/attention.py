@@ -34,7 +34,9 @@ _EXACT_LSE_LIMIT = 128.0
 
 
 def forward(problem: Problem) -> Results:
-    """out and lse of a checked problem: dense, packed, or over key lists.
+    """Results of a checked problem: dense, packed, or over key lists.
+
+    With a bias lse_rest is what the rounding of lse dropped: sinks as large as the bias need it.
 
     Raises:
         ValueError: cu_seqlens do not rise from 0 to the number of tokens, or a sequence is longer
@@ -42,12 +44,14 @@ def forward(problem: Problem) -> Results:
     """
     results = empty_results(problem)
     out, lse = results.out, results.lse
+    rest = results.lse_rest if problem.bias is not None else None
     with torch.autocast("cpu", enabled=False):  # it would run the products below in bfloat16
         if problem.packing is None:
-            _forward(problem, out, lse)
+            _forward(problem, out, lse, rest)
         else:
             for part in packed.sequences(problem):
-                _forward(part.problem, part.rows_of(out), part.lse_of(lse))
+                its_rest = None if rest is None else part.lse_of(rest)
+                _forward(part.problem, part.rows_of(out), part.lse_of(lse), its_rest)
     return results
 
 
@@ -81,16 +85,18 @@ def backward(
     return grads
 
 
-def _forward(problem: Problem, out: Tensor, lse: Tensor) -> None:
-    """Write out (B, Sq, H, D) and lse (B, H, Sq) of a problem without packing."""
+def _forward(problem: Problem, out: Tensor, lse: Tensor, rest: Tensor | None) -> None:
+    """Write out (B, Sq, H, D), lse and its rest (B, H, Sq) of a problem without packing."""
     layout, lists = make_lists(problem, make_layout(problem))
-    out_rows, lse_rows = layout.with_rows(out), layout.per_row(lse)
+    targets = [layout.with_rows(out), layout.per_row(lse)]
+    if rest is not None:
+        targets.append(layout.per_row(rest))
     for block in row_blocks(layout, lists):
-        found = _forward_rows(layout, lists, block, exact=False)
-        if not _all_finite(found[0]):
-            found = _forward_rows(layout, lists, block, exact=True)
-        for target, rows in zip((out_rows, lse_rows), found, strict=True):
-            layout.block_of(target, block).copy_(layout.unfold(rows, block))
+        rows, softmax = _forward_rows(layout, lists, block, exact=False)
+        if not _all_finite(rows):
+            rows, softmax = _forward_rows(layout, lists, block, exact=True)
+        for target, found in zip(targets, (rows, *softmax.lse(rest is not None)), strict=True):
+            layout.block_of(target, block).copy_(layout.unfold(found, block))
 
 
 def _backward(
@@ -210,6 +216,14 @@ class _Softmax:
         self.total = self.total.mul_(alpha).add_(p.sum(-1, keepdim=True))
         return p, alpha
 
+    def lse(self, with_rest: bool) -> tuple[Tensor, ...]:
+        """The log-sum-exp; with what its rounding dropped, 0 where it is infinite."""
+        log = self.total.log()
+        lse = self.maximum + log
+        if not with_rest:
+            return (lse,)
+        return lse, (self.maximum - lse + log).masked_fill_(lse.isinf(), 0.0)
+
     def divisor(self) -> Tensor:
         """The sum; 1 for rows that keep nothing."""
         return self.total.masked_fill(self.total == 0, 1.0)
@@ -217,8 +231,8 @@ class _Softmax:
 
 def _forward_rows(
     layout: Layout, lists: Lists | None, block: RowBlock, exact: bool
-) -> tuple[Tensor, Tensor]:
-    """out (X, GM, D) and lse (X, GM, 1) of a block of rows."""
+) -> tuple[Tensor, _Softmax]:
+    """out (X, GM, D) of a block of rows, and their softmax."""
     scaled_q = layout.fold(layout.q, block) * layout.problem.softmax_scale
     softmax = _Softmax(scaled_q)
     acc = torch.zeros_like(scaled_q)
@@ -229,7 +243,7 @@ def _forward_rows(
         acc.mul_(alpha)
         _add_product(acc, p, keys.v, kept)
     # An empty row has acc = 0 and total = 0: it gives out = 0 and lse = -inf.
-    return acc.div_(softmax.divisor()), softmax.maximum + softmax.total.log()
+    return acc.div_(softmax.divisor()), softmax
 
 
 def _normalizer(

@@ -28,7 +28,7 @@ _EXACT_LSE_LIMIT = 128.0
 
 
 def forward(problem: Problem, can_be_told: bool) -> Results:
-    """Results of a checked problem, without lse_rest.
+    """Results of a checked problem, with lse_rest where lse is so large that its rounding shows.
 
     Args:
         problem: what to compute.
@@ -41,25 +41,29 @@ def forward(problem: Problem, can_be_told: bool) -> Results:
     table = torch_flex.block_mask(given)
     with torch.no_grad(), _without_autocast(problem.q):
         out, lse, _ = _attend(problem, given, table)
+        dropped = None
         # Logits that large come from a bias, hardly from dot products.
         if problem.bias is not None:
             shift = actual(lse, torch.finfo(lse.dtype).max / 4)
             if _any_beyond(shift, _EXACT_LSE_LIMIT):
                 out, rest, _ = _attend(problem, given, table, shift)
                 lse = shift + rest
-    return _results(problem, out, lse)
+                dropped = (shift - lse + rest).masked_fill_(lse.isinf(), 0.0)
+    return _results(problem, out, lse, dropped)
 
 
-def _results(problem: Problem, out: Tensor, lse: Tensor) -> Results:
-    """From out (B, H, Sq, D) and lse (B, H, Sq).
+def _results(problem: Problem, out: Tensor, lse: Tensor, rest: Tensor | None = None) -> Results:
+    """From out (B, H, Sq, D), and lse and its rest (B, H, Sq).
 
     FlexAttention lays out like the query, so that these are copies only where that was expanded or
     padded, or its heads lie apart.
     """
     out, lse = out.transpose(1, 2).to(problem.q.dtype).contiguous(), lse.contiguous()
+    if rest is not None:
+        rest = rest.float().contiguous()
     if problem.packing is not None:
-        out, lse = out[0], lse[0]
-    return Results(out, lse, None)
+        out, lse, rest = out[0], lse[0], None if rest is None else rest[0]
+    return Results(out, lse, rest)
 
 
 def _any_beyond(lse: Tensor, limit: float) -> bool:

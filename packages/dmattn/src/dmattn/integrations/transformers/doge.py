@@ -23,10 +23,11 @@ from transformers.models.doge.modeling_doge import (
 )
 from transformers.utils import logging
 
+from dmattn.arguments import without_autocast
 from dmattn.integrations.transformers.doge_cache import DogeCache, DogeCacheLayer
 from dmattn.integrations.transformers.doge_keys import SeenKeys, attend, of_mask, seen_keys
 from dmattn.integrations.transformers.registration import NAME, register
-from dmattn.scoring import key_scores, without_autocast
+from dmattn.scoring import key_scores
 from dmattn.validation import check_bool
 
 logger = logging.get_logger(__name__)
