@@ -114,6 +114,49 @@ def _gemma_for_images() -> Any:
     return hf.GemmaModel(hf.GemmaConfig(**_SIZES, **sizes))
 
 
+def _aimv2_text() -> Any:
+    """Causal masks, where there is padding to speak of, for layers that say is_causal = False."""
+    return hf.Aimv2TextModel(hf.Aimv2TextConfig(**_SIZES | {"eos_token_id": 2}))
+
+
+def _videoprism_text() -> Any:
+    config = hf.VideoPrismTextConfig(**_SIZES, attention_probs_dropout_prob=0.0)
+    return hf.VideoPrismTextModel(config)
+
+
+_SHARED = {"num_key_value_heads": 2, "head_dim": 8, "attention_dropout": 0.0}
+_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+
+def _gemma4() -> Any:
+    """Layers that share keys, below masks cut to the rows of which logits are wanted."""
+    layers = {"layer_types": ["sliding_attention", "full_attention"] * 2, "num_hidden_layers": 4}
+    sizes = {"sliding_window": 20, "global_head_dim": 8, "vocab_size_per_layer_input": VOCABULARY}
+    sharing = {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8}
+    config = hf.Gemma4TextConfig(**_SIZES | _SHARED | sizes | sharing | layers)
+    return hf.Gemma4ForCausalLM(config)
+
+
+def _pix2struct_text() -> Any:
+    """Layers that cut masks to their keys."""
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 32, "d_kv": 8, "d_ff": 40, "num_layers": 2}
+    config = hf.Pix2StructTextConfig(**sizes, num_heads=4, dropout_rate=0.0, is_decoder=True)
+    config.initializer_range = 1.0
+    return hf.Pix2StructTextModel(config)
+
+
+def _qwen2_moe() -> Any:
+    """Layers that do not tell attention of their sliding window."""
+    experts = {"num_experts": 3, "shared_expert_intermediate_size": 24, **_EXPERTS}
+    window = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 2}
+    return hf.Qwen2MoeForCausalLM(hf.Qwen2MoeConfig(**_SIZES | _SHARED | experts | window))
+
+
+def _phimoe() -> Any:
+    experts = {"num_local_experts": 3, "num_experts_per_tok": 2, "sliding_window": 20}
+    return hf.PhimoeForCausalLM(hf.PhimoeConfig(**_SIZES | _SHARED | experts))
+
+
 def make_model(make: Callable[[], Any]) -> Any:
     torch.manual_seed(2)
     model = make().eval()
@@ -143,6 +186,44 @@ def test_layers_that_do_not_say_causality(make: Callable[[], Any]) -> None:
     model = make_model(make)
     wanted = outputs(model, "eager", tokens())
     found = outputs(model, "dmattn", tokens())
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("make", [_aimv2_text, _videoprism_text])
+def test_causal_masks_for_layers_that_deny_causality(make: Callable[[], Any]) -> None:
+    """They make a mask only where there is an attention_mask, be it of ones."""
+    model = make_model(make)
+    inputs = {"attention_mask": torch.ones(2, LENGTH).long()}
+    wanted = outputs(model, "eager", tokens(), **inputs)
+    found = outputs(model, "dmattn", tokens(), **inputs)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("make", "settings"),
+    [
+        (_aimv2_text, {}),
+        (_gemma4, {"logits_to_keep": 3}),
+        (_pix2struct_text, {"use_cache": False}),
+        (_qwen2_moe, {}),
+        (_phimoe, {}),
+    ],
+)
+def test_masks_of_other_layers_while_compiling(
+    make: Callable[[], Any], settings: dict[str, Any]
+) -> None:
+    """Padding alone, which compiled models get where that is enough, is not enough here."""
+    torch._dynamo.reset()
+    model = make_model(make)
+    padding = torch.ones(2, LENGTH).long()
+    padding[0, :9] = 0
+    kept = settings.get("logits_to_keep", LENGTH)
+    real = padding[:, -kept:].bool()
+    inputs = {"attention_mask": padding, **settings}
+    wanted = outputs(model, "eager", tokens(), **inputs)[real]
+    compiled = torch.compile(with_attention(model, "dmattn"), backend="eager")
+    with torch.no_grad():
+        found = compiled(tokens(), **inputs)[0][real]
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 

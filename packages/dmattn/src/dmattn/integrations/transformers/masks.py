@@ -17,6 +17,14 @@ from dmattn.integrations.transformers.patterns import MaskFunction, Pattern, rec
 
 logger = logging.get_logger(__name__)
 
+# Models do not say what their layers do with masks. Here are the model types of those that differ.
+# Layers that get causal masks and yet say is_causal = False.
+_CAUSAL_BY_MASK_ALONE = ("aimv2_text_model", "videoprism_text_model")
+# Layers that get masks with a sliding window and do not tell the attention function of it.
+_SILENT_OF_WINDOWS = ("blt_local_encoder", "blt_patcher", "phimoe", "qwen2_moe")
+# Models that slice masks as tensors of four dimensions. (Gemma 4 if layers share their keys.)
+_CUT_MASKS = ("gemma4_text", "gemma4_unified_text", "pix2struct_text_model")
+
 
 def make_mask(
     batch_size: int,
@@ -89,6 +97,7 @@ def make_mask(
         if allow_is_bidirectional_skip and (local_size is None or kv_length < local_size):
             return _for_all_rows(padding, batch_size, q_length, kv_length)
         is_sure = allow_is_causal_skip and (local_size is None or _is_window(local_size, config))
+        is_sure &= padding is None or not _cuts_masks(config)
         if is_sure and q_length > 1 and _ends_together(q_length, kv_length, q_offset, kv_offset):
             return padding
         return make_dense()
@@ -166,7 +175,7 @@ def _models_of(config_class: type) -> list[Any]:
     return [m for m in models if m.config_class is config_class] or models
 
 
-def _said_by(models: list[Any], config_class: type) -> _Support:
+def _said_by(models: list[Any], config_class: Any) -> _Support:
     eager_alone = not any(
         m._supports_sdpa or m._supports_flash_attn or m._supports_flex_attn for m in models
     )
@@ -177,6 +186,7 @@ def _said_by(models: list[Any], config_class: type) -> _Support:
             'wanted "eager", which gives the same'
         )
     says_causality = any(m._supports_sdpa or m._supports_attention_backend for m in models)
+    says_causality &= config_class.model_type not in _CAUSAL_BY_MASK_ALONE
     return _Support(eager_alone, says_causality)
 
 
@@ -242,6 +252,14 @@ def _ends_together(q_length: int, kv_length: int, q_offset: int | Tensor, kv_off
 
 
 def _is_window(local_size: int, config: Any) -> bool:
-    """Whether a local size is surely that of a sliding window, and not that of chunks."""
+    """Whether a local size is surely that of a window, which layers tell attention of."""
+    if getattr(config, "model_type", None) in _SILENT_OF_WINDOWS:
+        return False
     chunk = getattr(config, "attention_chunk_size", None)
     return chunk is None and local_size == getattr(config, "sliding_window", None)
+
+
+def _cuts_masks(config: Any) -> bool:
+    """Whether the model slices masks as tensors of four dimensions."""
+    shares_keys = getattr(config, "num_kv_shared_layers", None) != 0
+    return shares_keys and getattr(config, "model_type", None) in _CUT_MASKS
