@@ -225,3 +225,21 @@ def test_numbers_of_numpy() -> None:
     assert torch.equal(window.end, sliding_window(50, 7, 20).end) and window.query_len == 20
     ends = torch.arange(1, 51)[None, None]
     assert KeySelection.from_intervals(ends, np.int64(20)).query_len == 20  # type: ignore[arg-type]
+
+
+def test_what_is_known_of_a_selection_without_reading_it() -> None:
+    """Backends believe it: of what may hide a row's own key it is not said."""
+    mask = torch.tensor([[True, True, False, True, True, True, True]])
+    bounds = torch.tensor([0, 3, 7])
+    for masked in (None, mask):
+        for found in (
+            sliding_window(7, 3, attn_mask=masked),
+            packed_documents(bounds, attn_mask=masked),
+            packed_documents(bounds, 2, attn_mask=masked),
+            packed_documents(document_ids=torch.tensor([[0, 0, 0, 1, 1, 1, 1]]), attn_mask=masked),
+        ):
+            own = found.to_mask().diagonal(dim1=-2, dim2=-1)
+            assert found.keeps_own == bool(own.all()) == (masked is None)
+    assert sliding_window(7, 3).is_sliding and not sliding_window(7, 3, attn_mask=mask).is_sliding
+    unread = packed_documents(bounds.to("meta"), key_len=7, max_seqlen=4)
+    assert not unread.keeps_own
