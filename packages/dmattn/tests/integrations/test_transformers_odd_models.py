@@ -12,6 +12,10 @@ from hf_models import VOCABULARY, with_attention
 from transformers.masking_utils import create_causal_mask
 from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import MiniMaxM3VLTextConfig
 from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLTextModel
+from transformers.models.phi4_multimodal.configuration_phi4_multimodal import (
+    Phi4MultimodalVisionConfig,
+)
+from transformers.models.phi4_multimodal.modeling_phi4_multimodal import Phi4MultimodalVisionModel
 
 import dmattn.integrations.transformers as dmt
 from dmattn.integrations.transformers import masks
@@ -124,6 +128,15 @@ def _videoprism_text() -> Any:
     return hf.VideoPrismTextModel(config)
 
 
+def _phi4_images() -> Any:
+    """Bidirectional masks for layers that say is_causal = True."""
+    sizes = {"hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2}
+    config = Phi4MultimodalVisionConfig(
+        **sizes, num_attention_heads=4, image_size=32, patch_size=8, attention_dropout=0.0
+    )
+    return Phi4MultimodalVisionModel(config)
+
+
 _SHARED = {"num_key_value_heads": 2, "head_dim": 8, "attention_dropout": 0.0}
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
@@ -196,6 +209,14 @@ def test_causal_masks_for_layers_that_deny_causality(make: Callable[[], Any]) ->
     inputs = {"attention_mask": torch.ones(2, LENGTH).long()}
     wanted = outputs(model, "eager", tokens(), **inputs)
     found = outputs(model, "dmattn", tokens(), **inputs)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+def test_layers_that_claim_causality() -> None:
+    """An encoder of images, of which transformers' sdpa makes a causal one."""
+    model = make_model(_phi4_images)
+    image = torch.randn(2, 3, 32, 32)
+    wanted, found = (outputs(model, name, image) for name in ("eager", "dmattn"))
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 

@@ -18,8 +18,8 @@ from dmattn.integrations.transformers.patterns import MaskFunction, Pattern, rec
 logger = logging.get_logger(__name__)
 
 # Models do not say what their layers do with masks. Here are the model types of those that differ.
-# Layers that get causal masks and yet say is_causal = False.
-_CAUSAL_BY_MASK_ALONE = ("aimv2_text_model", "videoprism_text_model")
+# Layers whose is_causal is wrong: False below causal masks, True in an encoder of images.
+_WRONG_CAUSALITY = ("aimv2_text_model", "phi4_multimodal_vision", "videoprism_text_model")
 # Layers that get masks with a sliding window and do not tell the attention function of it.
 _SILENT_OF_WINDOWS = ("blt_local_encoder", "blt_patcher", "phimoe", "qwen2_moe")
 # Models that slice masks as tensors of four dimensions. (Gemma 4 if layers share their keys.)
@@ -186,7 +186,7 @@ def _said_by(models: list[Any], config_class: Any) -> _Support:
             'wanted "eager", which gives the same'
         )
     says_causality = any(m._supports_sdpa or m._supports_attention_backend for m in models)
-    says_causality &= config_class.model_type not in _CAUSAL_BY_MASK_ALONE
+    says_causality &= config_class.model_type not in _WRONG_CAUSALITY
     return _Support(eager_alone, says_causality)
 
 
