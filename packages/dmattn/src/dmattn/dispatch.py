@@ -7,9 +7,8 @@ through the operators: torch.compile, torch.export, tracing, tensor subclasses, 
 intercept calls. Functorch transforms (torch.func.grad, vmap and the like) take the operators too,
 by functions that tell them how to differentiate.
 
-Who intercepts calls is asked of private entry points of torch, here and, of functorch, in
-`dmattn.validation`, and nowhere else. In a torch that lacks one of them every call goes through the
-operators, slower and otherwise the same.
+Private entry points of torch tell who intercepts calls. In a torch that lacks one of them every
+call goes through the operators, slower and otherwise the same.
 """
 
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from dmattn.ops import batching
 from dmattn.ops.selection import select_keys
 from dmattn.ops.sharding import register_for
 from dmattn.problem import Gradients, Needs, Problem, Results, with_one_head_dim
+from dmattn.validation import in_functorch
 
 _Probe = Callable[[], Any]
 
@@ -332,11 +332,6 @@ class _TransformedBackward(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> None:
         raise _no_forward_mode()
-
-
-def in_functorch() -> bool:
-    """Whether this call is within a transform, such as torch.func.grad."""
-    return _PROBES is not None and _PROBES[2]() is not None
 
 
 def is_direct(*tensors: Tensor | None) -> bool:

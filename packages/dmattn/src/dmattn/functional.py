@@ -356,9 +356,9 @@ def flash_dmattn_func_auto(backend: str | None = None) -> Callable[..., Any]:
 
 
 def problem_with_keys_chosen(*arguments: Any, **settings: Any) -> Problem:
-    """What arguments of `flash_dmattn_func` mean that speak neither of states nor of documents.
+    """The checked problem of a call of `flash_dmattn_func` without `state` and `cu_seqlens`.
 
-    They are those of `_checked_call`.
+    Takes the arguments of `_checked_call`.
     """
     (problem, _), _ = _checked_call(*arguments, **settings)
     return problem

@@ -145,8 +145,8 @@ def remember(
 ) -> None:
     """Keep what was found for a call, if it is the same for every call of its kind.
 
-    It may be another one where the type of an option is none of `PLAIN_OPTIONS`: such an option may
-    change, and its kind stays the same.
+    Nothing is kept where the type of an option is none of `PLAIN_OPTIONS`: its value may change
+    while the kind of the call stays the same.
 
     Args:
         kind: the call's.

@@ -17,7 +17,9 @@ from torch import Tensor
 _IS_WRAPPED: Callable[[Tensor], bool] | None = getattr(
     torch._C._functorch, "is_functorch_wrapped_tensor", None
 )
-_LEVEL: Callable[[], Any] | None = getattr(torch._C._functorch, "maybe_current_level", None)
+_FUNCTORCH_LEVEL: Callable[[], Any] | None = getattr(
+    torch._C._functorch, "maybe_current_level", None
+)
 _TINY, _LARGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
 
 
@@ -231,9 +233,14 @@ def has_values(t: Tensor) -> bool:
     return type(t) in (Tensor, torch.nn.Parameter)
 
 
+def in_functorch() -> bool:
+    """Whether this call is within a transform, such as torch.func.grad."""
+    return _FUNCTORCH_LEVEL is not None and _FUNCTORCH_LEVEL() is not None
+
+
 def read_integers(t: Tensor) -> list[int]:
     """The values of a tensor of one dimension that `has_values`."""
-    if _LEVEL is not None and _LEVEL() is not None:
+    if in_functorch():
         return [int(n) for n in t]  # within torch.func.grad, older torch reads single numbers only
     values: list[int] = t.tolist()
     return values

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dmattn.arguments import check_scores, check_window_size, checked_problem
-from dmattn.dispatch import in_functorch, select
+from dmattn.dispatch import select
 from dmattn.distributed import operators
 from dmattn.distributed.groups import Group, Ranks, agree, prepare, process_group, ranks_of
 from dmattn.functional import flash_dmattn_func
@@ -29,7 +29,13 @@ from dmattn.selection import (
     select_keys,
     to_int32,
 )
-from dmattn.validation import check_bool, check_mask, check_same_device, is_one_or
+from dmattn.validation import (
+    check_bool,
+    check_mask,
+    check_same_device,
+    in_functorch,
+    is_one_or,
+)
 
 # States are gathered from all ranks up to this many bytes, and combined in rounds beyond. On few
 # ranks one collective costs less time than several with a choice of keys in between.

@@ -61,8 +61,8 @@ def process_group(group: Any) -> dist.ProcessGroup:
 
     Raises:
         TypeError: it is none of `Group`.
-        ValueError: a mesh has several dimensions and none is named, or not the one that is, or this
-            process is not in the group.
+        ValueError: a mesh has several dimensions and none is named, or it lacks the one that is
+            named, or this process is not in the group.
         RuntimeError: torch.distributed is not initialised.
     """
     if not dist.is_available() or not dist.is_initialized():

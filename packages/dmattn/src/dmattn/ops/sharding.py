@@ -24,7 +24,7 @@ def register_for(*tensors: object) -> None:
 
 
 def is_dtensor(t: object) -> bool:
-    """Asked without importing DTensor, which who has one has done."""
+    """Whether it is a DTensor. That is not imported here: whoever has one has imported it."""
     kind = getattr(sys.modules.get(_DTENSOR), "DTensor", None)
     return kind is not None and isinstance(t, kind)
 

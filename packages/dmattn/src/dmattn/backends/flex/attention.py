@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from dmattn.arguments import without_autocast
 from dmattn.backends.base import Graph
 from dmattn.backends.flex import torch_flex
 from dmattn.backends.flex.limits import device_blocks, kernel_head_dim
@@ -39,7 +39,7 @@ def forward(problem: Problem, can_be_told: bool) -> Results:
         return Results(out.zero_(), lse.fill_(-math.inf), None)
     given = arrange(problem, can_be_told)
     table = torch_flex.block_mask(given)
-    with torch.no_grad(), _without_autocast(problem.q):
+    with torch.no_grad(), without_autocast(problem.q.device.type):
         out, lse, _ = _attend(problem, given, table)
         dropped = None
         # Logits that large come from a bias, hardly from dot products.
@@ -79,7 +79,7 @@ def forward_with_graph(problem: Problem, can_be_told: bool) -> tuple[Results, Gr
         return None
     # Views of their own: neither the graph of the caller nor the operands hang on to them.
     q, k, v = inputs = [t.detach().requires_grad_() for t in problem[:3]]
-    with torch.enable_grad(), _without_autocast(q):
+    with torch.enable_grad(), without_autocast(q.device.type):
         given = arrange(problem._replace(q=q, k=k, v=v), can_be_told)
         out, lse, _ = _attend(problem, given, torch_flex.block_mask(given))
     return _results(problem, out.detach(), lse.detach()), FlexGraph(inputs, (out, lse))
@@ -119,17 +119,9 @@ class FlexGraph(Graph):
         grads = empty_gradients(problem, Needs(False, False, False, False))
         leaves = {name: t for name, t in zip("qkv", self._inputs, strict=True) if _is(needs, name)}
         dout, dlse = _cotangents(problem, results.lse, dout, dlse)
-        with _without_autocast(problem.q):
+        with without_autocast(problem.q.device.type):
             found = _differentiate(self._outputs, leaves, dout, dlse, retain)
         return grads._replace(**{name: grad.contiguous() for name, grad in found.items()})
-
-
-def _without_autocast(q: Tensor) -> AbstractContextManager[Any]:
-    """A context in which autocast is off for the device; costs nothing where it is off anyway."""
-    device = q.device.type
-    if torch.is_autocast_enabled(device):
-        return torch.autocast(device, enabled=False)
-    return nullcontext()
 
 
 def _is(needs: Needs, name: str) -> bool:
@@ -155,7 +147,7 @@ def backward(
         return grads
     dout, dlse = _cotangents(problem, results.lse, dout, dlse)
     q, k, v = (t.detach().requires_grad_() for t in (problem.q, problem.k, problem.v))
-    with torch.enable_grad(), _without_autocast(problem.q):
+    with torch.enable_grad(), without_autocast(problem.q.device.type):
         given = arrange(problem._replace(q=q, k=k, v=v), can_be_told)
         table = torch_flex.block_mask(given)
         shift = None
