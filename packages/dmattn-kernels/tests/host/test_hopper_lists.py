@@ -459,13 +459,14 @@ def test_tiles_with_all_rows(
     "given",
     [
         {"batch": 2},  # few tiles
+        {"batch": 64, "nheads_k": 2},
         {
             "bias": tensor((16, 4, 1, 4096), FLOAT32),
             "softmax_lse_rest": tensor((16, 16, 4096), FLOAT32),
         },
         {"head_dim": 256},
     ],
-    ids=["few tiles", "a bias", "wide heads"],
+    ids=["few tiles", "many heads of a group", "a bias", "wide heads"],
 )
 def test_tiles_without_all_rows(probe: ctypes.CDLL, given: dict[str, Any]) -> None:
     batch = given.get("batch", 16)

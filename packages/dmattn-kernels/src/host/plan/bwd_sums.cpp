@@ -288,7 +288,7 @@ class RoundChoice {
 
   // Leaves the largest round that fits in plan.round, or the smallest that keeps the GPU busy.
   void make() {
-    if (may_have_whole_items(plan_) && search_rounds_of_whole_items()) return;
+    if (search_rounds_of_whole_items()) return;
     if (lacks_list_slots() && search(/*with_list_slots=*/true)) return;
     plan_.round = plan_.whole;
     const bool wanted_parts = has_parts();
@@ -298,8 +298,10 @@ class RoundChoice {
   }
 
  private:
-  // In rounds of whole kv heads.
+  // In rounds of whole kv heads. Chunks of drifting items end before these are far apart.
   bool search_rounds_of_whole_items() {
+    if (!may_have_whole_items(plan_)) return false;
+    if (has_drifting_items(plan_) && plan_.whole.groups > kHeadsInStep) return false;
     const int32_t chunk_blocks = plan_.chunk_blocks;
     plan_.has_whole_items = true;
     plan_.chunk_blocks = plan_.whole.row_blocks;
