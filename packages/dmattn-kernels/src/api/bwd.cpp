@@ -47,6 +47,10 @@ Cleared zeros_of(const BwdPlan& plan, const BwdRound& round, bool is_first) {
 
 // Returns whether the sums of the first round have been cleared, too: of a small call that spares the host a launch.
 bool prepare(const BwdPlan& plan, cudaStream_t stream) {
+  if (plan.launches && plan.walk == KeyWalk::kMaskList) {
+    // What it clears of used_rows comes before the rows are looked at.
+    check_cuda(compact_keys(plan.mask, plan.kernel.keys, plan.used_rows, stream), "listing the keys of the mask");
+  }
   Cleared cleared;
   if (plan.launches) {
     const Cleared first = zeros_of(plan, BwdRound{}, /*is_first=*/true);
@@ -57,9 +61,7 @@ bool prepare(const BwdPlan& plan, cudaStream_t stream) {
     check_cuda(clear_bytes(plan.dbias, plan.dbias_zero_bytes, stream), "clearing dbias");
   }
   if (!plan.launches) return false;
-  if (plan.walk == KeyWalk::kMaskList) {
-    check_cuda(compact_keys(plan.mask, plan.kernel.keys, stream), "listing the keys of the mask");
-  } else if (has_mask(plan.mask)) {
+  if (has_mask(plan.mask) && plan.walk != KeyWalk::kMaskList) {
     check_cuda(pack_mask(plan.mask, plan.kernel.mask, stream), "packing the mask");
   }
   if (is_gathered(plan.walk)) clear_dkv(plan.kernel, stream);

@@ -15,7 +15,8 @@ void launch(const FwdPlan& plan, cudaStream_t stream) {
     return;
   }
   if (plan.walk == KeyWalk::kMaskList) {
-    check_cuda(compact_keys(plan.mask, plan.kernel.keys, stream), "listing the keys of the mask");
+    check_cuda(compact_keys(plan.mask, plan.kernel.keys, /*used_rows=*/nullptr, stream),
+               "listing the keys of the mask");
   } else if (has_mask(plan.mask)) {
     check_cuda(pack_mask(plan.mask, plan.kernel.mask, stream), "packing the mask");
   }

@@ -7,6 +7,15 @@ namespace dmattn {
 
 // --- backward ------------------------------------------------------------------------------------------------------
 
+// The rows that gradients come from: those that keep a key and whose dout or dlse is not zero. Of all others, padded rows
+// above all, every share of dq, dk, dv and dbias is 0.
+struct UsedRows {
+  // [batch][heads][2], zeros before: the last of them + 1, and seqlen_q minus the first of them; 0 and 0 where there is
+  // none. nullptr: not asked for.
+  int32_t* found = nullptr;
+  int32_t batch = 1, heads = 1, head_ratio = 1;  // as in KeyList: of any head that reads a list
+};
+
 struct BwdPreprocessParams {
   const void* out = nullptr;
   const void* dout = nullptr;
@@ -24,6 +33,7 @@ struct BwdPreprocessParams {
   int32_t batch = 0, seqlen_q = 0, seqlen_q_rounded = 0, nheads = 0, head_dim = 0;
   bool vec_out = true, vec_dout = true;  // rows start on 16 bytes
   Packing packing;                       // results as in BwdParams
+  UsedRows used_rows;                    // only where vec_out and vec_dout, and not of packed sequences
 };
 
 // How the four registers that a thread has of each fragment of dq lie in memory.
@@ -60,9 +70,14 @@ struct ChunkKeyListsParams {
   int32_t seqlen_q = 0, seqlen_k = 0;
   int32_t row_block_begin = 0, row_blocks = 0;  // to put together
   int32_t row_block_rows = 0;
-  bool is_shared = false;         // `from` has one list for all rows, of keys that they all see but for causality
-  bool is_causal = false;         // then: a row sees none behind its own position
-  int32_t* first_term = nullptr;  // optional, see ChunkTerms
+  bool is_shared = false;  // `from` has one list for all rows, of keys that they all see but for causality
+  bool is_causal = false;  // then: a row sees none behind its own position
+  // Then: each of its tiles has all rows, and `to` has the lists of `from`, which are ascending, as they are, so many heads
+  // of a batch. Only tile_rows are written.
+  bool is_whole = false;
+  int32_t list_heads = 1;
+  const int32_t* used_rows = nullptr;  // then, optional: UsedRows::found of the lists of `from`
+  int32_t* first_term = nullptr;       // optional, see ChunkTerms
 };
 
 struct ReduceDbiasParams {

@@ -45,6 +45,7 @@ from gpu.sanitizer_listed import (
     HOPPER_LISTS,
     HOPPER_WIDE_LIST_GRADIENTS,
     MANY_GRADIENTS,
+    WHOLE_GRADIENTS,
 )
 from gpu.sanitizer_odd_rows import HOPPER_ODD_ROWS, HOPPER_ODD_ROWS_BWD
 from gpu.sanitizer_packed_launches import HOPPER_PACKED, HOPPER_PACKED_GRADIENTS, PACKED
@@ -370,6 +371,7 @@ def all_launches() -> list[tuple[str, int, Job]]:
         main += [(kind, launch) for launch in HOPPER_LIST_GRADIENTS for kind in HOPPER_BWD_KINDS]
         main += [(kind, x) for x in HOPPER_WIDE_LIST_GRADIENTS for kind in HOPPER_WIDE_KINDS]
         main += [(MAIN[1], MANY_GRADIENTS)]
+        main += [(kind, WHOLE_GRADIENTS) for kind in HOPPER_BWD_KINDS]
     main += [(MAIN[0], launch) for launch in ONCE]
     main += [(OTHERS[0], BY_OWN_SCORES)]
     lists = [(*MAIN[0], launch) for launch in LISTS]

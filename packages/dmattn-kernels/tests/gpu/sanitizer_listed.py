@@ -55,17 +55,20 @@ HOPPER_LISTS = (
         select=Selecting(230, "bh"),
     ),
 )
-HOPPER_LIST_GRADIENTS = tuple(
-    Launch(
-        f"listed rows, gradients{', deterministic' * turns}{', bias' * bool(bias)}",
-        *(300, 320, 2, 4, 2),
-        bias=bias,
-        causal=True,
-        deterministic=turns,
-        select=Selecting(100, fill="odd"),
-    )
-    for turns in (False, True)
-    for bias in ("", "bk1k")
+HOPPER_LIST_GRADIENTS = (
+    *(
+        Launch(
+            f"listed rows, gradients{', deterministic' * turns}{', bias' * bool(bias)}",
+            *(300, 320, 2, 4, 2),
+            bias=bias,
+            causal=True,
+            deterministic=turns,
+            select=Selecting(100, fill="odd"),
+        )
+        for turns in (False, True)
+        for bias in ("", "bk1k")
+    ),
+    Launch("listed rows, gradients, key mask", *(300, 320, 2, 4, 2), mask="bk1k", causal=True),
 )
 # Above head_dim 128 two thread blocks share a tile of a list, of which the second may have no keys.
 HOPPER_WIDE_LIST_GRADIENTS = (
@@ -107,6 +110,13 @@ MANY_GRADIENTS = Launch(
     causal=True,
     deterministic=True,
     select=Selecting(140),
+)
+# So many tiles of a mask's lists that each has all rows, and writes dk and dv itself.
+WHOLE_GRADIENTS = Launch(
+    "listed rows, gradients, tiles with all rows",
+    *(70, 133, 50, 32, 16),
+    mask="bk1k",
+    causal=True,
 )
 HOPPER_LIST_KINDS = (
     *(("bf16", 64), ("f16", 128), ("f16", 40), ("bf16", 72)),

@@ -407,3 +407,69 @@ def test_masks_of_keys(
 def test_masks_of_keys_that_others_compute(probe: ctypes.CDLL, given: dict[str, Any]) -> None:
     found = mask_plan_of(probe, **({"kept": mask(1, 1, 1, 4096)} | given))
     assert found["arch"] == 80 and found["chunk_blocks"] == 0
+
+
+@pytest.mark.parametrize("causal", [0, 1])
+@pytest.mark.parametrize("nheads_k", [4, 16])
+@pytest.mark.parametrize(("batch", "length"), [(8, 8192), (16, 7454), (256, 509), (1000, 70)])
+@pytest.mark.parametrize("own_lists", [False, True])
+def test_tiles_with_all_rows(
+    probe: ctypes.CDLL, own_lists: bool, batch: int, length: int, nheads_k: int, causal: int
+) -> None:
+    """Many tiles of a mask's list have all rows each: dk and dv then take no sums."""
+    mask_heads = nheads_k if own_lists else 1
+    given = {"kept": mask(batch, mask_heads, 1, length), "is_causal": causal, "batch": batch}
+    shape = {"batch": batch, "nheads": 16, "nheads_k": nheads_k, "head_dim": 128}
+    shape |= {"seqlen_q": length, "seqlen_k": length}
+    lists = set()
+    plan = mask_plan_of(probe, length=length, nheads_k=nheads_k, **given)
+    for round in range(plan["rounds"]):
+        plan = mask_plan_of(probe, length=length, nheads_k=nheads_k, round=round, **given)
+        assert plan["arch"] == 90 and plan["has_whole_items"]
+        assert plan["chunks.blocks"] == 1 and plan["chunks.block_rows"] >= length
+        assert plan["round.groups"] == 16 // nheads_k
+        assert plan["round.row_blocks"] == -(-length // BLOCK)
+        assert not plan["dk_accum"] and not plan["dv_accum"] and not plan["dk_slots"]
+        # The lists are those of the mask, from the round's first one on.
+        assert plan["chunks.idx"] == plan["keys.idx"] and plan["chunks.heads"] == mask_heads
+        assert plan["chunks.capacity"] == plan["keys.capacity"] == -(-length // 128) * 128
+        tiles = plan["chunks.capacity"] // 128
+        sizes = array_bytes(plan, shape, batch * mask_heads) | {
+            "lse": batch * 16 * plan["seqlen_q_rounded"] * 4,
+            "delta": batch * 16 * plan["seqlen_q_rounded"] * 4,
+            "chunks.tile_rows": plan["round.batches"] * mask_heads * tiles * 8,
+            "used_rows": batch * mask_heads * 8,
+        }
+        # Arrays of all rounds begin with the first one's share.
+        if round == 0:
+            spans = sorted(
+                (plan[name], plan[name] + sizes[name])
+                for name in {*ARRAYS, *sizes}
+                if plan[name] and name not in ("dq_accum", "keys.idx")
+            )
+            assert spans[-1][1] <= WORKSPACE + plan["workspace_bytes"]
+            assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
+        assert plan["round.batches"] * plan["round.heads_k"] * tiles >= 12 * SMS
+        assert plan["chunks.count"] == plan["keys.count"]
+        lists.add((plan["round.batch"], plan["round.head_k"]))
+    assert len(lists) == plan["rounds"]
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"batch": 2},  # few tiles
+        {"batch": 64, "nheads_k": 2},
+        {
+            "bias": tensor((16, 4, 1, 4096), FLOAT32),
+            "softmax_lse_rest": tensor((16, 16, 4096), FLOAT32),
+        },
+        {"head_dim": 256},
+    ],
+    ids=["few tiles", "many heads of a group", "a bias", "wide heads"],
+)
+def test_tiles_without_all_rows(probe: ctypes.CDLL, given: dict[str, Any]) -> None:
+    batch = given.get("batch", 16)
+    found = mask_plan_of(probe, **({"kept": mask(batch, 1, 1, 4096), "batch": 16} | given))
+    assert found["arch"] == 90 and not found["has_whole_items"]
+    assert 0 < found["chunks.block_rows"] <= 1024 and found["dk_accum"]

@@ -265,6 +265,10 @@ void place_keys(BwdPlan& plan, Workspace& workspace) {
   if (plan.walk == KeyWalk::kMaskList) {
     kernel.keys = layout_key_list(plan.mask, workspace);
     kernel.keys.head_ratio = kernel.nheads / plan.mask.heads;
+    if (has_shared_list(plan) && plan.preprocess.vec_out && plan.preprocess.vec_dout) {
+      plan.used_rows = workspace.take<int32_t>(int64_t{2} * kernel.keys.batch * kernel.keys.heads);
+      plan.preprocess.used_rows = {plan.used_rows, kernel.keys.batch, kernel.keys.heads, kernel.keys.head_ratio};
+    }
   } else if (has_mask(plan.mask)) {
     const size_t begin = workspace.bytes();
     kernel.mask = layout_mask_bits(plan.mask, workspace);

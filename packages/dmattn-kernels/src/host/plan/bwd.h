@@ -62,6 +62,9 @@ struct BwdPlan {
   int32_t list_rows = 0;
   // The lists of row blocks on Hopper: how many of them are put together. 0: none are.
   int32_t chunk_blocks = 0;
+  // The list of a mask on Hopper: each tile of it has all rows. Its dk and dv then need no sums.
+  bool has_whole_items = false;
+  int32_t* used_rows = nullptr;  // beside that list: UsedRows::found
   // What these chunks add to dk, dv and dbias is kept apart and summed at the end (ChunkTerms).
   bool keeps_terms = false;
   CarriedTerms carried;  // of the first round: see bwd_carried_terms()

@@ -14,6 +14,9 @@ namespace {
 // not know how few, so that long ones would leave more SMs without work at the end.
 constexpr int64_t kStepsOfItem = 32, kStepsOfLongItem = 64;
 constexpr int64_t kItemsPerSm = 4;
+// Tiles of a mask's list that have all rows: nobody else adds to their dk and dv, and they have one prologue. Of so many,
+// as if all keys were kept, three for each SM are left where a quarter is.
+constexpr int64_t kWholeItemsPerSm = 12;
 // Of a round that is smaller for the sake of ChunkTerms: with fewer, taking turns would cost no more.
 constexpr int64_t kItemsPerSmWithTerms = 2;
 // What an item takes beside its steps, and a round beside its items, as estimated from measured times: 17000 cycles, and
@@ -36,6 +39,12 @@ void set_extents(KeyList& to, const BwdPlan& plan, int32_t batches, int32_t head
   to.capacity = chunk_capacity(plan);
   to.block_rows = plan.chunk_blocks * plan.list_rows;
   to.blocks = chunks_of(plan, row_blocks);
+}
+// Where chunks take the lists as they are.
+void take_lists(KeyList& to, const KeyList& from) {
+  to.heads = from.heads;
+  to.idx = from.idx;
+  to.count = from.count;
 }
 int64_t lists_of(const KeyList& keys) { return int64_t{keys.batch} * keys.heads * keys.blocks; }
 
@@ -88,6 +97,17 @@ int64_t items_with_chunks(const BwdPlan& plan, const BwdRound& round) {
   return tiles * chunks_of(plan, round.row_blocks) * round.heads_k * round.batches;
 }
 }  // namespace
+
+// Consumers write whole vectors of dk and dv. Kernels with a bias do not.
+bool may_have_whole_items(const BwdPlan& plan) {
+  const BwdParams& p = plan.kernel;
+  return plan.walk == KeyWalk::kMaskList && has_shared_list(plan) && !p.deterministic && plan.tile.cluster == 1 &&
+         p.bias.kind == BiasKind::kNone && p.vec_dk && p.vec_dv;
+}
+
+bool keeps_busy_with_whole_items(const BwdPlan& plan, const BwdRound& round, const Device& device) {
+  return items_with_chunks(plan, round) >= kWholeItemsPerSm * device.num_sms;
+}
 
 bool keeps_busy_with_chunks(const BwdPlan& plan, const BwdRound& round, const Device& device) {
   return items_with_chunks(plan, round) >= kItemsPerSmWithTerms * device.num_sms;
@@ -160,10 +180,13 @@ KeyChunks place_chunks(const BwdPlan& plan, const BwdRound& round, Workspace& wo
   if (plan.chunk_blocks == 0) return chunks;
   KeyList& keys = chunks.keys;
   set_extents(keys, plan, round.batches, round.heads_k, round.row_blocks);
+  if (plan.has_whole_items) take_lists(keys, plan.kernel.keys);
   const int64_t lists = lists_of(keys);
-  keys.idx = workspace.take<int32_t>(lists * keys.capacity);
   keys.end = ends_of(plan, plan.kernel.keys);
-  keys.count = workspace.take<int32_t>(lists);
+  if (!plan.has_whole_items) {
+    keys.idx = workspace.take<int32_t>(lists * keys.capacity);
+    keys.count = workspace.take<int32_t>(lists);
+  }
   chunks.tile_rows = workspace.take<int32_t>(lists * (keys.capacity / kChunkTileKeys) * 2);
   return chunks;
 }
@@ -173,6 +196,11 @@ ChunkKeyListsParams bwd_chunk_params(const BwdPlan& plan, BwdParams& launch) {
   set_extents(keys, plan, launch.batch, launch.nheads_k, launch.row_blocks);
   keys.end = ends_of(plan, launch.keys);
   ChunkKeyListsParams p;
+  p.is_whole = plan.has_whole_items;
+  p.list_heads = keys.heads;
+  if (p.is_whole) take_lists(keys, launch.keys);
+  // Those of the launch's lists begin where their counts do.
+  if (plan.used_rows != nullptr) p.used_rows = plan.used_rows + 2 * (launch.keys.count - plan.kernel.keys.count);
   p.from = launch.keys;
   p.to = launch.chunks;
   p.seqlen_q = launch.seqlen_q;

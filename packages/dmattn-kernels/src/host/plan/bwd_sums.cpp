@@ -170,7 +170,7 @@ int32_t dq_blocks_of(const BwdPlan& plan, const BwdRound& round) {
 
 // Whether dk and dv are added up by key: in launches that follow one another, or from lists of many row blocks.
 bool needs_dkv_accum(const BwdPlan& plan, const BwdRound& round, const Splits& splits) {
-  if (plan.keeps_terms) return false;
+  if (plan.keeps_terms || plan.has_whole_items) return false;
   return plan.sequence.per_group || has_row_block_lists(plan) || (continues_dkv(plan, round) && splits.slots == 0);
 }
 
@@ -288,6 +288,7 @@ class RoundChoice {
 
   // Leaves the largest round that fits in plan.round, or the smallest that keeps the GPU busy.
   void make() {
+    if (search_rounds_of_whole_items()) return;
     if (lacks_list_slots() && search(/*with_list_slots=*/true)) return;
     plan_.round = plan_.whole;
     const bool wanted_parts = has_parts();
@@ -297,6 +298,26 @@ class RoundChoice {
   }
 
  private:
+  // In rounds of whole kv heads. Chunks of drifting items end before these are far apart.
+  bool search_rounds_of_whole_items() {
+    if (!may_have_whole_items(plan_)) return false;
+    if (has_drifting_items(plan_) && plan_.whole.groups > kHeadsInStep) return false;
+    const int32_t chunk_blocks = plan_.chunk_blocks;
+    plan_.has_whole_items = true;
+    plan_.chunk_blocks = plan_.whole.row_blocks;
+    const int64_t pairs = int64_t{plan_.whole.batches} * plan_.whole.heads_k;
+    for (int64_t rounds = 1; rounds <= std::min(pairs, kMostRounds); ++rounds) {
+      const BwdRound round = round_of_pairs(plan_.whole, ceil_div(pairs, rounds), /*is_packed=*/false);
+      if (!keeps_busy_with_whole_items(plan_, round, device_)) break;
+      if (accumulator_bytes(plan_, round, Splits{}) > limit_) continue;
+      plan_.round = round;
+      return true;
+    }
+    plan_.has_whole_items = false;
+    plan_.chunk_blocks = chunk_blocks;
+    return false;
+  }
+
   // Whether the order of sums over lists may be that of an addition at the end.
   bool may_keep_terms() const { return plan_.kernel.deterministic && plan_.chunk_blocks > 0 && has_own_lists(); }
 

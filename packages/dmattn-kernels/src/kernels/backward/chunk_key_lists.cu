@@ -6,6 +6,8 @@
 // which keeps the order within a class and so always gives the same lists.
 //
 // The keys of one list for all rows, as a key-only mask makes it, are in each chunk that any of its rows sees them from.
+// Where the tiles of such a list are many, each has all rows, and there is nothing to put together. Of its rows those
+// before the first and behind the last one that gradients come from (UsedRows) are left out.
 #include "../attention/shared/key_source.cuh"
 #include "../shared/chunk_terms.cuh"
 #include "../shared/helper.cuh"
@@ -30,12 +32,23 @@ struct SeenIn {
   static __device__ __forceinline__ SeenIn of(int number) { return {number % kPlaces, kPlaces - 1 - number / kPlaces}; }
 };
 
+// From the first row that gradients come from up to behind the last one.
+struct RowRange {
+  int begin, end;
+};
+__device__ __forceinline__ RowRange read_used_rows(const ChunkKeyListsParams& p, int64_t head_list) {
+  if (p.used_rows == nullptr) return {0, p.seqlen_q};
+  const int2 found = __ldg(reinterpret_cast<const int2*>(p.used_rows) + head_list);
+  return {p.seqlen_q - found.y, found.x};
+}
+
 struct Chunk {
   const int32_t* idx;  // the list of the first row block, or of all rows
   const int32_t* end;  // nullptr: what a row sees the later ones see, too
   int list_count;
   int first_new, count;     // position behind the first row block; candidates in all
   int position, after;      // of the chunk's rows
+  int begin;                // of those that count
   int seqlen_k, first_row;  // first_row: in blocks of kChunkTileRows
   bool is_seen_before;      // keys are seen by rows before their own, too
 
@@ -49,8 +62,10 @@ struct Chunk {
     idx = from.idx + list * from.capacity;
     end = p.is_shared ? nullptr : from.end + head_list * p.seqlen_k;
     list_count = read_list_count(from, list);
+    const RowRange used = read_used_rows(p, head_list);
     position = row + offset;
-    after = min(row + rows, p.seqlen_q) + offset;
+    begin = max(row, used.begin) + offset;
+    after = min(row + rows, used.end) + offset;
     first_new = max(position + p.row_block_rows, 0);
     count = list_count + (p.is_shared ? 0 : max(min(after, p.seqlen_k) - first_new, 0));
     seqlen_k = p.seqlen_k;
@@ -63,7 +78,7 @@ struct Chunk {
   }
   // The class of a key; -1 if no row of the chunk sees it.
   __device__ __forceinline__ int find_class(int key) const {
-    const int seen_from = is_seen_before ? position : max(key, position);
+    const int seen_from = is_seen_before ? begin : max(key, begin);
     const int seen_to = end == nullptr ? after : min(__ldg(end + key), after);
     if (seen_from >= seen_to) return -1;
     return SeenIn{(seen_from - position) / kChunkTileRows, (seen_to - 1 - position) / kChunkTileRows}.number();
@@ -260,9 +275,36 @@ __global__ void __launch_bounds__(kThreads, blocks_per_sm(kHasTerms))
   if (threadIdx.x == 0) const_cast<int32_t*>(to.count)[list] = min(s.start[kClasses], to.capacity);
 }
 
+// Tiles of lists for all rows: a thread each.
+__global__ void __launch_bounds__(kThreads) whole_list_tiles_kernel(const ChunkKeyListsParams p) {
+  follow_previous_kernel();
+  const KeyList& keys = p.from;
+  const int tiles = keys.capacity / kChunkTileKeys;
+  const int64_t index = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const int64_t pair = index / tiles;
+  const int heads = p.list_heads;
+  if (pair >= static_cast<int64_t>(p.to.keys.batch) * heads) return;
+  const int first = static_cast<int>(index - pair * tiles) * kChunkTileKeys;
+  const int64_t list = pair / heads * keys.heads + pair % heads;
+  const RowRange used = read_used_rows(p, list);
+  int begin = used.begin;
+  const bool exists = first < read_list_count(keys, list);
+  if (exists && p.is_causal) {
+    begin = max(__ldg(keys.idx + list * keys.capacity + first) - (p.seqlen_k - p.seqlen_q), begin);
+  }
+  const bool is_seen = exists && begin < used.end;
+  static_cast<int2*>(p.to.tile_rows)[list * tiles + first / kChunkTileKeys] =
+      is_seen ? make_int2(begin / kChunkTileRows, ceil_div(used.end, kChunkTileRows)) : make_int2(0, 0);
+}
+cudaError_t list_whole_tiles(const ChunkKeyListsParams& p, cudaStream_t stream) {
+  const int64_t tiles = static_cast<int64_t>(p.to.keys.batch) * p.list_heads * (p.from.capacity / kChunkTileKeys);
+  return launch(whole_list_tiles_kernel, ceil_div<int64_t>(tiles, kThreads), kThreads, 0, stream, p);
+}
+
 }  // namespace
 
 cudaError_t chunk_key_lists(const ChunkKeyListsParams& p, const CarriedTerms& carried, cudaStream_t stream) {
+  if (p.is_whole) return list_whole_tiles(p, stream);
   const KeyList& to = p.to.keys;
   const int64_t lists = static_cast<int64_t>(to.batch) * to.heads * to.blocks;
   if (p.first_term == nullptr) {

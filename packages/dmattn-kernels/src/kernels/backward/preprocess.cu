@@ -35,15 +35,37 @@ __device__ __forceinline__ void clear(const Cleared& cleared) {
   }
 }
 
+__device__ __forceinline__ float read_dlse(const BwdPreprocessParams& p, int b, int h, int64_t row) {
+  return __ldg(p.dlse + row_offset(p.dlse_stride, b, h, row));
+}
+
+// Whether any of eight 16-bit numbers is not zero, whatever its sign.
+__device__ __forceinline__ bool has_nonzero(uint4 chunk) {
+  return ((chunk.x | chunk.y | chunk.z | chunk.w) & 0x7fff7fffu) != 0;
+}
+
+// UsedRows, from `used` of each row from row0 on, of which the first two warps have one a lane. Whole warp.
+__device__ __forceinline__ void find_used_rows(const BwdPreprocessParams& p, int b, int h, int row0, bool used) {
+  const uint32_t rows = __ballot_sync(kFullWarp, used);
+  if (rows == 0 || threadIdx.x % 32 != 0) return;
+  const UsedRows& to = p.used_rows;
+  const int64_t list = static_cast<int64_t>(to.batch > 1 ? b : 0) * to.heads + h / to.head_ratio;
+  const int first = row0 + threadIdx.x;
+  atomicMax(to.found + 2 * list, first + 32 - __clz(rows));
+  atomicMax(to.found + 2 * list + 1, p.seqlen_q - (first + __ffs(rows) - 1));
+}
+
 // kLanes lanes hold a row, eight columns each. Heads are the fastest block index: in the usual (b, s, h, d) layout
-// the blocks in flight together then read one contiguous range.
-template <class Element, int kLanes, bool kVec>
+// the blocks in flight together then read one contiguous range. kFindsRows: of UsedRows. Those who do not ask for them have
+// kernels that keep more loads on their way.
+template <class Element, int kLanes, bool kVec, bool kFindsRows>
 __global__ void __launch_bounds__(kThreads) preprocess_kernel(const BwdPreprocessParams p, const Cleared cleared) {
   follow_previous_kernel();
   constexpr int kRowsPerPass = kThreads / kLanes;
   constexpr int kPasses = kRows / kRowsPerPass;
   constexpr int kBatch = kPasses < 4 ? kPasses : 4;  // loads in flight: 2 * kBatch * 16 bytes a thread
   __shared__ float dots[kRows];
+  __shared__ bool has_dout[kFindsRows ? kRows : 1];
   const int tiles = ceil_div(p.seqlen_q_rounded, kRows);
   WorkIndex work(blockIdx.x);
   const int h = work.take(p.nheads);
@@ -74,13 +96,29 @@ __global__ void __launch_bounds__(kThreads) preprocess_kernel(const BwdPreproces
 #pragma unroll
       for (int e = 0; e < 8; ++e) dot = fmaf(o[e], g[e], dot);
       dot = lanes_sum<kLanes>(dot);
-      if (lane == 0) dots[(pass0 + i) * kRowsPerPass + group] = dot;
+      const int row = (pass0 + i) * kRowsPerPass + group;
+      if (lane == 0) dots[row] = dot;
+      if constexpr (kFindsRows) {
+        const uint32_t nonzero = __ballot_sync(kFullWarp, has_nonzero(dx[i]));
+        const uint32_t of_row = nonzero >> (threadIdx.x % 32 - lane) << (32 - kLanes);
+        if (lane == 0) has_dout[row] = of_row != 0;
+      }
     }
   }
   clear(cleared);
   __syncthreads();
   const int row = threadIdx.x;
-  if (row >= kRows || row0 + row >= p.seqlen_q_rounded) return;
+  if (row >= kRows) return;
+  if constexpr (kFindsRows) {
+    bool used = false;
+    if (row < own.count) {
+      const int64_t at = row_offset(p.lse_stride, b, h, own.first + row);
+      used = __ldg(p.lse + at) != -INFINITY &&
+             (has_dout[row] || (p.dlse != nullptr && read_dlse(p, b, h, own.first + row) != 0.f));
+    }
+    find_used_rows(p, b, h, row0, used);
+  }
+  if (row0 + row >= p.seqlen_q_rounded) return;
   float lse = -INFINITY;
   if (row < own.count) lse = __ldg(p.lse + row_offset(p.lse_stride, b, h, own.first + row));
   float delta = 0.f;
@@ -88,7 +126,7 @@ __global__ void __launch_bounds__(kThreads) preprocess_kernel(const BwdPreproces
     lse = INFINITY;
   } else {
     delta = dots[row];
-    if (p.dlse != nullptr) delta -= __ldg(p.dlse + row_offset(p.dlse_stride, b, h, own.first + row));
+    if (p.dlse != nullptr) delta -= read_dlse(p, b, h, own.first + row);
   }
   const int64_t dst = (static_cast<int64_t>(b) * p.nheads + h) * p.seqlen_q_rounded + row0 + row;
   p.lse_rounded[dst] = lse * p.lse_scale;
@@ -105,8 +143,9 @@ int64_t blocks_of(const BwdPreprocessParams& p) {
 
 template <class Element, int kLanes>
 cudaError_t launch_preprocess(const BwdPreprocessParams& p, const Cleared& cleared, cudaStream_t stream) {
-  const auto kernel =
-      p.vec_out && p.vec_dout ? preprocess_kernel<Element, kLanes, true> : preprocess_kernel<Element, kLanes, false>;
+  const auto kernel = p.used_rows.found != nullptr ? preprocess_kernel<Element, kLanes, true, true>
+                      : p.vec_out && p.vec_dout    ? preprocess_kernel<Element, kLanes, true, false>
+                                                   : preprocess_kernel<Element, kLanes, false, false>;
   return launch(kernel, blocks_of(p), kThreads, 0, stream, p, cleared);
 }
 

@@ -53,7 +53,8 @@ __device__ __forceinline__ List find_list(const MaskSource& mask, const KeyList&
           idx + head * keys.capacity + first, round_up(own.length, kListBlock)};
 }
 
-__global__ void __launch_bounds__(kThreads) compact_kernel(const MaskSource mask, const KeyList keys) {
+__global__ void __launch_bounds__(kThreads)
+    compact_kernel(const MaskSource mask, const KeyList keys, int32_t* used_rows) {
   __shared__ int warp_sums[32];
   __shared__ uint16_t group_bits[kThreads];
   __shared__ int group_begin[kThreads];
@@ -86,13 +87,14 @@ __global__ void __launch_bounds__(kThreads) compact_kernel(const MaskSource mask
   }
   for (int i = count + threadIdx.x; i < list.capacity; i += kThreads) list.idx[i] = 0;
   if (threadIdx.x == 0) const_cast<int32_t*>(keys.count)[blockIdx.x] = count;
+  if (used_rows != nullptr && threadIdx.x < 2) used_rows[2 * blockIdx.x + threadIdx.x] = 0;
 }
 
 }  // namespace
 
-cudaError_t compact_keys(const MaskSource& mask, const KeyList& keys, cudaStream_t stream) {
+cudaError_t compact_keys(const MaskSource& mask, const KeyList& keys, int32_t* used_rows, cudaStream_t stream) {
   const int64_t lists = static_cast<int64_t>(keys.batch) * keys.heads;
-  return launch(compact_kernel, lists, kThreads, 0, stream, mask, keys);
+  return launch(compact_kernel, lists, kThreads, 0, stream, mask, keys, used_rows);
 }
 
 }  // namespace dmattn

@@ -123,13 +123,18 @@ __device__ __forceinline__ ListItem find_grouped_item(const BwdArguments& p, int
   const int batch = part / p.nheads_k;
   return {tile, p.keys.blocks - 1 - first - (row - tile * chunks), part - batch * p.nheads_k, batch};
 }
-// Items are numbered by chunks of rows, from the last, which have the most keys before them; in each by the tiles of its
-// lists, whose first ones the most rows see.
+// Items are numbered by sections; in each by chunks of rows, from the last, which have the most keys before them; in each
+// of these by the tiles of its lists, whose first ones the most rows see.
 template <class T>
 __device__ __forceinline__ ListItem find_list_item(const BwdArguments& p, int index) {
   if constexpr (T::kOrdered) return find_grouped_item(p, index);
-  const int row = index / p.all_parts;
-  const int part = index - row * p.all_parts;
+  const int items_of_part = p.n_blocks * p.keys.blocks;
+  const int section = min(index / (p.section_parts * items_of_part), p.sections);
+  const int first = section * p.section_parts;
+  const int parts = section < p.sections ? p.section_parts : p.all_parts - first;
+  const int in_section = index - first * items_of_part;
+  const int row = in_section / parts;
+  const int part = first + in_section - row * parts;
   const int chunk = row / p.n_blocks;
   const int batch = part / p.nheads_k;
   return {row - chunk * p.n_blocks, p.keys.blocks - 1 - chunk, part - batch * p.nheads_k, batch};

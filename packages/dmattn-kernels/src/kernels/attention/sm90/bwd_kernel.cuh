@@ -72,9 +72,9 @@ struct BwdConsumer : BwdResults<T> {
       Base::dout_place, Base::ds_stage, Base::facts, Base::facts_place, Base::finish_item, Base::is_speaker,
       Base::kFragmentsD, Base::kFragmentsM, Base::key_bias, Base::kv_phase, Base::lane, Base::lengths, Base::next_item,
       Base::own_key, Base::p, Base::pass_chunk, Base::pass_part, Base::q_next, Base::release, Base::release_sent,
-      Base::s, Base::send_dbias, Base::store_dbias, Base::store_ds, Base::store_grad, Base::store_pair_dbias,
-      Base::sum_rows, Base::sync_out, Base::sync_own, Base::takes_chunk_turns, Base::wait_for_chunks,
-      Base::wait_for_keys, Base::wait_for_parts, Base::warp, Base::wide_rows;
+      Base::s, Base::send_dbias, Base::store_dbias, Base::store_ds, Base::store_grad, Base::store_listed_grad,
+      Base::store_pair_dbias, Base::sum_rows, Base::sync_out, Base::sync_own, Base::takes_chunk_turns,
+      Base::wait_for_chunks, Base::wait_for_keys, Base::wait_for_parts, Base::warp, Base::wide_rows;
   using Base::Base;
   using typename Base::KeySums;
   using typename Base::Scores;
@@ -311,8 +311,13 @@ struct BwdConsumer : BwdResults<T> {
       const int head_k = T::kOrdered ? item.head_k : steps.head / p.head_ratio;
       if constexpr (T::kKeyBias) add_dbias(key_sums, item, head_k * p.head_ratio);
       const int64_t sums = static_cast<int64_t>(item.batch) * p.nheads_k + head_k;
-      add_grad(fragments<kFragmentsD>(acc_dv[0]), 1.f, p.dv_accum, sums);
-      add_grad(fragments<kFragmentsD>(acc_dk[0]), p.softmax_scale, p.dk_accum, sums);
+      if (T::kHasWholeItems && p.dk_rows.data != nullptr) {
+        store_listed_grad(fragments<kFragmentsD>(acc_dv[0]), 1.f, p.dv_rows, item.batch, head_k);
+        store_listed_grad(fragments<kFragmentsD>(acc_dk[0]), p.softmax_scale, p.dk_rows, item.batch, head_k);
+      } else {
+        add_grad(fragments<kFragmentsD>(acc_dv[0]), 1.f, p.dv_accum, sums);
+        add_grad(fragments<kFragmentsD>(acc_dk[0]), p.softmax_scale, p.dk_accum, sums);
+      }
       if (takes_chunk_turns()) __threadfence();  // before the turn is passed on
       sync_own();                                // all have read whose keys these are
       pass_chunk(item);

@@ -28,10 +28,10 @@ constexpr int64_t kBlocksOfTurns = 8;
 
 // Sections of parts whose rows take so many bytes, and the rest in one that evens out what thread blocks have to do.
 template <class T>
-void choose_sections(BwdArguments& a, int64_t part_bytes, int64_t blocks) {
+void choose_sections(BwdArguments& a, int64_t part_bytes, int64_t items_of_part, int64_t blocks) {
   a.sections = 0;
   a.section_parts = a.all_parts;
-  const int64_t last_parts = (kLastItems * blocks + a.n_blocks - 1) / a.n_blocks;
+  const int64_t last_parts = (kLastItems * blocks + items_of_part - 1) / std::max<int64_t>(items_of_part, 1);
   if (last_parts >= a.all_parts) return;
   int64_t section_parts = kBwdSectionBytes / std::max<int64_t>(part_bytes, 1);
   if (T::kOrdered) section_parts = std::max(section_parts, blocks / kBlocksOfTurns);
@@ -78,7 +78,7 @@ cudaError_t fill_tiles(BwdArguments& a, const BwdParams& p, int64_t blocks, cons
   a.all_parts = p.packing.slabs(p.batch) * p.nheads_k * p.num_splits / T::kMembers;
   a.items = a.n_blocks * a.all_parts;
   const int64_t head_bytes = int64_t{p.seqlen_q} * T::kHeadDim * (2 * sizeof(typename T::Element) + sizeof(float));
-  choose_sections<T>(a, head_bytes * a.group_heads / p.num_splits * T::kMembers, blocks);
+  choose_sections<T>(a, head_bytes * a.group_heads / p.num_splits * T::kMembers, a.n_blocks, blocks);
   return status;
 }
 // Whether the rows of dbias, or of its sums, start on 16 bytes.
@@ -156,6 +156,17 @@ inline int32_t group_chunks_of(const BwdArguments& a, int64_t blocks, int64_t ti
   const int64_t groups = std::clamp<int64_t>(chunks * tiles * a.all_parts / std::max<int64_t>(blocks, 1), 1, chunks);
   return static_cast<int32_t>((chunks + groups - 1) / groups);
 }
+// Lists for all rows have many tiles, and each reads the rows of a chunk of its own head: without sections neighbouring
+// items would be of as many heads as there are. Lists of row blocks are short, and neighbours share little.
+template <class T>
+void choose_list_sections(BwdArguments& a, const BwdParams& p, int64_t blocks) {
+  a.sections = 0;
+  a.section_parts = a.all_parts;
+  if (T::kOrdered || a.keys.end != nullptr) return;
+  const int64_t rows = std::min(a.keys.block_rows, p.seqlen_q);
+  const int64_t row_bytes = T::kHeadDim * static_cast<int64_t>(2 * sizeof(typename T::Element) + sizeof(float));
+  choose_sections<T>(a, rows * row_bytes * a.head_ratio, int64_t{a.n_blocks} * a.keys.blocks, blocks);
+}
 template <class T>
 void fill_lists(BwdArguments& a, const BwdParams& p, int64_t blocks) {
   a.gathered_k = gathered_tensor(p.k, p.k_stride);
@@ -169,6 +180,10 @@ void fill_lists(BwdArguments& a, const BwdParams& p, int64_t blocks) {
   const bool keeps_terms = a.terms.first != nullptr;
   a.dk_accum = keeps_terms ? a.terms.dk : p.dk_accum;
   a.dv_accum = keeps_terms ? a.terms.dv : p.dv_accum;
+  if (a.dk_accum == nullptr) {
+    a.dk_rows = {p.dk, p.dk_stride};
+    a.dv_rows = {p.dv, p.dv_stride};
+  }
   a.head_dim = p.head_dim;
   a.n_blocks = a.keys.capacity / T::kBlockN;
   a.num_splits = 1;
@@ -176,6 +191,7 @@ void fill_lists(BwdArguments& a, const BwdParams& p, int64_t blocks) {
   a.all_parts = p.batch * p.nheads_k;
   a.items = a.n_blocks * a.all_parts * a.keys.blocks;
   a.group_chunks = group_chunks_of(a, blocks, p.keys.capacity / T::kBlockN);
+  choose_list_sections<T>(a, p, blocks);
 }
 
 template <class T>

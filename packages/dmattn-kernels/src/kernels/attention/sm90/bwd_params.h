@@ -42,7 +42,8 @@ struct BwdArguments {
   int32_t num_splits, row_splits;
   int32_t items;  // n_blocks * all_parts; over lists, times the number of chunks
   // Sections of as many parts (of groups, of all batches), whose blocks of keys are done before those of the next section
-  // begin, so that what they read and add to stays in L2. One more section has the rest of all parts.
+  // begin, so that what they read and add to stays in L2. One more section has the rest of all parts. Lists: see
+  // choose_list_sections().
   int32_t section_parts, sections, all_parts;
   float softmax_scale, softcap;
   bool is_causal;
@@ -83,6 +84,7 @@ struct BwdArguments {
   int32_t* dkv_semaphore;
   float* dk_accum;  // fp32 [batch][nheads_k][seqlen_k][head_dim], added to; or those of `terms`
   float* dv_accum;
+  RowsOfOut dk_rows, dv_rows;  // instead, where no other item has the keys of a tile; data == nullptr: otherwise
   int32_t head_dim;
 
   // Consecutive keys, where steps are announced: > 0: a row sees so many keys, the last of them at its own position. 0: all

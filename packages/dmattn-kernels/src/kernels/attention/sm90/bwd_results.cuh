@@ -76,9 +76,24 @@ __device__ __forceinline__ void store_ds_panel(const Operand& gradients, uint32_
   cutlass::arch::fence_view_async_shared();  // the tensor cores see what was written
 }
 
-// Of a tile of dk or dv in registers the thread's key `half`, to a row of fp32 numbers: added, or stored where nobody else
-// adds. Neighbouring lanes exchange halves first, so that each has four columns of one fragment instead of two of each of
-// two. Whole warp.
+// Of a tile of dk or dv in registers, of a row: four columns of one of two fragments, of which the thread has two each. The
+// neighbouring lane has the others; odd ones take the second fragment. Whole warp.
+__device__ __forceinline__ void exchange_halves(const float (&lower)[4], const float (&upper)[4], int half, float scale,
+                                                bool is_odd, float (&sum)[4]) {
+  float own[2], other[2];
+#pragma unroll
+  for (int e = 0; e < 2; ++e) {
+    const float x = lower[2 * half + e] * scale, y = upper[2 * half + e] * scale;
+    other[e] = __shfl_xor_sync(0xffffffffu, is_odd ? x : y, 1);
+    own[e] = is_odd ? y : x;
+  }
+#pragma unroll
+  for (int e = 0; e < 2; ++e) {
+    sum[e] = is_odd ? other[e] : own[e];
+    sum[2 + e] = is_odd ? own[e] : other[e];
+  }
+}
+// The thread's key `half`, to a row of fp32 numbers: added, or stored where nobody else adds.
 template <int kFragments>
 __device__ __forceinline__ void send_key_row(const float (&acc)[kFragments][4], int half, float scale, float* to,
                                              bool exists, bool is_stored, int head_dim, int lane) {
@@ -87,23 +102,31 @@ __device__ __forceinline__ void send_key_row(const float (&acc)[kFragments][4], 
   to += col;
 #pragma unroll
   for (int i = 0; i < kFragments; i += 2) {
-    const float (&lower)[4] = acc[i];
-    const float (&upper)[4] = acc[i + 1];
-    float own[2], other[2];
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const float x = lower[2 * half + e] * scale, y = upper[2 * half + e] * scale;
-      other[e] = __shfl_xor_sync(0xffffffffu, is_odd ? x : y, 1);
-      own[e] = is_odd ? y : x;
-    }
-    const float sum[4] = {is_odd ? other[0] : own[0], is_odd ? other[1] : own[1], is_odd ? own[0] : other[0],
-                          is_odd ? own[1] : other[1]};
+    float sum[4];
+    exchange_halves(acc[i], acc[i + 1], half, scale, is_odd, sum);
     if (exists && 8 * i + col < head_dim) {
       if (is_stored) {
         *reinterpret_cast<float4*>(to + 8 * i) = make_float4(sum[0], sum[1], sum[2], sum[3]);
       } else {
         add_vector(to + 8 * i, sum);
       }
+    }
+  }
+}
+// Likewise rounded, to a row of the gradient itself.
+template <class Element, int kFragments>
+__device__ __forceinline__ void store_key_row(const float (&acc)[kFragments][4], int half, float scale, Element* to,
+                                              bool exists, int head_dim, int lane) {
+  const bool is_odd = lane % 2 != 0;
+  const int col = is_odd ? 8 + (lane % 4 - 1) * 2 : lane % 4 * 2;
+  to += col;
+#pragma unroll
+  for (int i = 0; i < kFragments; i += 2) {
+    float sum[4];
+    exchange_halves(acc[i], acc[i + 1], half, scale, is_odd, sum);
+    if (exists && 8 * i + col < head_dim) {
+      *reinterpret_cast<uint2*>(to + 8 * i) =
+          make_uint2(ElementTraits<Element>::pack(sum[0], sum[1]), ElementTraits<Element>::pack(sum[2], sum[3]));
     }
   }
 }
@@ -397,6 +420,16 @@ struct BwdResults : BwdConsumerState<T> {
       const int rows = keeps_terms() ? p.terms.capacity : p.seqlen_k;
       float* const to = accum + (head * rows + interval.begin) * p.head_dim;
       send_key_row(acc, half, scale, to, interval.length > 0, keeps_terms(), p.head_dim, lane);
+    }
+  }
+  // Lists of which each item has all rows: a key has no others.
+  __device__ __forceinline__ void store_listed_grad(float (&acc)[kFragmentsD][4], float scale, const RowsOfOut& out,
+                                                    int batch, int head_k) {
+    Element* const head = static_cast<Element*>(out.data) + batch * out.stride.batch + head_k * out.stride.head;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const KeyInterval interval = facts().interval[own_key(half)];
+      store_key_row(acc, half, scale, head + interval.begin * out.stride.row, interval.length > 0, p.head_dim, lane);
     }
   }
   // The row of ChunkTerms of the thread's key `half`, as an interval of one row or of none.

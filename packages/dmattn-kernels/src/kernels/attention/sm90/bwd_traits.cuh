@@ -104,6 +104,9 @@ struct BwdTraits {
   static constexpr bool kBias = kKeyBias || kDenseBias;
   static constexpr bool kGathered =
       kListBias || kVariant == BwdVariant::kLists || kVariant == BwdVariant::kOrderedLists;
+  // An item may have all rows that see its keys, and write their dk and dv itself. Beside a bias the products then lack
+  // registers.
+  static constexpr bool kHasWholeItems = kVariant == BwdVariant::kLists;
   static constexpr bool kPacked = kVariant == BwdVariant::kPacked;
   static constexpr BwdTile kTile = sm90_bwd_tile(kHeadDim, kGathered, kBias, kMasked || kPacked);
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n;  // rows of queries; keys, 64 a consumer

@@ -1,0 +1,110 @@
+"""Padded batches: keys of padding are masked, and from rows of padding comes no gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from attention.cases import Case, build
+from attention.driver import assert_close, run
+from attention.oracle import Problem
+from attention.targets import on_cuda, target
+
+pytestmark = pytest.mark.each_family
+
+# Rows without any token and with one, around the edges of tiles, and full ones.
+LENGTHS = (300, 0, 1, 64, 65, 127, 128, 129, 255, 299)
+SIDES = ("right", "left", "both", "holes")
+
+
+def is_token(side: str, batch: int, seqlen: int, device: torch.device) -> Tensor:
+    """bool (batch, seqlen)."""
+    lengths = torch.tensor(LENGTHS, device=device).clamp(max=seqlen)
+    lengths = lengths[torch.arange(batch, device=device) % len(LENGTHS), None]
+    place = torch.arange(seqlen, device=device)
+    if side == "left":
+        return place >= seqlen - lengths
+    if side == "both":
+        return (place >= lengths // 3) & (place < lengths)
+    tokens = place < lengths
+    return tokens & (place % 7 != 3) if side == "holes" else tokens
+
+
+def pad(problem: Problem, side: str, zero: float = 0.0) -> Problem:
+    """With a mask of its tokens as keys, and no gradient from other rows but `zero`."""
+    batch, seqlen_q = problem.q.shape[:2]
+    device = problem.q.device
+    keys = is_token(side, batch, problem.k.shape[1], device)
+    rows = is_token(side, batch, seqlen_q, device)
+    dout = problem.dout.masked_fill(~rows[..., None, None], zero)
+    mask = keys[:, None, None]
+    if problem.mask is not None:
+        mask = mask & problem.mask
+    return problem.with_(mask=mask, dout=dout)
+
+
+# The kernels for Hopper deal with few key tiles in another way than with many: of 132 SMs there are
+# many from 1584 on.
+FEW = Case(300, 300, dtype=target().dtypes[0])
+MANY = FEW.with_(batch=40, nheads=16, nheads_k=16)
+MANY_GROUPS = FEW.with_(batch=160, nheads=16, nheads_k=4)
+if not on_cuda():  # where it makes no difference
+    FEW = FEW.with_(seqlen_q=140, seqlen_k=140)
+    MANY = MANY_GROUPS = FEW.with_(batch=10, nheads=2, nheads_k=2)
+
+
+@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    "case",
+    [
+        FEW,
+        FEW.with_(batch=10, head_dim=128),
+        FEW.with_(batch=10, head_dim=200),
+        MANY,
+        MANY.with_(head_dim=128, seqlen_q=170),
+        MANY_GROUPS.with_(seqlen_q=130, head_dim=72),
+    ],
+    ids=str,
+)
+def test_gradients(case: Case, causal: bool, side: str) -> None:
+    problem = pad(build(case.with_(causal=causal)), side, zero=-0.0 if causal else 0.0)
+    found = run(problem)
+    assert_close(problem, found)
+    assert problem.mask is not None
+    for gradient in (found.dk, found.dv):
+        assert gradient is not None
+        assert not gradient[~problem.mask[:, 0, 0]].any()
+
+
+@pytest.mark.parametrize("mask", ["", "1k1k", "bk1k"])
+@pytest.mark.parametrize("bias", ["", "bk1k"])
+def test_masks_of_heads_and_biases(mask: str, bias: str) -> None:
+    problem = pad(build(MANY_GROUPS.with_(causal=True, mask=mask, bias=bias)), "right")
+    assert_close(problem, run(problem))
+
+
+@pytest.mark.parametrize("case", [FEW, MANY], ids=str)
+def test_rows_that_only_the_log_sum_exp_sends_back_to(case: Case) -> None:
+    """They are not padding, though the gradient of their output is zero."""
+    problem = pad(build(case.with_(causal=True, dlse=True)), "right")
+    assert problem.dlse is not None
+    rows = torch.arange(case.seqlen_q, device=problem.q.device)
+    problem = problem.with_(dlse=problem.dlse.masked_fill(rows % 89 != 11, 0.0))
+    assert_close(problem, run(problem))
+
+
+@pytest.mark.parametrize("case", [FEW, MANY], ids=str)
+def test_no_gradient_at_all(case: Case) -> None:
+    problem = pad(build(case), "right")
+    found = run(problem.with_(dout=torch.zeros_like(problem.dout)))
+    for gradient in (found.dq, found.dk, found.dv):
+        assert gradient is not None and not gradient.any()
+
+
+def test_long_rows() -> None:
+    """More than the lists of other masks put together."""
+    case = MANY.with_(seqlen_q=1300, seqlen_k=1300, causal=True, batch=10 if on_cuda() else 1)
+    problem = pad(build(case), "right")
+    assert_close(problem, run(problem))
