@@ -43,6 +43,7 @@ class Target:
             kernels refuse all but the innermost one.
         poison: whether fresh buffers are filled with NaN and given margins, see poison.py. Not
             where torch itself computes: it asserts that its buffers start where their memory does.
+        seconds: what a test may take in the GPU suite, beside all others, before it counts as hung.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Target:
     most_scores: int | None = None
     any_strides: bool = True
     poison: bool = True
+    seconds: int = 60
 
     @property
     def backend_name(self) -> str:
@@ -115,8 +117,8 @@ TARGETS = {
             share=240,
             most_tiles=32,  # about 50 ms each, in each of five kernels
         ),
-        # Each case compiles kernels of its own, for seconds.
-        Target("triton-cuda", "triton", "cuda", dtypes=(*HALF, "f32"), share=60),
+        # Each case compiles kernels of its own, for seconds, and for up to a minute beside others.
+        Target("triton-cuda", "triton", "cuda", dtypes=(*HALF, "f32"), share=60, seconds=240),
         Target(
             name="flex-cpu",
             backend="flex",
@@ -126,7 +128,15 @@ TARGETS = {
             most_scores=_MOST_FORMED,
             poison=False,
         ),
-        Target(*("flex-cuda", "flex", "cuda"), dtypes=(*HALF, "f32"), share=240, poison=False),
+        Target(
+            name="flex-cuda",
+            backend="flex",
+            device="cuda",
+            dtypes=(*HALF, "f32"),
+            share=240,
+            poison=False,
+            seconds=240,
+        ),
     )
 }
 

@@ -63,8 +63,12 @@ def compose(
     findings: list[Finding],
     complete: bool,
     seconds: float,
+    runs: int = 1,
 ) -> dict[str, Any]:
-    """The report; `ok` when the run was complete, nothing failed and every tool bit."""
+    """The report; `ok` when the run was complete, nothing failed and every tool bit.
+
+    `runs`: in how many parts, each of which went on where the one before had no time left.
+    """
     outcomes = {target.name: lines for target, lines in found_by}
     counts = {name: _counts(lines) for name, lines in outcomes.items()}
     backends: dict[str, list[dict[str, Any]]] = {}
@@ -97,6 +101,7 @@ def compose(
         "source_hash": None,
         **found,
         "seconds": round(seconds),
+        "runs": runs,
         "tests": counts,
         "backends": {name: _counts(lines) for name, lines in backends.items()},
         "failed_tests": [

@@ -1,18 +1,21 @@
 """The GPU suite as one command; writes the report that the repository commits.
 
-    python packages/dmattn-kernels/tests/gpu/run_suite.py [--report PATH] [--quick] [--time-limit S]
+    python packages/dmattn-kernels/tests/gpu/run_suite.py [--report PATH] [--quick]
+        [--time-limit S] [--folder PATH]
 
 It runs the attention suite (tests/attention), models of transformers and CUDA graphs (tests/models)
 and the tests of the kernels as such (this folder).
 pytest runs in several processes that share the GPUs and claim the tests one by one, for each
 target in tests/attention/targets.py that is on CUDA (any newer chip runs the tile shapes of sm89),
 while compute-sanitizer watches small launches. `dmattn`, `dmattn_kernels`, torch, numpy, pytest
-and transformers must be importable. Exit code 0: everything passed.
+and transformers must be importable. Exit code 0: everything passed. What a time limit cut off or
+left is done by the same command again, with the same folder.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import sys
@@ -31,15 +34,18 @@ sys.path[:0] = IMPORTED_FROM
 
 from attention.targets import SHARE_VARIABLE, TARGET_VARIABLE, TARGETS, Target  # noqa: E402
 from check_report import REPORT  # noqa: E402
-from gpu import report  # noqa: E402
+from gpu import claims, report  # noqa: E402
 from gpu.jobs import Job, Pool  # noqa: E402
-from gpu.sanitize import Finding, judge, kernel_jobs, planted_jobs  # noqa: E402
+from gpu.progress import Progress  # noqa: E402
+from gpu.sanitize import judge, kernel_jobs, planted_jobs  # noqa: E402
+from source_hash import source_hash  # noqa: E402
 
 RESTARTS = 25  # workers started again after a lost context or a crash, per target
 # Started while compute-sanitizer runs: enough to keep the GPU busy, few enough for 16 cores.
 ALL_WORKERS = 12
 # A worker whose target is done takes the place of one more of a target with so many tests left.
 WORTH_A_WORKER = 40
+NEVER_ENDED = "never ended"
 # The compiled kernels hold machine code for the chip: nothing is left to the driver's compiler.
 NO_JIT = {"CUDA_DISABLE_PTX_JIT": "1"}
 ON_GPU = [row.name for row in TARGETS.values() if row.device == "cuda"]
@@ -52,10 +58,10 @@ class Workers:
         self.target = target
         self._folder = folder / target.name
         self._claims = self._folder / "claims"
-        self._claims.mkdir(parents=True)
+        self._claims.mkdir(parents=True, exist_ok=True)
         self._arguments = arguments
         self._restarts = RESTARTS
-        self._started = 0
+        self._started = len(list(self._folder.glob("worker-*.log")))  # by runs before this one
         self.others: list[Workers] = []
 
     def jobs(self, count: int) -> list[Job]:
@@ -113,17 +119,23 @@ class Workers:
             for line in file.read_text().splitlines()
         ]
         ended = {line["test"] for line in lines}
-        claims = sorted(self._claims.iterdir())
-        for claim in claims:
-            test = claim.read_text()
+        taken = sorted(self._claims.iterdir())
+        for claim in taken:
+            test, _ = claims.read(claim)
             if test not in ended:
                 lines.append(
-                    {"test": test, "outcome": "crashed", "seconds": 0.0, "reason": "never ended"}
+                    {"test": test, "outcome": "crashed", "seconds": 0.0, "reason": NEVER_ENDED}
                 )
         collected = self._folder / "collected"
-        missing = int(collected.read_text()) - len(claims) if collected.is_file() else 1
+        missing = int(collected.read_text()) - len(taken) if collected.is_file() else 1
         never = {"test": "", "outcome": "not run", "seconds": 0.0, "reason": "out of time"}
         return lines + [never] * missing
+
+    def give_back(self, jobs: list[Job]) -> None:
+        """What time cut off counts as not begun."""
+        stopped = {job.log.stem for job in jobs if job.timed_out and job.log.parent == self._folder}
+        ended = {line["test"] for line in self.outcomes() if line["reason"] != NEVER_ENDED}
+        claims.give_back(self._claims, ended, stopped)
 
     def complaint(self) -> str | None:
         """The end of a log when no test was run at all."""
@@ -135,13 +147,15 @@ class Workers:
 def main() -> int:
     arguments = parse()
     start = time.monotonic()
-    folder = Path(tempfile.mkdtemp(prefix="dmattn-gpu-suite-"))
+    folder = arguments.folder or Path(tempfile.mkdtemp(prefix="dmattn-gpu-suite-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    progress = Progress.read(folder, what_is_tested(arguments))
     every = [Workers(TARGETS[name], folder, arguments) for name in arguments.targets]
     for workers in every:
         workers.others = [other for other in every if other is not workers]
     each = arguments.workers or max(2, ALL_WORKERS // len(every))
     pytest_jobs = [job for workers in every for job in workers.jobs(each)]
-    findings: list[Finding] = []
+    sanitized: list[Job] = []
     deadline = start + arguments.time_limit
 
     def sanitize() -> None:
@@ -149,18 +163,26 @@ def main() -> int:
         if jobs:
             families = [family for workers in every if (family := workers.target.family)]
             jobs = kernel_jobs(folder, families, arguments.time_limit) + jobs
-        findings.extend(judge(job) for job in Pool(arguments.sanitizer_width, deadline).run(jobs))
+        done = {finding.name for finding in progress.findings}
+        jobs = [job for job in jobs if job.name not in done]
+        sanitized.extend(Pool(arguments.sanitizer_width, deadline).run(jobs))
 
     beside = threading.Thread(target=sanitize)
     beside.start()
-    Pool(len(pytest_jobs), deadline).run(pytest_jobs)
+    pytest_jobs = Pool(len(pytest_jobs), deadline).run(pytest_jobs)
     beside.join()
+    for workers in every:
+        workers.give_back(pytest_jobs)
+    progress.add(time.monotonic() - start, [judge(job) for job in sanitized if not job.timed_out])
+    progress.write(folder)
+    stopped = [judge(job) for job in sanitized if job.timed_out]
     found = report.compose(
         [(workers.target, workers.outcomes()) for workers in every],
-        sorted(findings, key=lambda finding: finding.name),
+        [*progress.findings, *stopped],
         complete=not (arguments.no_sanitizer or arguments.pytest or arguments.every > 1)
         and set(ON_GPU) <= set(arguments.targets),
-        seconds=time.monotonic() - start,
+        seconds=progress.seconds,
+        runs=progress.runs,
     )
     arguments.report.parent.mkdir(parents=True, exist_ok=True)
     arguments.report.write_text(json.dumps(found, indent=1) + "\n")
@@ -169,7 +191,19 @@ def main() -> int:
             print(f"--- {workers.target.name}: no test was run\n{complaint}")
     print(report.table(found))
     print(f"report: {arguments.report}; logs: {folder}")
+    if stopped or any(counts["not run"] for counts in found["tests"].values()):
+        print(f"the time was up; to go on, add --folder {folder}")
     return 0 if found["ok"] else 1
+
+
+def what_is_tested(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What all runs in one folder have in common."""
+    return {
+        "library": report.built_from(importlib.import_module("dmattn_kernels").library_path()),
+        "sources": source_hash(),
+        **{name: getattr(arguments, name) for name in ("targets", "every", "pytest")},
+        "sanitizer": not arguments.no_sanitizer,
+    }
 
 
 def parse() -> argparse.Namespace:
@@ -183,6 +217,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--every", type=int, default=1, help="only every n-th test")
     parser.add_argument(
         "--time-limit", type=float, default=1200.0, help="seconds after which all is stopped"
+    )
+    parser.add_argument(
+        "--folder", type=Path, help="of logs and results; what a time limit left there goes on"
     )
     parser.add_argument("--workers", type=int, default=0, help="pytest processes per target")
     parser.add_argument("--targets", nargs="+", default=ON_GPU, choices=list(TARGETS))

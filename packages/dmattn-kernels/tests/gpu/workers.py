@@ -18,11 +18,14 @@ import pytest
 import torch
 from _pytest.runner import runtestprotocol
 
+from attention.targets import target
+from gpu.claims import take
+
 ON_CUDA = torch.cuda.is_available()
 GPU_LOST = 77  # exit code of a worker whose CUDA context an earlier kernel has destroyed
 GPU_HUNG = 78  # ... and of one whose test ran past its limit
 CACHED_BYTES = 1 << 30  # that a worker may keep between tests
-SECONDS, SLOW_SECONDS = 60, 300  # limits of a test, and of one that is marked slow
+SLOW_SECONDS = 300  # limit of a test that is marked slow; of others the target says it
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -55,12 +58,10 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
     if claims is None:
         return None
     name: str = item.claim  # type: ignore[attr-defined]
-    try:
-        descriptor = os.open(Path(claims) / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
-    except FileExistsError:
+    results = item.config.getoption("results", None)
+    worker = "" if results is None else Path(results).stem.replace("results", "worker")
+    if not take(Path(claims) / name, item.nodeid, worker):
         return True
-    os.write(descriptor, item.nodeid.encode())
-    os.close(descriptor)
     # Which test comes next depends on the other workers, so every fixture is torn down here.
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
     runtestprotocol(item, nextitem=None)
@@ -123,7 +124,7 @@ def _skip_reason(reports: list[pytest.TestReport]) -> str:
 @pytest.fixture(autouse=True)
 def _survive(request: pytest.FixtureRequest) -> Iterator[None]:
     """Ends this worker when the CUDA context is gone: every later test would fail for that."""
-    limit = SLOW_SECONDS if request.node.get_closest_marker("slow") else SECONDS
+    limit = SLOW_SECONDS if request.node.get_closest_marker("slow") else target().seconds
     watch = threading.Timer(limit, _give_up, (request.node.nodeid, limit))
     if ON_CUDA:
         watch.start()

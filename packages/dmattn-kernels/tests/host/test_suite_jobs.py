@@ -1,4 +1,4 @@
-"""How the GPU suite spreads its processes, which needs no GPU to be seen."""
+"""How the GPU suite spreads its processes, and goes on later, which needs no GPU to be seen."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from gpu import claims
 from gpu.jobs import Job, Pool
+from gpu.progress import Progress
+from gpu.sanitize import Finding
 
 SHOW = "import os; print(os.environ.get('CUDA_VISIBLE_DEVICES'))"
 
@@ -31,3 +34,32 @@ def test_a_single_gpu_stays_what_it_is(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert run(1, tmp_path) == [visible]
+
+
+def test_a_test_is_taken_once_and_given_back_if_time_stopped_its_worker(tmp_path: Path) -> None:
+    taken = {"ended": "worker-0", "cut off": "worker-0", "crashed": "worker-1"}
+    for test, worker in taken.items():
+        assert claims.take(tmp_path / test, f"file.py::{test}[\n]", worker)
+        assert not claims.take(tmp_path / test, test, "worker-2")
+        assert claims.read(tmp_path / test) == (f"file.py::{test}[\n]", worker)
+    (tmp_path / "stopped while taking").touch()
+    claims.give_back(tmp_path, {"file.py::ended[\n]"}, {"worker-0"})
+    assert {left.name for left in tmp_path.iterdir()} == {"ended", "crashed"}
+
+
+def test_a_run_goes_on_with_what_the_one_before_found(tmp_path: Path) -> None:
+    of = {"library": "a", "targets": ["cuda-sm90"]}
+    first = Progress.read(tmp_path, of)
+    first.add(590.0, [Finding("b", True, 0, 3, 1.0, ""), Finding("a", False, 1, 3, 1.0, "wrong")])
+    first.write(tmp_path)
+    second = Progress.read(tmp_path, of)
+    assert second == first
+    second.add(10.0, [Finding("aa", True, 0, 3, 1.0, "")])
+    assert (second.seconds, second.runs) == (600.0, 2)
+    assert [finding.name for finding in second.findings] == ["a", "aa", "b"]
+
+
+def test_a_run_of_something_else_does_not_go_on(tmp_path: Path) -> None:
+    Progress.read(tmp_path, {"library": "a"}).write(tmp_path)
+    with pytest.raises(ValueError, match=r"library: got 'b', .* had 'a'"):
+        Progress.read(tmp_path, {"library": "b"})
