@@ -20,7 +20,8 @@ SIDES = ("right", "left", "both", "holes")
 
 def is_token(side: str, batch: int, seqlen: int, device: torch.device) -> Tensor:
     """bool (batch, seqlen)."""
-    lengths = torch.tensor(LENGTHS, device=device).clamp(max=seqlen)
+    lengths = torch.tensor(LENGTHS, device=device)
+    lengths = (lengths * seqlen // 300 if seqlen > 1000 else lengths).clamp(max=seqlen)
     lengths = lengths[torch.arange(batch, device=device) % len(LENGTHS), None]
     place = torch.arange(seqlen, device=device)
     if side == "left":
@@ -45,13 +46,15 @@ def pad(problem: Problem, side: str, zero: float = 0.0) -> Problem:
 
 
 # The kernels for Hopper deal with few key tiles in another way than with many: of 132 SMs there are
-# many from 1584 on.
+# many from 1584 on, unless their rows take too many rounds. test_hopper_lists.py holds these shapes
+# to it.
 FEW = Case(300, 300, dtype=target().dtypes[0])
 MANY = FEW.with_(batch=40, nheads=16, nheads_k=16)
-MANY_GROUPS = FEW.with_(batch=160, nheads=16, nheads_k=4)
+MANY_GROUPS = FEW.with_(batch=80, nheads=16, nheads_k=4, seqlen_q=256, seqlen_k=600)
+GROUPS_IN_CHUNKS = FEW.with_(batch=160, nheads=16, nheads_k=4, seqlen_q=130)
 if not on_cuda():  # where it makes no difference
     FEW = FEW.with_(seqlen_q=140, seqlen_k=140)
-    MANY = MANY_GROUPS = FEW.with_(batch=10, nheads=2, nheads_k=2)
+    MANY = MANY_GROUPS = GROUPS_IN_CHUNKS = FEW.with_(batch=10, nheads=2, nheads_k=2)
 
 
 @pytest.mark.parametrize("side", SIDES)
@@ -64,7 +67,12 @@ if not on_cuda():  # where it makes no difference
         FEW.with_(batch=10, head_dim=200),
         MANY,
         MANY.with_(head_dim=128, seqlen_q=170),
-        MANY_GROUPS.with_(seqlen_q=130, head_dim=72),
+        MANY.with_(head_dim=56),
+        MANY.with_(head_dim=120),
+        MANY.with_(head_dim=40, seqlen_q=120),
+        MANY_GROUPS,
+        MANY_GROUPS.with_(seqlen_q=128, head_dim=72),
+        GROUPS_IN_CHUNKS.with_(head_dim=72),
     ],
     ids=str,
 )
@@ -107,4 +115,45 @@ def test_long_rows() -> None:
     """More than the lists of other masks put together."""
     case = MANY.with_(seqlen_q=1300, seqlen_k=1300, causal=True, batch=10 if on_cuda() else 1)
     problem = pad(build(case), "right")
+    assert problem.dout[0, -1].any()
     assert_close(problem, run(problem))
+
+
+@pytest.mark.parametrize("case", [FEW.with_(batch=6), MANY, MANY_GROUPS], ids=str)
+def test_a_mask_for_all_batches_and_a_gradient_in_one(case: Case) -> None:
+    problem = pad(build(case.with_(causal=True)), "right")
+    assert problem.mask is not None
+    alone = torch.arange(case.batch, device=problem.q.device) == 5
+    dout = problem.dout.masked_fill(~alone[:, None, None, None], 0.0)
+    problem = problem.with_(mask=problem.mask[9 % case.batch, None], dout=dout)
+    assert problem.mask is not None and problem.mask.shape[0] == 1 and dout.any()
+    assert_close(problem, run(problem))
+
+
+@pytest.mark.parametrize("case", [FEW.with_(batch=10), MANY, MANY_GROUPS], ids=str)
+def test_rows_without_a_gradient_are_left_out(case: Case) -> None:
+    """On Hopper, as far as they are whole tiles: not even NaN comes from them."""
+    if target().family != "sm90":
+        pytest.skip("other kernels read all rows")
+    problem = pad(build(case), "right", zero=-0.0)
+    rows = torch.arange(case.seqlen_q, device=problem.q.device)
+    last = problem.dout.ne(0).any(-1).any(-1).mul(rows + 1).amax(1)
+    behind = rows >= last[:, None] + 64
+    found = run(problem.with_(q=problem.q.masked_fill(behind[..., None, None], torch.nan)))
+    assert behind.any() and not found.out[behind].isfinite().any()
+    for gradient in (found.dk, found.dv):
+        assert gradient is not None and gradient.isfinite().all() and gradient.any()
+
+
+@pytest.mark.parametrize("case", [FEW.with_(batch=10), MANY, MANY_GROUPS], ids=str)
+def test_a_gradient_that_is_nan_is_one(case: Case) -> None:
+    problem = pad(build(case), "right")
+    dout = problem.dout.clone()
+    dout[1, case.seqlen_q - 1] = torch.nan  # no token, in a batch entry without any
+    dout[3, case.seqlen_q - 1] = torch.nan
+    found = run(problem.with_(dout=dout))
+    assert problem.mask is not None
+    for gradient in (found.dk, found.dv):
+        assert gradient is not None
+        assert gradient[3][problem.mask[3, 0, 0]].isnan().all()
+        assert not gradient[1].any() and gradient[2].isfinite().all()

@@ -8,7 +8,7 @@ namespace dmattn {
 // --- backward ------------------------------------------------------------------------------------------------------
 
 // The rows that gradients come from: those that keep a key and whose dout or dlse is not zero. Of all others, padded rows
-// above all, every share of dq, dk, dv and dbias is 0.
+// above all, every share of dq, dk, dv and dbias is 0, as long as q, k, v and out are finite.
 struct UsedRows {
   // [batch][heads][2], zeros before: the last of them + 1, and seqlen_q minus the first of them; 0 and 0 where there is
   // none. nullptr: not asked for.
@@ -62,7 +62,8 @@ struct ConvertDqParams {
   Packing packing;
 };
 
-// Rows of a chunk of row blocks: at most as many, and a multiple of those of a row block.
+// Rows of a chunk of row blocks: at most as many, and a multiple of those of a row block. A chunk with all rows of a
+// mask's list, whose row blocks are not put together, may have more.
 constexpr int kMostChunkRows = 1024;
 struct ChunkKeyListsParams {
   KeyList from;  // of row blocks, or of all rows; heads: between those of one batch and the next

@@ -451,8 +451,34 @@ def test_tiles_with_all_rows(
             assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
         assert plan["round.batches"] * plan["round.heads_k"] * tiles >= 12 * SMS
         assert plan["chunks.count"] == plan["keys.count"]
+        assert plan["used_rows"]
         lists.add((plan["round.batch"], plan["round.head_k"]))
     assert len(lists) == plan["rounds"]
+
+
+@pytest.mark.parametrize("causal", [0, 1])
+@pytest.mark.parametrize(
+    ("batch", "nheads_k", "seqlen_q", "seqlen_k", "head_dim"),
+    [
+        *((40, 16, 300, 300, head_dim) for head_dim in (56, 64, 120)),
+        *((40, 16, 170, 300, 128), (40, 16, 120, 300, 40), (10, 16, 1300, 1300, 64)),
+        *((80, 4, 256, 600, 64), (80, 4, 128, 600, 72)),
+    ],
+)
+def test_tiles_of_padded_batches(
+    probe: ctypes.CDLL,
+    batch: int,
+    nheads_k: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    head_dim: int,
+    causal: int,
+) -> None:
+    """The shapes of attention/test_padded.py that are there for tiles with all rows have some."""
+    kept = mask(batch, 1, 1, seqlen_k)
+    shape = {"batch": batch, "nheads_k": nheads_k, "head_dim": head_dim, "is_causal": causal}
+    found = mask_plan_of(probe, kept, **shape, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
+    assert found["arch"] == 90 and found["has_whole_items"] and found["used_rows"]
 
 
 @pytest.mark.parametrize(
@@ -460,16 +486,17 @@ def test_tiles_with_all_rows(
     [
         {"batch": 2},  # few tiles
         {"batch": 64, "nheads_k": 2},
+        {"length": 16384},
         {
             "bias": tensor((16, 4, 1, 4096), FLOAT32),
             "softmax_lse_rest": tensor((16, 16, 4096), FLOAT32),
         },
         {"head_dim": 256},
     ],
-    ids=["few tiles", "many heads of a group", "a bias", "wide heads"],
+    ids=["few tiles", "many heads of a group", "many rows", "a bias", "wide heads"],
 )
 def test_tiles_without_all_rows(probe: ctypes.CDLL, given: dict[str, Any]) -> None:
-    batch = given.get("batch", 16)
-    found = mask_plan_of(probe, **({"kept": mask(batch, 1, 1, 4096), "batch": 16} | given))
+    batch, length = given.get("batch", 16), given.get("length", 4096)
+    found = mask_plan_of(probe, **({"kept": mask(batch, 1, 1, length), "batch": 16} | given))
     assert found["arch"] == 90 and not found["has_whole_items"]
     assert 0 < found["chunks.block_rows"] <= 1024 and found["dk_accum"]

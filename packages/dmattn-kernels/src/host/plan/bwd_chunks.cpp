@@ -15,8 +15,10 @@ namespace {
 constexpr int64_t kStepsOfItem = 32, kStepsOfLongItem = 64;
 constexpr int64_t kItemsPerSm = 4;
 // Tiles of a mask's list that have all rows: nobody else adds to their dk and dv, and they have one prologue. Of so many,
-// as if all keys were kept, three for each SM are left where a quarter is.
+// as if all keys were kept, three for each SM are left where a quarter is. One SM computes all rows of a tile, for each
+// head of the group: with more of them, the few tiles of a mask that keeps little would take long while others wait.
 constexpr int64_t kWholeItemsPerSm = 12;
+constexpr int64_t kMostRowsOfWholeItem = 32768;
 // Of a round that is smaller for the sake of ChunkTerms: with fewer, taking turns would cost no more.
 constexpr int64_t kItemsPerSmWithTerms = 2;
 // What an item takes beside its steps, and a round beside its items, as estimated from measured times: 17000 cycles, and
@@ -98,11 +100,13 @@ int64_t items_with_chunks(const BwdPlan& plan, const BwdRound& round) {
 }
 }  // namespace
 
-// Consumers write whole vectors of dk and dv. Kernels with a bias do not.
+// Consumers write whole vectors of dk and dv, so that no other launch may add to them. Kernels with a bias do not, and
+// clusters note rows of a chunk in 16 bits.
 bool may_have_whole_items(const BwdPlan& plan) {
   const BwdParams& p = plan.kernel;
-  return plan.walk == KeyWalk::kMaskList && has_shared_list(plan) && !p.deterministic && plan.tile.cluster == 1 &&
-         p.bias.kind == BiasKind::kNone && p.vec_dk && p.vec_dv;
+  return plan.walk == KeyWalk::kMaskList && has_shared_list(plan) && !plan.sequence.per_group && !p.deterministic &&
+         plan.tile.cluster == 1 && p.bias.kind == BiasKind::kNone && p.vec_dk && p.vec_dv &&
+         int64_t{p.head_ratio} * p.seqlen_q <= kMostRowsOfWholeItem;
 }
 
 bool keeps_busy_with_whole_items(const BwdPlan& plan, const BwdRound& round, const Device& device) {

@@ -51,8 +51,13 @@ __device__ __forceinline__ void find_used_rows(const BwdPreprocessParams& p, int
   const UsedRows& to = p.used_rows;
   const int64_t list = static_cast<int64_t>(to.batch > 1 ? b : 0) * to.heads + h / to.head_ratio;
   const int first = row0 + threadIdx.x;
-  atomicMax(to.found + 2 * list, first + 32 - __clz(rows));
-  atomicMax(to.found + 2 * list + 1, p.seqlen_q - (first + __ffs(rows) - 1));
+  const int values[2] = {first + 32 - __clz(rows), p.seqlen_q - (first + __ffs(rows) - 1)};
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    // Where all heads and batches share a list, nearly all find that others have gone as far.
+    int* const found = to.found + 2 * list + i;
+    if (*static_cast<volatile int*>(found) < values[i]) atomicMax(found, values[i]);
+  }
 }
 
 // kLanes lanes hold a row, eight columns each. Heads are the fastest block index: in the usual (b, s, h, d) layout

@@ -3,11 +3,12 @@
 //
 // A thread block stays on its SM and takes blocks of keys (items) until none is left. One thread of the first
 // warpgroup, the producer, copies K and V once an item, then Q, dO, lse, delta and the tile of a dense bias for one
-// block of rows after the other. Listed keys are copied by two warps beside it, and their dk and dv are added to sums in
-// memory. Where sums are in a fixed order, one more warp has dq added when its turn comes. The other two warpgroups, the
-// consumers, own 64 keys each. Their products have keys as rows: s^T = k q^T and dp^T = v do^T leave p^T and ds^T in
-// registers in the order that the first operand of dv += p^T do and dk += ds^T q has. Only ds goes through shared
-// memory, as both consumers' keys are needed for dq = ds k. The gradient of a dense bias leaves from there, too.
+// block of rows after the other. Listed keys are copied by two warps beside it, and their dk and dv are added to sums
+// in memory, unless the item has all rows. Where sums are in a fixed order, one more warp has dq added when its turn
+// comes. The other two warpgroups, the consumers, own 64 keys each. Their products have keys as rows: s^T = k q^T and
+// dp^T = v do^T leave p^T and ds^T in registers in the order that the first operand of dv += p^T do and dk += ds^T q
+// has. Only ds goes through shared memory, as both consumers' keys are needed for dq = ds k. The gradient of a dense
+// bias leaves from there, too.
 //
 // The products of a step are queued so that the tensor cores have work while registers are being worked on:
 //   exp of the scores          beside  dk of the step before, dp

@@ -1,5 +1,5 @@
 // How the results of the Hopper backward leave the consumers: ds for the product dq = ds k, the gradient of a bias, dq,
-// and dk and dv, which are stored or, where keys are listed, added to sums.
+// and dk and dv, which are stored or, where keys are listed and others have more of their rows, added to sums.
 #pragma once
 
 #include "../shared/element.cuh"
