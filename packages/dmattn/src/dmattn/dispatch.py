@@ -20,6 +20,7 @@ from torch.autograd import forward_ad
 
 from dmattn.backends import registry, sinks
 from dmattn.backends.base import Backend, Operands, Prepared
+from dmattn.backends.cuda import kernels
 from dmattn.key_lists import Selection
 from dmattn.ops import attention as ops
 from dmattn.ops import batching
@@ -45,6 +46,8 @@ def _probes() -> tuple[_Probe, _Probe, _Probe, _Probe] | None:
 
 
 _PROBES = _probes()
+# Each of them, and what it says where nobody does.
+_QUIET = _PROBES and (_PROBES[0], 0, _PROBES[1], 0, _PROBES[2], None, _PROBES[3], None)
 _IS_LEGACY_BATCH: Callable[[Tensor], bool] | None = getattr(
     torch._C._functorch, "is_legacy_batchedtensor", None
 )
@@ -250,11 +253,13 @@ def _is_for_operator(dout: Tensor, dlse: Tensor | None, out: Tensor, q: Tensor) 
     With a graph of the backward, or gradients that are more than tensors of numbers (such as
     batches of them).
     """
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or not nobody_intercepts():
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or is_batch(dout):
         return True
-    if is_batch(dout) or not (_is_plain(dout) and _is_plain(out) and _is_plain(q)):
+    if dlse is not None and is_batch(dlse):
         return True
-    return dlse is not None and (is_batch(dlse) or not _is_plain(dlse))
+    if kernels.direct_readers and direct_kind(dout, dlse, out, q) is not None:
+        return False
+    return not is_direct(dout, dlse, out, q)
 
 
 def _direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
@@ -369,18 +374,25 @@ def may_autocast() -> bool:
     return _AUTOCAST_ANYWHERE is None or _AUTOCAST_ANYWHERE()
 
 
+def direct_kind(*tensors: Tensor | None) -> bytes | None:
+    """What tells up to 8 tensors apart, None among them, of a call that surely `is_direct`.
+
+    By the compiled kernels, where they are loaded, in less time than `is_direct` takes. None: the
+    call may be another.
+    """
+    if _QUIET is None or getattr(forward_ad, "_current_level", 0) >= 0:
+        return None
+    return kernels.direct_readers[0](_QUIET, PLAIN_TYPES, *tensors)
+
+
 def _are_plain(*tensors: Tensor | None) -> bool:
     """Whether all are ordinary tensors of numbers on a device that operators are registered for."""
     for t in tensors:
-        if t is None:
-            continue
-        if not _is_plain(t):
+        if t is not None and (
+            type(t) not in PLAIN_TYPES or t.is_neg() or not (t.is_cuda or t.is_cpu or t.is_xpu)
+        ):
             return False
     return True
-
-
-def _is_plain(t: Tensor) -> bool:
-    return type(t) in PLAIN_TYPES and not t.is_neg() and (t.is_cuda or t.is_cpu or t.is_xpu)
 
 
 def is_plain_call(*tensors: Tensor | None) -> bool:
