@@ -32,22 +32,23 @@ from dmattn.validation import in_functorch
 _Probe = Callable[[], Any]
 
 
-def _probes() -> tuple[_Probe, _Probe, _Probe, _Probe] | None:
-    """Who intercepts calls: dispatch modes, function modes, functorch, tracing. None: unknown."""
+def _probes() -> tuple[_Probe, int, _Probe, int, _Probe, None, _Probe, None] | None:
+    """Who intercepts calls: dispatch modes, function modes, functorch, tracing. None: unknown.
+
+    With what each says where nobody does.
+    """
     try:
         return (
-            torch._C._len_torch_dispatch_stack,
-            torch._C._len_torch_function_stack,
-            torch._C._functorch.maybe_current_level,
-            torch._C._get_tracing_state,
+            *(torch._C._len_torch_dispatch_stack, 0),
+            *(torch._C._len_torch_function_stack, 0),
+            *(torch._C._functorch.maybe_current_level, None),
+            *(torch._C._get_tracing_state, None),
         )
     except AttributeError:
         return None
 
 
 _PROBES = _probes()
-# Each of them, and what it says where nobody does.
-_QUIET = _PROBES and (_PROBES[0], 0, _PROBES[1], 0, _PROBES[2], None, _PROBES[3], None)
 _IS_LEGACY_BATCH: Callable[[Tensor], bool] | None = getattr(
     torch._C._functorch, "is_legacy_batchedtensor", None
 )
@@ -359,7 +360,7 @@ def nobody_intercepts() -> bool:
     """Whether no mode, transform or tracer has to see this call."""
     if _PROBES is None:
         return False
-    dispatch_modes, function_modes, functorch_level, tracing = _PROBES
+    dispatch_modes, _, function_modes, _, functorch_level, _, tracing, _ = _PROBES
     return (
         not dispatch_modes()
         and not function_modes()
@@ -380,9 +381,9 @@ def direct_kind(*tensors: Tensor | None) -> bytes | None:
     By the compiled kernels, where they are loaded, in less time than `is_direct` takes. None: the
     call may be another.
     """
-    if _QUIET is None or getattr(forward_ad, "_current_level", 0) >= 0:
+    if _PROBES is None or getattr(forward_ad, "_current_level", 0) >= 0:
         return None
-    return kernels.direct_readers[0](_QUIET, PLAIN_TYPES, *tensors)
+    return kernels.direct_readers[0](_PROBES, PLAIN_TYPES, *tensors)
 
 
 def _are_plain(*tensors: Tensor | None) -> bool:
@@ -417,7 +418,7 @@ def _needs_no_graph(*tensors: Tensor | None) -> bool:
         return True
     if _PROBES is None:
         return False
-    _, _, functorch_level, tracing = _PROBES
+    *_, functorch_level, _, tracing, _ = _PROBES
     return (
         functorch_level() is None
         and tracing() is None
