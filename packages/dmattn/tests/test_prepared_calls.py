@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from dmattn import (
@@ -18,6 +19,7 @@ from dmattn import (
 from dmattn.backends import registry
 from dmattn.backends.base import Operands, Prepared
 from dmattn.backends.cpu import CpuBackend
+from dmattn.backends.cuda import kernels
 from dmattn.problem import Needs, Problem, Results
 from dmattn.reference import reference_attention
 from dmattn.utils.mask import top_window_mask
@@ -60,8 +62,18 @@ class Preparing(CpuBackend):
         return None if others else PreparedByCpu(self.name, problem)
 
 
-@pytest.fixture(autouse=True)
-def _preparing() -> Iterator[None]:
+def reads_in_python(probes: tuple[Any, ...], types: tuple[type, ...], *tensors: Any) -> Any:
+    """What `kind_of_direct` of the compiled kernels says."""
+    for found, quiet in zip(probes[::2], probes[1::2], strict=True):
+        if found() != quiet:
+            return None
+    return known_calls._kind_of(types, *tensors)
+
+
+@pytest.fixture(autouse=True, params=[False, True], ids=["alone", "beside_kernels"])
+def _preparing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """In a process with compiled kernels, these say which calls are direct."""
+    monkeypatch.setattr(kernels, "direct_readers", [reads_in_python] if request.param else [])
     before = list(registry.BACKENDS)
     registry.BACKENDS[:] = [Preparing() if x.name == "cpu" else x for x in before]
     yield
@@ -169,6 +181,54 @@ def test_batches_of_gradients() -> None:
             single = torch.autograd.grad(out, given, douts[i], retain_graph=True)
             for x, y in zip(found, single, strict=True):
                 torch.testing.assert_close(x[i], y)
+        return found
+
+    twice(act)
+
+
+class Seen(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mode_around_the_backward_sees_the_operator() -> None:
+    def act(given: list[Tensor]) -> Any:
+        out = attend(*given)
+        with Seen() as seen:
+            found = torch.autograd.grad(out.sum(), given)
+        assert "dmattn.bwd.default" in seen.names
+        return found
+
+    twice(act)
+    assert prepared().needs == []
+
+
+def test_a_gradient_of_another_type_goes_through_the_operator() -> None:
+    class Other(Tensor):
+        pass
+
+    def act(given: list[Tensor]) -> Any:
+        out = attend(*given)
+        return torch.autograd.grad(out, given, torch.ones_like(out).as_subclass(Other))
+
+    twice(act)
+    assert prepared().needs == []
+
+
+def test_hooks_of_the_node_are_called() -> None:
+    def act(given: list[Tensor]) -> Any:
+        seen: list[Any] = []
+        out = attend(*given)
+        assert out.grad_fn is not None
+        out.grad_fn.register_prehook(lambda douts: seen.append(douts[0]))
+        out.grad_fn.register_hook(lambda grads, _: seen.append(grads[0]))
+        found = torch.autograd.grad(out, given, torch.ones_like(out))
+        assert torch.equal(seen[0], torch.ones_like(out)) and torch.equal(seen[1], found[0])
         return found
 
     twice(act)
