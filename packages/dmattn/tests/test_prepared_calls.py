@@ -19,7 +19,6 @@ from dmattn import (
 from dmattn.backends import registry
 from dmattn.backends.base import Operands, Prepared
 from dmattn.backends.cpu import CpuBackend
-from dmattn.backends.cuda import kernels
 from dmattn.problem import Needs, Problem, Results
 from dmattn.reference import reference_attention
 from dmattn.utils.mask import top_window_mask
@@ -62,18 +61,8 @@ class Preparing(CpuBackend):
         return None if others else PreparedByCpu(self.name, problem)
 
 
-def reads_in_python(probes: tuple[Any, ...], types: tuple[type, ...], *tensors: Any) -> Any:
-    """What `kind_of_direct` of the compiled kernels says."""
-    for found, quiet in zip(probes[::2], probes[1::2], strict=True):
-        if found() != quiet:
-            return None
-    return known_calls._kind_of(types, *tensors)
-
-
-@pytest.fixture(autouse=True, params=[False, True], ids=["alone", "beside_kernels"])
-def _preparing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """In a process with compiled kernels, these say which calls are direct."""
-    monkeypatch.setattr(kernels, "direct_readers", [reads_in_python] if request.param else [])
+@pytest.fixture(autouse=True)
+def _preparing() -> Iterator[None]:
     before = list(registry.BACKENDS)
     registry.BACKENDS[:] = [Preparing() if x.name == "cpu" else x for x in before]
     yield

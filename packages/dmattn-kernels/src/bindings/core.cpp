@@ -341,8 +341,6 @@ PyMethodDef plain_functions[] = {
                              "enqueue_keep_keys(*arguments) -> int\n\nOf KeepKeysParams, and the stream."),
     {"kind_of", as_function(&dmattn::kind_of), METH_FASTCALL,
      "kind_of(*arguments) -> bytes | None\n\nOf a tuple of types, and tensors."},
-    {"kind_of_direct", as_function(&dmattn::kind_of_direct), METH_FASTCALL,
-     "kind_of_direct(*arguments) -> bytes | None\n\nOf a tuple of functions and values, and the arguments of kind_of."},
     {nullptr, nullptr, 0, nullptr},
 };
 

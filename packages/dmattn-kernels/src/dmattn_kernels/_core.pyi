@@ -333,14 +333,6 @@ def kind_of(*arguments: Any) -> bytes | None:
     another type), cannot be described by its framework, or says of itself that it `is_neg()`.
     """
 
-def kind_of_direct(*arguments: Any) -> bytes | None:
-    """`kind_of` for calls that leave the dispatcher of a framework out.
-
-    Takes a tuple (function, value, function, value, ...) and the arguments of `kind_of`. Also None
-    where a function returns another value than stands behind it, and for tensors on other devices
-    than CPUs and GPUs of CUDA.
-    """
-
 def reads(type: type) -> bool:
     """Whether tensors of this type may be passed as they are.
 

@@ -252,27 +252,6 @@ def test_tensors_without_a_kind() -> None:
             _core.kind_of(*wrong)
 
 
-def test_a_call_that_somebody_intercepts_has_no_kind() -> None:
-    q, value = Signed(Q, STRIDE), object()
-    kind = _core.kind_of((Signed,), q, None)
-
-    def direct(*pairs: object, of: object = q) -> bytes | None:
-        return _core.kind_of_direct(pairs, (Signed,), of, None)
-
-    quiet = (lambda: 0, 0, lambda: None, None, lambda: value, value)
-    assert direct() == direct(*quiet) == kind
-    for loud in ((lambda: 1, 0), (lambda: 0, None), (lambda: None, 0), (object, value)):
-        assert direct(*quiet, *loud) is None and direct(*loud, *quiet) is None
-    assert direct(*quiet, of=Signed(Q, STRIDE, device=(CPU, 0))) is not None
-    assert direct(*quiet, of=Signed(Q, STRIDE, device=(ROCM, 0))) is None
-    assert direct(*quiet, of=3) is None
-    with pytest.raises(ZeroDivisionError):
-        direct(lambda: 1 // 0, 0)
-    for wrong in ((), (quiet,), (quiet[:3], (Signed,), q), ([], (Signed,), q)):
-        with pytest.raises(TypeError, match="wanted a tuple of"):
-            _core.kind_of_direct(*wrong)
-
-
 def test_one_call_takes_what_the_constructor_takes() -> None:
     q, k, lse = Framework(Q), Framework(K), Framework(LSE, None, (FLOAT, 32))
     settings = (0.125, 0.0, False, 0, None, None, None, None, 0, 0, 0)

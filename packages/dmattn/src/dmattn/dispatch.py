@@ -20,7 +20,6 @@ from torch.autograd import forward_ad
 
 from dmattn.backends import registry, sinks
 from dmattn.backends.base import Backend, Operands, Prepared
-from dmattn.backends.cuda import kernels
 from dmattn.key_lists import Selection
 from dmattn.ops import attention as ops
 from dmattn.ops import batching
@@ -32,17 +31,14 @@ from dmattn.validation import in_functorch
 _Probe = Callable[[], Any]
 
 
-def _probes() -> tuple[_Probe, int, _Probe, int, _Probe, None, _Probe, None] | None:
-    """Who intercepts calls: dispatch modes, function modes, functorch, tracing. None: unknown.
-
-    With what each says where nobody does.
-    """
+def _probes() -> tuple[_Probe, _Probe, _Probe, _Probe] | None:
+    """Who intercepts calls: dispatch modes, function modes, functorch, tracing. None: unknown."""
     try:
         return (
-            *(torch._C._len_torch_dispatch_stack, 0),
-            *(torch._C._len_torch_function_stack, 0),
-            *(torch._C._functorch.maybe_current_level, None),
-            *(torch._C._get_tracing_state, None),
+            torch._C._len_torch_dispatch_stack,
+            torch._C._len_torch_function_stack,
+            torch._C._functorch.maybe_current_level,
+            torch._C._get_tracing_state,
         )
     except AttributeError:
         return None
@@ -254,13 +250,11 @@ def _is_for_operator(dout: Tensor, dlse: Tensor | None, out: Tensor, q: Tensor) 
     With a graph of the backward, or gradients that are more than tensors of numbers (such as
     batches of them).
     """
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or is_batch(dout):
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or not nobody_intercepts():
         return True
-    if dlse is not None and is_batch(dlse):
+    if is_batch(dout) or not (_is_plain(dout) and _is_plain(out) and _is_plain(q)):
         return True
-    if kernels.direct_readers and direct_kind(dout, dlse, out, q) is not None:
-        return False
-    return not is_direct(dout, dlse, out, q)
+    return dlse is not None and (is_batch(dlse) or not _is_plain(dlse))
 
 
 def _direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
@@ -360,7 +354,7 @@ def nobody_intercepts() -> bool:
     """Whether no mode, transform or tracer has to see this call."""
     if _PROBES is None:
         return False
-    dispatch_modes, _, function_modes, _, functorch_level, _, tracing, _ = _PROBES
+    dispatch_modes, function_modes, functorch_level, tracing = _PROBES
     return (
         not dispatch_modes()
         and not function_modes()
@@ -375,25 +369,18 @@ def may_autocast() -> bool:
     return _AUTOCAST_ANYWHERE is None or _AUTOCAST_ANYWHERE()
 
 
-def direct_kind(*tensors: Tensor | None) -> bytes | None:
-    """What tells up to 8 tensors apart, None among them, of a call that surely `is_direct`.
-
-    By the compiled kernels, where they are loaded, in less time than `is_direct` takes. None: the
-    call may be another.
-    """
-    if _PROBES is None or getattr(forward_ad, "_current_level", 0) >= 0:
-        return None
-    return kernels.direct_readers[0](_PROBES, PLAIN_TYPES, *tensors)
-
-
 def _are_plain(*tensors: Tensor | None) -> bool:
     """Whether all are ordinary tensors of numbers on a device that operators are registered for."""
     for t in tensors:
-        if t is not None and (
-            type(t) not in PLAIN_TYPES or t.is_neg() or not (t.is_cuda or t.is_cpu or t.is_xpu)
-        ):
+        if t is None:
+            continue
+        if not _is_plain(t):
             return False
     return True
+
+
+def _is_plain(t: Tensor) -> bool:
+    return type(t) in PLAIN_TYPES and not t.is_neg() and (t.is_cuda or t.is_cpu or t.is_xpu)
 
 
 def is_plain_call(*tensors: Tensor | None) -> bool:
@@ -418,7 +405,7 @@ def _needs_no_graph(*tensors: Tensor | None) -> bool:
         return True
     if _PROBES is None:
         return False
-    *_, functorch_level, _, tracing, _ = _PROBES
+    _, _, functorch_level, tracing = _PROBES
     return (
         functorch_level() is None
         and tracing() is None

@@ -15,13 +15,7 @@ from dmattn.arguments import is_autocast
 from dmattn.backends import registry
 from dmattn.backends.base import Backend, Prepared
 from dmattn.backends.cuda import kernels
-from dmattn.dispatch import (
-    PLAIN_TYPES,
-    direct_kind,
-    is_direct,
-    may_autocast,
-    nobody_intercepts,
-)
+from dmattn.dispatch import PLAIN_TYPES, is_direct, may_autocast, nobody_intercepts
 from dmattn.kept_keys import KnownWindow, leading_rows
 from dmattn.key_lists import Selection
 from dmattn.problem import Packing, Problem
@@ -92,32 +86,23 @@ def kind_of_call(
         packing: of packed sequences, what makes a `Packing`.
         more: tensors beside the operands: of the `KeyState` or the `KeySelection` of a call.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not nobody_intercepts():
         return None
     tensors = operands
     if packing is not None:
         tensors, options = (*operands, *packing[:2]), (*options, *packing[2:])
-    kinds = _kinds(tensors)
+    readers = kernels.kind_readers
+    kind_of = readers[0] if readers else _kind_of
+    kinds = kind_of(PLAIN_TYPES, *tensors)
     query = operands[0]
     if kinds is not None and more is not None:  # by itself: one call takes 8 tensors
-        of_more = _kinds(more)
+        of_more = kind_of(PLAIN_TYPES, *more)
         kinds = None if of_more is None else (kinds, of_more)
     if kinds is None or (may_autocast() and (query is None or is_autocast(query))):
         return None
     # 1 is equal to True, and 64.0 to 64, but they may be errors where those are none.
     types = tuple(map(type, options))
     return types, kinds, options, torch.are_deterministic_algorithms_enabled()
-
-
-def _kinds(tensors: tuple[Any, ...]) -> Any:
-    """What tells up to 8 tensors apart; None where somebody else has to see the call."""
-    if kernels.direct_readers:
-        return direct_kind(*tensors)
-    if not nobody_intercepts():
-        return None
-    readers = kernels.kind_readers
-    kind_of = readers[0] if readers else _kind_of
-    return kind_of(PLAIN_TYPES, *tensors)
 
 
 def _kind_of(types: tuple[type, ...], *tensors: Any) -> Kind | None:

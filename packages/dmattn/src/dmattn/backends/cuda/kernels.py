@@ -58,10 +58,8 @@ _OPERATIONS = (
     *(JOIN_KEYS, KEEP_KEYS),
 )
 
-# The functions that tell kinds of tensors apart for `dmattn.known_calls`, once they are loaded, and
-# calls that need no dispatcher from others for `dmattn.dispatch`.
+# The function that tells kinds of tensors apart for `dmattn.known_calls`, once it is loaded.
 kind_readers: list[Callable[..., bytes | None]] = []
-direct_readers: list[Callable[..., bytes | None]] = []
 
 
 @functools.cache
@@ -98,8 +96,6 @@ def load_kernels() -> Kernels:
         return Kernels(core, {}, functools.partial(_described, codes))
     if hasattr(core, "kind_of"):
         kind_readers[:] = [core.kind_of]
-    if hasattr(core, "kind_of_direct"):
-        direct_readers[:] = [core.kind_of_direct]
     names = [x.at_once for x in _OPERATIONS if hasattr(core, x.at_once)]
     return Kernels(core, {name: getattr(core, name) for name in names}, _as_it_is)
 
