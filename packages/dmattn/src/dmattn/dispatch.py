@@ -250,11 +250,13 @@ def _is_for_operator(dout: Tensor, dlse: Tensor | None, out: Tensor, q: Tensor) 
     With a graph of the backward, or gradients that are more than tensors of numbers (such as
     batches of them).
     """
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or not nobody_intercepts():
-        return True
-    if is_batch(dout) or not (_is_plain(dout) and _is_plain(out) and _is_plain(q)):
-        return True
-    return dlse is not None and (is_batch(dlse) or not _is_plain(dlse))
+    return (
+        torch.is_grad_enabled()
+        or torch.compiler.is_compiling()
+        or not is_direct(dout, dlse, out, q)
+        or is_batch(dout)
+        or (dlse is not None and is_batch(dlse))
+    )
 
 
 def _direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]:
@@ -372,15 +374,11 @@ def may_autocast() -> bool:
 def _are_plain(*tensors: Tensor | None) -> bool:
     """Whether all are ordinary tensors of numbers on a device that operators are registered for."""
     for t in tensors:
-        if t is None:
-            continue
-        if not _is_plain(t):
+        if t is not None and (
+            type(t) not in PLAIN_TYPES or t.is_neg() or not (t.is_cuda or t.is_cpu or t.is_xpu)
+        ):
             return False
     return True
-
-
-def _is_plain(t: Tensor) -> bool:
-    return type(t) in PLAIN_TYPES and not t.is_neg() and (t.is_cuda or t.is_cpu or t.is_xpu)
 
 
 def is_plain_call(*tensors: Tensor | None) -> bool:
