@@ -34,7 +34,7 @@ from benchmarks import render
 from benchmarks.cases import CASES, OVER_LENGTH, OVER_WINDOW, Case
 from benchmarks.compare import Version
 from benchmarks.peers import CONTENDERS, Data, calls, make_data, sdpa_here
-from benchmarks.timing import Call, Clock, graphed, host_microseconds, peak_bytes_beside
+from benchmarks.timing import Call, Clock, graphed, host_race, peak_bytes_beside
 
 Row = dict[str, Any]
 
@@ -123,7 +123,7 @@ def time_beside(case: Case, version: Version) -> list[Row]:
 def host_time(device: torch.device) -> list[Row]:
     """Host microseconds of small eager calls: forward, forward and backward, forward with a window.
 
-    The window's row stands beside the forward of SDPA, which has none.
+    Contenders take turns. The window's row stands beside the forward of SDPA, which has none.
     """
     small = Case("host time", "B1 S64 H4 D64", (), 1, 64, 64, 4, 4, 64)
     top = Case("host time", "B1 S256 H4 D64 w64", (), 1, 256, 256, 4, 4, 64, causal=True, kept=64)
@@ -131,19 +131,21 @@ def host_time(device: torch.device) -> list[Row]:
     rows = []
     for case, names in ((small, ("dmattn", "sdpa_flash")), (top, ("dmattn_window", "sdpa_flash"))):
         data = make_data(case, device)
+        computes = {n: sdpa_here if n == "sdpa_flash" else CONTENDERS[n][1] for n in names}
+        calls: dict[str, Call] = {n: functools.partial(f, data) for n, f in computes.items()}
+        both = {}
+        # Chosen once here: inside of each call the choice would count as SDPA's own time.
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            with torch.no_grad():
+                forward = host_race(calls)
+            if case is small:
+                wanted = data.wanted()
+                calls = {n: functools.partial(_step, f, data, wanted) for n, f in computes.items()}
+                both = host_race(calls, rounds=15)
         for name in names:
-            compute = CONTENDERS[name][1]
-            # Chosen once here: inside of each call the choice would count as SDPA's own time.
-            with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-                if name == "sdpa_flash":
-                    compute = sdpa_here
-                with torch.no_grad():
-                    microseconds = host_microseconds(functools.partial(compute, data))
-                rows.append(_row(case, name, "forward") | {"us": microseconds})
-                if case is small:
-                    step = functools.partial(_step, compute, data, data.wanted())
-                    both = host_microseconds(step, rounds=15)
-                    rows.append(_row(case, name, "forward + backward") | {"us": both})
+            rows.append(_row(case, name, "forward") | {"us": forward[name]})
+            if both:
+                rows.append(_row(case, name, "forward + backward") | {"us": both[name]})
     return rows
 
 

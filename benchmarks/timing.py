@@ -87,19 +87,30 @@ def graphed(call: Call) -> Call:
     return graph.replay
 
 
-def host_microseconds(call: Call, rounds: int = 30, calls: int = 100) -> float:
-    """Median over rounds of the host's time for one call, the device at most a round behind."""
-    for _ in range(50):
-        call()
-    found = []
-    for _ in range(rounds):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(calls):
+def host_race(calls: dict[str, Call], rounds: int = 30, count: int = 100) -> dict[str, float]:
+    """The host's microseconds for one of each of these calls: medians over rounds.
+
+    The calls take turns, as the host's speed changes from second to second. The device is at most
+    `count` calls behind.
+    """
+    for call in calls.values():
+        for _ in range(50):
             call()
-        found.append((time.perf_counter() - start) / calls * 1e6)
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(count):
+                call()
+            found[name].append((time.perf_counter() - start) / count * 1e6)
     torch.cuda.synchronize()
-    return statistics.median(found)
+    return {name: statistics.median(values) for name, values in found.items()}
+
+
+def host_microseconds(call: Call, rounds: int = 30) -> float:
+    """`host_race` of one call."""
+    return host_race({"": call}, rounds)[""]
 
 
 def peak_bytes_beside(step: Callable[[], tuple[torch.Tensor, ...]]) -> int:

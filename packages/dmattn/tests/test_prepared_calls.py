@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from dmattn import (
@@ -169,6 +170,54 @@ def test_batches_of_gradients() -> None:
             single = torch.autograd.grad(out, given, douts[i], retain_graph=True)
             for x, y in zip(found, single, strict=True):
                 torch.testing.assert_close(x[i], y)
+        return found
+
+    twice(act)
+
+
+class Seen(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mode_around_the_backward_sees_the_operator() -> None:
+    def act(given: list[Tensor]) -> Any:
+        out = attend(*given)
+        with Seen() as seen:
+            found = torch.autograd.grad(out.sum(), given)
+        assert "dmattn.bwd.default" in seen.names
+        return found
+
+    twice(act)
+    assert prepared().needs == []
+
+
+def test_a_gradient_of_another_type_goes_through_the_operator() -> None:
+    class Other(Tensor):
+        pass
+
+    def act(given: list[Tensor]) -> Any:
+        out = attend(*given)
+        return torch.autograd.grad(out, given, torch.ones_like(out).as_subclass(Other))
+
+    twice(act)
+    assert prepared().needs == []
+
+
+def test_hooks_of_the_node_are_called() -> None:
+    def act(given: list[Tensor]) -> Any:
+        seen: list[Any] = []
+        out = attend(*given)
+        assert out.grad_fn is not None
+        out.grad_fn.register_prehook(lambda douts: seen.append(douts[0]))
+        out.grad_fn.register_hook(lambda grads, _: seen.append(grads[0]))
+        found = torch.autograd.grad(out, given, torch.ones_like(out))
+        assert torch.equal(seen[0], torch.ones_like(out)) and torch.equal(seen[1], found[0])
         return found
 
     twice(act)

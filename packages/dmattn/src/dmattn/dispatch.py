@@ -272,6 +272,19 @@ def _direct_apply(function: type[torch.autograd.Function]) -> Callable[..., Any]
 _apply_eager, _apply_known = _direct_apply(_Eager), _direct_apply(_Known)
 
 
+def _call_backward_directly(function: type[torch.autograd.Function]) -> None:
+    """Have autograd call `function.backward` itself, and not a method of torch that looks for it.
+
+    What torch finds there at each call, it finds here once.
+    """
+    node: Any = getattr(function, "_backward_cls", None)
+    if node is not None:
+        node.apply = function.backward
+
+
+_call_backward_directly(_Known)
+
+
 class _Transformed(torch.autograd.Function):
     """dmattn::fwd for functorch, which cannot use the gradients that the operator has registered.
 

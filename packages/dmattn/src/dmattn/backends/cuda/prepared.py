@@ -14,7 +14,7 @@ from dmattn.backends.cuda.attention import known_window
 from dmattn.backends.cuda.kernels import BACKWARD, FORWARD, at_once, launch, parts
 from dmattn.checks import HEAD_DIM_MULTIPLE
 from dmattn.key_lists import num_blocks
-from dmattn.problem import NO_PACKING, Problem
+from dmattn.problem import Problem
 
 
 def suits(problem: Problem) -> bool:
@@ -43,10 +43,9 @@ class PreparedCall(Prepared):
         # With strides, as torch has less to do then.
         self._lse_shape = (batch, nheads, rows)
         self._lse_stride = (nheads * rows, rows, 1)
-        self._no_packing_window = (*NO_PACKING, known_window(problem))
-        # 0: the library chooses the number of splits.
-        self._forward_settings = (*problem.kernel_settings, 0)
-        self._backward_settings = (*problem.kernel_settings, problem.deterministic)
+        self._scale, self._softcap, self._is_causal = problem.kernel_settings
+        self._deterministic = problem.deterministic
+        self._window = known_window(problem)
 
     def forward(
         self, operands: Operands, for_backward: bool
@@ -56,12 +55,14 @@ class PreparedCall(Prepared):
         lse = q.new_empty_strided(self._lse_shape, self._lse_stride, dtype=torch.float32)
         rest = torch.empty_like(lse) if for_backward and bias is not None else None
         device = self._device
+        # One by one: tuples that are put together take longer. 0 splits: the library chooses.
         given = (
-            *(device, q, k, v, mask, bias, out, lse, *self._forward_settings),
-            *(lists and parts(lists), rest, *self._no_packing_window),
-        )
-        if self._enqueue_forward(*given, torch._C._cuda_getCurrentRawStream(device)) != 0:
-            launch(FORWARD, q, *given)
+            device, q, k, v, mask, bias, out, lse,
+            self._scale, self._softcap, self._is_causal, 0, lists and parts(lists), rest,
+            None, None, 0, 0, self._window, torch._C._cuda_getCurrentRawStream(device),
+        )  # fmt: skip
+        if self._enqueue_forward(*given) != 0:
+            launch(FORWARD, q, *given[:-1])
         return out, lse, rest
 
     def backward(
@@ -88,12 +89,13 @@ class PreparedCall(Prepared):
         rest = None if rest is None else rest.contiguous()
         device = self._device
         given = (
-            *(device, q, k, v, mask, bias, out, lse, dout, dlse, dq, dk, dv, dbias),
-            *self._backward_settings,
-            *(lists and parts(lists), rest, *self._no_packing_window),
-        )
-        if self._enqueue_backward(*given, torch._C._cuda_getCurrentRawStream(device)) != 0:
-            launch(BACKWARD, q, *given)
+            device, q, k, v, mask, bias, out, lse, dout, dlse, dq, dk, dv, dbias,
+            self._scale, self._softcap, self._is_causal, self._deterministic,
+            lists and parts(lists), rest,
+            None, None, 0, 0, self._window, torch._C._cuda_getCurrentRawStream(device),
+        )  # fmt: skip
+        if self._enqueue_backward(*given) != 0:
+            launch(BACKWARD, q, *given[:-1])
         return dq, dk, dv, dbias
 
 
