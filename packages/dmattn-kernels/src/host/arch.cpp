@@ -94,9 +94,11 @@ bool has_bias_tiles(const BwdParams& p) {
   return p.bias.col_stride == 1 && serves({p.bias.batch_stride, p.bias.head_stride, p.bias.row_stride}) &&
          (p.dbias_kind != DbiasKind::kTile || serves(to));
 }
-// Wide heads have a plain kernel, and over lists one with a bias for each key, too; no sums in a fixed order.
+// Wide heads have a plain kernel, one with softcap, and over lists one with a bias for each key, too; no sums in a fixed
+// order. What has softcap and comes here has neither a mask nor a bias.
 bool sm90_serves_wide_bwd(const BwdParams& p, Level level, bool gathered) {
-  return gathered ? !p.deterministic : level == Level::kPlain && p.window == 0;
+  if (gathered || p.deterministic) return !p.deterministic;
+  return (level == Level::kPlain || p.softcap > 0.f) && p.window == 0;
 }
 // Cut probabilities are powers of -inf times the scale, which must be positive.
 bool sm90_serves_bwd(const BwdParams& p, Level level, bool gathered) {

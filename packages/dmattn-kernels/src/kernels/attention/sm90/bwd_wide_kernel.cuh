@@ -165,6 +165,8 @@ struct WideConsumer {
   static constexpr int kOwnBarrier = 1;  // of the warpgroup; 0 is __syncthreads()
   static constexpr int kConsumer = kIsGradient ? 1 : 0;
   using Scores = float[kFragmentsM][4];  // see BwdConsumerState
+  // What ds is made of, two fp16 a word: the probability, with softcap times its derivative there.
+  using SentScores = uint32_t[T::kSoftcap ? 2 * kFragmentsM : 1];
   // Probabilities are kept times so many, from the scores on until ds and dv: the second consumer gets them in fp16, of
   // which those of very long rows would otherwise be subnormal.
   static constexpr int kLog2Scale = 12;
@@ -267,9 +269,10 @@ struct WideConsumer {
           // All threads have read delta.
           if (is_speaker()) release_in_both(s.dout_empty[place_of<T::kStagesdO>(step).stage]);
         } else {
-          take_exp(scores, weights, steps);
-          send_probabilities(weights);
-          if constexpr (std::is_same_v<Element, cutlass::half_t>) {
+          SentScores capped;
+          take_exp(scores, weights, capped, steps);
+          send_probabilities(weights, capped);
+          if constexpr (std::is_same_v<Element, cutlass::half_t> && !T::kSoftcap) {
             // What was sent are the same words, which would stay among the registers of the scores.
             auto sent = make_tensor_like(operand);
             to_operand<Element>(sent, weights);
@@ -356,11 +359,12 @@ struct WideConsumer {
   };
   __device__ __forceinline__ int own_block() const { return item.n_block * T::kCluster + rank; }
 
-  __device__ __forceinline__ void take_exp(const Scores& scores, Scores& probabilities, const RowSteps& steps) const {
+  __device__ __forceinline__ void take_exp(const Scores& scores, Scores& probabilities, SentScores& capped,
+                                           const RowSteps& steps) const {
     if (is_cut(steps)) {
-      take_exp<true>(scores, probabilities, steps);
+      take_exp<true>(scores, probabilities, capped, steps);
     } else {
-      take_exp<false>(scores, probabilities, steps);
+      take_exp<false>(scores, probabilities, capped, steps);
     }
   }
   // Whether rows and keys meet of which the one does not see the other, or one of which there is not.
@@ -399,8 +403,10 @@ struct WideConsumer {
     }
   }
   template <bool kIsCut>
-  __device__ __forceinline__ void take_exp(const Scores& scores, Scores& probabilities, const RowSteps& steps) const {
-    const float scale_log2 = p.softmax_scale * kLog2e;
+  __device__ __forceinline__ void take_exp(const Scores& scores, Scores& probabilities, SentScores& capped,
+                                           const RowSteps& steps) const {
+    const float scale_log2 = (T::kSoftcap ? p.softcap : p.softmax_scale) * kLog2e;
+    const float inner = T::kSoftcap ? p.softmax_scale / p.softcap : 1.f;
     SeenBy seen[2];
     float bias[2];
 #pragma unroll
@@ -415,11 +421,16 @@ struct WideConsumer {
       const float2 row_lse = *reinterpret_cast<const float2*>(lse + 8 * i);
       float2 row_rest;
       if constexpr (T::kBias) row_rest = *reinterpret_cast<const float2*>(lse_rest + 8 * i);
+      float slopes[4];
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const bool is_seen = !kIsCut || seen[e / 2].has(8 * i + e % 2);
         const float own_lse = e % 2 == 0 ? row_lse.x : row_lse.y;
         float x = scores[i][e];
+        if constexpr (T::kSoftcap) {
+          x = tanh_fast(x * inner);
+          slopes[e] = __fmaf_rn(-x, x, 1.f);
+        }
         if constexpr (T::kBias) {
           // In natural units, as the forward adds it: a bias of finfo.min times log2(e) would overflow.
           x = __fmaf_rn(x, p.softmax_scale, bias[e / 2]);
@@ -429,20 +440,30 @@ struct WideConsumer {
           x = __fmaf_rn(is_seen ? x : -INFINITY, scale_log2, -(own_lse - kLog2Scale));
         }
         probabilities[i][e] = exp2_approx(x);
+        if constexpr (T::kSoftcap) slopes[e] *= probabilities[i][e];
+      }
+      if constexpr (T::kSoftcap) {
+        capped[2 * i] = ElementTraits<cutlass::half_t>::pack(slopes[0], slopes[1]);
+        capped[2 * i + 1] = ElementTraits<cutlass::half_t>::pack(slopes[2], slopes[3]);
       }
     }
   }
 
   // The second consumer has read what the stage held: the first one has used the ds that was made of it two steps ago.
-  __device__ __forceinline__ void send_probabilities(const Scores& probabilities) {
+  __device__ __forceinline__ void send_probabilities(const Scores& probabilities, const SentScores& capped) {
     using Half = ElementTraits<cutlass::half_t>;
     const int stage = step % T::kStagesP;
 #pragma unroll
     for (int i = 0; i < kFragmentsM; i += 2) {
-      const float (&x)[4] = probabilities[i];
-      const float (&y)[4] = probabilities[i + 1];
-      st_shared(smem_u32(&s.p[stage][i / 2][thread]), make_uint4(Half::pack(x[0], x[1]), Half::pack(x[2], x[3]),
-                                                                 Half::pack(y[0], y[1]), Half::pack(y[2], y[3])));
+      const uint32_t to = smem_u32(&s.p[stage][i / 2][thread]);
+      if constexpr (T::kSoftcap) {
+        st_shared(to, make_uint4(capped[2 * i], capped[2 * i + 1], capped[2 * i + 2], capped[2 * i + 3]));
+      } else {
+        const float (&x)[4] = probabilities[i];
+        const float (&y)[4] = probabilities[i + 1];
+        st_shared(to, make_uint4(Half::pack(x[0], x[1]), Half::pack(x[2], x[3]), Half::pack(y[0], y[1]),
+                                 Half::pack(y[2], y[3])));
+      }
     }
     __syncwarp();
     if (lane == 0) s.p_full[stage].arrive();
