@@ -278,6 +278,7 @@ cudaError_t launch_bwd(const KernelChoice& choice, const BwdParams& p, cudaStrea
       return go_wide(cute::C<BwdVariant::kLists>{});
     } else {
       if (p.softcap > 0.f) return go_wide(cute::C<BwdVariant::kSoftcap>{});
+      if (p.window > 0) return go_wide(cute::C<BwdVariant::kMask>{});
       return go_wide(cute::C<BwdVariant::kPlain>{});
     }
   } else if constexpr (kGathered) {

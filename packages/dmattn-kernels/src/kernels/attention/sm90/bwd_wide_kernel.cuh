@@ -355,7 +355,7 @@ struct WideConsumer {
   // The thread block's keys alone.
   struct OwnTile {
     static constexpr int kBlockM = T::kBlockM, kBlockN = T::kOwnKeys;
-    static constexpr bool kMasked = false;
+    static constexpr bool kWindows = T::kWindows;
   };
   __device__ __forceinline__ int own_block() const { return item.n_block * T::kCluster + rank; }
 
@@ -388,7 +388,7 @@ struct WideConsumer {
     int first;
     uint32_t rows;
     __device__ __forceinline__ bool has(int row) const {
-      return T::kGathered ? static_cast<uint32_t>(row - first) < rows : row >= first;
+      return T::kGathered || T::kWindows ? static_cast<uint32_t>(row - first) < rows : row >= first;
     }
   };
   __device__ __forceinline__ SeenBy seen_by(int half, const RowSteps& steps) const {
@@ -399,6 +399,10 @@ struct WideConsumer {
     } else {
       const int key = own_block() * T::kOwnKeys + own_key(half);
       const int seen_from = p.is_causal ? key - (p.seqlen_k - p.seqlen_q) : INT_MIN / 2;
+      if constexpr (T::kWindows) {
+        const uint32_t rows = p.window > 0 ? p.window : INT_MAX;
+        return {seen_from - own_row, key >= p.seqlen_k ? 0 : rows};
+      }
       return {(key >= p.seqlen_k ? INT_MAX / 2 : seen_from) - own_row, 0};
     }
   }

@@ -17,6 +17,7 @@
 #include "fwd_output.cuh"
 #include "fwd_params.h"
 #include "fwd_traits.cuh"
+#include "softcap.cuh"
 
 namespace dmattn::sm90 {
 
@@ -497,19 +498,30 @@ struct FwdConsumer {
         }
       }
     } else {
-      constexpr bool kHasWindow = T::kWindows == Windows::kAlways;
+      constexpr bool kHasWindow = T::kWindows != Windows::kNever;
       const auto& lengths = lengths_of(p, item);
       const KeyBlocks blocks = find_key_blocks<T>(lengths, item.m_block);
       int n = blocks.end - 1;
       const auto nothing = [] {};
-      const auto whole = [&] { softmax.template probabilities<true>(scores, keep, scale_log2); };
+      // Before anything is cut: of -inf it would make a number.
+      const auto cap = [&] {
+        if constexpr (T::kSoftcap) cap_scores<T::kCapQuotients>(scores, p.scale_in_cap);
+      };
+      const auto to_probabilities = [&] { softmax.template probabilities<true>(scores, keep, scale_log2); };
+      const auto whole = [&] {
+        cap();
+        to_probabilities();
+      };
       const auto cut_only = [&] {
         cut_keys(lengths, scores, n * T::kBlockN, first_row, lane);
-        if constexpr (kHasWindow) cut_keys_before_window(p, scores, n * T::kBlockN, first_row, lane);
+        if constexpr (kHasWindow) {
+          if (has_window<T>(p)) cut_keys_before_window(p, scores, n * T::kBlockN, first_row, lane);
+        }
       };
       const auto cut = [&] {
+        cap();
         cut_only();
-        whole();
+        to_probabilities();
       };
       if constexpr (!T::kOverlaps) {
         // Of the item's tiles, those of this consumer's rows.
@@ -520,8 +532,9 @@ struct FwdConsumer {
         for (; n >= own.begin; --n) {
           wait_for_keys();
           plain_step([&] {
+            cap();
             if (n >= own.full || (kHasWindow && n < own.whole)) cut_only();
-            whole();
+            to_probabilities();
           });
         }
         if constexpr (kHasWindow) {
