@@ -373,6 +373,8 @@ struct FwdConsumer {
     const auto finish_scores = [&](auto pending) {
       wait_for_product<decltype(pending)::value>(acc_s);
       release_keys();
+      // Before any is cut: of -inf the tanh would make a number.
+      if constexpr (T::kSoftcap) cap_scores<T::kCapQuotients>(scores, p.scale_in_cap);
     };
     const auto finish_output = [&] {
       wait_for_product<0>(acc_o);
@@ -503,15 +505,7 @@ struct FwdConsumer {
       const KeyBlocks blocks = find_key_blocks<T>(lengths, item.m_block);
       int n = blocks.end - 1;
       const auto nothing = [] {};
-      // Before anything is cut: of -inf it would make a number.
-      const auto cap = [&] {
-        if constexpr (T::kSoftcap) cap_scores<T::kCapQuotients>(scores, p.scale_in_cap);
-      };
-      const auto to_probabilities = [&] { softmax.template probabilities<true>(scores, keep, scale_log2); };
-      const auto whole = [&] {
-        cap();
-        to_probabilities();
-      };
+      const auto whole = [&] { softmax.template probabilities<true>(scores, keep, scale_log2); };
       const auto cut_only = [&] {
         cut_keys(lengths, scores, n * T::kBlockN, first_row, lane);
         if constexpr (kHasWindow) {
@@ -519,9 +513,8 @@ struct FwdConsumer {
         }
       };
       const auto cut = [&] {
-        cap();
         cut_only();
-        to_probabilities();
+        whole();
       };
       if constexpr (!T::kOverlaps) {
         // Of the item's tiles, those of this consumer's rows.
@@ -532,9 +525,8 @@ struct FwdConsumer {
         for (; n >= own.begin; --n) {
           wait_for_keys();
           plain_step([&] {
-            cap();
             if (n >= own.full || (kHasWindow && n < own.whole)) cut_only();
-            to_probabilities();
+            whole();
           });
         }
         if constexpr (kHasWindow) {
