@@ -1,5 +1,5 @@
-// The backward on Hopper for wide heads: consecutive keys, with lengths and causality; or lists of keys for chunks of
-// rows, with a bias for each key.
+// The backward on Hopper for wide heads: consecutive keys, with lengths, causality, softcap and a window of keys; or lists
+// of keys for chunks of rows, with a bias for each key.
 //
 // dk and dv of 64 keys and 256 columns fill a warpgroup's registers each, so that a thread block has no room for more
 // keys, and dq, which is added to sums in memory, would leave it for every 64 of them. Here two thread blocks of a cluster
@@ -165,7 +165,7 @@ struct WideConsumer {
   static constexpr int kOwnBarrier = 1;  // of the warpgroup; 0 is __syncthreads()
   static constexpr int kConsumer = kIsGradient ? 1 : 0;
   using Scores = float[kFragmentsM][4];  // see BwdConsumerState
-  // What ds is made of, two fp16 a word: the probability, with softcap times its derivative there.
+  // With softcap, two fp16 a word: the probability times the derivative of softcap, of which ds is made.
   using SentScores = uint32_t[T::kSoftcap ? 2 * kFragmentsM : 1];
   // Probabilities are kept times so many, from the scores on until ds and dv: the second consumer gets them in fp16, of
   // which those of very long rows would otherwise be subnormal.

@@ -19,7 +19,7 @@ enum class ScoreMode {
   kMask,           // a dense mask
   kTileBias,       // a bias for each row and key, and a mask if there is one
   kKeyBias,        // a bias for each key, and a mask or a window if there is one
-  kAny,            // all of these, softcap too, or a scale that is not positive
+  kAny,            // all of these, beside softcap too, or a scale that is not positive
   kWindow,         // nothing, and rows see a window of keys
   kPacked,         // nothing, over packed sequences
   kUnalignedBias,  // as kTileBias, of a 16-bit bias whose rows start on any two bytes (bias_classes.h)
