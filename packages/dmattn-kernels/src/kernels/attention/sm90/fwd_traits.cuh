@@ -98,13 +98,14 @@ struct FwdTraits {
   // Tiles with a large bias are left out of this: it might overflow, and the scores, which are rounded once it has been
   // added, would not be those of the backward.
   static constexpr bool kBiasInProduct = kMode == ScoreMode::kKeyBias && kConsumers_ == 3;
-  static constexpr int kCapQuotients = 2;  // of four scores: see softcap.cuh
   using GeneralArguments = cute::conditional_t<kHasBoxedBias, UnalignedBiasFwdArguments, GeneralFwdArguments>;
   using PlainArguments = cute::conditional_t<kSoftcap, SoftcapFwdArguments, FwdArguments>;
   using Arguments =
       cute::conditional_t<kGeneral, GeneralArguments, cute::conditional_t<kPacked, PackedFwdArguments, PlainArguments>>;
   using Item = cute::conditional_t<kPacked, PackedFwdItem, FwdItem>;
   static constexpr int kHeadDim = kHeadDim_;
+  // Of four scores whose tanh is taken (see softcap.cuh): of 0 to 4 up to head_dim 128 the fastest.
+  static constexpr int kCapQuotients = kHeadDim <= 128 ? 1 : 2;
   static constexpr int kConsumers = kConsumers_, kBlockM = 64 * kConsumers, kBlockN = kBlockN_;
   static constexpr int kStages = kStages_;  // of K, and of V
   // Two thread blocks on an SM are two items in progress: while one waits for its first products or writes its output,
