@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from attention.cases import Case, case_id
-from attention.driver import check
+from attention.cases import Case, build, case_id
+from attention.driver import check, run
 from attention.targets import target
 
 pytestmark = pytest.mark.each_family
@@ -42,9 +42,12 @@ def test_head_ratio(feature: str, head_dim: int, nheads: int, nheads_k: int) -> 
 )
 @pytest.mark.parametrize("head_dim", [136, 256])
 @pytest.mark.parametrize("causal", [False, True])
-def test_wide_heads(seqlen_q: int, seqlen_k: int, head_dim: int, causal: bool) -> None:
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+def test_wide_heads(
+    seqlen_q: int, seqlen_k: int, head_dim: int, causal: bool, softcap: float
+) -> None:
     """On Hopper two thread blocks share 128 keys in the backward, 64 each."""
-    case = Case(seqlen_q, seqlen_k, batch=2, nheads=8, nheads_k=4)
+    case = Case(seqlen_q, seqlen_k, batch=2, nheads=8, nheads_k=4, softcap=softcap)
     check(case.with_(head_dim=head_dim, causal=causal, dlse=True))
 
 
@@ -72,11 +75,32 @@ def test_scale_and_softcap(case: Case) -> None:
 
 @pytest.mark.parametrize("softcap", [3e2, 1e4, 1e6, 1e8, 3e38])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_softcap_far_above_the_logits(head_dim: int, softcap: float) -> None:
+@pytest.mark.parametrize("bias", ["", "b11k"])
+def test_softcap_far_above_the_logits(bias: str, head_dim: int, softcap: float) -> None:
     """c * tanh(x / c) is x there, up to c times the error of the tanh."""
-    case = Case(130, 150, softcap=softcap, causal=True, bias="b11k", head_dim=head_dim)
+    case = Case(130, 150, softcap=softcap, causal=True, bias=bias, head_dim=head_dim)
     check(case)
     check(case.with_(seqlen_q=1, seqlen_k=300, causal=False, wants=""))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("scale", [0.5, 0.0, -0.2])
+@pytest.mark.parametrize("softcap", [0.5, 50.0])
+def test_softcap_alone(softcap: float, scale: float, head_dim: int) -> None:
+    """Without a bias: on Hopper by kernels of its own."""
+    for logits in (0.3, 40.0):
+        case = Case(300, 270, scale=scale, softcap=softcap, head_dim=head_dim, logits=logits)
+        check(case.with_(nheads=4, nheads_k=2, causal=True))
+
+
+@pytest.mark.parametrize("key", [4, 5, 6, 7])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_softcap_of_nan_is_nan(head_dim: int, key: int) -> None:
+    """Rows that see the key; on Hopper neighbouring scores have their tanh by other formulas."""
+    problem = build(Case(140, 140, softcap=5.0, causal=True, head_dim=head_dim, wants=""))
+    problem.k[:, key] = float("nan")
+    out = run(problem).out
+    assert not out[:, :key].isnan().any() and out[:, key:].isnan().all()
 
 
 @pytest.mark.parametrize("logits", [1e-4, 30.0, 300.0, 3000.0])

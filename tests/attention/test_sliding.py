@@ -43,6 +43,15 @@ def test_windows(window: int, head_dim: int) -> None:
     check(CASE.with_(head_dim=head_dim), window)
 
 
+@pytest.mark.parametrize("window", [1, 63, 64, 65, 127, 128, 129, 200])
+@pytest.mark.parametrize("head_dim", [64, 128, 136, 256])
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+def test_windows_of_wide_heads_and_beside_softcap(
+    softcap: float, window: int, head_dim: int
+) -> None:
+    check(CASE.with_(head_dim=head_dim, softcap=softcap), window)
+
+
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("window", [1, 100, 128, 499, 600])
 def test_lengths(length: int, window: int) -> None:

@@ -6,6 +6,7 @@
 #include "host/dtype.h"
 #include "host/error.h"
 #include "host/problem.h"
+#include "kernels/sm90_softcap.h"
 
 namespace dmattn {
 namespace {
@@ -28,8 +29,9 @@ FwdTile sm90_fwd_tile_of(const FwdParams& p, Level level, bool gathered) {
   }
   const Sm90FwdTile tile = !is_general(level)
                                ? sm90_fwd_tile(sm90_fwd_head_dim(p.head_dim), sm90_fwd_is_short(p.seqlen_q))
-                           : has_plain_window(p) ? sm90_window_fwd_tile(dim_tile)
-                                                 : sm90_general_fwd_tile(dim_tile, sm90_general_fwd_is_tall(p));
+                           : has_plain_window(p)  ? sm90_window_fwd_tile(dim_tile)
+                           : has_plain_softcap(p) ? sm90_softcap_fwd_tile(dim_tile)
+                                                  : sm90_general_fwd_tile(dim_tile, sm90_general_fwd_is_tall(p));
   return {tile.block_m(), tile.block_n, 4 * (tile.consumers + 1), tile.blocks_per_sm};
 }
 // TMA takes strides of at most 2^40 bytes, and none of 0: an expanded view.
@@ -63,7 +65,8 @@ bool sm90_serves_bias(const FwdParams& p) {
 // Windows have a kernel of their own, and that for a bias for each key finds them, too.
 bool sm90_serves_window(const FwdParams& p) {
   const bool has_key_bias = p.bias.kind == BiasKind::kKey && p.softcap == 0.f && p.softmax_scale > 0.f;
-  return p.window == 0 || has_plain_window(p) || (has_key_bias && head_dim_tile(p.head_dim) <= 128);
+  return p.window == 0 || has_plain_window(p) || has_plain_softcap(p) ||
+         (has_key_bias && head_dim_tile(p.head_dim) <= 128);
 }
 bool sm90_serves_tiles(const FwdParams& p, Level level) {
   const bool is_served = level == Level::kPlain ||
@@ -94,9 +97,11 @@ bool has_bias_tiles(const BwdParams& p) {
   return p.bias.col_stride == 1 && serves({p.bias.batch_stride, p.bias.head_stride, p.bias.row_stride}) &&
          (p.dbias_kind != DbiasKind::kTile || serves(to));
 }
-// Wide heads have a plain kernel, and over lists one with a bias for each key, too; no sums in a fixed order.
+// Wide heads have a plain kernel, one with a window, one with softcap and perhaps a window, and over lists one with a bias
+// for each key, too; no sums in a fixed order. What has softcap and comes here has neither a mask nor a bias.
 bool sm90_serves_wide_bwd(const BwdParams& p, Level level, bool gathered) {
-  return gathered ? !p.deterministic : level == Level::kPlain && p.window == 0;
+  if (gathered || p.deterministic) return !p.deterministic;
+  return level == Level::kPlain || has_finite_softcap(p.softcap);
 }
 // Cut probabilities are powers of -inf times the scale, which must be positive.
 bool sm90_serves_bwd(const BwdParams& p, Level level, bool gathered) {
@@ -111,7 +116,9 @@ bool sm90_serves_bwd(const BwdParams& p, Level level, bool gathered) {
   };
   const bool serves_rows = p.vec_q && p.vec_k && p.vec_v && p.vec_dout && p.softmax_scale > 0.f &&
                            fits_rows(p.q_stride) && fits_rows(p.dout_stride);
-  if (head_dim_tile(p.head_dim) > 128 && !sm90_serves_wide_bwd(p, level, gathered)) return false;
+  const bool is_wide = head_dim_tile(p.head_dim) > 128;
+  if (is_wide && !sm90_serves_wide_bwd(p, level, gathered)) return false;
+  if (!is_wide && p.window > 0 && p.softcap > 0.f) return false;
   if (gathered) return serves_rows && has_gather_stride(p.k_stride) && has_gather_stride(p.v_stride);
   return serves_rows && has_bias_tiles(p) && p.vec_dk && p.vec_dv && fits_keys(p.k_stride) && fits_keys(p.v_stride) &&
          fits_keys(p.dk_stride) && fits_keys(p.dv_stride);

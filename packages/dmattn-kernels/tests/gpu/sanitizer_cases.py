@@ -59,7 +59,7 @@ from gpu.sanitizer_selection import (
     select,
     wanted_end,
 )
-from gpu.sanitizer_windows import HOPPER_WINDOWS
+from gpu.sanitizer_windows import HOPPER_WIDE_WINDOWS, HOPPER_WINDOWS
 
 Float = npt.NDArray[np.float64]
 
@@ -367,6 +367,7 @@ def all_launches() -> list[tuple[str, int, Job]]:
         main += [(kind, launch) for launch in HOPPER_PACKED_GRADIENTS for kind in HOPPER_BWD_KINDS]
         main += [(kind, launch) for launch in HOPPER_WINDOWS for kind in HOPPER_CHANGED_KINDS]
         main += [(kind, launch) for launch in HOPPER_WIDE_BWD for kind in HOPPER_WIDE_KINDS]
+        main += [(kind, launch) for launch in HOPPER_WIDE_WINDOWS for kind in HOPPER_WIDE_KINDS]
         main += [(kind, launch) for launch in HOPPER_LISTS for kind in HOPPER_LIST_KINDS]
         main += [(kind, launch) for launch in HOPPER_LIST_GRADIENTS for kind in HOPPER_BWD_KINDS]
         main += [(kind, x) for x in HOPPER_WIDE_LIST_GRADIENTS for kind in HOPPER_WIDE_KINDS]

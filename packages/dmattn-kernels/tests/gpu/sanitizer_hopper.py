@@ -5,7 +5,7 @@ from __future__ import annotations
 from gpu.sanitizer_launch import Launch
 
 # The dense forward of Hopper has kernels for more head dimensions, and one for few rows; its
-# dense backward has a plain one only for more than 128.
+# dense backward has one without and one with softcap for more than 128, and one for windows.
 HOPPER = (
     Launch("dense rows", 70, 133, wants=""),
     Launch("dense rows, long", 1100, 133, causal=True, wants=""),
@@ -59,6 +59,8 @@ HOPPER_WIDE_BWD = (
     Launch("wide heads, rows without keys", 150, 40, causal=True),
     Launch("wide heads, keys without rows", 40, 300, causal=True),
     Launch("wide heads, more than thread blocks", 133, 133, batch=70, causal=True),
+    Launch("wide heads, softcap", 200, 133, nheads=4, nheads_k=2, softcap=3.0),
+    Launch("wide heads, softcap, keys without rows", 40, 300, causal=True, softcap=3.0),
 )
 HOPPER_CHANGED_KINDS = [kind for kind in HOPPER_KINDS if kind[1] in (64, 128, 256)]
 HOPPER_BWD_KINDS = [kind for kind in HOPPER_KINDS if kind[1] in (64, 128)]

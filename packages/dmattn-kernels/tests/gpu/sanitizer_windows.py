@@ -24,5 +24,10 @@ HOPPER_WINDOWS = (
     _sliding(" of one key", 261, 300, 1),
     _sliding(" behind many keys", 133, 700, 250),
     _sliding(", key bias", 300, 333, 150, bias="bk1k"),
+    _sliding(", softcap", 300, 333, 150, softcap=3.0),
     _sliding(", more than thread blocks", 261, 261, 100, 35, 4, 2),
+)
+HOPPER_WIDE_WINDOWS = (
+    _sliding(", wide heads", 400, 400, 200),
+    _sliding(", wide heads, softcap", 133, 400, 250, softcap=3.0),
 )

@@ -256,8 +256,9 @@ def test_packed_sequences_that_others_compute(
         {"seqlen_q": 500, "seqlen_k": 1, "nheads_k": 2},
         # 120 blocks of keys, each for two thread blocks.
         {"seqlen_q": 1920, "seqlen_k": 1920, "nheads": 8, "nheads_k": 8, "is_causal": 1},
+        {"softcap": 30.0, "is_causal": 1, "nheads_k": 4},
     ],
-    ids=["plain", "causal groups", "few keys, few rows", "no more than fill the GPU"],
+    ids=["plain", "causal groups", "few keys, few rows", "no more than fill the GPU", "softcap"],
 )
 def test_wide_heads(probe: ctypes.CDLL, arguments: dict[str, Any], head_dim: int) -> None:
     """Two thread blocks share 128 keys; dq lies as the four consumers of both leave it."""
@@ -269,13 +270,19 @@ def test_wide_heads(probe: ctypes.CDLL, arguments: dict[str, Any], head_dim: int
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"softcap": 30.0},
         {"deterministic": 1},
         {"bias": tensor((1, 16, 4096, 4096), BFLOAT16)},
         {"mask": mask(1, 1, 4096, 4096)},
         {"dout": tensor((1, 4096, 16, 256), stride=(4096 * 4100, 4100, 256, 1))},
+        {"softcap": 30.0, "deterministic": 1},
+        {"softcap": 30.0, "mask": mask(1, 1, 4096, 4096)},
+        {"softcap": 30.0, "bias": tensor((1, 16, 1, 4096), FLOAT32)},
+        {"softcap": 30.0, "softmax_scale": -1.0},
     ],
-    ids=["softcap", "deterministic", "bias", "mask", "unaligned"],
+    ids=[
+        *("deterministic", "bias", "mask", "unaligned", "softcap, deterministic"),
+        *("softcap and mask", "softcap and bias", "softcap, negative scale"),
+    ],
 )
 def test_wide_heads_that_others_compute(probe: ctypes.CDLL, arguments: dict[str, Any]) -> None:
     assert plan_of(probe, head_dim=256, **arguments)["arch"] == 80

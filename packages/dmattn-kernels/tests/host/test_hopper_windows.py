@@ -46,6 +46,18 @@ def test_forward(probe: ctypes.CDLL, head_dim: int, tile: tuple[int, int]) -> No
     assert plan["workspace_bytes"] == 256  # the counter
 
 
+@pytest.mark.parametrize(
+    "head_dim, tile", [(40, (128, 128)), (64, (128, 128)), (96, (128, 128)), (256, (128, 80))]
+)
+@pytest.mark.parametrize("scale", [1.0, -1.0])
+def test_forward_with_softcap(
+    probe: ctypes.CDLL, head_dim: int, tile: tuple[int, int], scale: float
+) -> None:
+    plan = plan_of(probe, "fwd", head_dim=head_dim, softcap=30.0, softmax_scale=scale)
+    assert by_tiles(plan) and plan["arch"] == 90 and plan["window"] == 1024
+    assert (plan["block_m"], plan["block_n"]) == tile
+
+
 @pytest.mark.parametrize("head_dim", [40, 64, 72, 128])
 def test_forward_with_a_bias_for_each_key(probe: ctypes.CDLL, head_dim: int) -> None:
     plan = plan_of(probe, "fwd", head_dim=head_dim, **KEY_BIAS)
@@ -59,7 +71,6 @@ def test_forward_with_a_bias_for_each_key(probe: ctypes.CDLL, head_dim: int) -> 
         {"kernels": SM80},
         {"k": tensor((1, 4096, 4, 128), stride=(0, 0, 128, 1))},
         DENSE_BIAS,
-        {"softcap": 30.0},
         {"softcap": 30.0, **KEY_BIAS},
         {"softmax_scale": -1.0},
         {"head_dim": 136, **KEY_BIAS},
@@ -68,7 +79,7 @@ def test_forward_with_a_bias_for_each_key(probe: ctypes.CDLL, head_dim: int) -> 
         {"window": 0},
     ],
     ids=[
-        *("sm80", "expanded", "dense bias", "softcap", "softcap and key bias", "negative scale"),
+        *("sm80", "expanded", "dense bias", "softcap and key bias", "negative scale"),
         *("large heads and key bias", "split", "few rows", "nothing known"),
     ],
 )
@@ -133,7 +144,7 @@ def test_backward(probe: ctypes.CDLL, arguments: dict[str, Any]) -> None:
         {"kernels": SM80},
         {"deterministic": 1},
         {"softcap": 30.0},
-        {"head_dim": 136, "nheads_k": 16},
+        {"head_dim": 136, "nheads_k": 16, "deterministic": 1},
         {"gradients": "dq dv"},
         {"softmax_scale": -1.0},
         {"bias": tensor((1, 16, 1, 4096), FLOAT32), **REST},
@@ -141,13 +152,21 @@ def test_backward(probe: ctypes.CDLL, arguments: dict[str, Any]) -> None:
         {"window": 0},
     ],
     ids=[
-        *("sm80", "deterministic", "softcap", "large heads", "one gradient less"),
-        *("negative scale", "bias of each head", "fp32 bias", "nothing known"),
+        *("sm80", "deterministic", "softcap", "large heads, deterministic"),
+        *("one gradient less", "negative scale", "bias of each head", "fp32 bias", "nothing known"),
     ],
 )
 def test_backward_by_lists(probe: ctypes.CDLL, arguments: dict[str, Any]) -> None:
     plan = plan_of(probe, "bwd", **arguments)
     assert not by_tiles(plan) and plan["walk"] == ROW_BLOCK_LISTS and plan["window"] == 0
+
+
+@pytest.mark.parametrize("head_dim", [136, 192, 256])
+@pytest.mark.parametrize("softcap", [0.0, 30.0])
+def test_backward_of_wide_heads(probe: ctypes.CDLL, head_dim: int, softcap: float) -> None:
+    plan = plan_of(probe, "bwd", head_dim=head_dim, softcap=softcap, nheads_k=16)
+    assert by_tiles(plan) and plan["arch"] == 90 and plan["window"] == 1024
+    assert (plan["block_m"], plan["block_n"]) == (64, 128)
 
 
 def test_items_of_a_window_are_alike(probe: ctypes.CDLL) -> None:

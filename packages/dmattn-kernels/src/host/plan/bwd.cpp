@@ -384,7 +384,8 @@ bool is_for_residents(const BwdPlan& plan) {
   if (plan.walk == KeyWalk::kTiled) {
     if (!has_bias && !hides_keys(plan)) return true;
     const bool is_served = !has_bias || p.bias.kind == BiasKind::kTile || suits_wide_tiles(plan) || is_of_group_keys(p);
-    return is_served && p.softcap == 0.f && !p.deterministic;
+    const bool is_plain_window = !has_bias && !has_mask(plan.mask);
+    return is_served && (p.softcap == 0.f || is_plain_window) && !p.deterministic;
   }
   if (has_mask(plan.mask) && plan.walk != KeyWalk::kMaskList) return false;
   if (plan.walk != KeyWalk::kRowBlockLists && p.deterministic) return false;

@@ -48,7 +48,7 @@ __device__ __forceinline__ BwdItem find_tiled_item(const BwdArguments& p, int in
   const int outer_part = head / inner, inner_part = (head - outer_part * inner) * T::kMembers;
   const int first_row = p.is_causal ? n_block * T::kBlockN - (p.seqlen_k - p.seqlen_q) : 0;
   int m_end = p.m_blocks;
-  if constexpr (T::kMasked) {
+  if constexpr (T::kWindows) {
     if (p.window > 0) {
       const int end_row = first_row + T::kBlockN - 1 + p.window;
       m_end = min((max(end_row, 0) + T::kBlockM - 1) / T::kBlockM, m_end);
@@ -173,7 +173,7 @@ __device__ __forceinline__ BwdItemOf<T> find_item(const BwdArguments& p, const t
 template <class T>
 __device__ __forceinline__ bool cuts_tile(const BwdArguments& p, int m, int n_block) {
   const int last = (n_block + 1) * T::kBlockN - 1, offset = p.seqlen_k - p.seqlen_q;
-  if constexpr (T::kMasked) {
+  if constexpr (T::kWindows) {
     if (p.window > 0 && (m + 1) * T::kBlockM + offset - p.window > n_block * T::kBlockN) return true;
   }
   return last >= p.seqlen_k || (p.is_causal && m * T::kBlockM < last - offset);

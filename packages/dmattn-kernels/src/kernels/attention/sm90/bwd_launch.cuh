@@ -277,6 +277,8 @@ cudaError_t launch_bwd(const KernelChoice& choice, const BwdParams& p, cudaStrea
       if (p.bias.kind != BiasKind::kNone) return go_wide(cute::C<BwdVariant::kBiasLists>{});
       return go_wide(cute::C<BwdVariant::kLists>{});
     } else {
+      if (p.softcap > 0.f) return go_wide(cute::C<BwdVariant::kSoftcap>{});
+      if (p.window > 0) return go_wide(cute::C<BwdVariant::kMask>{});
       return go_wide(cute::C<BwdVariant::kPlain>{});
     }
   } else if constexpr (kGathered) {

@@ -101,6 +101,7 @@ struct BwdTraits {
   static constexpr bool kDbiasRows = kVariant == BwdVariant::kDenseBiasRows || kVariant == BwdVariant::kWideBiasRows;
   // Steps are announced. In fp32 the tiles of a bias leave no room for a mask's.
   static constexpr bool kMasked = kVariant == BwdVariant::kMask || kNarrowBias || kVariant == BwdVariant::kKeyBias;
+  static constexpr bool kWindows = kMasked;  // rows may see a window of keys
   static constexpr bool kBias = kKeyBias || kDenseBias;
   static constexpr bool kGathered =
       kListBias || kVariant == BwdVariant::kLists || kVariant == BwdVariant::kOrderedLists;

@@ -1,5 +1,5 @@
-// The backward on Hopper for wide heads: consecutive keys, with lengths and causality; or lists of keys for chunks of
-// rows, with a bias for each key.
+// The backward on Hopper for wide heads: consecutive keys, with lengths, causality, softcap and a window of keys; or lists
+// of keys for chunks of rows, with a bias for each key.
 //
 // dk and dv of 64 keys and 256 columns fill a warpgroup's registers each, so that a thread block has no room for more
 // keys, and dq, which is added to sums in memory, would leave it for every 64 of them. Here two thread blocks of a cluster
@@ -165,6 +165,8 @@ struct WideConsumer {
   static constexpr int kOwnBarrier = 1;  // of the warpgroup; 0 is __syncthreads()
   static constexpr int kConsumer = kIsGradient ? 1 : 0;
   using Scores = float[kFragmentsM][4];  // see BwdConsumerState
+  // With softcap, two fp16 a word: the probability times the derivative of softcap, of which ds is made.
+  using SentScores = uint32_t[T::kSoftcap ? 2 * kFragmentsM : 1];
   // Probabilities are kept times so many, from the scores on until ds and dv: the second consumer gets them in fp16, of
   // which those of very long rows would otherwise be subnormal.
   static constexpr int kLog2Scale = 12;
@@ -267,9 +269,10 @@ struct WideConsumer {
           // All threads have read delta.
           if (is_speaker()) release_in_both(s.dout_empty[place_of<T::kStagesdO>(step).stage]);
         } else {
-          take_exp(scores, weights, steps);
-          send_probabilities(weights);
-          if constexpr (std::is_same_v<Element, cutlass::half_t>) {
+          SentScores capped;
+          take_exp(scores, weights, capped, steps);
+          send_probabilities(weights, capped);
+          if constexpr (std::is_same_v<Element, cutlass::half_t> && !T::kSoftcap) {
             // What was sent are the same words, which would stay among the registers of the scores.
             auto sent = make_tensor_like(operand);
             to_operand<Element>(sent, weights);
@@ -352,15 +355,16 @@ struct WideConsumer {
   // The thread block's keys alone.
   struct OwnTile {
     static constexpr int kBlockM = T::kBlockM, kBlockN = T::kOwnKeys;
-    static constexpr bool kMasked = false;
+    static constexpr bool kWindows = T::kWindows;
   };
   __device__ __forceinline__ int own_block() const { return item.n_block * T::kCluster + rank; }
 
-  __device__ __forceinline__ void take_exp(const Scores& scores, Scores& probabilities, const RowSteps& steps) const {
+  __device__ __forceinline__ void take_exp(const Scores& scores, Scores& probabilities, SentScores& capped,
+                                           const RowSteps& steps) const {
     if (is_cut(steps)) {
-      take_exp<true>(scores, probabilities, steps);
+      take_exp<true>(scores, probabilities, capped, steps);
     } else {
-      take_exp<false>(scores, probabilities, steps);
+      take_exp<false>(scores, probabilities, capped, steps);
     }
   }
   // Whether rows and keys meet of which the one does not see the other, or one of which there is not.
@@ -384,7 +388,7 @@ struct WideConsumer {
     int first;
     uint32_t rows;
     __device__ __forceinline__ bool has(int row) const {
-      return T::kGathered ? static_cast<uint32_t>(row - first) < rows : row >= first;
+      return T::kGathered || T::kWindows ? static_cast<uint32_t>(row - first) < rows : row >= first;
     }
   };
   __device__ __forceinline__ SeenBy seen_by(int half, const RowSteps& steps) const {
@@ -395,12 +399,18 @@ struct WideConsumer {
     } else {
       const int key = own_block() * T::kOwnKeys + own_key(half);
       const int seen_from = p.is_causal ? key - (p.seqlen_k - p.seqlen_q) : INT_MIN / 2;
+      if constexpr (T::kWindows) {
+        const uint32_t rows = p.window > 0 ? p.window : INT_MAX;
+        return {seen_from - own_row, key >= p.seqlen_k ? 0 : rows};
+      }
       return {(key >= p.seqlen_k ? INT_MAX / 2 : seen_from) - own_row, 0};
     }
   }
   template <bool kIsCut>
-  __device__ __forceinline__ void take_exp(const Scores& scores, Scores& probabilities, const RowSteps& steps) const {
-    const float scale_log2 = p.softmax_scale * kLog2e;
+  __device__ __forceinline__ void take_exp(const Scores& scores, Scores& probabilities, SentScores& capped,
+                                           const RowSteps& steps) const {
+    const float scale_log2 = (T::kSoftcap ? p.softcap : p.softmax_scale) * kLog2e;
+    const float inner = T::kSoftcap ? p.softmax_scale / p.softcap : 1.f;
     SeenBy seen[2];
     float bias[2];
 #pragma unroll
@@ -415,11 +425,16 @@ struct WideConsumer {
       const float2 row_lse = *reinterpret_cast<const float2*>(lse + 8 * i);
       float2 row_rest;
       if constexpr (T::kBias) row_rest = *reinterpret_cast<const float2*>(lse_rest + 8 * i);
+      float slopes[4];
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const bool is_seen = !kIsCut || seen[e / 2].has(8 * i + e % 2);
         const float own_lse = e % 2 == 0 ? row_lse.x : row_lse.y;
         float x = scores[i][e];
+        if constexpr (T::kSoftcap) {
+          x = tanh_fast(x * inner);
+          slopes[e] = __fmaf_rn(-x, x, 1.f);
+        }
         if constexpr (T::kBias) {
           // In natural units, as the forward adds it: a bias of finfo.min times log2(e) would overflow.
           x = __fmaf_rn(x, p.softmax_scale, bias[e / 2]);
@@ -429,20 +444,30 @@ struct WideConsumer {
           x = __fmaf_rn(is_seen ? x : -INFINITY, scale_log2, -(own_lse - kLog2Scale));
         }
         probabilities[i][e] = exp2_approx(x);
+        if constexpr (T::kSoftcap) slopes[e] *= probabilities[i][e];
+      }
+      if constexpr (T::kSoftcap) {
+        capped[2 * i] = ElementTraits<cutlass::half_t>::pack(slopes[0], slopes[1]);
+        capped[2 * i + 1] = ElementTraits<cutlass::half_t>::pack(slopes[2], slopes[3]);
       }
     }
   }
 
   // The second consumer has read what the stage held: the first one has used the ds that was made of it two steps ago.
-  __device__ __forceinline__ void send_probabilities(const Scores& probabilities) {
+  __device__ __forceinline__ void send_probabilities(const Scores& probabilities, const SentScores& capped) {
     using Half = ElementTraits<cutlass::half_t>;
     const int stage = step % T::kStagesP;
 #pragma unroll
     for (int i = 0; i < kFragmentsM; i += 2) {
-      const float (&x)[4] = probabilities[i];
-      const float (&y)[4] = probabilities[i + 1];
-      st_shared(smem_u32(&s.p[stage][i / 2][thread]), make_uint4(Half::pack(x[0], x[1]), Half::pack(x[2], x[3]),
-                                                                 Half::pack(y[0], y[1]), Half::pack(y[2], y[3])));
+      const uint32_t to = smem_u32(&s.p[stage][i / 2][thread]);
+      if constexpr (T::kSoftcap) {
+        st_shared(to, make_uint4(capped[2 * i], capped[2 * i + 1], capped[2 * i + 2], capped[2 * i + 3]));
+      } else {
+        const float (&x)[4] = probabilities[i];
+        const float (&y)[4] = probabilities[i + 1];
+        st_shared(to, make_uint4(Half::pack(x[0], x[1]), Half::pack(x[2], x[3]), Half::pack(y[0], y[1]),
+                                 Half::pack(y[2], y[3])));
+      }
     }
     __syncwarp();
     if (lane == 0) s.p_full[stage].arrive();

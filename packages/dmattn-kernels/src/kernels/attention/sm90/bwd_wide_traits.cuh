@@ -6,7 +6,7 @@
 namespace dmattn::sm90 {
 
 // Two thread blocks of a cluster share 128 keys. Each has 64 of them, and half of the columns of dq. Of the variants there
-// are kPlain, kLists and kBiasLists.
+// are kPlain, kMask for a window, kSoftcap with or without one, kLists and kBiasLists.
 template <class Element_, int kHeadDim_, BwdVariant kVariant = BwdVariant::kPlain>
 struct BwdWideTraits {
   using Element = Element_;
@@ -27,7 +27,9 @@ struct BwdWideTraits {
   static constexpr bool kDenseBias = false, kMasked = false, kOrdered = false, kPacked = false, kPairs = false;
   static constexpr bool kListBias = kVariant == BwdVariant::kBiasLists, kKeyBias = kListBias, kBias = kListBias;
   static constexpr bool kGathered = kListBias || kVariant == BwdVariant::kLists;
-  static_assert(kGathered || kVariant == BwdVariant::kPlain);
+  static constexpr bool kSoftcap = kVariant == BwdVariant::kSoftcap;
+  static constexpr bool kWindows = kSoftcap || kVariant == BwdVariant::kMask;
+  static_assert(kGathered || kWindows || kVariant == BwdVariant::kPlain);
   // Of the first warpgroup, beside the producer: one copies the block's keys, one their values, and one what the block
   // needs of the other's keys.
   static constexpr int kGatherWarps = kGathered ? 3 : 0;

@@ -1,6 +1,6 @@
 // The forward on Hopper over tiles of consecutive keys: the plain kernel, with lengths and causality only, the same over
-// packed sequences, one with a window of keys besides, and the general ones, whose scores a bias, a dense mask or softcap
-// change (fwd_general.cuh).
+// packed sequences, one with a window of keys besides, one with softcap (softcap.cuh), and the general ones, whose scores
+// a bias or a dense mask changes, with softcap or without (fwd_general.cuh).
 //
 // A thread block stays on its SM and takes row blocks of heads (items) until none is left. One thread of the first
 // warpgroup, the producer, copies Q, K and V tiles into shared memory by TMA. The other warpgroups, the consumers, own
@@ -17,6 +17,7 @@
 #include "fwd_output.cuh"
 #include "fwd_params.h"
 #include "fwd_traits.cuh"
+#include "softcap.cuh"
 
 namespace dmattn::sm90 {
 
@@ -372,6 +373,8 @@ struct FwdConsumer {
     const auto finish_scores = [&](auto pending) {
       wait_for_product<decltype(pending)::value>(acc_s);
       release_keys();
+      // Before any is cut: of -inf the tanh would make a number.
+      if constexpr (T::kSoftcap) cap_scores<T::kCapQuotients>(scores, p.scale_in_cap);
     };
     const auto finish_output = [&] {
       wait_for_product<0>(acc_o);
@@ -497,7 +500,7 @@ struct FwdConsumer {
         }
       }
     } else {
-      constexpr bool kHasWindow = T::kWindows == Windows::kAlways;
+      constexpr bool kHasWindow = T::kWindows != Windows::kNever;
       const auto& lengths = lengths_of(p, item);
       const KeyBlocks blocks = find_key_blocks<T>(lengths, item.m_block);
       int n = blocks.end - 1;
@@ -505,7 +508,9 @@ struct FwdConsumer {
       const auto whole = [&] { softmax.template probabilities<true>(scores, keep, scale_log2); };
       const auto cut_only = [&] {
         cut_keys(lengths, scores, n * T::kBlockN, first_row, lane);
-        if constexpr (kHasWindow) cut_keys_before_window(p, scores, n * T::kBlockN, first_row, lane);
+        if constexpr (kHasWindow) {
+          if (has_window<T>(p)) cut_keys_before_window(p, scores, n * T::kBlockN, first_row, lane);
+        }
       };
       const auto cut = [&] {
         cut_only();

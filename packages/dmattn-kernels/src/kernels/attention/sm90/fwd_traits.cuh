@@ -19,10 +19,11 @@ enum class ScoreMode {
   kMask,           // a dense mask
   kTileBias,       // a bias for each row and key, and a mask if there is one
   kKeyBias,        // a bias for each key, and a mask or a window if there is one
-  kAny,            // all of these, softcap too, or a scale that is not positive
+  kAny,            // all of these, beside softcap too, or a scale that is not positive
   kWindow,         // nothing, and rows see a window of keys
   kPacked,         // nothing, over packed sequences
   kUnalignedBias,  // as kTileBias, of a 16-bit bias whose rows start on any two bytes (bias_classes.h)
+  kSoftcap,        // softcap, and a window if there is one
 };
 // Whether the rows of a call may see a window of keys: always, where FwdArguments::window says so, or never.
 enum class Windows { kNever, kMaybe, kAlways };
@@ -78,7 +79,8 @@ struct FwdTraits {
   using Element = Element_;
   static constexpr ScoreMode kMode = kMode_;
   static constexpr bool kPacked = kMode == ScoreMode::kPacked;
-  static constexpr bool kGeneral = kMode != ScoreMode::kPlain && kMode != ScoreMode::kWindow && !kPacked;
+  static constexpr bool kSoftcap = kMode == ScoreMode::kSoftcap;
+  static constexpr bool kGeneral = kMode != ScoreMode::kPlain && kMode != ScoreMode::kWindow && !kPacked && !kSoftcap;
   static constexpr bool kHasBoxedBias = kMode == ScoreMode::kUnalignedBias;
   static constexpr bool kHasTileBias = kMode == ScoreMode::kTileBias || kMode == ScoreMode::kAny || kHasBoxedBias;
   static constexpr bool kHasKeyBias = kMode == ScoreMode::kKeyBias || kMode == ScoreMode::kAny;
@@ -87,19 +89,23 @@ struct FwdTraits {
   // The softmax is given logits; otherwise raw products.
   static constexpr bool kLogits = kHasTileBias || kHasKeyBias;
   // What the other modes keep leaves no registers for a window.
-  static constexpr Windows kWindows = kMode == ScoreMode::kWindow                        ? Windows::kAlways
-                                      : kMode == ScoreMode::kKeyBias && kConsumers_ == 2 ? Windows::kMaybe
-                                                                                         : Windows::kNever;
+  static constexpr Windows kWindows = kMode == ScoreMode::kWindow ? Windows::kAlways
+                                      : kSoftcap || (kMode == ScoreMode::kKeyBias && kConsumers_ == 2)
+                                          ? Windows::kMaybe
+                                          : Windows::kNever;
   // Where the softmax bounds the kernel, a bias for each key comes with the products: Q has three columns of ones more, and
   // K the bias / softmax_scale, in three 16-bit numbers whose sum it is. The softmax is then that of the plain kernel.
   // Tiles with a large bias are left out of this: it might overflow, and the scores, which are rounded once it has been
   // added, would not be those of the backward.
   static constexpr bool kBiasInProduct = kMode == ScoreMode::kKeyBias && kConsumers_ == 3;
   using GeneralArguments = cute::conditional_t<kHasBoxedBias, UnalignedBiasFwdArguments, GeneralFwdArguments>;
+  using PlainArguments = cute::conditional_t<kSoftcap, SoftcapFwdArguments, FwdArguments>;
   using Arguments =
-      cute::conditional_t<kGeneral, GeneralArguments, cute::conditional_t<kPacked, PackedFwdArguments, FwdArguments>>;
+      cute::conditional_t<kGeneral, GeneralArguments, cute::conditional_t<kPacked, PackedFwdArguments, PlainArguments>>;
   using Item = cute::conditional_t<kPacked, PackedFwdItem, FwdItem>;
   static constexpr int kHeadDim = kHeadDim_;
+  // Of four scores whose tanh is taken (see softcap.cuh): of 0 to 4 up to head_dim 128 the fastest.
+  static constexpr int kCapQuotients = kHeadDim <= 128 ? 1 : 2;
   static constexpr int kConsumers = kConsumers_, kBlockM = 64 * kConsumers, kBlockN = kBlockN_;
   static constexpr int kStages = kStages_;  // of K, and of V
   // Two thread blocks on an SM are two items in progress: while one waits for its first products or writes its output,

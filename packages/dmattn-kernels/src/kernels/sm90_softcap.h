@@ -1,0 +1,22 @@
+// Which calls with softcap have kernels of their own on Hopper, and the tiles of the forward: for launches and the host.
+#pragma once
+
+#include "params.h"
+#include "tiles.h"
+
+namespace dmattn {
+
+// Whether there is softcap that kernels may multiply by log2(e), which must not overflow.
+constexpr float kMostSoftcap = 1e38f;
+constexpr bool has_finite_softcap(float softcap) { return softcap > 0.f && softcap <= kMostSoftcap; }
+
+// Whether softcap is all that is asked of the scores, with a window of keys or without.
+inline bool has_plain_softcap(const FwdParams& p) {
+  return has_finite_softcap(p.softcap) && p.bias.kind == BiasKind::kNone && !p.has_mask && !p.packing.is_active();
+}
+
+constexpr Sm90FwdTile sm90_softcap_fwd_tile(int head_dim_tile) {
+  return head_dim_tile <= 64 ? Sm90FwdTile{2, 128} : sm90_fwd_tile(head_dim_tile, false);
+}
+
+}  // namespace dmattn
