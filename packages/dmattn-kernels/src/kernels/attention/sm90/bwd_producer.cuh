@@ -37,8 +37,9 @@ struct BwdProducer {
       const typename T::Announced item = look_up(index, first);
       announce(item);
       if (item.index >= p.items) return;
-      if constexpr (T::kOrdered) {
-        // An item that is taken begins soon: those behind it wait for its turns.
+      if constexpr (T::kOrdered || T::kGathered) {
+        // An item that is taken begins soon: those behind it wait for its turns, or are the last few. Over lists an item
+        // has many steps, and consumers are some of them behind when the next one is looked for.
         load_item(find_item<T>(p, item));
         index = first + atomicAdd(p.work_counter, 1);
       } else {
