@@ -1,6 +1,7 @@
 // What the host hands to the kernels that run before, after and beside attention. Plain structs as in params.h.
 #pragma once
 
+#include "list_numbers.h"
 #include "params.h"
 
 namespace dmattn {
@@ -79,6 +80,10 @@ struct ChunkKeyListsParams {
   int32_t list_heads = 1;
   const int32_t* used_rows = nullptr;  // then, optional: UsedRows::found of the lists of `from`
   int32_t* first_term = nullptr;       // optional, see ChunkTerms
+  // Optional: counts the items of a launch of so many thread blocks, of which each list has so many parts, each of the same
+  // number of query heads.
+  ListNumbers* numbers = nullptr;
+  int32_t blocks = 0, parts_of_list = 0, group_heads = 0;
 };
 
 struct ReduceDbiasParams {

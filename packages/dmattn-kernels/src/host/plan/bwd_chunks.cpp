@@ -195,6 +195,19 @@ KeyChunks place_chunks(const BwdPlan& plan, const BwdRound& round, Workspace& wo
   return chunks;
 }
 
+namespace {
+// Whether items are numbered by what ListNumbers says: those in a fixed order wait for each other's turns, whole ones are
+// of the lists as they are, and clusters are started for all that there is room for.
+bool has_list_numbers(const BwdPlan& plan) {
+  return plan.chunk_blocks > 0 && !plan.kernel.deterministic && !plan.has_whole_items && plan.tile.cluster == 1;
+}
+}  // namespace
+
+int64_t work_counters_of(const BwdPlan& plan, const BwdRound& round) {
+  if (!has_list_numbers(plan)) return 1;
+  return static_cast<int64_t>(sizeof(ListNumbers) / sizeof(int32_t)) + chunks_of(plan, round.row_blocks);
+}
+
 ChunkKeyListsParams bwd_chunk_params(const BwdPlan& plan, BwdParams& launch) {
   KeyList& keys = launch.chunks.keys;
   set_extents(keys, plan, launch.batch, launch.nheads_k, launch.row_blocks);
@@ -215,12 +228,18 @@ ChunkKeyListsParams bwd_chunk_params(const BwdPlan& plan, BwdParams& launch) {
   p.is_shared = has_shared_list(plan);
   p.is_causal = launch.is_causal;
   p.first_term = launch.terms.first;
+  if (has_list_numbers(plan)) {
+    p.numbers = reinterpret_cast<ListNumbers*>(launch.work_counter);
+    p.blocks = static_cast<int32_t>(bwd_blocks(plan, launch));
+    p.parts_of_list = launch.batch * launch.nheads_k / (keys.batch * keys.heads);
+    p.group_heads = launch.head_ratio;
+  }
   return p;
 }
 
 int64_t chunk_items(const BwdPlan& plan, const BwdParams& launch) {
-  return int64_t{chunk_capacity(plan) / kChunkTileKeys} * chunks_of(plan, launch.row_blocks) * launch.nheads_k *
-         launch.batch;
+  const int64_t tiles = chunk_capacity(plan) / kChunkTileKeys, shares = has_list_numbers(plan) ? launch.head_ratio : 1;
+  return tiles * chunks_of(plan, launch.row_blocks) * launch.nheads_k * launch.batch * shares;
 }
 
 }  // namespace dmattn

@@ -28,7 +28,9 @@ ChunkTerms place_terms(const BwdPlan& plan, const BwdRound& round, Workspace& wo
 CarriedTerms place_carried_terms(const BwdPlan& plan, const BwdRound& round, Workspace& workspace);
 // Lays out the lists of a round's chunks; without any, does nothing.
 KeyChunks place_chunks(const BwdPlan& plan, const BwdRound& round, Workspace& workspace);
-// Tiles that the lists of a launch's chunks have room for.
+// How many numbers of 32 bits BwdParams::work_counter is the first of.
+int64_t work_counters_of(const BwdPlan& plan, const BwdRound& round);
+// Items of a launch, if its chunks' lists were full, and each tile several items where it may be.
 int64_t chunk_items(const BwdPlan& plan, const BwdParams& launch);
 
 // The (batch, head) pairs of arrays in the workspace.

@@ -199,7 +199,7 @@ Accumulators place_accumulators(const BwdPlan& plan, const BwdRound& round, int3
     sums.dq = workspace.take<float>(blocks * plan.tile.block_m * plan.unit.head_dim_tile);
     if (kernel.deterministic) sums.dq_semaphore = workspace.take<int32_t>(blocks);
   }
-  if (plan.resident_blocks > 0) sums.work_counter = workspace.take<int32_t>(1);
+  if (plan.resident_blocks > 0) sums.work_counter = workspace.take<int32_t>(work_counters_of(plan, round));
   if (kernel.deterministic && has_row_block_lists(plan) && !plan.keeps_terms) {
     const int64_t turns = plan.chunk_blocks > 0 ? ceil_div(round.row_blocks, plan.chunk_blocks) : 1;
     sums.dkv_semaphore = workspace.take<int32_t>(int64_t{round.batches} * round.heads_k * turns);

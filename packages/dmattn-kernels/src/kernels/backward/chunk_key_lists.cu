@@ -159,6 +159,54 @@ __device__ __forceinline__ void find_tile_rows(const Chunk& c, const ClassCounts
   }
 }
 
+// --- the numbers of items ---------------------------------------------------------------------------------------------
+
+// While items are as many for each thread block, the last of them is a small share.
+constexpr int kManyItems = 8;
+
+// Where the last items are too few for all thread blocks, the chunks that they are of, and how many items their tiles
+// become. Whole warp.
+__device__ __forceinline__ void share_out_tail(const ChunkKeyListsParams& p, const int32_t* items_of_chunk) {
+  const int lane = threadIdx.x % 32, chunks = p.to.keys.blocks;
+  int64_t all = 0;
+  for (int i = lane; i < chunks; i += 32) all += __ldcg(items_of_chunk + i);
+  for (int i = 16; i > 0; i /= 2) all += __shfl_xor_sync(kFullWarp, all, i);
+  const int last = static_cast<int>(all % p.blocks);
+  if (last == 0 || all >= int64_t{kManyItems} * p.blocks) return;
+  // The first chunks come last.
+  int before = 0;
+  for (int first = 0; first < chunks; first += 32) {
+    const int own = first + lane < chunks ? __ldcg(items_of_chunk + first + lane) : 0;
+    const int up_to = before + warp_inclusive_scan(own);
+    const uint32_t have_last = __ballot_sync(kFullWarp, up_to >= last);
+    if (have_last == 0) {
+      before = __shfl_sync(kFullWarp, up_to, 31);
+      continue;
+    }
+    if (lane == __ffs(have_last) - 1) {
+      const int parts = min(p.group_heads, p.blocks / up_to);
+      p.numbers->tail_chunks = parts > 1 ? first + lane + 1 : 0;
+      p.numbers->tail_parts = parts;
+    }
+    return;
+  }
+}
+// Counts the tiles of a chunk's list; the last list of all finds the tail. Whole warp.
+__device__ __forceinline__ void count_items(const ChunkKeyListsParams& p, int chunk, int tiles) {
+  int32_t* const items_of_chunk = reinterpret_cast<int32_t*>(p.numbers + 1);
+  int done = 0;
+  if (threadIdx.x % 32 == 0) {
+    atomicMax(&p.numbers->tiles, tiles);
+    atomicAdd(items_of_chunk + chunk, tiles * p.parts_of_list);
+    __threadfence();
+    done = atomicAdd(&p.numbers->lists_done, 1) + 1;
+  }
+  done = __shfl_sync(kFullWarp, done, 0);
+  if (done < p.to.keys.batch * p.to.keys.heads * p.to.keys.blocks) return;
+  __threadfence();
+  share_out_tail(p, items_of_chunk);
+}
+
 // --- the rows of ChunkTerms, and the places of CarriedTerms -----------------------------------------------------------
 
 // Blocks of kTermKeys keys of a list head: the rows of a key begin where those of the keys before it end. Each block counts
@@ -272,7 +320,11 @@ __global__ void __launch_bounds__(kThreads, blocks_per_sm(kHasTerms))
   place_keys(c, s, const_cast<int32_t*>(to.idx) + list * to.capacity, to.capacity);
   const int tiles = to.capacity / kChunkTileKeys;
   find_tile_rows(c, s, static_cast<int2*>(p.to.tile_rows) + list * tiles, tiles);
-  if (threadIdx.x == 0) const_cast<int32_t*>(to.count)[list] = min(s.start[kClasses], to.capacity);
+  const int count = min(s.start[kClasses], to.capacity);
+  if (threadIdx.x == 0) const_cast<int32_t*>(to.count)[list] = count;
+  if (p.numbers != nullptr && threadIdx.x < 32) {
+    count_items(p, static_cast<int>(list % to.blocks), ceil_div(count, kChunkTileKeys));
+  }
 }
 
 // Tiles of lists for all rows: a thread each.

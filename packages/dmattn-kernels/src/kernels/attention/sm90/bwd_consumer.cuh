@@ -76,6 +76,7 @@ struct BwdConsumerState {
     if constexpr (T::kGathered) {
       item.m_begin = __shfl_sync(0xffffffffu, item.m_begin, 0);
       item.m_end = __shfl_sync(0xffffffffu, item.m_end, 0);
+      if constexpr (!T::kOrdered) item.heads = __shfl_sync(0xffffffffu, item.heads, 0);
     }
     if constexpr (T::kMasked) item.has_rows = __shfl_sync(0xffffffffu, item.has_rows, 0);
     if constexpr (!T::kPacked) finish_item();

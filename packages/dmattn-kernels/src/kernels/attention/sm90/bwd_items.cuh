@@ -1,6 +1,8 @@
 // The items of the Hopper backward: which keys, and which rows see them.
 #pragma once
 
+#include "../../list_numbers.h"
+#include "../../shared/list_numbering.cuh"
 #include "bwd_params.h"
 #include "bwd_traits.cuh"
 
@@ -10,6 +12,7 @@ struct BwdItem {
   int n_block, head_k, split, batch;  // of a list, n_block counts tiles of its entries; split: which part of them
   int m_begin, m_end;                 // blocks of rows that see any of the keys
   int chunk;                          // of rows; 0 without lists
+  HeadShare heads;                    // over lists, in any order
 };
 // Of a packed sequence, in which the blocks count; batch is 0.
 struct PackedBwdItem : BwdItem {
@@ -66,7 +69,7 @@ __device__ __forceinline__ BwdItem find_tiled_item(const BwdArguments& p, int in
   return {n_block, batch_is_inner ? outer_part : inner_part,
           split,   batch_is_inner ? inner_part : outer_part,
           m_begin, m_end,
-          0};
+          0,       {0}};
 }
 
 // The item that a member of a pair has: find_tiled_item() finds that of the first.
@@ -139,6 +142,18 @@ __device__ __forceinline__ ListItem find_list_item(const BwdArguments& p, int in
   const int batch = part / p.nheads_k;
   return {row - chunk * p.n_blocks, p.keys.blocks - 1 - chunk, part - batch * p.nheads_k, batch};
 }
+// Places are those of find_list_item().
+__device__ __forceinline__ ListRoom list_room_of(const BwdArguments& p) {
+  return {p.n_blocks, p.keys.blocks, p.all_parts, p.section_parts, p.sections};
+}
+template <class T>
+__device__ __forceinline__ ListNumbering find_list_numbering(const BwdArguments& p) {
+  if (T::kHasWholeItems && p.dk_accum == nullptr) return {p.n_blocks, 0, 1};
+  const auto* const known = reinterpret_cast<const ListNumbers*>(p.work_counter);
+  // The end of several sections is that of the last one alone.
+  const bool has_tail = p.sections == 0 && known->tail_chunks > 0;
+  return {known->tiles, has_tail ? known->tail_chunks : 0, has_tail ? known->tail_parts : 1};
+}
 // The lists of a head, as KeyList numbers (batch, head).
 __device__ __forceinline__ int64_t head_list_of(const BwdArguments& p, int batch, int head_k) {
   return static_cast<int64_t>(p.keys.batch > 1 ? batch : 0) * p.keys.heads + head_k * p.head_ratio / p.keys.head_ratio;
@@ -161,7 +176,7 @@ __device__ __forceinline__ BwdItemOf<T> find_item(const BwdArguments& p, const t
     return to_item<T>(p, announced);
   } else if constexpr (T::kGathered) {
     const ListItem item = find_list_item<T>(p, announced.index);
-    return {item.tile, item.head_k, 0, item.batch, announced.m_begin, announced.m_end, item.chunk};
+    return {item.tile, item.head_k, 0, item.batch, announced.m_begin, announced.m_end, item.chunk, {announced.heads}};
   } else {
     BwdItem item = find_tiled_item<T>(p, announced.index);
     if constexpr (T::kMasked) item.m_end = announced.has_rows ? item.m_end : item.m_begin;
@@ -196,9 +211,9 @@ struct RowSteps {
   int head, m;
   int left;
 
-  __device__ __forceinline__ RowSteps(const BwdArguments& p, const BwdItem& item)
+  __device__ __forceinline__ RowSteps(const BwdArguments& p, const BwdItem& item) : RowSteps(item, heads_of(p, item)) {}
+  __device__ __forceinline__ RowSteps(const BwdItem& item, const HeadRange& heads)
       : m_begin(item.m_begin), m_end(item.m_end) {
-    const HeadRange heads = heads_of(p, item);
     head = heads.begin;
     m = m_end - 1;
     left = (heads.end - heads.begin) * (m_end - m_begin);
@@ -210,6 +225,13 @@ struct RowSteps {
     m = m_end - 1;
     ++head;
   }
+};
+
+// Over lists, in any order.
+struct ListSteps : RowSteps {
+  __device__ __forceinline__ ListSteps(const BwdArguments& p, const BwdItem& item)
+      : RowSteps(item,
+                 {item.head_k * p.head_ratio + item.heads.begin(), item.head_k * p.head_ratio + item.heads.end()}) {}
 };
 
 // Where dq is added up in order: the blocks of rows, and of each the heads, so that items of different length stay side
@@ -259,7 +281,8 @@ struct PackedSteps : RowSteps {
 };
 
 template <class T>
-using BwdSteps =
-    std::conditional_t<T::kOrdered, HeadSteps<T>, std::conditional_t<T::kPacked, PackedSteps<T>, RowSteps>>;
+using BwdSteps = std::conditional_t<
+    T::kOrdered, HeadSteps<T>,
+    std::conditional_t<T::kPacked, PackedSteps<T>, std::conditional_t<T::kGathered, ListSteps, RowSteps>>>;
 
 }  // namespace dmattn::sm90

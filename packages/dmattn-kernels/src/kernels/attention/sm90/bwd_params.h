@@ -48,7 +48,8 @@ struct BwdArguments {
   float softmax_scale, softcap;
   bool is_causal;
   // Number of items that thread blocks have taken, zero before the launch. Where no block waits for another's turn each
-  // has its first by its own number, and those do not count. Wide heads do without it.
+  // has its first by its own number, and those do not count. Wide heads do without it. Over lists, unless an item has all
+  // rows or sums are in a fixed order: the first of ListNumbers.
   int32_t* work_counter;
   uint32_t zero;  // 0, for BwdConsumer::move()
 

@@ -18,11 +18,13 @@ struct BwdProducer {
   RingPlace<2> item_place;
   RingPlace<T::kStagesBias> bias_place;  // kPairs, kWideBias
   int kv_phase = 0;                      // of consecutive keys
+  ListNumbering numbering = {};          // of lists, in any order
 
   // Where dq is added up in order, no item belongs to a thread block before it runs, not even the first: blocks that do
   // run wait for items with lower numbers, and nobody knows whether all blocks have an SM at the same time.
   __device__ __forceinline__ void run() {
     const int first = T::kOrdered ? 0 : gridDim.x;  // of the items that are counted
+    if constexpr (T::kGathered && !T::kOrdered) numbering = find_list_numbering<T>(p);
     for (int index = T::kOrdered ? atomicAdd(p.work_counter, 1) : blockIdx.x;;) {
       if constexpr (T::kMasked) {
         // The item is announced with whether the mask leaves anything of it.
@@ -35,8 +37,9 @@ struct BwdProducer {
       const typename T::Announced item = look_up(index, first);
       announce(item);
       if (item.index >= p.items) return;
-      if constexpr (T::kOrdered) {
-        // An item that is taken begins soon: those behind it wait for its turns.
+      if constexpr (T::kOrdered || T::kGathered) {
+        // An item that is taken begins soon: those behind it wait for its turns, or are the last few. Over lists an item
+        // has many steps, and consumers are some of them behind when the next one is looked for.
         load_item(find_item<T>(p, item));
         index = first + atomicAdd(p.work_counter, 1);
       } else {
@@ -51,7 +54,17 @@ struct BwdProducer {
   // The item, or the next one that there is: lists have room for more tiles than they fill, and packed sequences have
   // numbers for more blocks of keys than there are.
   __device__ __forceinline__ typename T::Announced look_up(int index, int first) const {
-    if constexpr (T::kGathered) {
+    if constexpr (T::kGathered && !T::kOrdered) {
+      const ListRoom room = list_room_of(p);
+      const int end = numbering.items(room);
+      for (; index < end; index = first + atomicAdd(p.work_counter, 1)) {
+        const ListPlace found = numbering.find(room, p.head_ratio, index);
+        const ListItem item = find_list_item<T>(p, found.place);
+        const int2 rows = __ldg(tile_rows_of(p, item.batch, item.head_k, item.chunk) + item.tile);
+        if (rows.x < rows.y) return {found.place, rows.x, rows.y, found.heads.word};
+      }
+      return {p.items, 0, 0, 0};
+    } else if constexpr (T::kGathered) {
       for (; index < p.items; index = first + atomicAdd(p.work_counter, 1)) {
         const ListItem item = find_list_item<T>(p, index);
         const int2 rows = __ldg(tile_rows_of(p, item.batch, item.head_k, item.chunk) + item.tile);

@@ -202,7 +202,7 @@ struct BwdTraits {
     int32_t index;
   };
   struct ListedItem {
-    int32_t index, m_begin, m_end, unused;
+    int32_t index, m_begin, m_end, heads;  // heads: the word of HeadShare
   };
   struct MaskedItem {
     int32_t index, has_rows;  // has_rows: the mask leaves any

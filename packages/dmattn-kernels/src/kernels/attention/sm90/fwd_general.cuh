@@ -47,13 +47,19 @@ __device__ __forceinline__ MaskTileWalk<T::kBlockM, T::kBlockN> walk_mask_tiles(
 
 __device__ __forceinline__ bool has_key_bias(const GeneralFwdArguments& p) { return p.bias.kind == BiasKind::kKey; }
 
-// Writes the bias of each key into shared memory, tile by tile as the producer takes them: a warp.
+__device__ __forceinline__ void st_shared_v2(uint32_t addr, uint2 x) {
+  asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(addr), "r"(x.x), "r"(x.y));
+}
+
+// Writes the bias of each key into shared memory, tile by tile as the producer takes them: a warp. It shares a scheduler with
+// a warp of each consumer. Where these are bound by their instructions (kBiasInProduct), its own count as well.
 template <class T>
 struct KeyBiasLoader {
   static constexpr int kKeysPerLane = T::kBlockN / 32;
   using Element = typename T::Element;
   using Layout = KeyBiasLayout<T::kBlockN>;
   using Operands = typename T::BiasOperands;
+  using Bias = float[kKeysPerLane];  // of the keys 32 i + lane
   // Beyond these, bias and bias / softmax_scale are added to the scores. Maxima of the softmax are large beyond the
   // first; fp16 has room for the second.
   static constexpr float kMostBias = 64.f, kMostOperand = 32768.f;
@@ -61,7 +67,11 @@ struct KeyBiasLoader {
   const GeneralFwdArguments& p;
   typename T::Shared& s;
   const int lane;
+  const float factor;
   RingPlace<2> item_place, place;  // place: of the bias, or of K where the bias is in its product
+
+  __device__ __forceinline__ KeyBiasLoader(const GeneralFwdArguments& arguments, typename T::Shared& shared, int lane_)
+      : p(arguments), s(shared), lane(lane_), factor(1.f / arguments.softmax_scale) {}
 
   __device__ __forceinline__ void run() {
     if constexpr (T::kBiasInProduct) write_constants();
@@ -81,16 +91,20 @@ struct KeyBiasLoader {
 
   // Keys past the last one get its number, and -inf later.
   __device__ __forceinline__ void load_tile(int64_t base, int n) {
-    float bias[kKeysPerLane];
-#pragma unroll
-    for (int i = 0; i < kKeysPerLane; ++i) {
-      const int key = min(n * T::kBlockN + 32 * i + lane, p.seqlen_k - 1);
-      bias[i] =
-          load_bias(p.bias, base + key * p.bias.col_stride, std::is_same_v<typename T::Element, cutlass::bfloat16_t>);
-    }
+    Bias bias;
     if constexpr (T::kBiasInProduct) {
+      if (p.bias.dtype == Dtype::kFloat32) {
+        read_tile<float>(bias, base, n);
+      } else {
+        read_tile<uint16_t>(bias, base, n);
+      }
       write_operands(bias);
     } else {
+#pragma unroll
+      for (int i = 0; i < kKeysPerLane; ++i) {
+        const int key = min(n * T::kBlockN + 32 * i + lane, p.seqlen_k - 1);
+        bias[i] = load_bias(p.bias, base + key * p.bias.col_stride, std::is_same_v<Element, cutlass::bfloat16_t>);
+      }
       s.general.bias_empty[place.stage].wait(place.phase ^ 1);
       write_stage(bias);
       __syncwarp();
@@ -98,29 +112,53 @@ struct KeyBiasLoader {
     }
     place.advance();
   }
-  __device__ __forceinline__ void write_stage(const float (&bias)[kKeysPerLane]) const {
+  // With as few instructions as there can be for a whole tile. Number: float, or the 16 bits of an Element.
+  template <class Number>
+  __device__ __forceinline__ void read_tile(Bias& bias, int64_t base, int n) const {
+    const int first = n * T::kBlockN + lane;
+    const int64_t stride = p.bias.col_stride;
+    const Number* const from = static_cast<const Number*>(p.bias.ptr) + (base + first * stride);
+    Number numbers[kKeysPerLane];
+    if (n * T::kBlockN + T::kBlockN <= p.seqlen_k) {
+#pragma unroll
+      for (int i = 0; i < kKeysPerLane; ++i) numbers[i] = __ldg(from + 32 * i * stride);
+    } else {
+#pragma unroll
+      for (int i = 0; i < kKeysPerLane; ++i) numbers[i] = __ldg(from + min(32 * i, p.seqlen_k - 1 - first) * stride);
+    }
+#pragma unroll
+    for (int i = 0; i < kKeysPerLane; ++i) {
+      if constexpr (sizeof(Number) == sizeof(float)) {
+        bias[i] = numbers[i];
+      } else {
+        bias[i] = ElementTraits<Element>::unpack(numbers[i]).x;
+      }
+    }
+  }
+  __device__ __forceinline__ void write_stage(const Bias& bias) const {
     float* const stage = reinterpret_cast<float*>(s.general.bias[place.stage]);
 #pragma unroll
     for (int i = 0; i < kKeysPerLane; ++i) stage[Layout::word(32 * i + lane)] = bias[i];
   }
 
-  // Beside K: consumers start the product when both are there, and are done with both at the same time.
-  __device__ __forceinline__ void write_operands(const float (&bias)[kKeysPerLane]) const {
+  // Beside K: consumers start the product when both are there, and are done with both at the same time. What can be done
+  // before the stage is free is.
+  __device__ __forceinline__ void write_operands(const Bias& bias) const {
     static_assert(T::kStages == 2);
-    const float factor = 1.f / p.softmax_scale;
-    bool is_large = false;
+    const float most = fminf(kMostBias, kMostOperand * p.softmax_scale);
+    bool is_small = true;
 #pragma unroll
-    for (int i = 0; i < kKeysPerLane; ++i) {  // NaN is large
-      is_large |= !(fabsf(bias[i]) <= kMostBias && fabsf(bias[i] * factor) <= kMostOperand);
-    }
-    is_large = __any_sync(0xffffffffu, is_large);
+    for (int i = 0; i < kKeysPerLane; ++i) is_small &= fabsf(bias[i]) <= most;  // NaN is large
+    const bool is_large = __any_sync(0xffffffffu, !is_small);
+    uint2 columns[kKeysPerLane];
+#pragma unroll
+    for (int i = 0; i < kKeysPerLane; ++i) columns[i] = split(is_large ? 0.f : bias[i] * factor);
+    constexpr int kRowBytes = Operands::kCols * sizeof(Element);
+    const uint32_t own_row =
+        smem_u32(s.general.keys) + place.stage * (T::kBlockN * kRowBytes) + Operands::row_offset(lane);
     s.k_empty[place.stage].wait(place.phase ^ 1);
-    const uint32_t keys = smem_u32(s.general.keys) + place.stage * (T::kBlockN * Operands::kCols * 2);
 #pragma unroll
-    for (int i = 0; i < kKeysPerLane; ++i) {
-      st_shared(keys + Operands::row_offset(32 * i + lane),
-                is_large ? make_uint4(0, 0, 0, 0) : split(bias[i] * factor));
-    }
+    for (int i = 0; i < kKeysPerLane; ++i) st_shared_v2(own_row + i * (32 * kRowBytes), columns[i]);
     if (is_large) write_stage(bias);
     if (lane == 0) s.general.is_large[place.stage] = is_large;
     cutlass::arch::fence_view_async_shared();  // the tensor cores see what was written
@@ -128,17 +166,27 @@ struct KeyBiasLoader {
     if (lane == 0) s.k_full[place.stage].arrive();
   }
   // Three 16-bit numbers whose sum x is: they have 24 bits together, or in fp16 more.
-  static __device__ __forceinline__ uint4 split(float x) {
-    using Pair = ElementTraits<Element>;
-    const float first = Pair::unpack(Pair::pack(x, 0.f)).x, rest = x - first;
-    const float second = Pair::unpack(Pair::pack(rest, 0.f)).x;
-    return make_uint4(Pair::pack(first, second), Pair::pack(rest - second, 0.f), 0, 0);
+  static __device__ __forceinline__ uint2 split(float x) {
+    if constexpr (std::is_same_v<Element, cutlass::bfloat16_t>) {
+      // Upper halves of fp32 numbers. Of 24 bits eight are left once eight have been cut off twice.
+      const uint32_t first = __float_as_uint(x);
+      const float rest = x - __uint_as_float(first & 0xffff0000u);
+      const uint32_t second = __float_as_uint(rest);
+      const float last = rest - __uint_as_float(second & 0xffff0000u);
+      return make_uint2(__byte_perm(first, second, 0x7632), __float_as_uint(last) >> 16);
+    } else {
+      using Pair = ElementTraits<Element>;
+      const float first = Pair::unpack(Pair::pack(x, 0.f)).x, rest = x - first;
+      const float second = Pair::unpack(Pair::pack(rest, 0.f)).x;
+      return make_uint2(Pair::pack(first, second), Pair::pack(rest - second, 0.f));
+    }
   }
   // The columns of Q, and those of K that no tile writes.
   __device__ __forceinline__ void write_constants() const {
     const uint32_t keys = smem_u32(s.general.keys), rows = smem_u32(s.general.rows);
     const uint32_t two = ElementTraits<Element>::pack(1.f, 1.f), one = ElementTraits<Element>::pack(1.f, 0.f);
     for (int row = lane; row < T::kStages * T::kBlockN; row += 32) {
+      st_shared(keys + Operands::row_offset(row), make_uint4(0, 0, 0, 0));
       st_shared(keys + (Operands::row_offset(row) ^ 16), make_uint4(0, 0, 0, 0));
     }
     for (int row = lane; row < 64; row += 32) {
@@ -155,9 +203,9 @@ __device__ __forceinline__ void take_probabilities_of_products(OnlineSoftmax<1>&
                                                                float scale, float scale_log2) {
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    float most = -INFINITY;
+    float most = fmaxf(products[0][0][2 * r], products[0][0][2 * r + 1]);
 #pragma unroll
-    for (int i = 0; i < kFragments; ++i) {
+    for (int i = 1; i < kFragments; ++i) {
       most = fmaxf(most, fmaxf(products[0][i][2 * r], products[0][i][2 * r + 1]));
     }
     most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));

@@ -291,8 +291,18 @@ struct FwdConsumer {
   }
   // The stage of K. Where it was announced which keys these are, every warp says for itself that it has read that.
   __device__ __forceinline__ void release_keys() {
-    if (threadIdx.x % (T::kGeneral ? 32 : 128) == 0) s.k_empty[k_place.stage].arrive();
+    release_keys(k_place.stage);
     k_place.advance();
+  }
+  __device__ __forceinline__ void release_keys(int stage) {
+    if (threadIdx.x % (T::kGeneral ? 32 : 128) == 0) s.k_empty[stage].arrive();
+  }
+  // Advances the place and returns the stage that it was, here and not where the compiler would do it.
+  static __device__ __forceinline__ int leave_stage(RingPlace<T::kStages>& place) {
+    const int stage = place.stage;
+    place.advance();
+    asm volatile("" : "+r"(place.stage), "+r"(place.phase));
+    return stage;
   }
   __device__ __forceinline__ void wait_turn() { cutlass::arch::NamedBarrier::sync(256, kTurnBarrier + consumer); }
   __device__ __forceinline__ void pass_turn() {
@@ -381,6 +391,9 @@ struct FwdConsumer {
       release(s.v_empty[v_place.stage]);
       v_place.advance();
     };
+    // kBiasInProduct: the stages of a step. The places go on while its products run: otherwise they would once the two
+    // branches of the softmax have met, and the next step would wait for that.
+    int k_stage = 0, v_stage = 0;
     const auto start_scores = [&] {
       const auto keys = k(cute::_, cute::_, cute::_, k_place.stage);
       if constexpr (T::kBiasInProduct) {
@@ -392,7 +405,12 @@ struct FwdConsumer {
       }
     };
     const auto finish_step = [&] {
-      finish_output();
+      if constexpr (T::kBiasInProduct) {
+        wait_for_product<0>(acc_o);
+        release(s.v_empty[v_stage]);
+      } else {
+        finish_output();
+      }
       to_operand();
       OnlineSoftmax<1>::rescale(out, keep);
     };
@@ -407,6 +425,8 @@ struct FwdConsumer {
       pass_turn();
       meanwhile();
       if constexpr (T::kBiasInProduct) {
+        k_stage = leave_stage(k_place);
+        v_stage = leave_stage(v_place);
         wait_for_product<1>(acc_s);
         to_probabilities(finish_step);
       } else {
@@ -419,6 +439,7 @@ struct FwdConsumer {
       start_scores();
       meanwhile();
       if constexpr (T::kBiasInProduct) {
+        k_stage = leave_stage(k_place);
         wait_for_product<0>(acc_s);
         to_probabilities(to_operand);
       } else {
@@ -474,13 +495,13 @@ struct FwdConsumer {
       // Each branch has its own softmax and what follows: were they to meet before, the compiler could not mix these.
       const auto to_biased_probabilities = [&](auto&& rest) {
         if (is_large) {
-          changes.add_large_bias(scores, k_place.stage);
-          release_keys();
+          changes.add_large_bias(scores, k_stage);
+          release_keys(k_stage);
           changes.cut(scores, tile);
           softmax.probabilities_of_logits(scores, keep);
           rest();
         } else {
-          release_keys();
+          release_keys(k_stage);
           changes.cut(scores, tile);
           take_probabilities_of_products(softmax, scores, keep, p.softmax_scale, scale_log2);
           rest();
@@ -592,7 +613,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
       if (threadIdx.x >= 32 && p.bias_rows.exist()) copy_bias_rows<T>(p, s);
     }
     if constexpr (T::kHasKeyBias) {
-      if (threadIdx.x / 32 == 1 && has_key_bias(p)) KeyBiasLoader<T>{p, s, static_cast<int>(threadIdx.x % 32)}.run();
+      if (threadIdx.x / 32 == 1 && has_key_bias(p)) KeyBiasLoader<T>(p, s, threadIdx.x % 32).run();
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<T::kConsumerRegisters>();
