@@ -42,9 +42,8 @@ struct DecodeTraits {
   static constexpr uint32_t kWarpBytes = 2 * kStages * kTile;  // [stage][K, V]
   static constexpr uint32_t kSmemBytes = kWarps * kWarpBytes;
   static_assert(kSmemBytes == decode_smem_bytes(kHeadDim));
-  // Whether a launch may ask for keys and values to leave the L2 cache first: see DecodeArguments. At head_dim 256 more
-  // would be spilled for it.
-  static constexpr bool kMayEvictFirst = (kCase == DecodeCase::kDense || kTakesToken) && kHeadDim <= 128;
+  // Whether a launch may ask for keys and values to leave the L2 cache first: see DecodeArguments.
+  static constexpr bool kMayEvictFirst = kCase == DecodeCase::kDense && kHeadDim <= 128;
   // Whether a draft asks for its queries and all but one stage before it waits for the kernel in front. At head_dim 256
   // queries would be kept in local memory for it.
   static constexpr bool kReadsAhead = kDraft && kPlain && kHeadDim <= 128;
