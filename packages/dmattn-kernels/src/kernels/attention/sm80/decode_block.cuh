@@ -42,6 +42,8 @@ struct DecodeTraits {
   static constexpr uint32_t kWarpBytes = 2 * kStages * kTile;  // [stage][K, V]
   static constexpr uint32_t kSmemBytes = kWarps * kWarpBytes;
   static_assert(kSmemBytes == decode_smem_bytes(kHeadDim));
+  // Whether a launch may ask for keys and values to leave the L2 cache first: see DecodeArguments.
+  static constexpr bool kMayEvictFirst = kCase == DecodeCase::kDense && kHeadDim <= 128;
   // Whether a draft asks for its queries and all but one stage before it waits for the kernel in front. At head_dim 256
   // queries would be kept in local memory for it.
   static constexpr bool kReadsAhead = kDraft && kPlain && kHeadDim <= 128;
@@ -103,6 +105,9 @@ struct DecodeArguments : DecodeParams {
   Divisor by_shares;                // the warps of all splits
   Divisor by_ratio, by_bias_ratio;  // heads of the rows to those of K and V, and to those of the bias
   Divisor by_group;                 // of a draft: rows of a token
+  // K and V are read once, and take the place of one another in the L2 cache rather than that of what others have left
+  // there: changed lines would have to be written to memory first.
+  bool evicts_first = false;
 };
 
 template <class T>

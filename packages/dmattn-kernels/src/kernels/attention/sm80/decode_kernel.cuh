@@ -108,8 +108,26 @@ struct DecodeLoop : DecodeFewRows<T> {
 #pragma unroll
     for (int i = 0; i < T::kKeys; i += kRowsPerPass) {
       const Element* row = T::kGathered ? from + row_of(row0 + i) * stride : from;
-      cp_async16((at ^ Tile::swizzle(i) << 4) + i * Tile::kRowBytes, row, i < count);
+      copy((at ^ Tile::swizzle(i) << 4) + i * Tile::kRowBytes, row, i < count);
       if (!T::kGathered) from += kRowsPerPass * stride;
+    }
+  }
+  // As cp_async16(). With two instructions, as a policy that is chosen beforehand would be moved to uniform registers again
+  // and again.
+  __device__ __forceinline__ void copy(uint32_t dst, const Element* src, bool valid) const {
+    if constexpr (T::kMayEvictFirst) {
+      asm volatile(
+          "{\n"
+          ".reg .pred first;\n"
+          ".reg .b64 policy;\n"
+          "setp.ne.s32 first, %3, 0;\n"
+          "createpolicy.fractional.L2::evict_first.b64 policy;\n"
+          "@first cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, policy;\n"
+          "@!first cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n"
+          "}" ::"r"(dst),
+          "l"(src), "r"(valid ? 16 : 0), "r"(static_cast<int>(p.evicts_first)));
+    } else {
+      cp_async16(dst, src, valid);
     }
   }
   __device__ __forceinline__ uint32_t tile(int stage, int which) const { return ring + (2 * stage + which) * T::kTile; }
