@@ -88,12 +88,16 @@ def test_odd_row_pitch(seqlen_k: int, shape: str, head_dim: int) -> None:
 @pytest.mark.parametrize("seqlen_k", [1, 63, 129, 262])
 @pytest.mark.parametrize("head_dim,dtype", [(64, "f16"), (128, "bf16")])
 def test_rows_that_start_anywhere(seqlen_k: int, layout: str, head_dim: int, dtype: str) -> None:
-    """Beside a mask and without, of each shape; fewer rows than a tile has, and more than 1024."""
+    """Beside a mask and without, of each shape; fewer rows than a tile has, and more than 1024.
+
+    With the gradient of the bias and without.
+    """
     case = Case(1, seqlen_k, bias="bhqk", operand_layout=layout, head_dim=head_dim, dtype=dtype)
     check(case.with_(seqlen_q=130, mask="b1qk", bias_fill="some_minus_inf"))
     check(case.with_(seqlen_q=9, bias="bkqk", causal=True))
     check(case.with_(seqlen_q=7, batch=1, bias="11qk"))
     check(case.with_(seqlen_q=1027, bias="1hqk", causal=True))
+    check(case.with_(seqlen_q=150, wants="qkv"))
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

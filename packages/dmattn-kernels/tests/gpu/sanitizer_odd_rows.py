@@ -32,6 +32,7 @@ HOPPER_ODD_ROWS = (
 HOPPER_ODD_ROWS_BWD = (
     Launch("dense rows, odd bias", 200, 261, 2, 4, 2, bias="bhqk", causal=True),
     Launch("dense rows, odd shared bias", 133, 261, 2, 4, 2, bias="1kqk"),
+    Launch("dense rows, odd bias alone", 200, 261, 2, 4, 2, bias="bhqk", wants="qkv"),
     Launch("dense rows, odd fp32 bias", 200, 261, 2, 4, 2, bias="bhqk", bias_f32=True, causal=True),
     Launch("dense rows, odd shared fp32 bias", 133, 261, 2, 4, 2, bias="1kqk", bias_f32=True),
     Launch("dense rows, odd, mask, bias", 200, 262, 2, 4, 2, mask="1hqk", bias="bhqk"),

@@ -19,48 +19,52 @@ __device__ __forceinline__ uint32_t word_of_row(uint32_t panel, uint32_t row, in
   return panel + row * kPanelRowBytes + ((lane / 4 ^ row % 8) << 4) + lane % 4 * 4;
 }
 
-// Stores a 16-bit panel of 64 keys. A row may begin in the middle of four bytes: then lanes store the second of their
-// numbers and the first of the next, and the row's ends remain.
-template <int kRows>
-__device__ __forceinline__ void store_dbias_panel(const DbiasPart& part, uint32_t panel, int warp, int lane) {
-  constexpr int kBatch = 4;  // rows of a warp that are read before they are stored
+// Stores a 16-bit panel of 64 keys, or adds it to fp32 sums: a lane has two keys of a row, 32 apart. A number at a time, as
+// a row may start on any two bytes: shifted to words, and with its ends apart, it took four times as many instructions.
+// A warp has every fourth row. kIsWhole: all rows and keys exist.
+template <class Element, int kRows, bool kIsSum, bool kIsWhole>
+__device__ __forceinline__ void send_dbias_rows_of(const DbiasPart& part, uint32_t panel, int warp, int lane) {
+  using Number = std::conditional_t<kIsSum, float, uint16_t>;
+  constexpr int kBatch = 4;  // rows that are read before they are sent
+  static_assert(kRows % (4 * kBatch) == 0);
+  // The swizzle of a row four further on is the same, but for chunks four apart, which are exchanged.
+  uint32_t first = panel + warp * kPanelRowBytes + ((lane / 8 ^ warp) << 4) + lane % 8 * 2;
+  Number* to = static_cast<Number*>(part.to) + warp * part.row_stride + lane;
+  const int64_t step = 4 * part.row_stride;
+  int rows = part.rows - warp;
 #pragma unroll 1
-  for (int first = warp; first < kRows; first += 4 * kBatch) {
-    uint32_t words[kBatch];
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) words[i] = ld_shared(word_of_row(panel, first + 4 * i, lane));
+  for (int row = 0; row < kRows; row += 4 * kBatch) {
+    uint32_t numbers[kBatch][2];
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
-      const int row = first + 4 * i;
-      const uint32_t next = __shfl_down_sync(0xffffffffu, words[i], 1);
-      if (row >= part.rows) continue;
-      uint16_t* const to = static_cast<uint16_t*>(part.to) + row * part.row_stride + 2 * lane;
-      const int left = part.keys - 2 * lane;
-      const bool is_odd = reinterpret_cast<uintptr_t>(to) & 2;
-      const uint32_t two = is_odd ? __byte_perm(words[i], next, 0x5432) : words[i];
-      const bool has_two = left > (is_odd ? 2 : 1) && !(is_odd && lane == 31);
-      if (is_odd && lane == 0 && left > 0) to[0] = static_cast<uint16_t>(words[i]);
-      if (has_two) {
-        *reinterpret_cast<uint32_t*>(to + is_odd) = two;
-      } else if (left > is_odd) {
-        to[is_odd] = static_cast<uint16_t>(two);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint32_t place = i % 2 == half ? first : first ^ 4 << 4;
+        numbers[i][half] = ld_shared_u16(place + 4 * i * kPanelRowBytes);
       }
     }
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i, to += step) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if (!kIsWhole && (4 * i >= rows || lane + 32 * half >= part.keys)) continue;
+        if constexpr (kIsSum) {
+          atomicAdd(to + 32 * half, ElementTraits<Element>::unpack(numbers[i][half]).x);
+        } else {
+          to[32 * half] = static_cast<uint16_t>(numbers[i][half]);
+        }
+      }
+    }
+    first += 4 * kBatch * kPanelRowBytes;
+    rows -= 4 * kBatch;
   }
 }
-
-// Adds a 16-bit panel of 64 keys to fp32 sums.
-template <class Element, int kRows>
-__device__ __forceinline__ void add_dbias_panel(const DbiasPart& part, uint32_t panel, int warp, int lane) {
-#pragma unroll 2  // few registers
-  for (int row = warp; row < min(kRows, part.rows); row += 4) {
-    float* const to = static_cast<float*>(part.to) + row * part.row_stride + lane;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const uint32_t word = ld_shared(word_of_row(panel, row, 16 * half + lane / 2));
-      const float2 two = ElementTraits<Element>::unpack(word);
-      if (lane + 32 * half < part.keys) atomicAdd(to + 32 * half, lane % 2 == 0 ? two.x : two.y);
-    }
+template <class Element, int kRows, bool kIsSum>
+__device__ __forceinline__ void send_dbias_panel(const DbiasPart& part, uint32_t panel, int warp, int lane) {
+  if (part.rows >= kRows && part.keys >= kPanelKeys) {
+    send_dbias_rows_of<Element, kRows, kIsSum, true>(part, panel, warp, lane);
+  } else {
+    send_dbias_rows_of<Element, kRows, kIsSum, false>(part, panel, warp, lane);
   }
 }
 

@@ -21,6 +21,7 @@
 
 #include "../../shared/early_start.cuh"
 #include "../shared/element.cuh"
+#include "bwd_bias_loader.cuh"
 #include "bwd_mask.cuh"
 #include "bwd_producer.cuh"
 #include "bwd_results.cuh"
@@ -547,9 +548,13 @@ __global__ void __launch_bounds__(T::kThreads, 1) bwd_kernel(const __grid_consta
     }
     if constexpr (T::kDenseBias && !T::kPairs) {
       if (warp > 0 && p.bias_rows.exist()) {
-        BiasRowLoader<T::kBlockM, sizeof(typename T::BiasElement) * T::kBlockN, T::kStagesQ, /*kBatch=*/2>{
-            p.bias_rows, s.bias_requests, s.bias_full, smem_u32(s.bias.tiles), warp - 1, lane}
-            .run();
+        if constexpr (T::kShiftsBias) {
+          BwdBiasLoader<T>{p, s, warp - 1, lane}.run();
+        } else {
+          BiasRowLoader<T::kBlockM, sizeof(typename T::BiasElement) * T::kBlockN, T::kStagesQ, /*kBatch=*/2>{
+              p.bias_rows, s.bias_requests, s.bias_full, smem_u32(s.bias.tiles), warp - 1, lane}
+              .run();
+        }
       }
     }
     if constexpr (T::kGathered) {

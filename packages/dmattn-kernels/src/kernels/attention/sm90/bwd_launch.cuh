@@ -87,6 +87,11 @@ inline bool has_tma_dbias(const BwdParams& p) {
   const Strides3 to = {p.dbias_batch_stride, p.dbias_head_stride, p.dbias_row_stride};
   return p.dbias_kind == DbiasKind::kNone || has_tma_rows(p.dbias, to, is_wide ? 4 : 2);
 }
+// Whether rows of a 16-bit bias do not start on 16 bytes, and there is no gradient, whose rows may.
+inline bool has_odd_bias_alone(const BwdParams& p) {
+  const Strides3 strides = {p.bias.batch_stride, p.bias.head_stride, p.bias.row_stride};
+  return p.dbias_kind == DbiasKind::kNone && p.bias.kind == BiasKind::kTile && !has_tma_rows(p.bias.ptr, strides, 2);
+}
 // The bias as tiles; where its gradient goes.
 template <class T>
 cudaError_t fill_bias(BwdArguments& a, const BwdParams& p) {
@@ -295,7 +300,7 @@ cudaError_t launch_bwd(const KernelChoice& choice, const BwdParams& p, cudaStrea
       if constexpr (kHeadDimTile <= 64) {
         if (p.bias_pairs != BiasPairs::kNone) return go(cute::C<BwdVariant::kPairBias>{});
       }
-      if (sm90::has_tma_dbias(p)) {
+      if (sm90::has_tma_dbias(p) && !sm90::has_odd_bias_alone(p)) {
         return is_wide ? go(cute::C<BwdVariant::kWideBias>{}) : go(cute::C<BwdVariant::kDenseBias>{});
       }
       return is_wide ? go(cute::C<BwdVariant::kWideBiasRows>{}) : go(cute::C<BwdVariant::kDenseBiasRows>{});

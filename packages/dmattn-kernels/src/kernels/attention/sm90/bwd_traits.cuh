@@ -39,8 +39,8 @@ enum class BwdVariant {
   kOrderedBiasLists,
   kPacked,    // as kPlain, over packed sequences
   kPairBias,  // as kDenseBias, without mask and window: two heads or batches that share the bias and its gradient
-  // With a gradient of the bias whose rows do not start on 16 bytes. What writes it costs the consumers registers: the
-  // others go without.
+  // With a gradient of the bias whose rows do not start on 16 bytes, or of 16 bits without one, of which rows of the bias
+  // do not. What writes the gradient costs the consumers registers: the others go without.
   kDenseBiasRows,
   kWideBiasRows,
 };
@@ -258,6 +258,13 @@ struct BwdTraits {
     alignas(1024) float dbias[kTiledS];
   };
 
+  // With kDenseBiasRows, of BwdBiasLoader: what comes behind each row of the bias, in the first chunk of a row of its own.
+  static constexpr bool kShiftsBias = kVariant == BwdVariant::kDenseBiasRows;
+  struct NoTails {};
+  struct BiasTails {
+    alignas(1024) char bias_tails[kBlockM * 128];
+  };
+
   // dk and dv leave after the last ds of an item. With a dense bias at head_dim 128 they lie where the ds have been.
   static constexpr bool kOwnOut = !kDenseBias || kHeadDim <= 64;
   struct OwnOut {
@@ -280,7 +287,9 @@ struct BwdTraits {
     alignas(1024) Element q[kStagesQ * kTileQ];
     alignas(1024) Element dout[kStagesdO * kTileQ];
   };
-  struct Shared : Operands, std::conditional_t<kOwnOut, OwnOut, OutInPlaceOfdS> {
+  struct Shared : Operands,
+                  std::conditional_t<kOwnOut, OwnOut, OutInPlaceOfdS>,
+                  std::conditional_t<kShiftsBias, BiasTails, NoTails> {
     std::conditional_t<kPairs, PairBiasTiles, std::conditional_t<kDenseBias, BiasTiles, NoBias>> bias;
     std::conditional_t<kMasked, MaskTile, NoMask> mask;
     alignas(128) float lse[kStagesQ][kBlockM];
