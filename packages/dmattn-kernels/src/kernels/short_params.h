@@ -1,0 +1,68 @@
+// Attention over few keys: all keys of a head fit one tile of a thread block. Plain structs as in params.h.
+#pragma once
+
+#include "params.h"
+
+namespace dmattn {
+
+// A tile of scores has so many rows, and room for all keys. The kernels exist for these numbers of keys.
+constexpr int kShortRows = 64;
+constexpr int kShortKeys[] = {64, 128};
+constexpr int kMostShortKeys = 128;
+constexpr int short_keys(int seqlen_k) { return seqlen_k <= kShortKeys[0] ? kShortKeys[0] : kShortKeys[1]; }
+// Head dimensions that have kernels of their own; others are rounded up to one of these.
+constexpr int kMostShortHeadDim = 64;
+constexpr int short_head_dim(int head_dim) { return head_dim <= 32 ? 32 : 64; }
+
+// What the forward and the backward share. All rows of all tensors start on 16 bytes, and there is no softcap.
+struct ShortParams {
+  const void* q = nullptr;
+  const void* k = nullptr;
+  const void* v = nullptr;
+  Strides3 q_stride, k_stride, v_stride;
+  int32_t batch = 0, seqlen_q = 0, seqlen_k = 0;
+  int32_t nheads = 0, nheads_k = 0, head_dim = 0;
+  int32_t head_ratio = 1;  // nheads / nheads_k
+  float softmax_scale = 1.f;
+  bool is_causal = false;
+  BiasParams bias;              // kind: kNone, or anything else: elements are loaded one by one
+  MaskSource mask;              // ptr == nullptr: none
+  int32_t mask_head_ratio = 1;  // query heads per head of the mask
+  // Thread blocks that share the batches of a head: each takes every so many-th batch. Fewer than batches where the bias or
+  // its gradient is the same for all of them: it is then read, and added to, once for each thread block.
+  int32_t batch_slices = 1;
+};
+
+// A thread block for each (head, block of kShortRows rows, slice of the batches), in this order, the heads first.
+struct ShortFwdParams : ShortParams {
+  void* out = nullptr;
+  Strides3 out_stride;
+  float* lse = nullptr;       // natural log
+  float* lse_rest = nullptr;  // optional: see FwdParams
+  Strides3 lse_stride;
+};
+constexpr int64_t short_fwd_blocks(const ShortFwdParams& p) {
+  return int64_t{p.nheads} * ((p.seqlen_q + kShortRows - 1) / kShortRows) * p.batch_slices;
+}
+
+// A thread block for each (kv head, slice of the batches), the heads first.
+struct ShortBwdParams : ShortParams {
+  const void* out = nullptr;
+  const void* dout = nullptr;
+  Strides3 out_stride, dout_stride;
+  const float* lse = nullptr;
+  const float* lse_rest = nullptr;  // optional
+  Strides3 lse_stride;
+  const float* dlse = nullptr;  // optional
+  Strides3 dlse_stride;
+  void* dq = nullptr;  // nullptr: not asked for; so are dk and dv
+  void* dk = nullptr;
+  void* dv = nullptr;
+  Strides3 dq_stride, dk_stride, dv_stride;
+  DbiasKind dbias_kind = DbiasKind::kNone;  // kNone, kTile, or, of at most kShortRows rows, kAccum
+  void* dbias = nullptr;                    // kTile: in bias.dtype, every entry is written; kAccum: fp32, zeroed before
+  int64_t dbias_batch_stride = 0, dbias_head_stride = 0, dbias_row_stride = 0;  // unit column stride
+};
+constexpr int64_t short_bwd_blocks(const ShortBwdParams& p) { return int64_t{p.nheads_k} * p.batch_slices; }
+
+}  // namespace dmattn
