@@ -9,8 +9,13 @@
 # src/host/arch.cpp says whose units stand in.
 set(DMATTN_UNIT_ARCHS sm80 sm90)
 set(code_sm80 general)
-set(directions_sm80 fwd bwd decode)
+set(directions_sm80 fwd bwd decode short_fwd short_bwd)
 set(walks_sm80 tiled gathered)
+# Few keys need no lists, and their kernels are for small head dimensions.
+foreach(direction IN ITEMS short_fwd short_bwd)
+  set(head_dims_sm80_${direction}_tiled 64)
+  set(head_dims_sm80_${direction}_gathered "")
+endforeach()
 # Directions of general code that have kernels that start early (src/kernels/shared/early_start.cuh).
 set(early_directions decode)
 set(code_sm90 sm_90a)
@@ -30,9 +35,13 @@ set(dtype_bf16 kBFloat16)
 set(params_fwd FwdParams)
 set(params_bwd BwdParams)
 set(params_decode DecodeParams)
+set(params_short_fwd ShortFwdParams)
+set(params_short_bwd ShortBwdParams)
 set(direction_fwd kForward)
 set(direction_bwd kBackward)
 set(direction_decode kDecode)
+set(direction_short_fwd kShortForward)
+set(direction_short_bwd kShortBackward)
 
 # One unit: its source file, its declaration and its row of the table.
 function(dmattn_add_unit ARCH DIRECTION dtype HEAD_DIM walk gencodes)

@@ -45,6 +45,11 @@ Cleared zeros_of(const BwdPlan& plan, const BwdRound& round, bool is_first) {
   return {static_cast<char*>(plan.scratch_zeros) + begin, end - begin};
 }
 
+void clear_dbias(const BwdPlan& plan, cudaStream_t stream) {
+  if (plan.dbias_zero_bytes == 0) return;
+  check_cuda(clear_bytes(plan.dbias, plan.dbias_zero_bytes, stream), "clearing dbias");
+}
+
 // Returns whether the sums of the first round have been cleared, too: of a small call that spares the host a launch.
 bool prepare(const BwdPlan& plan, cudaStream_t stream) {
   if (plan.launches && plan.walk == KeyWalk::kMaskList) {
@@ -57,9 +62,7 @@ bool prepare(const BwdPlan& plan, cudaStream_t stream) {
     if (bwd_preprocess_clears(plan.preprocess, first.bytes)) cleared = first;
   }
   check_cuda(bwd_preprocess(plan.preprocess, cleared, plan.unit.dtype, stream), "preparing lse and delta");
-  if (plan.dbias_zero_bytes > 0) {
-    check_cuda(clear_bytes(plan.dbias, plan.dbias_zero_bytes, stream), "clearing dbias");
-  }
+  clear_dbias(plan, stream);
   if (!plan.launches) return false;
   if (has_mask(plan.mask) && plan.walk != KeyWalk::kMaskList) {
     check_cuda(pack_mask(plan.mask, plan.kernel.mask, stream), "packing the mask");
@@ -144,12 +147,22 @@ void finish_dbias(const BwdPlan& plan, cudaStream_t stream) {
   }
 }
 
+// Few keys: one launch, and what a dbias that is a sum takes before and after it.
+void launch_short(const BwdPlan& plan, cudaStream_t stream) {
+  clear_dbias(plan, stream);
+  clear_sums(zeros_of(plan, BwdRound{}, /*is_first=*/true), stream);
+  check_cuda(find_short_bwd_unit(plan.unit)(plan.choice, plan.short_kernel, stream),
+             "launching the backward kernel for few keys");
+  finish_dbias(plan, stream);
+}
+
 void launch(const BwdPlan& plan, const dmattn_bwd_params& p, cudaStream_t stream) {
   if (plan.zeros) {
     in_batched_form(p, [&](const dmattn_bwd_params& batched, PerKey) { write_zeros(plan, batched, stream); });
     return;
   }
   if (plan.is_empty()) return;
+  if (plan.is_short()) return launch_short(plan, stream);
   const bool is_cleared = prepare(plan, stream);
   if (plan.launches) launch_rounds(plan, is_cleared, stream);
   finish_dbias(plan, stream);

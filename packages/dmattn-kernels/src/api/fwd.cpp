@@ -14,6 +14,11 @@ void launch(const FwdPlan& plan, cudaStream_t stream) {
     check_cuda(fill_empty_fwd(plan.kernel, stream), "filling the results of no keys");
     return;
   }
+  if (plan.is_short()) {
+    check_cuda(find_short_fwd_unit(plan.unit)(plan.choice, plan.short_kernel, stream),
+               "launching the forward kernel for few keys");
+    return;
+  }
   if (plan.walk == KeyWalk::kMaskList) {
     check_cuda(compact_keys(plan.mask, plan.kernel.keys, /*used_rows=*/nullptr, stream),
                "listing the keys of the mask");

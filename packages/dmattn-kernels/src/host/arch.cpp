@@ -235,6 +235,7 @@ const KernelSet& resolve_unit(const KernelSet& kernels, Unit& unit) {
 }
 
 void fail_without_unit(const Unit& unit) {
+  // Calls over few keys have the forward and the backward to fall back on.
   const char* direction = unit.direction == Direction::kForward    ? "forward"
                           : unit.direction == Direction::kBackward ? "backward"
                                                                    : "decode";

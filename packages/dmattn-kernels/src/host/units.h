@@ -8,7 +8,8 @@
 
 namespace dmattn {
 
-enum class Direction : int32_t { kForward, kBackward, kDecode };
+// The short ones are for few keys (kernels/short_params.h).
+enum class Direction : int32_t { kForward, kBackward, kDecode, kShortForward, kShortBackward };
 
 struct Unit {
   Arch arch{};

@@ -7,6 +7,7 @@
 
 #include "host/units.h"
 #include "params.h"
+#include "short_params.h"
 #include "tiles.h"
 
 namespace dmattn {
@@ -15,10 +16,14 @@ namespace dmattn {
 using FwdLauncher = cudaError_t (*)(const KernelChoice& choice, const FwdParams& p, cudaStream_t stream);
 using BwdLauncher = cudaError_t (*)(const KernelChoice& choice, const BwdParams& p, cudaStream_t stream);
 using DecodeLauncher = cudaError_t (*)(const KernelChoice& choice, const DecodeParams& p, cudaStream_t stream);
+using ShortFwdLauncher = cudaError_t (*)(const KernelChoice& choice, const ShortFwdParams& p, cudaStream_t stream);
+using ShortBwdLauncher = cudaError_t (*)(const KernelChoice& choice, const ShortBwdParams& p, cudaStream_t stream);
 
 // nullptr when there is no such unit; unit.direction is that of the function.
 FwdLauncher find_fwd_unit(const Unit& unit);
 BwdLauncher find_bwd_unit(const Unit& unit);
 DecodeLauncher find_decode_unit(const Unit& unit);
+ShortFwdLauncher find_short_fwd_unit(const Unit& unit);
+ShortBwdLauncher find_short_bwd_unit(const Unit& unit);
 
 }  // namespace dmattn

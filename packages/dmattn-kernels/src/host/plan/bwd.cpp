@@ -4,6 +4,7 @@
 
 #include "host/layouts/layouts.h"
 #include "host/plan/bwd_parts.h"
+#include "host/plan/short.h"
 
 namespace dmattn {
 namespace {
@@ -205,9 +206,10 @@ bool has_fp32_dbias(const BwdPlan& plan) { return plan.dbias_dtype == Dtype::kFl
 // What of dbias itself is cleared before the launch.
 void choose_dbias_zeros(BwdPlan& plan) {
   const BwdParams& kernel = plan.kernel;
-  // The kernel stores whole tiles; only those that no row sees are left out, and columns behind a packed sequence.
-  const bool visits_all =
-      plan.walk == KeyWalk::kTiled && !has_mask(plan.mask) && !kernel.is_causal && !kernel.packing.is_active();
+  // The kernel stores whole tiles; only those that no row sees are left out, and columns behind a packed sequence. That
+  // for few keys leaves out none.
+  const bool visits_all = plan.is_short() || (plan.walk == KeyWalk::kTiled && !has_mask(plan.mask) &&
+                                              !kernel.is_causal && !kernel.packing.is_active());
   const bool is_added_to =
       kernel.dbias_kind == DbiasKind::kPair || (kernel.dbias_kind == DbiasKind::kAccum && has_fp32_dbias(plan));
   const bool has_zeros = is_added_to || (kernel.dbias_kind == DbiasKind::kTile && !visits_all);
@@ -469,6 +471,11 @@ BwdPlan plan_batched_bwd(const dmattn_bwd_params& p, PerKey per_key, const Devic
   if (plan.is_empty()) return plan;
 
   plan.mask = read_mask(p.mask, x, per_key.mask);
+  if (plan.launches && choose_short_kernel(plan, p, x, device)) {
+    choose_dbias_zeros(plan);
+    place(plan, nullptr);
+    return plan;
+  }
   if (has_known_window(p, x) && plan.launches && choose_window_kernel(plan, p, x, device)) {
     place(plan, nullptr);
     return plan;
@@ -493,8 +500,14 @@ BwdPlan plan_bwd(const dmattn_bwd_params& given, const Device& device) {
 void place(BwdPlan& plan, void* base) {
   if (plan.zeros || plan.is_empty()) return;
   Workspace workspace(base);
-  place_before_sums(plan, workspace);
-  if (plan.launches) place_sums(plan, workspace);
+  if (plan.is_short()) {
+    plan.dense_bytes = 0;
+    place_dbias(plan, workspace);
+    plan.short_kernel.dbias = plan.kernel.dbias;
+  } else {
+    place_before_sums(plan, workspace);
+    if (plan.launches) place_sums(plan, workspace);
+  }
   plan.workspace_bytes = workspace.bytes();
 }
 

@@ -12,6 +12,7 @@
 #include "kernels/carried_terms.h"
 #include "kernels/helper_params.h"
 #include "kernels/params.h"
+#include "kernels/short_params.h"
 #include "kernels/tiles.h"
 
 namespace dmattn {
@@ -54,6 +55,7 @@ struct BwdPlan {
   MaskSource mask;
   BwdPreprocessParams preprocess;
   BwdParams kernel;
+  ShortBwdParams short_kernel;  // of few keys, in place of `kernel`: one launch and no rounds
   BwdSequence sequence;
   BwdRound whole, round;  // all of it, and as much of that as a round covers
 
@@ -94,6 +96,7 @@ struct BwdPlan {
 
   // Neither gradients nor a dbias: nothing happens at all.
   bool is_empty() const { return !zeros && !launches && !dbias_rows; }
+  bool is_short() const { return unit.direction == Direction::kShortBackward; }
 };
 
 // Row blocks that have lists of their own, or shares of one.

@@ -4,6 +4,7 @@
 
 #include "host/layouts/layouts.h"
 #include "host/plan/decode.h"
+#include "host/plan/short.h"
 
 namespace dmattn {
 namespace {
@@ -152,6 +153,7 @@ FwdPlan plan_batched_fwd(const dmattn_fwd_params& p, PerKey per_key, const Devic
   if (plan.is_empty || plan.no_keys) return plan;
 
   plan.mask = read_mask(p.mask, x, per_key.mask);
+  if (choose_short_kernel(plan, p, x, device)) return plan;
   const bool selected = has_selection(p.selection);
   if (has_known_window(p, x) && choose_window_kernel(plan, p, x, device)) {
     place(plan, nullptr);
@@ -191,7 +193,7 @@ FwdPlan plan_fwd(const dmattn_fwd_params& given, const Device& device) {
 }
 
 void place(FwdPlan& plan, void* base) {
-  if (plan.is_empty || plan.no_keys) return;
+  if (plan.is_empty || plan.no_keys || plan.is_short()) return;
   FwdParams& p = plan.kernel;
   Workspace workspace(base);
   const bool is_split = p.num_splits > 1;

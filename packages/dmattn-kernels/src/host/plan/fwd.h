@@ -10,6 +10,7 @@
 #include "host/problem.h"
 #include "host/workspace.h"
 #include "kernels/params.h"
+#include "kernels/short_params.h"
 #include "kernels/tiles.h"
 
 namespace dmattn {
@@ -19,15 +20,17 @@ struct FwdPlan {
   bool no_keys = false;   // out = 0, lse = -inf
   KeyWalk walk = KeyWalk::kTiled;
   MaskSource mask;  // see has_mask()
-  Unit unit;        // unit.direction: the decode kernel takes calls of one query row a head
+  Unit unit;        // unit.direction: one query row a head is for the decode kernel, and few keys have one of their own
   KernelChoice choice;
   FwdTile tile = {};         // of the forward kernel
   bool counts_work = false;  // it takes row blocks by kernel.work_counter
   FwdParams kernel;
+  ShortFwdParams short_kernel;   // of few keys, in place of `kernel`
   uint64_t* arrivals = nullptr;  // of the decode kernel, where it splits the keys: first in the workspace
   size_t workspace_bytes = 0;
 
   bool is_decode() const { return unit.direction == Direction::kDecode; }
+  bool is_short() const { return unit.direction == Direction::kShortForward; }
 };
 
 // `p` has been validated. The arrays in the workspace have no place yet: see place().

@@ -1,0 +1,162 @@
+#include "host/plan/short.h"
+
+#include <algorithm>
+
+#include "host/arithmetic.h"
+
+namespace dmattn {
+namespace {
+
+// A thread block of the backward goes through all rows that see its keys, so that sums of dk and dv leave it once. Of
+// more rows the other kernels make more blocks, each of which does less.
+constexpr int32_t kMostBwdRows = 256;
+// And through so many tiles of them over all heads of a group. More take too long one after the other, unless the GPU is
+// full without sharing them out: with so many heads for each SM.
+constexpr int32_t kMostBwdTiles = 16;
+constexpr int64_t kHeadsThatFill = 2;
+// Where thread blocks share a bias, they take several batches each until there are no more than so many blocks for each
+// SM, of which three or four run side by side: fewer would leave SMs idle at the end.
+constexpr int64_t kBlocksPerSm = 6;
+
+// What all short kernels ask of a call that has some rows and some keys.
+template <class Params, class KernelParams>
+bool suits(const Params& p, const KernelParams& kernel) {
+  const bool has_few_keys = kernel.seqlen_k <= kMostShortKeys && kernel.head_dim <= kMostShortHeadDim;
+  // One row is for the decode kernel.
+  return has_few_keys && kernel.seqlen_q > 1 && !is_packed(p) && !has_selection(p.selection) && kernel.softcap == 0.f &&
+         kernel.vec_q && kernel.vec_k && kernel.vec_v;
+}
+
+bool suits_fwd(const dmattn_fwd_params& p, const FwdParams& kernel) {
+  return suits(p, kernel) && kernel.vec_out && p.num_splits <= 1;
+}
+
+// Gradients of a bias are stored for each score, or, from the one tile of rows of a block, added to sums in any order.
+bool suits_dbias(const BwdPlan& plan) {
+  const BwdParams& p = plan.kernel;
+  if (plan.dbias_rows || plan.dbias_cols) return false;
+  return p.dbias_kind != DbiasKind::kAccum || (p.seqlen_q <= kShortRows && !p.deterministic);
+}
+
+bool suits_bwd(const BwdPlan& plan, const dmattn_bwd_params& p, const Device& device) {
+  const BwdParams& kernel = plan.kernel;
+  if (!suits(p, kernel) || kernel.seqlen_q > kMostBwdRows || !suits_dbias(plan)) return false;
+  const bool has_few_tiles = kernel.head_ratio * ceil_div(kernel.seqlen_q, kShortRows) <= kMostBwdTiles;
+  const bool fills = int64_t{kernel.batch} * kernel.nheads_k >= kHeadsThatFill * device.num_sms;
+  return (has_few_tiles || fills) && kernel.vec_dout && is_vec16(p.out.data, read_strides(p.out), plan.unit.dtype) &&
+         plan.convert_dq.vec_dq && kernel.vec_dk && kernel.vec_dv;
+}
+
+// The unit, which is one for all chips: the shape of its kernels fits each.
+template <class Plan>
+bool find_unit(Plan& plan, Direction direction, const Device& device) {
+  Unit unit = plan.unit;
+  unit.direction = direction;
+  const KernelSet* kernels = find_unit_set(*device.kernels, unit, [](const KernelSet&) { return true; });
+  if (kernels == nullptr) return false;
+  plan.unit = unit;
+  plan.choice.tiles = kernels->tiles;
+  return true;
+}
+
+template <class KernelParams>
+void set_short(ShortParams& to, const KernelParams& from, const BiasParams& bias, const MaskSource& mask) {
+  to.q = from.q;
+  to.k = from.k;
+  to.v = from.v;
+  to.q_stride = from.q_stride;
+  to.k_stride = from.k_stride;
+  to.v_stride = from.v_stride;
+  to.batch = from.batch;
+  to.seqlen_q = from.seqlen_q;
+  to.seqlen_k = from.seqlen_k;
+  to.nheads = from.nheads;
+  to.nheads_k = from.nheads_k;
+  to.head_dim = from.head_dim;
+  to.head_ratio = from.head_ratio;
+  to.softmax_scale = from.softmax_scale;
+  to.is_causal = from.is_causal;
+  to.bias = bias;
+  to.mask = mask;
+  to.mask_head_ratio = from.nheads / mask.heads;
+}
+
+// blocks: of each slice of the batches. The last slices would have nothing to do if each took as many batches as it can.
+int32_t choose_slices(int32_t batch, int64_t blocks, bool shares_bias, const Device& device) {
+  if (!shares_bias) return batch;
+  const auto wanted = static_cast<int32_t>(std::min<int64_t>(batch, ceil_div(kBlocksPerSm * device.num_sms, blocks)));
+  return ceil_div(batch, ceil_div(batch, wanted));
+}
+// Whether the bias is the same for all batches.
+bool has_shared_bias(const ShortParams& p) { return p.bias.kind != BiasKind::kNone && p.bias.batch_stride == 0; }
+
+Level level_of(const FwdPlan& plan) {
+  return plan.short_kernel.bias.kind == BiasKind::kNone && !has_mask(plan.mask) ? Level::kPlain : Level::kGeneral;
+}
+Level level_of(const BwdPlan& plan) {
+  const bool is_plain = plan.short_kernel.bias.kind == BiasKind::kNone && !has_mask(plan.mask) && plan.wants_dq &&
+                        plan.wants_dk && plan.wants_dv;
+  return is_plain ? Level::kPlain : Level::kGeneral;
+}
+
+void set_statistics(ShortBwdParams& to, const dmattn_bwd_params& p) {
+  to.out = p.out.data;
+  to.out_stride = read_strides(p.out);
+  to.lse = static_cast<const float*>(p.softmax_lse.data);
+  to.lse_rest = static_cast<const float*>(p.softmax_lse_rest.data);
+  to.lse_stride = read_lse_strides(p.softmax_lse);
+  if (!is_present(p.dsoftmax_lse)) return;
+  to.dlse = static_cast<const float*>(p.dsoftmax_lse.data);
+  to.dlse_stride = read_lse_strides(p.dsoftmax_lse);
+}
+
+// dbias itself gets its place later.
+void set_gradients(ShortBwdParams& to, const BwdPlan& plan) {
+  const BwdParams& from = plan.kernel;
+  to.dq = plan.convert_dq.dq;
+  to.dk = from.dk;
+  to.dv = from.dv;
+  to.dq_stride = plan.convert_dq.dq_stride;
+  to.dk_stride = from.dk_stride;
+  to.dv_stride = from.dv_stride;
+  to.dbias_kind = from.dbias_kind;
+  to.dbias_batch_stride = from.dbias_batch_stride;
+  to.dbias_head_stride = from.dbias_head_stride;
+  to.dbias_row_stride = from.dbias_row_stride;
+}
+
+}  // namespace
+
+bool choose_short_kernel(FwdPlan& plan, const dmattn_fwd_params& p, const Problem& x, const Device& device) {
+  const FwdParams& from = plan.kernel;
+  if (!suits_fwd(p, from) || !find_unit(plan, Direction::kShortForward, device)) return false;
+  ShortFwdParams& to = plan.short_kernel;
+  set_short(to, from, read_bias(p.bias, x, /*gathered=*/false), plan.mask);
+  to.out = from.out;
+  to.out_stride = from.out_stride;
+  to.lse = from.lse;
+  to.lse_rest = from.lse_rest;
+  to.lse_stride = from.lse_stride;
+  to.batch_slices = choose_slices(to.batch, short_fwd_blocks(to), has_shared_bias(to), device);
+  plan.choice.level = level_of(plan);
+  plan.choice.blocks = short_fwd_blocks(to);
+  return true;
+}
+
+bool choose_short_kernel(BwdPlan& plan, const dmattn_bwd_params& p, const Problem& x, const Device& device) {
+  const BwdParams& from = plan.kernel;
+  if (!suits_bwd(plan, p, device) || !find_unit(plan, Direction::kShortBackward, device)) return false;
+  ShortBwdParams& to = plan.short_kernel;
+  set_short(to, from, read_bias(p.bias, x, /*gathered=*/false), plan.mask);
+  to.dout = from.dout;
+  to.dout_stride = from.dout_stride;
+  set_statistics(to, p);
+  set_gradients(to, plan);
+  const bool sums_dbias = to.dbias_kind == DbiasKind::kAccum && to.dbias_batch_stride == 0;
+  to.batch_slices = choose_slices(to.batch, short_bwd_blocks(to), has_shared_bias(to) || sums_dbias, device);
+  plan.choice.level = level_of(plan);
+  plan.choice.blocks = short_bwd_blocks(to);
+  return true;
+}
+
+}  // namespace dmattn
