@@ -1,0 +1,162 @@
+// The forward over few keys: four warps of 16 rows each, which see all keys at once.
+#pragma once
+
+#include "../shared/softmax.cuh"
+#include "short_block.cuh"
+
+namespace dmattn {
+
+template <class Element_, int kHeadDim_, int kBlockN_, Level kLevel>
+struct ShortFwdTraits {
+  using Element = Element_;
+  static constexpr int kHeadDim = kHeadDim_, kBlockM = kShortRows, kBlockN = kBlockN_;
+  static constexpr bool kGeneral = is_general(kLevel);
+  static constexpr int kWarps = kBlockM / 16, kThreads = 32 * kWarps;
+  static constexpr int NT = kBlockN / 8, OT = kHeadDim / 8;
+  using Scores = ShortScores<Element, NT, kThreads>;
+  // The blocks of an SM hide each other's loads.
+  static constexpr int kMinBlocks = kBlockN == 128 ? (kGeneral ? 3 : 4) : (kGeneral ? 4 : 6);
+
+  static constexpr uint32_t kQ = 0;
+  static constexpr uint32_t kK = kQ + kBlockM * kHeadDim * sizeof(Element);
+  static constexpr uint32_t kV = kK + kBlockN * kHeadDim * sizeof(Element);
+  static constexpr uint32_t kBias = kV + kBlockN * kHeadDim * sizeof(Element);
+  static constexpr uint32_t kSmemBytes = kBias + (kGeneral ? Scores::kStageBytes : 0);
+  static_assert(kSmemBytes <= static_cast<uint32_t>(smem_limit(TileSet::kNarrow)));
+};
+
+template <class T>
+struct ShortFwdBlock {
+  using Element = typename T::Element;
+  static constexpr int kHeadDim = T::kHeadDim, NT = T::NT;
+
+  const ShortFwdParams& p;
+  char* smem;
+  uint32_t smem_base;
+  int thread, warp, lane;
+  int head, row0, slice;
+  bool shares_bias;
+
+  __device__ __forceinline__ ShortFwdBlock(const ShortFwdParams& params, char* smem_)
+      : p(params), smem(smem_), smem_base(smem_u32(smem_)) {
+    renew();
+    WorkIndex work(blockIdx.x);
+    head = work.take(static_cast<unsigned>(p.nheads));
+    row0 = work.take(static_cast<unsigned>((p.seqlen_q + T::kBlockM - 1) / T::kBlockM)) * T::kBlockM;
+    slice = static_cast<int>(work.rest);
+  }
+
+  __device__ __forceinline__ void renew() {
+    thread = renewed_thread();
+    warp = thread / 32;
+    lane = thread & 31;
+  }
+  __device__ __forceinline__ typename T::Scores scores() const { return {p, warp * 16, 0, thread}; }
+
+  __device__ __forceinline__ float4* bias_stage() const { return reinterpret_cast<float4*>(smem + T::kBias); }
+
+  // What is the same for all batches of the block.
+  __device__ __forceinline__ void prepare() {
+    shares_bias = T::kGeneral && p.bias.kind != BiasKind::kNone && p.bias.batch_stride == 0 && p.batch_slices < p.batch;
+    if (!shares_bias) return;
+    float bias[NT][4];
+    scores().load_bias_tile(bias, 0, head, row0);
+    scores().keep_bias(bias_stage(), bias);
+  }
+
+  __device__ __forceinline__ void load(int batch) const {
+    const int head_k = head / p.head_ratio;
+    load_tile<T::kBlockM, kHeadDim, T::kThreads>(smem_base + T::kQ,
+                                                 rows_at<Element>(p.q, p.q_stride, batch, head, row0), p.q_stride.row,
+                                                 p.seqlen_q - row0, p.head_dim, true, thread, RowIdentity{});
+    load_tile<T::kBlockN, kHeadDim, T::kThreads>(smem_base + T::kK, rows_at<Element>(p.k, p.k_stride, batch, head_k, 0),
+                                                 p.k_stride.row, p.seqlen_k, p.head_dim, true, thread, RowIdentity{});
+    cp_async_fence();
+    load_tile<T::kBlockN, kHeadDim, T::kThreads>(smem_base + T::kV, rows_at<Element>(p.v, p.v_stride, batch, head_k, 0),
+                                                 p.v_stride.row, p.seqlen_k, p.head_dim, true, thread, RowIdentity{});
+    cp_async_fence();
+  }
+
+  __device__ __forceinline__ void attend(int batch) const {
+    load(batch);
+    KeptScores<NT> kept;
+    kept.fill();
+    scores().apply_limits(kept, row0);
+    if constexpr (T::kGeneral) {
+      if (p.mask.ptr != nullptr) scores().apply_mask(kept, batch, head, row0);
+    }
+    float acc_s[1][NT][4], acc_o[1][T::OT][4];
+    clear(acc_s);
+    clear(acc_o);
+    cp_async_wait<1>();
+    __syncthreads();
+    gemm_ss<Element, kHeadDim / 16>(acc_s, Operand<kHeadDim, true, false>(smem_base + T::kQ, warp * 16, lane),
+                                    Operand<kHeadDim, false, false>(smem_base + T::kK, 0, lane));
+    modify(acc_s, kept, batch);
+    OnlineSoftmax<1> softmax;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) softmax.template step_row<!T::kGeneral>(r, acc_s, p.softmax_scale * kLog2e);
+    cp_async_wait<0>();
+    __syncthreads();
+    gemm_pv<Element>(acc_o, acc_s, Operand<kHeadDim, false, true>(smem_base + T::kV, 0, lane));
+    store(acc_o, softmax, batch);
+  }
+
+  __device__ __forceinline__ void modify(float (&acc_s)[1][NT][4], const KeptScores<NT>& kept, int batch) const {
+    if constexpr (T::kGeneral) {
+      scale_scores(acc_s, p.softmax_scale, 0.f);
+      if (shares_bias) {
+        scores().add_kept_bias(acc_s, bias_stage());
+      } else if (p.bias.kind != BiasKind::kNone) {
+        float bias[NT][4];
+        scores().load_bias_tile(bias, batch, head, row0);
+        T::Scores::add(acc_s, bias);
+      }
+    }
+    if (!kept.has_all()) kept.apply(acc_s);
+  }
+
+  // A warp's rows of Q are read by itself alone: its rows of the output go through their place.
+  __device__ __forceinline__ void store(float (&acc_o)[1][T::OT][4], OnlineSoftmax<1>& softmax, int batch) const {
+    const int warp_row0 = row0 + warp * 16;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      float lse, rest;
+      const float inv_sum = softmax.finish(r, T::kGeneral ? 1.f : p.softmax_scale, lse, rest);
+#pragma unroll
+      for (int ot = 0; ot < T::OT; ++ot) {
+        acc_o[0][ot][2 * r] *= inv_sum;
+        acc_o[0][ot][2 * r + 1] *= inv_sum;
+      }
+      const int row = warp_row0 + r * 8 + lane / 4;
+      if ((lane & 3) == 0 && row < p.seqlen_q) {
+        const int64_t i = row_at(p.lse_stride, batch, head, row);
+        p.lse[i] = lse;
+        if (p.lse_rest != nullptr) p.lse_rest[i] = rest;
+      }
+    }
+    const uint32_t tile = smem_base + T::kQ + warp * 16 * SmemTile<kHeadDim>::kRowBytes;
+    store_acc<Element, kHeadDim>(tile, acc_o, 0, 0, lane);
+    __syncwarp();
+    store_tile<16, kHeadDim, 32>(rows_at<Element>(p.out, p.out_stride, batch, head, warp_row0), tile, p.out_stride.row,
+                                 p.seqlen_q - warp_row0, p.head_dim, true, lane, RowIdentity{});
+  }
+
+  __device__ __forceinline__ void run() {
+    prepare();
+    for (int batch = slice; batch < p.batch; batch += p.batch_slices) {
+      renew();
+      attend(batch);
+      if (batch + p.batch_slices < p.batch) __syncthreads();  // K and V are no longer read
+    }
+  }
+};
+
+template <class T>
+__global__ void __launch_bounds__(T::kThreads, T::kMinBlocks)
+    short_fwd_kernel(const __grid_constant__ ShortFwdParams p) {
+  extern __shared__ __align__(1024) char smem[];
+  ShortFwdBlock<T>(p, smem).run();
+}
+
+}  // namespace dmattn
