@@ -90,13 +90,14 @@ int32_t choose_slices(int32_t batch, int64_t blocks, bool shares_bias, const Dev
 // Whether the bias is the same for all batches.
 bool has_shared_bias(const ShortParams& p) { return p.bias.kind != BiasKind::kNone && p.bias.batch_stride == 0; }
 
-Level level_of(const FwdPlan& plan) {
-  return plan.short_kernel.bias.kind == BiasKind::kNone && !has_mask(plan.mask) ? Level::kPlain : Level::kGeneral;
+// Plain scores are cut before they are scaled: -inf stays what it is by a positive scale only.
+bool is_plain(const ShortParams& p) {
+  return p.bias.kind == BiasKind::kNone && p.mask.ptr == nullptr && p.softmax_scale > 0.f;
 }
+Level level_of(const FwdPlan& plan) { return is_plain(plan.short_kernel) ? Level::kPlain : Level::kGeneral; }
 Level level_of(const BwdPlan& plan) {
-  const bool is_plain = plan.short_kernel.bias.kind == BiasKind::kNone && !has_mask(plan.mask) && plan.wants_dq &&
-                        plan.wants_dk && plan.wants_dv;
-  return is_plain ? Level::kPlain : Level::kGeneral;
+  const bool all_wanted = plan.wants_dq && plan.wants_dk && plan.wants_dv;
+  return is_plain(plan.short_kernel) && all_wanted ? Level::kPlain : Level::kGeneral;
 }
 
 void set_statistics(ShortBwdParams& to, const dmattn_bwd_params& p) {
