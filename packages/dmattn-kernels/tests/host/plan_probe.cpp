@@ -18,11 +18,14 @@ namespace dmattn {
 
 namespace {
 int32_t missing_arch = 0;  // has no units
-}
+bool has_short_units = true;
+}  // namespace
 
 // CMake generates this with the table of units; here every one that cmake/units.cmake lists is there.
 bool has_unit(const Unit& unit) {
   const bool is_hopper = unit.direction == Direction::kForward || unit.direction == Direction::kBackward;
+  const bool is_short = unit.direction == Direction::kShortForward || unit.direction == Direction::kShortBackward;
+  if (is_short && !(has_short_units && unit.head_dim_tile == 64 && !unit.gathered)) return false;
   const bool is_listed = unit.arch == Arch{80} || is_hopper;
   return is_listed && static_cast<int32_t>(unit.arch) != missing_arch;
 }
@@ -101,6 +104,47 @@ Device device_of(const char* kernels, int num_sms) {
   return device;
 }
 
+// What the kernels for few keys are given, in place of all else.
+template <class Plan>
+void put_short(Json& json, const Plan& plan) {
+  const auto& p = plan.short_kernel;
+  json.put("short", 1);
+  json.put("arch", static_cast<int>(plan.unit.arch));
+  json.put("dim_tile", plan.unit.head_dim_tile);
+  json.put("tiles", static_cast<int>(plan.choice.tiles));
+  json.put("level", static_cast<int>(plan.choice.level));
+  json.put("blocks", plan.choice.blocks);
+  json.put("slices", p.batch_slices);
+  json.put("workspace_bytes", plan.workspace_bytes);
+  json.put("batch", p.batch);
+  json.put("seqlen_q", p.seqlen_q);
+  json.put("seqlen_k", p.seqlen_k);
+  json.put("nheads", p.nheads);
+  json.put("nheads_k", p.nheads_k);
+  json.put("head_dim", p.head_dim);
+  json.put("head_ratio", p.head_ratio);
+  json.put("softmax_scale", p.softmax_scale);
+  json.put("is_causal", p.is_causal);
+  json.put_address("q", p.q);
+  json.put_address("k", p.k);
+  json.put_address("v", p.v);
+  json.put_address("out", p.out);
+  json.put_address("lse", p.lse);
+  json.put_address("lse_rest", p.lse_rest);
+  json.put_strides("q_stride", p.q_stride);
+  json.put_strides("k_stride", p.k_stride);
+  json.put_strides("v_stride", p.v_stride);
+  json.put_strides("out_stride", p.out_stride);
+  json.put_strides("lse_stride", p.lse_stride);
+  put_bias(json, p.bias);
+  json.put_address("mask.ptr", p.mask.ptr);
+  json.put("mask.batch_stride", p.mask.batch_stride);
+  json.put("mask.head_stride", p.mask.head_stride);
+  json.put("mask.row_stride", p.mask.row_stride);
+  json.put("mask.col_stride", p.mask.col_stride);
+  json.put("mask.head_ratio", p.mask_head_ratio);
+}
+
 template <class Plan>
 void put_kernel_choice(Json& json, const Plan& plan) {
   json.put("block_m", plan.tile.block_m);
@@ -115,6 +159,11 @@ void put_kernel_choice(Json& json, const Plan& plan) {
 
 std::string describe(const FwdPlan& plan) {
   Json json;
+  if (plan.is_short()) {
+    put_short(json, plan);
+    return json.text();
+  }
+  json.put("short", 0);
   put_kernel_choice(json, plan);
   json.put("blocks", plan.choice.blocks);
   json.put("is_empty", plan.is_empty);
@@ -129,8 +178,38 @@ std::string describe(const FwdPlan& plan) {
   return json.text();
 }
 
+std::string describe_short(const BwdPlan& plan) {
+  const ShortBwdParams& p = plan.short_kernel;
+  Json json;
+  put_short(json, plan);
+  json.put_address("dout", p.dout);
+  json.put_address("dlse", p.dlse);
+  json.put_address("dq", p.dq);
+  json.put_address("dk", p.dk);
+  json.put_address("dv", p.dv);
+  json.put_strides("dout_stride", p.dout_stride);
+  json.put_strides("dlse_stride", p.dlse_stride);
+  json.put_strides("dq_stride", p.dq_stride);
+  json.put_strides("dk_stride", p.dk_stride);
+  json.put_strides("dv_stride", p.dv_stride);
+  json.put("dbias_kind", static_cast<int>(p.dbias_kind));
+  json.put_address("dbias", p.dbias);
+  json.put("dbias_batch_stride", p.dbias_batch_stride);
+  json.put("dbias_head_stride", p.dbias_head_stride);
+  json.put("dbias_row_stride", p.dbias_row_stride);
+  json.put("dbias_elements", plan.dbias_elements);
+  json.put("dbias_zero_bytes", plan.dbias_zero_bytes);
+  json.put("scratch_zero_bytes", plan.once_zero_bytes + plan.round_zero_bytes + plan.dkv_zero_bytes);
+  json.put_address("scratch_zeros", plan.scratch_zeros);
+  json.put_address("dbias_accum", plan.dbias_accum);
+  json.put("dbias_cols_reduced", plan.dbias_cols);
+  json.put("dbias_rows_reduced", plan.dbias_rows);
+  return json.text();
+}
+
 std::string describe(const BwdPlan& plan, const BwdRound& round, const BwdParams& p) {
   Json json;
+  json.put("short", 0);
   int rounds = 0;
   for_each_round(plan, [&](const BwdRound&) { ++rounds; });
   json.put("rounds", rounds);
@@ -274,6 +353,7 @@ extern "C" int probe_bwd(const dmattn_bwd_params* params, const char* kernels, i
   using namespace dmattn;
   return answer(to, size, [&] {
     const BwdPlan plan = placed_plan(params, device_of(kernels, num_sms), base);
+    if (plan.is_short()) return describe_short(plan);
     if (!plan.launches) return describe(plan, {}, plan.kernel);
     BwdRound chosen;
     int i = 0;
@@ -530,3 +610,5 @@ extern "C" int probe_may_start_early(int compiled_for, int driver, const char* s
 
 // Leaves the units of an architecture out; 0: none.
 extern "C" void probe_leave_out_units(int arch) { dmattn::missing_arch = arch; }
+// Whether there are units for few keys.
+extern "C" void probe_hold_short_units(int held) { dmattn::has_short_units = held != 0; }

@@ -20,14 +20,21 @@ Plan = dict[str, Any]
 
 
 class Probe:
-    def __init__(self, library: ctypes.CDLL) -> None:
+    """Plans of a build with or without the kernels for few keys.
+
+    Without them small calls show how the other kernels are planned.
+    """
+
+    def __init__(self, library: ctypes.CDLL, short: bool = False) -> None:
         self.library = library
+        self.short = short
 
     def fwd(
         self, kernels: str = SM80, sms: int = 132, packed: bool = False, **arguments: Any
     ) -> Plan:
         text = ctypes.create_string_buffer(1 << 14)
         params = abi.packed_fwd_params(**arguments) if packed else fwd_params(**arguments)
+        self.library.probe_hold_short_units(int(self.short))
         status = self.library.probe_fwd(
             *(ctypes.byref(params), kernels.encode(), sms, ctypes.c_void_p(WORKSPACE)),
             *(text, ctypes.c_size_t(len(text))),
@@ -45,6 +52,7 @@ class Probe:
     ) -> Plan:
         text = ctypes.create_string_buffer(1 << 14)
         params = abi.packed_bwd_params(**arguments) if packed else bwd_params(**arguments)
+        self.library.probe_hold_short_units(int(self.short))
         status = self.library.probe_bwd(
             *(
                 ctypes.byref(params),

@@ -1,0 +1,396 @@
+"""Attention over few keys: which calls its kernels take, in how many blocks, with what memory."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import pytest
+
+import abi
+from abi import BFLOAT16, FLOAT32, SOME_ADDRESS, contiguous, tensor
+from probe import (
+    DB_ACCUM,
+    DB_NONE,
+    DB_TILE,
+    GENERAL,
+    PLAIN,
+    SM80,
+    SM89,
+    SM90,
+    WORKSPACE,
+    Plan,
+    Probe,
+    mask,
+)
+
+SETS = [SM80, SM89, SM90]
+SMS = 132
+WINDOWS: dict[str, Any] = {  # of a picture, with a bias that all of them share
+    "batch": 2048,
+    "seqlen_q": 49,
+    "seqlen_k": 49,
+    "nheads": 3,
+    "nheads_k": 3,
+    "head_dim": 32,
+}
+SMALL: dict[str, Any] = {
+    "batch": 2,
+    "seqlen_q": 60,
+    "seqlen_k": 77,
+    "nheads": 4,
+    "nheads_k": 2,
+    "head_dim": 64,
+}
+SCORES = (2, 4, 60, 77)  # of SMALL
+
+
+@pytest.fixture(scope="module")
+def plan(probe: ctypes.CDLL) -> Probe:
+    return Probe(probe, short=True)
+
+
+def q_like(**view: Any) -> abi.Tensor:
+    """The queries of SMALL, or what has their shape."""
+    return tensor((2, 60, 4, 64), **view)
+
+
+def k_like(**view: Any) -> abi.Tensor:
+    return tensor((2, 77, 2, 64), **view)
+
+
+# Elements from row to row that leave some rows off 16 bytes.
+ODD_Q = (60 * 260, 260, 64, 1)
+ODD_K = (77 * 132, 132, 64, 1)
+
+# What both directions take or leave.
+TAKEN: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "two rows": {"seqlen_q": 2},
+    "one key": {"seqlen_k": 1},
+    "most keys": {"seqlen_k": 128},
+    "smallest heads": {"head_dim": 8},
+    "heads between the tiles": {"head_dim": 24},
+    "causal": {"is_causal": 1},
+    "causal, rows without keys": {"is_causal": 1, "seqlen_k": 20},
+    "negative scale": {"softmax_scale": -1.0},
+    "scale of zero": {"softmax_scale": 0.0},
+    "bias": {"bias": tensor(SCORES)},
+    "fp32 bias": {"bias": tensor(SCORES, FLOAT32)},
+    "bias by columns": {"bias": tensor(SCORES, stride=(4 * 60 * 77, 60 * 77, 1, 60))},
+    "bias off 16 bytes": {"bias": tensor(SCORES, data=SOME_ADDRESS + 2)},
+    "bias of kv heads": {"bias": tensor((1, 2, 60, 77))},
+    "bias for each key": {"bias": tensor((2, 4, 1, 77))},
+    "bias for each row": {"bias": tensor((2, 4, 60, 1))},
+    "dense mask": {"mask": mask(2, 1, 60, 77)},
+    "key mask": {"mask": mask(2, 1, 1, 77)},
+    "row mask": {"mask": mask(1, 4, 60, 1)},
+    "expanded mask": {"mask": mask(2, 4, 60, 77, stride=(77, 0, 0, 1))},
+    "apart": {
+        "q": q_like(stride=(60 * 264, 264, 64, 1)),
+        "k": k_like(stride=(77 * 192, 192, 64, 1)),
+    },
+    "rest of lse": {"softmax_lse_rest": tensor((2, 4, 60), FLOAT32)},
+}
+LEFT: dict[str, dict[str, Any]] = {
+    "many keys": {"seqlen_k": 129},
+    "one row": {"seqlen_q": 1},
+    "wide heads": {"head_dim": 72},
+    "softcap": {"softcap": 1.0},
+    "q off 16 bytes": {"q": q_like(data=SOME_ADDRESS + 8)},
+    "k off 16 bytes": {"k": k_like(data=SOME_ADDRESS + 8)},
+    "v off 16 bytes": {"v": k_like(data=SOME_ADDRESS + 8)},
+    "out off 16 bytes": {"out": q_like(data=SOME_ADDRESS + 8)},
+    "odd rows of q": {"q": q_like(stride=ODD_Q)},
+    "odd rows of v": {"v": k_like(stride=ODD_K)},
+    "odd rows of out": {"out": q_like(stride=ODD_Q)},
+    "selection": {"is_causal": 1, "selection": abi.selection(60, 77, 128)},
+    "selection for all rows": {"selection": abi.selection(60, 77, 128, causal=False)},
+    "window": {"is_causal": 1, "selection": abi.selection(60, 77, 128), "window": 20},
+}
+BOTH = [*((fields, 1) for fields in TAKEN.values()), *((fields, 0) for fields in LEFT.values())]
+NAMES = [*TAKEN, *LEFT]
+
+
+@pytest.mark.parametrize("kernels", SETS)
+@pytest.mark.parametrize("fields, short", BOTH, ids=NAMES)
+def test_which_calls_are_short(
+    plan: Probe, fields: dict[str, Any], short: int, kernels: str
+) -> None:
+    arguments = SMALL | fields
+    found = plan.fwd(kernels, SMS, **arguments), plan.bwd(kernels, SMS, **arguments)
+    assert [each["short"] for each in found] == [short, short]
+    for each in found if short else ():
+        # The shape is one for all chips; sm89 and sm90 have no others.
+        assert (each["arch"], each["dim_tile"], each["workspace_bytes"]) == (80, 64, 0)
+        is_plain = not {"bias", "mask"} & fields.keys()
+        assert each["level"] == (PLAIN if is_plain else GENERAL)
+
+
+@pytest.mark.parametrize("kernels", SETS)
+def test_packed_sequences_are_not(plan: Probe, kernels: str) -> None:
+    lengths = {"total_q": 120, "total_k": 150, "max_seqlen_q": 60, "max_seqlen_k": 77}
+    assert not plan.fwd(kernels, packed=True, **lengths)["short"]
+    assert not plan.bwd(kernels, packed=True, **lengths)["short"]
+
+
+def test_calls_without_work_are_not(plan: Probe) -> None:
+    assert plan.fwd(**(SMALL | {"seqlen_k": 0}))["no_keys"]
+    assert plan.fwd(**(SMALL | {"batch": 0}))["is_empty"]
+    assert plan.bwd(**(SMALL | {"seqlen_k": 0}))["zeros"]
+    nothing = plan.bwd(**SMALL, gradients="")
+    assert not nothing["short"] and not nothing["launches"]
+
+
+def test_a_build_without_the_units_takes_other_kernels(probe: ctypes.CDLL) -> None:
+    other = Probe(probe, short=False)
+    for kernels in SETS:
+        assert not other.fwd(kernels, **SMALL)["short"]
+        found = other.bwd(kernels, **SMALL)
+        assert not found["short"] and found["launches"] and found["workspace_bytes"] > 0
+
+
+@pytest.mark.parametrize("num_splits, short", [(0, 1), (1, 1), (2, 0)])
+def test_parts_of_keys_are_for_other_kernels(plan: Probe, num_splits: int, short: int) -> None:
+    assert plan.fwd(**SMALL, num_splits=num_splits)["short"] == short
+
+
+@pytest.mark.parametrize(
+    "sizes, fwd, bwd",
+    [
+        ({"seqlen_q": 256}, 1, 1),
+        ({"seqlen_q": 257}, 1, 0),
+        ({"seqlen_q": 5000}, 1, 0),
+        # Tiles of rows over all heads of a group: 16 of them.
+        ({"seqlen_q": 64, "nheads": 16, "nheads_k": 1}, 1, 1),
+        ({"seqlen_q": 65, "nheads": 16, "nheads_k": 1}, 1, 0),
+        ({"seqlen_q": 65, "nheads": 8, "nheads_k": 1}, 1, 1),
+        ({"seqlen_q": 64, "nheads": 17, "nheads_k": 1}, 1, 0),
+        # More of them where kv heads are enough by themselves.
+        ({"seqlen_q": 65, "nheads": 16, "nheads_k": 1, "batch": 2 * SMS}, 1, 1),
+        ({"seqlen_q": 65, "nheads": 16, "nheads_k": 1, "batch": 2 * SMS - 1}, 1, 0),
+        ({"seqlen_q": 257, "batch": 2 * SMS}, 1, 0),
+    ],
+)
+def test_many_rows_are_shared_out(plan: Probe, sizes: dict[str, int], fwd: int, bwd: int) -> None:
+    assert plan.fwd(SM90, SMS, **(SMALL | sizes))["short"] == fwd
+    assert plan.bwd(SM90, SMS, **(SMALL | sizes))["short"] == bwd
+
+
+@pytest.mark.parametrize(
+    "fields, short",
+    [
+        ({"dout": q_like(data=SOME_ADDRESS + 8)}, 0),
+        ({"dout": q_like(stride=ODD_Q)}, 0),
+        ({"dsoftmax_lse": tensor((2, 4, 60), FLOAT32)}, 1),
+        ({"deterministic": 1}, 1),
+    ],
+)
+def test_what_only_the_backward_has(plan: Probe, fields: dict[str, Any], short: int) -> None:
+    found = plan.bwd(**SMALL, **fields)
+    assert found["short"] == short
+    if short:
+        assert bool(found["dlse"]) == ("dsoftmax_lse" in fields)
+
+
+@pytest.mark.parametrize("name", ["dq", "dk", "dv"])
+def test_gradients_off_16_bytes_are_not(plan: Probe, name: str) -> None:
+    like = q_like if name == "dq" else k_like
+    wanted = "dq dk dv".replace(name, "")
+    for data, short in ((SOME_ADDRESS, 1), (SOME_ADDRESS + 8, 0)):
+        params = abi.bwd_params(gradients=wanted, **SMALL)
+        setattr(params, name, like(data=data))
+        fields = {x: getattr(params, x) for x in ("dq", "dk", "dv")}
+        assert plan.bwd(gradients="", **SMALL, **fields)["short"] == short
+
+
+@pytest.mark.parametrize("wanted", ["dq", "dk", "dv", "dq dk", "dq dv", "dk dv"])
+def test_some_gradients(plan: Probe, wanted: str) -> None:
+    found = plan.bwd(**SMALL, gradients=wanted)
+    assert found["short"] and found["level"] == GENERAL
+    assert [name for name in ("dq", "dk", "dv") if found[name]] == wanted.split()
+
+
+@pytest.mark.parametrize(
+    "shape, fields, kind",
+    [
+        (SCORES, {}, DB_TILE),
+        (SCORES, {"is_causal": 1}, DB_TILE),
+        (SCORES, {"mask": mask(2, 1, 1, 77)}, DB_TILE),
+        (SCORES, {"deterministic": 1}, DB_TILE),
+        (SCORES, {"seqlen_q": 200}, DB_TILE),
+        ((1, 4, 60, 77), {}, DB_ACCUM),
+        ((2, 2, 60, 77), {}, DB_ACCUM),
+        ((2, 1, 60, 77), {}, DB_ACCUM),
+        ((1, 1, 60, 77), {"seqlen_q": 64}, DB_ACCUM),
+        ((1, 4, 60, 77), {"seqlen_q": 65}, None),
+        ((1, 4, 60, 77), {"deterministic": 1}, None),
+        ((2, 4, 1, 77), {}, None),
+        ((1, 1, 1, 77), {}, None),
+        ((2, 4, 60, 1), {}, None),
+        ((1, 1, 1, 1), {}, None),
+    ],
+)
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32])
+@pytest.mark.parametrize("wanted", ["dq dk dv dbias", "dbias"])
+def test_gradients_of_the_bias(
+    plan: Probe,
+    shape: tuple[int, ...],
+    fields: dict[str, Any],
+    kind: int | None,
+    dtype: int,
+    wanted: str,
+) -> None:
+    arguments = SMALL | fields
+    if shape[2] > 1:
+        shape = (*shape[:2], arguments["seqlen_q"], shape[3])
+    bias = tensor(shape, dtype)
+    found = plan.bwd(SM90, SMS, gradients=wanted, bias=bias, **arguments)
+    assert found["short"] == (kind is not None)
+    # It is read all the same where it has no gradient.
+    assert plan.bwd(SM90, SMS, gradients="dq dk dv", bias=bias, **arguments)["short"]
+    if kind is None:
+        return
+    assert found["dbias_kind"] == kind and found["level"] == GENERAL
+    assert not found["dbias_cols_reduced"] and not found["dbias_rows_reduced"]
+    strides = contiguous(shape)
+    assert found["dbias_row_stride"] == 77
+    assert found["dbias_head_stride"] == (strides[1] if shape[1] > 1 else 0)
+    assert found["dbias_batch_stride"] == (strides[0] if shape[0] > 1 else 0)
+    check_dbias_memory(found, 4 if dtype == FLOAT32 else 2)
+
+
+def check_dbias_memory(found: Plan, element_bytes: int) -> None:
+    """Sums start as zeros, and are of fp32: dbias itself, or the workspace before it."""
+    sum_bytes = 4 * found["dbias_elements"]
+    if found["dbias_kind"] == DB_ACCUM and element_bytes == 2:
+        assert found["dbias"] == found["dbias_accum"] == found["scratch_zeros"] == WORKSPACE
+        assert sum_bytes <= found["scratch_zero_bytes"] == found["workspace_bytes"]
+        assert found["workspace_bytes"] < sum_bytes + 256
+        assert found["dbias_zero_bytes"] == 0
+        return
+    assert (found["dbias"], found["dbias_accum"]) == (SOME_ADDRESS, 0)
+    assert found["workspace_bytes"] == found["scratch_zero_bytes"] == 0
+    is_sum = found["dbias_kind"] == DB_ACCUM
+    assert found["dbias_zero_bytes"] == (sum_bytes if is_sum else 0)
+
+
+def test_a_bias_without_gradient_has_none(plan: Probe) -> None:
+    found = plan.bwd(**SMALL, bias=tensor((1, 4, 60, 77)))
+    assert found["dbias_kind"] == DB_NONE and found["dbias"] == 0
+
+
+def shared_bias(sizes: dict[str, Any], dtype: int = BFLOAT16) -> abi.Tensor:
+    return tensor((1, sizes["nheads"], sizes["seqlen_q"], sizes["seqlen_k"]), dtype)
+
+
+@pytest.mark.parametrize("kernels", SETS)
+def test_a_block_for_each_batch(plan: Probe, kernels: str) -> None:
+    """Unless there is something to share."""
+    sizes = WINDOWS | {"seqlen_q": 130}
+    own = tensor((2048, 3, 130, 49))
+    heads_share = tensor((2048, 1, 49, 49))
+    for more in ({}, {"bias": own}, {"mask": mask(1, 1, 130, 49)}):
+        found = plan.fwd(kernels, SMS, **sizes, **more)
+        assert (found["slices"], found["blocks"]) == (2048, 2048 * 3 * 3)
+        found = plan.bwd(kernels, SMS, **sizes, **more)
+        assert (found["slices"], found["blocks"]) == (2048, 2048 * 3)
+    found = plan.bwd(kernels, SMS, gradients="dq dbias", bias=heads_share, **WINDOWS)
+    assert (found["dbias_kind"], found["slices"]) == (DB_ACCUM, 2048)
+
+
+def test_blocks_that_share_a_bias_take_several_batches(plan: Probe) -> None:
+    # Six blocks for each of 132 SMs are 264 for each of 3 heads; of 8 batches each, 256 are enough.
+    bias = shared_bias(WINDOWS)
+    fwd = plan.fwd(SM90, SMS, bias=bias, **WINDOWS)
+    assert (fwd["slices"], fwd["blocks"]) == (256, 768)
+    for gradients in ("dq dk dv", "dq dk dv dbias"):
+        bwd = plan.bwd(SM90, SMS, gradients=gradients, bias=bias, **WINDOWS)
+        assert (bwd["slices"], bwd["blocks"]) == (256, 768)
+    # A bias that is expanded over the batches is shared too.
+    expanded = tensor((2048, 3, 49, 49), stride=(0, 49 * 49, 49, 1))
+    assert plan.fwd(SM90, SMS, bias=expanded, **WINDOWS)["slices"] == 256
+    # The forward has blocks for each tile of rows, the backward for each kv head.
+    rows = WINDOWS | {"seqlen_q": 192, "nheads": 6}
+    assert plan.fwd(SM90, SMS, bias=shared_bias(rows), **rows)["slices"] == 44
+    assert plan.bwd(SM90, SMS, bias=shared_bias(rows), **rows)["slices"] == 256
+
+
+@pytest.mark.parametrize("sms", [1, 58, 132])
+@pytest.mark.parametrize("nheads", [1, 5, 32])
+@pytest.mark.parametrize("batch", [1, 2, 24, 25, 1000, 4097])
+def test_no_slice_is_empty_or_longer_than_need_be(
+    plan: Probe, batch: int, nheads: int, sms: int
+) -> None:
+    sizes = WINDOWS | {"batch": batch, "nheads": nheads, "nheads_k": nheads}
+    for found in (
+        plan.fwd(SM80, sms, bias=shared_bias(sizes), **sizes),
+        plan.bwd(SM80, sms, bias=shared_bias(sizes), **sizes),
+    ):
+        slices = found["slices"]
+        assert 1 <= slices <= batch and found["blocks"] == slices * nheads
+        most = -(-batch // slices)
+        assert most * slices < batch + slices
+        # Fewer batches each would take more blocks than six for each SM (or the last of them).
+        wanted = min(batch, -(-6 * sms // nheads))
+        assert slices <= wanted and most == -(-batch // wanted)
+
+
+def operands(like: dict[str, abi.Tensor]) -> tuple[dict[str, abi.Tensor], dict[str, int]]:
+    """These at addresses and with strides of their own, and what the probe has to say of them.
+
+    Rows of all but the mask are apart from each other.
+    """
+    placed, wanted = {}, {}
+    for i, (name, view) in enumerate(like.items()):
+        address = SOME_ADDRESS + (i << 30)
+        extents = [view.shape[n] + (8 * (i + 1) if n > 0 else 0) for n in range(view.ndim)]
+        stride = contiguous(extents)
+        placed[name] = tensor(view.shape[: view.ndim], view.dtype, stride, address)
+        short = name.replace("softmax_", "")
+        if name in ("mask", "bias"):
+            wanted[f"{name}.ptr"] = address
+            fields = [f"{name}.{x}_stride" for x in ("batch", "head", "row", "col")]
+        else:
+            wanted[short] = address
+            axes = ("batch", "row", "head") if view.ndim == 4 else ("batch", "head", "row")
+            fields = [f"{short}_stride.{x}" for x in axes]
+        if name != "softmax_lse_rest":  # it has those of lse
+            wanted |= dict(zip(fields, stride, strict=False))
+    placed["softmax_lse_rest"].stride[:] = placed["softmax_lse"].stride[:]
+    return placed, wanted
+
+
+def test_operands_reach_the_kernels(plan: Probe) -> None:
+    like = dict.fromkeys(("q", "out"), q_like()) | dict.fromkeys(("k", "v"), k_like())
+    like |= dict.fromkeys(("softmax_lse", "softmax_lse_rest"), tensor((2, 4, 60), FLOAT32))
+    like |= {"bias": tensor(SCORES), "mask": mask(2, 2, 60, 77)}
+    of_bwd = dict.fromkeys(("dout", "dq"), q_like()) | dict.fromkeys(("dk", "dv"), k_like())
+    of_bwd["dsoftmax_lse"] = tensor((2, 4, 60), FLOAT32)
+    for more, call in (({}, plan.fwd), (of_bwd, plan.bwd)):
+        fields, wanted = operands(like | more)
+        wanted |= {"bias.head_ratio": 1, "mask.head_ratio": 2, "head_ratio": 2, "is_causal": 1}
+        wanted |= SMALL
+        arguments: dict[str, Any] = SMALL | fields | ({"gradients": ""} if more else {})
+        found = call(is_causal=1, softmax_scale=0.25, **arguments)
+        assert found["short"] and found["softmax_scale"] == 0.25
+        assert {name: found[name] for name in wanted} == wanted
+
+
+@pytest.mark.parametrize(
+    "given, strides, ratio",
+    [
+        (mask(1, 1, 1, 77), (0, 0, 0, 1), 4),
+        (mask(2, 1, 60, 77), (60 * 77, 0, 77, 1), 4),
+        (mask(2, 2, 1, 77), (2 * 77, 77, 0, 1), 2),
+        (mask(2, 4, 60, 77, stride=(0, 0, 77, 1)), (0, 0, 77, 1), 4),
+        (mask(1, 4, 60, 1), (0, 60, 1, 0), 1),
+    ],
+)
+def test_masks_are_read_as_they_are(
+    plan: Probe, given: abi.Tensor, strides: tuple[int, ...], ratio: int
+) -> None:
+    for found in (plan.fwd(**SMALL, mask=given), plan.bwd(**SMALL, mask=given)):
+        names = ("batch", "head", "row", "col")
+        assert tuple(found[f"mask.{name}_stride"] for name in names) == strides
+        assert found["mask.head_ratio"] == ratio
