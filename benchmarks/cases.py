@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
+
+WINDOWS_A_SIDE = 8  # of the images that windows are cut from
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +29,7 @@ class Case:
     shared: str = ""  # of a dense bias, what it is alike for: "batch", "heads" or both
     bias_is_float32: bool = False
     tiles: float | None = None  # the share of mask tiles of 128 x 128 that are kept whole
+    mask: str = ""  # "padding": (B, 1, 1, Sk), of `kept` keys on average; "windows": (B, 1, Sq, Sk)
     backward: bool = True
     graphed: bool = False  # time replays of a CUDA graph: what a decoding loop runs
     quick: bool = False  # part of --quick
@@ -42,6 +46,10 @@ class Case:
             return sum(n * (n + 1) // 2 if self.causal else n * n for n in self.lengths)
         if self.tiles is not None:
             return round(self.seqlen_q * self.seqlen_k * self.tiles)
+        if self.mask == "windows":  # along one side the last window is cut in two
+            side, half = math.isqrt(self.seqlen_q), math.isqrt(self.seqlen_q) // 2
+            whole = (WINDOWS_A_SIDE - 1) * side**2
+            return ((whole + half**2 + (side - half) ** 2) // WINDOWS_A_SIDE) ** 2
         if self.kept is not None:
             rows, window = self.seqlen_q, self.kept
             if self.running:
@@ -227,6 +235,37 @@ def _odd_lengths() -> list[Case]:
     return cases
 
 
+def _few_tokens() -> list[Case]:
+    """Texts and windows of images, of many to a batch, and few keys for many rows."""
+    own, masked = ("dmattn",), ("dmattn_masked",)
+    beside = ("sdpa_efficient", "sdpa_cudnn_no_dbias")
+    plain = (*own, "sdpa_cudnn", "sdpa_flash", "sdpa_efficient")
+    text = Case(FEW_TOKENS, "B256 S128 H12 D64", plain, 256, 128, 128, 12, 12, 64)
+    swin = Case(FEW_TOKENS, "B2048 S49 H4 D32, bias [1, H, S, S]", (), 2048, 49, 49, 4, 4, 32)
+    swin = dataclasses.replace(swin, bias="dense", shared="batch")
+    return [
+        text,
+        dataclasses.replace(
+            text,
+            name=f"{text.name}, mask [B, 1, 1, S]",
+            contenders=(*masked, "sdpa_cudnn", "sdpa_efficient"),
+            mask="padding",
+            kept=96,
+        ),
+        Case(FEW_TOKENS, "B1024 S64 H12 D64", plain, 1024, 64, 64, 12, 12, 64),
+        Case(FEW_TOKENS, "B2048 S32 H8 D64", plain, 2048, 32, 32, 8, 8, 64),
+        dataclasses.replace(swin, contenders=(*own, *beside)),
+        dataclasses.replace(
+            swin,
+            name=f"{swin.name}, mask [B, 1, S, S]",
+            contenders=(*masked, *beside),
+            mask="windows",
+        ),
+        Case(FEW_TOKENS, "B256 S197 H12 D64", plain, 256, 197, 197, 12, 12, 64),
+        Case(FEW_TOKENS, "B8 Sq4096 Sk77 H10 D64", plain, 8, 4096, 77, 10, 10, 64),
+    ]
+
+
 PACKED = "packed sequences"
 
 
@@ -277,6 +316,7 @@ def _decode() -> list[Case]:
 TOP = "running top-w"
 KEY_BIAS, TILES, SLIDING = "key bias, causal", "half of the tiles", "sliding window"
 DETERMINISTIC, FEW_KEYS = "deterministic gradients", f"{TOP}, beside w keys alone"
+FEW_TOKENS = "short sequences"
 SELECTION = f"{TOP}, selection alone"
 TOKEN = f"{TOP}, decoding"
 STRETCHES = f"{TOP}, stretches"
@@ -422,6 +462,7 @@ CASES: tuple[Case, ...] = (
     *_features(),
     *_deterministic(),
     *_odd_lengths(),
+    *_few_tokens(),
     *_packed(),
     *_decode(),
 )
@@ -451,6 +492,10 @@ NOTES = {
     "with its gradient.",
     "odd length": "Not causal. 4095 keys beside 4096.",
     "odd length, dense bias": "The same with a bias for each row and key, and its gradient.",
+    FEW_TOKENS: "Not causal. 128 tokens as in BERT, 49 as in the windows of Swin with the gradient "
+    "of their bias, 197 as in ViT, and 77 of a text for the places of an image. A mask of the form "
+    "[B, 1, 1, S] hides a quarter of the keys, as padding does, one of [B, 1, S, S] what shifted "
+    "windows do not share: SDPA takes it and the bias as one operand, which is made inside.",
     "decode": "One query row over all keys, without a choice among them.",
     DETERMINISTIC: "The same bits in every run, beside gradients whose parts are added in any "
     "order.",

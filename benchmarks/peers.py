@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 import dmattn
 import dmattn.cache as cache_module
-from benchmarks.cases import CHUNK, Case
+from benchmarks.cases import CHUNK, WINDOWS_A_SIDE, Case
 from benchmarks.timing import Call
 
 TILE = 128  # rows and keys of a tile of the masks that keep whole tiles
@@ -34,7 +35,8 @@ class Data:
     k: Tensor
     v: Tensor
     bias: Tensor | None
-    mask: Tensor | None  # bool (B, HK, 1, Sk), (B, HK, Sq, Sk) for running top-w, or (1, 1, Sq, Sk)
+    # bool (B, HK, 1, Sk), (B, HK, Sq, Sk) for running top-w, (1, 1, Sq, Sk) of tiles, or Case.mask
+    mask: Tensor | None
     dout: Tensor
     cache: dmattn.DynamicMaskCache | None = None  # full, for the cases that step one
     new_score: Tensor | None = None  # of the tokens that go into it
@@ -82,6 +84,10 @@ def make_data(case: Case, device: torch.device) -> Data:
         rows, cols = case.seqlen_q // TILE, case.seqlen_k // TILE
         chosen = torch.rand(rows, cols, generator=generator, device=device) < case.tiles
         mask = chosen.repeat_interleave(TILE, 0).repeat_interleave(TILE, 1)[None, None]
+    if case.mask == "padding":
+        mask = padding(case, device)
+    elif case.mask == "windows":
+        mask = shifted_windows(case, device)
     data = Data(case, q, k, v, bias, mask, torch.randn_like(q.detach()))
     if "dmattn_given_mask" in case.contenders:
         data = dataclasses.replace(data, mask=running_top_mask(data))
@@ -94,6 +100,27 @@ def make_data(case: Case, device: torch.device) -> Data:
         bounds = torch.tensor((0, *case.lengths)).cumsum(0).to(device, torch.int32)
         data = dataclasses.replace(data, bounds=bounds)
     return data
+
+
+def padding(case: Case, device: torch.device) -> Tensor:
+    """(B, 1, 1, Sk): the first keys, from few to all of them, `kept` on average."""
+    assert case.kept is not None
+    fewest = 2 * case.kept - case.seqlen_k
+    lengths = torch.linspace(fewest, case.seqlen_k, case.batch, device=device).round()
+    places = torch.arange(case.seqlen_k, device=device)
+    return (places < lengths[:, None])[:, None, None]
+
+
+def shifted_windows(case: Case, device: torch.device) -> Tensor:
+    """(B, 1, S, S) of Swin: an image is rolled by half a window, so that the windows at its far
+    sides hold parts that do not belong together."""
+    side = math.isqrt(case.seqlen_q)
+    part = torch.zeros(WINDOWS_A_SIDE * side, dtype=torch.int32, device=device)
+    part[-side:], part[-(side // 2) :] = 1, 2
+    image = (3 * part[:, None] + part).view(WINDOWS_A_SIDE, side, WINDOWS_A_SIDE, side)
+    windows = image.transpose(1, 2).reshape(WINDOWS_A_SIDE**2, 1, side**2)
+    same = windows[..., None] == windows[..., None, :]
+    return same.repeat(case.batch // len(same), 1, 1, 1)
 
 
 def padded_batch(data: Data) -> Data:
@@ -309,8 +336,24 @@ def sdpa_flash(data: Data) -> Tensor:
     return _sdpa(data, SDPBackend.FLASH_ATTENTION, causal=data.case.causal)
 
 
+def _added(data: Data, bias: Tensor | None) -> Tensor | None:
+    """Mask and bias as PyTorch takes them: one operand, whose gradient is that of the bias.
+
+    Rows of a bias have to start on 16 bytes: a padded copy, as PyTorch's users make one.
+    """
+    if bias is None:
+        return data.mask
+    keys, more = bias.shape[3], -bias.shape[3] % 8
+    if more:
+        bias = F.pad(bias, (0, more))
+    if data.mask is not None:
+        bias = bias.masked_fill(~F.pad(data.mask, (0, more)), float("-inf"))
+    return bias[..., :keys]
+
+
 def sdpa_cudnn(data: Data) -> Tensor:
-    return _sdpa(data, SDPBackend.CUDNN_ATTENTION, causal=data.case.causal)
+    """Without the bias, if there is one."""
+    return _sdpa(data, SDPBackend.CUDNN_ATTENTION, _added(data, None), causal=data.case.causal)
 
 
 def sdpa_cudnn_few_keys(data: Data) -> Tensor:
@@ -322,17 +365,13 @@ def sdpa_cudnn_few_keys(data: Data) -> Tensor:
 
 
 def sdpa_efficient(data: Data) -> Tensor:
-    bias = data.bias
-    if bias is not None and bias.shape[3] % 8:
-        # It wants rows of the bias to start on 16 bytes: a padded copy, as PyTorch's users make
-        # one.
-        bias = F.pad(bias, (0, 8 - bias.shape[3] % 8))[..., : bias.shape[3]]
-    return _sdpa(data, SDPBackend.EFFICIENT_ATTENTION, bias, causal=data.case.causal)
+    added = _added(data, data.bias)
+    return _sdpa(data, SDPBackend.EFFICIENT_ATTENTION, added, causal=data.case.causal)
 
 
 def sdpa_cudnn_no_dbias(data: Data) -> Tensor:
     assert data.bias is not None
-    return _sdpa(data, SDPBackend.CUDNN_ATTENTION, data.bias.detach())
+    return _sdpa(data, SDPBackend.CUDNN_ATTENTION, _added(data, data.bias.detach()))
 
 
 def _materialised(data: Data, mask: Tensor) -> Tensor:
