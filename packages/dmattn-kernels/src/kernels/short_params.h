@@ -5,14 +5,26 @@
 
 namespace dmattn {
 
-// A tile of scores has so many rows, and room for all keys. The kernels exist for these numbers of keys.
+// A tile of scores has so many rows, and room for all keys: of the forward, and of the backward, whose kernels exist for
+// two numbers of keys. (The forward over 128 keys was slower than the other kernels, which split them.)
 constexpr int kShortRows = 64;
-constexpr int kShortKeys[] = {64, 128};
-constexpr int kMostShortKeys = 128;
-constexpr int short_keys(int seqlen_k) { return seqlen_k <= kShortKeys[0] ? kShortKeys[0] : kShortKeys[1]; }
+constexpr int kMostShortFwdKeys = 64;
+constexpr int kMostShortBwdKeys = 128;
+constexpr int short_bwd_keys(int seqlen_k) { return seqlen_k <= 64 ? 64 : kMostShortBwdKeys; }
 // Head dimensions that have kernels of their own; others are rounded up to one of these.
 constexpr int kMostShortHeadDim = 64;
 constexpr int short_head_dim(int head_dim) { return head_dim <= 32 ? 32 : 64; }
+
+// Thread blocks that an SM of Hopper has room for side by side: they hide each other's loads. Where each takes many batches,
+// there should be as many.
+constexpr int short_fwd_blocks_per_sm(int head_dim, bool is_general) {
+  return is_general && short_head_dim(head_dim) == 64 ? 5 : 6;
+}
+constexpr int short_bwd_blocks_per_sm(int head_dim, int seqlen_k, bool is_general) {
+  return short_bwd_keys(seqlen_k) == kMostShortBwdKeys ? 2
+         : short_head_dim(head_dim) == 32              ? (is_general ? 4 : 5)
+                                                       : (is_general ? 3 : 4);
+}
 
 // What the forward and the backward share. All rows of all tensors start on 16 bytes, and there is no softcap.
 struct ShortParams {

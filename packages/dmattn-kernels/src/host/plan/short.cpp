@@ -14,21 +14,18 @@ constexpr int32_t kMostBwdRows = 256;
 // full without sharing them out: with so many heads for each SM.
 constexpr int32_t kMostBwdTiles = 16;
 constexpr int64_t kHeadsThatFill = 2;
-// Where thread blocks share a bias, they take several batches each until there are no more than so many blocks for each
-// SM, of which three or four run side by side: fewer would leave SMs idle at the end.
-constexpr int64_t kBlocksPerSm = 6;
 
 // What all short kernels ask of a call that has some rows and some keys.
 template <class Params, class KernelParams>
-bool suits(const Params& p, const KernelParams& kernel) {
-  const bool has_few_keys = kernel.seqlen_k <= kMostShortKeys && kernel.head_dim <= kMostShortHeadDim;
+bool suits(const Params& p, const KernelParams& kernel, int32_t most_keys) {
+  const bool has_few_keys = kernel.seqlen_k <= most_keys && kernel.head_dim <= kMostShortHeadDim;
   // One row is for the decode kernel.
   return has_few_keys && kernel.seqlen_q > 1 && !is_packed(p) && !has_selection(p.selection) && kernel.softcap == 0.f &&
          kernel.vec_q && kernel.vec_k && kernel.vec_v;
 }
 
 bool suits_fwd(const dmattn_fwd_params& p, const FwdParams& kernel) {
-  return suits(p, kernel) && kernel.vec_out && p.num_splits <= 1;
+  return suits(p, kernel, kMostShortFwdKeys) && kernel.vec_out && p.num_splits <= 1;
 }
 
 // Gradients of a bias are stored for each score, or, from the one tile of rows of a block, added to sums in any order.
@@ -40,7 +37,7 @@ bool suits_dbias(const BwdPlan& plan) {
 
 bool suits_bwd(const BwdPlan& plan, const dmattn_bwd_params& p, const Device& device) {
   const BwdParams& kernel = plan.kernel;
-  if (!suits(p, kernel) || kernel.seqlen_q > kMostBwdRows || !suits_dbias(plan)) return false;
+  if (!suits(p, kernel, kMostShortBwdKeys) || kernel.seqlen_q > kMostBwdRows || !suits_dbias(plan)) return false;
   const bool has_few_tiles = kernel.head_ratio * ceil_div(kernel.seqlen_q, kShortRows) <= kMostBwdTiles;
   const bool fills = int64_t{kernel.batch} * kernel.nheads_k >= kHeadsThatFill * device.num_sms;
   return (has_few_tiles || fills) && kernel.vec_dout && is_vec16(p.out.data, read_strides(p.out), plan.unit.dtype) &&
@@ -81,10 +78,12 @@ void set_short(ShortParams& to, const KernelParams& from, const BiasParams& bias
   to.mask_head_ratio = from.nheads / mask.heads;
 }
 
-// blocks: of each slice of the batches. The last slices would have nothing to do if each took as many batches as it can.
-int32_t choose_slices(int32_t batch, int64_t blocks, bool shares_bias, const Device& device) {
+// Where thread blocks share a bias, they take several batches each, so that there are no more blocks than the GPU has at a
+// time. blocks: of each slice of the batches. The last slices would have nothing to do if each took as many batches as it
+// can.
+int32_t choose_slices(int32_t batch, int64_t blocks, bool shares_bias, int64_t resident) {
   if (!shares_bias) return batch;
-  const auto wanted = static_cast<int32_t>(std::min<int64_t>(batch, ceil_div(kBlocksPerSm * device.num_sms, blocks)));
+  const auto wanted = static_cast<int32_t>(std::clamp<int64_t>(resident / blocks, 1, batch));
   return ceil_div(batch, ceil_div(batch, wanted));
 }
 // Whether the bias is the same for all batches.
@@ -138,7 +137,8 @@ bool choose_short_kernel(FwdPlan& plan, const dmattn_fwd_params& p, const Proble
   to.lse = from.lse;
   to.lse_rest = from.lse_rest;
   to.lse_stride = from.lse_stride;
-  to.batch_slices = choose_slices(to.batch, short_fwd_blocks(to), has_shared_bias(to), device);
+  const int64_t resident = int64_t{device.num_sms} * short_fwd_blocks_per_sm(to.head_dim, /*is_general=*/true);
+  to.batch_slices = choose_slices(to.batch, short_fwd_blocks(to), has_shared_bias(to), resident);
   plan.choice.level = level_of(plan);
   plan.choice.blocks = short_fwd_blocks(to);
   return true;
@@ -154,7 +154,9 @@ bool choose_short_kernel(BwdPlan& plan, const dmattn_bwd_params& p, const Proble
   set_statistics(to, p);
   set_gradients(to, plan);
   const bool sums_dbias = to.dbias_kind == DbiasKind::kAccum && to.dbias_batch_stride == 0;
-  to.batch_slices = choose_slices(to.batch, short_bwd_blocks(to), has_shared_bias(to) || sums_dbias, device);
+  const int64_t resident =
+      int64_t{device.num_sms} * short_bwd_blocks_per_sm(to.head_dim, to.seqlen_k, /*is_general=*/true);
+  to.batch_slices = choose_slices(to.batch, short_bwd_blocks(to), has_shared_bias(to) || sums_dbias, resident);
   plan.choice.level = level_of(plan);
   plan.choice.blocks = short_bwd_blocks(to);
   return true;

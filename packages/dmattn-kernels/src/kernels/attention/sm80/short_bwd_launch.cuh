@@ -15,13 +15,14 @@ cudaError_t launch_short_bwd_kernel(int64_t blocks, const ShortBwdParams& p, cud
 template <class Element, int kHeadDim, bool kGathered>
 cudaError_t launch_short_bwd(const KernelChoice& choice, const ShortBwdParams& p, cudaStream_t stream) {
   static_assert(!kGathered && kHeadDim == kMostShortHeadDim);
-  return with_short_shape(p, choice.level, [&](auto head_dim, auto keys, auto level) {
-    if constexpr (keys == 64) {
-      if (p.head_ratio == 1 && p.seqlen_q <= kShortRows) {
-        return launch_short_bwd_kernel<Element, head_dim, keys, level, /*kSingle=*/true>(choice.blocks, p, stream);
-      }
+  return with_short_shape(p, choice.level, [&](auto head_dim, auto level) {
+    if (short_bwd_keys(p.seqlen_k) == kMostShortBwdKeys) {
+      return launch_short_bwd_kernel<Element, head_dim, kMostShortBwdKeys, level, false>(choice.blocks, p, stream);
     }
-    return launch_short_bwd_kernel<Element, head_dim, keys, level, /*kSingle=*/false>(choice.blocks, p, stream);
+    if (p.head_ratio > 1 || p.seqlen_q > kShortRows) {
+      return launch_short_bwd_kernel<Element, head_dim, 64, level, false>(choice.blocks, p, stream);
+    }
+    return launch_short_bwd_kernel<Element, head_dim, 64, level, true>(choice.blocks, p, stream);
   });
 }
 

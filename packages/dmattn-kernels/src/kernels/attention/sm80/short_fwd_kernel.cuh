@@ -6,22 +6,20 @@
 
 namespace dmattn {
 
-template <class Element_, int kHeadDim_, int kBlockN_, Level kLevel>
+template <class Element_, int kHeadDim_, Level kLevel>
 struct ShortFwdTraits {
   using Element = Element_;
-  static constexpr int kHeadDim = kHeadDim_, kBlockM = kShortRows, kBlockN = kBlockN_;
+  static constexpr int kHeadDim = kHeadDim_, kBlockM = kShortRows, kBlockN = kMostShortFwdKeys;
   static constexpr bool kGeneral = is_general(kLevel);
   static constexpr int kWarps = kBlockM / 16, kThreads = 32 * kWarps;
   static constexpr int NT = kBlockN / 8, OT = kHeadDim / 8;
-  using Scores = ShortScores<Element, NT, kThreads>;
-  // The blocks of an SM hide each other's loads.
-  static constexpr int kMinBlocks = kBlockN == 128 ? (kGeneral ? 3 : 4) : (kGeneral ? 4 : 6);
+  static constexpr int kMinBlocks = short_fwd_blocks_per_sm(kHeadDim, kGeneral);
 
   static constexpr uint32_t kQ = 0;
   static constexpr uint32_t kK = kQ + kBlockM * kHeadDim * sizeof(Element);
   static constexpr uint32_t kV = kK + kBlockN * kHeadDim * sizeof(Element);
-  static constexpr uint32_t kBias = kV + kBlockN * kHeadDim * sizeof(Element);
-  static constexpr uint32_t kSmemBytes = kBias + (kGeneral ? Scores::kStageBytes : 0);
+  static constexpr uint32_t kBias = kV + kBlockN * kHeadDim * sizeof(Element);  // float4 [NT][kThreads]
+  static constexpr uint32_t kSmemBytes = kBias + (kGeneral ? NT * kThreads * sizeof(float4) : 0);
   static_assert(kSmemBytes <= static_cast<uint32_t>(smem_limit(TileSet::kNarrow)));
 };
 
@@ -29,13 +27,14 @@ template <class T>
 struct ShortFwdBlock {
   using Element = typename T::Element;
   static constexpr int kHeadDim = T::kHeadDim, NT = T::NT;
+  using Scores = ShortScores<Element, NT>;
 
   const ShortFwdParams& p;
   char* smem;
   uint32_t smem_base;
   int thread, warp, lane;
   int head, row0, slice;
-  bool shares_bias;
+  bool keeps_bias;  // in shared memory, for several batches
 
   __device__ __forceinline__ ShortFwdBlock(const ShortFwdParams& params, char* smem_)
       : p(params), smem(smem_), smem_base(smem_u32(smem_)) {
@@ -51,43 +50,52 @@ struct ShortFwdBlock {
     warp = thread / 32;
     lane = thread & 31;
   }
-  __device__ __forceinline__ typename T::Scores scores() const { return {p, warp * 16, 0, thread}; }
-
-  __device__ __forceinline__ float4* bias_stage() const { return reinterpret_cast<float4*>(smem + T::kBias); }
-
-  // What is the same for all batches of the block.
-  __device__ __forceinline__ void prepare() {
-    shares_bias = T::kGeneral && p.bias.kind != BiasKind::kNone && p.bias.batch_stride == 0 && p.batch_slices < p.batch;
-    if (!shares_bias) return;
-    float bias[NT][4];
-    scores().load_bias_tile(bias, 0, head, row0);
-    scores().keep_bias(bias_stage(), bias);
+  __device__ __forceinline__ Scores scores() const { return {p, FragmentMap(warp * 16, 0, lane), row0}; }
+  // Each thread has places of its own for a bias that several batches share.
+  __device__ __forceinline__ float4& kept_bias(int nt) const {
+    return reinterpret_cast<float4*>(smem + T::kBias)[nt * T::kThreads + thread];
   }
 
-  __device__ __forceinline__ void load(int batch) const {
+  __device__ __forceinline__ void keep_bias() {
+    keeps_bias = T::kGeneral && p.bias.kind != BiasKind::kNone && p.bias.batch_stride == 0 && p.batch_slices < p.batch;
+    if (!keeps_bias) return;
+#pragma unroll
+    for (int nt = 0; nt < NT; ++nt) kept_bias(nt) = scores().load_bias_of(nt, 0, head);
+  }
+
+  template <int kRows>
+  __device__ __forceinline__ void load(uint32_t tile, const Element* from, int64_t row_stride, int rows) const {
+    load_tile<kRows, kHeadDim, T::kThreads>(smem_base + tile, from, row_stride, rows, p.head_dim, true, thread,
+                                            RowIdentity{});
+  }
+  __device__ __forceinline__ void load_operands(int batch) const {
     const int head_k = head / p.head_ratio;
-    load_tile<T::kBlockM, kHeadDim, T::kThreads>(smem_base + T::kQ,
-                                                 rows_at<Element>(p.q, p.q_stride, batch, head, row0), p.q_stride.row,
-                                                 p.seqlen_q - row0, p.head_dim, true, thread, RowIdentity{});
-    load_tile<T::kBlockN, kHeadDim, T::kThreads>(smem_base + T::kK, rows_at<Element>(p.k, p.k_stride, batch, head_k, 0),
-                                                 p.k_stride.row, p.seqlen_k, p.head_dim, true, thread, RowIdentity{});
+    load<T::kBlockM>(T::kQ, rows_at<Element>(p.q, p.q_stride, batch, head, row0), p.q_stride.row, p.seqlen_q - row0);
+    load<T::kBlockN>(T::kK, rows_at<Element>(p.k, p.k_stride, batch, head_k, 0), p.k_stride.row, p.seqlen_k);
     cp_async_fence();
-    load_tile<T::kBlockN, kHeadDim, T::kThreads>(smem_base + T::kV, rows_at<Element>(p.v, p.v_stride, batch, head_k, 0),
-                                                 p.v_stride.row, p.seqlen_k, p.head_dim, true, thread, RowIdentity{});
+    load<T::kBlockN>(T::kV, rows_at<Element>(p.v, p.v_stride, batch, head_k, 0), p.v_stride.row, p.seqlen_k);
     cp_async_fence();
+  }
+
+  __device__ __forceinline__ void modify(float (&acc_s)[1][NT][4], uint32_t kept, int batch) const {
+    const Scores own = scores();
+    if constexpr (T::kGeneral) {
+      scale_scores(acc_s, p.softmax_scale, 0.f);
+      if (keeps_bias) {
+        Scores::add_bias(acc_s, [&](int nt) { return kept_bias(nt); });
+      } else if (p.bias.kind != BiasKind::kNone) {
+        Scores::add_bias(acc_s, [&](int nt) { return own.load_bias_of(nt, batch, head); });
+      }
+      if (kept != ~0u) Scores::apply_mask(acc_s, kept);
+    }
+    if (own.has_limits(T::kBlockN)) own.apply_limits(acc_s);
   }
 
   __device__ __forceinline__ void attend(int batch) const {
-    load(batch);
-    KeptScores<NT> kept;
-    kept.fill();
-    scores().apply_limits(kept, row0);
-    if constexpr (T::kGeneral) {
-      if (p.mask.ptr != nullptr) scores().apply_mask(kept, batch, head, row0);
-    }
+    load_operands(batch);
+    const uint32_t kept = T::kGeneral && p.mask.ptr != nullptr ? scores().load_mask(batch, head) : ~0u;
     float acc_s[1][NT][4], acc_o[1][T::OT][4];
     clear(acc_s);
-    clear(acc_o);
     cp_async_wait<1>();
     __syncthreads();
     gemm_ss<Element, kHeadDim / 16>(acc_s, Operand<kHeadDim, true, false>(smem_base + T::kQ, warp * 16, lane),
@@ -98,25 +106,11 @@ struct ShortFwdBlock {
     for (int r = 0; r < 2; ++r) softmax.template step_row<!T::kGeneral>(r, acc_s, p.softmax_scale * kLog2e);
     cp_async_wait<0>();
     __syncthreads();
+    clear(acc_o);
     gemm_pv<Element>(acc_o, acc_s, Operand<kHeadDim, false, true>(smem_base + T::kV, 0, lane));
     store(acc_o, softmax, batch);
   }
 
-  __device__ __forceinline__ void modify(float (&acc_s)[1][NT][4], const KeptScores<NT>& kept, int batch) const {
-    if constexpr (T::kGeneral) {
-      scale_scores(acc_s, p.softmax_scale, 0.f);
-      if (shares_bias) {
-        scores().add_kept_bias(acc_s, bias_stage());
-      } else if (p.bias.kind != BiasKind::kNone) {
-        float bias[NT][4];
-        scores().load_bias_tile(bias, batch, head, row0);
-        T::Scores::add(acc_s, bias);
-      }
-    }
-    if (!kept.has_all()) kept.apply(acc_s);
-  }
-
-  // A warp's rows of Q are read by itself alone: its rows of the output go through their place.
   __device__ __forceinline__ void store(float (&acc_o)[1][T::OT][4], OnlineSoftmax<1>& softmax, int batch) const {
     const int warp_row0 = row0 + warp * 16;
 #pragma unroll
@@ -135,19 +129,16 @@ struct ShortFwdBlock {
         if (p.lse_rest != nullptr) p.lse_rest[i] = rest;
       }
     }
-    const uint32_t tile = smem_base + T::kQ + warp * 16 * SmemTile<kHeadDim>::kRowBytes;
-    store_acc<Element, kHeadDim>(tile, acc_o, 0, 0, lane);
-    __syncwarp();
-    store_tile<16, kHeadDim, 32>(rows_at<Element>(p.out, p.out_stride, batch, head, warp_row0), tile, p.out_stride.row,
-                                 p.seqlen_q - warp_row0, p.head_dim, true, lane, RowIdentity{});
+    store_rows(rows_at<Element>(p.out, p.out_stride, batch, head, warp_row0), p.out_stride.row, acc_o, 0,
+               p.seqlen_q - warp_row0, p.head_dim, lane);
   }
 
   __device__ __forceinline__ void run() {
-    prepare();
+    keep_bias();
     for (int batch = slice; batch < p.batch; batch += p.batch_slices) {
       renew();
       attend(batch);
-      if (batch + p.batch_slices < p.batch) __syncthreads();  // K and V are no longer read
+      if (batch + p.batch_slices < p.batch) __syncthreads();  // Q, K and V are no longer read
     }
   }
 };

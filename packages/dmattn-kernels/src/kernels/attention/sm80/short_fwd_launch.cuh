@@ -5,9 +5,9 @@
 
 namespace dmattn {
 
-template <class Element, int kHeadDim, int kBlockN, Level kLevel>
+template <class Element, int kHeadDim, Level kLevel>
 cudaError_t launch_short_fwd_kernel(int64_t blocks, const ShortFwdParams& p, cudaStream_t stream) {
-  using T = ShortFwdTraits<Element, kHeadDim, kBlockN, kLevel>;
+  using T = ShortFwdTraits<Element, kHeadDim, kLevel>;
   static std::atomic<uint64_t> devices_ready{0};
   return launch(short_fwd_kernel<T>, blocks, T::kThreads, T::kSmemBytes, T::kSmemBytes, devices_ready, p, stream);
 }
@@ -15,8 +15,8 @@ cudaError_t launch_short_fwd_kernel(int64_t blocks, const ShortFwdParams& p, cud
 template <class Element, int kHeadDim, bool kGathered>
 cudaError_t launch_short_fwd(const KernelChoice& choice, const ShortFwdParams& p, cudaStream_t stream) {
   static_assert(!kGathered && kHeadDim == kMostShortHeadDim);
-  return with_short_shape(p, choice.level, [&](auto head_dim, auto keys, auto level) {
-    return launch_short_fwd_kernel<Element, head_dim, keys, level>(choice.blocks, p, stream);
+  return with_short_shape(p, choice.level, [&](auto head_dim, auto level) {
+    return launch_short_fwd_kernel<Element, head_dim, level>(choice.blocks, p, stream);
   });
 }
 
