@@ -43,61 +43,135 @@ struct ShortScores {
       }
   }
 
-  // Which scores the mask of a batch and a query head keeps, a bit each: score e of fragment nt is bit 4 nt + e. Scores
-  // that there are not count as kept.
-  __device__ __forceinline__ uint32_t load_mask(int batch, int head) const {
-    static_assert(4 * NT <= 32);
+  // Which scores the mask of a batch and a query head keeps, as a word for each 32 keys of the two rows of a lane: bit
+  // 8 i + c is of column c of the lane in fragment i of the word's four. A warp reads the keys of a row side by side.
+  struct Kept {
+    uint32_t words[NT / 4][2];
+  };
+  __device__ __forceinline__ Kept load_mask(int batch, int head, int lane) const {
     const MaskSource& mask = p.mask;
-    const uint8_t* base = mask.ptr + batch * mask.batch_stride + (head / p.mask_head_ratio) * mask.head_stride;
-    uint32_t kept = 0;
+    const int first_row = row0 + map.row0 - lane / 4, first_col = map.col0 - 2 * (lane & 3);
+    const uint8_t* of_row = mask.ptr + batch * mask.batch_stride + (head / p.mask_head_ratio) * mask.head_stride +
+                            first_row * mask.row_stride + (first_col + lane) * mask.col_stride;
+    Kept kept;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = row0 + map.row(0, 2 * half);
-      const uint8_t* of_row = base + row * mask.row_stride;
+    for (int i = 0; i < NT / 4; ++i) {
+      const int col = first_col + 32 * i + lane;
+      const int64_t ahead = 32 * i * mask.col_stride;
+      if (mask.row_stride == 0) {
+        const bool keeps = col < p.seqlen_k && __ldg(of_row + ahead) != 0;
+        kept.words[i][0] = kept.words[i][1] = __ballot_sync(0xffffffffu, keeps);
+      } else {
 #pragma unroll
-      for (int nt = 0; nt < NT; ++nt)
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          const int col = map.col(nt, c);
-          const bool keeps = !exists(row, col) || __ldg(of_row + col * mask.col_stride) != 0;
-          kept |= static_cast<uint32_t>(keeps) << (4 * nt + 2 * half + c);
+        for (int r = 0; r < 16; ++r) {
+          const bool keeps = exists(first_row + r, col) && __ldg(of_row + ahead + r * mask.row_stride) != 0;
+          const uint32_t word = __ballot_sync(0xffffffffu, keeps);
+          if (r % 8 == lane / 4) kept.words[i][r / 8] = word;
         }
+      }
+      kept.words[i][0] >>= 2 * (lane & 3);
+      kept.words[i][1] >>= 2 * (lane & 3);
     }
     return kept;
   }
-  static __device__ __forceinline__ void apply_mask(Fragments& acc, uint32_t kept) {
+  static __device__ __forceinline__ void apply_mask(Fragments& acc, const Kept& kept) {
 #pragma unroll
     for (int nt = 0; nt < NT; ++nt)
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        if ((kept >> (4 * nt + e) & 1) == 0) acc[0][nt][e] = -INFINITY;
+        if ((kept.words[nt / 4][e / 2] >> (8 * (nt % 4) + (e & 1)) & 1) == 0) acc[0][nt][e] = -INFINITY;
       }
   }
 
-  // The bias of a batch and a query head; 0 where there are no scores.
-  __device__ __forceinline__ float4 load_bias_of(int nt, int batch, int head) const {
-    constexpr bool kIsBf16 = std::is_same_v<Element, cutlass::bfloat16_t>;
-    const int64_t base = batch * p.bias.batch_stride + (head / p.bias.head_ratio) * p.bias.head_stride;
-    float bias[4];
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const int row = row0 + map.row(0, e), col = map.col(nt, e);
-      const int64_t at = base + row * p.bias.row_stride + col * p.bias.col_stride;
-      bias[e] = exists(row, col) ? load_bias(p.bias, at, kIsBf16) : 0.f;
-    }
-    return make_float4(bias[0], bias[1], bias[2], bias[3]);
-  }
-  // bias_of(nt): of the fragment nt.
+  // f(nt, bias) for each fragment of the bias of a batch and a query head; 0 where there are no scores.
   template <class F>
-  static __device__ __forceinline__ void add_bias(Fragments& acc, F&& bias_of) {
+  __device__ __forceinline__ void for_each_bias(int batch, int head, F&& f) const {
+    const BiasParams& bias = p.bias;
+    const int64_t base = batch * bias.batch_stride + (head / bias.head_ratio) * bias.head_stride;
+    if (bias.dtype == Dtype::kFloat32) {
+      for_each_bias_as(static_cast<const float*>(bias.ptr) + base, f);
+    } else {
+      for_each_bias_as(static_cast<const Element*>(bias.ptr) + base, f);
+    }
+  }
+  // Neighbours in memory are read by addresses a constant apart, and, where they start on two of them, in pairs.
+  template <class B, class F>
+  __device__ __forceinline__ void for_each_bias_as(const B* base, F&& f) const {
+    const BiasParams& bias = p.bias;
+    if (bias.col_stride != 1) {
+      for_each_bias_at(base, bias.col_stride, f);
+    } else if (((reinterpret_cast<uintptr_t>(base) & (2 * sizeof(B) - 1)) | (bias.row_stride & 1)) == 0) {
+      for_each_bias_pair(base, f);
+    } else {
+      for_each_bias_at(base, std::integral_constant<int, 1>{}, f);
+    }
+  }
+  template <class B, class Stride, class F>
+  __device__ __forceinline__ void for_each_bias_at(const B* base, Stride col_stride, F&& f) const {
+    const B* of_rows[2];
+    bool has_row[2];
+    find_bias_rows(base + map.col0 * col_stride, of_rows, has_row);
 #pragma unroll
     for (int nt = 0; nt < NT; ++nt) {
-      const float4 bias = bias_of(nt);
-      acc[0][nt][0] += bias.x;
-      acc[0][nt][1] += bias.y;
-      acc[0][nt][2] += bias.z;
-      acc[0][nt][3] += bias.w;
+      float values[4];
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const bool is_there = has_row[e / 2] && map.col(nt, e) < p.seqlen_k;
+        values[e] = is_there ? read_bias(of_rows[e / 2] + (8 * nt + (e & 1)) * col_stride) : 0.f;
+      }
+      f(nt, make_float4(values[0], values[1], values[2], values[3]));
     }
+  }
+  template <class B, class F>
+  __device__ __forceinline__ void for_each_bias_pair(const B* base, F&& f) const {
+    const B* of_rows[2];
+    bool has_row[2];
+    find_bias_rows(base + map.col0, of_rows, has_row);
+#pragma unroll
+    for (int nt = 0; nt < NT; ++nt) {
+      float2 values[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        values[half] = {0.f, 0.f};
+        if (half == 1 && p.bias.row_stride == 0) {
+          values[1] = values[0];
+        } else if (has_row[half] && map.col(nt, 1) < p.seqlen_k) {
+          values[half] = read_bias_pair(of_rows[half] + 8 * nt);
+        } else if (has_row[half] && map.col(nt, 0) < p.seqlen_k) {
+          values[half].x = read_bias(of_rows[half] + 8 * nt);
+        }
+      }
+      f(nt, make_float4(values[0].x, values[0].y, values[1].x, values[1].y));
+    }
+  }
+  // Of the two rows of a lane. from: row 0 of all.
+  template <class B>
+  __device__ __forceinline__ void find_bias_rows(const B* from, const B* (&of_rows)[2], bool (&has_row)[2]) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = row0 + map.row(0, 2 * half);
+      of_rows[half] = from + row * p.bias.row_stride;
+      has_row[half] = row < p.seqlen_q;
+    }
+    // The rows of one bias for each key are all there.
+    if (p.bias.row_stride == 0) has_row[0] = has_row[1] = true;
+  }
+  static __device__ __forceinline__ float read_bias(const float* at) { return __ldg(at); }
+  static __device__ __forceinline__ float read_bias(const Element* at) {
+    return ElementTraits<Element>::unpack(__ldg(reinterpret_cast<const uint16_t*>(at))).x;
+  }
+  static __device__ __forceinline__ float2 read_bias_pair(const float* at) {
+    return __ldg(reinterpret_cast<const float2*>(at));
+  }
+  static __device__ __forceinline__ float2 read_bias_pair(const Element* at) {
+    return ElementTraits<Element>::unpack(__ldg(reinterpret_cast<const uint32_t*>(at)));
+  }
+
+  static __device__ __forceinline__ void add(Fragments& acc, int nt, const float4& bias) {
+    acc[0][nt][0] += bias.x;
+    acc[0][nt][1] += bias.y;
+    acc[0][nt][2] += bias.z;
+    acc[0][nt][3] += bias.w;
   }
 };
 

@@ -48,6 +48,7 @@ struct ShortBwdBlock {
   using Element = typename T::Element;
   static constexpr int kHeadDim = T::kHeadDim, NT = T::NT, kBlockM = T::kBlockM, kBlockN = T::kBlockN;
   using Scores = ShortScores<Element, NT>;
+  using Kept = typename Scores::Kept;
   using Fragments = float[1][NT][4];
   using AccKV = float[1][T::NTkv][4];
   // Sums of the gradient of a bias that go on from batch to batch.
@@ -99,9 +100,9 @@ struct ShortBwdBlock {
     if (!keeps_bias) return;
     row0 = 0;
 #pragma unroll
-    for (int part = 0; part < T::kParts; ++part)
-#pragma unroll
-      for (int nt = 0; nt < NT; ++nt) kept_bias(part, nt) = scores(part).load_bias_of(nt, 0, head_k);
+    for (int part = 0; part < T::kParts; ++part) {
+      scores(part).for_each_bias(0, head_k, [&](int nt, const float4& bias) { kept_bias(part, nt) = bias; });
+    }
   }
   __device__ __forceinline__ void load_keys(uint32_t tile, const void* base, const Strides3& s) const {
     load_tile<kBlockN, kHeadDim, T::kThreads>(smem_base + tile, rows_at<Element>(base, s, batch, head_k, 0), s.row,
@@ -172,16 +173,17 @@ struct ShortBwdBlock {
 
   // --- one tile ------------------------------------------------------------------------------------------------------
 
-  __device__ __forceinline__ void modify(Fragments& s, int part, uint32_t kept) const {
+  __device__ __forceinline__ void modify(Fragments& s, int part, const Kept& kept) const {
     const Scores own = scores(part);
     if constexpr (T::kGeneral) {
       scale_scores(s, p.softmax_scale, 0.f);
       if (keeps_bias) {
-        Scores::add_bias(s, [&](int nt) { return kept_bias(part, nt); });
+#pragma unroll
+        for (int nt = 0; nt < NT; ++nt) Scores::add(s, nt, kept_bias(part, nt));
       } else if (p.bias.kind != BiasKind::kNone) {
-        Scores::add_bias(s, [&](int nt) { return own.load_bias_of(nt, batch, head); });
+        own.for_each_bias(batch, head, [&](int nt, const float4& bias) { Scores::add(s, nt, bias); });
       }
-      if (kept != ~0u) Scores::apply_mask(s, kept);
+      if (p.mask.ptr != nullptr) Scores::apply_mask(s, kept);
     }
     if (own.has_limits(kBlockN)) own.apply_limits(s);
   }
@@ -206,7 +208,7 @@ struct ShortBwdBlock {
   }
 
   // P and dS of a part of the warp's scores.
-  __device__ __forceinline__ void differentiate_part(int part, uint32_t kept, DbiasSums& dbias) const {
+  __device__ __forceinline__ void differentiate_part(int part, const Kept& kept, DbiasSums& dbias) const {
     Fragments s, dp;
     clear(s);
     gemm_ss<Element, kHeadDim / 16>(s, Operand<kHeadDim, true, false>(smem_base + T::kQ, warp_row(), lane),
@@ -255,10 +257,12 @@ struct ShortBwdBlock {
   __device__ __forceinline__ void attend(bool is_last, AccKV& dk, AccKV& dv, DbiasSums& dbias) const {
     OutRows out;
     load_out(out);
-    uint32_t kept[T::kParts];
+    Kept kept[T::kParts] = {};
+    if constexpr (T::kGeneral) {
+      if (p.mask.ptr != nullptr) {
 #pragma unroll
-    for (int part = 0; part < T::kParts; ++part) {
-      kept[part] = T::kGeneral && p.mask.ptr != nullptr ? scores(part).load_mask(batch, head) : ~0u;
+        for (int part = 0; part < T::kParts; ++part) kept[part] = scores(part).load_mask(batch, head, lane);
+      }
     }
     cp_async_wait<0>();
     __syncthreads();

@@ -28,6 +28,7 @@ struct ShortFwdBlock {
   using Element = typename T::Element;
   static constexpr int kHeadDim = T::kHeadDim, NT = T::NT;
   using Scores = ShortScores<Element, NT>;
+  using Kept = typename Scores::Kept;
 
   const ShortFwdParams& p;
   char* smem;
@@ -58,9 +59,7 @@ struct ShortFwdBlock {
 
   __device__ __forceinline__ void keep_bias() {
     keeps_bias = T::kGeneral && p.bias.kind != BiasKind::kNone && p.bias.batch_stride == 0 && p.batch_slices < p.batch;
-    if (!keeps_bias) return;
-#pragma unroll
-    for (int nt = 0; nt < NT; ++nt) kept_bias(nt) = scores().load_bias_of(nt, 0, head);
+    if (keeps_bias) scores().for_each_bias(0, head, [&](int nt, const float4& bias) { kept_bias(nt) = bias; });
   }
 
   template <int kRows>
@@ -77,23 +76,27 @@ struct ShortFwdBlock {
     cp_async_fence();
   }
 
-  __device__ __forceinline__ void modify(float (&acc_s)[1][NT][4], uint32_t kept, int batch) const {
+  __device__ __forceinline__ void modify(float (&acc_s)[1][NT][4], const Kept& kept, int batch) const {
     const Scores own = scores();
     if constexpr (T::kGeneral) {
       scale_scores(acc_s, p.softmax_scale, 0.f);
       if (keeps_bias) {
-        Scores::add_bias(acc_s, [&](int nt) { return kept_bias(nt); });
+#pragma unroll
+        for (int nt = 0; nt < NT; ++nt) Scores::add(acc_s, nt, kept_bias(nt));
       } else if (p.bias.kind != BiasKind::kNone) {
-        Scores::add_bias(acc_s, [&](int nt) { return own.load_bias_of(nt, batch, head); });
+        own.for_each_bias(batch, head, [&](int nt, const float4& bias) { Scores::add(acc_s, nt, bias); });
       }
-      if (kept != ~0u) Scores::apply_mask(acc_s, kept);
+      if (p.mask.ptr != nullptr) Scores::apply_mask(acc_s, kept);
     }
     if (own.has_limits(T::kBlockN)) own.apply_limits(acc_s);
   }
 
   __device__ __forceinline__ void attend(int batch) const {
     load_operands(batch);
-    const uint32_t kept = T::kGeneral && p.mask.ptr != nullptr ? scores().load_mask(batch, head) : ~0u;
+    Kept kept = {};
+    if constexpr (T::kGeneral) {
+      if (p.mask.ptr != nullptr) kept = scores().load_mask(batch, head, lane);
+    }
     float acc_s[1][NT][4], acc_o[1][T::OT][4];
     clear(acc_s);
     cp_async_wait<1>();
