@@ -2,6 +2,7 @@
 #pragma once
 
 #include "params.h"
+#include "tiles.h"
 
 namespace dmattn {
 
@@ -17,13 +18,13 @@ constexpr int short_head_dim(int head_dim) { return head_dim <= 32 ? 32 : 64; }
 
 // Thread blocks that an SM of Hopper has room for side by side: they hide each other's loads. Where each takes many batches,
 // there should be as many.
-constexpr int short_fwd_blocks_per_sm(int head_dim, bool is_general) {
-  return is_general && short_head_dim(head_dim) == 64 ? 5 : 6;
+constexpr int short_fwd_blocks_per_sm(int head_dim, Level level) {
+  return level == Level::kFull && short_head_dim(head_dim) == 64 ? 5 : 6;
 }
-constexpr int short_bwd_blocks_per_sm(int head_dim, int seqlen_k, bool is_general) {
+constexpr int short_bwd_blocks_per_sm(int head_dim, int seqlen_k, Level level) {
   return short_bwd_keys(seqlen_k) == kMostShortBwdKeys ? 2
-         : short_head_dim(head_dim) == 32              ? (is_general ? 4 : 5)
-                                                       : (is_general ? 3 : 4);
+         : short_head_dim(head_dim) == 32              ? (level == Level::kPlain ? 5 : 4)
+                                                       : (level == Level::kFull ? 3 : 4);
 }
 
 // What the forward and the backward share. All rows of all tensors start on 16 bytes, and there is no softcap.
@@ -40,8 +41,8 @@ struct ShortParams {
   BiasParams bias;              // kind: kNone, or anything else: elements are loaded one by one
   MaskSource mask;              // ptr == nullptr: none
   int32_t mask_head_ratio = 1;  // query heads per head of the mask
-  // Thread blocks that share the batches of a head: each takes every so many-th batch. Fewer than batches where the bias or
-  // its gradient is the same for all of them: it is then read, and added to, once for each thread block.
+  // Thread blocks that share the batches of a head: each takes every so many-th batch. Fewer than batches only at
+  // Level::kFull: the bias is read, and its gradient added to, once for each thread block.
   int32_t batch_slices = 1;
 };
 
@@ -75,6 +76,10 @@ struct ShortBwdParams : ShortParams {
   void* dbias = nullptr;                    // kTile: in bias.dtype, every entry is written; kAccum: fp32, zeroed before
   int64_t dbias_batch_stride = 0, dbias_head_stride = 0, dbias_row_stride = 0;  // unit column stride
 };
+// Whether a kv head has one query head of one tile.
+constexpr bool short_bwd_is_single(const ShortBwdParams& p) {
+  return p.head_ratio == 1 && p.seqlen_q <= kShortRows && short_bwd_keys(p.seqlen_k) == 64;
+}
 constexpr int64_t short_bwd_blocks(const ShortBwdParams& p) { return int64_t{p.nheads_k} * p.batch_slices; }
 
 }  // namespace dmattn

@@ -78,25 +78,32 @@ void set_short(ShortParams& to, const KernelParams& from, const BiasParams& bias
   to.mask_head_ratio = from.nheads / mask.heads;
 }
 
-// Where thread blocks share a bias, they take several batches each, so that there are no more blocks than the GPU has at a
-// time. blocks: of each slice of the batches. The last slices would have nothing to do if each took as many batches as it
-// can.
-int32_t choose_slices(int32_t batch, int64_t blocks, bool shares_bias, int64_t resident) {
-  if (!shares_bias) return batch;
-  const auto wanted = static_cast<int32_t>(std::clamp<int64_t>(resident / blocks, 1, batch));
-  return ceil_div(batch, ceil_div(batch, wanted));
-}
-// Whether the bias is the same for all batches.
-bool has_shared_bias(const ShortParams& p) { return p.bias.kind != BiasKind::kNone && p.bias.batch_stride == 0; }
-
 // Plain scores are cut before they are scaled: -inf stays what it is by a positive scale only.
 bool is_plain(const ShortParams& p) {
   return p.bias.kind == BiasKind::kNone && p.mask.ptr == nullptr && p.softmax_scale > 0.f;
 }
-Level level_of(const FwdPlan& plan) { return is_plain(plan.short_kernel) ? Level::kPlain : Level::kGeneral; }
-Level level_of(const BwdPlan& plan) {
-  const bool all_wanted = plan.wants_dq && plan.wants_dk && plan.wants_dv;
-  return is_plain(plan.short_kernel) && all_wanted ? Level::kPlain : Level::kGeneral;
+// Whether the bias is the same for all batches.
+bool has_shared_bias(const ShortParams& p) { return p.bias.kind != BiasKind::kNone && p.bias.batch_stride == 0; }
+// Whether the gradient of such a bias, if asked for, is a sum over all batches, which one tile of rows has.
+bool suits_full(const ShortBwdParams& p) {
+  const bool has_sums = p.dbias_kind == DbiasKind::kAccum && p.dbias_batch_stride == 0;
+  return has_shared_bias(p) && short_bwd_is_single(p) && (p.dbias_kind == DbiasKind::kNone || has_sums);
+}
+
+// Thread blocks that share a bias take several batches each, so that there are no more blocks than the GPU has at a time.
+// The last slices would have nothing to do if each took as many batches as it can.
+// blocks: of one slice of the batches.
+int32_t choose_slices(int32_t batch, int64_t blocks, int64_t resident) {
+  const auto wanted = static_cast<int32_t>(std::clamp<int64_t>(resident / blocks, 1, batch));
+  return ceil_div(batch, ceil_div(batch, wanted));
+}
+// The level, and for what shares the bias of several batches the slices.
+Level choose_level(ShortParams& p, bool is_plain, bool suits_full, int64_t blocks, int64_t resident) {
+  p.batch_slices = p.batch;
+  if (is_plain) return Level::kPlain;
+  if (!suits_full) return Level::kGeneral;
+  p.batch_slices = choose_slices(p.batch, blocks, resident);
+  return p.batch_slices < p.batch ? Level::kFull : Level::kGeneral;
 }
 
 void set_statistics(ShortBwdParams& to, const dmattn_bwd_params& p) {
@@ -137,9 +144,8 @@ bool choose_short_kernel(FwdPlan& plan, const dmattn_fwd_params& p, const Proble
   to.lse = from.lse;
   to.lse_rest = from.lse_rest;
   to.lse_stride = from.lse_stride;
-  const int64_t resident = int64_t{device.num_sms} * short_fwd_blocks_per_sm(to.head_dim, /*is_general=*/true);
-  to.batch_slices = choose_slices(to.batch, short_fwd_blocks(to), has_shared_bias(to), resident);
-  plan.choice.level = level_of(plan);
+  const int64_t resident = int64_t{device.num_sms} * short_fwd_blocks_per_sm(to.head_dim, Level::kFull);
+  plan.choice.level = choose_level(to, is_plain(to), has_shared_bias(to), short_fwd_blocks(to), resident);
   plan.choice.blocks = short_fwd_blocks(to);
   return true;
 }
@@ -153,11 +159,9 @@ bool choose_short_kernel(BwdPlan& plan, const dmattn_bwd_params& p, const Proble
   to.dout_stride = from.dout_stride;
   set_statistics(to, p);
   set_gradients(to, plan);
-  const bool sums_dbias = to.dbias_kind == DbiasKind::kAccum && to.dbias_batch_stride == 0;
-  const int64_t resident =
-      int64_t{device.num_sms} * short_bwd_blocks_per_sm(to.head_dim, to.seqlen_k, /*is_general=*/true);
-  to.batch_slices = choose_slices(to.batch, short_bwd_blocks(to), has_shared_bias(to) || sums_dbias, resident);
-  plan.choice.level = level_of(plan);
+  const bool all_wanted = plan.wants_dq && plan.wants_dk && plan.wants_dv;
+  const int64_t resident = int64_t{device.num_sms} * short_bwd_blocks_per_sm(to.head_dim, to.seqlen_k, Level::kFull);
+  plan.choice.level = choose_level(to, is_plain(to) && all_wanted, suits_full(to), short_bwd_blocks(to), resident);
   plan.choice.blocks = short_bwd_blocks(to);
   return true;
 }

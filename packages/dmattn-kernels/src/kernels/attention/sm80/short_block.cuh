@@ -18,6 +18,12 @@ __device__ __forceinline__ int renewed_thread() {
   return thread;
 }
 
+// The levels of these kernels:
+//   kPlain    neither bias nor mask, a positive scale; in the backward all three gradients
+//   kGeneral  any bias and mask, any gradients
+//   kFull     a bias that all batches of a block share, which is read once, and the sums of whose gradient stay in
+//             registers; any mask
+
 // What a bias and a mask do to the scores of a warp: 16 rows and 8 NT keys, which begin at `map` in a tile of kShortRows
 // rows from row0 on.
 template <class Element, int NT>
@@ -44,33 +50,50 @@ struct ShortScores {
   }
 
   // Which scores the mask of a batch and a query head keeps, as a word for each 32 keys of the two rows of a lane: bit
-  // 8 i + c is of column c of the lane in fragment i of the word's four. A warp reads the keys of a row side by side.
+  // 8 i + c is of column c of the lane in fragment i of the word's four.
   struct Kept {
     uint32_t words[NT / 4][2];
   };
+  static __device__ __forceinline__ Kept choose(bool first, const Kept& a, const Kept& b) {
+    Kept chosen;
+#pragma unroll
+    for (int i = 0; i < NT / 4; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) chosen.words[i][half] = first ? a.words[i][half] : b.words[i][half];
+    return chosen;
+  }
   __device__ __forceinline__ Kept load_mask(int batch, int head, int lane) const {
     const MaskSource& mask = p.mask;
-    const int first_row = row0 + map.row0 - lane / 4, first_col = map.col0 - 2 * (lane & 3);
-    const uint8_t* of_row = mask.ptr + batch * mask.batch_stride + (head / p.mask_head_ratio) * mask.head_stride +
-                            first_row * mask.row_stride + (first_col + lane) * mask.col_stride;
+    const uint8_t* of_head = mask.ptr + batch * mask.batch_stride + (head / p.mask_head_ratio) * mask.head_stride;
+    if (mask.row_stride == 0) return load_key_mask(of_head, lane);
+    if (mask.col_stride == 1) return load_row_mask(of_head, std::integral_constant<int, 1>{});
+    return load_row_mask(of_head, mask.col_stride);
+  }
+  // The same for all rows: a vote of the warp, each lane of which reads a key.
+  __device__ __forceinline__ Kept load_key_mask(const uint8_t* of_head, int lane) const {
     Kept kept;
 #pragma unroll
     for (int i = 0; i < NT / 4; ++i) {
-      const int col = first_col + 32 * i + lane;
-      const int64_t ahead = 32 * i * mask.col_stride;
-      if (mask.row_stride == 0) {
-        const bool keeps = col < p.seqlen_k && __ldg(of_row + ahead) != 0;
-        kept.words[i][0] = kept.words[i][1] = __ballot_sync(0xffffffffu, keeps);
-      } else {
+      const int col = map.col0 - 2 * (lane & 3) + 32 * i + lane;
+      const bool keeps = col < p.seqlen_k && __ldg(of_head + col * p.mask.col_stride) != 0;
+      kept.words[i][0] = kept.words[i][1] = __ballot_sync(0xffffffffu, keeps) >> 2 * (lane & 3);
+    }
+    return kept;
+  }
+  template <class Stride>
+  __device__ __forceinline__ Kept load_row_mask(const uint8_t* of_head, Stride col_stride) const {
+    Kept kept = {};
 #pragma unroll
-        for (int r = 0; r < 16; ++r) {
-          const bool keeps = exists(first_row + r, col) && __ldg(of_row + ahead + r * mask.row_stride) != 0;
-          const uint32_t word = __ballot_sync(0xffffffffu, keeps);
-          if (r % 8 == lane / 4) kept.words[i][r / 8] = word;
+    for (int half = 0; half < 2; ++half) {
+      const int row = row0 + map.row(0, 2 * half);
+      const uint8_t* of_row = of_head + row * p.mask.row_stride + map.col0 * col_stride;
+#pragma unroll
+      for (int nt = 0; nt < NT; ++nt)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          const bool keeps = exists(row, map.col(nt, c)) && __ldg(of_row + (8 * nt + c) * col_stride) != 0;
+          kept.words[nt / 4][half] |= static_cast<uint32_t>(keeps) << (8 * (nt % 4) + c);
         }
-      }
-      kept.words[i][0] >>= 2 * (lane & 3);
-      kept.words[i][1] >>= 2 * (lane & 3);
     }
     return kept;
   }
@@ -94,20 +117,20 @@ struct ShortScores {
       for_each_bias_as(static_cast<const Element*>(bias.ptr) + base, f);
     }
   }
-  // Neighbours in memory are read by addresses a constant apart, and, where they start on two of them, in pairs.
+  // Neighbours in memory are read in pairs where they start on two of them.
   template <class B, class F>
   __device__ __forceinline__ void for_each_bias_as(const B* base, F&& f) const {
     const BiasParams& bias = p.bias;
-    if (bias.col_stride != 1) {
-      for_each_bias_at(base, bias.col_stride, f);
-    } else if (((reinterpret_cast<uintptr_t>(base) & (2 * sizeof(B) - 1)) | (bias.row_stride & 1)) == 0) {
+    const bool has_pairs =
+        bias.col_stride == 1 && bias.row_stride % 2 == 0 && reinterpret_cast<uintptr_t>(base) % (2 * sizeof(B)) == 0;
+    if (has_pairs) {
       for_each_bias_pair(base, f);
     } else {
-      for_each_bias_at(base, std::integral_constant<int, 1>{}, f);
+      for_each_bias_at(base, bias.col_stride, f);
     }
   }
-  template <class B, class Stride, class F>
-  __device__ __forceinline__ void for_each_bias_at(const B* base, Stride col_stride, F&& f) const {
+  template <class B, class F>
+  __device__ __forceinline__ void for_each_bias_at(const B* base, int64_t col_stride, F&& f) const {
     const B* of_rows[2];
     bool has_row[2];
     find_bias_rows(base + map.col0 * col_stride, of_rows, has_row);
@@ -238,8 +261,9 @@ __device__ __forceinline__ void store_rows(Element* out, int64_t row_stride, con
 template <class F>
 cudaError_t with_short_shape(const ShortParams& p, Level level, F&& f) {
   const auto with_level = [&](auto head_dim) {
-    return level == Level::kPlain ? f(head_dim, std::integral_constant<Level, Level::kPlain>{})
-                                  : f(head_dim, std::integral_constant<Level, Level::kGeneral>{});
+    return level == Level::kPlain  ? f(head_dim, std::integral_constant<Level, Level::kPlain>{})
+           : level == Level::kFull ? f(head_dim, std::integral_constant<Level, Level::kFull>{})
+                                   : f(head_dim, std::integral_constant<Level, Level::kGeneral>{});
   };
   return short_head_dim(p.head_dim) == 32 ? with_level(std::integral_constant<int, 32>{})
                                           : with_level(std::integral_constant<int, 64>{});

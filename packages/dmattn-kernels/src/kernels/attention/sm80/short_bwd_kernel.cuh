@@ -15,12 +15,13 @@ struct ShortBwdTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_, kBlockM = kShortRows, kBlockN = kBlockN_;
   static constexpr bool kGeneral = is_general(kLevel), kSingle = kSingle_;
+  // Of a shared bias, and the sums of its gradient.
+  static constexpr bool kKeepsBias = kLevel == Level::kFull;
+  static_assert(!kKeepsBias || kSingle);
   static constexpr int kWarpsN = kBlockN / 64, kWarps = 4 * kWarpsN, kThreads = 32 * kWarps;
   // Fragments of a warp: a part of its scores, dk and dv, dq.
   static constexpr int kParts = 2, NT = 4, NTkv = kHeadDim / 8, NTq = kHeadDim / (8 * kWarpsN);
-  // A bias that batches share has a place only beside 64 keys.
-  static constexpr bool kKeepsBias = kGeneral && kSingle;
-  static constexpr int kMinBlocks = short_bwd_blocks_per_sm(kHeadDim, kBlockN, kGeneral);
+  static constexpr int kMinBlocks = short_bwd_blocks_per_sm(kHeadDim, kBlockN, kLevel);
 
   static constexpr uint32_t kRowsBytes = kBlockM * kHeadDim * sizeof(Element),
                             kKeysBytes = kBlockN * kHeadDim * sizeof(Element),
@@ -51,15 +52,16 @@ struct ShortBwdBlock {
   using Kept = typename Scores::Kept;
   using Fragments = float[1][NT][4];
   using AccKV = float[1][T::NTkv][4];
-  // Sums of the gradient of a bias that go on from batch to batch.
+  // kFull: the sums of the gradient of the bias.
   using DbiasSums = float[T::kParts][NT][4];
+  // Which are found by constant indices. The parts of other general kernels share their code, which is long.
+  static constexpr int kUnrolledParts = T::kGeneral && !T::kKeepsBias ? 1 : T::kParts;
 
   const ShortBwdParams& p;
   char* smem;
   uint32_t smem_base;
   int thread, warp, lane;
   int head_k, slice;
-  bool keeps_bias;  // in shared memory, for several batches
 
   // A tile: a block of rows of a query head.
   int batch, head, row0;
@@ -84,20 +86,14 @@ struct ShortBwdBlock {
     return {p, FragmentMap(warp_row(), key_of(part), lane), row0};
   }
   __device__ __forceinline__ ShortRowStats* stats() const { return reinterpret_cast<ShortRowStats*>(smem + T::kStats); }
-  // Each thread has places of its own for a bias that several batches share.
+  // kFull: each thread has places of its own.
   __device__ __forceinline__ float4& kept_bias(int part, int nt) const {
     return reinterpret_cast<float4*>(smem + T::kBias)[(part * NT + nt) * T::kThreads + thread];
-  }
-  __device__ __forceinline__ bool carries_dbias() const {
-    return T::kGeneral && T::kSingle && p.dbias_kind == DbiasKind::kAccum && p.dbias_batch_stride == 0;
   }
 
   // --- loads ---------------------------------------------------------------------------------------------------------
 
   __device__ __forceinline__ void keep_bias() {
-    keeps_bias =
-        T::kKeepsBias && p.bias.kind != BiasKind::kNone && p.bias.batch_stride == 0 && p.batch_slices < p.batch;
-    if (!keeps_bias) return;
     row0 = 0;
 #pragma unroll
     for (int part = 0; part < T::kParts; ++part) {
@@ -177,7 +173,7 @@ struct ShortBwdBlock {
     const Scores own = scores(part);
     if constexpr (T::kGeneral) {
       scale_scores(s, p.softmax_scale, 0.f);
-      if (keeps_bias) {
+      if constexpr (T::kKeepsBias) {
 #pragma unroll
         for (int nt = 0; nt < NT; ++nt) Scores::add(s, nt, kept_bias(part, nt));
       } else if (p.bias.kind != BiasKind::kNone) {
@@ -220,7 +216,7 @@ struct ShortBwdBlock {
     differentiate(s, dp);
     store_acc<Element, kBlockN>(smem_base + T::kP, s, warp_row(), key_of(part), lane);
     store_acc<Element, kBlockN>(smem_base + T::kdS, dp, warp_row(), key_of(part), lane);
-    if constexpr (T::kGeneral) take_dbias(dp[0], part, dbias[part]);
+    if constexpr (T::kGeneral) take_dbias(dp[0], part, dbias);
   }
 
   template <int kColumns>
@@ -272,8 +268,9 @@ struct ShortBwdBlock {
     } else {
       __syncthreads();
     }
-#pragma unroll
-    for (int part = 0; part < T::kParts; ++part) differentiate_part(part, kept[part], dbias);
+#pragma unroll kUnrolledParts
+    for (int part = 0; part < T::kParts; ++part)
+      differentiate_part(part, Scores::choose(part == 0, kept[0], kept[1]), dbias);
     __syncthreads();  // P and dS are there
     add_keys(dv, T::kP, T::kdO);
     if (is_last) store_keys(p.dv, p.dv_stride, dv);
@@ -287,12 +284,12 @@ struct ShortBwdBlock {
 
   // --- dbias ---------------------------------------------------------------------------------------------------------
 
-  __device__ __forceinline__ void take_dbias(const float (&ds)[NT][4], int part, float (&sums)[NT][4]) const {
-    if (carries_dbias()) {
+  __device__ __forceinline__ void take_dbias(const float (&ds)[NT][4], int part, DbiasSums& sums) const {
+    if constexpr (T::kKeepsBias) {
 #pragma unroll
       for (int nt = 0; nt < NT; ++nt)
 #pragma unroll
-        for (int e = 0; e < 4; ++e) sums[nt][e] += ds[nt][e];
+        for (int e = 0; e < 4; ++e) sums[part][nt][e] += ds[nt][e];
     } else if (p.dbias_kind == DbiasKind::kAccum) {
       add_dbias(ds, part);
     } else if (p.dbias_kind == DbiasKind::kTile) {
@@ -326,7 +323,7 @@ struct ShortBwdBlock {
   // --- all of it -----------------------------------------------------------------------------------------------------
 
   __device__ __forceinline__ void run() {
-    keep_bias();
+    if constexpr (T::kKeepsBias) keep_bias();
     const int row_blocks = T::kSingle ? 1 : (p.seqlen_q + kBlockM - 1) / kBlockM;
     const int tiles = T::kSingle ? 1 : p.head_ratio * row_blocks;
     DbiasSums dbias = {};
@@ -348,11 +345,12 @@ struct ShortBwdBlock {
         __syncthreads();  // nothing in shared memory is read any more
       }
     }
-    if (!carries_dbias()) return;
-    batch = row0 = 0;
-    head = head_k;
+    if constexpr (T::kKeepsBias) {
+      if (p.dbias_kind == DbiasKind::kNone) return;
+      batch = 0;
 #pragma unroll
-    for (int part = 0; part < T::kParts; ++part) add_dbias(dbias[part], part);
+      for (int part = 0; part < T::kParts; ++part) add_dbias(dbias[part], part);
+    }
   }
 };
 

@@ -16,13 +16,15 @@ template <class Element, int kHeadDim, bool kGathered>
 cudaError_t launch_short_bwd(const KernelChoice& choice, const ShortBwdParams& p, cudaStream_t stream) {
   static_assert(!kGathered && kHeadDim == kMostShortHeadDim);
   return with_short_shape(p, choice.level, [&](auto head_dim, auto level) {
-    if (short_bwd_keys(p.seqlen_k) == kMostShortBwdKeys) {
-      return launch_short_bwd_kernel<Element, head_dim, kMostShortBwdKeys, level, false>(choice.blocks, p, stream);
+    const auto with_shape = [&](auto keys, auto is_single) {
+      return launch_short_bwd_kernel<Element, head_dim, keys, level, is_single>(choice.blocks, p, stream);
+    };
+    if (short_bwd_is_single(p)) return with_shape(std::integral_constant<int, 64>{}, std::true_type{});
+    if constexpr (level != Level::kFull) {
+      if (short_bwd_keys(p.seqlen_k) == 64) return with_shape(std::integral_constant<int, 64>{}, std::false_type{});
+      return with_shape(std::integral_constant<int, kMostShortBwdKeys>{}, std::false_type{});
     }
-    if (p.head_ratio > 1 || p.seqlen_q > kShortRows) {
-      return launch_short_bwd_kernel<Element, head_dim, 64, level, false>(choice.blocks, p, stream);
-    }
-    return launch_short_bwd_kernel<Element, head_dim, 64, level, true>(choice.blocks, p, stream);
+    return cudaErrorInvalidValue;
   });
 }
 

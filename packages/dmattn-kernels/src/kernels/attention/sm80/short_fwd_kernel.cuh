@@ -10,16 +10,16 @@ template <class Element_, int kHeadDim_, Level kLevel>
 struct ShortFwdTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_, kBlockM = kShortRows, kBlockN = kMostShortFwdKeys;
-  static constexpr bool kGeneral = is_general(kLevel);
+  static constexpr bool kGeneral = is_general(kLevel), kKeepsBias = kLevel == Level::kFull;
   static constexpr int kWarps = kBlockM / 16, kThreads = 32 * kWarps;
   static constexpr int NT = kBlockN / 8, OT = kHeadDim / 8;
-  static constexpr int kMinBlocks = short_fwd_blocks_per_sm(kHeadDim, kGeneral);
+  static constexpr int kMinBlocks = short_fwd_blocks_per_sm(kHeadDim, kLevel);
 
   static constexpr uint32_t kQ = 0;
   static constexpr uint32_t kK = kQ + kBlockM * kHeadDim * sizeof(Element);
   static constexpr uint32_t kV = kK + kBlockN * kHeadDim * sizeof(Element);
   static constexpr uint32_t kBias = kV + kBlockN * kHeadDim * sizeof(Element);  // float4 [NT][kThreads]
-  static constexpr uint32_t kSmemBytes = kBias + (kGeneral ? NT * kThreads * sizeof(float4) : 0);
+  static constexpr uint32_t kSmemBytes = kBias + (kKeepsBias ? NT * kThreads * sizeof(float4) : 0);
   static_assert(kSmemBytes <= static_cast<uint32_t>(smem_limit(TileSet::kNarrow)));
 };
 
@@ -35,7 +35,6 @@ struct ShortFwdBlock {
   uint32_t smem_base;
   int thread, warp, lane;
   int head, row0, slice;
-  bool keeps_bias;  // in shared memory, for several batches
 
   __device__ __forceinline__ ShortFwdBlock(const ShortFwdParams& params, char* smem_)
       : p(params), smem(smem_), smem_base(smem_u32(smem_)) {
@@ -52,14 +51,9 @@ struct ShortFwdBlock {
     lane = thread & 31;
   }
   __device__ __forceinline__ Scores scores() const { return {p, FragmentMap(warp * 16, 0, lane), row0}; }
-  // Each thread has places of its own for a bias that several batches share.
+  // kFull: each thread has places of its own.
   __device__ __forceinline__ float4& kept_bias(int nt) const {
     return reinterpret_cast<float4*>(smem + T::kBias)[nt * T::kThreads + thread];
-  }
-
-  __device__ __forceinline__ void keep_bias() {
-    keeps_bias = T::kGeneral && p.bias.kind != BiasKind::kNone && p.bias.batch_stride == 0 && p.batch_slices < p.batch;
-    if (keeps_bias) scores().for_each_bias(0, head, [&](int nt, const float4& bias) { kept_bias(nt) = bias; });
   }
 
   template <int kRows>
@@ -80,7 +74,7 @@ struct ShortFwdBlock {
     const Scores own = scores();
     if constexpr (T::kGeneral) {
       scale_scores(acc_s, p.softmax_scale, 0.f);
-      if (keeps_bias) {
+      if constexpr (T::kKeepsBias) {
 #pragma unroll
         for (int nt = 0; nt < NT; ++nt) Scores::add(acc_s, nt, kept_bias(nt));
       } else if (p.bias.kind != BiasKind::kNone) {
@@ -137,7 +131,9 @@ struct ShortFwdBlock {
   }
 
   __device__ __forceinline__ void run() {
-    keep_bias();
+    if constexpr (T::kKeepsBias) {
+      scores().for_each_bias(0, head, [&](int nt, const float4& bias) { kept_bias(nt) = bias; });
+    }
     for (int batch = slice; batch < p.batch; batch += p.batch_slices) {
       renew();
       attend(batch);
