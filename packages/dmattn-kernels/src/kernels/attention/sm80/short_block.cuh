@@ -52,12 +52,12 @@ struct ShortScores {
   // Which scores the mask of a batch and a query head keeps, as a word for each 32 keys of the two rows of a lane: bit
   // 8 i + c is of column c of the lane in fragment i of the word's four.
   struct Kept {
-    uint32_t words[NT / 4][2];
+    uint32_t words[(NT + 3) / 4][2];
   };
   static __device__ __forceinline__ Kept choose(bool first, const Kept& a, const Kept& b) {
     Kept chosen;
 #pragma unroll
-    for (int i = 0; i < NT / 4; ++i)
+    for (int i = 0; i < (NT + 3) / 4; ++i)
 #pragma unroll
       for (int half = 0; half < 2; ++half) chosen.words[i][half] = first ? a.words[i][half] : b.words[i][half];
     return chosen;
@@ -73,7 +73,7 @@ struct ShortScores {
   __device__ __forceinline__ Kept load_key_mask(const uint8_t* of_head, int lane) const {
     Kept kept;
 #pragma unroll
-    for (int i = 0; i < NT / 4; ++i) {
+    for (int i = 0; i < (NT + 3) / 4; ++i) {
       const int col = map.col0 - 2 * (lane & 3) + 32 * i + lane;
       const bool keeps = col < p.seqlen_k && __ldg(of_head + col * p.mask.col_stride) != 0;
       kept.words[i][0] = kept.words[i][1] = __ballot_sync(0xffffffffu, keeps) >> 2 * (lane & 3);

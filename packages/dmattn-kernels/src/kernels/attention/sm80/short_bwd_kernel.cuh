@@ -20,7 +20,8 @@ struct ShortBwdTraits {
   static_assert(!kKeepsBias || kSingle);
   static constexpr int kWarpsN = kBlockN / 64, kWarps = 4 * kWarpsN, kThreads = 32 * kWarps;
   // Fragments of a warp: a part of its scores, dk and dv, dq.
-  static constexpr int kParts = 2, NT = 4, NTkv = kHeadDim / 8, NTq = kHeadDim / (8 * kWarpsN);
+  static constexpr int kParts = kSingle || kHeadDim < 64 ? 2 : 4, NT = 8 / kParts, NTkv = kHeadDim / 8,
+                       NTq = kHeadDim / (8 * kWarpsN);
   static constexpr int kMinBlocks = short_bwd_blocks_per_sm(kHeadDim, kBlockN, kLevel);
 
   static constexpr uint32_t kRowsBytes = kBlockM * kHeadDim * sizeof(Element),
@@ -124,23 +125,19 @@ struct ShortBwdBlock {
   }
   __device__ __forceinline__ void load_out(OutRows& out) const {
     const int chunk = lane % kChunks;
+    const Element* from = rows_at<Element>(p.out, p.out_stride, batch, head, row0 + out_row(0)) + chunk * 8;
+    const int64_t lse_at = row_at(p.lse_stride, batch, head, row0 + out_row(0));
+    const int64_t dlse_at = p.dlse != nullptr ? row_at(p.dlse_stride, batch, head, row0 + out_row(0)) : 0;
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {
-      const int row = row0 + out_row(i);
-      out.chunk[i] = make_uint4(0, 0, 0, 0);
-      out.lse[i] = -INFINITY;
-      out.rest[i] = out.dlse[i] = 0.f;
-      if (row >= p.seqlen_q) continue;
-      if (chunk * 8 < p.head_dim) {
-        const Element* from = rows_at<Element>(p.out, p.out_stride, batch, head, row) + chunk * 8;
-        out.chunk[i] = __ldg(reinterpret_cast<const uint4*>(from));
-      }
-      if (chunk == 0) {
-        const int64_t at = row_at(p.lse_stride, batch, head, row);
-        out.lse[i] = __ldg(p.lse + at);
-        if (p.lse_rest != nullptr) out.rest[i] = __ldg(p.lse_rest + at);
-        if (p.dlse != nullptr) out.dlse[i] = __ldg(p.dlse + row_at(p.dlse_stride, batch, head, row));
-      }
+      const int ahead = i * kRowsPerPass;
+      const bool has_row = row0 + out_row(i) < p.seqlen_q, reads_lse = has_row && chunk == 0;
+      out.chunk[i] = has_row && chunk * 8 < p.head_dim
+                         ? __ldg(reinterpret_cast<const uint4*>(from + ahead * p.out_stride.row))
+                         : make_uint4(0, 0, 0, 0);
+      out.lse[i] = reads_lse ? __ldg(p.lse + lse_at + ahead * p.lse_stride.row) : -INFINITY;
+      out.rest[i] = reads_lse && p.lse_rest != nullptr ? __ldg(p.lse_rest + lse_at + ahead * p.lse_stride.row) : 0.f;
+      out.dlse[i] = reads_lse && p.dlse != nullptr ? __ldg(p.dlse + dlse_at + ahead * p.dlse_stride.row) : 0.f;
     }
   }
   __device__ __forceinline__ void find_stats(const OutRows& out) const {
@@ -269,8 +266,7 @@ struct ShortBwdBlock {
       __syncthreads();
     }
 #pragma unroll kUnrolledParts
-    for (int part = 0; part < T::kParts; ++part)
-      differentiate_part(part, Scores::choose(part == 0, kept[0], kept[1]), dbias);
+    for (int part = 0; part < T::kParts; ++part) differentiate_part(part, kept[part], dbias);
     __syncthreads();  // P and dS are there
     add_keys(dv, T::kP, T::kdO);
     if (is_last) store_keys(p.dv, p.dv_stride, dv);
