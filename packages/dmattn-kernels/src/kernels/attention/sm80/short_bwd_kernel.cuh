@@ -125,19 +125,23 @@ struct ShortBwdBlock {
   }
   __device__ __forceinline__ void load_out(OutRows& out) const {
     const int chunk = lane % kChunks;
-    const Element* from = rows_at<Element>(p.out, p.out_stride, batch, head, row0 + out_row(0)) + chunk * 8;
-    const int64_t lse_at = row_at(p.lse_stride, batch, head, row0 + out_row(0));
-    const int64_t dlse_at = p.dlse != nullptr ? row_at(p.dlse_stride, batch, head, row0 + out_row(0)) : 0;
 #pragma unroll
     for (int i = 0; i < kPasses; ++i) {
-      const int ahead = i * kRowsPerPass;
-      const bool has_row = row0 + out_row(i) < p.seqlen_q, reads_lse = has_row && chunk == 0;
-      out.chunk[i] = has_row && chunk * 8 < p.head_dim
-                         ? __ldg(reinterpret_cast<const uint4*>(from + ahead * p.out_stride.row))
-                         : make_uint4(0, 0, 0, 0);
-      out.lse[i] = reads_lse ? __ldg(p.lse + lse_at + ahead * p.lse_stride.row) : -INFINITY;
-      out.rest[i] = reads_lse && p.lse_rest != nullptr ? __ldg(p.lse_rest + lse_at + ahead * p.lse_stride.row) : 0.f;
-      out.dlse[i] = reads_lse && p.dlse != nullptr ? __ldg(p.dlse + dlse_at + ahead * p.dlse_stride.row) : 0.f;
+      const int row = row0 + out_row(i);
+      out.chunk[i] = make_uint4(0, 0, 0, 0);
+      out.lse[i] = -INFINITY;
+      out.rest[i] = out.dlse[i] = 0.f;
+      if (row >= p.seqlen_q) continue;
+      if (chunk * 8 < p.head_dim) {
+        const Element* from = rows_at<Element>(p.out, p.out_stride, batch, head, row) + chunk * 8;
+        out.chunk[i] = __ldg(reinterpret_cast<const uint4*>(from));
+      }
+      if (chunk == 0) {
+        const int64_t at = row_at(p.lse_stride, batch, head, row);
+        out.lse[i] = __ldg(p.lse + at);
+        if (p.lse_rest != nullptr) out.rest[i] = __ldg(p.lse_rest + at);
+        if (p.dlse != nullptr) out.dlse[i] = __ldg(p.dlse + row_at(p.dlse_stride, batch, head, row));
+      }
     }
   }
   __device__ __forceinline__ void find_stats(const OutRows& out) const {
@@ -318,35 +322,44 @@ struct ShortBwdBlock {
 
   // --- all of it -----------------------------------------------------------------------------------------------------
 
-  __device__ __forceinline__ void run() {
-    if constexpr (T::kKeepsBias) keep_bias();
+  // All tiles of a batch.
+  __device__ __forceinline__ void attend_batch(DbiasSums& dbias) {
     const int row_blocks = T::kSingle ? 1 : (p.seqlen_q + kBlockM - 1) / kBlockM;
     const int tiles = T::kSingle ? 1 : p.head_ratio * row_blocks;
+    AccKV dk, dv;
+    clear(dk);
+    clear(dv);
+    load_keys(T::kK, p.k, p.k_stride);
+    load_keys(T::kV, p.v, p.v_stride);
+    for (int tile = 0; tile < tiles; ++tile) {
+      if (tile > 0) renew();
+      head = head_k * (T::kSingle ? 1 : p.head_ratio) + tile / row_blocks;
+      row0 = tile % row_blocks * kBlockM;
+      load_rows(T::kQ, p.q, p.q_stride);
+      load_rows(T::kdO, p.dout, p.dout_stride);
+      cp_async_fence();
+      attend(tile + 1 == tiles, dk, dv, dbias);
+      if (tile + 1 < tiles) __syncthreads();  // nothing in shared memory is read any more
+    }
+  }
+
+  __device__ __forceinline__ void run() {
     DbiasSums dbias = {};
-    for (batch = slice; batch < p.batch; batch += p.batch_slices) {
+    batch = slice;
+    if constexpr (!T::kKeepsBias) {
+      attend_batch(dbias);
+      return;
+    }
+    keep_bias();
+    for (; batch < p.batch; batch += p.batch_slices) {
       renew();
-      load_keys(T::kK, p.k, p.k_stride);
-      load_keys(T::kV, p.v, p.v_stride);
-      AccKV dk, dv;
-      clear(dk);
-      clear(dv);
-      for (int tile = 0; tile < tiles; ++tile) {
-        renew();
-        head = head_k * (T::kSingle ? 1 : p.head_ratio) + tile / row_blocks;
-        row0 = tile % row_blocks * kBlockM;
-        load_rows(T::kQ, p.q, p.q_stride);
-        load_rows(T::kdO, p.dout, p.dout_stride);
-        cp_async_fence();
-        attend(tile + 1 == tiles, dk, dv, dbias);
-        __syncthreads();  // nothing in shared memory is read any more
-      }
+      attend_batch(dbias);
+      __syncthreads();  // nothing in shared memory is read any more
     }
-    if constexpr (T::kKeepsBias) {
-      if (p.dbias_kind == DbiasKind::kNone) return;
-      batch = 0;
+    if (p.dbias_kind == DbiasKind::kNone) return;
+    batch = 0;
 #pragma unroll
-      for (int part = 0; part < T::kParts; ++part) add_dbias(dbias[part], part);
-    }
+    for (int part = 0; part < T::kParts; ++part) add_dbias(dbias[part], part);
   }
 };
 

@@ -131,13 +131,15 @@ struct ShortFwdBlock {
   }
 
   __device__ __forceinline__ void run() {
-    if constexpr (T::kKeepsBias) {
-      scores().for_each_bias(0, head, [&](int nt, const float4& bias) { kept_bias(nt) = bias; });
+    if constexpr (!T::kKeepsBias) {
+      attend(slice);
+      return;
     }
+    scores().for_each_bias(0, head, [&](int nt, const float4& bias) { kept_bias(nt) = bias; });
     for (int batch = slice; batch < p.batch; batch += p.batch_slices) {
       renew();
       attend(batch);
-      if (batch + p.batch_slices < p.batch) __syncthreads();  // Q, K and V are no longer read
+      __syncthreads();  // Q, K and V are no longer read
     }
   }
 };
