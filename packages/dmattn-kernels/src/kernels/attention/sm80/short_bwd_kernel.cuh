@@ -20,7 +20,7 @@ struct ShortBwdTraits {
   static_assert(!kKeepsBias || kSingle);
   static constexpr int kWarpsN = kBlockN / 64, kWarps = 4 * kWarpsN, kThreads = 32 * kWarps;
   // Fragments of a warp: a part of its scores, dk and dv, dq.
-  static constexpr int kParts = kSingle || kHeadDim < 64 ? 2 : 4, NT = 8 / kParts, NTkv = kHeadDim / 8,
+  static constexpr int kParts = kSingle || kGeneral || kHeadDim < 64 ? 2 : 4, NT = 8 / kParts, NTkv = kHeadDim / 8,
                        NTq = kHeadDim / (8 * kWarpsN);
   static constexpr int kMinBlocks = short_bwd_blocks_per_sm(kHeadDim, kBlockN, kLevel);
 
@@ -250,6 +250,12 @@ struct ShortBwdBlock {
                p.head_dim, lane);
   }
 
+  // Not by an index where the parts share their code: that would put `kept` into memory.
+  static __device__ __forceinline__ Kept part_of(const Kept (&kept)[T::kParts], int part) {
+    if constexpr (T::kParts == 2) return Scores::choose(part == 0, kept[0], kept[1]);
+    return kept[part];
+  }
+
   // The tile, whose Q, dO (and K, V) are on their way. Adds to dk and dv, which is_last completes.
   __device__ __forceinline__ void attend(bool is_last, AccKV& dk, AccKV& dv, DbiasSums& dbias) const {
     OutRows out;
@@ -270,7 +276,7 @@ struct ShortBwdBlock {
       __syncthreads();
     }
 #pragma unroll kUnrolledParts
-    for (int part = 0; part < T::kParts; ++part) differentiate_part(part, kept[part], dbias);
+    for (int part = 0; part < T::kParts; ++part) differentiate_part(part, part_of(kept, part), dbias);
     __syncthreads();  // P and dS are there
     add_keys(dv, T::kP, T::kdO);
     if (is_last) store_keys(p.dv, p.dv_stride, dv);
