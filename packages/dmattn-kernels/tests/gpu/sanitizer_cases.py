@@ -59,6 +59,7 @@ from gpu.sanitizer_selection import (
     select,
     wanted_end,
 )
+from gpu.sanitizer_short import short_launches
 from gpu.sanitizer_windows import HOPPER_WIDE_WINDOWS, HOPPER_WINDOWS
 
 Float = npt.NDArray[np.float64]
@@ -373,6 +374,8 @@ def all_launches() -> list[tuple[str, int, Job]]:
         main += [(kind, x) for x in HOPPER_WIDE_LIST_GRADIENTS for kind in HOPPER_WIDE_KINDS]
         main += [(MAIN[1], MANY_GRADIENTS)]
         main += [(kind, WHOLE_GRADIENTS) for kind in HOPPER_BWD_KINDS]
+    if family() == "sm80":
+        main += short_launches()
     main += [(MAIN[0], launch) for launch in ONCE]
     main += [(OTHERS[0], BY_OWN_SCORES)]
     lists = [(*MAIN[0], launch) for launch in LISTS]
@@ -610,8 +613,8 @@ def enqueue_both(
 
     call |= views("q", "k", "v", "mask", "bias", "out", "lse")
     call |= {"softmax_scale": scale, "softcap": launch.softcap, "is_causal": launch.causal}
-    # Hopper's backward with a bias wants it.
-    if launch.bias and (launch.select or launch.name.startswith("dense rows")):
+    # Hopper's backward with a bias wants it, and that over few keys may have it.
+    if launch.bias and (launch.select or launch.name.startswith(("dense rows", "few keys"))):
         call["lse_rest"] = gpu.output(row_shape, "f32", fill).view
     # The decode kernel counts its blocks.
     arrivals = q.shape[0] * q.shape[2] if launch.seqlen_q == 1 and not launch.packed else 0

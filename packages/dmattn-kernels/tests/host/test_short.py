@@ -13,6 +13,7 @@ from probe import (
     DB_ACCUM,
     DB_NONE,
     DB_TILE,
+    FULL,
     GENERAL,
     PLAIN,
     SM80,
@@ -37,12 +38,12 @@ WINDOWS: dict[str, Any] = {  # of a picture, with a bias that all of them share
 SMALL: dict[str, Any] = {
     "batch": 2,
     "seqlen_q": 60,
-    "seqlen_k": 77,
+    "seqlen_k": 61,
     "nheads": 4,
     "nheads_k": 2,
     "head_dim": 64,
 }
-SCORES = (2, 4, 60, 77)  # of SMALL
+SCORES = (2, 4, 60, 61)  # of SMALL
 
 
 @pytest.fixture(scope="module")
@@ -56,19 +57,19 @@ def q_like(**view: Any) -> abi.Tensor:
 
 
 def k_like(**view: Any) -> abi.Tensor:
-    return tensor((2, 77, 2, 64), **view)
+    return tensor((2, 61, 2, 64), **view)
 
 
 # Elements from row to row that leave some rows off 16 bytes.
 ODD_Q = (60 * 260, 260, 64, 1)
-ODD_K = (77 * 132, 132, 64, 1)
+ODD_K = (61 * 132, 132, 64, 1)
 
 # What both directions take or leave.
 TAKEN: dict[str, dict[str, Any]] = {
     "plain": {},
     "two rows": {"seqlen_q": 2},
     "one key": {"seqlen_k": 1},
-    "most keys": {"seqlen_k": 128},
+    "most keys": {"seqlen_k": 64},
     "smallest heads": {"head_dim": 8},
     "heads between the tiles": {"head_dim": 24},
     "causal": {"is_causal": 1},
@@ -77,18 +78,18 @@ TAKEN: dict[str, dict[str, Any]] = {
     "scale of zero": {"softmax_scale": 0.0},
     "bias": {"bias": tensor(SCORES)},
     "fp32 bias": {"bias": tensor(SCORES, FLOAT32)},
-    "bias by columns": {"bias": tensor(SCORES, stride=(4 * 60 * 77, 60 * 77, 1, 60))},
+    "bias by columns": {"bias": tensor(SCORES, stride=(4 * 60 * 61, 60 * 61, 1, 60))},
     "bias off 16 bytes": {"bias": tensor(SCORES, data=SOME_ADDRESS + 2)},
-    "bias of kv heads": {"bias": tensor((1, 2, 60, 77))},
-    "bias for each key": {"bias": tensor((2, 4, 1, 77))},
+    "bias of kv heads": {"bias": tensor((1, 2, 60, 61))},
+    "bias for each key": {"bias": tensor((2, 4, 1, 61))},
     "bias for each row": {"bias": tensor((2, 4, 60, 1))},
-    "dense mask": {"mask": mask(2, 1, 60, 77)},
-    "key mask": {"mask": mask(2, 1, 1, 77)},
+    "dense mask": {"mask": mask(2, 1, 60, 61)},
+    "key mask": {"mask": mask(2, 1, 1, 61)},
     "row mask": {"mask": mask(1, 4, 60, 1)},
-    "expanded mask": {"mask": mask(2, 4, 60, 77, stride=(77, 0, 0, 1))},
+    "expanded mask": {"mask": mask(2, 4, 60, 61, stride=(61, 0, 0, 1))},
     "apart": {
         "q": q_like(stride=(60 * 264, 264, 64, 1)),
-        "k": k_like(stride=(77 * 192, 192, 64, 1)),
+        "k": k_like(stride=(61 * 192, 192, 64, 1)),
     },
     "rest of lse": {"softmax_lse_rest": tensor((2, 4, 60), FLOAT32)},
 }
@@ -104,9 +105,9 @@ LEFT: dict[str, dict[str, Any]] = {
     "odd rows of q": {"q": q_like(stride=ODD_Q)},
     "odd rows of v": {"v": k_like(stride=ODD_K)},
     "odd rows of out": {"out": q_like(stride=ODD_Q)},
-    "selection": {"is_causal": 1, "selection": abi.selection(60, 77, 128)},
-    "selection for all rows": {"selection": abi.selection(60, 77, 128, causal=False)},
-    "window": {"is_causal": 1, "selection": abi.selection(60, 77, 128), "window": 20},
+    "selection": {"is_causal": 1, "selection": abi.selection(60, 61, 128)},
+    "selection for all rows": {"selection": abi.selection(60, 61, 128, causal=False)},
+    "window": {"is_causal": 1, "selection": abi.selection(60, 61, 128), "window": 20},
 }
 BOTH = [*((fields, 1) for fields in TAKEN.values()), *((fields, 0) for fields in LEFT.values())]
 NAMES = [*TAKEN, *LEFT]
@@ -123,13 +124,42 @@ def test_which_calls_are_short(
     for each in found if short else ():
         # The shape is one for all chips; sm89 and sm90 have no others.
         assert (each["arch"], each["dim_tile"], each["workspace_bytes"]) == (80, 64, 0)
-        is_plain = not {"bias", "mask"} & fields.keys()
+        is_plain = not {"bias", "mask"} & fields.keys() and fields.get("softmax_scale", 1.0) > 0
         assert each["level"] == (PLAIN if is_plain else GENERAL)
+
+
+@pytest.mark.parametrize("keys, short", [(64, 1), (65, 1), (128, 1), (129, 0)])
+@pytest.mark.parametrize("fields", [{}, {"mask": 1}, {"is_causal": 1}, {"gradients": "dv"}])
+def test_the_backward_is_for_more_keys(
+    plan: Probe, fields: dict[str, Any], keys: int, short: int
+) -> None:
+    arguments = SMALL | fields | {"seqlen_k": keys}
+    if "mask" in fields:
+        arguments["mask"] = mask(2, 1, 1, keys)
+    assert plan.bwd(SM90, SMS, **arguments)["short"] == short
+    arguments.pop("gradients", None)
+    assert plan.fwd(SM90, SMS, **arguments)["short"] == (keys == 64)
+
+
+@pytest.mark.parametrize("keys, head_dim, short", [(64, 64, 1), (65, 32, 1), (65, 40, 0)])
+@pytest.mark.parametrize(
+    "letters", ["bias bhqk", "bias bh1k", "bias 1111", "mask bhqk", "mask 11q1"]
+)
+def test_wide_scores_leave_no_room_for_more(
+    plan: Probe, letters: str, keys: int, head_dim: int, short: int
+) -> None:
+    """More than 64 keys and 32 channels: no bias, and no mask but that of the keys."""
+    name, axes = letters.split()
+    extents = zip(axes, (2, 4, 60, keys), strict=True)
+    shape = tuple(1 if axis == "1" else extent for axis, extent in extents)
+    operand = {name: mask(*shape) if name == "mask" else tensor(shape)}
+    sizes = SMALL | {"seqlen_k": keys, "head_dim": head_dim}
+    assert plan.bwd(SM90, SMS, **sizes, **operand)["short"] == short
 
 
 @pytest.mark.parametrize("kernels", SETS)
 def test_packed_sequences_are_not(plan: Probe, kernels: str) -> None:
-    lengths = {"total_q": 120, "total_k": 150, "max_seqlen_q": 60, "max_seqlen_k": 77}
+    lengths = {"total_q": 120, "total_k": 150, "max_seqlen_q": 60, "max_seqlen_k": 61}
     assert not plan.fwd(kernels, packed=True, **lengths)["short"]
     assert not plan.bwd(kernels, packed=True, **lengths)["short"]
 
@@ -216,17 +246,17 @@ def test_some_gradients(plan: Probe, wanted: str) -> None:
     [
         (SCORES, {}, DB_TILE),
         (SCORES, {"is_causal": 1}, DB_TILE),
-        (SCORES, {"mask": mask(2, 1, 1, 77)}, DB_TILE),
+        (SCORES, {"mask": mask(2, 1, 1, 61)}, DB_TILE),
         (SCORES, {"deterministic": 1}, DB_TILE),
         (SCORES, {"seqlen_q": 200}, DB_TILE),
-        ((1, 4, 60, 77), {}, DB_ACCUM),
-        ((2, 2, 60, 77), {}, DB_ACCUM),
-        ((2, 1, 60, 77), {}, DB_ACCUM),
-        ((1, 1, 60, 77), {"seqlen_q": 64}, DB_ACCUM),
-        ((1, 4, 60, 77), {"seqlen_q": 65}, None),
-        ((1, 4, 60, 77), {"deterministic": 1}, None),
-        ((2, 4, 1, 77), {}, None),
-        ((1, 1, 1, 77), {}, None),
+        ((1, 4, 60, 61), {}, DB_ACCUM),
+        ((2, 2, 60, 61), {}, DB_ACCUM),
+        ((2, 1, 60, 61), {}, DB_ACCUM),
+        ((1, 1, 60, 61), {"seqlen_q": 64}, DB_ACCUM),
+        ((1, 4, 60, 61), {"seqlen_q": 65}, None),
+        ((1, 4, 60, 61), {"deterministic": 1}, None),
+        ((2, 4, 1, 61), {}, None),
+        ((1, 1, 1, 61), {}, None),
         ((2, 4, 60, 1), {}, None),
         ((1, 1, 1, 1), {}, None),
     ],
@@ -254,7 +284,7 @@ def test_gradients_of_the_bias(
     assert found["dbias_kind"] == kind and found["level"] == GENERAL
     assert not found["dbias_cols_reduced"] and not found["dbias_rows_reduced"]
     strides = contiguous(shape)
-    assert found["dbias_row_stride"] == 77
+    assert found["dbias_row_stride"] == 61
     assert found["dbias_head_stride"] == (strides[1] if shape[1] > 1 else 0)
     assert found["dbias_batch_stride"] == (strides[0] if shape[0] > 1 else 0)
     check_dbias_memory(found, 4 if dtype == FLOAT32 else 2)
@@ -276,7 +306,7 @@ def check_dbias_memory(found: Plan, element_bytes: int) -> None:
 
 
 def test_a_bias_without_gradient_has_none(plan: Probe) -> None:
-    found = plan.bwd(**SMALL, bias=tensor((1, 4, 60, 77)))
+    found = plan.bwd(**SMALL, bias=tensor((1, 4, 60, 61)))
     assert found["dbias_kind"] == DB_NONE and found["dbias"] == 0
 
 
@@ -293,27 +323,48 @@ def test_a_block_for_each_batch(plan: Probe, kernels: str) -> None:
     for more in ({}, {"bias": own}, {"mask": mask(1, 1, 130, 49)}):
         found = plan.fwd(kernels, SMS, **sizes, **more)
         assert (found["slices"], found["blocks"]) == (2048, 2048 * 3 * 3)
+        assert found["level"] == (GENERAL if more else PLAIN)
         found = plan.bwd(kernels, SMS, **sizes, **more)
         assert (found["slices"], found["blocks"]) == (2048, 2048 * 3)
+        assert found["level"] == (GENERAL if more else PLAIN)
     found = plan.bwd(kernels, SMS, gradients="dq dbias", bias=heads_share, **WINDOWS)
-    assert (found["dbias_kind"], found["slices"]) == (DB_ACCUM, 2048)
+    assert (found["dbias_kind"], found["slices"], found["level"]) == (DB_ACCUM, 2048, GENERAL)
 
 
-def test_blocks_that_share_a_bias_take_several_batches(plan: Probe) -> None:
-    # Six blocks for each of 132 SMs are 264 for each of 3 heads; of 8 batches each, 256 are enough.
-    bias = shared_bias(WINDOWS)
-    fwd = plan.fwd(SM90, SMS, bias=bias, **WINDOWS)
-    assert (fwd["slices"], fwd["blocks"]) == (256, 768)
-    for gradients in ("dq dk dv", "dq dk dv dbias"):
-        bwd = plan.bwd(SM90, SMS, gradients=gradients, bias=bias, **WINDOWS)
-        assert (bwd["slices"], bwd["blocks"]) == (256, 768)
+@pytest.mark.parametrize("kernels", SETS)
+@pytest.mark.parametrize(
+    "head_dim, forward, backward",
+    # An SM has six blocks of the forward or five, and four of the backward or three, of 3 heads:
+    # 264, 220, 176 and 132 slices at most, of 8, 10, 12 and 16 batches.
+    [(32, 256, 171), (64, 205, 128)],
+)
+def test_blocks_that_share_a_bias_take_several_batches(
+    plan: Probe, head_dim: int, forward: int, backward: int, kernels: str
+) -> None:
+    sizes = WINDOWS | {"head_dim": head_dim}
     # A bias that is expanded over the batches is shared too.
     expanded = tensor((2048, 3, 49, 49), stride=(0, 49 * 49, 49, 1))
-    assert plan.fwd(SM90, SMS, bias=expanded, **WINDOWS)["slices"] == 256
-    # The forward has blocks for each tile of rows, the backward for each kv head.
+    for bias in (shared_bias(sizes), expanded):
+        fwd = plan.fwd(kernels, SMS, bias=bias, **sizes)
+        bwd = plan.bwd(kernels, SMS, bias=bias, **sizes)
+        assert (fwd["slices"], fwd["blocks"], fwd["level"]) == (forward, 3 * forward, FULL)
+        assert (bwd["slices"], bwd["blocks"], bwd["level"]) == (backward, 3 * backward, FULL)
+    summed = plan.bwd(kernels, SMS, gradients="dq dk dv dbias", bias=shared_bias(sizes), **sizes)
+    assert (summed["dbias_kind"], summed["slices"]) == (DB_ACCUM, backward)
+
+
+def test_blocks_of_more_than_a_tile_have_a_batch_each(plan: Probe) -> None:
+    """In the backward; the forward has a block for each tile."""
     rows = WINDOWS | {"seqlen_q": 192, "nheads": 6}
     assert plan.fwd(SM90, SMS, bias=shared_bias(rows), **rows)["slices"] == 44
-    assert plan.bwd(SM90, SMS, bias=shared_bias(rows), **rows)["slices"] == 256
+    for more in ({"seqlen_q": 65}, {"nheads": 6}, {"seqlen_k": 65}):
+        sizes = WINDOWS | more
+        found = plan.bwd(SM90, SMS, bias=shared_bias(sizes), **sizes)
+        assert found["short"] and (found["slices"], found["level"]) == (2048, GENERAL)
+    # Gradients of the batches' own are not summed.
+    expanded = tensor((2048, 3, 49, 49), stride=(0, 49 * 49, 49, 1))
+    found = plan.bwd(SM90, SMS, gradients="dq dbias", bias=expanded, **WINDOWS)
+    assert (found["dbias_kind"], found["slices"], found["level"]) == (DB_TILE, 2048, GENERAL)
 
 
 @pytest.mark.parametrize("sms", [1, 58, 132])
@@ -323,17 +374,17 @@ def test_no_slice_is_empty_or_longer_than_need_be(
     plan: Probe, batch: int, nheads: int, sms: int
 ) -> None:
     sizes = WINDOWS | {"batch": batch, "nheads": nheads, "nheads_k": nheads}
-    for found in (
-        plan.fwd(SM80, sms, bias=shared_bias(sizes), **sizes),
-        plan.bwd(SM80, sms, bias=shared_bias(sizes), **sizes),
-    ):
+    bias = shared_bias(sizes)
+    fwd, bwd = (call(SM80, sms, bias=bias, **sizes) for call in (plan.fwd, plan.bwd))
+    for found, blocks_per_sm in ((fwd, 6), (bwd, 4)):
         slices = found["slices"]
         assert 1 <= slices <= batch and found["blocks"] == slices * nheads
+        assert found["level"] == (FULL if slices < batch else GENERAL)
+        # As few batches each as the GPU has places for, and no more blocks than that takes.
+        places = max(1, min(batch, blocks_per_sm * sms // nheads))
         most = -(-batch // slices)
-        assert most * slices < batch + slices
-        # Fewer batches each would take more blocks than six for each SM (or the last of them).
-        wanted = min(batch, -(-6 * sms // nheads))
-        assert slices <= wanted and most == -(-batch // wanted)
+        assert most == -(-batch // places) and slices <= places
+        assert slices == 1 or most * (slices - 1) < batch
 
 
 def operands(like: dict[str, abi.Tensor]) -> tuple[dict[str, abi.Tensor], dict[str, int]]:
@@ -364,7 +415,7 @@ def operands(like: dict[str, abi.Tensor]) -> tuple[dict[str, abi.Tensor], dict[s
 def test_operands_reach_the_kernels(plan: Probe) -> None:
     like = dict.fromkeys(("q", "out"), q_like()) | dict.fromkeys(("k", "v"), k_like())
     like |= dict.fromkeys(("softmax_lse", "softmax_lse_rest"), tensor((2, 4, 60), FLOAT32))
-    like |= {"bias": tensor(SCORES), "mask": mask(2, 2, 60, 77)}
+    like |= {"bias": tensor(SCORES), "mask": mask(2, 2, 60, 61)}
     of_bwd = dict.fromkeys(("dout", "dq"), q_like()) | dict.fromkeys(("dk", "dv"), k_like())
     of_bwd["dsoftmax_lse"] = tensor((2, 4, 60), FLOAT32)
     for more, call in (({}, plan.fwd), (of_bwd, plan.bwd)):
@@ -380,10 +431,10 @@ def test_operands_reach_the_kernels(plan: Probe) -> None:
 @pytest.mark.parametrize(
     "given, strides, ratio",
     [
-        (mask(1, 1, 1, 77), (0, 0, 0, 1), 4),
-        (mask(2, 1, 60, 77), (60 * 77, 0, 77, 1), 4),
-        (mask(2, 2, 1, 77), (2 * 77, 77, 0, 1), 2),
-        (mask(2, 4, 60, 77, stride=(0, 0, 77, 1)), (0, 0, 77, 1), 4),
+        (mask(1, 1, 1, 61), (0, 0, 0, 1), 4),
+        (mask(2, 1, 60, 61), (60 * 61, 0, 61, 1), 4),
+        (mask(2, 2, 1, 61), (2 * 61, 61, 0, 1), 2),
+        (mask(2, 4, 60, 61, stride=(0, 0, 61, 1)), (0, 0, 61, 1), 4),
         (mask(1, 4, 60, 1), (0, 60, 1, 0), 1),
     ],
 )

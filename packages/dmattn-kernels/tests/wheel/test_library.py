@@ -109,8 +109,8 @@ def test_every_unit_reports_its_registers(library_path: Path, architectures: lis
     kernels = kernel_resources(library_path)
     native = {name for name in architectures if name.startswith("sm_")}
     assert {kernel["arch"] for kernel in kernels} == native
-    assert any(str(kernel["unit"]).startswith("fwd_sm80") for kernel in kernels)
-    assert any(str(kernel["unit"]).startswith("bwd_sm80") for kernel in kernels)
+    for prefix in ("fwd_sm80", "bwd_sm80", "short_fwd_sm80", "short_bwd_sm80"):
+        assert any(str(kernel["unit"]).startswith(prefix) for kernel in kernels), prefix
     if "sm_90a" in native:
         hopper = {str(kernel["unit"]) for kernel in kernels if kernel["arch"] == "sm_90a"}
         assert {name.split("_")[0] for name in hopper} == {"fwd", "bwd"}

@@ -9,6 +9,7 @@ import pytest
 from gpu import sanitize, sanitizer_cases, sanitizer_garbage
 from gpu.device import FAMILY_VARIABLE
 from gpu.sanitizer_launch import Launch
+from gpu.sanitizer_short import NARROW_SHORT, SHORT
 
 FAMILIES = ["sm80", "sm89", "sm90"]
 
@@ -49,3 +50,47 @@ def test_lists_of_hopper_reach_its_kernels(monkeypatch: pytest.MonkeyPatch) -> N
     assert launches == own and {bool(launch.bias) for launch in launches} == {True, False}
     many = [x for x in launches if -(-x.seqlen_q // 128) * x.nheads * x.batch > 132]
     assert {bool(launch.bias) for launch in many} == {True, False}
+
+
+def few_keys(family: str, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int, Launch]]:
+    """What a family launches over few keys."""
+    monkeypatch.setenv(FAMILY_VARIABLE, family)
+    return [
+        (dtype, head_dim, launch)
+        for dtype, head_dim, launch in sanitizer_cases.all_launches()
+        if isinstance(launch, Launch) and launch in (*SHORT, *NARROW_SHORT)
+    ]
+
+
+def fits_few_keys(head_dim: int, x: Launch) -> bool:
+    """As in src/host/plan/short.cpp: others run, but on other kernels."""
+    if x.seqlen_q == 1 or x.seqlen_k > 128 or head_dim > 64 or x.softcap or x.skip or x.splits:
+        return False
+    if not x.wants:
+        return x.seqlen_k <= 64
+    has_room = not x.bias and (not x.mask or x.mask[2] == "1")
+    if x.seqlen_k > 64 and head_dim > 32 and not has_room:
+        return False
+    has_sums = "b" in x.wants and bool(x.bias) and x.bias[:2] != "bh"
+    sums_fit = x.seqlen_q <= 64 and not x.deterministic
+    has_entries = "b" not in x.wants or not x.bias or x.bias[2:] == "qk"
+    return x.seqlen_q <= 256 and has_entries and (sums_fit or not has_sums)
+
+
+def test_few_keys_reach_each_of_their_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not few_keys("sm90", monkeypatch) and not few_keys("sm89", monkeypatch)
+    kernels = set()
+    for dtype, head_dim, x in few_keys("sm80", monkeypatch):
+        assert fits_few_keys(head_dim, x), x.name
+        is_single = x.seqlen_q <= 64 and x.nheads == x.nheads_k and x.seqlen_k <= 64
+        # More thread blocks than an H200 has places for.
+        has_many = x.batch * x.nheads * -(-x.seqlen_q // 64) > 6 * 132 and x.bias.startswith("1")
+        changes = bool(x.bias or x.mask)
+        kind = dtype, head_dim > 32
+        if x.seqlen_k <= 64:
+            kernels.add(("forward", *kind, changes, has_many))
+        if x.wants:
+            changes |= x.wants not in ("qkv", "qkvb")
+            shape = is_single, x.seqlen_k > 64
+            kernels.add(("backward", *kind, *shape, changes, has_many and is_single))
+    assert len(kernels) == 2 * 2 * (3 + 3 + 2 + 2)
