@@ -26,6 +26,8 @@ def slow_paths(problem: Problem) -> list[str]:
 def _has_few_keys(problem: Problem) -> bool:
     if problem.packing is not None or problem.key_lists is not None or problem.softcap > 0:
         return False
+    if problem.mask is not None and not has_rows(problem.mask):
+        return False
     has_rows_of_a_tile = problem.q.shape[1] > 1  # a single one is for decoding
     few_keys, narrow = (
         problem.k.shape[1] <= _FEW_KEYS,
