@@ -12,8 +12,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from seen_operators import Seen
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dmattn import (
     KeySelection,
@@ -471,16 +471,6 @@ def test_a_backend_that_does_not_go_by_the_kind_is_asked_each_time() -> None:
         assert first > 0 and backend.asked == 2 * first
     finally:
         registry.BACKENDS[:] = before
-
-
-class Seen(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 class Wrapped(Tensor):

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from seen_operators import Seen
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from dmattn import (
@@ -173,16 +173,6 @@ def test_batches_of_gradients() -> None:
         return found
 
     twice(act)
-
-
-class Seen(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 def test_a_mode_around_the_backward_sees_the_operator() -> None:

@@ -206,8 +206,8 @@ bool has_fp32_dbias(const BwdPlan& plan) { return plan.dbias_dtype == Dtype::kFl
 // What of dbias itself is cleared before the launch.
 void choose_dbias_zeros(BwdPlan& plan) {
   const BwdParams& kernel = plan.kernel;
-  // The kernel stores whole tiles; only those that no row sees are left out, and columns behind a packed sequence. That
-  // for few keys leaves out none.
+  // The kernel stores whole tiles; only those that no row sees are left out, and columns behind a packed sequence. The
+  // kernel for few keys stores every entry.
   const bool visits_all = plan.is_short() || (plan.walk == KeyWalk::kTiled && !has_mask(plan.mask) &&
                                               !kernel.is_causal && !kernel.packing.is_active());
   const bool is_added_to =

@@ -10,8 +10,9 @@ namespace {
 // A thread block of the backward goes through all rows that see its keys, so that sums of dk and dv leave it once. Of
 // more rows the other kernels make more blocks, each of which does less.
 constexpr int32_t kMostBwdRows = 256;
-// And through so many tiles of them over all heads of a group. More take too long one after the other (a tile about 3 us,
-// all launches of the other kernels 13), unless the GPU is full without sharing them out: with so many heads for each SM.
+// And through so many tiles of them over all heads of a group, one after the other. More are for the other kernels, which
+// share them out (with one tile the launch took 7.8 us on an H200, all launches of those 13.3; where they meet has not been
+// measured), unless the GPU is full as it is: with so many heads for each SM.
 constexpr int32_t kMostBwdTiles = 4;
 constexpr int64_t kHeadsThatFill = 2;
 
@@ -110,7 +111,7 @@ int32_t choose_slices(int32_t batch, int64_t blocks, int64_t resident) {
   const auto wanted = static_cast<int32_t>(std::clamp<int64_t>(resident / blocks, 1, batch));
   return ceil_div(batch, ceil_div(batch, wanted));
 }
-// The level, and for what shares the bias of several batches the slices.
+// The level; and how many thread blocks share the batches: one each, but at kFull.
 Level choose_level(ShortParams& p, bool is_plain, bool suits_full, int64_t blocks, int64_t resident) {
   p.batch_slices = p.batch;
   if (is_plain) return Level::kPlain;

@@ -35,7 +35,7 @@ struct ShortScores {
 
   __device__ __forceinline__ bool exists(int row, int col) const { return row < p.seqlen_q && col < p.seqlen_k; }
 
-  // Whether a tile with room for so many keys has some to cut.
+  // Whether a tile with room for so many keys has some that are not there, or that some row does not see.
   __device__ __forceinline__ bool has_limits(int keys) const { return p.is_causal || p.seqlen_k < keys; }
   // acc = -inf for keys past the end and, when causal, keys after the row's last one.
   __device__ __forceinline__ void apply_limits(Fragments& acc) const {
@@ -54,6 +54,7 @@ struct ShortScores {
   struct Kept {
     uint32_t words[(NT + 3) / 4][2];
   };
+  // a or b, without putting them into memory.
   static __device__ __forceinline__ Kept choose(bool first, const Kept& a, const Kept& b) {
     Kept chosen;
 #pragma unroll

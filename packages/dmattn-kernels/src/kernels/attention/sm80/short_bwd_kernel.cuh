@@ -1,7 +1,8 @@
 // The backward over few keys, in one launch: a block sees all keys of a kv head, so that dq of a tile is complete at once
 // and dk and dv stay in registers. Nothing is added up in memory but the gradient of a shared bias.
 //
-// Each warp has 16 rows and 64 keys of the scores, half of these at a time; and then 16 keys of dk and dv, and rows of dq.
+// Each warp has 16 rows and 64 keys of the scores, a half or a quarter of these keys at a time (a part); and then 16 keys of
+// dk and dv, and rows of dq.
 // Probabilities and their gradients go from one to the other through shared memory, rounded.
 #pragma once
 
@@ -15,7 +16,7 @@ struct ShortBwdTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_, kBlockM = kShortRows, kBlockN = kBlockN_;
   static constexpr bool kGeneral = is_general(kLevel), kSingle = kSingle_;
-  // Of a shared bias, and the sums of its gradient.
+  // The bias in shared memory, and the sums of its gradient in registers.
   static constexpr bool kKeepsBias = kLevel == Level::kFull;
   static_assert(!kKeepsBias || kSingle);
   static constexpr int kWarpsN = kBlockN / 64, kWarps = 4 * kWarpsN, kThreads = 32 * kWarps;
@@ -55,7 +56,8 @@ struct ShortBwdBlock {
   using AccKV = float[1][T::NTkv][4];
   // kFull: the sums of the gradient of the bias.
   using DbiasSums = float[T::kParts][NT][4];
-  // Which are found by constant indices. The parts of other general kernels share their code, which is long.
+  // The loop over parts is unrolled, so that these sums stay in registers. Without them, where a bias and a mask make the
+  // code of a part long, it is not.
   static constexpr int kUnrolledParts = T::kGeneral && !T::kKeepsBias ? 1 : T::kParts;
 
   const ShortBwdParams& p;
