@@ -291,6 +291,8 @@ def append(earlier: Row, results: Row) -> Row:
     groups = {row["group"] for row in results["rows"]}
     kept = [row for row in earlier["rows"] if row["group"] not in groups]
     missing = [x for x in earlier["not_run"] if x.partition(":")[0] not in groups]
+    # Of a group that was not timed at all, the rows of the earlier run stay.
+    missing += [x for x in results["not_run"] if x.partition(":")[0] in groups]
     further = []
     for run in earlier.get("further_runs", []):
         names = [x for x in run["groups"] if x.partition(":")[0] not in groups]
@@ -298,7 +300,7 @@ def append(earlier: Row, results: Row) -> Row:
     run = {name: results[name] for name in ("date", "family")}
     return earlier | {
         "rows": kept + results["rows"],
-        "not_run": missing + results["not_run"],
+        "not_run": missing,
         "further_runs": [*further, {**run, "groups": sorted(groups)}],
     }
 

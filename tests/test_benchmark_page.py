@@ -62,8 +62,10 @@ def test_a_new_run_of_a_group_takes_the_marks_of_its_rows_away() -> None:
     both = {**noted, "groups": ["decode: second", "key mask: first"]}
     earlier = recorded(further_runs=[noted, both])
     new = {**recorded(), "rows": [row for row in earlier["rows"] if row["group"] == "decode"]}
-    found = run.append(earlier, new)["further_runs"]
-    assert [x["groups"] for x in found] == [["key mask: first"], ["decode"]]
+    new["not_run"] = ["decode: third", "key mask: first"]
+    found = run.append(earlier, new)
+    assert [x["groups"] for x in found["further_runs"]] == [["key mask: first"], ["decode"]]
+    assert found["not_run"] == ["decode: third"]  # "key mask" has its earlier rows
 
 
 @pytest.mark.parametrize(

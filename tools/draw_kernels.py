@@ -97,7 +97,7 @@ def draw_arrow(
     ax: Axes, start: tuple[float, float], stop: tuple[float, float], colour: str
 ) -> None:
     style = {"arrowstyle": "-|>", "color": colour, "lw": 1.2, "shrinkA": 0, "shrinkB": 1}
-    ax.annotate("", stop, start, arrowprops=style)
+    ax.annotate("", stop, start, arrowprops=style, zorder=0.5)  # behind the boxes that it passes
 
 
 def add_key(figure: Figure, entries: Sequence[tuple[str, str]]) -> None:
@@ -171,6 +171,7 @@ def kernel_map(path: Path) -> None:
         DARK,
     )
     bwd80 = kernel(56, "sm80/bwd_kernel.cuh\neverything else, tiled or gathered", MIDDLE, 6)
+    short = kernel(64, "sm80/short_*_kernel.cuh\nfew keys: one launch each way", MIDDLE, 5)
     convert = after(39, "convert_dq.cu\ndq rounded, in order")
     reduce = after(47.5, "reduce_dkv.cu\ndk, dv summed, rounded")
     dbias = after(56, "reduce_dbias.cu\nbias gradient summed")
@@ -207,12 +208,13 @@ def kernel_map(path: Path) -> None:
         *((chunks, bwd90), (schedule, bwd80), (pack, bwd90), (pack, bwd80), (compact, bwd80)),
         *((bwd90, convert), (bwd90, reduce), (bwd90, dbias)),
         *((bwd80, convert), (bwd80, reduce), (bwd80, dbias)),
+        *((bwd_plan, short), (short, dbias)),
     )
     forward = (
         *((fwd, fwd_plan), (fwd_plan, pack), (fwd_plan, compact), (fwd_plan, fwd90)),
         *((fwd_plan, gather90), (fwd_plan, fwd80), (fwd_plan, decode), (pack, fwd80)),
         *((pack, fwd90), (pack, decode), (compact, gather90), (compact, fwd80), (compact, decode)),
-        *((fwd80, combine),),
+        *((fwd80, combine), (fwd_plan, short)),
     )
     for colour, pairs in ((LINES, others), (ORANGE, backward), (DARK, forward)):
         for start, stop in pairs:

@@ -292,6 +292,18 @@ def test_what_lies_behind_is_not_read(rows: int, keys: int) -> None:
     assert_close(alone, run(alone))
 
 
+@pytest.mark.parametrize("mask", ["b11k", "111k", "bk1k"])
+@pytest.mark.parametrize("rows,keys", [(49, 49), (64, 64), (30, 100), (150, 128)])
+def test_keys_hidden_from_all_rows_may_hold_anything(rows: int, keys: int, mask: str) -> None:
+    """As the unused places of a padded batch do, where nobody has written."""
+    problem = build(Case(rows, keys, 3, 4, 2, 64, mask=mask, dlse=True))
+    assert problem.mask is not None
+    hidden = ~problem.mask.expand(3, 2, 1, keys).squeeze(2).transpose(1, 2).unsqueeze(3)
+    assert hidden.any() and not hidden.all()
+    k, v = (x.masked_fill(hidden, float("nan")) for x in (problem.k, problem.v))
+    assert_close(problem, run(problem.with_(k=k, v=v)))
+
+
 # --- beside the kernels for few keys --------------------------------------------------------------
 
 
@@ -318,7 +330,7 @@ def test_what_else_a_call_may_have(case: Case) -> None:
 REPEATED = [
     Case(49, 49, 70, 4, 4, 32, bias="bhqk"),
     Case(128, 128, 40, 4, 2, 64, causal=True, dlse=True),
-    Case(200, 77, 20, 4, 1, 64, mask="b11k"),
+    Case(200, 77, 20, 2, 2, 64),
     Case(49, 49, 150, 4, 4, 32, bias="1hqk", mask="b1qk", wants="qkv"),
 ]
 

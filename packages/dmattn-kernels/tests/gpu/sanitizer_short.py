@@ -13,18 +13,18 @@ from gpu.sanitizer_launch import Launch
 SHORT = (
     # name, rows, keys, batch, heads, kv heads
     Launch("few keys", 49, 49, 3, 4, 2, dlse=True),
-    Launch("few keys, rows without keys", 150, 40, 1, 2, 1, causal=True),
+    Launch("few keys, rows without keys", 120, 40, 1, 2, 1, causal=True),
     Launch("few keys, one of them", 2, 1, 3, 2, 1, bias="bhqk", wants="qkv"),
     Launch("few keys, long", 1100, 61, 1, 3, 1, causal=True, wants=""),
     Launch("few keys, long, bias", 300, 61, 1, 3, 1, bias="bhqk", mask="b1qk", wants=""),
     Launch("few keys, bias", 49, 49, 3, 4, 2, bias="bhqk"),
-    Launch("few keys, most rows", 256, 64, 1, 4, 1, bias="bhqk", mask="1hqk", deterministic=True),
-    Launch("few keys, fp32 bias", 130, 60, 2, 2, 1, bias="bhqk", bias_f32=True, causal=True),
-    Launch("few keys, bias of kv heads", 64, 64, 2, 4, 2, bias="bkqk", mask="b11k"),
+    Launch("few keys, most rows", 256, 64, 1, 2, 2, bias="bhqk", mask="1hqk", deterministic=True),
+    Launch("few keys, fp32 bias", 120, 60, 2, 2, 1, bias="bhqk", bias_f32=True, causal=True),
+    Launch("few keys, bias of kv heads", 64, 64, 2, 4, 2, bias="bkqk", mask="b1qk"),
     Launch("few keys, bias of all", 64, 64, 2, 4, 2, bias="11qk", bias_f32=True, causal=True),
     Launch("few keys, key bias", 100, 60, 2, 4, 2, bias="bk1k", wants="qkv", dlse=True),
     Launch("few keys, row bias", 60, 60, 2, 4, 2, bias="bhq1", wants="qkv"),
-    Launch("few keys, key mask", 70, 60, 2, 4, 2, mask="bk1k"),
+    Launch("few keys, mask of kv heads", 70, 60, 2, 4, 2, mask="bkqk"),
     Launch("few keys, row mask", 70, 64, 2, 4, 2, mask="bhq1", causal=True),
     Launch("few keys, mask by rows", 49, 49, 2, 4, 2, mask="bhqk", mask_by_rows=True),
     Launch("few keys, none of them kept", 49, 60, 2, 2, 1, mask="b1qk", kept=0.0, bias="bhqk"),
@@ -48,16 +48,16 @@ SHORT = (
     Launch("few keys, bias of batches and groups", 70, 50, 499, 2, 1, bias="1hqk", wants="qkv"),
     # More keys: for the backward alone.
     Launch("few keys, 128 of them", 128, 128, 2, 2, 2),
-    Launch("few keys, 65 of them", 70, 65, 2, 4, 1, causal=True, dlse=True),
-    Launch("few keys, 128 of them, rows without keys", 256, 100, 1, 2, 1, causal=True),
-    Launch("few keys, 128 of them, key mask", 256, 128, 1, 4, 1, mask="b11k", deterministic=True),
+    Launch("few keys, 65 of them", 70, 65, 2, 4, 2, causal=True, dlse=True),
+    Launch("few keys, 128 of them, rows without keys", 256, 100, 1, 2, 2, causal=True),
+    Launch("few keys, 128 of them, deterministic", 128, 128, 1, 4, 2, deterministic=True),
     Launch("few keys, 128 of them, only dq", 70, 100, 2, 4, 2, wants="q"),
 )
 SHORT_KINDS = (("bf16", 64), ("bf16", 24))
 # Up to 32 channels leave more keys registers for a bias and for any mask.
 NARROW_SHORT = (
-    Launch("few keys, 128 of them, bias", 150, 100, 2, 4, 2, bias="bhqk", causal=True),
-    Launch("few keys, 128 of them, mask, bias", 256, 128, 1, 4, 1, bias="bhqk", mask="1hqk"),
+    Launch("few keys, 128 of them, bias", 120, 100, 2, 4, 2, bias="bhqk", causal=True),
+    Launch("few keys, 128 of them, mask, bias", 256, 128, 1, 2, 2, bias="bhqk", mask="1hqk"),
     Launch("few keys, 128 of them, shared bias", 64, 101, 2, 4, 2, bias="1kqk", bias_f32=True),
 )
 NARROW_SHORT_KINDS = (("bf16", 32), ("bf16", 24))
@@ -69,7 +69,7 @@ OTHER_SHORT_LAUNCHES = (
     "few keys, one tile, mask, bias",
     "few keys, bias of batches",
     "few keys, 128 of them",
-    "few keys, 128 of them, key mask",
+    "few keys, 128 of them, only dq",
 )
 OTHER_SHORT_KINDS = (("f16", 64), ("f16", 32))
 

@@ -84,9 +84,8 @@ TAKEN: dict[str, dict[str, Any]] = {
     "bias for each key": {"bias": tensor((2, 4, 1, 61))},
     "bias for each row": {"bias": tensor((2, 4, 60, 1))},
     "dense mask": {"mask": mask(2, 1, 60, 61)},
-    "key mask": {"mask": mask(2, 1, 1, 61)},
     "row mask": {"mask": mask(1, 4, 60, 1)},
-    "expanded mask": {"mask": mask(2, 4, 60, 61, stride=(61, 0, 0, 1))},
+    "expanded mask": {"mask": mask(2, 4, 60, 61, stride=(0, 0, 61, 1))},
     "apart": {
         "q": q_like(stride=(60 * 264, 264, 64, 1)),
         "k": k_like(stride=(61 * 192, 192, 64, 1)),
@@ -98,6 +97,10 @@ LEFT: dict[str, dict[str, Any]] = {
     "one row": {"seqlen_q": 1},
     "wide heads": {"head_dim": 72},
     "softcap": {"softcap": 1.0},
+    # Keys that no row sees may hold NaN, and must not be read.
+    "key mask": {"mask": mask(2, 1, 1, 61)},
+    "key mask of heads": {"mask": mask(1, 4, 1, 61)},
+    "expanded key mask": {"mask": mask(2, 4, 60, 61, stride=(61, 0, 0, 1))},
     "q off 16 bytes": {"q": q_like(data=SOME_ADDRESS + 8)},
     "k off 16 bytes": {"k": k_like(data=SOME_ADDRESS + 8)},
     "v off 16 bytes": {"v": k_like(data=SOME_ADDRESS + 8)},
@@ -129,13 +132,11 @@ def test_which_calls_are_short(
 
 
 @pytest.mark.parametrize("keys, short", [(64, 1), (65, 1), (128, 1), (129, 0)])
-@pytest.mark.parametrize("fields", [{}, {"mask": 1}, {"is_causal": 1}, {"gradients": "dv"}])
+@pytest.mark.parametrize("fields", [{}, {"is_causal": 1}, {"gradients": "dv"}])
 def test_the_backward_is_for_more_keys(
     plan: Probe, fields: dict[str, Any], keys: int, short: int
 ) -> None:
     arguments = SMALL | fields | {"seqlen_k": keys}
-    if "mask" in fields:
-        arguments["mask"] = mask(2, 1, 1, keys)
     assert plan.bwd(SM90, SMS, **arguments)["short"] == short
     arguments.pop("gradients", None)
     assert plan.fwd(SM90, SMS, **arguments)["short"] == (keys == 64)
@@ -148,7 +149,7 @@ def test_the_backward_is_for_more_keys(
 def test_wide_scores_leave_no_room_for_more(
     plan: Probe, letters: str, keys: int, head_dim: int, short: int
 ) -> None:
-    """More than 64 keys and 32 channels: no bias, and no mask but that of the keys."""
+    """More than 64 keys and 32 channels: neither a bias nor a mask."""
     name, axes = letters.split()
     extents = zip(axes, (2, 4, 60, keys), strict=True)
     shape = tuple(1 if axis == "1" else extent for axis, extent in extents)
@@ -188,14 +189,14 @@ def test_parts_of_keys_are_for_other_kernels(plan: Probe, num_splits: int, short
 @pytest.mark.parametrize(
     "sizes, fwd, bwd",
     [
-        ({"seqlen_q": 256}, 1, 1),
-        ({"seqlen_q": 257}, 1, 0),
+        ({"seqlen_q": 256, "nheads_k": 4}, 1, 1),
+        ({"seqlen_q": 257, "nheads_k": 4}, 1, 0),
         ({"seqlen_q": 5000}, 1, 0),
-        # Tiles of rows over all heads of a group: 16 of them.
-        ({"seqlen_q": 64, "nheads": 16, "nheads_k": 1}, 1, 1),
-        ({"seqlen_q": 65, "nheads": 16, "nheads_k": 1}, 1, 0),
-        ({"seqlen_q": 65, "nheads": 8, "nheads_k": 1}, 1, 1),
-        ({"seqlen_q": 64, "nheads": 17, "nheads_k": 1}, 1, 0),
+        # Tiles of rows over all heads of a group: 4 of them.
+        ({"seqlen_q": 64, "nheads": 4, "nheads_k": 1}, 1, 1),
+        ({"seqlen_q": 65, "nheads": 4, "nheads_k": 1}, 1, 0),
+        ({"seqlen_q": 65, "nheads": 2, "nheads_k": 1}, 1, 1),
+        ({"seqlen_q": 64, "nheads": 5, "nheads_k": 1}, 1, 0),
         # More of them where kv heads are enough by themselves.
         ({"seqlen_q": 65, "nheads": 16, "nheads_k": 1, "batch": 2 * SMS}, 1, 1),
         ({"seqlen_q": 65, "nheads": 16, "nheads_k": 1, "batch": 2 * SMS - 1}, 1, 0),
@@ -246,9 +247,9 @@ def test_some_gradients(plan: Probe, wanted: str) -> None:
     [
         (SCORES, {}, DB_TILE),
         (SCORES, {"is_causal": 1}, DB_TILE),
-        (SCORES, {"mask": mask(2, 1, 1, 61)}, DB_TILE),
+        (SCORES, {"mask": mask(2, 1, 60, 61)}, DB_TILE),
         (SCORES, {"deterministic": 1}, DB_TILE),
-        (SCORES, {"seqlen_q": 200}, DB_TILE),
+        (SCORES, {"seqlen_q": 120}, DB_TILE),
         ((1, 4, 60, 61), {}, DB_ACCUM),
         ((2, 2, 60, 61), {}, DB_ACCUM),
         ((2, 1, 60, 61), {}, DB_ACCUM),
@@ -431,9 +432,8 @@ def test_operands_reach_the_kernels(plan: Probe) -> None:
 @pytest.mark.parametrize(
     "given, strides, ratio",
     [
-        (mask(1, 1, 1, 61), (0, 0, 0, 1), 4),
         (mask(2, 1, 60, 61), (60 * 61, 0, 61, 1), 4),
-        (mask(2, 2, 1, 61), (2 * 61, 61, 0, 1), 2),
+        (mask(2, 2, 60, 61), (2 * 60 * 61, 60 * 61, 61, 1), 2),
         (mask(2, 4, 60, 61, stride=(0, 0, 61, 1)), (0, 0, 61, 1), 4),
         (mask(1, 4, 60, 1), (0, 60, 1, 0), 1),
     ],

@@ -10,22 +10,24 @@ namespace {
 // A thread block of the backward goes through all rows that see its keys, so that sums of dk and dv leave it once. Of
 // more rows the other kernels make more blocks, each of which does less.
 constexpr int32_t kMostBwdRows = 256;
-// And through so many tiles of them over all heads of a group. More take too long one after the other, unless the GPU is
-// full without sharing them out: with so many heads for each SM.
-constexpr int32_t kMostBwdTiles = 16;
+// And through so many tiles of them over all heads of a group. More take too long one after the other (a tile about 3 us,
+// all launches of the other kernels 13), unless the GPU is full without sharing them out: with so many heads for each SM.
+constexpr int32_t kMostBwdTiles = 4;
 constexpr int64_t kHeadsThatFill = 2;
 
-// What all short kernels ask of a call that has some rows and some keys.
+// What all short kernels ask of a call that has some rows and some keys. They read all keys and multiply those that a mask
+// hides by 0. Keys that it hides from all rows, as in padding, may hold NaN, and are for kernels that do not read them.
 template <class Params, class KernelParams>
-bool suits(const Params& p, const KernelParams& kernel, int32_t most_keys) {
+bool suits(const Params& p, const KernelParams& kernel, const MaskSource& mask, int32_t most_keys) {
   const bool has_few_keys = kernel.seqlen_k <= most_keys && kernel.head_dim <= kMostShortHeadDim;
+  const bool reads_all_keys = !has_selection(p.selection) && !(has_mask(mask) && is_key_only(mask));
   // One row is for the decode kernel.
-  return has_few_keys && kernel.seqlen_q > 1 && !is_packed(p) && !has_selection(p.selection) && kernel.softcap == 0.f &&
+  return has_few_keys && reads_all_keys && kernel.seqlen_q > 1 && !is_packed(p) && kernel.softcap == 0.f &&
          kernel.vec_q && kernel.vec_k && kernel.vec_v;
 }
 
-bool suits_fwd(const dmattn_fwd_params& p, const FwdParams& kernel) {
-  return suits(p, kernel, kMostShortFwdKeys) && kernel.vec_out && p.num_splits <= 1;
+bool suits_fwd(const FwdPlan& plan, const dmattn_fwd_params& p) {
+  return suits(p, plan.kernel, plan.mask, kMostShortFwdKeys) && plan.kernel.vec_out && p.num_splits <= 1;
 }
 
 // Gradients of a bias are stored for each score, or, from the one tile of rows of a block, added to sums in any order.
@@ -35,17 +37,17 @@ bool suits_dbias(const BwdPlan& plan) {
   return p.dbias_kind != DbiasKind::kAccum || (p.seqlen_q <= kShortRows && !p.deterministic);
 }
 
-// Beside more than 64 keys and 32 columns there are too few registers for a bias and for a mask with rows on their way: the
-// other kernels are faster then (0.27 against 0.35 ms of 256 x 128 rows, 12 heads, on an H200).
+// Beside more than 64 keys and 32 columns there are too few registers for a bias or a mask on its way: the other kernels
+// are faster then (0.27 against 0.35 ms of 256 x 128 rows, 12 heads, on an H200).
 bool suits_wide_scores(const BwdPlan& plan, const dmattn_bwd_params& p) {
   const BwdParams& kernel = plan.kernel;
   if (short_bwd_keys(kernel.seqlen_k) == 64 || short_head_dim(kernel.head_dim) == 32) return true;
-  return !is_present(p.bias) && (!has_mask(plan.mask) || is_key_only(plan.mask));
+  return !is_present(p.bias) && !has_mask(plan.mask);
 }
 
 bool suits_bwd(const BwdPlan& plan, const dmattn_bwd_params& p, const Device& device) {
   const BwdParams& kernel = plan.kernel;
-  if (!suits(p, kernel, kMostShortBwdKeys) || kernel.seqlen_q > kMostBwdRows || !suits_dbias(plan) ||
+  if (!suits(p, kernel, plan.mask, kMostShortBwdKeys) || kernel.seqlen_q > kMostBwdRows || !suits_dbias(plan) ||
       !suits_wide_scores(plan, p)) {
     return false;
   }
@@ -147,7 +149,7 @@ void set_gradients(ShortBwdParams& to, const BwdPlan& plan) {
 
 bool choose_short_kernel(FwdPlan& plan, const dmattn_fwd_params& p, const Problem& x, const Device& device) {
   const FwdParams& from = plan.kernel;
-  if (!suits_fwd(p, from) || !find_unit(plan, Direction::kShortForward, device)) return false;
+  if (!suits_fwd(plan, p) || !find_unit(plan, Direction::kShortForward, device)) return false;
   ShortFwdParams& to = plan.short_kernel;
   set_short(to, from, read_bias(p.bias, x, /*gathered=*/false), plan.mask);
   to.out = from.out;

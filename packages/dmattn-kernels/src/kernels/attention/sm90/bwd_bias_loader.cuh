@@ -17,6 +17,17 @@ __device__ __forceinline__ void copy_chunk_async(uint32_t to, uintptr_t from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
+// The same where memory may end behind the bytes that exist: number by number, as compute-sanitizer counts the whole chunk.
+__device__ __forceinline__ void copy_chunk_end(uint32_t to, uintptr_t from, int valid) {
+  const auto number = [&](int i) -> uint32_t {
+    return 2 * i < valid ? __ldg(reinterpret_cast<const uint16_t*>(from) + i) : uint16_t{0};
+  };
+  uint32_t words[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) words[i] = number(2 * i) | number(2 * i + 1) << 16;
+  st_shared(to, make_uint4(words[0], words[1], words[2], words[3]));
+}
+
 // Of two chunks of eight numbers, one behind the other, the eight that begin with number `shift`, 0 to 7.
 __device__ __forceinline__ uint4 eight_from(const uint4& chunk, const uint4& behind, uint32_t shift) {
   const uint32_t words[8] = {chunk.x, chunk.y, chunk.z, chunk.w, behind.x, behind.y, behind.z, behind.w};
@@ -88,6 +99,14 @@ struct BwdBiasLoader {
       copy_chunks<false>(tile, bias_of(wanted), rows, bytes);
     }
   }
+  // A chunk of which `left` bytes exist, if any.
+  static __device__ __forceinline__ void copy_some(uint32_t to, uintptr_t from, int left, bool is_end) {
+    if (is_end && left > 0 && left < 16) {
+      copy_chunk_end(to, from, left);
+    } else {
+      copy_chunk_async(to, from, min(max(left, 0), 16));
+    }
+  }
   // The 17 chunks in which the 128 numbers of a row are. In front of the tensor's first number up to 14 bytes are read, of
   // the same 16, and not used; nothing behind its last one is read.
   template <bool kIsWhole>
@@ -108,8 +127,9 @@ struct BwdBiasLoader {
           if (is_last) copy_chunk_async(in_row(tail, j), begin + 16);
         } else {
           const int left = 2 * j < rows ? bytes + static_cast<int>(from % 16) : 0;
-          copy_chunk_async(in_row(to, j), begin, min(max(left, 0), 16));
-          if (is_last) copy_chunk_async(in_row(tail, j), begin + 16, min(max(left - 16, 0), 16));
+          const bool is_end = 2 * j + 1 == rows;  // the last row
+          copy_some(in_row(to, j), begin, left, is_end);
+          if (is_last) copy_some(in_row(tail, j), begin + 16, left - 16, is_end);
         }
       }
       from += 8 * (kBiasWarps - 1) * stride;

@@ -6,19 +6,37 @@ from dmattn.checks import HEAD_DIM_MULTIPLE
 from dmattn.problem import Problem, has_rows
 
 _TILE_HEAD_DIMS = (64, 128, 256)
+# Over so few keys there are kernels that read masks and biases as they are (docs/kernels/short.md).
+_FEW_KEYS, _FEW_KEYS_HEAD_DIMS = 64, (32, 64)
 _ODD_ROWS = (
     "attn_bias has rows that do not start on 16 bytes, which Hopper's copy engine does not take: "
-    "up to twice the time. A view of a tensor whose rows are padded to a multiple of 16 bytes has "
-    "rows that do"
+    "up to 1.6 times the time. A view of a tensor whose rows are padded to a multiple of 16 bytes "
+    "has rows that do"
 )
 
 
 def slow_paths(problem: Problem) -> list[str]:
     """The notes on a checked problem that the kernels take."""
-    return [*_head_dim(problem), *_masks(problem), *_biases(problem), *_settings(problem)]
+    if _has_few_keys(problem):
+        return [*_head_dim(problem, _FEW_KEYS_HEAD_DIMS), *_settings(problem)]
+    notes = _head_dim(problem, _TILE_HEAD_DIMS)
+    return [*notes, *_masks(problem), *_biases(problem), *_settings(problem)]
 
 
-def _head_dim(problem: Problem) -> list[str]:
+def _has_few_keys(problem: Problem) -> bool:
+    if problem.packing is not None or problem.key_lists is not None or problem.softcap > 0:
+        return False
+    if problem.mask is not None and not has_rows(problem.mask):
+        return False
+    has_rows_of_a_tile = problem.q.shape[1] > 1  # a single one is for decoding
+    few_keys, narrow = (
+        problem.k.shape[1] <= _FEW_KEYS,
+        problem.q.shape[-1] <= _FEW_KEYS_HEAD_DIMS[-1],
+    )
+    return has_rows_of_a_tile and few_keys and narrow
+
+
+def _head_dim(problem: Problem, tiles: tuple[int, ...]) -> list[str]:
     head_dim = problem.q.shape[-1]
     notes = []
     if head_dim % HEAD_DIM_MULTIPLE != 0:
@@ -26,8 +44,8 @@ def _head_dim(problem: Problem) -> list[str]:
             f"head_dim {head_dim} is no multiple of {HEAD_DIM_MULTIPLE}, so query, key and value "
             "are copied to be padded"
         )
-    if head_dim not in _TILE_HEAD_DIMS:
-        tile = next(size for size in _TILE_HEAD_DIMS if head_dim <= size)
+    if head_dim not in tiles:
+        tile = next(size for size in tiles if head_dim <= size)
         notes.append(f"head_dim {head_dim} costs as much as {tile}, the next one that has tiles")
     return notes
 
@@ -76,7 +94,11 @@ def _settings(problem: Problem) -> list[str]:
     if problem.packing is not None:
         notes.append("packed sequences are not split over the GPU: it alone knows their lengths")
     if problem.softcap > 0:
-        notes.append("with softcap the backward uses kernels that may spill registers")
-    if problem.deterministic:
+        notes.append(
+            "with softcap the backward uses kernels that may spill registers, except on Hopper "
+            "where there is neither a mask nor a bias"
+        )
+    # Over few keys nothing but the gradient of a bias is a sum of several parts.
+    if problem.deterministic and not (_has_few_keys(problem) and problem.bias is None):
         notes.append("deterministic: the parts of gradients are added one after another")
     return notes
