@@ -25,6 +25,7 @@ SHORT = (
     Launch("few keys, key bias", 100, 60, 2, 4, 2, bias="bk1k", wants="qkv", dlse=True),
     Launch("few keys, row bias", 60, 60, 2, 4, 2, bias="bhq1", wants="qkv"),
     Launch("few keys, mask of kv heads", 70, 60, 2, 4, 2, mask="bkqk"),
+    Launch("few keys, key mask", 70, 60, 2, 4, 2, mask="bk1k"),
     Launch("few keys, row mask", 70, 64, 2, 4, 2, mask="bhq1", causal=True),
     Launch("few keys, mask by rows", 49, 49, 2, 4, 2, mask="bhqk", mask_by_rows=True),
     Launch("few keys, none of them kept", 49, 60, 2, 2, 1, mask="b1qk", kept=0.0, bias="bhqk"),
@@ -51,6 +52,7 @@ SHORT = (
     Launch("few keys, 65 of them", 70, 65, 2, 4, 2, causal=True, dlse=True),
     Launch("few keys, 128 of them, rows without keys", 256, 100, 1, 2, 2, causal=True),
     Launch("few keys, 128 of them, deterministic", 128, 128, 1, 4, 2, deterministic=True),
+    Launch("few keys, 128 of them, key mask", 128, 128, 1, 4, 2, mask="b11k", deterministic=True),
     Launch("few keys, 128 of them, only dq", 70, 100, 2, 4, 2, wants="q"),
 )
 SHORT_KINDS = (("bf16", 64), ("bf16", 24))

@@ -85,6 +85,9 @@ TAKEN: dict[str, dict[str, Any]] = {
     "bias for each row": {"bias": tensor((2, 4, 60, 1))},
     "dense mask": {"mask": mask(2, 1, 60, 61)},
     "row mask": {"mask": mask(1, 4, 60, 1)},
+    "key mask": {"mask": mask(2, 1, 1, 61)},
+    "key mask of kv heads": {"mask": mask(2, 2, 1, 61)},
+    "expanded key mask": {"mask": mask(2, 4, 60, 61, stride=(61, 0, 0, 1))},
     "expanded mask": {"mask": mask(2, 4, 60, 61, stride=(0, 0, 61, 1))},
     "apart": {
         "q": q_like(stride=(60 * 264, 264, 64, 1)),
@@ -97,10 +100,6 @@ LEFT: dict[str, dict[str, Any]] = {
     "one row": {"seqlen_q": 1},
     "wide heads": {"head_dim": 72},
     "softcap": {"softcap": 1.0},
-    # Keys that no row sees may hold NaN, and must not be read.
-    "key mask": {"mask": mask(2, 1, 1, 61)},
-    "key mask of heads": {"mask": mask(1, 4, 1, 61)},
-    "expanded key mask": {"mask": mask(2, 4, 60, 61, stride=(61, 0, 0, 1))},
     "q off 16 bytes": {"q": q_like(data=SOME_ADDRESS + 8)},
     "k off 16 bytes": {"k": k_like(data=SOME_ADDRESS + 8)},
     "v off 16 bytes": {"v": k_like(data=SOME_ADDRESS + 8)},
@@ -131,6 +130,16 @@ def test_which_calls_are_short(
         assert each["level"] == (PLAIN if is_plain else GENERAL)
 
 
+@pytest.mark.parametrize("heads, short", [(1, 1), (2, 1), (4, 0)])
+def test_a_group_shares_the_keys_that_are_cleared(plan: Probe, heads: int, short: int) -> None:
+    """What a mask hides from all rows may hold NaN, and becomes zeros in the tile of a kv head."""
+    hides = mask(2, heads, 1, 61)
+    assert plan.fwd(SM90, SMS, **SMALL, mask=hides)["short"]
+    assert plan.bwd(SM90, SMS, **SMALL, mask=hides)["short"] == short
+    rows = mask(2, heads, 60, 61)
+    assert plan.bwd(SM90, SMS, **SMALL, mask=rows)["short"]
+
+
 @pytest.mark.parametrize("keys, short", [(64, 1), (65, 1), (128, 1), (129, 0)])
 @pytest.mark.parametrize("fields", [{}, {"is_causal": 1}, {"gradients": "dv"}])
 def test_the_backward_is_for_more_keys(
@@ -149,7 +158,7 @@ def test_the_backward_is_for_more_keys(
 def test_wide_scores_leave_no_room_for_more(
     plan: Probe, letters: str, keys: int, head_dim: int, short: int
 ) -> None:
-    """More than 64 keys and 32 channels: neither a bias nor a mask."""
+    """More than 64 keys and 32 channels: no bias, and no mask but that of the keys."""
     name, axes = letters.split()
     extents = zip(axes, (2, 4, 60, keys), strict=True)
     shape = tuple(1 if axis == "1" else extent for axis, extent in extents)
@@ -381,6 +390,9 @@ def test_no_slice_is_empty_or_longer_than_need_be(
         slices = found["slices"]
         assert 1 <= slices <= batch and found["blocks"] == slices * nheads
         assert found["level"] == (FULL if slices < batch else GENERAL)
+        if 2 * nheads > blocks_per_sm * sms:  # a block for all batches would leave places idle
+            assert slices == batch
+            continue
         # As few batches each as the GPU has places for, and no more blocks than that takes.
         places = max(1, min(batch, blocks_per_sm * sms // nheads))
         most = -(-batch // slices)
@@ -434,6 +446,8 @@ def test_operands_reach_the_kernels(plan: Probe) -> None:
     [
         (mask(2, 1, 60, 61), (60 * 61, 0, 61, 1), 4),
         (mask(2, 2, 60, 61), (2 * 60 * 61, 60 * 61, 61, 1), 2),
+        (mask(1, 1, 1, 61), (0, 0, 0, 1), 4),
+        (mask(2, 2, 1, 61), (2 * 61, 61, 0, 1), 2),
         (mask(2, 4, 60, 61, stride=(0, 0, 61, 1)), (0, 0, 61, 1), 4),
         (mask(1, 4, 60, 1), (0, 60, 1, 0), 1),
     ],

@@ -66,11 +66,11 @@ def fits_few_keys(head_dim: int, x: Launch) -> bool:
     """As in src/host/plan/short.cpp: others run, but on other kernels."""
     if x.seqlen_q == 1 or x.seqlen_k > 128 or head_dim > 64 or x.softcap or x.skip or x.splits:
         return False
-    if x.mask and x.mask[2] == "1":
+    if x.mask[2:3] == "1" and x.mask[1] == "h" and x.nheads > x.nheads_k and x.wants:
         return False
     if not x.wants:
         return x.seqlen_k <= 64
-    if x.seqlen_k > 64 and head_dim > 32 and (x.bias or x.mask):
+    if x.seqlen_k > 64 and head_dim > 32 and (x.bias or x.mask[2:3] == "q"):
         return False
     if -(-x.seqlen_q // 64) * (x.nheads // x.nheads_k) > 4:  # there are few thread blocks
         return False

@@ -16,19 +16,17 @@ constexpr int32_t kMostBwdRows = 256;
 constexpr int32_t kMostBwdTiles = 4;
 constexpr int64_t kHeadsThatFill = 2;
 
-// What all short kernels ask of a call that has some rows and some keys. They read all keys and multiply those that a mask
-// hides by 0. Keys that it hides from all rows, as in padding, may hold NaN, and are for kernels that do not read them.
+// What all short kernels ask of a call that has some rows and some keys.
 template <class Params, class KernelParams>
-bool suits(const Params& p, const KernelParams& kernel, const MaskSource& mask, int32_t most_keys) {
+bool suits(const Params& p, const KernelParams& kernel, int32_t most_keys) {
   const bool has_few_keys = kernel.seqlen_k <= most_keys && kernel.head_dim <= kMostShortHeadDim;
-  const bool reads_all_keys = !has_selection(p.selection) && !(has_mask(mask) && is_key_only(mask));
   // One row is for the decode kernel.
-  return has_few_keys && reads_all_keys && kernel.seqlen_q > 1 && !is_packed(p) && kernel.softcap == 0.f &&
+  return has_few_keys && kernel.seqlen_q > 1 && !is_packed(p) && !has_selection(p.selection) && kernel.softcap == 0.f &&
          kernel.vec_q && kernel.vec_k && kernel.vec_v;
 }
 
 bool suits_fwd(const FwdPlan& plan, const dmattn_fwd_params& p) {
-  return suits(p, plan.kernel, plan.mask, kMostShortFwdKeys) && plan.kernel.vec_out && p.num_splits <= 1;
+  return suits(p, plan.kernel, kMostShortFwdKeys) && plan.kernel.vec_out && p.num_splits <= 1;
 }
 
 // Gradients of a bias are stored for each score, or, from the one tile of rows of a block, added to sums in any order.
@@ -43,13 +41,20 @@ bool suits_dbias(const BwdPlan& plan) {
 bool suits_wide_scores(const BwdPlan& plan, const dmattn_bwd_params& p) {
   const BwdParams& kernel = plan.kernel;
   if (short_bwd_keys(kernel.seqlen_k) == 64 || short_head_dim(kernel.head_dim) == 32) return true;
-  return !is_present(p.bias) && !has_mask(plan.mask);
+  return !is_present(p.bias) && (!has_mask(plan.mask) || is_key_only(plan.mask));
+}
+
+// Keys that a mask hides from all rows, as in padding, may hold NaN: the kernels make zeros of them, for all query heads of
+// a kv head at once.
+bool suits_mask(const BwdPlan& plan) {
+  const MaskSource& mask = plan.mask;
+  return !has_mask(mask) || !is_key_only(mask) || plan.kernel.nheads / mask.heads % plan.kernel.head_ratio == 0;
 }
 
 bool suits_bwd(const BwdPlan& plan, const dmattn_bwd_params& p, const Device& device) {
   const BwdParams& kernel = plan.kernel;
-  if (!suits(p, kernel, plan.mask, kMostShortBwdKeys) || kernel.seqlen_q > kMostBwdRows || !suits_dbias(plan) ||
-      !suits_wide_scores(plan, p)) {
+  if (!suits(p, kernel, kMostShortBwdKeys) || kernel.seqlen_q > kMostBwdRows || !suits_dbias(plan) ||
+      !suits_wide_scores(plan, p) || !suits_mask(plan)) {
     return false;
   }
   const bool has_few_tiles = kernel.head_ratio * ceil_div(kernel.seqlen_q, kShortRows) <= kMostBwdTiles;
@@ -115,7 +120,8 @@ int32_t choose_slices(int32_t batch, int64_t blocks, int64_t resident) {
 Level choose_level(ShortParams& p, bool is_plain, bool suits_full, int64_t blocks, int64_t resident) {
   p.batch_slices = p.batch;
   if (is_plain) return Level::kPlain;
-  if (!suits_full) return Level::kGeneral;
+  // Blocks of more than one place each, or less than two for it, would leave the rest of the GPU idle.
+  if (!suits_full || 2 * blocks > resident) return Level::kGeneral;
   p.batch_slices = choose_slices(p.batch, blocks, resident);
   return p.batch_slices < p.batch ? Level::kFull : Level::kGeneral;
 }

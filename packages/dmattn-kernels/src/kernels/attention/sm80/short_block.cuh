@@ -18,6 +18,25 @@ __device__ __forceinline__ int renewed_thread() {
   return thread;
 }
 
+// Keys that a mask hides from all rows may hold NaN, which a weight of 0 would not keep away: their rows in a tile become
+// zeros. By all threads, which have to meet before and after.
+template <int kHeadDim, int kThreads>
+__device__ __forceinline__ void clear_hidden_keys(uint32_t tile, const uint8_t* mask, int64_t col_stride, int keys,
+                                                  int thread) {
+  using Tile = SmemTile<kHeadDim>;
+  for (int i = thread; i < keys * Tile::kChunks; i += kThreads) {
+    const int key = i / Tile::kChunks, chunk = i % Tile::kChunks;
+    if (__ldg(mask + key * col_stride) == 0) st_shared(tile + Tile::offset(key, chunk), make_uint4(0, 0, 0, 0));
+  }
+}
+// Whether a mask is the same for all rows. All query heads of a kv head then have the same.
+__device__ __forceinline__ bool hides_keys(const ShortParams& p) {
+  return p.mask.ptr != nullptr && p.mask.row_stride == 0;
+}
+__device__ __forceinline__ const uint8_t* mask_of(const ShortParams& p, int batch, int head) {
+  return p.mask.ptr + batch * p.mask.batch_stride + (head / p.mask_head_ratio) * p.mask.head_stride;
+}
+
 // The levels of these kernels:
 //   kPlain    neither bias nor mask, a positive scale; in the backward all three gradients
 //   kGeneral  any bias and mask, any gradients
@@ -65,7 +84,7 @@ struct ShortScores {
   }
   __device__ __forceinline__ Kept load_mask(int batch, int head, int lane) const {
     const MaskSource& mask = p.mask;
-    const uint8_t* of_head = mask.ptr + batch * mask.batch_stride + (head / p.mask_head_ratio) * mask.head_stride;
+    const uint8_t* of_head = mask_of(p, batch, head);
     if (mask.row_stride == 0) return load_key_mask(of_head, lane);
     if (mask.col_stride == 1) return load_row_mask(of_head, std::integral_constant<int, 1>{});
     return load_row_mask(of_head, mask.col_stride);

@@ -259,7 +259,17 @@ struct ShortBwdBlock {
   }
 
   // The tile, whose Q, dO (and K, V) are on their way. Adds to dk and dv, which is_last completes.
-  __device__ __forceinline__ void attend(bool is_last, AccKV& dk, AccKV& dv, DbiasSums& dbias) const {
+  __device__ __forceinline__ void clear_hidden() const {
+    if constexpr (T::kGeneral) {
+      if (!hides_keys(p)) return;
+      const uint8_t* mask = mask_of(p, batch, head);
+      clear_hidden_keys<kHeadDim, T::kThreads>(smem_base + T::kK, mask, p.mask.col_stride, p.seqlen_k, thread);
+      clear_hidden_keys<kHeadDim, T::kThreads>(smem_base + T::kV, mask, p.mask.col_stride, p.seqlen_k, thread);
+      __syncthreads();
+    }
+  }
+
+  __device__ __forceinline__ void attend(bool is_first, bool is_last, AccKV& dk, AccKV& dv, DbiasSums& dbias) const {
     OutRows out;
     load_out(out);
     Kept kept[T::kParts] = {};
@@ -272,6 +282,7 @@ struct ShortBwdBlock {
     cp_async_wait<0>();
     __syncthreads();
     find_stats(out);
+    if (is_first) clear_hidden();
     if constexpr (kFindsOwnRows) {
       __syncwarp();
     } else {
@@ -346,7 +357,7 @@ struct ShortBwdBlock {
       load_rows(T::kQ, p.q, p.q_stride);
       load_rows(T::kdO, p.dout, p.dout_stride);
       cp_async_fence();
-      attend(tile + 1 == tiles, dk, dv, dbias);
+      attend(tile == 0, tile + 1 == tiles, dk, dv, dbias);
       if (tile + 1 < tiles) __syncthreads();  // nothing in shared memory is read any more
     }
   }

@@ -85,6 +85,15 @@ struct ShortFwdBlock {
     if (own.has_limits(T::kBlockN)) own.apply_limits(acc_s);
   }
 
+  __device__ __forceinline__ void clear_hidden(uint32_t tile, int batch) const {
+    if constexpr (T::kGeneral) {
+      if (!hides_keys(p)) return;
+      clear_hidden_keys<kHeadDim, T::kThreads>(smem_base + tile, mask_of(p, batch, head), p.mask.col_stride, p.seqlen_k,
+                                               thread);
+      __syncthreads();
+    }
+  }
+
   __device__ __forceinline__ void attend(int batch) const {
     load_operands(batch);
     Kept kept = {};
@@ -95,6 +104,7 @@ struct ShortFwdBlock {
     clear(acc_s);
     cp_async_wait<1>();
     __syncthreads();
+    clear_hidden(T::kK, batch);
     gemm_ss<Element, kHeadDim / 16>(acc_s, Operand<kHeadDim, true, false>(smem_base + T::kQ, warp * 16, lane),
                                     Operand<kHeadDim, false, false>(smem_base + T::kK, 0, lane));
     modify(acc_s, kept, batch);
@@ -103,6 +113,7 @@ struct ShortFwdBlock {
     for (int r = 0; r < 2; ++r) softmax.template step_row<!T::kGeneral>(r, acc_s, p.softmax_scale * kLog2e);
     cp_async_wait<0>();
     __syncthreads();
+    clear_hidden(T::kV, batch);
     clear(acc_o);
     gemm_pv<Element>(acc_o, acc_s, Operand<kHeadDim, false, true>(smem_base + T::kV, 0, lane));
     store(acc_o, softmax, batch);
