@@ -77,6 +77,8 @@ def _dense_causal() -> list[Case]:
         ("B1 S16384 H16 D96", 1, 16384, 16, 16, 96),
         ("B1 S16384 H8 D192", 1, 16384, 8, 8, 192),
         ("B32 S512 H16 D64", 32, 512, 16, 16, 64),
+        ("B2 S8192 H32/8 D128", 2, 8192, 32, 8, 128),
+        ("B8 S2048 H32/8 D128", 8, 2048, 32, 8, 128),
     )
     return [
         Case(
@@ -90,7 +92,7 @@ def _dense_causal() -> list[Case]:
             nheads_k,
             head_dim,
             causal=True,
-            quick=head_dim == 128,
+            quick=head_dim == 128 and nheads == nheads_k,
         )
         for name, batch, seqlen, nheads, nheads_k, head_dim in shapes
     ]
@@ -253,6 +255,16 @@ def _few_tokens() -> list[Case]:
             kept=96,
         ),
         Case(FEW_TOKENS, "B1024 S64 H12 D64", plain, 1024, 64, 64, 12, 12, 64),
+        dataclasses.replace(
+            text,
+            name="B1024 S64 H12 D64, mask [B, 1, 1, S]",
+            contenders=(*masked, "sdpa_cudnn", "sdpa_efficient"),
+            batch=1024,
+            seqlen_q=64,
+            seqlen_k=64,
+            mask="padding",
+            kept=48,
+        ),
         Case(FEW_TOKENS, "B2048 S32 H8 D64", plain, 2048, 32, 32, 8, 8, 64),
         dataclasses.replace(swin, contenders=(*own, *beside)),
         dataclasses.replace(
@@ -263,6 +275,25 @@ def _few_tokens() -> list[Case]:
         ),
         Case(FEW_TOKENS, "B256 S197 H12 D64", plain, 256, 197, 197, 12, 12, 64),
         Case(FEW_TOKENS, "B8 Sq4096 Sk77 H10 D64", plain, 8, 4096, 77, 10, 10, 64),
+    ]
+
+
+PADDED_BIAS = "bias beside padding"
+
+
+def _padded_bias() -> list[Case]:
+    """Texts of T5, and triangle attention over a pair representation."""
+    beside = ("sdpa_efficient", "sdpa_cudnn_no_dbias")
+    shape = (64, 512, 512, 8, 8, 64)
+    text = Case(PADDED_BIAS, "B64 S512 H8 D64", ("dmattn_masked", *beside), *shape)
+    text = dataclasses.replace(text, bias="dense", shared="batch", mask="padding", kept=384)
+    odd = dataclasses.replace(text, seqlen_q=509, seqlen_k=509, kept=381)
+    pairs = dataclasses.replace(text, batch=256, seqlen_q=256, seqlen_k=256, nheads=4, nheads_k=4)
+    return [
+        text,
+        dataclasses.replace(text, name=f"{text.name}, float32 bias", bias_is_float32=True),
+        dataclasses.replace(odd, name="B64 S509 H8 D64"),
+        dataclasses.replace(pairs, name="B256 S256 H4 D32", head_dim=32, kept=192),
     ]
 
 
@@ -463,6 +494,7 @@ CASES: tuple[Case, ...] = (
     *_deterministic(),
     *_odd_lengths(),
     *_few_tokens(),
+    *_padded_bias(),
     *_packed(),
     *_decode(),
 )
@@ -496,6 +528,9 @@ NOTES = {
     "of their bias, 197 as in ViT, and 77 of a text for the places of an image. A mask of the form "
     "[B, 1, 1, S] hides a quarter of the keys, as padding does, one of [B, 1, S, S] what shifted "
     "windows do not share: SDPA takes it and the bias as one operand, which is made inside.",
+    PADDED_BIAS: "A bias [1, H, S, S] with its gradient, as in T5 and in triangle attention, and a "
+    "mask [B, 1, 1, S] that hides a quarter of the keys. SDPA takes both as one operand of 16 "
+    "bits, which is made inside.",
     "decode": "One query row over all keys, without a choice among them.",
     DETERMINISTIC: "The same bits in every run, beside gradients whose parts are added in any "
     "order.",

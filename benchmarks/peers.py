@@ -343,6 +343,7 @@ def _added(data: Data, bias: Tensor | None) -> Tensor | None:
     """
     if bias is None:
         return data.mask
+    bias = bias.to(data.q.dtype)
     keys, more = bias.shape[3], -bias.shape[3] % 8
     if more:
         bias = F.pad(bias, (0, more))

@@ -7,6 +7,7 @@ import torch
 
 from attention.cases import BIAS_FILLS, OPERAND_LAYOUTS, OPERAND_SHAPES, Case, build
 from attention.driver import check, run
+from dmattn.backends.cuda import attention
 
 pytestmark = pytest.mark.each_family
 
@@ -37,6 +38,21 @@ def test_broadcast_with_masks(shape: str) -> None:
     """Beside a dense mask, beside a key mask (gathered), causal both times."""
     check(Case(210, 131, bias=shape, mask="b1qk", causal=True, head_dim=128))
     check(Case(210, 331, bias=shape, mask="bk1k", causal=True, head_dim=128, dlse=True))
+
+
+@pytest.mark.parametrize("fill", ["half", "prefix", "suffix", "none", "one_key", "dead_heads"])
+@pytest.mark.parametrize("f32", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_rows_beside_a_mask_of_keys(fill: str, f32: bool, head_dim: int) -> None:
+    """Read in tiles, of which the mask hides all keys, some or none; for the heads of a group and
+    for each of them."""
+    case = Case(150, 519, 3, 4, 2, head_dim, mask="b11k", mask_fill=fill, bias="1hqk", dlse=True)
+    case = case.with_(bias_f32=f32)
+    check(case)
+    check(case.with_(mask="bk1k", bias="bhqk", causal=True))
+    check(case.with_(mask="bh1k", bias="11qk", seqlen_k=333))
+    check(case.with_(mask="111k", bias="b1qk", seqlen_q=600, causal=True, wants="qkv"))
+    check(case.with_(seqlen_q=300, seqlen_k=512, batch=2, nheads_k=4, dtype="f16"))
 
 
 @pytest.mark.parametrize("fill", BIAS_FILLS)
@@ -74,6 +90,15 @@ def test_layout(layout: str, shape: str, f32: bool) -> None:
     check(
         Case(150, 192, bias=shape, bias_f32=f32, operand_layout=layout, head_dim=128, mask="bk1k")
     )
+
+
+def test_kernels_read_any_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What callers of the kernel library may pass on CUDA, where this package makes a copy."""
+    monkeypatch.setattr(attention, "_as_kernels_read", lambda problem, backward: problem.bias)
+    for layout in ("transposed", "keys_outermost", "every_third_key"):
+        case = Case(150, 199, bias="bhqk", operand_layout=layout, causal=True)
+        check(case)
+        check(case.with_(bias="1kqk", bias_f32=True, mask="bk1k", head_dim=128))
 
 
 @pytest.mark.parametrize("seqlen_k", [128, 136, 4096, 4095])

@@ -30,7 +30,12 @@ ON_CUDA = {
     "head_dim 96 costs as much as 128": half(96),
     "attn_mask has rows of its own": half(mask=ROWS),
     "the backward takes 2 launches": half(mask=torch.ones(1, 4, 1, 300, dtype=torch.bool)),
-    "attn_bias has rows of its own and is read": half(bias=torch.zeros(ROWS.shape)),
+    "attn_bias has rows of its own and is float32": half(bias=torch.zeros(ROWS.shape)),
+    "attn_bias is copied first; a view": half(bias=torch.zeros(1, 300, 300, 4).permute(0, 3, 1, 2)),
+    "attn_bias is copied first in the backward": half(
+        bias=torch.zeros(ROWS.shape, dtype=torch.bfloat16)
+    ),
+    "read number by number: its last": half(bias=torch.zeros(1, 1, 300, 1).expand(ROWS.shape)),
     "rows that do not start on 16 bytes": half(bias=torch.zeros(ROWS.shape, dtype=torch.bfloat16)),
     "softcap": half(softcap=5.0),
     "deterministic": half(deterministic=True),

@@ -142,8 +142,9 @@ void finish_dbias(const BwdPlan& plan, cudaStream_t stream) {
   if (plan.dbias_cols) check_cuda(reduce_dbias_cols(plan.reduce_dbias, stream), "summing dbias");
   if (plan.dbias_rows) check_cuda(reduce_dbias_rows(plan.reduce_dbias, stream), "summing dbias");
   if (plan.dbias_accum != nullptr) {
-    check_cuda(convert_f32(plan.dbias_accum, plan.dbias, plan.dbias_dtype, plan.dbias_elements, stream),
-               "rounding dbias");
+    const DbiasSumRows sums = {plan.dbias_accum, plan.dbias_elements / plan.dbias_keys, plan.dbias_keys,
+                               plan.kernel.dbias_row_stride};
+    check_cuda(round_dbias(sums, plan.dbias, plan.dbias_dtype, stream), "rounding dbias");
   }
 }
 

@@ -105,7 +105,7 @@ inline bool is_key_only(const MaskSource& mask) { return mask.row_stride == 0; }
 // How the keys of a query row are found.
 enum class KeyWalk : int32_t {
   kTiled,          // tile by tile, those that a dense mask or causality leaves out skipped
-  kMaskList,       // a list for all rows, made of a key-only mask
+  kMaskList,       // a list for all rows, made of a key-only mask without a dense bias beside it
   kSelectionList,  // the same, of a selection
   kRowBlockLists,  // of a causal selection: a list for each block of rows
 };
@@ -116,8 +116,10 @@ constexpr bool is_selection(KeyWalk walk) { return walk == KeyWalk::kSelectionLi
 KeyList read_lists(const dmattn_key_selection& selection);
 // The same as attention reads them: a single query row keeps all keys of its list, which becomes a plain one.
 KeyList read_selection(const dmattn_key_selection& selection, const Problem& x);
+// Whether a bias has rows of its own, and the keys of a row lie beside each other.
+bool has_dense_rows(const dmattn_tensor& bias, const Problem& x);
 // `selection`: what read_selection() gave, or an empty list where there is none.
-KeyWalk choose_walk(const MaskSource& mask, const KeyList& selection, bool has_selection);
+KeyWalk choose_walk(const MaskSource& mask, const KeyList& selection, bool has_selection, bool has_dense_bias);
 
 // Whether a selection is known to be a window of keys, which kernels may find by themselves. A single row takes its list
 // as it is.

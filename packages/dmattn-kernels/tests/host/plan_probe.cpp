@@ -254,6 +254,8 @@ std::string describe(const BwdPlan& plan, const BwdRound& round, const BwdParams
   json.put("seqlen_q_rounded", p.seqlen_q_rounded);
   json.put("dbias_kind", static_cast<int>(p.dbias_kind));
   json.put("bias_pairs", static_cast<int>(p.bias_pairs));
+  json.put("mirrors_items", p.mirrors_items);
+  json.put_address("dbias_accum", plan.dbias_accum);
   json.put("dbias_batch_stride", p.dbias_batch_stride);
   json.put("dbias_head_stride", p.dbias_head_stride);
   json.put("dbias_row_stride", p.dbias_row_stride);

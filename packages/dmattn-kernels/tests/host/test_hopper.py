@@ -198,17 +198,29 @@ def test_lists(probe: ctypes.CDLL, head_dim: int, block_n: int, more: dict[str, 
     [
         {"softcap": 30.0},
         {"softmax_scale": -1.0},
-        {"bias": tensor((1, 16, 4096, 4096), BFLOAT16)},
+        {"bias": tensor((1, 16, 4096, 4096), stride=(0, SQUARE, 1, 4096))},
+        {"bias": tensor((1, 16, 4096, 1))},
         {"k": tensor((1, 4096, 4, 128), stride=(0, 516, 128, 1)), **KEY_BIAS},
         {"k": tensor((1, 4096, 4, 128), stride=(0, 1 << 32, 128, 1))},
         {"num_splits": 2},
     ],
-    ids=["softcap", "negative scale", "dense bias", "unaligned", "far rows", "split"],
+    ids=[
+        *("softcap", "negative scale", "strided bias", "bias of rows"),
+        *("unaligned", "far rows", "split"),
+    ],
 )
 def test_lists_that_others_compute(probe: ctypes.CDLL, arguments: dict[str, Any]) -> None:
     call = {"batch": 1, "head_dim": 128} | LONG | KEPT | arguments
     plan = Probe(probe).fwd(SM90, SMS, **call)
     assert plan["gathered"] and plan["arch"] == 80
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32])
+def test_a_key_mask_beside_a_dense_bias(probe: ctypes.CDLL, dtype: int) -> None:
+    """Tiles of the bias are copied as they are; of listed keys each number would be read alone."""
+    call = {"batch": 1, "head_dim": 128} | LONG | KEPT | {"bias": tensor(DENSE, dtype)}
+    plan = Probe(probe).fwd(SM90, SMS, **call)
+    assert not plan["gathered"] and plan["arch"] == 90 and plan["mask.bits"]
 
 
 PACKED: dict[str, Any] = {"packed": True, "sequences": 20, "nheads": 4, "nheads_k": 2}

@@ -132,6 +132,22 @@ def test_a_mask_beside_a_bias(probe: ctypes.CDLL, of_mask: tuple[int, int]) -> N
     assert plan["mask.bits"] and plan["dbias_zero_bytes"] == 2 * 2 * 16 * LENGTH * LENGTH
 
 
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32])
+@pytest.mark.parametrize("of_mask, serves_fp32", [((1, 1), 1), ((2, 4), 1), ((2, 16), 0)])
+def test_a_key_mask_beside_a_dense_bias(
+    probe: ctypes.CDLL, of_mask: tuple[int, int], serves_fp32: int, dtype: int
+) -> None:
+    """Its keys are not listed, as the bias would then be read number by number."""
+    fields = {"batch": 2, "nheads_k": 4, "mask": mask(*of_mask, 1, LENGTH)}
+    plan = plan_of(probe, WITH_DBIAS, bias=tensor((2, 16, LENGTH, LENGTH), dtype), **fields)
+    assert plan["arch"] == (90 if dtype == BFLOAT16 or serves_fp32 else 80)
+    assert plan["dbias_kind"] == DB_TILE and not plan["gathered"]
+    entries = 2 * 16 * LENGTH * LENGTH
+    assert plan["mask.bits"] and plan["dbias_zero_bytes"] == entries * (
+        2 if dtype == BFLOAT16 else 4
+    )
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -144,7 +160,7 @@ def test_a_mask_beside_a_bias(probe: ctypes.CDLL, of_mask: tuple[int, int]) -> N
         {"bias": tensor(DENSE, stride=(0, LENGTH * LENGTH, 1, LENGTH))},
         {"deterministic": 1},
         {"softcap": 30.0},
-        {"mask": mask(1, 1, 1, LENGTH)},
+        {"bias": tensor((1, 16, LENGTH, 1)), "mask": mask(1, 1, 1, LENGTH)},
         {"softmax_lse_rest": Tensor()},
         {"head_dim": 136},
         {"gradients": "dq dk dbias"},
@@ -156,7 +172,7 @@ def test_a_mask_beside_a_bias(probe: ctypes.CDLL, of_mask: tuple[int, int]) -> N
             "strided columns",
             "deterministic",
             "softcap",
-            "key mask",
+            "of rows, key mask",
             "no rest of lse",
             "large heads",
         ),
@@ -206,6 +222,25 @@ def test_two_terms_need_no_sums_beside(probe: ctypes.CDLL, batch: int, bytes_of_
     entries = 16 * LENGTH * LENGTH
     assert plan["dbias_zero_bytes"] == (0 if bytes_of_entry else 2 * entries)
     assert plan["once_zero_bytes"] == bytes_of_entry * entries
+
+
+@pytest.mark.parametrize("keys, pitch", [(4093, 4096), (4096, 4096), (4098, 4100)])
+@pytest.mark.parametrize("batch", [3, 4])
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32])
+def test_rows_of_sums_start_on_16_bytes(
+    probe: ctypes.CDLL, keys: int, pitch: int, batch: int, dtype: int
+) -> None:
+    """Those of fp32, which need no others, where so many scores share them that copying pays."""
+    bias = tensor((1, 16, LENGTH, keys), dtype)
+    plan = plan_of(probe, WITH_DBIAS, batch=batch, seqlen_k=keys, bias=bias)
+    assert (plan["arch"], plan["dbias_kind"]) == (90, DB_ACCUM)
+    is_apart = dtype == BFLOAT16 or (keys % 4 > 0 and batch == 4)
+    assert plan["dbias_row_stride"] == (pitch if is_apart else keys)
+    assert plan["dbias_head_stride"] == LENGTH * plan["dbias_row_stride"]
+    assert bool(plan["dbias_accum"]) == is_apart
+    entries = 4 * 16 * LENGTH
+    assert plan["once_zero_bytes"] == (entries * pitch if is_apart else 0)
+    assert plan["dbias_zero_bytes"] == (0 if is_apart else entries * keys)
 
 
 PAIRS_NONE, PAIRS_HEADS, PAIRS_BATCHES = range(3)

@@ -114,6 +114,40 @@ def test_few_blocks_of_keys_fall_into_parts(
     assert bool(plan["dkv_semaphore"]) == bool(deterministic)
 
 
+GROUPS: dict[str, Any] = {"batch": 8, "seqlen_q": 2048, "seqlen_k": 2048, "is_causal": 1}
+GROUPS |= {"nheads": 32, "nheads_k": 8}
+
+
+@pytest.mark.parametrize(
+    "arguments, is_mirrored",
+    [
+        ({}, 1),
+        ({"head_dim": 64}, 1),
+        ({"seqlen_q": 1000}, 1),
+        ({"batch": 2, "seqlen_q": 8192, "seqlen_k": 8192, "nheads": 28, "nheads_k": 4}, 1),
+        # 11 blocks of keys, of which the middle one is by itself: 396 times two, three for each SM.
+        ({"batch": 3, "seqlen_k": 1400, "nheads": 44, "nheads_k": 22}, 1),
+        ({"batch": 3, "seqlen_k": 1152, "nheads": 44, "nheads_k": 22}, 0),  # 9 blocks
+        ({"is_causal": 0}, 0),
+        ({"nheads_k": 32}, 0),
+        ({"batch": 5}, 0),  # 320 times two: the third for each SM leaves half of them without work
+        ({"seqlen_q": 128, "nheads_k": 16}, 0),  # all rows stay in L2
+        ({"softcap": 30.0}, 0),
+        ({"head_dim": 256}, 0),
+        ({"deterministic": 1}, 0),
+        ({"bias": tensor((1, 8, 1, 2048))}, 0),
+    ],
+)
+def test_items_of_groups_are_taken_two_by_two(
+    probe: ctypes.CDLL, arguments: dict[str, Any], is_mirrored: int
+) -> None:
+    """Under causality, where all take the same time and thread blocks stay in step by that."""
+    plan = plan_of(probe, **(GROUPS | arguments))
+    assert plan["mirrors_items"] == is_mirrored
+    if is_mirrored:
+        assert plan["num_splits"] == 1 and plan["arch"] == 90 and plan["blocks"] == SMS
+
+
 @pytest.mark.parametrize("deterministic", [0, 1])
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("nheads, heads, splits", [(16, 8, 8), (8, 4, 4), (71, 36, 36), (4, 2, 4)])

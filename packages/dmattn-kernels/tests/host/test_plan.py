@@ -93,7 +93,7 @@ def test_expanded_mask_is_packed_once(plan: Probe) -> None:
         ((1, 1, 1, 128), FLOAT32, None, True, KEY),
         ((2, 4, 128, 128), abi.BFLOAT16, (128, 0, 0, 1), False, KEY),
         ((2, 2, 128, 128), abi.BFLOAT16, None, False, TILE),
-        ((2, 2, 128, 128), abi.BFLOAT16, None, True, DIRECT),
+        ((2, 2, 128, 128), abi.BFLOAT16, None, True, TILE),
         ((2, 2, 128, 128), FLOAT32, None, False, DIRECT),
         ((2, 2, 128, 128), abi.BFLOAT16, (1 << 15, 1 << 14, 1, 128), False, DIRECT),
         ((2, 4, 128, 1), abi.BFLOAT16, None, False, DIRECT),

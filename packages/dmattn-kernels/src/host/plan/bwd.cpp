@@ -69,6 +69,7 @@ bool is_sum_of_pairs(const BwdPlan& plan) {
   const BwdParams& p = plan.kernel;
   const int64_t scores = rows_of(p) * p.seqlen_q * p.seqlen_k;
   return p.dbias_kind == DbiasKind::kAccum && p.bias.kind == BiasKind::kTile && scores == 2 * plan.dbias_elements &&
+         p.dbias_row_stride == plan.dbias_keys &&
          is_vec16(plan.dbias, {p.dbias_batch_stride, p.dbias_head_stride, p.dbias_row_stride}, plan.dbias_dtype);
 }
 
@@ -157,6 +158,16 @@ void place_statistics(BwdPlan& plan, Workspace& workspace) {
   kernel.delta = pre.delta;
 }
 
+// Dense entries of a dbias of such a shape, or their sums. pitch: from one row to the next.
+void set_dbias_strides(BwdParams& kernel, const int64_t* shape, int64_t pitch) {
+  kernel.dbias_row_stride = pitch;
+  kernel.dbias_head_stride = shape[1] == 1 ? 0 : shape[2] * pitch;
+  kernel.dbias_batch_stride = shape[0] == 1 ? 0 : shape[1] * shape[2] * pitch;
+}
+// fp32 sums apart from dbias have rows that start on 16 bytes, whatever the number of keys.
+int64_t pitch_of_sums(int64_t keys) { return round_up<int64_t>(keys, 4); }
+bool has_fp32_dbias(const BwdPlan& plan) { return plan.dbias_dtype == Dtype::kFloat32; }
+
 // Which of the ways dbias takes: nothing from the kernel (constant along the keys), column sums (the same for every
 // row), its own entry for every score, or an fp32 accumulator shared between heads or batches.
 void choose_dbias(BwdPlan& plan, const dmattn_bwd_params& p, bool per_key) {
@@ -176,9 +187,9 @@ void choose_dbias(BwdPlan& plan, const dmattn_bwd_params& p, bool per_key) {
     const bool own_entry = shape[0] == kernel.packing.slabs(kernel.batch) && shape[1] == kernel.nheads;
     kernel.dbias_kind = own_entry ? DbiasKind::kTile : DbiasKind::kAccum;
     kernel.dbias = own_entry ? plan.dbias : nullptr;  // sums get their place later
-    kernel.dbias_row_stride = shape[3];
-    kernel.dbias_head_stride = shape[1] == 1 ? 0 : shape[2] * shape[3];
-    kernel.dbias_batch_stride = shape[0] == 1 ? 0 : shape[1] * shape[2] * shape[3];
+    plan.dbias_keys = shape[3];
+    plan.has_dbias_sums = !own_entry && !has_fp32_dbias(plan);
+    set_dbias_strides(kernel, shape, plan.has_dbias_sums ? pitch_of_sums(shape[3]) : shape[3]);
   }
 }
 
@@ -201,7 +212,19 @@ void choose_sequence(BwdPlan& plan, const dmattn_bwd_params& p) {
   sequence.per_batch = kernel.packing.slabs(kernel.batch) > 1 && (bias_batch == 1 || sequence.per_head_k);
 }
 
-bool has_fp32_dbias(const BwdPlan& plan) { return plan.dbias_dtype == Dtype::kFloat32; }
+// So many scores share an entry of dbias at least where it pays to round, or copy, its sums afterwards.
+constexpr int64_t kScoresOfSums = 4;
+
+// Rows of an fp32 dbias that do not start on 16 bytes are added to one number at a time on Hopper, and sums apart from it
+// by TMA.
+void choose_dbias_sums(BwdPlan& plan, const dmattn_bwd_params& p) {
+  BwdParams& kernel = plan.kernel;
+  if (plan.resident_blocks == 0 || kernel.dbias_kind != DbiasKind::kAccum || plan.has_dbias_sums) return;
+  const int64_t scores = rows_of(kernel) * kernel.seqlen_q * kernel.seqlen_k;
+  if (plan.dbias_keys % 4 == 0 || scores < kScoresOfSums * plan.dbias_elements) return;
+  plan.has_dbias_sums = true;
+  set_dbias_strides(kernel, p.dbias.shape, pitch_of_sums(plan.dbias_keys));
+}
 
 // What of dbias itself is cleared before the launch.
 void choose_dbias_zeros(BwdPlan& plan) {
@@ -211,7 +234,7 @@ void choose_dbias_zeros(BwdPlan& plan) {
   const bool visits_all = plan.is_short() || (plan.walk == KeyWalk::kTiled && !has_mask(plan.mask) &&
                                               !kernel.is_causal && !kernel.packing.is_active());
   const bool is_added_to =
-      kernel.dbias_kind == DbiasKind::kPair || (kernel.dbias_kind == DbiasKind::kAccum && has_fp32_dbias(plan));
+      kernel.dbias_kind == DbiasKind::kPair || (kernel.dbias_kind == DbiasKind::kAccum && !plan.has_dbias_sums);
   const bool has_zeros = is_added_to || (kernel.dbias_kind == DbiasKind::kTile && !visits_all);
   plan.dbias_zero_bytes =
       has_zeros ? static_cast<size_t>(plan.dbias_elements * element_bytes(plan.dbias_dtype)) : size_t{0};
@@ -238,6 +261,7 @@ void set_dbias(BwdPlan& plan, const dmattn_bwd_params& p) {
     reduce.out_cols = static_cast<int32_t>(p.dbias.shape[3]);
     return;
   }
+  choose_dbias_sums(plan, p);
   choose_dbias_zeros(plan);
 }
 
@@ -249,16 +273,17 @@ void place_dbias(BwdPlan& plan, Workspace& workspace) {
   if (kernel.dbias_kind == DbiasKind::kKey) {
     kernel.dbias_cols = workspace.take<float>(rows_of(kernel) * kernel.packing.rows_k(kernel.seqlen_k));
   }
-  if (kernel.dbias_kind == DbiasKind::kAccum && !has_fp32_dbias(plan)) {
-    plan.dbias_accum = workspace.take<float>(plan.dbias_elements);
-    plan.dense_bytes += static_cast<size_t>(plan.dbias_elements) * sizeof(float);
+  const bool has_sums = kernel.dbias_kind == DbiasKind::kAccum && plan.has_dbias_sums;
+  if (has_sums) {
+    const int64_t entries = plan.dbias_elements / plan.dbias_keys * kernel.dbias_row_stride;
+    plan.dbias_accum = workspace.take<float>(entries);
+    plan.dense_bytes += static_cast<size_t>(entries) * sizeof(float);
   }
   plan.once_zero_bytes = workspace.bytes() - begin;
   plan.reduce_dbias.src = kernel.dbias_cols;
   plan.reduce_dbias.lse_rounded = plan.preprocess.lse_rounded;
-  const bool is_accum = kernel.dbias_kind == DbiasKind::kAccum;
-  if (is_accum || kernel.dbias_kind == DbiasKind::kTile || kernel.dbias_kind == DbiasKind::kPair) {
-    kernel.dbias = is_accum && !has_fp32_dbias(plan) ? plan.dbias_accum : plan.dbias;
+  if (kernel.dbias_kind != DbiasKind::kNone && kernel.dbias_kind != DbiasKind::kKey) {
+    kernel.dbias = has_sums ? plan.dbias_accum : plan.dbias;
   }
 }
 
@@ -363,10 +388,13 @@ BwdPlan plan_with(const KernelSet& kernels, BwdPlan plan, const dmattn_bwd_param
 }
 
 // Whether a bias in fp32 and its gradient, which is added to where heads or batches share it, may be copied in tiles. They
-// leave no room for those of a mask.
+// leave no room for those of a mask: it has to be the same for all rows, and for the heads of a group.
 bool suits_wide_tiles(const BwdPlan& plan) {
   const BwdParams& p = plan.kernel;
-  return p.bias.kind == BiasKind::kDirect && p.bias.dtype == Dtype::kFloat32 && !hides_keys(plan);
+  const MaskSource& mask = plan.mask;
+  const bool has_key_mask = has_mask(mask) && is_key_only(mask) && p.nheads_k % mask.heads == 0;
+  return p.bias.kind == BiasKind::kDirect && p.bias.dtype == Dtype::kFloat32 && p.window == 0 &&
+         (!has_mask(mask) || has_key_mask);
 }
 
 // Whether the bias is for each key, the same for the heads of a group, and its gradient, if asked for, too.
@@ -435,7 +463,7 @@ bool choose_kernel(BwdPlan& plan, const dmattn_bwd_params& p, bool finds_window,
 void set_keys(BwdPlan& plan, const dmattn_bwd_params& p, const Problem& x, PerKey per_key, bool by_lists) {
   BwdParams& kernel = plan.kernel;
   if (by_lists) kernel.keys = read_selection(p.selection, x);
-  plan.walk = choose_walk(plan.mask, kernel.keys, by_lists);
+  plan.walk = choose_walk(plan.mask, kernel.keys, by_lists, has_dense_rows(p.bias, x));
   const bool gathered = plan.unit.gathered = is_gathered(plan.walk);
   kernel.row_blocks = kernel.keys.blocks;
   plan.whole = {0, x.batch, 0, x.nheads_k, 0, x.head_ratio, 0, kernel.row_blocks};

@@ -83,13 +83,15 @@ struct BwdPlan {
   void* scratch_zeros = nullptr;
   size_t once_zero_bytes = 0, round_zero_bytes = 0, dkv_zero_bytes = 0;
   ConvertDqParams convert_dq;
-  // dbias: `reduce_dbias` from column sums or dlse; or `dbias_elements` from the accumulator; or direct.
+  // dbias: `reduce_dbias` from column sums or dlse; or rounded from the accumulator; or direct.
   bool dbias_cols = false, dbias_rows = false;
   ReduceDbiasParams reduce_dbias;
   void* dbias = nullptr;
   Dtype dbias_dtype = Dtype::kNone;
   float* dbias_accum = nullptr;
+  bool has_dbias_sums = false;  // kAccum: sums are apart from dbias, with the strides of the kernel's parameters
   int64_t dbias_elements = 0;   // of dbias itself
+  int64_t dbias_keys = 0;       // of these, in a row
   size_t dbias_zero_bytes = 0;  // of dbias itself, zeroed before the launch
   size_t workspace_bytes = 0;
   size_t dense_bytes = 0;  // of these, what grows with seqlen_q x seqlen_k because the mask or the bias does

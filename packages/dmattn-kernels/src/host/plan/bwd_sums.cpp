@@ -85,6 +85,21 @@ bool has_drifting_items(const BwdPlan& plan) {
   return has_uneven_items(plan) && !p.deterministic && p.softcap <= 0.f && plan.tile.cluster == 1;
 }
 
+// Two items, one after the other, that together have as many rows as any other two keep blocks in step (see
+// find_mirrored_item()), if heads share keys and what they read and add to does not stay in L2 anyway. They all take the
+// same time: so they are for calls in which the last ones leave no more than a tenth of the blocks without work.
+constexpr int64_t kRowBytesOfL2 = int64_t{32} << 20;
+bool suits_mirrored_items(const BwdPlan& plan, const BwdRound& round, const Device& device) {
+  const BwdParams& p = plan.kernel;
+  const bool is_plain = plan.resident_blocks > 0 && plan.choice.level == Level::kPlain && plan.tile.cluster == 1;
+  if (!is_plain || !p.is_causal || p.window > 0 || p.packing.is_active() || round.groups == 1) return false;
+  const int64_t row_bytes = p.head_dim * (2 * element_bytes(plan.unit.dtype) + int64_t{sizeof(float)});
+  if (rows_of(p) * p.seqlen_q * row_bytes <= kRowBytesOfL2) return false;
+  const int64_t heads = int64_t{round.batches} * round.heads_k, tiles = ceil_div(p.seqlen_k, plan.tile.block_n);
+  const int64_t pairs = heads * ceil_div<int64_t>(tiles, 2), blocks = device.num_sms;
+  return static_cast<double>(heads * tiles) >= kBusyWith * 2 * blocks * ceil_div(pairs, blocks);
+}
+
 // The share of their time for which blocks that stay have something to do, if each tile falls into so many parts: under
 // causality the longest, which are begun first, are twice as long as the average.
 double busy_with(const BwdPlan& plan, int64_t tiles, int64_t heads, int64_t parts, const Device& device) {
@@ -116,6 +131,7 @@ int64_t most_parts(const BwdPlan& plan, const BwdRound& round, int64_t tiles, co
 int64_t parts_that_fill(const BwdPlan& plan, const BwdRound& round, int64_t tiles, const Device& device) {
   const int64_t heads = round.groups;
   int64_t best = 1;
+  if (suits_mirrored_items(plan, round, device)) return best;
   double most = busy_with(plan, tiles, heads, best, device);
   if (most >= kBusyWithout) return best;
   const int64_t limit = most_parts(plan, round, tiles, device);
@@ -241,6 +257,7 @@ void choose_splits(BwdPlan& plan, const Splits& splits, int64_t taken, const Dev
   kernel.max_work_items = static_cast<int32_t>(std::min<int64_t>(splits.tiles, INT32_MAX));
   if (plan.resident_blocks > 0) {
     kernel.num_splits = static_cast<int32_t>(splits.parts);
+    kernel.mirrors_items = splits.parts == 1 && suits_mirrored_items(plan, plan.round, device);
     plan.slots = splits.slots;
     return;
   }

@@ -160,7 +160,7 @@ FwdPlan plan_batched_fwd(const dmattn_fwd_params& p, PerKey per_key, const Devic
     return plan;
   }
   if (selected) plan.kernel.keys = read_selection(p.selection, x);
-  plan.walk = choose_walk(plan.mask, plan.kernel.keys, selected);
+  plan.walk = choose_walk(plan.mask, plan.kernel.keys, selected, has_dense_rows(p.bias, x));
   const bool gathered = plan.unit.gathered = is_gathered(plan.walk);
   plan.kernel.bias = read_bias(p.bias, x, gathered);
   plan.kernel.packing.bias_col_stride = packed_bias_stride(plan.kernel.bias, per_key.bias, gathered);

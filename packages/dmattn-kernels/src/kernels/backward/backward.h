@@ -51,7 +51,12 @@ cudaError_t reduce_chunk_terms(const BwdParams& p, const CarriedTerms& carried, 
 cudaError_t reduce_dbias_cols(const ReduceDbiasParams& p, cudaStream_t stream);
 // Row bias (out_cols == 1, out_rows == seqlen_q).
 cudaError_t reduce_dbias_rows(const ReduceDbiasParams& p, cudaStream_t stream);
-// dst[i] = src[i] rounded to dtype, n contiguous elements.
-cudaError_t convert_f32(const float* src, void* dst, Dtype dtype, int64_t n, cudaStream_t stream);
+// Sums of a dense dbias: rows of so many keys, which start `pitch` numbers apart, a multiple of four if it is not `keys`.
+struct DbiasSumRows {
+  const float* data;
+  int64_t rows, keys, pitch;
+};
+// dbias, which is contiguous, = the sums, rounded.
+cudaError_t round_dbias(const DbiasSumRows& sums, void* dbias, Dtype dtype, cudaStream_t stream);
 
 }  // namespace dmattn

@@ -137,6 +137,23 @@ __global__ void __launch_bounds__(kThreads)
   if (i < n) store_as(dst, dtype, i, __ldg(src + i));
 }
 
+// Four numbers of a row a thread, of rows that begin on 16 bytes and end anywhere. Blocks are numbered along the rows.
+constexpr int64_t kRowThreadKeys = 4, kRowBlockKeys = kThreads * kRowThreadKeys;
+
+__global__ void __launch_bounds__(kThreads)
+    convert_rows_kernel(const DbiasSumRows sums, void* dst, Dtype dtype, int64_t blocks_of_row) {
+  follow_previous_kernel();
+  const int64_t row = blockIdx.x / blocks_of_row;
+  const int64_t key = (blockIdx.x - row * blocks_of_row) * kRowBlockKeys + threadIdx.x * kRowThreadKeys;
+  if (key >= sums.keys) return;
+  const float4 x = __ldg(reinterpret_cast<const float4*>(sums.data + row * sums.pitch + key));
+  const float numbers[kRowThreadKeys] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+  for (int i = 0; i < kRowThreadKeys; ++i) {
+    if (key + i < sums.keys) store_as(dst, dtype, row * sums.keys + key + i, numbers[i]);
+  }
+}
+
 }  // namespace
 
 cudaError_t reduce_dbias_cols(const ReduceDbiasParams& p, cudaStream_t stream) {
@@ -149,20 +166,23 @@ cudaError_t reduce_dbias_rows(const ReduceDbiasParams& p, cudaStream_t stream) {
   return reduce<RowSource>(p, p.seqlen_q, p.out_rows == p.seqlen_q, p.dlse == nullptr, stream);
 }
 
-cudaError_t convert_f32(const float* src, void* dst, Dtype dtype, int64_t n, cudaStream_t stream) {
-  if (dtype == Dtype::kFloat32) {
-    return n > 0 ? cudaMemcpyAsync(dst, src, n * sizeof(float), cudaMemcpyDeviceToDevice, stream) : cudaSuccess;
+cudaError_t round_dbias(const DbiasSumRows& sums, void* dbias, Dtype dtype, cudaStream_t stream) {
+  if (sums.pitch != sums.keys) {
+    const int64_t blocks_of_row = ceil_div(sums.keys, kRowBlockKeys);
+    return launch(convert_rows_kernel, sums.rows * blocks_of_row, kThreads, 0, stream, sums, dbias, dtype,
+                  blocks_of_row);
   }
-  const bool vec = (reinterpret_cast<uintptr_t>(src) | reinterpret_cast<uintptr_t>(dst)) % 16 == 0;
+  const int64_t n = sums.rows * sums.keys;
+  const bool vec = (reinterpret_cast<uintptr_t>(sums.data) | reinterpret_cast<uintptr_t>(dbias)) % 16 == 0;
   const int64_t chunks = vec ? n / 8 : 0;
   const cudaError_t status = with_half_type(dtype, [&](auto element) {
     return launch(convert_chunks_kernel<decltype(element)>, ceil_div<int64_t>(chunks, kThreads), kThreads, 0, stream,
-                  src, static_cast<uint16_t*>(dst), chunks);
+                  sums.data, static_cast<uint16_t*>(dbias), chunks);
   });
   const int64_t rest = n - chunks * 8;
   if (status != cudaSuccess || rest == 0) return status;
-  return launch(convert_elements_kernel, ceil_div<int64_t>(rest, kThreads), kThreads, 0, stream, src + chunks * 8,
-                static_cast<void*>(static_cast<uint16_t*>(dst) + chunks * 8), dtype, rest);
+  return launch(convert_elements_kernel, ceil_div<int64_t>(rest, kThreads), kThreads, 0, stream, sums.data + chunks * 8,
+                static_cast<void*>(static_cast<uint16_t*>(dbias) + chunks * 8), dtype, rest);
 }
 
 }  // namespace dmattn

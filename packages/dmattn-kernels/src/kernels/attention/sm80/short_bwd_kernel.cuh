@@ -258,7 +258,6 @@ struct ShortBwdBlock {
     return kept[part];
   }
 
-  // The tile, whose Q, dO (and K, V) are on their way. Adds to dk and dv, which is_last completes.
   __device__ __forceinline__ void clear_hidden() const {
     if constexpr (T::kGeneral) {
       if (!hides_keys(p)) return;
@@ -269,6 +268,7 @@ struct ShortBwdBlock {
     }
   }
 
+  // The tile, whose Q, dO (and K, V) are on their way. Adds to dk and dv, which is_last completes.
   __device__ __forceinline__ void attend(bool is_first, bool is_last, AccKV& dk, AccKV& dv, DbiasSums& dbias) const {
     OutRows out;
     load_out(out);

@@ -5,6 +5,7 @@
 #include "../shared/element.cuh"
 #include "bwd_gather.cuh"
 #include "bwd_items.cuh"
+#include "bwd_mask.cuh"
 
 namespace dmattn::sm90 {
 
@@ -53,6 +54,7 @@ struct BwdConsumerState {
   typename T::Shared& s;
   const int consumer, thread, warp, lane;  // thread, warp: in the warpgroup
   float key_bias[2];                       // kKeyBias, consecutive keys: of the thread's two keys of the item
+  HiddenKeys hidden;                       // kWideBias: of the item
   RingPlace<T::kStagesQ> q_next;           // of the rows whose scores are started next
   RingPlace<T::kStagesdO> dout_place;
   RingPlace<2> item_place, facts_place;

@@ -34,16 +34,37 @@ __device__ __forceinline__ int first_row_block(const SeqRange& q, int sequence, 
 
 // --- consecutive keys -----------------------------------------------------------------------------------------------
 
+struct PlaceOfItem {
+  int n_block, part;
+};
 // Items are numbered by sections; in each from the first blocks of keys, which the most rows see under causality, to
 // the last, the parts of the section side by side.
-template <class T>
-__device__ __forceinline__ BwdItem find_tiled_item(const BwdArguments& p, int index) {
+__device__ __forceinline__ PlaceOfItem find_item_of_section(const BwdArguments& p, int index) {
   const int section = min(index / (p.section_parts * p.n_blocks), p.sections);
   const int first = section * p.section_parts;
   const int parts = section < p.sections ? p.section_parts : p.all_parts - first;
   const int in_section = index - first * p.n_blocks;
   const int n_block = in_section / parts;
-  const int part = first + in_section - n_block * parts;
+  return {n_block, first + in_section - n_block * parts};
+}
+// Or two by two, which a thread block takes one after the other: of a part, a block of keys and that as far from the end
+// as the first is from the beginning. Under causality any two have the same number of rows together, so that thread blocks
+// stay in step. The first goes through the rows downwards, the second upwards (MirroredSteps). In step t, counted from
+// the first one's, with M blocks of rows and two for each block of keys, one is at block M - 1 - t and the other at t - 2,
+// whichever two they are: at any time the thread blocks of a group are at two blocks of rows.
+__device__ __forceinline__ PlaceOfItem find_mirrored_item(const BwdArguments& p, int index) {
+  const int part = index / 2 / p.half_blocks, front = index / 2 - part * p.half_blocks;
+  return {index % 2 == 0 ? front : p.n_blocks - 1 - front, part};
+}
+// The middle one of an odd number of blocks of keys has none as far from the end.
+__device__ __forceinline__ bool has_mirror_image(const BwdArguments& p, int index) {
+  return 2 * (index / 2 % p.half_blocks) + 1 < p.n_blocks;
+}
+
+template <class T>
+__device__ __forceinline__ BwdItem find_tiled_item(const BwdArguments& p, int index) {
+  const bool is_mirrored = T::kMirrors && p.half_blocks > 0;
+  const auto [n_block, part] = is_mirrored ? find_mirrored_item(p, index) : find_item_of_section(p, index);
   const int head = part / p.num_splits;
   // What reads the same tiles of a bias goes side by side: batches if they share it, or else heads.
   const bool batch_is_inner = T::kPairs ? p.pair_batch_step > 0 : T::kDenseBias && p.bias_batch_step == 0;
@@ -268,6 +289,39 @@ struct HeadSteps {
   }
 };
 
+// Those of RowSteps. Or, of mirrored items, the blocks of rows, and of each the heads: from the last block to the first,
+// and of the second of two items the other way round. Both share registers, of which the kernel has none to spare.
+template <class T>
+struct MirroredSteps {
+  const BwdArguments& p;
+  int m_begin_or_direction, end;  // end: of the blocks of rows, or of the heads
+  int head, m;
+  int left;
+
+  __device__ __forceinline__ MirroredSteps(const BwdArguments& arguments, const BwdItem& item) : p(arguments) {
+    const HeadRange heads = heads_of(p, item);
+    const bool ascends = p.half_blocks > 0 && item.n_block >= p.half_blocks;
+    m_begin_or_direction = p.half_blocks == 0 ? item.m_begin : ascends ? 1 : -1;
+    end = p.half_blocks == 0 ? item.m_end : heads.end;
+    head = heads.begin;
+    m = ascends ? item.m_begin : item.m_end - 1;
+    left = (heads.end - heads.begin) * (item.m_end - item.m_begin);
+  }
+  __device__ __forceinline__ bool is_last() const { return left <= 1; }
+  __device__ __forceinline__ void advance() {
+    --left;
+    if (p.half_blocks > 0) {
+      if (++head < end) return;
+      head = end - p.group_heads;  // items that are mirrored have all heads of the launch
+      m += m_begin_or_direction;
+    } else {
+      if (--m >= m_begin_or_direction) return;
+      m = end - 1;
+      ++head;
+    }
+  }
+};
+
 // Of packed sequences, whose lengths are not at hand in each step.
 template <class T>
 struct PackedSteps : RowSteps {
@@ -281,8 +335,10 @@ struct PackedSteps : RowSteps {
 };
 
 template <class T>
-using BwdSteps = std::conditional_t<
-    T::kOrdered, HeadSteps<T>,
-    std::conditional_t<T::kPacked, PackedSteps<T>, std::conditional_t<T::kGathered, ListSteps, RowSteps>>>;
+using BwdSteps =
+    std::conditional_t<T::kOrdered, HeadSteps<T>,
+                       std::conditional_t<T::kMirrors, MirroredSteps<T>,
+                                          std::conditional_t<T::kPacked, PackedSteps<T>,
+                                                             std::conditional_t<T::kGathered, ListSteps, RowSteps>>>>;
 
 }  // namespace dmattn::sm90

@@ -71,12 +71,13 @@ struct BwdConsumer : BwdResults<T> {
   using Element = typename T::Element;
   using Dq = typename T::Dq;
   using Base::add_dbias, Base::add_dq, Base::add_grad, Base::bias_place, Base::bias_rows, Base::consumer,
-      Base::dout_place, Base::ds_stage, Base::facts, Base::facts_place, Base::finish_item, Base::is_speaker,
-      Base::kFragmentsD, Base::kFragmentsM, Base::key_bias, Base::kv_phase, Base::lane, Base::lengths, Base::next_item,
-      Base::own_key, Base::p, Base::pass_chunk, Base::pass_part, Base::q_next, Base::release, Base::release_sent,
-      Base::s, Base::send_dbias, Base::store_dbias, Base::store_ds, Base::store_grad, Base::store_listed_grad,
-      Base::store_pair_dbias, Base::sum_rows, Base::sync_out, Base::sync_own, Base::takes_chunk_turns,
-      Base::wait_for_chunks, Base::wait_for_keys, Base::wait_for_parts, Base::warp, Base::wide_rows;
+      Base::dout_place, Base::ds_stage, Base::facts, Base::facts_place, Base::finish_item, Base::hidden,
+      Base::is_speaker, Base::kFragmentsD, Base::kFragmentsM, Base::key_bias, Base::kv_phase, Base::lane, Base::lengths,
+      Base::next_item, Base::own_key, Base::p, Base::pass_chunk, Base::pass_part, Base::q_next, Base::release,
+      Base::release_sent, Base::s, Base::send_dbias, Base::store_dbias, Base::store_ds, Base::store_grad,
+      Base::store_listed_grad, Base::store_pair_dbias, Base::sum_rows, Base::sync_out, Base::sync_own,
+      Base::takes_chunk_turns, Base::wait_for_chunks, Base::wait_for_keys, Base::wait_for_parts, Base::warp,
+      Base::wide_rows;
   using Base::Base;
   using typename Base::KeySums;
   using typename Base::Scores;
@@ -159,6 +160,7 @@ struct BwdConsumer : BwdResults<T> {
     }
     KeySums key_sums = {0.f, 0.f};
     if constexpr (T::kKeyBias && !T::kGathered) read_key_bias(item);
+    if constexpr (T::kWideBias) hidden.read(p, item, item.n_block * T::kBlockN + own_key(0));
     // Of the rows that see the keys, at q_place. Where they are announced, the first of them is read once its Q is there.
     auto steps = [&] {
       if constexpr (T::kMasked) {
@@ -167,7 +169,7 @@ struct BwdConsumer : BwdResults<T> {
         return BwdSteps<T>(p, item);
       }
     }();
-    if (item.m_begin < item.m_end) {
+    if (item.m_begin < item.m_end && !(T::kWideBias && hides_item(p, item))) {
       RingPlace<T::kStagesQ> q_place = q_next;  // of the rows of this step
       KeptScores kept;                          // kMasked, of a tile that is cut
       // After the scores of the next step have been started, which waits for what is announced.
@@ -377,6 +379,8 @@ struct BwdConsumer : BwdResults<T> {
       return steps.tile.is_checked();
     } else if constexpr (T::kPacked) {
       return steps.m < steps.cut_end;
+    } else if constexpr (T::kWideBias) {
+      return hidden.has_any() || cuts_tile<T>(p, steps.m, n_block);
     } else {
       return cuts_tile<T>(p, steps.m, n_block);
     }
@@ -399,7 +403,8 @@ struct BwdConsumer : BwdResults<T> {
     } else {
       const int key = n_block * T::kBlockN + own_key(half);
       const int seen_from = p.is_causal ? key - offset : INT_MIN / 2;
-      return {(key >= own.seqlen_k ? INT_MAX / 2 : seen_from) - own_row, 0};
+      const bool is_hidden = key >= own.seqlen_k || (T::kWideBias && hidden.has(half));
+      return {(is_hidden ? INT_MAX / 2 : seen_from) - own_row, 0};
     }
   }
   // Read while the scores are computed.

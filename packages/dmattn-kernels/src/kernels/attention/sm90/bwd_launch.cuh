@@ -76,7 +76,8 @@ cudaError_t fill_tiles(BwdArguments& a, const BwdParams& p, int64_t blocks, cons
   a.num_splits = p.num_splits;
   a.row_splits = row_splits_of(p.num_splits, a.group_heads);
   a.all_parts = p.packing.slabs(p.batch) * p.nheads_k * p.num_splits / T::kMembers;
-  a.items = a.n_blocks * a.all_parts;
+  a.half_blocks = T::kMirrors && p.mirrors_items ? (a.n_blocks + 1) / 2 : 0;
+  a.items = (a.half_blocks > 0 ? 2 * a.half_blocks : a.n_blocks) * a.all_parts;
   const int64_t head_bytes = int64_t{p.seqlen_q} * T::kHeadDim * (2 * sizeof(typename T::Element) + sizeof(float));
   choose_sections<T>(a, head_bytes * a.group_heads / p.num_splits * T::kMembers, a.n_blocks, blocks);
   return status;
@@ -100,6 +101,7 @@ cudaError_t fill_bias(BwdArguments& a, const BwdParams& p) {
                             T::kBiasPanelKeys);
   const bool has_batches = bias.batch_stride != 0, has_heads = bias.head_stride != 0;
   a.lse_rest = p.lse_rest;
+  if constexpr (T::kWideBias) a.mask = p.mask;
   a.batches = p.batch;
   a.bias_batch_step = has_batches ? 1 : 0;
   a.bias_head_ratio = has_heads ? bias.head_ratio : p.nheads;

@@ -77,6 +77,41 @@ struct AnnouncedSteps {
   __device__ __forceinline__ bool is_last() const { return tile.is_last(); }
 };
 
+// Of a mask that is the same for all rows and for the heads of a group, without tiles of bits.
+__device__ __forceinline__ int64_t find_key_mask(const BwdArguments& p, const BwdItem& item) {
+  const MaskBits& mask = p.mask;
+  return static_cast<int64_t>(mask.batch > 1 ? item.batch : 0) * mask.heads +
+         item.head_k * p.head_ratio / mask.head_ratio;
+}
+// Whether it leaves none of the item's keys: then their rows are not loaded.
+__device__ __forceinline__ bool hides_item(const BwdArguments& p, const BwdItem& item) {
+  const MaskBits& mask = p.mask;
+  if (mask.bits == nullptr) return false;
+  const int band = 2 * item.n_block;
+  const int64_t one = (find_key_mask(p, item) * mask.bands_k + band) * mask.words_q;
+  const int64_t other = band + 1 < mask.bands_k ? one + mask.words_q : one;
+  return (__ldg(mask.any_cols + one) | __ldg(mask.any_cols + other)) == 0;
+}
+// Which of a thread's two keys of an item it hides, a bit each, and with a third one whether it hides any of the warp's.
+struct HiddenKeys {
+  uint32_t bits = 0;
+
+  __device__ __forceinline__ bool has(int half) const { return bits >> half & 1; }
+  __device__ __forceinline__ bool has_any() const { return bits & 4; }
+  __device__ __forceinline__ void read(const BwdArguments& p, const BwdItem& item, int first_key) {
+    const MaskBits& mask = p.mask;
+    bits = 0;
+    if (mask.bits == nullptr) return;
+    const uint32_t* const row = mask.bits + find_key_mask(p, item) * mask.rows * mask.words_per_row;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int key = first_key + 8 * half;
+      bits |= (~__ldg(row + key / 32) >> key % 32 & 1) << half;
+    }
+    if (__any_sync(0xffffffffu, bits != 0)) bits |= 4;
+  }
+};
+
 // What the mask, causality, a window and the lengths leave of a thread's scores of a tile: of row 8 i + e of its own and of its key
 // `half`, bit i + 8 * half + 16 * e.
 struct KeptScores {

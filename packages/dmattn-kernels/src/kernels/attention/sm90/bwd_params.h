@@ -45,6 +45,8 @@ struct BwdArguments {
   // begin, so that what they read and add to stays in L2. One more section has the rest of all parts. Lists: see
   // choose_list_sections().
   int32_t section_parts, sections, all_parts;
+  // > 0: items are numbered two by two, see find_mirrored_item(): half of n_blocks, rounded up. Then some of `items` are none.
+  int32_t half_blocks;
   float softmax_scale, softcap;
   bool is_causal;
   // Number of items that thread blocks have taken, zero before the launch. Where no block waits for another's turn each
@@ -70,7 +72,7 @@ struct BwdArguments {
   int32_t dbias_head_ratio;  // query heads to a head of dbias
   int32_t dbias_batch_step;  // 0: one for all batches; 1
 
-  // --- a dense mask ---
+  // --- a dense mask; with a bias in fp32 one that is the same for all rows and for the heads of a group ---
   MaskBits mask;          // bits == nullptr: there is none
   CUtensorMap mask_bits;  // dimensions (words_per_row, rows, heads, batch) of `mask`
 

@@ -25,7 +25,8 @@ struct BwdProducer {
   __device__ __forceinline__ void run() {
     const int first = T::kOrdered ? 0 : gridDim.x;  // of the items that are counted
     if constexpr (T::kGathered && !T::kOrdered) numbering = find_list_numbering<T>(p);
-    for (int index = T::kOrdered ? atomicAdd(p.work_counter, 1) : blockIdx.x;;) {
+    const int own = T::kMirrors && p.half_blocks > 0 ? 2 * blockIdx.x : blockIdx.x;
+    for (int index = T::kOrdered ? atomicAdd(p.work_counter, 1) : own;;) {
       if constexpr (T::kMasked) {
         // The item is announced with whether the mask leaves anything of it.
         if (index >= p.items) return announce({index, 0});
@@ -44,11 +45,19 @@ struct BwdProducer {
         index = first + atomicAdd(p.work_counter, 1);
       } else {
         // Asked for before the loads, so that the answer is there when they have been issued.
-        const int next = first + atomicAdd(p.work_counter, 1);
+        const int next = index_after(index, first);
         load_item(find_item<T>(p, item));
         index = next;
       }
     }
+  }
+
+  // Of consecutive keys in any order, mirrored or not. `first`: of the items, or pairs of them, that are counted.
+  __device__ __forceinline__ int index_after(int index, int first) const {
+    const bool is_mirrored = T::kMirrors && p.half_blocks > 0;
+    if (is_mirrored && index % 2 == 0 && has_mirror_image(p, index)) return index + 1;
+    const int next = first + atomicAdd(p.work_counter, 1);
+    return is_mirrored ? 2 * next : next;
   }
 
   // The item, or the next one that there is: lists have room for more tiles than they fill, and packed sequences have
@@ -92,6 +101,9 @@ struct BwdProducer {
   __device__ __forceinline__ void load_item(const Item& item) {
     BwdSteps<T> steps(p, item);
     if (steps.left == 0) return;
+    if constexpr (T::kWideBias) {
+      if (hides_item(p, item)) return;
+    }
     if constexpr (T::kPairs) return load_pair(item, steps);
     // Rows come in while the consumers still need the keys of the item before. Listed keys are copied by others.
     if constexpr (T::kDenseBias) load_bias(steps.head, steps.m, item);

@@ -99,7 +99,7 @@ struct BwdTraits {
   static constexpr int kMembers = kPairs ? 2 : 1;
   static constexpr bool kDenseBias = kNarrowBias || kWideBias || kPairs;
   static constexpr bool kDbiasRows = kVariant == BwdVariant::kDenseBiasRows || kVariant == BwdVariant::kWideBiasRows;
-  // Steps are announced. In fp32 the tiles of a bias leave no room for a mask's.
+  // Steps are announced. In fp32 the tiles of a bias leave no room for a mask's: there it is the same for all rows.
   static constexpr bool kMasked = kVariant == BwdVariant::kMask || kNarrowBias || kVariant == BwdVariant::kKeyBias;
   static constexpr bool kWindows = kMasked;  // rows may see a window of keys
   static constexpr bool kBias = kKeyBias || kDenseBias;
@@ -109,6 +109,7 @@ struct BwdTraits {
   // registers.
   static constexpr bool kHasWholeItems = kVariant == BwdVariant::kLists;
   static constexpr bool kPacked = kVariant == BwdVariant::kPacked;
+  static constexpr bool kMirrors = kVariant == BwdVariant::kPlain;  // items may be numbered two by two
   static constexpr BwdTile kTile = sm90_bwd_tile(kHeadDim, kGathered, kBias, kMasked || kPacked);
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n;  // rows of queries; keys, 64 a consumer
   static constexpr int kOwnKeys = kBlockN;                                // keys that TMA copies in one piece

@@ -25,6 +25,7 @@ struct BwdWideTraits {
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;  // as in BwdTraits
   // For what it shares with the kernels of other head dimensions.
   static constexpr bool kDenseBias = false, kMasked = false, kOrdered = false, kPacked = false, kPairs = false;
+  static constexpr bool kMirrors = false;
   static constexpr bool kListBias = kVariant == BwdVariant::kBiasLists, kKeyBias = kListBias, kBias = kListBias;
   static constexpr bool kGathered = kListBias || kVariant == BwdVariant::kLists;
   static constexpr bool kSoftcap = kVariant == BwdVariant::kSoftcap;

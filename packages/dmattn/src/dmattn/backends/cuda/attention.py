@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from dmattn.backends import sinks
+from dmattn.backends.cuda import bias_rows
 from dmattn.backends.cuda.kernels import BACKWARD, FORWARD, check_device, launch, parts
 from dmattn.checks import HEAD_DIM_MULTIPLE
 from dmattn.key_lists import Selection, without_spare_lists
@@ -30,6 +31,7 @@ def forward(problem: Problem, for_backward: bool = True) -> Results:
     q, k, v, mask, bias = problem.q, problem.k, problem.v, problem.mask, problem.bias
     device = q.get_device()
     check_device(device)
+    bias = _as_kernels_read(problem, backward=False)
     head_dim = q.shape[-1]
     padded = head_dim % HEAD_DIM_MULTIPLE != 0
     if padded:
@@ -75,6 +77,7 @@ def backward(
         for grad in grads[:4]:
             grad.zero_()
         return grads
+    bias = _as_kernels_read(problem, backward=True)
     dbias_of_rows = None
     if needs.bias and _takes_dlse_for_dbias(problem):
         dbias_of_rows = sinks.bias_gradient_of_rows(problem, results, dout, dlse)
@@ -126,6 +129,13 @@ def _takes_dlse_for_dbias(problem: Problem) -> bool:
         and bias is not None
         and bias.shape[-1] == 1
     )
+
+
+def _as_kernels_read(problem: Problem, backward: bool) -> Tensor | None:
+    bias = problem.bias
+    if bias is None or not bias_rows.copies(problem, backward):
+        return bias
+    return bias_rows.with_aligned_rows(bias)
 
 
 def _empty_rows(q: Tensor) -> Tensor:

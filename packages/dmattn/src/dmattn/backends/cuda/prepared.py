@@ -11,6 +11,7 @@ from torch import Tensor
 
 from dmattn.backends.base import Operands, Prepared
 from dmattn.backends.cuda.attention import known_window
+from dmattn.backends.cuda.bias_rows import copies
 from dmattn.backends.cuda.kernels import BACKWARD, FORWARD, at_once, launch, parts
 from dmattn.checks import HEAD_DIM_MULTIPLE
 from dmattn.key_lists import num_blocks
@@ -25,6 +26,7 @@ def suits(problem: Problem) -> bool:
         and problem.packing is None
         and (lists is None or lists.idx.shape[2] == num_blocks(rows, problem.is_causal))
         and problem.q.shape[-1] % HEAD_DIM_MULTIPLE == 0
+        and not (copies(problem, backward=False) or copies(problem, backward=True))
         and problem.q.numel() > 0
         and problem.k.numel() > 0
     )

@@ -2,36 +2,29 @@
 
 from torch import Tensor
 
+from dmattn.backends.cuda import few_keys
+from dmattn.backends.cuda.bias_rows import copies, starts_rows_on_16_bytes
+from dmattn.backends.cuda.few_keys import has_few_keys
 from dmattn.checks import HEAD_DIM_MULTIPLE
 from dmattn.problem import Problem, has_rows
 
 _TILE_HEAD_DIMS = (64, 128, 256)
-# Over so few keys there are kernels that read masks and biases as they are (docs/kernels/short.md).
-_FEW_KEYS, _FEW_KEYS_HEAD_DIMS = 64, (32, 64)
+_PADDED_VIEW = (
+    "a view of a tensor whose rows are padded to a multiple of 16 bytes, with keys side by side, "
+    "is read as it is"
+)
 _ODD_ROWS = (
     "attn_bias has rows that do not start on 16 bytes, which Hopper's copy engine does not take: "
-    "up to 1.6 times the time forward and 2.7 times backward. A view of a tensor whose rows are "
-    "padded to a multiple of 16 bytes has rows that do"
+    f"up to 1.6 times the time; {_PADDED_VIEW}"
 )
 
 
 def slow_paths(problem: Problem) -> list[str]:
     """The notes on a checked problem that the kernels take."""
-    if _has_few_keys(problem):
-        return [*_head_dim(problem, _FEW_KEYS_HEAD_DIMS), *_settings(problem)]
+    if has_few_keys(problem):
+        return [*_head_dim(problem, few_keys.HEAD_DIMS), *_settings(problem)]
     notes = _head_dim(problem, _TILE_HEAD_DIMS)
     return [*notes, *_masks(problem), *_biases(problem), *_settings(problem)]
-
-
-def _has_few_keys(problem: Problem) -> bool:
-    if problem.packing is not None or problem.key_lists is not None or problem.softcap > 0:
-        return False
-    if problem.mask is not None and not has_rows(problem.mask):
-        return False
-    _, rows, _, head_dim = problem.q.shape
-    if rows == 1:  # for the kernels that decode
-        return False
-    return problem.k.shape[1] <= _FEW_KEYS and head_dim <= _FEW_KEYS_HEAD_DIMS[-1]
 
 
 def _head_dim(problem: Problem, tiles: tuple[int, ...]) -> list[str]:
@@ -72,19 +65,25 @@ def _biases(problem: Problem) -> list[str]:
     bias = problem.bias
     if bias is None or not has_rows(bias):
         return []
-    mask = problem.mask
-    beside_keys = mask is not None and not has_rows(mask)
-    if bias.dtype == problem.q.dtype and bias.stride(-1) == 1 and not beside_keys:
-        return [] if _starts_rows_on_16_bytes(bias) else [_ODD_ROWS]
-    return [
-        "attn_bias has rows of its own and is read element by element: it is float32, its last "
-        "stride is not 1, or attn_mask is alike for all rows"
-    ]
+    notes = []
+    if copies(problem, backward=False):
+        notes.append(f"attn_bias is copied first; {_PADDED_VIEW}")
+    elif bias.stride(-1) != 1:
+        notes.append("attn_bias is read number by number: its last stride is not 1")
+    elif not (_starts_on_16_bytes(bias) and starts_rows_on_16_bytes(bias)):
+        notes.append(_ODD_ROWS)
+        if copies(problem, backward=True):
+            notes.append("attn_bias is copied first in the backward")
+    if bias.dtype != problem.q.dtype:
+        notes.append(
+            "attn_bias has rows of its own and is float32: except on Hopper it is read number by "
+            "number, as it is there in a backward beside a mask with rows"
+        )
+    return notes
 
 
-def _starts_rows_on_16_bytes(bias: Tensor) -> bool:
-    places = (bias.storage_offset(), *bias.stride()[:-1])
-    return all(place * bias.element_size() % 16 == 0 for place in places)
+def _starts_on_16_bytes(bias: Tensor) -> bool:
+    return bias.storage_offset() * bias.element_size() % 16 == 0
 
 
 def _settings(problem: Problem) -> list[str]:
@@ -97,6 +96,6 @@ def _settings(problem: Problem) -> list[str]:
             "where there is neither a mask nor a bias"
         )
     # Over few keys nothing but the gradient of a bias is a sum of several parts.
-    if problem.deterministic and not (_has_few_keys(problem) and problem.bias is None):
+    if problem.deterministic and not (has_few_keys(problem) and problem.bias is None):
         notes.append("deterministic: the parts of gradients are added one after another")
     return notes

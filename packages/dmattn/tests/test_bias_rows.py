@@ -1,0 +1,75 @@
+"""Which biases are copied before the compiled kernels read them, and how."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from dmattn.backends.cuda.bias_rows import copies, starts_rows_on_16_bytes, with_aligned_rows
+from dmattn.problem import Packing, Problem
+
+
+def problem(bias: Tensor | None, keys: int = 300, batch: int = 4, rows: int = 300) -> Problem:
+    q = torch.empty(batch, rows, 2, 64, dtype=torch.bfloat16)
+    k = torch.empty(batch, keys, 2, 64, dtype=torch.bfloat16)
+    return Problem(q, k, k, bias=bias)
+
+
+def scores(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return torch.randn(shape).to(dtype)
+
+
+def keys_apart(*shape: int) -> Tensor:
+    return scores(*shape[:2], shape[3], shape[2]).transpose(2, 3)
+
+
+PADDED = scores(1, 2, 300, 304)[..., :300]
+
+# Whether it is copied forward, and backward.
+CASES: dict[str, tuple[Problem, bool, bool]] = {
+    "none": (problem(None), False, False),
+    "of keys": (problem(scores(1, 2, 1, 301), 301), False, False),
+    "of every second key": (problem(scores(1, 2, 1, 600)[..., ::2]), False, False),
+    "of rows": (problem(scores(1, 2, 300, 1)), False, False),
+    "of rows, expanded": (problem(scores(1, 2, 300, 1).expand(1, 2, 300, 300)), False, False),
+    "padded rows": (problem(PADDED), False, False),
+    "padded rows, expanded": (problem(PADDED.expand(4, 2, 300, 300)), False, False),
+    "even": (problem(scores(1, 2, 300, 304), 304), False, False),
+    "fp32, even": (problem(scores(1, 1, 300, 300, dtype=torch.float32)), False, False),
+    "odd, shared by 8": (problem(scores(1, 1, 300, 300)), True, True),
+    "odd, shared by 4": (problem(scores(1, 2, 300, 300)), False, True),
+    "odd, of a batch": (problem(scores(4, 1, 300, 300)), False, True),
+    "odd, expanded": (problem(scores(1, 1, 300, 300).expand(4, 2, 300, 300)), True, True),
+    "odd, of each": (problem(scores(4, 2, 300, 300)), False, False),
+    "fp32, odd, shared": (problem(scores(1, 1, 300, 301, dtype=torch.float32), 301), True, True),
+    "keys apart": (problem(keys_apart(4, 2, 300, 300)), True, True),
+    "keys apart, few": (problem(keys_apart(4, 2, 300, 64), 64), False, False),
+    "odd, few keys": (problem(scores(1, 1, 49, 49), 49, rows=49), False, False),
+    "keys apart, one row": (problem(scores(4, 2, 1, 600)[..., ::2], rows=1), False, False),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_which_are_copied(name: str) -> None:
+    given, forward, backward = CASES[name]
+    assert copies(given, backward=False) == forward
+    assert copies(given, backward=True) == backward
+
+
+def test_packed_ones_are_not() -> None:
+    bounds = torch.tensor([0, 300, 600], dtype=torch.int32)
+    q = torch.empty(600, 2, 64, dtype=torch.bfloat16)
+    packed = Problem(q, q, q, bias=scores(1, 600, 301), packing=Packing(bounds, bounds, 300, 300))
+    assert not copies(packed, backward=True)
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case[2]])
+def test_copies_have_rows_that_start_on_16_bytes(name: str) -> None:
+    given, _, _ = CASES[name]
+    bias = given.bias
+    assert bias is not None
+    copy = with_aligned_rows(bias)
+    assert torch.equal(copy, bias) and copy.stride(-1) == 1 and starts_rows_on_16_bytes(copy)
+    assert copy.data_ptr() % 16 == 0
+    assert not copies(given._replace(bias=copy), backward=True)
+    # What is expanded stays it.
+    assert [s == 0 for s in copy.stride()] == [s == 0 for s in bias.stride()]
