@@ -1,4 +1,4 @@
-"""Query heads that share keys, under causality, with more than stays in the L2 cache.
+"""Query heads that share keys, under causality, with more rows than stay in the L2 cache.
 
 On Hopper the backward then takes blocks of keys two by two, the second of them with its rows from
 the first to the last (docs/kernels/backward.md).
@@ -10,6 +10,7 @@ import pytest
 
 from attention.cases import Case, case_id
 from attention.driver import check
+from attention.packed import check_packed
 
 pytestmark = pytest.mark.cuda
 
@@ -27,3 +28,19 @@ GROUPS = [
 @pytest.mark.parametrize("case", GROUPS, ids=case_id)
 def test_blocks_of_keys_two_by_two(case: Case) -> None:
     check(case.with_(causal=True))
+
+
+# No block of keys, one, two and more, even numbers and odd; rows without keys, and the reverse.
+LENGTHS = (
+    *((1100, 1100), (3, 700), (0, 77), (129, 129), (1025, 900), (600, 1), (128, 128), (5, 0)),
+    *((257, 257), (700, 1400), (513, 513), (0, 0), (64, 384), (1, 1), (640, 640)),
+)
+
+
+@pytest.mark.parametrize(
+    "head_dim, dtype, nheads, nheads_k",
+    [(64, "bf16", 32, 16), (128, "f16", 40, 10), (96, "bf16", 36, 18)],
+)
+def test_those_of_packed_sequences(head_dim: int, dtype: str, nheads: int, nheads_k: int) -> None:
+    case = Case(nheads=nheads, nheads_k=nheads_k, dtype=dtype, head_dim=head_dim, causal=True)
+    check_packed(case, 3 * LENGTHS)

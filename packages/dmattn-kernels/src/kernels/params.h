@@ -333,7 +333,7 @@ struct BwdParams {
   int32_t* work_counter = nullptr;
   bool has_split_slots = false;  // deterministic, but not on Hopper: splits then fall on whole heads
   int32_t window = 0;            // as in FwdParams
-  bool mirrors_items = false;    // on Hopper, with level kPlain: see BwdArguments::half_blocks
+  bool mirrors_items = false;    // on Hopper, with levels kPlain and kPacked: see BwdArguments
   ChunkTerms terms;
   BiasPairs bias_pairs = BiasPairs::kNone;
 };

@@ -51,6 +51,20 @@ HOPPER_BWD = (
     Launch("dense rows, key bias", 200, 261, 2, 4, 2, bias="bk1k", causal=True),
     Launch("dense rows, mask", 200, 261, 2, 4, 2, mask="bkqk", causal=True),
     Launch("dense rows, mask, bias", 200, 264, 2, 4, 2, mask="1hqk", bias="bhqk"),
+    # Keys are listed only where no bias has rows.
+    Launch("dense rows, key mask, bias", 200, 264, 2, 4, 2, mask="b11k", bias="1hqk"),
+    Launch(
+        "dense rows, key mask, fp32 bias",
+        *(200, 390, 2, 4, 2),
+        mask="bk1k",
+        bias="bhqk",
+        bias_f32=True,
+        causal=True,
+    ),
+    # Of sums in rows of their own: an odd number of keys, shared by four scores.
+    Launch("dense rows, shared fp32 bias, odd", 70, 261, 2, 4, 2, bias="11qk", bias_f32=True),
+    # More rows than stay in L2, and as many pairs of blocks of keys as an H200 has SMs.
+    Launch("dense rows, groups, keys two by two", 256, 256, 66, 4, 2, causal=True),
 )
 # Above head_dim 128 two thread blocks share keys: rows without keys, keys of one block, many heads.
 HOPPER_WIDE_BWD = (

@@ -247,6 +247,24 @@ def test_packed_sequences(probe: ctypes.CDLL, head_dim: int, arch: int, causal: 
         assert plan["lse_scale"] > 1
 
 
+@pytest.mark.parametrize(
+    "arguments, is_mirrored",
+    [
+        ({}, 1),
+        ({"is_causal": 0}, 0),
+        ({"nheads_k": 32}, 0),
+        ({"nheads_k": 8}, 0),  # fewer than four pairs of blocks of keys for each SM
+        ({"total_q": 900, "max_seqlen_q": 300}, 0),  # all rows stay in L2
+    ],
+)
+def test_packed_groups_are_taken_two_by_two(
+    probe: ctypes.CDLL, arguments: dict[str, Any], is_mirrored: int
+) -> None:
+    fields = PACKED | {"nheads": 32, "nheads_k": 16, "total_k": 8448, "is_causal": 1} | arguments
+    plan = Probe(probe).bwd(SM90, SMS, head_dim=128, gradients="dq dk dv", **fields)
+    assert plan["arch"] == 90 and plan["mirrors_items"] == is_mirrored
+
+
 def test_few_packed_sequences(probe: ctypes.CDLL) -> None:
     """Nor does another kernel split their rows."""
     sizes = {"sequences": 1, "total_q": 1000, "max_seqlen_q": 1000}

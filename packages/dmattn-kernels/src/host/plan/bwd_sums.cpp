@@ -87,16 +87,21 @@ bool has_drifting_items(const BwdPlan& plan) {
 
 // Two items, one after the other, that together have as many rows as any other two keep blocks in step (see
 // find_mirrored_item()), if heads share keys and what they read and add to does not stay in L2 anyway. They all take the
-// same time: so they are for calls in which the last ones leave no more than a tenth of the blocks without work.
+// same time: so they are for calls in which the last ones leave no more than a tenth of the blocks without work. Those of
+// packed sequences, whose lengths the device knows, are for calls with several pairs for each block.
 constexpr int64_t kRowBytesOfL2 = int64_t{32} << 20;
+constexpr int64_t kPackedPairs = 4;
 bool suits_mirrored_items(const BwdPlan& plan, const BwdRound& round, const Device& device) {
   const BwdParams& p = plan.kernel;
-  const bool is_plain = plan.resident_blocks > 0 && plan.choice.level == Level::kPlain && plan.tile.cluster == 1;
-  if (!is_plain || !p.is_causal || p.window > 0 || p.packing.is_active() || round.groups == 1) return false;
+  const Level level = plan.choice.level;
+  const bool may_mirror = plan.resident_blocks > 0 && (level == Level::kPlain || level == Level::kPacked) &&
+                          plan.tile.cluster == 1 && p.is_causal && p.window == 0 && round.groups > 1;
   const int64_t row_bytes = p.head_dim * (2 * element_bytes(plan.unit.dtype) + int64_t{sizeof(float)});
-  if (rows_of(p) * p.seqlen_q * row_bytes <= kRowBytesOfL2) return false;
-  const int64_t heads = int64_t{round.batches} * round.heads_k, tiles = ceil_div(p.seqlen_k, plan.tile.block_n);
-  const int64_t pairs = heads * ceil_div<int64_t>(tiles, 2), blocks = device.num_sms;
+  if (!may_mirror || rows_of(p) * p.packing.rows_q(p.seqlen_q) * row_bytes <= kRowBytesOfL2) return false;
+  const int64_t heads = int64_t{p.packing.slabs(round.batches)} * round.heads_k, blocks = device.num_sms;
+  const int64_t tiles = ceil_div(p.packing.rows_k(p.seqlen_k), plan.tile.block_n);
+  if (p.packing.is_active()) return heads * tiles >= 2 * kPackedPairs * blocks;
+  const int64_t pairs = heads * ceil_div<int64_t>(tiles, 2);
   return static_cast<double>(heads * tiles) >= kBusyWith * 2 * blocks * ceil_div(pairs, blocks);
 }
 

@@ -52,19 +52,24 @@ __device__ __forceinline__ PlaceOfItem find_item_of_section(const BwdArguments& 
 // stay in step. The first goes through the rows downwards, the second upwards (MirroredSteps). In step t, counted from
 // the first one's, with M blocks of rows and two for each block of keys, one is at block M - 1 - t and the other at t - 2,
 // whichever two they are: at any time the thread blocks of a group are at two blocks of rows.
+// Of packed sequences each has such pairs of its own. Their places are those of all blocks of keys, see
+// find_packed_item().
+template <class T>
+__host__ __device__ inline int pairs_of_part(const BwdArguments& p) {
+  return T::kPacked ? p.n_blocks : (p.n_blocks + 1) / 2;
+}
+template <class T>
 __device__ __forceinline__ PlaceOfItem find_mirrored_item(const BwdArguments& p, int index) {
-  const int part = index / 2 / p.half_blocks, front = index / 2 - part * p.half_blocks;
-  return {index % 2 == 0 ? front : p.n_blocks - 1 - front, part};
+  const int pairs = pairs_of_part<T>(p), part = index / 2 / pairs, front = index / 2 - part * pairs;
+  return {T::kPacked || index % 2 == 0 ? front : p.n_blocks - 1 - front, part};
 }
-// The middle one of an odd number of blocks of keys has none as far from the end.
-__device__ __forceinline__ bool has_mirror_image(const BwdArguments& p, int index) {
-  return 2 * (index / 2 % p.half_blocks) + 1 < p.n_blocks;
-}
+// The block as far from the end: not for the middle one of an odd number.
+__device__ __forceinline__ bool has_mirror_image(int front, int blocks) { return 2 * front + 1 < blocks; }
 
 template <class T>
 __device__ __forceinline__ BwdItem find_tiled_item(const BwdArguments& p, int index) {
-  const bool is_mirrored = T::kMirrors && p.half_blocks > 0;
-  const auto [n_block, part] = is_mirrored ? find_mirrored_item(p, index) : find_item_of_section(p, index);
+  const bool is_mirrored = T::kMirrors && p.mirrors_items;
+  const auto [n_block, part] = is_mirrored ? find_mirrored_item<T>(p, index) : find_item_of_section(p, index);
   const int head = part / p.num_splits;
   // What reads the same tiles of a bias goes side by side: batches if they share it, or else heads.
   const bool batch_is_inner = T::kPairs ? p.pair_batch_step > 0 : T::kDenseBias && p.bias_batch_step == 0;
@@ -108,6 +113,10 @@ __device__ __forceinline__ int heads_to_second(const BwdArguments& p) { return p
 
 // --- packed sequences -----------------------------------------------------------------------------------------------
 
+template <class T>
+__device__ __forceinline__ int blocks_of_keys(int keys) {
+  return (keys + T::kBlockN - 1) / T::kBlockN;
+}
 // Items are numbered as if the blocks of keys, one sequence behind the other, were those of one. Some stand for no keys:
 // then k.length is 0.
 template <class T>
@@ -115,9 +124,19 @@ __device__ __forceinline__ typename T::PackedItem find_packed_item(const BwdArgu
   const BwdItem slot = find_tiled_item<T>(p, index);
   const PackedRows keys = find_packed_keys(p.packing, T::kBlockN, slot.n_block);
   const SeqlenInfo own = read_packed_seqlens(p.packing, keys.sequence, p.seqlen_q, p.seqlen_k);
-  const bool exists = keys.offset >= 0 && keys.offset < own.seqlen_k;
-  return {index,         keys.offset / T::kBlockN,      slot.head_k,
-          keys.sequence, {own.first_row, own.seqlen_q}, {own.first_key, exists ? own.seqlen_k : 0}};
+  bool exists = keys.offset >= 0 && keys.offset < own.seqlen_k;
+  int n_block = keys.offset / T::kBlockN;
+  if (p.mirrors_items) {  // what would be the second of two is none, and is found from the first
+    const int blocks = blocks_of_keys<T>(own.seqlen_k);
+    exists &= n_block <= blocks - 1 - n_block;
+    if (index % 2 != 0) n_block = blocks - 1 - n_block;
+  }
+  return {index,
+          n_block,
+          slot.head_k,
+          keys.sequence,
+          {own.first_row, own.seqlen_q},
+          {own.first_key, exists ? own.seqlen_k : 0}};
 }
 // The rows that see the keys.
 template <class T>
@@ -289,6 +308,16 @@ struct HeadSteps {
   }
 };
 
+// Whether an item is the second of two that are mirrored.
+template <class T>
+__device__ __forceinline__ bool is_mirror_image(const BwdArguments& p, const BwdItem& item) {
+  return p.mirrors_items && 2 * item.n_block >= p.n_blocks;
+}
+template <class T>
+__device__ __forceinline__ bool is_mirror_image(const BwdArguments& p, const PackedBwdItem& item) {
+  return p.mirrors_items && 2 * item.n_block >= blocks_of_keys<T>(item.k.length);
+}
+
 // Those of RowSteps. Or, of mirrored items, the blocks of rows, and of each the heads: from the last block to the first,
 // and of the second of two items the other way round. Both share registers, of which the kernel has none to spare.
 template <class T>
@@ -298,11 +327,11 @@ struct MirroredSteps {
   int head, m;
   int left;
 
-  __device__ __forceinline__ MirroredSteps(const BwdArguments& arguments, const BwdItem& item) : p(arguments) {
+  __device__ __forceinline__ MirroredSteps(const BwdArguments& arguments, const BwdItemOf<T>& item) : p(arguments) {
     const HeadRange heads = heads_of(p, item);
-    const bool ascends = p.half_blocks > 0 && item.n_block >= p.half_blocks;
-    m_begin_or_direction = p.half_blocks == 0 ? item.m_begin : ascends ? 1 : -1;
-    end = p.half_blocks == 0 ? item.m_end : heads.end;
+    const bool ascends = is_mirror_image<T>(p, item);
+    m_begin_or_direction = !p.mirrors_items ? item.m_begin : ascends ? 1 : -1;
+    end = p.mirrors_items ? heads.end : item.m_end;
     head = heads.begin;
     m = ascends ? item.m_begin : item.m_end - 1;
     left = (heads.end - heads.begin) * (item.m_end - item.m_begin);
@@ -310,7 +339,7 @@ struct MirroredSteps {
   __device__ __forceinline__ bool is_last() const { return left <= 1; }
   __device__ __forceinline__ void advance() {
     --left;
-    if (p.half_blocks > 0) {
+    if (p.mirrors_items) {
       if (++head < end) return;
       head = end - p.group_heads;  // items that are mirrored have all heads of the launch
       m += m_begin_or_direction;
@@ -324,10 +353,10 @@ struct MirroredSteps {
 
 // Of packed sequences, whose lengths are not at hand in each step.
 template <class T>
-struct PackedSteps : RowSteps {
+struct PackedSteps : MirroredSteps<T> {
   int cut_end;  // the first block of rows from which on cuts_tile() is false
 
-  __device__ __forceinline__ PackedSteps(const BwdArguments& p, const PackedBwdItem& item) : RowSteps(p, item) {
+  __device__ __forceinline__ PackedSteps(const BwdArguments& p, const PackedBwdItem& item) : MirroredSteps<T>(p, item) {
     const int last = (item.n_block + 1) * T::kBlockN - 1;
     const int first_seeing_all = p.is_causal ? last - (item.k.length - item.q.length) : 0;
     cut_end = last >= item.k.length ? item.m_end : (max(first_seeing_all, 0) + T::kBlockM - 1) / T::kBlockM;
@@ -337,8 +366,8 @@ struct PackedSteps : RowSteps {
 template <class T>
 using BwdSteps =
     std::conditional_t<T::kOrdered, HeadSteps<T>,
-                       std::conditional_t<T::kMirrors, MirroredSteps<T>,
-                                          std::conditional_t<T::kPacked, PackedSteps<T>,
+                       std::conditional_t<T::kPacked, PackedSteps<T>,
+                                          std::conditional_t<T::kMirrors, MirroredSteps<T>,
                                                              std::conditional_t<T::kGathered, ListSteps, RowSteps>>>>;
 
 }  // namespace dmattn::sm90

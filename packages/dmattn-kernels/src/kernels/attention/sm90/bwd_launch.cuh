@@ -76,8 +76,8 @@ cudaError_t fill_tiles(BwdArguments& a, const BwdParams& p, int64_t blocks, cons
   a.num_splits = p.num_splits;
   a.row_splits = row_splits_of(p.num_splits, a.group_heads);
   a.all_parts = p.packing.slabs(p.batch) * p.nheads_k * p.num_splits / T::kMembers;
-  a.half_blocks = T::kMirrors && p.mirrors_items ? (a.n_blocks + 1) / 2 : 0;
-  a.items = (a.half_blocks > 0 ? 2 * a.half_blocks : a.n_blocks) * a.all_parts;
+  a.mirrors_items = T::kMirrors && p.mirrors_items;
+  a.items = (a.mirrors_items ? 2 * pairs_of_part<T>(a) : a.n_blocks) * a.all_parts;
   const int64_t head_bytes = int64_t{p.seqlen_q} * T::kHeadDim * (2 * sizeof(typename T::Element) + sizeof(float));
   choose_sections<T>(a, head_bytes * a.group_heads / p.num_splits * T::kMembers, a.n_blocks, blocks);
   return status;

@@ -45,8 +45,8 @@ struct BwdArguments {
   // begin, so that what they read and add to stays in L2. One more section has the rest of all parts. Lists: see
   // choose_list_sections().
   int32_t section_parts, sections, all_parts;
-  // > 0: items are numbered two by two, see find_mirrored_item(): half of n_blocks, rounded up. Then some of `items` are none.
-  int32_t half_blocks;
+  // Items are numbered two by two, see find_mirrored_item(). Then some of `items` are none.
+  bool mirrors_items;
   float softmax_scale, softcap;
   bool is_causal;
   // Number of items that thread blocks have taken, zero before the launch. Where no block waits for another's turn each

@@ -25,7 +25,7 @@ struct BwdProducer {
   __device__ __forceinline__ void run() {
     const int first = T::kOrdered ? 0 : gridDim.x;  // of the items that are counted
     if constexpr (T::kGathered && !T::kOrdered) numbering = find_list_numbering<T>(p);
-    const int own = T::kMirrors && p.half_blocks > 0 ? 2 * blockIdx.x : blockIdx.x;
+    const int own = is_mirrored() ? 2 * blockIdx.x : blockIdx.x;
     for (int index = T::kOrdered ? atomicAdd(p.work_counter, 1) : own;;) {
       if constexpr (T::kMasked) {
         // The item is announced with whether the mask leaves anything of it.
@@ -45,19 +45,31 @@ struct BwdProducer {
         index = first + atomicAdd(p.work_counter, 1);
       } else {
         // Asked for before the loads, so that the answer is there when they have been issued.
-        const int next = index_after(index, first);
+        const int next = index_behind(item, first);
         load_item(find_item<T>(p, item));
         index = next;
       }
     }
   }
 
-  // Of consecutive keys in any order, mirrored or not. `first`: of the items, or pairs of them, that are counted.
-  __device__ __forceinline__ int index_after(int index, int first) const {
-    const bool is_mirrored = T::kMirrors && p.half_blocks > 0;
-    if (is_mirrored && index % 2 == 0 && has_mirror_image(p, index)) return index + 1;
+  __device__ __forceinline__ bool is_mirrored() const { return T::kMirrors && p.mirrors_items; }
+  // Of consecutive keys in any order. `first`: of the items, or pairs of mirrored ones, that are counted.
+  __device__ __forceinline__ int take_index(int first) const {
     const int next = first + atomicAdd(p.work_counter, 1);
-    return is_mirrored ? 2 * next : next;
+    return is_mirrored() ? 2 * next : next;
+  }
+  // Behind `item`, of which the second may be left.
+  __device__ __forceinline__ int index_behind(const typename T::Announced& item, int first) const {
+    if (is_mirrored() && item.index % 2 == 0) {
+      bool has_second;
+      if constexpr (T::kPacked) {
+        has_second = has_mirror_image(item.n_block, blocks_of_keys<T>(item.k.length));
+      } else {
+        has_second = has_mirror_image(item.index / 2 % pairs_of_part<T>(p), p.n_blocks);
+      }
+      if (has_second) return item.index + 1;
+    }
+    return take_index(first);
   }
 
   // The item, or the next one that there is: lists have room for more tiles than they fill, and packed sequences have
@@ -81,7 +93,7 @@ struct BwdProducer {
       }
       return {index, 0, 0, 0};
     } else if constexpr (T::kPacked) {
-      for (; index < p.items; index = first + atomicAdd(p.work_counter, 1)) {
+      for (; index < p.items; index = take_index(first)) {
         const typename T::Announced item = find_packed_item<T>(p, index);
         if (item.k.length > 0) return item;
       }

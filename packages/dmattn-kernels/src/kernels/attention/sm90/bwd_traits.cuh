@@ -109,7 +109,7 @@ struct BwdTraits {
   // registers.
   static constexpr bool kHasWholeItems = kVariant == BwdVariant::kLists;
   static constexpr bool kPacked = kVariant == BwdVariant::kPacked;
-  static constexpr bool kMirrors = kVariant == BwdVariant::kPlain;  // items may be numbered two by two
+  static constexpr bool kMirrors = kPacked || kVariant == BwdVariant::kPlain;  // items may be numbered two by two
   static constexpr BwdTile kTile = sm90_bwd_tile(kHeadDim, kGathered, kBias, kMasked || kPacked);
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n;  // rows of queries; keys, 64 a consumer
   static constexpr int kOwnKeys = kBlockN;                                // keys that TMA copies in one piece
