@@ -17,11 +17,11 @@ pytestmark = pytest.mark.cuda
 GROUPS = [
     Case(512, 512, 66, 12, 4, 64),
     Case(512, 512, 66, 12, 4, 128, "f16"),
-    Case(700, 1024, 8, 32, 8, 64, dlse=True),
-    Case(1000, 1024, 8, 32, 8, 128, layout="heads_first"),
-    Case(1024, 700, 11, 48, 24, 96),  # rows without keys
+    Case(1024, 1024, 8, 32, 8, 64, dlse=True),
+    Case(1100, 1024, 8, 32, 8, 128, layout="heads_first"),  # rows without keys
+    Case(1024, 700, 11, 48, 24, 128),  # many of them
     Case(1400, 1400, 3, 44, 22, 128),  # 11 blocks of keys: one is by itself
-    Case(1920, 1920, 3, 20, 4, 40),
+    Case(1920, 1920, 8, 20, 4, 40),
 ]
 
 

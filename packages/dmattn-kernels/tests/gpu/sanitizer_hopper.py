@@ -61,10 +61,18 @@ HOPPER_BWD = (
         bias_f32=True,
         causal=True,
     ),
+    Launch(
+        "dense rows, key mask that keeps nothing, fp32 bias",
+        *(70, 264, 2, 4, 2),
+        mask="b11k",
+        kept=0.0,
+        bias="bhqk",
+        bias_f32=True,
+    ),
     # Of sums in rows of their own: an odd number of keys, shared by four scores.
     Launch("dense rows, shared fp32 bias, odd", 70, 261, 2, 4, 2, bias="11qk", bias_f32=True),
-    # More rows than stay in L2, and as many pairs of blocks of keys as an H200 has SMs.
-    Launch("dense rows, groups, keys two by two", 256, 256, 66, 4, 2, causal=True),
+    # More rows than stay in L2, and twice as many pairs of blocks of keys as an H200 has SMs.
+    Launch("dense rows, groups, keys two by two", 256, 256, 132, 4, 2, causal=True),
 )
 # Above head_dim 128 two thread blocks share keys: rows without keys, keys of one block, many heads.
 HOPPER_WIDE_BWD = (

@@ -116,6 +116,7 @@ def test_few_blocks_of_keys_fall_into_parts(
 
 GROUPS: dict[str, Any] = {"batch": 8, "seqlen_q": 2048, "seqlen_k": 2048, "is_causal": 1}
 GROUPS |= {"nheads": 32, "nheads_k": 8}
+D64 = {"head_dim": 64}
 
 
 @pytest.mark.parametrize(
@@ -123,7 +124,8 @@ GROUPS |= {"nheads": 32, "nheads_k": 8}
     [
         ({}, 1),
         ({"head_dim": 64}, 1),
-        ({"seqlen_q": 1000}, 1),
+        ({"seqlen_q": 2100}, 1),
+        ({"seqlen_q": 2000}, 0),  # all rows see the first keys
         ({"batch": 2, "seqlen_q": 8192, "seqlen_k": 8192, "nheads": 28, "nheads_k": 4}, 1),
         # 11 blocks of keys, of which the middle one is by itself: 396 times two, three for each SM.
         ({"batch": 3, "seqlen_k": 1400, "nheads": 44, "nheads_k": 22}, 1),
@@ -131,7 +133,16 @@ GROUPS |= {"nheads": 32, "nheads_k": 8}
         ({"is_causal": 0}, 0),
         ({"nheads_k": 32}, 0),
         ({"batch": 5}, 0),  # 320 times two: the third for each SM leaves half of them without work
-        ({"seqlen_q": 128, "nheads_k": 16}, 0),  # all rows stay in L2
+        # All rows stay in L2; twice as many do not.
+        ({"batch": 32, "seqlen_q": 256, "seqlen_k": 256, "nheads": 8, "nheads_k": 4} | D64, 0),
+        ({"batch": 64, "seqlen_q": 256, "seqlen_k": 256, "nheads": 8, "nheads_k": 4} | D64, 1),
+        # Of attention/test_groups.py.
+        ({"batch": 66, "seqlen_q": 512, "seqlen_k": 512, "nheads": 12, "nheads_k": 4}, 1),
+        ({"seqlen_q": 1024, "seqlen_k": 1024, "head_dim": 64}, 1),
+        ({"seqlen_q": 1100, "seqlen_k": 1024}, 1),
+        ({"batch": 11, "seqlen_q": 1024, "seqlen_k": 700, "nheads": 48, "nheads_k": 24}, 1),
+        ({"batch": 3, "seqlen_q": 1400, "seqlen_k": 1400, "nheads": 44, "nheads_k": 22}, 1),
+        ({"seqlen_q": 1920, "seqlen_k": 1920, "nheads": 20, "nheads_k": 4, "head_dim": 40}, 1),
         ({"softcap": 30.0}, 0),
         ({"head_dim": 256}, 0),
         ({"deterministic": 1}, 0),
@@ -254,7 +265,7 @@ def test_packed_sequences(probe: ctypes.CDLL, head_dim: int, arch: int, causal: 
         ({"is_causal": 0}, 0),
         ({"nheads_k": 32}, 0),
         ({"nheads_k": 8}, 0),  # fewer than four pairs of blocks of keys for each SM
-        ({"total_q": 900, "max_seqlen_q": 300}, 0),  # all rows stay in L2
+        ({"total_q": 8000}, 0),  # the first keys may be seen by all rows
     ],
 )
 def test_packed_groups_are_taken_two_by_two(

@@ -352,10 +352,9 @@ BiasPairs find_pairs(const BwdPlan& plan) {
   const bool is_shared = p.dbias_kind == DbiasKind::kAccum || p.dbias_kind == DbiasKind::kPair;
   const bool is_whole = plan.round.batches == plan.whole.batches && plan.round.heads_k == plan.whole.heads_k &&
                         plan.round.groups == plan.whole.groups;
-  // Their tiles are copied by TMA alone. That of kPair has been looked at.
+  // Their tiles are copied by TMA alone.
   const bool has_tma_tiles =
-      is_vec16(p.bias.ptr, {p.bias.batch_stride, p.bias.head_stride, p.bias.row_stride}, p.bias.dtype) &&
-      (p.dbias_kind == DbiasKind::kPair || p.dbias_row_stride % 4 == 0);
+      is_vec16(p.bias.ptr, {p.bias.batch_stride, p.bias.head_stride, p.bias.row_stride}, p.bias.dtype);
   if (plan.resident_blocks == 0 || plan.unit.head_dim_tile > 64 || plan.walk != KeyWalk::kTiled || !is_shared ||
       p.bias.kind != BiasKind::kTile || !has_tma_tiles || hides_keys(plan) || p.num_splits > 1 || !is_whole) {
     return BiasPairs::kNone;

@@ -87,8 +87,9 @@ bool has_drifting_items(const BwdPlan& plan) {
 
 // Two items, one after the other, that together have as many rows as any other two keep blocks in step (see
 // find_mirrored_item()), if heads share keys and what they read and add to does not stay in L2 anyway. They all take the
-// same time: so they are for calls in which the last ones leave no more than a tenth of the blocks without work. Those of
-// packed sequences, whose lengths the device knows, are for calls with several pairs for each block.
+// same time where there are no fewer rows than keys: so they are for calls in which the last ones
+// leave no more than a tenth of the blocks without work. Those of packed sequences, whose lengths the device knows, are for
+// calls with several pairs for each block.
 constexpr int64_t kRowBytesOfL2 = int64_t{32} << 20;
 constexpr int64_t kPackedPairs = 4;
 bool suits_mirrored_items(const BwdPlan& plan, const BwdRound& round, const Device& device) {
@@ -97,6 +98,7 @@ bool suits_mirrored_items(const BwdPlan& plan, const BwdRound& round, const Devi
   const bool may_mirror = plan.resident_blocks > 0 && (level == Level::kPlain || level == Level::kPacked) &&
                           plan.tile.cluster == 1 && p.is_causal && p.window == 0 && round.groups > 1;
   const int64_t row_bytes = p.head_dim * (2 * element_bytes(plan.unit.dtype) + int64_t{sizeof(float)});
+  if (p.packing.rows_q(p.seqlen_q) < p.packing.rows_k(p.seqlen_k)) return false;  // the first keys have all rows
   if (!may_mirror || rows_of(p) * p.packing.rows_q(p.seqlen_q) * row_bytes <= kRowBytesOfL2) return false;
   const int64_t heads = int64_t{p.packing.slabs(round.batches)} * round.heads_k, blocks = device.num_sms;
   const int64_t tiles = ceil_div(p.packing.rows_k(p.seqlen_k), plan.tile.block_n);
@@ -361,9 +363,10 @@ class RoundChoice {
     const BwdRound &all = plan_.whole, &round = plan_.round;
     const Splits splits = wanted_splits(plan_, round, device_);
     const double share = static_cast<double>(round.groups) / all.groups;
+    const bool is_mirrored = splits.parts == 1 && suits_mirrored_items(plan_, round, device_);
+    const double busy = is_mirrored ? 1 : busy_with(plan_, splits.tiles, round.groups, splits.parts, device_);
     return ceil_div(all.batches, round.batches) * ceil_div(all.heads_k, round.heads_k) *
-           ceil_div(all.groups, round.groups) * share * splits.tiles /
-           busy_with(plan_, splits.tiles, round.groups, splits.parts, device_);
+           ceil_div(all.groups, round.groups) * share * splits.tiles / busy;
   }
 
   // Chunks whose shares of dk, dv and dbias fit beside the other sums, in rounds of whole kv heads: the shortest chunks

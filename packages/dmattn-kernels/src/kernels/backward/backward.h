@@ -51,7 +51,7 @@ cudaError_t reduce_chunk_terms(const BwdParams& p, const CarriedTerms& carried, 
 cudaError_t reduce_dbias_cols(const ReduceDbiasParams& p, cudaStream_t stream);
 // Row bias (out_cols == 1, out_rows == seqlen_q).
 cudaError_t reduce_dbias_rows(const ReduceDbiasParams& p, cudaStream_t stream);
-// Sums of a dense dbias: rows of so many keys, which start `pitch` numbers apart, a multiple of four if it is not `keys`.
+// Sums of a dense dbias: rows of so many keys, which start `pitch` numbers apart.
 struct DbiasSumRows {
   const float* data;
   int64_t rows, keys, pitch;

@@ -137,20 +137,25 @@ __global__ void __launch_bounds__(kThreads)
   if (i < n) store_as(dst, dtype, i, __ldg(src + i));
 }
 
-// Four numbers of a row a thread, of rows that begin on 16 bytes and end anywhere. Blocks are numbered along the rows.
-constexpr int64_t kRowThreadKeys = 4, kRowBlockKeys = kThreads * kRowThreadKeys;
+// Rows that begin on 16 bytes and end anywhere, a number at a time: the result begins on any two bytes. Blocks are numbered
+// along the rows; a thread has some numbers of a row, a block apart.
+constexpr int64_t kRowNumbers = 4, kRowBlockKeys = kThreads * kRowNumbers;
 
 __global__ void __launch_bounds__(kThreads)
     convert_rows_kernel(const DbiasSumRows sums, void* dst, Dtype dtype, int64_t blocks_of_row) {
   follow_previous_kernel();
   const int64_t row = blockIdx.x / blocks_of_row;
-  const int64_t key = (blockIdx.x - row * blocks_of_row) * kRowBlockKeys + threadIdx.x * kRowThreadKeys;
-  if (key >= sums.keys) return;
-  const float4 x = __ldg(reinterpret_cast<const float4*>(sums.data + row * sums.pitch + key));
-  const float numbers[kRowThreadKeys] = {x.x, x.y, x.z, x.w};
+  const int64_t first = (blockIdx.x - row * blocks_of_row) * kRowBlockKeys + threadIdx.x;
+  float numbers[kRowNumbers];
 #pragma unroll
-  for (int i = 0; i < kRowThreadKeys; ++i) {
-    if (key + i < sums.keys) store_as(dst, dtype, row * sums.keys + key + i, numbers[i]);
+  for (int i = 0; i < kRowNumbers; ++i) {
+    const int64_t key = first + i * kThreads;
+    numbers[i] = key < sums.keys ? __ldg(sums.data + row * sums.pitch + key) : 0.f;
+  }
+#pragma unroll
+  for (int i = 0; i < kRowNumbers; ++i) {
+    const int64_t key = first + i * kThreads;
+    if (key < sums.keys) store_as(dst, dtype, row * sums.keys + key, numbers[i]);
   }
 }
 

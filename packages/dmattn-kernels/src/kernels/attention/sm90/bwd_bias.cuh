@@ -51,7 +51,8 @@ __device__ __forceinline__ uint32_t wide_entry(uint32_t first, int i, int half, 
 }
 
 // Adds a panel to fp32 sums: `to` is that of its first row and key, of whose neighbours `rows` and `keys` exist. Whole
-// warpgroup; to, row_stride and keys are multiples of four.
+// warpgroup; to and row_stride are multiples of four. Behind the last key up to three zeros are added, for which rows have
+// room.
 template <class Element, int kRows>
 __device__ __forceinline__ void add_panel(float* to, int64_t row_stride, uint32_t panel, int rows, int keys,
                                           int thread) {

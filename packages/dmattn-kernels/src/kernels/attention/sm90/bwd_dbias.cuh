@@ -19,17 +19,16 @@ __device__ __forceinline__ uint32_t word_of_row(uint32_t panel, uint32_t row, in
   return panel + row * kPanelRowBytes + ((lane / 4 ^ row % 8) << 4) + lane % 4 * 4;
 }
 
-// Stores a 16-bit panel of 64 keys, or adds it to fp32 sums: a lane has two keys of a row, 32 apart. A number at a time, as
-// a row may start on any two bytes: shifted to words, and with its ends apart, it took four times as many instructions.
-// A warp has every fourth row. kIsWhole: all rows and keys exist.
-template <class Element, int kRows, bool kIsSum, bool kIsWhole>
+// Stores a 16-bit panel of 64 keys: a lane has two keys of a row, 32 apart. A number at a time, as a row may start on any
+// two bytes: shifted to words, and with its ends apart, it took four times as many instructions. A warp has every fourth
+// row. kIsWhole: all rows and keys exist.
+template <int kRows, bool kIsWhole>
 __device__ __forceinline__ void send_dbias_rows_of(const DbiasPart& part, uint32_t panel, int warp, int lane) {
-  using Number = std::conditional_t<kIsSum, float, uint16_t>;
   constexpr int kBatch = 4;  // rows that are read before they are sent
   static_assert(kRows % (4 * kBatch) == 0);
   // The swizzle of a row four further on is the same, but for chunks four apart, which are exchanged.
   uint32_t first = panel + warp * kPanelRowBytes + ((lane / 8 ^ warp) << 4) + lane % 8 * 2;
-  Number* to = static_cast<Number*>(part.to) + warp * part.row_stride + lane;
+  uint16_t* to = static_cast<uint16_t*>(part.to) + warp * part.row_stride + lane;
   const int64_t step = 4 * part.row_stride;
   int rows = part.rows - warp;
 #pragma unroll 1
@@ -48,23 +47,19 @@ __device__ __forceinline__ void send_dbias_rows_of(const DbiasPart& part, uint32
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         if (!kIsWhole && (4 * i >= rows || lane + 32 * half >= part.keys)) continue;
-        if constexpr (kIsSum) {
-          atomicAdd(to + 32 * half, ElementTraits<Element>::unpack(numbers[i][half]).x);
-        } else {
-          to[32 * half] = static_cast<uint16_t>(numbers[i][half]);
-        }
+        to[32 * half] = static_cast<uint16_t>(numbers[i][half]);
       }
     }
     first += 4 * kBatch * kPanelRowBytes;
     rows -= 4 * kBatch;
   }
 }
-template <class Element, int kRows, bool kIsSum>
+template <int kRows>
 __device__ __forceinline__ void send_dbias_panel(const DbiasPart& part, uint32_t panel, int warp, int lane) {
   if (part.rows >= kRows && part.keys >= kPanelKeys) {
-    send_dbias_rows_of<Element, kRows, kIsSum, true>(part, panel, warp, lane);
+    send_dbias_rows_of<kRows, true>(part, panel, warp, lane);
   } else {
-    send_dbias_rows_of<Element, kRows, kIsSum, false>(part, panel, warp, lane);
+    send_dbias_rows_of<kRows, false>(part, panel, warp, lane);
   }
 }
 

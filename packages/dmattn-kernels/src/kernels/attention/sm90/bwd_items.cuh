@@ -51,8 +51,8 @@ __device__ __forceinline__ PlaceOfItem find_item_of_section(const BwdArguments& 
 // as the first is from the beginning. Under causality any two have the same number of rows together, so that thread blocks
 // stay in step. The first goes through the rows downwards, the second upwards (MirroredSteps). In step t, counted from
 // the first one's, with M blocks of rows and two for each block of keys, one is at block M - 1 - t and the other at t - 2,
-// whichever two they are: at any time the thread blocks of a group are at two blocks of rows.
-// Of packed sequences each has such pairs of its own. Their places are those of all blocks of keys, see
+// whichever two they are: at any time the thread blocks of a group are at two blocks of rows. (Where a block of keys has
+// no whole number of blocks of rows, about so.) Of packed sequences each has such pairs of its own. Their places are those of all blocks of keys, see
 // find_packed_item().
 template <class T>
 __host__ __device__ inline int pairs_of_part(const BwdArguments& p) {

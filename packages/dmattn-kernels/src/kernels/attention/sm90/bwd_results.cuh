@@ -316,12 +316,9 @@ struct BwdResults : BwdConsumerState<T> {
       }
       __syncwarp();
       cutlass::arch::NamedBarrier::sync(128, kOwnBarrier + consumer);  // all have read it
-    } else if (rows.is_sum) {
-      part.to = static_cast<float*>(rows.data) + at;
-      send_dbias_panel<Element, T::kBlockM, /*kIsSum=*/true>(part, smem_u32(own_ds(stage)), warp, lane);
     } else {
       part.to = static_cast<Element*>(rows.data) + at;
-      send_dbias_panel<Element, T::kBlockM, /*kIsSum=*/false>(part, smem_u32(own_ds(stage)), warp, lane);
+      send_dbias_panel<T::kBlockM>(part, smem_u32(own_ds(stage)), warp, lane);
     }
   }
   __device__ __forceinline__ void send_panel(const void* panel, int key, int row, int head, int batch) const {

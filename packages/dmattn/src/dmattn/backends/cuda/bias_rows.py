@@ -8,13 +8,13 @@ import math
 
 from torch import Tensor
 
-from dmattn.backends.cuda.few_keys import has_few_keys
+from dmattn.backends.cuda.few_keys import reads_any_strides
 from dmattn.problem import Problem, has_rows
 
 _ROW_BYTES = 16
 # A copy takes as long as to read the bias twice. From so many readers of each number on that is
 # less than what rows that start anywhere cost them.
-_READERS_FORWARD, _READERS_BACKWARD = 8, 2
+_READERS_FORWARD, _READERS_BACKWARD = 8, 4
 
 
 def copies(problem: Problem, backward: bool) -> bool:
@@ -23,12 +23,12 @@ def copies(problem: Problem, backward: bool) -> bool:
     Keys that lie apart, as in T5, where the numbers of all heads lie side by side: always. On an
     H200 64 texts of 512 tokens, 8 heads of 64 channels, took seven times as long forward, and five
     times backward, before they were copied. Rows that start anywhere: if batches or heads share
-    them. Packed sequences, few keys and a bias that is the same for all keys: never.
+    them. Packed sequences, few keys and a bias that is the same for all keys, or all rows: never.
     """
     bias = problem.bias
-    if bias is None or bias.dim() != 4 or bias.shape[-1] == 1 or not has_rows(bias):
+    if bias is None or bias.dim() != 4 or bias.numel() == 0 or not has_rows(bias):
         return False
-    if has_few_keys(problem):
+    if bias.shape[-1] == 1 or bias.stride(2) == 0 or reads_any_strides(problem, backward):
         return False
     if bias.stride(-1) > 1:
         return True

@@ -50,6 +50,12 @@ def _masks(problem: Problem) -> list[str]:
             "attn_mask has rows of its own: it is packed into bits first, and only tiles of which "
             "it keeps nothing are skipped; of one that is alike for all rows single keys are"
         ]
+    bias = problem.bias
+    if problem.packing is None and bias is not None and has_rows(bias) and bias.shape[-1] > 1:
+        return [
+            "attn_mask is alike for all rows, but attn_bias is not: only tiles of which the mask "
+            "keeps nothing are skipped; without such a bias single keys are"
+        ]
     nheads, nheads_k = problem.q.shape[-2], problem.k.shape[-2]
     heads = mask.shape[1 if problem.packing is None else 0]
     if heads == nheads != nheads_k:
@@ -77,7 +83,7 @@ def _biases(problem: Problem) -> list[str]:
     if bias.dtype != problem.q.dtype:
         notes.append(
             "attn_bias has rows of its own and is float32: except on Hopper it is read number by "
-            "number, as it is there in a backward beside a mask with rows"
+            "number, as it is there in a backward beside a mask with rows or of single query heads"
         )
     return notes
 
