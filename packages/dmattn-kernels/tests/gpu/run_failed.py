@@ -1,18 +1,23 @@
-"""Runs the tests again that failed in a GPU report, and writes what came out into it.
+"""Runs what failed in a GPU report again, tests and sanitizers, and writes the outcome into it.
 
     python packages/dmattn-kernels/tests/gpu/run_failed.py [--report PATH]
 
-For a failure in a test itself: the rest of the report still holds as long as the library is the
-one that the report speaks of, and this refuses any other. The report lists what was run again.
+For a failure in a test itself, or a process that something else ended: the rest of the report
+still holds as long as the library is the one that the report speaks of, and this refuses any other.
+The report lists what was run again.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import subprocess
 import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +29,13 @@ sys.path[:0] = [*IMPORTED_FROM, str(HERE.parents[1] / "cmake")]
 from attention.targets import SHARE_VARIABLE, TARGET_VARIABLE, TARGETS  # noqa: E402
 from check_report import REPORT  # noqa: E402
 from gpu import report  # noqa: E402
+from gpu.jobs import Pool  # noqa: E402
+from gpu.sanitize import judge, kernel_jobs  # noqa: E402
 from source_hash import source_hash  # noqa: E402
+
+FAMILIES = ("sm80", "sm89", "sm90")
+JOB_SECONDS = 300.0  # of a sanitizer's job, two of which run at a time
+WIDTH = 2
 
 
 def passes(target_name: str, test: str) -> bool:
@@ -54,6 +65,17 @@ def update(found: dict[str, Any], line: dict[str, Any]) -> None:
     found["failed_tests"].remove(line)
 
 
+def sanitize_again(found: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
+    """Runs the sanitizers' failed jobs, puts what they find into the report, and lists them."""
+    failed = {entry["name"] for entry in found["sanitizer"] if not entry["ok"]}
+    families = sorted({name.split()[1] for name in failed} & set(FAMILIES))
+    jobs = [job for job in kernel_jobs(folder, families, JOB_SECONDS) if job.name in failed]
+    ended = Pool(WIDTH, time.monotonic() + len(jobs) * JOB_SECONDS).run(jobs)
+    findings = {job.name: dataclasses.asdict(judge(job)) for job in ended}
+    found["sanitizer"] = [findings.get(entry["name"], entry) for entry in found["sanitizer"]]
+    return [{"sanitizer": name, "passed": finding["ok"]} for name, finding in findings.items()]
+
+
 def is_ok(found: dict[str, Any]) -> bool:
     return (
         found["complete"]
@@ -79,11 +101,14 @@ def main() -> int:
         print("the report, the library and the tree differ: run the whole suite", file=sys.stderr)
         return 1
     again = found.setdefault("run_again", [])
-    for line in list(found["failed_tests"]):
-        passed = passes(line["target"], line["test"])
-        again.append({"target": line["target"], "test": line["test"], "passed": passed})
-        if passed:
-            update(found, line)
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1) as beside:
+        sanitized = beside.submit(sanitize_again, found, Path(folder))
+        for line in list(found["failed_tests"]):
+            passed = passes(line["target"], line["test"])
+            again.append({"target": line["target"], "test": line["test"], "passed": passed})
+            if passed:
+                update(found, line)
+        again += sanitized.result()
     found["ok"] = is_ok(found)
     path.write_text(json.dumps(found, indent=1) + "\n")
     print(report.table(found))

@@ -102,6 +102,7 @@ LAUNCHES = (
     ),
     Launch("key mask, no bias", 130, 200, 1, 4, 2, mask="bk1k", causal=True),
     Launch("key mask, dense bias", 70, 200, mask="b11k", bias="bhqk"),
+    Launch("key mask, row bias", 70, 200, mask="b11k", bias="bhq1"),
     Launch("key mask, fp32 bias, deterministic", 70, 200, mask="b11k", bias="1hqk", bias_f32=True),
     Launch("key mask that keeps nothing", mask="b11k", kept=0.0, bias="bk1k"),
     Launch("dense mask that keeps nothing", mask="b1qk", kept=0.0, bias="bhqk"),
@@ -119,6 +120,7 @@ LAUNCHES = (
     Launch("only dv", wants="v", causal=True),
     Launch("only dbias", wants="b", bias="bk1k"),
     Launch("only a dense dbias", wants="b", bias="11qk"),
+    Launch("only a dense dbias, no whole number of vectors", 65, 140, wants="b", bias="11qk"),
     Launch("only dbias, gathered", wants="b", bias="bk1k", mask="bk1k"),
 )
 # Keys chosen by score inside the library: running top-w (causal), or one list for all rows.
