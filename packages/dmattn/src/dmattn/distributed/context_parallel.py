@@ -348,13 +348,8 @@ def _with_start_state(
         _needs(given),
         lengths,
     )
-    k, v, score, bounds = operators.join_start_state(k, v, score, given.cu_seqlens, settings)
-    before = k.shape[1] - seqlen
-    if given.cu_seqlens is None:
-        lists = select(score.detach(), None, window, seqlen, True, cleared=False)
-        return k, v, score, KeySelection(*lists, window, True, before)
-    lists = behind_rows(select_keys(score, window, cu_seqlens=bounds).lists, before)
-    return k, v, score, KeySelection(*lists, window, True, before)
+    k, v, score, lists = operators.join_start_state(k, v, score, given.cu_seqlens, settings)
+    return k, v, score, KeySelection(*lists, window, True, k.shape[1] - seqlen)
 
 
 def _row_bytes(k: Tensor, v: Tensor, score: Tensor) -> int:

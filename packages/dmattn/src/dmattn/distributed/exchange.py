@@ -99,7 +99,7 @@ class Sending(NamedTuple):
 
 
 def start_gather(place: Place, own: Tensor) -> Sending:
-    """Send this rank's rows, uint8 (B, N, m, R), to the ranks behind it.
+    """Send this rank's part of a state, contiguous (B, N, m, ...), to the ranks behind it.
 
     What is received has a first dimension of ranks, in order: at least those before this one.
     """
@@ -127,30 +127,43 @@ def takes_all(place: Place, width: int, count: int) -> bool:
     return place.rank * count <= width
 
 
-def pick_gathered(
-    place: Place, layout: Rows, everybody: Tensor, width: int, borders: Borders | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The start state of this rank.
+def choose_gathered(
+    place: Place, everybody: Tensor, width: int, borders: Borders | None
+) -> tuple[Tensor, Tensor | None]:
+    """Which rows are the start state of this rank, by the scores of all ranks, (P, B, N, m).
 
     Returns:
-        uint8 (B, N, l, R), its l <= W rows; its score (B, N, l), -inf where there is no key; and
-        int64 (B, N, l), where each row was among the rank * m of the ranks before, that number for
-        none. None in the place of the last where all were taken.
+        The scores (B, N, l) of its l <= W rows, -inf where there is no key; and int64 (B, N, l),
+        where each row is among the rank * m of the ranks before, that number for none. None in the
+        place of the last where all are taken.
     """
-    rank = place.rank
-    _, batch, heads, count, nbytes = everybody.shape
-    rows = everybody[:rank].permute(1, 2, 0, 3, 4).reshape(batch, heads, rank * count, nbytes)
-    score = _score(layout, rows)
+    rank, count = place.rank, everybody.shape[3]
+    score = _one_after_the_other(everybody[:rank])
     if borders is not None:
         ends = torch.tensor(place.ends[:rank], device="cpu").to(score.device, non_blocking=True)
         score = without(score, (ends > borders.first).repeat_interleave(count))
     if takes_all(place, width, count):
-        return rows, score, None
-    return pick(layout, rows, score, width)
+        return score, None
+    at, known = best(score, width)
+    return score.gather(2, at).where(known, -torch.inf), at.where(known, score.shape[2])
+
+
+def take_gathered(place: Place, everybody: Tensor, places: Tensor | None) -> Tensor:
+    """The rows of the start state, uint8 (B, N, l, R), of all ranks' (P, B, N, m, R).
+
+    `places`: as `choose_gathered` returns them. Entries of no key get the row of some key.
+    """
+    rows = _one_after_the_other(everybody[: place.rank])
+    return rows if places is None else take(rows, places.clamp(max=rows.shape[2] - 1))
+
+
+def _one_after_the_other(everybody: Tensor) -> Tensor:
+    """(ranks, B, N, m, ...) as (B, N, ranks * m, ...)."""
+    return everybody.movedim(0, 2).flatten(2, 3)
 
 
 def pick(layout: Rows, rows: Tensor, score: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The best of (B, N, L) rows by score (B, N, L); returns as `pick_gathered`."""
+    """The best of (B, N, L) rows by score (B, N, L): rows, scores, and int64 places, L for none."""
     at, known = best(score, width)
     chosen = score.gather(2, at).where(known, -torch.inf)
     return take(rows, at), chosen, at.where(known, score.shape[2])
@@ -165,7 +178,7 @@ def start_return(
         place: this rank.
         layout: of the gradients' rows.
         parts: the gradients of the start state, each (B, N, W, width).
-        places: int64 (B, N, W) as `pick_gathered` returns them; not read where it returns None.
+        places: int64 (B, N, W) as `choose_gathered` returns them; not read where it returns None.
         count: m.
 
     Returns:
@@ -245,8 +258,9 @@ def scan(
         borders: of documents; None where there is only one.
 
     Returns:
-        As `pick_gathered`, but the last is int64 (rounds, 2, B, N, W): of each round where the
-        rows of the start state, and of what is known up to this rank, were among the 2 W of before.
+        The start state of this rank, uint8 (B, N, W, R); its score (B, N, W), -inf where there is
+        no key; and int64 (rounds, 2, B, N, W): of each round where the rows of the start state, and
+        of what is known up to this rank, were among the 2 W of before.
     """
     width = own.shape[2]
     upto, before = own, None

@@ -21,13 +21,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dmattn.dispatch import is_batch, is_direct
+from dmattn.dispatch import is_batch, is_direct, select
 from dmattn.distributed import exchange
+from dmattn.distributed.beside import Beside
 from dmattn.distributed.exchange import Borders, Place
 from dmattn.distributed.groups import agree, by_name
 from dmattn.distributed.rows import Field, Rows
-from dmattn.key_lists import KeptKeys, whole_blocks
-from dmattn.ops.keys import copy_keys, keep_keys
+from dmattn.key_lists import KeptKeys, Selection, behind_rows, whole_blocks
+from dmattn.ops.keys import keep_keys
 from dmattn.ops.register import Operator, register
 from dmattn.ops.selection import select_keys
 
@@ -77,24 +78,24 @@ def _empty_joined(
 ) -> Joined:
     """Results to be filled."""
     given = Settings(*settings)
-    batch, _, heads, _ = k.shape
+    batch, seqlen, heads, _ = k.shape
     documents = 0 if cu_seqlens is None else cu_seqlens.shape[0] + 1
     return (
-        *_with_room((k, v, score), whole_blocks(given.width)),
+        *_with_room((k, v), whole_blocks(given.width)),
+        score.new_empty((batch, heads, whole_blocks(given.width) + seqlen)),
         k.new_empty((documents,), dtype=torch.int32),
         k.new_empty((batch, heads, given.sent), dtype=torch.int32),
         _empty_places(k, given),
     )
 
 
-def _with_room(keys: Keys, before: int) -> Keys:
-    """Uninitialised keys, as many as these and `before` more."""
-    k, v, score = keys
+def _with_room(keys: tuple[Tensor, Tensor], before: int) -> tuple[Tensor, Tensor]:
+    """Uninitialised keys and values, as many as these and `before` more."""
+    k, v = keys
     batch, seqlen, heads, _ = k.shape
     return (
         k.new_empty((batch, before + seqlen, heads, k.shape[3])),
         v.new_empty((batch, before + seqlen, heads, v.shape[3])),
-        score.new_empty((batch, heads, before + seqlen)),
     )
 
 
@@ -105,8 +106,10 @@ def _empty_places(k: Tensor, given: Settings) -> Tensor:
 
 def join_start_state(
     k: Tensor, v: Tensor, score: Tensor, cu_seqlens: Tensor | None, settings: Settings
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Keys, values and scores with the start state in front, and bounds, by the operator or as it.
+) -> tuple[Tensor, Tensor, Tensor, Selection]:
+    """Keys, values and scores with the start state in front, and which of them each row keeps.
+
+    By the operator or as it.
 
     Args:
         k, v: (B, S, N, D) and (B, S, N, Dv), of this rank.
@@ -116,14 +119,24 @@ def join_start_state(
 
     Returns:
         k (B, F + S, N, D), v and score likewise. F rows are in front of those of this rank: whole
-        blocks with room for W keys, or none on the first rank. And int32 (documents + 2,), the
-        boundaries of documents among these rows; (0,) without cu_seqlens.
+        blocks with room for W keys, or none on the first rank. And the lists of the S rows.
     """
     given = (k, v, score, cu_seqlens, *settings)
     if not torch.compiler.is_compiling() and is_direct(k, v, score, cu_seqlens):
-        return _Eager.apply(*given)[:4]  # type: ignore[no-any-return, no-untyped-call]
-    joined: Joined = torch.ops.dmattn.join_start_state(*given)
-    return joined[:4]
+        *joined, _, _, _, end, idx, count, full = _Eager.apply(*given)  # type: ignore[no-untyped-call]
+        return (*joined, Selection(end, idx, count, full))
+    *joined, bounds, _, _ = torch.ops.dmattn.join_start_state(*given)
+    return (*joined, _lists(joined[2].detach(), cu_seqlens, bounds, settings, k.shape[1]))
+
+
+def _lists(
+    score: Tensor, cu_seqlens: Tensor | None, bounds: Tensor, given: Settings, seqlen: int
+) -> Selection:
+    """Which keys the last `seqlen` rows keep, by the scores of all keys (B, N, F + S)."""
+    if cu_seqlens is None:
+        return select(score, None, given.window, seqlen, True, cleared=False)
+    rows = score.shape[2]
+    return behind_rows(select(score, None, given.window, rows, True, bounds), rows - seqlen)
 
 
 def _join(
@@ -135,7 +148,7 @@ def _join(
 ) -> Joined:
     given = Settings(*settings)
     place = _place(k, v, score, cu_seqlens, given)
-    return _join_at(place, (k, v, score), cu_seqlens, given, False)
+    return _join_at(place, (k, v, score), cu_seqlens, given, may_alias=False, choose=False)[0]
 
 
 def _join_at(
@@ -144,34 +157,67 @@ def _join_at(
     cu_seqlens: Tensor | None,
     given: Settings,
     may_alias: bool,
-) -> Joined:
-    """`may_alias`: whether the first rank may return the keys as they are, nothing in front."""
+    choose: bool,
+) -> tuple[Joined, Selection | None]:
+    """The results of the operator, and which keys each row keeps, if asked to `choose` them.
+
+    Scores travel before keys and values, so that keys are chosen while these are still on their
+    way; meanwhile this rank's own keys are copied to their place.
+
+    `may_alias`: whether the first rank may return the keys as they are, nothing in front.
+    """
+    (k, v, score), seqlen = keys, keys[0].shape[1]
     borders = None if cu_seqlens is None else _borders(place, cu_seqlens)
     before = 0 if may_alias and place.rank == 0 else whole_blocks(given.width)
-    layout, seqlen = _layout(*keys), keys[0].shape[1]
-    own, rows = _own_state(place, layout, keys, given, borders)
-    sending = None if given.is_scan else exchange.start_gather(place, rows)
-    joined = keys
-    if before > 0:
-        joined = _with_room(keys, before)
-        k, v, score = (_last(t, seqlen) for t in joined)
-        copy_keys(keys, (k, v, score))
-    if sending is None:
-        state, state_score, places = exchange.scan(place, layout, rows, borders)
-    else:
-        state, state_score, found = exchange.pick_gathered(
-            place, layout, sending.wait(), given.width, borders
-        )
-        places = _empty_places(keys[0], given) if found is None else found[None, None]
-    if before > 0:
-        state_k, state_v, _ = layout.keys(state)
-        k, v, score = (_first(t, before) for t in joined)
-        copy_keys((state_k, state_v, state_score), (k, v, score))
-    if cu_seqlens is None:
-        bounds = joined[0].new_empty((0,), dtype=torch.int32)
-    else:
-        bounds = _bounds(place, cu_seqlens, before, seqlen)
-    return (*joined, bounds, own, places)
+    # Of the rows that travel. Those of a scan are combined on their way, by their scores.
+    layout = _layout(*keys) if given.is_scan else _layout(k, v)
+    own = _own_state(place, layout, keys, given, borders)
+    sending = None
+    if not given.is_scan:
+        sending = exchange.start_gather(place, own.score), exchange.start_gather(place, own.rows)
+    joined_k, joined_v = _with_room((k, v), before) if before > 0 else (k, v)
+    beside = Beside(k.device)
+    try:
+        if before > 0:
+            with beside:
+                _last(joined_k, seqlen).copy_(k)
+                _last(joined_v, seqlen).copy_(v)
+        if sending is None:
+            rows, its_score, places = exchange.scan(place, layout, own.rows, borders)
+        else:
+            its_score, at = exchange.choose_gathered(
+                place, sending[0].wait(), given.width, borders
+            )
+            places = _empty_places(k, given) if at is None else at[None, None]
+        beside.follow()
+        joined_score = score if before == 0 else _behind(its_score, score, before)
+        bounds = _bounds(place, cu_seqlens, before, seqlen, k)
+        lists = _lists(joined_score, cu_seqlens, bounds, given, seqlen) if choose else None
+        with beside:
+            if sending is not None:
+                rows = exchange.take_gathered(place, sending[1].wait(), at)
+            if before > 0:
+                for joined, part in zip((joined_k, joined_v), layout.parts(rows), strict=False):
+                    _put_in_front(joined, part.transpose(1, 2), before)
+    finally:
+        beside.join()
+    return (joined_k, joined_v, joined_score, bounds, own.at, places), lists
+
+
+def _behind(first: Tensor, score: Tensor, before: int) -> Tensor:
+    """(B, N, before + S): the scores of a start state, as the last in front of others."""
+    empty = before - first.shape[2]
+    if empty == 0:
+        return torch.cat((first, score), 2)
+    return torch.cat((first.new_full((*first.shape[:2], empty), -torch.inf), first, score), 2)
+
+
+def _put_in_front(joined: Tensor, rows: Tensor, before: int) -> None:
+    """Put (B, l, N, width) into the last of the `before` entries in front, zeros before them."""
+    empty = before - rows.shape[1]
+    joined[:, empty:before].copy_(rows)
+    if empty > 0:
+        joined[:, :empty].zero_()
 
 
 def _place(
@@ -218,38 +264,46 @@ def _borders(place: Place, cu_seqlens: Tensor) -> Borders:
     return Borders(first, last)
 
 
+class _OwnState(NamedTuple):
+    """The state of a rank's stretch."""
+
+    at: Tensor  # int32 (B, N, m): its keys, -1 for none
+    rows: Tensor  # uint8 (B, N, m, R)
+    score: Tensor  # (B, N, m), -inf for no key; in a scan a part of the rows
+
+
 def _own_state(
     place: Place,
     layout: Rows,
     keys: Keys,
     given: Settings,
     borders: Borders | None,
-) -> tuple[Tensor, Tensor]:
-    """The state of this rank's stretch: its keys, int32 (B, N, m), -1 for none; and their rows."""
+) -> _OwnState:
+    """The state of this rank's stretch; of nothing certain on the last rank, which sends none."""
     k, v, score = keys
     batch, heads, seqlen = score.shape
     shape = (batch, heads, given.sent)
-    own = k.new_empty(shape, dtype=torch.int32)
+    at = k.new_empty(shape, dtype=torch.int32)
     rows = k.new_empty((*shape, layout.nbytes), dtype=torch.uint8)
+    to_k, to_v, *to_score = layout.parts(rows)
+    its_score = to_score[0][..., 0] if given.is_scan else score.new_empty(shape)
+    own = _OwnState(at, rows, its_score)
     if place.rank == place.size - 1:  # there is nobody behind it, who would read its rows
-        return own, rows
+        return own
     if seqlen == 0:
         rows.zero_()
-        layout.part(rows, 2).fill_(-torch.inf)
-        return own.fill_(-1), rows
+        its_score.fill_(-torch.inf)
+        at.fill_(-1)
+        return own
     if borders is not None:
         token = torch.arange(place.start, place.start + seqlen, device=score.device)
         score = exchange.without(score, token >= borders.last)
     window = min(given.window, given.sent)
     end = select_keys(score, None, window, 1, False, direct=True, cleared=False).end
-    state = KeptKeys(*layout.keys(rows), own, own.new_empty((batch,)))
-    keep_keys(seqlen - 1, end, None, (k, v, score), None, None, given.sent, True, state)
-    return own, rows
-
-
-def _first(joined: Tensor, before: int) -> Tensor:
-    """The entries in front of this rank's own keys, a view."""
-    return joined.narrow(_DIM_OF_KEYS[joined.dim()], 0, before)
+    kept = (to_k.transpose(1, 2), to_v.transpose(1, 2), its_score, at, at.new_empty((batch,)))
+    all_keys = (k, v, score)
+    keep_keys(seqlen - 1, end, None, all_keys, None, None, given.sent, True, KeptKeys(*kept))
+    return own
 
 
 def _last(joined: Tensor, seqlen: int) -> Tensor:
@@ -261,11 +315,15 @@ def _last(joined: Tensor, seqlen: int) -> Tensor:
 _DIM_OF_KEYS = {4: 1, 3: 2}  # of k and v (B, L, N, D), and of score (B, N, L)
 
 
-def _bounds(place: Place, cu_seqlens: Tensor, before: int, seqlen: int) -> Tensor:
+def _bounds(
+    place: Place, cu_seqlens: Tensor | None, before: int, seqlen: int, like: Tensor
+) -> Tensor:
     """Boundaries of documents among `before` keys of the start state and the rank's own.
 
-    The first document holds the start state too.
+    The first document holds the start state too. int32 (0,), as `like`, where there are none.
     """
+    if cu_seqlens is None:
+        return like.new_empty((0,), dtype=torch.int32)
     inside = (cu_seqlens - place.start).clamp(max=seqlen) + before
     inside = inside.masked_fill(cu_seqlens <= place.start, 0)
     bounds = torch.nn.functional.pad(inside, (1, 0)).to(torch.int32)
@@ -337,8 +395,13 @@ def _own_gradients(
     else:
         theirs = layout.parts(sending.wait())
     if seqlen > 0 and place.rank < given.ranks - 1:
-        for grad, part in zip(grads, theirs, strict=True):
-            _add(grad, at, part if given.is_scan else _summed(part))
+        first, *others = zip(grads, theirs, strict=True)
+        beside = Beside(own.device)  # each of them is a launch of few numbers
+        with beside:
+            _add(*first, at, given)
+        for grad, part in others:
+            _add(grad, part, at, given)
+        beside.join()
     found = iter(grads)
     return [next(found) if need else None for need in given.needs]
 
@@ -362,12 +425,16 @@ def _summed(part: Tensor) -> Tensor:
     return part.sum(0, dtype=torch.promote_types(part.dtype, torch.float32)).to(part.dtype)
 
 
-def _add(grad: Tensor, own: Tensor, rows: Tensor) -> None:
-    """Add rows (B, N, m, width) to the gradients of the keys at int64 (B, N, m).
+def _add(grad: Tensor, rows: Tensor, own: Tensor, given: Settings) -> None:
+    """Add rows of gradients to those of the keys at int64 (B, N, m).
+
+    `rows`: (B, N, m, width), in a gather one such for each of the ranks behind.
 
     Each key is there once. Rows of no key stand for key 0 and are zeros, since nothing attends to
     them; in which order they are added makes no difference.
     """
+    if not given.is_scan:
+        rows = _summed(rows)
     if grad.dim() == 3:
         grad.scatter_add_(2, own, rows[..., 0])
     else:
@@ -406,17 +473,20 @@ class _Eager(torch.autograd.Function):
         score: Tensor,
         cu_seqlens: Tensor | None,
         *settings: Any,
-    ) -> Joined:
+    ) -> tuple[Tensor, ...]:
         given = Settings(*settings)
         place = _place(k, v, score, cu_seqlens, given)
         # Detached, the keys that come back are no views to autograd, but know of changes in place.
         keys = k.detach(), v.detach(), score.detach()
-        found = _join_at(place, keys, cu_seqlens, given, not given.is_scan)
+        may_alias = not given.is_scan
+        found, lists = _join_at(place, keys, cu_seqlens, given, may_alias, choose=True)
+        assert lists is not None
         _setup_context(ctx, (k, v, score, cu_seqlens, *settings), found)
+        ctx.mark_non_differentiable(*found[3:], *lists)
         ctx.set_materialize_grads(False)  # those of the places would be zeros, made for nobody
         ctx.kinds = [(t.shape, t.dtype, t.device) for t in found[:3]]
         ctx.seqlen = k.shape[1]
-        return found
+        return (*found, *lists)
 
     @staticmethod
     def backward(

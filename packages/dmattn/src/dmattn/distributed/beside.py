@@ -1,0 +1,45 @@
+"""A second stream of a GPU, for work that goes on beside that of the current one."""
+
+from functools import cache
+from typing import Any
+
+import torch
+
+
+@cache
+def _second_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all calls: streams cannot be told apart by what they are for, and are few."""
+    return torch.cuda.Stream(device)
+
+
+class Beside:
+    """Within `with` work goes to the second stream, which has waited for what came before.
+
+    Tensors that are made within and read outside, or the other way round, have to live until
+    `join`. On the CPU there is one stream, and all of this does nothing.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = _second_stream(device) if device.type == "cuda" else None
+        self._entered: Any = None
+        self.follow()
+
+    def follow(self) -> None:
+        """Let the second stream wait for all that the current stream was given so far."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+
+    def join(self) -> None:
+        """Let the current stream wait for the second one."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
+    def __enter__(self) -> None:
+        if self._stream is not None:
+            self._entered = torch.cuda.stream(self._stream)
+            self._entered.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        if self._entered is not None:
+            self._entered.__exit__(*error)
+            self._entered = None
