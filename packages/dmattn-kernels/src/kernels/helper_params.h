@@ -84,6 +84,8 @@ struct ChunkKeyListsParams {
   // number of query heads.
   ListNumbers* numbers = nullptr;
   int32_t blocks = 0, parts_of_list = 0, group_heads = 0;
+  // What an item takes: of each query head, and beside all of them.
+  int32_t steps_of_head = 0, steps_of_prologue = 0;
 };
 
 struct ReduceDbiasParams {

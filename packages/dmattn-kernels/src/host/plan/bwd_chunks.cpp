@@ -233,6 +233,8 @@ ChunkKeyListsParams bwd_chunk_params(const BwdPlan& plan, BwdParams& launch) {
     p.blocks = static_cast<int32_t>(bwd_blocks(plan, launch));
     p.parts_of_list = launch.batch * launch.nheads_k / (keys.batch * keys.heads);
     p.group_heads = launch.head_ratio;
+    p.steps_of_head = plan.chunk_blocks * (plan.list_rows / plan.tile.block_m);
+    p.steps_of_prologue = static_cast<int32_t>(kStepsOfPrologue);
   }
   return p;
 }

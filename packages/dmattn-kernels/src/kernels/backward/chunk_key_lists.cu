@@ -161,34 +161,73 @@ __device__ __forceinline__ void find_tile_rows(const Chunk& c, const ClassCounts
 
 // --- the numbers of items ---------------------------------------------------------------------------------------------
 
-// While items are as many for each thread block, the last of them is a small share.
-constexpr int kManyItems = 8;
+// Whether it is worth sharing the last items out is estimated in steps: as if all items had all rows of a chunk, so that
+// thread blocks, which take the next one when they are done, go in step. A gain of fewer steps is not trusted.
+constexpr int kLeastGain = 4;
+// Of more items the last ones are nothing.
+constexpr int kMostItems = 1 << 16;
+// Items beyond the last two for each thread block are not looked at.
+constexpr int kMostTailItems = 2;
 
-// Where the last items are too few for all thread blocks, the chunks that they are of, and how many items their tiles
-// become. Whole warp.
+// Quotients of numbers up to 2^20, rounded down or up: the kernel's end waits for one warp that needs many of them.
+struct QuickDivisor {
+  int value;
+  float inverse;
+
+  __device__ __forceinline__ explicit QuickDivisor(int divisor) : value(divisor), inverse(1.0f / divisor) {}
+  __device__ __forceinline__ int down(int n) const { return static_cast<int>((n + 0.5f) * inverse); }
+  __device__ __forceinline__ int up(int n) const { return down(n + value - 1); }
+};
+
+// When the last thread block is done if the last `tail` of all items, not none, become `parts` smaller ones each.
+// whole, step: what the ones and the others take.
+__device__ __forceinline__ int estimate_end(const QuickDivisor& blocks, int all, int tail, int parts, int whole,
+                                            const QuickDivisor& step) {
+  const int waves = blocks.down(all - tail);  // until their end all blocks are busy with whole items
+  const int busy = all - tail - waves * blocks.value, idle = blocks.value - busy, smaller = tail * parts;
+  // The end is that of a smaller item of a block that began with one, or of one that had a whole item first: how many of
+  // the one kind, or of the other, it takes until all of them are done.
+  const int in_whole = step.down(whole), to_whole = step.up(whole);
+  const int by_idle = smaller <= idle * to_whole ? static_cast<int>(ceilf((smaller - 0.25f) / idle))
+                                                 : blocks.up(smaller + busy * to_whole);
+  const int by_busy = blocks.up(max(smaller - idle * in_whole, 0));
+  return waves * whole + max(min(by_idle * step.value, whole + by_busy * step.value), busy > 0 ? whole : 0);
+}
+
+// A way to share out the last items, as one number: the lower, the sooner all is done, and of equal ones the fewer chunks.
+__device__ __forceinline__ uint64_t as_number(int end, int chunks, int parts) {
+  return static_cast<uint64_t>(end) << 40 | static_cast<uint64_t>(chunks) << 16 | static_cast<uint64_t>(parts);
+}
+
+// The chunks that the last items are of, and how many items their tiles become, where that leaves fewer thread blocks
+// without work at the end. Whole warp.
 __device__ __forceinline__ void share_out_tail(const ChunkKeyListsParams& p, const int32_t* items_of_chunk) {
   const int lane = threadIdx.x % 32, chunks = p.to.keys.blocks;
-  int64_t all = 0;
-  for (int i = lane; i < chunks; i += 32) all += __ldcg(items_of_chunk + i);
-  for (int i = 16; i > 0; i /= 2) all += __shfl_xor_sync(kFullWarp, all, i);
-  const int last = static_cast<int>(all % p.blocks);
-  if (last == 0 || all >= int64_t{kManyItems} * p.blocks) return;
+  int64_t sum = 0;
+  for (int i = lane; i < chunks; i += 32) sum += __ldcg(items_of_chunk + i);
+  for (int i = 16; i > 0; i /= 2) sum += __shfl_xor_sync(kFullWarp, sum, i);
+  if (sum == 0 || sum > kMostItems || p.group_heads == 1) return;
+  const QuickDivisor blocks(p.blocks);
+  const int all = static_cast<int>(sum), whole = p.group_heads * p.steps_of_head + p.steps_of_prologue;
+  uint64_t best = as_number(max(blocks.up(all) * whole - kLeastGain, 0), 0, 1);
   // The first chunks come last.
   int before = 0;
-  for (int first = 0; first < chunks; first += 32) {
+  for (int first = 0; first < chunks && before <= kMostTailItems * p.blocks; first += 32) {
     const int own = first + lane < chunks ? __ldcg(items_of_chunk + first + lane) : 0;
-    const int up_to = before + warp_inclusive_scan(own);
-    const uint32_t have_last = __ballot_sync(kFullWarp, up_to >= last);
-    if (have_last == 0) {
-      before = __shfl_sync(kFullWarp, up_to, 31);
-      continue;
+    const int tail = before + warp_inclusive_scan(own);
+    if (own > 0 && tail <= kMostTailItems * p.blocks) {
+      for (int parts = 1; parts < p.group_heads;) {
+        parts = min(2 * parts, p.group_heads);
+        const QuickDivisor step(ceil_div(p.group_heads, parts) * p.steps_of_head + p.steps_of_prologue);
+        best = min(best, as_number(estimate_end(blocks, all, tail, parts, whole, step), first + lane + 1, parts));
+      }
     }
-    if (lane == __ffs(have_last) - 1) {
-      const int parts = min(p.group_heads, p.blocks / up_to);
-      p.numbers->tail_chunks = parts > 1 ? first + lane + 1 : 0;
-      p.numbers->tail_parts = parts;
-    }
-    return;
+    before = __shfl_sync(kFullWarp, tail, 31);
+  }
+  for (int i = 16; i > 0; i /= 2) best = min(best, __shfl_xor_sync(kFullWarp, best, i));
+  if (lane == 0) {
+    p.numbers->tail_chunks = static_cast<int>(best >> 16 & 0xffffff);
+    p.numbers->tail_parts = static_cast<int>(best & 0xffff);
   }
 }
 // Counts the tiles of a chunk's list; the last list of all finds the tail. Whole warp.
