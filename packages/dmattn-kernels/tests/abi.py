@@ -66,6 +66,7 @@ class BwdParams(ctypes.Structure):
         ("softmax_lse_rest", Tensor),
         *_PACKING,
         *_fields("window reserved_end", ctypes.c_int32),
+        ("keys_written", ctypes.c_void_p),
     ]
 
 

@@ -144,6 +144,9 @@ typedef struct dmattn_bwd_params {
   int32_t max_seqlen_q, max_seqlen_k;
   int32_t window;       /* as given to dmattn_fwd */
   int32_t reserved_end; /* 0 */
+  /* Optional, a cudaEvent_t of the device. It is recorded on the stream as soon as dk, dv and dbias are written, which
+   * may be before dq is: what needs only these can go on beside the rest. */
+  void* keys_written;
 } dmattn_bwd_params;
 
 /* Selection of keys by score. Order: higher score first, among equal scores the later key first; a key whose score is

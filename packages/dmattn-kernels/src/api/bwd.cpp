@@ -105,8 +105,8 @@ void launch_kernels(const BwdPlan& plan, const BwdParams& round, cudaStream_t st
   }
 }
 
-// dq, dk and dv of a round from their sums.
-void finish_sums(const BwdPlan& plan, const BwdRound& round, const BwdParams& kernel, cudaStream_t stream) {
+// dk and dv of a round from their sums.
+void finish_keys(const BwdPlan& plan, const BwdRound& round, const BwdParams& kernel, cudaStream_t stream) {
   const bool completes = completes_dkv(plan, round);
   if ((kernel.dk_slots != nullptr || kernel.dv_slots != nullptr) && completes) {
     check_cuda(reduce_dkv(kernel, plan.unit.dtype, plan.tile.block_n, plan.unit.head_dim_tile, stream),
@@ -121,21 +121,6 @@ void finish_sums(const BwdPlan& plan, const BwdRound& round, const BwdParams& ke
     check_cuda(reduce_chunk_terms(summed, bwd_carried_terms(plan, summed), plan.unit.dtype, stream),
                "summing dk and dv over chunks");
   }
-  if (kernel.dq_accum != nullptr) {
-    check_cuda(convert_dq(bwd_round_dq(plan, round), plan.unit.dtype, stream), "rounding dq");
-  }
-}
-
-// is_cleared: the sums of the first round are zeros.
-void launch_rounds(const BwdPlan& plan, bool is_cleared, cudaStream_t stream) {
-  bool is_first = true;
-  for_each_round(plan, [&](const BwdRound& round) {
-    if (!(is_first && is_cleared)) clear_sums(zeros_of(plan, round, is_first), stream);
-    is_first = false;
-    const BwdParams kernel = bwd_round_params(plan, round);
-    launch_kernels(plan, kernel, stream);
-    finish_sums(plan, round, kernel, stream);
-  });
 }
 
 void finish_dbias(const BwdPlan& plan, cudaStream_t stream) {
@@ -146,6 +131,31 @@ void finish_dbias(const BwdPlan& plan, cudaStream_t stream) {
                                plan.kernel.dbias_row_stride};
     check_cuda(round_dbias(sums, plan.dbias, plan.dbias_dtype, stream), "rounding dbias");
   }
+}
+
+void tell_keys_are_written(const dmattn_bwd_params& p, cudaStream_t stream) {
+  if (p.keys_written == nullptr) return;
+  check_cuda(cudaEventRecord(static_cast<cudaEvent_t>(p.keys_written), stream), "recording keys_written");
+}
+
+// All gradients, of which dq of the last round comes last: nobody waits for it who waits for keys_written.
+// is_cleared: the sums of the first round are zeros.
+void launch_rounds(const BwdPlan& plan, const dmattn_bwd_params& p, bool is_cleared, cudaStream_t stream) {
+  bool is_first = true;
+  for_each_round(plan, [&](const BwdRound& round) {
+    if (!(is_first && is_cleared)) clear_sums(zeros_of(plan, round, is_first), stream);
+    is_first = false;
+    const BwdParams kernel = bwd_round_params(plan, round);
+    launch_kernels(plan, kernel, stream);
+    finish_keys(plan, round, kernel, stream);
+    if (is_last_round(plan, round)) {
+      finish_dbias(plan, stream);
+      tell_keys_are_written(p, stream);
+    }
+    if (kernel.dq_accum != nullptr) {
+      check_cuda(convert_dq(bwd_round_dq(plan, round), plan.unit.dtype, stream), "rounding dq");
+    }
+  });
 }
 
 // Few keys: one launch, and what a dbias that is a sum takes before and after it.
@@ -160,13 +170,14 @@ void launch_short(const BwdPlan& plan, cudaStream_t stream) {
 void launch(const BwdPlan& plan, const dmattn_bwd_params& p, cudaStream_t stream) {
   if (plan.zeros) {
     in_batched_form(p, [&](const dmattn_bwd_params& batched, PerKey) { write_zeros(plan, batched, stream); });
-    return;
+  } else if (plan.is_short()) {
+    launch_short(plan, stream);
+  } else if (!plan.is_empty()) {
+    const bool is_cleared = prepare(plan, stream);
+    if (plan.launches) return launch_rounds(plan, p, is_cleared, stream);
+    finish_dbias(plan, stream);
   }
-  if (plan.is_empty()) return;
-  if (plan.is_short()) return launch_short(plan, stream);
-  const bool is_cleared = prepare(plan, stream);
-  if (plan.launches) launch_rounds(plan, is_cleared, stream);
-  finish_dbias(plan, stream);
+  tell_keys_are_written(p, stream);
 }
 
 }  // namespace

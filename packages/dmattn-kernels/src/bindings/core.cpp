@@ -127,7 +127,7 @@ dmattn_bwd_params make_bwd(int32_t device, py::handle q, py::handle k, py::handl
                            py::handle dk, py::handle dv, py::handle dbias, float softmax_scale, float softcap,
                            bool is_causal, bool deterministic, py::handle selection, py::handle lse_rest,
                            py::handle cu_seqlens_q, py::handle cu_seqlens_k, int32_t max_seqlen_q, int32_t max_seqlen_k,
-                           int32_t window) {
+                           int32_t window, int64_t keys_written) {
   auto p = dmattn::make_params<dmattn_bwd_params>();
   p.device = device;
   read_tensor(q, p.device, p.q, "q");
@@ -151,6 +151,7 @@ dmattn_bwd_params make_bwd(int32_t device, py::handle q, py::handle k, py::handl
   read_tensor(lse_rest, p.device, p.softmax_lse_rest, "softmax_lse_rest");
   read_packing(p, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k);
   p.window = window;
+  p.keys_written = reinterpret_cast<void*>(static_cast<uintptr_t>(keys_written));
   return p;
 }
 
@@ -390,7 +391,8 @@ PYBIND11_MODULE(_core, m) {
       .def(py::init(&make_bwd), "device"_a, "q"_a, "k"_a, "v"_a, "mask"_a, "bias"_a, "out"_a, "lse"_a, "dout"_a,
            "dlse"_a, "dq"_a, "dk"_a, "dv"_a, "dbias"_a, "softmax_scale"_a, "softcap"_a, "is_causal"_a,
            "deterministic"_a, "selection"_a = py::none(), "lse_rest"_a = py::none(), "cu_seqlens_q"_a = py::none(),
-           "cu_seqlens_k"_a = py::none(), "max_seqlen_q"_a = 0, "max_seqlen_k"_a = 0, "window"_a = 0)
+           "cu_seqlens_k"_a = py::none(), "max_seqlen_q"_a = 0, "max_seqlen_k"_a = 0, "window"_a = 0,
+           "keys_written"_a = 0)
       .def("workspace_size", &workspace_size<dmattn_bwd_params>)
       .def("enqueue", &enqueue<dmattn_bwd_params>, "stream"_a)
       .def("launch", &launch<dmattn_bwd_params>, "workspace"_a, "bytes"_a, "stream"_a);

@@ -94,6 +94,7 @@ class BwdParams:
         max_seqlen_q: int = 0,
         max_seqlen_k: int = 0,
         window: int = 0,
+        keys_written: int = 0,  # a cudaEvent_t, recorded once dk, dv and dbias are written
     ) -> None: ...
     def workspace_size(self) -> int:
         """See `FwdParams.workspace_size`."""

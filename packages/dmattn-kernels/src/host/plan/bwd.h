@@ -129,6 +129,11 @@ void for_each_round(const BwdPlan& plan, F&& f) {
     }
   }
 }
+inline bool is_last_round(const BwdPlan& plan, const BwdRound& r) {
+  const BwdRound& all = plan.whole;
+  return r.batch + r.batches == all.batches && r.head_k + r.heads_k == all.heads_k &&
+         r.group + r.groups == all.groups && r.row_block + r.row_blocks == all.row_blocks;
+}
 // Whether dk and dv of the round's keys are complete after it.
 bool completes_dkv(const BwdPlan& plan, const BwdRound& round);
 

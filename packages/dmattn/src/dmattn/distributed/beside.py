@@ -13,16 +13,20 @@ def _second_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class Beside:
-    """Within `with` work goes to the second stream, which has waited for what came before.
+    """Within `with`, work goes to the second stream, which waits for what came before.
 
     Tensors that are made within and read outside, or the other way round, have to live until
     `join`. On the CPU there is one stream, and all of this does nothing.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, after: torch.cuda.Event | None = None) -> None:
+        """`after`: wait for this event instead of all that the current stream was given so far."""
         self._stream = _second_stream(device) if device.type == "cuda" else None
         self._entered: Any = None
-        self.follow()
+        if after is None:
+            self.follow()
+        elif self._stream is not None:
+            self._stream.wait_event(after)
 
     def follow(self) -> None:
         """Let the second stream wait for all that the current stream was given so far."""

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dmattn.arguments import check_scores, check_window_size, checked_problem
-from dmattn.dispatch import select
+from dmattn.backends.cuda.keys_written import KeysWritten
 from dmattn.distributed import operators
 from dmattn.distributed.groups import Group, Ranks, agree, prepare, process_group, ranks_of
 from dmattn.functional import flash_dmattn_func
-from dmattn.key_lists import behind_rows, smaller
+from dmattn.key_lists import smaller
 from dmattn.ops.sharding import is_dtensor
 from dmattn.problem import Problem
 from dmattn.selection import (
@@ -162,8 +162,9 @@ def context_parallel_attention(
     else:
         given, lengths = _agreed(process_group(group), arguments)
     problem = given.problem
-    k, v, score, selection = _with_start_state(given, ranks, lengths)
-    return flash_dmattn_func(
+    written = _asks_when_written(given)
+    k, v, score, selection = _with_start_state(given, ranks, lengths, written)
+    found = flash_dmattn_func(
         problem.q,
         k,
         v,
@@ -175,6 +176,18 @@ def context_parallel_attention(
         return_lse=return_lse,
         selection=selection,
     )
+    if written is not None:
+        out = found[0] if return_lse else found
+        if out.grad_fn is not None:
+            written.ask_before(out.grad_fn)
+    return found
+
+
+def _asks_when_written(given: _Given) -> KeysWritten | None:
+    """To send gradients of keys while those of queries are still being found."""
+    if torch.compiler.is_compiling() or not given.score.is_cuda or not any(_needs(given)):
+        return None
+    return KeysWritten(given.score.device)
 
 
 def _agreed(group: dist.ProcessGroup, arguments: tuple[Any, ...]) -> tuple[_Given, list[int]]:
@@ -325,7 +338,7 @@ def _needs(given: _Given) -> list[bool]:
 
 
 def _with_start_state(
-    given: _Given, ranks: Ranks, lengths: list[int]
+    given: _Given, ranks: Ranks, lengths: list[int], written: KeysWritten | None
 ) -> tuple[Tensor, Tensor, Tensor, KeySelection]:
     """Keys, values and scores with the start state in front, and what each row keeps of them."""
     problem, score, window = given.problem, given.score, given.window_size
@@ -348,7 +361,9 @@ def _with_start_state(
         _needs(given),
         lengths,
     )
-    k, v, score, lists = operators.join_start_state(k, v, score, given.cu_seqlens, settings)
+    k, v, score, lists = operators.join_start_state(
+        k, v, score, given.cu_seqlens, settings, written
+    )
     return k, v, score, KeySelection(*lists, window, True, k.shape[1] - seqlen)
 
 

@@ -14,6 +14,7 @@ Plain eager calls take the same functions without the operator, as in `dmattn.di
 rank, which has no start state, then copies nothing: an operator may not return its inputs.
 """
 
+from contextlib import nullcontext
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dmattn.backends.cuda.keys_written import KeysWritten
 from dmattn.dispatch import is_batch, is_direct, select
 from dmattn.distributed import exchange
 from dmattn.distributed.beside import Beside
@@ -105,7 +107,12 @@ def _empty_places(k: Tensor, given: Settings) -> Tensor:
 
 
 def join_start_state(
-    k: Tensor, v: Tensor, score: Tensor, cu_seqlens: Tensor | None, settings: Settings
+    k: Tensor,
+    v: Tensor,
+    score: Tensor,
+    cu_seqlens: Tensor | None,
+    settings: Settings,
+    written: KeysWritten | None,
 ) -> tuple[Tensor, Tensor, Tensor, Selection]:
     """Keys, values and scores with the start state in front, and which of them each row keeps.
 
@@ -116,6 +123,8 @@ def join_start_state(
         score: (B, N, S).
         cu_seqlens: int32 (documents + 1,), of the whole sequence, or None.
         settings: the same on all ranks.
+        written: will know when attention's backward has written the gradients of what is returned,
+            if that is to be asked.
 
     Returns:
         k (B, F + S, N, D), v and score likewise. F rows are in front of those of this rank: whole
@@ -123,7 +132,7 @@ def join_start_state(
     """
     given = (k, v, score, cu_seqlens, *settings)
     if not torch.compiler.is_compiling() and is_direct(k, v, score, cu_seqlens):
-        *joined, _, _, _, end, idx, count, full = _Eager.apply(*given)  # type: ignore[no-untyped-call]
+        *joined, _, _, _, end, idx, count, full = _Eager.apply(written, *given)  # type: ignore[no-untyped-call]
         return (*joined, Selection(end, idx, count, full))
     *joined, bounds, _, _ = torch.ops.dmattn.join_start_state(*given)
     return (*joined, _lists(joined[2].detach(), cu_seqlens, bounds, settings, k.shape[1]))
@@ -351,7 +360,7 @@ def _join_backward(
     given = Settings(*settings)
     seqlen = dk.shape[1] - whole_blocks(given.width)
     needed = [t for t, need in zip((dk, dv, dscore), given.needs, strict=True) if need]
-    grads = _own_gradients(needed, own, places, given, seqlen, may_change=False)
+    grads = _own_gradients(needed, own, places, given, seqlen, may_change=False, after=None)
     return tuple(  # type: ignore[return-value]
         t.new_empty(0) if grad is None else grad
         for t, grad in zip((dk, dv, dscore), grads, strict=True)
@@ -365,8 +374,11 @@ def _own_gradients(
     given: Settings,
     seqlen: int,
     may_change: bool,
+    after: torch.cuda.Event | None,
 ) -> list[Tensor | None]:
     """The gradients of this rank's own keys, with what the ranks behind have found for them.
+
+    On a GPU they travel beside what attention's backward has left to do, the gradients of queries.
 
     Args:
         needed: of the joined keys, those that `given` needs of k, v and score.
@@ -375,32 +387,37 @@ def _own_gradients(
         seqlen: S.
         may_change: whether to add in place what was found, and to return views, rather than copy
             the gradients.
+        after: when the gradients are there; None: with all that the current stream was given.
     """
     group, width = by_name(given.group), given.width
     # Where the stretches end plays no part here.
     place = Place(group, dist.get_rank(group), (0,) * given.ranks)
     layout = _layout(*needed)
     parts = [_of_state(t, seqlen, width) for t in needed]
-    sending = None
-    if not given.is_scan:
-        sending = exchange.start_return(place, layout, parts, places[0, 0], given.sent)
-    grads = [_last(t, seqlen) for t in needed]
-    if not may_change:
-        grads = [t.clone(memory_format=torch.contiguous_format) for t in grads]
-    elif given.needs[2]:
-        grads[-1] = grads[-1].contiguous()  # few numbers, of which each head's lie apart
-    at = own.clamp(min=0).long()  # while the gradients are on their way
-    if sending is None:
-        theirs = exchange.scan_back(place, layout, parts, places)
-    else:
-        theirs = layout.parts(sending.wait())
-    if seqlen > 0 and place.rank < given.ranks - 1:
-        first, *others = zip(grads, theirs, strict=True)
-        beside = Beside(own.device)  # each of them is a launch of few numbers
+    beside, sending = Beside(own.device, after), None
+    try:
         with beside:
-            _add(*first, at, given)
-        for grad, part in others:
-            _add(grad, part, at, given)
+            if not given.is_scan:
+                sending = exchange.start_return(place, layout, parts, places[0, 0], given.sent)
+            at = own.clamp(min=0).long()
+        grads, is_copied = [_last(t, seqlen) for t in needed], not may_change
+        if is_copied:
+            grads = [t.clone(memory_format=torch.contiguous_format) for t in grads]
+        elif given.needs[2] and not grads[-1].is_contiguous():  # each head's lie apart
+            grads[-1], is_copied = grads[-1].contiguous(), True
+        with beside:
+            if sending is None:
+                theirs = exchange.scan_back(place, layout, parts, places)
+            else:
+                theirs = layout.parts(sending.wait())
+        if seqlen > 0 and place.rank < given.ranks - 1:
+            beside.join()  # what was received, which both streams add
+            if is_copied:
+                beside.follow()
+            for number, (grad, part) in enumerate(zip(grads, theirs, strict=True)):
+                with beside if number == 0 else nullcontext():
+                    _add(grad, at, part if given.is_scan else _summed(part))
+    finally:
         beside.join()
     found = iter(grads)
     return [next(found) if need else None for need in given.needs]
@@ -425,16 +442,12 @@ def _summed(part: Tensor) -> Tensor:
     return part.sum(0, dtype=torch.promote_types(part.dtype, torch.float32)).to(part.dtype)
 
 
-def _add(grad: Tensor, rows: Tensor, own: Tensor, given: Settings) -> None:
-    """Add rows of gradients to those of the keys at int64 (B, N, m).
-
-    `rows`: (B, N, m, width), in a gather one such for each of the ranks behind.
+def _add(grad: Tensor, own: Tensor, rows: Tensor) -> None:
+    """Add rows (B, N, m, width) to the gradients of the keys at int64 (B, N, m).
 
     Each key is there once. Rows of no key stand for key 0 and are zeros, since nothing attends to
     them; in which order they are added makes no difference.
     """
-    if not given.is_scan:
-        rows = _summed(rows)
     if grad.dim() == 3:
         grad.scatter_add_(2, own, rows[..., 0])
     else:
@@ -468,6 +481,7 @@ class _Eager(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
+        written: KeysWritten | None,
         k: Tensor,
         v: Tensor,
         score: Tensor,
@@ -485,7 +499,7 @@ class _Eager(torch.autograd.Function):
         ctx.mark_non_differentiable(*found[3:], *lists)
         ctx.set_materialize_grads(False)  # those of the places would be zeros, made for nobody
         ctx.kinds = [(t.shape, t.dtype, t.device) for t in found[:3]]
-        ctx.seqlen = k.shape[1]
+        ctx.seqlen, ctx.written = k.shape[1], written
         return (*found, *lists)
 
     @staticmethod
@@ -510,10 +524,12 @@ class _Eager(torch.autograd.Function):
         ]
         if not goes_direct:
             missing = whole_blocks(given.width) + ctx.seqlen - joined[0].shape[1]
-            return _gradients(ctx, *(_with_zeros_in_front(t, missing) for t in joined))
+            return None, *_gradients(ctx, *(_with_zeros_in_front(t, missing) for t in joined))
         own, places = ctx.saved_tensors
-        grads = _own_gradients(joined, own, places, given, ctx.seqlen, may_change=True)
-        return (*grads, *[None] * (1 + len(ctx.settings)))
+        written = ctx.written
+        after = written.event if written is not None and written.covers(joined) else None
+        grads = _own_gradients(joined, own, places, given, ctx.seqlen, True, after)
+        return (None, *grads, *[None] * (1 + len(ctx.settings)))
 
 
 def _with_zeros_in_front(joined: Tensor, count: int) -> Tensor:

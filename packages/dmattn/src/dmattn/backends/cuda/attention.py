@@ -9,6 +9,7 @@ from torch import Tensor
 from dmattn.backends import sinks
 from dmattn.backends.cuda import bias_rows
 from dmattn.backends.cuda.kernels import BACKWARD, FORWARD, check_device, launch, parts
+from dmattn.backends.cuda.keys_written import take_asked
 from dmattn.checks import HEAD_DIM_MULTIPLE
 from dmattn.key_lists import Selection, without_spare_lists
 from dmattn.problem import (
@@ -96,7 +97,7 @@ def backward(
     dlse = None if dlse is None else dlse.contiguous()
     dq, dk, dv, dbias, _ = empty_gradients(problem, needs)
     packing = problem.packing and _contiguous(problem.packing)
-    lists = _lists(problem)
+    lists, asked = _lists(problem), take_asked()
     launch(
         BACKWARD,
         q,
@@ -111,7 +112,10 @@ def backward(
         rest,
         *(packing or NO_PACKING),
         known_window(problem),
+        0 if asked is None else asked.event.cuda_event,
     )
+    if asked is not None:
+        asked.written(dk, dv, dbias)
     if padded:
         dq, dk, dv = (
             g[..., :head_dim].contiguous() if need else g

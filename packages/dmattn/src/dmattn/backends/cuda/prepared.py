@@ -13,6 +13,7 @@ from dmattn.backends.base import Operands, Prepared
 from dmattn.backends.cuda.attention import known_window
 from dmattn.backends.cuda.bias_rows import copies
 from dmattn.backends.cuda.kernels import BACKWARD, FORWARD, at_once, launch, parts
+from dmattn.backends.cuda.keys_written import take_asked
 from dmattn.checks import HEAD_DIM_MULTIPLE
 from dmattn.key_lists import num_blocks
 from dmattn.problem import Problem
@@ -89,15 +90,18 @@ class PreparedCall(Prepared):
         # As forward made them, unless hooks of saved tensors laid them out anew.
         out, lse = out.contiguous(), lse.contiguous()
         rest = None if rest is None else rest.contiguous()
-        device = self._device
+        device, asked = self._device, take_asked()
         given = (
             device, q, k, v, mask, bias, out, lse, dout, dlse, dq, dk, dv, dbias,
             self._scale, self._softcap, self._is_causal, self._deterministic,
-            lists and parts(lists), rest,
-            None, None, 0, 0, self._window, torch._C._cuda_getCurrentRawStream(device),
+            lists and parts(lists), rest, None, None, 0, 0, self._window,
+            0 if asked is None else asked.event.cuda_event,
+            torch._C._cuda_getCurrentRawStream(device),
         )  # fmt: skip
         if self._enqueue_backward(*given) != 0:
             launch(BACKWARD, q, *given[:-1])
+        if asked is not None:
+            asked.written(dk, dv, dbias)
         return dq, dk, dv, dbias
 
 

@@ -1,0 +1,51 @@
+"""Going on with the gradients of keys before those of queries are there.
+
+The kernels' backward writes the gradients of keys, values and biases before it rounds those of
+queries. Context parallel attention, which sends the former to other ranks, asks for an event between
+the two.
+"""
+
+from collections.abc import Sequence
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class KeysWritten:
+    """When the next backward on this thread, of one call of attention, has written its gradients.
+
+    All but those of queries.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.event = torch.cuda.Event()
+        self.event.record(torch.cuda.current_stream(device))  # it is made at its first record
+        self._versions: dict[int, int] = {}
+
+    def ask_before(self, node: Any) -> None:
+        """Ask whenever this node of autograd is about to run, which has the backward in it."""
+        node.register_prehook(self._ask)
+
+    def _ask(self, _: Any) -> None:
+        self._versions = {}
+        _asked[get_ident()] = self
+
+    def written(self, *grads: Tensor | None) -> None:
+        """The event was enqueued, behind what writes these."""
+        self._versions = {t.data_ptr(): t._version for t in grads if t is not None}
+
+    def covers(self, grads: Sequence[Tensor]) -> bool:
+        """Whether these are what was written, unchanged: then the event is all to wait for."""
+        _asked.pop(get_ident(), None)  # a backward by other kernels has not taken it
+        return all(self._versions.get(t.data_ptr()) == t._version for t in grads)
+
+
+# By thread: autograd runs the backward on threads of its own.
+_asked: dict[int, KeysWritten] = {}
+
+
+def take_asked() -> KeysWritten | None:
+    """Who has asked for the event of this thread's next backward, if anybody."""
+    return _asked.pop(get_ident(), None) if _asked else None
