@@ -69,9 +69,9 @@ def odd_slices(rows: int = 5) -> dict[str, Tensor]:
     return {
         "stride": half(2, rows, 4, 66)[..., :64],
         "start": half(2 * rows * 4 * 64 + 1)[1:].view(2, rows, 4, 64),
-        "row": half(2, rows * 260 + 4)[:, : rows * 260].view(2, rows, 260)[..., :256].unflatten(
-            2, (4, 64)
-        ),
+        "row": half(2, rows * 260 + 4)[:, : rows * 260]
+        .view(2, rows, 260)[..., :256]
+        .unflatten(2, (4, 64)),
     }
 
 

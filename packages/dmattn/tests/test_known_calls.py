@@ -405,9 +405,7 @@ CALLS: dict[str, Callable[[], Tensor]] = {
     "window": lambda: flash_dmattn_func(**operands(), is_causal=True, window_size=3),
     "packed": lambda: flash_dmattn_varlen_func(**packed_operands()),
     "out": lambda: flash_dmattn_func(**operands(), out=torch.zeros(2, 4, 4, 8)),
-    "packed, out": lambda: flash_dmattn_varlen_func(
-        **packed_operands(), out=torch.zeros(5, 4, 8)
-    ),
+    "packed, out": lambda: flash_dmattn_varlen_func(**packed_operands(), out=torch.zeros(5, 4, 8)),
     "flex": lambda: flash_dmattn_func(**operands(), backend="flex"),
     "flex, packed": lambda: flash_dmattn_varlen_func(**packed_operands(), backend="flex"),
 }

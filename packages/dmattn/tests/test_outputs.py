@@ -83,15 +83,24 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "mask, bias, causal": (
         flash_dmattn_func,
         {
-            **{"query": Q, "key": K, "value": V, "is_causal": True},
-            **{"attn_mask": PADDING, "attn_bias": BIAS},
+            "query": Q,
+            "key": K,
+            "value": V,
+            "is_causal": True,
+            "attn_mask": PADDING,
+            "attn_bias": BIAS,
         },
     ),
     "window": (
         flash_dmattn_func,
         {
-            **{"query": Q, "key": K, "value": V, "is_causal": True},
-            **{"attn_mask": PADDING, "attn_bias": BIAS, "window_size": 3},
+            "query": Q,
+            "key": K,
+            "value": V,
+            "is_causal": True,
+            "attn_mask": PADDING,
+            "attn_bias": BIAS,
+            "window_size": 3,
         },
     ),
     "probabilities": (
@@ -107,21 +116,31 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "rows before the first key": (
         flash_dmattn_func,
         {
-            **{"query": Q.repeat(1, 2, 1, 1), "key": K, "value": V, "is_causal": True},
+            "query": Q.repeat(1, 2, 1, 1),
+            "key": K,
+            "value": V,
+            "is_causal": True,
             "selection": sliding_window(SK, 3, 2 * SQ),
         },
     ),
     "rows before the first key, sinks": (
         flash_dmattn_func,
         {
-            **{"query": Q.repeat(1, 2, 1, 1), "key": K, "value": V, "is_causal": True},
-            **{"selection": sliding_window(SK, 3, 2 * SQ), "sinks": torch.randn(H)},
+            "query": Q.repeat(1, 2, 1, 1),
+            "key": K,
+            "value": V,
+            "is_causal": True,
+            "selection": sliding_window(SK, 3, 2 * SQ),
+            "sinks": torch.randn(H),
         },
     ),
     "selection": (
         flash_dmattn_func,
         {
-            **{"query": Q, "key": K, "value": V, "is_causal": True},
+            "query": Q,
+            "key": K,
+            "value": V,
+            "is_causal": True,
             "selection": select_keys(BIAS, 3, query_len=SQ),
         },
     ),
@@ -129,8 +148,14 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 }
 BOUNDS = torch.tensor([0, 3, 7], dtype=torch.int32)
 PACKED = {
-    **{"query": torch.randn(7, H, D), "key": K[0], "value": V[0], "cu_seqlens_q": BOUNDS},
-    **{"cu_seqlens_k": None, "max_seqlen_q": 4, "max_seqlen_k": 4, "attn_bias": BIAS[0, :, 0].T},
+    "query": torch.randn(7, H, D),
+    "key": K[0],
+    "value": V[0],
+    "cu_seqlens_q": BOUNDS,
+    "cu_seqlens_k": None,
+    "max_seqlen_q": 4,
+    "max_seqlen_k": 4,
+    "attn_bias": BIAS[0, :, 0].T,
 }
 for _name, _options in {
     "packed": {},
@@ -139,8 +164,11 @@ for _name, _options in {
     "packed window": {"is_causal": True, "window_size": 2},
     "packed window without causality": {"window_size": 2},
     "packed window of moved rows": {
-        **{"query": torch.randn(4, H, D), "cu_seqlens_q": torch.tensor([0, 2, 4]).int()},
-        **{"cu_seqlens_k": BOUNDS, "is_causal": True, "window_size": 2},
+        "query": torch.randn(4, H, D),
+        "cu_seqlens_q": torch.tensor([0, 2, 4]).int(),
+        "cu_seqlens_k": BOUNDS,
+        "is_causal": True,
+        "window_size": 2,
     },
 }.items():
     CALLS[_name] = flash_dmattn_varlen_func, {**PACKED, **_options}
@@ -186,7 +214,9 @@ def test_stretches_of_a_sequence_are_put_together_without_a_copy(
     q, k, v = torch.randn(B, 90, H, D), torch.randn(B, 90, HK, D), torch.randn(B, 90, HK, D)
     score = torch.randn(B, HK, 1, 90)
     options: dict[str, Any] = {
-        **{"is_causal": True, "window_size": 10, "cu_seqlens": cu_seqlens},
+        "is_causal": True,
+        "window_size": 10,
+        "cu_seqlens": cu_seqlens,
         "return_state": True,
     }
     whole, last = flash_dmattn_func(q, k, v, attn_bias=score, **options)
@@ -327,9 +357,9 @@ def test_what_is_read_beside_the_operands() -> None:
         # And so that the kinds are known.
         flash_dmattn_func(q, K, V, None, score, **options, state=state, out=out)
         flash_dmattn_func(q, K, V, is_causal=True, selection=selection, out=out)
+    bounds = torch.empty(7, H, D).view(torch.int32)
+    packed = {**PACKED, "cu_seqlens_q": bounds.flatten()[:3].copy_(BOUNDS)}
     with pytest.raises(ValueError, match="out: got memory that a tensor of cu_seqlens_q and"):
-        bounds = torch.empty(7, H, D).view(torch.int32)
-        packed = {**PACKED, "cu_seqlens_q": bounds.flatten()[:3].copy_(BOUNDS)}
         flash_dmattn_varlen_func(**packed, out=bounds.view(torch.float32))
 
 
@@ -394,7 +424,7 @@ def test_slices_of_one_buffer() -> None:
         last = flash_dmattn_func(q[:, -1:], k, v, None, score, out=out[:, -1:])
         torch.testing.assert_close(last, wanted[:, -1:])
     for wrong in (buffer[:, :, :H], buffer[:, :, 1 : 1 + H], buffer[:, :, H + 2 * HK - 1 : -1]):
-        with pytest.raises(ValueError, match="out: got memory that (query|value) lies in"):
+        with pytest.raises(ValueError, match=r"out: got memory that (query|value) lies in"):
             flash_dmattn_func(q, k, v, out=wrong)
 
 

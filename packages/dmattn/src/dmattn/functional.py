@@ -21,7 +21,7 @@ from dmattn.kept_keys import (
     without_leading_rows,
 )
 from dmattn.key_state import KeyState, tensors_of
-from dmattn.known_calls import Kind, kind_of_call, kind_with_out, recall, remember
+from dmattn.known_calls import Kind, Known, kind_of_call, kind_with_out, recall, remember
 from dmattn.outputs import check_memory_of_out, check_out
 from dmattn.problem import Problem, lse_dtype, lse_of_no_key, with_one_head_dim
 from dmattn.reference import reference_attention
@@ -192,23 +192,23 @@ def flash_dmattn_func(
             tokens that the state has seen), alike for all rows of the batch. Keys are chosen, and
             seen, within their document. Boundaries that lie in other stretches say nothing here.
             Needs what `state` needs, and Sq = Sk.
-        out: where to write the output, as the `out` of functions of torch; it is returned. A tensor
-            of the output's exact shape, dtype and device, of any strides with a contiguous
-            head_dim, such as a slice of a larger tensor. For calls without gradients only, and not
-            within torch.compile or torch.func, or beside tensors of other types than torch.Tensor.
-            No operand may share its memory. Kernels write there without a copy. Filled by one, a
-            slow path, is an `out` with other backends than "cuda", with Dv other than D, a head_dim
-            that is no multiple of 8, or rows that do not start on 16 bytes (unless Sq = 1).
+        out: where to write the output, as `out` of functions of torch. A tensor of the output's
+            exact shape, dtype and device, of any strides with a contiguous head_dim, such as a
+            slice of a larger tensor. It is for calls without gradients, outside of torch.compile
+            and torch.func, and with plain tensors (no DTensor). No operand may share its memory.
+            The CUDA kernels write there without a copy. It is filled by a copy, a slow path, by
+            other backends, where Dv is not D, where head_dim is no multiple of 8, and where its
+            rows do not start on 16 bytes (unless Sq = 1).
 
     Under torch.autocast for the device of query, query, key and value are cast to its dtype, except
     those of float64, and so is attn_bias unless it is float32. The arithmetic stays in float32.
     Finite operands may still give INF or NaN where their dot products exceed float32.
 
     Returns:
-        out (B, Sq, H, Dv), contiguous (unless given), in the dtype of query. With return_lse, return_attn_probs
-        or return_state a tuple of out and what was asked for, in this order: lse (B, H, Sq) with
-        the natural logarithm, differentiable, and probabilities (B, H, Sq, Sk), both float32, or
-        float64 for float64 inputs; and the `KeyState`.
+        out (B, Sq, H, Dv) in the dtype of query: contiguous, or the tensor that was given. With
+        return_lse, return_attn_probs or return_state a tuple of out and what was asked for, in this
+        order: lse (B, H, Sq) with the natural logarithm, differentiable, and probabilities
+        (B, H, Sq, Sk), both float32, or float64 for float64 inputs; and the `KeyState`.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
@@ -232,16 +232,12 @@ def flash_dmattn_func(
         )
         kind = (
             kind_of_call(operands, options)
-            if state is None and selection is None
-            else _kind_beside(operands, options, state, selection)
+            if state is None and selection is None and out is None
+            else _kind_beside(operands, options, state, selection, out)
         )
-        if out is not None:
-            kind = kind_with_out(kind, out)
     if return_attn_probs and state is not None:
         raise ValueError("return_attn_probs: got True beside state, wanted False")
-    known = recall(kind)
-    if out is not None and known is not None:
-        check_memory_of_out(out, operands, *_read_beside(state, selection))
+    known = recall(kind) if out is None else _recall_beside(kind, operands, state, selection, out)
     lse: Tensor | None
     if known is None:
         (problem, _), stretch = _checked_call(
@@ -293,16 +289,32 @@ def flash_dmattn_func(
 
 
 def _kind_beside(
-    operands: tuple[Any, ...], options: tuple[Any, ...], state: Any, selection: Any
+    operands: tuple[Any, ...], options: tuple[Any, ...], state: Any, selection: Any, out: Any
 ) -> Kind | None:
-    """`kind_of_call` with a state or a selection; None where the checks have to refuse them."""
-    if selection is None and type(state) is KeyState:
-        return kind_of_call(operands, options, more=tensors_of(state))
-    if state is None and type(selection) is KeySelection:
+    """`kind_of_call` with a state or a selection, and an output that is given.
+
+    None where the checks have to refuse them.
+    """
+    kind = None
+    if state is None and selection is None:
+        kind = kind_of_call(operands, options)
+    elif selection is None and type(state) is KeyState:
+        kind = kind_of_call(operands, options, more=tensors_of(state))
+    elif state is None and type(selection) is KeySelection:
         s = selection
         about = (s.window_size, s.is_causal, s.first_row, s.is_sliding, s.keeps_own)
-        return kind_of_call(operands, (*options, *about), more=s.lists)
-    return None
+        kind = kind_of_call(operands, (*options, *about), more=s.lists)
+    return kind if out is None else kind_with_out(kind, out)
+
+
+def _recall_beside(
+    kind: Kind | None, operands: tuple[Any, ...], state: Any, selection: Any, out: Tensor
+) -> Known | None:
+    """`recall` with an output that is given, after a look at what the kind does not tell of it."""
+    known = recall(kind)
+    if known is not None:
+        check_memory_of_out(out, operands, *_read_beside(state, selection))
+    return known
 
 
 def _read_beside(

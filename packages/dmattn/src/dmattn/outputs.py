@@ -33,8 +33,8 @@ def check_out(
     operands: tuple[Any, ...],
     beside: tuple[Any, ...] = (),
     whose: str = "",
-) -> Tensor:
-    """`out`, if attention of this problem may write its output there.
+) -> None:
+    """Look whether attention of this problem may write its output into `out`.
 
     Args:
         out: what the caller gave.
@@ -55,7 +55,7 @@ def check_out(
             "memory of its own; copy what the call returns, or leave the call out of the graph by "
             "torch.compiler.disable"
         )
-    out = check_tensor("out", out, "a torch.Tensor or None")
+    given = check_tensor("out", out, "a torch.Tensor or None")
     if in_functorch():
         raise ValueError(
             "out: got a tensor within a transform of torch.func, wanted None there, since its "
@@ -63,14 +63,13 @@ def check_out(
         )
     # Some of these have not been checked yet.
     beside = tuple(t for t in beside if isinstance(t, Tensor) and t.layout == torch.strided)
-    _check_plain(out, (*operands, *beside), whose)
+    _check_plain(given, (*operands, *beside), whose)
     q = problem.q
-    check_tensor_dtype("out", out, (q.dtype,))
-    check_same_device("out", out, q.device, "query")
-    check_shape("out", out, (*q.shape[:-1], problem.v.shape[-1]))
-    _check_strides(out)
-    check_memory_of_out(out, operands, beside, whose)
-    return out
+    check_tensor_dtype("out", given, (q.dtype,))
+    check_same_device("out", given, q.device, "query")
+    check_shape("out", given, (*q.shape[:-1], problem.v.shape[-1]))
+    _check_strides(given)
+    check_memory_of_out(given, operands, beside, whose)
 
 
 def check_memory_of_out(
@@ -99,10 +98,14 @@ def check_memory_of_out(
         )
     if out.is_meta or out.numel() == 0:
         return
-    start, end = out.data_ptr(), _storage_end(out)
+    start, storage = out.data_ptr(), out.untyped_storage()
+    end = storage.data_ptr() + storage.nbytes()
     for i, t in enumerate(tensors):
         # By addresses: two storages may be of one memory, as where it is another library's.
-        if t is not None and t.data_ptr() < end and _storage_end(t) > start and _share(out, t):
+        if t is None or t.data_ptr() >= end:
+            continue
+        storage = t.untyped_storage()
+        if storage.data_ptr() + storage.nbytes() > start and _share(out, t):
             raise ValueError(
                 f"out: got memory that {_name(i, whose)} lies in, wanted memory that no operand "
                 "shares: it is written while they are read"
@@ -150,7 +153,9 @@ def _check_strides(out: Tensor) -> None:
 def _dims(t: Tensor) -> _Dims:
     """The dimensions of a tensor that has elements, the bytes of an element among them."""
     step = t.element_size()
-    found = [(n * step, size) for n, size in zip(t.stride(), t.shape, strict=True) if size > 1 and n]
+    found = [
+        (n * step, size) for n, size in zip(t.stride(), t.shape, strict=True) if size > 1 and n
+    ]
     found.sort(reverse=True)
     return [*found, (1, step)] if step > 1 else found
 
@@ -161,11 +166,6 @@ def _extent(dims: _Dims) -> int:
     for stride, size in dims:
         extent += (size - 1) * stride
     return extent
-
-
-def _storage_end(t: Tensor) -> int:
-    storage = t.untyped_storage()
-    return int(storage.data_ptr() + storage.nbytes())
 
 
 def _share(a: Tensor, b: Tensor) -> bool:

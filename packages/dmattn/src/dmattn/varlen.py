@@ -158,9 +158,9 @@ def flash_dmattn_varlen_func(
             copy also where window_size moves rows to their keys.
 
     Returns:
-        out (Tq, H, Dv), contiguous (unless given), in the dtype of query. With return_lse a tuple
-        of that and lse
-        (H, Tq) with the natural logarithm, float32 (float64 for float64 inputs), differentiable.
+        out (Tq, H, Dv) in the dtype of query: contiguous, or the tensor that was given. With
+        return_lse a tuple of that and lse (H, Tq) with the natural logarithm, float32 (float64 for
+        float64 inputs), differentiable.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
