@@ -242,8 +242,11 @@ def dmattn_draft(data: Data) -> Tensor:
     return out
 
 
-def _chunks(data: Data) -> Iterator[tuple[slice, Tensor]]:
-    """The rows of `dmattn_window` by chunks, each behind the state of those before it."""
+def _chunks(data: Data, whole: Tensor | None = None) -> Iterator[Tensor]:
+    """The rows of `dmattn_window` by chunks, each behind the state of those before it.
+
+    Written into their places in `whole`, if it is given.
+    """
     case, state = data.case, None
     assert data.bias is not None
     for start in range(0, case.seqlen_k, CHUNK):
@@ -257,21 +260,22 @@ def _chunks(data: Data) -> Iterator[tuple[slice, Tensor]]:
             window_size=case.kept,
             state=state,
             return_state=True,
+            out=None if whole is None else whole[:, now],
         )
-        yield now, out
+        yield out
 
 
 def dmattn_chunks(data: Data) -> Tensor:
     """All rows in one tensor."""
     whole = torch.empty_like(data.q)
-    for now, out in _chunks(data):
-        whole[:, now] = out
+    for _ in _chunks(data, whole):
+        pass
     return whole
 
 
 def dmattn_chunks_handed_on(data: Data) -> Tensor:
     """The rows of a chunk go on to what comes next, such as the layer's projection."""
-    for _, rows in _chunks(data):
+    for rows in _chunks(data):
         last = rows
     return last
 

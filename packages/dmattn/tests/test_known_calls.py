@@ -151,6 +151,20 @@ CHANGES: dict[str, Change] = {
     "causal selection where none is wanted": to("selection", chosen()),
     "selection that is not causal": to("selection", chosen(is_causal=False)),
     "list for a selection": to("selection", [1]),
+    "out": lambda call: call | {"out": torch.zeros(2, 4, 4, 8)},
+    "strided out": lambda call: call | {"out": torch.zeros(2, 4, 5, 8)[:, :, 1:]},
+    "half out": lambda call: call | {"out": torch.zeros(2, 4, 4, 8, dtype=HALF)},
+    "short out": lambda call: call | {"out": torch.zeros(2, 3, 4, 8)},
+    "expanded out": lambda call: call | {"out": torch.zeros(2, 4, 1, 8).expand(2, 4, 4, 8)},
+    "meta out": lambda call: call | {"out": torch.zeros(2, 4, 4, 8, device="meta")},
+    "sparse out": lambda call: call | {"out": torch.zeros(2, 4, 4, 8).to_sparse()},
+    "negative out": lambda call: call | {"out": torch._neg_view(torch.zeros(2, 4, 4, 8))},
+    "learned out": lambda call: call | {"out": torch.zeros(2, 4, 4, 8, requires_grad=True)},
+    "parameter as out": lambda call: (
+        call | {"out": torch.nn.Parameter(torch.zeros(2, 4, 4, 8), requires_grad=False)}
+    ),
+    "query as out": lambda call: call | {"out": call["query"]},
+    "list as out": to("out", [1.0]),
     "state asked for by 0": to("return_state", 0),
     "state asked for by None": to("return_state", None),
 }
@@ -299,8 +313,9 @@ NO_PART = {
     flash_dmattn_func: {
         *("selection", "state", "cu_seqlens"),  # the first two are looked at by their fields
         *("return_lse", "return_attn_probs"),
+        "out",  # has a kind of its own, beside that of the others
     },
-    flash_dmattn_varlen_func: {"window_size", "return_lse"},
+    flash_dmattn_varlen_func: {"window_size", "return_lse", "out"},
 }
 
 
@@ -357,6 +372,10 @@ PACKED_CHANGES: dict[str, Change] = {
     "dense": changed("query", lambda t: t[None]),
     "causal": to("is_causal", True),
     "narrow value": changed("value", lambda t: t[..., :4]),
+    "out": lambda call: call | {"out": torch.zeros(5, 4, 8)},
+    "strided out": lambda call: call | {"out": torch.zeros(5, 5, 8)[:, 1:]},
+    "short out": lambda call: call | {"out": torch.zeros(4, 4, 8)},
+    "query as out": lambda call: call | {"out": call["query"]},
 }
 
 
@@ -385,6 +404,8 @@ CALLS: dict[str, Callable[[], Tensor]] = {
     "with a gradient": lambda: flash_dmattn_func(**operands(grad=True)),
     "window": lambda: flash_dmattn_func(**operands(), is_causal=True, window_size=3),
     "packed": lambda: flash_dmattn_varlen_func(**packed_operands()),
+    "out": lambda: flash_dmattn_func(**operands(), out=torch.zeros(2, 4, 4, 8)),
+    "packed, out": lambda: flash_dmattn_varlen_func(**packed_operands(), out=torch.zeros(5, 4, 8)),
     "flex": lambda: flash_dmattn_func(**operands(), backend="flex"),
     "flex, packed": lambda: flash_dmattn_varlen_func(**packed_operands(), backend="flex"),
 }
@@ -411,7 +432,7 @@ def test_no_tensor_is_kept() -> None:
             yield value
 
     kept = [x for entry in known_calls._known.items() for x in contents(entry)]
-    assert len(known_calls._known) == 5 and not any(isinstance(x, Tensor) for x in kept)
+    assert len(known_calls._known) == 7 and not any(isinstance(x, Tensor) for x in kept)
 
 
 def test_memory_is_bounded_whoever_calls(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,10 +33,13 @@ class PreparedByCpu(Prepared):
         self.needs: list[tuple[bool, ...]] = []
 
     def forward(
-        self, operands: Operands, for_backward: bool
+        self, operands: Operands, for_backward: bool, out: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         self.forwards.append(for_backward)
-        return CpuBackend().forward(self.problem(operands), for_backward)
+        problem = self.problem(operands)
+        if out is not None:
+            return CpuBackend().forward_into(problem, out, for_backward)
+        return CpuBackend().forward(problem, for_backward)
 
     def backward(
         self,
@@ -129,6 +132,23 @@ def test_without_gradients_nothing_is_kept_for_them() -> None:
     with torch.inference_mode():
         assert torch.equal(attend(*leaves("")), out)
     assert prepared().forwards[1:] == [False]
+
+
+def test_an_output_of_the_callers() -> None:
+    def act(given: list[Tensor]) -> Any:
+        around = torch.full((2, 6, 4, 8), torch.nan)
+        for options in ({}, {"window_size": 3}):
+            wanted = attend(*given, return_lse=True, **options)
+            out, lse = attend(*given, return_lse=True, out=around[:, 1:5], **options)
+            assert torch.equal(out, wanted[0]) and torch.equal(lse, wanted[1])
+            assert torch.equal(around[:, 1:5], out) and around[:, ::5].isnan().all()
+        return out, lse
+
+    for _ in range(2):
+        act(leaves(""))
+    kinds = [known.prepared for known in known_calls._known.values()]
+    assert len(kinds) == 4
+    assert all(isinstance(x, PreparedByCpu) and x.forwards == [False] for x in kinds)
 
 
 def test_only_lse_is_differentiated() -> None:

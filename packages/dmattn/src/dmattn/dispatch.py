@@ -58,12 +58,15 @@ _AUTOCAST_ANYWHERE: Callable[[], bool] | None = getattr(torch._C, "_is_any_autoc
 PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
-def attend(problem: Problem, backend: str | None = None) -> tuple[Tensor, Tensor]:
+def attend(
+    problem: Problem, backend: str | None = None, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """out and lse of a checked problem, differentiable.
 
     Args:
         problem: what to compute.
         backend: the name of the backend to insist on, or None.
+        out: where to write out, as `dmattn.outputs.check_out` wants it; that tensor is returned.
 
     Raises:
         TypeError, ValueError, RuntimeError: as `dmattn.backends.registry.choose`.
@@ -71,12 +74,14 @@ def attend(problem: Problem, backend: str | None = None) -> tuple[Tensor, Tensor
     """
     q, k, v, mask, bias, sink, *_ = problem
     if v.size(-1) != q.size(-1):
-        out, lse = attend(with_one_head_dim(problem), backend)
-        return out[..., : v.shape[-1]].contiguous(), lse
+        wide, lse = attend(with_one_head_dim(problem), backend)
+        found = wide[..., : v.shape[-1]]
+        return found.contiguous() if out is None else out.copy_(found), lse
     if torch.compiler.is_compiling():
-        return ops.attend(problem, backend)
+        return _by_operator(problem, backend, out)
     if is_direct(q, k, v, mask, bias, sink):
-        found, its_lse = attend_directly(problem, registry.choose(problem, backend), True)
+        chosen = registry.choose(problem, backend)
+        found, its_lse = attend_directly(problem, chosen, True, out=out)
         assert its_lse is not None
         return found, its_lse
     if not q.is_meta:
@@ -84,13 +89,28 @@ def attend(problem: Problem, backend: str | None = None) -> tuple[Tensor, Tensor
     _refuse_forward_mode(q, k, v, bias, sink)
     register_for(q)
     if in_functorch():
-        out, lse, _ = _Transformed.apply(*problem.flat(), backend)  # type: ignore[no-untyped-call]
-        return out, lse
-    return ops.attend(problem, backend)
+        found, lse, _ = _Transformed.apply(*problem.flat(), backend)  # type: ignore[no-untyped-call]
+        return found, lse
+    return _by_operator(problem, backend, out)
+
+
+def _by_operator(
+    problem: Problem, backend: str | None, out: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """By the operator, which has no argument for `out`: who intercepts calls sees it copied there.
+
+    A compiler, too, may get here: one that has given up on the public function, which refuses it.
+    """
+    found, lse = ops.attend(problem, backend)
+    return found if out is None else out.copy_(found), lse
 
 
 def attend_directly(
-    problem: Problem, backend: Backend, with_lse: bool, prepared: Prepared | None = None
+    problem: Problem,
+    backend: Backend,
+    with_lse: bool,
+    prepared: Prepared | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """`attend` by a backend that was chosen, and may be prepared, for operands that `is_direct`.
 
@@ -98,7 +118,7 @@ def attend_directly(
     """
     q, k, v, mask, bias, sink, *_, lists = problem
     if prepared is not None:
-        return attend_prepared(prepared, (q, k, v, mask, bias, lists), with_lse)
+        return attend_prepared(prepared, (q, k, v, mask, bias, lists), with_lse, out)
     if torch.is_grad_enabled() and (
         q.requires_grad
         or k.requires_grad
@@ -108,7 +128,7 @@ def attend_directly(
     ):
         found = _apply_eager(q, k, v, bias, sink, problem, backend, with_lse)
         return found if with_lse else (found, None)
-    results = sinks.forward(backend, problem, False)
+    results = sinks.forward(backend, problem, False, out)
     return results.out, results.lse
 
 
@@ -228,7 +248,7 @@ class _Known(torch.autograd.Function):
 
 
 def attend_prepared(
-    call: Prepared, operands: Operands, with_lse: bool
+    call: Prepared, operands: Operands, with_lse: bool, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """As `attend_directly`, for operands of a kind that a backend is prepared for."""
     q, k, v, mask, bias, lists = operands
@@ -240,8 +260,8 @@ def attend_prepared(
     ):
         found = _apply_known(q, k, v, bias, (call, mask, lists, with_lse))
         return found if with_lse else (found, None)
-    out, lse, _ = call.forward(operands, False)
-    return out, lse
+    found, lse, _ = call.forward(operands, False, out)
+    return found, lse
 
 
 def _is_for_operator(dout: Tensor, dlse: Tensor | None, out: Tensor, q: Tensor) -> bool:

@@ -21,7 +21,8 @@ from dmattn.kept_keys import (
     without_leading_rows,
 )
 from dmattn.key_state import KeyState, tensors_of
-from dmattn.known_calls import Kind, kind_of_call, recall, remember
+from dmattn.known_calls import Kind, Known, kind_of_call, kind_with_out, recall, remember
+from dmattn.outputs import check_memory_of_out, check_out
 from dmattn.problem import Problem, lse_dtype, lse_of_no_key, with_one_head_dim
 from dmattn.reference import reference_attention
 from dmattn.selection import KeySelection
@@ -51,6 +52,7 @@ def flash_dmattn_func(
     state: KeyState | None = None,
     return_state: Literal[False] = False,
     cu_seqlens: Tensor | Sequence[int] | None = None,
+    out: Tensor | None = None,
 ) -> Tensor: ...
 
 
@@ -75,6 +77,7 @@ def flash_dmattn_func(
     state: KeyState | None = None,
     return_state: Literal[False] = False,
     cu_seqlens: Tensor | Sequence[int] | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -99,6 +102,7 @@ def flash_dmattn_func(
     state: KeyState | None = None,
     return_state: bool = False,
     cu_seqlens: Tensor | Sequence[int] | None = None,
+    out: Tensor | None = None,
 ) -> Any: ...  # Tensor, or tuple of two or three
 
 
@@ -122,6 +126,7 @@ def flash_dmattn_func(
     state: KeyState | None = None,
     return_state: bool = False,
     cu_seqlens: Tensor | Sequence[int] | None = None,
+    out: Tensor | None = None,
 ) -> Any:
     """Softmax attention with a mask, a bias, or both, neither expanded nor padded.
 
@@ -187,16 +192,23 @@ def flash_dmattn_func(
             tokens that the state has seen), alike for all rows of the batch. Keys are chosen, and
             seen, within their document. Boundaries that lie in other stretches say nothing here.
             Needs what `state` needs, and Sq = Sk.
+        out: where to write the output, as `out` of functions of torch. A tensor of the output's
+            exact shape, dtype and device, of any strides with a contiguous head_dim, such as a
+            slice of a larger tensor. It is for calls without gradients, outside of torch.compile
+            and torch.func, and with plain tensors (no DTensor). No operand may share its memory.
+            The CUDA kernels write there without a copy. It is filled by a copy, a slow path, by
+            other backends, where Dv is not D, where head_dim is no multiple of 8, and where its
+            rows do not start on 16 bytes (unless Sq = 1).
 
     Under torch.autocast for the device of query, query, key and value are cast to its dtype, except
     those of float64, and so is attn_bias unless it is float32. The arithmetic stays in float32.
     Finite operands may still give INF or NaN where their dot products exceed float32.
 
     Returns:
-        out (B, Sq, H, Dv), contiguous, in the dtype of query. With return_lse, return_attn_probs
-        or return_state a tuple of out and what was asked for, in this order: lse (B, H, Sq) with
-        the natural logarithm, differentiable, and probabilities (B, H, Sq, Sk), both float32, or
-        float64 for float64 inputs; and the `KeyState`.
+        out (B, Sq, H, Dv) in the dtype of query: contiguous, or the tensor that was given. With
+        return_lse, return_attn_probs or return_state a tuple of out and what was asked for, in this
+        order: lse (B, H, Sq) with the natural logarithm, differentiable, and probabilities
+        (B, H, Sq, Sk), both float32, or float64 for float64 inputs; and the `KeyState`.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
@@ -220,12 +232,12 @@ def flash_dmattn_func(
         )
         kind = (
             kind_of_call(operands, options)
-            if state is None and selection is None
-            else _kind_beside(operands, options, state, selection)
+            if state is None and selection is None and out is None
+            else _kind_beside(operands, options, state, selection, out)
         )
     if return_attn_probs and state is not None:
         raise ValueError("return_attn_probs: got True beside state, wanted False")
-    known = recall(kind)
+    known = recall(kind) if out is None else _recall_beside(kind, operands, state, selection, out)
     lse: Tensor | None
     if known is None:
         (problem, _), stretch = _checked_call(
@@ -239,13 +251,14 @@ def flash_dmattn_func(
             state,
             return_state,
             cu_seqlens,
+            out,
             sinks=sinks,
             softmax_scale=softmax_scale,
             is_causal=is_causal,
             softcap=softcap,
             deterministic=deterministic,
         )
-        out, lse = _attend(problem, backend)
+        found, lse = _attend(problem, backend, out)
         if kind is not None and (selection is None or keeps_as_given(problem, selection)):
             remember(kind, operands, problem, backend, window_size if stretch is None else None)
     elif (
@@ -254,19 +267,19 @@ def flash_dmattn_func(
         and not return_attn_probs
     ):
         given = known.with_lists(operands, None if selection is None else selection.lists)
-        out, lse = attend_prepared(known.prepared, given, return_lse)
-        return (out, lse) if return_lse else out
+        found, lse = attend_prepared(known.prepared, given, return_lse, out)
+        return (found, lse) if return_lse else found
     else:
         problem, stretch = _known_problem(
             known.problem(operands), window_size, attn_bias, selection, state, return_state
         )
         if problem.key_lists is None or leading_rows(problem) == 0:
-            out, lse = attend_directly(problem, known.backend, return_lse, known.prepared)
+            found, lse = attend_directly(problem, known.backend, return_lse, known.prepared, out)
         else:
-            out, lse = _attend(problem, backend)
+            found, lse = _attend(problem, backend, out)
     if not (return_lse or return_attn_probs or return_state):
-        return out
-    result: tuple[Any, ...] = (out, lse) if return_lse else (out,)
+        return found
+    result: tuple[Any, ...] = (found, lse) if return_lse else (found,)
     if return_attn_probs:
         result = (*result, _probabilities(problem))
     if return_state:
@@ -276,16 +289,46 @@ def flash_dmattn_func(
 
 
 def _kind_beside(
-    operands: tuple[Any, ...], options: tuple[Any, ...], state: Any, selection: Any
+    operands: tuple[Any, ...], options: tuple[Any, ...], state: Any, selection: Any, out: Any
 ) -> Kind | None:
-    """`kind_of_call` with a state or a selection; None where the checks have to refuse them."""
-    if selection is None and type(state) is KeyState:
-        return kind_of_call(operands, options, more=tensors_of(state))
-    if state is None and type(selection) is KeySelection:
+    """`kind_of_call` with a state or a selection, and an output that is given.
+
+    None where the checks have to refuse them.
+    """
+    kind = None
+    if state is None and selection is None:
+        kind = kind_of_call(operands, options)
+    elif selection is None and type(state) is KeyState:
+        kind = kind_of_call(operands, options, more=tensors_of(state))
+    elif state is None and type(selection) is KeySelection:
         s = selection
         about = (s.window_size, s.is_causal, s.first_row, s.is_sliding, s.keeps_own)
-        return kind_of_call(operands, (*options, *about), more=s.lists)
-    return None
+        kind = kind_of_call(operands, (*options, *about), more=s.lists)
+    return kind if out is None else kind_with_out(kind, out)
+
+
+def _recall_beside(
+    kind: Kind | None, operands: tuple[Any, ...], state: Any, selection: Any, out: Tensor
+) -> Known | None:
+    """`recall` with an output that is given, after a look at what the kind does not tell of it."""
+    known = recall(kind)
+    if known is not None:
+        check_memory_of_out(out, operands, *_read_beside(state, selection))
+    return known
+
+
+def _read_beside(
+    state: Any, selection: Any, cu_seqlens: Any = None
+) -> tuple[tuple[Tensor, ...], str]:
+    """The tensors that a call reads beside its operands, and the arguments that they belong to."""
+    tensors: tuple[Tensor, ...] = ()
+    if isinstance(state, KeyState):
+        tensors = tensors_of(state)
+    elif isinstance(selection, KeySelection):
+        tensors = selection.lists
+    if isinstance(cu_seqlens, Tensor):
+        tensors = (*tensors, cu_seqlens)
+    return tensors, "state, selection or cu_seqlens"
 
 
 def _known_problem(
@@ -329,7 +372,8 @@ def explain(*arguments: Any, **options: Any) -> str:
     for name in ("return_lse", "return_attn_probs"):
         check_bool(name, named.pop(name))
     (problem, slow), _ = _checked_call(**named)
-    return registry.explain(with_one_head_dim(problem), wanted, (*slow, *slow_paths(problem)))
+    notes = (*slow, *slow_paths(problem))
+    return registry.explain(with_one_head_dim(problem), wanted, notes, named["out"])
 
 
 def flash_dmattn_func_auto(backend: str | None = None) -> Callable[..., Any]:
@@ -375,6 +419,7 @@ def _checked_call(
     state: Any = None,
     return_state: Any = False,
     cu_seqlens: Any = None,
+    out: Any = None,
     **settings: Any,
 ) -> tuple[Kept, Stretch | None]:
     """What the arguments of `flash_dmattn_func` mean, keys chosen.
@@ -399,6 +444,9 @@ def _checked_call(
     if window is not None or selection is not None:
         attn_bias = _four_dimensional(attn_bias)
     problem = checked_problem(query, key, value, attn_mask, attn_bias, **settings)
+    if out is not None:  # before keys are chosen, which is work
+        operands = (query, key, value, attn_mask, given, settings["sinks"])
+        check_out(out, problem, operands, *_read_beside(state, selection, cu_seqlens))
     if is_stretch:
         assert window is not None
         stretch = checked_stretch(problem, state, window, cu_seqlens)
@@ -417,15 +465,20 @@ def _four_dimensional(bias: Any) -> Any:
     return bias.unsqueeze(2) if isinstance(bias, Tensor) and bias.dim() == 3 else bias
 
 
-def _attend(problem: Problem, backend: str | None) -> tuple[Tensor, Tensor]:
+def _attend(
+    problem: Problem, backend: str | None, out: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """out and lse. Rows that stand in front of the first key of key lists keep nothing."""
     skip = leading_rows(problem)
-    if skip > 0:
-        problem = without_leading_rows(problem)
-    out, lse = attend(problem, backend)
-    if skip > 0:
-        out = torch.nn.functional.pad(out, (0, 0, 0, 0, skip, 0))
-        lse = torch.cat((lse_of_no_key(problem).expand(*lse.shape[:2], skip), lse), 2)
+    if skip == 0:
+        return attend(problem, backend, out)
+    problem = without_leading_rows(problem)
+    found, lse = attend(problem, backend, None if out is None else out[:, skip:])
+    if out is None:
+        out = torch.nn.functional.pad(found, (0, 0, 0, 0, skip, 0))
+    else:
+        out[:, :skip] = 0
+    lse = torch.cat((lse_of_no_key(problem).expand(*lse.shape[:2], skip), lse), 2)
     return out, lse
 
 

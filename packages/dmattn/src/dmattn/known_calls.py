@@ -105,6 +105,18 @@ def kind_of_call(
     return types, kinds, options, torch.are_deterministic_algorithms_enabled()
 
 
+def kind_with_out(kind: Kind | None, out: Any) -> Kind | None:
+    """The kind of the same call with a tensor for its output; None: not to be remembered.
+
+    By itself, as one call of the compiled module takes 8 tensors, which a call may have already.
+    """
+    if kind is None:
+        return None
+    readers = kernels.kind_readers
+    of_out = (readers[0] if readers else _kind_of)(PLAIN_TYPES, out)
+    return None if of_out is None else (*kind, of_out)
+
+
 def _kind_of(types: tuple[type, ...], *tensors: Any) -> Kind | None:
     """As `kind_of` of the compiled kernels, which takes a fifth of the time.
 

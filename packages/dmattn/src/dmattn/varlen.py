@@ -17,7 +17,8 @@ from dmattn.backends import registry
 from dmattn.checks import read_packing
 from dmattn.dispatch import attend, attend_directly, is_same_tensor, select
 from dmattn.key_lists import best_keys
-from dmattn.known_calls import kind_of_call, recall, remember
+from dmattn.known_calls import kind_of_call, kind_with_out, recall, remember
+from dmattn.outputs import check_memory_of_out, check_out
 from dmattn.problem import Packing, Problem, is_per_key, lse_of_no_key, with_one_head_dim
 from dmattn.selection import same_heads
 from dmattn.slow_paths import slow_paths
@@ -44,6 +45,7 @@ def flash_dmattn_varlen_func(
     backend: str | None = None,
     *,
     sinks: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor: ...
 
 
@@ -67,6 +69,7 @@ def flash_dmattn_varlen_func(
     return_lse: Literal[True],
     backend: str | None = None,
     sinks: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -90,6 +93,7 @@ def flash_dmattn_varlen_func(
     backend: str | None = None,
     *,
     sinks: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Any: ...  # Tensor, or tuple of two
 
 
@@ -112,6 +116,7 @@ def flash_dmattn_varlen_func(
     backend: str | None = None,
     *,
     sinks: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Any:
     """`flash_dmattn_func` for each of n sequences packed one behind the other, without padding.
 
@@ -149,10 +154,13 @@ def flash_dmattn_varlen_func(
             to its key. That is a slow path: it takes time and memory for Tk rows.
         return_lse: also return the log-sum-exp of each row.
         sinks: (H,), as for `flash_dmattn_func`.
+        out: where to write the output, (Tq, H, Dv), as for `flash_dmattn_func`. It is filled by a
+            copy also where window_size moves rows to their keys.
 
     Returns:
-        out (Tq, H, Dv), contiguous, in the dtype of query. With return_lse a tuple of that and lse
-        (H, Tq) with the natural logarithm, float32 (float64 for float64 inputs), differentiable.
+        out (Tq, H, Dv) in the dtype of query: contiguous, or the tensor that was given. With
+        return_lse a tuple of that and lse (H, Tq) with the natural logarithm, float32 (float64 for
+        float64 inputs), differentiable.
 
     Raises:
         TypeError: an argument has the wrong type or dtype.
@@ -169,12 +177,16 @@ def flash_dmattn_varlen_func(
     if window_size is None:
         options = (softmax_scale, is_causal, softcap, deterministic, backend)
         kind = kind_of_call(operands, options, packing)
+        if out is not None:
+            kind = kind_with_out(kind, out)
     known = recall(kind)
     if known is not None:
+        if out is not None:
+            check_memory_of_out(out, operands, bounds, "cu_seqlens_q and cu_seqlens_k")
         operands = (query, key, value, heads_first(attn_mask), heads_first(attn_bias), sinks)
         packed = known.problem(operands, Packing(*packing))
-        out, lse = attend_directly(packed, known.backend, return_lse)
-        return (out, lse) if return_lse else out
+        found, lse = attend_directly(packed, known.backend, return_lse, out=out)
+        return (found, lse) if return_lse else found
     packed, moved = _checked(
         query,
         key,
@@ -183,21 +195,26 @@ def flash_dmattn_varlen_func(
         attn_mask,
         attn_bias,
         window_size,
+        out,
         sinks=sinks,
         softmax_scale=softmax_scale,
         is_causal=is_causal,
         softcap=softcap,
         deterministic=deterministic,
     )
-    out, lse = attend(packed, backend)
+    is_listed = packed.packing is None  # key lists for all sequences together
+    into = out if moved is None else None
+    found, lse = attend(packed, backend, into[None] if is_listed and into is not None else into)
     if kind is not None:
         remember(kind, operands, packed, backend)
-    if packed.packing is None:  # key lists for all sequences together
-        out, lse = out[0], lse[0]
+    if is_listed:
+        found, lse = found[0], lse[0]
     if moved is not None:
-        out = torch.nn.functional.pad(out, (0, 0, 0, 0, 0, 1))[moved]
+        found = torch.nn.functional.pad(found, (0, 0, 0, 0, 0, 1))[moved]
         lse = torch.cat((lse, lse_of_no_key(packed)), 1)[:, moved]
-    return (out, lse) if return_lse else out
+    if out is not None:
+        found = out if into is not None else out.copy_(found)
+    return (found, lse) if return_lse else found
 
 
 def explain_varlen(*arguments: Any, **options: Any) -> str:
@@ -227,7 +244,10 @@ def explain_varlen(*arguments: Any, **options: Any) -> str:
             "cu_seqlens_q and cu_seqlens_k are two tensors, so queries are copied to the positions "
             "of their keys, and the output back"
         )
-    return registry.explain(with_one_head_dim(problem), wanted, notes)
+    out = None if moved is not None else named["out"]
+    if out is not None and packing is None:
+        out = out[None]
+    return registry.explain(with_one_head_dim(problem), wanted, notes, out)
 
 
 def _checked(
@@ -241,6 +261,7 @@ def _checked(
     attn_mask: Any,
     attn_bias: Any,
     window_size: Any,
+    out: Any = None,
     **settings: Any,
 ) -> tuple[Problem, Tensor | None]:
     """What the arguments of `flash_dmattn_varlen_func` mean, as `_in_window` returns it."""
@@ -253,6 +274,9 @@ def _checked(
         window = check_window_size(window_size)
         check_scores(attn_bias)
     problem = checked_problem(query, key, value, attn_mask, attn_bias, packing, **settings)
+    if out is not None:  # before keys are chosen, which is work
+        operands = (query, key, value, attn_mask, attn_bias, settings["sinks"])
+        check_out(out, problem, operands, packing[:2], "cu_seqlens_q and cu_seqlens_k")
     return (problem, None) if window is None else _in_window(problem, packing, window)
 
 

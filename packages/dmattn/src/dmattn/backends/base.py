@@ -50,9 +50,9 @@ class Prepared(ABC):
 
     @abstractmethod
     def forward(
-        self, operands: Operands, for_backward: bool
+        self, operands: Operands, for_backward: bool, out: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """As `Backend.forward`."""
+        """As `Backend.forward`, or as `Backend.forward_into` where `out` is given."""
 
     @abstractmethod
     def backward(
@@ -121,6 +121,22 @@ class Backend(ABC):
         Raises:
             RuntimeError: it cannot run on this machine, or on the device of the problem.
         """
+
+    def forward_into(self, problem: Problem, out: Tensor, for_backward: bool = True) -> Results:
+        """`forward`, with its output in `out`, which the results then hold.
+
+        A backend that can write there does so in a method of its own; this one copies.
+
+        Args:
+            problem, for_backward: as for `forward`.
+            out: as `dmattn.outputs.check_out` wants it: of any strides with a contiguous head_dim.
+        """
+        results = self.forward(problem, for_backward)
+        return results._replace(out=out.copy_(results.out))
+
+    def slow_outputs(self, problem: Problem, out: Tensor) -> list[str]:
+        """What keeps it from writing straight into `out`, each in a sentence for a user."""
+        return [f"out is filled by a copy: backend {self.name!r} has an output of its own first"]
 
     def prepare(self, problem: Problem) -> Prepared | None:
         """For further calls of the kind of this problem, which has been computed; None: nothing.

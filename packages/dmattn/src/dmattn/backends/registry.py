@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from dmattn.backends.base import Backend
 from dmattn.backends.cpu import CpuBackend
@@ -127,13 +128,19 @@ def unusable(backend: Backend, reason: str) -> RuntimeError:
     return RuntimeError(f"backend: got {backend.name!r}, which cannot run here: {reason}")
 
 
-def explain(problem: Problem, wanted: str | None = None, slow: Sequence[str] = ()) -> str:
+def explain(
+    problem: Problem,
+    wanted: str | None = None,
+    slow: Sequence[str] = (),
+    out: Tensor | None = None,
+) -> str:
     """Which backend computes a checked problem, why not the others, and what slows it down.
 
     Args:
         problem: what is to be computed.
         wanted: the name of the backend that is insisted on, or None.
         slow: what slows it down already before it reaches a backend.
+        out: what the caller gave for the output, if anything.
 
     Raises:
         ValueError: there is no backend of the name that is wanted.
@@ -165,5 +172,6 @@ def explain(problem: Problem, wanted: str | None = None, slow: Sequence[str] = (
         else:
             lines.append(f"  not {backend.name}: {chosen.name} comes first")
     if chosen is not None:
-        lines += [f"  slow: {note}" for note in (*slow, *chosen.slow_paths(problem))]
+        copied = [] if out is None else chosen.slow_outputs(problem, out)
+        lines += [f"  slow: {note}" for note in (*slow, *chosen.slow_paths(problem), *copied)]
     return "\n".join([f"backend: {'none' if chosen is None else chosen.name}", *lines])

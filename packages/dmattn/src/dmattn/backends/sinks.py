@@ -24,12 +24,23 @@ from dmattn.backends.base import Backend
 from dmattn.problem import Gradients, Needs, Problem, Results, empty_gradients
 
 
-def forward(backend: Backend, problem: Problem, for_backward: bool = True) -> Results:
-    """`backend.forward`, with the sinks of the problem if it has any."""
+def forward(
+    backend: Backend, problem: Problem, for_backward: bool = True, out: Tensor | None = None
+) -> Results:
+    """`backend.forward`, with the sinks of the problem if it has any.
+
+    `backend.forward_into` where `out` is given; sinks change it in place.
+    """
     if problem.sinks is None:
-        return backend.forward(problem, for_backward)
+        if out is None:
+            return backend.forward(problem, for_backward)
+        return backend.forward_into(problem, out, for_backward)
     # With lse_rest in any case, so that the bits do not depend on whether a backward follows.
-    results = backend.forward(problem._replace(sinks=None), True)
+    without = problem._replace(sinks=None)
+    if out is None:
+        results = backend.forward(without, True)
+    else:
+        results = backend.forward_into(without, out, True)
     results = _beside_sinks(results, problem.sinks)
     return results if for_backward else results._replace(lse_rest=None)
 

@@ -54,8 +54,14 @@ class CudaBackend(Backend):
     def slow_paths(self, problem: Problem) -> list[str]:
         return slow_paths.slow_paths(problem)
 
+    def slow_outputs(self, problem: Problem, out: Tensor) -> list[str]:
+        return slow_paths.slow_outputs(problem, out)
+
     def forward(self, problem: Problem, for_backward: bool = True) -> Results:
         return attention.forward(problem, for_backward)
+
+    def forward_into(self, problem: Problem, out: Tensor, for_backward: bool = True) -> Results:
+        return attention.forward(problem, for_backward, out)
 
     def prepare(self, problem: Problem) -> Prepared | None:
         return prepared.PreparedCall(self.name, problem) if prepared.suits(problem) else None

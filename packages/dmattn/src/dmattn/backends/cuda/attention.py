@@ -9,7 +9,11 @@ from torch import Tensor
 from dmattn.backends import sinks
 from dmattn.backends.cuda import bias_rows
 from dmattn.backends.cuda.kernels import BACKWARD, FORWARD, check_device, launch, parts
+<<<<<<< HEAD
 from dmattn.backends.cuda.keys_written import take_asked
+=======
+from dmattn.backends.cuda.outputs import finished, is_written_in_place
+>>>>>>> out
 from dmattn.checks import HEAD_DIM_MULTIPLE
 from dmattn.key_lists import Selection, without_spare_lists
 from dmattn.problem import (
@@ -23,8 +27,10 @@ from dmattn.problem import (
 )
 
 
-def forward(problem: Problem, for_backward: bool = True) -> Results:
+def forward(problem: Problem, for_backward: bool = True, out: Tensor | None = None) -> Results:
     """Results of a checked problem; lse in float32, lse_rest only with a bias and `for_backward`.
+
+    Where `out` is given, the results hold it.
 
     Raises:
         RuntimeError: no usable kernels, or a GPU that they do not serve.
@@ -37,19 +43,22 @@ def forward(problem: Problem, for_backward: bool = True) -> Results:
     padded = head_dim % HEAD_DIM_MULTIPLE != 0
     if padded:
         q, k, v = _pad(q), _pad(k), _pad(v)
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if out is not None and not padded and is_written_in_place(out, is_decoded(problem)):
+        found = out
+    else:
+        found = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = _empty_rows(q)
     rest = torch.empty_like(lse) if for_backward and bias is not None else None
     if k.numel() == 0:
-        out = out.zero_()[..., :head_dim].contiguous()
-        return Results(out, lse.fill_(-torch.inf), None if rest is None else rest.zero_())
+        found = found.zero_()[..., :head_dim].contiguous() if out is None else out.zero_()
+        return Results(found, lse.fill_(-torch.inf), None if rest is None else rest.zero_())
     if q.numel() > 0:
         packing = problem.packing and _contiguous(problem.packing)
         lists = _lists(problem)
         launch(
             FORWARD,
             q,
-            *(device, q, k, v, mask, bias, out, lse),
+            *(device, q, k, v, mask, bias, found, lse),
             *problem.kernel_settings,
             0,  # splits: the library chooses
             lists and parts(lists),
@@ -58,8 +67,17 @@ def forward(problem: Problem, for_backward: bool = True) -> Results:
             known_window(problem),
         )
     if padded:
-        out = out[..., :head_dim].contiguous()
-    return Results(out, lse, rest)
+        found = found[..., :head_dim]
+    if out is not None:
+        found = finished(out, found)
+    elif padded:
+        found = found.contiguous()
+    return Results(found, lse, rest)
+
+
+def is_decoded(problem: Problem) -> bool:
+    """Whether there is a single row for each batch and head, which has kernels of its own."""
+    return problem.packing is None and problem.q.shape[1] == 1
 
 
 def backward(

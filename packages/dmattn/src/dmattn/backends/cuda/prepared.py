@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from dmattn.backends.base import Operands, Prepared
-from dmattn.backends.cuda.attention import known_window
+from dmattn.backends.cuda.attention import is_decoded, known_window
 from dmattn.backends.cuda.bias_rows import copies
 from dmattn.backends.cuda.kernels import BACKWARD, FORWARD, at_once, launch, parts
 from dmattn.backends.cuda.keys_written import take_asked
+from dmattn.backends.cuda.outputs import finished, is_written_in_place
 from dmattn.checks import HEAD_DIM_MULTIPLE
 from dmattn.key_lists import num_blocks
 from dmattn.problem import Problem
@@ -49,24 +50,28 @@ class PreparedCall(Prepared):
         self._scale, self._softcap, self._is_causal = problem.kernel_settings
         self._deterministic = problem.deterministic
         self._window = known_window(problem)
+        self._is_decoded = is_decoded(problem)
 
     def forward(
-        self, operands: Operands, for_backward: bool
+        self, operands: Operands, for_backward: bool, out: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         q, k, v, mask, bias, lists = operands
-        out = self._like_q(q)
+        if out is not None and is_written_in_place(out, self._is_decoded):
+            found = out
+        else:
+            found = self._like_q(q)
         lse = q.new_empty_strided(self._lse_shape, self._lse_stride, dtype=torch.float32)
         rest = torch.empty_like(lse) if for_backward and bias is not None else None
         device = self._device
         # One by one: tuples that are put together take longer. 0 splits: the library chooses.
         given = (
-            device, q, k, v, mask, bias, out, lse,
+            device, q, k, v, mask, bias, found, lse,
             self._scale, self._softcap, self._is_causal, 0, lists and parts(lists), rest,
             None, None, 0, 0, self._window, torch._C._cuda_getCurrentRawStream(device),
         )  # fmt: skip
         if self._enqueue_forward(*given) != 0:
             launch(FORWARD, q, *given[:-1])
-        return out, lse, rest
+        return found if out is None else finished(out, found), lse, rest
 
     def backward(
         self,

@@ -3,8 +3,10 @@
 from torch import Tensor
 
 from dmattn.backends.cuda import few_keys
+from dmattn.backends.cuda.attention import is_decoded
 from dmattn.backends.cuda.bias_rows import copies, starts_rows_on_16_bytes
 from dmattn.backends.cuda.few_keys import has_few_keys
+from dmattn.backends.cuda.outputs import is_written_in_place
 from dmattn.checks import HEAD_DIM_MULTIPLE
 from dmattn.problem import Problem, has_rows
 
@@ -25,6 +27,16 @@ def slow_paths(problem: Problem) -> list[str]:
         return [*_head_dim(problem, few_keys.HEAD_DIMS), *_settings(problem)]
     notes = _head_dim(problem, _TILE_HEAD_DIMS)
     return [*notes, *_masks(problem), *_biases(problem), *_settings(problem)]
+
+
+def slow_outputs(problem: Problem, out: Tensor) -> list[str]:
+    """The notes on an output of the caller's that the kernels do not write in place."""
+    head_dim = problem.q.shape[-1]
+    if out.shape[-1] != head_dim or head_dim % HEAD_DIM_MULTIPLE != 0:
+        return ["out is filled by a copy, from an output whose head_dim is padded"]
+    if out.numel() > 0 and not is_written_in_place(out, is_decoded(problem)):
+        return ["out has rows that do not start on 16 bytes, so it is filled by a copy"]
+    return []
 
 
 def _head_dim(problem: Problem, tiles: tuple[int, ...]) -> list[str]:
