@@ -9,7 +9,7 @@ import torch
 @cache
 def _second_stream(device: torch.device) -> torch.cuda.Stream:
     """One for all calls: streams cannot be told apart by what they are for, and are few."""
-    return torch.cuda.Stream(device)
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 class Beside:

@@ -194,9 +194,7 @@ def _join_at(
         if sending is None:
             rows, its_score, places = exchange.scan(place, layout, own.rows, borders)
         else:
-            its_score, at = exchange.choose_gathered(
-                place, sending[0].wait(), given.width, borders
-            )
+            its_score, at = exchange.choose_gathered(place, sending[0].wait(), given.width, borders)
             places = _empty_places(k, given) if at is None else at[None, None]
         beside.follow()
         joined_score = score if before == 0 else _behind(its_score, score, before)

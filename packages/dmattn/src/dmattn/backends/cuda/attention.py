@@ -9,11 +9,8 @@ from torch import Tensor
 from dmattn.backends import sinks
 from dmattn.backends.cuda import bias_rows
 from dmattn.backends.cuda.kernels import BACKWARD, FORWARD, check_device, launch, parts
-<<<<<<< HEAD
 from dmattn.backends.cuda.keys_written import take_asked
-=======
 from dmattn.backends.cuda.outputs import finished, is_written_in_place
->>>>>>> out
 from dmattn.checks import HEAD_DIM_MULTIPLE
 from dmattn.key_lists import Selection, without_spare_lists
 from dmattn.problem import (

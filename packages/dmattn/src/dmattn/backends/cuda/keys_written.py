@@ -1,8 +1,8 @@
 """Going on with the gradients of keys before those of queries are there.
 
 The kernels' backward writes the gradients of keys, values and biases before it rounds those of
-queries. Context parallel attention, which sends the former to other ranks, asks for an event between
-the two.
+queries. Context parallel attention, which sends the former to other ranks, asks for an event
+between the two.
 """
 
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ class KeysWritten:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.event = torch.cuda.Event()
+        self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.event.record(torch.cuda.current_stream(device))  # it is made at its first record
         self._versions: dict[int, int] = {}
 
