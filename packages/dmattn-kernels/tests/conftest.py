@@ -47,7 +47,7 @@ def probe(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     headers of kernels that are plain arithmetic."""
     output = tmp_path_factory.mktemp("probe") / "libplan_probe.so"
     folder = PACKAGE / "tests" / "host"
-    sources = [folder / f"{name}_probe.cpp" for name in ("plan", "terms", "numbering")]
+    sources = [folder / f"{name}_probe.cpp" for name in ("plan", "terms", "numbering", "tail")]
     sources += sorted((PACKAGE / "src" / "host").rglob("*.cpp"))
     includes = [PACKAGE / "include", PACKAGE / "src", folder / "stubs"]
     subprocess.run(

@@ -11,6 +11,7 @@
 #include "../attention/shared/key_source.cuh"
 #include "../shared/chunk_terms.cuh"
 #include "../shared/helper.cuh"
+#include "../shared/list_tail.cuh"
 #include "backward.h"
 
 namespace dmattn {
@@ -161,38 +162,12 @@ __device__ __forceinline__ void find_tile_rows(const Chunk& c, const ClassCounts
 
 // --- the numbers of items ---------------------------------------------------------------------------------------------
 
-// Whether it is worth sharing the last items out is estimated in steps: as if all items had all rows of a chunk, so that
-// thread blocks, which take the next one when they are done, go in step. A gain of fewer steps is not trusted.
+// A gain of fewer steps is not trusted: items are not all of one length.
 constexpr int kLeastGain = 4;
 // Of more items the last ones are nothing.
 constexpr int kMostItems = 1 << 16;
 // Items beyond the last two for each thread block are not looked at.
 constexpr int kMostTailItems = 2;
-
-// Quotients of numbers up to 2^20, rounded down or up: the kernel's end waits for one warp that needs many of them.
-struct QuickDivisor {
-  int value;
-  float inverse;
-
-  __device__ __forceinline__ explicit QuickDivisor(int divisor) : value(divisor), inverse(1.0f / divisor) {}
-  __device__ __forceinline__ int down(int n) const { return static_cast<int>((n + 0.5f) * inverse); }
-  __device__ __forceinline__ int up(int n) const { return down(n + value - 1); }
-};
-
-// When the last thread block is done if the last `tail` of all items, not none, become `parts` smaller ones each.
-// whole, step: what the ones and the others take.
-__device__ __forceinline__ int estimate_end(const QuickDivisor& blocks, int all, int tail, int parts, int whole,
-                                            const QuickDivisor& step) {
-  const int waves = blocks.down(all - tail);  // until their end all blocks are busy with whole items
-  const int busy = all - tail - waves * blocks.value, idle = blocks.value - busy, smaller = tail * parts;
-  // The end is that of a smaller item of a block that began with one, or of one that had a whole item first: how many of
-  // the one kind, or of the other, it takes until all of them are done.
-  const int in_whole = step.down(whole), to_whole = step.up(whole);
-  const int by_idle = smaller <= idle * to_whole ? static_cast<int>(ceilf((smaller - 0.25f) / idle))
-                                                 : blocks.up(smaller + busy * to_whole);
-  const int by_busy = blocks.up(max(smaller - idle * in_whole, 0));
-  return waves * whole + max(min(by_idle * step.value, whole + by_busy * step.value), busy > 0 ? whole : 0);
-}
 
 // A way to share out the last items, as one number: the lower, the sooner all is done, and of equal ones the fewer chunks.
 __device__ __forceinline__ uint64_t as_number(int end, int chunks, int parts) {
@@ -207,9 +182,9 @@ __device__ __forceinline__ void share_out_tail(const ChunkKeyListsParams& p, con
   for (int i = lane; i < chunks; i += 32) sum += __ldcg(items_of_chunk + i);
   for (int i = 16; i > 0; i /= 2) sum += __shfl_xor_sync(kFullWarp, sum, i);
   if (sum == 0 || sum > kMostItems || p.group_heads == 1) return;
-  const QuickDivisor blocks(p.blocks);
-  const int all = static_cast<int>(sum), whole = p.group_heads * p.steps_of_head + p.steps_of_prologue;
-  uint64_t best = as_number(max(blocks.up(all) * whole - kLeastGain, 0), 0, 1);
+  const int all = static_cast<int>(sum);
+  const ListEnd end(p.blocks, all, p.group_heads, p.steps_of_head, p.steps_of_prologue);
+  uint64_t best = as_number(max(end.of_whole() - kLeastGain, 0), 0, 1);
   // The first chunks come last.
   int before = 0;
   for (int first = 0; first < chunks && before <= kMostTailItems * p.blocks; first += 32) {
@@ -218,8 +193,7 @@ __device__ __forceinline__ void share_out_tail(const ChunkKeyListsParams& p, con
     if (own > 0 && tail <= kMostTailItems * p.blocks) {
       for (int parts = 1; parts < p.group_heads;) {
         parts = min(2 * parts, p.group_heads);
-        const QuickDivisor step(ceil_div(p.group_heads, parts) * p.steps_of_head + p.steps_of_prologue);
-        best = min(best, as_number(estimate_end(blocks, all, tail, parts, whole, step), first + lane + 1, parts));
+        best = min(best, as_number(end.with_tail(tail, parts), first + lane + 1, parts));
       }
     }
     before = __shfl_sync(kFullWarp, tail, 31);

@@ -1,0 +1,52 @@
+// When the backward over lists on Hopper is done if its last items are shared out: see ListNumbers.
+#pragma once
+
+#include <cuda_runtime.h>
+
+namespace dmattn {
+
+// Quotients of numbers up to 2^20, rounded down or up. The launch waits for one warp that needs many of them, and integer
+// division takes several times as long.
+struct QuickDivisor {
+  int value;
+  float inverse;
+
+  __device__ __forceinline__ explicit QuickDivisor(int divisor) : value(divisor), inverse(1.0f / divisor) {}
+  __device__ __forceinline__ int down(int n) const { return static_cast<int>((n + 0.5f) * inverse); }
+  __device__ __forceinline__ int up(int n) const { return down(n + value - 1); }
+};
+
+// Estimated in steps, as if each item had all rows of a chunk: thread blocks, which take the next item when they are done,
+// then go in step.
+struct ListEnd {
+  QuickDivisor blocks;
+  int all;  // items before any is shared out
+  int heads, steps_of_head, steps_of_prologue;
+  int whole;  // steps of an item
+
+  __device__ __forceinline__ ListEnd(int blocks, int all, int heads, int steps_of_head, int steps_of_prologue)
+      : blocks(blocks),
+        all(all),
+        heads(heads),
+        steps_of_head(steps_of_head),
+        steps_of_prologue(steps_of_prologue),
+        whole(heads * steps_of_head + steps_of_prologue) {}
+
+  __device__ __forceinline__ int of_whole() const { return blocks.up(all) * whole; }
+
+  // Of the last `tail` items, at least one, each becomes `parts` smaller ones.
+  __device__ __forceinline__ int with_tail(int tail, int parts) const {
+    const int waves = blocks.down(all - tail);  // until their end all blocks are busy with whole items
+    const int busy = all - tail - waves * blocks.value, idle = blocks.value - busy, smaller = tail * parts;
+    const QuickDivisor step((heads + parts - 1) / parts * steps_of_head + steps_of_prologue);
+    // The last one ends as a smaller item of a block that began with such, or of one that had a whole item first. How many
+    // of the one kind, or of the other, a block has until all of them are done:
+    const int in_whole = step.down(whole), to_whole = step.up(whole);
+    const int by_idle = smaller <= idle * to_whole ? static_cast<int>((smaller + idle - 1 + 0.5f) / idle)
+                                                   : blocks.up(smaller + busy * to_whole);
+    const int by_busy = blocks.up(max(smaller - idle * in_whole, 0));
+    return waves * whole + max(min(by_idle * step.value, whole + by_busy * step.value), busy > 0 ? whole : 0);
+  }
+};
+
+}  // namespace dmattn
