@@ -9,12 +9,15 @@ import platform
 import re
 import subprocess
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from attention.targets import Target
 from gpu.sanitize import TOOLS, Finding
 from source_hash import source_hash
+
+if TYPE_CHECKING:
+    from attention.targets import Target
 
 OUTCOMES = ("passed", "failed", "crashed", "skipped", "not run")
 SLOWEST = 10
@@ -112,6 +115,42 @@ def compose(
         "slowest": _slowest(outcomes),
         "sanitizer": [dataclasses.asdict(finding) for finding in findings],
     }
+
+
+def is_ok(found: dict[str, Any]) -> bool:
+    """Of a report into which something that was run again has been written."""
+    return (
+        found["complete"]
+        and not found["failed_tests"]
+        and all(
+            counts["passed"] > 0 and not counts["not run"] for counts in found["tests"].values()
+        )
+        and bool(found["sanitizer"])
+        and all(finding["ok"] for finding in found["sanitizer"])
+        and "note" not in found
+    )
+
+
+def is_of_this_library(found: dict[str, Any]) -> bool:
+    """Whether a report speaks of the library that is installed, and that of the sources here."""
+    return bool(found["source_hash"] == environment().get("source_hash") == source_hash())
+
+
+def put_into(found: dict[str, Any], newer: dict[str, Any], backends: Mapping[str, str]) -> None:
+    """Replace what a report says of the targets of a newer one, and list them as run again.
+
+    `backends`: the name of each target's.
+    """
+    for name, counts in newer["tests"].items():
+        of_backend = found["backends"][backends[name]]
+        for outcome, count in counts.items():
+            of_backend[outcome] += count - found["tests"][name][outcome]
+        found["tests"][name] = counts
+        failed = [line for line in found["failed_tests"] if line["target"] != name]
+        found["failed_tests"] = failed + [x for x in newer["failed_tests"] if x["target"] == name]
+        about = {key: newer[key] for key in ("date", "gpu", "seconds", "skipped_reasons")}
+        found.setdefault("run_again", []).append({"target": name, **about})
+    found["ok"] = is_ok(found)
 
 
 def _counts(lines: list[dict[str, Any]]) -> dict[str, int]:

@@ -31,7 +31,6 @@ from check_report import REPORT  # noqa: E402
 from gpu import report  # noqa: E402
 from gpu.jobs import Pool  # noqa: E402
 from gpu.sanitize import judge, kernel_jobs  # noqa: E402
-from source_hash import source_hash  # noqa: E402
 
 FAMILIES = ("sm80", "sm89", "sm90")
 JOB_SECONDS = 300.0  # of a sanitizer's job, two of which run at a time
@@ -76,19 +75,6 @@ def sanitize_again(found: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
     return [{"sanitizer": name, "passed": finding["ok"]} for name, finding in findings.items()]
 
 
-def is_ok(found: dict[str, Any]) -> bool:
-    return (
-        found["complete"]
-        and not found["failed_tests"]
-        and all(
-            counts["passed"] > 0 and not counts["not run"] for counts in found["tests"].values()
-        )
-        and bool(found["sanitizer"])
-        and all(finding["ok"] for finding in found["sanitizer"])
-        and "note" not in found
-    )
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -96,8 +82,7 @@ def main() -> int:
     parser.add_argument("--report", type=Path, default=REPORT)
     path = parser.parse_args().report
     found: dict[str, Any] = json.loads(path.read_text())
-    library = report.environment().get("source_hash")
-    if not found["source_hash"] == library == source_hash():
+    if not report.is_of_this_library(found):
         print("the report, the library and the tree differ: run the whole suite", file=sys.stderr)
         return 1
     again = found.setdefault("run_again", [])
@@ -109,7 +94,7 @@ def main() -> int:
             if passed:
                 update(found, line)
         again += sanitized.result()
-    found["ok"] = is_ok(found)
+    found["ok"] = report.is_ok(found)
     path.write_text(json.dumps(found, indent=1) + "\n")
     print(report.table(found))
     return 0 if found["ok"] else 1

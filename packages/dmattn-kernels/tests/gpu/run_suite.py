@@ -1,7 +1,7 @@
 """The GPU suite as one command; writes the report that the repository commits.
 
     python packages/dmattn-kernels/tests/gpu/run_suite.py [--report PATH] [--quick]
-        [--time-limit S] [--folder PATH]
+        [--time-limit S] [--folder PATH] [--targets NAME ... --into REPORT]
 
 It runs the attention suite (tests/attention), models of transformers and CUDA graphs (tests/models)
 and the tests of the kernels as such (this folder).
@@ -9,7 +9,8 @@ pytest runs in several processes that share the GPUs and claim the tests one by 
 target in tests/attention/targets.py that is on CUDA (any newer chip runs the tile shapes of sm89),
 while compute-sanitizer watches small launches. `dmattn`, `dmattn_kernels`, torch, numpy, pytest
 and transformers must be importable. Exit code 0: everything passed. What a time limit cut off or
-left is done by the same command again, with the same folder.
+left is done by the same command again, with the same folder, or for whole targets on another
+machine by --targets and --into.
 """
 
 from __future__ import annotations
@@ -184,13 +185,17 @@ def main() -> int:
         seconds=progress.seconds,
         runs=progress.runs,
     )
-    arguments.report.parent.mkdir(parents=True, exist_ok=True)
-    arguments.report.write_text(json.dumps(found, indent=1) + "\n")
+    if arguments.into is not None:
+        newer, found = found, json.loads(arguments.into.read_text())
+        report.put_into(found, newer, {row.name: row.backend_name for row in TARGETS.values()})
+    place = arguments.into or arguments.report
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.write_text(json.dumps(found, indent=1) + "\n")
     for workers in every:
         if complaint := workers.complaint():
             print(f"--- {workers.target.name}: no test was run\n{complaint}")
     print(report.table(found))
-    print(f"report: {arguments.report}; logs: {folder}")
+    print(f"report: {place}; logs: {folder}")
     if stopped or any(counts["not run"] for counts in found["tests"].values()):
         print(f"the time was up; to go on, add --folder {folder}")
     return 0 if found["ok"] else 1
@@ -225,10 +230,19 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--targets", nargs="+", default=ON_GPU, choices=list(TARGETS))
     parser.add_argument("--no-sanitizer", action="store_true")
     parser.add_argument(
+        "--into",
+        type=Path,
+        help="a report of the same library: only what it says of the targets is replaced",
+    )
+    parser.add_argument(
         "--sanitizer-width", type=int, default=max(2, min(8, (os.cpu_count() or 4) // 2))
     )
     parser.add_argument("pytest", nargs="*", help="further arguments for pytest, after --")
     arguments = parser.parse_args()
+    if arguments.into is not None:
+        arguments.no_sanitizer = True
+        if not report.is_of_this_library(json.loads(arguments.into.read_text())):
+            parser.error("--into: the report, the library and the tree differ: run the whole suite")
     if arguments.quick:
         arguments.every, arguments.no_sanitizer = max(arguments.every, 8), True
     return arguments

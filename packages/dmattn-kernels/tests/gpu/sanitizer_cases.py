@@ -320,6 +320,7 @@ OTHER_LAUNCHES = (
     "key mask",
     "key mask, no bias",
     "key mask, dense bias",
+    "key mask, row bias",
     "key bias",
     "one query",
     "one query in parts",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gpu import claims
+from gpu import claims, report
 from gpu.jobs import Job, Pool
 from gpu.progress import Progress
 from gpu.sanitize import Finding
@@ -63,3 +63,25 @@ def test_a_run_of_something_else_does_not_go_on(tmp_path: Path) -> None:
     Progress.read(tmp_path, {"library": "a"}).write(tmp_path)
     with pytest.raises(ValueError, match=r"library: got 'b', .* had 'a'"):
         Progress.read(tmp_path, {"library": "b"})
+
+
+def test_what_a_later_run_says_of_a_target_takes_the_place_of_the_first() -> None:
+    def counts(passed: int, failed: int, not_run: int) -> dict[str, int]:
+        found = {"passed": passed, "failed": failed, "crashed": 0, "skipped": 1}
+        return {**found, "not run": not_run}
+
+    lost = {"target": "flex-cuda", "test": "a", "outcome": "failed"}
+    found = {
+        "ok": False,
+        "complete": True,
+        "tests": {"cuda-sm90": counts(9, 0, 0), "flex-cuda": counts(3, 1, 5)},
+        "backends": {"cuda": counts(9, 0, 0), "flex": counts(3, 1, 5)},
+        "failed_tests": [lost],
+        "sanitizer": [{"ok": True}],
+    }
+    about = {"date": "2026-01-02", "gpu": "another", "seconds": 7, "skipped_reasons": {}}
+    newer = {"tests": {"flex-cuda": counts(9, 0, 0)}, "failed_tests": [], **about}
+    report.put_into(found, newer, {"flex-cuda": "flex"})
+    assert found["ok"]
+    assert found["tests"]["flex-cuda"] == found["backends"]["flex"] == counts(9, 0, 0)
+    assert found["run_again"] == [{"target": "flex-cuda", **about}]
