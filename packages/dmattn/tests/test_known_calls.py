@@ -403,6 +403,11 @@ CALLS: dict[str, Callable[[], Tensor]] = {
     "dense": lambda: flash_dmattn_func(**operands()),
     "with a gradient": lambda: flash_dmattn_func(**operands(grad=True)),
     "window": lambda: flash_dmattn_func(**operands(), is_causal=True, window_size=3),
+    "window, scores of three dimensions": lambda: flash_dmattn_func(
+        **changed("attn_bias", lambda bias: bias[:, :, 0])(operands()),
+        is_causal=True,
+        window_size=3,
+    ),
     "packed": lambda: flash_dmattn_varlen_func(**packed_operands()),
     "out": lambda: flash_dmattn_func(**operands(), out=torch.zeros(2, 4, 4, 8)),
     "packed, out": lambda: flash_dmattn_varlen_func(**packed_operands(), out=torch.zeros(5, 4, 8)),
