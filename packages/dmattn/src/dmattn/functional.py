@@ -218,9 +218,8 @@ def flash_dmattn_func(
             missing or of another version, or the GPU is older than sm_80), or second or
             forward-mode derivatives are asked for.
     """
-    bias = attn_bias
-    if window_size is not None or selection is not None:
-        bias = _four_dimensional(attn_bias)  # as every call of a known kind has it
+    chooses = window_size is not None or selection is not None
+    bias = _four_dimensional(attn_bias) if chooses else attn_bias  # as calls of known kinds have it
     operands = (query, key, value, attn_mask, bias, sinks)
     # Not a part of a call's kind, so looked at here.
     if return_lse is not False and return_lse is not True:

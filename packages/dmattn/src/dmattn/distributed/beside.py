@@ -15,8 +15,9 @@ def _second_stream(device: torch.device) -> torch.cuda.Stream:
 class Beside:
     """Within `with`, work goes to the second stream, which waits for what came before.
 
-    Tensors that are made within and read outside, or the other way round, have to live until
-    `join`. On the CPU there is one stream, and all of this does nothing.
+    Tensors of the current stream that are used within have to live until `join`, and for tensors
+    that are made within and used outside, `hand_over` has to be called. On the CPU there is one
+    stream, and all of this does nothing.
     """
 
     def __init__(self, device: torch.device, after: torch.cuda.Event | None = None) -> None:
@@ -37,6 +38,17 @@ class Beside:
         """Let the current stream wait for the second one."""
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
+    def hand_over(self, *made: torch.Tensor) -> None:
+        """Let the current stream use tensors that were made within, once it has waited for them.
+
+        Their memory may be given to other work of the second stream as soon as nobody refers to
+        them, and then waits for the current one, too.
+        """
+        if self._stream is not None:
+            current = torch.cuda.current_stream(self._stream.device)
+            for t in made:
+                t.record_stream(current)
 
     def __enter__(self) -> None:
         if self._stream is not None:

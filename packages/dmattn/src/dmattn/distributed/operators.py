@@ -409,7 +409,8 @@ def _own_gradients(
             else:
                 theirs = layout.parts(sending.wait())
         if seqlen > 0 and place.rank < given.ranks - 1:
-            beside.join()  # what was received, which both streams add
+            beside.join()  # both streams add what was received
+            beside.hand_over(at, *theirs)
             if is_copied:
                 beside.follow()
             for number, (grad, part) in enumerate(zip(grads, theirs, strict=True)):
