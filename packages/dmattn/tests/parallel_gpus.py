@@ -116,6 +116,13 @@ def function(device: torch.device, ranks: int) -> None:
     context_parallel.GATHER_BYTES = usual
     graph = torch.compile(context_parallel_attention, backend="aot_eager", fullgraph=True)
     compare("compiled", device, lengths, whole, attend=graph)
+    compare("saved on the host", device, lengths, whole, attend=_saving_on_host)
+
+
+def _saving_on_host(*arguments: Any, **named: Any) -> Any:
+    """What is saved comes back behind the event that gradients are sent at."""
+    with torch.autograd.graph.save_on_cpu(pin_memory=True):
+        return context_parallel_attention(*arguments, **named)
 
 
 def layer(device: torch.device, ranks: int) -> None:

@@ -241,8 +241,13 @@ def parse() -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.into is not None:
         arguments.no_sanitizer = True
-        if not report.is_of_this_library(json.loads(arguments.into.read_text())):
+        into = json.loads(arguments.into.read_text())
+        if not report.is_of_this_library(into):
             parser.error("--into: the report, the library and the tree differ: run the whole suite")
+        if arguments.quick or arguments.every > 1 or arguments.pytest:
+            parser.error("--into: got a part of the tests, wanted whole targets")
+        if missing := set(arguments.targets) - set(into["tests"]):
+            parser.error(f"--into: the report has nothing of {', '.join(sorted(missing))}")
     if arguments.quick:
         arguments.every, arguments.no_sanitizer = max(arguments.every, 8), True
     return arguments

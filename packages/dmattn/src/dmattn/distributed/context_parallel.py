@@ -162,7 +162,7 @@ def context_parallel_attention(
     else:
         given, lengths = _agreed(process_group(group), arguments)
     problem = given.problem
-    written = _asks_when_written(given)
+    written = _asks_when_written(given, ranks)
     k, v, score, selection = _with_start_state(given, ranks, lengths, written)
     found = flash_dmattn_func(
         problem.q,
@@ -183,9 +183,11 @@ def context_parallel_attention(
     return found
 
 
-def _asks_when_written(given: _Given) -> KeysWritten | None:
+def _asks_when_written(given: _Given, ranks: Ranks) -> KeysWritten | None:
     """To send gradients of keys while those of queries are still being found."""
-    if torch.compiler.is_compiling() or not given.score.is_cuda or not any(_needs(given)):
+    if ranks.size == 1 or torch.compiler.is_compiling():
+        return None
+    if not given.score.is_cuda or not any(_needs(given)):
         return None
     return KeysWritten(given.score.device)
 

@@ -74,6 +74,14 @@ def best(score: Tensor, window: int) -> tuple[Tensor, Tensor]:
     return lists.idx[:, :, 0, :count].long(), known
 
 
+def best_scores(score: Tensor, window: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`best`, with where they are: int64 (B, N, l) to read from, 0 for none; their scores, -inf for
+    none; and int64 places, L for none.
+    """
+    at, known = best(score, window)
+    return at, score.gather(2, at).where(known, -torch.inf), at.where(known, score.shape[2])
+
+
 def without(score: Tensor, is_visible: Tensor | bool) -> Tensor:
     """The scores, or -inf for all of them."""
     if isinstance(is_visible, bool):
@@ -144,8 +152,8 @@ def choose_gathered(
         score = without(score, (ends > borders.first).repeat_interleave(count))
     if takes_all(place, width, count):
         return score, None
-    at, known = best(score, width)
-    return score.gather(2, at).where(known, -torch.inf), at.where(known, score.shape[2])
+    _, chosen, places = best_scores(score, width)
+    return chosen, places
 
 
 def take_gathered(place: Place, everybody: Tensor, places: Tensor | None) -> Tensor:
@@ -164,9 +172,8 @@ def _one_after_the_other(everybody: Tensor) -> Tensor:
 
 def pick(layout: Rows, rows: Tensor, score: Tensor, width: int) -> tuple[Tensor, Tensor, Tensor]:
     """The best of (B, N, L) rows by score (B, N, L): rows, scores, and int64 places, L for none."""
-    at, known = best(score, width)
-    chosen = score.gather(2, at).where(known, -torch.inf)
-    return take(rows, at), chosen, at.where(known, score.shape[2])
+    at, chosen, places = best_scores(score, width)
+    return take(rows, at), chosen, places
 
 
 def start_return(

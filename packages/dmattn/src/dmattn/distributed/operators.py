@@ -116,7 +116,7 @@ def join_start_state(
 ) -> tuple[Tensor, Tensor, Tensor, Selection]:
     """Keys, values and scores with the start state in front, and which of them each row keeps.
 
-    By the operator or as it.
+    By the operator, or in plain eager calls by the same functions.
 
     Args:
         k, v: (B, S, N, D) and (B, S, N, Dv), of this rank.
@@ -376,7 +376,8 @@ def _own_gradients(
 ) -> list[Tensor | None]:
     """The gradients of this rank's own keys, with what the ranks behind have found for them.
 
-    On a GPU they travel beside what attention's backward has left to do, the gradients of queries.
+    On a GPU they travel, where `after` is given, beside what attention's backward has left to do:
+    the gradients of queries.
 
     Args:
         needed: of the joined keys, those that `given` needs of k, v and score.
@@ -398,11 +399,12 @@ def _own_gradients(
             if not given.is_scan:
                 sending = exchange.start_return(place, layout, parts, places[0, 0], given.sent)
             at = own.clamp(min=0).long()
-        grads, is_copied = [_last(t, seqlen) for t in needed], not may_change
-        if is_copied:
+        grads = [_last(t, seqlen) for t in needed]
+        if not may_change:
             grads = [t.clone(memory_format=torch.contiguous_format) for t in grads]
-        elif given.needs[2] and not grads[-1].is_contiguous():  # each head's lie apart
-            grads[-1], is_copied = grads[-1].contiguous(), True
+        elif given.needs[2]:
+            grads[-1] = grads[-1].contiguous()  # few numbers, of which each head's lie apart
+        is_first_copied = not may_change or grads[0].dim() == 3
         with beside:
             if sending is None:
                 theirs = exchange.scan_back(place, layout, parts, places)
@@ -411,7 +413,7 @@ def _own_gradients(
         if seqlen > 0 and place.rank < given.ranks - 1:
             beside.join()  # both streams add what was received
             beside.hand_over(at, *theirs)
-            if is_copied:
+            if is_first_copied:  # by the current stream; the second one adds to it
                 beside.follow()
             for number, (grad, part) in enumerate(zip(grads, theirs, strict=True)):
                 with beside if number == 0 else nullcontext():
@@ -462,11 +464,17 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Joined) -> None:
 
 
 def _gradients(ctx: Any, dk: Tensor, dv: Tensor, dscore: Tensor, *_: Any) -> tuple[Any, ...]:
-    own, places = ctx.saved_tensors
-    needs = Settings(*ctx.settings).needs
-    found = torch.ops.dmattn.join_start_state_backward(dk, dv, dscore, own, places, *ctx.settings)
+    return _by_operator((dk, dv, dscore), ctx.saved_tensors, ctx.settings)
+
+
+def _by_operator(
+    joined: Keys, of_forward: tuple[Tensor, Tensor], settings: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    """The gradients of all inputs of the operator; `of_forward`: own and places."""
+    needs = Settings(*settings).needs
+    found = torch.ops.dmattn.join_start_state_backward(*joined, *of_forward, *settings)
     grads = (grad if need else None for grad, need in zip(found, needs, strict=True))
-    return (*grads, *[None] * (1 + len(ctx.settings)))
+    return (*grads, *[None] * (1 + len(settings)))
 
 
 class _Eager(torch.autograd.Function):
@@ -494,8 +502,11 @@ class _Eager(torch.autograd.Function):
         may_alias = not given.is_scan
         found, lists = _join_at(place, keys, cu_seqlens, given, may_alias, choose=True)
         assert lists is not None
-        _setup_context(ctx, (k, v, score, cu_seqlens, *settings), found)
+        ctx.settings = settings
         ctx.mark_non_differentiable(*found[3:], *lists)
+        # Not by save_for_backward: what hooks of saved tensors bring back comes behind the event
+        # that the second stream waits for. Nobody differentiates these or changes them.
+        ctx.own_and_places = found[4], found[5]
         ctx.set_materialize_grads(False)  # those of the places would be zeros, made for nobody
         ctx.kinds = [(t.shape, t.dtype, t.device) for t in found[:3]]
         ctx.seqlen, ctx.written = k.shape[1], written
@@ -523,10 +534,11 @@ class _Eager(torch.autograd.Function):
         ]
         if not goes_direct:
             missing = whole_blocks(given.width) + ctx.seqlen - joined[0].shape[1]
-            return None, *_gradients(ctx, *(_with_zeros_in_front(t, missing) for t in joined))
-        own, places = ctx.saved_tensors
+            dk, dv, dscore = (_with_zeros_in_front(t, missing) for t in joined)
+            return None, *_by_operator((dk, dv, dscore), ctx.own_and_places, ctx.settings)
         written = ctx.written
         after = written.event if written is not None and written.covers(joined) else None
+        own, places = ctx.own_and_places
         grads = _own_gradients(joined, own, places, given, ctx.seqlen, True, after)
         return (None, *grads, *[None] * (1 + len(ctx.settings)))
 
