@@ -290,13 +290,16 @@ def all_allowances(problem: Problem, found: Results) -> list[Deviation]:
 
 
 def _doubt(problem: Problem) -> float:
-    """How far off the oracle itself may be, relative to its results.
+    """How far off results may be because logits are rounded, relative to the results.
 
-    For float64 inputs it is the plain computation as well, so its own roundings count: each logit
-    is rounded, and the probabilities change by as much. Beside a bias above 2^53 nothing is left
-    to round.
+    The probabilities change by as much as a logit does. For float64 inputs the oracle is the plain
+    computation as well, so its own roundings count. For float32 inputs one rounding counts that the
+    plain computation does not have: exponentials to the base of 2, as kernels take them, round the
+    logit and the log-sum-exp in other units once more, each by half a unit in its last place. (Of
+    16 bits it is nothing.) Beside a bias above 2^53 nothing is left to round.
     """
-    if problem.q.dtype != torch.float64:
+    roundings = {torch.float64: ROUNDINGS, torch.float32: 1}.get(problem.q.dtype, 0)
+    if roundings == 0:
         return 0.0
     logits = masked_logits(
         problem.q,
@@ -309,7 +312,7 @@ def _doubt(problem: Problem) -> float:
     ).abs()
     sizes = logits[logits < 2.0**53]
     largest = float(sizes.max()) if sizes.numel() else 0.0
-    return ROUNDINGS * torch.finfo(torch.float64).eps * (1 + largest)
+    return roundings * torch.finfo(problem.q.dtype).eps * (1 + largest)
 
 
 def _against(
