@@ -296,22 +296,25 @@ def _doubt(problem: Problem) -> float:
     computation as well, so its own roundings count. For float32 inputs one rounding counts that the
     plain computation does not have: exponentials to the base of 2, as kernels take them, round the
     logit and the log-sum-exp in other units once more, each by half a unit in its last place. (Of
-    16 bits it is nothing.) Beside a bias above 2^53 nothing is left to round.
+    16 bits it is nothing.) Only the largest logit of a row counts then: keys that are far below it
+    have next to no probability. Beside a bias above 2^53 nothing is left to round.
     """
-    roundings = {torch.float64: ROUNDINGS, torch.float32: 1}.get(problem.q.dtype, 0)
-    if roundings == 0:
+    exact = problem.q.dtype == torch.float64
+    if not (exact or problem.q.dtype == torch.float32) or problem.k.shape[1] == 0:
         return 0.0
     logits = masked_logits(
         problem.q,
         problem.k,
-        None,
+        None if exact else problem.mask,
         problem.bias,
         problem.softmax_scale,
         problem.is_causal,
         problem.softcap,
-    ).abs()
-    sizes = logits[logits < 2.0**53]
+    )
+    sizes = logits.abs() if exact else logits.amax(-1).abs()
+    sizes = sizes[sizes < 2.0**53]
     largest = float(sizes.max()) if sizes.numel() else 0.0
+    roundings = ROUNDINGS if exact else 1
     return roundings * torch.finfo(problem.q.dtype).eps * (1 + largest)
 
 

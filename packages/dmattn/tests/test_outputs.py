@@ -78,31 +78,18 @@ def by_itself(*shape: int) -> Room:
 ROOMS = (by_itself, rows_of_a_longer_one, heads_first, every_other_head)
 MakeRoom = Callable[..., Room]
 
+MASKED: dict[str, Any] = {
+    "query": Q,
+    "key": K,
+    "value": V,
+    "is_causal": True,
+    "attn_mask": PADDING,
+    "attn_bias": BIAS,
+}
 CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "plain": (flash_dmattn_func, {"query": Q, "key": K, "value": V}),
-    "mask, bias, causal": (
-        flash_dmattn_func,
-        {
-            "query": Q,
-            "key": K,
-            "value": V,
-            "is_causal": True,
-            "attn_mask": PADDING,
-            "attn_bias": BIAS,
-        },
-    ),
-    "window": (
-        flash_dmattn_func,
-        {
-            "query": Q,
-            "key": K,
-            "value": V,
-            "is_causal": True,
-            "attn_mask": PADDING,
-            "attn_bias": BIAS,
-            "window_size": 3,
-        },
-    ),
+    "mask, bias, causal": (flash_dmattn_func, MASKED),
+    "window": (flash_dmattn_func, {**MASKED, "window_size": 3}),
     "probabilities": (
         flash_dmattn_func,
         {"query": Q, "key": K, "value": V, "return_attn_probs": True},
