@@ -162,7 +162,7 @@ __device__ __forceinline__ void find_tile_rows(const Chunk& c, const ClassCounts
 
 // --- the numbers of items ---------------------------------------------------------------------------------------------
 
-// A gain of fewer steps is not trusted: items are not all of one length.
+// A gain of no more steps is not trusted: items are not all of one length.
 constexpr int kLeastGain = 4;
 // Of more items the last ones are nothing.
 constexpr int kMostItems = 1 << 16;
@@ -171,7 +171,8 @@ constexpr int kMostTailItems = 2;
 
 // A way to share out the last items, as one number: the lower, the sooner all is done, and of equal ones the fewer chunks.
 __device__ __forceinline__ uint64_t as_number(int end, int chunks, int parts) {
-  return static_cast<uint64_t>(end) << 40 | static_cast<uint64_t>(chunks) << 16 | static_cast<uint64_t>(parts);
+  return static_cast<uint64_t>(min(end, 0xffffff)) << 40 | static_cast<uint64_t>(chunks) << 16 |
+         static_cast<uint64_t>(parts);
 }
 
 // The chunks that the last items are of, and how many items their tiles become, where that leaves fewer thread blocks
