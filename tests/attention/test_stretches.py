@@ -81,6 +81,49 @@ def test_stretches_are_the_sequence(
         assert float((x.grad.float() - y.grad.float()).abs().amax()) <= 2e-2 * size
 
 
+@pytest.mark.parametrize("score_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "window,lengths", [(100, (1, 99, 100, 0, 101, 500)), (300, (700, 133)), (300, (4000, 3000))]
+)
+@pytest.mark.parametrize("documents", [False, True])
+def test_a_state_that_is_found_beside_attention(
+    monkeypatch: pytest.MonkeyPatch,
+    window: int,
+    lengths: tuple[int, ...],
+    documents: bool,
+    score_dtype: torch.dtype,
+) -> None:
+    """Keys are kept beside attention, in each run anew."""
+    cuts = [0, *itertools.accumulate(lengths)]
+    q, k, v, score = sequence(cuts[-1], "tied")
+    score, device = score.to(score_dtype)[:, :, None], target_device()
+    bounds = torch.tensor([0, 40, 41, 350, cuts[-1]], device=device) if documents else None
+    mask = torch.rand(B, 1, 1, cuts[-1], device=device) < 0.9
+
+    def in_turn() -> list[Tensor]:
+        state, found = None, []
+        for a, b in itertools.pairwise(cuts):
+            now = slice(a, b)
+            out, state = dmattn.flash_dmattn_func(
+                *(q[:, now], k[:, now], v[:, now], mask[..., now], score[..., now]),
+                is_causal=True,
+                window_size=window,
+                state=state,
+                return_state=True,
+                cu_seqlens=bounds,
+            )
+            found.append(out)
+        assert state is not None
+        return [*found, state.k, state.v, state.score, state.position, state.seen]
+
+    with monkeypatch.context() as patch:
+        patch.setattr("dmattn.stretches.Stretch.room_for_state", lambda *_: None)
+        want = in_turn()
+    for _ in range(5):
+        for x, y in zip(in_turn(), want, strict=True):
+            assert torch.equal(x, y)
+
+
 @pytest.mark.parametrize("kind", ["random", "tied"])
 def test_many_tokens_at_once_are_those_in_turn(kind: str) -> None:
     whole = sequence(700, kind)

@@ -129,7 +129,7 @@ class JoinKeysParams(ctypes.Structure):
 class KeepKeysParams(ctypes.Structure):
     _fields_ = [
         ("struct_size", ctypes.c_size_t),
-        *_fields("device reserved", ctypes.c_int32),
+        *_fields("device starts_early", ctypes.c_int32),
         ("row", ctypes.c_int64),
         *_fields("end place k v score position seen", Tensor),
         *_fields("k_kept v_kept score_kept position_kept seen_kept", Tensor),

@@ -272,7 +272,9 @@ typedef struct dmattn_join_keys_params {
 typedef struct dmattn_keep_keys_params {
   size_t struct_size;
   int32_t device;
-  int32_t reserved;             /* 0 */
+  int32_t starts_early;         /* 1: these kernels may run beside those of the call of this library that is enqueued
+                                         right before, where that lets them (a forward over key lists does on Hopper):
+                                         neither call writes what the other one reads or writes. 0: after them */
   int64_t row;                  /* position of the row, at or behind every key: it keeps the keys whose end is behind
                                          it. seqlen - 1 for the last row */
   dmattn_tensor end;            /* int32 [batch|1, heads_s, seqlen], unit last stride, of a selection; a causal one or

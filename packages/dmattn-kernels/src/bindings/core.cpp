@@ -262,9 +262,10 @@ dmattn_join_keys_params make_join_keys(int32_t device, py::handle k_first, py::h
 dmattn_keep_keys_params make_keep_keys(int32_t device, int64_t row, py::handle end, py::handle place, py::handle k,
                                        py::handle v, py::handle score, py::handle position, py::handle seen,
                                        py::handle k_kept, py::handle v_kept, py::handle score_kept,
-                                       py::handle position_kept, py::handle seen_kept) {
+                                       py::handle position_kept, py::handle seen_kept, bool starts_early) {
   auto p = dmattn::make_params<dmattn_keep_keys_params>();
   p.device = device;
+  p.starts_early = starts_early ? 1 : 0;
   p.row = row;
   read_tensor(end, p.device, p.end, "end");
   read_tensor(place, p.device, p.place, "place");
@@ -437,7 +438,8 @@ PYBIND11_MODULE(_core, m) {
       .def("launch", &launch<dmattn_join_keys_params>, "workspace"_a, "bytes"_a, "stream"_a);
   py::class_<dmattn_keep_keys_params>(m, "KeepKeysParams")
       .def(py::init(&make_keep_keys), "device"_a, "row"_a, "end"_a, "place"_a, "k"_a, "v"_a, "score"_a, "position"_a,
-           "seen"_a, "k_kept"_a, "v_kept"_a, "score_kept"_a, "position_kept"_a, "seen_kept"_a = py::none())
+           "seen"_a, "k_kept"_a, "v_kept"_a, "score_kept"_a, "position_kept"_a, "seen_kept"_a = py::none(),
+           "starts_early"_a = false)
       .def("workspace_size", &workspace_size<dmattn_keep_keys_params>)
       .def("enqueue", &enqueue<dmattn_keep_keys_params>, "stream"_a)
       .def("launch", &launch<dmattn_keep_keys_params>, "workspace"_a, "bytes"_a, "stream"_a);

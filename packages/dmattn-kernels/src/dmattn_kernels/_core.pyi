@@ -285,6 +285,7 @@ class KeepKeysParams:
         score_kept: _Tensor,
         position_kept: _Tensor,
         seen_kept: _Tensor | None = None,
+        starts_early: bool = False,  # beside the call enqueued right before, see the header
     ) -> None: ...
     def workspace_size(self) -> int:
         """See `FwdParams.workspace_size`."""

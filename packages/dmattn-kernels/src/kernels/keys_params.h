@@ -74,6 +74,7 @@ struct KeepKeysParams {
   int32_t word_bytes = 16;
   int32_t batch = 0, heads = 0, seqlen = 0, window = 0;
   int32_t segments = 1, segment_keys = 0;  // thread blocks of a batch and head, keys of each
+  bool starts_early = false;               // beside the kernel before: see keep.cu
 };
 
 }  // namespace dmattn

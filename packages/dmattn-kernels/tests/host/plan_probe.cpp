@@ -523,6 +523,7 @@ extern "C" int probe_keep_keys(const dmattn_keep_keys_params* params, const char
     json.put("segment_keys", p.segment_keys);
     json.put("positions", p.positions);
     json.put("end_ratio", p.end_head_ratio.value);
+    json.put("starts_early", p.starts_early ? 1 : 0);
     return json.text();
   });
 }

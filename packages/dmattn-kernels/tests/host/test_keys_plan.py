@@ -25,6 +25,10 @@ def test_blocks_cover_all_keys(plan: Probe) -> None:
     assert (found["k_blocks"], found["v_blocks"]) == (4, 7)
 
 
+def test_keys_are_kept_early_where_asked(plan: Probe) -> None:
+    assert [plan.keep_keys(starts_early=x)["starts_early"] for x in (0, 1)] == [0, 1]
+
+
 def test_heads_that_stand_for_several(plan: Probe) -> None:
     found = plan.join_keys()
     assert (found["k_ratio"], found["score_ratio"], found["score_batch_stride"]) == (2, 4, 0)

@@ -411,6 +411,7 @@ def test_join_keys(
 
 
 WRONG_KEEP: list[tuple[dict[str, object], int, str]] = [
+    ({"starts_early": 2}, abi.INVALID_VALUE, "starts_early is 2; wanted 0 or 1"),
     ({"row": 198}, abi.INVALID_VALUE, "row is 198; wanted at least 199"),
     ({"end": abi.Tensor()}, abi.INVALID_VALUE, "end is absent"),
     ({"end": tensor((2, 4, 200), FLOAT32)}, abi.INVALID_DTYPE, "end has dtype float32"),

@@ -20,6 +20,7 @@ from dmattn.kept_keys import (
     leading_rows,
     without_leading_rows,
 )
+from dmattn.key_lists import KeptKeys
 from dmattn.key_state import KeyState, tensors_of
 from dmattn.known_calls import Kind, Known, kind_of_call, kind_with_out, recall, remember
 from dmattn.outputs import check_memory_of_out, check_out
@@ -260,6 +261,7 @@ def flash_dmattn_func(
             softcap=softcap,
             deterministic=deterministic,
         )
+        room = _room_for_state(stretch, problem, backend) if return_state else None
         found, lse = _attend(problem, backend, out)
         if kind is not None and (selection is None or keeps_as_given(problem, selection)):
             remember(kind, operands, problem, backend, window_size if stretch is None else None)
@@ -275,19 +277,34 @@ def flash_dmattn_func(
         problem, stretch = _known_problem(
             known.problem(operands), window_size, attn_bias, selection, state, return_state
         )
+        room = _room_for_state(stretch, problem, backend) if return_state else None
         if problem.key_lists is None or leading_rows(problem) == 0:
             found, lse = attend_directly(problem, known.backend, return_lse, known.prepared, out)
         else:
             found, lse = _attend(problem, backend, out)
     if not (return_lse or return_attn_probs or return_state):
         return found
+    state_behind = None
+    if return_state:
+        assert stretch is not None
+        state_behind = stretch.state_behind(problem, room)
     result: tuple[Any, ...] = (found, lse) if return_lse else (found,)
     if return_attn_probs:
         result = (*result, _probabilities(problem))
-    if return_state:
-        assert stretch is not None
-        result = (*result, stretch.state_behind(problem))
-    return result
+    return result if state_behind is None else (*result, state_behind)
+
+
+def _room_for_state(
+    stretch: Stretch | None, problem: Problem, backend: str | None
+) -> KeptKeys | None:
+    """Memory for the state behind a call, where that may be found beside its attention.
+
+    Not beside that of other backends for a GPU, whose kernels might let the next one start too
+    early: those that a caller names, and those for operands wider than 16 bits.
+    """
+    if stretch is None or (problem.q.is_cuda and problem.q.element_size() > 2):
+        return None
+    return stretch.room_for_state(problem) if backend in (None, "cuda", "cpu") else None
 
 
 def _kind_beside(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from dmattn.dispatch import any_requires_grad, select, way_without_graph
-from dmattn.key_lists import behind_rows, whole_blocks
+from dmattn.key_lists import KeptKeys, behind_rows, whole_blocks
 from dmattn.key_state import (
     Keys,
     KeyState,
@@ -31,7 +31,7 @@ from dmattn.key_state import (
     started,
     tensors_of,
 )
-from dmattn.ops.keys import keep_keys
+from dmattn.ops.keys import empty_kept, keep_keys
 from dmattn.ops.selection import select_keys
 from dmattn.problem import Problem
 from dmattn.selection import key_only_mask
@@ -101,8 +101,28 @@ class Stretch(NamedTuple):
             return 0
         return self.window_size if self.starts is None else whole_blocks(self.window_size)
 
-    def state_behind(self, problem: Problem) -> KeyState:
-        """The state behind it; `problem`: `own` with the keys chosen, as attention has it."""
+    def room_for_state(self, problem: Problem) -> KeptKeys | None:
+        """What `state_behind` fills beside attention, to be made before that; None where it cannot.
+
+        `problem`: as for `state_behind`.
+        """
+        lists, bias = problem.key_lists, problem.bias
+        if not self.way or lists is None or self.own.q.shape[1] == 0:
+            return None
+        if self._front > self.window_size:
+            return None  # ends are still to be counted from the first key of the state
+        assert bias is not None
+        keys, dtype = (problem.k, problem.v, bias.squeeze(2)), bias.dtype
+        dtype = torch.promote_types(dtype, torch.float32)
+        return empty_kept(lists.end, keys, self.window_size, dtype)
+
+    def state_behind(self, problem: Problem, room: KeptKeys | None = None) -> KeyState:
+        """The state behind it.
+
+        Args:
+            problem: `own` with the keys chosen, as attention has it.
+            room: of `room_for_state`, where attention of this problem was enqueued right before.
+        """
         state, rows = self.state, self.own.q.shape[1]
         if problem.key_lists is None or rows == 0:
             found = best_of(_own_keys(self.own), self.window_size, self.starts)
@@ -110,7 +130,7 @@ class Stretch(NamedTuple):
         bias = problem.bias
         assert bias is not None
         if self.way is not None:
-            return self._kept(problem, bias.squeeze(2), problem.key_lists.end, self.way)
+            return self._kept(problem, bias.squeeze(2), problem.key_lists.end, self.way, room)
         # Of a state whose keys all remain in sight, the entries without a key are the first ones.
         all_in_sight = state is not None and self.starts is None
         places = kept_places(problem.key_lists.end, self.window_size, all_in_sight)
@@ -128,7 +148,9 @@ class Stretch(NamedTuple):
             keys = keys._replace(position=self._positions(state, keys.k.shape[1]))
         return KeyState(*gathered(keys, places), *numbers)
 
-    def _kept(self, problem: Problem, score: Tensor, end: Tensor, way: bool) -> KeyState:
+    def _kept(
+        self, problem: Problem, score: Tensor, end: Tensor, way: bool, room: KeptKeys | None
+    ) -> KeyState:
         """`state_behind` where nothing requires a gradient."""
         state, k, v, position, seen = self.state, problem.k, problem.v, None, None
         if state is not None:
@@ -137,8 +159,8 @@ class Stretch(NamedTuple):
             if spare > 0:
                 k, v = k[:, spare:], v[:, spare:]
                 score, end = score[:, :, spare:], end[:, :, spare:] - spare
-        row, keys = k.shape[1] - 1, (k, v, score)
-        kept = keep_keys(row, end, None, keys, position, seen, self.window_size, way)
+        row, keys, beside = k.shape[1] - 1, (k, v, score), room is not None
+        kept = keep_keys(row, end, None, keys, position, seen, self.window_size, way, room, beside)
         its_score = kept.score
         if its_score.dtype != torch.float32:
             its_score = its_score.to(torch.promote_types(its_score.dtype, torch.float32))

@@ -130,7 +130,7 @@ void validate(const dmattn_join_keys_params& p, PointerCheck& pointers) {
 
 void validate(const dmattn_keep_keys_params& p, PointerCheck& pointers) {
   check_device_number(p.device);
-  check_reserved(p.reserved);
+  check_flag("starts_early", p.starts_early);
   const KeyExtents e = check_result({"k_kept", "v_kept", "score_kept"}, p.k_kept, p.v_kept, p.score_kept, pointers);
   check_length("k_kept", e.seqlen);
   check_rank("k", p.k, 4);

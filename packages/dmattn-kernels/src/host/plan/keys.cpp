@@ -152,6 +152,7 @@ KeepKeysPlan plan_keep_keys(const dmattn_keep_keys_params& p, int32_t num_sms) {
       std::min<int64_t>(ceil_div<int64_t>(int64_t{num_sms} * kKeepBlocksPerSm, lines), kKeepBlocksPerRow);
   const int64_t tiles = std::max<int64_t>(1, ceil_div<int64_t>(keep.seqlen, kKeepTileKeys));
   const int64_t tiles_each = ceil_div(tiles, std::clamp<int64_t>(places, 1, tiles));
+  keep.starts_early = p.starts_early != 0;
   keep.segments = extent(ceil_div(tiles, tiles_each));
   keep.segment_keys = extent(std::min<int64_t>(tiles_each * kKeepTileKeys, INT32_MAX));
   return plan;

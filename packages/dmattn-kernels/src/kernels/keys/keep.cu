@@ -2,6 +2,10 @@
 //
 // A thread block has a segment of the keys of one batch and head. It counts the kept keys of the whole row, which tells
 // it where its own go: reading every `end` once more in each block costs less than a launch that would count before.
+//
+// With `starts_early` it is the one kernel that waits for the kernel before it at its end only (see
+// shared/early_start.cuh): that kernel, attention with these keys, and this one write nothing that the other uses. Kernels
+// before that one have ended, since it lets the next one start behind its own wait.
 #include "keys.h"
 #include "numbers.cuh"
 
@@ -90,7 +94,7 @@ template <class Word>
 __global__ void __launch_bounds__(kThreads) keep_keys_kernel(const KeepKeysParams p) {
   __shared__ int kept[kThreads];  // where the kept keys of a tile lie
   __shared__ int sums[3][32];
-  follow_previous_kernel();
+  if (!p.starts_early) follow_previous_kernel();
   const int segment = blockIdx.x % p.segments, line = blockIdx.x / p.segments;
   const int b = line / p.heads, h = line % p.heads;
   int32_t* positions = p.position_kept + static_cast<int64_t>(line) * p.window;
@@ -132,6 +136,7 @@ __global__ void __launch_bounds__(kThreads) keep_keys_kernel(const KeepKeysParam
   if (p.seen_kept != nullptr && segment == 0 && h == 0 && threadIdx.x == 0) {
     p.seen_kept[b] = static_cast<int>(static_cast<uint32_t>(seen) + static_cast<uint32_t>(p.seqlen - p.positions));
   }
+  if (p.starts_early) follow_previous_kernel();  // so that all before have ended when this one has
 }
 
 }  // namespace

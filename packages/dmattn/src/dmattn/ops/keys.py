@@ -141,6 +141,7 @@ def keep_keys(
     window: int,
     direct: bool,
     into: KeptKeys | None = None,
+    beside_attention: bool = False,
 ) -> KeptKeys:
     """Call the operator.
 
@@ -156,7 +157,11 @@ def keep_keys(
         window: w, at least 1.
         direct: leave the dispatcher of torch out, where it would do nothing but call this.
         into: where to write it, k, v and score of any strides, overlapping with nothing that is
-            read; needs `direct`.
+            read, and scores of a dtype to which that of the keys converts without loss; needs
+            `direct`.
+        beside_attention: they are written while the attention runs that was enqueued right before.
+            It uses none of the memory in `into`, which was there before, and nothing that is read
+            here was written since.
 
     Returns:
         The kept keys as the last of w entries, in order of position; entries without a key hold
@@ -165,10 +170,19 @@ def keep_keys(
     k, v, score = keys
     if direct:
         device = cuda if k.is_cuda else cpu
-        return _keep(device, row, end, place, k, v, score, position, seen, window, into)
+        arguments = (row, end, place, k, v, score, position, seen, window, into, beside_attention)
+        return _keep(device, *arguments)
     return KeptKeys(
         *torch.ops.dmattn.keep_keys(row, end, place, k, v, score, position, seen, window)
     )
+
+
+def empty_kept(end: Tensor, keys: Rows, window: int, score_dtype: torch.dtype) -> KeptKeys:
+    """What `keep_keys` fills, of contiguous memory; the other arguments are its own."""
+    kept = _empty_kept(0, end, None, *keys, None, None, window)
+    if kept.score.dtype == score_dtype:
+        return kept
+    return kept._replace(score=kept.score.new_empty(kept.score.shape, dtype=score_dtype))
 
 
 def _empty_kept(
@@ -206,6 +220,7 @@ def _keep(
     seen: Tensor | None,
     window: int,
     into: KeptKeys | None = None,
+    beside_attention: bool = False,
 ) -> KeptKeys:
     """dmattn::keep_keys by the implementation for a device."""
     kept = into
@@ -214,7 +229,8 @@ def _keep(
     if kept.score.numel() > 0:
         if place is not None:
             place = place.contiguous()
-        device.keep_keys(row, end, place, (k, v, score), position, seen, kept)
+        keys = (k, v, score)
+        device.keep_keys(row, end, place, keys, position, seen, kept, beside_attention)
     else:
         kept.seen.fill_(k.shape[1] - (0 if position is None else position.shape[2]))
         if seen is not None:

@@ -443,6 +443,7 @@ __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
   if (threadIdx.x == 0) init_gather_barriers<T>(s);
   __syncthreads();
   wait_for_previous_kernel();
+  let_next_kernel_start();  // one that need not wait has room where there are no items left
   if (cutlass::canonical_warp_group_idx() == 0) {
     cutlass::arch::warpgroup_reg_dealloc<T::kProducerRegisters>();
     GatherProducer<T>(p, s).run();

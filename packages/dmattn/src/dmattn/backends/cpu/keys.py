@@ -42,6 +42,7 @@ def keep_keys(
     position: Tensor | None,
     seen: Tensor | None,
     kept: KeptKeys,
+    beside_attention: bool = False,
 ) -> None:
     """The CPU implementation of dmattn::keep_keys: fills `kept`, of at least one key."""
     batch, window, heads, _ = kept.k.shape

@@ -32,6 +32,7 @@ def keep_keys(
     position: Tensor | None,
     seen: Tensor | None,
     kept: KeptKeys,
+    beside_attention: bool = False,
 ) -> None:
     """The CUDA implementation of dmattn::keep_keys: fills `kept`.
 
@@ -40,9 +41,13 @@ def keep_keys(
     """
     device = kept.k.get_device()
     check_device(device)
+    k, v, score = _rows(keys)
     if end.stride(2) != 1:
-        end = end.contiguous()
-    launch(KEEP_KEYS, kept.k, device, row, end, place, *_rows(keys), position, seen, *kept)
+        end, beside_attention = end.contiguous(), False
+    # Not beside what has just written a copy of them.
+    beside_attention = beside_attention and k is keys[0] and v is keys[1]
+    arguments = (row, end, place, k, v, score, position, seen, *kept, beside_attention)
+    launch(KEEP_KEYS, kept.k, device, *arguments)
 
 
 def _rows(keys: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
