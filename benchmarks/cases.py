@@ -509,8 +509,8 @@ NOTES = {
     STRETCHES: "Tokens behind a full cache of w keys, replayed from a CUDA graph: one after the "
     "other, or at once. A draft: peek at 8 tokens and commit 4 of them, beside a step of one. "
     "And a prompt in chunks, each behind the state of those before it, beside one call; the "
-    "outputs of the chunks are written into one tensor (`out=`; copied there in runs up to "
-    "2026-11-24), unless they are said to be handed on.",
+    "outputs of the chunks are written into one tensor (`out=`), unless they are said to be "
+    "handed on.",
     FEW_KEYS: "The peer attends to w keys that lie together, without a bias, a choice of keys or "
     "causality.",
     KEY_BIAS: "One score per key, added to the logits of all rows, beside the same without it.",
