@@ -13,6 +13,8 @@ from torch import Tensor
 import dmattn
 from attention.selections import make_scores
 from attention.targets import target_device
+from dmattn.key_lists import KeptKeys
+from dmattn.ops.keys import keep_keys
 
 pytestmark = pytest.mark.default_backend
 
@@ -121,6 +123,32 @@ def test_a_state_that_is_found_beside_attention(
         want = in_turn()
     for _ in range(5):
         for x, y in zip(in_turn(), want, strict=True):
+            assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("is_ragged", [False, True])
+def test_a_cache_that_is_filled_beside_attention(
+    monkeypatch: pytest.MonkeyPatch, is_ragged: bool
+) -> None:
+    """Its entries are written in place, while the attention runs that was given what they held."""
+    whole = sequence(6000, "tied")
+    real = torch.rand(B, 6000, device=target_device()) < 0.8 if is_ragged else None
+
+    def behind(*arguments: Any) -> KeptKeys:
+        return keep_keys(*arguments[:9])  # without the word that they may be beside
+
+    def in_chunks() -> list[Tensor]:
+        cache, outs = new_cache(128), []
+        for start, stop in ((0, 200), (200, 201), (201, 3000), (3000, 6000)):
+            active = None if real is None else real[:, start:stop]
+            outs.append(cache.append_and_attend(*part(whole, start, stop), active=active))
+        return [*outs, cache.k, cache.v, cache.score, cache.position, cache.seen]
+
+    with monkeypatch.context() as patch:
+        patch.setattr("dmattn.cache_blocks.keep_keys", behind)
+        want = in_chunks()
+    for _ in range(5):
+        for x, y in zip(in_chunks(), want, strict=True):
             assert torch.equal(x, y)
 
 

@@ -499,13 +499,15 @@ class DynamicMaskCache:
                 self._check_room(tokens, new.active, rows)
             if self._captured:
                 new = self._within_capacity(new, rows)
-        block = self._block(new, rows)
+        block, keep = self._block(new, rows), None
+        if self.evict and rows is None and not torch.compiler.is_compiling():
+            keep = block.keeping(self.window_size, self._tensors())
         out = block.attend(query, scale, softcap)
         if not self.evict:
             new = new if rows is None else self._for_all_slots(new, rows)
             append_tokens(new, self._tensors(), False)
-        elif rows is None and not torch.compiler.is_compiling():
-            block.kept(self.window_size, into=self._tensors())
+        elif keep is not None:
+            keep()
             self._in_order = True
         else:
             self._write(block.kept(self.window_size), rows)

@@ -6,6 +6,7 @@ cache. Letters as in `dmattn.cache_state`; L keys held, N heads of the cache, H 
 window size.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -81,61 +82,86 @@ class Block(NamedTuple):
         )
         return attend(problem)[0]
 
-    def kept(self, window_size: int, into: CacheTensors | None = None) -> CacheTensors:
+    def kept(self, window_size: int) -> CacheTensors:
         """What a cache of w keys holds behind these tokens, in order of position.
 
         Entries without a key come first, as `Block.of` wants them where keys lie in order.
-
-        Args:
-            window_size: w.
-            into: where to write it, such as the cache that the tokens are behind; None for new
-                tensors.
         """
-        if self.way or (self.way is not None and into is None):
-            return self._kept_at_once(window_size, into, self.way)
+        if self.way is not None:
+            keep = self._prepared(window_size, None, self.way)
+            return keep(beside_attention=False)
+        at, position, seen, more = self._gathering(window_size)
+        keys = self.keys._replace(position=position)
+        return CacheTensors(*gathered(keys, Places(at, None)), seen + more)
+
+    def keeping(self, window_size: int, into: CacheTensors) -> Callable[[], None]:
+        """`kept`, written into the cache that the tokens are behind.
+
+        What it reads of the cache is copied at once. What is returned has to be called right behind
+        `attend`, beside which it may run: nothing of the cache is changed before.
+        """
+        if self.way:
+            prepared = self._prepared(window_size, into, True)
+
+            def keep() -> None:
+                prepared(beside_attention=True)
+        else:
+
+            def keep() -> None:
+                self._gather_into(window_size, into)
+
+        return keep
+
+    def _gathering(self, window_size: int) -> tuple[Tensor, Tensor, Tensor, Tensor | int]:
+        """Where the kept keys lie, the positions of all, and seen, to which the last is added."""
         at = kept_places(self.lists.end, window_size, first_may_be_empty=True).at
         if self.place is not None:
             at = self.place.gather(2, at)
         if self.active is None:
             new = self.before[:, None] + counting(self.tokens, at.device)
-            seen, more = self.before, self.tokens
-        else:
-            new = self._new_positions(self.active)
-            seen, more = new[:, -1], 1
-        position = self._positions(new)
-        keys = self.keys._replace(position=position)
-        if into is None:
-            return CacheTensors(*gathered(keys, Places(at, None)), seen + more)
+            return at, self._positions(new), self.before, self.tokens
+        new = self._new_positions(self.active)
+        return at, self._positions(new), new[:, -1], 1
+
+    def _gather_into(self, window_size: int, into: CacheTensors) -> None:
+        """`kept` by operations of torch."""
+        at, position, seen, more = self._gathering(window_size)
+        keys = self.keys
         rows = at.mT[..., None].expand(-1, -1, -1, keys.k.shape[3])
         torch.gather(keys.k, 1, rows, out=into.k)
         torch.gather(keys.v, 1, rows, out=into.v)
         torch.gather(keys.score, 2, at, out=into.score)
         torch.gather(position, 2, at, out=into.position)
         torch.add(seen, more, out=into.seen)
-        return into
 
-    def _kept_at_once(self, window_size: int, into: CacheTensors | None, way: bool) -> CacheTensors:
-        """`kept` by the operator; `into` only where it is called directly."""
+    def _prepared(
+        self, window_size: int, into: CacheTensors | None, way: bool
+    ) -> Callable[..., CacheTensors]:
+        """`kept` by the operator, with `into` where it is called directly; for one call."""
         keys, position, seen = self.keys, self.keys.position, self.before
         assert position is not None
+        after: Tensor | None = None
         if self.active is not None:
             new = self._new_positions(self.active)
             position, after = self._positions(new), new[:, -1] + 1
         elif into is not None:  # `into` is written while these are read
             position, seen = position.clone(), seen.clone()
         room = None if into is None else KeptKeys(*into)
-        if room is not None and self.active is not None:
+        if room is not None and after is not None:
             room = room._replace(seen=torch.empty_like(seen))
         row, end = keys.k.shape[1] - 1, self.lists.end
-        found = CacheTensors(
-            *keep_keys(row, end, None, keys[:3], position, seen, window_size, way, room)
-        )
-        if self.active is None:
-            return found
-        if into is None:
-            return found._replace(seen=after)
-        into.seen.copy_(after)
-        return into
+        moved = (row, end, None, keys[:3], position, seen, window_size, way, room)
+
+        def keep(beside_attention: bool) -> CacheTensors:
+            found = CacheTensors(*keep_keys(*moved, beside_attention))
+            if after is None:
+                return found
+            if into is None:
+                return found._replace(seen=after)
+            into.seen.copy_(after)
+            return into
+
+        return keep
 
     def _new_positions(self, active: Tensor) -> Tensor:
         """int32 (B, T): of the new tokens, where those that are skipped are not counted."""
