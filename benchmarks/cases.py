@@ -336,11 +336,15 @@ def _decode() -> list[Case]:
     large = dataclasses.replace(step, batch=8, seqlen_k=32768, nheads=32, nheads_k=8)
     long = dataclasses.replace(step, seqlen_k=524288, nheads=2, nheads_k=1)
     small = dataclasses.replace(large, seqlen_k=2048)
+    tokens = dataclasses.replace(large, seqlen_q=8, contenders=dense)
     return [
         dataclasses.replace(large, name="B8 S32768 H32/8 D128", contenders=dense),
         dataclasses.replace(long, name="B1 S524288 H2/1 D128", contenders=dense),
         dataclasses.replace(small, name="B8 S2048 H32/8 D128", contenders=dense),
         dataclasses.replace(small, name="B1 S2048 H32/8 D128", contenders=dense, batch=1),
+        dataclasses.replace(tokens, name="B8 S32768 H32/8 D128, 8 tokens"),
+        dataclasses.replace(tokens, name="B1 S32768 H32/8 D128, 8 tokens", batch=1),
+        dataclasses.replace(tokens, name="B8 S2048 H32/8 D128, 8 tokens", seqlen_k=2048),
     ]
 
 
@@ -532,7 +536,8 @@ NOTES = {
     PADDED_BIAS: "A bias [1, H, S, S] with its gradient, as in T5 and in triangle attention, and a "
     "mask [B, 1, 1, S] that hides a quarter of the keys. SDPA takes both as one operand of 16 "
     "bits, which is made inside.",
-    "decode": "One query row over all keys, without a choice among them.",
+    "decode": "One query row a head over all keys, without a choice among them, or the rows of 8 "
+    "tokens, as where drafted tokens are looked at (not causal here).",
     DETERMINISTIC: "The same bits in every run, beside gradients whose parts are added in any "
     "order.",
     OVER_LENGTH: "The work of running top-w grows with S * w; that of all keys with S * S.",

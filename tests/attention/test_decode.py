@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -111,9 +113,33 @@ def test_any_number_of_splits(seqlen_k: int, ratio: int, head_dim: int) -> None:
     check(Case(1, seqlen_k, 1, 2 * ratio, 2, head_dim, mask="bk1k", bias="bk1k", wants=""))
 
 
-def test_splits_are_summed_in_their_order() -> None:
+TOKENS = [
+    Case(seqlen_q, seqlen_k, 2, 2 * ratio, 2, head_dim, causal=True, wants="")
+    for seqlen_q, ratio in ((2, 16), (3, 5), (8, 4), (16, 4), (16, 1), (31, 2), (33, 2))
+    for seqlen_k in (5, 33, 700, 8200)
+    for head_dim in (40, 64, 72, 128, 256)
+]
+
+
+@pytest.mark.parametrize("case", [_where(case) for case in TOKENS])
+def test_tokens_and_heads_of_a_group_together(case: Case) -> None:
+    """They are the rows of one or two blocks, or too many for that; some see no key."""
+    check(case)
+    check(replace(case, mask="bk1k", bias="bk1k", dlse=True))
+    check(replace(case, mask="b11k", mask_fill="prefix", causal=False))
+
+
+@pytest.mark.parametrize("shape", ["bk1k", "bh1k"])
+def test_tokens_with_their_gradients(shape: str) -> None:
+    """The backward starts from what the kernel leaves: lse, and its rest beside a bias."""
+    check(Case(6, 2300, 2, 8, 2, 128, causal=True, bias=shape, dlse=True))
+    check(Case(6, 2300, 2, 8, 2, 64, causal=True, mask=shape))
+
+
+@pytest.mark.parametrize("seqlen_q", [1, 5])
+def test_splits_are_summed_in_their_order(seqlen_q: int) -> None:
     """Whichever block ends last: the same bits again and again."""
-    problem = build(Case(1, 9000, 2, 8, 2, 128, bias="bk1k", wants=""))
+    problem = build(Case(seqlen_q, 9000, 2, 8, 2, 128, bias="bk1k", causal=True, wants=""))
     first = run(problem)
     for _ in range(times(30)):
         again = run(problem)

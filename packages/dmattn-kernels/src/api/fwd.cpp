@@ -28,6 +28,7 @@ void launch(const FwdPlan& plan, cudaStream_t stream) {
   if (plan.is_decode()) {
     DecodeParams decode;
     static_cast<FwdParams&>(decode) = plan.kernel;
+    decode.token_rows = plan.token_rows;
     decode.arrivals = plan.arrivals;
     decode.launch_tag = next_launch_tag();
     check_cuda(find_decode_unit(plan.unit)(plan.choice, decode, stream), "launching the decode kernel");

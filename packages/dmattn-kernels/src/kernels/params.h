@@ -222,10 +222,15 @@ struct alignas(16) DraftToken {
 struct CacheDraft {
   const DraftToken* tokens = nullptr;  // [batch][nheads_k][count]; nullptr: there is no draft
   int32_t entries = 0;                 // keys before the tokens, which are the last keys
-  int32_t count = 0;                   // at most kMaxDraft
-  int32_t group = 1;                   // rows of a token: FwdParams::seqlen_q = count * group
-  // Elements between the queries and the results of two tokens. FwdParams has the strides of a token's rows.
-  int64_t q_token = 0, out_token = 0;
+  int32_t count = 0;                   // at most kMaxDraft, as many as there are TokenRows
+};
+// Rows of a head that are those of several tokens: FwdParams::seqlen_q = count * group.
+struct TokenRows {
+  int32_t count = 1;
+  int32_t group = 1;  // rows of a token
+  // Elements between the queries, the results and the log-sum-exps of two tokens. FwdParams has the strides of a token's
+  // rows.
+  int64_t q_token = 0, out_token = 0, lse_token = 0;
 };
 // With a token, what each split of a head leaves beside its results: of its entries the one that would leave the cache
 // first, which these results leave out.
@@ -235,10 +240,12 @@ struct LowestEntries {
   float* logit = nullptr;     // [num_splits + 1][batch][nheads][seqlen_q]; last, the logits of the token
 };
 
-// Few query rows (one a head, or the heads of a group as rows) over any number of keys: decoding. Of FwdParams, `mask`
-// is not read, and neither causality nor key intervals cut anything. With a token, the keys are the cache's entries and
-// the token, except for the one that leaves the cache, whose place the token takes at the end.
+// Few query rows (of one token or some, each one a head, or the heads of a group) over any number of keys: decoding. Of
+// FwdParams, `mask` is not read, and key intervals cut nothing; causality does where there are several tokens, the last of
+// which sees the last key. With a token that comes to a cache, the keys are its entries and the token, except for the one
+// that leaves the cache, whose place the token takes at the end.
 struct DecodeParams : FwdParams {
+  TokenRows token_rows;
   CacheToken token;
   CacheDraft draft;  // excludes a token; bias is that of the entries
   LowestEntries lowest;

@@ -155,10 +155,10 @@ struct DecodeTile {
 };
 constexpr int kDecodeRows = 16;
 constexpr int kDecodeKeys = 16;
-// A draft has the rows of several tokens, which then read K and V together. The sums of 32 rows fit the registers up to
+// The rows of several tokens, of a draft or of a call, read K and V together. The sums of 32 rows fit the registers up to
 // head_dim 128.
 constexpr int kMaxDraft = 32;
-constexpr int draft_rows(int d) { return d <= 128 ? 32 : 16; }
+constexpr int token_rows(int d) { return d <= 128 ? 32 : 16; }
 
 // The bytes in flight decide the speed: about 32 KB an SM hide the latency of an H200's memory. Within 99 KB a block.
 constexpr DecodeTile decode_tile(int d) {

@@ -36,11 +36,12 @@ HOPPER_LISTS = (
         causal=True,
         wants="",
     ),
-    # Lists too long for two thread blocks an SM at head_dim 64, and rows enough not to split them.
-    Launch("listed rows, long lists", *(8, 2100, 27, 4, 2), mask="bk1k", wants=""),
+    # Lists too long for two thread blocks an SM at head_dim 64, and rows enough not to split them
+    # and not to decode.
+    Launch("listed rows, long lists", *(40, 2100, 27, 4, 2), mask="bk1k", wants=""),
     Launch(
         "listed rows, long lists, bias",
-        *(8, 2100, 27, 4, 2),
+        *(40, 2100, 27, 4, 2),
         mask="bk1k",
         bias="bk1k",
         wants="",

@@ -169,6 +169,12 @@ std::string describe(const FwdPlan& plan) {
   json.put("is_empty", plan.is_empty);
   json.put("no_keys", plan.no_keys);
   json.put("decode", plan.is_decode());
+  const TokenRows& rows = plan.token_rows;
+  json.put("token_rows.count", rows.count);
+  json.put("token_rows.group", rows.group);
+  json.put("token_rows.q_token", rows.q_token);
+  json.put("token_rows.out_token", rows.out_token);
+  json.put("token_rows.lse_token", rows.lse_token);
   put_kernel(json, plan.kernel);
   json.put_strides("out_stride", plan.kernel.out_stride);
   json.put_strides("lse_stride", plan.kernel.lse_stride);
@@ -466,9 +472,9 @@ extern "C" int probe_draft(const dmattn_cache_draft_params* params, const char* 
     json.put("heads", d.nheads);
     json.put("row_stride", d.q_stride.row);
     json.put("head_stride", d.q_stride.head);
-    json.put("token_stride", d.draft.q_token);
+    json.put("token_stride", d.token_rows.q_token);
     json.put("entries", d.draft.entries);
-    json.put("group", d.draft.group);
+    json.put("group", d.token_rows.group);
     json.put_address("arrivals", d.arrivals);
     json.put_address("out_accum", d.out_accum);
     return json.text();

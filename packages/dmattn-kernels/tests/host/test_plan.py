@@ -178,7 +178,80 @@ def test_multi_head_decoding_is_left_alone(plan: Probe) -> None:
     found = plan.fwd(seqlen_q=1, nheads=2, is_causal=1)
     assert (found["seqlen_q"], found["nheads"]) == (1, 2)
     assert found["decode"] and not found["is_causal"]  # the one row sees every key
-    assert not plan.fwd(seqlen_q=2, nheads=2)["decode"]
+
+
+def few_rows(plan: Probe, **arguments: Any) -> Plan:
+    """Of 2 sequences of 4096 keys."""
+    return plan.fwd(**{"batch": 2, "seqlen_k": 4096, "nheads_k": 2} | arguments)
+
+
+@pytest.mark.parametrize("seqlen_q, nheads, head_dim", [(2, 8, 64), (8, 16, 128), (4, 16, 256)])
+@pytest.mark.parametrize("causal", [0, 1])
+def test_tokens_of_a_group_are_rows_of_the_decode_kernel(
+    plan: Probe, seqlen_q: int, nheads: int, head_dim: int, causal: int
+) -> None:
+    shape = {"seqlen_q": seqlen_q, "nheads": nheads, "head_dim": head_dim}
+    found = few_rows(plan, **shape, is_causal=causal)
+    group = nheads // 2
+    assert found["decode"] and found["is_causal"] == causal and found["level"] == PLAIN
+    assert (found["token_rows.count"], found["token_rows.group"]) == (seqlen_q, group)
+    assert (found["nheads"], found["seqlen_q"]) == (2, seqlen_q * group)
+    # Head hk * group + g of token t, as the kernel finds it.
+    q, out = (tensor((2, seqlen_q, nheads, head_dim)) for _ in range(2))
+    lse = tensor((2, nheads, seqlen_q), abi.FLOAT32)
+    for hk, g, t in itertools.product(range(2), range(group), range(seqlen_q)):
+        for name, token, stride in (
+            ("q", "q_token", (q.stride[1], q.stride[2])),
+            ("out", "out_token", (out.stride[1], out.stride[2])),
+            ("lse", "lse_token", (lse.stride[2], lse.stride[1])),
+        ):
+            by_head, by_row = found[f"{name}_stride.head"], found[f"{name}_stride.row"]
+            place = hk * by_head + g * by_row + t * found[f"token_rows.{token}"]
+            assert place == t * stride[0] + (hk * group + g) * stride[1]
+    # One or two blocks of rows, of which each counts the blocks of its splits in a word.
+    blocks = -(-seqlen_q * group // (16 if head_dim == 256 else 32))
+    assert found["blocks"] == 2 * 2 * blocks * found["num_splits"]
+    assert found["out_accum"] - found["arrivals"] >= 8 * 2 * 2 * blocks
+
+
+@pytest.mark.parametrize(
+    "changed, group",
+    [
+        ({}, 4),
+        ({"mask": mask(2, 2, 1, 4096), "bias": tensor((2, 2, 1, 4096))}, 4),
+        # A mask or a bias for each query head: these do not share keys.
+        ({"mask": mask(2, 8, 1, 4096)}, 1),
+        ({"bias": tensor((2, 8, 1, 4096))}, 1),
+        ({"nheads": 2, "seqlen_q": 16}, 1),
+        # More rows than read keys together.
+        ({"seqlen_q": 17}, 0),
+        ({"nheads": 2, "seqlen_q": 17}, 0),
+        ({"seqlen_q": 9, "head_dim": 256}, 0),
+        # Rows that differ in more than causality.
+        ({"mask": mask(2, 1, 8, 4096)}, 0),
+        ({"bias": tensor((2, 8, 8, 4096))}, 0),
+    ],
+)
+def test_which_few_rows_decode(plan: Probe, changed: dict[str, Any], group: int) -> None:
+    arguments = {"seqlen_q": 8, "nheads": 8, "is_causal": 1} | changed
+    found = few_rows(plan, **arguments)
+    assert found["decode"] == (group > 0)
+    if group > 0:
+        assert found["token_rows.group"] == group
+        assert found["token_rows.count"] == arguments["seqlen_q"]
+        assert found["head_ratio"] == (arguments["nheads"] // 2 if group == 1 else 1)
+
+
+@pytest.mark.parametrize(
+    "batch, nheads_k, seqlen_k, decode",
+    [(1, 1, 8192, False), (1, 2, 8192, True), (2, 1, 8192, True), (1, 1, 65536, True)],
+)
+def test_two_blocks_of_rows_want_keys_enough(
+    plan: Probe, batch: int, nheads_k: int, seqlen_k: int, decode: bool
+) -> None:
+    shape = {"batch": batch, "nheads_k": nheads_k, "seqlen_k": seqlen_k, "nheads": 8 * nheads_k}
+    assert few_rows(plan, **shape, seqlen_q=8, head_dim=128)["decode"] == decode
+    assert few_rows(plan, **shape, seqlen_q=4, head_dim=128)["decode"]
 
 
 def test_few_blocks_are_split(plan: Probe) -> None:

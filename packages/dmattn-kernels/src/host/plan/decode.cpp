@@ -61,6 +61,13 @@ void pack_group_as_rows(FwdParams& p) {
   p.head_ratio = 1;
 }
 
+TokenRows pack_tokens_as_rows(FwdParams& p, int32_t tokens) {
+  TokenRows rows{tokens, p.head_ratio, p.q_stride.row, p.out_stride.row, p.lse_stride.row};
+  pack_group_as_rows(p);
+  p.seqlen_q *= tokens;
+  return rows;
+}
+
 void place_partials(FwdParams& p, Workspace& workspace) {
   const int64_t rows = static_cast<int64_t>(p.num_splits) * p.batch * p.nheads * p.seqlen_q;
   p.out_accum = workspace.take<float>(rows * p.head_dim);

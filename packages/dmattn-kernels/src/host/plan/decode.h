@@ -1,4 +1,4 @@
-// Decoding: one query row a head, over all keys, a list of them, or the entries of a cache.
+// Decoding: few query rows a head, over all keys, a list of them, or the entries of a cache.
 #pragma once
 
 #include "dmattn/dmattn.h"
@@ -20,6 +20,8 @@ int64_t decode_blocks(const FwdParams& p, int32_t block_rows = kDecodeRows);
 // One query row a head and several heads a kv head: the group's heads become the rows of one block, which reads K and V
 // once for all of them. The one row is aligned to the last key, so causality has nothing to cut.
 void pack_group_as_rows(FwdParams& p);
+// Several query rows a head: those of a token, its heads of the group or one, are followed by those of the next token.
+TokenRows pack_tokens_as_rows(FwdParams& p, int32_t tokens);
 // Room for the partial results of p.num_splits parts.
 void place_partials(FwdParams& p, Workspace& workspace);
 

@@ -13,16 +13,12 @@ void set_draft(CacheDraftParams& to, const dmattn_tensor& draft, Dtype dtype) {
   to.vec_cache = is_vec16(to.k_cache, to.k_stride, dtype) && is_vec16(to.v_cache, to.v_stride, dtype);
 }
 
-// The query heads of a kv head are the rows of a token, and the tokens follow one another.
-void pack_tokens_as_rows(DecodeParams& d, const CacheDraftParams& draft) {
+// The queries of the tokens, which are the last keys.
+void set_draft_rows(DecodeParams& d, const CacheDraftParams& draft) {
   d.draft.tokens = draft.draft;
   d.draft.entries = draft.capacity;
   d.draft.count = draft.tokens;
-  d.draft.group = d.head_ratio;
-  d.draft.q_token = d.q_stride.row;
-  d.draft.out_token = d.out_stride.row;
-  pack_group_as_rows(d);
-  d.seqlen_q *= draft.tokens;
+  d.token_rows = pack_tokens_as_rows(d, draft.tokens);
   d.seqlen_k += draft.tokens;
 }
 
@@ -45,8 +41,8 @@ DraftPlan plan_cache_draft(const dmattn_cache_draft_params& p, const Device& dev
   DecodeParams& d = plan.decode;
   set_entries(d, draft, dtype, static_cast<int32_t>(p.q.shape[2]));
   set_queries(d, p);
-  pack_tokens_as_rows(d, draft);
-  const int32_t block_rows = draft_rows(plan.unit.head_dim_tile);
+  set_draft_rows(d, draft);
+  const int32_t block_rows = token_rows(plan.unit.head_dim_tile);
   d.num_splits = choose_decode_splits(d, d.seqlen_k, plan.unit.head_dim_tile, 0, device, block_rows);
   plan.choice.blocks = decode_blocks(d, block_rows);
   plan.choice.level = decode_level(d, plan.unit.head_dim_tile, /*from_cache=*/true);

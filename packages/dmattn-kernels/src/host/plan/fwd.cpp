@@ -1,6 +1,7 @@
 #include "host/plan/fwd.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "host/layouts/layouts.h"
 #include "host/plan/decode.h"
@@ -94,13 +95,64 @@ bool choose_window_kernel(FwdPlan& given, const dmattn_fwd_params& p, const Prob
   return true;
 }
 
+// One block reads what the splits leave of its rows about as fast as another one reads keys: more splits of so many keys
+// would take longer to combine than they save.
+int32_t most_splits_to_combine(int32_t keys, int32_t rows) {
+  return std::max(1, static_cast<int32_t>(std::sqrt(static_cast<double>(keys) / rows)));
+}
+
 void choose_decode_kernel(FwdPlan& plan, int32_t asked_for, const Device& device) {
   FwdParams& p = plan.kernel;
   const int32_t keys = is_selection(plan.walk) ? std::min(p.seqlen_k, p.keys.capacity) : p.seqlen_k;
   plan.choice.tiles = resolve_unit(*device.kernels, plan.unit).tiles;
-  p.num_splits = choose_decode_splits(p, keys, plan.unit.head_dim_tile, asked_for, device);
+  const int32_t block_rows = plan.rows_of_decode_block();
+  p.num_splits = choose_decode_splits(p, keys, plan.unit.head_dim_tile, asked_for, device, block_rows);
+  if (plan.token_rows.count > 1 && asked_for == 0) {
+    p.num_splits = std::min(p.num_splits, most_splits_to_combine(keys, std::min(p.seqlen_q, block_rows)));
+  }
   plan.choice.level = decode_level(p, plan.unit.head_dim_tile, /*from_cache=*/false);
-  plan.choice.blocks = decode_blocks(p);
+  plan.choice.blocks = decode_blocks(p, block_rows);
+}
+
+// Whether all rows see the same keys, but for causality, and have the same bias.
+bool has_keys_for_all_rows(const FwdPlan& plan) {
+  const BiasKind bias = plan.kernel.bias.kind;
+  return plan.walk != KeyWalk::kRowBlockLists && (plan.walk == KeyWalk::kMaskList || !has_mask(plan.mask)) &&
+         (bias == BiasKind::kNone || bias == BiasKind::kKey);
+}
+
+// Several rows of a head for which the decode kernel is the faster one. Those of a group's heads together may be two
+// blocks of it, which read K and V once each, where the forward kernel reads them for each head. Not with so few bytes of
+// K and V in a single head that the L2 cache hands them to each head as fast, and more thread blocks end sooner.
+constexpr int32_t kMostDecodeRows = 16;
+constexpr int64_t kMinBytesOfTwoBlocks = 8 << 20;
+int32_t most_decode_group_rows(const FwdParams& p, int head_dim_tile) {
+  const int64_t bytes = int64_t{p.seqlen_k} * p.head_dim * 4;
+  const bool fills_two = int64_t{p.batch} * p.nheads_k > 1 || bytes >= kMinBytesOfTwoBlocks;
+  return (fills_two ? 2 : 1) * token_rows(head_dim_tile);
+}
+
+// The rows of a head, or of the heads of a group, if they are few enough to read keys together. false: they are not.
+// may_share: the heads of a group see the same keys.
+bool choose_decode_rows(FwdPlan& plan, const Problem& x, bool may_share) {
+  FwdParams& p = plan.kernel;
+  if (x.packing.is_active()) return false;
+  if (x.seqlen_q == 1) {
+    plan.unit.direction = Direction::kDecode;
+    if (!may_share || x.head_ratio == 1) return true;
+    pack_group_as_rows(p);
+    if (p.bias.kind != BiasKind::kNone) p.bias.kind = choose_bias_kind(p.bias, plan.unit.gathered);
+    return true;
+  }
+  const bool shares_bias = p.bias.kind == BiasKind::kNone || p.bias.head_ratio % x.head_ratio == 0;
+  const bool packs = x.head_ratio > 1 && may_share && shares_bias;
+  const int64_t rows = int64_t{x.seqlen_q} * (packs ? x.head_ratio : 1);
+  const int32_t most = packs ? most_decode_group_rows(p, plan.unit.head_dim_tile) : kMostDecodeRows;
+  if (rows > most || !has_keys_for_all_rows(plan)) return false;
+  plan.unit.direction = Direction::kDecode;
+  plan.token_rows = {x.seqlen_q, 1, p.q_stride.row, p.out_stride.row, p.lse_stride.row};
+  if (packs) plan.token_rows = pack_tokens_as_rows(p, x.seqlen_q);
+  return true;
 }
 
 }  // namespace
@@ -166,15 +218,7 @@ FwdPlan plan_batched_fwd(const dmattn_fwd_params& p, PerKey per_key, const Devic
   plan.kernel.packing.bias_col_stride = packed_bias_stride(plan.kernel.bias, per_key.bias, gathered);
   // A mask or a list of each query head's own gives the rows of a packed block different keys.
   const int32_t mask_heads = selected ? plan.kernel.keys.heads : has_mask(plan.mask) ? plan.mask.heads : 1;
-  if (x.seqlen_q == 1 && !is_packed(p)) {
-    plan.unit.direction = Direction::kDecode;
-    if (x.head_ratio > 1 && (mask_heads == 1 || mask_heads == x.nheads_k)) {
-      pack_group_as_rows(plan.kernel);
-      if (plan.kernel.bias.kind != BiasKind::kNone) {
-        plan.kernel.bias.kind = choose_bias_kind(plan.kernel.bias, gathered);
-      }
-    }
-  }
+  choose_decode_rows(plan, x, /*may_share=*/mask_heads == 1 || mask_heads == x.nheads_k);
   if (selected) plan.kernel.keys.head_ratio = plan.kernel.nheads / plan.kernel.keys.heads;
   if (plan.is_decode()) {
     choose_decode_kernel(plan, p.num_splits, device);
@@ -197,7 +241,7 @@ void place(FwdPlan& plan, void* base) {
   FwdParams& p = plan.kernel;
   Workspace workspace(base);
   const bool is_split = p.num_splits > 1;
-  if (plan.is_decode() && is_split) plan.arrivals = workspace.take<uint64_t>(decode_blocks(p) / p.num_splits);
+  if (plan.is_decode() && is_split) plan.arrivals = workspace.take<uint64_t>(plan.choice.blocks / p.num_splits);
   if (plan.walk == KeyWalk::kMaskList) {
     p.keys = layout_key_list(plan.mask, workspace);
     p.keys.head_ratio = p.nheads / p.keys.heads;

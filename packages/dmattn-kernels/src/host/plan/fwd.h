@@ -20,16 +20,20 @@ struct FwdPlan {
   bool no_keys = false;   // out = 0, lse = -inf
   KeyWalk walk = KeyWalk::kTiled;
   MaskSource mask;  // see has_mask()
-  Unit unit;        // unit.direction: one query row a head is for the decode kernel, and few keys have one of their own
+  Unit unit;  // unit.direction: few query rows a head are for the decode kernel, and few keys have one of their own
   KernelChoice choice;
   FwdTile tile = {};         // of the forward kernel
   bool counts_work = false;  // it takes row blocks by kernel.work_counter
   FwdParams kernel;
   ShortFwdParams short_kernel;   // of few keys, in place of `kernel`
+  TokenRows token_rows;          // of the decode kernel
   uint64_t* arrivals = nullptr;  // of the decode kernel, where it splits the keys: first in the workspace
   size_t workspace_bytes = 0;
 
   bool is_decode() const { return unit.direction == Direction::kDecode; }
+  int32_t rows_of_decode_block() const {
+    return token_rows.count > 1 ? dmattn::token_rows(unit.head_dim_tile) : kDecodeRows;
+  }
   bool is_short() const { return unit.direction == Direction::kShortForward; }
 };
 

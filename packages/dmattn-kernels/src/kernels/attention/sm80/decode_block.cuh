@@ -17,7 +17,8 @@ namespace dmattn {
 //   kList    those of a list of kept keys
 //   kToken   the entries of a cache and a token that comes to it (see CacheToken)
 //   kDraft   likewise, the rows being those of several tokens, the last keys (see CacheDraft)
-enum class DecodeCase { kDense, kList, kToken, kDraft };
+//   kRows, kListRows   as kDense and kList, the rows being those of several tokens (see TokenRows)
+enum class DecodeCase { kDense, kList, kToken, kDraft, kRows, kListRows };
 
 // kLevel: kPlain for what decode_level() in host/plan/decode.h says, kGeneral for everything.
 template <class Element_, int kHeadDim_, DecodeCase kCase, Level kLevel>
@@ -25,13 +26,14 @@ struct DecodeTraits {
   using Element = Element_;
   static constexpr bool kIsBf16 = std::is_same_v<Element, cutlass::bfloat16_t>;
   static constexpr int kHeadDim = kHeadDim_, kKeys = kDecodeKeys;
-  static constexpr bool kGathered = kCase == DecodeCase::kList;
+  static constexpr bool kGathered = kCase == DecodeCase::kList || kCase == DecodeCase::kListRows;
   static constexpr bool kDraft = kCase == DecodeCase::kDraft;
   static constexpr bool kTakesToken = kCase == DecodeCase::kToken;
+  static constexpr bool kHasTokenRows = kDraft || kCase == DecodeCase::kRows || kCase == DecodeCase::kListRows;
   static constexpr bool kFromCache = kDraft || kTakesToken;  // whose scores are a bias for each key
   static_assert(kLevel == Level::kPlain || kLevel == Level::kGeneral);
   static constexpr bool kPlain = kLevel == Level::kPlain;
-  static constexpr int kRows = kDraft ? draft_rows(kHeadDim) : kDecodeRows;
+  static constexpr int kRows = kHasTokenRows ? token_rows(kHeadDim) : kDecodeRows;
   static constexpr bool kPacked = false, kMayBePacked = false, kKeepsSeqlens = false;
   static constexpr uint32_t kSeqlens = 0;  // not used
   static constexpr int kWarps = decode_tile(kHeadDim).warps, kStages = decode_tile(kHeadDim).stages;
@@ -43,15 +45,15 @@ struct DecodeTraits {
   static constexpr uint32_t kSmemBytes = kWarps * kWarpBytes;
   static_assert(kSmemBytes == decode_smem_bytes(kHeadDim));
   // Whether a launch may ask for keys and values to leave the L2 cache first: see DecodeArguments.
-  static constexpr bool kMayEvictFirst = kCase == DecodeCase::kDense && kHeadDim <= 128;
+  static constexpr bool kMayEvictFirst = (kCase == DecodeCase::kDense || kCase == DecodeCase::kRows) && kHeadDim <= 128;
   // Whether a draft asks for its queries and all but one stage before it waits for the kernel in front. At head_dim 256
   // queries would be kept in local memory for it.
   static constexpr bool kReadsAhead = kDraft && kPlain && kHeadDim <= 128;
   // Whether the warps' weights in a row are found once and shared: where there are many rows, or too few registers.
-  static constexpr bool kSharesWeights = kDraft || kHeadDim > 128;
-  // Whether splits may be combined by whole warps, each a row, or eight rows of a draft: where that is worth its code.
-  static constexpr bool kReducesByWarps = kPlain && !kDraft && kHeadDim <= 128;
-  static constexpr bool kReducesDraft = kPlain && kDraft && kHeadDim <= 128;
+  static constexpr bool kSharesWeights = kHasTokenRows || kHeadDim > 128;
+  // Whether splits may be combined by whole warps, each a row, or eight rows of tokens: where that is worth its code.
+  static constexpr bool kReducesByWarps = kPlain && !kHasTokenRows && kHeadDim <= 128;
+  static constexpr bool kReducesTokenRows = kPlain && kHasTokenRows && kHeadDim <= 128;
   // Indices and bias are fetched for several steps at once, one chunk ahead: loads issued after the copies of K and V
   // of a step would have to wait for those.
   static constexpr int kChunkSteps = 4, kChunkKeys = kChunkSteps * kKeys;
@@ -104,7 +106,7 @@ struct DecodeArguments : DecodeParams {
   Divisor by_splits, by_row_blocks, by_heads;
   Divisor by_shares;                // the warps of all splits
   Divisor by_ratio, by_bias_ratio;  // heads of the rows to those of K and V, and to those of the bias
-  Divisor by_group;                 // of a draft: rows of a token
+  Divisor by_group;                 // rows of a token
   // K and V are read once, and take the place of one another in the L2 cache rather than that of what others have left
   // there: changed lines would have to be written to memory first.
   bool evicts_first = false;
@@ -150,16 +152,16 @@ struct DecodeBlock : AttentionBlock<T, DecodeArguments> {
   static __device__ __forceinline__ bool is_vec(bool flag) { return T::kPlain || flag; }
   __device__ __forceinline__ bool has_key_bias() const { return T::kFromCache || p.bias.kind == BiasKind::kKey; }
 
-  // Of a draft: the token that a row of the head belongs to.
+  // The token that a row of the head belongs to.
   __device__ __forceinline__ int token_of(int row) const {
     uint32_t rest = row;
     take(rest, p.by_group);
     return static_cast<int>(rest);
   }
-  // Elements between the first row of a head and another one, of the queries or the results. Those of a draft's tokens
-  // lie `token_stride` apart, and only the rows of a token follow one another.
+  // Elements between the first row of a head and another one, of the queries or the results. Several tokens lie
+  // `token_stride` apart, and only the rows of a token follow one another.
   __device__ __forceinline__ int64_t row_at(const Strides3& s, int64_t token_stride, int row) const {
-    if constexpr (!T::kDraft) return row * s.row;
+    if constexpr (!T::kHasTokenRows) return row * s.row;
     uint32_t token = row;
     const int of_token = take(token, p.by_group);
     return token * token_stride + of_token * s.row;

@@ -122,32 +122,34 @@ struct DecodeFewRows : DecodeResults<T> {
     return replaced;
   }
 
-  // Of a draft: eight rows a warp, with at most four splits each, likewise. A lane has the weight of one of these results.
-  static constexpr int kDraftSplits = 4, kDraftRowsOfWarp = 32 / kDraftSplits;
-  __device__ __forceinline__ bool has_lanes_for_draft() const {
-    static_assert(!T::kReducesDraft || kDraftRowsOfWarp * T::kWarps >= T::kRows);
-    return T::kReducesDraft && p.num_splits <= kDraftSplits;
+  // Of several tokens: eight rows a warp, with at most four splits each, likewise. A lane has the weight of one of these
+  // results.
+  static constexpr int kFewSplits = 4, kRowsOfWarp = 32 / kFewSplits;
+  __device__ __forceinline__ bool has_lanes_for_token_rows() const {
+    static_assert(!T::kReducesTokenRows || kRowsOfWarp * T::kWarps >= T::kRows);
+    return T::kReducesTokenRows && p.num_splits <= kFewSplits;
   }
-  __device__ __forceinline__ void combine_draft(int first, int count) const {
+  __device__ __forceinline__ void combine_token_rows(int first, int count) const {
     int thread = threadIdx.x;
     asm volatile("" : "+r"(thread));  // what is worked out from it here is not kept in registers through the loop
     const int lane = thread % 32, warp = thread / 32;
-    const WholeWarp share{lane % kDraftSplits, false};
-    const int row0 = kDraftRowsOfWarp * __shfl_sync(0xffffffffu, warp, 0);  // see combine_by_warps()
-    const int64_t of_lane = partial_row(share.split, first + row0 + lane / kDraftSplits);
-    const bool is_any = share.split < p.num_splits && row0 + lane / kDraftSplits < count;
+    const WholeWarp share{lane % kFewSplits, false};
+    const int row0 = kRowsOfWarp * __shfl_sync(0xffffffffu, warp, 0);  // see combine_by_warps()
+    const int64_t of_lane = partial_row(share.split, first + row0 + lane / kFewSplits);
+    const bool is_any = share.split < p.num_splits && row0 + lane / kFewSplits < count;
     LaneParts<1> x;
     x.lse[0] = is_any ? __ldcg(p.lse_accum + of_lane) : -INFINITY;
     x.rest[0] = is_any ? __ldcg(p.lse_accum + p.num_splits * p.rows_of_split + of_lane) : 0.f;
     x.entry_logit[0] = x.token_logit = -INFINITY;
     const float* result = p.out_accum + partial_row(0, first + row0) * kHeadDim + kColumns * lane;
-    constexpr int kRowsAhead = kPartsAhead / kDraftSplits;
+    constexpr int kRowsAhead = kPartsAhead / kFewSplits;
+    float2 found;
 #pragma unroll 1
-    for (int begin = 0; begin < kDraftRowsOfWarp; begin += kRowsAhead) {
-      LaneColumns part[kRowsAhead][kDraftSplits];
+    for (int begin = 0; begin < kRowsOfWarp; begin += kRowsAhead) {
+      LaneColumns part[kRowsAhead][kFewSplits];
       const float* from = result + begin * kHeadDim;
 #pragma unroll
-      for (int s = 0; s < kDraftSplits; ++s) {
+      for (int s = 0; s < kFewSplits; ++s) {
 #pragma unroll
         for (int i = 0; i < kRowsAhead; ++i) {
           if (s < p.num_splits && row0 + begin + i < count) load_columns(part[i][s], from + i * kHeadDim, nullptr);
@@ -155,13 +157,13 @@ struct DecodeFewRows : DecodeResults<T> {
         from += p.rows_of_split * kHeadDim;
       }
       const LaneEntries none;
-      if (begin == 0) to_weights(x, none, -1, share);
+      if (begin == 0) found = to_weights(x, none, -1, share);
 #pragma unroll
       for (int i = 0; i < kRowsAhead; ++i) {
         float sum[kColumns] = {};
 #pragma unroll
-        for (int s = 0; s < kDraftSplits; ++s) {
-          const float weight = __shfl_sync(0xffffffffu, x.lse[0], kDraftSplits * (begin + i) + s);
+        for (int s = 0; s < kFewSplits; ++s) {
+          const float weight = __shfl_sync(0xffffffffu, x.lse[0], kFewSplits * (begin + i) + s);
           if (s >= p.num_splits) continue;
 #pragma unroll
           for (int c = 0; c < kColumns; ++c) sum[c] = fmaf(weight, part[i][s].x[c], sum[c]);
@@ -169,6 +171,8 @@ struct DecodeFewRows : DecodeResults<T> {
         if (row0 + begin + i < count) store_columns(first + row0 + begin + i, batch, sum);
       }
     }
+    const int own_row = row0 + lane / kFewSplits;
+    if (share.split == 0 && own_row < count) store_whole_lse(first + own_row, batch, found.x, found.y);
   }
 
  private:

@@ -155,7 +155,7 @@ struct DecodeLoop : DecodeFewRows<T> {
 #pragma unroll
     for (int r = 0; r < 2 * T::MT; ++r) {
       const int row = lane / 4 + 8 * r, cols = row < rows ? head_dim() : 0;
-      if constexpr (T::kDraft) src = base + Base::row_at(p.q_stride, p.draft.q_token, row0 + row);
+      if constexpr (T::kHasTokenRows) src = base + Base::row_at(p.q_stride, p.token_rows.q_token, row0 + row);
       asm volatile("" : "+l"(src));  // one address for all columns
 #pragma unroll
       for (int i = 0; i < kHeadDim / 8; ++i) {
@@ -232,6 +232,7 @@ struct DecodeLoop : DecodeFewRows<T> {
     scale_scores(acc, p.softmax_scale, T::kPlain ? 0.f : p.softcap);
     add_bias(acc, step, map);
     if constexpr (T::kDraft) draft.limit(acc, *this, step, map);
+    if constexpr (T::kHasTokenRows && !T::kDraft) cut_later_keys(acc, step, map);
     const int count = keys_of(step);
     if (count == T::kKeys) return;
 #pragma unroll
@@ -254,7 +255,7 @@ struct DecodeLoop : DecodeFewRows<T> {
 #pragma unroll
           for (int e = 0; e < 4; ++e) acc[mt][nt][e] += (e & 1) ? b.y : b.x;
       }
-    } else if (!T::kPlain && p.bias.kind != BiasKind::kNone) {
+    } else if (!T::kPlain && !T::kHasTokenRows && p.bias.kind != BiasKind::kNone) {
       // One of each query head's own: not worth a pipeline.
       const int count = keys_of(step);
 #pragma unroll
@@ -268,6 +269,29 @@ struct DecodeLoop : DecodeFewRows<T> {
               p.bias, Base::bias_base() + (row0 + row) * p.bias.row_stride + key * p.bias.col_stride, T::kIsBf16);
         }
     }
+  }
+
+  // acc = -inf for keys behind the row's token, the last of which is at the last key. Lists are ascending.
+  __device__ __forceinline__ void cut_later_keys(float (&acc)[T::MT][T::NT][4], int step,
+                                                 const FragmentMap& map) const {
+    if (!p.is_causal) return;
+    const auto position = [&](int col) { return T::kGathered ? idx(step)[col] : step * T::kKeys + col; };
+    const int seen_by_all = p.seqlen_k - p.token_rows.count + 1;  // keys; each token sees one more than the one before
+    if (position(keys_of(step) - 1) < seen_by_all) return;
+    int first_row = row0 + map.row0;
+    asm volatile("" : "+r"(first_row));  // the tokens of the rows are not kept in registers from step to step
+#pragma unroll
+    for (int mt = 0; mt < T::MT; ++mt)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int seen = seen_by_all + Base::token_of(first_row + 16 * mt + 8 * half);
+#pragma unroll
+        for (int nt = 0; nt < T::NT; ++nt)
+#pragma unroll
+          for (int e = 2 * half; e < 2 * half + 2; ++e) {
+            if (position(map.col(nt, e)) >= seen) acc[mt][nt][e] = -INFINITY;
+          }
+      }
   }
 
   // The block's lowest entry, if this step has it, is kept apart: its logits, and its row of V, which becomes 0 in the
@@ -425,8 +449,8 @@ struct DecodeLoop : DecodeFewRows<T> {
   __device__ __forceinline__ int combine(const typename Base::LaneSources& sources) const {
     const int first = first_row(), end_row = T::kTakesToken ? p.seqlen_q : row0 + rows;
     if (Base::has_warps_for(end_row - first)) return Base::combine_by_warps(first, end_row - first, sources);
-    if (Base::has_lanes_for_draft()) {
-      Base::combine_draft(first, end_row - first);
+    if (Base::has_lanes_for_token_rows()) {
+      Base::combine_token_rows(first, end_row - first);
       return -1;
     }
     int replaced = -1;

@@ -22,7 +22,7 @@ cudaError_t launch_decode_kernel(const KernelChoice& choice, const DecodeParams&
   arguments.by_shares = Divisor(p.num_splits * T::kWarps);
   arguments.by_ratio = Divisor(p.head_ratio);
   arguments.by_bias_ratio = Divisor(p.bias.head_ratio);
-  arguments.by_group = Divisor(p.draft.group);
+  arguments.by_group = Divisor(p.token_rows.group);
   const int64_t bytes_of_key = 2 * p.head_dim * int64_t{sizeof(typename T::Element)};  // and of its value
   arguments.evicts_first = arguments.parts * p.seqlen_k * bytes_of_key <= kEvictFirstBytes;
   static std::atomic<uint64_t> devices_ready{0};
@@ -43,10 +43,12 @@ template <class Element, int kHeadDim, bool kGathered>
 cudaError_t launch_decode(const KernelChoice& choice, const DecodeParams& p, cudaStream_t stream) {
   if (choice.blocks == 0) return cudaSuccess;
   if constexpr (kGathered) {
+    if (p.token_rows.count > 1) return launch_decode_case<Element, kHeadDim, DecodeCase::kListRows>(choice, p, stream);
     return launch_decode_case<Element, kHeadDim, DecodeCase::kList>(choice, p, stream);
   } else {
     if (p.draft.tokens != nullptr) return launch_decode_case<Element, kHeadDim, DecodeCase::kDraft>(choice, p, stream);
     if (p.token.k != nullptr) return launch_decode_case<Element, kHeadDim, DecodeCase::kToken>(choice, p, stream);
+    if (p.token_rows.count > 1) return launch_decode_case<Element, kHeadDim, DecodeCase::kRows>(choice, p, stream);
     return launch_decode_case<Element, kHeadDim, DecodeCase::kDense>(choice, p, stream);
   }
 }

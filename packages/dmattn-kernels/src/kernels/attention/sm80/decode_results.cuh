@@ -148,7 +148,7 @@ struct DecodeResults : DecodeBlock<T> {
       uint32_t dst = smem_u32(parts) + 4 * warp * part;
 #pragma unroll 1
       for (int s = warp; s < splits; s += T::kWarps) {
-#pragma unroll(T::kDraft ? 4 : 1)
+#pragma unroll(T::kHasTokenRows ? 4 : 1)
         for (uint32_t j = 4 * lane; j < results; j += 128) cp_async16(dst + 4 * j, src + j, true);
         if (T::kTakesToken && 8 * lane < head_dim()) {
           const Element* v = static_cast<const Element*>(p.lowest.v) + part_index(begin + s) * head_dim();
@@ -162,7 +162,7 @@ struct DecodeResults : DecodeBlock<T> {
       cp_async_wait<0>();
       __syncthreads();
       const bool is_first = begin == 0, is_last = begin + splits == p.num_splits;
-#pragma unroll(T::kDraft ? 2 : 1)
+#pragma unroll(T::kHasTokenRows ? 2 : 1)
       for (int i = threadIdx.x; i < count * kQuads; i += T::kThreads) {
         const int row = i / kQuads, col = i % kQuads * 4;
         if (col >= head_dim()) continue;
@@ -263,7 +263,7 @@ struct DecodeResults : DecodeBlock<T> {
       __syncthreads();
     }
     float* const results = p.out_accum + partial_row(split, row0) * head_dim();
-#pragma unroll(T::kDraft ? 2 : 1)
+#pragma unroll(T::kHasTokenRows ? 2 : 1)
     for (int i = threadIdx.x; i < rows * kQuads; i += T::kThreads) {
       const int row = i / kQuads, col = i % kQuads * 4;
       if (col >= head_dim()) continue;
@@ -451,7 +451,7 @@ struct DecodeResults : DecodeBlock<T> {
 
   __device__ __forceinline__ uint16_t* out_row(int row, int of_batch) const {
     return static_cast<uint16_t*>(p.out) + of_batch * p.out_stride.batch + head * p.out_stride.head +
-           Base::row_at(p.out_stride, p.draft.out_token, row);
+           Base::row_at(p.out_stride, p.token_rows.out_token, row);
   }
   __device__ __forceinline__ void store(int row, int col, const float4& x) const {
     store(out_row(row, batch) + col, x);
@@ -487,7 +487,8 @@ struct DecodeResults : DecodeBlock<T> {
   __device__ __forceinline__ bool has_lse() const { return !T::kFromCache && p.lse != nullptr; }
   __device__ __forceinline__ void store_lse(int row, int of_batch, float lse, float rest) const {
     if (!has_lse()) return;
-    const int64_t i = of_batch * p.lse_stride.batch + head * p.lse_stride.head + row * p.lse_stride.row;
+    const int64_t i = of_batch * p.lse_stride.batch + head * p.lse_stride.head +
+                      Base::row_at(p.lse_stride, p.token_rows.lse_token, row);
     p.lse[i] = lse;
     if (p.lse_rest != nullptr) p.lse_rest[i] = rest;
   }
