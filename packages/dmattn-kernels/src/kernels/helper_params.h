@@ -47,6 +47,7 @@ enum class DqOrder : int32_t {
 struct DqTileLayout {
   int32_t block_m = 64;
   int32_t head_dim_tile = 128;
+  int32_t dims = 128;  // columns in memory: BwdParams::dq_dims
   int32_t threads = 256;
   int32_t warps_m = 2;  // warps along the rows of the tile, as it lies in memory; the others along its columns
   DqOrder order = DqOrder::kRegisters;

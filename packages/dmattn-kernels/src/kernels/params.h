@@ -282,11 +282,12 @@ struct BwdParams {
   const float* lse = nullptr;
   const float* lse_rest = nullptr;  // optional, as lse: see FwdParams (0 in the padding)
   const float* delta = nullptr;     // rowsum(out * dout) - dlse
-  // fp32 dq in fragment order: [batch][nheads][dq_blocks][kBlockM * kHeadDim], element (i, thread) of a tile at
+  // fp32 dq in fragment order: [batch][nheads][dq_blocks][kBlockM * dq_dims], element (i, thread) of a tile at
   // i * threads + thread, so that a warp's atomics fall on 128 consecutive bytes. nullptr: dq is not asked for. Packed
-  // sequences: [nheads][packing.m_blocks], and dq_semaphore too. On Hopper the order is that of DqTile. A launch for some of the group's heads or of the row
-  // blocks has room for those only, and the pointers to where the first of all would be.
+  // sequences: [nheads][packing.m_blocks], and dq_semaphore too. On Hopper the order is that of DqTile. A launch for some
+  // of the group's heads or of the row blocks has room for those only, and the pointers to where the first of all would be.
   float* dq_accum = nullptr;
+  int32_t dq_dims = 0;  // columns of a tile of dq_accum: those of the tile, or only those of head_dim, rounded up to 8
   int32_t dq_blocks = 0;  // row blocks a head; fewer than there are only for interval lists
   void* dk = nullptr;     // nullptr: not asked for
   void* dv = nullptr;

@@ -269,6 +269,7 @@ std::string describe(const BwdPlan& plan, const BwdRound& round, const BwdParams
   json.put_address("delta", p.delta);
   json.put_address("dq_accum", p.dq_accum);
   json.put("dq_blocks", p.dq_blocks);
+  json.put("dq_dims", p.dq_dims);
   json.put("row_block_begin", p.row_block_begin);
   json.put("row_blocks", p.row_blocks);
   json.put_address("dk", p.dk);

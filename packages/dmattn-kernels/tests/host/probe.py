@@ -147,7 +147,7 @@ def array_bytes(found: Plan, shape: dict[str, int], lists: int) -> dict[str, int
         "lse_rest": rows * found["seqlen_q_rounded"] * 4,
         "dkv_semaphore": (2 * tiles if found["arch"] == 90 else round_kv_rows) * 4,
         "delta": rows * found["seqlen_q_rounded"] * 4,
-        "dq_accum": round_rows * blocks_q * found["block_m"] * found["dim_tile"] * 4,
+        "dq_accum": round_rows * blocks_q * found["block_m"] * found["dq_dims"] * 4,
         "dq_semaphore": round_rows * blocks_q * 4,
         "dk_slots": slot,
         "dv_slots": slot,

@@ -159,7 +159,7 @@ def array_bytes(found: Plan, heads: int, nheads: int) -> dict[str, int]:
         "lse": stats,
         "lse_rest": stats,
         "delta": stats,
-        "dq_accum": tiles * block_m * found["dim_tile"] * 4,
+        "dq_accum": tiles * block_m * found["dq_dims"] * 4,
         "dq_semaphore": tiles * 4,
         "dk_accum": kv,
         "dv_accum": kv,

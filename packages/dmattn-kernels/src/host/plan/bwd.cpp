@@ -109,7 +109,13 @@ void use_kernels(BwdPlan& plan, const KernelSet& kernels, const Device& device) 
   }
   plan.convert_dq.packing = kernel.packing;
   const DqOrder order = kernels.dq_order(tile);
-  plan.convert_dq.layout = {tile.block_m, plan.unit.head_dim_tile, 32 * tile.warps, tile.warps_m_dq, order};
+  // On Hopper the fragments of wide tiles follow one another by their columns, and the last ones may be left out, but not
+  // beside a bias for each row and key (see tile_of_dq() in sm90/bwd_results.cuh).
+  const bool has_dense_bias = kernel.bias.kind == BiasKind::kTile || kernel.bias.kind == BiasKind::kDirect;
+  const bool may_cut_dims = order == DqOrder::kVectors && plan.unit.head_dim_tile > 64 && !has_dense_bias;
+  kernel.dq_dims = may_cut_dims ? round_up(kernel.head_dim, 8) : plan.unit.head_dim_tile;
+  plan.convert_dq.layout = {tile.block_m,    plan.unit.head_dim_tile, kernel.dq_dims,
+                            32 * tile.warps, tile.warps_m_dq,         order};
   // The kernels for Hopper take powers of two, and leave dq in units of 1 / softmax_scale. Logits with a bias are scaled
   // last.
   if (order != DqOrder::kRegisters) {

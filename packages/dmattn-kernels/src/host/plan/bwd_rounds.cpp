@@ -64,7 +64,7 @@ void offset_operands(BwdParams& p, Dtype dtype, int64_t b, int64_t h, int64_t hk
   offset_mask(p, b, h);
 }
 
-int64_t dq_block_size(const BwdPlan& plan) { return static_cast<int64_t>(plan.tile.block_m) * plan.unit.head_dim_tile; }
+int64_t dq_block_size(const BwdPlan& plan) { return static_cast<int64_t>(plan.tile.block_m) * plan.kernel.dq_dims; }
 
 // Moves the sums of a round likewise; b, h and hk count within it.
 void offset_sums(BwdParams& p, int64_t b, int64_t h, int64_t hk, int64_t dq_size) {

@@ -219,7 +219,7 @@ Accumulators place_accumulators(const BwdPlan& plan, const BwdRound& round, int3
   Accumulators sums;
   const size_t begin = workspace.bytes();
   if (plan.wants_dq) {
-    sums.dq = workspace.take<float>(blocks * plan.tile.block_m * plan.unit.head_dim_tile);
+    sums.dq = workspace.take<float>(blocks * plan.tile.block_m * kernel.dq_dims);
     if (kernel.deterministic) sums.dq_semaphore = workspace.take<int32_t>(blocks);
   }
   if (plan.resident_blocks > 0) sums.work_counter = workspace.take<int32_t>(work_counters_of(plan, round));

@@ -41,11 +41,14 @@ __device__ __forceinline__ void load_dq_vectors(const ConvertDqParams& p, int64_
   const DqTileLayout& t = p.layout;
   const int thread = threadIdx.x % 128, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int fragments = t.block_m * t.head_dim_tile / (4 * t.threads);
+  // Columns beyond `dims`, which nobody reads from the tile, would be the last fragments of all.
+  const int first = static_cast<int>(threadIdx.x / 128) * fragments;  // of this warpgroup
+  const int own_fragments = min(fragments, t.block_m * t.dims / 512 - first);
   const int row = warp % t.warps_m * 16 + lane / 4, col0 = warp / t.warps_m * 8 * fragments + 2 * (lane % 4);
   const int pitch = t.head_dim_tile + kDqPad;
-  const float* src = p.dq_accum + tile * t.block_m * t.head_dim_tile + threadIdx.x / 128 * fragments * 512 + thread * 4;
+  const float* src = p.dq_accum + tile * t.block_m * t.dims + first * 512 + thread * 4;
 #pragma unroll 4
-  for (int i = 0; i < fragments; ++i) {
+  for (int i = 0; i < own_fragments; ++i) {
     const float4 x = __ldg(reinterpret_cast<const float4*>(src + i * 512));
     const uint32_t pairs[] = {Half2<Element>::pack(x.x * p.scale, x.y * p.scale),
                               Half2<Element>::pack(x.z * p.scale, x.w * p.scale)};
@@ -62,8 +65,10 @@ __device__ __forceinline__ void load_dq_vectors(const ConvertDqParams& p, int64_
   }
 }
 
+// As many threads as the largest tile has, and blocks an SM that leave them enough registers: with a limit of 1024 threads
+// ptxas takes 32 registers and spills.
 template <class Element>
-__global__ void __launch_bounds__(1024) convert_dq_kernel(const ConvertDqParams p) {
+__global__ void __launch_bounds__(512, 3) convert_dq_kernel(const ConvertDqParams p) {
   extern __shared__ __align__(16) uint32_t smem[];
   follow_previous_kernel();
   const int block_m = p.layout.block_m;

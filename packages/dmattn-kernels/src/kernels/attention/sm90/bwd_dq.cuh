@@ -42,8 +42,6 @@ __device__ __forceinline__ int peek_at_turn(const int32_t* counter) {
 // consumers of its block to get past the step whose turn it is. The item with the lowest number waits for nobody.
 template <class T>
 struct BwdDq {
-  static constexpr int kTile = T::kBlockM * T::kHeadDim;  // elements
-
   const BwdArguments& p;
   typename T::Shared& s;
   const int lane;
@@ -98,8 +96,8 @@ struct BwdDq {
         asm volatile("fence.proxy.async.global;" ::: "memory");
       }
       s.out_full[out_place.stage].wait(out_place.phase);
-      add_bulk(p.dq_accum + static_cast<int64_t>(block) * kTile, smem_u32(s.out[out_place.stage]),
-               kTile * sizeof(float));
+      add_bulk(p.dq_accum + static_cast<int64_t>(block) * p.dq_tile, smem_u32(s.out[out_place.stage]),
+               p.dq_tile * sizeof(float));
       cute::tma_store_arrive();
       cute::tma_store_wait<0>();
       s.out_empty[out_place.stage].arrive();

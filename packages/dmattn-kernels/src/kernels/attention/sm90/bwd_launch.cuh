@@ -210,6 +210,8 @@ cudaError_t fill_arguments(BwdArguments& a, const BwdParams& p, int64_t blocks) 
   a.lse = p.lse;
   a.delta = p.delta;
   a.dq_accum = p.dq_accum;
+  a.dq_tile = T::kBlockM * p.dq_dims;
+  a.dq_last_bytes = (a.dq_tile - T::Dq::kPart) * sizeof(float);
   a.dq_semaphore = p.dq_semaphore;
   a.seqlen_q = p.seqlen_q;
   a.seqlen_k = p.seqlen_k;

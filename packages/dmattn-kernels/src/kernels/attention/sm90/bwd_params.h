@@ -24,9 +24,11 @@ struct BwdArguments {
   const float* lse;  // times log2(e), but with a bias; [batch][nheads][seqlen_q_rounded], +inf where there is no row
   const float* lse_rest;  // with a bias: what is missing of lse, times log2(e)
   const float* delta;     // likewise; 0 where there is no row
-  // fp32, zero before the launch, in units of 1 / softmax_scale: [batch][nheads][dq_blocks][kBlockM * kTileDim], each
-  // tile in the order of DqTile.
+  // fp32, zero before the launch, in units of 1 / softmax_scale: [batch][nheads][dq_blocks][dq_tile], each tile in the
+  // order of DqTile.
   float* dq_accum;
+  int32_t dq_tile;  // elements: kBlockM * kTileDim, or without the last fragments, which have no columns of head_dim
+  uint32_t dq_last_bytes;  // of them, the part of the second of two consumers
   // [batch][nheads][dq_blocks], zero before the launch: blocks of keys that have added to a tile of dq.
   // nullptr: nobody waits for a turn.
   int32_t* dq_semaphore;

@@ -337,7 +337,7 @@ struct BwdResults : BwdConsumerState<T> {
       const typename T::Announced& own = s.item[item_place.stage];
       block += first_row_block(own.q, own.sequence, T::kBlockM);
     }
-    float* const to = p.dq_accum + block * (T::kBlockM * T::kHeadDim) + consumer * Dq::kPart;
+    float* const to = p.dq_accum + block * tile_of_dq() + consumer * Dq::kPart;
     if constexpr (T::kDqPath == DqPath::kVector) {
 #pragma unroll
       for (int i = 0; i < Dq::kFragments; ++i) add_vector(to + (i * 128 + thread) * 4, acc[i]);
@@ -347,7 +347,7 @@ struct BwdResults : BwdConsumerState<T> {
       stage_dq(acc);
       sync_own();
       if (is_speaker()) {
-        add_bulk(to, smem_u32(own_out()), Dq::kPart * sizeof(float));
+        add_bulk(to, smem_u32(own_out()), consumer == 0 ? Dq::kPart * 4 : p.dq_last_bytes);
         cute::tma_store_arrive();
       }
     } else {
@@ -358,6 +358,10 @@ struct BwdResults : BwdConsumerState<T> {
       if (lane == 0) s.out_full[out_place.stage].arrive();
       out_place.advance();
     }
+  }
+  // Elements of a tile of dq in memory. Additions from registers add all of it: to leave some out takes a comparison each.
+  __device__ __forceinline__ int tile_of_dq() const {
+    return T::kDqPath == DqPath::kVector ? T::kBlockM * T::kHeadDim : p.dq_tile;
   }
   // kTurns: of out_empty of the stage that comes next. A single stage has a new phase with each tile, as ds has a new
   // stage, so that no register has to keep it. Once the tile's product has been started, ds_stage is that of the next.

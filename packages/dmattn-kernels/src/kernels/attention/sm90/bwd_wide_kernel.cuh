@@ -344,10 +344,17 @@ struct WideConsumer {
   // To the consumer's part of a tile.
   __device__ __forceinline__ void add_dq(const float (&acc)[T::Dq::kFragments][4], int dq_tile) const {
     if (T::kPanels < T::kAllPanels && panel() >= T::kPanels) return;
-    float* const to =
-        p.dq_accum + static_cast<int64_t>(dq_tile) * (T::kBlockM * T::kTileDim) + panel() * T::Dq::kPart + thread * 4;
+    const int first = panel() * T::Dq::kPart;  // of the tile's elements
+    float* const to = p.dq_accum + static_cast<int64_t>(dq_tile) * p.dq_tile + first + thread * 4;
+    if (first + T::Dq::kPart <= p.dq_tile) {  // the usual case, without a comparison for each fragment
 #pragma unroll
-    for (int i = 0; i < T::Dq::kFragments; ++i) add_vector(to + i * 512, acc[i]);
+      for (int i = 0; i < T::Dq::kFragments; ++i) add_vector(to + i * 512, acc[i]);
+    } else {
+#pragma unroll
+      for (int i = 0; i < T::Dq::kFragments; ++i) {
+        if (first + i * 512 < p.dq_tile) add_vector(to + i * 512, acc[i]);
+      }
+    }
   }
 
   // --- the first consumer ---------------------------------------------------------------------------------------------
