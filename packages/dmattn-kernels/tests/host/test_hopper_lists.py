@@ -13,8 +13,10 @@ import abi
 from abi import FLOAT32, tensor
 from probe import (
     ARRAYS,
+    MASK_LIST,
     ROW_BLOCK_LISTS,
     SM90,
+    TILED,
     WORKSPACE,
     Plan,
     Probe,
@@ -358,7 +360,7 @@ def mask_plan_of(probe: ctypes.CDLL, kept: Any, length: int = 4096, **given: Any
 @pytest.mark.parametrize("causal", [0, 1])
 @pytest.mark.parametrize("heads", [1, 4])
 @pytest.mark.parametrize("batch", [1, 2])
-@pytest.mark.parametrize("length", [127, 4096, 20000])
+@pytest.mark.parametrize("length", [1337, 4096, 20000])
 def test_masks_of_keys(
     probe: ctypes.CDLL, batch: int, heads: int, length: int, causal: int
 ) -> None:
@@ -408,6 +410,23 @@ def test_masks_of_keys(
 def test_masks_of_keys_that_others_compute(probe: ctypes.CDLL, given: dict[str, Any]) -> None:
     found = mask_plan_of(probe, **({"kept": mask(1, 1, 1, 4096)} | given))
     assert found["arch"] == 80 and found["chunk_blocks"] == 0
+
+
+@pytest.mark.parametrize("causal", [0, 1])
+def test_masks_of_few_keys_are_walked_tile_by_tile(probe: ctypes.CDLL, causal: int) -> None:
+    """To list the keys, and to round their sums, would take longer."""
+    kept = mask(2, 1, 1, 560)
+    given = {"kept": kept, "length": 560, "nheads": 12, "nheads_k": 12, "is_causal": causal}
+    plan = mask_plan_of(probe, **given)
+    assert (plan["arch"], plan["walk"]) == (90, TILED) and plan["mask.bits"]
+    assert not plan["keys.idx"] and not plan["dk_accum"]
+    for change in (
+        {"deterministic": 1},
+        {"softcap": 5.0},
+        {"gradients": "dk dv"},
+        {"head_dim": 192},
+    ):
+        assert mask_plan_of(probe, **(given | change))["walk"] == MASK_LIST
 
 
 @pytest.mark.parametrize("causal", [0, 1])

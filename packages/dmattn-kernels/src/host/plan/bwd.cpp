@@ -428,22 +428,13 @@ bool is_for_residents(const BwdPlan& plan) {
   return p.nheads_k % list_heads == 0 && (!has_bias || is_of_group_keys(p)) && p.softcap == 0.f;
 }
 
-// Blocks of rows for which splitting them between thread blocks would not pay.
-constexpr int32_t kShortSteps = 8;
-
-// Whether thread blocks that stay have what keeps the GPU busy. Where they do not, there is no memory for the sums of
-// parts, or the rows are few. Other kernels take nearly twice as long over the same rows, and split these further, but not
-// where sums are deterministic. Under causality the longest items take twice as long as the average, but not with a
-// window of keys. No kernel splits packed sequences, and this one cannot go on with their sums in another round.
+// Whether thread blocks that stay have enough to do. No kernel splits packed sequences, and this one cannot go on with
+// their sums in another round; where sums are deterministic others do not split further.
 bool suits_residents(const BwdPlan& plan) {
-  const BwdParams& p = plan.kernel;
   if (is_gathered(plan.walk)) return true;
-  const int64_t blocks = int64_t{p.max_work_items} * p.num_splits * plan.tile.cluster;
-  const bool is_uneven = p.is_causal && p.window == 0;
-  const bool fills = 10 * blocks >= (is_uneven ? 17 : 7) * int64_t{plan.resident_blocks};
-  const bool is_short = ceil_div(plan.round.groups * p.dq_blocks, p.num_splits) <= kShortSteps;
-  if (p.packing.is_active()) return plan.round.groups == plan.whole.groups;
-  return fills || is_short || p.deterministic;
+  if (plan.kernel.packing.is_active()) return plan.round.groups == plan.whole.groups;
+  const int64_t tiles = plan.kernel.max_work_items;
+  return plan.kernel.deterministic || keeps_residents_busy(plan, plan.round, tiles, plan.kernel.num_splits);
 }
 
 // The kernels of the newest architecture that does what is asked for. finds_window: only those that find the window of
@@ -464,11 +455,13 @@ bool choose_kernel(BwdPlan& plan, const dmattn_bwd_params& p, bool finds_window,
   return true;
 }
 
-// How the keys of a row are found, by the lists of a selection or not, and what follows from that.
-void set_keys(BwdPlan& plan, const dmattn_bwd_params& p, const Problem& x, PerKey per_key, bool by_lists) {
+// How the keys of a row are found, by the lists of a selection or not, and what follows from that. by_tiles: the keys of
+// a mask are not listed.
+void set_keys(BwdPlan& plan, const dmattn_bwd_params& p, const Problem& x, PerKey per_key, bool by_lists,
+              bool by_tiles = false) {
   BwdParams& kernel = plan.kernel;
   if (by_lists) kernel.keys = read_selection(p.selection, x);
-  plan.walk = choose_walk(plan.mask, kernel.keys, by_lists, has_dense_rows(p.bias, x));
+  plan.walk = choose_walk(plan.mask, kernel.keys, by_lists, by_tiles || has_dense_rows(p.bias, x));
   const bool gathered = plan.unit.gathered = is_gathered(plan.walk);
   kernel.row_blocks = kernel.keys.blocks;
   plan.whole = {0, x.batch, 0, x.nheads_k, 0, x.head_ratio, 0, kernel.row_blocks};
@@ -485,6 +478,26 @@ bool choose_window_kernel(BwdPlan& given, const dmattn_bwd_params& p, const Prob
   if (!choose_kernel(plan, p, /*finds_window=*/true, device)) return false;
   given = plan;
   return true;
+}
+
+// Work (pairs of rows and keys that causality leaves, times head_dim) up to which the rounds of a list's sums take longer
+// than the keys that it hides.
+constexpr double kWorkWorthRounds = 3e9;
+
+// The keys of a mask by kernels that pass over its tiles, in place of `listed`, which has them in a list.
+// `plan`: without any of it. Not where the list is better, or there is no such kernel.
+void choose_tiles_of_mask(BwdPlan plan, BwdPlan& listed, const dmattn_bwd_params& p, const Problem& x, PerKey per_key,
+                          const Device& device) {
+  const auto is_one_round = [](const BwdPlan& p) {
+    return p.round.batches == p.whole.batches && p.round.heads_k == p.whole.heads_k &&
+           p.round.groups == p.whole.groups && p.round.row_blocks == p.whole.row_blocks;
+  };
+  if (is_one_round(listed) || plan.kernel.deterministic || x.packing.is_active()) return;
+  const double pairs = static_cast<double>(x.batch) * x.nheads * x.seqlen_q * x.seqlen_k;
+  if (pairs * x.head_dim > kWorkWorthRounds * (plan.kernel.is_causal ? 2 : 1)) return;
+  set_keys(plan, p, x, per_key, /*by_lists=*/false, /*by_tiles=*/true);
+  if (!choose_kernel(plan, p, /*finds_window=*/false, device) || plan.resident_blocks == 0) return;
+  if (is_one_round(plan)) listed = plan;
 }
 
 // `p` in the form of with_batch().
@@ -513,11 +526,14 @@ BwdPlan plan_batched_bwd(const dmattn_bwd_params& p, PerKey per_key, const Devic
     place(plan, nullptr);
     return plan;
   }
+  const BwdPlan without_keys = plan;
   set_keys(plan, p, x, per_key, has_selection(p.selection));
   if (!plan.launches) {
     complete(plan, p);
   } else if (!choose_kernel(plan, p, /*finds_window=*/false, device)) {
     fail_without_unit(plan.unit);
+  } else if (plan.walk == KeyWalk::kMaskList) {
+    choose_tiles_of_mask(without_keys, plan, p, x, per_key, device);
   }
   place(plan, nullptr);
   return plan;

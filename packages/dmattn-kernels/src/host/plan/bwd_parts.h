@@ -8,6 +8,9 @@ namespace dmattn {
 // Decides into how many rounds the call falls for the sake of the fp32 sums, and into how many parts the rows of a key
 // tile. Comes last, because what the sums may take depends on all the rest: `bytes_before` of the workspace.
 void choose_sums(BwdPlan& plan, const Device& device, size_t bytes_before);
+// Whether thread blocks that stay have enough to do with the tiles of a round, of which each falls into so many parts, or
+// are soon done.
+bool keeps_residents_busy(const BwdPlan& plan, const BwdRound& round, int64_t tiles, int64_t parts);
 // Lays out the sums that the backward kernels keep in fp32.
 void place_sums(BwdPlan& plan, Workspace& workspace);
 

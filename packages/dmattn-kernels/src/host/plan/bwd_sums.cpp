@@ -75,6 +75,9 @@ constexpr double kWorthParts = 0.9;
 // out evenly. And items that go through many heads one after the other, each in its own time, soon read and add to
 // different heads, more than stay in L2: by measurement of 8 heads.
 constexpr int64_t kEvenItems = 3, kHeadsInStep = 4;
+// What a round takes beside its items, until these have begun and when they end, with the launches around them: as many
+// steps over blocks of rows, of about a microsecond each.
+constexpr int64_t kStepsOfRound = 20;
 constexpr double kUnevenLoss = 1.2, kDriftLoss = 1.3;
 
 // Items are of different lengths; and go through their heads one by one, as those do not that can add in a fixed order.
@@ -182,6 +185,9 @@ Splits wanted_splits(const BwdPlan& plan, const BwdRound& round, const Device& d
   splits.slots = splits.most <= 1 ? 0 : std::min(slots, splits.work);
   return splits;
 }
+
+// Steps of an item for which splitting it between thread blocks would not pay.
+constexpr int64_t kShortSteps = 24;
 
 // --- accumulators ----------------------------------------------------------------------------------------------------
 
@@ -354,19 +360,25 @@ class RoundChoice {
     plan_.may_split = false;
     plan_.round = plan_.whole;
     search(/*with_list_slots=*/false);
-    if (!fits || time > kWorthParts * time_of_rounds()) return;
+    const int64_t tiles = wanted_splits(plan_, plan_.round, device_).tiles;
+    const bool suits_whole_tiles = keeps_residents_busy(plan_, plan_.round, tiles, /*parts=*/1);
+    if (!fits || (suits_whole_tiles && time > kWorthParts * time_of_rounds())) return;
     plan_.may_split = true;
     plan_.round = with_parts;
   }
-  // Of all rounds like plan.round, in units of what a block takes for all heads of a tile.
+  // Of all rounds like plan.round on all blocks, in units of what one takes for all heads of a tile.
   double time_of_rounds() const {
     const BwdRound &all = plan_.whole, &round = plan_.round;
     const Splits splits = wanted_splits(plan_, round, device_);
     const double share = static_cast<double>(round.groups) / all.groups;
     const bool is_mirrored = splits.parts == 1 && suits_mirrored_items(plan_, round, device_);
     const double busy = is_mirrored ? 1 : busy_with(plan_, splits.tiles, round.groups, splits.parts, device_);
-    return ceil_div(all.batches, round.batches) * ceil_div(all.heads_k, round.heads_k) *
-           ceil_div(all.groups, round.groups) * share * splits.tiles / busy;
+    const int64_t rounds = ceil_div(all.batches, round.batches) * ceil_div(all.heads_k, round.heads_k) *
+                           ceil_div(all.groups, round.groups);
+    const int64_t steps = all.groups * int64_t{plan_.kernel.dq_blocks};
+    const int64_t blocks = device_.num_sms / plan_.tile.cluster;
+    const double beside = static_cast<double>(blocks * kStepsOfRound) / static_cast<double>(steps);
+    return rounds * (share * splits.tiles / busy + beside);
   }
 
   // Chunks whose shares of dk, dv and dbias fit beside the other sums, in rounds of whole kv heads: the shortest chunks
@@ -495,6 +507,16 @@ class RoundChoice {
 };
 
 }  // namespace
+
+// Other kernels take nearly twice as long over the same rows (at Level::kFull four times as long), and split these further.
+// Under causality the longest items take twice as long as the average, but not with a window of keys.
+bool keeps_residents_busy(const BwdPlan& plan, const BwdRound& round, int64_t tiles, int64_t parts) {
+  const BwdParams& p = plan.kernel;
+  const bool is_uneven = p.is_causal && p.window == 0, is_full = plan.choice.level == Level::kFull;
+  const int64_t of_ten = is_uneven ? (is_full ? 8 : 17) : (is_full ? 3 : 7);
+  return 10 * tiles * parts * plan.tile.cluster >= of_ten * plan.resident_blocks ||
+         ceil_div<int64_t>(int64_t{round.groups} * p.dq_blocks, parts) <= kShortSteps;
+}
 
 int64_t key_tiles_of(const BwdParams& p, int32_t batches, int32_t heads_k, int32_t block_n) {
   const int64_t tiles = p.packing.is_active() ? packed_blocks(p.packing.total_k, p.packing.sequences, block_n)

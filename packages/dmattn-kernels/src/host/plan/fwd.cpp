@@ -57,6 +57,14 @@ int32_t wanted_splits(const FwdPlan& plan, const FwdTile& tile, int32_t asked_fo
   return choose_num_splits(row_blocks(p, tile), resident, key_tiles, min_tiles_per_split(tile.block_n));
 }
 
+// Kernels that stay do not split keys. Where others would, they are still faster if they have a row block for so many of
+// ten SMs, the more so the more the others have to do for a score; under causality, where the last row block has twice the
+// keys of the average, for twice as many.
+bool keeps_busy(const FwdPlan& plan, const FwdTile& tile, Level level, const Device& device) {
+  const int64_t of_ten = level == Level::kPlain ? 5 : level == Level::kGeneral ? 4 : 2;
+  return 10 * row_blocks(plan.kernel, tile) >= of_ten * (plan.kernel.is_causal ? 2 : 1) * device.num_sms;
+}
+
 // The unit, and of its kernels the one that does the least beyond what is asked for; the splits and the thread blocks.
 // finds_window: only kernels that find the window of keys by themselves. false: there are none.
 bool choose_kernel(FwdPlan& plan, int32_t asked_for, bool finds_window, const Device& device) {
@@ -67,7 +75,10 @@ bool choose_kernel(FwdPlan& plan, int32_t asked_for, bool finds_window, const De
   const KernelSet* kernels = find_unit_set(*device.kernels, plan.unit, [&](const KernelSet& set) {
     if (finds_window && !set.finds_windows) return false;
     if (set.serves_fwd != nullptr && !set.serves_fwd(p, level, gathered)) return false;
-    return !set.is_persistent || wanted_splits(plan, set.fwd_tile(p, level, gathered), asked_for, device) == 1;
+    if (!set.is_persistent) return true;
+    const FwdTile tile = set.fwd_tile(p, level, gathered);
+    return wanted_splits(plan, tile, asked_for, device) == 1 ||
+           (asked_for == 0 && keeps_busy(plan, tile, level, device));
   });
   if (kernels == nullptr) return false;
   plan.choice.tiles = kernels->tiles;
