@@ -26,6 +26,7 @@ from gpu import sanitizer_packed
 from gpu.device import family
 from gpu.raw_cuda import Array, Buffer, Gpu, from_bits, to_bits
 from gpu.sanitizer_cache import Append, run_append
+from gpu.sanitizer_decode import DECODING, counts_blocks
 from gpu.sanitizer_draft import DRAFTS, Draft, run_draft
 from gpu.sanitizer_hopper import (
     HOPPER,
@@ -106,19 +107,7 @@ LAUNCHES = (
     Launch("key mask, fp32 bias, deterministic", 70, 200, mask="b11k", bias="1hqk", bias_f32=True),
     Launch("key mask that keeps nothing", mask="b11k", kept=0.0, bias="bk1k"),
     Launch("dense mask that keeps nothing", mask="b1qk", kept=0.0, bias="bhqk"),
-    Launch("one query", 1, 700, 1, 4, 2, wants="", bias="bk1k"),
-    Launch("one query in parts", 1, 700, 1, 4, 2, wants="", splits=4, mask="bk1k"),
-    Launch("one query, element loads", 1, 700, 1, 4, 2, skip=1, wants="", splits=3, bias="bk1k"),
-    Launch("one query, listed, element loads", 1, 700, 1, 4, 2, skip=1, wants="", mask="bk1k"),
-    Launch("one query in many parts", 1, 5000, 1, 4, 2, wants="", splits=70, bias="bk1k"),
-    Launch("few queries", 5, 700, 2, 4, 2, causal=True, wants=""),
-    Launch("few queries in parts", 5, 700, 1, 4, 2, causal=True, wants="", splits=3, bias="bk1k"),
-    Launch("few queries in many parts", 16, 5000, causal=True, wants="", splits=70),
-    Launch("few queries, element loads", 3, 700, 2, 2, 1, causal=True, skip=1, wants="", splits=2),
-    Launch("few queries, listed", 5, 700, 2, 4, 2, causal=True, wants="", splits=4, mask="bk1k"),
-    Launch("few queries, listed, element loads", 3, 700, 2, 4, 2, skip=1, wants="", mask="b11k"),
-    Launch("few queries with lists of their own", 7, 700, 1, 4, 2, causal=True, mask="bh1k"),
-    Launch("more queries than keys", 9, 5, 1, 4, 2, causal=True, bias="bk1k"),
+    *DECODING,
     Launch("three queries in parts", 3, 700, 2, 2, 1, splits=3, mask="bhqk", bias="bhqk"),
     Launch("element loads in parts", 3, 700, 2, 2, 1, splits=3, skip=1, mask="bhqk", wants=""),
     Launch("no keys", 20, 0, bias="bk1k", mask="b11k"),
@@ -631,10 +620,7 @@ def enqueue_both(
     # Hopper's backward with a bias wants it, and that over few keys may have it.
     if launch.bias and (launch.select or launch.name.startswith(("dense rows", "few keys"))):
         call["lse_rest"] = gpu.output(row_shape, "f32", fill).view
-    # The decode kernel, which few rows that see the same keys share, counts its blocks.
-    has_rows = any(letters[2:3] == "q" for letters in (launch.mask, launch.bias))
-    decodes = launch.seqlen_q == 1 or (launch.seqlen_q <= 16 and not has_rows)
-    arrivals = q.shape[0] * q.shape[2] if decodes and not launch.packed else 0
+    arrivals = q.shape[0] * q.shape[2] if counts_blocks(launch) else 0
     enqueue(gpu, kernels.FwdParams(0, **call, num_splits=launch.splits), fill, arrivals)
     if launch.wants:
         for letter, gradient in (("q", "dq"), ("k", "dk"), ("v", "dv"), ("b", "dbias")):
