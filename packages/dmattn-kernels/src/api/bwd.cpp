@@ -38,10 +38,11 @@ void clear_dkv(const BwdParams& kernel, cudaStream_t stream) {
   clear(kernel.dv, kernel.dv_stride);
 }
 
-// The sums that a round starts from; those of all rounds are at their beginning.
+// What is cleared for a round before its lists, if it has any; the sums of all rounds are at the beginning.
 Cleared zeros_of(const BwdPlan& plan, const BwdRound& round, bool is_first) {
   const size_t begin = is_first ? 0 : plan.once_zero_bytes;
-  const size_t end = plan.once_zero_bytes + plan.round_zero_bytes + (round.continues() ? 0 : plan.dkv_zero_bytes);
+  size_t end = plan.once_zero_bytes + plan.counter_zero_bytes;
+  if (!clears_beside_lists(plan)) end += plan.dq_zero_bytes + (round.continues() ? 0 : plan.dkv_zero_bytes);
   return {static_cast<char*>(plan.scratch_zeros) + begin, end - begin};
 }
 

@@ -1,6 +1,8 @@
 // What the host hands to the kernels that run before, after and beside attention. Plain structs as in params.h.
 #pragma once
 
+#include <cstddef>
+
 #include "list_numbers.h"
 #include "params.h"
 
@@ -67,6 +69,16 @@ struct ConvertDqParams {
 // Rows of a chunk of row blocks: at most as many, and a multiple of those of a row block. A chunk with all rows of a
 // mask's list, whose row blocks are not put together, may have more.
 constexpr int kMostChunkRows = 1024;
+
+// The sums of a round that chunk_key_lists() clears: its few thread blocks wait for numbers most of the time, and
+// memory is idle. dk and dv: as BwdParams::dk_accum; nullptr: they go on from the round before, or have no sums.
+struct ListSums {
+  void* dq = nullptr;  // starts on 16 bytes
+  size_t dq_bytes = 0;
+  float* dk = nullptr;
+  float* dv = nullptr;
+  int32_t batch = 0, nheads_k = 0, head_ratio = 1, head_dim = 0;
+};
 struct ChunkKeyListsParams {
   KeyList from;  // of row blocks, or of all rows; heads: between those of one batch and the next
   KeyChunks to;  // heads: those that there are to do
@@ -81,6 +93,7 @@ struct ChunkKeyListsParams {
   int32_t list_heads = 1;
   const int32_t* used_rows = nullptr;  // then, optional: UsedRows::found of the lists of `from`
   int32_t* first_term = nullptr;       // optional, see ChunkTerms
+  ListSums sums;                       // not if is_whole
   // Optional: counts the items of a launch of so many thread blocks, of which each list has so many parts, each of the same
   // number of query heads.
   ListNumbers* numbers = nullptr;

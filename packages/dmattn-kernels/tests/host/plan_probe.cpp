@@ -205,7 +205,7 @@ std::string describe_short(const BwdPlan& plan) {
   json.put("dbias_row_stride", p.dbias_row_stride);
   json.put("dbias_elements", plan.dbias_elements);
   json.put("dbias_zero_bytes", plan.dbias_zero_bytes);
-  json.put("scratch_zero_bytes", plan.once_zero_bytes + plan.round_zero_bytes + plan.dkv_zero_bytes);
+  json.put("scratch_zero_bytes", plan.once_zero_bytes + plan.counter_zero_bytes + plan.dq_zero_bytes + plan.dkv_zero_bytes);
   json.put_address("scratch_zeros", plan.scratch_zeros);
   json.put_address("dbias_accum", plan.dbias_accum);
   json.put("dbias_cols_reduced", plan.dbias_cols);
@@ -245,7 +245,8 @@ std::string describe(const BwdPlan& plan, const BwdRound& round, const BwdParams
   json.put("max_tiles", plan.max_tiles);
   json.put("max_splits", plan.max_splits);
   json.put("once_zero_bytes", plan.once_zero_bytes);
-  json.put("round_zero_bytes", plan.round_zero_bytes);
+  json.put("counter_zero_bytes", plan.counter_zero_bytes);
+  json.put("dq_zero_bytes", plan.dq_zero_bytes);
   json.put("dkv_zero_bytes", plan.dkv_zero_bytes);
   json.put_address("scratch_zeros", plan.scratch_zeros);
   json.put("dbias_cols_reduced", plan.dbias_cols);

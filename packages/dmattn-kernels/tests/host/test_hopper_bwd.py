@@ -52,7 +52,7 @@ def test_what_they_compute(probe: ctypes.CDLL, arguments: dict[str, Any]) -> Non
     items = -(-plan["seqlen_k"] // 128) * plan["nheads_k"] * plan["num_splits"]
     assert plan["arch"] == 90 and plan["blocks"] == min(items, SMS)
     # The counter of items starts at zero.
-    cleared = plan["scratch_zeros"] + plan["round_zero_bytes"]
+    cleared = plan["scratch_zeros"] + plan["counter_zero_bytes"]
     assert plan["scratch_zeros"] <= plan["work_counter"] < cleared
 
 

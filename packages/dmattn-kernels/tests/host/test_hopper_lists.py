@@ -85,7 +85,7 @@ def test_what_they_compute(probe: ctypes.CDLL, arguments: dict[str, Any]) -> Non
     # A power of two for plain logits; those with a bias stay in natural units.
     scales = (plan["lse_scale"], plan["rest_scale"])
     assert (scales[0] == 1) == ("bias" in arguments) == (scales[1] != 1)
-    cleared = plan["scratch_zeros"] + plan["once_zero_bytes"] + plan["round_zero_bytes"]
+    cleared = plan["scratch_zeros"] + plan["once_zero_bytes"] + plan["counter_zero_bytes"]
     assert plan["scratch_zeros"] <= plan["work_counter"] < cleared
 
 

@@ -78,10 +78,10 @@ struct BwdPlan {
   bool may_split = true;        // whether tiles may fall into parts, on Hopper
   bool has_dkv_accum = false;   // dk and dv are added up by key
 
-  // Parts of the workspace that have to start as zeros, one behind the other: once, for each round, and for each round
-  // that does not continue dk and dv.
+  // Parts of the workspace that have to start as zeros, one behind the other: once; for each round, counters and then the
+  // sums of dq; and for each round that does not continue dk and dv.
   void* scratch_zeros = nullptr;
-  size_t once_zero_bytes = 0, round_zero_bytes = 0, dkv_zero_bytes = 0;
+  size_t once_zero_bytes = 0, counter_zero_bytes = 0, dq_zero_bytes = 0, dkv_zero_bytes = 0;
   ConvertDqParams convert_dq;
   // dbias: `reduce_dbias` from column sums or dlse; or rounded from the accumulator; or direct.
   bool dbias_cols = false, dbias_rows = false;
@@ -103,6 +103,10 @@ struct BwdPlan {
 
 // Row blocks that have lists of their own, or shares of one.
 inline bool has_row_block_lists(const BwdPlan& plan) { return plan.list_rows > 0; }
+// Whether the sums of a round are cleared beside its chunks' lists: see ListSums.
+inline bool clears_beside_lists(const BwdPlan& plan) {
+  return plan.chunk_blocks > 0 && !plan.has_whole_items && plan.sequence.is_single();
+}
 inline bool has_shared_list(const BwdPlan& plan) { return plan.list_rows > 0 && plan.walk != KeyWalk::kRowBlockLists; }
 
 // `p` has been validated. The arrays in the workspace have no place yet: see place().

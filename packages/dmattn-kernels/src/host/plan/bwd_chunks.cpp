@@ -203,6 +203,22 @@ bool has_list_numbers(const BwdPlan& plan) {
 }
 }  // namespace
 
+namespace {
+ListSums list_sums(const BwdPlan& plan, const BwdParams& launch) {
+  ListSums sums;
+  sums.dq = plan.kernel.dq_accum;
+  sums.dq_bytes = plan.dq_zero_bytes;
+  sums.batch = launch.batch;
+  sums.nheads_k = launch.nheads_k;
+  sums.head_ratio = launch.head_ratio;
+  sums.head_dim = launch.head_dim;
+  if (launch.group_begin > 0 || launch.row_block_begin > 0) return sums;  // dk and dv go on
+  sums.dk = launch.dk_accum;
+  sums.dv = launch.dv_accum;
+  return sums;
+}
+}  // namespace
+
 int64_t work_counters_of(const BwdPlan& plan, const BwdRound& round) {
   if (!has_list_numbers(plan)) return 1;
   return static_cast<int64_t>(sizeof(ListNumbers) / sizeof(int32_t)) + chunks_of(plan, round.row_blocks);
@@ -228,6 +244,7 @@ ChunkKeyListsParams bwd_chunk_params(const BwdPlan& plan, BwdParams& launch) {
   p.is_shared = has_shared_list(plan);
   p.is_causal = launch.is_causal;
   p.first_term = launch.terms.first;
+  if (clears_beside_lists(plan)) p.sums = list_sums(plan, launch);
   if (has_list_numbers(plan)) {
     p.numbers = reinterpret_cast<ListNumbers*>(launch.work_counter);
     p.blocks = static_cast<int32_t>(bwd_blocks(plan, launch));

@@ -214,7 +214,7 @@ struct Accumulators {
   KeyChunks chunks;
   ChunkTerms terms;
   CarriedTerms carried;
-  size_t round_zero_bytes = 0, dkv_zero_bytes = 0;
+  size_t counter_zero_bytes = 0, dq_zero_bytes = 0, dkv_zero_bytes = 0;
 };
 
 Accumulators place_accumulators(const BwdPlan& plan, const BwdRound& round, int32_t dq_blocks, bool has_dkv_accum,
@@ -224,10 +224,7 @@ Accumulators place_accumulators(const BwdPlan& plan, const BwdRound& round, int3
   const int64_t blocks = heads_k * round.groups * dq_blocks;
   Accumulators sums;
   const size_t begin = workspace.bytes();
-  if (plan.wants_dq) {
-    sums.dq = workspace.take<float>(blocks * plan.tile.block_m * kernel.dq_dims);
-    if (kernel.deterministic) sums.dq_semaphore = workspace.take<int32_t>(blocks);
-  }
+  if (plan.wants_dq && kernel.deterministic) sums.dq_semaphore = workspace.take<int32_t>(blocks);
   if (plan.resident_blocks > 0) sums.work_counter = workspace.take<int32_t>(work_counters_of(plan, round));
   if (kernel.deterministic && has_row_block_lists(plan) && !plan.keeps_terms) {
     const int64_t turns = plan.chunk_blocks > 0 ? ceil_div(round.row_blocks, plan.chunk_blocks) : 1;
@@ -237,13 +234,15 @@ Accumulators place_accumulators(const BwdPlan& plan, const BwdRound& round, int3
     const int64_t tiles = key_tiles_of(kernel, round.batches, round.heads_k, plan.tile.block_n);
     sums.dkv_semaphore = workspace.take<int32_t>(tiles * (plan.tile.block_n / 64));
   }
-  sums.round_zero_bytes = workspace.bytes() - begin;
+  sums.counter_zero_bytes = workspace.bytes() - begin;
+  if (plan.wants_dq) sums.dq = workspace.take<float>(blocks * plan.tile.block_m * kernel.dq_dims);
+  sums.dq_zero_bytes = workspace.bytes() - begin - sums.counter_zero_bytes;
   if (has_dkv_accum) {
     const int64_t rows = heads_k * kernel.packing.rows_k(kernel.seqlen_k);
     if (plan.wants_dk) sums.dk = workspace.take<float>(rows * kernel.head_dim);
     if (plan.wants_dv) sums.dv = workspace.take<float>(rows * kernel.head_dim);
   }
-  sums.dkv_zero_bytes = workspace.bytes() - begin - sums.round_zero_bytes;
+  sums.dkv_zero_bytes = workspace.bytes() - begin - sums.counter_zero_bytes - sums.dq_zero_bytes;
   sums.chunks = place_chunks(plan, round, workspace);
   sums.terms = place_terms(plan, round, workspace);
   sums.carried = place_carried_terms(plan, round, workspace);
@@ -547,7 +546,8 @@ void place_sums(BwdPlan& plan, Workspace& workspace) {
   kernel.terms = sums.terms;
   plan.carried = sums.carried;
   plan.convert_dq.dq_accum = sums.dq;
-  plan.round_zero_bytes = sums.round_zero_bytes;
+  plan.counter_zero_bytes = sums.counter_zero_bytes;
+  plan.dq_zero_bytes = sums.dq_zero_bytes;
   plan.dkv_zero_bytes = sums.dkv_zero_bytes;
   if (plan.slots == 0) return;
   const size_t begin = workspace.bytes();

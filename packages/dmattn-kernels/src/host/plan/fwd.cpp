@@ -143,27 +143,29 @@ int32_t most_decode_group_rows(const FwdParams& p, int head_dim_tile) {
   return (fills_two ? 2 : 1) * token_rows(head_dim_tile);
 }
 
-// The rows of a head, or of the heads of a group, if they are few enough to read keys together. false: they are not.
+// Makes it decoding where the rows of a head, or of the heads of a group, are few enough to read keys together.
 // may_share: the heads of a group see the same keys.
-bool choose_decode_rows(FwdPlan& plan, const Problem& x, bool may_share) {
+void choose_decode_rows(FwdPlan& plan, const Problem& x, bool may_share) {
   FwdParams& p = plan.kernel;
-  if (x.packing.is_active()) return false;
+  if (x.packing.is_active()) return;
   if (x.seqlen_q == 1) {
     plan.unit.direction = Direction::kDecode;
-    if (!may_share || x.head_ratio == 1) return true;
+    if (!may_share || x.head_ratio == 1) return;
     pack_group_as_rows(p);
     if (p.bias.kind != BiasKind::kNone) p.bias.kind = choose_bias_kind(p.bias, plan.unit.gathered);
-    return true;
+    return;
   }
   const bool shares_bias = p.bias.kind == BiasKind::kNone || p.bias.head_ratio % x.head_ratio == 0;
   const bool packs = x.head_ratio > 1 && may_share && shares_bias;
   const int64_t rows = int64_t{x.seqlen_q} * (packs ? x.head_ratio : 1);
   const int32_t most = packs ? most_decode_group_rows(p, plan.unit.head_dim_tile) : kMostDecodeRows;
-  if (rows > most || !has_keys_for_all_rows(plan)) return false;
+  if (rows > most || !has_keys_for_all_rows(plan)) return;
   plan.unit.direction = Direction::kDecode;
-  plan.token_rows = {x.seqlen_q, 1, p.q_stride.row, p.out_stride.row, p.lse_stride.row};
-  if (packs) plan.token_rows = pack_tokens_as_rows(p, x.seqlen_q);
-  return true;
+  if (packs) {
+    plan.token_rows = pack_tokens_as_rows(p, x.seqlen_q);
+  } else {
+    plan.token_rows = {x.seqlen_q, 1, p.q_stride.row, p.out_stride.row, p.lse_stride.row};
+  }
 }
 
 }  // namespace

@@ -12,6 +12,7 @@
 #include "../shared/chunk_terms.cuh"
 #include "../shared/helper.cuh"
 #include "../shared/list_tail.cuh"
+#include "../shared/seen_keys.cuh"
 #include "backward.h"
 
 namespace dmattn {
@@ -299,10 +300,67 @@ __device__ __forceinline__ void place_carried(const TermRange& t, int keys, int 
   number_keys(t, keys, block, end, sums, to, count_of, [](const RowsOfKey&, uint32_t before) { return before; });
 }
 
-// kHasTerms: the first blocks place the terms of the list heads, while the others put lists together.
+// --- sums that start as zeros -----------------------------------------------------------------------------------------
+
+// Of dk and dv a block clears the rows of so many keys of a kv head, of dq so many 16 bytes a thread.
+constexpr int kClearedKeys = 64, kClearedQuads = 8;
+
+struct ClearBlocks {
+  Divisor quads;     // 16 bytes of a row of dk or dv
+  int64_t of_keys;   // blocks for dk and dv; those for dq come behind
+  int64_t all;
+};
+
+ClearBlocks clear_blocks(const ListSums& sums, int32_t seqlen_k) {
+  ClearBlocks blocks = {};
+  if (sums.dk != nullptr) {
+    blocks.quads = Divisor(sums.head_dim / 4);
+    blocks.of_keys = static_cast<int64_t>(sums.batch) * sums.nheads_k * ceil_div(seqlen_k, kClearedKeys);
+  }
+  blocks.all = blocks.of_keys + ceil_div<int64_t>(sums.dq_bytes / sizeof(uint4), kThreads * kClearedQuads);
+  return blocks;
+}
+
+__device__ __forceinline__ void clear_dq(const ListSums& sums, int64_t block) {
+  uint4* const quads = static_cast<uint4*>(sums.dq);
+  const int64_t count = static_cast<int64_t>(sums.dq_bytes / sizeof(uint4));
+  const int64_t first = block * (kThreads * kClearedQuads) + threadIdx.x;
+#pragma unroll
+  for (int i = 0; i < kClearedQuads; ++i) {
+    if (first + i * kThreads < count) quads[first + i * kThreads] = make_uint4(0, 0, 0, 0);
+  }
+}
+
+// `rows`: shared memory.
+__device__ __forceinline__ void clear_seen_keys(const ListSums& sums, const SeenKeys& seen, const Divisor& quads_of_row,
+                                                int64_t block, int (&rows)[kClearedKeys]) {
+  __shared__ int warp_sums[32];
+  WorkIndex work(block);
+  const int seqlen_k = seen.range.seqlen_k;
+  const int key = work.take(ceil_div(seqlen_k, kClearedKeys)) * kClearedKeys + static_cast<int>(threadIdx.x);
+  const int hk = work.take(sums.nheads_k), b = static_cast<int>(work.rest);
+  const bool is_seen = threadIdx.x < kClearedKeys && key < seqlen_k && seen.contain(b, hk, key);
+  int count;
+  const int place = block_exclusive_scan<kThreads>(is_seen ? 1 : 0, warp_sums, count);
+  if (is_seen) rows[place] = key;
+  __syncthreads();
+  const int64_t first_row = (static_cast<int64_t>(b) * sums.nheads_k + hk) * seqlen_k;
+  const int quads = static_cast<int>(quads_of_row.value);
+  uint4* const grads[2] = {reinterpret_cast<uint4*>(sums.dk), reinterpret_cast<uint4*>(sums.dv)};
+  for (int i = threadIdx.x; i < count * quads; i += kThreads) {
+    uint32_t row = i;
+    const int quad = take(row, quads_of_row);
+    const int64_t at = (first_row + rows[row]) * quads + quad;
+    grads[0][at] = grads[1][at] = make_uint4(0, 0, 0, 0);
+  }
+}
+
+// kHasTerms: the first blocks place the terms of the list heads, while the others put lists together. The last ones clear
+// sums.
 template <bool kHasTerms>
 __global__ void __launch_bounds__(kThreads, blocks_per_sm(kHasTerms))
-    chunk_key_lists_kernel(const ChunkKeyListsParams p, TermBlocks terms) {
+    chunk_key_lists_kernel(const __grid_constant__ ChunkKeyListsParams p, const __grid_constant__ TermBlocks terms,
+                           const __grid_constant__ SeenKeys seen, const __grid_constant__ ClearBlocks clears) {
   __shared__ ClassCounts s;
   follow_previous_kernel();
   const KeyList& to = p.to.keys;
@@ -326,6 +384,13 @@ __global__ void __launch_bounds__(kThreads, blocks_per_sm(kHasTerms))
                            terms.carried_places + static_cast<int64_t>(head) * keys);
     }
     list -= blocks * kinds;
+  }
+  const int64_t lists = static_cast<int64_t>(to.batch) * to.heads * to.blocks;
+  if (list >= lists) {
+    __shared__ int rows[kClearedKeys];
+    const int64_t block = list - lists;
+    if (block >= clears.of_keys) return clear_dq(p.sums, block - clears.of_keys);
+    return clear_seen_keys(p.sums, seen, clears.quads, block, rows);
   }
   const int64_t pair = list / to.blocks;
   const int64_t head_list = pair / to.heads * p.from.heads + pair % to.heads;
@@ -373,8 +438,12 @@ cudaError_t chunk_key_lists(const ChunkKeyListsParams& p, const CarriedTerms& ca
   if (p.is_whole) return list_whole_tiles(p, stream);
   const KeyList& to = p.to.keys;
   const int64_t lists = static_cast<int64_t>(to.batch) * to.heads * to.blocks;
+  KeyList ends = p.from;
+  if (p.is_shared) ends.end = nullptr;
+  const SeenKeys seen(ends, Packing{}, p.sums.head_ratio, p.seqlen_q, p.seqlen_k);
+  const ClearBlocks clears = clear_blocks(p.sums, p.seqlen_k);
   if (p.first_term == nullptr) {
-    return launch(chunk_key_lists_kernel<false>, lists, kThreads, 0, stream, p, TermBlocks{});
+    return launch(chunk_key_lists_kernel<false>, lists + clears.all, kThreads, 0, stream, p, TermBlocks{}, seen, clears);
   }
   TermBlocks terms = {};
   terms.range = term_range(to.block_rows, p.row_block_begin * p.row_block_rows, p.row_blocks * p.row_block_rows,
@@ -384,7 +453,8 @@ cudaError_t chunk_key_lists(const ChunkKeyListsParams& p, const CarriedTerms& ca
   terms.of_head = ceil_div(keys_up_to(terms.range), kTermKeys);
   const int64_t kinds = carried.places != nullptr ? 2 : 1;
   const int64_t term_blocks = kinds * to.batch * to.heads * terms.of_head;
-  return launch(chunk_key_lists_kernel<true>, lists + term_blocks, kThreads, 0, stream, p, terms);
+  return launch(chunk_key_lists_kernel<true>, term_blocks + lists + clears.all, kThreads, 0, stream, p, terms, seen,
+                clears);
 }
 
 }  // namespace dmattn

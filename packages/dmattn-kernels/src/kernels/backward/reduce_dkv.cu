@@ -5,6 +5,7 @@
 #include "../shared/chunk_terms.cuh"
 #include "../shared/helper.cuh"
 #include "../shared/row_chunks.cuh"
+#include "../shared/seen_keys.cuh"
 #include "backward.h"
 
 namespace dmattn {
@@ -107,13 +108,14 @@ __global__ void __launch_bounds__(kThreads)
 
 template <class Element>
 __global__ void __launch_bounds__(kThreads)
-    convert_dkv_kernel(const __grid_constant__ GradPair outs, int num_outs, int nheads_k, int seqlen_k, int head_dim) {
+    convert_dkv_kernel(const __grid_constant__ GradPair outs, const __grid_constant__ SeenKeys seen, int num_outs,
+                       int nheads_k, int seqlen_k, int head_dim) {
   follow_previous_kernel();
   const GradOut& out = outs.grad[blockIdx.x % num_outs];
   for_each_chunk(blockIdx.x / num_outs, nheads_k, seqlen_k, head_dim, [&](int b, int hk, int row, int col) {
     const int64_t src = ((static_cast<int64_t>(b) * nheads_k + hk) * seqlen_k + row) * head_dim + col;
     float acc[8] = {};
-    accumulate8(acc, out.src + src, 1.f);
+    if (seen.contain(b, hk, row)) accumulate8(acc, out.src + src, 1.f);
     store_chunk(out.dst + row_offset(out.stride, b, hk, row) + col, pack_chunk<Element>(acc), out.vec);
   });
 }
@@ -302,8 +304,9 @@ cudaError_t convert_dkv(const BwdParams& p, Dtype dtype, cudaStream_t stream) {
   const int num_outs = grad_outs(p, p.dk_accum, p.dv_accum, outs);
   const int32_t batch = p.packing.slabs(p.batch), seqlen_k = p.packing.rows_k(p.seqlen_k);
   const int64_t blocks = row_tiles(batch, p.nheads_k, seqlen_k) * num_outs;
+  const SeenKeys seen(p.keys, p.packing, p.head_ratio, p.seqlen_q, p.seqlen_k);
   return with_half_type(dtype, [&](auto element) {
-    return launch(convert_dkv_kernel<decltype(element)>, blocks, kThreads, 0, stream, outs, num_outs, p.nheads_k,
+    return launch(convert_dkv_kernel<decltype(element)>, blocks, kThreads, 0, stream, outs, seen, num_outs, p.nheads_k,
                   seqlen_k, p.head_dim);
   });
 }

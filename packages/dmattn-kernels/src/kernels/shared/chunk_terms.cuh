@@ -34,12 +34,13 @@ struct RowsOfKey {
     first = max(key - offset, 0);
     after = min(max(end, 0), t.seqlen_k) - offset;
   }
+  __device__ __forceinline__ bool exist() const { return first < after; }
   __device__ __forceinline__ bool are_in(const TermRange& t) const {
     return max(first, t.row_begin) < min(after, t.row_end);
   }
   // Whether the round has a part in the key's sums: also the last round, of a key that no row sees.
   __device__ __forceinline__ bool belong_to(const TermRange& t) const {
-    return are_in(t) || (first >= after && t.row_end == t.seqlen_q);
+    return are_in(t) || (!exist() && t.row_end == t.seqlen_q);
   }
   __device__ __forceinline__ bool come_before(const TermRange& t) const {
     return first < t.row_begin && after > t.row_begin;
