@@ -129,11 +129,27 @@ def test_tokens_and_heads_of_a_group_together(case: Case) -> None:
     check(replace(case, mask="b11k", mask_fill="prefix", causal=False))
 
 
+GROUPS = [
+    Case(seqlen_q, seqlen_k, 2, 2 * ratio, 2, head_dim, dtype=dtype, causal=True, wants="")
+    for seqlen_q, ratio in ((17, 4), (33, 8), (40, 3), (65, 5), (96, 16), (129, 2))
+    for seqlen_k in (3, 97, 700, 8200)
+    for head_dim, dtype in ((40, "f16"), (64, "bf16"), (72, "bf16"), (128, "f16"), (256, "bf16"))
+]
+
+
+@pytest.mark.parametrize("case", [_where(case) for case in GROUPS])
+def test_rows_of_a_group_together(case: Case) -> None:
+    """Of so many tokens, the rows of a group's heads may be those of one head."""
+    check(case)
+    check(replace(case, causal=False))
+
+
 @pytest.mark.parametrize("shape", ["bk1k", "bh1k"])
 def test_tokens_with_their_gradients(shape: str) -> None:
     """The backward starts from what the kernel leaves: lse, and its rest beside a bias."""
     check(Case(6, 2300, 2, 8, 2, 128, causal=True, bias=shape, dlse=True))
     check(Case(6, 2300, 2, 8, 2, 64, causal=True, mask=shape))
+    check(Case(37, 2300, 2, 8, 2, 64, causal=True, dlse=True))
 
 
 @pytest.mark.parametrize("seqlen_q", [1, 5])

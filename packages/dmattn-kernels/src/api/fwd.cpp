@@ -28,14 +28,13 @@ void launch(const FwdPlan& plan, cudaStream_t stream) {
   if (plan.is_decode()) {
     DecodeParams decode;
     static_cast<FwdParams&>(decode) = plan.kernel;
-    decode.token_rows = plan.token_rows;
     decode.arrivals = plan.arrivals;
     decode.launch_tag = next_launch_tag();
     check_cuda(find_decode_unit(plan.unit)(plan.choice, decode, stream), "launching the decode kernel");
     return;  // it combines its splits itself
   }
   check_cuda(find_fwd_unit(plan.unit)(plan.choice, plan.kernel, stream), "launching the forward kernel");
-  if (plan.kernel.num_splits > 1) {
+  if (plan.leaves_parts()) {
     check_cuda(combine_splits(plan.kernel, plan.unit.dtype, stream), "combining the splits");
   }
 }

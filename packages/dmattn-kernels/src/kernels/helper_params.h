@@ -68,7 +68,7 @@ struct ConvertDqParams {
 
 // Rows of a chunk of row blocks: at most as many, and a multiple of those of a row block. A chunk with all rows of a
 // mask's list, whose row blocks are not put together, may have more.
-constexpr int kMostChunkRows = 1024;
+constexpr int kMostChunkRows = 2048;
 
 // The sums of a round that chunk_key_lists() clears: its few thread blocks wait for numbers most of the time, and
 // memory is idle. dk and dv: as BwdParams::dk_accum; nullptr: they go on from the round before, or have no sums.

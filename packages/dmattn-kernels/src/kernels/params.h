@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "divisor.h"
+
 namespace dmattn {
 
 enum class Dtype : int32_t { kNone = 0, kFloat16 = 1, kBFloat16 = 2, kFloat32 = 3 };
@@ -157,6 +159,16 @@ struct ChunkTerms {
   int32_t capacity = 0;    // rows of a kv head
 };
 
+// Rows of a head that are those of several tokens, each with a row for every head of a group: FwdParams::seqlen_q = count *
+// group, and FwdParams::nheads counts groups.
+struct TokenRows {
+  int32_t count = 1;
+  Divisor group{1};  // rows of a token
+  // Elements between the queries, the results and the log-sum-exps of two tokens. FwdParams has the strides of a token's
+  // rows.
+  int64_t q_token = 0, out_token = 0, lse_token = 0;
+};
+
 struct FwdParams {
   const void* q = nullptr;  // f16/bf16
   const void* k = nullptr;
@@ -165,7 +177,8 @@ struct FwdParams {
   float* lse = nullptr;       // natural log
   float* lse_rest = nullptr;  // optional, strides of lse: log-sum-exp minus its rounding to fp32 in lse
   Strides3 q_stride, k_stride, v_stride, out_stride, lse_stride;
-  // num_splits > 1: normalised partial results, fp32, combined by combine_splits() or by the decode kernel itself.
+  // num_splits > 1, or TokenRows of the forward kernel: normalised partial results, fp32, combined by combine_splits() or
+  // by the decode kernel itself.
   float* out_accum = nullptr;  // [num_splits][batch][nheads][seqlen_q][head_dim]
   float* lse_accum = nullptr;  // [2][num_splits][batch][nheads][seqlen_q]: lse, then its rest
   int32_t batch = 0, seqlen_q = 0, seqlen_k = 0;
@@ -185,6 +198,8 @@ struct FwdParams {
   int32_t* work_counter = nullptr;
   // Hopper, causal: > 0: the row at position r sees the keys r - window < j <= r. 0: all keys up to its own position.
   int32_t window = 0;
+  // Of the sm80 kernels; count == 1: rows are those of `seqlen_q` tokens, or of the heads of one.
+  TokenRows token_rows;
 };
 // Whether a window is all that is asked of the scores.
 inline bool has_plain_window(const FwdParams& p) {
@@ -224,14 +239,6 @@ struct CacheDraft {
   int32_t entries = 0;                 // keys before the tokens, which are the last keys
   int32_t count = 0;                   // at most kMaxDraft, as many as there are TokenRows
 };
-// Rows of a head that are those of several tokens: FwdParams::seqlen_q = count * group.
-struct TokenRows {
-  int32_t count = 1;
-  int32_t group = 1;  // rows of a token
-  // Elements between the queries, the results and the log-sum-exps of two tokens. FwdParams has the strides of a token's
-  // rows.
-  int64_t q_token = 0, out_token = 0, lse_token = 0;
-};
 // With a token, what each split of a head leaves beside its results: of its entries the one that would leave the cache
 // first, which these results leave out.
 struct LowestEntries {
@@ -245,7 +252,6 @@ struct LowestEntries {
 // which sees the last key. With a token that comes to a cache, the keys are its entries and the token, except for the one
 // that leaves the cache, whose place the token takes at the end.
 struct DecodeParams : FwdParams {
-  TokenRows token_rows;
   CacheToken token;
   CacheDraft draft;  // excludes a token; bias is that of the entries
   LowestEntries lowest;

@@ -327,6 +327,7 @@ OTHER_LAUNCHES = (
     "few queries, element loads",
     "few queries, listed",
     "few queries, listed, element loads",
+    "queries of a group",
     "key mask of query heads",
     "shared dense mask and bias, atomics",
     "running top-w",

@@ -18,6 +18,8 @@ DECODING = (
     Launch("few queries, listed, element loads", 3, 700, 2, 4, 2, skip=1, wants="", mask="b11k"),
     Launch("few queries with lists of their own", 7, 700, 1, 4, 2, causal=True, mask="bh1k"),
     Launch("more queries than keys", 9, 5, 1, 4, 2, causal=True, bias="bk1k"),
+    Launch("queries of a group", 70, 700, 2, 6, 2, causal=True, wants=""),
+    Launch("queries of a group in parts", 70, 700, 1, 6, 2, causal=True, wants="", splits=3),
 )
 
 

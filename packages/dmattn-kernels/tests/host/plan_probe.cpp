@@ -169,9 +169,9 @@ std::string describe(const FwdPlan& plan) {
   json.put("is_empty", plan.is_empty);
   json.put("no_keys", plan.no_keys);
   json.put("decode", plan.is_decode());
-  const TokenRows& rows = plan.token_rows;
+  const TokenRows& rows = plan.kernel.token_rows;
   json.put("token_rows.count", rows.count);
-  json.put("token_rows.group", rows.group);
+  json.put("token_rows.group", rows.group.value);
   json.put("token_rows.q_token", rows.q_token);
   json.put("token_rows.out_token", rows.out_token);
   json.put("token_rows.lse_token", rows.lse_token);
@@ -205,7 +205,8 @@ std::string describe_short(const BwdPlan& plan) {
   json.put("dbias_row_stride", p.dbias_row_stride);
   json.put("dbias_elements", plan.dbias_elements);
   json.put("dbias_zero_bytes", plan.dbias_zero_bytes);
-  json.put("scratch_zero_bytes", plan.once_zero_bytes + plan.counter_zero_bytes + plan.dq_zero_bytes + plan.dkv_zero_bytes);
+  json.put("scratch_zero_bytes",
+           plan.once_zero_bytes + plan.counter_zero_bytes + plan.dq_zero_bytes + plan.dkv_zero_bytes);
   json.put_address("scratch_zeros", plan.scratch_zeros);
   json.put_address("dbias_accum", plan.dbias_accum);
   json.put("dbias_cols_reduced", plan.dbias_cols);
@@ -476,7 +477,7 @@ extern "C" int probe_draft(const dmattn_cache_draft_params* params, const char* 
     json.put("head_stride", d.q_stride.head);
     json.put("token_stride", d.token_rows.q_token);
     json.put("entries", d.draft.entries);
-    json.put("group", d.token_rows.group);
+    json.put("group", d.token_rows.group.value);
     json.put_address("arrivals", d.arrivals);
     json.put_address("out_accum", d.out_accum);
     return json.text();

@@ -273,3 +273,22 @@ def test_packed_sequences_that_others_compute(
     probe: ctypes.CDLL, arguments: dict[str, Any]
 ) -> None:
     assert Probe(probe).fwd(SM90, SMS, head_dim=128, **PACKED, **arguments)["arch"] == 80
+
+
+@pytest.mark.parametrize(
+    "batch, seqlen_q, seqlen_k, packs",
+    [
+        (8, 32, 8192, True),
+        (8, 48, 8192, False),  # half the rows alone
+        (4, 32, 1024, False),  # too few keys to be worth it
+        (64, 24, 512, True),
+    ],
+)
+def test_few_rows_of_groups_go_together(
+    probe: ctypes.CDLL, batch: int, seqlen_q: int, seqlen_k: int, packs: bool
+) -> None:
+    shape = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}
+    plan = Probe(probe).fwd(SM90, SMS, nheads=32, nheads_k=8, head_dim=128, is_causal=1, **shape)
+    assert (plan["arch"], plan["token_rows.count"]) == ((80, seqlen_q) if packs else (90, 1))
+    if packs:
+        assert plan["blocks"] == batch * 8 * plan["num_splits"] and plan["workspace_bytes"] > 256

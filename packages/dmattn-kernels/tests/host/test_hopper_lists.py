@@ -120,8 +120,8 @@ def test_what_others_compute(probe: ctypes.CDLL, arguments: dict[str, Any]) -> N
         (1, 16, 4, 16384, 1024, 4),  # 32 steps over a block of 64 rows
         (1, 16, 4, 131072, 2048, 4),
         (1, 2, 1, 32768, 1024, 4),  # more would leave fewer than four items for each SM
-        (8, 16, 16, 4096, 256, 4),  # more rows than twice the keys that each of them keeps
-        (1, 16, 16, 16384, 1024, 8),  # as many rows as a chunk may have
+        (8, 16, 16, 4096, 256, 8),  # more rows than four times the keys that each of them keeps
+        (1, 16, 16, 16384, 1024, 16),  # as many rows as a chunk may have
         (1, 16, 1, 16384, 1024, 1),
         (1, 4, 2, 2048, 256, 1),
     ],
@@ -137,7 +137,7 @@ def test_rows_of_a_chunk(
 ) -> None:
     lengths = {"seqlen_q": length, "seqlen_k": length}
     plan = plan_of(probe, window, batch=batch, nheads=nheads, nheads_k=nheads_k, **lengths)
-    assert plan["chunk_blocks"] == blocks and plan["chunks.block_rows"] == blocks * BLOCK <= 1024
+    assert plan["chunk_blocks"] == blocks and plan["chunks.block_rows"] == blocks * BLOCK <= 2048
     assert plan["chunks.blocks"] == -(-plan["row_blocks"] // blocks)
     # Each row after those of the first row block brings at most one key.
     assert plan["chunks.capacity"] >= plan["keys.capacity"] + (blocks - 1) * BLOCK
@@ -145,6 +145,12 @@ def test_rows_of_a_chunk(
     items = plan["chunks.capacity"] // 128 * plan["chunks.blocks"] * plan["nheads_k"]
     # A tile may become an item for each query head of the group.
     assert plan["blocks"] == min(items * plan["round.batches"] * (nheads // nheads_k), SMS)
+
+
+def test_rounds_with_few_items_have_shorter_chunks(probe: ctypes.CDLL) -> None:
+    lengths = {"seqlen_q": 131072, "seqlen_k": 131072, "head_dim": 64}
+    plan = plan_of(probe, 2048, batch=1, nheads=1, nheads_k=1, **lengths)
+    assert plan["rounds"] == 8 and plan["chunks.block_rows"] == 1024
 
 
 @pytest.mark.parametrize("head_dim, blocks", [(128, 4), (136, 8), (256, 8)])
@@ -161,7 +167,7 @@ def test_rows_of_a_chunk_of_wide_heads(probe: ctypes.CDLL, head_dim: int, blocks
         (1, 16, 4, 16384, 1024, 128, 4, 2),
         (1, 16, 4, 16384, 1024, 64, 4, 2),
         (1, 2, 1, 32768, 1024, 64, 4, 1),
-        (1, 16, 16, 16384, 1024, 128, 8, 2),
+        (1, 16, 16, 16384, 1024, 128, 16, 2),
         (1, 16, 4, 16384, 4096, 128, 4, 4),
         (1, 8, 1, 16384, 1024, 128, 8, 1),  # longer chunks: each key lies in fewer
         (1, 16, 4, 131072, 2048, 128, 4, 4),
@@ -200,13 +206,13 @@ def key_bias(nheads: int, nheads_k: int, length: int) -> dict[str, Any]:
 
 # Query heads, kv heads, head_dim, length, window; then row blocks of a chunk, and rounds.
 ROW_ROUNDS = [
-    (2, 1, 64, 131072, 2048, 8, 3),
+    (2, 1, 64, 131072, 2048, 16, 3),
     (2, 1, 64, 65536, 2048, 8, 3),
-    (1, 1, 64, 131072, 2048, 8, 6),
+    (1, 1, 64, 131072, 2048, 16, 3),
     (12, 1, 128, 20000, 2048, 2, 4),  # the last round has fewer row blocks
     (16, 1, 128, 32768, 1024, 2, 3),
-    (16, 1, 128, 131072, 2048, 8, 2),
-    (16, 4, 128, 131072, 8192, 8, 8),  # and kv heads
+    (16, 1, 128, 131072, 2048, 16, 3),
+    (2, 2, 64, 131072, 8192, 16, 6),  # and kv heads
 ]
 
 

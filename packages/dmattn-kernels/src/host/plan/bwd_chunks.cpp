@@ -7,13 +7,16 @@
 namespace dmattn {
 namespace {
 
-// Steps over a block of rows that are worth an item's prologue and its additions to dk and dv. Chunks beyond twice the
+// Steps over a block of rows that are worth an item's prologue and its additions to dk and dv. Chunks beyond four times the
 // keys that a row keeps would be mostly of keys that a row does not see, and with few items for each SM many SMs would
 // wait for the last. Where chunks take turns, an item also waits for those of other chunks. Items of a list for all rows
 // may be long, as many keys may be kept. Under causality there are half as many of them, all of one length: the host does
 // not know how few, so that long ones would leave more SMs without work at the end.
 constexpr int64_t kStepsOfItem = 32, kStepsOfLongItem = 64;
 constexpr int64_t kItemsPerSm = 4;
+constexpr int64_t kChunkRowsOfKey = 4;
+// Of a list for all rows, of which the host does not know how few keys it has, and of rounds with few items for each SM.
+constexpr int64_t kMostRowsOfSharedList = 1024, kMostRowsOfFewItems = 1024;
 // Tiles of a mask's list that have all rows: nobody else adds to their dk and dv, and they have one prologue. Of so many,
 // as if all keys were kept, three for each SM are left where a quarter is. One SM computes all rows of a tile, for each
 // head of the group: with more of them, the few tiles of a mask that keeps little would take long while others wait.
@@ -84,9 +87,11 @@ void choose_chunks(BwdPlan& plan, const Device& device) {
   const bool is_long = takes_turns || (has_shared_list(plan) && !p.is_causal);
   const int64_t steps_wanted = is_long ? kStepsOfLongItem : kStepsOfItem;
   const int64_t places = device.num_sms / plan.tile.cluster;  // for items at a time
+  const int64_t most_rows = has_shared_list(plan) ? kMostRowsOfSharedList : int64_t{kMostChunkRows};
   int32_t blocks = 1;
-  while (2 * blocks * rows <= kMostChunkRows && blocks < row_blocks && blocks * steps < steps_wanted &&
-         blocks * rows < 2 * kept && ceil_div(row_blocks, 2 * blocks) * tiles * pairs >= kItemsPerSm * places) {
+  while (2 * blocks * rows <= most_rows && blocks < row_blocks && blocks * steps < steps_wanted &&
+         blocks * rows < kChunkRowsOfKey * kept &&
+         ceil_div(row_blocks, 2 * blocks) * tiles * pairs >= kItemsPerSm * places) {
     blocks *= 2;
   }
   plan.chunk_blocks = blocks;
@@ -99,6 +104,13 @@ int64_t items_with_chunks(const BwdPlan& plan, const BwdRound& round) {
   return tiles * chunks_of(plan, round.row_blocks) * round.heads_k * round.batches;
 }
 }  // namespace
+
+void shorten_chunks(BwdPlan& plan, const BwdRound& round, const Device& device) {
+  const int64_t wanted = kItemsPerSm * (device.num_sms / plan.tile.cluster);
+  while (plan.chunk_blocks * plan.list_rows > kMostRowsOfFewItems && items_with_chunks(plan, round) < wanted) {
+    plan.chunk_blocks /= 2;
+  }
+}
 
 // Consumers write whole vectors of dk and dv, so that no other launch may add to them. Kernels with a bias do not, and
 // clusters note rows of a chunk in 16 bits.

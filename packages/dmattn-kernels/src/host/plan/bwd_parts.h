@@ -16,6 +16,8 @@ void place_sums(BwdPlan& plan, Workspace& workspace);
 
 // How many row blocks of the lists make a chunk. Depends on plan.keeps_terms.
 void choose_chunks(BwdPlan& plan, const Device& device);
+// Once rounds are chosen: chunks of more than 1024 rows become shorter where a round has few items for each SM.
+void shorten_chunks(BwdPlan& plan, const BwdRound& round, const Device& device);
 // Whether each tile of the list may have all rows, and whether a round then has items enough for each SM.
 bool may_have_whole_items(const BwdPlan& plan);
 bool keeps_busy_with_whole_items(const BwdPlan& plan, const BwdRound& round, const Device& device);

@@ -324,6 +324,7 @@ class RoundChoice {
     const bool fits = search(/*with_list_slots=*/false);
     if (wanted_parts || has_parts()) weigh_parts(fits);
     if (may_keep_terms()) search_with_terms();
+    if (plan_.chunk_blocks > 0 && !plan_.keeps_terms) shorten_chunks(plan_, plan_.round, device_);
   }
 
  private:

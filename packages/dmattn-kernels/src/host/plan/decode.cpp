@@ -62,7 +62,7 @@ void pack_group_as_rows(FwdParams& p) {
 }
 
 TokenRows pack_tokens_as_rows(FwdParams& p, int32_t tokens) {
-  TokenRows rows{tokens, p.head_ratio, p.q_stride.row, p.out_stride.row, p.lse_stride.row};
+  TokenRows rows{tokens, Divisor(p.head_ratio), p.q_stride.row, p.out_stride.row, p.lse_stride.row};
   pack_group_as_rows(p);
   p.seqlen_q *= tokens;
   return rows;

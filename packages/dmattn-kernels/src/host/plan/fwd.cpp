@@ -118,7 +118,7 @@ void choose_decode_kernel(FwdPlan& plan, int32_t asked_for, const Device& device
   plan.choice.tiles = resolve_unit(*device.kernels, plan.unit).tiles;
   const int32_t block_rows = plan.rows_of_decode_block();
   p.num_splits = choose_decode_splits(p, keys, plan.unit.head_dim_tile, asked_for, device, block_rows);
-  if (plan.token_rows.count > 1 && asked_for == 0) {
+  if (p.token_rows.count > 1 && asked_for == 0) {
     p.num_splits = std::min(p.num_splits, most_splits_to_combine(keys, std::min(p.seqlen_q, block_rows)));
   }
   plan.choice.level = decode_level(p, plan.unit.head_dim_tile, /*from_cache=*/false);
@@ -132,15 +132,28 @@ bool has_keys_for_all_rows(const FwdPlan& plan) {
          (bias == BiasKind::kNone || bias == BiasKind::kKey);
 }
 
+// The rows of a group's heads, taken together, fill fewer blocks of rows. What that saves, scores times head_dim, has to be
+// worth the launch that combines partial results, and keys in fewer thread blocks: so much of the kernels of sm80, and so
+// much on Hopper, whose own kernels are faster for a row.
+constexpr int64_t kWorthGroupRows = int64_t{5} << 27, kWorthLeavingHopper = int64_t{1} << 31;
+
 // Several rows of a head for which the decode kernel is the faster one. Those of a group's heads together may be two
 // blocks of it, which read K and V once each, where the forward kernel reads them for each head. Not with so few bytes of
-// K and V in a single head that the L2 cache hands them to each head as fast, and more thread blocks end sooner.
+// K and V in a single head that the L2 cache hands them to each head as fast, and more thread blocks end sooner. And not
+// with few heads of many keys: there the forward kernel has the rows of a group together, too, and more of them in flight;
+// at head_dim 256, where a block of decoding has 16 rows, even instead of one block.
 constexpr int32_t kMostDecodeRows = 16;
 constexpr int64_t kMinBytesOfTwoBlocks = 8 << 20;
-int32_t most_decode_group_rows(const FwdParams& p, int head_dim_tile) {
-  const int64_t bytes = int64_t{p.seqlen_k} * p.head_dim * 4;
-  const bool fills_two = int64_t{p.batch} * p.nheads_k > 1 || bytes >= kMinBytesOfTwoBlocks;
-  return (fills_two ? 2 : 1) * token_rows(head_dim_tile);
+constexpr int64_t kFewHeads = 16, kManyKeys = 4096, kForwardRows = 128;
+int32_t most_decode_group_rows(const FwdPlan& plan) {
+  const FwdParams& p = plan.kernel;
+  const int64_t heads = int64_t{p.batch} * p.nheads_k, head_dim_tile = plan.unit.head_dim_tile;
+  const bool is_plain = plan.walk == KeyWalk::kTiled && fwd_level(p, has_mask(plan.mask), false) == Level::kPlain;
+  const int64_t saved = int64_t{p.batch} * (p.nheads - p.nheads_k) * kForwardRows * p.seqlen_k * p.head_dim;
+  const bool suits_forward = is_plain && heads <= kFewHeads && p.seqlen_k >= kManyKeys && saved >= kWorthLeavingHopper;
+  if (suits_forward && head_dim_tile > 128) return 0;
+  const bool fills_two = heads > 1 || int64_t{p.seqlen_k} * p.head_dim * 4 >= kMinBytesOfTwoBlocks;
+  return (fills_two && !suits_forward ? 2 : 1) * token_rows(static_cast<int>(head_dim_tile));
 }
 
 // Makes it decoding where the rows of a head, or of the heads of a group, are few enough to read keys together.
@@ -158,14 +171,42 @@ void choose_decode_rows(FwdPlan& plan, const Problem& x, bool may_share) {
   const bool shares_bias = p.bias.kind == BiasKind::kNone || p.bias.head_ratio % x.head_ratio == 0;
   const bool packs = x.head_ratio > 1 && may_share && shares_bias;
   const int64_t rows = int64_t{x.seqlen_q} * (packs ? x.head_ratio : 1);
-  const int32_t most = packs ? most_decode_group_rows(p, plan.unit.head_dim_tile) : kMostDecodeRows;
+  const int32_t most = packs ? most_decode_group_rows(plan) : kMostDecodeRows;
   if (rows > most || !has_keys_for_all_rows(plan)) return;
   plan.unit.direction = Direction::kDecode;
   if (packs) {
-    plan.token_rows = pack_tokens_as_rows(p, x.seqlen_q);
+    p.token_rows = pack_tokens_as_rows(p, x.seqlen_q);
   } else {
-    plan.token_rows = {x.seqlen_q, 1, p.q_stride.row, p.out_stride.row, p.lse_stride.row};
+    p.token_rows = {x.seqlen_q, Divisor(1), p.q_stride.row, p.out_stride.row, p.lse_stride.row};
   }
+}
+
+// Hopper's own kernels are left where the rows are at least so many times fewer, in whole blocks.
+constexpr int64_t kFewerRowsThanHoppers = 3;
+
+// The rows of a group's heads together, by the kernels of sm80, without a bias and a mask: K and V are read once for all of
+// them.
+void choose_group_rows(FwdPlan& plan, const Problem& x, int32_t asked_for, const Device& device) {
+  if (x.head_ratio == 1 || x.packing.is_active() || plan.walk != KeyWalk::kTiled) return;
+  if (plan.choice.level != Level::kPlain) return;
+  FwdPlan packed = plan;
+  FwdParams& p = packed.kernel;
+  const auto splits_keys = [](const KernelSet& set) { return !set.is_persistent; };
+  const KernelSet* kernels = find_unit_set(*device.kernels, packed.unit, splits_keys);
+  if (kernels == nullptr) return;
+  p.token_rows = pack_tokens_as_rows(p, x.seqlen_q);
+  packed.choice.tiles = kernels->tiles;
+  packed.tile = kernels->fwd_tile(p, packed.choice.level, /*gathered=*/false);
+  const int64_t rows = row_blocks(p, packed.tile) * packed.tile.block_m;
+  const int64_t rows_before = row_blocks(plan.kernel, plan.tile) * plan.tile.block_m;
+  const bool leaves_hopper = packed.unit.arch != plan.unit.arch;
+  if (leaves_hopper && rows * kFewerRowsThanHoppers > rows_before) return;
+  const int64_t saved = (rows_before - rows) * p.seqlen_k * p.head_dim;
+  if (saved < (leaves_hopper ? kWorthLeavingHopper : kWorthGroupRows)) return;
+  p.num_splits = wanted_splits(packed, packed.tile, asked_for, device);
+  packed.choice.blocks = row_blocks(p, packed.tile) * p.num_splits;
+  packed.counts_work = false;
+  plan = packed;
 }
 
 }  // namespace
@@ -237,6 +278,8 @@ FwdPlan plan_batched_fwd(const dmattn_fwd_params& p, PerKey per_key, const Devic
     choose_decode_kernel(plan, p.num_splits, device);
   } else if (!choose_kernel(plan, p.num_splits, /*finds_window=*/false, device)) {
     fail_without_unit(plan.unit);
+  } else {
+    choose_group_rows(plan, x, p.num_splits, device);
   }
   place(plan, nullptr);
   return plan;
@@ -253,8 +296,8 @@ void place(FwdPlan& plan, void* base) {
   if (plan.is_empty || plan.no_keys || plan.is_short()) return;
   FwdParams& p = plan.kernel;
   Workspace workspace(base);
-  const bool is_split = p.num_splits > 1;
-  if (plan.is_decode() && is_split) plan.arrivals = workspace.take<uint64_t>(plan.choice.blocks / p.num_splits);
+  const bool has_parts = plan.is_decode() ? p.num_splits > 1 : plan.leaves_parts();
+  if (plan.is_decode() && has_parts) plan.arrivals = workspace.take<uint64_t>(plan.choice.blocks / p.num_splits);
   if (plan.walk == KeyWalk::kMaskList) {
     p.keys = layout_key_list(plan.mask, workspace);
     p.keys.head_ratio = p.nheads / p.keys.heads;
@@ -262,7 +305,7 @@ void place(FwdPlan& plan, void* base) {
     p.mask = layout_mask_bits(plan.mask, workspace);
     p.mask.head_ratio = p.nheads / p.mask.heads;
   }
-  if (is_split) place_partials(p, workspace);
+  if (has_parts) place_partials(p, workspace);
   if (plan.counts_work) p.work_counter = workspace.take<int32_t>(1);
   plan.workspace_bytes = workspace.bytes();
 }

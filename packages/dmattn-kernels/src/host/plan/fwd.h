@@ -26,15 +26,16 @@ struct FwdPlan {
   bool counts_work = false;  // it takes row blocks by kernel.work_counter
   FwdParams kernel;
   ShortFwdParams short_kernel;   // of few keys, in place of `kernel`
-  TokenRows token_rows;          // of the decode kernel
   uint64_t* arrivals = nullptr;  // of the decode kernel, where it splits the keys: first in the workspace
   size_t workspace_bytes = 0;
 
   bool is_decode() const { return unit.direction == Direction::kDecode; }
   int32_t rows_of_decode_block() const {
-    return token_rows.count > 1 ? dmattn::token_rows(unit.head_dim_tile) : kDecodeRows;
+    return kernel.token_rows.count > 1 ? dmattn::token_rows(unit.head_dim_tile) : kDecodeRows;
   }
   bool is_short() const { return unit.direction == Direction::kShortForward; }
+  // Whether the forward kernel leaves partial results, to be combined behind it.
+  bool leaves_parts() const { return kernel.num_splits > 1 || kernel.token_rows.count > 1; }
 };
 
 // `p` has been validated. The arrays in the workspace have no place yet: see place().

@@ -2,7 +2,7 @@
 //
 // A key that no row sees any more is never seen again. So the keys of a chunk are those of its first row block, and of
 // the positions behind that block the keys that their own row sees. Each goes into one of kPlaces * kPlaces classes, by
-// the last and the first block of rows of the chunk that see it, and classes lie one behind the other: a counting sort,
+// the last and the first place of the chunk whose rows see it, and classes lie one behind the other: a counting sort,
 // which keeps the order within a class and so always gives the same lists.
 //
 // The keys of one list for all rows, as a key-only mask makes it, are in each chunk that any of its rows sees them from.
@@ -23,11 +23,13 @@ using namespace prep;
 constexpr int kThreads = 512, kWarps = kThreads / 32;
 // With terms, more would leave too few registers for the keys that are asked for at once. 0: as ptxas finds best.
 constexpr int blocks_per_sm(bool has_terms) { return has_terms ? 2 : 0; }
-constexpr int kPlaces = kMostChunkRows / kChunkTileRows;  // blocks of rows of a chunk
-constexpr int kClasses = kPlaces * kPlaces;
-static_assert(kClasses <= kThreads);
+// A chunk falls into so many places: blocks of kChunkTileRows rows, or pairs of them where there are more. Twice as many
+// would be four times as many classes.
+constexpr int kPlaces = 16, kClasses = kPlaces * kPlaces;
+constexpr int place_blocks(int chunk_rows) { return chunk_rows > kPlaces * kChunkTileRows ? 2 : 1; }
+static_assert(kClasses <= kThreads && kMostChunkRows <= kPlaces * place_blocks(kMostChunkRows) * kChunkTileRows);
 
-// A class: keys that are last seen in the same block of rows, later ones first; of those, first seen in the same one.
+// A class: keys that are last seen in the same place, later ones first; of those, first seen in the same one.
 struct SeenIn {
   int first, last;
   __device__ __forceinline__ int number() const { return (kPlaces - 1 - last) * kPlaces + first; }
@@ -48,11 +50,12 @@ struct Chunk {
   const int32_t* idx;  // the list of the first row block, or of all rows
   const int32_t* end;  // nullptr: what a row sees the later ones see, too
   int list_count;
-  int first_new, count;     // position behind the first row block; candidates in all
-  int position, after;      // of the chunk's rows
-  int begin;                // of those that count
-  int seqlen_k, first_row;  // first_row: in blocks of kChunkTileRows
-  bool is_seen_before;      // keys are seen by rows before their own, too
+  int first_new, count;         // position behind the first row block; candidates in all
+  int position, after;          // of the chunk's rows
+  int begin;                    // of those that count
+  int seqlen_k, first_row;      // first_row: in blocks of kChunkTileRows
+  int blocks_of_place, blocks;  // of kChunkTileRows: of a place; up to the last row that counts
+  bool is_seen_before;          // keys are seen by rows before their own, too
 
   __device__ __forceinline__ Chunk(const ChunkKeyListsParams& p, int64_t head_list, int chunk) {
     const KeyList& from = p.from;
@@ -73,6 +76,8 @@ struct Chunk {
     seqlen_k = p.seqlen_k;
     is_seen_before = p.is_shared && !p.is_causal;
     first_row = row / kChunkTileRows;
+    blocks_of_place = place_blocks(p.to.keys.block_rows);
+    blocks = ceil_div(after - position, kChunkTileRows);
   }
   __device__ __forceinline__ int key(int i) const {
     const KeyLimits limits = {0, seqlen_k - 1};
@@ -83,7 +88,8 @@ struct Chunk {
     const int seen_from = is_seen_before ? begin : max(key, begin);
     const int seen_to = end == nullptr ? after : min(__ldg(end + key), after);
     if (seen_from >= seen_to) return -1;
-    return SeenIn{(seen_from - position) / kChunkTileRows, (seen_to - 1 - position) / kChunkTileRows}.number();
+    const int rows = blocks_of_place * kChunkTileRows;
+    return SeenIn{(seen_from - position) / rows, (seen_to - 1 - position) / rows}.number();
   }
 };
 
@@ -146,10 +152,10 @@ __device__ __forceinline__ void place_keys(const Chunk& c, ClassCounts& s, int32
 __device__ __forceinline__ void find_tile_rows(const Chunk& c, const ClassCounts& s, int2* tile_rows, int tiles) {
   const int lane = threadIdx.x % 32;
   for (int tile = threadIdx.x / 32; tile < tiles; tile += kWarps) {
-    const int begin = tile * kChunkTileKeys;
+    const int first_key = tile * kChunkTileKeys;
     int first = kPlaces, after = 0;
     for (int j = lane; j < kClasses; j += 32) {
-      const int from = max(s.start[j], begin), to = min(s.start[j + 1], begin + kChunkTileKeys);
+      const int from = max(s.start[j], first_key), to = min(s.start[j + 1], first_key + kChunkTileKeys);
       if (from >= to) continue;
       const SeenIn seen = SeenIn::of(j);
       first = min(first, seen.first);
@@ -157,7 +163,10 @@ __device__ __forceinline__ void find_tile_rows(const Chunk& c, const ClassCounts
     }
     first = __reduce_min_sync(kFullWarp, first);
     after = __reduce_max_sync(kFullWarp, after);
-    if (lane == 0) tile_rows[tile] = first < after ? make_int2(c.first_row + first, c.first_row + after) : int2{0, 0};
+    if (lane == 0) {
+      const int begin = first * c.blocks_of_place, end = min(after * c.blocks_of_place, c.blocks);
+      tile_rows[tile] = first < after ? make_int2(c.first_row + begin, c.first_row + end) : int2{0, 0};
+    }
   }
 }
 
@@ -306,8 +315,8 @@ __device__ __forceinline__ void place_carried(const TermRange& t, int keys, int 
 constexpr int kClearedKeys = 64, kClearedQuads = 8;
 
 struct ClearBlocks {
-  Divisor quads;     // 16 bytes of a row of dk or dv
-  int64_t of_keys;   // blocks for dk and dv; those for dq come behind
+  Divisor quads;    // 16 bytes of a row of dk or dv
+  int64_t of_keys;  // blocks for dk and dv; those for dq come behind
   int64_t all;
 };
 
@@ -443,7 +452,8 @@ cudaError_t chunk_key_lists(const ChunkKeyListsParams& p, const CarriedTerms& ca
   const SeenKeys seen(ends, Packing{}, p.sums.head_ratio, p.seqlen_q, p.seqlen_k);
   const ClearBlocks clears = clear_blocks(p.sums, p.seqlen_k);
   if (p.first_term == nullptr) {
-    return launch(chunk_key_lists_kernel<false>, lists + clears.all, kThreads, 0, stream, p, TermBlocks{}, seen, clears);
+    return launch(chunk_key_lists_kernel<false>, lists + clears.all, kThreads, 0, stream, p, TermBlocks{}, seen,
+                  clears);
   }
   TermBlocks terms = {};
   terms.range = term_range(to.block_rows, p.row_block_begin * p.row_block_rows, p.row_blocks * p.row_block_rows,

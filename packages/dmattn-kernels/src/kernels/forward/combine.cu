@@ -1,6 +1,7 @@
 // After the forward: partial results of a split key range put together, and the results of an empty one.
 #include <type_traits>
 
+#include "../attention/shared/work_index.cuh"
 #include "../shared/fill.h"
 #include "../shared/helper.cuh"
 #include "forward.h"
@@ -76,13 +77,20 @@ __global__ void __launch_bounds__(kThreads) combine_kernel(const FwdParams p, in
   const int m = static_cast<int>(row % p.seqlen_q);
   const int h = static_cast<int>(row / p.seqlen_q % p.nheads);
   const int b = static_cast<int>(row / p.seqlen_q / p.nheads);
-  uint16_t* out = static_cast<uint16_t*>(p.out) + row_offset(p.out_stride, b, h, m) + lane * 8;
+  // Where the row is, from `token` elements between tokens on: rows are those of tokens one by one, or of TokenRows.
+  const auto place_of = [&](const Strides3& s, int64_t token) {
+    const bool has_groups = p.token_rows.count > 1;
+    const int64_t place = has_groups ? token_row_offset(p.token_rows.group, token, s.row, m) : m * s.row;
+    return row_offset(s, b, h, 0) + place;
+  };
+  uint16_t* out = static_cast<uint16_t*>(p.out) + place_of(p.out_stride, p.token_rows.out_token) + lane * 8;
   store_chunk(out, pack_chunk<Element>(acc), p.vec_out);
   if (lane != 0 || p.lse == nullptr) return;
   const float log_sum = logf(sum), lse = max + log_sum;
-  p.lse[row_offset(p.lse_stride, b, h, m)] = lse;
+  const int64_t place = place_of(p.lse_stride, p.token_rows.lse_token);
+  p.lse[place] = lse;
   if (p.lse_rest != nullptr) {
-    p.lse_rest[row_offset(p.lse_stride, b, h, m)] = sum == 0.f ? 0.f : (max - lse) + log_sum;
+    p.lse_rest[place] = sum == 0.f ? 0.f : (max - lse) + log_sum;
   }
 }
 

@@ -144,6 +144,24 @@ __device__ __forceinline__ void apply_limits(float (&acc)[MT][NT][4], const Scor
     }
 }
 
+// The same of neighbouring keys where rows are not one position apart: last_of(row) is the last position that a row sees.
+template <int MT, int NT, class LastOf>
+__device__ __forceinline__ void apply_limits_of_rows(float (&acc)[MT][NT][4], const ScoreInputs& in,
+                                                     const FragmentMap& map, const LastOf& last_of) {
+#pragma unroll
+  for (int mt = 0; mt < MT; ++mt)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int last = min(last_of(in.row0 + map.row(mt, 2 * half)) - in.key0, in.keys - 1);
+#pragma unroll
+      for (int nt = 0; nt < NT; ++nt)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          if (map.col(nt, c) > last) acc[mt][nt][2 * half + c] = -INFINITY;
+        }
+    }
+}
+
 // The positions that keep a key of an interval list: begin <= r < begin + length.
 struct KeyInterval {
   int32_t begin, length;

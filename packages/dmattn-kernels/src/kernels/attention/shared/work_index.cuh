@@ -29,4 +29,12 @@ __device__ __forceinline__ int take(uint32_t& rest, const Divisor& extent) {
   return static_cast<int>(index);
 }
 
+// Elements between a head's first row and another one of TokenRows. row_stride: between the rows of a token.
+__device__ __forceinline__ int64_t token_row_offset(const Divisor& group, int64_t token_stride, int64_t row_stride,
+                                                    int row) {
+  uint32_t token = row;
+  const int of_token = take(token, group);
+  return token * token_stride + of_token * row_stride;
+}
+
 }  // namespace dmattn

@@ -106,7 +106,6 @@ struct DecodeArguments : DecodeParams {
   Divisor by_splits, by_row_blocks, by_heads;
   Divisor by_shares;                // the warps of all splits
   Divisor by_ratio, by_bias_ratio;  // heads of the rows to those of K and V, and to those of the bias
-  Divisor by_group;                 // rows of a token
   // K and V are read once, and take the place of one another in the L2 cache rather than that of what others have left
   // there: changed lines would have to be written to memory first.
   bool evicts_first = false;
@@ -155,16 +154,14 @@ struct DecodeBlock : AttentionBlock<T, DecodeArguments> {
   // The token that a row of the head belongs to.
   __device__ __forceinline__ int token_of(int row) const {
     uint32_t rest = row;
-    take(rest, p.by_group);
+    take(rest, p.token_rows.group);
     return static_cast<int>(rest);
   }
   // Elements between the first row of a head and another one, of the queries or the results. Several tokens lie
   // `token_stride` apart, and only the rows of a token follow one another.
   __device__ __forceinline__ int64_t row_at(const Strides3& s, int64_t token_stride, int row) const {
     if constexpr (!T::kHasTokenRows) return row * s.row;
-    uint32_t token = row;
-    const int of_token = take(token, p.by_group);
-    return token * token_stride + of_token * s.row;
+    return token_row_offset(p.token_rows.group, token_stride, s.row, row);
   }
   // Where the head's keys or values, and its bias, start: worked out at each use, as registers are short in the loop.
   __device__ __forceinline__ const typename T::Element* head_of(const void* base, const Strides3& s) const {

@@ -22,7 +22,6 @@ cudaError_t launch_decode_kernel(const KernelChoice& choice, const DecodeParams&
   arguments.by_shares = Divisor(p.num_splits * T::kWarps);
   arguments.by_ratio = Divisor(p.head_ratio);
   arguments.by_bias_ratio = Divisor(p.bias.head_ratio);
-  arguments.by_group = Divisor(p.token_rows.group);
   const int64_t bytes_of_key = 2 * p.head_dim * int64_t{sizeof(typename T::Element)};  // and of its value
   arguments.evicts_first = arguments.parts * p.seqlen_k * bytes_of_key <= kEvictFirstBytes;
   static std::atomic<uint64_t> devices_ready{0};

@@ -13,7 +13,10 @@
 
 namespace dmattn {
 
-template <class Element_, int kHeadDim_, int kBlockM_, int kBlockN_, int kWarps_, bool kGathered_, Level kLevel>
+// kTokenRows: rows as in TokenRows, at Level::kPlain over contiguous keys. Results are partial ones even if keys are not
+// split: combine_splits() knows where the rows go, which would take registers here that there are not.
+template <class Element_, int kHeadDim_, int kBlockM_, int kBlockN_, int kWarps_, bool kGathered_, Level kLevel,
+          bool kTokenRows_ = false>
 struct FwdTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_, kBlockM = kBlockM_, kBlockN = kBlockN_, kWarps = kWarps_;
@@ -21,6 +24,8 @@ struct FwdTraits {
   static constexpr bool kGeneral = is_general(kLevel);
   static constexpr bool kPacked = kLevel == Level::kPacked, kMayBePacked = kGeneral;
   static constexpr bool kFull = kLevel == Level::kFull;
+  static constexpr bool kTokenRows = kTokenRows_;
+  static_assert(!kTokenRows || (kLevel == Level::kPlain && !kGathered));
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int MT = kBlockM / (16 * kWarps);
   static constexpr int NT = kBlockN / 8;
@@ -84,7 +89,15 @@ struct FwdBlock : AttentionBlock<T, FwdParams> {
   }
 
   __device__ __forceinline__ int causal_offset() const {
+    if constexpr (T::kTokenRows) return p.seqlen_k - p.token_rows.count;
     return T::kGathered && T::kGeneral ? list_offset : Base::causal_offset();
+  }
+  // The last position that a row sees under causality.
+  __device__ __forceinline__ int last_position(int row) const {
+    if constexpr (!T::kTokenRows) return row + causal_offset();
+    uint32_t token = row;
+    take(token, p.token_rows.group);
+    return static_cast<int>(token) + causal_offset();
   }
 
   __device__ __forceinline__ void find_key_range() {
@@ -99,7 +112,7 @@ struct FwdBlock : AttentionBlock<T, FwdParams> {
     }
     int visible = keys_total;
     if (p.is_causal && !has_intervals()) {
-      const int end = min(row0 + kBlockM, seqlen_q()) + causal_offset();  // first position no row may see
+      const int end = last_position(min(row0 + kBlockM, seqlen_q()) - 1) + 1;  // first position no row may see
       visible = T::kGathered ? warp_lower_bound(list, keys_total, end, lane) : min(visible, max(end, 0));
     }
     n_end = (visible + kBlockN - 1) / kBlockN;
@@ -133,9 +146,22 @@ struct FwdBlock : AttentionBlock<T, FwdParams> {
   // vec_* is tested at run time even in the plain kernel, where it is always true: the branch keeps the compiler from
   // moving the copies into the matrix products around them, which made the forward 15% slower.
   __device__ __forceinline__ void load_q() const {
+    if constexpr (T::kTokenRows) return load_q_of_tokens();
     const Element* src = head_ptr(p.q, p.q_stride, head) + (first_row() + row0) * p.q_stride.row;
     load_tile<kBlockM, kHeadDim, T::kThreads>(smem_base + T::kQ, src, p.q_stride.row, seqlen_q() - row0, p.head_dim,
                                               p.vec_q, threadIdx.x, RowIdentity{});
+  }
+  __device__ __forceinline__ void load_q_of_tokens() const {
+    using Tile = SmemTile<kHeadDim>;
+    const Element* const first = head_ptr(p.q, p.q_stride, head);
+    const int chunk = threadIdx.x % Tile::kChunks;
+#pragma unroll 2  // few registers
+    for (int i = threadIdx.x / Tile::kChunks; i < kBlockM; i += T::kThreads / Tile::kChunks) {
+      const int row = row0 + i;
+      const int64_t at = token_row_offset(p.token_rows.group, p.token_rows.q_token, p.q_stride.row, row);
+      cp_async16(smem_base + T::kQ + Tile::offset(i, chunk), first + at + chunk * 8,
+                 row < p.seqlen_q && chunk * 8 < p.head_dim);
+    }
   }
   __device__ __forceinline__ void load_kv(uint32_t dst, const void* base, const Strides3& s, bool vec, int n,
                                           int buf) const {
@@ -227,8 +253,12 @@ struct FwdBlock : AttentionBlock<T, FwdParams> {
     }
     // Only tiles on the diagonal or at the end have anything to cut.
     const int last = T::kGathered ? in.key_idx[min(kBlockN, in.keys) - 1] : in.key0 + kBlockN - 1;
-    if (in.keys < kBlockN || (p.is_causal && last > row0 + causal_offset())) {
-      apply_limits<T::kGathered>(acc_s, in, map, p.is_causal, causal_offset());
+    if (in.keys < kBlockN || (p.is_causal && last > last_position(row0))) {
+      if constexpr (T::kTokenRows) {
+        apply_limits_of_rows(acc_s, in, map, [&](int row) { return p.is_causal ? last_position(row) : INT_MAX; });
+      } else {
+        apply_limits<T::kGathered>(acc_s, in, map, p.is_causal, causal_offset());
+      }
     }
   }
 
@@ -303,6 +333,8 @@ struct FwdBlock : AttentionBlock<T, FwdParams> {
 
   // --- epilogue ------------------------------------------------------------------------------------------------------
 
+  __device__ __forceinline__ bool leaves_parts() const { return T::kTokenRows || p.num_splits > 1; }
+
   __device__ __forceinline__ void store(float (&acc_o)[T::MT][T::OT][4], OnlineSoftmax<T::MT>& softmax) {
     const int64_t accum_row = ((static_cast<int64_t>(split) * p.batch + batch) * p.nheads + head) * p.seqlen_q;
 #pragma unroll
@@ -317,7 +349,7 @@ struct FwdBlock : AttentionBlock<T, FwdParams> {
       }
       const int row = row0 + warp * 16 * T::MT + mt * 16 + (r & 1) * 8 + lane / 4;
       if ((lane & 3) == 0 && row < seqlen_q()) {
-        if (p.num_splits > 1) {
+        if (leaves_parts()) {
           const int64_t rows = static_cast<int64_t>(p.num_splits) * p.batch * p.nheads * p.seqlen_q;
           p.lse_accum[accum_row + row] = lse;
           p.lse_accum[rows + accum_row + row] = rest;
@@ -329,7 +361,7 @@ struct FwdBlock : AttentionBlock<T, FwdParams> {
         }
       }
     }
-    if (p.num_splits > 1) {
+    if (leaves_parts()) {
       store_accum(acc_o, accum_row);
       return;
     }

@@ -67,7 +67,7 @@ struct BwdDq {
   // that has to know it in each step.
   __device__ __forceinline__ void count_tiles_before(const BwdItem& item) {
     const int2* const rows = tile_rows_of(p, item.batch, item.head_k, item.chunk);
-    const int blocks = item.m_end - item.m_begin;  // 16 at most
+    const int blocks = item.m_end - item.m_begin;  // 32 at most: see kMostChunkRows
     int seen_by = 0;                               // of block m_begin + lane
 #pragma unroll 1
     for (int first = 0; first < item.n_block; first += 32) {
