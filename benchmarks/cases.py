@@ -346,7 +346,9 @@ def _decode() -> list[Case]:
         dataclasses.replace(tokens, name="B1 S32768 H32/8 D128, 8 tokens", batch=1),
         dataclasses.replace(tokens, name="B8 S2048 H32/8 D128, 8 tokens", seqlen_k=2048),
         dataclasses.replace(tokens, name="B1 S32768 H32/8 D128, 32 tokens", batch=1, seqlen_q=32),
-        dataclasses.replace(tokens, name="B8 S8192 H32/8 D128, 32 tokens", seqlen_q=32, seqlen_k=8192),
+        dataclasses.replace(
+            tokens, name="B8 S8192 H32/8 D128, 32 tokens", seqlen_q=32, seqlen_k=8192
+        ),
     ]
 
 
