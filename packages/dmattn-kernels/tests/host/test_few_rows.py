@@ -93,27 +93,27 @@ def test_two_blocks_of_rows_want_keys_enough(
 
 
 @pytest.mark.parametrize(
-    "seqlen_q, group, batch, packs",
+    "seqlen_q, group, packs",
     [
-        (33, 4, 1, True),
-        (40, 3, 1, True),
-        (96, 8, 1, True),  # 6 blocks of rows instead of 8
-        (128, 4, 1, False),  # as many
-        (100, 4, 1, False),
-        (65, 1, 1, False),
+        (33, 4, True),
+        (40, 3, True),
+        (96, 8, True),  # 6 blocks of rows instead of 8
+        (128, 4, False),  # as many
+        (100, 4, False),
+        (65, 1, False),
     ],
 )
 def test_rows_of_a_group_go_together_where_they_fill_fewer_blocks(
-    plan: Probe, seqlen_q: int, group: int, batch: int, packs: bool
+    plan: Probe, seqlen_q: int, group: int, packs: bool
 ) -> None:
-    shape = {"batch": batch, "seqlen_q": seqlen_q, "seqlen_k": 16384, "nheads_k": 2}
+    shape = {"batch": 1, "seqlen_q": seqlen_q, "seqlen_k": 16384, "nheads_k": 2}
     found = plan.fwd(**shape, nheads=2 * group, head_dim=128, is_causal=1)
     assert not found["decode"] and found["is_causal"] and found["level"] == PLAIN
     tokens, rows = (seqlen_q, seqlen_q * group) if packs else (1, seqlen_q)
     assert found["token_rows.count"] == tokens
     assert (found["seqlen_q"], found["nheads"]) == (rows, 2 if packs else 2 * group)
     blocks = -(-rows // found["block_m"]) * found["nheads"]
-    assert found["blocks"] == batch * blocks * found["num_splits"] and found["num_splits"] > 1
+    assert found["blocks"] == blocks * found["num_splits"] and found["num_splits"] > 1
 
 
 @pytest.mark.parametrize(
@@ -157,14 +157,16 @@ def test_rows_of_a_group_go_together_where_they_save_enough(
 @pytest.mark.parametrize(
     "changed",
     [
-        {"mask": mask(2, 1, 33, 4096)},
-        {"mask": mask(2, 2, 1, 4096)},
-        {"bias": tensor((2, 2, 1, 4096))},
+        {"mask": mask(2, 1, 33, 16384)},
+        {"mask": mask(2, 2, 1, 16384)},
+        {"bias": tensor((2, 2, 1, 16384))},
         {"softcap": 20.0},
         {"softmax_scale": -1.0},
     ],
 )
 def test_rows_of_a_group_go_apart(plan: Probe, changed: dict[str, Any]) -> None:
     """Kernels that look at more than lengths and causality have the rows of a head."""
-    found = few_rows(plan, **({"seqlen_q": 33, "nheads": 8, "is_causal": 1} | changed))
+    shape = {"seqlen_q": 33, "seqlen_k": 16384, "nheads": 8, "head_dim": 128, "is_causal": 1}
+    assert few_rows(plan, **shape)["token_rows.count"] == 33
+    found = few_rows(plan, **(shape | changed))
     assert found["token_rows.count"] == 1 and found["nheads"] == 8
