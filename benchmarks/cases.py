@@ -274,7 +274,18 @@ def _few_tokens() -> list[Case]:
             mask="windows",
         ),
         Case(FEW_TOKENS, "B256 S197 H12 D64", plain, 256, 197, 197, 12, 12, 64),
+        dataclasses.replace(
+            text,
+            name="B32 S512 H12 D64, mask [B, 1, 1, S]",
+            contenders=(*masked, "sdpa_cudnn", "sdpa_efficient"),
+            batch=32,
+            seqlen_q=512,
+            seqlen_k=512,
+            mask="padding",
+            kept=384,
+        ),
         Case(FEW_TOKENS, "B8 Sq4096 Sk77 H10 D64", plain, 8, 4096, 77, 10, 10, 64),
+        Case(FEW_TOKENS, "B2 Sq1024 Sk77 H20 D64", plain, 2, 1024, 77, 20, 20, 64),
     ]
 
 

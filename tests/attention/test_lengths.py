@@ -55,3 +55,30 @@ def test_causal_corner(head_dim: int, seqlen_k: int, rows_ahead: int) -> None:
 def test_with_operands(seqlen_q: int, seqlen_k: int, causal: bool) -> None:
     """A key mask and a bias with rows, each of which takes paths of its own at the edges."""
     check(Case(seqlen_q, seqlen_k, mask="b11k", bias="1hqk", causal=causal, dlse=True))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [40, 64, 96, 128, 192, 256])
+@pytest.mark.parametrize("heads", [34, 50, 67, 90, 130])
+def test_row_blocks_of_several_waves(heads: int, head_dim: int, causal: bool) -> None:
+    """More row blocks than a GPU has room for: from a few more to five times as many.
+
+    Kernels that stay on their SM deal them out in a fixed order or as they are free.
+    """
+    check(Case(400, 150, batch=1, nheads=heads, nheads_k=heads, head_dim=head_dim, causal=causal))
+    if head_dim == 64:  # tall row blocks, several to a head
+        check(Case(1100, 700, batch=1, nheads=heads // 2, nheads_k=heads // 2, causal=causal))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("ratio", [1, 4])
+@pytest.mark.parametrize("head_dim", [8, 40, 64, 72, 96, 120, 128])
+@pytest.mark.parametrize("seqlen_k", [65, 77, 127, 128])
+def test_keys_of_one_tile(seqlen_k: int, head_dim: int, ratio: int, causal: bool) -> None:
+    """Hopper's backward then writes dq itself, if no row is without keys."""
+    case = Case(seqlen_k, seqlen_k, nheads=4, nheads_k=4 // ratio, head_dim=head_dim, causal=causal)
+    for seqlen_q in (65, seqlen_k, seqlen_k + 1, 1030):
+        check(case.with_(seqlen_q=seqlen_q, dlse=seqlen_q > 1000))
+    check(case.with_(seqlen_q=40, batch=70))

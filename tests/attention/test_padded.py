@@ -46,15 +46,16 @@ def pad(problem: Problem, side: str, zero: float = 0.0) -> Problem:
 
 
 # The kernels for Hopper deal with few key tiles in another way than with many: of 132 SMs there are
-# many from 1584 on, unless their rows take too many rounds. test_hopper_lists.py holds these shapes
-# to it.
+# enough from 330 on, unless they have many rows or little work, and many from 1584 on.
+# test_hopper_lists.py holds these shapes to it.
 FEW = Case(300, 300, dtype=target().dtypes[0])
 MANY = FEW.with_(batch=40, nheads=16, nheads_k=16)
+ENOUGH = FEW.with_(batch=8, nheads=16, nheads_k=16, seqlen_q=1024, seqlen_k=1024)
 MANY_GROUPS = FEW.with_(batch=80, nheads=16, nheads_k=4, seqlen_q=256, seqlen_k=600)
-GROUPS_IN_CHUNKS = FEW.with_(batch=160, nheads=16, nheads_k=4, seqlen_q=130)
+GROUPS_IN_CHUNKS = FEW.with_(batch=8, nheads=16, nheads_k=4)
 if not on_cuda():  # where it makes no difference
     FEW = FEW.with_(seqlen_q=140, seqlen_k=140)
-    MANY = MANY_GROUPS = GROUPS_IN_CHUNKS = FEW.with_(batch=10, nheads=2, nheads_k=2)
+    MANY = ENOUGH = MANY_GROUPS = GROUPS_IN_CHUNKS = FEW.with_(batch=10, nheads=2, nheads_k=2)
 
 
 @pytest.mark.parametrize("side", SIDES)
@@ -65,6 +66,8 @@ if not on_cuda():  # where it makes no difference
         FEW,
         FEW.with_(batch=10, head_dim=128),
         FEW.with_(batch=10, head_dim=200),
+        ENOUGH,
+        ENOUGH.with_(head_dim=120, batch=4),
         MANY,
         MANY.with_(head_dim=128, seqlen_q=170),
         MANY.with_(head_dim=56),

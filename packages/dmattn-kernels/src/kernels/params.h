@@ -295,7 +295,10 @@ struct BwdParams {
   float* dq_accum = nullptr;
   int32_t dq_dims = 0;  // columns of a tile of dq_accum: those of the tile, or only those of head_dim, rounded up to 8
   int32_t dq_blocks = 0;  // row blocks a head; fewer than there are only for interval lists
-  void* dk = nullptr;     // nullptr: not asked for
+  // Hopper, in place of dq_accum where a single tile has all keys of a head: dq itself.
+  void* dq = nullptr;
+  Strides3 dq_stride;
+  void* dk = nullptr;  // nullptr: not asked for
   void* dv = nullptr;
   Strides3 dk_stride, dv_stride;
   // num_splits > 1, or chosen on the device (schedule != nullptr), or on Hopper launches that follow one another with

@@ -71,16 +71,41 @@ struct Sm90FwdTile {
 constexpr int sm90_fwd_head_dim(int head_dim) {
   return head_dim <= 64 ? 64 : head_dim <= 96 ? 96 : head_dim <= 128 ? 128 : head_dim <= 192 ? 192 : 256;
 }
-// Tall tiles waste more of the work on short causal rows. Few keys are over soon, and what comes before and after them
-// should run beside other products: two blocks an SM.
-constexpr bool sm90_fwd_is_short(int seqlen_q) { return seqlen_q <= 1024; }
+constexpr bool sm90_has_few_rows(int seqlen_q) { return seqlen_q <= 1024; }
+// is_short: at head_dim 64, two blocks an SM, see sm90_fwd_is_short().
 constexpr Sm90FwdTile sm90_fwd_tile(int d, bool is_short) {
   return d <= 64    ? (is_short ? Sm90FwdTile{2, 64, 3, 2}  // 96 KB, twice
                                 : Sm90FwdTile{3, 128})  // 112 KB: hides a softmax that takes as long as the products
          : d <= 96  ? Sm90FwdTile{2, 128}               // 144 KB
-         : d <= 128 ? Sm90FwdTile{2, 128}               // 192 KB
+         : d <= 128 ? Sm90FwdTile{2, 128}               // 224 KB, with two of Q
          : d <= 192 ? Sm90FwdTile{2, 112}               // 216 KB
                     : Sm90FwdTile{2, 80};               // 224 KB
+}
+
+// Nanoseconds that thread blocks with tall tiles, or those with short ones, two an SM, take for all row blocks of a call
+// without causality, fitted to times on an H200 (docs/kernels/forward.md). Each wave takes some time however few keys
+// there are, and a part of one as long as a whole one. With two an SM those of a third wave are no longer in step.
+constexpr int64_t kSm90Sms = 132;
+constexpr int64_t sm90_tall_fwd_time(int64_t row_blocks, int keys) {
+  return (row_blocks + kSm90Sms - 1) / kSm90Sms * (3200 + 1475 * ((keys + 127) / 128));
+}
+constexpr int64_t sm90_short_fwd_time(int64_t row_blocks, int keys) {
+  const int64_t wave = 2000 + 1344 * ((keys + 63) / 64), resident = 2 * kSm90Sms;
+  return row_blocks <= kSm90Sms       ? wave * 65 / 100
+         : row_blocks <= 2 * resident ? (row_blocks + resident - 1) / resident * wave
+                                      : wave * row_blocks / resident;
+}
+// Tall tiles waste more of the work on short causal rows. Without causality it goes by the time; few rows have tall tiles
+// only if these keep half of the SMs busy, as otherwise kernels that split keys would be asked.
+constexpr bool sm90_fwd_is_short(const FwdParams& p) {
+  const bool has_few_rows = sm90_has_few_rows(p.seqlen_q);
+  if (p.is_causal || p.packing.is_active()) return has_few_rows;
+  const auto row_blocks = [&](bool is_short) {
+    const int block_m = sm90_fwd_tile(64, is_short).block_m();
+    return int64_t{p.batch} * p.nheads * ((p.seqlen_q + block_m - 1) / block_m);
+  };
+  if (has_few_rows && 2 * row_blocks(false) < kSm90Sms) return true;
+  return sm90_short_fwd_time(row_blocks(true), p.seqlen_k) <= sm90_tall_fwd_time(row_blocks(false), p.seqlen_k);
 }
 
 // With a window of keys: the fewer rows a tile has, the fewer keys it meets outside of their windows.
@@ -96,7 +121,7 @@ constexpr Sm90FwdTile sm90_general_fwd_tile(int head_dim_tile, bool is_tall = fa
 // With a bias and nothing else, head_dim 64 has tall tiles for the same reason as without. Fewer of them are empty under
 // a mask, and beside three consumers there are too few registers to read fp32 tiles of a bias ahead. Windows: as above.
 constexpr bool sm90_general_fwd_is_tall(const FwdParams& p) {
-  return p.head_dim <= 64 && !sm90_fwd_is_short(p.seqlen_q) &&
+  return p.head_dim <= 64 && !sm90_has_few_rows(p.seqlen_q) &&
          (p.bias.kind == BiasKind::kKey || p.bias.kind == BiasKind::kTile) && !p.has_mask && p.window == 0 &&
          p.softcap == 0.f && p.softmax_scale > 0.f;
 }
@@ -136,10 +161,11 @@ constexpr BwdTile bwd_tile(TileSet tiles, int d) {
 }
 
 // The backward on Hopper: two consumers of 64 keys each. Where block_m is no multiple of 64, dq is computed transposed.
-// Lists are for blocks of 128 rows, which 96 do not divide; the states of a dense mask are those of 64 rows, and
-// statistics of packed sequences (kRowPitch) have room for whole blocks of 64: `in_64_rows` says that there is either. A
-// dense bias has two stages of 16 KB, or in fp32 32 KB, at head_dim 128, three at 64. Wide heads take two thread blocks,
-// each with two consumers, which have the same 64 keys and other products.
+// Lists are for blocks of 128 rows, which 96 do not divide; the states of a dense mask are those of 64 rows, statistics
+// of packed sequences (kRowPitch) have room for whole blocks of 64, and rows of dq are written where it is not
+// transposed: `in_64_rows` says that there is any of that. A dense bias has two stages of 16 KB, or in fp32 32 KB, at
+// head_dim 128, three at 64. Wide heads take two thread blocks, each with two consumers, which have the same 64 keys and
+// other products.
 constexpr BwdTile sm90_bwd_tile(int d, bool gathered, bool has_bias, bool in_64_rows) {
   return d <= 64 && !gathered && !has_bias && !in_64_rows ? BwdTile{96, 128, 8, 1, 8, 4, 3}
          // 162 KB: 472 TFLOP/s on an H200, 438 with 64 rows

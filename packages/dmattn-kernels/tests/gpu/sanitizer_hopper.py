@@ -40,6 +40,10 @@ HOPPER_BWD = (
     Launch("dense rows, deterministic gradients", 300, 261, causal=True, deterministic=True),
     Launch("dense rows, softcap", 200, 133, softcap=3.0),
     Launch("dense rows, gradients, more than thread blocks", 133, 133, batch=70, causal=True),
+    # A single tile has all keys, whose kernel writes dq itself; in parts for the long ones.
+    Launch("dense rows, few keys", 200, 77, nheads=4, nheads_k=2),
+    Launch("dense rows, few keys, causal", 100, 128, batch=70, causal=True),
+    Launch("dense rows, few keys, long", 2100, 100, nheads=4, nheads_k=1),
     # Rows of the bias and of its gradient that start on 16 bytes.
     Launch("dense rows, bias", 200, 264, 2, 4, 2, bias="bhqk", causal=True),
     Launch("dense rows, shared bias", 133, 264, 2, 4, 2, bias="1kqk"),

@@ -270,6 +270,7 @@ std::string describe(const BwdPlan& plan, const BwdRound& round, const BwdParams
   json.put_address("lse", p.lse);
   json.put_address("delta", p.delta);
   json.put_address("dq_accum", p.dq_accum);
+  json.put_address("dq", p.dq);
   json.put("dq_blocks", p.dq_blocks);
   json.put("dq_dims", p.dq_dims);
   json.put("row_block_begin", p.row_block_begin);

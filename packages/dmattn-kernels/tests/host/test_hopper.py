@@ -61,9 +61,53 @@ def test_two_blocks_share_an_sm_where_rows_are_few(
 
 
 def test_no_more_blocks_than_items_share_an_sm(probe: ctypes.CDLL) -> None:
-    sizes = {"batch": 2, "seqlen_q": 1000, "seqlen_k": 1000, "nheads": 10, "nheads_k": 10}
+    sizes = {"batch": 3, "seqlen_q": 1000, "seqlen_k": 1000, "nheads": 10, "nheads_k": 10}
     plan = Probe(probe).fwd(SM90, SMS, head_dim=64, **sizes)
-    assert plan["arch"] == 90 and plan["blocks"] == 2 * 10 * 8 and plan["workspace_bytes"] == 0
+    assert plan["arch"] == 90 and plan["blocks"] == 3 * 10 * 8 and plan["workspace_bytes"] == 0
+
+
+@pytest.mark.parametrize(
+    ("rows", "keys", "heads", "block_m"),
+    [
+        (1024, 1024, 10, 128),  # 60 tall row blocks would not keep half of the SMs busy
+        (1024, 2048, 20, 192),  # one wave of tall ones, or of short ones in pairs
+        (1024, 1024, 24, 128),  # two waves of tall ones, or one in pairs
+        (1024, 1024, 40, 192),  # two, or two in pairs
+        (448, 1500, 256, 192),
+        (1024, 256, 48, 128),
+        (4096, 77, 8, 128),  # many rows of few keys
+        (4096, 4096, 8, 128),  # 176 tall row blocks, or 256
+        (4096, 4096, 16, 192),
+    ],
+)
+def test_the_faster_of_tall_and_short_row_blocks(
+    probe: ctypes.CDLL, rows: int, keys: int, heads: int, block_m: int
+) -> None:
+    sizes = {"batch": 1, "seqlen_q": rows, "seqlen_k": keys, "nheads": heads, "nheads_k": heads}
+    for head_dim in (40, 64):
+        plan = Probe(probe).fwd(SM90, SMS, head_dim=head_dim, **sizes)
+        assert (plan["arch"], plan["block_m"]) == (90, block_m)
+    # Their number is known on the device only, or they take unequal times.
+    plan = Probe(probe).fwd(SM90, SMS, head_dim=64, is_causal=1, **sizes)
+    assert plan["block_m"] == (128 if rows <= 1024 or plan["arch"] == 80 else 192)
+
+
+@pytest.mark.parametrize(
+    ("given", "has_counter"),
+    [
+        ({}, False),  # 256 row blocks
+        ({"is_causal": 1}, True),
+        ({"seqlen_q": 4300}, True),  # 272: some blocks have three
+        ({"head_dim": 64, "seqlen_q": 256, "seqlen_k": 256, "nheads": 200, "nheads_k": 200}, False),
+    ],
+)
+def test_two_equal_row_blocks_need_no_counter(
+    probe: ctypes.CDLL, given: dict[str, Any], has_counter: bool
+) -> None:
+    sizes = LONG | {"nheads": 8, "head_dim": 128, "batch": 1} | given
+    plan = Probe(probe).fwd(SM90, SMS, **sizes)
+    assert plan["arch"] == 90 and plan["blocks"] == SMS * (2 if given.get("head_dim") == 64 else 1)
+    assert plan["workspace_bytes"] == (256 if has_counter else 0)
 
 
 DENSE = (1, 16, 4096, 4096)

@@ -86,8 +86,10 @@ def test_what_others_compute(probe: ctypes.CDLL, arguments: dict[str, Any]) -> N
 @pytest.mark.parametrize(
     "arguments, splits",
     [
-        # 96 blocks of keys, 48 in each of two rounds.
-        ({"seqlen_k": 768}, (5, 1)),
+        # 96 blocks of keys in one round, as there are few keys for the rows.
+        ({"seqlen_k": 768}, (4, 1)),
+        # 144, 72 in each of two rounds.
+        ({"seqlen_k": 1025}, (5, 1)),
         # 64, of which the longest take twice the average.
         ({"seqlen_k": 1024, "is_causal": 1}, (7, 1)),
         # 32, two rounds.
@@ -112,6 +114,42 @@ def test_few_blocks_of_keys_fall_into_parts(
     # The sums start as zeros, and so do the turns that parts take in a fixed order.
     assert plan["dkv_zero_bytes"] >= 2 * 4 * tiles * 128 * 128
     assert bool(plan["dkv_semaphore"]) == bool(deterministic)
+
+
+@pytest.mark.parametrize("head_dim", [40, 64, 96, 128])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"seqlen_q": 4096, "seqlen_k": 77},
+        {"seqlen_q": 100, "seqlen_k": 128, "batch": 40},
+        {"seqlen_q": 128, "seqlen_k": 128, "is_causal": 1, "batch": 40},
+        {"seqlen_q": 65, "seqlen_k": 65, "batch": 400},  # also one for the kernels for few keys
+        {"seqlen_q": 30000, "seqlen_k": 128, "nheads_k": 1, "batch": 8},
+    ],
+)
+def test_keys_of_one_tile_need_no_sums_of_dq(
+    probe: ctypes.CDLL, arguments: dict[str, Any], head_dim: int
+) -> None:
+    """There are no rounds, however many rows there are."""
+    plan = plan_of(probe, head_dim=head_dim, **arguments)
+    assert (plan["arch"], plan["block_m"], plan["rounds"]) == (90, 64, 1)
+    assert plan["dq"] and not plan["dq_accum"] and not plan["dq_zero_bytes"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"seqlen_k": 129},
+        {"seqlen_k": 128, "is_causal": 1},  # nobody would write dq of rows that see no key
+        {"seqlen_k": 128, "deterministic": 1},
+        {"seqlen_k": 128, "softcap": 5.0},
+        {"seqlen_k": 128, "gradients": "dq dk"},
+        {"seqlen_k": 128, "head_dim": 256},
+    ],
+)
+def test_sums_of_dq(probe: ctypes.CDLL, arguments: dict[str, Any]) -> None:
+    plan = plan_of(probe, **arguments)
+    assert plan["dq_accum"] and not plan["dq"]
 
 
 GROUPS: dict[str, Any] = {"batch": 8, "seqlen_q": 2048, "seqlen_k": 2048, "is_causal": 1}

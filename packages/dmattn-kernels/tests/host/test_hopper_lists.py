@@ -489,6 +489,7 @@ def test_tiles_with_all_rows(
         *((40, 16, 300, 300, head_dim) for head_dim in (56, 64, 120)),
         *((40, 16, 170, 300, 128), (40, 16, 120, 300, 40), (10, 16, 1300, 1300, 64)),
         *((80, 4, 256, 600, 64), (80, 4, 128, 600, 72)),
+        *((8, 16, 1024, 1024, 64), (4, 16, 1024, 1024, 120)),
     ],
 )
 def test_tiles_of_padded_batches(
@@ -505,6 +506,32 @@ def test_tiles_of_padded_batches(
     shape = {"batch": batch, "nheads_k": nheads_k, "head_dim": head_dim, "is_causal": causal}
     found = mask_plan_of(probe, kept, **shape, seqlen_q=seqlen_q, seqlen_k=seqlen_k)
     assert found["arch"] == 90 and found["has_whole_items"] and found["used_rows"]
+
+
+@pytest.mark.parametrize("causal", [0, 1])
+@pytest.mark.parametrize(("batch", "nheads", "nheads_k"), [(2, 4, 2), (8, 16, 4)])
+def test_chunks_of_padded_batches(
+    probe: ctypes.CDLL, batch: int, nheads: int, nheads_k: int, causal: int
+) -> None:
+    """And those that are there for chunks have these."""
+    shape = {"batch": batch, "nheads": nheads, "nheads_k": nheads_k, "is_causal": causal}
+    found = mask_plan_of(probe, mask(batch, 1, 1, 300), 300, head_dim=72, **shape)
+    assert found["arch"] == 90 and found["chunk_blocks"] > 0 and not found["has_whole_items"]
+
+
+@pytest.mark.parametrize(
+    ("batch", "length", "are_whole"),
+    [
+        *((10, 1024, False), (11, 1024, True)),  # from 330 tiles on
+        *((6, 4096, False), (7, 4096, True)),  # of more than 8192 rows of a group, from 792 on
+    ],
+)
+def test_tiles_enough_to_have_all_rows(
+    probe: ctypes.CDLL, batch: int, length: int, are_whole: bool
+) -> None:
+    kept = mask(batch, 1, 1, length)
+    plan = mask_plan_of(probe, kept, batch=batch, length=length)
+    assert plan["arch"] == 90 and plan["has_whole_items"] == are_whole
 
 
 @pytest.mark.parametrize(

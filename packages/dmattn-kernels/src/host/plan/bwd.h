@@ -67,6 +67,8 @@ struct BwdPlan {
   // The list of a mask on Hopper: each tile of it has all rows. Its dk and dv then need no sums.
   bool has_whole_items = false;
   int32_t* used_rows = nullptr;  // beside that list: UsedRows::found
+  // A single tile has all keys of a head, so that its kernel on Hopper writes dq itself. There are no sums of it.
+  bool stores_dq = false;
   // What these chunks add to dk, dv and dbias is kept apart and summed at the end (ChunkTerms).
   bool keeps_terms = false;
   CarriedTerms carried;  // of the first round: see bwd_carried_terms()

@@ -17,11 +17,13 @@ constexpr int64_t kItemsPerSm = 4;
 constexpr int64_t kChunkRowsOfKey = 4;
 // Of a list for all rows, of which the host does not know how few keys it has, and of rounds with few items for each SM.
 constexpr int64_t kMostRowsOfSharedList = 1024, kMostRowsOfFewItems = 1024;
-// Tiles of a mask's list that have all rows: nobody else adds to their dk and dv, and they have one prologue. Of so many,
-// as if all keys were kept, three for each SM are left where a quarter is. One SM computes all rows of a tile, for each
-// head of the group: with more of them, the few tiles of a mask that keeps little would take long while others wait.
-constexpr int64_t kWholeItemsPerSm = 12;
-constexpr int64_t kMostRowsOfWholeItem = 32768;
+// Tiles of a mask's list that have all rows: nobody else adds to their dk and dv, and they have one prologue, so that they
+// are worth it even where SMs wait for the last. There have to be so many for ten SMs as if all keys were kept. One SM
+// computes all rows of a tile, for each head of the group: of many rows, the few tiles of a mask that keeps little take
+// long while others wait, so that there have to be more of them.
+constexpr int64_t kWholeItemsPerTenSms = 25, kLongWholeItemsPerTenSms = 60;
+constexpr int64_t kMostRowsOfShortItem = 8192, kMostRowsOfWholeItem = 32768;
+constexpr int64_t kManyWholeItemsPerSm = 12;
 // Of a round that is smaller for the sake of ChunkTerms: with fewer, taking turns would cost no more.
 constexpr int64_t kItemsPerSmWithTerms = 2;
 // What an item takes beside its steps, and a round beside its items, as estimated from measured times: 17000 cycles, and
@@ -122,7 +124,13 @@ bool may_have_whole_items(const BwdPlan& plan) {
 }
 
 bool keeps_busy_with_whole_items(const BwdPlan& plan, const BwdRound& round, const Device& device) {
-  return items_with_chunks(plan, round) >= kWholeItemsPerSm * device.num_sms;
+  const bool is_short = int64_t{plan.kernel.head_ratio} * plan.kernel.seqlen_q <= kMostRowsOfShortItem;
+  const int64_t wanted = is_short ? kWholeItemsPerTenSms : kLongWholeItemsPerTenSms;
+  return 10 * items_with_chunks(plan, round) >= wanted * device.num_sms;
+}
+
+bool has_many_whole_items(const BwdPlan& plan, const Device& device) {
+  return plan.has_whole_items && items_with_chunks(plan, plan.round) >= kManyWholeItemsPerSm * device.num_sms;
 }
 
 bool keeps_busy_with_chunks(const BwdPlan& plan, const BwdRound& round, const Device& device) {

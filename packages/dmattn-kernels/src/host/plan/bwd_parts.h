@@ -21,6 +21,8 @@ void shorten_chunks(BwdPlan& plan, const BwdRound& round, const Device& device);
 // Whether each tile of the list may have all rows, and whether a round then has items enough for each SM.
 bool may_have_whole_items(const BwdPlan& plan);
 bool keeps_busy_with_whole_items(const BwdPlan& plan, const BwdRound& round, const Device& device);
+// Whether there are so many that SMs hardly wait for the last of them.
+bool has_many_whole_items(const BwdPlan& plan, const Device& device);
 // Whether a round has items enough for each SM.
 bool keeps_busy_with_chunks(const BwdPlan& plan, const BwdRound& round, const Device& device);
 // What all rounds like this one take, in steps over a block of rows.

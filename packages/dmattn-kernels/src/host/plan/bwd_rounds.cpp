@@ -47,6 +47,7 @@ void offset_operands(BwdParams& p, Dtype dtype, int64_t b, int64_t h, int64_t hk
   offset_tensor(p.dout, p.dout_stride, b, h, dtype);
   offset_tensor(p.k, p.k_stride, b, hk, dtype);
   offset_tensor(p.v, p.v_stride, b, hk, dtype);
+  offset_tensor(p.dq, p.dq_stride, b, h, dtype);
   offset_tensor(p.dk, p.dk_stride, b, hk, dtype);
   offset_tensor(p.dv, p.dv_stride, b, hk, dtype);
   const int64_t row = b * p.nheads + h;

@@ -13,6 +13,10 @@ constexpr int64_t kSlotBytesFloor = int64_t{256} << 10;
 // interval lists have no splits to keep the GPU full with: they start later, and only while each has so many blocks for
 // each SM (3% at 200 MB, 1% at twice that).
 constexpr int64_t kScratchFloor = int64_t{8} << 20;
+// Of at least so many rows for each key, as of an image over the words of a text, the sums of dq alone are more than 1.5
+// times q, k and v. All that small calls gain by rounds is a few MB: at 40 MB they cost 15% to 45%.
+constexpr int64_t kFewKeysScratchFloor = int64_t{48} << 20;
+constexpr int64_t kRowsForFewKeys = 4;
 constexpr int64_t kIntervalScratchFloor = int64_t{64} << 20;
 constexpr int64_t kIntervalBlocksPerSm = 8;
 // With ChunkTerms the sums may take a quarter more: without them each chunk waits for another at its end.
@@ -31,6 +35,12 @@ int64_t scratch_limit(const BwdPlan& plan, int64_t thirty_seconds = 47) {
   const int64_t rows_k = int64_t{2} * p.packing.slabs(p.batch) * p.nheads_k * p.packing.rows_k(p.seqlen_k);
   const int64_t qkv_bytes = element_bytes(plan.unit.dtype) * p.head_dim * (rows_q + rows_k);
   return qkv_bytes * thirty_seconds / 32 - int64_t{2 * sizeof(float)} * rows_q;
+}
+
+int64_t scratch_floor(const BwdPlan& plan) {
+  const BwdParams& p = plan.kernel;
+  const bool has_few_keys = !p.packing.is_active() && p.seqlen_q >= kRowsForFewKeys * p.seqlen_k;
+  return has_few_keys ? kFewKeysScratchFloor : kScratchFloor;
 }
 
 bool continues_dkv(const BwdPlan& plan, const BwdRound& round) {
@@ -235,7 +245,7 @@ Accumulators place_accumulators(const BwdPlan& plan, const BwdRound& round, int3
     sums.dkv_semaphore = workspace.take<int32_t>(tiles * (plan.tile.block_n / 64));
   }
   sums.counter_zero_bytes = workspace.bytes() - begin;
-  if (plan.wants_dq) sums.dq = workspace.take<float>(blocks * plan.tile.block_m * kernel.dq_dims);
+  if (plan.wants_dq && !plan.stores_dq) sums.dq = workspace.take<float>(blocks * plan.tile.block_m * kernel.dq_dims);
   sums.dq_zero_bytes = workspace.bytes() - begin - sums.counter_zero_bytes;
   if (has_dkv_accum) {
     const int64_t rows = heads_k * kernel.packing.rows_k(kernel.seqlen_k);
@@ -259,7 +269,7 @@ int64_t accumulator_bytes(const BwdPlan& plan, const BwdRound& round, const Spli
 int64_t affordable_slots(const BwdPlan& plan, const Splits& splits, int64_t taken) {
   const int64_t each = slot_bytes(plan);
   if (each == 0) return splits.slots;
-  const int64_t spare = std::max(scratch_limit(plan), kScratchFloor) - taken;
+  const int64_t spare = std::max(scratch_limit(plan), scratch_floor(plan)) - taken;
   return std::min(splits.slots, std::max(spare, kSlotBytesFloor) / each);
 }
 
@@ -312,7 +322,7 @@ class RoundChoice {
   RoundChoice(BwdPlan& plan, const Device& device, int64_t bytes_before)
       : plan_(plan), device_(device), bytes_before_(bytes_before) {
     const int64_t rest = scratch_limit(plan) - bytes_before;
-    limit_ = std::max(rest, has_own_lists() ? kIntervalScratchFloor : kScratchFloor);
+    limit_ = std::max(rest, has_own_lists() ? kIntervalScratchFloor : scratch_floor(plan));
   }
 
   // Leaves the largest round that fits in plan.round, or the smallest that keeps the GPU busy.

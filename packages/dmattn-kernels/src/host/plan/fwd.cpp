@@ -65,6 +65,13 @@ bool keeps_busy(const FwdPlan& plan, const FwdTile& tile, Level level, const Dev
   return 10 * row_blocks(plan.kernel, tile) >= of_ten * (plan.kernel.is_causal ? 2 : 1) * device.num_sms;
 }
 
+// Whether blocks that stay may take every so-many-th row block, without a counter that has to be cleared first: two of them
+// at most, which all take the same time. With more, blocks that share an SM get out of step, and a counter evens it out.
+bool suits_fixed_order(const FwdPlan& plan, Level level, int64_t items) {
+  const bool is_even = level == Level::kPlain && !is_gathered(plan.walk) && !plan.kernel.is_causal;
+  return is_even && items <= 2 * plan.choice.blocks;
+}
+
 // The unit, and of its kernels the one that does the least beyond what is asked for; the splits and the thread blocks.
 // finds_window: only kernels that find the window of keys by themselves. false: there are none.
 bool choose_kernel(FwdPlan& plan, int32_t asked_for, bool finds_window, const Device& device) {
@@ -87,7 +94,7 @@ bool choose_kernel(FwdPlan& plan, int32_t asked_for, bool finds_window, const De
   if (kernels->is_persistent) {
     const int64_t items = resident_items(p, plan.tile);
     plan.choice.blocks = std::min<int64_t>(items, int64_t{device.num_sms} * plan.tile.blocks_per_sm);
-    plan.counts_work = items > plan.choice.blocks;
+    plan.counts_work = items > plan.choice.blocks && !suits_fixed_order(plan, level, items);
     return true;
   }
   const int64_t blocks = row_blocks(p, plan.tile);

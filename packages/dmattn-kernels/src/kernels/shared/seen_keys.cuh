@@ -1,5 +1,5 @@
-// Which keys of a backward over lists any row sees. Under running top-w most of a long sequence's are never seen: their sums of
-// dk and dv are neither cleared nor read, and their gradients are zeros.
+// Which keys of a backward over lists any row sees. Under running top-w most of a long sequence's are never seen: their
+// sums of dk and dv are neither cleared nor read, and their gradients are zeros.
 #pragma once
 
 #include <cuda_runtime.h>

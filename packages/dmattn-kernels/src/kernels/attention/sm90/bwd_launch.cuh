@@ -191,7 +191,6 @@ void fill_lists(BwdArguments& a, const BwdParams& p, int64_t blocks) {
     a.dk_rows = {p.dk, p.dk_stride};
     a.dv_rows = {p.dv, p.dv_stride};
   }
-  a.head_dim = p.head_dim;
   a.n_blocks = a.keys.capacity / T::kBlockN;
   a.num_splits = 1;
   a.row_splits = 1;
@@ -213,6 +212,8 @@ cudaError_t fill_arguments(BwdArguments& a, const BwdParams& p, int64_t blocks) 
   a.dq_tile = T::kBlockM * p.dq_dims;
   a.dq_last_bytes = (a.dq_tile - T::Dq::kPart) * sizeof(float);
   a.dq_semaphore = p.dq_semaphore;
+  a.dq_rows = {p.dq, p.dq_stride};
+  a.head_dim = p.head_dim;
   a.seqlen_q = p.seqlen_q;
   a.seqlen_k = p.seqlen_k;
   a.seqlen_q_rounded = p.seqlen_q_rounded;
@@ -312,6 +313,7 @@ cudaError_t launch_bwd(const KernelChoice& choice, const BwdParams& p, cudaStrea
     if (p.mask.bits != nullptr || p.window > 0) return go(cute::C<BwdVariant::kMask>{});
     if (p.softcap > 0.f) return go(cute::C<BwdVariant::kSoftcap>{});
     if (p.deterministic) return go(cute::C<BwdVariant::kOrdered>{});
+    if (p.dq != nullptr) return go(cute::C<BwdVariant::kFewKeys>{});
     return go(cute::C<BwdVariant::kPlain>{});
   }
 }

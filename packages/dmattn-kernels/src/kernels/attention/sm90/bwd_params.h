@@ -92,6 +92,8 @@ struct BwdArguments {
   RowsOfOut dk_rows, dv_rows;  // instead, where no other item has the keys of a tile; data == nullptr: otherwise
   int32_t head_dim;
 
+  RowsOfOut dq_rows;  // DqPath::kRows: dq, in place of dq_accum
+
   // Consecutive keys, where steps are announced: > 0: a row sees so many keys, the last of them at its own position. 0: all
   // up to there.
   int32_t window;

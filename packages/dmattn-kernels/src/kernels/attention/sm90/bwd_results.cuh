@@ -113,7 +113,7 @@ __device__ __forceinline__ void send_key_row(const float (&acc)[kFragments][4], 
     }
   }
 }
-// Likewise rounded, to a row of the gradient itself.
+// Likewise rounded, to a row of the gradient itself; or of dq, whose fragments have queries where those have keys.
 template <class Element, int kFragments>
 __device__ __forceinline__ void store_key_row(const float (&acc)[kFragments][4], int half, float scale, Element* to,
                                               bool exists, int head_dim, int lane) {
@@ -332,6 +332,7 @@ struct BwdResults : BwdConsumerState<T> {
   // --- dq leaves ------------------------------------------------------------------------------------------------------
 
   __device__ __forceinline__ void add_dq(float (&acc)[Dq::kFragments][4], const BwdItem& item, int head, int m) {
+    if constexpr (T::kDqPath == DqPath::kRows) return store_dq(acc, item.batch, head, m);
     int64_t block = (static_cast<int64_t>(item.batch) * p.nheads + head) * p.dq_blocks + m;
     if constexpr (T::kPacked) {
       const typename T::Announced& own = s.item[item_place.stage];
@@ -357,6 +358,19 @@ struct BwdResults : BwdConsumerState<T> {
       __syncwarp();
       if (lane == 0) s.out_full[out_place.stage].arrive();
       out_place.advance();
+    }
+  }
+  // Of all keys there are. A consumer has its share of the columns of all rows.
+  __device__ __forceinline__ void store_dq(float (&acc)[Dq::kFragments][4], int batch, int head, int m) const {
+    static_assert(!Dq::kTransposed && Dq::kRows == 64);
+    constexpr int kCols = Dq::kColsOfOne;
+    const RowsOfOut& dq = p.dq_rows;
+    Element* const to = static_cast<Element*>(dq.data) + batch * dq.stride.batch + head * dq.stride.head;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = m * T::kBlockM + warp * 16 + lane / 4 + 8 * half;
+      store_key_row(acc, half, p.softmax_scale, to + row * dq.stride.row + consumer * kCols, row < p.seqlen_q,
+                    p.head_dim - consumer * kCols, lane);
     }
   }
   // Elements of a tile of dq in memory. Additions from registers add all of it: to leave some out takes a comparison each.

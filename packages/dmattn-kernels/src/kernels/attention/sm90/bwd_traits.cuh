@@ -22,6 +22,7 @@ enum class DqPath {
   kVector,  // 16-byte reductions of each thread, straight to global memory
   kBulk,    // through shared memory, by the bulk copy engine
   kTurns,   // likewise, by a warp of the first warpgroup that has blocks of keys add in a fixed order: see BwdDq
+  kRows,    // rounded, to rows of dq itself: nothing else is added to them
 };
 
 // The kernels of a head dimension.
@@ -38,6 +39,7 @@ enum class BwdVariant {
   kOrderedLists,  // all sums in a fixed order
   kOrderedBiasLists,
   kPacked,    // as kPlain, over packed sequences
+  kFewKeys,   // as kPlain, of keys that fit one tile
   kPairBias,  // as kDenseBias, without mask and window: two heads or batches that share the bias and its gradient
   // With a gradient of the bias whose rows do not start on 16 bytes, or of 16 bits without one, of which rows of the bias
   // do not. What writes the gradient costs the consumers registers: the others go without.
@@ -109,8 +111,9 @@ struct BwdTraits {
   // registers.
   static constexpr bool kHasWholeItems = kVariant == BwdVariant::kLists;
   static constexpr bool kPacked = kVariant == BwdVariant::kPacked;
+  static constexpr bool kFewKeys = kVariant == BwdVariant::kFewKeys;
   static constexpr bool kMirrors = kPacked || kVariant == BwdVariant::kPlain;  // items may be numbered two by two
-  static constexpr BwdTile kTile = sm90_bwd_tile(kHeadDim, kGathered, kBias, kMasked || kPacked);
+  static constexpr BwdTile kTile = sm90_bwd_tile(kHeadDim, kGathered, kBias, kMasked || kPacked || kFewKeys);
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n;  // rows of queries; keys, 64 a consumer
   static constexpr int kOwnKeys = kBlockN;                                // keys that TMA copies in one piece
   static_assert(kBlockN == 64 * kConsumers && kTile.warps == 4 * kConsumers && kTile.warps_m_dq == 4);
@@ -121,6 +124,7 @@ struct BwdTraits {
   static constexpr bool kOrdered = kSoftcap || kVariant == BwdVariant::kOrdered ||
                                    kVariant == BwdVariant::kOrderedLists || kVariant == BwdVariant::kOrderedBiasLists;
   static constexpr DqPath kDqPath = kOrdered                       ? DqPath::kTurns
+                                    : kFewKeys                     ? DqPath::kRows
                                     : kHeadDim == 64 || kDenseBias ? DqPath::kVector
                                                                    : DqPath::kBulk;
   // Scores of the next rows are started before dq leaves the registers, where there are registers for both.
@@ -193,7 +197,7 @@ struct BwdTraits {
   // What a consumer puts together before it leaves by TMA: its 64 rows of dk or dv, or its part of dq.
   static constexpr int kOutBytes = 64 * kHeadDim * 2;
   static constexpr int kStageBytes =
-      kDqPath != DqPath::kVector && Dq::kPart * 4 > kOutBytes ? Dq::kPart * 4 : kOutBytes;
+      (kDqPath == DqPath::kBulk || kDqPath == DqPath::kTurns) && Dq::kPart * 4 > kOutBytes ? Dq::kPart * 4 : kOutBytes;
   // A second stage lets consumers go on for a step more while a tile of dq waits for its turn.
   static constexpr int kStagesOut = kDqPath == DqPath::kTurns && kHeadDim == 64 ? 2 : 1;
   static_assert(kDqPath != DqPath::kTurns || kStageBytes == Dq::kPart * 4);  // a tile leaves in one piece

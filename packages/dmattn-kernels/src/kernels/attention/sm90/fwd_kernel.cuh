@@ -77,8 +77,9 @@ struct FwdProducer {
 
   __device__ __forceinline__ void run() {
     for (int index = blockIdx.x; index < p.items;) {
-      // Asked for before the loads, so that the answer is there when they have been issued.
-      const int next = gridDim.x + (p.work_counter != nullptr ? atomicAdd(p.work_counter, 1) : p.items);
+      // Asked for before the loads, so that the answer is there when they have been issued. Without a counter each block
+      // has items that are known from the start.
+      const int next = gridDim.x + (p.work_counter != nullptr ? atomicAdd(p.work_counter, 1) : index);
       if constexpr (T::kGeneral) {
         load_general_item(index);
       } else {

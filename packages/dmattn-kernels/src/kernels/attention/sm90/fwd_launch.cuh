@@ -200,7 +200,7 @@ cudaError_t launch_fwd(const KernelChoice& choice, const FwdParams& p, cudaStrea
     }
     constexpr int kSmaller = kHeadDimTile == 128 ? 96 : kHeadDimTile == 256 ? 192 : kHeadDimTile;
     if constexpr (kHeadDimTile == 64) {
-      if (sm90_fwd_is_short(p.seqlen_q)) return go(cute::Int<64>{}, cute::true_type{});
+      if (sm90_fwd_is_short(p)) return go(cute::Int<64>{}, cute::true_type{});
     }
     if (sm90_fwd_head_dim(p.head_dim) == kSmaller) return go(cute::Int<kSmaller>{}, cute::false_type{});
     return go(cute::Int<kHeadDimTile>{}, cute::false_type{});
