@@ -552,7 +552,7 @@ NOTES = {
     "mask [B, 1, 1, S] that hides a quarter of the keys. SDPA takes both as one operand of 16 "
     "bits, which is made inside.",
     "decode": "One query row a head over all keys, without a choice among them, or the rows of 8 "
-    "tokens, as where drafted tokens are looked at (not causal here).",
+    "or 32 tokens, as where drafted tokens are looked at (not causal here).",
     DETERMINISTIC: "The same bits in every run, beside gradients whose parts are added in any "
     "order.",
     OVER_LENGTH: "The work of running top-w grows with S * w; that of all keys with S * S.",

@@ -428,7 +428,7 @@ def _plot_group(rows: list[Row], group: str, gpu: str, path: Path) -> None:
         handles,
         named,
         loc="upper center",
-        bbox_to_anchor=(0.5, 0.02),
+        bbox_to_anchor=(0.5, 0.0),
         ncols=3,
         fontsize=8,
         frameon=False,
