@@ -245,26 +245,24 @@ def _few_tokens() -> list[Case]:
     text = Case(FEW_TOKENS, "B256 S128 H12 D64", plain, 256, 128, 128, 12, 12, 64)
     swin = Case(FEW_TOKENS, "B2048 S49 H4 D32, bias [1, H, S, S]", (), 2048, 49, 49, 4, 4, 32)
     swin = dataclasses.replace(swin, bias="dense", shared="batch")
+
+    def padded(batch: int, tokens: int) -> Case:
+        return dataclasses.replace(
+            text,
+            name=f"B{batch} S{tokens} H12 D64, mask [B, 1, 1, S]",
+            contenders=(*masked, "sdpa_cudnn", "sdpa_efficient"),
+            batch=batch,
+            seqlen_q=tokens,
+            seqlen_k=tokens,
+            mask="padding",
+            kept=tokens * 3 // 4,
+        )
+
     return [
         text,
-        dataclasses.replace(
-            text,
-            name=f"{text.name}, mask [B, 1, 1, S]",
-            contenders=(*masked, "sdpa_cudnn", "sdpa_efficient"),
-            mask="padding",
-            kept=96,
-        ),
+        padded(256, 128),
         Case(FEW_TOKENS, "B1024 S64 H12 D64", plain, 1024, 64, 64, 12, 12, 64),
-        dataclasses.replace(
-            text,
-            name="B1024 S64 H12 D64, mask [B, 1, 1, S]",
-            contenders=(*masked, "sdpa_cudnn", "sdpa_efficient"),
-            batch=1024,
-            seqlen_q=64,
-            seqlen_k=64,
-            mask="padding",
-            kept=48,
-        ),
+        padded(1024, 64),
         Case(FEW_TOKENS, "B2048 S32 H8 D64", plain, 2048, 32, 32, 8, 8, 64),
         dataclasses.replace(swin, contenders=(*own, *beside)),
         dataclasses.replace(
@@ -274,16 +272,7 @@ def _few_tokens() -> list[Case]:
             mask="windows",
         ),
         Case(FEW_TOKENS, "B256 S197 H12 D64", plain, 256, 197, 197, 12, 12, 64),
-        dataclasses.replace(
-            text,
-            name="B32 S512 H12 D64, mask [B, 1, 1, S]",
-            contenders=(*masked, "sdpa_cudnn", "sdpa_efficient"),
-            batch=32,
-            seqlen_q=512,
-            seqlen_k=512,
-            mask="padding",
-            kept=384,
-        ),
+        padded(32, 512),
         Case(FEW_TOKENS, "B8 Sq4096 Sk77 H10 D64", plain, 8, 4096, 77, 10, 10, 64),
         Case(FEW_TOKENS, "B2 Sq1024 Sk77 H20 D64", plain, 2, 1024, 77, 20, 20, 64),
     ]
