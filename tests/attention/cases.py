@@ -352,7 +352,8 @@ def build(case: Case) -> Problem:
     wants = "".join(x for x in case.wants if x not in absent)
     numbers = (scale, case.causal, case.softcap)
     problem = Problem(q, k, v, mask, bias, dout, dlse, *numbers, wants, sinks)
-    return _silence_coarse_rows(problem) if "lowest" in case.bias_fill else problem
+    has_lowest = "lowest" in case.bias_fill or case.bias_fill == "stretches"
+    return _silence_coarse_rows(problem) if has_lowest else problem
 
 
 def _silence_coarse_rows(problem: Problem) -> Problem:
@@ -383,14 +384,16 @@ def _silence_coarse_rows(problem: Problem) -> Problem:
 # --- random cases ---------------------------------------------------------------------------------
 
 LENGTHS = (1, 2, 3, 17, 63, 64, 65, 100, 127, 128, 129, 191, 255, 257, 300)
+# Where thread blocks have several tiles, and calls are cut into rounds, splits and chunks.
+LONG_LENGTHS = (1, 77, 128, 197, 300, 385, 512, 640, 1000, 1024, 1500, 2047, 2500, 3072, 4095)
 
 
-def random_case(seed: int) -> Case:
-    """A case with every feature drawn at random; the same one for the same seed."""
+def random_case(seed: int, lengths: tuple[int, ...] = LENGTHS) -> Case:
+    """A case with every feature drawn at random; the same one for the same seed and lengths."""
     draw = random.Random(seed)
     nheads_k = draw.choice((1, 1, 2, 3))
     nheads = nheads_k * draw.choice((1, 1, 2, 4, 8))
-    seqlen_q, seqlen_k = draw.choice(LENGTHS), draw.choice(LENGTHS)
+    seqlen_q, seqlen_k = draw.choice(lengths), draw.choice(lengths)
     mask = draw.choice(("", *OPERAND_SHAPES)) if draw.random() < 0.7 else ""
     bias = draw.choice(("", *OPERAND_SHAPES)) if draw.random() < 0.7 else ""
     case = Case(

@@ -4,18 +4,34 @@ from __future__ import annotations
 
 import pytest
 
-from attention.cases import random_case
+from attention.cases import LONG_LENGTHS, random_case
 from attention.driver import check
 from attention.targets import target
 
 pytestmark = pytest.mark.each_family
 
 COUNT = 600
+MOST_SCORES = 1 << 26  # of a long case: more take the oracle too long
 FIRST = 10_000 if target().repeats else 0  # other cases where a backend runs again
 
 
 @pytest.mark.parametrize("seed", range(FIRST, FIRST + COUNT))
 def test_random(seed: int) -> None:
     case = random_case(seed)
+    print(case)
+    check(case)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("seed", range(COUNT + FIRST, COUNT + FIRST + 400))
+def test_random_long(seed: int) -> None:
+    """At lengths at which kernels divide the work. Most calls there have no mask or one for all
+    rows, and no bias."""
+    case = random_case(seed, LONG_LENGTHS)
+    while case.batch * case.nheads * case.seqlen_q * case.seqlen_k > MOST_SCORES:
+        case = case.with_(seqlen_q=-(-case.seqlen_q // 2), seqlen_k=-(-case.seqlen_k // 2))
+    case = case.with_(bias=case.bias if seed % 2 else "")
+    if seed % 3 and case.mask:
+        case = case.with_(mask=("b11k", "bk1k", "bh1k")[seed // 3 % 3])
     print(case)
     check(case)
