@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from attention.cases import MASK_FILLS, OPERAND_LAYOUTS, OPERAND_SHAPES, Case, build, case_id
-from attention.driver import check, run
+from attention.driver import assert_close, check, run
+from attention.targets import target
 
 pytestmark = pytest.mark.each_family
 
@@ -93,3 +94,33 @@ def test_all_true_mask_equals_none(head_dim: int) -> None:
     without = dataclasses.replace(with_mask, mask=None)
     for (name, a), (_, b) in zip(run(with_mask).items(), run(without).items(), strict=True):
         torch.testing.assert_close(a, b, atol=2e-2, rtol=2e-2, msg=name)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(256, 256, 16, 12, 12, 64, mask="b11k", mask_fill="prefix"),
+        Case(300, 200, 24, 10, 10, 64, mask="111k", mask_fill="half", dlse=True),
+        Case(512, 512, 8, 12, 12, 96, mask="b11k", mask_fill="most", causal=True),
+        Case(300, 512, 8, 24, 12, 128, mask="bh1k", mask_fill="half"),
+        Case(512, 512, 8, 12, 4, 128, mask="bk1k", mask_fill="suffix", bias="bk1k"),
+        Case(1000, 1000, 4, 12, 12, 64, mask="b11k", mask_fill="blocks", causal=True),
+        Case(512, 512, 4, 16, 16, 192, mask="b11k", mask_fill="prefix"),
+    ],
+    ids=case_id,
+)
+def test_hidden_keys_of_many_tiles_may_hold_anything(case: Case) -> None:
+    """Kernels may list the keys that are left, or go through tiles that hold the others, too."""
+    if target().backend == "flex":
+        pytest.skip("this backend reads all keys and multiplies hidden ones by 0")
+    problem = build(case)
+    assert problem.mask is not None
+    batch, heads = case.batch, case.nheads
+    kept = problem.mask.expand(batch, problem.mask.shape[1], 1, case.seqlen_k)
+    kept = kept.repeat_interleave(heads // kept.shape[1], 1)  # for each query head
+    kept = kept.reshape(batch, case.nheads_k, -1, case.seqlen_k).any(2)
+    hidden = ~kept.transpose(1, 2).unsqueeze(3)
+    assert hidden.any() and not hidden.all()
+    k, v = (x.masked_fill(hidden, float("nan")) for x in (problem.k, problem.v))
+    assert_close(problem, run(problem.with_(k=k, v=v)))

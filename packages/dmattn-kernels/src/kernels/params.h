@@ -112,6 +112,7 @@ struct MaskBits {
   int32_t batch = 1;                 // mask batch
   int32_t rows = 0;                  // seqlen_q
   int32_t head_ratio = 1;            // query heads per mask head
+  bool is_key_only = false;          // all rows are the same
 };
 
 // The kept keys, per (list batch, list head).

@@ -1,5 +1,6 @@
 #include "host/arithmetic.h"
 #include "host/layouts/layouts.h"
+#include "host/problem.h"
 
 namespace dmattn {
 
@@ -17,6 +18,7 @@ MaskBits layout_mask_bits(const MaskSource& mask, Workspace& workspace) {
   m.heads = mask.heads;
   m.batch = mask.batch;
   m.rows = mask.seqlen_q;
+  m.is_key_only = is_key_only(mask);
 
   const int64_t masks = int64_t{mask.batch} * mask.heads;
   m.bits = workspace.take<uint32_t>(masks * m.rows * m.words_per_row);

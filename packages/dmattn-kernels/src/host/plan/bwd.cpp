@@ -508,8 +508,7 @@ void choose_tiles_of_mask(BwdPlan plan, BwdPlan& listed, const dmattn_bwd_params
     return p.round.batches == p.whole.batches && p.round.heads_k == p.whole.heads_k &&
            p.round.groups == p.whole.groups && p.round.row_blocks == p.whole.row_blocks;
   };
-  const bool has_few_items = listed.has_whole_items && !has_many_whole_items(listed, device);
-  const bool loses_nothing = is_one_round(listed) && !has_few_items;
+  const bool loses_nothing = is_one_round(listed) && (!listed.has_whole_items || has_many_whole_items(listed, device));
   if (loses_nothing || plan.kernel.deterministic || x.packing.is_active()) return;
   const double pairs = static_cast<double>(x.batch) * x.nheads * x.seqlen_q * x.seqlen_k;
   if (pairs * x.head_dim > kWorkWorthLists * (plan.kernel.is_causal ? 2 : 1)) return;
@@ -518,15 +517,15 @@ void choose_tiles_of_mask(BwdPlan plan, BwdPlan& listed, const dmattn_bwd_params
   if (is_one_round(plan)) listed = plan;
 }
 
-// Keys of one tile by the kernel that stores dq, in place of the one for few keys. false: there is none, or not for this.
+// Keys of one tile by the kernel that stores dq, in place of the one for few keys that `chosen` has. `plan`: without any.
+// false: there is none, or not for this.
 // From 65 keys and 33 columns on it took 0.74 to 0.995 of the time on an H200; of 32 columns, which it computes as 64, 1.2.
-bool choose_storing_kernel(BwdPlan& given, const dmattn_bwd_params& p, const Problem& x, PerKey per_key,
+bool choose_storing_kernel(BwdPlan plan, BwdPlan& chosen, const dmattn_bwd_params& p, const Problem& x, PerKey per_key,
                            const Device& device) {
-  if (short_bwd_keys(x.seqlen_k) == 64 || short_head_dim(x.head_dim) == 32 || has_mask(given.mask)) return false;
-  BwdPlan plan = given;
+  if (short_bwd_keys(x.seqlen_k) == 64 || short_head_dim(x.head_dim) == 32 || has_mask(plan.mask)) return false;
   set_keys(plan, p, x, per_key, /*by_lists=*/false);
   if (!choose_kernel(plan, p, /*finds_window=*/false, device) || !plan.stores_dq) return false;
-  given = plan;
+  chosen = plan;
   return true;
 }
 
@@ -547,13 +546,9 @@ BwdPlan plan_batched_bwd(const dmattn_bwd_params& p, PerKey per_key, const Devic
   if (plan.is_empty()) return plan;
 
   plan.mask = read_mask(p.mask, x, per_key.mask);
-  BwdPlan without_tiles = plan;
+  const BwdPlan without_keys = plan;
   if (plan.launches && choose_short_kernel(plan, p, x, device)) {
-    if (choose_storing_kernel(without_tiles, p, x, per_key, device)) {
-      plan = without_tiles;
-    } else {
-      choose_dbias_zeros(plan);
-    }
+    if (!choose_storing_kernel(without_keys, plan, p, x, per_key, device)) choose_dbias_zeros(plan);
     place(plan, nullptr);
     return plan;
   }
@@ -561,7 +556,6 @@ BwdPlan plan_batched_bwd(const dmattn_bwd_params& p, PerKey per_key, const Devic
     place(plan, nullptr);
     return plan;
   }
-  const BwdPlan without_keys = plan;
   set_keys(plan, p, x, per_key, has_selection(p.selection));
   if (!plan.launches) {
     complete(plan, p);

@@ -241,7 +241,8 @@ ListSums list_sums(const BwdPlan& plan, const BwdParams& launch) {
 
 int64_t work_counters_of(const BwdPlan& plan, const BwdRound& round) {
   if (!has_list_numbers(plan)) return 1;
-  return static_cast<int64_t>(sizeof(ListNumbers) / sizeof(int32_t)) + chunks_of(plan, round.row_blocks);
+  return static_cast<int64_t>(sizeof(ListNumbers) / sizeof(int32_t)) +
+         ListNumbers::kWordsOfChunk * chunks_of(plan, round.row_blocks);
 }
 
 ChunkKeyListsParams bwd_chunk_params(const BwdPlan& plan, BwdParams& launch) {

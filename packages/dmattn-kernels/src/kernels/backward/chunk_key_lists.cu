@@ -215,12 +215,25 @@ __device__ __forceinline__ void share_out_tail(const ChunkKeyListsParams& p, con
     p.numbers->tail_parts = static_cast<int>(best & 0xffff);
   }
 }
-// Counts the tiles of a chunk's list; the last list of all finds the tail. Whole warp.
+// Of each chunk its longest list becomes the rows before it: see ListNumbers. Whole warp.
+__device__ __forceinline__ void number_rows(const ChunkKeyListsParams& p, int32_t* rows_of_chunk) {
+  const int lane = threadIdx.x % 32, chunks = p.to.keys.blocks;
+  int rows = 0;
+  for (int first = 0; first < chunks; first += 32) {
+    const int chunk = chunks - 1 - first - lane;
+    const int own = chunk >= 0 ? __ldcg(rows_of_chunk + chunk) : 0, after = warp_inclusive_scan(own);
+    if (chunk >= 0) rows_of_chunk[chunk] = rows + after - own;
+    rows += __shfl_sync(kFullWarp, after, 31);
+  }
+  if (lane == 0) p.numbers->rows = rows;
+}
+// Counts the tiles of a chunk's list; the last list of all numbers items and finds the tail. Whole warp.
 __device__ __forceinline__ void count_items(const ChunkKeyListsParams& p, int chunk, int tiles) {
   int32_t* const items_of_chunk = reinterpret_cast<int32_t*>(p.numbers + 1);
+  int32_t* const rows_of_chunk = items_of_chunk + p.to.keys.blocks;
   int done = 0;
   if (threadIdx.x % 32 == 0) {
-    atomicMax(&p.numbers->tiles, tiles);
+    atomicMax(rows_of_chunk + chunk, tiles);
     atomicAdd(items_of_chunk + chunk, tiles * p.parts_of_list);
     __threadfence();
     done = atomicAdd(&p.numbers->lists_done, 1) + 1;
@@ -228,6 +241,7 @@ __device__ __forceinline__ void count_items(const ChunkKeyListsParams& p, int ch
   done = __shfl_sync(kFullWarp, done, 0);
   if (done < p.to.keys.batch * p.to.keys.heads * p.to.keys.blocks) return;
   __threadfence();
+  number_rows(p, rows_of_chunk);
   share_out_tail(p, items_of_chunk);
 }
 

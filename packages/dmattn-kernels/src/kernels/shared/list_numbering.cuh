@@ -27,18 +27,17 @@ struct ListPlace {
   HeadShare heads;
 };
 
-// Items have the numbers of places without the tiles behind the longest list, which would take as long to pass over as to
-// find. A tile of the last chunks, by places, is several items, which share out the heads of the group.
+// Items have the numbers of places without the tiles behind the longest list of their chunk, which would take long to pass
+// over. A tile of the last chunks, by places, is several items, which share out the heads of the group.
 struct ListNumbering {
-  int tiles, tail_chunks, tail_parts;
+  int rows, tail_row, tail_parts;  // the last chunks begin at tail_row; `rows` and 1: there are none
+  const int32_t* rows_before;      // as behind ListNumbers; nullptr: all chunks have as many as there is room for
 
-  __device__ __forceinline__ int items_of_part(const ListRoom& room) const {
-    return tiles * (room.chunks + tail_chunks * (tail_parts - 1));
-  }
-  __device__ __forceinline__ int items(const ListRoom& room) const { return items_of_part(room) * room.all_parts; }
+  __device__ __forceinline__ int items_of_part() const { return rows + (rows - tail_row) * (tail_parts - 1); }
+  __device__ __forceinline__ int items(const ListRoom& room) const { return items_of_part() * room.all_parts; }
 
   __device__ __forceinline__ ListPlace find(const ListRoom& room, int heads, int number) const {
-    const int of_part = items_of_part(room);
+    const int of_part = items_of_part();
     const int section = min(number / (room.section_parts * of_part), room.sections);
     const int first = section * room.section_parts;
     const int parts = section < room.sections ? room.section_parts : room.all_parts - first;
@@ -46,14 +45,28 @@ struct ListNumbering {
     int row = in_section / parts;
     const int part = in_section - row * parts;
     HeadShare share = HeadShare::of(0, heads);
-    const int tail = tiles * (room.chunks - tail_chunks);
-    if (row >= tail) {
-      const int tile = (row - tail) / tail_parts, i = row - tail - tile * tail_parts;
-      row = tail + tile;
+    if (row >= tail_row) {
+      const int tile = (row - tail_row) / tail_parts, i = row - tail_row - tile * tail_parts;
+      row = tail_row + tile;
       share = HeadShare::of(heads * i / tail_parts, heads * (i + 1) / tail_parts);
     }
-    const int chunk = row / tiles, tile = row - chunk * tiles;
-    return {first * room.tiles * room.chunks + (chunk * room.tiles + tile) * parts + part, share};
+    return {first * room.tiles * room.chunks + place_of_row(room, row) * parts + part, share};
+  }
+
+ private:
+  __device__ __forceinline__ int place_of_row(const ListRoom& room, int row) const {
+    if (rows_before == nullptr) return row;
+    // The last chunk that does not begin behind it, by places; by numbers the first.
+    int low = 0, high = room.chunks - 1;
+    while (low < high) {
+      const int chunk = (low + high) / 2;
+      if (rows_before[chunk] <= row) {
+        high = chunk;
+      } else {
+        low = chunk + 1;
+      }
+    }
+    return (room.chunks - 1 - low) * room.tiles + row - rows_before[low];
   }
 };
 

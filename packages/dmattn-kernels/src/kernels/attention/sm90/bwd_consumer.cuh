@@ -60,7 +60,7 @@ struct BwdConsumerState {
   RingPlace<2> item_place, facts_place;
   RingPlace<T::kStagesOut> out_place;
   RingPlace<T::kStagesBias> bias_place;  // kPairs
-  int kv_phase = 0;
+  KvPlace<T::kStagesKv> kv_place;
   int ds_stage = 0;
 
   __device__ __forceinline__ BwdConsumerState(const BwdArguments& arguments, typename T::Shared& shared)
@@ -105,9 +105,35 @@ struct BwdConsumerState {
   // Of the 64 keys of the consumer those that the thread has in its registers 0 and 1, or 2 and 3, of each fragment.
   __device__ __forceinline__ int own_key(int half) const { return 64 * consumer + 16 * warp + lane / 4 + 8 * half; }
   // Tiles that threads have copied themselves.
-  __device__ __forceinline__ void wait_for_keys(Barrier& full) {
-    full.wait(kv_phase);
+  __device__ __forceinline__ void wait_for_keys(Barrier (&full)[T::kStagesKv]) {
+    full[kv_place.stage].wait(kv_place.phase);
     if constexpr (T::kGathered) cutlass::arch::fence_view_async_shared();
+  }
+  // What a mask of keys hides from all rows may be NaN, which a ds of 0 would not keep out of dq: its rows of K and V become
+  // zeros, those of the consumer's own keys by two threads each. The other consumer, whose dq needs them, too, meets this
+  // one at the barrier of ds.
+  __device__ __forceinline__ void clear_hidden_keys(const BwdItem& item) {
+    static_assert(T::kMasked && T::kMembers == 1);
+    if (!p.mask.is_key_only) return;
+    const int own = 64 * consumer + thread / 2;
+    const bool is_hidden = hides_key(p, item, item.n_block * T::kBlockN + own);
+    wait_for_keys(s.k_full);
+    wait_for_keys(s.v_full);
+    if (is_hidden) {
+      constexpr int kWords = T::kPanelCols / 16;  // of 16 bytes: half of a panel's row
+#pragma unroll
+      for (Element* const tile : {s.k, s.v}) {
+#pragma unroll
+        for (int panel = 0; panel < T::kPanels; ++panel) {
+          Element* const row = tile + (panel * T::kBlockN + own) * T::kPanelCols;
+          uint4* const part = reinterpret_cast<uint4*>(row) + thread % 2 * kWords;
+#pragma unroll
+          for (int i = 0; i < kWords; ++i) part[i] = make_uint4(0, 0, 0, 0);
+        }
+      }
+    }
+    cutlass::arch::fence_view_async_shared();
+    sync_own();
   }
 
   __device__ __forceinline__ bool is_speaker() const { return thread == 0; }

@@ -73,7 +73,7 @@ struct BwdGather {
   typename T::Shared& s;
   const int part, lane;  // part: which of the warps
   RingPlace<2> item_place, facts_place;
-  int kv_phase = 0;
+  KvPlace<T::kStagesKv> kv_place;
 
   __device__ __forceinline__ void run() {
     while (true) {
@@ -90,13 +90,15 @@ struct BwdGather {
   __device__ __forceinline__ void copy_item(const ListItem& item) {
     int key[kKeysOfLane];
     const int keys = take_facts(item, key);
-    const auto copy = [&](const GatheredTensor& from, Element* tile, Barrier& full, Barrier& empty) {
+    const auto copy = [&](const GatheredTensor& from, Element* tiles, auto& full, auto& empty) {
       const char* const head = from.data + item.batch * from.batch_stride + item.head_k * from.head_stride;
-      copy_tile(head, from.row_stride, tile, full, empty, key, keys);
+      const int stage = kv_place.stage;
+      empty[stage].wait(kv_place.phase ^ 1);
+      copy_tile(head, from.row_stride, tiles + stage * T::kTileK, full[stage], key, keys);
     };
     copy(p.gathered_k, s.k, s.k_full, s.k_empty);
     copy(p.gathered_v, s.v, s.v_full, s.v_empty);
-    kv_phase ^= 1;
+    kv_place.advance();
   }
 
   // Reads the lane's keys and says what is known of them. Returns how many of the warp's keys there are.
@@ -151,8 +153,7 @@ struct BwdGather {
 
   // The warp's rows of a tile.
   __device__ __forceinline__ void copy_tile(const char* from, uint32_t row_stride, Element* tile, Barrier& full,
-                                            Barrier& empty, const int (&key)[kKeysOfLane], int keys) {
-    empty.wait(kv_phase ^ 1);
+                                            const int (&key)[kKeysOfLane], int keys) {
     copy_listed_rows<T::kPanels, T::kBlockN>(from, row_stride, smem_u32(tile) + part * (kKeys * 128), p.head_dim, key,
                                              keys, lane);
     full.arrive_when_copied();

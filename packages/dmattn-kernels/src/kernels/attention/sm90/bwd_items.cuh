@@ -188,11 +188,16 @@ __device__ __forceinline__ ListRoom list_room_of(const BwdArguments& p) {
 }
 template <class T>
 __device__ __forceinline__ ListNumbering find_list_numbering(const BwdArguments& p) {
-  if (T::kHasWholeItems && p.dk_accum == nullptr) return {p.n_blocks, 0, 1};
+  if (T::kHasWholeItems && p.dk_accum == nullptr) {
+    const int rows = p.n_blocks * p.keys.blocks;
+    return {rows, rows, 1, nullptr};
+  }
   const auto* const known = reinterpret_cast<const ListNumbers*>(p.work_counter);
+  const int32_t* const rows_before = reinterpret_cast<const int32_t*>(known + 1) + p.keys.blocks;
   // The end of several sections is that of the last one alone.
   const bool has_tail = p.sections == 0 && known->tail_chunks > 0;
-  return {known->tiles, has_tail ? known->tail_chunks : 0, has_tail ? known->tail_parts : 1};
+  if (!has_tail) return {known->rows, known->rows, 1, rows_before};
+  return {known->rows, rows_before[known->tail_chunks - 1], known->tail_parts, rows_before};
 }
 // The lists of a head, as KeyList numbers (batch, head).
 __device__ __forceinline__ int64_t head_list_of(const BwdArguments& p, int batch, int head_k) {

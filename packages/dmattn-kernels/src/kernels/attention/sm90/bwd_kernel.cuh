@@ -31,10 +31,12 @@ namespace dmattn::sm90 {
 template <class T>
 __device__ __forceinline__ void init_barriers(const BwdArguments& p, typename T::Shared& s) {
   const int copiers = T::kGathered ? 32 * T::kGatherWarps : 1;
-  s.k_full.init(copiers);
-  s.v_full.init(copiers);
-  s.k_empty.init(T::kConsumers);
-  s.v_empty.init(T::kConsumers);
+  for (int i = 0; i < T::kStagesKv; ++i) {
+    s.k_full[i].init(copiers);
+    s.v_full[i].init(copiers);
+    s.k_empty[i].init(T::kConsumers);
+    s.v_empty[i].init(T::kConsumers);
+  }
   for (int i = 0; i < T::kStagesQ; ++i) {
     s.q_full[i].init(1);
     s.q_empty[i].init(T::kConsumers);
@@ -70,9 +72,9 @@ struct BwdConsumer : BwdResults<T> {
   using Base = BwdResults<T>;
   using Element = typename T::Element;
   using Dq = typename T::Dq;
-  using Base::add_dbias, Base::add_dq, Base::add_grad, Base::bias_place, Base::bias_rows, Base::consumer,
-      Base::dout_place, Base::ds_stage, Base::facts, Base::facts_place, Base::finish_item, Base::hidden,
-      Base::is_speaker, Base::kFragmentsD, Base::kFragmentsM, Base::key_bias, Base::kv_phase, Base::lane, Base::lengths,
+  using Base::add_dbias, Base::add_dq, Base::add_grad, Base::bias_place, Base::bias_rows, Base::clear_hidden_keys,
+      Base::consumer, Base::dout_place, Base::ds_stage, Base::facts, Base::facts_place, Base::finish_item, Base::hidden,
+      Base::is_speaker, Base::kFragmentsD, Base::kFragmentsM, Base::key_bias, Base::kv_place, Base::lane, Base::lengths,
       Base::next_item, Base::own_key, Base::p, Base::pass_chunk, Base::pass_part, Base::q_next, Base::release,
       Base::release_sent, Base::s, Base::send_dbias, Base::store_dbias, Base::store_ds, Base::store_grad,
       Base::store_listed_grad, Base::store_pair_dbias, Base::sum_rows, Base::sync_out, Base::sync_own,
@@ -104,18 +106,20 @@ struct BwdConsumer : BwdResults<T> {
     const auto grad_slice = grad_mma.get_slice(consumer * 128);
     const auto dq_slice = dq_mma.get_slice(consumer * 128);
     const auto tile = [](Element* data, auto layout) { return make_tensor(make_smem_ptr(data), layout); };
-    const auto k = score_slice.partition_fragment_A(tile(s.k, typename T::LayoutK{}));
-    const auto v = score_slice.partition_fragment_A(tile(s.v, typename T::LayoutK{}));
+    Element* const own_k = s.k + kv_place.stage * T::kTileK;
+    Element* const own_v = s.v + kv_place.stage * T::kTileK;
+    const auto k = score_slice.partition_fragment_A(tile(own_k, typename T::LayoutK{}));
+    const auto v = score_slice.partition_fragment_A(tile(own_v, typename T::LayoutK{}));
     const auto q = score_slice.partition_fragment_B(tile(s.q, typename T::LayoutQ{}));
     const auto dout = score_slice.partition_fragment_B(tile(s.dout, typename T::LayoutdO{}));
     const auto qt = grad_slice.partition_fragment_B(tile(s.q, typename T::LayoutQt{}));
     const auto doutt = grad_slice.partition_fragment_B(tile(s.dout, typename T::LayoutdOt{}));
     const auto dq_operands = [&] {
       if constexpr (Dq::kTransposed) {
-        return make_tuple(dq_slice.partition_fragment_A(tile(s.k, typename T::LayoutKt{})),
+        return make_tuple(dq_slice.partition_fragment_A(tile(own_k, typename T::LayoutKt{})),
                           dq_slice.partition_fragment_B(tile(s.ds, typename T::LayoutdS{})));
       } else {
-        return make_tuple(dq_slice.partition_fragment_B(tile(s.k, typename T::LayoutKt{})),
+        return make_tuple(dq_slice.partition_fragment_B(tile(own_k, typename T::LayoutKt{})),
                           dq_slice.partition_fragment_A(tile(s.ds, typename T::LayoutdS{})));
       }
     }();
@@ -276,6 +280,7 @@ struct BwdConsumer : BwdResults<T> {
       };
 
       if constexpr (T::kGathered) s.facts_full[facts_place.stage].wait(facts_place.phase);
+      if constexpr (T::kMasked) clear_hidden_keys(item);
       wait_for_keys(s.k_full);
       start_scores(_0{});
       wait_for_keys(s.v_full);
@@ -305,9 +310,9 @@ struct BwdConsumer : BwdResults<T> {
       wait_for_product<0>(acc_dk[last_member]);
       if constexpr (!T::kOwnOut) sync_out();
       release(s.q_empty[q_place.stage]);
-      release(s.k_empty);
-      release(s.v_empty);
-      kv_phase ^= 1;
+      release(s.k_empty[kv_place.stage]);
+      release(s.v_empty[kv_place.stage]);
+      kv_place.advance();
     }
     if constexpr (T::kGathered) {
       wait_for_chunks(item);

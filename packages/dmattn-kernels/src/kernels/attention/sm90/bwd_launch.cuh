@@ -163,16 +163,17 @@ inline int32_t group_chunks_of(const BwdArguments& a, int64_t blocks, int64_t ti
   const int64_t groups = std::clamp<int64_t>(chunks * tiles * a.all_parts / std::max<int64_t>(blocks, 1), 1, chunks);
   return static_cast<int32_t>((chunks + groups - 1) / groups);
 }
-// Lists for all rows have many tiles, and each reads the rows of a chunk of its own head: without sections neighbouring
-// items would be of as many heads as there are. Lists of row blocks are short, and neighbours share little.
+// Neighbouring items are of as many heads as a section has, and the tiles of a chunk read the same rows. Row blocks have
+// lists of their own, whose room says about how long those of chunks are.
 template <class T>
 void choose_list_sections(BwdArguments& a, const BwdParams& p, int64_t blocks) {
   a.sections = 0;
   a.section_parts = a.all_parts;
-  if (T::kOrdered || a.keys.end != nullptr) return;
+  if (T::kOrdered) return;
   const int64_t rows = std::min(a.keys.block_rows, p.seqlen_q);
   const int64_t row_bytes = T::kHeadDim * static_cast<int64_t>(2 * sizeof(typename T::Element) + sizeof(float));
-  choose_sections<T>(a, rows * row_bytes * a.head_ratio, int64_t{a.n_blocks} * a.keys.blocks, blocks);
+  const int64_t tiles = a.keys.end == nullptr ? a.n_blocks : p.keys.capacity / T::kBlockN;
+  choose_sections<T>(a, rows * row_bytes * a.head_ratio, tiles * a.keys.blocks, blocks);
 }
 template <class T>
 void fill_lists(BwdArguments& a, const BwdParams& p, int64_t blocks) {

@@ -77,6 +77,19 @@ struct AnnouncedSteps {
   __device__ __forceinline__ bool is_last() const { return tile.is_last(); }
 };
 
+// Whether a mask that is the same for all rows hides the key from all heads of the item.
+__device__ __forceinline__ bool hides_key(const BwdArguments& p, const BwdItem& item, int key) {
+  const MaskBits& mask = p.mask;
+  const HeadRange heads = heads_of(p, item);
+  const int64_t first = static_cast<int64_t>(mask.batch > 1 ? item.batch : 0) * mask.heads;
+  uint32_t kept = 0;
+#pragma unroll 1
+  for (int head = heads.begin / mask.head_ratio; head <= (heads.end - 1) / mask.head_ratio; ++head) {
+    kept |= __ldg(mask.bits + (first + head) * mask.rows * mask.words_per_row + key / 32);
+  }
+  return !(kept >> key % 32 & 1);
+}
+
 // Of a mask that is the same for all rows and for the heads of a group, without tiles of bits.
 __device__ __forceinline__ int64_t find_key_mask(const BwdArguments& p, const BwdItem& item) {
   const MaskBits& mask = p.mask;

@@ -17,14 +17,15 @@ struct BwdProducer {
   RingPlace<T::kStagesdO> dout_place;
   RingPlace<2> item_place;
   RingPlace<T::kStagesBias> bias_place;  // kPairs, kWideBias
-  int kv_phase = 0;                      // of consecutive keys
+  KvPlace<T::kStagesKv> kv_place;        // of consecutive keys
   ListNumbering numbering = {};          // of lists, in any order
+  bool has_next = false;                 // likewise: the item behind this one has been announced
 
   // Where dq is added up in order, no item belongs to a thread block before it runs, not even the first: blocks that do
   // run wait for items with lower numbers, and nobody knows whether all blocks have an SM at the same time.
   __device__ __forceinline__ void run() {
+    if constexpr (T::kGathered && !T::kOrdered) return run_over_lists();
     const int first = T::kOrdered ? 0 : gridDim.x;  // of the items that are counted
-    if constexpr (T::kGathered && !T::kOrdered) numbering = find_list_numbering<T>(p);
     const int own = is_mirrored() ? 2 * blockIdx.x : blockIdx.x;
     for (int index = T::kOrdered ? atomicAdd(p.work_counter, 1) : own;;) {
       if constexpr (T::kMasked) {
@@ -38,9 +39,8 @@ struct BwdProducer {
       const typename T::Announced item = look_up(index, first);
       announce(item);
       if (item.index >= p.items) return;
-      if constexpr (T::kOrdered || T::kGathered) {
-        // An item that is taken begins soon: those behind it wait for its turns, or are the last few. Over lists an item
-        // has many steps, and consumers are some of them behind when the next one is looked for.
+      if constexpr (T::kOrdered) {
+        // An item that is taken begins soon, as those behind it wait for its turns.
         load_item(find_item<T>(p, item));
         index = first + atomicAdd(p.work_counter, 1);
       } else {
@@ -50,6 +50,39 @@ struct BwdProducer {
         index = next;
       }
     }
+  }
+
+  // The next item is looked for beside the last steps of this one, so that what is asked of its keys is there in time, and
+  // the keys are, too, where they have a stage. Not sooner: the last items would gather in thread blocks that still have
+  // one.
+  static constexpr int kStepsAhead = T::kStagesKv > 1 ? 6 : 3;
+
+  __device__ __forceinline__ void run_over_lists() {
+    numbering = find_list_numbering<T>(p);
+    has_next = announce_listed(blockIdx.x);
+    while (true) {
+      while (!has_next) find_next();
+      const typename T::Announced item = s.item[item_place.stage ^ 1];  // the last that was announced
+      if (item.index >= p.items) return;
+      has_next = false;
+      load_item(find_item<T>(p, item));
+    }
+  }
+  __device__ __forceinline__ void find_next() { has_next = announce_listed(gridDim.x + atomicAdd(p.work_counter, 1)); }
+  // Announces the item of that number, or that there are no more. false: there is none of that number, as lists have room
+  // for more tiles than they fill.
+  __device__ __forceinline__ bool announce_listed(int number) {
+    const ListRoom room = list_room_of(p);
+    if (number >= numbering.items(room)) {
+      announce({p.items, 0, 0, 0});
+      return true;
+    }
+    const ListPlace found = numbering.find(room, p.head_ratio, number);
+    const ListItem item = find_list_item<T>(p, found.place);
+    const int2 rows = __ldg(tile_rows_of(p, item.batch, item.head_k, item.chunk) + item.tile);
+    if (rows.x >= rows.y) return false;
+    announce({found.place, rows.x, rows.y, found.heads.word});
+    return true;
   }
 
   __device__ __forceinline__ bool is_mirrored() const { return T::kMirrors && p.mirrors_items; }
@@ -75,17 +108,7 @@ struct BwdProducer {
   // The item, or the next one that there is: lists have room for more tiles than they fill, and packed sequences have
   // numbers for more blocks of keys than there are.
   __device__ __forceinline__ typename T::Announced look_up(int index, int first) const {
-    if constexpr (T::kGathered && !T::kOrdered) {
-      const ListRoom room = list_room_of(p);
-      const int end = numbering.items(room);
-      for (; index < end; index = first + atomicAdd(p.work_counter, 1)) {
-        const ListPlace found = numbering.find(room, p.head_ratio, index);
-        const ListItem item = find_list_item<T>(p, found.place);
-        const int2 rows = __ldg(tile_rows_of(p, item.batch, item.head_k, item.chunk) + item.tile);
-        if (rows.x < rows.y) return {found.place, rows.x, rows.y, found.heads.word};
-      }
-      return {p.items, 0, 0, 0};
-    } else if constexpr (T::kGathered) {
+    if constexpr (T::kGathered) {
       for (; index < p.items; index = first + atomicAdd(p.work_counter, 1)) {
         const ListItem item = find_list_item<T>(p, index);
         const int2 rows = __ldg(tile_rows_of(p, item.batch, item.head_k, item.chunk) + item.tile);
@@ -124,11 +147,14 @@ struct BwdProducer {
     load_dout(steps.head, steps.m, item);
     if constexpr (!T::kGathered) {
       load_keys(p.v, s.v, s.v_full, s.v_empty, item);
-      kv_phase ^= 1;
+      kv_place.advance();
     }
     steps.advance();
 #pragma unroll 1  // in the producer's few registers there is no room for more
     for (; steps.left > 0; steps.advance()) {
+      if constexpr (T::kGathered && !T::kOrdered) {
+        if (!has_next && steps.left <= kStepsAhead) find_next();
+      }
       // In the order in which the consumers are done with what the stages held.
       if constexpr (T::kWideBias) {
         load_dout(steps.head, steps.m, item);
@@ -159,7 +185,7 @@ struct BwdProducer {
     load_keys(p.k, s.k, s.k_full, s.k_empty, item);
     load_dout(steps.head, steps.m, item);
     load_keys(p.v, s.v, s.v_full, s.v_empty, item);
-    kv_phase ^= 1;
+    kv_place.advance();
     load_second();
     steps.advance();
 #pragma unroll 1  // in the producer's few registers there is no room for more
@@ -189,7 +215,7 @@ struct BwdProducer {
       load_dout(tile.head, tile.m(), item);
       if (is_first) {
         load_keys(p.v, s.v, s.v_full, s.v_empty, item);
-        kv_phase ^= 1;
+        kv_place.advance();
       }
       if (is_q_late) load_announced(tile, item);
       tile = after;
@@ -212,9 +238,11 @@ struct BwdProducer {
                                  p.mask.batch > 1 ? item.batch : 0);
   }
 
-  __device__ __forceinline__ void load_keys(const CUtensorMap& map, Element* tile, Barrier& full, Barrier& empty,
-                                            const Item& item) {
-    empty.wait(kv_phase ^ 1);
+  __device__ __forceinline__ void load_keys(const CUtensorMap& map, Element* tile, Barrier (&fulls)[T::kStagesKv],
+                                            Barrier (&empties)[T::kStagesKv], const Item& item) {
+    static_assert(T::kStagesKv == 1);
+    Barrier& full = fulls[0];
+    empties[0].wait(kv_place.phase ^ 1);
     full.arrive_and_expect(T::kMembers * T::kTileK * sizeof(Element));
     load_tile<T::kBlockN, T::kPanels, T::kPanelCols>(map, full, cute::TMA::CacheHintSm90::EVICT_FIRST, tile,
                                                      item.n_block * T::kBlockN, item.head_k, place_of_keys(item));

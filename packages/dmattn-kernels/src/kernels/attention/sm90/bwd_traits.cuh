@@ -39,12 +39,12 @@ enum class BwdVariant {
   kOrderedLists,  // all sums in a fixed order
   kOrderedBiasLists,
   kPacked,    // as kPlain, over packed sequences
-  kFewKeys,   // as kPlain, of keys that fit one tile
   kPairBias,  // as kDenseBias, without mask and window: two heads or batches that share the bias and its gradient
   // With a gradient of the bias whose rows do not start on 16 bytes, or of 16 bits without one, of which rows of the bias
   // do not. What writes the gradient costs the consumers registers: the others go without.
   kDenseBiasRows,
   kWideBiasRows,
+  kFewKeys,  // as kPlain, of keys that fit one tile
 };
 
 // A block of rows that meets the keys of an item, as the producer announces it beside Q where there is a dense mask.
@@ -87,6 +87,17 @@ struct DqTile {
   // In memory: [consumer][fragment][thread of the warpgroup][register], see DqOrder.
 };
 
+// The stage of K and V that an item has. Where there is but one, its number is no variable.
+template <int kStages>
+struct KvPlace : RingPlace<kStages> {};
+template <>
+struct KvPlace<1> {
+  static constexpr int stage = 0;
+  int phase = 0;
+
+  __device__ __forceinline__ void advance() { phase ^= 1; }
+};
+
 template <class Element_, int kHeadDim_, BwdVariant kVariant>
 struct BwdTraits {
   using Element = Element_;
@@ -118,6 +129,9 @@ struct BwdTraits {
   static constexpr int kOwnKeys = kBlockN;                                // keys that TMA copies in one piece
   static_assert(kBlockN == 64 * kConsumers && kTile.warps == 4 * kConsumers && kTile.warps_m_dq == 4);
   static constexpr int kStagesQ = kTile.stages_q, kStagesdO = 2, kStagesdS = 2;
+  // Listed keys of the next item are copied beside the last steps of this one, where there is room. Beside the additions to
+  // dk and dv they would wait for these.
+  static constexpr int kStagesKv = kGathered && kHeadDim == 64 ? 2 : 1;
   // On an H200, bulk copies are up to 4% faster at head_dim 128; at 64 they have not been timed.
   // With a dense bias they would wait for each other's and dbias's.
   static constexpr bool kSoftcap = kVariant == BwdVariant::kSoftcap;
@@ -287,8 +301,8 @@ struct BwdTraits {
   // The operands come first: with something else before K, ptxas kept the addresses of lists' products in each thread
   // instead of once a warp, and read 37 words from local memory in a step instead of 6.
   struct Operands {
-    alignas(1024) Element k[kMembers * kTileK];
-    alignas(1024) Element v[kMembers * kTileK];
+    alignas(1024) Element k[kStagesKv * kMembers * kTileK];
+    alignas(1024) Element v[kStagesKv * kMembers * kTileK];
     alignas(1024) Element q[kStagesQ * kTileQ];
     alignas(1024) Element dout[kStagesdO * kTileQ];
   };
@@ -304,7 +318,7 @@ struct BwdTraits {
     Facts facts[2];
     alignas(16) Announced item[2];
     int32_t tiles_before[kDqWarps > 0 && kGathered ? kMostChunkRows / kBlockM : 1];  // see BwdDq
-    Barrier k_full, v_full, k_empty, v_empty;
+    Barrier k_full[kStagesKv], v_full[kStagesKv], k_empty[kStagesKv], v_empty[kStagesKv];
     Barrier q_full[kStagesQ], q_empty[kStagesQ], dout_full[kStagesdO], dout_empty[kStagesdO];
     Barrier bias_full[kDenseBias ? kStagesBias : 1], bias_empty[kDenseBias ? kStagesBias : 1];
     Barrier item_full[2], item_empty[2], facts_full[2], facts_empty[2];
