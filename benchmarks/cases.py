@@ -205,17 +205,25 @@ def _beside_few_keys() -> list[Case]:
     """Running top-w beside attention of as many keys in a row, which is less than half the job."""
     peers = ("dmattn_window", "sdpa_cudnn_few_keys")
     cases = []
-    for nheads, nheads_k, head_dim, kept in (
-        (16, 4, 64, 512),
-        (16, 4, 64, 1024),
-        (16, 4, 128, 512),
-        (16, 4, 128, 1024),
-        (16, 4, 128, 2048),
-        (8, 2, 256, 1024),
+    for batch, seqlen, nheads, nheads_k, head_dim, kept in (
+        (1, 16384, 16, 4, 64, 512),
+        (1, 16384, 16, 4, 64, 1024),
+        (1, 16384, 16, 4, 128, 512),
+        (1, 16384, 16, 4, 128, 1024),
+        (1, 16384, 16, 4, 128, 2048),
+        (1, 16384, 8, 2, 256, 1024),
+        # As many heads of keys: the bytes of keys and of their gradients weigh most.
+        (1, 16384, 16, 16, 128, 1024),
+        (4, 8192, 16, 16, 64, 512),
+        (10, 5953, 16, 16, 96, 512),
+        (12, 4760, 24, 24, 64, 2048),
+        # The batch of a training step.
+        (8, 4096, 32, 8, 128, 1024),
     ):
-        name = f"B1 S16384 H{nheads}/{nheads_k} D{head_dim} w{kept}"
-        case = _top(FEW_KEYS, name, peers, 16384, kept)
-        cases.append(dataclasses.replace(case, nheads=nheads, nheads_k=nheads_k, head_dim=head_dim))
+        name = f"B{batch} S{seqlen} H{nheads}/{nheads_k} D{head_dim} w{kept}"
+        case = _top(FEW_KEYS, name, peers, seqlen, kept)
+        case = dataclasses.replace(case, batch=batch, nheads=nheads, nheads_k=nheads_k)
+        cases.append(dataclasses.replace(case, head_dim=head_dim))
     return cases
 
 
