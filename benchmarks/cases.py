@@ -212,18 +212,18 @@ def _beside_few_keys() -> list[Case]:
         (1, 16384, 16, 4, 128, 1024),
         (1, 16384, 16, 4, 128, 2048),
         (1, 16384, 8, 2, 256, 1024),
-        # As many heads of keys: the bytes of keys and of their gradients weigh most.
+        # As many key heads as query heads: the bytes of keys and of their gradients weigh most.
         (1, 16384, 16, 16, 128, 1024),
         (4, 8192, 16, 16, 64, 512),
         (10, 5953, 16, 16, 96, 512),
         (12, 4760, 24, 24, 64, 2048),
-        # The batch of a training step.
+        # As many sequences as a training step may have.
         (8, 4096, 32, 8, 128, 1024),
     ):
         name = f"B{batch} S{seqlen} H{nheads}/{nheads_k} D{head_dim} w{kept}"
         case = _top(FEW_KEYS, name, peers, seqlen, kept)
-        case = dataclasses.replace(case, batch=batch, nheads=nheads, nheads_k=nheads_k)
-        cases.append(dataclasses.replace(case, head_dim=head_dim))
+        case = dataclasses.replace(case, nheads=nheads, nheads_k=nheads_k, head_dim=head_dim)
+        cases.append(dataclasses.replace(case, batch=batch))
     return cases
 
 
@@ -389,8 +389,6 @@ def _top(
 def _running_top() -> list[Case]:
     ours, peer = "dmattn_window", "sdpa_efficient_window"
     main = _top(TOP, "B1 S16384 H16/4 D128 w1024", (ours, "dmattn_given_mask", peer), 16384, 1024)
-    # The latter keeps the GPU at its limit of power, which lowers clocks for all who take turns
-    # with it.
     beside_all = (ours, "sdpa_flash_all_keys")
     longest = _top(TOP, "B1 S1048576 H8/2 D128 w2048", (ours,), 1 << 20, 2048)
     many = _top(TOP, "B8 S4096 H16/16 D64 w256", (ours,), 4096, 256)
@@ -519,7 +517,9 @@ CASES: tuple[Case, ...] = (
 )
 NOTES = {
     TOP: "Each query keeps the w keys with the highest score so far. The forward includes the "
-    "selection; the backward gives dq, dk, dv and dbias.",
+    "selection; the backward gives dq, dk, dv and dbias. Attention over all keys holds the GPU at "
+    "its limit of power, which lowers the clocks for whatever takes turns with it, so that S131072 "
+    "is also timed without it.",
     SELECTION: "Interval ends and lists of keys from scores; the peer makes the boolean mask "
     "(B, HK, S, S).",
     TOKEN: "One step of decoding, replayed from a CUDA graph. A cache of w keys takes the token in "

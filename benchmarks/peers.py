@@ -438,7 +438,7 @@ def _torch_varlen(causal: bool, grouped: bool) -> Callable[..., Any]:
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError as error:
-        raise NotImplementedError(f"torch {torch.__version__} has no varlen_attn") from error
+        raise RuntimeError(f"torch {torch.__version__} has no varlen_attn") from error
     known = inspect.signature(varlen_attn).parameters
     options: dict[str, Any] = {}
     if causal:

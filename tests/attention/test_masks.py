@@ -104,6 +104,7 @@ def test_all_true_mask_equals_none(head_dim: int) -> None:
         Case(300, 200, 24, 10, 10, 64, mask="111k", mask_fill="half", dlse=True),
         Case(512, 512, 8, 12, 12, 96, mask="b11k", mask_fill="most", causal=True),
         Case(300, 512, 8, 24, 12, 128, mask="bh1k", mask_fill="half"),
+        Case(128, 512, 8, 24, 12, 64, mask="bh1k", mask_fill="half"),
         Case(512, 512, 8, 12, 4, 128, mask="bk1k", mask_fill="suffix", bias="bk1k"),
         Case(1000, 1000, 4, 12, 12, 64, mask="b11k", mask_fill="blocks", causal=True),
         Case(512, 512, 4, 16, 16, 192, mask="b11k", mask_fill="prefix"),

@@ -11,7 +11,7 @@ from attention.targets import target
 pytestmark = pytest.mark.each_family
 
 COUNT = 600
-MOST_SCORES = 1 << 26  # of a long case: more take the oracle too long
+MOST_SCORES = 1 << 26  # of a long case: with more the float64 oracle takes long
 FIRST = 10_000 if target().repeats else 0  # other cases where a backend runs again
 
 
@@ -25,8 +25,8 @@ def test_random(seed: int) -> None:
 @pytest.mark.cuda
 @pytest.mark.parametrize("seed", range(COUNT + FIRST, COUNT + FIRST + 400))
 def test_random_long(seed: int) -> None:
-    """At lengths at which kernels divide the work. Most calls there have no mask or one for all
-    rows, and no bias."""
+    """At lengths at which kernels divide the work. Most cases have no bias, and no mask or one of
+    keys, as most long calls do."""
     case = random_case(seed, LONG_LENGTHS)
     while case.batch * case.nheads * case.seqlen_q * case.seqlen_k > MOST_SCORES:
         case = case.with_(seqlen_q=-(-case.seqlen_q // 2), seqlen_k=-(-case.seqlen_k // 2))
