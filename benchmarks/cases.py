@@ -193,9 +193,13 @@ def _deterministic() -> list[Case]:
     narrow = dataclasses.replace(
         dense, name="dense causal B1 S16384 H32 D64", nheads=32, nheads_k=32, head_dim=64
     )
+    widest = dataclasses.replace(
+        dense, name="dense causal B1 S16384 H8 D256", nheads=8, nheads_k=8, head_dim=256
+    )
     return [
         wide,
         narrow,
+        widest,
         _top(DETERMINISTIC, "running top-w B1 S16384 H16/4 D128 w1024", windows, 16384, 1024),
         _top(DETERMINISTIC, "running top-w B1 S32768 H2/1 D64 w1024", windows, 32768, 1024, True),
     ]
@@ -325,15 +329,18 @@ def _packed() -> list[Case]:
             ("dmattn_varlen", "dmattn_padded_batch", "torch_varlen"),
             seqlen_q=sum(lengths),
             seqlen_k=sum(lengths),
+            nheads=nheads,
             nheads_k=nheads_k,
+            head_dim=head_dim,
             causal=True,
             quick=lengths is LONG,
             lengths=lengths,
         )
-        for name, lengths, nheads_k in (
-            ("B16 S512..8192 H16 D128", LONG, 16),
-            ("B16 S512..8192 H16/4 D128", LONG, 4),
-            ("B256 S64..512 H16 D128", SHORT, 16),
+        for name, lengths, nheads, nheads_k, head_dim in (
+            ("B16 S512..8192 H16 D128", LONG, 16, 16, 128),
+            ("B16 S512..8192 H16/4 D128", LONG, 16, 4, 128),
+            ("B16 S512..8192 H8 D256", LONG, 8, 8, 256),
+            ("B256 S64..512 H16 D128", SHORT, 16, 16, 128),
         )
     ]
 

@@ -25,6 +25,11 @@ SHAPES = [
     Case(300, 1300, 5, 4, 4, 128),
     Case(200, 1000, 3, 4, 2, 128, bias="bhqk", causal=True),
     Case(200, 1000, 3, 4, 4, 64, bias="1hqk"),
+    # Wide heads on Hopper: two thread blocks share keys, and take turns at dq; with few tiles,
+    # parts of them take turns at dk and dv.
+    Case(700, 900, 2, 8, 4, 256, causal=True),
+    Case(513, 1300, 1, 6, 6, 192, dtype="f16"),
+    Case(1100, 200, 1, 8, 1, 160, softcap=5.0),
 ]
 # Running top-w. In the backward on Hopper keys lie in the lists of several chunks of rows, whose
 # shares of dk, dv and dbias are kept apart, and tiles of a list take turns at dq.

@@ -52,6 +52,14 @@ def test_long_sequences(dtype: str, head_dim: int, causal: bool) -> None:
     check_packed(case, ((1100, 1100), (3, 700), (0, 77), (1025, 900), (600, 1)))
 
 
+@pytest.mark.parametrize("dtype,head_dim", [*ANCHORS, ("f16", 64), ("bf16", 96), ("f16", 192)])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_softcap(dtype: str, head_dim: int, causal: bool, deterministic: bool) -> None:
+    case = Case(nheads=4, nheads_k=2, dtype=dtype, head_dim=head_dim, causal=causal, softcap=3.0)
+    check_packed(case.with_(deterministic=deterministic), MIXED)
+
+
 @pytest.mark.parametrize("dtype,head_dim", ANCHORS)
 @pytest.mark.parametrize("causal", [False, True])
 def test_sequences_do_not_see_each_other(dtype: str, head_dim: int, causal: bool) -> None:
@@ -159,6 +167,28 @@ def test_deterministic(shape: str, dtype: str, head_dim: int) -> None:
     for _ in range(times(5)):
         for name, value in run_packed(problem, deterministic=True).items():
             assert torch.equal(value, want[name]), name
+
+
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+@pytest.mark.parametrize("dtype,head_dim", [*ANCHORS, ("f16", 64), ("bf16", 192)])
+def test_deterministic_over_many_tiles(dtype: str, head_dim: int, softcap: float) -> None:
+    """Blocks of keys that begin together, of groups of heads, take turns at the same rows."""
+    case = Case(nheads=8, nheads_k=4, dtype=dtype, head_dim=head_dim, causal=True, softcap=softcap)
+    lengths = ((900, 1300), (3, 70), (0, 5), (700, 640), (1030, 1030))
+    problem = check_packed(case.with_(deterministic=True), lengths)
+    want = run_packed(problem, deterministic=True)
+    for _ in range(times(20)):
+        for name, value in run_packed(problem, deterministic=True).items():
+            assert torch.equal(value, want[name]), name
+
+
+@pytest.mark.parametrize("dtype,head_dim", ANCHORS)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_one_head_of_keys(dtype: str, head_dim: int, deterministic: bool) -> None:
+    """Long enough that the sums of dq take rounds, in which dk and dv are added up."""
+    case = Case(nheads=8, nheads_k=1, dtype=dtype, head_dim=head_dim, causal=True)
+    lengths = ((2500, 2500), (3, 70), (0, 5), (700, 640), (2400, 2500))
+    check_packed(case.with_(deterministic=deterministic), lengths)
 
 
 @pytest.mark.parametrize("mask", ["", "1k1k", "1hqk"])

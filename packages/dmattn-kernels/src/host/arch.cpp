@@ -73,13 +73,15 @@ bool sm90_serves_tiles(const FwdParams& p, Level level) {
   return is_served && has_tma_strides(p.k_stride, p.batch, p.seqlen_k, p.nheads_k) &&
          has_tma_strides(p.v_stride, p.batch, p.seqlen_k, p.nheads_k);
 }
-bool sm90_serves_packed(const FwdParams& p) {
+bool sm90_serves_packed(const FwdParams& p, Level level) {
+  const bool is_capped = has_plain_softcap(p) && p.vec_q && p.vec_k && p.vec_v && p.vec_out;
+  if (level != Level::kPacked && !is_capped) return false;
   const auto fits_rows = [&](const Strides3& s) { return has_packed_tma_strides(s, p.packing.total_q, p.nheads); };
   const auto fits_keys = [&](const Strides3& s) { return has_packed_tma_strides(s, p.packing.total_k, p.nheads_k); };
   return fits_rows(p.q_stride) && fits_rows(p.out_stride) && fits_keys(p.k_stride) && fits_keys(p.v_stride);
 }
 bool sm90_serves_fwd(const FwdParams& p, Level level, bool gathered) {
-  if (p.packing.is_active()) return level == Level::kPacked && sm90_serves_packed(p);
+  if (p.packing.is_active()) return !gathered && sm90_serves_packed(p, level);
   const bool serves_keys = gathered ? sm90_serves_lists(p, level) : sm90_serves_tiles(p, level);
   return serves_keys && has_tma_strides(p.q_stride, p.batch, p.seqlen_q, p.nheads) &&
          has_tma_strides(p.out_stride, p.batch, p.seqlen_q, p.nheads);
@@ -96,11 +98,13 @@ bool has_bias_tiles(const BwdParams& p) {
   return p.bias.col_stride == 1 && serves({p.bias.batch_stride, p.bias.head_stride, p.bias.row_stride}) &&
          (p.dbias_kind != DbiasKind::kTile || serves(to));
 }
-// Wide heads have a plain kernel, one with a window, one with softcap and perhaps a window, and over lists one with a bias
-// for each key, too; no sums in a fixed order. What has softcap and comes here has neither a mask nor a bias.
+// Wide heads have a plain kernel, one with a window, one with softcap and perhaps a window, two over packed sequences, with
+// and without softcap, and over lists one with and one without a bias for each key; the sums of lists are in no fixed
+// order. What is dense and comes here without a mask and a bias is served, then.
 bool sm90_serves_wide_bwd(const BwdParams& p, Level level, bool gathered) {
-  if (gathered || p.deterministic) return !p.deterministic;
-  return level == Level::kPlain || has_finite_softcap(p.softcap);
+  if (gathered) return !p.deterministic;
+  if (p.softcap > 0.f) return has_finite_softcap(p.softcap);
+  return level == Level::kPlain || level == Level::kPacked || p.deterministic;
 }
 // Cut probabilities are powers of -inf times the scale, which must be positive.
 bool sm90_serves_bwd(const BwdParams& p, Level level, bool gathered) {

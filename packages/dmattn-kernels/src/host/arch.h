@@ -31,15 +31,15 @@ struct KernelSet {
   bool (*serves_fwd)(const FwdParams& p, Level level, bool gathered);
   // Whether its backward units compute this problem, which wants all three gradients. It is dense, with or without a dense
   // mask, a window and a bias (then not deterministic, without softcap beside a mask or a bias, and without a mask beside
-  // an fp32 bias for each row and key; one for each key is that of a group); or of packed sequences at Level::kPacked; or
-  // gathered, of lists for row blocks that the heads of a group share, without softcap, and its bias, if any, is for each
+  // an fp32 bias for each row and key; one for each key is that of a group); or of packed sequences with neither a mask
+  // nor a bias; or gathered, of lists for row blocks that the heads of a group share, without softcap, and its bias, if any, is for each
   // key. nullptr: they compute every one. `level`: what it needs of the sm80 kernels.
   bool (*serves_bwd)(const BwdParams& p, Level level, bool gathered);
   // Its tiled kernels find the window of keys that rows see (FwdParams::window) by themselves.
   bool finds_windows;
   // Its kernels stay on an SM and take one block of rows (backward: of keys) after the other; those of the
   // backward for head_dim_tile 256 begin for each block of keys anew. The forward does not split
-  // the keys; the backward splits the query heads of a group only, and all of them have to be in one round.
+  // the keys; the backward does not split packed sequences.
   bool is_persistent;
 };
 

@@ -313,7 +313,8 @@ struct BwdParams {
   // Added to by atomics where several blocks of a launch have the same key.
   float* dk_accum = nullptr;
   float* dv_accum = nullptr;
-  // Deterministic dq: one for each row block of dq_accum, zeroed; tiles add to dq in ascending or descending key order.
+  // Where tiles add to dq in ascending or descending key order, as for deterministic sums: one for each row block of
+  // dq_accum, zeroed.
   int32_t* dq_semaphore = nullptr;
   // Deterministic sums over interval lists: [batch][nheads_k], zeroed. Blocks of one kv head add to dk, dv and
   // dbias_cols in the order of their row blocks. Hopper: [batch][nheads_k][chunks], see BwdArguments; nullptr where what

@@ -10,9 +10,9 @@ namespace dmattn {
 constexpr float kMostSoftcap = 1e38f;
 constexpr bool has_finite_softcap(float softcap) { return softcap > 0.f && softcap <= kMostSoftcap; }
 
-// Whether softcap is all that is asked of the scores, with a window of keys or without.
+// Whether softcap is all that is asked of the scores, with a window of keys or without one, or over packed sequences.
 inline bool has_plain_softcap(const FwdParams& p) {
-  return has_finite_softcap(p.softcap) && p.bias.kind == BiasKind::kNone && !p.has_mask && !p.packing.is_active();
+  return has_finite_softcap(p.softcap) && p.bias.kind == BiasKind::kNone && !p.has_mask;
 }
 
 constexpr Sm90FwdTile sm90_softcap_fwd_tile(int head_dim_tile) {

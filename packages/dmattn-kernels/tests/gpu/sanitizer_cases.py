@@ -370,7 +370,8 @@ def all_launches() -> list[tuple[str, int, Job]]:
         main += [(kind, launch) for launch in HOPPER_ODD_ROWS for kind in HOPPER_CHANGED_KINDS]
         main += [(kind, launch) for launch in HOPPER_ODD_ROWS_BWD for kind in HOPPER_BWD_KINDS]
         main += [(kind, launch) for launch in HOPPER_PACKED for kind in HOPPER_KINDS]
-        main += [(kind, launch) for launch in HOPPER_PACKED_GRADIENTS for kind in HOPPER_BWD_KINDS]
+        packed_kinds = HOPPER_BWD_KINDS + HOPPER_WIDE_KINDS
+        main += [(kind, launch) for launch in HOPPER_PACKED_GRADIENTS for kind in packed_kinds]
         main += [(kind, launch) for launch in HOPPER_WINDOWS for kind in HOPPER_CHANGED_KINDS]
         main += [(kind, launch) for launch in HOPPER_WIDE_BWD for kind in HOPPER_WIDE_KINDS]
         main += [(kind, launch) for launch in HOPPER_WIDE_WINDOWS for kind in HOPPER_WIDE_KINDS]

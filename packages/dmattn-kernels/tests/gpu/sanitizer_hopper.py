@@ -86,6 +86,16 @@ HOPPER_WIDE_BWD = (
     Launch("wide heads, keys without rows", 40, 300, causal=True),
     Launch("wide heads, more than thread blocks", 133, 133, batch=70, causal=True),
     Launch("wide heads, softcap", 200, 133, nheads=4, nheads_k=2, softcap=3.0),
+    Launch("wide heads, deterministic", 300, 261, causal=True, deterministic=True),
+    # Parts of a block of keys, each of some heads.
+    Launch(
+        "wide heads, deterministic, few keys",
+        *(200, 77),
+        nheads=8,
+        nheads_k=1,
+        softcap=3.0,
+        deterministic=True,
+    ),
     Launch("wide heads, softcap, keys without rows", 40, 300, causal=True, softcap=3.0),
 )
 HOPPER_CHANGED_KINDS = [kind for kind in HOPPER_KINDS if kind[1] in (64, 128, 256)]

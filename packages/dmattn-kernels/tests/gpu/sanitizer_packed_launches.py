@@ -41,6 +41,7 @@ HOPPER_PACKED = (
     Launch("dense rows, packed", nheads=4, nheads_k=2, causal=True, packed=LENGTHS, wants=""),
     Launch("dense rows, packed, long", causal=True, packed=((1100, 133), (3, 70)), wants=""),
     Launch("dense rows, packed, more than thread blocks", packed=((133, 133),) * 40, wants=""),
+    Launch("dense rows, packed, softcap", causal=True, softcap=3.0, packed=LENGTHS, wants=""),
 )
 HOPPER_PACKED_GRADIENTS = (
     Launch(
@@ -52,4 +53,14 @@ HOPPER_PACKED_GRADIENTS = (
         packed=LENGTHS,
     ),
     Launch("dense rows, packed, gradients, more than thread blocks", packed=((133, 133),) * 70),
+    Launch("dense rows, packed, deterministic", causal=True, deterministic=True, packed=LENGTHS),
+    Launch("dense rows, packed, softcap, gradients", softcap=3.0, packed=LENGTHS),
+    Launch(
+        "dense rows, packed, softcap, deterministic",
+        nheads=4,
+        nheads_k=2,
+        softcap=3.0,
+        deterministic=True,
+        packed=LENGTHS,
+    ),
 )

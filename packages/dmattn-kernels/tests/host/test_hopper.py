@@ -299,7 +299,7 @@ def test_packed_sequences_have_blocks_for_all_row_blocks(
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"softcap": 30.0},
+        {"softcap": 30.0, "mask": mask(2, 9000, 2500)},
         {"softmax_scale": -1.0},
         {"bias": tensor((4, 8000))},
         {"mask": mask(2, 9000, 2500)},
@@ -309,14 +309,23 @@ def test_packed_sequences_have_blocks_for_all_row_blocks(
         {"k": tensor((8000, 2, 128), stride=(1 << 33, 128, 1))},
     ],
     ids=[
-        *("softcap", "negative scale", "bias", "mask", "key mask", "expanded", "unaligned"),
-        "far rows",
+        *("softcap and mask", "negative scale", "bias", "mask", "key mask", "expanded"),
+        *("unaligned", "far rows"),
     ],
 )
 def test_packed_sequences_that_others_compute(
     probe: ctypes.CDLL, arguments: dict[str, Any]
 ) -> None:
     assert Probe(probe).fwd(SM90, SMS, head_dim=128, **PACKED, **arguments)["arch"] == 80
+
+
+@pytest.mark.parametrize("head_dim", [40, 96, 128, 192, 256])
+def test_packed_sequences_with_softcap(probe: ctypes.CDLL, head_dim: int) -> None:
+    """In the tiles of softcap, of which there are none for head_dim 96 and 192."""
+    packed = Probe(probe).fwd(SM90, SMS, head_dim=head_dim, softcap=30.0, **PACKED)
+    dense = Probe(probe).fwd(SM90, SMS, head_dim=head_dim, softcap=30.0, seqlen_q=3000)
+    assert packed["arch"] == dense["arch"] == 90
+    assert (packed["block_m"], packed["block_n"]) == (dense["block_m"], dense["block_n"])
 
 
 @pytest.mark.parametrize(

@@ -281,19 +281,20 @@ def test_memory_of_masked_keys(
 
 PACKED: dict[str, Any] = {"packed": True, "sequences": 20, "nheads": 4, "nheads_k": 2}
 PACKED |= {"total_q": 9000, "max_seqlen_q": 3000, "total_k": 8000, "max_seqlen_k": 2500}
+ONE_LENGTH = {"sequences": 4, "total_q": 8192, "max_seqlen_q": 2048, "total_k": 8192}
+ONE_LENGTH |= {"max_seqlen_k": 2048}
 
 
 @pytest.mark.parametrize("causal", [0, 1])
-@pytest.mark.parametrize("head_dim, arch", [(40, 90), (64, 90), (72, 90), (128, 90), (136, 80)])
-def test_packed_sequences(probe: ctypes.CDLL, head_dim: int, arch: int, causal: int) -> None:
+@pytest.mark.parametrize("head_dim", [40, 64, 72, 128, 136, 256])
+def test_packed_sequences(probe: ctypes.CDLL, head_dim: int, causal: int) -> None:
     """Blocks of 64 rows: the statistics have a pitch of 128 rows between sequences."""
     plan = Probe(probe).bwd(SM90, SMS, head_dim=head_dim, is_causal=causal, **PACKED)
-    assert (plan["arch"], plan["block_m"]) == (arch, 64)
-    if arch == 90:
-        assert plan["blocks"] == SMS and plan["block_n"] == 128 and plan["num_splits"] == 1
-        assert plan["dq_blocks"] == plan["packing.m_blocks"] == 9000 // 64 + 20
-        assert plan["seqlen_q_rounded"] == (9000 // 128 + 20) * 128
-        assert plan["lse_scale"] > 1
+    assert (plan["arch"], plan["block_m"]) == (90, 64)
+    assert plan["blocks"] == SMS and plan["block_n"] == 128 and plan["num_splits"] == 1
+    assert plan["dq_blocks"] == plan["packing.m_blocks"] == 9000 // 64 + 20
+    assert plan["seqlen_q_rounded"] == (9000 // 128 + 20) * 128
+    assert plan["lse_scale"] > 1
 
 
 @pytest.mark.parametrize(
@@ -302,16 +303,59 @@ def test_packed_sequences(probe: ctypes.CDLL, head_dim: int, arch: int, causal: 
         ({}, 1),
         ({"is_causal": 0}, 0),
         ({"nheads_k": 32}, 0),
-        ({"nheads_k": 8}, 0),  # fewer than four pairs of blocks of keys for each SM
+        ({"nheads": 8, "nheads_k": 4}, 0),  # fewer than four pairs of blocks of keys for each SM
         ({"total_q": 8000}, 0),  # the first keys may be seen by all rows
+        # Lengths that are all alike, as those of a batch.
+        (ONE_LENGTH | {"nheads": 12, "nheads_k": 4}, 1),
+        (ONE_LENGTH | {"nheads": 10, "nheads_k": 5}, 0),  # 160 pairs for 132 SMs
+        (ONE_LENGTH | {"nheads": 16, "nheads_k": 4}, 1),
     ],
 )
 def test_packed_groups_are_taken_two_by_two(
     probe: ctypes.CDLL, arguments: dict[str, Any], is_mirrored: int
 ) -> None:
     fields = PACKED | {"nheads": 32, "nheads_k": 16, "total_k": 8448, "is_causal": 1} | arguments
-    plan = Probe(probe).bwd(SM90, SMS, head_dim=128, gradients="dq dk dv", **fields)
+    plan = Probe(probe).bwd(SM90, SMS, head_dim=64, gradients="dq dk dv", **fields)
     assert plan["arch"] == 90 and plan["mirrors_items"] == is_mirrored
+    assert not plan["dq_semaphore"]
+
+
+@pytest.mark.parametrize(
+    "arguments, takes_turns",
+    [
+        ({}, 1),
+        ({"total_q": 8000}, 1),
+        ({"softcap": 30.0}, 1),
+        ({"is_causal": 0}, 0),
+        ({"nheads_k": 16}, 0),
+        ({"nheads_k": 1}, 1),
+        ({"head_dim": 64}, 0),
+        ({"head_dim": 64, "nheads_k": 4}, 1),
+        ({"head_dim": 256}, 0),
+        (ONE_LENGTH, 0),
+        ({"total_q": 1500, "total_k": 1500}, 0),  # what is read and added to stays in L2
+    ],
+)
+def test_packed_groups_take_turns(
+    probe: ctypes.CDLL, arguments: dict[str, Any], takes_turns: int
+) -> None:
+    """Of unequal lengths, though nobody asked for sums in a fixed order."""
+    fields = PACKED | {"nheads": 16, "nheads_k": 8, "is_causal": 1, "head_dim": 128} | arguments
+    plan = Probe(probe).bwd(SM90, SMS, gradients="dq dk dv", **fields)
+    assert plan["arch"] == 90 and bool(plan["dq_semaphore"]) == bool(takes_turns)
+    assert not (plan["mirrors_items"] and plan["dq_semaphore"])
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("deterministic", [0, 1])
+def test_packed_sequences_of_one_head_of_keys(
+    probe: ctypes.CDLL, head_dim: int, deterministic: int
+) -> None:
+    """Sums of dq take rounds of heads of the group, which add to dk and dv."""
+    heads = {"nheads": 8, "nheads_k": 1, "head_dim": head_dim, "deterministic": deterministic}
+    plan = Probe(probe).bwd(SM90, SMS, gradients="dq dk dv", **(PACKED | heads))
+    assert plan["arch"] == 90 and plan["round.groups"] < 8
+    assert plan["dk_accum"] and plan["dv_accum"] and not plan["dk_slots"]
 
 
 def test_few_packed_sequences(probe: ctypes.CDLL) -> None:
@@ -325,9 +369,8 @@ def test_few_packed_sequences(probe: ctypes.CDLL) -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"deterministic": 1},
-        {"softcap": 30.0},
         {"softmax_scale": -1.0},
+        {"softcap": 30.0, "bias": tensor((4, 8000))},
         {"bias": tensor((4, 8000))},
         {"mask": mask(2, 9000, 2500)},
         {"gradients": "dq dk"},
@@ -337,7 +380,7 @@ def test_few_packed_sequences(probe: ctypes.CDLL) -> None:
         {"v": tensor((8000, 2, 128), stride=(1 << 33, 128, 1))},
     ],
     ids=[
-        *("deterministic", "softcap", "negative scale", "bias", "mask", "one gradient less"),
+        *("negative scale", "softcap and bias", "bias", "mask", "one gradient less"),
         *("unaligned", "rest of lse", "expanded", "far rows"),
     ],
 )
@@ -346,6 +389,18 @@ def test_packed_sequences_that_others_compute(
 ) -> None:
     fields = {"gradients": "dq dk dv"} | PACKED | arguments
     assert Probe(probe).bwd(SM90, SMS, head_dim=128, **fields)["arch"] == 80
+
+
+@pytest.mark.parametrize("head_dim", [40, 128, 136, 192, 256])
+@pytest.mark.parametrize("softcap", [0.0, 30.0])
+@pytest.mark.parametrize("deterministic", [0, 1])
+def test_packed_sequences_in_any_order_and_capped(
+    probe: ctypes.CDLL, head_dim: int, softcap: float, deterministic: int
+) -> None:
+    fields = {"head_dim": head_dim, "softcap": softcap, "deterministic": deterministic}
+    plan = Probe(probe).bwd(SM90, SMS, gradients="dq dk dv", **(PACKED | fields))
+    assert (plan["arch"], plan["block_m"], plan["block_n"]) == (90, 64, 128)
+    assert plan["num_splits"] == 1 and bool(plan["dq_semaphore"]) == bool(deterministic)
 
 
 @pytest.mark.parametrize("head_dim", [136, 192, 256])
@@ -358,8 +413,13 @@ def test_packed_sequences_that_others_compute(
         # 120 blocks of keys, each for two thread blocks.
         {"seqlen_q": 1920, "seqlen_k": 1920, "nheads": 8, "nheads_k": 8, "is_causal": 1},
         {"softcap": 30.0, "is_causal": 1, "nheads_k": 4},
+        {"deterministic": 1},
+        {"softcap": 30.0, "deterministic": 1, "seqlen_k": 100},
     ],
-    ids=["plain", "causal groups", "few keys, few rows", "no more than fill the GPU", "softcap"],
+    ids=[
+        *("plain", "causal groups", "few keys, few rows", "no more than fill the GPU", "softcap"),
+        *("deterministic", "softcap, deterministic"),
+    ],
 )
 def test_wide_heads(probe: ctypes.CDLL, arguments: dict[str, Any], head_dim: int) -> None:
     """Two thread blocks share 128 keys; dq lies as the four consumers of both leave it."""
@@ -371,17 +431,16 @@ def test_wide_heads(probe: ctypes.CDLL, arguments: dict[str, Any], head_dim: int
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"deterministic": 1},
         {"bias": tensor((1, 16, 4096, 4096), BFLOAT16)},
         {"mask": mask(1, 1, 4096, 4096)},
+        {"mask": mask(1, 1, 4096, 4096), "deterministic": 1},
         {"dout": tensor((1, 4096, 16, 256), stride=(4096 * 4100, 4100, 256, 1))},
-        {"softcap": 30.0, "deterministic": 1},
         {"softcap": 30.0, "mask": mask(1, 1, 4096, 4096)},
         {"softcap": 30.0, "bias": tensor((1, 16, 1, 4096), FLOAT32)},
         {"softcap": 30.0, "softmax_scale": -1.0},
     ],
     ids=[
-        *("deterministic", "bias", "mask", "unaligned", "softcap, deterministic"),
+        *("bias", "mask", "mask, deterministic", "unaligned"),
         *("softcap and mask", "softcap and bias", "softcap, negative scale"),
     ],
 )
@@ -411,7 +470,7 @@ def test_workspace_stays_below_one_and_a_half_inputs(
     plan = plan_of(probe, is_causal=1, deterministic=deterministic, **shape, **lengths)
     inputs = 2 * batch * length * head_dim * (16 + 2 * nheads_k)
     assert plan["workspace_bytes"] + 4 * batch * 16 * length <= 1.5 * inputs
-    assert plan["arch"] == 90 or (deterministic and head_dim > 128)
+    assert plan["arch"] == 90
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])

@@ -161,6 +161,7 @@ def array_bytes(found: Plan, heads: int, nheads: int) -> dict[str, int]:
         "delta": stats,
         "dq_accum": tiles * block_m * found["dq_dims"] * 4,
         "dq_semaphore": tiles * 4,
+        "dkv_semaphore": found["round.heads_k"] * (total_k // 128 + sequences) * 2 * 4,
         "dk_accum": kv,
         "dv_accum": kv,
         "dbias_cols": nheads * total_k * 4,
@@ -178,19 +179,23 @@ def check_arrays(full: dict[str, Any], found: Plan, heads: int) -> list[str]:
     assert spans[-1][1] <= WORKSPACE + found["workspace_bytes"]
     for (_, end, name), (begin, _, following) in itertools.pairwise(spans):
         assert end <= begin, f"{name} reaches into {following}"
-    cleared = {"dq_accum", "dq_semaphore", "dk_accum", "dv_accum", "dbias_cols"}
+    cleared = {"dq_accum", "dq_semaphore", "dkv_semaphore", "dk_accum", "dv_accum", "dbias_cols"}
     first, last = found["scratch_zeros"], found["scratch_zeros"] + zeroed_bytes(found)
     for begin, end, name in spans:
         assert (first <= begin and end <= last) == (name in cleared), name
     return arrays
 
 
-@pytest.mark.parametrize("sizes", SHAPES[:2], ids=["few", "many"])
-def test_arrays_of_hopper_do_not_overlap(plan: Probe, sizes: dict[str, Any]) -> None:
+@pytest.mark.parametrize("sizes", SHAPES, ids=["few", "many", "long"])
+@pytest.mark.parametrize("deterministic", [0, 1])
+def test_arrays_of_hopper_do_not_overlap(
+    plan: Probe, sizes: dict[str, Any], deterministic: int
+) -> None:
     full = {"total_q": 500, "total_k": 700, "max_seqlen_k": 400, "nheads": 4, "nheads_k": 2} | sizes
-    found = plan.bwd(SM90, packed=True, gradients="dq dk dv", **full)
+    found = plan.bwd(SM90, packed=True, gradients="dq dk dv", deterministic=deterministic, **full)
     assert found["arch"] == 90
-    assert set(check_arrays(full, found, 0)) == {"lse", "delta", "dq_accum"}
+    counters = {"dq_semaphore", "dkv_semaphore"} if deterministic else set()
+    assert set(check_arrays(full, found, 0)) == {"lse", "delta", "dq_accum"} | counters
 
 
 @pytest.mark.parametrize("kernels", [SM80, SM89])

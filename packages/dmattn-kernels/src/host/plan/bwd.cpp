@@ -431,7 +431,7 @@ bool is_for_residents(const BwdPlan& plan) {
   const bool has_bias = p.bias.kind != BiasKind::kNone;
   // The rest of lse is there for the sake of large biases.
   if (!all_wanted || plan.has_lse_rest != has_bias) return false;
-  if (p.packing.is_active()) return bwd_level(plan) == Level::kPacked;
+  if (p.packing.is_active()) return plan.walk == KeyWalk::kTiled && !has_bias && !has_mask(plan.mask);
   if (plan.walk == KeyWalk::kTiled) {
     if (!has_bias && !hides_keys(plan)) return true;
     const bool is_served = !has_bias || p.bias.kind == BiasKind::kTile || suits_wide_tiles(plan) || is_of_group_keys(p);
@@ -444,11 +444,11 @@ bool is_for_residents(const BwdPlan& plan) {
   return p.nheads_k % list_heads == 0 && (!has_bias || is_of_group_keys(p)) && p.softcap == 0.f;
 }
 
-// Whether thread blocks that stay have enough to do. No kernel splits packed sequences, and this one cannot go on with
-// their sums in another round; where sums are deterministic others do not split further.
+// Whether thread blocks that stay have enough to do. No kernel splits packed sequences; where sums are deterministic others
+// do not split further.
 bool suits_residents(const BwdPlan& plan) {
   if (is_gathered(plan.walk)) return true;
-  if (plan.kernel.packing.is_active()) return plan.round.groups == plan.whole.groups;
+  if (plan.kernel.packing.is_active()) return true;
   const int64_t tiles = plan.kernel.max_work_items;
   return plan.kernel.deterministic || keeps_residents_busy(plan, plan.round, tiles, plan.kernel.num_splits);
 }

@@ -98,24 +98,48 @@ bool has_drifting_items(const BwdPlan& plan) {
   return has_uneven_items(plan) && !p.deterministic && p.softcap <= 0.f && plan.tile.cluster == 1;
 }
 
-// Two items, one after the other, that together have as many rows as any other two keep blocks in step (see
-// find_mirrored_item()), if heads share keys and what they read and add to does not stay in L2 anyway. They all take the
-// same time where there are no fewer rows than keys: so they are for calls in which the last ones
-// leave no more than a tenth of the blocks without work. Those of packed sequences, whose lengths the device knows, are for
-// calls with several pairs for each block.
+// What blocks that stay read and add to should be found in L2. Rows of so many bytes leave it, unless blocks are at the same
+// ones at the same time. Where heads share keys, there are two ways to keep them in step.
 constexpr int64_t kRowBytesOfL2 = int64_t{32} << 20;
+bool leaves_l2(const BwdPlan& plan) {
+  const BwdParams& p = plan.kernel;
+  const int64_t row_bytes = p.head_dim * (2 * element_bytes(plan.unit.dtype) + int64_t{sizeof(float)});
+  return rows_of(p) * p.packing.rows_q(p.seqlen_q) * row_bytes > kRowBytesOfL2;
+}
+bool has_unequal_sequences(const BwdParams& p) {
+  const int64_t sequences = p.packing.sequences;
+  return sequences * p.seqlen_q != p.packing.total_q || sequences * p.seqlen_k != p.packing.total_k;
+}
+
+// Packed sequences of unequal lengths: turns at dq, as sums in a fixed order have them. Heads that share keys then come one
+// after the other at each block of rows, and a thread block stays behind the one before it. At head_dim 64 two heads of a
+// group have too little to do between turns.
+bool suits_turns(const BwdPlan& plan, const BwdRound& round) {
+  const BwdParams& p = plan.kernel;
+  const int32_t fewest_heads = plan.unit.head_dim_tile <= 64 ? 4 : 2;
+  return plan.resident_blocks > 0 && plan.tile.cluster == 1 && p.packing.is_active() && p.is_causal &&
+         has_unequal_sequences(p) && round.groups >= fewest_heads && leaves_l2(plan);
+}
+
+// Others: two items, one after the other, that together have as many rows as any other two (see find_mirrored_item()).
+// They all take the same time where there are no fewer rows than keys: so they are for calls in which the last ones leave
+// no more than a tenth of the blocks without work, or, where only the device knows how many there are, with several pairs
+// for each block.
 constexpr int64_t kPackedPairs = 4;
 bool suits_mirrored_items(const BwdPlan& plan, const BwdRound& round, const Device& device) {
   const BwdParams& p = plan.kernel;
   const Level level = plan.choice.level;
   const bool may_mirror = plan.resident_blocks > 0 && (level == Level::kPlain || level == Level::kPacked) &&
                           plan.tile.cluster == 1 && p.is_causal && p.window == 0 && round.groups > 1;
-  const int64_t row_bytes = p.head_dim * (2 * element_bytes(plan.unit.dtype) + int64_t{sizeof(float)});
   if (p.packing.rows_q(p.seqlen_q) < p.packing.rows_k(p.seqlen_k)) return false;  // the first keys have all rows
-  if (!may_mirror || rows_of(p) * p.packing.rows_q(p.seqlen_q) * row_bytes <= kRowBytesOfL2) return false;
-  const int64_t heads = int64_t{p.packing.slabs(round.batches)} * round.heads_k, blocks = device.num_sms;
-  const int64_t tiles = ceil_div(p.packing.rows_k(p.seqlen_k), plan.tile.block_n);
-  if (p.packing.is_active()) return heads * tiles >= 2 * kPackedPairs * blocks;
+  if (!may_mirror || !leaves_l2(plan)) return false;
+  const int64_t blocks = device.num_sms;
+  if (p.packing.is_active() && has_unequal_sequences(p)) {
+    const int64_t tiles = ceil_div(p.packing.total_k, plan.tile.block_n);
+    return !suits_turns(plan, round) && round.heads_k * tiles >= 2 * kPackedPairs * blocks;
+  }
+  const int64_t sequences = p.packing.is_active() ? p.packing.sequences : round.batches;
+  const int64_t heads = sequences * round.heads_k, tiles = ceil_div(p.seqlen_k, plan.tile.block_n);
   const int64_t pairs = heads * ceil_div<int64_t>(tiles, 2);
   return static_cast<double>(heads * tiles) >= kBusyWith * 2 * blocks * ceil_div(pairs, blocks);
 }
@@ -234,7 +258,8 @@ Accumulators place_accumulators(const BwdPlan& plan, const BwdRound& round, int3
   const int64_t blocks = heads_k * round.groups * dq_blocks;
   Accumulators sums;
   const size_t begin = workspace.bytes();
-  if (plan.wants_dq && kernel.deterministic) sums.dq_semaphore = workspace.take<int32_t>(blocks);
+  const bool takes_turns = kernel.deterministic || suits_turns(plan, round);
+  if (plan.wants_dq && takes_turns) sums.dq_semaphore = workspace.take<int32_t>(blocks);
   if (plan.resident_blocks > 0) sums.work_counter = workspace.take<int32_t>(work_counters_of(plan, round));
   if (kernel.deterministic && has_row_block_lists(plan) && !plan.keeps_terms) {
     const int64_t turns = plan.chunk_blocks > 0 ? ceil_div(round.row_blocks, plan.chunk_blocks) : 1;

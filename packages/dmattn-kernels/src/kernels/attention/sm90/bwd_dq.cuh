@@ -25,6 +25,13 @@ __device__ __forceinline__ void wait_for_turn(const int32_t* counter, int value)
     asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
   } while (now != value);
 }
+// Likewise where several pass a turn on.
+__device__ __forceinline__ void wait_for_turns(const int32_t* counter, int at_least) {
+  int32_t now;
+  do {
+    asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
+  } while (now < at_least);
+}
 // Without a fence: only after the next one may what is added rely on the value.
 __device__ __forceinline__ int peek_at_turn(const int32_t* counter) {
   int32_t now;
@@ -56,7 +63,7 @@ struct BwdDq {
       if (lane == 0) s.item_empty[item_place.stage].arrive();
       item_place.advance();
       if (announced.index >= p.items) return;
-      const BwdItem item = find_item<T>(p, announced);
+      const BwdItemOf<T> item = find_item<T>(p, announced);
       if constexpr (T::kGathered) count_tiles_before(item);
       if (lane == 0) add_item(item);
       __syncwarp();
@@ -84,7 +91,7 @@ struct BwdDq {
     __syncwarp();
   }
 
-  __device__ __forceinline__ void add_item(const BwdItem& item) {
+  __device__ __forceinline__ void add_item(const BwdItemOf<T>& item) {
     const bool takes_turns = p.dq_semaphore != nullptr;
     bool is_turn = !takes_turns;  // at the rows of the step
     BwdSteps<T> steps(p, item);
@@ -109,7 +116,7 @@ struct BwdDq {
 
   // Passes the turn on; whether it is already the block's at the rows of the next step. That is asked while additions are
   // on their way, and the fence in pass_turn() comes between the answer and what is added next, too.
-  __device__ __forceinline__ bool finish_turn(int block, const BwdItem& item, const BwdSteps<T>& next) {
+  __device__ __forceinline__ bool finish_turn(int block, const BwdItemOf<T>& item, const BwdSteps<T>& next) {
     const int turns = next.left > 0 ? peek_at_turn(p.dq_semaphore + block_of(item, next)) : -1;
     wait_for_bulk();
     pass_turn(p.dq_semaphore + block);
@@ -118,9 +125,8 @@ struct BwdDq {
     return is_turn;
   }
 
-  // Which block of rows of all.
-  __device__ __forceinline__ int block_of(const BwdItem& item, const BwdSteps<T>& steps) const {
-    return (item.batch * p.nheads + steps.head) * p.dq_blocks + steps.m;
+  __device__ __forceinline__ int block_of(const BwdItemOf<T>& item, const BwdSteps<T>& steps) const {
+    return dq_block_of<T>(p, item, steps.head, steps.m);
   }
   __device__ __forceinline__ int turns_before(const BwdItem& item, int m) const {
     if constexpr (T::kGathered) {

@@ -1,7 +1,8 @@
 // Copies listed keys for the Hopper backward: warps of the first warpgroup, each for the 64 keys of one consumer.
 //
-// What a list says of its keys (where they are, which rows see them, their bias) is read as soon as the item is known,
-// K and V are copied when the consumers are done with those of the item before, while these add to dk and dv.
+// What a list says of its keys (where they are, which rows see them, their bias) is read as soon as the item is known. K
+// and V are copied at once where they have a second stage (kStagesKv); otherwise when the consumers are done with those of
+// the item before, while these add to dk and dv.
 #pragma once
 
 #include "../shared/key_source.cuh"

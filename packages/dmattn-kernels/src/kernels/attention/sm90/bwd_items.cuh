@@ -31,6 +31,20 @@ __device__ __forceinline__ const SeqRange& place_of_keys(const PackedBwdItem& it
 __device__ __forceinline__ int first_row_block(const SeqRange& q, int sequence, int block) {
   return first_packed_block(q.first, sequence, block);
 }
+// Which block of rows of all, in the arrays of dq and of its counters.
+template <class T>
+__device__ __forceinline__ int dq_block_of(const BwdArguments& p, const BwdItemOf<T>& item, int head, int m) {
+  int block = (item.batch * p.nheads + head) * p.dq_blocks + m;
+  if constexpr (T::kPacked) block += first_row_block(item.q, item.sequence, T::kBlockM);
+  return block;
+}
+// Where lse, delta and the like of a block of rows begin.
+template <class T>
+__device__ __forceinline__ int64_t row_of_stat(const BwdArguments& p, const BwdItemOf<T>& item, int head, int m) {
+  int64_t row = (static_cast<int64_t>(item.batch) * p.nheads + head) * p.seqlen_q_rounded + m * T::kBlockM;
+  if constexpr (T::kPacked) row += first_row_block(item.q, item.sequence, kRowPitch) * kRowPitch;
+  return row;
+}
 
 // --- consecutive keys -----------------------------------------------------------------------------------------------
 
@@ -120,7 +134,7 @@ __device__ __forceinline__ int blocks_of_keys(int keys) {
 // Items are numbered as if the blocks of keys, one sequence behind the other, were those of one. Some stand for no keys:
 // then k.length is 0.
 template <class T>
-__device__ __forceinline__ typename T::PackedItem find_packed_item(const BwdArguments& p, int index) {
+__device__ __forceinline__ PackedItem find_packed_item(const BwdArguments& p, int index) {
   const BwdItem slot = find_tiled_item<T>(p, index);
   const PackedRows keys = find_packed_keys(p.packing, T::kBlockN, slot.n_block);
   const SeqlenInfo own = read_packed_seqlens(p.packing, keys.sequence, p.seqlen_q, p.seqlen_k);
@@ -140,7 +154,7 @@ __device__ __forceinline__ typename T::PackedItem find_packed_item(const BwdArgu
 }
 // The rows that see the keys.
 template <class T>
-__device__ __forceinline__ PackedBwdItem to_item(const BwdArguments& p, const typename T::PackedItem& found) {
+__device__ __forceinline__ PackedBwdItem to_item(const BwdArguments& p, const PackedItem& found) {
   const int blocks = (found.q.length + T::kBlockM - 1) / T::kBlockM;
   const int first_row = p.is_causal ? found.n_block * T::kBlockN - (found.k.length - found.q.length) : 0;
   const int m_begin = min(max(first_row, 0) / T::kBlockM, blocks);
@@ -207,6 +221,9 @@ __device__ __forceinline__ int64_t head_list_of(const BwdArguments& p, int batch
 __device__ __forceinline__ const int2* tile_rows_of(const BwdArguments& p, int batch, int head_k, int chunk) {
   return p.tile_rows + (head_list_of(p, batch, head_k) * p.keys.blocks + chunk) * p.n_blocks;
 }
+__device__ __forceinline__ int2 read_tile_rows(const BwdArguments& p, const ListItem& item) {
+  return __ldg(tile_rows_of(p, item.batch, item.head_k, item.chunk) + item.tile);
+}
 // How many tiles they are.
 __device__ __forceinline__ int count_tiles(const BwdArguments& p, int batch, int head_k, int chunk, int keys_of_tile) {
   const int64_t list = head_list_of(p, batch, head_k) * p.keys.blocks + chunk;
@@ -230,8 +247,8 @@ __device__ __forceinline__ BwdItemOf<T> find_item(const BwdArguments& p, const t
 }
 
 // Whether rows and keys meet of which the one does not see the other, or one of which there is not.
-template <class T>
-__device__ __forceinline__ bool cuts_tile(const BwdArguments& p, int m, int n_block) {
+template <class T, class Lengths>
+__device__ __forceinline__ bool cuts_tile(const Lengths& p, int m, int n_block) {
   const int last = (n_block + 1) * T::kBlockN - 1, offset = p.seqlen_k - p.seqlen_q;
   if constexpr (T::kWindows) {
     if (p.window > 0 && (m + 1) * T::kBlockM + offset - p.window > n_block * T::kBlockN) return true;
@@ -313,6 +330,39 @@ struct HeadSteps {
   }
 };
 
+// Of wide heads: those of RowSteps, or where dq is added up in order those of HeadSteps.
+struct WideTiledSteps {
+  const BwdArguments& p;
+  int begin, end;  // of the blocks of rows, or of the heads
+  int head, m;
+  int left;
+
+  __device__ __forceinline__ WideTiledSteps(const BwdArguments& arguments, const BwdItem& item) : p(arguments) {
+    const HeadRange heads = heads_of(p, item);
+    begin = takes_turns() ? heads.begin : item.m_begin;
+    end = takes_turns() ? heads.end : item.m_end;
+    head = heads.begin;
+    m = item.m_end - 1;
+    left = (heads.end - heads.begin) * (item.m_end - item.m_begin);
+  }
+  __device__ __forceinline__ bool takes_turns() const { return p.dq_semaphore != nullptr; }
+  __device__ __forceinline__ bool is_last() const { return left <= 1; }
+  __device__ __forceinline__ void advance() {
+    --left;
+    if (takes_turns()) {
+      if (++head < end) return;
+      head = begin;
+      --m;
+    } else {
+      if (--m >= begin) return;
+      m = end - 1;
+      ++head;
+    }
+  }
+};
+template <class T>
+using WideSteps = std::conditional_t<T::kGathered, RowSteps, WideTiledSteps>;
+
 // Whether an item is the second of two that are mirrored.
 template <class T>
 __device__ __forceinline__ bool is_mirror_image(const BwdArguments& p, const BwdItem& item) {
@@ -358,10 +408,11 @@ struct MirroredSteps {
 
 // Of packed sequences, whose lengths are not at hand in each step.
 template <class T>
-struct PackedSteps : MirroredSteps<T> {
+struct PackedSteps : std::conditional_t<T::kOrdered, HeadSteps<T>, MirroredSteps<T>> {
+  using Steps = std::conditional_t<T::kOrdered, HeadSteps<T>, MirroredSteps<T>>;
   int cut_end;  // the first block of rows from which on cuts_tile() is false
 
-  __device__ __forceinline__ PackedSteps(const BwdArguments& p, const PackedBwdItem& item) : MirroredSteps<T>(p, item) {
+  __device__ __forceinline__ PackedSteps(const BwdArguments& p, const PackedBwdItem& item) : Steps(p, item) {
     const int last = (item.n_block + 1) * T::kBlockN - 1;
     const int first_seeing_all = p.is_causal ? last - (item.k.length - item.q.length) : 0;
     cut_end = last >= item.k.length ? item.m_end : (max(first_seeing_all, 0) + T::kBlockM - 1) / T::kBlockM;
@@ -370,8 +421,8 @@ struct PackedSteps : MirroredSteps<T> {
 
 template <class T>
 using BwdSteps =
-    std::conditional_t<T::kOrdered, HeadSteps<T>,
-                       std::conditional_t<T::kPacked, PackedSteps<T>,
+    std::conditional_t<T::kPacked, PackedSteps<T>,
+                       std::conditional_t<T::kOrdered, HeadSteps<T>,
                                           std::conditional_t<T::kMirrors, MirroredSteps<T>,
                                                              std::conditional_t<T::kGathered, ListSteps, RowSteps>>>>;
 

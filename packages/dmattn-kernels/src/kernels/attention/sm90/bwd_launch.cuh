@@ -34,7 +34,8 @@ void choose_sections(BwdArguments& a, int64_t part_bytes, int64_t items_of_part,
   const int64_t last_parts = (kLastItems * blocks + items_of_part - 1) / std::max<int64_t>(items_of_part, 1);
   if (last_parts >= a.all_parts) return;
   int64_t section_parts = kBwdSectionBytes / std::max<int64_t>(part_bytes, 1);
-  if (T::kOrdered) section_parts = std::max(section_parts, blocks / kBlocksOfTurns);
+  const bool takes_turns = T::kOrdered || a.dq_semaphore != nullptr;
+  if (takes_turns) section_parts = std::max(section_parts, blocks / kBlocksOfTurns);
   a.section_parts = static_cast<int32_t>(std::clamp<int64_t>(section_parts, 1, a.all_parts));
   a.sections = static_cast<int32_t>((a.all_parts - last_parts) / a.section_parts);
 }
@@ -68,8 +69,8 @@ cudaError_t fill_tiles(BwdArguments& a, const BwdParams& p, int64_t blocks, cons
     if (status == cudaSuccess) status = map_rows<T>(mapper, a.dk, p.dk, p.dk_stride, keys, 64);
     if (status == cudaSuccess) status = map_rows<T>(mapper, a.dv, p.dv, p.dv_stride, keys, 64);
   }
-  a.dk_slots = p.dk_slots;
-  a.dv_slots = p.dv_slots;
+  a.dk_slots = T::kPacked ? p.dk_accum : p.dk_slots;
+  a.dv_slots = T::kPacked ? p.dv_accum : p.dv_slots;
   if (p.num_splits > 1) a.dkv_semaphore = p.dkv_semaphore;
   a.n_blocks = T::kPacked ? packed_blocks(p.packing.total_k, p.packing.sequences, T::kBlockN)
                           : (p.seqlen_k + T::kBlockN - 1) / T::kBlockN;
@@ -288,6 +289,8 @@ cudaError_t launch_bwd(const KernelChoice& choice, const BwdParams& p, cudaStrea
       if (p.bias.kind != BiasKind::kNone) return go_wide(cute::C<BwdVariant::kBiasLists>{});
       return go_wide(cute::C<BwdVariant::kLists>{});
     } else {
+      if (p.packing.is_active() && p.softcap > 0.f) return go_wide(cute::C<BwdVariant::kPackedSoftcap>{});
+      if (p.packing.is_active()) return go_wide(cute::C<BwdVariant::kPacked>{});
       if (p.softcap > 0.f) return go_wide(cute::C<BwdVariant::kSoftcap>{});
       if (p.window > 0) return go_wide(cute::C<BwdVariant::kMask>{});
       return go_wide(cute::C<BwdVariant::kPlain>{});
@@ -299,7 +302,11 @@ cudaError_t launch_bwd(const KernelChoice& choice, const BwdParams& p, cudaStrea
     if (has_bias) return go(cute::C<BwdVariant::kBiasLists>{});
     return go(cute::C<BwdVariant::kLists>{});
   } else {
-    if (p.packing.is_active()) return go(cute::C<BwdVariant::kPacked>{});
+    if (p.packing.is_active()) {
+      if (p.softcap > 0.f) return go(cute::C<BwdVariant::kPackedSoftcap>{});
+      const bool takes_turns = p.dq_semaphore != nullptr;
+      return takes_turns ? go(cute::C<BwdVariant::kPackedOrdered>{}) : go(cute::C<BwdVariant::kPacked>{});
+    }
     if (p.bias.kind == BiasKind::kKey) return go(cute::C<BwdVariant::kKeyBias>{});
     if (p.bias.kind != BiasKind::kNone) {
       const bool is_wide = p.bias.kind == BiasKind::kDirect;

@@ -29,11 +29,12 @@ struct BwdArguments {
   float* dq_accum;
   int32_t dq_tile;  // elements: kBlockM * kTileDim, or without the last fragments, which have no columns of head_dim
   uint32_t dq_last_bytes;  // of them, the part of the second of two consumers; worked out in the loop it costs 1%
-  // [batch][nheads][dq_blocks], zero before the launch: blocks of keys that have added to a tile of dq.
-  // nullptr: nobody waits for a turn.
+  // [batch][nheads][dq_blocks], zero before the launch: blocks of keys that have added to a tile of dq; of wide heads,
+  // consumers. nullptr: nobody waits for a turn.
   int32_t* dq_semaphore;
   // fp32 [batch][nheads_k][n_blocks][kBlockN][kTileDim], added to instead of dk and dv, where several items or launches
-  // have parts of a block of keys. nullptr: an item has all that sees its keys.
+  // have parts of a block of keys. nullptr: an item has all that sees its keys. Of packed sequences
+  // [nheads_k][total_k][head_dim].
   float* dk_slots;
   float* dv_slots;
   int32_t seqlen_q, seqlen_k, seqlen_q_rounded, nheads, nheads_k, head_ratio;
@@ -52,8 +53,8 @@ struct BwdArguments {
   float softmax_scale, softcap;
   bool is_causal;
   // Number of items that thread blocks have taken, zero before the launch. Where no block waits for another's turn each
-  // has its first by its own number, and those do not count. Wide heads do without it. Over lists, unless an item has all
-  // rows or sums are in a fixed order: the first of ListNumbers.
+  // has its first by its own number, and those do not count. Wide heads do without it then. Over lists, unless an item has
+  // all rows or sums are in a fixed order: the first of ListNumbers.
   int32_t* work_counter;
   uint32_t zero;  // 0, for BwdConsumer::move()
 
@@ -85,7 +86,8 @@ struct BwdArguments {
   const int2* tile_rows;  // first and last + 1 block of rows that see a tile: [list][n_blocks]; equal: there is none
   // [batch][nheads_k][chunks], zero before the launch: consumers that have added the dk and dv of a tile. nullptr: nobody
   // waits for their turn; where sums are in a fixed order, `terms` has them. Consecutive keys, in a fixed order:
-  // [batch][nheads_k][n_blocks][consumer], the parts of a block of keys that have been added; nullptr: there are none.
+  // [batch][nheads_k][n_blocks][64 keys], the parts of a block of keys that have been added; of wide heads, their dk and dv
+  // one by one. nullptr: there are none.
   int32_t* dkv_semaphore;
   float* dk_accum;  // fp32 [batch][nheads_k][seqlen_k][head_dim], added to; or those of `terms`
   float* dv_accum;

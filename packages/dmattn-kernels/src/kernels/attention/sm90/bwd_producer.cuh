@@ -78,8 +78,7 @@ struct BwdProducer {
       return true;
     }
     const ListPlace found = numbering.find(room, p.head_ratio, number);
-    const ListItem item = find_list_item<T>(p, found.place);
-    const int2 rows = __ldg(tile_rows_of(p, item.batch, item.head_k, item.chunk) + item.tile);
+    const int2 rows = read_tile_rows(p, find_list_item<T>(p, found.place));
     if (rows.x >= rows.y) return false;
     announce({found.place, rows.x, rows.y, found.heads.word});
     return true;
@@ -110,8 +109,7 @@ struct BwdProducer {
   __device__ __forceinline__ typename T::Announced look_up(int index, int first) const {
     if constexpr (T::kGathered) {
       for (; index < p.items; index = first + atomicAdd(p.work_counter, 1)) {
-        const ListItem item = find_list_item<T>(p, index);
-        const int2 rows = __ldg(tile_rows_of(p, item.batch, item.head_k, item.chunk) + item.tile);
+        const int2 rows = read_tile_rows(p, find_list_item<T>(p, index));
         if (rows.x < rows.y) return {index, rows.x, rows.y, 0};
       }
       return {index, 0, 0, 0};
@@ -307,9 +305,7 @@ struct BwdProducer {
   }
   __device__ __forceinline__ void copy_stat(const float* from, float* to, Barrier& full, int head, int m,
                                             const Item& item) {
-    int64_t row = (static_cast<int64_t>(item.batch) * p.nheads + head) * p.seqlen_q_rounded + m * T::kBlockM;
-    if constexpr (T::kPacked) row += first_row_block(item.q, item.sequence, kRowPitch) * kRowPitch;
-    cute::SM90_BULK_COPY_G2S::copy(from + row, &full.word, to, kStatBytes);
+    cute::SM90_BULK_COPY_G2S::copy(from + row_of_stat<T>(p, item, head, m), &full.word, to, kStatBytes);
   }
 };
 

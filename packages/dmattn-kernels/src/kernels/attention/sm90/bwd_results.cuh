@@ -113,6 +113,18 @@ __device__ __forceinline__ void send_key_row(const float (&acc)[kFragments][4], 
     }
   }
 }
+// The thread's keys of a packed sequence, to rows of sums. `first`: the first of the two, counted in the sequence.
+template <int kFragments>
+__device__ __forceinline__ void add_key_rows(const float (&acc)[kFragments][4], float scale, float* sums,
+                                             const BwdArguments& p, int head_k, const SeqRange& keys, int first,
+                                             int lane) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int key = first + 8 * half;
+    float* const to = sums + (static_cast<int64_t>(head_k) * p.packing.total_k + keys.first + key) * p.head_dim;
+    send_key_row(acc, half, scale, to, /*exists=*/key < keys.length, /*is_stored=*/false, p.head_dim, lane);
+  }
+}
 // Likewise rounded, to a row of the gradient itself; or of dq, whose fragments have queries where those have keys.
 template <class Element, int kFragments>
 __device__ __forceinline__ void store_key_row(const float (&acc)[kFragments][4], int half, float scale, Element* to,
@@ -487,8 +499,14 @@ struct BwdResults : BwdConsumerState<T> {
   template <class Accumulator>
   __device__ __forceinline__ void store_grad(Accumulator& acc, float scale, const CUtensorMap& out, float* slots,
                                              const BwdItem& item) {
-    if (!T::kPacked && slots != nullptr) {
-      add_partial<T>(fragments<kFragmentsD>(acc), scale, slots, item, p, consumer * 64 + warp * 16 + lane / 4, lane);
+    if (slots != nullptr) {
+      const int row = consumer * 64 + warp * 16 + lane / 4;
+      if constexpr (T::kPacked) {
+        add_key_rows(fragments<kFragmentsD>(acc), scale, slots, p, item.head_k, s.item[item_place.stage].k,
+                     item.n_block * T::kBlockN + row, lane);
+      } else {
+        add_partial<T>(fragments<kFragmentsD>(acc), scale, slots, item, p, row, lane);
+      }
       return;
     }
     const auto rounded = round_grad<Element>(acc, scale);

@@ -44,7 +44,16 @@ enum class BwdVariant {
   // do not. What writes the gradient costs the consumers registers: the others go without.
   kDenseBiasRows,
   kWideBiasRows,
-  kFewKeys,  // as kPlain, of keys that fit one tile
+  kFewKeys,        // as kPlain, of keys that fit one tile
+  kPackedOrdered,  // over packed sequences, and dq can be added up in a fixed order
+  kPackedSoftcap,  // over packed sequences with softcap, and dq can, too
+};
+
+// A block of keys of a packed sequence, in which n_block counts. Consumers read it in shared memory until they are done
+// with it, to save registers.
+struct PackedItem {
+  int32_t index, n_block, head_k, sequence;
+  SeqRange q, k;
 };
 
 // A block of rows that meets the keys of an item, as the producer announces it beside Q where there is a dense mask.
@@ -121,9 +130,11 @@ struct BwdTraits {
   // An item may have all rows that see its keys, and write their dk and dv itself. Beside a bias the products then lack
   // registers.
   static constexpr bool kHasWholeItems = kVariant == BwdVariant::kLists;
-  static constexpr bool kPacked = kVariant == BwdVariant::kPacked;
+  static constexpr bool kPacked = kVariant == BwdVariant::kPacked || kVariant == BwdVariant::kPackedOrdered ||
+                                  kVariant == BwdVariant::kPackedSoftcap;
   static constexpr bool kFewKeys = kVariant == BwdVariant::kFewKeys;
-  static constexpr bool kMirrors = kPacked || kVariant == BwdVariant::kPlain;  // items may be numbered two by two
+  // Items may be numbered two by two.
+  static constexpr bool kMirrors = kVariant == BwdVariant::kPlain || kVariant == BwdVariant::kPacked;
   static constexpr BwdTile kTile = sm90_bwd_tile(kHeadDim, kGathered, kBias, kMasked || kPacked || kFewKeys);
   static constexpr int kBlockM = kTile.block_m, kBlockN = kTile.block_n;  // rows of queries; keys, 64 a consumer
   static constexpr int kOwnKeys = kBlockN;                                // keys that TMA copies in one piece
@@ -134,9 +145,10 @@ struct BwdTraits {
   static constexpr int kStagesKv = kGathered && kHeadDim == 64 ? 2 : 1;
   // On an H200, bulk copies are up to 4% faster at head_dim 128; at 64 they have not been timed.
   // With a dense bias they would wait for each other's and dbias's.
-  static constexpr bool kSoftcap = kVariant == BwdVariant::kSoftcap;
+  static constexpr bool kSoftcap = kVariant == BwdVariant::kSoftcap || kVariant == BwdVariant::kPackedSoftcap;
   static constexpr bool kOrdered = kSoftcap || kVariant == BwdVariant::kOrdered ||
-                                   kVariant == BwdVariant::kOrderedLists || kVariant == BwdVariant::kOrderedBiasLists;
+                                   kVariant == BwdVariant::kPackedOrdered || kVariant == BwdVariant::kOrderedLists ||
+                                   kVariant == BwdVariant::kOrderedBiasLists;
   static constexpr DqPath kDqPath = kOrdered                       ? DqPath::kTurns
                                     : kFewKeys                     ? DqPath::kRows
                                     : kHeadDim == 64 || kDenseBias ? DqPath::kVector
@@ -225,11 +237,6 @@ struct BwdTraits {
   };
   struct MaskedItem {
     int32_t index, has_rows;  // has_rows: the mask leaves any
-  };
-  // n_block counts in the sequence. Consumers read it here until they are done with the item, to save registers.
-  struct PackedItem {
-    int32_t index, n_block, head_k, sequence;
-    SeqRange q, k;
   };
   using Announced =
       std::conditional_t<kGathered, ListedItem,

@@ -14,8 +14,9 @@
 // step are queued in the order p^T do, dq of the step before, scores of the next step (and likewise), so that the
 // exchange has a step's time, and one consumer's products run while the other one's registers are worked on.
 //
-// A cluster takes one block of keys, or one tile of a list. Bytes, registers and cycles are counted in
-// docs/kernels/backward.md.
+// A cluster takes one block of keys, or one tile of a list. Where dq of consecutive keys is added up in a fixed order, a
+// warp beside the producer waits for the turns of each consumer and passes them on. Bytes, registers and cycles are
+// counted in docs/kernels/backward.md.
 #pragma once
 
 #include <climits>
@@ -64,14 +65,50 @@ __device__ __forceinline__ void init_wide_barriers(typename T::Shared& s) {
     s.ds_full[i].init(1);
     s.ds_empty[i].init(T::kCluster * T::kConsumers);
   }
+  for (int i = 0; i < T::kConsumers; ++i) {
+    s.turn_full[i].init(1);
+    s.turn_used[i].init(4);  // a warp each
+  }
   cutlass::arch::fence_barrier_init();
 }
+
+// --- turns at dq: one thread for each consumer ------------------------------------------------------------------------
+
+// Whether dq is added up in a fixed order.
+template <class T>
+__device__ __forceinline__ bool takes_turns(const BwdArguments& p) {
+  return !T::kGathered && p.dq_semaphore != nullptr;
+}
+
+// As in BwdDq, but the consumers add their parts of dq themselves. Polling a counter, and the fence before it is advanced,
+// take about as long as half of a step, beside which they run here. Each of the four consumers of a cluster counts once.
+template <class T>
+struct WideTurns {
+  const BwdArguments& p;
+  typename T::Shared& s;
+  const int consumer;
+
+  __device__ __forceinline__ void run(const BwdItemOf<T>& item) {
+    constexpr int kTurns = T::kCluster * T::kConsumers;
+    int phase = 0;
+#pragma unroll 1
+    for (WideSteps<T> steps(p, item); steps.left > 0; steps.advance()) {
+      int32_t* const counter = p.dq_semaphore + dq_block_of<T>(p, item, steps.head, steps.m);
+      wait_for_turns(counter, item.n_block * kTurns);  // rows that see a key see those before it
+      s.turn_full[consumer].arrive();
+      s.turn_used[consumer].wait(phase);
+      pass_turn(counter);
+      phase ^= 1;
+    }
+  }
+};
 
 // --- the producer: one thread -----------------------------------------------------------------------------------------
 
 template <class T>
 struct WideProducer {
   using Element = typename T::Element;
+  using Item = BwdItemOf<T>;
   static constexpr uint32_t kStatBytes = T::kBlockM * sizeof(float);
   static constexpr uint16_t kBoth = 3;
 
@@ -81,8 +118,8 @@ struct WideProducer {
   RingPlace<T::kStagesQ> q_place;
   RingPlace<T::kStagesdO> dout_place;
 
-  __device__ __forceinline__ void run(const BwdItem& item) {
-    RowSteps steps(p, item);
+  __device__ __forceinline__ void run(const Item& item) {
+    WideSteps<T> steps(p, item);
     if (steps.left == 0) return;
     load_q(steps, item);
     if constexpr (!T::kGathered) load_k(item);
@@ -96,34 +133,34 @@ struct WideProducer {
     }
   }
 
-  static __device__ __forceinline__ int first_key(const BwdItem& item, int rank) {
+  static __device__ __forceinline__ int first_key(const Item& item, int rank) {
     return item.n_block * T::kBlockN + rank * T::kOwnKeys;
   }
   // The block's own keys, and of the other's what its part of dq needs.
-  __device__ __forceinline__ void load_k(const BwdItem& item) {
+  __device__ __forceinline__ void load_k(const Item& item) {
     s.k_full.arrive_and_expect((T::kWholeK + T::kOwnPanels * T::kPanelK) * sizeof(Element));
     load_tile<T::kOwnKeys, T::kAllPanels, T::kPanelCols>(p.k, s.k_full, cute::TMA::CacheHintSm90::EVICT_FIRST, s.k,
-                                                         first_key(item, rank), item.head_k, item.batch);
+                                                         first_key(item, rank), item.head_k, place_of_keys(item));
 #pragma unroll
     for (int panel = 0; panel < T::kOwnPanels; ++panel) {
-      cute::SM90_TMA_LOAD_4D::copy(&p.k, &s.k_full.word, static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST),
-                                   s.other_k + panel * T::kPanelK, (rank * T::kOwnPanels + panel) * T::kPanelCols,
-                                   first_key(item, rank ^ 1), item.head_k, item.batch);
+      load_panel(p.k, s.k_full, cute::TMA::CacheHintSm90::EVICT_FIRST, s.other_k + panel * T::kPanelK,
+                 (rank * T::kOwnPanels + panel) * T::kPanelCols, first_key(item, rank ^ 1), item.head_k,
+                 place_of_keys(item));
     }
   }
-  __device__ __forceinline__ void load_v(const BwdItem& item) {
+  __device__ __forceinline__ void load_v(const Item& item) {
     s.v_full.arrive_and_expect(T::kTileK * sizeof(Element));
     load_tile<T::kOwnKeys, T::kPanels, T::kPanelCols>(p.v, s.v_full, cute::TMA::CacheHintSm90::EVICT_FIRST, s.v,
-                                                      first_key(item, rank), item.head_k, item.batch);
+                                                      first_key(item, rank), item.head_k, place_of_keys(item));
   }
-  __device__ __forceinline__ void load_q(const RowSteps& steps, const BwdItem& item) {
+  __device__ __forceinline__ void load_q(const WideSteps<T>& steps, const Item& item) {
     const int stage = q_place.stage;
     load_rows(p.q, p.lse, s.q + stage * T::kTileQ, s.lse[stage], s.q_full[stage], s.q_empty[stage], q_place.phase,
               T::kBias ? kStatBytes : 0, steps, item);
     if constexpr (T::kBias) copy_stat(p.lse_rest, s.lse_rest[stage], s.q_full[stage], steps, item);
     q_place.advance();
   }
-  __device__ __forceinline__ void load_dout(const RowSteps& steps, const BwdItem& item) {
+  __device__ __forceinline__ void load_dout(const WideSteps<T>& steps, const Item& item) {
     const int stage = dout_place.stage;
     load_rows(p.dout, p.delta, s.dout + stage * T::kTileQ, s.delta[stage], s.dout_full[stage], s.dout_empty[stage],
               dout_place.phase, 0, steps, item);
@@ -134,23 +171,21 @@ struct WideProducer {
   // arrive before the barrier is told to expect it: no phase ends before this thread has arrived.
   __device__ __forceinline__ void load_rows(const CUtensorMap& map, const float* stats, Element* tile, float* stat,
                                             Barrier& full, Barrier& empty, int phase, uint32_t more,
-                                            const RowSteps& steps, const BwdItem& item) {
+                                            const WideSteps<T>& steps, const Item& item) {
     empty.wait(phase ^ 1);
     full.arrive_and_expect(T::kTileQ * sizeof(Element) + kStatBytes + more);
 #pragma unroll
     for (int i = 0; i < T::kOwnPanels; ++i) {
       const int panel = rank * T::kOwnPanels + i;
       if (panel >= T::kPanels) break;
-      cute::SM90_TMA_LOAD_MULTICAST_4D::copy(
-          &map, &full.word, kBoth, static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_LAST),
-          tile + panel * T::kPanelQ, panel * T::kPanelCols, steps.m * T::kBlockM, steps.head, item.batch);
+      load_panel_to(kBoth, map, full, cute::TMA::CacheHintSm90::EVICT_LAST, tile + panel * T::kPanelQ,
+                    panel * T::kPanelCols, steps.m * T::kBlockM, steps.head, place_of_rows(item));
     }
     copy_stat(stats, stat, full, steps, item);
   }
-  __device__ __forceinline__ void copy_stat(const float* from, float* to, Barrier& full, const RowSteps& steps,
-                                            const BwdItem& item) {
-    const int64_t row =
-        (static_cast<int64_t>(item.batch) * p.nheads + steps.head) * p.seqlen_q_rounded + steps.m * T::kBlockM;
+  __device__ __forceinline__ void copy_stat(const float* from, float* to, Barrier& full, const WideSteps<T>& steps,
+                                            const Item& item) {
+    const int64_t row = row_of_stat<T>(p, item, steps.head, steps.m);
     cute::SM90_BULK_COPY_G2S::copy(from + row, &full.word, to, kStatBytes);
   }
 };
@@ -161,6 +196,8 @@ struct WideProducer {
 template <class T, bool kIsGradient>
 struct WideConsumer {
   using Element = typename T::Element;
+  using Item = BwdItemOf<T>;
+  using Steps = WideSteps<T>;
   static constexpr int kFragmentsM = T::kBlockM / 8, kFragmentsD = T::kHeadDim / 8;
   static constexpr int kOwnBarrier = 1;  // of the warpgroup; 0 is __syncthreads()
   static constexpr int kConsumer = kIsGradient ? 1 : 0;
@@ -174,13 +211,13 @@ struct WideConsumer {
 
   const BwdArguments& p;
   typename T::Shared& s;
-  const BwdItem& item;
+  const Item& item;                    // of a packed sequence in shared memory, to save registers
   const int rank, thread, warp, lane;  // thread, warp: in the warpgroup
   int step =
       0;  // of the item; buffers are used in turn, so that it says which of them, and the phase of their barriers
 
-  __device__ __forceinline__ WideConsumer(const BwdArguments& arguments, typename T::Shared& shared,
-                                          const BwdItem& given, int rank_in_cluster)
+  __device__ __forceinline__ WideConsumer(const BwdArguments& arguments, typename T::Shared& shared, const Item& given,
+                                          int rank_in_cluster)
       : p(arguments),
         s(shared),
         item(given),
@@ -226,8 +263,7 @@ struct WideConsumer {
     clear(acc_grad);
     // The zeros are in registers before any product starts: where they came later, all products would be serialized.
     warpgroup_fence_operand(acc_grad);
-    RowSteps steps(p, item);
-    steps.head += item.batch * p.nheads;  // of all batches
+    Steps steps(p, item);
     if (steps.left > 0) {
       int dq_before = dq_tile(steps);  // of the step before, or of the first one
       const auto start_scores = [&](int n) __attribute__((always_inline)) {
@@ -251,7 +287,12 @@ struct WideConsumer {
       };
       const auto finish_dq = [&](int n, auto& acc_dq) __attribute__((always_inline)) {
         if (is_speaker()) release_in_both(s.ds_empty[place_of<T::kStagesdS>(n).stage]);
+        if (takes_turns<T>(p)) s.turn_full[kConsumer].wait(n % 2);
         add_dq(fragments<T::Dq::kFragments>(acc_dq), dq_before);
+        if (takes_turns<T>(p)) {
+          __syncwarp();
+          if (lane == 0) s.turn_used[kConsumer].arrive();
+        }
       };
 
       // A step in two halves. Between them only dv, or dk, is on its way, on all paths: see BwdConsumer::work().
@@ -340,7 +381,9 @@ struct WideConsumer {
   // That the consumer computes of dq.
   __device__ __forceinline__ int panel() const { return rank * T::kOwnPanels + kConsumer; }
   // Of all tiles of dq, that of the step's rows.
-  __device__ __forceinline__ int dq_tile(const RowSteps& steps) const { return steps.head * p.dq_blocks + steps.m; }
+  __device__ __forceinline__ int dq_tile(const Steps& steps) const {
+    return dq_block_of<T>(p, item, steps.head, steps.m);
+  }
   // To the consumer's part of a tile.
   __device__ __forceinline__ void add_dq(const float (&acc)[T::Dq::kFragments][4], int dq_tile) const {
     if (T::kPanels < T::kAllPanels && panel() >= T::kPanels) return;
@@ -365,9 +408,17 @@ struct WideConsumer {
     static constexpr bool kWindows = T::kWindows;
   };
   __device__ __forceinline__ int own_block() const { return item.n_block * T::kCluster + rank; }
+  // Of the item, which says them where sequences are packed.
+  __device__ __forceinline__ decltype(auto) lengths() const {
+    if constexpr (T::kPacked) {
+      return PackedLengths{item.q.length, item.k.length, p.is_causal};
+    } else {
+      return (p);
+    }
+  }
 
   __device__ __forceinline__ void take_exp(const Scores& scores, Scores& probabilities, SentScores& capped,
-                                           const RowSteps& steps) const {
+                                           const Steps& steps) const {
     if (is_cut(steps)) {
       take_exp<true>(scores, probabilities, capped, steps);
     } else {
@@ -375,18 +426,18 @@ struct WideConsumer {
     }
   }
   // Whether rows and keys meet of which the one does not see the other, or one of which there is not.
-  __device__ __forceinline__ bool is_cut(const RowSteps& steps) const {
+  __device__ __forceinline__ bool is_cut(const Steps& steps) const {
     if constexpr (T::kGathered) {
       const int2 all = s.facts.seen_by_all;
       const int first = first_row(steps);
       return first < all.x || first + T::kBlockM > all.y;
     } else {
-      return cuts_tile<OwnTile>(p, steps.m, own_block());
+      return cuts_tile<OwnTile>(lengths(), steps.m, own_block());
     }
   }
   // Of the step; over lists it counts from the item's first one.
-  __device__ __forceinline__ int first_row(const RowSteps& steps) const {
-    return (T::kGathered ? steps.m - steps.m_begin : steps.m) * T::kBlockM;
+  __device__ __forceinline__ int first_row(const Steps& steps) const {
+    return (T::kGathered ? steps.m - item.m_begin : steps.m) * T::kBlockM;
   }
   // The thread's two keys are 8 apart in the block.
   __device__ __forceinline__ int own_key(int half) const { return 16 * warp + lane / 4 + 8 * half; }
@@ -398,24 +449,25 @@ struct WideConsumer {
       return T::kGathered || T::kWindows ? static_cast<uint32_t>(row - first) < rows : row >= first;
     }
   };
-  __device__ __forceinline__ SeenBy seen_by(int half, const RowSteps& steps) const {
+  __device__ __forceinline__ SeenBy seen_by(int half, const Steps& steps) const {
     const int own_row = first_row(steps) + lane % 4 * 2;
     if constexpr (T::kGathered) {
       const uint32_t rows = s.facts.rows[own_key(half)];
       return {static_cast<int>(rows & 0xffff) - own_row, rows >> 16};
     } else {
+      const auto& own = lengths();
       const int key = own_block() * T::kOwnKeys + own_key(half);
-      const int seen_from = p.is_causal ? key - (p.seqlen_k - p.seqlen_q) : INT_MIN / 2;
+      const int seen_from = own.is_causal ? key - (own.seqlen_k - own.seqlen_q) : INT_MIN / 2;
       if constexpr (T::kWindows) {
-        const uint32_t rows = p.window > 0 ? p.window : INT_MAX;
-        return {seen_from - own_row, key >= p.seqlen_k ? 0 : rows};
+        const uint32_t rows = own.window > 0 ? own.window : INT_MAX;
+        return {seen_from - own_row, key >= own.seqlen_k ? 0 : rows};
       }
-      return {(key >= p.seqlen_k ? INT_MAX / 2 : seen_from) - own_row, 0};
+      return {(key >= own.seqlen_k ? INT_MAX / 2 : seen_from) - own_row, 0};
     }
   }
   template <bool kIsCut>
   __device__ __forceinline__ void take_exp(const Scores& scores, Scores& probabilities, SentScores& capped,
-                                           const RowSteps& steps) const {
+                                           const Steps& steps) const {
     const float scale_log2 = (T::kSoftcap ? p.softcap : p.softmax_scale) * kLog2e;
     const float inner = T::kSoftcap ? p.softmax_scale / p.softcap : 1.f;
     SeenBy seen[2];
@@ -545,31 +597,77 @@ struct WideConsumer {
 
   // --- dk and dv leave ------------------------------------------------------------------------------------------------
 
+  // Of parts of the keys that are added in order, dk and dv together; nullptr: in any order.
+  __device__ __forceinline__ int32_t* part_counter() const {
+    if (T::kGathered || p.dkv_semaphore == nullptr) return nullptr;
+    const int64_t head = static_cast<int64_t>(item.batch) * p.nheads_k + item.head_k;
+    return p.dkv_semaphore + (head * p.n_blocks + item.n_block) * T::kCluster + rank;
+  }
+
   template <class Accumulator>
   __device__ __forceinline__ void store_grad(Accumulator& acc, Element* stage) const {
     const float scale = kIsGradient ? p.softmax_scale : kUnscale;
-    if (p.dk_slots != nullptr) {
+    if constexpr (T::kPacked) {
+      if (p.dk_slots != nullptr) {
+        add_key_rows(fragments<kFragmentsD>(acc), scale, kIsGradient ? p.dk_slots : p.dv_slots, p, item.head_k, item.k,
+                     WideProducer<T>::first_key(item, rank) + own_key(0), lane);
+        return;
+      }
+    } else if (p.dk_slots != nullptr) {
+      int32_t* const counter = part_counter();
+      if (counter != nullptr) {
+        if (is_speaker()) wait_for_turns(counter, item.split * T::kConsumers);
+        sync_own();
+      }
       add_partial<T>(fragments<kFragmentsD>(acc), scale, kIsGradient ? p.dk_slots : p.dv_slots, item, p,
                      rank * T::kOwnKeys + warp * 16 + lane / 4, lane);
+      if (counter != nullptr) {
+        __threadfence();  // what each thread has added comes before the turn
+        sync_own();
+        if (is_speaker()) pass_turn(counter);
+      }
       return;
     }
     stage_grad<T>(round_grad<Element>(acc, scale), stage, thread);
     sync_own();
     if (!is_speaker()) return;
-    send_grad<T>(kIsGradient ? p.dk : p.dv, stage, WideProducer<T>::first_key(item, rank), item.head_k, item.batch);
+    send_grad<T>(kIsGradient ? p.dk : p.dv, stage, WideProducer<T>::first_key(item, rank), item.head_k,
+                 place_of_keys(item));
     cute::tma_store_wait<0>();  // what is being read from shared memory needs it to be there
   }
 };
 
 template <class T>
-__device__ __forceinline__ BwdItem find_wide_item(const BwdArguments& p, int index) {
+__device__ __forceinline__ BwdItemOf<T> find_wide_item(const BwdArguments& p, int index) {
   if constexpr (T::kGathered) {
     const ListItem item = find_list_item<T>(p, index);
-    const int2 rows = __ldg(tile_rows_of(p, item.batch, item.head_k, item.chunk) + item.tile);
+    const int2 rows = read_tile_rows(p, item);
     return {item.tile, item.head_k, 0, item.batch, rows.x, rows.y, item.chunk};
+  } else if constexpr (T::kPacked) {
+    return to_item<T>(p, find_packed_item<T>(p, index));
   } else {
     return find_tiled_item<T>(p, index);
   }
+}
+
+// Where clusters wait for each other, no item belongs to one before it runs: see BwdProducer::run(). All threads.
+template <class T>
+__device__ __forceinline__ int take_number(const BwdArguments& p, typename T::Shared& s, int rank) {
+  cute::cluster_sync();  // the other thread block has begun
+  if (rank == 0 && threadIdx.x == 0) {
+    const int number = atomicAdd(p.work_counter, 1);
+    s.number = number;
+    asm volatile("st.shared::cluster.s32 [%0], %1;" ::"r"(cute::set_block_rank(smem_u32(&s.number), 1)), "r"(number)
+                 : "memory");
+  }
+  cute::cluster_sync();
+  return s.number;
+}
+
+template <class T>
+__device__ __forceinline__ bool is_no_item(const BwdItemOf<T>& item) {
+  if constexpr (T::kPacked) return item.k.length == 0;
+  return T::kGathered && item.m_begin >= item.m_end;
 }
 
 template <class T>
@@ -580,25 +678,37 @@ __global__ void __cluster_dims__(T::kCluster, 1, 1) __launch_bounds__(T::kThread
   auto& s = *reinterpret_cast<typename T::Shared*>(smem + ((base + 1023) / 1024 * 1024 - base));
   const int rank = static_cast<int>(cute::block_rank_in_cluster());
   wait_for_previous_kernel();
-  const BwdItem item = find_wide_item<T>(p, blockIdx.x / T::kCluster);
-  // Lists have room for more tiles than they fill. The other thread block ends here, too.
-  if (T::kGathered && item.m_begin >= item.m_end) return;
-  if (threadIdx.x == 0) init_wide_barriers<T>(s);
+  int index = blockIdx.x / T::kCluster;
+  if (takes_turns<T>(p)) index = take_number<T>(p, s, rank);
+  const BwdItemOf<T> item = find_wide_item<T>(p, index);
+  // Lists have room for more tiles than they fill, and packed sequences numbers for more blocks of keys than there are.
+  // The other thread block ends here, too.
+  if (is_no_item<T>(item)) return;
+  if (threadIdx.x == 0) {
+    init_wide_barriers<T>(s);
+    if constexpr (T::kPacked) s.item = item;
+  }
   cute::cluster_sync();  // both have barriers before the first copy to both
   const int group = cutlass::canonical_warp_group_idx();
   if (group == 0) {
     cutlass::arch::warpgroup_reg_dealloc<T::kProducerRegisters>();
     const int warp = threadIdx.x / 32;
     if (threadIdx.x == 0) WideProducer<T>{p, s, rank}.run(item);
+    if constexpr (!T::kGathered) {
+      const bool has_consumer = warp > 0 && warp <= T::kConsumers;
+      if (takes_turns<T>(p) && has_consumer && threadIdx.x % 32 == 0) WideTurns<T>{p, s, warp - 1}.run(item);
+    }
     if constexpr (T::kGathered) {
       if (warp > 0) WideGather<T>{p, s, rank, static_cast<int>(threadIdx.x % 32)}.run(item, warp - 1);
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<T::kConsumerRegisters>();
+    const BwdItemOf<T>* own = &item;
+    if constexpr (T::kPacked) own = &s.item;  // see WideConsumer
     if (group == 1) {
-      WideConsumer<T, false>(p, s, item, rank).run();
+      WideConsumer<T, false>(p, s, *own, rank).run();
     } else {
-      WideConsumer<T, true>(p, s, item, rank).run();
+      WideConsumer<T, true>(p, s, *own, rank).run();
     }
   }
   // No thread block ends while the other still reaches for its shared memory.

@@ -1,12 +1,13 @@
 // Shapes, layouts and the shared memory of the Hopper backward for wide heads.
 #pragma once
 
+#include "bwd_items.cuh"
 #include "bwd_traits.cuh"
 
 namespace dmattn::sm90 {
 
 // Two thread blocks of a cluster share 128 keys. Each has 64 of them, and half of the columns of dq. Of the variants there
-// are kPlain, kMask for a window, kSoftcap with or without one, kLists and kBiasLists.
+// are kPlain, kPacked, kPackedSoftcap, kMask for a window, kSoftcap with or without one, kLists and kBiasLists.
 template <class Element_, int kHeadDim_, BwdVariant kVariant = BwdVariant::kPlain>
 struct BwdWideTraits {
   using Element = Element_;
@@ -24,13 +25,14 @@ struct BwdWideTraits {
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;  // as in BwdTraits
   // For what it shares with the kernels of other head dimensions.
-  static constexpr bool kDenseBias = false, kMasked = false, kOrdered = false, kPacked = false, kPairs = false;
+  static constexpr bool kDenseBias = false, kMasked = false, kOrdered = false, kPairs = false;
+  static constexpr bool kPacked = kVariant == BwdVariant::kPacked || kVariant == BwdVariant::kPackedSoftcap;
   static constexpr bool kMirrors = false;
   static constexpr bool kListBias = kVariant == BwdVariant::kBiasLists, kKeyBias = kListBias, kBias = kListBias;
   static constexpr bool kGathered = kListBias || kVariant == BwdVariant::kLists;
-  static constexpr bool kSoftcap = kVariant == BwdVariant::kSoftcap;
-  static constexpr bool kWindows = kSoftcap || kVariant == BwdVariant::kMask;
-  static_assert(kGathered || kWindows || kVariant == BwdVariant::kPlain);
+  static constexpr bool kSoftcap = kVariant == BwdVariant::kSoftcap || kVariant == BwdVariant::kPackedSoftcap;
+  static constexpr bool kWindows = kVariant == BwdVariant::kSoftcap || kVariant == BwdVariant::kMask;
+  static_assert(kGathered || kWindows || kPacked || kVariant == BwdVariant::kPlain);
   // Of the first warpgroup, beside the producer: one copies the block's keys, one their values, and one what the block
   // needs of the other's keys.
   static constexpr int kGatherWarps = kGathered ? 3 : 0;
@@ -103,9 +105,12 @@ struct BwdWideTraits {
     alignas(128) float delta[kStagesdO][kBlockM];
     alignas(128) float lse_rest[kStagesQ][kBias ? kBlockM : 4];
     std::conditional_t<kGathered, KeyFacts, NoFacts> facts;
+    std::conditional_t<kPacked, PackedBwdItem, NoFacts> item;
     Barrier k_full, v_full, facts_full;
     Barrier q_full[kStagesQ], q_empty[kStagesQ], dout_full[kStagesdO], dout_empty[kStagesdO];
     Barrier p_full[kStagesP], ds_full[kStagesdS], ds_empty[kStagesdS];
+    Barrier turn_full[kConsumers], turn_used[kConsumers];  // of a consumer's step at dq, where these are in order
+    int32_t number;                                        // likewise, of the item
   };
   static constexpr uint32_t kSmemBytes = sizeof(Shared) + 1024;  // the base need not be aligned as the tiles must be
   static_assert(kSmemBytes <= 227 * 1024);

@@ -15,7 +15,8 @@ template <class Arguments>
 __device__ __forceinline__ const Arguments& lengths_of(const Arguments& p, const FwdItem&) {
   return p;
 }
-__device__ __forceinline__ PackedLengths lengths_of(const PackedFwdArguments& p, const PackedFwdItem& item) {
+template <class Arguments>
+__device__ __forceinline__ PackedLengths lengths_of(const Arguments& p, const PackedFwdItem& item) {
   return {item.q.length, item.k.length, p.is_causal};
 }
 __device__ __forceinline__ int place_of_rows(const FwdItem& item) { return item.batch; }

@@ -135,7 +135,7 @@ cudaError_t launch_fwd_kernel(int64_t blocks, const FwdParams& p, cudaStream_t s
 }  // namespace sm90
 
 // The unit of a head-dim tile has a plain kernel for each of Hopper's head dimensions in it, with a twin for packed
-// sequences, and one for windows, one for softcap and general ones for all of them (the widest has a single general one);
+// sequences, and one for windows, two for softcap and general ones for all of them (the widest has a single general one);
 // over lists, one with and one without a bias for each key, of 192 and 256 apart.
 template <class Element, int kHeadDimTile, bool kGathered>
 cudaError_t launch_fwd(const KernelChoice& choice, const FwdParams& p, cudaStream_t stream) {
@@ -171,15 +171,19 @@ cudaError_t launch_fwd(const KernelChoice& choice, const FwdParams& p, cudaStrea
     };
     const auto go_general = [&](auto mode, auto is_tall) {
       constexpr sm90::ScoreMode kMode = decltype(mode)::value;
-      constexpr Sm90FwdTile kTile = kMode == sm90::ScoreMode::kWindow    ? sm90_window_fwd_tile(kHeadDimTile)
-                                    : kMode == sm90::ScoreMode::kSoftcap ? sm90_softcap_fwd_tile(kHeadDimTile)
-                                                                         : sm90_general_fwd_tile(kHeadDimTile, is_tall);
+      constexpr bool kSoftcap = kMode == sm90::ScoreMode::kSoftcap || kMode == sm90::ScoreMode::kPackedSoftcap;
+      constexpr Sm90FwdTile kTile = kMode == sm90::ScoreMode::kWindow ? sm90_window_fwd_tile(kHeadDimTile)
+                                    : kSoftcap                        ? sm90_softcap_fwd_tile(kHeadDimTile)
+                                                                      : sm90_general_fwd_tile(kHeadDimTile, is_tall);
       using T = sm90::FwdTraits<Element, kHeadDimTile, kTile.consumers, kTile.block_n, kTile.stages, kMode,
                                 kTile.blocks_per_sm>;
       return sm90::launch_fwd_kernel<T>(choice.blocks, p, stream);
     };
     if (has_plain_window(p)) return go_general(cute::C<sm90::ScoreMode::kWindow>{}, cute::false_type{});
-    if (has_plain_softcap(p)) return go_general(cute::C<sm90::ScoreMode::kSoftcap>{}, cute::false_type{});
+    if (has_plain_softcap(p)) {
+      if (p.packing.is_active()) return go_general(cute::C<sm90::ScoreMode::kPackedSoftcap>{}, cute::false_type{});
+      return go_general(cute::C<sm90::ScoreMode::kSoftcap>{}, cute::false_type{});
+    }
     if (is_general(choice.level)) {
       if constexpr (kHeadDimTile <= 128) {
         const bool is_simple = p.softcap == 0.f && p.softmax_scale > 0.f;

@@ -45,15 +45,16 @@ struct UnalignedBiasFwdArguments : GeneralFwdArguments {
   BiasClasses bias_classes;
 };
 
-// Of softcap and nothing else but a window: softmax_scale is the cap, which multiplies the tanh of the scores.
-struct SoftcapFwdArguments : FwdArguments {
-  float scale_in_cap;  // softmax_scale / softcap
-};
-
 // Of packed sequences: the maps are those of TensorMapper::map_packed(), batch is 1, seqlen_q and seqlen_k bound the
 // lengths, and m_blocks counts the packed_blocks() of row blocks.
 struct PackedFwdArguments : FwdArguments {
   Packing packing;
+};
+
+// Of either with softcap: softmax_scale is the cap, which multiplies the tanh of the scores.
+template <class Uncapped>
+struct SoftcapFwdArguments : Uncapped {
+  float scale_in_cap;  // softmax_scale / softcap
 };
 
 // A block of rows of a head, which a thread block takes.

@@ -24,6 +24,7 @@ enum class ScoreMode {
   kPacked,         // nothing, over packed sequences
   kUnalignedBias,  // as kTileBias, of a 16-bit bias whose rows start on any two bytes (bias_classes.h)
   kSoftcap,        // softcap, and a window if there is one
+  kPackedSoftcap,  // softcap, over packed sequences
 };
 // Whether the rows of a call may see a window of keys: always, where FwdArguments::window says so, or never.
 enum class Windows { kNever, kMaybe, kAlways };
@@ -78,8 +79,8 @@ template <class Element_, int kHeadDim_, int kConsumers_, int kBlockN_, int kSta
 struct FwdTraits {
   using Element = Element_;
   static constexpr ScoreMode kMode = kMode_;
-  static constexpr bool kPacked = kMode == ScoreMode::kPacked;
-  static constexpr bool kSoftcap = kMode == ScoreMode::kSoftcap;
+  static constexpr bool kPacked = kMode == ScoreMode::kPacked || kMode == ScoreMode::kPackedSoftcap;
+  static constexpr bool kSoftcap = kMode == ScoreMode::kSoftcap || kMode == ScoreMode::kPackedSoftcap;
   static constexpr bool kGeneral = kMode != ScoreMode::kPlain && kMode != ScoreMode::kWindow && !kPacked && !kSoftcap;
   static constexpr bool kHasBoxedBias = kMode == ScoreMode::kUnalignedBias;
   static constexpr bool kHasTileBias = kMode == ScoreMode::kTileBias || kMode == ScoreMode::kAny || kHasBoxedBias;
@@ -89,19 +90,19 @@ struct FwdTraits {
   // The softmax is given logits; otherwise raw products.
   static constexpr bool kLogits = kHasTileBias || kHasKeyBias;
   // What the other modes keep leaves no registers for a window.
-  static constexpr Windows kWindows = kMode == ScoreMode::kWindow ? Windows::kAlways
-                                      : kSoftcap || (kMode == ScoreMode::kKeyBias && kConsumers_ == 2)
-                                          ? Windows::kMaybe
-                                          : Windows::kNever;
+  static constexpr Windows kWindows =
+      kMode == ScoreMode::kWindow                                                          ? Windows::kAlways
+      : kMode == ScoreMode::kSoftcap || (kMode == ScoreMode::kKeyBias && kConsumers_ == 2) ? Windows::kMaybe
+                                                                                           : Windows::kNever;
   // Where the softmax bounds the kernel, a bias for each key comes with the products: Q has three columns of ones more, and
   // K the bias / softmax_scale, in three 16-bit numbers whose sum it is. The softmax is then that of the plain kernel.
   // Tiles with a large bias are left out of this: it might overflow, and the scores, which are rounded once it has been
   // added, would not be those of the backward.
   static constexpr bool kBiasInProduct = kMode == ScoreMode::kKeyBias && kConsumers_ == 3;
   using GeneralArguments = cute::conditional_t<kHasBoxedBias, UnalignedBiasFwdArguments, GeneralFwdArguments>;
-  using PlainArguments = cute::conditional_t<kSoftcap, SoftcapFwdArguments, FwdArguments>;
-  using Arguments =
-      cute::conditional_t<kGeneral, GeneralArguments, cute::conditional_t<kPacked, PackedFwdArguments, PlainArguments>>;
+  using OneArguments = cute::conditional_t<kPacked, PackedFwdArguments, FwdArguments>;
+  using PlainArguments = cute::conditional_t<kSoftcap, SoftcapFwdArguments<OneArguments>, OneArguments>;
+  using Arguments = cute::conditional_t<kGeneral, GeneralArguments, PlainArguments>;
   using Item = cute::conditional_t<kPacked, PackedFwdItem, FwdItem>;
   static constexpr int kHeadDim = kHeadDim_;
   // Of four scores whose tanh is taken (see softcap.cuh): of 0 to 4 up to head_dim 128 the fastest.
@@ -116,7 +117,7 @@ struct FwdTraits {
   static constexpr bool kSaysItems = kPacked || !kOverlaps;
   // The next Q comes in while the scores of an item are computed, which counts where it has few keys. At head_dim 96 the
   // same made long calls take 1.04 times as long.
-  static constexpr bool kHasRoomForQ = kHeadDim == 128 && (kMode == ScoreMode::kPlain || kPacked);
+  static constexpr bool kHasRoomForQ = kHeadDim == 128 && (kMode == ScoreMode::kPlain || kMode == ScoreMode::kPacked);
   static constexpr int kQStages = kBlocksPerSm == 2 || kHasRoomForQ ? 2 : 1;
   static constexpr int kThreads = 128 * (kConsumers + 1);
   // Registers a thread: what the producer gives up goes to the consumers. 128 * (kConsumers * kConsumerRegisters +

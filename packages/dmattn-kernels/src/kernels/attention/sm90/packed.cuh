@@ -16,15 +16,28 @@ struct PackedLengths {
 };
 
 // Likewise of a packed sequence, in a map of TensorMapper::map_packed(). `row` counts from the sequence's first.
-template <int kRows, int kPanels, int kPanelCols, class Element>
-__device__ __forceinline__ void load_tile(const CUtensorMap& map, Barrier& full, cute::TMA::CacheHintSm90 hint,
-                                          Element* tile, int row, int head, const SeqRange& sequence) {
+__device__ __forceinline__ void load_panel(const CUtensorMap& map, Barrier& full, cute::TMA::CacheHintSm90 hint,
+                                           void* panel, int col, int row, int head, const SeqRange& sequence) {
   const int origin = kPackedOrigin;
+  cute::SM90_TMA_LOAD_5D::copy(&map, &full.word, static_cast<uint64_t>(hint), panel, col,
+                               origin - sequence.length + row, head, origin, sequence.first + sequence.length);
+}
+__device__ __forceinline__ void load_panel_to(uint16_t blocks, const CUtensorMap& map, Barrier& full,
+                                              cute::TMA::CacheHintSm90 hint, void* panel, int col, int row, int head,
+                                              const SeqRange& sequence) {
+  const int origin = kPackedOrigin;
+  cute::SM90_TMA_LOAD_MULTICAST_5D::copy(&map, &full.word, blocks, static_cast<uint64_t>(hint), panel, col,
+                                         origin - sequence.length + row, head, origin,
+                                         sequence.first + sequence.length);
+}
+
+// Copies a tile of kRows rows, panel by panel. `where`: the batch, or the packed sequence.
+template <int kRows, int kPanels, int kPanelCols, class Element, class Where>
+__device__ __forceinline__ void load_tile(const CUtensorMap& map, Barrier& full, cute::TMA::CacheHintSm90 hint,
+                                          Element* tile, int row, int head, const Where& where) {
 #pragma unroll
   for (int panel = 0; panel < kPanels; ++panel) {
-    cute::SM90_TMA_LOAD_5D::copy(&map, &full.word, static_cast<uint64_t>(hint), tile + panel * kRows * kPanelCols,
-                                 panel * kPanelCols, origin - sequence.length + row, head, origin,
-                                 sequence.first + sequence.length);
+    load_panel(map, full, hint, tile + panel * kRows * kPanelCols, panel * kPanelCols, row, head, where);
   }
 }
 

@@ -41,16 +41,18 @@ struct RingPlace {
   }
 };
 
-// Copies a tile of kRows rows into shared memory, a panel of kPanelCols columns at a time. Rows and columns outside the
-// tensor become zeros.
-template <int kRows, int kPanels, int kPanelCols, class Element>
-__device__ __forceinline__ void load_tile(const CUtensorMap& map, Barrier& full, cute::TMA::CacheHintSm90 hint,
-                                          Element* tile, int row, int head, int batch) {
-#pragma unroll
-  for (int panel = 0; panel < kPanels; ++panel) {
-    cute::SM90_TMA_LOAD_4D::copy(&map, &full.word, static_cast<uint64_t>(hint), tile + panel * kRows * kPanelCols,
-                                 panel * kPanelCols, row, head, batch);
-  }
+// Copies a panel of a tile into shared memory: the columns from `col` on of as many rows as the map says. Rows and columns
+// outside the tensor become zeros.
+__device__ __forceinline__ void load_panel(const CUtensorMap& map, Barrier& full, cute::TMA::CacheHintSm90 hint,
+                                           void* panel, int col, int row, int head, int batch) {
+  cute::SM90_TMA_LOAD_4D::copy(&map, &full.word, static_cast<uint64_t>(hint), panel, col, row, head, batch);
+}
+// Likewise to the same place of all thread blocks of the cluster in `blocks`, whose barriers count it each.
+__device__ __forceinline__ void load_panel_to(uint16_t blocks, const CUtensorMap& map, Barrier& full,
+                                              cute::TMA::CacheHintSm90 hint, void* panel, int col, int row, int head,
+                                              int batch) {
+  cute::SM90_TMA_LOAD_MULTICAST_4D::copy(&map, &full.word, blocks, static_cast<uint64_t>(hint), panel, col, row, head,
+                                         batch);
 }
 
 // Copies 16 bytes from global to shared memory, or writes as many zeros where they do not exist (nothing is read then).
