@@ -101,8 +101,11 @@ bool has_bias_tiles(const BwdParams& p) {
 // Wide heads have a plain kernel, one with a window, one with softcap and perhaps a window, two over packed sequences, with
 // and without softcap, and over lists one with and one without a bias for each key; the sums of lists are in no fixed
 // order. What is dense and comes here without a mask and a bias is served, then.
+// Clusters that add to dq in order look at the boundaries of all sequences first, each of them.
+constexpr int32_t kMostSequencesOfWideTurns = 1024;
 bool sm90_serves_wide_bwd(const BwdParams& p, Level level, bool gathered) {
   if (gathered) return !p.deterministic;
+  if (p.deterministic && p.packing.sequences > kMostSequencesOfWideTurns) return false;
   if (p.softcap > 0.f) return has_finite_softcap(p.softcap);
   return level == Level::kPlain || level == Level::kPacked || p.deterministic;
 }

@@ -327,6 +327,8 @@ def cases() -> Iterator[Case]:
     for name in ("packed", "packed, key mask", "packed, dense mask and bias"):
         launch = next(x for x in PACKED if x.name == name)
         yield Case(f"bf16 256 {name}", attend_packed(launch, "bf16", 256))
+    for launch in HOPPER_PACKED_GRADIENTS:
+        yield Case(f"bf16 256 {launch.name}", attend_packed(launch, "bf16", 256))
     for launch in (*SELECTED, MANY_LISTS):
         if launch.attend and not (launch.select and launch.select.bounds):
             yield Case(f"bf16 64 {launch.name}", attend_selected(launch, "bf16", 64))

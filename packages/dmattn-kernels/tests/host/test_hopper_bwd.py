@@ -403,6 +403,17 @@ def test_packed_sequences_in_any_order_and_capped(
     assert plan["num_splits"] == 1 and bool(plan["dq_semaphore"]) == bool(deterministic)
 
 
+@pytest.mark.parametrize(
+    "head_dim, sequences, arch", [(256, 1024, 90), (256, 1025, 80), (128, 9000, 90)]
+)
+def test_boundaries_that_each_cluster_looks_at(
+    probe: ctypes.CDLL, head_dim: int, sequences: int, arch: int
+) -> None:
+    """Wide heads over very many sequences in a fixed order are left to the sm80 code."""
+    fields = PACKED | {"sequences": sequences, "head_dim": head_dim, "deterministic": 1}
+    assert Probe(probe).bwd(SM90, SMS, gradients="dq dk dv", **fields)["arch"] == arch
+
+
 @pytest.mark.parametrize("head_dim", [136, 192, 256])
 @pytest.mark.parametrize(
     "arguments",

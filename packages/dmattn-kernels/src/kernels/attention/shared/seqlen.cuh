@@ -41,6 +41,17 @@ __device__ __forceinline__ bool fits_packed_range(const int32_t* cu_seqlens, int
   return first >= 0 && first <= end && end <= total && end - first <= max_length;
 }
 
+// Whether none does, so that blocks which stand for rows or keys are those that first_packed_block() counts: for what would
+// wait forever otherwise. All threads of a thread block.
+__device__ __forceinline__ bool fit_packed_ranges(const Packing& packing, int max_seqlen_q, int max_seqlen_k) {
+  bool fit = true;
+  for (int i = threadIdx.x; i < packing.sequences; i += blockDim.x) {
+    fit = fit && fits_packed_range(packing.cu_seqlens_q, i, packing.total_q, max_seqlen_q) &&
+          fits_packed_range(packing.cu_seqlens_k, i, packing.total_k, max_seqlen_k);
+  }
+  return __syncthreads_and(fit);
+}
+
 // The rows that block `slot` of an array laid out by first_packed_block() stands for.
 struct PackedRows {
   int sequence;

@@ -39,6 +39,15 @@ __device__ __forceinline__ int peek_at_turn(const int32_t* counter) {
   return now;
 }
 
+// Whether dq is added up in order. Boundaries of packed sequences are the caller's and may be any numbers, and blocks of
+// keys that there are not would be waited for: then nobody takes turns. All threads of a thread block.
+template <class T>
+__device__ __forceinline__ bool may_take_turns(const BwdArguments& p) {
+  if (p.dq_semaphore == nullptr) return false;
+  if constexpr (T::kPacked) return fit_packed_ranges(p.packing, p.seqlen_q, p.seqlen_k);
+  return true;
+}
+
 // Blocks of keys that see a block of rows add to its dq one after the other, from the first to the last; over lists, the
 // tiles of a chunk that do. Where several begin together each comes to wait for the one before it at its first steps.
 // After that it stays behind it by as much as a turn takes, and does not wait again.
@@ -52,8 +61,9 @@ struct BwdDq {
   const BwdArguments& p;
   typename T::Shared& s;
   const int lane;
-  RingPlace<2> item_place;
-  RingPlace<T::kStagesOut> out_place;
+  const bool takes_turns;
+  RingPlace<2> item_place = {};
+  RingPlace<T::kStagesOut> out_place = {};
 
   __device__ __forceinline__ void run() {
     while (true) {
@@ -92,7 +102,6 @@ struct BwdDq {
   }
 
   __device__ __forceinline__ void add_item(const BwdItemOf<T>& item) {
-    const bool takes_turns = p.dq_semaphore != nullptr;
     bool is_turn = !takes_turns;  // at the rows of the step
     BwdSteps<T> steps(p, item);
 #pragma unroll 1  // few registers

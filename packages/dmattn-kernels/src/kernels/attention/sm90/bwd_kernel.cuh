@@ -545,6 +545,8 @@ __global__ void __launch_bounds__(T::kThreads, 1) bwd_kernel(const __grid_consta
   if (threadIdx.x == 0) init_barriers<T>(p, s);
   __syncthreads();
   wait_for_previous_kernel();
+  bool takes_turns = false;
+  if constexpr (T::kDqPath == DqPath::kTurns) takes_turns = may_take_turns<T>(p);
   if (cutlass::canonical_warp_group_idx() == 0) {
     cutlass::arch::warpgroup_reg_dealloc<T::kProducerRegisters>();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -554,7 +556,7 @@ __global__ void __launch_bounds__(T::kThreads, 1) bwd_kernel(const __grid_consta
       if constexpr (T::kDenseBias && !T::kPairs) producer.finish_bias();
     }
     if constexpr (T::kDqPath == DqPath::kTurns) {
-      if (warp == 1) BwdDq<T>{p, s, lane}.run();
+      if (warp == 1) BwdDq<T>{p, s, lane, takes_turns}.run();
     }
     if constexpr (T::kDenseBias && !T::kPairs) {
       if (warp > 0 && p.bias_rows.exist()) {

@@ -24,6 +24,7 @@
 #include "../../shared/early_start.cuh"
 #include "bwd_results.cuh"
 #include "bwd_wide_gather.cuh"
+#include "bwd_wide_turns.cuh"
 
 namespace dmattn::sm90 {
 
@@ -71,37 +72,6 @@ __device__ __forceinline__ void init_wide_barriers(typename T::Shared& s) {
   }
   cutlass::arch::fence_barrier_init();
 }
-
-// --- turns at dq: one thread for each consumer ------------------------------------------------------------------------
-
-// Whether dq is added up in a fixed order.
-template <class T>
-__device__ __forceinline__ bool takes_turns(const BwdArguments& p) {
-  return !T::kGathered && p.dq_semaphore != nullptr;
-}
-
-// As in BwdDq, but the consumers add their parts of dq themselves. Polling a counter, and the fence before it is advanced,
-// take about as long as half of a step, beside which they run here. Each of the four consumers of a cluster counts once.
-template <class T>
-struct WideTurns {
-  const BwdArguments& p;
-  typename T::Shared& s;
-  const int consumer;
-
-  __device__ __forceinline__ void run(const BwdItemOf<T>& item) {
-    constexpr int kTurns = T::kCluster * T::kConsumers;
-    int phase = 0;
-#pragma unroll 1
-    for (WideSteps<T> steps(p, item); steps.left > 0; steps.advance()) {
-      int32_t* const counter = p.dq_semaphore + dq_block_of<T>(p, item, steps.head, steps.m);
-      wait_for_turns(counter, item.n_block * kTurns);  // rows that see a key see those before it
-      s.turn_full[consumer].arrive();
-      s.turn_used[consumer].wait(phase);
-      pass_turn(counter);
-      phase ^= 1;
-    }
-  }
-};
 
 // --- the producer: one thread -----------------------------------------------------------------------------------------
 
@@ -287,9 +257,9 @@ struct WideConsumer {
       };
       const auto finish_dq = [&](int n, auto& acc_dq) __attribute__((always_inline)) {
         if (is_speaker()) release_in_both(s.ds_empty[place_of<T::kStagesdS>(n).stage]);
-        if (takes_turns<T>(p)) s.turn_full[kConsumer].wait(n % 2);
+        if (takes_turns<T>(p, s)) s.turn_full[kConsumer].wait(n % 2);
         add_dq(fragments<T::Dq::kFragments>(acc_dq), dq_before);
-        if (takes_turns<T>(p)) {
+        if (takes_turns<T>(p, s)) {
           __syncwarp();
           if (lane == 0) s.turn_used[kConsumer].arrive();
         }
@@ -650,20 +620,6 @@ __device__ __forceinline__ BwdItemOf<T> find_wide_item(const BwdArguments& p, in
   }
 }
 
-// Where clusters wait for each other, no item belongs to one before it runs: see BwdProducer::run(). All threads.
-template <class T>
-__device__ __forceinline__ int take_number(const BwdArguments& p, typename T::Shared& s, int rank) {
-  cute::cluster_sync();  // the other thread block has begun
-  if (rank == 0 && threadIdx.x == 0) {
-    const int number = atomicAdd(p.work_counter, 1);
-    s.number = number;
-    asm volatile("st.shared::cluster.s32 [%0], %1;" ::"r"(cute::set_block_rank(smem_u32(&s.number), 1)), "r"(number)
-                 : "memory");
-  }
-  cute::cluster_sync();
-  return s.number;
-}
-
 template <class T>
 __device__ __forceinline__ bool is_no_item(const BwdItemOf<T>& item) {
   if constexpr (T::kPacked) return item.k.length == 0;
@@ -679,7 +635,11 @@ __global__ void __cluster_dims__(T::kCluster, 1, 1) __launch_bounds__(T::kThread
   const int rank = static_cast<int>(cute::block_rank_in_cluster());
   wait_for_previous_kernel();
   int index = blockIdx.x / T::kCluster;
-  if (takes_turns<T>(p)) index = take_number<T>(p, s, rank);
+  if constexpr (!T::kGathered) {
+    const bool in_turns = may_take_turns<T>(p);
+    if (in_turns) index = take_number<T>(p, s, rank);
+    if constexpr (T::kPacked) s.takes_turns = in_turns;  // all threads write the same
+  }
   const BwdItemOf<T> item = find_wide_item<T>(p, index);
   // Lists have room for more tiles than they fill, and packed sequences numbers for more blocks of keys than there are.
   // The other thread block ends here, too.
@@ -696,7 +656,7 @@ __global__ void __cluster_dims__(T::kCluster, 1, 1) __launch_bounds__(T::kThread
     if (threadIdx.x == 0) WideProducer<T>{p, s, rank}.run(item);
     if constexpr (!T::kGathered) {
       const bool has_consumer = warp > 0 && warp <= T::kConsumers;
-      if (takes_turns<T>(p) && has_consumer && threadIdx.x % 32 == 0) WideTurns<T>{p, s, warp - 1}.run(item);
+      if (takes_turns<T>(p, s) && has_consumer && threadIdx.x % 32 == 0) WideTurns<T>{p, s, warp - 1}.run(item);
     }
     if constexpr (T::kGathered) {
       if (warp > 0) WideGather<T>{p, s, rank, static_cast<int>(threadIdx.x % 32)}.run(item, warp - 1);

@@ -111,6 +111,7 @@ struct BwdWideTraits {
     Barrier p_full[kStagesP], ds_full[kStagesdS], ds_empty[kStagesdS];
     Barrier turn_full[kConsumers], turn_used[kConsumers];  // of a consumer's step at dq, where these are in order
     int32_t number;                                        // likewise, of the item
+    bool takes_turns;                                      // over packed sequences, whether they are
   };
   static constexpr uint32_t kSmemBytes = sizeof(Shared) + 1024;  // the base need not be aligned as the tiles must be
   static_assert(kSmemBytes <= 227 * 1024);
