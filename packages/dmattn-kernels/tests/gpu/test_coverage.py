@@ -25,8 +25,8 @@ NOT_REACHABLE = (
     "fill_zero_kernel",  # gradients with gaps: torch's are contiguous and cleared by a memset
 )
 
-# Processes for each family, that share its launches. Nearly all of their time goes into the numbers
-# that results are compared with: one process for all of them took more than four minutes.
+# Processes for each family, that share its launches. With one for all of them the test took more
+# than four minutes, and beside many others longer than it may.
 PARTS = 4
 
 PROGRAM = """
