@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from gpu.device import FAMILY_VARIABLE
+from gpu.sanitize import ONE_THREAD
 from toolkit import find_tool
 
 pytestmark = pytest.mark.slow
@@ -49,7 +50,7 @@ json.dump({"names": sorted({event.name for event in seen.events()}), "wrong": wr
 
 def _launched(family: str, part: int) -> set[str]:
     """Demangled names of the kernels that a part of the sanitizer's launches run."""
-    env = {**os.environ, FAMILY_VARIABLE: family}
+    env = {**os.environ, **ONE_THREAD, FAMILY_VARIABLE: family}
     folders = [str(Path(__file__).parents[1]), env.get("PYTHONPATH", "")]
     env["PYTHONPATH"] = os.pathsep.join(folders)
     command = [sys.executable, "-c", PROGRAM, str(part), str(PARTS)]
