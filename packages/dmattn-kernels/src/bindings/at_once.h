@@ -78,7 +78,8 @@ Params read_params(Params (*make)(Args...), PyObject* const* given, std::index_s
 }
 
 // Returns 0 when it is launched. Otherwise nothing is, and that many bytes of workspace are wanted, which the framework
-// of the first tensor did not give: the caller makes the struct, and finds memory or the right words for there being none.
+// of the first tensor did not give: the caller makes the struct, and finds memory or the right words for there being
+// none.
 template <class Params, class... Args, class Enqueue, class Launch>
 PyObject* run(Params (*make)(Args...), PyObject* const* given, Py_ssize_t count, Enqueue&& enqueue, Launch&& launch) {
   constexpr size_t kArguments = sizeof...(Args);

@@ -123,8 +123,8 @@ bool has_dense_rows(const dmattn_tensor& bias, const Problem& x) {
   return read.row_stride != 0 && read.col_stride == 1;
 }
 
-// A tile of such a bias is copied as a whole, while of listed keys its numbers would be read one by one. That takes several
-// times as long as the keys that the list leaves out.
+// A tile of such a bias is copied as a whole, while of listed keys its numbers would be read one by one. That takes
+// several times as long as the keys that the list leaves out.
 KeyWalk choose_walk(const MaskSource& mask, const KeyList& selection, bool has_selection, bool has_dense_bias) {
   if (has_selection) return selection.block_rows > 0 ? KeyWalk::kRowBlockLists : KeyWalk::kSelectionList;
   return has_mask(mask) && is_key_only(mask) && !has_dense_bias ? KeyWalk::kMaskList : KeyWalk::kTiled;

@@ -95,8 +95,8 @@ Strides3 read_lse_strides(const dmattn_tensor& t);
 // Whether every row starts on 16 bytes.
 bool is_vec16(const void* ptr, const Strides3& stride, Dtype dtype);
 
-// batch == 0 when there is no mask. Dimensions expanded by a stride of 0 count as broadcast, so that an expanded mask is
-// read once.
+// batch == 0 when there is no mask. Dimensions expanded by a stride of 0 count as broadcast, so that an expanded mask
+// is read once.
 MaskSource read_mask(const dmattn_tensor& mask, const Problem& x, bool per_key);
 inline bool has_mask(const MaskSource& mask) { return mask.batch > 0; }
 // The same keys for every row: such a mask becomes a list of keys.
@@ -121,8 +121,8 @@ bool has_dense_rows(const dmattn_tensor& bias, const Problem& x);
 // `selection`: what read_selection() gave, or an empty list where there is none.
 KeyWalk choose_walk(const MaskSource& mask, const KeyList& selection, bool has_selection, bool has_dense_bias);
 
-// Whether a selection is known to be a window of keys, which kernels may find by themselves. A single row takes its list
-// as it is.
+// Whether a selection is known to be a window of keys, which kernels may find by themselves. A single row takes its
+// list as it is.
 template <class Params>
 bool has_known_window(const Params& p, const Problem& x) {
   // What the kernels count with fits 32 bits.

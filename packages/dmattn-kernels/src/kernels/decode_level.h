@@ -1,5 +1,5 @@
-// Which of the two kernels of a case of decoding a launch takes: Level::kPlain is small, so that its instructions arrive
-// soon where other kernels have displaced them.
+// Which of the two kernels of a case of decoding a launch takes: Level::kPlain is small, so that its instructions
+// arrive soon where other kernels have displaced them.
 #pragma once
 
 #include "tiles.h"

@@ -10,8 +10,8 @@ namespace dmattn {
 
 // --- backward ------------------------------------------------------------------------------------------------------
 
-// The rows that gradients come from: those that keep a key and whose dout or dlse is not zero. Of all others, padded rows
-// above all, every share of dq, dk, dv and dbias is 0, as long as q, k, v and out are finite.
+// The rows that gradients come from: those that keep a key and whose dout or dlse is not zero. Of all others, padded
+// rows above all, every share of dq, dk, dv and dbias is 0, as long as q, k, v and out are finite.
 struct UsedRows {
   // [batch][heads][2], zeros before: the last of them + 1, and seqlen_q minus the first of them; 0 and 0 where there is
   // none. nullptr: not asked for.
@@ -87,15 +87,15 @@ struct ChunkKeyListsParams {
   int32_t row_block_rows = 0;
   bool is_shared = false;  // `from` has one list for all rows, of keys that they all see but for causality
   bool is_causal = false;  // then: a row sees none behind its own position
-  // Then: each of its tiles has all rows, and `to` has the lists of `from`, which are ascending, as they are, so many heads
-  // of a batch. Only tile_rows are written.
+  // Then: each of its tiles has all rows, and `to` has the lists of `from`, which are ascending, as they are, so many
+  // heads of a batch. Only tile_rows are written.
   bool is_whole = false;
   int32_t list_heads = 1;
   const int32_t* used_rows = nullptr;  // then, optional: UsedRows::found of the lists of `from`
   int32_t* first_term = nullptr;       // optional, see ChunkTerms
   ListSums sums;                       // not if is_whole
-  // Optional: counts the items of a launch of so many thread blocks, of which each list has so many parts, each of the same
-  // number of query heads.
+  // Optional: counts the items of a launch of so many thread blocks, of which each list has so many parts, each of the
+  // same number of query heads.
   ListNumbers* numbers = nullptr;
   int32_t blocks = 0, parts_of_list = 0, group_heads = 0;
   // What an item takes: of each query head, and beside all of them.

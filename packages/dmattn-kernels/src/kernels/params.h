@@ -28,8 +28,9 @@ struct Packing {
   int32_t sequences = 0;
   int32_t total_q = 0, total_k = 0;  // rows and keys of all sequences
   int32_t m_blocks = 0;              // backward: packed_blocks() of block_m query rows
-  // Added to the offset of the bias for each key before the sequence: +stride if the bias has columns for the keys of all
-  // sequences, -stride if the kernel's key numbers count through all of them (packed_bias_stride() in host/problem.h).
+  // Added to the offset of the bias for each key before the sequence: +stride if the bias has columns for the keys of
+  // all sequences, -stride if the kernel's key numbers count through all of them (packed_bias_stride() in
+  // host/problem.h).
   int64_t bias_col_stride = 0;
 
   constexpr bool is_active() const { return sequences > 0; }
@@ -135,24 +136,24 @@ struct KeyList {
 // Packed sequences have lists with block_rows == 0: count is [batch][heads], idx [heads][capacity] with the list of
 // sequence b from the first_packed_block() of kListBlock keys on. Keys are numbered through all sequences.
 
-// The lists of neighbouring row blocks put together, for the backward on Hopper: keys.block_rows counts the rows of such a
-// chunk, keys.blocks the chunks from the first row block that a launch handles. Written by chunk_key_lists(). A list is
-// ordered by the rows of the chunk that see a key, so that few rows meet a tile that they do not see; keys.full is
-// nullptr.
+// The lists of neighbouring row blocks put together, for the backward on Hopper: keys.block_rows counts the rows of
+// such a chunk, keys.blocks the chunks from the first row block that a launch handles. Written by chunk_key_lists(). A
+// list is ordered by the rows of the chunk that see a key, so that few rows meet a tile that they do not see; keys.full
+// is nullptr.
 struct KeyChunks {
   KeyList keys;
-  // int2 [batch][heads][chunks][capacity / kChunkTileKeys]: the first block of kChunkTileRows rows that sees a key of the
-  // tile, and the last one + 1. Equal: the list has no such tile.
+  // int2 [batch][heads][chunks][capacity / kChunkTileKeys]: the first block of kChunkTileRows rows that sees a key of
+  // the tile, and the last one + 1. Equal: the list has no such tile.
   void* tile_rows = nullptr;
 };
 constexpr int kChunkTileKeys = 128, kChunkTileRows = 64;
 
-// Deterministic sums over the lists of chunks: what a chunk adds to dk, dv and dbias of a key has a row of its own, so that
-// chunks need not wait for each other. The rows of a key lie one behind the other, in the order of its chunks, and
+// Deterministic sums over the lists of chunks: what a chunk adds to dk, dv and dbias of a key has a row of its own, so
+// that chunks need not wait for each other. The rows of a key lie one behind the other, in the order of its chunks, and
 // reduce_chunk_terms() adds them up.
 struct ChunkTerms {
-  // [list batch][list heads][seqlen_k], written by chunk_key_lists(): first[key] + chunk is the row of a key for a chunk
-  // that lists it. nullptr: chunks take turns instead.
+  // [list batch][list heads][seqlen_k], written by chunk_key_lists(): first[key] + chunk is the row of a key for a
+  // chunk that lists it. nullptr: chunks take turns instead.
   int32_t* first = nullptr;
   float* dk = nullptr;     // fp32 [batch][nheads_k][capacity][head_dim]
   float* dv = nullptr;     // likewise
@@ -160,13 +161,13 @@ struct ChunkTerms {
   int32_t capacity = 0;    // rows of a kv head
 };
 
-// Rows of a head that are those of several tokens, each with a row for every head of a group: FwdParams::seqlen_q = count *
-// group, and FwdParams::nheads counts groups.
+// Rows of a head that are those of several tokens, each with a row for every head of a group: FwdParams::seqlen_q =
+// count * group, and FwdParams::nheads counts groups.
 struct TokenRows {
   int32_t count = 1;
   Divisor group{1};  // rows of a token
-  // Elements between the queries, the results and the log-sum-exps of two tokens. FwdParams has the strides of a token's
-  // rows.
+  // Elements between the queries, the results and the log-sum-exps of two tokens. FwdParams has the strides of a
+  // token's rows.
   int64_t q_token = 0, out_token = 0, lse_token = 0;
 };
 
@@ -178,8 +179,8 @@ struct FwdParams {
   float* lse = nullptr;       // natural log
   float* lse_rest = nullptr;  // optional, strides of lse: log-sum-exp minus its rounding to fp32 in lse
   Strides3 q_stride, k_stride, v_stride, out_stride, lse_stride;
-  // num_splits > 1, or TokenRows of the forward kernel: normalised partial results, fp32, combined by combine_splits() or
-  // by the decode kernel itself.
+  // num_splits > 1, or TokenRows of the forward kernel: normalised partial results, fp32, combined by combine_splits()
+  // or by the decode kernel itself.
   float* out_accum = nullptr;  // [num_splits][batch][nheads][seqlen_q][head_dim]
   float* lse_accum = nullptr;  // [2][num_splits][batch][nheads][seqlen_q]: lse, then its rest
   int32_t batch = 0, seqlen_q = 0, seqlen_k = 0;
@@ -225,8 +226,8 @@ struct CacheToken {
   bool vec = true;  // k and v rows start on 16 bytes
 };
 
-// What is known of a token behind the entries of a cache of the best keys, without its being put in: written and read in
-// cache/draft.cu, and read by the attention of the drafted tokens.
+// What is known of a token behind the entries of a cache of the best keys, without its being put in: written and read
+// in cache/draft.cu, and read by the attention of the drafted tokens.
 struct alignas(16) DraftToken {
   int32_t slot;      // of the entry that would make room for it; -1: it would not be kept
   int32_t end;       // number of the first token that would push it out, or of all tokens; 0: it would not be kept
@@ -249,9 +250,9 @@ struct LowestEntries {
 };
 
 // Few query rows (of one token or some, each one a head, or the heads of a group) over any number of keys: decoding. Of
-// FwdParams, `mask` is not read, and key intervals cut nothing; causality does where there are several tokens, the last of
-// which sees the last key. With a token that comes to a cache, the keys are its entries and the token, except for the one
-// that leaves the cache, whose place the token takes at the end.
+// FwdParams, `mask` is not read, and key intervals cut nothing; causality does where there are several tokens, the last
+// of which sees the last key. With a token that comes to a cache, the keys are its entries and the token, except for
+// the one that leaves the cache, whose place the token takes at the end.
 struct DecodeParams : FwdParams {
   CacheToken token;
   CacheDraft draft;  // excludes a token; bias is that of the entries
@@ -291,8 +292,9 @@ struct BwdParams {
   const float* delta = nullptr;     // rowsum(out * dout) - dlse
   // fp32 dq in fragment order: [batch][nheads][dq_blocks][kBlockM * dq_dims], element (i, thread) of a tile at
   // i * threads + thread, so that a warp's atomics fall on 128 consecutive bytes. nullptr: dq is not asked for. Packed
-  // sequences: [nheads][packing.m_blocks], and dq_semaphore too. On Hopper the order is that of DqTile. A launch for some
-  // of the group's heads or of the row blocks has room for those only, and the pointers to where the first of all would be.
+  // sequences: [nheads][packing.m_blocks], and dq_semaphore too. On Hopper the order is that of DqTile. A launch for
+  // some of the group's heads or of the row blocks has room for those only, and the pointers to where the first of all
+  // would be.
   float* dq_accum = nullptr;
   int32_t dq_dims = 0;  // columns of a tile of dq_accum: those of the tile, or only those of head_dim, rounded up to 8
   int32_t dq_blocks = 0;  // row blocks a head; fewer than there are only for interval lists
@@ -303,9 +305,9 @@ struct BwdParams {
   void* dv = nullptr;
   Strides3 dk_stride, dv_stride;
   // num_splits > 1, or chosen on the device (schedule != nullptr), or on Hopper launches that follow one another with
-  // heads of one group: dk and dv of a tile come from several blocks, as fp32 [slot][kBlockN][kHeadDim] each, rounded by
-  // reduce_dkv(). slot = tile, zeroed before and added to by atomics; with has_split_slots, slot = tile * num_splits +
-  // split, summed by reduce_dkv().
+  // heads of one group: dk and dv of a tile come from several blocks, as fp32 [slot][kBlockN][kHeadDim] each, rounded
+  // by reduce_dkv(). slot = tile, zeroed before and added to by atomics; with has_split_slots, slot = tile * num_splits
+  // + split, summed by reduce_dkv().
   float* dk_slots = nullptr;
   float* dv_slots = nullptr;
   // fp32 [batch][nheads_k][seqlen_k][head_dim], zeroed before and converted after: for launches that follow one another
@@ -317,8 +319,9 @@ struct BwdParams {
   // dq_accum, zeroed.
   int32_t* dq_semaphore = nullptr;
   // Deterministic sums over interval lists: [batch][nheads_k], zeroed. Blocks of one kv head add to dk, dv and
-  // dbias_cols in the order of their row blocks. Hopper: [batch][nheads_k][chunks], see BwdArguments; nullptr where what
-  // chunks add is kept apart (see ChunkTerms). Consecutive keys on Hopper: two for each tile, whose parts take turns.
+  // dbias_cols in the order of their row blocks. Hopper: [batch][nheads_k][chunks], see BwdArguments; nullptr where
+  // what chunks add is kept apart (see ChunkTerms). Consecutive keys on Hopper: two for each tile, whose parts take
+  // turns.
   int32_t* dkv_semaphore = nullptr;
   // Gathered by a key-only mask, written by bwd_schedule(): [0] = num_splits, [1] = number of tiles, [2 + i] = first
   // tile of list i (batch-major over (batch, nheads_k)), i <= batch * nheads_k.

@@ -61,9 +61,9 @@ constexpr int kChunkKeys = 4096;
 constexpr int kBins = 2048;
 constexpr int kMaxDigits = 3;
 
-// Segments: see SelectPlan::segment_blocks. Of 4 and 8 blocks, 4 took 0.069 ms instead of 0.104 for 128 lists of 4096 keys
-// on an H200, and 0.145 instead of 0.187 for 4 of 131072. A thread of kThreads holds up to 4 * segment_quads(kThreads)
-// keys.
+// Segments: see SelectPlan::segment_blocks. Of 4 and 8 blocks, 4 took 0.069 ms instead of 0.104 for 128 lists of 4096
+// keys on an H200, and 0.145 instead of 0.187 for 4 of 131072. A thread of kThreads holds up to 4 *
+// segment_quads(kThreads) keys.
 constexpr int kMaxSegmentBlocks = 4;
 constexpr int kMaxSegmentWindow = kMaxDigits * kBins;  // the keys kept take the place of the histograms
 constexpr int segment_quads(int threads) { return threads == 256 ? 4 : 8; }

@@ -6,8 +6,8 @@
 
 namespace dmattn {
 
-// A tile of scores has so many rows, and room for all keys: of the forward, and of the backward, whose kernels exist for
-// two numbers of keys. (The forward over 128 keys was slower than the other kernels, which split them.)
+// A tile of scores has so many rows, and room for all keys: of the forward, and of the backward, whose kernels exist
+// for two numbers of keys. (The forward over 128 keys was slower than the other kernels, which split them.)
 constexpr int kShortRows = 64;
 constexpr int kMostShortFwdKeys = 64;
 constexpr int kMostShortBwdKeys = 128;
@@ -16,8 +16,8 @@ constexpr int short_bwd_keys(int seqlen_k) { return seqlen_k <= 64 ? 64 : kMostS
 constexpr int kMostShortHeadDim = 64;
 constexpr int short_head_dim(int head_dim) { return head_dim <= 32 ? 32 : 64; }
 
-// Thread blocks that an SM of Hopper has room for side by side: they hide each other's loads. Where each takes many batches,
-// there should be as many.
+// Thread blocks that an SM of Hopper has room for side by side: they hide each other's loads. Where each takes many
+// batches, there should be as many.
 constexpr int short_fwd_blocks_per_sm(int head_dim, Level level) {
   return level == Level::kFull && short_head_dim(head_dim) == 64 ? 5 : 6;
 }

@@ -1,4 +1,5 @@
-// Which calls with softcap have kernels of their own on Hopper, and the tiles of the forward: for launches and the host.
+// Which calls with softcap have kernels of their own on Hopper, and the tiles of the forward: for launches and the
+// host.
 #pragma once
 
 #include "params.h"

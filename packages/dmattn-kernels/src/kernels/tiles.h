@@ -7,8 +7,8 @@
 
 namespace dmattn {
 
-// An architecture that kernels are written for, by its number: Arch{80} has its kernels in the folder sm80, its units in
-// cmake/units.cmake, and its row in src/host/arch.cpp.
+// An architecture that kernels are written for, by its number: Arch{80} has its kernels in the folder sm80, its units
+// in cmake/units.cmake, and its row in src/host/arch.cpp.
 enum class Arch : int32_t {};
 
 // Sets of tile shapes of the sm80 kernels, by the shared memory that a thread block may have.
@@ -60,8 +60,8 @@ constexpr FwdTile fwd_tile(TileSet tiles, int d, Level level, bool gathered) {
                                      : FwdTile{128, 64, 8};  // 128 KB: 1 block an SM
 }
 
-// The forward on Hopper: warpgroups of 64 rows each, the keys of a tile, and the stages of K and of V that fit the 227 KB
-// of a block beside Q; or two blocks on an SM with half of that each.
+// The forward on Hopper: warpgroups of 64 rows each, the keys of a tile, and the stages of K and of V that fit the 227
+// KB of a block beside Q; or two blocks on an SM with half of that each.
 struct Sm90FwdTile {
   int consumers, block_n;
   int stages = 2, blocks_per_sm = 1;
@@ -82,9 +82,9 @@ constexpr Sm90FwdTile sm90_fwd_tile(int d, bool is_short) {
                     : Sm90FwdTile{2, 80};               // 224 KB
 }
 
-// Nanoseconds that thread blocks with tall tiles, or those with short ones, two an SM, take for all row blocks of a call
-// without causality, fitted to times on an H200 (docs/kernels/forward.md). Each wave takes some time however few keys
-// there are, and a part of one as long as a whole one. With two an SM those of a third wave are no longer in step.
+// Nanoseconds that thread blocks with tall tiles, or those with short ones, two an SM, take for all row blocks of a
+// call without causality, fitted to times on an H200 (docs/kernels/forward.md). Each wave takes some time however few
+// keys there are, and a part of one as long as a whole one. With two an SM those of a third wave are no longer in step.
 constexpr int64_t kSm90Sms = 132;
 constexpr int64_t sm90_tall_fwd_time(int64_t row_blocks, int keys) {
   return (row_blocks + kSm90Sms - 1) / kSm90Sms * (3200 + 1475 * ((keys + 127) / 128));
@@ -95,8 +95,8 @@ constexpr int64_t sm90_short_fwd_time(int64_t row_blocks, int keys) {
          : row_blocks <= 2 * resident ? (row_blocks + resident - 1) / resident * wave
                                       : wave * row_blocks / resident;
 }
-// Tall tiles waste more of the work on short causal rows. Without causality it goes by the time; few rows have tall tiles
-// only if these keep half of the SMs busy, as otherwise kernels that split keys would be asked.
+// Tall tiles waste more of the work on short causal rows. Without causality it goes by the time; few rows have tall
+// tiles only if these keep half of the SMs busy, as otherwise kernels that split keys would be asked.
 constexpr bool sm90_fwd_is_short(const FwdParams& p) {
   const bool has_few_rows = sm90_has_few_rows(p.seqlen_q);
   if (p.is_causal || p.packing.is_active()) return has_few_rows;
@@ -118,8 +118,9 @@ constexpr Sm90FwdTile sm90_general_fwd_tile(int head_dim_tile, bool is_tall = fa
          : head_dim_tile <= 128 ? Sm90FwdTile{2, 128}              // 224 KB
                                 : Sm90FwdTile{2, 64};              // 224 KB
 }
-// With a bias and nothing else, head_dim 64 has tall tiles for the same reason as without. Fewer of them are empty under
-// a mask, and beside three consumers there are too few registers to read fp32 tiles of a bias ahead. Windows: as above.
+// With a bias and nothing else, head_dim 64 has tall tiles for the same reason as without. Fewer of them are empty
+// under a mask, and beside three consumers there are too few registers to read fp32 tiles of a bias ahead. Windows: as
+// above.
 constexpr bool sm90_general_fwd_is_tall(const FwdParams& p) {
   return p.head_dim <= 64 && !sm90_has_few_rows(p.seqlen_q) &&
          (p.bias.kind == BiasKind::kKey || p.bias.kind == BiasKind::kTile) && !p.has_mask && p.window == 0 &&
@@ -138,8 +139,8 @@ constexpr int kSm90ListWarps = 12;
 constexpr int sm90_list_head_dim(int head_dim) {
   return head_dim <= 128 ? head_dim_tile(head_dim) : sm90_fwd_head_dim(head_dim);
 }
-// Of 16384 rows, 16 heads over 4, lists of 1024 keys took 0.96 of the time with two blocks, of 4096 keys 1.05. The list of
-// a mask is laid out after this is asked, with room for all keys.
+// Of 16384 rows, 16 heads over 4, lists of 1024 keys took 0.96 of the time with two blocks, of 4096 keys 1.05. The list
+// of a mask is laid out after this is asked, with room for all keys.
 constexpr bool sm90_lists_are_short(const FwdParams& p) {
   return p.head_dim <= 64 && (p.seqlen_k <= 2048 || (p.keys.capacity > 0 && p.keys.capacity <= 2048));
 }
@@ -164,8 +165,8 @@ constexpr BwdTile bwd_tile(TileSet tiles, int d) {
 // Lists are for blocks of 128 rows, which 96 do not divide; the states of a dense mask are those of 64 rows, statistics
 // of packed sequences (kRowPitch) have room for whole blocks of 64, and rows of dq are written where it is not
 // transposed: `in_64_rows` says that there is any of that. A dense bias has two stages of 16 KB, or in fp32 32 KB, at
-// head_dim 128, three at 64. Wide heads take two thread blocks, each with two consumers, which have the same 64 keys and
-// other products.
+// head_dim 128, three at 64. Wide heads take two thread blocks, each with two consumers, which have the same 64 keys
+// and other products.
 constexpr BwdTile sm90_bwd_tile(int d, bool gathered, bool has_bias, bool in_64_rows) {
   return d <= 64 && !gathered && !has_bias && !in_64_rows ? BwdTile{96, 128, 8, 1, 8, 4, 3}
          // 162 KB: 472 TFLOP/s on an H200, 438 with 64 rows
@@ -181,8 +182,8 @@ struct DecodeTile {
 };
 constexpr int kDecodeRows = 16;
 constexpr int kDecodeKeys = 16;
-// The rows of several tokens, of a draft or of a call, read K and V together. The sums of 32 rows fit the registers up to
-// head_dim 128.
+// The rows of several tokens, of a draft or of a call, read K and V together. The sums of 32 rows fit the registers up
+// to head_dim 128.
 constexpr int kMaxDraft = 32;
 constexpr int token_rows(int d) { return d <= 128 ? 32 : 16; }
 

@@ -48,8 +48,8 @@ struct BwdPlan {
   KeyWalk walk = KeyWalk::kTiled;
   Unit unit;
   KernelChoice choice;  // blocks are those of each launch: see bwd_blocks()
-  // Thread blocks that stay on their SMs and take the blocks of keys that `kernel.work_counter` counts; 0: each block of
-  // keys has one of its own.
+  // Thread blocks that stay on their SMs and take the blocks of keys that `kernel.work_counter` counts; 0: each block
+  // of keys has one of its own.
   int32_t resident_blocks = 0;
   BwdTile tile = {};
   MaskSource mask;
@@ -59,8 +59,8 @@ struct BwdPlan {
   BwdSequence sequence;
   BwdRound whole, round;  // all of it, and as much of that as a round covers
 
-  // Rows of a row block that has a list, or, on Hopper, a share of one that all rows have. 0: row blocks have no part in
-  // which keys there are.
+  // Rows of a row block that has a list, or, on Hopper, a share of one that all rows have. 0: row blocks have no part
+  // in which keys there are.
   int32_t list_rows = 0;
   // The lists of row blocks on Hopper: how many of them are put together. 0: none are.
   int32_t chunk_blocks = 0;
@@ -80,8 +80,8 @@ struct BwdPlan {
   bool may_split = true;        // whether tiles may fall into parts, on Hopper
   bool has_dkv_accum = false;   // dk and dv are added up by key
 
-  // Parts of the workspace that have to start as zeros, one behind the other: once; for each round, counters and then the
-  // sums of dq; and for each round that does not continue dk and dv.
+  // Parts of the workspace that have to start as zeros, one behind the other: once; for each round, counters and then
+  // the sums of dq; and for each round that does not continue dk and dv.
   void* scratch_zeros = nullptr;
   size_t once_zero_bytes = 0, counter_zero_bytes = 0, dq_zero_bytes = 0, dkv_zero_bytes = 0;
   ConvertDqParams convert_dq;

@@ -13,8 +13,8 @@ constexpr int64_t kSlotBytesFloor = int64_t{256} << 10;
 // interval lists have no splits to keep the GPU full with: they start later, and only while each has so many blocks for
 // each SM (3% at 200 MB, 1% at twice that).
 constexpr int64_t kScratchFloor = int64_t{8} << 20;
-// Of at least so many rows for each key, as of an image over the words of a text, the sums of dq alone are more than 1.5
-// times q, k and v. All that small calls gain by rounds is a few MB: at 40 MB they cost 15% to 45%.
+// Of at least so many rows for each key, as of an image over the words of a text, the sums of dq alone are more than
+// 1.5 times q, k and v. All that small calls gain by rounds is a few MB: at 40 MB they cost 15% to 45%.
 constexpr int64_t kFewKeysScratchFloor = int64_t{48} << 20;
 constexpr int64_t kRowsForFewKeys = 4;
 constexpr int64_t kIntervalScratchFloor = int64_t{64} << 20;
@@ -27,8 +27,9 @@ constexpr int64_t kMostRounds = 8;
 // blocks.
 constexpr int64_t kStepsWorthRounds = 512;
 
-// Bytes that the whole workspace without dense_bytes should not exceed. Together with the log-sum-exp and its rest, which
-// the forward keeps for the backward, that is a little less than 1.5 times the bytes of q, k and v, or just as much.
+// Bytes that the whole workspace without dense_bytes should not exceed. Together with the log-sum-exp and its rest,
+// which the forward keeps for the backward, that is a little less than 1.5 times the bytes of q, k and v, or just as
+// much.
 int64_t scratch_limit(const BwdPlan& plan, int64_t thirty_seconds = 47) {
   const BwdParams& p = plan.kernel;
   const int64_t rows_q = rows_of(p) * p.packing.rows_q(p.seqlen_q);
@@ -70,8 +71,8 @@ int64_t slot_bytes(const BwdPlan& plan) {
   return grads * slot_size(plan) * static_cast<int64_t>(sizeof(float));
 }
 
-// On Hopper a part has at least so many blocks of rows: each copies its keys, and adds its dk and dv to sums. Half as many
-// do where there would be fewer than 1.7 parts for each block of the GPU.
+// On Hopper a part has at least so many blocks of rows: each copies its keys, and adds its dk and dv to sums. Half as
+// many do where there would be fewer than 1.7 parts for each block of the GPU.
 constexpr int64_t kFewestRowBlocks = 8;
 // In a fixed order so many parts are the most, each of whole heads: they wait for each other at the end.
 constexpr int64_t kMostPartsInOrder = 8;
@@ -81,9 +82,9 @@ constexpr double kBusyWithout = 0.85, kBusyWith = 0.9;
 constexpr int64_t kMostParts = 8;
 // Parts are worth their sums, and the rounds that these take, from this share of the time without.
 constexpr double kWorthParts = 0.9;
-// Under causality two items for each block, of unequal lengths, leave a sixth of the time even where they could be dealt
-// out evenly. And items that go through many heads one after the other, each in its own time, soon read and add to
-// different heads, more than stay in L2: by measurement of 8 heads.
+// Under causality two items for each block, of unequal lengths, leave a sixth of the time even where they could be
+// dealt out evenly. And items that go through many heads one after the other, each in its own time, soon read and add
+// to different heads, more than stay in L2: by measurement of 8 heads.
 constexpr int64_t kEvenItems = 3, kHeadsInStep = 4;
 // What a round takes beside its items, until these have begun and when they end, with the launches around them: as many
 // steps over blocks of rows, of about a microsecond each.
@@ -98,8 +99,8 @@ bool has_drifting_items(const BwdPlan& plan) {
   return has_uneven_items(plan) && !p.deterministic && p.softcap <= 0.f && plan.tile.cluster == 1;
 }
 
-// What blocks that stay read and add to should be found in L2. Rows of so many bytes leave it, unless blocks are at the same
-// ones at the same time. Where heads share keys, there are two ways to keep them in step.
+// What blocks that stay read and add to should be found in L2. Rows of so many bytes leave it, unless blocks are at the
+// same ones at the same time. Where heads share keys, there are two ways to keep them in step.
 constexpr int64_t kRowBytesOfL2 = int64_t{32} << 20;
 bool leaves_l2(const BwdPlan& plan) {
   const BwdParams& p = plan.kernel;
@@ -111,9 +112,9 @@ bool has_unequal_sequences(const BwdParams& p) {
   return sequences * p.seqlen_q != p.packing.total_q || sequences * p.seqlen_k != p.packing.total_k;
 }
 
-// Packed sequences of unequal lengths: turns at dq, as sums in a fixed order have them. Heads that share keys then come one
-// after the other at each block of rows, and a thread block stays behind the one before it. At head_dim 64 two heads of a
-// group have too little to do between turns.
+// Packed sequences of unequal lengths: turns at dq, as sums in a fixed order have them. Heads that share keys then come
+// one after the other at each block of rows, and a thread block stays behind the one before it. At head_dim 64 two
+// heads of a group have too little to do between turns.
 bool suits_turns(const BwdPlan& plan, const BwdRound& round) {
   const BwdParams& p = plan.kernel;
   const int32_t fewest_heads = plan.unit.head_dim_tile <= 64 ? 4 : 2;
@@ -122,9 +123,9 @@ bool suits_turns(const BwdPlan& plan, const BwdRound& round) {
 }
 
 // Others: two items, one after the other, that together have as many rows as any other two (see find_mirrored_item()).
-// They all take the same time where there are no fewer rows than keys: so they are for calls in which the last ones leave
-// no more than a tenth of the blocks without work, or, where only the device knows how many there are, with several pairs
-// for each block.
+// They all take the same time where there are no fewer rows than keys: so they are for calls in which the last ones
+// leave no more than a tenth of the blocks without work, or, where only the device knows how many there are, with
+// several pairs for each block.
 constexpr int64_t kPackedPairs = 4;
 bool suits_mirrored_items(const BwdPlan& plan, const BwdRound& round, const Device& device) {
   const BwdParams& p = plan.kernel;
@@ -209,8 +210,8 @@ Splits wanted_splits(const BwdPlan& plan, const BwdRound& round, const Device& d
   const int64_t m_blocks = ceil_div(p.seqlen_q, plan.tile.block_m);
   // A deterministic column sum of a head has to come from one block.
   splits.most = p.has_split_slots ? round.groups : round.groups * m_blocks;
-  // Blocks take unequal times when causal: four for each SM even that out. Each costs a prologue and sums of its own, so
-  // rounds, which share the work of one, have two.
+  // Blocks take unequal times when causal: four for each SM even that out. Each costs a prologue and sums of its own,
+  // so rounds, which share the work of one, have two.
   const bool is_whole = round.batches == plan.whole.batches && round.heads_k == plan.whole.heads_k;
   splits.work = (p.has_split_slots || !is_whole ? 2 : 4) * int64_t{device.num_sms};
   // Whether lists are split is decided on the device: their sums have to do for both, if they go on.
@@ -417,8 +418,8 @@ class RoundChoice {
   }
 
   // Chunks whose shares of dk, dv and dbias fit beside the other sums, in rounds of whole kv heads: the shortest chunks
-  // that do, as longer ones make fewer items. If none do, rounds of row blocks, which may take all of 1.5 times q, k and v.
-  // If there are none either, chunks take turns, as has been chosen.
+  // that do, as longer ones make fewer items. If none do, rounds of row blocks, which may take all of 1.5 times q, k
+  // and v. If there are none either, chunks take turns, as has been chosen.
   void search_with_terms() {
     const int32_t chunk_blocks = plan_.chunk_blocks;
     const int64_t limit = std::max(limit_, accumulator_bytes(plan_, plan_.round, Splits{}));
@@ -451,7 +452,8 @@ class RoundChoice {
   }
 
   // Rounds of row blocks, of as few kv heads as there may be rounds: the fastest of them and of the chunks, from
-  // plan.chunk_blocks on, of which these consist. Each leaves what it has of the keys that the next one sees (CarriedTerms).
+  // plan.chunk_blocks on, of which these consist. Each leaves what it has of the keys that the next one sees
+  // (CarriedTerms).
   bool search_row_rounds_with_terms(int64_t limit) {
     const int64_t pairs = int64_t{plan_.whole.batches} * plan_.whole.heads_k,
                   pair_rounds = std::min(pairs, kMostRounds);
@@ -478,10 +480,10 @@ class RoundChoice {
     return true;
   }
 
-  // The tiles of lists are split as far as there is memory for their sums. Where a single round leaves little, lists that
-  // fill a few tiles more than that are not split, and take as long as lists that fill every SM: with four query heads
-  // to a kv head, 2048 kept keys of 16384 took as long as 4096. Rounds cost some launches, which are short beside tiles
-  // of so many steps over row blocks.
+  // The tiles of lists are split as far as there is memory for their sums. Where a single round leaves little, lists
+  // that fill a few tiles more than that are not split, and take as long as lists that fill every SM: with four query
+  // heads to a kv head, 2048 kept keys of 16384 took as long as 4096. Rounds cost some launches, which are short beside
+  // tiles of so many steps over row blocks.
   bool lacks_list_slots() const {
     if (!is_gathered(plan_.walk)) return false;
     const Splits splits = wanted_splits(plan_, plan_.whole, device_);
@@ -491,8 +493,8 @@ class RoundChoice {
     return steps >= kStepsWorthRounds && affordable_slots(plan_, splits, taken) < enough;
   }
 
-  // Whether plan.round fits. Deterministic lists are not split in rounds that go on with the sums of others: such rounds
-  // do nothing for them.
+  // Whether plan.round fits. Deterministic lists are not split in rounds that go on with the sums of others: such
+  // rounds do nothing for them.
   bool search(bool with_list_slots) {
     if (fits(plan_.whole, with_list_slots)) return true;
     const bool is_packed = plan_.kernel.packing.is_active();
@@ -543,8 +545,8 @@ class RoundChoice {
 
 }  // namespace
 
-// Other kernels take nearly twice as long over the same rows (at Level::kFull four times as long), and split these further.
-// Under causality the longest items take twice as long as the average, but not with a window of keys.
+// Other kernels take nearly twice as long over the same rows (at Level::kFull four times as long), and split these
+// further. Under causality the longest items take twice as long as the average, but not with a window of keys.
 bool keeps_residents_busy(const BwdPlan& plan, const BwdRound& round, int64_t tiles, int64_t parts) {
   const BwdParams& p = plan.kernel;
   const bool is_uneven = p.is_causal && p.window == 0, is_full = plan.choice.level == Level::kFull;

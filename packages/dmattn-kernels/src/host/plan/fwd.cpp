@@ -57,16 +57,17 @@ int32_t wanted_splits(const FwdPlan& plan, const FwdTile& tile, int32_t asked_fo
   return choose_num_splits(row_blocks(p, tile), resident, key_tiles, min_tiles_per_split(tile.block_n));
 }
 
-// Kernels that stay do not split keys. Where others would, they are still faster if they have a row block for so many of
-// ten SMs, the more so the more the others have to do for a score; under causality, where the last row block has twice the
-// keys of the average, for twice as many.
+// Kernels that stay do not split keys. Where others would, they are still faster if they have a row block for so many
+// of ten SMs, the more so the more the others have to do for a score; under causality, where the last row block has
+// twice the keys of the average, for twice as many.
 bool keeps_busy(const FwdPlan& plan, const FwdTile& tile, Level level, const Device& device) {
   const int64_t of_ten = level == Level::kPlain ? 5 : level == Level::kGeneral ? 4 : 2;
   return 10 * row_blocks(plan.kernel, tile) >= of_ten * (plan.kernel.is_causal ? 2 : 1) * device.num_sms;
 }
 
-// Whether blocks that stay may take every so-many-th row block, without a counter that has to be cleared first: two of them
-// at most, which all take the same time. With more, blocks that share an SM get out of step, and a counter evens it out.
+// Whether blocks that stay may take every so-many-th row block, without a counter that has to be cleared first: two of
+// them at most, which all take the same time. With more, blocks that share an SM get out of step, and a counter evens
+// it out.
 bool suits_fixed_order(const FwdPlan& plan, Level level, int64_t items) {
   const bool is_even = level == Level::kPlain && !is_gathered(plan.walk) && !plan.kernel.is_causal;
   return is_even && items <= 2 * plan.choice.blocks;
@@ -113,8 +114,8 @@ bool choose_window_kernel(FwdPlan& given, const dmattn_fwd_params& p, const Prob
   return true;
 }
 
-// One block reads what the splits leave of its rows about as fast as another one reads keys: more splits of so many keys
-// would take longer to combine than they save.
+// One block reads what the splits leave of its rows about as fast as another one reads keys: more splits of so many
+// keys would take longer to combine than they save.
 int32_t most_splits_to_combine(int32_t keys, int32_t rows) {
   return std::max(1, static_cast<int32_t>(std::sqrt(static_cast<double>(keys) / rows)));
 }
@@ -139,16 +140,16 @@ bool has_keys_for_all_rows(const FwdPlan& plan) {
          (bias == BiasKind::kNone || bias == BiasKind::kKey);
 }
 
-// The rows of a group's heads, taken together, fill fewer blocks of rows. What that saves, scores times head_dim, has to be
-// worth the launch that combines partial results, and keys in fewer thread blocks: so much of the kernels of sm80, and so
-// much on Hopper, whose own kernels are faster for a row.
+// The rows of a group's heads, taken together, fill fewer blocks of rows. What that saves, scores times head_dim, has
+// to be worth the launch that combines partial results, and keys in fewer thread blocks: so much of the kernels of
+// sm80, and so much on Hopper, whose own kernels are faster for a row.
 constexpr int64_t kWorthGroupRows = int64_t{5} << 27, kWorthLeavingHopper = int64_t{1} << 31;
 
 // Several rows of a head for which the decode kernel is the faster one. Those of a group's heads together may be two
-// blocks of it, which read K and V once each, where the forward kernel reads them for each head. Not with so few bytes of
-// K and V in a single head that the L2 cache hands them to each head as fast, and more thread blocks end sooner. And not
-// with few heads of many keys: there the forward kernel has the rows of a group together, too, and more of them in flight;
-// at head_dim 256, where a block of decoding has 16 rows, even instead of one block.
+// blocks of it, which read K and V once each, where the forward kernel reads them for each head. Not with so few bytes
+// of K and V in a single head that the L2 cache hands them to each head as fast, and more thread blocks end sooner. And
+// not with few heads of many keys: there the forward kernel has the rows of a group together, too, and more of them in
+// flight; at head_dim 256, where a block of decoding has 16 rows, even instead of one block.
 constexpr int32_t kMostDecodeRows = 16;
 constexpr int64_t kMinBytesOfTwoBlocks = 8 << 20;
 constexpr int64_t kFewHeads = 16, kManyKeys = 4096, kForwardRows = 128;
@@ -191,8 +192,8 @@ void choose_decode_rows(FwdPlan& plan, const Problem& x, bool may_share) {
 // Hopper's own kernels are left where the rows are at least so many times fewer, in whole blocks.
 constexpr int64_t kFewerRowsThanHoppers = 3;
 
-// The rows of a group's heads together, by the kernels of sm80, without a bias and a mask: K and V are read once for all of
-// them.
+// The rows of a group's heads together, by the kernels of sm80, without a bias and a mask: K and V are read once for
+// all of them.
 void choose_group_rows(FwdPlan& plan, const Problem& x, int32_t asked_for, const Device& device) {
   if (x.head_ratio == 1 || x.packing.is_active() || plan.walk != KeyWalk::kTiled) return;
   if (plan.choice.level != Level::kPlain) return;

@@ -15,8 +15,8 @@ using prep::SelectPlan;
 
 // Up to here one thread block finds the best keys of a prefix by itself; the grid would spend longer on its launches.
 constexpr int kOneBlockKeys = 32768;
-// A single list is found sooner from here on where the grid does it in one launch: 24 instead of 26 us for 8192 keys, and
-// 24 instead of 48 for 32768.
+// A single list is found sooner from here on where the grid does it in one launch: 24 instead of 26 us for 8192 keys,
+// and 24 instead of 48 for 32768.
 constexpr int kOneLaunchKeys = 8192;
 // Keys between the positions of two sets (or `window`, when that is more): what a block reads on top of a set.
 constexpr int kSuperKeys = 8192;
@@ -81,7 +81,8 @@ void plan_work(SelectPlan& plan, int num_sms) {
 void plan_segments(SelectPlan& plan, int blocks, int num_sms) {
   const int window = std::min(plan.window, plan.seqlen_k);
   if (plan.single_list || blocks == 0 || window > prep::kMaxSegmentWindow) return;
-  // Long segments share a search between more rows; short ones let more SMs take part, as long as there is one for each.
+  // Long segments share a search between more rows; short ones let more SMs take part, as long as there is one for
+  // each.
   int per_segment = 1;
   const auto thread_blocks = [&] { return int64_t{plan.rows} * ceil_div(blocks, per_segment); };
   while (per_segment < prep::kMaxSegmentBlocks && thread_blocks() > num_sms) ++per_segment;

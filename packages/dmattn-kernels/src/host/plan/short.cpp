@@ -10,10 +10,10 @@ namespace {
 // A thread block of the backward goes through all rows that see its keys, so that sums of dk and dv leave it once. Of
 // more rows the other kernels make more blocks, each of which does less.
 constexpr int32_t kMostBwdRows = 256;
-// And through so many tiles of them over all heads of a group, one after the other. More are for the other kernels, which
-// share them out, unless there are two blocks for three SMs, and so work for most of the GPU as it is. On an H200 a tile
-// takes a block 4.4 us. 64 blocks with 16 tiles each took 0.072 ms (the other kernels 0.082), 16 blocks with 16 tiles 0.070
-// (0.026), 4 with 8 tiles 0.037 (0.018), 128 with 16 tiles of 128 keys 0.089 (0.133).
+// And through so many tiles of them over all heads of a group, one after the other. More are for the other kernels,
+// which share them out, unless there are two blocks for three SMs, and so work for most of the GPU as it is. On an H200
+// a tile takes a block 4.4 us. 64 blocks with 16 tiles each took 0.072 ms (the other kernels 0.082), 16 blocks with 16
+// tiles 0.070 (0.026), 4 with 8 tiles 0.037 (0.018), 128 with 16 tiles of 128 keys 0.089 (0.133).
 constexpr int32_t kMostBwdTiles = 4;
 
 // What all short kernels ask of a call that has some rows and some keys.
@@ -36,16 +36,16 @@ bool suits_dbias(const BwdPlan& plan) {
   return p.dbias_kind != DbiasKind::kAccum || (p.seqlen_q <= kShortRows && !p.deterministic);
 }
 
-// Beside more than 64 keys and 32 columns there are too few registers for a bias or a mask on its way: the other kernels
-// are faster then (0.27 against 0.35 ms of 256 x 128 rows, 12 heads, on an H200).
+// Beside more than 64 keys and 32 columns there are too few registers for a bias or a mask on its way: the other
+// kernels are faster then (0.27 against 0.35 ms of 256 x 128 rows, 12 heads, on an H200).
 bool suits_wide_scores(const BwdPlan& plan, const dmattn_bwd_params& p) {
   const BwdParams& kernel = plan.kernel;
   if (short_bwd_keys(kernel.seqlen_k) == 64 || short_head_dim(kernel.head_dim) == 32) return true;
   return !is_present(p.bias) && (!has_mask(plan.mask) || is_key_only(plan.mask));
 }
 
-// Keys that a mask hides from all rows, as in padding, may hold NaN: the kernels make zeros of them, for all query heads of
-// a kv head at once.
+// Keys that a mask hides from all rows, as in padding, may hold NaN: the kernels make zeros of them, for all query
+// heads of a kv head at once.
 bool suits_mask(const BwdPlan& plan) {
   const MaskSource& mask = plan.mask;
   return !has_mask(mask) || !is_key_only(mask) || plan.kernel.nheads / mask.heads % plan.kernel.head_ratio == 0;
@@ -109,9 +109,9 @@ bool suits_full(const ShortBwdParams& p) {
   return has_shared_bias(p) && short_bwd_is_single(p) && (p.dbias_kind == DbiasKind::kNone || has_sums);
 }
 
-// Thread blocks that share a bias take several batches each, so that there are no more blocks than the GPU has at a time.
-// The last slices would have nothing to do if each took as many batches as it can.
-// blocks: of one slice of the batches.
+// Thread blocks that share a bias take several batches each, so that there are no more blocks than the GPU has at a
+// time. The last slices would have nothing to do if each took as many batches as it can. blocks: of one slice of the
+// batches.
 int32_t choose_slices(int32_t batch, int64_t blocks, int64_t resident) {
   const auto wanted = static_cast<int32_t>(std::clamp<int64_t>(resident / blocks, 1, batch));
   return ceil_div(batch, ceil_div(batch, wanted));

@@ -25,13 +25,13 @@ bool bwd_preprocess_clears(const BwdPreprocessParams& p, size_t bytes);
 
 // Fills `schedule` (see BwdParams) for gathered lists: as many splits as keep tiles * splits <= max_work, at least 1,
 // at most max_splits, and only 1 when there are more than max_tiles tiles (accumulators). even_blocks: how many thread
-// blocks work at once, where all take the same time; fewer splits are then taken if they fill the GPU as well, since each
-// costs a prologue and an epilogue. 0: they take unequal times.
+// blocks work at once, where all take the same time; fewer splits are then taken if they fill the GPU as well, since
+// each costs a prologue and an epilogue. 0: they take unequal times.
 cudaError_t bwd_schedule(const KeyList& keys, int batch, int nheads_k, int head_ratio, int block_n, int max_work,
                          int max_tiles, int max_splits, int even_blocks, int32_t* schedule, cudaStream_t stream);
 
-// Fills p.to from lists of row blocks, and p.first_term and carried.places if they are given, the latter only beside the
-// former.
+// Fills p.to from lists of row blocks, and p.first_term and carried.places if they are given, the latter only beside
+// the former.
 cudaError_t chunk_key_lists(const ChunkKeyListsParams& p, const CarriedTerms& carried, cudaStream_t stream);
 
 // dq = dq_accum * p.scale rounded.

@@ -5,9 +5,9 @@
 // the last and the first place of the chunk whose rows see it, and classes lie one behind the other: a counting sort,
 // which keeps the order within a class and so always gives the same lists.
 //
-// The keys of one list for all rows, as a key-only mask makes it, are in each chunk that any of its rows sees them from.
-// Where the tiles of such a list are many, each has all rows, and there is nothing to put together. Of its rows those
-// before the first and behind the last one that gradients come from (UsedRows) are left out.
+// The keys of one list for all rows, as a key-only mask makes it, are in each chunk that any of its rows sees them
+// from. Where the tiles of such a list are many, each has all rows, and there is nothing to put together. Of its rows
+// those before the first and behind the last one that gradients come from (UsedRows) are left out.
 #include "../attention/shared/key_source.cuh"
 #include "../shared/chunk_terms.cuh"
 #include "../shared/helper.cuh"
@@ -23,8 +23,8 @@ using namespace prep;
 constexpr int kThreads = 512, kWarps = kThreads / 32;
 // With terms, more would leave too few registers for the keys that are asked for at once. 0: as ptxas finds best.
 constexpr int blocks_per_sm(bool has_terms) { return has_terms ? 2 : 0; }
-// A chunk falls into so many places: blocks of kChunkTileRows rows, or pairs of them where there are more. Twice as many
-// would be four times as many classes.
+// A chunk falls into so many places: blocks of kChunkTileRows rows, or pairs of them where there are more. Twice as
+// many would be four times as many classes.
 constexpr int kPlaces = 16, kClasses = kPlaces * kPlaces;
 constexpr int place_blocks(int chunk_rows) { return chunk_rows > kPlaces * kChunkTileRows ? 2 : 1; }
 static_assert(kClasses <= kThreads && kMostChunkRows <= kPlaces * place_blocks(kMostChunkRows) * kChunkTileRows);
@@ -179,7 +179,8 @@ constexpr int kMostItems = 1 << 16;
 // Items beyond the last two for each thread block are not looked at.
 constexpr int kMostTailItems = 2;
 
-// A way to share out the last items, as one number: the lower, the sooner all is done, and of equal ones the fewer chunks.
+// A way to share out the last items, as one number: the lower, the sooner all is done, and of equal ones the fewer
+// chunks.
 __device__ __forceinline__ uint64_t as_number(int end, int chunks, int parts) {
   return static_cast<uint64_t>(min(end, 0xffffff)) << 40 | static_cast<uint64_t>(chunks) << 16 |
          static_cast<uint64_t>(parts);
@@ -247,9 +248,9 @@ __device__ __forceinline__ void count_items(const ChunkKeyListsParams& p, int ch
 
 // --- the rows of ChunkTerms, and the places of CarriedTerms -----------------------------------------------------------
 
-// Blocks of kTermKeys keys of a list head: the rows of a key begin where those of the keys before it end. Each block counts
-// the rows of all keys before its own by itself, which takes less than to wait for those who have them. A warp has
-// kKeysOfLane times 32 neighbouring keys.
+// Blocks of kTermKeys keys of a list head: the rows of a key begin where those of the keys before it end. Each block
+// counts the rows of all keys before its own by itself, which takes less than to wait for those who have them. A warp
+// has kKeysOfLane times 32 neighbouring keys.
 constexpr int kKeysOfLane = 8, kTermKeys = kThreads * kKeysOfLane;
 
 struct TermBlocks {
@@ -262,8 +263,8 @@ struct TermSums {
   uint32_t before[kWarps], own[kWarps];  // of the keys that each warp has counted; of its own keys
 };
 
-// Numbers one thing of each of the first `keys` keys, by what count_of() says of a key's rows: place_of() takes the rows
-// and how many there are of the keys before. All numbers are unsigned, since intervals of the caller may be any.
+// Numbers one thing of each of the first `keys` keys, by what count_of() says of a key's rows: place_of() takes the
+// rows and how many there are of the keys before. All numbers are unsigned, since intervals of the caller may be any.
 template <class CountOf, class PlaceOf>
 __device__ __forceinline__ void number_keys(const TermRange& t, int keys, int block, const int32_t* end, TermSums& sums,
                                             uint32_t* to, const CountOf& count_of, const PlaceOf& place_of) {
@@ -378,8 +379,8 @@ __device__ __forceinline__ void clear_seen_keys(const ListSums& sums, const Seen
   }
 }
 
-// kHasTerms: the first blocks place the terms of the list heads, while the others put lists together. The last ones clear
-// sums.
+// kHasTerms: the first blocks place the terms of the list heads, while the others put lists together. The last ones
+// clear sums.
 template <bool kHasTerms>
 __global__ void __launch_bounds__(kThreads, blocks_per_sm(kHasTerms))
     chunk_key_lists_kernel(const __grid_constant__ ChunkKeyListsParams p, const __grid_constant__ TermBlocks terms,

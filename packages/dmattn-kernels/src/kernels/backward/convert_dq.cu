@@ -65,8 +65,8 @@ __device__ __forceinline__ void load_dq_vectors(const ConvertDqParams& p, int64_
   }
 }
 
-// As many threads as the largest tile has, and blocks an SM that leave them enough registers: with a limit of 1024 threads
-// ptxas takes 32 registers and spills.
+// As many threads as the largest tile has, and blocks an SM that leave them enough registers: with a limit of 1024
+// threads ptxas takes 32 registers and spills.
 template <class Element>
 __global__ void __launch_bounds__(512, 3) convert_dq_kernel(const ConvertDqParams p) {
   extern __shared__ __align__(16) uint32_t smem[];

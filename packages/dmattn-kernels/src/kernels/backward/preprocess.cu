@@ -61,8 +61,8 @@ __device__ __forceinline__ void find_used_rows(const BwdPreprocessParams& p, int
 }
 
 // kLanes lanes hold a row, eight columns each. Heads are the fastest block index: in the usual (b, s, h, d) layout
-// the blocks in flight together then read one contiguous range. kFindsRows: of UsedRows. Those who do not ask for them have
-// kernels that keep more loads on their way.
+// the blocks in flight together then read one contiguous range. kFindsRows: of UsedRows. Those who do not ask for them
+// have kernels that keep more loads on their way.
 template <class Element, int kLanes, bool kVec, bool kFindsRows>
 __global__ void __launch_bounds__(kThreads) preprocess_kernel(const BwdPreprocessParams p, const Cleared cleared) {
   follow_previous_kernel();

@@ -137,8 +137,8 @@ __global__ void __launch_bounds__(kThreads)
   if (i < n) store_as(dst, dtype, i, __ldg(src + i));
 }
 
-// Rows that begin on 16 bytes and end anywhere, a number at a time: the result begins on any two bytes. Blocks are numbered
-// along the rows; a thread has some numbers of a row, a block apart.
+// Rows that begin on 16 bytes and end anywhere, a number at a time: the result begins on any two bytes. Blocks are
+// numbered along the rows; a thread has some numbers of a row, a block apart.
 constexpr int64_t kRowNumbers = 4, kRowBlockKeys = kThreads * kRowNumbers;
 
 __global__ void __launch_bounds__(kThreads)

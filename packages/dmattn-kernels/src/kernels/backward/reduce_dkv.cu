@@ -133,8 +133,8 @@ struct ReduceTermsParams {
   int32_t nheads, nheads_k, head_ratio, head_dim;
 };
 
-// A key whose sums the round has a part in. Intervals may be the caller's: rows and places beyond those that there are do
-// not count.
+// A key whose sums the round has a part in. Intervals may be the caller's: rows and places beyond those that there are
+// do not count.
 struct TermKey {
   int64_t begin, end;  // its rows of ChunkTerms
   int64_t from, to;    // its rows of CarriedTerms; kNone, or kLost where there is no such row
@@ -161,8 +161,8 @@ struct TermKey {
   }
 };
 
-// Keys of a block. It waits for the rows of a key some times, one after the other, so that all blocks should run at once;
-// up to so many keys they do with the fewer keys.
+// Keys of a block. It waits for the rows of a key some times, one after the other, so that all blocks should run at
+// once; up to so many keys they do with the fewer keys.
 constexpr int kFewestKeysOfBlock = 64, kMostKeysOfBlock = 128, kKeysOfManyBlocks = 1 << 15;
 static_assert(kMostKeysOfBlock <= kThreads);
 
@@ -186,7 +186,8 @@ __device__ __forceinline__ int find_term_keys(const ReduceTermsParams& p, int b,
 }
 
 // A key that is seen for long has a row in each of many chunks: so many are on their way at once, of four columns a
-// thread. Blocks of an SM are named because ptxas would otherwise save registers, and let each load wait for an earlier one.
+// thread. Blocks of an SM are named because ptxas would otherwise save registers, and let each load wait for an earlier
+// one.
 constexpr int kTermsAtOnce = 8, kTermColumns = 4, kTermBlocksPerSm = 4;
 
 __device__ __forceinline__ void sum_terms(float4& acc, const float* from, int rows, int head_dim) {

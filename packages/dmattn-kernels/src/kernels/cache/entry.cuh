@@ -13,8 +13,9 @@ namespace dmattn {
 // neither it nor the positions after it leave the range of int32.
 __device__ __forceinline__ int next_cache_position(int seen, int tokens) { return min(max(seen, 0), INT_MAX - tokens); }
 
-// The entry that leaves first is the one of the lowest score, among equals that of the earliest key. Entries are compared
-// by unsigned integers in the order of their scores and positions. A score that is NaN comes last: its entry never leaves.
+// The entry that leaves first is the one of the lowest score, among equals that of the earliest key. Entries are
+// compared by unsigned integers in the order of their scores and positions. A score that is NaN comes last: its entry
+// never leaves.
 __device__ __forceinline__ uint32_t score_order(float score) {
   const uint32_t bits = __float_as_uint(score + 0.f);  // -0 becomes 0
   const uint32_t order = bits ^ (static_cast<uint32_t>(static_cast<int32_t>(bits) >> 31) | 0x80000000u);

@@ -4,8 +4,8 @@
 // it where its own go: reading every `end` once more in each block costs less than a launch that would count before.
 //
 // With `starts_early` it is the one kernel that waits for the kernel before it at its end only (see
-// shared/early_start.cuh): that kernel, attention with these keys, and this one write nothing that the other uses. Kernels
-// before that one have ended, since it lets the next one start behind its own wait.
+// shared/early_start.cuh): that kernel, attention with these keys, and this one write nothing that the other uses.
+// Kernels before that one have ended, since it lets the next one start behind its own wait.
 #include "keys.h"
 #include "numbers.cuh"
 
@@ -20,8 +20,8 @@ struct KeptCounts {
   int before = 0, from = 0;  // before the segment, and from its beginning on
 };
 
-// Four ends at a time, from the first that lies at a multiple of 16 bytes on: eight such loads of a thread, which are on
-// their way together, see the ends of 8192 keys.
+// Four ends at a time, from the first that lies at a multiple of 16 bytes on: eight such loads of a thread, which are
+// on their way together, see the ends of 8192 keys.
 __device__ __forceinline__ KeptCounts count_kept(const int32_t* end, int64_t row, int seqlen, int begin) {
   KeptCounts found;
   const auto count = [&](int j, int32_t its_end) {

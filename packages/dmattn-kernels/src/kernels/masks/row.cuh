@@ -48,8 +48,8 @@ __device__ __forceinline__ uint32_t mask_chunk_bits(const MaskRow& row, uintptr_
 __device__ __forceinline__ uintptr_t lane_chunk(const MaskRow& row, int64_t col0, int lane) {
   return (row.begin + col0 + 16 * lane) & ~uintptr_t{15};
 }
-// Bits of columns col0 + 16 * lane + (0..15), given the bits of the lane's aligned chunk. All lanes are misaligned by the
-// same number of bytes: each takes the bits that it lacks from the next lane. The whole warp calls this.
+// Bits of columns col0 + 16 * lane + (0..15), given the bits of the lane's aligned chunk. All lanes are misaligned by
+// the same number of bytes: each takes the bits that it lacks from the next lane. The whole warp calls this.
 __device__ __forceinline__ uint32_t align_lane_bits(const MaskRow& row, int64_t col0, int lane, uint32_t chunk_bits) {
   const int misaligned = static_cast<int>((row.begin + col0) & 15);
   if (misaligned == 0) return chunk_bits;

@@ -121,10 +121,10 @@ struct ActiveKeys {
   int32_t warp_joining[kSelectBlockRows / 32];
 };
 
-// The first row of the block at which `window` keys are better than `rank`; `rows` if there is none, the row of the first
-// joining key if there are so many from the start. `core` keys are better from the start. (They are not better than a key
-// of a later document, but they are at most `window` - `rows` and change nothing then.) Keys of documents later than that
-// of `rank` count too: at their rows, `rank` is not seen any more.
+// The first row of the block at which `window` keys are better than `rank`; `rows` if there is none, the row of the
+// first joining key if there are so many from the start. `core` keys are better from the start. (They are not better
+// than a key of a later document, but they are at most `window` - `rows` and change nothing then.) Keys of documents
+// later than that of `rank` count too: at their rows, `rank` is not seen any more.
 __device__ __forceinline__ int first_row_out(const ActiveKeys& active, Rank rank, int core, int leaving, int joining,
                                              int window, int rows) {
   int better = core;

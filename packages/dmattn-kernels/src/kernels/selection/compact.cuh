@@ -116,8 +116,8 @@ __device__ __forceinline__ void compact(SelectSmem& s, bool visit_all, Sink&& si
   }
 }
 
-// The end of a list of `count` keys, of which `full` are kept by all rows: zeros up to the next multiple of 128, and the
-// counts. By all threads of a block, at least 128.
+// The end of a list of `count` keys, of which `full` are kept by all rows: zeros up to the next multiple of 128, and
+// the counts. By all threads of a block, at least 128.
 __device__ __forceinline__ void finish_list(const KeyList& keys, int64_t list, int count, int full) {
   int32_t* idx = const_cast<int32_t*>(keys.idx) + list * keys.capacity;
   if (threadIdx.x < round_up(count, 128) - count) idx[count + threadIdx.x] = 0;

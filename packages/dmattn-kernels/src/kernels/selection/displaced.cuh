@@ -1,10 +1,11 @@
-// The keys of a segment of rows that come and go, and when a key is displaced: the first row at which `window` better keys
-// have come.
+// The keys of a segment of rows that come and go, and when a key is displaced: the first row at which `window` better
+// keys have come.
 //
-// All of them are sorted together, best first: groups of 32 by a warp, then groups of twice the size from two, where each
-// key looks for its place in the other one. For each group of 32 joining keys, in the order of their rows, there is then
-// a bit for every place in that order: whether the key there has come by the end of the group. How many better keys have
-// come by then is a number of bits; a binary search over the groups finds the one in which the key is displaced.
+// All of them are sorted together, best first: groups of 32 by a warp, then groups of twice the size from two, where
+// each key looks for its place in the other one. For each group of 32 joining keys, in the order of their rows, there
+// is then a bit for every place in that order: whether the key there has come by the end of the group. How many better
+// keys have come by then is a number of bits; a binary search over the groups finds the one in which the key is
+// displaced.
 #pragma once
 
 #include "radix.cuh"
@@ -62,8 +63,8 @@ __device__ __forceinline__ Rank sort_falling(Rank x) {
   return x;
 }
 
-// The keys of a thread in a merge, kThreads apart. Two searches go on side by side, as each step of one waits for memory;
-// where an SM has several thread blocks they wait together anyhow.
+// The keys of a thread in a merge, kThreads apart. Two searches go on side by side, as each step of one waits for
+// memory; where an SM has several thread blocks they wait together anyhow.
 template <int kThreads>
 struct MergedKeys {
   static constexpr int kEach = kThreads == 512 ? 2 : 1;

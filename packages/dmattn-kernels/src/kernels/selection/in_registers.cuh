@@ -143,8 +143,8 @@ struct TakenItems {
   __device__ __forceinline__ int rank(int item) const { return before + __popc(above & ((1u << item) - 1)); }
 };
 
-// Calls sink(key, ord, in_core, in_kept, core_rank, rest_rank) for every candidate that is kept, and, if `visit_all`, for
-// every other one too. The ranks number those of the core and the other kept ones in key order. One barrier.
+// Calls sink(key, ord, in_core, in_kept, core_rank, rest_rank) for every candidate that is kept, and, if `visit_all`,
+// for every other one too. The ranks number those of the core and the other kept ones in key order. One barrier.
 template <int kThreads, class Sink>
 __device__ __forceinline__ void for_each_kept(uint2 (&warp_tally)[32], const Candidates& c,
                                               const OwnQuads<kThreads>& own, const Cut& core_cut, const Cut& kept_cut,

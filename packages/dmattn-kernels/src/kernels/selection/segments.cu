@@ -81,7 +81,8 @@ struct OwnKeys {
 // --- keys that leave -----------------------------------------------------------------------------------------------
 
 // Puts the core and the keys that may leave into shared memory, in key order. `end`: not null where candidates that are
-// not kept have no block of rows that sees them leave. s.bound is out of use from its first barrier on; ends with another.
+// not kept have no block of rows that sees them leave. s.bound is out of use from its first barrier on; ends with
+// another.
 template <int kThreads>
 __device__ __forceinline__ void split_kept(SegmentSmem& s, const Candidates& c, const OwnQuads<kThreads>& own,
                                            const Cut& core_cut, const Cut& kept_cut, int32_t* end) {

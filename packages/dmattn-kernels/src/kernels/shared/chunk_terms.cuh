@@ -1,4 +1,5 @@
-// Which chunks of rows see a key, where each row sees the keys of an interval: what decides how many ChunkTerms a key has.
+// Which chunks of rows see a key, where each row sees the keys of an interval: what decides how many ChunkTerms a key
+// has.
 #pragma once
 
 #include <cuda_runtime.h>

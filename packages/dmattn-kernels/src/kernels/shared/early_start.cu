@@ -20,8 +20,8 @@ __global__ void clear_counter_kernel(int32_t* counter) {
 bool find_out() {
   cudaFuncAttributes code{};
   int driver = 0;
-  // Stands for all kernels that start early: they are compiled for the same architectures (cmake/cuda.cmake), or for one
-  // that can wait.
+  // Stands for all kernels that start early: they are compiled for the same architectures (cmake/cuda.cmake), or for
+  // one that can wait.
   if (cudaFuncGetAttributes(&code, clear_counter_kernel) != cudaSuccess ||
       cudaDriverGetVersion(&driver) != cudaSuccess) {
     (void)cudaGetLastError();  // the launch reports what is wrong

@@ -7,11 +7,11 @@
 // waited for the one before it in turn, so that all kernels before have ended. A kernel that waits has not yet touched
 // memory: not its inputs, not its outputs, and not a workspace that an earlier kernel still uses and whose memory the
 // caller has given away again.
-// One kernel waits at its end instead, keep_keys_kernel() where it is asked to: it follows a kernel over lists that writes
-// nothing it reads and reads nothing it writes, and that lets it start behind a wait of its own.
-// let_next_kernel_start() comes after the wait, unless the next kernel is known to keep this rule: that of another library
-// may rely on all kernels but the one before it having ended.
-// Everything else on a stream (kernels launched plainly, copies, events) waits for the end as ever.
+// One kernel waits at its end instead, keep_keys_kernel() where it is asked to: it follows a kernel over lists that
+// writes nothing it reads and reads nothing it writes, and that lets it start behind a wait of its own.
+// let_next_kernel_start() comes after the wait, unless the next kernel is known to keep this rule: that of another
+// library may rely on all kernels but the one before it having ended. Everything else on a stream (kernels launched
+// plainly, copies, events) waits for the end as ever.
 #pragma once
 
 #include <cuda_runtime.h>

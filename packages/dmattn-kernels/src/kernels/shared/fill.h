@@ -1,5 +1,5 @@
-// Writing constants. Enqueues on `stream`, allocates nothing and returns the launch status. A memset between two kernels
-// would keep the second from starting early (early_start.cuh).
+// Writing constants. Enqueues on `stream`, allocates nothing and returns the launch status. A memset between two
+// kernels would keep the second from starting early (early_start.cuh).
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -16,8 +16,8 @@ struct HeadShare {
   __device__ __forceinline__ int end() const { return word >> 16; }
 };
 
-// What lists have room for, in the order of places: sections of parts (groups of all batches), in each chunk by chunk, in
-// each tile by tile, and of each tile the parts of the section.
+// What lists have room for, in the order of places: sections of parts (groups of all batches), in each chunk by chunk,
+// in each tile by tile, and of each tile the parts of the section.
 struct ListRoom {
   int tiles, chunks;
   int all_parts, section_parts, sections;  // sections: of section_parts; one more has the rest
@@ -27,8 +27,8 @@ struct ListPlace {
   HeadShare heads;
 };
 
-// Items have the numbers of places without the tiles behind the longest list of their chunk, which would take long to pass
-// over. A tile of the last chunks, by places, is several items, which share out the heads of the group.
+// Items have the numbers of places without the tiles behind the longest list of their chunk, which would take long to
+// pass over. A tile of the last chunks, by places, is several items, which share out the heads of the group.
 struct ListNumbering {
   int rows, tail_row, tail_parts;  // the last chunks begin at tail_row; `rows` and 1: there are none
   const int32_t* rows_before;      // as behind ListNumbers; nullptr: all chunks have as many as there is room for

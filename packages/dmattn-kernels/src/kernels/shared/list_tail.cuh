@@ -5,8 +5,8 @@
 
 namespace dmattn {
 
-// Quotients of numbers up to 2^20, rounded down or up. The launch waits for one warp that needs many of them, and integer
-// division takes several times as long.
+// Quotients of numbers up to 2^20, rounded down or up. The launch waits for one warp that needs many of them, and
+// integer division takes several times as long.
 struct QuickDivisor {
   int value;
   float inverse;
@@ -16,8 +16,8 @@ struct QuickDivisor {
   __device__ __forceinline__ int up(int n) const { return down(n + value - 1); }
 };
 
-// Estimated in steps, as if each item had all rows of a chunk: thread blocks, which take the next item when they are done,
-// then go in step.
+// Estimated in steps, as if each item had all rows of a chunk: thread blocks, which take the next item when they are
+// done, then go in step.
 struct ListEnd {
   QuickDivisor blocks;
   int all;  // items before any is shared out
@@ -39,8 +39,8 @@ struct ListEnd {
     const int waves = blocks.down(all - tail);  // until their end all blocks are busy with whole items
     const int busy = all - tail - waves * blocks.value, idle = blocks.value - busy, smaller = tail * parts;
     const QuickDivisor step((heads + parts - 1) / parts * steps_of_head + steps_of_prologue);
-    // The last one ends as a smaller item of a block that began with such, or of one that had a whole item first. How many
-    // of the one kind, or of the other, a block has until all of them are done:
+    // The last one ends as a smaller item of a block that began with such, or of one that had a whole item first. How
+    // many of the one kind, or of the other, a block has until all of them are done:
     const int in_whole = step.down(whole), to_whole = step.up(whole);
     const int by_idle = smaller <= idle * to_whole ? static_cast<int>((smaller + idle - 1 + 0.5f) / idle)
                                                    : blocks.up(smaller + busy * to_whole);

@@ -7,8 +7,8 @@
 
 namespace dmattn {
 
-// T: kPacked (sequences are always packed), kMayBePacked (decided at run time), kGathered. kKeepsSeqlens: when packed, a
-// SeqlenInfo lies at kSeqlens in shared memory.
+// T: kPacked (sequences are always packed), kMayBePacked (decided at run time), kGathered. kKeepsSeqlens: when packed,
+// a SeqlenInfo lies at kSeqlens in shared memory.
 template <class T, class Params>
 struct AttentionBlock {
   const Params& p;
@@ -22,8 +22,8 @@ struct AttentionBlock {
   // --- the sequence --------------------------------------------------------------------------------------------------
 
   __device__ __forceinline__ bool is_packed() const { return T::kPacked || (T::kMayBePacked && p.packing.is_active()); }
-  // Once, by all threads, as soon as `batch` is known and before any of the functions below. False: the block has to leave
-  // the sequence out.
+  // Once, by all threads, as soon as `batch` is known and before any of the functions below. False: the block has to
+  // leave the sequence out.
   __device__ __forceinline__ bool find_sequence() {
     if (!is_packed()) return true;
     if constexpr (T::kKeepsSeqlens) {

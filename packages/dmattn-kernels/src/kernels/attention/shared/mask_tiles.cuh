@@ -66,8 +66,8 @@ struct MaskTiles {
   }
 };
 
-// The same tiles, walked from the last to the first by one thread that has little time and few registers: what was read of
-// the bitmaps, 32 cells of each band, is kept for the tiles that follow. Tiles are whole cells.
+// The same tiles, walked from the last to the first by one thread that has little time and few registers: what was read
+// of the bitmaps, 32 cells of each band, is kept for the tiles that follow. Tiles are whole cells.
 template <int kBlockFixed, int kBlockScan>
 struct MaskTileWalk {
   static constexpr int kBands = kBlockFixed / kMaskBand, kCells = kBlockScan / kMaskBand;

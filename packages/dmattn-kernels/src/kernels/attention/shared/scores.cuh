@@ -144,7 +144,8 @@ __device__ __forceinline__ void apply_limits(float (&acc)[MT][NT][4], const Scor
     }
 }
 
-// The same of neighbouring keys where rows are not one position apart: last_of(row) is the last position that a row sees.
+// The same of neighbouring keys where rows are not one position apart: last_of(row) is the last position that a row
+// sees.
 template <int MT, int NT, class LastOf>
 __device__ __forceinline__ void apply_limits_of_rows(float (&acc)[MT][NT][4], const ScoreInputs& in,
                                                      const FragmentMap& map, const LastOf& last_of) {

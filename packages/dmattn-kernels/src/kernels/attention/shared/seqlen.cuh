@@ -41,8 +41,8 @@ __device__ __forceinline__ bool fits_packed_range(const int32_t* cu_seqlens, int
   return first >= 0 && first <= end && end <= total && end - first <= max_length;
 }
 
-// Whether none does, so that blocks which stand for rows or keys are those that first_packed_block() counts: for what would
-// wait forever otherwise. All threads of a thread block.
+// Whether none does, so that blocks which stand for rows or keys are those that first_packed_block() counts: for what
+// would wait forever otherwise. All threads of a thread block.
 __device__ __forceinline__ bool fit_packed_ranges(const Packing& packing, int max_seqlen_q, int max_seqlen_k) {
   bool fit = true;
   for (int i = threadIdx.x; i < packing.sequences; i += blockDim.x) {

@@ -99,9 +99,9 @@ struct OnlineSoftmax {
 #pragma unroll
     for (int r = 0; r < 2 * MT; ++r) alpha[r] = step_row<kScaled>(r, acc_s, scale_log2);
   }
-  // Likewise, of logits, which are taken like raw products unless a maximum of the warp's rows is large: max * log2(e) is
-  // rounded, by up to 2^-18 here, which would show in the log-sum-exp. Large maxima are subtracted beforehand, so that
-  // the exponentials stand here once: they, the packing and the rescaling that follow share the units of the SM.
+  // Likewise, of logits, which are taken like raw products unless a maximum of the warp's rows is large: max * log2(e)
+  // is rounded, by up to 2^-18 here, which would show in the log-sum-exp. Large maxima are subtracted beforehand, so
+  // that the exponentials stand here once: they, the packing and the rescaling that follow share the units of the SM.
   template <int NT>
   __device__ __forceinline__ void probabilities_of_logits(float (&acc_s)[MT][NT][4], float (&alpha)[2 * MT]) {
     float left[2 * MT];  // of the maximum, to subtract

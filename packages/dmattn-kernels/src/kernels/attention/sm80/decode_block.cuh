@@ -60,8 +60,8 @@ struct DecodeTraits {
   static_assert(kStages <= kChunkSteps);  // a step and the one that takes its place: neighbouring chunks
   // A warp's results, and the maxima and sums of its rows, take the place of its ring. Rows start on different banks.
   static constexpr int kMergePitch = kHeadDim + 8;
-  // So do the weights of the splits, of their lowest entries and of the token in a row, sums over the splits so far, and
-  // the results of as many splits as there is room for.
+  // So do the weights of the splits, of their lowest entries and of the token in a row, sums over the splits so far,
+  // and the results of as many splits as there is room for.
   static constexpr int kSplits = kPlain ? plain_decode_splits(kFromCache) : kMaxSplits;  // at most
   static constexpr int kEntryWeights = kSplits, kTokenWeight = 2 * kSplits;
   static constexpr int kWeightPitch = kTakesToken ? kTokenWeight + 4 : kSplits;

@@ -17,8 +17,8 @@ template <class T>
 struct DecodeDraft {
   SharedDraft<T>& shared;
 
-  // This lane's token. Each warp reads them for itself, and keeps them once its other loads are on their way; they can be
-  // used after its next __syncwarp().
+  // This lane's token. Each warp reads them for itself, and keeps them once its other loads are on their way; they can
+  // be used after its next __syncwarp().
   __device__ __forceinline__ int2 fetch(const DecodeResults<T>& block) const {
     if (!T::kDraft || block.lane >= block.p.draft.count) return make_int2(-1, 0);
     return __ldg(reinterpret_cast<const int2*>(all(block) + block.lane));

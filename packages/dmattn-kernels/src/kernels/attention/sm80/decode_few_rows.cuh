@@ -17,8 +17,8 @@ struct DecodeFewRows : DecodeResults<T> {
   using Base::find_replaced, Base::load_entry, Base::out_row, Base::part_index, Base::partial_row, Base::store,
       Base::store_whole_lse, Base::to_weights;
   static constexpr int kHeadDim = T::kHeadDim;
-  // Columns of a lane, next to one another; splits whose results are on their way at once; and those of them that are left
-  // out together where there are no more splits.
+  // Columns of a lane, next to one another; splits whose results are on their way at once; and those of them that are
+  // left out together where there are no more splits.
   static constexpr int kColumns = kHeadDim / 32, kPartsAhead = 16, kPartsTogether = 4;
 
   using Base::Base;
@@ -52,7 +52,8 @@ struct DecodeFewRows : DecodeResults<T> {
     return T::kReducesByWarps && p.num_splits <= 32 && count <= 2 * T::kWarps;
   }
   // combine() for all of `count` rows, where has_warps_for(count). A row by one warp, and a split by each lane: weights
-  // stay in registers, and so do the results of the splits, of which a lane has some columns. No warp waits for another.
+  // stay in registers, and so do the results of the splits, of which a lane has some columns. No warp waits for
+  // another.
   __device__ __forceinline__ int combine_by_warps(int first, int count, LaneSources from) const {
     const WholeWarp share{lane, p.num_splits > 4};
     const bool has_split = lane < p.num_splits;
@@ -122,8 +123,8 @@ struct DecodeFewRows : DecodeResults<T> {
     return replaced;
   }
 
-  // Of several tokens: eight rows a warp, with at most four splits each, likewise. A lane has the weight of one of these
-  // results.
+  // Of several tokens: eight rows a warp, with at most four splits each, likewise. A lane has the weight of one of
+  // these results.
   static constexpr int kFewSplits = 4, kRowsOfWarp = 32 / kFewSplits;
   __device__ __forceinline__ bool has_lanes_for_token_rows() const {
     static_assert(!T::kReducesTokenRows || kRowsOfWarp * T::kWarps >= T::kRows);

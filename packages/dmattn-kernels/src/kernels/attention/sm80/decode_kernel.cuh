@@ -112,8 +112,8 @@ struct DecodeLoop : DecodeFewRows<T> {
       if (!T::kGathered) from += kRowsPerPass * stride;
     }
   }
-  // As cp_async16(). With two instructions, as a policy that is chosen beforehand would be moved to uniform registers again
-  // and again.
+  // As cp_async16(). With two instructions, as a policy that is chosen beforehand would be moved to uniform registers
+  // again and again.
   __device__ __forceinline__ void copy(uint32_t dst, const Element* src, bool valid) const {
     if constexpr (T::kMayEvictFirst) {
       asm volatile(
@@ -295,7 +295,8 @@ struct DecodeLoop : DecodeFewRows<T> {
   }
 
   // The block's lowest entry, if this step has it, is kept apart: its logits, and its row of V, which becomes 0 in the
-  // tile, as a probability of 0 would not hide what is not finite. The last block of the head finds them in the workspace.
+  // tile, as a probability of 0 would not hide what is not finite. The last block of the head finds them in the
+  // workspace.
   __device__ __forceinline__ void keep_lowest(float (&acc)[T::MT][T::NT][4], int step, int stage) const {
     const int at = token.lowest - step * T::kKeys;
     if (!T::kTakesToken || static_cast<uint32_t>(at) >= T::kKeys) return;
@@ -329,8 +330,8 @@ struct DecodeLoop : DecodeFewRows<T> {
     __syncwarp();
   }
 
-  // Probabilities, and results so far rescaled to the new maxima. Most groups of heads have at most eight rows: then the
-  // lower half of the fragments holds none, and in a short draft the same goes for further ones.
+  // Probabilities, and results so far rescaled to the new maxima. Most groups of heads have at most eight rows: then
+  // the lower half of the fragments holds none, and in a short draft the same goes for further ones.
   __device__ __forceinline__ void exponentiate(float (&acc_s)[T::MT][T::NT][4], float (&acc_o)[T::MT][T::OT][4],
                                                OnlineSoftmax<T::MT>& softmax) const {
 #pragma unroll
@@ -354,10 +355,10 @@ struct DecodeLoop : DecodeFewRows<T> {
     to_positions(idx_next);
     if constexpr (T::kGathered) keep_idx(0, idx_next);
     __syncwarp();
-    // A draft's kernel starts early, behind cache_draft(), which writes the rows behind the entries and what becomes of the
-    // tokens. It lets this one start when it has waited itself, so that all kernels before have ended: queries and entries
-    // can be read before the wait, by copies and reads that go past the L1 cache.
-    // kAsked stages come first, and kAhead before the wait: none where there is no room for one more copy of the code.
+    // A draft's kernel starts early, behind cache_draft(), which writes the rows behind the entries and what becomes of
+    // the tokens. It lets this one start when it has waited itself, so that all kernels before have ended: queries and
+    // entries can be read before the wait, by copies and reads that go past the L1 cache. kAsked stages come first, and
+    // kAhead before the wait: none where there is no room for one more copy of the code.
     constexpr int kAsked = T::kPlain ? 1 : 0, kAhead = T::kReadsAhead ? T::kStages - 1 : kAsked;
     if (T::kDraft && (!T::kPlain || end * T::kKeys > p.draft.entries)) wait_for_previous_kernel();
     if constexpr (kAsked > 0) load(begin, 0);
@@ -368,8 +369,8 @@ struct DecodeLoop : DecodeFewRows<T> {
       for (int i = kAsked; i < kAhead; ++i) load(begin + i, i);
     }
     if constexpr (T::kDraft && T::kPlain) wait_for_previous_kernel();
-    // Issued before the other copies of K and V, for which all of these loads would wait otherwise. To ask for them takes
-    // its time too, so the first step is on its way by then.
+    // Issued before the other copies of K and V, for which all of these loads would wait otherwise. To ask for them
+    // takes its time too, so the first step is on its way by then.
     Arrivals blocks = Base::arrivals(), heads = Base::head_arrivals();
     const bool counts_blocks = threadIdx.x == 0 && blocks.count > 1;
     const bool counts_heads = threadIdx.x == 0 && T::kTakesToken && heads.count > 1;
@@ -417,8 +418,8 @@ struct DecodeLoop : DecodeFewRows<T> {
     }
     cp_async_wait<0>();
     __syncwarp();  // the ring is free
-    // The compiler cannot see that the batch stays the same: what is worked out from it below and was before the loop is
-    // not kept in registers between.
+    // The compiler cannot see that the batch stays the same: what is worked out from it below and was before the loop
+    // is not kept in registers between.
     asm volatile("" : "+r"(batch));
     Base::leave(acc_o, softmax);
     __syncthreads();

@@ -5,8 +5,8 @@
 
 namespace dmattn {
 
-// Up to so many bytes of K and V, these leave the L2 cache first. Of more, the changed lines of others are a small part of
-// what passes, and the rest goes faster by the usual order: see docs/kernels/decoding.md.
+// Up to so many bytes of K and V, these leave the L2 cache first. Of more, the changed lines of others are a small part
+// of what passes, and the rest goes faster by the usual order: see docs/kernels/decoding.md.
 constexpr int64_t kEvictFirstBytes = int64_t{128} << 20;
 
 template <class T>

@@ -45,8 +45,8 @@ struct Arrivals {
   // The same for what has only been read, in two calls, both by thread 0 and the first one after a device_fence(). Only
   // the second one waits for the answer.
   __device__ __forceinline__ void count_in() {
-    // By a number that looks as if each lane had another one. Otherwise ptxas adds up what the lanes of the warp add, and
-    // waits for the answer to hand it out.
+    // By a number that looks as if each lane had another one. Otherwise ptxas adds up what the lanes of the warp add,
+    // and waits for the answer to hand it out.
     uint32_t lane;
     asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
     const uint64_t one = uint64_t{lane} + 1;
@@ -315,8 +315,8 @@ struct DecodeResults : DecodeBlock<T> {
   };
   static constexpr int kEach = T::kSplits / 32;  // splits of a lane
 
-  // The lowest entries of the lane's splits. By words: where all four of pack_entry() are read at once, the register of the
-  // last one is taken for something else, which then waits for it.
+  // The lowest entries of the lane's splits. By words: where all four of pack_entry() are read at once, the register of
+  // the last one is taken for something else, which then waits for it.
   using LaneEntries = CacheEntry[kEach];
   __device__ __forceinline__ void load_lowest(LaneEntries& found, const LaneShare& share) const {
 #pragma unroll
@@ -379,8 +379,8 @@ struct DecodeResults : DecodeBlock<T> {
     return T::kTakesToken ? lowest_slot(entries) : -1;
   }
 
-  // x becomes the weights of the splits in a row, and with a token those of their lowest entries and its own, but for the
-  // entry that leaves or the token. Returns the row's maximum and its sum.
+  // x becomes the weights of the splits in a row, and with a token those of their lowest entries and its own, but for
+  // the entry that leaves or the token. Returns the row's maximum and its sum.
   template <int kN, class Share>
   __device__ __forceinline__ float2 to_weights(LaneParts<kN>& x, const LaneEntries& entries, int replaced,
                                                const Share& share) const {

@@ -1,6 +1,6 @@
 // The token that a step of decoding puts into a cache of the best keys. Which entry makes room for it is known only to
-// the last block of the head: until then each block keeps the lowest of its own entries out of its results, and the last
-// one puts all of them back but one, for which the token comes in.
+// the last block of the head: until then each block keeps the lowest of its own entries out of its results, and the
+// last one puts all of them back but one, for which the token comes in.
 #pragma once
 
 #include "../../shared/chunk.cuh"
@@ -161,16 +161,16 @@ struct DecodeToken {
           static_cast<uint16_t>(ElementTraits<Element>::pack(score, 0.f));
     }
   }
-  // By thread 0 of the sequence's last head, once the others have read the number of its tokens. That this is so is what
-  // it has waited for, so the number is not written before.
+  // By thread 0 of the sequence's last head, once the others have read the number of its tokens. That this is so is
+  // what it has waited for, so the number is not written before.
   __device__ __forceinline__ void commit_count(const DecodeResults<T>& block) const {
     const int position = block.held.position;
     if (position >= 0) block.p.token.seen[block.batch] = position + 1;
   }
 
  private:
-  // The thread's eight elements of the token: first its key, then its value, for the threads that there are elements for.
-  // They lie in shared memory from the start, as the last block of the head should not have to wait for them.
+  // The thread's eight elements of the token: first its key, then its value, for the threads that there are elements
+  // for. They lie in shared memory from the start, as the last block of the head should not have to wait for them.
   struct Chunk {
     bool is_key = threadIdx.x < kChunks;
     int col = static_cast<int>(threadIdx.x) % kChunks * 8;
@@ -186,8 +186,8 @@ struct DecodeToken {
     }
   };
 
-  // The block's lowest entry, for the last block of the head. All blocks of rows find the same one. Where there is none,
-  // nothing is left out of the results.
+  // The block's lowest entry, for the last block of the head. All blocks of rows find the same one. Where there is
+  // none, nothing is left out of the results.
   static __device__ __forceinline__ void leave_entry(const DecodeResults<T>& block, const CacheEntry& low) {
     const LowestEntries& to = block.p.lowest;
     if (threadIdx.x == 0 && block.row0 == 0) {

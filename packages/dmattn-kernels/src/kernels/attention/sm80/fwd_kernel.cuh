@@ -13,8 +13,8 @@
 
 namespace dmattn {
 
-// kTokenRows: rows as in TokenRows, at Level::kPlain over contiguous keys. Results are partial ones even if keys are not
-// split: combine_splits() knows where the rows go, which would take registers here that there are not.
+// kTokenRows: rows as in TokenRows, at Level::kPlain over contiguous keys. Results are partial ones even if keys are
+// not split: combine_splits() knows where the rows go, which would take registers here that there are not.
 template <class Element_, int kHeadDim_, int kBlockM_, int kBlockN_, int kWarps_, bool kGathered_, Level kLevel,
           bool kTokenRows_ = false>
 struct FwdTraits {

@@ -10,16 +10,16 @@
 
 namespace dmattn {
 
-// The number of this thread. The compiler takes it for a new one each time: what follows from it is then worked out again
-// for each tile. Kept over the tiles, such addresses took more registers than there are.
+// The number of this thread. The compiler takes it for a new one each time: what follows from it is then worked out
+// again for each tile. Kept over the tiles, such addresses took more registers than there are.
 __device__ __forceinline__ int renewed_thread() {
   int thread = static_cast<int>(threadIdx.x);
   asm volatile("" : "+r"(thread));
   return thread;
 }
 
-// Keys that a mask hides from all rows may hold NaN, which a weight of 0 would not keep away: their rows in a tile become
-// zeros. By all threads, which have to meet before and after.
+// Keys that a mask hides from all rows may hold NaN, which a weight of 0 would not keep away: their rows in a tile
+// become zeros. By all threads, which have to meet before and after.
 template <int kHeadDim, int kThreads>
 __device__ __forceinline__ void clear_hidden_keys(uint32_t tile, const uint8_t* mask, int64_t col_stride, int keys,
                                                   int thread) {
@@ -43,8 +43,8 @@ __device__ __forceinline__ const uint8_t* mask_of(const ShortParams& p, int batc
 //   kFull     a bias that all batches of a block share, which is read once, and the sums of whose gradient stay in
 //             registers; any mask
 
-// What a bias and a mask do to the scores of a warp: 16 rows and 8 NT keys, which begin at `map` in a tile of kShortRows
-// rows from row0 on.
+// What a bias and a mask do to the scores of a warp: 16 rows and 8 NT keys, which begin at `map` in a tile of
+// kShortRows rows from row0 on.
 template <class Element, int NT>
 struct ShortScores {
   using Fragments = float[1][NT][4];
@@ -231,7 +231,8 @@ __device__ __forceinline__ int64_t row_at(const Strides3& s, int batch, int head
   return batch * s.batch + head * s.head + row * s.row;
 }
 
-// Four words that each lane of a quad has, word i of lane t for lane i: lane i gets those of lanes 0 to 3, in this order.
+// Four words that each lane of a quad has, word i of lane t for lane i: lane i gets those of lanes 0 to 3, in this
+// order.
 __device__ __forceinline__ uint4 transpose_quad(const uint32_t (&words)[4], int lane) {
   const bool odd = lane & 1, upper = lane & 2;
   const auto exchange = [&](uint32_t even_word, uint32_t odd_word) {
@@ -245,7 +246,8 @@ __device__ __forceinline__ uint4 transpose_quad(const uint32_t (&words)[4], int 
 }
 
 // Writes 16 rows that a warp holds, rounded, straight from its registers, 16 bytes a lane: rows of `out` below `rows`,
-// columns from col0 on and below `cols`. Two fragments at a time, where their number is no multiple of four, go by 8 bytes.
+// columns from col0 on and below `cols`. Two fragments at a time, where their number is no multiple of four, go by 8
+// bytes.
 template <class Element, int NT>
 __device__ __forceinline__ void store_rows(Element* out, int64_t row_stride, const float (&acc)[1][NT][4], int col0,
                                            int rows, int cols, int lane) {

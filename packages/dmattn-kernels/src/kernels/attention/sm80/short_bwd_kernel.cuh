@@ -1,9 +1,9 @@
-// The backward over few keys, in one launch: a block sees all keys of a kv head, so that dq of a tile is complete at once
-// and dk and dv stay in registers. Nothing is added up in memory but the gradient of a shared bias.
+// The backward over few keys, in one launch: a block sees all keys of a kv head, so that dq of a tile is complete at
+// once and dk and dv stay in registers. Nothing is added up in memory but the gradient of a shared bias.
 //
-// Each warp has 16 rows and 64 keys of the scores, a half or a quarter of these keys at a time (a part); and then 16 keys of
-// dk and dv, and rows of dq.
-// Probabilities and their gradients go from one to the other through shared memory, rounded.
+// Each warp has 16 rows and 64 keys of the scores, a half or a quarter of these keys at a time (a part); and then 16
+// keys of dk and dv, and rows of dq. Probabilities and their gradients go from one to the other through shared memory,
+// rounded.
 #pragma once
 
 #include "short_block.cuh"
@@ -40,8 +40,8 @@ struct ShortBwdTraits {
   static_assert(kSmemBytes <= static_cast<uint32_t>(smem_limit(TileSet::kNarrow)));
 };
 
-// Of a row: its log-sum-exp (+inf where it keeps nothing, so that its probabilities are 0), what rounding dropped from that,
-// and rowsum(out * dout) - dlse.
+// Of a row: its log-sum-exp (+inf where it keeps nothing, so that its probabilities are 0), what rounding dropped from
+// that, and rowsum(out * dout) - dlse.
 struct alignas(16) ShortRowStats {
   float lse, rest, delta;
 };
@@ -56,8 +56,8 @@ struct ShortBwdBlock {
   using AccKV = float[1][T::NTkv][4];
   // kFull: the sums of the gradient of the bias.
   using DbiasSums = float[T::kParts][NT][4];
-  // The loop over parts is unrolled, so that these sums stay in registers. Without them, where a bias and a mask make the
-  // code of a part long, it is not.
+  // The loop over parts is unrolled, so that these sums stay in registers. Without them, where a bias and a mask make
+  // the code of a part long, it is not.
   static constexpr int kUnrolledParts = T::kGeneral && !T::kKeepsBias ? 1 : T::kParts;
 
   const ShortBwdParams& p;
@@ -112,8 +112,8 @@ struct ShortBwdBlock {
                                               p.seqlen_q - row0, p.head_dim, true, thread, RowIdentity{});
   }
 
-  // The rows of `out` whose statistics a warp finds: kChunks lanes each. They are on their way while the copies to shared
-  // memory are. Beside 64 keys they are the warp's own rows of the scores.
+  // The rows of `out` whose statistics a warp finds: kChunks lanes each. They are on their way while the copies to
+  // shared memory are. Beside 64 keys they are the warp's own rows of the scores.
   static constexpr int kChunks = kHeadDim / 8, kRowsPerPass = 32 / kChunks, kRowsPerWarp = kBlockM / T::kWarps,
                        kPasses = kRowsPerWarp / kRowsPerPass;
   static_assert(kPasses >= 1);

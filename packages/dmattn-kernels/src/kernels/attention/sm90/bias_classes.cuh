@@ -1,6 +1,6 @@
-// Tiles of a bias whose rows start on any two bytes (bias_classes.h), copied by TMA: of eight consecutive rows each is of
-// another class, so that a tile comes as eight boxes, each with every eighth row. A row of a box begins up to seven numbers
-// before the tile does, and ends as many too early.
+// Tiles of a bias whose rows start on any two bytes (bias_classes.h), copied by TMA: of eight consecutive rows each is
+// of another class, so that a tile comes as eight boxes, each with every eighth row. A row of a box begins up to seven
+// numbers before the tile does, and ends as many too early.
 #pragma once
 
 #include "../shared/smem.cuh"
@@ -10,10 +10,10 @@
 
 namespace dmattn::sm90 {
 
-// Where the numbers of a ring of tiles lie. Boxes have 128 bytes a row, swizzled as in other tiles: which 16 bytes of the
-// 128 are exchanged follows from the address. Consumers read eight consecutive rows at a time, one of each box. Their
-// addresses are a column's bytes apart, 128 more than a multiple of 1024, so that the swizzle differs in each and they do
-// not meet on the banks. A column has the boxes of all stages.
+// Where the numbers of a ring of tiles lie. Boxes have 128 bytes a row, swizzled as in other tiles: which 16 bytes of
+// the 128 are exchanged follows from the address. Consumers read eight consecutive rows at a time, one of each box.
+// Their addresses are a column's bytes apart, 128 more than a multiple of 1024, so that the swizzle differs in each and
+// they do not meet on the banks. A column has the boxes of all stages.
 template <int kRows, int kKeys, int kStages>
 struct BiasBoxes {
   static constexpr int kBoxRows = kRows / kRowClasses, kBoxBytes = kBoxRows * 128;
@@ -34,9 +34,9 @@ struct BiasBoxes {
   }
 };
 
-// What a consumer's thread takes of a tile: of two rows, eight apart and so of one class, in each fragment of eight keys
-// the numbers 2 * (lane % 4) and the one behind it. They are `shift` columns later in the box: half of a word and half of
-// the next one, or a word.
+// What a consumer's thread takes of a tile: of two rows, eight apart and so of one class, in each fragment of eight
+// keys the numbers 2 * (lane % 4) and the one behind it. They are `shift` columns later in the box: half of a word and
+// half of the next one, or a word.
 template <class Boxes>
 struct ShiftedPairs {
   static_assert(Boxes::kPanels == 2);
@@ -89,8 +89,8 @@ struct ShiftedPairs {
     }
   }
 
-  // Of the last fragment of the tile that begins at `key`, from memory: `rows` and `keys` from the pair on exist, of others
-  // come zeros. Only asked for; pack_last() waits.
+  // Of the last fragment of the tile that begins at `key`, from memory: `rows` and `keys` from the pair on exist, of
+  // others come zeros. Only asked for; pack_last() waits.
   __device__ __forceinline__ void read_last(uint32_t (&numbers)[2][2], int key, int64_t row_stride, int rows,
                                             int keys) const {
 #pragma unroll

@@ -10,10 +10,10 @@
 namespace dmattn::sm90 {
 
 // TMA wants a tensor to start on 16 bytes, a multiple of 16 bytes from each row to the next, and copies that start at a
-// multiple of 16 bytes of a row: at other columns an H200 stops with an illegal instruction. Rows are numbered through all
-// heads and batches. By that number modulo 8 they fall into classes, in each of which they are a multiple of 16 bytes
-// apart, and all start equally far behind a multiple of 16 bytes. A class has a map of its own, which starts there. Its
-// keys begin `shift` columns later, and so they do in what is copied.
+// multiple of 16 bytes of a row: at other columns an H200 stops with an illegal instruction. Rows are numbered through
+// all heads and batches. By that number modulo 8 they fall into classes, in each of which they are a multiple of 16
+// bytes apart, and all start equally far behind a multiple of 16 bytes. A class has a map of its own, which starts
+// there. Its keys begin `shift` columns later, and so they do in what is copied.
 struct BiasClasses {
   CUtensorMap maps[kRowClasses];     // dimensions (columns, rows of the class, 1, 1)
   uint32_t head_rows, batch_rows;    // rows from one head, or batch, to the next; 0 where it is broadcast

@@ -1,5 +1,5 @@
-// Tiles of a dense bias whose rows do not start on 16 bytes, copied by the producer's three idle warps as TMA copies the
-// others: panels of 128 bytes a row, swizzled. Consumers see no difference.
+// Tiles of a dense bias whose rows do not start on 16 bytes, copied by the producer's three idle warps as TMA copies
+// the others: panels of 128 bytes a row, swizzled. Consumers see no difference.
 //
 // Copies are of four bytes, as many as asynchronous ones can be at any multiple of four: what is on its way takes no
 // registers, of which these warps have few. A row of 16-bit numbers may start in the middle of four bytes. It is copied
@@ -14,8 +14,8 @@ namespace dmattn::sm90 {
 
 constexpr int kBiasWarps = 3;
 
-// What the producer asks these warps for: the tile that begins at a row and a key. The ring is that of the bias; a request
-// may be overwritten once the tile has been used.
+// What the producer asks these warps for: the tile that begins at a row and a key. The ring is that of the bias; a
+// request may be overwritten once the tile has been used.
 struct BiasRequest {
   int32_t row, key, head, batch;  // row < 0: there are no more
 };

@@ -1,8 +1,8 @@
-// Tiles of rows and keys in shared memory as the Hopper backward reads and writes them: those of a dense bias, of ds, and
-// of the gradient of the bias.
+// Tiles of rows and keys in shared memory as the Hopper backward reads and writes them: those of a dense bias, of ds,
+// and of the gradient of the bias.
 //
-// A panel has 64 keys of a tile's rows: [row][key] in 16 bits, 128 bytes a row, swizzled as TMA does. Scores have keys as
-// rows, so that they meet a panel in transposed 8 x 8 matrices.
+// A panel has 64 keys of a tile's rows: [row][key] in 16 bits, 128 bytes a row, swizzled as TMA does. Scores have keys
+// as rows, so that they meet a panel in transposed 8 x 8 matrices.
 #pragma once
 
 #include "../shared/element.cuh"
@@ -22,8 +22,8 @@ __device__ __forceinline__ uint32_t matrix_row(uint32_t panel, int warp, int lan
   const int row = matrix / 2 * 8 + in_matrix, chunk = 2 * warp + matrix % 2;
   return panel + row * kPanelRowBytes + ((chunk ^ in_matrix) << 4);
 }
-// The four matrices in the order of the scores' registers, two elements a word: of fragments 2 i and 2 i + 1 of a product
-// with 64 keys as its rows, words 2 f + h of registers 2 h and 2 h + 1. `rows`: matrix_row(), 16 i rows on.
+// The four matrices in the order of the scores' registers, two elements a word: of fragments 2 i and 2 i + 1 of a
+// product with 64 keys as its rows, words 2 f + h of registers 2 h and 2 h + 1. `rows`: matrix_row(), 16 i rows on.
 __device__ __forceinline__ void load_matrices(uint32_t (&words)[4], uint32_t rows) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
@@ -36,11 +36,11 @@ __device__ __forceinline__ void store_matrices(uint32_t rows, uint32_t x, uint32
                : "memory");
 }
 
-// In fp32 a row of a panel has 32 keys, those of two warps. Where the thread's first row and key lie, which are in registers
-// 0 of fragment 0, and from there the others: row 8 i + e further on, key 8 * half. The swizzle exchanges chunks of four
-// keys by the row's number in its eight. The thread's first row is even there, and its first chunk 0, 1, 4 or 5, so that
-// one row or eight keys more change one bit of the chunk's place. The threads of a warp meet all banks: four chunks by the
-// rows of a quad's lanes, two by keys, four keys in each.
+// In fp32 a row of a panel has 32 keys, those of two warps. Where the thread's first row and key lie, which are in
+// registers 0 of fragment 0, and from there the others: row 8 i + e further on, key 8 * half. The swizzle exchanges
+// chunks of four keys by the row's number in its eight. The thread's first row is even there, and its first chunk 0, 1,
+// 4 or 5, so that one row or eight keys more change one bit of the chunk's place. The threads of a warp meet all banks:
+// four chunks by the rows of a quad's lanes, two by keys, four keys in each.
 template <int kBlockM>
 __device__ __forceinline__ uint32_t wide_row(uint32_t tile, int consumer, int warp, int lane) {
   const int panel = 2 * consumer + warp / 2, row = lane % 4 * 2, chunk = warp % 2 * 4 + lane / 16;
@@ -51,8 +51,8 @@ __device__ __forceinline__ uint32_t wide_entry(uint32_t first, int i, int half, 
 }
 
 // Adds a panel to fp32 sums: `to` is that of its first row and key, of whose neighbours `rows` and `keys` exist. Whole
-// warpgroup; to and row_stride are multiples of four. Behind the last key up to three zeros are added, for which rows have
-// room.
+// warpgroup; to and row_stride are multiples of four. Behind the last key up to three zeros are added, for which rows
+// have room.
 template <class Element, int kRows>
 __device__ __forceinline__ void add_panel(float* to, int64_t row_stride, uint32_t panel, int rows, int keys,
                                           int thread) {

@@ -1,7 +1,7 @@
-// Tiles of a dense 16-bit bias whose rows do not start on 16 bytes, brought by the producer's three idle warps to where TMA
-// would have put them. As in bias_rows.cuh, but copied 16 bytes a lane, at multiples of 16 bytes. Rows begin up to seven
-// numbers later, so that each lane puts its eight numbers together from two chunks of 16 bytes once they are there. This
-// takes 8 KB of shared memory, which the forward does not have.
+// Tiles of a dense 16-bit bias whose rows do not start on 16 bytes, brought by the producer's three idle warps to where
+// TMA would have put them. As in bias_rows.cuh, but copied 16 bytes a lane, at multiples of 16 bytes. Rows begin up to
+// seven numbers later, so that each lane puts its eight numbers together from two chunks of 16 bytes once they are
+// there. This takes 8 KB of shared memory, which the forward does not have.
 #pragma once
 
 #include "bwd_bias.cuh"
@@ -17,7 +17,8 @@ __device__ __forceinline__ void copy_chunk_async(uint32_t to, uintptr_t from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
-// The same where memory may end behind the bytes that exist: number by number, as compute-sanitizer counts the whole chunk.
+// The same where memory may end behind the bytes that exist: number by number, as compute-sanitizer counts the whole
+// chunk.
 __device__ __forceinline__ void copy_chunk_end(uint32_t to, uintptr_t from, int valid) {
   const auto number = [&](int i) -> uint32_t {
     return 2 * i < valid ? __ldg(reinterpret_cast<const uint16_t*>(from) + i) : uint16_t{0};
@@ -41,8 +42,8 @@ __device__ __forceinline__ uint4 eight_from(const uint4& chunk, const uint4& beh
                     __funnelshift_r(from_one[2], from_one[3], bits), __funnelshift_r(from_one[3], from_one[4], bits));
 }
 
-// One of the warps, which has every third eight rows of a tile, two at a time: sixteen lanes have the 128 keys of a row, a
-// chunk of eight each.
+// One of the warps, which has every third eight rows of a tile, two at a time: sixteen lanes have the 128 keys of a
+// row, a chunk of eight each.
 template <class T>
 struct BwdBiasLoader {
   static constexpr int kRows = T::kBlockM, kPanelBytes = T::kPanel * 2, kTileBytes = T::kTiledS * 2;
@@ -107,8 +108,8 @@ struct BwdBiasLoader {
       copy_chunk_async(to, from, min(max(left, 0), 16));
     }
   }
-  // The 17 chunks in which the 128 numbers of a row are. In front of the tensor's first number up to 14 bytes are read, of
-  // the same 16, and not used; nothing behind its last one is read.
+  // The 17 chunks in which the 128 numbers of a row are. In front of the tensor's first number up to 14 bytes are read,
+  // of the same 16, and not used; nothing behind its last one is read.
   template <bool kIsWhole>
   __device__ __forceinline__ void copy_chunks(uint32_t tile, uintptr_t from, int rows, int bytes) const {
     const int64_t stride = p.bias_rows.row_stride;

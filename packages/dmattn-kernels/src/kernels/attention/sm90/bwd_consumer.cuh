@@ -46,8 +46,8 @@ struct BwdConsumerState {
   static constexpr int kFragmentsM = T::kBlockM / 8, kFragmentsD = T::kHeadDim / 8;
   // Names of barriers for some of the block's threads; 0 is __syncthreads().
   static constexpr int kdSBarrier = 1, kOwnBarrier = 2;
-  // Of 64 keys and kBlockM rows: of fragment i, a thread has the keys 16 * warp + lane / 4 (registers 0 and 1) and 8 more
-  // (2 and 3), and the rows 8 * i + lane % 4 * 2 (registers 0 and 2) and the next one (1 and 3).
+  // Of 64 keys and kBlockM rows: of fragment i, a thread has the keys 16 * warp + lane / 4 (registers 0 and 1) and 8
+  // more (2 and 3), and the rows 8 * i + lane % 4 * 2 (registers 0 and 2) and the next one (1 and 3).
   using Scores = float[kFragmentsM][4];
 
   const BwdArguments& p;
@@ -109,9 +109,9 @@ struct BwdConsumerState {
     full[kv_place.stage].wait(kv_place.phase);
     if constexpr (T::kGathered) cutlass::arch::fence_view_async_shared();
   }
-  // What a mask of keys hides from all rows may be NaN, which a ds of 0 would not keep out of dq: its rows of K and V become
-  // zeros, those of the consumer's own keys by two threads each. The other consumer, whose dq needs them, too, meets this
-  // one at the barrier of ds.
+  // What a mask of keys hides from all rows may be NaN, which a ds of 0 would not keep out of dq: its rows of K and V
+  // become zeros, those of the consumer's own keys by two threads each. The other consumer, whose dq needs them, too,
+  // meets this one at the barrier of ds.
   __device__ __forceinline__ void clear_hidden_keys(const BwdItem& item) {
     static_assert(T::kMasked && T::kMembers == 1);
     if (!p.mask.is_key_only) return;

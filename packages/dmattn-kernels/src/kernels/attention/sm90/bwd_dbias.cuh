@@ -19,9 +19,9 @@ __device__ __forceinline__ uint32_t word_of_row(uint32_t panel, uint32_t row, in
   return panel + row * kPanelRowBytes + ((lane / 4 ^ row % 8) << 4) + lane % 4 * 4;
 }
 
-// Stores a 16-bit panel of 64 keys: a lane has two keys of a row, 32 apart. A number at a time, as a row may start on any
-// two bytes: shifted to words, and with its ends apart, it took four times as many instructions. A warp has every fourth
-// row. kIsWhole: all rows and keys exist.
+// Stores a 16-bit panel of 64 keys: a lane has two keys of a row, 32 apart. A number at a time, as a row may start on
+// any two bytes: shifted to words, and with its ends apart, it took four times as many instructions. A warp has every
+// fourth row. kIsWhole: all rows and keys exist.
 template <int kRows, bool kIsWhole>
 __device__ __forceinline__ void send_dbias_rows_of(const DbiasPart& part, uint32_t panel, int warp, int lane) {
   constexpr int kBatch = 4;  // rows that are read before they are sent

@@ -41,20 +41,21 @@ struct BwdArguments {
   int32_t group_begin, group_heads;  // of each group of query heads, those that this launch has
   int32_t dq_blocks;                 // blocks of rows a head that dq_accum has
   int32_t m_blocks, n_blocks;        // blocks of rows and of keys of a head; over lists, tiles that a list has room for
-  // Parts of what sees a block of keys, each an item of its own: shares of the query heads, times row_splits of their rows.
+  // Parts of what sees a block of keys, each an item of its own: shares of the query heads, times row_splits of their
+  // rows.
   int32_t num_splits, row_splits;
   int32_t items;  // n_blocks * all_parts; over lists, times the number of chunks
-  // Sections of as many parts (of groups, of all batches), whose blocks of keys are done before those of the next section
-  // begin, so that what they read and add to stays in L2. One more section has the rest of all parts. Lists: see
-  // choose_list_sections().
+  // Sections of as many parts (of groups, of all batches), whose blocks of keys are done before those of the next
+  // section begin, so that what they read and add to stays in L2. One more section has the rest of all parts. Lists:
+  // see choose_list_sections().
   int32_t section_parts, sections, all_parts;
   // Items are numbered two by two, see find_mirrored_item(). Then some of `items` are none.
   bool mirrors_items;
   float softmax_scale, softcap;
   bool is_causal;
   // Number of items that thread blocks have taken, zero before the launch. Where no block waits for another's turn each
-  // has its first by its own number, and those do not count. Wide heads do without it then. Over lists, unless an item has
-  // all rows or sums are in a fixed order: the first of ListNumbers.
+  // has its first by its own number, and those do not count. Wide heads do without it then. Over lists, unless an item
+  // has all rows or sums are in a fixed order: the first of ListNumbers.
   int32_t* work_counter;
   uint32_t zero;  // 0, for BwdConsumer::move()
 
@@ -84,10 +85,10 @@ struct BwdArguments {
   KeyList keys;           // of chunks of rows; end == nullptr: no row stops seeing a key
   bool all_rows_see;      // a key of a list is seen by rows before its own, too
   const int2* tile_rows;  // first and last + 1 block of rows that see a tile: [list][n_blocks]; equal: there is none
-  // [batch][nheads_k][chunks], zero before the launch: consumers that have added the dk and dv of a tile. nullptr: nobody
-  // waits for their turn; where sums are in a fixed order, `terms` has them. Consecutive keys, in a fixed order:
-  // [batch][nheads_k][n_blocks][64 keys], the parts of a block of keys that have been added; of wide heads, their dk and dv
-  // one by one. nullptr: there are none.
+  // [batch][nheads_k][chunks], zero before the launch: consumers that have added the dk and dv of a tile. nullptr:
+  // nobody waits for their turn; where sums are in a fixed order, `terms` has them. Consecutive keys, in a fixed order:
+  // [batch][nheads_k][n_blocks][64 keys], the parts of a block of keys that have been added; of wide heads, their dk
+  // and dv one by one. nullptr: there are none.
   int32_t* dkv_semaphore;
   float* dk_accum;  // fp32 [batch][nheads_k][seqlen_k][head_dim], added to; or those of `terms`
   float* dv_accum;
@@ -96,12 +97,12 @@ struct BwdArguments {
 
   RowsOfOut dq_rows;  // DqPath::kRows: dq, in place of dq_accum
 
-  // Consecutive keys, where steps are announced: > 0: a row sees so many keys, the last of them at its own position. 0: all
-  // up to there.
+  // Consecutive keys, where steps are announced: > 0: a row sees so many keys, the last of them at its own position. 0:
+  // all up to there.
   int32_t window;
   // --- packed sequences ---
-  // The maps of tensors are those of TensorMapper::map_packed(), batch is 1, seqlen_q and seqlen_k bound the lengths, and
-  // n_blocks and dq_blocks count the packed_blocks() of keys and of rows. lse, delta and dq_accum: see BwdParams.
+  // The maps of tensors are those of TensorMapper::map_packed(), batch is 1, seqlen_q and seqlen_k bound the lengths,
+  // and n_blocks and dq_blocks count the packed_blocks() of keys and of rows. lse, delta and dq_accum: see BwdParams.
   Packing packing;
 
   // --- lists, sums in a fixed order ---

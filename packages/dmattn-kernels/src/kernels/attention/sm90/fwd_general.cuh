@@ -1,5 +1,5 @@
-// What the general forward kernels on Hopper do beyond lengths and causality: tiles that a dense mask leaves, and scores
-// that softcap, a bias and the mask change.
+// What the general forward kernels on Hopper do beyond lengths and causality: tiles that a dense mask leaves, and
+// scores that softcap, a bias and the mask change.
 #pragma once
 
 #include <utility>
@@ -51,8 +51,9 @@ __device__ __forceinline__ void st_shared_v2(uint32_t addr, uint2 x) {
   asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(addr), "r"(x.x), "r"(x.y));
 }
 
-// Writes the bias of each key into shared memory, tile by tile as the producer takes them: a warp. It shares a scheduler with
-// a warp of each consumer. Where these are bound by their instructions (kBiasInProduct), its own count as well.
+// Writes the bias of each key into shared memory, tile by tile as the producer takes them: a warp. It shares a
+// scheduler with a warp of each consumer. Where these are bound by their instructions (kBiasInProduct), its own count
+// as well.
 template <class T>
 struct KeyBiasLoader {
   static constexpr int kKeysPerLane = T::kBlockN / 32;
@@ -141,8 +142,8 @@ struct KeyBiasLoader {
     for (int i = 0; i < kKeysPerLane; ++i) stage[Layout::word(32 * i + lane)] = bias[i];
   }
 
-  // Beside K: consumers start the product when both are there, and are done with both at the same time. What can be done
-  // before the stage is free is.
+  // Beside K: consumers start the product when both are there, and are done with both at the same time. What can be
+  // done before the stage is free is.
   __device__ __forceinline__ void write_operands(const Bias& bias) const {
     static_assert(T::kStages == 2);
     const float most = fminf(kMostBias, kMostOperand * p.softmax_scale);
@@ -249,8 +250,8 @@ struct ScoreChanges {
   const int warp, lane;  // warp: among the consumers
   const int first_row;   // the first of the two rows that this thread has, the other comes 8 later
   const uint32_t* bits;  // of the first row, where there is a mask
-  // Of both rows, one of the words of the tile: threads of a quad exchange theirs. Read while the scores of the tile are
-  // computed.
+  // Of both rows, one of the words of the tile: threads of a quad exchange theirs. Read while the scores of the tile
+  // are computed.
   uint32_t mask_words[2];
   // Likewise the first of the bias, as many as there are registers for: 16 bytes of a bias for each key, or 16-bit
   // numbers for two fragments. kAny reads nothing before it needs it.
@@ -375,8 +376,8 @@ struct ScoreChanges {
     release_stage();
   }
 
-  // The fragments from kFirst on that a stage has, in fp32. Of eight bytes a thread, half of a warp is read at a time: four
-  // rows, 32 bytes each. The swizzle puts those of an odd row to the banks of the row before. So odd rows read the
+  // The fragments from kFirst on that a stage has, in fp32. Of eight bytes a thread, half of a warp is read at a time:
+  // four rows, 32 bytes each. The swizzle puts those of an odd row to the banks of the row before. So odd rows read the
   // fragment two further on, or two before, and exchange the two afterwards.
   template <int kFirst>
   __device__ __forceinline__ void add_wide_bias(Scores& scores, float factor) {

@@ -89,8 +89,8 @@ __device__ __forceinline__ AnnouncedItem next_item(typename T::Shared& s, RingPl
   const AnnouncedItem item = {__shfl_sync(0xffffffffu, s.item[place.stage], 0)};
   found = s.general.found[place.stage];
   if constexpr (!T::kOverlaps) {
-    // The compiler is shown that the warp's threads have read the same: it then keeps the item, and what follows from it,
-    // once a warp.
+    // The compiler is shown that the warp's threads have read the same: it then keeps the item, and what follows from
+    // it, once a warp.
     static_assert(sizeof(found) % 4 == 0);
     int (&words)[sizeof(found) / 4] = reinterpret_cast<int (&)[sizeof(found) / 4]>(found);
 #pragma unroll
@@ -134,8 +134,8 @@ __device__ __forceinline__ KeyBlocks find_key_blocks(const Lengths& p, int m_blo
   return find_key_blocks<T>(p, m_block * T::kBlockM, T::kBlockM);
 }
 
-// Of a tile that begins with key0: keys past the last one, or past what a row may see, get -inf. first_row: the first of
-// the two rows that this thread has, the other comes 8 later.
+// Of a tile that begins with key0: keys past the last one, or past what a row may see, get -inf. first_row: the first
+// of the two rows that this thread has, the other comes 8 later.
 template <int kFragments, class Lengths>
 __device__ __forceinline__ void cut_keys(const Lengths& p, float (&scores)[1][kFragments][4], int key0, int first_row,
                                          int lane) {

@@ -1,6 +1,6 @@
-// The forward on Hopper over tiles of consecutive keys: the plain kernel, with lengths and causality only, the same over
-// packed sequences, one with a window of keys besides, one with softcap (softcap.cuh), and the general ones, whose scores
-// a bias or a dense mask changes, with softcap or without (fwd_general.cuh).
+// The forward on Hopper over tiles of consecutive keys: the plain kernel, with lengths and causality only, the same
+// over packed sequences, one with a window of keys besides, one with softcap (softcap.cuh), and the general ones, whose
+// scores a bias or a dense mask changes, with softcap or without (fwd_general.cuh).
 //
 // A thread block stays on its SM and takes row blocks of heads (items) until none is left. One thread of the first
 // warpgroup, the producer, copies Q, K and V tiles into shared memory by TMA. The other warpgroups, the consumers, own
@@ -77,8 +77,8 @@ struct FwdProducer {
 
   __device__ __forceinline__ void run() {
     for (int index = blockIdx.x; index < p.items;) {
-      // Asked for before the loads, so that the answer is there when they have been issued. Without a counter each block
-      // has items that are known from the start.
+      // Asked for before the loads, so that the answer is there when they have been issued. Without a counter each
+      // block has items that are known from the start.
       const int next = gridDim.x + (p.work_counter != nullptr ? atomicAdd(p.work_counter, 1) : index);
       if constexpr (T::kGeneral) {
         load_general_item(index);
@@ -416,8 +416,8 @@ struct FwdConsumer {
       OnlineSoftmax<1>::rescale(out, keep);
     };
     // Scores of a tile, beside the output of the tile before. meanwhile(): while they are computed;
-    // to_probabilities(): what the scores become. Called from two places, a function of its own would serialize products.
-    // kBiasInProduct: to_probabilities(rest) releases the keys and ends with rest().
+    // to_probabilities(): what the scores become. Called from two places, a function of its own would serialize
+    // products. kBiasInProduct: to_probabilities(rest) releases the keys and ends with rest().
     const auto step = [&](auto&& meanwhile, auto&& to_probabilities) __attribute__((always_inline)) {
       wait_turn();
       start_scores();
@@ -462,8 +462,8 @@ struct FwdConsumer {
       finish_output();
     };
 
-    // A tile of which these rows see nothing. One warp speaks for all, and without a product it could be so far ahead that
-    // the others wait for a phase of the barriers that is over: they meet first.
+    // A tile of which these rows see nothing. One warp speaks for all, and without a product it could be so far ahead
+    // that the others wait for a phase of the barriers that is over: they meet first.
     const auto pass_over = [&] {
       s.v_full[v_place.stage].wait(v_place.phase);
       cutlass::arch::NamedBarrier::sync(128, kStoreBarrier + consumer);

@@ -66,9 +66,9 @@ __device__ __forceinline__ void write_rows(const Arguments& p, const float (&out
   }
 }
 
-// Starts to write the warpgroup's 64 rows of the output, through `tile` in shared memory. TMA leaves out what is outside
-// the tensor or behind a packed sequence. barrier: the name of one for this warpgroup. The tile is free once its first
-// thread has waited for the store.
+// Starts to write the warpgroup's 64 rows of the output, through `tile` in shared memory. TMA leaves out what is
+// outside the tensor or behind a packed sequence. barrier: the name of one for this warpgroup. The tile is free once
+// its first thread has waited for the store.
 template <class T, class Arguments, class Accumulator, class Item>
 __device__ __forceinline__ void store_rows(const Arguments& p, typename T::Element* tile, Accumulator& acc_o,
                                            typename T::OutMma& out_mma, int consumer, int barrier, const Item& item) {

@@ -30,8 +30,8 @@ enum class ScoreMode {
 enum class Windows { kNever, kMaybe, kAlways };
 
 // A bias for each key, as a stage of shared memory has it: fp32 numbers of a tile, in the order in which the threads of
-// a quad read them. Those of thread c, keys 8 i + 2 c and 8 i + 2 c + 1 of each fragment i, lie together, and four words
-// between one thread's and the next keep them on different banks.
+// a quad read them. Those of thread c, keys 8 i + 2 c and 8 i + 2 c + 1 of each fragment i, lie together, and four
+// words between one thread's and the next keep them on different banks.
 template <int kBlockN>
 struct KeyBiasLayout {
   static constexpr int kThreadWords = kBlockN / 4 + 4;
@@ -43,8 +43,8 @@ struct KeyBiasLayout {
 // writes them: 64 keys of 16 bits, or 32 of fp32. A stage has room for a 16-bit tile, or half of one in fp32.
 struct NoGeneral {};
 struct NoRequests {};
-// A bias for each key as operands of the product of scores, in 16 columns more: see FwdTraits::kBiasInProduct. Rows of 32
-// bytes, swizzled as the matrix instructions want them.
+// A bias for each key as operands of the product of scores, in 16 columns more: see FwdTraits::kBiasInProduct. Rows of
+// 32 bytes, swizzled as the matrix instructions want them.
 struct NoOperands {};
 template <class Element, int kBlockN, int kStages>
 struct KeyBiasOperands {
@@ -94,10 +94,10 @@ struct FwdTraits {
       kMode == ScoreMode::kWindow                                                          ? Windows::kAlways
       : kMode == ScoreMode::kSoftcap || (kMode == ScoreMode::kKeyBias && kConsumers_ == 2) ? Windows::kMaybe
                                                                                            : Windows::kNever;
-  // Where the softmax bounds the kernel, a bias for each key comes with the products: Q has three columns of ones more, and
-  // K the bias / softmax_scale, in three 16-bit numbers whose sum it is. The softmax is then that of the plain kernel.
-  // Tiles with a large bias are left out of this: it might overflow, and the scores, which are rounded once it has been
-  // added, would not be those of the backward.
+  // Where the softmax bounds the kernel, a bias for each key comes with the products: Q has three columns of ones more,
+  // and K the bias / softmax_scale, in three 16-bit numbers whose sum it is. The softmax is then that of the plain
+  // kernel. Tiles with a large bias are left out of this: it might overflow, and the scores, which are rounded once it
+  // has been added, would not be those of the backward.
   static constexpr bool kBiasInProduct = kMode == ScoreMode::kKeyBias && kConsumers_ == 3;
   using GeneralArguments = cute::conditional_t<kHasBoxedBias, UnalignedBiasFwdArguments, GeneralFwdArguments>;
   using OneArguments = cute::conditional_t<kPacked, PackedFwdArguments, FwdArguments>;
@@ -115,8 +115,8 @@ struct FwdTraits {
   static constexpr int kBlocksPerSm = kBlocksPerSm_;
   static constexpr bool kOverlaps = kBlocksPerSm == 1;
   static constexpr bool kSaysItems = kPacked || !kOverlaps;
-  // The next Q comes in while the scores of an item are computed, which counts where it has few keys. At head_dim 96 the
-  // same made long calls take 1.04 times as long.
+  // The next Q comes in while the scores of an item are computed, which counts where it has few keys. At head_dim 96
+  // the same made long calls take 1.04 times as long.
   static constexpr bool kHasRoomForQ = kHeadDim == 128 && (kMode == ScoreMode::kPlain || kMode == ScoreMode::kPacked);
   static constexpr int kQStages = kBlocksPerSm == 2 || kHasRoomForQ ? 2 : 1;
   static constexpr int kThreads = 128 * (kConsumers + 1);
@@ -162,8 +162,8 @@ struct FwdTraits {
       cute::GMMA::ss_op_selector<Element, Element, float,
                                  cute::Shape<cute::_64, Int<kBlockN>, Int<BiasOperands::kCols>>>()));
   // One instruction covers all keys of a tile: in several narrower ones the products take twice as long. CuTe
-  // offers those of every width where CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED is defined: cmake/units.cmake names the units
-  // that need it.
+  // offers those of every width where CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED is defined: cmake/units.cmake names the
+  // units that need it.
   static_assert(cute::size<1>(typename ScoreMma::AtomShape_MNK{}) == kBlockN);
 
   // Where there is room, the output has shared memory of its own on its way out, and the next Q can come in meanwhile.

@@ -98,8 +98,8 @@ struct GatherConsumer {
     return *reinterpret_cast<float (*)[1][cute::cosize_v<typename Accumulator::layout_type> / 4][4]>(acc.data());
   }
 
-  // Registers for the scores of a tail. Wide heads have none beside those of the other scores; those are cleared, though
-  // the products would do so, because until then what is in them would be kept.
+  // Registers for the scores of a tail. Wide heads have none beside those of the other scores; those are cleared,
+  // though the products would do so, because until then what is in them would be kept.
   template <class Scores, class Tail>
   static __device__ __forceinline__ auto tail_scores(Scores& scores, const Tail& tail) {
     if constexpr (T::kOneQ) {

@@ -1,9 +1,9 @@
 // The producer of the Hopper forward over lists of keys: a warpgroup that copies the rows of K and V that a list names
 // into tiles as TMA would lay them out.
 //
-// Eight threads copy a row of a panel (128 bytes), 16 bytes each; the warpgroup copies 16 rows side by side. Each thread
-// reads one entry of the list for each tile, a tile ahead, with what is known of the key, and hands the entry to the
-// threads that copy the row by shuffles.
+// Eight threads copy a row of a panel (128 bytes), 16 bytes each; the warpgroup copies 16 rows side by side. Each
+// thread reads one entry of the list for each tile, a tile ahead, with what is known of the key, and hands the entry to
+// the threads that copy the row by shuffles.
 #pragma once
 
 #include <climits>
@@ -142,8 +142,8 @@ struct GatherProducer {
   __device__ __forceinline__ int position_of(int entry) const { return KeyLimits{0, p.seqlen_k - 1}.position(entry); }
 
   // Returns the next item, which is announced. What is known of it comes by loads that need each other: its number, its
-  // list's length, an entry, the facts of a key. Each is started beside copies of this item and used after further ones,
-  // as short lists leave few copies to wait behind.
+  // list's length, an entry, the facts of a key. Each is started beside copies of this item and used after further
+  // ones, as short lists leave few copies to wait behind.
   __device__ __forceinline__ Work copy_item(const Work& work) {
     const bool counts = p.work_counter != nullptr;
     const int taken = counts && threadIdx.x == 0 ? atomicAdd(p.work_counter, 1) : p.items;

@@ -20,8 +20,8 @@ struct GatherTraits : FwdTraits<Element, kHeadDim, 2, kBlockN, kStages, ScoreMod
   static constexpr bool kBias = kBias_;  // a number is added to the logits of each key
   static constexpr ProxyFence kFence = kFence_;
   static constexpr bool kShortTail = kShortTail_;  // the last tile of a list may have 32 or 64 keys
-  // The three warpgroups share what the block was launched with, 168 registers a thread, or 80 where two blocks share an
-  // SM: with more, setmaxnreg would wait forever.
+  // The three warpgroups share what the block was launched with, 168 registers a thread, or 80 where two blocks share
+  // an SM: with more, setmaxnreg would wait forever.
   static constexpr int kProducerRegisters = kProducerRegisters_;
   static constexpr int kConsumerRegisters = (3 * (kBlocksPerSm == 2 ? 80 : 168) - kProducerRegisters) / 16 * 8;
 

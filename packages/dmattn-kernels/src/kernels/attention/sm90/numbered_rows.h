@@ -18,8 +18,8 @@ struct NumberedRows {
   bool exist() const { return count > 0; }
 };
 
-// They have numbers where all are equally far apart: in a contiguous tensor, in one that is cut from a larger one, and in
-// what is expanded from these. heads: of the bias.
+// They have numbers where all are equally far apart: in a contiguous tensor, in one that is cut from a larger one, and
+// in what is expanded from these. heads: of the bias.
 inline NumberedRows number_rows(const BiasParams& bias, int32_t batch, int32_t heads, int32_t rows, int32_t keys) {
   constexpr int64_t kMostStride = int64_t{1}
                                   << 35;  // TMA wants less than 2^40 bytes, and eight rows are one of its steps

@@ -41,8 +41,8 @@ struct RingPlace {
   }
 };
 
-// Copies a panel of a tile into shared memory: the columns from `col` on of as many rows as the map says. Rows and columns
-// outside the tensor become zeros.
+// Copies a panel of a tile into shared memory: the columns from `col` on of as many rows as the map says. Rows and
+// columns outside the tensor become zeros.
 __device__ __forceinline__ void load_panel(const CUtensorMap& map, Barrier& full, cute::TMA::CacheHintSm90 hint,
                                            void* panel, int col, int row, int head, int batch) {
   cute::SM90_TMA_LOAD_4D::copy(&map, &full.word, static_cast<uint64_t>(hint), panel, col, row, head, batch);

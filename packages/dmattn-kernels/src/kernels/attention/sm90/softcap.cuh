@@ -1,9 +1,9 @@
 // tanh for softcap on Hopper.
 //
-// Powers and reciprocals are computed for 16 numbers a clock and SM, sums and products for 128. tanh_fast() takes a power
-// and a reciprocal, and the softmax a power of its own: these three take longer than all other instructions of a score.
-// A quotient of polynomials takes no power, but seven instructions more. Some of the scores have one and some the other,
-// by measurement. Counts, errors and times are in docs/kernels/forward.md.
+// Powers and reciprocals are computed for 16 numbers a clock and SM, sums and products for 128. tanh_fast() takes a
+// power and a reciprocal, and the softmax a power of its own: these three take longer than all other instructions of a
+// score. A quotient of polynomials takes no power, but seven instructions more. Some of the scores have one and some
+// the other, by measurement. Counts, errors and times are in docs/kernels/forward.md.
 #pragma once
 
 #include "../shared/element.cuh"

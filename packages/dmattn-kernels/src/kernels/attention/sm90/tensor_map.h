@@ -36,10 +36,10 @@ inline auto tensor_map_encoder() {
 
 // Packed sequences. TMA leaves out what is past the extent of a dimension, but a sequence ends in the middle of the
 // tensor. So its rows get the last coordinates of a dimension of kPackedOrigin rows: row r of n has the coordinate
-// kPackedOrigin - n + r, and the one behind the last row is past the extent. Two more dimensions bring the address back.
-// One has the coordinate kPackedOrigin, and a stride of kPackedWrap bytes less those of a row: it takes kPackedOrigin rows
-// away, as kPackedOrigin * kPackedWrap is 2^64, which is 0 in an address. The other has the stride of a row, and as its
-// coordinate the row of the tensor at which the sequence ends.
+// kPackedOrigin - n + r, and the one behind the last row is past the extent. Two more dimensions bring the address
+// back. One has the coordinate kPackedOrigin, and a stride of kPackedWrap bytes less those of a row: it takes
+// kPackedOrigin rows away, as kPackedOrigin * kPackedWrap is 2^64, which is 0 in an address. The other has the stride
+// of a row, and as its coordinate the row of the tensor at which the sequence ends.
 constexpr int32_t kPackedOrigin = 1 << 30;
 constexpr int64_t kPackedWrap = int64_t{1} << 34;
 
