@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from attention.cases import Case, build, case_id
-from attention.driver import call, run, times
+from attention.driver import assert_close, call, run, times
 
 pytestmark = [pytest.mark.each_family, pytest.mark.slow]
 
@@ -30,6 +30,19 @@ SHAPES = [
     Case(700, 900, 2, 8, 4, 256, causal=True),
     Case(513, 1300, 1, 6, 6, 192, dtype="f16"),
     Case(1100, 200, 1, 8, 1, 160, softcap=5.0),
+]
+# Beside a mask or a bias on Hopper: blocks of keys that take turns at dq, past those that a mask
+# leaves out of some rows only; groups with one mask and with several; a bias of each width and for
+# each key; and lists of the keys of a mask.
+ORDERED = [
+    Case(900, 1700, 2, 8, 2, 128, mask="1hqk", mask_fill="blocks"),
+    Case(900, 1700, 2, 8, 2, 96, mask="b1qk", mask_fill="blocks", causal=True, dtype="f16"),
+    Case(700, 1300, 3, 4, 2, 64, mask="bkqk", bias="bk1k", causal=True),
+    Case(520, 2096, 2, 6, 2, 128, mask="1kqk", mask_fill="blocks", bias="bhqk"),
+    Case(520, 2096, 2, 4, 4, 64, bias="11qk", causal=True),
+    Case(520, 2096, 2, 4, 4, 128, bias="1hqk", bias_f32=True, mask="b11k"),
+    Case(900, 1700, 1, 8, 1, 128, bias="1k1k", mask="bk1k"),
+    Case(2500, 2700, 2, 4, 2, 80, mask="bk1k", causal=True),
 ]
 # Running top-w. In the backward on Hopper keys lie in the lists of several chunks of rows, whose
 # shares of dk, dv and dbias are kept apart, and tiles of a list take turns at dq.
@@ -57,11 +70,12 @@ FORWARDS = [
 ]
 
 
-@pytest.mark.parametrize("case", SHAPES, ids=case_id)
+@pytest.mark.parametrize("case", [*SHAPES, *ORDERED], ids=case_id)
 def test_deterministic_backward(case: Case) -> None:
     """50 backward passes, bit for bit the same, dbias included."""
     problem = build(case)
     want = run(problem, deterministic=True)
+    assert_close(problem, want)
     wrong = {name: torch.zeros((), dtype=torch.int64, device=a.device) for name, a in want.items()}
     for _ in range(times(50) - 1):
         for (name, a), (_, b) in zip(
@@ -75,9 +89,19 @@ def test_deterministic_backward(case: Case) -> None:
 @pytest.mark.cuda
 @pytest.mark.parametrize("case", LISTED, ids=case_id)
 def test_deterministic_lists_beside_other_work(case: Case) -> None:
+    _compare_beside_other_work(case, window_size=300)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("case", ORDERED, ids=case_id)
+def test_deterministic_masks_beside_other_work(case: Case) -> None:
+    _compare_beside_other_work(case)
+
+
+def _compare_beside_other_work(case: Case, **options: int) -> None:
     """250 backward passes, while another stream takes SMs away and gives them back."""
     problem = build(case)
-    want = run(problem, deterministic=True, window_size=300)
+    want = run(problem, deterministic=True, **options)
     other = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     busy = torch.randn(1024, 1024, device=problem.q.device)
     wrong = torch.zeros((), dtype=torch.int64, device=problem.q.device)
@@ -86,7 +110,7 @@ def test_deterministic_lists_beside_other_work(case: Case) -> None:
             for _ in range(i % 4):
                 torch.mm(busy, busy)
         for (_, a), (_, b) in zip(
-            run(problem, deterministic=True, window_size=300).items(), want.items(), strict=True
+            run(problem, deterministic=True, **options).items(), want.items(), strict=True
         ):
             wrong += (a.view(torch.uint8) != b.view(torch.uint8)).sum()
     assert int(wrong) == 0

@@ -39,7 +39,8 @@ bool has_tma_strides(const Strides3& stride, int32_t batch, int32_t rows, int32_
   const auto fits = [](int64_t step, int32_t extent) { return extent == 1 || (step > 0 && step < kLimit); };
   return fits(stride.batch, batch) && fits(stride.row, rows) && fits(stride.head, heads);
 }
-// Of packed sequences, which the maps number from 2^30 rows back, at 2^34 bytes less a row's stride (see kPackedOrigin).
+// Of packed sequences, which the maps number from 2^30 rows back, at 2^34 bytes less a row's stride (see
+// kPackedOrigin).
 bool has_packed_tma_strides(const Strides3& stride, int32_t rows, int32_t heads) {
   return rows <= (1 << 30) && stride.row < int64_t{1} << 33 && has_tma_strides(stride, 1, rows, heads);
 }
@@ -50,8 +51,8 @@ bool sm90_serves_lists(const FwdParams& p, Level level) {
                             !p.packing.is_active() && p.vec_q && p.vec_k && p.vec_v && p.vec_out;
   return (level == Level::kPlain || has_key_bias) && has_gather_stride(p.k_stride) && has_gather_stride(p.v_stride);
 }
-// Tiles of a bias for each row and key, 16-bit or fp32, or of its gradient. Their rows may start anywhere: what TMA does
-// not take is copied by threads. A stride of 0 stands for a bias that heads or batches share.
+// Tiles of a bias for each row and key, 16-bit or fp32, or of its gradient. Their rows may start anywhere: what TMA
+// does not take is copied by threads. A stride of 0 stands for a bias that heads or batches share.
 bool serves_bias_tiles(const Strides3& s, int32_t batch, int32_t rows, int32_t heads) {
   return has_tma_strides(s, s.batch == 0 ? 1 : batch, rows, s.head == 0 ? 1 : heads);
 }
@@ -98,11 +99,11 @@ bool has_bias_tiles(const BwdParams& p) {
   return p.bias.col_stride == 1 && serves({p.bias.batch_stride, p.bias.head_stride, p.bias.row_stride}) &&
          (p.dbias_kind != DbiasKind::kTile || serves(to));
 }
-// Wide heads have a plain kernel, one with a window, one with softcap and perhaps a window, two over packed sequences, with
-// and without softcap, and over lists one with and one without a bias for each key; the sums of lists are in no fixed
-// order. What is dense and comes here without a mask and a bias is served, then.
 // Clusters that add to dq in order look at the boundaries of all sequences first, each of them.
 constexpr int32_t kMostSequencesOfWideTurns = 1024;
+// Wide heads have a plain kernel, one with a window, one with softcap and perhaps a window, two over packed sequences,
+// with and without softcap, and over lists one with and one without a bias for each key; the sums of lists are in no
+// fixed order. What is dense and comes here without a mask and a bias is served, then.
 bool sm90_serves_wide_bwd(const BwdParams& p, Level level, bool gathered) {
   if (gathered) return !p.deterministic;
   if (p.deterministic && p.packing.sequences > kMostSequencesOfWideTurns) return false;

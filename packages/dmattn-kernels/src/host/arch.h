@@ -29,11 +29,12 @@ struct KernelSet {
   DqOrder (*dq_order)(const BwdTile& tile);
   // Whether its forward units compute this problem; nullptr: every one that they are compiled for.
   bool (*serves_fwd)(const FwdParams& p, Level level, bool gathered);
-  // Whether its backward units compute this problem, which wants all three gradients. It is dense, with or without a dense
-  // mask, a window and a bias (then not deterministic, without softcap beside a mask or a bias, and without a mask beside
-  // an fp32 bias for each row and key; one for each key is that of a group); or of packed sequences with neither a mask
-  // nor a bias; or gathered, of lists for row blocks that the heads of a group share, without softcap, and its bias, if any, is for each
-  // key. nullptr: they compute every one. `level`: what it needs of the sm80 kernels.
+  // Whether its backward units compute this problem, which wants all three gradients. It is dense, with or without a
+  // dense mask, a window and a bias (then without softcap beside a mask or a bias, without a mask beside an fp32 bias
+  // for each row and key, and deterministic only as far as warps take turns, see plan/bwd.cpp; one for each key is that
+  // of a group); or of packed sequences with neither a mask nor a bias; or gathered, of lists for row blocks that the
+  // heads of a group share, without softcap, and its bias, if any, is for each key. nullptr: they compute every one.
+  // `level`: what it needs of the sm80 kernels.
   bool (*serves_bwd)(const BwdParams& p, Level level, bool gathered);
   // Its tiled kernels find the window of keys that rows see (FwdParams::window) by themselves.
   bool finds_windows;

@@ -1,10 +1,11 @@
 """Runs what failed in a GPU report again, tests and sanitizers, and writes the outcome into it.
 
-    python packages/dmattn-kernels/tests/gpu/run_failed.py [--report PATH]
+    python packages/dmattn-kernels/tests/gpu/run_failed.py [--report PATH] [--sanitizer NAME ...]
 
 For a failure in a test itself, or a process that something else ended: the rest of the report
 still holds as long as the library is the one that the report speaks of, and this refuses any other.
-The report lists what was run again.
+Of the sanitizers' jobs also those that are named, whose launches have changed since. The report
+lists what was run again.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from gpu.jobs import Pool  # noqa: E402
 from gpu.sanitize import judge, kernel_jobs  # noqa: E402
 
 FAMILIES = ("sm80", "sm89", "sm90")
-JOB_SECONDS = 300.0  # of a sanitizer's job, two of which run at a time
-WIDTH = 2
+JOB_SECONDS = 400.0  # of a sanitizer's job, four of which run at a time
+WIDTH = 4
 
 
 def passes(target_name: str, test: str) -> bool:
@@ -64,9 +65,10 @@ def update(found: dict[str, Any], line: dict[str, Any]) -> None:
     found["failed_tests"].remove(line)
 
 
-def sanitize_again(found: dict[str, Any], folder: Path) -> list[dict[str, Any]]:
-    """Runs the sanitizers' failed jobs, puts what they find into the report, and lists them."""
-    failed = {entry["name"] for entry in found["sanitizer"] if not entry["ok"]}
+def sanitize_again(found: dict[str, Any], names: set[str], folder: Path) -> list[dict[str, Any]]:
+    """Runs the sanitizers' failed jobs and those named, puts what they find into the report, and
+    lists them."""
+    failed = names | {entry["name"] for entry in found["sanitizer"] if not entry["ok"]}
     families = sorted({name.split()[1] for name in failed} & set(FAMILIES))
     jobs = [job for job in kernel_jobs(folder, families, JOB_SECONDS) if job.name in failed]
     ended = Pool(WIDTH, time.monotonic() + len(jobs) * JOB_SECONDS).run(jobs)
@@ -80,14 +82,18 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--report", type=Path, default=REPORT)
-    path = parser.parse_args().report
+    parser.add_argument("--sanitizer", nargs="+", default=[], metavar="NAME")
+    given = parser.parse_args()
+    path, names = given.report, set(given.sanitizer)
     found: dict[str, Any] = json.loads(path.read_text())
+    if unknown := names - {entry["name"] for entry in found["sanitizer"]}:
+        parser.error(f"the report has no sanitizer's job named {', '.join(sorted(unknown))}")
     if not report.is_of_this_library(found):
         print("the report, the library and the tree differ: run the whole suite", file=sys.stderr)
         return 1
     again = found.setdefault("run_again", [])
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1) as beside:
-        sanitized = beside.submit(sanitize_again, found, Path(folder))
+        sanitized = beside.submit(sanitize_again, found, names, Path(folder))
         for line in list(found["failed_tests"]):
             passed = passes(line["target"], line["test"])
             again.append({"target": line["target"], "test": line["test"], "passed": passed})

@@ -73,6 +73,39 @@ HOPPER_BWD = (
         bias="bhqk",
         bias_f32=True,
     ),
+    # Blocks of keys that take turns at dq, past those that a mask leaves out.
+    Launch(
+        "dense rows, mask, deterministic",
+        *(200, 645, 2, 4, 2),
+        mask="bkqk",
+        kept=0.0001,
+        causal=True,
+        deterministic=True,
+    ),
+    Launch(
+        "dense rows, mask, bias, deterministic",
+        *(200, 520, 2, 4, 2),
+        mask="1hqk",
+        kept=0.0001,
+        bias="bhqk",
+        deterministic=True,
+    ),
+    Launch(
+        "dense rows, key mask, fp32 bias, deterministic",
+        *(200, 392, 2, 4, 2),
+        mask="bk1k",
+        kept=0.01,
+        bias="bhqk",
+        bias_f32=True,
+        deterministic=True,
+    ),
+    Launch(
+        "dense rows, key bias, deterministic",
+        *(200, 261, 2, 4, 1),
+        bias="bk1k",
+        causal=True,
+        deterministic=True,
+    ),
     # Of sums in rows of their own: an odd number of keys, shared by four scores.
     Launch("dense rows, shared fp32 bias, odd", 70, 261, 2, 4, 2, bias="11qk", bias_f32=True),
     # More rows than stay in L2, and twice as many pairs of blocks of keys as an H200 has SMs.

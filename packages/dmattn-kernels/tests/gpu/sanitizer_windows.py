@@ -26,8 +26,13 @@ HOPPER_WINDOWS = (
     _sliding(", key bias", 300, 333, 150, bias="bk1k"),
     _sliding(", softcap", 300, 333, 150, softcap=3.0),
     _sliding(", more than thread blocks", 261, 261, 100, 35, 4, 2),
+    _sliding(", deterministic", 700, 700, 150, deterministic=True),
 )
 HOPPER_WIDE_WINDOWS = (
     _sliding(", wide heads", 400, 400, 200),
     _sliding(", wide heads, softcap", 133, 400, 250, softcap=3.0),
+    _sliding(", wide heads, deterministic", 600, 600, 150, deterministic=True),
+    _sliding(
+        ", wide heads, softcap, deterministic", 500, 500, 100, softcap=3.0, deterministic=True
+    ),
 )

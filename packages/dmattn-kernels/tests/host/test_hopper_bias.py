@@ -153,12 +153,12 @@ def test_a_key_mask_beside_a_dense_bias(
     [
         {"bias": tensor(DENSE, FLOAT32), "mask": mask(1, 1, LENGTH, LENGTH)},
         {"bias": tensor(DENSE, FLOAT32, (0, LENGTH * LENGTH, 1, LENGTH))},
-        {"bias": tensor(DENSE, FLOAT32), "deterministic": 1},
-        {"bias": tensor((1, 1, 1, LENGTH), FLOAT32), "deterministic": 1},
         {"bias": tensor((1, 16, 1, LENGTH)), "nheads_k": 4},
         {"bias": tensor(DENSE, stride=(0, 0, 0, 1)), "gradients": WITH_DBIAS},
         {"bias": tensor(DENSE, stride=(0, LENGTH * LENGTH, 1, LENGTH))},
-        {"deterministic": 1},
+        {"seqlen_k": 4095, "bias": tensor((1, 16, LENGTH, 4095)), "deterministic": 1},
+        {"bias": tensor(DENSE, stride=(0, LENGTH * 4100, 4100, 1)), "deterministic": 1},
+        {"gradients": WITH_DBIAS, "nheads_k": 4, "bias": tensor(OF_GROUPS), "deterministic": 1},
         {"softcap": 30.0},
         {"bias": tensor((1, 16, LENGTH, 1)), "mask": mask(1, 1, 1, LENGTH)},
         {"softmax_lse_rest": Tensor()},
@@ -166,11 +166,13 @@ def test_a_key_mask_beside_a_dense_bias(
         {"gradients": "dq dk dbias"},
     ],
     ids=[
-        *("fp32 and mask", "fp32, strided columns", "fp32, deterministic"),
-        *("of keys, deterministic", "of keys, in each head of a group", "of keys, all gradients"),
+        *("fp32 and mask", "fp32, strided columns"),
+        *("of keys, in each head of a group", "of keys, all gradients"),
         *(
             "strided columns",
-            "deterministic",
+            "odd rows, deterministic",
+            "rows on 8 bytes, deterministic",
+            "gradient of groups, deterministic",
             "softcap",
             "of rows, key mask",
             "no rest of lse",
@@ -207,6 +209,51 @@ def test_rows_that_tma_does_not_take(
 ) -> None:
     plan = plan_of(probe, WITH_DBIAS if kind != DB_NONE else "dq dk dv", **arguments)
     assert (plan["arch"], plan["block_m"], plan["dbias_kind"]) == (90, 64, kind)
+
+
+@pytest.mark.parametrize(
+    "arguments, per_batch",
+    [
+        ({}, 0),
+        ({"mask": mask(1, 1, LENGTH, LENGTH), "nheads_k": 4}, 0),
+        ({"bias": tensor(DENSE, FLOAT32)}, 0),
+        ({"bias": tensor((1, 1, 1, LENGTH), FLOAT32)}, 0),
+        ({"gradients": WITH_DBIAS}, 0),
+        ({"gradients": WITH_DBIAS, "batch": 2}, 0),
+        ({"gradients": WITH_DBIAS, "batch": 3}, 1),
+        ({"gradients": WITH_DBIAS, "bias": tensor((1, 1, 1, LENGTH)), "nheads_k": 4}, 0),
+    ],
+    ids=[
+        *("16 bits", "a mask, groups", "fp32", "of keys", "gradient"),
+        *("two that share it", "three that share it", "gradient of keys"),
+    ],
+)
+@pytest.mark.parametrize("head_dim", [40, 64, 96, 128])
+def test_a_fixed_order(
+    probe: ctypes.CDLL, arguments: dict[str, Any], per_batch: int, head_dim: int
+) -> None:
+    """Blocks of keys take turns at dq. What several batches add to dbias comes in one launch each,
+    but for two terms, whose order makes no difference."""
+    plan = plan_of(probe, **arguments, head_dim=head_dim, deterministic=1)
+    assert (plan["arch"], plan["per_batch"], plan["bias_pairs"]) == (90, per_batch, 0)
+    assert plan["dq_semaphore"] and plan["work_counter"]
+    assert not plan_of(probe, **arguments, head_dim=head_dim)["dq_semaphore"]
+
+
+def test_launches_that_follow_one_another(probe: ctypes.CDLL) -> None:
+    """One for each batch and head that share dbias. Each counts its own items."""
+    bias = tensor((1, 1, LENGTH, LENGTH), FLOAT32)
+    given = {"bias": bias, "deterministic": 1, "batch": 3, "nheads": 8, "nheads_k": 8}
+    found = [
+        plan_of(probe, WITH_DBIAS, launch=(batch, head, 0), **given)
+        for batch in range(3)
+        for head in range(8)
+    ]
+    assert {(plan["arch"], plan["per_batch"], plan["per_head_k"]) for plan in found} == {(90, 1, 1)}
+    assert {plan["blocks"] for plan in found} == {LENGTH // 128}
+    counters = [plan["work_counter"] for plan in found]
+    assert counters == [counters[0] + 4 * i for i in range(24)]
+    assert counters[-1] < found[0]["scratch_zeros"] + found[0]["counter_zero_bytes"]
 
 
 @pytest.mark.parametrize("is_causal", [0, 1])

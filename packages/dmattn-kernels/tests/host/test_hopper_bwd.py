@@ -40,11 +40,12 @@ def test_tiles(probe: ctypes.CDLL, head_dim: int, arch: int, block_m: int) -> No
         {"seqlen_q": 4095, "seqlen_k": 5001, "is_causal": 1},
         {"dsoftmax_lse": tensor((1, 16, 4096), FLOAT32)},
         {"deterministic": 1, "seqlen_k": 128},
+        {"mask": mask(1, 1, 4096, 4096), "deterministic": 1},
         {"seqlen_q": 500, "seqlen_k": 128},
     ],
     ids=[
         *("softcap", "deterministic", "causal groups", "odd", "dlse"),
-        *("few keys, deterministic", "few keys, few rows"),
+        *("few keys, deterministic", "mask, deterministic", "few keys, few rows"),
     ],
 )
 def test_what_they_compute(probe: ctypes.CDLL, arguments: dict[str, Any]) -> None:
@@ -61,8 +62,8 @@ def test_what_they_compute(probe: ctypes.CDLL, arguments: dict[str, Any]) -> Non
     [
         {"bias": tensor((1, 1, 1, 4096), FLOAT32)},
         {"mask": mask(1, 1, 4096, 4096), "softcap": 30.0},
-        {"mask": mask(1, 1, 4096, 4096), "deterministic": 1},
         {"mask": mask(1, 1, 4096, 4096), "head_dim": 136},
+        {"mask": mask(1, 1, 4096, 4096), "head_dim": 136, "deterministic": 1},
         {"gradients": "dq dk"},
         {"k": tensor((1, 4096, 16, 128), stride=(0, 128, 0, 1))},
         {"dout": tensor((1, 4096, 16, 128), stride=(4096 * 2052, 2052, 128, 1))},
@@ -73,7 +74,7 @@ def test_what_they_compute(probe: ctypes.CDLL, arguments: dict[str, Any]) -> Non
         {"nheads": 2, "nheads_k": 1, "seqlen_q": 16384, "seqlen_k": 16384, "is_causal": 1},
     ],
     ids=[
-        *("bias", "mask and softcap", "mask, deterministic", "mask, large heads"),
+        *("bias", "mask and softcap", "mask, large heads", "mask, large heads, deterministic"),
         *("one gradient less", "expanded", "unaligned", "rest of lse"),
         *("negative scale", "one head", "two heads, causal"),
     ],

@@ -406,16 +406,28 @@ def test_masks_of_keys(
 @pytest.mark.parametrize(
     "given",
     [
-        {"deterministic": 1},
+        {"deterministic": 1, "head_dim": 192},
         {"softcap": 30.0},
         {"gradients": "dq dk"},
         {"kept": mask(1, 16, 1, 4096)},
     ],
-    ids=["deterministic", "softcap", "one gradient less", "a list for each query head"],
+    ids=[
+        "large heads, deterministic",
+        "softcap",
+        "one gradient less",
+        "a list for each query head",
+    ],
 )
 def test_masks_of_keys_that_others_compute(probe: ctypes.CDLL, given: dict[str, Any]) -> None:
     found = mask_plan_of(probe, **({"kept": mask(1, 1, 1, 4096)} | given))
     assert found["arch"] == 80 and found["chunk_blocks"] == 0
+
+
+def test_masks_of_keys_in_a_fixed_order(probe: ctypes.CDLL) -> None:
+    """Each chunk of rows has all keys that the mask keeps: they add to dk and dv one by one."""
+    found = mask_plan_of(probe, kept=mask(1, 1, 1, 4096), deterministic=1)
+    assert found["arch"] == 90 and found["chunk_blocks"] > 0
+    assert found["dq_semaphore"] and found["dkv_semaphore"] and not found["chunks.end"]
 
 
 @pytest.mark.parametrize("causal", [0, 1])
@@ -426,8 +438,8 @@ def test_masks_of_few_keys_are_walked_tile_by_tile(probe: ctypes.CDLL, causal: i
     plan = mask_plan_of(probe, **given)
     assert (plan["arch"], plan["walk"]) == (90, TILED) and plan["mask.bits"]
     assert not plan["keys.idx"] and not plan["dk_accum"]
+    assert mask_plan_of(probe, **given, deterministic=1)["dq_semaphore"]
     for change in (
-        {"deterministic": 1},
         {"softcap": 5.0},
         {"gradients": "dk dv"},
         {"head_dim": 192},

@@ -123,10 +123,12 @@ def test_a_window_of_all_keys_is_causality(probe: ctypes.CDLL, call: str) -> Non
         DENSE_BIAS,
         {"nheads": 4},
         {"dsoftmax_lse": tensor((1, 16, 4096), FLOAT32)},
+        {"deterministic": 1},
+        {"head_dim": 136, "nheads_k": 16, "deterministic": 1},
     ],
     ids=[
         *("plain", "small heads", "between", "key bias", "key bias with gradient", "dense bias"),
-        *("as many key heads", "dlse"),
+        *("as many key heads", "dlse", "deterministic", "large heads, deterministic"),
     ],
 )
 def test_backward(probe: ctypes.CDLL, arguments: dict[str, Any]) -> None:
@@ -142,9 +144,7 @@ def test_backward(probe: ctypes.CDLL, arguments: dict[str, Any]) -> None:
     "arguments",
     [
         {"kernels": SM80},
-        {"deterministic": 1},
         {"softcap": 30.0},
-        {"head_dim": 136, "nheads_k": 16, "deterministic": 1},
         {"gradients": "dq dv"},
         {"softmax_scale": -1.0},
         {"bias": tensor((1, 16, 1, 4096), FLOAT32), **REST},
@@ -152,7 +152,7 @@ def test_backward(probe: ctypes.CDLL, arguments: dict[str, Any]) -> None:
         {"window": 0},
     ],
     ids=[
-        *("sm80", "deterministic", "softcap", "large heads, deterministic"),
+        *("sm80", "softcap"),
         *("one gradient less", "negative scale", "bias of each head", "fp32 bias", "nothing known"),
     ],
 )

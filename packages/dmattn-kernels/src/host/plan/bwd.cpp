@@ -125,15 +125,15 @@ void use_kernels(BwdPlan& plan, const KernelSet& kernels, const Device& device) 
   }
   plan.convert_dq.packing = kernel.packing;
   const DqOrder order = kernels.dq_order(tile);
-  // On Hopper the fragments of wide tiles follow one another by their columns, and the last ones may be left out, but not
-  // beside a bias for each row and key (see tile_of_dq() in sm90/bwd_results.cuh).
+  // On Hopper the fragments of wide tiles follow one another by their columns, and the last ones may be left out, but
+  // not beside a bias for each row and key (see tile_of_dq() in sm90/bwd_results.cuh).
   const bool has_dense_bias = kernel.bias.kind == BiasKind::kTile || kernel.bias.kind == BiasKind::kDirect;
   const bool may_cut_dims = order == DqOrder::kVectors && plan.unit.head_dim_tile > 64 && !has_dense_bias;
   kernel.dq_dims = may_cut_dims ? round_up(kernel.head_dim, 8) : plan.unit.head_dim_tile;
   plan.convert_dq.layout = {tile.block_m,    plan.unit.head_dim_tile, kernel.dq_dims,
                             32 * tile.warps, tile.warps_m_dq,         order};
-  // The kernels for Hopper take powers of two, and leave dq in units of 1 / softmax_scale. Logits with a bias are scaled
-  // last.
+  // The kernels for Hopper take powers of two, and leave dq in units of 1 / softmax_scale. Logits with a bias are
+  // scaled last.
   if (order != DqOrder::kRegisters) {
     plan.convert_dq.scale = kernel.softmax_scale;
     (has_bias ? plan.preprocess.rest_scale : plan.preprocess.lse_scale) = kLog2e;
@@ -221,8 +221,8 @@ void choose_sequence(BwdPlan& plan, const dmattn_bwd_params& p) {
   const bool has_groups = kernel.head_ratio > 1;
   const int32_t lists = is_selection(plan.walk) ? kernel.keys.heads : plan.mask.heads;
   if (is_gathered(plan.walk) && has_groups && lists > kernel.nheads_k) sequence.per_group = true;
-  // A block then has the column sums of one head, to be added in its turn at its end. Those on Hopper have the sums of all
-  // heads of a group, which share the bias.
+  // A block then has the column sums of one head, to be added in its turn at its end. Those on Hopper have the sums of
+  // all heads of a group, which share the bias.
   const bool dbias_turns =
       plan.walk == KeyWalk::kRowBlockLists && plan.chunk_blocks == 0 && kernel.dbias_kind == DbiasKind::kKey;
   if (kernel.deterministic && has_groups && dbias_turns) sequence.per_group = true;
@@ -237,8 +237,8 @@ void choose_sequence(BwdPlan& plan, const dmattn_bwd_params& p) {
 // So many scores share an entry of dbias at least where it pays to round, or copy, its sums afterwards.
 constexpr int64_t kScoresOfSums = 4;
 
-// Rows of an fp32 dbias that do not start on 16 bytes are added to one number at a time on Hopper, and sums apart from it
-// by TMA.
+// Rows of an fp32 dbias that do not start on 16 bytes are added to one number at a time on Hopper, and sums apart from
+// it by TMA.
 void choose_dbias_sums(BwdPlan& plan, const dmattn_bwd_params& p) {
   BwdParams& kernel = plan.kernel;
   if (plan.resident_blocks == 0 || kernel.dbias_kind != DbiasKind::kAccum || plan.has_dbias_sums) return;
@@ -366,9 +366,9 @@ void complete(BwdPlan& plan, const dmattn_bwd_params& p) {
   choose_sequence(plan, p);
 }
 
-// Pairs of what shares a 16-bit bias and its gradient take as long as one after the other, and read and add half as much
-// of them. Only at head_dim 64 are there registers for the dk and dv of two heads. Not where fewer, longer items would
-// leave thread blocks without work at the end.
+// Pairs of what shares a 16-bit bias and its gradient take as long as one after the other, and read and add half as
+// much of them. Only at head_dim 64 are there registers for the dk and dv of two heads. Not where fewer, longer items
+// would leave thread blocks without work at the end.
 BiasPairs find_pairs(const BwdPlan& plan) {
   const BwdParams& p = plan.kernel;
   const bool is_shared = p.dbias_kind == DbiasKind::kAccum || p.dbias_kind == DbiasKind::kPair;
@@ -377,8 +377,9 @@ BiasPairs find_pairs(const BwdPlan& plan) {
   // Their tiles are copied by TMA alone.
   const bool has_tma_tiles =
       is_vec16(p.bias.ptr, {p.bias.batch_stride, p.bias.head_stride, p.bias.row_stride}, p.bias.dtype);
-  if (plan.resident_blocks == 0 || plan.unit.head_dim_tile > 64 || plan.walk != KeyWalk::kTiled || !is_shared ||
-      p.bias.kind != BiasKind::kTile || !has_tma_tiles || hides_keys(plan) || p.num_splits > 1 || !is_whole) {
+  if (plan.resident_blocks == 0 || p.deterministic || plan.unit.head_dim_tile > 64 || plan.walk != KeyWalk::kTiled ||
+      !is_shared || p.bias.kind != BiasKind::kTile || !has_tma_tiles || hides_keys(plan) || p.num_splits > 1 ||
+      !is_whole) {
     return BiasPairs::kNone;
   }
   const int64_t blocks = plan.resident_blocks, items = key_tiles_of(p, p.batch, p.nheads_k, plan.tile.block_n);
@@ -408,8 +409,8 @@ BwdPlan plan_with(const KernelSet& kernels, BwdPlan plan, const dmattn_bwd_param
   return plan;
 }
 
-// Whether a bias in fp32 and its gradient, which is added to where heads or batches share it, may be copied in tiles. They
-// leave no room for those of a mask: it has to be the same for all rows, and for the heads of a group.
+// Whether a bias in fp32 and its gradient, which is added to where heads or batches share it, may be copied in tiles.
+// They leave no room for those of a mask: it has to be the same for all rows, and for the heads of a group.
 bool suits_wide_tiles(const BwdPlan& plan) {
   const BwdParams& p = plan.kernel;
   const MaskSource& mask = plan.mask;
@@ -424,6 +425,21 @@ bool is_of_group_keys(const BwdParams& p) {
   return p.bias.kind == BiasKind::kKey && p.bias.head_ratio % p.head_ratio == 0 && has_dbias_of_keys;
 }
 
+// Whether the sums of a call with a mask, a window or a bias may be in a fixed order on Hopper. Warps that take turns
+// are not there for wide heads with a mask or a bias, nor beside rows of a bias, or of its gradient, that TMA does not
+// copy. And launches for the heads of a group that share dbias would have to add to the same dk and dv.
+bool may_order_sums(const BwdPlan& plan) {
+  const BwdParams& p = plan.kernel;
+  const bool has_bias = p.bias.kind != BiasKind::kNone;
+  if (plan.unit.head_dim_tile > 128) return !has_bias && !has_mask(plan.mask);
+  if (!has_bias || p.bias.kind == BiasKind::kKey) return true;
+  const Strides3 of_bias = {p.bias.batch_stride, p.bias.head_stride, p.bias.row_stride};
+  const Strides3 of_dbias = {p.dbias_batch_stride, p.dbias_head_stride, p.dbias_row_stride};
+  const bool adds_in_groups = p.dbias_kind == DbiasKind::kAccum && p.head_ratio > 1 && p.bias.head_ratio > 1;
+  return !adds_in_groups && is_vec16(p.bias.ptr, of_bias, p.bias.dtype) &&
+         (p.dbias_kind == DbiasKind::kNone || is_vec16(plan.dbias, of_dbias, plan.dbias_dtype));
+}
+
 // Whether this is a problem of the kind that KernelSet::serves_bwd() is asked about.
 bool is_for_residents(const BwdPlan& plan) {
   const BwdParams& p = plan.kernel;
@@ -436,16 +452,15 @@ bool is_for_residents(const BwdPlan& plan) {
     if (!has_bias && !hides_keys(plan)) return true;
     const bool is_served = !has_bias || p.bias.kind == BiasKind::kTile || suits_wide_tiles(plan) || is_of_group_keys(p);
     const bool is_plain_window = !has_bias && !has_mask(plan.mask);
-    return is_served && (p.softcap == 0.f || is_plain_window) && !p.deterministic;
+    return is_served && (p.softcap == 0.f || is_plain_window) && (!p.deterministic || may_order_sums(plan));
   }
   if (has_mask(plan.mask) && plan.walk != KeyWalk::kMaskList) return false;
-  if (plan.walk != KeyWalk::kRowBlockLists && p.deterministic) return false;
   const int32_t list_heads = plan.walk == KeyWalk::kMaskList ? plan.mask.heads : p.nheads / p.keys.head_ratio;
   return p.nheads_k % list_heads == 0 && (!has_bias || is_of_group_keys(p)) && p.softcap == 0.f;
 }
 
-// Whether thread blocks that stay have enough to do. No kernel splits packed sequences; where sums are deterministic others
-// do not split further.
+// Whether thread blocks that stay have enough to do. No kernel splits packed sequences; where sums are deterministic
+// others do not split further.
 bool suits_residents(const BwdPlan& plan) {
   if (is_gathered(plan.walk)) return true;
   if (plan.kernel.packing.is_active()) return true;
@@ -471,8 +486,8 @@ bool choose_kernel(BwdPlan& plan, const dmattn_bwd_params& p, bool finds_window,
   return true;
 }
 
-// How the keys of a row are found, by the lists of a selection or not, and what follows from that. by_tiles: the keys of
-// a mask are not listed.
+// How the keys of a row are found, by the lists of a selection or not, and what follows from that. by_tiles: the keys
+// of a mask are not listed.
 void set_keys(BwdPlan& plan, const dmattn_bwd_params& p, const Problem& x, PerKey per_key, bool by_lists,
               bool by_tiles = false) {
   BwdParams& kernel = plan.kernel;
@@ -496,8 +511,8 @@ bool choose_window_kernel(BwdPlan& given, const dmattn_bwd_params& p, const Prob
   return true;
 }
 
-// Work (pairs of rows and keys that causality leaves, times head_dim) up to which the rounds of a list's sums, or SMs that
-// wait for the last of its tiles with all rows, take longer than the keys that it hides.
+// Work (pairs of rows and keys that causality leaves, times head_dim) up to which the rounds of a list's sums, or SMs
+// that wait for the last of its tiles with all rows, take longer than the keys that it hides.
 constexpr double kWorkWorthLists = 3e9;
 
 // The keys of a mask by kernels that pass over its tiles, in place of `listed`, which has them in a list.
@@ -509,7 +524,7 @@ void choose_tiles_of_mask(BwdPlan plan, BwdPlan& listed, const dmattn_bwd_params
            p.round.groups == p.whole.groups && p.round.row_blocks == p.whole.row_blocks;
   };
   const bool loses_nothing = is_one_round(listed) && (!listed.has_whole_items || has_many_whole_items(listed, device));
-  if (loses_nothing || plan.kernel.deterministic || x.packing.is_active()) return;
+  if (loses_nothing || x.packing.is_active()) return;
   const double pairs = static_cast<double>(x.batch) * x.nheads * x.seqlen_q * x.seqlen_k;
   if (pairs * x.head_dim > kWorkWorthLists * (plan.kernel.is_causal ? 2 : 1)) return;
   set_keys(plan, p, x, per_key, /*by_lists=*/false, /*by_tiles=*/true);
@@ -517,9 +532,9 @@ void choose_tiles_of_mask(BwdPlan plan, BwdPlan& listed, const dmattn_bwd_params
   if (is_one_round(plan)) listed = plan;
 }
 
-// Keys of one tile by the kernel that stores dq, in place of the one for few keys that `chosen` has. `plan`: without any.
-// false: there is none, or not for this.
-// From 65 keys and 33 columns on it took 0.74 to 0.995 of the time on an H200; of 32 columns, which it computes as 64, 1.2.
+// Keys of one tile by the kernel that stores dq, in place of the one for few keys that `chosen` has. `plan`: without
+// any. false: there is none, or not for this. From 65 keys and 33 columns on it took 0.74 to 0.995 of the time on an
+// H200; of 32 columns, which it computes as 64, 1.2.
 bool choose_storing_kernel(BwdPlan plan, BwdPlan& chosen, const dmattn_bwd_params& p, const Problem& x, PerKey per_key,
                            const Device& device) {
   if (short_bwd_keys(x.seqlen_k) == 64 || short_head_dim(x.head_dim) == 32 || has_mask(plan.mask)) return false;

@@ -7,30 +7,32 @@
 namespace dmattn {
 namespace {
 
-// Steps over a block of rows that are worth an item's prologue and its additions to dk and dv. Chunks beyond four times the
-// keys that a row keeps would be mostly of keys that a row does not see, and with few items for each SM many SMs would
-// wait for the last. Where chunks take turns, an item also waits for those of other chunks. Items of a list for all rows
-// may be long, as many keys may be kept. Under causality there are half as many of them, all of one length: the host does
-// not know how few, so that long ones would leave more SMs without work at the end.
+// Steps over a block of rows that are worth an item's prologue and its additions to dk and dv. Chunks beyond four times
+// the keys that a row keeps would be mostly of keys that a row does not see, and with few items for each SM many SMs
+// would wait for the last. Where chunks take turns, an item also waits for those of other chunks. Items of a list for
+// all rows may be long, as many keys may be kept. Under causality there are half as many of them, all of one length:
+// the host does not know how few, so that long ones would leave more SMs without work at the end.
 constexpr int64_t kStepsOfItem = 32, kStepsOfLongItem = 64;
 constexpr int64_t kItemsPerSm = 4;
 constexpr int64_t kChunkRowsOfKey = 4;
-// Of a list for all rows, of which the host does not know how few keys it has, and of rounds with few items for each SM.
+// Of a list for all rows, of which the host does not know how few keys it has, and of rounds with few items for each
+// SM.
 constexpr int64_t kMostRowsOfSharedList = 1024, kMostRowsOfFewItems = 1024;
-// Tiles of a mask's list that have all rows: nobody else adds to their dk and dv, and they have one prologue, so that they
-// are worth it even where SMs wait for the last. There have to be so many for ten SMs as if all keys were kept. One SM
-// computes all rows of a tile, for each head of the group: of many rows, the few tiles of a mask that keeps little take
-// long while others wait, so that there have to be more of them.
+// Tiles of a mask's list that have all rows: nobody else adds to their dk and dv, and they have one prologue, so that
+// they are worth it even where SMs wait for the last. There have to be so many for ten SMs as if all keys were kept.
+// One SM computes all rows of a tile, for each head of the group: of many rows, the few tiles of a mask that keeps
+// little take long while others wait, so that there have to be more of them.
 constexpr int64_t kWholeItemsPerTenSms = 25, kLongWholeItemsPerTenSms = 60;
 constexpr int64_t kMostRowsOfShortItem = 8192, kMostRowsOfWholeItem = 32768;
 constexpr int64_t kManyWholeItemsPerSm = 12;
 // Of a round that is smaller for the sake of ChunkTerms: with fewer, taking turns would cost no more.
 constexpr int64_t kItemsPerSmWithTerms = 2;
-// What an item takes beside its steps, and a round beside its items, as estimated from measured times: 17000 cycles, and
-// 25 us for five launches and the end, where SMs are left without work.
+// What an item takes beside its steps, and a round beside its items, as estimated from measured times: 17000 cycles,
+// and 25 us for five launches and the end, where SMs are left without work.
 constexpr int64_t kStepsOfPrologue = 7, kStepsOfRound = 18;
 
-// What the lists of a round have room for: each new row of a chunk brings at most one key to those of its first row block.
+// What the lists of a round have room for: each new row of a chunk brings at most one key to those of its first row
+// block.
 int32_t chunk_capacity(const BwdPlan& plan) {
   const int32_t new_keys = has_shared_list(plan) ? 0 : (plan.chunk_blocks - 1) * plan.list_rows;
   return round_up(plan.kernel.keys.capacity + new_keys, kChunkTileKeys);
@@ -216,8 +218,8 @@ KeyChunks place_chunks(const BwdPlan& plan, const BwdRound& round, Workspace& wo
 }
 
 namespace {
-// Whether items are numbered by what ListNumbers says: those in a fixed order wait for each other's turns, whole ones are
-// of the lists as they are, and clusters are started for all that there is room for.
+// Whether items are numbered by what ListNumbers says: those in a fixed order wait for each other's turns, whole ones
+// are of the lists as they are, and clusters are started for all that there is room for.
 bool has_list_numbers(const BwdPlan& plan) {
   return plan.chunk_blocks > 0 && !plan.kernel.deterministic && !plan.has_whole_items && plan.tile.cluster == 1;
 }
@@ -240,7 +242,7 @@ ListSums list_sums(const BwdPlan& plan, const BwdParams& launch) {
 }  // namespace
 
 int64_t work_counters_of(const BwdPlan& plan, const BwdRound& round) {
-  if (!has_list_numbers(plan)) return 1;
+  if (!has_list_numbers(plan)) return launches_of(plan.sequence, round);
   return static_cast<int64_t>(sizeof(ListNumbers) / sizeof(int32_t)) +
          ListNumbers::kWordsOfChunk * chunks_of(plan, round.row_blocks);
 }

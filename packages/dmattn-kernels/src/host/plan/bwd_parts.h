@@ -8,8 +8,8 @@ namespace dmattn {
 // Decides into how many rounds the call falls for the sake of the fp32 sums, and into how many parts the rows of a key
 // tile. Comes last, because what the sums may take depends on all the rest: `bytes_before` of the workspace.
 void choose_sums(BwdPlan& plan, const Device& device, size_t bytes_before);
-// Whether thread blocks that stay have enough to do with the tiles of a round, of which each falls into so many parts, or
-// are soon done.
+// Whether thread blocks that stay have enough to do with the tiles of a round, of which each falls into so many parts,
+// or are soon done.
 bool keeps_residents_busy(const BwdPlan& plan, const BwdRound& round, int64_t tiles, int64_t parts);
 // Lays out the sums that the backward kernels keep in fp32.
 void place_sums(BwdPlan& plan, Workspace& workspace);
@@ -27,14 +27,19 @@ bool has_many_whole_items(const BwdPlan& plan, const Device& device);
 bool keeps_busy_with_chunks(const BwdPlan& plan, const BwdRound& round, const Device& device);
 // What all rounds like this one take, in steps over a block of rows.
 int64_t steps_with_chunks(const BwdPlan& plan, const BwdRound& round, const Device& device);
-// What the chunks of a round add to dk, dv and dbias, if it is kept apart. false in fits_terms(): there are too many rows
-// to be numbered.
+// What the chunks of a round add to dk, dv and dbias, if it is kept apart. false in fits_terms(): there are too many
+// rows to be numbered.
 bool fits_terms(const BwdPlan& plan, const BwdRound& round);
 ChunkTerms place_terms(const BwdPlan& plan, const BwdRound& round, Workspace& workspace);
 // Where rounds are of row blocks, what such sums take with them from one to the next.
 CarriedTerms place_carried_terms(const BwdPlan& plan, const BwdRound& round, Workspace& workspace);
 // Lays out the lists of a round's chunks; without any, does nothing.
 KeyChunks place_chunks(const BwdPlan& plan, const BwdRound& round, Workspace& workspace);
+// Launches of a round, each of which counts its items by itself.
+inline int32_t launches_of(const BwdSequence& sequence, const BwdRound& round) {
+  return (sequence.per_batch ? round.batches : 1) * (sequence.per_head_k ? round.heads_k : 1) *
+         (sequence.per_group ? round.groups : 1);
+}
 // How many numbers of 32 bits BwdParams::work_counter is the first of.
 int64_t work_counters_of(const BwdPlan& plan, const BwdRound& round);
 // Items of a launch, if its chunks' lists were full, and each tile several items where it may be.

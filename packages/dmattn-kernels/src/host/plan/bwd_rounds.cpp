@@ -103,8 +103,8 @@ BwdParams bwd_round_params(const BwdPlan& plan, const BwdRound& round) {
   narrow_heads(p, round.heads_k);
   p.group_begin = round.group;
   p.group_end = round.group + round.groups;
-  // Parts in a fixed order are of whole heads, of which the last round may have fewer. Shares of the rows of a head would
-  // wait at dq for those of other blocks of keys, some of which sections of work may put behind them.
+  // Parts in a fixed order are of whole heads, of which the last round may have fewer. Shares of the rows of a head
+  // would wait at dq for those of other blocks of keys, some of which sections of work may put behind them.
   if (p.deterministic && plan.resident_blocks > 0) p.num_splits = std::min(p.num_splits, round.groups);
   p.row_block_begin = round.row_block;
   p.row_blocks = round.row_blocks;
@@ -140,6 +140,9 @@ BwdParams bwd_launch_params(const BwdPlan& plan, const BwdParams& round, int32_t
   const int64_t h = static_cast<int64_t>(hk) * p.head_ratio;
   offset_operands(p, plan.unit.dtype, b, h, hk);
   offset_sums(p, b, h, hk, dq_block_size(plan));
+  const int64_t head = int64_t{b} * (sequence.per_head_k ? p.nheads_k : 1) + hk;
+  p.work_counter =
+      offset_by(p.work_counter, sequence.per_group ? head * (p.group_end - p.group_begin) + g - p.group_begin : head);
   if (sequence.per_batch) {
     p.batch = 1;
     p.mask.batch = 1;

@@ -13,20 +13,14 @@ namespace dmattn::sm90 {
 
 // Counters of turns, in memory.
 //
-// Who passes a turn on says by the fence that what it has added comes before. Bulk additions have to be complete by then
-// (wait_for_bulk()), and those of other threads of the block to come before a barrier between them and this one.
+// Who passes a turn on says by the fence that what it has added comes before. Bulk additions have to be complete by
+// then (wait_for_bulk()), and those of other threads of the block to come before a barrier between them and this one.
 __device__ __forceinline__ void pass_turn(int32_t* counter) {
   asm volatile("fence.acq_rel.gpu;" ::: "memory");
   asm volatile("red.relaxed.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
 }
-__device__ __forceinline__ void wait_for_turn(const int32_t* counter, int value) {
-  int32_t now;
-  do {
-    asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
-  } while (now != value);
-}
-// Likewise where several pass a turn on.
-__device__ __forceinline__ void wait_for_turns(const int32_t* counter, int at_least) {
+// Where several pass a turn on, some of them may have passed on the next one already.
+__device__ __forceinline__ void wait_for_turn(const int32_t* counter, int at_least) {
   int32_t now;
   do {
     asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
@@ -39,8 +33,14 @@ __device__ __forceinline__ int peek_at_turn(const int32_t* counter) {
   return now;
 }
 
-// Whether dq is added up in order. Boundaries of packed sequences are the caller's and may be any numbers, and blocks of
-// keys that there are not would be waited for: then nobody takes turns. All threads of a thread block.
+// Bytes of a consumer's part of a tile of dq in memory: the last fragments may be left out.
+template <class T>
+__device__ __forceinline__ uint32_t own_dq_bytes(const BwdArguments& p, int consumer) {
+  return consumer == 0 ? T::Dq::kPart * sizeof(float) : p.dq_last_bytes;
+}
+
+// Whether dq is added up in order. Boundaries of packed sequences are the caller's and may be any numbers, and blocks
+// of keys that there are not would be waited for: then nobody takes turns. All threads of a thread block.
 template <class T>
 __device__ __forceinline__ bool may_take_turns(const BwdArguments& p) {
   if (p.dq_semaphore == nullptr) return false;
@@ -48,9 +48,9 @@ __device__ __forceinline__ bool may_take_turns(const BwdArguments& p) {
   return true;
 }
 
-// Blocks of keys that see a block of rows add to its dq one after the other, from the first to the last; over lists, the
-// tiles of a chunk that do. Where several begin together each comes to wait for the one before it at its first steps.
-// After that it stays behind it by as much as a turn takes, and does not wait again.
+// Blocks of keys that see a block of rows add to its dq one after the other, from the first to the last; over lists,
+// the tiles of a chunk that do. Where several begin together each comes to wait for the one before it at its first
+// steps. After that it stays behind it by as much as a turn takes, and does not wait again.
 //
 // Those that come before have lower item numbers. They have been taken, then, and thread blocks finish their
 // items in order: who is waited for is running. What it still has to do before it passes its turns on waits for lower
@@ -67,11 +67,7 @@ struct BwdDq {
 
   __device__ __forceinline__ void run() {
     while (true) {
-      s.item_full[item_place.stage].wait(item_place.phase);
-      const typename T::Announced announced = s.item[item_place.stage];
-      __syncwarp();
-      if (lane == 0) s.item_empty[item_place.stage].arrive();
-      item_place.advance();
+      const typename T::Announced announced = take_announced<T>(s, item_place, lane);
       if (announced.index >= p.items) return;
       const BwdItemOf<T> item = find_item<T>(p, announced);
       if constexpr (T::kGathered) count_tiles_before(item);
@@ -123,8 +119,8 @@ struct BwdDq {
     }
   }
 
-  // Passes the turn on; whether it is already the block's at the rows of the next step. That is asked while additions are
-  // on their way, and the fence in pass_turn() comes between the answer and what is added next, too.
+  // Passes the turn on; whether it is already the block's at the rows of the next step. That is asked while additions
+  // are on their way, and the fence in pass_turn() comes between the answer and what is added next, too.
   __device__ __forceinline__ bool finish_turn(int block, const BwdItemOf<T>& item, const BwdSteps<T>& next) {
     const int turns = next.left > 0 ? peek_at_turn(p.dq_semaphore + block_of(item, next)) : -1;
     wait_for_bulk();

@@ -1,8 +1,8 @@
 // Copies listed keys for the Hopper backward: warps of the first warpgroup, each for the 64 keys of one consumer.
 //
-// What a list says of its keys (where they are, which rows see them, their bias) is read as soon as the item is known. K
-// and V are copied at once where they have a second stage (kStagesKv); otherwise when the consumers are done with those of
-// the item before, while these add to dk and dv.
+// What a list says of its keys (where they are, which rows see them, their bias) is read as soon as the item is known.
+// K and V are copied at once where they have a second stage (kStagesKv); otherwise when the consumers are done with
+// those of the item before, while these add to dk and dv.
 #pragma once
 
 #include "../shared/key_source.cuh"
@@ -36,8 +36,8 @@ __device__ __forceinline__ float read_listed_bias(const BwdArguments& p, const L
                    kIsBf16);
 }
 
-// Copies the keys' rows to panels of 64 columns, of which a tile has so many with so many rows each, as TMA would lay them
-// out; zeros for keys and columns that there are not. `to`: the first of the rows. Whole warp.
+// Copies the keys' rows to panels of 64 columns, of which a tile has so many with so many rows each, as TMA would lay
+// them out; zeros for keys and columns that there are not. `to`: the first of the rows. Whole warp.
 template <int kPanels, int kPanelRows>
 __device__ __forceinline__ void copy_listed_rows(const char* from, uint32_t row_stride, uint32_t to, int columns,
                                                  const int (&key)[kKeysOfLane], int keys, int lane) {
@@ -78,11 +78,7 @@ struct BwdGather {
 
   __device__ __forceinline__ void run() {
     while (true) {
-      s.item_full[item_place.stage].wait(item_place.phase);
-      const typename T::Announced announced = s.item[item_place.stage];
-      __syncwarp();
-      if (lane == 0) s.item_empty[item_place.stage].arrive();
-      item_place.advance();
+      const typename T::Announced announced = take_announced<T>(s, item_place, lane);
       if (announced.index >= p.items) return;
       copy_item(find_list_item<T>(p, announced.index));
     }

@@ -61,13 +61,13 @@ __device__ __forceinline__ PlaceOfItem find_item_of_section(const BwdArguments& 
   const int n_block = in_section / parts;
   return {n_block, first + in_section - n_block * parts};
 }
-// Or two by two, which a thread block takes one after the other: of a part, a block of keys and that as far from the end
-// as the first is from the beginning. Under causality any two have the same number of rows together, so that thread blocks
-// stay in step. The first goes through the rows downwards, the second upwards (MirroredSteps). In step t, counted from
-// the first one's, with M blocks of rows and two for each block of keys, one is at block M - 1 - t and the other at t - 2,
-// whichever two they are: at any time the thread blocks of a group are at two blocks of rows. (Where a block of keys has
-// no whole number of blocks of rows, about so.) Of packed sequences each has such pairs of its own. Their places are those of all blocks of keys, see
-// find_packed_item().
+// Or two by two, which a thread block takes one after the other: of a part, a block of keys and that as far from the
+// end as the first is from the beginning. Under causality any two have the same number of rows together, so that thread
+// blocks stay in step. The first goes through the rows downwards, the second upwards (MirroredSteps). In step t,
+// counted from the first one's, with M blocks of rows and two for each block of keys, one is at block M - 1 - t and the
+// other at t - 2, whichever two they are: at any time the thread blocks of a group are at two blocks of rows. (Where a
+// block of keys has no whole number of blocks of rows, about so.) Of packed sequences each has such pairs of its own.
+// Their places are those of all blocks of keys, see find_packed_item().
 template <class T>
 __host__ __device__ inline int pairs_of_part(const BwdArguments& p) {
   return T::kPacked ? p.n_blocks : (p.n_blocks + 1) / 2;
@@ -112,6 +112,17 @@ __device__ __forceinline__ BwdItem find_tiled_item(const BwdArguments& p, int in
           0,       {0}};
 }
 
+// The first block of keys that a block of rows sees any of, where rows see a window of keys. Otherwise that is the
+// first of all, if they see any.
+template <class T>
+__device__ __forceinline__ int first_block_of_window(const BwdArguments& p, int m) {
+  if constexpr (T::kWindows) {
+    const int first_key = m * T::kBlockM + p.seqlen_k - p.seqlen_q - p.window + 1;
+    if (p.window > 0 && p.is_causal) return max(first_key, 0) / T::kBlockN;
+  }
+  return 0;
+}
+
 // The item that a member of a pair has: find_tiled_item() finds that of the first.
 template <class T>
 __device__ __forceinline__ BwdItem item_of_member(const BwdArguments& p, const BwdItem& item, int member) {
@@ -131,8 +142,8 @@ template <class T>
 __device__ __forceinline__ int blocks_of_keys(int keys) {
   return (keys + T::kBlockN - 1) / T::kBlockN;
 }
-// Items are numbered as if the blocks of keys, one sequence behind the other, were those of one. Some stand for no keys:
-// then k.length is 0.
+// Items are numbered as if the blocks of keys, one sequence behind the other, were those of one. Some stand for no
+// keys: then k.length is 0.
 template <class T>
 __device__ __forceinline__ PackedItem find_packed_item(const BwdArguments& p, int index) {
   const BwdItem slot = find_tiled_item<T>(p, index);
@@ -167,9 +178,9 @@ struct ListItem {
   int tile, chunk, head_k, batch;
 };
 
-// Where sums are in a fixed order and chunks do not wait for each other, items are numbered by groups of chunks: the first
-// tiles of all of a group's lists, then the second ones, and so on. Tiles of a list follow one another at dq, each some
-// steps behind the one before it, and what begins together then are tiles that do not.
+// Where sums are in a fixed order and chunks do not wait for each other, items are numbered by groups of chunks: the
+// first tiles of all of a group's lists, then the second ones, and so on. Tiles of a list follow one another at dq,
+// each some steps behind the one before it, and what begins together then are tiles that do not.
 __device__ __forceinline__ ListItem find_grouped_item(const BwdArguments& p, int index) {
   const int group = index / (p.group_chunks * p.n_blocks * p.all_parts);
   const int first = group * p.group_chunks, chunks = min(p.group_chunks, p.keys.blocks - first);
@@ -180,8 +191,8 @@ __device__ __forceinline__ ListItem find_grouped_item(const BwdArguments& p, int
   const int batch = part / p.nheads_k;
   return {tile, p.keys.blocks - 1 - first - (row - tile * chunks), part - batch * p.nheads_k, batch};
 }
-// Items are numbered by sections; in each by chunks of rows, from the last, which have the most keys before them; in each
-// of these by the tiles of its lists, whose first ones the most rows see.
+// Items are numbered by sections; in each by chunks of rows, from the last, which have the most keys before them; in
+// each of these by the tiles of its lists, whose first ones the most rows see.
 template <class T>
 __device__ __forceinline__ ListItem find_list_item(const BwdArguments& p, int index) {
   if constexpr (T::kOrdered) return find_grouped_item(p, index);
@@ -231,6 +242,17 @@ __device__ __forceinline__ int count_tiles(const BwdArguments& p, int batch, int
 }
 
 // --- all ------------------------------------------------------------------------------------------------------------
+
+// The next item, for a warp beside the producer; an index of `items` and more: there is none. Whole warp.
+template <class T>
+__device__ __forceinline__ typename T::Announced take_announced(typename T::Shared& s, RingPlace<2>& place, int lane) {
+  s.item_full[place.stage].wait(place.phase);
+  const typename T::Announced announced = s.item[place.stage];
+  __syncwarp();
+  if (lane == 0) s.item_empty[place.stage].arrive();
+  place.advance();
+  return announced;
+}
 
 template <class T>
 __device__ __forceinline__ BwdItemOf<T> find_item(const BwdArguments& p, const typename T::Announced& announced) {
@@ -298,7 +320,8 @@ struct ListSteps : RowSteps {
 
 // Where dq is added up in order: the blocks of rows, and of each the heads, so that items of different length stay side
 // by side. Head by head the shorter ones would wait at each head until the longest has come to it. Lists begin with the
-// first block of rows, which all but few tiles of a chunk have; consecutive keys with the last one, which they all have.
+// first block of rows, which all but few tiles of a chunk have; consecutive keys with the last one, which they all
+// have.
 template <class T>
 struct HeadSteps {
   int heads, heads_left;  // of the item; of the block of rows, this one included
@@ -373,8 +396,9 @@ __device__ __forceinline__ bool is_mirror_image(const BwdArguments& p, const Pac
   return p.mirrors_items && 2 * item.n_block >= blocks_of_keys<T>(item.k.length);
 }
 
-// Those of RowSteps. Or, of mirrored items, the blocks of rows, and of each the heads: from the last block to the first,
-// and of the second of two items the other way round. Both share registers, of which the kernel has none to spare.
+// Those of RowSteps. Or, of mirrored items, the blocks of rows, and of each the heads: from the last block to the
+// first, and of the second of two items the other way round. Both share registers, of which the kernel has none to
+// spare.
 template <class T>
 struct MirroredSteps {
   const BwdArguments& p;

@@ -5,10 +5,10 @@
 // warpgroup, the producer, copies K and V once an item, then Q, dO, lse, delta and the tile of a dense bias for one
 // block of rows after the other. Listed keys are copied by two warps beside it, and their dk and dv are added to sums
 // in memory, unless the item has all rows. Where sums are in a fixed order, one more warp has dq added when its turn
-// comes. The other two warpgroups, the consumers, own 64 keys each. Their products have keys as rows: s^T = k q^T and
-// dp^T = v do^T leave p^T and ds^T in registers in the order that the first operand of dv += p^T do and dk += ds^T q
-// has. Only ds goes through shared memory, as both consumers' keys are needed for dq = ds k. The gradient of a dense
-// bias leaves from there, too.
+// comes, or two have the consumers add theirs. The other two warpgroups, the consumers, own 64 keys each. Their
+// products have keys as rows: s^T = k q^T and dp^T = v do^T leave p^T and ds^T in registers in the order that the first
+// operand of dv += p^T do and dk += ds^T q has. Only ds goes through shared memory, as both consumers' keys are needed
+// for dq = ds k. The gradient of a dense bias leaves from there, too.
 //
 // The products of a step are queued so that the tensor cores have work while registers are being worked on:
 //   exp of the scores          beside  dk of the step before, dp
@@ -25,6 +25,7 @@
 #include "bwd_mask.cuh"
 #include "bwd_producer.cuh"
 #include "bwd_results.cuh"
+#include "bwd_turns.cuh"
 
 namespace dmattn::sm90 {
 
@@ -39,7 +40,7 @@ __device__ __forceinline__ void init_barriers(const BwdArguments& p, typename T:
   }
   for (int i = 0; i < T::kStagesQ; ++i) {
     s.q_full[i].init(1);
-    s.q_empty[i].init(T::kConsumers);
+    s.q_empty[i].init(T::kConsumers + (T::kMasked ? T::kTurnWarps : 0));  // those read what is announced beside Q
   }
   if constexpr (T::kDenseBias) {
     for (int i = 0; i < T::kStagesBias; ++i) {
@@ -47,20 +48,26 @@ __device__ __forceinline__ void init_barriers(const BwdArguments& p, typename T:
       s.bias_empty[i].init(T::kConsumers);
     }
   }
-  if constexpr (T::kDenseBias && !T::kPairs) s.bias_requests.init();
+  if constexpr (T::kCopiesBiasRows) s.bias_requests.init();
   for (int i = 0; i < T::kStagesdO; ++i) {
     s.dout_full[i].init(1);
     s.dout_empty[i].init(T::kConsumers);
   }
   for (int i = 0; i < 2; ++i) {
     s.item_full[i].init(1);
-    s.item_empty[i].init(4 * T::kConsumers + T::kDqWarps + T::kGatherWarps);  // a warp each
+    s.item_empty[i].init(4 * T::kConsumers + T::kDqWarps + T::kGatherWarps + T::kTurnWarps);  // a warp each
     s.facts_full[i].init(copiers);
     s.facts_empty[i].init(T::kConsumers);
   }
   for (int i = 0; i < T::kStagesOut; ++i) {
     s.out_full[i].init(4 * T::kConsumers);  // a warp each
     s.out_empty[i].init(1);
+  }
+  if constexpr (T::kHasTurnWarps) {
+    for (int i = 0; i < T::kConsumers; ++i) {
+      s.turn_full[i].init(1);
+      s.turn_used[i].init(T::kDqPath == DqPath::kVector ? 128 : 1);  // all threads, or one
+    }
   }
   cutlass::arch::fence_barrier_init();
 }
@@ -165,7 +172,8 @@ struct BwdConsumer : BwdResults<T> {
     KeySums key_sums = {0.f, 0.f};
     if constexpr (T::kKeyBias && !T::kGathered) read_key_bias(item);
     if constexpr (T::kWideBias) hidden.read(p, item, item.n_block * T::kBlockN + own_key(0));
-    // Of the rows that see the keys, at q_place. Where they are announced, the first of them is read once its Q is there.
+    // Of the rows that see the keys, at q_place. Where they are announced, the first of them is read once its Q is
+    // there.
     auto steps = [&] {
       if constexpr (T::kMasked) {
         return AnnouncedSteps<T>{};
@@ -209,8 +217,9 @@ struct BwdConsumer : BwdResults<T> {
         start_product<false>(grad_mma, moved_gradients, qt(_, _, _, q_place.stage), acc_dk[member]);
       };
 
-      // A step in two halves, of a member. Between them only dv is on its way, on all paths: where the compiler had to count products
-      // that it finds started on one path and not on another, it would run all of them one after the other.
+      // A step in two halves, of a member. Between them only dv is on its way, on all paths: where the compiler had to
+      // count products that it finds started on one path and not on another, it would run all of them one after the
+      // other.
       int q_before = 0;  // stage of the rows of the step before
       const auto front = [&](auto is_first, auto member) {
         constexpr bool kIsFirst = decltype(is_first)::value;
@@ -333,8 +342,8 @@ struct BwdConsumer : BwdResults<T> {
       release(s.facts_empty[facts_place.stage]);
       facts_place.advance();
     } else {
-      if constexpr (T::kKeyBias) add_dbias(key_sums, item, item.head_k * p.head_ratio);
       wait_for_parts(item);
+      if constexpr (T::kKeyBias) add_dbias(key_sums, item, item.head_k * p.head_ratio);
       store_grad(acc_dv[0], 1.f, p.dv, p.dv_slots, item);
       store_grad(acc_dk[0], p.softmax_scale, p.dk, p.dk_slots, item);
       pass_part(item);
@@ -346,8 +355,8 @@ struct BwdConsumer : BwdResults<T> {
     }
   }
 
-  // Probabilities of the scores. They have registers of their own: where a branch wrote those of the scores, which belong
-  // to a product, the compiler would run all products one after the other.
+  // Probabilities of the scores. They have registers of their own: where a branch wrote those of the scores, which
+  // belong to a product, the compiler would run all products one after the other.
   template <class Steps>
   __device__ __forceinline__ void take_exp(const Scores& scores, Scores& probabilities, SoftcapFactors& factors,
                                            int stage, const Steps& steps, int n_block, KeptScores kept,
@@ -553,12 +562,15 @@ __global__ void __launch_bounds__(T::kThreads, 1) bwd_kernel(const __grid_consta
     if (threadIdx.x == 0) {
       BwdProducer<T> producer{p, s};
       producer.run();
-      if constexpr (T::kDenseBias && !T::kPairs) producer.finish_bias();
+      if constexpr (T::kCopiesBiasRows) producer.finish_bias();
     }
     if constexpr (T::kDqPath == DqPath::kTurns) {
       if (warp == 1) BwdDq<T>{p, s, lane, takes_turns}.run();
     }
-    if constexpr (T::kDenseBias && !T::kPairs) {
+    if constexpr (T::kHasTurnWarps) {
+      if (warp > 0 && warp <= T::kTurnWarps) DqTurns<T>{p, s, warp - 1, lane}.run();
+    }
+    if constexpr (T::kCopiesBiasRows) {
       if (warp > 0 && p.bias_rows.exist()) {
         if constexpr (T::kShiftsBias) {
           BwdBiasLoader<T>{p, s, warp - 1, lane}.run();

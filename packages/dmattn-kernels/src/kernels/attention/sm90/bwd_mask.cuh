@@ -1,5 +1,5 @@
-// A dense mask or a window of keys in the Hopper backward: the tiles of an item that it leaves, as the producer walks and
-// announces them, and which of a thread's scores it keeps.
+// A dense mask or a window of keys in the Hopper backward: the tiles of an item that it leaves, as the producer walks
+// and announces them, and which of a thread's scores it keeps.
 #pragma once
 
 #include "bwd_bias.cuh"
@@ -7,8 +7,9 @@
 
 namespace dmattn::sm90 {
 
-// The tiles of an item that a dense mask leaves, in the order of BwdSteps. The producer has few registers: it keeps the
-// states of 32 blocks of rows, and finds the place of the next ones anew.
+// The tiles of an item that a dense mask leaves, in the order of RowSteps; or, where dq is added up in order and the
+// heads have the same tiles, in that of HeadSteps. The producer has few registers: it keeps the states of 32 blocks of
+// rows, and finds the place of the next ones anew.
 template <class T>
 class MaskedRows {
  public:
@@ -18,18 +19,25 @@ class MaskedRows {
   __device__ __forceinline__ RowTile next() {
     while (any_ == 0) {
       if (--word_ < item_.m_begin / 32) {
-        if (++heads_.begin >= heads_.end) return RowTile::none();
+        if (goes_by_rows() || ++heads_.begin >= heads_.end) return RowTile::none();
         word_ = item_.m_end / 32;
       }
       read_states();
     }
-    const int cell = 31 - __clz(any_);
+    const int cell = 31 - __clz(any_), m = word_ * 32 + cell;
+    const RowTile tile = RowTile::of(heads_.begin, m, cuts_tile<T>(p_, m, item_.n_block), !(all_ >> cell & 1));
+    if (goes_by_rows()) {
+      if (++heads_.begin < heads_.end) return tile;
+      heads_.begin = heads_of(p_, item_).begin;
+    }
     any_ ^= 1u << cell;
-    const int m = word_ * 32 + cell;
-    return RowTile::of(heads_.begin, m, cuts_tile<T>(p_, m, item_.n_block), !(all_ >> cell & 1));
+    return tile;
   }
 
  private:
+  __device__ __forceinline__ bool goes_by_rows() const {
+    return T::kHasTurnWarps && (p_.mask.bits == nullptr || p_.mask.head_ratio % p_.head_ratio == 0);
+  }
   // Of word_: a block of rows is a cell of the mask, a block of keys two, of which the last may not exist.
   __device__ __forceinline__ void read_states() {
     static_assert(T::kBlockM == kMaskBand && T::kBlockN == 2 * kMaskBand);
@@ -105,7 +113,8 @@ __device__ __forceinline__ bool hides_item(const BwdArguments& p, const BwdItem&
   const int64_t other = band + 1 < mask.bands_k ? one + mask.words_q : one;
   return (__ldg(mask.any_cols + one) | __ldg(mask.any_cols + other)) == 0;
 }
-// Which of a thread's two keys of an item it hides, a bit each, and with a third one whether it hides any of the warp's.
+// Which of a thread's two keys of an item it hides, a bit each, and with a third one whether it hides any of the
+// warp's.
 struct HiddenKeys {
   uint32_t bits = 0;
 
@@ -125,16 +134,16 @@ struct HiddenKeys {
   }
 };
 
-// What the mask, causality, a window and the lengths leave of a thread's scores of a tile: of row 8 i + e of its own and of its key
-// `half`, bit i + 8 * half + 16 * e.
+// What the mask, causality, a window and the lengths leave of a thread's scores of a tile: of row 8 i + e of its own
+// and of its key `half`, bit i + 8 * half + 16 * e.
 struct KeptScores {
   uint32_t bits = 0xffffffffu;
 
   __device__ __forceinline__ bool has(int i, int half, int e) const { return bits >> (i + 8 * half + 16 * e) & 1; }
-  // A tile's bits in shared memory: 16 bytes a row. A warp has 16 keys of each, a half-word; of these the thread wants bits
-  // lane / 4 and 8 more, of the rows 8 i + lane % 4 * 2 and the next ones. Eight rows are an 8 x 8 matrix of half-words, of
-  // which the transposing read gives those two rows to each of four lanes, for one of the half-words; the warp's own lies
-  // with lanes that it then asks.
+  // A tile's bits in shared memory: 16 bytes a row. A warp has 16 keys of each, a half-word; of these the thread wants
+  // bits lane / 4 and 8 more, of the rows 8 i + lane % 4 * 2 and the next ones. Eight rows are an 8 x 8 matrix of
+  // half-words, of which the transposing read gives those two rows to each of four lanes, for one of the half-words;
+  // the warp's own lies with lanes that it then asks.
   __device__ __forceinline__ void read(uint32_t tile, int consumer, int warp, int lane) {
     const int asked = 4 * (4 * consumer + warp) + lane % 4;
     bits = 0;

@@ -22,25 +22,28 @@ struct BwdProducer {
   bool has_next = false;                 // likewise: the item behind this one has been announced
 
   // Where dq is added up in order, no item belongs to a thread block before it runs, not even the first: blocks that do
-  // run wait for items with lower numbers, and nobody knows whether all blocks have an SM at the same time.
+  // run wait for items with lower numbers, and nobody knows whether all blocks have an SM at the same time. And an item
+  // that is taken begins soon, as those behind it wait for its turns.
   __device__ __forceinline__ void run() {
     if constexpr (T::kGathered && !T::kOrdered) return run_over_lists();
-    const int first = T::kOrdered ? 0 : gridDim.x;  // of the items that are counted
+    constexpr bool kInOrder = T::kOrdered || T::kHasTurnWarps;
+    const int first = kInOrder ? 0 : gridDim.x;  // of the items that are counted
     const int own = is_mirrored() ? 2 * blockIdx.x : blockIdx.x;
-    for (int index = T::kOrdered ? atomicAdd(p.work_counter, 1) : own;;) {
+    for (int index = kInOrder ? atomicAdd(p.work_counter, 1) : own;;) {
       if constexpr (T::kMasked) {
         // The item is announced with whether the mask leaves anything of it.
         if (index >= p.items) return announce({index, 0});
-        const int next = first + atomicAdd(p.work_counter, 1);
+        int next = 0;
+        if constexpr (!kInOrder) next = first + atomicAdd(p.work_counter, 1);
         load_masked_item(index);
+        if constexpr (kInOrder) next = atomicAdd(p.work_counter, 1);
         index = next;
         continue;
       }
       const typename T::Announced item = look_up(index, first);
       announce(item);
       if (item.index >= p.items) return;
-      if constexpr (T::kOrdered) {
-        // An item that is taken begins soon, as those behind it wait for its turns.
+      if constexpr (kInOrder) {
         load_item(find_item<T>(p, item));
         index = first + atomicAdd(p.work_counter, 1);
       } else {
@@ -52,9 +55,9 @@ struct BwdProducer {
     }
   }
 
-  // The next item is looked for beside the last steps of this one, so that what is asked of its keys is there in time, and
-  // the keys are, too, where they have a stage. Not sooner: the last items would gather in thread blocks that still have
-  // one.
+  // The next item is looked for beside the last steps of this one, so that what is asked of its keys is there in time,
+  // and the keys are, too, where they have a stage. Not sooner: the last items would gather in thread blocks that still
+  // have one.
   static constexpr int kStepsAhead = T::kStagesKv > 1 ? 6 : 3;
 
   __device__ __forceinline__ void run_over_lists() {
@@ -69,8 +72,8 @@ struct BwdProducer {
     }
   }
   __device__ __forceinline__ void find_next() { has_next = announce_listed(gridDim.x + atomicAdd(p.work_counter, 1)); }
-  // Announces the item of that number, or that there are no more. false: there is none of that number, as lists have room
-  // for more tiles than they fill.
+  // Announces the item of that number, or that there are no more. false: there is none of that number, as lists have
+  // room for more tiles than they fill.
   __device__ __forceinline__ bool announce_listed(int number) {
     const ListRoom room = list_room_of(p);
     if (number >= numbering.items(room)) {
@@ -270,7 +273,7 @@ struct BwdProducer {
     const int stage = kOwnPlace ? bias_place.stage : q_place.stage;
     s.bias_empty[stage].wait((kOwnPlace ? bias_place.phase : q_place.phase) ^ 1);
     if constexpr (kOwnPlace) bias_place.advance();
-    if constexpr (!T::kPairs) {
+    if constexpr (T::kCopiesBiasRows) {
       if (p.bias_rows.exist()) {
         s.bias_requests.ask(stage, {m * T::kBlockM, item.n_block * T::kBlockN, head / p.bias_head_ratio,
                                     item.batch * p.bias_batch_step});

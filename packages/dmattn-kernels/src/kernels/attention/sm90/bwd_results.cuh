@@ -47,9 +47,9 @@ __device__ __forceinline__ void send_grad(const CUtensorMap& out, const typename
 __device__ __forceinline__ void add_pair(float* to, float x, float y) {
   asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(x), "f"(y) : "memory");
 }
-// Adds to sums in fp32, where several items or launches have parts of a tile. `row`: of the tile, the first key that the
-// thread has. Two columns at a time: lanes that exchanged halves first, to add four, would cost the loops before this the
-// uniform registers (the compiler no longer takes a warp's threads to be in step).
+// Adds to sums in fp32, where several items or launches have parts of a tile. `row`: of the tile, the first key that
+// the thread has. Two columns at a time: lanes that exchanged halves first, to add four, would cost the loops before
+// this the uniform registers (the compiler no longer takes a warp's threads to be in step).
 template <class T>
 __device__ __forceinline__ void add_partial(const float (&acc)[T::kHeadDim / 8][4], float scale, float* slots,
                                             const BwdItem& item, const BwdArguments& p, int row, int lane) {
@@ -76,8 +76,8 @@ __device__ __forceinline__ void store_ds_panel(const Operand& gradients, uint32_
   cutlass::arch::fence_view_async_shared();  // the tensor cores see what was written
 }
 
-// Of a tile of dk or dv in registers, of a row: four columns of one of two fragments, of which the thread has two each. The
-// neighbouring lane has the others; odd ones take the second fragment. Whole warp.
+// Of a tile of dk or dv in registers, of a row: four columns of one of two fragments, of which the thread has two each.
+// The neighbouring lane has the others; odd ones take the second fragment. Whole warp.
 __device__ __forceinline__ void exchange_halves(const float (&lower)[4], const float (&upper)[4], int half, float scale,
                                                 bool is_odd, float (&sum)[4]) {
   float own[2], other[2];
@@ -208,7 +208,8 @@ struct BwdResults : BwdConsumerState<T> {
       for (int e = 0; e < 4; ++e) st_shared(wide_entry(rows, i, e / 2, e % 2), __float_as_uint(ds[i][e]));
   }
   // The gradient of a pair's bias: ds of the second member, and that of the first, which each thread wrote a step ago.
-  // What left from here before has been read: the speaker has waited for it before the barrier of the first member's ds.
+  // What left from here before has been read: the speaker has waited for it before the barrier of the first member's
+  // ds.
   __device__ __forceinline__ void store_pair_dbias(Scores& ds) const {
     const uint32_t first = matrix_row(smem_u32(own_ds(ds_stage ^ 1)), warp, lane);
 #pragma unroll
@@ -272,8 +273,8 @@ struct BwdResults : BwdConsumerState<T> {
     }
   }
 
-  // The gradient of a dense bias is ds itself, which has just been stored: an entry of its own for each, or added to that
-  // of those that share one. That of an fp32 bias lies in fp32 in the stage of the bias.
+  // The gradient of a dense bias is ds itself, which has just been stored: an entry of its own for each, or added to
+  // that of those that share one. That of an fp32 bias lies in fp32 in the stage of the bias.
   __device__ __forceinline__ void send_dbias(const BwdItem& item, int head, int m, int bias_stage) const {
     if (p.dbias_kind == DbiasKind::kNone) return;
     const int stage = ds_stage ^ 1;
@@ -352,15 +353,21 @@ struct BwdResults : BwdConsumerState<T> {
     }
     float* const to = p.dq_accum + block * tile_of_dq() + consumer * Dq::kPart;
     if constexpr (T::kDqPath == DqPath::kVector) {
+      // ds has a new stage with each step, whose product has been started: no register has to keep the barrier's phase.
+      if constexpr (T::kHasTurnWarps) s.turn_full[consumer].wait(ds_stage ^ 1);
 #pragma unroll
       for (int i = 0; i < Dq::kFragments; ++i) add_vector(to + (i * 128 + thread) * 4, acc[i]);
+      if constexpr (T::kHasTurnWarps) s.turn_used[consumer].arrive();
     } else if constexpr (T::kDqPath == DqPath::kBulk) {
-      if (is_speaker()) cute::tma_store_wait<0>();  // what the stage held has been read
+      wait_for_stage(/*is_started=*/true);
       sync_own();
       stage_dq(acc);
       sync_own();
-      if (is_speaker()) {
-        add_bulk(to, smem_u32(own_out()), consumer == 0 ? Dq::kPart * 4 : p.dq_last_bytes);
+      if (!is_speaker()) return;
+      if constexpr (T::kHasTurnWarps) {
+        s.turn_used[consumer].arrive();  // DqTurns does the rest
+      } else {
+        add_bulk(to, smem_u32(own_out()), own_dq_bytes<T>(p, consumer));
         cute::tma_store_arrive();
       }
     } else {
@@ -385,15 +392,26 @@ struct BwdResults : BwdConsumerState<T> {
                     p.head_dim - consumer * kCols, lane);
     }
   }
-  // Elements of a tile of dq in memory. Additions from registers add all of it: to leave some out takes a comparison each.
+  // Elements of a tile of dq in memory. Additions from registers add all of it: to leave some out takes a comparison
+  // each.
   __device__ __forceinline__ int tile_of_dq() const {
     return T::kDqPath == DqPath::kVector ? T::kBlockM * T::kHeadDim : p.dq_tile;
   }
-  // kTurns: of out_empty of the stage that comes next. A single stage has a new phase with each tile, as ds has a new
-  // stage, so that no register has to keep it. Once the tile's product has been started, ds_stage is that of the next.
+  // kTurns: of out_empty of the stage that comes next; kBulk, in order: of turn_full. A single stage has a new phase
+  // with each tile, as ds has a new stage, so that no register has to keep it. Once the tile's product has been
+  // started, ds_stage is that of the next.
   __device__ __forceinline__ int out_free_phase(bool is_started) const {
     if constexpr (T::kStagesOut > 1) return out_place.phase ^ 1;
     return is_started ? ds_stage : ds_stage ^ 1;
+  }
+  // What the stage held has been read, if its reader is asked, who is one thread of the warpgroup or the warp that
+  // takes turns for it. is_started: see out_free_phase().
+  __device__ __forceinline__ void wait_for_stage(bool is_started) const {
+    if constexpr (T::kDqPath == DqPath::kTurns) s.out_empty[out_place.stage].wait(out_free_phase(is_started));
+    if constexpr (T::kDqPath == DqPath::kBulk && T::kHasTurnWarps) {
+      s.turn_full[consumer].wait(out_free_phase(is_started));
+    }
+    if (is_speaker()) cute::tma_store_wait<0>();
   }
   // What the consumer has of the stage that comes next.
   __device__ __forceinline__ char* own_out() const { return s.out[out_place.stage][consumer]; }
@@ -409,9 +427,9 @@ struct BwdResults : BwdConsumerState<T> {
 
   // --- dk and dv of listed keys are added to sums ---------------------------------------------------------------------
 
-  // Deterministic: a key lies in one tile of a chunk. What the chunks add to its dk, dv and dbias is kept apart, or chunks
-  // add to them from the last to the first, where the former would take too much memory. Their tiles have been taken in
-  // this order, too.
+  // Deterministic: a key lies in one tile of a chunk. What the chunks add to its dk, dv and dbias is kept apart, or
+  // chunks add to them from the last to the first, where the former would take too much memory. Their tiles have been
+  // taken in this order, too.
   __device__ __forceinline__ bool takes_chunk_turns() const { return T::kOrdered && p.dkv_semaphore != nullptr; }
   __device__ __forceinline__ bool keeps_terms() const { return T::kOrdered && p.dkv_semaphore == nullptr; }
   __device__ __forceinline__ int32_t* chunk_counter(const BwdItem& item, int chunk) const {
@@ -478,7 +496,9 @@ struct BwdResults : BwdConsumerState<T> {
   }
 
   // Parts of a block of keys that are added in order: from the first, which has been taken first.
-  __device__ __forceinline__ bool takes_part_turns() const { return T::kOrdered && p.dkv_semaphore != nullptr; }
+  __device__ __forceinline__ bool takes_part_turns() const {
+    return (T::kOrdered || T::kHasTurnWarps) && p.dkv_semaphore != nullptr;
+  }
   __device__ __forceinline__ int32_t* part_counter(const BwdItem& item) const {
     const int64_t head = static_cast<int64_t>(item.batch) * p.nheads_k + item.head_k;
     return p.dkv_semaphore + (head * p.n_blocks + item.n_block) * T::kConsumers + consumer;
@@ -511,9 +531,7 @@ struct BwdResults : BwdConsumerState<T> {
     }
     const auto rounded = round_grad<Element>(acc, scale);
     Element* const stage = reinterpret_cast<Element*>(own_out());
-    // What the stage held has been read. The next tile of dq to come here waits for the same phase.
-    if constexpr (T::kDqPath == DqPath::kTurns) s.out_empty[out_place.stage].wait(out_free_phase(false));
-    if (is_speaker()) cute::tma_store_wait<0>();
+    wait_for_stage(/*is_started=*/false);  // the next tile of dq to come here waits for the same phase
     sync_own();
     stage_grad<T>(rounded, stage, thread);
     sync_own();

@@ -40,13 +40,18 @@ enum class BwdVariant {
   kOrderedBiasLists,
   kPacked,    // as kPlain, over packed sequences
   kPairBias,  // as kDenseBias, without mask and window: two heads or batches that share the bias and its gradient
-  // With a gradient of the bias whose rows do not start on 16 bytes, or of 16 bits without one, of which rows of the bias
-  // do not. What writes the gradient costs the consumers registers: the others go without.
+  // With a gradient of the bias whose rows do not start on 16 bytes, or of 16 bits without one, of which rows of the
+  // bias do not. What writes the gradient costs the consumers registers: the others go without.
   kDenseBiasRows,
   kWideBiasRows,
   kFewKeys,        // as kPlain, of keys that fit one tile
   kPackedOrdered,  // over packed sequences, and dq can be added up in a fixed order
   kPackedSoftcap,  // over packed sequences with softcap, and dq can, too
+  // As those without this in their names, but dq is added up in a fixed order.
+  kMaskOrdered,
+  kDenseBiasOrdered,
+  kWideBiasOrdered,
+  kKeyBiasOrdered,
 };
 
 // A block of keys of a packed sequence, in which n_block counts. Consumers read it in shared memory until they are done
@@ -113,16 +118,21 @@ struct BwdTraits {
   static constexpr int kHeadDim = kHeadDim_, kTileDim = kHeadDim;
   static constexpr int kConsumers = 2;
   static constexpr bool kListBias = kVariant == BwdVariant::kBiasLists || kVariant == BwdVariant::kOrderedBiasLists;
-  static constexpr bool kKeyBias = kListBias || kVariant == BwdVariant::kKeyBias;
-  static constexpr bool kWideBias = kVariant == BwdVariant::kWideBias || kVariant == BwdVariant::kWideBiasRows;
-  static constexpr bool kNarrowBias = kVariant == BwdVariant::kDenseBias || kVariant == BwdVariant::kDenseBiasRows;
+  static constexpr bool kOwnKeyBias = kVariant == BwdVariant::kKeyBias || kVariant == BwdVariant::kKeyBiasOrdered;
+  static constexpr bool kKeyBias = kListBias || kOwnKeyBias;
+  static constexpr bool kWideBias = kVariant == BwdVariant::kWideBias || kVariant == BwdVariant::kWideBiasRows ||
+                                    kVariant == BwdVariant::kWideBiasOrdered;
+  static constexpr bool kAlignedNarrowBias =
+      kVariant == BwdVariant::kDenseBias || kVariant == BwdVariant::kDenseBiasOrdered;
+  static constexpr bool kNarrowBias = kAlignedNarrowBias || kVariant == BwdVariant::kDenseBiasRows;
   // An item is a block of keys of two heads or batches, its members, which take their steps by turns.
   static constexpr bool kPairs = kVariant == BwdVariant::kPairBias;
   static constexpr int kMembers = kPairs ? 2 : 1;
   static constexpr bool kDenseBias = kNarrowBias || kWideBias || kPairs;
   static constexpr bool kDbiasRows = kVariant == BwdVariant::kDenseBiasRows || kVariant == BwdVariant::kWideBiasRows;
   // Steps are announced. In fp32 the tiles of a bias leave no room for a mask's: there it is the same for all rows.
-  static constexpr bool kMasked = kVariant == BwdVariant::kMask || kNarrowBias || kVariant == BwdVariant::kKeyBias;
+  static constexpr bool kMasked =
+      kVariant == BwdVariant::kMask || kVariant == BwdVariant::kMaskOrdered || kNarrowBias || kOwnKeyBias;
   static constexpr bool kWindows = kMasked;  // rows may see a window of keys
   static constexpr bool kBias = kKeyBias || kDenseBias;
   static constexpr bool kGathered =
@@ -140,8 +150,8 @@ struct BwdTraits {
   static constexpr int kOwnKeys = kBlockN;                                // keys that TMA copies in one piece
   static_assert(kBlockN == 64 * kConsumers && kTile.warps == 4 * kConsumers && kTile.warps_m_dq == 4);
   static constexpr int kStagesQ = kTile.stages_q, kStagesdO = 2, kStagesdS = 2;
-  // Listed keys of the next item are copied beside the last steps of this one, where there is room. Beside the additions to
-  // dk and dv they would wait for these.
+  // Listed keys of the next item are copied beside the last steps of this one, where there is room. Beside the
+  // additions to dk and dv they would wait for these.
   static constexpr int kStagesKv = kGathered && kHeadDim == 64 ? 2 : 1;
   // On an H200, bulk copies are up to 4% faster at head_dim 128; at 64 they have not been timed.
   // With a dense bias they would wait for each other's and dbias's.
@@ -162,6 +172,13 @@ struct BwdTraits {
   static constexpr int kGatherWarps = kGathered ? kConsumers : 0;     // of the first warpgroup, its last ones
   static constexpr int kDqWarps = kDqPath == DqPath::kTurns ? 1 : 0;  // likewise, its second one
   static_assert(1 + kDqWarps + kGatherWarps <= 4);
+  // dq is added up in a fixed order beside a mask or a bias: each consumer has a warp that takes its turns, see
+  // DqTurns. A bias whose rows start anywhere needs these warps to copy them.
+  static constexpr bool kHasTurnWarps =
+      kVariant == BwdVariant::kMaskOrdered || kVariant == BwdVariant::kDenseBiasOrdered ||
+      kVariant == BwdVariant::kWideBiasOrdered || kVariant == BwdVariant::kKeyBiasOrdered;
+  static constexpr int kTurnWarps = kHasTurnWarps ? kConsumers : 0;
+  static constexpr bool kCopiesBiasRows = kDenseBias && !kPairs && !kHasTurnWarps;
   // TMA copies panels as wide as the swizzle of shared memory: 128 bytes, or 64 where head_dim is no multiple of that.
   static constexpr int kPanelCols = kHeadDim % 64 == 0 ? 64 : 32;
   static constexpr int kPanels = kHeadDim / kPanelCols;
@@ -248,8 +265,8 @@ struct BwdTraits {
     alignas(16) int32_t term[kBlockN];  // the key's row of ChunkTerms; -1: none
   };
   struct KeyFacts : std::conditional_t<kOrdered, KeyTerm, NoTerm> {
-    // The key, and how many positions from its own on see it: none where there is no key. Where all rows see all keys of
-    // a list it is the number of rows, from the first one on.
+    // The key, and how many positions from its own on see it: none where there is no key. Where all rows see all keys
+    // of a list it is the number of rows, from the first one on.
     alignas(16) KeyInterval interval[kBlockN];
     alignas(16) float bias[kListBias ? kBlockN : 4];
     int2 seen_by_all[kConsumers];  // positions from x up to y see all keys of the consumer
@@ -269,9 +286,10 @@ struct BwdTraits {
   // Tiles of a dense bias, each in panels of 128 bytes a row, swizzled. Each comes and goes with a stage of Q, or, for
   // both members of a pair, with a stage of its own. Those in fp32 become tiles of its gradient.
   static constexpr int kStagesBias = kPairs ? 2 : kStagesQ;
-  // Parts of a thread's 16-bit numbers, of four, that are read while the scores are computed. Where they are read between
-  // the scores and their exponents, each part waits for the one before. Elsewhere there are no registers for it.
-  static constexpr int kBiasAhead = kVariant == BwdVariant::kDenseBias && kHeadDim <= 64 ? 4 : 0;
+  // Parts of a thread's 16-bit numbers, of four, that are read while the scores are computed. Where they are read
+  // between the scores and their exponents, each part waits for the one before. Elsewhere there are no registers for
+  // it.
+  static constexpr int kBiasAhead = kAlignedNarrowBias && kHeadDim <= 64 ? 4 : 0;
   using BiasElement = std::conditional_t<kWideBias, float, Element>;
   static constexpr int kBiasPanelKeys = 128 / sizeof(BiasElement), kBiasPanels = kBlockN / kBiasPanelKeys;
   static constexpr int kBiasPanel = kBlockM * kBiasPanelKeys;
@@ -284,7 +302,8 @@ struct BwdTraits {
     alignas(1024) float dbias[kTiledS];
   };
 
-  // With kDenseBiasRows, of BwdBiasLoader: what comes behind each row of the bias, in the first chunk of a row of its own.
+  // With kDenseBiasRows, of BwdBiasLoader: what comes behind each row of the bias, in the first chunk of a row of its
+  // own.
   static constexpr bool kShiftsBias = kVariant == BwdVariant::kDenseBiasRows;
   struct NoTails {};
   struct BiasTails {
@@ -321,7 +340,7 @@ struct BwdTraits {
     alignas(128) float lse[kStagesQ][kBlockM];
     alignas(128) float delta[kStagesdO][kBlockM];
     alignas(128) float lse_rest[kStagesQ][kBias ? kBlockM : 4];
-    std::conditional_t<kDenseBias && !kPairs, BiasRequests<kStagesQ>, NoBias> bias_requests;
+    std::conditional_t<kCopiesBiasRows, BiasRequests<kStagesQ>, NoBias> bias_requests;
     Facts facts[2];
     alignas(16) Announced item[2];
     int32_t tiles_before[kDqWarps > 0 && kGathered ? kMostChunkRows / kBlockM : 1];  // see BwdDq
@@ -330,6 +349,9 @@ struct BwdTraits {
     Barrier bias_full[kDenseBias ? kStagesBias : 1], bias_empty[kDenseBias ? kStagesBias : 1];
     Barrier item_full[2], item_empty[2], facts_full[2], facts_empty[2];
     Barrier out_full[kStagesOut], out_empty[kStagesOut];  // of a tile of dq, by kTurns
+    // With kHasTurnWarps, of a consumer's step at dq: kVector: it may add its part; it has. kBulk: the stage is free;
+    // the part lies there.
+    Barrier turn_full[kConsumers], turn_used[kConsumers];
   };
   static constexpr uint32_t kSmemBytes = sizeof(Shared) + 1024;  // the base need not be aligned as the tiles must be
   static_assert(kSmemBytes <= 227 * 1024);

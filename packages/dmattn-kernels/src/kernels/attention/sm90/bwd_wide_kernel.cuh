@@ -1,21 +1,21 @@
-// The backward on Hopper for wide heads: consecutive keys, with lengths, causality, softcap and a window of keys; or lists
-// of keys for chunks of rows, with a bias for each key.
+// The backward on Hopper for wide heads: consecutive keys, with lengths, causality, softcap and a window of keys; or
+// lists of keys for chunks of rows, with a bias for each key.
 //
 // dk and dv of 64 keys and 256 columns fill a warpgroup's registers each, so that a thread block has no room for more
-// keys, and dq, which is added to sums in memory, would leave it for every 64 of them. Here two thread blocks of a cluster
-// share 128 keys: each computes ds of its own 64, and they exchange it, so that each can compute half of the columns of
-// dq = ds k for the keys of both. Q and dO come from memory once for both.
+// keys, and dq, which is added to sums in memory, would leave it for every 64 of them. Here two thread blocks of a
+// cluster share 128 keys: each computes ds of its own 64, and they exchange it, so that each can compute half of the
+// columns of dq = ds k for the keys of both. Q and dO come from memory once for both.
 //
-// One thread of the first warpgroup, the producer, copies tiles. Listed keys are copied by warps beside it, and their dk
-// and dv are added to sums in memory. The two consumers have the same keys:
+// One thread of the first warpgroup, the producer, copies tiles. Listed keys are copied by warps beside it, and their
+// dk and dv are added to sums in memory. The two consumers have the same keys:
 //   the first    s^T = k q^T     p = exp(s - lse)        dv += p^T do     a panel of dq
 //   the second   dp^T = v do^T   ds = p (dp - delta)     dk += ds^T q     another panel
-// p goes from the first to the second through shared memory, ds to both, and to the other thread block. The products of a
-// step are queued in the order p^T do, dq of the step before, scores of the next step (and likewise), so that the
+// p goes from the first to the second through shared memory, ds to both, and to the other thread block. The products of
+// a step are queued in the order p^T do, dq of the step before, scores of the next step (and likewise), so that the
 // exchange has a step's time, and one consumer's products run while the other one's registers are worked on.
 //
-// A cluster takes one block of keys, or one tile of a list. Where dq of consecutive keys is added up in a fixed order, a
-// warp beside the producer waits for the turns of each consumer and passes them on. Bytes, registers and cycles are
+// A cluster takes one block of keys, or one tile of a list. Where dq of consecutive keys is added up in a fixed order,
+// a warp beside the producer waits for the turns of each consumer and passes them on. Bytes, registers and cycles are
 // counted in docs/kernels/backward.md.
 #pragma once
 
@@ -51,8 +51,8 @@ __device__ __forceinline__ void init_wide_barriers(typename T::Shared& s) {
   s.k_full.init(T::kGathered ? 2 * 32 : 1);
   s.v_full.init(T::kGathered ? 32 : 1);
   s.facts_full.init(32);
-  // Q is released by the second consumers, which know that the first are done with it when they have p. dO is released by
-  // both, and so is ds.
+  // Q is released by the second consumers, which know that the first are done with it when they have p. dO is released
+  // by both, and so is ds.
   for (int i = 0; i < T::kStagesQ; ++i) {
     s.q_full[i].init(1);
     s.q_empty[i].init(T::kCluster);
@@ -136,9 +136,9 @@ struct WideProducer {
               dout_place.phase, 0, steps, item);
     dout_place.advance();
   }
-  // Half of the panels for both thread blocks, the other half of which come from the other one; and for this one alone the
-  // number that each row has. `more`: bytes that are copied to the same barrier besides. What the other has copied may
-  // arrive before the barrier is told to expect it: no phase ends before this thread has arrived.
+  // Half of the panels for both thread blocks, the other half of which come from the other one; and for this one alone
+  // the number that each row has. `more`: bytes that are copied to the same barrier besides. What the other has copied
+  // may arrive before the barrier is told to expect it: no phase ends before this thread has arrived.
   __device__ __forceinline__ void load_rows(const CUtensorMap& map, const float* stats, Element* tile, float* stat,
                                             Barrier& full, Barrier& empty, int phase, uint32_t more,
                                             const WideSteps<T>& steps, const Item& item) {
@@ -239,7 +239,8 @@ struct WideConsumer {
       const auto start_scores = [&](int n) __attribute__((always_inline)) {
         const auto place = place_of<kStagesOfFirst>(n);
         (kIsGradient ? s.dout_full : s.q_full)[place.stage].wait(place.phase);
-        // 0, which the compiler does not know: it would keep the addresses of all 16 parts of both operands in registers.
+        // 0, which the compiler does not know: it would keep the addresses of all 16 parts of both operands in
+        // registers.
         const int zero = n & static_cast<int>(p.zero);
         const auto keys =
             score_slice.partition_fragment_A(tile((kIsGradient ? s.v : s.k) + zero, typename T::LayoutK{}));
@@ -342,8 +343,8 @@ struct WideConsumer {
     if constexpr (T::kGathered) {
       add_grad(fragments<kFragmentsD>(acc_grad), key_sums);
     } else {
-      // In the memory of Q or dO, which nobody reads any more: dp was done before the last ds was there, which the first
-      // consumer has waited for, and the scores before the last p was, which the second one has.
+      // In the memory of Q or dO, which nobody reads any more: dp was done before the last ds was there, which the
+      // first consumer has waited for, and the scores before the last p was, which the second one has.
       store_grad(acc_grad, kIsGradient ? s.q : s.dout);
     }
   }
@@ -586,7 +587,7 @@ struct WideConsumer {
     } else if (p.dk_slots != nullptr) {
       int32_t* const counter = part_counter();
       if (counter != nullptr) {
-        if (is_speaker()) wait_for_turns(counter, item.split * T::kConsumers);
+        if (is_speaker()) wait_for_turn(counter, item.split * T::kConsumers);
         sync_own();
       }
       add_partial<T>(fragments<kFragmentsD>(acc), scale, kIsGradient ? p.dk_slots : p.dv_slots, item, p,

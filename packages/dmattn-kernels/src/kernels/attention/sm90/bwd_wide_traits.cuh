@@ -6,8 +6,8 @@
 
 namespace dmattn::sm90 {
 
-// Two thread blocks of a cluster share 128 keys. Each has 64 of them, and half of the columns of dq. Of the variants there
-// are kPlain, kPacked, kPackedSoftcap, kMask for a window, kSoftcap with or without one, kLists and kBiasLists.
+// Two thread blocks of a cluster share 128 keys. Each has 64 of them, and half of the columns of dq. Of the variants
+// there are kPlain, kPacked, kPackedSoftcap, kMask for a window, kSoftcap with or without one, kLists and kBiasLists.
 template <class Element_, int kHeadDim_, BwdVariant kVariant = BwdVariant::kPlain>
 struct BwdWideTraits {
   using Element = Element_;
@@ -25,7 +25,7 @@ struct BwdWideTraits {
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;  // as in BwdTraits
   // For what it shares with the kernels of other head dimensions.
-  static constexpr bool kDenseBias = false, kMasked = false, kOrdered = false, kPairs = false;
+  static constexpr bool kDenseBias = false, kMasked = false, kOrdered = false, kHasTurnWarps = false, kPairs = false;
   static constexpr bool kPacked = kVariant == BwdVariant::kPacked || kVariant == BwdVariant::kPackedSoftcap;
   static constexpr bool kMirrors = false;
   static constexpr bool kListBias = kVariant == BwdVariant::kBiasLists, kKeyBias = kListBias, kBias = kListBias;
@@ -38,8 +38,8 @@ struct BwdWideTraits {
   static constexpr int kGatherWarps = kGathered ? 3 : 0;
   static constexpr int kMembers = 1;
   static constexpr int kPanelCols = 64, kPanels = kHeadDim / kPanelCols;
-  // Panels of dq that a thread block computes, one a consumer, and of Q and dO that it copies to both. The last ones may
-  // not be there: those of K are zeros then.
+  // Panels of dq that a thread block computes, one a consumer, and of Q and dO that it copies to both. The last ones
+  // may not be there: those of K are zeros then.
   static constexpr int kAllPanels = kTileDim / kPanelCols, kOwnPanels = kAllPanels / kCluster;
   static_assert(kOwnPanels == kConsumers);
 
@@ -81,8 +81,8 @@ struct BwdWideTraits {
   static constexpr int kWholeK = kAllPanels * kPanelK;
   static constexpr int kPaneldS = kBlockM * kOwnKeys;
 
-  // What is known of listed keys of the block. Rows count from the first one of the item: there are at most kMostChunkRows.
-  // Where the keys are is read from the list again when dk and dv leave, as there is no room here.
+  // What is known of listed keys of the block. Rows count from the first one of the item: there are at most
+  // kMostChunkRows. Where the keys are is read from the list again when dk and dv leave, as there is no room here.
   struct NoFacts {};
   struct KeyFacts {
     // That see the key: the first one, and times 2^16 how many. 0: there is no key.

@@ -1,5 +1,5 @@
-// Sums in a fixed order in the Hopper backward of wide heads: turns that clusters take at a tile of dq, and the warps that
-// wait for them and pass them on.
+// Sums in a fixed order in the Hopper backward of wide heads: turns that clusters take at a tile of dq, and the warps
+// that wait for them and pass them on.
 #pragma once
 
 #include "bwd_dq.cuh"
@@ -14,8 +14,9 @@ __device__ __forceinline__ bool takes_turns(const BwdArguments& p, const typenam
   return !T::kGathered && p.dq_semaphore != nullptr;
 }
 
-// As in BwdDq, but the consumers add their parts of dq themselves. Polling a counter, and the fence before it is advanced,
-// take about as long as half of a step, beside which they run here. Each of the four consumers of a cluster counts once.
+// As in BwdDq, but the consumers add their parts of dq themselves. Polling a counter, and the fence before it is
+// advanced, take a good part of a step, beside which they run here. Each of the four consumers of a cluster counts
+// once.
 template <class T>
 struct WideTurns {
   const BwdArguments& p;
@@ -28,7 +29,8 @@ struct WideTurns {
 #pragma unroll 1
     for (WideSteps<T> steps(p, item); steps.left > 0; steps.advance()) {
       int32_t* const counter = p.dq_semaphore + dq_block_of<T>(p, item, steps.head, steps.m);
-      wait_for_turns(counter, item.n_block * kTurns);  // rows that see a key see those before it
+      // Rows that see a key see those before it, from the first of their window on.
+      wait_for_turn(counter, (item.n_block - first_block_of_window<T>(p, steps.m)) * kTurns);
       s.turn_full[consumer].arrive();
       s.turn_used[consumer].wait(phase);
       pass_turn(counter);
