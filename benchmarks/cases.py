@@ -187,7 +187,7 @@ def _features() -> list[Case]:
 
 
 def _deterministic() -> list[Case]:
-    dense = Case(DETERMINISTIC, "", ("dmattn_deterministic", "dmattn"), causal=True)
+    dense = Case(DETERMINISTIC, "", ("dmattn_masked_deterministic", "dmattn"), causal=True)
     windows = ("dmattn_window_deterministic", "dmattn_window")
     wide = dataclasses.replace(dense, name="dense causal B1 S16384 H16 D128")
     narrow = dataclasses.replace(
@@ -196,10 +196,35 @@ def _deterministic() -> list[Case]:
     widest = dataclasses.replace(
         dense, name="dense causal B1 S16384 H8 D256", nheads=8, nheads_k=8, head_dim=256
     )
+    tiles = dataclasses.replace(
+        dense,
+        name="half of the tiles B1 S16384 H16 D128",
+        contenders=("dmattn_masked_deterministic", "dmattn_masked", "flex_tiles"),
+        causal=False,
+        tiles=0.5,
+    )
+    sliding = dataclasses.replace(
+        dense,
+        name="sliding window B1 S16384 H16 D128 w1024",
+        contenders=("dmattn_sliding_deterministic", "dmattn_sliding", "flex_sliding"),
+        kept=1024,
+        running=True,
+    )
+    biased = dataclasses.replace(
+        dense,
+        name="bias with gradient B1 S4096 H16 D128",
+        seqlen_q=4096,
+        seqlen_k=4096,
+        causal=False,
+        bias="dense",
+    )
     return [
         wide,
         narrow,
         widest,
+        tiles,
+        sliding,
+        biased,
         _top(DETERMINISTIC, "running top-w B1 S16384 H16/4 D128 w1024", windows, 16384, 1024),
         _top(DETERMINISTIC, "running top-w B1 S32768 H2/1 D64 w1024", windows, 32768, 1024, True),
     ]
@@ -636,7 +661,7 @@ def _feature_targets() -> list[Target]:
             words = f"key mask{causal}: w1024 over w16384"
             found.append(Target(words, 1 / 8, few, "dmattn_masked", phase, all_keys))
     for row in _deterministic():
-        ours, other = row.contenders
+        ours, other = row.contenders[:2]
         words, place = f"deterministic, {row.name}", (row.group, row.name)
         found.append(Target(words, 1.3, place, ours, "backward", (*place, other)))
     return found

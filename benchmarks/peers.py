@@ -154,9 +154,15 @@ def dmattn_plain(data: Data) -> Tensor:
     )
 
 
-def dmattn_masked(data: Data) -> Tensor:
+def dmattn_masked(data: Data, deterministic: bool = False) -> Tensor:
     return dmattn.flash_dmattn_func(
-        data.q, data.k, data.v, attn_mask=data.mask, attn_bias=data.bias, is_causal=data.case.causal
+        data.q,
+        data.k,
+        data.v,
+        attn_mask=data.mask,
+        attn_bias=data.bias,
+        is_causal=data.case.causal,
+        deterministic=deterministic,
     )
 
 
@@ -165,12 +171,14 @@ def dmattn_no_bias(data: Data) -> Tensor:
     return dmattn.flash_dmattn_func(data.q, data.k, data.v, is_causal=data.case.causal)
 
 
-def dmattn_sliding(data: Data) -> Tensor:
+def dmattn_sliding(data: Data, deterministic: bool = False) -> Tensor:
     """The last keys, with the selection that says so made inside."""
     case = data.case
     assert case.kept is not None
     last = dmattn.sliding_window(case.seqlen_k, case.kept, device=data.k.device)
-    return dmattn.flash_dmattn_func(data.q, data.k, data.v, is_causal=True, selection=last)
+    return dmattn.flash_dmattn_func(
+        data.q, data.k, data.v, is_causal=True, selection=last, deterministic=deterministic
+    )
 
 
 def dmattn_window(data: Data, deterministic: bool = False) -> Tensor:
@@ -183,12 +191,6 @@ def dmattn_window(data: Data, deterministic: bool = False) -> Tensor:
         is_causal=data.case.causal,
         window_size=data.case.kept,
         deterministic=deterministic,
-    )
-
-
-def dmattn_deterministic(data: Data) -> Tensor:
-    return dmattn.flash_dmattn_func(
-        data.q, data.k, data.v, is_causal=data.case.causal, deterministic=True
     )
 
 
@@ -513,11 +515,17 @@ CONTENDERS: dict[str, tuple[str, Callable[[Data], Tensor]]] = {
     "dmattn_masked": ("dmattn", dmattn_masked),
     "dmattn_no_bias": ("dmattn, without it", dmattn_no_bias),
     "dmattn_sliding": ("dmattn, selection included", dmattn_sliding),
-    "dmattn_deterministic": ("dmattn, deterministic", dmattn_deterministic),
-    "dmattn_window_deterministic": (
-        "dmattn, deterministic",
-        functools.partial(dmattn_window, deterministic=True),
-    ),
+    **{
+        f"dmattn_{name}_deterministic": (
+            "dmattn, deterministic",
+            functools.partial(call, deterministic=True),
+        )
+        for name, call in (
+            ("masked", dmattn_masked),
+            ("sliding", dmattn_sliding),
+            ("window", dmattn_window),
+        )
+    },
     "dmattn_given_mask": ("dmattn, dense mask given", dmattn_masked),
     "dmattn_window": ("dmattn, selection included", dmattn_window),
     "dmattn_select": ("dmattn.select_keys", dmattn_select),
