@@ -401,6 +401,8 @@ TOKEN = f"{TOP}, decoding"
 STRETCHES = f"{TOP}, stretches"
 CHUNK = 8192  # tokens of a prompt that goes in by chunks
 OVER_LENGTH, OVER_WINDOW = f"{TOP}, time against S", f"{TOP}, time against w"
+OVER_HEAD_DIM = "dense causal, time against D"
+SWEEPS = (OVER_LENGTH, OVER_WINDOW, OVER_HEAD_DIM)
 
 
 def _top(
@@ -448,6 +450,16 @@ def _selection() -> list[Case]:
     lists = dataclasses.replace(cases[0], name="B8 S4096 HK16 w256", contenders=ours, batch=8)
     lists = dataclasses.replace(lists, seqlen_q=4096, seqlen_k=4096, nheads=16, nheads_k=16)
     return [*cases, dataclasses.replace(lists, kept=256)]
+
+
+def _head_dims() -> list[Case]:
+    """A curve is smoother the fewer head dimensions are computed as larger ones."""
+    shape = Case(OVER_HEAD_DIM, "", ("dmattn", "sdpa_flash", "sdpa_cudnn"), causal=True)
+    shape = dataclasses.replace(shape, seqlen_q=8192, seqlen_k=8192, budget_s=0.4)
+    return [
+        dataclasses.replace(shape, name=f"S8192 H16 D{head_dim}", head_dim=head_dim)
+        for head_dim in (32, 40, 48, 64, 72, 80, 96, 112, 128, 160, 192, 224, 256)
+    ]
 
 
 def _sweeps() -> list[Case]:
@@ -537,6 +549,7 @@ CASES: tuple[Case, ...] = (
     *_stretches(),
     *_sweeps(),
     *_dense_causal(),
+    *_head_dims(),
     *_key_masks(),
     *_dense_bias(),
     *_features(),
@@ -587,6 +600,8 @@ NOTES = {
     "or 32 tokens, as where drafted tokens are looked at (not causal here).",
     DETERMINISTIC: "The same bits in every run, beside gradients whose parts are added in any "
     "order.",
+    OVER_HEAD_DIM: "The work grows with D. Head dimensions without tiles of their own are computed "
+    "as the next larger one that has some.",
     OVER_LENGTH: "The work of running top-w grows with S * w; that of all keys with S * S.",
     PACKED: f"Causal, sequences of unequal lengths drawn once: {sum(LONG)} rows in {len(LONG)} "
     f"sequences, the longest {max(LONG)}, and {sum(SHORT)} in {len(SHORT)}, the longest "

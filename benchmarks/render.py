@@ -25,9 +25,11 @@ from benchmarks.cases import (  # noqa: E402
     CASES,
     HOST_TIME_TARGET_US,
     NOTES,
+    OVER_HEAD_DIM,
     OVER_LENGTH,
     OVER_WINDOW,
     PEAK_MEMORY_TARGETS,
+    SWEEPS,
     TARGETS,
     TOP,
     Target,
@@ -270,6 +272,8 @@ def write_markdown(results: Row, path: Path, plots: Path | None, models: Row | N
 
 
 def plot_name(group: str) -> str:
+    if group == OVER_HEAD_DIM:
+        return "bench_head_dim_sweep.png"
     if group in (OVER_LENGTH, OVER_WINDOW):
         return "bench_topw_sweep.png"
     return "bench_" + "".join(c if c.isalnum() else "_" for c in group) + ".png"
@@ -283,7 +287,9 @@ def write_plots(results: Row, folder: Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for group in dict.fromkeys(row["group"] for row in results["rows"]):
         rows = [row for row in results["rows"] if row["group"] == group and "ms" in row]
-        if rows and group not in (OVER_LENGTH, OVER_WINDOW):
+        if rows and group == OVER_HEAD_DIM:
+            _plot_head_dims(rows, str(results["gpu"]), folder / plot_name(group))
+        elif rows and group not in SWEEPS:
             _plot_group(rows, group, str(results["gpu"]), folder / plot_name(group))
     sweeps = [row for row in results["rows"] if row["group"] in (OVER_LENGTH, OVER_WINDOW)]
     if any("ms" in row for row in sweeps):
@@ -300,6 +306,39 @@ def _plot_sweeps(rows: list[Row], gpu: str, path: Path) -> None:
     axes[0].set_xlabel("sequence length S, at w = 1024", fontsize=9)
     axes[1].set_xlabel("keys kept w, at S = 32768", fontsize=9)
     figure.suptitle(f"{TOP}, selection included, B1 H2/1 D64, {gpu}, bf16", fontsize=10)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130, bbox_inches="tight")
+    plt.close(figure)
+
+
+def _plot_head_dims(rows: list[Row], gpu: str, path: Path) -> None:
+    """Time against D, forward on the left and backward on the right, a curve each contender."""
+    import matplotlib.pyplot as plt
+
+    extents = {case.name: case.head_dim for case in CASES if case.group == OVER_HEAD_DIM}
+    colors = itertools.chain(OURS[:1], COLORS)
+    color_of = dict(zip(dict.fromkeys(row["label"] for row in rows), colors, strict=False))
+    figure, axes = plt.subplots(1, 2, figsize=(11, 4.4))
+    for axis, phase in zip(axes, PHASES, strict=True):
+        for label, color in color_of.items():
+            points = sorted(
+                (extents[row["case"]], row["ms"])
+                for row in rows
+                if (row["label"], row["phase"]) == (label, phase)
+            )
+            style = "o-" if label.startswith("dmattn") else "s--"
+            where, times = [x for x, _ in points], [ms for _, ms in points]
+            axis.plot(where, times, style, color=color, ms=4, label=label)
+        axis.set_title(phase, fontsize=10)
+        axis.set_xticks(sorted(set(extents.values())))
+        axis.tick_params(axis="x", labelsize=7)
+        axis.set_xlabel("head_dim D", fontsize=9)
+        axis.set_ylabel("ms", fontsize=9)
+        axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.25)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(fontsize=8, frameon=False)
+    figure.suptitle(f"{OVER_HEAD_DIM}, B1 S8192 H16, {gpu}, bf16", fontsize=10)
     figure.tight_layout()
     figure.savefig(path, dpi=130, bbox_inches="tight")
     plt.close(figure)

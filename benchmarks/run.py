@@ -31,7 +31,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import dmattn
 from benchmarks import render
-from benchmarks.cases import CASES, OVER_LENGTH, OVER_WINDOW, Case
+from benchmarks.cases import CASES, SWEEPS, Case
 from benchmarks.compare import Version
 from benchmarks.peers import CONTENDERS, Data, calls, make_data, sdpa_here
 from benchmarks.timing import Call, Clock, graphed, host_race, peak_bytes_beside
@@ -239,7 +239,7 @@ def main() -> int:
             results["not_run"].append(f"{case.group}: {case.name}")
             continue
         rows = time_case(case, clock, device, arguments.budget)
-        if beside is not None and case.group not in (OVER_LENGTH, OVER_WINDOW):
+        if beside is not None and case.group not in SWEEPS:
             gc.collect()
             torch.cuda.empty_cache()
             rows += time_beside(case, beside)
