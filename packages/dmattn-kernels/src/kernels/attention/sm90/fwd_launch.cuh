@@ -135,8 +135,8 @@ cudaError_t launch_fwd_kernel(int64_t blocks, const FwdParams& p, cudaStream_t s
 }  // namespace sm90
 
 // The unit of a head-dim tile has a plain kernel for each of Hopper's head dimensions in it, with a twin for packed
-// sequences, and one for windows, two for softcap and general ones for all of them (the widest has a single general
-// one); over lists, one with and one without a bias for each key, of 192 and 256 apart.
+// sequences, and one for windows, two for softcap and general ones for all of them (those of 192 and 256 apart, but for
+// the most general one); over lists, one with and one without a bias for each key, of 192 and 256 apart.
 template <class Element, int kHeadDimTile, bool kGathered>
 cudaError_t launch_fwd(const KernelChoice& choice, const FwdParams& p, cudaStream_t stream) {
   if constexpr (kGathered) {
@@ -169,15 +169,18 @@ cudaError_t launch_fwd(const KernelChoice& choice, const FwdParams& p, cudaStrea
       if (choice.level != Level::kPacked) return go_in(cute::C<sm90::ScoreMode::kPlain>{}, head_dim, is_short);
       return go_in(cute::C<sm90::ScoreMode::kPacked>{}, head_dim, is_short);
     };
-    const auto go_general = [&](auto mode, auto is_tall) {
+    const auto go_general_in = [&](auto mode, auto head_dim, auto is_tall) {
       constexpr sm90::ScoreMode kMode = decltype(mode)::value;
       constexpr bool kSoftcap = kMode == sm90::ScoreMode::kSoftcap || kMode == sm90::ScoreMode::kPackedSoftcap;
       constexpr Sm90FwdTile kTile = kMode == sm90::ScoreMode::kWindow ? sm90_window_fwd_tile(kHeadDimTile)
                                     : kSoftcap                        ? sm90_softcap_fwd_tile(kHeadDimTile)
                                                                       : sm90_general_fwd_tile(kHeadDimTile, is_tall);
-      using T = sm90::FwdTraits<Element, kHeadDimTile, kTile.consumers, kTile.block_n, kTile.stages, kMode,
-                                kTile.blocks_per_sm>;
+      using T =
+          sm90::FwdTraits<Element, head_dim, kTile.consumers, kTile.block_n, kTile.stages, kMode, kTile.blocks_per_sm>;
       return sm90::launch_fwd_kernel<T>(choice.blocks, p, stream);
+    };
+    const auto go_general = [&](auto mode, auto is_tall) {
+      return go_general_in(mode, cute::Int<kHeadDimTile>{}, is_tall);
     };
     if (has_plain_window(p)) return go_general(cute::C<sm90::ScoreMode::kWindow>{}, cute::false_type{});
     if (has_plain_softcap(p)) {
@@ -185,8 +188,8 @@ cudaError_t launch_fwd(const KernelChoice& choice, const FwdParams& p, cudaStrea
       return go_general(cute::C<sm90::ScoreMode::kSoftcap>{}, cute::false_type{});
     }
     if (is_general(choice.level)) {
+      const bool is_simple = p.softcap == 0.f && p.softmax_scale > 0.f;
       if constexpr (kHeadDimTile <= 128) {
-        const bool is_simple = p.softcap == 0.f && p.softmax_scale > 0.f;
         const auto go_biased = [&](auto mode) {
           if constexpr (kHeadDimTile == 64) {
             if (sm90_general_fwd_is_tall(p)) return go_general(mode, cute::true_type{});
@@ -199,6 +202,14 @@ cudaError_t launch_fwd(const KernelChoice& choice, const FwdParams& p, cudaStrea
         if (is_simple && p.bias.kind == BiasKind::kKey) return go_biased(cute::C<sm90::ScoreMode::kKeyBias>{});
         if (is_simple && sm90::has_unaligned_bias(p)) return go_biased(cute::C<sm90::ScoreMode::kUnalignedBias>{});
         if (is_simple) return go_biased(cute::C<sm90::ScoreMode::kTileBias>{});
+      } else {
+        const auto go_wide = [&](auto mode) {
+          if (sm90_fwd_head_dim(p.head_dim) == 192) return go_general_in(mode, cute::Int<192>{}, cute::false_type{});
+          return go_general(mode, cute::false_type{});
+        };
+        if (is_simple && p.bias.kind == BiasKind::kNone) return go_wide(cute::C<sm90::ScoreMode::kMask>{});
+        if (is_simple && p.bias.kind == BiasKind::kKey) return go_wide(cute::C<sm90::ScoreMode::kKeyBias>{});
+        if (is_simple) return go_wide(cute::C<sm90::ScoreMode::kTileBias>{});
       }
       return go_general(cute::C<sm90::ScoreMode::kAny>{}, cute::false_type{});
     }
