@@ -65,8 +65,7 @@ bool sm90_serves_bias(const FwdParams& p) {
 // Windows have a kernel of their own, and that for a bias for each key finds them, too.
 bool sm90_serves_window(const FwdParams& p) {
   const bool has_key_bias = p.bias.kind == BiasKind::kKey && p.softcap == 0.f && p.softmax_scale > 0.f;
-  return p.window == 0 || has_plain_window(p) || has_plain_softcap(p) ||
-         (has_key_bias && head_dim_tile(p.head_dim) <= 128);
+  return p.window == 0 || has_plain_window(p) || has_plain_softcap(p) || has_key_bias;
 }
 bool sm90_serves_tiles(const FwdParams& p, Level level) {
   const bool is_served = level == Level::kPlain ||
@@ -101,17 +100,16 @@ bool has_bias_tiles(const BwdParams& p) {
 }
 // Clusters that add to dq in order look at the boundaries of all sequences first, each of them.
 constexpr int32_t kMostSequencesOfWideTurns = 1024;
-// Wide heads have a plain kernel, one with a window, one with softcap and perhaps a window, two over packed sequences,
-// with and without softcap, and over lists one with and one without a bias for each key; the sums of lists are in no
-// fixed order. What is dense and comes here without a mask and a bias is served, then.
-bool sm90_serves_wide_bwd(const BwdParams& p, Level level, bool gathered) {
+// Of wide heads the sums of lists are in no fixed order. Rows of a bias are read at 32-bit multiples of their stride in
+// bytes.
+bool sm90_serves_wide_bwd(const BwdParams& p, bool gathered) {
   if (gathered) return !p.deterministic;
+  if (p.bias.row_stride > INT32_MAX / 4) return false;
   if (p.deterministic && p.packing.sequences > kMostSequencesOfWideTurns) return false;
-  if (p.softcap > 0.f) return has_finite_softcap(p.softcap);
-  return level == Level::kPlain || level == Level::kPacked || p.deterministic;
+  return p.softcap == 0.f || has_finite_softcap(p.softcap);
 }
 // Cut probabilities are powers of -inf times the scale, which must be positive.
-bool sm90_serves_bwd(const BwdParams& p, Level level, bool gathered) {
+bool sm90_serves_bwd(const BwdParams& p, bool gathered) {
   const bool is_packed = p.packing.is_active();
   const auto fits_rows = [&](const Strides3& s) {
     return is_packed ? has_packed_tma_strides(s, p.packing.total_q, p.nheads)
@@ -124,7 +122,7 @@ bool sm90_serves_bwd(const BwdParams& p, Level level, bool gathered) {
   const bool serves_rows = p.vec_q && p.vec_k && p.vec_v && p.vec_dout && p.softmax_scale > 0.f &&
                            fits_rows(p.q_stride) && fits_rows(p.dout_stride);
   const bool is_wide = head_dim_tile(p.head_dim) > 128;
-  if (is_wide && !sm90_serves_wide_bwd(p, level, gathered)) return false;
+  if (is_wide && !sm90_serves_wide_bwd(p, gathered)) return false;
   if (!is_wide && p.window > 0 && p.softcap > 0.f) return false;
   if (gathered) return serves_rows && has_gather_stride(p.k_stride) && has_gather_stride(p.v_stride);
   return serves_rows && has_bias_tiles(p) && p.vec_dk && p.vec_dv && fits_keys(p.k_stride) && fits_keys(p.v_stride) &&

@@ -13,6 +13,10 @@ from probe import ARRAYS, MASK_LIST, SM90, WORKSPACE, Plan, Probe, array_bytes, 
 
 SMS = 132
 LONG: dict[str, Any] = {"seqlen_q": 4096, "seqlen_k": 4096, "nheads": 16, "nheads_k": 16}
+REST = {"softmax_lse_rest": tensor((1, 16, 4096), FLOAT32)}
+BIAS = {"bias": tensor((1, 16, 4096, 4096), BFLOAT16), **REST}
+FP32_BIAS = {"bias": tensor((1, 16, 4096, 4096), FLOAT32), **REST}
+KEY_BIAS = {"bias": tensor((1, 16, 1, 4096), FLOAT32), **REST}
 
 
 def plan_of(
@@ -62,8 +66,6 @@ def test_what_they_compute(probe: ctypes.CDLL, arguments: dict[str, Any]) -> Non
     [
         {"bias": tensor((1, 1, 1, 4096), FLOAT32)},
         {"mask": mask(1, 1, 4096, 4096), "softcap": 30.0},
-        {"mask": mask(1, 1, 4096, 4096), "head_dim": 136},
-        {"mask": mask(1, 1, 4096, 4096), "head_dim": 136, "deterministic": 1},
         {"gradients": "dq dk"},
         {"k": tensor((1, 4096, 16, 128), stride=(0, 128, 0, 1))},
         {"dout": tensor((1, 4096, 16, 128), stride=(4096 * 2052, 2052, 128, 1))},
@@ -74,7 +76,7 @@ def test_what_they_compute(probe: ctypes.CDLL, arguments: dict[str, Any]) -> Non
         {"nheads": 2, "nheads_k": 1, "seqlen_q": 16384, "seqlen_k": 16384, "is_causal": 1},
     ],
     ids=[
-        *("bias", "mask and softcap", "mask, large heads", "mask, large heads, deterministic"),
+        *("bias", "mask and softcap"),
         *("one gradient less", "expanded", "unaligned", "rest of lse"),
         *("negative scale", "one head", "two heads, causal"),
     ],
@@ -427,32 +429,37 @@ def test_boundaries_that_each_cluster_looks_at(
         {"softcap": 30.0, "is_causal": 1, "nheads_k": 4},
         {"deterministic": 1},
         {"softcap": 30.0, "deterministic": 1, "seqlen_k": 100},
+        {"mask": mask(1, 1, 4096, 4096)},
+        BIAS,
+        {**FP32_BIAS, "mask": mask(1, 16, 4096, 4096)},
+        {**KEY_BIAS, "mask": mask(1, 1, 4096, 4096)},
+        {"mask": mask(1, 1, 4096, 4096), "deterministic": 1},
+        {**BIAS, "deterministic": 1, "is_causal": 1},
     ],
     ids=[
         *("plain", "causal groups", "few keys, few rows", "no more than fill the GPU", "softcap"),
         *("deterministic", "softcap, deterministic"),
+        *("mask", "bias", "fp32 bias and mask", "key bias and mask"),
+        *("mask, deterministic", "bias, deterministic"),
     ],
 )
 def test_wide_heads(probe: ctypes.CDLL, arguments: dict[str, Any], head_dim: int) -> None:
     """Two thread blocks share 128 keys; dq lies as the four consumers of both leave it."""
     plan = plan_of(probe, head_dim=head_dim, **arguments)
     assert (plan["arch"], plan["block_m"], plan["block_n"]) == (90, 64, 128)
-    assert plan["lse_scale"] > 1
+    assert (plan["lse_scale"] > 1) == ("bias" not in arguments)
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"bias": tensor((1, 16, 4096, 4096), BFLOAT16)},
-        {"mask": mask(1, 1, 4096, 4096)},
-        {"mask": mask(1, 1, 4096, 4096), "deterministic": 1},
         {"dout": tensor((1, 4096, 16, 256), stride=(4096 * 4100, 4100, 256, 1))},
         {"softcap": 30.0, "mask": mask(1, 1, 4096, 4096)},
         {"softcap": 30.0, "bias": tensor((1, 16, 1, 4096), FLOAT32)},
         {"softcap": 30.0, "softmax_scale": -1.0},
     ],
     ids=[
-        *("bias", "mask", "mask, deterministic", "unaligned"),
+        "unaligned",
         *("softcap and mask", "softcap and bias", "softcap, negative scale"),
     ],
 )

@@ -409,14 +409,16 @@ BwdPlan plan_with(const KernelSet& kernels, BwdPlan plan, const dmattn_bwd_param
   return plan;
 }
 
-// Whether a bias in fp32 and its gradient, which is added to where heads or batches share it, may be copied in tiles.
-// They leave no room for those of a mask: it has to be the same for all rows, and for the heads of a group.
-bool suits_wide_tiles(const BwdPlan& plan) {
+// Whether Hopper's kernels take a bias in fp32, whose gradient is added to where heads or batches share it. Up to
+// head_dim 128 they copy both in tiles, which leave no room for those of a mask: it has to be the same for all rows, and
+// for the heads of a group.
+bool suits_wide_bias(const BwdPlan& plan) {
   const BwdParams& p = plan.kernel;
   const MaskSource& mask = plan.mask;
+  if (p.bias.kind != BiasKind::kDirect || p.bias.dtype != Dtype::kFloat32) return false;
+  if (plan.unit.head_dim_tile > 128) return true;
   const bool has_key_mask = has_mask(mask) && is_key_only(mask) && p.nheads_k % mask.heads == 0;
-  return p.bias.kind == BiasKind::kDirect && p.bias.dtype == Dtype::kFloat32 && p.window == 0 &&
-         (!has_mask(mask) || has_key_mask);
+  return p.window == 0 && (!has_mask(mask) || has_key_mask);
 }
 
 // Whether the bias is for each key, the same for the heads of a group, and its gradient, if asked for, too.
@@ -425,17 +427,16 @@ bool is_of_group_keys(const BwdParams& p) {
   return p.bias.kind == BiasKind::kKey && p.bias.head_ratio % p.head_ratio == 0 && has_dbias_of_keys;
 }
 
-// Whether the sums of a call with a mask, a window or a bias may be in a fixed order on Hopper. Warps that take turns
-// are not there for wide heads with a mask or a bias, nor beside rows of a bias, or of its gradient, that TMA does not
-// copy. And launches for the heads of a group that share dbias would have to add to the same dk and dv.
+// Whether the sums of a call with a mask, a window or a bias may be in a fixed order on Hopper. Launches for the heads
+// of a group that share dbias would have to add to the same dk and dv. And up to head_dim 128 there are no warps that
+// take turns beside rows of a bias, or of its gradient, that TMA does not copy.
 bool may_order_sums(const BwdPlan& plan) {
   const BwdParams& p = plan.kernel;
-  const bool has_bias = p.bias.kind != BiasKind::kNone;
-  if (plan.unit.head_dim_tile > 128) return !has_bias && !has_mask(plan.mask);
-  if (!has_bias || p.bias.kind == BiasKind::kKey) return true;
+  if (p.bias.kind == BiasKind::kNone || p.bias.kind == BiasKind::kKey) return true;
   const Strides3 of_bias = {p.bias.batch_stride, p.bias.head_stride, p.bias.row_stride};
   const Strides3 of_dbias = {p.dbias_batch_stride, p.dbias_head_stride, p.dbias_row_stride};
   const bool adds_in_groups = p.dbias_kind == DbiasKind::kAccum && p.head_ratio > 1 && p.bias.head_ratio > 1;
+  if (plan.unit.head_dim_tile > 128) return !adds_in_groups;
   return !adds_in_groups && is_vec16(p.bias.ptr, of_bias, p.bias.dtype) &&
          (p.dbias_kind == DbiasKind::kNone || is_vec16(plan.dbias, of_dbias, plan.dbias_dtype));
 }
@@ -450,7 +451,7 @@ bool is_for_residents(const BwdPlan& plan) {
   if (p.packing.is_active()) return plan.walk == KeyWalk::kTiled && !has_bias && !has_mask(plan.mask);
   if (plan.walk == KeyWalk::kTiled) {
     if (!has_bias && !hides_keys(plan)) return true;
-    const bool is_served = !has_bias || p.bias.kind == BiasKind::kTile || suits_wide_tiles(plan) || is_of_group_keys(p);
+    const bool is_served = !has_bias || p.bias.kind == BiasKind::kTile || suits_wide_bias(plan) || is_of_group_keys(p);
     const bool is_plain_window = !has_bias && !has_mask(plan.mask);
     return is_served && (p.softcap == 0.f || is_plain_window) && (!p.deterministic || may_order_sums(plan));
   }
@@ -475,7 +476,7 @@ bool choose_kernel(BwdPlan& plan, const dmattn_bwd_params& p, bool finds_window,
   const KernelSet* found = find_unit_set(*device.kernels, plan.unit, [&](const KernelSet& kernels) {
     if (finds_window && !kernels.finds_windows) return false;
     if (kernels.serves_bwd != nullptr &&
-        !(is_for_residents(plan) && kernels.serves_bwd(plan.kernel, bwd_level(plan), plan.unit.gathered))) {
+        !(is_for_residents(plan) && kernels.serves_bwd(plan.kernel, plan.unit.gathered))) {
       return false;
     }
     chosen = plan_with(kernels, plan, p, device);
@@ -523,13 +524,16 @@ void choose_tiles_of_mask(BwdPlan plan, BwdPlan& listed, const dmattn_bwd_params
     return p.round.batches == p.whole.batches && p.round.heads_k == p.whole.heads_k &&
            p.round.groups == p.whole.groups && p.round.row_blocks == p.whole.row_blocks;
   };
+  if (x.packing.is_active()) return;
+  // In a fixed order the sm80 code takes so much longer that even all tiles are done before.
+  const bool has_slow_lists = listed.resident_blocks == 0 && plan.kernel.deterministic;
   const bool loses_nothing = is_one_round(listed) && (!listed.has_whole_items || has_many_whole_items(listed, device));
-  if (loses_nothing || x.packing.is_active()) return;
   const double pairs = static_cast<double>(x.batch) * x.nheads * x.seqlen_q * x.seqlen_k;
-  if (pairs * x.head_dim > kWorkWorthLists * (plan.kernel.is_causal ? 2 : 1)) return;
+  const bool is_small = pairs * x.head_dim <= kWorkWorthLists * (plan.kernel.is_causal ? 2 : 1);
+  if (!has_slow_lists && (loses_nothing || !is_small)) return;
   set_keys(plan, p, x, per_key, /*by_lists=*/false, /*by_tiles=*/true);
   if (!choose_kernel(plan, p, /*finds_window=*/false, device) || plan.resident_blocks == 0) return;
-  if (is_one_round(plan)) listed = plan;
+  if (has_slow_lists || is_one_round(plan)) listed = plan;
 }
 
 // Keys of one tile by the kernel that stores dq, in place of the one for few keys that `chosen` has. `plan`: without

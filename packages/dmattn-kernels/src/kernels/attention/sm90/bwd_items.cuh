@@ -112,8 +112,8 @@ __device__ __forceinline__ BwdItem find_tiled_item(const BwdArguments& p, int in
           0,       {0}};
 }
 
-// The first block of keys that a block of rows sees any of, where rows see a window of keys. Otherwise that is the
-// first of all, if they see any.
+// 0, or with a window the first block of keys that a block of rows sees any of: find_tiled_item() says the same of keys,
+// which rows see them.
 template <class T>
 __device__ __forceinline__ int first_block_of_window(const BwdArguments& p, int m) {
   if constexpr (T::kWindows) {

@@ -144,6 +144,45 @@ cudaError_t fill_bias(BwdArguments& a, const BwdParams& p) {
   }
   return mapper.map(a.dbias_tiles, p.dbias, to, dbias, T::kBlockM);
 }
+// Of wide heads, which read the bias from memory. TMA brings it into the L2 cache where it can, and takes the gradient
+// of one in 16 bits away where it can.
+template <class T>
+cudaError_t fill_wide_bias(BwdArguments& a, const BwdParams& p) {
+  const BiasParams& bias = p.bias;
+  const bool is_wide = bias.dtype == Dtype::kFloat32;
+  const auto dtype = is_wide ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : tensor_map_dtype<typename T::Element>();
+  const int element_bytes = is_wide ? 4 : 2, box_keys = 128 / element_bytes;
+  const bool has_batches = bias.batch_stride != 0, has_heads = bias.head_stride != 0;
+  a.lse_rest = p.lse_rest;
+  a.batches = p.batch;
+  a.bias_rows = bias_rows_of(bias, p.seqlen_q, p.seqlen_k);
+  a.bias_batch_step = has_batches ? 1 : 0;
+  a.bias_head_ratio = has_heads ? bias.head_ratio : p.nheads;
+  const TensorMapper mapper(dtype, box_keys);
+  const Strides3 strides = {bias.batch_stride, bias.head_stride, bias.row_stride};
+  if (has_tma_rows(bias.ptr, strides, element_bytes)) {
+    const TensorExtents extents = {has_batches ? p.batch : 1, p.seqlen_q, p.nheads / a.bias_head_ratio, p.seqlen_k};
+    const cudaError_t status = mapper.map(a.bias_tiles, bias.ptr, strides, extents, T::kBlockM);
+    if (status != cudaSuccess) return status;
+    a.bias_tile_keys = box_keys;
+  }
+  a.dbias_kind = p.dbias_kind;
+  if (p.dbias_kind == DbiasKind::kNone) return cudaSuccess;
+  const Strides3 to = {p.dbias_batch_stride, p.dbias_head_stride, p.dbias_row_stride};
+  const bool is_sum = p.dbias_kind == DbiasKind::kAccum;
+  a.dbias_batch_step = to.batch != 0 ? 1 : 0;
+  a.dbias_head_ratio = to.head != 0 ? bias.head_ratio : p.nheads;
+  if (is_sum && !is_wide) {
+    a.dbias_sums = {static_cast<float*>(p.dbias), to.batch, to.head, to.row};
+    return cudaSuccess;
+  }
+  if (is_wide || !has_tma_rows(p.dbias, to, element_bytes)) {
+    a.dbias_rows = {p.dbias, to.batch, to.head, to.row, is_sum};
+    return cudaSuccess;
+  }
+  const TensorExtents dbias = {to.batch != 0 ? p.batch : 1, p.seqlen_q, p.nheads / a.dbias_head_ratio, p.seqlen_k};
+  return mapper.map(a.dbias_tiles, p.dbias, to, dbias, T::kBlockM);
+}
 inline void fill_key_bias(BwdArguments& a, const BwdParams& p) {
   a.bias = p.bias;
   a.lse_rest = p.lse_rest;
@@ -244,7 +283,13 @@ cudaError_t fill_arguments(BwdArguments& a, const BwdParams& p, int64_t blocks) 
     return status;
   } else {
     if constexpr (T::kKeyBias) fill_key_bias(a, p);
-    if constexpr (T::kDenseBias) status = fill_bias<T>(a, p);
+    if constexpr (T::kDenseBias) {
+      if constexpr (T::kCluster > 1) {
+        status = fill_wide_bias<T>(a, p);
+      } else {
+        status = fill_bias<T>(a, p);
+      }
+    }
     if constexpr (T::kMasked) {
       if (status == cudaSuccess && p.mask.bits != nullptr) status = fill_mask<T>(a, p);
     }
@@ -281,6 +326,7 @@ cudaError_t launch_bwd(const KernelChoice& choice, const BwdParams& p, cudaStrea
   const auto go = [&](auto variant) {
     return launch_bwd_kernel<BwdTraits<Element, kHeadDimTile, decltype(variant)::value>>(choice.blocks, p, stream);
   };
+  const auto go_in = [&](bool is_in_order, auto ordered, auto any) { return is_in_order ? go(ordered) : go(any); };
   if constexpr (kHeadDimTile > 128) {
     using sm90::BwdWideTraits, sm90::launch_wide_bwd_kernel;
     const auto go_wide = [&](auto variant) {
@@ -297,23 +343,24 @@ cudaError_t launch_bwd(const KernelChoice& choice, const BwdParams& p, cudaStrea
       if (p.packing.is_active() && p.softcap > 0.f) return go_wide(cute::C<BwdVariant::kPackedSoftcap>{});
       if (p.packing.is_active()) return go_wide(cute::C<BwdVariant::kPacked>{});
       if (p.softcap > 0.f) return go_wide(cute::C<BwdVariant::kSoftcap>{});
-      if (p.window > 0) return go_wide(cute::C<BwdVariant::kMask>{});
+      if (p.bias.kind == BiasKind::kKey) return go_wide(cute::C<BwdVariant::kKeyBias>{});
+      if (p.bias.kind != BiasKind::kNone) return go_wide(cute::C<BwdVariant::kDenseBias>{});
+      if (p.mask.bits != nullptr) return go_wide(cute::C<BwdVariant::kMask>{});
+      if (p.window > 0) return go_wide(cute::C<BwdVariant::kWindow>{});
       return go_wide(cute::C<BwdVariant::kPlain>{});
     }
   } else if constexpr (kGathered) {
-    const bool has_bias = p.bias.kind != BiasKind::kNone;
-    if (p.deterministic && has_bias) return go(cute::C<BwdVariant::kOrderedBiasLists>{});
-    if (p.deterministic) return go(cute::C<BwdVariant::kOrderedLists>{});
-    if (has_bias) return go(cute::C<BwdVariant::kBiasLists>{});
-    return go(cute::C<BwdVariant::kLists>{});
+    if (p.bias.kind != BiasKind::kNone) {
+      return go_in(p.deterministic, cute::C<BwdVariant::kOrderedBiasLists>{}, cute::C<BwdVariant::kBiasLists>{});
+    }
+    return go_in(p.deterministic, cute::C<BwdVariant::kOrderedLists>{}, cute::C<BwdVariant::kLists>{});
   } else {
     if (p.packing.is_active()) {
       if (p.softcap > 0.f) return go(cute::C<BwdVariant::kPackedSoftcap>{});
-      const bool takes_turns = p.dq_semaphore != nullptr;
-      return takes_turns ? go(cute::C<BwdVariant::kPackedOrdered>{}) : go(cute::C<BwdVariant::kPacked>{});
+      return go_in(p.dq_semaphore != nullptr, cute::C<BwdVariant::kPackedOrdered>{}, cute::C<BwdVariant::kPacked>{});
     }
     if (p.bias.kind == BiasKind::kKey) {
-      return p.deterministic ? go(cute::C<BwdVariant::kKeyBiasOrdered>{}) : go(cute::C<BwdVariant::kKeyBias>{});
+      return go_in(p.deterministic, cute::C<BwdVariant::kKeyBiasOrdered>{}, cute::C<BwdVariant::kKeyBias>{});
     }
     if (p.bias.kind != BiasKind::kNone) {
       const bool is_wide = p.bias.kind == BiasKind::kDirect;
@@ -329,12 +376,11 @@ cudaError_t launch_bwd(const KernelChoice& choice, const BwdParams& p, cudaStrea
       return is_wide ? go(cute::C<BwdVariant::kWideBiasRows>{}) : go(cute::C<BwdVariant::kDenseBiasRows>{});
     }
     if (p.mask.bits != nullptr || p.window > 0) {
-      return p.deterministic ? go(cute::C<BwdVariant::kMaskOrdered>{}) : go(cute::C<BwdVariant::kMask>{});
+      return go_in(p.deterministic, cute::C<BwdVariant::kMaskOrdered>{}, cute::C<BwdVariant::kMask>{});
     }
     if (p.softcap > 0.f) return go(cute::C<BwdVariant::kSoftcap>{});
-    if (p.deterministic) return go(cute::C<BwdVariant::kOrdered>{});
     if (p.dq != nullptr) return go(cute::C<BwdVariant::kFewKeys>{});
-    return go(cute::C<BwdVariant::kPlain>{});
+    return go_in(p.deterministic, cute::C<BwdVariant::kOrdered>{}, cute::C<BwdVariant::kPlain>{});
   }
 }
 

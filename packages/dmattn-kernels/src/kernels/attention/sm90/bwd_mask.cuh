@@ -36,7 +36,8 @@ class MaskedRows {
 
  private:
   __device__ __forceinline__ bool goes_by_rows() const {
-    return T::kHasTurnWarps && (p_.mask.bits == nullptr || p_.mask.head_ratio % p_.head_ratio == 0);
+    const bool is_ordered = T::kHasTurnWarps || (T::kCluster > 1 && p_.dq_semaphore != nullptr);
+    return is_ordered && (p_.mask.bits == nullptr || p_.mask.head_ratio % p_.head_ratio == 0);
   }
   // Of word_: a block of rows is a cell of the mask, a block of keys two, of which the last may not exist.
   __device__ __forceinline__ void read_states() {
@@ -70,6 +71,27 @@ class MaskedRows {
   int word_;         // of the states
   uint32_t any_ = 0, all_ = 0;
 };
+
+// Blocks of keys before the item's that add to the dq of these rows: those that MaskedRows has them meet. Whole warp.
+template <class T>
+__device__ __forceinline__ int blocks_before(const BwdArguments& p, const BwdItem& item, int head, int m, int lane) {
+  const int first = first_block_of_window<T>(p, m);
+  const MaskBits& mask = p.mask;
+  if (mask.bits == nullptr) return item.n_block - first;
+  static_assert(T::kBlockN == 2 * kMaskBand);
+  const int64_t map = static_cast<int64_t>(mask.batch > 1 ? item.batch : 0) * mask.heads + head / mask.head_ratio;
+  const uint32_t* const row = mask.any_rows + (map * mask.bands_q + m * T::kBlockM / kMaskBand) * mask.words_k;
+  int blocks = 0;
+#pragma unroll 1
+  for (int word = first / 16 + lane; word * 16 < item.n_block; word += 32) {
+    uint32_t any = __ldg(row + word);
+    any = (any | any >> 1) & 0x55555555;
+    if (word * 16 < first) any &= 0xffffffffu << 2 * (first - word * 16);
+    if (word * 16 + 16 > item.n_block) any &= (1u << 2 * (item.n_block - word * 16)) - 1;
+    blocks += __popc(any);
+  }
+  return __reduce_add_sync(0xffffffffu, blocks);
+}
 
 // BwdSteps as the consumers see them where they are announced, beside the Q of each.
 template <class T>

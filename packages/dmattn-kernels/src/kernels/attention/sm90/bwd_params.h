@@ -65,7 +65,8 @@ struct BwdArguments {
 
   // --- a dense bias ---
   CUtensorMap bias_tiles;   // dimensions (seqlen_k, seqlen_q, heads, batch), 1 where it is the same for all of them
-  BiasRows bias_rows;       // instead, where TMA does not take them
+  BiasRows bias_rows;       // instead, where TMA does not take them; wide heads always read these
+  int32_t bias_tile_keys;   // wide heads: of a box of bias_tiles, which only bring the bias into the L2 cache; 0: none
   int32_t bias_head_ratio;  // query heads to a head of bias_tiles
   int32_t bias_batch_step;  // 0: one bias for all batches; 1
   int32_t batches;

@@ -30,8 +30,9 @@ enum class BwdVariant {
   kPlain,
   kOrdered,       // dq can be added up in a fixed order
   kSoftcap,       // dq can, too
-  kMask,          // a dense mask, or a window of keys
-  kDenseBias,     // a 16-bit number that is added to each logit, and its gradient; a mask or a window, if there is one
+  kMask,          // a dense mask, or a window of keys, which wide heads have a kernel of its own for
+  kDenseBias,     // a 16-bit number that is added to each logit, and its gradient; a mask or a window, if there is one.
+                  // Of wide heads it may be fp32.
   kWideBias,      // an fp32 number that is added to each logit, and its gradient
   kKeyBias,       // a number that is added to the logits of each key, and its gradient; likewise
   kLists,         // lists of keys
@@ -52,6 +53,7 @@ enum class BwdVariant {
   kDenseBiasOrdered,
   kWideBiasOrdered,
   kKeyBiasOrdered,
+  kWindow,  // of wide heads: a window of keys
 };
 
 // A block of keys of a packed sequence, in which n_block counts. Consumers read it in shared memory until they are done
@@ -116,7 +118,7 @@ template <class Element_, int kHeadDim_, BwdVariant kVariant>
 struct BwdTraits {
   using Element = Element_;
   static constexpr int kHeadDim = kHeadDim_, kTileDim = kHeadDim;
-  static constexpr int kConsumers = 2;
+  static constexpr int kConsumers = 2, kCluster = 1;
   static constexpr bool kListBias = kVariant == BwdVariant::kBiasLists || kVariant == BwdVariant::kOrderedBiasLists;
   static constexpr bool kOwnKeyBias = kVariant == BwdVariant::kKeyBias || kVariant == BwdVariant::kKeyBiasOrdered;
   static constexpr bool kKeyBias = kListBias || kOwnKeyBias;

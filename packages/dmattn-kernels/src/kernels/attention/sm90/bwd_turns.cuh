@@ -83,26 +83,7 @@ struct DqTurns {
   }
 
   __device__ __forceinline__ Turn find_turn(const BwdItem& item, int head, int m) const {
-    return {dq_block_of<T>(p, item, head, m), blocks_before(item, head, m) * T::kConsumers};
-  }
-  // Blocks of keys before the item's that add to the dq of these rows: those that MaskedRows has them meet. Whole warp.
-  __device__ __forceinline__ int blocks_before(const BwdItem& item, int head, int m) const {
-    const int first = first_block_of_window<T>(p, m);
-    const MaskBits& mask = p.mask;
-    if (mask.bits == nullptr) return item.n_block - first;
-    static_assert(T::kBlockN == 2 * kMaskBand);
-    const int64_t map = static_cast<int64_t>(mask.batch > 1 ? item.batch : 0) * mask.heads + head / mask.head_ratio;
-    const uint32_t* const row = mask.any_rows + (map * mask.bands_q + m * T::kBlockM / kMaskBand) * mask.words_k;
-    int blocks = 0;
-#pragma unroll 1
-    for (int word = first / 16 + lane; word * 16 < item.n_block; word += 32) {
-      uint32_t any = __ldg(row + word);
-      any = (any | any >> 1) & 0x55555555;
-      if (word * 16 < first) any &= 0xffffffffu << 2 * (first - word * 16);
-      if (word * 16 + 16 > item.n_block) any &= (1u << 2 * (item.n_block - word * 16)) - 1;
-      blocks += __popc(any);
-    }
-    return __reduce_add_sync(0xffffffffu, blocks);
+    return {dq_block_of<T>(p, item, head, m), blocks_before<T>(p, item, head, m, lane) * T::kConsumers};
   }
 
   // When it is the block's turn, adds the consumer's part of dq, or lets it add. is_turn: it is known to be.

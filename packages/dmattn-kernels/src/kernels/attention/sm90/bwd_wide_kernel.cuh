@@ -23,142 +23,12 @@
 
 #include "../../shared/early_start.cuh"
 #include "bwd_results.cuh"
+#include "bwd_wide_bias.cuh"
 #include "bwd_wide_gather.cuh"
+#include "bwd_wide_producer.cuh"
 #include "bwd_wide_turns.cuh"
 
 namespace dmattn::sm90 {
-
-// --- both thread blocks -----------------------------------------------------------------------------------------------
-
-__device__ __forceinline__ int other_rank() { return static_cast<int>(cute::block_rank_in_cluster()) ^ 1; }
-
-// Says to both thread blocks that this one is done with a buffer that both write.
-__device__ __forceinline__ void release_in_both(Barrier& empty) {
-  empty.arrive();
-  cutlass::arch::ClusterBarrier::arrive(&empty.word, other_rank(), 1);
-}
-
-// Copies shared memory to the same addresses `to` and `full` of the other thread block, whose barrier counts the bytes.
-__device__ __forceinline__ void send_to_other(const void* from, void* to, Barrier& full, uint32_t bytes) {
-  asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                   cute::set_block_rank(smem_u32(to), other_rank())),
-               "r"(smem_u32(from)), "r"(bytes), "r"(cute::set_block_rank(smem_u32(&full.word), other_rank()))
-               : "memory");
-}
-
-template <class T>
-__device__ __forceinline__ void init_wide_barriers(typename T::Shared& s) {
-  s.k_full.init(T::kGathered ? 2 * 32 : 1);
-  s.v_full.init(T::kGathered ? 32 : 1);
-  s.facts_full.init(32);
-  // Q is released by the second consumers, which know that the first are done with it when they have p. dO is released
-  // by both, and so is ds.
-  for (int i = 0; i < T::kStagesQ; ++i) {
-    s.q_full[i].init(1);
-    s.q_empty[i].init(T::kCluster);
-  }
-  for (int i = 0; i < T::kStagesdO; ++i) {
-    s.dout_full[i].init(1);
-    s.dout_empty[i].init(T::kCluster * T::kConsumers);
-  }
-  for (int i = 0; i < T::kStagesP; ++i) s.p_full[i].init(4);  // a warp each
-  for (int i = 0; i < T::kStagesdS; ++i) {
-    s.ds_full[i].init(1);
-    s.ds_empty[i].init(T::kCluster * T::kConsumers);
-  }
-  for (int i = 0; i < T::kConsumers; ++i) {
-    s.turn_full[i].init(1);
-    s.turn_used[i].init(4);  // a warp each
-  }
-  cutlass::arch::fence_barrier_init();
-}
-
-// --- the producer: one thread -----------------------------------------------------------------------------------------
-
-template <class T>
-struct WideProducer {
-  using Element = typename T::Element;
-  using Item = BwdItemOf<T>;
-  static constexpr uint32_t kStatBytes = T::kBlockM * sizeof(float);
-  static constexpr uint16_t kBoth = 3;
-
-  const BwdArguments& p;
-  typename T::Shared& s;
-  const int rank;
-  RingPlace<T::kStagesQ> q_place;
-  RingPlace<T::kStagesdO> dout_place;
-
-  __device__ __forceinline__ void run(const Item& item) {
-    WideSteps<T> steps(p, item);
-    if (steps.left == 0) return;
-    load_q(steps, item);
-    if constexpr (!T::kGathered) load_k(item);
-    load_dout(steps, item);
-    if constexpr (!T::kGathered) load_v(item);
-    steps.advance();
-#pragma unroll 1
-    for (; steps.left > 0; steps.advance()) {
-      load_q(steps, item);
-      load_dout(steps, item);
-    }
-  }
-
-  static __device__ __forceinline__ int first_key(const Item& item, int rank) {
-    return item.n_block * T::kBlockN + rank * T::kOwnKeys;
-  }
-  // The block's own keys, and of the other's what its part of dq needs.
-  __device__ __forceinline__ void load_k(const Item& item) {
-    s.k_full.arrive_and_expect((T::kWholeK + T::kOwnPanels * T::kPanelK) * sizeof(Element));
-    load_tile<T::kOwnKeys, T::kAllPanels, T::kPanelCols>(p.k, s.k_full, cute::TMA::CacheHintSm90::EVICT_FIRST, s.k,
-                                                         first_key(item, rank), item.head_k, place_of_keys(item));
-#pragma unroll
-    for (int panel = 0; panel < T::kOwnPanels; ++panel) {
-      load_panel(p.k, s.k_full, cute::TMA::CacheHintSm90::EVICT_FIRST, s.other_k + panel * T::kPanelK,
-                 (rank * T::kOwnPanels + panel) * T::kPanelCols, first_key(item, rank ^ 1), item.head_k,
-                 place_of_keys(item));
-    }
-  }
-  __device__ __forceinline__ void load_v(const Item& item) {
-    s.v_full.arrive_and_expect(T::kTileK * sizeof(Element));
-    load_tile<T::kOwnKeys, T::kPanels, T::kPanelCols>(p.v, s.v_full, cute::TMA::CacheHintSm90::EVICT_FIRST, s.v,
-                                                      first_key(item, rank), item.head_k, place_of_keys(item));
-  }
-  __device__ __forceinline__ void load_q(const WideSteps<T>& steps, const Item& item) {
-    const int stage = q_place.stage;
-    load_rows(p.q, p.lse, s.q + stage * T::kTileQ, s.lse[stage], s.q_full[stage], s.q_empty[stage], q_place.phase,
-              T::kBias ? kStatBytes : 0, steps, item);
-    if constexpr (T::kBias) copy_stat(p.lse_rest, s.lse_rest[stage], s.q_full[stage], steps, item);
-    q_place.advance();
-  }
-  __device__ __forceinline__ void load_dout(const WideSteps<T>& steps, const Item& item) {
-    const int stage = dout_place.stage;
-    load_rows(p.dout, p.delta, s.dout + stage * T::kTileQ, s.delta[stage], s.dout_full[stage], s.dout_empty[stage],
-              dout_place.phase, 0, steps, item);
-    dout_place.advance();
-  }
-  // Half of the panels for both thread blocks, the other half of which come from the other one; and for this one alone
-  // the number that each row has. `more`: bytes that are copied to the same barrier besides. What the other has copied
-  // may arrive before the barrier is told to expect it: no phase ends before this thread has arrived.
-  __device__ __forceinline__ void load_rows(const CUtensorMap& map, const float* stats, Element* tile, float* stat,
-                                            Barrier& full, Barrier& empty, int phase, uint32_t more,
-                                            const WideSteps<T>& steps, const Item& item) {
-    empty.wait(phase ^ 1);
-    full.arrive_and_expect(T::kTileQ * sizeof(Element) + kStatBytes + more);
-#pragma unroll
-    for (int i = 0; i < T::kOwnPanels; ++i) {
-      const int panel = rank * T::kOwnPanels + i;
-      if (panel >= T::kPanels) break;
-      load_panel_to(kBoth, map, full, cute::TMA::CacheHintSm90::EVICT_LAST, tile + panel * T::kPanelQ,
-                    panel * T::kPanelCols, steps.m * T::kBlockM, steps.head, place_of_rows(item));
-    }
-    copy_stat(stats, stat, full, steps, item);
-  }
-  __device__ __forceinline__ void copy_stat(const float* from, float* to, Barrier& full, const WideSteps<T>& steps,
-                                            const Item& item) {
-    const int64_t row = row_of_stat<T>(p, item, steps.head, steps.m);
-    cute::SM90_BULK_COPY_G2S::copy(from + row, &full.word, to, kStatBytes);
-  }
-};
 
 // --- the consumers: a warpgroup each ----------------------------------------------------------------------------------
 
@@ -167,7 +37,7 @@ template <class T, bool kIsGradient>
 struct WideConsumer {
   using Element = typename T::Element;
   using Item = BwdItemOf<T>;
-  using Steps = WideSteps<T>;
+  using Steps = std::conditional_t<T::kMasked, AnnouncedSteps<T>, WideSteps<T>>;
   static constexpr int kFragmentsM = T::kBlockM / 8, kFragmentsD = T::kHeadDim / 8;
   static constexpr int kOwnBarrier = 1;  // of the warpgroup; 0 is __syncthreads()
   static constexpr int kConsumer = kIsGradient ? 1 : 0;
@@ -178,6 +48,9 @@ struct WideConsumer {
   // which those of very long rows would otherwise be subnormal.
   static constexpr int kLog2Scale = 12;
   static constexpr float kUnscale = 1.f / (1 << kLog2Scale);
+  static constexpr bool kReadsBias = T::kDenseBias && !kIsGradient;
+  // Of the rows of the next scores, asked for while these are computed.
+  using BiasAhead = BiasWords<kReadsBias ? kFragmentsM : 1>;
 
   const BwdArguments& p;
   typename T::Shared& s;
@@ -206,6 +79,33 @@ struct WideConsumer {
   static constexpr int kStagesOfFirst = kIsGradient ? T::kStagesdO : T::kStagesQ;
   static constexpr int kStagesOfSecond = kIsGradient ? T::kStagesQ : T::kStagesdO;
 
+  // Rows of K and V that a mask of keys hides from all rows may be NaN: they become zeros, see
+  // BwdConsumerState::clear_hidden_keys(). The first consumer has the block's own K, the second one V, and each what it
+  // needs of the other block's K. That of the second, for dq, waits for a p of the first, which comes behind this.
+  __device__ __forceinline__ void clear_hidden_keys() const {
+    if (!p.mask.is_key_only) return;
+    const int own = thread / 2, first = own_block() * T::kOwnKeys;
+    const int of_other = (own_block() ^ 1) * T::kOwnKeys;
+    if (hides_key(p, item, first + own)) {
+      constexpr int kTilePanels = kIsGradient ? T::kPanels : T::kAllPanels;
+      clear_half_row<kTilePanels>(kIsGradient ? s.v : s.k, own);
+    }
+    if (hides_key(p, item, of_other + own)) clear_half_row<1>(s.other_k + kConsumer * T::kPanelK, own);
+    cutlass::arch::fence_view_async_shared();
+    sync_own();
+  }
+  template <int kTilePanels>
+  __device__ __forceinline__ void clear_half_row(Element* tile, int row) const {
+    constexpr int kWords = T::kPanelCols / 16;  // of 16 bytes: half of a panel's row
+#pragma unroll
+    for (int panel = 0; panel < kTilePanels; ++panel) {
+      Element* const cols = tile + (panel * T::kOwnKeys + row) * T::kPanelCols;
+      uint4* const part = reinterpret_cast<uint4*>(cols) + thread % 2 * kWords;
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) part[i] = make_uint4(0, 0, 0, 0);
+    }
+  }
+
   __device__ __forceinline__ bool is_speaker() const { return thread == 0; }
   __device__ __forceinline__ void sync_own() const { cutlass::arch::NamedBarrier::sync(128, kOwnBarrier + kConsumer); }
 
@@ -233,9 +133,20 @@ struct WideConsumer {
     clear(acc_grad);
     // The zeros are in registers before any product starts: where they came later, all products would be serialized.
     warpgroup_fence_operand(acc_grad);
-    Steps steps(p, item);
-    if (steps.left > 0) {
-      int dq_before = dq_tile(steps);  // of the step before, or of the first one
+    auto steps = [&] {
+      if constexpr (T::kMasked) {
+        return Steps{};
+      } else {
+        return Steps(p, item);
+      }
+    }();
+    float key_bias[2] = {0.f, 0.f};  // of the thread's two keys, of consecutive ones
+    if constexpr (T::kKeyBias && !T::kGathered && !kIsGradient) read_key_bias(key_bias);
+    if (has_rows(steps)) {
+      int dq_before = 0;  // of the step before, or of the first one
+      if constexpr (!T::kMasked) dq_before = dq_tile(steps);
+      BiasAhead bias_ahead;
+      KeptScores kept;  // kMasked, of a tile that is cut
       const auto start_scores = [&](int n) __attribute__((always_inline)) {
         const auto place = place_of<kStagesOfFirst>(n);
         (kIsGradient ? s.dout_full : s.q_full)[place.stage].wait(place.phase);
@@ -266,6 +177,30 @@ struct WideConsumer {
         }
       };
 
+      // To step n, whose first product has been started: what it needs is announced beside the tile of that. The first
+      // consumer asks for the mask and the bias as soon as registers are free, which may be when dq has left some.
+      constexpr bool kReadsBiasEarly = kReadsBias && T::kHeadDim <= 192;
+      MaskWords mask_ahead;  // without a bias
+      const auto go_to_step = [&](int n) __attribute__((always_inline)) {
+        if constexpr (!T::kMasked) {
+          if (n > 0) steps.advance();
+        } else if constexpr (kIsGradient) {
+          steps.read(s.rows.with_dout[n % T::kStagesdO]);
+        } else {
+          steps.read(s.rows.with_q[n % T::kStagesQ]);
+          if constexpr (kReadsBiasEarly) read_bias(bias_ahead, steps);
+          if constexpr (!kReadsBias) {
+            if (steps.tile.is_partial()) read_mask<true>(mask_ahead, steps);
+          }
+        }
+      };
+      const auto finish_reading = [&]() __attribute__((always_inline)) {
+        if constexpr (T::kMasked && !kIsGradient) {
+          if constexpr (kReadsBias && !kReadsBiasEarly) read_bias(bias_ahead, steps);
+          if (steps.tile.is_checked()) kept = find_kept(steps, mask_ahead);
+        }
+      };
+
       // A step in two halves. Between them only dv, or dk, is on its way, on all paths: see BwdConsumer::work().
       const auto front = [&]() __attribute__((always_inline)) {
         Scores weights;
@@ -276,13 +211,17 @@ struct WideConsumer {
           auto gradients = make_tensor_like(operand);
           to_operand<Element>(gradients, weights);
           send_ds(gradients);
+          if constexpr (T::kDenseBias) {
+            if (is_speaker()) dbias_of(steps).send_tile(s.ds[step % T::kStagesdS][0]);
+          }
           move(operand, gradients,
                p.zero);  // out of the registers of dp, which the next dp has: see BwdConsumer::work()
           // All threads have read delta.
           if (is_speaker()) release_in_both(s.dout_empty[place_of<T::kStagesdO>(step).stage]);
         } else {
           SentScores capped;
-          take_exp(scores, weights, capped, steps);
+          if constexpr (kReadsBias) widen_bias_words<Element>(bias_ahead, p.bias_rows);
+          take_exp(scores, weights, capped, steps, kept, key_bias, bias_ahead);
           send_probabilities(weights, capped);
           if constexpr (std::is_same_v<Element, cutlass::half_t> && !T::kSoftcap) {
             // What was sent are the same words, which would stay among the registers of the scores.
@@ -296,6 +235,9 @@ struct WideConsumer {
         const auto place = place_of<kStagesOfSecond>(step);
         (kIsGradient ? s.q_full : s.dout_full)[place.stage].wait(place.phase);
         start_product<false>(grad_mma, operand, columns(_, _, _, place.stage), acc_grad);
+        if constexpr (T::kDenseBias && kIsGradient) {
+          dbias_of(steps).send_rows(weights, s.ds[step % T::kStagesdS][0], thread);
+        }
       };
       const auto back = [&](auto is_first) __attribute__((always_inline)) {
         constexpr bool kHasDq = !decltype(is_first)::value;
@@ -305,12 +247,15 @@ struct WideConsumer {
         wait_for_product<kHasDq ? 3 : 1>(acc_grad);
         if (is_speaker())
           release_in_both((kIsGradient ? s.q_empty : s.dout_empty)[place_of<kStagesOfSecond>(step).stage]);
+        const int dq_now = dq_tile(steps);
+        if constexpr (T::kMasked) go_to_step(step + 1);
         if constexpr (kHasDq) {
           wait_for_product<1>(acc_dq);
           finish_dq(step - 1, acc_dq);
-          dq_before = dq_tile(steps);
+          dq_before = dq_now;
         }
-        steps.advance();
+        if constexpr (!T::kMasked) go_to_step(step + 1);
+        finish_reading();
         ++step;
       };
       const auto compute_last_dq = [&](int n) __attribute__((always_inline)) {
@@ -324,7 +269,11 @@ struct WideConsumer {
       s.k_full.wait(0);
       if constexpr (kIsGradient) s.v_full.wait(0);
       if constexpr (T::kGathered) cutlass::arch::fence_view_async_shared();  // threads have copied them
+      if constexpr (T::kMasked) clear_hidden_keys();
       start_scores(0);
+      go_to_step(0);
+      finish_reading();
+      if constexpr (T::kMasked) dq_before = dq_tile(steps);
       if constexpr (T::kGathered) s.facts_full.wait(0);
       front();
       if (!steps.is_last()) {
@@ -345,7 +294,19 @@ struct WideConsumer {
     } else {
       // In the memory of Q or dO, which nobody reads any more: dp was done before the last ds was there, which the
       // first consumer has waited for, and the scores before the last p was, which the second one has.
-      store_grad(acc_grad, kIsGradient ? s.q : s.dout);
+      store_grad(acc_grad, kIsGradient ? s.q : s.dout, key_sums);
+    }
+    if constexpr (T::kDenseBias && kIsGradient) {
+      if (is_speaker()) cute::tma_store_wait<0>();  // what is being read from shared memory needs it to be there
+    }
+  }
+
+  __device__ __forceinline__ bool has_rows(const Steps& steps) const {
+    if constexpr (T::kMasked) {
+      s.rows_known.wait(0);
+      return s.rows.exist;
+    } else {
+      return steps.left > 0;
     }
   }
 
@@ -389,11 +350,12 @@ struct WideConsumer {
   }
 
   __device__ __forceinline__ void take_exp(const Scores& scores, Scores& probabilities, SentScores& capped,
-                                           const Steps& steps) const {
+                                           const Steps& steps, KeptScores kept, const float (&key_bias)[2],
+                                           const BiasAhead& bias_ahead) const {
     if (is_cut(steps)) {
-      take_exp<true>(scores, probabilities, capped, steps);
+      take_exp<true>(scores, probabilities, capped, steps, kept, key_bias, bias_ahead);
     } else {
-      take_exp<false>(scores, probabilities, capped, steps);
+      take_exp<false>(scores, probabilities, capped, steps, kept, key_bias, bias_ahead);
     }
   }
   // Whether rows and keys meet of which the one does not see the other, or one of which there is not.
@@ -402,6 +364,8 @@ struct WideConsumer {
       const int2 all = s.facts.seen_by_all;
       const int first = first_row(steps);
       return first < all.x || first + T::kBlockM > all.y;
+    } else if constexpr (T::kMasked) {
+      return steps.tile.is_checked();
     } else {
       return cuts_tile<OwnTile>(lengths(), steps.m, own_block());
     }
@@ -436,17 +400,63 @@ struct WideConsumer {
       return {(key >= own.seqlen_k ? INT_MAX / 2 : seen_from) - own_row, 0};
     }
   }
+  // The first row and key of the thread's.
+  __device__ __forceinline__ int first_own_row(const Steps& steps) const { return steps.m * T::kBlockM + lane % 4 * 2; }
+  __device__ __forceinline__ int first_own_key() const { return own_block() * T::kOwnKeys + own_key(0); }
+  template <bool kAhead, class Announced>
+  __device__ __forceinline__ void read_mask(MaskWords& words, const Announced& steps) const {
+    words.template read<kAhead>(p.mask, item.batch, steps.head, first_own_row(steps), first_own_key());
+  }
+  template <class Announced>
+  __device__ __forceinline__ KeptScores find_kept(const Announced& steps, MaskWords words) const {
+    KeptScores kept;
+    if (steps.tile.is_partial()) {
+      if constexpr (kReadsBias) read_mask<false>(words, steps);
+      kept = words.kept(first_own_key());
+    }
+    if (steps.tile.is_cut()) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const SeenBy seen = seen_by(half, steps);
+        if (seen.rows == 0) kept.cut(half, INT_MAX / 2);  // there is no key
+        kept.cut(half, seen.first);
+        if (p.window > 0) kept.cut_from(half, seen.first + p.window);
+      }
+    }
+    return kept;
+  }
+  __device__ __forceinline__ void read_bias(BiasAhead& words, const Steps& steps) const {
+    const BiasRows& bias = p.bias_rows;
+    const char* const map = bias.data + item.batch * p.bias_batch_step * bias.batch_stride +
+                            steps.head / p.bias_head_ratio * bias.head_stride;
+    if (bias.key_bytes == 4) {
+      read_bias_words<4>(words, bias, map, first_own_row(steps), first_own_key());
+    } else {
+      read_bias_words<2>(words, bias, map, first_own_row(steps), first_own_key());
+    }
+  }
+  __device__ __forceinline__ void read_key_bias(float (&bias)[2]) const {
+    const int head = item.head_k * p.head_ratio / p.bias.head_ratio;
+    const int64_t base = item.batch * p.bias.batch_stride + head * p.bias.head_stride;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int key = min(own_block() * T::kOwnKeys + own_key(half), p.seqlen_k - 1);  // others are cut
+      bias[half] = load_bias(p.bias, base + key * p.bias.col_stride, std::is_same_v<Element, cutlass::bfloat16_t>);
+    }
+  }
   template <bool kIsCut>
   __device__ __forceinline__ void take_exp(const Scores& scores, Scores& probabilities, SentScores& capped,
-                                           const Steps& steps) const {
+                                           const Steps& steps, KeptScores kept, const float (&key_bias)[2],
+                                           const BiasAhead& bias_ahead) const {
     const float scale_log2 = (T::kSoftcap ? p.softcap : p.softmax_scale) * kLog2e;
     const float inner = T::kSoftcap ? p.softmax_scale / p.softcap : 1.f;
     SeenBy seen[2];
     float bias[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      if constexpr (kIsCut) seen[half] = seen_by(half, steps);
-      if constexpr (T::kBias) bias[half] = s.facts.bias[own_key(half)];
+      if constexpr (kIsCut && !T::kMasked) seen[half] = seen_by(half, steps);
+      if constexpr (T::kListBias) bias[half] = s.facts.bias[own_key(half)];
+      if constexpr (T::kKeyBias && !T::kListBias) bias[half] = key_bias[half];
     }
     const float* lse = s.lse[step % T::kStagesQ] + lane % 4 * 2;
     const float* lse_rest = s.lse_rest[step % T::kStagesQ] + lane % 4 * 2;
@@ -458,7 +468,7 @@ struct WideConsumer {
       float slopes[4];
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const bool is_seen = !kIsCut || seen[e / 2].has(8 * i + e % 2);
+        const bool is_seen = !kIsCut || (T::kMasked ? kept.has(i, e / 2, e % 2) : seen[e / 2].has(8 * i + e % 2));
         const float own_lse = e % 2 == 0 ? row_lse.x : row_lse.y;
         float x = scores[i][e];
         if constexpr (T::kSoftcap) {
@@ -467,7 +477,13 @@ struct WideConsumer {
         }
         if constexpr (T::kBias) {
           // In natural units, as the forward adds it: a bias of finfo.min times log2(e) would overflow.
-          x = __fmaf_rn(x, p.softmax_scale, bias[e / 2]);
+          float own_bias;
+          if constexpr (T::kDenseBias) {
+            own_bias = __uint_as_float(bias_ahead[i][e]);
+          } else {
+            own_bias = bias[e / 2];
+          }
+          x = __fmaf_rn(x, p.softmax_scale, own_bias);
           x = is_seen ? x : -INFINITY;  // after the bias: what is cut may have any, even NaN
           x = __fmaf_rn(x - own_lse, kLog2e, kLog2Scale - (e % 2 == 0 ? row_rest.x : row_rest.y));
         } else {
@@ -534,11 +550,18 @@ struct WideConsumer {
     const int stage = place.stage;
     s.ds_empty[stage].wait(place.phase ^ 1);
     store_ds_panel<T::kBlockM>(operand, smem_u32(s.ds[stage][0]), warp, lane);
+    if constexpr (T::kDenseBias) {
+      if (is_speaker()) cute::tma_store_wait<0>();  // what left from the other stage, which comes next, has been read
+    }
     sync_own();
     if (is_speaker()) {
       s.ds_full[stage].arrive_and_expect(kBytes);
       send_to_other(s.ds[stage][0], s.ds[stage][1], s.ds_full[stage], kBytes);
     }
+  }
+
+  __device__ __forceinline__ WideDbias<T> dbias_of(const Steps& steps) const {
+    return {p, item.batch, steps.head, steps.m * T::kBlockM, own_block() * T::kOwnKeys};
   }
 
   // --- dk and dv of listed keys are added to sums ---------------------------------------------------------------------
@@ -575,8 +598,18 @@ struct WideConsumer {
     return p.dkv_semaphore + (head * p.n_blocks + item.n_block) * T::kCluster + rank;
   }
 
+  // Of a bias for each key, with dk.
+  __device__ __forceinline__ void add_key_sums(const float (&key_sums)[2]) const {
+    if constexpr (T::kKeyBias && kIsGradient) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int key = own_block() * T::kOwnKeys + own_key(half);
+        add_dbias(key_sums[half], key, key < p.seqlen_k);
+      }
+    }
+  }
   template <class Accumulator>
-  __device__ __forceinline__ void store_grad(Accumulator& acc, Element* stage) const {
+  __device__ __forceinline__ void store_grad(Accumulator& acc, Element* stage, const float (&key_sums)[2]) const {
     const float scale = kIsGradient ? p.softmax_scale : kUnscale;
     if constexpr (T::kPacked) {
       if (p.dk_slots != nullptr) {
@@ -592,6 +625,7 @@ struct WideConsumer {
       }
       add_partial<T>(fragments<kFragmentsD>(acc), scale, kIsGradient ? p.dk_slots : p.dv_slots, item, p,
                      rank * T::kOwnKeys + warp * 16 + lane / 4, lane);
+      add_key_sums(key_sums);
       if (counter != nullptr) {
         __threadfence();  // what each thread has added comes before the turn
         sync_own();
@@ -599,6 +633,7 @@ struct WideConsumer {
       }
       return;
     }
+    add_key_sums(key_sums);
     stage_grad<T>(round_grad<Element>(acc, scale), stage, thread);
     sync_own();
     if (!is_speaker()) return;
@@ -646,7 +681,7 @@ __global__ void __cluster_dims__(T::kCluster, 1, 1) __launch_bounds__(T::kThread
   // The other thread block ends here, too.
   if (is_no_item<T>(item)) return;
   if (threadIdx.x == 0) {
-    init_wide_barriers<T>(s);
+    init_wide_barriers<T>(p, s);
     if constexpr (T::kPacked) s.item = item;
   }
   cute::cluster_sync();  // both have barriers before the first copy to both
@@ -657,7 +692,8 @@ __global__ void __cluster_dims__(T::kCluster, 1, 1) __launch_bounds__(T::kThread
     if (threadIdx.x == 0) WideProducer<T>{p, s, rank}.run(item);
     if constexpr (!T::kGathered) {
       const bool has_consumer = warp > 0 && warp <= T::kConsumers;
-      if (takes_turns<T>(p, s) && has_consumer && threadIdx.x % 32 == 0) WideTurns<T>{p, s, warp - 1}.run(item);
+      const int lane = threadIdx.x % 32;
+      if (takes_turns<T>(p, s) && has_consumer) WideTurns<T>{p, s, warp - 1, lane}.run(item);
     }
     if constexpr (T::kGathered) {
       if (warp > 0) WideGather<T>{p, s, rank, static_cast<int>(threadIdx.x % 32)}.run(item, warp - 1);

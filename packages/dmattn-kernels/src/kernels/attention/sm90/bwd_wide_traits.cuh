@@ -7,7 +7,8 @@
 namespace dmattn::sm90 {
 
 // Two thread blocks of a cluster share 128 keys. Each has 64 of them, and half of the columns of dq. Of the variants
-// there are kPlain, kPacked, kPackedSoftcap, kMask for a window, kSoftcap with or without one, kLists and kBiasLists.
+// there are kPlain, kPacked, kPackedSoftcap, kWindow, kSoftcap with or without a window, kMask, kDenseBias, kKeyBias,
+// kLists and kBiasLists.
 template <class Element_, int kHeadDim_, BwdVariant kVariant = BwdVariant::kPlain>
 struct BwdWideTraits {
   using Element = Element_;
@@ -25,13 +26,18 @@ struct BwdWideTraits {
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;  // as in BwdTraits
   // For what it shares with the kernels of other head dimensions.
-  static constexpr bool kDenseBias = false, kMasked = false, kOrdered = false, kHasTurnWarps = false, kPairs = false;
+  static constexpr bool kOrdered = false, kHasTurnWarps = false, kPairs = false;
   static constexpr bool kPacked = kVariant == BwdVariant::kPacked || kVariant == BwdVariant::kPackedSoftcap;
   static constexpr bool kMirrors = false;
-  static constexpr bool kListBias = kVariant == BwdVariant::kBiasLists, kKeyBias = kListBias, kBias = kListBias;
+  static constexpr bool kListBias = kVariant == BwdVariant::kBiasLists;
+  static constexpr bool kKeyBias = kListBias || kVariant == BwdVariant::kKeyBias;
+  static constexpr bool kDenseBias = kVariant == BwdVariant::kDenseBias;
+  static constexpr bool kBias = kKeyBias || kDenseBias;
   static constexpr bool kGathered = kListBias || kVariant == BwdVariant::kLists;
   static constexpr bool kSoftcap = kVariant == BwdVariant::kSoftcap || kVariant == BwdVariant::kPackedSoftcap;
-  static constexpr bool kWindows = kVariant == BwdVariant::kSoftcap || kVariant == BwdVariant::kMask;
+  // Steps are announced: those that a mask leaves, if there is one.
+  static constexpr bool kMasked = kVariant == BwdVariant::kMask || (kBias && !kGathered);
+  static constexpr bool kWindows = kMasked || kVariant == BwdVariant::kSoftcap || kVariant == BwdVariant::kWindow;
   static_assert(kGathered || kWindows || kPacked || kVariant == BwdVariant::kPlain);
   // Of the first warpgroup, beside the producer: one copies the block's keys, one their values, and one what the block
   // needs of the other's keys.
@@ -80,6 +86,7 @@ struct BwdWideTraits {
   static constexpr int kPanelK = kOwnKeys * kPanelCols, kPanelQ = kBlockM * kPanelCols;  // elements of a panel
   static constexpr int kWholeK = kAllPanels * kPanelK;
   static constexpr int kPaneldS = kBlockM * kOwnKeys;
+  static constexpr int kMaskWords = kBlockN / 32;  // of a row of bits that TMA brings into the L2 cache
 
   // What is known of listed keys of the block. Rows count from the first one of the item: there are at most
   // kMostChunkRows. Where the keys are is read from the list again when dk and dv leave, as there is no room here.
@@ -91,6 +98,11 @@ struct BwdWideTraits {
     int2 seen_by_all;  // rows from x up to y see all keys
   };
   static_assert(kMostChunkRows < 1 << 15);
+  // The rows of each stage of Q and of dO, which different consumers wait for; and whether the mask leaves any.
+  struct AnnouncedRows {
+    alignas(8) RowTile with_q[kStagesQ], with_dout[kStagesdO];
+    bool exist;
+  };
 
   struct Shared {
     alignas(1024) Element k[kWholeK];
@@ -106,7 +118,8 @@ struct BwdWideTraits {
     alignas(128) float lse_rest[kStagesQ][kBias ? kBlockM : 4];
     std::conditional_t<kGathered, KeyFacts, NoFacts> facts;
     std::conditional_t<kPacked, PackedBwdItem, NoFacts> item;
-    Barrier k_full, v_full, facts_full;
+    std::conditional_t<kMasked, AnnouncedRows, NoFacts> rows;
+    Barrier k_full, v_full, facts_full, rows_known;
     Barrier q_full[kStagesQ], q_empty[kStagesQ], dout_full[kStagesdO], dout_empty[kStagesdO];
     Barrier p_full[kStagesP], ds_full[kStagesdS], ds_empty[kStagesdS];
     Barrier turn_full[kConsumers], turn_used[kConsumers];  // of a consumer's step at dq, where these are in order
