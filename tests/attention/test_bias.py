@@ -23,7 +23,9 @@ def test_broadcast(shape: str, head_dim: int, dtype: str, f32: bool) -> None:
     )
 
 
-@pytest.mark.parametrize("head_dim,dtype", [(64, "f16"), (128, "bf16")])
+@pytest.mark.parametrize(
+    "head_dim,dtype", [(64, "f16"), (128, "bf16"), (192, "bf16"), (256, "f16")]
+)
 @pytest.mark.parametrize("shape", ["bhqk", "bkqk", "1hqk", "b1qk", "11qk"])
 @pytest.mark.parametrize("seqlen_k", [120, 1032])
 def test_rows_on_16_bytes(shape: str, seqlen_k: int, head_dim: int, dtype: str) -> None:
@@ -34,15 +36,16 @@ def test_rows_on_16_bytes(shape: str, seqlen_k: int, head_dim: int, dtype: str) 
 
 
 @pytest.mark.parametrize("shape", OPERAND_SHAPES)
-def test_broadcast_with_masks(shape: str) -> None:
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_broadcast_with_masks(shape: str, head_dim: int) -> None:
     """Beside a dense mask, beside a key mask (gathered), causal both times."""
-    check(Case(210, 131, bias=shape, mask="b1qk", causal=True, head_dim=128))
-    check(Case(210, 331, bias=shape, mask="bk1k", causal=True, head_dim=128, dlse=True))
+    check(Case(210, 131, bias=shape, mask="b1qk", causal=True, head_dim=head_dim))
+    check(Case(210, 331, bias=shape, mask="bk1k", causal=True, head_dim=head_dim, dlse=True))
 
 
 @pytest.mark.parametrize("fill", ["half", "prefix", "suffix", "none", "one_key", "dead_heads"])
 @pytest.mark.parametrize("f32", [False, True])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 200])
 def test_rows_beside_a_mask_of_keys(fill: str, f32: bool, head_dim: int) -> None:
     """Read in tiles, of which the mask hides all keys, some or none; for the heads of a group and
     for each of them."""
@@ -111,7 +114,7 @@ def test_odd_row_pitch(seqlen_k: int, shape: str, head_dim: int) -> None:
 
 @pytest.mark.parametrize("layout", ["plain", "odd_pitch", "heads_apart"])
 @pytest.mark.parametrize("seqlen_k", [1, 63, 129, 262])
-@pytest.mark.parametrize("head_dim,dtype", [(64, "f16"), (128, "bf16")])
+@pytest.mark.parametrize("head_dim,dtype", [(64, "f16"), (128, "bf16"), (256, "bf16")])
 def test_rows_that_start_anywhere(seqlen_k: int, layout: str, head_dim: int, dtype: str) -> None:
     """Beside a mask and without, of each shape; fewer rows than a tile has, and more than 1024.
 

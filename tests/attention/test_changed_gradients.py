@@ -18,7 +18,9 @@ SHORT = Case(500, 520, 2, 4, 4)
 GROUPS = Case(250, 680, 2, 8, 4)
 # More than 32 blocks of rows, whose states are read at once, and of keys nearly as many as SMs.
 LONG = Case(2200, 1704, 1, 8, 8)
-HEAD_DIMS_AND_DTYPES = [(64, "bf16"), (64, "f16"), (128, "bf16"), (128, "f16")]
+HEAD_DIMS_AND_DTYPES = [
+    (head_dim, dtype) for head_dim in (64, 128, 192, 256) for dtype in ("bf16", "f16")
+]
 
 MASKS = [
     SHORT.with_(mask="b1qk", mask_fill="half"),
@@ -59,6 +61,8 @@ TOGETHER = [
     SHORT.with_(bias="bhqk", mask="1hqk", mask_fill="none"),
     GROUPS.with_(bias="bk1k", bias_f32=True, mask="bkqk", mask_fill="dead_rows"),
     SHORT.with_(bias="111k", mask="b1qk", mask_fill="blocks", causal=True),
+    SHORT.with_(bias="bhqk", bias_f32=True, mask="b1qk", mask_fill="half"),
+    LONG.with_(bias="11qk", bias_f32=True, mask="1hqk", mask_fill="banded", seqlen_k=1701),
 ]
 
 
@@ -86,7 +90,7 @@ def test_together(case: Case, head_dim: int, dtype: str) -> None:
     check(case.with_(head_dim=head_dim, dtype=dtype))
 
 
-@pytest.mark.parametrize("head_dim", [40, 96])
+@pytest.mark.parametrize("head_dim", [40, 96, 136, 200])
 @pytest.mark.parametrize("case", [MASKS[1], BIASES[2], BIASES[5], TOGETHER[1]], ids=case_id)
 def test_head_dims_between_tiles(case: Case, head_dim: int) -> None:
     check(case.with_(head_dim=head_dim))

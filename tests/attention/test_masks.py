@@ -45,7 +45,7 @@ def test_key_fill(fill: str, shape: str, head_dim: int, causal: bool) -> None:
 LONG = [
     Case(seqlen_q, seqlen_k, 1, 4, 2, head_dim, mask=mask, mask_fill=fill, bias=bias, causal=causal)
     for seqlen_q, seqlen_k in ((700, 4095), (1000, 1000), (2000, 513))
-    for head_dim in (64, 128)
+    for head_dim in (64, 128, 192)
     for mask, bias in (("bk1k", "bk1k"), ("bh1k", "11qk"), ("bhqk", "bk1k"))
     for fill, causal in (("percent", False), ("half", True), ("blocks", True))
 ]
@@ -108,6 +108,8 @@ def test_all_true_mask_equals_none(head_dim: int) -> None:
         Case(512, 512, 8, 12, 4, 128, mask="bk1k", mask_fill="suffix", bias="bk1k"),
         Case(1000, 1000, 4, 12, 12, 64, mask="b11k", mask_fill="blocks", causal=True),
         Case(512, 512, 4, 16, 16, 192, mask="b11k", mask_fill="prefix"),
+        Case(512, 512, 8, 8, 8, 256, mask="b11k", mask_fill="half", causal=True),
+        Case(300, 333, 8, 8, 4, 200, mask="bk1k", mask_fill="half", bias="bk1k"),
     ],
     ids=case_id,
 )

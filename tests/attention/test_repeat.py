@@ -43,6 +43,11 @@ ORDERED = [
     Case(520, 2096, 2, 4, 4, 128, bias="1hqk", bias_f32=True, mask="b11k"),
     Case(900, 1700, 1, 8, 1, 128, bias="1k1k", mask="bk1k"),
     Case(2500, 2700, 2, 4, 2, 80, mask="bk1k", causal=True),
+    # Wide heads, which read masks and biases of any strides; the last one has parts of few tiles.
+    Case(700, 1300, 2, 8, 2, 256, mask="1hqk", mask_fill="blocks", causal=True),
+    Case(520, 1301, 2, 4, 2, 192, mask="b1qk", mask_fill="blocks", bias="bhqk", dtype="f16"),
+    Case(700, 1301, 2, 4, 4, 256, bias="1hqk", bias_f32=True, mask="b11k"),
+    Case(900, 1100, 1, 8, 1, 256, bias="1k1k", mask="bk1k", causal=True),
 ]
 # Running top-w. In the backward on Hopper keys lie in the lists of several chunks of rows, whose
 # shares of dk, dv and dbias are kept apart, and tiles of a list take turns at dq.

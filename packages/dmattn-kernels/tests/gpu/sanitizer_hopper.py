@@ -130,6 +130,56 @@ HOPPER_WIDE_BWD = (
         deterministic=True,
     ),
     Launch("wide heads, softcap, keys without rows", 40, 300, causal=True, softcap=3.0),
+    Launch("wide heads, mask", 200, 261, 2, 4, 2, mask="bkqk", causal=True),
+    Launch("wide heads, mask of few tiles", 200, 645, 2, 4, 2, mask="bhqk", kept=0.0001),
+    Launch("wide heads, mask, bias", 200, 264, 2, 4, 2, mask="1hqk", bias="bhqk"),
+    # Rows of the bias that TMA does not take, and sums of its gradient, which have none such.
+    Launch("wide heads, odd bias", 133, 261, 2, 4, 2, bias="bhqk", causal=True),
+    Launch("wide heads, odd shared bias", 133, 261, 2, 4, 2, bias="1kqk"),
+    Launch("wide heads, bias of two batches", 70, 264, 2, 4, 2, bias="1hqk"),
+    Launch(
+        "wide heads, key mask, fp32 bias",
+        *(200, 391, 2, 4, 2),
+        mask="bk1k",
+        bias="bhqk",
+        bias_f32=True,
+        causal=True,
+    ),
+    Launch("wide heads, shared fp32 bias", 133, 264, 2, 4, 2, bias="11qk", bias_f32=True),
+    Launch("wide heads, key bias", 200, 261, 2, 4, 2, bias="bk1k", causal=True),
+    Launch("wide heads, key bias, mask", 133, 300, 2, 4, 2, bias="bk1k", mask="11qk", kept=0.01),
+    Launch(
+        "wide heads, mask, deterministic",
+        *(200, 645, 2, 4, 2),
+        mask="bhqk",
+        kept=0.0001,
+        causal=True,
+        deterministic=True,
+    ),
+    Launch(
+        "wide heads, mask, bias, deterministic",
+        *(200, 520, 2, 4, 2),
+        mask="1hqk",
+        kept=0.0001,
+        bias="bhqk",
+        deterministic=True,
+    ),
+    Launch(
+        "wide heads, key mask, shared fp32 bias, deterministic",
+        *(133, 392, 2, 4, 4),
+        mask="bk1k",
+        kept=0.01,
+        bias="11qk",
+        bias_f32=True,
+        deterministic=True,
+    ),
+    # Parts of a block of keys, which add to the gradient of its bias in turn.
+    Launch(
+        "wide heads, key bias, deterministic",
+        *(200, 77, 2, 8, 1),
+        bias="bk1k",
+        deterministic=True,
+    ),
 )
 HOPPER_CHANGED_KINDS = [kind for kind in HOPPER_KINDS if kind[1] in (64, 128, 256)]
 HOPPER_BWD_KINDS = [kind for kind in HOPPER_KINDS if kind[1] in (64, 128)]

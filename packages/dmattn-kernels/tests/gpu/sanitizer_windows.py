@@ -31,6 +31,8 @@ HOPPER_WINDOWS = (
 HOPPER_WIDE_WINDOWS = (
     _sliding(", wide heads", 400, 400, 200),
     _sliding(", wide heads, softcap", 133, 400, 250, softcap=3.0),
+    _sliding(", wide heads, bias", 300, 336, 150, bias="bhqk"),
+    _sliding(", wide heads, key bias", 300, 333, 150, bias="bk1k"),
     _sliding(", wide heads, deterministic", 600, 600, 150, deterministic=True),
     _sliding(
         ", wide heads, softcap, deterministic", 500, 500, 100, softcap=3.0, deterministic=True
