@@ -124,7 +124,7 @@ def _key_masks() -> list[Case]:
 
 def _dense_bias() -> list[Case]:
     peers = ("dmattn", "sdpa_efficient", "sdpa_cudnn_no_dbias", "flex")
-    shapes = ((1, 8192, 16, 128), (2, 4096, 16, 64))
+    shapes = ((1, 8192, 16, 128), (2, 4096, 16, 64), (1, 4096, 8, 256))
     own = [
         Case(
             "dense bias",
@@ -176,6 +176,18 @@ def _features() -> list[Case]:
         ),
         dataclasses.replace(
             plain,
+            group=TILES,
+            name="B1 S8192 H8 D256",
+            contenders=("dmattn_masked", "dmattn_no_bias", "flex_tiles"),
+            seqlen_q=8192,
+            seqlen_k=8192,
+            nheads=8,
+            nheads_k=8,
+            head_dim=256,
+            tiles=0.5,
+        ),
+        dataclasses.replace(
+            plain,
             group=SLIDING,
             name="B1 S16384 H16 D128 w1024",
             contenders=("dmattn_sliding", "flex_sliding"),
@@ -203,6 +215,15 @@ def _deterministic() -> list[Case]:
         causal=False,
         tiles=0.5,
     )
+    wide_tiles = dataclasses.replace(
+        tiles,
+        name="half of the tiles B1 S8192 H8 D256",
+        seqlen_q=8192,
+        seqlen_k=8192,
+        nheads=8,
+        nheads_k=8,
+        head_dim=256,
+    )
     sliding = dataclasses.replace(
         dense,
         name="sliding window B1 S16384 H16 D128 w1024",
@@ -223,6 +244,7 @@ def _deterministic() -> list[Case]:
         narrow,
         widest,
         tiles,
+        wide_tiles,
         sliding,
         biased,
         _top(DETERMINISTIC, "running top-w B1 S16384 H16/4 D128 w1024", windows, 16384, 1024),
