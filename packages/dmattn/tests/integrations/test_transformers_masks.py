@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten
 from transformers import StaticCache, masking_utils
 
 from dmattn.integrations.transformers import interval_mask
-from dmattn.integrations.transformers.interval_mask import IntervalMask
+from dmattn.integrations.transformers.interval_mask import IntervalMask, VisibleKeys
 from dmattn.integrations.transformers.masks import make_mask
 
 SIZE = 150
@@ -118,6 +118,38 @@ def test_description(pattern: Any, lengths: tuple[int, int, int, int], padded: b
     skipped = make_mask(**arguments)
     is_plain = pattern is causal and not padded and q_offset + q_length == kv_offset + kv_length
     assert (skipped is None) == is_plain
+
+
+def padded(first: int, last: int, size: int = 9) -> list[bool]:
+    return [first <= i < last for i in range(size)]
+
+
+@pytest.mark.parametrize(
+    "rows, bounds",
+    [
+        ([padded(2, 9), padded(0, 9)], [0, 2, 9, 9, 9, 18, 18]),
+        ([padded(0, 5), padded(3, 7)], [0, 0, 5, 9, 12, 16, 18]),
+        ([padded(4, 4), padded(8, 9)], [0, 0, 0, 9, 17, 18, 18]),  # nothing but padding
+        ([padded(0, 9), [True, False] * 4 + [True]], None),  # within the text
+    ],
+)
+def test_texts_between_padding(rows: list[list[bool]], bounds: list[int] | None) -> None:
+    """Each sequence is what is in front of its text, the text, and what is behind."""
+    keep = torch.tensor(rows)
+    texts = VisibleKeys(2, 9, 9, padding=keep).texts
+    if bounds is None:
+        assert texts is None
+        return
+    assert texts is not None and texts.max_seqlen == 9
+    assert texts.cu_seqlens.dtype == torch.int32 and texts.cu_seqlens.tolist() == bounds
+
+
+def test_no_texts() -> None:
+    """Without padding, behind cached keys, and where rows see less than their text."""
+    keep = torch.tensor([padded(2, 9)])
+    assert VisibleKeys(1, 9, 9).texts is None
+    assert VisibleKeys(1, 5, 9, padding=keep).texts is None
+    assert VisibleKeys(1, 9, 9, padding=keep, window=3).needs_selection
 
 
 def test_offset_as_tensor() -> None:

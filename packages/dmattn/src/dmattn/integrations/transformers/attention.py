@@ -79,7 +79,7 @@ def attention_forward(
     if is_causal and (attention_mask is None or described is not None):
         described = _in_documents(described, query, key, sliding_window, is_dense, kwargs)
     if described is not None and not (described.needs_selection and is_dense):
-        seen = _as_described(described)
+        seen = _as_described(described, has_softcap=bool(softcap))
     elif attention_mask is None or attention_mask.dim() == 2:
         seen = _by_position(attention_mask, query, key, is_causal, sliding_window)
     else:
@@ -144,9 +144,12 @@ def _description(mask: Tensor | None, query: Tensor, key: Tensor) -> VisibleKeys
     return mask.visible if tuple(mask.shape) == shape else None
 
 
-def _as_described(visible: VisibleKeys) -> _SeenKeys:
+def _as_described(visible: VisibleKeys, has_softcap: bool) -> _SeenKeys:
     key_len = visible.key_len
     if not visible.needs_selection:
+        # Hopper's kernels have softcap over documents, and not over the listed keys of a mask.
+        if has_softcap and (texts := visible.texts) is not None:
+            return _SeenKeys(key_len, True, documents=texts)
         return _SeenKeys(key_len, True, visible.key_mask)
     if visible.window is None and visible.padding is None and visible.documents is not None:
         return _SeenKeys(key_len, True, documents=visible.documents)

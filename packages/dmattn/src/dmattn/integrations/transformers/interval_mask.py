@@ -80,6 +80,7 @@ class VisibleKeys:
         self._copies: dict[torch.device, VisibleKeys] = {}
         self._within: tuple[Any, VisibleKeys] | None = None
         self._documents = documents
+        self._texts: tuple[Documents | None] | None = None
         self._selection: KeySelection | None = None
 
     @property
@@ -104,6 +105,18 @@ class VisibleKeys:
         if self._documents is None and self.document_ids is not None:
             self._documents = _find_documents(self.document_ids)
         return self._documents
+
+    @property
+    def texts(self) -> Documents | None:
+        """Texts with padding as three documents each: the text, what is before and what is behind.
+
+        Rows of padding, which mean nothing, then see other padding. None without padding, where a
+        text has padding within, and where there are more keys than rows. The host waits to know.
+        """
+        if self._texts is None:
+            padding = self.padding if self.query_len == self.key_len else None
+            self._texts = (None if padding is None else _find_texts(padding),)
+        return self._texts[0]
 
     @property
     def selection(self) -> KeySelection | None:
@@ -210,6 +223,19 @@ def _find_documents(document_ids: Tensor) -> Documents:
     lengths = torch.unique_consecutive(ids, return_counts=True)[1]
     cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
     return Documents(cu_seqlens, int(lengths.max()))
+
+
+def _find_texts(padding: Tensor) -> Documents | None:
+    batch_size, seqlen = padding.shape
+    first, length = padding.int().argmax(1), padding.sum(1)
+    place = torch.arange(seqlen, device=padding.device)
+    is_text = (place >= first[:, None]) & (place < (first + length)[:, None])
+    if not torch.equal(is_text, padding):
+        return None
+    row = torch.arange(batch_size, device=padding.device) * seqlen
+    bounds = torch.stack([row, row + first, row + first + length], 1).flatten()
+    end = bounds.new_tensor([batch_size * seqlen])
+    return Documents(torch.cat([bounds, end]).to(torch.int32), seqlen)
 
 
 class IntervalMask(Tensor):
