@@ -136,7 +136,10 @@ def padded(first: int, last: int, size: int = 9) -> list[bool]:
 def test_texts_between_padding(rows: list[list[bool]], bounds: list[int] | None) -> None:
     """Each sequence is what is in front of its text, the text, and what is behind."""
     keep = torch.tensor(rows)
-    texts = VisibleKeys(2, 9, 9, padding=keep).texts
+    visible = VisibleKeys(2, 9, 9, padding=keep)
+    assert visible.texts is None
+    visible.find_texts()
+    texts = visible.texts
     if bounds is None:
         assert texts is None
         return
@@ -144,12 +147,23 @@ def test_texts_between_padding(rows: list[list[bool]], bounds: list[int] | None)
     assert texts.cu_seqlens.dtype == torch.int32 and texts.cu_seqlens.tolist() == bounds
 
 
-def test_no_texts() -> None:
-    """Without padding, behind cached keys, and where rows see less than their text."""
-    keep = torch.tensor([padded(2, 9)])
-    assert VisibleKeys(1, 9, 9).texts is None
-    assert VisibleKeys(1, 5, 9, padding=keep).texts is None
-    assert VisibleKeys(1, 9, 9, padding=keep, window=3).needs_selection
+@pytest.mark.parametrize("rows, keep", [(9, None), (5, torch.tensor([padded(2, 9)]))])
+def test_no_texts(rows: int, keep: Tensor | None) -> None:
+    """Without padding, and behind cached keys."""
+    visible = VisibleKeys(1, rows, 9, padding=keep)
+    visible.find_texts()
+    assert visible.texts is None
+
+
+@pytest.mark.parametrize("name, has_texts", [("gemma2", True), ("llama", False)])
+def test_models_with_softcap_know_their_texts(name: str, has_texts: bool) -> None:
+    model = with_attention(make_model(name), "dmattn")
+    keep = torch.ones(2, SIZE, dtype=torch.bool)
+    keep[0, :31] = False
+    mask = make_mask(2, SIZE, SIZE, attention_mask=keep, config=model.config)
+    assert isinstance(mask, IntervalMask)
+    assert (mask.visible.texts is not None) == has_texts
+    assert (mask.to("meta").visible.texts is not None) == has_texts
 
 
 def test_offset_as_tensor() -> None:

@@ -148,8 +148,8 @@ def _as_described(visible: VisibleKeys, has_softcap: bool) -> _SeenKeys:
     key_len = visible.key_len
     if not visible.needs_selection:
         # Hopper's kernels have softcap over documents, and not over the listed keys of a mask.
-        if has_softcap and (texts := visible.texts) is not None:
-            return _SeenKeys(key_len, True, documents=texts)
+        if has_softcap and visible.texts is not None:
+            return _SeenKeys(key_len, True, documents=visible.texts)
         return _SeenKeys(key_len, True, visible.key_mask)
     if visible.window is None and visible.padding is None and visible.documents is not None:
         return _SeenKeys(key_len, True, documents=visible.documents)

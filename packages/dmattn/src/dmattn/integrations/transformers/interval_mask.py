@@ -54,6 +54,12 @@ class VisibleKeys:
         documents: in place of document_ids, without padding either.
         first_key: position of the first key, as chunks count.
         device: of the tensors.
+
+    Attributes:
+        texts: each sequence as three documents, its text, what is before and what is behind, in
+            which rows of padding, which mean nothing, see other padding. None unless `find_texts`
+            was called; without padding, where a text has padding within, and where there are more
+            keys than rows.
     """
 
     def __init__(
@@ -80,7 +86,7 @@ class VisibleKeys:
         self._copies: dict[torch.device, VisibleKeys] = {}
         self._within: tuple[Any, VisibleKeys] | None = None
         self._documents = documents
-        self._texts: tuple[Documents | None] | None = None
+        self.texts: Documents | None = None
         self._selection: KeySelection | None = None
 
     @property
@@ -106,17 +112,13 @@ class VisibleKeys:
             self._documents = _find_documents(self.document_ids)
         return self._documents
 
-    @property
-    def texts(self) -> Documents | None:
-        """Texts with padding as three documents each: the text, what is before and what is behind.
+    def find_texts(self) -> None:
+        """Set `texts`, for which the host waits for the device.
 
-        Rows of padding, which mean nothing, then see other padding. None without padding, where a
-        text has padding within, and where there are more keys than rows. The host waits to know.
+        Not where it is asked for: that may be while a CUDA graph is captured, or torch compiles.
         """
-        if self._texts is None:
-            padding = self.padding if self.query_len == self.key_len else None
-            self._texts = (None if padding is None else _find_texts(padding),)
-        return self._texts[0]
+        if self.padding is not None and self.query_len == self.key_len:
+            self.texts = _find_texts(self.padding)
 
     @property
     def selection(self) -> KeySelection | None:
@@ -196,9 +198,11 @@ class VisibleKeys:
             def moved(t: Tensor | None) -> Tensor | None:
                 return None if t is None else t.to(device)
 
-            documents = self._documents
-            if documents is not None:
-                documents = documents._replace(cu_seqlens=documents.cu_seqlens.to(device))
+            def moved_bounds(documents: Documents | None) -> Documents | None:
+                if documents is None:
+                    return None
+                return documents._replace(cu_seqlens=documents.cu_seqlens.to(device))
+
             self._copies[device] = VisibleKeys(
                 self.batch_size,
                 self.query_len,
@@ -208,10 +212,11 @@ class VisibleKeys:
                 chunk=self.chunk,
                 left_padding=moved(self.left_padding),
                 document_ids=moved(self.document_ids),
-                documents=documents,
+                documents=moved_bounds(self._documents),
                 first_key=self.first_key,
                 device=device,
             )
+            self._copies[device].texts = moved_bounds(self.texts)
         return self._copies[device]
 
 

@@ -116,6 +116,7 @@ def make_mask(
     if not q_length <= key_len <= kv_length:
         return make_dense()
     visible = _visible_keys(batch_size, q_length, key_len, pattern, padding, kv_offset, device)
+    _find_texts(visible, config)
     if visible.is_plain and allow_is_causal_skip and key_len == kv_length:
         return None
     if q_length == 1:
@@ -215,6 +216,13 @@ def _visible_keys(
         first_key=first_key,
         device=device,
     )
+
+
+def _find_texts(visible: VisibleKeys, config: Any) -> None:
+    """For layers with softcap, which `attention_forward` then has attend within texts."""
+    has_softcap = getattr(config, "attn_logit_softcapping", None) is not None
+    if has_softcap and not visible.needs_selection:
+        visible.find_texts()
 
 
 def _padding(attention_mask: Tensor | None, kv_length: int, kv_offset: int) -> Tensor | None:
