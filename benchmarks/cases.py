@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import random
+from typing import Any
 
 WINDOWS_A_SIDE = 8  # of the images that windows are cut from
 
@@ -158,6 +159,10 @@ def _dense_bias() -> list[Case]:
     ]
 
 
+_S8192_H8_D256: dict[str, Any] = {"seqlen_q": 8192, "seqlen_k": 8192, "head_dim": 256}
+_S8192_H8_D256 |= {"nheads": 8, "nheads_k": 8}
+
+
 def _features() -> list[Case]:
     """What masks and biases cost, or save, beside the same call without them."""
     plain = Case("", "", (), head_dim=128)
@@ -179,12 +184,8 @@ def _features() -> list[Case]:
             group=TILES,
             name="B1 S8192 H8 D256",
             contenders=("dmattn_masked", "dmattn_no_bias", "flex_tiles"),
-            seqlen_q=8192,
-            seqlen_k=8192,
-            nheads=8,
-            nheads_k=8,
-            head_dim=256,
             tiles=0.5,
+            **_S8192_H8_D256,
         ),
         dataclasses.replace(
             plain,
@@ -218,11 +219,7 @@ def _deterministic() -> list[Case]:
     wide_tiles = dataclasses.replace(
         tiles,
         name="half of the tiles B1 S8192 H8 D256",
-        seqlen_q=8192,
-        seqlen_k=8192,
-        nheads=8,
-        nheads_k=8,
-        head_dim=256,
+        **_S8192_H8_D256,
     )
     sliding = dataclasses.replace(
         dense,

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from gpu.sanitizer_launch import Launch
 
-# The dense forward of Hopper has kernels for more head dimensions, and one for few rows; its
-# dense backward has one without and one with softcap for more than 128, and one for windows.
+# The dense forward of Hopper has kernels for more head dimensions, and one for few rows.
 HOPPER = (
     Launch("dense rows", 70, 133, wants=""),
     Launch("dense rows, long", 1100, 133, causal=True, wants=""),

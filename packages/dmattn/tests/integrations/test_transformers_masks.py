@@ -120,17 +120,17 @@ def test_description(pattern: Any, lengths: tuple[int, int, int, int], padded: b
     assert (skipped is None) == is_plain
 
 
-def padded(first: int, last: int, size: int = 9) -> list[bool]:
+def text_at(first: int, last: int, size: int = 9) -> list[bool]:
     return [first <= i < last for i in range(size)]
 
 
 @pytest.mark.parametrize(
     "rows, bounds",
     [
-        ([padded(2, 9), padded(0, 9)], [0, 2, 9, 9, 9, 18, 18]),
-        ([padded(0, 5), padded(3, 7)], [0, 0, 5, 9, 12, 16, 18]),
-        ([padded(4, 4), padded(8, 9)], [0, 0, 0, 9, 17, 18, 18]),  # nothing but padding
-        ([padded(0, 9), [True, False] * 4 + [True]], None),  # within the text
+        ([text_at(2, 9), text_at(0, 9)], [0, 2, 9, 9, 9, 18, 18]),
+        ([text_at(0, 5), text_at(3, 7)], [0, 0, 5, 9, 12, 16, 18]),
+        ([text_at(4, 4), text_at(8, 9)], [0, 0, 0, 9, 17, 18, 18]),  # nothing but padding
+        ([text_at(0, 9), [True, False] * 4 + [True]], None),  # within the text
     ],
 )
 def test_texts_between_padding(rows: list[list[bool]], bounds: list[int] | None) -> None:
@@ -147,7 +147,7 @@ def test_texts_between_padding(rows: list[list[bool]], bounds: list[int] | None)
     assert texts.cu_seqlens.dtype == torch.int32 and texts.cu_seqlens.tolist() == bounds
 
 
-@pytest.mark.parametrize("rows, keep", [(9, None), (5, torch.tensor([padded(2, 9)]))])
+@pytest.mark.parametrize("rows, keep", [(9, None), (5, torch.tensor([text_at(2, 9)]))])
 def test_no_texts(rows: int, keep: Tensor | None) -> None:
     """Without padding, and behind cached keys."""
     visible = VisibleKeys(1, rows, 9, padding=keep)

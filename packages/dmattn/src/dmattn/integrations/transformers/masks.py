@@ -116,7 +116,7 @@ def make_mask(
     if not q_length <= key_len <= kv_length:
         return make_dense()
     visible = _visible_keys(batch_size, q_length, key_len, pattern, padding, kv_offset, device)
-    _find_texts(visible, config)
+    _find_texts_for_softcap(visible, config)
     if visible.is_plain and allow_is_causal_skip and key_len == kv_length:
         return None
     if q_length == 1:
@@ -218,8 +218,8 @@ def _visible_keys(
     )
 
 
-def _find_texts(visible: VisibleKeys, config: Any) -> None:
-    """For layers with softcap, which `attention_forward` then has attend within texts."""
+def _find_texts_for_softcap(visible: VisibleKeys, config: Any) -> None:
+    """Where layers have softcap, `attention_forward` has them attend within texts."""
     has_softcap = getattr(config, "attn_logit_softcapping", None) is not None
     if has_softcap and not visible.needs_selection:
         visible.find_texts()
