@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import dmattn
-from attention.cases import Case, build
-from attention.driver import check
+from attention.cases import Case, build, case_id
+from attention.driver import check, run
 
 pytestmark = pytest.mark.each_family
 
@@ -43,6 +43,41 @@ def test_subset(wants: str, bias: str, mask: str, deterministic: bool) -> None:
 @pytest.mark.parametrize("head_dim", [128, 256])
 def test_subset_other_head_dims(wants: str, head_dim: int) -> None:
     check(Case(150, 180, head_dim=head_dim, bias="bk1k", mask="bk1k", wants=wants, dtype="f16"))
+
+
+@pytest.mark.parametrize("wants", ["q", "k", "v", "qv", "kv"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(700, 900, 2, 4, 2, 128, causal=True),
+        Case(513, 513, 1, 8, 1, 72, dtype="f16"),
+        Case(600, 1300, 2, 4, 2, 64, mask="b1qk", mask_fill="blocks", deterministic=True),
+        Case(600, 1304, 2, 8, 2, 128, bias="11qk", bias_f32=True, deterministic=True),
+        Case(600, 1300, 1, 4, 2, 256, mask="bkqk", bias="b1qk", causal=True),
+        Case(500, 100, 2, 4, 4, 128),  # keys of one tile
+        Case(900, 1100, 1, 8, 1, 192, softcap=5.0),
+    ],
+    ids=case_id,
+)
+def test_subset_of_long_calls(wants: str, case: Case) -> None:
+    """On Hopper all gradients are computed then, and those that nobody asked for are dropped."""
+    check(case.with_(wants=wants, dlse=True))
+
+
+@pytest.mark.parametrize("wants", ["q", "k", "v", "qk", "qv", "kv", "b", "vb"])
+@pytest.mark.parametrize("head_dim", [64, 128, 192])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_subset_over_kept_keys(wants: str, head_dim: int, deterministic: bool) -> None:
+    case = Case(700, 900, 2, 4, 2, head_dim, causal=True, bias="bk1k", wants=wants)
+    problem = build(case)
+    found = run(problem, deterministic, window_size=200)
+    whole = run(problem.with_(wants="qkvb"), deterministic, window_size=200)
+    for name, got in found.items():
+        if name == "out" or name == "lse":
+            continue
+        torch.testing.assert_close(got.float(), getattr(whole, name).float(), atol=2e-2, rtol=2e-2)
+    for letter in "qkv":
+        assert (getattr(found, f"d{letter}") is not None) == (letter in wants)
 
 
 def test_unasked_stay_none() -> None:

@@ -153,7 +153,7 @@ void launch_rounds(const BwdPlan& plan, const dmattn_bwd_params& p, bool is_clea
       finish_dbias(plan, stream);
       tell_keys_are_written(p, stream);
     }
-    if (kernel.dq_accum != nullptr) {
+    if (kernel.dq_accum != nullptr && !plan.spares.dq) {
       check_cuda(convert_dq(bwd_round_dq(plan, round), plan.unit.dtype, stream), "rounding dq");
     }
   });

@@ -29,7 +29,7 @@ struct KernelSet {
   DqOrder (*dq_order)(const BwdTile& tile);
   // Whether its forward units compute this problem; nullptr: every one that they are compiled for.
   bool (*serves_fwd)(const FwdParams& p, Level level, bool gathered);
-  // Whether its backward units compute this problem, which wants all three gradients. It is dense, with or without a
+  // Whether its backward units, which always find all three gradients, compute this problem. It is dense, with or without a
   // dense mask, a window and a bias (then without softcap beside a mask or a bias, up to head_dim 128 without a mask
   // beside an fp32 bias for each row and key, and deterministic only as far as warps take turns, see plan/bwd.cpp; one
   // for each key is that of a group); or of packed sequences with neither a mask nor a bias; or gathered, of lists for

@@ -276,6 +276,12 @@ std::string describe(const BwdPlan& plan, const BwdRound& round, const BwdParams
   json.put("row_block_begin", p.row_block_begin);
   json.put("row_blocks", p.row_blocks);
   json.put_address("dk", p.dk);
+  json.put_address("dv", p.dv);
+  json.put_strides("dk_stride", p.dk_stride);
+  json.put_strides("dv_stride", p.dv_stride);
+  json.put("spares.dq", plan.spares.dq);
+  json.put("spares.dk", plan.spares.dk);
+  json.put("spares.dv", plan.spares.dv);
   json.put_address("dq_semaphore", p.dq_semaphore);
   json.put_address("dkv_semaphore", p.dkv_semaphore);
   json.put_address("work_counter", p.work_counter);

@@ -40,10 +40,18 @@ struct BwdRound {
   bool continues() const { return group > 0 || row_block > 0; }
 };
 
+// Gradients that nobody asked for, of kernels that always compute all three. dk and dv go to the workspace, dq stays
+// in its sums.
+struct SpareGradients {
+  bool dq = false, dk = false, dv = false;
+};
+
 struct BwdPlan {
   bool zeros = false;     // no query or no key: every gradient is 0
   bool launches = false;  // the attention kernel has something to do
-  bool wants_dq = false, wants_dk = false, wants_dv = false;
+  bool wants_dq = false, wants_dk = false,
+       wants_dv = false;  // of the kernel; of these nobody else wants the spare ones
+  SpareGradients spares;
   bool has_lse_rest = false;
   KeyWalk walk = KeyWalk::kTiled;
   Unit unit;
