@@ -42,6 +42,14 @@ ORDERED = [
     Case(520, 2096, 2, 4, 4, 64, bias="11qk", causal=True),
     Case(520, 2096, 2, 4, 4, 128, bias="1hqk", bias_f32=True, mask="b11k"),
     Case(900, 1700, 1, 8, 1, 128, bias="1k1k", mask="bk1k"),
+    # Those that share the gradient of a bias take turns at it: batches, heads, the heads of a
+    # group; or come in launches that follow one another, where their masks differ.
+    Case(700, 1304, 3, 4, 2, 64, bias="1hqk", causal=True),
+    Case(700, 1304, 3, 8, 2, 128, bias="11qk", mask="11qk", mask_fill="blocks", causal=True),
+    Case(520, 1304, 2, 8, 2, 96, bias="bkqk", dtype="f16"),
+    Case(520, 1304, 3, 4, 4, 128, bias="11qk", bias_f32=True),
+    Case(700, 1304, 2, 8, 2, 64, bias="1kqk", bias_f32=True, mask="111k", causal=True),
+    Case(520, 1304, 3, 4, 4, 64, bias="1hqk", mask="b1qk", mask_fill="blocks"),
     Case(2500, 2700, 2, 4, 2, 80, mask="bk1k", causal=True),
     # Wide heads, which read masks and biases of any strides; the last one has parts of few tiles.
     Case(700, 1300, 2, 8, 2, 256, mask="1hqk", mask_fill="blocks", causal=True),

@@ -358,6 +358,8 @@ struct BwdParams {
   bool mirrors_items = false;    // on Hopper, with levels kPlain and kPacked: see BwdArguments
   ChunkTerms terms;
   BiasPairs bias_pairs = BiasPairs::kNone;
+  // On Hopper, where what shares dbias adds to it in a fixed order: see BwdArguments.
+  int32_t* dbias_semaphore = nullptr;
 };
 
 }  // namespace dmattn

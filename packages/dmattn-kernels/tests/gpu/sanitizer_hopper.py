@@ -98,6 +98,24 @@ HOPPER_BWD = (
         bias_f32=True,
         deterministic=True,
     ),
+    # And at the gradient of a bias that heads of a group and batches share.
+    Launch(
+        "dense rows, shared bias, deterministic",
+        *(200, 264, 3, 4, 2),
+        bias="11qk",
+        mask="11qk",
+        kept=0.0001,
+        causal=True,
+        deterministic=True,
+    ),
+    Launch(
+        "dense rows, shared fp32 bias, deterministic",
+        *(200, 264, 3, 4, 2),
+        bias="1kqk",
+        bias_f32=True,
+        mask="111k",
+        deterministic=True,
+    ),
     Launch(
         "dense rows, key bias, deterministic",
         *(200, 261, 2, 4, 1),

@@ -283,6 +283,7 @@ std::string describe(const BwdPlan& plan, const BwdRound& round, const BwdParams
   json.put("spares.dk", plan.spares.dk);
   json.put("spares.dv", plan.spares.dv);
   json.put_address("dq_semaphore", p.dq_semaphore);
+  json.put_address("dbias_semaphore", p.dbias_semaphore);
   json.put_address("dkv_semaphore", p.dkv_semaphore);
   json.put_address("work_counter", p.work_counter);
   json.put_address("dk_slots", p.dk_slots);

@@ -28,6 +28,12 @@ LENGTH = 4096
 DENSE = (1, 16, LENGTH, LENGTH)
 OF_PAIRS = (1, 8, LENGTH, LENGTH)
 OF_GROUPS = (1, 4, LENGTH, LENGTH)
+# Heads of a group, of which each has a mask of its own, share a bias.
+OTHER_MASKS = {
+    "nheads_k": 4,
+    "bias": tensor(OF_GROUPS),
+    "mask": mask(1, 16, LENGTH, LENGTH),
+}
 WITH_DBIAS = "dq dk dv dbias"
 
 
@@ -158,7 +164,7 @@ def test_a_key_mask_beside_a_dense_bias(
         {"bias": tensor(DENSE, stride=(0, LENGTH * LENGTH, 1, LENGTH))},
         {"seqlen_k": 4095, "bias": tensor((1, 16, LENGTH, 4095)), "deterministic": 1},
         {"bias": tensor(DENSE, stride=(0, LENGTH * 4100, 4100, 1)), "deterministic": 1},
-        {"gradients": WITH_DBIAS, "nheads_k": 4, "bias": tensor(OF_GROUPS), "deterministic": 1},
+        {"gradients": WITH_DBIAS, "deterministic": 1, **OTHER_MASKS},
         {"softcap": 30.0},
         {"bias": tensor((1, 16, LENGTH, 1)), "mask": mask(1, 1, 1, LENGTH)},
         {"softmax_lse_rest": Tensor()},
@@ -170,7 +176,7 @@ def test_a_key_mask_beside_a_dense_bias(
             "strided columns",
             "odd rows, deterministic",
             "rows on 8 bytes, deterministic",
-            "gradient of groups, deterministic",
+            "gradient of groups with other masks, deterministic",
             "softcap",
             "of rows, key mask",
             "no rest of lse",
@@ -208,7 +214,7 @@ def test_rows_that_tma_does_not_take(
 
 
 @pytest.mark.parametrize(
-    "arguments, per_batch",
+    "arguments, sharers",
     [
         ({}, 0),
         ({"mask": mask(1, 1, LENGTH, LENGTH), "nheads_k": 4}, 0),
@@ -216,7 +222,7 @@ def test_rows_that_tma_does_not_take(
         ({"bias": tensor((1, 1, 1, LENGTH), FLOAT32)}, 0),
         ({"gradients": WITH_DBIAS}, 0),
         ({"gradients": WITH_DBIAS, "batch": 2}, 0),
-        ({"gradients": WITH_DBIAS, "batch": 3}, 1),
+        ({"gradients": WITH_DBIAS, "batch": 3}, 3),
         ({"gradients": WITH_DBIAS, "bias": tensor((1, 1, 1, LENGTH)), "nheads_k": 4}, 0),
     ],
     ids=[
@@ -226,20 +232,75 @@ def test_rows_that_tma_does_not_take(
 )
 @pytest.mark.parametrize("head_dim", [40, 64, 96, 128])
 def test_a_fixed_order(
-    probe: ctypes.CDLL, arguments: dict[str, Any], per_batch: int, head_dim: int
+    probe: ctypes.CDLL, arguments: dict[str, Any], sharers: int, head_dim: int
 ) -> None:
-    """Blocks of keys take turns at dq. What several batches add to dbias comes in one launch each,
-    but for two terms, whose order makes no difference."""
+    """Blocks of keys take turns at dq, and batches at a dbias that they share, unless it is a sum
+    of two terms, whose order makes no difference."""
     plan = plan_of(probe, **arguments, head_dim=head_dim, deterministic=1)
-    assert (plan["arch"], plan["per_batch"], plan["bias_pairs"]) == (90, per_batch, 0)
+    assert (plan["arch"], plan["per_batch"], plan["bias_pairs"]) == (90, 0, 0)
     assert plan["dq_semaphore"] and plan["work_counter"]
-    assert not plan_of(probe, **arguments, head_dim=head_dim)["dq_semaphore"]
+    assert bool(plan["dbias_semaphore"]) == (sharers > 0)
+    other = plan_of(probe, **arguments, head_dim=head_dim)
+    assert not other["dq_semaphore"] and not other["dbias_semaphore"]
+
+
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32])
+@pytest.mark.parametrize(
+    "of_bias, of_mask",
+    [
+        ((1, 1), None),
+        ((1, 4), None),
+        ((1, 16), None),
+        ((3, 1), None),
+        ((3, 4), None),
+        ((1, 1), (1, 1)),
+        ((1, 4), (1, 4)),
+        ((3, 1), (3, 1)),
+    ],
+)
+def test_turns_at_a_gradient_that_is_shared(
+    probe: ctypes.CDLL, of_bias: tuple[int, int], of_mask: tuple[int, int] | None, dtype: int
+) -> None:
+    """One launch, with a counter for each tile of the gradient, which starts at zero."""
+    bias = tensor((*of_bias, LENGTH, LENGTH), dtype)
+    given: dict[str, Any] = {"bias": bias, "batch": 3, "nheads_k": 4}
+    if of_mask is not None:
+        given["mask"] = mask(*of_mask, 1 if dtype == FLOAT32 else LENGTH, LENGTH)
+    plan = plan_of(probe, WITH_DBIAS, deterministic=1, **given)
+    assert (plan["arch"], plan["dbias_kind"]) == (90, DB_ACCUM)
+    assert (plan["per_batch"], plan["per_head_k"], plan["per_group"]) == (0, 0, 0)
+    batches = 1 if of_bias[0] == 1 else plan["round.batches"]
+    heads = 1 if of_bias[1] == 1 else plan["round.heads_k"] * of_bias[1] // 4
+    tiles = batches * heads * (LENGTH // 64) * (LENGTH // 128)
+    first = plan["dbias_semaphore"]
+    cleared = plan["scratch_zeros"] + plan["once_zero_bytes"]
+    assert cleared <= first and first + 4 * tiles <= cleared + plan["counter_zero_bytes"]
+    others = [plan[name] for name in ("dq_semaphore", "work_counter", "dkv_semaphore")]
+    assert all(not first <= other < first + 4 * tiles for other in others)
+
+
+@pytest.mark.parametrize("head_dim", [128, 256])
+@pytest.mark.parametrize(
+    "of_bias, of_mask", [((1, 16), (3, 1)), ((3, 1), (3, 16)), ((1, 1), (3, 1))]
+)
+def test_others_that_share_it_have_other_tiles(
+    probe: ctypes.CDLL, of_bias: tuple[int, int], of_mask: tuple[int, int], head_dim: int
+) -> None:
+    """Nobody then knows whose turn it is: launches follow one another."""
+    bias = tensor((*of_bias, LENGTH, LENGTH))
+    given = {"bias": bias, "batch": 3, "mask": mask(*of_mask, LENGTH, LENGTH)}
+    plan = plan_of(probe, WITH_DBIAS, deterministic=1, head_dim=head_dim, **given)
+    assert plan["arch"] == 90 and not plan["dbias_semaphore"]
+    shares_heads = of_bias[1] == 1
+    assert (plan["per_batch"], plan["per_head_k"]) == (1, int(shares_heads))
 
 
 def test_launches_that_follow_one_another(probe: ctypes.CDLL) -> None:
-    """One for each batch and head that share dbias. Each counts its own items."""
+    """One for each batch and head that share dbias, if batches have masks of their own. Each counts
+    its own items."""
     bias = tensor((1, 1, LENGTH, LENGTH), FLOAT32)
     given = {"bias": bias, "deterministic": 1, "batch": 3, "nheads": 8, "nheads_k": 8}
+    given["mask"] = mask(3, 1, 1, LENGTH)
     found = [
         plan_of(probe, WITH_DBIAS, launch=(batch, head, 0), **given)
         for batch in range(3)

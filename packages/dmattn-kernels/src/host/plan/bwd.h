@@ -20,7 +20,7 @@ namespace dmattn {
 // The launches of one backward call. Usually one; one per batch, kv head or head of the group
 //  - where each query head has its own list of keys (per_group): a block then serves one list,
 //  - where a deterministic dbias is shared between heads or batches: a launch adds to each entry at most once, and
-//    launches follow one another, and
+//    launches follow one another, unless blocks take turns at it (BwdPlan::orders_dbias), and
 //  - where a deterministic key dbias comes from lists of row blocks (per_group): blocks add to it in turn, at their
 //    end. Not on Hopper, where a block has the sums of all heads of a group.
 struct BwdSequence {
@@ -99,6 +99,7 @@ struct BwdPlan {
   void* dbias = nullptr;
   Dtype dbias_dtype = Dtype::kNone;
   float* dbias_accum = nullptr;
+  bool orders_dbias = false;    // kAccum, deterministic: blocks of one launch take turns at it
   bool has_dbias_sums = false;  // kAccum: sums are apart from dbias, with the strides of the kernel's parameters
   int64_t dbias_elements = 0;   // of dbias itself
   int64_t dbias_keys = 0;       // of these, in a row

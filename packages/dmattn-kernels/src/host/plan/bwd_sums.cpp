@@ -232,6 +232,14 @@ int32_t dq_blocks_of(const BwdPlan& plan, const BwdRound& round) {
   return round.row_blocks * (plan.list_rows / plan.tile.block_m);
 }
 
+// Tiles of the part of dbias that a round adds to.
+int64_t dbias_tiles(const BwdPlan& plan, const BwdRound& round) {
+  const BwdParams& p = plan.kernel;
+  const int64_t batches = p.dbias_batch_stride == 0 ? 1 : round.batches;
+  const int64_t heads = p.dbias_head_stride == 0 ? 1 : int64_t{round.heads_k} * p.head_ratio / p.bias.head_ratio;
+  return batches * heads * ceil_div(p.seqlen_q, plan.tile.block_m) * ceil_div(p.seqlen_k, plan.tile.block_n);
+}
+
 // Whether dk and dv are added up by key: in launches that follow one another, or from lists of many row blocks.
 bool needs_dkv_accum(const BwdPlan& plan, const BwdRound& round, const Splits& splits) {
   if (plan.keeps_terms || plan.has_whole_items) return false;
@@ -243,6 +251,7 @@ struct Accumulators {
   int32_t* work_counter = nullptr;
   float* dq = nullptr;
   int32_t* dq_semaphore = nullptr;
+  int32_t* dbias_semaphore = nullptr;
   int32_t* dkv_semaphore = nullptr;
   float* dk = nullptr;
   float* dv = nullptr;
@@ -261,6 +270,7 @@ Accumulators place_accumulators(const BwdPlan& plan, const BwdRound& round, int3
   const size_t begin = workspace.bytes();
   const bool takes_turns = kernel.deterministic || suits_turns(plan, round);
   if (plan.wants_dq && takes_turns) sums.dq_semaphore = workspace.take<int32_t>(blocks);
+  if (plan.orders_dbias) sums.dbias_semaphore = workspace.take<int32_t>(dbias_tiles(plan, round));
   if (plan.resident_blocks > 0) sums.work_counter = workspace.take<int32_t>(work_counters_of(plan, round));
   if (kernel.deterministic && has_row_block_lists(plan) && !plan.keeps_terms) {
     const int64_t turns = plan.chunk_blocks > 0 ? ceil_div(round.row_blocks, plan.chunk_blocks) : 1;
@@ -576,6 +586,7 @@ void place_sums(BwdPlan& plan, Workspace& workspace) {
   const Accumulators sums = place_accumulators(plan, plan.round, kernel.dq_blocks, plan.has_dkv_accum, workspace);
   kernel.dq_accum = sums.dq;
   kernel.dq_semaphore = sums.dq_semaphore;
+  kernel.dbias_semaphore = sums.dbias_semaphore;
   kernel.work_counter = sums.work_counter;
   kernel.dkv_semaphore = sums.dkv_semaphore;
   kernel.dk_accum = sums.dk;

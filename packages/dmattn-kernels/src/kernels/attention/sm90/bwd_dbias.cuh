@@ -7,6 +7,40 @@
 
 namespace dmattn::sm90 {
 
+// Whether dbias is shared, and added up in a fixed order.
+template <class T>
+__device__ __forceinline__ bool orders_dbias(const BwdArguments& p) {
+  return T::kDenseBias && T::kHasTurnWarps && p.dbias_semaphore != nullptr;
+}
+
+// Where a consumer's panels of a tile go.
+struct DbiasPlace {
+  int key, row, head, batch;
+};
+template <class T>
+__device__ __forceinline__ DbiasPlace find_dbias_place(const BwdArguments& p, const BwdItem& item, int head, int m,
+                                                       int consumer) {
+  return {item.n_block * T::kBlockN + consumer * kPanelKeys, m * T::kBlockM, head / p.dbias_head_ratio,
+          item.batch * p.dbias_batch_step};
+}
+__device__ __forceinline__ void send_dbias_by_tma(const BwdArguments& p, const void* panel, const DbiasPlace& to) {
+  if (p.dbias_kind == DbiasKind::kTile) {
+    cute::SM90_TMA_STORE_4D::copy(&p.dbias_tiles, panel, to.key, to.row, to.head, to.batch);
+  } else {
+    cute::SM90_TMA_REDUCE_ADD_4D::copy(&p.dbias_tiles, panel, to.key, to.row, to.head, to.batch);
+  }
+}
+// In fp32. `tile`: that of both consumers.
+template <class T>
+__device__ __forceinline__ void send_wide_dbias(const BwdArguments& p, const float* tile, int consumer, DbiasPlace to) {
+  constexpr int kPanel = T::kBlockM * kWidePanelKeys, kPanels = kPanelKeys / kWidePanelKeys;
+#pragma unroll
+  for (int panel = 0; panel < kPanels; ++panel) {
+    send_dbias_by_tma(p, tile + (consumer * kPanels + panel) * kPanel, to);
+    to.key += kWidePanelKeys;
+  }
+}
+
 // The part of a tensor that begins with a tile's first row and key, and how many of them there are.
 struct DbiasPart {
   void* to;  // fp32 or 16-bit

@@ -13,18 +13,25 @@ namespace dmattn::sm90 {
 
 // Counters of turns, in memory.
 //
+// Without a fence: behind pass_turn() of another one.
+__device__ __forceinline__ void count_turn(int32_t* counter) {
+  asm volatile("red.relaxed.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
+}
 // Who passes a turn on says by the fence that what it has added comes before. Bulk additions have to be complete by
 // then (wait_for_bulk()), and those of other threads of the block to come before a barrier between them and this one.
 __device__ __forceinline__ void pass_turn(int32_t* counter) {
   asm volatile("fence.acq_rel.gpu;" ::: "memory");
-  asm volatile("red.relaxed.gpu.global.add.s32 [%0], 1;" ::"l"(counter) : "memory");
+  count_turn(counter);
 }
 // Where several pass a turn on, some of them may have passed on the next one already.
-__device__ __forceinline__ void wait_for_turn(const int32_t* counter, int at_least) {
+__device__ __forceinline__ int read_turn(const int32_t* counter) {
   int32_t now;
-  do {
-    asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
-  } while (now < at_least);
+  asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(now) : "l"(counter) : "memory");
+  return now;
+}
+__device__ __forceinline__ void wait_for_turn(const int32_t* counter, int at_least) {
+  while (read_turn(counter) < at_least) {
+  }
 }
 // Without a fence: only after the next one may what is added rely on the value.
 __device__ __forceinline__ int peek_at_turn(const int32_t* counter) {

@@ -446,7 +446,7 @@ struct PackedSteps : std::conditional_t<T::kOrdered, HeadSteps<T>, MirroredSteps
 template <class T>
 using BwdSteps =
     std::conditional_t<T::kPacked, PackedSteps<T>,
-                       std::conditional_t<T::kOrdered, HeadSteps<T>,
+                       std::conditional_t<T::kOrdered || T::kHasTurnWarps, HeadSteps<T>,
                                           std::conditional_t<T::kMirrors, MirroredSteps<T>,
                                                              std::conditional_t<T::kGathered, ListSteps, RowSteps>>>>;
 

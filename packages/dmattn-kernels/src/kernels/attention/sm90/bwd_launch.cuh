@@ -38,7 +38,7 @@ void choose_sections(BwdArguments& a, int64_t part_bytes, int64_t items_of_part,
   if (last_parts >= a.all_parts) return;
   int64_t section_parts = kBwdSectionBytes / std::max<int64_t>(part_bytes, 1);
   const bool takes_turns = T::kOrdered || a.dq_semaphore != nullptr;
-  const bool are_even = T::kHasTurnWarps && !a.is_causal;
+  const bool are_even = (T::kHasTurnWarps || (T::kCluster > 1 && T::kMasked)) && !a.is_causal;
   if (takes_turns) section_parts = std::max(section_parts, blocks / (are_even ? kBlocksOfEvenTurns : kBlocksOfTurns));
   a.section_parts = static_cast<int32_t>(std::clamp<int64_t>(section_parts, 1, a.all_parts));
   a.sections = static_cast<int32_t>((a.all_parts - last_parts) / a.section_parts);
@@ -88,16 +88,36 @@ cudaError_t fill_tiles(BwdArguments& a, const BwdParams& p, int64_t blocks, cons
   choose_sections<T>(a, head_bytes * a.group_heads / p.num_splits * T::kMembers, a.n_blocks, blocks);
   return status;
 }
+inline Strides3 bias_strides(const BwdParams& p) {
+  return {p.bias.batch_stride, p.bias.head_stride, p.bias.row_stride};
+}
+inline Strides3 dbias_strides(const BwdParams& p) {
+  return {p.dbias_batch_stride, p.dbias_head_stride, p.dbias_row_stride};
+}
 // Whether the rows of dbias, or of its sums, start on 16 bytes.
 inline bool has_tma_dbias(const BwdParams& p) {
   const bool is_wide = p.bias.kind == BiasKind::kDirect || p.dbias_kind == DbiasKind::kAccum;
-  const Strides3 to = {p.dbias_batch_stride, p.dbias_head_stride, p.dbias_row_stride};
-  return p.dbias_kind == DbiasKind::kNone || has_tma_rows(p.dbias, to, is_wide ? 4 : 2);
+  return p.dbias_kind == DbiasKind::kNone || has_tma_rows(p.dbias, dbias_strides(p), is_wide ? 4 : 2);
 }
 // Whether rows of a 16-bit bias do not start on 16 bytes, and there is no gradient, whose rows may.
 inline bool has_odd_bias_alone(const BwdParams& p) {
-  const Strides3 strides = {p.bias.batch_stride, p.bias.head_stride, p.bias.row_stride};
-  return p.dbias_kind == DbiasKind::kNone && p.bias.kind == BiasKind::kTile && !has_tma_rows(p.bias.ptr, strides, 2);
+  return p.dbias_kind == DbiasKind::kNone && p.bias.kind == BiasKind::kTile &&
+         !has_tma_rows(p.bias.ptr, bias_strides(p), 2);
+}
+// Which batches and heads share a bias, and its gradient. A stride of 0: all of them.
+inline void fill_bias_sharing(BwdArguments& a, const BwdParams& p) {
+  a.lse_rest = p.lse_rest;
+  a.batches = p.batch;
+  a.bias_batch_step = p.bias.batch_stride != 0 ? 1 : 0;
+  a.bias_head_ratio = p.bias.head_stride != 0 ? p.bias.head_ratio : p.nheads;
+  a.dbias_kind = p.dbias_kind;
+  if (p.dbias_kind == DbiasKind::kNone) return;
+  a.dbias_batch_step = p.dbias_batch_stride != 0 ? 1 : 0;
+  a.dbias_head_ratio = p.dbias_head_stride != 0 ? p.bias.head_ratio : p.nheads;
+  a.dbias_semaphore = p.dbias_semaphore;
+}
+inline TensorExtents bias_extents(const BwdParams& p, int32_t batch_step, int32_t head_ratio) {
+  return {batch_step != 0 ? p.batch : 1, p.seqlen_q, p.nheads / head_ratio, p.seqlen_k};
 }
 // The bias as tiles; where its gradient goes.
 template <class T>
@@ -105,17 +125,12 @@ cudaError_t fill_bias(BwdArguments& a, const BwdParams& p) {
   const BiasParams& bias = p.bias;
   const TensorMapper mapper(T::kWideBias ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : tensor_map_dtype<typename T::Element>(),
                             T::kBiasPanelKeys);
-  const bool has_batches = bias.batch_stride != 0, has_heads = bias.head_stride != 0;
-  a.lse_rest = p.lse_rest;
+  fill_bias_sharing(a, p);
   if constexpr (T::kWideBias) a.mask = p.mask;
-  a.batches = p.batch;
-  a.bias_batch_step = has_batches ? 1 : 0;
-  a.bias_head_ratio = has_heads ? bias.head_ratio : p.nheads;
-  const TensorExtents extents = {has_batches ? p.batch : 1, p.seqlen_q, p.nheads / a.bias_head_ratio, p.seqlen_k};
-  const Strides3 strides = {bias.batch_stride, bias.head_stride, bias.row_stride};
   cudaError_t status = cudaSuccess;
-  if (has_tma_rows(bias.ptr, strides, sizeof(typename T::BiasElement))) {
-    status = mapper.map(a.bias_tiles, bias.ptr, strides, extents, T::kBlockM);
+  if (has_tma_rows(bias.ptr, bias_strides(p), sizeof(typename T::BiasElement))) {
+    const TensorExtents extents = bias_extents(p, a.bias_batch_step, a.bias_head_ratio);
+    status = mapper.map(a.bias_tiles, bias.ptr, bias_strides(p), extents, T::kBlockM);
   } else {
     a.bias_rows = bias_rows_of(bias, p.seqlen_q, p.seqlen_k);
   }
@@ -124,25 +139,22 @@ cudaError_t fill_bias(BwdArguments& a, const BwdParams& p) {
     a.pair_batch_step = p.bias_pairs == BiasPairs::kBatches ? 1 : 0;
   }
   if (status != cudaSuccess || p.dbias_kind == DbiasKind::kNone) return status;
-  const Strides3 to = {p.dbias_batch_stride, p.dbias_head_stride, p.dbias_row_stride};
-  a.dbias_kind = p.dbias_kind;
-  a.dbias_batch_step = to.batch != 0 ? 1 : 0;
-  a.dbias_head_ratio = to.head != 0 ? bias.head_ratio : p.nheads;
+  const Strides3 to = dbias_strides(p);
   const bool is_sum = p.dbias_kind == DbiasKind::kAccum;
   if constexpr (T::kDbiasRows) {
     a.dbias_rows = {p.dbias, to.batch, to.head, to.row, is_sum};
     return status;
   }
-  const TensorExtents dbias = {to.batch != 0 ? p.batch : 1, p.seqlen_q, p.nheads / a.dbias_head_ratio, p.seqlen_k};
+  const TensorExtents extents = bias_extents(p, a.dbias_batch_step, a.dbias_head_ratio);
   if (is_sum && !T::kWideBias) {
     a.dbias_sums = {static_cast<float*>(p.dbias), to.batch, to.head, to.row};
     if constexpr (T::kPairs) {
       const TensorMapper sums(CU_TENSOR_MAP_DATA_TYPE_FLOAT32, kWidePanelKeys);
-      return sums.map(a.dbias_tiles, p.dbias, to, dbias, T::kBlockM);
+      return sums.map(a.dbias_tiles, p.dbias, to, extents, T::kBlockM);
     }
     return status;
   }
-  return mapper.map(a.dbias_tiles, p.dbias, to, dbias, T::kBlockM);
+  return mapper.map(a.dbias_tiles, p.dbias, to, extents, T::kBlockM);
 }
 // Of wide heads, which read the bias from memory. TMA brings it into the L2 cache where it can, and takes the gradient
 // of one in 16 bits away where it can.
@@ -152,26 +164,18 @@ cudaError_t fill_wide_bias(BwdArguments& a, const BwdParams& p) {
   const bool is_wide = bias.dtype == Dtype::kFloat32;
   const auto dtype = is_wide ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : tensor_map_dtype<typename T::Element>();
   const int element_bytes = is_wide ? 4 : 2, box_keys = 128 / element_bytes;
-  const bool has_batches = bias.batch_stride != 0, has_heads = bias.head_stride != 0;
-  a.lse_rest = p.lse_rest;
-  a.batches = p.batch;
+  fill_bias_sharing(a, p);
   a.bias_rows = bias_rows_of(bias, p.seqlen_q, p.seqlen_k);
-  a.bias_batch_step = has_batches ? 1 : 0;
-  a.bias_head_ratio = has_heads ? bias.head_ratio : p.nheads;
   const TensorMapper mapper(dtype, box_keys);
-  const Strides3 strides = {bias.batch_stride, bias.head_stride, bias.row_stride};
-  if (has_tma_rows(bias.ptr, strides, element_bytes)) {
-    const TensorExtents extents = {has_batches ? p.batch : 1, p.seqlen_q, p.nheads / a.bias_head_ratio, p.seqlen_k};
-    const cudaError_t status = mapper.map(a.bias_tiles, bias.ptr, strides, extents, T::kBlockM);
+  if (has_tma_rows(bias.ptr, bias_strides(p), element_bytes)) {
+    const TensorExtents extents = bias_extents(p, a.bias_batch_step, a.bias_head_ratio);
+    const cudaError_t status = mapper.map(a.bias_tiles, bias.ptr, bias_strides(p), extents, T::kBlockM);
     if (status != cudaSuccess) return status;
     a.bias_tile_keys = box_keys;
   }
-  a.dbias_kind = p.dbias_kind;
   if (p.dbias_kind == DbiasKind::kNone) return cudaSuccess;
-  const Strides3 to = {p.dbias_batch_stride, p.dbias_head_stride, p.dbias_row_stride};
+  const Strides3 to = dbias_strides(p);
   const bool is_sum = p.dbias_kind == DbiasKind::kAccum;
-  a.dbias_batch_step = to.batch != 0 ? 1 : 0;
-  a.dbias_head_ratio = to.head != 0 ? bias.head_ratio : p.nheads;
   if (is_sum && !is_wide) {
     a.dbias_sums = {static_cast<float*>(p.dbias), to.batch, to.head, to.row};
     return cudaSuccess;
@@ -180,8 +184,8 @@ cudaError_t fill_wide_bias(BwdArguments& a, const BwdParams& p) {
     a.dbias_rows = {p.dbias, to.batch, to.head, to.row, is_sum};
     return cudaSuccess;
   }
-  const TensorExtents dbias = {to.batch != 0 ? p.batch : 1, p.seqlen_q, p.nheads / a.dbias_head_ratio, p.seqlen_k};
-  return mapper.map(a.dbias_tiles, p.dbias, to, dbias, T::kBlockM);
+  const TensorExtents extents = bias_extents(p, a.dbias_batch_step, a.dbias_head_ratio);
+  return mapper.map(a.dbias_tiles, p.dbias, to, extents, T::kBlockM);
 }
 inline void fill_key_bias(BwdArguments& a, const BwdParams& p) {
   a.bias = p.bias;

@@ -76,6 +76,9 @@ struct BwdArguments {
   DbiasRows dbias_rows;      // instead of both, where the rows do not start on 16 bytes
   int32_t dbias_head_ratio;  // query heads to a head of dbias
   int32_t dbias_batch_step;  // 0: one for all batches; 1
+  // kAccum in a fixed order: [batches of dbias][heads of dbias][m_blocks][n_blocks], zero before the launch: consumers
+  // that have added to a tile. nullptr: nobody waits for a turn.
+  int32_t* dbias_semaphore;
 
   // --- a dense mask; with a bias in fp32 one that is the same for all rows and for the heads of a group ---
   MaskBits mask;          // bits == nullptr: there is none

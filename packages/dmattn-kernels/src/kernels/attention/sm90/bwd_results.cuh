@@ -168,6 +168,7 @@ struct BwdResults : BwdConsumerState<T> {
       Base::kFragmentsM, Base::kOwnBarrier, Base::item_place, Base::lane, Base::out_place, Base::own_key, Base::p,
       Base::s, Base::sync_own, Base::thread, Base::warp;
   using typename Base::Scores;
+  static constexpr bool kTurnsSendDbias = T::kWideBias && T::kHasTurnWarps;  // see DqTurns
   // The gradient of a bias for each key: sums over the rows that the thread has, of all steps of an item.
   using KeySums = float[2];
 
@@ -242,7 +243,7 @@ struct BwdResults : BwdConsumerState<T> {
   }
   // Says that the warpgroup's part of a stage of the bias may be written, once its gradient has been read.
   __device__ __forceinline__ void release_sent(Barrier& empty) const {
-    if (!is_speaker()) return;
+    if (kTurnsSendDbias || !is_speaker()) return;
     cute::tma_store_wait<0>();
     empty.arrive();
   }
@@ -277,46 +278,44 @@ struct BwdResults : BwdConsumerState<T> {
   // that of those that share one. That of an fp32 bias lies in fp32 in the stage of the bias.
   __device__ __forceinline__ void send_dbias(const BwdItem& item, int head, int m, int bias_stage) const {
     if (p.dbias_kind == DbiasKind::kNone) return;
+    if constexpr (kTurnsSendDbias) return;
     const int stage = ds_stage ^ 1;
-    const int row = m * T::kBlockM, key = item.n_block * T::kBlockN + consumer * kPanelKeys;
-    const int to_head = head / p.dbias_head_ratio, to_batch = item.batch * p.dbias_batch_step;
+    const DbiasPlace to = find_dbias_place<T>(p, item, head, m, consumer);
     if constexpr (T::kDbiasRows) {
-      send_dbias_rows(row, key, to_head, to_batch, T::kWideBias ? bias_stage : stage);
+      send_dbias_rows(to, T::kWideBias ? bias_stage : stage);
     } else if constexpr (T::kPairs) {
       if (!is_speaker()) return;
       if (p.dbias_kind == DbiasKind::kAccum) {
-        send_wide(s.bias.dbias, key, row, to_head, to_batch);
+        send_wide_dbias<T>(p, s.bias.dbias, consumer, to);
       } else {
-        send_panel(pair_panel(), key, row, to_head, to_batch);
+        send_dbias_by_tma(p, pair_panel(), to);
       }
       cute::tma_store_arrive();
     } else if constexpr (T::kWideBias) {
       if (!is_speaker()) return;
-      send_wide(s.bias.tiles + bias_stage * T::kTiledS, key, row, to_head, to_batch);
+      send_wide_dbias<T>(p, s.bias.tiles + bias_stage * T::kTiledS, consumer, to);
       cute::tma_store_arrive();
     } else if (p.dbias_kind == DbiasKind::kAccum) {
-      const DbiasSums& sums = p.dbias_sums;
-      float* const to = sums.data + to_batch * sums.batch_stride + to_head * sums.head_stride;
-      add_panel<Element, T::kBlockM>(to + row * sums.row_stride + key, sums.row_stride, smem_u32(own_ds(stage)),
-                                     p.seqlen_q - row, p.seqlen_k - key, thread);
+      if constexpr (!T::kHasTurnWarps) add_dbias_panel(to);  // else with dq: see add_dq()
     } else if (is_speaker()) {
-      send_panel(own_ds(stage), key, row, to_head, to_batch);
+      send_dbias_by_tma(p, own_ds(stage), to);
       cute::tma_store_arrive();
     }
   }
-  // The consumer's panels of a tile in fp32.
-  __device__ __forceinline__ void send_wide(const float* tile, int key, int row, int head, int batch) const {
-    constexpr int kPanel = T::kBlockM * kWidePanelKeys, kPanels = kPanelKeys / kWidePanelKeys;
-#pragma unroll
-    for (int panel = 0; panel < kPanels; ++panel) {
-      send_panel(tile + (consumer * kPanels + panel) * kPanel, key + panel * kWidePanelKeys, row, head, batch);
-    }
+  // The panel of the step whose dq has been started, to sums in fp32. Whole warpgroup.
+  __device__ __forceinline__ void add_dbias_panel(const DbiasPlace& place) const {
+    const DbiasSums& sums = p.dbias_sums;
+    float* const to = sums.data + place.batch * sums.batch_stride + place.head * sums.head_stride;
+    add_panel<Element, T::kBlockM>(to + place.row * sums.row_stride + place.key, sums.row_stride,
+                                   smem_u32(own_ds(ds_stage ^ 1)), p.seqlen_q - place.row, p.seqlen_k - place.key,
+                                   thread);
   }
-  // Likewise where rows do not start on 16 bytes. `stage`: that of ds, or that of an fp32 bias, which is released next.
-  __device__ __forceinline__ void send_dbias_rows(int row, int key, int head, int batch, int stage) const {
+  // A tile whose rows do not start on 16 bytes. `stage`: that of ds, or that of an fp32 bias, which is released next.
+  __device__ __forceinline__ void send_dbias_rows(const DbiasPlace& place, int stage) const {
     const DbiasRows& rows = p.dbias_rows;
-    const int64_t at = batch * rows.batch_stride + head * rows.head_stride + row * rows.row_stride + key;
-    DbiasPart part = {nullptr, rows.row_stride, p.seqlen_q - row, p.seqlen_k - key};
+    const int64_t at =
+        place.batch * rows.batch_stride + place.head * rows.head_stride + place.row * rows.row_stride + place.key;
+    DbiasPart part = {nullptr, rows.row_stride, p.seqlen_q - place.row, p.seqlen_k - place.key};
     if constexpr (T::kWideBias) {
       constexpr int kPanels = T::kBiasPanels / T::kConsumers;
       const uint32_t panels = smem_u32(s.bias.tiles + stage * T::kTiledS + consumer * (kPanels * T::kBiasPanel));
@@ -332,13 +331,6 @@ struct BwdResults : BwdConsumerState<T> {
     } else {
       part.to = static_cast<Element*>(rows.data) + at;
       send_dbias_panel<T::kBlockM>(part, smem_u32(own_ds(stage)), warp, lane);
-    }
-  }
-  __device__ __forceinline__ void send_panel(const void* panel, int key, int row, int head, int batch) const {
-    if (p.dbias_kind == DbiasKind::kTile) {
-      cute::SM90_TMA_STORE_4D::copy(&p.dbias_tiles, panel, key, row, head, batch);
-    } else {
-      cute::SM90_TMA_REDUCE_ADD_4D::copy(&p.dbias_tiles, panel, key, row, head, batch);
     }
   }
 
@@ -357,6 +349,9 @@ struct BwdResults : BwdConsumerState<T> {
       if constexpr (T::kHasTurnWarps) s.turn_full[consumer].wait(ds_stage ^ 1);
 #pragma unroll
       for (int i = 0; i < Dq::kFragments; ++i) add_vector(to + (i * 128 + thread) * 4, acc[i]);
+      if constexpr (T::kHasTurnWarps && T::kDenseBias && !T::kWideBias) {
+        if (p.dbias_kind == DbiasKind::kAccum) add_dbias_panel(find_dbias_place<T>(p, item, head, m, consumer));
+      }
       if constexpr (T::kHasTurnWarps) s.turn_used[consumer].arrive();
     } else if constexpr (T::kDqPath == DqPath::kBulk) {
       wait_for_stage(/*is_started=*/true);

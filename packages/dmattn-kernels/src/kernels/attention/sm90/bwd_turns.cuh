@@ -2,15 +2,56 @@
 // consumers.
 #pragma once
 
+#include "bwd_dbias.cuh"
 #include "bwd_dq.cuh"
 #include "bwd_mask.cuh"
 
 namespace dmattn::sm90 {
 
+// A counter, and what it says when it is the block's turn.
+struct Turn {
+  int counter, value;
+};
+
+// Takes the turns of a block of keys, step by step: turns.begin() waits for them, unless end() has found that they have
+// come, and turns.end() passes them on. The rows of the next step are found in between, beside the additions, so that
+// end() can ask for their turns beside the fence, which takes longer than anything else. head, m: of the first step.
+// `advance` finds those of the next one; false: there is none.
+template <class Turns, class Item, class Advance>
+__device__ __forceinline__ void take_turns_at(Turns& turns, const Item& item, int head, int m, const Advance& advance) {
+  auto turn = turns.find_turn(item, head, m);
+  bool is_turn = false;
+#pragma unroll 1
+  while (true) {
+    turns.begin(item, head, m, turn, is_turn);
+    const bool has_next = advance(head, m);
+    const auto next = has_next ? turns.find_turn(item, head, m) : turn;
+    is_turn = turns.end(turn, next, has_next);
+    if (!has_next) return;
+    turn = next;
+  }
+}
+
+// At a tile of dbias that heads or batches share, which they take in the order of the items: all of them have the same
+// tiles, and find_tiled_item() has those that share a block of keys follow one another.
+template <class T>
+__device__ __forceinline__ Turn find_dbias_turn(const BwdArguments& p, const BwdItem& item, int head, int m) {
+  const DbiasPlace at = find_dbias_place<T>(p, item, head, m, /*consumer=*/0);
+  const int map = at.batch * (p.nheads / p.dbias_head_ratio) + at.head;
+  const bool shares_heads_k = p.dbias_head_ratio > p.head_ratio, shares_batches = p.dbias_batch_step == 0;
+  int before = shares_heads_k ? item.head_k : 0;
+  if (shares_batches) before = before * p.batches + item.batch;
+  if (p.dbias_head_ratio > 1) {
+    before = before * p.group_heads + head - item.head_k * p.head_ratio - p.group_begin;
+  }
+  return {(map * p.m_blocks + m) * p.n_blocks + item.n_block, before * T::kConsumers};
+}
+
 // As in BwdDq, which says why nobody waits forever, but a mask may leave out blocks of keys. Each consumer has a warp
 // of its own, and each counts once. Where the consumer leaves its part of dq in shared memory the warp adds it. Where
-// it adds from registers the warp says when, and waits for that. The rows of the next step are known before the turn is
-// passed on, so that the answer to whether it is the block's turn there comes beside the additions and the fence.
+// it adds from registers the warp says when, and waits for that. What the consumer adds to a dbias that others share
+// goes in the same turn. An fp32 bias, or its gradient, lies in a stage that may be written when both are done with it:
+// there the warp sends the gradient, and says so.
 template <class T>
 struct DqTurns {
   const BwdArguments& p;
@@ -20,11 +61,10 @@ struct DqTurns {
   RingPlace<T::kStagesQ> q_place = {};
   int phase = 0;
 
-  // Of a step: the block of rows among all, and what their counter says when it is the block's turn.
-  struct Turn {
-    int block, value;
-  };
   static constexpr bool kIsStaged = T::kDqPath == DqPath::kBulk;
+  struct Turns {
+    Turn dq, dbias;
+  };
 
   __device__ __forceinline__ void run() {
     while (true) {
@@ -38,7 +78,7 @@ struct DqTurns {
     if (item.m_begin >= item.m_end) return;
     if constexpr (T::kMasked) {
       RowTile tile = next_tile();
-      take_turns(item, tile.head, tile.m(), [&](int& head, int& m) {
+      take_turns_at(*this, item, tile.head, tile.m(), [&](int& head, int& m) {
         if (tile.is_last()) return false;
         tile = next_tile();
         head = tile.head;
@@ -48,7 +88,7 @@ struct DqTurns {
     } else {
       if (hides_item(p, item)) return;
       BwdSteps<T> steps(p, item);
-      take_turns(item, steps.head, steps.m, [&](int& head, int& m) {
+      take_turns_at(*this, item, steps.head, steps.m, [&](int& head, int& m) {
         steps.advance();
         head = steps.head;
         m = steps.m;
@@ -56,22 +96,6 @@ struct DqTurns {
       });
     }
   }
-  // `advance` finds the rows of the next step; false: there is none.
-  template <class Advance>
-  __device__ __forceinline__ void take_turns(const BwdItem& item, int head, int m, const Advance& advance) {
-    Turn turn = find_turn(item, head, m);
-    bool is_turn = false;
-#pragma unroll 1
-    while (true) {
-      const bool has_next = advance(head, m);
-      const Turn next = has_next ? find_turn(item, head, m) : turn;
-      begin(turn, is_turn);
-      is_turn = end(turn, next);
-      if (!has_next) return;
-      turn = next;
-    }
-  }
-
   // Announced beside its Q. Whole warp.
   __device__ __forceinline__ RowTile next_tile() {
     s.q_full[q_place.stage].wait(q_place.phase);
@@ -82,38 +106,61 @@ struct DqTurns {
     return tile;
   }
 
-  __device__ __forceinline__ Turn find_turn(const BwdItem& item, int head, int m) const {
-    return {dq_block_of<T>(p, item, head, m), blocks_before<T>(p, item, head, m, lane) * T::kConsumers};
+  __device__ __forceinline__ Turns find_turn(const BwdItem& item, int head, int m) const {
+    Turns found = {};
+    found.dq = {dq_block_of<T>(p, item, head, m), blocks_before<T>(p, item, head, m, lane) * T::kConsumers};
+    if (orders_dbias<T>(p)) found.dbias = find_dbias_turn<T>(p, item, head, m);
+    return found;
   }
 
-  // When it is the block's turn, adds the consumer's part of dq, or lets it add. is_turn: it is known to be.
-  __device__ __forceinline__ void begin(const Turn& turn, bool is_turn) const {
+  // When it is the block's turn, adds the consumer's part of dq, or lets it add.
+  __device__ __forceinline__ void begin(const BwdItem& item, int head, int m, const Turns& turn, bool is_turn) {
     if (lane == 0) {
-      if (!is_turn) wait_for_turn(p.dq_semaphore + turn.block, turn.value);
+      if (!is_turn) {
+        wait_for_turn(p.dq_semaphore + turn.dq.counter, turn.dq.value);
+        if (orders_dbias<T>(p)) wait_for_turn(p.dbias_semaphore + turn.dbias.counter, turn.dbias.value);
+      }
       if constexpr (kIsStaged) {
         asm volatile("fence.proxy.async.global;" ::: "memory");
         s.turn_used[consumer].wait(phase);
-        add_bulk(p.dq_accum + static_cast<int64_t>(turn.block) * p.dq_tile + consumer * T::Dq::kPart,
+        add_bulk(p.dq_accum + static_cast<int64_t>(turn.dq.counter) * p.dq_tile + consumer * T::Dq::kPart,
                  smem_u32(s.out[0][consumer]), own_dq_bytes<T>(p, consumer));
         cute::tma_store_arrive();
         cute::tma_store_wait<0>();
       }
       s.turn_full[consumer].arrive();
+      if constexpr (T::kWideBias) send_dbias(item, head, m);
     }
     __syncwarp();
   }
+  // Of an fp32 bias, once the consumer has written it, and has added its part of dq. One thread.
+  __device__ __forceinline__ void send_dbias(const BwdItem& item, int head, int m) const {
+    s.turn_used[consumer].wait(phase);
+    if (p.dbias_kind == DbiasKind::kNone) return;
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+    send_wide_dbias<T>(p, s.bias.tiles + q_place.stage * T::kTiledS, consumer,
+                       find_dbias_place<T>(p, item, head, m, consumer));
+    cute::tma_store_arrive();
+  }
   // Passes the turn on when the part has been added; whether that of the next step has come already. The fence of
-  // pass_turn() comes between the answer and what is added next.
-  __device__ __forceinline__ bool end(const Turn& turn, const Turn& next) {
-    int value = 0;
+  // pass_turn() comes between the answer, which nobody waits for before it, and what is added next.
+  __device__ __forceinline__ bool end(const Turns& turn, const Turns& next, bool) {
+    int dq_value = 0, dbias_value = 0;
     if (lane == 0) {
-      if constexpr (!kIsStaged) s.turn_used[consumer].wait(phase);
-      value = peek_at_turn(p.dq_semaphore + next.block);
-      if constexpr (kIsStaged) wait_for_bulk();
-      pass_turn(p.dq_semaphore + turn.block);
+      if constexpr (!kIsStaged && !T::kWideBias) s.turn_used[consumer].wait(phase);
+      dq_value = peek_at_turn(p.dq_semaphore + next.dq.counter);
+      if (orders_dbias<T>(p)) dbias_value = peek_at_turn(p.dbias_semaphore + next.dbias.counter);
+      if (kIsStaged || (T::kWideBias && orders_dbias<T>(p))) wait_for_bulk();
+      pass_turn(p.dq_semaphore + turn.dq.counter);
+      if (orders_dbias<T>(p)) count_turn(p.dbias_semaphore + turn.dbias.counter);
+      if constexpr (T::kWideBias) {
+        cute::tma_store_wait<0>();
+        s.bias_empty[q_place.stage].arrive();
+      }
     }
     phase ^= 1;
-    return value >= next.value;
+    if constexpr (T::kWideBias) q_place.advance();
+    return dq_value >= next.dq.value && dbias_value >= next.dbias.value;
   }
 };
 

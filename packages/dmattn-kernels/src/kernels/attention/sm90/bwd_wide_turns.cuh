@@ -3,7 +3,7 @@
 #pragma once
 
 #include "bwd_dq.cuh"
-#include "bwd_mask.cuh"
+#include "bwd_turns.cuh"
 #include "bwd_wide_traits.cuh"
 
 namespace dmattn::sm90 {
@@ -27,40 +27,64 @@ struct WideTurns {
 
   __device__ __forceinline__ void run(const BwdItemOf<T>& item) {
     if constexpr (T::kMasked) {
-      run_announced(item);
+      s.rows_known.wait(0);
+      if (!s.rows.exist) return;
+      RingPlace<T::kStagesQ> place;
+      RowTile tile = take_tile(place);
+      take_turns_at(*this, item, tile.head, tile.m(), [&](int& head, int& m) {
+        if (tile.is_last()) return false;
+        tile = take_tile(place);
+        head = tile.head;
+        m = tile.m();
+        return true;
+      });
     } else {
-      if (lane != 0) return;
-#pragma unroll 1
-      for (WideSteps<T> steps(p, item); steps.left > 0; steps.advance()) {
-        // Rows that see a key see those before it, from the first of their window on.
-        take_turn(item, steps.head, steps.m, item.n_block - first_block_of_window<T>(p, steps.m));
-      }
+      WideSteps<T> steps(p, item);
+      if (steps.left <= 0) return;
+      take_turns_at(*this, item, steps.head, steps.m, [&](int& head, int& m) {
+        steps.advance();
+        head = steps.head;
+        m = steps.m;
+        return steps.left > 0;
+      });
     }
   }
-  __device__ __forceinline__ void run_announced(const BwdItem& item) {
-    s.rows_known.wait(0);
-    if (!s.rows.exist) return;
-    bool is_last = false;
-#pragma unroll 1
-    for (RingPlace<T::kStagesQ> place; !is_last; place.advance()) {
-      s.q_full[place.stage].wait(place.phase);
-      const RowTile tile = s.rows.with_q[place.stage];
-      __syncwarp();
-      if (lane == 0) s.q_empty[place.stage].arrive();
-      is_last = tile.is_last();
-      const int before = blocks_before<T>(p, item, tile.head, tile.m(), lane);
-      if (lane == 0) take_turn(item, tile.head, tile.m(), before);
-      __syncwarp();
-    }
+  // Announced beside its Q.
+  __device__ __forceinline__ RowTile take_tile(RingPlace<T::kStagesQ>& place) const {
+    s.q_full[place.stage].wait(place.phase);
+    const RowTile tile = s.rows.with_q[place.stage];
+    __syncwarp();
+    if (lane == 0) s.q_empty[place.stage].arrive();
+    place.advance();
+    return tile;
   }
-  // At the dq of these rows, behind as many blocks of keys.
-  __device__ __forceinline__ void take_turn(const BwdItemOf<T>& item, int head, int m, int before) {
-    int32_t* const counter = p.dq_semaphore + dq_block_of<T>(p, item, head, m);
-    wait_for_turn(counter, before * T::kCluster * T::kConsumers);
-    s.turn_full[consumer].arrive();
-    s.turn_used[consumer].wait(phase);
-    pass_turn(counter);
+  __device__ __forceinline__ Turn find_turn(const BwdItemOf<T>& item, int head, int m) const {
+    int before;
+    if constexpr (T::kMasked) {
+      before = blocks_before<T>(p, item, head, m, lane);
+    } else {
+      before = item.n_block - first_block_of_window<T>(p, m);  // rows that see a key see those before it
+    }
+    return {dq_block_of<T>(p, item, head, m), before * T::kCluster * T::kConsumers};
+  }
+  // As in DqTurns; but the consumer may go on to the next step before the fence, if its turn has come by then.
+  __device__ __forceinline__ void begin(const BwdItemOf<T>&, int, int, const Turn& turn, bool is_turn) const {
+    if (lane == 0 && !is_turn) {
+      wait_for_turn(p.dq_semaphore + turn.counter, turn.value);
+      s.turn_full[consumer].arrive();
+    }
+    __syncwarp();
+  }
+  __device__ __forceinline__ bool end(const Turn& turn, const Turn& next, bool has_next) {
+    bool is_turn = has_next;
+    if (lane == 0) {
+      s.turn_used[consumer].wait(phase);
+      if (has_next) is_turn = read_turn(p.dq_semaphore + next.counter) >= next.value;
+      if (is_turn) s.turn_full[consumer].arrive();
+      pass_turn(p.dq_semaphore + turn.counter);
+    }
     phase ^= 1;
+    return is_turn;
   }
 };
 
