@@ -236,6 +236,13 @@ def _deterministic() -> list[Case]:
         causal=False,
         bias="dense",
     )
+    shared = dataclasses.replace(
+        biased,
+        name="float32 bias [1, 1, S, S] with gradient B2 S4096 H16 D128",
+        batch=2,
+        shared="batch and heads",
+        bias_is_float32=True,
+    )
     return [
         wide,
         narrow,
@@ -244,6 +251,7 @@ def _deterministic() -> list[Case]:
         wide_tiles,
         sliding,
         biased,
+        shared,
         _top(DETERMINISTIC, "running top-w B1 S16384 H16/4 D128 w1024", windows, 16384, 1024),
         _top(DETERMINISTIC, "running top-w B1 S32768 H2/1 D64 w1024", windows, 32768, 1024, True),
     ]
