@@ -7,7 +7,7 @@ import torch
 
 from attention.cases import Case, build, case_id
 from attention.driver import assert_close, call, check, run
-from attention.oracle import Problem
+from attention.oracle import Problem, Results
 from attention.targets import target_device
 
 pytestmark = [pytest.mark.cuda, pytest.mark.slow]
@@ -54,7 +54,11 @@ def test_strides_beyond_32_bits(head_dim: int) -> None:
 
 
 def test_more_than_2_31_elements() -> None:
-    """q, out and dout of 2^31 + elements: the last batches come out as they do alone."""
+    """q, out and dout of 2^31 + elements: the last batches are as right as any.
+
+    Not compared with calls of their own, which are planned otherwise: where fp32 sums differ in
+    their last bit, what is rounded to 16 bits next may differ in its own.
+    """
     if _free_gib() < 50:
         pytest.skip("needs 50 GiB of free GPU memory")
     batch, rows, nheads, head_dim = 130, 4096, 32, 128  # 2.18e9 elements
@@ -70,11 +74,8 @@ def test_more_than_2_31_elements() -> None:
     (dq,) = torch.autograd.grad(out, q, dout.expand_as(out))
     for b in (0, 127, 128, 129):
         alone = {"q": q[b : b + 1].detach(), "k": k[:1], "v": v[:1], "dout": dout}
-        one = problem.with_(**alone)
-        found = run(one)
-        torch.testing.assert_close(out[b : b + 1].detach(), found.out, atol=2e-3, rtol=2e-2)
-        torch.testing.assert_close(lse[b : b + 1].detach(), found.lse, atol=1e-4, rtol=1e-4)
-        torch.testing.assert_close(dq[b : b + 1], found.dq, atol=2e-3, rtol=2e-2)
+        found = Results(out[b : b + 1].detach(), lse[b : b + 1].detach(), dq=dq[b : b + 1])
+        assert_close(problem.with_(**alone), found)
 
 
 def test_long_keys() -> None:
