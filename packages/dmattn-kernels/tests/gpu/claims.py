@@ -3,8 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
+
+
+def name(place: int) -> str:
+    """Of the claim of the test at a place in the order of collection."""
+    return f"{place:05d}"
+
+
+def left(folder: Path, tests: Sequence[str]) -> list[str]:
+    """Of all tests, in the order of collection, those that nobody has taken."""
+    taken = {claim.name for claim in folder.iterdir()}
+    return [test for place, test in enumerate(tests) if name(place) not in taken]
 
 
 def take(claim: Path, test: str, worker: str) -> bool:

@@ -9,7 +9,7 @@ import platform
 import re
 import subprocess
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 OUTCOMES = ("passed", "failed", "crashed", "skipped", "not run")
 SLOWEST = 10
 REASONS = 60  # failures whose words are kept
+NAMED = 200  # tests of those not run that are named
 
 
 def environment() -> dict[str, Any]:
@@ -111,6 +112,12 @@ def compose(
             {**line, "reason": line["reason"][-1500:] if i < REASONS else ""}
             for i, line in enumerate(failed)
         ],
+        "tests_not_run": [
+            {"target": name, "test": line["test"]}
+            for name, lines in outcomes.items()
+            for line in lines
+            if line["outcome"] == "not run"
+        ][:NAMED],
         "skipped_reasons": dict(skipped),
         "slowest": _slowest(outcomes),
         "sanitizer": [dataclasses.asdict(finding) for finding in findings],
@@ -148,9 +155,52 @@ def put_into(found: dict[str, Any], newer: dict[str, Any], backends: Mapping[str
         found["tests"][name] = counts
         failed = [line for line in found["failed_tests"] if line["target"] != name]
         found["failed_tests"] = failed + [x for x in newer["failed_tests"] if x["target"] == name]
+        left = [line for line in found.get("tests_not_run", []) if line["target"] != name]
+        found["tests_not_run"] = left + [x for x in newer["tests_not_run"] if x["target"] == name]
         about = {key: newer[key] for key in ("date", "gpu", "seconds", "skipped_reasons")}
         found.setdefault("run_again", []).append({"target": name, **about})
     found["ok"] = is_ok(found)
+
+
+def run_failed_tests(
+    found: dict[str, Any], backends: Mapping[str, str], run: Callable[[str, str], str]
+) -> list[dict[str, Any]]:
+    """Runs failed tests of a report again, of which those that pass now count as passed.
+
+    `backends`: the name of each target's. `run`: of a target and a test the outcome now, passed,
+    skipped or failed. Returns what has been run.
+    """
+    again = []
+    for line in list(found["failed_tests"]):
+        passed = run(line["target"], line["test"]) == "passed"
+        again.append({"target": line["target"], "test": line["test"], "passed": passed})
+        if passed:
+            _count_as(found, line["target"], backends, line["outcome"], "passed")
+            found["failed_tests"].remove(line)
+    return again
+
+
+def run_left_tests(
+    found: dict[str, Any], backends: Mapping[str, str], run: Callable[[str, str], str]
+) -> list[dict[str, Any]]:
+    """Likewise those that no worker had begun when time was up, as far as the report names them."""
+    again = []
+    for line in [x for x in found.get("tests_not_run", []) if x["test"]]:
+        outcome = run(line["target"], line["test"])
+        again.append({**line, "passed": outcome != "failed"})
+        _count_as(found, line["target"], backends, "not run", outcome)
+        found["tests_not_run"].remove(line)
+        if outcome == "failed":
+            found["failed_tests"].append({**line, "outcome": outcome, "seconds": 0.0, "reason": ""})
+    return again
+
+
+def _count_as(
+    found: dict[str, Any], target: str, backends: Mapping[str, str], before: str, now: str
+) -> None:
+    for counts in (found["tests"][target], found["backends"][backends[target]]):
+        counts[before] -= 1
+        counts[now] += 1
 
 
 def _counts(lines: list[dict[str, Any]]) -> dict[str, int]:

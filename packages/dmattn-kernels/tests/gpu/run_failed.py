@@ -1,4 +1,5 @@
-"""Runs what failed in a GPU report again, tests and sanitizers, and writes the outcome into it.
+"""Runs what failed in a GPU report again, tests and sanitizers, and tests that time had left, and
+writes the outcome into it.
 
     python packages/dmattn-kernels/tests/gpu/run_failed.py [--report PATH] [--sanitizer NAME ...]
 
@@ -38,8 +39,8 @@ JOB_SECONDS = 400.0  # of a sanitizer's job, four of which run at a time
 WIDTH = 4
 
 
-def passes(target_name: str, test: str) -> bool:
-    """Whether a test passes now, on the target that it failed on."""
+def outcome_of(target_name: str, test: str) -> str:
+    """Of a test now, on a target: passed, skipped or failed."""
     target = TARGETS[target_name]
     paths = [*IMPORTED_FROM, *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {
@@ -53,16 +54,8 @@ def passes(target_name: str, test: str) -> bool:
     command = [sys.executable, "-m", "pytest", test, "-q", "--tb=short", "-p", "no:cacheprovider"]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
     print(done.stdout[-2000:])
-    return done.returncode == 0 and "1 passed" in done.stdout
-
-
-def update(found: dict[str, Any], line: dict[str, Any]) -> None:
-    """Count a failed test as passed."""
-    target = TARGETS[line["target"]]
-    for counts in (found["tests"][target.name], found["backends"][target.backend_name]):
-        counts[line["outcome"]] -= 1
-        counts["passed"] += 1
-    found["failed_tests"].remove(line)
+    ended = [x for x in ("passed", "skipped") if f"1 {x}" in done.stdout]
+    return ended[0] if done.returncode == 0 and ended else "failed"
 
 
 def sanitize_again(found: dict[str, Any], names: set[str], folder: Path) -> list[dict[str, Any]]:
@@ -94,11 +87,9 @@ def main() -> int:
     again = found.setdefault("run_again", [])
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1) as beside:
         sanitized = beside.submit(sanitize_again, found, names, Path(folder))
-        for line in list(found["failed_tests"]):
-            passed = passes(line["target"], line["test"])
-            again.append({"target": line["target"], "test": line["test"], "passed": passed})
-            if passed:
-                update(found, line)
+        backends = {row.name: row.backend_name for row in TARGETS.values()}
+        again += report.run_failed_tests(found, backends, outcome_of)
+        again += report.run_left_tests(found, backends, outcome_of)
         again += sanitized.result()
     found["ok"] = report.is_ok(found)
     path.write_text(json.dumps(found, indent=1) + "\n")

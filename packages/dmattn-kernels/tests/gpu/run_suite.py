@@ -107,10 +107,12 @@ class Workers:
 
     def unclaimed(self) -> int:
         """Tests that no worker has begun."""
+        return len(claims.left(self._claims, self._collected()))
+
+    def _collected(self) -> list[str]:
+        """All tests in the order of their numbers; none where no worker has come that far."""
         collected = self._folder / "collected"
-        if not collected.is_file():
-            return 0
-        return int(collected.read_text()) - len(list(self._claims.iterdir()))
+        return json.loads(collected.read_text()) if collected.is_file() else []
 
     def outcomes(self) -> list[dict[str, Any]]:
         """One entry per test; "crashed" for those never ended, "not run" for those never begun."""
@@ -127,10 +129,10 @@ class Workers:
                 lines.append(
                     {"test": test, "outcome": "crashed", "seconds": 0.0, "reason": NEVER_ENDED}
                 )
-        collected = self._folder / "collected"
-        missing = int(collected.read_text()) - len(taken) if collected.is_file() else 1
-        never = {"test": "", "outcome": "not run", "seconds": 0.0, "reason": "out of time"}
-        return lines + [never] * missing
+        tests = self._collected()
+        never = {"outcome": "not run", "seconds": 0.0, "reason": "out of time"}
+        missing = claims.left(self._claims, tests) if tests else [""]
+        return lines + [{"test": test, **never} for test in missing]
 
     def give_back(self, jobs: list[Job]) -> None:
         """What time cut off counts as not begun."""

@@ -19,7 +19,7 @@ import torch
 from _pytest.runner import runtestprotocol
 
 from attention.targets import target
-from gpu.claims import take
+from gpu.claims import name, take
 
 ON_CUDA = torch.cuda.is_available()
 GPU_LOST = 77  # exit code of a worker whose CUDA context an earlier kernel has destroyed
@@ -57,10 +57,10 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
     claims = item.config.getoption("claims", None)
     if claims is None:
         return None
-    name: str = item.claim  # type: ignore[attr-defined]
+    claim: str = item.claim  # type: ignore[attr-defined]
     results = item.config.getoption("results", None)
     worker = "" if results is None else Path(results).stem.replace("results", "worker")
-    if not take(Path(claims) / name, item.nodeid, worker):
+    if not take(Path(claims) / claim, item.nodeid, worker):
         return True
     # Which test comes next depends on the other workers, so every fixture is torn down here.
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
@@ -72,10 +72,13 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish(session: pytest.Session) -> None:
     for index, item in enumerate(session.items):
-        item.claim = f"{index:05d}"  # type: ignore[attr-defined]
+        item.claim = name(index)  # type: ignore[attr-defined]
     claims = session.config.getoption("claims", None)
     if claims is not None:
-        Path(claims).with_name("collected").write_text(str(len(session.items)))
+        collected = Path(claims).with_name("collected")
+        own = collected.with_name(f"collected-{os.getpid()}")  # others may be reading it
+        own.write_text(json.dumps([item.nodeid for item in session.items]))
+        own.replace(collected)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -71,17 +71,54 @@ def test_what_a_later_run_says_of_a_target_takes_the_place_of_the_first() -> Non
         return {**found, "not run": not_run}
 
     lost = {"target": "flex-cuda", "test": "a", "outcome": "failed"}
+    left = {"target": "flex-cuda", "test": "b"}
     found = {
         "ok": False,
         "complete": True,
         "tests": {"cuda-sm90": counts(9, 0, 0), "flex-cuda": counts(3, 1, 5)},
         "backends": {"cuda": counts(9, 0, 0), "flex": counts(3, 1, 5)},
         "failed_tests": [lost],
+        "tests_not_run": [left],
         "sanitizer": [{"ok": True}],
     }
     about = {"date": "2026-01-02", "gpu": "another", "seconds": 7, "skipped_reasons": {}}
-    newer = {"tests": {"flex-cuda": counts(9, 0, 0)}, "failed_tests": [], **about}
+    newer = {"tests": {"flex-cuda": counts(9, 0, 0)}, "failed_tests": [], "tests_not_run": []}
+    newer |= about
     report.put_into(found, newer, {"flex-cuda": "flex"})
-    assert found["ok"]
+    assert found["ok"] and found["tests_not_run"] == []
     assert found["tests"]["flex-cuda"] == found["backends"]["flex"] == counts(9, 0, 0)
     assert found["run_again"] == [{"target": "flex-cuda", **about}]
+
+
+def test_what_no_worker_has_begun_is_named(tmp_path: Path) -> None:
+    assert claims.left(tmp_path, ["a", "b", "c"]) == ["a", "b", "c"]
+    assert claims.take(tmp_path / claims.name(1), "b", "worker-0")
+    assert claims.left(tmp_path, ["a", "b", "c"]) == ["a", "c"]
+
+
+@pytest.mark.parametrize("outcome", ["passed", "skipped", "failed"])
+def test_what_time_had_left_or_what_failed_is_run_alone(outcome: str) -> None:
+    left = {"target": "flex-cuda", "test": "a"}
+    lost = {"target": "flex-cuda", "test": "b", "outcome": "crashed", "seconds": 1.0, "reason": "x"}
+    counts = {"passed": 1, "failed": 0, "skipped": 0, "crashed": 1, "not run": 1}
+    found = {"tests": {"flex-cuda": dict(counts)}, "backends": {"flex": dict(counts)}}
+    found |= {"tests_not_run": [dict(left)], "failed_tests": [dict(lost)]}
+    ran: list[str] = []
+
+    def run(target: str, test: str) -> str:
+        ran.append(f"{target} {test}")
+        return outcome
+
+    backends = {"flex-cuda": "flex"}
+    again = report.run_failed_tests(found, backends, run)
+    again += report.run_left_tests(found, backends, run)
+    assert ran == ["flex-cuda b", "flex-cuda a"]
+    assert [line["passed"] for line in again] == [outcome == "passed", outcome != "failed"]
+    assert found["tests_not_run"] == []
+    now = {**counts, "not run": 0}
+    now[outcome] += 1
+    if outcome == "passed":
+        now = {**now, "crashed": 0, "passed": now["passed"] + 1}
+    assert found["tests"]["flex-cuda"] == found["backends"]["flex"] == now
+    still = [line["test"] for line in found["failed_tests"]]
+    assert still == {"passed": [], "skipped": ["b"], "failed": ["b", "a"]}[outcome]
