@@ -10,6 +10,7 @@ import re
 import subprocess
 from collections import Counter
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -181,12 +182,20 @@ def run_failed_tests(
 
 
 def run_left_tests(
-    found: dict[str, Any], backends: Mapping[str, str], run: Callable[[str, str], str]
+    found: dict[str, Any],
+    backends: Mapping[str, str],
+    run: Callable[[str, str], str],
+    width: int = 1,
 ) -> list[dict[str, Any]]:
-    """Likewise those that no worker had begun when time was up, as far as the report names them."""
+    """Likewise those that no worker had begun when time was up, as far as the report names them.
+
+    `width`: how many run at a time, as most of what is left spends its time with compilers.
+    """
     again = []
-    for line in [x for x in found.get("tests_not_run", []) if x["test"]]:
-        outcome = run(line["target"], line["test"])
+    left = [x for x in found.get("tests_not_run", []) if x["test"]]
+    with ThreadPoolExecutor(width) as pool:
+        outcomes = list(pool.map(lambda line: run(line["target"], line["test"]), left))
+    for line, outcome in zip(left, outcomes, strict=True):
         again.append({**line, "passed": outcome != "failed"})
         _count_as(found, line["target"], backends, "not run", outcome)
         found["tests_not_run"].remove(line)

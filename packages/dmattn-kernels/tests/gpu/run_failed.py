@@ -37,6 +37,7 @@ from gpu.sanitize import judge, kernel_jobs  # noqa: E402
 FAMILIES = ("sm80", "sm89", "sm90")
 JOB_SECONDS = 400.0  # of a sanitizer's job, four of which run at a time
 WIDTH = 4
+LEFT_WIDTH = 10  # tests at a time of those that time had left
 
 
 def outcome_of(target_name: str, test: str) -> str:
@@ -89,7 +90,7 @@ def main() -> int:
         sanitized = beside.submit(sanitize_again, found, names, Path(folder))
         backends = {row.name: row.backend_name for row in TARGETS.values()}
         again += report.run_failed_tests(found, backends, outcome_of)
-        again += report.run_left_tests(found, backends, outcome_of)
+        again += report.run_left_tests(found, backends, outcome_of, LEFT_WIDTH)
         again += sanitized.result()
     found["ok"] = report.is_ok(found)
     path.write_text(json.dumps(found, indent=1) + "\n")
