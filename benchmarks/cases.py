@@ -123,6 +123,10 @@ def _key_masks() -> list[Case]:
     return cases
 
 
+# A bias [1, 1, S, S].
+_SHARED_BY_ALL: dict[str, Any] = {"shared": "batch and heads", "bias_is_float32": True}
+
+
 def _dense_bias() -> list[Case]:
     peers = ("dmattn", "sdpa_efficient", "sdpa_cudnn_no_dbias", "flex")
     shapes = ((1, 8192, 16, 128), (2, 4096, 16, 64), (1, 4096, 8, 256))
@@ -148,8 +152,7 @@ def _dense_bias() -> list[Case]:
         shared,
         name="B2 S4096 H16 D128, bias [1, 1, S, S] in float32",
         head_dim=128,
-        shared="batch and heads",
-        bias_is_float32=True,
+        **_SHARED_BY_ALL,
     )
     return [
         *own,
@@ -240,8 +243,7 @@ def _deterministic() -> list[Case]:
         biased,
         name="float32 bias [1, 1, S, S] with gradient B2 S4096 H16 D128",
         batch=2,
-        shared="batch and heads",
-        bias_is_float32=True,
+        **_SHARED_BY_ALL,
     )
     return [
         wide,

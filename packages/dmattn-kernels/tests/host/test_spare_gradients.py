@@ -89,7 +89,7 @@ def test_where_they_go_in_packed_sequences(probe: ctypes.CDLL) -> None:
 
 @pytest.mark.parametrize("call", ["dense", "mask", "bias", "window", "lists"])
 def test_they_count_as_scratch(probe: ctypes.CDLL, call: str) -> None:
-    """A call takes no more memory for what it did not ask for, or for some tens of MB of sums."""
+    """The workspace and the gradients together take no more than in a call for all three."""
     given = CALLS[call]
     whole = plan_of(probe, "dq dk dv", **given)
     plan = plan_of(probe, "dq", **given)
