@@ -326,6 +326,31 @@ def test_operator(active: str | None, tokens: int) -> None:
     )
 
 
+@pytest.mark.parametrize("evict", [True, False])
+@pytest.mark.parametrize("tokens", [1, 4, 8, 9])
+def test_tokens_may_lie_in_the_cache_itself(tokens: int, evict: bool) -> None:
+    """The first ones may then take the entries that the others are read from."""
+    for seed in range(10):
+        cache = make(evict)
+        decode(cache, sequence(), 0, 30, 5)
+        other = cache.clone()
+        query = torch.randn(B, tokens, HK, D)
+        torch.manual_seed(seed)
+        score = torch.randn(B, HK, tokens) + 2
+        last = slice(0, tokens)
+        given = cache.k[:, last], cache.v[:, last], score
+        copies = [t.clone() for t in given]
+        got = cache.append_and_attend(query, *given)
+        assert torch.equal(got, other.append_and_attend(query, *copies))
+        assert torch.equal(cache.k, other.k) and torch.equal(cache.v, other.v)
+        asked = make(evict)
+        decode(asked, sequence(), 0, 30, 5)
+        other = asked.clone()
+        queries = asked.v[:, last]
+        want = other.append_and_attend(queries.clone(), *copies)
+        assert torch.equal(asked.append_and_attend(queries, *copies), want)
+
+
 def test_operators_of_a_draft() -> None:
     q, k, v, score = (x[..., :4] if x.dim() == 3 else x[:, :4] for x in sequence())
     cache = make()

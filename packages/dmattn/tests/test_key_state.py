@@ -218,6 +218,7 @@ def some_state() -> KeyState:
         ({"attn_mask": torch.ones(2, 4, 1, 7).bool()}, ValueError, "of 2 heads, wanted 4, as"),
         ({"cu_seqlens": [0, 9, 4]}, ValueError, "boundaries that fall"),
         ({"cu_seqlens": [0.5]}, TypeError, "cu_seqlens"),
+        ({"cu_seqlens": [-(2**70), 4]}, ValueError, r"cu_seqlens: got .* of at least -2\*\*63"),
         ({"return_attn_probs": True}, ValueError, "return_attn_probs"),
         ({"return_state": "yes"}, TypeError, "return_state"),
     ],
@@ -274,6 +275,50 @@ def test_documents_need_sequences_that_have_seen_as_much() -> None:
     with pytest.raises(ValueError, match="unequal lengths"):
         flash_dmattn_func(**stretch(7, state=uneven, cu_seqlens=[0, 12]))
     flash_dmattn_func(**stretch(7, state=uneven))
+
+
+@pytest.mark.parametrize(
+    "key,value,error,words",
+    [
+        ((1, 9, 2, 8, torch.float8_e4m3fn), None, TypeError, "key: got .*float8_e4m3fn, wanted"),
+        ((1, 9, 2, 8, torch.int32), None, TypeError, "key: got .*int32, wanted"),
+        ((1, 9, 2, 300, torch.float32), None, ValueError, "key: got head_dim 300, wanted 1 to 256"),
+        (
+            (1, 9, 2, 8, torch.float32),
+            (1, 9, 2, 0, torch.float32),
+            ValueError,
+            "value: got head_dim 0, wanted 1 to 256",
+        ),
+    ],
+)
+def test_keys_that_no_call_attends_to_make_no_state(
+    key: Any, value: Any, error: type[Exception], words: str
+) -> None:
+    k, v = (torch.empty(at[:-1], dtype=at[-1]) for at in (key, value or key))
+    with pytest.raises(error, match=words):
+        KeyState.of(k, v, torch.randn(1, 2, 9), 2)
+
+
+def test_boundaries_of_any_size_are_compared_as_they_are() -> None:
+    """Their differences may be more than 64 bits hold."""
+    given = stretch(7, state=some_state())
+    want, _ = flash_dmattn_func(**given, cu_seqlens=[-5, 20])
+    for bounds in ([-(2**63), 20], torch.tensor([-(2**63), 2**63 - 1])):
+        got, _ = flash_dmattn_func(**given, cu_seqlens=bounds)
+        assert torch.equal(got, want)
+
+
+def test_a_state_leaves_its_graph_and_its_device() -> None:
+    key = torch.randn(1, 9, 2, 8, requires_grad=True)
+    state = KeyState.of(key, key, torch.randn(1, 2, 9), 4)
+    assert state.k.requires_grad and not any(
+        t.requires_grad for t in pytree.tree_leaves(state.detach())
+    )
+    assert torch.equal(state.detach().k, state.k)
+    assert state.cpu() is state and state.to("cpu") is state
+    assert {t.device.type for t in pytree.tree_leaves(state.to("meta"))} == {"meta"}
+    state.to("cpu").k.sum().backward()
+    assert key.grad is not None
 
 
 def test_a_state_is_a_tree_of_tensors_that_can_be_saved(tmp_path: Any) -> None:

@@ -35,7 +35,7 @@ from dmattn.cache_checks import (
 )
 from dmattn.cache_drafts import Draft, Rows, with_spare_rows
 from dmattn.cache_fill import all_keys, fill_of, last_row_keys
-from dmattn.cache_state import CacheTensors, CacheTokens
+from dmattn.cache_state import CacheTensors, CacheTokens, outside_of
 from dmattn.dispatch import is_plain_call
 from dmattn.functional import flash_dmattn_func
 from dmattn.key_state import counting
@@ -565,8 +565,11 @@ class DynamicMaskCache:
         self._in_order = False
         out: Tensor | None
         if is_plain_call(query, new.k, new.v, new.active, new.score):
+            cache = self._tensors()
+            if query.shape[1] > 1:
+                (query,), new = outside_of(cache, query), new.apart_from(cache)
             append = cuda.append_to_cache if query.is_cuda else cpu.append_to_cache
-            out = append(new, self._tensors(), True, query, scale, softcap)
+            out = append(new, cache, True, query, scale, softcap)
         else:
             operands = (query, *new, *self._tensors())
             out = torch.ops.dmattn.cache_append_and_attend(*operands, scale, softcap)

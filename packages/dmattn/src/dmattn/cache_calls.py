@@ -13,6 +13,8 @@ from dmattn.dispatch import is_plain_call
 def append_tokens(new: CacheTokens, cache: CacheTensors, evict: bool) -> None:
     """dmattn::cache_append: tokens into all slots, without attention."""
     if is_plain_call(*new):
+        if new.k.shape[1] > 1:
+            new = new.apart_from(cache)
         append = cuda.append_to_cache if new.k.is_cuda else cpu.append_to_cache
         append(new, cache, evict)
     else:

@@ -35,7 +35,7 @@ MAX_HEAD_DIM = 256
 # The CUDA kernels read vectors of 8 half-precision elements along head_dim.
 HEAD_DIM_MULTIPLE = 8
 
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check(problem: Problem) -> None:
@@ -168,8 +168,8 @@ def check_backward(
 def _check_dtypes(problem: Problem) -> None:
     q, k, v, mask, bias = problem.q, problem.k, problem.v, problem.mask, problem.bias
     dtype = q.dtype
-    if dtype not in _DTYPES:
-        raise TypeError(f"query: got dtype {dtype}, wanted {one_of(_DTYPES)}")
+    if dtype not in DTYPES:
+        raise TypeError(f"query: got dtype {dtype}, wanted {one_of(DTYPES)}")
     if k.dtype != dtype or v.dtype != dtype:
         name, t = ("key", k) if k.dtype != dtype else ("value", v)
         raise TypeError(f"{name}: got dtype {t.dtype}, wanted {dtype} as query")

@@ -17,6 +17,7 @@ from torch.fx._pytree import register_pytree_flatten_spec
 from torch.utils import _pytree as pytree
 
 from dmattn.arguments import check_window_size
+from dmattn.checks import DTYPES, check_head_dim
 from dmattn.dispatch import is_plain_call, nobody_intercepts, select, way_without_graph
 from dmattn.key_lists import capacity_for, rows_at
 from dmattn.ops.keys import join_keys, keep_keys
@@ -142,6 +143,25 @@ class KeyState:
         seen, has_start = self.seen + later.seen, self.has_start | later.has_start
         best = _best(both._replace(position=position), window_size, way)
         return KeyState(*best, seen, has_start)
+
+    def detach(self) -> "KeyState":
+        """The same state outside of the graph: gradients end here."""
+        return KeyState(*[t.detach() for t in tensors_of(self)])
+
+    def to(self, device: torch.device | str | int) -> "KeyState":
+        """The same state on another device; itself if it is there. Gradients flow back."""
+        moved = [t.to(device) for t in tensors_of(self)]
+        if all(a is b for a, b in zip(moved, tensors_of(self), strict=True)):
+            return self
+        return KeyState(*moved)
+
+    def cpu(self) -> "KeyState":
+        """The same state on the CPU."""
+        return self.to("cpu")
+
+    def cuda(self, device: torch.device | str | int = "cuda") -> "KeyState":
+        """The same state on a GPU, the current one by default."""
+        return self.to(device)
 
     def __repr__(self) -> str:
         tensors, _ = _flatten(self)
@@ -416,7 +436,7 @@ def check_starts(cu_seqlens: Any, device: torch.device) -> Tensor:
     else:
         bounds = torch.tensor(listed_boundaries(cu_seqlens), dtype=torch.int64, device="cpu")
     check_boundary_tensor(bounds)
-    if can_be_read(bounds) and bool((bounds.diff() < 0).any()):
+    if can_be_read(bounds) and bool((bounds[1:] < bounds[:-1]).any()):
         raise ValueError("cu_seqlens: got boundaries that fall, wanted ones that never do")
     return bounds.to(device, torch.int64, non_blocking=True)
 
@@ -431,8 +451,7 @@ def _with_heads(t: Tensor, batch: int, heads: int) -> Tensor:
 def _check_key_value(key: Any, value: Any) -> None:
     check_tensor("key", key)
     check_tensor("value", value)
-    if not key.is_floating_point():
-        raise TypeError(f"key: got dtype {key.dtype}, wanted a floating dtype")
+    check_tensor_dtype("key", key, DTYPES)
     if key.dim() != 4:
         raise ValueError(
             f"key: got shape {tuple(key.shape)}, wanted (batch, seqlen, nheads_k, head_dim)"
@@ -443,6 +462,8 @@ def _check_key_value(key: Any, value: Any) -> None:
             f"value: got shape {tuple(value.shape)}, wanted "
             f"({', '.join(map(str, key.shape[:3]))}, head_dim) as key"
         )
+    check_head_dim(key.shape[3], "key")
+    check_head_dim(value.shape[3], "value")
     check_same_device("value", value, key.device, "key")
 
 

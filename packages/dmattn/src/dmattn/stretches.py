@@ -258,7 +258,7 @@ def _bounds(starts: Tensor, front: int, key_len: int) -> Tensor:
 
     The first document reaches from there into the stretch, up to its first boundary.
     """
-    places = (starts + front).clamp(max=key_len).masked_fill(starts < 0, 0)
+    places = (starts.clamp(max=key_len) + front).clamp(max=key_len).masked_fill(starts < 0, 0)
     # Not by padding: its value would tie a graph that torch traces to one length.
     ends = places.new_zeros(1), places, places.new_full((1,), key_len)
     return torch.cat(ends).to(torch.int32)

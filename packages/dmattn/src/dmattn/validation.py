@@ -76,6 +76,8 @@ def check_int(name: str, value: Any, least: int | None = None, wanted: str | Non
         raise ValueError(f"{name}: got {value}, wanted {wanted}")
     if value >= 2**63:
         raise ValueError(f"{name}: got {describe(value)}, wanted {wanted} below 2**63")
+    if value < -(2**63):
+        raise ValueError(f"{name}: got {describe(value)}, wanted {wanted} of at least -2**63")
     result: int = value
     return result
 
