@@ -130,6 +130,7 @@ ROW_ROUNDS = [
     (Case(40_000, 70_000, 1, 2, 1, 64, causal=True, bias="bk1k", wants="qkv"), 2048),
     (Case(33_000, 33_000, 1, 8, 1, 72, causal=True, bias="bk1k", dtype="f16"), 1024),
     (Case(20_000, 20_000, 1, 12, 1, 128, causal=True, bias="bk1k", wants="qkv", dlse=True), 2048),
+    (Case(33_000, 33_000, 1, 4, 1, 256, causal=True, bias="bk1k"), 2048),
 ]
 
 

@@ -56,6 +56,8 @@ ORDERED = [
     Case(520, 1301, 2, 4, 2, 192, mask="b1qk", mask_fill="blocks", bias="bhqk", dtype="f16"),
     Case(700, 1301, 2, 4, 4, 256, bias="1hqk", bias_f32=True, mask="b11k"),
     Case(900, 1100, 1, 8, 1, 256, bias="1k1k", mask="bk1k", causal=True),
+    # Lists of the keys of a mask, for wide heads too.
+    Case(2500, 2700, 2, 4, 2, 160, mask="bk1k", causal=True),
 ]
 # Running top-w. In the backward on Hopper keys lie in the lists of several chunks of rows, whose
 # shares of dk, dv and dbias are kept apart, and tiles of a list take turns at dq.
@@ -63,6 +65,9 @@ LISTED = [
     Case(1300, 1300, 2, 8, 2, 64, causal=True, bias="bk1k"),
     Case(1000, 1000, 1, 12, 12, 128, causal=True, bias="1k1k", dtype="f16"),
     Case(700, 1900, 2, 16, 2, 96, causal=True, bias="bk1k", bias_f32=True),
+    # Wide heads: clusters take a tile of a list each.
+    Case(1300, 1300, 2, 8, 2, 256, causal=True, bias="bk1k"),
+    Case(700, 1900, 1, 6, 6, 192, causal=True, bias="1k1k", dtype="f16"),
 ]
 # What the forward on Hopper does for enough rows to fill the GPU: tiles of a bias, of both widths,
 # a bias for each key, and tiles that a mask leaves.

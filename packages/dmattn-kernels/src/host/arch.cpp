@@ -100,10 +100,9 @@ bool has_bias_tiles(const BwdParams& p) {
 }
 // Clusters that add to dq in order look at the boundaries of all sequences first, each of them.
 constexpr int32_t kMostSequencesOfWideTurns = 1024;
-// Of wide heads the sums of lists are in no fixed order. Rows of a bias are read at 32-bit multiples of their stride in
-// bytes.
+// Rows of a bias are read at 32-bit multiples of their stride in bytes.
 bool sm90_serves_wide_bwd(const BwdParams& p, bool gathered) {
-  if (gathered) return !p.deterministic;
+  if (gathered) return true;
   if (p.bias.row_stride > INT32_MAX / 4) return false;
   if (p.deterministic && p.packing.sequences > kMostSequencesOfWideTurns) return false;
   return p.softcap == 0.f || has_finite_softcap(p.softcap);

@@ -56,10 +56,13 @@ HOPPER_LISTS = (
         select=Selecting(230, "bh"),
     ),
 )
-HOPPER_LIST_GRADIENTS = (
-    *(
+
+
+def _in_any_order_and_in_a_fixed_one(name: str) -> tuple[Launch, ...]:
+    """With and without a bias."""
+    return tuple(
         Launch(
-            f"listed rows, gradients{', deterministic' * turns}{', bias' * bool(bias)}",
+            f"{name}{', deterministic' * turns}{', bias' * bool(bias)}",
             *(300, 320, 2, 4, 2),
             bias=bias,
             causal=True,
@@ -68,24 +71,16 @@ HOPPER_LIST_GRADIENTS = (
         )
         for turns in (False, True)
         for bias in ("", "bk1k")
-    ),
+    )
+
+
+HOPPER_LIST_GRADIENTS = (
+    *_in_any_order_and_in_a_fixed_one("listed rows, gradients"),
     Launch("listed rows, gradients, key mask", *(300, 320, 2, 4, 2), mask="bk1k", causal=True),
 )
 # Above head_dim 128 two thread blocks share a tile of a list, of which the second may have no keys.
 HOPPER_WIDE_LIST_GRADIENTS = (
-    Launch(
-        "listed rows, wide heads",
-        *(300, 320, 2, 4, 2),
-        causal=True,
-        select=Selecting(100, fill="odd"),
-    ),
-    Launch(
-        "listed rows, wide heads, bias",
-        *(300, 320, 2, 4, 2),
-        bias="bk1k",
-        causal=True,
-        select=Selecting(100, fill="odd"),
-    ),
+    *_in_any_order_and_in_a_fixed_one("listed rows, wide heads"),
     Launch(
         "listed rows, wide heads, one block's keys",
         *(200, 200, 1, 4, 1),
@@ -95,6 +90,14 @@ HOPPER_WIDE_LIST_GRADIENTS = (
         select=Selecting(20),
     ),
     Launch("listed rows, wide heads, key mask", 133, 300, 2, 4, 2, mask="bk1k", bias="bk1k"),
+    # Row blocks that take turns at dk and dv.
+    Launch(
+        "listed rows, wide heads, key mask, deterministic",
+        *(133, 300, 2, 4, 2),
+        mask="bk1k",
+        bias="bk1k",
+        deterministic=True,
+    ),
     Launch(
         "listed rows, wide heads, row blocks together",
         *(300, 300, 35, 8, 4),

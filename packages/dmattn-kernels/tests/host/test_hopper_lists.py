@@ -64,12 +64,15 @@ def plan_of(
         {"dsoftmax_lse": tensor((1, 16, 4096), FLOAT32)},
         {"deterministic": 1},
         {"deterministic": 1, "gradients": "dq dk dv dbias", **KEY_BIAS},
+        {"deterministic": 1, "head_dim": 136},
+        {"deterministic": 1, "head_dim": 256, "gradients": "dq dk dv dbias", **KEY_BIAS},
     ],
     ids=[
         *("plain", "small heads", "few rows", "wide heads", "wide heads with bias"),
         *("bias", "shared bias", "bias with gradient"),
         *("one list for all heads", "expanded keys", "dlse"),
         *("deterministic", "deterministic with bias"),
+        *("deterministic wide heads", "deterministic wide heads with bias"),
     ],
 )
 def test_what_they_compute(probe: ctypes.CDLL, arguments: dict[str, Any]) -> None:
@@ -93,7 +96,6 @@ def test_what_they_compute(probe: ctypes.CDLL, arguments: dict[str, Any]) -> Non
     "arguments",
     [
         {"softcap": 30.0},
-        {"head_dim": 136, "deterministic": 1},
         {"head_dim": 256, "softcap": 30.0},
         {"softmax_scale": -1.0},
         {"bias": tensor((1, 16, 1, 4096), FLOAT32), **REST},
@@ -103,7 +105,7 @@ def test_what_they_compute(probe: ctypes.CDLL, arguments: dict[str, Any]) -> Non
         {"dout": tensor((1, 4096, 16, 128), stride=(4096 * 2052, 2052, 128, 1))},
     ],
     ids=[
-        *("softcap", "wide heads, deterministic", "wide heads, softcap"),
+        *("softcap", "wide heads, softcap"),
         *("negative scale", "bias of each head", "bias without the rest of lse", "dense bias"),
         *("list of each head", "unaligned"),
     ],
@@ -418,14 +420,12 @@ def test_masks_of_keys_that_others_compute(probe: ctypes.CDLL, given: dict[str, 
     assert found["arch"] == 80 and found["chunk_blocks"] == 0
 
 
-def test_masks_of_keys_in_a_fixed_order(probe: ctypes.CDLL) -> None:
+@pytest.mark.parametrize("head_dim", [128, 192])
+def test_masks_of_keys_in_a_fixed_order(probe: ctypes.CDLL, head_dim: int) -> None:
     """Each chunk of rows has all keys that the mask keeps: they add to dk and dv one by one."""
-    found = mask_plan_of(probe, kept=mask(1, 1, 1, 4096), deterministic=1)
+    found = mask_plan_of(probe, kept=mask(1, 1, 1, 4096), deterministic=1, head_dim=head_dim)
     assert found["arch"] == 90 and found["chunk_blocks"] > 0
     assert found["dq_semaphore"] and found["dkv_semaphore"] and not found["chunks.end"]
-    # Lists of wide heads know no order. Then all tiles are faster than the sm80 code.
-    wide = mask_plan_of(probe, kept=mask(1, 1, 1, 4096), deterministic=1, head_dim=192)
-    assert (wide["arch"], wide["walk"]) == (90, TILED) and wide["dq_semaphore"]
 
 
 @pytest.mark.parametrize("causal", [0, 1])

@@ -463,8 +463,8 @@ bool is_of_group_keys(const BwdParams& p) {
 }
 
 // Whether the sums of a call with a mask, a window or a bias may be in a fixed order on Hopper. Launches for the heads
-// of a group that share dbias, if heads do not take turns, would have to add to the same dk and dv. And up to head_dim 128 there are no warps that
-// take turns beside rows of a bias, or of its gradient, that TMA does not copy.
+// of a group that share dbias, if heads do not take turns, would have to add to the same dk and dv. And up to head_dim
+// 128 there are no warps that take turns beside rows of a bias, or of its gradient, that TMA does not copy.
 bool may_order_sums(const BwdPlan& plan) {
   const BwdParams& p = plan.kernel;
   if (p.bias.kind == BiasKind::kNone || p.bias.kind == BiasKind::kKey) return true;
@@ -560,17 +560,13 @@ void choose_tiles_of_mask(BwdPlan plan, BwdPlan& listed, const dmattn_bwd_params
            p.round.groups == p.whole.groups && p.round.row_blocks == p.whole.row_blocks;
   };
   if (x.packing.is_active()) return;
-  // In a fixed order the lists are left to the sm80 code. On an H100 it took 1.3 to 2.2 times as long as all tiles where
-  // the mask keeps half of the keys, as long where it keeps a quarter, and less where it keeps fewer. How many it keeps
-  // only the device knows, and masks of padding mostly keep more.
-  const bool has_slow_lists = listed.resident_blocks == 0 && plan.kernel.deterministic;
   const bool loses_nothing = is_one_round(listed) && (!listed.has_whole_items || has_many_whole_items(listed, device));
   const double pairs = static_cast<double>(x.batch) * x.nheads * x.seqlen_q * x.seqlen_k;
   const bool is_small = pairs * x.head_dim <= kWorkWorthLists * (plan.kernel.is_causal ? 2 : 1);
-  if (!has_slow_lists && (loses_nothing || !is_small)) return;
+  if (loses_nothing || !is_small) return;
   set_keys(plan, p, x, per_key, /*by_lists=*/false, /*by_tiles=*/true);
   if (!choose_kernel(plan, p, /*finds_window=*/false, device) || plan.resident_blocks == 0) return;
-  if (has_slow_lists || is_one_round(plan)) listed = plan;
+  if (is_one_round(plan)) listed = plan;
 }
 
 // Keys of one tile by the kernel that stores dq, in place of the one for few keys that `chosen` has. `plan`: without

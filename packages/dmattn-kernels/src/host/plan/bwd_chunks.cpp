@@ -78,6 +78,9 @@ const int32_t* ends_of(const BwdPlan& plan, const KeyList& lists) {
   return has_shared_list(plan) ? nullptr : lists.end;
 }
 
+// For items at a time.
+int64_t places_of_items(const BwdPlan& plan, const Device& device) { return device.num_sms / plan.tile.cluster; }
+
 }  // namespace
 
 void choose_chunks(BwdPlan& plan, const Device& device) {
@@ -90,7 +93,7 @@ void choose_chunks(BwdPlan& plan, const Device& device) {
   const bool takes_turns = p.deterministic && !plan.keeps_terms;
   const bool is_long = takes_turns || (has_shared_list(plan) && !p.is_causal);
   const int64_t steps_wanted = is_long ? kStepsOfLongItem : kStepsOfItem;
-  const int64_t places = device.num_sms / plan.tile.cluster;  // for items at a time
+  const int64_t places = places_of_items(plan, device);
   const int64_t most_rows = has_shared_list(plan) ? kMostRowsOfSharedList : int64_t{kMostChunkRows};
   int32_t blocks = 1;
   while (2 * blocks * rows <= most_rows && blocks < row_blocks && blocks * steps < steps_wanted &&
@@ -110,7 +113,7 @@ int64_t items_with_chunks(const BwdPlan& plan, const BwdRound& round) {
 }  // namespace
 
 void shorten_chunks(BwdPlan& plan, const BwdRound& round, const Device& device) {
-  const int64_t wanted = kItemsPerSm * (device.num_sms / plan.tile.cluster);
+  const int64_t wanted = kItemsPerSm * places_of_items(plan, device);
   while (plan.chunk_blocks * plan.list_rows > kMostRowsOfFewItems && items_with_chunks(plan, round) < wanted) {
     plan.chunk_blocks /= 2;
   }
@@ -136,7 +139,7 @@ bool has_many_whole_items(const BwdPlan& plan, const Device& device) {
 }
 
 bool keeps_busy_with_chunks(const BwdPlan& plan, const BwdRound& round, const Device& device) {
-  return items_with_chunks(plan, round) >= kItemsPerSmWithTerms * device.num_sms;
+  return items_with_chunks(plan, round) >= kItemsPerSmWithTerms * places_of_items(plan, device);
 }
 
 int64_t steps_with_chunks(const BwdPlan& plan, const BwdRound& round, const Device& device) {
@@ -147,7 +150,8 @@ int64_t steps_with_chunks(const BwdPlan& plan, const BwdRound& round, const Devi
   for (int32_t begin = 0; begin < all.row_blocks; begin += round.row_blocks) {
     BwdRound own = round;
     own.row_blocks = std::min(round.row_blocks, all.row_blocks - begin);
-    sum += ceil_div<int64_t>(items_with_chunks(plan, own), device.num_sms) * (steps + kStepsOfPrologue) + kStepsOfRound;
+    const int64_t waves = ceil_div(items_with_chunks(plan, own), places_of_items(plan, device));
+    sum += waves * (steps + kStepsOfPrologue) + kStepsOfRound;
   }
   return pairs * sum;
 }

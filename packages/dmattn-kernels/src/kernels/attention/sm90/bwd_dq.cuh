@@ -77,31 +77,14 @@ struct BwdDq {
       const typename T::Announced announced = take_announced<T>(s, item_place, lane);
       if (announced.index >= p.items) return;
       const BwdItemOf<T> item = find_item<T>(p, announced);
-      if constexpr (T::kGathered) count_tiles_before(item);
+      if constexpr (T::kGathered) {  // for one thread that has to know it in each step
+        const int seen_by = count_tiles_before(p, item, lane);
+        if (lane < item.m_end - item.m_begin) s.tiles_before[lane] = seen_by;
+        __syncwarp();
+      }
       if (lane == 0) add_item(item);
       __syncwarp();
     }
-  }
-
-  // Of the tiles of a chunk before this one, how many see each block of the item's rows. Whole warp; for one thread
-  // that has to know it in each step.
-  __device__ __forceinline__ void count_tiles_before(const BwdItem& item) {
-    const int2* const rows = tile_rows_of(p, item.batch, item.head_k, item.chunk);
-    const int blocks = item.m_end - item.m_begin;  // 32 at most: see kMostChunkRows
-    int seen_by = 0;                               // of block m_begin + lane
-#pragma unroll 1
-    for (int first = 0; first < item.n_block; first += 32) {
-      const int tile = first + lane;
-      const int2 other = tile < item.n_block ? __ldg(rows + tile) : make_int2(0, 0);
-#pragma unroll 1
-      for (int i = 0; i < blocks; ++i) {
-        const int m = item.m_begin + i;
-        const int seen = __popc(__ballot_sync(0xffffffffu, other.x <= m && m < other.y));
-        if (lane == i) seen_by += seen;
-      }
-    }
-    if (lane < blocks) s.tiles_before[lane] = seen_by;
-    __syncwarp();
   }
 
   __device__ __forceinline__ void add_item(const BwdItemOf<T>& item) {

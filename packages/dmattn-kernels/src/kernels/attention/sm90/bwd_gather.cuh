@@ -132,20 +132,13 @@ struct BwdGather {
     for (int i = 0; i < kKeysOfLane; ++i) {
       const int at = part * kKeys + 32 * i + lane;
       facts.interval[at] = interval[i];
-      if constexpr (T::kOrdered) facts.term[at] = find_term(head_list, item.chunk, key[i], interval[i].length > 0);
+      if constexpr (T::kOrdered) facts.term[at] = read_term(p, head_list, item.chunk, key[i], interval[i].length > 0);
       if constexpr (T::kBias) facts.bias[at] = bias[i];
     }
     if (lane == 0) facts.seen_by_all[part] = make_int2(latest, earliest);
     s.facts_full[facts_place.stage].arrive();
     facts_place.advance();
     return keys;
-  }
-
-  // Lists and intervals may be the caller's and hold any numbers.
-  __device__ __forceinline__ int find_term(int64_t head_list, int chunk, int key, bool exists) const {
-    if (p.terms.first == nullptr || !exists) return -1;
-    const int term = __ldg(p.terms.first + head_list * p.seqlen_k + key) + chunk;
-    return static_cast<uint32_t>(term) < static_cast<uint32_t>(p.terms.capacity) ? term : -1;
   }
 
   // The warp's rows of a tile.

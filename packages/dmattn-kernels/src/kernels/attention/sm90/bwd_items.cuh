@@ -235,10 +235,35 @@ __device__ __forceinline__ const int2* tile_rows_of(const BwdArguments& p, int b
 __device__ __forceinline__ int2 read_tile_rows(const BwdArguments& p, const ListItem& item) {
   return __ldg(tile_rows_of(p, item.batch, item.head_k, item.chunk) + item.tile);
 }
+// Of the tiles of a chunk before this one, how many see block m_begin + lane of the item's rows: 32 blocks at most, see
+// kMostChunkRows. Whole warp.
+__device__ __forceinline__ int count_tiles_before(const BwdArguments& p, const BwdItem& item, int lane) {
+  const int2* const rows = tile_rows_of(p, item.batch, item.head_k, item.chunk);
+  const int blocks = item.m_end - item.m_begin;
+  int seen_by = 0;
+#pragma unroll 1
+  for (int first = 0; first < item.n_block; first += 32) {
+    const int tile = first + lane;
+    const int2 other = tile < item.n_block ? __ldg(rows + tile) : make_int2(0, 0);
+#pragma unroll 1
+    for (int i = 0; i < blocks; ++i) {
+      const int m = item.m_begin + i;
+      const int seen = __popc(__ballot_sync(0xffffffffu, other.x <= m && m < other.y));
+      if (lane == i) seen_by += seen;
+    }
+  }
+  return seen_by;
+}
 // How many tiles they are.
 __device__ __forceinline__ int count_tiles(const BwdArguments& p, int batch, int head_k, int chunk, int keys_of_tile) {
   const int64_t list = head_list_of(p, batch, head_k) * p.keys.blocks + chunk;
   return (__ldg(p.keys.count + list) + keys_of_tile - 1) / keys_of_tile;
+}
+// Which row of ChunkTerms a listed key has; -1: none. Lists and intervals may be the caller's and hold any numbers.
+__device__ __forceinline__ int read_term(const BwdArguments& p, int64_t head_list, int chunk, int key, bool exists) {
+  if (p.terms.first == nullptr || !exists) return -1;
+  const int term = __ldg(p.terms.first + head_list * p.seqlen_k + key) + chunk;
+  return static_cast<uint32_t>(term) < static_cast<uint32_t>(p.terms.capacity) ? term : -1;
 }
 
 // --- all ------------------------------------------------------------------------------------------------------------
@@ -354,28 +379,29 @@ struct HeadSteps {
 };
 
 // Of wide heads: those of RowSteps, or where dq is added up in order those of HeadSteps.
-struct WideTiledSteps {
+template <class T>
+struct WideSteps {
   const BwdArguments& p;
   int begin, end;  // of the blocks of rows, or of the heads
   int head, m;
   int left;
 
-  __device__ __forceinline__ WideTiledSteps(const BwdArguments& arguments, const BwdItem& item) : p(arguments) {
+  __device__ __forceinline__ WideSteps(const BwdArguments& arguments, const BwdItem& item) : p(arguments) {
     const HeadRange heads = heads_of(p, item);
     begin = takes_turns() ? heads.begin : item.m_begin;
     end = takes_turns() ? heads.end : item.m_end;
     head = heads.begin;
-    m = item.m_end - 1;
+    m = T::kGathered && takes_turns() ? item.m_begin : item.m_end - 1;
     left = (heads.end - heads.begin) * (item.m_end - item.m_begin);
   }
-  __device__ __forceinline__ bool takes_turns() const { return p.dq_semaphore != nullptr; }
+  __device__ __forceinline__ bool takes_turns() const { return T::kGathered ? T::kOrdered : p.dq_semaphore != nullptr; }
   __device__ __forceinline__ bool is_last() const { return left <= 1; }
   __device__ __forceinline__ void advance() {
     --left;
     if (takes_turns()) {
       if (++head < end) return;
       head = begin;
-      --m;
+      m += T::kGathered ? 1 : -1;
     } else {
       if (--m >= begin) return;
       m = end - 1;
@@ -383,8 +409,6 @@ struct WideTiledSteps {
     }
   }
 };
-template <class T>
-using WideSteps = std::conditional_t<T::kGathered, RowSteps, WideTiledSteps>;
 
 // Whether an item is the second of two that are mirrored.
 template <class T>

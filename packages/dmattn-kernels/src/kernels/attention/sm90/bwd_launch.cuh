@@ -22,11 +22,11 @@ constexpr int64_t kBwdSectionBytes = 20 << 20;
 // blocks would still have such an item when the others have nothing left.
 constexpr int32_t kLastItems = 3;
 
-// Where dq is added up in order: thread blocks that take turns at the same rows, if there are heads enough. The more of
-// them begin together, the longer does the last one wait for its first turn. Behind a mask that leaves out half of the
-// tiles fewer heads at a time are worth more of that, as what they read stays in L2: 1.29 and 1.31 times the time
-// without an order with 32 and 16 thread blocks for each of 16 heads of 16384 rows, 1.41 with 8; but not under
-// causality, with 1.49, 1.33 and 1.29.
+// Where dq is added up in order: thread blocks (of wide heads: clusters) that take turns at the same rows, if there are
+// heads enough. The more of them begin together, the longer does the last one wait for its first turn. Behind a mask that
+// leaves out half of the tiles fewer heads at a time are worth more of that, as what they read stays in L2: 1.29 and 1.31
+// times the time without an order with 32 and 16 thread blocks for each of 16 heads of 16384 rows, 1.41 with 8; but not
+// under causality, with 1.49, 1.33 and 1.29.
 constexpr int64_t kBlocksOfTurns = 8, kBlocksOfEvenTurns = 24;
 
 // Sections of parts whose rows take so many bytes, and the rest in one that evens out what thread blocks have to do.
@@ -341,8 +341,12 @@ cudaError_t launch_bwd(const KernelChoice& choice, const BwdParams& p, cudaStrea
       return launch_wide_bwd_kernel<BwdWideTraits<Element, kHeadDimTile, kVariant>>(choice.blocks, p, stream);
     };
     if constexpr (kGathered) {
-      if (p.bias.kind != BiasKind::kNone) return go_wide(cute::C<BwdVariant::kBiasLists>{});
-      return go_wide(cute::C<BwdVariant::kLists>{});
+      const bool has_bias = p.bias.kind != BiasKind::kNone;
+      if (p.deterministic) {
+        return has_bias ? go_wide(cute::C<BwdVariant::kOrderedBiasLists>{})
+                        : go_wide(cute::C<BwdVariant::kOrderedLists>{});
+      }
+      return has_bias ? go_wide(cute::C<BwdVariant::kBiasLists>{}) : go_wide(cute::C<BwdVariant::kLists>{});
     } else {
       if (p.packing.is_active() && p.softcap > 0.f) return go_wide(cute::C<BwdVariant::kPackedSoftcap>{});
       if (p.packing.is_active()) return go_wide(cute::C<BwdVariant::kPacked>{});

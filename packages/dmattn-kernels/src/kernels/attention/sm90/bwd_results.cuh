@@ -63,6 +63,22 @@ __device__ __forceinline__ void add_partial(const float (&acc)[T::kHeadDim / 8][
     }
 }
 
+// Where chunks take turns at dk, dv and dbias of their keys: they add from the last to the first, in which order their
+// tiles have been taken. Each consumer of a tile counts once.
+__device__ __forceinline__ int32_t* chunk_counter(const BwdArguments& p, const BwdItem& item, int chunk) {
+  return p.dkv_semaphore + (static_cast<int64_t>(item.batch) * p.nheads_k + item.head_k) * p.keys.blocks + chunk;
+}
+// One thread. Chunks without tiles add nothing. The next one that has some has waited for all behind it.
+template <class T>
+__device__ __forceinline__ void wait_for_later_chunks(const BwdArguments& p, const BwdItem& item) {
+  for (int chunk = item.chunk + 1; chunk < p.keys.blocks; ++chunk) {
+    const int tiles = count_tiles(p, item.batch, item.head_k, chunk, T::kBlockN);
+    if (tiles == 0) continue;
+    wait_for_turn(chunk_counter(p, item, chunk), tiles * T::kConsumers * T::kCluster);
+    break;
+  }
+}
+
 // Panels of ds, from the operand of dk += ds^T q: see bwd_bias.cuh. Whole warpgroup.
 template <int kBlockM, class Operand>
 __device__ __forceinline__ void store_ds_panel(const Operand& gradients, uint32_t panel, int warp, int lane) {
@@ -427,27 +443,16 @@ struct BwdResults : BwdConsumerState<T> {
   // taken in this order, too.
   __device__ __forceinline__ bool takes_chunk_turns() const { return T::kOrdered && p.dkv_semaphore != nullptr; }
   __device__ __forceinline__ bool keeps_terms() const { return T::kOrdered && p.dkv_semaphore == nullptr; }
-  __device__ __forceinline__ int32_t* chunk_counter(const BwdItem& item, int chunk) const {
-    return p.dkv_semaphore + (static_cast<int64_t>(item.batch) * p.nheads_k + item.head_k) * p.keys.blocks + chunk;
-  }
   __device__ __forceinline__ void wait_for_chunks(const BwdItem& item) const {
     if constexpr (T::kOrdered) {
       if (keeps_terms()) return;
-      if (is_speaker()) {
-        // Chunks without tiles add nothing. The next one that has some has waited for all behind it.
-        for (int chunk = item.chunk + 1; chunk < p.keys.blocks; ++chunk) {
-          const int tiles = count_tiles(p, item.batch, item.head_k, chunk, T::kBlockN);
-          if (tiles == 0) continue;
-          wait_for_turn(chunk_counter(item, chunk), tiles * T::kConsumers);
-          break;
-        }
-      }
+      if (is_speaker()) wait_for_later_chunks<T>(p, item);
       cutlass::arch::NamedBarrier::sync(128, kOwnBarrier + consumer);
     }
   }
   __device__ __forceinline__ void pass_chunk(const BwdItem& item) const {
     if constexpr (T::kOrdered) {
-      if (takes_chunk_turns() && is_speaker()) pass_turn(chunk_counter(item, item.chunk));
+      if (takes_chunk_turns() && is_speaker()) pass_turn(chunk_counter(p, item, item.chunk));
     }
   }
 

@@ -32,6 +32,18 @@ __device__ __forceinline__ void take_turns_at(Turns& turns, const Item& item, in
   }
 }
 
+// The next tile of a mask, which is announced beside its Q. Whole warp.
+template <class T>
+__device__ __forceinline__ RowTile take_tile(typename T::Shared& s, const RowTile* announced,
+                                             RingPlace<T::kStagesQ>& place, int lane) {
+  s.q_full[place.stage].wait(place.phase);
+  const RowTile tile = announced[place.stage];
+  __syncwarp();
+  if (lane == 0) s.q_empty[place.stage].arrive();
+  place.advance();
+  return tile;
+}
+
 // At a tile of dbias that heads or batches share, which they take in the order of the items: all of them have the same
 // tiles, and find_tiled_item() has those that share a block of keys follow one another.
 template <class T>
@@ -96,15 +108,7 @@ struct DqTurns {
       });
     }
   }
-  // Announced beside its Q. Whole warp.
-  __device__ __forceinline__ RowTile next_tile() {
-    s.q_full[q_place.stage].wait(q_place.phase);
-    const RowTile tile = s.mask.tile[q_place.stage];
-    __syncwarp();
-    if (lane == 0) s.q_empty[q_place.stage].arrive();
-    q_place.advance();
-    return tile;
-  }
+  __device__ __forceinline__ RowTile next_tile() { return take_tile<T>(s, s.mask.tile, q_place, lane); }
 
   __device__ __forceinline__ Turns find_turn(const BwdItem& item, int head, int m) const {
     Turns found = {};

@@ -14,9 +14,9 @@
 // a step are queued in the order p^T do, dq of the step before, scores of the next step (and likewise), so that the
 // exchange has a step's time, and one consumer's products run while the other one's registers are worked on.
 //
-// A cluster takes one block of keys, or one tile of a list. Where dq of consecutive keys is added up in a fixed order,
-// a warp beside the producer waits for the turns of each consumer and passes them on. Bytes, registers and cycles are
-// counted in docs/kernels/backward.md.
+// A cluster takes one block of keys, or one tile of a list. Where dq is added up in a fixed order, a warp beside the
+// producer waits for the turns of each consumer and passes them on: over lists one of those that have copied the keys.
+// Bytes, registers and cycles are counted in docs/kernels/backward.md.
 #pragma once
 
 #include "../../shared/early_start.cuh"
@@ -333,25 +333,57 @@ struct WideConsumer : WideScores<T, kIsGradient> {
 
   // --- dk and dv of listed keys are added to sums ---------------------------------------------------------------------
 
+  // In a fixed order as in BwdResults: each chunk has rows of its own, or chunks take turns.
   __device__ __forceinline__ void add_grad(float (&acc)[kFragmentsD][4], const float (&key_sums)[2]) const {
+    const bool keeps_terms = T::kOrdered && p.terms.first != nullptr;
+    const bool takes_turns = T::kOrdered && p.dkv_semaphore != nullptr;
+    if (takes_turns) {
+      if (is_speaker()) wait_for_later_chunks<T>(p, item);
+      sync_own();
+    }
     const int64_t entries = list_of(p, item) * p.keys.capacity + WideProducer<T>::first_key(item, rank);
     const int64_t sums = static_cast<int64_t>(item.batch) * p.nheads_k + item.head_k;
     const KeyLimits limits = {0, p.seqlen_k - 1};
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const bool exists = s.facts.rows[own_key(half)] != 0;
+      bool exists = s.facts.rows[own_key(half)] != 0;
       const int key = exists ? limits.position(__ldg(p.keys.idx + entries + own_key(half))) : 0;
-      float* const to = (kIsGradient ? p.dk_accum : p.dv_accum) + (sums * p.seqlen_k + key) * p.head_dim;
-      send_key_row(acc, half, kIsGradient ? p.softmax_scale : kUnscale, to, exists, /*is_stored=*/false, p.head_dim,
-                   lane);
-      if constexpr (T::kKeyBias && kIsGradient) add_dbias(key_sums[half], key, exists);
+      int64_t row = sums * p.seqlen_k + key;
+      if (keeps_terms) {
+        const int term = read_term(p, head_list_of(p, item.batch, item.head_k), item.chunk, key, exists);
+        exists = term >= 0;
+        row = sums * p.terms.capacity + max(term, 0);
+      }
+      float* const to = (kIsGradient ? p.dk_accum : p.dv_accum) + row * p.head_dim;
+      send_key_row(acc, half, kIsGradient ? p.softmax_scale : kUnscale, to, exists, keeps_terms, p.head_dim, lane);
+      if constexpr (T::kKeyBias && kIsGradient) {
+        if (keeps_terms) {
+          store_dbias_term(key_sums[half], row, exists);
+        } else {
+          add_dbias(key_sums[half], key, exists);
+        }
+      }
     }
+    if (takes_turns) {
+      __threadfence();  // what each thread has added comes before the turn
+      sync_own();
+      if (is_speaker()) pass_turn(chunk_counter(p, item, item.chunk));
+    }
+  }
+  __device__ __forceinline__ void store_dbias_term(float sum, int64_t row, bool exists) const {
+    if (p.dbias_cols == nullptr) return;
+    sum = sum_of_row_lanes(sum);
+    if (lane % 4 == 0 && exists) p.terms.dbias[row] = sum;
+  }
+  // Four neighbouring lanes have the rows of a key.
+  static __device__ __forceinline__ float sum_of_row_lanes(float sum) {
+    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+    return sum + __shfl_xor_sync(0xffffffffu, sum, 2);
   }
   // All heads of the group have one bias: it does not matter at which of them the sums go in.
   __device__ __forceinline__ void add_dbias(float sum, int key, bool exists) const {
     if (p.dbias_cols == nullptr) return;
-    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+    sum = sum_of_row_lanes(sum);
     const int64_t head = static_cast<int64_t>(item.batch) * p.nheads + item.head_k * p.head_ratio;
     if (lane % 4 == 0 && exists) atomicAdd(p.dbias_cols + head * p.seqlen_k + key, sum);
   }
@@ -438,7 +470,7 @@ __global__ void __cluster_dims__(T::kCluster, 1, 1) __launch_bounds__(T::kThread
   const int rank = static_cast<int>(cute::block_rank_in_cluster());
   wait_for_previous_kernel();
   int index = blockIdx.x / T::kCluster;
-  if constexpr (!T::kGathered) {
+  if constexpr (!T::kGathered || T::kOrdered) {
     const bool in_turns = may_take_turns<T>(p);
     if (in_turns) index = take_number<T>(p, s, rank);
     if constexpr (T::kPacked) s.takes_turns = in_turns;  // all threads write the same
@@ -455,16 +487,13 @@ __global__ void __cluster_dims__(T::kCluster, 1, 1) __launch_bounds__(T::kThread
   const int group = cutlass::canonical_warp_group_idx();
   if (group == 0) {
     cutlass::arch::warpgroup_reg_dealloc<T::kProducerRegisters>();
-    const int warp = threadIdx.x / 32;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (threadIdx.x == 0) WideProducer<T>{p, s, rank}.run(item);
-    if constexpr (!T::kGathered) {
-      const bool has_consumer = warp > 0 && warp <= T::kConsumers;
-      const int lane = threadIdx.x % 32;
-      if (takes_turns<T>(p, s) && has_consumer) WideTurns<T>{p, s, warp - 1, lane}.run(item);
-    }
     if constexpr (T::kGathered) {
-      if (warp > 0) WideGather<T>{p, s, rank, static_cast<int>(threadIdx.x % 32)}.run(item, warp - 1);
+      if (warp > 0) WideGather<T>{p, s, rank, lane}.run(item, warp - 1);
     }
+    const bool has_consumer = warp > 0 && warp <= T::kConsumers;
+    if (takes_turns<T>(p, s) && has_consumer) WideTurns<T>{p, s, warp - 1, lane}.run(item);
   } else {
     cutlass::arch::warpgroup_reg_alloc<T::kConsumerRegisters>();
     const BwdItemOf<T>* own = &item;

@@ -8,7 +8,7 @@ namespace dmattn::sm90 {
 
 // Two thread blocks of a cluster share 128 keys. Each has 64 of them, and half of the columns of dq. Of the variants
 // there are kPlain, kPacked, kPackedSoftcap, kWindow, kSoftcap with or without a window, kMask, kDenseBias, kKeyBias,
-// kLists and kBiasLists.
+// kLists and kBiasLists, and these two in order.
 template <class Element_, int kHeadDim_, BwdVariant kVariant = BwdVariant::kPlain>
 struct BwdWideTraits {
   using Element = Element_;
@@ -25,15 +25,17 @@ struct BwdWideTraits {
   static_assert(kStagesQ == 2);
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;  // as in BwdTraits
+  // Lists in a fixed order. Over consecutive keys the same kernels add in any order and in a fixed one.
+  static constexpr bool kOrdered = kVariant == BwdVariant::kOrderedLists || kVariant == BwdVariant::kOrderedBiasLists;
   // For what it shares with the kernels of other head dimensions.
-  static constexpr bool kOrdered = false, kHasTurnWarps = false, kPairs = false;
+  static constexpr bool kHasTurnWarps = false, kPairs = false;
   static constexpr bool kPacked = kVariant == BwdVariant::kPacked || kVariant == BwdVariant::kPackedSoftcap;
   static constexpr bool kMirrors = false;
-  static constexpr bool kListBias = kVariant == BwdVariant::kBiasLists;
+  static constexpr bool kListBias = kVariant == BwdVariant::kBiasLists || kVariant == BwdVariant::kOrderedBiasLists;
   static constexpr bool kKeyBias = kListBias || kVariant == BwdVariant::kKeyBias;
   static constexpr bool kDenseBias = kVariant == BwdVariant::kDenseBias;
   static constexpr bool kBias = kKeyBias || kDenseBias;
-  static constexpr bool kGathered = kListBias || kVariant == BwdVariant::kLists;
+  static constexpr bool kGathered = kListBias || kVariant == BwdVariant::kLists || kOrdered;
   static constexpr bool kSoftcap = kVariant == BwdVariant::kSoftcap || kVariant == BwdVariant::kPackedSoftcap;
   // Steps are announced: those that a mask leaves, if there is one.
   static constexpr bool kMasked = kVariant == BwdVariant::kMask || (kBias && !kGathered);

@@ -8,11 +8,12 @@
 
 namespace dmattn::sm90 {
 
-// Whether dq is added up in order: what may_take_turns() has said.
+// Whether dq is added up in order: over lists by a kernel of its own, otherwise as may_take_turns() has said.
 template <class T>
 __device__ __forceinline__ bool takes_turns(const BwdArguments& p, const typename T::Shared& s) {
+  if constexpr (T::kGathered) return T::kOrdered;
   if constexpr (T::kPacked) return s.takes_turns;
-  return !T::kGathered && p.dq_semaphore != nullptr;
+  return p.dq_semaphore != nullptr;
 }
 
 // As in BwdDq, but the consumers add their parts of dq themselves. Polling a counter, and the fence before it is
@@ -24,16 +25,18 @@ struct WideTurns {
   typename T::Shared& s;
   const int consumer, lane;
   int phase = 0;
+  int tiles_before = 0;  // over lists, at the block of rows of the lane: see count_tiles_before()
 
   __device__ __forceinline__ void run(const BwdItemOf<T>& item) {
+    if constexpr (T::kGathered) tiles_before = count_tiles_before(p, item, lane);
     if constexpr (T::kMasked) {
       s.rows_known.wait(0);
       if (!s.rows.exist) return;
       RingPlace<T::kStagesQ> place;
-      RowTile tile = take_tile(place);
+      RowTile tile = take_tile<T>(s, s.rows.with_q, place, lane);
       take_turns_at(*this, item, tile.head, tile.m(), [&](int& head, int& m) {
         if (tile.is_last()) return false;
-        tile = take_tile(place);
+        tile = take_tile<T>(s, s.rows.with_q, place, lane);
         head = tile.head;
         m = tile.m();
         return true;
@@ -49,18 +52,11 @@ struct WideTurns {
       });
     }
   }
-  // Announced beside its Q.
-  __device__ __forceinline__ RowTile take_tile(RingPlace<T::kStagesQ>& place) const {
-    s.q_full[place.stage].wait(place.phase);
-    const RowTile tile = s.rows.with_q[place.stage];
-    __syncwarp();
-    if (lane == 0) s.q_empty[place.stage].arrive();
-    place.advance();
-    return tile;
-  }
   __device__ __forceinline__ Turn find_turn(const BwdItemOf<T>& item, int head, int m) const {
     int before;
-    if constexpr (T::kMasked) {
+    if constexpr (T::kGathered) {
+      before = __shfl_sync(0xffffffffu, tiles_before, m - item.m_begin);
+    } else if constexpr (T::kMasked) {
       before = blocks_before<T>(p, item, head, m, lane);
     } else {
       before = item.n_block - first_block_of_window<T>(p, m);  // rows that see a key see those before it
