@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -12,8 +13,15 @@ from attention_cases import TRACES_EXTREMES, Case, random_case
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.library import opcheck
+from torch.utils.flop_counter import FlopCounterMode
 
-from dmattn import arguments, flash_dmattn_func, flash_dmattn_varlen_func, maybe_create_mask
+from dmattn import (
+    arguments,
+    flash_dmattn_func,
+    flash_dmattn_varlen_func,
+    maybe_create_mask,
+    sliding_window,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -190,6 +198,54 @@ def test_direct_call_equals_the_operator() -> None:
     direct = flash_dmattn_func(*case.inputs, return_lse=True)
     through = torch.ops.dmattn.fwd(*case.inputs, None, 8**-0.5, False, 0.0)
     assert all(torch.equal(a, b) for a, b in zip(direct, through[:2], strict=True))
+
+
+@pytest.mark.parametrize("with_bias", [False, True])
+@pytest.mark.parametrize("way", ["device", "flops", "compile"])
+def test_arguments_that_equal_the_defaults_of_the_schema(way: str, with_bias: bool) -> None:
+    """The dispatcher leaves them out at the end, and autograd then knows of fewer inputs."""
+    q, k, v = (torch.randn(2, 9, 4, 8, requires_grad=True) for _ in range(3))
+    bias = torch.randn(2, 4, 9, 9, requires_grad=True) if with_bias else None
+    wanted = [t for t in (q, k, v, bias) if t is not None]
+
+    def loss(*tensors: Tensor | None) -> Tensor:
+        query, key, value, attn_bias = tensors
+        return (
+            flash_dmattn_func(query, key, value, attn_bias=attn_bias, softmax_scale=1.0)
+            .square()
+            .sum()
+        )
+
+    want = torch.autograd.grad(loss(q, k, v, bias), wanted)
+    contexts = {"device": torch.device("cpu"), "flops": FlopCounterMode(display=False)}
+    run = torch.compile(loss, fullgraph=True, backend="aot_eager") if way == "compile" else loss
+    with contexts.get(way, nullcontext()):
+        got = torch.autograd.grad(run(q, k, v, bias), wanted)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch.jit, that its time is over
+def test_traces_that_would_keep_a_length_are_refused() -> None:
+    q, k = torch.randn(1, 9, 4, 8), torch.randn(1, 9, 2, 8)
+    score = torch.randn(1, 2, 1, 9)
+
+    def window(query: Tensor, key: Tensor, attn_bias: Tensor) -> Tensor:
+        return flash_dmattn_func(query, key, key, None, attn_bias, is_causal=True, window_size=4)
+
+    def sliding(query: Tensor, key: Tensor) -> Tensor:
+        selection = sliding_window(key.shape[1], 4)
+        return flash_dmattn_func(query, key, key, is_causal=True, selection=selection)
+
+    def whole(query: Tensor, key: Tensor, attn_bias: Tensor) -> Tensor:
+        return flash_dmattn_func(query, key, key, None, attn_bias, is_causal=True)
+
+    for function, given in ((window, (q, k, score)), (sliding, (q, k))):
+        with pytest.raises(RuntimeError, match=r"torch.jit.trace: got a s.*wanted torch.export"):
+            torch.jit.trace(function, given)
+    traced = torch.jit.trace(whole, (q, k, score))
+    longer = [torch.cat((t, t), 3 if t is score else 1) for t in (q, k, score)]
+    torch.testing.assert_close(traced(*longer), whole(*longer))
 
 
 def test_autocast_casts_as_sdpa_does() -> None:

@@ -26,7 +26,7 @@ from dmattn.ops import batching
 from dmattn.ops.selection import select_keys
 from dmattn.ops.sharding import register_for
 from dmattn.problem import Gradients, Needs, Problem, Results, with_one_head_dim
-from dmattn.validation import in_functorch
+from dmattn.validation import in_functorch, refuse_jit_trace
 
 _Probe = Callable[[], Any]
 
@@ -483,6 +483,8 @@ def select(
     `is_known`: that it has none, of scores without a gradient.
     """
     direct = is_known or is_plain_call(scores, key_mask, cu_seqlens)
+    if not direct:
+        refuse_jit_trace("a selection of keys")
     return select_keys(scores, key_mask, window, seqlen_q, is_causal, cu_seqlens, direct, cleared)
 
 

@@ -43,6 +43,7 @@ from dmattn.validation import (
     is_integer,
     is_one_or,
     read_integers,
+    refuse_jit_trace,
 )
 
 _INTEGERS = (torch.int32, torch.int64)
@@ -313,7 +314,9 @@ def sliding_window(
     Raises:
         TypeError: a number is no int, attn_mask is no mask, or device is none.
         ValueError: a number is too small, or attn_mask has the wrong shape or device.
+        RuntimeError: torch.jit.trace records the call.
     """
+    refuse_jit_trace("a sliding window")
     window_size = check_int("window_size", window_size, 1)
     key_len = check_int("key_len", key_len, 0)
     if device is not None:

@@ -82,6 +82,15 @@ def check_int(name: str, value: Any, least: int | None = None, wanted: str | Non
     return result
 
 
+def refuse_jit_trace(what: str) -> None:
+    """Raise RuntimeError while torch.jit.trace records what depends on lengths as plain numbers."""
+    if torch.jit.is_tracing():
+        raise RuntimeError(
+            f"torch.jit.trace: got {what}, whose lengths it would keep for inputs of every length; "
+            "wanted torch.export.export or torch.compile"
+        )
+
+
 def check_number(name: str, value: Any, least: float | None = None) -> float:
     """A finite Python or numpy number, as a float.
 

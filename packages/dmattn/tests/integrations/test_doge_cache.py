@@ -213,6 +213,7 @@ def test_the_default_cache() -> None:
     assert isinstance(cache_of_generate(), DogeCache)
     assert isinstance(cache_of_generate(prompt_lookup_num_tokens=2), DynamicCache)
     assert isinstance(cache_of_generate(cache_implementation="static"), StaticCache)
+    assert isinstance(cache_of_generate(cache_implementation="dynamic"), DynamicCache)
     given = DynamicCache(config=model.config)
     assert cache_of_generate(past_key_values=given) is given
     options = {"max_new_tokens": 3, "return_dict_in_generate": True}
@@ -220,9 +221,10 @@ def test_the_default_cache() -> None:
     found = model.generate(ids[:1], in_second_place)
     assert isinstance(found.past_key_values, DynamicCache)
     # What a given config leaves open, that of the model decides.
-    model.generation_config.cache_implementation = "static"
-    found = model.generate(ids[:1], generation_config=GenerationConfig(**options))
-    assert isinstance(found.past_key_values, StaticCache)
+    for name, kind in (("static", StaticCache), ("dynamic", DynamicCache)):
+        model.generation_config.cache_implementation = name
+        found = model.generate(ids[:1], generation_config=GenerationConfig(**options))
+        assert isinstance(found.past_key_values, kind)
     model.generation_config.cache_implementation = None
     enable_doge(model)
     assert isinstance(cache_of_generate(), DynamicCache)

@@ -80,6 +80,21 @@ def test_training_step() -> None:
     assert counter.frame_count <= 2
 
 
+def test_training_step_of_an_encoder_and_a_decoder() -> None:
+    """T5 scales by 1, as the operators do by default, and its bias has a gradient."""
+    torch._dynamo.reset()
+    model = make_model("t5")
+    ids = torch.randint(1, VOCABULARY, (2, 40))
+    inputs = {"input_ids": ids, "labels": ids.flip(1), "use_cache": False}
+    compiled, gradients = torch.compile(model, backend="aot_eager"), []
+    for implementation, run in (("eager", model), ("dmattn", compiled)):
+        with_attention(model, implementation)
+        model.zero_grad()
+        run(**inputs).loss.backward()
+        gradients.append(gradients_of(model))
+    assert relative_error(gradients[1], gradients[0]) < 1e-4
+
+
 def gradients_of(model: Any) -> dict[str, Tensor]:
     return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 

@@ -159,7 +159,9 @@ def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tenso
 def saved_call(ctx: Any) -> tuple[Problem, Results, Needs]:
     """What `setup_context` kept."""
     *tensors, out, lse, rest = ctx.saved_tensors
-    needs = Needs(*(ctx.needs_input_grad[i] for i in _DIFFERENTIABLE))
+    # The dispatcher of torch leaves out the last arguments if they are the schema's defaults.
+    known = ctx.needs_input_grad
+    needs = Needs(*(i < len(known) and known[i] for i in _DIFFERENTIABLE))
     return Problem.join(tensors, ctx.rest), Results(out, lse, rest), needs
 
 
