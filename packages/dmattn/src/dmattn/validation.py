@@ -84,7 +84,7 @@ def check_int(name: str, value: Any, least: int | None = None, wanted: str | Non
 
 def refuse_jit_trace(what: str) -> None:
     """Raise RuntimeError while torch.jit.trace records what depends on lengths as plain numbers."""
-    if torch.jit.is_tracing():
+    if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]  # has no types
         raise RuntimeError(
             f"torch.jit.trace: got {what}, whose lengths it would keep for inputs of every length; "
             "wanted torch.export.export or torch.compile"

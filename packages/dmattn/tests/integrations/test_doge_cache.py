@@ -293,6 +293,12 @@ def test_models_that_are_not_enabled_are_refused() -> None:
     )
 
 
+@pytest.mark.parametrize("window", [0, -3])
+def test_a_model_that_keeps_no_keys_has_no_cache(window: int) -> None:
+    with pytest.raises(ValueError, match=rf"config.keep_window_size: got {window}, wanted .* 1"):
+        DogeCache(make_doge(window=window).config)
+
+
 @torch.no_grad()
 def test_what_does_not_fit_is_refused() -> None:
     model, cache, ids = filled()

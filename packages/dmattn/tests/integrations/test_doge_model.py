@@ -401,6 +401,17 @@ def test_masks_of_wrong_shapes(shape: tuple[int, ...]) -> None:
         model(tokens(), attention_mask=torch.ones(shape))
 
 
+def test_masks_of_more_keys_than_there_are() -> None:
+    """A cache may have room for them, which eager attention takes so, too."""
+    model = enable_doge(make_doge())
+    longer = torch.ones(2, LENGTH + 3)
+    with pytest.raises(ValueError, match="attention_mask: got shape"):
+        model(tokens(), attention_mask=longer, use_cache=False)
+    with torch.no_grad():
+        found = model(tokens(), attention_mask=longer).logits
+        assert torch.equal(found, model(tokens(), attention_mask=longer[:, 3:]).logits)
+
+
 @pytest.mark.parametrize("kind", [DynamicCache, StaticCache])
 def test_masks_that_leave_out_what_the_cache_holds(kind: Any) -> None:
     """transformers takes such a mask for one of the first tokens and hides the new ones."""

@@ -9,7 +9,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from dmattn import DynamicMaskCache
 from dmattn.scoring import attend_through_cache
-from dmattn.validation import check_bool, check_tensor
+from dmattn.validation import check_bool, check_int, check_tensor
 
 
 class DogeCache(Cache):  # type: ignore[misc]  # has no types
@@ -32,7 +32,7 @@ class DogeCache(Cache):  # type: ignore[misc]  # has no types
     Raises:
         TypeError: config is not one of a Doge model, or compileable no bool.
         ValueError: the model has a sliding window, in which the best keys are not the best of a
-            growing context.
+            growing context, or keeps no keys at all (keep_window_size below 1).
     """
 
     def __init__(self, config: Any, compileable: bool = False) -> None:
@@ -49,6 +49,7 @@ class DogeCache(Cache):  # type: ignore[misc]  # has no types
                 f"config: got sliding_window={text_config.sliding_window}, wanted None for a "
                 "DogeCache; transformers.DynamicCache serves models with a sliding window"
             )
+        window_size = check_int("config.keep_window_size", window_size, 1)
         layers = range(text_config.num_hidden_layers)
         super().__init__(layers=[DogeCacheLayer(window_size, compileable) for _ in layers])
 

@@ -115,7 +115,7 @@ def seen_keys(
             offset = int(offset)  # read once, so that the layers leave out the unused keys
     padding = None
     if attention_mask is not None:
-        padding = _padding(attention_mask, batch, query_len, offset)
+        padding = _padding(attention_mask, batch, query_len, offset, may_go_on=cache is not None)
         padding = padding.to(device)[:, first_key : first_key + key_len]
         padding = torch.nn.functional.pad(padding, (0, key_len - padding.shape[1]))
     documents = None
@@ -292,10 +292,13 @@ def _check_mask(mask: Tensor, config: Any, batch: int, query_len: int, key_len: 
         )
 
 
-def _padding(mask: Tensor, batch: int, query_len: int, offset: int | Tensor) -> Tensor:
-    """A mask of two dimensions as bool, if it speaks of all tokens."""
+def _padding(
+    mask: Tensor, batch: int, query_len: int, offset: int | Tensor, may_go_on: bool
+) -> Tensor:
+    """A mask of two dimensions as bool, if it speaks of all tokens; of a cache's room, too."""
     needed = query_len if isinstance(offset, Tensor) else offset + query_len
-    if mask.dim() != 2 or mask.shape[0] != batch or mask.shape[1] < needed:
+    fits = mask.dim() == 2 and mask.shape[0] == batch
+    if not fits or mask.shape[1] < needed or (mask.shape[1] > needed and not may_go_on):
         raise ValueError(
             f"attention_mask: got shape {tuple(mask.shape)}, wanted ({batch}, {needed}), all "
             "tokens up to the last one at hand, or four dimensions"
