@@ -256,6 +256,7 @@ def _deterministic() -> list[Case]:
         shared,
         _top(DETERMINISTIC, "running top-w B1 S16384 H16/4 D128 w1024", windows, 16384, 1024),
         _top(DETERMINISTIC, "running top-w B1 S32768 H2/1 D64 w1024", windows, 32768, 1024, True),
+        _wide_top(DETERMINISTIC, "running top-w B1 S16384 H8/2 D256 w1024", windows),
     ]
 
 
@@ -447,6 +448,12 @@ def _top(
     if small:
         shape = dataclasses.replace(shape, nheads=2, nheads_k=1, head_dim=64)
     return dataclasses.replace(shape, causal=True, kept=kept, running=True, bias="key")
+
+
+def _wide_top(group: str, name: str, contenders: tuple[str, ...]) -> Case:
+    """Of wide heads: 16384 rows and keys, H8/2 D256, w 1024."""
+    case = _top(group, name, contenders, 16384, 1024)
+    return dataclasses.replace(case, nheads=8, nheads_k=2, head_dim=256)
 
 
 def _running_top() -> list[Case]:
