@@ -254,6 +254,9 @@ def wrong_arguments(rank: int, world: int) -> None:
         expect(ValueError, words, lambda: attend(odd))
         expect(ValueError, "window_size: got 9 on rank 0", lambda: attend(20, window_size=9 + last))
         expect(ValueError, "key: got [2, ", lambda: attend(20, batch=2 + last))
+        by_query_head = torch.ones(2, 4, 1, 20, dtype=torch.bool) if last else None
+        words = "heads that attn_bias and attn_mask tell apart: got 2 on rank 0"
+        expect(ValueError, words, lambda: attend(20, attn_mask=by_query_head))
         wide = torch.float64 if last else torch.float32
         expect(ValueError, "key: got", lambda: attend(20, wide))
         expect(ValueError, "requires_grad", lambda: attend(20, learned=last))

@@ -46,6 +46,7 @@ class _Given(NamedTuple):
     """The checked arguments of this rank."""
 
     problem: Problem  # k, v and score with one and the same number of heads
+    nheads_k: int  # of the keys as they were given
     score: Tensor  # (B, N, S)
     window_size: int
     cu_seqlens: Tensor | None  # int32, of the whole sequence, on the device of the problem
@@ -198,6 +199,11 @@ def _agreed(group: dist.ProcessGroup, arguments: tuple[Any, ...]) -> tuple[_Give
     problem = given.problem
     operands = problem.k, problem.v, given.score
     facts = operators.facts_of(*operands, given.cu_seqlens, given.window_size, _needs(given))
+    # Scores or a mask of query heads give the keys as many heads.
+    (batch, _, *key), (_, *value) = facts["key"], facts["value"]
+    facts |= {"key": [batch, given.nheads_k, *key], "value": [given.nheads_k, *value]}
+    facts["attn_bias"] = str(given.score.dtype)
+    facts["heads that attn_bias and attn_mask tell apart"] = given.score.shape[1]
     facts |= {
         "query": [*problem.q.shape[2:], str(problem.q.dtype)],
         "softmax_scale": problem.softmax_scale,
@@ -247,11 +253,12 @@ def _checked(
             f"rank{_DENSE_WAY}"
         )
     assert problem.bias is not None
+    nheads_k = problem.k.shape[2]
     problem, score = _same_heads(problem, _masked(problem.bias.squeeze(2), attn_mask, problem))
     if cu_seqlens is None:
-        return _Given(problem, score, window_size, None, None)
+        return _Given(problem, nheads_k, score, window_size, None, None)
     bounds, known = _whole_bounds(cu_seqlens, score.device)
-    return _Given(problem, score, window_size, bounds, known)
+    return _Given(problem, nheads_k, score, window_size, bounds, known)
 
 
 def _check_plain(**tensors: Any) -> None:
