@@ -398,7 +398,7 @@ def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
         model.config._attn_implementation == NAME
         and kwargs.get("past_key_values") is None
         and setting("use_cache") is not False
-        and setting("cache_implementation") is None  # which stands beside no cache that is given
+        and setting("cache_implementation") is None  # a cache by name: no other may be given
         and not setting("is_assistant")
         and all(setting(name) is None for name in assistance)
     )

@@ -295,7 +295,10 @@ def _check_mask(mask: Tensor, config: Any, batch: int, query_len: int, key_len: 
 def _padding(
     mask: Tensor, batch: int, query_len: int, offset: int | Tensor, may_go_on: bool
 ) -> Tensor:
-    """A mask of two dimensions as bool, if it speaks of all tokens; of a cache's room, too."""
+    """A mask of two dimensions as bool, if it speaks of all tokens.
+
+    may_go_on: whether it may speak of more, such as those that a cache has room for.
+    """
     needed = query_len if isinstance(offset, Tensor) else offset + query_len
     fits = mask.dim() == 2 and mask.shape[0] == batch
     if not fits or mask.shape[1] < needed or (mask.shape[1] > needed and not may_go_on):
