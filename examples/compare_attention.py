@@ -155,8 +155,12 @@ def main(argv: Sequence[str] | None = None) -> dict[str, Any]:
         from quality.report import render, tasks_of  # needs matplotlib
 
         recorded: dict[str, Any] = json.loads(arguments.render.read_text())
-        if not tasks_of(recorded):
+        if "runs" not in recorded or not tasks_of(recorded):
             raise SystemExit(f"--render: {arguments.render} has no task of which all runs ended")
+        if not (arguments.docs / "quality.md").is_file():
+            raise SystemExit(
+                f"--docs: got {arguments.docs}, wanted a folder with the page quality.md"
+            )
         render(recorded, arguments.docs)
         return recorded
     device = choose_device(arguments.device)

@@ -67,7 +67,19 @@ def test_stops_in_time(example: SimpleNamespace, tmp_path: Path) -> None:
     assert example.report.tasks_of(found) == []
     with pytest.raises(SystemExit, match="has no task of which all runs ended"):
         example.main([f"--render={tmp_path / 'results.json'}", f"--docs={tmp_path}"])
-    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
+    (tmp_path / "others.json").write_text("{}")
+    with pytest.raises(SystemExit, match=r"others.json has no task"):
+        example.main([f"--render={tmp_path / 'others.json'}", f"--docs={tmp_path}"])
+    assert {path.name for path in tmp_path.iterdir()} == {"results.json", "others.json"}
+
+
+def test_renders_into_the_page_that_is_there(
+    example: SimpleNamespace, results: dict, tmp_path: Path
+) -> None:
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    with pytest.raises(SystemExit, match=r"--docs: got .*none, wanted a folder with the page"):
+        example.main([f"--render={tmp_path / 'results.json'}", f"--docs={tmp_path / 'none'}"])
+    assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize(

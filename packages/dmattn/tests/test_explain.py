@@ -6,7 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from dmattn import explain, explain_varlen, flash_dmattn_varlen_func, packed_documents
+from dmattn import (
+    KeyState,
+    explain,
+    explain_varlen,
+    flash_dmattn_func,
+    flash_dmattn_varlen_func,
+    packed_documents,
+)
 from dmattn.backends import registry
 from dmattn.problem import Packing, Problem
 
@@ -83,6 +90,16 @@ def test_before_a_backend() -> None:
     q, k, v = operands(1)
     assert "slow: sinks take some passes" in explain(q, k, v, sinks=torch.zeros(4))
     assert "slow: head_dim is 64 of key and 32 of value" in explain(q, k, v[..., :32])
+
+
+def test_probabilities_beside_a_state_are_refused_as_in_the_call() -> None:
+    q, k, v = operands(1)
+    score = torch.randn(1, 2, 1, 300)
+    state = KeyState.of(k, v, score, 5)
+    given = {"attn_bias": score, "is_causal": True, "window_size": 5, "state": state}
+    for function in (explain, flash_dmattn_func):
+        with pytest.raises(ValueError, match="return_attn_probs: got True beside state"):
+            function(q, k, v, **given, return_attn_probs=True)
 
 
 def test_long_lists() -> None:

@@ -299,6 +299,12 @@ def test_keys_that_no_call_attends_to_make_no_state(
         KeyState.of(k, v, torch.randn(1, 2, 9), 2)
 
 
+def test_a_state_has_a_window() -> None:
+    key = torch.randn(1, 9, 2, 8)
+    with pytest.raises(TypeError, match=r"window_size: got None, wanted .* keeps by score$"):
+        KeyState.of(key, key, torch.randn(1, 2, 9), None)  # type: ignore[arg-type]
+
+
 def test_boundaries_of_any_size_are_compared_as_they_are() -> None:
     """Their differences may be more than 64 bits hold."""
     given = stretch(7, state=some_state())

@@ -320,6 +320,8 @@ def test_errors_of_options() -> None:
         create_mask(bias, None, B, SQ, SK, 3, min_dtype="x")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"key_len: got 8.0 \(float\), wanted an int"):
         create_mask(bias, None, B, SQ, 8.0, 3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"attention_bias: got shape \(\), wanted"):
+        dynamic_mask(torch.tensor(1.0), None, 3)
     queries = torch.ones(B, SK + 1, dtype=torch.bool)
     with pytest.raises(ValueError, match="fewer keys than queries"):
         create_mask(bias, queries, B, SK + 1, SK, 3)

@@ -157,8 +157,22 @@ def test_a_bias_of_minus_infinity_hides_keys_like_a_mask() -> None:
 def test_attention_of_numbers_that_are_none() -> None:
     q = scores(1, 5, 1, 8)
     q[0, 3] = float("nan")
-    plot.attention(q, scores(1, 5, 1, 8), is_causal=True)
-    plot.attention(q, scores(1, 5, 1, 8), row=3)
+    ax = plot.attention(q, scores(1, 5, 1, 8), is_causal=True)
+    assert "NaN in 1 of the 5 queries" in ax.get_title(loc="left")
+    ground = torch.as_tensor(ax.images[0].get_array().data)
+    assert not torch.equal(ground[3, 0], ground[4, 0])  # neither kept nor dropped
+    ax = plot.attention(q, scores(1, 5, 1, 8), row=3)
+    assert "its probabilities are NaN" in ax.get_title(loc="left")
+    marks = ax.lines[0].get_ydata()
+    assert len(marks) == 5 and all(y < 0 for y in marks)
+
+
+def test_the_whole_figure_is_saved(tmp_path: Path) -> None:
+    from matplotlib import pyplot
+
+    part = pyplot.figure().subfigures(1, 2)[0]
+    plot.mask(torch.ones(5, 5) > 0, ax=part.subplots(), path=tmp_path / "mask.png")
+    assert (tmp_path / "mask.png").stat().st_size > 1000
 
 
 def test_attention_of_many_rows_draws_some_of_them() -> None:
@@ -207,6 +221,7 @@ BAD: list[tuple[Any, type[Exception], str]] = [
     (lambda: plot.token_scores_html(None, torch.ones(1)), TypeError, "tokens: got None"),
     (lambda: plot.lifetimes(WINDOW()), ValueError, "selection: got one with is_causal=False"),
     (lambda: plot.lifetimes(None), TypeError, "selection: got None"),
+    (lambda: plot.lifetimes(sliding_window(0, 1)), ValueError, "selection: got 0 queries and 0"),
     (lambda: plot.token_scores(["a"], torch.ones(2)), ValueError, "scores: got shape (2,)"),
     (lambda: plot.token_scores([1], torch.ones(1)), TypeError, "tokens: got 1 (int) among them"),
     (lambda: plot.token_scores_html(["a"], torch.tensor([1])), TypeError, "scores: got dtype"),

@@ -73,17 +73,23 @@ def checked_problem(
     return problem
 
 
-def check_window_size(window_size: Any) -> int:
+def check_window_size(window_size: Any, may_be_left_out: bool = True) -> int:
     """window_size as an int of at least 1.
+
+    Args:
+        window_size: what the caller gave, not None.
+        may_be_left_out: whether None would have done, for the message.
 
     Raises:
         TypeError: it is no integer, such as the pair of numbers that flash_attn takes.
         ValueError: it is below 1, such as the -1 by which flash_attn means no window.
     """
-    wanted = (
-        "an int of at least 1, the keys that each row keeps by score, or None; for a sliding "
-        "window pass selection=dmattn.sliding_window(key_len, window_size)"
-    )
+    wanted = "an int of at least 1, the keys that each row keeps by score"
+    if may_be_left_out:
+        wanted += (
+            ", or None; for a sliding window pass "
+            "selection=dmattn.sliding_window(key_len, window_size)"
+        )
     return check_int("window_size", window_size, 1, wanted)
 
 

@@ -238,8 +238,7 @@ def flash_dmattn_func(
             if state is None and selection is None and out is None
             else _kind_beside(operands, options, state, selection, out)
         )
-    if return_attn_probs and state is not None:
-        raise ValueError("return_attn_probs: got True beside state, wanted False")
+    _check_probs(return_attn_probs, state)
     known = recall(kind) if out is None else _recall_beside(kind, operands, state, selection, out)
     lse: Tensor | None
     if known is None:
@@ -388,11 +387,16 @@ def explain(*arguments: Any, **options: Any) -> str:
     given.apply_defaults()
     named = dict(given.arguments)
     wanted = named.pop("backend")
-    for name in ("return_lse", "return_attn_probs"):
-        check_bool(name, named.pop(name))
+    check_bool("return_lse", named.pop("return_lse"))
+    _check_probs(check_bool("return_attn_probs", named.pop("return_attn_probs")), named["state"])
     (problem, slow), _ = _checked_call(**named)
     notes = (*slow, *slow_paths(problem))
     return registry.explain(with_one_head_dim(problem), wanted, notes, named["out"])
+
+
+def _check_probs(return_attn_probs: bool, state: Any) -> None:
+    if return_attn_probs and state is not None:
+        raise ValueError("return_attn_probs: got True beside state, wanted False")
 
 
 def flash_dmattn_func_auto(backend: str | None = None) -> Callable[..., Any]:

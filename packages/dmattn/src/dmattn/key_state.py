@@ -100,7 +100,7 @@ class KeyState:
             TypeError: an argument has the wrong type or dtype.
             ValueError: a shape, device or number does not fit.
         """
-        window_size = check_window_size(window_size)
+        window_size = check_window_size(window_size, may_be_left_out=False)
         _check_key_value(key, value)
         scores, mask = _check_scores(attn_bias, key), None
         if attn_mask is not None:

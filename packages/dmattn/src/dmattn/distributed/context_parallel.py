@@ -233,7 +233,7 @@ def _checked(
     return_lse: Any,
     settings: dict[str, Any],
 ) -> _Given:
-    window_size = check_window_size(window_size)
+    window_size = check_window_size(window_size, may_be_left_out=False)
     if not torch.compiler.is_compiling():
         _check_plain(query=query, key=key, value=value, attn_bias=attn_bias, attn_mask=attn_mask)
     check_bool("return_lse", return_lse)  # of no use here, but to be refused before ranks exchange

@@ -267,7 +267,8 @@ class DynamicMaskAttention(nn.Module):
         Args:
             batch: sequences.
             dtype: of keys and values. What `v_proj` returns when None: the layer's own, or
-                autocast's where that is on, as it has to be in the calls of `forward` then.
+                autocast's where that is on, as it has to be in the calls of `forward` then. Where
+                FSDP casts the layer's parameters, give the dtype that it casts them to.
             device: of the cache; the layer's when None.
             evict: True: `window_size` keys per head, for texts of any length. False: every key of
                 at most `capacity` tokens, for any layer that is causal, with or without a window.

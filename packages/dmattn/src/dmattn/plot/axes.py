@@ -50,7 +50,8 @@ def axes_or_new(ax: Any, width: float, height: float) -> Any:
 def save(ax: Any, path: str | Path | None) -> None:
     """Write the figure of the axes to a file, if there is a path."""
     if path is not None:
-        ax.figure.savefig(path, dpi=150, bbox_inches="tight")
+        # Of a part of a figure, the whole.
+        ax.figure.figure.savefig(path, dpi=150, bbox_inches="tight")
 
 
 def thousands(n: int) -> str:

@@ -42,7 +42,7 @@ def lifetimes(
     Raises:
         ImportError: matplotlib is not installed.
         TypeError: selection is no KeySelection, or ax no axes.
-        ValueError: it is not causal: no key leaves then.
+        ValueError: it is not causal: no key leaves then. Or it has no queries or no keys.
         IndexError: there is no such head or batch entry.
     """
     if not isinstance(selection, KeySelection):
@@ -54,6 +54,7 @@ def lifetimes(
         )
     batch = axes.check_entry("batch", batch, selection.end.shape[0])
     head = axes.check_entry("head", head, selection.end.shape[1])
+    axes.check_not_empty("selection", selection.query_len, selection.end.shape[2])
     start, stop = row_intervals(selection, batch, head)
     life, stays = stop - start, stop == selection.query_len
     ax = axes.axes_or_new(ax, 7.2, 4.6)

@@ -1,5 +1,6 @@
 """A picture of where the attention of one head goes among the keys that it keeps."""
 
+import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -188,10 +189,15 @@ def _of_rows(t: Tensor, rows: Tensor) -> Tensor:
 
 
 def _summary(drawn: _Rows) -> str:
-    """How many keys are kept, and how few of them get most of the attention."""
+    """How many keys are kept, and how few of them get most of the attention; or that it is NaN."""
     some = drawn.held > 0
     if not bool(some.any()):
         return "no key is kept"
+    wrong = int((drawn.mass.isnan() & drawn.kept).any(-1).sum())
+    if wrong > 0 and len(drawn.held) == 1:
+        return "its probabilities are NaN"
+    if wrong > 0:
+        return f"NaN in {wrong} of the {len(drawn.held)} queries drawn (blue)"
     kept = float(drawn.held[some].double().mean())
     heavy = float(drawn.heavy[some].double().mean())
     if len(drawn.held) == 1:
@@ -203,6 +209,8 @@ def _draw_matrix(ax: Any, drawn: _Rows, keys: Tensor, query_len: int) -> None:
     colors = axes.matplotlib_module("colors")
     ground = drawn.mass.new_ones(*drawn.mass.shape, 3)
     ground[drawn.visible] = ground.new_tensor(colors.to_rgb(axes.DROPPED))
+    # What is NaN has no place in the scale.
+    ground[drawn.kept & drawn.mass.isnan()] = ground.new_tensor(colors.to_rgb(axes.KEPT))
     key_len = int(keys[-1])
     how = {
         "extent": (-0.5, key_len - 0.5, query_len - 0.5, -0.5),
@@ -228,7 +236,7 @@ def _draw_row(ax: Any, drawn: _Rows, keys: Tensor) -> None:
     shown = [(x, p) for x, p, is_kept in zip(centre, mass, kept, strict=True) if is_kept]
     places, heights = [x for x, _ in shown], [p for _, p in shown]
     ax.vlines(places, 0, heights, color=axes.KEPT, lw=1.6, label="probability")
-    highest = max(heights, default=1.0) or 1.0
+    highest = max((p for p in heights if not math.isnan(p)), default=1.0) or 1.0
     ax.plot(
         places,
         [-0.05 * highest] * len(places),

@@ -135,10 +135,13 @@ def dynamic_mask(
 
     Raises:
         TypeError: the bias is not floating, the mask is not bool, or window_size is not an int.
-        ValueError: the mask does not broadcast to the bias; window_size or block_size is below 1.
+        ValueError: the bias has no dimension, or the mask does not broadcast to it; window_size or
+            block_size is below 1.
     """
     window_size = check_int("window_size", window_size, 1)
     _check_floating(attention_bias)
+    if attention_bias.dim() == 0:
+        raise ValueError("attention_bias: got shape (), wanted (..., key_len)")
     if attention_mask is not None:
         attention_mask = check_mask("attention_mask", attention_mask)
         given = tuple(attention_mask.shape)
