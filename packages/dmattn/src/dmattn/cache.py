@@ -567,7 +567,8 @@ class DynamicMaskCache:
         if is_plain_call(query, new.k, new.v, new.active, new.score):
             cache = self._tensors()
             if query.shape[1] > 1:
-                (query,), new = outside_of(cache, query), new.apart_from(cache)
+                query, k, v, score = outside_of(cache, query, *new[:3])
+                new = CacheTokens(k, v, score, new.active)
             append = cuda.append_to_cache if query.is_cuda else cpu.append_to_cache
             out = append(new, cache, True, query, scale, softcap)
         else:

@@ -6,7 +6,7 @@ from torch import Tensor
 import dmattn.ops.cache  # noqa: F401 - registers the operators
 from dmattn.backends.cpu import cache as cpu
 from dmattn.backends.cuda import cache as cuda
-from dmattn.cache_state import CacheTensors, CacheTokens
+from dmattn.cache_state import CacheTensors, CacheTokens, outside_of
 from dmattn.dispatch import is_plain_call
 
 
@@ -14,7 +14,8 @@ def append_tokens(new: CacheTokens, cache: CacheTensors, evict: bool) -> None:
     """dmattn::cache_append: tokens into all slots, without attention."""
     if is_plain_call(*new):
         if new.k.shape[1] > 1:
-            new = new.apart_from(cache)
+            k, v, score = outside_of(cache, *new[:3])
+            new = CacheTokens(k, v, score, new.active)
         append = cuda.append_to_cache if new.k.is_cuda else cpu.append_to_cache
         append(new, cache, evict)
     else:

@@ -26,16 +26,11 @@ class CacheTokens(NamedTuple):
     score: Tensor  # (B, HK, T)
     active: Tensor | None  # bool (B, T), False for a token to skip
 
-    def apart_from(self, cache: CacheTensors) -> "CacheTokens":
-        """The same tokens, copied where they lie in the memory of a cache that they are put into.
-
-        Of several tokens, those that come first may take the place that the others are read from.
-        """
-        given = outside_of(cache, self.k, self.v, self.score)
-        return self._replace(k=given[0], v=given[1], score=given[2])
-
 
 def outside_of(cache: CacheTensors, *tensors: Tensor) -> list[Tensor]:
-    """The tensors, with copies in place of those that lie in the memory of a cache."""
+    """The tensors, with copies in place of those that lie in the memory of a cache.
+
+    Of several tokens that go into it, the first ones may take the place that the others lie in.
+    """
     own = {t.untyped_storage().data_ptr() for t in cache}
     return [t.clone() if t.untyped_storage().data_ptr() in own else t for t in tensors]
