@@ -33,6 +33,7 @@ from torch.utils.checkpoint import checkpoint
 from dmattn import DynamicMaskAttention, flash_dmattn_func
 from dmattn.distributed import context_parallel_attention, exchange
 from dmattn.distributed import groups as groups_of_ranks
+from dmattn.distributed.beside import Beside
 
 CASES: dict[str, Callable[[int, int], None]] = {}
 
@@ -142,9 +143,9 @@ def window_of_more_keys_than_there_are(rank: int, world: int) -> None:
     lengths, sent = [20 + i for i in range(world)], []
     start_gather = exchange.start_gather
 
-    def record(place: exchange.Place, own: Tensor) -> exchange.Sending:
+    def record(place: exchange.Place, own: Tensor, beside: Beside) -> exchange.Sending:
         sent.append(own.shape[2])
-        return start_gather(place, own)
+        return start_gather(place, own, beside)
 
     with patch.object(exchange, "start_gather", record):
         total = sum(lengths)

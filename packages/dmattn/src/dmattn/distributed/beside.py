@@ -7,22 +7,28 @@ import torch
 
 
 @cache
-def _second_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all calls: streams cannot be told apart by what they are for, and are few."""
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+def _stream(device: torch.device, is_urgent: bool) -> torch.cuda.Stream:
+    """One of each kind for all calls: streams are few."""
+    return torch.cuda.Stream(device, priority=-1 if is_urgent else 0)  # type: ignore[no-untyped-call]
 
 
 class Beside:
-    """Within `with`, work goes to the second stream, which waits for what came before.
+    """Within `with`, work goes to a second stream, which waits for what came before.
+
+    There are two such streams. Thread blocks of the urgent one start before those of other streams
+    that wait for their turn: it is for work of few blocks that other ranks wait for, beside a
+    kernel of many.
 
     Tensors of the current stream that are used within have to live until `join`, and for tensors
     that are made within and used outside, `hand_over` has to be called. On the CPU there is one
     stream, and all of this does nothing.
     """
 
-    def __init__(self, device: torch.device, after: torch.cuda.Event | None = None) -> None:
+    def __init__(
+        self, device: torch.device, *, urgent: bool = False, after: torch.cuda.Event | None = None
+    ) -> None:
         """`after`: wait for this event instead of all that the current stream was given so far."""
-        self._stream = _second_stream(device) if device.type == "cuda" else None
+        self._stream = _stream(device, urgent) if device.type == "cuda" else None
         self._entered: Any = None
         if after is None:
             self.follow()
@@ -33,6 +39,10 @@ class Beside:
         """Let the second stream wait for all that the current stream was given so far."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+
+    def event(self) -> torch.cuda.Event | None:
+        """Behind all that the second stream was given so far; None on the CPU."""
+        return None if self._stream is None else self._stream.record_event()
 
     def join(self) -> None:
         """Let the current stream wait for the second one."""

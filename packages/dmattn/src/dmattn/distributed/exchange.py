@@ -17,13 +17,14 @@ a row.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from dmattn.distributed import groups
+from dmattn.distributed.beside import Beside
 from dmattn.distributed.rows import Rows, take
 from dmattn.ops.selection import select_keys
 
@@ -97,37 +98,45 @@ class Sending(NamedTuple):
 
     received: Tensor
     sent: Tensor
-    work: Any
+    end: torch.cuda.Event | None  # None on the CPU, where it has ended
 
     def wait(self) -> Tensor:
-        """What was received. On a GPU its stream waits, the host does not."""
-        if self.work is not None:
-            self.work.wait()
+        """What was received. The current stream of the GPU waits, the host does not."""
+        if self.end is not None:
+            torch.cuda.current_stream(self.received.device).wait_event(self.end)
         return self.received
 
 
-def start_gather(place: Place, own: Tensor) -> Sending:
+# Collectives run on the stream `beside`, by which they start as soon as their turn comes and pass
+# kernels of many blocks. Those with async_op=True would run on a stream of the process group.
+
+
+def start_gather(place: Place, own: Tensor, beside: Beside) -> Sending:
     """Send this rank's part of a state, contiguous (B, N, m, ...), to the ranks behind it.
 
-    What is received has a first dimension of ranks, in order: at least those before this one.
+    It is there on the stream `beside`. What is received has a first dimension of ranks, in order:
+    at least those before this one.
     """
     if place.size == 2:
         # The second rank has nobody behind it, and a send alone takes less time: 0.021 ms for the
         # states of 2048 keys of 4 heads, where gathering them takes 0.037 (H200s, NVLink).
         before, count = own.new_empty((place.rank, *own.shape)), own.numel()
         received, sent = before.view(-1), own.view(-1)[: (1 - place.rank) * count]
-        work = dist.all_to_all_single(
-            received,
-            sent,
-            output_split_sizes=[received.numel(), 0],
-            input_split_sizes=[0, sent.numel()],
-            group=place.group,
-            async_op=True,
-        )
-        return Sending(before, own, work)
+        beside.follow()  # what used the memory for what is received
+        with beside:
+            dist.all_to_all_single(
+                received,
+                sent,
+                output_split_sizes=[received.numel(), 0],
+                input_split_sizes=[0, sent.numel()],
+                group=place.group,
+            )
+        return Sending(before, own, beside.event())
     everybody = own.new_empty((place.size, *own.shape))
-    work = groups.all_gather(everybody.view(-1), own.view(-1), group=place.group, async_op=True)
-    return Sending(everybody, own, work)
+    beside.follow()
+    with beside:
+        groups.all_gather(everybody.view(-1), own.view(-1), group=place.group)
+    return Sending(everybody, own, beside.event())
 
 
 def takes_all(place: Place, width: int, count: int) -> bool:
@@ -176,9 +185,9 @@ def pick(layout: Rows, rows: Tensor, score: Tensor, width: int) -> tuple[Tensor,
     return take(rows, at), chosen, places
 
 
-def start_return(
+def send_back(
     place: Place, layout: Rows, parts: Sequence[Tensor], places: Tensor, count: int
-) -> Sending:
+) -> list[Tensor]:
     """Send the gradients of a start state to the ranks whose keys it holds.
 
     Args:
@@ -189,7 +198,7 @@ def start_return(
         count: m.
 
     Returns:
-        What will become (P - 1 - rank, B, N, m, R): the gradients by each later rank.
+        The gradients by each later rank, each part (P - 1 - rank, B, N, m, width).
     """
     rank, (batch, heads, width) = place.rank, parts[0].shape[:3]
     if takes_all(place, width, count):
@@ -205,15 +214,14 @@ def start_return(
     later = place.size - 1 - rank
     received = back.new_empty((later, batch, heads, count, layout.nbytes))
     one = batch * heads * count * layout.nbytes
-    work = dist.all_to_all_single(
+    dist.all_to_all_single(
         received.view(-1),
         back.view(-1),
         output_split_sizes=[0] * (place.size - later) + [one] * later,
         input_split_sizes=[one] * rank + [0] * (place.size - rank),
         group=place.group,
-        async_op=True,
     )
-    return Sending(received, back, work)
+    return layout.parts(received)
 
 
 def scattered(drows: Tensor, places: Tensor, count: int) -> Tensor:

@@ -86,7 +86,7 @@ def _empty_joined(
         *_with_room((k, v), whole_blocks(given.width)),
         score.new_empty((batch, heads, whole_blocks(given.width) + seqlen)),
         k.new_empty((documents,), dtype=torch.int32),
-        k.new_empty((batch, heads, given.sent), dtype=torch.int32),
+        k.new_empty((batch, heads, given.sent), dtype=torch.int64),
         _empty_places(k, given),
     )
 
@@ -180,10 +180,11 @@ def _join_at(
     before = 0 if may_alias and place.rank == 0 else whole_blocks(given.width)
     # Of the rows that travel. Those of a scan are combined on their way, by their scores.
     layout = _layout(*keys) if given.is_scan else _layout(k, v)
-    own = _own_state(place, layout, keys, given, borders)
+    travel = Beside(k.device, urgent=True)
+    own = _own_state(place, layout, keys, given, borders, travel)
     sending = None
     if not given.is_scan:
-        sending = exchange.start_gather(place, own.score), exchange.start_gather(place, own.rows)
+        sending = tuple(exchange.start_gather(place, t, travel) for t in (own.score, own.rows))
     joined_k, joined_v = _with_room((k, v), before) if before > 0 else (k, v)
     beside = Beside(k.device)
     try:
@@ -196,19 +197,22 @@ def _join_at(
         else:
             its_score, at = exchange.choose_gathered(place, sending[0].wait(), given.width, borders)
             places = _empty_places(k, given) if at is None else at[None, None]
-        beside.follow()
+        travel.follow()  # the choice of rows, or the rows of a scan
         joined_score = score if before == 0 else _behind(its_score, score, before)
         bounds = _bounds(place, cu_seqlens, before, seqlen, k)
         lists = _lists(joined_score, cu_seqlens, bounds, given, seqlen) if choose else None
-        with beside:
+        with travel:
             if sending is not None:
                 rows = exchange.take_gathered(place, sending[1].wait(), at)
+            own_at = _as_index(own.at, place)
             if before > 0:
                 for joined, part in zip((joined_k, joined_v), layout.parts(rows), strict=False):
                     _put_in_front(joined, part.transpose(1, 2), before)
     finally:
         beside.join()
-    return (joined_k, joined_v, joined_score, bounds, own.at, places), lists
+        travel.join()
+    travel.hand_over(own_at)
+    return (joined_k, joined_v, joined_score, bounds, own_at, places), lists
 
 
 def _behind(first: Tensor, score: Tensor, before: int) -> Tensor:
@@ -271,12 +275,22 @@ def _borders(place: Place, cu_seqlens: Tensor) -> Borders:
     return Borders(first, last)
 
 
+def _as_index(own: Tensor, place: Place) -> Tensor:
+    """int64 (B, N, m), key 0 for none; found in the forward, since ranks wait for the backward.
+
+    Nothing certain on the last rank, for whose keys nobody sends gradients.
+    """
+    is_last = place.rank == place.size - 1
+    return own.new_empty(own.shape, dtype=torch.int64) if is_last else own.clamp(min=0).long()
+
+
 class _OwnState(NamedTuple):
     """The state of a rank's stretch."""
 
     at: Tensor  # int32 (B, N, m): its keys, -1 for none
     rows: Tensor  # uint8 (B, N, m, R)
     score: Tensor  # (B, N, m), -inf for no key; in a scan a part of the rows
+    found_from: tuple[Tensor, ...]  # has to live until these are there
 
 
 def _own_state(
@@ -285,8 +299,13 @@ def _own_state(
     keys: Keys,
     given: Settings,
     borders: Borders | None,
+    travel: Beside,
 ) -> _OwnState:
-    """The state of this rank's stretch; of nothing certain on the last rank, which sends none."""
+    """The state of this rank's stretch; of nothing certain on the last rank, which sends none.
+
+    It is there on the stream `travel`, which takes it along while the current one goes on to choose
+    keys for the rank's own rows; of a scan, on the current stream.
+    """
     k, v, score = keys
     batch, heads, seqlen = score.shape
     shape = (batch, heads, given.sent)
@@ -294,7 +313,7 @@ def _own_state(
     rows = k.new_empty((*shape, layout.nbytes), dtype=torch.uint8)
     to_k, to_v, *to_score = layout.parts(rows)
     its_score = to_score[0][..., 0] if given.is_scan else score.new_empty(shape)
-    own = _OwnState(at, rows, its_score)
+    own = _OwnState(at, rows, its_score, (score,))
     if place.rank == place.size - 1:  # there is nobody behind it, who would read its rows
         return own
     if seqlen == 0:
@@ -307,10 +326,12 @@ def _own_state(
         score = exchange.without(score, token >= borders.last)
     window = min(given.window, given.sent)
     end = select_keys(score, None, window, 1, False, direct=True, cleared=False).end
-    kept = (to_k.transpose(1, 2), to_v.transpose(1, 2), its_score, at, at.new_empty((batch,)))
-    all_keys = (k, v, score)
-    keep_keys(seqlen - 1, end, None, all_keys, None, None, given.sent, True, KeptKeys(*kept))
-    return own
+    seen = at.new_empty((batch,))
+    kept = KeptKeys(to_k.transpose(1, 2), to_v.transpose(1, 2), its_score, at, seen)
+    travel.follow()
+    with nullcontext() if given.is_scan else travel:
+        keep_keys(seqlen - 1, end, None, (k, v, score), None, None, given.sent, True, kept)
+    return own._replace(found_from=(end, score, seen))
 
 
 def _last(joined: Tensor, seqlen: int) -> Tensor:
@@ -393,31 +414,30 @@ def _own_gradients(
     place = Place(group, dist.get_rank(group), (0,) * given.ranks)
     layout = _layout(*needed)
     parts = [_of_state(t, seqlen, width) for t in needed]
-    beside, sending = Beside(own.device, after), None
+    beside = Beside(own.device, urgent=True, after=after)
     try:
         with beside:
-            if not given.is_scan:
-                sending = exchange.start_return(place, layout, parts, places[0, 0], given.sent)
-            at = own.clamp(min=0).long()
+            if given.is_scan:
+                theirs = exchange.scan_back(place, layout, parts, places)
+            else:
+                theirs = exchange.send_back(place, layout, parts, places[0, 0], given.sent)
         grads = [_last(t, seqlen) for t in needed]
         if not may_change:
             grads = [t.clone(memory_format=torch.contiguous_format) for t in grads]
         elif given.needs[2]:
             grads[-1] = grads[-1].contiguous()  # few numbers, of which each head's lie apart
         is_first_copied = not may_change or grads[0].dim() == 3
-        with beside:
-            if sending is None:
-                theirs = exchange.scan_back(place, layout, parts, places)
-            else:
-                theirs = layout.parts(sending.wait())
         if seqlen > 0 and place.rank < given.ranks - 1:
-            beside.join()  # both streams add what was received
-            beside.hand_over(at, *theirs)
-            if is_first_copied:  # by the current stream; the second one adds to it
+            beside.join()
+            beside.hand_over(*theirs)
+            third = Beside(own.device)  # each of the three adds what was received for one of them
+            if is_first_copied:  # by the current stream
                 beside.follow()
-            for number, (grad, part) in enumerate(zip(grads, theirs, strict=True)):
-                with beside if number == 0 else nullcontext():
-                    _add(grad, at, part if given.is_scan else _summed(part))
+            streams = (beside, third, nullcontext())
+            for stream, grad, part in zip(streams, grads, theirs, strict=False):
+                with stream:
+                    _add(grad, own, part if given.is_scan else _summed(part))
+            third.join()
     finally:
         beside.join()
     found = iter(grads)
