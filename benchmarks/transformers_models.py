@@ -307,7 +307,9 @@ def cache_bytes(cache: Any) -> int:
     for layer in cache.layers:
         owner = layer.kept if isinstance(cache, dmt.DogeCache) else layer
         held += [t for t in vars(owner).values() if isinstance(t, Tensor)]
-    return sum(t.numel() * t.element_size() for t in held)
+    # Their memory, which may be more than they show: room for drafts, or a longer tensor's part.
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}
+    return sum(storages.values())
 
 
 # --- Llama ----------------------------------------------------------------------------------------

@@ -435,6 +435,9 @@ def test_capacity() -> None:
         ({"device": "xpu"}, ValueError, "device: got xpu, wanted"),
         ({"evict": False}, ValueError, "capacity: got None, wanted an int, with evict=False"),
         ({"capacity": 9}, ValueError, "capacity: got 9 .*, wanted None"),
+        ({"spare_rows": 33}, ValueError, "spare_rows: got 33, wanted at most 32"),
+        ({"spare_rows": -1}, ValueError, "spare_rows: got -1, wanted an int of at least 0"),
+        ({"spare_rows": True}, TypeError, "spare_rows: got True"),
         (
             {"evict": False, "capacity": 0},
             ValueError,

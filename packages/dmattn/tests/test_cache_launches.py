@@ -145,6 +145,27 @@ def test_a_draft_without_spare_rows_is_copied() -> None:
     assert few.seen.tolist() == [14, 13]
 
 
+@pytest.mark.parametrize("spare_rows", [0, 5, SPARE_ROWS])
+def test_rows_for_drafts_are_as_many_as_asked_for(spare_rows: int) -> None:
+    torch.manual_seed(0)
+    cache = make(spare_rows=spare_rows)
+    twin = make()
+    before, draft = tokens(50), tokens(7)
+    for one in (cache, twin):
+        one.append_and_attend(*before)
+    found = [cache, cache.clone(), copy.deepcopy(cache)]
+    found[1].reorder(torch.tensor([1, 0]))
+    found[1].reorder(torch.tensor([1, 0]))
+    for one in found:
+        rows = one.window_size + spare_rows
+        assert one.k.untyped_storage().nbytes() == B * rows * one.k[0, 0].nbytes
+        out = one.peek(*draft)
+        torch.testing.assert_close(out, twin.peek(*draft), rtol=0, atol=3e-6)
+        assert isinstance(one._draft, Draft) == (spare_rows >= 7)
+        one.commit(torch.tensor([7, 3]))
+        assert one.seen.tolist() == [57, 53]
+
+
 def test_a_draft_as_long_as_the_cache() -> None:
     """Every entry leaves, and tokens of the draft push one another out."""
     torch.manual_seed(0)

@@ -33,7 +33,7 @@ from dmattn.cache_checks import (
     real_tokens,
     size_of,
 )
-from dmattn.cache_drafts import Draft, Rows, with_spare_rows
+from dmattn.cache_drafts import SPARE_ROWS, Draft, Rows, check_spare_rows, with_spare_rows
 from dmattn.cache_fill import all_keys, fill_of, last_row_keys
 from dmattn.cache_state import CacheTensors, CacheTokens, outside_of
 from dmattn.dispatch import is_plain_call
@@ -78,7 +78,7 @@ class DynamicMaskCache:
 
     Attributes:
         k, v: (B, entries, HK, D); entries = window_size, or capacity without evict. With evict,
-            views of rows of which each slot has some more than entries, for drafts.
+            views of rows of which each slot has `spare_rows` more than entries, for drafts.
         score: (B, HK, entries), -inf where there is no key.
         position: int32 (B, HK, entries), the key's place in its sequence, -1 where there is none.
         seen: int32 (B,), tokens so far.
@@ -92,6 +92,9 @@ class DynamicMaskCache:
         evict: whether to drop the keys that are out of the window for good.
         capacity: without evict, the most tokens per sequence. Padding and inactive tokens take no
             room.
+        spare_rows: with evict, the most tokens of a draft (see `peek`) for which there is room
+            behind the entries of a slot, 0 to 32. 0 saves that memory; a longer draft is attended
+            to behind a copy of the cache.
 
     Raises:
         TypeError: a number, flag or dtype is of the wrong kind.
@@ -111,6 +114,8 @@ class DynamicMaskCache:
         score_dtype: torch.dtype = torch.float32,
         evict: bool = True,
         capacity: int | None = None,
+        *,
+        spare_rows: int = SPARE_ROWS,
     ) -> None:
         self.window_size = check_int("window_size", window_size, 1)
         batch = check_int("batch", batch, 0)
@@ -126,11 +131,12 @@ class DynamicMaskCache:
             wanted = "None, as the window is all it holds" if evict else "an int, with evict=False"
             raise ValueError(f"capacity: got {describe(capacity)}, wanted {wanted}")
         entries = self.window_size if capacity is None else check_int("capacity", capacity, 1)
+        self._spare_rows = check_spare_rows(spare_rows)
         rows = torch.Size((batch, entries, nheads_k, head_dim))
         shape = (batch, nheads_k, entries)
         with _outside_of_inference_mode():
             if self.evict:
-                self.k, self.v = (with_spare_rows(rows, dtype, device) for _ in range(2))
+                self.k, self.v = (self._with_spare_rows(rows, dtype, device) for _ in range(2))
             else:
                 self.k, self.v = (torch.zeros(rows, dtype=dtype, device=device) for _ in range(2))
             self.score = torch.full(shape, -math.inf, dtype=score_dtype, device=device)
@@ -458,6 +464,11 @@ class DynamicMaskCache:
         if self._layer is None or self._layer() is not layer:
             self._layer = weakref.ref(layer)
 
+    def _with_spare_rows(
+        self, shape: torch.Size, dtype: torch.dtype, device: torch.device
+    ) -> Tensor:
+        return with_spare_rows(shape, dtype, device, self._spare_rows)
+
     def _tensors(self) -> CacheTensors:
         return CacheTensors(self.k, self.v, self.score, self.position, self.seen)
 
@@ -472,7 +483,7 @@ class DynamicMaskCache:
             copy |= not torch.compiler.is_compiling() and tensors.seen.is_inference()
             if self.evict:
                 self.k, self.v = (
-                    with_spare_rows(t.shape, t.dtype, t.device).copy_(t) for t in (k, v)
+                    self._with_spare_rows(t.shape, t.dtype, t.device).copy_(t) for t in (k, v)
                 )
             else:
                 self.k, self.v = (t.clone() if copy else t for t in (k, v))

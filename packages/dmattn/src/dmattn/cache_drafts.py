@@ -7,7 +7,7 @@ once which token sees which key, and with it what the cache holds once the first
 Letters as in `dmattn.cache_state`; w entries.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,15 +15,29 @@ from torch import Tensor
 from dmattn.cache_calls import commit_draft, draft_tokens
 from dmattn.cache_state import CacheTensors, CacheTokens
 from dmattn.dispatch import nobody_intercepts
+from dmattn.validation import check_int
 
 # Rows of keys, and of values, behind the entries of each slot: the most tokens of a draft.
 SPARE_ROWS = 32
 
 
-def with_spare_rows(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+def check_spare_rows(spare_rows: Any) -> int:
+    """An int from 0 to SPARE_ROWS, as it is.
+
+    Raises:
+        TypeError, ValueError: it is another one, or none.
+    """
+    if check_int("spare_rows", spare_rows, 0) > SPARE_ROWS:
+        raise ValueError(f"spare_rows: got {spare_rows}, wanted at most {SPARE_ROWS}")
+    return int(spare_rows)
+
+
+def with_spare_rows(
+    shape: torch.Size, dtype: torch.dtype, device: torch.device, spare: int
+) -> Tensor:
     """Zeros of a shape (B, entries, HK, D), with spare rows behind the entries of each slot."""
     batch, entries, *row = shape
-    rows = torch.zeros((batch, entries + SPARE_ROWS, *row), dtype=dtype, device=device)
+    rows = torch.zeros((batch, entries + spare, *row), dtype=dtype, device=device)
     return rows[:, :entries]
 
 

@@ -362,14 +362,17 @@ def test_configs_that_are_refused() -> None:
 
 
 def test_bytes_of_an_entry() -> None:
-    """Key and value, a score of four bytes and a position of four, as the documentation counts."""
+    """Key and value, a score of four bytes and a position of four, as the documentation counts.
+
+    And no rows for drafts behind the entries.
+    """
     model = enable_doge(make_doge()).bfloat16()
     cache = DogeCache(model.config)
     with torch.no_grad():
         model(tokens(2, PROMPT), past_key_values=cache)
     kept = cache.layers[0].kept
     assert kept.k.dtype == torch.bfloat16 and kept.score.dtype == torch.float32
-    held = sum(t.nbytes for t in vars(kept).values() if isinstance(t, Tensor))
+    held = sum(t.untyped_storage().nbytes() for t in vars(kept).values() if isinstance(t, Tensor))
     batch, entries, heads, head_dim = kept.k.shape
     assert entries == WINDOW
     assert held == batch * entries * heads * (2 * 2 * head_dim + 4 + 4) + kept.seen.nbytes

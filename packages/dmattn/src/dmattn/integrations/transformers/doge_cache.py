@@ -154,6 +154,7 @@ class DogeCacheLayer(CacheLayerMixin):  # type: ignore[misc]  # has no types
             dtype,
             key_states.device,
             score_dtype=torch.promote_types(dtype, torch.float32),
+            spare_rows=0,  # transformers has no drafts that it does not put in
         )
         self._compiled_tokens = torch.zeros((), dtype=torch.int64, device=key_states.device)
         self._keep_in_place()
