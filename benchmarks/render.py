@@ -1,7 +1,7 @@
 """Makes the page and the plots of docs/ from recorded results.
 
 python benchmarks/render.py [benchmarks/results/h200.json] [--markdown docs/benchmarks.md] [--plots
-docs/assets]
+docs/assets] [--readme README.md]
 
 What transformers_models.py has recorded is taken from the file beside it, here
 benchmarks/results/h200-models.json, if there is one.
@@ -20,7 +20,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks import models_table  # noqa: E402
+from benchmarks import models_table, summary  # noqa: E402
 from benchmarks.cases import (  # noqa: E402
     CASES,
     NOTES,
@@ -486,6 +486,7 @@ def main() -> int:
     parser.add_argument("results", type=Path, nargs="?", default=default)
     parser.add_argument("--markdown", type=Path, default=ROOT / "docs" / "benchmarks.md")
     parser.add_argument("--plots", type=Path, default=ROOT / "docs" / "assets")
+    parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
     arguments = parser.parse_args()
     if not arguments.results.is_file():
         parser.error(f"results: got {arguments.results}, wanted a file that run.py has written")
@@ -493,6 +494,7 @@ def main() -> int:
     beside = arguments.results.with_name(f"{arguments.results.stem}-models.json")
     models: Row | None = json.loads(beside.read_text()) if beside.is_file() else None
     write_markdown(results, arguments.markdown, arguments.plots, models)
+    summary.write(results, arguments.readme)
     write_plots(results, arguments.plots)
     print(targets_text(results))
     return 0

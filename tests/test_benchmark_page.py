@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT))
 
-from benchmarks import render, run  # noqa: E402
+from benchmarks import render, run, summary  # noqa: E402
 
 RESULTS = ROOT / "benchmarks/results"
 
@@ -25,6 +25,15 @@ def test_the_page_is_made_from_the_recorded_runs() -> None:
     models = json.loads((RESULTS / "h200-models.json").read_text())
     page = (ROOT / "docs/benchmarks.md").read_text()
     assert render.markdown(results, "assets", models) == page, "render.py makes another page"
+
+
+def test_the_readme_quotes_the_recorded_runs() -> None:
+    results = json.loads((RESULTS / "h200.json").read_text())
+    page = (ROOT / "README.md").read_text()
+    assert summary.with_summary(page, results) == page, "render.py makes another README"
+    for what, ratio in (*summary.TABLE, *summary.NOT_AHEAD):
+        found = [ratio.of(results, phase) for phase in ("forward", "backward")]
+        assert {len(ratios) for ratios in found} <= {0, len(ratio.cases) or len(found[0])}, what
 
 
 def recorded(**runs: Any) -> dict[str, Any]:
