@@ -433,7 +433,8 @@ def key_only_mask(attn_mask: Tensor, key_len: int) -> Tensor:
         raise ValueError(
             f"attn_mask: got shape {shape} with rows of their own, wanted one that is alike for "
             "all query rows; which keys the rows keep is then no interval of rows for each key. "
-            "Pass it to flash_dmattn_func, beside the selection or window_size, or choose the keys "
+            "Pass it to flash_dmattn_func beside a selection or window_size, for the whole "
+            "sequence in one call without state, return_state and cu_seqlens, or choose the keys "
             "of each row with dmattn.top_window_mask"
         )
     # Not mask[:, :, 0], by which older torch cannot split a DTensor.

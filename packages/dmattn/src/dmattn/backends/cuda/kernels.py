@@ -74,13 +74,13 @@ def load_kernels() -> Kernels:
     except ImportError as error:
         raise RuntimeError(
             "dmattn-kernels: got none that can be loaded, wanted it for tensors on CUDA; "
-            f"pip install dmattn-kernels ({error})"
+            f"install it beside dmattn, from the same release or clone ({error})"
         ) from error
     found = core.abi_version()
     if found != ABI_VERSION:
         raise RuntimeError(
-            f"dmattn-kernels: got ABI version {found}, wanted {ABI_VERSION}; install the two "
-            "packages of one release: pip install --upgrade dmattn dmattn-kernels"
+            f"dmattn-kernels: got ABI version {found}, wanted {ABI_VERSION}; install dmattn and "
+            "dmattn-kernels of one release, or from one clone"
         )
     codes = {
         torch.float16: core.FLOAT16,

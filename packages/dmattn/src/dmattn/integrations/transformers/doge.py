@@ -305,7 +305,7 @@ def _check_call(layer: DogeAttention, kwargs: dict[str, Any]) -> None:
         )
     if kwargs.get("output_attentions"):
         logger.warning_once(
-            "dmattn never forms attention weights, so output_attentions=True gives None for them; "
+            "dmattn never forms attention weights, so output_attentions=True brings none of them; "
             'attn_implementation="eager" returns them.'
         )
 
