@@ -14,7 +14,7 @@ Plain eager calls take the same functions without the operator, as in `dmattn.di
 rank, which has no start state, then copies nothing: an operator may not return its inputs.
 """
 
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -433,7 +433,7 @@ def _own_gradients(
             third = Beside(own.device)  # each of the three adds what was received for one of them
             if is_first_copied:  # by the current stream
                 beside.follow()
-            streams = (beside, third, nullcontext())
+            streams: tuple[AbstractContextManager[None], ...] = (beside, third, nullcontext())
             for stream, grad, part in zip(streams, grads, theirs, strict=False):
                 with stream:
                     _add(grad, own, part if given.is_scan else _summed(part))
