@@ -270,12 +270,18 @@ def install_kernels_for_this_gpu(
     """Kernels for the GPU of this machine only, which takes a fraction of the full build."""
     capability = gpu_capability()
     assert capability is not None
-    arch = f"sm_{capability[0]}{capability[1]}"
+    archs = code_names(capability)
     # The objects kept there go with one Python: the folder is named like the environment.
     environment_name = Path(ask(session, "import sys; print(sys.prefix)")).name
-    place = ROOT / "build" / f"{arch}-{environment_name}"
-    wheel = build_kernels(session, place, environment, DMATTN_CUDA_ARCHS=arch, **defines)
+    place = ROOT / "build" / f"{archs[0]}-{environment_name}"
+    wheel = build_kernels(session, place, environment, DMATTN_CUDA_ARCHS=";".join(archs), **defines)
     install_wheel(session, wheel)
+
+
+def code_names(capability: tuple[int, int]) -> list[str]:
+    """The machine code that a GPU gets: Hopper's own kernels are a code of their own."""
+    name = f"sm_{capability[0]}{capability[1]}"
+    return [name, f"{name}a"] if capability == (9, 0) else [name]
 
 
 def unpack_ptx_library(session: nox.Session, environment: dict[str, str]) -> Path:

@@ -1,5 +1,6 @@
 """Workflows, noxfile and packages agree on what is built, for what, and under which names."""
 
+import importlib.util
 import itertools
 import re
 import subprocess
@@ -156,3 +157,13 @@ def test_the_kernels_name_what_is_compiled_into_them() -> None:
     assert "NOTICE" in project(package)["license-files"]
     notice = (package / "NOTICE").read_text()
     assert "CUTLASS" in notice and "pybind11" in notice and notice.count("Copyright (c)") == 2
+
+
+def test_hopper_gets_its_own_kernels() -> None:
+    """By the sessions that compile for the GPU that is there, as by what is released."""
+    spec = importlib.util.spec_from_file_location("the_noxfile", ROOT / "noxfile.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.code_names((9, 0)) == ["sm_90", "sm_90a"]
+    assert [module.code_names(x) for x in ((8, 0), (8, 9))] == [["sm_80"], ["sm_89"]]
