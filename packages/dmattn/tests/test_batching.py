@@ -20,6 +20,7 @@ from dmattn import (
     flash_dmattn_varlen_func,
     packed_documents,
     select_keys,
+    sliding_window,
 )
 from dmattn.backends import sinks
 
@@ -464,3 +465,34 @@ def test_no_entries() -> None:
         vmap(lambda q, s: flash_dmattn_func(q, k, k, sinks=s))(q, normal(0, 4))
     with pytest.raises(ValueError, match="vmap: got a dimension of 0 entries"):
         vmap(lambda b: packed_documents(b, 4, key_len=9).end)(OTHER_BOUNDS[:0])
+
+
+def test_sinks_of_one_head_beside_packed_sequences() -> None:
+    """Heads of the entries go side by side, and sinks have one for each of them."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, ENTRIES, 9, 1, 8)
+    one = torch.randn(1)
+    for given, dim in ((one, None), (one.expand(ENTRIES, 1), 0)):
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+            return flash_dmattn_varlen_func(q, k, v, BOUNDS, BOUNDS, 5, 5, sinks=sinks)
+
+        found = vmap(attend, in_dims=(0, 0, 0, dim))(q, k, v, given)
+        wanted = torch.stack([attend(*x, one) for x in zip(q, k, v, strict=True)])
+        torch.testing.assert_close(found, wanted, rtol=0, atol=2e-6)
+
+
+def test_a_bias_with_rows_beside_a_selection_learns_from_outside_of_vmap() -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, ENTRIES, 1, 7, 2, 8)
+    bias = torch.randn(ENTRIES, 1, 1, 7, 7, requires_grad=True)
+    selection = sliding_window(7, 3)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
+        return flash_dmattn_func(q, k, v, attn_bias=bias, selection=selection, is_causal=True)
+
+    weights = torch.randn(ENTRIES, 1, 7, 2, 8)
+    (found,) = torch.autograd.grad((vmap(attend)(q, k, v, bias) * weights).sum(), bias)
+    each = [attend(*x) for x in zip(q, k, v, bias, strict=True)]
+    (wanted,) = torch.autograd.grad((torch.stack(each) * weights).sum(), bias)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=2e-6)

@@ -498,3 +498,23 @@ def test_lse_of_the_largest_logits() -> None:
         wanted = torch.tensor(constant, dtype=torch.float64) + math.log(200)
         torch.testing.assert_close(lse.double(), wanted.expand(1, 1, 3), rtol=6e-8, atol=0)
         torch.testing.assert_close(out, v.mean(1, keepdim=True).expand(out.shape))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("low", [torch.finfo(torch.bfloat16).min, -1.7e10, -300.0])
+def test_sinks_of_rows_with_nothing_else(low: float, dtype: torch.dtype) -> None:
+    """Rows that a mask of very negative numbers hides, beside others that see some keys."""
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 3, 2, 8, dtype=dtype, requires_grad=True) for _ in range(3))
+    bias = torch.full((1, 1, 3, 3), low, dtype=dtype)
+    bias[..., 1, :2] = torch.randn(2)
+    sinks = torch.randn(2, dtype=dtype, requires_grad=True)
+    inputs = (q, k, v, bias.requires_grad_(), sinks)
+    found, wanted = (
+        torch.autograd.grad(
+            flash_dmattn_func(q, k, v, attn_bias=bias, sinks=sinks, backend=name).square().sum(),
+            inputs,
+        )
+        for name in ("flex", "cpu")
+    )
+    torch.testing.assert_close(found, wanted, rtol=0, atol=2e-5)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.library import opcheck
 
-from dmattn import flash_dmattn_func, flash_dmattn_varlen_func
+from dmattn import explain_varlen, flash_dmattn_func, flash_dmattn_varlen_func
 from dmattn.backends.cuda import attention as cuda
 from dmattn.backends.cuda import kernels
 from dmattn.problem import Needs, Packing, Problem
@@ -237,11 +237,13 @@ def test_errors() -> None:
             flash_dmattn_varlen_func(**(good | change))
 
 
+@pytest.mark.parametrize("backend", [None, "flex"])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("window_size", [None, 2, 100])
 def test_wrong_boundaries_are_refused_beside_any_window(
-    window_size: int | None, is_causal: bool
+    window_size: int | None, is_causal: bool, backend: str | None
 ) -> None:
+    """By every backend, by `explain_varlen`, and again in a call of a kind that is known."""
     case = packed([3, 5], [4, 6], bias=("key", 2))
     cu_q, cu_k = case.cu_seqlens
     wrong: list[tuple[Tensor, Tensor, tuple[int, int], str]] = [
@@ -252,10 +254,13 @@ def test_wrong_boundaries_are_refused_beside_any_window(
         (cu_q, cu_k, (5, 5), "max_seqlen_k: got 5, wanted at least 6"),
     ]
     options: dict[str, Any] = {"window_size": window_size, "is_causal": is_causal}
+    options |= {"attn_bias": case.attn_bias, "backend": backend}
+    flash_dmattn_varlen_func(case.query, case.key, case.value, cu_q, cu_k, 5, 6, **options)
     for rows, keys, longest, message in wrong:
         arguments = (case.query, case.key, case.value, rows, keys, *longest)
-        with pytest.raises(ValueError, match=message):
-            flash_dmattn_varlen_func(*arguments, attn_bias=case.attn_bias, **options)
+        for function in (flash_dmattn_varlen_func, explain_varlen):
+            with pytest.raises(ValueError, match=message):
+                function(*arguments, **options)
 
 
 # -------------------------------------------------------------------------------------- operators

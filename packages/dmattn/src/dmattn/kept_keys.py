@@ -18,7 +18,7 @@ from dmattn.ops.selection import prepared_select
 from dmattn.problem import Problem
 from dmattn.selection import KeySelection, key_only_mask, may_differ_by_row, same_heads
 from dmattn.utils.mask import top_window_mask
-from dmattn.validation import check_tensor
+from dmattn.validation import check_tensor, in_functorch
 
 _DENSE = (
     "so a mask of size seqlen_q * seqlen_k says which keys are kept, and time and memory grow "
@@ -181,4 +181,5 @@ def _learns(bias: Tensor | None) -> bool:
     """Whether a bias needs a gradient for each row, which is not computed over key lists."""
     if bias is None or bias.shape[2] == 1:
         return False
-    return bias.requires_grad and torch.is_grad_enabled()
+    # What a transform of torch.func wraps does not tell of a gradient outside of the transform.
+    return (bias.requires_grad or in_functorch()) and torch.is_grad_enabled()

@@ -185,6 +185,7 @@ def flash_dmattn_varlen_func(
             check_memory_of_out(out, operands, bounds, "cu_seqlens_q and cu_seqlens_k")
         operands = (query, key, value, heads_first(attn_mask), heads_first(attn_bias), sinks)
         packed = known.problem(operands, Packing(*packing))
+        _check_boundaries(packed)
         found, lse = attend_directly(packed, known.backend, return_lse, out=out)
         return (found, lse) if return_lse else found
     packed, moved = _checked(
@@ -274,10 +275,19 @@ def _checked(
         window = check_window_size(window_size)
         check_scores(attn_bias)
     problem = checked_problem(query, key, value, attn_mask, attn_bias, packing, **settings)
+    _check_boundaries(problem)
     if out is not None:  # before keys are chosen, which is work
         operands = (query, key, value, attn_mask, attn_bias, settings["sinks"])
         check_out(out, problem, operands, packing[:2], "cu_seqlens_q and cu_seqlens_k")
     return (problem, None) if window is None else _in_window(problem, packing, window)
+
+
+def _check_boundaries(problem: Problem) -> None:
+    """Raise ValueError for boundaries that are wrong, where the host can look at them."""
+    packing = problem.packing
+    assert packing is not None
+    if can_be_read(packing.cu_seqlens_q) and can_be_read(packing.cu_seqlens_k):
+        read_packing(packing, problem.q.shape[0], problem.k.shape[0])
 
 
 def _in_window(
@@ -302,9 +312,6 @@ def _in_window(
         keep = best_keys(scores, window_size, key_mask, sequence)
         return problem.replace(mask=keep[0]), None
     total_k = problem.k.shape[0]
-    if can_be_read(packing.cu_seqlens_q) and can_be_read(packing.cu_seqlens_k):
-        # A backend will not see them: it gets one sequence, of all keys.
-        read_packing(packing, problem.q.shape[0], total_k)
     lists = select(scores, key_mask, window_size, total_k, True, packing.cu_seqlens_k)
     rows_of_keys = _rows_of_keys(problem, packing)
     q = problem.q

@@ -158,8 +158,8 @@ class _Fold:
         if self._axes[name][self._along] is None:
             return value
         axis, size = self._axis(name), self._size(name)
-        if size == 1 and dim is None and name not in self._own:
-            return value  # for all there is
+        if size == 1 and dim is None and name not in self._own and name != "sinks":
+            return value  # for all there is; sinks have an entry for each query head
         room = self._room(size)
         if room != size and name == "bias":  # so that its gradient is rounded once
             value = value.to(lse_dtype(self._named["q"].dtype))

@@ -12,6 +12,7 @@ and the letters of those that are left say how the tensor is indexed: b batch, h
 head (of a group of query heads), q row, k key, c key counted from the first one of the row.
 """
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -260,6 +261,10 @@ def score(spec: Spec, tensors: Operands, x: Tensor, at: At) -> Tensor:
     if tensors.shift is not None:
         b, h, row, _ = at
         x = x - tensors.shift[b, h, row]
+        # Its weight is 0 that far below the lse. FlexAttention's own lse, of a row that has nothing
+        # but a sink, would be off by more than its power of 2 can hold.
+        lowest = -1000.0 if x.dtype == torch.float64 else -200.0
+        x = torch.where(x == -math.inf, x, x.clamp(min=lowest))
     if tensors.bias is not None:
         near = x.clamp(-spec.limit, spec.limit) * 0.75 + x * 0.25
         x = torch.where(x.abs() <= spec.limit, x, near)
