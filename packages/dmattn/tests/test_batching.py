@@ -496,3 +496,15 @@ def test_a_bias_with_rows_beside_a_selection_learns_from_outside_of_vmap() -> No
     each = [attend(*x) for x in zip(q, k, v, bias, strict=True)]
     (wanted,) = torch.autograd.grad((torch.stack(each) * weights).sum(), bias)
     torch.testing.assert_close(found, wanted, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("of_bias, of_mask", [(1, 0), (0, 1), (1, 1), (0, 0)])
+def test_a_window_of_an_empty_batch(of_bias: int, of_mask: int) -> None:
+    q, k, v = torch.randn(3, ENTRIES, 0, 9, 2, 8)
+    bias = torch.randn(ENTRIES, of_bias, 2, 1, 9)
+    mask = torch.rand(ENTRIES, of_mask, 1, 1, 9) < 0.5
+
+    def attend(*given: Tensor) -> Tensor:
+        return flash_dmattn_func(*given, is_causal=True, window_size=3)
+
+    assert vmap(attend)(q, k, v, mask, bias).shape == (ENTRIES, 0, 9, 2, 8)

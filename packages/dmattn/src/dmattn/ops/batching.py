@@ -72,7 +72,8 @@ def along_batch(
         elif dim is not None:
             return one_by_one(call, info, in_dims, *given)
     tensors = [t for t in found if isinstance(t, Tensor) and t.dim() > 1]
-    entries, batch = info.batch_size, reduce(larger, [t.shape[1] for t in tensors])
+    entries, sizes = info.batch_size, [t.shape[1] for t in tensors]
+    batch = 0 if 0 in sizes else reduce(larger, sizes)
     for i, t in enumerate(found):
         if isinstance(t, Tensor) and t.dim() > 1:
             own = batch if t.shape[1] == 1 else t.shape[1]  # what does not fit, the operator says
