@@ -315,6 +315,12 @@ def test_devices_that_no_backend_takes(monkeypatch: pytest.MonkeyPatch) -> None:
         flash_dmattn_func(*case.inputs)
 
 
+def test_explain_of_shapes_alone() -> None:
+    q = torch.empty(1, 5, 2, 8, device="meta")
+    assert flash_dmattn_func(q, q, q).shape == q.shape
+    assert "device 'meta' a call returns shapes" in explain(q, q, q)
+
+
 def test_explain() -> None:
     case = random_case(bias_shape=(1, 2, 1, 11))
     text = explain(*case.inputs)

@@ -146,6 +146,8 @@ def explain(
         ValueError: there is no backend of the name that is wanted.
     """
     rows = BACKENDS if wanted is None else [named(wanted)]
+    if problem.q.is_meta:
+        return "backend: none\n  of tensors on the device 'meta' a call returns shapes and dtypes"
     lines, chosen, waits_for = [], None, ""
     for backend in rows:
         refusals = why_not(backend, problem)
