@@ -148,6 +148,17 @@ def explain(
     rows = BACKENDS if wanted is None else [named(wanted)]
     if problem.q.is_meta:
         return "backend: none\n  of tensors on the device 'meta' a call returns shapes and dtypes"
+    chosen, lines = _look_through(rows, problem, wanted)
+    if chosen is not None:
+        copied = [] if out is None else chosen.slow_outputs(problem, out)
+        lines += [f"  slow: {note}" for note in (*slow, *chosen.slow_paths(problem), *copied)]
+    return "\n".join([f"backend: {'none' if chosen is None else chosen.name}", *lines])
+
+
+def _look_through(
+    rows: Sequence[Backend], problem: Problem, wanted: str | None
+) -> tuple[Backend | None, list[str]]:
+    """The first of these that computes a problem, and why not the others, a line each."""
     lines, chosen, waits_for = [], None, ""
     for backend in rows:
         refusals = why_not(backend, problem)
@@ -173,7 +184,4 @@ def explain(
             chosen = backend
         else:
             lines.append(f"  not {backend.name}: {chosen.name} comes first")
-    if chosen is not None:
-        copied = [] if out is None else chosen.slow_outputs(problem, out)
-        lines += [f"  slow: {note}" for note in (*slow, *chosen.slow_paths(problem), *copied)]
-    return "\n".join([f"backend: {'none' if chosen is None else chosen.name}", *lines])
+    return chosen, lines
