@@ -7,9 +7,12 @@
 
 namespace dmattn {
 
-// `what` was being done when the CUDA runtime returned `error`.
+// `what` was being done when the CUDA runtime returned `error`. The runtime forgets it then: what asks for the last
+// error behind a later launch would be told of this one.
 inline void check_cuda(cudaError_t error, const char* what) {
-  if (error != cudaSuccess) fail(DMATTN_ERROR_CUDA, "%s: %s", what, cudaGetErrorString(error));
+  if (error == cudaSuccess) return;
+  (void)cudaGetLastError();
+  fail(DMATTN_ERROR_CUDA, "%s: %s", what, cudaGetErrorString(error));
 }
 
 }  // namespace dmattn

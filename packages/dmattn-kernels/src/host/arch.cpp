@@ -53,14 +53,15 @@ bool sm90_serves_lists(const FwdParams& p, Level level) {
 }
 // Tiles of a bias for each row and key, 16-bit or fp32, or of its gradient. Their rows may start anywhere: what TMA
 // does not take is copied by threads. A stride of 0 stands for a bias that heads or batches share.
-bool serves_bias_tiles(const Strides3& s, int32_t batch, int32_t rows, int32_t heads) {
-  return has_tma_strides(s, s.batch == 0 ? 1 : batch, rows, s.head == 0 ? 1 : heads);
+constexpr int32_t kMostKeysOfBiasRow = 1 << 29;  // of which threads count the bytes in 32 bits
+bool serves_bias_tiles(const Strides3& s, int32_t batch, int32_t rows, int32_t heads, int32_t keys) {
+  return keys <= kMostKeysOfBiasRow && has_tma_strides(s, s.batch == 0 ? 1 : batch, rows, s.head == 0 ? 1 : heads);
 }
 bool sm90_serves_bias(const FwdParams& p) {
   const BiasParams& bias = p.bias;
   if (bias.kind == BiasKind::kNone || bias.kind == BiasKind::kKey) return true;
   const Strides3 stride = {bias.batch_stride, bias.head_stride, bias.row_stride};
-  return bias.col_stride == 1 && serves_bias_tiles(stride, p.batch, p.seqlen_q, p.nheads);
+  return bias.col_stride == 1 && serves_bias_tiles(stride, p.batch, p.seqlen_q, p.nheads, p.seqlen_k);
 }
 // Windows have a kernel of their own, and that for a bias for each key finds them, too.
 bool sm90_serves_window(const FwdParams& p) {
@@ -93,7 +94,9 @@ DqOrder sm90_dq_order(const BwdTile& tile) {
 // Sums of the gradient of a dense bias have any number of keys a row.
 bool has_bias_tiles(const BwdParams& p) {
   if (p.bias.kind == BiasKind::kNone || p.bias.kind == BiasKind::kKey) return true;
-  const auto serves = [&](const Strides3& s) { return serves_bias_tiles(s, p.batch, p.seqlen_q, p.nheads); };
+  const auto serves = [&](const Strides3& s) {
+    return serves_bias_tiles(s, p.batch, p.seqlen_q, p.nheads, p.seqlen_k);
+  };
   const Strides3 to = {p.dbias_batch_stride, p.dbias_head_stride, p.dbias_row_stride};
   return p.bias.col_stride == 1 && serves({p.bias.batch_stride, p.bias.head_stride, p.bias.row_stride}) &&
          (p.dbias_kind != DbiasKind::kTile || serves(to));

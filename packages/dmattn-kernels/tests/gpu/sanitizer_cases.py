@@ -590,6 +590,7 @@ def attend(
     row_shape = (launch.batch, launch.nheads, launch.seqlen_q)
     outputs = enqueue_both(gpu, launch, inputs, row_shape, call, fill)
     wanted = reference(values, launch, inputs["q"].shape[3] ** -0.5)
+    wanted["lse_rest"] = np.zeros(row_shape)
     return [
         problem
         for name, buffer in outputs.items()
@@ -620,8 +621,12 @@ def enqueue_both(
     call |= views("q", "k", "v", "mask", "bias", "out", "lse")
     call |= {"softmax_scale": scale, "softcap": launch.softcap, "is_causal": launch.causal}
     # Hopper's backward with a bias wants it, and that over few keys may have it.
-    if launch.bias and (launch.select or launch.name.startswith(("dense rows", "few keys"))):
-        call["lse_rest"] = gpu.output(row_shape, "f32", fill).view
+    named = launch.name.startswith(("dense rows", "few keys", "no keys"))
+    if launch.bias and (launch.select or named):
+        rest = gpu.output(row_shape, "f32", fill)
+        call["lse_rest"] = rest.view
+        if launch.seqlen_k == 0:  # 0 then, in each row
+            outputs["lse_rest"] = rest
     arrivals = q.shape[0] * q.shape[2] if counts_blocks(launch) else 0
     enqueue(gpu, kernels.FwdParams(0, **call, num_splits=launch.splits), fill, arrivals)
     if launch.wants:

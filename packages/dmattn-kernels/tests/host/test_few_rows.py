@@ -10,7 +10,7 @@ import pytest
 
 import abi
 from abi import tensor
-from probe import PLAIN, Plan, Probe, mask
+from probe import PLAIN, SM80, SM90, Plan, Probe, mask
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +114,17 @@ def test_rows_of_a_group_go_together_where_they_fill_fewer_blocks(
     assert (found["seqlen_q"], found["nheads"]) == (rows, 2 if packs else 2 * group)
     blocks = -(-rows // found["block_m"]) * found["nheads"]
     assert found["blocks"] == blocks * found["num_splits"] and found["num_splits"] > 1
+
+
+@pytest.mark.parametrize("kernels", [SM80, SM90])
+@pytest.mark.parametrize("seqlen_q", [1 << 21, 1 << 22])
+def test_rows_of_a_group_are_no_more_than_32_bits_count(
+    plan: Probe, kernels: str, seqlen_q: int
+) -> None:
+    shape = {"batch": 1, "seqlen_q": seqlen_q, "seqlen_k": seqlen_q, "nheads": 1024, "nheads_k": 1}
+    found = plan.fwd(kernels, **shape, head_dim=8)
+    assert (found["seqlen_q"], found["nheads"], found["token_rows.count"]) == (seqlen_q, 1024, 1)
+    assert found["blocks"] > 0 and found["workspace_bytes"] < 1 << 20
 
 
 @pytest.mark.parametrize(

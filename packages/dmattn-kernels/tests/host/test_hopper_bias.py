@@ -116,6 +116,16 @@ def test_fp32_bias(probe: ctypes.CDLL, arguments: dict[str, Any], kind: int, hea
     assert plan["dbias_zero_bytes"] == (4 * entries if is_added_to else 0)
 
 
+@pytest.mark.parametrize("keys, arch", [(1 << 29, 90), ((1 << 29) + 4096, 80)])
+def test_rows_of_a_bias_are_no_longer_than_32_bits_count(
+    probe: ctypes.CDLL, keys: int, arch: int
+) -> None:
+    fields: dict[str, Any] = {"batch": 1, "nheads": 64, "nheads_k": 1, "head_dim": 64}
+    fields |= {"seqlen_q": 4096, "seqlen_k": keys, "bias": tensor((1, 1, 4096, keys), FLOAT32)}
+    assert Probe(probe).fwd(SM90, SMS, **fields)["arch"] == arch
+    assert plan_of(probe, **fields)["arch"] == arch
+
+
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32])
 @pytest.mark.parametrize("heads, with_mask", [(1, False), (4, False), (4, True)])
 def test_bias_of_keys(probe: ctypes.CDLL, heads: int, with_mask: bool, dtype: int) -> None:

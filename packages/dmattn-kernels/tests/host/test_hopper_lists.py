@@ -365,6 +365,32 @@ def mask_plan_of(probe: ctypes.CDLL, kept: Any, length: int = 4096, **given: Any
 
 
 @pytest.mark.parametrize("causal", [0, 1])
+@pytest.mark.parametrize(
+    "length, nheads, nheads_k, head_dim, arch",
+    [
+        # Copies of the list for each chunk of rows would take 1.1 of 1.3 GB, and 4.3 of 4.7.
+        (1 << 19, 1, 1, 64, 80),
+        (1 << 20, 2, 2, 64, 80),
+        (1 << 17, 1, 1, 64, 90),
+        (1 << 20, 16, 4, 128, 90),
+    ],
+)
+def test_copies_of_a_list_do_not_grow_with_the_square_of_the_length(
+    probe: ctypes.CDLL,
+    length: int,
+    nheads: int,
+    nheads_k: int,
+    head_dim: int,
+    arch: int,
+    causal: int,
+) -> None:
+    shape = {"batch": 1, "nheads": nheads, "nheads_k": nheads_k, "head_dim": head_dim}
+    plan = mask_plan_of(probe, mask(1, 1, 1, length), length, **shape, is_causal=causal)
+    inputs = 2 * (nheads + 2 * nheads_k) * length * head_dim
+    assert plan["arch"] == arch and plan["workspace_bytes"] <= max(1.5 * inputs, 256 << 20)
+
+
+@pytest.mark.parametrize("causal", [0, 1])
 @pytest.mark.parametrize("heads", [1, 4])
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("length", [1337, 4096, 20000])

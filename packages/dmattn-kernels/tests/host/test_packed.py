@@ -52,6 +52,37 @@ def test_extents(plan: Probe) -> None:
     assert found["workspace_bytes"] == 0 and found["num_splits"] == 1
 
 
+MANY = {"sequences": 100_000, "nheads": 64, "nheads_k": 64}
+MANY |= {
+    "total_q": 2_000_000,
+    "total_k": 2_000_000,
+    "max_seqlen_q": 1 << 16,
+    "max_seqlen_k": 1 << 16,
+}
+
+
+def test_more_blocks_than_32_bits_count_are_refused(plan: Probe) -> None:
+    """By kernels with blocks for the longest sequence in each of them; Hopper's own have fewer."""
+    heads = {"nheads": 1024, "nheads_k": 1024}  # of which the backward takes a part in each round
+    for run, length, fields in (
+        (plan.fwd, "max_seqlen_q", MANY),
+        (plan.bwd, "max_seqlen_k", MANY | heads),
+    ):
+        with pytest.raises(AssertionError, match=f"thread blocks, for .*, or a lower {length}"):
+            run(packed=True, **fields)
+        assert run(packed=True, **fields | {length: 1 << 13})["arch"] == 80
+        assert run(SM90, packed=True, **fields)["arch"] == 90
+
+
+def test_more_items_than_32_bits_count_are_not_for_hopper(plan: Probe) -> None:
+    sizes = {"sequences": 1 << 22, "nheads": 512, "nheads_k": 512, "total_q": 4096, "total_k": 4096}
+    sizes |= {"max_seqlen_q": 64, "max_seqlen_k": 64}
+    with pytest.raises(AssertionError, match="thread blocks"):
+        plan.fwd(SM90, packed=True, **sizes)
+    assert plan.fwd(SM90, packed=True, **sizes | {"sequences": 1 << 21})["arch"] == 90
+    assert plan.bwd(SM90, packed=True, **sizes)["rounds"] == 8
+
+
 def test_few_long_sequences_are_not_split(plan: Probe) -> None:
     sizes = {"sequences": 1, "total_q": 10, "max_seqlen_q": 10, "nheads": 2}
     sizes |= {"total_k": 9000, "max_seqlen_k": 9000}

@@ -268,6 +268,14 @@ WRONG_LISTS: list[tuple[dict[str, object], int, str]] = [
         abi.INVALID_VALUE,
         "needed has a null data pointer",
     ),
+    (
+        {
+            "seqlen_q": 0,
+            "selection": abi.selection(0, 1 << 30, 0, batch=2, heads=4),
+        },
+        abi.INVALID_VALUE,
+        "selection.end has 1073741824 keys; wanted at most 1073741823",
+    ),
 ]
 
 
@@ -398,6 +406,7 @@ WRONG_JOIN: list[tuple[dict[str, object], int, str]] = [
     ({"place_first": tensor((2, 4, 64))}, abi.INVALID_DTYPE, "place_first has dtype bfloat16"),
     ({"place_first": tensor((2, 1, 64), abi.INT32)}, abi.INVALID_VALUE, "place_first has shape"),
     ({"k": tensor((2, 200, 1 << 16, 128))}, abi.INVALID_VALUE, "v has shape"),
+    ({"k": tensor((2, 200, 4, 0))}, abi.INVALID_VALUE, "wanted a head_dim of at least 1"),
 ]
 
 
@@ -411,6 +420,11 @@ def test_join_keys(
 
 
 WRONG_KEEP: list[tuple[dict[str, object], int, str]] = [
+    (
+        {"v_kept": tensor((2, 64, 4, 0))},
+        abi.INVALID_VALUE,
+        "v_kept has shape (2, 64, 4, 0); wanted a head_dim of at least 1",
+    ),
     ({"starts_early": 2}, abi.INVALID_VALUE, "starts_early is 2; wanted 0 or 1"),
     ({"row": 198}, abi.INVALID_VALUE, "row is 198; wanted at least 199"),
     ({"end": abi.Tensor()}, abi.INVALID_VALUE, "end is absent"),

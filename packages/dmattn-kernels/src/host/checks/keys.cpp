@@ -76,6 +76,10 @@ KeyExtents check_result(const char* const (&names)[3], const dmattn_tensor& k, c
   int number = 0;
   for (const dmattn_tensor* t : {&k, &v}) {
     const char* name = names[number++];
+    if (t->shape[3] < 1) {
+      fail(DMATTN_ERROR_INVALID_VALUE, "%s has shape %s; wanted a head_dim of at least 1", name,
+           text(t->shape, 4).c_str());
+    }
     if (t->shape[2] * t->shape[3] > kMaxKeyElements) {
       fail(DMATTN_ERROR_INVALID_VALUE, "%s has shape %s; wanted heads x head_dim of at most %lld", name,
            text(t->shape, 4).c_str(), static_cast<long long>(kMaxKeyElements));

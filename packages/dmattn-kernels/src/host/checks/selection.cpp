@@ -51,6 +51,12 @@ void check_documents(const dmattn_select_params& p, int64_t seqlen_k, PointerChe
   check_pointer("cu_seqlens", p.cu_seqlens, pointers);
 }
 
+void check_keys(const char* name, int64_t seqlen_k) {
+  if (seqlen_k <= kMaxSelectKeys) return;
+  fail(DMATTN_ERROR_INVALID_VALUE, "%s has %lld keys; wanted at most %d", name, static_cast<long long>(seqlen_k),
+       kMaxSelectKeys);
+}
+
 }  // namespace
 
 void validate(const dmattn_select_params& p, PointerCheck& pointers) {
@@ -79,10 +85,7 @@ void validate(const dmattn_select_params& p, PointerCheck& pointers) {
     if (batch == 1) batch = shape[0];
     if (heads == 1) heads = shape[1];
   }
-  if (seqlen_k > kMaxSelectKeys) {
-    fail(DMATTN_ERROR_INVALID_VALUE, "scores has %lld keys; wanted at most %d", static_cast<long long>(seqlen_k),
-         kMaxSelectKeys);
-  }
+  check_keys("scores", seqlen_k);
   if (batch * heads > INT32_MAX) {
     fail(DMATTN_ERROR_INVALID_VALUE, "scores and key_mask have %lld rows together (batch x heads); wanted at most %d",
          static_cast<long long>(batch * heads), INT32_MAX);
@@ -111,6 +114,7 @@ void validate(const dmattn_build_key_lists_params& p, PointerCheck& pointers) {
     fail(DMATTN_ERROR_INVALID_VALUE, "seqlen_q is %lld; wanted 0 to the %lld keys of selection.end",
          static_cast<long long>(p.seqlen_q), static_cast<long long>(shape[2]));
   }
+  check_keys("selection.end", shape[2]);
   if (p.reach < 0) {
     fail(DMATTN_ERROR_INVALID_VALUE, "reach is %lld; wanted the largest end[j] - j, or 0 where that is unknown",
          static_cast<long long>(p.reach));

@@ -503,6 +503,33 @@ bool suits_residents(const BwdPlan& plan) {
   return plan.kernel.deterministic || keeps_residents_busy(plan, plan.round, tiles, plan.kernel.num_splits);
 }
 
+// Items of blocks that stay, and thread blocks of others, are counted in 32 bits.
+constexpr int64_t kMostBlocks = INT32_MAX - 8192;
+bool counts_in_32_bits(const BwdPlan& plan) {
+  const BwdParams& p = plan.kernel;
+  if (plan.resident_blocks == 0) return bwd_blocks(plan, bwd_round_params(plan, plan.round)) <= kMostBlocks;
+  if (has_row_block_lists(plan)) return chunk_items(plan, bwd_round_params(plan, plan.round)) <= kMostBlocks;
+  return 2 * key_tiles_of(p, plan.round.batches, plan.round.heads_k, plan.tile.block_n) * p.num_splits <= kMostBlocks;
+}
+// Kernels that do not stay have a tile of keys of each sequence for the longest one.
+void check_blocks(const BwdPlan& plan, const Problem& x) {
+  if (!plan.launches || counts_in_32_bits(plan)) return;
+  fail(DMATTN_ERROR_UNSUPPORTED,
+       "the call takes more than %lld thread blocks, for %d keys of each of %d sequences and %d heads: fewer sequences "
+       "or heads in a call%s",
+       static_cast<long long>(kMostBlocks), x.seqlen_k, x.batch, x.nheads,
+       x.packing.is_active() ? ", or a lower max_seqlen_k" : "");
+}
+
+// A list for all rows is copied for each chunk of them, so that copies grow with the square of the length. Where there
+// are few heads and many keys, others have less to copy.
+bool keeps_to_scratch(const BwdPlan& plan) {
+  if (plan.chunk_blocks == 0 || plan.has_whole_items || !has_shared_list(plan)) return true;
+  BwdPlan placed = plan;
+  place(placed, nullptr);
+  return keeps_to_limit(plan, static_cast<int64_t>(placed.workspace_bytes - placed.dense_bytes));
+}
+
 // The kernels of the newest architecture that does what is asked for. finds_window: only those that find the window of
 // keys by themselves. false: there are none.
 bool choose_kernel(BwdPlan& plan, const dmattn_bwd_params& p, bool finds_window, const Device& device) {
@@ -515,7 +542,8 @@ bool choose_kernel(BwdPlan& plan, const dmattn_bwd_params& p, bool finds_window,
       if (!is_for_residents(chosen) || !kernels.serves_bwd(chosen.kernel, chosen.unit.gathered)) return false;
     }
     chosen = plan_with(kernels, chosen, p, device);
-    return chosen.resident_blocks == 0 || suits_residents(chosen);
+    if (chosen.resident_blocks == 0) return true;
+    return suits_residents(chosen) && counts_in_32_bits(chosen) && keeps_to_scratch(chosen);
   });
   if (found == nullptr) return false;
   plan = chosen;
@@ -617,6 +645,7 @@ BwdPlan plan_batched_bwd(const dmattn_bwd_params& p, PerKey per_key, const Devic
   } else if (plan.walk == KeyWalk::kMaskList) {
     choose_tiles_of_mask(without_keys, plan, p, x, per_key, device);
   }
+  check_blocks(plan, x);
   place(plan, nullptr);
   return plan;
 }

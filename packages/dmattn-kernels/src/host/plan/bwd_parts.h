@@ -47,6 +47,9 @@ int64_t chunk_items(const BwdPlan& plan, const BwdParams& launch);
 
 // The (batch, head) pairs of arrays in the workspace.
 inline int64_t rows_of(const BwdParams& p) { return int64_t{p.packing.slabs(p.batch)} * p.nheads; }
+// Whether a workspace of so many bytes, without those that are as large as a dense bias or mask, is no larger than it
+// should be.
+bool keeps_to_limit(const BwdPlan& plan, int64_t bytes);
 // Key tiles that a launch has to provide blocks for.
 int64_t key_tiles_of(const BwdParams& p, int32_t batches, int32_t heads_k, int32_t block_n);
 

@@ -19,6 +19,8 @@ constexpr int64_t kFewKeysScratchFloor = int64_t{48} << 20;
 constexpr int64_t kRowsForFewKeys = 4;
 constexpr int64_t kIntervalScratchFloor = int64_t{64} << 20;
 constexpr int64_t kIntervalBlocksPerSm = 8;
+// Copies of a list for all rows are left to grow up to this: kernels without them take twice as long.
+constexpr int64_t kCopiesScratchFloor = int64_t{256} << 20;
 // With ChunkTerms the sums may take a quarter more: without them each chunk waits for another at its end.
 constexpr int64_t kTermsLimitNumerator = 5, kTermsLimitDenominator = 4;
 // Upper bound on rounds: with many short sequences the scratch is mostly padding, which more rounds cannot shrink.
@@ -563,6 +565,11 @@ bool keeps_residents_busy(const BwdPlan& plan, const BwdRound& round, int64_t ti
   const int64_t of_ten = is_uneven ? (is_full ? 8 : 17) : (is_full ? 3 : 7);
   return 10 * tiles * parts * plan.tile.cluster >= of_ten * plan.resident_blocks ||
          ceil_div<int64_t>(int64_t{round.groups} * p.dq_blocks, parts) <= kShortSteps;
+}
+
+bool keeps_to_limit(const BwdPlan& plan, int64_t bytes) {
+  const int64_t limit = std::max(scratch_limit(plan), kCopiesScratchFloor);
+  return bytes <= (plan.keeps_terms ? limit * kTermsLimitNumerator / kTermsLimitDenominator : limit);
 }
 
 int64_t key_tiles_of(const BwdParams& p, int32_t batches, int32_t heads_k, int32_t block_n) {

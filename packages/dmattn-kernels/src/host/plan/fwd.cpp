@@ -41,6 +41,9 @@ int64_t resident_items(const FwdParams& p, const FwdTile& tile) {
   return int64_t{packed_blocks(p.packing.total_q, p.packing.sequences, tile.block_m)} * p.nheads;
 }
 
+// Thread blocks of a launch, and row blocks that those that stay take, are counted in 32 bits.
+constexpr int64_t kMostBlocks = INT32_MAX - 8192;
+
 // Parts into which a kernel with such tiles should split the keys. How many key tiles a packed sequence has is known on
 // the device only: splits chosen for the longest would leave the others with parts too short to be worth combining, in
 // memory for batch * max_seqlen_q rows of each.
@@ -85,6 +88,7 @@ bool choose_kernel(FwdPlan& plan, int32_t asked_for, bool finds_window, const De
     if (set.serves_fwd != nullptr && !set.serves_fwd(p, level, gathered)) return false;
     if (!set.is_persistent) return true;
     const FwdTile tile = set.fwd_tile(p, level, gathered);
+    if (resident_items(p, tile) > kMostBlocks) return false;
     return wanted_splits(plan, tile, asked_for, device) == 1 ||
            (asked_for == 0 && keeps_busy(plan, tile, level, device));
   });
@@ -144,6 +148,7 @@ bool has_keys_for_all_rows(const FwdPlan& plan) {
 // to be worth the launch that combines partial results, and keys in fewer thread blocks: so much of the kernels of
 // sm80, and so much on Hopper, whose own kernels are faster for a row.
 constexpr int64_t kWorthGroupRows = int64_t{5} << 27, kWorthLeavingHopper = int64_t{1} << 31;
+constexpr int64_t kMostGroupRows = int64_t{1} << 30;  // rows are counted in 32 bits, up to the end of the last tile
 
 // Several rows of a head for which the decode kernel is the faster one. Those of a group's heads together may be two
 // blocks of it, which read K and V once each, where the forward kernel reads them for each head. Not with so few bytes
@@ -196,7 +201,7 @@ constexpr int64_t kFewerRowsThanHoppers = 3;
 // all of them.
 void choose_group_rows(FwdPlan& plan, const Problem& x, int32_t asked_for, const Device& device) {
   if (x.head_ratio == 1 || x.packing.is_active() || plan.walk != KeyWalk::kTiled) return;
-  if (plan.choice.level != Level::kPlain) return;
+  if (plan.choice.level != Level::kPlain || int64_t{x.seqlen_q} * x.head_ratio > kMostGroupRows) return;
   FwdPlan packed = plan;
   FwdParams& p = packed.kernel;
   const auto splits_keys = [](const KernelSet& set) { return !set.is_persistent; };
@@ -255,6 +260,17 @@ int32_t choose_num_splits(int64_t blocks, int64_t resident, int32_t key_tiles, i
 
 namespace {
 
+// Kernels that do not stay have a block of rows of each sequence for the longest one.
+void check_blocks(const FwdPlan& plan, const Problem& x) {
+  if (plan.choice.blocks <= kMostBlocks) return;
+  fail(
+      DMATTN_ERROR_UNSUPPORTED,
+      "the call takes %lld thread blocks, for %d rows of each of %d sequences and %d heads; wanted at most %lld: fewer "
+      "sequences or heads in a call%s",
+      static_cast<long long>(plan.choice.blocks), x.seqlen_q, x.batch, x.nheads, static_cast<long long>(kMostBlocks),
+      x.packing.is_active() ? ", or a lower max_seqlen_q" : "");
+}
+
 // `p` in the form of with_batch().
 FwdPlan plan_batched_fwd(const dmattn_fwd_params& p, PerKey per_key, const Device& device) {
   const Problem x = read_problem(p);
@@ -289,6 +305,7 @@ FwdPlan plan_batched_fwd(const dmattn_fwd_params& p, PerKey per_key, const Devic
   } else {
     choose_group_rows(plan, x, p.num_splits, device);
   }
+  check_blocks(plan, x);
   place(plan, nullptr);
   return plan;
 }

@@ -103,12 +103,14 @@ cudaError_t with_combine_lanes(int head_dim, F&& f) {
 }
 
 __global__ void __launch_bounds__(kThreads)
-    fill_lse_kernel(float* lse, Strides3 stride, int64_t rows, int seqlen_q, int nheads) {
+    fill_lse_kernel(float* lse, float* lse_rest, Strides3 stride, int64_t rows, int seqlen_q, int nheads) {
   follow_previous_kernel();
   const int64_t row = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (row >= rows) return;
   const int64_t bh = row / seqlen_q;
-  lse[row_offset(stride, static_cast<int>(bh / nheads), static_cast<int>(bh % nheads), row % seqlen_q)] = -INFINITY;
+  const int64_t at = row_offset(stride, static_cast<int>(bh / nheads), static_cast<int>(bh % nheads), row % seqlen_q);
+  lse[at] = -INFINITY;
+  if (lse_rest != nullptr) lse_rest[at] = 0.f;
 }
 
 }  // namespace
@@ -128,8 +130,8 @@ cudaError_t fill_empty_fwd(const FwdParams& p, cudaStream_t stream) {
   const cudaError_t status = fill_zero(p.out, p.out_stride, batch, seqlen_q, p.nheads, p.head_dim, stream);
   if (status != cudaSuccess || p.lse == nullptr) return status;
   const int64_t rows = static_cast<int64_t>(batch) * p.nheads * seqlen_q;
-  return launch(fill_lse_kernel, ceil_div<int64_t>(rows, kThreads), kThreads, 0, stream, p.lse, p.lse_stride, rows,
-                seqlen_q, p.nheads);
+  return launch(fill_lse_kernel, ceil_div<int64_t>(rows, kThreads), kThreads, 0, stream, p.lse, p.lse_rest,
+                p.lse_stride, rows, seqlen_q, p.nheads);
 }
 
 }  // namespace dmattn
