@@ -287,7 +287,7 @@ def code_names(capability: tuple[int, int]) -> list[str]:
 def unpack_ptx_library(session: nox.Session, environment: dict[str, str]) -> Path:
     """Folder with a few kernels as PTX only, for the test in which the driver compiles them."""
     place = ROOT / "build" / "ptx"
-    defines = {"DMATTN_CUDA_ARCHS": "compute_80", "DMATTN_HEAD_DIMS": "64;128"}
+    defines = {"DMATTN_CUDA_ARCHS": "compute_89", "DMATTN_HEAD_DIMS": "64;128"}
     wheel = build_kernels(session, place, environment, DMATTN_DTYPES="bf16", **defines)
     folder = place / "unpacked"
     shutil.rmtree(folder, ignore_errors=True)

@@ -14,14 +14,20 @@ endif()
 set(CMAKE_CUDA_ARCHITECTURES OFF)
 enable_language(CUDA)
 
-# Each name becomes the virtual architecture that it is compiled from. Everything comes from compute_80, the PTX that
-# newer chips run, except for chips with 99 KB of shared memory a block: they need the other tile shapes, which the
-# kernels recognise by compute_89. (8.6 is such a chip too, but older than that: it gets all shapes.) Code that only one
-# architecture runs, sm_90a, is for the units of that architecture alone: see units.cmake.
+# Each name becomes the virtual architecture that it is compiled from, by which the kernels recognise the tile shapes
+# that they should have (src/kernels/attention/sm80/launch.cuh): compute_80 the wide ones, compute_86 the narrow ones,
+# for chips with 99 KB of shared memory a block, and compute_89 both. The last is the PTX of a release: of chips newer
+# than its machine code, some have more shared memory and some have not. Code that only one architecture runs, sm_90a,
+# is for the units of that architecture alone: see units.cmake.
 #
 # The helper kernels' code for sm_90 comes from compute_90, which has the instructions to start early with
 # (src/kernels/shared/early_start.cuh), and so does that of decoding. The other units would take half as long again to
 # compile.
+# Hopper's own kernels belong to code for Hopper.
+if("90" IN_LIST DMATTN_CUDA_ARCHS OR "sm_90" IN_LIST DMATTN_CUDA_ARCHS)
+  list(APPEND DMATTN_CUDA_ARCHS "sm_90a")
+  list(REMOVE_DUPLICATES DMATTN_CUDA_ARCHS)
+endif()
 set(DMATTN_CODE_NAMES)
 set(DMATTN_GENERAL_GENCODES)
 set(DMATTN_HELPER_GENCODES)
@@ -38,11 +44,13 @@ foreach(name IN LISTS DMATTN_CUDA_ARCHS)
     set(DMATTN_GENCODE_${name} "-gencode=arch=compute_${CMAKE_MATCH_1},code=${name}")
     continue()
   endif()
-  if(name MATCHES "^(sm|compute)_(89|120|121)$")
-    set(virtual compute_89)
-  elseif(name MATCHES "^sm_86$")
-    set(virtual compute_80)
-    set(DMATTN_ALL_TILES ON)
+  if(name MATCHES "^compute_")
+    if(NOT name MATCHES "^compute_(80|89)$")
+      message(FATAL_ERROR "DMATTN_CUDA_ARCHS holds '${name}'; wanted compute_80 or compute_89 of PTX")
+    endif()
+    set(virtual "${name}")
+  elseif(name MATCHES "^sm_(86|89|12[0-9])$")
+    set(virtual compute_86)
   else()
     set(virtual compute_80)
   endif()

@@ -340,7 +340,7 @@ DMATTN_API int32_t dmattn_abi_version(void);
 DMATTN_API const char* dmattn_version(void);
 /* Version of the CUDA toolkit that compiled the library, 1000 * major + 10 * minor. */
 DMATTN_API int32_t dmattn_cuda_version(void);
-/* Comma separated, e.g. "sm_80,sm_89,sm_90,compute_80": what the binary contains. */
+/* Comma separated, e.g. "sm_80,sm_89,sm_90,compute_89": what the binary contains. */
 DMATTN_API const char* dmattn_architectures(void);
 /* Name of the set of kernels that serves this device, e.g. "sm80", or "sm89" for chips with less shared memory.
  * DMATTN_ARCH in the environment overrides the choice. */

@@ -1,5 +1,6 @@
 #include "host/arch.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <cstring>
 
@@ -134,9 +135,6 @@ bool sm90_serves_bwd(const BwdParams& p, bool gathered) {
 // Hopper's own instructions are not in PTX that newer chips run: the code is for 9.0 alone.
 bool is_hopper(int32_t capability) { return capability == 90; }
 
-// Chips whose native code holds the narrow tiles: those compiled from compute_89.
-bool has_narrow_tiles(int32_t capability) { return capability == 89 || capability / 10 == 12; }
-
 constexpr int32_t kNewest = INT32_MAX;
 
 // The first row that fits a chip and its shared memory, and that the binary has code for, serves the chip: newer
@@ -149,7 +147,7 @@ constexpr KernelSet kKernelSets[] = {
     {"sm80", Arch{80}, TileSet::kWide, 80, kNewest, smem_limit(TileSet::kWide), /*is_compiled_for=*/nullptr,
      /*fallback=*/nullptr, sm80_fwd_tile<TileSet::kWide>, sm80_bwd_tile<TileSet::kWide>, sm80_dq_order,
      /*serves_fwd=*/nullptr, /*serves_bwd=*/nullptr, /*finds_windows=*/false, /*is_persistent=*/false},
-    {"sm89", Arch{80}, TileSet::kNarrow, 80, kNewest, smem_limit(TileSet::kNarrow), has_narrow_tiles,
+    {"sm89", Arch{80}, TileSet::kNarrow, 80, kNewest, smem_limit(TileSet::kNarrow), /*is_compiled_for=*/nullptr,
      /*fallback=*/nullptr, sm80_fwd_tile<TileSet::kNarrow>, sm80_bwd_tile<TileSet::kNarrow>, sm80_dq_order,
      /*serves_fwd=*/nullptr, /*serves_bwd=*/nullptr, /*finds_windows=*/false, /*is_persistent=*/false},
 };
@@ -170,14 +168,48 @@ const KernelSet& find_forced(const char* name) {
   fail(DMATTN_ERROR_INVALID_VALUE, "DMATTN_ARCH in the environment is '%s'; wanted %s", name, names);
 }
 
-// Whether a list like "sm_80,sm_89" has the code of a chip.
-bool has_native_code(const char* built_for, int32_t capability) {
-  char name[16];
-  std::snprintf(name, sizeof(name), "sm_%d", capability);
-  const size_t length = std::strlen(name);
-  for (const char* at = std::strstr(built_for, name); at != nullptr; at = std::strstr(at + 1, name)) {
-    const char after = at[length];
-    if (after == '\0' || after == ',' || after == 'a') return true;
+// Tile shapes that a chip's code has.
+struct HeldTiles {
+  bool wide = false, narrow = false;
+  bool hold(TileSet tiles) const { return tiles == TileSet::kNarrow ? narrow : wide; }
+};
+
+// The number of a name like "sm_80" or "compute_80"; 0: it begins otherwise, or has a letter behind the number.
+int32_t number_behind(const char* prefix, const char* name, size_t length) {
+  const size_t begin = std::strlen(prefix);
+  if (length <= begin || std::strncmp(name, prefix, begin) != 0) return 0;
+  int32_t number = 0;
+  for (size_t i = begin; i < length; ++i) {
+    if (name[i] < '0' || name[i] > '9') return 0;
+    number = 10 * number + (name[i] - '0');
+  }
+  return number;
+}
+
+// What a binary has for a chip, by a list like "sm_80,sm_89,compute_89": the driver takes machine code of the same
+// major capability, the newest that the chip runs, and without any the newest PTX. cmake/cuda.cmake has the tile shapes
+// of each.
+HeldTiles tiles_of_chip(const char* built_for, int32_t capability) {
+  int32_t native = 0, ptx = 0;
+  for (const char* at = built_for; *at != '\0';) {
+    const size_t length = std::strcspn(at, ",");
+    const int32_t machine = number_behind("sm_", at, length), virtual_code = number_behind("compute_", at, length);
+    if (machine / 10 == capability / 10 && machine <= capability) native = std::max(native, machine);
+    if (virtual_code <= capability) ptx = std::max(ptx, virtual_code);
+    at += length + (at[length] == ',' ? 1 : 0);
+  }
+  const bool is_narrow = native == 86 || native == 89 || native / 10 == 12;
+  if (native > 0) return {!is_narrow, is_narrow};
+  return {ptx > 0, ptx >= 89};
+}
+
+// Whether a list like "sm_80,sm_90a" has machine code that is for this capability alone.
+bool has_own_code(const char* built_for, int32_t capability) {
+  for (const char* at = built_for; *at != '\0';) {
+    const size_t length = std::strcspn(at, ",");
+    const size_t digits = length > 0 && at[length - 1] == 'a' ? length - 1 : length;
+    if (number_behind("sm_", at, digits) == capability) return true;
+    at += length + (at[length] == ',' ? 1 : 0);
   }
   return false;
 }
@@ -197,9 +229,12 @@ const KernelSet& choose_kernel_set(const Chip& chip, const char* forced, const c
     fail(DMATTN_ERROR_UNSUPPORTED, "device %d has compute capability %d.%d; wanted at least %d.%d", chip.device, major,
          minor, kOldestCapability / 10, kOldestCapability % 10);
   }
+  const HeldTiles held = tiles_of_chip(built_for, chip.capability);
   const auto is_compiled = [&](const KernelSet& set) {
-    return set.is_compiled_for == nullptr || has_all_tiles ||
-           (set.is_compiled_for(chip.capability) && has_native_code(built_for, chip.capability));
+    if (has_all_tiles) return true;
+    if (!held.hold(set.tiles)) return false;
+    return set.is_compiled_for == nullptr ||
+           (set.is_compiled_for(chip.capability) && has_own_code(built_for, chip.capability));
   };
   // The first that fits and is there; else, for the message, the first that fits, or the one that asks for least.
   const KernelSet* chosen = nullptr;

@@ -62,7 +62,7 @@ struct Chip {
 };
 
 // The set for a chip, or the one named `forced` (nullptr: none is). `built_for` is what the binary holds native code
-// for, e.g. "sm_80,sm_89,compute_80", and has_all_tiles says that all of that code has every tile shape.
+// for, e.g. "sm_80,sm_89,compute_89", and has_all_tiles says that all of that code has every tile shape.
 // Fails with DMATTN_ERROR_UNSUPPORTED where nothing fits, and _INVALID_VALUE for a name that there is not.
 const KernelSet& choose_kernel_set(const Chip& chip, const char* forced, const char* built_for, bool has_all_tiles);
 

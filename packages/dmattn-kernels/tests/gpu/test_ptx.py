@@ -25,25 +25,28 @@ from attention.cases import Case
 from attention.driver import check
 major, minor = torch.cuda.get_device_capability()
 held = dmattn_kernels.architectures()
-if f"sm_{major}{minor}" in held or "compute_80" not in held:
+if f"sm_{major}{minor}" in held or "compute_89" not in held:
     print("this library holds", *held)
     sys.exit(5)
 print(dmattn_kernels.library_path(), *held)
+assert dmattn_kernels.device_architecture(0) == sys.argv[1]
 check(Case(130, 150, causal=True, bias="bk1k"))
 check(Case(130, 150, head_dim=128, mask="bk1k", bias="bk1k", wants=""))
 """
 
 
-def test_ptx_path() -> None:
-    env = dict(os.environ)
-    # That library has what the chip gets by itself, and the driver may compile it.
-    for name in (FAMILY_VARIABLE, "DMATTN_TEST_TARGET", "CUDA_DISABLE_PTX_JIT"):
+@pytest.mark.parametrize("tiles", ["sm80", "sm89"])
+def test_ptx_path(tiles: str) -> None:
+    """It has the tiles for chips with much shared memory, and those for chips with less."""
+    env = os.environ | {FAMILY_VARIABLE: tiles}
+    # The driver may compile it.
+    for name in ("DMATTN_TEST_TARGET", "CUDA_DISABLE_PTX_JIT"):
         env.pop(name, None)
     folders = [str(Path(__file__).parents[4] / "tests")]
     if LIBRARY_VARIABLE in env:
         folders.insert(0, env[LIBRARY_VARIABLE])
     env["PYTHONPATH"] = os.pathsep.join([*folders, env.get("PYTHONPATH", "")])
-    command = [sys.executable, "-c", PROGRAM]
+    command = [sys.executable, "-c", PROGRAM, tiles]
     done = subprocess.run(
         command, env=env, capture_output=True, text=True, timeout=280, check=False
     )

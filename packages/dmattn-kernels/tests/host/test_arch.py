@@ -12,7 +12,7 @@ import abi
 from abi import fwd_params
 from probe import SM80, SM89, SM90, Probe, mask
 
-RELEASE = "sm_80,sm_89,sm_90,sm_90a,compute_80"
+RELEASE = "sm_80,sm_86,sm_89,sm_90,sm_90a,compute_89"
 WIDE, NARROW = 227 << 10, 99 << 10  # bytes of shared memory a block
 
 
@@ -36,10 +36,41 @@ def kernel_set(
 
 @pytest.mark.parametrize(
     "capability, smem, name",
-    [(80, 163 << 10, SM80), (90, WIDE, SM90), (100, WIDE, SM80), (89, NARROW, SM89)],
+    [
+        *((80, 163 << 10, SM80), (86, NARROW, SM89), (89, NARROW, SM89), (90, WIDE, SM90)),
+        (87, 163 << 10, SM89),  # runs the machine code for 8.6
+        # By PTX, which has both shapes of tiles.
+        *((100, WIDE, SM80), (103, WIDE, SM80), (120, NARROW, SM89), (121, NARROW, SM89)),
+    ],
 )
 def test_chips_of_a_release(probe: ctypes.CDLL, capability: int, smem: int, name: str) -> None:
     assert kernel_set(probe, capability, smem) == (abi.OK, name)
+
+
+@pytest.mark.parametrize(
+    "built_for, capability, smem, wanted",
+    [
+        ("sm_80,compute_80", 100, WIDE, SM80),
+        ("sm_80,compute_80", 120, NARROW, ""),
+        ("sm_86", 89, NARROW, SM89),
+        ("sm_86", 87, 163 << 10, SM89),
+        ("sm_80,sm_89", 86, NARROW, ""),  # machine code for 8.0 has the wide tiles alone
+        ("sm_120", 121, NARROW, SM89),
+        ("sm_120", 100, WIDE, ""),
+        ("sm_89", 90, WIDE, ""),
+        ("sm_90a", 90, WIDE, ""),
+        ("compute_89", 80, 163 << 10, ""),
+        ("compute_89", 90, WIDE, SM80),
+    ],
+)
+def test_the_code_that_a_driver_takes(
+    probe: ctypes.CDLL, built_for: str, capability: int, smem: int, wanted: str
+) -> None:
+    status, text = kernel_set(probe, capability, smem, built_for=built_for)
+    if wanted:
+        assert (status, text) == (abi.OK, wanted)
+    else:
+        assert status == abi.UNSUPPORTED and f"this build ({built_for}) lacks the" in text
 
 
 def test_hopper_code_is_for_hopper_alone(probe: ctypes.CDLL) -> None:
@@ -47,14 +78,11 @@ def test_hopper_code_is_for_hopper_alone(probe: ctypes.CDLL) -> None:
     assert kernel_set(probe, 103, WIDE, built_for=RELEASE) == (abi.OK, SM80)
 
 
-@pytest.mark.parametrize("capability, native", [(86, False), (89, True), (120, True)])
-def test_narrow_tiles_need_code_made_for_them(
-    probe: ctypes.CDLL, capability: int, native: bool
-) -> None:
-    """PTX for newer chips leaves them out, and so does the code of other chips."""
+@pytest.mark.parametrize("capability", [86, 89, 120])
+def test_narrow_tiles_need_code_made_for_them(probe: ctypes.CDLL, capability: int) -> None:
+    """PTX of compute_80 leaves them out, and so does the code of other chips."""
     built_for = f"sm_80,sm_{capability},compute_80"
-    status, text = kernel_set(probe, capability, NARROW, built_for=built_for)
-    assert (status, text == SM89) == ((abi.OK, True) if native else (abi.UNSUPPORTED, False))
+    assert kernel_set(probe, capability, NARROW, built_for=built_for) == (abi.OK, SM89)
     status, text = kernel_set(probe, capability, NARROW, built_for="sm_80,sm_8,compute_80")
     assert status == abi.UNSUPPORTED
     assert "(sm_80,sm_8,compute_80) lacks the sm89 kernels" in text

@@ -15,13 +15,14 @@ constexpr TileSet other_tiles(TileSet tiles) { return tiles == TileSet::kWide ? 
 // Tile sets that give a kernel its shape, as a bit set: kWide = 1, kNarrow = 2.
 constexpr int tile_set_bits(TileSet tiles, bool shared) { return shared ? 3 : tiles == TileSet::kWide ? 1 : 2; }
 
-// Whether the code for this compilation pass holds the kernel's body. The unit is compiled from compute_80 and, for
-// chips that need the narrow tiles, from compute_89; a shape that only the other tile set has would be dead weight in
-// the binary. Test builds (DMATTN_ALL_TILES) run all shapes on one chip.
+// Whether the code for this compilation pass holds the kernel's body. The unit is compiled from compute_80, for chips
+// that need the narrow tiles from compute_86, and from compute_89 to PTX that may run on either (see cmake/cuda.cmake);
+// a shape that only the other tile set has would be dead weight in the binary. Test builds (DMATTN_ALL_TILES) run all
+// shapes on one chip.
 template <int kTileSetBits>
 constexpr bool is_compiled_here() {
 #if defined(__CUDA_ARCH__) && !defined(DMATTN_ALL_TILES)
-  return (kTileSetBits & (__CUDA_ARCH__ == 890 ? 2 : 1)) != 0;
+  return (kTileSetBits & (__CUDA_ARCH__ == 890 ? 3 : __CUDA_ARCH__ == 860 ? 2 : 1)) != 0;
 #else
   return true;
 #endif
