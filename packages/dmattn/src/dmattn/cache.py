@@ -7,7 +7,6 @@ tokens of the prompt, H query heads, HK key/value heads, D head dimension.
 
 import math
 import weakref
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -35,7 +34,12 @@ from dmattn.cache_checks import (
 )
 from dmattn.cache_drafts import SPARE_ROWS, Draft, Rows, check_spare_rows, with_spare_rows
 from dmattn.cache_fill import all_keys, fill_of, last_row_keys
-from dmattn.cache_state import CacheTensors, CacheTokens, outside_of
+from dmattn.cache_state import (
+    CacheTensors,
+    CacheTokens,
+    outside_of,
+    outside_of_inference_mode,
+)
 from dmattn.dispatch import is_plain_call
 from dmattn.functional import flash_dmattn_func
 from dmattn.key_state import counting
@@ -134,9 +138,11 @@ class DynamicMaskCache:
         self._spare_rows = check_spare_rows(spare_rows)
         rows = torch.Size((batch, entries, nheads_k, head_dim))
         shape = (batch, nheads_k, entries)
-        with _outside_of_inference_mode():
+        with outside_of_inference_mode():
             if self.evict:
-                self.k, self.v = (self._with_spare_rows(rows, dtype, device) for _ in range(2))
+                self.k, self.v = (
+                    with_spare_rows(rows, dtype, device, self._spare_rows) for _ in range(2)
+                )
             else:
                 self.k, self.v = (torch.zeros(rows, dtype=dtype, device=device) for _ in range(2))
             self.score = torch.full(shape, -math.inf, dtype=score_dtype, device=device)
@@ -464,11 +470,6 @@ class DynamicMaskCache:
         if self._layer is None or self._layer() is not layer:
             self._layer = weakref.ref(layer)
 
-    def _with_spare_rows(
-        self, shape: torch.Size, dtype: torch.dtype, device: torch.device
-    ) -> Tensor:
-        return with_spare_rows(shape, dtype, device, self._spare_rows)
-
     def _tensors(self) -> CacheTensors:
         return CacheTensors(self.k, self.v, self.score, self.position, self.seen)
 
@@ -479,11 +480,12 @@ class DynamicMaskCache:
     def _replace(self, tensors: CacheTensors, copy: bool = False) -> None:
         """Other tensors; `copy`: those are somebody's."""
         k, v, *others = tensors
-        with _outside_of_inference_mode():
+        with outside_of_inference_mode():
             copy |= not torch.compiler.is_compiling() and tensors.seen.is_inference()
             if self.evict:
                 self.k, self.v = (
-                    self._with_spare_rows(t.shape, t.dtype, t.device).copy_(t) for t in (k, v)
+                    with_spare_rows(t.shape, t.dtype, t.device, self._spare_rows).copy_(t)
+                    for t in (k, v)
                 )
             else:
                 self.k, self.v = (t.clone() if copy else t for t in (k, v))
@@ -689,17 +691,6 @@ class DynamicMaskCache:
 
     def _check(self, name: str, t: Any, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         check_cache_input(name, t, shape, dtype, self.k)
-
-
-def _outside_of_inference_mode() -> AbstractContextManager[None]:
-    """Where the tensors of a cache are made: it is used inside of that mode and outside.
-
-    Torch refuses to write to tensors outside of the mode in which they were made.
-    """
-    if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
-        return nullcontext()
-    context: AbstractContextManager[None] = torch.inference_mode(False)
-    return context
 
 
 # The state of a cache is tensors and numbers: torch.load may take it with weights_only=True.

@@ -22,14 +22,16 @@ SPARE_ROWS = 32
 
 
 def check_spare_rows(spare_rows: Any) -> int:
-    """An int from 0 to SPARE_ROWS, as it is.
+    """The same number.
 
     Raises:
-        TypeError, ValueError: it is another one, or none.
+        TypeError: it is no int.
+        ValueError: it is below 0 or above SPARE_ROWS.
     """
-    if check_int("spare_rows", spare_rows, 0) > SPARE_ROWS:
-        raise ValueError(f"spare_rows: got {spare_rows}, wanted at most {SPARE_ROWS}")
-    return int(spare_rows)
+    count = check_int("spare_rows", spare_rows, 0)
+    if count > SPARE_ROWS:
+        raise ValueError(f"spare_rows: got {count}, wanted at most {SPARE_ROWS}")
+    return count
 
 
 def with_spare_rows(

@@ -3,8 +3,10 @@
 Letters: B batch, T new tokens, HK key/value heads, D head dimension.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 
@@ -34,3 +36,14 @@ def outside_of(cache: CacheTensors, *tensors: Tensor) -> list[Tensor]:
     """
     own = {t.untyped_storage().data_ptr() for t in cache}
     return [t.clone() if t.untyped_storage().data_ptr() in own else t for t in tensors]
+
+
+def outside_of_inference_mode() -> AbstractContextManager[None]:
+    """Where the tensors of a cache are made: it is used inside of that mode and outside.
+
+    Torch refuses to write to tensors outside of the mode in which they were made.
+    """
+    if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
+        return nullcontext()
+    context: AbstractContextManager[None] = torch.inference_mode(False)
+    return context

@@ -313,7 +313,7 @@ def _own_state(
     rows = k.new_empty((*shape, layout.nbytes), dtype=torch.uint8)
     to_k, to_v, *to_score = layout.parts(rows)
     its_score = to_score[0][..., 0] if given.is_scan else score.new_empty(shape)
-    own = _OwnState(at, rows, its_score, (score,))
+    own = _OwnState(at, rows, its_score, ())
     if place.rank == place.size - 1:  # there is nobody behind it, who would read its rows
         return own
     if seqlen == 0:
@@ -430,7 +430,8 @@ def _own_gradients(
         if seqlen > 0 and place.rank < given.ranks - 1:
             beside.join()
             beside.hand_over(*theirs)
-            third = Beside(own.device)  # each of the three adds what was received for one of them
+            # The three gradients are added to at the same time, each on a stream of its own.
+            third = Beside(own.device)
             if is_first_copied:  # by the current stream
                 beside.follow()
             streams: tuple[AbstractContextManager[None], ...] = (beside, third, nullcontext())
