@@ -40,6 +40,9 @@ CASES = [
     GROUP.with_(bias="", softcap=10.0),
     GROUP.with_(bias="", nheads=83, head_dim=64, causal=False),
     GROUP.with_(bias="", nheads=24, head_dim=256),
+    # Items of single heads; rounds have 12 and 11 of them.
+    GROUP.with_(seqlen_q=1000, seqlen_k=1000, nheads=23, bias="bh1k"),
+    GROUP.with_(seqlen_q=1000, seqlen_k=1000, nheads=23, bias="1h1k", head_dim=200),
 ]
 # One round, but so few blocks of keys that these fall into parts: of the heads, and of their rows.
 PARTS = [
@@ -131,6 +134,9 @@ ROW_ROUNDS = [
     (Case(33_000, 33_000, 1, 8, 1, 72, causal=True, bias="bk1k", dtype="f16"), 1024),
     (Case(20_000, 20_000, 1, 12, 1, 128, causal=True, bias="bk1k", wants="qkv", dlse=True), 2048),
     (Case(33_000, 33_000, 1, 4, 1, 256, causal=True, bias="bk1k"), 2048),
+    # Lists of single heads, whose launches go on with the sums in each round.
+    (Case(33_000, 33_000, 1, 4, 1, 256, causal=True, bias="bh1k"), 256),
+    (Case(66_001, 66_001, 1, 4, 2, 64, causal=True, bias="bh1k"), 2048),
 ]
 
 

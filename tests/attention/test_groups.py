@@ -1,16 +1,19 @@
-"""Query heads that share keys, under causality, with more rows than stay in the L2 cache.
+"""Query heads that share keys.
 
-On Hopper the backward then takes blocks of keys two by two, the second of them with its rows from
-the first to the last (docs/kernels/backward.md).
+Under causality, with more rows than stay in the L2 cache, the backward on Hopper takes blocks of
+keys two by two, the second of them with its rows from the first to the last
+(docs/kernels/backward.md).
+Heads with keys or biases of their own have launches or items of their own.
 """
 
 from __future__ import annotations
 
 import pytest
 
-from attention.cases import Case, case_id
-from attention.driver import check
+from attention.cases import Case, build, case_id
+from attention.driver import assert_close, check, run
 from attention.packed import check_packed
+from attention.selections import brute_force
 
 pytestmark = pytest.mark.cuda
 
@@ -44,3 +47,41 @@ LENGTHS = (
 def test_those_of_packed_sequences(head_dim: int, dtype: str, nheads: int, nheads_k: int) -> None:
     case = Case(nheads=nheads, nheads_k=nheads_k, dtype=dtype, head_dim=head_dim, causal=True)
     check_packed(case, 3 * LENGTHS)
+
+
+# Head ratios, head dimensions, lengths around blocks of rows and of keys, and other numbers of rows
+# than of keys.
+SINGLE_HEADS = [
+    Case(700, 700, 2, 12, 3, 64, causal=True, dlse=True),
+    Case(513, 513, 1, 10, 2, 128, "f16", causal=True),
+    Case(129, 1300, 3, 7, 1, 96, causal=True, layout="heads_first"),
+    Case(1300, 1300, 1, 16, 8, 200, causal=True),
+    Case(640, 900, 2, 4, 2, 256, "f16", causal=True, logits=4.0),
+    Case(65, 127, 5, 8, 4, 40, causal=True),
+]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("bias, f32", [("bh1k", False), ("1h1k", True)])
+@pytest.mark.parametrize("case", SINGLE_HEADS, ids=case_id)
+class TestSingleHeads:
+    """Heads of a group that share neither scores nor a mask."""
+
+    def test_scores(self, case: Case, bias: str, f32: bool, deterministic: bool) -> None:
+        problem = build(case.with_(bias=bias, bias_f32=f32))
+        assert problem.bias is not None
+        scores = problem.bias[:, :, 0].expand(case.batch, -1, -1)
+        for window in (1, 100, 384):
+            keep = brute_force(scores, window, case.seqlen_q, True)
+            found = run(problem, deterministic, window_size=window)
+            assert_close(problem.with_(mask=keep), found)
+
+    def test_bias(self, case: Case, bias: str, f32: bool, deterministic: bool) -> None:
+        case = case.with_(bias=bias, bias_f32=f32, deterministic=deterministic)
+        check(case)
+        check(case.with_(causal=False, mask="b11k"))
+
+    def test_mask(self, case: Case, bias: str, f32: bool, deterministic: bool) -> None:
+        case = case.with_(mask=bias, deterministic=deterministic)
+        check(case)
+        check(case.with_(causal=False, bias="bk1k", bias_f32=f32))

@@ -89,6 +89,10 @@ void launch_kernel(const BwdPlan& plan, BwdParams p, BwdLauncher unit, cudaStrea
   KernelChoice choice = plan.choice;
   choice.blocks = bwd_blocks(plan, p);
   check_cuda(unit(choice, p, stream), "launching the backward kernel");
+  if (plan.keeps_terms) {
+    check_cuda(reduce_chunk_terms(p, bwd_carried_terms(plan, p), plan.unit.dtype, stream),
+               "summing dk and dv over chunks");
+  }
 }
 
 void launch_kernels(const BwdPlan& plan, const BwdParams& round, cudaStream_t stream) {
@@ -115,12 +119,6 @@ void finish_keys(const BwdPlan& plan, const BwdRound& round, const BwdParams& ke
   }
   if ((kernel.dk_accum != nullptr || kernel.dv_accum != nullptr) && completes) {
     check_cuda(convert_dkv(kernel, plan.unit.dtype, stream), "rounding dk and dv");
-  }
-  if (kernel.terms.first != nullptr) {
-    BwdParams summed = kernel;
-    bwd_chunk_params(plan, summed);  // for the extents of the round's chunks
-    check_cuda(reduce_chunk_terms(summed, bwd_carried_terms(plan, summed), plan.unit.dtype, stream),
-               "summing dk and dv over chunks");
   }
 }
 

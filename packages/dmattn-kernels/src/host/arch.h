@@ -31,10 +31,9 @@ struct KernelSet {
   bool (*serves_fwd)(const FwdParams& p, Level level, bool gathered);
   // Whether its backward units, which always find all three gradients, compute this problem. It is dense, with or without a
   // dense mask, a window and a bias (then without softcap beside a mask or a bias, up to head_dim 128 without a mask
-  // beside an fp32 bias for each row and key, and deterministic only as far as warps take turns, see plan/bwd.cpp; one
-  // for each key is that of a group); or of packed sequences with neither a mask nor a bias; or gathered, of lists for
-  // row blocks that the heads of a group share, without softcap, and its bias, if any, is for each key. nullptr: they
-  // compute every one.
+  // beside an fp32 bias for each row and key, and deterministic only as far as warps take turns, see plan/bwd.cpp); or
+  // of packed sequences with neither a mask nor a bias; or gathered, without softcap, and its bias, if any, is for each
+  // key. nullptr: they compute every one.
   bool (*serves_bwd)(const BwdParams& p, bool gathered);
   // Its tiled kernels find the window of keys that rows see (FwdParams::window) by themselves.
   bool finds_windows;

@@ -81,7 +81,7 @@ struct ListSums {
 };
 struct ChunkKeyListsParams {
   KeyList from;  // of row blocks, or of all rows; heads: between those of one batch and the next
-  KeyChunks to;  // heads: those that there are to do
+  KeyChunks to;  // heads: those that there are to do, or every head_step-th of them
   int32_t seqlen_q = 0, seqlen_k = 0;
   int32_t row_block_begin = 0, row_blocks = 0;  // to put together
   int32_t row_block_rows = 0;
@@ -91,6 +91,7 @@ struct ChunkKeyListsParams {
   // heads of a batch. Only tile_rows are written.
   bool is_whole = false;
   int32_t list_heads = 1;
+  int32_t head_step = 1;               // not if is_whole
   const int32_t* used_rows = nullptr;  // then, optional: UsedRows::found of the lists of `from`
   int32_t* first_term = nullptr;       // optional, see ChunkTerms
   ListSums sums;                       // not if is_whole

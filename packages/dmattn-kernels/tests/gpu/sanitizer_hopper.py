@@ -52,6 +52,7 @@ HOPPER_BWD = (
     Launch("dense rows, fp32 bias", 200, 264, 2, 4, 2, bias="bhqk", bias_f32=True, causal=True),
     Launch("dense rows, shared fp32 bias", 133, 264, 2, 4, 2, bias="1kqk", bias_f32=True),
     Launch("dense rows, key bias", 200, 261, 2, 4, 2, bias="bk1k", causal=True),
+    Launch("dense rows, key bias of each head", 200, 261, 2, 6, 2, bias="bh1k", causal=True),
     Launch("dense rows, mask", 200, 261, 2, 4, 2, mask="bkqk", causal=True),
     Launch("dense rows, mask, bias", 200, 264, 2, 4, 2, mask="1hqk", bias="bhqk"),
     # Keys are listed only where no bias has rows.
@@ -164,6 +165,7 @@ HOPPER_WIDE_BWD = (
     ),
     Launch("wide heads, shared fp32 bias", 133, 264, 2, 4, 2, bias="11qk", bias_f32=True),
     Launch("wide heads, key bias", 200, 261, 2, 4, 2, bias="bk1k", causal=True),
+    Launch("wide heads, key bias of each head", 200, 261, 2, 6, 2, bias="1h1k", causal=True),
     Launch("wide heads, key bias, mask", 133, 300, 2, 4, 2, bias="bk1k", mask="11qk", kept=0.01),
     Launch(
         "wide heads, mask, deterministic",

@@ -59,10 +59,10 @@ HOPPER_LISTS = (
 
 
 def _in_any_order_and_in_a_fixed_one(name: str) -> tuple[Launch, ...]:
-    """With and without a bias."""
+    """With and without a bias, and with lists and biases of single heads."""
     return tuple(
         Launch(
-            f"{name}{', deterministic' * turns}{', bias' * bool(bias)}",
+            f"{name}{', deterministic' * turns}{_BIAS_IN_WORDS[bias]}",
             *(300, 320, 2, 4, 2),
             bias=bias,
             causal=True,
@@ -70,13 +70,16 @@ def _in_any_order_and_in_a_fixed_one(name: str) -> tuple[Launch, ...]:
             select=Selecting(100, fill="odd"),
         )
         for turns in (False, True)
-        for bias in ("", "bk1k")
+        for bias in ("", "bk1k", "bh1k")
     )
 
+
+_BIAS_IN_WORDS = {"": "", "bk1k": ", bias", "bh1k": ", bias of each head"}
 
 HOPPER_LIST_GRADIENTS = (
     *_in_any_order_and_in_a_fixed_one("listed rows, gradients"),
     Launch("listed rows, gradients, key mask", *(300, 320, 2, 4, 2), mask="bk1k", causal=True),
+    Launch("listed rows, gradients, masks of heads", *(300, 320, 2, 4, 2), mask="bh1k"),
 )
 # Above head_dim 128 two thread blocks share a tile of a list, of which the second may have no keys.
 HOPPER_WIDE_LIST_GRADIENTS = (

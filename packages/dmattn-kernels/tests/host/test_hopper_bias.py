@@ -37,13 +37,15 @@ OTHER_MASKS = {
 WITH_DBIAS = "dq dk dv dbias"
 
 
-def plan_of(probe: ctypes.CDLL, gradients: str = "dq dk dv", **arguments: Any) -> Plan:
+def plan_of(
+    probe: ctypes.CDLL, gradients: str = "dq dk dv", round: int = 0, **arguments: Any
+) -> Plan:
     fields: dict[str, Any] = {"batch": 1, "head_dim": 128, "nheads": 16, "nheads_k": 16}
     fields |= {"seqlen_q": LENGTH, "seqlen_k": LENGTH} | arguments
     fields.setdefault("bias", tensor(DENSE))
     rows = (fields["batch"], fields["nheads"], fields["seqlen_q"])
     fields.setdefault("softmax_lse_rest", tensor(rows, FLOAT32))
-    return Probe(probe).bwd(SM90, SMS, gradients=gradients, **fields)
+    return Probe(probe).bwd(SM90, SMS, gradients=gradients, round=round, **fields)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +171,6 @@ def test_a_key_mask_beside_a_dense_bias(
     [
         {"bias": tensor(DENSE, FLOAT32), "mask": mask(1, 1, LENGTH, LENGTH)},
         {"bias": tensor(DENSE, FLOAT32, (0, LENGTH * LENGTH, 1, LENGTH))},
-        {"bias": tensor((1, 16, 1, LENGTH)), "nheads_k": 4},
         {"bias": tensor(DENSE, stride=(0, 0, 0, 1)), "gradients": WITH_DBIAS},
         {"bias": tensor(DENSE, stride=(0, LENGTH * LENGTH, 1, LENGTH))},
         {"seqlen_k": 4095, "bias": tensor((1, 16, LENGTH, 4095)), "deterministic": 1},
@@ -180,8 +181,7 @@ def test_a_key_mask_beside_a_dense_bias(
         {"softmax_lse_rest": Tensor()},
     ],
     ids=[
-        *("fp32 and mask", "fp32, strided columns"),
-        *("of keys, in each head of a group", "of keys, all gradients"),
+        *("fp32 and mask", "fp32, strided columns", "of keys, all gradients"),
         *(
             "strided columns",
             "odd rows, deterministic",
@@ -195,6 +195,48 @@ def test_a_key_mask_beside_a_dense_bias(
 )
 def test_what_others_compute(probe: ctypes.CDLL, arguments: dict[str, Any]) -> None:
     assert plan_of(probe, **arguments)["arch"] == 80
+
+
+@pytest.mark.parametrize("deterministic", [0, 1])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"nheads_k": 4, "is_causal": 1},
+        {"nheads_k": 1},
+        {"nheads_k": 2, "seqlen_q": 200, "seqlen_k": 256},
+        {"nheads_k": 4, "head_dim": 256},
+        {"nheads": 7, "nheads_k": 1, "seqlen_q": 16384, "seqlen_k": 16384},
+        {"nheads": 5, "nheads_k": 1, "seqlen_q": 8192, "seqlen_k": 8192},
+    ],
+    ids=["causal", "one key head", "short", "wide heads", "rounds of 4 and 3", "of 2, 2 and 1"],
+)
+def test_biases_of_keys_in_each_head_of_a_group(
+    probe: ctypes.CDLL, arguments: dict[str, Any], deterministic: int
+) -> None:
+    """An item has the bias of one head: the heads of a group are parts, whatever the round."""
+    keys, nheads = arguments.get("seqlen_k", LENGTH), arguments.get("nheads", 16)
+    fields = {"bias": tensor((1, nheads, 1, keys)), "deterministic": deterministic, **arguments}
+    first = plan_of(probe, WITH_DBIAS, **fields)
+    assert first["arch"] == 90 and first["dbias_kind"] == DB_KEY and not first["per_group"]
+    assert first["dk_slots"] and first["dbias_cols"]
+    for number in range(first["rounds"]):
+        plan = plan_of(probe, WITH_DBIAS, round=number, **fields)
+        heads = plan["group_end"] - plan["group_begin"]
+        assert plan["num_splits"] >= heads and plan["num_splits"] % heads == 0
+    # Copies of one bias are one, unless each has a gradient.
+    copies = fields | {"bias": tensor((1, nheads, 1, keys), stride=(0, 0, 0, 1))}
+    shared = fields | {"bias": tensor((1, 1, 1, keys))}
+    assert plan_of(probe, **copies)["num_splits"] == plan_of(probe, **shared)["num_splits"]
+    assert plan_of(probe, WITH_DBIAS, **copies)["num_splits"] == first["num_splits"]
+
+
+@pytest.mark.parametrize("length, arch", [(4096, 90), (32768, 80)])
+def test_sums_of_single_heads_keep_to_the_limit(probe: ctypes.CDLL, length: int, arch: int) -> None:
+    """dq and dk, dv in fp32 of one head are more than 1.5 times q, k and v of two."""
+    fields = {"nheads": 2, "nheads_k": 1, "seqlen_q": length, "seqlen_k": length, "is_causal": 1}
+    plan = plan_of(probe, bias=tensor((1, 2, 1, length)), **fields)
+    assert plan["arch"] == arch
+    assert plan["workspace_bytes"] <= max(1.5 * 4 * length * 128 * 2, 9 << 20)
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ def plan_of(
     window: int = 1024,
     gradients: str = "dq dk dv",
     round: int = 0,
+    launch: tuple[int, int, int] = (0, 0, 0),
     **given: Any,
 ) -> Plan:
     fields: dict[str, Any] = {"batch": 1, "head_dim": 128, "nheads": 16, "nheads_k": 4}
@@ -45,7 +46,7 @@ def plan_of(
             *(fields["seqlen_q"], fields["seqlen_k"], window + BLOCK),
             *(fields["batch"], fields["nheads_k"]),
         )
-    return Probe(probe).bwd(SM90, SMS, gradients=gradients, round=round, **fields)
+    return Probe(probe).bwd(SM90, SMS, gradients=gradients, round=round, launch=launch, **fields)
 
 
 @pytest.mark.parametrize(
@@ -98,21 +99,69 @@ def test_what_they_compute(probe: ctypes.CDLL, arguments: dict[str, Any]) -> Non
         {"softcap": 30.0},
         {"head_dim": 256, "softcap": 30.0},
         {"softmax_scale": -1.0},
-        {"bias": tensor((1, 16, 1, 4096), FLOAT32), **REST},
         {"bias": tensor((1, 4, 1, 4096), FLOAT32)},
         {"bias": tensor((1, 4, 4096, 4096)), **REST},
-        {"selection": abi.selection(4096, 4096, 1024, 1, 16)},
         {"dout": tensor((1, 4096, 16, 128), stride=(4096 * 2052, 2052, 128, 1))},
     ],
     ids=[
         *("softcap", "wide heads, softcap"),
-        *("negative scale", "bias of each head", "bias without the rest of lse", "dense bias"),
-        *("list of each head", "unaligned"),
+        *("negative scale", "bias without the rest of lse", "dense bias", "unaligned"),
     ],
 )
 def test_what_others_compute(probe: ctypes.CDLL, arguments: dict[str, Any]) -> None:
     plan = plan_of(probe, **arguments)
     assert plan["arch"] == 80 and plan["chunk_blocks"] == 0 and not plan["chunks.idx"]
+
+
+LISTS_OF_HEADS = {"selection": abi.selection(4096, 4096, 1024 + BLOCK, 1, 16)}
+BIAS_OF_HEADS = {"bias": tensor((1, 16, 1, 4096), FLOAT32), **REST}
+
+
+@pytest.mark.parametrize("deterministic", [0, 1])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        LISTS_OF_HEADS,
+        BIAS_OF_HEADS,
+        LISTS_OF_HEADS | BIAS_OF_HEADS,
+        LISTS_OF_HEADS | KEY_BIAS,
+        {"head_dim": 192, **LISTS_OF_HEADS, **BIAS_OF_HEADS},
+    ],
+    ids=[
+        *("lists", "biases", "lists and biases", "lists, a bias of the group"),
+        "wide heads",
+    ],
+)
+def test_lists_of_single_heads_have_launches_of_their_own(
+    probe: ctypes.CDLL, arguments: dict[str, Any], deterministic: int
+) -> None:
+    gradients = "dq dk dv dbias" if "bias" in arguments else "dq dk dv"
+    given = {"gradients": gradients, "deterministic": deterministic, **arguments}
+    plans = [plan_of(probe, launch=(0, 0, g), **given) for g in range(4)]
+    first = plans[0]
+    assert first["arch"] == 90 and first["per_group"] and first["dk_accum"]
+    # What chunks add is kept apart as for other lists, and then added to the sums of all launches.
+    assert bool(first["terms.dk"]) == deterministic and not first["carried.places"]
+    lists_of_group = first["chunks.heads"] // first["round.heads_k"]
+    bytes_of_list = 4 * first["chunks.blocks"] * first["chunks.capacity"]
+    cleared = first["scratch_zeros"] + first["once_zero_bytes"] + first["counter_zero_bytes"]
+    for g, plan in enumerate(plans):
+        assert (plan["group_begin"], plan["group_end"]) == (g, g + 1)
+        own = g * lists_of_group // 4
+        # As the list of a kv head is found, from where the launch's own lists begin.
+        assert plan["chunks.idx"] - first["chunks.idx"] == own * bytes_of_list
+        assert plan["chunks.count"] - first["chunks.count"] == own * 4 * first["chunks.blocks"]
+        assert plan["chunks.end"] - first["chunks.end"] == own * 4 * 4096
+    # Each launch counts its items from zero.
+    counters = [plan["work_counter"] for plan in plans]
+    assert len(set(counters)) == 4
+    assert all(first["scratch_zeros"] <= place < cleared for place in counters)
+
+
+def test_heads_share_what_a_group_shares(probe: ctypes.CDLL) -> None:
+    """A launch has all heads of a group where these have one list and one bias."""
+    shared = plan_of(probe, gradients="dq dk dv dbias", **KEY_BIAS)
+    assert not shared["per_group"] and shared["group_end"] == 4
 
 
 @pytest.mark.parametrize(
@@ -430,20 +479,23 @@ def test_masks_of_keys(
     assert rows_done == 2 * 4 * -(-length // BLOCK)
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"softcap": 30.0},
-        {"kept": mask(1, 16, 1, 4096)},
-    ],
-    ids=[
-        "softcap",
-        "a list for each query head",
-    ],
-)
-def test_masks_of_keys_that_others_compute(probe: ctypes.CDLL, given: dict[str, Any]) -> None:
-    found = mask_plan_of(probe, **({"kept": mask(1, 1, 1, 4096)} | given))
+def test_masks_of_keys_that_others_compute(probe: ctypes.CDLL) -> None:
+    found = mask_plan_of(probe, kept=mask(1, 1, 1, 4096), softcap=30.0)
     assert found["arch"] == 80 and found["chunk_blocks"] == 0
+
+
+def test_masks_of_single_heads(probe: ctypes.CDLL) -> None:
+    found = mask_plan_of(probe, kept=mask(1, 16, 1, 4096))
+    assert found["arch"] == 90 and found["per_group"] and not found["has_whole_items"]
+    assert found["chunks.heads"] == 16 and found["dk_accum"]
+    # In a fixed order its chunks take turns, which each launch counts from zero.
+    fields = {"kept": mask(1, 16, 1, 4096), "deterministic": 1}
+    plans = [mask_plan_of(probe, **fields, launch=(0, 0, g)) for g in range(4)]
+    chunks = plans[0]["chunks.blocks"]
+    turns = [plan["dkv_semaphore"] for plan in plans]
+    assert all(after - before == 4 * 4 * chunks for before, after in itertools.pairwise(turns))
+    cleared = plans[0]["once_zero_bytes"] + plans[0]["counter_zero_bytes"]
+    assert turns[-1] + 4 * 4 * chunks <= plans[0]["scratch_zeros"] + cleared
 
 
 @pytest.mark.parametrize("head_dim", [128, 192])

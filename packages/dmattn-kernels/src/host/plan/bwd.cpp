@@ -251,8 +251,7 @@ void choose_sequence(BwdPlan& plan, const dmattn_bwd_params& p) {
   const BwdParams& kernel = plan.kernel;
   BwdSequence& sequence = plan.sequence;
   const bool has_groups = kernel.head_ratio > 1;
-  const int32_t lists = is_selection(plan.walk) ? kernel.keys.heads : plan.mask.heads;
-  if (is_gathered(plan.walk) && has_groups && lists > kernel.nheads_k) sequence.per_group = true;
+  if (has_lists_of_heads(plan)) sequence.per_group = true;
   // A block then has the column sums of one head, to be added in its turn at its end. Those on Hopper have the sums of
   // all heads of a group, which share the bias.
   const bool dbias_turns =
@@ -373,7 +372,24 @@ void place_before_sums(BwdPlan& plan, Workspace& workspace) {
   place_dbias(plan, workspace);
 }
 
+// On Hopper, whether heads of a group have biases of their own for each key, other than copies of one that has no
+// gradient.
+bool has_key_bias_of_heads(const BwdPlan& plan) {
+  const BwdParams& p = plan.kernel;
+  const bool are_copies = p.bias.head_stride == 0 && p.dbias_kind == DbiasKind::kNone;
+  return plan.resident_blocks > 0 && p.bias.kind == BiasKind::kKey && p.bias.head_ratio % p.head_ratio != 0 &&
+         !are_copies;
+}
+
 }  // namespace
+
+bool has_lists_of_heads(const BwdPlan& plan) {
+  const BwdParams& p = plan.kernel;
+  if (!is_gathered(plan.walk) || p.head_ratio == 1) return false;
+  const int32_t lists = is_selection(plan.walk) ? p.keys.heads : plan.mask.heads;
+  return lists > p.nheads_k || has_key_bias_of_heads(plan);
+}
+bool has_items_of_heads(const BwdPlan& plan) { return !is_gathered(plan.walk) && has_key_bias_of_heads(plan); }
 
 Level bwd_level(const BwdPlan& plan) {
   const BwdParams& p = plan.kernel;
@@ -456,10 +472,10 @@ bool suits_wide_bias(const BwdPlan& plan) {
   return p.window == 0 && (!has_mask(mask) || has_key_mask);
 }
 
-// Whether the bias is for each key, the same for the heads of a group, and its gradient, if asked for, too.
-bool is_of_group_keys(const BwdParams& p) {
+// Whether the bias is for each key, and its gradient, if asked for, too.
+bool is_of_keys(const BwdParams& p) {
   const bool has_dbias_of_keys = p.dbias_kind == DbiasKind::kNone || p.dbias_kind == DbiasKind::kKey;
-  return p.bias.kind == BiasKind::kKey && p.bias.head_ratio % p.head_ratio == 0 && has_dbias_of_keys;
+  return p.bias.kind == BiasKind::kKey && has_dbias_of_keys;
 }
 
 // Whether the sums of a call with a mask, a window or a bias may be in a fixed order on Hopper. Launches for the heads
@@ -477,6 +493,13 @@ bool may_order_sums(const BwdPlan& plan) {
          (p.dbias_kind == DbiasKind::kNone || is_vec16(plan.dbias, of_dbias, plan.dbias_dtype));
 }
 
+// Whether Hopper's kernels take the lists, and a bias beside them.
+bool suits_lists(const BwdPlan& plan) {
+  const BwdParams& p = plan.kernel;
+  if (has_mask(plan.mask) && plan.walk != KeyWalk::kMaskList) return false;
+  return p.softcap == 0.f && (p.bias.kind == BiasKind::kNone || is_of_keys(p));
+}
+
 // Whether this is a problem of the kind that KernelSet::serves_bwd() is asked about.
 bool is_for_residents(const BwdPlan& plan) {
   const BwdParams& p = plan.kernel;
@@ -485,13 +508,11 @@ bool is_for_residents(const BwdPlan& plan) {
   if (p.packing.is_active()) return plan.walk == KeyWalk::kTiled && !has_bias && !has_mask(plan.mask);
   if (plan.walk == KeyWalk::kTiled) {
     if (!has_bias && !hides_keys(plan)) return true;
-    const bool is_served = !has_bias || p.bias.kind == BiasKind::kTile || suits_wide_bias(plan) || is_of_group_keys(p);
+    const bool is_served = !has_bias || p.bias.kind == BiasKind::kTile || suits_wide_bias(plan) || is_of_keys(p);
     const bool is_plain_window = !has_bias && !has_mask(plan.mask);
     return is_served && (p.softcap == 0.f || is_plain_window) && (!p.deterministic || may_order_sums(plan));
   }
-  if (has_mask(plan.mask) && plan.walk != KeyWalk::kMaskList) return false;
-  const int32_t list_heads = plan.walk == KeyWalk::kMaskList ? plan.mask.heads : p.nheads / p.keys.head_ratio;
-  return p.nheads_k % list_heads == 0 && (!has_bias || is_of_group_keys(p)) && p.softcap == 0.f;
+  return suits_lists(plan);
 }
 
 // Whether thread blocks that stay have enough to do. No kernel splits packed sequences; where sums are deterministic
@@ -521,10 +542,12 @@ void check_blocks(const BwdPlan& plan, const Problem& x) {
        x.packing.is_active() ? ", or a lower max_seqlen_k" : "");
 }
 
-// A list for all rows is copied for each chunk of them, so that copies grow with the square of the length. Where there
-// are few heads and many keys, others have less to copy.
+// A list for all rows is copied for each chunk of them, so that copies grow with the square of the length. And where
+// each item has one head, dk and dv are sums of a group's items, in fp32. Where there are few heads and many keys, others
+// have less to keep.
 bool keeps_to_scratch(const BwdPlan& plan) {
-  if (plan.chunk_blocks == 0 || plan.has_whole_items || !has_shared_list(plan)) return true;
+  const bool copies_list = plan.chunk_blocks > 0 && !plan.has_whole_items && has_shared_list(plan);
+  if (!copies_list && !has_items_of_heads(plan)) return true;
   BwdPlan placed = plan;
   place(placed, nullptr);
   return keeps_to_limit(plan, static_cast<int64_t>(placed.workspace_bytes - placed.dense_bytes));

@@ -18,7 +18,8 @@
 namespace dmattn {
 
 // The launches of one backward call. Usually one; one per batch, kv head or head of the group
-//  - where each query head has its own list of keys (per_group): a block then serves one list,
+//  - where query heads of a group have their own lists of keys, or on Hopper a bias over lists (per_group): a block then
+//    serves one list,
 //  - where a deterministic dbias is shared between heads or batches: a launch adds to each entry at most once, and
 //    launches follow one another, unless blocks take turns at it (BwdPlan::orders_dbias), and
 //  - where a deterministic key dbias comes from lists of row blocks (per_group): blocks add to it in turn, at their

@@ -60,6 +60,11 @@ int64_t lists_of(const KeyList& keys) { return int64_t{keys.batch} * keys.heads 
 // Rounds of row blocks.
 bool shares_rows(const BwdPlan& plan, const BwdRound& round) { return round.row_blocks < plan.whole.row_blocks; }
 
+// Rounds of row blocks go on from each other's ChunkTerms, unless all launches add theirs to sums by key.
+bool carries_terms(const BwdPlan& plan, const BwdRound& round) {
+  return shares_rows(plan, round) && !plan.sequence.per_group;
+}
+
 // Rows of ChunkTerms for a kv head: what the lists of its chunks have room for, but no more than the keys up to the
 // chunk's last row. Of the rounds of row blocks, which all have as many, the last one's chunks are behind all keys.
 int64_t term_capacity(const BwdPlan& plan, const BwdRound& round) {
@@ -87,7 +92,7 @@ void choose_chunks(BwdPlan& plan, const Device& device) {
   const BwdParams& p = plan.kernel;
   const int32_t rows = plan.list_rows, row_blocks = plan.whole.row_blocks;
   const int64_t kept = std::max(p.keys.capacity - rows, rows);
-  const int64_t steps = int64_t{p.head_ratio} * (rows / plan.tile.block_m);
+  const int64_t steps = int64_t{has_lists_of_heads(plan) ? 1 : p.head_ratio} * (rows / plan.tile.block_m);
   const int64_t tiles = ceil_div(p.keys.capacity, plan.tile.block_n);
   const int64_t pairs = int64_t{p.batch} * p.nheads_k;
   const bool takes_turns = p.deterministic && !plan.keeps_terms;
@@ -157,7 +162,7 @@ int64_t steps_with_chunks(const BwdPlan& plan, const BwdRound& round, const Devi
 }
 
 bool fits_terms(const BwdPlan& plan, const BwdRound& round) {
-  if (shares_rows(plan, round) && plan.kernel.keys.capacity > kMostCarriedTerms) return false;
+  if (carries_terms(plan, round) && plan.kernel.keys.capacity > kMostCarriedTerms) return false;
   return term_capacity(plan, round) <= INT32_MAX;
 }
 
@@ -178,7 +183,7 @@ ChunkTerms place_terms(const BwdPlan& plan, const BwdRound& round, Workspace& wo
 
 CarriedTerms place_carried_terms(const BwdPlan& plan, const BwdRound& round, Workspace& workspace) {
   CarriedTerms carried;
-  if (!plan.keeps_terms || !shares_rows(plan, round)) return carried;
+  if (!plan.keeps_terms || !carries_terms(plan, round)) return carried;
   const BwdParams& p = plan.kernel;
   KeyList lists;
   set_extents(lists, plan, round.batches, round.heads_k, round.row_blocks);
@@ -230,6 +235,15 @@ bool has_list_numbers(const BwdPlan& plan) {
 }  // namespace
 
 namespace {
+// The first of the lists that a launch reads: those of its heads are as far apart as these are.
+void move_to_list(KeyChunks& chunks, int64_t number) {
+  KeyList& keys = chunks.keys;
+  const int64_t chunk = number * keys.blocks;
+  keys.idx += chunk * keys.capacity;
+  keys.count += chunk;
+  chunks.tile_rows = static_cast<int32_t*>(chunks.tile_rows) + chunk * (keys.capacity / kChunkTileKeys) * 2;
+}
+
 ListSums list_sums(const BwdPlan& plan, const BwdParams& launch) {
   ListSums sums;
   sums.dq = plan.kernel.dq_accum;
@@ -246,9 +260,14 @@ ListSums list_sums(const BwdPlan& plan, const BwdParams& launch) {
 }  // namespace
 
 int64_t work_counters_of(const BwdPlan& plan, const BwdRound& round) {
-  if (!has_list_numbers(plan)) return launches_of(plan.sequence, round);
+  if (!has_list_numbers(plan)) return 1;
   return static_cast<int64_t>(sizeof(ListNumbers) / sizeof(int32_t)) +
          ListNumbers::kWordsOfChunk * chunks_of(plan, round.row_blocks);
+}
+
+int64_t chunk_turns_of(const BwdPlan& plan, const BwdRound& round) {
+  const int64_t turns = plan.chunk_blocks > 0 ? chunks_of(plan, round.row_blocks) : 1;
+  return int64_t{round.batches} * round.heads_k * turns;
 }
 
 ChunkKeyListsParams bwd_chunk_params(const BwdPlan& plan, BwdParams& launch) {
@@ -256,6 +275,10 @@ ChunkKeyListsParams bwd_chunk_params(const BwdPlan& plan, BwdParams& launch) {
   set_extents(keys, plan, launch.batch, launch.nheads_k, launch.row_blocks);
   keys.end = ends_of(plan, launch.keys);
   ChunkKeyListsParams p;
+  if (plan.sequence.per_group) {
+    move_to_list(launch.chunks, launch.group_begin / keys.head_ratio);
+    p.head_step = std::max(launch.head_ratio / keys.head_ratio, 1);
+  }
   p.is_whole = plan.has_whole_items;
   p.list_heads = keys.heads;
   if (p.is_whole) take_lists(keys, launch.keys);
@@ -275,8 +298,8 @@ ChunkKeyListsParams bwd_chunk_params(const BwdPlan& plan, BwdParams& launch) {
   if (has_list_numbers(plan)) {
     p.numbers = reinterpret_cast<ListNumbers*>(launch.work_counter);
     p.blocks = static_cast<int32_t>(bwd_blocks(plan, launch));
-    p.parts_of_list = launch.batch * launch.nheads_k / (keys.batch * keys.heads);
-    p.group_heads = launch.head_ratio;
+    p.parts_of_list = launch.batch * launch.nheads_k / (keys.batch * keys.heads / p.head_step);
+    p.group_heads = launch.group_end - launch.group_begin;
     p.steps_of_head = plan.chunk_blocks * (plan.list_rows / plan.tile.block_m);
     p.steps_of_prologue = static_cast<int32_t>(kStepsOfPrologue);
   }
@@ -284,7 +307,8 @@ ChunkKeyListsParams bwd_chunk_params(const BwdPlan& plan, BwdParams& launch) {
 }
 
 int64_t chunk_items(const BwdPlan& plan, const BwdParams& launch) {
-  const int64_t tiles = chunk_capacity(plan) / kChunkTileKeys, shares = has_list_numbers(plan) ? launch.head_ratio : 1;
+  const int64_t tiles = chunk_capacity(plan) / kChunkTileKeys;
+  const int64_t shares = has_list_numbers(plan) ? launch.group_end - launch.group_begin : 1;
   return tiles * chunks_of(plan, launch.row_blocks) * launch.nheads_k * launch.batch * shares;
 }
 

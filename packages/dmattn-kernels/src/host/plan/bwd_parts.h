@@ -14,6 +14,12 @@ bool keeps_residents_busy(const BwdPlan& plan, const BwdRound& round, int64_t ti
 // Lays out the sums that the backward kernels keep in fp32.
 void place_sums(BwdPlan& plan, Workspace& workspace);
 
+// Whether heads of a group have lists of their own, or on Hopper a bias over lists: a launch has one of each group then.
+bool has_lists_of_heads(const BwdPlan& plan);
+// On Hopper, whether heads of a group have biases of their own for each key, over consecutive keys. Items read such a
+// bias once, so that each has one head.
+bool has_items_of_heads(const BwdPlan& plan);
+
 // How many row blocks of the lists make a chunk. Depends on plan.keeps_terms.
 void choose_chunks(BwdPlan& plan, const Device& device);
 // Once rounds are chosen: chunks of more than 1024 rows become shorter where a round has few items for each SM.
@@ -40,8 +46,10 @@ inline int32_t launches_of(const BwdSequence& sequence, const BwdRound& round) {
   return (sequence.per_batch ? round.batches : 1) * (sequence.per_head_k ? round.heads_k : 1) *
          (sequence.per_group ? round.groups : 1);
 }
-// How many numbers of 32 bits BwdParams::work_counter is the first of.
+// How many numbers of 32 bits a launch of the round has from BwdParams::work_counter on.
 int64_t work_counters_of(const BwdPlan& plan, const BwdRound& round);
+// Likewise of BwdParams::dkv_semaphore, where chunks of lists take turns.
+int64_t chunk_turns_of(const BwdPlan& plan, const BwdRound& round);
 // Items of a launch, if its chunks' lists were full, and each tile several items where it may be.
 int64_t chunk_items(const BwdPlan& plan, const BwdParams& launch);
 

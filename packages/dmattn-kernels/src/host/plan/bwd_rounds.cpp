@@ -103,6 +103,8 @@ BwdParams bwd_round_params(const BwdPlan& plan, const BwdRound& round) {
   narrow_heads(p, round.heads_k);
   p.group_begin = round.group;
   p.group_end = round.group + round.groups;
+  // Items have one head, whose bias they read: the last round may have fewer heads than others.
+  if (has_items_of_heads(plan)) p.num_splits = p.num_splits / plan.round.groups * round.groups;
   // Parts in a fixed order are of whole heads, of which the last round may have fewer. Shares of the rows of a head
   // would wait at dq for those of other blocks of keys, some of which sections of work may put behind them.
   if (p.deterministic && plan.resident_blocks > 0) p.num_splits = std::min(p.num_splits, round.groups);
@@ -141,8 +143,8 @@ BwdParams bwd_launch_params(const BwdPlan& plan, const BwdParams& round, int32_t
   offset_operands(p, plan.unit.dtype, b, h, hk);
   offset_sums(p, b, h, hk, dq_block_size(plan));
   const int64_t head = int64_t{b} * (sequence.per_head_k ? p.nheads_k : 1) + hk;
-  p.work_counter =
-      offset_by(p.work_counter, sequence.per_group ? head * (p.group_end - p.group_begin) + g - p.group_begin : head);
+  const int64_t launch = sequence.per_group ? head * (p.group_end - p.group_begin) + g - p.group_begin : head;
+  p.work_counter = offset_by(p.work_counter, launch * work_counters_of(plan, plan.round));
   if (sequence.per_batch) {
     p.batch = 1;
     p.mask.batch = 1;
@@ -152,6 +154,11 @@ BwdParams bwd_launch_params(const BwdPlan& plan, const BwdParams& round, int32_t
   if (sequence.per_group) {
     p.group_begin = g;
     p.group_end = g + 1;
+    // Hopper's kernels find the list of a kv head, and take turns from the first one on.
+    if (plan.chunk_blocks > 0) {
+      offset_mask(p, 0, g);
+      p.dkv_semaphore = offset_by(p.dkv_semaphore, launch * chunk_turns_of(plan, plan.round));
+    }
   }
   p.max_work_items = work_items(plan, p);
   return p;

@@ -174,16 +174,19 @@ int64_t most_parts(const BwdPlan& plan, const BwdRound& round, int64_t tiles, co
   const int64_t most = fills ? parts : heads * std::max<int64_t>(1, rows / (kFewestRowBlocks / 2));
   return std::min(most, std::max(heads, kMostParts * blocks / tiles));
 }
+// Of each tile, so that no part has heads with biases of their own.
+int64_t fewest_parts(const BwdPlan& plan, const BwdRound& round) { return has_items_of_heads(plan) ? round.groups : 1; }
 // Parts of each tile for these blocks.
 int64_t parts_that_fill(const BwdPlan& plan, const BwdRound& round, int64_t tiles, const Device& device) {
-  const int64_t heads = round.groups;
-  int64_t best = 1;
+  const int64_t heads = round.groups, fewest = fewest_parts(plan, round);
+  int64_t best = fewest;
   if (suits_mirrored_items(plan, round, device)) return best;
   double most = busy_with(plan, tiles, heads, best, device);
   if (most >= kBusyWithout) return best;
   const int64_t limit = most_parts(plan, round, tiles, device);
-  for (int64_t parts = has_drifting_items(plan) && heads <= limit ? heads : 2; parts <= limit && most < kBusyWith;
-       parts += parts < heads ? 1 : heads) {
+  int64_t first = has_drifting_items(plan) && heads <= limit ? heads : 2;
+  if (fewest > 1) first = 2 * heads;
+  for (int64_t parts = first; parts <= limit && most < kBusyWith; parts += parts < heads ? 1 : heads) {
     const double busy = busy_with(plan, tiles, heads, parts, device);
     if (busy <= most) continue;
     best = parts;
@@ -200,7 +203,7 @@ Splits wanted_splits(const BwdPlan& plan, const BwdRound& round, const Device& d
   if (p.packing.is_active() || has_row_block_lists(plan) || !plan.sequence.is_single()) return splits;
   const bool continues = continues_dkv(plan, round);
   if (plan.resident_blocks > 0) {
-    if (plan.may_split) splits.parts = parts_that_fill(plan, round, splits.tiles, device);
+    splits.parts = plan.may_split ? parts_that_fill(plan, round, splits.tiles, device) : fewest_parts(plan, round);
     if (splits.parts > 1 || continues) splits.slots = splits.tiles;
     return splits;
   }
@@ -244,8 +247,9 @@ int64_t dbias_tiles(const BwdPlan& plan, const BwdRound& round) {
 
 // Whether dk and dv are added up by key: in launches that follow one another, or from lists of many row blocks.
 bool needs_dkv_accum(const BwdPlan& plan, const BwdRound& round, const Splits& splits) {
+  if (plan.sequence.per_group) return true;
   if (plan.keeps_terms || plan.has_whole_items) return false;
-  return plan.sequence.per_group || has_row_block_lists(plan) || (continues_dkv(plan, round) && splits.slots == 0);
+  return has_row_block_lists(plan) || (continues_dkv(plan, round) && splits.slots == 0);
 }
 
 // dq, and dk and dv where they are added up by key, with what orders deterministic sums.
@@ -271,12 +275,12 @@ Accumulators place_accumulators(const BwdPlan& plan, const BwdRound& round, int3
   Accumulators sums;
   const size_t begin = workspace.bytes();
   const bool takes_turns = kernel.deterministic || suits_turns(plan, round);
+  const int64_t launches = plan.resident_blocks > 0 ? launches_of(plan.sequence, round) : 1;
   if (plan.wants_dq && takes_turns) sums.dq_semaphore = workspace.take<int32_t>(blocks);
   if (plan.orders_dbias) sums.dbias_semaphore = workspace.take<int32_t>(dbias_tiles(plan, round));
-  if (plan.resident_blocks > 0) sums.work_counter = workspace.take<int32_t>(work_counters_of(plan, round));
+  if (plan.resident_blocks > 0) sums.work_counter = workspace.take<int32_t>(launches * work_counters_of(plan, round));
   if (kernel.deterministic && has_row_block_lists(plan) && !plan.keeps_terms) {
-    const int64_t turns = plan.chunk_blocks > 0 ? ceil_div(round.row_blocks, plan.chunk_blocks) : 1;
-    sums.dkv_semaphore = workspace.take<int32_t>(int64_t{round.batches} * round.heads_k * turns);
+    sums.dkv_semaphore = workspace.take<int32_t>(launches * chunk_turns_of(plan, round));
   } else if (kernel.deterministic && plan.resident_blocks > 0 && !plan.keeps_terms) {
     // Parts of a tile take turns at dk and dv, each consumer, of 64 keys, by itself.
     const int64_t tiles = key_tiles_of(kernel, round.batches, round.heads_k, plan.tile.block_n);
@@ -568,7 +572,8 @@ bool keeps_residents_busy(const BwdPlan& plan, const BwdRound& round, int64_t ti
 }
 
 bool keeps_to_limit(const BwdPlan& plan, int64_t bytes) {
-  const int64_t limit = std::max(scratch_limit(plan), kCopiesScratchFloor);
+  const int64_t limit =
+      std::max(scratch_limit(plan), has_items_of_heads(plan) ? scratch_floor(plan) : kCopiesScratchFloor);
   return bytes <= (plan.keeps_terms ? limit * kTermsLimitNumerator / kTermsLimitDenominator : limit);
 }
 

@@ -42,8 +42,9 @@ cudaError_t convert_dq(const ConvertDqParams& p, Dtype dtype, cudaStream_t strea
 cudaError_t reduce_dkv(const BwdParams& p, Dtype dtype, int block_n, int head_dim_tile, cudaStream_t stream);
 // dk, dv = rounded p.dk_accum, p.dv_accum.
 cudaError_t convert_dkv(const BwdParams& p, Dtype dtype, cudaStream_t stream);
-// dk, dv = sums of p.terms, rounded; p.dbias_cols likewise, in fp32, of the first head of each group. The order of the
-// chunks is the order of the sums. Of the keys that rows behind the round see as well dk and dv are left in `carried`.
+// dk, dv = sums of p.terms, rounded; p.dbias_cols likewise, in fp32, of the launch's first head of each group. The order
+// of the chunks is the order of the sums. Of the keys that rows behind the round see as well dk and dv are left in
+// `carried`. Where there are sums by key, p.dk_accum and p.dv_accum, all is added to these instead.
 cudaError_t reduce_chunk_terms(const BwdParams& p, const CarriedTerms& carried, Dtype dtype, cudaStream_t stream);
 
 // Key bias (out_rows == 1, out_cols == seqlen_k): dbias = src summed over what the bias was broadcast over. Fixed

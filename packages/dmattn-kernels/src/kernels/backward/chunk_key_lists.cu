@@ -228,6 +228,10 @@ __device__ __forceinline__ void number_rows(const ChunkKeyListsParams& p, int32_
   }
   if (lane == 0) p.numbers->rows = rows;
 }
+// So many are put together.
+__host__ __device__ inline int64_t lists_of(const ChunkKeyListsParams& p) {
+  return static_cast<int64_t>(p.to.keys.batch) * (p.to.keys.heads / p.head_step) * p.to.keys.blocks;
+}
 // Counts the tiles of a chunk's list; the last list of all numbers items and finds the tail. Whole warp.
 __device__ __forceinline__ void count_items(const ChunkKeyListsParams& p, int chunk, int tiles) {
   int32_t* const items_of_chunk = reinterpret_cast<int32_t*>(p.numbers + 1);
@@ -240,7 +244,7 @@ __device__ __forceinline__ void count_items(const ChunkKeyListsParams& p, int ch
     done = atomicAdd(&p.numbers->lists_done, 1) + 1;
   }
   done = __shfl_sync(kFullWarp, done, 0);
-  if (done < p.to.keys.batch * p.to.keys.heads * p.to.keys.blocks) return;
+  if (done < static_cast<int>(lists_of(p))) return;
   __threadfence();
   number_rows(p, rows_of_chunk);
   share_out_tail(p, items_of_chunk);
@@ -391,25 +395,26 @@ __global__ void __launch_bounds__(kThreads, blocks_per_sm(kHasTerms))
   int64_t list = blockIdx.x;  // (batch, head, chunk)
   if constexpr (kHasTerms) {
     __shared__ TermSums sums;
-    const int heads = to.batch * to.heads, blocks = heads * terms.of_head;
+    const int heads_of_batch = to.heads / p.head_step, heads = to.batch * heads_of_batch,
+              blocks = heads * terms.of_head;
     const int kinds = terms.carried_places != nullptr ? 2 : 1;
     if (list < blocks * kinds) {
       // The last keys of all heads first: most come before them.
-      const int head = static_cast<int>(list % heads), row = static_cast<int>(list / heads);
+      const int pair = static_cast<int>(list % heads), row = static_cast<int>(list / heads);
       const int block = terms.of_head - 1 - row / kinds;
-      const int64_t head_list = static_cast<int64_t>(head / to.heads) * p.from.heads + head % to.heads;
-      const int32_t* const end = p.from.end + head_list * p.seqlen_k;
+      const int64_t batch = pair / heads_of_batch, head_of_batch = pair % heads_of_batch * p.head_step;
+      const int64_t head = batch * to.heads + head_of_batch;
+      const int32_t* const end = p.from.end + (batch * p.from.heads + head_of_batch) * p.seqlen_k;
       if (row % kinds == 0) {
-        return place_terms(terms.range, block, end, sums, p.first_term + static_cast<int64_t>(head) * p.seqlen_k);
+        return place_terms(terms.range, block, end, sums, p.first_term + head * p.seqlen_k);
       }
       const int keys = terms.carried_keys;
       if (block * kTermKeys >= keys) return;
-      return place_carried(terms.range, keys, block, end, sums,
-                           terms.carried_places + static_cast<int64_t>(head) * keys);
+      return place_carried(terms.range, keys, block, end, sums, terms.carried_places + head * keys);
     }
     list -= blocks * kinds;
   }
-  const int64_t lists = static_cast<int64_t>(to.batch) * to.heads * to.blocks;
+  const int64_t lists = lists_of(p);
   if (list >= lists) {
     __shared__ int rows[kClearedKeys];
     const int64_t block = list - lists;
@@ -417,8 +422,10 @@ __global__ void __launch_bounds__(kThreads, blocks_per_sm(kHasTerms))
     return clear_seen_keys(p.sums, seen, clears.quads, block, rows);
   }
   const int64_t pair = list / to.blocks;
-  const int64_t head_list = pair / to.heads * p.from.heads + pair % to.heads;
-  const Chunk c(p, head_list, static_cast<int>(list % to.blocks));
+  const int chunk = static_cast<int>(list - pair * to.blocks), heads = to.heads / p.head_step;
+  const int64_t batch = pair / heads, head = (pair - batch * heads) * p.head_step;
+  list = (batch * to.heads + head) * to.blocks + chunk;
+  const Chunk c(p, batch * p.from.heads + head, chunk);
   count_classes(c, s);
   place_keys(c, s, const_cast<int32_t*>(to.idx) + list * to.capacity, to.capacity);
   const int tiles = to.capacity / kChunkTileKeys;
@@ -426,7 +433,7 @@ __global__ void __launch_bounds__(kThreads, blocks_per_sm(kHasTerms))
   const int count = min(s.start[kClasses], to.capacity);
   if (threadIdx.x == 0) const_cast<int32_t*>(to.count)[list] = count;
   if (p.numbers != nullptr && threadIdx.x < 32) {
-    count_items(p, static_cast<int>(list % to.blocks), ceil_div(count, kChunkTileKeys));
+    count_items(p, chunk, ceil_div(count, kChunkTileKeys));
   }
 }
 
@@ -461,7 +468,7 @@ cudaError_t list_whole_tiles(const ChunkKeyListsParams& p, cudaStream_t stream) 
 cudaError_t chunk_key_lists(const ChunkKeyListsParams& p, const CarriedTerms& carried, cudaStream_t stream) {
   if (p.is_whole) return list_whole_tiles(p, stream);
   const KeyList& to = p.to.keys;
-  const int64_t lists = static_cast<int64_t>(to.batch) * to.heads * to.blocks;
+  const int64_t lists = lists_of(p);
   KeyList ends = p.from;
   if (p.is_shared) ends.end = nullptr;
   const SeenKeys seen(ends, Packing{}, p.sums.head_ratio, p.seqlen_q, p.seqlen_k);
@@ -477,7 +484,7 @@ cudaError_t chunk_key_lists(const ChunkKeyListsParams& p, const CarriedTerms& ca
   terms.carried_keys = carried.keys;
   terms.of_head = ceil_div(keys_up_to(terms.range), kTermKeys);
   const int64_t kinds = carried.places != nullptr ? 2 : 1;
-  const int64_t term_blocks = kinds * to.batch * to.heads * terms.of_head;
+  const int64_t term_blocks = kinds * to.batch * (to.heads / p.head_step) * terms.of_head;
   return launch(chunk_key_lists_kernel<true>, term_blocks + lists + clears.all, kThreads, 0, stream, p, terms, seen,
                 clears);
 }

@@ -124,6 +124,8 @@ __global__ void __launch_bounds__(kThreads)
 
 struct ReduceTermsParams {
   GradPair outs;
+  float*
+      sums[2];  // fp32 [batch][nheads_k][seqlen_k][head_dim] of dk and dv, added to in place of `outs`; nullptr: none
   ChunkTerms terms;
   CarriedTerms carried;
   float* dbias_cols;
@@ -131,6 +133,7 @@ struct ReduceTermsParams {
   TermRange range;
   int32_t keys_of_block, blocks_of_head;
   int32_t nheads, nheads_k, head_ratio, head_dim;
+  int32_t group_begin;  // of a group, the query head to whose sums of dbias this round's are added
 };
 
 // A key whose sums the round has a part in. Intervals may be the caller's: rows and places beyond those that there are
@@ -150,6 +153,7 @@ struct TermKey {
     begin += pair * p.terms.capacity;
     end += pair * p.terms.capacity;
     from = to = kNone;
+    if (p.carried.places == nullptr) return;
     if (!rows.come_before(p.range) && !rows.go_on(p.range)) return;
     const uint32_t places = __ldg(p.carried.places + list * p.carried.keys + key);
     if (rows.come_before(p.range)) from = carried_row(p, pair, places & 0xffff);
@@ -233,6 +237,14 @@ __device__ __forceinline__ void sum_columns(const ReduceTermsParams& p, const Te
     acc = __ldg(reinterpret_cast<const float4*>(from));
   }
   sum_terms(acc, out.src + key.begin * p.head_dim + col, static_cast<int>(key.end - key.begin), p.head_dim);
+  float* const sums = p.sums[is_dk ? 0 : 1];
+  if (sums != nullptr) {
+    const int64_t row = (static_cast<int64_t>(b) * p.nheads_k + hk) * p.range.seqlen_k + key.key;
+    float4* const to = reinterpret_cast<float4*>(sums + row * p.head_dim + col);
+    const float4 before = *to;
+    *to = make_float4(before.x + acc.x, before.y + acc.y, before.z + acc.z, before.w + acc.w);
+    return;
+  }
   if (key.to == TermKey::kNone) {
     store_columns<Element>(out.dst + row_offset(out.stride, b, hk, key.key) + col, acc, out.vec);
   } else if (key.to >= 0) {
@@ -240,9 +252,9 @@ __device__ __forceinline__ void sum_columns(const ReduceTermsParams& p, const Te
   }
 }
 __device__ __forceinline__ void sum_dbias(const ReduceTermsParams& p, const TermKey& key, int b, int hk) {
-  const int64_t head = static_cast<int64_t>(b) * p.nheads + hk * p.head_ratio;
+  const int64_t head = static_cast<int64_t>(b) * p.nheads + hk * p.head_ratio + p.group_begin;
   float* const to = p.dbias_cols + head * p.range.seqlen_k + key.key;
-  float sum = key.from == TermKey::kNone ? 0.f : *to;
+  float sum = key.from == TermKey::kNone && p.sums[0] == nullptr ? 0.f : *to;
 #pragma unroll 1
   for (int64_t row = key.begin; row < key.end; row += kTermsAtOnce) {
 #pragma unroll
@@ -317,7 +329,10 @@ cudaError_t reduce_chunk_terms(const BwdParams& p, const CarriedTerms& carried, 
   grad_outs(p, p.terms.dk, p.terms.dv, r.outs);
   r.terms = p.terms;
   r.carried = carried;
+  r.sums[0] = p.dk_accum;
+  r.sums[1] = p.dv_accum;
   r.dbias_cols = p.dbias_cols;
+  r.group_begin = p.group_begin;
   r.keys = p.chunks.keys;
   const int32_t block_rows = p.keys.block_rows;
   r.range = term_range(p.chunks.keys.block_rows, p.row_block_begin * block_rows, p.row_blocks * block_rows, p.seqlen_q,

@@ -31,7 +31,7 @@ __device__ __forceinline__ int read_listed_keys(const BwdArguments& p, int64_t l
 template <class Element>
 __device__ __forceinline__ float read_listed_bias(const BwdArguments& p, const ListItem& item, int key) {
   constexpr bool kIsBf16 = std::is_same_v<Element, cutlass::bfloat16_t>;
-  const int64_t head = item.head_k * p.head_ratio / p.bias.head_ratio;
+  const int64_t head = (item.head_k * p.head_ratio + p.group_begin) / p.bias.head_ratio;
   return load_bias(p.bias, item.batch * p.bias.batch_stride + head * p.bias.head_stride + key * p.bias.col_stride,
                    kIsBf16);
 }

@@ -303,12 +303,16 @@ __device__ __forceinline__ bool cuts_tile(const Lengths& p, int m, int n_block) 
   return last >= p.seqlen_k || (p.is_causal && m * T::kBlockM < last - offset);
 }
 
+// The first query head that the launch has of an item's group.
+__device__ __forceinline__ int first_head_of(const BwdArguments& p, const BwdItem& item) {
+  return item.head_k * p.head_ratio + p.group_begin;
+}
 // The query heads of an item's part: from begin up to end.
 struct HeadRange {
   int begin, end;
 };
 __device__ __forceinline__ HeadRange heads_of(const BwdArguments& p, const BwdItem& item) {
-  const int first = item.head_k * p.head_ratio + p.group_begin;
+  const int first = first_head_of(p, item);
   const int splits = p.num_splits / p.row_splits, split = item.split / p.row_splits;
   return {first + p.group_heads * split / splits, first + p.group_heads * (split + 1) / splits};
 }
@@ -339,8 +343,7 @@ struct RowSteps {
 // Over lists, in any order.
 struct ListSteps : RowSteps {
   __device__ __forceinline__ ListSteps(const BwdArguments& p, const BwdItem& item)
-      : RowSteps(item,
-                 {item.head_k * p.head_ratio + item.heads.begin(), item.head_k * p.head_ratio + item.heads.end()}) {}
+      : RowSteps(item, {first_head_of(p, item) + item.heads.begin(), first_head_of(p, item) + item.heads.end()}) {}
 };
 
 // Where dq is added up in order: the blocks of rows, and of each the heads, so that items of different length stay side
@@ -356,8 +359,8 @@ struct HeadSteps {
   __device__ __forceinline__ HeadSteps(const BwdArguments& p, const BwdItem& item) {
     // Lists are not split, so that the number of heads need not be kept.
     if constexpr (T::kGathered) {
-      heads = p.head_ratio;
-      head = item.head_k * p.head_ratio;
+      heads = p.group_heads;
+      head = first_head_of(p, item);
     } else {
       const HeadRange range = heads_of(p, item);
       heads = range.end - range.begin;

@@ -327,7 +327,7 @@ struct BwdConsumer : BwdResults<T> {
       wait_for_chunks(item);
       // Of kv head and query head only the one is kept in a register that the steps need.
       const int head_k = T::kOrdered ? item.head_k : steps.head / p.head_ratio;
-      if constexpr (T::kKeyBias) add_dbias(key_sums, item, head_k * p.head_ratio);
+      if constexpr (T::kKeyBias) add_dbias(key_sums, item, head_k * p.head_ratio + p.group_begin);
       const int64_t sums = static_cast<int64_t>(item.batch) * p.nheads_k + head_k;
       if (T::kHasWholeItems && p.dk_rows.data != nullptr) {
         store_listed_grad(fragments<kFragmentsD>(acc_dv[0]), 1.f, p.dv_rows, item.batch, head_k);
@@ -343,7 +343,7 @@ struct BwdConsumer : BwdResults<T> {
       facts_place.advance();
     } else {
       wait_for_parts(item);
-      if constexpr (T::kKeyBias) add_dbias(key_sums, item, item.head_k * p.head_ratio);
+      if constexpr (T::kKeyBias) add_dbias(key_sums, item, heads_of(p, item).begin);
       store_grad(acc_dv[0], 1.f, p.dv, p.dv_slots, item);
       store_grad(acc_dk[0], p.softmax_scale, p.dk, p.dk_slots, item);
       pass_part(item);
@@ -505,7 +505,7 @@ struct BwdConsumer : BwdResults<T> {
   }
   // Keys past the last one get its number, and are cut later.
   __device__ __forceinline__ void read_key_bias(const BwdItem& item) {
-    const int head = item.head_k * p.head_ratio / p.bias.head_ratio;
+    const int head = heads_of(p, item).begin / p.bias.head_ratio;
     const int64_t base = item.batch * p.bias.batch_stride + head * p.bias.head_stride;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

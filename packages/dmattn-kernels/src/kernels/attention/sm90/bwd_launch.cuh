@@ -222,7 +222,7 @@ void choose_list_sections(BwdArguments& a, const BwdParams& p, int64_t blocks) {
   const int64_t rows = std::min(a.keys.block_rows, p.seqlen_q);
   const int64_t row_bytes = T::kHeadDim * static_cast<int64_t>(2 * sizeof(typename T::Element) + sizeof(float));
   const int64_t tiles = a.keys.end == nullptr ? a.n_blocks : p.keys.capacity / T::kBlockN;
-  choose_sections<T>(a, rows * row_bytes * a.head_ratio, tiles * a.keys.blocks, blocks);
+  choose_sections<T>(a, rows * row_bytes * a.group_heads, tiles * a.keys.blocks, blocks);
 }
 template <class T>
 void fill_lists(BwdArguments& a, const BwdParams& p, int64_t blocks) {

@@ -80,7 +80,7 @@ struct BwdProducer {
       announce({p.items, 0, 0, 0});
       return true;
     }
-    const ListPlace found = numbering.find(room, p.head_ratio, number);
+    const ListPlace found = numbering.find(room, p.group_heads, number);
     const int2 rows = read_tile_rows(p, find_list_item<T>(p, found.place));
     if (rows.x >= rows.y) return false;
     announce({found.place, rows.x, rows.y, found.heads.word});

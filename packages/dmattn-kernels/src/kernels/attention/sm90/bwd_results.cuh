@@ -265,7 +265,7 @@ struct BwdResults : BwdConsumerState<T> {
   }
 
   static __device__ __forceinline__ void sum_rows(KeySums& sums, const Scores& ds) { sum_key_rows(sums, ds); }
-  // All heads of the group have one bias: it does not matter at which of them the sums go in.
+  // All heads of the item have one bias: it does not matter at which of them the sums go in.
   __device__ __forceinline__ void add_dbias(const KeySums& sums, const BwdItem& item, int head) {
     if (p.dbias_cols == nullptr) return;
     float* const to = p.dbias_cols + (static_cast<int64_t>(item.batch) * p.nheads + head) * p.seqlen_k;

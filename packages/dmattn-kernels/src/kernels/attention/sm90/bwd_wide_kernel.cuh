@@ -380,11 +380,11 @@ struct WideConsumer : WideScores<T, kIsGradient> {
     sum += __shfl_xor_sync(0xffffffffu, sum, 1);
     return sum + __shfl_xor_sync(0xffffffffu, sum, 2);
   }
-  // All heads of the group have one bias: it does not matter at which of them the sums go in.
+  // All heads of the item have one bias: it does not matter at which of them the sums go in.
   __device__ __forceinline__ void add_dbias(float sum, int key, bool exists) const {
     if (p.dbias_cols == nullptr) return;
     sum = sum_of_row_lanes(sum);
-    const int64_t head = static_cast<int64_t>(item.batch) * p.nheads + item.head_k * p.head_ratio;
+    const int64_t head = static_cast<int64_t>(item.batch) * p.nheads + heads_of(p, item).begin;
     if (lane % 4 == 0 && exists) atomicAdd(p.dbias_cols + head * p.seqlen_k + key, sum);
   }
 

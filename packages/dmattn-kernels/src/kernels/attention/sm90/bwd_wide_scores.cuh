@@ -189,7 +189,7 @@ struct WideScores {
     }
   }
   __device__ __forceinline__ void read_key_bias(float (&bias)[2]) const {
-    const int head = item.head_k * p.head_ratio / p.bias.head_ratio;
+    const int head = heads_of(p, item).begin / p.bias.head_ratio;
     const int64_t base = item.batch * p.bias.batch_stride + head * p.bias.head_stride;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
