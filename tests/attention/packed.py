@@ -99,6 +99,9 @@ def build_packed(case: Case, lengths: Lengths) -> PackedProblem:
     dlse = [part.dlse for part in parts if part.dlse is not None]
     rows, keys = (_sums(x) for x in zip(*lengths, strict=True))
     first = parts[0]
+    cu_seqlens_q = torch.tensor(rows, dtype=torch.int32, device=device)
+    # One tensor for both, as with self-attention, says that the rows are those of the keys.
+    cu_seqlens_k = cu_seqlens_q if rows == keys else cu_seqlens_q.new_tensor(keys)
     return PackedProblem(
         parts,
         list(lengths),
@@ -109,8 +112,8 @@ def build_packed(case: Case, lengths: Lengths) -> PackedProblem:
         joined_operand("bias", case.bias),
         joined("dout"),
         torch.cat(dlse, dim=2)[0] if dlse else None,
-        torch.tensor(rows, dtype=torch.int32, device=device),
-        torch.tensor(keys, dtype=torch.int32, device=device),
+        cu_seqlens_q,
+        cu_seqlens_k,
         {
             "softmax_scale": first.softmax_scale,
             "is_causal": first.is_causal,

@@ -22,6 +22,7 @@ from attention.packed import (
 )
 from attention.selections import brute_force
 from attention.targets import target
+from dmattn import varlen
 
 pytestmark = pytest.mark.each_family
 
@@ -189,6 +190,28 @@ def test_one_head_of_keys(dtype: str, head_dim: int, deterministic: bool) -> Non
     case = Case(nheads=8, nheads_k=1, dtype=dtype, head_dim=head_dim, causal=True)
     lengths = ((2500, 2500), (3, 70), (0, 5), (700, 640), (2400, 2500))
     check_packed(case.with_(deterministic=deterministic), lengths)
+
+
+# So many keys that Hopper reads lists of them beside a mask or a bias: see `varlen._over_lists`.
+MANY_KEYS = tuple((n, n) for n in (129, 0, 1, 127, 128, 900, 64, 65, 2, 513, 0, 257, 641))
+
+
+@pytest.mark.parametrize("dtype,head_dim", [*ANCHORS, ("f16", 40), ("bf16", 192)])
+@pytest.mark.parametrize("bias, mask", [("1k1k", ""), ("1h1k", ""), ("", "111k"), ("111k", "1h1k")])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_masks_and_biases_of_many_keys(
+    bias: str,
+    mask: str,
+    dtype: str,
+    head_dim: int,
+    deterministic: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(varlen, "_FEWEST_ENTRIES", 0)
+    case = Case(nheads=8, nheads_k=2, dtype=dtype, head_dim=head_dim, causal=True, dlse=True)
+    case = case.with_(bias=bias, bias_f32=head_dim == 40, mask=mask, deterministic=deterministic)
+    check_packed(case, MANY_KEYS)
+    check_packed(case.with_(mask_fill="most", bias_fill="some_minus_inf"), MANY_KEYS)
 
 
 @pytest.mark.parametrize("mask", ["", "1k1k", "1hqk"])

@@ -110,6 +110,12 @@ class Backend(ABC):
         """What makes this problem slower than one like it, each in a sentence for a user."""
         return []
 
+    def prefers_lists(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Whether causal packed sequences with a mask or a bias take longer, on one of its devices,
+        than the same over lists of the keys of each sequence.
+        """
+        return False
+
     @abstractmethod
     def forward(self, problem: Problem, for_backward: bool = True) -> Results:
         """Compute a checked problem that this backend supports.

@@ -95,6 +95,23 @@ def choose(problem: Problem, wanted: str | None = None) -> Backend:
     raise _all_of(refusals)
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator, unused-ignore]
+def prefers_lists(device: torch.device, dtype: torch.dtype, wanted: str | None) -> bool:
+    """`Backend.prefers_lists` of the backend that is wanted, or comes first for such a device.
+
+    What it has to say against a problem is not asked: lists are another way to say the same.
+    """
+    rows = BACKENDS if wanted is None else [named(wanted)]
+    for backend in rows:
+        if device.type not in backend.devices or (
+            wanted is None and not _is_eligible(backend, device)
+        ):
+            continue
+        if backend.unavailable_on(device) is None and backend.unavailable() is None:
+            return backend.prefers_lists(device, dtype)
+    return False
+
+
 def _is_eligible(backend: Backend, device: torch.device) -> bool:
     """Whether a backend is chosen for such a device without being named."""
     return device.type in backend.devices and device.type not in backend.by_name_only

@@ -132,6 +132,16 @@ def unserved(device: int) -> str | None:
     )
 
 
+@functools.cache
+def has_lists_of_hopper(device: int) -> bool:
+    """Whether the kernels for Hopper, whose packed sequences have no mask and no bias, serve a GPU.
+
+    Its lists of keys have both.
+    """
+    architecture: str = load_kernels().core.device_architecture(device)
+    return architecture == "sm90"
+
+
 def _as_it_is(t: Tensor) -> Tensor:
     return t
 
