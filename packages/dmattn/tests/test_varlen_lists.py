@@ -22,8 +22,15 @@ CU_SEQLENS = torch.tensor((0, *LENGTHS)).cumsum(0, dtype=torch.int32)
 
 
 @pytest.fixture
-def listed(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
-    """The problems that reach a backend, which says that it prefers lists."""
+def prefers_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backend says so, however small the call."""
+    monkeypatch.setattr(registry, "prefers_lists", lambda *_: True)
+    monkeypatch.setattr(varlen, "_FEWEST_ENTRIES", 0)
+
+
+@pytest.fixture
+def listed(prefers_lists: None, monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
+    """The problems that reach a backend that prefers lists."""
     seen: list[Problem] = []
     attend = varlen.attend
 
@@ -31,9 +38,6 @@ def listed(monkeypatch: pytest.MonkeyPatch) -> list[Problem]:
         seen.append(problem)
         return attend(problem, *others)
 
-    monkeypatch.setattr(registry, "prefers_lists", lambda *_: True)
-    monkeypatch.setattr(varlen, "_FEWEST_ENTRIES", 0)
-    monkeypatch.setattr(varlen, "_FEWEST_KEYS", 0)
     monkeypatch.setattr(varlen, "attend", record)
     return seen
 
@@ -157,14 +161,46 @@ def test_explain_says_so(listed: list[Problem]) -> None:
     assert "lists of each sequence's keys" not in explain_varlen(q, k, v, *bounds, is_causal=True)
 
 
-def test_compiles_to_one_graph(listed: list[Problem]) -> None:
-    def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Tensor:
-        return flash_dmattn_varlen_func(
-            *(q, k, v, CU_SEQLENS, None, LONGEST, LONGEST), attn_bias=bias, is_causal=True
-        )
+def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor, cu_seqlens: Tensor) -> Tensor:
+    return flash_dmattn_varlen_func(
+        *(q, k, v, cu_seqlens, None, LONGEST, LONGEST), attn_bias=bias, is_causal=True
+    )
 
+
+def _first(tokens: int) -> list[Tensor]:
+    """So many tokens of the operands, in sequences of 100."""
     given = _operands(2, None)
-    operands = [given[name] for name in ("query", "key", "value", "attn_bias")]
-    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(*operands), attend(*operands))
-    assert listed[-1].key_lists is not None
+    operands = [given[name][:tokens].detach() for name in ("query", "key", "value", "attn_bias")]
+    cu_seqlens = torch.arange(0, tokens + 100, 100, dtype=torch.int32).clamp(max=tokens)
+    return [*operands, cu_seqlens]
+
+
+@pytest.mark.usefixtures("prefers_lists")
+def test_compiles_once_for_all_lengths() -> None:
+    graphs: list[str] = []
+
+    def keep(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph.code)
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(_attend, fullgraph=True, dynamic=True, backend=keep)
+    for tokens in (2000, 1000, 1500, 300, 2400, 170):
+        operands = _first(tokens)
+        torch.testing.assert_close(compiled(*operands), _attend(*operands))
+    assert len(graphs) == 1 and "select_keys" in graphs[0]
+
+
+@pytest.mark.usefixtures("prefers_lists")
+def test_exports_with_any_length() -> None:
+    class Attend(torch.nn.Module):
+        def forward(self, *operands: Tensor) -> Tensor:
+            return _attend(*operands)
+
+    tokens, bounds = torch.export.Dim("tokens", min=2), torch.export.Dim("bounds", min=2)
+    shapes = (*[{0: tokens}] * 4, {0: bounds})
+    program = torch.export.export(Attend(), tuple(_first(2000)), dynamic_shapes=(shapes,))
+    assert any("select_keys" in str(node.target) for node in program.graph.nodes)
+    for length in (2300, 101):
+        operands = _first(length)
+        torch.testing.assert_close(program.module()(*operands), _attend(*operands))

@@ -16,7 +16,7 @@ from dmattn.arguments import (
 from dmattn.backends import registry
 from dmattn.checks import read_packing
 from dmattn.dispatch import attend, attend_directly, is_direct, is_same_tensor, select
-from dmattn.key_lists import BLOCK_ROWS, best_keys, capacity_for
+from dmattn.key_lists import BLOCK_ROWS, best_keys, whole_blocks
 from dmattn.known_calls import kind_of_call, kind_with_out, recall, remember
 from dmattn.outputs import check_memory_of_out, check_out
 from dmattn.problem import Packing, Problem, is_per_key, lse_of_no_key, with_one_head_dim
@@ -340,10 +340,8 @@ def _in_window(
     return listed, rows_of_keys
 
 
-# Entries of query below which the host takes longer to have lists made than what they gain; and,
-# where torch compiles, keys below which the GPU does.
+# Entries of query below which the host takes longer to have lists made than what they gain.
 _FEWEST_ENTRIES = 1 << 25
-_FEWEST_KEYS = 4096
 # Lists may take this part of what query, key and value take.
 _PART_OF_OPERANDS = 8
 
@@ -361,22 +359,19 @@ def _over_lists(problem: Problem, packing: Packing, backend: str | None) -> Prob
         return problem
     if not all(map(is_per_key, of_keys)):
         return problem
-    operands = (q, k, problem.v, mask, bias, packing.cu_seqlens_k)
-    total_k, nheads, head_dim = k.shape[0], q.shape[1], q.shape[2]
-    if torch.compiler.is_compiling():
-        is_small = total_k < _FEWEST_KEYS
-    else:
-        is_small = not is_direct(*operands) or total_k * nheads * head_dim < _FEWEST_ENTRIES
-    heads = 1 if mask is None else mask.shape[0]
-    row_bytes = (nheads + 2 * k.shape[1]) * head_dim * q.element_size()
-    list_bytes = 4 * heads * capacity_for(packing.max_seqlen_k, total_k) // BLOCK_ROWS
-    if (
-        is_small
-        or packing.max_seqlen_k < 1
-        or _PART_OF_OPERANDS * list_bytes > row_bytes
-        or _rows_of_keys(problem, packing) is not None
-        or not registry.prefers_lists(q.device, q.dtype, backend)
-    ):
+    if not registry.prefers_lists(q.device, q.dtype, backend):
+        return problem
+    # Compiled code, whose lengths may be unknown, takes no time of the host for it.
+    if not torch.compiler.is_compiling():
+        operands = (q, k, problem.v, mask, bias, packing.cu_seqlens_k)
+        if not is_direct(*operands) or q.numel() < _FEWEST_ENTRIES:
+            return problem
+    total_k, heads = k.shape[0], 1 if mask is None else mask.shape[0]
+    row_bytes = (q.shape[1] + 2 * k.shape[1]) * q.shape[2] * q.element_size()
+    list_bytes = 4 * heads * whole_blocks(packing.max_seqlen_k) // BLOCK_ROWS
+    if packing.max_seqlen_k < 1 or _PART_OF_OPERANDS * list_bytes > row_bytes:
+        return problem
+    if _rows_of_keys(problem, packing) is not None:
         return problem
     # Of equal scores the later keys are kept, here all of a sequence.
     scores = torch.zeros((), dtype=torch.float32, device=q.device).expand(1, heads, total_k)
