@@ -13,6 +13,7 @@ from dmattn import (
     flash_dmattn_func,
     flash_dmattn_varlen_func,
     packed_documents,
+    select_keys,
 )
 from dmattn.backends import registry
 from dmattn.problem import Packing, Problem
@@ -36,7 +37,12 @@ ON_CUDA = {
     "no multiple of 8": half(60),
     "head_dim 96 costs as much as 128": half(96),
     "attn_mask has rows of its own": half(mask=ROWS),
-    "the backward takes 2 launches": half(mask=torch.ones(1, 4, 1, 300, dtype=torch.bool)),
+    "attn_mask differs among the 2 query heads of a key head, so the backward takes 2": half(
+        mask=torch.ones(1, 4, 1, 300, dtype=torch.bool)
+    ),
+    "the selection differs among the 2 query heads": half(
+        is_causal=True, key_lists=select_keys(torch.zeros(1, 4, 300), 100).lists
+    ),
     "attn_bias has rows of its own and is float32": half(bias=torch.zeros(ROWS.shape)),
     "attn_bias is copied first; a view": half(bias=torch.zeros(1, 300, 300, 4).permute(0, 3, 1, 2)),
     "attn_bias is copied first in the backward": half(
@@ -62,6 +68,7 @@ def test_slow_paths_of_the_compiled_kernels(words: str) -> None:
 def test_what_is_fast_on_the_compiled_kernels() -> None:
     fast = [
         half(is_causal=True),
+        half(is_causal=True, key_lists=select_keys(torch.zeros(1, 2, 300), 100).lists),
         half(128, mask=KEYS, bias=torch.zeros(1, 2, 1, 300)),
         half(256, bias=torch.zeros((1, 1, 300, 304), dtype=torch.bfloat16)[..., :300]),
         half(32, rows=49, mask=FEW_SCORES == 0, bias=FEW_SCORES),

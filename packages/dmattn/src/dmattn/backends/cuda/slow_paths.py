@@ -26,7 +26,8 @@ def slow_paths(problem: Problem) -> list[str]:
     if has_few_keys(problem):
         return [*_head_dim(problem, few_keys.HEAD_DIMS), *_settings(problem)]
     notes = _head_dim(problem, _TILE_HEAD_DIMS)
-    return [*notes, *_masks(problem), *_biases(problem), *_settings(problem)]
+    notes += [*_masks(problem), *_lists(problem), *_biases(problem)]
+    return [*notes, *_settings(problem)]
 
 
 def slow_outputs(problem: Problem, out: Tensor) -> list[str]:
@@ -68,15 +69,26 @@ def _masks(problem: Problem) -> list[str]:
             "attn_mask is alike for all rows, but attn_bias is not: only tiles of which the mask "
             "keeps nothing are skipped; without such a bias single keys are"
         ]
+    return _launches_of_heads(
+        "attn_mask differs", mask.shape[1 if problem.packing is None else 0], problem
+    )
+
+
+def _lists(problem: Problem) -> list[str]:
+    if problem.key_lists is None:
+        return []
+    return _launches_of_heads("the selection differs", problem.key_lists.end.shape[1], problem)
+
+
+def _launches_of_heads(what: str, heads: int, problem: Problem) -> list[str]:
     nheads, nheads_k = problem.q.shape[-2], problem.k.shape[-2]
-    heads = mask.shape[1 if problem.packing is None else 0]
-    if heads == nheads != nheads_k:
-        group = nheads // nheads_k
-        return [
-            f"attn_mask differs among the {group} query heads of a key head, so the backward takes "
-            f"{group} launches"
-        ]
-    return []
+    if not heads == nheads != nheads_k:
+        return []
+    group = nheads // nheads_k
+    return [
+        f"{what} among the {group} query heads of a key head, so the backward takes {group} "
+        "launches"
+    ]
 
 
 def _biases(problem: Problem) -> list[str]:
