@@ -359,13 +359,16 @@ def _over_lists(problem: Problem, packing: Packing, backend: str | None) -> Prob
         return problem
     if not all(map(is_per_key, of_keys)):
         return problem
-    if not registry.prefers_lists(q.device, q.dtype, backend):
-        return problem
     # Compiled code, whose lengths may be unknown, takes no time of the host for it.
-    if not torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():
+        from dmattn.backends.constants import prefers_lists
+    else:
+        prefers_lists = registry.prefers_lists
         operands = (q, k, problem.v, mask, bias, packing.cu_seqlens_k)
         if not is_direct(*operands) or q.numel() < _FEWEST_ENTRIES:
             return problem
+    if not prefers_lists(q.device, q.dtype, backend):
+        return problem
     total_k, heads = k.shape[0], 1 if mask is None else mask.shape[0]
     row_bytes = (q.shape[1] + 2 * k.shape[1]) * q.shape[2] * q.element_size()
     list_bytes = 4 * heads * whole_blocks(packing.max_seqlen_k) // BLOCK_ROWS

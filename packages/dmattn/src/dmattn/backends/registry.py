@@ -95,7 +95,6 @@ def choose(problem: Problem, wanted: str | None = None) -> Backend:
     raise _all_of(refusals)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator, unused-ignore]
 def prefers_lists(device: torch.device, dtype: torch.dtype, wanted: str | None) -> bool:
     """`Backend.prefers_lists` of the backend that is wanted, or comes first for such a device.
 
