@@ -212,7 +212,7 @@ def flash_dmattn_varlen_func(
     if kind is not None and not is_listed:
         remember(kind, operands, packed, backend)
     if is_listed:
-        found, lse = found[0], lse[0]
+        found, lse = found.squeeze(0), lse.squeeze(0)  # whose backward copies nothing
     if moved is not None:
         found = torch.nn.functional.pad(found, (0, 0, 0, 0, 0, 1))[moved]
         lse = torch.cat((lse, lse_of_no_key(packed)), 1)[:, moved]
