@@ -40,8 +40,13 @@ ON_CUDA = {
     "attn_mask differs among the 2 query heads of a key head, so the backward takes 2": half(
         mask=torch.ones(1, 4, 1, 300, dtype=torch.bool)
     ),
-    "the selection differs among the 2 query heads": half(
+    "the kept keys differ among the 2 query heads": half(
         is_causal=True, key_lists=select_keys(torch.zeros(1, 4, 300), 100).lists
+    ),
+    "on Hopper: attn_bias differs among the 2 query heads": half(
+        is_causal=True,
+        key_lists=select_keys(torch.zeros(1, 2, 300), 100).lists,
+        bias=torch.zeros(1, 4, 1, 300),
     ),
     "attn_bias has rows of its own and is float32": half(bias=torch.zeros(ROWS.shape)),
     "attn_bias is copied first; a view": half(bias=torch.zeros(1, 300, 300, 4).permute(0, 3, 1, 2)),

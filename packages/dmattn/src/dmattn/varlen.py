@@ -139,10 +139,12 @@ def flash_dmattn_varlen_func(
         max_seqlen_q, max_seqlen_k: length of the longest sequence, or more.
         attn_mask: bool, True = attend: (Tk, {H|HK|1}), alike for all rows of a sequence, or
             (Tq, {H|HK|1}, max_seqlen_k), its columns counted from the first key of the row's own
-            sequence. With the first the cost follows the number of kept keys. On Hopper it is lower
-            if the call is causal and cu_seqlens_q and cu_seqlens_k are one tensor.
+            sequence. With the first the cost follows the number of kept keys.
         attn_bias: the dtype of query, or float32; shapes as attn_mask. -inf masks. Where its
-            gradient has columns behind the keys of a row's sequence, they are 0.
+            gradient has columns behind the keys of a row's sequence, they are 0. Large causal calls
+            with a mask or a bias for each key take less time on Hopper where cu_seqlens_q and
+            cu_seqlens_k are one tensor and there is no softcap; some of their memory then grows
+            with max_seqlen_k.
         softmax_scale: D ** -0.5 when None.
         is_causal: the last row of each sequence sees its last key, the row before it one key less,
             and so on.
@@ -246,8 +248,8 @@ def explain_varlen(*arguments: Any, **options: Any) -> str:
         if problem.packing is None:
             packing = None
             notes.append(
-                "attn_mask and attn_bias of packed sequences are read beside lists of each "
-                "sequence's keys: 1.2 to 1.8 times the time without them"
+                "lists of each sequence's keys are made, without those that attn_mask hides, and "
+                "read with attn_bias: 1.2 to 1.8 times the time of packed sequences without either"
             )
     if window is not None and packing is not None and packing.max_seqlen_k > window:
         notes.append("window_size without causality sorts all keys, by score and by sequence")
@@ -340,9 +342,9 @@ def _in_window(
     return listed, rows_of_keys
 
 
-# Entries of query below which the host takes longer to have lists made than what they gain.
+# With fewer entries of query, to have lists made costs the host more time than they save.
 _FEWEST_ENTRIES = 1 << 25
-# Lists may take this part of what query, key and value take.
+# Lists may take one byte for so many of query, key and value.
 _PART_OF_OPERANDS = 8
 
 
@@ -359,7 +361,7 @@ def _over_lists(problem: Problem, packing: Packing, backend: str | None) -> Prob
         return problem
     if not all(map(is_per_key, of_keys)):
         return problem
-    # Compiled code, whose lengths may be unknown, takes no time of the host for it.
+    # Compiled code has no lower limit: its lengths may be unknown, and lists cost its host no time.
     if torch.compiler.is_compiling():
         from dmattn.backends.constants import prefers_lists
     else:

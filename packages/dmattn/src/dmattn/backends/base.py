@@ -111,8 +111,8 @@ class Backend(ABC):
         return []
 
     def prefers_lists(self, device: torch.device, dtype: torch.dtype) -> bool:
-        """Whether causal packed sequences with a mask or a bias take longer, on one of its devices,
-        than the same over lists of the keys of each sequence.
+        """Whether, on this device, causal packed sequences with a mask or a bias for each key take
+        longer than the same over lists of the keys of each sequence.
         """
         return False
 

@@ -134,9 +134,8 @@ def unserved(device: int) -> str | None:
 
 @functools.cache
 def has_lists_of_hopper(device: int) -> bool:
-    """Whether the kernels for Hopper, whose packed sequences have no mask and no bias, serve a GPU.
-
-    Its lists of keys have both.
+    """Whether Hopper's own kernels serve a GPU: they take masks and biases over lists of keys, and
+    neither over packed sequences.
     """
     architecture: str = load_kernels().core.device_architecture(device)
     return architecture == "sm90"

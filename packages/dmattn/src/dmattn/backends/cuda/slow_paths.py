@@ -77,7 +77,11 @@ def _masks(problem: Problem) -> list[str]:
 def _lists(problem: Problem) -> list[str]:
     if problem.key_lists is None:
         return []
-    return _launches_of_heads("the selection differs", problem.key_lists.end.shape[1], problem)
+    heads = problem.key_lists.end.shape[1]
+    notes = _launches_of_heads("the kept keys differ", heads, problem)
+    if notes or problem.bias is None:
+        return notes
+    return _launches_of_heads("on Hopper: attn_bias differs", problem.bias.shape[1], problem)
 
 
 def _launches_of_heads(what: str, heads: int, problem: Problem) -> list[str]:
