@@ -350,10 +350,10 @@ def cuda_version() -> int:
     """1000 * major + 10 * minor of the CUDA toolkit that compiled the library."""
 
 def architectures() -> list[str]:
-    """What the library contains, such as ["sm_80", "sm_89", "compute_80"]."""
+    """What the library contains, such as ["sm_80", "sm_90", "sm_90a", "compute_89"]."""
 
 def device_architecture(device: int) -> str:
-    """The set of kernels that serves this GPU, "sm80" or "sm89".
+    """The set of kernels that serves this GPU: "sm80", "sm89" or "sm90".
 
     DMATTN_ARCH in the environment overrides the choice. Raises RuntimeError where there is no such
     GPU or no kernel for it.
