@@ -5,6 +5,7 @@ None does on the CPU: here one is made to say so.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from dmattn import explain_varlen, flash_dmattn_varlen_func, varlen
 from dmattn.backends import registry
+from dmattn.backends.cuda import kernels
 from dmattn.problem import Problem
 
 # Empty ones, single rows and around blocks of 128 rows.
@@ -145,6 +147,19 @@ def test_stays_packed(listed: list[Problem], change: dict[str, Any]) -> None:
     given |= {"max_seqlen_q": LONGEST, "max_seqlen_k": LONGEST} | change
     flash_dmattn_varlen_func(**given)
     assert listed[-1].packing is not None
+
+
+@pytest.mark.parametrize("architecture, wanted", [("sm90", True), ("sm80", False)])
+def test_the_kernels_for_hopper_ask_for_it(
+    monkeypatch: pytest.MonkeyPatch, architecture: str, wanted: bool
+) -> None:
+    core = SimpleNamespace(device_architecture=lambda device: architecture)
+    monkeypatch.setattr(kernels, "load_kernels", lambda: SimpleNamespace(core=core))
+    kernels.has_lists_of_hopper.cache_clear()
+    cuda, device = registry.named("cuda"), torch.device("cuda:0")
+    assert cuda.prefers_lists(device, torch.bfloat16) == wanted
+    assert not cuda.prefers_lists(device, torch.float32)
+    kernels.has_lists_of_hopper.cache_clear()
 
 
 def test_no_backend_of_the_cpu_asks_for_it() -> None:
