@@ -44,13 +44,11 @@ def listed(prefers_lists: None, monkeypatch: pytest.MonkeyPatch) -> list[Problem
     return seen
 
 
-def _operands(
-    heads_of_bias: int | None, heads_of_mask: int | None, dtype: torch.dtype = torch.float32
-) -> dict[str, Tensor | None]:
+def _operands(heads_of_bias: int | None, heads_of_mask: int | None) -> dict[str, Tensor | None]:
     draw = torch.Generator().manual_seed(3)
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=draw, dtype=dtype).requires_grad_()
+        return torch.randn(shape, generator=draw).requires_grad_()
 
     mask = None
     if heads_of_mask is not None:
@@ -163,7 +161,7 @@ def test_the_kernels_for_hopper_ask_for_it(
 
 
 def test_no_backend_of_the_cpu_asks_for_it() -> None:
-    for wanted in (None, "cpu", "triton"):
+    for wanted in (None, "cpu", "triton", "cuda"):
         assert not registry.prefers_lists(torch.device("cpu"), torch.float32, wanted)
 
 

@@ -16,7 +16,7 @@ from dmattn.arguments import (
 from dmattn.backends import registry
 from dmattn.checks import read_packing
 from dmattn.dispatch import attend, attend_directly, is_direct, is_same_tensor, select
-from dmattn.key_lists import BLOCK_ROWS, best_keys, whole_blocks
+from dmattn.key_lists import BLOCK_ROWS, Selection, best_keys, whole_blocks
 from dmattn.known_calls import kind_of_call, kind_with_out, recall, remember
 from dmattn.outputs import check_memory_of_out, check_out
 from dmattn.problem import Packing, Problem, is_per_key, lse_of_no_key, with_one_head_dim
@@ -249,7 +249,7 @@ def explain_varlen(*arguments: Any, **options: Any) -> str:
             packing = None
             notes.append(
                 "lists of each sequence's keys are made, without those that attn_mask hides, and "
-                "read with attn_bias: 1.2 to 1.8 times the time of packed sequences without either"
+                "read with attn_bias: 1.2 to 1.9 times the time of packed sequences without either"
             )
     if window is not None and packing is not None and packing.max_seqlen_k > window:
         notes.append("window_size without causality sorts all keys, by score and by sequence")
@@ -327,19 +327,25 @@ def _in_window(
     total_k = problem.k.shape[0]
     lists = select(scores, key_mask, window_size, total_k, True, packing.cu_seqlens_k)
     rows_of_keys = _rows_of_keys(problem, packing)
-    q = problem.q
     if rows_of_keys is not None:
+        q = problem.q
         q = q.new_zeros((total_k + 1, *q.shape[1:])).index_copy(0, rows_of_keys, q)[:total_k]
-    listed = problem.replace(
-        q=q[None],
+        problem = problem.replace(q=q)
+    return _as_one_sequence(problem, lists), rows_of_keys
+
+
+def _as_one_sequence(problem: Problem, lists: Selection) -> Problem:
+    """With a batch of 1, and lists in place of the packing and of the mask, which is in them."""
+    bias = problem.bias
+    return problem.replace(
+        q=problem.q[None],
         k=problem.k[None],
         v=problem.v[None],
         mask=None,
-        bias=bias[None, :, None],
+        bias=None if bias is None else bias[None, :, None],
         packing=None,
         key_lists=lists,
     )
-    return listed, rows_of_keys
 
 
 # With fewer entries of query, to have lists made costs the host more time than they save.
@@ -349,8 +355,8 @@ _PART_OF_OPERANDS = 8
 
 
 def _over_lists(problem: Problem, packing: Packing, backend: str | None) -> Problem:
-    """The same with a batch of 1 and no packing, over lists of each sequence's keys, where the
-    backend takes less time for that; otherwise the problem as it is.
+    """The same as one sequence, over lists of each sequence's keys, where the backend takes less
+    time for that; otherwise the problem as it is.
 
     On an H200, 32768 tokens of sequences of 200 to 1800, 16 heads over 4, head_dim 128, a bias for
     each key: 0.52 ms in place of 0.82, and 1.55 in place of 2.67 backward.
@@ -372,6 +378,7 @@ def _over_lists(problem: Problem, packing: Packing, backend: str | None) -> Prob
     if not prefers_lists(q.device, q.dtype, backend):
         return problem
     total_k, heads = k.shape[0], 1 if mask is None else mask.shape[0]
+    # Of each token.
     row_bytes = (q.shape[1] + 2 * k.shape[1]) * q.shape[2] * q.element_size()
     list_bytes = 4 * heads * whole_blocks(packing.max_seqlen_k) // BLOCK_ROWS
     if packing.max_seqlen_k < 1 or _PART_OF_OPERANDS * list_bytes > row_bytes:
@@ -383,15 +390,7 @@ def _over_lists(problem: Problem, packing: Packing, backend: str | None) -> Prob
     key_mask = None if mask is None else mask[None]
     bounds, longest = packing.cu_seqlens_k, packing.max_seqlen_k
     lists = select(scores, key_mask, longest, total_k, True, bounds, cleared=False)
-    return problem.replace(
-        q=q[None],
-        k=k[None],
-        v=problem.v[None],
-        mask=None,
-        bias=None if bias is None else bias[None, :, None],
-        packing=None,
-        key_lists=lists,
-    )
+    return _as_one_sequence(problem, lists)
 
 
 def _rows_of_keys(problem: Problem, packing: Packing) -> Tensor | None:

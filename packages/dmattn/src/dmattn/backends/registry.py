@@ -100,11 +100,9 @@ def prefers_lists(device: torch.device, dtype: torch.dtype, wanted: str | None) 
 
     What it has to say against a problem is not asked: lists are another way to say the same.
     """
-    rows = BACKENDS if wanted is None else [named(wanted)]
+    rows = [b for b in BACKENDS if _is_eligible(b, device)] if wanted is None else [named(wanted)]
     for backend in rows:
-        if device.type not in backend.devices or (
-            wanted is None and not _is_eligible(backend, device)
-        ):
+        if device.type not in backend.devices:
             continue
         if backend.unavailable_on(device) is None and backend.unavailable() is None:
             return backend.prefers_lists(device, dtype)
