@@ -30,7 +30,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
-from dmattn import DynamicMaskAttention, flash_dmattn_func
+from dmattn import DynamicMaskAttention, KeyState, flash_dmattn_func
 from dmattn.distributed import context_parallel_attention, exchange
 from dmattn.distributed import groups as groups_of_ranks
 from dmattn.distributed.beside import Beside
@@ -283,6 +283,15 @@ def split_tensors(rank: int, world: int) -> None:
             given[place] = split[place]
         call = functools.partial(context_parallel_attention, *given, window_size=9)
         expect(TypeError, f"{name}: got a DTensor, wanted a plain tensor", call)
+        given[place] = split[place]
+        stretch = functools.partial(
+            flash_dmattn_func, *given[:3], attn_bias=given[3], is_causal=True, window_size=9
+        )
+        words = f"{name}: got a DTensor, wanted a plain tensor with state, return_state or"
+        expect(TypeError, words, functools.partial(stretch, return_state=True))
+        if place > 0:
+            state = functools.partial(KeyState.of, *given[1:], 9)
+            expect(TypeError, f"{name}: got a DTensor, wanted a plain tensor for a state", state)
     check(rank, lengths, whole, 9)
 
 

@@ -567,8 +567,13 @@ def test_layers_do_not_share_a_cache() -> None:
         second(x, cache=cache)
     assert torch.equal(cache.seen, before.seen) and torch.equal(cache.k, before.k)
     second(x, cache=before)  # a copy belongs to nobody
-    cache.reset()
+    cache.reset(torch.arange(B - 1))
+    with pytest.raises(ValueError, match="cache: got one that holds the keys of another layer"):
+        second(x, cache=cache)
+    cache.reset(torch.arange(B))
     second(x, cache=cache)
+    cache.reset()
+    first(x, cache=cache)
 
 
 @torch.no_grad()

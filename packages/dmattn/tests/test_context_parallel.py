@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 from parallel_cases import CASES
 
-from dmattn.distributed import context_parallel_attention
+from dmattn.distributed import context_parallel_attention, groups
 
 WORLDS = (1, 2, 3, 4)
 SCRIPT = Path(__file__).with_name("parallel_cases.py")
@@ -27,6 +27,14 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     assert done.returncode == 0, done.stderr
     return folder
+
+
+@pytest.mark.parametrize("letter", ["a", "\u00e9", "\u6f22", "\U0001f600"])
+def test_an_error_of_any_text_fits_its_message(letter: str) -> None:
+    """A character may take twelve bytes."""
+    message = groups._as_message({}, ValueError(letter * 5000))
+    assert len(message) <= groups.MESSAGE_BYTES
+    assert set(json.loads(message)["error"]) == {letter}
 
 
 @pytest.mark.parametrize("world", WORLDS)

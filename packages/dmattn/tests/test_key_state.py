@@ -314,6 +314,18 @@ def test_boundaries_of_any_size_are_compared_as_they_are() -> None:
         assert torch.equal(got, want)
 
 
+def test_boundaries_far_before_a_state_are_in_the_past() -> None:
+    given = stretch(7)
+    found = []
+    for far in (0, -1, -(2**63)):
+        state, rows = None, []
+        for _ in range(2):
+            out, state = flash_dmattn_func(**given | {"state": state}, cu_seqlens=[far, 3])
+            rows.append(out)
+        found.append(torch.cat(rows, 1))
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
 def test_a_state_leaves_its_graph_and_its_device() -> None:
     key = torch.randn(1, 9, 2, 8, requires_grad=True)
     state = KeyState.of(key, key, torch.randn(1, 2, 9), 4)

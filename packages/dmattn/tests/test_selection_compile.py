@@ -88,6 +88,30 @@ class Attention(nn.Module):
         return out
 
 
+class Lengths(nn.Module):
+    """What takes a length as a number."""
+
+    def forward(self, x: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+        length = x.shape[1]
+        ends = sliding_window(length, 16).end, select_keys(bias, 16, query_len=length).end
+        return *ends, create_mask(bias, None, 1, length, length, 16)
+
+
+@pytest.mark.skipif(not TRACES_EXTREMES, reason="this torch exports one range of lengths")
+def test_lengths_are_exported_without_an_upper_bound() -> None:
+    def inputs(length: int) -> tuple[Tensor, Tensor]:
+        return torch.randn(1, length, 2, 8), torch.randn(1, 2, 1, length)
+
+    length = Dim("length", min=17)
+    program = torch.export.export(
+        Lengths(), inputs(40), dynamic_shapes=({1: length}, {3: length})
+    ).module()
+    for n in (17, 128, 300):
+        given = inputs(n)
+        for found, wanted in zip(program(*given), Lengths()(*given), strict=True):
+            assert torch.equal(found, wanted)
+
+
 @pytest.mark.skipif(not TRACES_EXTREMES, reason="this torch exports one range of lengths")
 @pytest.mark.parametrize("traced", [20, 300])
 def test_export_for_all_lengths(traced: int) -> None:

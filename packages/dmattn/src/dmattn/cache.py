@@ -415,7 +415,7 @@ class DynamicMaskCache:
             TypeError, ValueError: slots are none; the cache is then unchanged.
         """
         rows = self._check_slots(slots)
-        if rows is not None:
+        if rows is not None and len(rows) < len(self.seen):
             for t, empty in zip(self._tensors(), (0.0, 0.0, -math.inf, -1, 0), strict=True):
                 t.index_fill_(0, rows, empty)
             self._draft = None

@@ -22,6 +22,7 @@ from dmattn.dispatch import is_plain_call, nobody_intercepts, select, way_withou
 from dmattn.key_lists import capacity_for, rows_at
 from dmattn.ops.keys import join_keys, keep_keys
 from dmattn.ops.selection import build_key_lists, select_keys
+from dmattn.ops.sharding import refuse_dtensors
 from dmattn.selection import check_boundary_tensor, key_only_mask, listed_boundaries
 from dmattn.validation import (
     can_be_read,
@@ -101,6 +102,9 @@ class KeyState:
             ValueError: a shape, device or number does not fit.
         """
         window_size = check_window_size(window_size, may_be_left_out=False)
+        refuse_dtensors(
+            " for a state", key=key, value=value, attn_bias=attn_bias, attn_mask=attn_mask
+        )
         _check_key_value(key, value)
         scores, mask = _check_scores(attn_bias, key), None
         if attn_mask is not None:

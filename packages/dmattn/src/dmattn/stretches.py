@@ -33,6 +33,7 @@ from dmattn.key_state import (
 )
 from dmattn.ops.keys import empty_kept, keep_keys
 from dmattn.ops.selection import select_keys
+from dmattn.ops.sharding import refuse_dtensors
 from dmattn.problem import Problem
 from dmattn.selection import key_only_mask
 from dmattn.validation import can_be_read
@@ -194,6 +195,14 @@ def checked_stretch(problem: Problem, state: Any, window_size: int, cu_seqlens: 
     """
     q, k, mask, bias = problem.q, problem.k, problem.mask, problem.bias
     assert bias is not None
+    refuse_dtensors(
+        " with state, return_state or cu_seqlens",
+        query=q,
+        key=k,
+        value=problem.v,
+        attn_bias=bias,
+        attn_mask=mask,
+    )
     if not problem.is_causal:
         raise ValueError("is_causal: got False, wanted True with state, return_state or cu_seqlens")
     rows, seqlen = q.shape[1], k.shape[1]
@@ -225,7 +234,7 @@ def checked_stretch(problem: Problem, state: Any, window_size: int, cu_seqlens: 
         return Stretch(problem, None, window_size, starts, way)
     if can_be_read(state.seen) and bool((state.seen != state.seen[:1]).any()):
         raise ValueError("state: got sequences of unequal lengths, wanted equal with cu_seqlens")
-    starts = starts - state.seen[:1].sum()
+    starts = starts.clamp(min=-1) - state.seen[:1].sum()  # where in the past makes no difference
     return Stretch(problem, state, window_size, starts, way)
 
 

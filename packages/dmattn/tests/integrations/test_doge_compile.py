@@ -73,6 +73,42 @@ def test_generating(kind: Any, new: int) -> None:
     assert counter.frame_count <= 2
 
 
+def test_prompts_of_a_model_that_is_compiled_by_hand() -> None:
+    """Whose masks generate() makes: they describe themselves."""
+    model, ids = enable_doge(make_doge(layers=1)).eval(), tokens(2, 20)
+    options: dict[str, Any] = {"attention_mask": left_padding(ids, 0, 9), "do_sample": False}
+    options |= {"no_repeat_ngram_size": 1, "max_new_tokens": 3, "eos_token_id": None}
+
+    def room() -> StaticCache:
+        return StaticCache(config=model.config, max_cache_len=30)
+
+    wanted = model.generate(ids, past_key_values=room(), **options)
+    plain = model.forward
+    model.forward, _ = compiled(plain)
+    try:
+        found = model.generate(ids, past_key_values=room(), disable_compile=True, **options)
+    finally:
+        model.forward = plain
+    assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("compileable", [False, True])
+def test_padding_beside_a_cache_of_kept_keys(compileable: bool) -> None:
+    model, ids = enable_doge(make_doge(layers=1)).eval(), tokens(2, 23)
+    real = left_padding(ids, 0, 9)
+    step, _ = compiled(model)
+    logits: list[Tensor] = []
+    for run in (model, step):
+        cache = DogeCache(model.config, compileable=compileable)
+        end = 0
+        with torch.no_grad():
+            for part in ids.split([20, 1, 1, 1], 1):
+                end += part.shape[1]
+                found = run(part, attention_mask=real[:, :end], past_key_values=cache)
+        logits.append(found.logits)
+    assert close(logits[1], logits[0])
+
+
 def compiled_by_generate(graphs: list[Any]) -> CompileConfig:
     """On the CPU too, with a note of each graph."""
 

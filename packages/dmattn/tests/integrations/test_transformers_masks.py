@@ -230,6 +230,11 @@ def test_mask_as_a_tensor() -> None:
     assert torch.equal(mask[:, :, :5, 3:9], dense[:, :, :5, 3:9])
     assert torch.equal(mask.float(), dense.float())
     assert type(mask.clone()) is Tensor
+    # It says that it is contiguous, so that views are made by its strides.
+    whole = mask.contiguous()
+    assert torch.equal(whole.flatten(), dense.flatten())
+    assert torch.equal(whole.as_strided((2, SIZE), (SIZE * SIZE, 1)), dense[:, 0, 0])
+    assert torch.equal(mask.reshape(-1), dense.reshape(-1))
     with pytest.raises(RuntimeError, match=r"attention_mask: got aten\.logical_not_"):
         mask.logical_not_()
     with pytest.raises(RuntimeError, match=r"attention_mask: got an assignment on a mask"):

@@ -19,7 +19,7 @@ from dmattn.distributed import operators
 from dmattn.distributed.groups import Group, Ranks, agree, prepare, process_group, ranks_of
 from dmattn.functional import flash_dmattn_func
 from dmattn.key_lists import smaller
-from dmattn.ops.sharding import is_dtensor
+from dmattn.ops.sharding import refuse_dtensors
 from dmattn.problem import Problem
 from dmattn.selection import (
     KeySelection,
@@ -271,12 +271,7 @@ def _check_plain(**tensors: Any) -> None:
             "or vmap, wanted one outside of them; torch.autograd.grad finds gradients, and several "
             "sequences are one batch"
         )
-    for name, t in tensors.items():
-        if is_dtensor(t):
-            raise TypeError(
-                f"{name}: got a DTensor, wanted a plain tensor of the tokens of this rank, such as "
-                "what its to_local() returns"
-            )
+    refuse_dtensors(" of the tokens of this rank", **tensors)
 
 
 _DENSE_WAY = (

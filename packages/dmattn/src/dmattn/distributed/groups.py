@@ -163,7 +163,7 @@ def _as_message(facts: Mapping[str, Any], error: Exception | None) -> bytes:
     if error is None:
         return json.dumps({"facts": dict(facts)}).encode()
     kind = next((name for name, kind in _ERRORS.items() if isinstance(error, kind)), "RuntimeError")
-    text = str(error)[: MESSAGE_BYTES // 8]  # six bytes a character where it is not ASCII
+    text = str(error)[: MESSAGE_BYTES // 16]  # up to twelve bytes a character where it is not ASCII
     return json.dumps({"kind": kind, "error": text}).encode()
 
 

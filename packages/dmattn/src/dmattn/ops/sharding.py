@@ -29,6 +29,16 @@ def is_dtensor(t: object) -> bool:
     return kind is not None and isinstance(t, kind)
 
 
+def refuse_dtensors(of_what: str, **arguments: object) -> None:
+    """Raise TypeError for a DTensor, where a plain tensor is wanted; `of_what`: which one."""
+    for name, value in arguments.items():
+        if is_dtensor(value):
+            raise TypeError(
+                f"{name}: got a DTensor, wanted a plain tensor{of_what}, such as what its "
+                "to_local() returns"
+            )
+
+
 @functools.cache
 def _register() -> None:
     from torch.distributed.tensor.experimental import register_sharding

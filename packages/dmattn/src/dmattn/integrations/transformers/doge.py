@@ -218,6 +218,9 @@ def _new_tokens(
     is_tensor = isinstance(attention_mask, Tensor)
     if is_tensor and tuple(attention_mask.shape) == (batch, 1, 1, query_len):
         return attention_mask[:, 0, 0].bool()  # made by `_masks_for_generate`
+    if torch.compiler.is_compiling() and is_tensor and attention_mask.dim() == 2:
+        # How many tokens came before is known on the device only: the last ones are those at hand.
+        return attention_mask[:, attention_mask.shape[1] - query_len :].bool()
     before = cache.get_seq_length()
     wanted = (batch, before + query_len)
     if not is_tensor or tuple(attention_mask.shape) != wanted:

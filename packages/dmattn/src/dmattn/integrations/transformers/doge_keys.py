@@ -106,6 +106,9 @@ def seen_keys(
         _check_batch(cache, batch)
         offset = cache.get_query_offset()
         key_len, first_key = cache.get_mask_sizes(query_len, 0)
+    # A compiler knows what an IntervalMask describes, but not its shape.
+    if isinstance(attention_mask, IntervalMask) and torch.compiler.is_compiling():
+        return of_mask(config.keep_window_size, attention_mask)
     if attention_mask is not None and attention_mask.dim() == 4:
         _check_mask(attention_mask, config, batch, query_len, key_len)
         return of_mask(config.keep_window_size, attention_mask)

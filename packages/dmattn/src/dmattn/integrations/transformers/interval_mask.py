@@ -288,7 +288,10 @@ class IntervalMask(Tensor):
         if func is torch.ops.aten._to_copy.default and kwargs.get("dtype") in (None, torch.bool):
             return args[0]._described(kwargs.get("device") or args[0].device)
         _refuse_change(func, args, kwargs)
-        args, kwargs = tree_map_only(cls, cls.to_dense_mask, (args, kwargs))
+        # Contiguous, as it says that it is: views are made by its strides.
+        args, kwargs = tree_map_only(
+            cls, lambda mask: mask.to_dense_mask().contiguous(), (args, kwargs)
+        )
         return func(*args, **kwargs)
 
     def __setitem__(self, index: Any, value: Any) -> None:
