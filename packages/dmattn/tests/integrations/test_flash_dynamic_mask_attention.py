@@ -208,10 +208,22 @@ def test_equal_scores_are_a_sliding_window() -> None:
         ),
         (
             ValueError,
-            rf"attention_bias: got .*, wanted a bias of {S} keys",
+            rf"attention_bias: got shape .*, {S - 1}\), wanted .*, {S}\)",
             {"attention_bias": torch.zeros(B, 1, S, S - 1)},
         ),
         (ValueError, "attention_mask: got shape", {"attention_mask": torch.tensor(True)}),
+        (
+            ValueError,
+            r"attention_mask: got shape \(1, 5\)",
+            {"attention_mask": torch.ones(1, 5).int()},
+        ),
+        (
+            ValueError,
+            r"attention_mask: got shape \(7, 37\)",
+            {"attention_mask": torch.ones(7, 37).int()},
+        ),
+        (ValueError, r"attention_bias: got shape \(2, 3\)", {"attention_bias": torch.ones(2, 3)}),
+        (TypeError, "scaling: got 'a'", {"scaling": "a"}),
         (TypeError, r"is_causal: got 'no' \(str\), wanted True or", {"is_causal": "no"}),
         (TypeError, "deterministic: got 1", {"deterministic": 1}),
         (TypeError, r"target_dtype: got 'half' \(str\)", {"target_dtype": "half"}),

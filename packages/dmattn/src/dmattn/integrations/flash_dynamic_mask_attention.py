@@ -23,6 +23,7 @@ from dmattn.validation import (
     check_number,
     check_optional_tensor,
     check_tensor,
+    is_one_or,
 )
 from dmattn.varlen import flash_dmattn_varlen_func
 
@@ -88,18 +89,16 @@ def flash_dynamic_mask_attention_forward(
     bias = _with_rows(attention_bias)
     if bias is not None and bias.dtype not in (dtype, torch.float32):
         bias = bias.to(dtype)
-    mask = _with_rows(attention_mask)
+    mask = _checked_mask(attention_mask)
+    is_packed = kwargs.get("cu_seq_lens_q") is not None or kwargs.get("cu_seq_lens_k") is not None
+    if not is_packed:
+        _check_shapes(query, key, attention_mask=(attention_mask, mask))
+        _check_shapes(query, key, attention_bias=(attention_bias, bias))
     if mask is not None:
-        mask = check_mask("attention_mask", mask)
-        if mask.dim() != 4:
-            raise ValueError(
-                f"attention_mask: got shape {tuple(mask.shape)}, wanted (batch, "
-                "seqlen_k), or (batch|1, heads|1, seqlen_q|1, seqlen_k) with rows or without"
-            )
         mask = mask[..., : key.shape[1]]
     deterministic = kwargs.get("deterministic")
     settings: dict[str, Any] = {
-        "softmax_scale": scaling,
+        "softmax_scale": None if scaling is None else check_number("scaling", scaling),
         "softcap": 0.0 if softcap is None else softcap,
         "deterministic": check_bool(
             "deterministic", False if deterministic is None else deterministic
@@ -111,7 +110,7 @@ def flash_dynamic_mask_attention_forward(
             bias = without_nan(bias)  # no key of which is ever chosen
     if window is not None and bias is None:
         raise ValueError("attention_bias: got None, wanted a bias by which the window chooses")
-    if kwargs.get("cu_seq_lens_q") is not None or kwargs.get("cu_seq_lens_k") is not None:
+    if is_packed:
         settings |= {"is_causal": is_causal, "window_size": window}
         return _packed(query, key, value, mask, bias, kwargs, settings), None
     if window is not None and bias is not None and _has_rows(mask, bias):
@@ -154,6 +153,43 @@ def _check_tensors(query: Any, key: Any, value: Any, attention_bias: Any) -> Non
             f"attention_bias: got shape {tuple(bias.shape)}, wanted (batch|1, heads|1, seqlen_q|1, "
             "seqlen_k) or one without the dimension of rows"
         )
+
+
+def _checked_mask(attention_mask: Any) -> Tensor | None:
+    mask = _with_rows(attention_mask)
+    if mask is None:
+        return None
+    mask = check_mask("attention_mask", mask)
+    if mask.dim() != 4:
+        raise ValueError(
+            f"attention_mask: got shape {tuple(mask.shape)}, wanted (batch, "
+            "seqlen_k), or (batch|1, heads|1, seqlen_q|1, seqlen_k) with rows or without"
+        )
+    return mask
+
+
+def _check_shapes(query: Tensor, key: Tensor, **given: tuple[Tensor | None, Tensor | None]) -> None:
+    """Refuse what does not fit, as it was given rather than as `flash_dmattn_func` would see it.
+
+    Args:
+        query, key: (B, Sq, H, D) and (B, Sk, HK, D).
+        given: by name, a mask or bias as it was given and with four dimensions. There may be more
+            keys of a mask, the last of which are left out.
+    """
+    batch, query_len, heads, _ = query.shape
+    key_len, nheads_k = key.shape[1:3]
+    for name, (original, t) in given.items():
+        if original is None or t is None:
+            continue
+        keys = t.shape[3]
+        fits_keys = keys >= key_len if name == "attention_mask" else is_one_or(keys, key_len)
+        fits_heads = is_one_or(t.shape[1], heads) or t.shape[1] == nheads_k
+        fits = is_one_or(t.shape[0], batch) and is_one_or(t.shape[2], query_len)
+        if not (fits and fits_heads and fits_keys):
+            raise ValueError(
+                f"{name}: got shape {tuple(original.shape)}, wanted ({batch}|1, {heads}|{nheads_k}"
+                f"|1, {query_len}|1, {key_len}) or one without the dimension of rows, or of heads"
+            )
 
 
 def _window_size(kwargs: dict[str, Any]) -> int | None:
