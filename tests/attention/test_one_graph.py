@@ -68,7 +68,9 @@ def test_functions(packed: bool, kind: str) -> None:
         q, k, v = (normal(*shape, heads, 64).requires_grad_() for heads in (4, 2, 2))
         bounds = torch.tensor([0, n // 3, n], dtype=torch.int32, device=target_device())
         found = compiled(q, k, v, bounds)
-        torch.testing.assert_close(found, attend(q, k, v, bounds))
+        # A compiler cannot know sizes, so that the two may be of different kernels. Each rounds
+        # probabilities and its output to 8 bits: half a unit of the values' mean size for either.
+        torch.testing.assert_close(found, attend(q, k, v, bounds), rtol=1.6e-2, atol=2**-8)
         (dk,) = torch.autograd.grad(found.square().sum(), k)
         assert bool(dk.isfinite().all())
         graphs = graphs or counter.frame_count  # of the first length, with its restarts
