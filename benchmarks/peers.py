@@ -435,7 +435,7 @@ def torch_cache_step(data: Data) -> Tensor:
 
 
 @functools.cache
-def _torch_varlen(causal: bool, grouped: bool) -> Callable[..., Any]:
+def torch_varlen_call(causal: bool, grouped: bool) -> Callable[..., Any]:
     """varlen_attn as this torch wants it called; its arguments differ between releases."""
     try:
         from torch.nn.attention.varlen import varlen_attn
@@ -453,7 +453,7 @@ def _torch_varlen(causal: bool, grouped: bool) -> Callable[..., Any]:
 def torch_varlen(data: Data) -> Tensor:
     assert data.bounds is not None
     case, bounds, longest = data.case, data.bounds, max(data.case.lengths)
-    attend = _torch_varlen(case.causal, case.nheads != case.nheads_k)
+    attend = torch_varlen_call(case.causal, case.nheads != case.nheads_k)
     out: Tensor = attend(*data.packed(), bounds, bounds, longest, longest)
     return out.unsqueeze(0)
 
