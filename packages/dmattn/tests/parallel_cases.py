@@ -283,15 +283,12 @@ def split_tensors(rank: int, world: int) -> None:
             given[place] = split[place]
         call = functools.partial(context_parallel_attention, *given, window_size=9)
         expect(TypeError, f"{name}: got a DTensor, wanted a plain tensor", call)
-        given[place] = split[place]
-        stretch = functools.partial(
-            flash_dmattn_func, *given[:3], attn_bias=given[3], is_causal=True, window_size=9
-        )
-        words = f"{name}: got a DTensor, wanted a plain tensor with state, return_state or"
-        expect(TypeError, words, functools.partial(stretch, return_state=True))
-        if place > 0:
-            state = functools.partial(KeyState.of, *given[1:], 9)
-            expect(TypeError, f"{name}: got a DTensor, wanted a plain tensor for a state", state)
+    # Nor do they go beside a state, or into one.
+    attend = functools.partial(flash_dmattn_func, *split[:3], attn_bias=split[3], window_size=9)
+    words = "query: got a DTensor, wanted a plain tensor with state, return_state or cu_seqlens"
+    expect(TypeError, words, functools.partial(attend, is_causal=True, return_state=True))
+    words = "key: got a DTensor, wanted a plain tensor for a state"
+    expect(TypeError, words, functools.partial(KeyState.of, *split[1:], 9))
     check(rank, lengths, whole, 9)
 
 

@@ -163,8 +163,11 @@ def _as_message(facts: Mapping[str, Any], error: Exception | None) -> bytes:
     if error is None:
         return json.dumps({"facts": dict(facts)}).encode()
     kind = next((name for name, kind in _ERRORS.items() if isinstance(error, kind)), "RuntimeError")
-    text = str(error)[: MESSAGE_BYTES // 16]  # up to twelve bytes a character where it is not ASCII
-    return json.dumps({"kind": kind, "error": text}).encode()
+    text = str(error)[: MESSAGE_BYTES // 8]
+    message = json.dumps({"kind": kind, "error": text}).encode()
+    if len(message) > MESSAGE_BYTES:  # twelve bytes a character beyond the basic plane
+        message = json.dumps({"kind": kind, "error": text[: MESSAGE_BYTES // 16]}).encode()
+    return message
 
 
 def _all_gather(group: dist.ProcessGroup, message: bytes) -> list[dict[str, Any]]:
