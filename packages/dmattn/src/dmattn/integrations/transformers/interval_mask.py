@@ -288,10 +288,9 @@ class IntervalMask(Tensor):
         if func is torch.ops.aten._to_copy.default and kwargs.get("dtype") in (None, torch.bool):
             return args[0]._described(kwargs.get("device") or args[0].device)
         _refuse_change(func, args, kwargs)
-        # Contiguous, as it says that it is: views are made by its strides.
-        args, kwargs = tree_map_only(
-            cls, lambda mask: mask.to_dense_mask().contiguous(), (args, kwargs)
-        )
+        args, kwargs = tree_map_only(cls, cls.to_dense_mask, (args, kwargs))
+        if func in _VIEWS_BY_STRIDES:
+            args = (args[0].contiguous(), *args[1:])  # as it says that it is
         return func(*args, **kwargs)
 
     def __setitem__(self, index: Any, value: Any) -> None:
@@ -325,6 +324,13 @@ class IntervalMask(Tensor):
 
 
 _WHOLE = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+# What makes views by strides. A mask says that it is contiguous, and the dense one may be expanded.
+_VIEWS_BY_STRIDES = (
+    torch.ops.aten.view.default,
+    torch.ops.aten.as_strided.default,
+    torch.ops.aten._unsafe_view.default,
+    torch.ops.aten._reshape_alias.default,
+)
 
 
 def _refuse_change(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
