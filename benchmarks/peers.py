@@ -316,19 +316,30 @@ def running_top_mask(data: Data) -> Tensor:
 # --- PyTorch's ------------------------------------------------------------------------------------
 
 
-def _sdpa(
-    data: Data, backend: SDPBackend, bias: Tensor | None = None, causal: bool = False
+def sdpa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    backend: SDPBackend,
+    added: Tensor | None = None,
+    causal: bool = False,
 ) -> Tensor:
-    q, k, v = data.heads_first()
-    grouped = data.case.nheads != data.case.nheads_k
-    if grouped and backend is SDPBackend.EFFICIENT_ATTENTION:  # it has no grouped heads
-        ratio = data.case.nheads // data.case.nheads_k
-        k, v, grouped = k.repeat_interleave(ratio, 1), v.repeat_interleave(ratio, 1), False
+    """SDPA by one backend: q (B, Sq, H, D), k and v (B, Sk, HK, D); returns (B, Sq, H, D)."""
+    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+    ratio = q.shape[1] // k.shape[1]
+    if ratio > 1 and backend is SDPBackend.EFFICIENT_ATTENTION:  # it has no grouped heads
+        k, v, ratio = k.repeat_interleave(ratio, 1), v.repeat_interleave(ratio, 1), 1
     with sdpa_kernel(backend):
         out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=bias, is_causal=causal, enable_gqa=grouped
+            q, k, v, attn_mask=added, is_causal=causal, enable_gqa=ratio > 1
         )
     return out.transpose(1, 2)
+
+
+def _sdpa(
+    data: Data, backend: SDPBackend, added: Tensor | None = None, causal: bool = False
+) -> Tensor:
+    return sdpa(data.q, data.k, data.v, backend, added, causal)
 
 
 def sdpa_here(data: Data) -> Tensor:

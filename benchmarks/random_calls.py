@@ -23,14 +23,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import dmattn
-from benchmarks.peers import torch_varlen_call
+from benchmarks.peers import sdpa, torch_varlen_call
 from benchmarks.timing import Call, Clock
 
 LENGTHS = (
@@ -127,30 +126,14 @@ class Draw:
         return rows, operand(keys, x.nheads_k), operand(keys, x.nheads_k)
 
 
-def sdpa(qkv: QKV, backend: SDPBackend, mask: Callable[[], Tensor] | None = None) -> Call:
-    """torch's attention; `mask` makes what it adds to the logits, inside the timing."""
-
-    def call() -> Tensor:
-        q, k, v = (t.transpose(1, 2) for t in qkv)
-        grouped = q.shape[1] != k.shape[1]
-        if grouped and backend is EFFICIENT:  # it has no grouped heads
-            k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
-            grouped = False
-        added = None if mask is None else mask()
-        with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(q, k, v, attn_mask=added, enable_gqa=grouped)
-
-    return call
-
-
-def sdpa_causal(qkv: QKV, backend: SDPBackend) -> Call:
-    def call() -> Tensor:
-        q, k, v = (t.transpose(1, 2) for t in qkv)
-        grouped = q.shape[1] != k.shape[1]
-        with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-
-    return call
+def by(
+    qkv: QKV,
+    backend: SDPBackend,
+    added: Callable[[], Tensor] | None = None,
+    causal: bool = False,
+) -> Call:
+    """torch's attention; `added` makes its mask, or what it adds to the logits, in the timing."""
+    return lambda: sdpa(*qkv, backend, None if added is None else added(), causal)
 
 
 # --- kinds of calls -------------------------------------------------------------------------------
@@ -158,11 +141,11 @@ def sdpa_causal(qkv: QKV, backend: SDPBackend) -> Call:
 
 def dense(draw: Draw) -> Drawn:
     x, causal = draw.shape(32768), draw.chance(0.6)
-    qkv, peer = draw.qkv(x), sdpa_causal if causal else sdpa
+    qkv = draw.qkv(x)
     return Drawn(
         f"{x}{' causal' if causal else ''}",
         lambda: dmattn.flash_dmattn_func(*qkv, is_causal=causal),
-        {"cuDNN": peer(qkv, CUDNN), "flash": peer(qkv, FLASH)},
+        {"cuDNN": by(qkv, CUDNN, causal=causal), "flash": by(qkv, FLASH, causal=causal)},
         list(qkv),
     )
 
@@ -173,7 +156,7 @@ def cross(draw: Draw) -> Drawn:
     return Drawn(
         f"{x} over {keys} keys",
         lambda: dmattn.flash_dmattn_func(*qkv),
-        {"cuDNN": sdpa(qkv, CUDNN), "flash": sdpa(qkv, FLASH)},
+        {"cuDNN": by(qkv, CUDNN), "flash": by(qkv, FLASH)},
         list(qkv),
     )
 
@@ -193,7 +176,7 @@ def mask(draw: Draw) -> Drawn:
     return Drawn(
         f"{x} {how}",
         lambda: dmattn.flash_dmattn_func(*qkv, attn_mask=seen),
-        {name: sdpa(qkv, by, lambda: seen) for name, by in _WITH_MASKS.items()},
+        {name: by(qkv, backend, lambda: seen) for name, backend in _WITH_MASKS.items()},
         list(qkv),
     )
 
@@ -214,9 +197,9 @@ def bias(draw: Draw) -> Drawn:
     def as_mask() -> Tensor:
         return added.to(x.dtype).expand(x.batch, x.nheads, -1, -1)
 
-    peers = {"efficient": sdpa(qkv, EFFICIENT, as_mask)}
+    peers = {"efficient": by(qkv, EFFICIENT, as_mask)}
     if not grad:
-        peers["cuDNN"] = sdpa(qkv, CUDNN, as_mask)
+        peers["cuDNN"] = by(qkv, CUDNN, as_mask)
     bits = "fp32" if dtype == torch.float32 else "16 bits"
     return Drawn(
         f"{x} [{heads[0]}, {heads[1]}, S, S] {bits}{', gradient' if grad else ''}",
@@ -239,7 +222,7 @@ def few_rows(draw: Draw) -> Drawn:
     return Drawn(
         f"{x} over {keys} keys",
         lambda: dmattn.flash_dmattn_func(*qkv),
-        {"cuDNN": sdpa(qkv, CUDNN), "flash": sdpa(qkv, FLASH)},
+        {"cuDNN": by(qkv, CUDNN), "flash": by(qkv, FLASH)},
         [],
     )
 
@@ -274,7 +257,7 @@ def top(draw: Draw) -> Drawn:
     return Drawn(
         f"{x} w{window}, scores of {heads} heads",
         lambda: dmattn.flash_dmattn_func(*qkv, **settings),
-        {"cuDNN, all keys": sdpa_causal(qkv, CUDNN)},
+        {"cuDNN, all keys": by(qkv, CUDNN, causal=True)},
         [*qkv, scores],
     )
 

@@ -92,8 +92,12 @@ def flash_dynamic_mask_attention_forward(
     mask = _checked_mask(attention_mask)
     is_packed = kwargs.get("cu_seq_lens_q") is not None or kwargs.get("cu_seq_lens_k") is not None
     if not is_packed:
-        _check_shapes(query, key, attention_mask=(attention_mask, mask))
-        _check_shapes(query, key, attention_bias=(attention_bias, bias))
+        _check_shapes(
+            query,
+            key,
+            attention_mask=(attention_mask, mask),
+            attention_bias=(attention_bias, bias),
+        )
     if mask is not None:
         mask = mask[..., : key.shape[1]]
     deterministic = kwargs.get("deterministic")
