@@ -52,7 +52,7 @@ FEW = Case(300, 300, dtype=target().dtypes[0])
 MANY = FEW.with_(batch=40, nheads=16, nheads_k=16)
 ENOUGH = FEW.with_(batch=8, nheads=16, nheads_k=16, seqlen_q=1024, seqlen_k=1024)
 MANY_GROUPS = FEW.with_(batch=80, nheads=16, nheads_k=4, seqlen_q=256, seqlen_k=600)
-GROUPS_IN_CHUNKS = FEW.with_(batch=8, nheads=16, nheads_k=4)
+GROUPS_IN_CHUNKS = FEW.with_(batch=8, nheads=16, nheads_k=4, seqlen_q=900, seqlen_k=900)
 if not on_cuda():  # where it makes no difference
     FEW = FEW.with_(seqlen_q=140, seqlen_k=140)
     MANY = ENOUGH = MANY_GROUPS = GROUPS_IN_CHUNKS = FEW.with_(batch=10, nheads=2, nheads_k=2)

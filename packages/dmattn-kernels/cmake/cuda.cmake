@@ -17,13 +17,14 @@ enable_language(CUDA)
 # Each name becomes the virtual architecture that it is compiled from, by which the kernels recognise the tile shapes
 # that they should have (src/kernels/attention/sm80/launch.cuh): compute_80 the wide ones, compute_86 the narrow ones,
 # for chips with 99 KB of shared memory a block, and compute_89 both. The last is the PTX of a release: of chips newer
-# than its machine code, some have more shared memory and some have not. Code that only one architecture runs, sm_90a,
-# is for the units of that architecture alone: see units.cmake.
+# than its machine code, some have more shared memory and some have not.
 #
 # The helper kernels' code for sm_90 comes from compute_90, which has the instructions to start early with
 # (src/kernels/shared/early_start.cuh), and so does that of decoding. The other units would take half as long again to
 # compile.
-# Hopper's own kernels belong to code for Hopper.
+#
+# Code that only one architecture runs, sm_90a, is for the units of that architecture alone (see units.cmake). Those
+# belong to code for Hopper.
 if("90" IN_LIST DMATTN_CUDA_ARCHS OR "sm_90" IN_LIST DMATTN_CUDA_ARCHS)
   list(APPEND DMATTN_CUDA_ARCHS "sm_90a")
   list(REMOVE_DUPLICATES DMATTN_CUDA_ARCHS)

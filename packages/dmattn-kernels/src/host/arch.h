@@ -18,8 +18,8 @@ struct KernelSet {
   // Chips that it is for, from min_capability to max_capability (10 * major + minor), where it is not forced.
   int32_t min_capability, max_capability;
   int32_t smem_per_block;  // bytes of shared memory that its largest tiles may take
-  // Where not nullptr: its tile shapes are left out of the PTX for newer chips, and are only in native code of the
-  // chips for which this is true (see cmake/cuda.cmake).
+  // Where not nullptr: its kernels are in no PTX, but only in machine code of the chips for which this is true. Other
+  // kernels are wherever their tile shapes are (see cmake/cuda.cmake).
   bool (*is_compiled_for)(int32_t capability);
   // Name of the set whose units stand in where `arch` has none of its own; nullptr: none does.
   const char* fallback;
@@ -31,9 +31,9 @@ struct KernelSet {
   bool (*serves_fwd)(const FwdParams& p, Level level, bool gathered);
   // Whether its backward units, which always find all three gradients, compute this problem. It is dense, with or without a
   // dense mask, a window and a bias (then without softcap beside a mask or a bias, up to head_dim 128 without a mask
-  // beside an fp32 bias for each row and key, and deterministic only as far as warps take turns, see plan/bwd.cpp); or
-  // of packed sequences with neither a mask nor a bias; or gathered, without softcap, and its bias, if any, is for each
-  // key. nullptr: they compute every one.
+  // beside an fp32 bias for each row and key, and deterministic only as far as warps take turns, see
+  // plan/bwd_residents.cpp); or of packed sequences with neither a mask nor a bias; or gathered, without softcap, and
+  // its bias, if any, is for each key. nullptr: they compute every one.
   bool (*serves_bwd)(const BwdParams& p, bool gathered);
   // Its tiled kernels find the window of keys that rows see (FwdParams::window) by themselves.
   bool finds_windows;
@@ -60,8 +60,8 @@ struct Chip {
   int32_t smem_per_block = 0;
 };
 
-// The set for a chip, or the one named `forced` (nullptr: none is). `built_for` is what the binary holds native code
-// for, e.g. "sm_80,sm_89,compute_89", and has_all_tiles says that all of that code has every tile shape.
+// The set for a chip, or the one named `forced` (nullptr: none is). `built_for` is what the binary holds, machine code
+// and PTX, e.g. "sm_80,sm_89,compute_89", and has_all_tiles says that all of that code has every tile shape.
 // Fails with DMATTN_ERROR_UNSUPPORTED where nothing fits, and _INVALID_VALUE for a name that there is not.
 const KernelSet& choose_kernel_set(const Chip& chip, const char* forced, const char* built_for, bool has_all_tiles);
 

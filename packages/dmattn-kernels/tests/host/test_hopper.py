@@ -174,6 +174,37 @@ def test_tall_tiles_of_a_bias_alone(probe: ctypes.CDLL, more: dict[str, Any], bl
     assert (plan["arch"], plan["block_m"]) == (90, block_m)
 
 
+@pytest.mark.parametrize(
+    "arch, head_dim, heads, seqlen_k, more",
+    [
+        # Splits end sooner where there are many keys for the blocks of rows, ...
+        (80, 128, 2, 4096, {}),
+        (80, 64, 16, 2048, {}),
+        (80, 256, 8, 4096, {}),
+        (80, 128, 32, 4096, {"is_causal": 1, "seqlen_q": 128}),
+        # ... but not if the GPU is nearly full without, or they have few keys each.
+        (90, 128, 48, 4096, {}),
+        (90, 64, 2, 512, {}),
+        (90, 128, 2, 512, {}),
+        (90, 256, 48, 2048, {}),
+        (90, 128, 8, 1024, {"is_causal": 1, "seqlen_q": 1024}),
+        # What else there is to do for a score counts for both.
+        (90, 128, 2, 2048, {"mask": mask(1, 1, 128, 2048)}),
+        (80, 128, 2, 8192, {"mask": mask(1, 1, 128, 8192)}),
+        (90, 64, 2, 1024, {"bias": tensor((1, 1, 1, 1024), BFLOAT16)}),
+        (90, 128, 4, 640, {"softcap": 20.0}),
+        (80, 128, 4, 4096, {"softcap": 20.0}),
+    ],
+)
+def test_few_blocks_of_rows_go_by_the_time(
+    probe: ctypes.CDLL, arch: int, head_dim: int, heads: int, seqlen_k: int, more: dict[str, Any]
+) -> None:
+    """Of kernels that do not split the keys, or of others that do."""
+    call = {"batch": 1, "seqlen_q": 128, "seqlen_k": seqlen_k, "nheads": heads, "nheads_k": heads}
+    plan = Probe(probe).fwd(SM90, SMS, head_dim=head_dim, **(call | more))
+    assert plan["arch"] == arch and (plan["num_splits"] == 1) == (arch == 90)
+
+
 @pytest.mark.parametrize("more", [{}, {"softcap": 30.0}], ids=["plain", "softcap"])
 def test_few_rows_and_few_keys(probe: ctypes.CDLL, more: dict[str, Any]) -> None:
     """Keys of up to three tiles are not split, however few the blocks of rows are."""

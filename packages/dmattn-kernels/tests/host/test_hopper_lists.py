@@ -595,13 +595,15 @@ def test_tiles_of_padded_batches(
 
 
 @pytest.mark.parametrize("causal", [0, 1])
-@pytest.mark.parametrize(("batch", "nheads", "nheads_k"), [(2, 4, 2), (8, 16, 4)])
+@pytest.mark.parametrize(
+    ("batch", "nheads", "nheads_k", "length"), [(2, 4, 2, 300), (8, 16, 4, 900)]
+)
 def test_chunks_of_padded_batches(
-    probe: ctypes.CDLL, batch: int, nheads: int, nheads_k: int, causal: int
+    probe: ctypes.CDLL, batch: int, nheads: int, nheads_k: int, length: int, causal: int
 ) -> None:
     """And those that are there for chunks have these."""
     shape = {"batch": batch, "nheads": nheads, "nheads_k": nheads_k, "is_causal": causal}
-    found = mask_plan_of(probe, mask(batch, 1, 1, 300), 300, head_dim=72, **shape)
+    found = mask_plan_of(probe, mask(batch, 1, 1, length), length, head_dim=72, **shape)
     assert found["arch"] == 90 and found["chunk_blocks"] > 0 and not found["has_whole_items"]
 
 

@@ -18,12 +18,12 @@
 namespace dmattn {
 
 // The launches of one backward call. Usually one; one per batch, kv head or head of the group
-//  - where query heads of a group have their own lists of keys, or on Hopper a bias over lists (per_group): a block then
-//    serves one list,
+//  - where query heads of a group have their own lists of keys, or on Hopper their own bias over lists (per_group): a
+//    block then serves one head of the group,
 //  - where a deterministic dbias is shared between heads or batches: a launch adds to each entry at most once, and
 //    launches follow one another, unless blocks take turns at it (BwdPlan::orders_dbias), and
 //  - where a deterministic key dbias comes from lists of row blocks (per_group): blocks add to it in turn, at their
-//    end. Not on Hopper, where a block has the sums of all heads of a group.
+//    end. Not on Hopper, where a block has the sums of all heads that share the bias.
 struct BwdSequence {
   bool per_batch = false, per_head_k = false, per_group = false;
   bool is_single() const { return !per_batch && !per_head_k && !per_group; }

@@ -5,12 +5,24 @@
 
 namespace dmattn {
 
+// Whether rows do not see all keys that causality and the lengths leave.
+bool hides_keys(const BwdPlan& plan);
+// Hopper's kernels up to head_dim 128 take turns at a dbias that is shared, of which all have the same tiles.
+bool may_order_dbias(const BwdPlan& plan);
+// Whether this is a problem of the kind that KernelSet::serves_bwd() is asked about.
+bool is_for_residents(const BwdPlan& plan);
+// Whether thread blocks that stay have enough to do. No kernel splits packed sequences; where sums are deterministic
+// others do not split further.
+bool suits_residents(const BwdPlan& plan);
+
 // Decides into how many rounds the call falls for the sake of the fp32 sums, and into how many parts the rows of a key
 // tile. Comes last, because what the sums may take depends on all the rest: `bytes_before` of the workspace.
 void choose_sums(BwdPlan& plan, const Device& device, size_t bytes_before);
 // Whether thread blocks that stay have enough to do with the tiles of a round, of which each falls into so many parts,
 // or are soon done.
 bool keeps_residents_busy(const BwdPlan& plan, const BwdRound& round, int64_t tiles, int64_t parts);
+// Whether they work for such a share of their time that others, which split further, would take longer.
+bool works_enough(const BwdPlan& plan);
 // Lays out the sums that the backward kernels keep in fp32.
 void place_sums(BwdPlan& plan, Workspace& workspace);
 

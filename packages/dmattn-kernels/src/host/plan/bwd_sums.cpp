@@ -9,10 +9,12 @@ namespace {
 
 // Sums of dk and dv for parts of tiles may always take this much, whatever the rest of the workspace takes.
 constexpr int64_t kSlotBytesFloor = int64_t{256} << 10;
-// Scratch below this is never worth more rounds of launches: at 10 MB they cost 40%, at 200 MB nothing. Rounds over
-// interval lists have no splits to keep the GPU full with: they start later, and only while each has so many blocks for
-// each SM (3% at 200 MB, 1% at twice that).
-constexpr int64_t kScratchFloor = int64_t{8} << 20;
+// Scratch below this is never worth more rounds of launches: small calls took 0.6 to 0.95 of the time without.
+// The list of a mask for all rows is left for its tiles where it takes rounds, so that few keys are not listed. Rounds
+// over interval lists have no splits to keep the GPU full with: they start later, and only while each has so many
+// blocks for each SM (3% at 200 MB, 1% at twice that).
+constexpr int64_t kScratchFloor = int64_t{16} << 20;
+constexpr int64_t kMaskListScratchFloor = int64_t{8} << 20;
 // Of at least so many rows for each key, as of an image over the words of a text, the sums of dq alone are more than
 // 1.5 times q, k and v. All that small calls gain by rounds is a few MB: at 40 MB they cost 15% to 45%.
 constexpr int64_t kFewKeysScratchFloor = int64_t{48} << 20;
@@ -43,7 +45,8 @@ int64_t scratch_limit(const BwdPlan& plan, int64_t thirty_seconds = 47) {
 int64_t scratch_floor(const BwdPlan& plan) {
   const BwdParams& p = plan.kernel;
   const bool has_few_keys = !p.packing.is_active() && p.seqlen_q >= kRowsForFewKeys * p.seqlen_k;
-  return has_few_keys ? kFewKeysScratchFloor : kScratchFloor;
+  if (has_few_keys) return kFewKeysScratchFloor;
+  return is_gathered(plan.walk) ? kMaskListScratchFloor : kScratchFloor;
 }
 
 bool continues_dkv(const BwdPlan& plan, const BwdRound& round) {
@@ -82,16 +85,29 @@ constexpr int64_t kMostPartsInOrder = 8;
 // while there are no more than so many for each block.
 constexpr double kBusyWithout = 0.85, kBusyWith = 0.9;
 constexpr int64_t kMostParts = 8;
-// Parts are worth their sums, and the rounds that these take, from this share of the time without.
-constexpr double kWorthParts = 0.9;
-// Under causality two items for each block, of unequal lengths, leave a sixth of the time even where they could be
-// dealt out evenly. And items that go through many heads one after the other, each in its own time, soon read and add
+// Under causality one to two items for each block, of unequal lengths, leave a sixth of the time even where they could be
+// dealt out evenly, and three none. And items that go through many heads one after the other, each in its own time, soon read and add
 // to different heads, more than stay in L2: by measurement of 8 heads.
-constexpr int64_t kEvenItems = 3, kHeadsInStep = 4;
+constexpr double kUnevenItems = 2, kEvenItems = 3;
+constexpr int64_t kHeadsInStep = 4;
 // What a round takes beside its items, until these have begun and when they end, with the launches around them: as many
-// steps over blocks of rows, of about a microsecond each.
-constexpr int64_t kStepsOfRound = 20;
+// steps over blocks of rows.
+constexpr int64_t kStepsOfRound = 10;
 constexpr double kUnevenLoss = 1.2, kDriftLoss = 1.3;
+// Under causality all items of a head begin at its last rows. Where these are more than so many, they wait for each
+// other's additions to dq.
+constexpr int64_t kCrowd = 40;
+constexpr double kCrowdLoss = 1.2;
+// Rounds for the sake of parts are chosen below this share of the time without.
+constexpr double kWorthRounds = 0.97;
+// What the sums of parts take beside the items, in steps of 2 us, fitted to 408 small calls (docs/kernels/backward.md):
+// for the launch that rounds them, of items of unequal lengths for each MB, and for each MB and part that adds to it.
+// Beside a bias for each row and key a step takes longer.
+constexpr double kStepsOfSums = 2, kStepsOfUnevenSums = 1, kStepsOfUnevenMegabyte = 0.4, kStepsOfPartMegabyte = 0.28;
+constexpr double kStepBesideBias = 0.6;
+// Blocks that stay are left for kernels that split further, and take nearly twice as long over the same rows, where they
+// would work for less than this share of their time.
+constexpr double kBusyEnough = 0.45;
 
 // Items are of different lengths; and go through their heads one by one, as those do not that can add in a fixed order.
 // Clusters, which have twice the columns and half as many items at a time, lose nothing by it.
@@ -149,16 +165,37 @@ bool suits_mirrored_items(const BwdPlan& plan, const BwdRound& round, const Devi
 
 // The share of their time for which blocks that stay have something to do, if each tile falls into so many parts: under
 // causality the longest, which are begun first, are twice as long as the average.
-double busy_with(const BwdPlan& plan, int64_t tiles, int64_t heads, int64_t parts, const Device& device) {
-  const int64_t blocks = device.num_sms / plan.tile.cluster;
+double busy_with(const BwdPlan& plan, int64_t tiles, int64_t heads, int64_t parts) {
+  const int64_t blocks = plan.resident_blocks / plan.tile.cluster;
   const int64_t heads_of_part = ceil_div(heads, parts);
   const double part = parts < heads ? static_cast<double>(heads_of_part) / heads : 1.0 / parts;  // of a tile
   const double least = static_cast<double>(tiles) / blocks;
   if (!has_uneven_items(plan)) return least / (ceil_div(tiles * parts, blocks) * part);
   double time = std::max(least, 2 * part);
-  if (has_drifting_items(plan) && tiles * parts < kEvenItems * blocks) time *= kUnevenLoss;
+  if (has_drifting_items(plan)) {
+    const double items = std::clamp(static_cast<double>(tiles * parts) / blocks, kUnevenItems, kEvenItems);
+    if (tiles * parts > blocks) time *= 1 + (kUnevenLoss - 1) * (kEvenItems - items) / (kEvenItems - kUnevenItems);
+  }
   if (has_drifting_items(plan) && heads_of_part > kHeadsInStep) time *= kDriftLoss;
+  const int64_t beginnings = tiles / ceil_div(plan.kernel.seqlen_k, plan.tile.block_n) * std::max(heads, parts);
+  if (has_uneven_items(plan) && blocks > kCrowd * beginnings) time *= kCrowdLoss;
   return least / time;
+}
+// Steps over a block of rows that the sums of parts take, and all that the items of a round do.
+double steps_of_sums(const BwdPlan& plan, int64_t tiles, int64_t parts) {
+  if (parts == 1) return 0;
+  const double megabytes = static_cast<double>(tiles * slot_bytes(plan)) / (1 << 20);
+  const double alike = has_uneven_items(plan) ? kStepsOfUnevenSums + kStepsOfUnevenMegabyte * megabytes : kStepsOfSums;
+  const BiasKind bias = plan.kernel.bias.kind;
+  const double share = bias == BiasKind::kTile || bias == BiasKind::kDirect ? kStepBesideBias : 1;
+  return share * (alike + kStepsOfPartMegabyte * parts * megabytes);
+}
+double steps_with_parts(const BwdPlan& plan, const BwdRound& round, int64_t tiles, int64_t parts) {
+  const int64_t heads = round.groups, blocks = plan.resident_blocks / plan.tile.cluster;
+  const double seen = has_uneven_items(plan) ? 0.5 : 1;  // of the rows, by the average key
+  const double steps = seen * static_cast<double>(heads * plan.kernel.dq_blocks);
+  const double items = steps * static_cast<double>(tiles) / blocks / busy_with(plan, tiles, heads, parts);
+  return items + steps_of_sums(plan, tiles, parts);
 }
 // The most parts that a tile can fall into: shares of its heads, and of their rows.
 int64_t most_parts(const BwdPlan& plan, const BwdRound& round, int64_t tiles, const Device& device) {
@@ -181,16 +218,23 @@ int64_t parts_that_fill(const BwdPlan& plan, const BwdRound& round, int64_t tile
   const int64_t heads = round.groups, fewest = fewest_parts(plan, round);
   int64_t best = fewest;
   if (suits_mirrored_items(plan, round, device)) return best;
-  double most = busy_with(plan, tiles, heads, best, device);
+  double most = busy_with(plan, tiles, heads, best);
   if (most >= kBusyWithout) return best;
   const int64_t limit = most_parts(plan, round, tiles, device);
-  int64_t first = has_drifting_items(plan) && heads <= limit ? heads : 2;
+  // Heads that would not stay in L2 are not left to drift apart.
+  int64_t first = has_drifting_items(plan) && leaves_l2(plan) && heads <= limit ? heads : 2;
   if (fewest > 1) first = 2 * heads;
-  for (int64_t parts = first; parts <= limit && most < kBusyWith; parts += parts < heads ? 1 : heads) {
-    const double busy = busy_with(plan, tiles, heads, parts, device);
-    if (busy <= most) continue;
+  // In a fixed order parts wait for each other: these are best with as many as keep the blocks busy.
+  const bool goes_by_steps = !plan.kernel.deterministic;
+  double fewest_steps = steps_with_parts(plan, round, tiles, best);
+  for (int64_t parts = first; parts <= limit && (goes_by_steps || most < kBusyWith);
+       parts += parts < heads ? 1 : heads) {
+    const double busy = busy_with(plan, tiles, heads, parts);
+    const double steps = steps_with_parts(plan, round, tiles, parts);
+    if (goes_by_steps ? steps >= fewest_steps : busy <= most) continue;
     best = parts;
     most = busy;
+    fewest_steps = steps;
   }
   return best;
 }
@@ -413,8 +457,12 @@ class RoundChoice {
     plan_.round = plan_.whole;
     search(/*with_list_slots=*/false);
     const int64_t tiles = wanted_splits(plan_, plan_.round, device_).tiles;
-    const bool suits_whole_tiles = keeps_residents_busy(plan_, plan_.round, tiles, /*parts=*/1);
-    if (!fits || (suits_whole_tiles && time > kWorthParts * time_of_rounds())) return;
+    const bool suits_whole_tiles = keeps_residents_busy(plan_, plan_.round, tiles, /*parts=*/1) ||
+                                   busy_with(plan_, tiles, plan_.round.groups, /*parts=*/1) >= kBusyEnough;
+    const BwdRound& without = plan_.round;
+    const bool takes_rounds = with_parts.batches < without.batches || with_parts.heads_k < without.heads_k ||
+                              with_parts.groups < without.groups;
+    if (!fits || (takes_rounds && suits_whole_tiles && time > kWorthRounds * time_of_rounds())) return;
     plan_.may_split = true;
     plan_.round = with_parts;
   }
@@ -424,13 +472,16 @@ class RoundChoice {
     const Splits splits = wanted_splits(plan_, round, device_);
     const double share = static_cast<double>(round.groups) / all.groups;
     const bool is_mirrored = splits.parts == 1 && suits_mirrored_items(plan_, round, device_);
-    const double busy = is_mirrored ? 1 : busy_with(plan_, splits.tiles, round.groups, splits.parts, device_);
+    const double busy = is_mirrored ? 1 : busy_with(plan_, splits.tiles, round.groups, splits.parts);
     const int64_t rounds = ceil_div(all.batches, round.batches) * ceil_div(all.heads_k, round.heads_k) *
                            ceil_div(all.groups, round.groups);
+    // The last one may have less to do.
+    const double full_rounds = static_cast<double>(int64_t{all.batches} * all.heads_k * all.groups) /
+                               static_cast<double>(int64_t{round.batches} * round.heads_k * round.groups);
     const int64_t steps = all.groups * int64_t{plan_.kernel.dq_blocks};
     const int64_t blocks = device_.num_sms / plan_.tile.cluster;
-    const double beside = static_cast<double>(blocks * kStepsOfRound) / static_cast<double>(steps);
-    return rounds * (share * splits.tiles / busy + beside);
+    const double beside = kStepsOfRound + steps_of_sums(plan_, splits.tiles, splits.parts);
+    return full_rounds * share * splits.tiles / busy + rounds * blocks * beside / static_cast<double>(steps);
   }
 
   // Chunks whose shares of dk, dv and dbias fit beside the other sums, in rounds of whole kv heads: the shortest chunks
@@ -569,6 +620,11 @@ bool keeps_residents_busy(const BwdPlan& plan, const BwdRound& round, int64_t ti
   const int64_t of_ten = is_uneven ? (is_full ? 8 : 17) : (is_full ? 3 : 7);
   return 10 * tiles * parts * plan.tile.cluster >= of_ten * plan.resident_blocks ||
          ceil_div<int64_t>(int64_t{round.groups} * p.dq_blocks, parts) <= kShortSteps;
+}
+
+bool works_enough(const BwdPlan& plan) {
+  const int64_t parts = plan.kernel.num_splits;
+  return busy_with(plan, plan.kernel.max_work_items, plan.round.groups, parts) >= kBusyEnough;
 }
 
 bool keeps_to_limit(const BwdPlan& plan, int64_t bytes) {

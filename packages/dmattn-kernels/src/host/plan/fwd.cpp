@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "host/layouts/layouts.h"
+#include "host/plan/blocks.h"
 #include "host/plan/decode.h"
 #include "host/plan/short.h"
 
@@ -41,9 +42,6 @@ int64_t resident_items(const FwdParams& p, const FwdTile& tile) {
   return int64_t{packed_blocks(p.packing.total_q, p.packing.sequences, tile.block_m)} * p.nheads;
 }
 
-// Thread blocks of a launch, and row blocks that those that stay take, are counted in 32 bits.
-constexpr int64_t kMostBlocks = INT32_MAX - 8192;
-
 // Parts into which a kernel with such tiles should split the keys. How many key tiles a packed sequence has is known on
 // the device only: splits chosen for the longest would leave the others with parts too short to be worth combining, in
 // memory for batch * max_seqlen_q rows of each.
@@ -60,12 +58,39 @@ int32_t wanted_splits(const FwdPlan& plan, const FwdTile& tile, int32_t asked_fo
   return choose_num_splits(row_blocks(p, tile), resident, key_tiles, min_tiles_per_split(tile.block_n));
 }
 
+// Nanoseconds of calls with fewer row blocks than SMs, fitted to times on H100 and H200 (docs/kernels/forward.md): by
+// kernels that stay, of which the row block with the most keys takes the longest, for each 128 of its keys; and by those
+// that split the keys, which do all row blocks together, for each 128 x 128 scores.
+struct FewRowsTime {
+  double stay, stay_tile, split, split_tile;
+};
+// In the order of the head-dim tiles 64, 128 and 256.
+constexpr FewRowsTime kPlainTimes[] = {{5800, 1460, 13500, 14.8}, {7000, 1410, 17500, 26}, {8000, 2470, 26000, 59.4}};
+constexpr FewRowsTime kMaskTimes[] = {{12500, 1860, 38000, 18}, {12500, 1860, 46000, 27}, {14000, 3350, 48000, 85}};
+constexpr FewRowsTime kOtherTimes[] = {{8300, 1570, 22000, 17}, {8300, 1570, 26000, 30}, {9500, 2470, 31000, 65}};
+// Softcap is longer for each key; under causality others compute so many of all scores.
+constexpr double kSoftcapTime = 1.7, kSplitShareOfCausal = 0.875;
+// Of the time of those that split, below which the others are chosen.
+constexpr double kWorthStaying = 0.97;
+bool is_faster_unsplit(const FwdPlan& plan, Level level) {
+  const FwdParams& p = plan.kernel;
+  if (is_gathered(plan.walk) || p.window > 0) return false;
+  const FewRowsTime(&times)[3] = level == Level::kPlain ? kPlainTimes : p.has_mask ? kMaskTimes : kOtherTimes;
+  const FewRowsTime& time = times[plan.unit.head_dim_tile <= 64 ? 0 : plan.unit.head_dim_tile <= 128 ? 1 : 2];
+  const double keys = ceil_div(p.seqlen_k, 128);
+  const double scores = static_cast<double>(p.batch) * p.nheads * ceil_div(p.seqlen_q, 128) * keys;
+  const double stay = time.stay + time.stay_tile * (p.softcap > 0.f ? kSoftcapTime : 1) * keys;
+  const double split = time.split + time.split_tile * (p.is_causal ? kSplitShareOfCausal : 1) * scores;
+  return stay <= kWorthStaying * split;
+}
+
 // Kernels that stay do not split keys. Where others would, they are still faster if they have a row block for so many
 // of ten SMs, the more so the more the others have to do for a score; under causality, where the last row block has
-// twice the keys of the average, for twice as many.
+// twice the keys of the average, for twice as many. With fewer it goes by the time.
 bool keeps_busy(const FwdPlan& plan, const FwdTile& tile, Level level, const Device& device) {
   const int64_t of_ten = level == Level::kPlain ? 5 : level == Level::kGeneral ? 4 : 2;
-  return 10 * row_blocks(plan.kernel, tile) >= of_ten * (plan.kernel.is_causal ? 2 : 1) * device.num_sms;
+  return 10 * row_blocks(plan.kernel, tile) >= of_ten * (plan.kernel.is_causal ? 2 : 1) * device.num_sms ||
+         is_faster_unsplit(plan, level);
 }
 
 // Whether blocks that stay may take every so-many-th row block, without a counter that has to be cleared first: two of

@@ -60,7 +60,7 @@ struct BwdArguments {
   uint32_t zero;  // 0, for BwdConsumer::move()
 
   // --- a bias ---
-  BiasParams bias;    // of each key: kNone, or kKey, the same for all heads of a group
+  BiasParams bias;    // of each key: kNone, or kKey, the same for all heads of an item
   float* dbias_cols;  // its gradient: fp32 [batch][nheads][seqlen_k], added to; nullptr: not asked for
 
   // --- a dense bias ---
