@@ -26,7 +26,7 @@ class Case:
     causal: bool = False
     kept: int | None = None  # keys that the key mask or the window keeps
     running: bool = False  # each row keeps the `kept` best keys up to its own
-    bias: str = ""  # "key": (B, HK, 1, Sk); "dense": (B, H, Sq, Sk)
+    bias: str = ""  # "key": (B, HK, 1, Sk); "key of heads": (B, H, 1, Sk); "dense": (B, H, Sq, Sk)
     shared: str = ""  # of a dense bias, what it is alike for: "batch", "heads" or both
     bias_is_float32: bool = False
     tiles: float | None = None  # the share of mask tiles of 128 x 128 that are kept whole
@@ -377,7 +377,7 @@ LONG, SHORT = _drawn(16, 512, 8192), _drawn(256, 64, 512)
 
 
 def _packed() -> list[Case]:
-    return [
+    plain = [
         Case(
             PACKED,
             name,
@@ -398,6 +398,13 @@ def _packed() -> list[Case]:
             ("B256 S64..512 H16 D128", SHORT, 16, 16, 128),
         )
     ]
+    biased = dataclasses.replace(
+        plain[1],
+        name=f"{plain[1].name}, bias for each key",
+        contenders=("dmattn_varlen", "flex_packed"),
+        bias="key",
+    )
+    return [*plain, biased]
 
 
 def _decode() -> list[Case]:
@@ -457,13 +464,22 @@ def _wide_top(group: str, name: str, contenders: tuple[str, ...]) -> Case:
 
 
 def _running_top() -> list[Case]:
-    ours, peer = "dmattn_window", "sdpa_efficient_window"
-    main = _top(TOP, "B1 S16384 H16/4 D128 w1024", (ours, "dmattn_given_mask", peer), 16384, 1024)
+    ours, peer, flex = "dmattn_window", "sdpa_efficient_window", "flex_window"
+    main = _top(
+        TOP, "B1 S16384 H16/4 D128 w1024", (ours, "dmattn_given_mask", peer, flex), 16384, 1024
+    )
+    of_heads = dataclasses.replace(
+        main,
+        name=f"{main.name}, scores of each query head",
+        contenders=(ours, flex),
+        bias="key of heads",
+    )
     beside_all = (ours, "sdpa_flash_all_keys")
     longest = _top(TOP, "B1 S1048576 H8/2 D128 w2048", (ours,), 1 << 20, 2048)
-    many = _top(TOP, "B8 S4096 H16/16 D64 w256", (ours,), 4096, 256)
+    many = _top(TOP, "B8 S4096 H16/16 D64 w256", (ours, flex), 4096, 256)
     return [
         dataclasses.replace(main, quick=True),
+        of_heads,
         _top(TOP, "B1 S32768 H2/1 D64 w1024", (ours, peer), 32768, 1024, small=True),
         dataclasses.replace(many, batch=8, nheads_k=16, head_dim=64),
         _top(TOP, "B1 S131072 H16/4 D128 w2048", (ours, peer), 131072, 2048),
@@ -600,7 +616,8 @@ NOTES = {
     TOP: "Each query keeps the w keys with the highest score so far. The forward includes the "
     "selection; the backward gives dq, dk, dv and dbias. Attention over all keys holds the GPU at "
     "its limit of power, which lowers the clocks for whatever takes turns with it, so that S131072 "
-    "is also timed without it.",
+    "is also timed without it. FlexAttention, where it is timed, gets the rows that keep each key, "
+    "and its table of blocks, none of which is empty.",
     SELECTION: "Interval ends and lists of keys from scores; the peer makes the boolean mask "
     "(B, HK, S, S).",
     TOKEN: "One step of decoding, replayed from a CUDA graph. A cache of w keys takes the token in "
@@ -642,5 +659,6 @@ NOTES = {
     PACKED: f"Causal, sequences of unequal lengths drawn once: {sum(LONG)} rows in {len(LONG)} "
     f"sequences, the longest {max(LONG)}, and {sum(SHORT)} in {len(SHORT)}, the longest "
     f"{max(SHORT)}. Packed ones lie one behind the other. The padded batch is made before the "
-    "timing, gradients stay padded; the mask of its keys is made inside.",
+    "timing, gradients stay padded; the mask of its keys is made inside. FlexAttention gets its table "
+    "of blocks.",
 }

@@ -71,8 +71,9 @@ def make_data(case: Case, device: torch.device) -> Data:
         bias = normal(batch, nheads, case.seqlen_q, case.seqlen_k)
         if case.bias_is_float32:
             bias = bias.detach().float().requires_grad_(case.backward)
-    elif case.bias == "key":
-        bias = normal(case.batch, case.nheads_k, 1, case.seqlen_k)
+    elif case.bias:
+        of_heads = case.bias == "key of heads"
+        bias = normal(case.batch, case.nheads if of_heads else case.nheads_k, 1, case.seqlen_k)
     if case.group.startswith("key mask"):
         assert case.kept is not None
         chosen = torch.rand(
@@ -286,8 +287,9 @@ def dmattn_varlen(data: Data) -> Tensor:
     assert data.bounds is not None
     q, k, v = data.packed()
     bounds, longest = data.bounds, max(data.case.lengths)
+    bias = None if data.bias is None else data.bias.view(-1, data.case.seqlen_k).t()
     out = dmattn.flash_dmattn_varlen_func(
-        q, k, v, bounds, bounds, longest, longest, is_causal=data.case.causal
+        q, k, v, bounds, bounds, longest, longest, attn_bias=bias, is_causal=data.case.causal
     )
     return out.unsqueeze(0)
 
@@ -493,11 +495,14 @@ def flex(data: Data) -> Tensor:
 
 
 @functools.cache
-def _blocks(case: Case, kept: Callable[..., Tensor]) -> Any:
-    """FlexAttention's table of blocks, made once for a case."""
+def _blocks(
+    case: Case, kept: Callable[..., Tensor], batch: int | None = None, nheads: int | None = None
+) -> Any:
+    """FlexAttention's table of blocks, made once for a case; compiled, it makes no dense mask."""
     from torch.nn.attention.flex_attention import create_block_mask
 
-    return create_block_mask(kept, None, None, case.seqlen_q, case.seqlen_k)
+    make = torch.compile(create_block_mask, dynamic=False)
+    return make(kept, batch, nheads, case.seqlen_q, case.seqlen_k)
 
 
 _rules: dict[Case, Callable[..., Tensor]] = {}
@@ -519,6 +524,44 @@ def flex_sliding(data: Data) -> Tensor:
     rule = _rules.setdefault(data.case, lambda b, h, i, j: (i >= j) & (i - j < window))
     blocks = _blocks(data.case, rule)
     return compiled_flex()(*data.heads_first(), block_mask=blocks).transpose(1, 2)
+
+
+def flex_window(data: Data) -> Tensor:
+    """Running top-w, with the row at which each key leaves and the table of blocks given."""
+    case, bias = data.case, data.bias
+    assert bias is not None and case.kept is not None
+    if case not in _rules:
+        end = dmattn.select_keys(bias.detach(), case.kept).end
+        group = case.nheads // end.shape[1]
+        _rules[case] = lambda b, h, i, j: (i >= j) & (i < end[b, h // group, j])
+    blocks = _blocks(case, _rules[case], case.batch, case.nheads)
+    return _flex_with_key_bias(data, blocks)
+
+
+def flex_packed(data: Data) -> Tensor:
+    """Causal sequences, with the table of blocks given."""
+    case = data.case
+    assert data.bounds is not None and case.causal
+    if case not in _rules:
+        lengths = data.bounds.diff()
+        sequence = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
+        _rules[case] = lambda b, h, i, j: (i >= j) & (sequence[i] == sequence[j])
+    return _flex_with_key_bias(data, _blocks(case, _rules[case]))
+
+
+def _flex_with_key_bias(data: Data, blocks: Any) -> Tensor:
+    case, bias = data.case, data.bias
+    assert bias is not None
+    group = case.nheads // bias.shape[1]
+
+    def add_bias(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return score + bias[b, h // group, 0, j]
+
+    grouped = case.nheads != case.nheads_k
+    out = compiled_flex()(
+        *data.heads_first(), score_mod=add_bias, block_mask=blocks, enable_gqa=grouped
+    )
+    return out.transpose(1, 2)
 
 
 CONTENDERS: dict[str, tuple[str, Callable[[Data], Tensor]]] = {
@@ -571,6 +614,8 @@ CONTENDERS: dict[str, tuple[str, Callable[[Data], Tensor]]] = {
     "flex": ("FlexAttention", flex),
     "flex_tiles": ("FlexAttention, blocks given", flex_tiles),
     "flex_sliding": ("FlexAttention, blocks given", flex_sliding),
+    "flex_window": ("FlexAttention, selection and blocks given", flex_window),
+    "flex_packed": ("FlexAttention, blocks given", flex_packed),
 }
 
 
