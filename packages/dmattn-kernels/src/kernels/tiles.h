@@ -114,6 +114,9 @@ constexpr bool sm90_fwd_is_short(const FwdParams& p) {
   return sm90_short_fwd_time(row_blocks(true), p.seqlen_k) <= sm90_tall_fwd_time(row_blocks(false), p.seqlen_k);
 }
 
+// With keys split between thread blocks: few rows, which fewer of a tile would be.
+constexpr Sm90FwdTile sm90_split_fwd_tile(int d) { return d <= 64 ? Sm90FwdTile{2, 128} : sm90_fwd_tile(d, false); }
+
 // With a window of keys: the fewer rows a tile has, the fewer keys it meets outside of their windows.
 constexpr Sm90FwdTile sm90_window_fwd_tile(int head_dim_tile) { return sm90_fwd_tile(head_dim_tile, true); }
 

@@ -10,6 +10,7 @@ HOPPER = (
     Launch("dense rows, long", 1100, 133, causal=True, wants=""),
     Launch("dense rows, more than thread blocks", 133, 133, batch=70, causal=True, wants=""),
     Launch("dense rows without keys", 250, 140, causal=True, wants=""),
+    Launch("dense rows, split keys", 133, 700, causal=True, wants=""),
 )
 HOPPER_KINDS = [
     (dtype, head_dim) for dtype in ("bf16", "f16") for head_dim in (64, 96, 128, 192, 256)

@@ -177,16 +177,10 @@ def test_tall_tiles_of_a_bias_alone(probe: ctypes.CDLL, more: dict[str, Any], bl
 @pytest.mark.parametrize(
     "arch, head_dim, heads, seqlen_k, more",
     [
-        # Splits end sooner where there are many keys for the blocks of rows, ...
-        (80, 128, 2, 4096, {}),
-        (80, 64, 16, 2048, {}),
-        (80, 256, 8, 4096, {}),
-        (80, 128, 32, 4096, {"is_causal": 1, "seqlen_q": 128}),
-        # ... but not if the GPU is nearly full without, or they have few keys each.
-        (90, 128, 48, 4096, {}),
+        # Few keys are not split, nor where the GPU is nearly full without.
         (90, 64, 2, 512, {}),
         (90, 128, 2, 512, {}),
-        (90, 256, 48, 2048, {}),
+        (90, 128, 100, 4096, {}),
         (90, 128, 8, 1024, {"is_causal": 1, "seqlen_q": 1024}),
         # What else there is to do for a score counts for both.
         (90, 128, 2, 2048, {"mask": mask(1, 1, 128, 2048)}),
@@ -205,12 +199,29 @@ def test_few_blocks_of_rows_go_by_the_time(
     assert plan["arch"] == arch and (plan["num_splits"] == 1) == (arch == 90)
 
 
+@pytest.mark.parametrize(
+    "head_dim, heads, seqlen_k, splits",
+    [(128, 2, 4096, 16), (64, 16, 2048, 8), (256, 8, 4096, 16), (128, 48, 4096, 2)],
+)
+@pytest.mark.parametrize("causal", [0, 1])
+def test_keys_of_few_blocks_of_rows_are_split(
+    probe: ctypes.CDLL, head_dim: int, heads: int, seqlen_k: int, splits: int, causal: int
+) -> None:
+    call = {"batch": 1, "seqlen_q": 100, "seqlen_k": seqlen_k, "nheads": heads, "nheads_k": heads}
+    plan = Probe(probe).fwd(SM90, SMS, head_dim=head_dim, is_causal=causal, **call)
+    assert (plan["arch"], plan["num_splits"]) == (90, splits)
+    assert plan["blocks"] == heads * splits <= SMS
+    # Partial outputs, and log-sum-exps with their rests.
+    assert plan["workspace_bytes"] >= splits * heads * 100 * (head_dim + 2) * 4
+
+
 @pytest.mark.parametrize("more", [{}, {"softcap": 30.0}], ids=["plain", "softcap"])
 def test_few_rows_and_few_keys(probe: ctypes.CDLL, more: dict[str, Any]) -> None:
     """Keys of up to three tiles are not split, however few the blocks of rows are."""
     few = {"batch": 1, "head_dim": 128, "seqlen_q": 70, "nheads": 2, "nheads_k": 1}
-    assert Probe(probe).fwd(SM90, SMS, seqlen_k=384, **few, **more)["arch"] == 90
-    assert Probe(probe).fwd(SM90, SMS, seqlen_k=4096, **few, **more)["arch"] == 80
+    assert Probe(probe).fwd(SM90, SMS, seqlen_k=384, **few, **more)["num_splits"] == 1
+    long = Probe(probe).fwd(SM90, SMS, seqlen_k=4096, **few, **more)
+    assert long["num_splits"] > 1 and long["arch"] == (80 if more else 90)
 
 
 @pytest.mark.parametrize(
@@ -218,8 +229,7 @@ def test_few_rows_and_few_keys(probe: ctypes.CDLL, more: dict[str, Any]) -> None
     [
         {"k": tensor((2, 4096, 4, 128), stride=(0, 512, 128, 1))},
         {"q": tensor((2, 4096, 16, 128), stride=(4096 * 2052, 2052, 128, 1))},
-        {"num_splits": 2},
-        {"batch": 1, "seqlen_q": 64},
+        {"num_splits": 2, "softcap": 30.0},
         {"batch": 1, "seqlen_q": 64, "softcap": 30.0},
         {"k": tensor((2, 4096, 4, 128), stride=(0, 512, 128, 1)), "softcap": 30.0},
         {
@@ -233,7 +243,7 @@ def test_few_rows_and_few_keys(probe: ctypes.CDLL, more: dict[str, Any]) -> None
         {"bias": tensor(DENSE, FLOAT32, stride=(0, 1 << 40, 4096, 1))},
     ],
     ids=[
-        *("expanded", "unaligned", "split", "few rows", "few rows, softcap", "expanded, softcap"),
+        *("expanded", "unaligned", "split, softcap", "few rows, softcap", "expanded, softcap"),
         *("unaligned, mask", "split, bias", "rows of the bias next to each other"),
         *("every second key of the bias", "row bias", "far heads of the bias"),
     ],

@@ -72,19 +72,60 @@ constexpr FewRowsTime kOtherTimes[] = {{8300, 1570, 22000, 17}, {8300, 1570, 260
 constexpr double kSoftcapTime = 1.7, kSplitShareOfCausal = 0.875;
 // Of the time of those that split, below which the others are chosen.
 constexpr double kWorthStaying = 0.97;
+const FewRowsTime& few_rows_time(const FwdPlan& plan, Level level) {
+  const FewRowsTime(&times)[3] = level == Level::kPlain ? kPlainTimes : plan.kernel.has_mask ? kMaskTimes : kOtherTimes;
+  return times[plan.unit.head_dim_tile <= 64 ? 0 : plan.unit.head_dim_tile <= 128 ? 1 : 2];
+}
+double time_of_others(const FwdPlan& plan, Level level) {
+  const FwdParams& p = plan.kernel;
+  const FewRowsTime& time = few_rows_time(plan, level);
+  const double keys = ceil_div(p.seqlen_k, 128);
+  const double scores = static_cast<double>(p.batch) * p.nheads * ceil_div(p.seqlen_q, 128) * keys;
+  return time.split + time.split_tile * (p.is_causal ? kSplitShareOfCausal : 1) * scores;
+}
 bool is_faster_unsplit(const FwdPlan& plan, Level level) {
   const FwdParams& p = plan.kernel;
   if (is_gathered(plan.walk) || p.window > 0) return false;
-  const FewRowsTime(&times)[3] = level == Level::kPlain ? kPlainTimes : p.has_mask ? kMaskTimes : kOtherTimes;
-  const FewRowsTime& time = times[plan.unit.head_dim_tile <= 64 ? 0 : plan.unit.head_dim_tile <= 128 ? 1 : 2];
-  const double keys = ceil_div(p.seqlen_k, 128);
-  const double scores = static_cast<double>(p.batch) * p.nheads * ceil_div(p.seqlen_q, 128) * keys;
-  const double stay = time.stay + time.stay_tile * (p.softcap > 0.f ? kSoftcapTime : 1) * keys;
-  const double split = time.split + time.split_tile * (p.is_causal ? kSplitShareOfCausal : 1) * scores;
-  return stay <= kWorthStaying * split;
+  const FewRowsTime& time = few_rows_time(plan, level);
+  const double stay = time.stay + time.stay_tile * (p.softcap > 0.f ? kSoftcapTime : 1) * ceil_div(p.seqlen_k, 128);
+  return stay <= kWorthStaying * time_of_others(plan, level);
 }
 
-// Kernels that stay do not split keys. Where others would, they are still faster if they have a row block for so many
+// Shares into which kernels that stay should split the keys of fewer row blocks than SMs, and how long they take: a launch
+// that combines the parts, and so much for each MB of these.
+constexpr double kCombineTime = 4500, kCombineMegabyteTime = 500;
+struct Shares {
+  int32_t count;
+  double time;
+};
+Shares shares_that_stay(const FwdPlan& plan, int32_t asked_for, const Device& device) {
+  const FwdParams& p = plan.kernel;
+  const FewRowsTime& time = few_rows_time(plan, Level::kPlain);
+  const int64_t rows = int64_t{p.batch} * p.nheads * p.seqlen_q;
+  const int64_t blocks = int64_t{p.batch} * p.nheads * ceil_div(p.seqlen_q, 128);
+  const int32_t tiles = std::max(1, ceil_div(p.seqlen_k, 128));
+  const double megabytes = static_cast<double>(rows) * p.head_dim * sizeof(float) / (1 << 20);
+  const auto time_of = [&](int32_t count) {
+    const double steps =
+        static_cast<double>(ceil_div(tiles, count)) * ceil_div<int64_t>(blocks * count, device.num_sms);
+    const double combine = count == 1 ? 0 : kCombineTime + kCombineMegabyteTime * megabytes * count;
+    return time.stay + time.stay_tile * steps + combine;
+  };
+  if (asked_for > 0) return {std::min(asked_for, tiles), 0};
+  Shares best = {1, time_of(1)};
+  if (blocks >= device.num_sms) return best;
+  for (int32_t count = 2; count <= std::min(kMaxSplits, tiles / 2); ++count) {
+    if (time_of(count) < best.time) best = {count, time_of(count)};
+  }
+  return best;
+}
+// Whether kernels that stay have one that splits keys.
+bool may_split_and_stay(const FwdPlan& plan, Level level) {
+  return level == Level::kPlain && !is_gathered(plan.walk) && plan.kernel.window == 0;
+}
+
+// Kernels that stay do not split keys, but for the plain one. Where others would, they are still faster if they have a
+// row block for so many
 // of ten SMs, the more so the more the others have to do for a score; under causality, where the last row block has
 // twice the keys of the average, for twice as many. With fewer it goes by the time.
 bool keeps_busy(const FwdPlan& plan, const FwdTile& tile, Level level, const Device& device) {
@@ -108,21 +149,29 @@ bool choose_kernel(FwdPlan& plan, int32_t asked_for, bool finds_window, const De
   const bool gathered = is_gathered(plan.walk);
   p.has_mask = has_mask(plan.mask) && !gathered;
   const Level level = fwd_level(p, p.has_mask, gathered);
+  int32_t shares = 1;
   const KernelSet* kernels = find_unit_set(*device.kernels, plan.unit, [&](const KernelSet& set) {
     if (finds_window && !set.finds_windows) return false;
     if (set.serves_fwd != nullptr && !set.serves_fwd(p, level, gathered)) return false;
     if (!set.is_persistent) return true;
     const FwdTile tile = set.fwd_tile(p, level, gathered);
     if (resident_items(p, tile) > kMostBlocks) return false;
+    if (may_split_and_stay(plan, level)) {
+      const Shares split = shares_that_stay(plan, asked_for, device);
+      if (resident_items(p, tile) * split.count > kMostBlocks) return false;
+      shares = split.count;
+      return shares == 1 || asked_for > 0 || split.time <= kWorthStaying * time_of_others(plan, level);
+    }
     return wanted_splits(plan, tile, asked_for, device) == 1 ||
            (asked_for == 0 && keeps_busy(plan, tile, level, device));
   });
   if (kernels == nullptr) return false;
   plan.choice.tiles = kernels->tiles;
   plan.choice.level = level;
+  if (kernels->is_persistent) p.num_splits = shares;
   plan.tile = kernels->fwd_tile(p, level, gathered);
   if (kernels->is_persistent) {
-    const int64_t items = resident_items(p, plan.tile);
+    const int64_t items = resident_items(p, plan.tile) * p.num_splits;
     plan.choice.blocks = std::min<int64_t>(items, int64_t{device.num_sms} * plan.tile.blocks_per_sm);
     plan.counts_work = items > plan.choice.blocks && !suits_fixed_order(plan, level, items);
     return true;

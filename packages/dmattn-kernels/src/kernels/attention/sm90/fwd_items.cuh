@@ -33,6 +33,12 @@ __device__ __forceinline__ int64_t lse_offset(const Arguments& p, const PackedFw
   return item.q.first * p.lse_stride.row + item.head * p.lse_stride.head;
 }
 
+// Of a part, and of its partial output.
+template <class Arguments>
+__device__ __forceinline__ int64_t lse_offset(const Arguments& p, const SplitFwdItem& item) {
+  return (int64_t{item.split * p.batches + item.batch} * p.nheads + item.head) * p.seqlen_q;
+}
+
 // An item as the producer announces it: by its number, and whether any of its rows may see a key.
 struct AnnouncedItem {
   int32_t word;
@@ -63,6 +69,18 @@ __device__ __forceinline__ FwdItem find_item(const Arguments& p, int index) {
   const int head = first_head + in_section - rank * heads;
   const int batch = head / p.nheads;
   return {p.m_blocks - 1 - rank, head - batch * p.nheads, batch};
+}
+
+// Of the item with this number: as find_item(), where the shares of the keys are numbered as if they were batches.
+template <class T>
+__device__ __forceinline__ typename T::Item find_item_of(const typename T::Arguments& p, int index) {
+  const FwdItem item = find_item(p, index);
+  if constexpr (T::kSplit) {
+    const int split = item.batch / p.batches;
+    return {{item.m_block, item.head, item.batch - split * p.batches}, split};
+  } else {
+    return item;
+  }
 }
 
 // Of packed sequences items are numbered as if their row blocks, one sequence behind the other, were those of one. Some
@@ -132,6 +150,19 @@ __device__ __forceinline__ KeyBlocks find_key_blocks(const Lengths& p, int first
 template <class T, class Lengths>
 __device__ __forceinline__ KeyBlocks find_key_blocks(const Lengths& p, int m_block) {
   return find_key_blocks<T>(p, m_block * T::kBlockM, T::kBlockM);
+}
+
+// Those of an item: all that its rows see, or an even share.
+template <class T>
+__device__ __forceinline__ KeyBlocks find_key_blocks_of(const typename T::Arguments& p, const typename T::Item& item) {
+  KeyBlocks blocks = find_key_blocks<T>(lengths_of(p, item), item.m_block);
+  if constexpr (T::kSplit) {
+    blocks.begin = blocks.end * item.split / p.splits;
+    blocks.end = blocks.end * (item.split + 1) / p.splits;
+    blocks.whole = blocks.begin;
+    blocks.full = max(blocks.full, blocks.begin);
+  }
+  return blocks;
 }
 
 // Of a tile that begins with key0: keys past the last one, or past what a row may see, get -inf. first_row: the first

@@ -105,7 +105,7 @@ struct FwdProducer {
     if constexpr (T::kPacked) {
       return find_packed_item<T>(p, index);
     } else {
-      return find_item(p, index);
+      return find_item_of<T>(p, index);
     }
   }
 
@@ -114,10 +114,11 @@ struct FwdProducer {
     if constexpr (T::kPacked) {
       if (!has_rows<T>(item)) return;
     }
-    const KeyBlocks blocks = find_key_blocks<T>(lengths_of(p, item), item.m_block);
-    announce(AnnouncedItem::of(index, blocks.end > 0), item);
-    load_q(item, blocks.end > 0);
-    if (blocks.end == 0) return;
+    const KeyBlocks blocks = find_key_blocks_of<T>(p, item);
+    const bool has_keys = blocks.end > (T::kSplit ? blocks.begin : 0);
+    announce(AnnouncedItem::of(index, has_keys), item);
+    load_q(item, has_keys);
+    if (!has_keys) return;
     // Scores of the next block are started before the output of this one: K is one block ahead of V.
     load_k(blocks.end - 1, item);
 #pragma unroll 1  // in the producer's few registers there is no room for more
@@ -281,7 +282,7 @@ struct FwdConsumer {
       } else {
         const AnnouncedItem item = next_item<T>(s, item_place);
         if (item.index() >= p.items) return;
-        attend(find_item(p, item.index()), item.has_keys());
+        attend(find_item_of<T>(p, item.index()), item.has_keys());
       }
     }
   }
@@ -524,7 +525,7 @@ struct FwdConsumer {
     } else {
       constexpr bool kHasWindow = T::kWindows != Windows::kNever;
       const auto& lengths = lengths_of(p, item);
-      const KeyBlocks blocks = find_key_blocks<T>(lengths, item.m_block);
+      const KeyBlocks blocks = find_key_blocks_of<T>(p, item);
       int n = blocks.end - 1;
       const auto nothing = [] {};
       const auto whole = [&] { softmax.template probabilities<true>(scores, keep, scale_log2); };
@@ -567,7 +568,7 @@ struct FwdConsumer {
         }
       }
     }
-    if constexpr (T::kOwnOut) {
+    if constexpr (T::kFreesQ) {
       if (!has_keys) cutlass::arch::NamedBarrier::sync(128, kStoreBarrier + consumer);  // as in pass_over()
       release(s.q_empty[q_place.stage]);
     }
@@ -577,17 +578,21 @@ struct FwdConsumer {
       finish_output();
     }
     finish_rows(p, softmax, T::kLogits ? 1.f : p.softmax_scale, out, item, first_row);
-    const bool is_speaker = threadIdx.x % 128 == 0;
-    if constexpr (T::kOwnOut) {
-      // The store of the item before has read this memory.
-      if (is_speaker) cute::tma_store_wait<0>();
-      cutlass::arch::NamedBarrier::sync(128, kStoreBarrier + consumer);
-    }
-    store_rows<T>(p, s.out(), acc_o, out_mma, consumer, kStoreBarrier + consumer, item);
-    if constexpr (!T::kOwnOut) {
-      if (is_speaker) {
-        cute::tma_store_wait<0>();
-        s.q_empty[q_place.stage].arrive();
+    if constexpr (T::kSplit) {
+      write_partial_rows(p, out, item, first_row);
+    } else {
+      const bool is_speaker = threadIdx.x % 128 == 0;
+      if constexpr (T::kOwnOut) {
+        // The store of the item before has read this memory.
+        if (is_speaker) cute::tma_store_wait<0>();
+        cutlass::arch::NamedBarrier::sync(128, kStoreBarrier + consumer);
+      }
+      store_rows<T>(p, s.out(), acc_o, out_mma, consumer, kStoreBarrier + consumer, item);
+      if constexpr (!T::kOwnOut) {
+        if (is_speaker) {
+          cute::tma_store_wait<0>();
+          s.q_empty[q_place.stage].arrive();
+        }
       }
     }
     q_place.advance();

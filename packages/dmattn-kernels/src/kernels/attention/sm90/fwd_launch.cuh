@@ -119,6 +119,17 @@ cudaError_t launch_fwd_kernel(int64_t blocks, const FwdParams& p, cudaStream_t s
     if (status == cudaSuccess) status = fill_general_arguments<T>(arguments, p);
   }
   if constexpr (T::kPacked) arguments.packing = p.packing;
+  if constexpr (T::kSplit) {
+    arguments.parts = p.out_accum;
+    arguments.splits = p.num_splits;
+    arguments.batches = p.batch;
+    arguments.head_dim = p.head_dim;
+    arguments.lse = p.lse_accum;
+    arguments.lse_rest = p.lse_accum + int64_t{p.num_splits} * p.batch * p.nheads * p.seqlen_q;
+    arguments.lse_stride.row = 1;
+    arguments.all_heads *= p.num_splits;
+    arguments.items *= p.num_splits;
+  }
   if constexpr (T::kSoftcap) {
     arguments.scale_in_cap = p.softmax_scale / p.softcap;
     arguments.softmax_scale = p.softcap;
@@ -165,7 +176,14 @@ cudaError_t launch_fwd(const KernelChoice& choice, const FwdParams& p, cudaStrea
                                 kTile.blocks_per_sm>;
       return sm90::launch_fwd_kernel<T>(choice.blocks, p, stream);
     };
+    const auto go_split = [&](auto head_dim) {
+      constexpr Sm90FwdTile kTile = sm90_split_fwd_tile(head_dim);
+      using T =
+          sm90::FwdTraits<Element, head_dim, kTile.consumers, kTile.block_n, kTile.stages, sm90::ScoreMode::kSplit>;
+      return sm90::launch_fwd_kernel<T>(choice.blocks, p, stream);
+    };
     const auto go = [&](auto head_dim, auto is_short) {
+      if (p.num_splits > 1) return go_split(head_dim);
       if (choice.level != Level::kPacked) return go_in(cute::C<sm90::ScoreMode::kPlain>{}, head_dim, is_short);
       return go_in(cute::C<sm90::ScoreMode::kPacked>{}, head_dim, is_short);
     };

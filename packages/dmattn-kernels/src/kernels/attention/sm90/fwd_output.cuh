@@ -66,6 +66,26 @@ __device__ __forceinline__ void write_rows(const Arguments& p, const float (&out
   }
 }
 
+// Writes the partial output of an item with a share of the keys, two columns of a thread at a time: the four threads of a
+// row fill a sector of memory. first_row: as above.
+template <int kFragmentsD>
+__device__ __forceinline__ void write_partial_rows(const SplitFwdArguments& p, const float (&out)[1][kFragmentsD][4],
+                                                   const SplitFwdItem& item, int first_row) {
+  float* const to = p.parts + lse_offset(p, item) * p.head_dim + threadIdx.x % 4 * 2;
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+    const int row = first_row + 8 * j;
+    if (row >= p.seqlen_q) continue;
+    float* const row_to = to + int64_t{row} * p.head_dim;
+#pragma unroll
+    for (int i = 0; i < kFragmentsD; ++i) {
+      if (8 * i < p.head_dim) {
+        *reinterpret_cast<float2*>(row_to + 8 * i) = make_float2(out[0][i][2 * j], out[0][i][2 * j + 1]);
+      }
+    }
+  }
+}
+
 // Starts to write the warpgroup's 64 rows of the output, through `tile` in shared memory. TMA leaves out what is
 // outside the tensor or behind a packed sequence. barrier: the name of one for this warpgroup. The tile is free once
 // its first thread has waited for the store.

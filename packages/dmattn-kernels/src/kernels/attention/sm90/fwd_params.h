@@ -57,9 +57,20 @@ struct SoftcapFwdArguments : Uncapped {
   float scale_in_cap;  // softmax_scale / softcap
 };
 
+// Of items that have a share of the keys each. The results are partial ones, in fp32 and side by side: lse and lse_rest
+// are those of parts, by [split][batch][head][row], and so is `parts`, whose rows have head_dim columns.
+struct SplitFwdArguments : FwdArguments {
+  float* parts;
+  int32_t splits, batches, head_dim;
+};
+
 // A block of rows of a head, which a thread block takes.
 struct FwdItem {
   int m_block, head, batch;
+};
+// With a share of the keys.
+struct SplitFwdItem : FwdItem {
+  int split;
 };
 // Of a packed sequence: m_block counts in it.
 struct PackedFwdItem : FwdItem {

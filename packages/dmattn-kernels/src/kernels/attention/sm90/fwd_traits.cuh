@@ -25,6 +25,7 @@ enum class ScoreMode {
   kUnalignedBias,  // as kTileBias, of a 16-bit bias whose rows start on any two bytes (bias_classes.h)
   kSoftcap,        // softcap, and a window if there is one
   kPackedSoftcap,  // softcap, over packed sequences
+  kSplit,          // nothing, and an item has a share of the keys
 };
 // Whether the rows of a call may see a window of keys: always, where FwdArguments::window says so, or never.
 enum class Windows { kNever, kMaybe, kAlways };
@@ -81,7 +82,9 @@ struct FwdTraits {
   static constexpr ScoreMode kMode = kMode_;
   static constexpr bool kPacked = kMode == ScoreMode::kPacked || kMode == ScoreMode::kPackedSoftcap;
   static constexpr bool kSoftcap = kMode == ScoreMode::kSoftcap || kMode == ScoreMode::kPackedSoftcap;
-  static constexpr bool kGeneral = kMode != ScoreMode::kPlain && kMode != ScoreMode::kWindow && !kPacked && !kSoftcap;
+  static constexpr bool kSplit = kMode == ScoreMode::kSplit;
+  static constexpr bool kGeneral =
+      kMode != ScoreMode::kPlain && kMode != ScoreMode::kWindow && !kPacked && !kSoftcap && !kSplit;
   static constexpr bool kHasBoxedBias = kMode == ScoreMode::kUnalignedBias;
   static constexpr bool kHasTileBias = kMode == ScoreMode::kTileBias || kMode == ScoreMode::kAny || kHasBoxedBias;
   static constexpr bool kHasKeyBias = kMode == ScoreMode::kKeyBias || kMode == ScoreMode::kAny;
@@ -100,10 +103,12 @@ struct FwdTraits {
   // has been added, would not be those of the backward.
   static constexpr bool kBiasInProduct = kMode == ScoreMode::kKeyBias && kConsumers_ == 3;
   using GeneralArguments = cute::conditional_t<kHasBoxedBias, UnalignedBiasFwdArguments, GeneralFwdArguments>;
-  using OneArguments = cute::conditional_t<kPacked, PackedFwdArguments, FwdArguments>;
+  using WholeArguments = cute::conditional_t<kPacked, PackedFwdArguments, FwdArguments>;
+  using OneArguments = cute::conditional_t<kSplit, SplitFwdArguments, WholeArguments>;
   using PlainArguments = cute::conditional_t<kSoftcap, SoftcapFwdArguments<OneArguments>, OneArguments>;
   using Arguments = cute::conditional_t<kGeneral, GeneralArguments, PlainArguments>;
-  using Item = cute::conditional_t<kPacked, PackedFwdItem, FwdItem>;
+  using WholeItem = cute::conditional_t<kPacked, PackedFwdItem, FwdItem>;
+  using Item = cute::conditional_t<kSplit, SplitFwdItem, WholeItem>;
   static constexpr int kHeadDim = kHeadDim_;
   // Of four scores whose tanh is taken (see softcap.cuh): of 0 to 4 up to head_dim 128 the fastest.
   static constexpr int kCapQuotients = kHeadDim <= 128 ? 1 : 2;
@@ -167,7 +172,9 @@ struct FwdTraits {
   static_assert(cute::size<1>(typename ScoreMma::AtomShape_MNK{}) == kBlockN);
 
   // Where there is room, the output has shared memory of its own on its way out, and the next Q can come in meanwhile.
-  static constexpr bool kOwnOut = kHeadDim <= (kHasTileBias ? 64 : 128);
+  static constexpr bool kOwnOut = !kSplit && kHeadDim <= (kHasTileBias ? 64 : 128);
+  // Partial results go to memory straight from registers.
+  static constexpr bool kFreesQ = kOwnOut || kSplit;
   static constexpr int kTileQ = kBlockM * kHeadDim, kTileK = kBlockN * kHeadDim;
 
   struct Shared {
