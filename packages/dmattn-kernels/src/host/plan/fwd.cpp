@@ -111,10 +111,11 @@ Shares shares_that_stay(const FwdPlan& plan, int32_t asked_for, const Device& de
     const double combine = count == 1 ? 0 : kCombineTime + kCombineMegabyteTime * megabytes * count;
     return time.stay + time.stay_tile * steps + combine;
   };
-  if (asked_for > 0) return {std::min(asked_for, tiles), 0};
+  if (asked_for > 0) return {std::min({asked_for, tiles, INT32_MAX / tiles}), 0};
   Shares best = {1, time_of(1)};
   if (blocks >= device.num_sms) return best;
-  for (int32_t count = 2; count <= std::min(kMaxSplits, tiles / 2); ++count) {
+  const int32_t most = std::min({kMaxSplits, tiles / 2, INT32_MAX / tiles});  // the kernel multiplies the two
+  for (int32_t count = 2; count <= most; ++count) {
     if (time_of(count) < best.time) best = {count, time_of(count)};
   }
   return best;
