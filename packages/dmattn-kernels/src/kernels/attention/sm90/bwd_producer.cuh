@@ -21,37 +21,28 @@ struct BwdProducer {
   ListNumbering numbering = {};          // of lists, in any order
   bool has_next = false;                 // likewise: the item behind this one has been announced
 
+  static constexpr bool kInOrder = T::kOrdered || T::kHasTurnWarps;
+
   // Where dq is added up in order, no item belongs to a thread block before it runs, not even the first: blocks that do
   // run wait for items with lower numbers, and nobody knows whether all blocks have an SM at the same time. And an item
   // that is taken begins soon, as those behind it wait for its turns.
   __device__ __forceinline__ void run() {
     if constexpr (T::kGathered && !T::kOrdered) return run_over_lists();
-    constexpr bool kInOrder = T::kOrdered || T::kHasTurnWarps;
     const int first = kInOrder ? 0 : gridDim.x;  // of the items that are counted
     const int own = is_mirrored() ? 2 * blockIdx.x : blockIdx.x;
     for (int index = kInOrder ? atomicAdd(p.work_counter, 1) : own;;) {
       if constexpr (T::kMasked) {
         // The item is announced with whether the mask leaves anything of it.
         if (index >= p.items) return announce({index, 0});
-        int next = 0;
-        if constexpr (!kInOrder) next = first + atomicAdd(p.work_counter, 1);
         load_masked_item(index);
-        if constexpr (kInOrder) next = atomicAdd(p.work_counter, 1);
-        index = next;
+        index = first + atomicAdd(p.work_counter, 1);
         continue;
       }
       const typename T::Announced item = look_up(index, first);
       announce(item);
       if (item.index >= p.items) return;
-      if constexpr (kInOrder) {
-        load_item(find_item<T>(p, item));
-        index = first + atomicAdd(p.work_counter, 1);
-      } else {
-        // Asked for before the loads, so that the answer is there when they have been issued.
-        const int next = index_behind(item, first);
-        load_item(find_item<T>(p, item));
-        index = next;
-      }
+      index = load_item(find_item<T>(p, item),
+                        [&] { return kInOrder ? first + atomicAdd(p.work_counter, 1) : index_behind(item, first); });
     }
   }
 
@@ -68,7 +59,7 @@ struct BwdProducer {
       const typename T::Announced item = s.item[item_place.stage ^ 1];  // the last that was announced
       if (item.index >= p.items) return;
       has_next = false;
-      load_item(find_item<T>(p, item));
+      load_item(find_item<T>(p, item), [] { return 0; });
     }
   }
   __device__ __forceinline__ void find_next() { has_next = announce_listed(gridDim.x + atomicAdd(p.work_counter, 1)); }
@@ -134,13 +125,20 @@ struct BwdProducer {
     item_place.advance();
   }
 
-  __device__ __forceinline__ void load_item(const Item& item) {
+  // Returns what `take_next` does, the number of the next item. It is asked for beside the last loads, which wait for the
+  // consumers: the answer is there when they have been issued, and blocks with long items are not given another one
+  // before others are done with theirs.
+  template <class TakeNext>
+  __device__ __forceinline__ int load_item(const Item& item, TakeNext take_next) {
     BwdSteps<T> steps(p, item);
-    if (steps.left == 0) return;
+    if (steps.left == 0) return take_next();
     if constexpr (T::kWideBias) {
-      if (hides_item(p, item)) return;
+      if (hides_item(p, item)) return take_next();
     }
-    if constexpr (T::kPairs) return load_pair(item, steps);
+    if constexpr (T::kPairs) {
+      load_pair(item, steps);
+      return take_next();
+    }
     // Rows come in while the consumers still need the keys of the item before. Listed keys are copied by others.
     if constexpr (T::kDenseBias) load_bias(steps.head, steps.m, item);
     load_q(steps.head, steps.m, item, 0);
@@ -151,8 +149,10 @@ struct BwdProducer {
       kv_place.advance();
     }
     steps.advance();
+    int next = steps.left > 0 ? 0 : take_next();
 #pragma unroll 1  // in the producer's few registers there is no room for more
     for (; steps.left > 0; steps.advance()) {
+      if (!kInOrder && steps.left == 1) next = take_next();
       if constexpr (T::kGathered && !T::kOrdered) {
         if (!has_next && steps.left <= kStepsAhead) find_next();
       }
@@ -169,7 +169,9 @@ struct BwdProducer {
         load_q(steps.head, steps.m, item, 0);
         load_dout(steps.head, steps.m, item);
       }
+      if (kInOrder && steps.left == 1) next = take_next();
     }
+    return next;
   }
 
   // A tile of the bias, and then the rows of both members.

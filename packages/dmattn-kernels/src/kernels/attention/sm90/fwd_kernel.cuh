@@ -77,20 +77,23 @@ struct FwdProducer {
 
   __device__ __forceinline__ void run() {
     for (int index = blockIdx.x; index < p.items;) {
-      // Asked for before the loads, so that the answer is there when they have been issued. Without a counter each
-      // block has items that are known from the start.
-      const int next = gridDim.x + (p.work_counter != nullptr ? atomicAdd(p.work_counter, 1) : index);
       if constexpr (T::kGeneral) {
-        load_general_item(index);
+        index = load_general_item(index);
       } else {
-        load_item(index);
+        index = load_item(index);
       }
-      index = next;
     }
     announce(AnnouncedItem::of(p.items, true));
     if constexpr (T::kHasTileBias) {
       if (asks_for_bias<T>(p)) ask_for_bias({-1, 0, 0, 0});
     }
+  }
+
+  // The item that this block has behind that of `index`. Asked for beside the last loads of an item: the answer is there
+  // when they have been issued, and blocks with long items are not given another one before others are done with theirs.
+  // Without a counter each block has items that are known from the start.
+  __device__ __forceinline__ int take_item(int index) const {
+    return gridDim.x + (p.work_counter != nullptr ? atomicAdd(p.work_counter, 1) : index);
   }
 
   __device__ __forceinline__ void announce(AnnouncedItem item, const typename T::Item& found = {}) {
@@ -109,35 +112,43 @@ struct FwdProducer {
     }
   }
 
-  __device__ __forceinline__ void load_item(int index) {
+  // Returns the number of the next item, which is asked for so many blocks of keys before the last one, or at once where
+  // no item has more.
+  static constexpr int kBlocksBehind = 2;
+  __device__ __forceinline__ int load_item(int index) {
+    const bool all_are_short = p.seqlen_k <= kBlocksBehind * T::kBlockN;
+    int next = all_are_short ? take_item(index) : 0;
     const typename T::Item item = look_up(index);
     if constexpr (T::kPacked) {
-      if (!has_rows<T>(item)) return;
+      if (!has_rows<T>(item)) return all_are_short ? next : take_item(index);
     }
     const KeyBlocks blocks = find_key_blocks_of<T>(p, item);
     const bool has_keys = blocks.end > (T::kSplit ? blocks.begin : 0);
     announce(AnnouncedItem::of(index, has_keys), item);
+    if (!all_are_short && blocks.end - blocks.begin <= kBlocksBehind) next = take_item(index);
     load_q(item, has_keys);
-    if (!has_keys) return;
+    if (!has_keys) return next;
     // Scores of the next block are started before the output of this one: K is one block ahead of V.
     load_k(blocks.end - 1, item);
 #pragma unroll 1  // in the producer's few registers there is no room for more
     for (int n = blocks.end - 1; n > blocks.begin; --n) {
+      if (n == blocks.begin + kBlocksBehind) next = take_item(index);
       load_k(n - 1, item);
       load_v(n, item);
     }
     load_v(blocks.begin, item);
+    return next;
   }
 
-  // The tiles that the mask leaves, each announced beside its K, and their bias.
-  __device__ __forceinline__ void load_general_item(int index) {
+  // The tiles that the mask leaves, each announced beside its K, and their bias. Returns the number of the next item.
+  __device__ __forceinline__ int load_general_item(int index) {
     const FwdItem item = find_item(p, index);
     const KeyBlocks blocks = find_key_blocks<T>(p, item.m_block);
     auto tiles = walk_mask_tiles<T>(p, item, blocks.begin);
     auto tile = tiles.before(blocks.end);
     announce(AnnouncedItem::of(index, tile.n >= 0));
     load_q(item, tile.n >= 0);
-    if (tile.n < 0) return;
+    if (tile.n < 0) return take_item(index);
     const auto load_announced = [&](bool is_last) {
       s.k_empty[k_place.stage].wait(k_place.phase ^ 1);
       const bool is_cut = tile.n >= blocks.full || tile.n < blocks.whole;
@@ -145,6 +156,7 @@ struct FwdProducer {
       load_k(tile.n, item);
     };
     auto next = tiles.before(tile.n);
+    if (next.n < 0) index = take_item(index);
     load_announced(next.n < 0);
     load_bias(tile.n, item);
 #pragma unroll 1  // in the producer's few registers there is no room for more
@@ -152,11 +164,13 @@ struct FwdProducer {
       const int before = tile.n;
       tile = next;
       next = tiles.before(tile.n);
+      if (next.n < 0) index = take_item(index);
       load_announced(next.n < 0);
       load_v(before, item);
       load_bias(tile.n, item);
     }
     load_v(tile.n, item);
+    return index;
   }
   __device__ __forceinline__ void load_bias(int n, const FwdItem& item) {
     if constexpr (!T::kHasTileBias) return;

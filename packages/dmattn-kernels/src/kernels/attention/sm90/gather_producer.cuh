@@ -143,10 +143,14 @@ struct GatherProducer {
 
   // Returns the next item, which is announced. What is known of it comes by loads that need each other: its number, its
   // list's length, an entry, the facts of a key. Each is started beside copies of this item and used after further
-  // ones, as short lists leave few copies to wait behind.
+  // ones, as short lists leave few copies to wait behind. Of long lists the next item is taken so many tiles before the
+  // last one: not sooner, as blocks with long items would be given another one before others are done with theirs.
+  static constexpr int kTilesBehind = 5;
   __device__ __forceinline__ Work copy_item(const Work& work) {
-    const bool counts = p.work_counter != nullptr;
-    const int taken = counts && threadIdx.x == 0 ? atomicAdd(p.work_counter, 1) : p.items;
+    int taken = p.items;
+    const auto take = [&]() __attribute__((always_inline)) {
+      if (p.work_counter != nullptr && threadIdx.x == 0) taken = atomicAdd(p.work_counter, 1);
+    };
     const int tiles = (work.count + T::kBlockN - 1) / T::kBlockN;
     const int kv_head = work.item.head / p.head_ratio;
     const char* const k = p.k.data + work.item.batch * p.k.batch_stride + kv_head * p.k.head_stride + chunk * 16;
@@ -159,12 +163,15 @@ struct GatherProducer {
       copy_q(work.item, false);
     }
     Work next = {};
-    const int find_at = tiles > 1 ? 1 : 0;
+    const int take_at = max(tiles - kTilesBehind, -1);
+    const int find_at = take_at < 0 ? (tiles > 1 ? 1 : 0) : take_at + 1;
+    if (take_at < 0) take();
     Facts facts = work.facts;
     int key = position_of(work.entry), key_before = 0;
 #pragma unroll 1
     for (int n = 0; n < tiles; ++n) {
       const int ahead = read_entry(work, n + 1);
+      if (n == take_at) take();
       copy_tile(k, p.k.row_stride, s.k, s.k_full, s.k_empty, k_place, key, work.count - n * T::kBlockN, n > 0);
       if (n == 0) {
         copy_q(work.item, true);
@@ -175,7 +182,7 @@ struct GatherProducer {
       if (n == find_at) {
         next.index = share_next(taken);
         find_list(next);
-      } else if (n == 2) {
+      } else if (n == find_at + 1) {
         open_list(next);
       }
       key_before = key;
@@ -186,7 +193,7 @@ struct GatherProducer {
       next.index = share_next(taken);
       find_list(next);
     }
-    if (tiles < 3) open_list(next);
+    if (tiles <= find_at + 1) open_list(next);
     announce(next);
     if (tiles > 0) copy_v(key_before, work.count - (tiles - 1) * T::kBlockN, tiles > 1);
     read_first_facts(next);
