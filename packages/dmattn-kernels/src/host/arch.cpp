@@ -7,6 +7,7 @@
 #include "host/dtype.h"
 #include "host/error.h"
 #include "host/problem.h"
+#include "kernels/sm90_fwd_times.h"
 #include "kernels/sm90_softcap.h"
 
 namespace dmattn {
@@ -28,8 +29,8 @@ FwdTile sm90_fwd_tile_of(const FwdParams& p, Level level, bool gathered) {
     const Sm90ListTile tile = sm90_list_tile(sm90_list_head_dim(p.head_dim), sm90_lists_are_short(p));
     return {kSm90ListRows, tile.block_n, kSm90ListWarps, tile.blocks_per_sm};
   }
-  const Sm90FwdTile tile = p.num_splits > 1       ? sm90_split_fwd_tile(sm90_fwd_head_dim(p.head_dim))
-                           : !is_general(level)   ? sm90_fwd_tile(sm90_fwd_head_dim(p.head_dim), sm90_fwd_is_short(p))
+  const auto shape = [&] { return p.num_splits > 1 ? Sm90FwdShape::kShort : sm90_fwd_shape(p); };
+  const Sm90FwdTile tile = !is_general(level)     ? sm90_fwd_tile(sm90_fwd_head_dim(p.head_dim), shape())
                            : has_plain_window(p)  ? sm90_window_fwd_tile(dim_tile)
                            : has_plain_softcap(p) ? sm90_softcap_fwd_tile(dim_tile)
                                                   : sm90_general_fwd_tile(dim_tile, sm90_general_fwd_is_tall(p));

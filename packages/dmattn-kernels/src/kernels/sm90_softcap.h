@@ -17,7 +17,7 @@ inline bool has_plain_softcap(const FwdParams& p) {
 }
 
 constexpr Sm90FwdTile sm90_softcap_fwd_tile(int head_dim_tile) {
-  return head_dim_tile <= 64 ? Sm90FwdTile{2, 128} : sm90_fwd_tile(head_dim_tile, false);
+  return sm90_fwd_tile(head_dim_tile, Sm90FwdShape::kShort);
 }
 
 }  // namespace dmattn

@@ -78,47 +78,23 @@ constexpr int sm90_fwd_head_dim(int head_dim) {
                                                  : 256;
 }
 constexpr bool sm90_has_few_rows(int seqlen_q) { return seqlen_q <= 1024; }
-// is_short: at head_dim 64, two blocks an SM, see sm90_fwd_is_short().
-constexpr Sm90FwdTile sm90_fwd_tile(int d, bool is_short) {
-  return d <= 64    ? (is_short ? Sm90FwdTile{2, 64, 3, 2}  // 96 KB, twice
-                                : Sm90FwdTile{3, 128})  // 112 KB: hides a softmax that takes as long as the products
-         : d <= 96  ? Sm90FwdTile{2, 128}               // 144 KB
-         : d <= 128 ? Sm90FwdTile{2, 128}               // 224 KB, with two of Q
-         : d <= 192 ? Sm90FwdTile{2, 112}               // 216 KB
-                    : Sm90FwdTile{2, 80};               // 224 KB
+// Of head_dim 64, see sm90_fwd_shape(): tall ones hide a softmax that takes as long as the products; short ones are more
+// row blocks; and of two thread blocks on an SM one computes while the other waits.
+enum class Sm90FwdShape { kTall, kShort, kTwoBlocks };
+constexpr Sm90FwdTile sm90_fwd_tile(int d, Sm90FwdShape shape) {
+  return d <= 64    ? (shape == Sm90FwdShape::kTall    ? Sm90FwdTile{3, 128}        // 112 KB
+                       : shape == Sm90FwdShape::kShort ? Sm90FwdTile{2, 128}        // 80 KB
+                                                       : Sm90FwdTile{2, 64, 3, 2})  // 96 KB, twice
+         : d <= 96  ? Sm90FwdTile{2, 128}                                           // 144 KB
+         : d <= 128 ? Sm90FwdTile{2, 128}                                           // 224 KB, with two of Q
+         : d <= 192 ? Sm90FwdTile{2, 112}                                           // 216 KB
+                    : Sm90FwdTile{2, 80};                                           // 224 KB
 }
-
-// Nanoseconds that thread blocks with tall tiles, or those with short ones, two an SM, take for all row blocks of a
-// call without causality, fitted to times on an H200 (docs/kernels/forward.md). Each wave takes some time however few
-// keys there are, and a part of one as long as a whole one. With two an SM those of a third wave are no longer in step.
-constexpr int64_t kSm90Sms = 132;
-constexpr int64_t sm90_tall_fwd_time(int64_t row_blocks, int keys) {
-  return (row_blocks + kSm90Sms - 1) / kSm90Sms * (3200 + 1475 * ((keys + 127) / 128));
-}
-constexpr int64_t sm90_short_fwd_time(int64_t row_blocks, int keys) {
-  const int64_t wave = 2000 + 1344 * ((keys + 63) / 64), resident = 2 * kSm90Sms;
-  return row_blocks <= kSm90Sms       ? wave * 65 / 100
-         : row_blocks <= 2 * resident ? (row_blocks + resident - 1) / resident * wave
-                                      : wave * row_blocks / resident;
-}
-// Tall tiles waste more of the work on short causal rows. Without causality it goes by the time; few rows have tall
-// tiles only if these keep half of the SMs busy, as otherwise kernels that split keys would be asked.
-constexpr bool sm90_fwd_is_short(const FwdParams& p) {
-  const bool has_few_rows = sm90_has_few_rows(p.seqlen_q);
-  if (p.is_causal || p.packing.is_active()) return has_few_rows;
-  const auto row_blocks = [&](bool is_short) {
-    const int block_m = sm90_fwd_tile(64, is_short).block_m();
-    return int64_t{p.batch} * p.nheads * ((p.seqlen_q + block_m - 1) / block_m);
-  };
-  if (has_few_rows && 2 * row_blocks(false) < kSm90Sms) return true;
-  return sm90_short_fwd_time(row_blocks(true), p.seqlen_k) <= sm90_tall_fwd_time(row_blocks(false), p.seqlen_k);
-}
-
-// With keys split between thread blocks: few rows, which fewer of a tile would be.
-constexpr Sm90FwdTile sm90_split_fwd_tile(int d) { return d <= 64 ? Sm90FwdTile{2, 128} : sm90_fwd_tile(d, false); }
 
 // With a window of keys: the fewer rows a tile has, the fewer keys it meets outside of their windows.
-constexpr Sm90FwdTile sm90_window_fwd_tile(int head_dim_tile) { return sm90_fwd_tile(head_dim_tile, true); }
+constexpr Sm90FwdTile sm90_window_fwd_tile(int head_dim_tile) {
+  return sm90_fwd_tile(head_dim_tile, Sm90FwdShape::kTwoBlocks);
+}
 
 // With a bias, a dense mask or softcap. Two stages of the bias have to fit, too. is_tall: see below.
 constexpr Sm90FwdTile sm90_general_fwd_tile(int head_dim_tile, bool is_tall = false) {

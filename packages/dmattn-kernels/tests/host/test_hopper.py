@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from typing import Any
 
 import pytest
@@ -61,35 +62,42 @@ def test_two_blocks_share_an_sm_where_rows_are_few(
 
 
 def test_no_more_blocks_than_items_share_an_sm(probe: ctypes.CDLL) -> None:
-    sizes = {"batch": 3, "seqlen_q": 1000, "seqlen_k": 1000, "nheads": 10, "nheads_k": 10}
+    sizes = {"batch": 3, "seqlen_q": 500, "seqlen_k": 500, "nheads": 20, "nheads_k": 20}
     plan = Probe(probe).fwd(SM90, SMS, head_dim=64, **sizes)
-    assert plan["arch"] == 90 and plan["blocks"] == 3 * 10 * 8 and plan["workspace_bytes"] == 0
+    assert plan["arch"] == 90 and plan["block_n"] == 64
+    assert plan["blocks"] == 3 * 20 * 4 and plan["workspace_bytes"] == 0
+
+
+TALL, SHORT, TWO_BLOCKS = (192, 128), (128, 128), (128, 64)  # tiles of Sm90FwdShape
 
 
 @pytest.mark.parametrize(
-    ("rows", "keys", "heads", "block_m"),
+    ("rows", "keys", "heads", "tile", "causal_tile"),
     [
-        (1024, 1024, 10, 128),  # 60 tall row blocks would not keep half of the SMs busy
-        (1024, 2048, 20, 192),  # one wave of tall ones, or of short ones in pairs
-        (1024, 1024, 24, 128),  # two waves of tall ones, or one in pairs
-        (1024, 1024, 40, 192),  # two, or two in pairs
-        (448, 1500, 256, 192),
-        (1024, 256, 48, 128),
-        (4096, 77, 8, 128),  # many rows of few keys
-        (4096, 4096, 8, 128),  # 176 tall row blocks, or 256
-        (4096, 4096, 16, 192),
+        (1024, 1024, 10, SHORT, SHORT),  # all row blocks have an SM, in any shape
+        (1024, 2048, 20, TALL, TALL),  # one wave of tall ones, or two of short ones
+        (1024, 1024, 24, SHORT, SHORT),  # two waves of either
+        (1024, 1024, 40, TALL, TWO_BLOCKS),
+        (448, 1500, 256, TALL, TALL),
+        (512, 512, 512, TWO_BLOCKS, TWO_BLOCKS),
+        (4096, 77, 8, TWO_BLOCKS, TWO_BLOCKS),  # many rows of few keys
+        (4096, 4096, 8, SHORT, SHORT),  # 176 tall row blocks, or 256
+        (4096, 4096, 16, TALL, TALL),
     ],
 )
-def test_the_faster_of_tall_and_short_row_blocks(
-    probe: ctypes.CDLL, rows: int, keys: int, heads: int, block_m: int
+def test_the_fastest_of_three_shapes(
+    probe: ctypes.CDLL,
+    rows: int,
+    keys: int,
+    heads: int,
+    tile: tuple[int, int],
+    causal_tile: tuple[int, int],
 ) -> None:
     sizes = {"batch": 1, "seqlen_q": rows, "seqlen_k": keys, "nheads": heads, "nheads_k": heads}
-    for head_dim in (40, 64):
-        plan = Probe(probe).fwd(SM90, SMS, head_dim=head_dim, **sizes)
-        assert (plan["arch"], plan["block_m"]) == (90, block_m)
-    # Their number is known on the device only, or they take unequal times.
-    plan = Probe(probe).fwd(SM90, SMS, head_dim=64, is_causal=1, **sizes)
-    assert plan["block_m"] == (128 if rows <= 1024 or plan["arch"] == 80 else 192)
+    for head_dim, causal in itertools.product((40, 64), (0, 1)):
+        plan = Probe(probe).fwd(SM90, SMS, head_dim=head_dim, is_causal=causal, **sizes)
+        wanted = causal_tile if causal else tile
+        assert (plan["arch"], plan["block_m"], plan["block_n"]) == (90, *wanted)
 
 
 @pytest.mark.parametrize(
@@ -201,7 +209,7 @@ def test_few_blocks_of_rows_go_by_the_time(
 
 @pytest.mark.parametrize(
     "head_dim, heads, seqlen_k, splits",
-    [(128, 2, 4096, 16), (64, 16, 2048, 8), (256, 8, 4096, 16), (128, 48, 4096, 2)],
+    [(128, 2, 4096, 32), (64, 16, 2048, 8), (256, 8, 4096, 13), (128, 48, 4096, 2)],
 )
 @pytest.mark.parametrize("causal", [0, 1])
 def test_keys_of_few_blocks_of_rows_are_split(

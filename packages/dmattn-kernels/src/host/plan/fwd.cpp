@@ -7,6 +7,7 @@
 #include "host/plan/blocks.h"
 #include "host/plan/decode.h"
 #include "host/plan/short.h"
+#include "kernels/sm90_fwd_times.h"
 
 namespace dmattn {
 namespace {
@@ -58,81 +59,88 @@ int32_t wanted_splits(const FwdPlan& plan, const FwdTile& tile, int32_t asked_fo
   return choose_num_splits(row_blocks(p, tile), resident, key_tiles, min_tiles_per_split(tile.block_n));
 }
 
-// Nanoseconds of calls with fewer row blocks than SMs, fitted to times on H100 and H200 (docs/kernels/forward.md): by
-// kernels that stay, of which the row block with the most keys takes the longest, for each 128 of its keys; and by those
-// that split the keys, which do all row blocks together, for each 128 x 128 scores.
-struct FewRowsTime {
-  double stay, stay_tile, split, split_tile;
+// Nanoseconds of calls with fewer row blocks than SMs, fitted to times on H100 and H200 (docs/kernels/forward.md). Of the
+// kernels that split the keys and do not stay, which do all row blocks together: so much for each 128 x 128 scores. Of
+// those that stay and do not split them, of which the row block with the most keys takes the longest: so much for each
+// 128 of its keys. Each in the order of the head-dim tiles 64, 128 and 256.
+struct LinearTime {
+  double call, tile;
 };
-// In the order of the head-dim tiles 64, 128 and 256.
-constexpr FewRowsTime kPlainTimes[] = {{5800, 1460, 13500, 14.8}, {7000, 1410, 17500, 26}, {8000, 2470, 26000, 59.4}};
-constexpr FewRowsTime kMaskTimes[] = {{12500, 1860, 38000, 18}, {12500, 1860, 46000, 27}, {14000, 3350, 48000, 85}};
-constexpr FewRowsTime kOtherTimes[] = {{8300, 1570, 22000, 17}, {8300, 1570, 26000, 30}, {9500, 2470, 31000, 65}};
-// Softcap is longer for each key; under causality others compute so many of all scores.
+struct FewRowsTimes {
+  LinearTime split[3], stay[3];
+};
+constexpr LinearTime kPlainSplitTime[3] = {{13500, 14.8}, {17500, 26}, {26000, 59.4}};
+constexpr FewRowsTimes kMaskTimes = {{{38000, 18}, {46000, 27}, {48000, 85}},
+                                     {{12500, 1860}, {12500, 1860}, {14000, 3350}}};
+constexpr FewRowsTimes kOtherTimes = {{{22000, 17}, {26000, 30}, {31000, 65}},
+                                      {{8300, 1570}, {8300, 1570}, {9500, 2470}}};
+// Softcap is longer for each key; under causality those that split compute so many of all scores.
 constexpr double kSoftcapTime = 1.7, kSplitShareOfCausal = 0.875;
 // Of the time of those that split, below which the others are chosen.
 constexpr double kWorthStaying = 0.97;
-const FewRowsTime& few_rows_time(const FwdPlan& plan, Level level) {
-  const FewRowsTime(&times)[3] = level == Level::kPlain ? kPlainTimes : plan.kernel.has_mask ? kMaskTimes : kOtherTimes;
-  return times[plan.unit.head_dim_tile <= 64 ? 0 : plan.unit.head_dim_tile <= 128 ? 1 : 2];
+
+int time_index(const FwdPlan& plan) {
+  return plan.unit.head_dim_tile <= 64 ? 0 : plan.unit.head_dim_tile <= 128 ? 1 : 2;
 }
-double time_of_others(const FwdPlan& plan, Level level) {
+double split_time(const FwdPlan& plan, const LinearTime (&times)[3]) {
   const FwdParams& p = plan.kernel;
-  const FewRowsTime& time = few_rows_time(plan, level);
+  const LinearTime& time = times[time_index(plan)];
   const double keys = ceil_div(p.seqlen_k, 128);
   const double scores = static_cast<double>(p.batch) * p.nheads * ceil_div(p.seqlen_q, 128) * keys;
-  return time.split + time.split_tile * (p.is_causal ? kSplitShareOfCausal : 1) * scores;
+  return time.call + time.tile * (p.is_causal ? kSplitShareOfCausal : 1) * scores;
 }
-bool is_faster_unsplit(const FwdPlan& plan, Level level) {
+bool is_faster_unsplit(const FwdPlan& plan) {
   const FwdParams& p = plan.kernel;
   if (is_gathered(plan.walk) || p.window > 0) return false;
-  const FewRowsTime& time = few_rows_time(plan, level);
-  const double stay = time.stay + time.stay_tile * (p.softcap > 0.f ? kSoftcapTime : 1) * ceil_div(p.seqlen_k, 128);
-  return stay <= kWorthStaying * time_of_others(plan, level);
+  const FewRowsTimes& times = p.has_mask ? kMaskTimes : kOtherTimes;
+  const LinearTime& time = times.stay[time_index(plan)];
+  const double stay = time.call + time.tile * (p.softcap > 0.f ? kSoftcapTime : 1) * ceil_div(p.seqlen_k, 128);
+  return stay <= kWorthStaying * split_time(plan, times.split);
 }
 
-// Shares into which kernels that stay should split the keys of fewer row blocks than SMs, and how long they take: a launch
-// that combines the parts, and so much for each MB of these.
-constexpr double kCombineTime = 4500, kCombineMegabyteTime = 500;
+// Shares into which kernels that stay, and have one for it, should split the keys, and how long they take. Of more row
+// blocks than a few waves of them the last wave counts little. Partial results are as large as q, k and v at most, or
+// small. The launch that combines them costs the host some time, too, and has to save so much.
+constexpr int64_t kMostWavesToSplit = 4, kSmallParts = 16 << 20;
+constexpr double kWorthALaunch = 2500;
+bool may_split_and_stay(const FwdPlan& plan, Level level) {
+  return level == Level::kPlain && !is_gathered(plan.walk) && plan.kernel.window == 0;
+}
 struct Shares {
   int32_t count;
   double time;
 };
+int32_t most_shares(const FwdParams& p, int32_t key_tiles) {
+  const int64_t rows = int64_t{p.batch} * p.nheads * p.seqlen_q, keys = int64_t{p.batch} * p.nheads_k * p.seqlen_k;
+  const int64_t row_bytes = int64_t{p.head_dim} * sizeof(float);
+  const int64_t bytes = std::max<int64_t>(kSmallParts, (rows + 2 * keys) * row_bytes / 2);
+  const int64_t by_bytes = bytes / std::max<int64_t>(1, rows * row_bytes);
+  return static_cast<int32_t>(std::min<int64_t>({kMaxSplits, key_tiles, by_bytes, INT32_MAX / key_tiles}));
+}
 Shares shares_that_stay(const FwdPlan& plan, int32_t asked_for, const Device& device) {
   const FwdParams& p = plan.kernel;
-  const FewRowsTime& time = few_rows_time(plan, Level::kPlain);
-  const int64_t rows = int64_t{p.batch} * p.nheads * p.seqlen_q;
-  const int64_t blocks = int64_t{p.batch} * p.nheads * ceil_div(p.seqlen_q, 128);
-  const int32_t tiles = std::max(1, ceil_div(p.seqlen_k, 128));
-  const double megabytes = static_cast<double>(rows) * p.head_dim * sizeof(float) / (1 << 20);
-  const auto time_of = [&](int32_t count) {
-    const double steps =
-        static_cast<double>(ceil_div(tiles, count)) * ceil_div<int64_t>(blocks * count, device.num_sms);
-    const double combine = count == 1 ? 0 : kCombineTime + kCombineMegabyteTime * megabytes * count;
-    return time.stay + time.stay_tile * steps + combine;
-  };
-  if (asked_for > 0) return {std::min({asked_for, tiles, INT32_MAX / tiles}), 0};
-  Shares best = {1, time_of(1)};
-  if (blocks >= device.num_sms) return best;
-  const int32_t most = std::min({kMaxSplits, tiles / 2, INT32_MAX / tiles});  // the kernel multiplies the two
+  const Sm90FwdTile tile = sm90_fwd_tile(sm90_fwd_head_dim(p.head_dim), Sm90FwdShape::kShort);
+  const int32_t key_tiles = std::max(1, ceil_div(p.seqlen_k, tile.block_n));
+  if (asked_for > 0) return {std::min({asked_for, key_tiles, INT32_MAX / key_tiles}), 0};
+  const Shares whole = {1, sm90_fwd_time(p, 1, device.num_sms)};
+  const int64_t row_blocks = int64_t{p.batch} * p.nheads * ceil_div(p.seqlen_q, tile.block_m());
+  if (row_blocks > kMostWavesToSplit * device.num_sms) return whole;
+  Shares best = {1, whole.time - kWorthALaunch};
+  const int32_t most = most_shares(p, key_tiles);
   for (int32_t count = 2; count <= most; ++count) {
-    if (time_of(count) < best.time) best = {count, time_of(count)};
+    const double time = sm90_fwd_time(p, count, device.num_sms);
+    if (time < best.time) best = {count, time};
   }
-  return best;
-}
-// Whether kernels that stay have one that splits keys.
-bool may_split_and_stay(const FwdPlan& plan, Level level) {
-  return level == Level::kPlain && !is_gathered(plan.walk) && plan.kernel.window == 0;
+  return best.count == 1 ? whole : best;
 }
 
-// Kernels that stay do not split keys, but for the plain one. Where others would, they are still faster if they have a
-// row block for so many
-// of ten SMs, the more so the more the others have to do for a score; under causality, where the last row block has
-// twice the keys of the average, for twice as many. With fewer it goes by the time.
+// Other kernels that stay do not split keys. Where those of sm80 would, they are still faster if they have a row block
+// for so many of ten SMs, the more so the more the others have to do for a score; under causality, where the last row
+// block has twice the keys of the average, for twice as many. With fewer it goes by the time.
 bool keeps_busy(const FwdPlan& plan, const FwdTile& tile, Level level, const Device& device) {
   const int64_t of_ten = level == Level::kPlain ? 5 : level == Level::kGeneral ? 4 : 2;
   return 10 * row_blocks(plan.kernel, tile) >= of_ten * (plan.kernel.is_causal ? 2 : 1) * device.num_sms ||
-         is_faster_unsplit(plan, level);
+         is_faster_unsplit(plan);
 }
 
 // Whether blocks that stay may take every so-many-th row block, without a counter that has to be cleared first: two of
@@ -158,10 +166,8 @@ bool choose_kernel(FwdPlan& plan, int32_t asked_for, bool finds_window, const De
     const FwdTile tile = set.fwd_tile(p, level, gathered);
     if (resident_items(p, tile) > kMostBlocks) return false;
     if (may_split_and_stay(plan, level)) {
-      const Shares split = shares_that_stay(plan, asked_for, device);
-      if (resident_items(p, tile) * split.count > kMostBlocks) return false;
-      shares = split.count;
-      return shares == 1 || asked_for > 0 || split.time <= kWorthStaying * time_of_others(plan, level);
+      shares = shares_that_stay(plan, asked_for, device).count;
+      return resident_items(p, tile) * shares <= kMostBlocks;
     }
     return wanted_splits(plan, tile, asked_for, device) == 1 ||
            (asked_for == 0 && keeps_busy(plan, tile, level, device));
@@ -289,6 +295,10 @@ void choose_group_rows(FwdPlan& plan, const Problem& x, int32_t asked_for, const
   const int64_t rows_before = row_blocks(plan.kernel, plan.tile) * plan.tile.block_m;
   const bool leaves_hopper = packed.unit.arch != plan.unit.arch;
   if (leaves_hopper && rows * kFewerRowsThanHoppers > rows_before) return;
+  if (leaves_hopper && may_split_and_stay(plan, plan.choice.level)) {
+    const Shares stay = shares_that_stay(plan, /*asked_for=*/0, device);
+    if (asked_for == 0 && stay.time <= split_time(packed, kPlainSplitTime)) return;
+  }
   const int64_t saved = (rows_before - rows) * p.seqlen_k * p.head_dim;
   if (saved < (leaves_hopper ? kWorthLeavingHopper : kWorthGroupRows)) return;
   p.num_splits = wanted_splits(packed, packed.tile, asked_for, device);

@@ -7,6 +7,7 @@
 #include <atomic>
 
 #include "../../shared/fill.h"
+#include "../../sm90_fwd_times.h"
 #include "../../sm90_softcap.h"
 #include "../shared/launch.cuh"
 #include "fwd_kernel.cuh"
@@ -170,22 +171,19 @@ cudaError_t launch_fwd(const KernelChoice& choice, const FwdParams& p, cudaStrea
     }
     return go(cute::Int<kHeadDimTile>{}, cute::false_type{});
   } else {
-    const auto go_in = [&](auto mode, auto head_dim, auto is_short) {
-      constexpr Sm90FwdTile kTile = sm90_fwd_tile(head_dim, is_short);
+    const auto go_in = [&](auto mode, auto head_dim, auto shape) {
+      constexpr Sm90FwdTile kTile = sm90_fwd_tile(head_dim, decltype(shape)::value);
       using T = sm90::FwdTraits<Element, head_dim, kTile.consumers, kTile.block_n, kTile.stages, decltype(mode)::value,
                                 kTile.blocks_per_sm>;
       return sm90::launch_fwd_kernel<T>(choice.blocks, p, stream);
     };
-    const auto go_split = [&](auto head_dim) {
-      constexpr Sm90FwdTile kTile = sm90_split_fwd_tile(head_dim);
-      using T =
-          sm90::FwdTraits<Element, head_dim, kTile.consumers, kTile.block_n, kTile.stages, sm90::ScoreMode::kSplit>;
-      return sm90::launch_fwd_kernel<T>(choice.blocks, p, stream);
-    };
-    const auto go = [&](auto head_dim, auto is_short) {
-      if (p.num_splits > 1) return go_split(head_dim);
-      if (choice.level != Level::kPacked) return go_in(cute::C<sm90::ScoreMode::kPlain>{}, head_dim, is_short);
-      return go_in(cute::C<sm90::ScoreMode::kPacked>{}, head_dim, is_short);
+    const auto go = [&](auto head_dim, auto shape) {
+      constexpr bool kIsShort = head_dim <= 64 && decltype(shape)::value == Sm90FwdShape::kShort;  // none are packed
+      if constexpr (!kIsShort) {
+        if (choice.level == Level::kPacked) return go_in(cute::C<sm90::ScoreMode::kPacked>{}, head_dim, shape);
+      }
+      if (p.num_splits > 1) return go_in(cute::C<sm90::ScoreMode::kSplit>{}, head_dim, cute::C<Sm90FwdShape::kShort>{});
+      return go_in(cute::C<sm90::ScoreMode::kPlain>{}, head_dim, shape);
     };
     const auto go_general_in = [&](auto mode, auto head_dim, auto is_tall) {
       constexpr sm90::ScoreMode kMode = decltype(mode)::value;
@@ -233,10 +231,13 @@ cudaError_t launch_fwd(const KernelChoice& choice, const FwdParams& p, cudaStrea
     }
     constexpr int kSmaller = kHeadDimTile == 128 ? 96 : kHeadDimTile == 256 ? 192 : kHeadDimTile;
     if constexpr (kHeadDimTile == 64) {
-      if (sm90_fwd_is_short(p)) return go(cute::Int<64>{}, cute::true_type{});
+      const Sm90FwdShape shape = sm90_fwd_shape(p);
+      if (shape == Sm90FwdShape::kTwoBlocks) return go(cute::Int<64>{}, cute::C<Sm90FwdShape::kTwoBlocks>{});
+      if (shape == Sm90FwdShape::kTall) return go(cute::Int<64>{}, cute::C<Sm90FwdShape::kTall>{});
+    } else if (sm90_fwd_head_dim(p.head_dim) == kSmaller) {
+      return go(cute::Int<kSmaller>{}, cute::C<Sm90FwdShape::kShort>{});
     }
-    if (sm90_fwd_head_dim(p.head_dim) == kSmaller) return go(cute::Int<kSmaller>{}, cute::false_type{});
-    return go(cute::Int<kHeadDimTile>{}, cute::false_type{});
+    return go(cute::Int<kHeadDimTile>{}, cute::C<Sm90FwdShape::kShort>{});
   }
 }
 

@@ -1,0 +1,120 @@
+// How long the forward kernels of Hopper take without a mask, a bias or softcap, in nanoseconds: tiles and shares of the
+// keys are chosen by it. Fitted to times on an H200 (docs/kernels/forward.md#which-of-them).
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+
+#include "tiles.h"
+
+namespace dmattn {
+
+constexpr int32_t kSm90Sms = 132;
+
+// The blocks of rows of a call, each with one of so many shares of the keys, and the tiles of keys that they meet: all of
+// them together, and those that meet the most and the fewest.
+struct Sm90FwdWork {
+  double blocks, tiles, longest, shortest;
+};
+inline Sm90FwdWork sm90_fwd_work(const FwdParams& p, const Sm90FwdTile& tile, int32_t shares) {
+  const int32_t block_m = tile.block_m();
+  const int32_t key_tiles = std::max(1, (p.seqlen_k - 1) / tile.block_n + 1);
+  const double longest = (key_tiles - 1) / shares + 1;
+  const double row_blocks = double{1} * p.batch * p.nheads * ((p.seqlen_q - 1) / block_m + 1);
+  if (!p.is_causal) return {row_blocks * shares, row_blocks * shares * longest, longest, longest};
+  // The last row sees all keys, each one before it a key less.
+  const double seeing = std::min(p.seqlen_q, p.seqlen_k), before = p.seqlen_k - seeing;
+  const auto tiles_of = [&](double keys) { return std::min<double>(key_tiles, keys / tile.block_n + 0.5); };
+  const double share_of_rows = seeing / std::max(p.seqlen_q, 1);
+  return {row_blocks * shares, row_blocks * share_of_rows * tiles_of(before + (seeing + block_m) / 2), longest,
+          tiles_of(before) / shares};
+}
+
+// With so many thread blocks resident: of equal blocks a part of a wave takes as long as a whole one. Under causality
+// those that are done first take the next ones, the longest first, and at the end, for `tail`, some have nothing left. Of
+// n waves of blocks at least one thread block has n that are as long as the first of the last wave.
+inline double sm90_waves_time(const Sm90FwdWork& work, bool is_causal, double block, double tile, double tail,
+                              double resident) {
+  const double waves = std::ceil(work.blocks / resident);
+  const auto time_of = [&](double tiles) { return block + tiles * tile; };
+  if (!is_causal || waves <= 1) return waves * time_of(work.longest);
+  const double place = (waves - 1) * resident / work.blocks;
+  const double in_last_wave = work.longest - (work.longest - work.shortest) * place;
+  const double all = (work.blocks * block + work.tiles * tile) / resident + tail;
+  return std::max({time_of(work.longest), waves * time_of(in_last_wave), all});
+}
+
+// --- shapes of head_dim 64 --------------------------------------------------------------------------------------------
+
+inline double sm90_tall_fwd_time(const Sm90FwdWork& work, bool is_causal) {
+  return 6650 + sm90_waves_time(work, is_causal, 1970, 1462, 3990, kSm90Sms);
+}
+inline double sm90_short_fwd_time(const Sm90FwdWork& work, bool is_causal) {
+  return 6130 + sm90_waves_time(work, is_causal, 1740, 1155, 2230, kSm90Sms);
+}
+// Two thread blocks of an SM take less than twice as long as one. With those of a third wave they are no longer in step.
+// Under causality the longest one shares its SM with one that comes as many behind it as there are SMs.
+inline double sm90_two_blocks_fwd_time(const Sm90FwdWork& work, bool is_causal) {
+  constexpr double kCall = 6840, kBlock = 894, kTile = 1322, kTail = 950, kAlone = 0.585, kResident = 2 * kSm90Sms;
+  const double longest = kBlock + work.longest * kTile;
+  if (work.blocks <= kSm90Sms) return kCall + kAlone * longest;
+  if (!is_causal && work.blocks > 2 * kResident) return kCall + longest * work.blocks / kResident;
+  if (!is_causal) return kCall + std::ceil(work.blocks / kResident) * longest;
+  const double all = (work.blocks * kBlock + work.tiles * kTile) / kResident + kTail;
+  const double shared = 1 - kSm90Sms / work.blocks * (1 - work.shortest / work.longest);
+  return kCall + std::max((kAlone + (1 - kAlone) * shared) * longest, all);
+}
+
+// At head_dim 64. How long packed sequences are is known on the device only; of short ones tall tiles waste more.
+inline Sm90FwdShape sm90_fwd_shape(const FwdParams& p) {
+  if (p.packing.is_active()) return sm90_has_few_rows(p.seqlen_q) ? Sm90FwdShape::kTwoBlocks : Sm90FwdShape::kTall;
+  const auto work = [&](Sm90FwdShape shape) { return sm90_fwd_work(p, sm90_fwd_tile(64, shape), 1); };
+  const double tall = sm90_tall_fwd_time(work(Sm90FwdShape::kTall), p.is_causal);
+  const double narrow = sm90_short_fwd_time(work(Sm90FwdShape::kShort), p.is_causal);
+  const double two = sm90_two_blocks_fwd_time(work(Sm90FwdShape::kTwoBlocks), p.is_causal);
+  if (two <= std::min(tall, narrow)) return Sm90FwdShape::kTwoBlocks;
+  return narrow <= tall ? Sm90FwdShape::kShort : Sm90FwdShape::kTall;
+}
+
+// --- shares of the keys -----------------------------------------------------------------------------------------------
+
+// Of a launch, with the one that combines partial results and without; for each block of rows, for each of its tiles, and
+// by how much more for these with an SM for each of them busy than with one alone; for each MB of partial results; and
+// bytes of K and V a nanosecond.
+struct Sm90FwdTime {
+  double call, split_call, block, tile, busy, megabyte, bytes;
+};
+constexpr Sm90FwdTime sm90_fwd_time_of(int head_dim) {
+  return head_dim <= 64    ? Sm90FwdTime{6130, 7700, 1660, 1185, 0.06, 480, 4380}
+         : head_dim <= 96  ? Sm90FwdTime{3510, 7000, 3370, 1270, 0.15, 400, 3790}
+         : head_dim <= 128 ? Sm90FwdTime{4140, 6850, 3690, 1313, 0.32, 410, 4170}
+         : head_dim <= 192 ? Sm90FwdTime{6900, 9950, 2440, 1348, 0.51, 410, 4000}
+                           : Sm90FwdTime{7930, 11460, 1320, 1448, 0.29, 360, 3670};
+}
+// Tiles at the end in which some SMs have nothing left.
+constexpr double kSm90FwdTail = 2;
+
+// Of a call whose row blocks have so many shares of the keys, on a GPU with so many SMs.
+inline double sm90_fwd_time(const FwdParams& p, int32_t shares, int32_t num_sms) {
+  const int head_dim = sm90_fwd_head_dim(p.head_dim);
+  if (head_dim == 64 && shares == 1) {
+    const Sm90FwdShape shape = sm90_fwd_shape(p);
+    const Sm90FwdWork work = sm90_fwd_work(p, sm90_fwd_tile(64, shape), 1);
+    return shape == Sm90FwdShape::kTall    ? sm90_tall_fwd_time(work, p.is_causal)
+           : shape == Sm90FwdShape::kShort ? sm90_short_fwd_time(work, p.is_causal)
+                                           : sm90_two_blocks_fwd_time(work, p.is_causal);
+  }
+  const Sm90FwdTime time = sm90_fwd_time_of(head_dim);
+  const Sm90FwdWork work = sm90_fwd_work(p, sm90_fwd_tile(head_dim, Sm90FwdShape::kShort), shares);
+  const double tile = time.tile * (1 + time.busy * std::min(1.0, work.blocks / num_sms));
+  const double steps = sm90_waves_time(work, p.is_causal, time.block, tile, kSm90FwdTail * tile, num_sms);
+  const double kv_bytes = 4.0 * p.batch * p.nheads_k * p.seqlen_k * p.head_dim;
+  // Neither hides wholly behind the other: the fourth root of the sum of fourth powers.
+  const double loop = std::sqrt(std::hypot(steps * steps, std::pow(kv_bytes / time.bytes, 2)));
+  const double part_bytes = 4.0 * p.batch * p.nheads * p.seqlen_q * p.head_dim;
+  const double combine = shares == 1 ? 0 : time.megabyte * part_bytes * shares / (1 << 20);
+  return (shares == 1 ? time.call : time.split_call) + loop + combine;
+}
+
+}  // namespace dmattn
