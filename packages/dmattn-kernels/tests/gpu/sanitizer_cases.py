@@ -35,6 +35,8 @@ from gpu.sanitizer_hopper import (
     HOPPER_CHANGED,
     HOPPER_CHANGED_KINDS,
     HOPPER_KINDS,
+    HOPPER_SHAPE_KINDS,
+    HOPPER_SHAPES,
     HOPPER_WIDE_BWD,
     HOPPER_WIDE_KINDS,
 )
@@ -365,6 +367,7 @@ def all_launches() -> list[tuple[str, int, Job]]:
     main += [(kind, x) for x in every if x.name in BETWEEN_LAUNCHES for kind in BETWEEN]
     if family() == "sm90":
         main += [(kind, launch) for launch in HOPPER for kind in HOPPER_KINDS]
+        main += [(kind, launch) for launch in HOPPER_SHAPES for kind in HOPPER_SHAPE_KINDS]
         main += [(kind, launch) for launch in HOPPER_CHANGED for kind in HOPPER_CHANGED_KINDS]
         main += [(kind, launch) for launch in HOPPER_BWD for kind in HOPPER_BWD_KINDS]
         main += [(kind, launch) for launch in HOPPER_ODD_ROWS for kind in HOPPER_CHANGED_KINDS]

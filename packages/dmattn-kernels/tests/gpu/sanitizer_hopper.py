@@ -12,6 +12,12 @@ HOPPER = (
     Launch("dense rows without keys", 250, 140, causal=True, wants=""),
     Launch("dense rows, split keys", 133, 700, causal=True, wants=""),
 )
+# Shapes of head_dim 64 that the others leave out: see sm90_fwd_shape() in sm90_fwd_times.h.
+HOPPER_SHAPES = (
+    Launch("dense rows, tall", 192, 300, batch=33, nheads=4, nheads_k=2, wants=""),
+    Launch("dense rows, tall, causal", 192, 300, 33, nheads=4, nheads_k=2, causal=True, wants=""),
+    Launch("dense rows, short", 200, 250, causal=True, wants=""),
+)
 HOPPER_KINDS = [
     (dtype, head_dim) for dtype in ("bf16", "f16") for head_dim in (64, 96, 128, 192, 256)
 ]
@@ -201,6 +207,7 @@ HOPPER_WIDE_BWD = (
         deterministic=True,
     ),
 )
+HOPPER_SHAPE_KINDS = [kind for kind in HOPPER_KINDS if kind[1] == 64]
 HOPPER_CHANGED_KINDS = [kind for kind in HOPPER_KINDS if kind[1] in (64, 128, 256)]
 HOPPER_BWD_KINDS = [kind for kind in HOPPER_KINDS if kind[1] in (64, 128)]
 HOPPER_WIDE_KINDS = [kind for kind in HOPPER_KINDS if kind[1] > 128]

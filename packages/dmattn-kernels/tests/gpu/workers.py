@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,6 +26,9 @@ ON_CUDA = torch.cuda.is_available()
 GPU_LOST = 77  # exit code of a worker whose CUDA context an earlier kernel has destroyed
 GPU_HUNG = 78  # ... and of one whose test ran past its limit
 CACHED_BYTES = 1 << 30  # that a worker may keep between tests
+# Tries of a test that finds no memory, as large ones of other workers run at the same time.
+ATTEMPTS, PAUSE_SECONDS = 4, 5.0
+OUT_OF_MEMORY = torch.OutOfMemoryError.__name__
 SLOW_SECONDS = 300  # limit of a test that is marked slow; of others the target says it
 
 
@@ -64,9 +68,22 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
         return True
     # Which test comes next depends on the other workers, so every fixture is torn down here.
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-    runtestprotocol(item, nextitem=None)
+    for report in _run(item):
+        item.ihook.pytest_runtest_logreport(report=report)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
     return True
+
+
+def _run(item: pytest.Item) -> list[pytest.TestReport]:
+    """The reports of the test: of a later try, where the other workers had all of the memory."""
+    for attempt in range(ATTEMPTS):
+        if attempt > 0:
+            time.sleep(PAUSE_SECONDS)
+            item._initrequest()  # type: ignore[attr-defined]  # new fixtures
+        reports = runtestprotocol(item, log=False, nextitem=None)
+        if not any(r.failed and OUT_OF_MEMORY in r.longreprtext for r in reports):
+            break
+    return reports
 
 
 @pytest.hookimpl(trylast=True)

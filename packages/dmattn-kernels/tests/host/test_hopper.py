@@ -83,6 +83,8 @@ TALL, SHORT, TWO_BLOCKS = (192, 128), (128, 128), (128, 64)  # tiles of Sm90FwdS
         (4096, 77, 8, TWO_BLOCKS, TWO_BLOCKS),  # many rows of few keys
         (4096, 4096, 8, SHORT, SHORT),  # 176 tall row blocks, or 256
         (4096, 4096, 16, TALL, TALL),
+        (192, 300, 132, TALL, TALL),  # those of the sanitizers' launches
+        (200, 250, 2, SHORT, SHORT),
     ],
 )
 def test_the_fastest_of_three_shapes(
