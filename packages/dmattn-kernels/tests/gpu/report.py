@@ -119,6 +119,12 @@ def compose(
             for line in lines
             if line["outcome"] == "not run"
         ][:NAMED],
+        "found_no_memory_at_first": [
+            {"target": name, "test": line["test"], "tries": line["tries"]}
+            for name, lines in outcomes.items()
+            for line in lines
+            if line.get("tries", 1) > 1
+        ][:NAMED],
         "skipped_reasons": dict(skipped),
         "slowest": _slowest(outcomes),
         "sanitizer": [dataclasses.asdict(finding) for finding in findings],
@@ -158,6 +164,9 @@ def put_into(found: dict[str, Any], newer: dict[str, Any], backends: Mapping[str
         found["failed_tests"] = failed + [x for x in newer["failed_tests"] if x["target"] == name]
         left = [line for line in found.get("tests_not_run", []) if line["target"] != name]
         found["tests_not_run"] = left + [x for x in newer["tests_not_run"] if x["target"] == name]
+        tried = [x for x in found.get("found_no_memory_at_first", []) if x["target"] != name]
+        tried += [x for x in newer.get("found_no_memory_at_first", []) if x["target"] == name]
+        found["found_no_memory_at_first"] = tried
         about = {key: newer[key] for key in ("date", "gpu", "seconds", "skipped_reasons")}
         found.setdefault("run_again", []).append({"target": name, **about})
     found["ok"] = is_ok(found)

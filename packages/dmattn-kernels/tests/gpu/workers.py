@@ -68,22 +68,24 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
         return True
     # Which test comes next depends on the other workers, so every fixture is torn down here.
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-    for report in _run(item):
+    reports, _tries[:] = _run(item)
+    for report in reports:
         item.ihook.pytest_runtest_logreport(report=report)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
     return True
 
 
-def _run(item: pytest.Item) -> list[pytest.TestReport]:
-    """The reports of the test: of a later try, where the other workers had all of the memory."""
-    for attempt in range(ATTEMPTS):
-        if attempt > 0:
+def _run(item: pytest.Item) -> tuple[list[pytest.TestReport], list[int]]:
+    """The reports of the test, and how many tries it took: where the other workers had all of the
+    memory, more than one."""
+    for tries in range(1, ATTEMPTS + 1):
+        if tries > 1:
             time.sleep(PAUSE_SECONDS)
             item._initrequest()  # type: ignore[attr-defined]  # new fixtures
         reports = runtestprotocol(item, log=False, nextitem=None)
         if not any(r.failed and OUT_OF_MEMORY in r.longreprtext for r in reports):
             break
-    return reports
+    return reports, [tries]
 
 
 @pytest.hookimpl(trylast=True)
@@ -104,6 +106,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 
 _finished: list[pytest.TestReport] = []
+_tries: list[int] = []  # of the test that has finished
 
 
 @pytest.hookimpl(trylast=True)
@@ -121,6 +124,7 @@ def pytest_runtest_logfinish(nodeid: str, location: object) -> None:
             "outcome": outcome,
             "seconds": round(sum(r.duration for r in reports), 3),
             "reason": _skip_reason(reports) if outcome == "skipped" else text[-4000:],
+            "tries": max(_tries, default=1),
         }
         with results.open("a") as stream:
             stream.write(json.dumps(line) + "\n")
