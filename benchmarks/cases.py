@@ -659,6 +659,6 @@ NOTES = {
     PACKED: f"Causal, sequences of unequal lengths drawn once: {sum(LONG)} rows in {len(LONG)} "
     f"sequences, the longest {max(LONG)}, and {sum(SHORT)} in {len(SHORT)}, the longest "
     f"{max(SHORT)}. Packed ones lie one behind the other. The padded batch is made before the "
-    "timing, gradients stay padded; the mask of its keys is made inside. FlexAttention gets its "
-    "table of blocks.",
+    "timing, gradients stay padded; the mask of its keys is made inside. FlexAttention, where "
+    "it is timed, gets its table of blocks.",
 }

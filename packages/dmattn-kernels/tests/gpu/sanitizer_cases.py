@@ -28,30 +28,11 @@ from gpu.raw_cuda import Array, Buffer, Gpu, from_bits, to_bits
 from gpu.sanitizer_cache import Append, run_append
 from gpu.sanitizer_decode import DECODING, counts_blocks
 from gpu.sanitizer_draft import DRAFTS, Draft, run_draft
-from gpu.sanitizer_hopper import (
-    HOPPER,
-    HOPPER_BWD,
-    HOPPER_BWD_KINDS,
-    HOPPER_CHANGED,
-    HOPPER_CHANGED_KINDS,
-    HOPPER_KINDS,
-    HOPPER_SHAPE_KINDS,
-    HOPPER_SHAPES,
-    HOPPER_WIDE_BWD,
-    HOPPER_WIDE_KINDS,
-)
+from gpu.sanitizer_hopper_launches import hopper_launches
 from gpu.sanitizer_keys import MOVES, Moves, run_moves
 from gpu.sanitizer_launch import Launch
-from gpu.sanitizer_listed import (
-    HOPPER_LIST_GRADIENTS,
-    HOPPER_LIST_KINDS,
-    HOPPER_LISTS,
-    HOPPER_WIDE_LIST_GRADIENTS,
-    MANY_GRADIENTS,
-    WHOLE_GRADIENTS,
-)
-from gpu.sanitizer_odd_rows import HOPPER_ODD_ROWS, HOPPER_ODD_ROWS_BWD
-from gpu.sanitizer_packed_launches import HOPPER_PACKED, HOPPER_PACKED_GRADIENTS, PACKED
+from gpu.sanitizer_listed import MANY_GRADIENTS
+from gpu.sanitizer_packed_launches import PACKED
 from gpu.sanitizer_selection import (
     Lists,
     Selecting,
@@ -63,7 +44,6 @@ from gpu.sanitizer_selection import (
     wanted_end,
 )
 from gpu.sanitizer_short import short_launches
-from gpu.sanitizer_windows import HOPPER_WIDE_WINDOWS, HOPPER_WINDOWS
 
 Float = npt.NDArray[np.float64]
 
@@ -366,23 +346,8 @@ def all_launches() -> list[tuple[str, int, Job]]:
     main += [(kind, x) for x in every if x.name in OTHER_LAUNCHES for kind in OTHERS]
     main += [(kind, x) for x in every if x.name in BETWEEN_LAUNCHES for kind in BETWEEN]
     if family() == "sm90":
-        main += [(kind, launch) for launch in HOPPER for kind in HOPPER_KINDS]
-        main += [(kind, launch) for launch in HOPPER_SHAPES for kind in HOPPER_SHAPE_KINDS]
-        main += [(kind, launch) for launch in HOPPER_CHANGED for kind in HOPPER_CHANGED_KINDS]
-        main += [(kind, launch) for launch in HOPPER_BWD for kind in HOPPER_BWD_KINDS]
-        main += [(kind, launch) for launch in HOPPER_ODD_ROWS for kind in HOPPER_CHANGED_KINDS]
-        main += [(kind, launch) for launch in HOPPER_ODD_ROWS_BWD for kind in HOPPER_BWD_KINDS]
-        main += [(kind, launch) for launch in HOPPER_PACKED for kind in HOPPER_KINDS]
-        packed_kinds = HOPPER_BWD_KINDS + HOPPER_WIDE_KINDS
-        main += [(kind, launch) for launch in HOPPER_PACKED_GRADIENTS for kind in packed_kinds]
-        main += [(kind, launch) for launch in HOPPER_WINDOWS for kind in HOPPER_CHANGED_KINDS]
-        main += [(kind, launch) for launch in HOPPER_WIDE_BWD for kind in HOPPER_WIDE_KINDS]
-        main += [(kind, launch) for launch in HOPPER_WIDE_WINDOWS for kind in HOPPER_WIDE_KINDS]
-        main += [(kind, launch) for launch in HOPPER_LISTS for kind in HOPPER_LIST_KINDS]
-        main += [(kind, launch) for launch in HOPPER_LIST_GRADIENTS for kind in HOPPER_BWD_KINDS]
-        main += [(kind, x) for x in HOPPER_WIDE_LIST_GRADIENTS for kind in HOPPER_WIDE_KINDS]
+        main += hopper_launches()
         main += [(MAIN[1], MANY_GRADIENTS)]
-        main += [(kind, WHOLE_GRADIENTS) for kind in HOPPER_BWD_KINDS]
     if family() == "sm80":
         main += short_launches()
     main += [(MAIN[0], launch) for launch in ONCE]

@@ -68,16 +68,19 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
         return True
     # Which test comes next depends on the other workers, so every fixture is torn down here.
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-    reports, _tries[:] = _run(item)
+    reports, tries = _run(item)
+    _tries[:] = [tries]
     for report in reports:
         item.ihook.pytest_runtest_logreport(report=report)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
     return True
 
 
-def _run(item: pytest.Item) -> tuple[list[pytest.TestReport], list[int]]:
-    """The reports of the test, and how many tries it took: where the other workers had all of the
-    memory, more than one."""
+def _run(item: pytest.Item) -> tuple[list[pytest.TestReport], int]:
+    """The reports of the last try of a test, and how many tries there were.
+
+    There is another one only where the test found no memory beside those of other workers.
+    """
     for tries in range(1, ATTEMPTS + 1):
         if tries > 1:
             time.sleep(PAUSE_SECONDS)
@@ -85,7 +88,7 @@ def _run(item: pytest.Item) -> tuple[list[pytest.TestReport], list[int]]:
         reports = runtestprotocol(item, log=False, nextitem=None)
         if not any(r.failed and OUT_OF_MEMORY in r.longreprtext for r in reports):
             break
-    return reports, [tries]
+    return reports, tries
 
 
 @pytest.hookimpl(trylast=True)
