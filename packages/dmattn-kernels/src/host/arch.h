@@ -38,8 +38,8 @@ struct KernelSet {
   // Its tiled kernels find the window of keys that rows see (FwdParams::window) by themselves.
   bool finds_windows;
   // Its kernels stay on an SM and take one block of rows (backward: of keys) after the other; those of the
-  // backward for head_dim_tile 256 begin for each block of keys anew. The forward does not split
-  // the keys; the backward does not split packed sequences.
+  // backward for head_dim_tile 256 begin for each block of keys anew. Of the forward only the
+  // plain kernel splits the keys; the backward does not split packed sequences.
   bool is_persistent;
 };
 

@@ -47,32 +47,34 @@ inline double sm90_waves_time(const Sm90FwdWork& work, bool is_causal, double bl
 
 // --- shapes of head_dim 64 --------------------------------------------------------------------------------------------
 
-inline double sm90_tall_fwd_time(const Sm90FwdWork& work, bool is_causal) {
-  return 6650 + sm90_waves_time(work, is_causal, 1970, 1462, 3990, kSm90Sms);
+inline double sm90_tall_fwd_time(const Sm90FwdWork& work, bool is_causal, int32_t num_sms) {
+  return 6650 + sm90_waves_time(work, is_causal, 1970, 1462, 3990, num_sms);
 }
-inline double sm90_short_fwd_time(const Sm90FwdWork& work, bool is_causal) {
-  return 6130 + sm90_waves_time(work, is_causal, 1740, 1155, 2230, kSm90Sms);
+inline double sm90_short_fwd_time(const Sm90FwdWork& work, bool is_causal, int32_t num_sms) {
+  return 6130 + sm90_waves_time(work, is_causal, 1740, 1155, 2230, num_sms);
 }
 // Two thread blocks of an SM take less than twice as long as one. With those of a third wave they are no longer in step.
 // Under causality the longest one shares its SM with one that comes as many behind it as there are SMs.
-inline double sm90_two_blocks_fwd_time(const Sm90FwdWork& work, bool is_causal) {
-  constexpr double kCall = 6840, kBlock = 894, kTile = 1322, kTail = 950, kAlone = 0.585, kResident = 2 * kSm90Sms;
+inline double sm90_two_blocks_fwd_time(const Sm90FwdWork& work, bool is_causal, int32_t num_sms) {
+  constexpr double kCall = 6840, kBlock = 894, kTile = 1322, kTail = 950, kAlone = 0.585;
+  const double resident = 2.0 * num_sms;
   const double longest = kBlock + work.longest * kTile;
-  if (work.blocks <= kSm90Sms) return kCall + kAlone * longest;
-  if (!is_causal && work.blocks > 2 * kResident) return kCall + longest * work.blocks / kResident;
-  if (!is_causal) return kCall + std::ceil(work.blocks / kResident) * longest;
-  const double all = (work.blocks * kBlock + work.tiles * kTile) / kResident + kTail;
-  const double shared = 1 - kSm90Sms / work.blocks * (1 - work.shortest / work.longest);
+  if (work.blocks <= num_sms) return kCall + kAlone * longest;
+  if (!is_causal && work.blocks > 2 * resident) return kCall + longest * work.blocks / resident;
+  if (!is_causal) return kCall + std::ceil(work.blocks / resident) * longest;
+  const double all = (work.blocks * kBlock + work.tiles * kTile) / resident + kTail;
+  const double shared = 1 - num_sms / work.blocks * (1 - work.shortest / work.longest);
   return kCall + std::max((kAlone + (1 - kAlone) * shared) * longest, all);
 }
 
-// At head_dim 64. How long packed sequences are is known on the device only; of short ones tall tiles waste more.
+// At head_dim 64. The host's plan and the launch ask for it, so that it knows of no other number of SMs than that of an
+// H100 or H200. How long packed sequences are is known on the device only; of short ones tall tiles waste more.
 inline Sm90FwdShape sm90_fwd_shape(const FwdParams& p) {
   if (p.packing.is_active()) return sm90_has_few_rows(p.seqlen_q) ? Sm90FwdShape::kTwoBlocks : Sm90FwdShape::kTall;
   const auto work = [&](Sm90FwdShape shape) { return sm90_fwd_work(p, sm90_fwd_tile(64, shape), 1); };
-  const double tall = sm90_tall_fwd_time(work(Sm90FwdShape::kTall), p.is_causal);
-  const double narrow = sm90_short_fwd_time(work(Sm90FwdShape::kShort), p.is_causal);
-  const double two = sm90_two_blocks_fwd_time(work(Sm90FwdShape::kTwoBlocks), p.is_causal);
+  const double tall = sm90_tall_fwd_time(work(Sm90FwdShape::kTall), p.is_causal, kSm90Sms);
+  const double narrow = sm90_short_fwd_time(work(Sm90FwdShape::kShort), p.is_causal, kSm90Sms);
+  const double two = sm90_two_blocks_fwd_time(work(Sm90FwdShape::kTwoBlocks), p.is_causal, kSm90Sms);
   if (two <= std::min(tall, narrow)) return Sm90FwdShape::kTwoBlocks;
   return narrow <= tall ? Sm90FwdShape::kShort : Sm90FwdShape::kTall;
 }
@@ -101,9 +103,9 @@ inline double sm90_fwd_time(const FwdParams& p, int32_t shares, int32_t num_sms)
   if (head_dim == 64 && shares == 1) {
     const Sm90FwdShape shape = sm90_fwd_shape(p);
     const Sm90FwdWork work = sm90_fwd_work(p, sm90_fwd_tile(64, shape), 1);
-    return shape == Sm90FwdShape::kTall    ? sm90_tall_fwd_time(work, p.is_causal)
-           : shape == Sm90FwdShape::kShort ? sm90_short_fwd_time(work, p.is_causal)
-                                           : sm90_two_blocks_fwd_time(work, p.is_causal);
+    return shape == Sm90FwdShape::kTall    ? sm90_tall_fwd_time(work, p.is_causal, num_sms)
+           : shape == Sm90FwdShape::kShort ? sm90_short_fwd_time(work, p.is_causal, num_sms)
+                                           : sm90_two_blocks_fwd_time(work, p.is_causal, num_sms);
   }
   const Sm90FwdTime time = sm90_fwd_time_of(head_dim);
   const Sm90FwdWork work = sm90_fwd_work(p, sm90_fwd_tile(head_dim, Sm90FwdShape::kShort), shares);

@@ -83,7 +83,7 @@ constexpr bool sm90_has_few_rows(int seqlen_q) { return seqlen_q <= 1024; }
 enum class Sm90FwdShape { kTall, kShort, kTwoBlocks };
 constexpr Sm90FwdTile sm90_fwd_tile(int d, Sm90FwdShape shape) {
   return d <= 64    ? (shape == Sm90FwdShape::kTall    ? Sm90FwdTile{3, 128}        // 112 KB
-                       : shape == Sm90FwdShape::kShort ? Sm90FwdTile{2, 128}        // 80 KB
+                       : shape == Sm90FwdShape::kShort ? Sm90FwdTile{2, 128}        // 96 KB
                                                        : Sm90FwdTile{2, 64, 3, 2})  // 96 KB, twice
          : d <= 96  ? Sm90FwdTile{2, 128}                                           // 144 KB
          : d <= 128 ? Sm90FwdTile{2, 128}                                           // 224 KB, with two of Q

@@ -225,6 +225,35 @@ def test_keys_of_few_blocks_of_rows_are_split(
     assert plan["workspace_bytes"] >= splits * heads * 100 * (head_dim + 2) * 4
 
 
+@pytest.mark.parametrize(
+    "rows, heads, heads_k, head_dim, keys, arch",
+    [
+        (16, 8, 1, 64, 32768, 80),
+        (32, 32, 8, 64, 8192, 80),
+        (32, 32, 8, 128, 16384, 80),
+        (64, 32, 8, 128, 16384, 90),  # half of the blocks together, each of which takes longer
+        (128, 32, 8, 128, 16384, 90),  # as many blocks together as apart
+        (32, 16, 16, 128, 16384, 90),  # no group
+    ],
+)
+def test_rows_of_a_group_or_shares_of_the_keys(
+    probe: ctypes.CDLL, rows: int, heads: int, heads_k: int, head_dim: int, keys: int, arch: int
+) -> None:
+    """By the time: the sm80 code has the rows of a group together, Hopper's splits their keys."""
+    call = {"batch": 1, "seqlen_q": rows, "seqlen_k": keys, "nheads": heads, "nheads_k": heads_k}
+    plan = Probe(probe).fwd(SM90, SMS, head_dim=head_dim, is_causal=1, **call)
+    assert plan["arch"] == arch and plan["num_splits"] > 1
+
+
+@pytest.mark.parametrize("sms", [78, 114, 132])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_part_of_a_wave_is_split(probe: ctypes.CDLL, sms: int, head_dim: int) -> None:
+    """One row block more than SMs would take as long as twice as many."""
+    heads = sms + 1
+    call = {"batch": 1, "seqlen_q": 128, "seqlen_k": 16384, "nheads": heads, "nheads_k": heads}
+    assert Probe(probe).fwd(SM90, sms, head_dim=head_dim, **call)["num_splits"] > 1
+
+
 @pytest.mark.parametrize("more", [{}, {"softcap": 30.0}], ids=["plain", "softcap"])
 def test_few_rows_and_few_keys(probe: ctypes.CDLL, more: dict[str, Any]) -> None:
     """Keys of up to three tiles are not split, however few the blocks of rows are."""

@@ -85,9 +85,9 @@ constexpr int64_t kMostPartsInOrder = 8;
 // while there are no more than so many for each block.
 constexpr double kBusyWithout = 0.85, kBusyWith = 0.9;
 constexpr int64_t kMostParts = 8;
-// Under causality one to two items for each block, of unequal lengths, leave a sixth of the time even where they could be
-// dealt out evenly, and three none. And items that go through many heads one after the other, each in its own time, soon read and add
-// to different heads, more than stay in L2: by measurement of 8 heads.
+// Under causality one to two items for each block, of unequal lengths, leave a sixth of the time even where they could
+// be dealt out evenly, and three none. And items that go through many heads one after the other, each in its own time,
+// soon read and add to different heads, more than stay in L2: by measurement of 8 heads.
 constexpr double kUnevenItems = 2, kEvenItems = 3;
 constexpr int64_t kHeadsInStep = 4;
 // What a round takes beside its items, until these have begun and when they end, with the launches around them: as many

@@ -59,23 +59,24 @@ int32_t wanted_splits(const FwdPlan& plan, const FwdTile& tile, int32_t asked_fo
   return choose_num_splits(row_blocks(p, tile), resident, key_tiles, min_tiles_per_split(tile.block_n));
 }
 
-// Nanoseconds of calls with fewer row blocks than SMs, fitted to times on H100 and H200 (docs/kernels/forward.md). Of the
-// kernels that split the keys and do not stay, which do all row blocks together: so much for each 128 x 128 scores. Of
-// those that stay and do not split them, of which the row block with the most keys takes the longest: so much for each
-// 128 of its keys. Each in the order of the head-dim tiles 64, 128 and 256.
+// Nanoseconds of calls with fewer row blocks than SMs, fitted to times on H100 and H200 (docs/kernels/forward.md), in
+// the order of the head-dim tiles 64, 128 and 256. `split`: by kernels of sm80, which split the keys; so much for each
+// 128 x 128 scores of all row blocks. `stay`: by those of Hopper that do not split them; so much for each 128 keys of
+// the row block with the most.
 struct LinearTime {
   double call, tile;
 };
 struct FewRowsTimes {
   LinearTime split[3], stay[3];
 };
-constexpr LinearTime kPlainSplitTime[3] = {{13500, 14.8}, {17500, 26}, {26000, 59.4}};
+constexpr LinearTime kPlainSplitTime[3] = {{13500, 14.8}, {17500, 26}, {23500, 59}};
 constexpr FewRowsTimes kMaskTimes = {{{38000, 18}, {46000, 27}, {48000, 85}},
                                      {{12500, 1860}, {12500, 1860}, {14000, 3350}}};
 constexpr FewRowsTimes kOtherTimes = {{{22000, 17}, {26000, 30}, {31000, 65}},
                                       {{8300, 1570}, {8300, 1570}, {9500, 2470}}};
-// Softcap is longer for each key; under causality those that split compute so many of all scores.
-constexpr double kSoftcapTime = 1.7, kSplitShareOfCausal = 0.875;
+// Softcap is longer for each key. Under causality those that split leave out so many of all scores, where there are as
+// many keys as rows.
+constexpr double kSoftcapTime = 1.7, kLeftOutBySplits = 0.125;
 // Of the time of those that split, below which the others are chosen.
 constexpr double kWorthStaying = 0.97;
 
@@ -87,7 +88,8 @@ double split_time(const FwdPlan& plan, const LinearTime (&times)[3]) {
   const LinearTime& time = times[time_index(plan)];
   const double keys = ceil_div(p.seqlen_k, 128);
   const double scores = static_cast<double>(p.batch) * p.nheads * ceil_div(p.seqlen_q, 128) * keys;
-  return time.call + time.tile * (p.is_causal ? kSplitShareOfCausal : 1) * scores;
+  const double left_out = p.is_causal ? kLeftOutBySplits * std::min(1.0, double{1} * p.seqlen_q / p.seqlen_k) : 0;
+  return time.call + time.tile * (1 - left_out) * scores;
 }
 bool is_faster_unsplit(const FwdPlan& plan) {
   const FwdParams& p = plan.kernel;
@@ -98,40 +100,35 @@ bool is_faster_unsplit(const FwdPlan& plan) {
   return stay <= kWorthStaying * split_time(plan, times.split);
 }
 
-// Shares into which kernels that stay, and have one for it, should split the keys, and how long they take. Of more row
-// blocks than a few waves of them the last wave counts little. Partial results are as large as q, k and v at most, or
-// small. The launch that combines them costs the host some time, too, and has to save so much.
+// Shares into which Hopper's plain kernel should split the keys. With more row blocks than a few for each SM there is
+// nothing to gain. Partial results may be as large as q, k and v, or as kSmallParts. The launch that combines them costs
+// the host some time, too, and has to save kWorthALaunch on the device.
 constexpr int64_t kMostWavesToSplit = 4, kSmallParts = 16 << 20;
 constexpr double kWorthALaunch = 2500;
-bool may_split_and_stay(const FwdPlan& plan, Level level) {
-  return level == Level::kPlain && !is_gathered(plan.walk) && plan.kernel.window == 0;
-}
-struct Shares {
-  int32_t count;
-  double time;
-};
+bool may_split_and_stay(const FwdPlan& plan, Level level) { return level == Level::kPlain && !is_gathered(plan.walk); }
 int32_t most_shares(const FwdParams& p, int32_t key_tiles) {
   const int64_t rows = int64_t{p.batch} * p.nheads * p.seqlen_q, keys = int64_t{p.batch} * p.nheads_k * p.seqlen_k;
   const int64_t row_bytes = int64_t{p.head_dim} * sizeof(float);
   const int64_t bytes = std::max<int64_t>(kSmallParts, (rows + 2 * keys) * row_bytes / 2);
   const int64_t by_bytes = bytes / std::max<int64_t>(1, rows * row_bytes);
-  return static_cast<int32_t>(std::min<int64_t>({kMaxSplits, key_tiles, by_bytes, INT32_MAX / key_tiles}));
+  return static_cast<int32_t>(std::min<int64_t>({kMaxSplits, key_tiles, by_bytes}));
 }
-Shares shares_that_stay(const FwdPlan& plan, int32_t asked_for, const Device& device) {
-  const FwdParams& p = plan.kernel;
+int32_t shares_that_stay(const FwdParams& p, int32_t asked_for, const Device& device) {
   const Sm90FwdTile tile = sm90_fwd_tile(sm90_fwd_head_dim(p.head_dim), Sm90FwdShape::kShort);
   const int32_t key_tiles = std::max(1, ceil_div(p.seqlen_k, tile.block_n));
-  if (asked_for > 0) return {std::min({asked_for, key_tiles, INT32_MAX / key_tiles}), 0};
-  const Shares whole = {1, sm90_fwd_time(p, 1, device.num_sms)};
+  if (asked_for > 0) return std::min({asked_for, key_tiles, kMaxSplits});
   const int64_t row_blocks = int64_t{p.batch} * p.nheads * ceil_div(p.seqlen_q, tile.block_m());
-  if (row_blocks > kMostWavesToSplit * device.num_sms) return whole;
-  Shares best = {1, whole.time - kWorthALaunch};
+  if (row_blocks > kMostWavesToSplit * device.num_sms) return 1;
+  int32_t best = 1;
+  double best_time = sm90_fwd_time(p, 1, device.num_sms) - kWorthALaunch;
   const int32_t most = most_shares(p, key_tiles);
   for (int32_t count = 2; count <= most; ++count) {
     const double time = sm90_fwd_time(p, count, device.num_sms);
-    if (time < best.time) best = {count, time};
+    if (time >= best_time) continue;
+    best = count;
+    best_time = time;
   }
-  return best.count == 1 ? whole : best;
+  return best;
 }
 
 // Other kernels that stay do not split keys. Where those of sm80 would, they are still faster if they have a row block
@@ -163,12 +160,14 @@ bool choose_kernel(FwdPlan& plan, int32_t asked_for, bool finds_window, const De
     if (finds_window && !set.finds_windows) return false;
     if (set.serves_fwd != nullptr && !set.serves_fwd(p, level, gathered)) return false;
     if (!set.is_persistent) return true;
+    if (may_split_and_stay(plan, level)) {
+      shares = shares_that_stay(p, asked_for, device);
+      FwdParams split = p;
+      split.num_splits = shares;
+      return resident_items(p, set.fwd_tile(split, level, gathered)) * shares <= kMostBlocks;
+    }
     const FwdTile tile = set.fwd_tile(p, level, gathered);
     if (resident_items(p, tile) > kMostBlocks) return false;
-    if (may_split_and_stay(plan, level)) {
-      shares = shares_that_stay(plan, asked_for, device).count;
-      return resident_items(p, tile) * shares <= kMostBlocks;
-    }
     return wanted_splits(plan, tile, asked_for, device) == 1 ||
            (asked_for == 0 && keeps_busy(plan, tile, level, device));
   });
@@ -227,7 +226,7 @@ bool has_keys_for_all_rows(const FwdPlan& plan) {
 
 // The rows of a group's heads, taken together, fill fewer blocks of rows. What that saves, scores times head_dim, has
 // to be worth the launch that combines partial results, and keys in fewer thread blocks: so much of the kernels of
-// sm80, and so much on Hopper, whose own kernels are faster for a row.
+// sm80, and so much on Hopper, whose own kernels are faster for a row, where these do not split the keys.
 constexpr int64_t kWorthGroupRows = int64_t{5} << 27, kWorthLeavingHopper = int64_t{1} << 31;
 constexpr int64_t kMostGroupRows = int64_t{1} << 30;  // rows are counted in 32 bits, up to the end of the last tile
 
@@ -294,13 +293,16 @@ void choose_group_rows(FwdPlan& plan, const Problem& x, int32_t asked_for, const
   const int64_t rows = row_blocks(p, packed.tile) * packed.tile.block_m;
   const int64_t rows_before = row_blocks(plan.kernel, plan.tile) * plan.tile.block_m;
   const bool leaves_hopper = packed.unit.arch != plan.unit.arch;
-  if (leaves_hopper && rows * kFewerRowsThanHoppers > rows_before) return;
-  if (leaves_hopper && may_split_and_stay(plan, plan.choice.level)) {
-    const Shares stay = shares_that_stay(plan, /*asked_for=*/0, device);
-    if (asked_for == 0 && stay.time <= split_time(packed, kPlainSplitTime)) return;
+  // Where Hopper's own would split the keys it goes by the time.
+  const bool leaves_shares = leaves_hopper && asked_for == 0 && plan.kernel.num_splits > 1;
+  if (leaves_shares) {
+    if (sm90_fwd_time(plan.kernel, plan.kernel.num_splits, device.num_sms) <= split_time(packed, kPlainSplitTime))
+      return;
+  } else if (leaves_hopper && rows * kFewerRowsThanHoppers > rows_before) {
+    return;
   }
   const int64_t saved = (rows_before - rows) * p.seqlen_k * p.head_dim;
-  if (saved < (leaves_hopper ? kWorthLeavingHopper : kWorthGroupRows)) return;
+  if (saved < (leaves_hopper && !leaves_shares ? kWorthLeavingHopper : kWorthGroupRows)) return;
   p.num_splits = wanted_splits(packed, packed.tile, asked_for, device);
   packed.choice.blocks = row_blocks(p, packed.tile) * p.num_splits;
   packed.counts_work = false;

@@ -1,5 +1,5 @@
 // The forward on Hopper over tiles of consecutive keys: the plain kernel, with lengths and causality only, the same
-// over packed sequences, one with a window of keys besides, one with softcap (softcap.cuh), and the general ones, whose
+// with the keys split between thread blocks, the same over packed sequences, one with a window of keys besides, one with softcap (softcap.cuh), and the general ones, whose
 // scores a bias or a dense mask changes, with softcap or without (fwd_general.cuh).
 //
 // A thread block stays on its SM and takes row blocks of heads (items) until none is left. One thread of the first

@@ -143,9 +143,9 @@ struct GatherProducer {
 
   // Returns the next item, which is announced. What is known of it comes by loads that need each other: its number, its
   // list's length, an entry, the facts of a key. Each is started beside copies of this item and used after further
-  // ones, as short lists leave few copies to wait behind. Of long lists the next item is taken so many tiles before the
-  // last one: not sooner, as blocks with long items would be given another one before others are done with theirs.
-  static constexpr int kTilesBehind = 5;
+  // ones, as short lists leave few copies to wait behind. Of long lists the next item is taken when so many tiles are
+  // left: not sooner, as blocks with long items would be given another one before others are done with theirs.
+  static constexpr int kTilesLeft = 5;
   __device__ __forceinline__ Work copy_item(const Work& work) {
     int taken = p.items;
     const auto take = [&]() __attribute__((always_inline)) {
@@ -163,7 +163,7 @@ struct GatherProducer {
       copy_q(work.item, false);
     }
     Work next = {};
-    const int take_at = max(tiles - kTilesBehind, -1);
+    const int take_at = max(tiles - kTilesLeft, -1);
     const int find_at = take_at < 0 ? (tiles > 1 ? 1 : 0) : take_at + 1;
     if (take_at < 0) take();
     Facts facts = work.facts;
