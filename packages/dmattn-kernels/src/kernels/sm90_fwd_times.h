@@ -67,9 +67,24 @@ inline double sm90_two_blocks_fwd_time(const Sm90FwdWork& work, bool is_causal, 
   return kCall + std::max((kAlone + (1 - kAlone) * shared) * longest, all);
 }
 
-// At head_dim 64. The host's plan and the launch ask for it, so that it knows of no other number of SMs than that of an
+// Of wide heads, a tile of few keys over one of many: fewer keys take longer each. Estimated, not measured.
+constexpr double kSm90FewKeysTime192 = 0.64, kSm90FewKeysTime256 = 0.86;
+// Whether tiles of few keys take less time. Under causality the last tile of a row block is empty in part in any case.
+inline bool sm90_suits_few_keys(const FwdParams& p, int head_dim) {
+  if (p.is_causal && p.seqlen_q > 1) return false;
+  const auto tiles = [&](Sm90FwdShape shape) { return (p.seqlen_k - 1) / sm90_fwd_tile(head_dim, shape).block_n + 1; };
+  const double tile = head_dim <= 192 ? kSm90FewKeysTime192 : kSm90FewKeysTime256;
+  return tiles(Sm90FwdShape::kFewKeys) * tile < 0.97 * tiles(Sm90FwdShape::kShort);
+}
+
+// The host's plan and the launch ask for it, so that it knows of no other number of SMs than that of an
 // H100 or H200. How long packed sequences are is known on the device only; of short ones tall tiles waste more.
 inline Sm90FwdShape sm90_fwd_shape(const FwdParams& p) {
+  const int head_dim = sm90_fwd_head_dim(p.head_dim);
+  if (head_dim > 64) {
+    const bool is_wide = head_dim > 128 && !p.packing.is_active();
+    return is_wide && sm90_suits_few_keys(p, head_dim) ? Sm90FwdShape::kFewKeys : Sm90FwdShape::kShort;
+  }
   if (p.packing.is_active()) return sm90_has_few_rows(p.seqlen_q) ? Sm90FwdShape::kTwoBlocks : Sm90FwdShape::kTall;
   const auto work = [&](Sm90FwdShape shape) { return sm90_fwd_work(p, sm90_fwd_tile(64, shape), 1); };
   const double tall = sm90_tall_fwd_time(work(Sm90FwdShape::kTall), p.is_causal, kSm90Sms);
@@ -108,8 +123,11 @@ inline double sm90_fwd_time(const FwdParams& p, int32_t shares, int32_t num_sms)
                                            : sm90_two_blocks_fwd_time(work, p.is_causal, num_sms);
   }
   const Sm90FwdTime time = sm90_fwd_time_of(head_dim);
-  const Sm90FwdWork work = sm90_fwd_work(p, sm90_fwd_tile(head_dim, Sm90FwdShape::kShort), shares);
-  const double tile = time.tile * (1 + time.busy * std::min(1.0, work.blocks / num_sms));
+  const Sm90FwdShape shape = shares == 1 ? sm90_fwd_shape(p) : Sm90FwdShape::kShort;
+  const Sm90FwdWork work = sm90_fwd_work(p, sm90_fwd_tile(head_dim, shape), shares);
+  const double few_keys = head_dim <= 192 ? kSm90FewKeysTime192 : kSm90FewKeysTime256;
+  const double tile = (shape == Sm90FwdShape::kFewKeys ? few_keys : 1) * time.tile *
+                      (1 + time.busy * std::min(1.0, work.blocks / num_sms));
   const double steps = sm90_waves_time(work, p.is_causal, time.block, tile, kSm90FwdTail * tile, num_sms);
   const double kv_bytes = 4.0 * p.batch * p.nheads_k * p.seqlen_k * p.head_dim;
   // Neither hides wholly behind the other: the fourth root of the sum of fourth powers.

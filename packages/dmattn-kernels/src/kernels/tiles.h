@@ -78,17 +78,19 @@ constexpr int sm90_fwd_head_dim(int head_dim) {
                                                  : 256;
 }
 constexpr bool sm90_has_few_rows(int seqlen_q) { return seqlen_q <= 1024; }
-// Of head_dim 64, see sm90_fwd_shape(): tall ones hide a softmax that takes as long as the products; short ones are more
-// row blocks; and of two thread blocks on an SM one computes while the other waits.
-enum class Sm90FwdShape { kTall, kShort, kTwoBlocks };
+// See sm90_fwd_shape(). Of head_dim 64 tall ones hide a softmax that takes as long as the products; short ones are more
+// row blocks; and of two thread blocks on an SM one computes while the other waits. Wide heads have tiles of fewer keys
+// where these leave less of the last tile empty.
+enum class Sm90FwdShape { kTall, kShort, kTwoBlocks, kFewKeys };
 constexpr Sm90FwdTile sm90_fwd_tile(int d, Sm90FwdShape shape) {
+  const bool has_few_keys = shape == Sm90FwdShape::kFewKeys;
   return d <= 64    ? (shape == Sm90FwdShape::kTall    ? Sm90FwdTile{3, 128}        // 112 KB
-                       : shape == Sm90FwdShape::kShort ? Sm90FwdTile{2, 128}        // 96 KB
+                       : shape == Sm90FwdShape::kShort ? Sm90FwdTile{2, 128}        // 112 KB, with two of Q
                                                        : Sm90FwdTile{2, 64, 3, 2})  // 96 KB, twice
          : d <= 96  ? Sm90FwdTile{2, 128}                                           // 144 KB
          : d <= 128 ? Sm90FwdTile{2, 128}                                           // 224 KB, with two of Q
-         : d <= 192 ? Sm90FwdTile{2, 112}                                           // 216 KB
-                    : Sm90FwdTile{2, 80};                                           // 224 KB
+         : d <= 192 ? (has_few_keys ? Sm90FwdTile{2, 64, 3} : Sm90FwdTile{2, 112})  // 192 KB; 216 KB
+                    : (has_few_keys ? Sm90FwdTile{2, 64} : Sm90FwdTile{2, 80});     // 192 KB; 224 KB
 }
 
 // With a window of keys: the fewer rows a tile has, the fewer keys it meets outside of their windows.

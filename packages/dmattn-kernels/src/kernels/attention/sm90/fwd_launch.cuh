@@ -178,8 +178,9 @@ cudaError_t launch_fwd(const KernelChoice& choice, const FwdParams& p, cudaStrea
       return sm90::launch_fwd_kernel<T>(choice.blocks, p, stream);
     };
     const auto go = [&](auto head_dim, auto shape) {
-      constexpr bool kIsShort = head_dim <= 64 && decltype(shape)::value == Sm90FwdShape::kShort;  // none are packed
-      if constexpr (!kIsShort) {
+      constexpr Sm90FwdShape kShape = decltype(shape)::value;
+      constexpr bool kIsShort = head_dim <= 64 && kShape == Sm90FwdShape::kShort;
+      if constexpr (!kIsShort && kShape != Sm90FwdShape::kFewKeys) {
         if (choice.level == Level::kPacked) return go_in(cute::C<sm90::ScoreMode::kPacked>{}, head_dim, shape);
       }
       if (p.num_splits > 1) return go_in(cute::C<sm90::ScoreMode::kSplit>{}, head_dim, cute::C<Sm90FwdShape::kShort>{});
@@ -230,14 +231,19 @@ cudaError_t launch_fwd(const KernelChoice& choice, const FwdParams& p, cudaStrea
       return go_general(cute::C<sm90::ScoreMode::kAny>{}, cute::false_type{});
     }
     constexpr int kSmaller = kHeadDimTile == 128 ? 96 : kHeadDimTile == 256 ? 192 : kHeadDimTile;
+    const Sm90FwdShape shape = p.num_splits > 1 ? Sm90FwdShape::kShort : sm90_fwd_shape(p);
     if constexpr (kHeadDimTile == 64) {
-      const Sm90FwdShape shape = sm90_fwd_shape(p);
       if (shape == Sm90FwdShape::kTwoBlocks) return go(cute::Int<64>{}, cute::C<Sm90FwdShape::kTwoBlocks>{});
       if (shape == Sm90FwdShape::kTall) return go(cute::Int<64>{}, cute::C<Sm90FwdShape::kTall>{});
-    } else if (sm90_fwd_head_dim(p.head_dim) == kSmaller) {
-      return go(cute::Int<kSmaller>{}, cute::C<Sm90FwdShape::kShort>{});
     }
-    return go(cute::Int<kHeadDimTile>{}, cute::C<Sm90FwdShape::kShort>{});
+    const auto go_wide = [&](auto head_dim) {
+      if constexpr (kHeadDimTile > 128) {
+        if (shape == Sm90FwdShape::kFewKeys) return go(head_dim, cute::C<Sm90FwdShape::kFewKeys>{});
+      }
+      return go(head_dim, cute::C<Sm90FwdShape::kShort>{});
+    };
+    if (sm90_fwd_head_dim(p.head_dim) == kSmaller) return go_wide(cute::Int<kSmaller>{});
+    return go_wide(cute::Int<kHeadDimTile>{});
   }
 }
 
