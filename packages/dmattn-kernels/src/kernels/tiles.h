@@ -85,7 +85,7 @@ enum class Sm90FwdShape { kTall, kShort, kTwoBlocks, kFewKeys };
 constexpr Sm90FwdTile sm90_fwd_tile(int d, Sm90FwdShape shape) {
   const bool has_few_keys = shape == Sm90FwdShape::kFewKeys;
   return d <= 64    ? (shape == Sm90FwdShape::kTall    ? Sm90FwdTile{3, 128}        // 112 KB
-                       : shape == Sm90FwdShape::kShort ? Sm90FwdTile{2, 128}        // 112 KB, with two of Q
+                       : shape == Sm90FwdShape::kShort ? Sm90FwdTile{2, 128}        // 96 KB
                                                        : Sm90FwdTile{2, 64, 3, 2})  // 96 KB, twice
          : d <= 96  ? Sm90FwdTile{2, 128}                                           // 144 KB
          : d <= 128 ? Sm90FwdTile{2, 128}                                           // 224 KB, with two of Q

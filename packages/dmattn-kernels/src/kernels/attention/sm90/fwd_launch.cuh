@@ -147,8 +147,9 @@ cudaError_t launch_fwd_kernel(int64_t blocks, const FwdParams& p, cudaStream_t s
 }  // namespace sm90
 
 // The unit of a head-dim tile has a plain kernel for each of Hopper's head dimensions in it, with a twin for packed
-// sequences and one that splits the keys, and one for windows, two for softcap and general ones for all of them (those of 192 and 256 apart, but for
-// the most general one); over lists, one with and one without a bias for each key, of 192 and 256 apart.
+// sequences and one that splits the keys, and one for windows, two for softcap and general ones for all of them (those
+// of 192 and 256 apart, but for the most general one); over lists, one with and one without a bias for each key, of 192
+// and 256 apart.
 template <class Element, int kHeadDimTile, bool kGathered>
 cudaError_t launch_fwd(const KernelChoice& choice, const FwdParams& p, cudaStream_t stream) {
   if constexpr (kGathered) {
