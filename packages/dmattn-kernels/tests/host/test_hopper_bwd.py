@@ -88,12 +88,14 @@ def test_what_others_compute(probe: ctypes.CDLL, arguments: dict[str, Any]) -> N
 @pytest.mark.parametrize(
     "arguments, splits",
     [
-        # 96 blocks of keys in one round, as there are few keys for the rows.
-        ({"seqlen_k": 768}, (4, 1)),
-        # 144, 72 in each of two rounds.
-        ({"seqlen_k": 1025}, (3, 1)),
-        # 64 in each of two rounds, of which the longest take twice the average.
-        ({"seqlen_k": 1024, "is_causal": 1}, (4, 1)),
+        # 96 blocks of keys in one round, as there are few keys for the rows: as long as with parts.
+        ({"seqlen_k": 768}, (1, 1)),
+        # 144 in two rounds of 72: three items for almost each SM instead of two.
+        ({"seqlen_k": 1025}, (5, 1)),
+        # 128, of which the longest take hardly more than the average, as there are few keys.
+        ({"seqlen_k": 1024, "is_causal": 1}, (1, 1)),
+        # 64, of which the longest take twice the average.
+        ({"seqlen_q": 2048, "seqlen_k": 2048, "nheads": 4, "nheads_k": 4, "is_causal": 1}, (3, 1)),
         # 32.
         ({"nheads": 8, "nheads_k": 1}, (4, 4)),
         # Of rows, too.
@@ -121,13 +123,13 @@ def test_few_blocks_of_keys_fall_into_parts(
 @pytest.mark.parametrize(
     "shape, splits",
     [
-        # Items of four heads, or of one each.
-        ((1, 50, 50, 12, 3, 128, 0), 4),
+        # Items of four heads, or of one each: worth the sums where a head has several blocks of rows.
+        ((1, 50, 50, 12, 3, 128, 0), 1),
         ((2, 256, 256, 24, 6, 128, 0), 4),
         # Of rows: parts for the SMs that have no item otherwise.
-        ((3, 777, 128, 20, 20, 72, 0), 2),
+        ((1, 2048, 256, 20, 20, 72, 0), 3),
         # As many items as SMs: of long ones, and of short ones, whose sums would take longer.
-        ((1, 4096, 4096, 4, 4, 64, 1), 3),
+        ((1, 4096, 4096, 4, 4, 64, 1), 2),
         ((1, 1024, 1024, 16, 16, 64, 1), 1),
     ],
 )
@@ -228,7 +230,7 @@ def test_items_of_groups_are_taken_two_by_two(
     [
         *((16, 8, 8, head_dim) for head_dim in (64, 128)),
         *((8, 4, 4, head_dim) for head_dim in (64, 128)),
-        *((71, 36, 36, head_dim) for head_dim in (64, 128)),
+        *((71, 36, 18, 64), (71, 36, 12, 128)),  # parts of two heads, or three
         (4, 2, 4, 128),  # 64 columns are few enough for one round
     ],
 )

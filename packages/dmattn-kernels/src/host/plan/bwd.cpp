@@ -405,20 +405,19 @@ void complete(BwdPlan& plan, const dmattn_bwd_params& p) {
   choose_sequence(plan, p);
 }
 
-// Pairs of what shares a 16-bit bias and its gradient take as long as one after the other, and read and add half as
-// much of them. Only at head_dim 64 are there registers for the dk and dv of two heads. Not where fewer, longer items
-// would leave thread blocks without work at the end.
-BiasPairs find_pairs(const BwdPlan& plan) {
+}  // namespace
+
+// Not where fewer, longer items would leave thread blocks without work at the end.
+BiasPairs find_pairs(const BwdPlan& plan, const BwdRound& round, int64_t parts) {
   const BwdParams& p = plan.kernel;
   const bool is_shared = p.dbias_kind == DbiasKind::kAccum || p.dbias_kind == DbiasKind::kPair;
-  const bool is_whole = plan.round.batches == plan.whole.batches && plan.round.heads_k == plan.whole.heads_k &&
-                        plan.round.groups == plan.whole.groups;
+  const bool is_whole =
+      round.batches == plan.whole.batches && round.heads_k == plan.whole.heads_k && round.groups == plan.whole.groups;
   // Their tiles are copied by TMA alone.
   const bool has_tma_tiles =
       is_vec16(p.bias.ptr, {p.bias.batch_stride, p.bias.head_stride, p.bias.row_stride}, p.bias.dtype);
   if (plan.resident_blocks == 0 || p.deterministic || plan.unit.head_dim_tile > 64 || plan.walk != KeyWalk::kTiled ||
-      !is_shared || p.bias.kind != BiasKind::kTile || !has_tma_tiles || hides_keys(plan) || p.num_splits > 1 ||
-      !is_whole) {
+      !is_shared || p.bias.kind != BiasKind::kTile || !has_tma_tiles || hides_keys(plan) || parts > 1 || !is_whole) {
     return BiasPairs::kNone;
   }
   const int64_t blocks = plan.resident_blocks, items = key_tiles_of(p, p.batch, p.nheads_k, plan.tile.block_n);
@@ -429,10 +428,13 @@ BiasPairs find_pairs(const BwdPlan& plan) {
   if (p.nheads_k % 2 == 0 && p.bias.head_stride == 0 && p.dbias_head_stride == 0) return BiasPairs::kHeads;
   return BiasPairs::kNone;
 }
+
+namespace {
+
 // Where two share an entry, their pair has it to itself.
 void choose_pairs(BwdPlan& plan) {
   BwdParams& kernel = plan.kernel;
-  kernel.bias_pairs = find_pairs(plan);
+  kernel.bias_pairs = find_pairs(plan, plan.round, kernel.num_splits);
   if (kernel.bias_pairs == BiasPairs::kNone || kernel.dbias_kind != DbiasKind::kPair) return;
   kernel.dbias_kind = DbiasKind::kTile;
   choose_dbias_zeros(plan);

@@ -15,6 +15,11 @@ bool is_for_residents(const BwdPlan& plan);
 // others do not split further.
 bool suits_residents(const BwdPlan& plan);
 
+// Pairs of what shares a 16-bit bias and its gradient take as long as one after the other, and read and add half as
+// much of them. Only at head_dim 64 are there registers for the dk and dv of two heads, and only where each tile of keys
+// is one part.
+BiasPairs find_pairs(const BwdPlan& plan, const BwdRound& round, int64_t parts);
+
 // Decides into how many rounds the call falls for the sake of the fp32 sums, and into how many parts the rows of a key
 // tile. Comes last, because what the sums may take depends on all the rest: `bytes_before` of the workspace.
 void choose_sums(BwdPlan& plan, const Device& device, size_t bytes_before);

@@ -3,6 +3,7 @@
 
 #include "host/arithmetic.h"
 #include "host/plan/bwd_parts.h"
+#include "host/plan/bwd_time.h"
 
 namespace dmattn {
 namespace {
@@ -81,30 +82,19 @@ int64_t slot_bytes(const BwdPlan& plan) {
 constexpr int64_t kFewestRowBlocks = 8;
 // In a fixed order so many parts are the most, each of whole heads: they wait for each other at the end.
 constexpr int64_t kMostPartsInOrder = 8;
-// Parts are looked for where more than a sixth of the blocks' time is lost without, until no more than a tenth is, and
-// while there are no more than so many for each block.
+// In a fixed order parts are looked for where more than a sixth of the blocks' time is lost without, until no more than a
+// tenth is.
 constexpr double kBusyWithout = 0.85, kBusyWith = 0.9;
+// There are no more parts than so many for each block.
 constexpr int64_t kMostParts = 8;
-// Under causality one to two items for each block, of unequal lengths, leave a sixth of the time even where they could
-// be dealt out evenly, and three none. And items that go through many heads one after the other, each in its own time,
-// soon read and add to different heads, more than stay in L2: by measurement of 8 heads.
-constexpr double kUnevenItems = 2, kEvenItems = 3;
+// Items that go through more heads than these one after the other, each in its own time, read and add to more than stays
+// in L2.
 constexpr int64_t kHeadsInStep = 4;
-// What a round takes beside its items, until these have begun and when they end, with the launches around them: as many
-// steps over blocks of rows.
-constexpr int64_t kStepsOfRound = 10;
-constexpr double kUnevenLoss = 1.2, kDriftLoss = 1.3;
-// Under causality all items of a head begin at its last rows. Where these are more than so many, they wait for each
-// other's additions to dq.
-constexpr int64_t kCrowd = 40;
-constexpr double kCrowdLoss = 1.2;
-// Rounds for the sake of parts are chosen below this share of the time without.
-constexpr double kWorthRounds = 0.97;
-// What the sums of parts take beside the items, in steps of 2 us, fitted to 408 small calls (docs/kernels/backward.md):
-// for the launch that rounds them, of items of unequal lengths for each MB, and for each MB and part that adds to it.
-// Beside a bias for each row and key a step takes longer.
-constexpr double kStepsOfSums = 2, kStepsOfUnevenSums = 1, kStepsOfUnevenMegabyte = 0.4, kStepsOfPartMegabyte = 0.28;
-constexpr double kStepBesideBias = 0.6;
+// Rounds for the sake of parts are chosen below this share of the time without. Those of items of unequal lengths are
+// faster than time_of_rounds() has them; beside a bias for each row and key it knows less, and where rounds share out
+// what has one bias, or several, each reads these and adds to their gradients.
+constexpr double kWorthRounds = 0.97, kWorthUnevenRounds = 1.05;
+constexpr double kWorthRoundsOfBias = 0.92, kWorthRoundsOfSharedBias = 0.9, kWorthRoundsOfSharedBiases = 0.85;
 // Blocks that stay are left for kernels that split further, and take nearly twice as long over the same rows, where they
 // would work for less than this share of their time.
 constexpr double kBusyEnough = 0.45;
@@ -167,35 +157,10 @@ bool suits_mirrored_items(const BwdPlan& plan, const BwdRound& round, const Devi
 // causality the longest, which are begun first, are twice as long as the average.
 double busy_with(const BwdPlan& plan, int64_t tiles, int64_t heads, int64_t parts) {
   const int64_t blocks = plan.resident_blocks / plan.tile.cluster;
-  const int64_t heads_of_part = ceil_div(heads, parts);
-  const double part = parts < heads ? static_cast<double>(heads_of_part) / heads : 1.0 / parts;  // of a tile
+  const double part = parts < heads ? static_cast<double>(ceil_div(heads, parts)) / heads : 1.0 / parts;  // of a tile
   const double least = static_cast<double>(tiles) / blocks;
   if (!has_uneven_items(plan)) return least / (ceil_div(tiles * parts, blocks) * part);
-  double time = std::max(least, 2 * part);
-  if (has_drifting_items(plan)) {
-    const double items = std::clamp(static_cast<double>(tiles * parts) / blocks, kUnevenItems, kEvenItems);
-    if (tiles * parts > blocks) time *= 1 + (kUnevenLoss - 1) * (kEvenItems - items) / (kEvenItems - kUnevenItems);
-  }
-  if (has_drifting_items(plan) && heads_of_part > kHeadsInStep) time *= kDriftLoss;
-  const int64_t beginnings = tiles / ceil_div(plan.kernel.seqlen_k, plan.tile.block_n) * std::max(heads, parts);
-  if (has_uneven_items(plan) && blocks > kCrowd * beginnings) time *= kCrowdLoss;
-  return least / time;
-}
-// Steps over a block of rows that the sums of parts take, and all that the items of a round do.
-double steps_of_sums(const BwdPlan& plan, int64_t tiles, int64_t parts) {
-  if (parts == 1) return 0;
-  const double megabytes = static_cast<double>(tiles * slot_bytes(plan)) / (1 << 20);
-  const double alike = has_uneven_items(plan) ? kStepsOfUnevenSums + kStepsOfUnevenMegabyte * megabytes : kStepsOfSums;
-  const BiasKind bias = plan.kernel.bias.kind;
-  const double share = bias == BiasKind::kTile || bias == BiasKind::kDirect ? kStepBesideBias : 1;
-  return share * (alike + kStepsOfPartMegabyte * parts * megabytes);
-}
-double steps_with_parts(const BwdPlan& plan, const BwdRound& round, int64_t tiles, int64_t parts) {
-  const int64_t heads = round.groups, blocks = plan.resident_blocks / plan.tile.cluster;
-  const double seen = has_uneven_items(plan) ? 0.5 : 1;  // of the rows, by the average key
-  const double steps = seen * static_cast<double>(heads * plan.kernel.dq_blocks);
-  const double items = steps * static_cast<double>(tiles) / blocks / busy_with(plan, tiles, heads, parts);
-  return items + steps_of_sums(plan, tiles, parts);
+  return least / std::max(least, 2 * part);
 }
 // The most parts that a tile can fall into: shares of its heads, and of their rows.
 int64_t most_parts(const BwdPlan& plan, const BwdRound& round, int64_t tiles, const Device& device) {
@@ -213,30 +178,43 @@ int64_t most_parts(const BwdPlan& plan, const BwdRound& round, int64_t tiles, co
 }
 // Of each tile, so that no part has heads with biases of their own.
 int64_t fewest_parts(const BwdPlan& plan, const BwdRound& round) { return has_items_of_heads(plan) ? round.groups : 1; }
-// Parts of each tile for these blocks.
-int64_t parts_that_fill(const BwdPlan& plan, const BwdRound& round, int64_t tiles, const Device& device) {
-  const int64_t heads = round.groups, fewest = fewest_parts(plan, round);
+// As many as keep the blocks busy: in a fixed order parts wait for each other, so that no more are any use.
+int64_t parts_in_order(const BwdPlan& plan, const BwdRound& round, int64_t tiles, int64_t fewest, int64_t most) {
   int64_t best = fewest;
-  if (suits_mirrored_items(plan, round, device)) return best;
-  double most = busy_with(plan, tiles, heads, best);
-  if (most >= kBusyWithout) return best;
-  const int64_t limit = most_parts(plan, round, tiles, device);
-  // Heads that would not stay in L2 are not left to drift apart.
-  int64_t first = has_drifting_items(plan) && leaves_l2(plan) && heads <= limit ? heads : 2;
-  if (fewest > 1) first = 2 * heads;
-  // In a fixed order parts wait for each other: these are best with as many as keep the blocks busy.
-  const bool goes_by_steps = !plan.kernel.deterministic;
-  double fewest_steps = steps_with_parts(plan, round, tiles, best);
-  for (int64_t parts = first; parts <= limit && (goes_by_steps || most < kBusyWith);
-       parts += parts < heads ? 1 : heads) {
-    const double busy = busy_with(plan, tiles, heads, parts);
-    const double steps = steps_with_parts(plan, round, tiles, parts);
-    if (goes_by_steps ? steps >= fewest_steps : busy <= most) continue;
+  double busiest = busy_with(plan, tiles, round.groups, best);
+  if (busiest >= kBusyWithout) return best;
+  for (int64_t parts = fewest + 1; parts <= most && busiest < kBusyWith;
+       parts += parts < round.groups ? 1 : round.groups) {
+    const double busy = busy_with(plan, tiles, round.groups, parts);
+    if (busy <= busiest) continue;
     best = parts;
-    most = busy;
-    fewest_steps = steps;
+    busiest = busy;
   }
   return best;
+}
+// As many as take the least time. Where one has more heads than another, all have a thread block at the same time, as the
+// time of others is not known so well.
+int64_t fastest_parts(const BwdPlan& plan, const BwdRound& round, int64_t tiles, int64_t fewest, int64_t most) {
+  const int64_t heads = round.groups, blocks = plan.resident_blocks / plan.tile.cluster;
+  int64_t best = fewest;
+  double least = time_of_rounds(plan, round, best);
+  for (int64_t parts = fewest + 1; parts <= most; ++parts) {
+    const bool is_uneven = parts % heads != 0 && heads % parts != 0;
+    if (is_uneven && (parts > heads || (tiles * parts > blocks && parts < most))) continue;
+    const double time = time_of_rounds(plan, round, parts);
+    if (time >= least) continue;
+    best = parts;
+    least = time;
+  }
+  return best;
+}
+// Parts of each tile for these blocks.
+int64_t parts_that_fill(const BwdPlan& plan, const BwdRound& round, int64_t tiles, const Device& device) {
+  const int64_t fewest = fewest_parts(plan, round);
+  if (suits_mirrored_items(plan, round, device)) return fewest;
+  const int64_t most = most_parts(plan, round, tiles, device);
+  if (plan.kernel.deterministic) return parts_in_order(plan, round, tiles, fewest, most);
+  return fastest_parts(plan, round, tiles, fewest, most);
 }
 
 Splits wanted_splits(const BwdPlan& plan, const BwdRound& round, const Device& device) {
@@ -462,26 +440,27 @@ class RoundChoice {
     const BwdRound& without = plan_.round;
     const bool takes_rounds = with_parts.batches < without.batches || with_parts.heads_k < without.heads_k ||
                               with_parts.groups < without.groups;
-    if (!fits || (takes_rounds && suits_whole_tiles && time > kWorthRounds * time_of_rounds())) return;
+    const double worth = share_worth_rounds(with_parts, without);
+    if (!fits || (takes_rounds && suits_whole_tiles && time > worth * time_of_rounds())) return;
     plan_.may_split = true;
     plan_.round = with_parts;
   }
-  // Of all rounds like plan.round on all blocks, in units of what one takes for all heads of a tile.
+  // Of the time without them.
+  double share_worth_rounds(const BwdRound& rounds, const BwdRound& without) const {
+    const BwdParams& p = plan_.kernel;
+    if (p.bias.kind != BiasKind::kTile && p.bias.kind != BiasKind::kDirect) {
+      return has_uneven_items(plan_) ? kWorthUnevenRounds : kWorthRounds;
+    }
+    const bool shares_batches = rounds.batches < without.batches && p.bias.batch_stride == 0;
+    const bool shares_heads = rounds.heads_k < without.heads_k && p.bias.head_stride == 0;
+    if (!shares_batches && !shares_heads && rounds.groups == without.groups) return kWorthRoundsOfBias;
+    const bool is_one = p.bias.batch_stride == 0 && p.bias.head_stride == 0;
+    return is_one ? kWorthRoundsOfSharedBias : kWorthRoundsOfSharedBiases;
+  }
   double time_of_rounds() const {
-    const BwdRound &all = plan_.whole, &round = plan_.round;
-    const Splits splits = wanted_splits(plan_, round, device_);
-    const double share = static_cast<double>(round.groups) / all.groups;
-    const bool is_mirrored = splits.parts == 1 && suits_mirrored_items(plan_, round, device_);
-    const double busy = is_mirrored ? 1 : busy_with(plan_, splits.tiles, round.groups, splits.parts);
-    const int64_t rounds = ceil_div(all.batches, round.batches) * ceil_div(all.heads_k, round.heads_k) *
-                           ceil_div(all.groups, round.groups);
-    // The last one may have less to do.
-    const double full_rounds = static_cast<double>(int64_t{all.batches} * all.heads_k * all.groups) /
-                               static_cast<double>(int64_t{round.batches} * round.heads_k * round.groups);
-    const int64_t steps = all.groups * int64_t{plan_.kernel.dq_blocks};
-    const int64_t blocks = device_.num_sms / plan_.tile.cluster;
-    const double beside = kStepsOfRound + steps_of_sums(plan_, splits.tiles, splits.parts);
-    return full_rounds * share * splits.tiles / busy + rounds * blocks * beside / static_cast<double>(steps);
+    const int64_t parts = wanted_splits(plan_, plan_.round, device_).parts;
+    const bool is_mirrored = parts == 1 && suits_mirrored_items(plan_, plan_.round, device_);
+    return dmattn::time_of_rounds(plan_, plan_.round, parts, is_mirrored);
   }
 
   // Chunks whose shares of dk, dv and dbias fit beside the other sums, in rounds of whole kv heads: the shortest chunks
