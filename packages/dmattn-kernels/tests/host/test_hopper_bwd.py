@@ -123,7 +123,7 @@ def test_few_blocks_of_keys_fall_into_parts(
 @pytest.mark.parametrize(
     "shape, splits",
     [
-        # Items of four heads, or of one each: worth the sums where a head has several blocks of rows.
+        # Items of four heads, or of one each, where a head has several blocks of rows.
         ((1, 50, 50, 12, 3, 128, 0), 1),
         ((2, 256, 256, 24, 6, 128, 0), 4),
         # Of rows: parts for the SMs that have no item otherwise.
