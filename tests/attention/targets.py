@@ -44,6 +44,7 @@ class Target:
         poison: whether fresh buffers are filled with NaN and given margins, see poison.py. Not
             where torch itself computes: it asserts that its buffers start where their memory does.
         seconds: what a test may take in the GPU suite, beside all others, before it counts as hung.
+        workers: for each process that another target has in the GPU suite, how many this one has.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Target:
     any_strides: bool = True
     poison: bool = True
     seconds: int = 60
+    workers: int = 1
 
     @property
     def backend_name(self) -> str:
@@ -136,6 +138,7 @@ TARGETS = {
             share=240,
             poison=False,
             seconds=240,
+            workers=3,  # most of its tests compile
         ),
     )
 }

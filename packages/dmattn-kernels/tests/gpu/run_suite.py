@@ -157,7 +157,7 @@ def main() -> int:
     for workers in every:
         workers.others = [other for other in every if other is not workers]
     each = arguments.workers or max(2, ALL_WORKERS // len(every))
-    pytest_jobs = [job for workers in every for job in workers.jobs(each)]
+    pytest_jobs = [job for workers in every for job in workers.jobs(each * workers.target.workers)]
     sanitized: list[Job] = []
     deadline = start + arguments.time_limit
 
