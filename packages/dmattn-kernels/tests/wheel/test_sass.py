@@ -70,6 +70,28 @@ def test_products_are_not_waited_for_one_by_one(hopper_kernels: list[sass.Kernel
             assert products >= 3 * waits, f"{products} products, {waits} waits: {kernel.name}"
 
 
+@pytest.mark.parametrize("head_dim", [96, 128])
+@pytest.mark.parametrize("mode", [0, 6, 10], ids=["plain", "packed", "split keys"])
+def test_output_is_waited_for_in_the_softmax(
+    hopper_kernels: list[sass.Kernel], head_dim: int, mode: int
+) -> None:
+    """Not before it, where the compiler has it without stay_behind(); nor at its end.
+
+    docs/kernels/forward.md says what that gains.
+    """
+    kind = f"Li{head_dim}ELi2ELi128ELi2ELNS0_9ScoreModeE{mode}E"
+    found = [k for k in hopper_kernels if "fwd_kernel" in k.name and kind in k.name]
+    assert len(found) == 2, "one for each dtype"
+    for kernel in found:
+        for loop in kernel.product_loops():
+            code = [kernel.instructions[number] for number in sorted(loop)]
+            exponentials = [place for place, x in enumerate(code) if x.name == "MUFU.EX2"]
+            waits = [place for place, x in enumerate(code) if x.name == "WARPGROUP.DEPBAR.LE"]
+            assert len(waits) == 2, "for the scores, and for the output"
+            before = sum(place < waits[1] for place in exponentials)
+            assert len(exponentials) // 8 <= before <= len(exponentials) * 3 // 4
+
+
 def test_plain_decoding_is_small(library: ctypes.CDLL, library_path: Path) -> None:
     """What other kernels have displaced comes from memory: a kernel of 143 KB took 10 us longer."""
     if "sm_90" not in library.dmattn_architectures().decode().split(","):
