@@ -104,3 +104,28 @@ def test_tiny_and_huge_numbers(dtype: str) -> None:
         problem = build(Case(40, 150, scale=1.0, dtype=dtype))
         problem = problem.with_(q=(problem.q * size).to(DTYPES[dtype]))
         assert_close(problem, run(problem))
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192])
+@pytest.mark.parametrize("dtype", target().dtypes)
+def test_products_near_the_limits_of_float32(dtype: str, head_dim: int) -> None:
+    """Keys that lie where the row does have logits of 5.8e7 and 6.4e7, all others zero.
+
+    A maximum times log2(e) in float32 is off by up to four then, by 2.7 and 1.4 here: kernels that
+    subtract it have exponentials of 6.5 and 2.6, which only their sum brings back to 1.
+    """
+    for size in (7648.0, 8000.0):  # both dtypes of 16 bits have them, and float32 their squares
+        problem = build(Case(200, 500, 1, scale=1.0, dtype=dtype, head_dim=head_dim, wants=""))
+        q, k = torch.zeros_like(problem.q), torch.zeros_like(problem.k)
+        rows = torch.arange(q.shape[1], device=q.device) % head_dim
+        keys = 7 * torch.arange(k.shape[1], device=q.device) % head_dim
+        q[:, torch.arange(len(rows)), :, rows] = size
+        k[:, torch.arange(len(keys)), :, keys] = size
+        found = run(problem.with_(q=q, k=k))
+        same = (rows[:, None] == keys).double()
+        weights = same / same.sum(1, keepdim=True)
+        values = problem.v.double().repeat_interleave(q.shape[2] // k.shape[2], dim=2)
+        out = torch.einsum("ij,bjhd->bihd", weights, values)
+        # Probabilities and the result are rounded to the dtype, sums of 15 terms to float32.
+        eps = torch.finfo(found.out.dtype).eps
+        assert max_error(found.out, out) <= (2 * eps + 15 * 2**-24) * float(values.abs().max())

@@ -123,8 +123,8 @@ struct FwdTraits {
   // The next Q comes in while the scores of an item are computed, which counts where it has few keys. At head_dim 96
   // the same made long calls take 1.04 times as long.
   static constexpr bool kHasRoomForQ = kHeadDim == 128 && (kMode == ScoreMode::kPlain || kMode == ScoreMode::kPacked);
-  // The product before is waited for when half of a thread's probabilities are there: see stay_behind(). At these head
-  // dimensions long calls take 0.97 of the time; at 64 and 192 it gains nothing.
+  // The product before is waited for when a third of a thread's probabilities are there: see stay_behind(). At these head
+  // dimensions long calls take 0.97 of the time; elsewhere it gains nothing.
   static constexpr bool kHoldsOutput =
       (kHeadDim == 96 || kHeadDim == 128) &&
       (kMode == ScoreMode::kPlain || kMode == ScoreMode::kPacked || kMode == ScoreMode::kSplit);

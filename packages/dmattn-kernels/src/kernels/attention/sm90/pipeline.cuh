@@ -117,10 +117,10 @@ __device__ __forceinline__ void wait_for_product(C& c) {
 }
 
 // What waits or writes after this comes behind this probability in the program. The compiler knows of no order between
-// exponentials and the wait for the product before them: it had most of them behind that. It keeps the order of writes
-// and waits, so here is a write that depends on the probability. It does not happen: none is larger than 2.
+// exponentials and the wait for the product before them: it had all of them behind that. It keeps the order of writes
+// and waits, so here is a write that depends on the probability. It does not happen: none is below zero, nor is NaN.
 __device__ __forceinline__ void stay_behind(float probability, uint32_t smem) {
-  asm volatile("{.reg .pred p; setp.gt.f32 p, %0, 0f40000000; @p st.shared.u32 [%1], 0;}" ::"f"(probability), "r"(smem)
+  asm volatile("{.reg .pred p; setp.lt.f32 p, %0, 0f00000000; @p st.shared.u32 [%1], 0;}" ::"f"(probability), "r"(smem)
                : "memory");
 }
 
