@@ -67,8 +67,8 @@ inline double sm90_two_blocks_fwd_time(const Sm90FwdWork& work, bool is_causal, 
   return kCall + std::max((kAlone + (1 - kAlone) * shared) * longest, all);
 }
 
-// Of wide heads, a tile of few keys over one of many: fewer keys take longer each. Of 39 calls those that were chosen by
-// it took 0.78 to 0.95 of the time (docs/kernels/forward.md).
+// Of wide heads, a tile of few keys over one of many: fewer keys take longer each. Of 39 calls those that were chosen
+// by it took 0.78 to 0.95 of the time (docs/kernels/forward.md).
 constexpr double kSm90FewKeysTime192 = 0.64, kSm90FewKeysTime256 = 0.86;
 // Whether tiles of few keys take less time. Under causality the last tile of a row block is empty in part in any case.
 inline bool sm90_suits_few_keys(const FwdParams& p, int head_dim) {

@@ -16,8 +16,8 @@ bool is_for_residents(const BwdPlan& plan);
 bool suits_residents(const BwdPlan& plan);
 
 // Pairs of what shares a 16-bit bias and its gradient take as long as one after the other, and read and add half as
-// much of them. Only at head_dim 64 are there registers for the dk and dv of two heads, and only where each tile of keys
-// is one part.
+// much of them. Only at head_dim 64 are there registers for the dk and dv of two heads, and only where each tile of
+// keys is one part.
 BiasPairs find_pairs(const BwdPlan& plan, const BwdRound& round, int64_t parts);
 
 // Decides into how many rounds the call falls for the sake of the fp32 sums, and into how many parts the rows of a key
@@ -26,7 +26,9 @@ void choose_sums(BwdPlan& plan, const Device& device, size_t bytes_before);
 // Whether thread blocks that stay have enough to do with the tiles of a round, of which each falls into so many parts,
 // or are soon done.
 bool keeps_residents_busy(const BwdPlan& plan, const BwdRound& round, int64_t tiles, int64_t parts);
-// Whether they work for such a share of their time that others, which split further, would take longer.
+// The parts with which they would have the most to do, and whether they then work for such a share of their time that
+// others, which split further, would take longer.
+int64_t most_useful_parts(const BwdPlan& plan, int64_t tiles);
 bool works_enough(const BwdPlan& plan);
 // Lays out the sums that the backward kernels keep in fp32.
 void place_sums(BwdPlan& plan, Workspace& workspace);

@@ -81,7 +81,7 @@ bool suits_residents(const BwdPlan& plan) {
   if (is_gathered(plan.walk)) return true;
   if (plan.kernel.packing.is_active()) return true;
   const int64_t tiles = plan.kernel.max_work_items;
-  return plan.kernel.deterministic || keeps_residents_busy(plan, plan.round, tiles, plan.kernel.num_splits) ||
+  return plan.kernel.deterministic || keeps_residents_busy(plan, plan.round, tiles, most_useful_parts(plan, tiles)) ||
          works_enough(plan);
 }
 

@@ -82,21 +82,21 @@ int64_t slot_bytes(const BwdPlan& plan) {
 constexpr int64_t kFewestRowBlocks = 8;
 // In a fixed order so many parts are the most, each of whole heads: they wait for each other at the end.
 constexpr int64_t kMostPartsInOrder = 8;
-// In a fixed order parts are looked for where more than a sixth of the blocks' time is lost without, until no more than a
-// tenth is.
+// In a fixed order parts are looked for where more than a sixth of the blocks' time is lost without, until no more than
+// a tenth is.
 constexpr double kBusyWithout = 0.85, kBusyWith = 0.9;
 // There are no more parts than so many for each block.
 constexpr int64_t kMostParts = 8;
-// Items that go through more heads than these one after the other, each in its own time, read and add to more than stays
-// in L2.
+// Items that go through more heads than these one after the other, each in its own time, read and add to more than
+// stays in L2.
 constexpr int64_t kHeadsInStep = 4;
 // Rounds for the sake of parts are chosen below this share of the time without. Those of items of unequal lengths are
-// faster than time_of_rounds() has them; beside a bias for each row and key it knows less, and where rounds share out
-// what has one bias, or several, each reads these and adds to their gradients.
+// faster than time_of_rounds() has them. Beside a bias for each row and key its times are less exact, and where rounds
+// share out what has one bias, or several, each reads these and adds to their gradients.
 constexpr double kWorthRounds = 0.97, kWorthUnevenRounds = 1.05;
 constexpr double kWorthRoundsOfBias = 0.92, kWorthRoundsOfSharedBias = 0.9, kWorthRoundsOfSharedBiases = 0.85;
-// Blocks that stay are left for kernels that split further, and take nearly twice as long over the same rows, where they
-// would work for less than this share of their time.
+// Blocks that stay are left for kernels that split further, and take nearly twice as long over the same rows, where
+// they would work for less than this share of their time.
 constexpr double kBusyEnough = 0.45;
 
 // Items are of different lengths; and go through their heads one by one, as those do not that can add in a fixed order.
@@ -156,16 +156,16 @@ bool suits_mirrored_items(const BwdPlan& plan, const BwdRound& round, const Devi
 // The share of their time for which blocks that stay have something to do, if each tile falls into so many parts: under
 // causality the longest, which are begun first, are twice as long as the average.
 double busy_with(const BwdPlan& plan, int64_t tiles, int64_t heads, int64_t parts) {
-  const int64_t blocks = plan.resident_blocks / plan.tile.cluster;
+  const int64_t blocks = std::max(1, plan.resident_blocks / plan.tile.cluster);
   const double part = parts < heads ? static_cast<double>(ceil_div(heads, parts)) / heads : 1.0 / parts;  // of a tile
   const double least = static_cast<double>(tiles) / blocks;
   if (!has_uneven_items(plan)) return least / (ceil_div(tiles * parts, blocks) * part);
   return least / std::max(least, 2 * part);
 }
 // The most parts that a tile can fall into: shares of its heads, and of their rows.
-int64_t most_parts(const BwdPlan& plan, const BwdRound& round, int64_t tiles, const Device& device) {
+int64_t most_parts(const BwdPlan& plan, const BwdRound& round, int64_t tiles) {
   const BwdParams& p = plan.kernel;
-  const int64_t heads = round.groups, blocks = device.num_sms / plan.tile.cluster;
+  const int64_t heads = round.groups, blocks = std::max(1, plan.resident_blocks / plan.tile.cluster);
   if (p.deterministic) return std::min(heads, kMostPartsInOrder);
   // Kernels with an fp32 bias for each row and key do not share out rows: no round may have fewer heads than parts.
   if (p.bias.kind == BiasKind::kDirect) return plan.whole.groups - (plan.whole.groups - 1) / heads * heads;
@@ -178,7 +178,7 @@ int64_t most_parts(const BwdPlan& plan, const BwdRound& round, int64_t tiles, co
 }
 // Of each tile, so that no part has heads with biases of their own.
 int64_t fewest_parts(const BwdPlan& plan, const BwdRound& round) { return has_items_of_heads(plan) ? round.groups : 1; }
-// As many as keep the blocks busy: in a fixed order parts wait for each other, so that no more are any use.
+// As many as keep the blocks busy: in a fixed order, where parts wait for each other, no more are of any use.
 int64_t parts_in_order(const BwdPlan& plan, const BwdRound& round, int64_t tiles, int64_t fewest, int64_t most) {
   int64_t best = fewest;
   double busiest = busy_with(plan, tiles, round.groups, best);
@@ -192,8 +192,8 @@ int64_t parts_in_order(const BwdPlan& plan, const BwdRound& round, int64_t tiles
   }
   return best;
 }
-// As many as take the least time. Where one has more heads than another, all have a thread block at the same time, as the
-// time of others is not known so well.
+// As many as take the least time. Numbers by which some parts have more heads than others are considered only where all
+// parts have a thread block at the same time, as several waves of them are not estimated so well.
 int64_t fastest_parts(const BwdPlan& plan, const BwdRound& round, int64_t tiles, int64_t fewest, int64_t most) {
   const int64_t heads = round.groups, blocks = plan.resident_blocks / plan.tile.cluster;
   int64_t best = fewest;
@@ -212,7 +212,7 @@ int64_t fastest_parts(const BwdPlan& plan, const BwdRound& round, int64_t tiles,
 int64_t parts_that_fill(const BwdPlan& plan, const BwdRound& round, int64_t tiles, const Device& device) {
   const int64_t fewest = fewest_parts(plan, round);
   if (suits_mirrored_items(plan, round, device)) return fewest;
-  const int64_t most = most_parts(plan, round, tiles, device);
+  const int64_t most = most_parts(plan, round, tiles);
   if (plan.kernel.deterministic) return parts_in_order(plan, round, tiles, fewest, most);
   return fastest_parts(plan, round, tiles, fewest, most);
 }
@@ -453,7 +453,8 @@ class RoundChoice {
     }
     const bool shares_batches = rounds.batches < without.batches && p.bias.batch_stride == 0;
     const bool shares_heads = rounds.heads_k < without.heads_k && p.bias.head_stride == 0;
-    if (!shares_batches && !shares_heads && rounds.groups == without.groups) return kWorthRoundsOfBias;
+    const bool shares_groups = rounds.groups < without.groups && p.bias.head_ratio > 1;
+    if (!shares_batches && !shares_heads && !shares_groups) return kWorthRoundsOfBias;
     const bool is_one = p.bias.batch_stride == 0 && p.bias.head_stride == 0;
     return is_one ? kWorthRoundsOfSharedBias : kWorthRoundsOfSharedBiases;
   }
@@ -591,6 +592,13 @@ class RoundChoice {
 
 }  // namespace
 
+// Of those that the round's tiles may fall into. Where fewer are chosen, that is faster still.
+int64_t most_useful_parts(const BwdPlan& plan, int64_t tiles) {
+  const int64_t fewest = std::max<int64_t>(plan.kernel.num_splits, 1);
+  if (!plan.may_split) return fewest;
+  return parts_in_order(plan, plan.round, tiles, fewest, most_parts(plan, plan.round, tiles));
+}
+
 // Other kernels take nearly twice as long over the same rows (at Level::kFull four times as long), and split these
 // further. Under causality the longest items take twice as long as the average, but not with a window of keys.
 bool keeps_residents_busy(const BwdPlan& plan, const BwdRound& round, int64_t tiles, int64_t parts) {
@@ -602,8 +610,8 @@ bool keeps_residents_busy(const BwdPlan& plan, const BwdRound& round, int64_t ti
 }
 
 bool works_enough(const BwdPlan& plan) {
-  const int64_t parts = plan.kernel.num_splits;
-  return busy_with(plan, plan.kernel.max_work_items, plan.round.groups, parts) >= kBusyEnough;
+  const int64_t tiles = plan.kernel.max_work_items;
+  return busy_with(plan, tiles, plan.round.groups, most_useful_parts(plan, tiles)) >= kBusyEnough;
 }
 
 bool keeps_to_limit(const BwdPlan& plan, int64_t bytes) {

@@ -11,8 +11,8 @@
 namespace dmattn {
 namespace {
 
-// Beside its steps, in microseconds: a round; an item that has all rows and heads of its tile, and one that adds to sums
-// with others; the launches around these sums, and each MB of them.
+// Beside its steps, in microseconds: a round; an item that has all rows and heads of its tile, and one that adds to
+// sums with others; the launches around these sums, and each MB of them.
 struct RoundTime {
   double round, whole_item, item, sums, megabyte;
 };
@@ -33,26 +33,28 @@ constexpr BwdTime bwd_time_of(int head_dim) {
 // At the end some thread blocks have no item: for so long, and for such a share of an item.
 constexpr double kTail = 3, kTailOfItem = 0.2;
 
-// Items that go through several heads, each in its own time, read more from memory than is in L2, and add to more there,
-// so that a step takes longer. Parts of tiles do beside biases of so many bytes for each row and key: in 16 bits where
-// steps are short, at head_dim 64, and in fp32 under causality up to 128. So do items of unequal lengths of several kv
-// heads, if their rows are several times what L2 holds.
+// Items that go through several heads, each in its own time, read more from memory than is in L2, and add to more
+// there, so that a step takes longer. That shows for parts of tiles beside biases of so many bytes for each row and
+// key: in 16 bits where steps are short, at head_dim 64, and in fp32 under causality up to 128. It shows for items of
+// unequal lengths, too, with several kv heads whose rows are several times what L2 holds. In a fixed order items stay
+// in step.
 constexpr double kBiasBytes = 32 << 20, kBiasFromMemory = 1.3, kRowBytes = 256 << 20, kRowsFromMemory = 1.2;
 constexpr int64_t kDriftingLists = 4;
 double drift_of(const BwdPlan& plan, const BwdRound& round, int64_t parts, bool is_uneven) {
   const BwdParams& p = plan.kernel;
+  if (p.deterministic) return 1;
   const int64_t lists = int64_t{round.batches} * round.heads_k;
   const bool is_direct = p.bias.kind == BiasKind::kDirect;
   if (is_direct || p.bias.kind == BiasKind::kTile) {
-    const double biases =
-        (p.bias.batch_stride == 0 ? 1.0 : round.batches) * (p.bias.head_stride == 0 ? 1.0 : round.heads_k);
+    const double of_heads = std::max(1, round.heads_k * round.groups / p.bias.head_ratio);
+    const double biases = (p.bias.batch_stride == 0 ? 1.0 : round.batches) * (p.bias.head_stride == 0 ? 1.0 : of_heads);
     const double bytes = biases * p.seqlen_q * p.seqlen_k * static_cast<double>(element_bytes(p.bias.dtype));
     const bool shows = p.head_dim <= 64 || (is_direct && is_uneven && p.head_dim <= 128);
     return shows && (parts > 1 || is_uneven) && bytes >= kBiasBytes ? kBiasFromMemory : 1;
   }
   const double row_bytes = p.head_dim * (2.0 * element_bytes(plan.unit.dtype) + sizeof(float));
   const double bytes = row_bytes * static_cast<double>(lists * round.groups) * p.seqlen_q;
-  const bool drifts = is_uneven && lists >= kDriftingLists && plan.tile.cluster == 1;
+  const bool drifts = is_uneven && p.window == 0 && lists >= kDriftingLists && plan.tile.cluster == 1;
   return drifts && bytes >= kRowBytes ? kRowsFromMemory : 1;
 }
 
@@ -73,10 +75,10 @@ double step_time(const BwdPlan& plan) {
   return time * plan.tile.block_m / 64;
 }
 
-// The blocks of rows that see tiles of keys: the most, the fewest, and those of all tiles of a head. Under causality the
-// last tiles, such a share of them, have the fewer the later they come.
+// The blocks of rows that see tiles of keys: the most, the fewest, and those of all tiles of a head. Under causality
+// the last tiles, such a share of them, have the fewer the later they come.
 struct RowsOfTiles {
-  double most, fewest, all, uneven;
+  double most, fewest, all, uneven_share;
 };
 RowsOfTiles rows_of_tiles(const BwdPlan& plan) {
   const BwdParams& p = plan.kernel;
@@ -93,19 +95,20 @@ RowsOfTiles rows_of_tiles(const BwdPlan& plan) {
 // Items of a round: how many, the steps of all of them, of the longest and of the shortest, and the share of the items,
 // the last ones, that have fewer the later they come.
 struct Items {
-  double count, steps, longest, shortest, uneven;
+  double count, steps, longest, shortest, uneven_share;
 };
 
-// Of thread blocks that take the items one by one, the longest first. Of n waves at least one block has n items that are
-// as long as the first of the last wave.
+// Of thread blocks that take the items one by one, the longest first. Of n waves at least one block has n items that
+// are as long as the first of the last wave.
 double time_of_items(const Items& items, double step, double item, double blocks, bool is_even) {
   const double waves = std::ceil(items.count / blocks), longest = item + step * items.longest;
   const double all = items.count * item + step * items.steps;
   const double evenly = all / blocks + kTail + kTailOfItem * all / items.count;
   if (is_even) return evenly;
-  if (items.uneven == 0 || waves <= 1) return waves * longest;
+  if (items.uneven_share == 0 || waves <= 1) return waves * longest;
   const double behind = 1 - (waves - 1) * blocks / items.count;  // the share of the items from the last wave on
-  const double in_last_wave = items.shortest + (items.longest - items.shortest) * std::min(1.0, behind / items.uneven);
+  const double in_last_wave =
+      items.shortest + (items.longest - items.shortest) * std::min(1.0, behind / items.uneven_share);
   return std::max({longest, waves * (item + step * in_last_wave), evenly});
 }
 
@@ -116,13 +119,13 @@ double time_of_round(const BwdPlan& plan, const BwdRound& round, const RowsOfTil
   const int64_t heads_of_part = ceil_div(heads, parts);
   const double share = static_cast<double>(heads_of_part) / ceil_div(parts, heads);  // of the rows of a head
   const Items items = {static_cast<double>(tiles * parts), static_cast<double>(lists * heads) * rows.all,
-                       std::ceil(rows.most * share), rows.fewest * share, rows.uneven};
+                       std::ceil(rows.most * share), rows.fewest * share, rows.uneven_share};
   double step = step_time(plan);
   if (find_pairs(plan, round, parts) != BiasPairs::kNone) step *= kPairedStep;
-  if (heads_of_part > 1 && !is_even) step *= drift_of(plan, round, parts, rows.uneven > 0);
+  if (heads_of_part > 1 && !is_even) step *= drift_of(plan, round, parts, rows.uneven_share > 0);
   const bool has_sums = parts > 1 || heads < plan.whole.groups;
   const double time = time_of_items(items, step, has_sums ? beside.item : beside.whole_item,
-                                    plan.resident_blocks / plan.tile.cluster, is_even);
+                                    std::max(1, plan.resident_blocks / plan.tile.cluster), is_even);
   if (!has_sums) return beside.round + time;
   const double bytes = 2.0 * sizeof(float) * plan.tile.block_n * plan.unit.head_dim_tile * static_cast<double>(tiles);
   // In a fixed order the parts of a tile add one after the other, when all have come to their ends.
@@ -147,7 +150,8 @@ double time_of_rounds(const BwdPlan& plan, const BwdRound& round, int64_t parts,
       each(all.groups, round.groups, [&](int32_t groups, int32_t of_groups) {
         r.batches = batches, r.heads_k = heads_k, r.groups = groups;
         const int64_t of_fewer = parts <= round.groups ? std::min<int64_t>(parts, groups) : parts;
-        time += double{1} * of_batches * of_heads * of_groups * time_of_round(plan, r, rows, of_fewer, is_even);
+        time +=
+            static_cast<double>(of_batches) * of_heads * of_groups * time_of_round(plan, r, rows, of_fewer, is_even);
       });
     });
   });

@@ -101,8 +101,8 @@ bool is_faster_unsplit(const FwdPlan& plan) {
 }
 
 // Shares into which Hopper's plain kernel should split the keys. With more row blocks than a few for each SM there is
-// nothing to gain. Partial results may be as large as q, k and v, or as kSmallParts. The launch that combines them costs
-// the host some time, too, and has to save kWorthALaunch on the device.
+// nothing to gain. Partial results may be as large as q, k and v, or as kSmallParts. The launch that combines them
+// costs the host some time, too, and has to save kWorthALaunch on the device.
 constexpr int64_t kMostWavesToSplit = 4, kSmallParts = 16 << 20;
 constexpr double kWorthALaunch = 2500;
 bool may_split_and_stay(const FwdPlan& plan, Level level) { return level == Level::kPlain && !is_gathered(plan.walk); }

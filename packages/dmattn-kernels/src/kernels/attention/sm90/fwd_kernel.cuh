@@ -1,7 +1,7 @@
 // The forward on Hopper over tiles of consecutive keys: the plain kernel, with lengths and causality only, the same
-// with the keys split between thread blocks, the same over packed sequences, one with a window of keys besides, one with
-// softcap (softcap.cuh), and the general ones, whose scores a bias or a dense mask changes, with softcap or without
-// (fwd_general.cuh).
+// with the keys split between thread blocks, the same over packed sequences, one with a window of keys besides, one
+// with softcap (softcap.cuh), and the general ones, whose scores a bias or a dense mask changes, with softcap or
+// without (fwd_general.cuh).
 //
 // A thread block stays on its SM and takes row blocks of heads (items) until none is left. One thread of the first
 // warpgroup, the producer, copies Q, K and V tiles into shared memory by TMA. The other warpgroups, the consumers, own
