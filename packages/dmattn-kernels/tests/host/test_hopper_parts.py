@@ -22,12 +22,13 @@ def plan_of(
     probe: ctypes.CDLL, shape: Shape, causal: int, dbias: bool = False, **arguments: Any
 ) -> Plan:
     batch, length, heads, heads_k, head_dim = shape
-    fields = {"batch": batch, "nheads": heads, "nheads_k": heads_k, "head_dim": head_dim}
-    fields |= {"seqlen_q": length, "seqlen_k": length, "is_causal": causal}
+    fields: dict[str, Any] = {"batch": batch, "nheads": heads, "nheads_k": heads_k}
+    fields |= {"head_dim": head_dim, "seqlen_q": length, "seqlen_k": length}
+    fields |= {"is_causal": causal} | arguments
     gradients = "dq dk dv dbias" if dbias else "dq dk dv"
-    if "bias" in arguments:
-        arguments["softmax_lse_rest"] = tensor((batch, heads, length), FLOAT32)
-    return Probe(probe).bwd(SM90, SMS, gradients=gradients, **fields, **arguments)
+    if "bias" in fields:
+        fields["softmax_lse_rest"] = tensor((batch, heads, length), FLOAT32)
+    return Probe(probe).bwd(SM90, SMS, gradients=gradients, **fields)
 
 
 @pytest.mark.parametrize(
@@ -104,6 +105,24 @@ def test_parts_beside_a_window(probe: ctypes.CDLL) -> None:
 def test_parts_beside_a_mask(probe: ctypes.CDLL, shape: Shape, parts: int) -> None:
     plan = plan_of(probe, shape, 0, mask=mask(1, 1, shape[1], shape[1]))
     assert (plan["arch"], plan["num_splits"]) == (90, parts)
+
+
+@pytest.mark.parametrize(
+    "shape, keys",
+    [
+        ((8, 384, 40, 8, 128), 384),
+        ((16, 384, 28, 4, 64), 384),
+        ((4, 512, 28, 4, 192), 512),
+        ((3, 691, 9, 3, 192), 691),
+        # More rows than keys, of which the first see none.
+        ((1, 10951, 2, 1, 128), 757),
+        ((1, 9816, 16, 1, 128), 201),
+        ((1, 4096, 16, 16, 128), 256),
+    ],
+)
+def test_few_parts_are_no_reason_for_others(probe: ctypes.CDLL, shape: Shape, keys: int) -> None:
+    """More parts would keep the thread blocks busy for longer, but take more time."""
+    assert plan_of(probe, shape, 1, seqlen_k=keys)["arch"] == 90
 
 
 @pytest.mark.parametrize(
