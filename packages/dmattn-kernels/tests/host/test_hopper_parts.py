@@ -126,6 +126,27 @@ def test_few_parts_are_no_reason_for_others(probe: ctypes.CDLL, shape: Shape, ke
 
 
 @pytest.mark.parametrize(
+    "shape, causal, fields, parts",
+    [
+        ((1, 8192, 7, 1, 192), 1, {}, [3, 3, 3]),
+        ((1, 2048, 5, 1, 160), 1, {"seqlen_k": 5000}, [3, 2]),
+        ((1, 3000, 7, 1, 256), 0, {"softcap": 20.0}, [8, 6]),
+        ((1, 8192, 5, 1, 128), 0, {"deterministic": 1}, [2, 2, 1]),
+    ],
+)
+def test_a_last_round_of_fewer_heads(
+    probe: ctypes.CDLL, shape: Shape, causal: int, fields: dict[str, Any], parts: list[int]
+) -> None:
+    """Its parts are of whole heads, or of as many shares of the rows of each. In a fixed order no
+    head has more than one.
+    """
+    rounds = plan_of(probe, shape, causal, **fields)["rounds"]
+    plans = [plan_of(probe, shape, causal, round=i, **fields) for i in range(rounds)]
+    assert [plan["num_splits"] for plan in plans] == parts
+    assert plans[-1]["round.groups"] < plans[0]["round.groups"]
+
+
+@pytest.mark.parametrize(
     "shape", [(2, 640, 24, 6, 128), (1, 300, 6, 6, 64), (1, 8, 1, 1, 64), (1, 600, 4, 2, 256)]
 )
 @pytest.mark.parametrize("sms", [1, 2, 78, 132])

@@ -23,13 +23,14 @@ BiasPairs find_pairs(const BwdPlan& plan, const BwdRound& round, int64_t parts);
 // Decides into how many rounds the call falls for the sake of the fp32 sums, and into how many parts the rows of a key
 // tile. Comes last, because what the sums may take depends on all the rest: `bytes_before` of the workspace.
 void choose_sums(BwdPlan& plan, const Device& device, size_t bytes_before);
-// Whether thread blocks that stay have enough to do with the tiles of a round, of which each falls into so many parts,
-// or are soon done.
+// Whether thread blocks that stay have enough to do with the tiles of a round, of which each falls into so many parts:
+// others, which split further, would take longer. Or whether they are soon done.
 bool keeps_residents_busy(const BwdPlan& plan, const BwdRound& round, int64_t tiles, int64_t parts);
-// The parts with which they would have the most to do, and whether they then work for such a share of their time that
-// others, which split further, would take longer.
+// The parts with which they would have the most to do.
 int64_t most_useful_parts(const BwdPlan& plan, int64_t tiles);
-bool works_enough(const BwdPlan& plan);
+// Of each tile in a round of so many heads of a group, which may be fewer than those of the `usual` one, in which there
+// are so many parts.
+int64_t parts_of_round(const BwdPlan& plan, const BwdRound& usual, int64_t parts, int32_t groups);
 // Lays out the sums that the backward kernels keep in fp32.
 void place_sums(BwdPlan& plan, Workspace& workspace);
 

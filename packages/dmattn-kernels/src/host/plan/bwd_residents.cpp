@@ -78,11 +78,9 @@ bool is_for_residents(const BwdPlan& plan) {
 }
 
 bool suits_residents(const BwdPlan& plan) {
-  if (is_gathered(plan.walk)) return true;
-  if (plan.kernel.packing.is_active()) return true;
-  const int64_t tiles = plan.kernel.max_work_items;
-  return plan.kernel.deterministic || keeps_residents_busy(plan, plan.round, tiles, most_useful_parts(plan, tiles)) ||
-         works_enough(plan);
+  const BwdParams& p = plan.kernel;
+  if (is_gathered(plan.walk) || p.packing.is_active() || p.deterministic) return true;
+  return keeps_residents_busy(plan, plan.round, p.max_work_items, most_useful_parts(plan, p.max_work_items));
 }
 
 }  // namespace dmattn

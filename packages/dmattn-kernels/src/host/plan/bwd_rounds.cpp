@@ -92,6 +92,16 @@ int32_t work_items(const BwdPlan& plan, const BwdParams& p) {
 
 }  // namespace
 
+int64_t parts_of_round(const BwdPlan& plan, const BwdRound& usual, int64_t parts, int32_t groups) {
+  // Items have one head, whose bias they read.
+  if (has_items_of_heads(plan)) return parts / usual.groups * groups;
+  if (parts <= groups) return parts;
+  // Parts in a fixed order are of whole heads. Shares of the rows of a head would wait at dq for those of other blocks of
+  // keys, some of which sections of work may put behind them.
+  if (plan.kernel.deterministic) return groups;
+  return parts / groups * groups;  // as many shares of the rows of each head
+}
+
 bool completes_dkv(const BwdPlan& plan, const BwdRound& round) {
   return round.group + round.groups == plan.whole.groups && round.row_block + round.row_blocks == plan.whole.row_blocks;
 }
@@ -103,11 +113,9 @@ BwdParams bwd_round_params(const BwdPlan& plan, const BwdRound& round) {
   narrow_heads(p, round.heads_k);
   p.group_begin = round.group;
   p.group_end = round.group + round.groups;
-  // Items have one head, whose bias they read: the last round may have fewer heads than others.
-  if (has_items_of_heads(plan)) p.num_splits = p.num_splits / plan.round.groups * round.groups;
-  // Parts in a fixed order are of whole heads, of which the last round may have fewer. Shares of the rows of a head
-  // would wait at dq for those of other blocks of keys, some of which sections of work may put behind them.
-  if (p.deterministic && plan.resident_blocks > 0) p.num_splits = std::min(p.num_splits, round.groups);
+  if (plan.resident_blocks > 0) {
+    p.num_splits = static_cast<int32_t>(parts_of_round(plan, plan.round, p.num_splits, round.groups));
+  }
   p.row_block_begin = round.row_block;
   p.row_blocks = round.row_blocks;
   int64_t first_block = int64_t{round.group} * p.dq_blocks;

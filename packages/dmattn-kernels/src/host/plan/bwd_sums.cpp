@@ -87,9 +87,6 @@ constexpr int64_t kMostPartsInOrder = 8;
 constexpr double kBusyWithout = 0.85, kBusyWith = 0.9;
 // There are no more parts than so many for each block.
 constexpr int64_t kMostParts = 8;
-// Items that go through more heads than these one after the other, each in its own time, read and add to more than
-// stays in L2.
-constexpr int64_t kHeadsInStep = 4;
 // Rounds for the sake of parts are chosen below this share of the time without. Those of items of unequal lengths are
 // faster than time_of_rounds() has them. Beside a bias for each row and key its times are less exact, and where rounds
 // share out what has one bias, or several, each reads these and adds to their gradients.
@@ -99,13 +96,8 @@ constexpr double kWorthRoundsOfBias = 0.92, kWorthRoundsOfSharedBias = 0.9, kWor
 // they would work for less than this share of their time.
 constexpr double kBusyEnough = 0.45;
 
-// Items are of different lengths; and go through their heads one by one, as those do not that can add in a fixed order.
-// Clusters, which have twice the columns and half as many items at a time, lose nothing by it.
+// Items are of different lengths.
 bool has_uneven_items(const BwdPlan& plan) { return plan.kernel.is_causal && plan.kernel.window == 0; }
-bool has_drifting_items(const BwdPlan& plan) {
-  const BwdParams& p = plan.kernel;
-  return has_uneven_items(plan) && !p.deterministic && p.softcap <= 0.f && plan.tile.cluster == 1;
-}
 
 // What blocks that stay read and add to should be found in L2. Rows of so many bytes leave it, unless blocks are at the
 // same ones at the same time. Where heads share keys, there are two ways to keep them in step.
@@ -367,6 +359,15 @@ void choose_splits(BwdPlan& plan, const Splits& splits, int64_t taken, const Dev
 
 // --- rounds ----------------------------------------------------------------------------------------------------------
 
+// Items over lists that have all rows go through their heads one by one, each item in its own time. Those of unequal
+// lengths that have more heads than these read and add to more than stays in L2. Not in a fixed order, which keeps them
+// in step; and clusters, which have twice the columns and half as many items at a time, lose nothing by it.
+constexpr int64_t kHeadsInStep = 4;
+bool has_drifting_items(const BwdPlan& plan) {
+  return has_uneven_items(plan) && !plan.kernel.deterministic && plan.tile.cluster == 1 &&
+         plan.whole.groups > kHeadsInStep;
+}
+
 // `share` of the call's (batch, kv head) pairs, evened out between the rounds. Packed sequences have no batches to
 // share out: their arrays go through all of them.
 BwdRound round_of_pairs(const BwdRound& whole, int64_t share, bool is_packed) {
@@ -402,10 +403,10 @@ class RoundChoice {
   }
 
  private:
-  // In rounds of whole kv heads. Chunks of drifting items end before these are far apart.
+  // In rounds of whole kv heads. Where items drift apart there are chunks of rows instead, which end before they are far
+  // from each other.
   bool search_rounds_of_whole_items() {
-    if (!may_have_whole_items(plan_)) return false;
-    if (has_drifting_items(plan_) && plan_.whole.groups > kHeadsInStep) return false;
+    if (!may_have_whole_items(plan_) || has_drifting_items(plan_)) return false;
     const int32_t chunk_blocks = plan_.chunk_blocks;
     plan_.has_whole_items = true;
     plan_.chunk_blocks = plan_.whole.row_blocks;
@@ -435,8 +436,7 @@ class RoundChoice {
     plan_.round = plan_.whole;
     search(/*with_list_slots=*/false);
     const int64_t tiles = wanted_splits(plan_, plan_.round, device_).tiles;
-    const bool suits_whole_tiles = keeps_residents_busy(plan_, plan_.round, tiles, /*parts=*/1) ||
-                                   busy_with(plan_, tiles, plan_.round.groups, /*parts=*/1) >= kBusyEnough;
+    const bool suits_whole_tiles = keeps_residents_busy(plan_, plan_.round, tiles, /*parts=*/1);
     const BwdRound& without = plan_.round;
     const bool takes_rounds = with_parts.batches < without.batches || with_parts.heads_k < without.heads_k ||
                               with_parts.groups < without.groups;
@@ -606,12 +606,8 @@ bool keeps_residents_busy(const BwdPlan& plan, const BwdRound& round, int64_t ti
   const bool is_uneven = p.is_causal && p.window == 0, is_full = plan.choice.level == Level::kFull;
   const int64_t of_ten = is_uneven ? (is_full ? 8 : 17) : (is_full ? 3 : 7);
   return 10 * tiles * parts * plan.tile.cluster >= of_ten * plan.resident_blocks ||
-         ceil_div<int64_t>(int64_t{round.groups} * p.dq_blocks, parts) <= kShortSteps;
-}
-
-bool works_enough(const BwdPlan& plan) {
-  const int64_t tiles = plan.kernel.max_work_items;
-  return busy_with(plan, tiles, plan.round.groups, most_useful_parts(plan, tiles)) >= kBusyEnough;
+         ceil_div<int64_t>(int64_t{round.groups} * p.dq_blocks, parts) <= kShortSteps ||
+         busy_with(plan, tiles, round.groups, parts) >= kBusyEnough;
 }
 
 bool keeps_to_limit(const BwdPlan& plan, int64_t bytes) {

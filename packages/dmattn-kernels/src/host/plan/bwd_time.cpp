@@ -149,9 +149,9 @@ double time_of_rounds(const BwdPlan& plan, const BwdRound& round, int64_t parts,
     each(all.heads_k, round.heads_k, [&](int32_t heads_k, int32_t of_heads) {
       each(all.groups, round.groups, [&](int32_t groups, int32_t of_groups) {
         r.batches = batches, r.heads_k = heads_k, r.groups = groups;
-        const int64_t of_fewer = parts <= round.groups ? std::min<int64_t>(parts, groups) : parts;
+        const int64_t its_parts = parts_of_round(plan, round, parts, groups);
         time +=
-            static_cast<double>(of_batches) * of_heads * of_groups * time_of_round(plan, r, rows, of_fewer, is_even);
+            static_cast<double>(of_batches) * of_heads * of_groups * time_of_round(plan, r, rows, its_parts, is_even);
       });
     });
   });

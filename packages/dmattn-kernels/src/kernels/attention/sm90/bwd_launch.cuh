@@ -56,13 +56,8 @@ cudaError_t map_rows(const TensorMapper& mapper, CUtensorMap& to, const void* te
 }
 
 // Of the parts of a block of keys, how many share out the rows of the same heads: more than one only where there are
-// more parts than heads. The last round of a group may have fewer heads than the others, and none of its parts may have
-// none.
-inline int32_t row_splits_of(int32_t num_splits, int32_t heads) {
-  int32_t row_splits = (num_splits + heads - 1) / heads;
-  while (num_splits % row_splits != 0) ++row_splits;
-  return row_splits;
-}
+// more parts than heads, and then the same number for each head.
+inline int32_t row_splits_of(int32_t num_splits, int32_t heads) { return std::max(1, num_splits / heads); }
 
 // What a tile of keys is, and where its dk and dv go.
 template <class T>
