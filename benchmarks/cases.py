@@ -29,6 +29,7 @@ class Case:
     bias: str = ""  # "key": (B, HK, 1, Sk); "key of heads": (B, H, 1, Sk); "dense": (B, H, Sq, Sk)
     shared: str = ""  # of a dense bias, what it is alike for: "batch", "heads" or both
     bias_is_float32: bool = False
+    softcap: float = 0.0
     tiles: float | None = None  # the share of mask tiles of 128 x 128 that are kept whole
     mask: str = ""  # "padding": (B, 1, 1, Sk), of `kept` keys on average; "windows": (B, 1, Sq, Sk)
     backward: bool = True
@@ -345,6 +346,33 @@ def _few_tokens() -> list[Case]:
     ]
 
 
+def _few_rows() -> list[Case]:
+    """The rows of a few hundred tokens over a long cache, as a prompt in chunks has them."""
+    plain = Case(FEW_ROWS, "", (), 1, 512, 32768, 8, 8, backward=False)
+    biased = dataclasses.replace(plain, bias="dense", shared="heads")
+    with_bias = ("dmattn", "sdpa_efficient", "sdpa_cudnn_no_dbias", "flex")
+    name = "B1 Sq512 Sk32768 H8 D128"
+    return [
+        dataclasses.replace(plain, name=name, contenders=("dmattn", "sdpa_flash", "sdpa_cudnn")),
+        dataclasses.replace(
+            plain, name=f"{name}, softcap", contenders=("dmattn", "flex_softcap"), softcap=30.0
+        ),
+        dataclasses.replace(biased, name=f"{name}, bias [1, 1, Sq, Sk]", contenders=with_bias),
+        dataclasses.replace(
+            biased,
+            name=f"{name}, float32 bias [1, 1, Sq, Sk]",
+            contenders=("dmattn", "flex"),
+            bias_is_float32=True,
+        ),
+        dataclasses.replace(
+            plain,
+            name=f"{name}, mask of tiles",
+            contenders=("dmattn_masked", "flex_tiles"),
+            tiles=0.5,
+        ),
+    ]
+
+
 PADDED_BIAS = "bias beside padding"
 
 
@@ -433,6 +461,7 @@ TOP = "running top-w"
 KEY_BIAS, TILES, SLIDING = "key bias, causal", "half of the tiles", "sliding window"
 DETERMINISTIC, FEW_KEYS = "deterministic gradients", f"{TOP}, beside w keys alone"
 FEW_TOKENS = "short sequences"
+FEW_ROWS = "few rows over many keys"
 SELECTION = f"{TOP}, selection alone"
 TOKEN = f"{TOP}, decoding"
 STRETCHES = f"{TOP}, stretches"
@@ -608,6 +637,7 @@ CASES: tuple[Case, ...] = (
     *_deterministic(),
     *_odd_lengths(),
     *_few_tokens(),
+    *_few_rows(),
     *_padded_bias(),
     *_packed(),
     *_decode(),
@@ -646,6 +676,8 @@ NOTES = {
     "of their bias, 197 as in ViT, and 77 of a text for the places of an image. A mask of the form "
     "[B, 1, 1, S] hides a quarter of the keys, as padding does, one of [B, 1, S, S] what shifted "
     "windows do not share: SDPA takes it and the bias as one operand, which is made inside.",
+    FEW_ROWS: "The forward of a chunk of a prompt, not causal. The mask keeps half of the tiles of "
+    "128 x 128.",
     PADDED_BIAS: "A bias [1, H, S, S] with its gradient, as in T5 and in triangle attention, and a "
     "mask [B, 1, 1, S] that hides a quarter of the keys. SDPA takes both as one operand of 16 "
     "bits, which is made inside.",

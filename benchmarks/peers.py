@@ -150,8 +150,14 @@ def full_cache(data: Data) -> dmattn.DynamicMaskCache:
 
 
 def dmattn_plain(data: Data) -> Tensor:
+    case = data.case
     return dmattn.flash_dmattn_func(
-        data.q, data.k, data.v, attn_bias=data.bias, is_causal=data.case.causal
+        data.q,
+        data.k,
+        data.v,
+        attn_bias=data.bias,
+        is_causal=case.causal,
+        softcap=case.softcap,
     )
 
 
@@ -494,6 +500,15 @@ def flex(data: Data) -> Tensor:
     return compiled_flex()(*data.heads_first(), score_mod=add_bias).transpose(1, 2)
 
 
+def flex_softcap(data: Data) -> Tensor:
+    cap = data.case.softcap
+
+    def bound(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        return cap * torch.tanh(score / cap)
+
+    return compiled_flex()(*data.heads_first(), score_mod=bound).transpose(1, 2)
+
+
 @functools.cache
 def _blocks(
     case: Case, kept: Callable[..., Tensor], batch: int | None = None, nheads: int | None = None
@@ -612,6 +627,7 @@ CONTENDERS: dict[str, tuple[str, Callable[[Data], Tensor]]] = {
     "torch_varlen": ("torch varlen_attn, packed", torch_varlen),
     "sdpa_cudnn_few_keys": ("SDPA cuDNN over w keys alone, no bias", sdpa_cudnn_few_keys),
     "flex": ("FlexAttention", flex),
+    "flex_softcap": ("FlexAttention", flex_softcap),
     "flex_tiles": ("FlexAttention, blocks given", flex_tiles),
     "flex_sliding": ("FlexAttention, blocks given", flex_sliding),
     "flex_window": ("FlexAttention, selection and blocks given", flex_window),
