@@ -24,16 +24,14 @@ BwdTile sm80_bwd_tile(int d, bool, bool, bool) {
 DqOrder sm80_dq_order(const BwdTile&) { return DqOrder::kRegisters; }
 
 FwdTile sm90_fwd_tile_of(const FwdParams& p, Level level, bool gathered) {
-  const int dim_tile = head_dim_tile(p.head_dim);
   if (gathered) {
     const Sm90ListTile tile = sm90_list_tile(sm90_list_head_dim(p.head_dim), sm90_lists_are_short(p));
     return {kSm90ListRows, tile.block_n, kSm90ListWarps, tile.blocks_per_sm};
   }
   const auto shape = [&] { return p.num_splits > 1 ? Sm90FwdShape::kShort : sm90_fwd_shape(p); };
-  const Sm90FwdTile tile = !is_general(level)     ? sm90_fwd_tile(sm90_fwd_head_dim(p.head_dim), shape())
-                           : has_plain_window(p)  ? sm90_window_fwd_tile(dim_tile)
-                           : has_plain_softcap(p) ? sm90_softcap_fwd_tile(dim_tile)
-                                                  : sm90_general_fwd_tile(dim_tile, sm90_general_fwd_is_tall(p));
+  const Sm90FwdTile tile = !is_general(level)    ? sm90_fwd_tile(sm90_fwd_head_dim(p.head_dim), shape())
+                           : has_plain_window(p) ? sm90_window_fwd_tile(head_dim_tile(p.head_dim))
+                                                 : sm90_changed_fwd_tile(p, p.num_splits);
   return {tile.block_m(), tile.block_n, 4 * (tile.consumers + 1), tile.blocks_per_sm};
 }
 // TMA takes strides of at most 2^40 bytes, and none of 0: an expanded view.

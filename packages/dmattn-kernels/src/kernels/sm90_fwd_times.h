@@ -1,11 +1,11 @@
-// How long the forward kernels of Hopper take without a mask, a bias or softcap, in nanoseconds: tiles and shares of the
-// keys are chosen by it. Fitted to times on an H200 (docs/kernels/forward.md#which-of-them).
+// How long the forward kernels of Hopper take, in nanoseconds: tiles and shares of the keys are chosen by it. Fitted to times on an H200 (docs/kernels/forward.md#which-of-them).
 #pragma once
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 
+#include "sm90_softcap.h"
 #include "tiles.h"
 
 namespace dmattn {
@@ -67,15 +67,21 @@ inline double sm90_two_blocks_fwd_time(const Sm90FwdWork& work, bool is_causal, 
   return kCall + std::max((kAlone + (1 - kAlone) * shared) * longest, all);
 }
 
+inline double sm90_narrow_fwd_time(const FwdParams& p, Sm90FwdShape shape, int32_t num_sms) {
+  const Sm90FwdWork work = sm90_fwd_work(p, sm90_fwd_tile(64, shape), 1);
+  return shape == Sm90FwdShape::kTall    ? sm90_tall_fwd_time(work, p.is_causal, num_sms)
+         : shape == Sm90FwdShape::kShort ? sm90_short_fwd_time(work, p.is_causal, num_sms)
+                                         : sm90_two_blocks_fwd_time(work, p.is_causal, num_sms);
+}
+
 // Of wide heads, a tile of few keys over one of many: fewer keys take longer each. Of 39 calls those that were chosen
 // by it took 0.78 to 0.95 of the time (docs/kernels/forward.md).
-constexpr double kSm90FewKeysTime192 = 0.64, kSm90FewKeysTime256 = 0.86;
+constexpr double sm90_few_keys_time(int head_dim) { return head_dim <= 192 ? 0.64 : 0.86; }
 // Whether tiles of few keys take less time. Under causality the last tile of a row block is empty in part in any case.
 inline bool sm90_suits_few_keys(const FwdParams& p, int head_dim) {
   if (p.is_causal && p.seqlen_q > 1) return false;
   const auto tiles = [&](Sm90FwdShape shape) { return (p.seqlen_k - 1) / sm90_fwd_tile(head_dim, shape).block_n + 1; };
-  const double tile = head_dim <= 192 ? kSm90FewKeysTime192 : kSm90FewKeysTime256;
-  return tiles(Sm90FwdShape::kFewKeys) * tile < 0.97 * tiles(Sm90FwdShape::kShort);
+  return tiles(Sm90FwdShape::kFewKeys) * sm90_few_keys_time(head_dim) < 0.97 * tiles(Sm90FwdShape::kShort);
 }
 
 // The host's plan and the launch ask for it, so that it knows of no other number of SMs than that of an H100 or H200.
@@ -87,10 +93,9 @@ inline Sm90FwdShape sm90_fwd_shape(const FwdParams& p) {
     return is_wide && sm90_suits_few_keys(p, head_dim) ? Sm90FwdShape::kFewKeys : Sm90FwdShape::kShort;
   }
   if (p.packing.is_active()) return sm90_has_few_rows(p.seqlen_q) ? Sm90FwdShape::kTwoBlocks : Sm90FwdShape::kTall;
-  const auto work = [&](Sm90FwdShape shape) { return sm90_fwd_work(p, sm90_fwd_tile(64, shape), 1); };
-  const double tall = sm90_tall_fwd_time(work(Sm90FwdShape::kTall), p.is_causal, kSm90Sms);
-  const double narrow = sm90_short_fwd_time(work(Sm90FwdShape::kShort), p.is_causal, kSm90Sms);
-  const double two = sm90_two_blocks_fwd_time(work(Sm90FwdShape::kTwoBlocks), p.is_causal, kSm90Sms);
+  const double tall = sm90_narrow_fwd_time(p, Sm90FwdShape::kTall, kSm90Sms);
+  const double narrow = sm90_narrow_fwd_time(p, Sm90FwdShape::kShort, kSm90Sms);
+  const double two = sm90_narrow_fwd_time(p, Sm90FwdShape::kTwoBlocks, kSm90Sms);
   if (two <= std::min(tall, narrow)) return Sm90FwdShape::kTwoBlocks;
   return narrow <= tall ? Sm90FwdShape::kShort : Sm90FwdShape::kTall;
 }
@@ -113,23 +118,58 @@ constexpr Sm90FwdTime sm90_fwd_time_of(int head_dim) {
 // Tiles at the end in which some SMs have nothing left.
 constexpr double kSm90FwdTail = 2;
 
+// Likewise where a mask, a bias or softcap changes the scores: of a block of rows, and of a tile by what does. Fitted to
+// 3287 calls over 512 to 32768 keys, of 1 to 260 row blocks with 1 to 64 shares.
+struct Sm90ChangesTime {
+  double block, softcap, mask, key_bias, tile_bias, fp32_bias, any;
+};
+constexpr Sm90ChangesTime sm90_changes_time_of(int head_dim) {
+  return head_dim <= 64    ? Sm90ChangesTime{1300, 2320, 1600, 1530, 1580, 1700, 2700}
+         : head_dim <= 128 ? Sm90ChangesTime{2600, 2720, 1780, 1560, 1720, 2060, 3000}
+         : head_dim <= 192 ? Sm90ChangesTime{3700, 2720, 1350, 1260, 1370, 1520, 2900}
+                           : Sm90ChangesTime{5200, 2720, 1640, 1590, 1620, 1880, 2900};
+}
+// A tile with both, and a tall one, over one with the bias alone and 128 rows.
+constexpr double kSm90MaskBesideBias = 1.25, kSm90TallBias = 1.12;
+
+inline bool sm90_changes_scores(const FwdParams& p) {
+  return p.softcap > 0.f || p.has_mask || p.bias.kind != BiasKind::kNone || !(p.softmax_scale > 0.f);
+}
+inline Sm90FwdTime sm90_changed_fwd_time_of(const FwdParams& p, bool is_tall) {
+  const Sm90ChangesTime times = sm90_changes_time_of(p.head_dim);
+  const BiasKind bias = p.bias.kind;
+  double tile = bias == BiasKind::kKey      ? times.key_bias
+                : bias == BiasKind::kTile   ? times.tile_bias
+                : bias == BiasKind::kDirect ? times.fp32_bias
+                                            : times.mask;
+  if (p.has_mask && bias != BiasKind::kNone) tile *= kSm90MaskBesideBias;
+  if (is_tall) tile *= kSm90TallBias;
+  if (has_plain_softcap(p)) {
+    tile = times.softcap;
+  } else if (p.softcap > 0.f || !(p.softmax_scale > 0.f)) {
+    tile = times.any;
+  }
+  return {6000, 9300, times.block, tile, 0.06, 430, 3000};
+}
+
 // Of a call whose row blocks have so many shares of the keys, on a GPU with so many SMs.
 inline double sm90_fwd_time(const FwdParams& p, int32_t shares, int32_t num_sms) {
   const int head_dim = sm90_fwd_head_dim(p.head_dim);
-  if (head_dim == 64 && shares == 1) {
-    const Sm90FwdShape shape = sm90_fwd_shape(p);
-    const Sm90FwdWork work = sm90_fwd_work(p, sm90_fwd_tile(64, shape), 1);
-    return shape == Sm90FwdShape::kTall    ? sm90_tall_fwd_time(work, p.is_causal, num_sms)
-           : shape == Sm90FwdShape::kShort ? sm90_short_fwd_time(work, p.is_causal, num_sms)
-                                           : sm90_two_blocks_fwd_time(work, p.is_causal, num_sms);
+  Sm90FwdTime time;
+  Sm90FwdTile tile;
+  if (sm90_changes_scores(p)) {
+    tile = sm90_changed_fwd_tile(p, shares);
+    time = sm90_changed_fwd_time_of(p, /*is_tall=*/tile.consumers > 2);
+  } else {
+    const Sm90FwdShape shape = shares == 1 ? sm90_fwd_shape(p) : Sm90FwdShape::kShort;
+    tile = sm90_fwd_tile(head_dim, shape);
+    if (head_dim == 64 && shares == 1) return sm90_narrow_fwd_time(p, shape, num_sms);
+    time = sm90_fwd_time_of(head_dim);
+    if (shape == Sm90FwdShape::kFewKeys) time.tile *= sm90_few_keys_time(head_dim);
   }
-  const Sm90FwdTime time = sm90_fwd_time_of(head_dim);
-  const Sm90FwdShape shape = shares == 1 ? sm90_fwd_shape(p) : Sm90FwdShape::kShort;
-  const Sm90FwdWork work = sm90_fwd_work(p, sm90_fwd_tile(head_dim, shape), shares);
-  const double few_keys = head_dim <= 192 ? kSm90FewKeysTime192 : kSm90FewKeysTime256;
-  const double tile = (shape == Sm90FwdShape::kFewKeys ? few_keys : 1) * time.tile *
-                      (1 + time.busy * std::min(1.0, work.blocks / num_sms));
-  const double steps = sm90_waves_time(work, p.is_causal, time.block, tile, kSm90FwdTail * tile, num_sms);
+  const Sm90FwdWork work = sm90_fwd_work(p, tile, shares);
+  const double step = time.tile * (1 + time.busy * std::min(1.0, work.blocks / num_sms));
+  const double steps = sm90_waves_time(work, p.is_causal, time.block, step, kSm90FwdTail * step, num_sms);
   const double kv_bytes = 4.0 * p.batch * p.nheads_k * p.seqlen_k * p.head_dim;
   // Neither hides wholly behind the other: the fourth root of the sum of fourth powers.
   const double loop = std::sqrt(std::hypot(steps * steps, std::pow(kv_bytes / time.bytes, 2)));

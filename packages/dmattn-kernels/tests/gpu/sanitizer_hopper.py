@@ -43,6 +43,57 @@ HOPPER_CHANGED = (
     Launch("dense rows, bias, long", 1100, 264, bias="1hqk", causal=True, wants=""),
     Launch("dense rows, key bias, long", 1100, 261, bias="bk1k", causal=True, wants=""),
 )
+# The same with a share of the keys for each thread block: no mask, bias or softcap is in HOPPER.
+HOPPER_CHANGED_SPLIT = (
+    Launch("dense rows, split keys, mask", 133, 700, mask="bhqk", splits=3, wants=""),
+    Launch(
+        "dense rows, split keys, mask that leaves shares nothing",
+        *(133, 700, 2),
+        mask="b1qk",
+        kept=0.0001,
+        splits=5,
+        wants="",
+    ),
+    Launch("dense rows, split keys, bias", 200, 520, bias="1hqk", causal=True, splits=3, wants=""),
+    Launch("dense rows, split keys, odd bias", 133, 517, 2, bias="bhqk", splits=2, wants=""),
+    Launch(
+        "dense rows, split keys, fp32 bias, mask",
+        *(133, 648),
+        mask="11qk",
+        bias="11qk",
+        bias_f32=True,
+        splits=4,
+        wants="",
+    ),
+    Launch("dense rows, split keys, key bias", 150, 645, bias="bk1k", splits=3, wants=""),
+    Launch(
+        "dense rows, split keys, key bias, rows without keys",
+        *(300, 200, 2),
+        bias="bh1k",
+        causal=True,
+        splits=2,
+        wants="",
+    ),
+    Launch(
+        "dense rows, split keys, softcap", 133, 700, causal=True, softcap=3.0, splits=4, wants=""
+    ),
+    Launch(
+        "dense rows, split keys, mask, softcap, bias",
+        *(133, 584),
+        mask="1hqk",
+        bias="bhqk",
+        softcap=3.0,
+        splits=3,
+        wants="",
+    ),
+    Launch(
+        "dense rows, split keys, mask, more than thread blocks",
+        *(133, 517, 40),
+        mask="b1qk",
+        splits=2,
+        wants="",
+    ),
+)
 HOPPER_BWD = (
     Launch("dense rows, gradients", 200, 133, nheads=4, nheads_k=2, causal=True),
     Launch("dense rows, deterministic gradients", 300, 261, causal=True, deterministic=True),
@@ -211,5 +262,6 @@ HOPPER_WIDE_BWD = (
 )
 HOPPER_SHAPE_KINDS = [kind for kind in HOPPER_KINDS if kind[1] == 64]
 HOPPER_CHANGED_KINDS = [kind for kind in HOPPER_KINDS if kind[1] in (64, 128, 256)]
+HOPPER_SPLIT_KINDS = [kind for kind in HOPPER_KINDS if kind[1] in (64, 128, 192, 256)]
 HOPPER_BWD_KINDS = [kind for kind in HOPPER_KINDS if kind[1] in (64, 128)]
 HOPPER_WIDE_KINDS = [kind for kind in HOPPER_KINDS if kind[1] > 128]

@@ -71,9 +71,11 @@ def test_products_are_not_waited_for_one_by_one(hopper_kernels: list[sass.Kernel
 
 
 @pytest.mark.parametrize("head_dim", [96, 128])
-@pytest.mark.parametrize("mode", [0, 6, 10], ids=["plain", "packed", "split keys"])
+@pytest.mark.parametrize(
+    "mode", ["0ELi1ELb0", "6ELi1ELb0", "0ELi1ELb1"], ids=["plain", "packed", "split keys"]
+)
 def test_output_is_waited_for_in_the_softmax(
-    hopper_kernels: list[sass.Kernel], head_dim: int, mode: int
+    hopper_kernels: list[sass.Kernel], head_dim: int, mode: str
 ) -> None:
     """Not before it, where the compiler has it without stay_behind(); nor at its end.
 

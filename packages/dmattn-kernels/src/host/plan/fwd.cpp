@@ -59,53 +59,33 @@ int32_t wanted_splits(const FwdPlan& plan, const FwdTile& tile, int32_t asked_fo
   return choose_num_splits(row_blocks(p, tile), resident, key_tiles, min_tiles_per_split(tile.block_n));
 }
 
-// Nanoseconds of calls with fewer row blocks than SMs, fitted to times on H100 and H200 (docs/kernels/forward.md), in
-// the order of the head-dim tiles 64, 128 and 256. `split`: by kernels of sm80, which split the keys; so much for each
-// 128 x 128 scores of all row blocks. `stay`: by those of Hopper that do not split them; so much for each 128 keys of
-// the row block with the most.
+// Nanoseconds of calls with fewer row blocks than SMs by the kernels of sm80, which split the keys, without a mask and a
+// bias: fitted to times on H100 and H200 (docs/kernels/forward.md), in the order of the head-dim tiles 64, 128 and 256.
+// So much for each 128 x 128 scores of all row blocks.
 struct LinearTime {
   double call, tile;
 };
-struct FewRowsTimes {
-  LinearTime split[3], stay[3];
-};
-constexpr LinearTime kPlainSplitTime[3] = {{13500, 14.8}, {17500, 26}, {23500, 59}};
-constexpr FewRowsTimes kMaskTimes = {{{38000, 18}, {46000, 27}, {48000, 85}},
-                                     {{12500, 1860}, {12500, 1860}, {14000, 3350}}};
-constexpr FewRowsTimes kOtherTimes = {{{22000, 17}, {26000, 30}, {31000, 65}},
-                                      {{8300, 1570}, {8300, 1570}, {9500, 2470}}};
-// Softcap is longer for each key. Under causality those that split leave out so many of all scores, where there are as
-// many keys as rows.
-constexpr double kSoftcapTime = 1.7, kLeftOutBySplits = 0.125;
-// Of the time of those that split, below which the others are chosen.
-constexpr double kWorthStaying = 0.97;
-
-int time_index(const FwdPlan& plan) {
-  return plan.unit.head_dim_tile <= 64 ? 0 : plan.unit.head_dim_tile <= 128 ? 1 : 2;
-}
-double split_time(const FwdPlan& plan, const LinearTime (&times)[3]) {
+constexpr LinearTime kSplitTimes[3] = {{13500, 14.8}, {17500, 26}, {23500, 59}};
+// Under causality so many of all scores are left out, where there are as many keys as rows.
+constexpr double kLeftOutBySplits = 0.125;
+double split_time(const FwdPlan& plan) {
   const FwdParams& p = plan.kernel;
-  const LinearTime& time = times[time_index(plan)];
+  const LinearTime& time = kSplitTimes[plan.unit.head_dim_tile <= 64 ? 0 : plan.unit.head_dim_tile <= 128 ? 1 : 2];
   const double keys = ceil_div(p.seqlen_k, 128);
   const double scores = static_cast<double>(p.batch) * p.nheads * ceil_div(p.seqlen_q, 128) * keys;
   const double left_out = p.is_causal ? kLeftOutBySplits * std::min(1.0, double{1} * p.seqlen_q / p.seqlen_k) : 0;
   return time.call + time.tile * (1 - left_out) * scores;
 }
-bool is_faster_unsplit(const FwdPlan& plan) {
-  const FwdParams& p = plan.kernel;
-  if (is_gathered(plan.walk) || p.window > 0) return false;
-  const FewRowsTimes& times = p.has_mask ? kMaskTimes : kOtherTimes;
-  const LinearTime& time = times.stay[time_index(plan)];
-  const double stay = time.call + time.tile * (p.softcap > 0.f ? kSoftcapTime : 1) * ceil_div(p.seqlen_k, 128);
-  return stay <= kWorthStaying * split_time(plan, times.split);
-}
 
-// Shares into which Hopper's plain kernel should split the keys. With more row blocks than a few for each SM there is
+// Shares into which Hopper's kernels should split the keys. With more row blocks than a few for each SM there is
 // nothing to gain. Partial results may be as large as q, k and v, or as kSmallParts. The launch that combines them
 // costs the host some time, too, and has to save kWorthALaunch on the device.
 constexpr int64_t kMostWavesToSplit = 4, kSmallParts = 16 << 20;
 constexpr double kWorthALaunch = 2500;
-bool may_split_and_stay(const FwdPlan& plan, Level level) { return level == Level::kPlain && !is_gathered(plan.walk); }
+// Whether there is one that does: see may_split_keys().
+bool may_split_and_stay(const FwdPlan& plan) {
+  return !is_gathered(plan.walk) && !plan.kernel.packing.is_active() && plan.kernel.window == 0;
+}
 int32_t most_shares(const FwdParams& p, int32_t key_tiles) {
   const int64_t rows = int64_t{p.batch} * p.nheads * p.seqlen_q, keys = int64_t{p.batch} * p.nheads_k * p.seqlen_k;
   const int64_t row_bytes = int64_t{p.head_dim} * sizeof(float);
@@ -113,12 +93,10 @@ int32_t most_shares(const FwdParams& p, int32_t key_tiles) {
   const int64_t by_bytes = bytes / std::max<int64_t>(1, rows * row_bytes);
   return static_cast<int32_t>(std::min<int64_t>({kMaxSplits, key_tiles, by_bytes}));
 }
-int32_t shares_that_stay(const FwdParams& p, int32_t asked_for, const Device& device) {
-  const Sm90FwdTile tile = sm90_fwd_tile(sm90_fwd_head_dim(p.head_dim), Sm90FwdShape::kShort);
+int32_t shares_that_stay(const FwdParams& p, const FwdTile& tile, int32_t asked_for, const Device& device) {
   const int32_t key_tiles = std::max(1, ceil_div(p.seqlen_k, tile.block_n));
   if (asked_for > 0) return std::min({asked_for, key_tiles, kMaxSplits});
-  const int64_t row_blocks = int64_t{p.batch} * p.nheads * ceil_div(p.seqlen_q, tile.block_m());
-  if (row_blocks > kMostWavesToSplit * device.num_sms) return 1;
+  if (row_blocks(p, tile) > kMostWavesToSplit * device.num_sms) return 1;
   int32_t best = 1;
   double best_time = sm90_fwd_time(p, 1, device.num_sms) - kWorthALaunch;
   const int32_t most = most_shares(p, key_tiles);
@@ -131,13 +109,12 @@ int32_t shares_that_stay(const FwdParams& p, int32_t asked_for, const Device& de
   return best;
 }
 
-// Other kernels that stay do not split keys. Where those of sm80 would, they are still faster if they have a row block
-// for so many of ten SMs, the more so the more the others have to do for a score; under causality, where the last row
-// block has twice the keys of the average, for twice as many. With fewer it goes by the time.
+// Other kernels that stay, for lists and windows, do not split keys. Where those of sm80 would, they are still faster if
+// they have a row block for so many of ten SMs, the more so the more the others have to do for a score; under causality,
+// where the last row block has twice the keys of the average, for twice as many.
 bool keeps_busy(const FwdPlan& plan, const FwdTile& tile, Level level, const Device& device) {
   const int64_t of_ten = level == Level::kPlain ? 5 : level == Level::kGeneral ? 4 : 2;
-  return 10 * row_blocks(plan.kernel, tile) >= of_ten * (plan.kernel.is_causal ? 2 : 1) * device.num_sms ||
-         is_faster_unsplit(plan);
+  return 10 * row_blocks(plan.kernel, tile) >= of_ten * (plan.kernel.is_causal ? 2 : 1) * device.num_sms;
 }
 
 // Whether blocks that stay may take every so-many-th row block, without a counter that has to be cleared first: two of
@@ -160,9 +137,10 @@ bool choose_kernel(FwdPlan& plan, int32_t asked_for, bool finds_window, const De
     if (finds_window && !set.finds_windows) return false;
     if (set.serves_fwd != nullptr && !set.serves_fwd(p, level, gathered)) return false;
     if (!set.is_persistent) return true;
-    if (may_split_and_stay(plan, level)) {
-      shares = shares_that_stay(p, asked_for, device);
+    if (may_split_and_stay(plan)) {
       FwdParams split = p;
+      split.num_splits = kMaxSplits;  // those with shares have the same tiles
+      shares = shares_that_stay(p, set.fwd_tile(split, level, gathered), asked_for, device);
       split.num_splits = shares;
       return resident_items(p, set.fwd_tile(split, level, gathered)) * shares <= kMostBlocks;
     }
@@ -296,8 +274,7 @@ void choose_group_rows(FwdPlan& plan, const Problem& x, int32_t asked_for, const
   // Where Hopper's own would split the keys it goes by the time.
   const bool leaves_shares = leaves_hopper && asked_for == 0 && plan.kernel.num_splits > 1;
   if (leaves_shares) {
-    if (sm90_fwd_time(plan.kernel, plan.kernel.num_splits, device.num_sms) <= split_time(packed, kPlainSplitTime))
-      return;
+    if (sm90_fwd_time(plan.kernel, plan.kernel.num_splits, device.num_sms) <= split_time(packed)) return;
   } else if (leaves_hopper && rows * kFewerRowsThanHoppers > rows_before) {
     return;
   }

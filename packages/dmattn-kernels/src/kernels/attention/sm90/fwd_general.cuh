@@ -65,13 +65,14 @@ struct KeyBiasLoader {
   // first; fp16 has room for the second.
   static constexpr float kMostBias = 64.f, kMostOperand = 32768.f;
 
-  const GeneralFwdArguments& p;
+  const typename T::Arguments& p;
   typename T::Shared& s;
   const int lane;
   const float factor;
   RingPlace<2> item_place, place;  // place: of the bias, or of K where the bias is in its product
 
-  __device__ __forceinline__ KeyBiasLoader(const GeneralFwdArguments& arguments, typename T::Shared& shared, int lane_)
+  __device__ __forceinline__ KeyBiasLoader(const typename T::Arguments& arguments, typename T::Shared& shared,
+                                           int lane_)
       : p(arguments), s(shared), lane(lane_), factor(1.f / arguments.softmax_scale) {}
 
   __device__ __forceinline__ void run() {
@@ -79,13 +80,13 @@ struct KeyBiasLoader {
     while (true) {
       const AnnouncedItem item = next_item<T>(s, item_place);
       if (item.index() >= p.items) return;
-      if (item.has_keys()) load_item(find_item(p, item.index()));
+      if (item.has_keys()) load_item(find_item_of<T>(p, item.index()));
     }
   }
 
-  __device__ __forceinline__ void load_item(const FwdItem& item) {
+  __device__ __forceinline__ void load_item(const typename T::Item& item) {
     const int64_t base = item.batch * p.bias.batch_stride + item.head / p.bias.head_ratio * p.bias.head_stride;
-    const KeyBlocks blocks = find_key_blocks<T>(p, item.m_block);
+    const KeyBlocks blocks = find_key_blocks_of<T>(p, item);
     auto tiles = walk_mask_tiles<T>(p, item, blocks.begin);
     for (int n = tiles.before(blocks.end).n; n >= 0; n = tiles.before(n).n) load_tile(base, n);
   }

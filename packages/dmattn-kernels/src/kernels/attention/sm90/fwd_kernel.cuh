@@ -1,7 +1,7 @@
 // The forward on Hopper over tiles of consecutive keys: the plain kernel, with lengths and causality only, the same
-// with the keys split between thread blocks, the same over packed sequences, one with a window of keys besides, one
-// with softcap (softcap.cuh), and the general ones, whose scores a bias or a dense mask changes, with softcap or
-// without (fwd_general.cuh).
+// over packed sequences, one with a window of keys besides, one with softcap (softcap.cuh), and the general ones, whose
+// scores a bias or a dense mask changes, with softcap or without (fwd_general.cuh). Of most there is one more that splits
+// the keys between thread blocks.
 //
 // A thread block stays on its SM and takes row blocks of heads (items) until none is left. One thread of the first
 // warpgroup, the producer, copies Q, K and V tiles into shared memory by TMA. The other warpgroups, the consumers, own
@@ -143,8 +143,8 @@ struct FwdProducer {
 
   // The tiles that the mask leaves, each announced beside its K, and their bias. Returns the number of the next item.
   __device__ __forceinline__ int load_general_item(int index) {
-    const FwdItem item = find_item(p, index);
-    const KeyBlocks blocks = find_key_blocks<T>(p, item.m_block);
+    const typename T::Item item = look_up(index);
+    const KeyBlocks blocks = find_key_blocks_of<T>(p, item);
     auto tiles = walk_mask_tiles<T>(p, item, blocks.begin);
     auto tile = tiles.before(blocks.end);
     announce(AnnouncedItem::of(index, tile.n >= 0));

@@ -144,12 +144,24 @@ cudaError_t launch_fwd_kernel(int64_t blocks, const FwdParams& p, cudaStream_t s
                                  arguments, stream);
 }
 
+// Of the two kernels of a mode and a tile, where the second one splits the keys.
+template <class Element, int kHeadDim, ScoreMode kMode, int kConsumers, int kBlockN, int kStages, int kBlocksPerSm,
+          bool kMaySplit>
+cudaError_t launch_fwd_mode(int64_t blocks, const FwdParams& p, cudaStream_t stream) {
+  if constexpr (kMaySplit && may_split_keys(kMode)) {
+    using Split = FwdTraits<Element, kHeadDim, kConsumers, kBlockN, kStages, kMode, kBlocksPerSm, /*kSplit=*/true>;
+    if (p.num_splits > 1) return launch_fwd_kernel<Split>(blocks, p, stream);
+  }
+  using Whole = FwdTraits<Element, kHeadDim, kConsumers, kBlockN, kStages, kMode, kBlocksPerSm>;
+  return launch_fwd_kernel<Whole>(blocks, p, stream);
+}
+
 }  // namespace sm90
 
 // The unit of a head-dim tile has a plain kernel for each of Hopper's head dimensions in it, with a twin for packed
-// sequences and one that splits the keys, and one for windows, two for softcap and general ones for all of them (those
-// of 192 and 256 apart, but for the most general one); over lists, one with and one without a bias for each key, of 192
-// and 256 apart.
+// sequences, and one for windows, two for softcap and general ones for all of them (those of 192 and 256 apart, but for
+// the most general one), most with a twin that splits the keys; over lists, one with and one without a bias for each
+// key, of 192 and 256 apart.
 template <class Element, int kHeadDimTile, bool kGathered>
 cudaError_t launch_fwd(const KernelChoice& choice, const FwdParams& p, cudaStream_t stream) {
   if constexpr (kGathered) {
@@ -174,9 +186,9 @@ cudaError_t launch_fwd(const KernelChoice& choice, const FwdParams& p, cudaStrea
   } else {
     const auto go_in = [&](auto mode, auto head_dim, auto shape) {
       constexpr Sm90FwdTile kTile = sm90_fwd_tile(head_dim, decltype(shape)::value);
-      using T = sm90::FwdTraits<Element, head_dim, kTile.consumers, kTile.block_n, kTile.stages, decltype(mode)::value,
-                                kTile.blocks_per_sm>;
-      return sm90::launch_fwd_kernel<T>(choice.blocks, p, stream);
+      constexpr bool kMaySplit = decltype(shape)::value == Sm90FwdShape::kShort;
+      return sm90::launch_fwd_mode<Element, head_dim, decltype(mode)::value, kTile.consumers, kTile.block_n,
+                                   kTile.stages, kTile.blocks_per_sm, kMaySplit>(choice.blocks, p, stream);
     };
     const auto go = [&](auto head_dim, auto shape) {
       constexpr Sm90FwdShape kShape = decltype(shape)::value;
@@ -184,7 +196,6 @@ cudaError_t launch_fwd(const KernelChoice& choice, const FwdParams& p, cudaStrea
       if constexpr (!kIsShort && kShape != Sm90FwdShape::kFewKeys) {
         if (choice.level == Level::kPacked) return go_in(cute::C<sm90::ScoreMode::kPacked>{}, head_dim, shape);
       }
-      if (p.num_splits > 1) return go_in(cute::C<sm90::ScoreMode::kSplit>{}, head_dim, cute::C<Sm90FwdShape::kShort>{});
       return go_in(cute::C<sm90::ScoreMode::kPlain>{}, head_dim, shape);
     };
     const auto go_general_in = [&](auto mode, auto head_dim, auto is_tall) {
@@ -193,9 +204,8 @@ cudaError_t launch_fwd(const KernelChoice& choice, const FwdParams& p, cudaStrea
       constexpr Sm90FwdTile kTile = kMode == sm90::ScoreMode::kWindow ? sm90_window_fwd_tile(kHeadDimTile)
                                     : kSoftcap                        ? sm90_softcap_fwd_tile(kHeadDimTile)
                                                                       : sm90_general_fwd_tile(kHeadDimTile, is_tall);
-      using T =
-          sm90::FwdTraits<Element, head_dim, kTile.consumers, kTile.block_n, kTile.stages, kMode, kTile.blocks_per_sm>;
-      return sm90::launch_fwd_kernel<T>(choice.blocks, p, stream);
+      return sm90::launch_fwd_mode<Element, head_dim, kMode, kTile.consumers, kTile.block_n, kTile.stages,
+                                   kTile.blocks_per_sm, /*kMaySplit=*/!is_tall>(choice.blocks, p, stream);
     };
     const auto go_general = [&](auto mode, auto is_tall) {
       return go_general_in(mode, cute::Int<kHeadDimTile>{}, is_tall);

@@ -68,8 +68,8 @@ __device__ __forceinline__ void write_rows(const Arguments& p, const float (&out
 
 // Writes the partial output of an item with a share of the keys, two columns of a thread at a time: the four threads of a
 // row fill a sector of memory. first_row: as above.
-template <int kFragmentsD>
-__device__ __forceinline__ void write_partial_rows(const SplitFwdArguments& p, const float (&out)[1][kFragmentsD][4],
+template <int kFragmentsD, class Arguments>
+__device__ __forceinline__ void write_partial_rows(const Arguments& p, const float (&out)[1][kFragmentsD][4],
                                                    const SplitFwdItem& item, int first_row) {
   float* const to = p.parts + lse_offset(p, item) * p.head_dim + threadIdx.x % 4 * 2;
 #pragma unroll

@@ -59,7 +59,8 @@ struct SoftcapFwdArguments : Uncapped {
 
 // Of items that have a share of the keys each. The results are partial ones, in fp32 and side by side: lse and lse_rest
 // are those of parts, by [split][batch][head][row], and so is `parts`, whose rows have head_dim columns.
-struct SplitFwdArguments : FwdArguments {
+template <class Whole>
+struct SplitFwdArguments : Whole {
   float* parts;
   int32_t splits, batches, head_dim;
 };

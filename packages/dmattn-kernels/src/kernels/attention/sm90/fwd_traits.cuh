@@ -25,8 +25,12 @@ enum class ScoreMode {
   kUnalignedBias,  // as kTileBias, of a 16-bit bias whose rows start on any two bytes (bias_classes.h)
   kSoftcap,        // softcap, and a window if there is one
   kPackedSoftcap,  // softcap, over packed sequences
-  kSplit,          // nothing, and an item has a share of the keys
 };
+// Modes of which there are kernels whose items have a share of the keys each, without a window: not those that are for
+// windows or packed sequences.
+constexpr bool may_split_keys(ScoreMode mode) {
+  return mode != ScoreMode::kWindow && mode != ScoreMode::kPacked && mode != ScoreMode::kPackedSoftcap;
+}
 // Whether the rows of a call may see a window of keys: always, where FwdArguments::window says so, or never.
 enum class Windows { kNever, kMaybe, kAlways };
 
@@ -76,15 +80,16 @@ struct FoundShared {
 };
 
 template <class Element_, int kHeadDim_, int kConsumers_, int kBlockN_, int kStages_,
-          ScoreMode kMode_ = ScoreMode::kPlain, int kBlocksPerSm_ = 1>
+          ScoreMode kMode_ = ScoreMode::kPlain, int kBlocksPerSm_ = 1, bool kSplit_ = false>
 struct FwdTraits {
   using Element = Element_;
   static constexpr ScoreMode kMode = kMode_;
   static constexpr bool kPacked = kMode == ScoreMode::kPacked || kMode == ScoreMode::kPackedSoftcap;
   static constexpr bool kSoftcap = kMode == ScoreMode::kSoftcap || kMode == ScoreMode::kPackedSoftcap;
-  static constexpr bool kSplit = kMode == ScoreMode::kSplit;
-  static constexpr bool kGeneral =
-      kMode != ScoreMode::kPlain && kMode != ScoreMode::kWindow && !kPacked && !kSoftcap && !kSplit;
+  static constexpr bool kGeneral = kMode != ScoreMode::kPlain && kMode != ScoreMode::kWindow && !kPacked && !kSoftcap;
+  // An item has a share of the keys that its rows see, and its results are partial ones.
+  static constexpr bool kSplit = kSplit_;
+  static_assert(!kSplit || may_split_keys(kMode));
   static constexpr bool kHasBoxedBias = kMode == ScoreMode::kUnalignedBias;
   static constexpr bool kHasTileBias = kMode == ScoreMode::kTileBias || kMode == ScoreMode::kAny || kHasBoxedBias;
   static constexpr bool kHasKeyBias = kMode == ScoreMode::kKeyBias || kMode == ScoreMode::kAny;
@@ -95,6 +100,7 @@ struct FwdTraits {
   // What the other modes keep leaves no registers for a window.
   static constexpr Windows kWindows =
       kMode == ScoreMode::kWindow                                                          ? Windows::kAlways
+      : kSplit                                                                             ? Windows::kNever
       : kMode == ScoreMode::kSoftcap || (kMode == ScoreMode::kKeyBias && kConsumers_ == 2) ? Windows::kMaybe
                                                                                            : Windows::kNever;
   // Where the softmax bounds the kernel, a bias for each key comes with the products: Q has three columns of ones more,
@@ -104,9 +110,9 @@ struct FwdTraits {
   static constexpr bool kBiasInProduct = kMode == ScoreMode::kKeyBias && kConsumers_ == 3;
   using GeneralArguments = cute::conditional_t<kHasBoxedBias, UnalignedBiasFwdArguments, GeneralFwdArguments>;
   using WholeArguments = cute::conditional_t<kPacked, PackedFwdArguments, FwdArguments>;
-  using OneArguments = cute::conditional_t<kSplit, SplitFwdArguments, WholeArguments>;
-  using PlainArguments = cute::conditional_t<kSoftcap, SoftcapFwdArguments<OneArguments>, OneArguments>;
-  using Arguments = cute::conditional_t<kGeneral, GeneralArguments, PlainArguments>;
+  using PlainArguments = cute::conditional_t<kSoftcap, SoftcapFwdArguments<WholeArguments>, WholeArguments>;
+  using UnsplitArguments = cute::conditional_t<kGeneral, GeneralArguments, PlainArguments>;
+  using Arguments = cute::conditional_t<kSplit, SplitFwdArguments<UnsplitArguments>, UnsplitArguments>;
   using WholeItem = cute::conditional_t<kPacked, PackedFwdItem, FwdItem>;
   using Item = cute::conditional_t<kSplit, SplitFwdItem, WholeItem>;
   static constexpr int kHeadDim = kHeadDim_;
@@ -122,12 +128,12 @@ struct FwdTraits {
   static constexpr bool kSaysItems = kPacked || !kOverlaps;
   // The next Q comes in while the scores of an item are computed, which counts where it has few keys. At head_dim 96
   // the same made long calls take 1.04 times as long.
-  static constexpr bool kHasRoomForQ = kHeadDim == 128 && (kMode == ScoreMode::kPlain || kMode == ScoreMode::kPacked);
+  static constexpr bool kHasRoomForQ =
+      kHeadDim == 128 && !kSplit && (kMode == ScoreMode::kPlain || kMode == ScoreMode::kPacked);
   // The product before is waited for when a third of a thread's probabilities are there: see stay_behind(). At these head
   // dimensions long calls take 0.97 of the time; elsewhere it gains nothing.
   static constexpr bool kHoldsOutput =
-      (kHeadDim == 96 || kHeadDim == 128) &&
-      (kMode == ScoreMode::kPlain || kMode == ScoreMode::kPacked || kMode == ScoreMode::kSplit);
+      (kHeadDim == 96 || kHeadDim == 128) && (kMode == ScoreMode::kPlain || kMode == ScoreMode::kPacked);
   static constexpr int kQStages = kBlocksPerSm == 2 || kHasRoomForQ ? 2 : 1;
   static constexpr int kThreads = 128 * (kConsumers + 1);
   // Registers a thread: what the producer gives up goes to the consumers. 128 * (kConsumers * kConsumerRegisters +
