@@ -129,7 +129,8 @@ constexpr int sm90_list_head_dim(int head_dim) {
 // Of 16384 rows, 16 heads over 4, lists of 1024 keys took 0.96 of the time with two blocks, of 4096 keys 1.05. The list
 // of a mask is laid out after this is asked, with room for all keys.
 constexpr bool sm90_lists_are_short(const FwdParams& p) {
-  return p.head_dim <= 64 && (p.seqlen_k <= 2048 || (p.keys.capacity > 0 && p.keys.capacity <= 2048));
+  return p.head_dim <= 64 && p.num_splits <= 1 &&
+         (p.seqlen_k <= 2048 || (p.keys.capacity > 0 && p.keys.capacity <= 2048));
 }
 constexpr Sm90ListTile sm90_list_tile(int d, bool is_short) {
   return d <= 64    ? (is_short ? Sm90ListTile{64, 4, 2}  // 96 KB, twice

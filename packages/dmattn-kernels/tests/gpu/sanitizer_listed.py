@@ -36,14 +36,48 @@ HOPPER_LISTS = (
         causal=True,
         wants="",
     ),
-    # Lists too long for two thread blocks an SM at head_dim 64, and rows enough not to split them
-    # and not to decode.
-    Launch("listed rows, long lists", *(40, 2100, 27, 4, 2), mask="bk1k", wants=""),
+    # Lists too long for two thread blocks an SM at head_dim 64, and rows enough not to decode.
+    Launch("listed rows, long lists", *(40, 2100, 27, 4, 2), mask="bk1k", splits=1, wants=""),
     Launch(
         "listed rows, long lists, bias",
         *(40, 2100, 27, 4, 2),
         mask="bk1k",
         bias="bk1k",
+        splits=1,
+        wants="",
+    ),
+    # Each thread block has a share of a list.
+    Launch(
+        "listed rows, split lists",
+        *(133, 900, 2, 4, 2),
+        mask="bk1k",
+        causal=True,
+        splits=3,
+        wants="",
+    ),
+    Launch(
+        "listed rows, split lists, bias",
+        *(200, 700, 1, 4, 2),
+        bias="bk1k",
+        causal=True,
+        splits=2,
+        wants="",
+        select=Selecting(300),
+    ),
+    Launch(
+        "listed rows, split lists, shares without keys",
+        *(130, 500, 2, 4, 2),
+        mask="b11k",
+        kept=0.1,
+        bias="bk1k",
+        splits=4,
+        wants="",
+    ),
+    Launch(
+        "listed rows, split lists, more than thread blocks",
+        *(133, 700, 20, 4, 2),
+        mask="bk1k",
+        splits=2,
         wants="",
     ),
     Launch("listed rows without keys", 130, 200, mask="b11k", kept=0.0, bias="bk1k", wants=""),

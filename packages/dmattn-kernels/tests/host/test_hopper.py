@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import abi
 from abi import BFLOAT16, FLOAT32, tensor
 from probe import SM90, Probe, mask
 
@@ -331,17 +332,30 @@ def test_lists(probe: ctypes.CDLL, head_dim: int, block_n: int, more: dict[str, 
         {"bias": tensor((1, 16, 4096, 1))},
         {"k": tensor((1, 4096, 4, 128), stride=(0, 516, 128, 1)), **KEY_BIAS},
         {"k": tensor((1, 4096, 4, 128), stride=(0, 1 << 32, 128, 1))},
-        {"num_splits": 2},
     ],
-    ids=[
-        *("softcap", "negative scale", "strided bias", "bias of rows"),
-        *("unaligned", "far rows", "split"),
-    ],
+    ids=["softcap", "negative scale", "strided bias", "bias of rows", "unaligned", "far rows"],
 )
 def test_lists_that_others_compute(probe: ctypes.CDLL, arguments: dict[str, Any]) -> None:
     call = {"batch": 1, "head_dim": 128} | LONG | KEPT | arguments
     plan = Probe(probe).fwd(SM90, SMS, **call)
     assert plan["gathered"] and plan["arch"] == 80
+
+
+@pytest.mark.parametrize("head_dim, splits", [(64, 8), (128, 8), (192, 8), (256, 8)])
+@pytest.mark.parametrize("more", [{}, KEY_BIAS], ids=["no bias", "bias"])
+def test_lists_of_few_blocks_of_rows_are_split(
+    probe: ctypes.CDLL, head_dim: int, splits: int, more: dict[str, Any]
+) -> None:
+    """Into fewer shares if the keys are few, which those of a mask may be."""
+    call = {"batch": 1, "seqlen_q": 100, "seqlen_k": 4096, "nheads": 16, "nheads_k": 4}
+    plan = Probe(probe).fwd(SM90, SMS, head_dim=head_dim, **call, **KEPT, **more)
+    assert plan["gathered"] and (plan["arch"], plan["num_splits"]) == (90, splits)
+    assert plan["blocks"] == 16 * splits
+    listed = abi.selection(100, 4096, 512, 1, 4)
+    few = Probe(probe).fwd(
+        SM90, SMS, head_dim=head_dim, **call, is_causal=1, selection=listed, **more
+    )
+    assert few["gathered"] and few["arch"] == 90 and few["num_splits"] < splits
 
 
 @pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32])

@@ -82,10 +82,10 @@ double split_time(const FwdPlan& plan) {
 // costs the host some time, too, and has to save kWorthALaunch on the device.
 constexpr int64_t kMostWavesToSplit = 4, kSmallParts = 16 << 20;
 constexpr double kWorthALaunch = 2500;
+// How many keys a mask leaves only the device knows: one of so many, as padding does, is taken to be masked.
+constexpr int32_t kMaskedOf = 4;
 // Whether there is one that does: see may_split_keys().
-bool may_split_and_stay(const FwdPlan& plan) {
-  return !is_gathered(plan.walk) && !plan.kernel.packing.is_active() && plan.kernel.window == 0;
-}
+bool may_split_and_stay(const FwdPlan& plan) { return !plan.kernel.packing.is_active() && plan.kernel.window == 0; }
 int32_t most_shares(const FwdParams& p, int32_t key_tiles) {
   const int64_t rows = int64_t{p.batch} * p.nheads * p.seqlen_q, keys = int64_t{p.batch} * p.nheads_k * p.seqlen_k;
   const int64_t row_bytes = int64_t{p.head_dim} * sizeof(float);
@@ -93,15 +93,23 @@ int32_t most_shares(const FwdParams& p, int32_t key_tiles) {
   const int64_t by_bytes = bytes / std::max<int64_t>(1, rows * row_bytes);
   return static_cast<int32_t>(std::min<int64_t>({kMaxSplits, key_tiles, by_bytes}));
 }
-int32_t shares_that_stay(const FwdParams& p, const FwdTile& tile, int32_t asked_for, const Device& device) {
+int32_t shares_that_stay(const FwdPlan& plan, const FwdTile& tile, int32_t asked_for, const Device& device) {
+  FwdParams p = plan.kernel;  // as if the keys of a list were all
+  const bool gathered = is_gathered(plan.walk);
+  if (is_selection(plan.walk)) {
+    p.seqlen_k = std::min(p.seqlen_k, p.keys.capacity);
+    p.is_causal = false;  // they are those that it leaves
+  } else if (gathered) {
+    p.seqlen_k -= p.seqlen_k / kMaskedOf;
+  }
   const int32_t key_tiles = std::max(1, ceil_div(p.seqlen_k, tile.block_n));
   if (asked_for > 0) return std::min({asked_for, key_tiles, kMaxSplits});
   if (row_blocks(p, tile) > kMostWavesToSplit * device.num_sms) return 1;
   int32_t best = 1;
-  double best_time = sm90_fwd_time(p, 1, device.num_sms) - kWorthALaunch;
+  double best_time = sm90_fwd_time(p, 1, device.num_sms, gathered) - kWorthALaunch;
   const int32_t most = most_shares(p, key_tiles);
   for (int32_t count = 2; count <= most; ++count) {
-    const double time = sm90_fwd_time(p, count, device.num_sms);
+    const double time = sm90_fwd_time(p, count, device.num_sms, gathered);
     if (time >= best_time) continue;
     best = count;
     best_time = time;
@@ -109,12 +117,10 @@ int32_t shares_that_stay(const FwdParams& p, const FwdTile& tile, int32_t asked_
   return best;
 }
 
-// Other kernels that stay, for lists and windows, do not split keys. Where those of sm80 would, they are still faster if
-// they have a row block for so many of ten SMs, the more so the more the others have to do for a score; under causality,
-// where the last row block has twice the keys of the average, for twice as many.
-bool keeps_busy(const FwdPlan& plan, const FwdTile& tile, Level level, const Device& device) {
-  const int64_t of_ten = level == Level::kPlain ? 5 : level == Level::kGeneral ? 4 : 2;
-  return 10 * row_blocks(plan.kernel, tile) >= of_ten * (plan.kernel.is_causal ? 2 : 1) * device.num_sms;
+// Kernels that stay do not split the keys of windows. Where those of sm80 would, they are still faster if they have a
+// row block for four of ten SMs; under causality, where the last row block has twice the keys of the average, for eight.
+bool keeps_busy(const FwdPlan& plan, const FwdTile& tile, const Device& device) {
+  return 10 * row_blocks(plan.kernel, tile) >= (plan.kernel.is_causal ? 8 : 4) * int64_t{device.num_sms};
 }
 
 // Whether blocks that stay may take every so-many-th row block, without a counter that has to be cleared first: two of
@@ -140,14 +146,13 @@ bool choose_kernel(FwdPlan& plan, int32_t asked_for, bool finds_window, const De
     if (may_split_and_stay(plan)) {
       FwdParams split = p;
       split.num_splits = kMaxSplits;  // those with shares have the same tiles
-      shares = shares_that_stay(p, set.fwd_tile(split, level, gathered), asked_for, device);
+      shares = shares_that_stay(plan, set.fwd_tile(split, level, gathered), asked_for, device);
       split.num_splits = shares;
       return resident_items(p, set.fwd_tile(split, level, gathered)) * shares <= kMostBlocks;
     }
     const FwdTile tile = set.fwd_tile(p, level, gathered);
     if (resident_items(p, tile) > kMostBlocks) return false;
-    return wanted_splits(plan, tile, asked_for, device) == 1 ||
-           (asked_for == 0 && keeps_busy(plan, tile, level, device));
+    return wanted_splits(plan, tile, asked_for, device) == 1 || (asked_for == 0 && keeps_busy(plan, tile, device));
   });
   if (kernels == nullptr) return false;
   plan.choice.tiles = kernels->tiles;

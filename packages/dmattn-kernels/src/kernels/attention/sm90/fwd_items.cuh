@@ -72,8 +72,8 @@ __device__ __forceinline__ FwdItem find_item(const Arguments& p, int index) {
 }
 
 // Of the item with this number: as find_item(), where the shares of the keys are numbered as if they were batches.
-template <class T>
-__device__ __forceinline__ typename T::Item find_item_of(const typename T::Arguments& p, int index) {
+template <class T, class Arguments>
+__device__ __forceinline__ typename T::Item find_item_of(const Arguments& p, int index) {
   const FwdItem item = find_item(p, index);
   if constexpr (T::kSplit) {
     const int split = item.batch / p.batches;

@@ -120,17 +120,7 @@ cudaError_t launch_fwd_kernel(int64_t blocks, const FwdParams& p, cudaStream_t s
     if (status == cudaSuccess) status = fill_general_arguments<T>(arguments, p);
   }
   if constexpr (T::kPacked) arguments.packing = p.packing;
-  if constexpr (T::kSplit) {
-    arguments.parts = p.out_accum;
-    arguments.splits = p.num_splits;
-    arguments.batches = p.batch;
-    arguments.head_dim = p.head_dim;
-    arguments.lse = p.lse_accum;
-    arguments.lse_rest = p.lse_accum + int64_t{p.num_splits} * p.batch * p.nheads * p.seqlen_q;
-    arguments.lse_stride.row = 1;
-    arguments.all_heads *= p.num_splits;
-    arguments.items *= p.num_splits;
-  }
+  if constexpr (T::kSplit) share_keys(arguments, p);
   if constexpr (T::kSoftcap) {
     arguments.scale_in_cap = p.softmax_scale / p.softcap;
     arguments.softmax_scale = p.softcap;
@@ -161,16 +151,14 @@ cudaError_t launch_fwd_mode(int64_t blocks, const FwdParams& p, cudaStream_t str
 // The unit of a head-dim tile has a plain kernel for each of Hopper's head dimensions in it, with a twin for packed
 // sequences, and one for windows, two for softcap and general ones for all of them (those of 192 and 256 apart, but for
 // the most general one), most with a twin that splits the keys; over lists, one with and one without a bias for each
-// key, of 192 and 256 apart.
+// key, of 192 and 256 apart, likewise.
 template <class Element, int kHeadDimTile, bool kGathered>
 cudaError_t launch_fwd(const KernelChoice& choice, const FwdParams& p, cudaStream_t stream) {
   if constexpr (kGathered) {
     const auto go_in = [&](auto has_bias, auto head_dim, auto is_short) {
       constexpr Sm90ListTile kTile = sm90_list_tile(head_dim, is_short);
-      using T = sm90::GatherTraits<Element, head_dim, has_bias, kTile.block_n, kTile.stages,
-                                   sm90::ProxyFence::kConsumer, /*kShortTail=*/true,
-                                   /*kProducerRegisters=*/kTile.blocks_per_sm == 2 ? 48 : 56, kTile.blocks_per_sm>;
-      return sm90::launch_gather_kernel<T>(choice.blocks, p, stream);
+      return sm90::launch_gather_mode<Element, head_dim, has_bias, kTile.block_n, kTile.stages, kTile.blocks_per_sm>(
+          choice.blocks, p, stream);
     };
     const auto go = [&](auto head_dim, auto is_short) {
       return p.bias.kind == BiasKind::kNone ? go_in(cute::false_type{}, head_dim, is_short)

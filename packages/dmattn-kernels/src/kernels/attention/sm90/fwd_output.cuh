@@ -71,15 +71,15 @@ __device__ __forceinline__ void write_rows(const Arguments& p, const float (&out
 template <int kFragmentsD, class Arguments>
 __device__ __forceinline__ void write_partial_rows(const Arguments& p, const float (&out)[1][kFragmentsD][4],
                                                    const SplitFwdItem& item, int first_row) {
-  float* const to = p.parts + lse_offset(p, item) * p.head_dim + threadIdx.x % 4 * 2;
+  float* const to = p.parts + lse_offset(p, item) * p.part_columns + threadIdx.x % 4 * 2;
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
     const int row = first_row + 8 * j;
     if (row >= p.seqlen_q) continue;
-    float* const row_to = to + int64_t{row} * p.head_dim;
+    float* const row_to = to + int64_t{row} * p.part_columns;
 #pragma unroll
     for (int i = 0; i < kFragmentsD; ++i) {
-      if (8 * i < p.head_dim) {
+      if (8 * i < p.part_columns) {
         *reinterpret_cast<float2*>(row_to + 8 * i) = make_float2(out[0][i][2 * j], out[0][i][2 * j + 1]);
       }
     }

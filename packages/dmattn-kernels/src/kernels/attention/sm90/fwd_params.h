@@ -58,12 +58,25 @@ struct SoftcapFwdArguments : Uncapped {
 };
 
 // Of items that have a share of the keys each. The results are partial ones, in fp32 and side by side: lse and lse_rest
-// are those of parts, by [split][batch][head][row], and so is `parts`, whose rows have head_dim columns.
+// are those of parts, by [split][batch][head][row], and so is `parts`, whose rows have part_columns numbers.
 template <class Whole>
 struct SplitFwdArguments : Whole {
   float* parts;
-  int32_t splits, batches, head_dim;
+  int32_t splits, batches, part_columns;
 };
+// Turns a call whose items have all keys into one whose items have shares.
+template <class Whole>
+void share_keys(SplitFwdArguments<Whole>& a, const FwdParams& p) {
+  a.parts = p.out_accum;
+  a.splits = p.num_splits;
+  a.batches = p.batch;
+  a.part_columns = p.head_dim;
+  a.lse = p.lse_accum;
+  a.lse_rest = p.lse_accum + int64_t{p.num_splits} * p.batch * p.nheads * p.seqlen_q;
+  a.lse_stride.row = 1;
+  a.all_heads *= p.num_splits;
+  a.items *= p.num_splits;
+}
 
 // A block of rows of a head, which a thread block takes.
 struct FwdItem {

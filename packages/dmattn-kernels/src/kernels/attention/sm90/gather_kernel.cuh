@@ -2,7 +2,8 @@
 //
 // As in fwd_kernel.cuh a thread block stays on its SM and takes row blocks of heads until none is left, a warpgroup
 // produces and two consume. But the producer's threads gather the rows of K and V that the list names
-// (gather_producer.cuh), and the consumers' last tile is as narrow as the end of the list allows. A row block is
+// (gather_producer.cuh), and the consumers' last tile is as narrow as the end of the list allows. One kernel more has
+// items with a share of their list's tiles each. A row block is
 // 128 rows of one head: gathered bytes for each product depend on the number of rows alone, so that other heads of the
 // group in the same tile would save nothing.
 #pragma once
@@ -44,7 +45,7 @@ struct GatherConsumer {
   static constexpr int kTurnBarrier = 1, kStoreBarrier = 1 + T::kConsumers;
   static_assert(kStoreBarrier + T::kConsumers <= GatherProducer<T>::kBarrier);
 
-  const GatherArguments& p;
+  const typename T::Arguments& p;
   typename T::Shared& s;
   const int consumer, thread, warp, lane;  // thread: among the consumers; warp: in the warpgroup
   RingPlace<T::kStages> k_place, v_place;
@@ -53,7 +54,7 @@ struct GatherConsumer {
   RingPlace<T::kQStages> q_place;
   int stored = -1;  // stage of Q from which the output is being written
 
-  __device__ __forceinline__ GatherConsumer(const GatherArguments& arguments, typename T::Shared& shared)
+  __device__ __forceinline__ GatherConsumer(const typename T::Arguments& arguments, typename T::Shared& shared)
       : p(arguments),
         s(shared),
         consumer(cutlass::canonical_warp_group_idx() - 1),
@@ -140,7 +141,7 @@ struct GatherConsumer {
     OnlineSoftmax<1> softmax;
     float keep[2];         // what the running sums and the output are multiplied by, as the maximum has moved
     bool is_last = false;  // of the item's tiles: nobody needs Q after its scores
-    FwdItem item;
+    typename T::Item item;
 
     // `found`: scores of as many keys as it has, which become probabilities.
     // seen_by_all: so many of its first keys are seen by all rows.
@@ -231,7 +232,7 @@ struct GatherConsumer {
     bool has_scores = false;  // of the item's first tile
 #pragma unroll 1
     while (work.index < p.items) {
-      item = find_item(p, work.index);
+      item = find_item_of<T>(p, work.index);
       const int tiles = (work.count + T::kBlockN - 1) / T::kBlockN;
       const int last_width = tiles > 1 ? T::tile_width(work.count - (tiles - 1) * T::kBlockN) : T::kBlockN;
       const int whole = last_width < T::kBlockN ? tiles - 1 : tiles;  // tiles of kBlockN keys
@@ -292,7 +293,13 @@ struct GatherConsumer {
       const int first_row = item.m_block * T::kBlockM + consumer * 64 + warp * 16 + lane / 4;
       const auto finish_item = [&]() __attribute__((always_inline)) {
         finish_rows(p, softmax, T::kBias ? 1.f : p.softmax_scale, out, item, first_row);
-        if constexpr (T::kOneQ) {
+        if constexpr (T::kSplit) {
+          write_partial_rows(p, out, item, first_row);
+          if constexpr (T::kOneQ) return;
+          // Where there was no product one warp could be far ahead of the others, which have to see that Q has come.
+          if (tiles == 0) cutlass::arch::NamedBarrier::sync(128, kStoreBarrier + consumer);
+          stored = q_stage;
+        } else if constexpr (T::kOneQ) {
           write_rows<typename T::Element>(p, out, item, first_row);
         } else {
           store_rows<T>(p, s.q + q_stage * T::kTileQ, acc_o, out_mma, consumer, kStoreBarrier + consumer, item);
@@ -436,7 +443,7 @@ struct GatherConsumer {
 
 template <class T>
 __global__ void __launch_bounds__(T::kThreads, T::kBlocksPerSm)
-    gather_kernel(const __grid_constant__ GatherArguments p) {
+    gather_kernel(const __grid_constant__ typename T::Arguments p) {
   extern __shared__ char smem[];
   const uint32_t base = smem_u32(smem);
   auto& s = *reinterpret_cast<typename T::Shared*>(smem + ((base + 1023) / 1024 * 1024 - base));

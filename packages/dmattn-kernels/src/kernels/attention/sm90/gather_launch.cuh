@@ -50,8 +50,9 @@ cudaError_t fill_gather_arguments(GatherArguments& a, const FwdParams& p, int64_
 template <class T>
 cudaError_t launch_gather_kernel(int64_t blocks, const FwdParams& p, cudaStream_t stream,
                                  int64_t section_bytes = kGatherSectionBytes) {
-  GatherArguments arguments;
+  typename T::Arguments arguments;
   cudaError_t status = fill_gather_arguments<T>(arguments, p, section_bytes);
+  if constexpr (T::kSplit) share_keys(arguments, p);
   if (status == cudaSuccess && p.work_counter != nullptr) {
     status = clear_counter(p.work_counter, stream);
   }
@@ -59,6 +60,20 @@ cudaError_t launch_gather_kernel(int64_t blocks, const FwdParams& p, cudaStream_
   static std::atomic<uint64_t> devices_ready{0};
   return launch</*kEarly=*/true>(gather_kernel<T>, blocks, T::kThreads, T::kSmemBytes, T::kSmemBytes, devices_ready,
                                  arguments, stream);
+}
+
+// Of the two kernels of a tile, where the second one splits the keys of a list.
+template <class Element, int kHeadDim, bool kBias, int kBlockN, int kStages, int kBlocksPerSm>
+cudaError_t launch_gather_mode(int64_t blocks, const FwdParams& p, cudaStream_t stream) {
+  constexpr int kProducerRegisters = kBlocksPerSm == 2 ? 48 : 56;
+  if constexpr (kBlocksPerSm == 1) {
+    using Split = GatherTraits<Element, kHeadDim, kBias, kBlockN, kStages, ProxyFence::kConsumer, /*kShortTail=*/true,
+                               kProducerRegisters, kBlocksPerSm, /*kSplit=*/true>;
+    if (p.num_splits > 1) return launch_gather_kernel<Split>(blocks, p, stream);
+  }
+  using Whole = GatherTraits<Element, kHeadDim, kBias, kBlockN, kStages, ProxyFence::kConsumer, /*kShortTail=*/true,
+                             kProducerRegisters, kBlocksPerSm>;
+  return launch_gather_kernel<Whole>(blocks, p, stream);
 }
 
 }  // namespace dmattn::sm90

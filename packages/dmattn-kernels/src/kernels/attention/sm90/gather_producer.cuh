@@ -25,7 +25,7 @@ template <class T>
 struct GatherProducer {
   static constexpr int kBarrier = 7;  // of the producer's threads; the consumers have 1 to 4
 
-  const GatherArguments& p;
+  const typename T::Arguments& p;
   typename T::Shared& s;
   const int warp, lane;
   const int chunk, row;  // what this thread copies: 16 bytes of a row of a panel, in the first pass
@@ -46,7 +46,7 @@ struct GatherProducer {
   // An item and what is known of its list before its turn comes.
   struct Work {
     int index;
-    FwdItem item;
+    typename T::Item item;
     const int32_t* list;
     const int32_t* end;  // of the head's keys; nullptr without intervals
     int count, full;     // see Announced
@@ -54,7 +54,7 @@ struct GatherProducer {
     Facts facts;         // ... and of the key that it names
   };
 
-  __device__ __forceinline__ GatherProducer(const GatherArguments& arguments, typename T::Shared& shared)
+  __device__ __forceinline__ GatherProducer(const typename T::Arguments& arguments, typename T::Shared& shared)
       : p(arguments),
         s(shared),
         warp(cutlass::canonical_warp_idx_sync()),
@@ -100,7 +100,7 @@ struct GatherProducer {
   // The item of work.index, and where its list is. Its lengths are not looked at before open_list().
   __device__ __forceinline__ void find_list(Work& work) const {
     if (work.index >= p.items) return;
-    work.item = find_item(p, work.index);
+    work.item = find_item_of<T>(p, work.index);
     const FwdItem& item = work.item;
     int64_t i = static_cast<int64_t>(p.keys.batch > 1 ? item.batch : 0) * p.keys.heads + item.head / p.keys.head_ratio;
     if (p.keys.block_rows > 0) {
@@ -127,7 +127,17 @@ struct GatherProducer {
         work.count = warp_lower_bound(work.list, work.count, last + 1, lane);
       }
     }
+    if constexpr (T::kSplit) take_share(work);
     work.entry = read_entry(work, 0);
+  }
+  // Of the tiles of the list: where they begin it begins, and so on.
+  __device__ __forceinline__ void take_share(Work& work) const {
+    const int tiles = (work.count + T::kBlockN - 1) / T::kBlockN;
+    const int begin = tiles * work.item.split / p.splits * T::kBlockN;
+    const int end = min(tiles * (work.item.split + 1) / p.splits * T::kBlockN, work.count);
+    work.list += begin;
+    work.count = end - begin;
+    work.full = min(max(work.full - begin, 0), work.count);
   }
   __device__ __forceinline__ void read_first_facts(Work& work) const {
     if (work.index < p.items && has_facts(work, 0)) work.facts = read_facts(work, 0, position_of(work.entry));

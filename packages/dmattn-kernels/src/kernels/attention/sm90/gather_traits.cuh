@@ -2,6 +2,7 @@
 #pragma once
 
 #include "fwd_traits.cuh"
+#include "gather_params.h"
 
 namespace dmattn::sm90 {
 
@@ -14,9 +15,11 @@ enum class ProxyFence {
 };
 
 template <class Element, int kHeadDim, bool kBias_, int kBlockN, int kStages, ProxyFence kFence_, bool kShortTail_,
-          int kProducerRegisters_, int kBlocksPerSm = 1>
-struct GatherTraits : FwdTraits<Element, kHeadDim, 2, kBlockN, kStages, ScoreMode::kPlain, kBlocksPerSm> {
-  using Base = FwdTraits<Element, kHeadDim, 2, kBlockN, kStages, ScoreMode::kPlain, kBlocksPerSm>;
+          int kProducerRegisters_, int kBlocksPerSm = 1, bool kSplit = false>
+struct GatherTraits : FwdTraits<Element, kHeadDim, 2, kBlockN, kStages, ScoreMode::kPlain, kBlocksPerSm, kSplit> {
+  using Base = FwdTraits<Element, kHeadDim, 2, kBlockN, kStages, ScoreMode::kPlain, kBlocksPerSm, kSplit>;
+  using Arguments = cute::conditional_t<kSplit, SplitFwdArguments<GatherArguments>, GatherArguments>;
+  static_assert(!kSplit || Base::kOverlaps);
   static constexpr bool kBias = kBias_;  // a number is added to the logits of each key
   static constexpr ProxyFence kFence = kFence_;
   static constexpr bool kShortTail = kShortTail_;  // the last tile of a list may have 32 or 64 keys
