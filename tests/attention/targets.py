@@ -138,7 +138,7 @@ TARGETS = {
             share=240,
             poison=False,
             seconds=240,
-            workers=3,  # most of its tests compile
+            workers=2,  # most of its tests compile
         ),
     )
 }

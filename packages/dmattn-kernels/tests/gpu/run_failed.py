@@ -2,11 +2,13 @@
 writes the outcome into it.
 
     python packages/dmattn-kernels/tests/gpu/run_failed.py [--report PATH] [--sanitizer NAME ...]
+        [--sanitizer-width N]
 
 For a failure in a test itself, or a process that something else ended: the rest of the report
 still holds as long as the library is the one that the report speaks of, and this refuses any other.
 Of the sanitizers' jobs also those that are named, whose launches have changed since. The report
-lists what was run again.
+lists what was run again. It is written after the tests and after each sanitizer's job: what is
+stopped in between loses no more than what was running.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +33,11 @@ sys.path[:0] = [*IMPORTED_FROM, str(HERE.parents[1] / "cmake")]
 from attention.targets import SHARE_VARIABLE, TARGET_VARIABLE, TARGETS  # noqa: E402
 from check_report import REPORT  # noqa: E402
 from gpu import report  # noqa: E402
-from gpu.jobs import Pool  # noqa: E402
+from gpu.jobs import Job, Pool  # noqa: E402
 from gpu.sanitize import judge, kernel_jobs  # noqa: E402
 
 FAMILIES = ("sm80", "sm89", "sm90")
-JOB_SECONDS = 400.0  # of a sanitizer's job, four of which run at a time
-WIDTH = 4
+JOB_SECONDS = 400.0  # of a sanitizer's job
 LEFT_WIDTH = 10  # tests at a time of those that time had left
 
 
@@ -59,16 +60,27 @@ def outcome_of(target_name: str, test: str) -> str:
     return ended[0] if done.returncode == 0 and ended else "failed"
 
 
-def sanitize_again(found: dict[str, Any], names: set[str], folder: Path) -> list[dict[str, Any]]:
-    """Runs the sanitizers' failed jobs and those named, puts what they find into the report, and
-    lists them."""
+def sanitize_again(
+    found: dict[str, Any], names: set[str], folder: Path, pool: ThreadPoolExecutor
+) -> list[Future[dict[str, Any]]]:
+    """Starts the sanitizers' failed jobs and those named: what they find, as they end."""
     failed = names | {entry["name"] for entry in found["sanitizer"] if not entry["ok"]}
     families = sorted({name.split()[1] for name in failed} & set(FAMILIES))
     jobs = [job for job in kernel_jobs(folder, families, JOB_SECONDS) if job.name in failed]
-    ended = Pool(WIDTH, time.monotonic() + len(jobs) * JOB_SECONDS).run(jobs)
-    findings = {job.name: dataclasses.asdict(judge(job)) for job in ended}
-    found["sanitizer"] = [findings.get(entry["name"], entry) for entry in found["sanitizer"]]
-    return [{"sanitizer": name, "passed": finding["ok"]} for name, finding in findings.items()]
+    gpus = Pool(1, time.monotonic() + len(jobs) * JOB_SECONDS)  # in turn, for all jobs together
+
+    def finding_of(job: Job) -> dict[str, Any]:
+        (ended,) = gpus.run([job])
+        return dataclasses.asdict(judge(ended))
+
+    return [pool.submit(finding_of, job) for job in jobs]
+
+
+def put_finding(found: dict[str, Any], finding: dict[str, Any]) -> None:
+    """Puts what a sanitizer's job has found into the report, and lists it as run again."""
+    name = finding["name"]
+    found["sanitizer"] = [finding if x["name"] == name else x for x in found["sanitizer"]]
+    found["run_again"].append({"sanitizer": name, "passed": finding["ok"]})
 
 
 def main() -> int:
@@ -77,6 +89,7 @@ def main() -> int:
     )
     parser.add_argument("--report", type=Path, default=REPORT)
     parser.add_argument("--sanitizer", nargs="+", default=[], metavar="NAME")
+    parser.add_argument("--sanitizer-width", type=int, default=4, help="jobs at a time")
     given = parser.parse_args()
     path, names = given.report, set(given.sanitizer)
     found: dict[str, Any] = json.loads(path.read_text())
@@ -86,14 +99,22 @@ def main() -> int:
         print("the report, the library and the tree differ: run the whole suite", file=sys.stderr)
         return 1
     again = found.setdefault("run_again", [])
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1) as beside:
-        sanitized = beside.submit(sanitize_again, found, names, Path(folder))
+
+    def write() -> None:
+        found["ok"] = report.is_ok(found)
+        path.write_text(json.dumps(found, indent=1) + "\n")
+
+    width = given.sanitizer_width
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(width) as pool:
+        sanitized = sanitize_again(found, names, Path(folder), pool)
         backends = {row.name: row.backend_name for row in TARGETS.values()}
         again += report.run_failed_tests(found, backends, outcome_of)
+        write()
         again += report.run_left_tests(found, backends, outcome_of, LEFT_WIDTH)
-        again += sanitized.result()
-    found["ok"] = report.is_ok(found)
-    path.write_text(json.dumps(found, indent=1) + "\n")
+        write()
+        for ended in as_completed(sanitized):
+            put_finding(found, ended.result())
+            write()
     print(report.table(found))
     return 0 if found["ok"] else 1
 

@@ -7,6 +7,7 @@ first, and end themselves when a kernel hangs or the CUDA context is lost.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import json
 import os
 import sys
@@ -86,9 +87,21 @@ def _run(item: pytest.Item) -> tuple[list[pytest.TestReport], int]:
             time.sleep(PAUSE_SECONDS)
             item._initrequest()  # type: ignore[attr-defined]  # new fixtures
         reports = runtestprotocol(item, log=False, nextitem=None)
+        if any(r.failed for r in reports):
+            _forget_failure()
         if not any(r.failed and OUT_OF_MEMORY in r.longreprtext for r in reports):
             break
     return reports, tries
+
+
+def _forget_failure() -> None:
+    """pytest keeps the last failure for debuggers, and with its frames every tensor of the test."""
+    for attribute in ("last_type", "last_value", "last_traceback", "last_exc"):
+        if hasattr(sys, attribute):
+            delattr(sys, attribute)
+    gc.collect()
+    if ON_CUDA:
+        torch.cuda.empty_cache()
 
 
 @pytest.hookimpl(trylast=True)
