@@ -172,17 +172,28 @@ def put_into(found: dict[str, Any], newer: dict[str, Any], backends: Mapping[str
     found["ok"] = is_ok(found)
 
 
+def _outcomes_of(
+    lines: list[dict[str, Any]], run: Callable[[str, str], str], width: int
+) -> list[str]:
+    with ThreadPoolExecutor(width) as pool:
+        return list(pool.map(lambda line: run(line["target"], line["test"]), lines))
+
+
 def run_failed_tests(
-    found: dict[str, Any], backends: Mapping[str, str], run: Callable[[str, str], str]
+    found: dict[str, Any],
+    backends: Mapping[str, str],
+    run: Callable[[str, str], str],
+    width: int = 1,
 ) -> list[dict[str, Any]]:
     """Runs failed tests of a report again, of which those that pass now count as passed.
 
     `backends`: the name of each target's. `run`: of a target and a test the outcome now, passed,
-    skipped or failed. Returns what has been run.
+    skipped or failed. `width`: how many run at a time. Returns what has been run.
     """
     again = []
-    for line in list(found["failed_tests"]):
-        passed = run(line["target"], line["test"]) == "passed"
+    failed = list(found["failed_tests"])
+    for line, outcome in zip(failed, _outcomes_of(failed, run, width), strict=True):
+        passed = outcome == "passed"
         again.append({"target": line["target"], "test": line["test"], "passed": passed})
         if passed:
             _count_as(found, line["target"], backends, line["outcome"], "passed")
@@ -202,9 +213,7 @@ def run_left_tests(
     """
     again = []
     left = [x for x in found.get("tests_not_run", []) if x["test"]]
-    with ThreadPoolExecutor(width) as pool:
-        outcomes = list(pool.map(lambda line: run(line["target"], line["test"]), left))
-    for line, outcome in zip(left, outcomes, strict=True):
+    for line, outcome in zip(left, _outcomes_of(left, run, width), strict=True):
         again.append({**line, "passed": outcome != "failed"})
         _count_as(found, line["target"], backends, "not run", outcome)
         found["tests_not_run"].remove(line)

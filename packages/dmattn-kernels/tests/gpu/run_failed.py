@@ -38,6 +38,7 @@ from gpu.sanitize import judge, kernel_jobs  # noqa: E402
 
 FAMILIES = ("sm80", "sm89", "sm90")
 JOB_SECONDS = 400.0  # of a sanitizer's job
+FAILED_WIDTH = 4  # of failed tests at a time, few enough to find memory
 LEFT_WIDTH = 10  # tests at a time of those that time had left
 
 
@@ -108,7 +109,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(width) as pool:
         sanitized = sanitize_again(found, names, Path(folder), pool)
         backends = {row.name: row.backend_name for row in TARGETS.values()}
-        again += report.run_failed_tests(found, backends, outcome_of)
+        again += report.run_failed_tests(found, backends, outcome_of, FAILED_WIDTH)
         write()
         again += report.run_left_tests(found, backends, outcome_of, LEFT_WIDTH)
         write()
