@@ -24,7 +24,7 @@ constexpr Sm90FwdTile sm90_softcap_fwd_tile(int head_dim_tile) {
 inline Sm90FwdTile sm90_changed_fwd_tile(const FwdParams& p, int32_t shares) {
   const int dim_tile = head_dim_tile(p.head_dim);
   return has_plain_softcap(p) ? sm90_softcap_fwd_tile(dim_tile)
-                              : sm90_general_fwd_tile(dim_tile, shares <= 1 && sm90_general_fwd_is_tall(p));
+                              : sm90_general_fwd_tile(dim_tile, sm90_general_fwd_is_tall(p, shares));
 }
 
 }  // namespace dmattn

@@ -107,9 +107,9 @@ constexpr Sm90FwdTile sm90_general_fwd_tile(int head_dim_tile, bool is_tall = fa
 }
 // With a bias and nothing else, head_dim 64 has tall tiles for the same reason as without. Fewer of them are empty
 // under a mask, and beside three consumers there are too few registers to read fp32 tiles of a bias ahead. Windows: as
-// above.
-constexpr bool sm90_general_fwd_is_tall(const FwdParams& p) {
-  return p.head_dim <= 64 && !sm90_has_few_rows(p.seqlen_q) &&
+// above. No kernel with tall tiles splits the keys.
+constexpr bool sm90_general_fwd_is_tall(const FwdParams& p, int32_t shares) {
+  return shares <= 1 && p.head_dim <= 64 && !sm90_has_few_rows(p.seqlen_q) &&
          (p.bias.kind == BiasKind::kKey || p.bias.kind == BiasKind::kTile) && !p.has_mask && p.window == 0 &&
          p.softcap == 0.f && p.softmax_scale > 0.f;
 }

@@ -234,6 +234,16 @@ def test_keys_of_few_blocks_of_rows_are_split(
     assert plan["workspace_bytes"] >= splits * heads * 100 * (head_dim + 2) * 4
 
 
+@pytest.mark.parametrize("keys", [4096, 4095])
+@pytest.mark.parametrize("bias_rows", [1, 2048])
+def test_shares_have_no_tall_tiles(probe: ctypes.CDLL, bias_rows: int, keys: int) -> None:
+    """A bias alone has tall ones at head_dim 64, and the kernels for them do not split keys."""
+    call = {"batch": 1, "seqlen_q": 2048, "seqlen_k": keys, "nheads": 2, "nheads_k": 1}
+    bias = tensor((1, 1, bias_rows, keys))
+    plan = Probe(probe).fwd(SM90, SMS, head_dim=64, bias=bias, **call)
+    assert (plan["arch"], plan["block_m"]) == (90, 128) and plan["num_splits"] > 1
+
+
 @pytest.mark.parametrize(
     "rows, heads, heads_k, head_dim, keys, arch",
     [

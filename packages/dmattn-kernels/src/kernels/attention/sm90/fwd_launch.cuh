@@ -134,13 +134,16 @@ cudaError_t launch_fwd_kernel(int64_t blocks, const FwdParams& p, cudaStream_t s
                                  arguments, stream);
 }
 
-// Of the two kernels of a mode and a tile, where the second one splits the keys.
+// Of the two kernels of a mode and a tile, where the second one splits the keys. A call that wants shares of the one
+// that has none would leave them unwritten, and is refused.
 template <class Element, int kHeadDim, ScoreMode kMode, int kConsumers, int kBlockN, int kStages, int kBlocksPerSm,
           bool kMaySplit>
 cudaError_t launch_fwd_mode(int64_t blocks, const FwdParams& p, cudaStream_t stream) {
   if constexpr (kMaySplit && may_split_keys(kMode)) {
     using Split = FwdTraits<Element, kHeadDim, kConsumers, kBlockN, kStages, kMode, kBlocksPerSm, /*kSplit=*/true>;
     if (p.num_splits > 1) return launch_fwd_kernel<Split>(blocks, p, stream);
+  } else if (p.num_splits > 1) {
+    return cudaErrorNotSupported;
   }
   using Whole = FwdTraits<Element, kHeadDim, kConsumers, kBlockN, kStages, kMode, kBlocksPerSm>;
   return launch_fwd_kernel<Whole>(blocks, p, stream);
@@ -208,7 +211,7 @@ cudaError_t launch_fwd(const KernelChoice& choice, const FwdParams& p, cudaStrea
       if constexpr (kHeadDimTile <= 128) {
         const auto go_biased = [&](auto mode) {
           if constexpr (kHeadDimTile == 64) {
-            if (sm90_general_fwd_is_tall(p)) return go_general(mode, cute::true_type{});
+            if (sm90_general_fwd_is_tall(p, p.num_splits)) return go_general(mode, cute::true_type{});
           }
           return go_general(mode, cute::false_type{});
         };

@@ -62,7 +62,7 @@ cudaError_t launch_gather_kernel(int64_t blocks, const FwdParams& p, cudaStream_
                                  arguments, stream);
 }
 
-// Of the two kernels of a tile, where the second one splits the keys of a list.
+// Of the two kernels of a tile, where the second one splits the keys of a list; as launch_fwd_mode().
 template <class Element, int kHeadDim, bool kBias, int kBlockN, int kStages, int kBlocksPerSm>
 cudaError_t launch_gather_mode(int64_t blocks, const FwdParams& p, cudaStream_t stream) {
   constexpr int kProducerRegisters = kBlocksPerSm == 2 ? 48 : 56;
@@ -70,6 +70,8 @@ cudaError_t launch_gather_mode(int64_t blocks, const FwdParams& p, cudaStream_t 
     using Split = GatherTraits<Element, kHeadDim, kBias, kBlockN, kStages, ProxyFence::kConsumer, /*kShortTail=*/true,
                                kProducerRegisters, kBlocksPerSm, /*kSplit=*/true>;
     if (p.num_splits > 1) return launch_gather_kernel<Split>(blocks, p, stream);
+  } else if (p.num_splits > 1) {
+    return cudaErrorNotSupported;
   }
   using Whole = GatherTraits<Element, kHeadDim, kBias, kBlockN, kStages, ProxyFence::kConsumer, /*kShortTail=*/true,
                              kProducerRegisters, kBlocksPerSm>;
