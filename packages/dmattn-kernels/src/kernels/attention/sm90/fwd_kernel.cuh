@@ -79,9 +79,9 @@ struct FwdProducer {
   __device__ __forceinline__ void run() {
     for (int index = blockIdx.x; index < p.items;) {
       if constexpr (T::kGeneral) {
-        index = load_general_item(index);
+        index = gridDim.x + load_general_item(index);
       } else {
-        index = load_item(index);
+        index = gridDim.x + load_item(index);
       }
     }
     announce(AnnouncedItem::of(p.items, true));
@@ -90,11 +90,12 @@ struct FwdProducer {
     }
   }
 
-  // The item that this block has behind that of `index`. Asked for beside the last loads of an item: the answer is there
-  // when they have been issued, and blocks with long items are not given another one before others are done with theirs.
-  // Without a counter each block has items that are known from the start.
+  // The item that this block has behind that of `index`, less one for each block: nothing is computed with the answer
+  // before it is there. Asked for beside the last loads of an item: the answer is there when they have been issued, and
+  // blocks with long items are not given another one before others are done with theirs. Without a counter each block
+  // has items that are known from the start.
   __device__ __forceinline__ int take_item(int index) const {
-    return gridDim.x + (p.work_counter != nullptr ? atomicAdd(p.work_counter, 1) : index);
+    return p.work_counter != nullptr ? next_number(p.work_counter) : index;
   }
 
   __device__ __forceinline__ void announce(AnnouncedItem item, const typename T::Item& found = {}) {
@@ -113,8 +114,8 @@ struct FwdProducer {
     }
   }
 
-  // Returns the number of the next item, which is asked for so many blocks of keys before the last one, or at once where
-  // no item has more.
+  // Returns what take_item() gives of the next item, which is asked for so many blocks of keys before the last one, or at
+  // once where no item has more.
   static constexpr int kBlocksBehind = 2;
   __device__ __forceinline__ int load_item(int index) {
     const bool all_are_short = p.seqlen_k <= kBlocksBehind * T::kBlockN;
@@ -141,7 +142,7 @@ struct FwdProducer {
     return next;
   }
 
-  // The tiles that the mask leaves, each announced beside its K, and their bias. Returns the number of the next item.
+  // The tiles that the mask leaves, each announced beside its K, and their bias. Returns as load_item().
   __device__ __forceinline__ int load_general_item(int index) {
     const typename T::Item item = look_up(index);
     const KeyBlocks blocks = find_key_blocks_of<T>(p, item);

@@ -159,7 +159,7 @@ struct GatherProducer {
   __device__ __forceinline__ Work copy_item(const Work& work) {
     int taken = p.items;
     const auto take = [&]() __attribute__((always_inline)) {
-      if (p.work_counter != nullptr && threadIdx.x == 0) taken = atomicAdd(p.work_counter, 1);
+      if (p.work_counter != nullptr && threadIdx.x == 0) taken = next_number(p.work_counter);
     };
     const int tiles = (work.count + T::kBlockN - 1) / T::kBlockN;
     const int kv_head = work.item.head / p.head_ratio;

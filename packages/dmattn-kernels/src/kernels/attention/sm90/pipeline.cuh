@@ -31,6 +31,18 @@ struct Barrier {
   __device__ __forceinline__ void arrive_when_copied() { cutlass::arch::cpasync_barrier_arrive_noinc(&word); }
 };
 
+// The next number of a counter, which counts to 2^31 - 1 at most. The thread goes on until it uses the number. Behind an
+// addition it could wait at once, as the compiler adds up for a warp and then deals the numbers out to its lanes. This
+// is an increment that begins anew at a bound, which it leaves alone.
+__device__ __forceinline__ int next_number(int32_t* counter) {
+  constexpr uint32_t kBound = INT32_MAX;
+  uint32_t number;
+  asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], %2;"
+               : "=r"(number)
+               : "l"(__cvta_generic_to_global(counter)), "r"(kBound));
+  return static_cast<int>(number);
+}
+
 // A place in a ring of kStages buffers, and the phase of its barriers.
 template <int kStages>
 struct RingPlace {
