@@ -126,11 +126,6 @@ TABLE = (
 # {0} and {1}: the ratios of the forward and of the backward.
 NOT_AHEAD = (
     (
-        "Dense causal attention of 16 query heads over one head of keys: the backward takes {1} of "
-        "cuDNN's time.",
-        Ratio(DENSE, ("B1 S16384 H16/1 D128",), "dmattn", "sdpa_cudnn"),
-    ),
-    (
         "Running top-w takes {0} times (forward) and {1} times (backward) what cuDNN takes for w "
         "keys that lie together, without a bias and without choosing.",
         Ratio(FEW_KEYS, (), "dmattn_window", "sdpa_cudnn_few_keys", digits=1),
