@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 OUTCOMES = ("passed", "failed", "crashed", "skipped", "not run")
 SLOWEST = 10
 REASONS = 60  # failures whose words are kept
-NAMED = 200  # tests of those not run that are named
+NAMED = 200  # tests of those that found no memory at first that are named
 
 
 def environment() -> dict[str, Any]:
@@ -118,7 +118,7 @@ def compose(
             for name, lines in outcomes.items()
             for line in lines
             if line["outcome"] == "not run"
-        ][:NAMED],
+        ],
         "found_no_memory_at_first": [
             {"target": name, "test": line["test"], "tries": line["tries"]}
             for name, lines in outcomes.items()
@@ -201,25 +201,37 @@ def run_failed_tests(
     return again
 
 
-def run_left_tests(
-    found: dict[str, Any],
-    backends: Mapping[str, str],
-    run: Callable[[str, str], str],
-    width: int = 1,
-) -> list[dict[str, Any]]:
-    """Likewise those that no worker had begun when time was up, as far as the report names them.
+def left_tests(found: dict[str, Any]) -> dict[str, list[str]]:
+    """Of each target the tests that no worker had begun when time was up."""
+    left: dict[str, list[str]] = {}
+    for line in found["tests_not_run"]:
+        left.setdefault(line["target"], []).append(line["test"])
+    return left
 
-    `width`: how many run at a time, as most of what is left spends its time with compilers.
+
+def put_left_into(
+    found: dict[str, Any],
+    outcomes: Mapping[str, list[dict[str, Any]]],
+    about: dict[str, Any],
+    backends: Mapping[str, str],
+) -> None:
+    """Puts into a report what became of `left_tests` of it, and lists them as run again.
+
+    `outcomes`: of each target a line for each test. `about`: what is to be said of the run.
+    `backends`: the name of each target's.
     """
-    again = []
-    left = [x for x in found.get("tests_not_run", []) if x["test"]]
-    for line, outcome in zip(left, _outcomes_of(left, run, width), strict=True):
-        again.append({**line, "passed": outcome != "failed"})
-        _count_as(found, line["target"], backends, "not run", outcome)
-        found["tests_not_run"].remove(line)
-        if outcome == "failed":
-            found["failed_tests"].append({**line, "outcome": outcome, "seconds": 0.0, "reason": ""})
-    return again
+    for name, lines in outcomes.items():
+        ended = [line for line in lines if line["outcome"] != "not run"]
+        tests = {line["test"] for line in ended}
+        for line in ended:
+            _count_as(found, name, backends, "not run", line["outcome"])
+        failed = [x for x in ended if x["outcome"] in ("failed", "crashed")]
+        found["failed_tests"] += [{"target": name, **line} for line in failed]
+        found["tests_not_run"] = [
+            x for x in found["tests_not_run"] if x["target"] != name or x["test"] not in tests
+        ]
+        found.setdefault("run_again", []).append({"target": name, "left": len(ended), **about})
+    found["ok"] = is_ok(found)
 
 
 def _count_as(

@@ -1,5 +1,4 @@
-"""Runs what failed in a GPU report again, tests and sanitizers, and tests that time had left, and
-writes the outcome into it.
+"""Runs what failed in a GPU report again, tests and sanitizers, and writes the outcome into it.
 
     python packages/dmattn-kernels/tests/gpu/run_failed.py [--report PATH] [--sanitizer NAME ...]
         [--sanitizer-width N]
@@ -39,7 +38,6 @@ from gpu.sanitize import judge, kernel_jobs  # noqa: E402
 FAMILIES = ("sm80", "sm89", "sm90")
 JOB_SECONDS = 400.0  # of a sanitizer's job
 FAILED_WIDTH = 4  # of failed tests at a time, few enough to find memory
-LEFT_WIDTH = 10  # tests at a time of those that time had left
 
 
 def outcome_of(target_name: str, test: str) -> str:
@@ -110,8 +108,6 @@ def main() -> int:
         sanitized = sanitize_again(found, names, Path(folder), pool)
         backends = {row.name: row.backend_name for row in TARGETS.values()}
         again += report.run_failed_tests(found, backends, outcome_of, FAILED_WIDTH)
-        write()
-        again += report.run_left_tests(found, backends, outcome_of, LEFT_WIDTH)
         write()
         for ended in as_completed(sanitized):
             put_finding(found, ended.result())

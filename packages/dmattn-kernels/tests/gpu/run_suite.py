@@ -1,7 +1,7 @@
 """The GPU suite as one command; writes the report that the repository commits.
 
     python packages/dmattn-kernels/tests/gpu/run_suite.py [--report PATH] [--quick]
-        [--time-limit S] [--folder PATH] [--targets NAME ... --into REPORT]
+        [--time-limit S] [--folder PATH] [--into REPORT --targets NAME ...] [--into REPORT --left]
 
 It runs the attention suite (tests/attention), models of transformers and CUDA graphs (tests/models)
 and the tests of the kernels as such (this folder).
@@ -9,8 +9,8 @@ pytest runs in several processes that share the GPUs and claim the tests one by 
 target in tests/attention/targets.py that is on CUDA (any newer chip runs the tile shapes of sm89),
 while compute-sanitizer watches small launches. `dmattn`, `dmattn_kernels`, torch, numpy, pytest
 and transformers must be importable. Exit code 0: everything passed. What a time limit cut off or
-left is done by the same command again, with the same folder, or for whole targets on another
-machine by --targets and --into.
+left is done by the same command again, with the same folder, or on another machine by --into and
+--left, or --targets for whole targets.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ class Workers:
 
     def __init__(self, target: Target, folder: Path, arguments: argparse.Namespace) -> None:
         self.target = target
+        self._left: list[str] | None = arguments.left_tests and arguments.left_tests[target.name]
         self._folder = folder / target.name
         self._claims = self._folder / "claims"
         self._claims.mkdir(parents=True, exist_ok=True)
@@ -72,10 +73,7 @@ class Workers:
         index = self._started
         self._started += 1
         results = self._folder / f"results-{index}.jsonl"
-        suites = [ATTENTION, HERE] if self.target.family else [ATTENTION]
-        if self.target.family and not self.target.repeats:
-            suites.append(MODELS)
-        command = [sys.executable, "-m", "pytest", *map(str, suites)]
+        command = [sys.executable, "-m", "pytest", *self._what()]
         command += ["-q", "--tb=short", "-p", "no:cacheprovider", "-p", "gpu.workers"]
         command += [f"--claims={self._claims}", f"--results={results}", *self._arguments.pytest]
         paths = [*IMPORTED_FROM, *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -93,6 +91,17 @@ class Workers:
         log = self._folder / f"worker-{index}.log"
         name = f"{self.target.name} worker {index}"
         return Job(name, command, log, env, self._arguments.time_limit, self._again)
+
+    def _what(self) -> list[str]:
+        """What pytest is to run: folders, or a file that names tests."""
+        if self._left is not None:
+            names = self._folder / "left"
+            names.write_text("\n".join(f"{ROOT}/{test}" for test in self._left))
+            return [f"@{names}"]
+        suites = [ATTENTION, HERE] if self.target.family else [ATTENTION]
+        if self.target.family and not self.target.repeats:
+            suites.append(MODELS)
+        return list(map(str, suites))
 
     def _again(self, job: Job) -> Job | None:
         """A new worker for one that a crash or a lost CUDA context has ended, or for a target that
@@ -189,7 +198,13 @@ def main() -> int:
     )
     if arguments.into is not None:
         newer, found = found, json.loads(arguments.into.read_text())
-        report.put_into(found, newer, {row.name: row.backend_name for row in TARGETS.values()})
+        backends = {row.name: row.backend_name for row in TARGETS.values()}
+        if arguments.left:
+            outcomes = {workers.target.name: workers.outcomes() for workers in every}
+            about = {name: newer[name] for name in ("date", "gpu", "seconds")}
+            report.put_left_into(found, outcomes, about, backends)
+        else:
+            report.put_into(found, newer, backends)
     place = arguments.into or arguments.report
     place.parent.mkdir(parents=True, exist_ok=True)
     place.write_text(json.dumps(found, indent=1) + "\n")
@@ -208,7 +223,7 @@ def what_is_tested(arguments: argparse.Namespace) -> dict[str, Any]:
     return {
         "library": report.built_from(importlib.import_module("dmattn_kernels").library_path()),
         "sources": source_hash(),
-        **{name: getattr(arguments, name) for name in ("targets", "every", "pytest")},
+        **{name: getattr(arguments, name) for name in ("targets", "every", "pytest", "left")},
         "sanitizer": not arguments.no_sanitizer,
     }
 
@@ -237,10 +252,16 @@ def parse() -> argparse.Namespace:
         help="a report of the same library: only what it says of the targets is replaced",
     )
     parser.add_argument(
+        "--left", action="store_true", help="with --into: only tests that it lists as not run"
+    )
+    parser.add_argument(
         "--sanitizer-width", type=int, default=max(2, min(8, (os.cpu_count() or 4) // 2))
     )
     parser.add_argument("pytest", nargs="*", help="further arguments for pytest, after --")
     arguments = parser.parse_args()
+    arguments.left_tests = None
+    if arguments.left and arguments.into is None:
+        parser.error("--left: wanted --into as well, a report that lists tests as not run")
     if arguments.into is not None:
         arguments.no_sanitizer = True
         into = json.loads(arguments.into.read_text())
@@ -250,6 +271,11 @@ def parse() -> argparse.Namespace:
             parser.error("--into: got a part of the tests, wanted whole targets")
         if missing := set(arguments.targets) - set(into["tests"]):
             parser.error(f"--into: the report has nothing of {', '.join(sorted(missing))}")
+        if arguments.left:
+            arguments.left_tests = report.left_tests(into)
+            arguments.targets = [x for x in arguments.targets if x in arguments.left_tests]
+        if not arguments.targets:
+            parser.error("--left: the report lists no test as not run")
     if arguments.quick:
         arguments.every, arguments.no_sanitizer = max(arguments.every, 8), True
     return arguments

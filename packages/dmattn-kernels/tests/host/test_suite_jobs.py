@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -97,28 +98,49 @@ def test_what_no_worker_has_begun_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("outcome", ["passed", "skipped", "failed"])
-def test_what_time_had_left_or_what_failed_is_run_alone(outcome: str) -> None:
-    left = {"target": "flex-cuda", "test": "a"}
+def test_what_failed_is_run_alone(outcome: str) -> None:
     lost = {"target": "flex-cuda", "test": "b", "outcome": "crashed", "seconds": 1.0, "reason": "x"}
     counts = {"passed": 1, "failed": 0, "skipped": 0, "crashed": 1, "not run": 1}
     found = {"tests": {"flex-cuda": dict(counts)}, "backends": {"flex": dict(counts)}}
-    found |= {"tests_not_run": [dict(left)], "failed_tests": [dict(lost)]}
+    found |= {"failed_tests": [dict(lost)]}
     ran: list[str] = []
 
     def run(target: str, test: str) -> str:
         ran.append(f"{target} {test}")
         return outcome
 
-    backends = {"flex-cuda": "flex"}
-    again = report.run_failed_tests(found, backends, run)
-    again += report.run_left_tests(found, backends, run)
-    assert ran == ["flex-cuda b", "flex-cuda a"]
-    assert [line["passed"] for line in again] == [outcome == "passed", outcome != "failed"]
-    assert found["tests_not_run"] == []
-    now = {**counts, "not run": 0}
-    now[outcome] += 1
-    if outcome == "passed":
-        now = {**now, "crashed": 0, "passed": now["passed"] + 1}
+    again = report.run_failed_tests(found, {"flex-cuda": "flex"}, run)
+    assert ran == ["flex-cuda b"]
+    assert [line["passed"] for line in again] == [outcome == "passed"]
+    now = {**counts, "crashed": 0, "passed": 2} if outcome == "passed" else counts
     assert found["tests"]["flex-cuda"] == found["backends"]["flex"] == now
-    still = [line["test"] for line in found["failed_tests"]]
-    assert still == {"passed": [], "skipped": ["b"], "failed": ["b", "a"]}[outcome]
+    assert found["failed_tests"] == ([] if outcome == "passed" else [lost])
+
+
+@pytest.mark.parametrize("outcome", ["passed", "skipped", "failed", "crashed"])
+def test_what_time_had_left_goes_into_the_report(outcome: str) -> None:
+    counts = {"passed": 1, "failed": 0, "skipped": 0, "crashed": 0, "not run": 2}
+    left = [{"target": "flex-cuda", "test": test} for test in "ab"]
+    found: dict[str, Any] = {
+        "complete": True,
+        "tests": {"flex-cuda": dict(counts)},
+        "backends": {"flex": dict(counts)},
+        "tests_not_run": left,
+        "failed_tests": [],
+        "sanitizer": [{"ok": True}],
+    }
+    assert report.left_tests(found) == {"flex-cuda": ["a", "b"]}
+    line = {"test": "a", "outcome": outcome, "seconds": 1.0, "reason": "x"}
+    lines = [line, {"test": "b", "outcome": "not run", "seconds": 0.0, "reason": "out of time"}]
+    about, backends = {"date": "2026-01-02"}, {"flex-cuda": "flex"}
+    report.put_left_into(found, {"flex-cuda": lines}, about, backends)
+    now = {**counts, "not run": 1}
+    now[outcome] += 1
+    assert found["tests"]["flex-cuda"] == found["backends"]["flex"] == now
+    assert found["tests_not_run"] == left[1:] and not found["ok"]
+    assert found["run_again"] == [{"target": "flex-cuda", "left": 1, **about}]
+    fails = outcome in ("failed", "crashed")
+    assert found["failed_tests"] == ([{"target": "flex-cuda", **line}] if fails else [])
+    last = [{**line, "test": "b"}]
+    report.put_left_into(found, {"flex-cuda": last}, about, backends)
+    assert found["tests_not_run"] == [] and found["ok"] != fails
