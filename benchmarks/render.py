@@ -50,7 +50,7 @@ READING = (
     '* Bold type: dmattn. With "sm80 code" it runs the kernels for GPUs older than Hopper, on the '
     'same GPU. "No dbias": the bias gets no gradient there; "no bias": it is left out.',
 )
-COLORS = ("#4361ee", "#4cc9f0", "#8d99ae", "#2b9348", "#f4a261")
+COLORS = ("#4361ee", "#4cc9f0", "#8d99ae", "#2b9348", "#f4a261", "#7f5539", "#d62828")
 
 
 def lines_of(rows: list[Row]) -> str:
@@ -398,19 +398,22 @@ def _slots(rows: list[Row]) -> int:
 def _styles(rows: list[Row]) -> dict[str, Row]:
     """How the bars of each label are drawn: a colour each, hatched with other kernels of ours."""
 
+    def is_mine(row: Row) -> bool:
+        return bool(row["label"].startswith("dmattn"))
+
+    def name_of(row: Row) -> str:
+        # A peer called in several ways, such as with a mask and with a bias, is one in a picture.
+        return str(row["contender"].partition("@")[0] if is_mine(row) else row["label"])
+
     def colors(mine: bool, palette: tuple[str, ...]) -> dict[str, str]:
-        names = dict.fromkeys(
-            row["contender"].partition("@")[0]
-            for row in rows
-            if row["label"].startswith("dmattn") == mine
-        )
+        names = dict.fromkeys(name_of(row) for row in rows if is_mine(row) == mine)
         return dict(zip(names, itertools.cycle(palette), strict=False))
 
     color_of = colors(True, OURS) | colors(False, COLORS)
     styles: dict[str, Row] = {}
     for row in rows:
-        name, _, architecture = row["contender"].partition("@")
-        color = color_of[name]
+        architecture = row["contender"].partition("@")[2]
+        color = color_of[name_of(row)]
         style = {"facecolor": "white", "edgecolor": color, "hatch": HATCH}
         styles[row["label"]] = style if architecture else {"color": color}
     return styles
