@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import random
 import zlib
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from attention.oracle import Problem, masked_logits
-from attention.targets import on_cuda, target, target_device
+from attention.targets import SEED_VARIABLE, on_cuda, target, target_device
 
 DTYPES = {
     "f16": torch.float16,
@@ -386,6 +387,12 @@ def _silence_coarse_rows(problem: Problem) -> Problem:
 LENGTHS = (1, 2, 3, 17, 63, 64, 65, 100, 127, 128, 129, 191, 255, 257, 300)
 # Where thread blocks have several tiles, and calls are cut into rounds, splits and chunks.
 LONG_LENGTHS = (1, 77, 128, 197, 300, 385, 512, 640, 1000, 1024, 1500, 2047, 2500, 3072, 4095)
+
+
+def seeds(count: int, first: int = 0) -> range:
+    """Of tests with random cases: others if DMATTN_TEST_SEED, a whole number, is added to them."""
+    begin = first + int(os.environ.get(SEED_VARIABLE, "0"))
+    return range(begin, begin + count)
 
 
 def random_case(seed: int, lengths: tuple[int, ...] = LENGTHS) -> Case:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import dmattn
-from attention.cases import Case, build, case_id, random_case
+from attention.cases import Case, build, case_id, random_case, seeds
 from attention.driver import assert_close, check, run
 
 pytestmark = [pytest.mark.each_family, pytest.mark.cuda]
@@ -82,7 +82,7 @@ def test_lists(rows: int, heads: int, head_dim: int) -> None:
     assert_close(problem.with_(mask=keep), found)
 
 
-@pytest.mark.parametrize("seed", range(200))
+@pytest.mark.parametrize("seed", seeds(200))
 def test_random(seed: int) -> None:
     """As many blocks as a GPU has SMs, at most."""
     draw = random.Random(seed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from attention.cases import LONG_LENGTHS, random_case
+from attention.cases import LONG_LENGTHS, random_case, seeds
 from attention.driver import check
 from attention.targets import target
 
@@ -15,7 +15,7 @@ MOST_SCORES = 1 << 26  # of a long case: with more the float64 oracle takes long
 FIRST = 10_000 if target().repeats else 0  # other cases where a backend runs again
 
 
-@pytest.mark.parametrize("seed", range(FIRST, FIRST + COUNT))
+@pytest.mark.parametrize("seed", seeds(COUNT, FIRST))
 def test_random(seed: int) -> None:
     case = random_case(seed)
     print(case)
@@ -23,7 +23,7 @@ def test_random(seed: int) -> None:
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("seed", range(COUNT + FIRST, COUNT + FIRST + 400))
+@pytest.mark.parametrize("seed", seeds(400, COUNT + FIRST))
 def test_random_long(seed: int) -> None:
     """At lengths at which kernels divide the work. Most cases have no bias, and no mask or one of
     keys, as most long calls do."""

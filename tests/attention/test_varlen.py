@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import dmattn
-from attention.cases import BIAS_FILLS, MASK_FILLS, OPERAND_LAYOUTS, Case
+from attention.cases import BIAS_FILLS, MASK_FILLS, OPERAND_LAYOUTS, Case, seeds
 from attention.driver import times
 from attention.packed import (
     PackedProblem,
@@ -223,7 +223,7 @@ def test_forward_is_repeatable(mask: str) -> None:
             assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("seed", range(150))
+@pytest.mark.parametrize("seed", seeds(150))
 def test_random(seed: int) -> None:
     draw = random.Random(seed)
     edges = (0, 1, 2, 31, 63, 64, 65, 127, 128, 129, 200, 257)
