@@ -390,7 +390,7 @@ LONG_LENGTHS = (1, 77, 128, 197, 300, 385, 512, 640, 1000, 1024, 1500, 2047, 250
 
 
 def seeds(count: int, first: int = 0) -> range:
-    """Of tests with random cases: others if DMATTN_TEST_SEED, a whole number, is added to them."""
+    """So many seeds of random cases, from `first` plus DMATTN_TEST_SEED (0 where it is not set)."""
     begin = first + int(os.environ.get(SEED_VARIABLE, "0"))
     return range(begin, begin + count)
 
