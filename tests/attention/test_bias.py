@@ -135,3 +135,17 @@ def test_dbias_sums_over_many_rows(head_dim: int, deterministic: bool) -> None:
     case = Case(1500, 130, 2, 16, 2, head_dim, bias="111k", deterministic=deterministic)
     check(case)
     check(case.with_(bias="11qk", seqlen_q=300))
+
+
+@pytest.mark.parametrize("seqlen_k", [129, 262, 1301])
+@pytest.mark.parametrize("shape", ["bhqk", "b1qk", "1hqk", "11qk"])
+@pytest.mark.parametrize("head_dim", [64, 96, 192])
+@pytest.mark.parametrize("f32", [False, True])
+def test_fixed_order_of_any_number_of_keys(
+    f32: bool, head_dim: int, shape: str, seqlen_k: int
+) -> None:
+    """Rows of the bias, and of its gradient, are given room to start on 16 bytes, or are not."""
+    case = Case(200, seqlen_k, 2, 2, 2, head_dim, bias=shape, bias_f32=f32, deterministic=True)
+    check(case)
+    check(case.with_(seqlen_q=1100, nheads=4, causal=True, bias_fill="some_minus_inf"))
+    check(case.with_(mask="b1qk", mask_fill="blocks", operand_layout="odd_pitch", dtype="f16"))

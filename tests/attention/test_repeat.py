@@ -51,6 +51,9 @@ ORDERED = [
     Case(700, 1304, 2, 8, 2, 64, bias="1kqk", bias_f32=True, mask="111k", causal=True),
     Case(520, 1304, 3, 4, 4, 64, bias="1hqk", mask="b1qk", mask_fill="blocks"),
     Case(2500, 2700, 2, 4, 2, 80, mask="bk1k", causal=True),
+    # Rows of a bias and of its gradient that start anywhere, which get room to start on 16 bytes.
+    Case(700, 1301, 2, 8, 2, 128, bias="bhqk", causal=True),
+    Case(520, 1303, 2, 4, 4, 64, bias="1hqk", bias_f32=True),
     # Wide heads, which read masks and biases of any strides; the last one has parts of few tiles.
     Case(700, 1300, 2, 8, 2, 256, mask="1hqk", mask_fill="blocks", causal=True),
     Case(520, 1301, 2, 4, 2, 192, mask="b1qk", mask_fill="blocks", bias="bhqk", dtype="f16"),

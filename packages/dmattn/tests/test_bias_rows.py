@@ -4,13 +4,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from dmattn.backends.cuda.bias_rows import copies, starts_rows_on_16_bytes, with_aligned_rows
+from dmattn.backends.cuda import bias_rows
+from dmattn.backends.cuda.bias_rows import (
+    copies,
+    empty_gradient,
+    pads_gradient,
+    starts_rows_on_16_bytes,
+    with_aligned_rows,
+)
+from dmattn.key_lists import Selection
 from dmattn.problem import Packing, Problem
 
 
-def problem(bias: Tensor | None, keys: int = 300, batch: int = 4, rows: int = 300) -> Problem:
-    q = torch.empty(batch, rows, 2, 64, dtype=torch.bfloat16)
-    k = torch.empty(batch, keys, 2, 64, dtype=torch.bfloat16)
+def problem(
+    bias: Tensor | None, keys: int = 300, batch: int = 4, rows: int = 300, head_dim: int = 64
+) -> Problem:
+    q = torch.empty(batch, rows, 2, head_dim, dtype=torch.bfloat16)
+    k = torch.empty(batch, keys, 2, head_dim, dtype=torch.bfloat16)
     return Problem(q, k, k, bias=bias)
 
 
@@ -56,6 +66,68 @@ def test_which_are_copied(name: str) -> None:
     given, forward, backward = CASES[name]
     assert copies(given, backward=False) == forward
     assert copies(given, backward=True) == backward
+
+
+def ordered(*shape: int, dtype: torch.dtype = torch.bfloat16, head_dim: int = 64) -> Problem:
+    rows, keys = shape[2:]
+    given = problem(scores(*shape, dtype=dtype), keys, rows=rows, head_dim=head_dim)
+    return given._replace(deterministic=True)
+
+
+# Of sums in a fixed order: whether the bias is copied backward, and whether its gradient has room.
+ORDERED: dict[str, tuple[Problem, bool, bool]] = {
+    "odd, of each": (ordered(4, 2, 300, 301), True, True),
+    "odd, shared by 2": (ordered(4, 1, 300, 301), True, True),
+    "odd, shared by 4": (ordered(1, 2, 300, 301), True, False),  # sums in float32
+    "odd, fp32, shared by 2": (ordered(4, 1, 300, 301, dtype=torch.float32), True, True),
+    "odd, wide heads": (ordered(4, 2, 300, 301, head_dim=192), False, False),
+    "even": (ordered(4, 2, 300, 304), False, False),
+    "odd, expanded": (
+        ordered(1, 2, 300, 301)._replace(bias=scores(1, 2, 300, 301).expand(4, 2, 300, 301)),
+        *(True, True),
+    ),
+    "even, in odd rows": (
+        ordered(4, 2, 300, 304)._replace(bias=scores(4, 2, 300, 305)[..., :304]),
+        *(True, False),
+    ),
+    "odd, in even rows": (ordered(4, 2, 300, 300)._replace(bias=PADDED), False, False),
+    "odd, causal": (ordered(4, 2, 300, 301)._replace(is_causal=True), True, True),
+    "odd, causal, large": (ordered(4, 2, 1100, 1101)._replace(is_causal=True), False, False),
+    "of keys": (ordered(4, 2, 1, 301), False, False),
+}
+
+
+@pytest.mark.parametrize("name", ORDERED)
+def test_sums_in_a_fixed_order(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hopper's kernels for them take only rows that start on 16 bytes, of the gradient as well."""
+    given, backward, room = ORDERED[name]
+    elsewhere = copies(given, backward=True)
+    assert not pads_gradient(given)
+    monkeypatch.setattr(bias_rows, "_is_on_hopper", lambda problem: True)
+    assert elsewhere == copies(given._replace(deterministic=False), backward=True)
+    assert copies(given, backward=True) == backward
+    assert pads_gradient(given) == room
+    assert not copies(given, backward=False)
+    assert not pads_gradient(given._replace(deterministic=False))
+
+
+def test_lists_read_single_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bias_rows, "_is_on_hopper", lambda problem: True)
+    given, _, _ = ORDERED["odd, of each"]
+    lists = Selection(*(torch.zeros(1, dtype=torch.int32) for _ in Selection._fields))
+    listed = given.with_lists(lists)
+    assert not copies(listed, backward=True) and not pads_gradient(listed)
+    window = given.with_lists(lists, sliding=64)
+    assert copies(window, backward=True) and pads_gradient(window)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_gradients_have_room_for_whole_rows(dtype: torch.dtype) -> None:
+    bias = scores(2, 1, 5, 301, dtype=dtype)
+    grad = empty_gradient(bias)
+    assert grad.shape == bias.shape and grad.dtype == dtype
+    assert starts_rows_on_16_bytes(grad) and not grad.is_contiguous()
+    assert empty_gradient(bias.expand(2, 3, 5, 301)).shape == (2, 3, 5, 301)
 
 
 def test_packed_ones_are_not() -> None:

@@ -153,11 +153,11 @@ def test_the_kernels_for_hopper_ask_for_it(
 ) -> None:
     core = SimpleNamespace(device_architecture=lambda device: architecture)
     monkeypatch.setattr(kernels, "load_kernels", lambda: SimpleNamespace(core=core))
-    kernels.has_lists_of_hopper.cache_clear()
+    kernels.has_kernels_of_hopper.cache_clear()
     cuda, device = registry.named("cuda"), torch.device("cuda:0")
     assert cuda.prefers_lists(device, torch.bfloat16) == wanted
     assert not cuda.prefers_lists(device, torch.float32)
-    kernels.has_lists_of_hopper.cache_clear()
+    kernels.has_kernels_of_hopper.cache_clear()
 
 
 def test_no_backend_of_the_cpu_asks_for_it() -> None:

@@ -20,8 +20,7 @@ void write_zeros(const BwdPlan& plan, const dmattn_bwd_params& p, cudaStream_t s
   clear(p.dk);
   clear(p.dv);
   if (plan.dbias_elements > 0) {
-    const auto bytes = static_cast<size_t>(plan.dbias_elements * element_bytes(plan.dbias_dtype));
-    check_cuda(cudaMemsetAsync(plan.dbias, 0, bytes, stream), "clearing dbias");
+    check_cuda(cudaMemsetAsync(plan.dbias, 0, plan.dbias_bytes(), stream), "clearing dbias");
   }
 }
 
@@ -127,7 +126,7 @@ void finish_dbias(const BwdPlan& plan, cudaStream_t stream) {
   if (plan.dbias_rows) check_cuda(reduce_dbias_rows(plan.reduce_dbias, stream), "summing dbias");
   if (plan.dbias_accum != nullptr) {
     const DbiasSumRows sums = {plan.dbias_accum, plan.dbias_elements / plan.dbias_keys, plan.dbias_keys,
-                               plan.kernel.dbias_row_stride};
+                               plan.kernel.dbias_row_stride, plan.dbias_pitch};
     check_cuda(round_dbias(sums, plan.dbias, plan.dbias_dtype, stream), "rounding dbias");
   }
 }

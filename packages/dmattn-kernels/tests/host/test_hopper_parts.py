@@ -160,3 +160,26 @@ def test_any_number_of_sms(probe: ctypes.CDLL, shape: Shape, sms: int) -> None:
             *(SM90, sms), **fields, gradients="dq dk dv", seqlen_q=length, seqlen_k=keys
         )
         assert keys == 0 or plan["num_splits"] >= 1
+
+
+@pytest.mark.parametrize("dtype, kinds", [(BFLOAT16, [3, 4]), (FLOAT32, [3, 3])])
+def test_rows_of_dbias_may_be_apart(probe: ctypes.CDLL, dtype: int, kinds: list[int]) -> None:
+    """Two share each entry: rows that start on 16 bytes are added to by TMA, in 16 bits."""
+    rows, size = 4095, 2 if dtype == BFLOAT16 else 4
+    shape = (1, 16, rows, rows)
+
+    def apart(pitch: int) -> abi.Tensor:
+        return tensor(shape, dtype, [16 * rows * pitch, rows * pitch, pitch, 1])
+
+    found = []
+    for pitch in (rows, 4096):
+        call = {"bias": apart(4096), "dbias": apart(pitch)}
+        call |= {"softmax_lse_rest": tensor((2, 16, rows), FLOAT32)}
+        extents = {"batch": 2, "seqlen_q": rows, "seqlen_k": rows, "nheads": 16, "nheads_k": 16}
+        plan = Probe(probe).bwd(SM90, SMS, head_dim=128, **extents, **call)
+        found.append(plan["dbias_kind"])
+        adds_up_in_place = plan["dbias_kind"] == 4 or dtype == FLOAT32
+        assert plan["dbias_row_stride"] == (pitch if adds_up_in_place else 4096)
+        last = ((16 * rows - 1) * pitch + rows) * size
+        assert plan["dbias_zero_bytes"] == (last if adds_up_in_place else 0)
+    assert found == kinds

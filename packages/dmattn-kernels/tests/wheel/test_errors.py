@@ -93,6 +93,23 @@ WRONG_BACKWARD: list[tuple[dict[str, object], int, str]] = [
         abi.INVALID_VALUE,
         "wanted a contiguous tensor",
     ),
+    (
+        {
+            "bias": tensor((2, 1, 128, 128)),
+            "dbias": tensor((2, 1, 128, 128), stride=(12800, 12800, 100, 1)),
+        },
+        abi.INVALID_VALUE,
+        "dbias has strides (12800, 12800, 100, 1) for shape (2, 1, 128, 128); "
+        "wanted a contiguous tensor, or one of padded rows",
+    ),
+    (
+        {
+            "bias": tensor((2, 1, 128, 128)),
+            "dbias": tensor((2, 1, 128, 128), stride=(16384, 16384, 136, 1)),
+        },
+        abi.INVALID_VALUE,
+        "wanted a contiguous tensor, or one of padded rows",
+    ),
     ({"deterministic": 7}, abi.INVALID_VALUE, "deterministic is 7; wanted 0 or 1"),
 ]
 

@@ -89,16 +89,37 @@ void check_writable(const char* name, const dmattn_tensor& t) {
   }
 }
 
-void check_contiguous(const char* name, const dmattn_tensor& t) {
-  if (num_elements(t) == 0) return;
+namespace {
+
+// Whether strides are those of a contiguous tensor whose innermost extent were `row`.
+bool has_dense_strides(const dmattn_tensor& t, int64_t row) {
   int64_t stride = 1;
   for (int i = t.ndim - 1; i >= 0; --i) {
-    if (t.shape[i] > 1 && t.stride[i] != stride) {
-      fail(DMATTN_ERROR_INVALID_VALUE, "%s has strides %s for shape %s; wanted a contiguous tensor", name,
-           text(t.stride, t.ndim).c_str(), text(t.shape, t.ndim).c_str());
-    }
-    stride *= t.shape[i];
+    if (t.shape[i] > 1 && t.stride[i] != stride) return false;
+    stride *= i == t.ndim - 1 ? row : t.shape[i];
   }
+  return true;
+}
+
+}  // namespace
+
+void check_contiguous(const char* name, const dmattn_tensor& t) {
+  if (num_elements(t) == 0 || has_dense_strides(t, t.shape[t.ndim - 1])) return;
+  fail(DMATTN_ERROR_INVALID_VALUE, "%s has strides %s for shape %s; wanted a contiguous tensor", name,
+       text(t.stride, t.ndim).c_str(), text(t.shape, t.ndim).c_str());
+}
+
+int64_t row_pitch(const dmattn_tensor& t) {
+  const int64_t keys = t.shape[t.ndim - 1];
+  if (t.shape[t.ndim - 2] > 1) return t.stride[t.ndim - 2];
+  return keys;
+}
+
+void check_rows_apart(const char* name, const dmattn_tensor& t) {
+  const int64_t pitch = row_pitch(t);
+  if (num_elements(t) == 0 || (pitch >= t.shape[t.ndim - 1] && has_dense_strides(t, pitch))) return;
+  fail(DMATTN_ERROR_INVALID_VALUE, "%s has strides %s for shape %s; wanted a contiguous tensor, or one of padded rows",
+       name, text(t.stride, t.ndim).c_str(), text(t.shape, t.ndim).c_str());
 }
 
 void check_pointer(const char* name, const dmattn_tensor& t, PointerCheck& pointers) {

@@ -22,6 +22,10 @@ void check_unit_last_stride(const char* name, const dmattn_tensor& t);
 // No two indices are the same element: two threads may not write one.
 void check_writable(const char* name, const dmattn_tensor& t);
 void check_contiguous(const char* name, const dmattn_tensor& t);
+// From one row of the innermost dimension to the next, of at least two dimensions.
+int64_t row_pitch(const dmattn_tensor& t);
+// Contiguous, but that its rows may be further apart.
+void check_rows_apart(const char* name, const dmattn_tensor& t);
 // Set, unless that may come later, and aligned to the element.
 void check_pointer(const char* name, const dmattn_tensor& t, PointerCheck& pointers);
 

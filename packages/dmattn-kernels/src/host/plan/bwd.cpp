@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "host/checks/tensor.h"
 #include "host/layouts/layouts.h"
 #include "host/plan/blocks.h"
 #include "host/plan/bwd_parts.h"
@@ -86,13 +87,20 @@ void place_spare_gradients(BwdPlan& plan, Workspace& workspace) {
   if (plan.spares.dv) p.dv = workspace.take_bytes(static_cast<size_t>(bytes));
 }
 
+// Of dbias itself where the strides were those of its sums, or the other way round.
+void set_dbias_pitch(BwdParams& kernel, int64_t pitch) {
+  const auto scaled = [&](int64_t stride) { return stride / kernel.dbias_row_stride * pitch; };
+  kernel.dbias_head_stride = scaled(kernel.dbias_head_stride);
+  kernel.dbias_batch_stride = scaled(kernel.dbias_batch_stride);
+  kernel.dbias_row_stride = pitch;
+}
+
 // Two terms can be added up in 16 bits, in any order: zero and the first of them is the first.
 bool is_sum_of_pairs(const BwdPlan& plan) {
   const BwdParams& p = plan.kernel;
   const int64_t scores = rows_of(p) * p.seqlen_q * p.seqlen_k;
   return p.dbias_kind == DbiasKind::kAccum && p.bias.kind == BiasKind::kTile && scores == 2 * plan.dbias_elements &&
-         p.dbias_row_stride == plan.dbias_keys &&
-         is_vec16(plan.dbias, {p.dbias_batch_stride, p.dbias_head_stride, p.dbias_row_stride}, plan.dbias_dtype);
+         is_vec16(plan.dbias, {0, 0, plan.dbias_pitch}, plan.dbias_dtype);  // heads and batches are whole rows apart
 }
 
 // The kernels for Hopper take a list for all rows as if each block of rows had it.
@@ -120,7 +128,10 @@ bool may_store_dq(const BwdPlan& plan, const BwdTile& tile) {
 // Of a unit's kernels the one that does the least beyond what is asked for, and what follows from its tile.
 void use_kernels(BwdPlan& plan, const KernelSet& kernels, const Device& device) {
   plan.resident_blocks = kernels.is_persistent ? device.num_sms : 0;
-  if (kernels.is_persistent && is_sum_of_pairs(plan)) plan.kernel.dbias_kind = DbiasKind::kPair;
+  if (kernels.is_persistent && is_sum_of_pairs(plan)) {
+    plan.kernel.dbias_kind = DbiasKind::kPair;
+    set_dbias_pitch(plan.kernel, plan.dbias_pitch);
+  }
   plan.choice.tiles = kernels.tiles;
   plan.choice.level = bwd_level(plan);
   BwdParams& kernel = plan.kernel;
@@ -219,6 +230,8 @@ void choose_dbias(BwdPlan& plan, const dmattn_bwd_params& p, bool per_key) {
   plan.dbias = p.dbias.data;
   plan.dbias_dtype = static_cast<Dtype>(p.dbias.dtype);
   plan.dbias_elements = shape[0] * shape[1] * shape[2] * shape[3];
+  plan.dbias_keys = shape[3];
+  plan.dbias_pitch = row_pitch(p.dbias);
   const bool is_packed = kernel.packing.is_active();
   if (!is_packed && shape[3] == 1) {
     plan.dbias_rows = true;
@@ -229,9 +242,8 @@ void choose_dbias(BwdPlan& plan, const dmattn_bwd_params& p, bool per_key) {
     const bool own_entry = shape[0] == kernel.packing.slabs(kernel.batch) && shape[1] == kernel.nheads;
     kernel.dbias_kind = own_entry ? DbiasKind::kTile : DbiasKind::kAccum;
     kernel.dbias = own_entry ? plan.dbias : nullptr;  // sums get their place later
-    plan.dbias_keys = shape[3];
     plan.has_dbias_sums = !own_entry && !has_fp32_dbias(plan);
-    set_dbias_strides(kernel, shape, plan.has_dbias_sums ? pitch_of_sums(shape[3]) : shape[3]);
+    set_dbias_strides(kernel, shape, plan.has_dbias_sums ? pitch_of_sums(shape[3]) : plan.dbias_pitch);
   }
 }
 
@@ -264,7 +276,7 @@ void choose_dbias_sums(BwdPlan& plan, const dmattn_bwd_params& p) {
   BwdParams& kernel = plan.kernel;
   if (plan.resident_blocks == 0 || kernel.dbias_kind != DbiasKind::kAccum || plan.has_dbias_sums) return;
   const int64_t scores = rows_of(kernel) * kernel.seqlen_q * kernel.seqlen_k;
-  if (plan.dbias_keys % 4 == 0 || scores < kScoresOfSums * plan.dbias_elements) return;
+  if (plan.dbias_pitch % 4 == 0 || scores < kScoresOfSums * plan.dbias_elements) return;
   plan.has_dbias_sums = true;
   set_dbias_strides(kernel, p.dbias.shape, pitch_of_sums(plan.dbias_keys));
 }
@@ -279,8 +291,7 @@ void choose_dbias_zeros(BwdPlan& plan) {
   const bool is_added_to =
       kernel.dbias_kind == DbiasKind::kPair || (kernel.dbias_kind == DbiasKind::kAccum && !plan.has_dbias_sums);
   const bool has_zeros = is_added_to || (kernel.dbias_kind == DbiasKind::kTile && !visits_all);
-  plan.dbias_zero_bytes =
-      has_zeros ? static_cast<size_t>(plan.dbias_elements * element_bytes(plan.dbias_dtype)) : size_t{0};
+  plan.dbias_zero_bytes = has_zeros ? plan.dbias_bytes() : size_t{0};
 }
 
 // How dbias itself is written, in memory that place_dbias() finds.

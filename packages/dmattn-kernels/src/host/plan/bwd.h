@@ -104,10 +104,17 @@ struct BwdPlan {
   bool has_dbias_sums = false;  // kAccum: sums are apart from dbias, with the strides of the kernel's parameters
   int64_t dbias_elements = 0;   // of dbias itself
   int64_t dbias_keys = 0;       // of these, in a row
+  int64_t dbias_pitch = 0;      // from one row to the next
   size_t dbias_zero_bytes = 0;  // of dbias itself, zeroed before the launch
   size_t workspace_bytes = 0;
   size_t dense_bytes = 0;  // of these, what grows with seqlen_q x seqlen_k because the mask or the bias does
 
+  // Of dbias itself, from its first entry to its last.
+  size_t dbias_bytes() const {
+    if (dbias_elements == 0) return 0;
+    const int64_t last_row = (dbias_elements / dbias_keys - 1) * dbias_pitch;
+    return static_cast<size_t>((last_row + dbias_keys) * element_bytes(dbias_dtype));
+  }
   // Neither gradients nor a dbias: nothing happens at all.
   bool is_empty() const { return !zeros && !launches && !dbias_rows; }
   bool is_short() const { return unit.direction == Direction::kShortBackward; }

@@ -52,12 +52,12 @@ cudaError_t reduce_chunk_terms(const BwdParams& p, const CarriedTerms& carried, 
 cudaError_t reduce_dbias_cols(const ReduceDbiasParams& p, cudaStream_t stream);
 // Row bias (out_cols == 1, out_rows == seqlen_q).
 cudaError_t reduce_dbias_rows(const ReduceDbiasParams& p, cudaStream_t stream);
-// Sums of a dense dbias: rows of so many keys, which start `pitch` numbers apart.
+// Sums of a dense dbias: rows of so many keys, which start `pitch` numbers apart, in dbias itself `dbias_pitch`.
 struct DbiasSumRows {
   const float* data;
-  int64_t rows, keys, pitch;
+  int64_t rows, keys, pitch, dbias_pitch;
 };
-// dbias, which is contiguous, = the sums, rounded.
+// dbias = the sums, rounded.
 cudaError_t round_dbias(const DbiasSumRows& sums, void* dbias, Dtype dtype, cudaStream_t stream);
 
 }  // namespace dmattn

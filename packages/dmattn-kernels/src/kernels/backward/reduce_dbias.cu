@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
   for (int i = 0; i < kRowNumbers; ++i) {
     const int64_t key = first + i * kThreads;
-    if (key < sums.keys) store_as(dst, dtype, row * sums.keys + key, numbers[i]);
+    if (key < sums.keys) store_as(dst, dtype, row * sums.dbias_pitch + key, numbers[i]);
   }
 }
 
@@ -172,7 +172,7 @@ cudaError_t reduce_dbias_rows(const ReduceDbiasParams& p, cudaStream_t stream) {
 }
 
 cudaError_t round_dbias(const DbiasSumRows& sums, void* dbias, Dtype dtype, cudaStream_t stream) {
-  if (sums.pitch != sums.keys) {
+  if (sums.pitch != sums.keys || sums.dbias_pitch != sums.keys) {
     const int64_t blocks_of_row = ceil_div(sums.keys, kRowBlockKeys);
     return launch(convert_rows_kernel, sums.rows * blocks_of_row, kThreads, 0, stream, sums, dbias, dtype,
                   blocks_of_row);

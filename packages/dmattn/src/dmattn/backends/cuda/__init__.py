@@ -52,7 +52,7 @@ class CudaBackend(Backend):
         return reasons
 
     def prefers_lists(self, device: torch.device, dtype: torch.dtype) -> bool:
-        return dtype in _DTYPES and kernels.has_lists_of_hopper(device.index)
+        return dtype in _DTYPES and kernels.has_kernels_of_hopper(device.index)
 
     def slow_paths(self, problem: Problem) -> list[str]:
         return slow_paths.slow_paths(problem)

@@ -110,9 +110,14 @@ def backward(
     elif dout.stride(-1) != 1:
         dout = dout.contiguous()  # such as the expanded gradient of a sum
     dlse = None if dlse is None else dlse.contiguous()
-    dq, dk, dv, dbias, _ = empty_gradients(problem, needs)
-    packing = problem.packing and _contiguous(problem.packing)
     lists, asked = _lists(problem), take_asked()
+    # Who asked when gradients are written would not know of the copy behind the kernels.
+    has_room = needs.bias and asked is None and bias_rows.pads_gradient(problem)
+    of_its_own = needs._replace(bias=needs.bias and not has_room)
+    dq, dk, dv, dbias, _ = empty_gradients(problem, of_its_own)
+    if has_room and bias is not None:
+        dbias = bias_rows.empty_gradient(bias)
+    packing = problem.packing and _contiguous(problem.packing)
     launch(
         BACKWARD,
         q,
@@ -129,6 +134,8 @@ def backward(
         known_window(problem),
         0 if asked is None else asked.event.cuda_event,
     )
+    if has_room:
+        dbias = dbias.contiguous()
     if asked is not None:
         asked.written(dk, dv, dbias)
     if padded:

@@ -133,9 +133,9 @@ def unserved(device: int) -> str | None:
 
 
 @functools.cache
-def has_lists_of_hopper(device: int) -> bool:
+def has_kernels_of_hopper(device: int) -> bool:
     """Whether Hopper's own kernels serve a GPU: they take masks and biases over lists of keys, and
-    neither over packed sequences.
+    neither over packed sequences, and add up in a fixed order beside a bias of whole rows.
     """
     architecture: str = load_kernels().core.device_architecture(device)
     return architecture == "sm90"

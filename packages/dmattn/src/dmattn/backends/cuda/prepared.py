@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dmattn.backends.base import Operands, Prepared
 from dmattn.backends.cuda.attention import is_decoded, known_window
-from dmattn.backends.cuda.bias_rows import copies
+from dmattn.backends.cuda.bias_rows import copies, pads_gradient
 from dmattn.backends.cuda.kernels import BACKWARD, FORWARD, at_once, launch, parts
 from dmattn.backends.cuda.keys_written import take_asked
 from dmattn.backends.cuda.outputs import finished, is_written_in_place
@@ -29,6 +29,7 @@ def suits(problem: Problem) -> bool:
         and (lists is None or lists.idx.shape[2] == num_blocks(rows, problem.is_causal))
         and problem.q.shape[-1] % HEAD_DIM_MULTIPLE == 0
         and not (copies(problem, backward=False) or copies(problem, backward=True))
+        and not pads_gradient(problem)
         and problem.q.numel() > 0
         and problem.k.numel() > 0
     )
