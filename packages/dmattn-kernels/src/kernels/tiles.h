@@ -192,6 +192,9 @@ struct KernelChoice {
   TileSet tiles = TileSet::kWide;
   Level level = Level::kPlain;
   int64_t blocks = 0;
+  // Of a forward, or a backward: a launch for Hopper finds the same one, or is refused.
+  FwdTile fwd_tile = {};
+  BwdTile bwd_tile = {};
 };
 
 }  // namespace dmattn

@@ -140,7 +140,8 @@ void use_kernels(BwdPlan& plan, const KernelSet& kernels, const Device& device) 
     return kernels.bwd_tile(plan.unit.head_dim_tile, plan.unit.gathered, has_bias, in_64_rows);
   };
   plan.stores_dq = may_store_dq(plan, tile_with(/*in_64_rows=*/true));
-  const BwdTile& tile = plan.tile = tile_with(hides_keys(plan) || kernel.packing.is_active() || plan.stores_dq);
+  const BwdTile& tile = plan.tile = plan.choice.bwd_tile =
+      tile_with(hides_keys(plan) || kernel.packing.is_active() || plan.stores_dq);
   if (plan.stores_dq) {
     kernel.dq = plan.convert_dq.dq;
     kernel.dq_stride = plan.convert_dq.dq_stride;

@@ -158,7 +158,7 @@ bool choose_kernel(FwdPlan& plan, int32_t asked_for, bool finds_window, const De
   plan.choice.tiles = kernels->tiles;
   plan.choice.level = level;
   if (kernels->is_persistent) p.num_splits = shares;
-  plan.tile = kernels->fwd_tile(p, level, gathered);
+  plan.tile = plan.choice.fwd_tile = kernels->fwd_tile(p, level, gathered);
   if (kernels->is_persistent) {
     const int64_t items = resident_items(p, plan.tile) * p.num_splits;
     plan.choice.blocks = std::min<int64_t>(items, int64_t{device.num_sms} * plan.tile.blocks_per_sm);

@@ -296,21 +296,30 @@ cudaError_t fill_arguments(BwdArguments& a, const BwdParams& p, int64_t blocks) 
   }
 }
 
+// Whether a kernel has the tile for which the plan counted thread blocks and laid out the workspace.
 template <class T>
-cudaError_t launch_bwd_kernel(int64_t blocks, const BwdParams& p, cudaStream_t stream) {
+bool has_planned_tile(const KernelChoice& choice) {
+  const BwdTile& tile = choice.bwd_tile;
+  return tile.block_m == T::kBlockM && tile.block_n == T::kBlockN && tile.cluster == T::kCluster;
+}
+
+template <class T>
+cudaError_t launch_bwd_kernel(const KernelChoice& choice, const BwdParams& p, cudaStream_t stream) {
+  if (!has_planned_tile<T>(choice)) return cudaErrorInvalidConfiguration;
   BwdArguments arguments = {};
-  const cudaError_t status = fill_arguments<T>(arguments, p, blocks);
+  const cudaError_t status = fill_arguments<T>(arguments, p, choice.blocks);
   if (status != cudaSuccess) return status;
   static std::atomic<uint64_t> devices_ready{0};
-  return launch</*kEarly=*/true>(bwd_kernel<T>, blocks, T::kThreads, T::kSmemBytes, T::kSmemBytes, devices_ready,
+  return launch</*kEarly=*/true>(bwd_kernel<T>, choice.blocks, T::kThreads, T::kSmemBytes, T::kSmemBytes, devices_ready,
                                  arguments, stream);
 }
 
-// A cluster for each block of keys. `blocks`: thread blocks that there is room for at a time.
+// A cluster for each block of keys: the plan's are the thread blocks that there is room for at a time.
 template <class T>
-cudaError_t launch_wide_bwd_kernel(int64_t blocks, const BwdParams& p, cudaStream_t stream) {
+cudaError_t launch_wide_bwd_kernel(const KernelChoice& choice, const BwdParams& p, cudaStream_t stream) {
+  if (!has_planned_tile<T>(choice)) return cudaErrorInvalidConfiguration;
   BwdArguments arguments = {};
-  const cudaError_t status = fill_arguments<T>(arguments, p, blocks / T::kCluster);
+  const cudaError_t status = fill_arguments<T>(arguments, p, choice.blocks / T::kCluster);
   if (status != cudaSuccess) return status;
   static std::atomic<uint64_t> devices_ready{0};
   return launch</*kEarly=*/true>(bwd_wide_kernel<T>, int64_t{T::kCluster} * arguments.items, T::kThreads, T::kSmemBytes,
@@ -323,7 +332,7 @@ template <class Element, int kHeadDimTile, bool kGathered>
 cudaError_t launch_bwd(const KernelChoice& choice, const BwdParams& p, cudaStream_t stream) {
   using sm90::BwdTraits, sm90::BwdVariant, sm90::launch_bwd_kernel;
   const auto go = [&](auto variant) {
-    return launch_bwd_kernel<BwdTraits<Element, kHeadDimTile, decltype(variant)::value>>(choice.blocks, p, stream);
+    return launch_bwd_kernel<BwdTraits<Element, kHeadDimTile, decltype(variant)::value>>(choice, p, stream);
   };
   const auto go_in = [&](bool is_in_order, auto ordered, auto any) { return is_in_order ? go(ordered) : go(any); };
   if constexpr (kHeadDimTile > 128) {
@@ -331,9 +340,9 @@ cudaError_t launch_bwd(const KernelChoice& choice, const BwdParams& p, cudaStrea
     const auto go_wide = [&](auto variant) {
       constexpr BwdVariant kVariant = decltype(variant)::value;
       if (p.head_dim <= 192) {
-        return launch_wide_bwd_kernel<BwdWideTraits<Element, 192, kVariant>>(choice.blocks, p, stream);
+        return launch_wide_bwd_kernel<BwdWideTraits<Element, 192, kVariant>>(choice, p, stream);
       }
-      return launch_wide_bwd_kernel<BwdWideTraits<Element, kHeadDimTile, kVariant>>(choice.blocks, p, stream);
+      return launch_wide_bwd_kernel<BwdWideTraits<Element, kHeadDimTile, kVariant>>(choice, p, stream);
     };
     if constexpr (kGathered) {
       const bool has_bias = p.bias.kind != BiasKind::kNone;

@@ -112,7 +112,8 @@ cudaError_t fill_arguments(FwdArguments& a, const FwdParams& p) {
 }
 
 template <class T>
-cudaError_t launch_fwd_kernel(int64_t blocks, const FwdParams& p, cudaStream_t stream) {
+cudaError_t launch_fwd_kernel(const KernelChoice& choice, const FwdParams& p, cudaStream_t stream) {
+  if (!is_planned<T>(choice)) return cudaErrorInvalidConfiguration;
   static_assert(T::kSmemBytes <= T::kSmemLimit);
   typename T::Arguments arguments;
   cudaError_t status = fill_arguments<T>(arguments, p);
@@ -130,7 +131,7 @@ cudaError_t launch_fwd_kernel(int64_t blocks, const FwdParams& p, cudaStream_t s
   }
   if (status != cudaSuccess) return status;
   static std::atomic<uint64_t> devices_ready{0};
-  return launch</*kEarly=*/true>(fwd_kernel<T>, blocks, T::kThreads, T::kSmemBytes, T::kSmemBytes, devices_ready,
+  return launch</*kEarly=*/true>(fwd_kernel<T>, choice.blocks, T::kThreads, T::kSmemBytes, T::kSmemBytes, devices_ready,
                                  arguments, stream);
 }
 
@@ -138,15 +139,15 @@ cudaError_t launch_fwd_kernel(int64_t blocks, const FwdParams& p, cudaStream_t s
 // that has none would leave them unwritten, and is refused.
 template <class Element, int kHeadDim, ScoreMode kMode, int kConsumers, int kBlockN, int kStages, int kBlocksPerSm,
           bool kMaySplit>
-cudaError_t launch_fwd_mode(int64_t blocks, const FwdParams& p, cudaStream_t stream) {
+cudaError_t launch_fwd_mode(const KernelChoice& choice, const FwdParams& p, cudaStream_t stream) {
   if constexpr (kMaySplit && may_split_keys(kMode)) {
     using Split = FwdTraits<Element, kHeadDim, kConsumers, kBlockN, kStages, kMode, kBlocksPerSm, /*kSplit=*/true>;
-    if (p.num_splits > 1) return launch_fwd_kernel<Split>(blocks, p, stream);
+    if (p.num_splits > 1) return launch_fwd_kernel<Split>(choice, p, stream);
   } else if (p.num_splits > 1) {
     return cudaErrorNotSupported;
   }
   using Whole = FwdTraits<Element, kHeadDim, kConsumers, kBlockN, kStages, kMode, kBlocksPerSm>;
-  return launch_fwd_kernel<Whole>(blocks, p, stream);
+  return launch_fwd_kernel<Whole>(choice, p, stream);
 }
 
 }  // namespace sm90
@@ -161,7 +162,7 @@ cudaError_t launch_fwd(const KernelChoice& choice, const FwdParams& p, cudaStrea
     const auto go_in = [&](auto has_bias, auto head_dim, auto is_short) {
       constexpr Sm90ListTile kTile = sm90_list_tile(head_dim, is_short);
       return sm90::launch_gather_mode<Element, head_dim, has_bias, kTile.block_n, kTile.stages, kTile.blocks_per_sm>(
-          choice.blocks, p, stream);
+          choice, p, stream);
     };
     const auto go = [&](auto head_dim, auto is_short) {
       return p.bias.kind == BiasKind::kNone ? go_in(cute::false_type{}, head_dim, is_short)
@@ -179,7 +180,7 @@ cudaError_t launch_fwd(const KernelChoice& choice, const FwdParams& p, cudaStrea
       constexpr Sm90FwdTile kTile = sm90_fwd_tile(head_dim, decltype(shape)::value);
       constexpr bool kMaySplit = decltype(shape)::value == Sm90FwdShape::kShort;
       return sm90::launch_fwd_mode<Element, head_dim, decltype(mode)::value, kTile.consumers, kTile.block_n,
-                                   kTile.stages, kTile.blocks_per_sm, kMaySplit>(choice.blocks, p, stream);
+                                   kTile.stages, kTile.blocks_per_sm, kMaySplit>(choice, p, stream);
     };
     const auto go = [&](auto head_dim, auto shape) {
       constexpr Sm90FwdShape kShape = decltype(shape)::value;
@@ -196,7 +197,7 @@ cudaError_t launch_fwd(const KernelChoice& choice, const FwdParams& p, cudaStrea
                                     : kSoftcap                        ? sm90_softcap_fwd_tile(kHeadDimTile)
                                                                       : sm90_general_fwd_tile(kHeadDimTile, is_tall);
       return sm90::launch_fwd_mode<Element, head_dim, kMode, kTile.consumers, kTile.block_n, kTile.stages,
-                                   kTile.blocks_per_sm, /*kMaySplit=*/!is_tall>(choice.blocks, p, stream);
+                                   kTile.blocks_per_sm, /*kMaySplit=*/!is_tall>(choice, p, stream);
     };
     const auto go_general = [&](auto mode, auto is_tall) {
       return go_general_in(mode, cute::Int<kHeadDimTile>{}, is_tall);

@@ -212,4 +212,11 @@ struct FwdTraits {
   static constexpr uint32_t kSmemLimit = (228 / kBlocksPerSm - 1) * 1024;
 };
 
+// Whether a kernel has the tile that the plan counted thread blocks and laid the workspace out for.
+template <class T>
+bool is_planned(const KernelChoice& choice) {
+  const FwdTile& tile = choice.fwd_tile;
+  return tile.block_m == T::kBlockM && tile.block_n == T::kBlockN && tile.blocks_per_sm == T::kBlocksPerSm;
+}
+
 }  // namespace dmattn::sm90

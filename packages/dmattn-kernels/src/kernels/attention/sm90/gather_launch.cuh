@@ -48,8 +48,9 @@ cudaError_t fill_gather_arguments(GatherArguments& a, const FwdParams& p, int64_
 }
 
 template <class T>
-cudaError_t launch_gather_kernel(int64_t blocks, const FwdParams& p, cudaStream_t stream,
+cudaError_t launch_gather_kernel(const KernelChoice& choice, const FwdParams& p, cudaStream_t stream,
                                  int64_t section_bytes = kGatherSectionBytes) {
+  if (!is_planned<T>(choice)) return cudaErrorInvalidConfiguration;
   typename T::Arguments arguments;
   cudaError_t status = fill_gather_arguments<T>(arguments, p, section_bytes);
   if constexpr (T::kSplit) share_keys(arguments, p);
@@ -58,24 +59,24 @@ cudaError_t launch_gather_kernel(int64_t blocks, const FwdParams& p, cudaStream_
   }
   if (status != cudaSuccess) return status;
   static std::atomic<uint64_t> devices_ready{0};
-  return launch</*kEarly=*/true>(gather_kernel<T>, blocks, T::kThreads, T::kSmemBytes, T::kSmemBytes, devices_ready,
-                                 arguments, stream);
+  return launch</*kEarly=*/true>(gather_kernel<T>, choice.blocks, T::kThreads, T::kSmemBytes, T::kSmemBytes,
+                                 devices_ready, arguments, stream);
 }
 
 // Of the two kernels of a tile, where the second one splits the keys of a list; as launch_fwd_mode().
 template <class Element, int kHeadDim, bool kBias, int kBlockN, int kStages, int kBlocksPerSm>
-cudaError_t launch_gather_mode(int64_t blocks, const FwdParams& p, cudaStream_t stream) {
+cudaError_t launch_gather_mode(const KernelChoice& choice, const FwdParams& p, cudaStream_t stream) {
   constexpr int kProducerRegisters = kBlocksPerSm == 2 ? 48 : 56;
   if constexpr (kBlocksPerSm == 1) {
     using Split = GatherTraits<Element, kHeadDim, kBias, kBlockN, kStages, ProxyFence::kConsumer, /*kShortTail=*/true,
                                kProducerRegisters, kBlocksPerSm, /*kSplit=*/true>;
-    if (p.num_splits > 1) return launch_gather_kernel<Split>(blocks, p, stream);
+    if (p.num_splits > 1) return launch_gather_kernel<Split>(choice, p, stream);
   } else if (p.num_splits > 1) {
     return cudaErrorNotSupported;
   }
   using Whole = GatherTraits<Element, kHeadDim, kBias, kBlockN, kStages, ProxyFence::kConsumer, /*kShortTail=*/true,
                              kProducerRegisters, kBlocksPerSm>;
-  return launch_gather_kernel<Whole>(blocks, p, stream);
+  return launch_gather_kernel<Whole>(choice, p, stream);
 }
 
 }  // namespace dmattn::sm90
