@@ -136,11 +136,11 @@ def test_few_blocks_of_keys_fall_into_parts(
 def test_sums_of_small_calls(
     probe: ctypes.CDLL, shape: tuple[int, int, int, int, int, int, int], splits: int
 ) -> None:
-    """Up to 16 MB are taken for them, whatever the size of the call, so that there is one round."""
+    """Up to 32 MB are taken for them, whatever the size of the call, so that there is one round."""
     names = ("batch", "seqlen_q", "seqlen_k", "nheads", "nheads_k", "head_dim", "is_causal")
     plan = plan_of(probe, **dict(zip(names, shape, strict=True)))
     assert (plan["arch"], plan["rounds"], plan["num_splits"]) == (90, 1, splits)
-    assert plan["workspace_bytes"] <= 17 << 20
+    assert plan["workspace_bytes"] <= 33 << 20
 
 
 @pytest.mark.parametrize("head_dim", [40, 64, 96, 128])

@@ -538,6 +538,14 @@ bool choose_window_kernel(BwdPlan& given, const dmattn_bwd_params& p, const Prob
 // Work (pairs of rows and keys that causality leaves, times head_dim) up to which the rounds of a list's sums, or SMs
 // that wait for the last of its tiles with all rows, take longer than the keys that it hides.
 constexpr double kWorkWorthLists = 3e9;
+// Up to this the launches that make a list, and those that round its sums, take longer, too: without a bias and in any
+// order, by kernels of 64 columns, or of up to 128 where all keys are in one tile of 128. Of more work a list leaves out
+// enough of the rows whose gradient is zero, as those of padding are.
+constexpr double kWorkOfTinyCalls = 1e8;
+bool takes_longer_to_list(const dmattn_bwd_params& p, const Problem& x, double work) {
+  if (is_present(p.bias) || p.deterministic != 0 || work > kWorkOfTinyCalls) return false;
+  return x.head_dim <= 64 || (x.head_dim <= 128 && x.seqlen_k <= 128);
+}
 
 // The keys of a mask by kernels that pass over its tiles, in place of `listed`, which has them in a list.
 // `plan`: without any of it. Not where the list is better, or there is no such kernel.
@@ -549,9 +557,10 @@ void choose_tiles_of_mask(BwdPlan plan, BwdPlan& listed, const dmattn_bwd_params
   };
   if (x.packing.is_active()) return;
   const bool loses_nothing = is_one_round(listed) && (!listed.has_whole_items || has_many_whole_items(listed, device));
-  const double pairs = static_cast<double>(x.batch) * x.nheads * x.seqlen_q * x.seqlen_k;
-  const bool is_small = pairs * x.head_dim <= kWorkWorthLists * (plan.kernel.is_causal ? 2 : 1);
-  if (loses_nothing || !is_small) return;
+  const double work = static_cast<double>(x.batch) * x.nheads * x.seqlen_q * x.seqlen_k * x.head_dim;
+  const bool is_small = work <= kWorkWorthLists * (plan.kernel.is_causal ? 2 : 1);
+  const bool is_fast = listed.has_whole_items || !takes_longer_to_list(p, x, work);
+  if (!is_small || (loses_nothing && is_fast)) return;
   set_keys(plan, p, x, per_key, /*by_lists=*/false, /*by_tiles=*/true);
   if (!choose_kernel(plan, p, /*finds_window=*/false, device) || plan.resident_blocks == 0) return;
   if (is_one_round(plan)) listed = plan;

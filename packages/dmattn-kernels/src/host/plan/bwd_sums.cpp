@@ -10,11 +10,13 @@ namespace {
 
 // Sums of dk and dv for parts of tiles may always take this much, whatever the rest of the workspace takes.
 constexpr int64_t kSlotBytesFloor = int64_t{256} << 10;
-// Scratch below this is never worth more rounds of launches: small calls took 0.6 to 0.95 of the time without.
+// Scratch below this is never worth more rounds of launches: small calls took 0.6 to 0.95 of the time without. Up to so
+// many rows that holds for twice as much; longer calls keep to 1.5 times q, k and v.
 // The list of a mask for all rows is left for its tiles where it takes rounds, so that few keys are not listed. Rounds
 // over interval lists have no splits to keep the GPU full with: they start later, and only while each has so many
 // blocks for each SM (3% at 200 MB, 1% at twice that).
-constexpr int64_t kScratchFloor = int64_t{16} << 20;
+constexpr int64_t kScratchFloor = int64_t{16} << 20, kFewRowsScratchFloor = int64_t{32} << 20;
+constexpr int32_t kFewRows = 2048;
 constexpr int64_t kMaskListScratchFloor = int64_t{8} << 20;
 // Of at least so many rows for each key, as of an image over the words of a text, the sums of dq alone are more than
 // 1.5 times q, k and v. All that small calls gain by rounds is a few MB: at 40 MB they cost 15% to 45%.
@@ -47,7 +49,8 @@ int64_t scratch_floor(const BwdPlan& plan) {
   const BwdParams& p = plan.kernel;
   const bool has_few_keys = !p.packing.is_active() && p.seqlen_q >= kRowsForFewKeys * p.seqlen_k;
   if (has_few_keys) return kFewKeysScratchFloor;
-  return is_gathered(plan.walk) ? kMaskListScratchFloor : kScratchFloor;
+  if (is_gathered(plan.walk)) return kMaskListScratchFloor;
+  return !p.packing.is_active() && p.seqlen_q <= kFewRows ? kFewRowsScratchFloor : kScratchFloor;
 }
 
 bool continues_dkv(const BwdPlan& plan, const BwdRound& round) {
