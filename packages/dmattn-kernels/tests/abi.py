@@ -213,7 +213,10 @@ def fwd_params(
 
 
 def bwd_params(gradients: str = "dq dk dv", **arguments: object) -> BwdParams:
-    """A valid backward call, arguments as for `fwd_params`, with these gradients asked for."""
+    """A valid backward call, arguments as for `fwd_params`, with these gradients asked for.
+
+    Those that are not among the arguments are contiguous.
+    """
     names = {field[0] for field in BwdParams._fields_}
     forward = {k: v for k, v in arguments.items() if k not in names}
     fields = {k: v for k, v in arguments.items() if k in names}
@@ -223,7 +226,7 @@ def bwd_params(gradients: str = "dq dk dv", **arguments: object) -> BwdParams:
         setattr(params, name, getattr(like, name))
     params.dout = like.q
     replace(params, fields)
-    for name in gradients.split():
+    for name in set(gradients.split()) - set(fields):
         source = getattr(params, name[1:])
         setattr(params, name, tensor(source.shape[: source.ndim], source.dtype))
     return params

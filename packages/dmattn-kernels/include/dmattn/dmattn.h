@@ -132,7 +132,9 @@ typedef struct dmattn_bwd_params {
   dmattn_tensor out, softmax_lse;    /* as dmattn_fwd wrote them */
   dmattn_tensor dout;                /* shape of out, dtype of q, unit last stride */
   dmattn_tensor dsoftmax_lse;        /* optional, shape of softmax_lse, f32 */
-  dmattn_tensor dq, dk, dv;          /* each optional; shape and dtype of q, k, v; unit last stride */
+  /* Each optional; shape and dtype of q, k, v; unit last stride. Until dq is written, sums of dk and dv may lie in its
+   * memory. */
+  dmattn_tensor dq, dk, dv;
   /* Optional; shape and dtype of bias; contiguous, but that rows of four dimensions may be any number of entries apart:
    * what lies between them is lost. On Hopper rows that start on 16 bytes are written at full speed. */
   dmattn_tensor dbias;

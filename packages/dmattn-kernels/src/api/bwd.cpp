@@ -42,7 +42,7 @@ Cleared zeros_of(const BwdPlan& plan, const BwdRound& round, bool is_first) {
   const size_t begin = is_first ? 0 : plan.once_zero_bytes;
   size_t end = plan.once_zero_bytes + plan.counter_zero_bytes;
   if (!clears_beside_lists(plan)) end += plan.dq_zero_bytes + (round.continues() ? 0 : plan.dkv_zero_bytes);
-  return {static_cast<char*>(plan.scratch_zeros) + begin, end - begin};
+  return {{static_cast<char*>(plan.scratch_zeros) + begin, end - begin}, {plan.convert_dq.dq, plan.dq_slot_bytes}};
 }
 
 void clear_dbias(const BwdPlan& plan, cudaStream_t stream) {
@@ -59,7 +59,7 @@ bool prepare(const BwdPlan& plan, cudaStream_t stream) {
   Cleared cleared;
   if (plan.launches) {
     const Cleared first = zeros_of(plan, BwdRound{}, /*is_first=*/true);
-    if (bwd_preprocess_clears(plan.preprocess, first.bytes)) cleared = first;
+    if (bwd_preprocess_clears(plan.preprocess, first.bytes())) cleared = first;
   }
   check_cuda(bwd_preprocess(plan.preprocess, cleared, plan.unit.dtype, stream), "preparing lse and delta");
   clear_dbias(plan, stream);
@@ -68,11 +68,13 @@ bool prepare(const BwdPlan& plan, cudaStream_t stream) {
     check_cuda(pack_mask(plan.mask, plan.kernel.mask, stream), "packing the mask");
   }
   if (is_gathered(plan.walk)) clear_dkv(plan.kernel, stream);
-  return cleared.bytes > 0;
+  return cleared.bytes() > 0;
 }
 
 void clear_sums(const Cleared& zeros, cudaStream_t stream) {
-  if (zeros.bytes > 0) check_cuda(clear_bytes(zeros.begin, zeros.bytes, stream), "clearing the accumulators");
+  for (const ClearedRange& range : {zeros.sums, zeros.in_dq}) {
+    if (range.bytes > 0) check_cuda(clear_bytes(range.begin, range.bytes, stream), "clearing the accumulators");
+  }
 }
 
 void launch_kernel(const BwdPlan& plan, BwdParams p, BwdLauncher unit, cudaStream_t stream) {

@@ -249,6 +249,7 @@ std::string describe(const BwdPlan& plan, const BwdRound& round, const BwdParams
   json.put("counter_zero_bytes", plan.counter_zero_bytes);
   json.put("dq_zero_bytes", plan.dq_zero_bytes);
   json.put("dkv_zero_bytes", plan.dkv_zero_bytes);
+  json.put("dq_slot_bytes", plan.dq_slot_bytes);
   json.put_address("scratch_zeros", plan.scratch_zeros);
   json.put("dbias_cols_reduced", plan.dbias_cols);
   json.put("dbias_rows_reduced", plan.dbias_rows);

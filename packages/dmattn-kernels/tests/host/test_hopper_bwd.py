@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from abi import BFLOAT16, FLOAT32, tensor
+from abi import BFLOAT16, FLOAT32, SOME_ADDRESS, tensor
 from probe import ARRAYS, MASK_LIST, SM90, WORKSPACE, Plan, Probe, array_bytes, mask
 
 SMS = 132
@@ -231,7 +231,6 @@ def test_items_of_groups_are_taken_two_by_two(
         *((16, 8, 8, head_dim) for head_dim in (64, 128)),
         *((8, 4, 4, head_dim) for head_dim in (64, 128)),
         *((71, 36, 18, 64), (71, 36, 12, 128)),  # parts of two heads, or three
-        (4, 2, 4, 128),  # 64 columns are few enough for one round
     ],
 )
 def test_rounds_of_the_heads_of_a_group(
@@ -533,7 +532,60 @@ def test_arrays_do_not_overlap(
     found = plan_of(probe, deterministic=1, **shape)
     assert found["arch"] == 90
     sizes = array_bytes(found, shape, 0)
-    spans = sorted((found[name], found[name] + sizes[name]) for name in ARRAYS if found[name])
+    elsewhere = ("dk_slots", "dv_slots") if found["dq_slot_bytes"] else ()
+    names = [name for name in ARRAYS if found[name] and name not in elsewhere]
+    spans = sorted((found[name], found[name] + sizes[name]) for name in names)
     assert spans[0][0] >= WORKSPACE and spans[-1][1] <= WORKSPACE + found["workspace_bytes"]
     assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
     assert bool(found["dk_slots"]) == (found["num_splits"] > 1)
+
+
+FOUR_HEADS = {"batch": 1, "nheads": 16, "nheads_k": 4, "head_dim": 128}
+FOUR_HEADS |= {"seqlen_q": 4096, "seqlen_k": 4096, "is_causal": 1}
+
+
+@pytest.mark.parametrize("heads_first", [False, True])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {},
+        {"batch": 3, "seqlen_q": 512, "seqlen_k": 512},
+        {"head_dim": 256, "seqlen_q": 1024, "seqlen_k": 1024},
+        {"deterministic": 1},
+    ],
+)
+def test_sums_of_parts_lie_where_dq_will_be(
+    probe: ctypes.CDLL, shape: dict[str, int], heads_first: bool
+) -> None:
+    """Nobody writes it before they have been rounded: four heads of a group need no rounds."""
+    call = FOUR_HEADS | shape
+    batch, rows, heads, size = (call[x] for x in ("batch", "seqlen_q", "nheads", "head_dim"))
+    strides = (heads * rows * size, size, rows * size, 1) if heads_first else None
+    dq = tensor((batch, rows, heads, size), BFLOAT16, strides)
+    plan = plan_of(probe, dq=dq, **call)
+    assert (plan["arch"], plan["rounds"]) == (90, 1) and plan["num_splits"] > 1
+    tiles = batch * call["nheads_k"] * -(-call["seqlen_k"] // plan["block_n"])
+    slots = tiles * plan["block_n"] * plan["dim_tile"] * 4  # of dk, and of dv
+    assert plan["dq_slot_bytes"] == 2 * slots <= 2 * batch * rows * heads * size
+    assert plan["dk_slots"] == plan["dq.dq"] and plan["dv_slots"] == plan["dq.dq"] + slots
+    inputs = 2 * batch * rows * size * (heads + 2 * call["nheads_k"])
+    assert plan["workspace_bytes"] + 4 * batch * heads * rows <= 1.5 * inputs
+    assert plan["dkv_zero_bytes"] == 0
+
+
+@pytest.mark.parametrize(
+    "shape, pitch, address",
+    [
+        ({"nheads_k": 8}, 16, SOME_ADDRESS),  # dk and dv in fp32 take twice the bytes of dq
+        ({}, 17, SOME_ADDRESS),  # rows with gaps, in which others may write
+        ({}, 16, SOME_ADDRESS + 2),
+    ],
+)
+def test_where_dq_has_no_room_for_sums_of_parts(
+    probe: ctypes.CDLL, shape: dict[str, int], pitch: int, address: int
+) -> None:
+    call = FOUR_HEADS | {"seqlen_q": 1024, "seqlen_k": 1024} | shape
+    stride = (1024 * pitch * 128, pitch * 128, 128, 1)
+    plan = plan_of(probe, dq=tensor((1, 1024, 16, 128), BFLOAT16, stride, address), **call)
+    assert plan["dq_slot_bytes"] == 0
+    assert plan["num_splits"] == 1 or plan["dk_slots"] >= WORKSPACE

@@ -86,8 +86,9 @@ struct BwdPlan {
   int32_t max_work = 0, max_tiles = 0, max_splits = 1, even_blocks = 0;
   int32_t* schedule = nullptr;  // nullptr: lists of row blocks, which need none
   int64_t slots = 0;            // accumulators of split tiles
-  bool may_split = true;        // whether tiles may fall into parts, on Hopper
-  bool has_dkv_accum = false;   // dk and dv are added up by key
+  size_t dq_slot_bytes = 0;    // of them, if they lie in the memory of dq, which is written when they have been rounded
+  bool may_split = true;       // whether tiles may fall into parts, on Hopper
+  bool has_dkv_accum = false;  // dk and dv are added up by key
 
   // Parts of the workspace that have to start as zeros, one behind the other: once; for each round, counters and then
   // the sums of dq; and for each round that does not continue dk and dv.

@@ -1,5 +1,7 @@
 // The fp32 sums of a backward call (dq, dk, dv), and what their size decides: rounds and splits.
 #include <algorithm>
+#include <array>
+#include <utility>
 
 #include "host/arithmetic.h"
 #include "host/plan/bwd_parts.h"
@@ -324,6 +326,30 @@ int64_t accumulator_bytes(const BwdPlan& plan, const BwdRound& round, const Spli
   return static_cast<int64_t>(workspace.bytes());
 }
 
+// Whether rows of so many batches and heads fill their memory, in whatever order.
+bool fills_memory(const ConvertDqParams& dq) {
+  std::array<std::pair<int64_t, int64_t>, 3> dims = {
+      {{dq.dq_stride.batch, dq.batch}, {dq.dq_stride.head, dq.nheads}, {dq.dq_stride.row, dq.seqlen_q}}};
+  std::sort(dims.begin(), dims.end());
+  int64_t next = dq.head_dim;
+  for (const auto& [stride, extent] : dims) {
+    if (extent > 1 && stride != next) return false;
+    if (extent > 1) next *= extent;
+  }
+  return true;
+}
+// Whether the slots have room in the memory of dq, of which nothing is written before they have been rounded.
+bool has_room_in_dq(const BwdPlan& plan, const BwdRound& round, int64_t slots) {
+  const BwdRound& all = plan.whole;
+  const bool is_whole = round.batches == all.batches && round.heads_k == all.heads_k && round.groups == all.groups &&
+                        round.row_blocks == all.row_blocks;
+  const ConvertDqParams& dq = plan.convert_dq;
+  if (plan.resident_blocks == 0 || is_gathered(plan.walk) || !is_whole || !plan.sequence.is_single()) return false;
+  if (dq.dq == nullptr || plan.stores_dq || dq.packing.is_active() || !dq.vec_dq || !fills_memory(dq)) return false;
+  const int64_t entries = int64_t{dq.batch} * dq.seqlen_q * dq.nheads * dq.head_dim;
+  return slots * slot_bytes(plan) <= entries * element_bytes(plan.unit.dtype);
+}
+
 // Slots no more than the rest of the workspace leaves memory for.
 int64_t affordable_slots(const BwdPlan& plan, const Splits& splits, int64_t taken) {
   const int64_t each = slot_bytes(plan);
@@ -578,7 +604,8 @@ class RoundChoice {
     const Splits splits = wanted_splits(plan_, round, device_);
     int64_t slots = splits.slots;  // a tiled kernel has them all or none
     if (is_gathered(plan_.walk)) slots = with_list_slots ? std::min(slots, tiles_that_fill(device_)) : 0;
-    return accumulator_bytes(plan_, round, splits) + slots * slot_bytes(plan_) <= limit_;
+    const int64_t beside = has_room_in_dq(plan_, round, slots) ? 0 : slots * slot_bytes(plan_);
+    return accumulator_bytes(plan_, round, splits) + beside <= limit_;
   }
 
   bool keeps_busy(const BwdRound& round) const {
@@ -633,6 +660,8 @@ void choose_sums(BwdPlan& plan, const Device& device, size_t bytes_before) {
   const int64_t taken = before + accumulator_bytes(plan, plan.round, splits);
   plan.kernel.dq_blocks = dq_blocks_of(plan, plan.round);
   choose_splits(plan, splits, taken, device);
+  const bool in_dq = plan.slots > 0 && has_room_in_dq(plan, plan.round, plan.slots);
+  plan.dq_slot_bytes = in_dq ? static_cast<size_t>(plan.slots * slot_bytes(plan)) : size_t{0};
 }
 
 void place_sums(BwdPlan& plan, Workspace& workspace) {
@@ -653,6 +682,12 @@ void place_sums(BwdPlan& plan, Workspace& workspace) {
   plan.dq_zero_bytes = sums.dq_zero_bytes;
   plan.dkv_zero_bytes = sums.dkv_zero_bytes;
   if (plan.slots == 0) return;
+  if (plan.dq_slot_bytes > 0) {
+    float* const room = static_cast<float*>(plan.convert_dq.dq);
+    if (plan.wants_dk) kernel.dk_slots = room;
+    if (plan.wants_dv) kernel.dv_slots = room + (plan.wants_dk ? plan.slots * slot_size(plan) : 0);
+    return;
+  }
   const size_t begin = workspace.bytes();
   if (plan.wants_dk) kernel.dk_slots = workspace.take<float>(plan.slots * slot_size(plan));
   if (plan.wants_dv) kernel.dv_slots = workspace.take<float>(plan.slots * slot_size(plan));

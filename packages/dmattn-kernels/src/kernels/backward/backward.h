@@ -11,10 +11,14 @@
 
 namespace dmattn {
 
-// Memory that starts as zeros. Both numbers are multiples of 16.
-struct Cleared {
+// Memory that starts as zeros: sums in the workspace, and those in the memory of dq. All numbers are multiples of 16.
+struct ClearedRange {
   void* begin = nullptr;
   size_t bytes = 0;
+};
+struct Cleared {
+  ClearedRange sums, in_dq;
+  size_t bytes() const { return sums.bytes + in_dq.bytes; }
 };
 
 // delta = rowsum(out * dout) - dlse; lse copied with +inf for rows that keep nothing or lie past seqlen_q. `cleared` is

@@ -26,7 +26,7 @@ __device__ __forceinline__ Rows find_rows(const BwdPreprocessParams& p, int row0
 }
 
 // The blocks share it evenly, neighbours writing one behind the other.
-__device__ __forceinline__ void clear(const Cleared& cleared) {
+__device__ __forceinline__ void clear(const ClearedRange& cleared) {
   uint4* const words = static_cast<uint4*>(cleared.begin);
   const int64_t count = static_cast<int64_t>(cleared.bytes / sizeof(uint4));
   const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
@@ -110,7 +110,8 @@ __global__ void __launch_bounds__(kThreads) preprocess_kernel(const BwdPreproces
       }
     }
   }
-  clear(cleared);
+  clear(cleared.sums);
+  clear(cleared.in_dq);
   __syncthreads();
   const int row = threadIdx.x;
   if (row >= kRows) return;
