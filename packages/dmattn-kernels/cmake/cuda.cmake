@@ -85,7 +85,10 @@ foreach(virtual IN LISTS helper_codes)
   list(APPEND DMATTN_HELPER_GENCODES "-gencode=arch=${virtual},code=[${codes}]")
 endforeach()
 
-set(DMATTN_NVCC_FLAGS -O3 --expt-relaxed-constexpr -Xptxas=-v -Xcompiler=-Wall,-Wextra
+# Plan and launch work out the same times in host code, and have to come to the same ones: a compiler that fuses
+# multiplications and additions in one of them might not.
+set(DMATTN_HOST_MATH -ffp-contract=off)
+set(DMATTN_NVCC_FLAGS -O3 --expt-relaxed-constexpr -Xptxas=-v -Xcompiler=-Wall,-Wextra,${DMATTN_HOST_MATH}
                       # Template code of CUTLASS and of ours in branches that an instantiation does not take.
                       -diag-suppress=177)
 if(DMATTN_LINEINFO)

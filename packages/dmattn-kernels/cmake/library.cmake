@@ -30,7 +30,7 @@ add_library(dmattn SHARED ${host_sources} ${helper_sources} ${DMATTN_UNIT_SOURCE
 target_include_directories(dmattn PUBLIC "${root}/include" PRIVATE "${root}/src" "${CMAKE_BINARY_DIR}/generated")
 target_include_directories(dmattn SYSTEM PRIVATE "${DMATTN_CUTLASS}" ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES})
 target_compile_definitions(dmattn PRIVATE $<$<BOOL:${DMATTN_ALL_TILES}>:DMATTN_ALL_TILES>)
-target_compile_options(dmattn PRIVATE "$<$<COMPILE_LANGUAGE:CXX>:-Wall;-Wextra>"
+target_compile_options(dmattn PRIVATE "$<$<COMPILE_LANGUAGE:CXX>:-Wall;-Wextra;${DMATTN_HOST_MATH}>"
                                       "$<$<COMPILE_LANGUAGE:CUDA>:${DMATTN_NVCC_FLAGS}>")
 target_link_options(dmattn PRIVATE "LINKER:--version-script=${version_script}" LINKER:--exclude-libs,ALL
                     LINKER:--no-undefined -static-libstdc++ -static-libgcc)

@@ -94,6 +94,18 @@ ORDERED: dict[str, tuple[Problem, bool, bool]] = {
     "odd, causal": (ordered(4, 2, 300, 301)._replace(is_causal=True), True, True),
     "odd, causal, large": (ordered(4, 2, 1100, 1101)._replace(is_causal=True), False, False),
     "of keys": (ordered(4, 2, 1, 301), False, False),
+    # The sm80 code takes these, and kernels for few keys read any rows.
+    "softcap": (ordered(4, 2, 300, 301)._replace(softcap=5.0), False, False),
+    "fp32 beside a mask": (
+        ordered(4, 2, 300, 301, dtype=torch.float32)._replace(mask=scores(1, 1, 300, 301) > 0),
+        *(False, False),
+    ),
+    "beside a mask": (
+        ordered(4, 2, 300, 301)._replace(mask=scores(1, 1, 300, 301) > 0),
+        *(True, True),
+    ),
+    "few keys": (ordered(4, 2, 49, 49), False, False),
+    "few keys, shared by 2": (ordered(4, 1, 49, 49), True, True),
 }
 
 

@@ -367,6 +367,20 @@ extern "C" int probe_fwd(const dmattn_fwd_params* params, const char* kernels, i
   return answer(to, size, [&] { return describe(placed_plan(params, device_of(kernels, num_sms), base)); });
 }
 
+// What a caller is told whose tensors have no memory as yet.
+extern "C" int probe_bwd_size(const dmattn_bwd_params* params, const char* kernels, int num_sms, char* to,
+                              size_t size) {
+  using namespace dmattn;
+  return answer(to, size, [&] {
+    const dmattn_bwd_params p = read_params(params, Operation<dmattn_bwd_params>::kParams);
+    PointerCheck pointers{/*required=*/false};
+    validate(p, pointers);
+    Json json;
+    json.put("workspace_bytes", plan_bwd(p, device_of(kernels, num_sms)).workspace_bytes);
+    return json.text();
+  });
+}
+
 // Of round number `round`, the launch for its batch b, kv head hk, head g of its group.
 extern "C" int probe_bwd(const dmattn_bwd_params* params, const char* kernels, int num_sms, void* base, int round,
                          int b, int hk, int g, char* to, size_t size) {

@@ -66,6 +66,19 @@ class Probe:
         )
         return self._read(status, text)
 
+    def bwd_size(self, kernels: str = SM80, sms: int = 132, **arguments: Any) -> int:
+        """Bytes of the workspace, as asked for before any tensor has memory."""
+        params = bwd_params(**arguments)
+        for name, kind in params._fields_:
+            if kind is abi.Tensor:
+                getattr(params, name).data = None
+        text = ctypes.create_string_buffer(1 << 14)
+        self.library.probe_hold_short_units(int(self.short))
+        status = self.library.probe_bwd_size(
+            *(ctypes.byref(params), kernels.encode(), sms, text, ctypes.c_size_t(len(text)))
+        )
+        return int(self._read(status, text)["workspace_bytes"])
+
     def cache(self, kernels: str = SM80, sms: int = 132, **fields: Any) -> Plan:
         params = abi.cache_append_params(**fields)
         text = ctypes.create_string_buffer(1 << 14)

@@ -440,3 +440,27 @@ def test_pairs_that_share_a_bias(
     is_cleared = kind == DB_PAIR or (kind == DB_TILE and plan["is_causal"])
     assert plan["dbias_zero_bytes"] == (2 * plan["dbias_elements"] if is_cleared else 0)
     assert plan["once_zero_bytes"] == (4 * plan["dbias_elements"] if kind == DB_ACCUM else 0)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("keys", range(257, 265))
+@pytest.mark.parametrize("dtype", [BFLOAT16, FLOAT32])
+@pytest.mark.parametrize("batches", [1, 4])
+def test_sums_in_a_fixed_order_of_any_number_of_keys(
+    probe: ctypes.CDLL, batches: int, dtype: int, keys: int, head_dim: int
+) -> None:
+    """Of a bias whose rows start on 16 bytes: where many share its gradient, sums lie apart from
+    it, and rows of it may start anywhere; elsewhere they have room."""
+    shape, pitch = (batches, 4, 200, keys), 264
+
+    def apart(step: int) -> Tensor:
+        return tensor(shape, dtype, [4 * 200 * step, 200 * step, step, 1])
+
+    call: dict[str, Any] = {"batch": 4, "seqlen_q": 200, "seqlen_k": keys, "nheads": 4}
+    call |= {"nheads_k": 4, "head_dim": head_dim, "deterministic": 1}
+    call |= {"bias": apart(pitch), "dbias": apart(keys if batches == 1 else pitch)}
+    call["softmax_lse_rest"] = tensor((4, 4, 200), FLOAT32)
+    plan = Probe(probe).bwd(SM90, SMS, gradients="dq dk dv", **call)
+    assert plan["arch"] == 90
+    if batches == 1:
+        assert plan["dbias_row_stride"] % 4 == 0

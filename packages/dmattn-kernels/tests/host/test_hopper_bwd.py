@@ -589,3 +589,16 @@ def test_where_dq_has_no_room_for_sums_of_parts(
     plan = plan_of(probe, dq=tensor((1, 1024, 16, 128), BFLOAT16, stride, address), **call)
     assert plan["dq_slot_bytes"] == 0
     assert plan["num_splits"] == 1 or plan["dk_slots"] >= WORKSPACE
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+@pytest.mark.parametrize("causal", [0, 1])
+def test_size_without_pointers(probe: ctypes.CDLL, causal: int, head_dim: int) -> None:
+    """It is asked for before there is memory, and has to do for the launch."""
+    for length, heads, batch in itertools.product(
+        (300, 1024, 4096, 9000), ((8, 2), (16, 4), (32, 4), (8, 8)), (1, 3)
+    ):
+        call = {"batch": batch, "nheads": heads[0], "nheads_k": heads[1], "head_dim": head_dim}
+        call |= {"seqlen_q": length, "seqlen_k": length, "is_causal": causal}
+        size = Probe(probe).bwd_size(SM90, SMS, **call)
+        assert size == plan_of(probe, **call)["workspace_bytes"]

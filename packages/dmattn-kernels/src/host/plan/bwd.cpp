@@ -268,16 +268,9 @@ void choose_sequence(BwdPlan& plan, const dmattn_bwd_params& p) {
   sequence.per_batch = kernel.packing.slabs(kernel.batch) > 1 && (bias_batch == 1 || sequence.per_head_k);
 }
 
-// So many scores share an entry of dbias at least where it pays to round, or copy, its sums afterwards.
-constexpr int64_t kScoresOfSums = 4;
-
-// Rows of an fp32 dbias that do not start on 16 bytes are added to one number at a time on Hopper, and sums apart from
-// it by TMA.
 void choose_dbias_sums(BwdPlan& plan, const dmattn_bwd_params& p) {
   BwdParams& kernel = plan.kernel;
-  if (plan.resident_blocks == 0 || kernel.dbias_kind != DbiasKind::kAccum || plan.has_dbias_sums) return;
-  const int64_t scores = rows_of(kernel) * kernel.seqlen_q * kernel.seqlen_k;
-  if (plan.dbias_pitch % 4 == 0 || scores < kScoresOfSums * plan.dbias_elements) return;
+  if (plan.resident_blocks == 0 || plan.has_dbias_sums || !adds_up_dbias_apart(plan)) return;
   plan.has_dbias_sums = true;
   set_dbias_strides(kernel, p.dbias.shape, pitch_of_sums(plan.dbias_keys));
 }
@@ -388,6 +381,15 @@ bool has_lists_of_heads(const BwdPlan& plan) {
   if (!is_gathered(plan.walk) || p.head_ratio == 1) return false;
   const int32_t lists = is_selection(plan.walk) ? p.keys.heads : plan.mask.heads;
   return lists > p.nheads_k || has_key_bias_of_heads(plan);
+}
+// So many scores share an entry of dbias at least where it pays to round, or copy, its sums afterwards.
+constexpr int64_t kScoresOfSums = 4;
+bool adds_up_dbias_apart(const BwdPlan& plan) {
+  const BwdParams& p = plan.kernel;
+  if (p.dbias_kind != DbiasKind::kAccum) return false;
+  if (plan.has_dbias_sums) return true;
+  const int64_t scores = rows_of(p) * p.seqlen_q * p.seqlen_k;
+  return plan.dbias_pitch % 4 != 0 && scores >= kScoresOfSums * plan.dbias_elements;
 }
 bool has_items_of_heads(const BwdPlan& plan) { return !is_gathered(plan.walk) && has_key_bias_of_heads(plan); }
 

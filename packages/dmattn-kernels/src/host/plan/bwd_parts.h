@@ -11,6 +11,10 @@ bool hides_keys(const BwdPlan& plan);
 bool may_order_dbias(const BwdPlan& plan);
 // Whether this is a problem of the kind that KernelSet::serves_bwd() is asked about.
 bool is_for_residents(const BwdPlan& plan);
+// Whether a dense dbias is added up in fp32 apart from it, and rounded, or copied, at the end: in 16 bits; and in fp32
+// on Hopper where many scores share an entry and rows do not start on 16 bytes, as such rows are added to one number at
+// a time, and those of sums by TMA.
+bool adds_up_dbias_apart(const BwdPlan& plan);
 // Whether thread blocks that stay have enough to do. No kernel splits packed sequences; where sums are deterministic
 // others do not split further.
 bool suits_residents(const BwdPlan& plan);

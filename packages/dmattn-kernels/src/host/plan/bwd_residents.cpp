@@ -50,8 +50,10 @@ bool may_order_sums(const BwdPlan& plan) {
   const bool is_shared_in_groups = p.dbias_kind == DbiasKind::kAccum && p.head_ratio > 1 && p.bias.head_ratio > 1;
   const bool adds_in_groups = is_shared_in_groups && !may_order_dbias(plan);
   if (plan.unit.head_dim_tile > 128) return !adds_in_groups;
+  // Rows of sums that lie apart from dbias start on 16 bytes wherever its own do.
+  const bool has_rows_of_dbias = p.dbias_kind != DbiasKind::kNone && !adds_up_dbias_apart(plan);
   return !adds_in_groups && is_vec16(p.bias.ptr, of_bias, p.bias.dtype) &&
-         (p.dbias_kind == DbiasKind::kNone || is_vec16(plan.dbias, of_dbias, plan.dbias_dtype));
+         (!has_rows_of_dbias || is_vec16(plan.dbias, of_dbias, plan.dbias_dtype));
 }
 
 // Whether Hopper's kernels take the lists, and a bias beside them.

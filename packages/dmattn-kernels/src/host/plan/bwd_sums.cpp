@@ -345,7 +345,9 @@ bool has_room_in_dq(const BwdPlan& plan, const BwdRound& round, int64_t slots) {
                         round.row_blocks == all.row_blocks;
   const ConvertDqParams& dq = plan.convert_dq;
   if (plan.resident_blocks == 0 || is_gathered(plan.walk) || !is_whole || !plan.sequence.is_single()) return false;
-  if (dq.dq == nullptr || plan.stores_dq || dq.packing.is_active() || !dq.vec_dq || !fills_memory(dq)) return false;
+  // Its address may be unknown as yet, when the size of the workspace is asked for.
+  const bool is_wanted = plan.wants_dq && !plan.spares.dq && !plan.stores_dq;
+  if (!is_wanted || dq.packing.is_active() || !dq.vec_dq || !fills_memory(dq)) return false;
   const int64_t entries = int64_t{dq.batch} * dq.seqlen_q * dq.nheads * dq.head_dim;
   return slots * slot_bytes(plan) <= entries * element_bytes(plan.unit.dtype);
 }
@@ -684,6 +686,7 @@ void place_sums(BwdPlan& plan, Workspace& workspace) {
   if (plan.slots == 0) return;
   if (plan.dq_slot_bytes > 0) {
     float* const room = static_cast<float*>(plan.convert_dq.dq);
+    if (room == nullptr) return;
     if (plan.wants_dk) kernel.dk_slots = room;
     if (plan.wants_dv) kernel.dv_slots = room + (plan.wants_dk ? plan.slots * slot_size(plan) : 0);
     return;

@@ -8,7 +8,7 @@ import math
 
 from torch import Tensor
 
-from dmattn.backends.cuda.few_keys import reads_any_strides
+from dmattn.backends.cuda.few_keys import has_few_keys, reads_any_strides
 from dmattn.backends.cuda.kernels import has_kernels_of_hopper
 from dmattn.problem import Problem, has_rows
 
@@ -72,12 +72,20 @@ def _of_rows_and_keys(problem: Problem, backward: bool) -> Tensor | None:
 
 
 def _orders_sums(problem: Problem, bias: Tensor) -> bool:
-    """Whether sums are made in a fixed order, in less time beside rows that start on 16 bytes."""
+    """Whether sums are made in a fixed order, in less time beside rows that start on 16 bytes.
+
+    Not where the sm80 code makes them anyway, or a kernel for few keys, which reads any rows.
+    """
     rows, head_dim = problem.q.shape[1], problem.q.shape[-1]
     if not problem.deterministic or head_dim > _ORDERED_HEAD_DIM or not _is_on_hopper(problem):
         return False
     if problem.key_lists is not None and problem.sliding == 0:
         return False  # of listed keys single numbers are read, wherever rows start
+    mask = problem.mask
+    if problem.softcap > 0 or (bias.element_size() > 2 and mask is not None and has_rows(mask)):
+        return False
+    if has_few_keys(problem) and _readers(problem, bias) == 1:
+        return False
     if _readers(problem, bias) > 1 or bias.element_size() > 2 or not problem.is_causal:
         return True
     return head_dim > _SMALL_HEAD_DIM or rows * bias.shape[-1] <= _CAUSAL_NUMBERS
