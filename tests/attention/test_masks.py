@@ -56,6 +56,20 @@ def test_many_tiles(case: Case) -> None:
     check(case)
 
 
+# Around words of 32 keys, cells of 64 x 64 and 32 of these.
+PACKED_ROWS = ((1, 1), (1, 2049), (64, 63), (65, 65), (100, 4095), (2113, 70), (2049, 2047))
+
+
+@pytest.mark.parametrize("fill", ["half", "blocks", "all"])
+@pytest.mark.parametrize("shape, layout", [("b11k", "plain"), ("1h1k", "every_third_key")])
+@pytest.mark.parametrize("seqlen_q, seqlen_k", PACKED_ROWS)
+def test_one_row_of_bits(seqlen_q: int, seqlen_k: int, shape: str, layout: str, fill: str) -> None:
+    """Beside a bias of each row and key, or with little work, a mask of keys is read as bits."""
+    case = Case(seqlen_q, seqlen_k, mask=shape, mask_fill=fill, operand_layout=layout)
+    check(case.with_(bias="11qk", nheads_k=4))
+    check(case.with_(nheads=2, causal=True))
+
+
 @pytest.mark.parametrize("layout", OPERAND_LAYOUTS)
 @pytest.mark.parametrize("shape", ["bhqk", "1kqk", "bh1k", "b1q1", "111k"])
 def test_layout(layout: str, shape: str) -> None:

@@ -13,13 +13,16 @@ constexpr int kThreads = 1024;
 constexpr int kPassKeys = kThreads * 16;
 
 // Keep bits of this thread's sixteen keys from `key0`.
-__device__ __forceinline__ uint32_t load_keys(const uint8_t* src, int64_t stride, int keys, int64_t pass0) {
+__device__ __forceinline__ uint32_t load_keys(const uint8_t* src, int64_t stride, int keys, const MaskExtent& extent,
+                                              int64_t pass0) {
   const int lane = threadIdx.x % 32;
   if (stride == 1) {
-    const MaskRow row(src, keys);
-    const int64_t warp0 = pass0 + (threadIdx.x - lane) * 16;
-    const uintptr_t chunk = lane_chunk(row, warp0, lane);
-    return align_lane_bits(row, warp0, lane, mask_chunk_bits(row, chunk, load_mask_chunk(row, chunk)));
+    const MaskRow row{src, keys};
+    const int warp0 = static_cast<int>(pass0) + (threadIdx.x - lane) * 16;
+    const int chunk = row.lane_chunk(warp0, lane);
+    bool is_at_end;
+    const uint4 x = load_mask_chunk(row, chunk, extent, is_at_end);
+    return align_lane_bits(row, warp0, lane, extent, mask_chunk_bits(row, chunk, x, is_at_end));
   }
   uint32_t bits = 0;
   const int64_t key0 = pass0 + threadIdx.x * 16;
@@ -54,7 +57,7 @@ __device__ __forceinline__ List find_list(const MaskSource& mask, const KeyList&
 }
 
 __global__ void __launch_bounds__(kThreads)
-    compact_kernel(const MaskSource mask, const KeyList keys, int32_t* used_rows) {
+    compact_kernel(const MaskSource mask, const MaskExtent extent, const KeyList keys, int32_t* used_rows) {
   __shared__ int warp_sums[32];
   __shared__ uint16_t group_bits[kThreads];
   __shared__ int group_begin[kThreads];
@@ -63,13 +66,14 @@ __global__ void __launch_bounds__(kThreads)
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 
   int count = 0;
-  uint32_t bits = load_keys(list.src, mask.col_stride, list.keys, 0);
+  uint32_t bits = load_keys(list.src, mask.col_stride, list.keys, extent, 0);
   for (int64_t pass0 = 0; pass0 < list.keys; pass0 += kPassKeys) {
     int pass_count;
     const int before = block_exclusive_scan<kThreads>(__popc(bits), warp_sums, pass_count);
     group_bits[threadIdx.x] = static_cast<uint16_t>(bits);
     group_begin[threadIdx.x] = count + before;
-    if (pass0 + kPassKeys < list.keys) bits = load_keys(list.src, mask.col_stride, list.keys, pass0 + kPassKeys);
+    if (pass0 + kPassKeys < list.keys)
+      bits = load_keys(list.src, mask.col_stride, list.keys, extent, pass0 + kPassKeys);
     __syncthreads();
     // A lane a key: the kept ones of a warp fall on consecutive entries.
 #pragma unroll 4
@@ -94,7 +98,7 @@ __global__ void __launch_bounds__(kThreads)
 
 cudaError_t compact_keys(const MaskSource& mask, const KeyList& keys, int32_t* used_rows, cudaStream_t stream) {
   const int64_t lists = static_cast<int64_t>(keys.batch) * keys.heads;
-  return launch(compact_kernel, lists, kThreads, 0, stream, mask, keys, used_rows);
+  return launch(compact_kernel, lists, kThreads, 0, stream, mask, find_extent(mask), keys, used_rows);
 }
 
 }  // namespace dmattn

@@ -2,6 +2,7 @@
 #include <cstdlib>
 
 #include "../attention/shared/seqlen.cuh"
+#include "../attention/shared/work_index.cuh"
 #include "masks.h"
 #include "row.cuh"
 
@@ -22,6 +23,7 @@ constexpr int kPitch = kGroupWords + 4;
 static_assert(kGroupCols / kMaskBand == 8 && kThreads * 4 == kMaskBand * kGroupWords);
 
 enum class Access {
+  kAligned16,  // unit column stride: 16 bytes a lane, all of them in the row or none
   kBytes16,    // unit column stride: 16 bytes a lane
   kAlongCols,  // any strides, neighbouring lanes read neighbouring columns
   kAlongRows,  // ... neighbouring rows (a transposed mask)
@@ -33,26 +35,46 @@ struct Group {
   int col0, cols;      // cols: columns of the mask from column 0
 };
 
-__device__ __forceinline__ void pack_bytes16(const MaskSource& mask, const Group& g, uint32_t* words) {
-  constexpr int kBatch = 4;
+__device__ __forceinline__ void pack_aligned16(const MaskSource& mask, const Group& g, uint32_t* words) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int col = g.col0 + 16 * lane;
+  uint4 x[kRowsPerWarp];
 #pragma unroll
-  for (int i0 = 0; i0 < kRowsPerWarp; i0 += kBatch) {
-    MaskRow row[kBatch];
-    uint4 x[kBatch];
+  for (int i = 0; i < kRowsPerWarp; ++i) {
+    const int r = warp + i * kWarps;
+    x[i] = make_uint4(0, 0, 0, 0);
+    if (r < g.rows && col < g.cols) x[i] = *reinterpret_cast<const uint4*>(g.ptr + r * mask.row_stride + col);
+  }
+  __syncthreads();  // else the compiler waits for one row before it asks for the next
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      const int r = warp + (i0 + i) * kWarps;
-      if (r < g.rows) row[i] = MaskRow(g.ptr + r * mask.row_stride, g.cols);
-      x[i] = load_mask_chunk(row[i], lane_chunk(row[i], g.col0, lane));
-    }
+  for (int i = 0; i < kRowsPerWarp; ++i) {
+    reinterpret_cast<uint16_t*>(words + (warp + i * kWarps) * kPitch)[lane] =
+        static_cast<uint16_t>(nonzero_bytes(x[i]));
+  }
+}
+
+__device__ __forceinline__ void pack_bytes16(const MaskSource& mask, const MaskExtent& extent, const Group& g,
+                                             uint32_t* words) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const auto row_of = [&](int i) {
+    const int r = warp + i * kWarps;
+    return r < g.rows ? MaskRow{g.ptr + r * mask.row_stride, g.cols} : MaskRow{};
+  };
+  uint4 x[kRowsPerWarp];
+  uint32_t ends = 0;  // bit i: its chunk is at an end of the mask
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      const uint32_t bits = mask_chunk_bits(row[i], lane_chunk(row[i], g.col0, lane), x[i]);
-      const int r = warp + (i0 + i) * kWarps;
-      reinterpret_cast<uint16_t*>(words + r * kPitch)[lane] =
-          static_cast<uint16_t>(align_lane_bits(row[i], g.col0, lane, bits));
-    }
+  for (int i = 0; i < kRowsPerWarp; ++i) {
+    const MaskRow row = row_of(i);
+    bool is_at_end;
+    x[i] = load_mask_chunk(row, row.lane_chunk(g.col0, lane), extent, is_at_end);
+    ends |= static_cast<uint32_t>(is_at_end) << i;
+  }
+#pragma unroll
+  for (int i = 0; i < kRowsPerWarp; ++i) {
+    const MaskRow row = row_of(i);
+    const uint32_t bits = mask_chunk_bits(row, row.lane_chunk(g.col0, lane), x[i], ends >> i & 1);
+    reinterpret_cast<uint16_t*>(words + (warp + i * kWarps) * kPitch)[lane] =
+        static_cast<uint16_t>(align_lane_bits(row, g.col0, lane, extent, bits));
   }
 }
 
@@ -130,7 +152,8 @@ __device__ __forceinline__ Group find_group(const MaskSource& mask, int64_t bh, 
 }
 
 template <Access kAccess>
-__global__ void __launch_bounds__(kThreads) pack_kernel(const MaskSource mask, const MaskBits bits) {
+__global__ void __launch_bounds__(kThreads)
+    pack_kernel(const MaskSource mask, const MaskExtent extent, const MaskBits bits) {
   __shared__ __align__(16) uint32_t words[kMaskBand * kPitch];
   __shared__ uint32_t cells[2];
   follow_previous_kernel();
@@ -141,8 +164,10 @@ __global__ void __launch_bounds__(kThreads) pack_kernel(const MaskSource mask, c
   const Group g = find_group(mask, bh, band, group * kGroupCols);
   if (threadIdx.x < 2) cells[threadIdx.x] = 0;
   if (g.col0 < g.cols) {  // else: the group only pads the last word of any_rows and all_rows
-    if constexpr (kAccess == Access::kBytes16) {
-      pack_bytes16(mask, g, words);
+    if constexpr (kAccess == Access::kAligned16) {
+      pack_aligned16(mask, g, words);
+    } else if constexpr (kAccess == Access::kBytes16) {
+      pack_bytes16(mask, extent, g, words);
     } else if constexpr (kAccess == Access::kAlongCols) {
       pack_along_cols(mask, g, words);
     } else {
@@ -167,6 +192,73 @@ __global__ void __launch_bounds__(kThreads) pack_kernel(const MaskSource mask, c
     const_cast<uint8_t*>(reinterpret_cast<const uint8_t*>(bits.all_rows))[byte] =
         static_cast<uint8_t>(extent & ~cells[1]);
   }
+}
+
+// A mask that is the same for all rows: a block reads 2048 columns and writes their bits to one band of rows. Their
+// cells fill a word of any_rows and all_rows. The first of 32 bands finds any_cols and all_cols for all of them.
+constexpr int kRowCols = 32 * kMaskBand;
+constexpr int kRowWords = kRowCols / 32;
+constexpr int kRowQuads = kRowWords / 4;  // 16 bytes each
+
+__device__ __forceinline__ void pack_row(const MaskSource& mask, int64_t bh, int col0, uint32_t* words) {
+  constexpr int kPasses = kRowCols / kThreads;
+  const uint8_t* row = mask.ptr + bh / mask.heads * mask.batch_stride + bh % mask.heads * mask.head_stride;
+  bool keep[kPasses];
+#pragma unroll
+  for (int i = 0; i < kPasses; ++i) {
+    const int col = col0 + i * kThreads + threadIdx.x;
+    keep[i] = col < mask.seqlen_k && __ldg(row + col * mask.col_stride) != 0;
+  }
+#pragma unroll
+  for (int i = 0; i < kPasses; ++i) {
+    const uint32_t word = __ballot_sync(kFullWarp, keep[i]);
+    if (threadIdx.x % 32 == 0) words[i * kWarps + threadIdx.x / 32] = word;
+  }
+}
+
+// Lane c of a warp has cell c of `word_k`.
+__device__ __forceinline__ void store_row_cells(const MaskSource& mask, const MaskBits& bits, int64_t bh, int band,
+                                                int word_k, const uint32_t* words) {
+  const int cell = threadIdx.x, band_k = 32 * word_k + cell;
+  const uint32_t x0 = words[2 * cell], x1 = words[2 * cell + 1];
+  const bool is_inside = band_k < bits.bands_k;
+  const bool any = (x0 | x1) != 0;
+  const bool all =
+      is_inside && x0 == word_extent(2 * band_k, mask.seqlen_k) && x1 == word_extent(2 * band_k + 1, mask.seqlen_k);
+  const uint32_t any_word = __ballot_sync(kFullWarp, any), all_word = __ballot_sync(kFullWarp, all);
+  if (cell == 0) {
+    const int64_t offset = (bh * bits.bands_q + band) * bits.words_k + word_k;
+    const_cast<uint32_t*>(bits.any_rows)[offset] = any_word;
+    const_cast<uint32_t*>(bits.all_rows)[offset] = all_word;
+  }
+  if (band % 32 != 0 || !is_inside) return;
+  const int64_t offset = (bh * bits.bands_k + band_k) * bits.words_q + band / 32;
+  const uint32_t extent = word_extent(band / 32, bits.bands_q);
+  const_cast<uint32_t*>(bits.any_cols)[offset] = any ? extent : 0;
+  const_cast<uint32_t*>(bits.all_cols)[offset] = all ? extent : 0;
+}
+
+__global__ void __launch_bounds__(kThreads) pack_row_kernel(const MaskSource mask, const MaskBits bits) {
+  __shared__ __align__(16) uint32_t words[kRowWords];
+  follow_previous_kernel();
+  WorkIndex work(blockIdx.x);
+  const int word_k = work.take(bits.words_k);
+  const int band = work.take(bits.bands_q);
+  const int64_t bh = work.rest;
+  pack_row(mask, bh, word_k * kRowCols, words);
+  __syncthreads();
+  constexpr int kRowsPerPass = kThreads / kRowQuads;
+  const int quad = threadIdx.x % kRowQuads, word = word_k * kRowWords + 4 * quad;
+  if (word < bits.words_per_row) {
+    const uint4 x = reinterpret_cast<const uint4*>(words)[quad];
+    const int row0 = band * kMaskBand;
+    uint32_t* const to = const_cast<uint32_t*>(bits.bits) + (bh * bits.rows + row0) * bits.words_per_row + word;
+    const int rows = min(kMaskBand, mask.seqlen_q - row0);
+    for (int r = threadIdx.x / kRowQuads; r < rows; r += kRowsPerPass) {
+      *reinterpret_cast<uint4*>(to + r * bits.words_per_row) = x;
+    }
+  }
+  if (threadIdx.x < 32) store_row_cells(mask, bits, bh, band, word_k, words);
 }
 
 // any_cols, all_cols from any_rows, all_rows: a warp turns 32 x 32 cells.
@@ -199,15 +291,41 @@ __global__ void __launch_bounds__(kThreads) transpose_cells_kernel(const MaskBit
   }
 }
 
+bool is_aligned16(const MaskSource& mask) {
+  const int64_t all =
+      reinterpret_cast<intptr_t>(mask.ptr) | mask.batch_stride | mask.head_stride | mask.row_stride | mask.seqlen_k;
+  return all % 16 == 0 && !mask.packing.is_active();
+}
+
+Access choose_access(const MaskSource& mask) {
+  if (mask.col_stride == 1) return is_aligned16(mask) ? Access::kAligned16 : Access::kBytes16;
+  return std::abs(mask.row_stride) < std::abs(mask.col_stride) ? Access::kAlongRows : Access::kAlongCols;
+}
+
+cudaError_t launch_pack(const MaskSource& mask, const MaskBits& bits, int64_t blocks, cudaStream_t stream) {
+  const auto go = [&](auto kernel) {
+    return launch(kernel, blocks, kThreads, 0, stream, mask, find_extent(mask), bits);
+  };
+  switch (choose_access(mask)) {
+    case Access::kAligned16:
+      return go(pack_kernel<Access::kAligned16>);
+    case Access::kBytes16:
+      return go(pack_kernel<Access::kBytes16>);
+    case Access::kAlongCols:
+      return go(pack_kernel<Access::kAlongCols>);
+    default:
+      return go(pack_kernel<Access::kAlongRows>);
+  }
+}
+
 }  // namespace
 
 cudaError_t pack_mask(const MaskSource& mask, const MaskBits& bits, cudaStream_t stream) {
   const int64_t bh = static_cast<int64_t>(mask.batch) * mask.heads;
-  const int64_t blocks = bh * bits.bands_q * bits.words_k * 4;
-  const auto kernel = mask.col_stride == 1                                    ? pack_kernel<Access::kBytes16>
-                      : std::abs(mask.row_stride) < std::abs(mask.col_stride) ? pack_kernel<Access::kAlongRows>
-                                                                              : pack_kernel<Access::kAlongCols>;
-  const cudaError_t status = launch(kernel, blocks, kThreads, 0, stream, mask, bits);
+  if ((mask.row_stride == 0 || mask.seqlen_q == 1) && !mask.packing.is_active()) {
+    return launch(pack_row_kernel, bh * bits.bands_q * bits.words_k, kThreads, 0, stream, mask, bits);
+  }
+  const cudaError_t status = launch_pack(mask, bits, bh * bits.bands_q * bits.words_k * 4, stream);
   if (status != cudaSuccess) return status;
   const int64_t warps = bh * bits.words_q * bits.words_k;
   return launch(transpose_cells_kernel, ceil_div<int64_t>(warps, kWarps), kThreads, 0, stream, bits, warps);
