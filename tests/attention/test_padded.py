@@ -46,16 +46,19 @@ def pad(problem: Problem, side: str, zero: float = 0.0) -> Problem:
 
 
 # The kernels for Hopper deal with few key tiles in another way than with many: of 132 SMs there are
-# enough from 330 on, unless they have many rows or little work, and many from 1584 on.
-# test_hopper_lists.py holds these shapes to it.
-FEW = Case(300, 300, dtype=target().dtypes[0])
-MANY = FEW.with_(batch=40, nheads=16, nheads_k=16)
-ENOUGH = FEW.with_(batch=8, nheads=16, nheads_k=16, seqlen_q=1024, seqlen_k=1024)
-MANY_GROUPS = FEW.with_(batch=80, nheads=16, nheads_k=4, seqlen_q=256, seqlen_k=600)
-GROUPS_IN_CHUNKS = FEW.with_(batch=8, nheads=16, nheads_k=4, seqlen_q=900, seqlen_k=900)
+# enough from 330 on, unless they have many rows or little work, and many from 1584 on. Of SMALL
+# calls they walk the tiles of the mask. test_hopper_lists.py holds these shapes to it.
+SMALL = Case(300, 300, dtype=target().dtypes[0])
+FEW = SMALL.with_(seqlen_q=1000, seqlen_k=1000, batch=12, nheads=8)
+MANY = SMALL.with_(batch=40, nheads=16, nheads_k=16)
+ENOUGH = SMALL.with_(batch=8, nheads=16, nheads_k=16, seqlen_q=1024, seqlen_k=1024)
+MANY_GROUPS = SMALL.with_(batch=80, nheads=16, nheads_k=4, seqlen_q=256, seqlen_k=600)
+GROUPS_IN_CHUNKS = SMALL.with_(batch=8, nheads=16, nheads_k=4, seqlen_q=900, seqlen_k=900)
 if not on_cuda():  # where it makes no difference
-    FEW = FEW.with_(seqlen_q=140, seqlen_k=140)
-    MANY = ENOUGH = MANY_GROUPS = GROUPS_IN_CHUNKS = FEW.with_(batch=10, nheads=2, nheads_k=2)
+    SMALL = SMALL.with_(seqlen_q=140, seqlen_k=140)
+    FEW = MANY = ENOUGH = MANY_GROUPS = GROUPS_IN_CHUNKS = SMALL.with_(
+        batch=10, nheads=2, nheads_k=2
+    )
 
 
 @pytest.mark.parametrize("side", SIDES)
@@ -63,9 +66,10 @@ if not on_cuda():  # where it makes no difference
 @pytest.mark.parametrize(
     "case",
     [
+        SMALL,
+        SMALL.with_(batch=10, head_dim=128),
+        SMALL.with_(batch=10, head_dim=200),
         FEW,
-        FEW.with_(batch=10, head_dim=128),
-        FEW.with_(batch=10, head_dim=200),
         ENOUGH,
         ENOUGH.with_(head_dim=120, batch=4),
         MANY,
@@ -96,7 +100,7 @@ def test_masks_of_heads_and_biases(mask: str, bias: str) -> None:
     assert_close(problem, run(problem))
 
 
-@pytest.mark.parametrize("case", [FEW, MANY], ids=str)
+@pytest.mark.parametrize("case", [SMALL, FEW, MANY], ids=str)
 def test_rows_that_only_the_log_sum_exp_sends_back_to(case: Case) -> None:
     """They are not padding, though the gradient of their output is zero."""
     problem = pad(build(case.with_(causal=True, dlse=True)), "right")
@@ -106,7 +110,7 @@ def test_rows_that_only_the_log_sum_exp_sends_back_to(case: Case) -> None:
     assert_close(problem, run(problem))
 
 
-@pytest.mark.parametrize("case", [FEW, MANY], ids=str)
+@pytest.mark.parametrize("case", [SMALL, FEW, MANY], ids=str)
 def test_no_gradient_at_all(case: Case) -> None:
     problem = pad(build(case), "right")
     found = run(problem.with_(dout=torch.zeros_like(problem.dout)))
@@ -122,7 +126,7 @@ def test_long_rows() -> None:
     assert_close(problem, run(problem))
 
 
-@pytest.mark.parametrize("case", [FEW.with_(batch=6), MANY, MANY_GROUPS], ids=str)
+@pytest.mark.parametrize("case", [SMALL.with_(batch=6), FEW, MANY, MANY_GROUPS], ids=str)
 def test_a_mask_for_all_batches_and_a_gradient_in_one(case: Case) -> None:
     problem = pad(build(case.with_(causal=True)), "right")
     assert problem.mask is not None
@@ -133,7 +137,7 @@ def test_a_mask_for_all_batches_and_a_gradient_in_one(case: Case) -> None:
     assert_close(problem, run(problem))
 
 
-@pytest.mark.parametrize("case", [FEW.with_(batch=10), MANY, MANY_GROUPS], ids=str)
+@pytest.mark.parametrize("case", [FEW, MANY, MANY_GROUPS], ids=str)
 def test_rows_without_a_gradient_are_left_out(case: Case) -> None:
     """On Hopper, as far as they are whole tiles: not even NaN comes from them."""
     if target().family != "sm90":
@@ -148,7 +152,7 @@ def test_rows_without_a_gradient_are_left_out(case: Case) -> None:
         assert gradient is not None and gradient.isfinite().all() and gradient.any()
 
 
-@pytest.mark.parametrize("case", [FEW.with_(batch=10), MANY, MANY_GROUPS], ids=str)
+@pytest.mark.parametrize("case", [FEW, MANY, MANY_GROUPS], ids=str)
 def test_a_gradient_that_is_nan_is_one(case: Case) -> None:
     problem = pad(build(case), "right")
     dout = problem.dout.clone()

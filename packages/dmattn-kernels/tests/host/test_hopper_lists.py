@@ -596,7 +596,7 @@ def test_tiles_of_padded_batches(
 
 @pytest.mark.parametrize("causal", [0, 1])
 @pytest.mark.parametrize(
-    ("batch", "nheads", "nheads_k", "length"), [(2, 4, 2, 300), (8, 16, 4, 900)]
+    ("batch", "nheads", "nheads_k", "length"), [(12, 8, 2, 1000), (8, 16, 4, 900)]
 )
 def test_chunks_of_padded_batches(
     probe: ctypes.CDLL, batch: int, nheads: int, nheads_k: int, length: int, causal: int
@@ -642,22 +642,26 @@ FEW_KEYS = SMALL | {"length": 100, "head_dim": 128}
 @pytest.mark.parametrize(
     ("shape", "more", "walk"),
     [
-        # 31 us, by a list 37.
-        (SMALL | {"nheads_k": 8}, {}, TILED),
-        (SMALL | {"head_dim": 32}, {}, TILED),
-        (FEW_KEYS, {}, TILED),
-        # Calls of this kind took 0.93 to 1.13 of the time, and wider heads up to 1.14.
-        (SMALL | {"head_dim": 128}, {}, MASK_LIST),
-        (FEW_KEYS | {"head_dim": 192}, {}, MASK_LIST),
+        # Microseconds on an H200 by tiles, and by a list: 31 and 39, 40 and 50 with head_dim 80.
+        (SMALL | {"batch": 8, "nheads": 4, "nheads_k": 1}, {}, TILED),
+        ({"batch": 2, "length": 777, "nheads": 2, "nheads_k": 2, "head_dim": 80}, {}, TILED),
+        # 42 and 58; 48 and 61 under causality; 30 and 46.
+        ({"batch": 4, "length": 1024, "nheads": 1, "nheads_k": 1, "head_dim": 128}, {}, TILED),
+        ({"batch": 1, "length": 1000, "nheads": 8, "nheads_k": 2, "head_dim": 120}, {}, TILED),
+        ({"batch": 2, "length": 128, "nheads": 24, "nheads_k": 12, "head_dim": 128}, {}, TILED),
+        # 26 and 37 where all keys are in one tile; 46 and 42, 45 and 37 where they are not.
+        (FEW_KEYS | {"head_dim": 192}, {}, TILED),
+        (SMALL | {"head_dim": 192}, {}, MASK_LIST),
         (SMALL, {"deterministic": 1}, MASK_LIST),
-        (SMALL | {"length": 512}, {}, MASK_LIST),
+        # More work.
+        (SMALL | {"batch": 12, "length": 1000}, {}, MASK_LIST),
     ],
 )
 def test_lists_of_small_calls(
     probe: ctypes.CDLL, shape: dict[str, int], more: dict[str, int], walk: int, causal: int
 ) -> None:
     """To make lists and to round their sums takes launches, which such calls do without."""
-    kept = mask(2, 1, 1, shape["length"])
+    kept = mask(shape["batch"], 1, 1, shape["length"])
     plan = mask_plan_of(probe, kept, **shape, **more, is_causal=causal)
     assert (plan["arch"], plan["walk"]) == (90, walk)
     assert bool(plan["keys.idx"]) == (walk == MASK_LIST)

@@ -541,12 +541,12 @@ bool choose_window_kernel(BwdPlan& given, const dmattn_bwd_params& p, const Prob
 // that wait for the last of its tiles with all rows, take longer than the keys that it hides.
 constexpr double kWorkWorthLists = 3e9;
 // Up to this the launches that make a list, and those that round its sums, take longer, too: without a bias and in any
-// order, by kernels of 64 columns, or of up to 128 where all keys are in one tile of 128. Of more work a list leaves out
-// enough of the rows whose gradient is zero, as those of padding are.
-constexpr double kWorkOfTinyCalls = 1e8;
+// order, at head_dims up to 128, or where all keys are in one tile. Of more work a list leaves out enough of the rows
+// whose gradient is zero, as those of padding are.
+constexpr double kWorkOfSmallCalls = 1e9;
 bool takes_longer_to_list(const dmattn_bwd_params& p, const Problem& x, double work) {
-  if (is_present(p.bias) || p.deterministic != 0 || work > kWorkOfTinyCalls) return false;
-  return x.head_dim <= 64 || (x.head_dim <= 128 && x.seqlen_k <= 128);
+  if (is_present(p.bias) || p.deterministic != 0 || work > kWorkOfSmallCalls) return false;
+  return x.head_dim <= 128 || x.seqlen_k <= 128;
 }
 
 // The keys of a mask by kernels that pass over its tiles, in place of `listed`, which has them in a list.
