@@ -47,7 +47,7 @@ def pad(problem: Problem, side: str, zero: float = 0.0) -> Problem:
 
 # The kernels for Hopper deal with few key tiles in another way than with many: of 132 SMs there are
 # enough from 330 on, unless they have many rows or little work, and many from 1584 on. Of SMALL
-# calls they walk the tiles of the mask. test_hopper_lists.py holds these shapes to it.
+# calls they walk the tiles of the mask. test_hopper_key_masks.py holds these shapes to it.
 SMALL = Case(300, 300, dtype=target().dtypes[0])
 FEW = SMALL.with_(seqlen_q=1000, seqlen_k=1000, batch=12, nheads=8)
 MANY = SMALL.with_(batch=40, nheads=16, nheads_k=16)
