@@ -94,6 +94,14 @@ ORDERED: dict[str, tuple[Problem, bool, bool]] = {
     "odd, causal": (ordered(4, 2, 300, 301)._replace(is_causal=True), True, True),
     "odd, causal, large": (ordered(4, 2, 1100, 1101)._replace(is_causal=True), False, False),
     "of keys": (ordered(4, 2, 1, 301), False, False),
+    "of keys, expanded": (
+        ordered(4, 2, 300, 301)._replace(bias=scores(4, 2, 1, 301).expand(4, 2, 300, 301)),
+        *(False, False),
+    ),
+    "of rows, expanded": (
+        ordered(4, 2, 300, 301)._replace(bias=scores(4, 2, 300, 1).expand(4, 2, 300, 301)),
+        *(False, False),
+    ),
     # The sm80 code takes these, and kernels for few keys read any rows.
     "softcap": (ordered(4, 2, 300, 301)._replace(softcap=5.0), False, False),
     "fp32 beside a mask": (

@@ -38,11 +38,11 @@ def copies(problem: Problem, backward: bool) -> bool:
     for all keys, or all rows: never.
     """
     bias = _of_rows_and_keys(problem, backward)
-    if bias is None or bias.stride(2) == 0:
+    if bias is None:
         return False
     if bias.stride(-1) > 1:
         return True
-    if bias.stride(-1) == 0 or starts_rows_on_16_bytes(bias):
+    if starts_rows_on_16_bytes(bias):
         return False
     if backward and _orders_sums(problem, bias):
         return True
@@ -64,11 +64,16 @@ def pads_gradient(problem: Problem) -> bool:
 
 
 def _of_rows_and_keys(problem: Problem, backward: bool) -> Tensor | None:
-    """The bias, if it has a number for each row and key, and its kernels want rows on 16 bytes."""
+    """The bias, if it has a number for each row and key, and its kernels want rows on 16 bytes.
+
+    One that is expanded over rows or keys has not.
+    """
     bias = problem.bias
     if bias is None or bias.dim() != 4 or bias.numel() == 0 or not has_rows(bias):
         return None
-    return None if bias.shape[-1] == 1 or reads_any_strides(problem, backward) else bias
+    if bias.shape[-1] == 1 or 0 in bias.stride()[2:] or reads_any_strides(problem, backward):
+        return None
+    return bias
 
 
 def _orders_sums(problem: Problem, bias: Tensor) -> bool:
