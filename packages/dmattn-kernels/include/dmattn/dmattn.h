@@ -133,7 +133,7 @@ typedef struct dmattn_bwd_params {
   dmattn_tensor dout;                /* shape of out, dtype of q, unit last stride */
   dmattn_tensor dsoftmax_lse;        /* optional, shape of softmax_lse, f32 */
   /* Each optional; shape and dtype of q, k, v; unit last stride. Until dq is written, sums of dk and dv may lie in its
-   * memory. */
+   * memory. So gradients, dbias included, overlap neither one another nor what the call reads. */
   dmattn_tensor dq, dk, dv;
   /* Optional; shape and dtype of bias; contiguous, but that rows of four dimensions may be any number of entries apart:
    * what lies between them is lost. On Hopper rows that start on 16 bytes are written at full speed. */
@@ -302,7 +302,8 @@ typedef struct dmattn_keep_keys_params {
 } dmattn_keep_keys_params;
 
 /* Bytes of device scratch that the call with these params needs. Data pointers need not be set yet, but which tensors
- * are present (ndim > 0) must be final. */
+ * are present (ndim > 0) must be final. The size then holds for tensors that start on 16 bytes: others may need more,
+ * and a launch refuses a workspace that is too small. */
 DMATTN_API dmattn_status dmattn_fwd_workspace_size(const dmattn_fwd_params* params, size_t* bytes);
 DMATTN_API dmattn_status dmattn_bwd_workspace_size(const dmattn_bwd_params* params, size_t* bytes);
 

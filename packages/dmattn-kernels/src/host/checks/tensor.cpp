@@ -116,8 +116,10 @@ int64_t row_pitch(const dmattn_tensor& t) {
 }
 
 void check_rows_apart(const char* name, const dmattn_tensor& t) {
-  const int64_t pitch = row_pitch(t);
-  if (num_elements(t) == 0 || (pitch >= t.shape[t.ndim - 1] && has_dense_strides(t, pitch))) return;
+  const int64_t pitch = row_pitch(t), elements = num_elements(t), keys = t.shape[t.ndim - 1];
+  if (elements == 0) return;
+  const bool is_countable = pitch >= keys && pitch <= kMaxElements / (elements / keys);
+  if (is_countable && has_dense_strides(t, pitch)) return;
   fail(DMATTN_ERROR_INVALID_VALUE, "%s has strides %s for shape %s; wanted a contiguous tensor, or one of padded rows",
        name, text(t.stride, t.ndim).c_str(), text(t.shape, t.ndim).c_str());
 }

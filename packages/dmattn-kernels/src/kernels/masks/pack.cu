@@ -322,7 +322,7 @@ cudaError_t launch_pack(const MaskSource& mask, const MaskBits& bits, int64_t bl
 
 cudaError_t pack_mask(const MaskSource& mask, const MaskBits& bits, cudaStream_t stream) {
   const int64_t bh = static_cast<int64_t>(mask.batch) * mask.heads;
-  if ((mask.row_stride == 0 || mask.seqlen_q == 1) && !mask.packing.is_active()) {
+  if (bits.is_key_only && !mask.packing.is_active()) {
     return launch(pack_row_kernel, bh * bits.bands_q * bits.words_k, kThreads, 0, stream, mask, bits);
   }
   const cudaError_t status = launch_pack(mask, bits, bh * bits.bands_q * bits.words_k * 4, stream);
