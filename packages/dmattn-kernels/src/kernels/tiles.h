@@ -23,7 +23,8 @@ constexpr int smem_limit(TileSet tiles) { return (tiles == TileSet::kNarrow ? 99
 //             dbias, 16-bit dbias tiles, any subset of gradients, deterministic dq, packed sequences
 //   kFull     also element loads of the bias (fp32, strided or gathered columns), dbias from registers (fp32, shared
 //             between heads), softcap in the backward. These kernels may spill.
-enum class Level : int32_t { kPlain = 0, kGeneral = 1, kFull = 2, kPacked = 3 };
+//   kCut      decoding alone: as kPlain, of head_dims that do not fill their tile
+enum class Level : int32_t { kPlain = 0, kGeneral = 1, kFull = 2, kPacked = 3, kCut = 4 };
 constexpr bool is_general(Level level) { return level == Level::kGeneral || level == Level::kFull; }
 
 struct FwdTile {

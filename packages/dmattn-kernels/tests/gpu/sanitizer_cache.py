@@ -27,6 +27,7 @@ class Append:
     capacity: int = 12
     batch: int = 2
     nheads_k: int = 2
+    softcap: float = 0.0
 
 
 def run_append(
@@ -42,7 +43,9 @@ def run_append(
     if launch.queries:
         out = gpu.output(buffers["q"].shape, dtype, fill)
         views |= {"out": out.view}
-    params = kernels.CacheAppendParams(0, **views, evict=launch.evict, softmax_scale=scale)
+    params = kernels.CacheAppendParams(
+        0, **views, evict=launch.evict, softmax_scale=scale, softcap=launch.softcap
+    )
     size = params.workspace_size()
     counts = launch.batch * (launch.nheads_k + 1) if launch.queries else 0
     params.launch(gpu.workspace(size, fill, counts), size, 0)
@@ -95,7 +98,7 @@ def step(cache: dict[str, Float], t: int, launch: Append, scale: float) -> Float
         if cache["active"][b, t]:
             put(cache, b, t, launch)
             for h in range(heads):
-                out[b, h] = attend(cache, b, t, h, launch.queries, scale)
+                out[b, h] = attend(cache, b, t, h, launch, scale)
     return out
 
 
@@ -116,9 +119,13 @@ def put(cache: dict[str, Float], b: int, t: int, launch: Append) -> None:
         cache["v_cache"][b, slot, h] = cache["v_new"][b, t, h]
 
 
-def attend(cache: dict[str, Float], b: int, t: int, h: int, ratio: int, scale: float) -> Float:
-    k, v = (cache[name][b, :, h // ratio] for name in ("k_cache", "v_cache"))
-    logits = scale * (k @ cache["q"][b, t, h]) + cache["score"][b, h // ratio]
+def attend(cache: dict[str, Float], b: int, t: int, h: int, launch: Append, scale: float) -> Float:
+    head = h // launch.queries
+    k, v = (cache[name][b, :, head] for name in ("k_cache", "v_cache"))
+    logits = scale * (k @ cache["q"][b, t, h])
+    if launch.softcap:
+        logits = launch.softcap * np.tanh(logits / launch.softcap)
+    logits = logits + cache["score"][b, head]
     if logits.max() == -np.inf:  # no key yet
         return np.zeros(v.shape[1])
     weights = np.exp(logits - logits.max())

@@ -276,11 +276,16 @@ APPENDS = (
         for kind in (dtype, "f32")
         for d in (64, 128, 256)
     ),
-    # Tiles that head_dim does not fill have kernels of their own.
+    # Tiles that head_dim does not fill have kernels of their own, and softcap has others.
     *(
         (dtype, d, Append("cache step", kind, queries=4, tokens=6, capacity=200, held=190))
         for dtype, kind in (("bf16", "f32"), ("f16", "f16"))
         for d in (40, 72, 136)
+    ),
+    *(
+        (dtype, d, Append("cache step, softcap", "f32", queries=4, tokens=3, softcap=3.0))
+        for dtype in ("bf16", "f16")
+        for d in (64, 128, 256)
     ),
     ("f16", 128, Append("cache step, many heads", "f32", queries=20, tokens=3, capacity=9)),
     ("f16", 64, Append("cache step, one head", "f32", queries=1, tokens=15, held=0)),
@@ -329,6 +334,14 @@ BETWEEN_LAUNCHES = (
     "one query in parts",
     "running top-w",
 )
+# But where keys are decoded, up to 128, they have kernels of their own.
+BETWEEN_DECODING = [(dtype, head_dim) for dtype in ("bf16", "f16") for head_dim in (40, 72)]
+BETWEEN_DECODING_LAUNCHES = (
+    "one query",
+    "one query in parts",
+    "few queries",
+    "few queries, listed",
+)
 
 
 Job = Launch | Lists | Append | Draft | Moves
@@ -345,6 +358,8 @@ def all_launches() -> list[tuple[str, int, Job]]:
     ]
     main += [(kind, x) for x in every if x.name in OTHER_LAUNCHES for kind in OTHERS]
     main += [(kind, x) for x in every if x.name in BETWEEN_LAUNCHES for kind in BETWEEN]
+    names = BETWEEN_DECODING_LAUNCHES
+    main += [(kind, x) for x in every if x.name in names for kind in BETWEEN_DECODING]
     if family() == "sm90":
         main += hopper_launches()
         main += [(MAIN[1], MANY_GRADIENTS)]

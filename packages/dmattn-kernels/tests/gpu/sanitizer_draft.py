@@ -25,8 +25,10 @@ class Draft:
     count: str = "i64"  # type of the numbers of tokens to put in
 
 
-def _cache(kind: str, queries: int = 4, tokens: int = 8, **sizes: int) -> Append:
-    return Append("", kind, queries=queries, tokens=tokens, **sizes)
+def _cache(
+    kind: str, queries: int = 4, tokens: int = 8, softcap: float = 0.0, **sizes: int
+) -> Append:
+    return Append("", kind, queries=queries, tokens=tokens, softcap=softcap, **sizes)
 
 
 DRAFTS = (
@@ -40,6 +42,11 @@ DRAFTS = (
         (dtype, d, Draft("cache draft", _cache("f32", capacity=200, held=198)))
         for dtype in ("bf16", "f16")
         for d in (40, 72, 136)
+    ),
+    *(
+        (dtype, d, Draft("cache draft, softcap", _cache("f32", 2, 5, 3.0, capacity=70, held=69)))
+        for dtype in ("bf16", "f16")
+        for d in (64, 128, 256)
     ),
     ("bf16", 72, Draft("cache draft, short", _cache("f32", 3, 5, capacity=3, held=2), 5, "i32")),
     ("bf16", 128, Draft("cache draft, many tokens", _cache("f32", 1, 32, capacity=40, held=0))),
@@ -73,7 +80,8 @@ def run_draft(
     draft, out = gpu.output(shape, "i32", fill), gpu.output(buffers["q"].shape, dtype, fill)
     scale = head_dim**-0.5
     given = {name: buffers[name].view for name in ("q", "k_new", "v_new", "score_new")} | state
-    look = kernels.CacheDraftParams(0, **given, draft=draft.view, out=out.view, softmax_scale=scale)
+    given |= {"draft": draft.view, "out": out.view}
+    look = kernels.CacheDraftParams(0, **given, softmax_scale=scale, softcap=cache.softcap)
     size = look.workspace_size()
     rows = cache.tokens * cache.queries
     words = cache.batch * cache.nheads_k * -(-rows // 16)

@@ -12,7 +12,7 @@ from abi import BOOL, bwd_params, fwd_params, tensor
 SM80, SM89, SM90 = "sm80", "sm89", "sm90"  # sets of kernels: names in src/host/arch.cpp
 TILED, MASK_LIST, SELECTION_LIST, ROW_BLOCK_LISTS = range(4)  # KeyWalk
 KEY, TILE, DIRECT = 1, 2, 3  # BiasKind
-PLAIN, GENERAL, FULL = range(3)  # Level
+PLAIN, GENERAL, FULL, PACKED, CUT = range(5)  # Level
 DB_NONE, DB_KEY, DB_TILE, DB_ACCUM, DB_PAIR = range(5)  # DbiasKind
 WORKSPACE = 1 << 44
 

@@ -15,6 +15,7 @@ import abi
 from abi import FLOAT32, SOME_ADDRESS, tensor
 from probe import (
     ARRAYS,
+    CUT,
     DB_ACCUM,
     DB_KEY,
     DB_NONE,
@@ -192,29 +193,40 @@ def test_few_blocks_are_split(plan: Probe) -> None:
 
 
 @pytest.mark.parametrize(
-    "changed, is_plain",
+    "changed, level",
     [
-        ({}, True),
-        ({"bias": tensor((2, 2, 1, 100))}, True),
-        ({"mask": mask(2, 2, 1, 100)}, True),
-        ({"num_splits": 128, "seqlen_k": 8192}, True),
-        ({"bias": tensor((2, 8, 1, 100))}, False),
-        ({"softcap": 1.0}, False),
-        ({"head_dim": 56}, False),
-        ({"q": tensor((2, 1, 8, 64), data=SOME_ADDRESS + 2)}, False),
-        ({"k": tensor((2, 100, 2, 64), data=SOME_ADDRESS + 2)}, False),
-        ({"v": tensor((2, 100, 2, 64), data=SOME_ADDRESS + 2)}, False),
-        ({"out": tensor((2, 1, 8, 64), data=SOME_ADDRESS + 2)}, False),
+        ({}, PLAIN),
+        ({"bias": tensor((2, 2, 1, 100))}, PLAIN),
+        ({"mask": mask(2, 2, 1, 100)}, PLAIN),
+        ({"num_splits": 128, "seqlen_k": 8192}, PLAIN),
+        ({"bias": tensor((2, 8, 1, 100))}, GENERAL),
+        ({"softcap": 1.0}, GENERAL),
+        ({"head_dim": 56}, CUT),
+        ({"head_dim": 96, "bias": tensor((2, 2, 1, 100)), "mask": mask(2, 2, 1, 100)}, CUT),
+        ({"head_dim": 136}, GENERAL),
+        ({"head_dim": 120, "softcap": 1.0}, GENERAL),
+        ({"q": tensor((2, 1, 8, 64), data=SOME_ADDRESS + 2)}, GENERAL),
+        ({"k": tensor((2, 100, 2, 64), data=SOME_ADDRESS + 2)}, GENERAL),
+        ({"v": tensor((2, 100, 2, 64), data=SOME_ADDRESS + 2)}, GENERAL),
+        ({"out": tensor((2, 1, 8, 64), data=SOME_ADDRESS + 2)}, GENERAL),
     ],
 )
-def test_levels_of_decoding(plan: Probe, changed: dict[str, Any], is_plain: bool) -> None:
+def test_levels_of_decoding(plan: Probe, changed: dict[str, Any], level: int) -> None:
     found = plan.fwd(**{"seqlen_q": 1, "seqlen_k": 100, "nheads": 8} | changed)
-    assert found["decode"] and found["level"] == (PLAIN if is_plain else GENERAL)
+    assert found["decode"] and found["level"] == level
 
 
 def test_levels_of_caches_and_drafts(plan: Probe) -> None:
     assert plan.cache()["level"] == plan.draft()["level"] == PLAIN
     assert plan.cache(softcap=1.0)["level"] == plan.draft(softcap=1.0)["level"] == GENERAL
+    tokens = {
+        **{name: tensor((2, 3, 4, 56), abi.BFLOAT16) for name in ("k_new", "v_new")},
+        **{name: tensor((2, 3, 8, 56), abi.BFLOAT16) for name in ("q", "out")},
+    }
+    for found, rows in ((plan.cache, 64), (plan.draft, 72)):
+        cache = {x: tensor((2, rows, 4, 56), abi.BFLOAT16) for x in ("k_cache", "v_cache")}
+        assert found(**cache, **tokens)["level"] == CUT
+        assert found(**cache, **tokens, softcap=1.0)["level"] == GENERAL
     entries = {
         "k_cache": tensor((2, 16384, 4, 64), abi.BFLOAT16),
         "v_cache": tensor((2, 16384, 4, 64), abi.BFLOAT16),

@@ -94,14 +94,14 @@ def test_output_is_waited_for_in_the_softmax(
             assert len(exponentials) // 8 <= before <= len(exponentials) * 3 // 4
 
 
-def test_plain_decoding_is_small(library: ctypes.CDLL, library_path: Path) -> None:
+def test_usual_decoding_is_small(library: ctypes.CDLL, library_path: Path) -> None:
     """What other kernels have displaced comes from memory: a kernel of 143 KB took 10 us longer."""
     if "sm_90" not in library.dmattn_architectures().decode().split(","):
         pytest.skip("the library holds no code for sm_90")
     sizes = {
         kernel.name: len(kernel.instructions) * sass.INSTRUCTION_BYTES
         for kernel in sass.kernels(library_path, "sm_90", "decode_kernel")
-        if "LevelE0" in kernel.name
+        if "LevelE0" in kernel.name or "LevelE4" in kernel.name
     }
     assert sizes and max(sizes.values()) <= 80 << 10, sizes
 

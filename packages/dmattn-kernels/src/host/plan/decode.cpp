@@ -85,9 +85,11 @@ int32_t choose_decode_splits(const FwdParams& p, int32_t keys, int32_t dim_tile,
 
 Level decode_level(const FwdParams& p, int32_t dim_tile, bool from_cache) {
   const bool has_plain_bias = p.bias.kind == BiasKind::kNone || p.bias.kind == BiasKind::kKey;
-  const bool is_plain = p.head_dim == dim_tile && p.num_splits <= plain_decode_splits(from_cache) && p.softcap == 0.f &&
-                        has_plain_bias && p.vec_q && p.vec_k && p.vec_v && p.vec_out;
-  return is_plain ? Level::kPlain : Level::kGeneral;
+  const bool is_plain = p.num_splits <= plain_decode_splits(from_cache) && p.softcap == 0.f && has_plain_bias &&
+                        p.vec_q && p.vec_k && p.vec_v && p.vec_out;
+  if (!is_plain) return Level::kGeneral;
+  if (p.head_dim == dim_tile) return Level::kPlain;
+  return has_cut_decoding(dim_tile) ? Level::kCut : Level::kGeneral;
 }
 
 int64_t decode_blocks(const FwdParams& p, int32_t block_rows) {

@@ -20,7 +20,7 @@ namespace dmattn {
 //   kRows, kListRows   as kDense and kList, the rows being those of several tokens (see TokenRows)
 enum class DecodeCase { kDense, kList, kToken, kDraft, kRows, kListRows };
 
-// kLevel: kPlain for what decode_level() in host/plan/decode.h says, kGeneral for everything.
+// kLevel: kPlain or kCut for what decode_level() in host/plan/decode.h says, kGeneral for everything.
 template <class Element_, int kHeadDim_, DecodeCase kCase, Level kLevel>
 struct DecodeTraits {
   using Element = Element_;
@@ -31,8 +31,9 @@ struct DecodeTraits {
   static constexpr bool kTakesToken = kCase == DecodeCase::kToken;
   static constexpr bool kHasTokenRows = kDraft || kCase == DecodeCase::kRows || kCase == DecodeCase::kListRows;
   static constexpr bool kFromCache = kDraft || kTakesToken;  // whose scores are a bias for each key
-  static_assert(kLevel == Level::kPlain || kLevel == Level::kGeneral);
-  static constexpr bool kPlain = kLevel == Level::kPlain;
+  static_assert(kLevel == Level::kPlain || kLevel == Level::kCut || kLevel == Level::kGeneral);
+  static constexpr bool kPlain = kLevel != Level::kGeneral;    // in all but head_dim
+  static constexpr bool kWholeRows = kLevel == Level::kPlain;  // head_dim is that of the tile
   static constexpr int kRows = kHasTokenRows ? token_rows(kHeadDim) : kDecodeRows;
   static constexpr bool kPacked = false, kMayBePacked = false, kKeepsSeqlens = false;
   static constexpr uint32_t kSeqlens = 0;  // not used
@@ -146,8 +147,8 @@ struct DecodeBlock : AttentionBlock<T, DecodeArguments> {
     end = begin + static_cast<int>(each) + (share < over ? 1 : 0);
   }
 
-  // What the plain level knows beforehand.
-  __device__ __forceinline__ int head_dim() const { return T::kPlain ? T::kHeadDim : p.head_dim; }
+  // What the level knows beforehand.
+  __device__ __forceinline__ int head_dim() const { return T::kWholeRows ? T::kHeadDim : p.head_dim; }
   static __device__ __forceinline__ bool is_vec(bool flag) { return T::kPlain || flag; }
   __device__ __forceinline__ bool has_key_bias() const { return T::kFromCache || p.bias.kind == BiasKind::kKey; }
 

@@ -13,7 +13,7 @@ struct DecodeFewRows : DecodeResults<T> {
   using typename Base::LaneEntries;
   template <int kN>
   using LaneParts = typename Base::template LaneParts<kN>;
-  using Base::batch, Base::held, Base::lane, Base::p, Base::warp;
+  using Base::batch, Base::head_dim, Base::held, Base::lane, Base::p, Base::warp;
   using Base::find_replaced, Base::load_entry, Base::out_row, Base::part_index, Base::partial_row, Base::store,
       Base::store_whole_lse, Base::to_weights;
   static constexpr int kHeadDim = T::kHeadDim;
@@ -22,6 +22,9 @@ struct DecodeFewRows : DecodeResults<T> {
   static constexpr int kColumns = kHeadDim / 32, kPartsAhead = 16, kPartsTogether = 4;
 
   using Base::Base;
+
+  // Whether there are the lane's columns.
+  __device__ __forceinline__ bool has_columns() const { return T::kWholeRows || kColumns * lane < head_dim(); }
 
   // Where a lane of combine_by_warps() finds what it reads, of the warp's first row. Worked out while the block counts
   // itself, as the last one should read at once.
@@ -36,13 +39,13 @@ struct DecodeFewRows : DecodeResults<T> {
     const int64_t row = partial_row(0, first + warp), row_of_lane = row + lane * p.rows_of_split;
     x.lse = p.lse_accum + row_of_lane;
     x.rest = x.lse + p.num_splits * p.rows_of_split;
-    x.result = p.out_accum + row * kHeadDim + kColumns * lane;
+    x.result = p.out_accum + row * head_dim() + kColumns * lane;
     asm volatile("" : "+l"(x.lse), "+l"(x.rest), "+l"(x.result));
     if constexpr (T::kTakesToken) {
       x.entry_logit = p.lowest.logit + row_of_lane;
       x.token_logit = p.lowest.logit + row + p.num_splits * p.rows_of_split;
       x.entry = p.lowest.entry + 4 * part_index(lane);
-      x.v = static_cast<const uint16_t*>(p.lowest.v) + part_index(0) * kHeadDim + kColumns * lane;
+      x.v = static_cast<const uint16_t*>(p.lowest.v) + part_index(0) * head_dim() + kColumns * lane;
       asm volatile("" : "+l"(x.entry_logit), "+l"(x.token_logit), "+l"(x.entry), "+l"(x.v));
     }
     return x;
@@ -80,12 +83,12 @@ struct DecodeFewRows : DecodeResults<T> {
 #pragma unroll
         for (int i = 0; i < kPartsAhead; ++i) {
           if (i % kPartsTogether == 0 && begin + i >= p.num_splits) break;
-          if (begin + i < p.num_splits) load_columns(part[i], result, v);
+          if (begin + i < p.num_splits && has_columns()) load_columns(part[i], result, v);
           // One after the other: all multiples would be worked out in front of the first read.
-          result += p.rows_of_split * kHeadDim;
+          result += p.rows_of_split * head_dim();
           asm volatile("" : "+l"(result));
           if (!T::kTakesToken) continue;
-          v += p.parts * kHeadDim;
+          v += p.parts * head_dim();
           asm volatile("" : "+l"(v));
         }
         if (begin == 0) {
@@ -97,7 +100,7 @@ struct DecodeFewRows : DecodeResults<T> {
           if (i % kPartsTogether == 0 && begin + i >= p.num_splits) break;
           const float weight = __shfl_sync(0xffffffffu, x.lse[0], begin + i);
           const float entry_weight = T::kTakesToken ? __shfl_sync(0xffffffffu, x.entry_logit[0], begin + i) : 0.f;
-          if (begin + i >= p.num_splits) continue;
+          if (begin + i >= p.num_splits || !has_columns()) continue;
 #pragma unroll
           for (int c = 0; c < kColumns; ++c) sum[c] = fmaf(weight, part[i].x[c], sum[c]);
           if (T::kTakesToken) add_columns(sum, entry_weight, part[i].v);
@@ -112,13 +115,13 @@ struct DecodeFewRows : DecodeResults<T> {
       }
       int own_batch = batch;
       asm volatile("" : "+r"(own_batch));  // not worked out in front of the first read
-      store_columns(first + row, own_batch, sum);
+      if (has_columns()) store_columns(first + row, own_batch, sum);
       if (lane == 0) store_whole_lse(first + row, own_batch, found.x, found.y);
       from.lse += T::kWarps;
       from.rest += T::kWarps;
       from.entry_logit += T::kWarps;
       from.token_logit += T::kWarps;
-      from.result += T::kWarps * kHeadDim;
+      from.result += T::kWarps * head_dim();
     }
     return replaced;
   }
@@ -142,20 +145,22 @@ struct DecodeFewRows : DecodeResults<T> {
     x.lse[0] = is_any ? __ldcg(p.lse_accum + of_lane) : -INFINITY;
     x.rest[0] = is_any ? __ldcg(p.lse_accum + p.num_splits * p.rows_of_split + of_lane) : 0.f;
     x.entry_logit[0] = x.token_logit = -INFINITY;
-    const float* result = p.out_accum + partial_row(0, first + row0) * kHeadDim + kColumns * lane;
+    const float* result = p.out_accum + partial_row(0, first + row0) * head_dim() + kColumns * lane;
     constexpr int kRowsAhead = kPartsAhead / kFewSplits;
     float2 found;
 #pragma unroll 1
     for (int begin = 0; begin < kRowsOfWarp; begin += kRowsAhead) {
       LaneColumns part[kRowsAhead][kFewSplits];
-      const float* from = result + begin * kHeadDim;
+      const float* from = result + begin * head_dim();
 #pragma unroll
       for (int s = 0; s < kFewSplits; ++s) {
 #pragma unroll
         for (int i = 0; i < kRowsAhead; ++i) {
-          if (s < p.num_splits && row0 + begin + i < count) load_columns(part[i][s], from + i * kHeadDim, nullptr);
+          if (s < p.num_splits && row0 + begin + i < count && has_columns()) {
+            load_columns(part[i][s], from + i * head_dim(), nullptr);
+          }
         }
-        from += p.rows_of_split * kHeadDim;
+        from += p.rows_of_split * head_dim();
       }
       const LaneEntries none;
       if (begin == 0) found = to_weights(x, none, -1, share);
@@ -165,11 +170,11 @@ struct DecodeFewRows : DecodeResults<T> {
 #pragma unroll
         for (int s = 0; s < kFewSplits; ++s) {
           const float weight = __shfl_sync(0xffffffffu, x.lse[0], kFewSplits * (begin + i) + s);
-          if (s >= p.num_splits) continue;
+          if (s >= p.num_splits || !has_columns()) continue;
 #pragma unroll
           for (int c = 0; c < kColumns; ++c) sum[c] = fmaf(weight, part[i][s].x[c], sum[c]);
         }
-        if (row0 + begin + i < count) store_columns(first + row0 + begin + i, batch, sum);
+        if (row0 + begin + i < count && has_columns()) store_columns(first + row0 + begin + i, batch, sum);
       }
     }
     const int own_row = row0 + lane / kFewSplits;

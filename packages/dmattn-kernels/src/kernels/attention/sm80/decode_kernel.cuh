@@ -22,6 +22,36 @@ struct DecodeShared {
   };
 };
 
+// As cp_async16(), and where `first` says so, what is read leaves the L2 cache first. With two instructions, as a policy
+// that is chosen beforehand would be moved to uniform registers again and again. kWholeLines: see DecodeLoop::copy().
+template <bool kWholeLines>
+__device__ __forceinline__ void cp_async16_or_first(uint32_t dst, const void* src, bool valid, bool first) {
+  const int bytes = valid ? 16 : 0;
+  if constexpr (kWholeLines) {
+    asm volatile(
+        "{\n"
+        ".reg .pred first;\n"
+        ".reg .b64 policy;\n"
+        "setp.ne.s32 first, %3, 0;\n"
+        "createpolicy.fractional.L2::evict_first.b64 policy;\n"
+        "@first cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, policy;\n"
+        "@!first cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n"
+        "}" ::"r"(dst),
+        "l"(src), "r"(bytes), "r"(static_cast<int>(first)));
+  } else {
+    asm volatile(
+        "{\n"
+        ".reg .pred first;\n"
+        ".reg .b64 policy;\n"
+        "setp.ne.s32 first, %3, 0;\n"
+        "createpolicy.fractional.L2::evict_first.b64 policy;\n"
+        "@first cp.async.cg.shared.global.L2::cache_hint.L2::64B [%0], [%1], 16, %2, policy;\n"
+        "@!first cp.async.cg.shared.global.L2::64B [%0], [%1], 16, %2;\n"
+        "}" ::"r"(dst),
+        "l"(src), "r"(bytes), "r"(static_cast<int>(first)));
+  }
+}
+
 template <class T>
 struct DecodeLoop : DecodeFewRows<T> {
   using Base = DecodeFewRows<T>;
@@ -112,22 +142,15 @@ struct DecodeLoop : DecodeFewRows<T> {
       if (!T::kGathered) from += kRowsPerPass * stride;
     }
   }
-  // As cp_async16(). With two instructions, as a policy that is chosen beforehand would be moved to uniform registers
-  // again and again.
+  // As cp_async16(). In a line of 128 bytes that a row has in part, the rest may be of a head that another thread block
+  // is at, and would be read from memory twice.
   __device__ __forceinline__ void copy(uint32_t dst, const Element* src, bool valid) const {
     if constexpr (T::kMayEvictFirst) {
-      asm volatile(
-          "{\n"
-          ".reg .pred first;\n"
-          ".reg .b64 policy;\n"
-          "setp.ne.s32 first, %3, 0;\n"
-          "createpolicy.fractional.L2::evict_first.b64 policy;\n"
-          "@first cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, policy;\n"
-          "@!first cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;\n"
-          "}" ::"r"(dst),
-          "l"(src), "r"(valid ? 16 : 0), "r"(static_cast<int>(p.evicts_first)));
-    } else {
+      cp_async16_or_first<T::kWholeRows>(dst, src, valid, p.evicts_first);
+    } else if constexpr (T::kWholeRows) {
       cp_async16(dst, src, valid);
+    } else {
+      asm volatile("cp.async.cg.shared.global.L2::64B [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(valid ? 16 : 0));
     }
   }
   __device__ __forceinline__ uint32_t tile(int stage, int which) const { return ring + (2 * stage + which) * T::kTile; }

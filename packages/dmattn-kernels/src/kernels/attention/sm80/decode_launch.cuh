@@ -1,6 +1,8 @@
 // Enqueues the decode kernels of a unit: one shape for all chips, and a kernel for each case and level.
 #pragma once
 
+#include <type_traits>
+
 #include "decode_kernel.cuh"
 
 namespace dmattn {
@@ -33,9 +35,14 @@ cudaError_t launch_decode_kernel(const KernelChoice& choice, const DecodeParams&
 
 template <class Element, int kHeadDim, DecodeCase kCase>
 cudaError_t launch_decode_case(const KernelChoice& choice, const DecodeParams& p, cudaStream_t stream) {
-  return choice.level == Level::kPlain
-             ? launch_decode_kernel<DecodeTraits<Element, kHeadDim, kCase, Level::kPlain>>(choice, p, stream)
-             : launch_decode_kernel<DecodeTraits<Element, kHeadDim, kCase, Level::kGeneral>>(choice, p, stream);
+  const auto go = [&](auto level) {
+    return launch_decode_kernel<DecodeTraits<Element, kHeadDim, kCase, decltype(level)::value>>(choice, p, stream);
+  };
+  if (choice.level == Level::kPlain) return go(std::integral_constant<Level, Level::kPlain>{});
+  if constexpr (has_cut_decoding(kHeadDim)) {
+    if (choice.level == Level::kCut) return go(std::integral_constant<Level, Level::kCut>{});
+  }
+  return go(std::integral_constant<Level, Level::kGeneral>{});
 }
 
 template <class Element, int kHeadDim, bool kGathered>

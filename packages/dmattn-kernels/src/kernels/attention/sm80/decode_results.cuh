@@ -283,7 +283,7 @@ struct DecodeResults : DecodeBlock<T> {
         add(out, weight[w], *reinterpret_cast<const float4*>(merge_row(w, row) + col));
       out = {out.x * scale, out.y * scale, out.z * scale, out.w * scale};
       if constexpr (kPartial) {
-        *reinterpret_cast<float4*>(results + (T::kPlain ? 4 * i : row * head_dim() + col)) = out;
+        *reinterpret_cast<float4*>(results + (T::kWholeRows ? 4 * i : row * head_dim() + col)) = out;
       } else {
         store(row0 + row, col, out);
       }
