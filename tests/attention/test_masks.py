@@ -129,6 +129,51 @@ def test_all_true_mask_equals_none(head_dim: int) -> None:
 )
 def test_hidden_keys_of_many_tiles_may_hold_anything(case: Case) -> None:
     """Kernels may list the keys that are left, or go through tiles that hold the others, too."""
+    check_with_nan_in_hidden_keys(case)
+
+
+# Rows and keys: all keys of a head are in one tile of Hopper's kernels, which then write dq.
+ONE_TILE = [(128, 128), (200, 77), (65, 66), (300, 1), (97, 128)]
+
+
+@pytest.mark.parametrize("head_dim", [40, 64, 96, 128])
+@pytest.mark.parametrize("rows, keys", ONE_TILE)
+@pytest.mark.parametrize(
+    "shape, fill",
+    [
+        *(("b11k", "prefix"), ("b11k", "none"), ("bh1k", "half"), ("1k1k", "one_key")),
+        *(("bkqk", "half"), ("b1qk", "dead_rows"), ("bhqk", "dead_heads"), ("1hqk", "percent")),
+        *(("b1q1", "half"), ("11qk", "blocks")),
+    ],
+)
+def test_keys_of_one_tile(shape: str, fill: str, rows: int, keys: int, head_dim: int) -> None:
+    """Rows without a key, too, get their gradient from the block that has all keys."""
+    case = Case(rows, keys, 3, 4, 2, head_dim, mask=shape, mask_fill=fill)
+    check(case)
+    if rows <= keys:
+        check(case.with_(causal=True, dtype="f16", dlse=True))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(128, 128, 48, 12, 12, 64, mask="b11k", mask_fill="prefix"),
+        Case(100, 100, 64, 12, 12, 48, mask="b11k", mask_fill="suffix", causal=True),
+        Case(77, 128, 40, 16, 4, 64, mask="bk1k", mask_fill="blocks"),
+        Case(700, 77, 8, 8, 8, 64, mask="111k", mask_fill="one_key", dtype="f16"),
+        Case(90, 90, 5, 8, 4, 128, mask="bh1k", mask_fill="half", causal=True),
+        Case(128, 128, 3, 6, 3, 96, mask="b11k", mask_fill="half"),
+    ],
+    ids=case_id,
+)
+def test_hidden_keys_of_one_tile_may_hold_anything(case: Case) -> None:
+    """Also where there is enough to do for a mask to be made bits first."""
+    check(case)
+    check_with_nan_in_hidden_keys(case)
+
+
+def check_with_nan_in_hidden_keys(case: Case) -> None:
+    """Of keys that all query heads of a kv head hide."""
     if target().backend == "flex":
         pytest.skip("this backend reads all keys and multiplies hidden ones by 0")
     problem = build(case)

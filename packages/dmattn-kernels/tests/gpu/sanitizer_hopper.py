@@ -103,6 +103,9 @@ HOPPER_BWD = (
     Launch("dense rows, few keys", 200, 77, nheads=4, nheads_k=2),
     Launch("dense rows, few keys, causal", 100, 128, batch=70, causal=True),
     Launch("dense rows, few keys, long", 2100, 100, nheads=4, nheads_k=1),
+    Launch("dense rows, few keys, mask", 200, 77, 2, 4, 2, mask="bkqk"),
+    Launch("dense rows, few keys, key mask, causal", 100, 128, 3, 4, 2, mask="b11k", causal=True),
+    Launch("dense rows, few keys, mask that keeps little", 133, 66, 2, mask="bhqk", kept=0.002),
     # Rows of the bias and of its gradient that start on 16 bytes.
     Launch("dense rows, bias", 200, 264, 2, 4, 2, bias="bhqk", causal=True),
     Launch("dense rows, shared bias", 133, 264, 2, 4, 2, bias="1kqk"),

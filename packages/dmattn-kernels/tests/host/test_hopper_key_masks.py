@@ -143,7 +143,7 @@ def test_masks_of_few_keys_are_walked_tile_by_tile(probe: ctypes.CDLL, causal: i
 
 @pytest.mark.parametrize("causal", [0, 1])
 @pytest.mark.parametrize("nheads_k", [4, 16])
-@pytest.mark.parametrize(("batch", "length"), [(8, 8192), (16, 7454), (256, 509), (1000, 70)])
+@pytest.mark.parametrize(("batch", "length"), [(8, 8192), (16, 7454), (256, 509), (1000, 130)])
 @pytest.mark.parametrize("own_lists", [False, True])
 def test_tiles_with_all_rows(
     probe: ctypes.CDLL, own_lists: bool, batch: int, length: int, nheads_k: int, causal: int
@@ -254,8 +254,43 @@ def test_small_calls_walk_the_tiles_of_a_mask_of_keys(
     assert found["arch"] == 90 and found["walk"] == TILED and found["rounds"] == 1
 
 
+@pytest.mark.parametrize("head_dim", [40, 64, 128])
+@pytest.mark.parametrize("kept", [(40, 1, 1), (40, 16, 1), (40, 1, 128), (1, 4, 128)])
+@pytest.mark.parametrize("causal", [0, 1])
+def test_masks_of_keys_of_one_tile_need_no_sums_of_dq(
+    probe: ctypes.CDLL, kept: tuple[int, int, int], head_dim: int, causal: int
+) -> None:
+    """However many rows there are. Up to 64 columns and 256 rows the kernels for few keys, too."""
+    for length, batch in ((128, 40), (128, 1000), (66, 40)):
+        sizes = (batch if kept[0] > 1 else 1, kept[1], length if kept[2] > 1 else 1, length)
+        shape = {"batch": batch, "length": length, "nheads_k": 4, "head_dim": head_dim}
+        plan = mask_plan_of(probe, mask(*sizes), **shape, is_causal=causal)
+        assert (plan["arch"], plan["walk"], plan["block_m"]) == (90, TILED, 64)
+        assert plan["dq"] and not plan["dq_accum"] and plan["rounds"] == 1 and plan["mask.bits"]
+        wide = mask_plan_of(probe, mask(*sizes), **shape | {"head_dim": 192}, is_causal=causal)
+        assert wide["dq_accum"] and not wide["dq"]
+
+
+@pytest.mark.parametrize(
+    ("given", "walk"),
+    [
+        ({"deterministic": 1}, TILED),
+        ({"gradients": "dk dv"}, TILED),
+        ({"softcap": 5.0}, MASK_LIST),
+        ({"length": 129}, TILED),
+        ({"seqlen_q": 300, "is_causal": 1}, TILED),  # rows that no key would be written for
+    ],
+)
+def test_sums_of_dq_beside_masks_of_few_keys(
+    probe: ctypes.CDLL, given: dict[str, Any], walk: int
+) -> None:
+    plan = mask_plan_of(probe, mask(8, 1, 1, given.get("length", 128)), **FEW_KEYS | given)
+    assert plan["walk"] == walk and not plan["dq"]
+
+
+FEW_KEYS: dict[str, Any] = {"batch": 8, "length": 128, "nheads": 8, "nheads_k": 8, "head_dim": 128}
 SMALL = {"batch": 2, "length": 257, "nheads": 8, "nheads_k": 2, "head_dim": 64}
-FEW_KEYS = SMALL | {"length": 100, "head_dim": 128}
+WIDE_FEW_KEYS = SMALL | {"length": 100, "head_dim": 192}
 
 
 @pytest.mark.parametrize("causal", [0, 1])
@@ -270,7 +305,7 @@ FEW_KEYS = SMALL | {"length": 100, "head_dim": 128}
         ({"batch": 1, "length": 1000, "nheads": 8, "nheads_k": 2, "head_dim": 120}, {}, TILED),
         ({"batch": 2, "length": 128, "nheads": 24, "nheads_k": 12, "head_dim": 128}, {}, TILED),
         # 26 and 37 where all keys are in one tile; 46 and 42, 45 and 37 where they are not.
-        (FEW_KEYS | {"head_dim": 192}, {}, TILED),
+        (WIDE_FEW_KEYS, {}, TILED),
         (SMALL | {"head_dim": 192}, {}, MASK_LIST),
         (SMALL, {"deterministic": 1}, MASK_LIST),
         # More work.

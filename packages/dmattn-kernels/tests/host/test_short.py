@@ -147,13 +147,17 @@ def test_the_backward_is_for_more_keys(
 ) -> None:
     arguments = SMALL | fields | {"seqlen_k": keys}
     assert plan.bwd(SM80, SMS, **arguments)["short"] == short
-    # Hopper has another kernel for all keys of a head, of more than 64, without a mask.
+    # Hopper has another kernel for all keys of a head, of more than 64.
     stores_dq = keys > 64 and "gradients" not in fields
     assert plan.bwd(SM90, SMS, **arguments)["short"] == (0 if stores_dq else short)
     narrow = arguments | {"head_dim": 32}
     assert plan.bwd(SM90, SMS, **narrow)["short"] == short
     hidden = arguments | {"mask": mask(2, 1, 1, keys)}
     assert plan.bwd(SM90, SMS, **hidden)["short"] == short
+    # With a mask if there is enough to do.
+    many = hidden | {"batch": 40, "mask": mask(40, 1, 1, keys)}
+    assert plan.bwd(SM80, SMS, **many)["short"] == short
+    assert plan.bwd(SM90, SMS, **many)["short"] == (0 if stores_dq else short)
     arguments.pop("gradients", None)
     assert plan.fwd(SM90, SMS, **arguments)["short"] == (keys == 64)
 

@@ -115,14 +115,15 @@ void share_list(BwdPlan& plan) {
   plan.round = plan.whole;
 }
 
-// Whether the kernel for Hopper of keys that fit one tile will do. Each row meets one item, so that nothing is added to
-// dq: all rows must see a key, as nobody would write the others.
+// Whether the kernels for Hopper of keys that fit one tile will do. Each row meets one item, so that nothing is added to
+// dq. Causality must leave each row a key, as nobody would write the others; what a mask leaves does not matter.
 bool may_store_dq(const BwdPlan& plan, const BwdTile& tile) {
   const BwdParams& p = plan.kernel;
-  const bool sees_keys = !p.is_causal || p.seqlen_q <= p.seqlen_k;
-  return plan.resident_blocks > 0 && tile.cluster == 1 && plan.walk == KeyWalk::kTiled && !hides_keys(plan) &&
-         plan.choice.level == Level::kPlain && p.seqlen_k <= tile.block_n && sees_keys && !plan.spares.dq &&
-         plan.convert_dq.vec_dq;
+  const bool meets_keys = !p.is_causal || p.seqlen_q <= p.seqlen_k;
+  const bool is_simple =
+      p.bias.kind == BiasKind::kNone && p.softcap == 0.f && p.window == 0 && !p.deterministic && !p.packing.is_active();
+  return plan.resident_blocks > 0 && tile.cluster == 1 && plan.walk == KeyWalk::kTiled && is_simple &&
+         p.seqlen_k <= tile.block_n && meets_keys && !plan.spares.dq && plan.convert_dq.vec_dq;
 }
 
 // Of a unit's kernels the one that does the least beyond what is asked for, and what follows from its tile.
@@ -540,41 +541,47 @@ bool choose_window_kernel(BwdPlan& given, const dmattn_bwd_params& p, const Prob
 // Work (pairs of rows and keys that causality leaves, times head_dim) up to which the rounds of a list's sums, or SMs
 // that wait for the last of its tiles with all rows, take longer than the keys that it hides.
 constexpr double kWorkWorthLists = 3e9;
+double work_of(const Problem& x) {
+  return static_cast<double>(x.batch) * x.nheads * x.seqlen_q * x.seqlen_k * x.head_dim;
+}
 // Up to this the launches that make a list, and those that round its sums, take longer, too: without a bias and in any
 // order, at head_dims up to 128, or where all keys are in one tile. Of more work a list leaves out enough of the rows
 // whose gradient is zero, as those of padding are.
 constexpr double kWorkOfSmallCalls = 1e9;
+constexpr int32_t kKeysOfTile = 128;
 bool takes_longer_to_list(const dmattn_bwd_params& p, const Problem& x, double work) {
   if (is_present(p.bias) || p.deterministic != 0 || work > kWorkOfSmallCalls) return false;
-  return x.head_dim <= 128 || x.seqlen_k <= 128;
+  return x.head_dim <= 128 || x.seqlen_k <= kKeysOfTile;
 }
 
 // The keys of a mask by kernels that pass over its tiles, in place of `listed`, which has them in a list.
-// `plan`: without any of it. Not where the list is better, or there is no such kernel.
+// `plan`: without any of it. Not where the list is better, or there is no such kernel. The one that stores dq, of keys
+// that fit one tile, is faster than the list whatever there is to do.
 void choose_tiles_of_mask(BwdPlan plan, BwdPlan& listed, const dmattn_bwd_params& p, const Problem& x, PerKey per_key,
                           const Device& device) {
-  const auto is_one_round = [](const BwdPlan& p) {
-    return p.round.batches == p.whole.batches && p.round.heads_k == p.whole.heads_k &&
-           p.round.groups == p.whole.groups && p.round.row_blocks == p.whole.row_blocks;
-  };
   if (x.packing.is_active()) return;
-  const bool loses_nothing = is_one_round(listed) && (!listed.has_whole_items || has_many_whole_items(listed, device));
-  const double work = static_cast<double>(x.batch) * x.nheads * x.seqlen_q * x.seqlen_k * x.head_dim;
+  const bool loses_nothing =
+      covers_all(listed, listed.round) && (!listed.has_whole_items || has_many_whole_items(listed, device));
+  const double work = work_of(x);
   const bool is_small = work <= kWorkWorthLists * (plan.kernel.is_causal ? 2 : 1);
   const bool is_fast = listed.has_whole_items || !takes_longer_to_list(p, x, work);
-  if (!is_small || (loses_nothing && is_fast)) return;
+  const bool suits_tiles = is_small && !(loses_nothing && is_fast);
+  if (!suits_tiles && x.seqlen_k > kKeysOfTile) return;
   set_keys(plan, p, x, per_key, /*by_lists=*/false, /*by_tiles=*/true);
   if (!choose_kernel(plan, p, /*finds_window=*/false, device) || plan.resident_blocks == 0) return;
-  if (is_one_round(plan)) listed = plan;
+  if (plan.stores_dq || (suits_tiles && covers_all(plan, plan.round))) listed = plan;
 }
 
 // Keys of one tile by the kernel that stores dq, in place of the one for few keys that `chosen` has. `plan`: without
 // any. false: there is none, or not for this. From 65 keys and 33 columns on it took 0.74 to 0.995 of the time on an
-// H200; of 32 columns, which it computes as 64, 1.2.
+// H200; of 32 columns, which it computes as 64, 1.2. A mask becomes bits for it first. With less work than this that
+// launch costs the host more than the GPU gains, which is 1% to 4%; with more, 4% to 40%.
+constexpr double kWorkWorthBits = 3e7;
 bool choose_storing_kernel(BwdPlan plan, BwdPlan& chosen, const dmattn_bwd_params& p, const Problem& x, PerKey per_key,
                            const Device& device) {
-  if (short_bwd_keys(x.seqlen_k) == 64 || short_head_dim(x.head_dim) == 32 || has_mask(plan.mask)) return false;
-  set_keys(plan, p, x, per_key, /*by_lists=*/false);
+  if (short_bwd_keys(x.seqlen_k) == 64 || short_head_dim(x.head_dim) == 32) return false;
+  if (has_mask(plan.mask) && work_of(x) < kWorkWorthBits) return false;
+  set_keys(plan, p, x, per_key, /*by_lists=*/false, /*by_tiles=*/true);
   const bool all_wanted = plan.wants_dq && plan.wants_dk && plan.wants_dv;  // the other one leaves some out
   if (!all_wanted || !choose_kernel(plan, p, /*finds_window=*/false, device) || !plan.stores_dq) return false;
   chosen = plan;

@@ -153,6 +153,11 @@ void for_each_round(const BwdPlan& plan, F&& f) {
     }
   }
 }
+inline bool covers_all(const BwdPlan& plan, const BwdRound& r) {
+  const BwdRound& all = plan.whole;
+  return r.batches == all.batches && r.heads_k == all.heads_k && r.groups == all.groups &&
+         r.row_blocks == all.row_blocks;
+}
 inline bool is_last_round(const BwdPlan& plan, const BwdRound& r) {
   const BwdRound& all = plan.whole;
   return r.batch + r.batches == all.batches && r.head_k + r.heads_k == all.heads_k &&

@@ -340,11 +340,9 @@ bool fills_memory(const ConvertDqParams& dq) {
 }
 // Whether the slots have room in the memory of dq, of which nothing is written before they have been rounded.
 bool has_room_in_dq(const BwdPlan& plan, const BwdRound& round, int64_t slots) {
-  const BwdRound& all = plan.whole;
-  const bool is_whole = round.batches == all.batches && round.heads_k == all.heads_k && round.groups == all.groups &&
-                        round.row_blocks == all.row_blocks;
   const ConvertDqParams& dq = plan.convert_dq;
-  if (plan.resident_blocks == 0 || is_gathered(plan.walk) || !is_whole || !plan.sequence.is_single()) return false;
+  const bool is_one_launch = covers_all(plan, round) && plan.sequence.is_single();
+  if (plan.resident_blocks == 0 || is_gathered(plan.walk) || !is_one_launch) return false;
   // Its address may be unknown as yet, when the size of the workspace is asked for.
   const bool is_wanted = plan.wants_dq && !plan.spares.dq && !plan.stores_dq;
   if (!is_wanted || dq.packing.is_active() || !dq.vec_dq || !fills_memory(dq)) return false;

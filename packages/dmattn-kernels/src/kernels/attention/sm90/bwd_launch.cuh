@@ -387,6 +387,7 @@ cudaError_t launch_bwd(const KernelChoice& choice, const BwdParams& p, cudaStrea
       }
       return is_wide ? go(cute::C<BwdVariant::kWideBiasRows>{}) : go(cute::C<BwdVariant::kDenseBiasRows>{});
     }
+    if (p.mask.bits != nullptr && p.dq != nullptr) return go(cute::C<BwdVariant::kFewKeysMask>{});
     if (p.mask.bits != nullptr || p.window > 0) {
       return go_in(p.deterministic, cute::C<BwdVariant::kMaskOrdered>{}, cute::C<BwdVariant::kMask>{});
     }

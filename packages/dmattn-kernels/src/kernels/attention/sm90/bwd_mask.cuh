@@ -51,6 +51,8 @@ class MaskedRows {
     } else {
       find_states();
     }
+    // Rows without any of the keys have a gradient of zeros, which the item writes.
+    if constexpr (T::kFewKeys) any_ = 0xffffffffu;
     if (begin > 0) any_ &= 0xffffffffu << begin;
     if (end < 32) any_ &= (1u << end) - 1;
   }

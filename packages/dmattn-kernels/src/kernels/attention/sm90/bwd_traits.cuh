@@ -53,7 +53,8 @@ enum class BwdVariant {
   kDenseBiasOrdered,
   kWideBiasOrdered,
   kKeyBiasOrdered,
-  kWindow,  // of wide heads: a window of keys
+  kWindow,       // of wide heads: a window of keys
+  kFewKeysMask,  // as kFewKeys, with a dense mask
 };
 
 // A block of keys of a packed sequence, in which n_block counts. Consumers read it in shared memory until they are done
@@ -133,9 +134,9 @@ struct BwdTraits {
   static constexpr bool kDenseBias = kNarrowBias || kWideBias || kPairs;
   static constexpr bool kDbiasRows = kVariant == BwdVariant::kDenseBiasRows || kVariant == BwdVariant::kWideBiasRows;
   // Steps are announced. In fp32 the tiles of a bias leave no room for a mask's: there it is the same for all rows.
-  static constexpr bool kMasked =
-      kVariant == BwdVariant::kMask || kVariant == BwdVariant::kMaskOrdered || kNarrowBias || kOwnKeyBias;
-  static constexpr bool kWindows = kMasked;  // rows may see a window of keys
+  static constexpr bool kMasked = kVariant == BwdVariant::kMask || kVariant == BwdVariant::kMaskOrdered ||
+                                  kVariant == BwdVariant::kFewKeysMask || kNarrowBias || kOwnKeyBias;
+  static constexpr bool kWindows = kMasked && kVariant != BwdVariant::kFewKeysMask;  // rows may see a window of keys
   static constexpr bool kBias = kKeyBias || kDenseBias;
   static constexpr bool kGathered =
       kListBias || kVariant == BwdVariant::kLists || kVariant == BwdVariant::kOrderedLists;
@@ -144,7 +145,7 @@ struct BwdTraits {
   static constexpr bool kHasWholeItems = kVariant == BwdVariant::kLists;
   static constexpr bool kPacked = kVariant == BwdVariant::kPacked || kVariant == BwdVariant::kPackedOrdered ||
                                   kVariant == BwdVariant::kPackedSoftcap;
-  static constexpr bool kFewKeys = kVariant == BwdVariant::kFewKeys;
+  static constexpr bool kFewKeys = kVariant == BwdVariant::kFewKeys || kVariant == BwdVariant::kFewKeysMask;
   // Items may be numbered two by two.
   static constexpr bool kMirrors = kVariant == BwdVariant::kPlain || kVariant == BwdVariant::kPacked;
   static constexpr BwdTile kTile = sm90_bwd_tile(kHeadDim, kGathered, kBias, kMasked || kPacked || kFewKeys);
@@ -166,7 +167,7 @@ struct BwdTraits {
                                     : kHeadDim == 64 || kDenseBias ? DqPath::kVector
                                                                    : DqPath::kBulk;
   // Scores of the next rows are started before dq leaves the registers, where there are registers for both.
-  static constexpr bool kEarlyScores = !kSoftcap;
+  static constexpr bool kEarlyScores = !kSoftcap && !(kVariant == BwdVariant::kFewKeysMask && kHeadDim > 64);
   static_assert(kBlockM % 16 == 0 && kStagesQ >= 2 && kStagesdO >= 2);
   static constexpr int kThreads = 128 * (kConsumers + 1);
   // 128 * (2 * 240 + 24) = 64512 registers: those that a block of 384 threads starts with, 168 each.

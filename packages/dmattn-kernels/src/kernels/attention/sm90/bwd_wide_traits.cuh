@@ -30,7 +30,7 @@ struct BwdWideTraits {
   // For what it shares with the kernels of other head dimensions.
   static constexpr bool kHasTurnWarps = false, kPairs = false;
   static constexpr bool kPacked = kVariant == BwdVariant::kPacked || kVariant == BwdVariant::kPackedSoftcap;
-  static constexpr bool kMirrors = false;
+  static constexpr bool kMirrors = false, kFewKeys = false;
   static constexpr bool kListBias = kVariant == BwdVariant::kBiasLists || kVariant == BwdVariant::kOrderedBiasLists;
   static constexpr bool kKeyBias = kListBias || kVariant == BwdVariant::kKeyBias;
   static constexpr bool kDenseBias = kVariant == BwdVariant::kDenseBias;
