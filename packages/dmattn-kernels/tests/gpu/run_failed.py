@@ -33,10 +33,10 @@ from attention.targets import SHARE_VARIABLE, TARGET_VARIABLE, TARGETS  # noqa: 
 from check_report import REPORT  # noqa: E402
 from gpu import report  # noqa: E402
 from gpu.jobs import Job, Pool  # noqa: E402
-from gpu.sanitize import judge, kernel_jobs  # noqa: E402
+from gpu.sanitize import judge, kernel_jobs, planted_jobs  # noqa: E402
 
 FAMILIES = ("sm80", "sm89", "sm90")
-JOB_SECONDS = 400.0  # of a sanitizer's job
+JOB_SECONDS, PLANTED_SECONDS = 400.0, 60.0  # of a sanitizer's job, with and without our kernels
 FAILED_WIDTH = 4  # of failed tests at a time, few enough to find memory
 
 
@@ -65,7 +65,8 @@ def sanitize_again(
     """Starts the sanitizers' failed jobs and those named: what they find, as they end."""
     failed = names | {entry["name"] for entry in found["sanitizer"] if not entry["ok"]}
     families = sorted({name.split()[1] for name in failed} & set(FAMILIES))
-    jobs = [job for job in kernel_jobs(folder, families, JOB_SECONDS) if job.name in failed]
+    every = [*kernel_jobs(folder, families, JOB_SECONDS), *planted_jobs(folder, PLANTED_SECONDS)]
+    jobs = [job for job in every if job.name in failed]
     gpus = Pool(1, time.monotonic() + len(jobs) * JOB_SECONDS)  # in turn, for all jobs together
 
     def finding_of(job: Job) -> dict[str, Any]:

@@ -38,7 +38,13 @@ from check_report import REPORT  # noqa: E402
 from gpu import claims, report  # noqa: E402
 from gpu.jobs import Job, Pool  # noqa: E402
 from gpu.progress import Progress  # noqa: E402
-from gpu.sanitize import judge, kernel_jobs, planted_jobs  # noqa: E402
+from gpu.sanitize import (  # noqa: E402
+    judge,
+    kernel_jobs,
+    lacked_memory,
+    once_more,
+    planted_jobs,
+)
 from source_hash import source_hash  # noqa: E402
 
 RESTARTS = 25  # workers started again after a lost context or a crash, per target
@@ -183,11 +189,19 @@ def main() -> int:
     beside.start()
     pytest_jobs = Pool(len(pytest_jobs), deadline).run(pytest_jobs)
     beside.join()
+    # Without the tests beside them, one by one, or in a later run in this folder.
+    lacking = [job for job in sanitized if lacked_memory(job)]
+    if lacking and time.monotonic() < deadline:
+        sanitized = [job for job in sanitized if job not in lacking]
+        sanitized += Pool(1, deadline).run(once_more(lacking))
+        lacking = []
+    unfinished = [job for job in sanitized if job.timed_out or job in lacking]
     for workers in every:
         workers.give_back(pytest_jobs)
-    progress.add(time.monotonic() - start, [judge(job) for job in sanitized if not job.timed_out])
+    ended = [judge(job) for job in sanitized if job not in unfinished]
+    progress.add(time.monotonic() - start, ended)
     progress.write(folder)
-    stopped = [judge(job) for job in sanitized if job.timed_out]
+    stopped = [judge(job) for job in unfinished]
     found = report.compose(
         [(workers.target, workers.outcomes()) for workers in every],
         [*progress.findings, *stopped],

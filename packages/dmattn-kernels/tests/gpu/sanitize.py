@@ -146,6 +146,25 @@ def judge(job: Job) -> Finding:
     return Finding(job.name, ok, errors, launches, round(job.seconds, 1), words)
 
 
+# The driver's words, and what compute-sanitizer returns when the system has killed its program.
+_NO_MEMORY, _KILLED = re.compile(r"out of memory|CUDA error 2\b", re.IGNORECASE), (9, -9)
+
+
+def lacked_memory(job: Job) -> bool:
+    """Whether a job failed because others had taken the memory, of the GPU or of the machine."""
+    if job.timed_out or judge(job).ok:
+        return False
+    return job.returncode in _KILLED or _NO_MEMORY.search(job.output) is not None
+
+
+def once_more(jobs: list[Job]) -> list[Job]:
+    """The same jobs to be run anew, with logs of their own."""
+    return [
+        Job(job.name, job.command, job.log.with_suffix(".again.log"), job.env, job.limit)
+        for job in jobs
+    ]
+
+
 def _first_complaint(output: str, returncode: int | None) -> str:
     kinds = "Invalid|Error|Warning|Uninitialized|Barrier|Program hit|Race"
     pattern = rf"={{9}} ((?:{kinds}).*)|^(.*(?:error|Error):.*)$"

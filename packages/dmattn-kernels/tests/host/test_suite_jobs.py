@@ -12,7 +12,7 @@ import pytest
 from gpu import claims, report
 from gpu.jobs import Job, Pool
 from gpu.progress import Progress
-from gpu.sanitize import Finding
+from gpu.sanitize import Finding, judge, lacked_memory, once_more
 
 SHOW = "import os; print(os.environ.get('CUDA_VISIBLE_DEVICES'))"
 
@@ -35,6 +35,30 @@ def test_a_single_gpu_stays_what_it_is(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert run(1, tmp_path) == [visible]
+
+
+@pytest.mark.parametrize(
+    ("output", "code", "lacked"),
+    [
+        ("RuntimeError: cuMemAlloc_v2 failed with CUDA error 2", 1, True),
+        ("launching the backward kernel: out of memory", 1, True),
+        ("Error: process didn't terminate successfully", 9, True),
+        ("ERROR SUMMARY: 3 errors", 66, False),  # which another try might not find
+        ("CUDA error 700", 1, False),
+        ("ERROR SUMMARY: 0 errors\nfinished 5 launches, 0 wrong", 0, False),
+    ],
+)
+def test_a_sanitizer_that_found_no_memory_runs_once_more(
+    tmp_path: Path, output: str, code: int, lacked: bool
+) -> None:
+    script = f"import sys; print({output!r}); sys.exit({code})"
+    job = Job("memcheck sm80 1/1", [sys.executable, "-c", script], tmp_path / "log")
+    Pool(1, time.monotonic() + 60).run([job])
+    assert lacked_memory(job) == lacked and judge(job).ok == (code == 0)
+    (again,) = once_more([job])
+    assert (again.name, again.command) == (job.name, job.command) and not again.output
+    job.timed_out = True
+    assert not lacked_memory(job)
 
 
 def test_a_test_is_taken_once_and_given_back_if_time_stopped_its_worker(tmp_path: Path) -> None:
