@@ -1,10 +1,19 @@
-"""Tests claimed by workers: a file each, named by the test's place in the order of collection."""
+"""Tests claimed by workers: a file each, named by the test's place in the order of collection.
+
+And places that processes share, of which there are fewer than processes.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import itertools
 import os
-from collections.abc import Collection, Sequence
+import time
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+
+LOOK_AGAIN_SECONDS = 0.2
 
 
 def name(place: int) -> str:
@@ -44,3 +53,20 @@ def give_back(folder: Path, ended: Collection[str], stopped: Collection[str]) ->
         test, worker = read(claim)
         if not test or (test not in ended and worker in stopped):
             claim.unlink()
+
+
+@contextmanager
+def one_of_places(folder: Path, name: str, places: int) -> Iterator[None]:
+    """Waits until one of so many places is free; it is taken until the end, or the process's."""
+    files = [(folder / f"{name}-{place}").open("w") for place in range(places)]
+    try:
+        for file in itertools.cycle(files):
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(LOOK_AGAIN_SECONDS / places)
+        yield
+    finally:
+        for file in files:
+            file.close()

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ import torch
 from _pytest.runner import runtestprotocol
 
 from attention.targets import target
-from gpu.claims import name, take
+from gpu.claims import name, one_of_places, take
 
 ON_CUDA = torch.cuda.is_available()
 GPU_LOST = 77  # exit code of a worker whose CUDA context an earlier kernel has destroyed
@@ -30,6 +31,8 @@ CACHED_BYTES = 1 << 30  # that a worker may keep between tests
 # Tries of a test that finds no memory, as large ones of other workers run at the same time.
 ATTEMPTS, PAUSE_SECONDS = 4, 5.0
 OUT_OF_MEMORY = torch.OutOfMemoryError.__name__
+# Tests of this file take up to 40 GB each: so many of all targets may run on a GPU at a time.
+LARGE, LARGE_AT_ONCE = "test_large.py", 2
 SLOW_SECONDS = 300  # limit of a test that is marked slow; of others the target says it
 
 
@@ -69,12 +72,21 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
         return True
     # Which test comes next depends on the other workers, so every fixture is torn down here.
     item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-    reports, tries = _run(item)
+    with _place_for(item, Path(claims).parents[1]):
+        reports, tries = _run(item)
     _tries[:] = [tries]
     for report in reports:
         item.ihook.pytest_runtest_logreport(report=report)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
     return True
+
+
+def _place_for(item: pytest.Item, folder: Path) -> AbstractContextManager[None]:
+    """Where a large test waits until no more than one other runs. `folder`: of all targets."""
+    if item.path.name != LARGE:
+        return nullcontext()
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
+    return one_of_places(folder, f"large-{gpu}", LARGE_AT_ONCE)
 
 
 def _run(item: pytest.Item) -> tuple[list[pytest.TestReport], int]:

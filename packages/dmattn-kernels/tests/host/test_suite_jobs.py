@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,28 @@ def test_a_test_is_taken_once_and_given_back_if_time_stopped_its_worker(tmp_path
     (tmp_path / "stopped while taking").touch()
     claims.give_back(tmp_path, {"file.py::ended[\n]"}, {"worker-0"})
     assert {left.name for left in tmp_path.iterdir()} == {"ended", "crashed"}
+
+
+def test_no_more_than_so_many_have_a_place(tmp_path: Path) -> None:
+    """As large tests do on a GPU, in processes of their own: here two of four threads at a time."""
+    here, most = [0], [0]
+    count = threading.Lock()
+
+    def stay() -> None:
+        with claims.one_of_places(tmp_path, "large-0", 2):
+            with count:
+                here[0] += 1
+                most[0] = max(most[0], here[0])
+            time.sleep(0.3)
+            with count:
+                here[0] -= 1
+
+    threads = [threading.Thread(target=stay) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (here[0], most[0]) == (0, 2)
 
 
 def test_a_run_goes_on_with_what_the_one_before_found(tmp_path: Path) -> None:
