@@ -154,6 +154,7 @@ def test_keys_of_one_tile(shape: str, fill: str, rows: int, keys: int, head_dim:
         check(case.with_(causal=True, dtype="f16", dlse=True))
 
 
+@pytest.mark.cuda
 @pytest.mark.parametrize(
     "case",
     [
