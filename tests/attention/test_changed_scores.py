@@ -78,7 +78,7 @@ def test_key_bias_of_many_rows(fill: str, dtype: str, f32: bool) -> None:
     check(many.with_(wants="", seqlen_k=1031, causal=True, head_dim=40))
 
 
-@pytest.mark.parametrize("scale", [1e-4, 0.02, 30.0])
+@pytest.mark.parametrize("scale", [1e-4, 0.02, 30.0, 1e4])
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])
 def test_key_bias_beside_a_scale(dtype: str, scale: float) -> None:
     """It is divided by the scale first: up to what 16 bits have room for, and far less."""

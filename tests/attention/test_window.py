@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 import dmattn
-from attention.cases import Case, build, case_id
+from attention.cases import BIAS_FILLS, Case, build, case_id
 from attention.driver import assert_close, call, run, times
 from attention.oracle import Problem, Results
 from attention.poison import poisoned
@@ -212,6 +212,31 @@ def test_many_heads(case: Case, window: int, biased: bool, deterministic: bool) 
         problem = problem.with_(bias=None)
     found = run(problem, deterministic, selection=chosen)
     assert_close(problem.with_(mask=keep), found)
+
+
+def check_forward(case: Case, window: int) -> None:
+    """Over the keys that the scores select, and over those of a mask of keys."""
+    selected = build(case.with_(wants="", causal=True))
+    assert selected.bias is not None
+    keep = brute_force(selected.bias[:, :, 0], window, case.seqlen_q, True)
+    assert_close(selected.with_(mask=keep), run(selected, False, window_size=window))
+    masked = build(case.with_(wants="", mask="b11k"))
+    assert_close(masked, run(masked, False))
+
+
+@pytest.mark.parametrize("fill", BIAS_FILLS)
+@pytest.mark.parametrize("dtype, f32", [("bf16", False), ("f16", False), ("bf16", True)])
+def test_bias_of_listed_keys(fill: str, dtype: str, f32: bool) -> None:
+    """On Hopper the tensor cores add it up to head_dim 64, unless a number is large."""
+    case = Case(300, 400, 1, 4, 2, bias="bk1k", bias_fill=fill, bias_f32=f32, dtype=dtype)
+    check_forward(case.with_(dlse=True), 150)
+
+
+@pytest.mark.parametrize("scale", [1e-4, 0.02, 30.0, 1e4, -0.2])
+@pytest.mark.parametrize("dtype", ["bf16", "f16"])
+def test_bias_of_listed_keys_beside_a_scale(dtype: str, scale: float) -> None:
+    """It is divided by the scale first: up to what 16 bits have room for, and far less."""
+    check_forward(Case(260, 300, 2, 4, 4, 40, bias="bk1k", dtype=dtype, scale=scale), 90)
 
 
 @pytest.mark.parametrize("causal", [False, True])
