@@ -50,6 +50,8 @@ cudaError_t with_kernel(const KernelChoice& choice, F&& f) {
       return with_tiles(LevelConstant<Level::kGeneral>{});
     case Level::kFull:
       return with_tiles(LevelConstant<Level::kFull>{});
+    case Level::kCut:  // decoding has a launch of its own
+      break;
   }
   return cudaErrorInvalidValue;
 }
