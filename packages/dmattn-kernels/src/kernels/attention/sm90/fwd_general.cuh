@@ -47,10 +47,6 @@ __device__ __forceinline__ MaskTileWalk<T::kBlockM, T::kBlockN> walk_mask_tiles(
 
 __device__ __forceinline__ bool has_key_bias(const GeneralFwdArguments& p) { return p.bias.kind == BiasKind::kKey; }
 
-__device__ __forceinline__ void st_shared_v2(uint32_t addr, uint2 x) {
-  asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(addr), "r"(x.x), "r"(x.y));
-}
-
 // Writes the bias of each key into shared memory, tile by tile as the producer takes them: a warp. It shares a
 // scheduler with a warp of each consumer. Where these are bound by their instructions (kBiasInProduct), its own count
 // as well.
@@ -61,9 +57,6 @@ struct KeyBiasLoader {
   using Layout = KeyBiasLayout<T::kBlockN>;
   using Operands = typename T::BiasOperands;
   using Bias = float[kKeysPerLane];  // of the keys 32 i + lane
-  // Beyond these, bias and bias / softmax_scale are added to the scores. Maxima of the softmax are large beyond the
-  // first; fp16 has room for the second.
-  static constexpr float kMostBias = 64.f, kMostOperand = 32768.f;
 
   const typename T::Arguments& p;
   typename T::Shared& s;
@@ -76,7 +69,7 @@ struct KeyBiasLoader {
       : p(arguments), s(shared), lane(lane_), factor(1.f / arguments.softmax_scale) {}
 
   __device__ __forceinline__ void run() {
-    if constexpr (T::kBiasInProduct) write_constants();
+    if constexpr (T::kBiasInProduct) s.general.write_constants(lane, 32);
     while (true) {
       const AnnouncedItem item = next_item<T>(s, item_place);
       if (item.index() >= p.items) return;
@@ -147,79 +140,26 @@ struct KeyBiasLoader {
   // done before the stage is free is.
   __device__ __forceinline__ void write_operands(const Bias& bias) const {
     static_assert(T::kStages == 2);
-    const float most = fminf(kMostBias, kMostOperand * p.softmax_scale);
+    const float most = most_bias_in_product<Element>(p.softmax_scale);
     bool is_small = true;
 #pragma unroll
     for (int i = 0; i < kKeysPerLane; ++i) is_small &= fabsf(bias[i]) <= most;  // NaN is large
     const bool is_large = __any_sync(0xffffffffu, !is_small);
     uint2 columns[kKeysPerLane];
 #pragma unroll
-    for (int i = 0; i < kKeysPerLane; ++i) columns[i] = split(is_large ? 0.f : bias[i] * factor);
-    constexpr int kRowBytes = Operands::kCols * sizeof(Element);
+    for (int i = 0; i < kKeysPerLane; ++i) columns[i] = split_in_three<Element>(is_large ? 0.f : bias[i] * factor);
     const uint32_t own_row =
-        smem_u32(s.general.keys) + place.stage * (T::kBlockN * kRowBytes) + Operands::row_offset(lane);
+        smem_u32(s.general.keys) + place.stage * (T::kBlockN * Operands::kRowBytes) + Operands::row_offset(lane);
     s.k_empty[place.stage].wait(place.phase ^ 1);
 #pragma unroll
-    for (int i = 0; i < kKeysPerLane; ++i) st_shared_v2(own_row + i * (32 * kRowBytes), columns[i]);
+    for (int i = 0; i < kKeysPerLane; ++i) st_shared_v2(own_row + i * (32 * Operands::kRowBytes), columns[i]);
     if (is_large) write_stage(bias);
     if (lane == 0) s.general.is_large[place.stage] = is_large;
     cutlass::arch::fence_view_async_shared();  // the tensor cores see what was written
     __syncwarp();
     if (lane == 0) s.k_full[place.stage].arrive();
   }
-  // Three 16-bit numbers whose sum x is: they have 24 bits together, or in fp16 more.
-  static __device__ __forceinline__ uint2 split(float x) {
-    if constexpr (std::is_same_v<Element, cutlass::bfloat16_t>) {
-      // Upper halves of fp32 numbers. Of 24 bits eight are left once eight have been cut off twice.
-      const uint32_t first = __float_as_uint(x);
-      const float rest = x - __uint_as_float(first & 0xffff0000u);
-      const uint32_t second = __float_as_uint(rest);
-      const float last = rest - __uint_as_float(second & 0xffff0000u);
-      return make_uint2(__byte_perm(first, second, 0x7632), __float_as_uint(last) >> 16);
-    } else {
-      using Pair = ElementTraits<Element>;
-      const float first = Pair::unpack(Pair::pack(x, 0.f)).x, rest = x - first;
-      const float second = Pair::unpack(Pair::pack(rest, 0.f)).x;
-      return make_uint2(Pair::pack(first, second), Pair::pack(rest - second, 0.f));
-    }
-  }
-  // The columns of Q, and those of K that no tile writes.
-  __device__ __forceinline__ void write_constants() const {
-    const uint32_t keys = smem_u32(s.general.keys), rows = smem_u32(s.general.rows);
-    const uint32_t two = ElementTraits<Element>::pack(1.f, 1.f), one = ElementTraits<Element>::pack(1.f, 0.f);
-    for (int row = lane; row < T::kStages * T::kBlockN; row += 32) {
-      st_shared(keys + Operands::row_offset(row), make_uint4(0, 0, 0, 0));
-      st_shared(keys + (Operands::row_offset(row) ^ 16), make_uint4(0, 0, 0, 0));
-    }
-    for (int row = lane; row < 64; row += 32) {
-      st_shared(rows + Operands::row_offset(row), make_uint4(two, one, 0, 0));
-      st_shared(rows + (Operands::row_offset(row) ^ 16), make_uint4(0, 0, 0, 0));
-    }
-  }
 };
-
-// As OnlineSoftmax::probabilities(), of raw products, with maxima in units of 1: other tiles have logits.
-template <int kFragments>
-__device__ __forceinline__ void take_probabilities_of_products(OnlineSoftmax<1>& softmax,
-                                                               float (&products)[1][kFragments][4], float (&alpha)[2],
-                                                               float scale, float scale_log2) {
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    float most = fmaxf(products[0][0][2 * r], products[0][0][2 * r + 1]);
-#pragma unroll
-    for (int i = 1; i < kFragments; ++i) {
-      most = fmaxf(most, fmaxf(products[0][i][2 * r], products[0][i][2 * r + 1]));
-    }
-    most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 1));
-    most = fmaxf(most, __shfl_xor_sync(0xffffffffu, most, 2));
-    const float max = fmaxf(softmax.row_max[r], most * scale);
-    const float used = max == -INFINITY ? 0.f : max;  // nothing kept yet: exp(-inf - 0) = 0, not NaN
-    alpha[r] = exp2_approx((softmax.row_max[r] - used) * kLog2e);
-    softmax.row_max[r] = max;
-    const float sum = OnlineSoftmax<1>::exponentiate(r, products, scale_log2, used * kLog2e);
-    softmax.row_sum[r] = softmax.row_sum[r] * alpha[r] + sum;
-  }
-}
 
 // Of a bias whose rows start on any two bytes, what a thread takes of each tile of an item: row is its first one.
 struct NoPairs {};

@@ -333,24 +333,6 @@ struct FwdConsumer {
     return *reinterpret_cast<float (*)[1][kFragments][4]>(acc.data());
   }
 
-  // c = q k^T, and in the same group of products what other columns add.
-  template <class Mma, class Q, class K, class OtherMma, class OtherQ, class OtherK, class C>
-  static __device__ __forceinline__ void start_biased_scores(Mma& mma, const Q& q, const K& k, OtherMma& other_mma,
-                                                             const OtherQ& other_q, const OtherK& other_k, C& c) {
-    cute::warpgroup_fence_operand(c);
-    cute::warpgroup_arrive();
-    mma.accumulate_ = cute::GMMA::ScaleOut::Zero;
-#pragma unroll
-    for (int i = 0; i < cute::size<2>(q); ++i) {
-      cute::gemm(mma, q(cute::_, cute::_, i), k(cute::_, cute::_, i), c);
-      mma.accumulate_ = cute::GMMA::ScaleOut::One;
-    }
-    other_mma.accumulate_ = cute::GMMA::ScaleOut::One;
-    cute::gemm(other_mma, other_q(cute::_, cute::_, 0), other_k(cute::_, cute::_, 0), c);
-    cute::warpgroup_commit_batch();
-    cute::warpgroup_fence_operand(c);
-  }
-
   __device__ __forceinline__ void attend(const typename T::Item& item, bool has_keys) {
     typename T::ScoreMma score_mma;
     typename T::OutMma out_mma;

@@ -9,6 +9,7 @@
 #include "bias_classes.cuh"
 #include "bias_rows.cuh"
 #include "fwd_params.h"
+#include "key_bias.cuh"
 #include "pipeline.cuh"
 
 namespace dmattn::sm90 {
@@ -48,20 +49,6 @@ struct KeyBiasLayout {
 // writes them: 64 keys of 16 bits, or 32 of fp32. A stage has room for a 16-bit tile, or half of one in fp32.
 struct NoGeneral {};
 struct NoRequests {};
-// A bias for each key as operands of the product of scores, in 16 columns more: see FwdTraits::kBiasInProduct. Rows of
-// 32 bytes, swizzled as the matrix instructions want them.
-struct NoOperands {};
-template <class Element, int kBlockN, int kStages>
-struct KeyBiasOperands {
-  static constexpr int kCols = 16;
-
-  alignas(1024) Element keys[kStages * kBlockN * kCols];
-  alignas(1024) Element rows[64 * kCols];  // of all consumers alike
-  int32_t is_large[kStages];               // the operands are zeros, the bias has to be added to the scores
-
-  // Where the first eight columns of a row begin.
-  static __device__ __forceinline__ uint32_t row_offset(int row) { return row * 32 + (row / 4 % 2 << 4); }
-};
 template <int kBlockM, int kBlockN, int kStages, bool kHasTiles, class Operands>
 struct GeneralShared : Operands {
   static constexpr int kStageBytes = kHasTiles ? kBlockM * kBlockN * 2 : KeyBiasLayout<kBlockN>::kBytes;
@@ -103,10 +90,7 @@ struct FwdTraits {
       : kSplit                                                                             ? Windows::kNever
       : kMode == ScoreMode::kSoftcap || (kMode == ScoreMode::kKeyBias && kConsumers_ == 2) ? Windows::kMaybe
                                                                                            : Windows::kNever;
-  // Where the softmax bounds the kernel, a bias for each key comes with the products: Q has three columns of ones more,
-  // and K the bias / softmax_scale, in three 16-bit numbers whose sum it is. The softmax is then that of the plain
-  // kernel. Tiles with a large bias are left out of this: it might overflow, and the scores, which are rounded once it
-  // has been added, would not be those of the backward.
+  // A bias for each key comes with the products: see key_bias.cuh.
   static constexpr bool kBiasInProduct = kMode == ScoreMode::kKeyBias && kConsumers_ == 3;
   using GeneralArguments = cute::conditional_t<kHasBoxedBias, UnalignedBiasFwdArguments, GeneralFwdArguments>;
   using WholeArguments = cute::conditional_t<kPacked, PackedFwdArguments, FwdArguments>;

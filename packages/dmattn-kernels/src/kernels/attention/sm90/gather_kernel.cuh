@@ -22,9 +22,9 @@ __device__ __forceinline__ void init_gather_barriers(typename T::Shared& s) {
     s.q_empty[i].init(T::kOneQ ? 1 : T::kConsumers);
   }
   for (int i = 0; i < T::kStages; ++i) {
-    s.k_full[i].init(128);
+    s.k_full[i].init(T::kBiasInProduct ? 128 + 4 : 128);  // and a warp each, of the bias
     s.v_full[i].init(128);
-    s.k_empty[i].init(T::kConsumers);
+    s.k_empty[i].init(T::kBiasInProduct ? 4 * T::kConsumers : T::kConsumers);  // see release_keys()
     s.v_empty[i].init(T::kConsumers);
   }
   for (int i = 0; i < T::kFactStages; ++i) {
@@ -83,6 +83,11 @@ struct GatherConsumer {
   // One thread a warpgroup says that the warpgroup is done with a buffer.
   __device__ __forceinline__ void release(Barrier& empty) {
     if (threadIdx.x % 128 == 0) empty.arrive();
+  }
+  // The stage of K. With a bias in the product every warp says for itself that it has read what the operands lack.
+  __device__ __forceinline__ void release_keys() {
+    if (threadIdx.x % (T::kBiasInProduct ? 32 : 128) == 0) s.k_empty[k_place.stage].arrive();
+    k_place.advance();
   }
   __device__ __forceinline__ void wait_turn() { cutlass::arch::NamedBarrier::sync(256, kTurnBarrier + consumer); }
   __device__ __forceinline__ void pass_turn() {
@@ -344,26 +349,45 @@ struct GatherConsumer {
           local_tile(all_k, Shape<Int<kKeys>, Int<T::kHeadDim>, Int<T::kStages>>{}, make_coord(_0{}, _0{}, _0{})));
       auto acc_s = partition_fragment_C(mma, Shape<Int<T::kBlockM>, Int<kKeys>>{});
       auto& scores = fragments(acc_s);
-      wait_for_tile(s.k_full, k_place);
-      start_product<true>(mma, q(_, _, _, q_place.stage), k(_, _, _, k_place.stage), acc_s);
-      release_stored();
-      wait_for_product<0>(acc_s);
-      release(s.k_empty[k_place.stage]);
-      k_place.advance();
-      change_scores(is_masked, scores, item, seen_by_all);
-      if constexpr (T::kBias) {
-        softmax.probabilities_of_logits(scores, keep);
-      } else {
-        softmax.template probabilities<true>(scores, keep, p.softmax_scale * kLog2e);
-      }
       auto probabilities = make_tensor<typename T::Element>(Layout<Shape<Shape<_2, _2, _2>, _1, Int<kKeys / 16>>>{});
-      auto packed = recast<uint32_t>(probabilities);
+      const auto finish_softmax = [&]() __attribute__((always_inline)) {
+        auto packed = recast<uint32_t>(probabilities);
 #pragma unroll
-      for (int i = 0; i < kKeys / 8; ++i) {
-        packed(2 * i) = ElementTraits<typename T::Element>::pack(scores[0][i][0], scores[0][i][1]);
-        packed(2 * i + 1) = ElementTraits<typename T::Element>::pack(scores[0][i][2], scores[0][i][3]);
+        for (int i = 0; i < kKeys / 8; ++i) {
+          packed(2 * i) = ElementTraits<typename T::Element>::pack(scores[0][i][0], scores[0][i][1]);
+          packed(2 * i + 1) = ElementTraits<typename T::Element>::pack(scores[0][i][2], scores[0][i][3]);
+        }
+        OnlineSoftmax<1>::rescale(out, keep);
+      };
+      wait_for_tile(s.k_full, k_place);
+      if constexpr (T::kBiasInProduct) {
+        const bool is_large = __shfl_sync(0xffffffffu, s.bias_operands.is_large[k_place.stage], 0) != 0;
+        start_scores_with_bias<kKeys>(mma, q(_, _, _, q_place.stage), k(_, _, _, k_place.stage), acc_s);
+        release_stored();
+        wait_for_product<0>(acc_s);
+        // Each branch has its own softmax and what follows: were they to meet before, the compiler could not mix these.
+        if (is_large) {
+          add_bias(scores, s.bias[k_place.stage]);
+          __syncwarp();
+          release_keys();
+          change_scores(is_masked, scores, item, seen_by_all);
+          softmax.probabilities_of_logits(scores, keep);
+          finish_softmax();
+        } else {
+          release_keys();
+          change_scores(is_masked, scores, item, seen_by_all);
+          take_probabilities_of_products(softmax, scores, keep, p.softmax_scale, p.softmax_scale * kLog2e);
+          finish_softmax();
+        }
+      } else {
+        start_product<true>(mma, q(_, _, _, q_place.stage), k(_, _, _, k_place.stage), acc_s);
+        release_stored();
+        wait_for_product<0>(acc_s);
+        release_keys();
+        change_scores(is_masked, scores, item, seen_by_all);
+        softmax.template probabilities<true>(scores, keep, p.softmax_scale * kLog2e);
+        finish_softmax();
       }
-      OnlineSoftmax<1>::rescale(out, keep);
       wait_for_tile(s.v_full, v_place);
       start_product<false>(out_mma, probabilities, v(_, _, _, v_place.stage), acc_o);
       wait_for_product<0>(acc_o);
@@ -397,6 +421,34 @@ struct GatherConsumer {
     }
   }
 
+  // c = q k^T of kKeys keys with their bias: see key_bias.cuh.
+  template <int kKeys, class Mma, class Q, class K, class C>
+  __device__ __forceinline__ void start_scores_with_bias(Mma& mma, const Q& q, const K& k, C& c) const {
+    using namespace cute;
+    using Operands = typename T::BiasOperands;
+    typename T::template TailBiasMma<kKeys> bias_mma;
+    const auto slice = bias_mma.get_slice(threadIdx.x % 128);
+    const auto all_keys =
+        make_tensor(make_smem_ptr(s.bias_operands.keys), typename T::template BiasLayout<T::kBlockN, T::kStages>{});
+    const auto rows = slice.partition_fragment_A(
+        make_tensor(make_smem_ptr(s.bias_operands.rows), typename T::template BiasLayout<64, 1>{}));
+    const auto keys = slice.partition_fragment_B(
+        local_tile(all_keys, Shape<Int<kKeys>, Int<Operands::kCols>, Int<T::kStages>>{}, make_coord(_0{}, _0{}, _0{})));
+    start_biased_scores(mma, q, k, bias_mma, rows(_, _, _, 0), keys(_, _, _, k_place.stage), c);
+  }
+
+  // Products become logits. bias: of the keys of a tile, in shared memory.
+  template <int kFragments>
+  __device__ __forceinline__ void add_bias(float (&scores)[1][kFragments][4], const float* bias) const {
+    const float* const own = bias + FragmentMap(consumer * 64 + warp * 16, 0, lane).col0;
+#pragma unroll
+    for (int i = 0; i < kFragments; ++i) {
+      const float2 b = *reinterpret_cast<const float2*>(own + 8 * i);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) scores[0][i][e] = __fmaf_rn(scores[0][i][e], p.softmax_scale, e & 1 ? b.y : b.x);
+    }
+  }
+
   // Gives -inf to the keys that a row does not see. The keys that all rows see come first and need no test, which would
   // be three instructions a score: it is left out for groups of kGroup keys that have no others.
   template <int kFragments>
@@ -413,22 +465,15 @@ struct GatherConsumer {
     }
   }
 
-  // Adds the bias and masks the scores. seen_by_all: as above.
+  // Adds the bias, unless it came with the products, and masks the scores. seen_by_all: as above.
   template <class IsMasked, int kFragments>
   __device__ __forceinline__ void change_scores(IsMasked, float (&scores)[1][kFragments][4], const FwdItem& item,
                                                 int seen_by_all) {
-    if constexpr (!T::kBias && !IsMasked::value) return;
+    constexpr bool kAddsBias = T::kBias && !T::kBiasInProduct;
+    if constexpr (!kAddsBias && !IsMasked::value) return;
     s.facts_full[facts_place.stage].wait(facts_place.phase);
     const FragmentMap map(consumer * 64 + warp * 16, 0, lane);
-    if constexpr (T::kBias) {
-      const float* bias = s.bias[facts_place.stage] + map.col0;
-#pragma unroll
-      for (int i = 0; i < kFragments; ++i) {
-        const float2 b = *reinterpret_cast<const float2*>(bias + 8 * i);
-#pragma unroll
-        for (int e = 0; e < 4; ++e) scores[0][i][e] = __fmaf_rn(scores[0][i][e], p.softmax_scale, e & 1 ? b.y : b.x);
-      }
-    }
+    if constexpr (kAddsBias) add_bias(scores, s.bias[facts_place.stage]);
     if constexpr (IsMasked::value) {
       ScoreInputs in;
       in.key_intervals = smem_u32(s.intervals[facts_place.stage]);

@@ -42,6 +42,8 @@ cudaError_t fill_gather_arguments(GatherArguments& a, const FwdParams& p, int64_
   const int64_t heads = std::max<int64_t>(1, section_bytes / kv_bytes) * p.head_ratio;
   a.section_heads = static_cast<int32_t>(std::min<int64_t>(heads, a.all_heads));
   a.softmax_scale = p.softmax_scale;
+  a.bias_factor = 1.f / p.softmax_scale;
+  a.most_bias = most_bias_in_product<typename T::Element>(p.softmax_scale);
   a.is_causal = p.is_causal;
   a.work_counter = p.work_counter;
   return status;

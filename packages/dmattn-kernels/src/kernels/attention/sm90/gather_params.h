@@ -41,6 +41,8 @@ struct GatherArguments {
   // Heads (of all batches) whose row blocks are done before the next heads begin, so that their K and V stay in L2.
   int32_t section_heads, all_heads;
   float softmax_scale;
+  // With a bias for each key, 1 / softmax_scale, and the largest bias that comes with the products (key_bias.cuh).
+  float bias_factor, most_bias;
   bool is_causal;
   // Number of items that thread blocks have taken beyond their first; zero before the launch. nullptr: there are no
   // more items than thread blocks.

@@ -1,9 +1,11 @@
 // The producer of the Hopper forward over lists of keys: a warpgroup that copies the rows of K and V that a list names
 // into tiles as TMA would lay them out.
 //
-// Eight threads copy a row of a panel (128 bytes), 16 bytes each; the warpgroup copies 16 rows side by side. Each
-// thread reads one entry of the list for each tile, a tile ahead, with what is known of the key, and hands the entry to
-// the threads that copy the row by shuffles.
+// Eight threads copy a row of a panel (128 bytes), 16 bytes each. Of a large tile a thread copies neighbouring rows, whose
+// entries of the list it reads at once (read_rows); of a small one a warp shares the entries that its threads have read
+// (share_entry). Each thread reads one entry of the list for each tile, a tile ahead, which also brings the list into the
+// L1 cache, and what is known of its key. What is read stays as it is until it is needed: an instruction that uses it
+// waits for its arrival.
 #pragma once
 
 #include <climits>
@@ -28,8 +30,8 @@ struct GatherProducer {
   const typename T::Arguments& p;
   typename T::Shared& s;
   const int warp, lane;
-  const int chunk, row;  // what this thread copies: 16 bytes of a row of a panel, in the first pass
-  const int own;         // the key of a tile whose list entry this thread reads
+  const int chunk, group;  // what this thread copies: 16 bytes of each of kPasses rows of a panel, see row_of()
+  const int own;           // the key of a tile of which it tells the consumers
   const uint64_t policy;
   RingPlace<T::kStages> k_place, v_place;
   RingPlace<T::kFactStages> facts_place;
@@ -38,11 +40,17 @@ struct GatherProducer {
   int next_slot = 0;
   Barrier* unsaid = nullptr;  // of the copies that have been started last; kProducer alone
 
-  // What the consumers are told of a key of a tile.
+  // What is known of a key of a tile, as it was read: where its interval ends, and its bias, in one of two places by its
+  // dtype. Where nothing is read anything may stand: zeros would be written after a read, and wait for it.
   struct Facts {
-    KeyInterval interval;
-    float bias;
+    int32_t key = -1;  // there is none
+    uint32_t end = anything(), bias = anything(), narrow_bias = anything();
   };
+  static __device__ __forceinline__ uint32_t anything() {
+    uint32_t x;
+    asm volatile("" : "=r"(x));
+    return x;
+  }
   // An item and what is known of its list before its turn comes.
   struct Work {
     int index;
@@ -60,8 +68,8 @@ struct GatherProducer {
         warp(cutlass::canonical_warp_idx_sync()),
         lane(threadIdx.x % 32),
         chunk(lane % T::kChunks),
-        row(4 * warp + lane / T::kChunks),
-        own(T::kPassKeys * (lane / 4) + 4 * warp + lane % 4),
+        group(threadIdx.x / T::kChunks),
+        own(T::kOverlaps ? threadIdx.x : T::kPassKeys * (lane / 4) + 4 * warp + lane % 4),
         policy(make_policy()) {}
 
   // Rows of K and V are read again by other row blocks, and by the other heads of a group.
@@ -72,6 +80,10 @@ struct GatherProducer {
   }
 
   __device__ __forceinline__ void run() {
+    if constexpr (T::kBiasInProduct) {
+      s.bias_operands.write_constants(threadIdx.x, 128);
+      cutlass::arch::NamedBarrier::sync(128, kBarrier);  // the other columns of a row are another thread's
+    }
     Work work = {};
     work.index = blockIdx.x;
     find_list(work);
@@ -140,7 +152,9 @@ struct GatherProducer {
     work.full = min(max(work.full - begin, 0), work.count);
   }
   __device__ __forceinline__ void read_first_facts(Work& work) const {
-    if (work.index < p.items && has_facts(work, 0)) work.facts = read_facts(work, 0, position_of(work.entry));
+    if (work.index < p.items && has_facts(work, 0)) {
+      work.facts = read_facts(work, bias_of(work.item), 0, position_of(work.entry));
+    }
   }
 
   __device__ __forceinline__ int read_entry(const Work& work, int n) const {
@@ -163,10 +177,13 @@ struct GatherProducer {
     };
     const int tiles = (work.count + T::kBlockN - 1) / T::kBlockN;
     const int kv_head = work.item.head / p.head_ratio;
-    const char* const k = p.k.data + work.item.batch * p.k.batch_stride + kv_head * p.k.head_stride + chunk * 16;
-    const char* const v = p.v.data + work.item.batch * p.v.batch_stride + kv_head * p.v.head_stride + chunk * 16;
-    const auto copy_v = [&](int key, int keys, bool may_be_short) __attribute__((always_inline)) {
-      copy_tile(v, p.v.row_stride, s.v, s.v_full, s.v_empty, v_place, key, keys, may_be_short);
+    const char* const k = rows_of(p.k, work.item.batch, kv_head);
+    const char* const v = rows_of(p.v, work.item.batch, kv_head);
+    const auto copy_k = [&](int n, const Rows& rows) __attribute__((always_inline)) {
+      copy_tile(work, n, rows, k, p.k.row_stride, s.k, s.k_full, s.k_empty, k_place);
+    };
+    const auto copy_v = [&](int n, const Rows& rows) __attribute__((always_inline)) {
+      copy_tile(work, n, rows, v, p.v.row_stride, s.v, s.v_full, s.v_empty, v_place);
     };
     if (tiles == 0) {
       say_all();  // the consumers may need it before they are done with the last Q
@@ -176,28 +193,35 @@ struct GatherProducer {
     const int take_at = max(tiles - kTilesLeft, -1);
     const int find_at = take_at < 0 ? (tiles > 1 ? 1 : 0) : take_at + 1;
     if (take_at < 0) take();
+    const int64_t bias = bias_of(work.item);
     Facts facts = work.facts;
-    int key = position_of(work.entry), key_before = 0;
+    int entry = work.entry;
 #pragma unroll 1
     for (int n = 0; n < tiles; ++n) {
-      const int ahead = read_entry(work, n + 1);
+      const int entry_after = read_entry(work, n + 1);
       if (n == take_at) take();
-      copy_tile(k, p.k.row_stride, s.k, s.k_full, s.k_empty, k_place, key, work.count - n * T::kBlockN, n > 0);
-      if (n == 0) {
-        copy_q(work.item, true);
+      const int k_stage = k_place.stage;
+      if constexpr (T::kOverlaps) {
+        copy_k(n, read_rows(work, n));
+        n == 0 ? copy_q(work.item, true) : copy_v(n - 1, read_rows(work, n - 1));
       } else {
-        copy_v(key_before, T::kBlockN, false);
+        const Rows rows = share_entry(entry);
+        copy_k(n, rows);
+        if (n == 0) copy_q(work.item, true);
+        copy_v(n, rows);
       }
-      if (has_facts(work, n)) write_facts(facts);
+      entry = entry_after;
+      if constexpr (T::kBiasInProduct) write_bias_operands(facts, k_stage);
+      if (tells_facts(work, n)) write_facts(work, facts);
       if (n == find_at) {
         next.index = share_next(taken);
         find_list(next);
       } else if (n == find_at + 1) {
         open_list(next);
       }
-      key_before = key;
-      key = position_of(ahead);
-      if (n + 1 < tiles && has_facts(work, n + 1)) facts = read_facts(work, n + 1, key);
+      if (n + 1 < tiles && has_facts(work, n + 1)) {
+        facts = read_facts(work, bias, n + 1, position_of(entry));
+      }
     }
     if (tiles == 0) {
       next.index = share_next(taken);
@@ -205,7 +229,7 @@ struct GatherProducer {
     }
     if (tiles <= find_at + 1) open_list(next);
     announce(next);
-    if (tiles > 0) copy_v(key_before, work.count - (tiles - 1) * T::kBlockN, tiles > 1);
+    if (T::kOverlaps && tiles > 0) copy_v(tiles - 1, read_rows(work, tiles - 1));
     read_first_facts(next);
     return next;
   }
@@ -260,29 +284,118 @@ struct GatherProducer {
     q_place.advance();
   }
 
-  // The first `keys` keys of a tile; zeros for the others that are computed. may_be_short: it is the last of several.
-  __device__ __forceinline__ void copy_tile(const char* from, uint32_t row_stride, typename T::Element* tiles,
-                                            Barrier* full, Barrier* empty, RingPlace<T::kStages>& place, int key,
-                                            int keys, bool may_be_short) {
-    const int width = may_be_short ? T::tile_width(keys) : T::kBlockN;
+  // Where this thread's 16 bytes of the first row lie. Opaque, as the compiler would add up its terms for each row.
+  __device__ __forceinline__ const char* rows_of(const GatheredTensor& tensor, int batch, int head) const {
+    const char* rows = tensor.data + batch * tensor.batch_stride + head * tensor.head_stride + chunk * 16;
+    asm volatile("" : "+l"(rows));
+    return rows;
+  }
+
+  // Entries of the list for the rows of a tile that this thread copies, as they were read. The rows are neighbours where
+  // they are read at once, in whole tiles; otherwise every so many-th, so that all threads have a part of those that there
+  // are.
+  struct Rows {
+    alignas(16) int32_t entry[T::kPasses];
+  };
+  template <bool kAtOnce>
+  __device__ __forceinline__ int row_of(int i) const {
+    return kAtOnce ? group * T::kPasses + i : group + i * T::kPassKeys;
+  }
+  static __device__ __forceinline__ bool may_read_at_once(const Work& work, int n) {
+    const bool is_whole = work.count - n * T::kBlockN >= T::kBlockN;
+    return T::kOverlaps && is_whole && reinterpret_cast<uintptr_t>(work.list + n * T::kBlockN) % 16 == 0;
+  }
+  __device__ __forceinline__ Rows read_rows(const Work& work, int n) const {
+    using Vector = cute::conditional_t<T::kPasses % 4 == 0, int4, int2>;
+    constexpr int kEntries = sizeof(Vector) / sizeof(int32_t);
+    static_assert(T::kPasses % kEntries == 0);
+    const int32_t* const list = work.list + n * T::kBlockN;
+    const int keys = work.count - n * T::kBlockN;
+    Rows rows;
+    if (may_read_at_once(work, n)) {
+      const auto* const from = reinterpret_cast<const Vector*>(list + row_of<true>(0));
+#pragma unroll
+      for (int i = 0; i < T::kPasses / kEntries; ++i) reinterpret_cast<Vector*>(rows.entry)[i] = __ldg(from + i);
+    } else {
+#pragma unroll
+      for (int i = 0; i < T::kPasses; ++i) rows.entry[i] = row_of<false>(i) < keys ? __ldg(list + row_of<false>(i)) : 0;
+    }
+    return rows;
+  }
+  // Likewise, from the entry that each thread has read: `own` is chosen for this.
+  __device__ __forceinline__ Rows share_entry(int entry) const {
+    Rows rows;
+#pragma unroll
+    for (int i = 0; i < T::kPasses; ++i) rows.entry[i] = __shfl_sync(0xffffffffu, entry, 4 * i + lane / T::kChunks);
+    return rows;
+  }
+
+  // Tile n of the list: the keys that it has, and zeros for the others that are computed.
+  __device__ __forceinline__ void copy_tile(const Work& work, int n, const Rows& rows, const char* from,
+                                            uint32_t row_stride, typename T::Element* tiles, Barrier* full,
+                                            Barrier* empty, RingPlace<T::kStages>& place) {
+    const int keys = work.count - n * T::kBlockN;
     wait_until_free(empty[place.stage], place.phase ^ 1);
-    const uint32_t to = smem_u32(tiles) + place.stage * T::kTileBytes + row * 128 + ((chunk ^ (row % T::kChunks)) * 16);
-#pragma unroll
-    for (int pass = 0; pass < T::kPasses; ++pass) {
-      if (pass * T::kPassKeys < width) {
-        const uint32_t position = __shfl_sync(0xffffffffu, key, 4 * pass + lane / T::kChunks);
-        const char* const at = from + static_cast<uint64_t>(position) * row_stride;
-        const bool exists = pass * T::kPassKeys + row < keys;
-#pragma unroll
-        for (int panel = 0; panel < T::kPanels; ++panel) {
-          const bool has_columns = panel * T::kPanelCols + chunk * 8 < p.head_dim;
-          copy_async(to + pass * T::kPassKeys * 128 + panel * T::kPanelBytes, at + panel * 128, exists && has_columns,
-                     policy);
-        }
-      }
+    const uint32_t to = smem_u32(tiles) + place.stage * T::kTileBytes;
+    if (may_read_at_once(work, n)) {
+      copy_rows<true>(rows, from, row_stride, to, T::kBlockN, T::kBlockN);
+    } else {
+      copy_rows<false>(rows, from, row_stride, to, keys, n > 0 ? T::tile_width(keys) : T::kBlockN);
     }
     say_when_copied(full[place.stage]);
     place.advance();
+  }
+  // width: of the rows that are computed. All addresses are worked out before the first copy: an instruction that writes
+  // to an address waits for the copy that reads it.
+  template <bool kAtOnce>
+  __device__ __forceinline__ void copy_rows(const Rows& rows, const char* from, uint32_t row_stride, uint32_t to,
+                                            int keys, int width) {
+    const char* at[T::kPasses];
+#pragma unroll
+    for (int i = 0; i < T::kPasses; ++i) {
+      const uint32_t position = position_of(rows.entry[i]);
+      asm volatile("mad.wide.u32 %0, %1, %2, %3;" : "=l"(at[i]) : "r"(position), "r"(row_stride), "l"(from));
+    }
+    const uint32_t own_rows = to + row_of<kAtOnce>(0) * 128;
+#pragma unroll
+    for (int i = 0; i < T::kPasses; ++i) {
+      const int row = row_of<kAtOnce>(i);
+      if (!kAtOnce && i * T::kPassKeys >= width) break;
+      // The swizzle goes by the row's place in eight rows. That follows from the first row's by an exclusive or, but where
+      // neighbouring rows are six. It is applied last: of a sum with a uniform term ptxas 13.0 makes an instruction that
+      // the GPU does not know.
+      constexpr bool kAreSix = kAtOnce && T::kChunks % T::kPasses != 0;
+      const int in_eight = kAreSix ? row % T::kChunks : row_of<kAtOnce>(0) % T::kChunks ^ (kAtOnce ? i : 0);
+      const uint32_t line = kAreSix ? to + row * 128 : own_rows;
+      const uint32_t to_row = (line ^ (chunk ^ in_eight) * 16) + (kAreSix ? 0 : (row - row_of<kAtOnce>(0)) * 128);
+#pragma unroll
+      for (int panel = 0; panel < T::kPanels; ++panel) {
+        const bool has_columns = panel * T::kPanelCols + chunk * 8 < p.head_dim;
+        copy_async(to_row + panel * T::kPanelBytes, at[i] + panel * 128, has_columns && (kAtOnce || row < keys),
+                   policy);
+      }
+    }
+  }
+
+  // To a stage of K, of this thread's key: the bias as operands of the product, or as what they lack.
+  __device__ __forceinline__ void write_bias_operands(const Facts& facts, int stage) {
+    using Operands = typename T::BiasOperands;
+    const bool has_key = own < T::kBlockN;
+    bool is_large = false;
+    if (has_key) {
+      const float bias = bias_of(facts);
+      is_large = !(fabsf(bias) <= p.most_bias);  // NaN is
+      const uint32_t keys = smem_u32(s.bias_operands.keys) + stage * (T::kBlockN * Operands::kRowBytes);
+      const uint2 columns = split_in_three<typename T::Element>(is_large ? 0.f : bias * p.bias_factor);
+      st_shared_v2(keys + Operands::row_offset(own), columns);
+      s.bias[stage][own] = is_large ? bias : 0.f;
+    }
+    const bool any_is_large = __any_sync(0xffffffffu, is_large);
+    if (lane == 0) {
+      reinterpret_cast<uint8_t*>(s.bias_operands.is_large + stage)[warp] = any_is_large;  // four warps, four bytes
+    }
+    __syncwarp();
+    if (lane == 0) s.k_full[stage].arrive();
   }
 
   // --- saying that copies are there --------------------------------------------------------------------------------
@@ -323,35 +436,57 @@ struct GatherProducer {
   static __device__ __forceinline__ bool has_intervals(const Work& work, int n) {
     return (n + 1) * T::kBlockN > work.full;
   }
-  // Whether the consumers need any of tile n, which the list has.
+  // Whether there are any of tile n, which the list has, and whether consumers wait for them: a bias that comes with the
+  // products stands beside K.
   static __device__ __forceinline__ bool has_facts(const Work& work, int n) {
     return T::kBias || has_intervals(work, n);
   }
-  // Of `key`, this thread's of tile n.
-  __device__ __forceinline__ Facts read_facts(const Work& work, int n, int key) const {
-    Facts facts = {};
+  static __device__ __forceinline__ bool tells_facts(const Work& work, int n) {
+    return (T::kBias && !T::kBiasInProduct) || has_intervals(work, n);
+  }
+  // Where the bias of the keys of an item begins. Opaque, as the compiler would divide again for each tile.
+  __device__ __forceinline__ int64_t bias_of(const FwdItem& item) const {
+    if constexpr (!T::kBias) return 0;
+    int64_t begin = item.batch * p.bias.batch_stride + (item.head / p.bias.head_ratio) * p.bias.head_stride;
+    asm volatile("" : "+l"(begin));
+    return begin;
+  }
+  // Of `key`, this thread's of tile n. bias: see bias_of().
+  __device__ __forceinline__ Facts read_facts(const Work& work, int64_t bias, int n, int key) const {
+    Facts facts;
     if (own >= T::kBlockN || n * T::kBlockN + own >= work.count) return facts;
-    if (has_intervals(work, n)) {
-      if (work.end != nullptr) {
-        facts.interval = {key, __ldg(work.end + key) - key};
-      } else {
-        facts.interval = {p.is_causal ? key : 0, INT_MAX};
-      }
+    facts.key = key;
+    if (work.end != nullptr && has_intervals(work, n)) {
+      facts.end = __ldg(reinterpret_cast<const uint32_t*>(work.end) + key);
     }
     if constexpr (T::kBias) {
-      constexpr bool kIsBf16 = std::is_same_v<typename T::Element, cutlass::bfloat16_t>;
-      const int64_t base =
-          work.item.batch * p.bias.batch_stride + (work.item.head / p.bias.head_ratio) * p.bias.head_stride;
-      facts.bias = load_bias(p.bias, base + key * p.bias.col_stride, kIsBf16);
+      const int64_t at = bias + key * p.bias.col_stride;
+      if (p.bias.dtype == Dtype::kFloat32) {
+        facts.bias = __ldg(static_cast<const uint32_t*>(p.bias.ptr) + at);
+      } else {
+        facts.narrow_bias = __ldg(static_cast<const uint16_t*>(p.bias.ptr) + at);
+      }
     }
     return facts;
   }
-  __device__ __forceinline__ void write_facts(const Facts& facts) {
+  // What the consumers are told: the positions that see the key, and its bias.
+  __device__ __forceinline__ KeyInterval interval_of(const Work& work, const Facts& facts) const {
+    if (facts.key < 0) return {0, 0};
+    if (work.end != nullptr) return {facts.key, static_cast<int32_t>(facts.end) - facts.key};
+    return {p.is_causal ? facts.key : 0, INT_MAX};
+  }
+  __device__ __forceinline__ float bias_of(const Facts& facts) const {
+    if (facts.key < 0) return 0.f;
+    if (p.bias.dtype == Dtype::kFloat32) return __uint_as_float(facts.bias);
+    return ElementTraits<typename T::Element>::unpack(facts.narrow_bias).x;
+  }
+  __device__ __forceinline__ void write_facts(const Work& work, const Facts& facts) {
     // What the consumers wait for next may not have been said yet.
     wait_until_free(s.facts_empty[facts_place.stage], facts_place.phase ^ 1);
     if (own < T::kBlockN) {
-      s.intervals[facts_place.stage][own] = make_uint2(facts.interval.begin, facts.interval.length);
-      if constexpr (T::kBias) s.bias[facts_place.stage][own] = facts.bias;
+      const KeyInterval interval = interval_of(work, facts);
+      s.intervals[facts_place.stage][own] = make_uint2(interval.begin, interval.length);
+      if constexpr (T::kBias && !T::kBiasInProduct) s.bias[facts_place.stage][own] = bias_of(facts);
     }
     s.facts_full[facts_place.stage].arrive();
     facts_place.advance();

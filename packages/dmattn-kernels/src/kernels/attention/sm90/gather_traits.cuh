@@ -21,16 +21,20 @@ struct GatherTraits : FwdTraits<Element, kHeadDim, 2, kBlockN, kStages, ScoreMod
   using Arguments = cute::conditional_t<kSplit, SplitFwdArguments<GatherArguments>, GatherArguments>;
   static_assert(!kSplit || Base::kOverlaps);
   static constexpr bool kBias = kBias_;  // a number is added to the logits of each key
+  // It comes with the products: see key_bias.cuh. Each number is large or not by itself.
+  static constexpr bool kBiasInProduct = kBias && !Base::kOverlaps;
+  using BiasOperands = typename Base::BiasOperands;
   static constexpr ProxyFence kFence = kFence_;
-  static constexpr bool kShortTail = kShortTail_;  // the last tile of a list may have 32 or 64 keys
+  static_assert(!kBiasInProduct || kFence != ProxyFence::kProducer);  // which does not fence what is written beside K
+  static constexpr bool kShortTail = kShortTail_;                     // the last tile of a list may have 32 or 64 keys
   // The three warpgroups share what the block was launched with, 168 registers a thread, or 80 where two blocks share
   // an SM: with more, setmaxnreg would wait forever.
   static constexpr int kProducerRegisters = kProducerRegisters_;
   static constexpr int kConsumerRegisters = (3 * (kBlocksPerSm == 2 ? 80 : 168) - kProducerRegisters) / 16 * 8;
 
   static constexpr int kChunks = 8;                    // 16 bytes each, of a row of a panel
-  static constexpr int kPassKeys = 128 / kChunks;      // keys that the producer's threads copy side by side
-  static constexpr int kPasses = kBlockN / kPassKeys;  // ... and how often, for a tile
+  static constexpr int kPassKeys = 128 / kChunks;      // rows that the producer's threads copy at a time
+  static constexpr int kPasses = kBlockN / kPassKeys;  // ... and how often, for a tile: rows of a thread
   static constexpr int kPanelBytes = kBlockN * 128;    // of K or V of a stage
   static constexpr int kTileBytes = Base::kTileK * sizeof(Element);
   static_assert(Base::kPanelCols == 64 && kBlockN % kPassKeys == 0 && kBlockN <= 128);
@@ -48,6 +52,10 @@ struct GatherTraits : FwdTraits<Element, kHeadDim, 2, kBlockN, kStages, ScoreMod
   using TailMma = decltype(cute::make_tiled_mma(
       cute::GMMA::ss_op_selector<Element, Element, float, cute::Shape<Int<Base::kBlockM>, Int<kKeys>, Int<kHeadDim>>>(),
       typename Base::Warpgroups{}));
+  template <int kKeys>
+  using TailBiasMma = decltype(cute::make_tiled_mma(
+      cute::GMMA::ss_op_selector<Element, Element, float,
+                                 cute::Shape<cute::_64, Int<kKeys>, Int<BiasOperands::kCols>>>()));
 
   // Wide heads have room for one Q. Then each consumer gives its half back as soon as the last scores are there, and
   // writes the output from registers. Otherwise the output leaves through the stage of its own Q.
@@ -71,7 +79,9 @@ struct GatherTraits : FwdTraits<Element, kHeadDim, 2, kBlockN, kStages, ScoreMod
     alignas(1024) Element q[kQStages * Base::kTileQ];  // and the output on its way out
     alignas(1024) Element k[kStages * Base::kTileK];
     alignas(1024) Element v[kStages * Base::kTileK];
-    // Of the keys of a tile: the positions that see it (a KeyInterval), and what is added to its logits.
+    cute::conditional_t<kBiasInProduct, BiasOperands, NoOperands> bias_operands;
+    // Of the keys of a tile: the positions that see it (a KeyInterval), and what is added to its logits. With a bias in
+    // the product that is what the operands lack, and the stages are those of K.
     alignas(16) uint2 intervals[kFactStages][kBlockN];
     alignas(16) float bias[kFactStages][kBias ? kBlockN : 4];
     alignas(16) Announced item[2];
