@@ -153,7 +153,7 @@ struct GatherProducer {
   }
   __device__ __forceinline__ void read_first_facts(Work& work) const {
     if (work.index < p.items && has_facts(work, 0)) {
-      work.facts = read_facts(work, bias_of(work.item), 0, position_of(work.entry));
+      work.facts = read_facts(work, bias_begin(work.item), 0, position_of(work.entry));
     }
   }
 
@@ -193,7 +193,7 @@ struct GatherProducer {
     const int take_at = max(tiles - kTilesLeft, -1);
     const int find_at = take_at < 0 ? (tiles > 1 ? 1 : 0) : take_at + 1;
     if (take_at < 0) take();
-    const int64_t bias = bias_of(work.item);
+    const int64_t bias = bias_begin(work.item);
     Facts facts = work.facts;
     int entry = work.entry;
 #pragma unroll 1
@@ -445,13 +445,13 @@ struct GatherProducer {
     return (T::kBias && !T::kBiasInProduct) || has_intervals(work, n);
   }
   // Where the bias of the keys of an item begins. Opaque, as the compiler would divide again for each tile.
-  __device__ __forceinline__ int64_t bias_of(const FwdItem& item) const {
+  __device__ __forceinline__ int64_t bias_begin(const FwdItem& item) const {
     if constexpr (!T::kBias) return 0;
     int64_t begin = item.batch * p.bias.batch_stride + (item.head / p.bias.head_ratio) * p.bias.head_stride;
     asm volatile("" : "+l"(begin));
     return begin;
   }
-  // Of `key`, this thread's of tile n. bias: see bias_of().
+  // Of `key`, this thread's of tile n. bias: see bias_begin().
   __device__ __forceinline__ Facts read_facts(const Work& work, int64_t bias, int n, int key) const {
     Facts facts;
     if (own >= T::kBlockN || n * T::kBlockN + own >= work.count) return facts;
