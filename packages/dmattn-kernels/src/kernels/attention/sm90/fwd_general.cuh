@@ -200,6 +200,12 @@ struct ScoreChanges {
       (T::kMode == ScoreMode::kKeyBias && !T::kBiasInProduct) || T::kMode == ScoreMode::kTileBias || T::kHasBoxedBias;
   static constexpr int kAhead = kReadsBiasAhead ? (T::kConsumers == 2 ? 4 : 1) : 0;
   uint32_t ahead[kAhead + 1][4];
+  // Of a bias in fp32. At head_dim 64 and 192 calls took up to 1.1 times as long with it.
+  static constexpr int kWideAhead = T::kHeadDim == 128 || T::kHeadDim == 256 ? kAhead : 0;
+  // Where the thread begins to read the bias of the first stage. Opaque: the compiler, short of registers, would read
+  // threadIdx again in each step, and wait for it. Other head dimensions are no faster with it.
+  uint32_t own_bias = 0;
+  static constexpr bool kHasOwnBias = T::kHeadDim == 128 && T::kLogits && !T::kHasBoxedBias && !T::kBiasInProduct;
   const Pairs pairs;
   uint32_t last_numbers[2][2];  // of both rows, with `pairs`: likewise read ahead
 
@@ -212,7 +218,12 @@ struct ScoreChanges {
         lane(lane_),
         first_row(item.m_block * T::kBlockM + warp * 16 + lane / 4),
         bits(p.mask.bits + find_mask_head(p.mask, item) * p.mask.rows * p.mask.words_per_row + lane % kWords),
-        pairs(find_shifted_pairs<T>(p, item, smem_u32(s.bias), first_row, lane)) {}
+        pairs(find_shifted_pairs<T>(p, item, smem_u32(s.bias), first_row, lane)) {
+    if constexpr (kHasOwnBias) {
+      own_bias = smem_u32(s.bias) + bias_offset();
+      asm volatile("" : "+r"(own_bias));
+    }
+  }
 
   // While the scores of the tile are computed: nothing here waits for what is read.
   __device__ __forceinline__ void read_ahead(KeyTile tile) {
@@ -259,8 +270,7 @@ struct ScoreChanges {
     } else if (T::kHasTileBias && p.bias.kind == BiasKind::kTile) {
       add_narrow_bias(scores, factor);
     } else if (T::kHasTileBias && (kSure || p.bias.kind == BiasKind::kDirect)) {
-      add_wide_bias<0>(scores, factor);
-      add_wide_bias<kFragments / 2>(scores, factor);
+      add_wide_bias(scores, factor);
     } else if (factor != 1.f) {
       scale_scores(scores, factor, 0.f);
     }
@@ -268,7 +278,11 @@ struct ScoreChanges {
 
   __device__ __forceinline__ void read_bias_ahead() {
     wait_for_stage();
-    if (T::kMode == ScoreMode::kTileBias && T::kHasWideBias && p.bias.kind != BiasKind::kTile) return;
+    if (T::kMode == ScoreMode::kTileBias && T::kHasWideBias && p.bias.kind != BiasKind::kTile) {
+#pragma unroll
+      for (int i = 0; i < kWideAhead; ++i) read_wide_bias(ahead[i], i, place.stage);
+      return;
+    }
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       if constexpr (T::kMode == ScoreMode::kKeyBias) {
@@ -291,10 +305,25 @@ struct ScoreChanges {
 #pragma unroll
       for (int half = 0; half < 2; ++half) words[2 + half] = Pairs::pack_last(last_numbers[half]);
     } else {
-      const int row = warp * 16 + lane % 16;
-      const uint32_t rows = smem_u32(s.bias[place.stage]) + row * 128 + ((lane / 16 ^ lane % 8) << 4);
-      ldmatrix_x4<false>(words, (rows ^ (i % 4 << 5)) + i / 4 * T::kBlockM * 128);
+      ldmatrix_x4<false>(words, (own_bias_of(place.stage, narrow_rows()) ^ (i % 4 << 5)) + i / 4 * T::kBlockM * 128);
     }
+  }
+  __device__ __forceinline__ uint32_t narrow_rows() const {
+    return (warp * 16 + lane % 16) * 128 + ((lane / 16 ^ lane % 8) << 4);
+  }
+  __device__ __forceinline__ uint32_t key_words() const {
+    return lane % 4 * KeyBiasLayout<T::kBlockN>::kThreadWords * 4;
+  }
+  __device__ __forceinline__ uint32_t bias_offset() const {
+    if constexpr (T::kHasTileBias) {
+      if (T::kHasWideBias && p.bias.kind == BiasKind::kDirect) return wide_rows();
+      if (T::kMode == ScoreMode::kTileBias || p.bias.kind == BiasKind::kTile) return narrow_rows();
+    }
+    return key_words();
+  }
+  __device__ __forceinline__ uint32_t own_bias_of(int stage, uint32_t offset) const {
+    const uint32_t first = kHasOwnBias ? own_bias : smem_u32(s.bias) + offset;
+    return first + stage * sizeof(s.bias[0]);
   }
   __device__ __forceinline__ void add_narrow_bias(Scores& scores, float factor) {
     if constexpr (!kReadsBiasAhead) wait_for_stage();
@@ -317,29 +346,54 @@ struct ScoreChanges {
     release_stage();
   }
 
-  // The fragments from kFirst on that a stage has, in fp32. Of eight bytes a thread, half of a warp is read at a time:
-  // four rows, 32 bytes each. The swizzle puts those of an odd row to the banks of the row before. So odd rows read the
-  // fragment two further on, or two before, and exchange the two afterwards.
-  template <int kFirst>
+  // In fp32 a stage has half of the fragments. Of eight bytes a thread, half of a warp is read at a time: four rows, 32
+  // bytes each. The swizzle puts those of an odd row to the banks of the row before. So odd rows read the fragment two
+  // further on, or two before, and exchange the two afterwards.
+  static constexpr int kWideReads = kFragments / 2;  // of a stage: of two fragments, and one of the two rows
+  static __device__ __forceinline__ constexpr int wide_fragment(int read) { return read / 4 * 4 + read / 2 % 2; }
+
+  __device__ __forceinline__ uint32_t wide_rows() const {
+    const int row = warp * 16 + lane / 4;
+    const uint32_t own_row = row * 128 + ((lane % 4 / 2 ^ row % 8) << 4) + lane % 2 * 8;
+    return own_row ^ (row % 2 != 0 ? 2 << 5 : 0);
+  }
+  __device__ __forceinline__ bool is_odd_row() const {
+    return kHasOwnBias ? (own_bias & 128) != 0 : lane / 4 % 2 != 0;  // s.bias starts on 1 KB
+  }
+
+  __device__ __forceinline__ void read_wide_bias(uint32_t (&words)[4], int read, int stage) const {
+    const uint32_t rows = own_bias_of(stage, wide_rows()), half = read % 2;
+    const uint32_t panel = wide_fragment(read) / 4 * T::kBlockM * 128 + half * 8 * 128;
+    const uint2 x = ld_shared_v2((rows ^ (wide_fragment(read) % 4 << 5)) + panel),
+                y = ld_shared_v2((rows ^ (wide_fragment(read) % 4 + 2 << 5)) + panel);
+    words[0] = x.x, words[1] = x.y, words[2] = y.x, words[3] = y.y;
+  }
+  // Each of `ahead` is read again as soon as it has been added: one read after the other would wait for each. So the
+  // second stage has to be there before all of the first has been added.
   __device__ __forceinline__ void add_wide_bias(Scores& scores, float factor) {
-    if (!kReadsBiasAhead || kFirst > 0) wait_for_stage();
-    const int row = warp * 16 + lane / 4, in_chunk = lane % 2 * 8;
-    const bool is_odd = row % 2 != 0;
-    const uint32_t own_row = smem_u32(s.bias[place.stage]) + row * 128 + ((lane % 4 / 2 ^ row % 8) << 4) + in_chunk;
-    const uint32_t rows = own_row ^ (is_odd ? 2 << 5 : 0);
+    constexpr int kSlots = kWideAhead > 0 ? kWideAhead : 1;
+    auto second = place;
+    second.advance();
+    const bool is_odd = is_odd_row();
 #pragma unroll
-    for (int i = 0; i < kFragments / 2; ++i) {
-      if (i % 4 >= 2) continue;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const uint32_t panel = i / 4 * T::kBlockM * 128 + half * 8 * 128;
-        const uint2 x = ld_shared_v2((rows ^ (i % 4 << 5)) + panel),
-                    y = ld_shared_v2((rows ^ (i % 4 + 2 << 5)) + panel);
-        add_two(scores[0][kFirst + i] + 2 * half, factor, is_odd ? y.x : x.x, is_odd ? y.y : x.y);
-        add_two(scores[0][kFirst + i + 2] + 2 * half, factor, is_odd ? x.x : y.x, is_odd ? x.y : y.y);
+    for (int read = 0; read < 2 * kWideReads; ++read) {
+      auto& words = ahead[read % kSlots];
+      if constexpr (kWideAhead == 0) {
+        if (read == kWideReads || (read == 0 && !kReadsBiasAhead)) wait_for_stage();
+        read_wide_bias(words, read % kWideReads, place.stage);
       }
+      const int fragment = read / kWideReads * (kFragments / 2) + wide_fragment(read % kWideReads), row = read % 2 * 2;
+      add_two(scores[0][fragment] + row, factor, is_odd ? words[2] : words[0], is_odd ? words[3] : words[1]);
+      add_two(scores[0][fragment + 2] + row, factor, is_odd ? words[0] : words[2], is_odd ? words[1] : words[3]);
+      if constexpr (kWideAhead > 0) {
+        const int next = read + kSlots;
+        if (next == kWideReads) s.bias_full[second.stage].wait(second.phase);
+        if (next < 2 * kWideReads) {
+          read_wide_bias(words, next % kWideReads, next < kWideReads ? place.stage : second.stage);
+        }
+      }
+      if (read % kWideReads == kWideReads - 1) release_stage();
     }
-    release_stage();
   }
   static __device__ __forceinline__ void add_two(float* two, float factor, uint32_t bias_x, uint32_t bias_y) {
     two[0] = __fmaf_rn(two[0], factor, __uint_as_float(bias_x));
@@ -359,8 +413,7 @@ struct ScoreChanges {
 
   // Of the i-th two fragments.
   __device__ __forceinline__ void read_key_bias(uint32_t (&words)[4], int i, int stage) const {
-    const uint32_t own = smem_u32(s.bias[stage]) + lane % 4 * KeyBiasLayout<T::kBlockN>::kThreadWords * 4;
-    const uint4 raw = ld_shared_v4(own + i * 16);
+    const uint4 raw = ld_shared_v4(own_bias_of(stage, key_words()) + i * 16);
     words[0] = raw.x, words[1] = raw.y, words[2] = raw.z, words[3] = raw.w;
   }
   __device__ __forceinline__ void add_key_bias(Scores& scores, float factor) {
