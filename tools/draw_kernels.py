@@ -370,10 +370,13 @@ def keys_of_chunk(keep: Tensor) -> list[int]:
 
 
 def in_order(keep: Tensor, keys: Sequence[int]) -> list[int]:
-    """By the last block of rows that sees the key, later ones first; then by the first block."""
+    """By the quarter of the chunk that first sees the key; then by the last block and the first."""
     seen = keep[CHUNK].view(-1, STEP_ROWS, LENGTH).any(1)
     blocks = {key: seen[:, key].nonzero().flatten().tolist() for key in keys}
-    return sorted(keys, key=lambda key: (-blocks[key][-1], blocks[key][0]))
+    quarter = len(seen) // 4
+    return sorted(
+        keys, key=lambda key: (blocks[key][0] // quarter, blocks[key][-1], blocks[key][0])
+    )
 
 
 def draw_chunk(ax: Axes, keep: Tensor, keys: Sequence[int]) -> None:

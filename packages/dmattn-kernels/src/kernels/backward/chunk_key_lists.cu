@@ -29,11 +29,20 @@ constexpr int kPlaces = 16, kClasses = kPlaces * kPlaces;
 constexpr int place_blocks(int chunk_rows) { return chunk_rows > kPlaces * kChunkTileRows ? 2 : 1; }
 static_assert(kClasses <= kThreads && kMostChunkRows <= kPlaces * place_blocks(kMostChunkRows) * kChunkTileRows);
 
-// A class: keys that are last seen in the same place, later ones first; of those, first seen in the same one.
+// A class: keys that are first seen in the same place and last seen in the same one. A tile has all rows from where its
+// first key is seen to where its last one is, so that neighbouring classes should have both in common: keys lie by the
+// quarter of the chunk that first sees them, then by where they are last seen, and then by where they are first seen.
+// Of orders by these two alone it left the fewest rows that see nothing of their tile, in a simulation of random
+// scores; with later ones first at the second step it would be more rows than without quarters.
 struct SeenIn {
   int first, last;
-  __device__ __forceinline__ int number() const { return (kPlaces - 1 - last) * kPlaces + first; }
-  static __device__ __forceinline__ SeenIn of(int number) { return {number % kPlaces, kPlaces - 1 - number / kPlaces}; }
+  static constexpr int kQuarter = kPlaces / 4;
+  __device__ __forceinline__ int number() const {
+    return (first / kQuarter * kPlaces + last) * kQuarter + first % kQuarter;
+  }
+  static __device__ __forceinline__ SeenIn of(int number) {
+    return {number / (kPlaces * kQuarter) * kQuarter + number % kQuarter, number / kQuarter % kPlaces};
+  }
 };
 
 // From the first row that gradients come from up to behind the last one.
