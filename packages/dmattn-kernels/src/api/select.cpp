@@ -15,15 +15,20 @@ void launch(const SelectionPlan& plan, cudaStream_t stream) {
     check_cuda(prep::select_in_one_launch(plan.params, steps, plan.lists, stream), what);
     return;
   }
-  check_cuda(prep::select_order(plan.params, steps, const_cast<int32_t*>(plan.lists.end), stream), what);
+  if (!steps.reads_scores) {
+    check_cuda(prep::select_order(plan.params, steps, const_cast<int32_t*>(plan.lists.end), stream), what);
+  }
   if (steps.chunks > 0) check_cuda(prep::select_by_grid(steps, plan.lists, stream), what);
   if (steps.single_list) {
     if (steps.chunks == 0) check_cuda(prep::select_single(steps, plan.lists, stream), what);
     return;
   }
   check_cuda(prep::select_sets(steps, stream), what);
-  const auto select_lists = steps.segment_blocks > 0 ? prep::select_segments : prep::select_blocks;
-  check_cuda(select_lists(steps, plan.lists, stream), what);
+  if (steps.segment_blocks > 0) {
+    check_cuda(prep::select_segments(plan.params, steps, plan.lists, stream), what);
+  } else {
+    check_cuda(prep::select_blocks(steps, plan.lists, stream), what);
+  }
 }
 
 }  // namespace

@@ -76,8 +76,9 @@ struct SelectPlan {
   int32_t offset = 0;  // position of query row 0 (causal)
   int32_t digits = 3;
 
-  uint32_t* ord = nullptr;  // [rows][ord_pitch]
-  int64_t ord_pitch = 0;    // a multiple of 128; ordered scores from seqlen_k on are 0
+  bool reads_scores = false;  // segments do: there are no ordered scores
+  uint32_t* ord = nullptr;    // [rows][ord_pitch]
+  int64_t ord_pitch = 0;      // a multiple of 128; ordered scores from seqlen_k on are 0
 
   int2* document = nullptr;  // [seqlen_k]: start and stop of each key's document; nullptr: all keys are one
 

@@ -421,6 +421,7 @@ std::string describe(const SelectionPlan& plan) {
   json.put("segment_threads", steps.segment_threads);
   json.put("ord_pitch", steps.ord_pitch);
   json.put("zero_bytes", steps.zero_bytes);
+  json.put("reads_scores", steps.reads_scores);
   json.put_address("ord", steps.ord);
   json.put_address("document", steps.document);
   json.put_address("hist", steps.hist);

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import abi
-from abi import BFLOAT16, FLOAT32, INT32, tensor
+from abi import BFLOAT16, BOOL, FLOAT32, INT32, tensor
 from probe import WORKSPACE, Plan, Probe
 
 BINS, DIGITS = 2048, 3
@@ -67,6 +67,29 @@ def test_short_sequences_take_neither_grid_nor_sets(plan: Probe) -> None:
     assert (found["grid_keys"], found["sets"], found["single_list"]) == (0, 0, 0)
     assert found["rows"] == 8 and found["digits"] == 3
     assert plan.select(**call(2, 4, 8192, 8192, 1024, dtype=BFLOAT16))["digits"] == 2
+
+
+@pytest.mark.parametrize(
+    "fields, reads_scores",
+    [
+        (call(2, 4, 8192, 8192, 1024), True),
+        (call(2, 4, 700, 32768, 100, dtype=BFLOAT16), True),
+        (call(2, 4, 300, 32769, 100), False),  # its sets are of ordered scores
+        (call(2, 4, 8192, 8192, 6145), False),  # no segments
+        (call(2, 4, 8192, 8192, 1024, documents=2), False),
+        (call(2, 4, 1, 8000, 1024), False),
+        (call(2, 4, 8192, 8192, 64) | {"key_mask": tensor((2, 1, 8192), BOOL)}, False),
+        (call(2, 4, 8192, 8192, 64) | {"scores": tensor((2, 4, 8192), FLOAT32, (0, 1, 4))}, False),
+    ],
+    ids=range(8),
+)
+def test_segments_read_scores_as_they_are(
+    plan: Probe, fields: dict[str, Any], reads_scores: bool
+) -> None:
+    """A launch less, where each segment finds all keys before it side by side."""
+    found = plan.select(**fields)
+    assert found["reads_scores"] == reads_scores and bool(found["ord"]) == (not reads_scores)
+    assert (found["workspace_bytes"] == 0) == reads_scores
 
 
 @pytest.mark.parametrize("rows, causal", [(1, True), (64, False)])
@@ -144,7 +167,7 @@ def test_more_than_positions_can_count(
 
 
 CALLS = [
-    call(2, 4, 300, 1000, 100),
+    call(2, 4, 1000, 1000, 100, documents=2),
     call(2, 3, 65536, 65536, 1000),
     call(2, 3, 65537, 65537, 100, documents=3),
     call(1, 5, 1000, 50_001, 2000, dtype=BFLOAT16),

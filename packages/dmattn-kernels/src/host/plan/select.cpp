@@ -127,6 +127,9 @@ SelectionPlan plan_select(const dmattn_select_params& p, int32_t num_sms) {
   steps.ord_pitch = round_up<int64_t>(select.seqlen_k, 128);
   plan_work(steps, num_sms);
   if (select.documents == 0) plan_segments(steps, ceil_div(select.seqlen_q, kSelectBlockRows), num_sms);
+  // Each segment reads all keys before it: neighbours in memory, and a mask would be read as often.
+  steps.reads_scores = steps.segment_blocks > 0 && steps.sets == 0 && steps.grid_keys == 0 &&
+                       select.key_mask == nullptr && select.score_col_stride == 1;
   steps.chunks = ceil_div(steps.grid_keys, kChunkKeys);
   if (steps.sets > 0) steps.set_capacity = round_up(std::min(select.window, select.seqlen_k), 4);
   place(plan, nullptr);
@@ -145,7 +148,7 @@ void place(SelectionPlan& plan, void* base) {
     plan.workspace_bytes = workspace.bytes();
     return;
   }
-  steps.ord = workspace.take<uint32_t>(rows * steps.ord_pitch);
+  if (!steps.reads_scores) steps.ord = workspace.take<uint32_t>(rows * steps.ord_pitch);
   if (plan.params.documents > 0) steps.document = take_pairs<int2>(workspace, steps.seqlen_k);
   if (steps.chunks > 0) {
     const size_t before = workspace.bytes();

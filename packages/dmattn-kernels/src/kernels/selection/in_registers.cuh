@@ -14,11 +14,12 @@ struct OwnQuads {
   int32_t steps;       // most quads of a thread: the same for all
   uint4 ord[kQuads];
 
-  __device__ __forceinline__ explicit OwnQuads(const Candidates& c) : steps(ceil_div(c.quads(), kThreads)) {
+  // AnyCandidates: Candidates or RawCandidates, here as below.
+  template <class AnyCandidates>
+  __device__ __forceinline__ explicit OwnQuads(const AnyCandidates& c) : steps(ceil_div(c.quads(), kThreads)) {
     begin = static_cast<int>(threadIdx.x) * steps;
     end = min(begin + steps, c.quads());
-#pragma unroll
-    for (int u = 0; u < kQuads; ++u) ord[u] = begin + u < end ? c.load(begin + u) : make_uint4(0, 0, 0, 0);
+    c.load(ord, begin, end);
   }
   // Calls f(ordered score) for every item of the thread, padding (0) included.
   template <class F>
@@ -145,8 +146,8 @@ struct TakenItems {
 
 // Calls sink(key, ord, in_core, in_kept, core_rank, rest_rank) for every candidate that is kept, and, if `visit_all`,
 // for every other one too. The ranks number those of the core and the other kept ones in key order. One barrier.
-template <int kThreads, class Sink>
-__device__ __forceinline__ void for_each_kept(uint2 (&warp_tally)[32], const Candidates& c,
+template <int kThreads, class AnyCandidates, class Sink>
+__device__ __forceinline__ void for_each_kept(uint2 (&warp_tally)[32], const AnyCandidates& c,
                                               const OwnQuads<kThreads>& own, const Cut& core_cut, const Cut& kept_cut,
                                               bool visit_all, Sink&& sink) {
   constexpr int kAtOnce = 4;  // items whose keys are read together

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <climits>
+#include <cstring>
+#include <type_traits>
 
 #include "../shared/helper.cuh"
 #include "select.h"
@@ -169,6 +171,76 @@ struct Candidates {
   __device__ __forceinline__ uint32_t ord(int item) const {
     const int i = item - 4 * first_quads();
     return i < 0 ? __ldg(first_ord + item) : __ldg(second_ord + i);
+  }
+  // Quads begin .. end - 1, and zeros.
+  template <int kQuads>
+  __device__ __forceinline__ void load(uint4 (&to)[kQuads], int begin, int end) const {
+#pragma unroll
+    for (int u = 0; u < kQuads; ++u) to[u] = begin + u < end ? load(begin + u) : make_uint4(0, 0, 0, 0);
+  }
+};
+
+// Likewise the keys before a position, whose scores are read as they are: neighbours in memory, without a mask.
+struct RawCandidates {
+  const void* scores;
+  Dtype dtype;
+  bool is_vec;  // a row starts on a multiple of four scores
+  int32_t count;
+
+  __device__ __forceinline__ RawCandidates(const SelectParams& p, int row, int count_) : dtype(p.dtype), count(count_) {
+    const int64_t first = row / p.heads * p.score_batch_stride + row % p.heads * p.score_head_stride;
+    const int bytes = dtype == Dtype::kFloat32 ? 4 : 2;
+    scores = static_cast<const char*>(p.scores) + first * bytes;
+    is_vec = reinterpret_cast<uintptr_t>(scores) % (4 * bytes) == 0;
+  }
+  __device__ __forceinline__ int quads() const { return ceil_div(count, 4); }
+  __device__ __forceinline__ bool exists(int item) const { return item < count; }
+  __device__ __forceinline__ int key(int item) const { return item; }
+  // Of any key of the row.
+  __device__ __forceinline__ uint32_t ord(int key) const {
+    if (dtype == Dtype::kFloat32) return ordered(__ldg(static_cast<const float*>(scores) + key));
+    if (dtype == Dtype::kFloat16) return ordered(__ldg(static_cast<const __half*>(scores) + key));
+    return ordered(__ldg(static_cast<const __nv_bfloat16*>(scores) + key));
+  }
+  template <int kQuads>
+  __device__ __forceinline__ void load(uint4 (&to)[kQuads], int begin, int end) const {
+    if (dtype == Dtype::kFloat32) return load_as<float>(to, begin, end);
+    if (dtype == Dtype::kFloat16) return load_as<__half>(to, begin, end);
+    load_as<__nv_bfloat16>(to, begin, end);
+  }
+
+ private:
+  template <class Score>
+  struct Quad {
+    Score x[4];
+  };
+  template <class Score, int kQuads>
+  __device__ __forceinline__ void load_as(uint4 (&to)[kQuads], int begin, int end) const {
+    const Score* const from = static_cast<const Score*>(scores);
+    Quad<Score> quads[kQuads];  // all of them are asked for before the first is looked at
+#pragma unroll
+    for (int u = 0; u < kQuads; ++u) {
+      const int first = 4 * (begin + u);
+      if (begin + u >= end) continue;
+      if (is_vec && first + 4 <= count) {
+        using Words = std::conditional_t<sizeof(Score) == 4, uint4, uint2>;
+        const Words words = __ldg(reinterpret_cast<const Words*>(from + first));
+        memcpy(&quads[u], &words, sizeof(words));
+      } else {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) quads[u].x[i] = __ldg(from + min(first + i, count - 1));
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < kQuads; ++u) {
+      uint32_t words[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const bool is_there = begin + u < end && 4 * (begin + u) + i < count;
+        words[i] = is_there ? ordered(quads[u].x[i]) : 0u;
+      }
+      to[u] = make_uint4(words[0], words[1], words[2], words[3]);
+    }
   }
 };
 

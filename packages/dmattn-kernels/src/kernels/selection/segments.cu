@@ -45,11 +45,11 @@ struct OwnKeys {
   uint32_t ord[kEach];
 
   static __device__ __forceinline__ int row_of(int o) { return o * kThreads + static_cast<int>(threadIdx.x); }
-  __device__ __forceinline__ OwnKeys(const SelectPlan& p, const Segment& at) {
+  // ord_of(key): its ordered score.
+  template <class OrdOf>
+  __device__ __forceinline__ OwnKeys(const Segment& at, const OrdOf& ord_of) {
 #pragma unroll
-    for (int o = 0; o < kEach; ++o) {
-      ord[o] = row_of(o) < at.rows ? __ldg(p.ord + at.row * p.ord_pitch + at.row0 + row_of(o)) : 0u;
-    }
+    for (int o = 0; o < kEach; ++o) ord[o] = row_of(o) < at.rows ? ord_of(at.row0 + row_of(o)) : 0u;
   }
   // Lists those that join. Returns their number; the list may be read after the next barrier.
   __device__ __forceinline__ int join(SegmentSmem& s, const Segment& at, const Cut& kept_cut, int32_t* end) const {
@@ -83,8 +83,8 @@ struct OwnKeys {
 // Puts the core and the keys that may leave into shared memory, in key order. `end`: not null where candidates that are
 // not kept have no block of rows that sees them leave. s.bound is out of use from its first barrier on; ends with
 // another.
-template <int kThreads>
-__device__ __forceinline__ void split_kept(SegmentSmem& s, const Candidates& c, const OwnQuads<kThreads>& own,
+template <int kThreads, class AnyCandidates>
+__device__ __forceinline__ void split_kept(SegmentSmem& s, const AnyCandidates& c, const OwnQuads<kThreads>& own,
                                            const Cut& core_cut, const Cut& kept_cut, int32_t* end) {
   const auto place = [&](int key, uint32_t ord, bool in_core, bool in_kept, int core_rank, int rest_rank) {
     if (in_core) {
@@ -100,9 +100,10 @@ __device__ __forceinline__ void split_kept(SegmentSmem& s, const Candidates& c, 
   __syncthreads();
 }
 
-// Finds the rows that keep each of the active keys. Ends with a barrier.
+// Finds the rows that keep each of the active keys. last_end: what `end` becomes of those that the last row of all
+// keeps; 0: it is that already, or the segment is not the last. Ends with a barrier.
 template <int kThreads>
-__device__ __forceinline__ void follow(SegmentSmem& s, const Segment& at, int window, int32_t* end) {
+__device__ __forceinline__ void follow(SegmentSmem& s, const Segment& at, int window, int32_t* end, int last_end) {
   const int leaving = at.leaving();
   const bool is_full = at.kept + at.joining > window;
   const Rank* sorted = nullptr;
@@ -122,10 +123,11 @@ __device__ __forceinline__ void follow(SegmentSmem& s, const Segment& at, int wi
       last = displacing < 0 ? 0 : displacing < at.joining ? s.keys.joining_row[displacing] : at.rows;
     }
     const bool present = last > first;
-    if (end != nullptr && last < at.rows) {
+    if (end != nullptr && (last < at.rows || last_end > 0)) {
       const int key = is_new ? at.row0 + first : s.keys.leaving_key[slot];
       // A kept key that the very first position displaces was seen by the block before, if there is one.
-      end[key] = present || (!is_new && at.block0 > 0) ? at.row0 + last : key;
+      const bool was_seen = present || (!is_new && at.block0 > 0);
+      end[key] = last == at.rows ? last_end : was_seen ? at.row0 + last : key;
     }
     s.active.span[is_new ? leaving + slot : slot] =
         present ? static_cast<uint32_t>(first) | static_cast<uint32_t>(last) << 16 : 0u;
@@ -181,8 +183,10 @@ __device__ __forceinline__ void write_active(SegmentSmem& s, const Segment& at, 
   if (keys.full != nullptr) const_cast<int32_t*>(keys.full)[list] = full;
 }
 
-template <int kThreads>
-__global__ void __launch_bounds__(kThreads, 1024 / kThreads) segment_kernel(const SelectPlan p, const KeyList keys) {
+// kRaw: from the scores themselves, where nothing has put them in order and written where keys end (SelectPlan::ord).
+template <int kThreads, bool kRaw>
+__global__ void __launch_bounds__(kThreads, 1024 / kThreads)
+    segment_kernel(const SelectPlan p, const __grid_constant__ SelectParams scores, const KeyList keys) {
   __shared__ SegmentSmem s;
   s.bound.clear<kThreads>(p.digits);
   follow_previous_kernel();
@@ -196,9 +200,23 @@ __global__ void __launch_bounds__(kThreads, 1024 / kThreads) segment_kernel(cons
   int32_t* end = nullptr;
   if (keys.end != nullptr) end = const_cast<int32_t*>(keys.end) + static_cast<int64_t>(at.row) * p.seqlen_k;
 
-  const Candidates c = block_candidates(p, at.row, at.row0, 0);
+  const auto c = [&] {
+    if constexpr (kRaw) {
+      return RawCandidates(scores, at.row, at.row0);
+    } else {
+      return block_candidates(p, at.row, at.row0, 0);
+    }
+  }();
   const OwnQuads<kThreads> own(c);
-  const OwnKeys<kThreads> own_keys(p, at);
+  const OwnKeys<kThreads> own_keys(at, [&](int key) {
+    if constexpr (kRaw) {
+      return c.ord(key);
+    } else {
+      return __ldg(p.ord + at.row * p.ord_pitch + key);
+    }
+  });
+  const bool is_last = at.block0 + p.segment_blocks >= keys.blocks;
+  const int last_end = kRaw && is_last ? p.seqlen_k : 0;
   BoundFinder<kThreads> finder{s.bound, own, p.digits};
   finder.count_first_digit();
   Cut kept_cut, core_cut;
@@ -227,20 +245,25 @@ __global__ void __launch_bounds__(kThreads, 1024 / kThreads) segment_kernel(cons
     for (int block = 0; block < kMaxSegmentBlocks; ++block) {
       if (block < blocks) idx[int64_t{block} * keys.capacity + i] = key;
     }
+    if (end != nullptr && last_end > 0) end[key] = last_end;
   }
   __syncthreads();
-  follow<kThreads>(s, at, p.window, end);
+  follow<kThreads>(s, at, p.window, end, last_end);
   write_active<kThreads>(s, at, keys, blocks);
 }
 
 }  // namespace
 
-cudaError_t select_segments(const SelectPlan& plan, const KeyList& keys, cudaStream_t stream) {
+cudaError_t select_segments(const SelectParams& p, const SelectPlan& plan, const KeyList& keys, cudaStream_t stream) {
   const int64_t blocks = static_cast<int64_t>(plan.rows) * ceil_div(keys.blocks, plan.segment_blocks);
-  const auto run = [&](auto kernel) { return launch(kernel, blocks, plan.segment_threads, 0, stream, plan, keys); };
-  if (plan.segment_threads == 256) return run(segment_kernel<256>);
-  if (plan.segment_threads == 512) return run(segment_kernel<512>);
-  if (plan.segment_threads == 1024) return run(segment_kernel<1024>);
+  const auto run = [&](auto kernel) { return launch(kernel, blocks, plan.segment_threads, 0, stream, plan, p, keys); };
+  const auto run_with = [&](auto threads) {
+    constexpr int kThreads = decltype(threads)::value;
+    return plan.reads_scores ? run(segment_kernel<kThreads, true>) : run(segment_kernel<kThreads, false>);
+  };
+  if (plan.segment_threads == 256) return run_with(std::integral_constant<int, 256>{});
+  if (plan.segment_threads == 512) return run_with(std::integral_constant<int, 512>{});
+  if (plan.segment_threads == 1024) return run_with(std::integral_constant<int, 1024>{});
   return cudaErrorInvalidConfiguration;
 }
 

@@ -22,7 +22,7 @@ namespace prep {
 // in every run.
 // Whatever cu_seqlens holds, nothing is read or written out of bounds.
 //
-// The steps. Ordered scores first; then either the single list, by a block for each row or by the grid, or the lists of
+// The steps. Ordered scores first, if the plan has them; then either the single list, by a block for each row or by the grid, or the lists of
 // all blocks. Before these, where the plan has them, the best keys before the first row (by the grid) and the sets.
 cudaError_t select_order(const SelectParams& p, const SelectPlan& plan, int32_t* end, cudaStream_t stream);
 cudaError_t select_single(const SelectPlan& plan, const KeyList& keys, cudaStream_t stream);
@@ -30,9 +30,9 @@ cudaError_t select_in_one_launch(const SelectParams& p, const SelectPlan& plan, 
                                  cudaStream_t stream);
 cudaError_t select_by_grid(const SelectPlan& plan, const KeyList& keys, cudaStream_t stream);
 cudaError_t select_sets(const SelectPlan& plan, cudaStream_t stream);
-// One of these two: by segments where the plan has them.
+// One of these two: by segments where the plan has them. They may read the scores themselves.
 cudaError_t select_blocks(const SelectPlan& plan, const KeyList& keys, cudaStream_t stream);
-cudaError_t select_segments(const SelectPlan& plan, const KeyList& keys, cudaStream_t stream);
+cudaError_t select_segments(const SelectParams& p, const SelectPlan& plan, const KeyList& keys, cudaStream_t stream);
 
 }  // namespace prep
 }  // namespace dmattn
