@@ -190,6 +190,8 @@ def test_attention(case: Case, window: int, deterministic: bool) -> None:
         (Case(900, 1000, 4, 16, 4, 192, causal=True, bias="1k1k", dtype="f16"), 150),
         (Case(650, 650, 8, 16, 4, 256, causal=True, bias="bk1k"), 230),
         (Case(500, 600, 8, 16, 4, 192, causal=True, bias="bk1k", dtype="f16"), 300),
+        (Case(300, 300, 22, 12, 12, 64, causal=True, bias="bk1k"), 120),
+        (Case(390, 450, 12, 32, 16, 128, causal=True, bias="bk1k", dtype="f16"), 150),
     ],
     ids=[
         "groups",
@@ -199,6 +201,8 @@ def test_attention(case: Case, window: int, deterministic: bool) -> None:
         "groups of 192",
         "groups of wide heads",
         "heads of 192",
+        "all rows together",
+        "all rows of groups together",
     ],
 )
 def test_many_heads(case: Case, window: int, biased: bool, deterministic: bool) -> None:

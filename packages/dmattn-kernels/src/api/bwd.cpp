@@ -24,9 +24,11 @@ void write_zeros(const BwdPlan& plan, const dmattn_bwd_params& p, cudaStream_t s
   }
 }
 
-// Tiles of listed keys write the rows of dk and dv that are kept: the others are cleared before.
-void clear_dkv(const BwdParams& kernel, cudaStream_t stream) {
-  if (kernel.dk_accum != nullptr || kernel.dv_accum != nullptr || kernel.terms.first != nullptr) return;
+// Tiles of listed keys write the rows of dk and dv that are kept: the others are cleared before, or after a round.
+void clear_dkv(const BwdPlan& plan, cudaStream_t stream) {
+  const BwdParams& kernel = plan.kernel;
+  const bool has_sums = kernel.dk_accum != nullptr || kernel.dv_accum != nullptr || kernel.terms.first != nullptr;
+  if (plan.has_sole_chunk || has_sums) return;
   const auto clear = [&](void* grad, const Strides3& stride) {
     if (grad == nullptr) return;
     check_cuda(fill_zero(grad, stride, kernel.packing.slabs(kernel.batch), kernel.packing.rows_k(kernel.seqlen_k),
@@ -67,7 +69,7 @@ bool prepare(const BwdPlan& plan, cudaStream_t stream) {
   if (has_mask(plan.mask) && plan.walk != KeyWalk::kMaskList) {
     check_cuda(pack_mask(plan.mask, plan.kernel.mask, stream), "packing the mask");
   }
-  if (is_gathered(plan.walk)) clear_dkv(plan.kernel, stream);
+  if (is_gathered(plan.walk)) clear_dkv(plan, stream);
   return cleared.bytes() > 0;
 }
 
@@ -121,6 +123,7 @@ void finish_keys(const BwdPlan& plan, const BwdRound& round, const BwdParams& ke
   if ((kernel.dk_accum != nullptr || kernel.dv_accum != nullptr) && completes) {
     check_cuda(convert_dkv(kernel, plan.unit.dtype, stream), "rounding dk and dv");
   }
+  if (plan.has_sole_chunk) check_cuda(clear_unseen_dkv(kernel, stream), "clearing dk and dv");
 }
 
 void finish_dbias(const BwdPlan& plan, cudaStream_t stream) {

@@ -297,6 +297,7 @@ std::string describe(const BwdPlan& plan, const BwdRound& round, const BwdParams
   json.put_address("keys.count", plan.launches && plan.unit.gathered ? bwd_schedule_lists(p).count : nullptr);
   json.put("chunk_blocks", plan.chunk_blocks);
   json.put("has_whole_items", plan.has_whole_items);
+  json.put("has_sole_chunk", plan.has_sole_chunk);
   json.put_address("used_rows", plan.used_rows);
   json.put("keeps_terms", plan.keeps_terms);
   BwdParams chunked = p;

@@ -200,6 +200,43 @@ def test_rounds_with_few_items_have_shorter_chunks(probe: ctypes.CDLL) -> None:
     assert plan["rounds"] == 8 and plan["chunks.block_rows"] == 1024
 
 
+@pytest.mark.parametrize(
+    "batch, nheads, nheads_k, length, window, rounds, changes",
+    [
+        (8, 32, 32, 2048, 512, 1, {}),
+        (16, 16, 16, 2048, 512, 1, {"head_dim": 64}),
+        (64, 16, 8, 1000, 256, 1, {}),
+        (2, 4, 4, 100, 128, 1, {"head_dim": 96}),
+        (8, 32, 32, 2048, 512, 1, {"gradients": "dq dv"}),  # dk goes to the workspace
+        (8, 32, 32, 2100, 512, 2, None),  # more rows than a chunk may have
+        (8, 32, 8, 2048, 512, 2, None),  # an item would take too long
+        (1, 8, 8, 2048, 512, 1, None),  # too few items
+        (8, 32, 32, 2048, 512, 1, {"deterministic": 1}),
+        (8, 32, 32, 2048, 512, 2, {"head_dim": 256, "sole": False}),
+    ],
+)
+def test_single_chunk_writes_its_keys(
+    probe: ctypes.CDLL,
+    batch: int,
+    nheads: int,
+    nheads_k: int,
+    length: int,
+    window: int,
+    rounds: int,
+    changes: dict[str, Any] | None,
+) -> None:
+    """Where a chunk has all rows, nobody else adds to the dk and dv of its keys."""
+    given = {"seqlen_q": length, "seqlen_k": length} | (changes or {})
+    sole = given.pop("sole", changes is not None)
+    plan = plan_of(probe, window, batch=batch, nheads=nheads, nheads_k=nheads_k, **given)
+    assert plan["arch"] == 90 and plan["has_sole_chunk"] == sole
+    assert plan["rounds"] == rounds
+    if sole:
+        assert plan["chunks.blocks"] == 1 and plan["chunks.block_rows"] >= length
+        assert not plan["dk_accum"] and not plan["dv_accum"] and plan["dq_accum"]
+        assert not plan["terms.first"] and not plan["dkv_semaphore"]  # nor is there an order
+
+
 @pytest.mark.parametrize("head_dim, blocks", [(128, 4), (136, 8), (256, 8)])
 def test_rows_of_a_chunk_of_wide_heads(probe: ctypes.CDLL, head_dim: int, blocks: int) -> None:
     """Two thread blocks share an item: half as many of them fill the GPU."""
@@ -373,8 +410,8 @@ def test_arrays_do_not_overlap(
         assert bool(found["dq_semaphore"]) == bool(deterministic)
         # Chunks take turns at dk and dv, or what each adds to them is kept apart.
         ordered = bool(found["dkv_semaphore"]), bool(found["terms.first"])
-        assert sum(ordered) == deterministic
-        assert bool(found["dk_accum"]) == (not found["terms.first"])
+        assert sum(ordered) == (deterministic and not found["has_sole_chunk"])
+        assert bool(found["dk_accum"]) == (not found["terms.first"] and not found["has_sole_chunk"])
         spans = sorted(
             (found[name], found[name] + sizes[name])
             for name in {*ARRAYS, *sizes}

@@ -75,6 +75,8 @@ struct BwdPlan {
   int32_t chunk_blocks = 0;
   // The list of a mask on Hopper: each tile of it has all rows. Its dk and dv then need no sums.
   bool has_whole_items = false;
+  // A single chunk has all rows, so that each key is in one of its tiles alone. Their dk and dv need no sums either.
+  bool has_sole_chunk = false;
   int32_t* used_rows = nullptr;  // beside that list: UsedRows::found
   // A single tile has all keys of a head, so that its kernel on Hopper writes dq itself. There are no sums of it.
   bool stores_dq = false;

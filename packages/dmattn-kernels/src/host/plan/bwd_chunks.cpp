@@ -139,6 +139,17 @@ bool keeps_busy_with_whole_items(const BwdPlan& plan, const BwdRound& round, con
   return 10 * items_with_chunks(plan, round) >= wanted * device.num_sms;
 }
 
+// Clusters write rows in other ways.
+bool may_have_sole_chunk(const BwdPlan& plan) {
+  const BwdParams& p = plan.kernel;
+  return plan.walk == KeyWalk::kRowBlockLists && plan.chunk_blocks >= plan.whole.row_blocks &&
+         plan.sequence.is_single() && plan.tile.cluster == 1 && plan.wants_dk && plan.wants_dv && p.vec_dk && p.vec_dv;
+}
+bool keeps_sole_chunk(const BwdPlan& plan, const BwdRound& round, const Device& device) {
+  return plan.chunk_blocks * plan.list_rows <= kMostRowsOfFewItems ||
+         items_with_chunks(plan, round) >= kItemsPerSm * places_of_items(plan, device);
+}
+
 bool has_many_whole_items(const BwdPlan& plan, const Device& device) {
   return plan.has_whole_items && items_with_chunks(plan, plan.round) >= kManyWholeItemsPerSm * device.num_sms;
 }
@@ -299,7 +310,7 @@ ChunkKeyListsParams bwd_chunk_params(const BwdPlan& plan, BwdParams& launch) {
     p.numbers = reinterpret_cast<ListNumbers*>(launch.work_counter);
     p.blocks = static_cast<int32_t>(bwd_blocks(plan, launch));
     p.parts_of_list = launch.batch * launch.nheads_k / (keys.batch * keys.heads / p.head_step);
-    p.group_heads = launch.group_end - launch.group_begin;
+    p.group_heads = plan.has_sole_chunk ? 1 : launch.group_end - launch.group_begin;  // all of an item write its keys
     p.steps_of_head = plan.chunk_blocks * (plan.list_rows / plan.tile.block_m);
     p.steps_of_prologue = static_cast<int32_t>(kStepsOfPrologue);
   }

@@ -52,6 +52,10 @@ void shorten_chunks(BwdPlan& plan, const BwdRound& round, const Device& device);
 bool may_have_whole_items(const BwdPlan& plan);
 bool keeps_busy_with_whole_items(const BwdPlan& plan, const BwdRound& round, const Device& device);
 // Whether there are so many that SMs hardly wait for the last of them.
+// Whether one chunk has all row blocks, so that its tiles may write dk and dv; and whether a round has so many items that
+// the chunk stays as long as that.
+bool may_have_sole_chunk(const BwdPlan& plan);
+bool keeps_sole_chunk(const BwdPlan& plan, const BwdRound& round, const Device& device);
 bool has_many_whole_items(const BwdPlan& plan, const Device& device);
 // Whether a round has items enough for each SM.
 bool keeps_busy_with_chunks(const BwdPlan& plan, const BwdRound& round, const Device& device);

@@ -267,7 +267,7 @@ int64_t dbias_tiles(const BwdPlan& plan, const BwdRound& round) {
 // Whether dk and dv are added up by key: in launches that follow one another, or from lists of many row blocks.
 bool needs_dkv_accum(const BwdPlan& plan, const BwdRound& round, const Splits& splits) {
   if (plan.sequence.per_group) return true;
-  if (plan.keeps_terms || plan.has_whole_items) return false;
+  if (plan.keeps_terms || plan.has_whole_items || plan.has_sole_chunk) return false;
   return has_row_block_lists(plan) || (continues_dkv(plan, round) && splits.slots == 0);
 }
 
@@ -298,9 +298,10 @@ Accumulators place_accumulators(const BwdPlan& plan, const BwdRound& round, int3
   if (plan.wants_dq && takes_turns) sums.dq_semaphore = workspace.take<int32_t>(blocks);
   if (plan.orders_dbias) sums.dbias_semaphore = workspace.take<int32_t>(dbias_tiles(plan, round));
   if (plan.resident_blocks > 0) sums.work_counter = workspace.take<int32_t>(launches * work_counters_of(plan, round));
-  if (kernel.deterministic && has_row_block_lists(plan) && !plan.keeps_terms) {
+  const bool orders_dkv = kernel.deterministic && !plan.keeps_terms && !plan.has_sole_chunk;
+  if (orders_dkv && has_row_block_lists(plan)) {
     sums.dkv_semaphore = workspace.take<int32_t>(launches * chunk_turns_of(plan, round));
-  } else if (kernel.deterministic && plan.resident_blocks > 0 && !plan.keeps_terms) {
+  } else if (orders_dkv && plan.resident_blocks > 0) {
     // Parts of a tile take turns at dk and dv, each consumer, of 64 keys, by itself.
     const int64_t tiles = key_tiles_of(kernel, round.batches, round.heads_k, plan.tile.block_n);
     sums.dkv_semaphore = workspace.take<int32_t>(tiles * (plan.tile.block_n / 64));
@@ -421,7 +422,7 @@ class RoundChoice {
 
   // Leaves the largest round that fits in plan.round, or the smallest that keeps the GPU busy.
   void make() {
-    if (search_rounds_of_whole_items()) return;
+    if (search_rounds_of_whole_items() || search_rounds_of_sole_chunk()) return;
     if (lacks_list_slots() && search(/*with_list_slots=*/true)) return;
     plan_.round = plan_.whole;
     const bool wanted_parts = has_parts();
@@ -432,6 +433,21 @@ class RoundChoice {
   }
 
  private:
+  // Leaves the largest round of whole kv heads whose sums have so many bytes at most in plan.round. suits(round): smaller
+  // ones are not looked at where it says no.
+  template <class Suits>
+  bool search_rounds_of_heads(int64_t limit, const Suits& suits) {
+    const int64_t pairs = int64_t{plan_.whole.batches} * plan_.whole.heads_k;
+    for (int64_t rounds = 1; rounds <= std::min(pairs, kMostRounds); ++rounds) {
+      const BwdRound round = round_of_pairs(plan_.whole, ceil_div(pairs, rounds), /*is_packed=*/false);
+      if (!suits(round)) return false;
+      if (accumulator_bytes(plan_, round, Splits{}) > limit) continue;
+      plan_.round = round;
+      return true;
+    }
+    return false;
+  }
+
   // In rounds of whole kv heads. Where items drift apart there are chunks of rows instead, which end before they are far
   // from each other.
   bool search_rounds_of_whole_items() {
@@ -439,16 +455,19 @@ class RoundChoice {
     const int32_t chunk_blocks = plan_.chunk_blocks;
     plan_.has_whole_items = true;
     plan_.chunk_blocks = plan_.whole.row_blocks;
-    const int64_t pairs = int64_t{plan_.whole.batches} * plan_.whole.heads_k;
-    for (int64_t rounds = 1; rounds <= std::min(pairs, kMostRounds); ++rounds) {
-      const BwdRound round = round_of_pairs(plan_.whole, ceil_div(pairs, rounds), /*is_packed=*/false);
-      if (!keeps_busy_with_whole_items(plan_, round, device_)) break;
-      if (accumulator_bytes(plan_, round, Splits{}) > limit_) continue;
-      plan_.round = round;
-      return true;
-    }
+    const auto suits = [&](const BwdRound& round) { return keeps_busy_with_whole_items(plan_, round, device_); };
+    if (search_rounds_of_heads(limit_, suits)) return true;
     plan_.has_whole_items = false;
     plan_.chunk_blocks = chunk_blocks;
+    return false;
+  }
+
+  bool search_rounds_of_sole_chunk() {
+    if (!may_have_sole_chunk(plan_)) return false;
+    plan_.has_sole_chunk = true;
+    const auto suits = [&](const BwdRound& round) { return keeps_sole_chunk(plan_, round, device_); };
+    if (search_rounds_of_heads(limit_, suits)) return true;
+    plan_.has_sole_chunk = false;
     return false;
   }
 
@@ -516,15 +535,9 @@ class RoundChoice {
   }
   bool search_rounds_with_terms(int64_t limit) {
     if (!fits_terms(plan_, plan_.whole)) return false;
-    const int64_t pairs = int64_t{plan_.whole.batches} * plan_.whole.heads_k;
-    for (int64_t rounds = 1; rounds <= std::min(pairs, kMostRounds); ++rounds) {
-      const BwdRound round = round_of_pairs(plan_.whole, ceil_div(pairs, rounds), /*is_packed=*/false);
-      if (rounds > 1 && !keeps_busy_with_chunks(plan_, round, device_)) return false;
-      if (accumulator_bytes(plan_, round, Splits{}) > limit) continue;
-      plan_.round = round;
-      return true;
-    }
-    return false;
+    return search_rounds_of_heads(limit, [&](const BwdRound& round) {
+      return covers_all(plan_, round) || keeps_busy_with_chunks(plan_, round, device_);
+    });
   }
 
   // Rounds of row blocks, of as few kv heads as there may be rounds: the fastest of them and of the chunks, from

@@ -44,6 +44,8 @@ cudaError_t convert_dq(const ConvertDqParams& p, Dtype dtype, cudaStream_t strea
 // dk, dv = sums over the splits of the slots that the backward kernel wrote (the kernel has applied softmax_scale to
 // dk). Tiled: p.num_splits; gathered: from p.schedule, rows scattered by p.keys. block_n, head_dim_tile: the kernel's.
 cudaError_t reduce_dkv(const BwdParams& p, Dtype dtype, int block_n, int head_dim_tile, cudaStream_t stream);
+// dk, dv = 0 of keys that no row sees.
+cudaError_t clear_unseen_dkv(const BwdParams& p, cudaStream_t stream);
 // dk, dv = rounded p.dk_accum, p.dv_accum.
 cudaError_t convert_dkv(const BwdParams& p, Dtype dtype, cudaStream_t stream);
 // dk, dv = sums of p.terms, rounded; p.dbias_cols likewise, in fp32, of the launch's first head of each group. The order

@@ -120,6 +120,19 @@ __global__ void __launch_bounds__(kThreads)
   });
 }
 
+__global__ void __launch_bounds__(kThreads)
+    clear_unseen_dkv_kernel(const __grid_constant__ GradPair outs, const __grid_constant__ SeenKeys seen, int num_outs,
+                            int nheads_k, int seqlen_k, int head_dim) {
+  follow_previous_kernel();
+  for_each_chunk(blockIdx.x, nheads_k, seqlen_k, head_dim, [&](int b, int hk, int row, int col) {
+    if (seen.contain(b, hk, row)) return;
+    for (int i = 0; i < num_outs; ++i) {
+      const GradOut& out = outs.grad[i];
+      store_chunk(out.dst + row_offset(out.stride, b, hk, row) + col, make_uint4(0, 0, 0, 0), out.vec);
+    }
+  });
+}
+
 // --- sums over the chunks of listed keys ----------------------------------------------------------------------------
 
 struct ReduceTermsParams {
@@ -322,6 +335,14 @@ cudaError_t convert_dkv(const BwdParams& p, Dtype dtype, cudaStream_t stream) {
     return launch(convert_dkv_kernel<decltype(element)>, blocks, kThreads, 0, stream, outs, seen, num_outs, p.nheads_k,
                   seqlen_k, p.head_dim);
   });
+}
+
+cudaError_t clear_unseen_dkv(const BwdParams& p, cudaStream_t stream) {
+  GradPair outs = {};
+  const int num_outs = grad_outs(p, nullptr, nullptr, outs);
+  const SeenKeys seen(p.keys, p.packing, p.head_ratio, p.seqlen_q, p.seqlen_k);
+  return launch(clear_unseen_dkv_kernel, row_tiles(p.batch, p.nheads_k, p.seqlen_k), kThreads, 0, stream, outs, seen,
+                num_outs, p.nheads_k, p.seqlen_k, p.head_dim);
 }
 
 cudaError_t reduce_chunk_terms(const BwdParams& p, const CarriedTerms& carried, Dtype dtype, cudaStream_t stream) {

@@ -213,7 +213,7 @@ __device__ __forceinline__ ListRoom list_room_of(const BwdArguments& p) {
 }
 template <class T>
 __device__ __forceinline__ ListNumbering find_list_numbering(const BwdArguments& p) {
-  if (T::kHasWholeItems && p.dk_accum == nullptr) {
+  if (p.lists_as_they_are) {
     const int rows = p.n_blocks * p.keys.blocks;
     return {rows, rows, 1, nullptr};
   }

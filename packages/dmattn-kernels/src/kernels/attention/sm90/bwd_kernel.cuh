@@ -329,7 +329,7 @@ struct BwdConsumer : BwdResults<T> {
       const int head_k = T::kOrdered ? item.head_k : steps.head / p.head_ratio;
       if constexpr (T::kKeyBias) add_dbias(key_sums, item, head_k * p.head_ratio + p.group_begin);
       const int64_t sums = static_cast<int64_t>(item.batch) * p.nheads_k + head_k;
-      if (T::kHasWholeItems && p.dk_rows.data != nullptr) {
+      if (p.dk_rows.data != nullptr) {
         store_listed_grad(fragments<kFragmentsD>(acc_dv[0]), 1.f, p.dv_rows, item.batch, head_k);
         store_listed_grad(fragments<kFragmentsD>(acc_dk[0]), p.softmax_scale, p.dk_rows, item.batch, head_k);
       } else {

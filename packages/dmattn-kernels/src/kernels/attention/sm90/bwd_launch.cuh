@@ -233,6 +233,7 @@ void fill_lists(BwdArguments& a, const BwdParams& p, int64_t blocks) {
   a.dk_accum = keeps_terms ? a.terms.dk : p.dk_accum;
   a.dv_accum = keeps_terms ? a.terms.dv : p.dv_accum;
   if (a.dk_accum == nullptr) {
+    a.lists_as_they_are = a.keys.end == nullptr;
     a.dk_rows = {p.dk, p.dk_stride};
     a.dv_rows = {p.dv, p.dv_stride};
   }

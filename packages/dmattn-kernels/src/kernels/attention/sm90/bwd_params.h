@@ -86,9 +86,10 @@ struct BwdArguments {
 
   // --- lists ---
   GatheredTensor gathered_k, gathered_v;
-  KeyList keys;           // of chunks of rows; end == nullptr: no row stops seeing a key
-  bool all_rows_see;      // a key of a list is seen by rows before its own, too
-  const int2* tile_rows;  // first and last + 1 block of rows that see a tile: [list][n_blocks]; equal: there is none
+  KeyList keys;            // of chunks of rows; end == nullptr: no row stops seeing a key
+  bool all_rows_see;       // a key of a list is seen by rows before its own, too
+  bool lists_as_they_are;  // items are the tiles of the mask's list: nobody has counted them (ListNumbers)
+  const int2* tile_rows;   // first and last + 1 block of rows that see a tile: [list][n_blocks]; equal: there is none
   // [batch][nheads_k][chunks], zero before the launch: consumers that have added the dk and dv of a tile. nullptr:
   // nobody waits for their turn; where sums are in a fixed order, `terms` has them. Consecutive keys, in a fixed order:
   // [batch][nheads_k][n_blocks][64 keys], the parts of a block of keys that have been added; of wide heads, their dk

@@ -442,10 +442,10 @@ struct BwdResults : BwdConsumerState<T> {
   // chunks add to them from the last to the first, where the former would take too much memory. Their tiles have been
   // taken in this order, too.
   __device__ __forceinline__ bool takes_chunk_turns() const { return T::kOrdered && p.dkv_semaphore != nullptr; }
-  __device__ __forceinline__ bool keeps_terms() const { return T::kOrdered && p.dkv_semaphore == nullptr; }
+  __device__ __forceinline__ bool keeps_terms() const { return T::kOrdered && p.terms.first != nullptr; }
   __device__ __forceinline__ void wait_for_chunks(const BwdItem& item) const {
     if constexpr (T::kOrdered) {
-      if (keeps_terms()) return;
+      if (!takes_chunk_turns()) return;
       if (is_speaker()) wait_for_later_chunks<T>(p, item);
       cutlass::arch::NamedBarrier::sync(128, kOwnBarrier + consumer);
     }

@@ -140,9 +140,6 @@ struct BwdTraits {
   static constexpr bool kBias = kKeyBias || kDenseBias;
   static constexpr bool kGathered =
       kListBias || kVariant == BwdVariant::kLists || kVariant == BwdVariant::kOrderedLists;
-  // An item may have all rows that see its keys, and write their dk and dv itself. Beside a bias the products then lack
-  // registers.
-  static constexpr bool kHasWholeItems = kVariant == BwdVariant::kLists;
   static constexpr bool kPacked = kVariant == BwdVariant::kPacked || kVariant == BwdVariant::kPackedOrdered ||
                                   kVariant == BwdVariant::kPackedSoftcap;
   static constexpr bool kFewKeys = kVariant == BwdVariant::kFewKeys || kVariant == BwdVariant::kFewKeysMask;
