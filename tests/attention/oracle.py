@@ -289,7 +289,7 @@ def all_allowances(problem: Problem, found: Results) -> list[Deviation]:
     return _against(problem, found, wanted, plain, roundoff(problem))
 
 
-def _doubt(problem: Problem) -> float:
+def _doubt(problem: Problem, overflows: bool = False) -> float:
     """How far off results may be because logits are rounded, relative to the results.
 
     The probabilities change by as much as a logit does. For float64 inputs the oracle is the plain
@@ -298,13 +298,20 @@ def _doubt(problem: Problem) -> float:
     logit and the log-sum-exp in other units once more, each by half a unit in its last place. (Of
     16 bits it is nothing.) Only the largest logit of a row counts then: keys that are far below it
     have next to no probability. Beside a bias above 2^53 nothing is left to round.
+
+    overflows: the logits are beyond 16 bits, so that there is no plain computation to measure by.
+    They are kept in float32 then, and theirs are four roundings: two of the sum over head_dim, one
+    of the scale and the bias, and that of the base of 2.
     """
     exact = problem.q.dtype == torch.float64
-    if not (exact or problem.q.dtype == torch.float32) or problem.k.shape[1] == 0:
+    if problem.k.shape[1] == 0:
         return 0.0
+    if not (overflows or exact or problem.q.dtype == torch.float32):
+        return 0.0
+    q, k = (x.float() if overflows else x for x in (problem.q, problem.k))
     logits = masked_logits(
-        problem.q,
-        problem.k,
+        q,
+        k,
         None if exact else problem.mask,
         problem.bias,
         problem.softmax_scale,
@@ -314,8 +321,8 @@ def _doubt(problem: Problem) -> float:
     sizes = logits.abs() if exact else logits.amax(-1).abs()
     sizes = sizes[sizes < 2.0**53]
     largest = float(sizes.max()) if sizes.numel() else 0.0
-    roundings = ROUNDINGS if exact else 1
-    return roundings * torch.finfo(problem.q.dtype).eps * (1 + largest)
+    roundings = ROUNDINGS if exact else 4 if overflows else 1
+    return roundings * sum_eps(problem) * (1 + largest)
 
 
 def _against(
@@ -325,19 +332,25 @@ def _against(
     plain: dict[str, float],
     terms: Terms,
 ) -> list[Deviation]:
-    rows, doubt = [], _doubt(problem)
+    rows = []
+    usual = _doubt(problem)
     for name, value in found.items():
         plain_error = plain[name]
         # Where the plain computation overflows it sets no limit; then one rounding of its dtype
-        # does.
+        # does, or of that of the log-sum-exp.
         finite = wanted[name][wanted[name].isfinite()].abs()
         largest = float(finite.max()) if finite.numel() else 0.0
+        doubt, size = usual, max(1.0, largest)
         if not math.isfinite(plain_error):
-            plain_error = torch.finfo(problem.q.dtype).eps * max(largest, terms.all.get(name, 0.0))
+            dtype = value.dtype if name == "lse" else problem.q.dtype
+            plain_error = torch.finfo(dtype).eps * max(largest, terms.all.get(name, 0.0))
+            if problem.q.dtype.itemsize == 2:
+                doubt = _doubt(problem, overflows=True)
+                size = 1.0 if name == "lse" else size
         allowed = 2 * plain_error + torch.finfo(value.dtype).eps / 2 * largest
         allowed += ROUNDINGS * sum_eps(problem) * (1 + terms.all.get(name, 0.0))
         allowed += torch.finfo(problem.q.dtype).eps / 2 * terms.of_out.get(name, 0.0)
-        allowed += doubt * max(1.0, largest)
+        allowed += doubt * size
         rows.append(Deviation(name, max_error(value, wanted[name]), allowed))
     return rows
 
@@ -363,5 +376,5 @@ def max_error(value: Tensor, exact: Tensor) -> float:
         return 0.0
     same = value.double() == exact  # also true of equal infinities
     return float(
-        torch.where(same, 0.0, (value.double() - exact).abs()).nan_to_num(float("inf")).max()
+        torch.where(same, 0.0, (value.double() - exact).abs()).nan_to_num(math.inf, math.inf).max()
     )

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 OUTCOMES = ("passed", "failed", "crashed", "skipped", "not run")
 SLOWEST = 10
+OUT_OF_MEMORY = "OutOfMemoryError"  # of torch
 REASONS = 60  # failures whose words are kept
 NAMED = 200  # tests of those that found no memory at first that are named
 
@@ -74,6 +75,7 @@ def compose(
 
     `runs`: in how many parts, each of which went on where the one before had no time left.
     """
+    found_by = [(target, with_memory_alone(lines)) for target, lines in found_by]
     outcomes = {target.name: lines for target, lines in found_by}
     counts = {name: _counts(lines) for name, lines in outcomes.items()}
     backends: dict[str, list[dict[str, Any]]] = {}
@@ -201,8 +203,18 @@ def run_failed_tests(
     return again
 
 
+def with_memory_alone(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A test that found no memory beside others has said nothing: it counts as not run."""
+    return [
+        {**line, "outcome": "not run"}
+        if line["outcome"] == "failed" and OUT_OF_MEMORY in line["reason"]
+        else line
+        for line in lines
+    ]
+
+
 def left_tests(found: dict[str, Any]) -> dict[str, list[str]]:
-    """Of each target the tests that no worker had begun when time was up."""
+    """Of each target the tests that no worker had begun when time was up, or that lacked memory."""
     left: dict[str, list[str]] = {}
     for line in found["tests_not_run"]:
         left.setdefault(line["target"], []).append(line["test"])
@@ -221,7 +233,7 @@ def put_left_into(
     `backends`: the name of each target's.
     """
     for name, lines in outcomes.items():
-        ended = [line for line in lines if line["outcome"] != "not run"]
+        ended = [line for line in with_memory_alone(lines) if line["outcome"] != "not run"]
         tests = {line["test"] for line in ended}
         for line in ended:
             _count_as(found, name, backends, "not run", line["outcome"])

@@ -250,6 +250,23 @@ ONCE = (
         attend=False,
         select=Selecting(80, fill="ties", own_dtype=True),
     ),
+    # Likewise of scores that are put in order first, beside a mask.
+    Launch(
+        "running top-w of many heads, key mask",
+        *(300, 300, 1, 160, 160),
+        mask="b11k",
+        causal=True,
+        attend=False,
+        select=Selecting(60),
+    ),
+    Launch(
+        "running top-w of many heads behind many keys, key mask",
+        *(140, 5000, 1, 160, 160),
+        mask="b11k",
+        causal=True,
+        attend=False,
+        select=Selecting(80, fill="ties", own_dtype=True),
+    ),
     Launch(
         "running top-w within long documents",
         *(33000, 33000),

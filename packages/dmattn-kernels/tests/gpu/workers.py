@@ -23,6 +23,7 @@ from _pytest.runner import runtestprotocol
 
 from attention.targets import target
 from gpu.claims import name, one_of_places, take
+from gpu.report import OUT_OF_MEMORY
 
 ON_CUDA = torch.cuda.is_available()
 GPU_LOST = 77  # exit code of a worker whose CUDA context an earlier kernel has destroyed
@@ -30,7 +31,6 @@ GPU_HUNG = 78  # ... and of one whose test ran past its limit
 CACHED_BYTES = 1 << 30  # that a worker may keep between tests
 # Tries of a test that finds no memory, as large ones of other workers run at the same time.
 ATTEMPTS, PAUSE_SECONDS = 4, 5.0
-OUT_OF_MEMORY = torch.OutOfMemoryError.__name__
 # Tests of this file take up to 40 GB each: so many of all targets may run on a GPU at a time.
 LARGE, LARGE_AT_ONCE = "test_large.py", 2
 SLOW_SECONDS = 300  # limit of a test that is marked slow; of others the target says it

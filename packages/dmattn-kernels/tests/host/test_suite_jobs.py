@@ -191,3 +191,23 @@ def test_what_time_had_left_goes_into_the_report(outcome: str) -> None:
     last = [{**line, "test": "b"}]
     report.put_left_into(found, {"flex-cuda": last}, about, backends)
     assert found["tests_not_run"] == [] and found["ok"] != fails
+
+
+def test_what_found_no_memory_has_not_run() -> None:
+    line = {"test": "a", "outcome": "failed", "seconds": 1.0}
+    lacking = {**line, "reason": f"torch.{report.OUT_OF_MEMORY}: CUDA out of memory"}
+    wrong = {**line, "reason": "AssertionError: too far from the oracle"}
+    passed = {"test": "b", "outcome": "passed", "seconds": 1.0, "reason": ""}
+    assert [x["outcome"] for x in report.with_memory_alone([lacking, wrong, passed])] == [
+        *("not run", "failed", "passed")
+    ]
+    found: dict[str, Any] = {
+        "complete": True,
+        "tests": {"flex-cuda": {"passed": 0, "failed": 0, "not run": 1}},
+        "backends": {"flex": {"passed": 0, "failed": 0, "not run": 1}},
+        "tests_not_run": [{"target": "flex-cuda", "test": "a"}],
+        "failed_tests": [],
+        "sanitizer": [{"ok": True}],
+    }
+    report.put_left_into(found, {"flex-cuda": [lacking]}, {}, {"flex-cuda": "flex"})
+    assert found["tests_not_run"] and not found["failed_tests"] and not found["ok"]
