@@ -230,13 +230,15 @@ def main() -> int:
     results: Row = {**environment(), "ceilings": ceilings(clock, device), "rows": [], "not_run": []}
     if not arguments.cases:
         results["rows"] += host_time(device) + peak_memory(device)
+    place = place_of(results, arguments)
+    earlier = json.loads(place.read_text()) if arguments.append and place.is_file() else None
     beside = None
     if arguments.beside is not None:
         beside = Version(label=arguments.beside, DMATTN_ARCH=arguments.beside)
-    for case in chosen:
+    for done, case in enumerate(chosen, start=1):
         left = arguments.time_limit - (time.monotonic() - start)
         if left < 5:
-            results["not_run"].append(f"{case.group}: {case.name}")
+            results["not_run"].append(name_of(case))
             continue
         rows = time_case(case, clock, device, arguments.budget)
         if beside is not None and case.group not in SWEEPS:
@@ -247,17 +249,25 @@ def main() -> int:
         gc.collect()
         torch.cuda.empty_cache()
         print(render.lines_of(rows), flush=True)
+        # What ends this process later loses no case that has been timed.
+        results["seconds"] = round(time.monotonic() - start)
+        rest = [name_of(other) for other in chosen[done:]]
+        write(results | {"not_run": results["not_run"] + rest}, earlier, place)
     if beside is not None:
         beside.close()
-    results["seconds"] = round(time.monotonic() - start)
-    write(results, arguments)
+    show(write(results, earlier, place), arguments)
+    print(f"results: {place}")
     print(render.targets_text(results))
     return 0
 
 
+def name_of(case: Case) -> str:
+    return f"{case.group}: {case.name}"
+
+
 def choose(arguments: argparse.Namespace) -> list[Case]:
     def named(case: Case, words: list[str]) -> bool:
-        return any(word in f"{case.group}: {case.name}" for word in words)
+        return any(word in name_of(case) for word in words)
 
     chosen = [case for case in CASES if case.quick or not arguments.quick]
     if arguments.cases:
@@ -268,18 +278,24 @@ def choose(arguments: argparse.Namespace) -> list[Case]:
     return chosen
 
 
-def write(results: Row, arguments: argparse.Namespace) -> None:
+def place_of(results: Row, arguments: argparse.Namespace) -> Path:
     name = results["gpu"].lower().replace("nvidia", "").strip().replace(" ", "-")
-    path = arguments.json or Path(__file__).parent / "results" / f"{name}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if arguments.append and path.is_file():
-        results = append(json.loads(path.read_text()), results)
-    path.write_text(json.dumps(results, indent=1) + "\n")
+    return arguments.json or Path(__file__).parent / "results" / f"{name}.json"
+
+
+def write(results: Row, earlier: Row | None, place: Path) -> Row:
+    """All that the file says then: `results`, and what it said of other groups."""
+    known = results if earlier is None else append(earlier, results)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    place.write_text(json.dumps(known, indent=1) + "\n")
+    return known
+
+
+def show(results: Row, arguments: argparse.Namespace) -> None:
     if arguments.markdown is not None:
         render.write_markdown(results, arguments.markdown, arguments.plots)
     if arguments.plots is not None:
         render.write_plots(results, arguments.plots)
-    print(f"results: {path}")
 
 
 def append(earlier: Row, results: Row) -> Row:
