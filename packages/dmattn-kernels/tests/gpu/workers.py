@@ -23,12 +23,16 @@ from _pytest.runner import runtestprotocol
 
 from attention.targets import target
 from gpu.claims import name, one_of_places, take
-from gpu.report import OUT_OF_MEMORY
 
 ON_CUDA = torch.cuda.is_available()
-GPU_LOST = 77  # exit code of a worker whose CUDA context an earlier kernel has destroyed
+# Exit code of a worker whose CUDA context an earlier kernel has destroyed, or whose memory is held.
+GPU_LOST = 77
 GPU_HUNG = 78  # ... and of one whose test ran past its limit
 CACHED_BYTES = 1 << 30  # that a worker may keep between tests
+# What is still allocated then is held by something that a test left behind: a worker has been seen
+# with 25 GB of it, after tests that had found no memory.
+HELD_BYTES = 2 << 30
+OUT_OF_MEMORY = torch.OutOfMemoryError.__name__  # as report.OUT_OF_MEMORY, which knows no torch
 # Tries of a test that finds no memory, as large ones of other workers run at the same time.
 ATTEMPTS, PAUSE_SECONDS = 4, 5.0
 # Tests of this file take up to 40 GB each: so many of all targets may run on a GPU at a time.
@@ -78,7 +82,15 @@ def pytest_runtest_protocol(item: pytest.Item) -> bool | None:
     for report in reports:
         item.ihook.pytest_runtest_logreport(report=report)
     item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    if ON_CUDA and torch.cuda.memory_allocated() > HELD_BYTES:
+        _end(item, "memory of a test that has ended is still taken")
     return True
+
+
+def _end(item: pytest.Item, why: str) -> None:
+    """Ends this worker behind the test. Another one takes its place."""
+    item.session.shouldstop = why
+    item.config.gpu_lost = True  # type: ignore[attr-defined]
 
 
 def _place_for(item: pytest.Item, folder: Path) -> AbstractContextManager[None]:
@@ -187,8 +199,7 @@ def _survive(request: pytest.FixtureRequest) -> Iterator[None]:
     try:
         torch.cuda.synchronize()
     except RuntimeError as error:
-        request.node.session.shouldstop = f"the CUDA context is lost: {error}"
-        request.config.gpu_lost = True  # type: ignore[attr-defined]
+        _end(request.node, f"the CUDA context is lost: {error}")
         raise
 
 
