@@ -255,6 +255,7 @@ def main() -> int:
         write(results | {"not_run": results["not_run"] + rest}, earlier, place)
     if beside is not None:
         beside.close()
+    results["seconds"] = round(time.monotonic() - start)
     show(write(results, earlier, place), arguments)
     print(f"results: {place}")
     print(render.targets_text(results))

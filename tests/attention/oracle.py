@@ -332,8 +332,10 @@ def _against(
     plain: dict[str, float],
     terms: Terms,
 ) -> list[Deviation]:
-    rows = []
-    usual = _doubt(problem)
+    rows, usual = [], _doubt(problem)
+    is_narrow = problem.q.dtype.itemsize == 2
+    overflows = is_narrow and not all(map(math.isfinite, plain.values()))
+    beyond_range = _doubt(problem, overflows=True) if overflows else usual
     for name, value in found.items():
         plain_error = plain[name]
         # Where the plain computation overflows it sets no limit; then one rounding of its dtype
@@ -344,9 +346,9 @@ def _against(
         if not math.isfinite(plain_error):
             dtype = value.dtype if name == "lse" else problem.q.dtype
             plain_error = torch.finfo(dtype).eps * max(largest, terms.all.get(name, 0.0))
-            if problem.q.dtype.itemsize == 2:
-                doubt = _doubt(problem, overflows=True)
-                size = 1.0 if name == "lse" else size
+            doubt = beyond_range
+            if is_narrow and name == "lse":
+                size = 1.0  # it is off by what a logit is
         allowed = 2 * plain_error + torch.finfo(value.dtype).eps / 2 * largest
         allowed += ROUNDINGS * sum_eps(problem) * (1 + terms.all.get(name, 0.0))
         allowed += torch.finfo(problem.q.dtype).eps / 2 * terms.of_out.get(name, 0.0)

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from gpu import OUT_OF_MEMORY
 from gpu.sanitize import TOOLS, Finding
 from source_hash import source_hash
 
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
 OUTCOMES = ("passed", "failed", "crashed", "skipped", "not run")
 SLOWEST = 10
-OUT_OF_MEMORY = "OutOfMemoryError"  # of torch
 REASONS = 60  # failures whose words are kept
 NAMED = 200  # tests of those that found no memory at first that are named
 
@@ -75,7 +75,7 @@ def compose(
 
     `runs`: in how many parts, each of which went on where the one before had no time left.
     """
-    found_by = [(target, with_memory_alone(lines)) for target, lines in found_by]
+    found_by = [(target, lacking_memory_as_not_run(lines)) for target, lines in found_by]
     outcomes = {target.name: lines for target, lines in found_by}
     counts = {name: _counts(lines) for name, lines in outcomes.items()}
     backends: dict[str, list[dict[str, Any]]] = {}
@@ -203,7 +203,7 @@ def run_failed_tests(
     return again
 
 
-def with_memory_alone(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def lacking_memory_as_not_run(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """A test that found no memory beside others has said nothing: it counts as not run."""
     return [
         {**line, "outcome": "not run"}
@@ -233,7 +233,7 @@ def put_left_into(
     `backends`: the name of each target's.
     """
     for name, lines in outcomes.items():
-        ended = [line for line in with_memory_alone(lines) if line["outcome"] != "not run"]
+        ended = [line for line in lacking_memory_as_not_run(lines) if line["outcome"] != "not run"]
         tests = {line["test"] for line in ended}
         for line in ended:
             _count_as(found, name, backends, "not run", line["outcome"])

@@ -92,16 +92,18 @@ HOPPER_LISTS = (
 )
 
 
-def _in_any_order_and_in_a_fixed_one(name: str) -> tuple[Launch, ...]:
+def _in_any_order_and_in_a_fixed_one(
+    name: str, lengths: tuple[int, int] = (300, 320), window: int = 100
+) -> tuple[Launch, ...]:
     """With and without a bias, and with lists and biases of single heads."""
     return tuple(
         Launch(
             f"{name}{', deterministic' * turns}{_BIAS_IN_WORDS[bias]}",
-            *(300, 320, 2, 4, 2),
+            *(*lengths, 2, 4, 2),
             bias=bias,
             causal=True,
             deterministic=turns,
-            select=Selecting(100, fill="odd"),
+            select=Selecting(window, fill="odd"),
         )
         for turns in (False, True)
         for bias in ("", "bk1k", "bh1k")
@@ -113,17 +115,7 @@ _BIAS_IN_WORDS = {"": "", "bk1k": ", bias", "bh1k": ", bias of each head"}
 HOPPER_LIST_GRADIENTS = (
     *_in_any_order_and_in_a_fixed_one("listed rows, gradients"),
     # All rows together: tiles write dk and dv themselves, and what no row sees is cleared.
-    *(
-        Launch(
-            f"listed rows, gradients of one block{', deterministic' * turns}{_BIAS_IN_WORDS[bias]}",
-            *(100, 140, 2, 4, 2),
-            bias=bias,
-            causal=True,
-            deterministic=turns,
-            select=Selecting(30, fill="odd"),
-        )
-        for turns, bias in ((False, ""), (False, "bk1k"), (True, "bk1k"))
-    ),
+    *_in_any_order_and_in_a_fixed_one("listed rows, gradients of one block", (100, 140), 30),
     Launch("listed rows, gradients, key mask", *(300, 320, 2, 4, 2), mask="bk1k", causal=True),
     Launch("listed rows, gradients, masks of heads", *(300, 320, 2, 4, 2), mask="bh1k"),
 )

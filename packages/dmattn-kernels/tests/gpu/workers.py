@@ -22,6 +22,7 @@ import torch
 from _pytest.runner import runtestprotocol
 
 from attention.targets import target
+from gpu import OUT_OF_MEMORY
 from gpu.claims import name, one_of_places, take
 
 ON_CUDA = torch.cuda.is_available()
@@ -32,7 +33,6 @@ CACHED_BYTES = 1 << 30  # that a worker may keep between tests
 # What is still allocated then is held by something that a test left behind: a worker has been seen
 # with 25 GB of it, after tests that had found no memory.
 HELD_BYTES = 2 << 30
-OUT_OF_MEMORY = torch.OutOfMemoryError.__name__  # as report.OUT_OF_MEMORY, which knows no torch
 # Tries of a test that finds no memory, as large ones of other workers run at the same time.
 ATTEMPTS, PAUSE_SECONDS = 4, 5.0
 # Tests of this file take up to 40 GB each: so many of all targets may run on a GPU at a time.

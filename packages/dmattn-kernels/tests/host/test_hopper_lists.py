@@ -210,6 +210,16 @@ def test_rounds_with_few_items_have_shorter_chunks(probe: ctypes.CDLL) -> None:
         (8, 32, 32, 2048, 512, 1, {"gradients": "dq dv"}),  # dk goes to the workspace
         (8, 32, 32, 2100, 512, 2, None),  # more rows than a chunk may have
         (8, 32, 8, 2048, 512, 2, None),  # an item would take too long
+        # Rows of dk that do not start on 16 bytes.
+        (
+            1,
+            4,
+            4,
+            100,
+            128,
+            1,
+            {"dk": tensor((1, 100, 4, 128), stride=(0, 516, 129, 1)), "sole": False},
+        ),
         (1, 8, 8, 2048, 512, 1, None),  # too few items
         (8, 32, 32, 2048, 512, 1, {"deterministic": 1}),
         (8, 32, 32, 2048, 512, 2, {"head_dim": 256, "sole": False}),

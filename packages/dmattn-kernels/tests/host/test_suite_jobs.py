@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gpu import claims, report
+from gpu import OUT_OF_MEMORY, claims, report
 from gpu.jobs import Job, Pool
 from gpu.progress import Progress
 from gpu.sanitize import Finding, judge, lacked_memory, once_more
@@ -195,10 +195,10 @@ def test_what_time_had_left_goes_into_the_report(outcome: str) -> None:
 
 def test_what_found_no_memory_has_not_run() -> None:
     line = {"test": "a", "outcome": "failed", "seconds": 1.0}
-    lacking = {**line, "reason": f"torch.{report.OUT_OF_MEMORY}: CUDA out of memory"}
+    lacking = {**line, "reason": f"torch.{OUT_OF_MEMORY}: CUDA out of memory"}
     wrong = {**line, "reason": "AssertionError: too far from the oracle"}
     passed = {"test": "b", "outcome": "passed", "seconds": 1.0, "reason": ""}
-    assert [x["outcome"] for x in report.with_memory_alone([lacking, wrong, passed])] == [
+    assert [x["outcome"] for x in report.lacking_memory_as_not_run([lacking, wrong, passed])] == [
         *("not run", "failed", "passed")
     ]
     found: dict[str, Any] = {
