@@ -124,9 +124,15 @@ def test_long_sequences_are_cut_by_sets(plan: Probe) -> None:
     "fields, blocks, threads",
     [
         # A thread block for each SM that can have one: 32, 256 / 2 and 4 * 128 / 4 of them.
-        (call(1, 1, 4096, 4096, 1024), 1, 1024),
+        (call(1, 1, 4096, 4096, 1024), 1, 512),
+        (call(1, 8, 4096, 4096, 1024), 2, 512),
+        (call(1, 8, 8192, 8192, 512), 4, 1024),
         (call(1, 1, 32768, 32768, 1024), 2, 1024),
         (call(1, 4, 16384, 16384, 1024), 4, 1024),
+        # Two, in segments as short as that allows: 22 for each of 12 lists.
+        (call(1, 12, 8192, 8192, 768), 3, 512),
+        (call(1, 13, 8192, 8192, 768), 4, 512),
+        (call(1, 32, 4096, 4096, 512), 4, 512),
         # More than that: several an SM, as small as the candidates of the last segment allow.
         (call(8, 16, 4096, 4096, 256), 4, 256),
         (call(8, 16, 4608, 4608, 256), 4, 256),
@@ -137,12 +143,12 @@ def test_long_sequences_are_cut_by_sets(plan: Probe) -> None:
         (call(1, 4, 131072, 131072, 6144), 4, 512),
         # Windows that do not fit shared memory, documents, single lists: kernels of their own.
         (call(1, 4, 16384, 16384, 6145), 0, 0),
-        (call(1, 4, 2000, 2000, 1 << 30), 1, 1024),
+        (call(1, 4, 2000, 2000, 1 << 30), 1, 512),
         (call(1, 4, 16384, 16384, 1024, documents=3), 0, 0),
         (call(1, 4, 1, 16384, 1024), 0, 0),
         (call(1, 4, 128, 16384, 1024, causal=False), 0, 0),
     ],
-    ids=range(15),
+    ids=range(20),
 )
 def test_segments_of_blocks_of_rows(
     plan: Probe, fields: dict[str, Any], blocks: int, threads: int

@@ -124,8 +124,8 @@ void shorten_chunks(BwdPlan& plan, const BwdRound& round, const Device& device) 
   }
 }
 
-// Consumers write whole vectors of dk and dv, so that no other launch may add to them. Kernels with a bias do not, and
-// clusters note rows of a chunk in 16 bits.
+// Consumers write whole vectors of dk and dv, so that no other launch may add to them. Clusters note rows of a chunk in
+// 16 bits. With a bias it has not been timed.
 bool may_have_whole_items(const BwdPlan& plan) {
   const BwdParams& p = plan.kernel;
   return plan.walk == KeyWalk::kMaskList && has_shared_list(plan) && !plan.sequence.per_group && !p.deterministic &&

@@ -24,6 +24,13 @@ bool suits_residents(const BwdPlan& plan);
 // keys is one part.
 BiasPairs find_pairs(const BwdPlan& plan, const BwdRound& round, int64_t parts);
 
+// Thread blocks that stay have enough to do if no more than a tenth of their time is lost.
+constexpr double kBusy = 0.9;
+// Whether items take turns at dq so that those of a group are at the same rows; and whether items have two tiles of
+// keys each, one of few rows and one of many.
+bool suits_turns(const BwdPlan& plan, const BwdRound& round);
+bool suits_mirrored_items(const BwdPlan& plan, const BwdRound& round, const Device& device);
+
 // Decides into how many rounds the call falls for the sake of the fp32 sums, and into how many parts the rows of a key
 // tile. Comes last, because what the sums may take depends on all the rest: `bytes_before` of the workspace.
 void choose_sums(BwdPlan& plan, const Device& device, size_t bytes_before);
@@ -51,11 +58,11 @@ void shorten_chunks(BwdPlan& plan, const BwdRound& round, const Device& device);
 // Whether each tile of the list may have all rows, and whether a round then has items enough for each SM.
 bool may_have_whole_items(const BwdPlan& plan);
 bool keeps_busy_with_whole_items(const BwdPlan& plan, const BwdRound& round, const Device& device);
-// Whether there are so many that SMs hardly wait for the last of them.
 // Whether one chunk has all row blocks, so that its tiles may write dk and dv; and whether a round has so many items that
 // the chunk stays as long as that.
 bool may_have_sole_chunk(const BwdPlan& plan);
 bool keeps_sole_chunk(const BwdPlan& plan, const BwdRound& round, const Device& device);
+// Whether there are so many whole items that SMs hardly wait for the last of them.
 bool has_many_whole_items(const BwdPlan& plan, const Device& device);
 // Whether a round has items enough for each SM.
 bool keeps_busy_with_chunks(const BwdPlan& plan, const BwdRound& round, const Device& device);

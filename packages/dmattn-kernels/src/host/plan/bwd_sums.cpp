@@ -87,9 +87,9 @@ int64_t slot_bytes(const BwdPlan& plan) {
 constexpr int64_t kFewestRowBlocks = 8;
 // In a fixed order so many parts are the most, each of whole heads: they wait for each other at the end.
 constexpr int64_t kMostPartsInOrder = 8;
-// In a fixed order parts are looked for where more than a sixth of the blocks' time is lost without, until no more than
-// a tenth is.
-constexpr double kBusyWithout = 0.85, kBusyWith = 0.9;
+// In a fixed order parts are looked for where more than a sixth of the blocks' time is lost without, until they are
+// kBusy.
+constexpr double kBusyWithout = 0.85;
 // There are no more parts than so many for each block.
 constexpr int64_t kMostParts = 8;
 // Rounds for the sake of parts are chosen below this share of the time without. Those of items of unequal lengths are
@@ -103,52 +103,6 @@ constexpr double kBusyEnough = 0.45;
 
 // Items are of different lengths.
 bool has_uneven_items(const BwdPlan& plan) { return plan.kernel.is_causal && plan.kernel.window == 0; }
-
-// What blocks that stay read and add to should be found in L2. Rows of so many bytes leave it, unless blocks are at the
-// same ones at the same time. Where heads share keys, there are two ways to keep them in step.
-constexpr int64_t kRowBytesOfL2 = int64_t{32} << 20;
-bool leaves_l2(const BwdPlan& plan) {
-  const BwdParams& p = plan.kernel;
-  const int64_t row_bytes = p.head_dim * (2 * element_bytes(plan.unit.dtype) + int64_t{sizeof(float)});
-  return rows_of(p) * p.packing.rows_q(p.seqlen_q) * row_bytes > kRowBytesOfL2;
-}
-bool has_unequal_sequences(const BwdParams& p) {
-  const int64_t sequences = p.packing.sequences;
-  return sequences * p.seqlen_q != p.packing.total_q || sequences * p.seqlen_k != p.packing.total_k;
-}
-
-// Packed sequences of unequal lengths: turns at dq, as sums in a fixed order have them. Heads that share keys then come
-// one after the other at each block of rows, and a thread block stays behind the one before it. At head_dim 64 two
-// heads of a group have too little to do between turns.
-bool suits_turns(const BwdPlan& plan, const BwdRound& round) {
-  const BwdParams& p = plan.kernel;
-  const int32_t fewest_heads = plan.unit.head_dim_tile <= 64 ? 4 : 2;
-  return plan.resident_blocks > 0 && plan.tile.cluster == 1 && p.packing.is_active() && p.is_causal &&
-         has_unequal_sequences(p) && round.groups >= fewest_heads && leaves_l2(plan);
-}
-
-// Others: two items, one after the other, that together have as many rows as any other two (see find_mirrored_item()).
-// They all take the same time where there are no fewer rows than keys: so they are for calls in which the last ones
-// leave no more than a tenth of the blocks without work, or, where only the device knows how many there are, with
-// several pairs for each block.
-constexpr int64_t kPackedPairs = 4;
-bool suits_mirrored_items(const BwdPlan& plan, const BwdRound& round, const Device& device) {
-  const BwdParams& p = plan.kernel;
-  const Level level = plan.choice.level;
-  const bool may_mirror = plan.resident_blocks > 0 && (level == Level::kPlain || level == Level::kPacked) &&
-                          plan.tile.cluster == 1 && p.is_causal && p.window == 0 && round.groups > 1;
-  if (p.packing.rows_q(p.seqlen_q) < p.packing.rows_k(p.seqlen_k)) return false;  // the first keys have all rows
-  if (!may_mirror || !leaves_l2(plan)) return false;
-  const int64_t blocks = device.num_sms;
-  if (p.packing.is_active() && has_unequal_sequences(p)) {
-    const int64_t tiles = ceil_div(p.packing.total_k, plan.tile.block_n);
-    return !suits_turns(plan, round) && round.heads_k * tiles >= 2 * kPackedPairs * blocks;
-  }
-  const int64_t sequences = p.packing.is_active() ? p.packing.sequences : round.batches;
-  const int64_t heads = sequences * round.heads_k, tiles = ceil_div(p.seqlen_k, plan.tile.block_n);
-  const int64_t pairs = heads * ceil_div<int64_t>(tiles, 2);
-  return static_cast<double>(heads * tiles) >= kBusyWith * 2 * blocks * ceil_div(pairs, blocks);
-}
 
 // The share of their time for which blocks that stay have something to do, if each tile falls into so many parts: under
 // causality the longest, which are begun first, are twice as long as the average.
@@ -180,8 +134,7 @@ int64_t parts_in_order(const BwdPlan& plan, const BwdRound& round, int64_t tiles
   int64_t best = fewest;
   double busiest = busy_with(plan, tiles, round.groups, best);
   if (busiest >= kBusyWithout) return best;
-  for (int64_t parts = fewest + 1; parts <= most && busiest < kBusyWith;
-       parts += parts < round.groups ? 1 : round.groups) {
+  for (int64_t parts = fewest + 1; parts <= most && busiest < kBusy; parts += parts < round.groups ? 1 : round.groups) {
     const double busy = busy_with(plan, tiles, round.groups, parts);
     if (busy <= busiest) continue;
     best = parts;

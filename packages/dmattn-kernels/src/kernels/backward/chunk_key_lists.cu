@@ -32,8 +32,8 @@ static_assert(kClasses <= kThreads && kMostChunkRows <= kPlaces * place_blocks(k
 // A class: keys that are first seen in the same place and last seen in the same one. A tile has all rows from where its
 // first key is seen to where its last one is, so that neighbouring classes should have both in common: keys lie by the
 // quarter of the chunk that first sees them, then by where they are last seen, and then by where they are first seen.
-// Of orders by these two alone it left the fewest rows that see nothing of their tile, in a simulation of random
-// scores; with later ones first at the second step it would be more rows than without quarters.
+// Of the orders by these two alone that were tried it left the fewest rows that see nothing of their tile, in a
+// simulation of random scores; with later ones first at the second step it would be more rows than without quarters.
 struct SeenIn {
   int first, last;
   static constexpr int kQuarter = kPlaces / 4;

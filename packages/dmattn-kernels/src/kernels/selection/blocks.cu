@@ -78,10 +78,12 @@ __device__ __forceinline__ int take_set(HeldSmem& s, const SelectPlan& p, const 
   uint32_t* ord = p.set_ord + dst * p.set_capacity;
   int32_t* key = p.set_key + dst * p.set_capacity;
   const Cut none{UINT32_MAX, INT_MAX};
-  for_each_kept(s.warp_tally, c, own, none, cut, false, [&](int k, uint32_t x, bool, bool, int, int rank) {
-    ord[rank] = x;
-    key[rank] = k;
-  });
+  const auto read = [&](int item) { return make_uint2(c.ord(item), c.key(item)); };
+  for_each_kept<4>(s.warp_tally, c, own, none, cut, false, read,
+                   [&](int, const uint2& found, bool, bool, int, int rank) {
+                     ord[rank] = found.x;
+                     key[rank] = static_cast<int32_t>(found.y);
+                   });
   return count;
 }
 

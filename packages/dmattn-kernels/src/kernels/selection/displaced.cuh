@@ -31,7 +31,7 @@ __device__ __forceinline__ int place_of(Rank rank) { return static_cast<int>(ran
 
 // In key order.
 struct ActiveKeys {
-  uint32_t leaving_ord[kSegmentRows], joining_ord[kSegmentRows];
+  uint32_t ord[2 * kSegmentRows];  // joining ones from kSegmentRows on
   int32_t leaving_key[kSegmentRows];
   int32_t joining_row[kSegmentRows];  // their rows, counted from the segment's first
 };
@@ -63,11 +63,9 @@ __device__ __forceinline__ Rank sort_falling(Rank x) {
   return x;
 }
 
-// The keys of a thread in a merge, kThreads apart. Two searches go on side by side, as each step of one waits for
-// memory; where an SM has several thread blocks they wait together anyhow.
-template <int kThreads>
+// kEach keys of a thread in a merge, kThreads apart, whose searches go on side by side, as each step waits for memory.
+template <int kThreads, int kEach>
 struct MergedKeys {
-  static constexpr int kEach = kThreads == 512 ? 2 : 1;
   int32_t first;
   Rank x[kEach];
   int32_t other[kEach], length[kEach];  // the run that a key's own is merged with
@@ -77,16 +75,20 @@ struct MergedKeys {
   __device__ __forceinline__ MergedKeys(const Rank* from, int padded, int run, int first_item) : first(first_item) {
 #pragma unroll
     for (int e = 0; e < kEach; ++e) {
+      const int run_start = (item(e) & ~(run - 1)) ^ run;
       x[e] = item(e) < padded ? from[item(e)] : 0;
-      other[e] = (item(e) & ~(run - 1)) ^ run;
-      length[e] = item(e) < padded ? min(max(padded - other[e], 0), run) : 0;
+      length[e] = item(e) < padded ? min(max(padded - run_start, 0), run) : 0;
+      other[e] = length[e] > 0 ? run_start : 0;
       better[e] = 0;
     }
 #pragma unroll 1
     for (int step = run; step > 0; step /= 2) {
 #pragma unroll
       for (int e = 0; e < kEach; ++e) {
-        if (better[e] + step <= length[e] && from[other[e] + better[e] + step - 1] > x[e]) better[e] += step;
+        // Without a branch around the load, so that searches wait side by side.
+        const int next = better[e] + step;
+        const Rank found = from[other[e] + max(min(next, length[e]) - 1, 0)];
+        if (next <= length[e] && found > x[e]) better[e] = next;
       }
     }
   }
@@ -98,7 +100,7 @@ struct MergedKeys {
   }
 };
 
-// All active keys, best first; zeros after them up to a multiple of 32. Ends with a barrier.
+// All active keys, best first. Ends with a barrier.
 template <int kThreads>
 __device__ __forceinline__ const Rank* sort_active(DisplacedSmem& s, const ActiveKeys& keys, int leaving, int joining) {
   const int active = leaving + joining, padded = round_up(active, kGroup);
@@ -107,18 +109,22 @@ __device__ __forceinline__ const Rank* sort_active(DisplacedSmem& s, const Activ
   for (int i = threadIdx.x; i < padded; i += kThreads) {
     Rank x = 0;
     if (i < active) {
-      const int slot = i < leaving ? i : i - leaving;
-      x = i < leaving ? make_rank(keys.leaving_ord[slot], slot)
-                      : make_rank(keys.joining_ord[slot], kSegmentRows + slot);
+      const int slot = i < leaving ? i : kSegmentRows + i - leaving;
+      x = make_rank(keys.ord[slot], slot);
     }
     from[i] = sort_falling(x);
   }
   __syncthreads();
 #pragma unroll 1
   for (int run = kGroup; run < padded; run *= 2) {
+    // Two of a thread where it has two; but where an SM has more thread blocks, they wait side by side anyhow.
+    if (kThreads == 512 && padded > kThreads) {
+      MergedKeys<kThreads, 2>(from, padded, run, threadIdx.x).store(to, padded, run);
+    } else {
 #pragma unroll 1
-    for (int i = threadIdx.x; i < padded; i += MergedKeys<kThreads>::kEach * kThreads) {
-      MergedKeys<kThreads>(from, padded, run, i).store(to, padded, run);
+      for (int i = threadIdx.x; i < padded; i += kThreads) {
+        MergedKeys<kThreads, 1>(from, padded, run, i).store(to, padded, run);
+      }
     }
     __syncthreads();
     Rank* const merged = to;
@@ -149,9 +155,10 @@ __device__ __forceinline__ void count_arrivals(DisplacedSmem& s, const ActiveKey
     }
     if (lane <= groups) s.come[lane][w] = own;
   }
+  // From the last warp on, as the first ones have been busy with words.
 #pragma unroll 1
-  for (int g = warp; g < groups; g += kThreads / 32) {
-    const uint32_t ord = g * kGroup + lane < joining ? keys.joining_ord[g * kGroup + lane] : 0u;
+  for (int g = kThreads / 32 - 1 - warp; g < groups; g += kThreads / 32) {
+    const uint32_t ord = g * kGroup + lane < joining ? keys.ord[kSegmentRows + g * kGroup + lane] : 0u;
     uint32_t better = 0;
 #pragma unroll 8
     for (int i = 0; i < kGroup; ++i) {
@@ -196,7 +203,9 @@ __device__ __forceinline__ int find_displacing(const DisplacedSmem& s, int i, in
   int g = 0;  // the first row of bits with enough better ones
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) {
-    if (g + step - 1 <= groups && come(g + step - 1) < room) g += step;
+    const int next = g + step - 1;
+    const int arrived = come(min(next, groups));
+    if (next <= groups && arrived < room) g += step;
   }
   if (g == 0) return -1;
   if (g > groups) return joining;

@@ -19,7 +19,7 @@ struct OwnQuads {
   __device__ __forceinline__ explicit OwnQuads(const AnyCandidates& c) : steps(ceil_div(c.quads(), kThreads)) {
     begin = static_cast<int>(threadIdx.x) * steps;
     end = min(begin + steps, c.quads());
-    c.load(ord, begin, end);
+    c.load(ord, steps, begin, end);
   }
   // Calls f(ordered score) for every item of the thread, padding (0) included.
   template <class F>
@@ -59,12 +59,18 @@ struct BoundFinder {
   const OwnQuads<kThreads>& own;
   int digits;
   uint32_t second_counted = UINT32_MAX, third_counted = UINT32_MAX;  // the prefixes whose items hist[1], hist[2] count
+  int first_above = 0;                                               // BinCounts::above of hist[0]
+  int total = 0;                                                     // candidates that can be kept
 
   // Counts also what is never kept, without a test for each. After BoundSmem::clear(); ends with a barrier.
   __device__ __forceinline__ void count_first_digit() {
     __syncthreads();
     own.for_each_ord([&](uint32_t x) { atomicAdd(&s.hist[0][x >> digit_shift(0)], 1u); });
     __syncthreads();
+    // The last bin holds what is never kept, and nothing else.
+    BinCounts<kThreads> bins;
+    total = bins.load(s.hist[0], s.warp_sums) - static_cast<int>(s.hist[0][0]);
+    first_above = bins.above;
   }
   __device__ __forceinline__ void count_digit(int digit, uint32_t prefix) {
     const uint32_t before = digit == 1 ? second_counted : third_counted;
@@ -85,13 +91,13 @@ struct BoundFinder {
   __device__ __forceinline__ Cut find(Wanted&& wanted, int& number) {
     Cut cut;
     Search search;
-    {
+    number = wanted(total);
+    search.start(number, total, cut);
+    if (search.open) {
       BinCounts<kThreads> bins;
-      // The last bin holds what is never kept, and nothing else.
-      const int total = bins.load(s.hist[0], s.warp_sums) - static_cast<int>(s.hist[0][0]);
-      number = wanted(total);
-      search.start(number, total, cut);
-      if (search.open) bins.locate(search.need, &s.found);
+      bins.read(s.hist[0]);
+      bins.above = first_above;
+      bins.locate(search.need, &s.found);
     }
 #pragma unroll 1
     for (int digit = 0; search.open; ++digit) {
@@ -116,18 +122,21 @@ struct TakenItems {
   uint32_t above = 0, equal = 0;  // bits of the items above the cut and equal to it; take() makes one of both
   int32_t before = 0;
 
-  __device__ __forceinline__ TakenItems(const OwnQuads<kThreads>& own, uint32_t cut) {
+  __device__ __forceinline__ TakenItems(const OwnQuads<kThreads>& own, const Cut& cut) {
     static_assert(4 * OwnQuads<kThreads>::kQuads <= 32, "a bit for each item");
+    const auto add = [&](uint32_t& bits, auto&& is_in) {
 #pragma unroll
-    for (int u = 0; u < OwnQuads<kThreads>::kQuads; ++u) {
-      if (u >= own.steps) break;
-      const uint32_t ord[4] = {own.ord[u].x, own.ord[u].y, own.ord[u].z, own.ord[u].w};
+      for (int u = 0; u < OwnQuads<kThreads>::kQuads; ++u) {
+        if (u >= own.steps) break;
+        const uint32_t ord[4] = {own.ord[u].x, own.ord[u].y, own.ord[u].z, own.ord[u].w};
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        if (ord[i] > cut) above |= 1u << (4 * u + i);
-        if (ord[i] == cut) equal |= 1u << (4 * u + i);
+        for (int i = 0; i < 4; ++i) {
+          if (is_in(ord[i])) bits |= 1u << (4 * u + i);
+        }
       }
-    }
+    };
+    add(above, [&](uint32_t ord) { return ord > cut.value; });
+    if (cut.skip != INT_MAX) add(equal, [&](uint32_t ord) { return ord == cut.value; });
   }
   // Items above the cut in the lower half, equal ones in the upper half.
   __device__ __forceinline__ uint32_t counts() const { return __popc(above) | __popc(equal) << 16; }
@@ -144,15 +153,15 @@ struct TakenItems {
   __device__ __forceinline__ int rank(int item) const { return before + __popc(above & ((1u << item) - 1)); }
 };
 
-// Calls sink(key, ord, in_core, in_kept, core_rank, rest_rank) for every candidate that is kept, and, if `visit_all`,
-// for every other one too. The ranks number those of the core and the other kept ones in key order. One barrier.
-template <int kThreads, class AnyCandidates, class Sink>
+// Calls sink(item, read(item), in_core, in_kept, core_rank, rest_rank) for every candidate that is kept, and, if
+// `visit_all`, for every other one too. The ranks number those of the core and the other kept ones in key order. One
+// barrier. kAtOnce: items that are read together.
+template <int kAtOnce, int kThreads, class AnyCandidates, class Read, class Sink>
 __device__ __forceinline__ void for_each_kept(uint2 (&warp_tally)[32], const AnyCandidates& c,
                                               const OwnQuads<kThreads>& own, const Cut& core_cut, const Cut& kept_cut,
-                                              bool visit_all, Sink&& sink) {
-  constexpr int kAtOnce = 4;  // items whose keys are read together
+                                              bool visit_all, Read&& read, Sink&& sink) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  TakenItems<kThreads> core(own, core_cut.value), kept(own, kept_cut.value);
+  TakenItems<kThreads> core(own, core_cut), kept(own, kept_cut);
   const uint2 sum = make_uint2(warp_inclusive_scan(core.counts()), warp_inclusive_scan(kept.counts()));
   if (lane == 31) warp_tally[warp] = sum;
   __syncthreads();
@@ -166,21 +175,20 @@ __device__ __forceinline__ void for_each_kept(uint2 (&warp_tally)[32], const Any
   }
 #pragma unroll 1
   while (left != 0) {
-    int item[kAtOnce], key[kAtOnce];
-    uint32_t ord[kAtOnce];
+    int item[kAtOnce];
+    decltype(read(0)) found[kAtOnce];
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       item[i] = left != 0 ? __ffs(left) - 1 : -1;
       left &= left - 1;
-      if (item[i] < 0) continue;
-      key[i] = c.key(4 * own.begin + item[i]);
-      ord[i] = c.ord(4 * own.begin + item[i]);
+      if (item[i] >= 0) found[i] = read(4 * own.begin + item[i]);
     }
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       if (item[i] < 0) continue;
       const int core_rank = core.rank(item[i]);
-      sink(key[i], ord[i], core.takes(item[i]), kept.takes(item[i]), core_rank, kept.rank(item[i]) - core_rank);
+      sink(4 * own.begin + item[i], found[i], core.takes(item[i]), kept.takes(item[i]), core_rank,
+           kept.rank(item[i]) - core_rank);
     }
   }
 }

@@ -43,8 +43,7 @@ struct BinCounts {
   int above = 0;  // items in better bins of other threads
   int sum = 0;
 
-  // Every thread takes part; one barrier. Returns the number of items.
-  __device__ __forceinline__ int load(const uint32_t* hist, int (&warp_sums)[32]) {
+  __device__ __forceinline__ void read(const uint32_t* hist) {
     sum = 0;
     if (kThreads * kPerThread == kBins || threadIdx.x < kBins / kPerThread) {
       const uint4* src = reinterpret_cast<const uint4*>(hist + kBins - (threadIdx.x + 1) * kPerThread);
@@ -56,6 +55,10 @@ struct BinCounts {
         sum += x.x + x.y + x.z + x.w;
       }
     }
+  }
+  // Likewise, and finds `above`. Every thread takes part; one barrier. Returns the number of items.
+  __device__ __forceinline__ int load(const uint32_t* hist, int (&warp_sums)[32]) {
+    read(hist);
     int total;
     above = block_exclusive_scan<kThreads>(sum, warp_sums, total);
     return total;
@@ -77,19 +80,29 @@ struct BinCounts {
 
 // --- ordered scores ------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ float to_float(float x) { return x; }
-__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
-__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
-
-// Grows with the score; 0 for NaN and -inf. Every other score gives at least 0x00800000. 16-bit scores differ in the
-// upper 22 bits; the others are cleared, so that two digits tell them apart.
-template <class Score>
-__device__ __forceinline__ uint32_t ordered(Score score) {
-  uint32_t u = __float_as_uint(to_float(score));
+// Grows with the score; 0 for NaN and -inf. Every other score gives at least 0x00800000.
+__device__ __forceinline__ uint32_t ordered(float score) {
+  uint32_t u = __float_as_uint(score);
   if ((u & 0x7fffffffu) > 0x7f800000u || u == 0xff800000u) return 0;
   if (u == 0x80000000u) u = 0;  // -0 == +0
-  u = u >> 31 ? ~u : u | 0x80000000u;
-  return sizeof(Score) == 2 ? u & ~1023u : u;
+  return u >> 31 ? ~u : u | 0x80000000u;
+}
+// Likewise of the bits of a 16-bit score, whose infinity has the bits `infinity`: in the upper half of a word, so that
+// two digits tell scores apart.
+__device__ __forceinline__ uint32_t ordered(uint32_t bits, uint32_t infinity) {
+  if ((bits & 0x7fffu) > infinity || bits == (0x8000u | infinity)) return 0;
+  if (bits == 0x8000u) bits = 0;
+  return (bits >> 15 ? ~bits : bits | 0x8000u) << 16;
+}
+constexpr uint32_t kHalfInfinity = 0x7c00, kBFloat16Infinity = 0x7f80;
+__device__ __forceinline__ uint32_t ordered(__half score) { return ordered(__half_as_ushort(score), kHalfInfinity); }
+__device__ __forceinline__ uint32_t ordered(__nv_bfloat16 score) {
+  return ordered(__bfloat16_as_ushort(score), kBFloat16Infinity);
+}
+
+// Of row `row` of the selection, in elements.
+__device__ __forceinline__ int64_t first_score(const SelectParams& p, int row) {
+  return row / p.heads * p.score_batch_stride + row % p.heads * p.score_head_stride;
 }
 
 // The scores and the mask of a row of the selection.
@@ -102,7 +115,7 @@ struct ScoreRow {
   __device__ __forceinline__ ScoreRow(const SelectParams& p, int row)
       : score_stride(p.score_col_stride), mask_stride(p.mask_col_stride) {
     const int b = row / p.heads, h = row % p.heads;
-    scores = static_cast<const Score*>(p.scores) + b * p.score_batch_stride + h * p.score_head_stride;
+    scores = static_cast<const Score*>(p.scores) + first_score(p, row);
     mask = p.key_mask == nullptr ? nullptr : p.key_mask + b * p.mask_batch_stride + h * p.mask_head_stride;
   }
   __device__ __forceinline__ uint32_t load(int key) const { return ordered(__ldg(scores + key * score_stride)); }
@@ -172,74 +185,82 @@ struct Candidates {
     const int i = item - 4 * first_quads();
     return i < 0 ? __ldg(first_ord + item) : __ldg(second_ord + i);
   }
-  // Quads begin .. end - 1, and zeros.
+  // The first `quads` of `to`: quads begin .. end - 1, and zeros.
   template <int kQuads>
-  __device__ __forceinline__ void load(uint4 (&to)[kQuads], int begin, int end) const {
+  __device__ __forceinline__ void load(uint4 (&to)[kQuads], int quads, int begin, int end) const {
 #pragma unroll
-    for (int u = 0; u < kQuads; ++u) to[u] = begin + u < end ? load(begin + u) : make_uint4(0, 0, 0, 0);
+    for (int u = 0; u < kQuads; ++u) {
+      if (u >= quads) break;
+      to[u] = begin + u < end ? load(begin + u) : make_uint4(0, 0, 0, 0);
+    }
   }
 };
 
-// Likewise the keys before a position, whose scores are read as they are: neighbours in memory, without a mask.
+// Likewise the keys before a position, whose scores of kBytes are read as they are: neighbours in memory, without a
+// mask.
+template <int kBytes>
 struct RawCandidates {
-  const void* scores;
-  Dtype dtype;
-  bool is_vec;  // a row starts on a multiple of four scores
+  static_assert(kBytes == 2 || kBytes == 4);
+  using Score = std::conditional_t<kBytes == 4, uint32_t, uint16_t>;
+  using Quad = std::conditional_t<kBytes == 4, uint4, uint2>;
+
+  const Score* scores;
+  uint32_t infinity;  // its bits, where scores have 16
+  bool is_vec;        // a row starts on a multiple of four scores
   int32_t count;
 
-  __device__ __forceinline__ RawCandidates(const SelectParams& p, int row, int count_) : dtype(p.dtype), count(count_) {
-    const int64_t first = row / p.heads * p.score_batch_stride + row % p.heads * p.score_head_stride;
-    const int bytes = dtype == Dtype::kFloat32 ? 4 : 2;
-    scores = static_cast<const char*>(p.scores) + first * bytes;
-    is_vec = reinterpret_cast<uintptr_t>(scores) % (4 * bytes) == 0;
+  __device__ __forceinline__ RawCandidates(const SelectParams& p, int row, int count_)
+      : infinity(p.dtype == Dtype::kFloat16 ? kHalfInfinity : kBFloat16Infinity), count(count_) {
+    scores = static_cast<const Score*>(p.scores) + first_score(p, row);
+    is_vec = reinterpret_cast<uintptr_t>(scores) % sizeof(Quad) == 0;
   }
   __device__ __forceinline__ int quads() const { return ceil_div(count, 4); }
   __device__ __forceinline__ bool exists(int item) const { return item < count; }
   __device__ __forceinline__ int key(int item) const { return item; }
   // Of any key of the row.
-  __device__ __forceinline__ uint32_t ord(int key) const {
-    if (dtype == Dtype::kFloat32) return ordered(__ldg(static_cast<const float*>(scores) + key));
-    if (dtype == Dtype::kFloat16) return ordered(__ldg(static_cast<const __half*>(scores) + key));
-    return ordered(__ldg(static_cast<const __nv_bfloat16*>(scores) + key));
-  }
+  __device__ __forceinline__ uint32_t ord(int key) const { return ordered_bits(__ldg(scores + key)); }
   template <int kQuads>
-  __device__ __forceinline__ void load(uint4 (&to)[kQuads], int begin, int end) const {
-    if (dtype == Dtype::kFloat32) return load_as<float>(to, begin, end);
-    if (dtype == Dtype::kFloat16) return load_as<__half>(to, begin, end);
-    load_as<__nv_bfloat16>(to, begin, end);
-  }
-
- private:
-  template <class Score>
-  struct Quad {
-    Score x[4];
-  };
-  template <class Score, int kQuads>
-  __device__ __forceinline__ void load_as(uint4 (&to)[kQuads], int begin, int end) const {
-    const Score* const from = static_cast<const Score*>(scores);
-    Quad<Score> quads[kQuads];  // all of them are asked for before the first is looked at
+  __device__ __forceinline__ void load(uint4 (&to)[kQuads], int quads, int begin, int end) const {
+    Quad bits[kQuads];  // all of them are asked for before the first is looked at
 #pragma unroll
     for (int u = 0; u < kQuads; ++u) {
-      const int first = 4 * (begin + u);
-      if (begin + u >= end) continue;
-      if (is_vec && first + 4 <= count) {
-        using Words = std::conditional_t<sizeof(Score) == 4, uint4, uint2>;
-        const Words words = __ldg(reinterpret_cast<const Words*>(from + first));
-        memcpy(&quads[u], &words, sizeof(words));
-      } else {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) quads[u].x[i] = __ldg(from + min(first + i, count - 1));
-      }
+      if (u >= quads) break;
+      bits[u] = load_bits(begin + u < end ? 4 * (begin + u) : count);
     }
 #pragma unroll
     for (int u = 0; u < kQuads; ++u) {
-      uint32_t words[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const bool is_there = begin + u < end && 4 * (begin + u) + i < count;
-        words[i] = is_there ? ordered(quads[u].x[i]) : 0u;
+      if (u >= quads) break;
+      if constexpr (kBytes == 4) {
+        to[u] = make_uint4(ordered_bits(bits[u].x), ordered_bits(bits[u].y), ordered_bits(bits[u].z),
+                           ordered_bits(bits[u].w));
+      } else {
+        to[u] = make_uint4(ordered_bits(bits[u].x & 0xffffu), ordered_bits(bits[u].x >> 16),
+                           ordered_bits(bits[u].y & 0xffffu), ordered_bits(bits[u].y >> 16));
       }
-      to[u] = make_uint4(words[0], words[1], words[2], words[3]);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ uint32_t ordered_bits(uint32_t bits) const {
+    if constexpr (kBytes == 4) {
+      return ordered(__uint_as_float(bits));
+    } else {
+      return ordered(bits, infinity);
+    }
+  }
+  // Of the four keys from `first` on. Those that are no candidates have -inf.
+  __device__ __forceinline__ Quad load_bits(int first) const {
+    if (is_vec && first + 4 <= count) return __ldg(reinterpret_cast<const Quad*>(scores + first));
+    uint32_t bits[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      constexpr uint32_t kFloatLowest = 0xff800000u;
+      bits[i] = first + i < count ? __ldg(scores + first + i) : kBytes == 4 ? kFloatLowest : 0x8000u | infinity;
+    }
+    if constexpr (kBytes == 4) {
+      return make_uint4(bits[0], bits[1], bits[2], bits[3]);
+    } else {
+      return make_uint2(bits[0] | bits[1] << 16, bits[2] | bits[3] << 16);
     }
   }
 };

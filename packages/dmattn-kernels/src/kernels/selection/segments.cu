@@ -18,9 +18,9 @@ struct ActiveSmem {
 
 struct SegmentSmem {
   union {
-    BoundSmem bound;                      // at first
-    int32_t core_key[kMaxSegmentWindow];  // then: the keys that no row of the segment can lose
-    ActiveSmem active;                    // at last
+    BoundSmem bound;                       // at first
+    int32_t core_item[kMaxSegmentWindow];  // then: the candidates that no row of the segment can lose
+    ActiveSmem active;                     // at last
   };
   ActiveKeys keys;
   uint2 warp_tally[32];
@@ -70,7 +70,7 @@ struct OwnKeys {
       const int before = __shfl_sync(kFullWarp, inclusive - own, row_of(o) / 32);
       if (joins[o] >> lane & 1) {
         const int slot = before + __popc(joins[o] & ((1u << lane) - 1));
-        s.keys.joining_ord[slot] = ord[o];
+        s.keys.ord[kSegmentRows + slot] = ord[o];
         s.keys.joining_row[slot] = row_of(o);
       }
     }
@@ -80,24 +80,29 @@ struct OwnKeys {
 
 // --- keys that leave -----------------------------------------------------------------------------------------------
 
-// Puts the core and the keys that may leave into shared memory, in key order. `end`: not null where candidates that are
-// not kept have no block of rows that sees them leave. s.bound is out of use from its first barrier on; ends with
-// another.
+// Puts the core, as items of the candidates, and the keys that may leave into shared memory, in key order. `end`: not
+// null where candidates that are not kept have no block of rows that sees them leave. s.bound is out of use from its
+// first barrier on; the core may be read when this returns, the others after the next barrier.
 template <int kThreads, class AnyCandidates>
 __device__ __forceinline__ void split_kept(SegmentSmem& s, const AnyCandidates& c, const OwnQuads<kThreads>& own,
-                                           const Cut& core_cut, const Cut& kept_cut, int32_t* end) {
-  const auto place = [&](int key, uint32_t ord, bool in_core, bool in_kept, int core_rank, int rest_rank) {
-    if (in_core) {
-      s.core_key[core_rank] = key;
-    } else if (in_kept) {
-      s.keys.leaving_ord[rest_rank] = ord;
-      s.keys.leaving_key[rest_rank] = key;
+                                           const Cut& core_cut, const Cut& kept_cut, int leaving, int32_t* end) {
+  const auto read = [](int item) { return item; };
+  const auto place = [&](int item, int, bool in_core, bool in_kept, int core_rank, int rest_rank) {
+    if (in_kept) {
+      int32_t* const to = in_core ? s.core_item + core_rank : s.keys.leaving_key + rest_rank;
+      *to = item;
     } else {
-      end[key] = key;
+      end[c.key(item)] = c.key(item);
     }
   };
-  for_each_kept(s.warp_tally, c, own, core_cut, kept_cut, end != nullptr, place);
+  for_each_kept<1>(s.warp_tally, c, own, core_cut, kept_cut, end != nullptr, read, place);
   __syncthreads();
+#pragma unroll 1
+  for (int i = threadIdx.x; i < leaving; i += kThreads) {
+    const int item = s.keys.leaving_key[i];
+    s.keys.ord[i] = c.ord(item);
+    s.keys.leaving_key[i] = c.key(item);
+  }
 }
 
 // Finds the rows that keep each of the active keys. last_end: what `end` becomes of those that the last row of all
@@ -183,8 +188,9 @@ __device__ __forceinline__ void write_active(SegmentSmem& s, const Segment& at, 
   if (keys.full != nullptr) const_cast<int32_t*>(keys.full)[list] = full;
 }
 
-// kRaw: from the scores themselves, where nothing has put them in order and written where keys end (SelectPlan::ord).
-template <int kThreads, bool kRaw>
+// kBytes: those of a score, where nothing has put scores in order and written where keys end (SelectPlan::ord);
+// otherwise 0.
+template <int kThreads, int kBytes>
 __global__ void __launch_bounds__(kThreads, 1024 / kThreads)
     segment_kernel(const SelectPlan p, const __grid_constant__ SelectParams scores, const KeyList keys) {
   __shared__ SegmentSmem s;
@@ -201,22 +207,22 @@ __global__ void __launch_bounds__(kThreads, 1024 / kThreads)
   if (keys.end != nullptr) end = const_cast<int32_t*>(keys.end) + static_cast<int64_t>(at.row) * p.seqlen_k;
 
   const auto c = [&] {
-    if constexpr (kRaw) {
-      return RawCandidates(scores, at.row, at.row0);
+    if constexpr (kBytes > 0) {
+      return RawCandidates<kBytes>(scores, at.row, at.row0);
     } else {
       return block_candidates(p, at.row, at.row0, 0);
     }
   }();
   const OwnQuads<kThreads> own(c);
   const OwnKeys<kThreads> own_keys(at, [&](int key) {
-    if constexpr (kRaw) {
+    if constexpr (kBytes > 0) {
       return c.ord(key);
     } else {
       return __ldg(p.ord + at.row * p.ord_pitch + key);
     }
   });
   const bool is_last = at.block0 + p.segment_blocks >= keys.blocks;
-  const int last_end = kRaw && is_last ? p.seqlen_k : 0;
+  const int last_end = kBytes > 0 && is_last ? p.seqlen_k : 0;
   BoundFinder<kThreads> finder{s.bound, own, p.digits};
   finder.count_first_digit();
   Cut kept_cut, core_cut;
@@ -233,14 +239,14 @@ __global__ void __launch_bounds__(kThreads, 1024 / kThreads)
     leaving = min(max(at.kept - p.window + at.joining, 0), at.kept);
     if (leaving == 0) break;
   }
-  split_kept(s, c, own, core_cut, kept_cut, at.block0 == 0 ? end : nullptr);
+  split_kept(s, c, own, core_cut, kept_cut, at.leaving(), at.block0 == 0 ? end : nullptr);
 
   const int blocks = ceil_div(at.rows, kSelectBlockRows);
   const int64_t first_list = static_cast<int64_t>(at.row) * keys.blocks + at.block0;
   int32_t* const idx = const_cast<int32_t*>(keys.idx) + first_list * keys.capacity;
 #pragma unroll 1
   for (int i = threadIdx.x; i < at.core; i += kThreads) {
-    const int key = s.core_key[i];
+    const int key = c.key(s.core_item[i]);
 #pragma unroll
     for (int block = 0; block < kMaxSegmentBlocks; ++block) {
       if (block < blocks) idx[int64_t{block} * keys.capacity + i] = key;
@@ -259,7 +265,8 @@ cudaError_t select_segments(const SelectParams& p, const SelectPlan& plan, const
   const auto run = [&](auto kernel) { return launch(kernel, blocks, plan.segment_threads, 0, stream, plan, p, keys); };
   const auto run_with = [&](auto threads) {
     constexpr int kThreads = decltype(threads)::value;
-    return plan.reads_scores ? run(segment_kernel<kThreads, true>) : run(segment_kernel<kThreads, false>);
+    if (!plan.reads_scores) return run(segment_kernel<kThreads, 0>);
+    return p.dtype == Dtype::kFloat32 ? run(segment_kernel<kThreads, 4>) : run(segment_kernel<kThreads, 2>);
   };
   if (plan.segment_threads == 256) return run_with(std::integral_constant<int, 256>{});
   if (plan.segment_threads == 512) return run_with(std::integral_constant<int, 512>{});

@@ -22,8 +22,9 @@ namespace prep {
 // in every run.
 // Whatever cu_seqlens holds, nothing is read or written out of bounds.
 //
-// The steps. Ordered scores first, if the plan has them; then either the single list, by a block for each row or by the grid, or the lists of
-// all blocks. Before these, where the plan has them, the best keys before the first row (by the grid) and the sets.
+// The steps. Ordered scores first, if the plan has them; then either the single list, by a block for each row or by the
+// grid, or the lists of all blocks. Before these, where the plan has them, the best keys before the first row (by the
+// grid) and the sets.
 cudaError_t select_order(const SelectParams& p, const SelectPlan& plan, int32_t* end, cudaStream_t stream);
 cudaError_t select_single(const SelectPlan& plan, const KeyList& keys, cudaStream_t stream);
 cudaError_t select_in_one_launch(const SelectParams& p, const SelectPlan& plan, const KeyList& keys,
