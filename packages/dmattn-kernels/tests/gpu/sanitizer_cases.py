@@ -235,13 +235,35 @@ ONCE = (
         attend=False,
         select=Selecting(8300),
     ),
-    # More heads than SMs: several blocks of rows for a thread block, and several of those an SM.
+    # Keys enough for large thread blocks, which look at the scores as they are.
+    Launch(
+        "running top-w of some thousand keys",
+        *(4500, 4500, 1, 1, 1),
+        causal=True,
+        attend=False,
+        select=Selecting(300, fill="odd"),
+    ),
+    Launch(
+        "running top-w of some thousand keys, 16-bit scores",
+        *(4500, 4500, 1, 1, 1),
+        causal=True,
+        attend=False,
+        select=Selecting(300, fill="ties", own_dtype=True),
+    ),
+    # More heads than SMs: several blocks of rows for a thread block, and some of those on one SM.
     Launch(
         "running top-w of many heads",
-        *(300, 300, 1, 160, 160),
+        *(300, 300, 1, 300, 300),
         causal=True,
         attend=False,
         select=Selecting(60),
+    ),
+    Launch(
+        "running top-w of many heads, 16-bit scores",
+        *(300, 300, 1, 300, 300),
+        causal=True,
+        attend=False,
+        select=Selecting(60, fill="ties", own_dtype=True),
     ),
     Launch(
         "running top-w of many heads behind many keys",
@@ -253,7 +275,7 @@ ONCE = (
     # Likewise of scores that are put in order first, beside a mask.
     Launch(
         "running top-w of many heads, key mask",
-        *(300, 300, 1, 160, 160),
+        *(300, 300, 1, 300, 300),
         mask="b11k",
         causal=True,
         attend=False,

@@ -4,8 +4,6 @@
 calls are known not to have.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -44,7 +42,11 @@ class PreparedCall(Prepared):
         batch, rows, nheads, _ = q.shape
         self._device = q.get_device()
         self._enqueue_forward, self._enqueue_backward = at_once(FORWARD), at_once(BACKWARD)
-        self._like_q, self._like_k, self._like_v = _makes(q), _makes(k), _makes(v)
+        self._is_plain_q, self._is_plain_k, self._is_plain_v = (
+            _is_plain(q),
+            _is_plain(k),
+            _is_plain(v),
+        )
         # With strides, as torch has less to do then.
         self._lse_shape = (batch, nheads, rows)
         self._lse_stride = (nheads * rows, rows, 1)
@@ -60,7 +62,7 @@ class PreparedCall(Prepared):
         if out is not None and is_written_in_place(out, self._is_decoded):
             found = out
         else:
-            found = self._like_q(q)
+            found = _new_like(q, self._is_plain_q)
         lse = q.new_empty_strided(self._lse_shape, self._lse_stride, dtype=torch.float32)
         rest = torch.empty_like(lse) if for_backward and bias is not None else None
         device = self._device
@@ -89,9 +91,9 @@ class PreparedCall(Prepared):
         if dlse is not None:
             dlse = dlse.contiguous()
         needs_q, needs_k, needs_v, needs_bias = needs
-        dq = self._like_q(q) if needs_q else None
-        dk = self._like_k(k) if needs_k else None
-        dv = self._like_v(v) if needs_v else None
+        dq = _new_like(q, self._is_plain_q) if needs_q else None
+        dk = _new_like(k, self._is_plain_k) if needs_k else None
+        dv = _new_like(v, self._is_plain_v) if needs_v else None
         dbias = _contiguous_like(bias) if needs_bias and bias is not None else None
         # As forward made them, unless hooks of saved tensors laid them out anew.
         out, lse = out.contiguous(), lse.contiguous()
@@ -111,13 +113,15 @@ class PreparedCall(Prepared):
         return dq, dk, dv, dbias
 
 
-def _makes(t: Tensor) -> Callable[[Tensor], Tensor]:
-    """What allocates memory like `t` but contiguous, called with tensors of its kind.
+def _is_plain(t: Tensor) -> bool:
+    """Whether torch makes memory like `t` contiguous without being asked to, as of most tensors."""
+    same: bool = torch.empty_like(t, device="meta").stride() == _contiguous_like(t, "meta").stride()
+    return same
 
-    Without a format to be asked for torch takes less time, and makes the same of most tensors.
-    """
-    same = torch.empty_like(t, device="meta").stride() == _contiguous_like(t, "meta").stride()
-    return torch.empty_like if same else _contiguous_like
+
+def _new_like(t: Tensor, is_plain: bool) -> Tensor:
+    """Memory like `t` but contiguous. Without a format to be asked for torch takes less time."""
+    return torch.empty_like(t) if is_plain else _contiguous_like(t)
 
 
 def _contiguous_like(t: Tensor, device: str | None = None) -> Tensor:
