@@ -277,8 +277,12 @@ def _beside_few_keys() -> list[Case]:
         (4, 8192, 16, 16, 64, 512),
         (10, 5953, 16, 16, 96, 512),
         (12, 4760, 24, 24, 64, 2048),
+        (2, 8192, 16, 16, 128, 512),
         # As many sequences as a training step may have.
         (8, 4096, 32, 8, 128, 1024),
+        # Few rows, of whose time the selection takes a good part.
+        (1, 4096, 8, 8, 64, 1024),
+        (1, 8192, 12, 12, 64, 768),
     ):
         name = f"B{batch} S{seqlen} H{nheads}/{nheads_k} D{head_dim} w{kept}"
         case = _top(FEW_KEYS, name, peers, seqlen, kept)

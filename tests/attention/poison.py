@@ -25,9 +25,12 @@ class Guard:
 
     def __init__(self) -> None:
         self._buffers: list[tuple[Tensor, int]] = []
+        self._has_ended = False
         self.count = 0
 
     def empty(self, make: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        # Margins would not be checked, and buffers kept as long as whoever holds on to the factory.
+        assert not self._has_ended, "a factory of torch was kept beyond the call that looked it up"
         plain = make(*args, **kwargs)
         if plain.device.type != target_device().type or plain.layout is not torch.strided:
             return plain
@@ -46,6 +49,7 @@ class Guard:
         return result.requires_grad_(plain.requires_grad)
 
     def check(self) -> None:
+        self._has_ended = True
         synchronize()
         for raw, extent in self._buffers:
             assert bool((raw[:MARGIN] == 0xFF).all()), "a buffer was written before its start"
@@ -79,7 +83,7 @@ def poisoned() -> Iterator[Guard]:
         setattr(owner, name, wrap(original))
     try:
         yield guard
-        guard.check()
     finally:
         for (owner, name), original in zip(places, originals, strict=True):
             setattr(owner, name, original)
+    guard.check()
