@@ -193,6 +193,13 @@ SELECTED = (
         select=Selecting(400),
     ),
 )
+
+
+def _selection(name: str, shape: tuple[int, ...], select: Selecting, mask: str = "") -> Launch:
+    """Running top-w without the attention. `shape`: the first numbers of a `Launch`."""
+    return Launch(name, *shape, mask=mask, causal=True, attend=False, select=select)
+
+
 BY_OWN_SCORES = Launch(
     "top-w of many keys, 16-bit scores",
     *(1, 40000),
@@ -214,87 +221,46 @@ ONCE = (
     Launch("dense mask by rows", 130, 140, mask="bhqk", mask_by_rows=True, causal=True),
     Launch("top-w of many keys", 1, 40000, bias="bk1k", wants="", select=Selecting(300)),
     BY_OWN_SCORES,
-    Launch(
-        "running top-w behind many keys",
-        *(200, 40000, 1, 2, 2),
-        causal=True,
-        attend=False,
-        select=Selecting(200),
+    _selection("running top-w behind many keys", (200, 40000, 1, 2, 2), Selecting(200)),
+    _selection(
+        "running top-w of many keys", (33000, 33000), Selecting(40, fill="ties", own_dtype=True)
     ),
-    Launch(
-        "running top-w of many keys",
-        *(33000, 33000),
-        causal=True,
-        attend=False,
-        select=Selecting(40, fill="ties", own_dtype=True),
-    ),
-    Launch(
-        "running top-w of many keys, wide window",
-        *(33000, 33000, 1, 1, 1),
-        causal=True,
-        attend=False,
-        select=Selecting(8300),
-    ),
+    _selection("running top-w of many keys, wide window", (33000, 33000, 1, 1, 1), Selecting(8300)),
     # Keys enough for large thread blocks, which look at the scores as they are.
-    Launch(
-        "running top-w of some thousand keys",
-        *(4500, 4500, 1, 1, 1),
-        causal=True,
-        attend=False,
-        select=Selecting(300, fill="odd"),
+    _selection(
+        "running top-w of some thousand keys", (4500, 4500, 1, 1, 1), Selecting(300, fill="odd")
     ),
-    Launch(
+    _selection(
         "running top-w of some thousand keys, 16-bit scores",
-        *(4500, 4500, 1, 1, 1),
-        causal=True,
-        attend=False,
-        select=Selecting(300, fill="ties", own_dtype=True),
+        (4500, 4500, 1, 1, 1),
+        Selecting(300, fill="ties", own_dtype=True),
     ),
     # More heads than SMs: several blocks of rows for a thread block, and some of those on one SM.
-    Launch(
-        "running top-w of many heads",
-        *(300, 300, 1, 300, 300),
-        causal=True,
-        attend=False,
-        select=Selecting(60),
-    ),
-    Launch(
+    _selection("running top-w of many heads", (300, 300, 1, 300, 300), Selecting(60)),
+    _selection(
         "running top-w of many heads, 16-bit scores",
-        *(300, 300, 1, 300, 300),
-        causal=True,
-        attend=False,
-        select=Selecting(60, fill="ties", own_dtype=True),
+        (300, 300, 1, 300, 300),
+        Selecting(60, fill="ties", own_dtype=True),
     ),
-    Launch(
+    _selection(
         "running top-w of many heads behind many keys",
-        *(140, 5000, 1, 160, 160),
-        causal=True,
-        attend=False,
-        select=Selecting(80, fill="ties", own_dtype=True),
+        (140, 5000, 1, 160, 160),
+        Selecting(80, fill="ties", own_dtype=True),
     ),
     # Likewise of scores that are put in order first, beside a mask.
-    Launch(
-        "running top-w of many heads, key mask",
-        *(300, 300, 1, 300, 300),
-        mask="b11k",
-        causal=True,
-        attend=False,
-        select=Selecting(60),
+    _selection(
+        "running top-w of many heads, key mask", (300, 300, 1, 300, 300), Selecting(60), mask="b11k"
     ),
-    Launch(
+    _selection(
         "running top-w of many heads behind many keys, key mask",
-        *(140, 5000, 1, 160, 160),
+        (140, 5000, 1, 160, 160),
+        Selecting(80, fill="ties", own_dtype=True),
         mask="b11k",
-        causal=True,
-        attend=False,
-        select=Selecting(80, fill="ties", own_dtype=True),
     ),
-    Launch(
+    _selection(
         "running top-w within long documents",
-        *(33000, 33000),
-        causal=True,
-        attend=False,
-        select=Selecting(40, bounds=(0, 8192, 8195, 24577, 32999, 33000)),
+        (33000, 33000),
+        Selecting(40, bounds=(0, 8192, 8195, 24577, 32999, 33000)),
     ),
 )
 LISTS = (
